@@ -1,0 +1,1171 @@
+/* cc -O2 -I. examples/rocmforge_cli.c -o rocmforge_cli -lm -pthread */
+
+/* rocmforge_cli: rocmforge.h from a shell. It uses the public API only; `rocmforge_cli --help` lists the commands.
+ *
+ * stdout carries the result and nothing else. stderr carries notes and timing, progress if it is a terminal, and
+ * exactly one line when a command fails. Exit codes: 0 done; 1 failed; 2 the command line is wrong; 130 stopped by
+ * Ctrl-C, after what there was has been written. Text from a file is escaped before it is printed; what a model
+ * generates is not. */
+
+#define ROCMFORGE_IMPLEMENTATION
+#include "rocmforge.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { DONE = 0, FAILED = 1, USAGE = 2, INTERRUPTED = 130 };
+
+#define LLU(x) ((unsigned long long)(x)) /* for %llu */
+
+/* Every step returns DONE or, its line printed, the exit code. All memory hangs on the app and main releases it, so
+ * that leaving early needs no cleanup. */
+#define TRY(step)                              \
+    do {                                       \
+        int try_code = (step);                 \
+        if (try_code != DONE) return try_code; \
+    } while (0)
+
+/* ---- what a command works with ---- */
+
+/* Every flag of every command; the table at the end says which command takes which. Switches are 0 or 1. */
+typedef struct options {
+    const char *gguf, *prompt, *prompt_file, *system, *chat_template, *device, *isa, *pre, *type, *tokens, *out;
+    uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
+    uint64_t no_bos, raw, json, hex, decode, step, help;
+    double temp, top_p, min_p;
+} options;
+
+typedef struct bytes {
+    char *data;
+    size_t len, capacity;
+} bytes;
+
+typedef struct ids {
+    int32_t *data;
+    uint32_t len, capacity;
+} ids;
+
+#define MESSAGES_MAX 4096
+
+typedef struct command command;
+
+typedef struct app {
+    options o;
+    const command *cmd;
+    rf_gguf *g;
+    rf_device *d;
+    rf_model *m;
+    rf_session *s;
+    rf_tokenizer *own;      /* of `tokenize`, which opens no model */
+    const rf_tokenizer *t;
+    rf_model_info info;
+    rf_sampler sampler;
+    rf_error err;
+    rf_chat_message *messages;
+    uint32_t n_messages;
+    uint32_t n_ctx;         /* of the session                      */
+    double start, open_s, plan_s;
+    bytes line, text, notes;
+    ids prompt, tokens;
+    FILE *out;
+    int bar;                /* a progress bar is on the terminal   */
+    char problem[RF_ERROR_TEXT_BYTES]; /* the first one of `check` */
+    uint32_t n_problems;
+} app;
+
+struct command {
+    const char *name;
+    int (*run)(app *a);
+    const char *help;
+};
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* ---- messages ---- */
+
+static volatile sig_atomic_t interrupted;
+
+static void put_escaped(FILE *f, const char *text, uint64_t n) {
+    for (uint64_t i = 0; i < n; i++) {
+        unsigned char c = (unsigned char)text[i];
+        if (c >= 0x20 && c < 0x7f && c != '\\') fputc(c, f);
+        else fprintf(f, c == '\\' ? "\\\\" : "\\x%02x", c);
+    }
+}
+
+static void clear_bar(app *a) {
+    if (a->bar) fputs("\r\033[K", stderr);
+    a->bar = 0;
+}
+
+/* The one line of a failure; returns the exit code. */
+__attribute__((format(printf, 3, 4)))
+static int fail(app *a, int code, const char *format, ...) {
+    char text[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    clear_bar(a);
+    fprintf(stderr, "rocmforge_cli%s%s: ", a->cmd ? " " : "", a->cmd ? a->cmd->name : "");
+    put_escaped(stderr, text, strlen(text));
+    fputc('\n', stderr);
+    return code;
+}
+
+static int no_memory(app *a) { return fail(a, FAILED, "out of memory"); }
+
+static int fail_errno(app *a, const char *name) { return fail(a, FAILED, "%s: %s", name, strerror(errno)); }
+
+/* A call of the library. */
+static int lib(app *a, rf_result r) {
+    if (r == RF_OK) return DONE;
+    if (r == RF_ERR_CANCELLED && interrupted) return fail(a, INTERRUPTED, "interrupted");
+    return fail(a, FAILED, "%s", a->err.text[0] ? a->err.text : rf_result_name(r));
+}
+
+/* Room for n more bytes and a NUL. */
+static int reserve(app *a, bytes *b, size_t n) {
+    if (b->capacity - b->len > n) return DONE;
+    size_t capacity = n < SIZE_MAX / 4 - b->len ? 2 * (b->len + n) + 64 : 0;
+    char *data = capacity ? realloc(b->data, capacity) : NULL;
+    if (!data) return no_memory(a);
+    b->data = data;
+    b->capacity = capacity;
+    return DONE;
+}
+
+static int reserve_ids(app *a, ids *v, uint64_t n) {
+    if (n <= v->capacity) return DONE;
+    int32_t *data = n < INT32_MAX / 2 ? realloc(v->data, 2 * n * sizeof *data) : NULL;
+    if (!data) return no_memory(a);
+    v->data = data;
+    v->capacity = (uint32_t)(2 * n);
+    return DONE;
+}
+
+/* Notes wait until the command has succeeded, or asks the user: one that fails prints its one line only. */
+static void note(rf_log_level level, const char *text, void *user) {
+    app *a = user;
+    size_t n = strlen(text);
+    if (level != RF_LOG_WARNING || n + 1 > 4096 - a->notes.len || reserve(a, &a->notes, n + 1) != DONE) return;
+    memcpy(a->notes.data + a->notes.len, text, n);
+    a->notes.data[a->notes.len + n] = '\n';
+    a->notes.len += n + 1;
+}
+
+static void print_notes(app *a) {
+    clear_bar(a);
+    if (a->notes.len) fwrite(a->notes.data, 1, a->notes.len, stderr);
+    a->notes.len = 0;
+}
+
+static void progress(app *a, const char *what, uint64_t done, uint64_t total) {
+    if (total == 0 || !isatty(STDERR_FILENO)) return;
+    int n = (int)((double)done / (double)total * 24.0);
+    fprintf(stderr, "\r\033[K%s [%-24.*s] %.0f MB", what, n, "########################", (double)done / 1e6);
+    a->bar = 1;
+    if (done >= total) clear_bar(a);
+}
+
+static int load_progress(uint64_t done_bytes, uint64_t total_bytes, rf_string tensor, void *user) {
+    (void)tensor;
+    progress(user, "loading", done_bytes, total_bytes);
+    return interrupted != 0;
+}
+
+/* Result bytes to stdout, at once. */
+static int emit(app *a, const char *data, size_t n) {
+    return fwrite(data, 1, n, stdout) == n && fflush(stdout) == 0 ? DONE : fail_errno(a, "stdout");
+}
+
+/* ---- opening and closing ---- */
+
+static rf_session *volatile running;
+
+/* The first Ctrl-C asks for a clean stop, the second one leaves. */
+static void on_interrupt(int sig) {
+    (void)sig;
+    if (interrupted) _exit(INTERRUPTED);
+    interrupted = 1;
+    if (running) rf_session_cancel(running);
+}
+
+static void catch_interrupt(rf_session *s) {
+    struct sigaction action, old;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = on_interrupt; /* without SA_RESTART: reading a line ends, too */
+    running = s;
+    if (sigaction(SIGINT, NULL, &old) == 0 && old.sa_handler != SIG_IGN) sigaction(SIGINT, &action, NULL);
+}
+
+static int open_file(app *a) {
+    rf_gguf_desc desc = {.log_fn = note, .log_user = a};
+    double t = now();
+    TRY(lib(a, rf_gguf_open(a->o.gguf, &desc, &a->g, &a->err)));
+    a->open_s = now() - t;
+    return DONE;
+}
+
+static int open_model(app *a, const char *device) {
+    rf_device_desc device_desc = {.n_threads = (uint32_t)a->o.threads, .isa = a->o.isa};
+    rf_model_desc model_desc = {.progress_fn = load_progress, .progress_user = a, .pre_tokenizer = a->o.pre};
+    TRY(open_file(a));
+    TRY(lib(a, rf_device_open(device, &device_desc, &a->d, &a->err)));
+    double t = now();
+    TRY(lib(a, rf_model_open(a->g, a->d, &model_desc, &a->m, &a->err)));
+    a->plan_s = now() - t;
+    a->info = rf_model_get_info(a->m);
+    return DONE;
+}
+
+/* --ctx; else the context the model was trained for, at most 4096, or `need` tokens if that is more. */
+static rf_session_desc session_desc(const app *a, uint64_t need, uint32_t n_logits) {
+    uint32_t trained = a->info.n_ctx_train;
+    uint64_t n_ctx = trained && trained < 4096 ? trained : 4096;
+    if (need > n_ctx) n_ctx = need < INT32_MAX ? need : INT32_MAX;
+    if (a->o.ctx) n_ctx = a->o.ctx;
+    return (rf_session_desc){.n_ctx = (uint32_t)n_ctx, .n_batch = (uint32_t)a->o.batch, .n_logits_max = n_logits,
+                             .cache_type = a->o.kv ? RF_CACHE_F32 : RF_CACHE_F16};
+}
+
+static int too_long(app *a, uint64_t n_tokens) {
+    return fail(a, FAILED, "%llu tokens do not fit, the context holds %u (see --ctx)", LLU(n_tokens), a->n_ctx);
+}
+
+/* `need` tokens are wished for, n_tokens must fit. */
+static int open_session(app *a, uint64_t need, uint64_t n_tokens, uint32_t n_logits) {
+    rf_session_desc desc = session_desc(a, need, n_logits);
+    a->n_ctx = desc.n_ctx;
+    if (n_tokens > a->n_ctx) return too_long(a, n_tokens);
+    TRY(lib(a, rf_session_open(a->m, &desc, &a->s, &a->err)));
+    catch_interrupt(a->s);
+    return DONE;
+}
+
+static void forget(app *a, uint32_t n_keep) {
+    while (a->n_messages > n_keep) free((void *)(uintptr_t)a->messages[--a->n_messages].content);
+}
+
+static void close_all(app *a) {
+    running = NULL;
+    rf_session_close(a->s);
+    rf_model_close(a->m, NULL);
+    rf_device_close(a->d, NULL);
+    rf_tokenizer_close(a->own);
+    if (a->g) rf_gguf_close(a->g, NULL);
+    if (a->out) fclose(a->out);
+    forget(a, 0);
+    free(a->messages);
+    free(a->line.data);
+    free(a->text.data);
+    free(a->notes.data);
+    free(a->prompt.data);
+    free(a->tokens.data);
+}
+
+/* ---- text and tokens ---- */
+
+/* All of a stream, whatever bytes it holds. */
+static int read_all(app *a, FILE *f, const char *name, bytes *out) {
+    size_t n = 1;
+    for (; n > 0; out->len += n) {
+        TRY(reserve(a, out, 65536));
+        n = fread(out->data + out->len, 1, 65536, f);
+    }
+    out->data[out->len] = 0;
+    return ferror(f) ? fail_errno(a, name) : DONE;
+}
+
+/* One line of stdin without its newline; *more is 0 at the end. */
+static int read_line(app *a, bytes *line, int *more) {
+    errno = 0;
+    ssize_t n = getline(&line->data, &line->capacity, stdin);
+    *more = n >= 0;
+    line->len = n > 0 ? (size_t)n : 0;
+    if (line->len && line->data[line->len - 1] == '\n') line->data[--line->len] = 0;
+    return n < 0 && errno && errno != EINTR ? fail_errno(a, "stdin") : DONE;
+}
+
+/* A byte gives three tokens at most: those of U+FFFD. */
+static int encode(app *a, const char *text, size_t n, uint32_t flags, ids *out) {
+    if (n > INT32_MAX / 8) return fail(a, FAILED, "text: want at most %d bytes, got %zu", INT32_MAX / 8, n);
+    TRY(reserve_ids(a, out, 3 * n + 8));
+    return lib(a, rf_tokenize(a->t, text, n, flags, out->data, out->capacity, &out->len, &a->err));
+}
+
+/* Append the text of a token (-1: none) to out. */
+static int decode(app *a, rf_detokenizer *state, int32_t id, uint32_t flags, bytes *out) {
+    size_t n = 0;
+    TRY(reserve(a, out, 3 * (size_t)rf_token_get_text(a->t, id).len + 16));
+    TRY(lib(a, rf_detokenize(a->t, state, id, flags, out->data + out->len, out->capacity - out->len, &n, &a->err)));
+    out->len += n;
+    return DONE;
+}
+
+/* Token ids "1,2,3", also "[1, 2, 3]". *good is 0 if it is anything else. */
+static int parse_ids(app *a, const char *p, ids *out, int *good) {
+    static const char blank[] = " \t\r";
+    out->len = 0;
+    *good = 0;
+    p += strspn(p, blank);
+    int close = *p == '[' ? ']' : 0, more = 1;
+    if (close) p += 1 + strspn(p + 1, blank);
+    if (close && *p == close) more = 0, p++;
+    while (more) {
+        char *end;
+        errno = 0;
+        if (*p < '0' || *p > '9') return DONE;
+        unsigned long long v = strtoull(p, &end, 10);
+        if (errno || v > INT32_MAX) return DONE;
+        TRY(reserve_ids(a, out, (uint64_t)out->len + 1));
+        out->data[out->len++] = (int32_t)v;
+        p = end + strspn(end, blank);
+        more = *p == ',';
+        if (!more && *p != close) return DONE;
+        if (more || close) p += 1 + strspn(p + 1, blank);
+    }
+    *good = p[strspn(p, blank)] == 0;
+    return DONE;
+}
+
+static void print_ids(const ids *v) {
+    putchar('[');
+    for (uint32_t i = 0; i < v->len; i++) printf("%s%d", i ? "," : "", v->data[i]);
+    puts("]");
+}
+
+/* Hex digits to bytes, in place; 0 if they are none. */
+static int from_hex(bytes *b) {
+    size_t n = b->len / 2;
+    if (b->len % 2 || (b->len && strspn(b->data, "0123456789abcdefABCDEF") != b->len)) return 0;
+    for (size_t i = 0; i < n; i++) {
+        char pair[3] = {b->data[2 * i], b->data[2 * i + 1], 0};
+        b->data[i] = (char)strtoul(pair, NULL, 16);
+    }
+    b->len = n;
+    return 1;
+}
+
+/* ---- generate and chat ---- */
+
+typedef struct answer {
+    uint32_t n_prompt, n_steps; /* tokens evaluated at once, and one by one */
+    uint32_t n_tokens;          /* chosen                                   */
+    double first_s, prefill_s, decode_s;
+    const char *stopped;
+} answer;
+
+/* A Ctrl-C after the previous answer's last evaluation must not stop this one: then it is asked for again. */
+static rf_result forward(app *a, const int32_t *tokens, uint32_t n, float **logits) {
+    rf_result r = rf_forward(a->s, tokens, n, logits, &a->err);
+    return r == RF_ERR_CANCELLED && !interrupted ? rf_forward(a->s, tokens, n, logits, &a->err) : r;
+}
+
+/* Print the continuation of a->prompt, whose first `kept` tokens the session holds, and collect it in a->text. */
+static int generate(app *a, uint32_t kept, answer *out) {
+    rf_detokenizer state = {0};
+    float *logits;
+    uint32_t pos = a->prompt.len;
+    int32_t id;
+    double t = now();
+    *out = (answer){.n_prompt = pos - kept, .stopped = a->o.max_tokens ? NULL : "max tokens"};
+    a->text.len = 0;
+    rf_result r = forward(a, a->prompt.data + kept, out->n_prompt, &logits);
+    out->prefill_s = now() - t;
+    clear_bar(a);
+    while (r == RF_OK && !interrupted && !out->stopped) {
+        TRY(lib(a, rf_sampler_sample(&a->sampler, logits, a->info.n_vocab, &id, &a->err)));
+        if (out->n_tokens == 0) out->first_s = now() - a->start, t = now();
+        if (rf_token_is_end(a->t, id)) { out->stopped = "end of text"; break; }
+        size_t before = a->text.len;
+        TRY(decode(a, &state, id, 0, &a->text));
+        TRY(emit(a, a->text.data + before, a->text.len - before));
+        if (++out->n_tokens == a->o.max_tokens) out->stopped = "max tokens";
+        else if (pos == a->n_ctx) out->stopped = "context full";
+        else if ((r = forward(a, &id, 1, &logits)) == RF_OK) pos++;
+    }
+    out->n_steps = pos - a->prompt.len;
+    out->decode_s = now() - t;
+    if (r != RF_ERR_CANCELLED || !interrupted) TRY(lib(a, r));
+    if (interrupted) out->stopped = "interrupted";
+    size_t before = a->text.len;
+    TRY(decode(a, &state, -1, RF_DETOKENIZE_FINISH, &a->text));
+    return emit(a, a->text.data + before, a->text.len - before);
+}
+
+static double rate(double n, double seconds) { return seconds > 0 ? n / seconds : 0; }
+
+static void print_timing(app *a, const answer *x) {
+    rf_device_info d = rf_device_get_info(a->d);
+    double decode = rate(x->n_steps, x->decode_s);
+    print_notes(a);
+    fprintf(stderr, "open %.1f ms, plan %.1f ms, first token %.1f ms, prefill %u tokens %.1f tok/s, decode %u tokens "
+            "%.1f tok/s %.2f GB/s, %s (%s), stopped: %s\n", a->open_s * 1e3, a->plan_s * 1e3, x->first_s * 1e3,
+            x->n_prompt, rate(x->n_prompt, x->prefill_s), x->n_tokens, decode,
+            decode * (double)a->info.token_bytes / 1e9, d.name, d.arch, x->stopped);
+}
+
+/* Model, tokenizer and sampler. */
+static int open_writer(app *a) {
+    rf_sampler_desc desc = {.temperature = (float)a->o.temp, .top_k = (uint32_t)a->o.top_k,
+                            .top_p = (float)a->o.top_p, .min_p = (float)a->o.min_p, .seed = a->o.seed};
+    TRY(open_model(a, a->o.device));
+    TRY(lib(a, rf_sampler_init(&a->sampler, &desc, &a->err)));
+    return lib(a, rf_model_get_tokenizer(a->m, &a->t, &a->err));
+}
+
+/* The template asked for, else the file's; NULL if there is none. */
+static const char *find_template(app *a) {
+    rf_kv kv;
+    const char *name = a->o.chat_template ? a->o.chat_template : rf_chat_template_name(a->g);
+    if (!name && rf_gguf_find_kv(a->g, "tokenizer.chat_template", &kv) == RF_OK)
+        note(RF_LOG_WARNING, "note: the file's chat template is not recognised (see --template)", a);
+    return name;
+}
+
+static int say(app *a, const char *role, const char *text, size_t n) {
+    if (!a->messages) a->messages = calloc(MESSAGES_MAX, sizeof *a->messages);
+    char *copy = a->messages ? malloc(n + 1) : NULL;
+    if (!copy) return no_memory(a);
+    if (a->n_messages == MESSAGES_MAX) return free(copy), fail(a, FAILED, "more than %d messages", MESSAGES_MAX);
+    for (size_t i = 0; i < n; i++) copy[i] = text[i] ? text[i] : ' '; /* a message cannot hold a NUL */
+    copy[n] = 0;
+    a->messages[a->n_messages++] = (rf_chat_message){role, copy};
+    return DONE;
+}
+
+/* The messages, formatted, as tokens in a->prompt. Some templates spell out the bos that the tokenizer adds, too. */
+static int encode_messages(app *a, const char *name) {
+    size_t n = 0;
+    ids *p = &a->prompt;
+    a->text.len = 0;
+    rf_chat_format(a->g, name, a->messages, a->n_messages, 1, NULL, 0, &n, NULL); /* its length */
+    TRY(reserve(a, &a->text, n));
+    TRY(lib(a, rf_chat_format(a->g, name, a->messages, a->n_messages, 1, a->text.data, n, &n, &a->err)));
+    TRY(encode(a, a->text.data, n, RF_TOKENIZE_SPECIAL | (a->o.no_bos ? 0 : RF_TOKENIZE_ADD), p));
+    int32_t bos = rf_tokenizer_get_info(a->t).bos;
+    if (p->len > 1 && bos >= 0 && p->data[0] == bos && p->data[1] == bos)
+        memmove(p->data, p->data + 1, --p->len * sizeof *p->data);
+    return DONE;
+}
+
+static int read_prompt(app *a) {
+    const char *text = a->o.prompt, *name = a->o.prompt_file;
+    if (!text == !name) return fail(a, USAGE, "want either --prompt or --prompt-file");
+    if (text) {
+        a->line.len = strlen(text);
+        return (a->line.data = strdup(text)) ? DONE : no_memory(a);
+    }
+    a->out = strcmp(name, "-") == 0 ? stdin : fopen(name, "rb");
+    return a->out ? read_all(a, a->out, name, &a->line) : fail_errno(a, name);
+}
+
+static int run_generate(app *a) {
+    answer x;
+    const options *o = &a->o;
+    TRY(read_prompt(a));
+    TRY(open_writer(a));
+    const char *name = o->raw ? NULL : find_template(a);
+    if (name) {
+        TRY(say(a, "user", a->line.data, a->line.len));
+        TRY(encode_messages(a, name));
+    } else {
+        uint32_t tokenize = (o->no_bos ? 0 : RF_TOKENIZE_ADD) | (o->special ? RF_TOKENIZE_SPECIAL : 0);
+        TRY(encode(a, a->line.data, a->line.len, tokenize, &a->prompt));
+    }
+    if (a->prompt.len == 0) return fail(a, FAILED, "the prompt is empty");
+    uint64_t need = a->prompt.len + o->max_tokens, trained = a->info.n_ctx_train;
+    TRY(open_session(a, need < trained ? need : trained, a->prompt.len, 1));
+    TRY(generate(a, 0, &x));
+    if (isatty(STDOUT_FILENO)) TRY(emit(a, "\n", 1));
+    print_timing(a, &x);
+    return interrupted ? INTERRUPTED : DONE;
+}
+
+/* One user message and its answer. The session keeps what the old and the new conversation share. */
+static int chat_turn(app *a, const char *name) {
+    answer x;
+    uint32_t kept;
+    TRY(say(a, "user", a->line.data, a->line.len));
+    TRY(encode_messages(a, name));
+    if (a->prompt.len > a->n_ctx) return too_long(a, a->prompt.len);
+    TRY(lib(a, rf_session_sync(a->s, 0, a->prompt.data, a->prompt.len, &kept, &a->err)));
+    a->start = now();
+    TRY(generate(a, kept, &x));
+    TRY(emit(a, "\n", 1));
+    print_timing(a, &x);
+    return say(a, "assistant", a->text.data, a->text.len);
+}
+
+static int run_chat(app *a) {
+    int more = 1, terminal = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
+    TRY(open_writer(a));
+    TRY(open_session(a, 0, 0, 1));
+    if (a->o.system) TRY(say(a, "system", a->o.system, strlen(a->o.system)));
+    uint32_t n_system = a->n_messages;
+    const char *name = find_template(a);
+    print_notes(a);
+    while (!interrupted) {
+        if (terminal) fputs("\033[1m> \033[0m", stderr);
+        TRY(read_line(a, &a->line, &more));
+        if (!more || strcmp(a->line.data, "/quit") == 0) break;
+        uint32_t n_before = a->n_messages;
+        if (strcmp(a->line.data, "/reset") == 0) forget(a, n_system);
+        else if (a->line.len && chat_turn(a, name ? name : "plain") != DONE) {
+            if (!terminal) return FAILED;
+            forget(a, n_before); /* what cannot be answered was not said */
+        }
+        if (terminal) interrupted = 0;
+    }
+    return interrupted ? INTERRUPTED : DONE;
+}
+
+/* ---- logits ---- */
+
+#define LOGITS_ROWS 64u /* rows of logits kept at once: bounds memory, whatever the prompt */
+
+/* Evaluate n tokens and write the logits of each. */
+static int write_logits(app *a, const int32_t *tokens, uint32_t n) {
+    rf_row rows[LOGITS_ROWS];
+    size_t n_vocab = a->info.n_vocab;
+    for (uint32_t i = 0; i < n; i++)
+        rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = 1};
+    TRY(lib(a, rf_eval(a->s, rows, n, &a->err)));
+    for (uint32_t i = 0; i < n; i++)
+        if (fwrite(rf_session_logits(a->s, i), sizeof(float), n_vocab, a->out) != n_vocab)
+            return fail_errno(a, a->o.out);
+    return DONE;
+}
+
+static int continue_greedily(app *a, float *logits) {
+    rf_sampler_desc greedy = {0};
+    TRY(reserve_ids(a, &a->tokens, a->o.n_greedy));
+    TRY(lib(a, rf_sampler_init(&a->sampler, &greedy, &a->err)));
+    while (a->tokens.len < a->o.n_greedy) {
+        int32_t *id = &a->tokens.data[a->tokens.len];
+        if (a->tokens.len++) TRY(lib(a, rf_forward(a->s, id - 1, 1, &logits, &a->err)));
+        TRY(lib(a, rf_sampler_sample(&a->sampler, logits, a->info.n_vocab, id, &a->err)));
+    }
+    print_ids(&a->tokens);
+    return DONE;
+}
+
+static int run_logits(app *a) {
+    const ids *p = &a->prompt;
+    int good;
+    TRY(parse_ids(a, a->o.tokens, &a->prompt, &good));
+    if (!good || p->len == 0) return fail(a, USAGE, "--tokens: want ids like 1,2,3, got \"%s\"", a->o.tokens);
+    TRY(open_model(a, a->o.device));
+    for (uint32_t i = 0; i < p->len; i++)
+        if ((uint32_t)p->data[i] >= a->info.n_vocab)
+            return fail(a, FAILED, "--tokens: want ids 0..%u, got %d", a->info.n_vocab - 1, p->data[i]);
+    uint64_t need = p->len + a->o.n_greedy;
+    uint32_t piece = a->o.step ? 1 : p->len < LOGITS_ROWS ? p->len : LOGITS_ROWS;
+    TRY(open_session(a, need, need, piece));
+    if (!(a->out = fopen(a->o.out, "wb"))) return fail_errno(a, a->o.out);
+    for (uint32_t at = 0; at < p->len; at += piece) {
+        if (piece > p->len - at) piece = p->len - at;
+        TRY(write_logits(a, p->data + at, piece));
+    }
+    FILE *f = a->out;
+    a->out = NULL;
+    if (fclose(f) != 0) return fail_errno(a, a->o.out);
+    if (a->o.n_greedy) TRY(continue_greedily(a, rf_session_logits(a->s, piece - 1)));
+    print_notes(a);
+    return DONE;
+}
+
+/* ---- JSON ---- */
+
+/* Length of the UTF-8 character at p, its code point in *c; 0 if the bytes are none. */
+static uint32_t utf8_next(const char *text, uint64_t n, uint32_t *c) {
+    static const uint32_t least[5] = {0, 0, 0x80, 0x800, 0x10000};
+    const unsigned char *p = (const unsigned char *)text;
+    uint32_t len = p[0] < 0x80 ? 1 : p[0] < 0xc0 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf8 ? 4 : 0;
+    if (len == 0 || len > n) return 0;
+    *c = len == 1 ? p[0] : p[0] & (0x7fu >> len);
+    for (uint32_t i = 1; i < len; i++) {
+        if ((p[i] & 0xc0) != 0x80) return 0;
+        *c = *c << 6 | (p[i] & 0x3fu);
+    }
+    return *c < least[len] || *c > 0x10ffff || (*c >= 0xd800 && *c < 0xe000) ? 0 : len;
+}
+
+/* A JSON string in ASCII: what is not UTF-8 becomes U+FFFD, so that any bytes give valid JSON. */
+static void put_json(const char *text, uint64_t n) {
+    putchar('"');
+    for (uint64_t i = 0; i < n;) {
+        uint32_t c, len = utf8_next(text + i, n - i, &c);
+        if (len == 0) c = 0xfffd, len = 1;
+        i += len;
+        if (c >= 0x20 && c < 0x7f) printf(c == '"' || c == '\\' ? "\\%c" : "%c", (int)c);
+        else if (c < 0x10000) printf("\\u%04x", c);
+        else printf("\\u%04x\\u%04x", 0xd800 + ((c - 0x10000) >> 10), 0xdc00 + ((c - 0x10000) & 0x3ff));
+    }
+    putchar('"');
+}
+
+/* ---- bench ---- */
+
+#define REPEAT_MAX 100
+
+static int by_value(const void *x, const void *y) {
+    double a = *(const double *)x, b = *(const double *)y;
+    return (a > b) - (a < b);
+}
+
+static double median(double *v, size_t n) {
+    qsort(v, n, sizeof *v, by_value);
+    return (v[(n - 1) / 2] + v[n / 2]) / 2;
+}
+
+/* Seconds for the prompt at once, then for n_decode tokens one by one. */
+static int bench_once(app *a, double *prompt_s, double *decode_s) {
+    const ids *p = &a->prompt;
+    uint32_t n_prompt = (uint32_t)a->o.n_prompt;
+    float *logits;
+    TRY(lib(a, rf_session_truncate(a->s, 0, 0, NULL, &a->err)));
+    double t = now();
+    if (n_prompt) TRY(lib(a, rf_forward(a->s, p->data, n_prompt, &logits, &a->err)));
+    *prompt_s = now() - t;
+    t = now();
+    for (uint32_t i = n_prompt; i < p->len; i++) TRY(lib(a, rf_forward(a->s, p->data + i, 1, &logits, &a->err)));
+    *decode_s = now() - t;
+    return DONE;
+}
+
+static void print_bench(const app *a, double load_s, double prompt_s, double decode_s) {
+    const options *o = &a->o;
+    rf_device_info d = rf_device_get_info(a->d);
+    double decode = rate((double)o->n_decode, decode_s);
+    const struct { const char *name, *text; } texts[] = {
+        {"version", rf_version()}, {"file", o->gguf}, {"arch", a->info.arch}, {"device", d.name},
+        {"device_text", d.text}, {"device_arch", d.arch}};
+    const struct { const char *name; int digits; double value; } numbers[] = {
+        {"weight_bytes", 0, (double)a->info.weight_bytes}, {"token_bytes", 0, (double)a->info.token_bytes},
+        {"open_ms", 3, a->open_s * 1e3}, {"plan_ms", 3, a->plan_s * 1e3}, {"load_ms", 3, load_s * 1e3},
+        {"n_repeat", 0, (double)o->n_repeat}, {"n_prompt", 0, (double)o->n_prompt},
+        {"n_decode", 0, (double)o->n_decode}, {"prompt_tok_s", 2, rate((double)o->n_prompt, prompt_s)},
+        {"decode_tok_s", 2, decode},
+        {"decode_gb_s", 3, decode * (double)a->info.token_bytes / 1e9}};
+    if (o->json) putchar('{');
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        printf(o->json ? "\"%s\": " : "%-14s", texts[i].name);
+        put_json(texts[i].text, strlen(texts[i].text));
+        fputs(o->json ? ", " : "\n", stdout);
+    }
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        if (o->json && i) fputs(", ", stdout);
+        printf(o->json ? "\"%s\": %.*f" : "%-14s%.*f\n", numbers[i].name, numbers[i].digits, numbers[i].value);
+    }
+    if (o->json) puts("}");
+}
+
+static int run_bench(app *a) {
+    double prompt_s[REPEAT_MAX], decode_s[REPEAT_MAX];
+    uint64_t n = a->o.n_prompt + a->o.n_decode;
+    size_t n_repeat = (size_t)a->o.n_repeat;
+    float *logits;
+    if (n == 0) return fail(a, USAGE, "-p and -n are both 0");
+    TRY(open_model(a, a->o.device));
+    TRY(open_session(a, n, n, 1));
+    TRY(reserve_ids(a, &a->prompt, n));
+    for (; a->prompt.len < n; a->prompt.len++)
+        a->prompt.data[a->prompt.len] = (int32_t)((a->prompt.len * 7919u + 1u) % a->info.n_vocab);
+    double t = now();
+    TRY(lib(a, rf_forward(a->s, a->prompt.data, 1, &logits, &a->err)));
+    double load_s = now() - t;
+    for (size_t i = 0; i < n_repeat; i++) TRY(bench_once(a, &prompt_s[i], &decode_s[i]));
+    print_notes(a);
+    print_bench(a, load_s, median(prompt_s, n_repeat), median(decode_s, n_repeat));
+    return DONE;
+}
+
+/* ---- inspect ---- */
+
+#define TEXT_SHOWN 160u /* bytes of a string, without --json */
+#define ITEMS_SHOWN 8u  /* elements of an array              */
+
+static void print_element(const rf_kv *kv, uint64_t i, uint64_t *cursor, int json) {
+    rf_string s = {0};
+    double real = NAN;
+    int64_t value = 0;
+    uint64_t bits = 0;
+    switch (kv->element_type) {
+    case RF_KV_STRING:
+        rf_kv_text(kv, kv->type == RF_KV_ARRAY ? cursor : NULL, &s);
+        put_json(s.data, json || s.len < TEXT_SHOWN ? s.len : TEXT_SHOWN);
+        if (!json && s.len > TEXT_SHOWN) printf("... (%llu bytes)", LLU(s.len));
+        break;
+    case RF_KV_F32:
+    case RF_KV_F64:
+        rf_kv_real(kv, i, &real);
+        if (json && !isfinite(real)) printf("null"); /* JSON has no such numbers */
+        else printf("%.*g", kv->element_type == RF_KV_F32 ? 9 : 17, real);
+        break;
+    case RF_KV_U64: /* may exceed what rf_kv_int can say */
+        memcpy(&bits, (const char *)kv->data + 8 * i, sizeof bits);
+        printf("%llu", LLU(bits));
+        break;
+    default:
+        if (rf_kv_int(kv, i, &value)) printf("null");
+        else if (kv->element_type == RF_KV_BOOL) printf("%s", value ? "true" : "false");
+        else printf("%lld", (long long)value);
+    }
+}
+
+static void print_kv(const rf_kv *kv, int json) {
+    static const char *const types[] = {"u8",   "i8",     "u16",   "i16", "u32", "i32", "f32",
+                                        "bool", "string", "array", "u64", "i64", "f64"};
+    uint64_t cursor = 0, shown = kv->count < ITEMS_SHOWN ? kv->count : ITEMS_SHOWN;
+    const char *type = kv->element_type < sizeof types / sizeof *types ? types[kv->element_type] : "?";
+    int array = kv->type == RF_KV_ARRAY;
+    if (json) printf("{\"key\": "), put_json(kv->key.data, kv->key.len);
+    else put_escaped(stdout, kv->key.data, kv->key.len);
+    printf(json ? ", \"type\": \"%s\"" : "  %s", type);
+    if (array) printf(json ? ", \"count\": %llu" : "[%llu]", LLU(kv->count));
+    printf(json ? ", \"value\": " : "  ");
+    if (array) putchar('[');
+    for (uint64_t i = 0; i < shown; i++) {
+        if (i) printf(", ");
+        print_element(kv, i, &cursor, json);
+    }
+    if (array) printf(!json && shown < kv->count ? ", ...]" : "]");
+    puts(json ? "}" : "");
+}
+
+static void print_tensor(const rf_tensor_info *t, int json) {
+    if (json) printf("{\"name\": "), put_json(t->name.data, t->name.len);
+    else put_escaped(stdout, t->name.data, t->name.len);
+    printf(json ? ", \"type\": \"%s\", \"ne\": [" : "  %s  ne={", rf_type_get(t->type).name);
+    for (uint32_t i = 0; i < t->n_dims; i++) printf("%s%llu", i ? ", " : "", LLU(t->ne[i]));
+    printf(json ? "], \"bytes\": %llu, \"file\": %u, \"offset\": %llu}\n" : "}  %llu bytes in file %u at %llu\n",
+           LLU(t->size_bytes), t->file_index, LLU(t->offset_bytes));
+}
+
+static int run_inspect(app *a) {
+    int json = a->o.json != 0;
+    TRY(open_file(a));
+    rf_gguf_info f = rf_gguf_get_info(a->g);
+    if (json) printf("{\"path\": "), put_json(f.path, strlen(f.path));
+    else put_escaped(stdout, f.path, strlen(f.path));
+    printf(json ? ", \"version\": %u, \"files\": %u, \"alignment\": %u, \"file_bytes\": %llu, \"data_bytes\": %llu,\n"
+                  "\"metadata\": [\n"
+                : "  GGUF version %u, files %u, alignment %u, %llu bytes, %llu of tensors\n",
+           f.version, f.n_files, f.alignment, LLU(f.file_bytes), LLU(f.data_bytes));
+    for (uint64_t i = 0; i < f.n_kv; i++) {
+        rf_kv kv;
+        rf_gguf_get_kv(a->g, i, &kv);
+        if (json && i) putchar(',');
+        print_kv(&kv, json);
+    }
+    if (json) printf("],\n\"tensors\": [\n");
+    for (uint64_t i = 0; i < f.n_tensors; i++) {
+        rf_tensor_info t;
+        rf_gguf_get_tensor(a->g, i, &t);
+        if (json && i) putchar(',');
+        print_tensor(&t, json);
+    }
+    if (json) puts("]}");
+    print_notes(a);
+    return DONE;
+}
+
+/* ---- plan ---- */
+
+/* Weight bytes that one row of an op reads: a matrix's rows, one row of the embedding, a vector's values. */
+static uint64_t op_bytes(const rf_plan *p, const rf_op *op) {
+    uint64_t n = 0;
+    int matmul = op->kind == RF_OP_MATMUL;
+    if (op->weight < p->n_weights) {
+        const rf_plan_weight *w = &p->weights[op->weight];
+        n += w->size_bytes / w->n_rows * (matmul ? op->n_out : 1);
+    }
+    if (op->extra < p->n_weights) {
+        const rf_plan_weight *w = &p->weights[op->extra];
+        n += w->size_bytes / w->n_in * (matmul ? op->n_out : w->n_in);
+    }
+    return n;
+}
+
+static void print_buffer(const rf_plan *p, uint32_t i, const char *before) {
+    if (i >= p->n_buffers) return;
+    const rf_plan_buffer *b = &p->buffers[i];
+    printf("%s%s[%c,%u]", before, b->name, b->rows == RF_ROWS_TOKENS ? 'T' : 'L', b->width);
+}
+
+/* "  12     0 matmul     q[T,256] = xn[T,256]  blk.0.attn_q.weight f16 [256,256]  131072 bytes" */
+static void print_op(const rf_plan *p, uint32_t i) {
+    static const char *const kinds[RF_OP_KIND_COUNT] = {"embed",    "rms_norm",  "matmul", "rope",
+                                                        "kv_store", "attention", "glu",    "gather"};
+    const rf_op *op = &p->ops[i];
+    uint64_t n = op_bytes(p, op);
+    printf("%4u %5d %-9s", i, op->layer, op->kind < RF_OP_KIND_COUNT ? kinds[op->kind] : "?");
+    print_buffer(p, op->out, " ");
+    if (op->state != RF_NONE) printf(" state %u", op->state);
+    print_buffer(p, op->in, op->flags & RF_OP_ACCUMULATE ? " += " : " = ");
+    print_buffer(p, op->in2, ", ");
+    if (op->n_heads) printf(" heads %u", op->n_heads);
+    if (op->n_kv_heads) printf(" kv heads %u", op->n_kv_heads);
+    if (op->n_rot) printf(" rotate %u%s", op->n_rot, op->flags & RF_OP_NEOX ? " neox" : "");
+    for (int k = 0; k < 2; k++) {
+        uint32_t slot = k ? op->extra : op->weight;
+        if (slot >= p->n_weights) continue;
+        const rf_plan_weight *w = &p->weights[slot];
+        printf("  ");
+        put_escaped(stdout, w->name, strlen(w->name));
+        printf(" %s [%u,%u]", rf_type_get(w->type).name, w->n_rows, w->n_in);
+        if (!k && op->kind == RF_OP_MATMUL && op->n_out != w->n_rows) printf(" from row %u", op->weight_row);
+    }
+    if (n) printf("  %llu bytes", LLU(n));
+    putchar('\n');
+}
+
+static int run_plan(app *a) {
+    rf_forecast need;
+    const rf_model_info *m = &a->info;
+    TRY(open_model(a, "null"));
+    const rf_plan *p = rf_model_get_plan(a->m);
+    rf_session_desc desc = session_desc(a, 0, 1);
+    TRY(lib(a, rf_model_forecast(a->m, &desc, &need, &a->err)));
+    puts("  op layer kind      result = inputs (T tokens, L of them with logits)  weight  bytes a token reads");
+    for (uint32_t i = 0; i < p->n_ops; i++) print_op(p, i);
+    printf("%s: %u layers, n_embd %u, n_vocab %u, %u heads of %u, %u kv heads, trained for %u tokens\n", m->arch,
+           m->n_layers, m->n_embd, m->n_vocab, m->n_heads, m->head_dim, m->n_kv_heads, m->n_ctx_train);
+    printf("%u ops, %u tensors with %llu weights in %llu bytes, a token reads %llu bytes\n", p->n_ops, m->n_tensors,
+           LLU(m->n_params), LLU(m->weight_bytes), LLU(m->token_bytes));
+    printf("a session of %u tokens: %llu bytes of keys and values, %llu of scratch, %llu on the host\n", desc.n_ctx,
+           LLU(need.kv_bytes), LLU(need.scratch_bytes), LLU(need.host_bytes));
+    print_notes(a);
+    return DONE;
+}
+
+/* ---- check ---- */
+
+static unsigned char raw[1u << 17];
+static float values[1u << 17];
+
+/* As many whole blocks as fit into both. */
+static size_t piece_blocks(rf_type_info t) {
+    size_t n = sizeof raw / t.block_bytes, m = sizeof values / sizeof *values / t.block_elements;
+    return n < m ? n : m;
+}
+
+/* Problems go to stdout as they are found, the first one to stderr at the end. */
+static void report(app *a, const char *text) {
+    if (a->n_problems++ == 0) snprintf(a->problem, sizeof a->problem, "%s", text);
+    put_escaped(stdout, text, strlen(text));
+    putchar('\n');
+}
+
+/* Decode a tensor and look at every value: a bad block scale makes them NaN or infinite (0 * inf is NaN, too). */
+static int scan_weight(app *a, const rf_plan_weight *w, uint64_t done_bytes) {
+    rf_type_info type = rf_type_get(w->type);
+    uint64_t piece = piece_blocks(type), n_blocks = w->size_bytes / type.block_bytes, n_found = 0, first = 0;
+    const char *what = "";
+    for (uint64_t at = 0; at < n_blocks; at += piece) {
+        if (piece > n_blocks - at) piece = n_blocks - at;
+        uint64_t n = piece * type.block_elements, offset = at * type.block_bytes;
+        size_t n_bytes = (size_t)(piece * type.block_bytes);
+        TRY(lib(a, rf_gguf_read_tensor(a->g, w->tensor, offset, raw, n_bytes, &a->err)));
+        TRY(lib(a, rf_dequantize(w->type, raw, n, values, &a->err)));
+        for (uint64_t i = 0; i < n; i++)
+            if (!isfinite(values[i]) && n_found++ == 0)
+                first = at * type.block_elements + i, what = isnan(values[i]) ? "NaN" : "infinite";
+        progress(a, "checking", done_bytes + offset + n_bytes, a->info.weight_bytes);
+    }
+    if (n_found) {
+        char text[256];
+        snprintf(text, sizeof text, "%s (%s): value %llu (row %llu, column %llu) is %s; %llu values are not finite",
+                 w->name, type.name, LLU(first), LLU(first / w->n_in), LLU(first % w->n_in), what, LLU(n_found));
+        report(a, text);
+    }
+    return DONE;
+}
+
+static int run_check(app *a) {
+    uint64_t done_bytes = 0;
+    TRY(open_model(a, "null"));
+    const rf_plan *p = rf_model_get_plan(a->m);
+    if (rf_model_get_tokenizer(a->m, &a->t, &a->err)) report(a, a->err.text);
+    for (uint32_t i = 0; i < p->n_weights; done_bytes += p->weights[i++].size_bytes)
+        TRY(scan_weight(a, &p->weights[i], done_bytes));
+    if (a->n_problems > 1) return fail(a, FAILED, "%s (and %u more)", a->problem, a->n_problems - 1);
+    if (a->n_problems) return fail(a, FAILED, "%s", a->problem);
+    printf("ok: %s, %u tensors, %llu bytes\n", a->info.arch, p->n_weights, LLU(done_bytes));
+    print_notes(a);
+    return DONE;
+}
+
+/* ---- tokenize ---- */
+
+static int tokenize_line(app *a) {
+    uint32_t tokenize = (a->o.bos ? RF_TOKENIZE_ADD : 0) | (a->o.special ? RF_TOKENIZE_SPECIAL : 0);
+    if (a->o.hex && !from_hex(&a->line)) return fail(a, FAILED, "stdin: want two hex digits per byte");
+    TRY(encode(a, a->line.data, a->line.len, tokenize, &a->tokens));
+    print_ids(&a->tokens);
+    return DONE;
+}
+
+static int detokenize_line(app *a) {
+    uint32_t special = a->o.special ? RF_DETOKENIZE_SPECIAL : 0;
+    rf_detokenizer state = {0};
+    int good;
+    TRY(parse_ids(a, a->line.data, &a->tokens, &good));
+    if (!good || strlen(a->line.data) != a->line.len)
+        return fail(a, FAILED, "stdin: want a line like [1,2,3], got \"%s\"", a->line.data);
+    a->text.len = 0;
+    for (uint32_t i = 0; i < a->tokens.len; i++) TRY(decode(a, &state, a->tokens.data[i], special, &a->text));
+    TRY(decode(a, &state, -1, special | RF_DETOKENIZE_FINISH, &a->text));
+    if (!a->o.hex) fwrite(a->text.data, 1, a->text.len, stdout);
+    for (size_t i = 0; a->o.hex && i < a->text.len; i++) printf("%02x", (unsigned char)a->text.data[i]);
+    putchar('\n');
+    return DONE;
+}
+
+static int run_tokenize(app *a) {
+    int more = 1;
+    TRY(open_file(a));
+    TRY(lib(a, rf_tokenizer_open(a->g, a->o.pre, &a->own, &a->err)));
+    a->t = a->own;
+    while (!ferror(stdout)) { /* main reports it */
+        TRY(read_line(a, &a->line, &more));
+        if (!more) break;
+        TRY(a->o.decode ? detokenize_line(a) : tokenize_line(a));
+    }
+    print_notes(a);
+    return DONE;
+}
+
+/* ---- dequant, devices ---- */
+
+static int run_dequant(app *a) {
+    uint32_t type = 0;
+    for (; type < RF_TYPE_COUNT; type++) {
+        const char *name = rf_type_get(type).name;
+        if (name && strcasecmp(name, a->o.type) == 0) break;
+    }
+    if (type == RF_TYPE_COUNT) return fail(a, USAGE, "--type: want a tensor type, e.g. q4_K, got \"%s\"", a->o.type);
+    rf_type_info t = rf_type_get(type);
+    TRY(lib(a, rf_dequantize(type, raw, 0, values, &a->err)));
+    size_t got, piece_bytes = piece_blocks(t) * t.block_bytes;
+    while ((got = fread(raw, 1, piece_bytes, stdin)) > 0 && !ferror(stdout)) {
+        size_t n = got / t.block_bytes * t.block_elements;
+        if (got % t.block_bytes) return fail(a, FAILED, "stdin: want whole blocks of %u bytes", t.block_bytes);
+        TRY(lib(a, rf_dequantize(type, raw, n, values, &a->err)));
+        fwrite(values, sizeof *values, n, stdout);
+    }
+    return ferror(stdin) ? fail_errno(a, "stdin") : DONE;
+}
+
+static int run_devices(app *a) {
+    rf_device_info list[32];
+    uint32_t n = 0;
+    TRY(lib(a, rf_device_list(list, 32, &n, &a->err)));
+    for (uint32_t i = 0; i < n && i < 32; i++) {
+        const rf_device_info *d = &list[i];
+        printf("%-8s %s", d->name, d->usable ? "" : "unusable");
+        if (d->usable)
+            printf("%s, %s, %u units, %.1f of %.1f GB left", d->text, d->arch, d->compute_units,
+                   (double)d->free_bytes / 1e9, (double)d->total_bytes / 1e9);
+        printf("%s%s\n", d->note[0] ? ": " : "", d->note);
+    }
+    return DONE;
+}
+
+/* ---- command line ---- */
+
+static const command commands[] = {
+    {"generate", run_generate, "continue a prompt; the text streams to stdout"},
+    {"chat", run_chat, "talk: a line in, an answer out; /reset forgets, /quit leaves"},
+    {"inspect", run_inspect, "print metadata and tensors"},
+    {"plan", run_plan, "print what a token computes and what that needs; loads nothing"},
+    {"check", run_check, "validate a file without running it: shapes, tokenizer, every value"},
+    {"tokenize", run_tokenize, "lines of text in, [1,2,3] out; --decode the other way"},
+    {"dequant", run_dequant, "packed blocks in, float32 out"},
+    {"logits", run_logits, "write the logits of every token, float32 [n_tokens, n_vocab]"},
+    {"bench", run_bench, "measure prompt and decode speed, the median of -r runs"},
+    {"devices", run_devices, "list the devices"},
+};
+#define N_COMMANDS (sizeof commands / sizeof *commands)
+
+enum { /* in the order of the table above */
+    GENERATE = 1, CHAT = 2, INSPECT = 4, PLAN = 8, CHECK = 16, TOKENIZE = 32, DEQUANT = 64, LOGITS = 128, BENCH = 256,
+    DEVICES = 512,
+    WRITE = GENERATE | CHAT,      /* choose tokens */
+    RUN = WRITE | LOGITS | BENCH, /* compute       */
+    FILES = RUN | INSPECT | PLAN | CHECK | TOKENIZE,
+    ALL = FILES | DEQUANT | DEVICES
+};
+
+typedef enum kind { SWITCH, TEXT, COUNT, REAL, CHOICE } kind; /* CHOICE: the position in "a|b" */
+
+typedef struct flag {
+    const char *name;
+    kind kind;
+    size_t target;         /* in options: const char * for TEXT, double for REAL, else uint64_t */
+    uint32_t takes, needs; /* commands                                                          */
+    uint64_t least, most;  /* of COUNT and REAL                                                 */
+    const char *value, *help;
+} flag;
+
+#define AT(member) offsetof(options, member)
+static const flag flags[] = {
+    {"--gguf", TEXT, AT(gguf), FILES, FILES, 0, 0, "F", "the model; F alone will do"},
+    {"--prompt", TEXT, AT(prompt), GENERATE, 0, 0, 0, "S", "text to continue"},
+    {"--prompt-file", TEXT, AT(prompt_file), GENERATE, 0, 0, 0, "F", "the same from a file (- = stdin)"},
+    {"--raw", SWITCH, AT(raw), GENERATE, 0, 0, 0, NULL, "the prompt as it is: no chat template"},
+    {"--template", TEXT, AT(chat_template), WRITE, 0, 0, 0, "NAME", "chat template, e.g. chatml (the file's)"},
+    {"--system", TEXT, AT(system), CHAT, 0, 0, 0, "S", "system message"},
+    {"--no-bos", SWITCH, AT(no_bos), WRITE, 0, 0, 0, NULL, "do not add the tokens that the file asks for"},
+    {"--max-tokens", COUNT, AT(max_tokens), WRITE, 0, 0, INT32_MAX, "N", "tokens of an answer (256)"},
+    {"--temp", REAL, AT(temp), WRITE, 0, 0, 100, "T", "temperature; 0 takes the likeliest token (0)"},
+    {"--top-k", COUNT, AT(top_k), WRITE, 0, 0, INT32_MAX, "K", "choose among the K likeliest (0 = off)"},
+    {"--top-p", REAL, AT(top_p), WRITE, 0, 0, 1, "P", "choose among the likeliest that sum to P (1 = off)"},
+    {"--min-p", REAL, AT(min_p), WRITE, 0, 0, 1, "P", "drop those below P times the likeliest (0 = off)"},
+    {"--seed", COUNT, AT(seed), WRITE, 0, 0, UINT64_MAX, "S", "the same seed gives the same text (0)"},
+    {"--tokens", TEXT, AT(tokens), LOGITS, LOGITS, 0, 0, "1,2,3", "the prompt as token ids"},
+    {"--out", TEXT, AT(out), LOGITS, LOGITS, 0, 0, "F", "file to write"},
+    {"--step", SWITCH, AT(step), LOGITS, 0, 0, 0, NULL, "evaluate token by token"},
+    {"--greedy", COUNT, AT(n_greedy), LOGITS, 0, 0, 1 << 24, "N", "then print the N likeliest next ids as [1,2,3]"},
+    {"-p", COUNT, AT(n_prompt), BENCH, 0, 0, 1 << 24, "N", "prompt tokens (512)"},
+    {"-n", COUNT, AT(n_decode), BENCH, 0, 0, 1 << 24, "N", "tokens one by one (128)"},
+    {"-r", COUNT, AT(n_repeat), BENCH, 0, 1, REPEAT_MAX, "N", "runs (3)"},
+    {"--decode", SWITCH, AT(decode), TOKENIZE, 0, 0, 0, NULL, "[1,2,3] in, text out"},
+    {"--hex", SWITCH, AT(hex), TOKENIZE, 0, 0, 0, NULL, "text as the hex digits of its bytes"},
+    {"--bos", CHOICE, AT(bos), TOKENIZE, 0, 0, 0, "0|1", "add bos and eos where the file asks for it (1)"},
+    {"--special", CHOICE, AT(special), TOKENIZE | GENERATE, 0, 0, 0, "0|1", "text may name special tokens (0)"},
+    {"--type", TEXT, AT(type), DEQUANT, DEQUANT, 0, 0, "T", "tensor type, e.g. q4_K"},
+    {"--json", SWITCH, AT(json), INSPECT | BENCH, 0, 0, 0, NULL, "print JSON"},
+    {"--device", TEXT, AT(device), RUN, 0, 0, 0, "D", "auto, cpu, null, hip:N (auto)"},
+    {"--threads", COUNT, AT(threads), RUN, 0, 0, 256, "N", "of the CPU (0 = one per core)"},
+    {"--isa", TEXT, AT(isa), RUN, 0, 0, 0, "NAME", "CPU instructions: scalar, avx2, avx512, neon (the best)"},
+    {"--ctx", COUNT, AT(ctx), RUN | PLAN, 0, 1, 1 << 24, "N", "tokens the context holds"},
+    {"--batch", COUNT, AT(batch), RUN | PLAN, 0, 1, 1 << 16, "N", "rows evaluated at once"},
+    {"--kv", CHOICE, AT(kv), RUN | PLAN, 0, 0, 0, "f16|f32", "keys and values (f16)"},
+    {"--pre", TEXT, AT(pre), TOKENIZE | WRITE, 0, 0, 0, "NAME", "pre-tokenizer (the file's)"},
+    {"--help", SWITCH, AT(help), ALL, 0, 0, 0, NULL, "this text"},
+};
+#define N_FLAGS (sizeof flags / sizeof *flags)
+
+static int print_help(const command *cmd) {
+    if (!cmd) {
+        printf("rocmforge_cli %s: run GGUF language models\n", rf_version());
+        printf("usage: rocmforge_cli COMMAND [FLAGS] | COMMAND --help | --version\n\n");
+        for (size_t i = 0; i < N_COMMANDS; i++) printf("  %-10s %s\n", commands[i].name, commands[i].help);
+        printf("\nexit codes: 0 done, 1 failed, 2 wrong command line, 130 interrupted\n");
+        return DONE;
+    }
+    uint32_t bit = 1u << (cmd - commands);
+    printf("rocmforge_cli %s: %s\n", cmd->name, cmd->help);
+    for (const flag *f = flags; f < flags + N_FLAGS; f++) {
+        if (!(f->takes & bit)) continue;
+        int width = printf("  %s %s", f->name, f->value ? f->value : "");
+        printf("%*s%s%s\n", width < 24 ? 24 - width : 1, "", f->help, f->needs & bit ? " (needed)" : "");
+    }
+    return DONE;
+}
+
+/* Numbers strictly: digits all through, in range. */
+static int parse_number(app *a, const flag *f, const char *text, uint64_t *count, double *real) {
+    static const char *const digits[2] = {"0123456789", "0123456789.eE+-"};
+    int is_real = f->kind == REAL;
+    char *end = NULL;
+    errno = 0;
+    if (is_real) *real = strtod(text, &end);
+    else *count = strtoull(text, &end, 10);
+    int good = end != text && *end == 0 && text[strspn(text, digits[is_real])] == 0;
+    if (is_real) good = good && *real >= (double)f->least && *real <= (double)f->most;
+    else good = good && !errno && *count >= f->least && *count <= f->most;
+    if (good) return DONE;
+    return fail(a, USAGE, "%s: want a %snumber %llu..%llu, got \"%s\"", f->name, is_real ? "" : "whole ",
+                LLU(f->least), LLU(f->most), text);
+}
+
+static int parse_choice(app *a, const flag *f, const char *text, uint64_t *out) {
+    size_t n = strlen(text), len;
+    *out = 0;
+    for (const char *p = f->value; *p; p += len + (p[len] == '|'), ++*out) {
+        len = strcspn(p, "|");
+        if (n == len && memcmp(p, text, n) == 0) return DONE;
+    }
+    return fail(a, USAGE, "%s: want %s, got \"%s\"", f->name, f->value, text);
+}
+
+static int parse_flag(app *a, const flag *f, const char *text) {
+    char *target = (char *)&a->o + f->target;
+    uint64_t count = 1;
+    double real = 0;
+    if (f->kind == COUNT || f->kind == REAL) TRY(parse_number(a, f, text, &count, &real));
+    if (f->kind == CHOICE) TRY(parse_choice(a, f, text, &count));
+    if (f->kind == TEXT) memcpy(target, &text, sizeof text);
+    else if (f->kind == REAL) memcpy(target, &real, sizeof real);
+    else memcpy(target, &count, sizeof count);
+    return DONE;
+}
+
+/* --flag VALUE, --flag=VALUE, or the model's file name alone. */
+static int parse(app *a, int argc, char **argv) {
+    uint32_t bit = 1u << (a->cmd - commands);
+    const flag *f, *end = flags + N_FLAGS;
+    for (int i = 2; i < argc; i++) {
+        const char *arg = argv[i], *value = arg[0] == '-' ? strchr(arg, '=') : NULL;
+        size_t n = value ? (size_t)(value++ - arg) : strlen(arg);
+        if (arg[0] != '-') {
+            if (!(FILES & bit) || a->o.gguf) return fail(a, USAGE, "unexpected argument \"%s\"", arg);
+            a->o.gguf = arg;
+            continue;
+        }
+        for (f = flags; f < end; f++)
+            if (f->takes & bit && strlen(f->name) == n && memcmp(f->name, arg, n) == 0) break;
+        if (f == end) return fail(a, USAGE, "unknown flag \"%s\" (see --help)", arg);
+        if (f->kind == SWITCH && value) return fail(a, USAGE, "%s: takes no value, got \"%s\"", f->name, value);
+        if (f->kind != SWITCH && !value && !(value = argv[++i])) return fail(a, USAGE, "%s: want a value", f->name);
+        TRY(parse_flag(a, f, value));
+        if (a->o.help) return DONE;
+    }
+    for (f = flags; f < end; f++) {
+        const char *text = "";
+        if (f->needs & bit) memcpy(&text, (const char *)&a->o + f->target, sizeof text); /* only TEXT is needed */
+        if (!text) return fail(a, USAGE, "%s is needed (see --help)", f->name);
+    }
+    return DONE;
+}
+
+static int run(app *a, int argc, char **argv) {
+    const char *name = argc > 1 ? argv[1] : "";
+    if (strcmp(name, "--version") == 0) return printf("rocmforge_cli %s\n", rf_version()), DONE;
+    if (strcmp(name, "--help") == 0) return print_help(NULL);
+    for (size_t i = 0; i < N_COMMANDS; i++)
+        if (strcmp(commands[i].name, name) == 0) a->cmd = &commands[i];
+    if (!a->cmd) return fail(a, USAGE, "unknown command \"%s\" (see rocmforge_cli --help)", name);
+    TRY(parse(a, argc, argv));
+    return a->o.help ? print_help(a->cmd) : a->cmd->run(a);
+}
+
+int main(int argc, char **argv) {
+    app a = {.o = {.max_tokens = 256, .bos = 1, .n_prompt = 512, .n_decode = 128, .n_repeat = 3}, .start = now()};
+    signal(SIGPIPE, SIG_IGN);      /* a closed pipe is a failed write, noticed below */
+    for (int fd = 0; fd < 3; fd++) /* a file opened later must not become stdout     */
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDONLY) != fd) return FAILED;
+    int code = run(&a, argc, argv);
+    int flushed = fflush(stdout) == 0;
+    if (code == DONE && (!flushed || ferror(stdout)))
+        code = fail(&a, FAILED, "stdout: %s", flushed ? "write error" : strerror(errno));
+    close_all(&a);
+    return code;
+}

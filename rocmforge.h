@@ -1,0 +1,8372 @@
+/* rocmforge.h - runs GGUF language models; one file, C11                                                    v0.1.0
+ *
+ *     #define ROCMFORGE_IMPLEMENTATION        in exactly one C file, before the include; nowhere else
+ *     #include "rocmforge.h"
+ *
+ *     CPU   cc -O2 example.c -lm -pthread
+ *     GPU   hipcc example.c rocmforge_kernels.hip                          (hipcc >= 5.7; README.md has 5.2 and nvcc)
+ *
+ * The point is lazy loading: opening a model reads metadata only, a weight is read when the forward pass first needs
+ * it, exactly once, whatever the number of threads. Opening costs O(metadata) and models larger than memory run.
+ *
+ * rocmforge does NOT
+ *   - train, fine-tune, quantize or convert models, read anything but GGUF, or download files
+ *   - execute chat templates (Jinja): the common ones are recognised, others are refused by name
+ *   - run what it was not built for: an unknown architecture, type or pre-tokenizer is an error that names it
+ *   - print, exit, abort, read environment variables, install signal handlers or keep global state
+ *   - support big-endian or 32-bit machines, or systems other than Linux
+ *
+ * A complete program:
+ *
+ *     #define ROCMFORGE_IMPLEMENTATION
+ *     #include "rocmforge.h"
+ *     #include <stdio.h>
+ *     int main(int argc, char **argv) {
+ *         rf_gguf *file = NULL; rf_device *device = NULL; rf_model *model = NULL; rf_session *session = NULL;
+ *         const rf_tokenizer *tok; rf_detokenizer text = {0}; rf_error err; float *logits; int32_t ids[64], id;
+ *         uint32_t n; size_t bytes; char out[256]; rf_sampler greedy;
+ *         if (argc < 2 || rf_gguf_open(argv[1], NULL, &file, &err) || rf_device_open("auto", NULL, &device, &err) ||
+ *             rf_model_open(file, device, NULL, &model, &err) || rf_session_open(model, NULL, &session, &err) ||
+ *             rf_model_get_tokenizer(model, &tok, &err) || rf_sampler_init(&greedy, NULL, &err) ||
+ *             rf_tokenize(tok, "ROMEO:\n", 7, RF_TOKENIZE_ADD, ids, 64, &n, &err) ||
+ *             rf_forward(session, ids, n, &logits, &err)) return fprintf(stderr, "%s\n", err.text), 1;
+ *         for (int i = 0; i < 64; i++) {
+ *             if (rf_sampler_sample(&greedy, logits, rf_model_get_info(model).n_vocab, &id, &err) || rf_token_is_end(tok, id)) break;
+ *             if (rf_detokenize(tok, &text, id, 0, out, sizeof out, &bytes, &err) == 0) fwrite(out, 1, bytes, stdout);
+ *             if (rf_forward(session, &id, 1, &logits, &err)) break;
+ *         }
+ *         rf_session_close(session); rf_model_close(model, NULL); rf_device_close(device, NULL); rf_gguf_close(file, NULL);
+ *     }
+ *
+ * Sections (search for the tag)
+ *    1 >>api          what you call                          8 >>model     hyperparameters, shapes
+ *    2 >>device-api   the seam between host and devices      9 >>plan      the model as data: op emitters
+ *    3 >>base         memory, checked arithmetic, errors    10 >>cpu       the CPU device
+ *    4 >>sync         once-cell, thread pool                11 >>null      the device that only checks
+ *    5 >>gguf         the file format                       12 >>session   the forward pass
+ *    6 >>quant        tensor types                          13 >>token >>template >>sample >>scheduler
+ *    7 >>tensor       lazy tensors                          14 >>public    thin bodies
+ *
+ * Macros, all optional, defined before the include
+ *   ROCMFORGE_STATIC          implementation: functions become static, private to that C file
+ *   ROCMFORGE_API             everywhere: what stands before each declaration (default extern)
+ *   ROCMFORGE_HIP             implementation: refer to the kernels file strongly (static archives)
+ *   ROCMFORGE_MALLOC/_FREE    implementation: default allocator, both or none (default malloc, free)
+ *   ROCMFORGE_MAX_LAYERS ...  implementation: limits for files, named beside their checks
+ *
+ * Rules
+ *   Memory   every object is closed by its own close; descs are zero-initialised for defaults; pointers that a function
+ *            hands out are borrowed, and its comment says until when. After rf_session_open nothing is allocated.
+ *   Threads  files, models, devices and tokenizers may be shared by any number of threads; a session, a sampler and a
+ *            scheduler take one call at a time. The library starts threads only in the CPU device, and they sleep.
+ *   Errors   every function that can fail returns an rf_result (0 = ok) and fills the rf_error its caller brought.
+ *   Bits     the same input gives the same bits, for any number of threads, load order and batch neighbours, on one
+ *            device model and CPU instruction set.
+ *   Security a GGUF file is untrusted input: whatever it holds, the worst is an error. Two limits: a file that is cut
+ *            short by somebody while it is mapped raises SIGBUS (rf_gguf_desc.no_map avoids it); and the text a model
+ *            writes is not to be trusted either.
+ *
+ * MIT licence, at the end of this file. */
+#ifndef ROCMFORGE_H
+#define ROCMFORGE_H
+
+/* The implementation uses POSIX beyond strict C11. In gnu modes (the compilers' default) nothing is needed; under
+ * -std=c11 this file must come first or the build must define _GNU_SOURCE, because libc reads it only once. */
+#if defined(ROCMFORGE_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_GNU_SOURCE)
+#ifdef _FEATURES_H
+#error "rocmforge.h: under -std=c11 include it before every other header, or compile with -D_GNU_SOURCE"
+#else
+#define _GNU_SOURCE 1
+#endif
+#endif
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* ==== 1 API ============================================================================================= >>api
+ * What a program calls, in the order in which it calls it. Every function says what it needs, returns, allocates and
+ * costs, and who may call it from where. Shapes are row-major [rows, cols], the last index contiguous; where the
+ * order of a GGUF file is meant (contiguous dimension first) it reads ne={...}. */
+
+#define RF_VERSION_MAJOR 0
+#define RF_VERSION_MINOR 1
+#define RF_VERSION_PATCH 0
+
+#ifndef ROCMFORGE_API
+#ifdef ROCMFORGE_STATIC
+#define ROCMFORGE_API static __attribute__((unused))
+#else
+#define ROCMFORGE_API extern
+#endif
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- results and errors ---- */
+
+/* What the caller can do about a failure. 0 is success, every failure is negative, everywhere in this file. */
+typedef enum rf_result {
+    RF_OK = 0,
+    RF_ERR_ARGUMENT = -1,     /* the call is wrong: fix the program                                   */
+    RF_ERR_MEMORY = -2,       /* host memory                                                          */
+    RF_ERR_IO = -3,           /* the operating system could not read; error.sys is errno              */
+    RF_ERR_FORMAT = -4,       /* the file is malformed; error.where is a byte offset                  */
+    RF_ERR_UNSUPPORTED = -5,  /* well formed, but this version cannot run it                          */
+    RF_ERR_CONTEXT_FULL = -6, /* the sequence has no room for these tokens                            */
+    RF_ERR_DEVICE = -7,       /* a device call failed; error.sys is its code                          */
+    RF_ERR_CANCELLED = -8,    /* rf_session_cancel or a progress callback asked for it                */
+    RF_ERR_NOT_FOUND = -9,    /* no such key, tensor, device or file                                  */
+    RF_ERR_BUSY = -10         /* still in use: close what uses it first                               */
+} rf_result;
+
+#define RF_ERROR_TEXT_BYTES 480
+
+/* The first cause of a failure. Caller-owned, plain, no release. Every function that takes one accepts NULL and sets
+ * code to RF_OK when it starts; on failure it fills everything. */
+typedef struct rf_error {
+    rf_result code;
+    int32_t sys;                     /* errno or the device's code, 0 if neither                     */
+    uint64_t where;                  /* byte offset in the file, layer, or op index; see the text    */
+    char text[RF_ERROR_TEXT_BYTES];  /* names the object, expected, found; printable ASCII only      */
+} rf_error;
+
+/* Name of a result ("RF_ERR_IO"); never NULL. Threads any. */
+ROCMFORGE_API const char *rf_result_name(rf_result code);
+
+/* Library version as "0.1.0": compare with RF_VERSION_* to notice a stale object file. Threads any. */
+ROCMFORGE_API const char *rf_version(void);
+
+/* ---- memory, log and file hooks ---- */
+
+/* Where host memory comes from. Zero = ROCMFORGE_MALLOC / ROCMFORGE_FREE (malloc and free unless defined). Give both
+ * or none. Called from any thread that calls the library; blocks are aligned as malloc's. */
+typedef struct rf_allocator {
+    void *(*alloc_fn)(size_t size_bytes, void *user);
+    void (*free_fn)(void *block, void *user);
+    void *user;
+} rf_allocator;
+
+typedef enum rf_log_level { RF_LOG_INFO = 0, RF_LOG_WARNING = 1 } rf_log_level;
+
+/* Text without a newline, printable ASCII, valid during the call. The library prints nothing itself. */
+typedef void (*rf_log_fn)(rf_log_level level, const char *text, void *user);
+
+/* How files are read. Zero = the operating system. Give all of open_fn, read_fn, close_fn or none of them; map_fn and
+ * unmap_fn may be left out: then tensor bytes are read, never mapped. Failures are negative errno values.
+ *   open_fn   path -> handle >= 0; *size_bytes out. Must refuse what is not a regular file.
+ *   read_fn   reads up to n bytes at offset; returns bytes read (short reads allowed, 0 = end of file)
+ *   map_fn    maps the whole file read-only; NULL if it cannot                                              */
+typedef struct rf_io {
+    int64_t (*open_fn)(const char *path, uint64_t *size_bytes, void *user);
+    int64_t (*read_fn)(int64_t handle, uint64_t offset, void *dst, size_t n, void *user);
+    void *(*map_fn)(int64_t handle, uint64_t size_bytes, void *user);
+    void (*unmap_fn)(void *base, uint64_t size_bytes, void *user);
+    void (*close_fn)(int64_t handle, void *user);
+    void *user;
+} rf_io;
+
+/* ---- tensor types ---- */
+
+/* The one table of GGUF tensor types: X(NAME, id, text, elements per block, bytes per block, runs here).
+ * Sizes follow ggml's block structs and are asserted against ours; a type that does not run is refused by name. */
+#define RF_TYPE_TABLE(X) \
+    X(F32, 0, "f32", 1, 4, 1)          X(F16, 1, "f16", 1, 2, 1)           X(Q4_0, 2, "q4_0", 32, 18, 1)        \
+    X(Q4_1, 3, "q4_1", 32, 20, 1)      X(Q5_0, 6, "q5_0", 32, 22, 1)       X(Q5_1, 7, "q5_1", 32, 24, 1)        \
+    X(Q8_0, 8, "q8_0", 32, 34, 1)      X(Q8_1, 9, "q8_1", 32, 36, 0)       X(Q2_K, 10, "q2_K", 256, 84, 0)      \
+    X(Q3_K, 11, "q3_K", 256, 110, 0)   X(Q4_K, 12, "q4_K", 256, 144, 1)    X(Q5_K, 13, "q5_K", 256, 176, 1)     \
+    X(Q6_K, 14, "q6_K", 256, 210, 1)   X(Q8_K, 15, "q8_K", 256, 292, 0)    X(IQ2_XXS, 16, "iq2_xxs", 256, 66, 0) \
+    X(IQ2_XS, 17, "iq2_xs", 256, 74, 0) X(IQ3_XXS, 18, "iq3_xxs", 256, 98, 0) X(IQ1_S, 19, "iq1_s", 256, 50, 0) \
+    X(IQ4_NL, 20, "iq4_nl", 32, 18, 0) X(IQ3_S, 21, "iq3_s", 256, 110, 0)  X(IQ2_S, 22, "iq2_s", 256, 82, 0)    \
+    X(IQ4_XS, 23, "iq4_xs", 256, 136, 0) X(I8, 24, "i8", 1, 1, 0)          X(I16, 25, "i16", 1, 2, 0)           \
+    X(I32, 26, "i32", 1, 4, 0)         X(I64, 27, "i64", 1, 8, 0)          X(F64, 28, "f64", 1, 8, 0)           \
+    X(IQ1_M, 29, "iq1_m", 256, 56, 0)  X(BF16, 30, "bf16", 1, 2, 1)        X(TQ1_0, 34, "tq1_0", 256, 54, 0)    \
+    X(TQ2_0, 35, "tq2_0", 256, 66, 0)  X(MXFP4, 39, "mxfp4", 32, 17, 0)    X(NVFP4, 40, "nvfp4", 64, 36, 0)     \
+    X(Q1_0, 41, "q1_0", 128, 18, 0)    X(Q2_0, 42, "q2_0", 64, 18, 0)
+
+typedef enum rf_type {
+#define RF_TYPE_ENUM(NAME, id, text, elements, bytes, runs) RF_TYPE_##NAME = id,
+    RF_TYPE_TABLE(RF_TYPE_ENUM)
+#undef RF_TYPE_ENUM
+    RF_TYPE_COUNT = 43 /* ids are < this; the holes are types that ggml removed */
+} rf_type;
+
+typedef struct rf_type_info {
+    const char *name;        /* ggml's name, e.g. "q4_K"; NULL for an id that is no type */
+    uint32_t block_elements; /* values per block                                         */
+    uint32_t block_bytes;
+    uint32_t runs;           /* 1 if this version computes with it                       */
+} rf_type_info;
+
+/* Facts about a type id; a zeroed struct (name NULL) for an unknown id. Threads any. */
+ROCMFORGE_API rf_type_info rf_type_get(uint32_t type);
+
+/* Decode n values of packed blocks to float32.
+ *   type  in   rf_type that runs;   src  in  blocks, any alignment;   n  a multiple of the block's elements
+ *   dst   out  [n] float32
+ * Returns RF_OK; RF_ERR_ARGUMENT (n); RF_ERR_UNSUPPORTED (type).   Memory none.   Threads any.
+ * Source: ggml's dequantize_row_*; bit-identical to it for every type that runs. */
+ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n, float *dst, rf_error *err);
+
+/* ---- GGUF files ---- */
+
+typedef struct rf_gguf rf_gguf;
+
+/* Bytes inside an open file's metadata: not NUL-terminated, any content, valid until the file is closed. */
+typedef struct rf_string {
+    const char *data;
+    uint64_t len;
+} rf_string;
+
+typedef enum rf_kv_type {
+    RF_KV_U8 = 0, RF_KV_I8 = 1, RF_KV_U16 = 2, RF_KV_I16 = 3, RF_KV_U32 = 4, RF_KV_I32 = 5, RF_KV_F32 = 6,
+    RF_KV_BOOL = 7, RF_KV_STRING = 8, RF_KV_ARRAY = 9, RF_KV_U64 = 10, RF_KV_I64 = 11, RF_KV_F64 = 12
+} rf_kv_type;
+
+/* One key/value of the file, already checked: the bytes of every element lie inside the metadata. */
+typedef struct rf_kv {
+    rf_string key;
+    uint32_t type;         /* rf_kv_type                                              */
+    uint32_t element_type; /* of an array; equal to type otherwise                    */
+    uint64_t count;        /* elements of an array; 1 otherwise                       */
+    const void *data;      /* first element, little endian, unaligned                 */
+    uint64_t size_bytes;   /* of all elements                                         */
+    uint64_t where;        /* byte offset of the value in the file, for messages      */
+} rf_kv;
+
+/* One row of the tensor directory. ne[0] is the contiguous dimension; unused dimensions are 1. */
+typedef struct rf_tensor_info {
+    rf_string name;
+    uint32_t type;          /* rf_type, known                                           */
+    uint32_t n_dims;        /* 1..4                                                     */
+    uint64_t ne[4];
+    uint32_t file_index;    /* which part of a split file                               */
+    uint32_t index;         /* position in the directory over all parts                 */
+    uint64_t offset_bytes;  /* of the data, from the start of that file                 */
+    uint64_t size_bytes;
+    uint64_t where;         /* byte offset of this directory entry                      */
+} rf_tensor_info;
+
+typedef struct rf_gguf_desc {
+    rf_allocator allocator;
+    rf_io io;
+    rf_log_fn log_fn;   /* NULL: silent                                                                         */
+    void *log_user;
+    uint32_t no_map;    /* 1: never map tensor bytes, read them (a file truncated meanwhile is then an error,
+                           where a mapping would raise SIGBUS)                                                  */
+} rf_gguf_desc;
+
+typedef struct rf_gguf_info {
+    const char *path;       /* as opened; "(memory)" for a buffer                       */
+    uint32_t version;       /* 2 or 3                                                   */
+    uint32_t n_files;       /* parts of a split file, else 1                            */
+    uint32_t alignment;     /* of tensor data, bytes                                    */
+    uint32_t mapped;        /* 1 if tensor bytes are mapped or in memory                */
+    uint64_t n_kv;
+    uint64_t n_tensors;     /* over all parts                                           */
+    uint64_t metadata_bytes;/* header, key/values and directory, over all parts         */
+    uint64_t file_bytes;    /* over all parts                                           */
+    uint64_t data_bytes;    /* sum of all tensors                                       */
+} rf_gguf_info;
+
+/* Open a GGUF v2/v3 file and parse its metadata; tensor bytes are not touched.
+ *   path  in   a regular file. The first part ("-00001-of-0000N.gguf") opens all N parts.
+ *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
+ * Returns RF_OK; RF_ERR_NOT_FOUND, RF_ERR_IO, RF_ERR_FORMAT (with the byte offset), RF_ERR_MEMORY.
+ * Memory  at most 8 x metadata bytes + 64 KiB, whatever the file claims.   Cost O(metadata): about 1 ms per MB.
+ * Threads any. The object is immutable: share it freely. */
+ROCMFORGE_API rf_result rf_gguf_open(const char *path, const rf_gguf_desc *desc, rf_gguf **out, rf_error *err);
+
+/* The same from bytes in memory (one file, no split). `data` is borrowed until rf_gguf_close and used in place. */
+ROCMFORGE_API rf_result rf_gguf_open_memory(const void *data, size_t size_bytes, const rf_gguf_desc *desc, rf_gguf **out,
+                                            rf_error *err);
+
+/* Close the file. NULL is fine. Returns RF_ERR_BUSY, with the file still open, while a model or tokenizer uses it. */
+ROCMFORGE_API rf_result rf_gguf_close(rf_gguf *g, rf_error *err);
+
+ROCMFORGE_API rf_gguf_info rf_gguf_get_info(const rf_gguf *g);
+
+/* Key/value by position (0 .. n_kv-1) or by name. Returns RF_OK or RF_ERR_NOT_FOUND, with *out zeroed. O(1). */
+ROCMFORGE_API rf_result rf_gguf_get_kv(const rf_gguf *g, uint64_t index, rf_kv *out);
+ROCMFORGE_API rf_result rf_gguf_find_kv(const rf_gguf *g, const char *key, rf_kv *out);
+
+/* Element i of a value as an integer (any integer type or bool), a real (any number), or a string. Strings of an array
+ * lie one behind the other: *cursor_bytes starts at 0 and moves to the next one; pass NULL for a single string.
+ * Return RF_OK; RF_ERR_ARGUMENT if the value is of another type, does not fit, or i is out of range. */
+ROCMFORGE_API rf_result rf_kv_int(const rf_kv *kv, uint64_t i, int64_t *out);
+ROCMFORGE_API rf_result rf_kv_real(const rf_kv *kv, uint64_t i, double *out);
+ROCMFORGE_API rf_result rf_kv_text(const rf_kv *kv, uint64_t *cursor_bytes, rf_string *out);
+
+/* Tensor by position in the directory (0 .. n_tensors-1) or by name. RF_OK or RF_ERR_NOT_FOUND. O(1). */
+ROCMFORGE_API rf_result rf_gguf_get_tensor(const rf_gguf *g, uint64_t index, rf_tensor_info *out);
+ROCMFORGE_API rf_result rf_gguf_find_tensor(const rf_gguf *g, const char *name, rf_tensor_info *out);
+
+/* Read n bytes of a tensor's data, starting `offset` bytes into it, to dst.
+ * Returns RF_OK; RF_ERR_ARGUMENT (range); RF_ERR_IO (also when the file has become shorter).   Threads any. */
+ROCMFORGE_API rf_result rf_gguf_read_tensor(const rf_gguf *g, uint64_t index, uint64_t offset, void *dst, size_t n,
+                                            rf_error *err);
+
+/* ---- devices ---- */
+
+typedef struct rf_device rf_device;
+
+typedef struct rf_device_info {
+    char name[64];          /* what rf_device_open takes: "cpu", "null", "hip:0"                  */
+    char text[96];          /* product name                                                       */
+    char arch[32];          /* "gfx1100", "sm_90", "avx512-vnni"                                  */
+    char note[160];         /* why it cannot be used, or what is unusual; empty if nothing is     */
+    uint32_t usable;        /* 1 if rf_device_open may succeed                                    */
+    uint32_t is_gpu;
+    uint32_t wave_size;     /* lanes per wave; 1 on the CPU                                       */
+    uint32_t compute_units; /* or threads of the CPU device                                       */
+    uint64_t total_bytes;   /* memory                                                             */
+    uint64_t free_bytes;
+    uint32_t lost;          /* 1: the device failed for good, close what uses it                  */
+} rf_device_info;
+
+typedef struct rf_device_desc {
+    rf_allocator allocator;
+    uint32_t n_threads;     /* CPU: threads that compute, the caller's included; 0 = one per core allowed (max 256)  */
+    const char *isa;        /* CPU: "scalar", "avx2", "avx512", "neon"; NULL = the best this machine has. For tests
+                               and for equal bits on unequal machines.                                               */
+    uint64_t fail_call;     /* null device: the n-th call fails (1 = the first); 0 = none                            */
+    uint32_t fail_forever;  /* null device: so do all later ones                                                     */
+} rf_device_desc;
+
+/* List the devices: out receives up to `capacity` entries, *count the number there are. A kernels file that is not
+ * linked appears as an unusable entry that says so. Returns RF_OK; RF_ERR_ARGUMENT.   Threads any. */
+ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, uint32_t *count, rf_error *err);
+
+/* Open a device.
+ *   name  in   "auto" or NULL (the first usable GPU, else the CPU; rf_device_get_info says which and, in note, why
+ *              not a GPU), "cpu", "null", "hip:N"
+ *   desc  in   NULL = defaults
+ * Returns RF_OK; RF_ERR_NOT_FOUND (no such device: the text lists what there is); RF_ERR_DEVICE; RF_ERR_MEMORY.
+ * Memory: the CPU device keeps n_threads - 1 sleeping threads.   Threads any; the object may be shared. */
+ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *desc, rf_device **out, rf_error *err);
+
+/* NULL is fine. Returns RF_ERR_BUSY, with the device still open, while a model uses it. */
+ROCMFORGE_API rf_result rf_device_close(rf_device *d, rf_error *err);
+
+ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d);
+
+/* ---- models ---- */
+
+typedef struct rf_model rf_model;
+
+/* Return nonzero to cancel. tensor: the one just finished. Called from the thread that loads. */
+typedef int (*rf_progress_fn)(uint64_t done_bytes, uint64_t total_bytes, rf_string tensor, void *user);
+
+typedef struct rf_model_desc {
+    rf_progress_fn progress_fn; /* NULL: none                                                           */
+    void *progress_user;
+    const char *pre_tokenizer;  /* force this pre-tokenizer instead of tokenizer.ggml.pre; NULL = file's */
+} rf_model_desc;
+
+typedef struct rf_model_info {
+    const char *arch;        /* "llama", ...                                                */
+    rf_string name;          /* general.name, may be empty                                  */
+    uint32_t n_layers;
+    uint32_t n_embd;
+    uint32_t n_vocab;
+    uint32_t n_heads;        /* of layer 0                                                  */
+    uint32_t n_kv_heads;     /* of layer 0                                                  */
+    uint32_t head_dim;
+    uint32_t n_ctx_train;    /* context the model was trained for, tokens                   */
+    uint32_t n_tensors;      /* tensors the plan uses                                       */
+    uint64_t n_params;       /* weights in those                                            */
+    uint64_t weight_bytes;   /* as stored in the file                                       */
+    uint64_t token_bytes;    /* weight bytes that one token reads                           */
+} rf_model_info;
+
+/* Make a model of a file on a device: read hyperparameters, check the shape of every tensor, build the plan. No tensor
+ * byte is read: weights load on first use, or by the calls below.
+ *   g, d  in   stay open as long as the model (closing them is refused)
+ * Returns RF_OK; RF_ERR_UNSUPPORTED (architecture, tensor type, feature: by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND
+ * (a tensor or key is missing: the text lists the names tried); RF_ERR_MEMORY; RF_ERR_DEVICE.
+ * Memory O(tensors).   Cost O(metadata).   Threads any. The model is shared by any number of threads. */
+ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_desc *desc, rf_model **out, rf_error *err);
+
+/* Release the model and its weights. NULL is fine. RF_ERR_BUSY, with the model still open, while a session uses it. */
+ROCMFORGE_API rf_result rf_model_close(rf_model *m, rf_error *err);
+
+ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m);
+
+/* Load one tensor (or find it loaded). Exactly one of the threads that ask loads it, the others sleep until it is
+ * there; if it fails all of them get the error and a later call tries again.
+ * Returns RF_OK; RF_ERR_NOT_FOUND; RF_ERR_IO; RF_ERR_DEVICE; RF_ERR_MEMORY; RF_ERR_CANCELLED; RF_ERR_BUSY when called
+ * from the progress callback for the tensor being loaded.   Threads any. */
+ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_error *err);
+
+/* 1 if it is loaded now; 0 if not, or if the plan uses no tensor of this name. Never blocks. Threads any. */
+ROCMFORGE_API int rf_model_is_tensor_loaded(const rf_model *m, const char *name);
+ROCMFORGE_API int rf_model_is_layer_loaded(const rf_model *m, uint32_t layer);
+
+/* Load the weights of these layers (each < n_layers), or all weights of the plan, in plan order. As load_tensor. */
+ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *layers, uint32_t n_layers, rf_error *err);
+ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err);
+
+typedef struct rf_loading_stats {
+    uint64_t tensors_loaded;     /* now                                                       */
+    uint64_t bytes_loaded;       /* now, as stored in the file                                */
+    uint64_t device_bytes;       /* allocated for weights on the device now                   */
+    uint64_t hits;               /* uses that found the tensor loaded                         */
+    uint64_t misses;             /* uses that had to load it or wait for it                   */
+    uint64_t loads;              /* loads that succeeded, reloads included                    */
+    uint64_t failures;           /* loads that failed                                         */
+    uint64_t evictions;
+    uint64_t device_allocations;
+    double wait_seconds;         /* that threads waited for tensors                           */
+    double load_seconds;         /* spent in loads                                            */
+} rf_loading_stats;
+
+ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m);
+
+/* Drop every loaded weight that no running call uses; handles and sessions stay valid and load again on use. *left
+ * (may be NULL) receives the number of tensors that were in use. Returns RF_OK; RF_ERR_DEVICE.   Threads any. */
+ROCMFORGE_API rf_result rf_model_clear_gpu_cache(rf_model *m, uint32_t *left, rf_error *err);
+
+/* ---- sessions ---- */
+
+typedef struct rf_session rf_session;
+
+/* How keys and values are kept. */
+typedef enum rf_cache_type { RF_CACHE_F16 = 0, RF_CACHE_F32 = 1 } rf_cache_type;
+
+typedef struct rf_session_desc {
+    uint32_t n_ctx;        /* tokens each sequence can hold; 0 = min(n_ctx_train, 4096)                          */
+    uint32_t n_seq_max;    /* sequences; 0 = 1                                                                   */
+    uint32_t n_batch;      /* rows evaluated at once, longer calls are cut; 0 = 512, or n_ctx*n_seq_max if less  */
+    uint32_t n_logits_max; /* rows of one rf_eval that may ask for logits; 0 = n_seq_max                         */
+    uint32_t cache_type;   /* rf_cache_type; 0 = f16                                                             */
+} rf_session_desc;
+
+typedef struct rf_forecast {
+    uint64_t weight_bytes;   /* if everything is loaded                                   */
+    uint64_t kv_bytes;
+    uint64_t scratch_bytes;  /* activations and logits                                    */
+    uint64_t host_bytes;     /* of the session on the host                                */
+} rf_forecast;
+
+/* What a session would need, before anything is allocated. Returns RF_OK; RF_ERR_ARGUMENT (also: sizes overflow). */
+ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_desc *desc, rf_forecast *out, rf_error *err);
+
+/* Open a session: n_seq_max independent sequences with their keys and values, activations and logits.
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_MEMORY; RF_ERR_DEVICE.
+ * Memory: all of it, now; no later call on the session allocates.   Threads: one call at a time per session
+ * (rf_session_cancel excepted); sessions of one model run in parallel. */
+ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc, rf_session **out, rf_error *err);
+ROCMFORGE_API void rf_session_close(rf_session *s); /* NULL is fine */
+
+/* One row of a batch: the next token of a sequence. Rows of one sequence come in the order of their positions. */
+typedef struct rf_row {
+    int32_t token;         /* 0 .. n_vocab-1; ignored if embedding is given                                */
+    int32_t seq;           /* 0 .. n_seq_max-1                                                             */
+    int32_t pos;           /* must be the sequence's length; RF_POS_NEXT = that                            */
+    int32_t want_logits;   /* 1: keep this row's logits                                                    */
+    const float *embedding;/* [n_embd] instead of a token, or NULL; read during the call only              */
+} rf_row;
+
+#define RF_POS_NEXT (-1)
+
+/* Run rows through the model: each is appended to its sequence. A prompt, one token, and one token of each of many
+ * sequences are all this call; it is cut into micro-batches of n_batch rows.
+ *   rows    in   [n_rows], n_rows >= 1, at most n_logits_max of them with want_logits
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_CONTEXT_FULL; RF_ERR_CANCELLED; errors of loading a weight; RF_ERR_DEVICE.
+ *         On failure every sequence is as long as before the call, and no logits are kept.
+ * Memory none.   Cost: every weight is read once per micro-batch, attention reads each sequence's keys and values. */
+ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_rows, rf_error *err);
+
+/* Logits of the i-th row of the last rf_eval that asked for them: [n_vocab] float32, host memory, valid and writable
+ * (to mask tokens, say) until the next call on the session. NULL if there is no such row. */
+ROCMFORGE_API float *rf_session_logits(rf_session *s, uint32_t i);
+
+/* The simple way: append n_tokens (>= 1) to sequence 0; *logits (may be NULL) receives the last one's logits. */
+ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits, rf_error *err);
+
+/* Make sequence `seq` hold exactly a prefix of `tokens`: keep the longest common prefix with what it holds now, drop
+ * the rest. *kept (out) <= n_tokens is the position from which the caller must evaluate. If all of them are held, one
+ * is dropped, so that evaluating the last one gives logits again.   Cost O(kept). */
+ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_t *tokens, uint32_t n_tokens,
+                                        uint32_t *kept, rf_error *err);
+
+/* Cut a sequence to n_keep tokens (more than it holds: no change). *kept (may be NULL) is the length it really has
+ * now: never more than asked, less where a cache cannot rewind that far. n_keep 0 empties it. */
+ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept, rf_error *err);
+
+/* dst becomes a copy of src. Cost: copies its keys and values. */
+ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst, rf_error *err);
+
+/* Empty all sequences but this one. */
+ROCMFORGE_API rf_result rf_session_keep(rf_session *s, int32_t seq, rf_error *err);
+
+/* Tokens the sequence holds; 0 for a seq out of range. */
+ROCMFORGE_API uint32_t rf_session_length(const rf_session *s, int32_t seq);
+
+/* Ask the running rf_eval (or, if none runs, the next one) to return RF_ERR_CANCELLED: it looks between layers and
+ * between micro-batches. Threads any. */
+ROCMFORGE_API void rf_session_cancel(rf_session *s);
+
+/* ---- tokens and text ---- */
+
+typedef struct rf_tokenizer rf_tokenizer;
+
+/* Build the tokenizer of a file (vocabulary-only files too).
+ *   pre  in   force this pre-tokenizer name; NULL = tokenizer.ggml.pre
+ * Returns RF_OK; RF_ERR_UNSUPPORTED (model or pre-tokenizer, by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND; RF_ERR_MEMORY.
+ * Memory and cost O(vocabulary).   Threads any; the object is immutable. */
+ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokenizer **out, rf_error *err);
+ROCMFORGE_API void rf_tokenizer_close(rf_tokenizer *t); /* NULL is fine */
+
+/* The model's own tokenizer, built on first use, owned by the model. */
+ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer **out, rf_error *err);
+
+#define RF_TOKENIZE_SPECIAL 1u /* text may name special tokens ("<|im_end|>"); never for untrusted text     */
+#define RF_TOKENIZE_ADD 2u     /* add bos / eos where the file asks for it                                  */
+
+/* Turn text into token ids.
+ *   text   in   [n_bytes] any bytes; malformed UTF-8 is not an error
+ *   out    out  [capacity], may be NULL with capacity 0;   count  out  ids there are, also when they do not fit
+ * Returns RF_OK; RF_ERR_ARGUMENT if capacity < *count (out holds the first ones); RF_ERR_MEMORY.
+ * Memory O(n_bytes) during the call.   Cost O(n log n).   Threads any. */
+ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags, int32_t *out,
+                                    uint32_t capacity, uint32_t *count, rf_error *err);
+
+/* Streaming decoder state: zero it before the first token of a text. */
+typedef struct rf_detokenizer {
+    uint8_t held[4];      /* bytes of an unfinished UTF-8 character              */
+    uint8_t n_held;
+    uint8_t started;      /* the leading space of SPM text has been dealt with   */
+} rf_detokenizer;
+
+#define RF_DETOKENIZE_SPECIAL 1u /* show special tokens as text, instead of nothing */
+#define RF_DETOKENIZE_FINISH 2u  /* no further token: give out held bytes too       */
+
+/* Text of the next token. Only whole UTF-8 characters are given out: an unfinished one is held for the next call.
+ *   id     in   a token, or -1 for none (with RF_DETOKENIZE_FINISH)
+ *   out    out  [capacity] bytes, no NUL;   count  out  bytes there are
+ * Returns RF_OK; RF_ERR_ARGUMENT (id, or capacity < *count with the state unchanged).   Threads any. */
+ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *state, int32_t id, uint32_t flags, char *out,
+                                      size_t capacity, size_t *count, rf_error *err);
+
+typedef struct rf_tokenizer_info {
+    const char *model;      /* "llama" (SPM) or "gpt2" (BPE)                       */
+    const char *pre;        /* pre-tokenizer in use; "" for SPM                     */
+    uint32_t n_vocab;
+    int32_t bos, eos, eot, unknown, padding; /* -1 if the file names none           */
+    uint32_t add_bos, add_eos;
+} rf_tokenizer_info;
+
+ROCMFORGE_API rf_tokenizer_info rf_tokenizer_get_info(const rf_tokenizer *t);
+
+/* 1 if the token ends a generation (eos, eot, eom, <|im_end|>, ...). */
+ROCMFORGE_API int rf_token_is_end(const rf_tokenizer *t, int32_t id);
+
+/* The token's text as the vocabulary spells it; empty if out of range. */
+ROCMFORGE_API rf_string rf_token_get_text(const rf_tokenizer *t, int32_t id);
+
+/* ---- chat templates ---- */
+
+typedef struct rf_chat_message {
+    const char *role;    /* "system", "user", "assistant" */
+    const char *content;
+} rf_chat_message;
+
+/* Format a conversation as the model's template would. The template in the file is recognised, never executed.
+ *   name      in   NULL = recognise tokenizer.chat_template of g; or "chatml", "llama3", "llama2", "mistral", "zephyr",
+ *                  "phi3", "gemma", "plain"
+ *   open_answer    1: end with the opening of the assistant's answer
+ *   out       out  [capacity] bytes, no NUL;   count  out  bytes there are
+ * Returns RF_OK; RF_ERR_UNSUPPORTED (template not recognised: format it yourself or name one); RF_ERR_NOT_FOUND (no
+ * template in the file); RF_ERR_ARGUMENT (role, or capacity < *count).   Memory none.   Threads any. */
+ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const char *name, const rf_chat_message *messages, uint32_t n,
+                                       int open_answer, char *out, size_t capacity, size_t *count, rf_error *err);
+
+/* Name of the template the file's chat_template is recognised as; NULL if none is or it is not. */
+ROCMFORGE_API const char *rf_chat_template_name(const rf_gguf *g);
+
+/* ---- sampling ---- */
+
+#define RF_SAMPLER_HISTORY 256
+
+typedef struct rf_logit_bias {
+    int32_t token;
+    float bias; /* added to the logit */
+} rf_logit_bias;
+
+/* Zero = greedy. Applied in this order: bias, penalties, top_k, top_p, min_p, temperature. */
+typedef struct rf_sampler_desc {
+    float temperature;       /* <= 0: greedy (the largest logit, the smallest id among equals)                   */
+    uint32_t top_k;          /* 0: off                                                                           */
+    float top_p;             /* 0 or >= 1: off                                                                   */
+    float min_p;             /* 0: off                                                                           */
+    float repeat_penalty;    /* 0 or 1: off; divides positive, multiplies negative logits of recent tokens       */
+    float frequency_penalty; /* subtracted per occurrence among recent tokens                                    */
+    float presence_penalty;  /* subtracted once                                                                  */
+    uint32_t penalty_last_n; /* how many recent tokens; 0 = 64, at most RF_SAMPLER_HISTORY                       */
+    uint64_t seed;           /* the same seed gives the same choices                                             */
+    const rf_logit_bias *bias; /* [n_bias], borrowed as long as the sampler is used                              */
+    uint32_t n_bias;
+} rf_sampler_desc;
+
+typedef struct rf_sampler {
+    rf_sampler_desc desc;
+    uint64_t rng[2];
+    int32_t history[RF_SAMPLER_HISTORY]; /* ring of accepted tokens */
+    uint32_t n_history;                  /* accepted in all         */
+} rf_sampler;
+
+/* Start a sampler. Returns RF_OK; RF_ERR_ARGUMENT (NaN, negative penalty window, ...).   Memory none. */
+ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *desc, rf_error *err);
+
+/* Choose a token and remember it for the penalties.
+ *   logits  inout [n_vocab]; bias and penalties are applied in place
+ * Returns RF_OK; RF_ERR_ARGUMENT if no logit is a number greater than -infinity.   Memory none.   Cost O(n_vocab).
+ * Threads: one call at a time per sampler. */
+ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t n_vocab, int32_t *token, rf_error *err);
+
+/* Remember a token that was not sampled (a prompt's), for the penalties. */
+ROCMFORGE_API void rf_sampler_accept(rf_sampler *s, int32_t token);
+
+/* ---- continuous batching ---- */
+
+typedef struct rf_scheduler rf_scheduler;
+
+/* One request. on_token is called for every token chosen, in rf_scheduler_step's thread; nonzero return ends it.
+ * on_end is called once, with the reason: RF_OK (end token, max_tokens, or on_token asked), or the failure. */
+typedef struct rf_request {
+    const int32_t *prompt;   /* [n_prompt], borrowed until on_end */
+    uint32_t n_prompt;
+    uint32_t max_tokens;
+    rf_sampler *sampler;     /* borrowed until on_end             */
+    int (*on_token)(int32_t token, void *user);
+    void (*on_end)(rf_result reason, void *user);
+    void *user;
+} rf_request;
+
+/* Run many requests on one session: each step evaluates the next token of every running sequence and a share of the
+ * waiting prompts. The session is borrowed and must not be used otherwise meanwhile.
+ *   queue_capacity   requests that may wait
+ * Memory O(queue_capacity + n_batch).   Threads: one call at a time. */
+ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, uint32_t queue_capacity, rf_scheduler **out,
+                                          rf_error *err);
+ROCMFORGE_API void rf_scheduler_close(rf_scheduler *sch); /* NULL is fine; running requests end with RF_ERR_CANCELLED */
+
+/* Queue a request (copied). RF_ERR_BUSY if the queue is full, RF_ERR_CONTEXT_FULL if the prompt can never fit. */
+ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request *request, rf_error *err);
+
+/* One batch. *n_active (may be NULL): requests running or waiting afterwards. */
+ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err);
+
+/* ==== 2 Device API =============================================================================== >>device-api
+ * The seam between the host code and a device, and the only part that rocmforge_kernels.hip reads (with the tensor
+ * types of section 1). A plan is data: a flat array of ops over numbered buffers, weights and states. Builders emit it
+ * once per model; the CPU, null and HIP devices execute it behind the table below. Callers of the library need from
+ * here only rf_model_get_plan, to look at a plan. */
+
+#define RF_NONE 0xffffffffu /* no buffer, weight, state or table */
+
+/* What an op computes. T = rows of the step; L = those of them that want logits; "rows" below is T or L by op.rows.
+ * W[slot, row] are weight rows, [n_out, n_in]; all activations are float32, row-major. */
+typedef enum rf_op_kind {
+    RF_OP_EMBED = 0,     /* out[T, n_out] = W[token], or the row's float input                                     */
+    RF_OP_RMS_NORM = 1,  /* out[rows, n_heads, n_in] = in / sqrt(mean(in^2 over n_in) + eps) * w[n_in]; out may be in */
+    RF_OP_MATMUL = 2,    /* out[rows, n_out] = in[rows, n_in] W^T (+ bias[n_out]) (+ out if RF_OP_ACCUMULATE)      */
+    RF_OP_ROPE = 3,      /* rotate in place out[T, n_heads, head_dim], first n_rot values of each head:
+                            angle = pos * table[i] / (freqs ? freqs[i] : 1), i < n_rot/2; cos and sin times scale;
+                            pairs (2i, 2i+1), or (i, i + n_rot/2) with RF_OP_NEOX                                  */
+    RF_OP_KV_STORE = 4,  /* state K[seq][head][pos] = in[T, n_kv_heads, head_dim], V = in2[T, n_kv_heads, head_dim_v] */
+    RF_OP_ATTENTION = 5, /* out[T, n_heads, head_dim_v] = softmax(in . K * scale over positions <= pos) V;
+                            query head h reads kv head h / (n_heads / n_kv_heads)                                  */
+    RF_OP_GLU = 6,       /* out[rows, n_out] = silu(in) * in2; out may be in                                       */
+    RF_OP_GATHER = 7,    /* out[L, n_out] = the rows of in[T, n_out] that want logits, in order                    */
+    RF_OP_KIND_COUNT = 8
+} rf_op_kind;
+
+#define RF_OP_ACCUMULATE 1u
+#define RF_OP_NEOX 2u
+
+typedef enum rf_op_rows { RF_ROWS_TOKENS = 0, RF_ROWS_LOGITS = 1 } rf_op_rows;
+
+/* One op. Fixed-width fields only, at most 128 bytes; unused ones are 0, or RF_NONE where they name something. */
+typedef struct rf_op {
+    uint32_t kind;       /* rf_op_kind                                            */
+    uint32_t rows;       /* rf_op_rows                                            */
+    uint32_t flags;
+    int32_t layer;       /* -1: before the first; n_layers: after the last        */
+    uint32_t in, in2;    /* buffers                                               */
+    uint32_t out;        /* buffer                                                */
+    uint32_t state;      /* KV_STORE, ATTENTION                                   */
+    uint32_t weight;     /* slot                                                  */
+    uint32_t weight_row; /* first row of it: fused tensors are row ranges         */
+    uint32_t extra;      /* slot of the bias, or of rope's freqs                  */
+    uint32_t extra_at;   /* first element of it                                   */
+    uint32_t table;      /* index into rf_plan.tables (float), ROPE               */
+    uint32_t n_in, n_out;
+    uint32_t n_heads, n_kv_heads;
+    uint32_t head_dim, head_dim_v;
+    uint32_t n_rot;
+    float eps;
+    float scale;
+} rf_op;
+
+/* An activation buffer: float32 [rows, width]. */
+typedef struct rf_plan_buffer {
+    const char *name;
+    uint32_t rows;  /* rf_op_rows: as many rows as the step, or as logits, at most */
+    uint32_t width;
+} rf_plan_buffer;
+
+/* Memory of a layer that outlives a step. Layout: K [n_seq][n_kv_heads][n_ctx][head_dim], behind it, aligned to
+ * RF_STATE_ALIGN, V [n_seq][n_kv_heads][n_ctx][head_dim_v], elements of the session's cache type. */
+typedef struct rf_plan_state {
+    uint32_t layer;
+    uint32_t n_kv_heads;
+    uint32_t head_dim, head_dim_v;
+} rf_plan_state;
+
+#define RF_STATE_ALIGN 256u
+
+/* A weight: one tensor of the file. Matrices are [n_rows, n_in], ne={n_in, n_rows}. */
+typedef struct rf_plan_weight {
+    char name[68];        /* NUL-terminated                                    */
+    uint32_t tensor;      /* rf_tensor_info.index                              */
+    uint32_t type;        /* rf_type                                           */
+    uint32_t n_in;
+    uint32_t n_rows;      /* 1 for a vector                                    */
+    int32_t layer;        /* as rf_op.layer                                    */
+    uint32_t row_reads;   /* 1: single rows are looked up (embedding)          */
+    uint64_t size_bytes;  /* as stored in the file                             */
+} rf_plan_weight;
+
+typedef struct rf_plan {
+    const rf_op *ops;
+    const rf_plan_buffer *buffers;
+    const rf_plan_state *states;
+    const rf_plan_weight *weights; /* in the order of first use */
+    const float *tables;
+    uint32_t n_ops, n_buffers, n_states, n_weights, n_tables;
+    uint32_t n_layers, n_embd, n_vocab;
+    uint32_t logits;               /* buffer that holds them    */
+} rf_plan;
+
+/* The plan of a model: borrowed, immutable, until the model is closed. Threads any. */
+ROCMFORGE_API const rf_plan *rf_model_get_plan(const rf_model *m);
+
+/* One row of a step. */
+typedef struct rf_step_row {
+    int32_t token;     /* -1: rf_step.embeddings has the row            */
+    int32_t seq;
+    int32_t pos;
+    int32_t logits_row;/* row of the logits buffer, -1 for none         */
+} rf_step_row;
+
+/* What varies from call to call. Host memory, read during plan_run only. Sequence s keeps position p in cell
+ * s * n_ctx + p of its states, so that rows say all. Rows of one sequence have ascending positions. */
+typedef struct rf_step {
+    const rf_step_row *rows;
+    const float *embeddings;    /* [n_rows, n_embd], or NULL                        */
+    const uint32_t *logit_rows; /* [n_logits] row of the step behind each logits row */
+    uint32_t n_rows;
+    uint32_t n_logits;          /* logits rows of this step                          */
+    uint32_t first_logits_row;  /* they go to [first_logits_row, + n_logits)         */
+} rf_step;
+
+/* Objects of a device, opaque to the host. */
+typedef struct rf_dev rf_dev;           /* an opened device                                            */
+typedef struct rf_queue rf_queue;       /* work in order; one per session, one or more for copies      */
+typedef struct rf_table rf_table;       /* the weights of a model by slot, read by kernels             */
+typedef struct rf_prepared rf_prepared; /* a plan bound to a session's memory                          */
+
+/* Device memory: the host never computes with base, only adds offsets through the calls below. */
+typedef struct rf_mem {
+    void *base;
+    uint64_t size_bytes;
+} rf_mem;
+
+/* A point in a queue's work. value 0: done already. */
+typedef struct rf_ticket {
+    rf_queue *queue;
+    uint64_t value;
+} rf_ticket;
+
+/* How a device stores a weight. in_place: it can use the file's bytes where they are (host memory, aligned to
+ * `align`, alive until weight_clear); bytes is then what a copy would need. */
+typedef struct rf_weight_layout {
+    uint64_t size_bytes;
+    uint64_t scratch_bytes; /* device memory needed while writing, for repacking */
+    uint32_t align;
+    uint32_t in_place;
+} rf_weight_layout;
+
+/* Everything a session brings for plan_prepare; kept by reference until plan_release. */
+typedef struct rf_plan_bind {
+    const rf_plan *plan;
+    rf_table *table;
+    rf_mem scratch;                /* activations                                            */
+    rf_mem state;                  /* keys and values                                        */
+    const uint64_t *buffer_offset; /* [n_buffers] bytes into scratch, multiples of 256       */
+    const uint64_t *state_offset;  /* [n_states] bytes into state, multiples of 256          */
+    uint32_t n_ctx;                /* cells per sequence                                     */
+    uint32_t n_seq;
+    uint32_t n_batch;              /* rows of a step at most                                 */
+    uint32_t n_logits;             /* rows of the logits buffers at most                     */
+    uint32_t cache_type;           /* rf_cache_type                                          */
+} rf_plan_bind;
+
+#define RF_DEVICE_API_VERSION 1u
+
+/* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
+ * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
+ * reports its failure at the ticket. */
+typedef struct rf_device_api {
+    uint32_t size_bytes, version;           /* sizeof(rf_device_api), RF_DEVICE_API_VERSION: a mismatch of these or */
+    uint32_t op_bytes, step_bytes;          /* of sizeof(rf_op), sizeof(rf_step) means: rebuild the kernels file    */
+    const char *name;                       /* prefix of its device names                                           */
+
+    rf_result (*device_list)(rf_device_info *out, uint32_t capacity, uint32_t *count, rf_error *err);
+    rf_result (*device_open)(uint32_t index, const rf_device_desc *desc, rf_dev **out, rf_error *err);
+    void (*device_close)(rf_dev *d);
+    rf_result (*device_info)(rf_dev *d, rf_device_info *out, rf_error *err);
+
+    /* host memory that copies can read and write asynchronously (pinned) */
+    rf_result (*host_create)(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err);
+    void (*host_release)(rf_dev *d, void *host);
+    /* device memory, aligned to 256, contents undefined; release waits for nothing: the host knows it is idle */
+    rf_result (*mem_create)(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err);
+    void (*mem_release)(rf_dev *d, rf_mem *mem);
+
+    rf_result (*queue_create)(rf_dev *d, rf_queue **out, rf_error *err);
+    void (*queue_release)(rf_queue *q); /* waits for its work */
+
+    /* weights: a table of slots, described by the plan; a slot is empty until the write of its last row */
+    rf_result (*table_create)(rf_dev *d, const rf_plan *plan, rf_table **out, rf_error *err);
+    void (*table_release)(rf_table *t);
+    rf_weight_layout (*weight_layout)(rf_dev *d, const rf_plan_weight *w);
+    /* rows [row0, row0 + n_rows) of slot from host memory to mem + offset (a place of weight_layout's size for the
+     * whole weight), src pinned or synchronous; in place: mem NULL, src the file's bytes, all rows. scratch as asked
+     * for, or NULL. src may be reused when *ticket is done. */
+    rf_result (*weight_write)(rf_table *t, rf_queue *q, uint32_t slot, const rf_mem *mem, uint64_t offset,
+                              const rf_mem *scratch, uint32_t row0, uint32_t n_rows, const void *src, rf_ticket *ticket,
+                              rf_error *err);
+    void (*weight_clear)(rf_table *t, uint32_t slot); /* no running op uses it */
+
+    rf_result (*mem_write)(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n, rf_ticket *ticket,
+                           rf_error *err);
+    rf_result (*mem_read)(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n, rf_ticket *ticket,
+                          rf_error *err);
+    rf_result (*mem_copy)(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src, uint64_t src_offset,
+                          uint64_t n, rf_ticket *ticket, rf_error *err);
+    rf_result (*mem_fill)(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n, rf_ticket *ticket,
+                          rf_error *err);
+
+    int (*ticket_done)(const rf_ticket *ticket);                                             /* never blocks */
+    rf_result (*ticket_wait)(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err);   /* RF_ERR_DEVICE after it */
+    rf_result (*queue_after)(rf_queue *q, const rf_ticket *ticket, rf_error *err);           /* q's next work waits */
+
+    /* RF_OK, or RF_ERR_UNSUPPORTED with what is missing */
+    rf_result (*op_supported)(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err);
+    /* Group the ops into segments and bind memory; no allocation happens in plan_run. segment_ops receives the first
+     * op of each of *n_segments segments (room for n_ops). A segment is run as a whole. */
+    rf_result (*plan_prepare)(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops, uint32_t *n_segments,
+                              rf_prepared **out, rf_error *err);
+    /* Run segments [first, last). Their weights are written, or the queue waits for them. The segments of a step run in
+     * order; segment 0 starts a new step. */
+    rf_result (*plan_run)(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
+                          rf_ticket *ticket, rf_error *err);
+    void (*plan_release)(rf_prepared *p);
+    /* microseconds of each op in the last run that was timed; us == NULL switches timing on (n = 1) or off (n = 0) */
+    rf_result (*times)(rf_prepared *p, float *us, uint32_t n, rf_error *err);
+} rf_device_api;
+
+/* The kernels file's table. Strong in rocmforge_kernels.hip; the implementation below refers to it weakly, so that a
+ * program links without that file and then has no GPU. `#define ROCMFORGE_HIP 1` makes the reference strong: needed
+ * when the kernels come in a static archive, whose members a weak reference does not pull in. */
+const rf_device_api *rocmforge_hip_api(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* ROCMFORGE_H */
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * Stop here if you only call the library.
+ * ------------------------------------------------------------------------------------------------------------ */
+
+#if defined(ROCMFORGE_IMPLEMENTATION) && !defined(ROCMFORGE_IMPLEMENTATION_DONE)
+#define ROCMFORGE_IMPLEMENTATION_DONE 1
+
+#ifdef __cplusplus
+#error "rocmforge.h: define ROCMFORGE_IMPLEMENTATION in a C file; C++ files include the header without it"
+#endif
+
+/* ==== 3 Base ============================================================================================== >>base
+ * Platform, allocation, checked arithmetic, errors and log: what every later section leans on. */
+
+#if !defined(__linux__) || !(defined(__x86_64__) || defined(__aarch64__))
+#error "rocmforge.h supports Linux on x86-64 and arm64"
+#endif
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "rocmforge.h supports little-endian machines"
+#endif
+#if !defined(__STDC_VERSION__) || __STDC_VERSION__ < 201112L || defined(__STDC_NO_ATOMICS__)
+#error "rocmforge.h needs C11 with atomics"
+#endif
+#if (defined(ROCMFORGE_MALLOC) && !defined(ROCMFORGE_FREE)) || (!defined(ROCMFORGE_MALLOC) && defined(ROCMFORGE_FREE))
+#error "rocmforge.h: define both ROCMFORGE_MALLOC(size) and ROCMFORGE_FREE(ptr), or none"
+#endif
+
+#include <errno.h>
+#include <fcntl.h>
+#include <float.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#else
+#include <arm_neon.h>
+#include <sys/auxv.h>
+#endif
+
+#ifndef ROCMFORGE_MALLOC
+#define ROCMFORGE_MALLOC(size) malloc(size)
+#define ROCMFORGE_FREE(ptr) free(ptr)
+#endif
+
+#define RFI_UNUSED(x) ((void)(x))
+#define RFI_COUNT(array) (sizeof(array) / sizeof((array)[0]))
+
+_Static_assert(sizeof(void *) == 8, "64-bit pointers");
+_Static_assert(sizeof(rf_op) <= 128, "rf_op stays small: a plan is copied to devices");
+
+static uint64_t rfi_min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
+static uint64_t rfi_max_u64(uint64_t a, uint64_t b) { return a > b ? a : b; }
+
+/* Checked arithmetic: 1 and *out on success, 0 if the result does not fit. No number of a file is added or multiplied
+ * in any other way. */
+static int rfi_add(uint64_t a, uint64_t b, uint64_t *out) { return !__builtin_add_overflow(a, b, out); }
+static int rfi_mul(uint64_t a, uint64_t b, uint64_t *out) { return !__builtin_mul_overflow(a, b, out); }
+/* Round up to a multiple of a power of two. */
+static int rfi_align_up(uint64_t a, uint64_t align, uint64_t *out) {
+    if (!rfi_add(a, align - 1, out)) return 0;
+    *out &= ~(align - 1);
+    return 1;
+}
+
+/* Seconds of a clock that never goes back. */
+static double rfi_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* ---- errors ---- */
+
+/* Every public function starts with this, so that "first cause kept" holds within one call. */
+static void rfi_clear(rf_error *err) {
+    if (err) {
+        err->code = RF_OK;
+        err->sys = 0;
+        err->where = 0;
+        err->text[0] = 0;
+    }
+}
+
+/* Copy text, bytes outside printable ASCII as \xNN: names come from files and must not reach a terminal raw. */
+static void rfi_escape(char *dst, size_t capacity, const char *src) {
+    static const char hex[] = "0123456789abcdef";
+    size_t n = 0;
+    for (; *src; src++) {
+        unsigned char c = (unsigned char)*src;
+        int plain = c >= 0x20 && c < 0x7f;
+        if (n + (plain ? 1u : 4u) >= capacity) break;
+        if (plain) {
+            dst[n++] = (char)c;
+        } else {
+            dst[n++] = '\\', dst[n++] = 'x', dst[n++] = hex[c >> 4], dst[n++] = hex[c & 15];
+        }
+    }
+    dst[n] = 0;
+}
+
+/* Record a failure and return its code. The first one stays: later ones are consequences. */
+__attribute__((format(printf, 5, 6)))
+static rf_result rfi_fail_sys(rf_error *err, rf_result code, int sys, uint64_t where, const char *format, ...) {
+    if (err && err->code == RF_OK) {
+        char raw[RF_ERROR_TEXT_BYTES];
+        va_list args;
+        va_start(args, format);
+        vsnprintf(raw, sizeof raw, format, args);
+        va_end(args);
+        err->code = code;
+        err->sys = sys;
+        err->where = where;
+        rfi_escape(err->text, sizeof err->text, raw);
+    }
+    return code;
+}
+#define rfi_fail(err, code, where, ...) rfi_fail_sys(err, code, 0, where, __VA_ARGS__)
+
+/* Length and pointer of an rf_string for "%.*s": file text is cut at 96 bytes in messages. */
+#define RFI_STR(s) (int)rfi_min_u64((s).len, 96), (s).data
+
+/* The common errno values in words: strerror is not thread-safe everywhere. */
+static const char *rfi_errno_text(int e) {
+    switch (e) {
+    case ENOENT: return "no such file";
+    case EACCES: return "permission denied";
+    case EISDIR: return "is a directory";
+    case ENOMEM: return "out of memory";
+    case EMFILE: return "too many open files";
+    case ELOOP: return "too many symbolic links";
+    case EIO: return "input/output error";
+    case ENOTSUP: return "not a regular file";
+    case ENAMETOOLONG: return "name too long";
+    case ENOTDIR: return "not a directory";
+    default: return "system error";
+    }
+}
+
+/* ---- memory ---- */
+
+static void *rfi_default_alloc(size_t size_bytes, void *user) {
+    RFI_UNUSED(user);
+    return ROCMFORGE_MALLOC(size_bytes);
+}
+static void rfi_default_free(void *block, void *user) {
+    RFI_UNUSED(user);
+    ROCMFORGE_FREE(block);
+}
+
+static rf_result rfi_check_allocator(const rf_allocator *a, rf_allocator *out, rf_error *err) {
+    if ((a->alloc_fn == NULL) != (a->free_fn == NULL))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "allocator: give both alloc_fn and free_fn, or none");
+    *out = *a;
+    if (!out->alloc_fn) out->alloc_fn = rfi_default_alloc, out->free_fn = rfi_default_free;
+    return RF_OK;
+}
+
+/* Zeroed array of n elements; NULL and RF_ERR_MEMORY in err on failure. n == 0 gives a valid block. */
+static void *rfi_alloc(const rf_allocator *a, uint64_t n, uint64_t element_bytes, const char *what, rf_error *err) {
+    uint64_t bytes;
+    void *p = NULL;
+    if (rfi_mul(n, element_bytes, &bytes) && bytes < (uint64_t)PTRDIFF_MAX) {
+        p = a->alloc_fn((size_t)(bytes ? bytes : 1), a->user);
+        if (p) memset(p, 0, (size_t)bytes);
+    }
+    if (!p)
+        rfi_fail(err, RF_ERR_MEMORY, 0, "out of memory: %llu x %llu bytes for %s", (unsigned long long)n,
+                 (unsigned long long)element_bytes, what);
+    return p;
+}
+
+static void rfi_free(const rf_allocator *a, void *block) {
+    if (block) a->free_fn(block, a->user);
+}
+
+/* Uninitialised memory aligned to a power of two >= 16: the block's start is kept just before it. */
+static void *rfi_alloc_aligned(const rf_allocator *a, uint64_t bytes, uint64_t align, const char *what, rf_error *err) {
+    uint64_t total;
+    char *block = NULL;
+    if (rfi_add(bytes, align + sizeof(void *), &total) && total < (uint64_t)PTRDIFF_MAX)
+        block = (char *)a->alloc_fn((size_t)total, a->user);
+    if (!block) {
+        rfi_fail(err, RF_ERR_MEMORY, 0, "out of memory: %llu bytes for %s", (unsigned long long)bytes, what);
+        return NULL;
+    }
+    uintptr_t at = ((uintptr_t)block + sizeof(void *) + align - 1) & ~(uintptr_t)(align - 1);
+    char *p = block + (at - (uintptr_t)block);
+    memcpy(p - sizeof(void *), &block, sizeof block);
+    return p;
+}
+
+static void rfi_free_aligned(const rf_allocator *a, void *p) {
+    if (p) {
+        char *block;
+        memcpy(&block, (char *)p - sizeof(void *), sizeof block);
+        a->free_fn(block, a->user);
+    }
+}
+
+/* ---- text helpers ---- */
+
+static int rfi_str_equal(rf_string s, const char *text) {
+    size_t n = strlen(text);
+    return s.len == n && (n == 0 || memcmp(s.data, text, n) == 0);
+}
+
+/* FNV-1a with a seed. The seed is the address of the table's owner, so that a file cannot be built to collide. */
+static uint64_t rfi_hash(const void *data, uint64_t n, uint64_t seed) {
+    const unsigned char *p = (const unsigned char *)data;
+    uint64_t h = 0xcbf29ce484222325u ^ (seed * 0x9e3779b97f4a7c15u);
+    for (uint64_t i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3u;
+    h ^= h >> 32;
+    h *= 0xd6e8feb86659fd93u;
+    return h ^ (h >> 32);
+}
+
+/* ---- little-endian values at any alignment ---- */
+
+static uint16_t rfi_load_u16(const void *p) { uint16_t v; memcpy(&v, p, sizeof v); return v; }
+static uint32_t rfi_load_u32(const void *p) { uint32_t v; memcpy(&v, p, sizeof v); return v; }
+static uint64_t rfi_load_u64(const void *p) { uint64_t v; memcpy(&v, p, sizeof v); return v; }
+static float rfi_load_f32(const void *p) { float v; memcpy(&v, p, sizeof v); return v; }
+
+/* ---- log ---- */
+
+typedef struct rfi_log {
+    rf_log_fn fn;
+    void *user;
+} rfi_log;
+
+__attribute__((format(printf, 3, 4)))
+static void rfi_log_text(const rfi_log *log, rf_log_level level, const char *format, ...) {
+    if (!log->fn) return;
+    char raw[RF_ERROR_TEXT_BYTES], text[RF_ERROR_TEXT_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(raw, sizeof raw, format, args);
+    va_end(args);
+    rfi_escape(text, sizeof text, raw);
+    log->fn(level, text, log->user);
+}
+
+/* ==== 4 Synchronisation =============================================================================== >>sync
+ * The once-cell behind every lazy object, and the pool of threads that computes. A cell is one atomic word: state and
+ * pins together, because a plain "is it loaded" followed by a use would race with eviction. Waiters sleep on a lot
+ * (one mutex and condition for all cells of an owner; only loads, failures and evictions touch it). */
+
+enum { RFI_UNLOADED = 0, RFI_LOADING = 1, RFI_READY = 2, RFI_EVICTING = 3, RFI_STATE_MASK = 3 };
+#define RFI_PIN ((uint64_t)1 << 32) /* pins are counted in the upper half of the word */
+
+/* A sleeping thread, on its own stack: it gets the outcome of the very attempt it waited for. */
+typedef struct rfi_waiter {
+    struct rfi_waiter *next;
+    int done;
+    rf_error err;
+} rfi_waiter;
+
+typedef struct rfi_lot {
+    pthread_mutex_t mutex;
+    pthread_cond_t wake;
+} rfi_lot;
+
+/* Zeroed = UNLOADED. */
+typedef struct rfi_cell {
+    _Atomic uint64_t word;
+    rfi_waiter *waiters; /* guarded by the lot                                       */
+    pthread_t owner;     /* of the load in progress, guarded by the lot              */
+} rfi_cell;
+
+typedef rf_result (*rfi_load_fn)(void *ctx, rf_error *err);
+
+static rf_result rfi_lot_init(rfi_lot *lot, rf_error *err) {
+    int e = pthread_mutex_init(&lot->mutex, NULL);
+    if (e == 0 && (e = pthread_cond_init(&lot->wake, NULL)) != 0) pthread_mutex_destroy(&lot->mutex);
+    return e ? rfi_fail_sys(err, RF_ERR_MEMORY, e, 0, "cannot create a mutex: error %d", e) : RF_OK;
+}
+
+static void rfi_lot_destroy(rfi_lot *lot) {
+    pthread_cond_destroy(&lot->wake);
+    pthread_mutex_destroy(&lot->mutex);
+}
+
+static int rfi_cell_is_ready(const rfi_cell *c) {
+    return (atomic_load_explicit(&c->word, memory_order_acquire) & RFI_STATE_MASK) == RFI_READY;
+}
+
+/* Pin if READY: the add is the claim, so an evictor that comes later sees it and one that came earlier is seen. */
+static int rfi_cell_try_pin(rfi_cell *c) {
+    uint64_t word = atomic_fetch_add_explicit(&c->word, RFI_PIN, memory_order_acquire);
+    if ((word & RFI_STATE_MASK) == RFI_READY) return 1;
+    atomic_fetch_sub_explicit(&c->word, RFI_PIN, memory_order_relaxed);
+    return 0;
+}
+
+static void rfi_cell_unpin(rfi_cell *c) { atomic_fetch_sub_explicit(&c->word, RFI_PIN, memory_order_release); }
+
+/* End a load or eviction: change the state by `delta` (other bits are pins, which come and go meanwhile) and give every
+ * waiter the outcome. */
+static void rfi_cell_settle(rfi_cell *c, rfi_lot *lot, uint64_t delta, const rf_error *outcome) {
+    pthread_mutex_lock(&lot->mutex);
+    atomic_fetch_add_explicit(&c->word, delta, memory_order_release);
+    for (rfi_waiter *w = c->waiters; w; w = w->next) {
+        w->err = *outcome;
+        w->done = 1;
+    }
+    c->waiters = NULL;
+    pthread_cond_broadcast(&lot->wake);
+    pthread_mutex_unlock(&lot->mutex);
+}
+
+/* One step towards a loaded cell that found it not READY: become its loader (1), or sleep until the attempt in progress
+ * ends (0, look again; or its failure in err, -1). */
+static int rfi_cell_claim(rfi_cell *c, rfi_lot *lot, rf_error *err) {
+    int claim = 0;
+    pthread_mutex_lock(&lot->mutex);
+    uint64_t word = atomic_load_explicit(&c->word, memory_order_acquire);
+    while ((word & RFI_STATE_MASK) == RFI_UNLOADED && !claim)
+        claim = atomic_compare_exchange_weak_explicit(&c->word, &word, word + RFI_LOADING, memory_order_acquire,
+                                                      memory_order_acquire);
+    if (claim) {
+        c->owner = pthread_self();
+    } else if ((word & RFI_STATE_MASK) == RFI_LOADING && pthread_equal(c->owner, pthread_self())) {
+        rfi_fail(err, RF_ERR_BUSY, 0, "this thread is loading it already");
+        claim = -1;
+    } else if ((word & RFI_STATE_MASK) != RFI_READY) {
+        rfi_waiter w = {.next = c->waiters};
+        c->waiters = &w;
+        while (!w.done) pthread_cond_wait(&lot->wake, &lot->mutex);
+        if (w.err.code != RF_OK) {
+            if (err && err->code == RF_OK) *err = w.err;
+            claim = -1;
+        }
+    }
+    pthread_mutex_unlock(&lot->mutex);
+    return claim;
+}
+
+/* Get-or-try-init: returns with the cell READY and pinned, or with the error of the attempt this call made or waited
+ * for; then it is UNLOADED again and a later call may retry. `load` runs in exactly one thread at a time. *loaded
+ * (may be NULL): 1 if this call did it. */
+static rf_result rfi_cell_acquire(rfi_cell *c, rfi_lot *lot, rfi_load_fn load, void *ctx, int *loaded, rf_error *err) {
+    rf_error own;
+    if (loaded) *loaded = 0;
+    for (;;) {
+        if (rfi_cell_try_pin(c)) return RF_OK;
+        rfi_clear(&own);
+        int claim = rfi_cell_claim(c, lot, &own);
+        if (claim > 0) {
+            if (load(ctx, &own) == RF_OK) {
+                rfi_clear(&own);
+                if (loaded) *loaded = 1;
+                rfi_cell_settle(c, lot, (uint64_t)RFI_READY - RFI_LOADING + RFI_PIN, &own);
+                return RF_OK;
+            }
+            rfi_cell_settle(c, lot, (uint64_t)0 - RFI_LOADING, &own);
+        }
+        if (claim != 0) {
+            if (err && err->code == RF_OK) *err = own;
+            return own.code;
+        }
+    }
+}
+
+/* Claim a READY cell without pins for eviction: 1, and the caller frees what it holds, then calls evicted. */
+static int rfi_cell_try_evict(rfi_cell *c) {
+    uint64_t word = RFI_READY;
+    return atomic_compare_exchange_strong_explicit(&c->word, &word, RFI_EVICTING, memory_order_acquire,
+                                                   memory_order_relaxed);
+}
+
+static void rfi_cell_evicted(rfi_cell *c, rfi_lot *lot) {
+    rf_error ok;
+    rfi_clear(&ok);
+    rfi_cell_settle(c, lot, (uint64_t)0 - RFI_EVICTING, &ok);
+}
+
+/* ---- thread pool ----
+ * One job at a time: numbered chunks, taken by an atomic counter. Results never depend on who computes which chunk. A
+ * worker joins a job while it is open; the caller closes it when the chunks run out and waits only for those who
+ * joined, so a worker that sleeps costs nothing. Workers look for work for RFI_SPIN_SECONDS, then sleep. */
+
+#define RFI_MAX_THREADS 256
+#define RFI_SPIN_SECONDS 100e-6
+
+typedef void (*rfi_chunk_fn)(void *ctx, uint32_t chunk, uint32_t thread);
+
+#define RFI_JOB_OPEN ((uint64_t)1 << 31)
+#define RFI_JOB_INSIDE (RFI_JOB_OPEN - 1) /* mask: workers inside; above the open bit: number of the job */
+
+typedef struct rfi_pool rfi_pool;
+
+typedef struct rfi_worker {
+    rfi_pool *pool;
+    pthread_t thread;
+    uint32_t index; /* 1 .. n_threads-1; the caller is 0 */
+} rfi_worker;
+
+struct rfi_pool {
+    rf_allocator alloc;
+    uint32_t n_threads;
+    uint32_t n_started;
+    rfi_worker *workers;
+    pthread_mutex_t busy;   /* held by the caller whose job runs            */
+    rfi_lot lot;            /* sleeping workers                             */
+    _Atomic uint32_t n_sleeping;
+    _Atomic int quit;
+    _Atomic uint64_t job;
+    _Atomic uint32_t next;  /* chunk                                        */
+    uint32_t n_chunks;
+    rfi_chunk_fn fn;
+    void *ctx;
+};
+
+static void rfi_pause(void) {
+#if defined(__x86_64__)
+    _mm_pause();
+#else
+    __asm__ __volatile__("yield");
+#endif
+}
+
+static void rfi_pool_work(rfi_pool *p, uint32_t thread) {
+    for (;;) {
+        uint32_t chunk = atomic_fetch_add_explicit(&p->next, 1, memory_order_relaxed);
+        if (chunk >= p->n_chunks) return;
+        p->fn(p->ctx, chunk, thread);
+    }
+}
+
+/* Wait until there is an open job that is not number `last`, or quit: spin a while, then sleep. */
+static void rfi_pool_wait(rfi_pool *p, uint64_t last) {
+    double until = rfi_now() + RFI_SPIN_SECONDS;
+    do {
+        for (int i = 0; i < 64; i++) {
+            uint64_t job = atomic_load_explicit(&p->job, memory_order_acquire);
+            if (((job & RFI_JOB_OPEN) && job / RFI_JOB_OPEN != last) || atomic_load(&p->quit)) return;
+            rfi_pause();
+        }
+    } while (rfi_now() < until);
+    pthread_mutex_lock(&p->lot.mutex);
+    atomic_fetch_add(&p->n_sleeping, 1); /* before the look at job: the caller stores job, then looks at n_sleeping */
+    for (;;) {
+        uint64_t job = atomic_load(&p->job);
+        if (((job & RFI_JOB_OPEN) && job / RFI_JOB_OPEN != last) || atomic_load(&p->quit)) break;
+        pthread_cond_wait(&p->lot.wake, &p->lot.mutex);
+    }
+    atomic_fetch_sub(&p->n_sleeping, 1);
+    pthread_mutex_unlock(&p->lot.mutex);
+}
+
+static void *rfi_pool_thread(void *arg) {
+    rfi_worker *w = (rfi_worker *)arg;
+    rfi_pool *p = w->pool;
+    uint64_t last = 0;
+    while (!atomic_load(&p->quit)) {
+        uint64_t job = atomic_load_explicit(&p->job, memory_order_acquire);
+        if (!(job & RFI_JOB_OPEN) || job / RFI_JOB_OPEN == last) {
+            rfi_pool_wait(p, last);
+        } else if (atomic_compare_exchange_weak_explicit(&p->job, &job, job + 1, memory_order_acquire,
+                                                         memory_order_relaxed)) {
+            rfi_pool_work(p, w->index);
+            last = job / RFI_JOB_OPEN;
+            atomic_fetch_sub_explicit(&p->job, 1, memory_order_release);
+        }
+    }
+    return NULL;
+}
+
+/* Run fn for chunks 0 .. n_chunks-1, in any order, on the pool's threads and the caller's. If another caller's job runs,
+ * this one runs in its own thread alone. */
+static void rfi_pool_run(rfi_pool *p, rfi_chunk_fn fn, void *ctx, uint32_t n_chunks) {
+    if (n_chunks <= 1 || p->n_started == 0 || pthread_mutex_trylock(&p->busy) != 0) {
+        for (uint32_t i = 0; i < n_chunks; i++) fn(ctx, i, 0);
+        return;
+    }
+    p->fn = fn;
+    p->ctx = ctx;
+    p->n_chunks = n_chunks;
+    atomic_store_explicit(&p->next, 0, memory_order_relaxed);
+    /* the open bit is the lowest of the job's number: closed numbers are even, open ones odd */
+    uint64_t number = atomic_load_explicit(&p->job, memory_order_relaxed) / RFI_JOB_OPEN;
+    atomic_store(&p->job, (number + 3) * RFI_JOB_OPEN);
+    if (atomic_load(&p->n_sleeping)) {
+        pthread_mutex_lock(&p->lot.mutex);
+        pthread_cond_broadcast(&p->lot.wake);
+        pthread_mutex_unlock(&p->lot.mutex);
+    }
+    rfi_pool_work(p, 0);
+    uint64_t job = atomic_fetch_and_explicit(&p->job, ~RFI_JOB_OPEN, memory_order_acquire);
+    for (uint32_t spin = 0; job & RFI_JOB_INSIDE; spin++) {
+        if (spin & 1023) rfi_pause();
+        else sched_yield(); /* a worker inside may be waiting for this core */
+        job = atomic_load_explicit(&p->job, memory_order_acquire);
+    }
+    pthread_mutex_unlock(&p->busy);
+}
+
+static void rfi_pool_stop(rfi_pool *p) {
+    pthread_mutex_lock(&p->lot.mutex);
+    atomic_store(&p->quit, 1);
+    pthread_cond_broadcast(&p->lot.wake);
+    pthread_mutex_unlock(&p->lot.mutex);
+    for (uint32_t i = 0; i < p->n_started; i++) pthread_join(p->workers[i].thread, NULL);
+    p->n_started = 0;
+}
+
+static void rfi_pool_destroy(rfi_pool *p) {
+    rfi_pool_stop(p);
+    rfi_free(&p->alloc, p->workers);
+    rfi_lot_destroy(&p->lot);
+    pthread_mutex_destroy(&p->busy);
+}
+
+/* Start n_threads - 1 workers. A machine that refuses some of them gets fewer, not an error: results are the same. */
+static rf_result rfi_pool_init(rfi_pool *p, const rf_allocator *alloc, uint32_t n_threads, rf_error *err) {
+    memset(p, 0, sizeof *p);
+    p->alloc = *alloc;
+    p->n_threads = n_threads;
+    p->workers = (rfi_worker *)rfi_alloc(alloc, n_threads, sizeof *p->workers, "worker threads", err);
+    if (!p->workers) return RF_ERR_MEMORY;
+    int e = pthread_mutex_init(&p->busy, NULL);
+    if (e) {
+        rfi_free(alloc, p->workers);
+        return rfi_fail_sys(err, RF_ERR_MEMORY, e, 0, "cannot create a mutex: error %d", e);
+    }
+    rf_result r = rfi_lot_init(&p->lot, err);
+    if (r != RF_OK) {
+        pthread_mutex_destroy(&p->busy);
+        rfi_free(alloc, p->workers);
+        return r;
+    }
+    for (uint32_t i = 0; i + 1 < n_threads; i++) {
+        rfi_worker *w = &p->workers[i];
+        w->pool = p;
+        w->index = i + 1;
+        if (pthread_create(&w->thread, NULL, rfi_pool_thread, w) != 0) break;
+        p->n_started++;
+    }
+    return RF_OK;
+}
+
+/* ==== 5 GGUF ============================================================================================== >>gguf
+ * Reads header, key/values and tensor directory of a file, whole or split in parts; owns a copy of that metadata, one
+ * table of keys, one of tensors, and the mappings of the tensor bytes, which are not touched here.
+ * Metadata is read, never parsed from a mapping: nobody can change it between a check and its use, and a file that
+ * shrinks is an error instead of a SIGBUS. Each part is scanned twice: the first pass checks every number against the
+ * file and finds where the metadata ends, the second fills tables whose sizes are then facts. So no allocation is
+ * sized by a number that the file merely claims, and memory stays within 8 x metadata + 64 KiB. */
+
+/* Limits, each with the reason for its default. A file beyond one is refused by name. */
+#ifndef ROCMFORGE_MAX_KEY_BYTES
+#define ROCMFORGE_MAX_KEY_BYTES 65535u /* the specification's */
+#endif
+#ifndef ROCMFORGE_MAX_NAME_BYTES
+#define ROCMFORGE_MAX_NAME_BYTES 64u /* the specification's, for tensor names */
+#endif
+#ifndef ROCMFORGE_MAX_METADATA_BYTES
+#define ROCMFORGE_MAX_METADATA_BYTES (1u << 30) /* of one part; the largest vocabularies need about 20 MB */
+#endif
+#ifndef ROCMFORGE_MAX_ALIGNMENT
+#define ROCMFORGE_MAX_ALIGNMENT (1u << 24) /* more than the largest page in use */
+#endif
+#ifndef ROCMFORGE_MAX_FILES
+#define ROCMFORGE_MAX_FILES 1000u /* parts of a split file: each keeps a handle open */
+#endif
+
+_Static_assert(ROCMFORGE_MAX_NAME_BYTES < sizeof(((rf_plan_weight *)0)->name), "names fit rf_plan_weight");
+_Static_assert(ROCMFORGE_MAX_METADATA_BYTES <= UINT32_MAX, "rows of a table are numbered in 32 bits");
+
+/* for "%llu" */
+#define RFI_LLU(x) ((unsigned long long)(x))
+
+#define RFI_GGUF_HEADER_BYTES 24u
+#define RFI_GGUF_KV_BYTES 14u      /* smallest pair: length, one byte of key, type, one byte of value        */
+#define RFI_GGUF_TENSOR_BYTES 33u  /* smallest row: length, one byte of name, n_dims, one dim, type, offset  */
+#define RFI_GGUF_FIRST_READ 32768u /* most small files need no second read                                   */
+#define RFI_SPLIT_SUFFIX_BYTES 20u /* "-00001-of-00002.gguf"                                                 */
+
+/* Rows that begin with their name (rf_kv, rf_tensor_info), and an open-addressing index over the names. */
+typedef struct rfi_gguf_table {
+    unsigned char *rows;
+    uint64_t row_bytes;
+    uint64_t n;
+    uint32_t *slots; /* [n_slots] row + 1, 0 = empty; at most 3/4 full */
+    uint64_t n_slots;
+    uint64_t seed;
+} rfi_gguf_table;
+
+typedef struct rfi_gguf_part {
+    char *path;
+    int64_t handle;            /* -1: bytes in memory                                 */
+    uint64_t size_bytes;
+    const unsigned char *meta; /* [n_loaded] the file's first bytes                   */
+    unsigned char *owned;      /* meta, if it is ours                                 */
+    uint64_t n_loaded;
+    uint64_t tensors_at;       /* where the directory begins                          */
+    uint64_t meta_bytes;       /* and ends, once it has been scanned                  */
+    const unsigned char *map;  /* [size_bytes] the whole file, or NULL                */
+    uint64_t n_kv, n_tensors;
+    uint32_t version, alignment;
+} rfi_gguf_part;
+
+struct rf_gguf {
+    rf_allocator allocator;
+    rf_io io;
+    rfi_log log;
+    char *path;
+    rfi_gguf_part *parts; /* [parts_capacity] */
+    uint32_t n_parts, parts_capacity;
+    rfi_gguf_table keys;    /* rf_kv of the first part         */
+    rfi_gguf_table tensors; /* rf_tensor_info of all parts     */
+    uint64_t data_bytes;
+    atomic_uint n_users;    /* models and tokenizers           */
+};
+
+/* ---- names ---- */
+
+static rf_string rfi_gguf_row_name(const rfi_gguf_table *t, uint64_t row) {
+    rf_string name;
+    memcpy(&name, t->rows + row * t->row_bytes, sizeof name);
+    return name;
+}
+
+/* The slot that holds the name, or the empty one where it belongs. Some slot is empty, so the walk ends. */
+static uint64_t rfi_gguf_slot(const rfi_gguf_table *t, rf_string name) {
+    uint64_t i = rfi_hash(name.data, name.len, t->seed) & (t->n_slots - 1);
+    for (; t->slots[i]; i = (i + 1) & (t->n_slots - 1)) {
+        rf_string other = rfi_gguf_row_name(t, t->slots[i] - 1);
+        if (other.len == name.len && memcmp(other.data, name.data, (size_t)name.len) == 0) break;
+    }
+    return i;
+}
+
+static const void *rfi_gguf_find(const rfi_gguf_table *t, const char *text) {
+    rf_string name = {text, text ? strlen(text) : 0};
+    if (!name.len || !t->n) return NULL;
+    uint32_t row = t->slots[rfi_gguf_slot(t, name)];
+    return row ? t->rows + (row - 1) * t->row_bytes : NULL;
+}
+
+/* Index a filled row. Returns the row that has the same name already, or RF_NONE. */
+static uint32_t rfi_gguf_insert(rfi_gguf_table *t, uint32_t row) {
+    uint64_t i = rfi_gguf_slot(t, rfi_gguf_row_name(t, row));
+    if (t->slots[i]) return t->slots[i] - 1;
+    t->slots[i] = row + 1;
+    return RF_NONE;
+}
+
+/* requires: n rows are known to be in the file, so n * 33 fits easily */
+static rf_result rfi_gguf_table_create(rf_gguf *g, rfi_gguf_table *t, uint64_t n, uint64_t row_bytes, rf_error *err) {
+    t->row_bytes = row_bytes;
+    t->n = n;
+    t->seed = (uint64_t)(uintptr_t)g;
+    for (t->n_slots = 4; t->n_slots / 4 * 3 < n;) t->n_slots *= 2;
+    t->rows = (unsigned char *)rfi_alloc(&g->allocator, n, row_bytes, "a GGUF table", err);
+    if (t->rows) t->slots = (uint32_t *)rfi_alloc(&g->allocator, t->n_slots, sizeof *t->slots, "a GGUF index", err);
+    return t->slots ? RF_OK : RF_ERR_MEMORY;
+}
+
+static void rfi_gguf_table_release(const rf_gguf *g, rfi_gguf_table *t) {
+    rfi_free(&g->allocator, t->rows);
+    rfi_free(&g->allocator, t->slots);
+    memset(t, 0, sizeof *t);
+}
+
+/* ---- files of the operating system ---- */
+
+/* O_NONBLOCK: opening a FIFO that nobody writes to must not hang. It has no effect on regular files. */
+static int64_t rfi_os_open(const char *path, uint64_t *size_bytes, void *user) {
+    struct stat st;
+    int fd, sys = 0;
+    RFI_UNUSED(user);
+    do {
+        fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    } while (fd < 0 && errno == EINTR);
+    if (fd < 0) return -(int64_t)errno;
+    if (fstat(fd, &st) != 0) sys = errno;
+    else if (S_ISDIR(st.st_mode)) sys = EISDIR;
+    else if (!S_ISREG(st.st_mode) || st.st_size < 0) sys = ENOTSUP;
+    if (sys) {
+        close(fd);
+        return -(int64_t)sys;
+    }
+    *size_bytes = (uint64_t)st.st_size;
+    return fd;
+}
+
+static int64_t rfi_os_read(int64_t handle, uint64_t offset, void *dst, size_t n, void *user) {
+    RFI_UNUSED(user);
+    if (offset > INT64_MAX) return -(int64_t)EINVAL;
+    ssize_t got = pread((int)handle, dst, n, (off_t)offset);
+    return got < 0 ? -(int64_t)errno : (int64_t)got;
+}
+
+/* Shared and read-only: the page cache itself, also among processes, and nothing is set aside for copies. */
+static void *rfi_os_map(int64_t handle, uint64_t size_bytes, void *user) {
+    RFI_UNUSED(user);
+    void *base = mmap(NULL, (size_t)size_bytes, PROT_READ, MAP_SHARED, (int)handle, 0);
+    return base == MAP_FAILED ? NULL : base;
+}
+
+static void rfi_os_unmap(void *base, uint64_t size_bytes, void *user) {
+    RFI_UNUSED(user);
+    munmap(base, (size_t)size_bytes);
+}
+
+static void rfi_os_close(int64_t handle, void *user) {
+    RFI_UNUSED(user);
+    close((int)handle);
+}
+
+static rf_result rfi_check_io(const rf_io *io, rf_io *out, rf_error *err) {
+    int n_base = (io->open_fn != NULL) + (io->read_fn != NULL) + (io->close_fn != NULL);
+    if ((n_base != 0 && n_base != 3) || (io->map_fn == NULL) != (io->unmap_fn == NULL) || (n_base == 0 && io->map_fn))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0,
+                        "io: give all of open_fn, read_fn, close_fn or none; map_fn with unmap_fn and these");
+    *out = *io;
+    if (n_base == 0) {
+        out->open_fn = rfi_os_open;
+        out->read_fn = rfi_os_read;
+        out->map_fn = rfi_os_map;
+        out->unmap_fn = rfi_os_unmap;
+        out->close_fn = rfi_os_close;
+    }
+    return RF_OK;
+}
+
+/* errno of a callback's negative result */
+static int rfi_io_errno(int64_t result) { return result < -4095 ? EIO : (int)-result; }
+
+/* The end of a path, for messages. */
+static const char *rfi_path_tail(const char *path, size_t max) {
+    size_t n = strlen(path);
+    return n > max ? path + (n - max) : path;
+}
+static const char *rfi_path_label(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return rfi_path_tail(slash ? slash + 1 : path, 80);
+}
+
+/* Read exactly n bytes. */
+static rf_result rfi_gguf_read(const rf_gguf *g, const rfi_gguf_part *part, uint64_t offset, void *dst, uint64_t n,
+                               rf_error *err) {
+    unsigned char *to = (unsigned char *)dst;
+    while (n) {
+        size_t want = (size_t)rfi_min_u64(n, 1u << 30); /* Linux reads at most 2 GiB at once */
+        int64_t got = g->io.read_fn(part->handle, offset, to, want, g->io.user);
+        if (got == -EINTR) continue;
+        if (got < 0)
+            return rfi_fail_sys(err, RF_ERR_IO, rfi_io_errno(got), offset,
+                                "%s: cannot read %llu bytes at byte %llu: %s", rfi_path_label(part->path),
+                                RFI_LLU(want), RFI_LLU(offset), rfi_errno_text(rfi_io_errno(got)));
+        if (got == 0)
+            return rfi_fail(err, RF_ERR_IO, offset,
+                            "%s: ends at byte %llu, it had %llu bytes when it was opened: it was shortened meanwhile",
+                            rfi_path_label(part->path), RFI_LLU(offset), RFI_LLU(part->size_bytes));
+        if ((uint64_t)got > want)
+            return rfi_fail(err, RF_ERR_IO, offset, "%s: read_fn returned %lld bytes at byte %llu, asked for %llu",
+                            rfi_path_label(part->path), (long long)got, RFI_LLU(offset), RFI_LLU(want));
+        to += got;
+        offset += (uint64_t)got;
+        n -= (uint64_t)got;
+    }
+    return RF_OK;
+}
+
+/* ---- the cursor ---- */
+
+/* Where the scan of a part stands and what it is reading, for messages. The object's name is kept as an offset
+ * because the metadata buffer moves when it grows. The scanning functions return 1, or 0 with rc and err set. */
+typedef struct rfi_gguf_reader {
+    rf_gguf *g;
+    rfi_gguf_part *part;
+    uint64_t at;                /* offset of the next byte                        */
+    const char *object;         /* "header", "key", "tensor"                      */
+    int64_t index;              /* which key or tensor, while it has no name; -1  */
+    uint64_t name_at, name_len; /* its name; len 0: not read yet                  */
+    uint64_t last_at, last_len; /* the name before it; len 0: none                */
+    uint64_t element;           /* of an array, plus 1; 0 outside                 */
+    rf_result rc;
+    rf_error *err;
+} rfi_gguf_reader;
+
+/* Up to 64 bytes of metadata as a C string: NULs are spelled out here, all other odd bytes by rfi_fail. */
+#define RFI_GGUF_SHOW_BYTES (4 * 64 + 1)
+static void rfi_gguf_show(char *dst, const rfi_gguf_part *part, uint64_t at, uint64_t n) {
+    for (uint64_t i = 0; i < n && i < 64; i++) {
+        if (part->meta[at + i]) *dst++ = (char)part->meta[at + i];
+        else memcpy(dst, "\\x00", 4), dst += 4;
+    }
+    *dst = 0;
+}
+
+/* "FILE: OBJECT at byte WHERE: what is wrong" */
+__attribute__((format(printf, 4, 5)))
+static int rfi_gguf_bad(rfi_gguf_reader *r, rf_result code, uint64_t where, const char *format, ...) {
+    char what[RF_ERROR_TEXT_BYTES], name[RFI_GGUF_SHOW_BYTES], last[RFI_GGUF_SHOW_BYTES], element[32] = "";
+    int unnamed = r->name_len == 0 && r->last_len != 0;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(what, sizeof what, format, args);
+    va_end(args);
+    if (r->name_len) rfi_gguf_show(name, r->part, r->name_at, r->name_len);
+    else if (r->index < 0) snprintf(name, sizeof name, "%s", r->object);
+    else snprintf(name, sizeof name, "%s %lld", r->object, (long long)r->index);
+    /* a wrong length shows in what comes after it */
+    rfi_gguf_show(last, r->part, r->last_at, unnamed ? r->last_len : 0);
+    if (r->element) snprintf(element, sizeof element, "[%llu]", RFI_LLU(r->element) - 1);
+    r->rc = rfi_fail(r->err, code, where, "%s: %s%s%s%s%s at byte %llu: %s", rfi_path_label(r->part->path), name, element,
+                     unnamed ? " (after " : "", last, unnamed ? ")" : "", RFI_LLU(where), what);
+    return 0;
+}
+
+static void rfi_gguf_begin(rfi_gguf_reader *r, const char *object, int64_t index) {
+    if (r->name_len) {
+        r->last_at = r->name_at;
+        r->last_len = r->name_len;
+    }
+    r->object = object;
+    r->index = index;
+    r->name_len = 0;
+    r->element = 0;
+}
+
+/* Take up an object read before, to say something about it. */
+static void rfi_gguf_resume(rfi_gguf_reader *r, rf_string name) {
+    rfi_gguf_begin(r, "", -1);
+    r->name_at = (uint64_t)((const unsigned char *)name.data - r->part->meta);
+    r->name_len = name.len;
+}
+
+/* Bytes of metadata there can still be. */
+static uint64_t rfi_gguf_left(const rfi_gguf_reader *r) { return r->part->size_bytes - r->at; }
+
+/* Make the part's first `need` bytes present. Doubling: no more than 3 x need is held meanwhile. */
+static int rfi_gguf_load(rfi_gguf_reader *r, uint64_t need) {
+    rfi_gguf_part *part = r->part;
+    uint64_t n = rfi_max_u64(rfi_max_u64(need, part->n_loaded * 2), RFI_GGUF_FIRST_READ);
+    n = rfi_min_u64(n, part->size_bytes);
+    unsigned char *bytes = (unsigned char *)rfi_alloc(&r->g->allocator, n, 1, "GGUF metadata", r->err);
+    if (!bytes) return r->rc = RF_ERR_MEMORY, 0;
+    if (part->n_loaded) memcpy(bytes, part->owned, (size_t)part->n_loaded);
+    rfi_free(&r->g->allocator, part->owned);
+    part->meta = part->owned = bytes;
+    r->rc = rfi_gguf_read(r->g, part, part->n_loaded, bytes + part->n_loaded, n - part->n_loaded, r->err);
+    part->n_loaded = r->rc == RF_OK ? n : 0;
+    return r->rc == RF_OK;
+}
+
+/* The only function that moves the cursor. Compares by subtraction: at + n can wrap. The pointer is good until the
+ * next call. */
+static const unsigned char *rfi_gguf_take(rfi_gguf_reader *r, uint64_t n, const char *what) {
+    if (n > rfi_gguf_left(r)) {
+        rfi_gguf_bad(r, RF_ERR_FORMAT, r->at, "%s needs %llu bytes, the file has %llu left", what, RFI_LLU(n),
+                     RFI_LLU(rfi_gguf_left(r)));
+        return NULL;
+    }
+    if (r->at + n > ROCMFORGE_MAX_METADATA_BYTES) {
+        rfi_gguf_bad(r, RF_ERR_UNSUPPORTED, r->at,
+                     "%s of %llu bytes: metadata is read up to %u bytes (ROCMFORGE_MAX_METADATA_BYTES)", what,
+                     RFI_LLU(n), ROCMFORGE_MAX_METADATA_BYTES);
+        return NULL;
+    }
+    if (r->at + n > r->part->n_loaded && !rfi_gguf_load(r, r->at + n)) return NULL;
+    r->at += n;
+    return r->part->meta + (r->at - n);
+}
+
+static int rfi_gguf_u32(rfi_gguf_reader *r, const char *what, uint32_t *out) {
+    const unsigned char *p = rfi_gguf_take(r, 4, what);
+    if (p) *out = rfi_load_u32(p);
+    return p != NULL;
+}
+static int rfi_gguf_u64(rfi_gguf_reader *r, const char *what, uint64_t *out) {
+    const unsigned char *p = rfi_gguf_take(r, 8, what);
+    if (p) *out = rfi_load_u64(p);
+    return p != NULL;
+}
+
+/* Length and bytes of a string; *at is where the bytes begin. max 0: any length; else 1..max. */
+static int rfi_gguf_string(rfi_gguf_reader *r, const char *what, uint64_t max, uint64_t *at, uint64_t *len) {
+    if (!rfi_gguf_u64(r, what, len)) return 0;
+    *at = r->at;
+    if (max && (*len == 0 || *len > max))
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, *at - 8, "%s length is %llu, want 1..%llu", what, RFI_LLU(*len),
+                            RFI_LLU(max));
+    if (*len > rfi_gguf_left(r))
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, *at - 8, "%s length is %llu, the file has %llu bytes left", what,
+                            RFI_LLU(*len), RFI_LLU(rfi_gguf_left(r)));
+    return rfi_gguf_take(r, *len, what) != NULL;
+}
+
+/* The name of a key or tensor. A NUL would make two names equal for whoever reads them as C strings. */
+static int rfi_gguf_name(rfi_gguf_reader *r, const char *what, uint64_t max) {
+    uint64_t at, len;
+    if (!rfi_gguf_string(r, what, max, &at, &len)) return 0;
+    r->name_at = at;
+    r->name_len = len;
+    if (memchr(r->part->meta + at, 0, (size_t)len))
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, at - 8, "%s of %llu bytes has a NUL in it", what, RFI_LLU(len));
+    return 1;
+}
+
+/* ---- header, keys, tensors ---- */
+
+static int rfi_gguf_header(rfi_gguf_reader *r) {
+    rfi_gguf_part *part = r->part;
+    rfi_gguf_begin(r, "header", -1);
+    const unsigned char *p = rfi_gguf_take(r, 4, "magic");
+    if (!p) return 0;
+    if (memcmp(p, "GGUF", 4) != 0) {
+        char found[RFI_GGUF_SHOW_BYTES];
+        rfi_gguf_show(found, part, 0, 4);
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, 0, "magic is '%s', want 'GGUF': not a GGUF file", found);
+    }
+    if (!rfi_gguf_u32(r, "version", &part->version)) return 0;
+    if (part->version != 2 && part->version != 3) {
+        uint32_t swapped = __builtin_bswap32(part->version);
+        return rfi_gguf_bad(r, RF_ERR_UNSUPPORTED, 4, "version is %u, want 2 or 3%s", part->version,
+                            swapped >= 1 && swapped <= 3 ? ": this is a big-endian file, convert it to little-endian"
+                            : part->version == 1         ? ": version 1 is of 2023, convert the model again"
+                                                         : "");
+    }
+    if (!rfi_gguf_u64(r, "n_tensors", &part->n_tensors) || !rfi_gguf_u64(r, "n_kv", &part->n_kv)) return 0;
+    uint64_t left = rfi_min_u64(rfi_gguf_left(r), ROCMFORGE_MAX_METADATA_BYTES);
+    if (part->n_kv > left / RFI_GGUF_KV_BYTES)
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, 16, "n_kv is %llu, at most %llu fit in the file", RFI_LLU(part->n_kv),
+                            RFI_LLU(left / RFI_GGUF_KV_BYTES));
+    if (part->n_tensors > left / RFI_GGUF_TENSOR_BYTES)
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, 8, "n_tensors is %llu, at most %llu fit in the file",
+                            RFI_LLU(part->n_tensors), RFI_LLU(left / RFI_GGUF_TENSOR_BYTES));
+    return 1;
+}
+
+/* Bytes of one value by rf_kv_type; of a string its length field, the least it takes; 0 for an array. */
+static const uint8_t rfi_kv_bytes[] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 0, 8, 8, 8};
+#define RFI_KV_TYPES RFI_COUNT(rfi_kv_bytes)
+
+/* Walk over n values, which the caller knows to be in the file if they are as short as can be. */
+static int rfi_gguf_values(rfi_gguf_reader *r, uint32_t type, uint64_t n, int in_array) {
+    if (type == RF_KV_STRING) {
+        for (uint64_t i = 0; i < n; i++) {
+            uint64_t at, len;
+            r->element = in_array ? i + 1 : 0;
+            if (!rfi_gguf_string(r, "string", 0, &at, &len)) return 0;
+        }
+        r->element = 0;
+        return 1;
+    }
+    const unsigned char *p = rfi_gguf_take(r, n * rfi_kv_bytes[type], "value");
+    if (p && type == RF_KV_BOOL) {
+        for (uint64_t i = 0; i < n; i++) {
+            if (p[i] <= 1) continue;
+            r->element = in_array ? i + 1 : 0;
+            return rfi_gguf_bad(r, RF_ERR_FORMAT, r->at - n + i, "bool is %u, want 0 or 1", p[i]);
+        }
+    }
+    return p != NULL;
+}
+
+/* One key/value pair. The pointers in *out are good if all metadata is loaded. */
+static int rfi_gguf_kv(rfi_gguf_reader *r, uint64_t index, rf_kv *out) {
+    memset(out, 0, sizeof *out);
+    rfi_gguf_begin(r, "key", (int64_t)index);
+    if (!rfi_gguf_name(r, "key", ROCMFORGE_MAX_KEY_BYTES) || !rfi_gguf_u32(r, "value type", &out->type)) return 0;
+    if (out->type >= RFI_KV_TYPES)
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, r->at - 4, "value type is %u, want 0..12", out->type);
+    out->where = r->at;
+    out->element_type = out->type;
+    out->count = 1;
+    if (out->type == RF_KV_ARRAY) {
+        if (!rfi_gguf_u32(r, "element type", &out->element_type)) return 0;
+        if (out->element_type >= RFI_KV_TYPES)
+            return rfi_gguf_bad(r, RF_ERR_FORMAT, r->at - 4, "element type is %u, want 0..12", out->element_type);
+        if (out->element_type == RF_KV_ARRAY) /* legal, used by no model: refused, so that nothing here recurses */
+            return rfi_gguf_bad(r, RF_ERR_UNSUPPORTED, r->at - 4, "is an array of arrays, which is not supported");
+        if (!rfi_gguf_u64(r, "element count", &out->count)) return 0;
+        uint64_t most = rfi_gguf_left(r) / rfi_kv_bytes[out->element_type];
+        if (out->count > most)
+            return rfi_gguf_bad(r, RF_ERR_FORMAT, r->at - 8, "element count is %llu, at most %llu fit in the file",
+                                RFI_LLU(out->count), RFI_LLU(most));
+    }
+    uint64_t first = r->at;
+    if (!rfi_gguf_values(r, out->element_type, out->count, out->type == RF_KV_ARRAY)) return 0;
+    out->key.data = (const char *)r->part->meta + r->name_at;
+    out->key.len = r->name_len;
+    out->data = r->part->meta + first;
+    out->size_bytes = r->at - first;
+    return 1;
+}
+
+/* Bytes of the tensor: rows of whole blocks. Divides first and multiplies checked: element counts and byte counts
+ * wrap in different places. */
+static int rfi_gguf_tensor_size(rfi_gguf_reader *r, rf_tensor_info *t) {
+    rf_type_info type = rf_type_get(t->type);
+    uint64_t n = 1, where = t->where + 8 + t->name.len + 4;
+    for (uint32_t i = 0; i < t->n_dims; i++) {
+        if (t->ne[i] == 0 || t->ne[i] > INT64_MAX)
+            return rfi_gguf_bad(r, RF_ERR_FORMAT, where + 8 * i, "dimension %u is %llu, want 1..2^63-1", i,
+                                RFI_LLU(t->ne[i]));
+        if (!rfi_mul(n, t->ne[i], &n) || n > INT64_MAX)
+            return rfi_gguf_bad(r, RF_ERR_FORMAT, where + 8 * i,
+                                "dimensions {%llu, %llu, %llu, %llu} have 2^63 or more elements",
+                                RFI_LLU(t->ne[0]), RFI_LLU(t->ne[1]), RFI_LLU(t->ne[2]), RFI_LLU(t->ne[3]));
+    }
+    where += 8 * t->n_dims;
+    if (!type.name)
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, where, "tensor type is %u, which is none or was removed from ggml",
+                            t->type);
+    if (t->ne[0] % type.block_elements)
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, where - 8 * t->n_dims,
+                            "dimension 0 is %llu, want whole %s blocks of %u", RFI_LLU(t->ne[0]), type.name,
+                            type.block_elements);
+    if (!rfi_mul(n / type.block_elements, type.block_bytes, &t->size_bytes) || t->size_bytes > INT64_MAX)
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, where - 8 * t->n_dims, "%llu elements of %s have 2^63 or more bytes",
+                            RFI_LLU(n), type.name);
+    return 1;
+}
+
+/* One row of the tensor directory; offset_bytes is still relative to the part's data. */
+static int rfi_gguf_tensor(rfi_gguf_reader *r, uint64_t index, rf_tensor_info *out) {
+    memset(out, 0, sizeof *out);
+    rfi_gguf_begin(r, "tensor", (int64_t)index);
+    out->where = r->at;
+    if (!rfi_gguf_name(r, "name", ROCMFORGE_MAX_NAME_BYTES) || !rfi_gguf_u32(r, "n_dims", &out->n_dims)) return 0;
+    if (out->n_dims < 1 || out->n_dims > 4)
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, r->at - 4, "n_dims is %u, want 1..4", out->n_dims);
+    for (uint32_t i = 0; i < 4; i++) {
+        out->ne[i] = 1;
+        if (i < out->n_dims && !rfi_gguf_u64(r, "dimension", &out->ne[i])) return 0;
+    }
+    if (!rfi_gguf_u32(r, "tensor type", &out->type) || !rfi_gguf_u64(r, "offset", &out->offset_bytes)) return 0;
+    out->name.data = (const char *)r->part->meta + r->name_at;
+    out->name.len = r->name_len;
+    return rfi_gguf_tensor_size(r, out);
+}
+
+/* ---- one part ---- */
+
+/* First pass: check everything that stands alone, load the metadata and cut the buffer to it. */
+static int rfi_gguf_scan(rfi_gguf_reader *r) {
+    rfi_gguf_part *part = r->part;
+    rf_kv kv;
+    rf_tensor_info t;
+    if (!rfi_gguf_header(r)) return 0;
+    for (uint64_t i = 0; i < part->n_kv; i++)
+        if (!rfi_gguf_kv(r, i, &kv)) return 0;
+    part->tensors_at = r->at;
+    for (uint64_t i = 0; i < part->n_tensors; i++)
+        if (!rfi_gguf_tensor(r, i, &t)) return 0;
+    part->meta_bytes = r->at;
+    if (part->owned && part->n_loaded > part->meta_bytes) {
+        unsigned char *bytes =
+            (unsigned char *)rfi_alloc(&r->g->allocator, part->meta_bytes, 1, "GGUF metadata", r->err);
+        if (!bytes) return r->rc = RF_ERR_MEMORY, 0;
+        memcpy(bytes, part->owned, (size_t)part->meta_bytes);
+        rfi_free(&r->g->allocator, part->owned);
+        part->meta = part->owned = bytes;
+        part->n_loaded = part->meta_bytes;
+    }
+    return 1;
+}
+
+/* Second pass over the keys. */
+static int rfi_gguf_index_keys(rfi_gguf_reader *r, rfi_gguf_table *keys) {
+    r->rc = rfi_gguf_table_create(r->g, keys, r->part->n_kv, sizeof(rf_kv), r->err);
+    if (r->rc != RF_OK) return 0;
+    r->at = RFI_GGUF_HEADER_BYTES;
+    for (uint32_t i = 0; i < keys->n; i++) {
+        rf_kv kv;
+        uint64_t at = r->at;
+        if (!rfi_gguf_kv(r, i, &kv)) return 0;
+        memcpy(keys->rows + i * sizeof kv, &kv, sizeof kv);
+        uint32_t same = rfi_gguf_insert(keys, i);
+        if (same != RF_NONE)
+            return rfi_gguf_bad(r, RF_ERR_FORMAT, at, "the key is there twice, first at byte %llu",
+                                RFI_LLU(rfi_gguf_row_name(keys, same).data - (const char *)r->part->meta - 8));
+    }
+    return 1;
+}
+
+static int rfi_gguf_alignment(rfi_gguf_reader *r, const rfi_gguf_table *keys) {
+    const rf_kv *kv = (const rf_kv *)rfi_gguf_find(keys, "general.alignment");
+    r->part->alignment = 32; /* the specification's default */
+    if (!kv) return 1;
+    rfi_gguf_resume(r, kv->key);
+    if (kv->type != RF_KV_U32)
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, kv->where, "value type is %u, want u32 (%d)", kv->type, RF_KV_U32);
+    uint32_t v = rfi_load_u32(kv->data);
+    if (v == 0 || (v & (v - 1)) || v > ROCMFORGE_MAX_ALIGNMENT)
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, kv->where, "value is %u, want a power of two up to %u", v,
+                            ROCMFORGE_MAX_ALIGNMENT);
+    r->part->alignment = v;
+    return 1;
+}
+
+/* Where the tensor's offset field stands. */
+static uint64_t rfi_gguf_offset_at(const rf_tensor_info *t) {
+    return t->where + 8 + t->name.len + 4 + 8 * t->n_dims + 4;
+}
+
+/* Let the heap below `root` of order[0, n) have the largest data offset on top. */
+static void rfi_gguf_sift(const rf_tensor_info *rows, uint32_t *order, uint64_t root, uint64_t n) {
+    for (uint64_t child; (child = 2 * root + 1) < n; root = child) {
+        uint32_t t = order[root];
+        if (child + 1 < n && rows[order[child + 1]].offset_bytes > rows[order[child]].offset_bytes) child++;
+        if (rows[t].offset_bytes >= rows[order[child]].offset_bytes) return;
+        order[root] = order[child];
+        order[child] = t;
+    }
+}
+
+/* No two of the part's tensors overlap; gaps and any order are fine. A heap sort: n log n whatever the file, and
+ * unlike libc's qsort it allocates nothing behind the caller's allocator. */
+static int rfi_gguf_disjoint(rfi_gguf_reader *r, const rf_tensor_info *rows, uint64_t n) {
+    uint32_t *order = (uint32_t *)rfi_alloc(&r->g->allocator, n, sizeof *order, "the order of tensors", r->err);
+    if (!order) return r->rc = RF_ERR_MEMORY, 0;
+    for (uint32_t i = 0; i < n; i++) order[i] = i;
+    for (uint64_t i = n / 2; i-- > 0;) rfi_gguf_sift(rows, order, i, n);
+    for (uint64_t i = n; i-- > 1;) {
+        uint32_t top = order[0];
+        order[0] = order[i];
+        order[i] = top;
+        rfi_gguf_sift(rows, order, 0, i);
+    }
+    int ok = 1;
+    for (uint64_t i = 1; i < n && ok; i++) {
+        const rf_tensor_info *a = &rows[order[i - 1]], *b = &rows[order[i]];
+        if (b->offset_bytes - a->offset_bytes >= a->size_bytes) continue;
+        if (b->index < a->index) { /* blame the later row of the directory */
+            const rf_tensor_info *c = a;
+            a = b;
+            b = c;
+        }
+        rfi_gguf_resume(r, b->name);
+        ok = rfi_gguf_bad(r, RF_ERR_FORMAT, rfi_gguf_offset_at(b), "data [%llu, +%llu) overlaps %.*s [%llu, +%llu)",
+                          RFI_LLU(b->offset_bytes), RFI_LLU(b->size_bytes), RFI_STR(a->name),
+                          RFI_LLU(a->offset_bytes), RFI_LLU(a->size_bytes));
+    }
+    rfi_free(&r->g->allocator, order);
+    return ok;
+}
+
+/* Turn the data offset into a place in the file and check that the tensor lies inside it. */
+static int rfi_gguf_place(rfi_gguf_reader *r, rf_tensor_info *t) {
+    const rfi_gguf_part *part = r->part;
+    uint64_t where = rfi_gguf_offset_at(t), offset = t->offset_bytes, start = 0;
+    if (offset % part->alignment)
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, where, "offset is %llu, want a multiple of the alignment %u",
+                            RFI_LLU(offset), part->alignment);
+    if (!rfi_align_up(part->meta_bytes, part->alignment, &start) || start > part->size_bytes ||
+        offset > part->size_bytes - start || t->size_bytes > part->size_bytes - start - offset)
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, where,
+                            "%llu bytes at offset %llu of the data, which starts at byte %llu (general.alignment %u), "
+                            "end past the file's %llu: is it truncated?",
+                            RFI_LLU(t->size_bytes), RFI_LLU(offset), RFI_LLU(start), part->alignment,
+                            RFI_LLU(part->size_bytes));
+    t->offset_bytes = start + offset;
+    return 1;
+}
+
+/* Second pass over the directory: rows [first, first + n_tensors) of the table of all parts. */
+static int rfi_gguf_index_tensors(rfi_gguf_reader *r, uint32_t file_index, uint64_t first) {
+    rf_gguf *g = r->g;
+    rf_tensor_info *rows = (rf_tensor_info *)(void *)g->tensors.rows + first;
+    r->at = r->part->tensors_at;
+    for (uint64_t i = 0; i < r->part->n_tensors; i++) {
+        rf_tensor_info *t = &rows[i];
+        if (!rfi_gguf_tensor(r, i, t)) return 0;
+        t->file_index = file_index;
+        t->index = (uint32_t)(first + i);
+        uint32_t same = rfi_gguf_insert(&g->tensors, t->index);
+        if (same != RF_NONE) {
+            const rf_tensor_info *other = (const rf_tensor_info *)(const void *)g->tensors.rows + same;
+            int here = other->file_index == file_index;
+            return rfi_gguf_bad(r, RF_ERR_FORMAT, t->where, "the tensor is there twice, first at byte %llu%s%s",
+                                RFI_LLU(other->where), here ? "" : " of ",
+                                here ? "" : rfi_path_label(g->parts[other->file_index].path));
+        }
+        if (!rfi_gguf_place(r, t)) return 0;
+        g->data_bytes += t->size_bytes;
+    }
+    return rfi_gguf_disjoint(r, rows, r->part->n_tensors);
+}
+
+/* ---- split files ---- */
+
+/* 1 if the path ends in "-NNNNN-of-NNNNN.gguf"; the number counts from 1. */
+static int rfi_split_parse(const char *path, uint32_t *number, uint32_t *count) {
+    static const char form[] = "-00000-of-00000.gguf"; /* 0 stands for a digit */
+    size_t n = strlen(path);
+    uint32_t v[2] = {0, 0};
+    if (n < RFI_SPLIT_SUFFIX_BYTES) return 0;
+    path += n - RFI_SPLIT_SUFFIX_BYTES;
+    for (size_t i = 0; i < RFI_SPLIT_SUFFIX_BYTES; i++) {
+        if (form[i] == '0') {
+            if (path[i] < '0' || path[i] > '9') return 0;
+            v[i > 6] = v[i > 6] * 10 + (uint32_t)(path[i] - '0');
+        } else if (path[i] != form[i]) {
+            return 0;
+        }
+    }
+    *number = v[0];
+    *count = v[1];
+    return 1;
+}
+
+/* The path of another part of the same split. NULL and err if memory is out. */
+static char *rfi_split_path(const rf_gguf *g, const char *path, uint32_t number, uint32_t count, rf_error *err) {
+    char suffix[RFI_SPLIT_SUFFIX_BYTES + 1];
+    size_t n = strlen(path);
+    char *other = (char *)rfi_alloc(&g->allocator, n + 1, 1, "a path", err);
+    if (!other) return NULL;
+    snprintf(suffix, sizeof suffix, "-%05u-of-%05u.gguf", number % 100000u, count % 100000u);
+    memcpy(other, path, n - RFI_SPLIT_SUFFIX_BYTES);
+    memcpy(other + (n - RFI_SPLIT_SUFFIX_BYTES), suffix, sizeof suffix);
+    return other;
+}
+
+/* An integer key in lo..hi; `absent` if it is not there. */
+static int rfi_gguf_split_key(rfi_gguf_reader *r, const rfi_gguf_table *keys, const char *key, int64_t lo, int64_t hi,
+                              int64_t absent, int64_t *out) {
+    const rf_kv *kv = (const rf_kv *)rfi_gguf_find(keys, key);
+    *out = absent;
+    if (!kv) return 1;
+    rfi_gguf_resume(r, kv->key);
+    if (kv->type == RF_KV_ARRAY || rf_kv_int(kv, 0, out) != RF_OK)
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, kv->where, "value type is %u, want an integer", kv->type);
+    if (*out < lo || *out > hi)
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, kv->where, "value is %lld, want %lld..%lld", (long long)*out,
+                            (long long)lo, (long long)hi);
+    return 1;
+}
+
+typedef struct rfi_split {
+    int64_t no, count; /* this part, from 0; how many there are */
+    int64_t n_tensors; /* over all parts; -1: not stated        */
+} rfi_split;
+
+/* Read the keys split.* of a part and hold them against its name. The keys decide: a plain file may have any name. */
+static int rfi_gguf_split(rfi_gguf_reader *r, const rfi_gguf_table *keys, rfi_split *s) {
+    uint32_t number = 0, count = 0;
+    if (!rfi_gguf_split_key(r, keys, "split.count", 0, UINT16_MAX, 1, &s->count)) return 0;
+    if (s->count == 0) s->count = 1;
+    if (!rfi_gguf_split_key(r, keys, "split.no", 0, s->count - 1, s->count > 1 ? -1 : 0, &s->no) ||
+        !rfi_gguf_split_key(r, keys, "split.tensors.count", 0, UINT32_MAX, -1, &s->n_tensors))
+        return 0;
+    if (s->count == 1) return 1;
+    const rf_kv *kv = (const rf_kv *)rfi_gguf_find(keys, "split.count");
+    rfi_gguf_resume(r, kv->key);
+    if (s->no < 0)
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, kv->where, "value is %lld, but there is no split.no",
+                            (long long)s->count);
+    if (s->count > ROCMFORGE_MAX_FILES)
+        return rfi_gguf_bad(r, RF_ERR_UNSUPPORTED, kv->where,
+                            "value is %lld, at most %u parts are read (ROCMFORGE_MAX_FILES)",
+                            (long long)s->count, ROCMFORGE_MAX_FILES);
+    if (r->part->handle < 0)
+        return rfi_gguf_bad(r, RF_ERR_UNSUPPORTED, kv->where,
+                            "value is %lld: a split file cannot be opened from memory", (long long)s->count);
+    if (!rfi_split_parse(r->part->path, &number, &count) || number != s->no + 1 || count != s->count)
+        return rfi_gguf_bad(r, RF_ERR_UNSUPPORTED, kv->where,
+                            "value is %lld: other parts are found by name, this one's must end in "
+                            "-%05lld-of-%05lld.gguf",
+                            (long long)s->count, (long long)s->no + 1, (long long)s->count);
+    return 1;
+}
+
+/* ---- opening ---- */
+
+/* Scan an opened part and index and check its keys. */
+static rf_result rfi_gguf_parse(rf_gguf *g, rfi_gguf_part *part, rfi_gguf_table *keys, rfi_split *split,
+                                rf_error *err) {
+    rfi_gguf_reader r = {.g = g, .part = part, .err = err};
+    if (rfi_gguf_scan(&r) && rfi_gguf_index_keys(&r, keys) && rfi_gguf_alignment(&r, keys))
+        rfi_gguf_split(&r, keys, split);
+    return r.rc;
+}
+
+/* Open and parse one more part; path is taken over. Keys of the first part are kept; those of others must say what
+ * the first part's `split` says. */
+static rf_result rfi_gguf_add_file(rf_gguf *g, char *path, rfi_split *split, rf_error *err) {
+    if (g->n_parts == g->parts_capacity) {
+        uint32_t n = g->parts_capacity ? g->parts_capacity * 2 : 1;
+        rfi_gguf_part *parts = (rfi_gguf_part *)rfi_alloc(&g->allocator, n, sizeof *parts, "parts of a file", err);
+        if (!parts) return rfi_free(&g->allocator, path), RF_ERR_MEMORY;
+        if (g->n_parts) memcpy(parts, g->parts, g->n_parts * sizeof *parts);
+        rfi_free(&g->allocator, g->parts);
+        g->parts = parts;
+        g->parts_capacity = n;
+    }
+    rfi_gguf_part *part = &g->parts[g->n_parts];
+    part->path = path;
+    part->handle = g->io.open_fn(path, &part->size_bytes, g->io.user);
+    if (part->handle < 0) {
+        int sys = rfi_io_errno(part->handle);
+        rf_result rc = rfi_fail_sys(err, sys == ENOENT ? RF_ERR_NOT_FOUND : RF_ERR_IO, sys, 0,
+                                    "%s: cannot open%s: %s", rfi_path_tail(path, 300),
+                                    g->n_parts ? " (a part of the split file)" : "", rfi_errno_text(sys));
+        part->path = NULL;
+        rfi_free(&g->allocator, path);
+        return rc;
+    }
+    uint32_t file_index = g->n_parts++;
+    if (file_index == 0) return rfi_gguf_parse(g, part, &g->keys, split, err);
+    rfi_gguf_table keys = {0};
+    rfi_split s;
+    rf_result rc = rfi_gguf_parse(g, part, &keys, &s, err);
+    rfi_gguf_table_release(g, &keys);
+    if (rc == RF_OK && (s.count != split->count || s.no != file_index || s.n_tensors != split->n_tensors))
+        rc = rfi_fail(err, RF_ERR_FORMAT, 0,
+                      "%s: split.no, split.count and split.tensors.count are %lld, %lld, %lld, want "
+                      "%u, %lld, %lld as the first part says",
+                      rfi_path_label(path), (long long)s.no, (long long)s.count, (long long)s.n_tensors, file_index,
+                      (long long)split->count, (long long)split->n_tensors);
+    return rc;
+}
+
+/* Open all parts of the file, one by one. */
+static rf_result rfi_gguf_add_files(rf_gguf *g, rf_error *err) {
+    rfi_split split = {0, 1, -1};
+    char *path = (char *)rfi_alloc(&g->allocator, strlen(g->path) + 1, 1, "a path", err);
+    if (!path) return RF_ERR_MEMORY;
+    memcpy(path, g->path, strlen(g->path));
+    rf_result rc = rfi_gguf_add_file(g, path, &split, err);
+    if (rc == RF_OK && split.no != 0) {
+        char *first = rfi_split_path(g, g->path, 1, (uint32_t)split.count, err);
+        if (!first) return RF_ERR_MEMORY;
+        rc = rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: is part %lld of %lld, open the first part: %s",
+                      rfi_path_label(g->path), (long long)split.no + 1, (long long)split.count,
+                      rfi_path_tail(first, 300));
+        rfi_free(&g->allocator, first);
+    }
+    for (uint32_t i = 1; rc == RF_OK && i < split.count; i++) {
+        path = rfi_split_path(g, g->path, i + 1, (uint32_t)split.count, err);
+        rc = path ? rfi_gguf_add_file(g, path, &split, err) : RF_ERR_MEMORY;
+    }
+    uint64_t n_tensors = 0;
+    for (uint32_t i = 0; i < g->n_parts; i++) n_tensors += g->parts[i].n_tensors;
+    if (rc == RF_OK && split.count > 1 && split.n_tensors >= 0 && (uint64_t)split.n_tensors != n_tensors)
+        rc = rfi_fail(err, RF_ERR_FORMAT, 0, "%s: split.tensors.count is %lld, the parts have %llu tensors",
+                      rfi_path_label(g->path), (long long)split.n_tensors, RFI_LLU(n_tensors));
+    return rc;
+}
+
+/* Fill the table of all tensors from the scanned parts. */
+static rf_result rfi_gguf_add_tensors(rf_gguf *g, rf_error *err) {
+    uint64_t n = 0, first = 0;
+    for (uint32_t i = 0; i < g->n_parts; i++) n += g->parts[i].n_tensors;
+    if (n >= RF_NONE)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "%s: %llu tensors", rfi_path_label(g->path), RFI_LLU(n));
+    rf_result rc = rfi_gguf_table_create(g, &g->tensors, n, sizeof(rf_tensor_info), err);
+    for (uint32_t i = 0; i < g->n_parts && rc == RF_OK; i++) {
+        rfi_gguf_reader r = {.g = g, .part = &g->parts[i], .err = err};
+        rfi_gguf_index_tensors(&r, i, first);
+        rc = r.rc;
+        first += r.part->n_tensors;
+    }
+    return rc;
+}
+
+static void rfi_gguf_release(rf_gguf *g) {
+    rf_allocator a = g->allocator;
+    for (uint32_t i = 0; i < g->n_parts; i++) {
+        rfi_gguf_part *part = &g->parts[i];
+        if (part->handle >= 0) {
+            if (part->map) g->io.unmap_fn((void *)(uintptr_t)part->map, part->size_bytes, g->io.user);
+            g->io.close_fn(part->handle, g->io.user);
+        }
+        rfi_free(&a, part->owned);
+        rfi_free(&a, part->path);
+    }
+    rfi_gguf_table_release(g, &g->keys);
+    rfi_gguf_table_release(g, &g->tensors);
+    rfi_free(&a, g->parts);
+    rfi_free(&a, g->path);
+    rfi_free(&a, g);
+}
+
+/* An empty object with checked hooks. */
+static rf_result rfi_gguf_create(const char *path, const rf_gguf_desc *desc, rf_gguf **out, rf_error *err) {
+    static const rf_gguf_desc defaults = {.no_map = 0};
+    rf_allocator allocator;
+    rf_io io;
+    if (!desc) desc = &defaults;
+    rf_result rc = rfi_check_allocator(&desc->allocator, &allocator, err);
+    if (rc == RF_OK) rc = rfi_check_io(&desc->io, &io, err);
+    if (rc != RF_OK) return rc;
+    rf_gguf *g = (rf_gguf *)rfi_alloc(&allocator, 1, sizeof *g, "rf_gguf", err);
+    if (!g) return RF_ERR_MEMORY;
+    g->allocator = allocator;
+    g->io = io;
+    if (desc->no_map) g->io.map_fn = NULL;
+    g->log.fn = desc->log_fn;
+    g->log.user = desc->log_user;
+    atomic_init(&g->n_users, 0);
+    g->path = (char *)rfi_alloc(&allocator, strlen(path) + 1, 1, "a path", err);
+    if (!g->path) return rfi_gguf_release(g), RF_ERR_MEMORY;
+    memcpy(g->path, path, strlen(path));
+    *out = g;
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_gguf_open(const char *path, const rf_gguf_desc *desc, rf_gguf **out, rf_error *err) {
+    rf_gguf *g = NULL;
+    rfi_clear(err);
+    if (!out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_gguf_open: out is NULL");
+    *out = NULL;
+    if (!path) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_gguf_open: path is NULL");
+    rf_result rc = rfi_gguf_create(path, desc, &g, err);
+    if (rc != RF_OK) return rc;
+    rc = rfi_gguf_add_files(g, err);
+    if (rc == RF_OK) rc = rfi_gguf_add_tensors(g, err);
+    if (rc != RF_OK) {
+        rfi_gguf_release(g);
+        return rc;
+    }
+    for (uint32_t i = 0; i < g->n_parts && g->io.map_fn; i++) {
+        rfi_gguf_part *part = &g->parts[i];
+        part->map = (const unsigned char *)g->io.map_fn(part->handle, part->size_bytes, g->io.user);
+        if (!part->map)
+            rfi_log_text(&g->log, RF_LOG_WARNING, "%s: cannot be mapped, its tensors are read",
+                         rfi_path_label(part->path));
+    }
+    *out = g;
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_gguf_open_memory(const void *data, size_t size_bytes, const rf_gguf_desc *desc,
+                                            rf_gguf **out, rf_error *err) {
+    rf_gguf *g = NULL;
+    rfi_split split;
+    rfi_clear(err);
+    if (!out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_gguf_open_memory: out is NULL");
+    *out = NULL;
+    if (!data) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_gguf_open_memory: data is NULL");
+    rf_result rc = rfi_gguf_create("(memory)", desc, &g, err);
+    if (rc != RF_OK) return rc;
+    g->parts = (rfi_gguf_part *)rfi_alloc(&g->allocator, 1, sizeof *g->parts, "parts of a file", err);
+    char *path = g->parts ? (char *)rfi_alloc(&g->allocator, sizeof "(memory)", 1, "a path", err) : NULL;
+    if (!path) return rfi_gguf_release(g), RF_ERR_MEMORY;
+    memcpy(path, "(memory)", sizeof "(memory)");
+    g->parts[0] = (rfi_gguf_part){.path = path,
+                                  .handle = -1,
+                                  .size_bytes = size_bytes,
+                                  .n_loaded = size_bytes,
+                                  .meta = (const unsigned char *)data,
+                                  .map = (const unsigned char *)data};
+    g->n_parts = 1;
+    rc = rfi_gguf_parse(g, g->parts, &g->keys, &split, err);
+    if (rc == RF_OK) rc = rfi_gguf_add_tensors(g, err);
+    if (rc == RF_OK) *out = g;
+    else rfi_gguf_release(g);
+    return rc;
+}
+
+ROCMFORGE_API rf_result rf_gguf_close(rf_gguf *g, rf_error *err) {
+    rfi_clear(err);
+    if (!g) return RF_OK;
+    unsigned n_users = atomic_load(&g->n_users);
+    if (n_users)
+        return rfi_fail(err, RF_ERR_BUSY, 0, "%s: still used by %u models or tokenizers", rfi_path_label(g->path),
+                        n_users);
+    rfi_gguf_release(g);
+    return RF_OK;
+}
+
+/* ---- what other sections use ---- */
+
+static void rfi_gguf_hold(rf_gguf *g) { atomic_fetch_add(&g->n_users, 1u); }
+static void rfi_gguf_drop(rf_gguf *g) { atomic_fetch_sub(&g->n_users, 1u); }
+static const rf_allocator *rfi_gguf_allocator(const rf_gguf *g) { return &g->allocator; }
+static const rfi_log *rfi_gguf_log(const rf_gguf *g) { return &g->log; }
+static const char *rfi_gguf_path(const rf_gguf *g) { return g->path; }
+
+/* The tensor's bytes where they are mapped or in memory; NULL if they must be read. */
+static const void *rfi_gguf_map(const rf_gguf *g, const rf_tensor_info *t) {
+    const unsigned char *map = g->parts[t->file_index].map;
+    return map ? map + t->offset_bytes : NULL;
+}
+
+/* Ask the kernel to read the mapped tensor ahead. A hint: failure means nothing. */
+static void rfi_gguf_advise(const rf_gguf *g, const rf_tensor_info *t) {
+    const rfi_gguf_part *part = &g->parts[t->file_index];
+    if (!part->map || part->handle < 0 || g->io.map_fn != rfi_os_map) return;
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = t->offset_bytes / page * page;
+    madvise((void *)(uintptr_t)(part->map + first), (size_t)(t->offset_bytes + t->size_bytes - first), MADV_WILLNEED);
+}
+
+/* ---- looking things up ---- */
+
+ROCMFORGE_API rf_gguf_info rf_gguf_get_info(const rf_gguf *g) {
+    rf_gguf_info info = {0};
+    if (!g) return info;
+    info.path = g->path;
+    info.version = g->parts[0].version;
+    info.n_files = g->n_parts;
+    info.alignment = g->parts[0].alignment;
+    info.mapped = 1;
+    info.n_kv = g->keys.n;
+    info.n_tensors = g->tensors.n;
+    info.data_bytes = g->data_bytes;
+    for (uint32_t i = 0; i < g->n_parts; i++) {
+        info.metadata_bytes += g->parts[i].meta_bytes;
+        info.file_bytes += g->parts[i].size_bytes;
+        if (!g->parts[i].map) info.mapped = 0;
+    }
+    return info;
+}
+
+/* Copy a row, or zeros for none, to out. */
+static rf_result rfi_gguf_give(const void *row, void *out, size_t row_bytes) {
+    if (!out) return RF_ERR_ARGUMENT;
+    if (row) memcpy(out, row, row_bytes);
+    else memset(out, 0, row_bytes);
+    return row ? RF_OK : RF_ERR_NOT_FOUND;
+}
+
+ROCMFORGE_API rf_result rf_gguf_get_kv(const rf_gguf *g, uint64_t index, rf_kv *out) {
+    return rfi_gguf_give(g && index < g->keys.n ? g->keys.rows + index * sizeof *out : NULL, out, sizeof *out);
+}
+ROCMFORGE_API rf_result rf_gguf_find_kv(const rf_gguf *g, const char *key, rf_kv *out) {
+    return rfi_gguf_give(g ? rfi_gguf_find(&g->keys, key) : NULL, out, sizeof *out);
+}
+ROCMFORGE_API rf_result rf_gguf_get_tensor(const rf_gguf *g, uint64_t index, rf_tensor_info *out) {
+    return rfi_gguf_give(g && index < g->tensors.n ? g->tensors.rows + index * sizeof *out : NULL, out, sizeof *out);
+}
+ROCMFORGE_API rf_result rf_gguf_find_tensor(const rf_gguf *g, const char *name, rf_tensor_info *out) {
+    return rfi_gguf_give(g ? rfi_gguf_find(&g->tensors, name) : NULL, out, sizeof *out);
+}
+
+ROCMFORGE_API rf_result rf_gguf_read_tensor(const rf_gguf *g, uint64_t index, uint64_t offset, void *dst, size_t n,
+                                            rf_error *err) {
+    rf_tensor_info t;
+    rfi_clear(err);
+    if (rf_gguf_get_tensor(g, index, &t) != RF_OK)
+        return rfi_fail(err, RF_ERR_ARGUMENT, index, "rf_gguf_read_tensor: no tensor %llu", RFI_LLU(index));
+    if (offset > t.size_bytes || n > t.size_bytes - offset)
+        return rfi_fail(err, RF_ERR_ARGUMENT, offset,
+                        "rf_gguf_read_tensor: %.*s has %llu bytes, want %llu from %llu on", RFI_STR(t.name),
+                        RFI_LLU(t.size_bytes), RFI_LLU(n), RFI_LLU(offset));
+    if (n == 0) return RF_OK;
+    if (!dst) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_gguf_read_tensor: dst is NULL");
+    const rfi_gguf_part *part = &g->parts[t.file_index];
+    if (part->handle >= 0) return rfi_gguf_read(g, part, t.offset_bytes + offset, dst, n, err);
+    memcpy(dst, part->map + t.offset_bytes + offset, n);
+    return RF_OK;
+}
+
+/* ---- values ---- */
+
+ROCMFORGE_API rf_result rf_kv_int(const rf_kv *kv, uint64_t i, int64_t *out) {
+    if (!kv || !out || i >= kv->count) return RF_ERR_ARGUMENT;
+    const unsigned char *p = (const unsigned char *)kv->data;
+    uint64_t v;
+    switch (kv->element_type) {
+    case RF_KV_U8:
+    case RF_KV_BOOL: *out = p[i]; return RF_OK;
+    case RF_KV_I8: *out = (int8_t)p[i]; return RF_OK;
+    case RF_KV_U16: *out = rfi_load_u16(p + 2 * i); return RF_OK;
+    case RF_KV_I16: *out = (int16_t)rfi_load_u16(p + 2 * i); return RF_OK;
+    case RF_KV_U32: *out = rfi_load_u32(p + 4 * i); return RF_OK;
+    case RF_KV_I32: *out = (int32_t)rfi_load_u32(p + 4 * i); return RF_OK;
+    case RF_KV_I64: *out = (int64_t)rfi_load_u64(p + 8 * i); return RF_OK;
+    case RF_KV_U64:
+        v = rfi_load_u64(p + 8 * i);
+        if (v > INT64_MAX) return RF_ERR_ARGUMENT;
+        *out = (int64_t)v;
+        return RF_OK;
+    default: return RF_ERR_ARGUMENT;
+    }
+}
+
+ROCMFORGE_API rf_result rf_kv_real(const rf_kv *kv, uint64_t i, double *out) {
+    int64_t v;
+    if (!kv || !out || i >= kv->count || kv->element_type == RF_KV_BOOL) return RF_ERR_ARGUMENT;
+    const unsigned char *p = (const unsigned char *)kv->data;
+    if (kv->element_type == RF_KV_F32) {
+        *out = (double)rfi_load_f32(p + 4 * i);
+        return RF_OK;
+    }
+    if (kv->element_type == RF_KV_F64) {
+        memcpy(out, p + 8 * i, sizeof *out);
+        return RF_OK;
+    }
+    if (kv->element_type == RF_KV_U64) {
+        *out = (double)rfi_load_u64(p + 8 * i);
+        return RF_OK;
+    }
+    if (rf_kv_int(kv, i, &v) != RF_OK) return RF_ERR_ARGUMENT;
+    *out = (double)v;
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_kv_text(const rf_kv *kv, uint64_t *cursor_bytes, rf_string *out) {
+    uint64_t at = cursor_bytes ? *cursor_bytes : 0;
+    if (!kv || !out || kv->element_type != RF_KV_STRING || (!cursor_bytes && kv->type != RF_KV_STRING))
+        return RF_ERR_ARGUMENT;
+    if (at > kv->size_bytes || kv->size_bytes - at < 8) return RF_ERR_ARGUMENT;
+    uint64_t len = rfi_load_u64((const unsigned char *)kv->data + at);
+    if (len > kv->size_bytes - at - 8) return RF_ERR_ARGUMENT; /* not at the start of a string */
+    out->data = (const char *)kv->data + at + 8;
+    out->len = len;
+    if (cursor_bytes) *cursor_bytes = at + 8 + len;
+    return RF_OK;
+}
+
+/* ==== 6 Types ============================================================================================ >>quant
+ * Tensor types: the facts of RF_TYPE_TABLE, the packed blocks of those that run, and their decoding to float32. The
+ * CPU kernels unpack blocks in their own ways; what is decoded here is the definition they are tested against. */
+
+static const rf_type_info rfi_types[RF_TYPE_COUNT] = {
+#define RFI_TYPE_INFO(NAME, id, text, elements, bytes, runs) [id] = {text, elements, bytes, runs},
+    RF_TYPE_TABLE(RFI_TYPE_INFO)
+#undef RFI_TYPE_INFO
+};
+
+ROCMFORGE_API rf_type_info rf_type_get(uint32_t type) {
+    static const rf_type_info none = {NULL, 0, 0, 0};
+    return type < RF_TYPE_COUNT ? rfi_types[type] : none;
+}
+
+/* Bytes of n_in values; 0 if the type is unknown, n_in is not whole blocks or the size does not fit. */
+static uint64_t rfi_row_bytes(uint32_t type, uint64_t n_in) {
+    rf_type_info t = rf_type_get(type);
+    uint64_t bytes;
+    if (!t.name || n_in % t.block_elements) return 0;
+    return rfi_mul(n_in / t.block_elements, t.block_bytes, &bytes) ? bytes : 0;
+}
+
+/* ---- packed blocks, as in the file: bytes only, so that any address will do ---- */
+
+/* q[j]: low nibble is value j, high nibble value j + 16; qh bit j is bit 4 of value j. Type _0: w = d*(q - 8), or
+ * d*(q - 16) with qh; type _1: w = d*q + m */
+typedef struct rfi_block_q4_0 { uint8_t d[2], q[16]; } rfi_block_q4_0;
+typedef struct rfi_block_q4_1 { uint8_t d[2], m[2], q[16]; } rfi_block_q4_1;
+typedef struct rfi_block_q5_0 { uint8_t d[2], qh[4], q[16]; } rfi_block_q5_0;
+typedef struct rfi_block_q5_1 { uint8_t d[2], m[2], qh[4], q[16]; } rfi_block_q5_1;
+typedef struct rfi_block_q8_0 { uint8_t d[2], q[32]; } rfi_block_q8_0; /* q signed */
+/* Eight groups of 32 with 6-bit scales and mins. q[32c + l]: low nibble is value l of group 2c, high nibble of 2c + 1;
+ * qh[l] bit g is bit 4 of value l of group g. w = d*scale*q - dmin*min */
+typedef struct rfi_block_q4_k { uint8_t d[2], dmin[2], scales[12], q[128]; } rfi_block_q4_k;
+typedef struct rfi_block_q5_k { uint8_t d[2], dmin[2], scales[12], qh[32], q[128]; } rfi_block_q5_k;
+/* Sixteen groups of 16, signed scales. Half h, value l of 32 in its quarter k: low 4 bits in ql[64h + 32*(k&1) + l],
+ * nibble k>>1; high 2 bits in qh[32h + l], bits 2k. w = d*scale*(q-32) */
+typedef struct rfi_block_q6_k { uint8_t ql[128], qh[64], scales[16], d[2]; } rfi_block_q6_k;
+
+#define RFI_TYPE_SIZES(NAME, id, text, elements, bytes, runs) RFI_BYTES_##NAME = (bytes), RFI_ELEMENTS_##NAME = (elements),
+enum { RF_TYPE_TABLE(RFI_TYPE_SIZES) RFI_TYPE_SIZES_END };
+#undef RFI_TYPE_SIZES
+#define RFI_SAME_SIZE(NAME, block) _Static_assert(sizeof(block) == RFI_BYTES_##NAME, #NAME " as in the file")
+RFI_SAME_SIZE(Q4_0, rfi_block_q4_0); RFI_SAME_SIZE(Q4_1, rfi_block_q4_1); RFI_SAME_SIZE(Q5_0, rfi_block_q5_0);
+RFI_SAME_SIZE(Q5_1, rfi_block_q5_1); RFI_SAME_SIZE(Q8_0, rfi_block_q8_0); RFI_SAME_SIZE(Q4_K, rfi_block_q4_k);
+RFI_SAME_SIZE(Q5_K, rfi_block_q5_k); RFI_SAME_SIZE(Q6_K, rfi_block_q6_k); RFI_SAME_SIZE(F32, float);
+RFI_SAME_SIZE(F16, uint16_t); RFI_SAME_SIZE(BF16, uint16_t);
+#undef RFI_SAME_SIZE
+
+/* ---- half precision ---- */
+
+static float rfi_f32_of_bits(uint32_t bits) { float f; memcpy(&f, &bits, sizeof f); return f; }
+static uint32_t rfi_bits_of_f32(float f) { uint32_t bits; memcpy(&bits, &f, sizeof bits); return bits; }
+
+/* Exact; nan stays nan (quiet). Free of branches, so that loops over it vectorise, and of subnormal floats. */
+static inline float rfi_f16_to_f32(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, rest = (uint32_t)(h & 0x7fffu) << 13;
+    uint32_t small = rfi_bits_of_f32((float)(int32_t)(h & 0x3ffu) * 0x1p-24f);
+    uint32_t large = rest | 0x7f800000u | (rest > 0x0f800000u ? 0x00400000u : 0);
+    uint32_t bits = rest < 0x00800000u ? small : rest + (112u << 23);
+    return rfi_f32_of_bits(sign | (rest >= 0x0f800000u ? large : bits));
+}
+
+/* Round to nearest even; too large gives inf, nan stays nan (quiet). Subnormal halves are multiples of 2^-24: adding
+ * 0.5 lines the float's last bit up with that, and the adder rounds. */
+static inline uint16_t rfi_f32_to_f16(float f) {
+    uint32_t bits = rfi_bits_of_f32(f), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
+    uint32_t normal = (rest - (112u << 23) + 0xfffu + (rest >> 13 & 1u)) >> 13;
+    uint32_t small = rfi_bits_of_f32(rfi_f32_of_bits(rest) + 0.5f) - 0x3f000000u;
+    uint32_t h = rest < 0x38800000u ? small : normal;
+    if (rest >= 0x477ff000u) h = 0x7c00u;
+    if (rest > 0x7f800000u) h = 0x7e00u | (rest >> 13 & 0x3ffu);
+    return (uint16_t)(sign | h);
+}
+
+static inline float rfi_bf16_to_f32(uint16_t h) { return rfi_f32_of_bits((uint32_t)h << 16); }
+
+/* Round to nearest even; nan stays nan (quiet). */
+static inline uint16_t rfi_f32_to_bf16(float f) {
+    uint32_t bits = rfi_bits_of_f32(f);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+static float rfi_load_f16(const void *p) { return rfi_f16_to_f32(rfi_load_u16(p)); }
+
+/* ---- decoding ---- */
+
+/* 6-bit scales and mins of the eight groups of a Q4_K or Q5_K block. */
+static void rfi_k_scales(const uint8_t s[12], uint8_t scale[8], uint8_t min[8]) {
+    for (int j = 0; j < 4; j++) {
+        scale[j] = s[j] & 63;
+        min[j] = s[j + 4] & 63;
+        scale[j + 4] = (uint8_t)((s[j + 8] & 15) | (s[j] >> 6) << 4);
+        min[j + 4] = (uint8_t)(s[j + 8] >> 4 | (s[j + 4] >> 6) << 4);
+    }
+}
+
+/* A block of 32: w = d*(q + offset) + m, with bit 4 of each q from qh. m = -0.0 where there is none: adding it keeps -0. */
+static void rfi_decode_32(float d, int offset, float m, uint32_t qh, const uint8_t *q, float *y) {
+    for (int j = 0; j < 16; j++) {
+        int lo = (int)((q[j] & 15u) | (qh >> j & 1u) << 4), hi = (int)(q[j] >> 4 | (qh >> (j + 16) & 1u) << 4);
+        y[j] = (float)(lo + offset) * d + m;
+        y[j + 16] = (float)(hi + offset) * d + m;
+    }
+}
+
+static void rfi_decode_k45(const uint8_t *head, const uint8_t *qh, const uint8_t *q, float *y) {
+    float d = rfi_load_f16(head), dmin = rfi_load_f16(head + 2);
+    uint8_t scale[8], min[8];
+    rfi_k_scales(head + 4, scale, min);
+    for (int g = 0; g < 8; g++) {
+        float ds = d * (float)scale[g], dm = dmin * (float)min[g];
+        for (int l = 0; l < 32; l++) {
+            int v = q[(g >> 1) * 32 + l] >> ((g & 1) * 4) & 15;
+            if (qh) v |= (qh[l] >> g & 1) << 4;
+            y[g * 32 + l] = ds * (float)v - dm;
+        }
+    }
+}
+
+static void rfi_decode_q6_k(const rfi_block_q6_k *b, float *y) {
+    float d = rfi_load_f16(b->d);
+    for (int i = 0; i < 256; i++) {
+        int half = i >> 7, quarter = i >> 5 & 3, l = i & 31;
+        int lo = b->ql[half * 64 + (quarter & 1) * 32 + l] >> ((quarter >> 1) * 4) & 15;
+        int hi = b->qh[half * 32 + l] >> (quarter * 2) & 3;
+        y[i] = d * (float)(int8_t)b->scales[i >> 4] * (float)((lo | hi << 4) - 32);
+    }
+}
+
+/* One block of a type that runs; y receives block_elements values. */
+static void rfi_dequantize_block(uint32_t type, const uint8_t *p, float *y) {
+    switch (type) {
+    case RF_TYPE_F32: *y = rfi_load_f32(p); break;
+    case RF_TYPE_F16: *y = rfi_load_f16(p); break;
+    case RF_TYPE_BF16: *y = rfi_bf16_to_f32(rfi_load_u16(p)); break;
+    case RF_TYPE_Q4_0: rfi_decode_32(rfi_load_f16(p), -8, -0.0f, 0, p + 2, y); break;
+    case RF_TYPE_Q4_1: rfi_decode_32(rfi_load_f16(p), 0, rfi_load_f16(p + 2), 0, p + 4, y); break;
+    case RF_TYPE_Q5_0: rfi_decode_32(rfi_load_f16(p), -16, -0.0f, rfi_load_u32(p + 2), p + 6, y); break;
+    case RF_TYPE_Q5_1: rfi_decode_32(rfi_load_f16(p), 0, rfi_load_f16(p + 2), rfi_load_u32(p + 4), p + 8, y); break;
+    case RF_TYPE_Q8_0:
+        for (int i = 0; i < 32; i++) y[i] = (float)(int8_t)p[2 + i] * rfi_load_f16(p);
+        break;
+    case RF_TYPE_Q4_K: rfi_decode_k45(p, NULL, p + 16, y); break;
+    case RF_TYPE_Q5_K: rfi_decode_k45(p, p + 16, p + 48, y); break;
+    case RF_TYPE_Q6_K: rfi_decode_q6_k((const rfi_block_q6_k *)p, y); break;
+    default: break;
+    }
+}
+
+/* Decode n values of a type that runs; n is whole blocks. */
+static void rfi_dequantize_row(uint32_t type, const void *src, uint64_t n, float *dst) {
+    const uint8_t *p = (const uint8_t *)src;
+    const uint32_t elements = rfi_types[type].block_elements, bytes = rfi_types[type].block_bytes;
+    for (uint64_t i = 0; i < n; i += elements, p += bytes) rfi_dequantize_block(type, p, dst + i);
+}
+
+ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n, float *dst, rf_error *err) {
+    rf_type_info t = rf_type_get(type);
+    rfi_clear(err);
+    if (!t.name) return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "dequantize: type %u is no tensor type", (unsigned)type);
+    if (!t.runs) return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "dequantize: type %s is not supported", t.name);
+    if (n % t.block_elements)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "dequantize %s: want a multiple of %u values, got %llu", t.name,
+                        (unsigned)t.block_elements, (unsigned long long)n);
+    if (n && (!src || !dst)) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "dequantize: src or dst is NULL");
+    rfi_dequantize_row(type, src, n, dst);
+    return RF_OK;
+}
+
+/* ==== 7 Lazy tensors ================================================================================== >>tensor
+ * The weights of one model on one device. A tensor is UNLOADED until somebody needs it; its cell makes one of the
+ * threads that ask load it and lets the others sleep. On a device that can use the file's bytes in place, loading is
+ * binding the mapping and asking the kernel to read ahead; elsewhere the bytes go through a staging buffer. Users pin:
+ * what is pinned cannot be evicted. */
+
+/* An opened device: a table and the object it made. */
+struct rf_device {
+    rf_allocator alloc;
+    const rf_device_api *api;
+    rf_dev *dev;
+    char note[160];          /* why "auto" chose this one */
+    _Atomic uint32_t n_held; /* models on it              */
+};
+
+/* A device that has not finished by then is reported as failed instead of hanging the caller. */
+#define RFI_WAIT_MS 120000u
+
+#define RFI_STAGING_BYTES ((uint64_t)4 << 20)
+
+typedef struct rfi_tensor {
+    rfi_cell cell;
+    rf_tensor_info info;
+    rf_mem mem; /* of the device; base NULL when used in place. Owned by whoever moves the cell. */
+} rfi_tensor;
+
+typedef struct rfi_store {
+    rf_gguf *g;
+    rf_device *device;
+    const rf_plan *plan;
+    rf_table *table;
+    rf_queue *queue;          /* for copies; one load at a time uses it and the staging buffer  */
+    pthread_mutex_t copying;
+    void *staging;            /* created by the first load that copies; guarded by copying      */
+    rfi_lot lot;
+    rfi_tensor *tensors;      /* [plan->n_weights], by slot                                     */
+    uint64_t total_bytes;
+    rf_progress_fn progress_fn;
+    void *progress_user;
+    _Atomic uint64_t tensors_loaded, bytes_loaded, device_bytes, hits, misses, loads, failures, evictions,
+        device_allocations, wait_ns, load_ns;
+} rfi_store;
+
+/* One load: the slot and where. */
+typedef struct rfi_load {
+    rfi_store *store;
+    uint32_t slot;
+} rfi_load;
+
+/* Copy a tensor to the device piece by piece through the staging buffer. */
+static rf_result rfi_tensor_copy(rfi_store *s, uint32_t slot, rfi_tensor *t, const rf_weight_layout *layout, rf_error *err) {
+    const rf_device_api *api = s->device->api;
+    const rf_plan_weight *w = &s->plan->weights[slot];
+    uint64_t row_bytes = w->size_bytes / w->n_rows;
+    uint64_t step = rfi_max_u64(1, RFI_STAGING_BYTES / row_bytes);
+    rf_mem scratch = {0};
+    rf_result r = RF_OK;
+    if (row_bytes > RFI_STAGING_BYTES)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, t->info.where, "%s: rows of %llu bytes, at most %llu are supported", w->name,
+                        (unsigned long long)row_bytes, (unsigned long long)RFI_STAGING_BYTES);
+    if (!s->staging) r = api->host_create(s->device->dev, RFI_STAGING_BYTES, &s->staging, err);
+    if (r == RF_OK) r = api->mem_create(s->device->dev, layout->size_bytes, &t->mem, err);
+    if (r == RF_OK) atomic_fetch_add(&s->device_allocations, 1);
+    if (r == RF_OK && layout->scratch_bytes) r = api->mem_create(s->device->dev, layout->scratch_bytes, &scratch, err);
+    for (uint64_t row = 0; r == RF_OK && row < w->n_rows; row += step) {
+        uint64_t n = rfi_min_u64(step, w->n_rows - row);
+        rf_ticket ticket = {0};
+        r = rf_gguf_read_tensor(s->g, w->tensor, row * row_bytes, s->staging, (size_t)(n * row_bytes), err);
+        if (r == RF_OK)
+            r = api->weight_write(s->table, s->queue, slot, &t->mem, 0, layout->scratch_bytes ? &scratch : NULL, (uint32_t)row,
+                                  (uint32_t)n, s->staging, &ticket, err);
+        if (r == RF_OK) r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
+    }
+    if (scratch.base) api->mem_release(s->device->dev, &scratch);
+    if (r != RF_OK && t->mem.base) api->mem_release(s->device->dev, &t->mem);
+    if (r != RF_OK) memset(&t->mem, 0, sizeof t->mem);
+    return r;
+}
+
+/* The load function of the cells. */
+static rf_result rfi_tensor_load(void *ctx, rf_error *err) {
+    const rfi_load *load = (const rfi_load *)ctx;
+    rfi_store *s = load->store;
+    rfi_tensor *t = &s->tensors[load->slot];
+    const rf_plan_weight *w = &s->plan->weights[load->slot];
+    const rf_device_api *api = s->device->api;
+    double start = rfi_now();
+    rf_weight_layout layout = api->weight_layout(s->device->dev, w);
+    const void *map = rfi_gguf_map(s->g, &t->info);
+    rf_ticket ticket = {0};
+    rf_result r;
+    pthread_mutex_lock(&s->copying);
+    if (layout.in_place && map && ((uintptr_t)map & (layout.align - 1)) == 0) {
+        if (!w->row_reads) rfi_gguf_advise(s->g, &t->info);
+        r = api->weight_write(s->table, s->queue, load->slot, NULL, 0, NULL, 0, w->n_rows, map, &ticket, err);
+    } else {
+        r = rfi_tensor_copy(s, load->slot, t, &layout, err);
+    }
+    pthread_mutex_unlock(&s->copying);
+    atomic_fetch_add(&s->load_ns, (uint64_t)((rfi_now() - start) * 1e9));
+    if (r != RF_OK) {
+        atomic_fetch_add(&s->failures, 1);
+        return r;
+    }
+    atomic_fetch_add(&s->device_bytes, t->mem.size_bytes);
+    atomic_fetch_add(&s->tensors_loaded, 1);
+    atomic_fetch_add(&s->bytes_loaded, w->size_bytes);
+    atomic_fetch_add(&s->loads, 1);
+    return RF_OK;
+}
+
+/* Pin a slot, loading it if needed. The progress callback runs after a load, in the loading thread, with nothing
+ * locked: it may call the library; if it cancels, the tensor stays loaded. */
+static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, rf_error *err) {
+    rfi_tensor *t = &s->tensors[slot];
+    if (rfi_cell_try_pin(&t->cell)) {
+        atomic_fetch_add_explicit(&s->hits, 1, memory_order_relaxed);
+        return RF_OK;
+    }
+    rfi_load load = {s, slot};
+    int loaded;
+    double start = rfi_now();
+    rf_result r = rfi_cell_acquire(&t->cell, &s->lot, rfi_tensor_load, &load, &loaded, err);
+    atomic_fetch_add(&s->misses, 1);
+    atomic_fetch_add(&s->wait_ns, (uint64_t)((rfi_now() - start) * 1e9));
+    if (r == RF_OK && loaded && s->progress_fn &&
+        s->progress_fn(atomic_load(&s->bytes_loaded), s->total_bytes, t->info.name, s->progress_user)) {
+        rfi_cell_unpin(&t->cell);
+        r = rfi_fail(err, RF_ERR_CANCELLED, 0, "loading was cancelled by the progress callback after %s",
+                     s->plan->weights[slot].name);
+    }
+    return r;
+}
+
+static void rfi_store_unpin(rfi_store *s, uint32_t slot) { rfi_cell_unpin(&s->tensors[slot].cell); }
+
+/* Ask the kernel to read what is not loaded yet and will be used in place soon. */
+static void rfi_store_advise(rfi_store *s, uint32_t slot) {
+    if (!rfi_cell_is_ready(&s->tensors[slot].cell) && !s->plan->weights[slot].row_reads)
+        rfi_gguf_advise(s->g, &s->tensors[slot].info);
+}
+
+/* Free a tensor that is READY and not pinned; 0 if it is in use, 1 if it is unloaded now (or was). */
+static int rfi_store_evict(rfi_store *s, uint32_t slot) {
+    rfi_tensor *t = &s->tensors[slot];
+    if (!rfi_cell_try_evict(&t->cell)) return !rfi_cell_is_ready(&t->cell);
+    s->device->api->weight_clear(s->table, slot);
+    atomic_fetch_sub(&s->device_bytes, t->mem.size_bytes);
+    if (t->mem.base) s->device->api->mem_release(s->device->dev, &t->mem);
+    memset(&t->mem, 0, sizeof t->mem);
+    atomic_fetch_sub(&s->tensors_loaded, 1);
+    atomic_fetch_sub(&s->bytes_loaded, s->plan->weights[slot].size_bytes);
+    atomic_fetch_add(&s->evictions, 1);
+    rfi_cell_evicted(&t->cell, &s->lot);
+    return 1;
+}
+
+static void rfi_store_close(rfi_store *s) {
+    const rf_device_api *api = s->device->api;
+    for (uint32_t slot = 0; s->tensors && slot < s->plan->n_weights; slot++) rfi_store_evict(s, slot);
+    if (s->staging) api->host_release(s->device->dev, s->staging);
+    if (s->queue) api->queue_release(s->queue);
+    if (s->table) api->table_release(s->table);
+    rfi_free(rfi_gguf_allocator(s->g), s->tensors);
+    rfi_lot_destroy(&s->lot);
+    pthread_mutex_destroy(&s->copying);
+}
+
+/* Make the store of a plan's weights: every tensor unloaded, nothing of the file read. On failure nothing is left. */
+static rf_result rfi_store_open(rfi_store *s, rf_gguf *g, rf_device *d, const rf_plan *plan, rf_error *err) {
+    memset(s, 0, sizeof *s);
+    s->g = g;
+    s->device = d;
+    s->plan = plan;
+    int e = pthread_mutex_init(&s->copying, NULL);
+    if (e) return rfi_fail_sys(err, RF_ERR_MEMORY, e, 0, "cannot create a mutex: error %d", e);
+    rf_result r = rfi_lot_init(&s->lot, err);
+    if (r != RF_OK) {
+        pthread_mutex_destroy(&s->copying);
+        return r;
+    }
+    s->tensors = (rfi_tensor *)rfi_alloc(rfi_gguf_allocator(g), plan->n_weights, sizeof *s->tensors, "lazy tensors", err);
+    r = s->tensors ? d->api->table_create(d->dev, plan, &s->table, err) : RF_ERR_MEMORY;
+    if (r == RF_OK) r = d->api->queue_create(d->dev, &s->queue, err);
+    for (uint32_t slot = 0; r == RF_OK && slot < plan->n_weights; slot++) {
+        rf_gguf_get_tensor(g, plan->weights[slot].tensor, &s->tensors[slot].info);
+        s->total_bytes += plan->weights[slot].size_bytes;
+    }
+    if (r != RF_OK) rfi_store_close(s);
+    return r;
+}
+
+/* ==== 8 Model ========================================================================================== >>model
+ * What the file says the model is: hyperparameters, read through one range-checked table before anything is computed
+ * from them, and the binding of weights, where every shape is checked against them. */
+
+#ifndef ROCMFORGE_MAX_LAYERS
+#define ROCMFORGE_MAX_LAYERS 1024
+#endif
+
+typedef enum rfi_rope_scaling { RFI_ROPE_NONE = 0, RFI_ROPE_LINEAR = 1, RFI_ROPE_YARN = 2 } rfi_rope_scaling;
+
+typedef struct rfi_layer_config {
+    uint32_t n_heads, n_kv_heads, n_ff;
+} rfi_layer_config;
+
+/* An architecture: what sets it apart, and the function that emits its plan (section 9). */
+typedef struct rfi_builder rfi_builder;
+typedef struct rfi_arch {
+    const char *name;
+    int neox;    /* rope pairs (i, i + n_rot/2) instead of (2i, 2i+1)  */
+    int qk_norm; /* rms norm of each query and key head before rope    */
+    void (*emit)(rfi_builder *b);
+} rfi_arch;
+
+static const rfi_arch *rfi_arch_find(rf_string name);
+static void rfi_arch_list(char *text, size_t capacity); /* "llama, qwen2, ..." */
+
+typedef struct rfi_config {
+    const rfi_arch *arch;
+    uint32_t n_layers, n_embd, n_vocab, n_ctx_train;
+    uint32_t head_dim, head_dim_v, n_rot;
+    double norm_eps;
+    double rope_base, rope_factor, yarn_log_multiplier;
+    uint32_t rope_n_ctx_original;
+    rfi_rope_scaling rope_scaling;
+    rfi_layer_config *layers; /* [n_layers] */
+} rfi_config;
+
+static const char *rfi_kv_type_name(uint32_t type) {
+    static const char *const names[] = {"u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "array", "u64", "i64", "f64"};
+    return type < RFI_COUNT(names) ? names[type] : "unknown";
+}
+
+static int rfi_kv_is_uint(uint32_t type) {
+    return type == RF_KV_U8 || type == RF_KV_U16 || type == RF_KV_U32 || type == RF_KV_U64 || type == RF_KV_I8 ||
+           type == RF_KV_I16 || type == RF_KV_I32 || type == RF_KV_I64;
+}
+
+/* Find "<arch>.<suffix>", or suffix itself if arch is NULL: 1 if it is there. */
+static int rfi_key_find(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_kv *kv, char *name, size_t capacity) {
+    snprintf(name, capacity, "%s%s%s", arch ? arch->name : "", arch ? "." : "", suffix);
+    return rf_gguf_find_kv(g, name, kv) == RF_OK;
+}
+
+/* One unsigned hyperparameter (element `il` if the file gives an array with one per layer). Absent: `absent`, or an
+ * error if `required`. */
+typedef struct rfi_uint_key {
+    const char *suffix;
+    uint32_t min, max, absent, required;
+} rfi_uint_key;
+
+static rf_result rfi_key_uint(const rf_gguf *g, const rfi_arch *arch, const rfi_uint_key *key, uint64_t il, uint64_t n_layers,
+                              uint32_t *out, rf_error *err) {
+    char name[96];
+    rf_kv kv;
+    int64_t v = 0;
+    if (!rfi_key_find(g, arch, key->suffix, &kv, name, sizeof name)) {
+        *out = key->absent;
+        if (!key->required) return RF_OK;
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), name);
+    }
+    int per_layer = kv.type == RF_KV_ARRAY && n_layers > 0;
+    if (!rfi_kv_is_uint(kv.element_type) || (kv.type == RF_KV_ARRAY && !per_layer))
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want an unsigned integer, found %s%s",
+                        rfi_gguf_path(g), name, (unsigned long long)kv.where, kv.type == RF_KV_ARRAY ? "an array of " : "",
+                        rfi_kv_type_name(kv.element_type));
+    if (per_layer && kv.count != n_layers)
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want %llu elements, one per layer, found %llu",
+                        rfi_gguf_path(g), name, (unsigned long long)kv.where, (unsigned long long)n_layers,
+                        (unsigned long long)kv.count);
+    if (rf_kv_int(&kv, per_layer ? il : 0, &v) != RF_OK || v < 0 || v < key->min || v > key->max)
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want %u to %u, found %lld", rfi_gguf_path(g), name,
+                        (unsigned long long)kv.where, key->min, key->max, (long long)v);
+    *out = (uint32_t)v;
+    return RF_OK;
+}
+
+/* One real hyperparameter, finite and >= min. */
+static rf_result rfi_key_real(const rf_gguf *g, const rfi_arch *arch, const char *suffix, double min, double absent,
+                              int required, double *out, rf_error *err) {
+    char name[96];
+    rf_kv kv;
+    *out = absent;
+    if (!rfi_key_find(g, arch, suffix, &kv, name, sizeof name)) {
+        if (!required) return RF_OK;
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), name);
+    }
+    if (kv.type != RF_KV_F32 && kv.type != RF_KV_F64)
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a real number, found %s", rfi_gguf_path(g), name,
+                        (unsigned long long)kv.where, rfi_kv_type_name(kv.type));
+    rf_kv_real(&kv, 0, out);
+    if (!isfinite(*out) || *out < min)
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a finite number >= %g, found %g",
+                        rfi_gguf_path(g), name, (unsigned long long)kv.where, min, *out);
+    return RF_OK;
+}
+
+/* A string key; *out empty if absent. */
+static rf_result rfi_key_text(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_string *out, rf_kv *kv,
+                              rf_error *err) {
+    char name[96];
+    memset(out, 0, sizeof *out);
+    if (!rfi_key_find(g, arch, suffix, kv, name, sizeof name)) return RF_OK;
+    if (kv->type != RF_KV_STRING)
+        return rfi_fail(err, RF_ERR_FORMAT, kv->where, "%s: %s at byte %llu: want a string, found %s", rfi_gguf_path(g), name,
+                        (unsigned long long)kv->where, rfi_kv_type_name(kv->type));
+    return rf_kv_text(kv, NULL, out);
+}
+
+static rf_result rfi_config_arch(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    rf_string arch;
+    rf_kv kv;
+    rf_result r = rfi_key_text(g, NULL, "general.architecture", &arch, &kv, err);
+    if (r != RF_OK) return r;
+    if (arch.len == 0) return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key general.architecture is missing or empty", rfi_gguf_path(g));
+    c->arch = rfi_arch_find(arch);
+    if (c->arch) return RF_OK;
+    char names[128];
+    rfi_arch_list(names, sizeof names);
+    return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where,
+                    "%s: general.architecture at byte %llu: '%.*s' is not supported (supported: %s)", rfi_gguf_path(g),
+                    (unsigned long long)kv.where, RFI_STR(arch), names);
+}
+
+/* Rope: base, scaling and its type. A factor without a type means linear; rope.scale_linear is its old name. */
+static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    static const rfi_uint_key original = {"rope.scaling.original_context_length", 1, INT32_MAX, 0, 0};
+    rf_string type;
+    rf_kv kv;
+    double old_factor = 0;
+    rf_result r = rfi_key_real(g, c->arch, "rope.freq_base", FLT_MIN, 10000.0, 0, &c->rope_base, err);
+    if (r == RF_OK) r = rfi_key_real(g, c->arch, "rope.scaling.factor", 0, 0, 0, &c->rope_factor, err);
+    if (r == RF_OK) r = rfi_key_real(g, c->arch, "rope.scale_linear", 0, 0, 0, &old_factor, err);
+    if (r == RF_OK) r = rfi_key_real(g, c->arch, "rope.scaling.yarn_log_multiplier", 0, 0, 0, &c->yarn_log_multiplier, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &original, 0, 0, &c->rope_n_ctx_original, err);
+    if (r == RF_OK) r = rfi_key_text(g, c->arch, "rope.scaling.type", &type, &kv, err);
+    if (r != RF_OK) return r;
+    if (c->rope_factor == 0) c->rope_factor = old_factor;
+    if (c->rope_factor == 0) c->rope_factor = 1;
+    if (c->rope_n_ctx_original == 0) c->rope_n_ctx_original = c->n_ctx_train;
+    if (rfi_str_equal(type, "none")) c->rope_factor = 1;
+    else if (type.len == 0 || rfi_str_equal(type, "linear")) c->rope_scaling = c->rope_factor == 1 ? RFI_ROPE_NONE : RFI_ROPE_LINEAR;
+    else if (rfi_str_equal(type, "yarn")) c->rope_scaling = RFI_ROPE_YARN;
+    else
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where, "%s: %s.rope.scaling.type at byte %llu: '%.*s' is not supported (supported: none, linear, yarn)",
+                        rfi_gguf_path(g), c->arch->name, (unsigned long long)kv.where, RFI_STR(type));
+    return RF_OK;
+}
+
+/* Vocabulary size: the token list counts; a file without a tokenizer may say vocab_size. */
+static rf_result rfi_config_vocab(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    static const rfi_uint_key vocab = {"vocab_size", 1, INT32_MAX, 0, 1};
+    rf_kv kv;
+    if (rf_gguf_find_kv(g, "tokenizer.ggml.tokens", &kv) != RF_OK) return rfi_key_uint(g, c->arch, &vocab, 0, 0, &c->n_vocab, err);
+    if (kv.type != RF_KV_ARRAY || kv.element_type != RF_KV_STRING || kv.count == 0 || kv.count > INT32_MAX)
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: tokenizer.ggml.tokens at byte %llu: want an array of 1 to 2147483647 strings, found %llu x %s",
+                        rfi_gguf_path(g), (unsigned long long)kv.where, (unsigned long long)kv.count,
+                        rfi_kv_type_name(kv.element_type));
+    c->n_vocab = (uint32_t)kv.count;
+    return RF_OK;
+}
+
+/* What would change the graph and is not built: refused by name, never run wrong. */
+static rf_result rfi_config_refuse(const rf_gguf *g, const rfi_config *c, rf_error *err) {
+    static const rfi_uint_key experts = {"expert_count", 0, UINT32_MAX, 0, 0};
+    uint32_t n_experts = 0;
+    rf_kv kv;
+    char name[96];
+    int64_t causal = 1;
+    rf_result r = rfi_key_uint(g, c->arch, &experts, 0, 0, &n_experts, err);
+    if (r != RF_OK) return r;
+    if (n_experts)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "%s: %s.expert_count is %u: mixture of experts is not supported", rfi_gguf_path(g),
+                        c->arch->name, n_experts);
+    if (rfi_key_find(g, c->arch, "attention.causal", &kv, name, sizeof name) && rf_kv_int(&kv, 0, &causal) == RF_OK && !causal)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where, "%s: %s at byte %llu is false: attention without a causal mask is not supported",
+                        rfi_gguf_path(g), name, (unsigned long long)kv.where);
+    return RF_OK;
+}
+
+/* Per layer: heads, kv heads, ff width; plain numbers or arrays. */
+static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    static const rfi_uint_key heads = {"attention.head_count", 1, 1 << 14, 0, 1}, ff = {"feed_forward_length", 1, 1 << 24, 0, 1};
+    for (uint32_t il = 0; il < c->n_layers; il++) {
+        rfi_layer_config *l = &c->layers[il];
+        rf_result r = rfi_key_uint(g, c->arch, &heads, il, c->n_layers, &l->n_heads, err);
+        if (r != RF_OK) return r;
+        const rfi_uint_key kv_heads = {"attention.head_count_kv", 1, 1 << 14, l->n_heads, 0};
+        r = rfi_key_uint(g, c->arch, &kv_heads, il, c->n_layers, &l->n_kv_heads, err);
+        if (r == RF_OK) r = rfi_key_uint(g, c->arch, &ff, il, c->n_layers, &l->n_ff, err);
+        if (r != RF_OK) return r;
+        if (l->n_heads % l->n_kv_heads)
+            return rfi_fail(err, RF_ERR_FORMAT, il, "%s: %s.attention.head_count_kv: layer %u has %u heads on %u key/value heads, want a divisor",
+                            rfi_gguf_path(g), c->arch->name, il, l->n_heads, l->n_kv_heads);
+    }
+    return RF_OK;
+}
+
+/* Read everything. c->layers is allocated with the file's allocator, also on failure (the caller frees it). */
+static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    static const rfi_uint_key n_layers = {"block_count", 1, ROCMFORGE_MAX_LAYERS, 0, 1}, n_embd = {"embedding_length", 1, 1 << 20, 0, 1},
+                              n_ctx = {"context_length", 1, UINT32_MAX, 0, 1};
+    memset(c, 0, sizeof *c);
+    rf_result r = rfi_config_arch(g, c, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_layers, 0, 0, &c->n_layers, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_embd, 0, 0, &c->n_embd, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_ctx, 0, 0, &c->n_ctx_train, err);
+    if (r == RF_OK) r = rfi_key_real(g, c->arch, "attention.layer_norm_rms_epsilon", 0, 0, 1, &c->norm_eps, err);
+    if (r == RF_OK) r = rfi_config_vocab(g, c, err);
+    if (r == RF_OK) r = rfi_config_refuse(g, c, err);
+    if (r != RF_OK) return r;
+    if (c->n_ctx_train > INT32_MAX) c->n_ctx_train = INT32_MAX;
+    c->layers = (rfi_layer_config *)rfi_alloc(rfi_gguf_allocator(g), c->n_layers, sizeof *c->layers, "layer hyperparameters", err);
+    if (!c->layers) return RF_ERR_MEMORY;
+    r = rfi_config_layers(g, c, err);
+    if (r != RF_OK) return r;
+
+    uint32_t n_heads = c->layers[0].n_heads;
+    uint32_t by_width = c->n_embd % n_heads ? 0 : c->n_embd / n_heads; /* 0: then the file must say */
+    const rfi_uint_key key_length = {"attention.key_length", 1, 1 << 14, by_width, by_width == 0};
+    r = rfi_key_uint(g, c->arch, &key_length, 0, 0, &c->head_dim, err);
+    const rfi_uint_key value_length = {"attention.value_length", 1, 1 << 14, by_width ? by_width : c->head_dim, 0};
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &value_length, 0, 0, &c->head_dim_v, err);
+    const rfi_uint_key n_rot = {"rope.dimension_count", 2, c->head_dim, c->head_dim & ~1u, 0};
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_rot, 0, 0, &c->n_rot, err);
+    if (r == RF_OK && c->n_rot % 2)
+        r = rfi_fail(err, RF_ERR_FORMAT, 0, "%s: %s.rope.dimension_count is %u, want an even number", rfi_gguf_path(g), c->arch->name,
+                     c->n_rot);
+    return r == RF_OK ? rfi_config_rope(g, c, err) : r;
+}
+
+/* ==== 9 Plan ============================================================================================ >>plan
+ * The model as data: emitters append ops, nothing runs. A new architecture is a new emitter, not a new kernel path.
+ * T is the rows of a step, L those that want logits. Weights are bound by name here and their shapes checked, so that
+ * everything that can be wrong with a file's directory is found before the first byte of a tensor is read. */
+
+/* A bound weight: slot, and first row of a fused tensor. slot RF_NONE: optional and absent. */
+typedef struct rfi_weight {
+    uint32_t slot, row;
+} rfi_weight;
+
+typedef struct rfi_array {
+    void *items;
+    uint32_t n, capacity;
+} rfi_array;
+
+struct rfi_builder {
+    const rf_gguf *g;
+    const rf_allocator *alloc;
+    const rfi_config *c;
+    rfi_array ops, buffers, states, weights, tables;
+    rf_error *err;
+    rf_result result; /* the first failure: from then on nothing is appended       */
+    rf_op dropped;    /* where emitters write after a failure, so they need no checks */
+    int32_t layer;    /* being emitted                                             */
+    uint32_t logits;  /* buffer                                                    */
+};
+
+/* Room for `more` items behind the last; NULL once the builder failed. Grows by doubling. */
+static void *rfi_array_push(rfi_builder *b, rfi_array *a, uint32_t more, size_t item_bytes) {
+    if (b->result != RF_OK) return NULL;
+    if (a->capacity - a->n < more) {
+        uint32_t capacity = (a->n + more) * 2;
+        void *items = rfi_alloc(b->alloc, capacity, item_bytes, "the plan", b->err);
+        if (!items) {
+            b->result = RF_ERR_MEMORY;
+            return NULL;
+        }
+        if (a->n) memcpy(items, a->items, (size_t)a->n * item_bytes);
+        rfi_free(b->alloc, a->items);
+        a->items = items;
+        a->capacity = capacity;
+    }
+    void *first = (char *)a->items + (size_t)a->n * item_bytes;
+    a->n += more;
+    return first;
+}
+
+/* ---- weights ---- */
+
+/* "blk.<layer>.<name>", or the name alone outside the layers */
+static void rfi_weight_name(const rfi_builder *b, const char *name, char *out, size_t capacity) {
+    if (b->layer >= 0 && b->layer < (int32_t)b->c->n_layers) snprintf(out, capacity, "blk.%d.%s", (int)b->layer, name);
+    else snprintf(out, capacity, "%s", name);
+}
+
+static int rfi_has(const rfi_builder *b, const char *name) {
+    char full[64];
+    rf_tensor_info t;
+    rfi_weight_name(b, name, full, sizeof full);
+    return rf_gguf_find_tensor(b->g, full, &t) == RF_OK;
+}
+
+static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_info *t, uint64_t n_in, uint64_t n_rows) {
+    rf_type_info type = rf_type_get(t->type);
+    const char *path = rfi_gguf_path(b->g);
+    unsigned long long at = (unsigned long long)t->where;
+    int is_float = t->type == RF_TYPE_F32 || t->type == RF_TYPE_F16 || t->type == RF_TYPE_BF16;
+    if (t->ne[0] != n_in || t->ne[1] != n_rows || t->ne[2] != 1 || t->ne[3] != 1)
+        b->result = rfi_fail(b->err, RF_ERR_FORMAT, t->where, "%s: %s at byte %llu: want ne={%llu, %llu}, found %s ne={%llu, %llu, %llu, %llu}",
+                             path, name, at, (unsigned long long)n_in, (unsigned long long)n_rows, type.name,
+                             (unsigned long long)t->ne[0], (unsigned long long)t->ne[1], (unsigned long long)t->ne[2],
+                             (unsigned long long)t->ne[3]);
+    else if (!type.runs)
+        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, t->where, "%s: %s at byte %llu: tensor type %s is not supported", path,
+                             name, at, type.name);
+    else if (n_rows == 1 && !is_float)
+        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, t->where, "%s: %s at byte %llu: want a vector of f32, f16 or bf16, found %s", path,
+                             name, at, type.name);
+}
+
+/* Bind a tensor of shape [n_rows, n_in] (a vector: n_rows 1). Absent: RF_NONE, an error unless optional.
+ * `also` (may be NULL): another name that would have done, for the message. */
+static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, int optional, const char *also) {
+    char full[64];
+    rf_tensor_info t;
+    rfi_weight none = {RF_NONE, 0};
+    if (b->result != RF_OK) return none;
+    rfi_weight_name(b, name, full, sizeof full);
+    if (rf_gguf_find_tensor(b->g, full, &t) != RF_OK) {
+        if (!optional)
+            b->result = rfi_fail(b->err, RF_ERR_NOT_FOUND, 0, "%s: tensor %s is missing (tried: %s%s%s)", rfi_gguf_path(b->g), full,
+                                 full, also ? ", " : "", also ? also : "");
+        return none;
+    }
+    rfi_bind_check(b, full, &t, n_in, n_rows);
+    if (b->result != RF_OK) return none;
+    rf_plan_weight *w = (rf_plan_weight *)rfi_array_push(b, &b->weights, 1, sizeof *w);
+    if (!w) return none;
+    memset(w, 0, sizeof *w);
+    snprintf(w->name, sizeof w->name, "%s", full);
+    w->tensor = t.index;
+    w->type = t.type;
+    w->n_in = (uint32_t)n_in;
+    w->n_rows = (uint32_t)n_rows;
+    w->layer = b->layer;
+    w->size_bytes = t.size_bytes;
+    return (rfi_weight){b->weights.n - 1, 0};
+}
+
+/* ---- buffers, states, ops ---- */
+
+static uint32_t rfi_buffer(rfi_builder *b, const char *name, uint32_t rows, uint64_t width) {
+    rf_plan_buffer *p = (rf_plan_buffer *)rfi_array_push(b, &b->buffers, 1, sizeof *p);
+    if (!p) return 0;
+    *p = (rf_plan_buffer){name, rows, (uint32_t)width};
+    return b->buffers.n - 1;
+}
+
+static uint32_t rfi_state(rfi_builder *b, uint32_t n_kv_heads) {
+    rf_plan_state *p = (rf_plan_state *)rfi_array_push(b, &b->states, 1, sizeof *p);
+    if (!p) return 0;
+    *p = (rf_plan_state){(uint32_t)b->layer, n_kv_heads, b->c->head_dim, b->c->head_dim_v};
+    return b->states.n - 1;
+}
+
+/* Append an op with everything unused set to nothing; valid until the next one. */
+static rf_op *rfi_op(rfi_builder *b, uint32_t kind, uint32_t rows) {
+    rf_op *op = (rf_op *)rfi_array_push(b, &b->ops, 1, sizeof *op);
+    if (!op) op = &b->dropped;
+    memset(op, 0, sizeof *op);
+    op->kind = kind;
+    op->rows = rows;
+    op->layer = b->layer;
+    op->in = op->in2 = op->out = op->state = op->weight = op->extra = op->table = RF_NONE;
+    return op;
+}
+
+static void rfi_emit_rms_norm(rfi_builder *b, uint32_t rows, uint32_t out, uint32_t in, rfi_weight w, uint32_t n_groups) {
+    const rf_plan_weight *weight = (const rf_plan_weight *)b->weights.items;
+    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, rows);
+    op->in = in;
+    op->out = out;
+    op->weight = w.slot;
+    op->n_heads = n_groups;
+    op->n_in = b->result == RF_OK ? weight[w.slot].n_in : 0;
+    op->eps = (float)b->c->norm_eps;
+}
+
+/* out[rows, n_out] = in[rows, n_in] W^T + bias; flags RF_OP_ACCUMULATE: += */
+static void rfi_emit_matmul(rfi_builder *b, uint32_t rows, uint32_t out, uint32_t in, rfi_weight w, rfi_weight bias,
+                            uint32_t n_out, uint32_t flags) {
+    const rf_plan_weight *weight = (const rf_plan_weight *)b->weights.items;
+    rf_op *op = rfi_op(b, RF_OP_MATMUL, rows);
+    op->flags = flags;
+    op->in = in;
+    op->out = out;
+    op->weight = w.slot;
+    op->weight_row = w.row;
+    op->extra = bias.slot;
+    op->extra_at = bias.row;
+    op->n_in = b->result == RF_OK ? weight[w.slot].n_in : 0;
+    op->n_out = n_out;
+}
+
+static void rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, rfi_weight freqs, float magnitude) {
+    rf_op *op = rfi_op(b, RF_OP_ROPE, RF_ROWS_TOKENS);
+    op->flags = b->c->arch->neox ? RF_OP_NEOX : 0;
+    op->in = op->out = x;
+    op->extra = freqs.slot;
+    op->table = 0;
+    op->n_heads = n_heads;
+    op->head_dim = b->c->head_dim;
+    op->n_rot = b->c->n_rot;
+    op->scale = magnitude;
+}
+
+/* Table 0: angle per position of rope pair i, base^(-2i/n_rot), scaled. Yarn (arXiv 2309.00071, betas 32 and 1) divides
+ * slow pairs by the factor, leaves fast ones and blends between; returns what cos and sin are multiplied by. */
+static float rfi_rope_table(rfi_builder *b) {
+    const rfi_config *c = b->c;
+    const double pi = 3.14159265358979323846, n_rot = c->n_rot, f = c->rope_factor;
+    float *table = (float *)rfi_array_push(b, &b->tables, c->n_rot / 2, sizeof *table);
+    int yarn = c->rope_scaling == RFI_ROPE_YARN && f > 0;
+    double lo = 0, hi = 0;
+    if (!table) return 1;
+    if (yarn) {
+        double n0 = c->rope_n_ctx_original, per = n_rot / (2 * log(c->rope_base));
+        lo = fmax(0, floor(per * log(n0 / (2 * pi * 32))));
+        hi = fmin(n_rot - 1, ceil(per * log(n0 / (2 * pi))));
+    }
+    for (uint32_t i = 0; i < c->n_rot / 2; i++) {
+        double theta = pow(c->rope_base, -2.0 * i / n_rot), keep = 1;
+        if (c->rope_scaling == RFI_ROPE_LINEAR) keep = 1 / f;
+        if (yarn) {
+            double fast = 1 - fmin(1, fmax(0, (i - lo) / fmax(0.001, hi - lo)));
+            keep = (1 - fast) / f + fast;
+        }
+        table[i] = (float)(theta * keep);
+    }
+    if (!yarn || f <= 1) return 1;
+    return (float)((0.1 * log(f) + 1) / (0.1 * c->yarn_log_multiplier * log(f) + 1));
+}
+
+/* ---- the decoder ---- */
+
+/* Its buffers; widths are the largest of any layer. */
+typedef struct rfi_decoder {
+    uint32_t x, xn;      /* [T, n_embd]               */
+    uint32_t q;          /* [T, n_heads, head_dim]    */
+    uint32_t k, v;       /* [T, n_kv_heads, ...]      */
+    uint32_t att;        /* [T, n_heads, head_dim_v]  */
+    uint32_t gate, up;   /* [T, n_ff]                 */
+    uint32_t xl;         /* [L, n_embd]               */
+    rfi_weight freqs;
+    float rope_magnitude;
+} rfi_decoder;
+
+/* q, k, v = xn W^T + bias, from three tensors, or from the rows of a fused one. */
+static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
+    uint32_t rows[3] = {l->n_heads * b->c->head_dim, l->n_kv_heads * b->c->head_dim, l->n_kv_heads * b->c->head_dim_v};
+    uint32_t out[3] = {d->q, d->k, d->v};
+    uint64_t n_embd = b->c->n_embd;
+    if (rfi_has(b, "attn_qkv.weight")) {
+        uint64_t all = (uint64_t)rows[0] + rows[1] + rows[2];
+        rfi_weight w = rfi_bind(b, "attn_qkv.weight", n_embd, all, 0, NULL);
+        rfi_weight bias = rfi_bind(b, "attn_qkv.bias", all, 1, 1, NULL);
+        for (int i = 0; i < 3; i++) {
+            rfi_emit_matmul(b, RF_ROWS_TOKENS, out[i], d->xn, w, bias, rows[i], 0);
+            w.row += rows[i];
+            bias.row += rows[i];
+        }
+        return;
+    }
+    static const char *const names[3][2] = {{"attn_q.weight", "attn_q.bias"}, {"attn_k.weight", "attn_k.bias"},
+                                            {"attn_v.weight", "attn_v.bias"}};
+    for (int i = 0; i < 3; i++) {
+        rfi_weight w = rfi_bind(b, names[i][0], n_embd, rows[i], 0, "attn_qkv.weight of the same layer");
+        rfi_weight bias = rfi_bind(b, names[i][1], rows[i], 1, 1, NULL);
+        rfi_emit_matmul(b, RF_ROWS_TOKENS, out[i], d->xn, w, bias, rows[i], 0);
+    }
+}
+
+/* x += Wo attention(rope(q), rope(k), v) */
+static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
+    const rfi_config *c = b->c;
+    rfi_emit_rms_norm(b, RF_ROWS_TOKENS, d->xn, d->x, rfi_bind(b, "attn_norm.weight", c->n_embd, 1, 0, NULL), 1);
+    rfi_emit_qkv(b, d, l);
+    if (c->arch->qk_norm) {
+        rfi_emit_rms_norm(b, RF_ROWS_TOKENS, d->q, d->q, rfi_bind(b, "attn_q_norm.weight", c->head_dim, 1, 0, NULL), l->n_heads);
+        rfi_emit_rms_norm(b, RF_ROWS_TOKENS, d->k, d->k, rfi_bind(b, "attn_k_norm.weight", c->head_dim, 1, 0, NULL), l->n_kv_heads);
+    }
+    rfi_emit_rope(b, d->q, l->n_heads, d->freqs, d->rope_magnitude);
+    rfi_emit_rope(b, d->k, l->n_kv_heads, d->freqs, d->rope_magnitude);
+
+    rf_op *op = rfi_op(b, RF_OP_KV_STORE, RF_ROWS_TOKENS);
+    op->in = d->k;
+    op->in2 = d->v;
+    op->state = rfi_state(b, l->n_kv_heads);
+    op->n_kv_heads = l->n_kv_heads;
+    op->head_dim = c->head_dim;
+    op->head_dim_v = c->head_dim_v;
+
+    op = rfi_op(b, RF_OP_ATTENTION, RF_ROWS_TOKENS);
+    op->in = d->q;
+    op->out = d->att;
+    op->state = b->states.n - 1;
+    op->n_heads = l->n_heads;
+    op->n_kv_heads = l->n_kv_heads;
+    op->head_dim = c->head_dim;
+    op->head_dim_v = c->head_dim_v;
+    op->scale = (float)(1 / sqrt((double)c->head_dim));
+
+    rfi_weight w = rfi_bind(b, "attn_output.weight", (uint64_t)l->n_heads * c->head_dim_v, c->n_embd, 0, NULL);
+    rfi_weight bias = rfi_bind(b, "attn_output.bias", c->n_embd, 1, 1, NULL);
+    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->x, d->att, w, bias, c->n_embd, RF_OP_ACCUMULATE);
+}
+
+/* x += Wdown (silu(Wgate xn) * Wup xn) */
+static void rfi_emit_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
+    uint32_t n_embd = b->c->n_embd, n_ff = l->n_ff;
+    rfi_emit_rms_norm(b, RF_ROWS_TOKENS, d->xn, d->x, rfi_bind(b, "ffn_norm.weight", n_embd, 1, 0, NULL), 1);
+    rfi_weight w = rfi_bind(b, "ffn_gate.weight", n_embd, n_ff, 0, NULL), bias = rfi_bind(b, "ffn_gate.bias", n_ff, 1, 1, NULL);
+    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->gate, d->xn, w, bias, n_ff, 0);
+    w = rfi_bind(b, "ffn_up.weight", n_embd, n_ff, 0, NULL), bias = rfi_bind(b, "ffn_up.bias", n_ff, 1, 1, NULL);
+    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->up, d->xn, w, bias, n_ff, 0);
+    rf_op *op = rfi_op(b, RF_OP_GLU, RF_ROWS_TOKENS);
+    op->in = op->out = d->gate;
+    op->in2 = d->up;
+    op->n_out = n_ff;
+    w = rfi_bind(b, "ffn_down.weight", n_ff, n_embd, 0, NULL), bias = rfi_bind(b, "ffn_down.bias", n_embd, 1, 1, NULL);
+    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->x, d->gate, w, bias, n_embd, RF_OP_ACCUMULATE);
+}
+
+static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
+    const rfi_config *c = b->c;
+    uint64_t heads = 0, kv_heads = 0, ff = 0;
+    for (uint32_t il = 0; il < c->n_layers; il++) {
+        heads = rfi_max_u64(heads, c->layers[il].n_heads);
+        kv_heads = rfi_max_u64(kv_heads, c->layers[il].n_kv_heads);
+        ff = rfi_max_u64(ff, c->layers[il].n_ff);
+    }
+    rfi_decoder d;
+    memset(&d, 0, sizeof d);
+    d.x = rfi_buffer(b, "x", RF_ROWS_TOKENS, c->n_embd);
+    d.xn = rfi_buffer(b, "xn", RF_ROWS_TOKENS, c->n_embd);
+    d.q = rfi_buffer(b, "q", RF_ROWS_TOKENS, heads * c->head_dim);
+    d.k = rfi_buffer(b, "k", RF_ROWS_TOKENS, kv_heads * c->head_dim);
+    d.v = rfi_buffer(b, "v", RF_ROWS_TOKENS, kv_heads * c->head_dim_v);
+    d.att = rfi_buffer(b, "att", RF_ROWS_TOKENS, heads * c->head_dim_v);
+    d.gate = rfi_buffer(b, "gate", RF_ROWS_TOKENS, ff);
+    d.up = rfi_buffer(b, "up", RF_ROWS_TOKENS, ff);
+    d.xl = rfi_buffer(b, "xl", RF_ROWS_LOGITS, c->n_embd);
+    b->logits = rfi_buffer(b, "logits", RF_ROWS_LOGITS, c->n_vocab);
+    return d;
+}
+
+/* The pre-norm decoder of llama, qwen2 and qwen3. This function is the model: read it next to the paper. */
+static void rfi_emit_decoder(rfi_builder *b) {
+    const rfi_config *c = b->c;
+    rfi_decoder d = rfi_decoder_buffers(b);
+    b->layer = -1;
+    rfi_weight embedding = rfi_bind(b, "token_embd.weight", c->n_embd, c->n_vocab, 0, NULL);
+    rf_op *op = rfi_op(b, RF_OP_EMBED, RF_ROWS_TOKENS);
+    op->out = d.x;
+    op->weight = embedding.slot;
+    op->n_out = c->n_embd;
+    d.rope_magnitude = rfi_rope_table(b);
+    d.freqs = rfi_bind(b, "rope_freqs.weight", c->n_rot / 2, 1, 1, NULL);
+    for (uint32_t il = 0; il < c->n_layers; il++) {
+        b->layer = (int32_t)il;
+        rfi_emit_attention(b, &d, &c->layers[il]);
+        rfi_emit_ffn(b, &d, &c->layers[il]);
+    }
+    b->layer = (int32_t)c->n_layers;
+    op = rfi_op(b, RF_OP_GATHER, RF_ROWS_LOGITS);
+    op->in = d.x;
+    op->out = d.xl;
+    op->n_out = c->n_embd;
+    rfi_emit_rms_norm(b, RF_ROWS_LOGITS, d.xl, d.xl, rfi_bind(b, "output_norm.weight", c->n_embd, 1, 0, NULL), 1);
+    int tied = !rfi_has(b, "output.weight");
+    rfi_weight output = tied ? embedding : rfi_bind(b, "output.weight", c->n_embd, c->n_vocab, 0, NULL);
+    rfi_emit_matmul(b, RF_ROWS_LOGITS, b->logits, d.xl, output, rfi_bind(b, "output.bias", c->n_vocab, 1, 1, NULL), c->n_vocab, 0);
+    if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.slot].row_reads = 1;
+}
+
+static const rfi_arch rfi_archs[] = {
+    {"llama", 0, 0, rfi_emit_decoder},
+    {"qwen2", 1, 0, rfi_emit_decoder},
+    {"qwen3", 1, 1, rfi_emit_decoder},
+};
+
+static const rfi_arch *rfi_arch_find(rf_string name) {
+    for (size_t i = 0; i < RFI_COUNT(rfi_archs); i++)
+        if (rfi_str_equal(name, rfi_archs[i].name)) return &rfi_archs[i];
+    return NULL;
+}
+
+static void rfi_arch_list(char *text, size_t capacity) {
+    size_t n = 0;
+    text[0] = 0;
+    for (size_t i = 0; i < RFI_COUNT(rfi_archs) && n < capacity; i++)
+        n += (size_t)snprintf(text + n, capacity - n, "%s%s", i ? ", " : "", rfi_archs[i].name);
+}
+
+static void rfi_plan_free(const rf_allocator *alloc, rf_plan *p) {
+    rfi_free(alloc, (void *)(uintptr_t)p->ops);
+    rfi_free(alloc, (void *)(uintptr_t)p->buffers);
+    rfi_free(alloc, (void *)(uintptr_t)p->states);
+    rfi_free(alloc, (void *)(uintptr_t)p->weights);
+    rfi_free(alloc, (void *)(uintptr_t)p->tables);
+    memset(p, 0, sizeof *p);
+}
+
+/* Build the plan of a file: O(metadata), no tensor byte is read. */
+static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *out, rf_error *err) {
+    rfi_builder b;
+    memset(&b, 0, sizeof b);
+    b.g = g;
+    b.alloc = rfi_gguf_allocator(g);
+    b.c = c;
+    b.err = err;
+    c->arch->emit(&b);
+    *out = (rf_plan){
+        .ops = (const rf_op *)b.ops.items,
+        .buffers = (const rf_plan_buffer *)b.buffers.items,
+        .states = (const rf_plan_state *)b.states.items,
+        .weights = (const rf_plan_weight *)b.weights.items,
+        .tables = (const float *)b.tables.items,
+        .n_ops = b.ops.n, .n_buffers = b.buffers.n, .n_states = b.states.n, .n_weights = b.weights.n, .n_tables = b.tables.n,
+        .n_layers = c->n_layers, .n_embd = c->n_embd, .n_vocab = c->n_vocab,
+        .logits = b.logits,
+    };
+    if (b.result != RF_OK) rfi_plan_free(b.alloc, out);
+    return b.result;
+}
+
+/* ==== 10 CPU device ======================================================================================== >>cpu
+ * First half: the computing kernels, without threads. One table of functions per instruction set, chosen at run time;
+ * every function carries its own target attribute, so that the file compiles without -m flags.
+ *
+ * Products with quantized weights are defined once for all instruction sets (and devices), to the bit: the inputs are
+ * rounded to int8 in groups of 32 (rfi_q8), and row . column is
+ *     y = 0; for each group g in order:  y = fma(float(isum_g), d_w * d_x, y);  if the type has mins: y = fma(m_w, s_x, y)
+ * with isum_g the exact integer sum over the group (of Q6_K: scale_0 * sum of 16 + scale_1 * sum of 16), d_w = d * scale
+ * and m_w = m, or -dmin * min. How rows are cut over lanes, panels and threads changes nothing in that.
+ * Float weights: lanes along the row, fixed per instruction set; rows of more than RFI_FLOAT_CHUNK values are added up
+ * chunk by chunk. */
+
+#if !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("O3", "fp-contract=off") /* intrinsics without inlining are 15 to 70 times slower; equal bits */
+#else
+#pragma STDC FP_CONTRACT OFF
+#endif
+
+#define RFI_INLINE static inline __attribute__((always_inline))
+
+/* ---- inputs ---- */
+
+/* 32 inputs of a quantized product, one cache line. For x[0..32) with top = max |x|:
+ *     d = top / 127 and q = round-to-nearest-even(x * (1 / d)), all in float32;
+ *     d = 0 and q = 0 if that d < 2^-126;  d = nan and q = 0 if an x is infinite or nan. */
+typedef struct rfi_q8 {
+    int8_t q[32];
+    float d;
+    float s;         /* d * sum of q                                             */
+    int32_t b;       /* -128 * sum of q: undoes the bias of unsigned weights     */
+    int32_t b16[2];  /* the same of each half                                    */
+    int32_t zero[3];
+} rfi_q8;
+_Static_assert(sizeof(rfi_q8) == 64, "one cache line");
+
+/* Inputs of a matmul: column j at f + j * f_stride (float weights) or q + j * q_stride (quantized weights). Columns of q
+ * hold rfi_q8_groups(n_in) groups; 64-byte alignment is faster. */
+typedef struct rfi_acts {
+    const float *f;
+    uint64_t f_stride;
+    const rfi_q8 *q;
+    uint64_t q_stride;
+} rfi_acts;
+
+/* Groups to allocate per column: whole units of 8, and one more to keep columns off the same cache sets. */
+static uint64_t rfi_q8_groups(uint32_t n_in) { return ((uint64_t)n_in + 255) / 256 * 8 + 1; }
+
+/* One kv head and the n_group query heads that share it, for n_tokens consecutive tokens of one sequence. */
+typedef struct rfi_attention {
+    const float *q;          /* [n_tokens][q_stride], heads side by side: [n_group][head_dim]                  */
+    uint64_t q_stride;
+    const void *k, *v;       /* [positions][head_dim], [positions][head_dim_v], of cache_type                  */
+    uint32_t cache_type;     /* rf_cache_type                                                                  */
+    uint32_t n_tokens;
+    uint32_t n_pos;          /* positions that the first token sees, itself included; token t sees n_pos + t   */
+    uint32_t n_group, head_dim, head_dim_v;
+    float scale;
+    float *scores;           /* scratch [rfi_attention_scores(n_group, n_pos + n_tokens - 1)]                  */
+    float *out;              /* [n_tokens][out_stride], [n_group][head_dim_v]                                  */
+    uint64_t out_stride;
+} rfi_attention;
+
+#define RFI_ATTENTION_TOKENS 8u /* tokens whose scores are held at once when few heads share keys and values */
+
+static uint64_t rfi_attention_scores(uint32_t n_group, uint32_t n_pos_max) {
+    return rfi_max_u64(n_group, RFI_ATTENTION_TOKENS) * ((((uint64_t)n_pos_max + 15) & ~(uint64_t)15) + 1);
+}
+
+typedef void (*rfi_matmul_fn)(const void *w, uint64_t w_row_bytes, uint32_t n_rows, uint32_t n_in, const rfi_acts *x,
+                              uint32_t n_cols, float *y, uint64_t y_stride);
+
+typedef struct rfi_kernels {
+    const char *name;       /* of rf_device_desc.isa     */
+    const char *arch_text;  /* of rf_device_info.arch    */
+    /* x [n_in], n_in a multiple of 32 -> rfi_q8_groups(n_in) groups, the last ones zero */
+    void (*quantize)(const float *x, uint32_t n_in, rfi_q8 *out);
+    /* y[j * y_stride + i] = W[i] . x[j] for i < n_rows, j < n_cols. NULL for a type that does not run. Row counts that
+     * are multiples of 16 waste nothing. Stack 32 KiB. */
+    rfi_matmul_fn matmul[RF_TYPE_COUNT];
+    void (*rms_norm)(float *out, const float *x, const float *w, uint32_t n, float eps); /* out may be x */
+    void (*silu_mul)(float *out, const float *gate, const float *up, uint32_t n);        /* out may be gate or up */
+    void (*add)(float *out, const float *x, uint32_t n);                                 /* out += x */
+    void (*rope)(float *head, const float *cos_sin, uint32_t n_rot, int neox);           /* cos_sin [n_rot/2][2] */
+    void (*f32_to_f16)(uint16_t *dst, const float *src, uint32_t n);
+    /* s[i] = exp(scale * s[i] - max of that); returns their sum */
+    float (*softmax)(float *s, uint32_t n, float scale);
+    /* out[c * out_stride + d] += sum over pos of p[c * p_stride + pos] * v[pos][d], in order of pos */
+    void (*weigh[2])(const void *v, uint32_t n_pos, uint32_t head_dim_v, const float *p, uint64_t p_stride,
+                     uint32_t n_cols, float *out, uint64_t out_stride);
+    void (*attention)(const rfi_attention *a);
+} rfi_kernels;
+
+/* ---- elementwise kernels: one source, compiled for each instruction set; fixed lanes keep their bits equal ---- */
+
+/* To nearest even for |x| < 2^22, and nothing but an addition: the same everywhere. */
+#define RFI_ROUND_MAGIC 12582912.0f
+#define RFI_ROUND_BITS 0x4b400000u
+
+RFI_INLINE void rfi_quantize_body(const float *restrict x, uint32_t n_in, rfi_q8 *restrict out) {
+    for (uint32_t i = 0; i < n_in; i += 32, x += 32, out++) {
+        uint32_t top = 0; /* bits of max |x|: as integers, nan is above inf and both above all numbers */
+        for (int l = 0; l < 32; l++) {
+            uint32_t a = rfi_bits_of_f32(x[l]) & 0x7fffffffu;
+            top = a > top ? a : top;
+        }
+        float d = rfi_f32_of_bits(top) / 127.0f, id = 0;
+        if (d >= 0x1p-126f) id = 1.0f / d;
+        else d = 0;
+        int finite = top < 0x7f800000u;
+        if (!finite) d = rfi_f32_of_bits(0x7fc00000u);
+        int32_t sum[2] = {0, 0};
+        for (int l = 0; l < 32; l++) {
+            uint32_t bits = rfi_bits_of_f32((finite ? x[l] : 0.0f) * id + RFI_ROUND_MAGIC);
+            int32_t q = (int32_t)(bits - RFI_ROUND_BITS);
+            out->q[l] = (int8_t)q;
+            sum[l >> 4] += q;
+        }
+        out->d = d;
+        out->s = d * (float)(sum[0] + sum[1]);
+        out->b = -128 * (sum[0] + sum[1]);
+        out->b16[0] = -128 * sum[0];
+        out->b16[1] = -128 * sum[1];
+        memset(out->zero, 0, sizeof out->zero);
+    }
+    memset(out, 0, (size_t)(rfi_q8_groups(n_in) - n_in / 32) * sizeof *out);
+}
+
+/* e^x to 1.5 ulp: x = n ln 2 + r, polynomial in r (minimax, relative error 3e-9), 2^n in two steps so that results near
+ * overflow and subnormal ones come out right. nan stays nan. */
+RFI_INLINE float rfi_exp(float x) {
+    x = x < -104.0f ? -104.0f : x;
+    x = x > 89.0f ? 89.0f : x;
+    float shifted = x * 0x1.715476p+0f + RFI_ROUND_MAGIC;
+    float n = shifted - RFI_ROUND_MAGIC;
+    float r = x - n * 0x1.62e4p-1f;   /* ln 2 in two parts: n times the first is exact */
+    r = r - n * 0x1.7f7d1cp-20f;
+    float p = 0x1.6a23dp-10f;
+    p = p * r + 0x1.123a2p-7f;
+    p = p * r + 0x1.5558f2p-5f;
+    p = p * r + 0x1.555492p-3f;
+    p = p * r + 0x1.fffffcp-2f;
+    p = p * r * r + r + 1.0f;
+    int32_t e = (int32_t)(rfi_bits_of_f32(shifted) - RFI_ROUND_BITS), half = e >> 1;
+    return p * rfi_f32_of_bits((uint32_t)(half + 127) << 23) * rfi_f32_of_bits((uint32_t)(e - half + 127) << 23);
+}
+
+RFI_INLINE void rfi_rms_norm_body(float *out, const float *x, const float *w, uint32_t n, float eps) {
+    float lane[16] = {0};
+    double sum = 0; /* of the lanes: few additions, and none of their errors */
+    uint32_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int l = 0; l < 16; l++) lane[l] += x[i + (uint32_t)l] * x[i + (uint32_t)l];
+    for (uint32_t l = 0; i + l < n; l++) lane[l] += x[i + l] * x[i + l];
+    for (int l = 0; l < 16; l++) sum += (double)lane[l];
+    const float scale = 1.0f / sqrtf((float)(sum / (double)n) + eps);
+    for (i = 0; i < n; i++) out[i] = x[i] * scale * w[i];
+}
+
+RFI_INLINE void rfi_silu_mul_body(float *out, const float *gate, const float *up, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) out[i] = gate[i] / (1.0f + rfi_exp(-gate[i])) * up[i];
+}
+
+RFI_INLINE void rfi_add_body(float *out, const float *x, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) out[i] += x[i];
+}
+
+RFI_INLINE void rfi_rope_body(float *head, const float *cos_sin, uint32_t n_rot, int neox) {
+    const uint32_t half = n_rot / 2;
+    float *a = head, *b = neox ? head + half : head + 1;
+    const uint32_t step = neox ? 1 : 2;
+    for (uint32_t i = 0; i < half; i++) {
+        const float c = cos_sin[2 * i], s = cos_sin[2 * i + 1], u = a[i * step], v = b[i * step];
+        a[i * step] = u * c - v * s;
+        b[i * step] = u * s + v * c;
+    }
+}
+
+RFI_INLINE void rfi_f32_to_f16_body(uint16_t *restrict dst, const float *restrict src, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) dst[i] = rfi_f32_to_f16(src[i]);
+}
+
+RFI_INLINE float rfi_softmax_body(float *s, uint32_t n, float scale) {
+    float lane[16], top = -HUGE_VALF;
+    uint32_t i;
+    for (int l = 0; l < 16; l++) lane[l] = -HUGE_VALF;
+    for (i = 0; i + 16 <= n; i += 16)
+        for (uint32_t l = 0; l < 16; l++) {
+            s[i + l] *= scale;
+            lane[l] = s[i + l] > lane[l] ? s[i + l] : lane[l];
+        }
+    for (; i < n; i++) {
+        s[i] *= scale;
+        top = s[i] > top ? s[i] : top;
+    }
+    for (int l = 0; l < 16; l++) top = lane[l] > top ? lane[l] : top;
+    for (int l = 0; l < 16; l++) lane[l] = 0;
+    for (i = 0; i + 16 <= n; i += 16)
+        for (uint32_t l = 0; l < 16; l++) lane[l] += s[i + l] = rfi_exp(s[i + l] - top);
+    for (uint32_t l = 0; i + l < n; l++) lane[l] += s[i + l] = rfi_exp(s[i + l] - top);
+    for (int width = 8; width; width /= 2)
+        for (int l = 0; l < width; l++) lane[l] += lane[l + width];
+    return lane[0];
+}
+
+/* The elementwise part of a table. */
+#define RFI_ELEMENTWISE(isa, TARGET)                                                                                  \
+    static TARGET void rfi_quantize_##isa(const float *x, uint32_t n_in, rfi_q8 *out) {                               \
+        rfi_quantize_body(x, n_in, out);                                                                              \
+    }                                                                                                                 \
+    static TARGET void rfi_rms_norm_##isa(float *out, const float *x, const float *w, uint32_t n, float eps) {        \
+        rfi_rms_norm_body(out, x, w, n, eps);                                                                         \
+    }                                                                                                                 \
+    static TARGET void rfi_silu_mul_##isa(float *out, const float *gate, const float *up, uint32_t n) {               \
+        rfi_silu_mul_body(out, gate, up, n);                                                                          \
+    }                                                                                                                 \
+    static TARGET void rfi_add_##isa(float *out, const float *x, uint32_t n) { rfi_add_body(out, x, n); }             \
+    static TARGET void rfi_rope_##isa(float *head, const float *cos_sin, uint32_t n_rot, int neox) {                  \
+        if (neox) rfi_rope_body(head, cos_sin, n_rot, 1);                                                             \
+        else rfi_rope_body(head, cos_sin, n_rot, 0);                                                                  \
+    }                                                                                                                 \
+    static TARGET void rfi_f32_to_f16_##isa(uint16_t *dst, const float *src, uint32_t n) {                            \
+        rfi_f32_to_f16_body(dst, src, n);                                                                             \
+    }                                                                                                                 \
+    static TARGET float rfi_softmax_##isa(float *s, uint32_t n, float scale) { return rfi_softmax_body(s, n, scale); }
+
+/* ---- attention ---- */
+
+/* Queries (columns) that read the same keys and values go together: the heads of one token or, where few heads share
+ * them, one head of some tokens. Column c sees n_pos + c * later positions. */
+typedef struct rfi_attention_pass {
+    const float *q;
+    float *out;
+    uint64_t q_stride, out_stride;
+    uint32_t n_cols, n_pos, later;
+} rfi_attention_pass;
+
+static void rfi_attention_run(const rfi_kernels *k, const rfi_attention *a, const rfi_attention_pass *p) {
+    const int wide = a->cache_type == RF_CACHE_F32;
+    const uint32_t n_most = p->n_pos + p->later * (p->n_cols - 1);
+    const uint64_t stride = ((uint64_t)n_most + 15) & ~(uint64_t)15, k_row = a->head_dim * (wide ? 4u : 2u);
+    const uint8_t *v_later = (const uint8_t *)a->v + (uint64_t)p->n_pos * a->head_dim_v * (wide ? 4u : 2u);
+    float *scores = a->scores, *sums = scores + p->n_cols * stride;
+    const rfi_acts x = {p->q, p->q_stride, NULL, 0};
+    k->matmul[wide ? RF_TYPE_F32 : RF_TYPE_F16](a->k, k_row, n_most, a->head_dim, &x, p->n_cols, scores, stride);
+    for (uint32_t c = 0; c < p->n_cols; c++) {
+        sums[c] = k->softmax(scores + c * stride, p->n_pos + c * p->later, a->scale);
+        memset(p->out + c * p->out_stride, 0, a->head_dim_v * sizeof(float));
+    }
+    k->weigh[wide](a->v, p->n_pos, a->head_dim_v, scores, stride, p->n_cols, p->out, p->out_stride);
+    for (uint32_t c = 0; c < p->n_cols; c++) {
+        float *out = p->out + c * p->out_stride;
+        if (c > 0 && p->later)
+            k->weigh[wide](v_later, c * p->later, a->head_dim_v, scores + c * stride + p->n_pos, stride, 1, out, 0);
+        for (uint32_t i = 0; i < a->head_dim_v; i++) out[i] /= sums[c];
+    }
+}
+
+static void rfi_attention_all(const rfi_kernels *k, const rfi_attention *a) {
+    const uint32_t by_token = a->n_group >= RFI_ATTENTION_TOKENS / 2, n_outer = by_token ? 1 : a->n_group;
+    const uint32_t step = by_token ? 1 : RFI_ATTENTION_TOKENS;
+    for (uint32_t t = 0; t < a->n_tokens; t += step)
+        for (uint32_t h = 0; h < n_outer; h++) {
+            rfi_attention_pass p = {a->q + t * a->q_stride + (uint64_t)h * a->head_dim,
+                                    a->out + t * a->out_stride + (uint64_t)h * a->head_dim_v,
+                                    by_token ? a->head_dim : a->q_stride,
+                                    by_token ? a->head_dim_v : a->out_stride,
+                                    by_token ? a->n_group : (uint32_t)rfi_min_u64(step, a->n_tokens - t),
+                                    a->n_pos + t, by_token ? 0 : 1};
+            rfi_attention_run(k, a, &p);
+        }
+}
+
+/* ---- quantized matmul, common to all instruction sets ---- */
+
+/* Rows of the weights that are worked on together, one per lane: the last row again where there are fewer. */
+typedef struct rfi_rows {
+    const uint8_t *row[16];
+    uint64_t row_bytes;     /* from one to the next; 0: nothing to prefetch */
+} rfi_rows;
+
+#define RFI_CHUNK_GROUPS 16u /* of a panel: 512 values, so that the inputs of a chunk stay in the second-level cache */
+#define RFI_BLOCK_COLS 256u
+#define RFI_AHEAD 3u /* units to prefetch ahead, in each row */
+
+/* Weights unpacked for many columns: 4 values of each lane side by side, as the integer dot instructions want them. */
+typedef struct rfi_panel {
+    uint8_t q[RFI_CHUNK_GROUPS * 8 * 16 * 4]; /* [group][8][lane][4]                                  */
+    float s[RFI_CHUNK_GROUPS * 2 * 16];       /* d_w: [group][lane]; Q6_K: scale, [group * 2 + half][lane] */
+    float m[RFI_CHUNK_GROUPS * 16];           /* m_w; Q6_K: d                                         */
+} rfi_panel;
+
+/* How one type is multiplied on one instruction set. A unit is 8 groups: a K block, or 8 blocks of 32. */
+typedef struct rfi_quant_kernels {
+    uint32_t n_lanes, n_cols; /* rows of a panel, columns of a tile at most */
+    uint32_t unit_bytes;
+    /* one column, acc [n_lanes] is carried on; NULL: by panels too */
+    void (*vector)(const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc);
+    /* the unit at offset becomes groups [at, at + 8) of the panel */
+    void (*unpack)(const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p);
+    /* acc[c * acc_stride + lane] is carried on over n_groups groups */
+    void (*tile)(const rfi_panel *p, uint32_t n_groups, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols, float *acc,
+                 uint64_t acc_stride);
+} rfi_quant_kernels;
+
+typedef struct rfi_matmul {
+    const uint8_t *w;
+    uint64_t row_bytes;
+    uint32_t n_rows, n_in;
+    const rfi_acts *x;
+    uint32_t n_cols;
+    float *y;
+    uint64_t y_stride;
+} rfi_matmul;
+
+static void rfi_rows_at(const rfi_matmul *m, uint32_t i, uint32_t n_lanes, rfi_rows *r) {
+    for (uint32_t l = 0; l < n_lanes; l++) r->row[l] = m->w + rfi_min_u64(i + l, m->n_rows - 1) * m->row_bytes;
+    r->row_bytes = m->row_bytes;
+}
+
+/* The blocks behind the last whole unit, copied so that a whole unit can be read. */
+typedef struct rfi_rows_tail {
+    rfi_rows r;
+    uint8_t copy[16 * 8 * RFI_BYTES_Q8_0];
+} rfi_rows_tail;
+
+static void rfi_rows_cut(const rfi_rows *r, uint32_t n_lanes, uint32_t unit_bytes, uint64_t offset, rfi_rows_tail *t) {
+    const size_t left = (size_t)(r->row_bytes - offset);
+    memset(t->copy, 0, sizeof t->copy);
+    for (uint32_t l = 0; l < n_lanes; l++) {
+        memcpy(t->copy + l * unit_bytes, r->row[l] + offset, left < unit_bytes ? left : unit_bytes);
+        t->r.row[l] = t->copy + l * unit_bytes;
+    }
+    t->r.row_bytes = 0;
+}
+
+static void rfi_matmul_vector(const rfi_quant_kernels *k, const rfi_matmul *m) {
+    const uint32_t n_groups = m->n_in / 32, whole = n_groups & ~7u;
+    for (uint32_t i = 0; i < m->n_rows; i += k->n_lanes) {
+        rfi_rows r;
+        float acc[16] = {0};
+        rfi_rows_at(m, i, k->n_lanes, &r);
+        if (whole) k->vector(&r, whole, m->x->q, acc);
+        if (n_groups > whole) {
+            rfi_rows_tail t;
+            rfi_rows_cut(&r, k->n_lanes, k->unit_bytes, (uint64_t)(whole / 8) * k->unit_bytes, &t);
+            k->vector(&t.r, n_groups - whole, m->x->q + whole, acc);
+        }
+        memcpy(m->y + i, acc, (size_t)rfi_min_u64(k->n_lanes, m->n_rows - i) * sizeof(float));
+    }
+}
+
+/* Columns [j, j_end) of the panel for rows from i and groups from g: y carries the sums from chunk to chunk. */
+static void rfi_panel_times(const rfi_quant_kernels *k, const rfi_matmul *m, const rfi_panel *p, uint32_t i, uint32_t g,
+                            uint32_t j, uint32_t j_end) {
+    const uint32_t n = (uint32_t)rfi_min_u64(RFI_CHUNK_GROUPS, m->n_in / 32 - g);
+    const size_t valid = (size_t)rfi_min_u64(k->n_lanes, m->n_rows - i);
+    for (; j < j_end; j += k->n_cols) {
+        const uint32_t n_cols = (uint32_t)rfi_min_u64(k->n_cols, j_end - j);
+        const rfi_q8 *x = m->x->q + j * m->x->q_stride + g;
+        float *y = m->y + j * m->y_stride + i, part[8 * 16] = {0}, *acc = valid < k->n_lanes ? part : y;
+        const uint64_t stride = valid < k->n_lanes ? 16 : m->y_stride;
+        for (uint32_t c = 0; c < n_cols; c++) {
+            if (g == 0) memset(acc + c * stride, 0, k->n_lanes * sizeof(float));
+            else if (acc != y) memcpy(acc + c * stride, y + c * m->y_stride, valid * sizeof(float));
+        }
+        k->tile(p, n, x, m->x->q_stride, n_cols, acc, stride);
+        for (uint32_t c = 0; acc != y && c < n_cols; c++)
+            memcpy(y + c * m->y_stride, acc + c * stride, valid * sizeof(float));
+    }
+}
+
+static void rfi_matmul_panels(const rfi_quant_kernels *k, const rfi_matmul *m) {
+    const uint32_t n_groups = m->n_in / 32, n_chunks = (n_groups + RFI_CHUNK_GROUPS - 1) / RFI_CHUNK_GROUPS;
+    const uint32_t n_panels = (m->n_rows + k->n_lanes - 1) / k->n_lanes;
+    _Alignas(64) rfi_panel p;
+    for (uint32_t j = 0; j < m->n_cols; j += RFI_BLOCK_COLS) {
+        const uint32_t j_end = (uint32_t)rfi_min_u64(m->n_cols, (uint64_t)j + RFI_BLOCK_COLS);
+        const int by_row = j_end - j <= 16; /* few columns: the weights' order counts; many: that of the inputs */
+        for (uint64_t step = 0; step < (uint64_t)n_chunks * n_panels; step++) {
+            const uint32_t chunk = (uint32_t)(by_row ? step % n_chunks : step / n_panels);
+            const uint32_t i = (uint32_t)(by_row ? step / n_chunks : step % n_panels) * k->n_lanes;
+            const uint32_t g = chunk * RFI_CHUNK_GROUPS, g_end = (uint32_t)rfi_min_u64(n_groups, g + RFI_CHUNK_GROUPS);
+            rfi_rows r;
+            rfi_rows_at(m, i, k->n_lanes, &r);
+            for (uint32_t u = g; u < g_end; u += 8) {
+                const uint64_t offset = (uint64_t)(u / 8) * k->unit_bytes;
+                if (u + 8 <= n_groups) {
+                    k->unpack(&r, offset, u - g, &p);
+                } else {
+                    rfi_rows_tail t;
+                    rfi_rows_cut(&r, k->n_lanes, k->unit_bytes, offset, &t);
+                    k->unpack(&t.r, 0, u - g, &p);
+                }
+            }
+            rfi_panel_times(k, m, &p, i, g, j, j_end);
+        }
+    }
+}
+
+static void rfi_matmul_quant(const rfi_quant_kernels *k, const rfi_matmul *m) {
+    if (m->n_rows == 0 || m->n_cols == 0) return;
+    if (m->n_cols == 1 && k->vector) rfi_matmul_vector(k, m);
+    else rfi_matmul_panels(k, m);
+}
+
+/* What the types differ in: unsigned values stored with a bias, a min, or two scales per group. */
+typedef enum rfi_kind { RFI_KIND_BIAS = 0, RFI_KIND_MIN = 1, RFI_KIND_HALVES = 2 } rfi_kind;
+
+RFI_INLINE rfi_kind rfi_kind_of(uint32_t type) {
+    return type == RF_TYPE_Q6_K ? RFI_KIND_HALVES
+         : type == RF_TYPE_Q4_0 || type == RF_TYPE_Q5_0 || type == RF_TYPE_Q8_0 ? RFI_KIND_BIAS : RFI_KIND_MIN;
+}
+
+/* What is subtracted from the stored value. */
+RFI_INLINE int rfi_bias_of(uint32_t type) {
+    return type == RF_TYPE_Q4_0 ? 8 : type == RF_TYPE_Q5_0 ? 16 : type == RF_TYPE_Q6_K ? 32 : 0;
+}
+
+RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
+    return type == RF_TYPE_Q4_0 ? 8 * RFI_BYTES_Q4_0 : type == RF_TYPE_Q4_1 ? 8 * RFI_BYTES_Q4_1
+         : type == RF_TYPE_Q5_0 ? 8 * RFI_BYTES_Q5_0 : type == RF_TYPE_Q5_1 ? 8 * RFI_BYTES_Q5_1
+         : type == RF_TYPE_Q8_0 ? 8 * RFI_BYTES_Q8_0 : type == RF_TYPE_Q4_K ? RFI_BYTES_Q4_K
+         : type == RF_TYPE_Q5_K ? RFI_BYTES_Q5_K : RFI_BYTES_Q6_K;
+}
+
+#define RFI_MATMUL_PARAMS const void *w, uint64_t w_row_bytes, uint32_t n_rows, uint32_t n_in, const rfi_acts *x, \
+                          uint32_t n_cols, float *y, uint64_t y_stride
+
+/* The functions of one quantized type on one instruction set. */
+#define RFI_QUANT(isa, TARGET, TYPE, tile, lanes, cols)                                                               \
+    static TARGET void rfi_##isa##_vector_##TYPE(const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc) { \
+        rfi_##isa##_vector(RF_TYPE_##TYPE, r, n_groups, x, acc);                                                      \
+    }                                                                                                                 \
+    static TARGET void rfi_##isa##_unpack_##TYPE(const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {     \
+        rfi_##isa##_unpack(RF_TYPE_##TYPE, r, offset, at, p);                                                         \
+    }                                                                                                                 \
+    static void rfi_##isa##_matmul_##TYPE(RFI_MATMUL_PARAMS) {                                                        \
+        const rfi_quant_kernels k = {lanes, cols, rfi_unit_bytes(RF_TYPE_##TYPE), rfi_##isa##_vector_##TYPE,          \
+                                     rfi_##isa##_unpack_##TYPE, tile};                                                \
+        const rfi_matmul m = {(const uint8_t *)w, w_row_bytes, n_rows, n_in, x, n_cols, y, y_stride};                 \
+        rfi_matmul_quant(&k, &m);                                                                                     \
+    }
+
+/* ---- float matmul, common to all instruction sets ---- */
+
+#define RFI_FLOAT_CHUNK 1024u /* values of a row that are summed in lanes before they are added up: 4 columns fit in L1 */
+
+/* Four rows (the last one again where there are fewer) times up to 4 columns. */
+typedef struct rfi_float_tile {
+    const uint8_t *row[4];
+    uint64_t ahead;  /* what lies this many bytes behind the rows is needed soon; 0: nothing */
+    const float *x;
+    uint64_t x_stride;
+    uint32_t n;      /* values of a row */
+    uint32_t n_cols;
+    float sum[4][4]; /* out [column][row] */
+} rfi_float_tile;
+
+static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_bytes, const rfi_matmul *m) {
+    if (m->n_rows == 0 || m->n_in == 0) return;
+    const uint32_t n_chunks = (m->n_in - 1) / RFI_FLOAT_CHUNK + 1, n_quads = (m->n_rows - 1) / 4 + 1;
+    const int by_row = m->n_cols <= 4; /* few columns: the weights' order counts; many: that of the inputs */
+    for (uint32_t j = 0; j < m->n_cols; j += 4)
+        for (uint64_t step = 0; step < (uint64_t)n_chunks * n_quads; step++) {
+            const uint32_t chunk = (uint32_t)(by_row ? step % n_chunks : step / n_quads), k0 = chunk * RFI_FLOAT_CHUNK;
+            const uint32_t i = (uint32_t)(by_row ? step / n_chunks : step % n_quads) * 4;
+            rfi_float_tile t;
+            for (uint32_t r = 0; r < 4; r++)
+                t.row[r] = m->w + rfi_min_u64(i + r, m->n_rows - 1) * m->row_bytes + (uint64_t)k0 * value_bytes;
+            t.ahead = !by_row ? 0 : k0 + RFI_FLOAT_CHUNK < m->n_in ? 1024 : m->row_bytes * 4 - (uint64_t)k0 * value_bytes;
+            t.x = m->x->f + j * m->x->f_stride + k0;
+            t.x_stride = m->x->f_stride;
+            t.n = (uint32_t)rfi_min_u64(RFI_FLOAT_CHUNK, m->n_in - k0);
+            t.n_cols = (uint32_t)rfi_min_u64(4, m->n_cols - j);
+            tile(&t);
+            for (uint32_t c = 0; c < t.n_cols; c++)
+                for (uint32_t r = 0; r < 4 && i + r < m->n_rows; r++) {
+                    float *y = m->y + (j + c) * m->y_stride + i + r;
+                    *y = chunk ? *y + t.sum[c][r] : t.sum[c][r];
+                }
+        }
+}
+
+#define RFI_FLOAT(isa, TARGET, TYPE, bytes)                                                                           \
+    static TARGET void rfi_##isa##_tile_##TYPE(rfi_float_tile *t) { rfi_##isa##_float_tile(RF_TYPE_##TYPE, t); }      \
+    static void rfi_##isa##_matmul_##TYPE(RFI_MATMUL_PARAMS) {                                                        \
+        const rfi_matmul m = {(const uint8_t *)w, w_row_bytes, n_rows, n_in, x, n_cols, y, y_stride};                 \
+        rfi_matmul_float(rfi_##isa##_tile_##TYPE, bytes, &m);                                                         \
+    }
+
+#define RFI_WEIGH_PARAMS const void *v, uint32_t n_pos, uint32_t head_dim_v, const float *p, uint64_t p_stride, \
+                         uint32_t n_cols, float *out, uint64_t out_stride
+
+/* The table of an instruction set, its name the argument. */
+#define RFI_KERNELS(isa, text)                                                                                        \
+    static const rfi_kernels rfi_kernels_##isa;                                                                       \
+    static void rfi_attention_##isa(const rfi_attention *a) { rfi_attention_all(&rfi_kernels_##isa, a); }             \
+    static const rfi_kernels rfi_kernels_##isa = {                                                                    \
+        .name = #isa, .arch_text = text, .quantize = rfi_quantize_##isa,                                              \
+        .matmul = {[RF_TYPE_F32] = rfi_##isa##_matmul_F32, [RF_TYPE_F16] = rfi_##isa##_matmul_F16,                    \
+                   [RF_TYPE_BF16] = rfi_##isa##_matmul_BF16, [RF_TYPE_Q8_0] = rfi_##isa##_matmul_Q8_0,                \
+                   [RF_TYPE_Q4_0] = rfi_##isa##_matmul_Q4_0, [RF_TYPE_Q4_1] = rfi_##isa##_matmul_Q4_1,                \
+                   [RF_TYPE_Q5_0] = rfi_##isa##_matmul_Q5_0, [RF_TYPE_Q5_1] = rfi_##isa##_matmul_Q5_1,                \
+                   [RF_TYPE_Q4_K] = rfi_##isa##_matmul_Q4_K, [RF_TYPE_Q5_K] = rfi_##isa##_matmul_Q5_K,                \
+                   [RF_TYPE_Q6_K] = rfi_##isa##_matmul_Q6_K},                                                         \
+        .rms_norm = rfi_rms_norm_##isa, .silu_mul = rfi_silu_mul_##isa, .add = rfi_add_##isa,                         \
+        .rope = rfi_rope_##isa, .f32_to_f16 = rfi_f32_to_f16_##isa, .softmax = rfi_softmax_##isa,                     \
+        .weigh = {[RF_CACHE_F16] = rfi_##isa##_weigh_F16, [RF_CACHE_F32] = rfi_##isa##_weigh_F32},                    \
+        .attention = rfi_attention_##isa,                                                                             \
+    };
+
+/* ---- scalar: portable C, the plainest statement of what the others do ---- */
+
+static void rfi_scalar_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {
+    const uint8_t *block = r->row[0] + offset;
+    int8_t *q = (int8_t *)p->q + at * 32;
+    float *s = p->s + at, *m = p->m + at;
+    if (type == RF_TYPE_Q6_K) {
+        const rfi_block_q6_k *b = (const rfi_block_q6_k *)block;
+        for (int i = 0; i < 16; i++) p->s[at * 2 + (uint32_t)i] = (float)(int8_t)b->scales[i];
+        for (int g = 0; g < 8; g++) {
+            m[g] = rfi_load_f16(b->d);
+            const uint8_t *lo = b->ql + (g >> 2) * 64 + (g & 1) * 32, *hi = b->qh + (g >> 2) * 32;
+            for (int l = 0; l < 32; l++)
+                q[g * 32 + l] = (int8_t)(((lo[l] >> (g & 2) * 2 & 15) | (hi[l] >> (g & 3) * 2 & 3) << 4) - 32);
+        }
+    } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K) {
+        const uint8_t *bits = block + 16, *low = type == RF_TYPE_Q5_K ? block + 48 : block + 16;
+        uint8_t scale[8], min[8];
+        rfi_k_scales(block + 4, scale, min);
+        for (int g = 0; g < 8; g++) {
+            s[g] = rfi_load_f16(block) * (float)scale[g];
+            m[g] = -(rfi_load_f16(block + 2) * (float)min[g]);
+            for (int l = 0; l < 32; l++) {
+                int v = low[(g >> 1) * 32 + l] >> (g & 1) * 4 & 15;
+                q[g * 32 + l] = (int8_t)(type == RF_TYPE_Q5_K ? v | (bits[l] >> g & 1) << 4 : v);
+            }
+        }
+    } else {
+        const int has_min = rfi_kind_of(type) == RFI_KIND_MIN;
+        const uint32_t head = has_min ? 4 : 2;
+        for (int g = 0; g < 8; g++, block += rfi_unit_bytes(type) / 8, q += 32) {
+            s[g] = rfi_load_f16(block);
+            if (has_min) m[g] = rfi_load_f16(block + 2);
+            if (type == RF_TYPE_Q8_0) {
+                memcpy(q, block + head, 32);
+                continue;
+            }
+            const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1;
+            const uint32_t qh = five ? rfi_load_u32(block + head) : 0;
+            const uint8_t *low = block + head + (five ? 4 : 0);
+            for (int l = 0; l < 32; l++) {
+                int v = (low[l & 15] >> (l >> 4) * 4 & 15) | (int)(qh >> l & 1) << 4;
+                q[l] = (int8_t)(v - rfi_bias_of(type));
+            }
+        }
+    }
+}
+
+RFI_INLINE void rfi_scalar_tile(rfi_kind kind, const rfi_panel *p, uint32_t n_groups, const rfi_q8 *x, uint64_t x_stride,
+                                uint32_t n_cols, float *acc, uint64_t acc_stride) {
+    for (uint32_t c = 0; c < n_cols; c++) {
+        float y = acc[c * acc_stride];
+        for (uint32_t g = 0; g < n_groups; g++) {
+            const rfi_q8 *xg = x + c * x_stride + g;
+            const int8_t *q = (const int8_t *)p->q + g * 32;
+            int32_t sum[2] = {0, 0};
+            for (int l = 0; l < 16; l++) sum[0] += q[l] * xg->q[l];
+            for (int l = 16; l < 32; l++) sum[1] += q[l] * xg->q[l];
+            if (kind == RFI_KIND_HALVES) { /* below 2^24: exact */
+                float isum = (float)sum[0] * p->s[2 * g] + (float)sum[1] * p->s[2 * g + 1];
+                y = fmaf(isum, p->m[g] * xg->d, y);
+            } else {
+                y = fmaf((float)(sum[0] + sum[1]), p->s[g] * xg->d, y);
+                if (kind == RFI_KIND_MIN) y = fmaf(p->m[g], xg->s, y);
+            }
+        }
+        acc[c * acc_stride] = y;
+    }
+}
+
+#define RFI_TILE_PARAMS const rfi_panel *p, uint32_t n_groups, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols, \
+                        float *acc, uint64_t acc_stride
+#define RFI_TILE_ARGS p, n_groups, x, x_stride, n_cols, acc, acc_stride
+
+static void rfi_scalar_tile_bias(RFI_TILE_PARAMS) { rfi_scalar_tile(RFI_KIND_BIAS, RFI_TILE_ARGS); }
+static void rfi_scalar_tile_min(RFI_TILE_PARAMS) { rfi_scalar_tile(RFI_KIND_MIN, RFI_TILE_ARGS); }
+static void rfi_scalar_tile_halves(RFI_TILE_PARAMS) { rfi_scalar_tile(RFI_KIND_HALVES, RFI_TILE_ARGS); }
+
+static void rfi_scalar_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc) {
+    rfi_panel p;
+    for (uint32_t g = 0; g < n_groups; g += 8) {
+        rfi_scalar_unpack(type, r, (uint64_t)(g / 8) * rfi_unit_bytes(type), 0, &p);
+        rfi_scalar_tile(rfi_kind_of(type), &p, n_groups - g < 8 ? n_groups - g : 8, x + g, 0, 1, acc, 1);
+    }
+}
+
+RFI_INLINE float rfi_load_type(uint32_t type, const uint8_t *p, uint64_t i) {
+    return type == RF_TYPE_F32 ? rfi_load_f32(p + 4 * i)
+         : type == RF_TYPE_F16 ? rfi_load_f16(p + 2 * i) : rfi_bf16_to_f32(rfi_load_u16(p + 2 * i));
+}
+
+RFI_INLINE void rfi_scalar_float_tile(uint32_t type, rfi_float_tile *t) {
+    for (int r = 0; r < 4; r++) {
+        float w[RFI_FLOAT_CHUNK];
+        for (uint32_t i = 0; i < t->n; i++) w[i] = rfi_load_type(type, t->row[r], i);
+        for (uint32_t c = 0; c < t->n_cols; c++) {
+            const float *x = t->x + c * t->x_stride;
+            float lane[16] = {0};
+            uint32_t i = 0;
+            for (; i + 16 <= t->n; i += 16)
+                for (uint32_t l = 0; l < 16; l++) lane[l] += w[i + l] * x[i + l];
+            for (uint32_t l = 0; i + l < t->n; l++) lane[l] += w[i + l] * x[i + l];
+            for (int width = 8; width; width /= 2)
+                for (int l = 0; l < width; l++) lane[l] += lane[l + width];
+            t->sum[c][r] = lane[0];
+        }
+    }
+}
+
+RFI_INLINE void rfi_scalar_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
+    for (uint32_t c = 0; c < n_cols; c++)
+        for (uint64_t pos = 0; pos < n_pos; pos++)
+            for (uint32_t d = 0; d < head_dim_v; d++)
+                out[c * out_stride + d] +=
+                    p[c * p_stride + pos] * rfi_load_type(type, (const uint8_t *)v, pos * head_dim_v + d);
+}
+#define RFI_WEIGH_ARGS v, n_pos, head_dim_v, p, p_stride, n_cols, out, out_stride
+static void rfi_scalar_weigh_F16(RFI_WEIGH_PARAMS) { rfi_scalar_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
+static void rfi_scalar_weigh_F32(RFI_WEIGH_PARAMS) { rfi_scalar_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
+
+#define RFI_ALL_TYPES(isa, TARGET, lanes, cols)                                                              \
+    RFI_FLOAT(isa, TARGET, F32, 4)                                                                           \
+    RFI_FLOAT(isa, TARGET, F16, 2)                                                                           \
+    RFI_FLOAT(isa, TARGET, BF16, 2)                                                                          \
+    RFI_QUANT(isa, TARGET, Q8_0, rfi_##isa##_tile_bias, lanes, cols)                                         \
+    RFI_QUANT(isa, TARGET, Q4_0, rfi_##isa##_tile_bias, lanes, cols)                                         \
+    RFI_QUANT(isa, TARGET, Q4_1, rfi_##isa##_tile_min, lanes, cols)                                          \
+    RFI_QUANT(isa, TARGET, Q5_0, rfi_##isa##_tile_bias, lanes, cols)                                         \
+    RFI_QUANT(isa, TARGET, Q5_1, rfi_##isa##_tile_min, lanes, cols)                                          \
+    RFI_QUANT(isa, TARGET, Q4_K, rfi_##isa##_tile_min, lanes, cols)                                          \
+    RFI_QUANT(isa, TARGET, Q5_K, rfi_##isa##_tile_min, lanes, cols)                                          \
+    RFI_QUANT(isa, TARGET, Q6_K, rfi_##isa##_tile_halves, lanes, cols)
+
+#define RFI_NO_TARGET
+RFI_ELEMENTWISE(scalar, RFI_NO_TARGET)
+RFI_ALL_TYPES(scalar, RFI_NO_TARGET, 1, 8)
+RFI_KERNELS(scalar, "portable C")
+
+#if defined(__x86_64__)
+
+/* ---- AVX-512 with VNNI: 16 rows at once ---- */
+
+#define RFI_512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
+
+/* Four times 16 bytes, `step` apart. */
+RFI_INLINE RFI_512 __m512i rfi_512_pick(const void *p, uint64_t step) {
+    const uint8_t *b = (const uint8_t *)p;
+    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(const void *)b));
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(const void *)(b + step)), 1);
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(const void *)(b + 2 * step)), 2);
+    return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(const void *)(b + 3 * step)), 3);
+}
+
+/* 4x4 transposition: of the 32-bit elements of each 128-bit lane ... */
+RFI_INLINE RFI_512 void rfi_512_transpose(__m512i v[4]) {
+    const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
+    const __m512i c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm512_unpacklo_epi64(a, b), v[1] = _mm512_unpackhi_epi64(a, b);
+    v[2] = _mm512_unpacklo_epi64(c, d), v[3] = _mm512_unpackhi_epi64(c, d);
+}
+
+/* ... and of whole 128-bit lanes. */
+RFI_INLINE RFI_512 void rfi_512_transpose_lanes(__m512i v[4]) {
+    const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[2], v[3], 0x44);
+    const __m512i c = _mm512_shuffle_i32x4(v[0], v[1], 0xee), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
+    v[0] = _mm512_shuffle_i32x4(a, b, 0x88), v[1] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    v[2] = _mm512_shuffle_i32x4(c, d, 0x88), v[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
+}
+
+/* In each 128-bit lane: the sum of a's four elements, of b's, c's, d's. */
+RFI_INLINE RFI_512 __m512i rfi_512_sum4(__m512i a, __m512i b, __m512i c, __m512i d) {
+    const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+}
+
+/* The fifth bits of 4 blocks of 32 (qh `step` apart): those of the first and the second 16 values, as byte masks. */
+RFI_INLINE RFI_512 void rfi_512_fifth(const uint8_t *qh, uint64_t step, __m512i q[2]) {
+    const uint64_t a = rfi_load_u32(qh), b = rfi_load_u32(qh + step), c = rfi_load_u32(qh + 2 * step);
+    const uint64_t d = rfi_load_u32(qh + 3 * step), ab = a | b << 32, cd = c | d << 32;
+    const __m512i bit = _mm512_set1_epi8(16);
+    const uint64_t lo = (ab & 0xffff) | (ab >> 16 & 0xffff0000u) | (cd & 0xffff) << 32 | (cd << 16 & 0xffffull << 48);
+    const uint64_t hi = (ab >> 16 & 0xffff) | (ab >> 32 & 0xffff0000u) | (cd << 16 & 0xffffull << 32) | (cd & 0xffffull << 48);
+    q[0] = _mm512_mask_add_epi8(q[0], lo, q[0], bit);
+    q[1] = _mm512_mask_add_epi8(q[1], hi, q[1], bit);
+}
+
+/* Group of lane l: the first four vectors' lanes are groups order 0..3 of a unit, the others' 4..7. */
+RFI_INLINE uint32_t rfi_512_group(uint32_t type, uint32_t l) {
+    return type == RF_TYPE_Q6_K ? (l & 4) / 2 + (l & 1) + (l & 2) * 2 : (l & 4) / 4 + (l & 3) * 2;
+}
+
+/* A unit's values, unsigned: q[0], q[1] the first and second 16 of groups 0 to 3 in rfi_512_group's order, one group per
+ * lane; q[2], q[3] of the other four. */
+RFI_INLINE RFI_512 void rfi_512_values(uint32_t type, const uint8_t *p, __m512i q[4]) {
+    const __m512i low = _mm512_set1_epi8(15);
+    const uint64_t step = rfi_unit_bytes(type) / 8;
+    if (type == RF_TYPE_Q8_0) {
+        const __m512i flip = _mm512_set1_epi8(-128);
+        for (uint32_t i = 0; i < 4; i++)
+            q[i] = _mm512_xor_si512(rfi_512_pick(p + (i >> 1) * step + 2 + (i & 1) * 16, 2 * step), flip);
+    } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) {
+        const uint8_t *nibbles = p + (type == RF_TYPE_Q4_K ? 16 : type == RF_TYPE_Q5_K ? 48 : 0);
+        const __m512i a = _mm512_loadu_si512(nibbles), b = _mm512_loadu_si512(nibbles + 64);
+        const __m512i first = _mm512_shuffle_i32x4(a, b, 0x88), second = _mm512_shuffle_i32x4(a, b, 0xdd);
+        q[0] = _mm512_and_si512(first, low), q[2] = _mm512_and_si512(_mm512_srli_epi16(first, 4), low);
+        q[1] = _mm512_and_si512(second, low), q[3] = _mm512_and_si512(_mm512_srli_epi16(second, 4), low);
+        if (type == RF_TYPE_Q4_K) return;
+        /* the high bits come into place by rotating each lane its own way */
+        __m512i high[2], turn[2];
+        if (type == RF_TYPE_Q5_K) {
+            for (int i = 0; i < 2; i++) high[i] = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)(p + 16) + i));
+            turn[0] = _mm512_set_epi32(30, 30, 30, 30, 0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4);
+            turn[1] = _mm512_set_epi32(29, 29, 29, 29, 31, 31, 31, 31, 1, 1, 1, 1, 3, 3, 3, 3);
+        } else {
+            const __m512i h = _mm512_loadu_si512(p + 128);
+            high[0] = _mm512_shuffle_i32x4(h, h, 0xa0), high[1] = _mm512_shuffle_i32x4(h, h, 0xf5);
+            turn[0] = _mm512_set_epi32(2, 2, 2, 2, 4, 4, 4, 4, 2, 2, 2, 2, 4, 4, 4, 4);
+            turn[1] = _mm512_set_epi32(30, 30, 30, 30, 0, 0, 0, 0, 30, 30, 30, 30, 0, 0, 0, 0);
+        }
+        const __m512i mask = _mm512_set1_epi8(type == RF_TYPE_Q5_K ? 0x10 : 0x30);
+        for (int i = 0; i < 4; i++) /* q | (turned & mask) */
+            q[i] = _mm512_ternarylogic_epi32(q[i], _mm512_rolv_epi32(high[i & 1], turn[i >> 1]), mask, 0xf8);
+    } else {
+        const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1;
+        const uint32_t head = rfi_kind_of(type) == RFI_KIND_MIN ? 4 : 2;
+        for (uint32_t i = 0; i < 2; i++) {
+            const uint8_t *b = p + i * step + head;
+            const __m512i v = rfi_512_pick(b + (five ? 4 : 0), 2 * step);
+            q[2 * i] = _mm512_and_si512(v, low), q[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
+            if (five) rfi_512_fifth(b, 2 * step, q + 2 * i);
+        }
+    }
+}
+
+/* 16 bytes of each row as 4 vectors of 32-bit elements, lane = row. */
+RFI_INLINE RFI_512 void rfi_512_heads(const rfi_rows *r, uint64_t offset, __m512i head[4]) {
+    for (int i = 0; i < 4; i++) {
+        const uint8_t *const *row = r->row + i;
+        __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(const void *)(row[0] + offset)));
+        v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(const void *)(row[4] + offset)), 1);
+        v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(const void *)(row[8] + offset)), 2);
+        head[i] = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(const void *)(row[12] + offset)), 3);
+    }
+    rfi_512_transpose(head);
+}
+
+/* Low halves of 32-bit elements, from half precision. */
+RFI_INLINE RFI_512 __m512 rfi_512_half(__m512i v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); }
+
+/* d_w and m_w of the groups of a unit, as in rfi_panel. */
+RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s, float *m) {
+    __m512i head[4];
+    const __m512i byte = _mm512_set1_epi32(255);
+    if (type == RF_TYPE_Q6_K) {
+        uint16_t d[16];
+        for (int l = 0; l < 16; l++) d[l] = rfi_load_u16(r->row[l] + offset + 208);
+        rfi_512_heads(r, offset + 192, head);
+        for (int i = 0; i < 4; i++)
+            for (int b = 0; b < 4; b++) {
+                const __m512i v = _mm512_srai_epi32(_mm512_slli_epi32(head[i], (unsigned)(24 - 8 * b)), 24);
+                _mm512_storeu_ps(s + (i * 4 + b) * 16, _mm512_cvtepi32_ps(v));
+            }
+        const __m512 dw = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)d));
+        for (int g = 0; g < 8; g++) _mm512_storeu_ps(m + g * 16, dw);
+    } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K) {
+        const __m512i six = _mm512_set1_epi32(0x3f3f3f3f), four = _mm512_set1_epi32(0x0f0f0f0f);
+        const __m512i top = _mm512_set1_epi32(0x30303030);
+        rfi_512_heads(r, offset, head);
+        const __m512 d = rfi_512_half(head[0]);
+        const __m512 dmin = _mm512_sub_ps(_mm512_setzero_ps(), rfi_512_half(_mm512_srli_epi32(head[0], 16)));
+        /* as rfi_k_scales, four scales or mins to an element */
+        const __m512i scale[2] = {_mm512_and_si512(head[1], six),
+                                  _mm512_or_si512(_mm512_and_si512(head[3], four),
+                                                  _mm512_and_si512(_mm512_srli_epi32(head[1], 2), top))};
+        const __m512i min[2] = {_mm512_and_si512(head[2], six),
+                                _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi32(head[3], 4), four),
+                                                _mm512_and_si512(_mm512_srli_epi32(head[2], 2), top))};
+        for (int i = 0; i < 2; i++)
+            for (int b = 0; b < 4; b++) {
+                const __m512i u = _mm512_and_si512(_mm512_srli_epi32(scale[i], (unsigned)(8 * b)), byte);
+                const __m512i v = _mm512_and_si512(_mm512_srli_epi32(min[i], (unsigned)(8 * b)), byte);
+                _mm512_storeu_ps(s + (i * 4 + b) * 16, _mm512_mul_ps(d, _mm512_cvtepi32_ps(u)));
+                _mm512_storeu_ps(m + (i * 4 + b) * 16, _mm512_mul_ps(dmin, _mm512_cvtepi32_ps(v)));
+            }
+    } else {
+        const uint64_t step = rfi_unit_bytes(type) / 8;
+        for (uint32_t g = 0; g < 8; g++) {
+            uint32_t d[16];
+            for (int l = 0; l < 16; l++) d[l] = rfi_load_u32(r->row[l] + offset + g * step);
+            const __m512i v = _mm512_loadu_si512(d);
+            _mm512_storeu_ps(s + g * 16, rfi_512_half(v));
+            if (rfi_kind_of(type) == RFI_KIND_MIN) _mm512_storeu_ps(m + g * 16, rfi_512_half(_mm512_srli_epi32(v, 16)));
+        }
+    }
+}
+
+RFI_INLINE RFI_512 void rfi_512_prefetch(uint32_t type, const uint8_t *row, uint64_t ahead) {
+    for (uint32_t i = 0; i < rfi_unit_bytes(type); i += 64)
+        _mm_prefetch((const char *)((uintptr_t)row + ahead + i), _MM_HINT_T0);
+}
+
+RFI_INLINE RFI_512 void rfi_avx512_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc) {
+    const rfi_kind kind = rfi_kind_of(type);
+    const uint32_t unit = rfi_unit_bytes(type), n_sums = kind == RFI_KIND_HALVES ? 4 : 2;
+    /* the bias of the values is undone by b, which holds -128 times the sums */
+    const int shift = type == RF_TYPE_Q4_0 ? 4 : type == RF_TYPE_Q5_0 ? 3 : type == RF_TYPE_Q6_K ? 2 : 0;
+    _Alignas(64) float s[16 * 16], m[8 * 16];
+    __m512 y = _mm512_loadu_ps(acc);
+    for (uint32_t g0 = 0; g0 < n_groups; g0 += 8, x += 8) {
+        const uint64_t offset = (uint64_t)(g0 / 8) * unit;
+        uint64_t ahead = offset + RFI_AHEAD * unit; /* at the end of the rows, the next 16 begin */
+        if (ahead >= r->row_bytes) ahead += 15 * r->row_bytes;
+        __m512i xq[4], sum[4][4];
+        for (uint32_t i = 0; i < 4; i++) {
+            __m512i v = _mm512_setzero_si512();
+            for (uint32_t l = 0; l < 4; l++) {
+                const rfi_q8 *g = x + rfi_512_group(type, (i >> 1) * 4 + l);
+                const __m128i part = _mm_loadu_si128((const __m128i *)(const void *)g->q + (i & 1));
+                v = l == 0 ? _mm512_castsi128_si512(part) : l == 1 ? _mm512_inserti32x4(v, part, 1)
+                  : l == 2 ? _mm512_inserti32x4(v, part, 2) : _mm512_inserti32x4(v, part, 3);
+            }
+            xq[i] = v;
+        }
+        rfi_512_scales(type, r, offset, s, m);
+        for (uint32_t i = 0; i < 4; i++) { /* sum[..][i]: rows 4i to 4i + 3 */
+            __m512i dot[4][4];
+            for (uint32_t j = 0; j < 4; j++) {
+                const __m512i zero = _mm512_setzero_si512();
+                __m512i q[4];
+                rfi_512_values(type, r->row[i * 4 + j] + offset, q);
+                if (r->row_bytes) rfi_512_prefetch(type, r->row[i * 4 + j], ahead);
+                for (uint32_t v = 0; v < 4; v++) q[v] = _mm512_dpbusd_epi32(v & 1 && n_sums == 2 ? q[v - 1] : zero, q[v], xq[v]);
+                for (uint32_t v = 0; v < n_sums; v++) dot[v][j] = q[n_sums == 2 ? 2 * v + 1 : v];
+            }
+            for (uint32_t v = 0; v < n_sums; v++) sum[v][i] = rfi_512_sum4(dot[v][0], dot[v][1], dot[v][2], dot[v][3]);
+        }
+        for (uint32_t v = 0; v < n_sums; v++) rfi_512_transpose_lanes(sum[v]);
+        for (uint32_t g = 0; g < 8 && g0 + g < n_groups; g++) {
+            uint32_t l = 0; /* lane of group g */
+            for (uint32_t i = 0; i < 8; i++)
+                if (rfi_512_group(type, i) == g) l = i;
+            const __m512 dx = _mm512_set1_ps(x[g].d), sw = _mm512_load_ps(s + g * 16), mw = _mm512_load_ps(m + g * 16);
+            if (kind == RFI_KIND_HALVES) {
+                __m512 isum[2];
+                for (uint32_t h = 0; h < 2; h++)
+                    isum[h] = _mm512_cvtepi32_ps(_mm512_add_epi32(sum[(l >> 2) * 2 + h][l & 3],
+                                                                  _mm512_set1_epi32(x[g].b16[h] >> shift)));
+                const __m512 t = _mm512_mul_ps(isum[0], _mm512_load_ps(s + g * 32));
+                y = _mm512_fmadd_ps(_mm512_fmadd_ps(isum[1], _mm512_load_ps(s + g * 32 + 16), t), _mm512_mul_ps(mw, dx), y);
+            } else {
+                __m512i isum = sum[l >> 2][l & 3];
+                if (kind == RFI_KIND_BIAS) isum = _mm512_add_epi32(isum, _mm512_set1_epi32(x[g].b >> shift));
+                y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum), _mm512_mul_ps(sw, dx), y);
+                if (kind == RFI_KIND_MIN) y = _mm512_fmadd_ps(mw, _mm512_set1_ps(x[g].s), y);
+            }
+        }
+    }
+    _mm512_storeu_ps(acc, y);
+}
+
+RFI_INLINE RFI_512 void rfi_avx512_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {
+    _Alignas(64) uint8_t q[16][256];
+    const __m512i bias = _mm512_set1_epi8((char)(type == RF_TYPE_Q8_0 ? 0 : 128 - rfi_bias_of(type)));
+    for (int l = 0; l < 16; l++) {
+        __m512i v[4];
+        rfi_512_values(type, r->row[l] + offset, v);
+        for (int i = 0; i < 4; i++)
+            _mm512_store_si512(q[l] + 64 * i, rfi_kind_of(type) == RFI_KIND_MIN ? v[i] : _mm512_add_epi8(v[i], bias));
+    }
+    for (uint32_t i = 0; i < 4; i++) {
+        __m512i v[4][4]; /* [rows 4k to 4k + 3][element of a lane] */
+        for (int k = 0; k < 4; k++) {
+            for (int j = 0; j < 4; j++) v[k][j] = _mm512_load_si512(q[4 * k + j] + 64 * i);
+            rfi_512_transpose(v[k]);
+        }
+        for (uint32_t e = 0; e < 4; e++) {
+            __m512i lane[4] = {v[0][e], v[1][e], v[2][e], v[3][e]};
+            rfi_512_transpose_lanes(lane);
+            for (uint32_t l = 0; l < 4; l++) {
+                const uint32_t g = at + rfi_512_group(type, (i >> 1) * 4 + l);
+                _mm512_store_si512(p->q + (g * 8 + (i & 1) * 4 + e) * 64, lane[l]);
+            }
+        }
+    }
+    rfi_512_scales(type, r, offset, p->s + at * (rfi_kind_of(type) == RFI_KIND_HALVES ? 32 : 16), p->m + at * 16);
+}
+
+/* Four units of a panel times the columns' values from `at`. */
+RFI_INLINE RFI_512 void rfi_512_dots(const uint8_t *q, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols, uint32_t at,
+                                     __m512i sum[8]) {
+#pragma GCC unroll 4
+    for (uint32_t u = 0; u < 4; u++) {
+        const __m512i w = _mm512_load_si512(q + u * 64);
+#pragma GCC unroll 8
+        for (uint32_t c = 0; c < n_cols; c++)
+            sum[c] = _mm512_dpbusd_epi32(sum[c], w, _mm512_set1_epi32((int)rfi_load_u32(x[c * x_stride].q + at + u * 4)));
+    }
+}
+
+RFI_INLINE RFI_512 void rfi_512_tile(rfi_kind kind, uint32_t n_cols, const rfi_panel *p, uint32_t n_groups, const rfi_q8 *x,
+                                     uint64_t x_stride, float *acc, uint64_t acc_stride) {
+    __m512 y[8];
+    for (uint32_t c = 0; c < n_cols; c++) y[c] = _mm512_loadu_ps(acc + c * acc_stride);
+    for (uint32_t g = 0; g < n_groups; g++, x++) {
+        const uint8_t *q = p->q + g * 512;
+        const __m512 mw = _mm512_load_ps(p->m + g * 16);
+        __m512i sum[8];
+        if (kind == RFI_KIND_HALVES) {
+            __m512 t[8];
+            for (uint32_t h = 0; h < 2; h++) {
+                const __m512 sw = _mm512_load_ps(p->s + (g * 2 + h) * 16);
+                for (uint32_t c = 0; c < n_cols; c++) sum[c] = _mm512_set1_epi32(x[c * x_stride].b16[h]);
+                rfi_512_dots(q + h * 256, x, x_stride, n_cols, h * 16, sum);
+                for (uint32_t c = 0; c < n_cols; c++) {
+                    const __m512 f = _mm512_cvtepi32_ps(sum[c]);
+                    t[c] = h ? _mm512_fmadd_ps(f, sw, t[c]) : _mm512_mul_ps(f, sw);
+                }
+            }
+            for (uint32_t c = 0; c < n_cols; c++)
+                y[c] = _mm512_fmadd_ps(t[c], _mm512_mul_ps(mw, _mm512_set1_ps(x[c * x_stride].d)), y[c]);
+        } else {
+            const __m512 sw = _mm512_load_ps(p->s + g * 16);
+            for (uint32_t c = 0; c < n_cols; c++)
+                sum[c] = kind == RFI_KIND_BIAS ? _mm512_set1_epi32(x[c * x_stride].b) : _mm512_setzero_si512();
+            rfi_512_dots(q, x, x_stride, n_cols, 0, sum);
+            rfi_512_dots(q + 256, x, x_stride, n_cols, 16, sum);
+            for (uint32_t c = 0; c < n_cols; c++) {
+                y[c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[c]), _mm512_mul_ps(sw, _mm512_set1_ps(x[c * x_stride].d)), y[c]);
+                if (kind == RFI_KIND_MIN) y[c] = _mm512_fmadd_ps(mw, _mm512_set1_ps(x[c * x_stride].s), y[c]);
+            }
+        }
+    }
+    for (uint32_t c = 0; c < n_cols; c++) _mm512_storeu_ps(acc + c * acc_stride, y[c]);
+}
+
+/* Whole tiles of 8 columns, then of 4, 2, 1. */
+#define RFI_512_TILE(name, kind)                                                                                      \
+    static RFI_512 void rfi_avx512_tile_##name(RFI_TILE_PARAMS) {                                                     \
+        if (n_cols == 8) {                                                                                            \
+            rfi_512_tile(kind, 8, p, n_groups, x, x_stride, acc, acc_stride);                                         \
+            return;                                                                                                   \
+        }                                                                                                             \
+        if (n_cols & 4) {                                                                                             \
+            rfi_512_tile(kind, 4, p, n_groups, x, x_stride, acc, acc_stride);                                         \
+            x += 4 * x_stride, acc += 4 * acc_stride;                                                                 \
+        }                                                                                                             \
+        if (n_cols & 2) {                                                                                             \
+            rfi_512_tile(kind, 2, p, n_groups, x, x_stride, acc, acc_stride);                                         \
+            x += 2 * x_stride, acc += 2 * acc_stride;                                                                 \
+        }                                                                                                             \
+        if (n_cols & 1) rfi_512_tile(kind, 1, p, n_groups, x, x_stride, acc, acc_stride);                             \
+    }
+RFI_512_TILE(bias, RFI_KIND_BIAS)
+RFI_512_TILE(min, RFI_KIND_MIN)
+RFI_512_TILE(halves, RFI_KIND_HALVES)
+
+/* 16 values of a type from element i on; those that mask leaves out are 0. */
+RFI_INLINE RFI_512 __m512 rfi_512_load(uint32_t type, const void *p, uint64_t i, __mmask16 mask) {
+    if (type == RF_TYPE_F32) return _mm512_maskz_loadu_ps(mask, (const uint8_t *)p + 4 * i);
+    const __m256i v = _mm256_maskz_loadu_epi16(mask, (const uint8_t *)p + 2 * i);
+    if (type == RF_TYPE_F16) return _mm512_cvtph_ps(v);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
+}
+
+RFI_INLINE __mmask16 rfi_512_mask(uint32_t n) { return (__mmask16)(n >= 16 ? 0xffffu : (1u << n) - 1u); }
+
+RFI_INLINE RFI_512 void rfi_512_float_tile(uint32_t type, uint32_t n_cols, rfi_float_tile *t) {
+    __m512 sum[4][4];
+    for (uint32_t c = 0; c < n_cols; c++)
+        for (int r = 0; r < 4; r++) sum[c][r] = _mm512_setzero_ps();
+    for (uint32_t i = 0; i < t->n; i += 16) {
+        const __mmask16 mask = rfi_512_mask(t->n - i);
+        __m512 w[4];
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++) {
+            w[r] = rfi_512_load(type, t->row[r], i, mask);
+            if (n_cols == 1 && t->ahead) _mm_prefetch((const char *)((uintptr_t)t->row[r] + t->ahead + i * 2), _MM_HINT_T0);
+        }
+#pragma GCC unroll 4
+        for (uint32_t c = 0; c < n_cols; c++) {
+            const __m512 x = _mm512_maskz_loadu_ps(mask, t->x + c * t->x_stride + i);
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) sum[c][r] = _mm512_fmadd_ps(w[r], x, sum[c][r]);
+        }
+    }
+    for (uint32_t c = 0; c < n_cols; c++) {
+        const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(sum[c][0], sum[c][1]), _mm512_unpackhi_ps(sum[c][0], sum[c][1]));
+        const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(sum[c][2], sum[c][3]), _mm512_unpackhi_ps(sum[c][2], sum[c][3]));
+        const __m512 lanes = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+        const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+        _mm_storeu_ps(t->sum[c], _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
+    }
+}
+
+RFI_INLINE RFI_512 void rfi_avx512_float_tile(uint32_t type, rfi_float_tile *t) {
+    if (t->n_cols == 4) rfi_512_float_tile(type, 4, t);
+    else if (t->n_cols == 3) rfi_512_float_tile(type, 3, t);
+    else if (t->n_cols == 2) rfi_512_float_tile(type, 2, t);
+    else rfi_512_float_tile(type, 1, t);
+}
+
+/* n_cols columns by n_vec vectors of 16 dimensions from d on. */
+RFI_INLINE RFI_512 void rfi_512_weigh(uint32_t type, uint32_t nc, uint32_t n_vec, uint32_t d, RFI_WEIGH_PARAMS) {
+    const __mmask16 mask = rfi_512_mask(head_dim_v - d);
+    __m512 sum[4][4];
+    RFI_UNUSED(n_cols);
+    for (uint32_t c = 0; c < nc; c++)
+        for (uint32_t i = 0; i < n_vec; i++) sum[c][i] = _mm512_maskz_loadu_ps(mask, out + c * out_stride + d + 16 * i);
+    for (uint64_t pos = 0; pos < n_pos; pos++) {
+        __m512 w[4];
+#pragma GCC unroll 4
+        for (uint32_t i = 0; i < n_vec; i++) w[i] = rfi_512_load(type, v, pos * head_dim_v + d + 16 * i, mask);
+#pragma GCC unroll 4
+        for (uint32_t c = 0; c < nc; c++) {
+            const __m512 f = _mm512_set1_ps(p[c * p_stride + pos]);
+#pragma GCC unroll 4
+            for (uint32_t i = 0; i < n_vec; i++) sum[c][i] = _mm512_fmadd_ps(f, w[i], sum[c][i]);
+        }
+    }
+    for (uint32_t c = 0; c < nc; c++)
+        for (uint32_t i = 0; i < n_vec; i++) _mm512_mask_storeu_ps(out + c * out_stride + d + 16 * i, mask, sum[c][i]);
+}
+
+RFI_INLINE RFI_512 void rfi_avx512_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
+    for (; n_cols; p += p_stride * 4, out += out_stride * 4, n_cols -= 4) {
+        for (uint32_t d = 0; d < head_dim_v;) {
+            const int wide = head_dim_v - d >= 64;
+            if (n_cols >= 4 && wide) rfi_512_weigh(type, 4, 4, d, RFI_WEIGH_ARGS);
+            else if (n_cols >= 4) rfi_512_weigh(type, 4, 1, d, RFI_WEIGH_ARGS);
+            for (uint32_t c = 0; n_cols < 4 && c < n_cols; c++) {
+                if (wide) rfi_512_weigh(type, 1, 4, d, v, n_pos, head_dim_v, p + c * p_stride, 0, 1, out + c * out_stride, 0);
+                else rfi_512_weigh(type, 1, 1, d, v, n_pos, head_dim_v, p + c * p_stride, 0, 1, out + c * out_stride, 0);
+            }
+            d += wide ? 64 : 16;
+        }
+        if (n_cols < 4) break;
+    }
+}
+static RFI_512 void rfi_avx512_weigh_F16(RFI_WEIGH_PARAMS) { rfi_avx512_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
+static RFI_512 void rfi_avx512_weigh_F32(RFI_WEIGH_PARAMS) { rfi_avx512_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
+
+RFI_ELEMENTWISE(avx512, RFI_512)
+RFI_ALL_TYPES(avx512, RFI_512, 16, 8)
+RFI_KERNELS(avx512, "avx512-vnni")
+#endif /* __x86_64__ */
+
+/* ---- choice ---- */
+
+#if defined(__x86_64__)
+/* Whether this machine and its operating system offer an instruction set. */
+static int rfi_has_isa(const char *isa) {
+    uint32_t a, b, c, d, xcr0, unused;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
+    const uint32_t need1 = 1u << 27 | 1u << 28 | 1u << 12 | 1u << 29; /* OSXSAVE, AVX, FMA, F16C */
+    if ((c & need1) != need1) return 0;
+    __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(unused) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    if (!strcmp(isa, "avx2")) return (xcr0 & 0x06) == 0x06 && (b & 1u << 5);
+    const uint32_t need7 = 1u << 5 | 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* AVX2, AVX512 F, DQ, BW, VL */
+    return (xcr0 & 0xe6) == 0xe6 && (b & need7) == need7 && (c & 1u << 11); /* VNNI */
+}
+#endif
+
+/* The kernels of an instruction set by name, NULL = the best; NULL if this machine lacks it. Threads any. */
+static const rfi_kernels *rfi_kernels_find(const char *isa) {
+#if defined(__x86_64__)
+    static const rfi_kernels *const tables[] = {&rfi_kernels_avx512, /*&rfi_kernels_avx2,*/ &rfi_kernels_scalar};
+#endif
+    for (size_t i = 0; i < RFI_COUNT(tables); i++) {
+        if (isa && strcmp(isa, tables[i]->name)) continue;
+        if (tables[i] == &rfi_kernels_scalar || rfi_has_isa(tables[i]->name)) return tables[i];
+    }
+    return NULL;
+}
+
+#if !defined(__clang__)
+#pragma GCC pop_options
+#else
+#pragma STDC FP_CONTRACT DEFAULT
+#endif
+
+/* ---- the CPU device: the table of section 2 over the kernels above ----
+ * The correctness reference. Weights are used where the file is mapped; an op is cut into chunks whose results do not
+ * depend on which thread computes them. Queues do not exist: every call has finished when it returns. */
+
+#define RFI_CPU_COLS 128u   /* columns (tokens) and                    */
+#define RFI_CPU_ROWS 128u   /* rows of a matmul tile                   */
+#define RFI_CPU_TOKENS 16u  /* rows of a step that attend in one chunk */
+
+typedef struct rfi_cpu {
+    rf_allocator alloc;
+    const rfi_kernels *kernels;
+    rfi_pool pool;
+} rfi_cpu;
+
+typedef struct rfi_cpu_table {
+    rfi_cpu *dev;
+    const rf_plan *plan;
+    const void **weights; /* [n_weights] first byte, NULL = empty */
+} rfi_cpu_table;
+
+typedef struct rfi_cpu_plan {
+    rfi_cpu *dev;
+    rf_plan_bind bind;
+    const rf_plan *plan;
+    uint32_t *segments;    /* [n_segments + 1] first op of each                                   */
+    uint32_t n_segments;
+    uint8_t *acts_kept;    /* [n_ops] 1: acts hold this op's input already                        */
+    rfi_q8 *acts;          /* quantized input of a matmul, [n_batch, groups of the widest n_in]   */
+    float *scratch;        /* [n_threads, scratch_stride]: scores of attention, or a matmul tile  */
+    uint64_t scratch_stride;
+    float *vector;         /* [widest] a norm's weights or a bias as float32                      */
+    float *cos_sin;        /* [n_batch, widest n_rot / 2, 2]                                      */
+    uint32_t rope_table, rope_freqs; /* what cos_sin holds for this step; RF_NONE = nothing       */
+    float *times_us;       /* [n_ops] */
+    uint32_t timing;
+} rfi_cpu_plan;
+
+/* One op in progress: what a chunk needs. */
+typedef struct rfi_cpu_op {
+    rfi_cpu_plan *p;
+    const rf_op *op;
+    const rf_step *step;
+    const rfi_kernels *k;
+    const float *in, *in2;
+    float *out;
+    uint64_t in_width, out_width; /* floats from row to row      */
+    uint32_t n_rows;
+    uint32_t rows_per_chunk;      /* of the weight, MATMUL       */
+    const uint8_t *w;             /* first row used              */
+    uint32_t w_type;
+    uint64_t w_row_bytes;
+    const float *vector;          /* norm weights, bias; or NULL */
+    rfi_acts acts;
+} rfi_cpu_op;
+
+/* Float weights take float inputs, all others inputs of int8. */
+static int rfi_type_takes_int8(uint32_t type) { return type != RF_TYPE_F32 && type != RF_TYPE_F16 && type != RF_TYPE_BF16; }
+
+static rfi_cpu *rfi_cpu_of(rf_dev *d) { return (rfi_cpu *)(void *)d; }
+static rfi_cpu_table *rfi_cpu_table_of(rf_table *t) { return (rfi_cpu_table *)(void *)t; }
+static rfi_cpu_plan *rfi_cpu_plan_of(rf_prepared *p) { return (rfi_cpu_plan *)(void *)p; }
+
+/* ---- ops ---- */
+
+static void rfi_cpu_embed(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_step_row *row = &o->step->rows[chunk];
+    float *out = o->out + chunk * o->out_width;
+    RFI_UNUSED(thread);
+    if (row->token < 0) memcpy(out, o->step->embeddings + (uint64_t)chunk * o->op->n_out, o->op->n_out * sizeof *out);
+    else rfi_dequantize_row(o->w_type, o->w + (uint64_t)row->token * o->w_row_bytes, o->op->n_out, out);
+}
+
+static void rfi_cpu_rms_norm(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_op *op = o->op;
+    RFI_UNUSED(thread);
+    for (uint32_t h = 0; h < op->n_heads; h++)
+        o->k->rms_norm(o->out + chunk * o->out_width + (uint64_t)h * op->n_in, o->in + chunk * o->in_width + (uint64_t)h * op->n_in,
+                       o->vector, op->n_in, op->eps);
+}
+
+static void rfi_cpu_quantize(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    RFI_UNUSED(thread);
+    o->k->quantize(o->in + chunk * o->in_width, o->op->n_in, o->p->acts + chunk * o->acts.q_stride);
+}
+
+/* A chunk is rows_per_chunk rows of W and all columns, in tiles that stay in the second-level cache. */
+static void rfi_cpu_matmul(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_op *op = o->op;
+    uint32_t row0 = chunk * o->rows_per_chunk;
+    uint32_t n_rows = (uint32_t)rfi_min_u64(o->rows_per_chunk, op->n_out - row0);
+    const uint8_t *w = o->w + row0 * o->w_row_bytes;
+    int accumulate = (op->flags & RF_OP_ACCUMULATE) != 0;
+    float *tile = o->p->scratch + thread * o->p->scratch_stride;
+    for (uint32_t col0 = 0; col0 < o->n_rows; col0 += RFI_CPU_COLS) {
+        uint32_t n_cols = (uint32_t)rfi_min_u64(RFI_CPU_COLS, o->n_rows - col0);
+        float *out = o->out + col0 * o->out_width + row0;
+        float *y = accumulate ? tile : out;
+        uint64_t y_stride = accumulate ? n_rows : o->out_width;
+        rfi_acts x = o->acts;
+        x.f += col0 * x.f_stride;
+        x.q += col0 * x.q_stride;
+        o->k->matmul[o->w_type](w, o->w_row_bytes, n_rows, op->n_in, &x, n_cols, y, y_stride);
+        for (uint32_t j = 0; j < n_cols && (accumulate || o->vector); j++) {
+            if (o->vector) o->k->add(y + j * y_stride, o->vector + row0, n_rows);
+            if (accumulate) o->k->add(out + j * o->out_width, y + j * y_stride, n_rows);
+        }
+    }
+}
+
+/* cos and sin of every row's position, once per step */
+static void rfi_cpu_cos_sin(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    uint32_t n = o->op->n_rot / 2;
+    float *out = o->p->cos_sin + (uint64_t)chunk * n * 2;
+    const float *table = o->p->plan->tables + o->op->table;
+    RFI_UNUSED(thread);
+    for (uint32_t i = 0; i < n; i++) {
+        double angle = (double)o->step->rows[chunk].pos * (double)table[i] / (o->vector ? (double)o->vector[i] : 1.0);
+        out[2 * i] = (float)cos(angle) * o->op->scale;
+        out[2 * i + 1] = (float)sin(angle) * o->op->scale;
+    }
+}
+
+static void rfi_cpu_rope(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_op *op = o->op;
+    RFI_UNUSED(thread);
+    for (uint32_t h = 0; h < op->n_heads; h++)
+        o->k->rope(o->out + chunk * o->out_width + (uint64_t)h * op->head_dim, o->p->cos_sin + (uint64_t)chunk * op->n_rot, op->n_rot,
+                   (op->flags & RF_OP_NEOX) != 0);
+}
+
+/* First byte of the keys (or values) of one head of one sequence; dim is their width. */
+static uint8_t *rfi_cpu_state(const rfi_cpu_plan *p, uint32_t state, int values, int32_t seq, uint32_t head) {
+    const rf_plan_state *s = &p->plan->states[state];
+    uint64_t element = p->bind.cache_type == RF_CACHE_F32 ? 4 : 2;
+    uint64_t cells = ((uint64_t)(uint32_t)seq * s->n_kv_heads + head) * p->bind.n_ctx;
+    uint64_t k_bytes = (uint64_t)p->bind.n_seq * s->n_kv_heads * p->bind.n_ctx * s->head_dim * element;
+    uint8_t *base = (uint8_t *)p->bind.state.base + p->bind.state_offset[state];
+    if (!values) return base + cells * s->head_dim * element;
+    return base + ((k_bytes + RF_STATE_ALIGN - 1) & ~(uint64_t)(RF_STATE_ALIGN - 1)) + cells * s->head_dim_v * element;
+}
+
+static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_op *op = o->op;
+    const rf_step_row *row = &o->step->rows[chunk];
+    RFI_UNUSED(thread);
+    for (int values = 0; values < 2; values++) {
+        uint32_t dim = values ? op->head_dim_v : op->head_dim;
+        uint64_t width = o->p->plan->buffers[values ? op->in2 : op->in].width;
+        const float *src = (values ? o->in2 : o->in) + chunk * width;
+        for (uint32_t h = 0; h < op->n_kv_heads; h++) {
+            uint8_t *head = rfi_cpu_state(o->p, op->state, values, row->seq, h);
+            uint64_t at = (uint64_t)(uint32_t)row->pos * dim;
+            if (o->p->bind.cache_type == RF_CACHE_F32) memcpy((float *)(void *)head + at, src + (uint64_t)h * dim, dim * sizeof(float));
+            else o->k->f32_to_f16((uint16_t *)(void *)head + at, src + (uint64_t)h * dim, dim);
+        }
+    }
+}
+
+/* A chunk is one kv head, with the query heads that read it, for RFI_CPU_TOKENS rows: those that follow each other in
+ * one sequence share a pass over its keys and values. */
+static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_op *op = o->op;
+    uint32_t head = chunk % op->n_kv_heads, group = op->n_heads / op->n_kv_heads, r = chunk / op->n_kv_heads * RFI_CPU_TOKENS;
+    uint32_t end = (uint32_t)rfi_min_u64(o->n_rows, r + RFI_CPU_TOKENS);
+    for (uint32_t n = 1; r < end; r += n, n = 1) {
+        const rf_step_row *row = &o->step->rows[r];
+        while (r + n < end && row[n].seq == row->seq && row[n].pos == row->pos + (int32_t)n) n++;
+        rfi_attention a = {
+            .q = o->in + r * o->in_width + (uint64_t)head * group * op->head_dim,
+            .q_stride = o->in_width,
+            .k = rfi_cpu_state(o->p, op->state, 0, row->seq, head),
+            .v = rfi_cpu_state(o->p, op->state, 1, row->seq, head),
+            .cache_type = o->p->bind.cache_type,
+            .n_tokens = n,
+            .n_pos = (uint32_t)row->pos + 1,
+            .n_group = group,
+            .head_dim = op->head_dim,
+            .head_dim_v = op->head_dim_v,
+            .scale = op->scale,
+            .scores = o->p->scratch + thread * o->p->scratch_stride,
+            .out = o->out + r * o->out_width + (uint64_t)head * group * op->head_dim_v,
+            .out_stride = o->out_width,
+        };
+        o->k->attention(&a);
+    }
+}
+
+static void rfi_cpu_glu(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    RFI_UNUSED(thread);
+    o->k->silu_mul(o->out + chunk * o->out_width, o->in + chunk * o->in_width, o->in2 + chunk * o->p->plan->buffers[o->op->in2].width,
+                   o->op->n_out);
+}
+
+static void rfi_cpu_gather(rfi_cpu_op *o) {
+    for (uint32_t i = 0; i < o->n_rows; i++)
+        memcpy(o->out + i * o->out_width, o->in + o->step->logit_rows[i] * o->in_width, o->op->n_out * sizeof(float));
+}
+
+/* A vector weight (norm, bias, rope freqs) as aligned float32: in place if it is. */
+static const float *rfi_cpu_vector(const rfi_cpu_plan *p, uint32_t slot, uint32_t first, uint32_t n) {
+    if (slot == RF_NONE) return NULL;
+    const rf_plan_weight *w = &p->plan->weights[slot];
+    const uint8_t *data = (const uint8_t *)rfi_cpu_table_of(p->bind.table)->weights[slot];
+    data += first * rfi_row_bytes(w->type, 1);
+    if (w->type == RF_TYPE_F32) return (const float *)(const void *)data;
+    rfi_dequantize_row(w->type, data, n, p->vector);
+    return p->vector;
+}
+
+static void rfi_cpu_run_matmul(rfi_cpu_op *o, uint32_t index) {
+    rfi_cpu_plan *p = o->p;
+    const rf_op *op = o->op;
+    rfi_pool *pool = &p->dev->pool;
+    o->vector = rfi_cpu_vector(p, op->extra, op->extra_at, op->n_out);
+    o->w += op->weight_row * o->w_row_bytes;
+    o->acts = (rfi_acts){.f = o->in, .f_stride = o->in_width, .q = p->acts, .q_stride = rfi_q8_groups(op->n_in)};
+    if (rfi_type_takes_int8(o->w_type) && !p->acts_kept[index]) rfi_pool_run(pool, rfi_cpu_quantize, o, o->n_rows);
+    /* enough chunks that the threads finish together, and rows in sixteens for the panel kernels */
+    uint64_t share = op->n_out / ((uint64_t)pool->n_threads * 8) / 16 * 16;
+    o->rows_per_chunk = (uint32_t)rfi_min_u64(RFI_CPU_ROWS, rfi_max_u64(16, share));
+    rfi_pool_run(pool, rfi_cpu_matmul, o, (op->n_out + o->rows_per_chunk - 1) / o->rows_per_chunk);
+}
+
+static void rfi_cpu_run_rope(rfi_cpu_op *o) {
+    rfi_cpu_plan *p = o->p;
+    if (p->rope_table != o->op->table || p->rope_freqs != o->op->extra) {
+        o->vector = rfi_cpu_vector(p, o->op->extra, 0, o->op->n_rot / 2);
+        rfi_pool_run(&p->dev->pool, rfi_cpu_cos_sin, o, o->n_rows);
+        p->rope_table = o->op->table;
+        p->rope_freqs = o->op->extra;
+    }
+    rfi_pool_run(&p->dev->pool, rfi_cpu_rope, o, o->n_rows);
+}
+
+static float *rfi_cpu_buffer(const rfi_cpu_plan *p, const rf_step *step, uint32_t id, uint64_t *width) {
+    const rf_plan_buffer *b = &p->plan->buffers[id];
+    float *base = (float *)(void *)((uint8_t *)p->bind.scratch.base + p->bind.buffer_offset[id]);
+    if (width) *width = b->width;
+    return b->rows == RF_ROWS_LOGITS ? base + (uint64_t)step->first_logits_row * b->width : base;
+}
+
+static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step) {
+    const rf_op *op = &p->plan->ops[index];
+    rfi_pool *pool = &p->dev->pool;
+    rfi_cpu_op o = {.p = p, .op = op, .step = step, .k = p->dev->kernels};
+    o.n_rows = op->rows == RF_ROWS_LOGITS ? step->n_logits : step->n_rows;
+    if (o.n_rows == 0) return;
+    if (op->in != RF_NONE) o.in = rfi_cpu_buffer(p, step, op->in, &o.in_width);
+    if (op->in2 != RF_NONE) o.in2 = rfi_cpu_buffer(p, step, op->in2, NULL);
+    if (op->out != RF_NONE) o.out = rfi_cpu_buffer(p, step, op->out, &o.out_width);
+    if (op->weight != RF_NONE) {
+        const rf_plan_weight *w = &p->plan->weights[op->weight];
+        o.w = (const uint8_t *)rfi_cpu_table_of(p->bind.table)->weights[op->weight];
+        o.w_type = w->type;
+        o.w_row_bytes = rfi_row_bytes(w->type, w->n_in);
+    }
+    switch (op->kind) {
+    case RF_OP_EMBED: rfi_pool_run(pool, rfi_cpu_embed, &o, o.n_rows); break;
+    case RF_OP_RMS_NORM:
+        o.vector = rfi_cpu_vector(p, op->weight, 0, op->n_in);
+        rfi_pool_run(pool, rfi_cpu_rms_norm, &o, o.n_rows);
+        break;
+    case RF_OP_MATMUL: rfi_cpu_run_matmul(&o, index); break;
+    case RF_OP_ROPE: rfi_cpu_run_rope(&o); break;
+    case RF_OP_KV_STORE: rfi_pool_run(pool, rfi_cpu_kv_store, &o, o.n_rows); break;
+    case RF_OP_ATTENTION: rfi_pool_run(pool, rfi_cpu_attention, &o, (o.n_rows + RFI_CPU_TOKENS - 1) / RFI_CPU_TOKENS * op->n_kv_heads); break;
+    case RF_OP_GLU: rfi_pool_run(pool, rfi_cpu_glu, &o, o.n_rows); break;
+    case RF_OP_GATHER: rfi_cpu_gather(&o); break;
+    default: break; /* plan_prepare refused it */
+    }
+}
+
+/* ---- the table ---- */
+
+/* Cores this process may run on. */
+static uint32_t rfi_cpu_count(void) {
+    unsigned long mask[64];
+    uint32_t n = 0;
+    long bytes = syscall(SYS_sched_getaffinity, 0, sizeof mask, mask); /* the libc wrapper hides behind _GNU_SOURCE */
+    for (long i = 0; i < bytes / (long)sizeof mask[0]; i++) n += (uint32_t)__builtin_popcountl(mask[i]);
+    return n == 0 ? 1 : n > RFI_MAX_THREADS ? RFI_MAX_THREADS : n;
+}
+
+static rf_result rfi_cpu_device_info(rf_dev *d, rf_device_info *out, rf_error *err) {
+    const rfi_cpu *cpu = d ? rfi_cpu_of(d) : NULL;
+    const rfi_kernels *k = cpu ? cpu->kernels : rfi_kernels_find(NULL);
+    long pages = sysconf(_SC_PHYS_PAGES), free_pages = sysconf(_SC_AVPHYS_PAGES), page = sysconf(_SC_PAGESIZE);
+    RFI_UNUSED(err);
+    memset(out, 0, sizeof *out);
+    snprintf(out->name, sizeof out->name, "cpu");
+    snprintf(out->text, sizeof out->text, "CPU");
+    snprintf(out->arch, sizeof out->arch, "%s", k->arch_text);
+    out->usable = 1;
+    out->wave_size = 1;
+    out->compute_units = cpu ? cpu->pool.n_started + 1 : rfi_cpu_count();
+    out->total_bytes = pages > 0 && page > 0 ? (uint64_t)pages * (uint64_t)page : 0;
+    out->free_bytes = free_pages > 0 && page > 0 ? (uint64_t)free_pages * (uint64_t)page : 0;
+    return RF_OK;
+}
+
+static rf_result rfi_cpu_device_list(rf_device_info *out, uint32_t capacity, uint32_t *count, rf_error *err) {
+    *count = 1;
+    return capacity ? rfi_cpu_device_info(NULL, out, err) : RF_OK;
+}
+
+static rf_result rfi_cpu_device_open(uint32_t index, const rf_device_desc *desc, rf_dev **out, rf_error *err) {
+    RFI_UNUSED(index);
+    const rfi_kernels *k = rfi_kernels_find(desc->isa);
+    if (!k) return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "cpu: instruction set '%s' is not known, or this machine lacks it", desc->isa);
+    if (desc->n_threads > RFI_MAX_THREADS)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "cpu: %u threads, at most %d are supported", desc->n_threads, RFI_MAX_THREADS);
+    rfi_cpu *cpu = (rfi_cpu *)rfi_alloc(&desc->allocator, 1, sizeof *cpu, "the cpu device", err);
+    if (!cpu) return RF_ERR_MEMORY;
+    cpu->alloc = desc->allocator;
+    cpu->kernels = k;
+    rf_result r = rfi_pool_init(&cpu->pool, &cpu->alloc, desc->n_threads ? desc->n_threads : rfi_cpu_count(), err);
+    if (r != RF_OK) {
+        rfi_free(&desc->allocator, cpu);
+        return r;
+    }
+    *out = (rf_dev *)(void *)cpu;
+    return RF_OK;
+}
+
+static void rfi_cpu_device_close(rf_dev *d) {
+    rfi_cpu *cpu = rfi_cpu_of(d);
+    rf_allocator alloc = cpu->alloc;
+    rfi_pool_destroy(&cpu->pool);
+    rfi_free(&alloc, cpu);
+}
+
+static rf_result rfi_cpu_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err) {
+    *out = rfi_alloc_aligned(&rfi_cpu_of(d)->alloc, size_bytes, 4096, "a staging buffer", err);
+    return *out ? RF_OK : RF_ERR_MEMORY;
+}
+
+static void rfi_cpu_host_release(rf_dev *d, void *host) { rfi_free_aligned(&rfi_cpu_of(d)->alloc, host); }
+
+static rf_result rfi_cpu_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err) {
+    out->base = rfi_alloc_aligned(&rfi_cpu_of(d)->alloc, size_bytes, 256, "device memory", err);
+    out->size_bytes = out->base ? size_bytes : 0;
+    return out->base ? RF_OK : RF_ERR_MEMORY;
+}
+
+static void rfi_cpu_mem_release(rf_dev *d, rf_mem *mem) {
+    rfi_free_aligned(&rfi_cpu_of(d)->alloc, mem->base);
+    memset(mem, 0, sizeof *mem);
+}
+
+static rf_result rfi_cpu_queue_create(rf_dev *d, rf_queue **out, rf_error *err) {
+    RFI_UNUSED(err);
+    *out = (rf_queue *)(void *)d; /* nothing to keep, but not NULL */
+    return RF_OK;
+}
+
+static void rfi_cpu_queue_release(rf_queue *q) { RFI_UNUSED(q); }
+
+static rf_result rfi_cpu_table_create(rf_dev *d, const rf_plan *plan, rf_table **out, rf_error *err) {
+    rfi_cpu *cpu = rfi_cpu_of(d);
+    rfi_cpu_table *t = (rfi_cpu_table *)rfi_alloc(&cpu->alloc, 1, sizeof *t, "a weight table", err);
+    if (!t) return RF_ERR_MEMORY;
+    t->weights = (const void **)rfi_alloc(&cpu->alloc, plan->n_weights, sizeof *t->weights, "a weight table", err);
+    if (!t->weights) {
+        rfi_free(&cpu->alloc, t);
+        return RF_ERR_MEMORY;
+    }
+    t->dev = cpu;
+    t->plan = plan;
+    *out = (rf_table *)(void *)t;
+    return RF_OK;
+}
+
+static void rfi_cpu_table_release(rf_table *table) {
+    rfi_cpu_table *t = rfi_cpu_table_of(table);
+    rf_allocator alloc = t->dev->alloc;
+    rfi_free(&alloc, (void *)t->weights);
+    rfi_free(&alloc, t);
+}
+
+static rf_weight_layout rfi_cpu_weight_layout(rf_dev *d, const rf_plan_weight *w) {
+    RFI_UNUSED(d);
+    return (rf_weight_layout){.size_bytes = w->size_bytes, .align = 4, .in_place = 1};
+}
+
+static rf_result rfi_cpu_weight_write(rf_table *table, rf_queue *q, uint32_t slot, const rf_mem *mem, uint64_t offset,
+                                      const rf_mem *scratch, uint32_t row0, uint32_t n_rows, const void *src, rf_ticket *ticket,
+                                      rf_error *err) {
+    rfi_cpu_table *t = rfi_cpu_table_of(table);
+    const rf_plan_weight *w = &t->plan->weights[slot];
+    RFI_UNUSED(q);
+    RFI_UNUSED(scratch);
+    RFI_UNUSED(err);
+    memset(ticket, 0, sizeof *ticket);
+    if (!mem) {
+        t->weights[slot] = src;
+        return RF_OK;
+    }
+    uint64_t row_bytes = w->size_bytes / w->n_rows;
+    uint8_t *base = (uint8_t *)mem->base + offset;
+    memcpy(base + row0 * row_bytes, src, (size_t)(n_rows * row_bytes));
+    if (row0 + n_rows == w->n_rows) t->weights[slot] = base;
+    return RF_OK;
+}
+
+static void rfi_cpu_weight_clear(rf_table *table, uint32_t slot) { rfi_cpu_table_of(table)->weights[slot] = NULL; }
+
+static rf_result rfi_cpu_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n, rf_ticket *ticket,
+                                   rf_error *err) {
+    RFI_UNUSED(q);
+    RFI_UNUSED(err);
+    memset(ticket, 0, sizeof *ticket);
+    memcpy((uint8_t *)dst->base + offset, src, (size_t)n);
+    return RF_OK;
+}
+
+static rf_result rfi_cpu_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n, rf_ticket *ticket,
+                                  rf_error *err) {
+    RFI_UNUSED(q);
+    RFI_UNUSED(err);
+    memset(ticket, 0, sizeof *ticket);
+    memcpy(dst, (const uint8_t *)src->base + offset, (size_t)n);
+    return RF_OK;
+}
+
+static rf_result rfi_cpu_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src, uint64_t src_offset,
+                                  uint64_t n, rf_ticket *ticket, rf_error *err) {
+    RFI_UNUSED(q);
+    RFI_UNUSED(err);
+    memset(ticket, 0, sizeof *ticket);
+    memmove((uint8_t *)dst->base + dst_offset, (const uint8_t *)src->base + src_offset, (size_t)n);
+    return RF_OK;
+}
+
+static rf_result rfi_cpu_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n, rf_ticket *ticket,
+                                  rf_error *err) {
+    RFI_UNUSED(q);
+    RFI_UNUSED(err);
+    memset(ticket, 0, sizeof *ticket);
+    memset((uint8_t *)dst->base + offset, value, (size_t)n);
+    return RF_OK;
+}
+
+static int rfi_cpu_ticket_done(const rf_ticket *ticket) {
+    RFI_UNUSED(ticket);
+    return 1;
+}
+
+static rf_result rfi_cpu_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err) {
+    RFI_UNUSED(ticket);
+    RFI_UNUSED(timeout_ms);
+    RFI_UNUSED(err);
+    return RF_OK;
+}
+
+static rf_result rfi_cpu_queue_after(rf_queue *q, const rf_ticket *ticket, rf_error *err) {
+    RFI_UNUSED(q);
+    RFI_UNUSED(ticket);
+    RFI_UNUSED(err);
+    return RF_OK;
+}
+
+static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err) {
+    if (op->kind >= RF_OP_KIND_COUNT) return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u is not supported", op->kind);
+    if (op->kind != RF_OP_MATMUL) return RF_OK;
+    uint32_t type = plan->weights[op->weight].type;
+    if (type < RF_TYPE_COUNT && rfi_cpu_of(d)->kernels->matmul[type]) return RF_OK;
+    return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: no matmul for tensor type %s", rf_type_get(type).name);
+}
+
+static void rfi_cpu_plan_release(rf_prepared *prepared) {
+    rfi_cpu_plan *p = rfi_cpu_plan_of(prepared);
+    rf_allocator alloc = p->dev->alloc;
+    rfi_free(&alloc, p->segments);
+    rfi_free(&alloc, p->acts_kept);
+    rfi_free_aligned(&alloc, p->acts);
+    rfi_free_aligned(&alloc, p->scratch);
+    rfi_free_aligned(&alloc, p->vector);
+    rfi_free_aligned(&alloc, p->cos_sin);
+    rfi_free(&alloc, p->times_us);
+    rfi_free(&alloc, p);
+}
+
+/* Sizes of the scratch memory an execution of the plan needs on this device. */
+typedef struct rfi_cpu_need {
+    uint32_t n_in;    /* widest quantized input */
+    uint64_t scratch; /* floats per thread      */
+    uint64_t vector;  /* floats                 */
+    uint64_t n_rot;
+} rfi_cpu_need;
+
+/* Walk the ops: what they need, and which matmuls find their quantized input in place (q, k and v share one). */
+static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, uint32_t n_ctx, uint8_t *acts_kept) {
+    rfi_cpu_need need = {.scratch = (uint64_t)RFI_CPU_COLS * RFI_CPU_ROWS};
+    uint32_t held = RF_NONE; /* buffer that acts hold */
+    for (uint32_t i = 0; i < plan->n_ops; i++) {
+        const rf_op *op = &plan->ops[i];
+        need.n_rot = rfi_max_u64(need.n_rot, op->n_rot);
+        need.vector = rfi_max_u64(need.vector, rfi_max_u64(op->n_in, op->n_out));
+        if (op->kind == RF_OP_ATTENTION)
+            need.scratch = rfi_max_u64(need.scratch, rfi_attention_scores(op->n_heads / op->n_kv_heads, n_ctx));
+        if (op->kind == RF_OP_MATMUL && rfi_type_takes_int8(plan->weights[op->weight].type)) {
+            if (need.n_in < op->n_in) need.n_in = op->n_in;
+            if (acts_kept) acts_kept[i] = held == op->in;
+            held = op->in;
+        }
+        if (op->out == held) held = RF_NONE;
+    }
+    return need;
+}
+
+static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops, uint32_t *n_segments,
+                                      rf_prepared **out, rf_error *err) {
+    rfi_cpu *cpu = rfi_cpu_of(d);
+    const rf_plan *plan = bind->plan;
+    rfi_cpu_plan *p = (rfi_cpu_plan *)rfi_alloc(&cpu->alloc, 1, sizeof *p, "a prepared plan", err);
+    if (!p) return RF_ERR_MEMORY;
+    p->dev = cpu;
+    p->bind = *bind;
+    p->plan = plan;
+    p->rope_table = p->rope_freqs = RF_NONE;
+    p->segments = (uint32_t *)rfi_alloc(&cpu->alloc, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
+    p->acts_kept = (uint8_t *)rfi_alloc(&cpu->alloc, plan->n_ops, 1, "op flags", err);
+    p->times_us = (float *)rfi_alloc(&cpu->alloc, plan->n_ops, sizeof *p->times_us, "op times", err);
+    rf_result r = p->segments && p->acts_kept && p->times_us ? RF_OK : RF_ERR_MEMORY;
+    for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) {
+        r = rfi_cpu_op_supported(d, plan, &plan->ops[i], err);
+        if (i == 0 || plan->ops[i].layer != plan->ops[i - 1].layer) p->segments[p->n_segments++] = i;
+    }
+    if (r == RF_OK) {
+        rfi_cpu_need need = rfi_cpu_measure(plan, bind->n_ctx, p->acts_kept);
+        p->segments[p->n_segments] = plan->n_ops;
+        p->scratch_stride = (need.scratch + 15) / 16 * 16; /* whole cache lines: threads do not share one */
+        p->acts = (rfi_q8 *)rfi_alloc_aligned(&cpu->alloc, bind->n_batch * rfi_q8_groups(need.n_in) * sizeof *p->acts, 64,
+                                              "quantized activations", err);
+        p->scratch = (float *)rfi_alloc_aligned(&cpu->alloc, cpu->pool.n_threads * p->scratch_stride * sizeof(float), 64, "thread scratch", err);
+        p->vector = (float *)rfi_alloc_aligned(&cpu->alloc, need.vector * sizeof(float), 64, "vector scratch", err);
+        p->cos_sin = (float *)rfi_alloc_aligned(&cpu->alloc, bind->n_batch * need.n_rot * sizeof(float), 64, "rope scratch", err);
+        if (!p->acts || !p->scratch || !p->vector || !p->cos_sin) r = RF_ERR_MEMORY;
+    }
+    if (r != RF_OK) {
+        rfi_cpu_plan_release((rf_prepared *)(void *)p);
+        return r;
+    }
+    memcpy(segment_ops, p->segments, p->n_segments * sizeof *segment_ops);
+    *n_segments = p->n_segments;
+    *out = (rf_prepared *)(void *)p;
+    return RF_OK;
+}
+
+static rf_result rfi_cpu_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
+                                  rf_ticket *ticket, rf_error *err) {
+    rfi_cpu_plan *p = rfi_cpu_plan_of(prepared);
+    RFI_UNUSED(q);
+    RFI_UNUSED(err);
+    memset(ticket, 0, sizeof *ticket);
+    if (first == 0) p->rope_table = p->rope_freqs = RF_NONE;
+    for (uint32_t i = p->segments[first]; i < p->segments[last]; i++) {
+        double start = p->timing ? rfi_now() : 0;
+        rfi_cpu_run_op(p, i, step);
+        if (p->timing) p->times_us[i] = (float)((rfi_now() - start) * 1e6);
+    }
+    return RF_OK;
+}
+
+static rf_result rfi_cpu_times(rf_prepared *prepared, float *us, uint32_t n, rf_error *err) {
+    rfi_cpu_plan *p = rfi_cpu_plan_of(prepared);
+    RFI_UNUSED(err);
+    if (!us) p->timing = n;
+    else memcpy(us, p->times_us, rfi_min_u64(n, p->plan->n_ops) * sizeof *us);
+    return RF_OK;
+}
+
+static const rf_device_api rfi_cpu_api = {
+    .size_bytes = sizeof(rf_device_api), .version = RF_DEVICE_API_VERSION, .op_bytes = sizeof(rf_op), .step_bytes = sizeof(rf_step),
+    .name = "cpu",
+    .device_list = rfi_cpu_device_list, .device_open = rfi_cpu_device_open, .device_close = rfi_cpu_device_close,
+    .device_info = rfi_cpu_device_info,
+    .host_create = rfi_cpu_host_create, .host_release = rfi_cpu_host_release,
+    .mem_create = rfi_cpu_mem_create, .mem_release = rfi_cpu_mem_release,
+    .queue_create = rfi_cpu_queue_create, .queue_release = rfi_cpu_queue_release,
+    .table_create = rfi_cpu_table_create, .table_release = rfi_cpu_table_release,
+    .weight_layout = rfi_cpu_weight_layout, .weight_write = rfi_cpu_weight_write, .weight_clear = rfi_cpu_weight_clear,
+    .mem_write = rfi_cpu_mem_write, .mem_read = rfi_cpu_mem_read, .mem_copy = rfi_cpu_mem_copy, .mem_fill = rfi_cpu_mem_fill,
+    .ticket_done = rfi_cpu_ticket_done, .ticket_wait = rfi_cpu_ticket_wait, .queue_after = rfi_cpu_queue_after,
+    .op_supported = rfi_cpu_op_supported,
+    .plan_prepare = rfi_cpu_plan_prepare, .plan_run = rfi_cpu_plan_run, .plan_release = rfi_cpu_plan_release,
+    .times = rfi_cpu_times,
+};
+
+/* ==== 11 Null device ==================================================================================== >>null
+ * Computes nothing, allocates nothing, checks everything: that a plan's ops name buffers, weights and states that
+ * exist and are wide enough, that what is read was written, that weights are there when an op runs, that rows fit. It
+ * can fail its n-th call, for tests of every error path; logits are zeros. */
+
+typedef struct rfi_null {
+    rf_allocator alloc;
+    _Atomic uint64_t n_calls;
+    uint64_t fail_call;
+    uint32_t fail_forever;
+    _Atomic int64_t n_live; /* objects and memory blocks not released yet */
+} rfi_null;
+
+typedef struct rfi_null_table {
+    rfi_null *dev;
+    const rf_plan *plan;
+    uint32_t *rows; /* [n_weights] written so far */
+} rfi_null_table;
+
+typedef struct rfi_null_plan {
+    rfi_null *dev;
+    rf_plan_bind bind;
+    uint32_t *segments; /* [n_segments + 1] */
+    uint32_t n_segments;
+    uint8_t *written;   /* [n_buffers] in this step */
+} rfi_null_plan;
+
+static rfi_null *rfi_null_of(rf_dev *d) { return (rfi_null *)(void *)d; }
+static rfi_null_table *rfi_null_table_of(rf_table *t) { return (rfi_null_table *)(void *)t; }
+static rfi_null_plan *rfi_null_plan_of(rf_prepared *p) { return (rfi_null_plan *)(void *)p; }
+
+/* Count a call; the chosen one fails. */
+static rf_result rfi_null_call(rfi_null *d, const char *what, rf_error *err) {
+    uint64_t n = atomic_fetch_add(&d->n_calls, 1) + 1;
+    if (d->fail_call && (n == d->fail_call || (d->fail_forever && n > d->fail_call)))
+        return rfi_fail_sys(err, RF_ERR_DEVICE, -1, n, "null: %s, call %llu of the device, fails on request", what,
+                            (unsigned long long)n);
+    return RF_OK;
+}
+
+/* ---- checks of a plan ---- */
+
+static rf_result rfi_null_buffer(const rf_plan *plan, uint32_t index, const char *role, uint32_t id, uint32_t rows, uint64_t width,
+                                 rf_error *err) {
+    if (id < plan->n_buffers && plan->buffers[id].rows == rows && plan->buffers[id].width >= width) return RF_OK;
+    return rfi_fail(err, RF_ERR_ARGUMENT, index, "null: op %u: %s is buffer %u, which is not a buffer of its rows with width >= %llu", index,
+                    role, id, (unsigned long long)width);
+}
+
+static rf_result rfi_null_weight(const rf_plan *plan, uint32_t index, uint32_t slot, uint64_t n_in, uint64_t last_row, rf_error *err) {
+    if (slot < plan->n_weights && plan->weights[slot].n_in >= n_in && plan->weights[slot].n_rows >= last_row) return RF_OK;
+    return rfi_fail(err, RF_ERR_ARGUMENT, index, "null: op %u: weight slot %u is not a weight of %llu x %llu", index, slot,
+                    (unsigned long long)last_row, (unsigned long long)n_in);
+}
+
+static rf_result rfi_null_attention(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
+    const rf_plan_state *s = op->state < plan->n_states ? &plan->states[op->state] : NULL;
+    int store = op->kind == RF_OP_KV_STORE;
+    if (!s || s->n_kv_heads != op->n_kv_heads || s->head_dim != op->head_dim || s->head_dim_v != op->head_dim_v || !op->n_kv_heads)
+        return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: state %u does not fit", i, op->state);
+    uint64_t heads = store ? op->n_kv_heads : op->n_heads;
+    rf_result r = rfi_null_buffer(plan, i, "in", op->in, op->rows, heads * op->head_dim, err);
+    if (r != RF_OK) return r;
+    if (store) return rfi_null_buffer(plan, i, "in2", op->in2, op->rows, heads * op->head_dim_v, err);
+    if (op->n_heads % op->n_kv_heads) return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u heads on %u", i, op->n_heads, op->n_kv_heads);
+    return rfi_null_buffer(plan, i, "out", op->out, op->rows, heads * op->head_dim_v, err);
+}
+
+static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
+    rf_result r = RF_OK;
+    uint32_t rows = op->rows;
+    switch (op->kind) {
+    case RF_OP_EMBED:
+        r = rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err);
+        return r == RF_OK ? rfi_null_weight(plan, i, op->weight, op->n_out, plan->n_vocab, err) : r;
+    case RF_OP_RMS_NORM:
+        r = rfi_null_buffer(plan, i, "in", op->in, rows, (uint64_t)op->n_heads * op->n_in, err);
+        if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, (uint64_t)op->n_heads * op->n_in, err);
+        return r == RF_OK ? rfi_null_weight(plan, i, op->weight, op->n_in, 1, err) : r;
+    case RF_OP_MATMUL:
+        r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_in, err);
+        if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err);
+        if (r == RF_OK) r = rfi_null_weight(plan, i, op->weight, op->n_in, (uint64_t)op->weight_row + op->n_out, err);
+        if (r != RF_OK || op->extra == RF_NONE) return r;
+        return rfi_null_weight(plan, i, op->extra, (uint64_t)op->extra_at + op->n_out, 1, err);
+    case RF_OP_ROPE:
+        r = rfi_null_buffer(plan, i, "out", op->out, rows, (uint64_t)op->n_heads * op->head_dim, err);
+        if (r == RF_OK && (op->n_rot > op->head_dim || op->n_rot % 2 || op->in != op->out ||
+                           (uint64_t)op->table + op->n_rot / 2 > plan->n_tables))
+            r = rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: rope of %u out of %u values, table %u", i, op->n_rot, op->head_dim, op->table);
+        if (r != RF_OK || op->extra == RF_NONE) return r;
+        return rfi_null_weight(plan, i, op->extra, op->n_rot / 2, 1, err);
+    case RF_OP_KV_STORE:
+    case RF_OP_ATTENTION: return rfi_null_attention(plan, i, op, err);
+    case RF_OP_GLU:
+        r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_out, err);
+        if (r == RF_OK) r = rfi_null_buffer(plan, i, "in2", op->in2, rows, op->n_out, err);
+        return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err) : r;
+    case RF_OP_GATHER:
+        r = rfi_null_buffer(plan, i, "in", op->in, RF_ROWS_TOKENS, op->n_out, err);
+        return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, RF_ROWS_LOGITS, op->n_out, err) : r;
+    default: return rfi_fail(err, RF_ERR_UNSUPPORTED, i, "null: op %u: kind %u is not supported", i, op->kind);
+    }
+}
+
+static rf_result rfi_null_check_rows(const rfi_null_plan *p, const rf_step *step, rf_error *err) {
+    if (step->n_rows == 0 || step->n_rows > p->bind.n_batch || step->first_logits_row + step->n_logits > p->bind.n_logits)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "null: step of %u rows, %u logits", step->n_rows, step->n_logits);
+    for (uint32_t i = 0; i < step->n_rows; i++) {
+        const rf_step_row *row = &step->rows[i];
+        if (row->token >= (int32_t)p->bind.plan->n_vocab || (row->token < 0 && !step->embeddings) || row->seq < 0 ||
+            row->seq >= (int32_t)p->bind.n_seq || row->pos < 0 || row->pos >= (int32_t)p->bind.n_ctx)
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: row %u: token %d, sequence %d, position %d", i, row->token, row->seq, row->pos);
+    }
+    for (uint32_t i = 0; i < step->n_logits; i++)
+        if (step->logit_rows[i] >= step->n_rows) return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: logits row %u of the step", step->logit_rows[i]);
+    return RF_OK;
+}
+
+/* What an op reads was written before it, and its weights are there. */
+static rf_result rfi_null_run_op(rfi_null_plan *p, uint32_t i, rf_error *err) {
+    const rf_op *op = &p->bind.plan->ops[i];
+    const uint32_t slots[2] = {op->weight, op->extra}, in[3] = {op->in, op->in2, op->flags & RF_OP_ACCUMULATE ? op->out : RF_NONE};
+    for (int k = 0; k < 2; k++)
+        if (slots[k] != RF_NONE && rfi_null_table_of(p->bind.table)->rows[slots[k]] != p->bind.plan->weights[slots[k]].n_rows)
+            return rfi_fail(err, RF_ERR_DEVICE, i, "null: op %u: weight %s is not loaded", i, p->bind.plan->weights[slots[k]].name);
+    for (int k = 0; k < 3; k++)
+        if (in[k] != RF_NONE && !p->written[in[k]])
+            return rfi_fail(err, RF_ERR_DEVICE, i, "null: op %u: buffer %s is read before it is written", i, p->bind.plan->buffers[in[k]].name);
+    if (op->out != RF_NONE) p->written[op->out] = 1;
+    return RF_OK;
+}
+
+/* ---- the table ---- */
+
+static rf_result rfi_null_device_info(rf_dev *d, rf_device_info *out, rf_error *err) {
+    RFI_UNUSED(d);
+    RFI_UNUSED(err);
+    memset(out, 0, sizeof *out);
+    snprintf(out->name, sizeof out->name, "null");
+    snprintf(out->text, sizeof out->text, "checks plans, computes nothing");
+    snprintf(out->arch, sizeof out->arch, "none");
+    out->usable = 1;
+    out->wave_size = 1;
+    return RF_OK;
+}
+
+static rf_result rfi_null_device_list(rf_device_info *out, uint32_t capacity, uint32_t *count, rf_error *err) {
+    *count = 1;
+    return capacity ? rfi_null_device_info(NULL, out, err) : RF_OK;
+}
+
+static rf_result rfi_null_device_open(uint32_t index, const rf_device_desc *desc, rf_dev **out, rf_error *err) {
+    RFI_UNUSED(index);
+    rfi_null *d = (rfi_null *)rfi_alloc(&desc->allocator, 1, sizeof *d, "the null device", err);
+    if (!d) return RF_ERR_MEMORY;
+    d->alloc = desc->allocator;
+    d->fail_call = desc->fail_call;
+    d->fail_forever = desc->fail_forever;
+    rf_result r = rfi_null_call(d, "device_open", err);
+    if (r != RF_OK) rfi_free(&desc->allocator, d);
+    else *out = (rf_dev *)(void *)d;
+    return r;
+}
+
+static void rfi_null_device_close(rf_dev *d) {
+    rf_allocator alloc = rfi_null_of(d)->alloc;
+    rfi_free(&alloc, d);
+}
+
+static rf_result rfi_null_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err) {
+    rf_result r = rfi_null_call(rfi_null_of(d), "host_create", err);
+    if (r != RF_OK) return r;
+    *out = rfi_alloc(&rfi_null_of(d)->alloc, size_bytes, 1, "a staging buffer", err);
+    if (!*out) return RF_ERR_MEMORY;
+    atomic_fetch_add(&rfi_null_of(d)->n_live, 1);
+    return RF_OK;
+}
+
+static void rfi_null_host_release(rf_dev *d, void *host) {
+    rfi_free(&rfi_null_of(d)->alloc, host);
+    atomic_fetch_sub(&rfi_null_of(d)->n_live, 1);
+}
+
+static rf_result rfi_null_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err) {
+    rf_result r = rfi_null_call(rfi_null_of(d), "mem_create", err);
+    if (r != RF_OK) return r;
+    *out = (rf_mem){d, size_bytes}; /* nobody follows base */
+    atomic_fetch_add(&rfi_null_of(d)->n_live, 1);
+    return RF_OK;
+}
+
+static void rfi_null_mem_release(rf_dev *d, rf_mem *mem) {
+    memset(mem, 0, sizeof *mem);
+    atomic_fetch_sub(&rfi_null_of(d)->n_live, 1);
+}
+
+static rf_result rfi_null_queue_create(rf_dev *d, rf_queue **out, rf_error *err) {
+    rf_result r = rfi_null_call(rfi_null_of(d), "queue_create", err);
+    if (r != RF_OK) return r;
+    *out = (rf_queue *)(void *)d;
+    atomic_fetch_add(&rfi_null_of(d)->n_live, 1);
+    return RF_OK;
+}
+
+static void rfi_null_queue_release(rf_queue *q) { atomic_fetch_sub(&rfi_null_of((rf_dev *)(void *)q)->n_live, 1); }
+
+static rf_result rfi_null_table_create(rf_dev *d, const rf_plan *plan, rf_table **out, rf_error *err) {
+    rfi_null *dev = rfi_null_of(d);
+    rf_result r = rfi_null_call(dev, "table_create", err);
+    if (r != RF_OK) return r;
+    rfi_null_table *t = (rfi_null_table *)rfi_alloc(&dev->alloc, 1, sizeof *t, "a weight table", err);
+    if (!t) return RF_ERR_MEMORY;
+    t->rows = (uint32_t *)rfi_alloc(&dev->alloc, plan->n_weights, sizeof *t->rows, "a weight table", err);
+    if (!t->rows) {
+        rfi_free(&dev->alloc, t);
+        return RF_ERR_MEMORY;
+    }
+    t->dev = dev;
+    t->plan = plan;
+    atomic_fetch_add(&dev->n_live, 1);
+    *out = (rf_table *)(void *)t;
+    return RF_OK;
+}
+
+static void rfi_null_table_release(rf_table *table) {
+    rfi_null_table *t = rfi_null_table_of(table);
+    rfi_null *dev = t->dev;
+    rfi_free(&dev->alloc, t->rows);
+    rfi_free(&dev->alloc, t);
+    atomic_fetch_sub(&dev->n_live, 1);
+}
+
+static rf_weight_layout rfi_null_weight_layout(rf_dev *d, const rf_plan_weight *w) {
+    RFI_UNUSED(d);
+    return (rf_weight_layout){.size_bytes = w->size_bytes, .align = 1};
+}
+
+static rf_result rfi_null_weight_write(rf_table *table, rf_queue *q, uint32_t slot, const rf_mem *mem, uint64_t offset,
+                                       const rf_mem *scratch, uint32_t row0, uint32_t n_rows, const void *src, rf_ticket *ticket,
+                                       rf_error *err) {
+    rfi_null_table *t = rfi_null_table_of(table);
+    RFI_UNUSED(q);
+    RFI_UNUSED(scratch);
+    memset(ticket, 0, sizeof *ticket);
+    rf_result r = rfi_null_call(t->dev, "weight_write", err);
+    if (r != RF_OK) return r;
+    if (slot >= t->plan->n_weights || !mem || !src || offset + t->plan->weights[slot].size_bytes > mem->size_bytes ||
+        row0 != t->rows[slot] % t->plan->weights[slot].n_rows || (uint64_t)row0 + n_rows > t->plan->weights[slot].n_rows)
+        return rfi_fail(err, RF_ERR_ARGUMENT, slot, "null: weight_write of slot %u, rows %u + %u, does not fit", slot, row0, n_rows);
+    t->rows[slot] = row0 + n_rows;
+    return RF_OK;
+}
+
+static void rfi_null_weight_clear(rf_table *table, uint32_t slot) { rfi_null_table_of(table)->rows[slot] = 0; }
+
+static rf_result rfi_null_transfer(rf_queue *q, const char *what, const rf_mem *mem, uint64_t offset, uint64_t n, rf_ticket *ticket,
+                                   rf_error *err) {
+    memset(ticket, 0, sizeof *ticket);
+    rf_result r = rfi_null_call(rfi_null_of((rf_dev *)(void *)q), what, err);
+    if (r == RF_OK && (offset > mem->size_bytes || n > mem->size_bytes - offset))
+        r = rfi_fail(err, RF_ERR_ARGUMENT, offset, "null: %s of %llu bytes at %llu in a block of %llu", what, (unsigned long long)n,
+                     (unsigned long long)offset, (unsigned long long)mem->size_bytes);
+    return r;
+}
+
+static rf_result rfi_null_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n, rf_ticket *ticket,
+                                    rf_error *err) {
+    RFI_UNUSED(src);
+    return rfi_null_transfer(q, "mem_write", dst, offset, n, ticket, err);
+}
+
+static rf_result rfi_null_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n, rf_ticket *ticket,
+                                   rf_error *err) {
+    rf_result r = rfi_null_transfer(q, "mem_read", src, offset, n, ticket, err);
+    if (r == RF_OK) memset(dst, 0, (size_t)n);
+    return r;
+}
+
+static rf_result rfi_null_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src, uint64_t src_offset,
+                                   uint64_t n, rf_ticket *ticket, rf_error *err) {
+    rf_result r = rfi_null_transfer(q, "mem_copy", dst, dst_offset, n, ticket, err);
+    if (r == RF_OK && (src_offset > src->size_bytes || n > src->size_bytes - src_offset))
+        r = rfi_fail(err, RF_ERR_ARGUMENT, src_offset, "null: mem_copy reads past its source");
+    return r;
+}
+
+static rf_result rfi_null_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n, rf_ticket *ticket,
+                                   rf_error *err) {
+    RFI_UNUSED(value);
+    return rfi_null_transfer(q, "mem_fill", dst, offset, n, ticket, err);
+}
+
+static rf_result rfi_null_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err) {
+    RFI_UNUSED(d);
+    return rfi_null_check(plan, (uint32_t)(op - plan->ops), op, err);
+}
+
+static void rfi_null_plan_release(rf_prepared *prepared) {
+    rfi_null_plan *p = rfi_null_plan_of(prepared);
+    rfi_null *dev = p->dev;
+    rfi_free(&dev->alloc, p->segments);
+    rfi_free(&dev->alloc, p->written);
+    rfi_free(&dev->alloc, p);
+    atomic_fetch_sub(&dev->n_live, 1);
+}
+
+static rf_result rfi_null_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops, uint32_t *n_segments,
+                                       rf_prepared **out, rf_error *err) {
+    rfi_null *dev = rfi_null_of(d);
+    const rf_plan *plan = bind->plan;
+    rf_result r = rfi_null_call(dev, "plan_prepare", err);
+    for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) r = rfi_null_check(plan, i, &plan->ops[i], err);
+    if (r != RF_OK) return r;
+    rfi_null_plan *p = (rfi_null_plan *)rfi_alloc(&dev->alloc, 1, sizeof *p, "a prepared plan", err);
+    if (!p) return RF_ERR_MEMORY;
+    p->dev = dev;
+    p->bind = *bind;
+    atomic_fetch_add(&dev->n_live, 1);
+    p->segments = (uint32_t *)rfi_alloc(&dev->alloc, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
+    p->written = (uint8_t *)rfi_alloc(&dev->alloc, plan->n_buffers, 1, "buffer flags", err);
+    if (!p->segments || !p->written) {
+        rfi_null_plan_release((rf_prepared *)(void *)p);
+        return RF_ERR_MEMORY;
+    }
+    for (uint32_t i = 0; i < plan->n_ops; i++)
+        if (i == 0 || plan->ops[i].layer != plan->ops[i - 1].layer) p->segments[p->n_segments++] = i;
+    p->segments[p->n_segments] = plan->n_ops;
+    memcpy(segment_ops, p->segments, p->n_segments * sizeof *segment_ops);
+    *n_segments = p->n_segments;
+    *out = (rf_prepared *)(void *)p;
+    return RF_OK;
+}
+
+static rf_result rfi_null_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
+                                   rf_ticket *ticket, rf_error *err) {
+    rfi_null_plan *p = rfi_null_plan_of(prepared);
+    RFI_UNUSED(q);
+    memset(ticket, 0, sizeof *ticket);
+    rf_result r = rfi_null_call(p->dev, "plan_run", err);
+    if (r == RF_OK) r = rfi_null_check_rows(p, step, err);
+    if (r == RF_OK && (first > last || last > p->n_segments))
+        r = rfi_fail(err, RF_ERR_ARGUMENT, first, "null: segments %u to %u of %u", first, last, p->n_segments);
+    if (r == RF_OK && first == 0) memset(p->written, 0, p->bind.plan->n_buffers);
+    for (uint32_t i = r == RF_OK ? p->segments[first] : 0; r == RF_OK && i < p->segments[last]; i++) r = rfi_null_run_op(p, i, err);
+    return r;
+}
+
+static rf_result rfi_null_times(rf_prepared *prepared, float *us, uint32_t n, rf_error *err) {
+    RFI_UNUSED(prepared);
+    RFI_UNUSED(err);
+    if (us) memset(us, 0, n * sizeof *us);
+    return RF_OK;
+}
+
+static const rf_device_api rfi_null_api = {
+    .size_bytes = sizeof(rf_device_api), .version = RF_DEVICE_API_VERSION, .op_bytes = sizeof(rf_op), .step_bytes = sizeof(rf_step),
+    .name = "null",
+    .device_list = rfi_null_device_list, .device_open = rfi_null_device_open, .device_close = rfi_null_device_close,
+    .device_info = rfi_null_device_info,
+    .host_create = rfi_null_host_create, .host_release = rfi_null_host_release,
+    .mem_create = rfi_null_mem_create, .mem_release = rfi_null_mem_release,
+    .queue_create = rfi_null_queue_create, .queue_release = rfi_null_queue_release,
+    .table_create = rfi_null_table_create, .table_release = rfi_null_table_release,
+    .weight_layout = rfi_null_weight_layout, .weight_write = rfi_null_weight_write, .weight_clear = rfi_null_weight_clear,
+    .mem_write = rfi_null_mem_write, .mem_read = rfi_null_mem_read, .mem_copy = rfi_null_mem_copy, .mem_fill = rfi_null_mem_fill,
+    .ticket_done = rfi_cpu_ticket_done, .ticket_wait = rfi_cpu_ticket_wait, .queue_after = rfi_cpu_queue_after,
+    .op_supported = rfi_null_op_supported,
+    .plan_prepare = rfi_null_plan_prepare, .plan_run = rfi_null_plan_run, .plan_release = rfi_null_plan_release,
+    .times = rfi_null_times,
+};
+
+/* ==== 12 Model and session ============================================================================ >>session
+ * A model is a file, its plan and its weights on one device. A session is the memory in which the plan runs: keys and
+ * values of n_seq_max sequences, activations, logits. Everything is allocated at open; rf_eval turns rows into steps
+ * and walks the plan's segments: load what the segment needs, run it, look for a cancel. */
+
+struct rf_model {
+    rf_gguf *g;
+    rf_device *device;
+    rfi_config config;
+    rf_plan plan;
+    rfi_store store;
+    rfi_log log;
+    rf_string name;
+    char *pre_tokenizer;            /* forced name, or NULL        */
+    rfi_cell tokenizer_cell;
+    rf_tokenizer *tokenizer;        /* guarded by the cell         */
+    _Atomic uint32_t n_sessions;
+};
+
+struct rf_session {
+    rf_model *m;
+    rf_session_desc desc;           /* resolved: no zeros left     */
+    rf_mem scratch, state;
+    uint64_t *buffer_offset;        /* [n_buffers]                 */
+    uint64_t *state_offset;         /* [n_states]                  */
+    rf_queue *queue;
+    rf_prepared *prepared;
+    uint32_t n_segments;
+    uint32_t *segment_slots;        /* slots of segment i: [segment_first[i], segment_first[i + 1])    */
+    uint32_t *segment_first;        /* [n_segments + 1]                                                */
+    uint32_t n_pinned;              /* segments pinned by the eval in progress                         */
+    uint32_t *lengths;              /* [n_seq_max] tokens held                                         */
+    uint32_t *ends;                 /* [n_seq_max] the same after the eval in progress                 */
+    int32_t *tokens;                /* [n_seq_max, n_ctx]; -1 where a row came as floats               */
+    rf_step_row *rows;              /* [n_batch]                                                       */
+    rf_row *forward_rows;           /* [n_batch] of rf_forward                                         */
+    uint32_t *logit_rows;           /* [n_batch]                                                       */
+    float *embeddings;              /* host memory of the device, [n_batch, n_embd]                    */
+    float *logits;                  /* host memory of the device, [n_logits_max, n_vocab]              */
+    uint32_t n_logits;              /* rows of logits that hold the last eval's                        */
+    _Atomic int cancel;
+};
+
+static const rf_session_desc *rfi_session_desc(const rf_session *s) { return &s->desc; }
+static const rf_allocator *rfi_session_allocator(const rf_session *s) { return rfi_gguf_allocator(s->m->g); }
+
+/* ---- sizes ---- */
+
+static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *desc, rf_session_desc *out, rf_error *err) {
+    if (desc) *out = *desc;
+    else memset(out, 0, sizeof *out);
+    if (out->n_ctx == 0) out->n_ctx = (uint32_t)rfi_min_u64(m->config.n_ctx_train, 4096);
+    if (out->n_seq_max == 0) out->n_seq_max = 1;
+    uint64_t cells = (uint64_t)out->n_ctx * out->n_seq_max;
+    if (out->n_batch == 0) out->n_batch = (uint32_t)rfi_min_u64(512, cells);
+    if (out->n_logits_max == 0) out->n_logits_max = out->n_seq_max;
+    if (cells > INT32_MAX || out->n_batch > INT32_MAX || out->n_logits_max > INT32_MAX)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: n_ctx %u x n_seq_max %u, n_batch %u, n_logits_max %u: at most 2147483647 each",
+                        out->n_ctx, out->n_seq_max, out->n_batch, out->n_logits_max);
+    if (out->cache_type > RF_CACHE_F32) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: cache_type %u is not known", out->cache_type);
+    return RF_OK;
+}
+
+/* Place `n` x `width` elements behind *end, aligned to 256; 0 if it does not fit 64 bits. */
+static int rfi_place(uint64_t *end, uint64_t *offset, uint64_t n, uint64_t width, uint64_t element_bytes) {
+    uint64_t bytes;
+    *offset = *end;
+    return rfi_mul(n, width, &bytes) && rfi_mul(bytes, element_bytes, &bytes) && rfi_add(*end, bytes, end) &&
+           rfi_align_up(*end, RF_STATE_ALIGN, end);
+}
+
+/* Offsets of buffers and states (arrays, or NULL), and the totals. */
+static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d, uint64_t *buffer_offset, uint64_t *state_offset,
+                                    rf_forecast *out, rf_error *err) {
+    const rf_plan *plan = &m->plan;
+    uint64_t element = d->cache_type == RF_CACHE_F32 ? 4 : 2, at, unused, host = 0;
+    int fits = 1;
+    memset(out, 0, sizeof *out);
+    for (uint32_t i = 0; i < plan->n_buffers; i++) {
+        const rf_plan_buffer *b = &plan->buffers[i];
+        fits &= rfi_place(&out->scratch_bytes, &at, b->rows == RF_ROWS_LOGITS ? d->n_logits_max : d->n_batch, b->width, sizeof(float));
+        if (buffer_offset) buffer_offset[i] = at;
+    }
+    for (uint32_t i = 0; i < plan->n_states; i++) {
+        const rf_plan_state *s = &plan->states[i];
+        uint64_t cells = (uint64_t)d->n_ctx * d->n_seq_max * s->n_kv_heads; /* < 2^31 * 2^14 */
+        fits &= rfi_place(&out->kv_bytes, &at, cells, s->head_dim, element);
+        fits &= rfi_place(&out->kv_bytes, &unused, cells, s->head_dim_v, element);
+        if (state_offset) state_offset[i] = at;
+    }
+    fits &= rfi_place(&host, &unused, d->n_logits_max, plan->n_vocab, sizeof(float));
+    fits &= rfi_place(&host, &unused, d->n_batch, (uint64_t)plan->n_embd + 8, sizeof(float));
+    fits &= rfi_place(&host, &unused, d->n_seq_max, (uint64_t)d->n_ctx + 2, sizeof(int32_t));
+    out->host_bytes = host;
+    out->weight_bytes = m->store.total_bytes;
+    return fits ? RF_OK : rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: sizes do not fit 64 bits");
+}
+
+ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_desc *desc, rf_forecast *out, rf_error *err) {
+    rf_session_desc d;
+    rfi_clear(err);
+    if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_forecast: model or out is NULL");
+    rf_result r = rfi_session_resolve(m, desc, &d, err);
+    return r == RF_OK ? rfi_session_layout(m, &d, NULL, NULL, out, err) : r;
+}
+
+/* ---- open and close ---- */
+
+static void rfi_session_release(rf_session *s) {
+    const rf_device_api *api = s->m->device->api;
+    const rf_allocator *alloc = rfi_session_allocator(s);
+    rf_dev *dev = s->m->device->dev;
+    if (s->prepared) api->plan_release(s->prepared);
+    if (s->queue) api->queue_release(s->queue);
+    if (s->logits) api->host_release(dev, s->logits);
+    if (s->embeddings) api->host_release(dev, s->embeddings);
+    if (s->state.base) api->mem_release(dev, &s->state);
+    if (s->scratch.base) api->mem_release(dev, &s->scratch);
+    rfi_free(alloc, s->buffer_offset);
+    rfi_free(alloc, s->state_offset);
+    rfi_free(alloc, s->segment_slots);
+    rfi_free(alloc, s->segment_first);
+    rfi_free(alloc, s->lengths);
+    rfi_free(alloc, s->ends);
+    rfi_free_aligned(alloc, s->tokens);
+    rfi_free(alloc, s->rows);
+    rfi_free(alloc, s->forward_rows);
+    rfi_free(alloc, s->logit_rows);
+    rfi_free(alloc, s);
+}
+
+static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
+    const rf_allocator *alloc = rfi_session_allocator(s);
+    const rf_device_api *api = s->m->device->api;
+    const rf_plan *plan = &s->m->plan;
+    const rf_session_desc *d = &s->desc;
+    void *p = NULL;
+    s->buffer_offset = (uint64_t *)rfi_alloc(alloc, plan->n_buffers, sizeof *s->buffer_offset, "buffer offsets", err);
+    s->state_offset = (uint64_t *)rfi_alloc(alloc, plan->n_states, sizeof *s->state_offset, "state offsets", err);
+    s->segment_first = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops + 1, sizeof *s->segment_first, "segments", err);
+    s->segment_slots = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->segment_slots, "segments", err);
+    s->lengths = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->lengths, "sequence lengths", err);
+    s->ends = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->ends, "sequence lengths", err);
+    s->rows = (rf_step_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->rows, "batch rows", err);
+    s->forward_rows = (rf_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->forward_rows, "batch rows", err);
+    s->logit_rows = (uint32_t *)rfi_alloc(alloc, d->n_batch, sizeof *s->logit_rows, "batch rows", err);
+    s->tokens = (int32_t *)rfi_alloc_aligned(alloc, (uint64_t)d->n_seq_max * d->n_ctx * sizeof *s->tokens, 64, "token history", err);
+    if (!s->buffer_offset || !s->state_offset || !s->segment_first || !s->segment_slots || !s->lengths || !s->ends || !s->rows ||
+        !s->forward_rows || !s->logit_rows || !s->tokens)
+        return RF_ERR_MEMORY;
+    rf_result r = api->host_create(s->m->device->dev, (uint64_t)d->n_logits_max * plan->n_vocab * sizeof(float), &p, err);
+    s->logits = (float *)p;
+    p = NULL;
+    if (r == RF_OK) r = api->host_create(s->m->device->dev, (uint64_t)d->n_batch * plan->n_embd * sizeof(float), &p, err);
+    s->embeddings = (float *)p;
+    return r;
+}
+
+/* Which weights each segment needs, every one once. segment_first comes in holding first ops. */
+static void rfi_session_segment_slots(rf_session *s) {
+    const rf_plan *plan = &s->m->plan;
+    uint32_t n = 0;
+    for (uint32_t seg = 0; seg < s->n_segments; seg++) {
+        uint32_t first = s->segment_first[seg], last = seg + 1 < s->n_segments ? s->segment_first[seg + 1] : plan->n_ops, start = n;
+        s->segment_first[seg] = n;
+        for (uint32_t i = first; i < last; i++) {
+            const uint32_t slots[2] = {plan->ops[i].weight, plan->ops[i].extra};
+            for (int k = 0; k < 2; k++) {
+                int known = slots[k] == RF_NONE;
+                for (uint32_t j = start; j < n && !known; j++) known = s->segment_slots[j] == slots[k];
+                if (!known) s->segment_slots[n++] = slots[k];
+            }
+        }
+    }
+    s->segment_first[s->n_segments] = n;
+}
+
+static rf_result rfi_session_build(rf_session *s, rf_error *err) {
+    rf_model *m = s->m;
+    const rf_device_api *api = m->device->api;
+    rf_dev *dev = m->device->dev;
+    rf_forecast size;
+    rf_result r = rfi_session_layout(m, &s->desc, NULL, NULL, &size, err);
+    if (r == RF_OK) r = rfi_session_host_memory(s, err);
+    if (r == RF_OK) r = rfi_session_layout(m, &s->desc, s->buffer_offset, s->state_offset, &size, err);
+    if (r == RF_OK) r = api->mem_create(dev, size.scratch_bytes, &s->scratch, err);
+    if (r == RF_OK) r = api->mem_create(dev, rfi_max_u64(size.kv_bytes, 1), &s->state, err);
+    if (r == RF_OK) r = api->queue_create(dev, &s->queue, err);
+    if (r != RF_OK) return r;
+    rf_plan_bind bind = {
+        .plan = &m->plan, .table = m->store.table, .scratch = s->scratch, .state = s->state,
+        .buffer_offset = s->buffer_offset, .state_offset = s->state_offset,
+        .n_ctx = s->desc.n_ctx, .n_seq = s->desc.n_seq_max, .n_batch = s->desc.n_batch, .n_logits = s->desc.n_logits_max,
+        .cache_type = s->desc.cache_type,
+    };
+    r = api->plan_prepare(dev, &bind, s->segment_first, &s->n_segments, &s->prepared, err);
+    if (r == RF_OK) rfi_session_segment_slots(s);
+    return r;
+}
+
+ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc, rf_session **out, rf_error *err) {
+    rfi_clear(err);
+    if (out) *out = NULL;
+    if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_open: model or out is NULL");
+    rf_session *s = (rf_session *)rfi_alloc(rfi_gguf_allocator(m->g), 1, sizeof *s, "a session", err);
+    if (!s) return RF_ERR_MEMORY;
+    s->m = m;
+    rf_result r = rfi_session_resolve(m, desc, &s->desc, err);
+    if (r == RF_OK) r = rfi_session_build(s, err);
+    if (r != RF_OK) {
+        rfi_session_release(s);
+        return r;
+    }
+    if (s->desc.n_ctx > m->config.n_ctx_train)
+        rfi_log_text(&m->log, RF_LOG_WARNING, "n_ctx %u is above the %u tokens the model was trained for", s->desc.n_ctx,
+                     m->config.n_ctx_train);
+    atomic_fetch_add(&m->n_sessions, 1);
+    *out = s;
+    return RF_OK;
+}
+
+ROCMFORGE_API void rf_session_close(rf_session *s) {
+    if (!s) return;
+    rf_model *m = s->m;
+    rfi_session_release(s);
+    atomic_fetch_sub(&m->n_sessions, 1);
+}
+
+/* ---- the forward pass ---- */
+
+/* Check every row before anything changes; s->ends receives the lengths afterwards. */
+static rf_result rfi_eval_check(rf_session *s, const rf_row *rows, uint32_t n_rows, rf_error *err) {
+    const rf_session_desc *d = &s->desc;
+    uint32_t n_logits = 0, n_vocab = s->m->plan.n_vocab;
+    memcpy(s->ends, s->lengths, d->n_seq_max * sizeof *s->ends);
+    for (uint32_t i = 0; i < n_rows; i++) {
+        const rf_row *row = &rows[i];
+        if (row->seq < 0 || (uint32_t)row->seq >= d->n_seq_max)
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_eval: row %u: sequence %d, want 0 to %u", i, row->seq, d->n_seq_max - 1);
+        if (!row->embedding && (row->token < 0 || (uint32_t)row->token >= n_vocab))
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_eval: row %u: token %d, want 0 to %u", i, row->token, n_vocab - 1);
+        if (row->pos != RF_POS_NEXT && (row->pos < 0 || (uint32_t)row->pos != s->ends[row->seq]))
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_eval: row %u: position %d, want %u, the length of sequence %d", i, row->pos,
+                            s->ends[row->seq], row->seq);
+        if (s->ends[row->seq] >= d->n_ctx)
+            return rfi_fail(err, RF_ERR_CONTEXT_FULL, i, "rf_eval: row %u: sequence %d is full: n_ctx is %u, it holds %u and these rows add more", i,
+                            row->seq, d->n_ctx, s->lengths[row->seq]);
+        s->ends[row->seq]++;
+        n_logits += row->want_logits != 0;
+    }
+    if (n_logits > d->n_logits_max)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_eval: %u rows want logits, n_logits_max is %u", n_logits, d->n_logits_max);
+    return RF_OK;
+}
+
+/* Pin the weights of a segment, loading what is missing, and have the kernel read ahead for the next one. */
+static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
+    rfi_store *store = &s->m->store;
+    uint32_t first = s->segment_first[segment], last = s->segment_first[segment + 1];
+    if (segment + 1 < s->n_segments)
+        for (uint32_t j = last; j < s->segment_first[segment + 2]; j++) rfi_store_advise(store, s->segment_slots[j]);
+    for (uint32_t i = first; i < last; i++) {
+        rf_result r = rfi_store_pin(store, s->segment_slots[i], err);
+        if (r == RF_OK) continue;
+        while (i-- > first) rfi_store_unpin(store, s->segment_slots[i]);
+        return r;
+    }
+    s->n_pinned = segment + 1;
+    return RF_OK;
+}
+
+static void rfi_eval_unpin(rf_session *s) {
+    for (uint32_t i = 0; i < s->segment_first[s->n_pinned]; i++) rfi_store_unpin(&s->m->store, s->segment_slots[i]);
+    s->n_pinned = 0;
+}
+
+/* One micro-batch through all segments. s->ends holds where each sequence goes on. */
+static rf_result rfi_eval_batch(rf_session *s, const rf_row *rows, uint32_t n_rows, uint32_t first_logits_row, uint32_t *n_logits,
+                                rf_error *err) {
+    const rf_device_api *api = s->m->device->api;
+    uint32_t n_embd = s->m->plan.n_embd;
+    rf_step step = {.rows = s->rows, .logit_rows = s->logit_rows, .n_rows = n_rows, .first_logits_row = first_logits_row};
+    for (uint32_t i = 0; i < n_rows; i++) {
+        uint32_t pos = s->ends[rows[i].seq]++;
+        int32_t token = rows[i].embedding ? -1 : rows[i].token;
+        s->rows[i] = (rf_step_row){token, rows[i].seq, (int32_t)pos, -1};
+        s->tokens[(uint64_t)(uint32_t)rows[i].seq * s->desc.n_ctx + pos] = token;
+        if (rows[i].embedding) {
+            memcpy(s->embeddings + (uint64_t)i * n_embd, rows[i].embedding, n_embd * sizeof(float));
+            step.embeddings = s->embeddings;
+        }
+        if (rows[i].want_logits) {
+            s->rows[i].logits_row = (int32_t)(first_logits_row + step.n_logits);
+            s->logit_rows[step.n_logits++] = i;
+        }
+    }
+    *n_logits = step.n_logits;
+    rf_ticket ticket = {0};
+    rf_result r = RF_OK;
+    for (uint32_t segment = 0; r == RF_OK && segment < s->n_segments; segment++) {
+        if (atomic_load_explicit(&s->cancel, memory_order_relaxed) && atomic_exchange(&s->cancel, 0))
+            r = rfi_fail(err, RF_ERR_CANCELLED, segment, "rf_eval: cancelled by rf_session_cancel");
+        if (r == RF_OK && segment >= s->n_pinned) r = rfi_eval_pin(s, segment, err);
+        if (r == RF_OK) r = api->plan_run(s->prepared, s->queue, segment, segment + 1, &step, &ticket, err);
+    }
+    /* also after a failure: the step's arrays and the pinned weights are in use until then */
+    rf_result waited = api->ticket_wait(&ticket, RFI_WAIT_MS, r == RF_OK ? err : NULL);
+    return r == RF_OK ? waited : r;
+}
+
+ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_rows, rf_error *err) {
+    rfi_clear(err);
+    if (!s || !rows || n_rows == 0) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_eval: session or rows is NULL, or there are no rows");
+    const rf_device_api *api = s->m->device->api;
+    s->n_logits = 0;
+    rf_result r = rfi_eval_check(s, rows, n_rows, err);
+    if (r != RF_OK) return r;
+    memcpy(s->ends, s->lengths, s->desc.n_seq_max * sizeof *s->ends);
+    uint32_t n_logits = 0;
+    for (uint32_t at = 0; r == RF_OK && at < n_rows;) {
+        uint32_t n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_rows - at), more = 0;
+        r = rfi_eval_batch(s, rows + at, n, n_logits, &more, err);
+        n_logits += more;
+        at += n;
+    }
+    if (r == RF_OK && n_logits) {
+        rf_ticket ticket = {0};
+        r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[s->m->plan.logits], s->logits,
+                          (uint64_t)n_logits * s->m->plan.n_vocab * sizeof(float), &ticket, err);
+        if (r == RF_OK) r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
+    }
+    rfi_eval_unpin(s);
+    if (r != RF_OK) return r;
+    memcpy(s->lengths, s->ends, s->desc.n_seq_max * sizeof *s->lengths);
+    s->n_logits = n_logits;
+    return RF_OK;
+}
+
+ROCMFORGE_API float *rf_session_logits(rf_session *s, uint32_t i) {
+    return s && i < s->n_logits ? s->logits + (uint64_t)i * s->m->plan.n_vocab : NULL;
+}
+
+ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits, rf_error *err) {
+    rfi_clear(err);
+    if (logits) *logits = NULL;
+    if (!s || !tokens || n_tokens == 0)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_forward: session or tokens is NULL, or there are no tokens");
+    uint32_t before = s->lengths[0];
+    if (n_tokens > s->desc.n_ctx - before)
+        return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0, "rf_forward: %u tokens do not fit: n_ctx is %u, sequence 0 holds %u", n_tokens,
+                        s->desc.n_ctx, before);
+    rf_result r = RF_OK;
+    for (uint32_t at = 0; r == RF_OK && at < n_tokens;) {
+        uint32_t n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_tokens - at);
+        for (uint32_t i = 0; i < n; i++)
+            s->forward_rows[i] = (rf_row){.token = tokens[at + i], .pos = RF_POS_NEXT, .want_logits = at + i + 1 == n_tokens};
+        r = rf_eval(s, s->forward_rows, n, err);
+        at += n;
+    }
+    if (r != RF_OK) s->lengths[0] = before;
+    else if (logits) *logits = s->logits;
+    return r;
+}
+
+/* ---- sequences ---- */
+
+static rf_result rfi_session_check_seq(const rf_session *s, int32_t seq, const char *what, rf_error *err) {
+    if (!s) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: session is NULL", what);
+    if (seq < 0 || (uint32_t)seq >= s->desc.n_seq_max)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: sequence %d, want 0 to %u", what, seq, s->desc.n_seq_max - 1);
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept, rf_error *err) {
+    rfi_clear(err);
+    rf_result r = rfi_session_check_seq(s, seq, "rf_session_truncate", err);
+    if (r != RF_OK) return r;
+    if (s->lengths[seq] > n_keep) s->lengths[seq] = n_keep;
+    if (kept) *kept = s->lengths[seq];
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_t *tokens, uint32_t n_tokens, uint32_t *kept,
+                                        rf_error *err) {
+    rfi_clear(err);
+    rf_result r = rfi_session_check_seq(s, seq, "rf_session_sync", err);
+    if (r != RF_OK) return r;
+    if ((!tokens && n_tokens) || !kept) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_sync: tokens or kept is NULL");
+    const int32_t *held = s->tokens + (uint64_t)(uint32_t)seq * s->desc.n_ctx;
+    uint32_t n = 0, most = (uint32_t)rfi_min_u64(s->lengths[seq], n_tokens ? n_tokens - 1 : 0);
+    while (n < most && held[n] == tokens[n]) n++;
+    return rf_session_truncate(s, seq, n, kept, err);
+}
+
+ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst, rf_error *err) {
+    rfi_clear(err);
+    rf_result r = rfi_session_check_seq(s, src, "rf_session_copy", err);
+    if (r == RF_OK) r = rfi_session_check_seq(s, dst, "rf_session_copy", err);
+    if (r != RF_OK || src == dst) return r;
+    const rf_device_api *api = s->m->device->api;
+    uint64_t n_ctx = s->desc.n_ctx, element = s->desc.cache_type == RF_CACHE_F32 ? 4 : 2, n = s->lengths[src];
+    rf_ticket ticket = {0};
+    s->lengths[dst] = 0; /* a failure in the middle leaves it empty */
+    for (uint32_t i = 0; i < s->m->plan.n_states; i++) {
+        const rf_plan_state *st = &s->m->plan.states[i];
+        uint64_t at = s->state_offset[i], k_end = 0, v_at = 0;
+        rfi_place(&k_end, &v_at, n_ctx * s->desc.n_seq_max * st->n_kv_heads, st->head_dim, element);
+        for (uint32_t h = 0; h < st->n_kv_heads * 2 && n; h++) { /* heads of the keys, then of the values */
+            int values = h >= st->n_kv_heads;
+            uint64_t cell = n_ctx * (values ? st->head_dim_v : st->head_dim) * element, head = values ? h - st->n_kv_heads : h;
+            uint64_t base = at + (values ? k_end : 0);
+            r = api->mem_copy(s->queue, &s->state, base + ((uint64_t)(uint32_t)dst * st->n_kv_heads + head) * cell, &s->state,
+                              base + ((uint64_t)(uint32_t)src * st->n_kv_heads + head) * cell, cell / n_ctx * n, &ticket, err);
+            if (r != RF_OK) return r;
+        }
+    }
+    r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
+    if (r != RF_OK) return r;
+    memcpy(s->tokens + (uint64_t)(uint32_t)dst * n_ctx, s->tokens + (uint64_t)(uint32_t)src * n_ctx, (size_t)n * sizeof *s->tokens);
+    s->lengths[dst] = (uint32_t)n;
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_session_keep(rf_session *s, int32_t seq, rf_error *err) {
+    rfi_clear(err);
+    rf_result r = rfi_session_check_seq(s, seq, "rf_session_keep", err);
+    for (uint32_t i = 0; r == RF_OK && i < s->desc.n_seq_max; i++)
+        if (i != (uint32_t)seq) s->lengths[i] = 0;
+    return r;
+}
+
+ROCMFORGE_API uint32_t rf_session_length(const rf_session *s, int32_t seq) {
+    return s && seq >= 0 && (uint32_t)seq < s->desc.n_seq_max ? s->lengths[seq] : 0;
+}
+
+ROCMFORGE_API void rf_session_cancel(rf_session *s) {
+    if (s) atomic_store(&s->cancel, 1);
+}
+
+/* ==== 13 Tokens and text ================================================================================ >>token
+ * Text to token ids and back, for the two vocabularies of language models: SPM ("llama": merges by score, spaces as
+ * U+2581, bytes as <0xHH>) and byte-level BPE ("gpt2": pre-tokenizer, then merges by rank over GPT-2's byte alphabet).
+ * A tokenizer is read once, checked while it is read, and immutable. Token texts point into the metadata of the file,
+ * which it holds. Text is hostile: nothing recurses, and time is O(n log n) in its length.
+ * Reference for every choice: what llama.cpp answers, except that plain text never becomes a control token. */
+
+/* tokenizer.ggml.token_type, and what we add to it. */
+enum {
+    RFI_TOKEN_UNDEFINED = 0, RFI_TOKEN_NORMAL = 1, RFI_TOKEN_UNKNOWN = 2, RFI_TOKEN_CONTROL = 3, RFI_TOKEN_USER = 4,
+    RFI_TOKEN_UNUSED = 5, RFI_TOKEN_BYTE = 6,
+    RFI_TOKEN_TYPE = 7,     /* mask of the above                                                    */
+    RFI_TOKEN_END = 8,      /* ends a generation                                                    */
+    RFI_TOKEN_STRIP = 16,   /* eats the whitespace that follows it in text (Phi-3)                  */
+    RFI_TOKEN_PLAIN = 32    /* what plain text may become: it is in the index of texts              */
+};
+
+enum { RFI_TEXT_MAX_BYTES = 1 << 30 };  /* of one rf_tokenize: three symbols a byte stay below 2^32 */
+enum { RFI_SPECIAL_MAX_BYTES = 1024 };  /* longer special tokens are not looked for in text         */
+
+/* How BPE cuts text into words before it merges. */
+typedef enum rfi_pre_rule {
+    RFI_PRE_LLAMA3,    /* contractions, letters with one odd character before, 1 or 3 digits, the rest with newlines */
+    RFI_PRE_GPT2,      /* contractions, then letters, digits, or the rest, each with one space before                */
+    RFI_PRE_STARCODER, /* every digit by itself, then GPT2 on what is between                                        */
+    RFI_PRE_DEFAULT    /* punctuation by itself, GPT2 on what is between, digits by threes                           */
+} rfi_pre_rule;
+
+typedef struct rfi_pre {
+    const char *name;
+    rfi_pre_rule rule;
+    uint32_t max_digits;    /* RFI_PRE_LLAMA3: digits in one word                                         */
+    uint32_t whole_and_bos; /* a word that is a token is not merged up to it, and bos is added by default */
+} rfi_pre;
+
+/* tokenizer.ggml.pre. A name is here only if its rule is known to be one of ours: on one vocabulary other rules can
+ * look the same (qwen35 joins marks to letters, minicpm5 splits digits first), and a wrong rule is a silent error. */
+static const rfi_pre rfi_pres[] = {
+    {"default", RFI_PRE_DEFAULT, 0, 0},   {"llama3", RFI_PRE_LLAMA3, 3, 1},          {"llama-v3", RFI_PRE_LLAMA3, 3, 1},
+    {"llama-bpe", RFI_PRE_LLAMA3, 3, 1},  {"falcon3", RFI_PRE_LLAMA3, 3, 1},         {"falcon-h1", RFI_PRE_LLAMA3, 3, 1},
+    {"pixtral", RFI_PRE_LLAMA3, 3, 1},    {"midm-2.0", RFI_PRE_LLAMA3, 3, 1},        {"lfm2", RFI_PRE_LLAMA3, 3, 1},
+    {"dbrx", RFI_PRE_LLAMA3, 3, 0},       {"smaug-bpe", RFI_PRE_LLAMA3, 3, 0},       {"glm4", RFI_PRE_LLAMA3, 3, 0},
+    {"chatglm-bpe", RFI_PRE_LLAMA3, 3, 0}, {"qwen2", RFI_PRE_LLAMA3, 1, 0},          {"kormo", RFI_PRE_LLAMA3, 1, 0},
+    {"deepseek-r1-qwen", RFI_PRE_LLAMA3, 1, 0}, {"stablelm2", RFI_PRE_LLAMA3, 1, 0}, {"hunyuan", RFI_PRE_LLAMA3, 1, 0},
+    {"solar-open", RFI_PRE_LLAMA3, 1, 0}, {"megrez", RFI_PRE_LLAMA3, 1, 0},          {"grok-2", RFI_PRE_LLAMA3, 1, 0},
+    {"smollm", RFI_PRE_STARCODER, 0, 0},  {"starcoder", RFI_PRE_STARCODER, 0, 0},    {"refact", RFI_PRE_STARCODER, 0, 0},
+    {"command-r", RFI_PRE_STARCODER, 0, 0}, {"codeshell", RFI_PRE_STARCODER, 0, 0},  {"exaone", RFI_PRE_STARCODER, 0, 0},
+    {"minerva-7b", RFI_PRE_STARCODER, 0, 0}, {"mellum2", RFI_PRE_STARCODER, 0, 0},   {"gpt-2", RFI_PRE_GPT2, 0, 0},
+    {"phi-2", RFI_PRE_GPT2, 0, 0},        {"olmo", RFI_PRE_GPT2, 0, 0},              {"exaone4", RFI_PRE_GPT2, 0, 0},
+    {"mellum", RFI_PRE_GPT2, 0, 0},       {"granite-docling", RFI_PRE_GPT2, 0, 0},   {"mpt", RFI_PRE_GPT2, 0, 0},
+    {"jais", RFI_PRE_GPT2, 0, 0},         {"trillion", RFI_PRE_GPT2, 0, 0},          {"gigachat", RFI_PRE_GPT2, 0, 0},
+    {"a.x-4.0", RFI_PRE_GPT2, 0, 0},
+};
+
+/* Open-addressing slots. id and left are stored + 1, so that zeroed memory is an empty table. */
+typedef struct rfi_text_slot {
+    uint32_t hash, id1;
+} rfi_text_slot;
+
+typedef struct rfi_merge_slot {
+    uint32_t left1, right, rank, result;
+} rfi_merge_slot;
+
+struct rf_tokenizer {
+    rf_allocator allocator;
+    rf_gguf *g;                   /* held                                                                    */
+    const rfi_pre *pre;           /* BPE; NULL: SPM                                                          */
+    uint32_t n_vocab;
+    rf_string *text;              /* [n_vocab] as the vocabulary spells it                                   */
+    uint8_t *attr;                /* [n_vocab] RFI_TOKEN_*                                                   */
+    const unsigned char *scores;  /* [n_vocab] float32 in the metadata, unaligned; NULL: all 0               */
+    rfi_text_slot *texts;         /* text -> id of what plain text may become                                */
+    uint32_t text_mask;
+    uint32_t plain_max_bytes;     /* longest of these                                                        */
+    rfi_merge_slot *merges;       /* BPE: (left, right) -> rank, result                                      */
+    uint32_t merge_mask;
+    int32_t byte_id[256];         /* token of a byte, -1: it cannot be written                               */
+    int32_t *special;             /* [n_special] control, unknown and user-defined tokens, sorted by text    */
+    uint32_t n_special, n_user;
+    uint32_t special_first[257];  /* where in special a first byte starts                                    */
+    int32_t bos, eos, eot, eom, unknown, padding; /* -1: the file names none                                 */
+    uint32_t add_bos, add_eos, add_space;
+};
+
+static const char rfi_spm_space[] = "\xe2\x96\x81"; /* U+2581 stands for a space in SPM vocabularies */
+
+/* ---- characters ---- */
+
+enum {
+    RFI_LETTER = 1, RFI_NUMBER = 2, RFI_SPACE = 4, RFI_PUNCT = 8, RFI_SYMBOL = 16, RFI_MARK = 32, RFI_OTHER = 64,
+    RFI_CUT = 128,  /* what the default rule cuts out first: [\p{P}$+<=>^~|] */
+    RFI_REST = RFI_PUNCT | RFI_SYMBOL | RFI_MARK | RFI_OTHER /* [^\s\p{L}\p{N}] */
+};
+
+static uint32_t rfi_unicode_class(uint32_t cp); /* general category of the Unicode table below, as one of these bits */
+
+static uint32_t rfi_class(uint32_t cp) {
+    if ((cp | 32) - 'a' < 26) return RFI_LETTER;
+    if (cp - '0' < 10) return RFI_NUMBER;
+    if (cp == ' ') return RFI_SPACE;
+    uint32_t c = rfi_unicode_class(cp);
+    return c | (c == RFI_PUNCT || (c == RFI_SYMBOL && cp < 128 && cp != '`') ? RFI_CUT : 0);
+}
+
+typedef struct rfi_char {
+    uint32_t cp, n_bytes; /* a bad byte is U+FFFD of one byte */
+    uint32_t is_bad;
+} rfi_char;
+
+/* First character of n >= 1 bytes. Overlong forms, cut ones and those above U+10FFFF are bad; surrogates are not: they
+ * pass as three bytes. */
+static rfi_char rfi_utf8(const unsigned char *p, uint64_t n) {
+    static const uint32_t least[5] = {0, 0, 0x80, 0x800, 0x10000};
+    uint32_t len = p[0] < 0x80 ? 1 : p[0] < 0xc0 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf8 ? 4 : 0;
+    rfi_char bad = {0xfffd, 1, 1}, c = {p[0], len, 0};
+    if (len == 1) return c;
+    if (len == 0 || len > n) return bad;
+    c.cp &= 0x7fu >> len;
+    for (uint32_t i = 1; i < len; i++) {
+        if ((p[i] & 0xc0) != 0x80) return bad;
+        c.cp = c.cp << 6 | (p[i] & 0x3f);
+    }
+    return c.cp < least[len] || c.cp > 0x10ffff ? bad : c;
+}
+
+/* GPT-2's byte alphabet writes byte b as the character cp: printable Latin-1 as itself, the 68 others from U+0100 on in
+ * order. Source: openai/gpt-2 bytes_to_unicode. */
+static uint32_t rfi_byte_char(uint32_t b) {
+    if (b < 33) return 256 + b;
+    if (b >= 127 && b <= 160) return 256 + 33 + b - 127;
+    return b == 173 ? 256 + 67 : b;
+}
+
+/* The byte that cp stands for, or -1. */
+static int rfi_char_byte(uint32_t cp) {
+    if (cp >= 256 + 68) return -1;
+    if (cp >= 256) return cp < 256 + 33 ? (int)cp - 256 : cp == 256 + 67 ? 173 : (int)cp - 256 - 33 + 127;
+    return rfi_byte_char(cp) == cp ? (int)cp : -1;
+}
+
+/* Byte b as UTF-8 of its alphabet character: 1 or 2 bytes. */
+static uint32_t rfi_byte_utf8(uint32_t b, char out[2]) {
+    uint32_t cp = rfi_byte_char(b);
+    if (cp < 0x80) return out[0] = (char)cp, 1;
+    out[0] = (char)(0xc0 | cp >> 6);
+    out[1] = (char)(0x80 | (cp & 0x3f));
+    return 2;
+}
+
+/* ---- vocabulary ---- */
+
+static uint32_t rfi_token_type(const rf_tokenizer *t, uint32_t id) { return t->attr[id] & RFI_TOKEN_TYPE; }
+
+/* Slot of a text: its own, or the empty one where it would go. */
+static uint32_t rfi_text_slot_of(const rf_tokenizer *t, const char *s, uint64_t n, uint32_t hash) {
+    uint32_t i = hash & t->text_mask;
+    for (; t->texts[i].id1; i = (i + 1) & t->text_mask) {
+        const rf_string *text = &t->text[t->texts[i].id1 - 1];
+        if (t->texts[i].hash == hash && text->len == n && memcmp(text->data, s, (size_t)n) == 0) break;
+    }
+    return i;
+}
+
+static uint32_t rfi_text_hash(const rf_tokenizer *t, const char *s, uint64_t n) {
+    return (uint32_t)rfi_hash(s, n, (uint64_t)(uintptr_t)t);
+}
+
+/* Id of a plain token by its text, or -1. */
+static int32_t rfi_token_find(const rf_tokenizer *t, const char *s, uint64_t n) {
+    if (n == 0 || n > t->plain_max_bytes) return -1;
+    return (int32_t)t->texts[rfi_text_slot_of(t, s, n, rfi_text_hash(t, s, n))].id1 - 1;
+}
+
+static uint32_t rfi_merge_slot_of(const rf_tokenizer *t, uint32_t left, uint32_t right) {
+    uint64_t h = ((uint64_t)left << 32 | right) ^ (uint64_t)(uintptr_t)t;
+    h *= 0x9e3779b97f4a7c15u;
+    h ^= h >> 29;
+    h *= 0xd6e8feb86659fd93u;
+    uint32_t i = (uint32_t)(h >> 32) & t->merge_mask;
+    while (t->merges[i].left1 && (t->merges[i].left1 != left + 1 || t->merges[i].right != right)) i = (i + 1) & t->merge_mask;
+    return i;
+}
+
+/* Slots for n entries: a power of two, at most 2/3 full. */
+static uint64_t rfi_slot_count(uint64_t n) {
+    uint64_t slots = 16;
+    while (slots < n + n / 2) slots *= 2;
+    return slots;
+}
+
+/* ---- reading the file ---- */
+
+#define RFI_TOK "tokenizer.ggml."
+
+/* An array key: *out has count 0 if it is absent and not required. n_want 0: any length from n_least on. */
+static rf_result rfi_tok_array(const rf_gguf *g, const char *key, uint32_t type, uint64_t n_want, int required, rf_kv *out,
+                               rf_error *err) {
+    if (rf_gguf_find_kv(g, key, out) != RF_OK) {
+        if (!required) return RF_OK;
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), key);
+    }
+    if (out->type != RF_KV_ARRAY || out->element_type != type)
+        return rfi_fail(err, RF_ERR_FORMAT, out->where, "%s: %s at byte %llu: want an array of %s, found %s%s",
+                        rfi_gguf_path(g), key, (unsigned long long)out->where, rfi_kv_type_name(type),
+                        out->type == RF_KV_ARRAY ? "an array of " : "", rfi_kv_type_name(out->element_type));
+    if (n_want && out->count != n_want)
+        return rfi_fail(err, RF_ERR_FORMAT, out->where, "%s: %s at byte %llu: want %llu elements, one per token, found %llu",
+                        rfi_gguf_path(g), key, (unsigned long long)out->where, (unsigned long long)n_want,
+                        (unsigned long long)out->count);
+    return RF_OK;
+}
+
+/* A string key; empty if absent. */
+static rf_result rfi_tok_text(const rf_gguf *g, const char *key, rf_string *out, uint64_t *where, rf_error *err) {
+    rf_kv kv;
+    memset(out, 0, sizeof *out);
+    *where = 0;
+    if (rf_gguf_find_kv(g, key, &kv) != RF_OK) return RF_OK;
+    *where = kv.where;
+    if (kv.type != RF_KV_STRING)
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a string, found %s", rfi_gguf_path(g), key,
+                        (unsigned long long)kv.where, rfi_kv_type_name(kv.type));
+    return rf_kv_text(&kv, NULL, out);
+}
+
+static rf_result rfi_tok_bool(const rf_gguf *g, const char *key, uint32_t *out, rf_error *err) {
+    rf_kv kv;
+    int64_t v = 0;
+    if (rf_gguf_find_kv(g, key, &kv) != RF_OK) return RF_OK;
+    if (kv.type != RF_KV_BOOL || rf_kv_int(&kv, 0, &v) != RF_OK)
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a bool, found %s", rfi_gguf_path(g), key,
+                        (unsigned long long)kv.where, rfi_kv_type_name(kv.type));
+    *out = v != 0;
+    return RF_OK;
+}
+
+/* A token id. Out of range is an error; for keys that many files have wrong and nothing depends on, it is none. */
+static rf_result rfi_tok_id(const rf_gguf *g, const char *key, uint32_t n_vocab, int lax, int32_t *out, rf_error *err) {
+    rf_kv kv;
+    int64_t v = 0;
+    *out = -1;
+    if (rf_gguf_find_kv(g, key, &kv) != RF_OK) return RF_OK;
+    int is_int = kv.type != RF_KV_ARRAY && kv.type != RF_KV_BOOL && rf_kv_int(&kv, 0, &v) == RF_OK;
+    if (is_int && v >= 0 && v < n_vocab) return *out = (int32_t)v, RF_OK;
+    if (is_int && lax) return RF_OK;
+    if (is_int)
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a token id below %u, found %lld",
+                        rfi_gguf_path(g), key, (unsigned long long)kv.where, n_vocab, (long long)v);
+    return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a token id, found %s", rfi_gguf_path(g), key,
+                    (unsigned long long)kv.where, rfi_kv_type_name(kv.type));
+}
+
+/* Which algorithm and, for BPE, which pre-tokenizer. */
+static rf_result rfi_tok_open_model(rf_tokenizer *t, const char *force_pre, rf_error *err) {
+    rf_string name;
+    uint64_t where;
+    rf_result r = rfi_tok_text(t->g, RFI_TOK "model", &name, &where, err);
+    if (r != RF_OK) return r;
+    if (where == 0) return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key " RFI_TOK "model is missing", rfi_gguf_path(t->g));
+    if (rfi_str_equal(name, "llama")) return RF_OK;
+    if (!rfi_str_equal(name, "gpt2"))
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, where, "%s: " RFI_TOK "model at byte %llu: '%.*s' is not supported "
+                        "(supported: llama, gpt2)", rfi_gguf_path(t->g), (unsigned long long)where, RFI_STR(name));
+    if (force_pre) {
+        name.data = force_pre;
+        name.len = strlen(force_pre);
+    } else if ((r = rfi_tok_text(t->g, RFI_TOK "pre", &name, &where, err)) != RF_OK) {
+        return r;
+    }
+    if (name.len == 0) name.data = "default", name.len = strlen(name.data);
+    for (size_t i = 0; i < RFI_COUNT(rfi_pres); i++)
+        if (rfi_str_equal(name, rfi_pres[i].name)) t->pre = &rfi_pres[i];
+    if (t->pre) return RF_OK;
+    return rfi_fail(err, RF_ERR_UNSUPPORTED, force_pre ? 0 : where,
+                    "%s: " RFI_TOK "pre%s: pre-tokenizer '%.*s' is not supported; one of the same rule can be forced",
+                    rfi_gguf_path(t->g), force_pre ? " (forced)" : "", RFI_STR(name));
+}
+
+static int rfi_hex_digit(char c) {
+    return c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
+}
+
+/* The byte of "<0xHH>", or -1. */
+static int rfi_byte_token(rf_string s) {
+    if (s.len != 6 || memcmp(s.data, "<0x", 3) != 0 || s.data[5] != '>') return -1;
+    int high = rfi_hex_digit(s.data[3]), low = rfi_hex_digit(s.data[4]);
+    return high < 0 || low < 0 ? -1 : high << 4 | low;
+}
+
+/* tokens, scores and token_type, every element checked. */
+static rf_result rfi_tok_open_tokens(rf_tokenizer *t, rf_error *err) {
+    rf_kv tokens, scores, types;
+    const rf_gguf *g = t->g;
+    uint64_t cursor = 0;
+    rf_result r = rfi_tok_array(g, RFI_TOK "tokens", RF_KV_STRING, 0, 1, &tokens, err);
+    if (r == RF_OK && (tokens.count == 0 || tokens.count > INT32_MAX))
+        r = rfi_fail(err, RF_ERR_FORMAT, tokens.where, "%s: " RFI_TOK "tokens at byte %llu: want 1 to 2147483647 tokens, found "
+                     "%llu", rfi_gguf_path(g), (unsigned long long)tokens.where, (unsigned long long)tokens.count);
+    if (r == RF_OK) r = rfi_tok_array(g, RFI_TOK "scores", RF_KV_F32, tokens.count, 0, &scores, err);
+    if (r == RF_OK) r = rfi_tok_array(g, RFI_TOK "token_type", RF_KV_I32, tokens.count, 0, &types, err);
+    if (r != RF_OK) return r;
+    t->n_vocab = (uint32_t)tokens.count;
+    t->scores = (const unsigned char *)scores.data;
+    t->text = (rf_string *)rfi_alloc(&t->allocator, t->n_vocab, sizeof *t->text, "token texts", err);
+    t->attr = (uint8_t *)rfi_alloc(&t->allocator, t->n_vocab, 1, "token types", err);
+    if (!t->text || !t->attr) return RF_ERR_MEMORY;
+    for (uint32_t i = 0; i < t->n_vocab; i++) {
+        r = rf_kv_text(&tokens, &cursor, &t->text[i]);
+        if (r != RF_OK) return rfi_fail(err, r, tokens.where, "%s: " RFI_TOK "tokens: element %u cannot be read", rfi_gguf_path(g), i);
+        uint32_t type = types.count ? rfi_load_u32((const char *)types.data + 4 * (size_t)i) : RFI_TOKEN_NORMAL;
+        if (type > RFI_TOKEN_BYTE)
+            return rfi_fail(err, RF_ERR_FORMAT, types.where, "%s: " RFI_TOK "token_type at byte %llu: element %u: want 0 to 6, "
+                            "found %d", rfi_gguf_path(g), (unsigned long long)types.where, i, (int)(int32_t)type);
+        if (type == RFI_TOKEN_BYTE && rfi_byte_token(t->text[i]) < 0)
+            return rfi_fail(err, RF_ERR_FORMAT, tokens.where, "%s: " RFI_TOK "tokens at byte %llu: element %u is a byte token: want "
+                            "<0x00> to <0xFF>, found '%.*s'", rfi_gguf_path(g), (unsigned long long)tokens.where, i,
+                            RFI_STR(t->text[i]));
+        t->attr[i] = (uint8_t)type;
+    }
+    return RF_OK;
+}
+
+/* Named ids and flags. An absent add_* key means: SPM adds bos and a leading space, BPE what its pre-tokenizer does. */
+static rf_result rfi_tok_open_ids(rf_tokenizer *t, rf_error *err) {
+    const rf_gguf *g = t->g;
+    t->add_bos = t->pre ? t->pre->whole_and_bos : 1;
+    t->add_space = t->pre == NULL;
+    rf_result r = rfi_tok_id(g, RFI_TOK "bos_token_id", t->n_vocab, 0, &t->bos, err);
+    if (r == RF_OK) r = rfi_tok_id(g, RFI_TOK "eos_token_id", t->n_vocab, 0, &t->eos, err);
+    if (r == RF_OK) r = rfi_tok_id(g, RFI_TOK "eot_token_id", t->n_vocab, 0, &t->eot, err);
+    if (r == RF_OK) r = rfi_tok_id(g, RFI_TOK "eom_token_id", t->n_vocab, 0, &t->eom, err);
+    if (r == RF_OK) r = rfi_tok_id(g, RFI_TOK "unknown_token_id", t->n_vocab, 1, &t->unknown, err);
+    if (r == RF_OK) r = rfi_tok_id(g, RFI_TOK "padding_token_id", t->n_vocab, 1, &t->padding, err);
+    if (r == RF_OK) r = rfi_tok_bool(g, RFI_TOK "add_bos_token", &t->add_bos, err);
+    if (r == RF_OK) r = rfi_tok_bool(g, RFI_TOK "add_eos_token", &t->add_eos, err);
+    if (r == RF_OK) r = rfi_tok_bool(g, RFI_TOK "add_space_prefix", &t->add_space, err);
+    if (t->pre) t->add_space = 0;
+    return r;
+}
+
+/* Tokens that end a generation: those the file names, and the known texts, whose type many files have wrong, so that
+ * they become control tokens. gpt-oss: with <|return|> and <|call|> there, <|end|> only ends a message. */
+static void rfi_tok_find_ends(rf_tokenizer *t) {
+    static const char *const ends[] = {
+        "<|end|>", "<|return|>", "<|call|>", "<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>",
+        "<|flush|>", "<|calls|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>", "</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]",
+        "[EOS]", "[e~[", "<\xef\xbd\x9c" "end\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c>",
+        "<|fim_pad|>", "<|fim_repo|>", "<|repo_name|>", "<|file_sep|>"};
+    int32_t found[3] = {-1, -1, -1}; /* of the first three */
+    const int32_t named[] = {t->eos, t->eot, t->eom};
+    for (uint32_t i = 0; i < t->n_vocab; i++) {
+        char c = t->text[i].len ? t->text[i].data[0] : 0;
+        if (c != '<' && c != '[' && c != '_') continue;
+        for (size_t k = 0; k < RFI_COUNT(ends); k++) {
+            if (!rfi_str_equal(t->text[i], ends[k])) continue;
+            t->attr[i] = RFI_TOKEN_CONTROL | RFI_TOKEN_END;
+            if (k < 3) found[k] = (int32_t)i;
+        }
+    }
+    if (found[0] >= 0 && found[1] >= 0 && found[2] >= 0) t->attr[found[0]] = RFI_TOKEN_USER;
+    for (size_t k = 0; k < RFI_COUNT(named); k++)
+        if (named[k] >= 0) t->attr[named[k]] |= RFI_TOKEN_END;
+}
+
+/* Order of the special tokens: by text; of equal texts the user-defined first, then the smaller id. */
+static int rfi_special_less(const rf_tokenizer *t, int32_t a, int32_t b) {
+    rf_string x = t->text[a], y = t->text[b];
+    int c = memcmp(x.data, y.data, (size_t)rfi_min_u64(x.len, y.len));
+    if (c != 0) return c < 0;
+    if (x.len != y.len) return x.len < y.len;
+    int ux = rfi_token_type(t, (uint32_t)a) == RFI_TOKEN_USER, uy = rfi_token_type(t, (uint32_t)b) == RFI_TOKEN_USER;
+    return ux != uy ? ux : a < b;
+}
+
+/* Does the model's name say Phi-3? Its special tokens, but three, eat the whitespace after them; no key says so. */
+static int rfi_tok_is_phi3(const rf_gguf *g) {
+    rf_string name;
+    uint64_t where;
+    if (rfi_tok_text(g, "general.name", &name, &where, NULL) != RF_OK) return 0;
+    for (uint64_t i = 0; i + 4 <= name.len; i++) {
+        const char *p = name.data + i;
+        if ((p[0] | 32) != 'p' || (p[1] | 32) != 'h' || (p[2] | 32) != 'i') continue;
+        if (p[3] == '3' || (p[3] == '-' && i + 5 <= name.len && p[4] == '3')) return 1;
+    }
+    return 0;
+}
+
+/* Collect, sort and index the tokens that are looked for in text before anything else. */
+static rf_result rfi_tok_open_special(rf_tokenizer *t, rf_error *err) {
+    uint32_t n = 0, phi3 = (uint32_t)rfi_tok_is_phi3(t->g);
+    for (int pass = 0; pass < 2; pass++) {
+        n = 0;
+        for (uint32_t i = 0; i < t->n_vocab; i++) {
+            uint32_t type = rfi_token_type(t, i);
+            if (type != RFI_TOKEN_CONTROL && type != RFI_TOKEN_UNKNOWN && type != RFI_TOKEN_USER) continue;
+            if (t->text[i].len == 0 || t->text[i].len > RFI_SPECIAL_MAX_BYTES) continue;
+            if (pass == 1) t->special[n] = (int32_t)i;
+            n++;
+        }
+        if (pass == 0) t->special = (int32_t *)rfi_alloc(&t->allocator, n, sizeof *t->special, "special tokens", err);
+        if (!t->special) return RF_ERR_MEMORY;
+    }
+    uint32_t gap = 1;
+    while (gap < n / 3) gap = 3 * gap + 1;
+    for (; gap > 0; gap /= 3) /* Shell's sort: in place, no recursion, and few files have over a thousand of them */
+        for (uint32_t i = gap; i < n; i++) {
+            int32_t id = t->special[i];
+            uint32_t k = i;
+            for (; k >= gap && rfi_special_less(t, id, t->special[k - gap]); k -= gap) t->special[k] = t->special[k - gap];
+            t->special[k] = id;
+        }
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t id = (uint32_t)t->special[i];
+        rf_string s = t->text[id], last = t->n_special ? t->text[t->special[t->n_special - 1]] : (rf_string){NULL, 0};
+        if (last.len == s.len && memcmp(last.data, s.data, (size_t)s.len) == 0) continue;
+        t->special[t->n_special++] = (int32_t)id;
+        t->special_first[(unsigned char)s.data[0] + 1] = t->n_special;
+        if (rfi_token_type(t, id) == RFI_TOKEN_USER) t->n_user++;
+        if (phi3 && !rfi_str_equal(s, "<unk>") && !rfi_str_equal(s, "<s>") && !rfi_str_equal(s, "<|endoftext|>"))
+            t->attr[id] |= RFI_TOKEN_STRIP;
+    }
+    for (uint32_t c = 1; c <= 256; c++)
+        if (t->special_first[c] == 0) t->special_first[c] = t->special_first[c - 1];
+    return RF_OK;
+}
+
+/* text -> id, for what plain text may become: control, unknown and byte tokens come from flags and from bytes only. Of
+ * equal texts the first id wins. */
+static rf_result rfi_tok_open_texts(rf_tokenizer *t, rf_error *err) {
+    uint64_t n_slots = rfi_slot_count(t->n_vocab);
+    t->texts = (rfi_text_slot *)rfi_alloc(&t->allocator, n_slots, sizeof *t->texts, "vocabulary index", err);
+    if (!t->texts) return RF_ERR_MEMORY;
+    t->text_mask = (uint32_t)(n_slots - 1);
+    for (uint32_t i = 0; i < t->n_vocab; i++) {
+        rf_string s = t->text[i];
+        uint32_t type = rfi_token_type(t, i);
+        if (type == RFI_TOKEN_CONTROL || type == RFI_TOKEN_UNKNOWN || type == RFI_TOKEN_BYTE) continue;
+        if (s.len == 0 || s.len > UINT32_MAX) continue;
+        uint32_t hash = rfi_text_hash(t, s.data, s.len);
+        rfi_text_slot *slot = &t->texts[rfi_text_slot_of(t, s.data, s.len, hash)];
+        if (slot->id1) continue;
+        slot->hash = hash;
+        slot->id1 = i + 1;
+        t->attr[i] |= RFI_TOKEN_PLAIN;
+        if (s.len > t->plain_max_bytes) t->plain_max_bytes = (uint32_t)s.len;
+    }
+    return RF_OK;
+}
+
+/* The token of each byte. SPM: the byte token; without one its text as a plain token, then the byte itself, then
+ * unknown. BPE: the letter of GPT-2's alphabet; a byte without one is dropped from text, as by llama.cpp. */
+static void rfi_tok_find_bytes(rf_tokenizer *t) {
+    static const char hex[] = "0123456789ABCDEF";
+    for (uint32_t b = 0; b < 256; b++) {
+        char byte = (char)b, spelt[6] = {'<', '0', 'x', hex[b >> 4], hex[b & 15], '>'}, letter[2];
+        if (t->pre) {
+            t->byte_id[b] = rfi_token_find(t, letter, rfi_byte_utf8(b, letter));
+        } else {
+            t->byte_id[b] = rfi_token_find(t, spelt, sizeof spelt);
+            if (t->byte_id[b] < 0) t->byte_id[b] = rfi_token_find(t, &byte, 1);
+            if (t->byte_id[b] < 0) t->byte_id[b] = t->unknown;
+        }
+    }
+    for (uint32_t i = t->pre ? 0 : t->n_vocab; i-- > 0;)
+        if (rfi_token_type(t, i) == RFI_TOKEN_BYTE) t->byte_id[rfi_byte_token(t->text[i])] = (int32_t)i;
+}
+
+/* Merges as pairs of ids. One whose parts or result are no tokens can never give a token: it is left out (pruned
+ * vocabularies have them). Results mostly follow each other in the vocabulary, so the next one is tried first. */
+static rf_result rfi_tok_open_merges(rf_tokenizer *t, rf_error *err) {
+    rf_kv kv;
+    rf_result r = rfi_tok_array(t->g, RFI_TOK "merges", RF_KV_STRING, 0, 1, &kv, err);
+    if (r != RF_OK) return r;
+    if (kv.count > INT32_MAX)
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: " RFI_TOK "merges at byte %llu: want at most 2147483647, found %llu",
+                        rfi_gguf_path(t->g), (unsigned long long)kv.where, (unsigned long long)kv.count);
+    uint64_t n_slots = rfi_slot_count(kv.count), cursor = 0;
+    t->merges = (rfi_merge_slot *)rfi_alloc(&t->allocator, n_slots, sizeof *t->merges, "merges", err);
+    char *joined = (char *)rfi_alloc(&t->allocator, t->plain_max_bytes, 1, "merge text", err);
+    t->merge_mask = (uint32_t)(n_slots - 1);
+    uint32_t next = 0;
+    for (uint32_t i = 0; t->merges && joined && i < kv.count; i++) {
+        rf_string s;
+        r = rf_kv_text(&kv, &cursor, &s);
+        const char *space = r == RF_OK && s.len ? (const char *)memchr(s.data, ' ', (size_t)s.len) : NULL;
+        uint64_t n_left = space ? (uint64_t)(space - s.data) : 0, n_right = space ? s.len - n_left - 1 : 0;
+        if (n_left == 0 || n_right == 0 || memchr(space + 1, ' ', (size_t)n_right)) {
+            r = rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: " RFI_TOK "merges at byte %llu: element %u: want two tokens with one "
+                         "space between, found '%.*s'", rfi_gguf_path(t->g), (unsigned long long)kv.where, i, RFI_STR(s));
+            break;
+        }
+        if (n_left + n_right > t->plain_max_bytes) continue;
+        memcpy(joined, s.data, (size_t)n_left);
+        memcpy(joined + n_left, space + 1, (size_t)n_right);
+        rf_string guess = next < t->n_vocab ? t->text[next] : (rf_string){NULL, 0};
+        int32_t left = rfi_token_find(t, s.data, n_left), right = rfi_token_find(t, space + 1, n_right), result = (int32_t)next;
+        if (guess.len != n_left + n_right || memcmp(guess.data, joined, (size_t)guess.len) != 0 || !(t->attr[next] & RFI_TOKEN_PLAIN))
+            result = rfi_token_find(t, joined, n_left + n_right);
+        if (left < 0 || right < 0 || result < 0) continue;
+        next = (uint32_t)result + 1;
+        rfi_merge_slot *slot = &t->merges[rfi_merge_slot_of(t, (uint32_t)left, (uint32_t)right)];
+        if (slot->left1 == 0) *slot = (rfi_merge_slot){(uint32_t)left + 1, (uint32_t)right, i, (uint32_t)result};
+    }
+    if (!t->merges || !joined) r = RF_ERR_MEMORY;
+    rfi_free(&t->allocator, joined);
+    return r;
+}
+
+ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokenizer **out, rf_error *err) {
+    rfi_clear(err);
+    if (out) *out = NULL;
+    if (!g || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenizer_open: g and out must not be NULL");
+    rf_tokenizer *t = (rf_tokenizer *)rfi_alloc(rfi_gguf_allocator(g), 1, sizeof *t, "tokenizer", err);
+    if (!t) return RF_ERR_MEMORY;
+    t->allocator = *rfi_gguf_allocator(g);
+    t->g = g;
+    rfi_gguf_hold(g);
+    rf_result r = rfi_tok_open_model(t, pre, err);
+    if (r == RF_OK) r = rfi_tok_open_tokens(t, err);
+    if (r == RF_OK) r = rfi_tok_open_ids(t, err);
+    if (r == RF_OK) rfi_tok_find_ends(t);
+    if (r == RF_OK) r = rfi_tok_open_special(t, err);
+    if (r == RF_OK) r = rfi_tok_open_texts(t, err);
+    if (r == RF_OK) rfi_tok_find_bytes(t);
+    if (r == RF_OK && t->pre) r = rfi_tok_open_merges(t, err);
+    if (r != RF_OK) rf_tokenizer_close(t);
+    else *out = t;
+    return r;
+}
+
+ROCMFORGE_API void rf_tokenizer_close(rf_tokenizer *t) {
+    if (!t) return;
+    rf_allocator a = t->allocator;
+    rfi_free(&a, t->text);
+    rfi_free(&a, t->attr);
+    rfi_free(&a, t->texts);
+    rfi_free(&a, t->merges);
+    rfi_free(&a, t->special);
+    rfi_gguf_drop(t->g);
+    rfi_free(&a, t);
+}
+
+/* ---- text to ids: what one call works with ---- */
+
+/* A piece of what is being merged. Merged pieces leave the chain with id DEAD. */
+typedef struct rfi_symbol {
+    int32_t id;        /* token, -1: none */
+    uint32_t start;    /* SPM: byte in the word; BPE: the byte itself */
+    uint32_t prev, next;
+} rfi_symbol;
+
+enum { RFI_SYMBOL_NONE = -1, RFI_SYMBOL_DEAD = -2 };
+
+typedef struct rfi_heap_item {
+    uint64_t key;    /* smallest first; the low half is a place in the text, so that the leftmost of equals wins */
+    uint32_t end;    /* merges: symbol behind the pair                                                           */
+    int32_t id;      /* merges: what the pair becomes                                                            */
+} rfi_heap_item;
+
+typedef struct rfi_tokenizing {
+    const rf_tokenizer *t;
+    rf_error *err;
+    int32_t *out;
+    uint32_t capacity, count;
+    rfi_heap_item *heap;
+    uint64_t n_heap, heap_capacity;
+    rfi_symbol *symbols;    /* one more than the word has, as a sentinel */
+    uint64_t symbol_capacity;
+    char *word;             /* the word as the vocabulary spells it      */
+    uint64_t word_capacity;
+} rfi_tokenizing;
+
+static void rfi_put_id(rfi_tokenizing *w, int32_t id) {
+    if (id < 0) return;
+    if (w->count < w->capacity) w->out[w->count] = id;
+    w->count++;
+}
+
+/* The block with room for n elements and its first n_kept in place; NULL (the old one stays) if there is no memory. */
+static void *rfi_grow(const rfi_tokenizing *w, void *block, uint64_t *capacity, uint64_t n, uint64_t n_kept,
+                      uint64_t element_bytes, const char *what) {
+    if (n <= *capacity) return block;
+    uint64_t want = rfi_max_u64(n, *capacity * 2);
+    void *bigger = rfi_alloc(&w->t->allocator, want, element_bytes, what, w->err);
+    if (!bigger) return NULL;
+    if (n_kept) memcpy(bigger, block, (size_t)(n_kept * element_bytes));
+    rfi_free(&w->t->allocator, block);
+    *capacity = want;
+    return bigger;
+}
+
+static rf_result rfi_need_symbols(rfi_tokenizing *w, uint64_t n) {
+    void *p = rfi_grow(w, w->symbols, &w->symbol_capacity, n + 1, 0, sizeof *w->symbols, "symbols of a text");
+    if (!p) return RF_ERR_MEMORY;
+    w->symbols = (rfi_symbol *)p;
+    return RF_OK;
+}
+
+static rf_result rfi_need_word(rfi_tokenizing *w, uint64_t n_bytes) {
+    void *p = rfi_grow(w, w->word, &w->word_capacity, n_bytes, 0, 1, "text");
+    if (!p) return RF_ERR_MEMORY;
+    w->word = (char *)p;
+    return RF_OK;
+}
+
+static rf_result rfi_heap_push(rfi_tokenizing *w, rfi_heap_item item) {
+    void *p = rfi_grow(w, w->heap, &w->heap_capacity, w->n_heap + 1, w->n_heap, sizeof item, "merge queue");
+    if (!p) return RF_ERR_MEMORY;
+    w->heap = (rfi_heap_item *)p;
+    uint64_t i = w->n_heap++;
+    for (; i > 0 && item.key < w->heap[(i - 1) / 2].key; i = (i - 1) / 2) w->heap[i] = w->heap[(i - 1) / 2];
+    w->heap[i] = item;
+    return RF_OK;
+}
+
+static rfi_heap_item rfi_heap_pop(rfi_tokenizing *w) {
+    rfi_heap_item top = w->heap[0], last = w->heap[--w->n_heap];
+    uint64_t i = 0;
+    for (uint64_t child; (child = 2 * i + 1) < w->n_heap; i = child) {
+        if (child + 1 < w->n_heap && w->heap[child + 1].key < w->heap[child].key) child++;
+        if (last.key <= w->heap[child].key) break;
+        w->heap[i] = w->heap[child];
+    }
+    w->heap[i] = last;
+    return top;
+}
+
+/* ---- merging: both vocabularies ---- */
+
+/* Queue the pair that starts at symbol `left`, if it makes a token. BPE: lower ranks first. SPM: higher scores first. */
+static rf_result rfi_merge_try(rfi_tokenizing *w, uint32_t left, uint32_t n) {
+    const rf_tokenizer *t = w->t;
+    uint32_t right = w->symbols[left].next, priority;
+    if (right == n) return RF_OK;
+    rfi_heap_item item = {0, w->symbols[right].next, -1};
+    if (t->pre) {
+        if (w->symbols[left].id < 0 || w->symbols[right].id < 0) return RF_OK;
+        const rfi_merge_slot *m =
+            &t->merges[rfi_merge_slot_of(t, (uint32_t)w->symbols[left].id, (uint32_t)w->symbols[right].id)];
+        if (m->left1 == 0) return RF_OK;
+        priority = m->rank;
+        item.id = (int32_t)m->result;
+    } else {
+        uint32_t start = w->symbols[left].start;
+        item.id = rfi_token_find(t, w->word + start, w->symbols[item.end].start - start);
+        if (item.id < 0) return RF_OK;
+        /* A float's bits, turned so that they sort as integers; NaN counts as the lowest score, -0 as 0. */
+        float score = t->scores ? rfi_load_f32(t->scores + 4 * (size_t)item.id) + 0.0f : 0.0f;
+        uint32_t bits;
+        if (score != score) score = -INFINITY;
+        memcpy(&bits, &score, sizeof bits);
+        priority = bits & 0x80000000u ? bits : ~bits & 0x7fffffffu;
+    }
+    item.key = (uint64_t)priority << 32 | left;
+    return rfi_heap_push(w, item);
+}
+
+/* Merge the n symbols of a word, best pair first, until none makes a token. */
+static rf_result rfi_merge(rfi_tokenizing *w, uint32_t n) {
+    rf_result r = RF_OK;
+    w->n_heap = 0;
+    for (uint32_t i = 0; i < n; i++) w->symbols[i].prev = i - 1, w->symbols[i].next = i + 1;
+    for (uint32_t i = 0; i < n && r == RF_OK; i++) r = rfi_merge_try(w, i, n);
+    while (r == RF_OK && w->n_heap > 0) {
+        rfi_heap_item item = rfi_heap_pop(w);
+        uint32_t left = (uint32_t)item.key, right = w->symbols[left].next;
+        /* The pair is as it was queued if it still is two symbols that end where it ended: symbols only grow. */
+        if (w->symbols[left].id == RFI_SYMBOL_DEAD || right == n || w->symbols[right].next != item.end) continue;
+        w->symbols[left].id = item.id;
+        w->symbols[left].next = item.end;
+        w->symbols[right].id = RFI_SYMBOL_DEAD;
+        if (item.end < n) w->symbols[item.end].prev = left;
+        r = rfi_merge_try(w, left, n);
+        if (r == RF_OK && left > 0) r = rfi_merge_try(w, w->symbols[left].prev, n);
+    }
+    return r;
+}
+
+/* ---- SPM ---- */
+
+/* One stretch of plain text: spaces become U+2581, then everything merges at once. What is no token is given as its
+ * bytes. Characters are cut by their first byte alone, as by llama.cpp: a bad one takes what follows with it. */
+static rf_result rfi_spm_text(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes, int add_space) {
+    uint64_t n_word = 0;
+    uint32_t n = 0;
+    rf_result r = rfi_need_word(w, 3 * ((uint64_t)n_bytes + 1));
+    if (r != RF_OK) return r;
+    for (uint32_t i = 0; i < n_bytes + (uint32_t)add_space; i++) {
+        unsigned char c = i < (uint32_t)add_space ? ' ' : text[i - (uint32_t)add_space];
+        if (c != ' ') w->word[n_word++] = (char)c;
+        else memcpy(w->word + n_word, rfi_spm_space, 3), n_word += 3;
+    }
+    r = rfi_need_symbols(w, n_word);
+    if (r != RF_OK) return r;
+    for (uint64_t at = 0; at < n_word; n++) {
+        unsigned char c = (unsigned char)w->word[at];
+        uint64_t len = rfi_min_u64(c < 0xc0 ? 1 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : 4, n_word - at);
+        w->symbols[n].id = rfi_token_find(w->t, w->word + at, len);
+        w->symbols[n].start = (uint32_t)at;
+        at += len;
+    }
+    w->symbols[n].start = (uint32_t)n_word;
+    r = rfi_merge(w, n);
+    for (uint32_t i = 0; r == RF_OK && i < n; i = w->symbols[i].next) {
+        rfi_put_id(w, w->symbols[i].id);
+        for (uint32_t k = w->symbols[i].start; w->symbols[i].id < 0 && k < w->symbols[w->symbols[i].next].start; k++)
+            rfi_put_id(w, w->t->byte_id[(unsigned char)w->word[k]]);
+    }
+    return r;
+}
+
+/* ---- BPE: cutting text into words ----
+ * The rules are regular expressions with a fixed meaning; these scanners are that meaning, written out. */
+
+/* A text with an end. Characters of the classes in `stop` end it too: they are words of their own, and a rule that
+ * works in several passes sees only what lies between them. */
+typedef struct rfi_scan {
+    const unsigned char *text;
+    uint32_t end, stop;
+} rfi_scan;
+
+typedef struct rfi_scan_char {
+    uint32_t cp, class, next; /* class 0: the end; next: where the next character starts */
+} rfi_scan_char;
+
+static rfi_scan_char rfi_scan_at(const rfi_scan *s, uint32_t pos) {
+    rfi_scan_char none = {0, 0, pos};
+    if (pos >= s->end) return none;
+    rfi_char c = rfi_utf8(s->text + pos, s->end - pos);
+    rfi_scan_char here = {c.cp, rfi_class(c.cp), pos + c.n_bytes};
+    return here.class & s->stop ? none : here;
+}
+
+/* End of the run of characters in these classes. */
+static uint32_t rfi_scan_run(const rfi_scan *s, uint32_t pos, uint32_t classes) {
+    for (;;) {
+        rfi_scan_char c = rfi_scan_at(s, pos);
+        if (!(c.class & classes)) return pos;
+        pos = c.next;
+    }
+}
+
+/* 's|'t|'re|'ve|'m|'ll|'d: end of it, or pos. */
+static uint32_t rfi_scan_contraction(const rfi_scan *s, uint32_t pos, int any_case) {
+    if (s->end - pos < 2 || s->text[pos] != '\'') return pos;
+    unsigned char fold = any_case ? 32 : 0, a = s->text[pos + 1] | fold, b = s->end - pos > 2 ? s->text[pos + 2] | fold : 0;
+    if (a == 's' || a == 't' || a == 'm' || a == 'd') return pos + 2;
+    if ((a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l')) return pos + 3;
+    return pos;
+}
+
+/* \s*[\r\n]+ (if newlines) | \s+(?!\S) | \s+ : spaces before a word leave it their last one. */
+static uint32_t rfi_scan_spaces(const rfi_scan *s, uint32_t pos, int newlines) {
+    uint32_t start = pos, last = pos, newline_end = 0;
+    rfi_scan_char c;
+    while ((c = rfi_scan_at(s, pos)).class & RFI_SPACE) {
+        last = pos;
+        pos = c.next;
+        if (c.cp == '\r' || c.cp == '\n') newline_end = pos;
+    }
+    if (newlines && newline_end) return newline_end;
+    return c.class && last > start ? last : pos;
+}
+
+/* C|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,max_digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
+ * with C = the contractions in any case */
+static uint32_t rfi_scan_llama3(const rfi_scan *s, uint32_t pos, uint32_t max_digits) {
+    rfi_scan_char c = rfi_scan_at(s, pos);
+    uint32_t end = rfi_scan_contraction(s, pos, 1);
+    if (end > pos) return end;
+    if (c.class & RFI_LETTER) return rfi_scan_run(s, pos, RFI_LETTER);
+    if (c.class & RFI_NUMBER) {
+        for (uint32_t n = 0; n < max_digits && rfi_scan_at(s, pos).class & RFI_NUMBER; n++) pos = rfi_scan_at(s, pos).next;
+        return pos;
+    }
+    if (c.cp != '\r' && c.cp != '\n' && rfi_scan_at(s, c.next).class & RFI_LETTER) return rfi_scan_run(s, c.next, RFI_LETTER);
+    uint32_t from = c.cp == ' ' ? c.next : pos;
+    end = rfi_scan_run(s, from, RFI_REST);
+    if (end == from) return rfi_scan_spaces(s, pos, 1);
+    while (end < s->end && (s->text[end] == '\r' || s->text[end] == '\n')) end++;
+    return end;
+}
+
+/* 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+ */
+static uint32_t rfi_scan_gpt2(const rfi_scan *s, uint32_t pos) {
+    static const uint32_t kinds[] = {RFI_LETTER, RFI_NUMBER, RFI_REST};
+    uint32_t end = rfi_scan_contraction(s, pos, 0), from = s->text[pos] == ' ' ? pos + 1 : pos;
+    for (size_t k = 0; end == pos && k < RFI_COUNT(kinds); k++)
+        if (rfi_scan_at(s, from).class & kinds[k]) end = rfi_scan_run(s, from, kinds[k]);
+    return end > pos ? end : rfi_scan_spaces(s, pos, 0);
+}
+
+static int rfi_is_digit(unsigned char c) { return c >= '0' && c <= '9'; }
+
+/* Four passes, each on what the one before left: [\p{P}$+<=>^~|]+, then GPT2, then \p{N}+, then [0-9][0-9][0-9].
+ * `all` stops nowhere, so that a character of the first pass can be seen. */
+static uint32_t rfi_scan_default(const rfi_scan *all, uint32_t pos) {
+    rfi_scan between = {all->text, all->end, RFI_CUT};
+    rfi_scan_char c = rfi_scan_at(all, pos);
+    if (c.class & RFI_CUT) return rfi_scan_run(all, pos, RFI_CUT);
+    if (c.cp == ' ' && rfi_scan_at(all, c.next).class & RFI_NUMBER) return c.next;
+    if (!(c.class & RFI_NUMBER)) return rfi_scan_gpt2(&between, pos);
+    for (uint32_t start = pos; (c = rfi_scan_at(all, pos)).class & RFI_NUMBER; pos = c.next) {
+        uint32_t n_ascii = 0;
+        while (n_ascii < 3 && pos + n_ascii < all->end && rfi_is_digit(all->text[pos + n_ascii])) n_ascii++;
+        if (n_ascii == 3) return pos == start ? pos + 3 : pos;
+    }
+    return pos;
+}
+
+/* End of the word that starts at pos. */
+static uint32_t rfi_scan_word(const rfi_pre *pre, const unsigned char *text, uint32_t n_bytes, uint32_t pos) {
+    rfi_scan all = {text, n_bytes, 0}, between = {text, n_bytes, RFI_NUMBER};
+    rfi_scan_char c = rfi_scan_at(&all, pos);
+    switch (pre->rule) {
+    case RFI_PRE_LLAMA3: return rfi_scan_llama3(&all, pos, pre->max_digits);
+    case RFI_PRE_GPT2: return rfi_scan_gpt2(&all, pos);
+    case RFI_PRE_STARCODER: return c.class & RFI_NUMBER ? c.next : rfi_scan_gpt2(&between, pos);
+    case RFI_PRE_DEFAULT: return rfi_scan_default(&all, pos);
+    }
+    return n_bytes;
+}
+
+/* ---- BPE: one word ---- */
+
+/* The n symbols' bytes, spelt in the byte alphabet, as one token: its id or -1. */
+static rf_result rfi_bpe_whole(rfi_tokenizing *w, uint32_t n, int32_t *id) {
+    uint64_t len = 0;
+    *id = -1;
+    if (n > w->t->plain_max_bytes) return RF_OK;
+    rf_result r = rfi_need_word(w, 2 * (uint64_t)n);
+    if (r != RF_OK) return r;
+    for (uint32_t i = 0; i < n; i++) len += rfi_byte_utf8(w->symbols[i].start, w->word + len);
+    *id = rfi_token_find(w->t, w->word, len);
+    return RF_OK;
+}
+
+static rf_result rfi_bpe_word(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes) {
+    static const unsigned char replacement[3] = {0xef, 0xbf, 0xbd}; /* U+FFFD, what a bad byte is read as */
+    uint32_t n = 0;
+    rf_result r = rfi_need_symbols(w, 3 * (uint64_t)n_bytes);
+    if (r != RF_OK) return r;
+    for (uint32_t at = 0; at < n_bytes;) {
+        rfi_char c = rfi_utf8(text + at, n_bytes - at);
+        const unsigned char *p = c.is_bad ? replacement : text + at;
+        for (uint32_t i = 0; i < (c.is_bad ? 3 : c.n_bytes); i++, n++) {
+            w->symbols[n].id = w->t->byte_id[p[i]];
+            w->symbols[n].start = p[i];
+        }
+        at += c.n_bytes;
+    }
+    int32_t whole = -1;
+    if (w->t->pre->whole_and_bos) r = rfi_bpe_whole(w, n, &whole);
+    if (whole >= 0) return rfi_put_id(w, whole), RF_OK;
+    if (r == RF_OK) r = rfi_merge(w, n);
+    for (uint32_t i = 0; r == RF_OK && i < n; i = w->symbols[i].next) rfi_put_id(w, w->symbols[i].id);
+    return r;
+}
+
+/* ---- special tokens in text ---- */
+
+/* The longest special token that p starts with, of at most limit >= 1 bytes, or -1: the sorted list is narrowed byte by
+ * byte. `all`: control and unknown tokens too. */
+static int32_t rfi_special_longest(const rf_tokenizer *t, const unsigned char *p, uint32_t limit, int all) {
+    uint32_t lo = t->special_first[p[0]], hi = t->special_first[p[0] + 1];
+    int32_t best = -1;
+    for (uint32_t n = 1; lo < hi; n++) {
+        int32_t id = t->special[lo]; /* of those that start with these n bytes the shortest: it may end here */
+        if (t->text[id].len == n) {
+            if (all || rfi_token_type(t, (uint32_t)id) == RFI_TOKEN_USER) best = id;
+            lo++;
+        }
+        if (n >= limit) break;
+        uint32_t bounds[2] = {lo, hi};
+        for (uint32_t side = 0; side < 2; side++) /* first with byte n >= p[n], first with byte n >= p[n] + 1 */
+            for (uint32_t a = lo, b = hi; a < b; bounds[side] = a) {
+                uint32_t mid = a + (b - a) / 2;
+                if ((unsigned char)t->text[t->special[mid]].data[n] < p[n] + side) a = mid + 1;
+                else b = mid;
+            }
+        lo = bounds[0];
+        hi = bounds[1];
+    }
+    return best;
+}
+
+static rf_result rfi_special_push(rfi_tokenizing *w, const unsigned char *text, uint32_t pos, uint32_t limit, int all) {
+    int32_t id = rfi_special_longest(w->t, text + pos, limit, all);
+    if (id < 0) return RF_OK;
+    rfi_heap_item item = {(~w->t->text[id].len & UINT32_MAX) << 32 | pos, 0, id};
+    return rfi_heap_push(w, item);
+}
+
+static int rfi_is_ascii_space(unsigned char c) { return c == ' ' || (c >= 9 && c <= 13); }
+
+/* Find the special tokens: of all places the longest first, then the leftmost. (*marks)[pos] becomes 1 + id where one
+ * starts and -1 on the other bytes it takes; NULL if there is none. */
+static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, uint32_t n, int all, int32_t **marks) {
+    const rf_tokenizer *t = w->t;
+    rf_result r = RF_OK;
+    *marks = NULL;
+    w->n_heap = 0;
+    if (all ? t->n_special == 0 : t->n_user == 0) return RF_OK;
+    for (uint32_t pos = 0; pos < n && r == RF_OK; pos++) r = rfi_special_push(w, text, pos, n - pos, all);
+    if (r != RF_OK || w->n_heap == 0) return r;
+    int32_t *mark = *marks = (int32_t *)rfi_alloc(&t->allocator, n, sizeof *mark, "special tokens in the text", w->err);
+    if (!mark) return RF_ERR_MEMORY;
+    while (w->n_heap > 0 && r == RF_OK) {
+        rfi_heap_item item = rfi_heap_pop(w);
+        uint32_t pos = (uint32_t)item.key, len = (uint32_t)t->text[item.id].len, room = 0;
+        while (room < len && mark[pos + room] == 0) room++;
+        if (room < len) { /* what it needs is partly taken: a shorter one may fit */
+            if (room > 0) r = rfi_special_push(w, text, pos, room, all);
+            continue;
+        }
+        for (uint32_t i = 0; i < len; i++) mark[pos + i] = i ? -1 : item.id + 1;
+        if (!(t->attr[item.id] & RFI_TOKEN_STRIP)) continue;
+        for (pos += len; pos < n && mark[pos] == 0 && rfi_is_ascii_space(text[pos]); pos++) mark[pos] = -1;
+    }
+    return r;
+}
+
+/* ---- public: text to ids ---- */
+
+/* Plain text between special tokens. SPM writes a space before it, at the start and after each special token. */
+static rf_result rfi_plain_text(rfi_tokenizing *w, const unsigned char *text, uint32_t n) {
+    rf_result r = RF_OK;
+    if (!w->t->pre) return rfi_spm_text(w, text, n, w->t->add_space != 0);
+    for (uint32_t pos = 0; pos < n && r == RF_OK;) {
+        uint32_t end = rfi_scan_word(w->t->pre, text, n, pos);
+        r = rfi_bpe_word(w, text + pos, end - pos);
+        pos = end;
+    }
+    return r;
+}
+
+ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags, int32_t *out,
+                                    uint32_t capacity, uint32_t *count, rf_error *err) {
+    rfi_clear(err);
+    if (count) *count = 0;
+    if (!t || !count || (!text && n_bytes) || (!out && capacity))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: t, text, out and count must not be NULL");
+    if (flags & ~(RF_TOKENIZE_SPECIAL | RF_TOKENIZE_ADD))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: unknown flags 0x%x", flags);
+    if (n_bytes > RFI_TEXT_MAX_BYTES)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: text has %llu bytes, want at most %d",
+                        (unsigned long long)n_bytes, RFI_TEXT_MAX_BYTES);
+    const unsigned char *p = (const unsigned char *)text;
+    uint32_t n = (uint32_t)n_bytes;
+    rfi_tokenizing w = {.t = t, .err = err, .out = out, .capacity = capacity};
+    int32_t *marks = NULL;
+    if (flags & RF_TOKENIZE_ADD && t->add_bos) rfi_put_id(&w, t->bos);
+    rf_result r = rfi_special_find(&w, p, n, (flags & RF_TOKENIZE_SPECIAL) != 0, &marks);
+    for (uint32_t pos = 0, end; pos < n && r == RF_OK; pos = end) {
+        int is_text = !marks || marks[pos] == 0;
+        for (end = is_text && !marks ? n : pos + 1; end < n && marks && is_text && marks[end] == 0;) end++;
+        if (is_text) r = rfi_plain_text(&w, p + pos, end - pos);
+        else if (marks[pos] > 0) rfi_put_id(&w, marks[pos] - 1);
+    }
+    if (flags & RF_TOKENIZE_ADD && t->add_eos) rfi_put_id(&w, t->eos);
+    rfi_free(&t->allocator, marks);
+    rfi_free(&t->allocator, w.heap);
+    rfi_free(&t->allocator, w.symbols);
+    rfi_free(&t->allocator, w.word);
+    if (r != RF_OK) return r;
+    *count = w.count;
+    if (w.count > capacity)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: out has room for %u ids, the text has %u", capacity, w.count);
+    return RF_OK;
+}
+
+/* ---- public: ids to text ---- */
+
+typedef struct rfi_detokenizing {
+    rf_detokenizer state;
+    char *out;
+    size_t capacity, count;
+} rfi_detokenizing;
+
+static void rfi_detok_put(rfi_detokenizing *d, const void *bytes, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++, d->count++)
+        if (d->count < d->capacity) d->out[d->count] = ((const char *)bytes)[i];
+}
+
+/* May b follow the held bytes in a well-formed character? Source: the Unicode Standard, table 3-7. */
+static int rfi_detok_fits(const rf_detokenizer *s, unsigned char b) {
+    unsigned char lead = s->held[0], low = 0x80, high = 0xbf;
+    if (s->n_held == 1 && lead == 0xe0) low = 0xa0;
+    if (s->n_held == 1 && lead == 0xed) high = 0x9f;
+    if (s->n_held == 1 && lead == 0xf0) low = 0x90;
+    if (s->n_held == 1 && lead == 0xf4) high = 0x8f;
+    return b >= low && b <= high;
+}
+
+/* Bytes come in, characters go out: the output is always well-formed UTF-8. Each longest start of a character that
+ * breaks off, and each byte that starts none, becomes one U+FFFD (the Unicode Standard, section 3.9). */
+static void rfi_detok_byte(rfi_detokenizing *d, unsigned char b) {
+    rf_detokenizer *s = &d->state;
+    if (s->n_held > 0 && rfi_detok_fits(s, b)) {
+        uint32_t lead = s->held[0], want = lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
+        s->held[s->n_held++] = b;
+        if (s->n_held < want) return;
+        rfi_detok_put(d, s->held, want);
+        s->n_held = 0;
+        return;
+    }
+    if (s->n_held > 0) rfi_detok_put(d, "\xef\xbf\xbd", 3);
+    s->n_held = 0;
+    if (b < 0x80) rfi_detok_put(d, &b, 1);
+    else if (b < 0xc2 || b > 0xf4) rfi_detok_put(d, "\xef\xbf\xbd", 3);
+    else s->held[s->n_held++] = b;
+}
+
+/* One byte of the text. The first space of SPM text is the one that rf_tokenize wrote. */
+static void rfi_detok_text(const rf_tokenizer *t, rfi_detokenizing *d, unsigned char b) {
+    int skip = !d->state.started && t->add_space && b == ' ';
+    d->state.started = 1;
+    if (!skip) rfi_detok_byte(d, b);
+}
+
+/* A token as bytes: a byte token its byte, a normal one decoded, a user-defined one as it is spelt; control and unknown
+ * tokens only on request, unused ones never. */
+static void rfi_detok_token(const rf_tokenizer *t, rfi_detokenizing *d, uint32_t id, uint32_t flags) {
+    rf_string s = t->text[id];
+    const unsigned char *p = (const unsigned char *)s.data;
+    uint32_t type = rfi_token_type(t, id);
+    int is_special = type == RFI_TOKEN_CONTROL || type == RFI_TOKEN_UNKNOWN, is_raw = is_special || type == RFI_TOKEN_USER;
+    if (type == RFI_TOKEN_UNUSED || (is_special && !(flags & RF_DETOKENIZE_SPECIAL))) return;
+    if (type == RFI_TOKEN_BYTE) {
+        rfi_detok_text(t, d, (unsigned char)rfi_byte_token(s));
+        return;
+    }
+    for (uint64_t i = 0; i < s.len;) {
+        rfi_char c = rfi_utf8(p + i, s.len - i);
+        int byte = t->pre ? rfi_char_byte(c.cp) : c.cp == 0x2581 ? ' ' : -1;
+        if (byte >= 0 && !is_raw && !c.is_bad) rfi_detok_text(t, d, (unsigned char)byte);
+        else for (uint32_t k = 0; k < c.n_bytes; k++) rfi_detok_text(t, d, p[i + k]);
+        i += c.n_bytes;
+    }
+}
+
+ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *state, int32_t id, uint32_t flags, char *out,
+                                      size_t capacity, size_t *count, rf_error *err) {
+    rfi_clear(err);
+    if (count) *count = 0;
+    if (!t || !state || !count || (!out && capacity))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_detokenize: t, state, out and count must not be NULL");
+    if (flags & ~(RF_DETOKENIZE_SPECIAL | RF_DETOKENIZE_FINISH) || state->n_held > 3)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_detokenize: unknown flags 0x%x, or a state that was not zeroed", flags);
+    if (id < -1 || (id >= 0 && (uint32_t)id >= t->n_vocab) || (id == -1 && !(flags & RF_DETOKENIZE_FINISH)))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_detokenize: want a token id below %u, found %d", t->n_vocab, id);
+    rfi_detokenizing d = {*state, out, capacity, 0};
+    if (id >= 0) rfi_detok_token(t, &d, (uint32_t)id, flags);
+    if (flags & RF_DETOKENIZE_FINISH && d.state.n_held > 0) {
+        rfi_detok_put(&d, "\xef\xbf\xbd", 3);
+        d.state.n_held = 0;
+    }
+    *count = d.count;
+    if (d.count > capacity)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_detokenize: out has room for %llu bytes, the token has %llu",
+                        (unsigned long long)capacity, (unsigned long long)d.count);
+    *state = d.state;
+    return RF_OK;
+}
+
+/* ---- public: facts ---- */
+
+ROCMFORGE_API rf_tokenizer_info rf_tokenizer_get_info(const rf_tokenizer *t) {
+    rf_tokenizer_info info = {"", "", 0, -1, -1, -1, -1, -1, 0, 0};
+    if (!t) return info;
+    info.model = t->pre ? "gpt2" : "llama";
+    info.pre = t->pre ? t->pre->name : "";
+    info.n_vocab = t->n_vocab;
+    info.bos = t->bos;
+    info.eos = t->eos;
+    info.eot = t->eot;
+    info.unknown = t->unknown;
+    info.padding = t->padding;
+    info.add_bos = t->add_bos;
+    info.add_eos = t->add_eos;
+    return info;
+}
+
+ROCMFORGE_API int rf_token_is_end(const rf_tokenizer *t, int32_t id) {
+    return t && id >= 0 && (uint32_t)id < t->n_vocab && (t->attr[id] & RFI_TOKEN_END) != 0;
+}
+
+ROCMFORGE_API rf_string rf_token_get_text(const rf_tokenizer *t, int32_t id) {
+    rf_string none = {"", 0};
+    return t && id >= 0 && (uint32_t)id < t->n_vocab ? t->text[id] : none;
+}
+
+/* ---- the Unicode table ----
+ * First character of every run of one class, shifted left by 3, with the class in the low bits. Made by
+ * tests/make_unicode.py; the reference strings hold no character that is younger than this version. */
+
+/* Unicode 14.0.0, 2217 runs, 8868 bytes. */
+static const uint32_t rfi_unicode_runs[2217] = {
+    0x0, 0x4e, 0x70, 0x106, 0x10b, 0x124, 0x12b, 0x15c, 0x163, 0x182, 0x1d3, 0x1e4, 0x1fb, 0x209, 0x2db, 0x2f4, 0x2fb,
+    0x304, 0x309, 0x3db, 0x3e4, 0x3eb, 0x3f4, 0x3f8, 0x42e, 0x430, 0x506, 0x50b, 0x514, 0x53b, 0x544, 0x551, 0x55b,
+    0x564, 0x568, 0x574, 0x592, 0x5a4, 0x5a9, 0x5b3, 0x5c4, 0x5ca, 0x5d1, 0x5db, 0x5e2, 0x5fb, 0x601, 0x6bc, 0x6c1,
+    0x7bc, 0x7c1, 0x1614, 0x1631, 0x1694, 0x1701, 0x172c, 0x1761, 0x176c, 0x1771, 0x177c, 0x1805, 0x1b81, 0x1bac,
+    0x1bb1, 0x1bc0, 0x1bd1, 0x1bf3, 0x1bf9, 0x1c00, 0x1c24, 0x1c31, 0x1c3b, 0x1c41, 0x1c58, 0x1c61, 0x1c68, 0x1c71,
+    0x1d10, 0x1d19, 0x1fb4, 0x1fb9, 0x2414, 0x241d, 0x2451, 0x2980, 0x2989, 0x2ab8, 0x2ac9, 0x2ad3, 0x2b01, 0x2c4b,
+    0x2c58, 0x2c6c, 0x2c80, 0x2c8d, 0x2df3, 0x2dfd, 0x2e03, 0x2e0d, 0x2e1b, 0x2e25, 0x2e33, 0x2e3d, 0x2e40, 0x2e81,
+    0x2f58, 0x2f79, 0x2f9b, 0x2fa8, 0x3034, 0x304b, 0x305c, 0x3063, 0x3074, 0x3085, 0x30db, 0x30e0, 0x30eb, 0x3101,
+    0x325d, 0x3302, 0x3353, 0x3371, 0x3385, 0x3389, 0x36a3, 0x36a9, 0x36b5, 0x36e8, 0x36f4, 0x36fd, 0x3729, 0x373d,
+    0x374c, 0x3755, 0x3771, 0x3782, 0x37d1, 0x37ec, 0x37f9, 0x3803, 0x3870, 0x3881, 0x388d, 0x3891, 0x3985, 0x3a58,
+    0x3a69, 0x3d35, 0x3d89, 0x3d90, 0x3e02, 0x3e51, 0x3f5d, 0x3fa1, 0x3fb4, 0x3fbb, 0x3fd1, 0x3fd8, 0x3fed, 0x3ff4,
+    0x4001, 0x40b5, 0x40d1, 0x40dd, 0x4121, 0x412d, 0x4141, 0x414d, 0x4170, 0x4183, 0x41f8, 0x4201, 0x42cd, 0x42e0,
+    0x42f3, 0x42f8, 0x4301, 0x4358, 0x4381, 0x4444, 0x4449, 0x4478, 0x44c5, 0x4501, 0x4655, 0x4710, 0x471d, 0x4821,
+    0x49d5, 0x49e9, 0x49f5, 0x4a81, 0x4a8d, 0x4ac1, 0x4b15, 0x4b23, 0x4b32, 0x4b83, 0x4b89, 0x4c0d, 0x4c20, 0x4c29,
+    0x4c68, 0x4c79, 0x4c88, 0x4c99, 0x4d48, 0x4d51, 0x4d88, 0x4d91, 0x4d98, 0x4db1, 0x4dd0, 0x4de5, 0x4de9, 0x4df5,
+    0x4e28, 0x4e3d, 0x4e48, 0x4e5d, 0x4e71, 0x4e78, 0x4ebd, 0x4ec0, 0x4ee1, 0x4ef0, 0x4ef9, 0x4f15, 0x4f20, 0x4f32,
+    0x4f81, 0x4f94, 0x4fa2, 0x4fd4, 0x4fe1, 0x4feb, 0x4ff5, 0x4ff8, 0x500d, 0x5020, 0x5029, 0x5058, 0x5079, 0x5088,
+    0x5099, 0x5148, 0x5151, 0x5188, 0x5191, 0x51a0, 0x51a9, 0x51b8, 0x51c1, 0x51d0, 0x51e5, 0x51e8, 0x51f5, 0x5218,
+    0x523d, 0x5248, 0x525d, 0x5270, 0x528d, 0x5290, 0x52c9, 0x52e8, 0x52f1, 0x52f8, 0x5332, 0x5385, 0x5391, 0x53ad,
+    0x53b3, 0x53b8, 0x540d, 0x5420, 0x5429, 0x5470, 0x5479, 0x5490, 0x5499, 0x5548, 0x5551, 0x5588, 0x5591, 0x55a0,
+    0x55a9, 0x55d0, 0x55e5, 0x55e9, 0x55f5, 0x5630, 0x563d, 0x5650, 0x565d, 0x5670, 0x5681, 0x5688, 0x5701, 0x5715,
+    0x5720, 0x5732, 0x5783, 0x578c, 0x5790, 0x57c9, 0x57d5, 0x5800, 0x580d, 0x5820, 0x5829, 0x5868, 0x5879, 0x5888,
+    0x5899, 0x5948, 0x5951, 0x5988, 0x5991, 0x59a0, 0x59a9, 0x59d0, 0x59e5, 0x59e9, 0x59f5, 0x5a28, 0x5a3d, 0x5a48,
+    0x5a5d, 0x5a70, 0x5aad, 0x5ac0, 0x5ae1, 0x5af0, 0x5af9, 0x5b15, 0x5b20, 0x5b32, 0x5b84, 0x5b89, 0x5b92, 0x5bc0,
+    0x5c15, 0x5c19, 0x5c20, 0x5c29, 0x5c58, 0x5c71, 0x5c88, 0x5c91, 0x5cb0, 0x5cc9, 0x5cd8, 0x5ce1, 0x5ce8, 0x5cf1,
+    0x5d00, 0x5d19, 0x5d28, 0x5d41, 0x5d58, 0x5d71, 0x5dd0, 0x5df5, 0x5e18, 0x5e35, 0x5e48, 0x5e55, 0x5e70, 0x5e81,
+    0x5e88, 0x5ebd, 0x5ec0, 0x5f32, 0x5f9c, 0x5fd8, 0x6005, 0x6029, 0x6068, 0x6071, 0x6088, 0x6091, 0x6148, 0x6151,
+    0x61d0, 0x61e5, 0x61e9, 0x61f5, 0x6228, 0x6235, 0x6248, 0x6255, 0x6270, 0x62ad, 0x62b8, 0x62c1, 0x62d8, 0x62e9,
+    0x62f0, 0x6301, 0x6315, 0x6320, 0x6332, 0x6380, 0x63bb, 0x63c2, 0x63fc, 0x6401, 0x640d, 0x6423, 0x6429, 0x6468,
+    0x6471, 0x6488, 0x6491, 0x6548, 0x6551, 0x65a0, 0x65a9, 0x65d0, 0x65e5, 0x65e9, 0x65f5, 0x6628, 0x6635, 0x6648,
+    0x6655, 0x6670, 0x66ad, 0x66b8, 0x66e9, 0x66f8, 0x6701, 0x6715, 0x6720, 0x6732, 0x6780, 0x6789, 0x6798, 0x6805,
+    0x6821, 0x6868, 0x6871, 0x6888, 0x6891, 0x69dd, 0x69e9, 0x69f5, 0x6a28, 0x6a35, 0x6a48, 0x6a55, 0x6a71, 0x6a7c,
+    0x6a80, 0x6aa1, 0x6abd, 0x6ac2, 0x6af9, 0x6b15, 0x6b20, 0x6b32, 0x6bcc, 0x6bd1, 0x6c00, 0x6c0d, 0x6c20, 0x6c29,
+    0x6cb8, 0x6cd1, 0x6d90, 0x6d99, 0x6de0, 0x6de9, 0x6df0, 0x6e01, 0x6e38, 0x6e55, 0x6e58, 0x6e7d, 0x6ea8, 0x6eb5,
+    0x6eb8, 0x6ec5, 0x6f00, 0x6f32, 0x6f80, 0x6f95, 0x6fa3, 0x6fa8, 0x7009, 0x718d, 0x7191, 0x71a5, 0x71d8, 0x71fc,
+    0x7201, 0x723d, 0x727b, 0x7282, 0x72d3, 0x72e0, 0x7409, 0x7418, 0x7421, 0x7428, 0x7431, 0x7458, 0x7461, 0x7520,
+    0x7529, 0x7530, 0x7539, 0x758d, 0x7591, 0x75a5, 0x75e9, 0x75f0, 0x7601, 0x7628, 0x7631, 0x7638, 0x7645, 0x7670,
+    0x7682, 0x76d0, 0x76e1, 0x7700, 0x7801, 0x780c, 0x7823, 0x789c, 0x78a3, 0x78ac, 0x78c5, 0x78d4, 0x7902, 0x79a4,
+    0x79ad, 0x79b4, 0x79bd, 0x79c4, 0x79cd, 0x79d3, 0x79f5, 0x7a01, 0x7a40, 0x7a49, 0x7b68, 0x7b8d, 0x7c2b, 0x7c35,
+    0x7c41, 0x7c6d, 0x7cc0, 0x7ccd, 0x7de8, 0x7df4, 0x7e35, 0x7e3c, 0x7e68, 0x7e74, 0x7e83, 0x7eac, 0x7ecb, 0x7ed8,
+    0x8001, 0x815d, 0x81f9, 0x8202, 0x8253, 0x8281, 0x82b5, 0x82d1, 0x82f5, 0x8309, 0x8315, 0x8329, 0x833d, 0x8371,
+    0x838d, 0x83a9, 0x8415, 0x8471, 0x847d, 0x8482, 0x84d5, 0x84f4, 0x8501, 0x8630, 0x8639, 0x8640, 0x8669, 0x8670,
+    0x8681, 0x87db, 0x87e1, 0x9248, 0x9251, 0x9270, 0x9281, 0x92b8, 0x92c1, 0x92c8, 0x92d1, 0x92f0, 0x9301, 0x9448,
+    0x9451, 0x9470, 0x9481, 0x9588, 0x9591, 0x95b0, 0x95c1, 0x95f8, 0x9601, 0x9608, 0x9611, 0x9630, 0x9641, 0x96b8,
+    0x96c1, 0x9888, 0x9891, 0x98b0, 0x98c1, 0x9ad8, 0x9aed, 0x9b03, 0x9b4a, 0x9be8, 0x9c01, 0x9c84, 0x9cd0, 0x9d01,
+    0x9fb0, 0x9fc1, 0x9ff0, 0xa003, 0xa009, 0xb36c, 0xb373, 0xb379, 0xb406, 0xb409, 0xb4db, 0xb4e8, 0xb501, 0xb75b,
+    0xb772, 0xb789, 0xb7c8, 0xb801, 0xb895, 0xb8b0, 0xb8f9, 0xb995, 0xb9ab, 0xb9b8, 0xba01, 0xba95, 0xbaa0, 0xbb01,
+    0xbb68, 0xbb71, 0xbb88, 0xbb95, 0xbba0, 0xbc01, 0xbda5, 0xbea3, 0xbeb9, 0xbec3, 0xbedc, 0xbee1, 0xbeed, 0xbef0,
+    0xbf02, 0xbf50, 0xbf82, 0xbfd0, 0xc003, 0xc05d, 0xc070, 0xc07d, 0xc082, 0xc0d0, 0xc101, 0xc3c8, 0xc401, 0xc42d,
+    0xc439, 0xc54d, 0xc551, 0xc558, 0xc581, 0xc7b0, 0xc801, 0xc8f8, 0xc905, 0xc960, 0xc985, 0xc9e0, 0xca04, 0xca08,
+    0xca23, 0xca32, 0xca81, 0xcb70, 0xcb81, 0xcba8, 0xcc01, 0xcd60, 0xcd81, 0xce50, 0xce82, 0xced8, 0xcef4, 0xd001,
+    0xd0bd, 0xd0e0, 0xd0f3, 0xd101, 0xd2ad, 0xd2f8, 0xd305, 0xd3e8, 0xd3fd, 0xd402, 0xd450, 0xd482, 0xd4d0, 0xd503,
+    0xd539, 0xd543, 0xd570, 0xd585, 0xd678, 0xd805, 0xd829, 0xd9a5, 0xda29, 0xda68, 0xda82, 0xdad3, 0xdb0c, 0xdb5d,
+    0xdba4, 0xdbeb, 0xdbf8, 0xdc05, 0xdc19, 0xdd0d, 0xdd71, 0xdd82, 0xddd1, 0xdf35, 0xdfa0, 0xdfe3, 0xe001, 0xe125,
+    0xe1c0, 0xe1db, 0xe202, 0xe250, 0xe269, 0xe282, 0xe2d1, 0xe3f3, 0xe401, 0xe448, 0xe481, 0xe5d8, 0xe5e9, 0xe603,
+    0xe640, 0xe685, 0xe69b, 0xe6a5, 0xe749, 0xe76d, 0xe771, 0xe7a5, 0xe7a9, 0xe7bd, 0xe7d1, 0xe7d8, 0xe801, 0xee05,
+    0xf001, 0xf8b0, 0xf8c1, 0xf8f0, 0xf901, 0xfa30, 0xfa41, 0xfa70, 0xfa81, 0xfac0, 0xfac9, 0xfad0, 0xfad9, 0xfae0,
+    0xfae9, 0xfaf0, 0xfaf9, 0xfbf0, 0xfc01, 0xfda8, 0xfdb1, 0xfdec, 0xfdf1, 0xfdfc, 0xfe11, 0xfe28, 0xfe31, 0xfe6c,
+    0xfe81, 0xfea0, 0xfeb1, 0xfee0, 0xfeec, 0xff01, 0xff6c, 0xff80, 0xff91, 0xffa8, 0xffb1, 0xffec, 0xfff8, 0x10006,
+    0x10058, 0x10083, 0x10146, 0x10150, 0x1017e, 0x10183, 0x10224, 0x1022b, 0x10294, 0x1029b, 0x102fe, 0x10300,
+    0x10382, 0x10389, 0x10390, 0x103a2, 0x103d4, 0x103eb, 0x103f9, 0x10402, 0x10454, 0x1046b, 0x10478, 0x10481,
+    0x104e8, 0x10504, 0x10608, 0x10685, 0x10788, 0x10804, 0x10811, 0x1081c, 0x10839, 0x10844, 0x10851, 0x108a4,
+    0x108a9, 0x108b4, 0x108c9, 0x108f4, 0x10921, 0x1092c, 0x10931, 0x1093c, 0x10941, 0x1094c, 0x10951, 0x10974,
+    0x10979, 0x109d4, 0x109e1, 0x10a04, 0x10a29, 0x10a54, 0x10a71, 0x10a7c, 0x10a82, 0x10c19, 0x10c2a, 0x10c54,
+    0x10c60, 0x10c84, 0x11843, 0x11864, 0x1194b, 0x1195c, 0x12138, 0x12204, 0x12258, 0x12302, 0x124e4, 0x12752,
+    0x12804, 0x13b43, 0x13bb2, 0x13ca4, 0x13e2b, 0x13e3c, 0x13f33, 0x13f84, 0x14c1b, 0x14ccc, 0x14ec3, 0x14ee4,
+    0x14fe3, 0x14ff4, 0x15ba0, 0x15bb4, 0x15cb0, 0x15cbc, 0x16001, 0x1672c, 0x16759, 0x1677d, 0x16791, 0x167a0,
+    0x167cb, 0x167ea, 0x167f3, 0x16801, 0x16930, 0x16939, 0x16940, 0x16969, 0x16970, 0x16981, 0x16b40, 0x16b79,
+    0x16b83, 0x16b88, 0x16bfd, 0x16c01, 0x16cb8, 0x16d01, 0x16d38, 0x16d41, 0x16d78, 0x16d81, 0x16db8, 0x16dc1,
+    0x16df8, 0x16e01, 0x16e38, 0x16e41, 0x16e78, 0x16e81, 0x16eb8, 0x16ec1, 0x16ef8, 0x16f05, 0x17003, 0x17179,
+    0x17183, 0x17284, 0x17293, 0x172f0, 0x17404, 0x174d0, 0x174dc, 0x177a0, 0x17804, 0x17eb0, 0x17f84, 0x17fe0,
+    0x18006, 0x1800b, 0x18024, 0x18029, 0x1803a, 0x18043, 0x18094, 0x180a3, 0x18104, 0x1810a, 0x18155, 0x18183,
+    0x18189, 0x181b4, 0x181c2, 0x181d9, 0x181eb, 0x181f4, 0x18200, 0x18209, 0x184b8, 0x184cd, 0x184dc, 0x184e9,
+    0x18503, 0x18509, 0x187db, 0x187e1, 0x18800, 0x18829, 0x18980, 0x18989, 0x18c78, 0x18c84, 0x18c92, 0x18cb4,
+    0x18d01, 0x18e04, 0x18f20, 0x18f81, 0x19004, 0x190f8, 0x19102, 0x19154, 0x19242, 0x19284, 0x1928a, 0x19304,
+    0x19402, 0x19454, 0x1958a, 0x19604, 0x1a001, 0x26e04, 0x27001, 0x52468, 0x52484, 0x52638, 0x52681, 0x527f3,
+    0x52801, 0x5306b, 0x53081, 0x53102, 0x53151, 0x53160, 0x53201, 0x5337d, 0x5339b, 0x533a5, 0x533f3, 0x533f9,
+    0x534f5, 0x53501, 0x53732, 0x53785, 0x53793, 0x537c0, 0x53804, 0x538b9, 0x53904, 0x53911, 0x53c4c, 0x53c59,
+    0x53e58, 0x53e81, 0x53e90, 0x53e99, 0x53ea0, 0x53ea9, 0x53ed0, 0x53f91, 0x54015, 0x54019, 0x54035, 0x54039,
+    0x5405d, 0x54061, 0x5411d, 0x54144, 0x54165, 0x54168, 0x54182, 0x541b4, 0x541d0, 0x54201, 0x543a3, 0x543c0,
+    0x54405, 0x54411, 0x545a5, 0x54630, 0x54673, 0x54682, 0x546d0, 0x54705, 0x54791, 0x547c3, 0x547d9, 0x547e3,
+    0x547e9, 0x547fd, 0x54802, 0x54851, 0x54935, 0x54973, 0x54981, 0x54a3d, 0x54aa0, 0x54afb, 0x54b01, 0x54be8,
+    0x54c05, 0x54c21, 0x54d9d, 0x54e0b, 0x54e70, 0x54e79, 0x54e82, 0x54ed0, 0x54ef3, 0x54f01, 0x54f2d, 0x54f31,
+    0x54f82, 0x54fd1, 0x54ff8, 0x55001, 0x5514d, 0x551b8, 0x55201, 0x5521d, 0x55221, 0x55265, 0x55270, 0x55282,
+    0x552d0, 0x552e3, 0x55301, 0x553bc, 0x553d1, 0x553dd, 0x553f1, 0x55585, 0x55589, 0x55595, 0x555a9, 0x555bd,
+    0x555c9, 0x555f5, 0x55601, 0x5560d, 0x55611, 0x55618, 0x556d9, 0x556f3, 0x55701, 0x5575d, 0x55783, 0x55791,
+    0x557ad, 0x557b8, 0x55809, 0x55838, 0x55849, 0x55878, 0x55889, 0x558b8, 0x55901, 0x55938, 0x55941, 0x55978,
+    0x55981, 0x55adc, 0x55ae1, 0x55b54, 0x55b60, 0x55b81, 0x55f1d, 0x55f5b, 0x55f65, 0x55f70, 0x55f82, 0x55fd0,
+    0x56001, 0x6bd20, 0x6bd81, 0x6be38, 0x6be59, 0x6bfe0, 0x7c801, 0x7d370, 0x7d381, 0x7d6d0, 0x7d801, 0x7d838,
+    0x7d899, 0x7d8c0, 0x7d8e9, 0x7d8f5, 0x7d8f9, 0x7d94c, 0x7d951, 0x7d9b8, 0x7d9c1, 0x7d9e8, 0x7d9f1, 0x7d9f8,
+    0x7da01, 0x7da10, 0x7da19, 0x7da28, 0x7da31, 0x7dd94, 0x7de18, 0x7de99, 0x7e9f3, 0x7ea04, 0x7ea81, 0x7ec80,
+    0x7ec91, 0x7ee40, 0x7ee7c, 0x7ee80, 0x7ef81, 0x7efe4, 0x7f005, 0x7f083, 0x7f0d0, 0x7f105, 0x7f183, 0x7f298,
+    0x7f2a3, 0x7f314, 0x7f31b, 0x7f324, 0x7f338, 0x7f343, 0x7f34c, 0x7f353, 0x7f360, 0x7f381, 0x7f3a8, 0x7f3b1,
+    0x7f7e8, 0x7f80b, 0x7f824, 0x7f82b, 0x7f85c, 0x7f863, 0x7f882, 0x7f8d3, 0x7f8e4, 0x7f8fb, 0x7f909, 0x7f9db,
+    0x7f9f4, 0x7f9fb, 0x7fa04, 0x7fa09, 0x7fadb, 0x7fae4, 0x7faeb, 0x7faf4, 0x7fafb, 0x7fb31, 0x7fdf8, 0x7fe11,
+    0x7fe40, 0x7fe51, 0x7fe80, 0x7fe91, 0x7fec0, 0x7fed1, 0x7fee8, 0x7ff04, 0x7ff38, 0x7ff44, 0x7ff78, 0x7ffe4,
+    0x7fff0, 0x80001, 0x80060, 0x80069, 0x80138, 0x80141, 0x801d8, 0x801e1, 0x801f0, 0x801f9, 0x80270, 0x80281,
+    0x802f0, 0x80401, 0x807d8, 0x80803, 0x80818, 0x8083a, 0x809a0, 0x809bc, 0x80a02, 0x80bcc, 0x80c52, 0x80c64,
+    0x80c78, 0x80c84, 0x80ce8, 0x80d04, 0x80d08, 0x80e84, 0x80fed, 0x80ff0, 0x81401, 0x814e8, 0x81501, 0x81688,
+    0x81705, 0x8170a, 0x817e0, 0x81801, 0x81902, 0x81920, 0x81969, 0x81a0a, 0x81a11, 0x81a52, 0x81a58, 0x81a81,
+    0x81bb5, 0x81bd8, 0x81c01, 0x81cf0, 0x81cfb, 0x81d01, 0x81e20, 0x81e41, 0x81e83, 0x81e8a, 0x81eb0, 0x82001,
+    0x824f0, 0x82502, 0x82550, 0x82581, 0x826a0, 0x826c1, 0x827e0, 0x82801, 0x82940, 0x82981, 0x82b20, 0x82b7b,
+    0x82b81, 0x82bd8, 0x82be1, 0x82c58, 0x82c61, 0x82c98, 0x82ca1, 0x82cb0, 0x82cb9, 0x82d10, 0x82d19, 0x82d90,
+    0x82d99, 0x82dd0, 0x82dd9, 0x82de8, 0x83001, 0x839b8, 0x83a01, 0x83ab0, 0x83b01, 0x83b40, 0x83c01, 0x83c30,
+    0x83c39, 0x83d88, 0x83d91, 0x83dd8, 0x84001, 0x84030, 0x84041, 0x84048, 0x84051, 0x841b0, 0x841b9, 0x841c8,
+    0x841e1, 0x841e8, 0x841f9, 0x842b0, 0x842bb, 0x842c2, 0x84301, 0x843bc, 0x843ca, 0x84401, 0x844f8, 0x8453a,
+    0x84580, 0x84701, 0x84798, 0x847a1, 0x847b0, 0x847da, 0x84801, 0x848b2, 0x848e0, 0x848fb, 0x84901, 0x849d0,
+    0x849fb, 0x84a00, 0x84c01, 0x84dc0, 0x84de2, 0x84df1, 0x84e02, 0x84e80, 0x84e92, 0x85001, 0x8500d, 0x85020,
+    0x8502d, 0x85038, 0x85065, 0x85081, 0x850a0, 0x850a9, 0x850c0, 0x850c9, 0x851b0, 0x851c5, 0x851d8, 0x851fd,
+    0x85202, 0x85248, 0x85283, 0x852c8, 0x85301, 0x853ea, 0x853fb, 0x85401, 0x854ea, 0x85500, 0x85601, 0x85644,
+    0x85649, 0x8572d, 0x85738, 0x8575a, 0x85783, 0x857b8, 0x85801, 0x859b0, 0x859cb, 0x85a01, 0x85ab0, 0x85ac2,
+    0x85b01, 0x85b98, 0x85bc2, 0x85c01, 0x85c90, 0x85ccb, 0x85ce8, 0x85d4a, 0x85d80, 0x86001, 0x86248, 0x86401,
+    0x86598, 0x86601, 0x86798, 0x867d2, 0x86801, 0x86925, 0x86940, 0x86982, 0x869d0, 0x87302, 0x873f8, 0x87401,
+    0x87550, 0x8755d, 0x8756b, 0x87570, 0x87581, 0x87590, 0x87801, 0x878ea, 0x87939, 0x87940, 0x87981, 0x87a35,
+    0x87a8a, 0x87aab, 0x87ad0, 0x87b81, 0x87c15, 0x87c33, 0x87c50, 0x87d81, 0x87e2a, 0x87e60, 0x87f01, 0x87fb8,
+    0x88005, 0x88019, 0x881c5, 0x8823b, 0x88270, 0x88292, 0x88385, 0x88389, 0x8839d, 0x883a9, 0x883b0, 0x883fd,
+    0x88419, 0x88585, 0x885db, 0x885e8, 0x885f3, 0x88615, 0x88618, 0x88681, 0x88748, 0x88782, 0x887d0, 0x88805,
+    0x88819, 0x8893d, 0x889a8, 0x889b2, 0x88a03, 0x88a21, 0x88a2d, 0x88a39, 0x88a40, 0x88a81, 0x88b9d, 0x88ba3,
+    0x88bb1, 0x88bb8, 0x88c05, 0x88c19, 0x88d9d, 0x88e09, 0x88e2b, 0x88e4d, 0x88e6b, 0x88e75, 0x88e82, 0x88ed1,
+    0x88edb, 0x88ee1, 0x88eeb, 0x88f00, 0x88f0a, 0x88fa8, 0x89001, 0x89090, 0x89099, 0x89165, 0x891c3, 0x891f5,
+    0x891f8, 0x89401, 0x89438, 0x89441, 0x89448, 0x89451, 0x89470, 0x89479, 0x894f0, 0x894f9, 0x8954b, 0x89550,
+    0x89581, 0x896fd, 0x89758, 0x89782, 0x897d0, 0x89805, 0x89820, 0x89829, 0x89868, 0x89879, 0x89888, 0x89899,
+    0x89948, 0x89951, 0x89988, 0x89991, 0x899a0, 0x899a9, 0x899d0, 0x899dd, 0x899e9, 0x899f5, 0x89a28, 0x89a3d,
+    0x89a48, 0x89a5d, 0x89a70, 0x89a81, 0x89a88, 0x89abd, 0x89ac0, 0x89ae9, 0x89b15, 0x89b20, 0x89b35, 0x89b68,
+    0x89b85, 0x89ba8, 0x8a001, 0x8a1ad, 0x8a239, 0x8a25b, 0x8a282, 0x8a2d3, 0x8a2e0, 0x8a2eb, 0x8a2f5, 0x8a2f9,
+    0x8a310, 0x8a401, 0x8a585, 0x8a621, 0x8a633, 0x8a639, 0x8a640, 0x8a682, 0x8a6d0, 0x8ac01, 0x8ad7d, 0x8adb0,
+    0x8adc5, 0x8ae0b, 0x8aec1, 0x8aee5, 0x8aef0, 0x8b001, 0x8b185, 0x8b20b, 0x8b221, 0x8b228, 0x8b282, 0x8b2d0,
+    0x8b303, 0x8b368, 0x8b401, 0x8b55d, 0x8b5c1, 0x8b5cb, 0x8b5d0, 0x8b602, 0x8b650, 0x8b801, 0x8b8d8, 0x8b8ed,
+    0x8b960, 0x8b982, 0x8b9e3, 0x8b9fc, 0x8ba01, 0x8ba38, 0x8c001, 0x8c165, 0x8c1db, 0x8c1e0, 0x8c501, 0x8c702,
+    0x8c798, 0x8c7f9, 0x8c838, 0x8c849, 0x8c850, 0x8c861, 0x8c8a0, 0x8c8a9, 0x8c8b8, 0x8c8c1, 0x8c985, 0x8c9b0,
+    0x8c9bd, 0x8c9c8, 0x8c9dd, 0x8c9f9, 0x8ca05, 0x8ca09, 0x8ca15, 0x8ca23, 0x8ca38, 0x8ca82, 0x8cad0, 0x8cd01,
+    0x8cd40, 0x8cd51, 0x8ce8d, 0x8cec0, 0x8ced5, 0x8cf09, 0x8cf13, 0x8cf19, 0x8cf25, 0x8cf28, 0x8d001, 0x8d00d,
+    0x8d059, 0x8d19d, 0x8d1d1, 0x8d1dd, 0x8d1fb, 0x8d23d, 0x8d240, 0x8d281, 0x8d28d, 0x8d2e1, 0x8d455, 0x8d4d3,
+    0x8d4e9, 0x8d4f3, 0x8d518, 0x8d581, 0x8d7c8, 0x8e001, 0x8e048, 0x8e051, 0x8e17d, 0x8e1b8, 0x8e1c5, 0x8e201,
+    0x8e20b, 0x8e230, 0x8e282, 0x8e368, 0x8e383, 0x8e391, 0x8e480, 0x8e495, 0x8e540, 0x8e54d, 0x8e5b8, 0x8e801,
+    0x8e838, 0x8e841, 0x8e850, 0x8e859, 0x8e98d, 0x8e9b8, 0x8e9d5, 0x8e9d8, 0x8e9e5, 0x8e9f0, 0x8e9fd, 0x8ea31,
+    0x8ea3d, 0x8ea40, 0x8ea82, 0x8ead0, 0x8eb01, 0x8eb30, 0x8eb39, 0x8eb48, 0x8eb51, 0x8ec55, 0x8ec78, 0x8ec85,
+    0x8ec90, 0x8ec9d, 0x8ecc1, 0x8ecc8, 0x8ed02, 0x8ed50, 0x8f701, 0x8f79d, 0x8f7bb, 0x8f7c8, 0x8fd81, 0x8fd88,
+    0x8fe02, 0x8feac, 0x8ff90, 0x8fffb, 0x90001, 0x91cd0, 0x92002, 0x92378, 0x92383, 0x923a8, 0x92401, 0x92a20,
+    0x97c81, 0x97f8b, 0x97f98, 0x98001, 0x9a178, 0xa2001, 0xa3238, 0xb4001, 0xb51c8, 0xb5201, 0xb52f8, 0xb5302,
+    0xb5350, 0xb5373, 0xb5381, 0xb55f8, 0xb5602, 0xb5650, 0xb5681, 0xb5770, 0xb5785, 0xb57ab, 0xb57b0, 0xb5801,
+    0xb5985, 0xb59bb, 0xb59e4, 0xb5a01, 0xb5a23, 0xb5a2c, 0xb5a30, 0xb5a82, 0xb5ad0, 0xb5ada, 0xb5b10, 0xb5b19,
+    0xb5bc0, 0xb5be9, 0xb5c80, 0xb7201, 0xb7402, 0xb74bb, 0xb74d8, 0xb7801, 0xb7a58, 0xb7a7d, 0xb7a81, 0xb7a8d,
+    0xb7c40, 0xb7c7d, 0xb7c99, 0xb7d00, 0xb7f01, 0xb7f13, 0xb7f19, 0xb7f25, 0xb7f28, 0xb7f85, 0xb7f90, 0xb8001,
+    0xc3fc0, 0xc4001, 0xc66b0, 0xc6801, 0xc6848, 0xd7f81, 0xd7fa0, 0xd7fa9, 0xd7fe0, 0xd7fe9, 0xd7ff8, 0xd8001,
+    0xd8918, 0xd8a81, 0xd8a98, 0xd8b21, 0xd8b40, 0xd8b81, 0xd97e0, 0xde001, 0xde358, 0xde381, 0xde3e8, 0xde401,
+    0xde448, 0xde481, 0xde4d0, 0xde4e4, 0xde4ed, 0xde4fb, 0xde500, 0xe7805, 0xe7970, 0xe7985, 0xe7a38, 0xe7a84,
+    0xe7e20, 0xe8004, 0xe87b0, 0xe8804, 0xe8938, 0xe894c, 0xe8b2d, 0xe8b54, 0xe8b6d, 0xe8b98, 0xe8bdd, 0xe8c1c,
+    0xe8c2d, 0xe8c64, 0xe8d55, 0xe8d74, 0xe8f58, 0xe9004, 0xe9215, 0xe922c, 0xe9230, 0xe9702, 0xe97a0, 0xe9804,
+    0xe9ab8, 0xe9b02, 0xe9bc8, 0xea001, 0xea2a8, 0xea2b1, 0xea4e8, 0xea4f1, 0xea500, 0xea511, 0xea518, 0xea529,
+    0xea538, 0xea549, 0xea568, 0xea571, 0xea5d0, 0xea5d9, 0xea5e0, 0xea5e9, 0xea620, 0xea629, 0xea830, 0xea839,
+    0xea858, 0xea869, 0xea8a8, 0xea8b1, 0xea8e8, 0xea8f1, 0xea9d0, 0xea9d9, 0xea9f8, 0xeaa01, 0xeaa28, 0xeaa31,
+    0xeaa38, 0xeaa51, 0xeaa88, 0xeaa91, 0xeb530, 0xeb541, 0xeb60c, 0xeb611, 0xeb6dc, 0xeb6e1, 0xeb7dc, 0xeb7e1,
+    0xeb8ac, 0xeb8b1, 0xeb9ac, 0xeb9b1, 0xeba7c, 0xeba81, 0xebb7c, 0xebb81, 0xebc4c, 0xebc51, 0xebd4c, 0xebd51,
+    0xebe1c, 0xebe21, 0xebe60, 0xebe72, 0xec004, 0xed005, 0xed1bc, 0xed1dd, 0xed36c, 0xed3ad, 0xed3b4, 0xed425,
+    0xed42c, 0xed43b, 0xed460, 0xed4dd, 0xed500, 0xed50d, 0xed580, 0xef801, 0xef8f8, 0xf0005, 0xf0038, 0xf0045,
+    0xf00c8, 0xf00dd, 0xf0110, 0xf011d, 0xf0128, 0xf0135, 0xf0158, 0xf0801, 0xf0968, 0xf0985, 0xf09b9, 0xf09f0,
+    0xf0a02, 0xf0a50, 0xf0a71, 0xf0a7c, 0xf0a80, 0xf1481, 0xf1575, 0xf1578, 0xf1601, 0xf1765, 0xf1782, 0xf17d0,
+    0xf17fc, 0xf1800, 0xf3f01, 0xf3f38, 0xf3f41, 0xf3f60, 0xf3f69, 0xf3f78, 0xf3f81, 0xf3ff8, 0xf4001, 0xf4628,
+    0xf463a, 0xf4685, 0xf46b8, 0xf4801, 0xf4a25, 0xf4a59, 0xf4a60, 0xf4a82, 0xf4ad0, 0xf4af3, 0xf4b00, 0xf638a,
+    0xf6564, 0xf656a, 0xf6584, 0xf658a, 0xf65a8, 0xf680a, 0xf6974, 0xf697a, 0xf69f0, 0xf7001, 0xf7020, 0xf7029,
+    0xf7100, 0xf7109, 0xf7118, 0xf7121, 0xf7128, 0xf7139, 0xf7140, 0xf7149, 0xf7198, 0xf71a1, 0xf71c0, 0xf71c9,
+    0xf71d0, 0xf71d9, 0xf71e0, 0xf7211, 0xf7218, 0xf7239, 0xf7240, 0xf7249, 0xf7250, 0xf7259, 0xf7260, 0xf7269,
+    0xf7280, 0xf7289, 0xf7298, 0xf72a1, 0xf72a8, 0xf72b9, 0xf72c0, 0xf72c9, 0xf72d0, 0xf72d9, 0xf72e0, 0xf72e9,
+    0xf72f0, 0xf72f9, 0xf7300, 0xf7309, 0xf7318, 0xf7321, 0xf7328, 0xf7339, 0xf7358, 0xf7361, 0xf7398, 0xf73a1,
+    0xf73c0, 0xf73c9, 0xf73e8, 0xf73f1, 0xf73f8, 0xf7401, 0xf7450, 0xf7459, 0xf74e0, 0xf7509, 0xf7520, 0xf7529,
+    0xf7550, 0xf7559, 0xf75e0, 0xf7784, 0xf7790, 0xf8004, 0xf8160, 0xf8184, 0xf84a0, 0xf8504, 0xf8578, 0xf858c,
+    0xf8600, 0xf860c, 0xf8680, 0xf868c, 0xf87b0, 0xf8802, 0xf886c, 0xf8d70, 0xf8f34, 0xf9018, 0xf9084, 0xf91e0,
+    0xf9204, 0xf9248, 0xf9284, 0xf9290, 0xf9304, 0xf9330, 0xf9804, 0xfb6c0, 0xfb6ec, 0xfb768, 0xfb784, 0xfb7e8,
+    0xfb804, 0xfbba0, 0xfbc04, 0xfbec8, 0xfbf04, 0xfbf60, 0xfbf84, 0xfbf88, 0xfc004, 0xfc060, 0xfc084, 0xfc240,
+    0xfc284, 0xfc2d0, 0xfc304, 0xfc440, 0xfc484, 0xfc570, 0xfc584, 0xfc590, 0xfc804, 0xfd2a0, 0xfd304, 0xfd370,
+    0xfd384, 0xfd3a8, 0xfd3c4, 0xfd3e8, 0xfd404, 0xfd438, 0xfd484, 0xfd568, 0xfd584, 0xfd5d8, 0xfd604, 0xfd630,
+    0xfd684, 0xfd6d0, 0xfd704, 0xfd740, 0xfd784, 0xfd7b8, 0xfd804, 0xfdc98, 0xfdca4, 0xfde58, 0xfdf82, 0xfdfd0,
+    0x100001, 0x153700, 0x153801, 0x15b9c8, 0x15ba01, 0x15c0f0, 0x15c101, 0x167510, 0x167581, 0x175f08, 0x17c001,
+    0x17d0f0, 0x180001, 0x189a58, 0x700805, 0x700f80,
+};
+
+static uint32_t rfi_unicode_class(uint32_t cp) {
+    static const uint8_t bits[8] = {RFI_OTHER, RFI_LETTER, RFI_NUMBER, RFI_PUNCT, RFI_SYMBOL, RFI_MARK, RFI_SPACE, RFI_OTHER};
+    uint32_t lo = 0, hi = RFI_COUNT(rfi_unicode_runs);
+    while (hi - lo > 1) { /* the last run that starts at or before cp; the first one starts at 0 */
+        uint32_t mid = lo + (hi - lo) / 2;
+        if (rfi_unicode_runs[mid] >> 3 <= cp) lo = mid;
+        else hi = mid;
+    }
+    return bits[rfi_unicode_runs[lo] & 7];
+}
+
+/* ==== 13b Chat templates ============================================================================== >>template
+ * The chat_template of a file is a program (Jinja). It is never run: its bytes are searched for the marks of the
+ * families below, and the family's own rules format the conversation. A template with the marks of no family, of two,
+ * or of one that is known but not built in, is refused: a wrong format gives bad answers and no error. Two things
+ * differ from the templates by intent. A default system text that some add (Qwen2, Llama 3.1 with its dates) is not
+ * added; and Mistral's system text goes into the next user turn, where v3 moves it to the last one, so that a longer
+ * conversation starts with the same text. Content is copied as it is: where the result is tokenized with
+ * RF_TOKENIZE_SPECIAL, a control token spelled out in a message becomes one. */
+
+/* In the texts below these two bytes stand for the file's own tokens. The bos at the very start is left to the
+ * tokenizer. */
+#define RFI_CHAT_BOS "\1"
+#define RFI_CHAT_EOS "\2"
+
+/* Whose content loses the white space around it. */
+enum { RFI_TRIM_SYSTEM = 1, RFI_TRIM_USER = 2, RFI_TRIM_ANSWER = 4 };
+
+typedef struct rfi_chat_family {
+    const char *name;
+    const char *system[2];    /* before and after a system message            */
+    const char *user[2];
+    const char *answer[2];
+    const char *answer_space; /* between answer[0] and a finished answer      */
+    uint32_t trim;
+    uint32_t in_user;         /* 1: system text is part of the next user turn */
+} rfi_chat_family;
+
+#define RFI_CHAT_TURNS(open, shut, end, system, user, answer) \
+    {open system shut, end}, {open user shut, end}, {open answer shut, end}
+
+/* Source: the templates in the files that the families publish. "mistral" is the format of its tokenizer v3. */
+static const rfi_chat_family rfi_chat_families[] = {
+    {"chatml", RFI_CHAT_TURNS("<|im_start|>", "\n", "<|im_end|>\n", "system", "user", "assistant"), "", 0, 0},
+    {"llama3", RFI_CHAT_TURNS("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>",
+     "system", "user", "assistant"), "", RFI_TRIM_SYSTEM | RFI_TRIM_USER | RFI_TRIM_ANSWER, 0},
+    {"phi3", RFI_CHAT_TURNS("<|", "|>\n", "<|end|>\n", "system", "user", "assistant"), "", 0, 0},
+    {"zephyr", RFI_CHAT_TURNS("<|", "|>\n", RFI_CHAT_EOS "\n", "system", "user", "assistant"), "", 0, 0},
+    {"gemma", {"", "\n\n"}, {"<start_of_turn>user\n", "<end_of_turn>\n"},
+     {"<start_of_turn>model\n", "<end_of_turn>\n"}, "", RFI_TRIM_USER | RFI_TRIM_ANSWER, 1},
+    {"llama2", {"<<SYS>>\n", "\n<</SYS>>\n\n"}, {RFI_CHAT_BOS "[INST] ", " [/INST]"}, {"", " " RFI_CHAT_EOS}, " ",
+     RFI_TRIM_USER | RFI_TRIM_ANSWER, 1},
+    {"mistral-v0", {"", "\n\n"}, {"[INST] ", " [/INST]"}, {"", RFI_CHAT_EOS}, "", 0, 1},
+    {"mistral-v1", {"", "\n\n"}, {" [INST] ", " [/INST]"}, {"", RFI_CHAT_EOS}, " ", 0, 1},
+    {"mistral", {"", "\n\n"}, {"[INST] ", "[/INST]"}, {"", RFI_CHAT_EOS}, " ", RFI_TRIM_ANSWER, 1},
+    {"mistral-v3-tekken", {"", "\n\n"}, {"[INST]", "[/INST]"}, {"", RFI_CHAT_EOS}, "", 0, 1},
+    {"mistral-v7", {"[SYSTEM_PROMPT] ", "[/SYSTEM_PROMPT]"}, {"[INST] ", "[/INST]"}, {"", RFI_CHAT_EOS}, " ", 0, 0},
+    {"mistral-v7-tekken", {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}, {"[INST]", "[/INST]"}, {"", RFI_CHAT_EOS}, "",
+     0, 0},
+    {"plain", {"", "\n\n"}, {"User: ", "\n"}, {"Assistant:", "\n"}, " ", 0, 0}, /* never recognised, only named */
+};
+
+static const rfi_chat_family *rfi_chat_by_name(const char *name) {
+    for (size_t i = 0; name && i < RFI_COUNT(rfi_chat_families); i++)
+        if (strcmp(rfi_chat_families[i].name, name) == 0) return &rfi_chat_families[i];
+    return NULL;
+}
+
+/* ---- recognising ---- */
+
+#define RFI_CHAT_TEMPLATE_MAX (1u << 20) /* bytes; real ones have less than 64 KiB */
+
+/* The text from the first place of a mark on; empty if it is not there. */
+static rf_string rfi_chat_find(rf_string t, const char *mark) {
+    size_t n = strlen(mark);
+    if (t.len < n) return (rf_string){NULL, 0};
+    for (const char *p = t.data, *end = t.data + t.len; (size_t)(end - p) >= n; p++) {
+        p = (const char *)memchr(p, mark[0], (size_t)(end - p) - n + 1);
+        if (!p) break;
+        if (memcmp(p, mark, n) == 0) return (rf_string){p, (uint64_t)(end - p)};
+    }
+    return (rf_string){NULL, 0};
+}
+static int rfi_chat_has(rf_string t, const char *mark) { return rfi_chat_find(t, mark).len > 0; }
+
+/* [INST] is written by two families and, in one of them, with white space that differs by version. */
+static const char *rfi_chat_recognise_inst(rf_string t) {
+    if (rfi_chat_has(t, "[SYSTEM_PROMPT]"))
+        return rfi_chat_has(t, "[SYSTEM_PROMPT] ") ? "mistral-v7" : "mistral-v7-tekken";
+    if (rfi_chat_has(t, "<<SYS>>")) /* copies that do not repeat the bos are another format */
+        return rfi_chat_has(t, "bos_token + '[INST]") || rfi_chat_has(t, "bos_token + \"[INST]") ? "llama2" : NULL;
+    if (rfi_chat_has(t, "' [INST]") || rfi_chat_has(t, "\" [INST]")) return "mistral-v1";
+    if (rfi_chat_has(t, " [/INST]")) return "mistral-v0";
+    return rfi_chat_has(t, "[INST] ") ? "mistral" : "mistral-v3-tekken";
+}
+
+/* <|user|> and <|assistant|> are written by many. Phi-3 ends a turn by <|end|> and begins it by a newline (Phi-4-mini
+ * does not); Zephyr ends the user's turn by the eos (Falcon 3, OLMo 2 and GLM do not). */
+static const char *rfi_chat_recognise_roles(rf_string t) {
+    rf_string p = rfi_chat_find(t, "<|assistant|>");
+    if (rfi_chat_has(t, "<|end|>")) {
+        uint64_t i = strlen("<|assistant|>"); /* behind it '\n' or ' + '\n, as the character or spelled */
+        while (i < p.len && p.data[i] && strchr("'\"+ ", p.data[i])) i++;
+        if (i < p.len && p.data[i] == '\n') return "phi3";
+        return p.len - i >= 2 && memcmp(p.data + i, "\\n", 2) == 0 ? "phi3" : NULL;
+    }
+    p = rfi_chat_find(t, "<|user|>");
+    p.len -= rfi_chat_find(p, "}}").len;
+    int eos = rfi_chat_has(p, "eos_token") || rfi_chat_has(p, "</s>") || rfi_chat_has(p, "<|endoftext|>");
+    return eos ? "zephyr" : NULL;
+}
+
+/* Name of the family, or NULL. Every rule is tried, so their order does not matter. */
+static const char *rfi_chat_recognise(rf_string t) {
+    static const char *const refused[] = {
+        "<|im_sep|>" /* phi-4 */,           "<|channel|>" /* gpt-oss */,    "[gMASK]" /* GLM */,
+        "<\xef\xbd\x9cUser\xef\xbd\x9c>" /* DeepSeek */, "<|start_of_role|>" /* Granite */, "<|turn>" /* Gemma 4 */,
+        "<|START_OF_TURN_TOKEN|>" /* Command R */, "<|header_start|>" /* Llama 4 */};
+    const char *found[5] = {0}, *name = NULL;
+    for (size_t i = 0; i < RFI_COUNT(refused); i++)
+        if (rfi_chat_has(t, refused[i])) return NULL;
+    if (rfi_chat_has(t, "<|im_start|>") && rfi_chat_has(t, "<|im_end|>")) found[0] = "chatml";
+    if (rfi_chat_has(t, "<|start_header_id|>") && rfi_chat_has(t, "<|eot_id|>")) found[1] = "llama3";
+    if (rfi_chat_has(t, "<start_of_turn>") && rfi_chat_has(t, "<end_of_turn>")) found[2] = "gemma";
+    if (rfi_chat_has(t, "[INST]") && rfi_chat_has(t, "[/INST]")) found[3] = rfi_chat_recognise_inst(t);
+    if (rfi_chat_has(t, "<|assistant|>")) found[4] = rfi_chat_recognise_roles(t);
+    for (size_t i = 0; i < RFI_COUNT(found); i++) {
+        if (found[i] && name) return NULL;
+        if (found[i]) name = found[i];
+    }
+    return name;
+}
+
+static rf_result rfi_chat_of_file(const rf_gguf *g, const rfi_chat_family **out, rf_error *err) {
+    rf_kv kv;
+    rf_string t;
+    *out = NULL;
+    if (rf_gguf_find_kv(g, "tokenizer.chat_template", &kv) != RF_OK)
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "chat: the file has no tokenizer.chat_template: name one");
+    if (kv.type == RF_KV_STRING && rf_kv_text(&kv, NULL, &t) == RF_OK && t.len <= RFI_CHAT_TEMPLATE_MAX)
+        *out = rfi_chat_by_name(rfi_chat_recognise(t));
+    if (*out) return RF_OK;
+    return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where, "chat: the file's chat template is of no family known here: "
+                    "name one, or format the conversation yourself");
+}
+
+ROCMFORGE_API const char *rf_chat_template_name(const rf_gguf *g) {
+    const rfi_chat_family *family;
+    return g && rfi_chat_of_file(g, &family, NULL) == RF_OK ? family->name : NULL;
+}
+
+/* ---- formatting ---- */
+
+typedef struct rfi_chat_writer {
+    const rf_gguf *g;      /* or NULL                               */
+    rf_string bos, eos;    /* their texts once asked for            */
+    char *out;
+    size_t capacity, count;
+} rfi_chat_writer;
+
+static void rfi_chat_put(rfi_chat_writer *w, const char *data, size_t n) {
+    if (w->count < w->capacity && n) memcpy(w->out + w->count, data, rfi_min_u64(n, w->capacity - w->count));
+    w->count += n;
+}
+
+/* Text of the token that `key` names, kept in *text: finding it walks the vocabulary. */
+static void rfi_chat_put_token(rfi_chat_writer *w, const char *key, const char *otherwise, rf_string *text) {
+    if (!text->data) {
+        rf_kv id_kv, tokens;
+        uint64_t cursor = 0;
+        int64_t id;
+        int found = w->g && rf_gguf_find_kv(w->g, key, &id_kv) == RF_OK && rf_kv_int(&id_kv, 0, &id) == RF_OK &&
+                    rf_gguf_find_kv(w->g, "tokenizer.ggml.tokens", &tokens) == RF_OK && tokens.type == RF_KV_ARRAY &&
+                    id >= 0 && (uint64_t)id < tokens.count;
+        for (int64_t i = 0; found && i <= id; i++) found = rf_kv_text(&tokens, &cursor, text) == RF_OK;
+        if (!found) *text = (rf_string){otherwise, strlen(otherwise)};
+    }
+    rfi_chat_put(w, text->data, (size_t)text->len);
+}
+
+static void rfi_chat_put_text(rfi_chat_writer *w, const char *text) {
+    for (; *text; text++)
+        if (*text == RFI_CHAT_EOS[0]) rfi_chat_put_token(w, "tokenizer.ggml.eos_token_id", "</s>", &w->eos);
+        else if (*text != RFI_CHAT_BOS[0]) rfi_chat_put(w, text, 1);
+        else if (w->count) rfi_chat_put_token(w, "tokenizer.ggml.bos_token_id", "<s>", &w->bos);
+}
+
+static void rfi_chat_put_content(rfi_chat_writer *w, const char *content, int trim) {
+    static const char space[] = " \t\n\v\f\r";
+    size_t n;
+    if (trim) content += strspn(content, space);
+    n = strlen(content);
+    while (trim && n && strchr(space, content[n - 1])) n--;
+    rfi_chat_put(w, content, n);
+}
+
+/* 0 system, 1 user, 2 assistant, -1 none of them. */
+static int rfi_chat_role(const rf_chat_message *m) {
+    static const char *const roles[] = {"system", "user", "assistant"};
+    for (int i = 0; i < 3 && m->role; i++)
+        if (strcmp(m->role, roles[i]) == 0) return i;
+    return -1;
+}
+
+/* Message i, with the system messages just before it where they belong into it. */
+static void rfi_chat_put_message(rfi_chat_writer *w, const rfi_chat_family *f, const rf_chat_message *messages,
+                                 uint32_t i) {
+    int role = rfi_chat_role(&messages[i]);
+    const char *const *around = role == 0 ? f->system : role == 1 ? f->user : f->answer;
+    uint32_t first = i;
+    if (role == 0 && f->in_user) return;
+    while (role == 1 && f->in_user && first > 0 && rfi_chat_role(&messages[first - 1]) == 0) first--;
+    rfi_chat_put_text(w, around[0]);
+    for (; first < i; first++) {
+        rfi_chat_put_text(w, f->system[0]);
+        rfi_chat_put_content(w, messages[first].content, 0);
+        rfi_chat_put_text(w, f->system[1]);
+    }
+    if (role == 2) rfi_chat_put_text(w, f->answer_space);
+    rfi_chat_put_content(w, messages[i].content, (f->trim >> role & 1) != 0);
+    rfi_chat_put_text(w, around[1]);
+}
+
+ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const char *name, const rf_chat_message *messages,
+                                       uint32_t n, int open_answer, char *out, size_t capacity, size_t *count,
+                                       rf_error *err) {
+    rfi_clear(err);
+    if (count) *count = 0;
+    if (!count || (!g && !name) || (!messages && n) || (!out && capacity))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_format: want a file or a name, messages, out and count");
+    const rfi_chat_family *f = rfi_chat_by_name(name);
+    if (name && !f) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_format: no template is called '%.64s'", name);
+    rf_result r = f ? RF_OK : rfi_chat_of_file(g, &f, err);
+    if (r != RF_OK) return r;
+    for (uint32_t i = 0; i < n; i++) {
+        int role = rfi_chat_role(&messages[i]);
+        if (role < 0 || !messages[i].content)
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_chat_format: message %u: role '%.32s', want system, user or "
+                            "assistant, with content", i, messages[i].role ? messages[i].role : "");
+        if (role == 0 && f->in_user && (i + 1 == n || rfi_chat_role(&messages[i + 1]) == 2))
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_chat_format: message %u: '%s' puts system text into the "
+                            "user turn that follows, and none does", i, f->name);
+    }
+    rfi_chat_writer w = {.g = g, .out = out, .capacity = capacity};
+    for (uint32_t i = 0; i < n; i++) rfi_chat_put_message(&w, f, messages, i);
+    if (open_answer) rfi_chat_put_text(&w, f->answer[0]);
+    *count = w.count;
+    if (w.count <= capacity) return RF_OK;
+    return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_format: the text has %llu bytes, capacity is %llu",
+                    (unsigned long long)w.count, (unsigned long long)capacity);
+}
+
+/* ==== 13c Sampling ======================================================================================= >>sample
+ * From logits to one token, without memory of its own and without sorting. A float maps to a uint32 key of the same
+ * order, so "the best k" and "the best tokens that hold p of the probability" are both a cut in key space, found by
+ * three histogram passes (11 + 11 + 10 bits) over 24 KiB of stack. Exact: among equal logits the smaller ids stay.
+ * The draw walks the ids in order, adds in double and needs no exp of the C library, so that the same seed and logits
+ * give the same token on every machine (but for a last bit where a compiler fuses multiply and add). */
+
+#define RFI_KEY_NONE 0x007fffffu     /* the key of -infinity: a token that cannot be chosen */
+#define RFI_KEY_INFINITY 0xff800000u
+#define RFI_CHOICE_BLOCKS 256u
+
+/* The tokens still in the choice: those with a key above `key`, and the first `ties` ids whose key equals it. The
+ * best key of each block of ids lets a pass skip the blocks that have nothing left, which soon are most of them. */
+typedef struct rfi_choice {
+    const float *logits; /* [n]               */
+    float max;           /* the largest logit */
+    uint32_t n, block_size, n_blocks;
+    uint32_t key, ties;
+    uint32_t best[RFI_CHOICE_BLOCKS];
+} rfi_choice;
+
+/* Order-preserving key of a logit: negative numbers flip all bits, others the sign. NaN, beyond both infinities then,
+ * counts as -infinity, and -0 as 0. */
+static uint32_t rfi_logit_key(float logit) {
+    uint32_t bits = rfi_load_u32(&logit), key = bits ^ ((0u - (bits >> 31)) | 0x80000000u);
+    if (key - RFI_KEY_NONE > RFI_KEY_INFINITY - RFI_KEY_NONE) return RFI_KEY_NONE;
+    return key + (key == 0x7fffffffu);
+}
+
+/* Everything greater than -infinity. Returns the id of the largest logit, the smallest one among equals. */
+static uint32_t rfi_choice_begin(rfi_choice *c, const float *logits, uint32_t n) {
+    uint32_t token = 0, key = RFI_KEY_NONE;
+    *c = (rfi_choice){.logits = logits, .n = n, .block_size = n / RFI_CHOICE_BLOCKS + 1, .key = RFI_KEY_NONE};
+    for (uint32_t i = 0; i < n; c->n_blocks++) {
+        uint32_t best = RFI_KEY_NONE, end = i + (uint32_t)rfi_min_u64(c->block_size, n - i);
+        for (; i < end; i++) {
+            uint32_t k = rfi_logit_key(logits[i]);
+            if (k > best) best = k;
+            if (k > key) key = k, token = i;
+        }
+        c->best[c->n_blocks] = best;
+    }
+    c->max = logits[token];
+    return token;
+}
+
+/* Is the token with this key in? Ids are asked in rising order; *ties counts down from c->ties. */
+static int rfi_choice_has(const rfi_choice *c, uint32_t key, uint32_t *ties) {
+    if (key != c->key) return key > c->key;
+    if (*ties == 0) return 0;
+    --*ties;
+    return 1;
+}
+
+/* e^x for x <= 0, to 1e-8; 0 below -700. 2^whole goes into the exponent, the rest is a Taylor series, added in pairs
+ * that do not wait for each other. */
+static inline double rfi_sample_exp(double x) {
+    if (!(x > -700)) return 0;
+    double log2 = x * 1.4426950408889634, scale;
+    int64_t whole = (int64_t)(log2 - 0.5);
+    uint64_t bits = (uint64_t)(whole + 1023) << 52;
+    memcpy(&scale, &bits, sizeof scale);
+    double t = (log2 - (double)whole) * 0.6931471805599453, tt = t * t;
+    double high = (1.0 / 24 + t * (1.0 / 120)) + tt * (1.0 / 720 + t * (1.0 / 5040));
+    return scale * ((1 + t) + tt * (0.5 + t * (1.0 / 6)) + tt * tt * high);
+}
+
+/* Probability relative to the most probable token's. The comparison keeps infinity - infinity out. */
+static double rfi_choice_weight(const rfi_choice *c, float logit, double inverse_temperature) {
+    return logit == c->max ? 1.0 : rfi_sample_exp(((double)logit - (double)c->max) * inverse_temperature);
+}
+
+/* Drop most of what cannot be among the best top_k: if that many blocks have a best key >= x, so have that many ids. */
+static void rfi_choice_skim(rfi_choice *c, uint32_t top_k) {
+    uint32_t sorted[RFI_CHOICE_BLOCKS], n = 0;
+    if (top_k > c->n_blocks) return;
+    for (uint32_t block = 0; block < c->n_blocks; block++) {
+        uint32_t at = n++;
+        for (; at > 0 && sorted[at - 1] < c->best[block]; at--) sorted[at] = sorted[at - 1];
+        sorted[at] = c->best[block];
+    }
+    if (sorted[top_k - 1] > c->key) c->key = sorted[top_k - 1] - 1, c->ties = 0;
+}
+
+/* Tighten the choice to the smallest set of best tokens that holds
+ *   top_k > 0   that many tokens
+ *   top_k == 0  at least the share top_p of the choice's probability, at temperature 1
+ * and at least one token. Both are one search: a token measures 1 or its weight, the buckets are walked from the best
+ * one down until the target is reached, then the bucket that reached it is split by the next bits of the key. */
+static void rfi_choice_tighten(rfi_choice *c, uint32_t top_k, double top_p) {
+    static const uint32_t bits[3] = {11, 11, 10};
+    if (top_k) rfi_choice_skim(c, top_k);
+    uint32_t count[1u << 11], prefix = 0, shift = 32, bucket = 0, lowest = c->key;
+    double mass[1u << 11], above = 0, target = top_k;
+    for (int level = 0; level < 3; level++) {
+        uint32_t ties = c->ties, n_buckets = 1u << bits[level];
+        memset(count, 0, sizeof count);
+        memset(mass, 0, sizeof mass);
+        shift -= bits[level];
+        for (uint32_t block = 0; block < c->n_blocks; block++) {
+            if (c->best[block] < lowest) continue;
+            uint32_t i = block * c->block_size, end = i + (uint32_t)rfi_min_u64(c->block_size, c->n - i);
+            for (; i < end; i++) {
+                uint32_t key = rfi_logit_key(c->logits[i]);
+                if (!rfi_choice_has(c, key, &ties)) continue;
+                if (level > 0 && key >> (shift + bits[level]) != prefix) continue;
+                bucket = (key >> shift) & (n_buckets - 1);
+                count[bucket]++;
+                if (!top_k) mass[bucket] += rfi_choice_weight(c, c->logits[i], 1.0);
+            }
+        }
+        if (level == 0 && !top_k) {
+            for (uint32_t b = n_buckets; b-- > 0;) target += mass[b];
+            target *= top_p;
+        }
+        double sum = above;
+        for (uint32_t b = n_buckets; b-- > 0 && sum < target;) {
+            if (count[b] == 0) continue;
+            bucket = b;
+            above = sum;
+            sum += top_k ? (double)count[b] : mass[b];
+        }
+        prefix = prefix << bits[level] | bucket;
+        lowest = prefix << shift > c->key ? prefix << shift : c->key;
+    }
+    /* The last bucket is one key: how many of its equal tokens does the target still need? */
+    double each = top_k ? 1.0 : mass[bucket] / (double)count[bucket], ties = ceil((target - above) / each);
+    if (!(ties >= 1)) ties = 1;
+    if (ties > (double)count[bucket]) ties = (double)count[bucket];
+    c->key = prefix;
+    c->ties = (uint32_t)ties;
+}
+
+/* ---- random numbers ---- */
+
+/* xoroshiro128++ 1.0 (Blackman and Vigna), seeded by SplitMix64: integers only, so alike on every machine. */
+static uint64_t rfi_rotate(uint64_t x, int n) { return x << n | x >> (64 - n); }
+
+static void rfi_random_seed(uint64_t state[2], uint64_t seed) {
+    for (int i = 0; i < 2; i++) {
+        uint64_t z = seed += 0x9e3779b97f4a7c15u;
+        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+        state[i] = z ^ z >> 31;
+    }
+}
+
+/* Uniform in [0, 1), 53 bits. */
+static double rfi_random(uint64_t state[2]) {
+    uint64_t a = state[0], b = state[1], x = rfi_rotate(a + b, 17) + a;
+    b ^= a;
+    state[0] = rfi_rotate(a, 49) ^ b ^ b << 21;
+    state[1] = rfi_rotate(b, 28);
+    return (double)(x >> 11) * 0x1p-53;
+}
+
+/* ---- the sampler ---- */
+
+ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *desc, rf_error *err) {
+    rfi_clear(err);
+    if (!s) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: want a struct, got NULL");
+    memset(s, 0, sizeof *s);
+    if (desc) s->desc = *desc;
+    rf_sampler_desc *d = &s->desc;
+    if (!isfinite(d->temperature) || !isfinite(d->frequency_penalty) || !isfinite(d->presence_penalty))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: temperature and penalties want finite numbers");
+    if (!isfinite(d->repeat_penalty) || d->repeat_penalty < 0)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: repeat_penalty: want a number >= 0, got %g",
+                        (double)d->repeat_penalty);
+    if (!(d->top_p >= 0) || !(d->min_p >= 0 && d->min_p <= 1))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: want top_p >= 0 and min_p in 0..1, got %g and %g",
+                        (double)d->top_p, (double)d->min_p);
+    if (d->penalty_last_n > RF_SAMPLER_HISTORY)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: penalty_last_n: want at most %d, got %u",
+                        RF_SAMPLER_HISTORY, d->penalty_last_n);
+    if (d->n_bias && !d->bias) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: bias is NULL, n_bias is not 0");
+    for (uint32_t i = 0; i < d->n_bias; i++)
+        if (isnan(d->bias[i].bias))
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "sampler: bias of token %d is not a number", d->bias[i].token);
+    if (d->penalty_last_n == 0) d->penalty_last_n = 64;
+    rfi_random_seed(s->rng, d->seed);
+    return RF_OK;
+}
+
+ROCMFORGE_API void rf_sampler_accept(rf_sampler *s, int32_t token) {
+    if (!s) return;
+    s->history[s->n_history % RF_SAMPLER_HISTORY] = token;
+    /* The counter stays a full ring when it wraps: 2^32 is a multiple of the ring's size. */
+    if (++s->n_history == 0) s->n_history = RF_SAMPLER_HISTORY;
+}
+
+/* Bias and penalties, in place. A biased or remembered token outside the vocabulary changes nothing.
+ * Source: the repeat penalty of Keskar et al. 2019, multiplying where the logit is negative; the other two as in
+ * OpenAI's API. */
+static void rfi_sampler_adjust(const rf_sampler *s, float *logits, uint32_t n_vocab) {
+    const rf_sampler_desc *d = &s->desc;
+    for (uint32_t i = 0; i < d->n_bias; i++) {
+        int32_t token = d->bias[i].token;
+        if (token >= 0 && (uint32_t)token < n_vocab) logits[token] += d->bias[i].bias;
+    }
+
+    float repeat = d->repeat_penalty > 0 ? d->repeat_penalty : 1.0f;
+    if (repeat == 1.0f && d->frequency_penalty == 0 && d->presence_penalty == 0) return;
+    uint32_t n = s->n_history < d->penalty_last_n ? s->n_history : d->penalty_last_n;
+    for (uint32_t i = 0; i < n; i++) {
+        int32_t token = s->history[(s->n_history - 1 - i) % RF_SAMPLER_HISTORY];
+        uint32_t occurrences = 0, seen = 0;
+        for (uint32_t j = 0; j < n; j++) {
+            int same = s->history[(s->n_history - 1 - j) % RF_SAMPLER_HISTORY] == token;
+            occurrences += (uint32_t)same;
+            seen |= (uint32_t)(same && j < i);
+        }
+        if (seen || token < 0 || (uint32_t)token >= n_vocab) continue;
+        float *logit = &logits[token];
+        *logit = *logit > 0 ? *logit / repeat : *logit * repeat;
+        *logit -= (float)occurrences * d->frequency_penalty + d->presence_penalty;
+    }
+}
+
+/* Draw among the tokens of the choice whose logit is at least `floor`. Weights are summed by blocks of ids, so that
+ * only the block that holds the drawn point is walked a second time. */
+static uint32_t rfi_sampler_draw(rf_sampler *s, const rfi_choice *c, float floor) {
+    double sums[RFI_CHOICE_BLOCKS], total = 0;
+    uint32_t ties_at[RFI_CHOICE_BLOCKS], ties = c->ties;
+    double inverse = 1.0 / (double)s->desc.temperature;
+    for (uint32_t block = 0; block < c->n_blocks; block++) {
+        uint32_t i = block * c->block_size, end = i + (uint32_t)rfi_min_u64(c->block_size, c->n - i);
+        ties_at[block] = ties;
+        sums[block] = 0;
+        if (c->best[block] < c->key) continue;
+        for (; i < end; i++)
+            if (rfi_choice_has(c, rfi_logit_key(c->logits[i]), &ties) && c->logits[i] >= floor)
+                sums[block] += rfi_choice_weight(c, c->logits[i], inverse);
+        total += sums[block];
+    }
+    /* A block or token without weight is never entered, and rounding cannot lead past the last one that has some. */
+    double point = rfi_random(s->rng) * total;
+    uint32_t from = 0;
+    for (uint32_t block = 0; block < c->n_blocks; block++) {
+        if (sums[block] <= 0) continue;
+        from = block;
+        if (point < sums[block]) break;
+        point -= sums[block];
+    }
+    uint32_t i = from * c->block_size, end = i + (uint32_t)rfi_min_u64(c->block_size, c->n - i), token = i;
+    for (ties = ties_at[from]; i < end; i++) {
+        if (!rfi_choice_has(c, rfi_logit_key(c->logits[i]), &ties) || c->logits[i] < floor) continue;
+        double weight = rfi_choice_weight(c, c->logits[i], inverse);
+        if (weight <= 0) continue;
+        token = i;
+        if (point < weight) break;
+        point -= weight;
+    }
+    return token;
+}
+
+ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t n_vocab, int32_t *token,
+                                          rf_error *err) {
+    rfi_clear(err);
+    if (!s || !logits || !token || n_vocab == 0 || n_vocab > INT32_MAX)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sample: want sampler, logits, token, and 1..2^31-1 logits, got %u",
+                        n_vocab);
+    const rf_sampler_desc *d = &s->desc;
+    rfi_sampler_adjust(s, logits, n_vocab);
+
+    rfi_choice choice;
+    uint32_t chosen = rfi_choice_begin(&choice, logits, n_vocab);
+    if (rfi_logit_key(choice.max) == RFI_KEY_NONE)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sample: none of %u logits is greater than -infinity", n_vocab);
+    if (d->temperature > 0) {
+        float floor = d->min_p > 0 ? choice.max + logf(d->min_p) : -INFINITY;
+        if (d->top_k > 0 && d->top_k < n_vocab) rfi_choice_tighten(&choice, d->top_k, 0);
+        if (d->top_p > 0 && d->top_p < 1) rfi_choice_tighten(&choice, 0, (double)d->top_p);
+        chosen = rfi_sampler_draw(s, &choice, floor);
+    }
+    *token = (int32_t)chosen;
+    rf_sampler_accept(s, *token);
+    return RF_OK;
+}
+
+/* ==== 13d Continuous batching ========================================================================= >>scheduler
+ * Requests wait in a ring and run in slots, each with a sequence of the session. There are never more slots than one
+ * batch has rows and logits, so every decoding request advances in every step and none starves. What they leave of a
+ * batch goes to prompts, the oldest first. Callbacks may submit requests, nothing else. */
+
+typedef struct rfi_slot {
+    rf_request request;
+    int32_t seq;
+    uint32_t n_held;    /* tokens evaluated; the prompt comes first           */
+    uint32_t n_new;     /* of them in the current batch                       */
+    uint32_t n_chosen;
+    int32_t next;       /* chosen last, evaluated next                        */
+    int32_t logits_row; /* of the current batch, -1 if the prompt goes on     */
+} rfi_slot;
+
+struct rf_scheduler {
+    rf_session *session;
+    const rf_session_desc *desc; /* the session's                                      */
+    const rf_tokenizer *tokenizer;
+    rf_request *queue;           /* [capacity] ring                                    */
+    uint32_t capacity, first, n_waiting;
+    rfi_slot *slots;             /* [n_slots] running ones, oldest first, then idle    */
+    uint32_t n_slots, n_running, n_vocab;
+    rf_row *rows;                /* [n_batch]                                          */
+    int closing;
+};
+
+ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, uint32_t queue_capacity,
+                                          rf_scheduler **out, rf_error *err) {
+    rfi_clear(err);
+    if (out) *out = NULL;
+    if (!s || !t || !out || queue_capacity == 0)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_open: want session, tokenizer, out, queue_capacity 1..");
+    const rf_allocator *alloc = rfi_session_allocator(s);
+    rf_scheduler *sch = (rf_scheduler *)rfi_alloc(alloc, 1, sizeof *sch, "a scheduler", err);
+    if (!sch) return RF_ERR_MEMORY;
+    const rf_session_desc *d = sch->desc = rfi_session_desc(s);
+    sch->session = s;
+    sch->tokenizer = t;
+    sch->n_vocab = rf_model_get_info(s->m).n_vocab;
+    sch->n_slots = (uint32_t)rfi_min_u64(d->n_seq_max, rfi_min_u64(d->n_batch, d->n_logits_max));
+    sch->capacity = queue_capacity;
+    sch->queue = (rf_request *)rfi_alloc(alloc, queue_capacity, sizeof *sch->queue, "waiting requests", err);
+    sch->slots = (rfi_slot *)rfi_alloc(alloc, sch->n_slots, sizeof *sch->slots, "running requests", err);
+    sch->rows = (rf_row *)rfi_alloc(alloc, d->n_batch, sizeof *sch->rows, "a batch of rows", err);
+    if (!sch->queue || !sch->slots || !sch->rows) {
+        rf_scheduler_close(sch);
+        return RF_ERR_MEMORY;
+    }
+    for (uint32_t i = 0; i < sch->n_slots; i++) sch->slots[i].seq = (int32_t)i;
+    *out = sch;
+    return RF_OK;
+}
+
+/* End the i-th running request: give its slot back, then tell. */
+static void rfi_scheduler_end(rf_scheduler *sch, uint32_t i, rf_result reason) {
+    const rfi_slot ended = sch->slots[i];
+    sch->n_running--;
+    memmove(sch->slots + i, sch->slots + i + 1, (sch->n_running - i) * sizeof *sch->slots);
+    sch->slots[sch->n_running] = ended;
+    if (ended.request.on_end) ended.request.on_end(reason, ended.request.user);
+}
+
+/* Move the oldest waiting request into an idle slot and empty the slot's sequence. */
+static rf_result rfi_scheduler_admit(rf_scheduler *sch, rf_error *err) {
+    rfi_slot *slot = &sch->slots[sch->n_running++];
+    *slot = (rfi_slot){.request = sch->queue[sch->first], .seq = slot->seq, .logits_row = -1};
+    sch->first = (sch->first + 1) % sch->capacity;
+    sch->n_waiting--;
+    return rf_session_truncate(sch->session, slot->seq, 0, NULL, err);
+}
+
+ROCMFORGE_API void rf_scheduler_close(rf_scheduler *sch) {
+    if (!sch) return;
+    const rf_allocator *alloc = rfi_session_allocator(sch->session);
+    sch->closing = 1;
+    while (sch->n_running || sch->n_waiting) {
+        if (!sch->n_running) rfi_scheduler_admit(sch, NULL);
+        rfi_scheduler_end(sch, 0, RF_ERR_CANCELLED);
+    }
+    rfi_free(alloc, sch->queue);
+    rfi_free(alloc, sch->slots);
+    rfi_free(alloc, sch->rows);
+    rfi_free(alloc, sch);
+}
+
+ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request *request, rf_error *err) {
+    rfi_clear(err);
+    if (!sch || !request || !request->prompt || request->n_prompt == 0 || !request->sampler)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_submit: want a scheduler, a prompt and a sampler");
+    if (sch->closing) return rfi_fail(err, RF_ERR_CANCELLED, 0, "rf_scheduler_submit: the scheduler is being closed");
+    if (request->n_prompt > sch->desc->n_ctx)
+        return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0, "rf_scheduler_submit: prompt of %u tokens, a sequence holds %u",
+                        request->n_prompt, sch->desc->n_ctx);
+    for (uint32_t i = 0; i < request->n_prompt; i++) /* now, since in a batch it would fail its neighbours too */
+        if (request->prompt[i] < 0 || (uint32_t)request->prompt[i] >= sch->n_vocab)
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_scheduler_submit: prompt[%u] is token %d, want 0 to %u", i,
+                            request->prompt[i], sch->n_vocab - 1);
+    if (sch->n_waiting == sch->capacity)
+        return rfi_fail(err, RF_ERR_BUSY, 0, "rf_scheduler_submit: %u requests wait already", sch->n_waiting);
+    sch->queue[((uint64_t)sch->first + sch->n_waiting++) % sch->capacity] = *request;
+    return RF_OK;
+}
+
+/* Write the batch: a row of each decoding request, then prompts while there is room. Changes no request's state but
+ * what describes this batch, so that a failed or cancelled batch can be written again. */
+static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
+    uint32_t n_rows = 0;
+    int32_t n_logits = 0;
+    for (int prompts = 0; prompts < 2; prompts++)
+        for (uint32_t i = 0; i < sch->n_running; i++) {
+            rfi_slot *slot = &sch->slots[i];
+            const rf_request *request = &slot->request;
+            if ((slot->n_held < request->n_prompt) != prompts) continue;
+            uint32_t end = prompts ? request->n_prompt : slot->n_held + 1, room = sch->desc->n_batch - n_rows;
+            slot->n_new = end - slot->n_held < room ? end - slot->n_held : room;
+            slot->logits_row = slot->n_held + slot->n_new == end ? n_logits++ : -1;
+            for (uint32_t at = slot->n_held; at < slot->n_held + slot->n_new; at++)
+                sch->rows[n_rows++] = (rf_row){.token = prompts ? request->prompt[at] : slot->next,
+                                               .seq = slot->seq, .pos = RF_POS_NEXT, .want_logits = at + 1 == end};
+        }
+    return n_rows;
+}
+
+/* Choose a request's next token. Returns 1 if that was its last, with the reason. */
+static int rfi_scheduler_choose(rf_scheduler *sch, rfi_slot *slot, rf_result *reason) {
+    const rf_request *request = &slot->request;
+    float *logits = rf_session_logits(sch->session, (uint32_t)slot->logits_row);
+    *reason = rf_sampler_sample(request->sampler, logits, sch->n_vocab, &slot->next, NULL);
+    if (*reason != RF_OK) return 1;
+    int stop = request->on_token && request->on_token(slot->next, request->user);
+    if (stop || ++slot->n_chosen == request->max_tokens || rf_token_is_end(sch->tokenizer, slot->next)) return 1;
+    *reason = RF_ERR_CONTEXT_FULL;
+    return slot->n_held == sch->desc->n_ctx;
+}
+
+ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err) {
+    rfi_clear(err);
+    if (n_active) *n_active = 0;
+    if (!sch) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_step: scheduler is NULL");
+    rf_result r = RF_OK;
+    while (r == RF_OK && sch->n_waiting && sch->n_running < sch->n_slots) r = rfi_scheduler_admit(sch, err);
+    if (r == RF_OK && sch->n_running) r = rf_eval(sch->session, sch->rows, rfi_scheduler_fill(sch), err);
+    /* Cancelled: all is as before the step. Any other failure concerns the batch: it ends every request in it. */
+    for (uint32_t i = 0; i < sch->n_running && r != RF_ERR_CANCELLED;) {
+        rfi_slot *slot = &sch->slots[i];
+        rf_result reason = r;
+        int ends = r != RF_OK;
+        if (!ends) slot->n_held += slot->n_new;
+        if (!ends && slot->logits_row >= 0) ends = rfi_scheduler_choose(sch, slot, &reason);
+        if (ends) rfi_scheduler_end(sch, i, reason);
+        else i++;
+    }
+    if (n_active) *n_active = sch->n_running + sch->n_waiting;
+    return r;
+}
+
+/* ==== 14 Public ======================================================================================== >>public
+ * Bodies of section 1 that have no home above: results, devices, models. Arguments are checked here. */
+
+ROCMFORGE_API const char *rf_result_name(rf_result code) {
+    switch (code) {
+    case RF_OK: return "RF_OK";
+    case RF_ERR_ARGUMENT: return "RF_ERR_ARGUMENT";
+    case RF_ERR_MEMORY: return "RF_ERR_MEMORY";
+    case RF_ERR_IO: return "RF_ERR_IO";
+    case RF_ERR_FORMAT: return "RF_ERR_FORMAT";
+    case RF_ERR_UNSUPPORTED: return "RF_ERR_UNSUPPORTED";
+    case RF_ERR_CONTEXT_FULL: return "RF_ERR_CONTEXT_FULL";
+    case RF_ERR_DEVICE: return "RF_ERR_DEVICE";
+    case RF_ERR_CANCELLED: return "RF_ERR_CANCELLED";
+    case RF_ERR_NOT_FOUND: return "RF_ERR_NOT_FOUND";
+    case RF_ERR_BUSY: return "RF_ERR_BUSY";
+    }
+    return "unknown result";
+}
+
+#define RFI_TEXT_OF(x) #x
+#define RFI_TEXT(x) RFI_TEXT_OF(x)
+ROCMFORGE_API const char *rf_version(void) {
+    return RFI_TEXT(RF_VERSION_MAJOR) "." RFI_TEXT(RF_VERSION_MINOR) "." RFI_TEXT(RF_VERSION_PATCH);
+}
+
+/* ---- devices ---- */
+
+#ifdef ROCMFORGE_HIP
+#define RFI_HIP_LINKED 1
+#else
+extern const rf_device_api *rocmforge_hip_api(void) __attribute__((weak));
+#define RFI_HIP_LINKED (rocmforge_hip_api != NULL)
+#endif
+
+/* The kernels file's table, if it is linked and was built from this header. */
+static rf_result rfi_hip(const rf_device_api **out, rf_error *err) {
+    const rf_device_api *api = RFI_HIP_LINKED ? rocmforge_hip_api() : NULL;
+    *out = NULL;
+    if (!api)
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "hip: not linked: build with rocmforge_kernels.hip (see ROCMFORGE_HIP)");
+    if (api->size_bytes != sizeof *api || api->version != RF_DEVICE_API_VERSION || api->op_bytes != sizeof(rf_op) ||
+        api->step_bytes != sizeof(rf_step))
+        return rfi_fail(err, RF_ERR_DEVICE, 0,
+                        "hip: rocmforge_kernels.hip was built from another rocmforge.h (table %u bytes, version %u, op %u, step %u; "
+                        "here %u, %u, %u, %u): rebuild it", api->size_bytes, api->version, api->op_bytes, api->step_bytes,
+                        (unsigned)sizeof *api, RF_DEVICE_API_VERSION, (unsigned)sizeof(rf_op), (unsigned)sizeof(rf_step));
+    *out = api;
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, uint32_t *count, rf_error *err) {
+    rf_error hip_err;
+    uint32_t n = 0;
+    rfi_clear(err);
+    rfi_clear(&hip_err);
+    if (!count || (!out && capacity)) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_device_list: out or count is NULL");
+    const rf_device_api *hip;
+    rf_result r = rfi_hip(&hip, &hip_err);
+    if (r == RF_OK) r = hip->device_list(out, capacity, &n, &hip_err);
+    if (r != RF_OK) { /* one entry that says why there is no GPU */
+        n = 1;
+        if (capacity) {
+            memset(out, 0, sizeof *out);
+            snprintf(out->name, sizeof out->name, "hip:0");
+            snprintf(out->note, sizeof out->note, "%.*s", (int)sizeof out->note - 1, hip_err.text);
+        }
+    }
+    uint32_t used = n < capacity ? n : capacity, one = 0;
+    r = rfi_cpu_api.device_list(out + used, capacity - used, &one, err);
+    if (r != RF_OK) return r;
+    n += one;
+    used = n < capacity ? n : capacity;
+    r = rfi_null_api.device_list(out + used, capacity - used, &one, err);
+    *count = n + one;
+    return r;
+}
+
+/* "hip:N" -> N; -1 if it is not that. */
+static int rfi_hip_index(const char *name) {
+    int n = 0, digits = 0;
+    if (strncmp(name, "hip:", 4) != 0) return -1;
+    for (const char *p = name + 4; *p; p++, digits++) {
+        if (*p < '0' || *p > '9' || digits == 4) return -1;
+        n = n * 10 + (*p - '0');
+    }
+    return digits ? n : -1;
+}
+
+/* The first usable GPU; integrated ones are skipped by the list's `usable`. Why not, in note. */
+static rf_result rfi_device_open_auto(rf_device *d, const rf_device_desc *desc, rf_error *err) {
+    rf_error why;
+    rf_device_info info[16];
+    uint32_t n = 0;
+    rfi_clear(&why);
+    const rf_device_api *hip;
+    if (rfi_hip(&hip, &why) == RF_OK && hip->device_list(info, (uint32_t)RFI_COUNT(info), &n, &why) == RF_OK) {
+        for (uint32_t i = 0; i < n && i < RFI_COUNT(info); i++) {
+            if (!info[i].usable) {
+                rfi_fail(&why, RF_ERR_DEVICE, i, "%s: %s", info[i].name, info[i].note);
+                continue;
+            }
+            rfi_clear(&why);
+            if (hip->device_open(i, desc, &d->dev, &why) == RF_OK) {
+                d->api = hip;
+                return RF_OK;
+            }
+        }
+        if (n == 0) rfi_fail(&why, RF_ERR_NOT_FOUND, 0, "hip: no device found");
+    }
+    snprintf(d->note, sizeof d->note, "no GPU: %.*s", (int)sizeof d->note - 16, why.text);
+    d->api = &rfi_cpu_api;
+    return rfi_cpu_api.device_open(0, desc, &d->dev, err);
+}
+
+static rf_result rfi_device_open_named(rf_device *d, const char *name, const rf_device_desc *desc, rf_error *err) {
+    int index = rfi_hip_index(name);
+    rf_result r = RF_OK;
+    if (strcmp(name, "cpu") == 0) d->api = &rfi_cpu_api, index = 0;
+    else if (strcmp(name, "null") == 0) d->api = &rfi_null_api, index = 0;
+    else if (index < 0)
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "device '%s' is not known; there are: auto, cpu, null, hip:N", name);
+    else r = rfi_hip(&d->api, err);
+    return r != RF_OK ? r : d->api->device_open((uint32_t)index, desc, &d->dev, err);
+}
+
+ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *desc, rf_device **out, rf_error *err) {
+    rf_device_desc resolved;
+    rfi_clear(err);
+    if (!out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_device_open: out is NULL");
+    *out = NULL;
+    if (desc) resolved = *desc;
+    else memset(&resolved, 0, sizeof resolved);
+    rf_result r = rfi_check_allocator(&resolved.allocator, &resolved.allocator, err);
+    if (r != RF_OK) return r;
+    rf_device *d = (rf_device *)rfi_alloc(&resolved.allocator, 1, sizeof *d, "a device", err);
+    if (!d) return RF_ERR_MEMORY;
+    d->alloc = resolved.allocator;
+    r = !name || strcmp(name, "auto") == 0 ? rfi_device_open_auto(d, &resolved, err) : rfi_device_open_named(d, name, &resolved, err);
+    if (r != RF_OK) rfi_free(&resolved.allocator, d);
+    else *out = d;
+    return r;
+}
+
+ROCMFORGE_API rf_result rf_device_close(rf_device *d, rf_error *err) {
+    rfi_clear(err);
+    if (!d) return RF_OK;
+    uint32_t n = atomic_load(&d->n_held);
+    if (n) return rfi_fail(err, RF_ERR_BUSY, 0, "device %s: %u models are open on it", d->api->name, n);
+    rf_allocator alloc = d->alloc;
+    d->api->device_close(d->dev);
+    rfi_free(&alloc, d);
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d) {
+    rf_device_info info;
+    memset(&info, 0, sizeof info);
+    if (!d) return info;
+    if (d->api->device_info(d->dev, &info, NULL) != RF_OK) info.lost = 1;
+    if (d->note[0]) memcpy(info.note, d->note, sizeof info.note);
+    return info;
+}
+
+/* ---- models ---- */
+
+/* Tensors of the file that the plan does not use are worth a word: a missing bias gives a model that runs wrong. */
+static void rfi_model_report_unused(const rf_model *m) {
+    rf_gguf_info info = rf_gguf_get_info(m->g);
+    rf_tensor_info t;
+    if (!m->log.fn || info.n_tensors <= m->plan.n_weights) return;
+    uint64_t unused = info.n_tensors - m->plan.n_weights;
+    for (uint64_t i = 0; i < info.n_tensors; i++) {
+        int used = 0;
+        for (uint32_t w = 0; w < m->plan.n_weights && !used; w++) used = m->plan.weights[w].tensor == i;
+        if (used || rf_gguf_get_tensor(m->g, i, &t) != RF_OK) continue;
+        rfi_log_text(&m->log, RF_LOG_WARNING, "%s: %llu tensors are not used, the first is %.*s", rfi_gguf_path(m->g),
+                     (unsigned long long)unused, RFI_STR(t.name));
+        return;
+    }
+}
+
+static rf_result rfi_model_build(rf_model *m, const rf_model_desc *desc, rf_error *err) {
+    const rf_allocator *alloc = rfi_gguf_allocator(m->g);
+    rf_kv kv;
+    rf_result r = rfi_config_read(m->g, &m->config, err);
+    if (r == RF_OK) r = rfi_key_text(m->g, NULL, "general.name", &m->name, &kv, err);
+    if (r == RF_OK) r = rfi_plan_build(m->g, &m->config, &m->plan, err);
+    if (r == RF_OK && desc && desc->pre_tokenizer) {
+        size_t n = strlen(desc->pre_tokenizer) + 1;
+        m->pre_tokenizer = (char *)rfi_alloc(alloc, n, 1, "a name", err);
+        if (!m->pre_tokenizer) r = RF_ERR_MEMORY;
+        else memcpy(m->pre_tokenizer, desc->pre_tokenizer, n);
+    }
+    for (uint32_t i = 0; r == RF_OK && i < m->plan.n_ops; i++)
+        r = m->device->api->op_supported(m->device->dev, &m->plan, &m->plan.ops[i], err);
+    if (r == RF_OK) r = rfi_store_open(&m->store, m->g, m->device, &m->plan, err);
+    if (r != RF_OK || !desc) return r;
+    m->store.progress_fn = desc->progress_fn;
+    m->store.progress_user = desc->progress_user;
+    return r;
+}
+
+static void rfi_model_free(rf_model *m) {
+    const rf_allocator *alloc = rfi_gguf_allocator(m->g);
+    rfi_plan_free(alloc, &m->plan);
+    rfi_free(alloc, m->config.layers);
+    rfi_free(alloc, m->pre_tokenizer);
+    rfi_free(alloc, m);
+}
+
+ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_desc *desc, rf_model **out, rf_error *err) {
+    rfi_clear(err);
+    if (out) *out = NULL;
+    if (!g || !d || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_open: file, device or out is NULL");
+    rf_model *m = (rf_model *)rfi_alloc(rfi_gguf_allocator(g), 1, sizeof *m, "a model", err);
+    if (!m) return RF_ERR_MEMORY;
+    m->g = g;
+    m->device = d;
+    m->log = *rfi_gguf_log(g);
+    rf_result r = rfi_model_build(m, desc, err);
+    if (r != RF_OK) {
+        rfi_model_free(m);
+        return r;
+    }
+    rfi_gguf_hold(g);
+    atomic_fetch_add(&d->n_held, 1);
+    rfi_model_report_unused(m);
+    *out = m;
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_model_close(rf_model *m, rf_error *err) {
+    rfi_clear(err);
+    if (!m) return RF_OK;
+    uint32_t n = atomic_load(&m->n_sessions);
+    if (n) return rfi_fail(err, RF_ERR_BUSY, 0, "model %s: %u sessions are open", rfi_gguf_path(m->g), n);
+    rf_gguf *g = m->g;
+    rf_device *d = m->device;
+    rf_tokenizer_close(m->tokenizer);
+    rfi_store_close(&m->store);
+    rfi_model_free(m);
+    rfi_gguf_drop(g);
+    atomic_fetch_sub(&d->n_held, 1);
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m) {
+    rf_model_info info;
+    memset(&info, 0, sizeof info);
+    if (!m) return info;
+    info.arch = m->config.arch->name;
+    info.name = m->name;
+    info.n_layers = m->config.n_layers;
+    info.n_embd = m->config.n_embd;
+    info.n_vocab = m->config.n_vocab;
+    info.n_heads = m->config.layers[0].n_heads;
+    info.n_kv_heads = m->config.layers[0].n_kv_heads;
+    info.head_dim = m->config.head_dim;
+    info.n_ctx_train = m->config.n_ctx_train;
+    info.n_tensors = m->plan.n_weights;
+    info.weight_bytes = m->store.total_bytes;
+    for (uint32_t i = 0; i < m->plan.n_weights; i++) {
+        const rf_plan_weight *w = &m->plan.weights[i];
+        info.n_params += (uint64_t)w->n_in * w->n_rows;
+        info.token_bytes += w->row_reads ? w->size_bytes / w->n_rows : w->size_bytes;
+    }
+    return info;
+}
+
+ROCMFORGE_API const rf_plan *rf_model_get_plan(const rf_model *m) { return m ? &m->plan : NULL; }
+
+/* Slot of a tensor by name; RF_NONE if the plan does not use it. */
+static uint32_t rfi_model_slot(const rf_model *m, const char *name) {
+    rf_tensor_info t;
+    if (!m || !name || rf_gguf_find_tensor(m->g, name, &t) != RF_OK) return RF_NONE;
+    for (uint32_t i = 0; i < m->plan.n_weights; i++)
+        if (m->plan.weights[i].tensor == t.index) return i;
+    return RF_NONE;
+}
+
+static rf_result rfi_model_load_slot(rf_model *m, uint32_t slot, rf_error *err) {
+    rf_result r = rfi_store_pin(&m->store, slot, err);
+    if (r == RF_OK) rfi_store_unpin(&m->store, slot);
+    return r;
+}
+
+ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_error *err) {
+    rfi_clear(err);
+    if (!m || !name) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_load_tensor: model or name is NULL");
+    uint32_t slot = rfi_model_slot(m, name);
+    if (slot == RF_NONE) return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: the plan uses no tensor %s", rfi_gguf_path(m->g), name);
+    return rfi_model_load_slot(m, slot, err);
+}
+
+ROCMFORGE_API int rf_model_is_tensor_loaded(const rf_model *m, const char *name) {
+    uint32_t slot = rfi_model_slot(m, name);
+    return slot != RF_NONE && rfi_cell_is_ready(&m->store.tensors[slot].cell);
+}
+
+ROCMFORGE_API int rf_model_is_layer_loaded(const rf_model *m, uint32_t layer) {
+    if (!m || layer >= m->config.n_layers) return 0;
+    for (uint32_t i = 0; i < m->plan.n_weights; i++)
+        if (m->plan.weights[i].layer == (int32_t)layer && !rfi_cell_is_ready(&m->store.tensors[i].cell)) return 0;
+    return 1;
+}
+
+ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *layers, uint32_t n_layers, rf_error *err) {
+    rfi_clear(err);
+    if (!m || (!layers && n_layers)) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_preload_layers: model or layers is NULL");
+    for (uint32_t i = 0; i < n_layers; i++)
+        if (layers[i] >= m->config.n_layers)
+            return rfi_fail(err, RF_ERR_ARGUMENT, layers[i], "rf_model_preload_layers: layer %u, the model has %u", layers[i], m->config.n_layers);
+    for (uint32_t i = 0; i < n_layers; i++)
+        for (uint32_t w = 0; w < m->plan.n_weights; w++) {
+            if (m->plan.weights[w].layer != (int32_t)layers[i]) continue;
+            rf_result r = rfi_model_load_slot(m, w, err);
+            if (r != RF_OK) return r;
+        }
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err) {
+    rfi_clear(err);
+    if (!m) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_preload_all: model is NULL");
+    for (uint32_t w = 0; w < m->plan.n_weights; w++) {
+        rf_result r = rfi_model_load_slot(m, w, err);
+        if (r != RF_OK) return r;
+    }
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m) {
+    rf_loading_stats st;
+    memset(&st, 0, sizeof st);
+    if (!m) return st;
+    const rfi_store *s = &m->store;
+    st.tensors_loaded = atomic_load(&s->tensors_loaded);
+    st.bytes_loaded = atomic_load(&s->bytes_loaded);
+    st.device_bytes = atomic_load(&s->device_bytes);
+    st.hits = atomic_load(&s->hits);
+    st.misses = atomic_load(&s->misses);
+    st.loads = atomic_load(&s->loads);
+    st.failures = atomic_load(&s->failures);
+    st.evictions = atomic_load(&s->evictions);
+    st.device_allocations = atomic_load(&s->device_allocations);
+    st.wait_seconds = 1e-9 * (double)atomic_load(&s->wait_ns);
+    st.load_seconds = 1e-9 * (double)atomic_load(&s->load_ns);
+    return st;
+}
+
+ROCMFORGE_API rf_result rf_model_clear_gpu_cache(rf_model *m, uint32_t *left, rf_error *err) {
+    uint32_t n = 0;
+    rfi_clear(err);
+    if (!m) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_clear_gpu_cache: model is NULL");
+    for (uint32_t slot = 0; slot < m->plan.n_weights; slot++) n += !rfi_store_evict(&m->store, slot);
+    if (left) *left = n;
+    return RF_OK;
+}
+
+static rf_result rfi_model_tokenizer_load(void *ctx, rf_error *err) {
+    rf_model *m = (rf_model *)ctx;
+    return rf_tokenizer_open(m->g, m->pre_tokenizer, &m->tokenizer, err);
+}
+
+ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer **out, rf_error *err) {
+    rfi_clear(err);
+    if (out) *out = NULL;
+    if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_get_tokenizer: model or out is NULL");
+    rf_result r = rfi_cell_acquire(&m->tokenizer_cell, &m->store.lot, rfi_model_tokenizer_load, m, NULL, err);
+    if (r != RF_OK) return r;
+    rfi_cell_unpin(&m->tokenizer_cell); /* it is never evicted */
+    *out = m->tokenizer;
+    return RF_OK;
+}
+
+/* Changelog
+ *   0.1.0  GGUF v2/v3, 11 tensor types, llama / qwen2 / qwen3 on the CPU, BPE and SPM tokenizers, sessions
+ *
+ * MIT License. Copyright (c) 2026 the rocmforge authors.
+ *
+ * Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
+ * documentation files (the "Software"), to deal in the Software without restriction, including without limitation the
+ * rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to permit
+ * persons to whom the Software is furnished to do so, subject to the following conditions:
+ *
+ * The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
+ * Software.
+ *
+ * THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
+ * WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
+ * COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
+ * OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */
+#endif /* ROCMFORGE_IMPLEMENTATION */

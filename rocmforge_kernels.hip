@@ -1,0 +1,2405 @@
+/* rocmforge_kernels.hip: the GPU device of rocmforge.h. One symbol, rocmforge_hip_api(), gives its table.
+ *
+ *     hipcc -O3 --offload-arch=gfx1100 -c rocmforge_kernels.hip                  AMD
+ *     nvcc -O3 -arch=sm_90 -x cu -c rocmforge_kernels.hip                        NVIDIA
+ *     c++ -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c ...             on the CPU, for tests
+ *
+ * Reads sections 1 and 2 of rocmforge.h only, and is C++11 without its library. Names: rfk_*. Kernels take WAVE (32 or
+ * 64) as a template parameter that the host chooses from the device's properties; sums have a fixed order and no
+ * atomics, so that a run repeated gives the same bits. */
+
+#include "rocmforge.h"
+
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+/* ==== 1 Config ========================================================================================== >>config
+ * What the three compilers call differently: runtime names, half floats, 4-way byte dot products, shuffles. */
+
+#if defined(ROCMFORGE_HIP_EMU)
+#ifndef HIP_EMU_H
+#error "ROCMFORGE_HIP_EMU needs -include tests/hip_emu.h"
+#endif
+#define RFK_SHARED(T, name) HIP_EMU_SHARED(T, name)
+#elif defined(__CUDACC__) && !defined(__HIP__)
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#define RFK_NVIDIA 1
+#define RFK_SHARED(T, name) __shared__ T name
+#define hipError_t cudaError_t
+#define hipEvent_t cudaEvent_t
+#define hipStream_t cudaStream_t
+#define hipDeviceProp_t cudaDeviceProp
+#define hipMemcpyKind cudaMemcpyKind
+#define hipSuccess cudaSuccess
+#define hipErrorNotReady cudaErrorNotReady
+#define hipErrorOutOfMemory cudaErrorMemoryAllocation
+#define hipErrorIllegalAddress cudaErrorIllegalAddress
+#define hipErrorLaunchFailure cudaErrorLaunchFailure
+#define hipMemcpyHostToDevice cudaMemcpyHostToDevice
+#define hipMemcpyDeviceToHost cudaMemcpyDeviceToHost
+#define hipMemcpyDeviceToDevice cudaMemcpyDeviceToDevice
+#define hipEventDefault cudaEventDefault
+#define hipEventDisableTiming cudaEventDisableTiming
+#define hipStreamNonBlocking cudaStreamNonBlocking
+#define hipHostMallocPortable cudaHostAllocPortable
+#define hipGetErrorName cudaGetErrorName
+#define hipGetErrorString cudaGetErrorString
+#define hipGetLastError cudaGetLastError
+#define hipGetDeviceCount cudaGetDeviceCount
+#define hipGetDevice cudaGetDevice
+#define hipSetDevice cudaSetDevice
+#define hipGetDeviceProperties cudaGetDeviceProperties
+#define hipMemGetInfo cudaMemGetInfo
+#define hipMalloc cudaMalloc
+#define hipFree cudaFree
+#define hipHostMalloc cudaHostAlloc
+#define hipHostFree cudaFreeHost
+#define hipStreamCreateWithFlags cudaStreamCreateWithFlags
+#define hipStreamSynchronize cudaStreamSynchronize
+#define hipStreamDestroy cudaStreamDestroy
+#define hipStreamWaitEvent cudaStreamWaitEvent
+#define hipEventCreateWithFlags cudaEventCreateWithFlags
+#define hipEventDestroy cudaEventDestroy
+#define hipEventRecord cudaEventRecord
+#define hipEventQuery cudaEventQuery
+#define hipEventSynchronize cudaEventSynchronize
+#define hipEventElapsedTime cudaEventElapsedTime
+#define hipMemcpyAsync cudaMemcpyAsync
+#define hipMemsetAsync cudaMemsetAsync
+#define hipLaunchKernel cudaLaunchKernel
+#else
+#include <hip/hip_runtime.h>
+#include <hip/hip_fp16.h>
+#define RFK_SHARED(T, name) __shared__ T name
+#endif
+
+#if defined(__clang__) || defined(RFK_NVIDIA)
+#define RFK_PRAGMA(text) _Pragma(#text)
+#define RFK_UNROLL(n) RFK_PRAGMA(unroll n)
+#else
+#define RFK_UNROLL(n)
+#endif
+
+#define RFK_DEVICE static __device__ __forceinline__
+
+/* c + the products of four signed bytes. */
+RFK_DEVICE int rfk_dot4(int a, int b, int c) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    return __dp4a(a, b, c);
+#elif defined(__GFX11__) || defined(__GFX12__) || defined(__gfx1100__) || defined(__gfx1101__) || defined(__gfx1102__) || \
+    defined(__gfx1103__) || defined(__gfx1150__) || defined(__gfx1151__) || defined(__gfx1200__) || defined(__gfx1201__)
+    return __builtin_amdgcn_sudot4(true, a, true, b, c, false);
+#elif defined(__gfx906__) || defined(__gfx908__) || defined(__gfx90a__) || defined(__gfx940__) || defined(__gfx941__) ||   \
+    defined(__gfx942__) || defined(__gfx950__) || defined(__gfx1011__) || defined(__gfx1012__) || defined(__gfx1030__) ||  \
+    defined(__gfx1031__) || defined(__gfx1032__) || defined(__gfx1033__) || defined(__gfx1034__) || defined(__gfx1035__) || \
+    defined(__gfx1036__)
+    return __builtin_amdgcn_sdot4(a, b, c, false);
+#else
+    for (int i = 0; i < 32; i += 8) c += (int)(int8_t)(a >> i) * (int)(int8_t)(b >> i);
+    return c;
+#endif
+}
+
+/* Half floats as their bits; to_half rounds to nearest even. */
+#if defined(ROCMFORGE_HIP_EMU)
+RFK_DEVICE float rfk_from_half(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ff, bits;
+    float v;
+    if (exponent == 0) { /* 0 and subnormals: fraction * 2^-24 */
+        v = (float)fraction * 5.9604644775390625e-8f;
+        memcpy(&bits, &v, 4);
+        bits |= sign;
+    } else {
+        bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
+    }
+    memcpy(&v, &bits, 4);
+    return v;
+}
+RFK_DEVICE uint16_t rfk_to_half(float v) {
+    uint32_t bits, sign;
+    memcpy(&bits, &v, 4);
+    sign = (bits >> 16) & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (bits >= 0x47800000) return (uint16_t)(sign | 0x7c00);
+    if (bits < 0x38800000) { /* below 2^-14: units of 2^-24; adding 0.5 leaves them in the last bits, rounded */
+        float shifted;
+        memcpy(&shifted, &bits, 4);
+        shifted += 0.5f;
+        memcpy(&bits, &shifted, 4);
+        return (uint16_t)(sign | (bits - 0x3f000000));
+    }
+    return (uint16_t)(sign | ((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13)); /* may carry to infinity */
+}
+#else
+RFK_DEVICE float rfk_from_half(uint16_t h) { return __half2float(__ushort_as_half(h)); }
+RFK_DEVICE uint16_t rfk_to_half(float v) { return __half_as_ushort(__float2half_rn(v)); }
+#endif
+
+RFK_DEVICE float rfk_as_float(uint32_t bits) {
+    union { uint32_t u; float f; } x;
+    x.u = bits;
+    return x.f;
+}
+
+/* The value of lane (own ^ mask). All lanes of the wave take part. */
+template <int WAVE, class T> RFK_DEVICE T rfk_swap(T v, int mask) {
+#if defined(RFK_NVIDIA)
+    return __shfl_xor_sync(0xffffffffu, v, mask, WAVE); /* NVIDIA's waves have 32 lanes */
+#else
+    return __shfl_xor(v, mask, WAVE);
+#endif
+}
+
+/* Sum over the wave, in every lane, same order in every lane. */
+template <int WAVE> RFK_DEVICE float rfk_wave_sum(float v) {
+    for (int mask = WAVE / 2; mask > 0; mask /= 2) v += rfk_swap<WAVE>(v, mask);
+    return v;
+}
+
+/* Launch; the code says if it was refused. */
+template <class T> struct rfk_same { typedef T type; };
+template <class... P>
+static hipError_t rfk_launch(void (*kernel)(P...), dim3 grid, dim3 block, hipStream_t stream, typename rfk_same<P>::type... args) {
+#if defined(ROCMFORGE_HIP_EMU)
+    return hip_emu_launch(kernel, grid, block, stream, args...);
+#else
+    void *list[] = {(void *)&args...};
+    return hipLaunchKernel((const void *)kernel, grid, block, list, 0, stream);
+#endif
+}
+
+#define RFK_BLOCK 256        /* threads of a block where nothing else is said */
+#define RFK_MATVEC_WAVES 4   /* waves of a matvec block, a row each           */
+
+static uint32_t rfk_ceil_div(uint64_t a, uint32_t b) { return (uint32_t)((a + b - 1) / b); }
+
+/* ==== 2 Weights ======================================================================================== >>weights
+ * A quantized row is read in units of 32 weights: two halves of 16, which lie side by side in some types and STRIDE
+ * apart in others, because that is what a 16-byte load of packed bytes holds. A weight is d * (q - OFFSET) - m with
+ * q a signed byte. Q4_K and Q5_K blocks are multiples of 16 bytes and stay as they are; the other types are repacked
+ * when they are written: the same bytes, but all first fields of the tensor, then all second fields, and so on. */
+
+struct rfk_weight {
+    const uint8_t *plane[4]; /* the fields' arrays; [0] alone if not repacked */
+};
+
+struct rfk_unit {
+    int q[8];   /* 4 bytes each: 0-3 first half, 4-7 second */
+    float d[2];
+    float m[2]; /* where HAS_MIN */
+};
+
+/* Fields of a block, as [offset, bytes]; even, so that repacking moves 2 bytes at a time. */
+struct rfk_packing {
+    uint32_t n_planes; /* 0: not repacked */
+    uint32_t at[4], bytes[4];
+};
+
+static rfk_packing rfk_packing_of(uint32_t type) {
+    static const rfk_packing q8_0 = {2, {2, 0, 0, 0}, {32, 2, 0, 0}}, q4_0 = {2, {2, 0, 0, 0}, {16, 2, 0, 0}},
+                             q4_1 = {2, {4, 0, 0, 0}, {16, 4, 0, 0}}, q5_0 = {3, {6, 2, 0, 0}, {16, 4, 2, 0}},
+                             q5_1 = {3, {8, 4, 0, 0}, {16, 4, 4, 0}}, q6_k = {4, {0, 128, 192, 208}, {128, 64, 16, 2}},
+                             none = {0, {0, 0, 0, 0}, {0, 0, 0, 0}};
+    switch (type) {
+    case RF_TYPE_Q8_0: return q8_0;
+    case RF_TYPE_Q4_0: return q4_0;
+    case RF_TYPE_Q4_1: return q4_1;
+    case RF_TYPE_Q5_0: return q5_0;
+    case RF_TYPE_Q5_1: return q5_1;
+    case RF_TYPE_Q6_K: return q6_k;
+    default: return none;
+    }
+}
+
+RFK_DEVICE int4 rfk_load16(const uint8_t *p) { return *reinterpret_cast<const int4 *>(p); } /* requires: 16-byte aligned */
+RFK_DEVICE uint32_t rfk_load4(const uint8_t *p) { return *reinterpret_cast<const uint32_t *>(p); }
+RFK_DEVICE uint16_t rfk_load2(const uint8_t *p) { return *reinterpret_cast<const uint16_t *>(p); }
+RFK_DEVICE float rfk_load_half(const uint8_t *p) { return rfk_from_half(rfk_load2(p)); }
+
+RFK_DEVICE void rfk_nibbles(const int4 &v, int *q) {
+    const int in[4] = {v.x, v.y, v.z, v.w};
+    RFK_UNROLL(4)
+    for (int i = 0; i < 4; i++) {
+        q[i] = in[i] & 0x0f0f0f0f;
+        q[4 + i] = (in[i] >> 4) & 0x0f0f0f0f;
+    }
+}
+
+/* Four bits to the fifth bit of four bytes. */
+RFK_DEVICE int rfk_spread_bit4(uint32_t bits) { return (int)((((bits & 15) * 0x00204081u) & 0x01010101u) << 4); }
+
+template <int TYPE> struct rfk_format;
+
+template <> struct rfk_format<RF_TYPE_Q8_0> {
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 0;
+    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
+        int4 a = rfk_load16(w.plane[0] + (block + u) * 32), b = rfk_load16(w.plane[0] + (block + u) * 32 + 16);
+        o.q[0] = a.x, o.q[1] = a.y, o.q[2] = a.z, o.q[3] = a.w;
+        o.q[4] = b.x, o.q[5] = b.y, o.q[6] = b.z, o.q[7] = b.w;
+        o.d[0] = o.d[1] = rfk_load_half(w.plane[1] + (block + u) * 2);
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_Q4_0> {
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 8, HAS_MIN = 0;
+    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
+        rfk_nibbles(rfk_load16(w.plane[0] + (block + u) * 16), o.q);
+        o.d[0] = o.d[1] = rfk_load_half(w.plane[1] + (block + u) * 2);
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_Q4_1> {
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 1;
+    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
+        uint32_t dm = rfk_load4(w.plane[1] + (block + u) * 4);
+        rfk_nibbles(rfk_load16(w.plane[0] + (block + u) * 16), o.q);
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)(dm & 0xffff));
+        o.m[0] = o.m[1] = -rfk_from_half((uint16_t)(dm >> 16)); /* stored as what is added */
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_Q5_0> {
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 16, HAS_MIN = 0;
+    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
+        uint32_t high = rfk_load4(w.plane[1] + (block + u) * 4);
+        rfk_nibbles(rfk_load16(w.plane[0] + (block + u) * 16), o.q);
+        RFK_UNROLL(8)
+        for (int i = 0; i < 8; i++) o.q[i] |= rfk_spread_bit4(high >> (4 * i));
+        o.d[0] = o.d[1] = rfk_load_half(w.plane[2] + (block + u) * 2);
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_Q5_1> {
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 1;
+    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
+        uint32_t high = rfk_load4(w.plane[1] + (block + u) * 4), dm = rfk_load4(w.plane[2] + (block + u) * 4);
+        rfk_nibbles(rfk_load16(w.plane[0] + (block + u) * 16), o.q);
+        RFK_UNROLL(8)
+        for (int i = 0; i < 8; i++) o.q[i] |= rfk_spread_bit4(high >> (4 * i));
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)(dm & 0xffff));
+        o.m[0] = o.m[1] = -rfk_from_half((uint16_t)(dm >> 16));
+    }
+};
+
+/* Scales of sub-blocks 2c and 2c+1 of a Q4_K or Q5_K block from its first 16 bytes: d, dmin, 12 bytes of 6-bit pairs
+ * (the last four sub-blocks keep their upper two bits in the upper bits of the first eight bytes). */
+RFK_DEVICE void rfk_k_scales(const int4 &head, uint32_t c, rfk_unit &o) {
+    uint32_t shift = 16 * (c & 1), scale, minimum;
+    uint32_t a = (uint32_t)head.y >> shift, b = (uint32_t)head.z >> shift, e = (uint32_t)head.w >> shift;
+    if (c < 2) {
+        scale = a & 0x3f3f;
+        minimum = b & 0x3f3f;
+    } else {
+        scale = (e & 0x0f0f) | ((a >> 2) & 0x3030);
+        minimum = ((e >> 4) & 0x0f0f) | ((b >> 2) & 0x3030);
+    }
+    float d = rfk_from_half((uint16_t)((uint32_t)head.x & 0xffff)), dmin = rfk_from_half((uint16_t)((uint32_t)head.x >> 16));
+    o.d[0] = d * (float)(scale & 255);
+    o.d[1] = d * (float)((scale >> 8) & 255);
+    o.m[0] = dmin * (float)(minimum & 255);
+    o.m[1] = dmin * (float)((minimum >> 8) & 255);
+}
+
+template <> struct rfk_format<RF_TYPE_Q4_K> {
+    static const int BLOCK = 256, STRIDE = 32, OFFSET = 0, HAS_MIN = 1;
+    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
+        const uint8_t *p = w.plane[0] + (block + u / 8) * 144;
+        rfk_nibbles(rfk_load16(p + 16 + u % 8 * 16), o.q);
+        rfk_k_scales(rfk_load16(p), u % 8 / 2, o);
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_Q5_K> {
+    static const int BLOCK = 256, STRIDE = 32, OFFSET = 0, HAS_MIN = 1;
+    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
+        const uint8_t *p = w.plane[0] + (block + u / 8) * 176;
+        uint32_t c = u % 8 / 2;
+        int4 h = rfk_load16(p + 16 + u % 2 * 16);
+        const int high[4] = {h.x, h.y, h.z, h.w};
+        rfk_nibbles(rfk_load16(p + 48 + u % 8 * 16), o.q);
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) {
+            o.q[i] |= (int)(((uint32_t)high[i] >> (2 * c)) & 0x01010101u) << 4;
+            o.q[4 + i] |= (int)(((uint32_t)high[i] >> (2 * c + 1)) & 0x01010101u) << 4;
+        }
+        rfk_k_scales(rfk_load16(p), c, o);
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_Q6_K> {
+    static const int BLOCK = 256, STRIDE = 64, OFFSET = 32, HAS_MIN = 0;
+    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
+        size_t b = block + u / 8;
+        uint32_t i = u % 8, n = i / 4, part = i % 4; /* half of 128, 16 of its 64 low bytes */
+        int4 h = rfk_load16(w.plane[1] + b * 64 + n * 32 + part % 2 * 16);
+        const int high[4] = {h.x, h.y, h.z, h.w};
+        uint32_t shift = part / 2 * 2;
+        rfk_nibbles(rfk_load16(w.plane[0] + b * 128 + i * 16), o.q);
+        RFK_UNROLL(4)
+        for (int k = 0; k < 4; k++) {
+            o.q[k] |= (int)(((uint32_t)high[k] >> shift) & 0x03030303u) << 4;
+            o.q[4 + k] |= (int)(((uint32_t)high[k] >> (shift + 4)) & 0x03030303u) << 4;
+        }
+        float d = rfk_load_half(w.plane[3] + b * 2);
+        const uint8_t *scale = w.plane[2] + b * 16 + n * 8 + part;
+        o.d[0] = d * (float)(int8_t)scale[0];
+        o.d[1] = d * (float)(int8_t)scale[4];
+    }
+};
+
+/* Position in the row of a unit's first half. */
+template <int TYPE> RFK_DEVICE uint32_t rfk_unit_at(uint32_t u) {
+    if (rfk_format<TYPE>::STRIDE == 32) return u / 2 * 64 + u % 2 * 16;
+    if (rfk_format<TYPE>::STRIDE == 64) return u / 4 * 128 + u % 4 * 16;
+    return u * 32;
+}
+
+/* Element i of F32, F16 or BF16 data; and eight of them from 8 * k, with 16-byte loads. */
+template <int TYPE> RFK_DEVICE float rfk_load1(const uint8_t *p, size_t i) {
+    if (TYPE == RF_TYPE_F32) return *reinterpret_cast<const float *>(p + 4 * i);
+    if (TYPE == RF_TYPE_F16) return rfk_load_half(p + 2 * i);
+    return rfk_as_float((uint32_t)rfk_load2(p + 2 * i) << 16);
+}
+
+RFK_DEVICE float rfk_load_any(const uint8_t *p, uint32_t type, size_t i) {
+    if (type == RF_TYPE_F32) return rfk_load1<RF_TYPE_F32>(p, i);
+    if (type == RF_TYPE_F16) return rfk_load1<RF_TYPE_F16>(p, i);
+    return rfk_load1<RF_TYPE_BF16>(p, i);
+}
+
+template <int TYPE> RFK_DEVICE void rfk_load8(const uint8_t *p, size_t i, float *v) {
+    if (TYPE == RF_TYPE_F32) {
+        const float4 *f = reinterpret_cast<const float4 *>(p + 4 * i);
+        float4 a = f[0], b = f[1];
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+        return;
+    }
+    int4 a = rfk_load16(p + 2 * i);
+    const uint32_t words[4] = {(uint32_t)a.x, (uint32_t)a.y, (uint32_t)a.z, (uint32_t)a.w};
+    RFK_UNROLL(4)
+    for (int k = 0; k < 4; k++) {
+        v[2 * k] = TYPE == RF_TYPE_F16 ? rfk_from_half((uint16_t)(words[k] & 0xffff)) : rfk_as_float(words[k] << 16);
+        v[2 * k + 1] = TYPE == RF_TYPE_F16 ? rfk_from_half((uint16_t)(words[k] >> 16)) : rfk_as_float(words[k] & 0xffff0000u);
+    }
+}
+
+/* Blocks [0, n_blocks) of src, as in the file, to the planes of dst from block `first` on.
+ *   grid ceil(n_blocks * block_bytes / 2 / 256)   block 256   reads and writes every byte once */
+struct rfk_repack_args {
+    rfk_packing packing;
+    const uint8_t *src;
+    uint8_t *plane[4];
+    uint64_t first, n_halfwords;
+    uint32_t block_bytes;
+};
+static __global__ void __launch_bounds__(RFK_BLOCK) rfk_repack(rfk_repack_args a) {
+    uint64_t i = (uint64_t)blockIdx.x * RFK_BLOCK + threadIdx.x;
+    if (i >= a.n_halfwords) return;
+    uint64_t block = i * 2 / a.block_bytes;
+    uint32_t at = (uint32_t)(i * 2 % a.block_bytes);
+    RFK_UNROLL(4)
+    for (uint32_t p = 0; p < 4; p++)
+        if (p < a.packing.n_planes && at >= a.packing.at[p] && at - a.packing.at[p] < a.packing.bytes[p])
+            *reinterpret_cast<uint16_t *>(a.plane[p] + (a.first + block) * a.packing.bytes[p] + (at - a.packing.at[p])) = rfk_load2(a.src + i * 2);
+}
+
+/* ==== 3 Rows ============================================================================================== >>rows
+ * Norms, element-wise ops, quantization, rope, the KV store, and the values of a step. */
+
+/* Writes a probe: the host reads it back to know that kernels for this GPU are in the program. */
+static __global__ void rfk_probe(uint32_t *out) { out[threadIdx.x] = threadIdx.x * 3 + 7; }
+
+#define RFK_STEP_ROWS 64
+/* Values of a step travel as arguments of launches, which the runtime copies: nothing in flight can be overwritten. */
+struct rfk_step_args {
+    rf_step_row row[RFK_STEP_ROWS];
+    uint32_t logit_row[RFK_STEP_ROWS];
+    rf_step_row *rows;
+    uint32_t *logit_rows;
+    uint32_t first, n_rows, n_logits;
+};
+static __global__ void rfk_write_step(rfk_step_args a) {
+    if (threadIdx.x < a.n_rows) a.rows[a.first + threadIdx.x] = a.row[threadIdx.x];
+    if (threadIdx.x < a.n_logits) a.logit_rows[a.first + threadIdx.x] = a.logit_row[threadIdx.x];
+}
+
+/* out[t] = W[token of t]; rows without a token are left alone.   grid [ceil(n / 32 or 1 / 256), T]   block 256 */
+struct rfk_embed_args {
+    rfk_weight w;
+    const rf_step_row *rows;
+    float *out;
+    uint32_t out_stride, n_out, weight_row;
+};
+template <int TYPE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_embed(rfk_embed_args a) {
+    typedef rfk_format<TYPE> F;
+    uint32_t u = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    int32_t token = a.rows[blockIdx.y].token;
+    if (token < 0 || u >= a.n_out / 32) return;
+    rfk_unit unit;
+    F::load(a.w, (size_t)(a.weight_row + (uint32_t)token) * (a.n_out / F::BLOCK), u, unit);
+    float *out = a.out + (size_t)blockIdx.y * a.out_stride + rfk_unit_at<TYPE>(u);
+    RFK_UNROLL(8)
+    for (int i = 0; i < 8; i++)
+        for (int k = 0; k < 4; k++) {
+            float v = unit.d[i / 4] * (float)((int8_t)(unit.q[i] >> (8 * k)) - F::OFFSET);
+            out[i / 4 * F::STRIDE + i % 4 * 4 + k] = F::HAS_MIN ? v - unit.m[i / 4] : v;
+        }
+}
+template <int TYPE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_embed_float(rfk_embed_args a) {
+    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    int32_t token = a.rows[blockIdx.y].token;
+    if (token < 0 || i >= a.n_out) return;
+    size_t row = (size_t)(a.weight_row + (uint32_t)token) * a.n_out;
+    a.out[(size_t)blockIdx.y * a.out_stride + i] = rfk_load1<TYPE>(a.w.plane[0], row + i);
+}
+
+/* out = in / sqrt(mean(in^2) + eps) * w over n values.   grid [rows, heads]   block 256   out may be in */
+struct rfk_norm_args {
+    const uint8_t *w;
+    const float *in;
+    float *out;
+    uint32_t w_type, in_stride, out_stride, n;
+    float eps;
+};
+struct rfk_norm_shared { float sum[8]; };
+template <int WAVE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_rms_norm(rfk_norm_args a) {
+    RFK_SHARED(rfk_norm_shared, s);
+    const float *in = a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.y * a.n;
+    float *out = a.out + (size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.n;
+    float sum = 0;
+    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) sum += in[i] * in[i];
+    sum = rfk_wave_sum<WAVE>(sum);
+    if (threadIdx.x % WAVE == 0) s.sum[threadIdx.x / WAVE] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int i = 0; i < RFK_BLOCK / WAVE; i++) sum += s.sum[i];
+    float scale = 1.0f / sqrtf(sum / (float)a.n + a.eps);
+    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) out[i] = in[i] * scale * rfk_load_any(a.w, a.w_type, i);
+}
+
+/* Activations for integer dot products, in groups of 32: x = d * q, and the sums of q over each half. Bit for bit the
+ * CPU device's: d = max|x| / 127, q = x / d rounded to nearest even. */
+struct rfk_group {
+    float d;
+    int16_t sum[2];
+};
+struct rfk_quantize_args {
+    const float *in;
+    int *q;           /* [rows, n / 4] */
+    rfk_group *group; /* [rows, n / 32] */
+    uint32_t in_stride, n;
+};
+/* Four values a thread, eight threads a group.   grid [ceil(n / 1024), rows]   block 256 */
+template <int WAVE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_quantize(rfk_quantize_args a) {
+    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    bool inside = i < a.n / 4;
+    float x[4] = {0, 0, 0, 0}, largest = 0;
+    for (int k = 0; inside && k < 4; k++) x[k] = a.in[(size_t)blockIdx.y * a.in_stride + 4 * (size_t)i + (size_t)k];
+    for (int k = 0; k < 4; k++) largest = fmaxf(largest, fabsf(x[k]));
+    for (int mask = 1; mask < 8; mask *= 2) largest = fmaxf(largest, rfk_swap<WAVE>(largest, mask));
+    float d = largest / 127.0f, inverse = d != 0 ? 1.0f / d : 0.0f;
+    int packed = 0, sum = 0;
+    for (int k = 0; k < 4; k++) {
+        int q = (int)rintf(x[k] * inverse);
+        packed |= (q & 255) << (8 * k);
+        sum += q;
+    }
+    for (int mask = 1; mask < 4; mask *= 2) sum += rfk_swap<WAVE>(sum, mask);
+    int other = rfk_swap<WAVE>(sum, 4);
+    if (!inside) return;
+    a.q[(size_t)blockIdx.y * (a.n / 4) + i] = packed;
+    if (i % 8 == 0) {
+        rfk_group g;
+        g.d = d;
+        g.sum[0] = (int16_t)sum;
+        g.sum[1] = (int16_t)other;
+        a.group[(size_t)blockIdx.y * (a.n / 32) + i / 8] = g;
+    }
+}
+
+/* cos and sin of an angle: the quadrant is taken off in double precision, since pos * frequency is large; the rest by
+ * series, so that every device has the same bits. */
+RFK_DEVICE void rfk_cos_sin(double angle, float *c, float *s) {
+    double quadrant = rint(angle * 0.63661977236758134308);
+    float x = (float)(angle - quadrant * 1.57079632679489661923), x2 = x * x;
+    int turn = (int)((long long)quadrant & 3);
+    float sine = x * (1.0f + x2 * (-1.0f / 6 + x2 * (1.0f / 120 + x2 * (-1.0f / 5040 + x2 * (1.0f / 362880)))));
+    float cosine = 1.0f + x2 * (-0.5f + x2 * (1.0f / 24 + x2 * (-1.0f / 720 + x2 * (1.0f / 40320 + x2 * (-1.0f / 3628800)))));
+    *c = turn & 1 ? sine : cosine;
+    *s = turn & 1 ? cosine : sine;
+    if (turn == 1 || turn == 2) *c = -*c;
+    if (turn >= 2) *s = -*s;
+}
+
+/* Rotate pairs of the first n_rot values of each head, in place.   grid [ceil(heads * n_rot / 2 / 256), T]   block 256 */
+struct rfk_rope_args {
+    float *x;
+    const float *table;
+    const uint8_t *freqs; /* NULL: none */
+    const rf_step_row *rows;
+    uint32_t freqs_type, stride, n_heads, head_dim, n_rot, neox;
+    float scale;
+};
+static __global__ void __launch_bounds__(RFK_BLOCK) rfk_rope(rfk_rope_args a) {
+    uint32_t index = blockIdx.x * RFK_BLOCK + threadIdx.x, half = a.n_rot / 2;
+    if (index >= a.n_heads * half) return;
+    uint32_t head = index / half, i = index % half;
+    double angle = (double)a.rows[blockIdx.y].pos * (double)a.table[i];
+    if (a.freqs) angle /= (double)rfk_load_any(a.freqs, a.freqs_type, i);
+    float c, s;
+    rfk_cos_sin(angle, &c, &s);
+    c *= a.scale, s *= a.scale;
+    float *x = a.x + (size_t)blockIdx.y * a.stride + (size_t)head * a.head_dim;
+    uint32_t first = a.neox ? i : 2 * i, second = a.neox ? i + half : 2 * i + 1;
+    float x0 = x[first], x1 = x[second];
+    x[first] = x0 * c - x1 * s;
+    x[second] = x0 * s + x1 * c;
+}
+
+RFK_DEVICE void rfk_store_value(uint16_t *p, float v) { *p = rfk_to_half(v); }
+RFK_DEVICE void rfk_store_value(float *p, float v) { *p = v; }
+
+/* Keys and values of a step to their cells, [seq][head][pos][dim].   grid [ceil(heads * (dk + dv) / 256), T]   block 256 */
+struct rfk_store_args {
+    const float *k, *v;
+    void *k_state, *v_state;
+    const rf_step_row *rows;
+    uint32_t k_stride, v_stride, n_kv_heads, head_dim, head_dim_v, n_ctx;
+};
+template <class KV> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_kv_store(rfk_store_args a) {
+    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x, n_k = a.n_kv_heads * a.head_dim;
+    rf_step_row row = a.rows[blockIdx.y];
+    bool key = i < n_k;
+    uint32_t dim = key ? a.head_dim : a.head_dim_v;
+    if (!key) i -= n_k;
+    if (i >= a.n_kv_heads * dim) return;
+    size_t cell = ((size_t)row.seq * a.n_kv_heads + i / dim) * a.n_ctx + (size_t)row.pos;
+    const float *src = key ? a.k + (size_t)blockIdx.y * a.k_stride : a.v + (size_t)blockIdx.y * a.v_stride;
+    rfk_store_value((KV *)(key ? a.k_state : a.v_state) + cell * dim + i % dim, src[i]);
+}
+
+/* out = silu(gate) * up.   grid [ceil(n / 256), rows]   block 256   out may be gate */
+struct rfk_glu_args {
+    const float *gate, *up;
+    float *out;
+    uint32_t gate_stride, up_stride, out_stride, n;
+};
+static __global__ void __launch_bounds__(RFK_BLOCK) rfk_glu(rfk_glu_args a) {
+    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    if (i >= a.n) return;
+    float x = a.gate[(size_t)blockIdx.y * a.gate_stride + i];
+    a.out[(size_t)blockIdx.y * a.out_stride + i] = x / (1.0f + expf(-x)) * a.up[(size_t)blockIdx.y * a.up_stride + i];
+}
+
+/* out[i] = in[row of the i-th logits].   grid [ceil(n / 256), L]   block 256 */
+struct rfk_gather_args {
+    const float *in;
+    float *out;
+    const uint32_t *logit_rows;
+    uint32_t in_stride, out_stride, n;
+};
+static __global__ void __launch_bounds__(RFK_BLOCK) rfk_gather(rfk_gather_args a) {
+    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    if (i < a.n) a.out[(size_t)blockIdx.y * a.out_stride + i] = a.in[(size_t)a.logit_rows[blockIdx.y] * a.in_stride + i];
+}
+
+/* ==== 4 Matmul ========================================================================================== >>matmul
+ * out[cols, n_out] = x[cols, n_in] W^T. Few columns: a wave reads a row of W once and keeps one sum per column. Many:
+ * tiles of 64 x 64 through shared memory. Quantized weights take int8 activations, the others float ones. */
+
+struct rfk_matmul_args {
+    rfk_weight w;
+    const uint8_t *bias;    /* NULL: none */
+    const float *x;         /* [cols, x_stride], weights of type F32, F16, BF16; for the others: */
+    const int *q;           /* [cols, n_in / 4] */
+    const rfk_group *group; /* [cols, n_in / 32] */
+    float *out;
+    uint32_t bias_type, x_stride, out_stride, row0, n_in, n_out, n_cols, accumulate;
+    uint32_t aligned;       /* rows of W and x allow 16-byte loads */
+};
+
+RFK_DEVICE void rfk_put(const rfk_matmul_args &a, uint32_t row, uint32_t col, float v) {
+    float *out = a.out + (size_t)col * a.out_stride + row;
+    if (a.bias) v += rfk_load_any(a.bias, a.bias_type, row);
+    *out = a.accumulate ? *out + v : v;
+}
+
+/* Dot product of a unit with the column whose values start at q, group. */
+template <int TYPE> RFK_DEVICE float rfk_unit_dot(const rfk_unit &w, const int *q, const rfk_group *group, uint32_t at) {
+    typedef rfk_format<TYPE> F;
+    float total = 0;
+    RFK_UNROLL(2)
+    for (int h = 0; h < 2; h++) {
+        uint32_t x = at + (uint32_t)(h * F::STRIDE);
+        int4 v = *reinterpret_cast<const int4 *>(q + x / 4);
+        rfk_group g = group[x / 32];
+        int sum = x & 16 ? g.sum[1] : g.sum[0];
+        int dot = rfk_dot4(w.q[4 * h], v.x, F::OFFSET ? -F::OFFSET * sum : 0);
+        dot = rfk_dot4(w.q[4 * h + 1], v.y, dot);
+        dot = rfk_dot4(w.q[4 * h + 2], v.z, dot);
+        dot = rfk_dot4(w.q[4 * h + 3], v.w, dot);
+        float part = w.d[h] * (float)dot;
+        if (F::HAS_MIN) part -= w.m[h] * (float)sum;
+        total += g.d * part;
+    }
+    return total;
+}
+
+/* grid [ceil(n_out / 4), ceil(cols / COLS)]   block 4 waves, a row each   reads the rows of W once per COLS columns */
+template <int TYPE, int WAVE, int COLS>
+static __global__ void __launch_bounds__(RFK_MATVEC_WAVES *WAVE) rfk_matvec(rfk_matmul_args a) {
+    typedef rfk_format<TYPE> F;
+    uint32_t lane = threadIdx.x % WAVE, row = blockIdx.x * RFK_MATVEC_WAVES + threadIdx.x / WAVE, col0 = blockIdx.y * COLS;
+    if (row >= a.n_out) return; /* the whole wave leaves */
+    size_t block = (size_t)(a.row0 + row) * (a.n_in / F::BLOCK);
+    float sum[COLS];
+    for (int c = 0; c < COLS; c++) sum[c] = 0;
+    RFK_UNROLL(2)
+    for (uint32_t u = lane; u < a.n_in / 32; u += WAVE) {
+        rfk_unit unit;
+        F::load(a.w, block, u, unit);
+        RFK_UNROLL(COLS)
+        for (int c = 0; c < COLS; c++) {
+            uint32_t col = col0 + (uint32_t)c < a.n_cols ? col0 + (uint32_t)c : a.n_cols - 1; /* spare ones repeat the last */
+            sum[c] += rfk_unit_dot<TYPE>(unit, a.q + (size_t)col * (a.n_in / 4), a.group + (size_t)col * (a.n_in / 32), rfk_unit_at<TYPE>(u));
+        }
+    }
+    RFK_UNROLL(COLS)
+    for (int c = 0; c < COLS; c++) {
+        float total = rfk_wave_sum<WAVE>(sum[c]);
+        if (lane == 0 && col0 + (uint32_t)c < a.n_cols) rfk_put(a, row, col0 + (uint32_t)c, total);
+    }
+}
+
+template <int TYPE, int WAVE, int COLS>
+static __global__ void __launch_bounds__(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_matmul_args a) {
+    uint32_t lane = threadIdx.x % WAVE, row = blockIdx.x * RFK_MATVEC_WAVES + threadIdx.x / WAVE, col0 = blockIdx.y * COLS;
+    if (row >= a.n_out) return;
+    size_t first = (size_t)(a.row0 + row) * a.n_in;
+    const float *x[COLS];
+    float sum[COLS];
+    for (int c = 0; c < COLS; c++) {
+        x[c] = a.x + (size_t)(col0 + (uint32_t)c < a.n_cols ? col0 + (uint32_t)c : a.n_cols - 1) * a.x_stride;
+        sum[c] = 0;
+    }
+    if (a.aligned) {
+        RFK_UNROLL(2)
+        for (uint32_t i = lane * 8; i < a.n_in; i += WAVE * 8) {
+            float w[8], v[8];
+            rfk_load8<TYPE>(a.w.plane[0], first + i, w);
+            RFK_UNROLL(COLS)
+            for (int c = 0; c < COLS; c++) {
+                rfk_load8<RF_TYPE_F32>(reinterpret_cast<const uint8_t *>(x[c]), i, v);
+                RFK_UNROLL(8)
+                for (int k = 0; k < 8; k++) sum[c] += w[k] * v[k];
+            }
+        }
+    } else {
+        for (uint32_t i = lane; i < a.n_in; i += WAVE)
+            for (int c = 0; c < COLS; c++) sum[c] += rfk_load1<TYPE>(a.w.plane[0], first + i) * x[c][i];
+    }
+    RFK_UNROLL(COLS)
+    for (int c = 0; c < COLS; c++) {
+        float total = rfk_wave_sum<WAVE>(sum[c]);
+        if (lane == 0 && col0 + (uint32_t)c < a.n_cols) rfk_put(a, row, col0 + (uint32_t)c, total);
+    }
+}
+
+#define RFK_TILE 64   /* rows and columns of a tile        */
+#define RFK_DEPTH 128 /* quantized values of a row at once */
+
+struct rfk_tile_shared {
+    int4 w[RFK_TILE][RFK_DEPTH / 16 + 1]; /* a row more: neighbouring rows start in other banks */
+    int4 x[RFK_TILE][RFK_DEPTH / 16 + 1];
+    float d[RFK_TILE][RFK_DEPTH / 16];    /* of W, per half; m includes OFFSET */
+    float m[RFK_TILE][RFK_DEPTH / 16];
+    float xd[RFK_TILE][RFK_DEPTH / 32];
+    float xs[RFK_TILE][RFK_DEPTH / 16];   /* d * sum */
+};
+
+/* One unit of W a thread to shared memory: row i, unit u of the row's four in this step. */
+template <int TYPE> RFK_DEVICE void rfk_tile_weights(rfk_tile_shared &s, const rfk_matmul_args &a, uint32_t row, uint32_t i, uint32_t u0, uint32_t u) {
+    typedef rfk_format<TYPE> F;
+    rfk_unit unit;
+    bool inside = row < a.n_out && u0 + u < a.n_in / 32;
+    for (int k = 0; k < 8; k++) unit.q[k] = 0;
+    unit.d[0] = unit.d[1] = unit.m[0] = unit.m[1] = 0;
+    if (inside) F::load(a.w, (size_t)(a.row0 + row) * (a.n_in / F::BLOCK), u0 + u, unit);
+    uint32_t at = rfk_unit_at<TYPE>(u) / 16;
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++) {
+        uint32_t to = at + h * (F::STRIDE / 16);
+        int4 v;
+        v.x = unit.q[4 * h], v.y = unit.q[4 * h + 1], v.z = unit.q[4 * h + 2], v.w = unit.q[4 * h + 3];
+        s.w[i][to] = v;
+        s.d[i][to] = unit.d[h];
+        s.m[i][to] = (F::HAS_MIN ? unit.m[h] : 0.0f) + (float)F::OFFSET * unit.d[h];
+    }
+}
+
+/* Group g of the column's four in this step to shared memory. */
+RFK_DEVICE void rfk_tile_column(rfk_tile_shared &s, const rfk_matmul_args &a, uint32_t col, uint32_t i, uint32_t group0, uint32_t g) {
+    int4 lo, hi;
+    rfk_group group;
+    lo.x = lo.y = lo.z = lo.w = 0;
+    hi = lo;
+    group.d = 0;
+    group.sum[0] = group.sum[1] = 0;
+    if (col < a.n_cols && group0 + g < a.n_in / 32) {
+        const int4 *q = reinterpret_cast<const int4 *>(a.q + (size_t)col * (a.n_in / 4) + (group0 + g) * 8);
+        lo = q[0], hi = q[1];
+        group = a.group[(size_t)col * (a.n_in / 32) + group0 + g];
+    }
+    s.x[i][2 * g] = lo;
+    s.x[i][2 * g + 1] = hi;
+    s.xd[i][g] = group.d;
+    s.xs[i][2 * g] = group.d * (float)group.sum[0];
+    s.xs[i][2 * g + 1] = group.d * (float)group.sum[1];
+}
+
+/* grid [ceil(n_out / 64), ceil(cols / 64)]   block 256, 4 x 4 results each   LDS 25.5 KiB */
+template <int TYPE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_matmul(rfk_matmul_args a) {
+    RFK_SHARED(rfk_tile_shared, s);
+    uint32_t row0 = blockIdx.x * RFK_TILE, col0 = blockIdx.y * RFK_TILE, tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    float sum[4][4];
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) sum[i][j] = 0;
+    for (uint32_t u0 = 0; u0 < a.n_in / 32; u0 += RFK_DEPTH / 32) {
+        rfk_tile_weights<TYPE>(s, a, row0 + threadIdx.x / 4, threadIdx.x / 4, u0, threadIdx.x % 4);
+        rfk_tile_column(s, a, col0 + threadIdx.x / 4, threadIdx.x / 4, u0, threadIdx.x % 4);
+        __syncthreads();
+        for (int h = 0; h < RFK_DEPTH / 16; h++) {
+            int4 w[4], x[4];
+            RFK_UNROLL(4)
+            for (int i = 0; i < 4; i++) {
+                w[i] = s.w[ty + 16 * (uint32_t)i][h];
+                x[i] = s.x[tx + 16 * (uint32_t)i][h];
+            }
+            RFK_UNROLL(4)
+            for (int i = 0; i < 4; i++) {
+                float d = s.d[ty + 16 * (uint32_t)i][h], m = s.m[ty + 16 * (uint32_t)i][h];
+                RFK_UNROLL(4)
+                for (int j = 0; j < 4; j++) {
+                    uint32_t col = tx + 16 * (uint32_t)j;
+                    int dot = rfk_dot4(w[i].x, x[j].x, 0);
+                    dot = rfk_dot4(w[i].y, x[j].y, dot);
+                    dot = rfk_dot4(w[i].z, x[j].z, dot);
+                    dot = rfk_dot4(w[i].w, x[j].w, dot);
+                    sum[i][j] += d * s.xd[col][h / 2] * (float)dot - m * s.xs[col][h];
+                }
+            }
+        }
+        __syncthreads();
+    }
+    for (uint32_t i = 0; i < 4; i++)
+        for (uint32_t j = 0; j < 4; j++)
+            if (row0 + ty + 16 * i < a.n_out && col0 + tx + 16 * j < a.n_cols) rfk_put(a, row0 + ty + 16 * i, col0 + tx + 16 * j, sum[i][j]);
+}
+
+#define RFK_FLOAT_DEPTH 16
+struct rfk_float_tile {
+    float w[RFK_FLOAT_DEPTH][RFK_TILE + 1];
+    float x[RFK_FLOAT_DEPTH][RFK_TILE + 1];
+};
+template <int TYPE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_matmul_float(rfk_matmul_args a) {
+    RFK_SHARED(rfk_float_tile, s);
+    uint32_t row0 = blockIdx.x * RFK_TILE, col0 = blockIdx.y * RFK_TILE, tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    float sum[4][4];
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) sum[i][j] = 0;
+    for (uint32_t k0 = 0; k0 < a.n_in; k0 += RFK_FLOAT_DEPTH) {
+        for (uint32_t i = ty; i < RFK_TILE; i += 16) { /* tx: position in the row */
+            bool deep = k0 + tx < a.n_in;
+            s.w[tx][i] = deep && row0 + i < a.n_out ? rfk_load1<TYPE>(a.w.plane[0], (size_t)(a.row0 + row0 + i) * a.n_in + k0 + tx) : 0.0f;
+            s.x[tx][i] = deep && col0 + i < a.n_cols ? a.x[(size_t)(col0 + i) * a.x_stride + k0 + tx] : 0.0f;
+        }
+        __syncthreads();
+        RFK_UNROLL(4)
+        for (int k = 0; k < RFK_FLOAT_DEPTH; k++)
+            for (uint32_t i = 0; i < 4; i++)
+                for (uint32_t j = 0; j < 4; j++) sum[i][j] += s.w[k][ty + 16 * i] * s.x[k][tx + 16 * j];
+        __syncthreads();
+    }
+    for (uint32_t i = 0; i < 4; i++)
+        for (uint32_t j = 0; j < 4; j++)
+            if (row0 + ty + 16 * i < a.n_out && col0 + tx + 16 * j < a.n_cols) rfk_put(a, row0 + ty + 16 * i, col0 + tx + 16 * j, sum[i][j]);
+}
+
+/* ==== 5 Attention ==================================================================================== >>attention
+ * A block takes up to 8 queries (heads of one kv head, and neighbouring rows of one sequence) through 64 positions at a
+ * time with a running maximum and sum: scores never leave shared memory. When a step has few rows, a sequence is cut
+ * into splits of split_cells positions, whose results a second kernel joins; where a split begins depends on n_ctx
+ * alone. */
+
+#define RFK_QUERIES 8
+#define RFK_CELLS 64
+#define RFK_MAX_HEAD 256
+
+struct rfk_attention_args {
+    const float *q;
+    const void *k, *v; /* [seq][kv head][n_ctx][dim] */
+    float *out;
+    float *part;       /* [row][head][max_splits][head_dim_v + 2]: sums, maximum, sum of weights; NULL: one split, to out */
+    const rf_step_row *rows;
+    uint32_t q_stride, out_stride, n_rows, rows_per_block, heads_per_block;
+    uint32_t n_heads, n_kv_heads, head_dim, head_dim_v, n_ctx, max_splits, split_cells;
+    float scale;
+};
+
+struct rfk_attention_shared {
+    float q[RFK_QUERIES][RFK_MAX_HEAD];
+    float p[RFK_QUERIES][RFK_CELLS]; /* scores, then weights */
+    float largest[RFK_QUERIES], sum[RFK_QUERIES], keep[RFK_QUERIES];
+    float join[2 * RFK_BLOCK];
+};
+
+RFK_DEVICE float rfk_value(const uint16_t *p) { return rfk_from_half(*p); }
+RFK_DEVICE float rfk_value(const float *p) { return *p; }
+RFK_DEVICE void rfk_values8(const uint16_t *p, float *v) { rfk_load8<RF_TYPE_F16>(reinterpret_cast<const uint8_t *>(p), 0, v); }
+RFK_DEVICE void rfk_values8(const float *p, float *v) { rfk_load8<RF_TYPE_F32>(reinterpret_cast<const uint8_t *>(p), 0, v); }
+
+/* The queries of a run: n_heads heads from head0 of rows [row0, row1), which belong to one sequence. */
+struct rfk_run {
+    uint32_t row0, row1, head0, n_heads, n;
+    uint32_t begin, end; /* positions of this split */
+};
+
+/* Scores of positions [cell0, cell0 + 64) to s.p: four threads a position, each eight of every 32 values. */
+template <int WAVE, class KV>
+RFK_DEVICE void rfk_scores(rfk_attention_shared &s, const rfk_attention_args &a, const rfk_run &r, const KV *k, uint32_t cell0) {
+    uint32_t cell = threadIdx.x / 4, part = threadIdx.x % 4, pos = cell0 + cell;
+    float dot[RFK_QUERIES];
+    for (int g = 0; g < RFK_QUERIES; g++) dot[g] = 0;
+    for (uint32_t i = part * 8; pos < r.end && i < a.head_dim; i += 32) {
+        const KV *from = k + (size_t)pos * a.head_dim + i;
+        float v[8];
+        if (a.head_dim % 8 == 0) {
+            rfk_values8(from, v);
+        } else {
+            for (uint32_t e = 0; e < 8; e++) v[e] = i + e < a.head_dim ? rfk_value(from + e) : 0.0f;
+        }
+        RFK_UNROLL(8)
+        for (uint32_t g = 0; g < RFK_QUERIES; g++)
+            if (g < r.n)
+                for (uint32_t e = 0; e < 8; e++) dot[g] += s.q[g][i + e] * v[e];
+    }
+    RFK_UNROLL(8)
+    for (uint32_t g = 0; g < RFK_QUERIES; g++) {
+        dot[g] += rfk_swap<WAVE>(dot[g], 1);
+        dot[g] += rfk_swap<WAVE>(dot[g], 2);
+        if (g < r.n && part == g % 4) {
+            bool visible = pos < r.end && (int32_t)pos <= a.rows[r.row0 + g / r.n_heads].pos;
+            s.p[g][cell] = visible ? dot[g] * a.scale : -INFINITY;
+        }
+    }
+}
+
+/* Scores to weights exp(score - maximum), the running maximum and sum, and what older sums are multiplied by: 32 threads
+ * a query. */
+template <int WAVE> RFK_DEVICE void rfk_softmax(rfk_attention_shared &s) {
+    uint32_t g = threadIdx.x / 32, i = threadIdx.x % 32;
+    float a = s.p[g][i], b = s.p[g][i + 32], before = s.largest[g], largest = fmaxf(a, b), sum;
+    for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, rfk_swap<WAVE>(largest, mask));
+    largest = fmaxf(largest, before);
+    bool any = largest > -INFINITY;
+    a = any ? expf(a - largest) : 0.0f;
+    b = any ? expf(b - largest) : 0.0f;
+    sum = a + b;
+    for (int mask = 16; mask > 0; mask /= 2) sum += rfk_swap<WAVE>(sum, mask);
+    s.p[g][i] = a;
+    s.p[g][i + 32] = b;
+    if (i == 0) {
+        float keep = any ? expf(before - largest) : 0.0f; /* 0 the first time */
+        s.keep[g] = keep;
+        s.sum[g] = s.sum[g] * keep + sum;
+        s.largest[g] = largest;
+    }
+}
+
+template <int WAVE, class KV> RFK_DEVICE void rfk_attend(rfk_attention_shared &s, const rfk_attention_args &a, const rfk_run &r) {
+    size_t head = (size_t)a.rows[r.row0].seq * a.n_kv_heads + r.head0 / (a.n_heads / a.n_kv_heads);
+    const KV *k = (const KV *)a.k + head * a.n_ctx * a.head_dim;
+    const KV *v = (const KV *)a.v + head * a.n_ctx * a.head_dim_v;
+    /* two neighbouring values a thread; what is left of the block takes every other position */
+    uint32_t columns = 16;
+    while (columns * 2 < a.head_dim_v) columns *= 2;
+    uint32_t column = threadIdx.x % columns * 2, turn = threadIdx.x / columns, turns = RFK_BLOCK / columns;
+    float acc[RFK_QUERIES][2];
+    for (int g = 0; g < RFK_QUERIES; g++) acc[g][0] = acc[g][1] = 0;
+
+    __syncthreads(); /* the run before is done with s */
+    for (uint32_t i = threadIdx.x; i < RFK_QUERIES * RFK_MAX_HEAD; i += RFK_BLOCK) {
+        uint32_t g = i / RFK_MAX_HEAD, e = i % RFK_MAX_HEAD;
+        bool inside = g < r.n && e < a.head_dim;
+        s.q[g][e] = inside ? a.q[(size_t)(r.row0 + g / r.n_heads) * a.q_stride + (size_t)(r.head0 + g % r.n_heads) * a.head_dim + e] : 0.0f;
+    }
+    for (uint32_t i = threadIdx.x; i < RFK_QUERIES * RFK_CELLS; i += RFK_BLOCK) s.p[i / RFK_CELLS][i % RFK_CELLS] = -INFINITY;
+    if (threadIdx.x < RFK_QUERIES) {
+        s.largest[threadIdx.x] = -INFINITY;
+        s.sum[threadIdx.x] = 0;
+    }
+    __syncthreads();
+    for (uint32_t cell0 = r.begin; cell0 < r.end; cell0 += RFK_CELLS) {
+        rfk_scores<WAVE, KV>(s, a, r, k, cell0);
+        __syncthreads();
+        rfk_softmax<WAVE>(s);
+        __syncthreads();
+        uint32_t n_cells = r.end - cell0 < RFK_CELLS ? r.end - cell0 : RFK_CELLS;
+        RFK_UNROLL(8)
+        for (uint32_t g = 0; g < RFK_QUERIES; g++) acc[g][0] *= s.keep[g], acc[g][1] *= s.keep[g];
+        for (uint32_t i = turn; column < a.head_dim_v && i < n_cells; i += turns) {
+            const KV *from = v + (size_t)(cell0 + i) * a.head_dim_v + column;
+            float v0 = rfk_value(from), v1 = column + 1 < a.head_dim_v ? rfk_value(from + 1) : 0.0f;
+            RFK_UNROLL(8)
+            for (uint32_t g = 0; g < RFK_QUERIES; g++) acc[g][0] += s.p[g][i] * v0, acc[g][1] += s.p[g][i] * v1;
+        }
+        __syncthreads();
+    }
+    RFK_UNROLL(8)
+    for (uint32_t g = 0; g < RFK_QUERIES; g++) { /* unrolled: acc stays in registers */
+        if (g < r.n) {
+            s.join[2 * threadIdx.x] = acc[g][0];
+            s.join[2 * threadIdx.x + 1] = acc[g][1];
+        }
+        __syncthreads();
+        if (g < r.n && threadIdx.x < a.head_dim_v) { /* value e of the head: column e / 2 of every turn */
+            uint32_t e = threadIdx.x, row = r.row0 + g / r.n_heads, h = r.head0 + g % r.n_heads;
+            float total = 0;
+            for (uint32_t t = 0; t < turns; t++) total += s.join[2 * t * columns + e];
+            if (a.part) {
+                float *part = a.part + (((size_t)row * a.n_heads + h) * a.max_splits + blockIdx.z) * (a.head_dim_v + 2);
+                part[e] = total;
+                if (e == 0) {
+                    part[a.head_dim_v] = s.largest[g];
+                    part[a.head_dim_v + 1] = s.sum[g];
+                }
+            } else {
+                a.out[(size_t)row * a.out_stride + (size_t)h * a.head_dim_v + e] = total / s.sum[g];
+            }
+        }
+        __syncthreads();
+    }
+}
+
+/* grid [ceil(T / rows_per_block), n_kv_heads * ceil(group / heads_per_block), splits]   block 256   LDS 12.1 KiB
+ * Every block reads the keys and values of its split once for up to 8 queries. */
+template <int WAVE, class KV> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_attention(rfk_attention_args a) {
+    RFK_SHARED(rfk_attention_shared, s);
+    uint32_t group = a.n_heads / a.n_kv_heads, chunks = (group + a.heads_per_block - 1) / a.heads_per_block;
+    uint32_t kv_head = blockIdx.y / chunks, chunk = blockIdx.y % chunks;
+    rfk_run r;
+    r.head0 = kv_head * group + chunk * a.heads_per_block;
+    r.n_heads = group - chunk * a.heads_per_block < a.heads_per_block ? group - chunk * a.heads_per_block : a.heads_per_block;
+    uint32_t row = blockIdx.x * a.rows_per_block, last = row + a.rows_per_block < a.n_rows ? row + a.rows_per_block : a.n_rows;
+    while (row < last) { /* runs of rows of one sequence, whose positions ascend */
+        r.row0 = row;
+        while (row < last && a.rows[row].seq == a.rows[r.row0].seq) row++;
+        r.row1 = row;
+        r.n = (r.row1 - r.row0) * r.n_heads;
+        uint32_t length = (uint32_t)a.rows[r.row1 - 1].pos + 1;
+        r.begin = blockIdx.z * a.split_cells;
+        r.end = length - r.begin < a.split_cells ? length : r.begin + a.split_cells;
+        if (r.begin < length) rfk_attend<WAVE, KV>(s, a, r);
+    }
+}
+
+/* Join the splits of a row and head.   grid [T, n_heads]   block 256 */
+static __global__ void __launch_bounds__(RFK_BLOCK) rfk_attention_join(rfk_attention_args a) {
+    uint32_t n = (uint32_t)a.rows[blockIdx.x].pos / a.split_cells + 1;
+    const float *part = a.part + ((size_t)blockIdx.x * a.n_heads + blockIdx.y) * a.max_splits * (a.head_dim_v + 2);
+    float largest = -INFINITY, sum = 0, total = 0;
+    if (threadIdx.x >= a.head_dim_v) return;
+    for (uint32_t i = 0; i < n; i++) largest = fmaxf(largest, part[i * (a.head_dim_v + 2) + a.head_dim_v]);
+    for (uint32_t i = 0; i < n; i++) {
+        const float *p = part + i * (a.head_dim_v + 2);
+        float weight = expf(p[a.head_dim_v] - largest);
+        sum += weight * p[a.head_dim_v + 1];
+        total += weight * p[threadIdx.x];
+    }
+    a.out[(size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.head_dim_v + threadIdx.x] = total / sum;
+}
+
+/* ==== 6 Device ========================================================================================== >>device
+ * Objects of the table: device, queue with its tickets, weight table, memory. Every entry makes its device current for
+ * the calling thread and puts the old one back. */
+
+#define RFK_EVENTS 64u                             /* tickets of a queue that can be outstanding without waiting   */
+#define RFK_BOUNCE_BYTES ((uint64_t)256 << 10)     /* half of a queue's staging for memory that is not pinned      */
+#define RFK_REPACK_BYTES ((uint64_t)8 << 20)       /* scratch for repacking; more only if a row is longer          */
+
+/* Pinned host memory given out: a copy from other memory goes through the queue's staging. */
+struct rfk_pinned {
+    rfk_pinned *next;
+    void *base;
+    uint64_t size_bytes;
+};
+
+struct rf_dev {
+    rf_allocator allocator;
+    int index;
+    uint32_t wave;
+    rf_device_info info;
+    pthread_mutex_t lock; /* guards pinned */
+    rfk_pinned *pinned;
+    int lost;             /* atomic */
+};
+
+struct rf_queue {
+    rf_dev *dev;
+    hipStream_t stream;
+    pthread_mutex_t submit;      /* one entry at a time adds work                             */
+    pthread_mutex_t lock;        /* guards the tickets                                        */
+    hipEvent_t event[RFK_EVENTS];/* of ticket v: [v % RFK_EVENTS], until a later one takes it */
+    uint64_t issued, done;
+    char *bounce;                /* pinned, two halves                                        */
+    hipEvent_t bounce_event[2];  /* the last copy out of each half                            */
+    uint32_t bounce_used;        /* bit: event was recorded                                   */
+};
+
+struct rfk_slot {
+    rfk_weight w;
+    uint32_t ready;
+};
+
+struct rf_table {
+    rf_dev *dev;
+    const rf_plan *plan;
+    rfk_slot *slots; /* [n_weights] */
+};
+
+/* Record a failure and return its code; the first one stays. */
+__attribute__((format(printf, 5, 6)))
+static rf_result rfk_fail(rf_error *err, rf_result code, int sys, uint64_t where, const char *format, ...) {
+    if (err && err->code == RF_OK) {
+        va_list args;
+        va_start(args, format);
+        vsnprintf(err->text, sizeof err->text, format, args);
+        va_end(args);
+        err->code = code;
+        err->sys = sys;
+        err->where = where;
+        for (char *c = err->text; *c; c++)
+            if (*c < 0x20 || *c > 0x7e) *c = '?';
+    }
+    return code;
+}
+
+/* 1 for failures after which the device takes no more work from this process. */
+static int rfk_is_fatal(hipError_t e) {
+    switch ((int)e) {
+    case 214: /* uncorrectable memory error */
+    case 700: /* illegal address            */
+    case 702: /* launch timeout             */
+    case 710: /* device-side assertion      */
+    case 719: /* launch failure             */
+    case 721: return 1;
+    default: return 0;
+    }
+}
+
+/* Judge a runtime call: `call` is its name, `object` what it was for. */
+static rf_result rfk_check(rf_dev *d, rf_error *err, hipError_t e, const char *call, const char *object, uint64_t where) {
+    if (e == hipSuccess) return RF_OK;
+    (void)hipGetLastError(); /* do not leave it to the program's own next check */
+    if (d && rfk_is_fatal(e)) __atomic_store_n(&d->lost, 1, __ATOMIC_RELAXED);
+    return rfk_fail(err, RF_ERR_DEVICE, (int)e, where, "%s: %s for %s failed: %s (%d, %s)", d ? d->info.name : "hip", call, object,
+                    hipGetErrorString(e), (int)e, hipGetErrorName(e));
+}
+
+/* The device is current while this lives. `error`: it could not be made so. */
+struct rfk_scope {
+    int before;
+    hipError_t error;
+    explicit rfk_scope(int index) : before(-1) {
+        error = hipGetDevice(&before);
+        if (error != hipSuccess) before = -1;
+        else if (before != index) error = hipSetDevice(index);
+        else before = -1; /* nothing to put back */
+    }
+    ~rfk_scope() {
+        if (before >= 0 && hipSetDevice(before) != hipSuccess) (void)hipSetDevice(before);
+    }
+    rfk_scope(const rfk_scope &) = delete;
+    rfk_scope &operator=(const rfk_scope &) = delete;
+};
+#define RFK_ENTER(d, err)                                                                                  \
+    rfk_scope scope((d)->index);                                                                           \
+    if (scope.error != hipSuccess) return rfk_check((d), (err), scope.error, "hipSetDevice", "the device", 0)
+
+static void *rfk_alloc(const rf_allocator *a, uint64_t n, uint64_t element_bytes, const char *what, rf_error *err) {
+    uint64_t bytes = n * element_bytes;
+    void *p = NULL;
+    if (element_bytes == 0 || n <= ((uint64_t)1 << 46) / element_bytes) {
+        size_t size = bytes ? (size_t)bytes : 1;
+        p = a->alloc_fn ? a->alloc_fn(size, a->user) : malloc(size);
+        if (p) memset(p, 0, size);
+    }
+    if (!p) rfk_fail(err, RF_ERR_MEMORY, 0, 0, "out of memory: %llu x %llu bytes for %s", (unsigned long long)n, (unsigned long long)element_bytes, what);
+    return p;
+}
+static void rfk_free(const rf_allocator *a, void *p) {
+    if (!p) return;
+    if (a->free_fn) a->free_fn(p, a->user);
+    else free(p);
+}
+
+/* ---- devices ---- */
+
+/* The name up to the first colon: "gfx90a:sramecc+:xnack-" is compiled for as gfx90a. */
+static void rfk_arch_name(const hipDeviceProp_t &p, char *out, size_t capacity) {
+#if defined(RFK_NVIDIA)
+    snprintf(out, capacity, "sm_%d%d", p.major, p.minor);
+#else
+    snprintf(out, capacity, "%.*s", (int)strcspn(p.gcnArchName, ":"), p.gcnArchName);
+#endif
+}
+
+/* Why there is no device, in words that help. */
+static void rfk_no_device(rf_device_info *out, hipError_t e) {
+    memset(out, 0, sizeof *out);
+    out->is_gpu = 1;
+    snprintf(out->name, sizeof out->name, "hip");
+    snprintf(out->text, sizeof out->text, "no GPU");
+#if defined(RFK_NVIDIA)
+    snprintf(out->note, sizeof out->note, "no usable NVIDIA GPU: %s", hipGetErrorString(e));
+#elif defined(ROCMFORGE_HIP_EMU)
+    snprintf(out->note, sizeof out->note, "no usable GPU: %s", hipGetErrorString(e));
+#else
+    if (access("/dev/kfd", F_OK) != 0)
+        snprintf(out->note, sizeof out->note, "no AMD GPU driver: /dev/kfd is missing (load the amdgpu kernel module)");
+    else if (access("/dev/kfd", R_OK | W_OK) != 0)
+        snprintf(out->note, sizeof out->note, "no permission on /dev/kfd: add the user to the groups render and video, then log in again");
+    else
+        snprintf(out->note, sizeof out->note, "no usable AMD GPU: %s", hipGetErrorString(e));
+#endif
+}
+
+static rf_result rfk_describe(int index, rf_device_info *out, rf_error *err) {
+    hipDeviceProp_t p;
+    memset(out, 0, sizeof *out);
+    snprintf(out->name, sizeof out->name, "hip:%d", index);
+    hipError_t e = hipGetDeviceProperties(&p, index);
+    if (e != hipSuccess) return rfk_check(NULL, err, e, "hipGetDeviceProperties", out->name, 0);
+    snprintf(out->text, sizeof out->text, "%.*s", (int)(sizeof out->text - 1), p.name);
+    rfk_arch_name(p, out->arch, sizeof out->arch);
+    out->is_gpu = 1;
+    out->wave_size = (uint32_t)p.warpSize;
+    out->compute_units = (uint32_t)p.multiProcessorCount;
+    out->total_bytes = p.totalGlobalMem;
+    out->usable = p.warpSize == 32 || p.warpSize == 64;
+    if (!out->usable) snprintf(out->note, sizeof out->note, "waves of %d lanes are not supported", p.warpSize);
+    else if (p.integrated) snprintf(out->note, sizeof out->note, "integrated GPU: shares the host's memory");
+    size_t free_bytes = 0, total_bytes = 0;
+    rfk_scope scope(index);
+    if (scope.error == hipSuccess && hipMemGetInfo(&free_bytes, &total_bytes) == hipSuccess) out->free_bytes = free_bytes;
+    return RF_OK;
+}
+
+static rf_result rfk_device_list(rf_device_info *out, uint32_t capacity, uint32_t *count, rf_error *err) {
+    int n = 0;
+    hipError_t e = hipGetDeviceCount(&n);
+    (void)err;
+    if (e != hipSuccess) (void)hipGetLastError();
+    if (e != hipSuccess || n <= 0) { /* not a failure of the call: the list says why */
+        *count = 1;
+        if (capacity) rfk_no_device(out, e);
+        return RF_OK;
+    }
+    *count = (uint32_t)n;
+    for (uint32_t i = 0; i < capacity && i < (uint32_t)n; i++) {
+        rf_error why;
+        memset(&why, 0, sizeof why);
+        if (rfk_describe((int)i, &out[i], &why) != RF_OK) snprintf(out[i].note, sizeof out[i].note, "%.150s", why.text);
+    }
+    return RF_OK;
+}
+
+static rf_result rfk_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err) {
+    RFK_ENTER(d, err);
+    *out = NULL;
+    rfk_pinned *p = (rfk_pinned *)rfk_alloc(&d->allocator, 1, sizeof *p, "pinned memory", err);
+    if (!p) return RF_ERR_MEMORY;
+    rf_result r = rfk_check(d, err, hipHostMalloc(&p->base, (size_t)(size_bytes ? size_bytes : 1), hipHostMallocPortable), "hipHostMalloc", "pinned memory", 0);
+    if (r != RF_OK) {
+        rfk_free(&d->allocator, p);
+        return r;
+    }
+    p->size_bytes = size_bytes;
+    pthread_mutex_lock(&d->lock);
+    p->next = d->pinned;
+    d->pinned = p;
+    pthread_mutex_unlock(&d->lock);
+    *out = p->base;
+    return RF_OK;
+}
+
+static void rfk_host_release(rf_dev *d, void *host) {
+    if (!host) return;
+    pthread_mutex_lock(&d->lock);
+    rfk_pinned **at = &d->pinned;
+    while (*at && (*at)->base != host) at = &(*at)->next;
+    rfk_pinned *p = *at;
+    if (p) *at = p->next;
+    pthread_mutex_unlock(&d->lock);
+    rfk_scope scope(d->index);
+    (void)hipHostFree(host);
+    rfk_free(&d->allocator, p);
+}
+
+static int rfk_is_pinned(rf_dev *d, const void *p, uint64_t n) {
+    int found = 0;
+    pthread_mutex_lock(&d->lock);
+    for (const rfk_pinned *i = d->pinned; i && !found; i = i->next) {
+        uintptr_t base = (uintptr_t)i->base, at = (uintptr_t)p;
+        found = at >= base && at - base <= i->size_bytes && n <= i->size_bytes - (at - base);
+    }
+    pthread_mutex_unlock(&d->lock);
+    return found;
+}
+
+static rf_result rfk_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err) {
+    RFK_ENTER(d, err);
+    char what[64];
+    memset(out, 0, sizeof *out);
+    snprintf(what, sizeof what, "%llu bytes of device memory", (unsigned long long)size_bytes);
+    rf_result r = rfk_check(d, err, hipMalloc(&out->base, (size_t)(size_bytes ? size_bytes : 1)), "hipMalloc", what, 0);
+    if (r == RF_OK) out->size_bytes = size_bytes;
+    else out->base = NULL;
+    return r;
+}
+
+static void rfk_mem_release(rf_dev *d, rf_mem *mem) {
+    rfk_scope scope(d->index);
+    if (mem->base) (void)hipFree(mem->base);
+    memset(mem, 0, sizeof *mem);
+}
+
+static rf_result rfk_device_info(rf_dev *d, rf_device_info *out, rf_error *err) {
+    *out = d->info;
+    out->lost = (uint32_t)__atomic_load_n(&d->lost, __ATOMIC_RELAXED);
+    out->free_bytes = 0;
+    RFK_ENTER(d, err);
+    size_t free_bytes = 0, total_bytes = 0;
+    rf_result r = rfk_check(d, err, hipMemGetInfo(&free_bytes, &total_bytes), "hipMemGetInfo", "device_info", 0);
+    if (r == RF_OK) out->free_bytes = free_bytes;
+    return r;
+}
+
+/* ---- queues and tickets ---- */
+
+static void rfk_queue_release(rf_queue *q) {
+    rf_dev *d = q->dev;
+    rfk_scope scope(d->index);
+    if (q->stream) {
+        (void)hipStreamSynchronize(q->stream);
+        (void)hipStreamDestroy(q->stream);
+    }
+    for (uint32_t i = 0; i < RFK_EVENTS; i++)
+        if (q->event[i]) (void)hipEventDestroy(q->event[i]);
+    for (int i = 0; i < 2; i++)
+        if (q->bounce_event[i]) (void)hipEventDestroy(q->bounce_event[i]);
+    if (q->bounce) (void)hipHostFree(q->bounce);
+    pthread_mutex_destroy(&q->submit);
+    pthread_mutex_destroy(&q->lock);
+    rfk_free(&d->allocator, q);
+}
+
+static rf_result rfk_queue_create(rf_dev *d, rf_queue **out, rf_error *err) {
+    RFK_ENTER(d, err);
+    *out = NULL;
+    rf_queue *q = (rf_queue *)rfk_alloc(&d->allocator, 1, sizeof *q, "a queue", err);
+    if (!q) return RF_ERR_MEMORY;
+    q->dev = d;
+    pthread_mutex_init(&q->submit, NULL); /* cannot fail with default attributes on Linux */
+    pthread_mutex_init(&q->lock, NULL);
+    void *bounce = NULL;
+    rf_result r = rfk_check(d, err, hipStreamCreateWithFlags(&q->stream, hipStreamNonBlocking), "hipStreamCreateWithFlags", "a queue", 0);
+    if (r == RF_OK) r = rfk_check(d, err, hipHostMalloc(&bounce, (size_t)(2 * RFK_BOUNCE_BYTES), hipHostMallocPortable), "hipHostMalloc", "a queue", 0);
+    q->bounce = (char *)bounce;
+    for (uint32_t i = 0; r == RF_OK && i < RFK_EVENTS + 2; i++) {
+        hipEvent_t *e = i < RFK_EVENTS ? &q->event[i] : &q->bounce_event[i - RFK_EVENTS];
+        r = rfk_check(d, err, hipEventCreateWithFlags(e, hipEventDisableTiming), "hipEventCreateWithFlags", "a queue", 0);
+    }
+    if (r != RF_OK) rfk_queue_release(q);
+    else *out = q;
+    return r;
+}
+
+/* The point behind everything added so far. Waits only if RFK_EVENTS tickets are outstanding. */
+static rf_result rfk_ticket_record(rf_queue *q, rf_ticket *ticket, rf_error *err) {
+    rf_result r = RF_OK;
+    if (!ticket) return RF_OK;
+    pthread_mutex_lock(&q->lock);
+    uint64_t value = q->issued + 1;
+    hipEvent_t event = q->event[value % RFK_EVENTS];
+    if (value > RFK_EVENTS && q->done < value - RFK_EVENTS) {
+        r = rfk_check(q->dev, err, hipEventSynchronize(event), "hipEventSynchronize", "a ticket", 0);
+        if (r == RF_OK) q->done = value - RFK_EVENTS;
+    }
+    if (r == RF_OK) r = rfk_check(q->dev, err, hipEventRecord(event, q->stream), "hipEventRecord", "a ticket", 0);
+    if (r == RF_OK) {
+        q->issued = value;
+        ticket->queue = q;
+        ticket->value = value;
+    }
+    pthread_mutex_unlock(&q->lock);
+    return r;
+}
+
+/* hipSuccess, hipErrorNotReady, or how the work failed. The event of an old ticket may stand for a later one by now:
+ * then the old one is known to be done. */
+static hipError_t rfk_ticket_query(const rf_ticket *ticket) {
+    rf_queue *q = ticket->queue;
+    hipError_t e = hipSuccess;
+    pthread_mutex_lock(&q->lock);
+    if (ticket->value > q->done) {
+        e = hipEventQuery(q->event[ticket->value % RFK_EVENTS]);
+        if (e == hipSuccess) q->done = ticket->value;
+    }
+    pthread_mutex_unlock(&q->lock);
+    if (e != hipSuccess) (void)hipGetLastError();
+    return e;
+}
+
+static int rfk_ticket_done(const rf_ticket *ticket) {
+    if (!ticket || !ticket->queue || ticket->value == 0) return 1;
+    rfk_scope scope(ticket->queue->dev->index);
+    return rfk_ticket_query(ticket) != hipErrorNotReady; /* failed work is done; ticket_wait says how */
+}
+
+static double rfk_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Asks without sleeping for 2 ms, a decode step's time, then every 50 us. */
+static rf_result rfk_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err) {
+    if (!ticket || !ticket->queue || ticket->value == 0) return RF_OK;
+    rf_dev *d = ticket->queue->dev;
+    RFK_ENTER(d, err);
+    double start = rfk_now();
+    for (;;) {
+        hipError_t e = rfk_ticket_query(ticket);
+        if (e != hipErrorNotReady) return rfk_check(d, err, e, "hipEventQuery", "work of a queue", 0);
+        double waited = rfk_now() - start;
+        if (waited * 1e3 > (double)timeout_ms)
+            return rfk_fail(err, RF_ERR_DEVICE, 0, 0, "%s: not finished after %u ms", d->info.name, timeout_ms);
+        if (waited > 2e-3) {
+            struct timespec nap = {0, 50000};
+            nanosleep(&nap, NULL);
+        }
+    }
+}
+
+static rf_result rfk_queue_after(rf_queue *q, const rf_ticket *ticket, rf_error *err) {
+    if (!ticket || !ticket->queue || ticket->value == 0 || ticket->queue == q) return RF_OK;
+    RFK_ENTER(q->dev, err);
+    rf_queue *other = ticket->queue;
+    rf_result r = RF_OK;
+    pthread_mutex_lock(&other->lock);
+    if (ticket->value > other->done)
+        r = rfk_check(q->dev, err, hipStreamWaitEvent(q->stream, other->event[ticket->value % RFK_EVENTS], 0), "hipStreamWaitEvent", "queue_after", 0);
+    pthread_mutex_unlock(&other->lock);
+    return r;
+}
+
+/* ---- copies ---- */
+
+/* After a failure nothing of the call may still be running when the caller frees its memory. */
+static rf_result rfk_settle(rf_queue *q, rf_result r) {
+    if (r != RF_OK) {
+        (void)hipStreamSynchronize(q->stream);
+        (void)hipGetLastError();
+    }
+    return r;
+}
+
+/* The bounce half i is free again. */
+static rf_result rfk_bounce_wait(rf_queue *q, uint32_t i, rf_error *err) {
+    if (!(q->bounce_used >> i & 1)) return RF_OK;
+    return rfk_check(q->dev, err, hipEventSynchronize(q->bounce_event[i]), "hipEventSynchronize", "staging", 0);
+}
+static rf_result rfk_bounce_record(rf_queue *q, uint32_t i, rf_error *err) {
+    rf_result r = rfk_check(q->dev, err, hipEventRecord(q->bounce_event[i], q->stream), "hipEventRecord", "staging", 0);
+    if (r == RF_OK) q->bounce_used |= 1u << i;
+    return r;
+}
+
+/* Host to device. src that is not pinned is copied before the call returns. Requires q->submit. */
+static rf_result rfk_copy_in(rf_queue *q, char *dst, const void *src, uint64_t n, const char *what, rf_error *err) {
+    if (rfk_is_pinned(q->dev, src, n))
+        return rfk_check(q->dev, err, hipMemcpyAsync(dst, src, (size_t)n, hipMemcpyHostToDevice, q->stream), "hipMemcpyAsync", what, 0);
+    rf_result r = RF_OK;
+    uint32_t half = 0;
+    for (uint64_t at = 0; r == RF_OK && at < n; at += RFK_BOUNCE_BYTES, half ^= 1) {
+        size_t bytes = (size_t)(n - at < RFK_BOUNCE_BYTES ? n - at : RFK_BOUNCE_BYTES);
+        char *stage = q->bounce + half * RFK_BOUNCE_BYTES;
+        r = rfk_bounce_wait(q, half, err);
+        if (r != RF_OK) break;
+        memcpy(stage, (const char *)src + at, bytes);
+        r = rfk_check(q->dev, err, hipMemcpyAsync(dst + at, stage, bytes, hipMemcpyHostToDevice, q->stream), "hipMemcpyAsync", what, 0);
+        if (r == RF_OK) r = rfk_bounce_record(q, half, err);
+    }
+    return r;
+}
+
+static rf_result rfk_range(const rf_mem *mem, uint64_t offset, uint64_t n, const char *what, rf_error *err) {
+    if (offset <= mem->size_bytes && n <= mem->size_bytes - offset) return RF_OK;
+    return rfk_fail(err, RF_ERR_ARGUMENT, 0, offset, "hip: %s of %llu bytes at %llu, the block has %llu", what, (unsigned long long)n,
+                    (unsigned long long)offset, (unsigned long long)mem->size_bytes);
+}
+
+static void rfk_no_ticket(rf_ticket *ticket) {
+    if (ticket) memset(ticket, 0, sizeof *ticket);
+}
+
+static rf_result rfk_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n, rf_ticket *ticket, rf_error *err) {
+    rfk_no_ticket(ticket);
+    rf_result r = rfk_range(dst, offset, n, "mem_write", err);
+    if (r != RF_OK || n == 0) return r;
+    RFK_ENTER(q->dev, err);
+    pthread_mutex_lock(&q->submit);
+    r = rfk_copy_in(q, (char *)dst->base + offset, src, n, "mem_write", err);
+    if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
+    r = rfk_settle(q, r);
+    pthread_mutex_unlock(&q->submit);
+    return r;
+}
+
+static rf_result rfk_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n, rf_ticket *ticket, rf_error *err) {
+    rfk_no_ticket(ticket);
+    rf_result r = rfk_range(src, offset, n, "mem_read", err);
+    if (r != RF_OK || n == 0) return r;
+    RFK_ENTER(q->dev, err);
+    const char *from = (const char *)src->base + offset;
+    pthread_mutex_lock(&q->submit);
+    if (rfk_is_pinned(q->dev, dst, n)) {
+        r = rfk_check(q->dev, err, hipMemcpyAsync(dst, from, (size_t)n, hipMemcpyDeviceToHost, q->stream), "hipMemcpyAsync", "mem_read", 0);
+        if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
+    } else { /* finished when the call returns */
+        for (int i = 0; r == RF_OK && i < 2; i++) r = rfk_bounce_wait(q, (uint32_t)i, err);
+        for (uint64_t at = 0; r == RF_OK && at < n; at += RFK_BOUNCE_BYTES) {
+            size_t bytes = (size_t)(n - at < RFK_BOUNCE_BYTES ? n - at : RFK_BOUNCE_BYTES);
+            r = rfk_check(q->dev, err, hipMemcpyAsync(q->bounce, from + at, bytes, hipMemcpyDeviceToHost, q->stream), "hipMemcpyAsync", "mem_read", 0);
+            if (r == RF_OK) r = rfk_check(q->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "mem_read", 0);
+            if (r == RF_OK) memcpy((char *)dst + at, q->bounce, bytes);
+        }
+    }
+    r = rfk_settle(q, r);
+    pthread_mutex_unlock(&q->submit);
+    return r;
+}
+
+static rf_result rfk_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src, uint64_t src_offset, uint64_t n,
+                              rf_ticket *ticket, rf_error *err) {
+    rfk_no_ticket(ticket);
+    rf_result r = rfk_range(dst, dst_offset, n, "mem_copy", err);
+    if (r == RF_OK) r = rfk_range(src, src_offset, n, "mem_copy", err);
+    if (r != RF_OK || n == 0) return r;
+    RFK_ENTER(q->dev, err);
+    pthread_mutex_lock(&q->submit);
+    r = rfk_check(q->dev, err, hipMemcpyAsync((char *)dst->base + dst_offset, (const char *)src->base + src_offset, (size_t)n,
+                                              hipMemcpyDeviceToDevice, q->stream), "hipMemcpyAsync", "mem_copy", 0);
+    if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
+    r = rfk_settle(q, r);
+    pthread_mutex_unlock(&q->submit);
+    return r;
+}
+
+static rf_result rfk_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n, rf_ticket *ticket, rf_error *err) {
+    rfk_no_ticket(ticket);
+    rf_result r = rfk_range(dst, offset, n, "mem_fill", err);
+    if (r != RF_OK || n == 0) return r;
+    RFK_ENTER(q->dev, err);
+    pthread_mutex_lock(&q->submit);
+    r = rfk_check(q->dev, err, hipMemsetAsync((char *)dst->base + offset, value, (size_t)n, q->stream), "hipMemsetAsync", "mem_fill", 0);
+    if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
+    r = rfk_settle(q, r);
+    pthread_mutex_unlock(&q->submit);
+    return r;
+}
+
+/* ---- opening ---- */
+
+static void rfk_device_close(rf_dev *d) {
+    rf_allocator allocator = d->allocator;
+    pthread_mutex_destroy(&d->lock);
+    rfk_free(&allocator, d);
+}
+
+/* Launch the probe. A GPU that the file was not compiled for is told from a broken one. */
+static rf_result rfk_launch_probe(rf_queue *q, const rf_mem *mem, rf_error *err) {
+    rf_dev *d = q->dev;
+    hipError_t e = rfk_launch(rfk_probe, dim3(1), dim3(32), q->stream, (uint32_t *)mem->base);
+    int code = (int)e;
+    if (code != 98 && code != 200 && code != 209 && code != 222 && code != 301) /* no code, or none for this GPU */
+        return rfk_check(d, err, e, "hipLaunchKernel", "a probe", 0);
+    (void)hipGetLastError();
+#if defined(RFK_NVIDIA)
+    const char *option = "-arch=";
+#else
+    const char *option = "--offload-arch=";
+#endif
+    return rfk_fail(err, RF_ERR_DEVICE, code, 0, "%s is a %s (%s), which rocmforge_kernels.hip was not compiled for: compile it with %s%s (%s)",
+                    d->info.name, d->info.arch, d->info.text, option, d->info.arch, hipGetErrorName(e));
+}
+
+static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
+    rf_queue *q = NULL;
+    rf_mem mem;
+    uint32_t found[32];
+    rf_ticket ticket;
+    memset(found, 0, sizeof found);
+    memset(&mem, 0, sizeof mem);
+    RFK_ENTER(d, err);
+    rf_result r = rfk_queue_create(d, &q, err);
+    if (r != RF_OK) return r;
+    r = rfk_mem_create(d, sizeof found, &mem, err);
+    if (r == RF_OK) r = rfk_launch_probe(q, &mem, err);
+    if (r == RF_OK) r = rfk_mem_read(q, &mem, 0, found, sizeof found, &ticket, err);
+    for (uint32_t i = 0; r == RF_OK && i < 32; i++)
+        if (found[i] != i * 3 + 7)
+            r = rfk_fail(err, RF_ERR_DEVICE, 0, 0, "%s: a probe kernel ran and gave wrong values (%s: driver or kernels file)", d->info.name, d->info.arch);
+    rfk_queue_release(q);
+    rfk_mem_release(d, &mem);
+    return r;
+}
+
+static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_dev **out, rf_error *err) {
+    int n = 0;
+    *out = NULL;
+    hipError_t e = hipGetDeviceCount(&n);
+    if (e != hipSuccess || n <= 0) {
+        rf_device_info why;
+        (void)hipGetLastError();
+        rfk_no_device(&why, e);
+        return rfk_fail(err, RF_ERR_DEVICE, (int)e, 0, "hip: %s", why.note);
+    }
+    if (index >= (uint32_t)n) return rfk_fail(err, RF_ERR_NOT_FOUND, 0, index, "hip:%u: there are %d devices", index, n);
+    rf_allocator allocator;
+    memset(&allocator, 0, sizeof allocator);
+    if (desc) allocator = desc->allocator;
+    rf_dev *d = (rf_dev *)rfk_alloc(&allocator, 1, sizeof *d, "a device", err);
+    if (!d) return RF_ERR_MEMORY;
+    d->allocator = allocator;
+    d->index = (int)index;
+    pthread_mutex_init(&d->lock, NULL);
+    rf_result r = rfk_describe(d->index, &d->info, err);
+    d->wave = d->info.wave_size;
+    if (r == RF_OK && !d->info.usable) r = rfk_fail(err, RF_ERR_UNSUPPORTED, 0, 0, "%s: %s", d->info.name, d->info.note);
+    if (r == RF_OK) r = rfk_run_probe(d, err);
+    if (r != RF_OK) rfk_device_close(d);
+    else *out = d;
+    return r;
+}
+
+/* ---- weights ---- */
+
+static void rfk_block_of(uint32_t type, uint32_t *elements, uint32_t *bytes) {
+    *elements = *bytes = 0;
+#define RFK_BLOCK_CASE(NAME, id, text, n, size, runs) \
+    if (type == id) *elements = n, *bytes = size;
+    RF_TYPE_TABLE(RFK_BLOCK_CASE)
+#undef RFK_BLOCK_CASE
+}
+
+static const char *rfk_type_name(uint32_t type) {
+    const char *name = "?";
+#define RFK_NAME_CASE(NAME, id, text, n, size, runs) \
+    if (type == id) name = text;
+    RF_TYPE_TABLE(RFK_NAME_CASE)
+#undef RFK_NAME_CASE
+    return name;
+}
+
+static int rfk_is_float_type(uint32_t type) { return type == RF_TYPE_F32 || type == RF_TYPE_F16 || type == RF_TYPE_BF16; }
+static int rfk_runs(uint32_t type) {
+    return rfk_is_float_type(type) || type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || rfk_packing_of(type).n_planes > 0;
+}
+
+static uint64_t rfk_row_bytes(const rf_plan_weight *w) {
+    uint32_t elements, bytes;
+    rfk_block_of(w->type, &elements, &bytes);
+    return elements ? (uint64_t)(w->n_in / elements) * bytes : 0;
+}
+
+static rf_result rfk_table_create(rf_dev *d, const rf_plan *plan, rf_table **out, rf_error *err) {
+    *out = NULL;
+    rf_table *t = (rf_table *)rfk_alloc(&d->allocator, 1, sizeof *t, "a weight table", err);
+    rfk_slot *slots = t ? (rfk_slot *)rfk_alloc(&d->allocator, plan->n_weights, sizeof *slots, "a weight table", err) : NULL;
+    if (!slots) {
+        rfk_free(&d->allocator, t);
+        return RF_ERR_MEMORY;
+    }
+    t->dev = d;
+    t->plan = plan;
+    t->slots = slots;
+    *out = t;
+    return RF_OK;
+}
+
+static void rfk_table_release(rf_table *t) {
+    rf_allocator allocator = t->dev->allocator;
+    rfk_free(&allocator, t->slots);
+    rfk_free(&allocator, t);
+}
+
+static rf_weight_layout rfk_weight_layout(rf_dev *d, const rf_plan_weight *w) {
+    rf_weight_layout layout;
+    uint64_t row_bytes = rfk_row_bytes(w), bytes = row_bytes * w->n_rows;
+    (void)d;
+    memset(&layout, 0, sizeof layout);
+    layout.size_bytes = bytes;
+    layout.align = 256;
+    if (rfk_packing_of(w->type).n_planes) {
+        uint64_t scratch = RFK_REPACK_BYTES > row_bytes ? RFK_REPACK_BYTES : row_bytes;
+        layout.scratch_bytes = scratch < bytes ? scratch : bytes;
+    }
+    return layout;
+}
+
+/* Where the planes of a whole weight begin. */
+static rfk_weight rfk_planes(const rf_plan_weight *w, uint8_t *base) {
+    rfk_packing packing = rfk_packing_of(w->type);
+    rfk_weight out;
+    uint32_t elements, bytes;
+    rfk_block_of(w->type, &elements, &bytes);
+    uint64_t n_blocks = (uint64_t)w->n_rows * (w->n_in / elements), at = 0;
+    memset(&out, 0, sizeof out);
+    out.plane[0] = base;
+    for (uint32_t i = 0; i < packing.n_planes; i++) {
+        out.plane[i] = base + at;
+        at += n_blocks * packing.bytes[i];
+    }
+    return out;
+}
+
+/* Rows to scratch, and from there to their planes, as many at a time as scratch holds. Requires q->submit. */
+static rf_result rfk_write_repacked(rf_queue *q, const rf_plan_weight *w, uint8_t *base, const rf_mem *scratch, uint32_t row0, uint32_t n_rows,
+                                    const char *src, rf_error *err) {
+    uint32_t elements, block_bytes;
+    rfk_block_of(w->type, &elements, &block_bytes);
+    uint64_t row_bytes = rfk_row_bytes(w), step = scratch->size_bytes / row_bytes;
+    rfk_weight planes = rfk_planes(w, base);
+    rf_result r = RF_OK;
+    for (uint64_t row = 0; r == RF_OK && row < n_rows; row += step) {
+        uint64_t n = n_rows - row < step ? n_rows - row : step;
+        r = rfk_copy_in(q, (char *)scratch->base, src + row * row_bytes, n * row_bytes, w->name, err);
+        if (r != RF_OK) break;
+        rfk_repack_args a;
+        memset(&a, 0, sizeof a);
+        a.packing = rfk_packing_of(w->type);
+        a.src = (const uint8_t *)scratch->base;
+        for (int i = 0; i < 4; i++) a.plane[i] = const_cast<uint8_t *>(planes.plane[i]);
+        a.first = (row0 + row) * (w->n_in / elements);
+        a.n_halfwords = n * row_bytes / 2;
+        a.block_bytes = block_bytes;
+        r = rfk_check(q->dev, err, rfk_launch(rfk_repack, dim3(rfk_ceil_div(a.n_halfwords, RFK_BLOCK)), dim3(RFK_BLOCK), q->stream, a),
+                      "hipLaunchKernel", w->name, 0);
+    }
+    return r;
+}
+
+static rf_result rfk_weight_write(rf_table *t, rf_queue *q, uint32_t slot, const rf_mem *mem, uint64_t offset, const rf_mem *scratch,
+                                  uint32_t row0, uint32_t n_rows, const void *src, rf_ticket *ticket, rf_error *err) {
+    rfk_no_ticket(ticket);
+    if (slot >= t->plan->n_weights) return rfk_fail(err, RF_ERR_ARGUMENT, 0, slot, "hip: weight slot %u of %u", slot, t->plan->n_weights);
+    const rf_plan_weight *w = &t->plan->weights[slot];
+    uint64_t row_bytes = rfk_row_bytes(w);
+    int repack = rfk_packing_of(w->type).n_planes > 0;
+    if (!rfk_runs(w->type)) return rfk_fail(err, RF_ERR_UNSUPPORTED, 0, slot, "hip: %s: type %s does not run on this device", w->name, rfk_type_name(w->type));
+    if (!mem || !mem->base || !src || n_rows == 0 || row0 >= w->n_rows || n_rows > w->n_rows - row0 || offset % 256 != 0 ||
+        (repack && (!scratch || !scratch->base || scratch->size_bytes < row_bytes)))
+        return rfk_fail(err, RF_ERR_ARGUMENT, 0, slot, "hip: %s: bad write of rows %u + %u at %llu", w->name, row0, n_rows, (unsigned long long)offset);
+    rf_result r = rfk_range(mem, offset, row_bytes * w->n_rows, w->name, err);
+    if (r != RF_OK) return r;
+    RFK_ENTER(q->dev, err);
+    uint8_t *base = (uint8_t *)mem->base + offset;
+    pthread_mutex_lock(&q->submit);
+    if (repack) r = rfk_write_repacked(q, w, base, scratch, row0, n_rows, (const char *)src, err);
+    else r = rfk_copy_in(q, (char *)base + row0 * row_bytes, src, n_rows * row_bytes, w->name, err);
+    if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
+    r = rfk_settle(q, r);
+    pthread_mutex_unlock(&q->submit);
+    if (r == RF_OK && row0 + n_rows == w->n_rows) {
+        t->slots[slot].w = rfk_planes(w, base);
+        t->slots[slot].ready = 1;
+    }
+    return r;
+}
+
+static void rfk_weight_clear(rf_table *t, uint32_t slot) { memset(&t->slots[slot], 0, sizeof t->slots[slot]); }
+
+/* ==== 7 Plan ================================================================================================ >>plan
+ * A plan bound to a session's memory, and its launches. Everything that ops need beside the session's buffers (the
+ * step's values, rope tables, quantized inputs, the splits of attention) is one allocation made when it is prepared. */
+
+#define RFK_FEW_COLS 8u   /* matvec up to here, tiles beyond            */
+#define RFK_SPLIT_ROWS 8u /* steps up to here split attention           */
+#define RFK_MAX_SPLITS 64u
+#define RFK_SPLIT_CELLS 256u
+
+/* An op with its pointers; those of logits buffers are of row 0. */
+struct rfk_bound {
+    float *in, *in2, *out;
+    uint32_t in_stride, in2_stride, out_stride;
+    char *k, *v;       /* of its state */
+    uint32_t quantize; /* its input must be quantized: no op before it in the segment has left it so */
+};
+
+struct rf_prepared {
+    rf_dev *dev;
+    rf_table *table;
+    const rf_plan *plan;
+    uint32_t n_ctx, n_seq, n_batch, n_logits, cache_type;
+    rfk_bound *ops;
+    uint32_t *segments; /* [n_segments + 1] first op of each */
+    uint32_t n_segments;
+    void *memory;       /* on the device; below are its parts */
+    rf_step_row *rows;
+    uint32_t *logit_rows;
+    float *tables;
+    int *q;
+    rfk_group *group;
+    float *part;
+    uint32_t split_cells, max_splits;
+    /* the step whose values are in rows and logit_rows, written through `written_by`; host copies */
+    rf_queue *written_by;
+    uint32_t n_rows, n_row_logits;
+    rf_step_row *host_rows;
+    uint32_t *host_logit_rows;
+    hipEvent_t *events; /* [2 * n_ops] while timing: before and after each op */
+    uint8_t *timed;     /* [n_ops] 1: recorded */
+};
+
+static const char *rfk_op_name(uint32_t kind) {
+    static const char *const names[] = {"embed", "rms_norm", "matmul", "rope", "kv_store", "attention", "glu", "gather"};
+    return kind < RF_OP_KIND_COUNT ? names[kind] : "?";
+}
+
+/* ---- checks ---- */
+
+static rf_result rfk_bad_op(const rf_plan *plan, const rf_op *op, rf_result code, const char *why, rf_error *err) {
+    uint32_t i = (uint32_t)(op - plan->ops);
+    return rfk_fail(err, code, 0, i, "hip: op %u (%s%s%s): %s", i, rfk_op_name(op->kind), op->weight < plan->n_weights ? " " : "",
+                    op->weight < plan->n_weights ? plan->weights[op->weight].name : "", why);
+}
+
+static int rfk_fits(const rf_plan *plan, uint32_t buffer, uint32_t rows, uint64_t width) {
+    return buffer < plan->n_buffers && plan->buffers[buffer].rows == rows && width > 0 && width <= plan->buffers[buffer].width;
+}
+
+static int rfk_is_vector(const rf_plan *plan, uint32_t slot, uint64_t n) {
+    return slot < plan->n_weights && rfk_is_float_type(plan->weights[slot].type) && n <= (uint64_t)plan->weights[slot].n_in * plan->weights[slot].n_rows;
+}
+
+/* What is wrong with an op's weights; NULL if nothing is. */
+static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
+    if (op->kind == RF_OP_RMS_NORM) return rfk_is_vector(plan, op->weight, op->n_in) ? NULL : "its weight is no vector of f32, f16 or bf16 that long";
+    if (op->kind == RF_OP_ROPE) return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_rot / 2) ? NULL : "its factors are no such vector";
+    if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EMBED) return NULL;
+    if (op->weight >= plan->n_weights) return "it has no weight";
+    const rf_plan_weight *w = &plan->weights[op->weight];
+    uint32_t elements, bytes;
+    if (!rfk_runs(w->type)) return "the weight's type does not run on this device";
+    rfk_block_of(w->type, &elements, &bytes);
+    if (w->n_in == 0 || w->n_in % elements) return "the weight's rows are no whole blocks";
+    if (op->kind == RF_OP_EMBED) return w->n_in == op->n_out && op->weight_row < w->n_rows ? NULL : "the weight has another shape";
+    if (w->n_in != op->n_in || op->weight_row > w->n_rows || op->n_out > w->n_rows - op->weight_row) return "the weight has another shape";
+    if (op->extra != RF_NONE && !rfk_is_vector(plan, op->extra, (uint64_t)op->extra_at + op->n_out)) return "its bias is no such vector";
+    return NULL;
+}
+
+static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err) {
+    const uint32_t rows = op->rows, tokens = RF_ROWS_TOKENS;
+    const rf_plan_state *s = op->state < plan->n_states ? &plan->states[op->state] : NULL;
+    int ok = 0;
+    (void)d;
+    if (op->kind >= RF_OP_KIND_COUNT) return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "no such op on this device", err);
+    switch (op->kind) {
+    case RF_OP_EMBED: ok = rows == tokens && rfk_fits(plan, op->out, tokens, op->n_out); break;
+    case RF_OP_RMS_NORM:
+        ok = rfk_fits(plan, op->in, rows, (uint64_t)op->n_heads * op->n_in) && rfk_fits(plan, op->out, rows, (uint64_t)op->n_heads * op->n_in);
+        break;
+    case RF_OP_MATMUL: ok = rfk_fits(plan, op->in, rows, op->n_in) && rfk_fits(plan, op->out, rows, op->n_out); break;
+    case RF_OP_ROPE:
+        ok = rows == tokens && rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * op->head_dim) && op->n_rot % 2 == 0 &&
+             op->n_rot <= op->head_dim && op->n_rot / 2 <= plan->n_tables && op->table <= plan->n_tables - op->n_rot / 2;
+        break;
+    case RF_OP_KV_STORE:
+        ok = rows == tokens && rfk_fits(plan, op->in, tokens, (uint64_t)op->n_kv_heads * op->head_dim) &&
+             rfk_fits(plan, op->in2, tokens, (uint64_t)op->n_kv_heads * op->head_dim_v);
+        break;
+    case RF_OP_ATTENTION:
+        ok = rows == tokens && op->n_kv_heads > 0 && op->n_heads % op->n_kv_heads == 0 &&
+             rfk_fits(plan, op->in, tokens, (uint64_t)op->n_heads * op->head_dim) && rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * op->head_dim_v);
+        if (ok && (op->head_dim > RFK_MAX_HEAD || op->head_dim_v > RFK_MAX_HEAD))
+            return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "heads of more than 256 values", err);
+        break;
+    case RF_OP_GLU: ok = rfk_fits(plan, op->in, rows, op->n_out) && rfk_fits(plan, op->in2, rows, op->n_out) && rfk_fits(plan, op->out, rows, op->n_out); break;
+    case RF_OP_GATHER: ok = rfk_fits(plan, op->in, tokens, op->n_out) && rfk_fits(plan, op->out, RF_ROWS_LOGITS, op->n_out); break;
+    default: break;
+    }
+    if (op->kind == RF_OP_KV_STORE || op->kind == RF_OP_ATTENTION)
+        ok = ok && s && s->n_kv_heads == op->n_kv_heads && s->head_dim == op->head_dim && s->head_dim_v == op->head_dim_v;
+    if (!ok) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its buffers, heads or state do not fit", err);
+    const char *why = rfk_check_weights(plan, op);
+    return why ? rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, why, err) : RF_OK;
+}
+
+/* ---- preparing ---- */
+
+static uint64_t rfk_align(uint64_t n) { return (n + 255) & ~(uint64_t)255; }
+
+/* Point an op at the session's memory; the buffers must lie inside it. */
+static rf_result rfk_bind_op(rf_prepared *p, const rf_plan_bind *bind, uint32_t i, rf_error *err) {
+    const rf_plan *plan = p->plan;
+    const rf_op *op = &plan->ops[i];
+    const uint32_t ids[3] = {op->in, op->in2, op->out};
+    float **at[3] = {&p->ops[i].in, &p->ops[i].in2, &p->ops[i].out};
+    uint32_t *stride[3] = {&p->ops[i].in_stride, &p->ops[i].in2_stride, &p->ops[i].out_stride};
+    for (int k = 0; k < 3; k++) {
+        if (ids[k] >= plan->n_buffers) continue;
+        const rf_plan_buffer *b = &plan->buffers[ids[k]];
+        uint64_t rows = b->rows == RF_ROWS_LOGITS ? bind->n_logits : bind->n_batch, offset = bind->buffer_offset[ids[k]];
+        if (offset % 256 != 0 || rfk_range(&bind->scratch, offset, rows * b->width * 4, "a buffer", NULL) != RF_OK)
+            return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "a buffer does not lie in the session's memory", err);
+        *at[k] = (float *)(void *)((char *)bind->scratch.base + offset);
+        *stride[k] = b->width;
+    }
+    if (op->state >= plan->n_states) return RF_OK;
+    const rf_plan_state *s = &plan->states[op->state];
+    uint64_t cells = (uint64_t)bind->n_seq * s->n_kv_heads * bind->n_ctx, bytes = bind->cache_type == RF_CACHE_F32 ? 4 : 2;
+    uint64_t offset = bind->state_offset[op->state], k_bytes = rfk_align(cells * s->head_dim * bytes);
+    if (offset % RF_STATE_ALIGN != 0 || rfk_range(&bind->state, offset, k_bytes + cells * s->head_dim_v * bytes, "a state", NULL) != RF_OK)
+        return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its state does not lie in the session's memory", err);
+    p->ops[i].k = (char *)bind->state.base + offset;
+    p->ops[i].v = p->ops[i].k + k_bytes;
+    return RF_OK;
+}
+
+/* Segments: ops of one layer. Within one, an input that several matmuls share is quantized once. */
+static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
+    uint32_t held = RF_NONE; /* buffer whose values q holds */
+    for (uint32_t i = 0; i < p->plan->n_ops; i++) {
+        const rf_op *op = &p->plan->ops[i];
+        if (i == 0 || op->layer != p->plan->ops[i - 1].layer) {
+            segment_ops[p->n_segments] = i;
+            p->segments[p->n_segments++] = i;
+            held = RF_NONE;
+        }
+        if (op->kind == RF_OP_MATMUL && !rfk_is_float_type(p->plan->weights[op->weight].type)) {
+            p->ops[i].quantize = held != op->in || i == 0 || p->plan->ops[i - 1].rows != op->rows;
+            held = op->in;
+        }
+        if (op->out == held) held = RF_NONE;
+    }
+    p->segments[p->n_segments] = p->plan->n_ops;
+}
+
+/* The one allocation of a prepared plan, and rope's tables into it. */
+static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
+    const rf_plan *plan = p->plan;
+    uint64_t rows = p->n_batch > p->n_logits ? p->n_batch : p->n_logits, widest = 0, heads = 0, dim = 0;
+    for (uint32_t i = 0; i < plan->n_ops; i++) {
+        const rf_op *op = &plan->ops[i];
+        if (op->kind == RF_OP_MATMUL && !rfk_is_float_type(plan->weights[op->weight].type) && op->n_in > widest) widest = op->n_in;
+        if (op->kind == RF_OP_ATTENTION && op->n_heads > heads) heads = op->n_heads;
+        if (op->kind == RF_OP_ATTENTION && op->head_dim_v > dim) dim = op->head_dim_v;
+    }
+    p->split_cells = rfk_ceil_div(rfk_ceil_div(p->n_ctx, RFK_MAX_SPLITS), RFK_CELLS) * RFK_CELLS;
+    if (p->split_cells < RFK_SPLIT_CELLS) p->split_cells = RFK_SPLIT_CELLS;
+    p->max_splits = rfk_ceil_div(p->n_ctx, p->split_cells);
+    uint64_t split_rows = p->n_batch < RFK_SPLIT_ROWS ? p->n_batch : RFK_SPLIT_ROWS;
+    const uint64_t bytes[6] = {rfk_align(p->n_batch * sizeof(rf_step_row)), rfk_align(p->n_logits * sizeof(uint32_t)),
+                               rfk_align(plan->n_tables * sizeof(float)), rfk_align(rows * widest),
+                               rfk_align(rows * (widest / 32) * sizeof(rfk_group)),
+                               p->max_splits > 1 ? rfk_align(split_rows * heads * p->max_splits * (dim + 2) * sizeof(float)) : 0};
+    uint64_t total = 256;
+    char *part[6];
+    for (int i = 0; i < 6; i++) total += bytes[i];
+    rf_result r = rfk_check(p->dev, err, hipMalloc(&p->memory, (size_t)total), "hipMalloc", "a prepared plan", 0);
+    if (r != RF_OK) {
+        p->memory = NULL;
+        return r;
+    }
+    part[0] = (char *)p->memory;
+    for (int i = 1; i < 6; i++) part[i] = part[i - 1] + bytes[i - 1];
+    p->rows = (rf_step_row *)(void *)part[0];
+    p->logit_rows = (uint32_t *)(void *)part[1];
+    p->tables = (float *)(void *)part[2];
+    p->q = (int *)(void *)part[3];
+    p->group = (rfk_group *)(void *)part[4];
+    p->part = (float *)(void *)part[5];
+    if (plan->n_tables == 0) return RF_OK;
+    rf_queue *q = NULL;
+    rf_ticket ticket;
+    rf_mem mem = {p->tables, bytes[2]};
+    r = rfk_queue_create(p->dev, &q, err);
+    if (r != RF_OK) return r;
+    r = rfk_mem_write(q, &mem, 0, plan->tables, plan->n_tables * sizeof(float), &ticket, err);
+    if (r == RF_OK) r = rfk_check(p->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "rope tables", 0);
+    rfk_queue_release(q);
+    return r;
+}
+
+static void rfk_stop_timing(rf_prepared *p) {
+    for (uint32_t i = 0; p->events && i < 2 * p->plan->n_ops; i++)
+        if (p->events[i]) (void)hipEventDestroy(p->events[i]);
+    rfk_free(&p->dev->allocator, p->events);
+    rfk_free(&p->dev->allocator, p->timed);
+    p->events = NULL;
+    p->timed = NULL;
+}
+
+static void rfk_plan_release(rf_prepared *p) {
+    rf_dev *d = p->dev;
+    rfk_scope scope(d->index);
+    rfk_stop_timing(p);
+    if (p->memory) (void)hipFree(p->memory);
+    rfk_free(&d->allocator, p->ops);
+    rfk_free(&d->allocator, p->segments);
+    rfk_free(&d->allocator, p->host_rows);
+    rfk_free(&d->allocator, p->host_logit_rows);
+    rfk_free(&d->allocator, p);
+}
+
+static rf_result rfk_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops, uint32_t *n_segments, rf_prepared **out, rf_error *err) {
+    const rf_plan *plan = bind->plan;
+    rf_result r = RF_OK;
+    *out = NULL;
+    if (bind->n_ctx == 0 || bind->n_seq == 0 || bind->n_batch == 0 || bind->n_batch > 65535 || bind->n_logits > 65535)
+        return rfk_fail(err, RF_ERR_ARGUMENT, 0, 0, "hip: %u sequences of %u cells, %u rows, %u logits: at most 65535 rows of a step, at least 1 of each",
+                        bind->n_seq, bind->n_ctx, bind->n_batch, bind->n_logits);
+    for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) r = rfk_op_supported(d, plan, &plan->ops[i], err);
+    if (r != RF_OK) return r;
+    RFK_ENTER(d, err);
+    rf_prepared *p = (rf_prepared *)rfk_alloc(&d->allocator, 1, sizeof *p, "a prepared plan", err);
+    if (!p) return RF_ERR_MEMORY;
+    p->dev = d;
+    p->table = bind->table;
+    p->plan = plan;
+    p->n_ctx = bind->n_ctx;
+    p->n_seq = bind->n_seq;
+    p->n_batch = bind->n_batch;
+    p->n_logits = bind->n_logits;
+    p->cache_type = bind->cache_type;
+    p->ops = (rfk_bound *)rfk_alloc(&d->allocator, plan->n_ops, sizeof *p->ops, "a prepared plan", err);
+    p->segments = (uint32_t *)rfk_alloc(&d->allocator, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
+    p->host_rows = (rf_step_row *)rfk_alloc(&d->allocator, p->n_batch, sizeof *p->host_rows, "a step's rows", err);
+    p->host_logit_rows = (uint32_t *)rfk_alloc(&d->allocator, p->n_logits, sizeof *p->host_logit_rows, "a step's logits", err);
+    if (!p->ops || !p->segments || !p->host_rows || !p->host_logit_rows) r = RF_ERR_MEMORY;
+    for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) r = rfk_bind_op(p, bind, i, err);
+    if (r == RF_OK) r = rfk_prepare_memory(p, err);
+    if (r != RF_OK) {
+        rfk_plan_release(p);
+        return r;
+    }
+    rfk_make_segments(p, segment_ops);
+    *n_segments = p->n_segments;
+    *out = p;
+    return RF_OK;
+}
+
+/* ---- launches ---- */
+
+/* One op being launched. */
+struct rfk_launching {
+    rf_prepared *p;
+    rf_queue *q;
+    const rf_step *step;
+    rf_error *err;
+    const rf_op *op;
+    uint32_t index, n_rows;
+    rfk_bound b; /* logits buffers already at the step's first row */
+};
+
+#if defined(RFK_NVIDIA)
+#define RFK_BY_WAVE(l, k32, k64) k32
+#else
+#define RFK_BY_WAVE(l, k32, k64) ((l)->p->dev->wave == 32 ? k32 : k64)
+#endif
+
+template <class K, class A> static rf_result rfk_go(const rfk_launching *l, K kernel, dim3 grid, uint32_t block, const A &args) {
+    hipError_t e = rfk_launch(kernel, grid, dim3(block), l->q->stream, args);
+    if (e == hipSuccess) return RF_OK;
+    char what[128];
+    const rf_plan *plan = l->p->plan;
+    snprintf(what, sizeof what, "op %u (%s%s%s)", l->index, rfk_op_name(l->op->kind), l->op->weight < plan->n_weights ? " " : "",
+             l->op->weight < plan->n_weights ? plan->weights[l->op->weight].name : "");
+    return rfk_check(l->p->dev, l->err, e, "hipLaunchKernel", what, l->index);
+}
+
+/* First element `at` of a vector's bytes; NULL for none. */
+static const uint8_t *rfk_vector(const rf_prepared *p, uint32_t slot, uint64_t at, uint32_t *type) {
+    *type = RF_TYPE_F32;
+    if (slot == RF_NONE) return NULL;
+    *type = p->plan->weights[slot].type;
+    return p->table->slots[slot].w.plane[0] + at * (*type == RF_TYPE_F32 ? 4 : 2);
+}
+
+static rf_result rfk_run_embed(const rfk_launching *l) {
+    void (*kernel)(rfk_embed_args) = NULL;
+    uint32_t type = l->p->plan->weights[l->op->weight].type;
+    rfk_embed_args a;
+    a.w = l->p->table->slots[l->op->weight].w;
+    a.rows = l->p->rows;
+    a.out = l->b.out;
+    a.out_stride = l->b.out_stride;
+    a.n_out = l->op->n_out;
+    a.weight_row = l->op->weight_row;
+    switch (type) {
+    case RF_TYPE_F32: kernel = rfk_embed_float<RF_TYPE_F32>; break;
+    case RF_TYPE_F16: kernel = rfk_embed_float<RF_TYPE_F16>; break;
+    case RF_TYPE_BF16: kernel = rfk_embed_float<RF_TYPE_BF16>; break;
+    case RF_TYPE_Q8_0: kernel = rfk_embed<RF_TYPE_Q8_0>; break;
+    case RF_TYPE_Q4_0: kernel = rfk_embed<RF_TYPE_Q4_0>; break;
+    case RF_TYPE_Q4_1: kernel = rfk_embed<RF_TYPE_Q4_1>; break;
+    case RF_TYPE_Q5_0: kernel = rfk_embed<RF_TYPE_Q5_0>; break;
+    case RF_TYPE_Q5_1: kernel = rfk_embed<RF_TYPE_Q5_1>; break;
+    case RF_TYPE_Q4_K: kernel = rfk_embed<RF_TYPE_Q4_K>; break;
+    case RF_TYPE_Q5_K: kernel = rfk_embed<RF_TYPE_Q5_K>; break;
+    default: kernel = rfk_embed<RF_TYPE_Q6_K>; break; /* op_supported let only types through that run */
+    }
+    uint32_t n = rfk_is_float_type(type) ? a.n_out : a.n_out / 32;
+    rf_result r = rfk_go(l, kernel, dim3(rfk_ceil_div(n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    for (uint32_t t = 0; r == RF_OK && t < l->n_rows; t++) /* rows that bring their own values */
+        if (l->step->rows[t].token < 0)
+            r = rfk_copy_in(l->q, (char *)(l->b.out + (size_t)t * l->b.out_stride), l->step->embeddings + (size_t)t * a.n_out,
+                            (uint64_t)a.n_out * sizeof(float), "embeddings", l->err);
+    return r;
+}
+
+static rf_result rfk_run_rms_norm(const rfk_launching *l) {
+    rfk_norm_args a;
+    a.w = rfk_vector(l->p, l->op->weight, 0, &a.w_type);
+    a.in = l->b.in;
+    a.out = l->b.out;
+    a.in_stride = l->b.in_stride;
+    a.out_stride = l->b.out_stride;
+    a.n = l->op->n_in;
+    a.eps = l->op->eps;
+    return rfk_go(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), dim3(l->n_rows, l->op->n_heads), RFK_BLOCK, a);
+}
+
+typedef void (*rfk_matmul_kernel)(rfk_matmul_args);
+
+template <int WAVE, int COLS> static rfk_matmul_kernel rfk_find_matvec(uint32_t type) {
+    switch (type) {
+    case RF_TYPE_F32: return rfk_matvec_float<RF_TYPE_F32, WAVE, COLS>;
+    case RF_TYPE_F16: return rfk_matvec_float<RF_TYPE_F16, WAVE, COLS>;
+    case RF_TYPE_BF16: return rfk_matvec_float<RF_TYPE_BF16, WAVE, COLS>;
+    case RF_TYPE_Q8_0: return rfk_matvec<RF_TYPE_Q8_0, WAVE, COLS>;
+    case RF_TYPE_Q4_0: return rfk_matvec<RF_TYPE_Q4_0, WAVE, COLS>;
+    case RF_TYPE_Q4_1: return rfk_matvec<RF_TYPE_Q4_1, WAVE, COLS>;
+    case RF_TYPE_Q5_0: return rfk_matvec<RF_TYPE_Q5_0, WAVE, COLS>;
+    case RF_TYPE_Q5_1: return rfk_matvec<RF_TYPE_Q5_1, WAVE, COLS>;
+    case RF_TYPE_Q4_K: return rfk_matvec<RF_TYPE_Q4_K, WAVE, COLS>;
+    case RF_TYPE_Q5_K: return rfk_matvec<RF_TYPE_Q5_K, WAVE, COLS>;
+    default: return rfk_matvec<RF_TYPE_Q6_K, WAVE, COLS>;
+    }
+}
+
+static rfk_matmul_kernel rfk_find_matmul(uint32_t type) {
+    switch (type) {
+    case RF_TYPE_F32: return rfk_matmul_float<RF_TYPE_F32>;
+    case RF_TYPE_F16: return rfk_matmul_float<RF_TYPE_F16>;
+    case RF_TYPE_BF16: return rfk_matmul_float<RF_TYPE_BF16>;
+    case RF_TYPE_Q8_0: return rfk_matmul<RF_TYPE_Q8_0>;
+    case RF_TYPE_Q4_0: return rfk_matmul<RF_TYPE_Q4_0>;
+    case RF_TYPE_Q4_1: return rfk_matmul<RF_TYPE_Q4_1>;
+    case RF_TYPE_Q5_0: return rfk_matmul<RF_TYPE_Q5_0>;
+    case RF_TYPE_Q5_1: return rfk_matmul<RF_TYPE_Q5_1>;
+    case RF_TYPE_Q4_K: return rfk_matmul<RF_TYPE_Q4_K>;
+    case RF_TYPE_Q5_K: return rfk_matmul<RF_TYPE_Q5_K>;
+    default: return rfk_matmul<RF_TYPE_Q6_K>;
+    }
+}
+
+static rf_result rfk_run_matmul(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    uint32_t type = l->p->plan->weights[op->weight].type, wave = l->p->dev->wave;
+    rfk_matmul_args a;
+    a.w = l->p->table->slots[op->weight].w;
+    a.bias = rfk_vector(l->p, op->extra, op->extra_at, &a.bias_type);
+    a.x = l->b.in;
+    a.q = l->p->q;
+    a.group = l->p->group;
+    a.out = l->b.out;
+    a.x_stride = l->b.in_stride;
+    a.out_stride = l->b.out_stride;
+    a.row0 = op->weight_row;
+    a.n_in = op->n_in;
+    a.n_out = op->n_out;
+    a.n_cols = l->n_rows;
+    a.accumulate = (op->flags & RF_OP_ACCUMULATE) != 0;
+    a.aligned = op->n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
+    rf_result r = RF_OK;
+    if (l->b.quantize) {
+        rfk_quantize_args z;
+        z.in = l->b.in;
+        z.q = l->p->q;
+        z.group = l->p->group;
+        z.in_stride = l->b.in_stride;
+        z.n = op->n_in;
+        r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), dim3(rfk_ceil_div(op->n_in, 4 * RFK_BLOCK), l->n_rows), RFK_BLOCK, z);
+    }
+    if (r != RF_OK) return r;
+    if (a.n_cols > RFK_FEW_COLS) return rfk_go(l, rfk_find_matmul(type), dim3(rfk_ceil_div(a.n_out, RFK_TILE), rfk_ceil_div(a.n_cols, RFK_TILE)), RFK_BLOCK, a);
+    rfk_matmul_kernel one = RFK_BY_WAVE(l, (rfk_find_matvec<32, 1>(type)), (rfk_find_matvec<64, 1>(type)));
+    rfk_matmul_kernel four = RFK_BY_WAVE(l, (rfk_find_matvec<32, 4>(type)), (rfk_find_matvec<64, 4>(type)));
+    uint32_t blocks = rfk_ceil_div(a.n_out, RFK_MATVEC_WAVES);
+    if (a.n_cols == 1) return rfk_go(l, one, dim3(blocks), RFK_MATVEC_WAVES * wave, a);
+    return rfk_go(l, four, dim3(blocks, rfk_ceil_div(a.n_cols, 4)), RFK_MATVEC_WAVES * wave, a);
+}
+
+static rf_result rfk_run_rope(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    rfk_rope_args a;
+    if (op->n_rot == 0) return RF_OK;
+    a.x = l->b.out;
+    a.table = l->p->tables + op->table;
+    a.freqs = rfk_vector(l->p, op->extra, op->extra_at, &a.freqs_type);
+    a.rows = l->p->rows;
+    a.stride = l->b.out_stride;
+    a.n_heads = op->n_heads;
+    a.head_dim = op->head_dim;
+    a.n_rot = op->n_rot;
+    a.neox = (op->flags & RF_OP_NEOX) != 0;
+    a.scale = op->scale;
+    return rfk_go(l, rfk_rope, dim3(rfk_ceil_div((uint64_t)op->n_heads * (op->n_rot / 2), RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+}
+
+static rf_result rfk_run_kv_store(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    rfk_store_args a;
+    a.k = l->b.in;
+    a.v = l->b.in2;
+    a.k_state = l->b.k;
+    a.v_state = l->b.v;
+    a.rows = l->p->rows;
+    a.k_stride = l->b.in_stride;
+    a.v_stride = l->b.in2_stride;
+    a.n_kv_heads = op->n_kv_heads;
+    a.head_dim = op->head_dim;
+    a.head_dim_v = op->head_dim_v;
+    a.n_ctx = l->p->n_ctx;
+    dim3 grid(rfk_ceil_div((uint64_t)op->n_kv_heads * (op->head_dim + op->head_dim_v), RFK_BLOCK), l->n_rows);
+    return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? rfk_kv_store<float> : rfk_kv_store<uint16_t>, grid, RFK_BLOCK, a);
+}
+
+static rf_result rfk_run_attention(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    rf_prepared *p = l->p;
+    uint32_t longest = 0, group = op->n_heads / op->n_kv_heads;
+    for (uint32_t t = 0; t < l->n_rows; t++)
+        if ((uint32_t)l->step->rows[t].pos + 1 > longest) longest = (uint32_t)l->step->rows[t].pos + 1;
+    bool split = l->n_rows <= RFK_SPLIT_ROWS && longest > p->split_cells;
+    rfk_attention_args a;
+    a.q = l->b.in;
+    a.k = l->b.k;
+    a.v = l->b.v;
+    a.out = l->b.out;
+    a.part = split ? p->part : NULL;
+    a.rows = p->rows;
+    a.q_stride = l->b.in_stride;
+    a.out_stride = l->b.out_stride;
+    a.n_rows = l->n_rows;
+    a.heads_per_block = group < RFK_QUERIES ? group : RFK_QUERIES;
+    a.rows_per_block = RFK_QUERIES / a.heads_per_block;
+    a.n_heads = op->n_heads;
+    a.n_kv_heads = op->n_kv_heads;
+    a.head_dim = op->head_dim;
+    a.head_dim_v = op->head_dim_v;
+    a.n_ctx = p->n_ctx;
+    a.max_splits = p->max_splits;
+    a.split_cells = split ? p->split_cells : p->n_ctx;
+    a.scale = op->scale;
+    dim3 grid(rfk_ceil_div(l->n_rows, a.rows_per_block), op->n_kv_heads * rfk_ceil_div(group, a.heads_per_block), rfk_ceil_div(longest, a.split_cells));
+    void (*half)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_attention<32, uint16_t>), (rfk_attention<64, uint16_t>));
+    void (*full)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_attention<32, float>), (rfk_attention<64, float>));
+    rf_result r = rfk_go(l, p->cache_type == RF_CACHE_F32 ? full : half, grid, RFK_BLOCK, a);
+    if (r == RF_OK && split) r = rfk_go(l, rfk_attention_join, dim3(l->n_rows, op->n_heads), RFK_BLOCK, a);
+    return r;
+}
+
+static rf_result rfk_run_glu(const rfk_launching *l) {
+    rfk_glu_args a;
+    a.gate = l->b.in;
+    a.up = l->b.in2;
+    a.out = l->b.out;
+    a.gate_stride = l->b.in_stride;
+    a.up_stride = l->b.in2_stride;
+    a.out_stride = l->b.out_stride;
+    a.n = l->op->n_out;
+    return rfk_go(l, rfk_glu, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+}
+
+static rf_result rfk_run_gather(const rfk_launching *l) {
+    rfk_gather_args a;
+    a.in = l->b.in;
+    a.out = l->b.out;
+    a.logit_rows = l->p->logit_rows;
+    a.in_stride = l->b.in_stride;
+    a.out_stride = l->b.out_stride;
+    a.n = l->op->n_out;
+    return rfk_go(l, rfk_gather, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+}
+
+static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_error *err) {
+    if (step->n_rows == 0 || step->n_rows > p->n_batch || step->n_logits > p->n_logits || step->first_logits_row > p->n_logits - step->n_logits)
+        return rfk_fail(err, RF_ERR_ARGUMENT, 0, 0, "hip: a step of %u rows (at most %u), %u logits from %u (at most %u)", step->n_rows, p->n_batch,
+                        step->n_logits, step->first_logits_row, p->n_logits);
+    for (uint32_t i = 0; i < step->n_rows; i++) {
+        const rf_step_row *row = &step->rows[i];
+        if (row->seq < 0 || (uint32_t)row->seq >= p->n_seq || row->pos < 0 || (uint32_t)row->pos >= p->n_ctx || (row->token < 0 && !step->embeddings))
+            return rfk_fail(err, RF_ERR_ARGUMENT, 0, i, "hip: row %u: token %d, sequence %d of %u, position %d of %u", i, row->token, row->seq, p->n_seq,
+                            row->pos, p->n_ctx);
+    }
+    for (uint32_t i = 0; i < step->n_logits; i++)
+        if (step->logit_rows[i] >= step->n_rows)
+            return rfk_fail(err, RF_ERR_ARGUMENT, 0, i, "hip: logits %u of row %u, the step has %u", i, step->logit_rows[i], step->n_rows);
+    return RF_OK;
+}
+
+/* The weights an op reads are there, and its tokens are rows of them. */
+static rf_result rfk_check_run(const rf_prepared *p, const rf_step *step, const rf_op *op, rf_error *err) {
+    const uint32_t slots[2] = {op->weight, op->extra};
+    for (int k = 0; k < 2; k++)
+        if (slots[k] < p->plan->n_weights && !p->table->slots[slots[k]].ready)
+            return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a weight it reads is not written", err);
+    for (uint32_t t = 0; op->kind == RF_OP_EMBED && t < step->n_rows; t++)
+        if (step->rows[t].token >= 0 && (uint32_t)step->rows[t].token >= p->plan->weights[op->weight].n_rows - op->weight_row)
+            return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a token is not in the vocabulary", err);
+    return RF_OK;
+}
+
+/* Bring the step's values to the device, unless they are there: a step run segment by segment brings them once. */
+static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_step *step, rf_error *err) {
+    size_t row_bytes = step->n_rows * sizeof *step->rows, logit_bytes = step->n_logits * sizeof *step->logit_rows;
+    if (p->written_by == q && p->n_rows == step->n_rows && p->n_row_logits == step->n_logits && memcmp(p->host_rows, step->rows, row_bytes) == 0 &&
+        (logit_bytes == 0 || memcmp(p->host_logit_rows, step->logit_rows, logit_bytes) == 0))
+        return RF_OK;
+    p->written_by = NULL;
+    uint32_t most = step->n_rows > step->n_logits ? step->n_rows : step->n_logits;
+    for (uint32_t first = 0; first < most; first += RFK_STEP_ROWS) {
+        rfk_step_args a;
+        memset(&a, 0, sizeof a);
+        a.rows = p->rows;
+        a.logit_rows = p->logit_rows;
+        a.first = first;
+        for (; a.n_rows < RFK_STEP_ROWS && first + a.n_rows < step->n_rows; a.n_rows++) a.row[a.n_rows] = step->rows[first + a.n_rows];
+        for (; a.n_logits < RFK_STEP_ROWS && first + a.n_logits < step->n_logits; a.n_logits++)
+            a.logit_row[a.n_logits] = step->logit_rows[first + a.n_logits];
+        rf_result r = rfk_check(p->dev, err, rfk_launch(rfk_write_step, dim3(1), dim3(RFK_STEP_ROWS), q->stream, a), "hipLaunchKernel", "a step's values", 0);
+        if (r != RF_OK) return r;
+    }
+    memcpy(p->host_rows, step->rows, row_bytes);
+    if (logit_bytes) memcpy(p->host_logit_rows, step->logit_rows, logit_bytes);
+    p->n_rows = step->n_rows;
+    p->n_row_logits = step->n_logits;
+    p->written_by = q;
+    return RF_OK;
+}
+
+static rf_result rfk_run_op(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, rf_error *err) {
+    const rf_plan *plan = p->plan;
+    rfk_launching l;
+    l.p = p;
+    l.q = q;
+    l.step = step;
+    l.err = err;
+    l.op = &plan->ops[i];
+    l.index = i;
+    l.b = p->ops[i];
+    l.n_rows = l.op->rows == RF_ROWS_LOGITS || l.op->kind == RF_OP_GATHER ? step->n_logits : step->n_rows;
+    if (l.n_rows == 0) return RF_OK;
+    const uint32_t ids[3] = {l.op->in, l.op->in2, l.op->out};
+    float **at[3] = {&l.b.in, &l.b.in2, &l.b.out};
+    for (int k = 0; k < 3; k++)
+        if (ids[k] < plan->n_buffers && plan->buffers[ids[k]].rows == RF_ROWS_LOGITS) *at[k] += (size_t)step->first_logits_row * plan->buffers[ids[k]].width;
+    switch (l.op->kind) {
+    case RF_OP_EMBED: return rfk_run_embed(&l);
+    case RF_OP_RMS_NORM: return rfk_run_rms_norm(&l);
+    case RF_OP_MATMUL: return rfk_run_matmul(&l);
+    case RF_OP_ROPE: return rfk_run_rope(&l);
+    case RF_OP_KV_STORE: return rfk_run_kv_store(&l);
+    case RF_OP_ATTENTION: return rfk_run_attention(&l);
+    case RF_OP_GLU: return rfk_run_glu(&l);
+    default: return rfk_run_gather(&l);
+    }
+}
+
+static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step, rf_ticket *ticket, rf_error *err) {
+    rf_dev *d = p->dev;
+    rfk_no_ticket(ticket);
+    if (first > last || last > p->n_segments) return rfk_fail(err, RF_ERR_ARGUMENT, 0, first, "hip: segments %u to %u of %u", first, last, p->n_segments);
+    rf_result r = rfk_check_step(p, step, err);
+    for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++) r = rfk_check_run(p, step, &p->plan->ops[i], err);
+    if (r != RF_OK) return r;
+    RFK_ENTER(d, err);
+    pthread_mutex_lock(&q->submit);
+    r = rfk_write_step_values(p, q, step, err);
+    for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++) {
+        if (p->events) r = rfk_check(d, err, hipEventRecord(p->events[2 * i], q->stream), "hipEventRecord", "timing", i);
+        if (r == RF_OK) r = rfk_run_op(p, q, step, i, err);
+        if (r == RF_OK && p->events) r = rfk_check(d, err, hipEventRecord(p->events[2 * i + 1], q->stream), "hipEventRecord", "timing", i);
+        if (r == RF_OK && p->events) p->timed[i] = 1;
+    }
+    if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
+    r = rfk_settle(q, r);
+    pthread_mutex_unlock(&q->submit);
+    return r;
+}
+
+static rf_result rfk_times(rf_prepared *p, float *us, uint32_t n, rf_error *err) {
+    rf_dev *d = p->dev;
+    uint32_t n_ops = p->plan->n_ops;
+    RFK_ENTER(d, err);
+    rf_result r = RF_OK;
+    if (us) {
+        for (uint32_t i = 0; i < n; i++) {
+            float ms = 0;
+            us[i] = 0;
+            if (!p->events || i >= n_ops || !p->timed[i] || r != RF_OK) continue;
+            r = rfk_check(d, err, hipEventSynchronize(p->events[2 * i + 1]), "hipEventSynchronize", "timing", i);
+            if (r == RF_OK) r = rfk_check(d, err, hipEventElapsedTime(&ms, p->events[2 * i], p->events[2 * i + 1]), "hipEventElapsedTime", "timing", i);
+            us[i] = ms * 1e3f;
+        }
+        return r;
+    }
+    rfk_stop_timing(p);
+    if (n == 0) return RF_OK;
+    p->events = (hipEvent_t *)rfk_alloc(&d->allocator, 2 * (uint64_t)n_ops, sizeof *p->events, "timing", err);
+    p->timed = (uint8_t *)rfk_alloc(&d->allocator, n_ops, 1, "timing", err);
+    if (!p->events || !p->timed) r = RF_ERR_MEMORY;
+    for (uint32_t i = 0; r == RF_OK && i < 2 * n_ops; i++)
+        r = rfk_check(d, err, hipEventCreateWithFlags(&p->events[i], hipEventDefault), "hipEventCreateWithFlags", "timing", i / 2);
+    if (r != RF_OK) rfk_stop_timing(p);
+    return r;
+}
+
+/* ==== 8 Table ============================================================================================== >>table
+ * What rocmforge.h sees. In the order of the declaration: C++11 has no other way. */
+
+extern "C" const rf_device_api *rocmforge_hip_api(void) {
+    static const rf_device_api api = {
+        sizeof(rf_device_api), RF_DEVICE_API_VERSION, sizeof(rf_op), sizeof(rf_step), "hip",
+        rfk_device_list, rfk_device_open, rfk_device_close, rfk_device_info,
+        rfk_host_create, rfk_host_release, rfk_mem_create, rfk_mem_release,
+        rfk_queue_create, rfk_queue_release,
+        rfk_table_create, rfk_table_release, rfk_weight_layout, rfk_weight_write, rfk_weight_clear,
+        rfk_mem_write, rfk_mem_read, rfk_mem_copy, rfk_mem_fill,
+        rfk_ticket_done, rfk_ticket_wait, rfk_queue_after,
+        rfk_op_supported, rfk_plan_prepare, rfk_plan_run, rfk_plan_release, rfk_times,
+    };
+    return &api;
+}

@@ -1,0 +1,808 @@
+/* hip_emu.h: runs rocmforge_kernels.hip on the CPU, to test it where there is no GPU.
+ *     c++ -std=c++11 -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c rocmforge_kernels.hip
+ * The threads of a block are fibers of one OS thread; __syncthreads, shuffles and shared memory are real, and a barrier
+ * that not every thread reaches stops the program. Two devices: 0 has waves of 32 lanes, 1 of 64. Memory comes in blocks
+ * of its own, so that AddressSanitizer sees an access past one; it starts as NaNs. Streams run LATE: work stays queued
+ * until a synchronisation forces it, so that a missing wait reads garbage. Without ROCMFORGE_HIP_EMU this header is only
+ * the controls for tests, in C or C++. */
+#ifndef HIP_EMU_H
+#define HIP_EMU_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* When queued work runs. LATE: only when something waits for it. EAGER: at once. SHUFFLED: every call first runs a few
+ * items of random streams. */
+enum { HIP_EMU_LATE = 0, HIP_EMU_EAGER = 1, HIP_EMU_SHUFFLED = 2 };
+
+/* What there is: nothing of it may be left when everything is closed. */
+typedef struct hip_emu_counts {
+    uint32_t allocations, host_allocations, streams, events;
+    uint64_t calls;    /* of the API since the start */
+    uint64_t launches; /* kernels executed           */
+} hip_emu_counts;
+
+void hip_emu_order(int order, uint32_t seed);
+/* The n-th API call from now fails and does nothing (a release works all the same); 0 = none. */
+void hip_emu_fail_call(uint64_t n);
+/* The n-th queued item executed from now is not: its device is lost, as after a bad access. 0 = none. */
+void hip_emu_fail_work(uint64_t n);
+/* Lost devices work again: what a new process would see. */
+void hip_emu_recover(void);
+/* What hipGetDeviceCount answers: n devices, or an error code (100: no device) if it is not 0. */
+void hip_emu_devices(int n, int error);
+/* 1: kernels are not compiled for the devices; launches fail. */
+void hip_emu_no_kernels(int on);
+hip_emu_counts hip_emu_get_counts(void);
+/* 1 while device memory holds [p, p + n): nothing when AddressSanitizer is off. on: make it inaccessible. */
+void hip_emu_guard(void *p, size_t n, int on);
+
+#ifdef __cplusplus
+}
+#endif
+
+#ifdef ROCMFORGE_HIP_EMU
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <math.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#define HIP_EMU_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define HIP_EMU_ASAN 1
+#endif
+#endif
+#if defined(__SANITIZE_THREAD__)
+#define HIP_EMU_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define HIP_EMU_TSAN 1
+#endif
+#endif
+
+#ifdef HIP_EMU_ASAN
+extern "C" {
+void __sanitizer_start_switch_fiber(void **fake_stack_save, const void *bottom, size_t size);
+void __sanitizer_finish_switch_fiber(void *fake_stack_save, const void **bottom_old, size_t *size_old);
+void __asan_poison_memory_region(void const volatile *addr, size_t size);
+void __asan_unpoison_memory_region(void const volatile *addr, size_t size);
+}
+#endif
+#ifdef HIP_EMU_TSAN
+extern "C" {
+void *__tsan_get_current_fiber(void);
+void *__tsan_create_fiber(unsigned flags);
+void __tsan_destroy_fiber(void *fiber);
+void __tsan_switch_to_fiber(void *fiber, unsigned flags);
+}
+#endif
+
+/* ---- what kernels see ---- */
+
+#define __global__
+#define __device__
+#define __host__
+#define __launch_bounds__(...)
+#define __forceinline__ inline __attribute__((always_inline))
+
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+
+static void hip_emu_die(const char *what) {
+    fprintf(stderr, "hip_emu: %s\n", what);
+    abort();
+}
+
+/* ---- fibers ---- */
+
+struct hip_emu_context { /* a stack that can be left and continued */
+    void *sp;
+    void *fake; /* AddressSanitizer's */
+    const void *bottom;
+    size_t size_bytes;
+    void *tsan;
+};
+
+#if defined(__x86_64__)
+extern "C" void hip_emu_swap(void **save_sp, void *sp);
+__asm__(".text\n.globl hip_emu_swap\n.type hip_emu_swap,@function\nhip_emu_swap:\n"
+        "pushq %rbp\npushq %rbx\npushq %r12\npushq %r13\npushq %r14\npushq %r15\n"
+        "movq %rsp,(%rdi)\nmovq %rsi,%rsp\n"
+        "popq %r15\npopq %r14\npopq %r13\npopq %r12\npopq %rbx\npopq %rbp\nret\n"
+        ".size hip_emu_swap,.-hip_emu_swap\n");
+/* six registers, the address `ret` takes, and one word so that the stack is aligned as after a call */
+static void *hip_emu_first_sp(char *top, void (*entry)(void)) {
+    void **sp = reinterpret_cast<void **>(top) - 8;
+    memset(sp, 0, 64);
+    sp[6] = reinterpret_cast<void *>(entry);
+    return sp;
+}
+#elif defined(__aarch64__)
+extern "C" void hip_emu_swap(void **save_sp, void *sp);
+__asm__(".text\n.globl hip_emu_swap\n.type hip_emu_swap,%function\nhip_emu_swap:\n"
+        "sub sp,sp,#176\nstp x19,x20,[sp]\nstp x21,x22,[sp,#16]\nstp x23,x24,[sp,#32]\nstp x25,x26,[sp,#48]\n"
+        "stp x27,x28,[sp,#64]\nstp x29,x30,[sp,#80]\nstp d8,d9,[sp,#96]\nstp d10,d11,[sp,#112]\n"
+        "stp d12,d13,[sp,#128]\nstp d14,d15,[sp,#144]\nmov x9,sp\nstr x9,[x0]\nmov sp,x1\n"
+        "ldp x19,x20,[sp]\nldp x21,x22,[sp,#16]\nldp x23,x24,[sp,#32]\nldp x25,x26,[sp,#48]\n"
+        "ldp x27,x28,[sp,#64]\nldp x29,x30,[sp,#80]\nldp d8,d9,[sp,#96]\nldp d10,d11,[sp,#112]\n"
+        "ldp d12,d13,[sp,#128]\nldp d14,d15,[sp,#144]\nadd sp,sp,#176\nret\n"
+        ".size hip_emu_swap,.-hip_emu_swap\n");
+static void *hip_emu_first_sp(char *top, void (*entry)(void)) {
+    char *sp = top - 176;
+    memset(sp, 0, 176);
+    memcpy(sp + 88, &entry, sizeof entry);
+    return sp;
+}
+#else
+#include <ucontext.h>
+/* sp is a ucontext_t that nobody frees: there are a few hundred fibers a thread */
+static void hip_emu_swap(void **save_sp, void *sp) {
+    if (!*save_sp) *save_sp = calloc(1, sizeof(ucontext_t));
+    swapcontext(static_cast<ucontext_t *>(*save_sp), static_cast<ucontext_t *>(sp));
+}
+static const size_t hip_emu_stack_bytes_of_context = 128 * 1024;
+static void *hip_emu_first_sp(char *top, void (*entry)(void)) {
+    ucontext_t *u = static_cast<ucontext_t *>(calloc(1, sizeof(ucontext_t)));
+    getcontext(u);
+    u->uc_stack.ss_sp = top - hip_emu_stack_bytes_of_context;
+    u->uc_stack.ss_size = hip_emu_stack_bytes_of_context;
+    makecontext(u, entry, 0);
+    return u;
+}
+#endif
+
+static void hip_emu_jump(hip_emu_context *from, hip_emu_context *to) {
+#ifdef HIP_EMU_ASAN
+    __sanitizer_start_switch_fiber(&from->fake, to->bottom, to->size_bytes);
+#endif
+#ifdef HIP_EMU_TSAN
+    __tsan_switch_to_fiber(to->tsan, 0);
+#endif
+    hip_emu_swap(&from->sp, to->sp);
+#ifdef HIP_EMU_ASAN
+    __sanitizer_finish_switch_fiber(from->fake, nullptr, nullptr);
+#endif
+}
+
+/* ---- a block in progress ---- */
+
+struct hip_emu_wave {
+    unsigned size, arrived, finished, round;
+    unsigned kind;          /* what the first lane to arrive does */
+    uint64_t value[2][64];  /* two rounds: a fast lane may be one ahead */
+};
+
+struct hip_emu_fiber {
+    hip_emu_context context;
+    dim3 thread;
+    unsigned lane;
+    hip_emu_wave *wave;
+    bool finished;
+};
+
+struct hip_emu_shared_block {
+    const void *key;
+    void *memory;
+    size_t size_bytes;
+};
+
+static const size_t hip_emu_stack_bytes = 128 * 1024;
+static const unsigned hip_emu_max_threads = 1024;
+
+/* One per OS thread: its fibers, and the block they run. */
+struct hip_emu_machine {
+    hip_emu_context main;
+    std::vector<hip_emu_fiber> fibers;
+    std::vector<char *> stacks;
+    std::vector<unsigned> next; /* order in which fibers take turns: a ring */
+    std::vector<hip_emu_wave> waves;
+    std::vector<hip_emu_shared_block> shared;
+    hip_emu_fiber *self;
+    dim3 grid, block, index;
+    unsigned n_threads, n_finished, arrived, round, idle;
+    const std::function<void()> *body;
+
+    hip_emu_machine() : self(nullptr), n_threads(0), n_finished(0), arrived(0), round(0), idle(0), body(nullptr) {
+        memset(&main, 0, sizeof main);
+        fibers.reserve(hip_emu_max_threads);
+        pthread_attr_t attr;
+        void *bottom = nullptr;
+        size_t size = 0;
+        if (pthread_getattr_np(pthread_self(), &attr) == 0) {
+            pthread_attr_getstack(&attr, &bottom, &size);
+            pthread_attr_destroy(&attr);
+        }
+        main.bottom = bottom;
+        main.size_bytes = size;
+#ifdef HIP_EMU_TSAN
+        main.tsan = __tsan_get_current_fiber();
+#endif
+    }
+    ~hip_emu_machine() {
+        for (size_t i = 0; i < stacks.size(); i++) munmap(stacks[i], hip_emu_stack_bytes + 4096);
+#ifdef HIP_EMU_TSAN
+        for (size_t i = 0; i < fibers.size(); i++) __tsan_destroy_fiber(fibers[i].context.tsan);
+#endif
+    }
+    hip_emu_machine(const hip_emu_machine &) = delete;
+    hip_emu_machine &operator=(const hip_emu_machine &) = delete;
+};
+
+static thread_local hip_emu_machine *hip_emu_here; /* of the running block; machines live as long as their thread */
+
+#define threadIdx (hip_emu_here->self->thread)
+#define blockIdx (hip_emu_here->index)
+#define blockDim (hip_emu_here->block)
+#define gridDim (hip_emu_here->grid)
+
+/* Let the next fiber run. Everybody waiting and nobody arriving is a barrier or shuffle that not all threads reach. */
+static void hip_emu_yield() {
+    hip_emu_machine *m = hip_emu_here;
+    if (++m->idle > 2 * m->n_threads + 2) hip_emu_die("deadlock: a barrier or shuffle that not every thread reaches");
+    unsigned i = static_cast<unsigned>(m->self - m->fibers.data());
+    hip_emu_fiber *from = m->self;
+    do i = m->next[i];
+    while (m->fibers[i].finished);
+    if (&m->fibers[i] == from) return;
+    m->self = &m->fibers[i];
+    hip_emu_jump(&from->context, &m->self->context);
+}
+
+static void hip_emu_entry() {
+#ifdef HIP_EMU_ASAN
+    __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
+#endif
+    for (;;) {
+        hip_emu_machine *m = hip_emu_here;
+        hip_emu_fiber *f = m->self;
+        (*m->body)();
+        if (m->arrived) hip_emu_die("a thread left its kernel while others wait at __syncthreads");
+        if (f->wave->arrived) hip_emu_die("a lane left its kernel while others of its wave wait in a shuffle");
+        f->finished = true;
+        f->wave->finished++;
+        m->idle = 0;
+        if (++m->n_finished == m->n_threads) {
+            hip_emu_jump(&f->context, &m->main);
+        } else {
+            unsigned i = static_cast<unsigned>(f - m->fibers.data());
+            do i = m->next[i];
+            while (m->fibers[i].finished);
+            m->self = &m->fibers[i];
+            hip_emu_jump(&f->context, &m->self->context);
+        }
+    }
+}
+
+static void __syncthreads() {
+    hip_emu_machine *m = hip_emu_here;
+    if (m->n_finished) hip_emu_die("__syncthreads after a thread of the block has left");
+    if (++m->arrived == m->n_threads) {
+        m->arrived = 0;
+        m->round++;
+        m->idle = 0;
+        return;
+    }
+    m->idle = 0;
+    for (unsigned round = m->round; m->round == round;) hip_emu_yield();
+}
+
+/* Every lane gives a value and gets those of all. `kind` must be the same for all lanes. */
+static const uint64_t *hip_emu_exchange(uint64_t value, unsigned kind) {
+    hip_emu_wave *w = hip_emu_here->self->wave;
+    unsigned round = w->round;
+    if (w->finished) hip_emu_die("a shuffle after a lane of the wave has left");
+    if (w->arrived == 0) w->kind = kind;
+    else if (w->kind != kind) hip_emu_die("lanes of a wave are in different shuffles");
+    w->value[round & 1][hip_emu_here->self->lane] = value;
+    hip_emu_here->idle = 0;
+    if (++w->arrived == w->size) {
+        w->arrived = 0;
+        w->round++;
+    } else {
+        while (w->round == round) hip_emu_yield();
+    }
+    return w->value[round & 1];
+}
+
+template <class T> static T __shfl_xor(T v, int mask, int width) {
+    uint64_t bits = 0;
+    memcpy(&bits, &v, sizeof v);
+    unsigned lane = hip_emu_here->self->lane, from = lane ^ static_cast<unsigned>(mask), size = hip_emu_here->self->wave->size;
+    const uint64_t *all = hip_emu_exchange(bits, 0x10000u + static_cast<unsigned>(mask));
+    if (from >= size || from / static_cast<unsigned>(width) != lane / static_cast<unsigned>(width)) hip_emu_die("a shuffle reads a lane that is not there");
+    memcpy(&v, &all[from], sizeof v);
+    return v;
+}
+
+/* A shared variable of the block: garbage when the first thread asks. key tells the variables apart. */
+static void *hip_emu_shared(const void *key, size_t size_bytes) {
+    hip_emu_machine *m = hip_emu_here;
+    size_t total = size_bytes;
+    for (size_t i = 0; i < m->shared.size(); i++) {
+        if (m->shared[i].key == key) return m->shared[i].memory;
+        total += m->shared[i].size_bytes;
+    }
+    if (total > 48 * 1024) hip_emu_die("more than 48 KiB of shared memory in a block");
+    hip_emu_shared_block s = {key, nullptr, size_bytes};
+    if (posix_memalign(&s.memory, 16, size_bytes)) hip_emu_die("out of memory");
+    memset(s.memory, 0xff, size_bytes);
+    m->shared.push_back(s);
+    return s.memory;
+}
+#define HIP_EMU_SHARED(T, name)   \
+    static char name##_key;       \
+    T &name = *static_cast<T *>(hip_emu_shared(&name##_key, sizeof(T)))
+
+/* ---- the runtime ---- */
+
+enum hipError_t {
+    hipSuccess = 0, hipErrorInvalidValue = 1, hipErrorOutOfMemory = 2, hipErrorInvalidDeviceFunction = 98,
+    hipErrorNoDevice = 100, hipErrorInvalidDevice = 101, hipErrorNoBinaryForGpu = 209, hipErrorInvalidHandle = 400,
+    hipErrorNotReady = 600, hipErrorIllegalAddress = 700, hipErrorLaunchFailure = 719, hipErrorUnknown = 999
+};
+enum hipMemcpyKind { hipMemcpyHostToDevice = 1, hipMemcpyDeviceToHost = 2, hipMemcpyDeviceToDevice = 3 };
+#define hipEventDefault 0u
+#define hipEventDisableTiming 2u
+#define hipStreamNonBlocking 1u
+#define hipHostMallocPortable 1u
+
+struct hipDeviceProp_t {
+    char name[256];
+    char gcnArchName[256];
+    size_t totalGlobalMem;
+    int warpSize, multiProcessorCount, integrated, major, minor;
+};
+
+struct hip_emu_stream_state {
+    int device;
+    std::deque<std::function<void()> > work;
+    uint64_t issued, done;
+};
+typedef std::shared_ptr<hip_emu_stream_state> *hipStream_t;
+
+struct hip_emu_event_state {
+    int device;
+    std::shared_ptr<hip_emu_stream_state> stream; /* recorded there, */
+    uint64_t at;                                  /* behind so much work */
+    std::shared_ptr<double> time_us;              /* when it was reached */
+    unsigned asked;                               /* hipEventQuery */
+    bool timed;
+};
+typedef hip_emu_event_state *hipEvent_t;
+
+struct hip_emu_state {
+    std::recursive_mutex lock;
+    std::map<char *, size_t> device_memory, host_memory;
+    std::vector<hipStream_t> streams;
+    unsigned n_events;
+    uint64_t calls, launches, fail_call, fail_work;
+    int n_devices, count_error, no_kernels, order;
+    bool lost[2];
+    uint32_t random;
+    hip_emu_state() : n_events(0), calls(0), launches(0), fail_call(0), fail_work(0), n_devices(2), count_error(0),
+                      no_kernels(0), order(HIP_EMU_LATE), random(1) {
+        lost[0] = lost[1] = false;
+    }
+};
+static hip_emu_state &hip_emu() {
+    static hip_emu_state *s = new hip_emu_state; /* never destroyed: threads may outlive main */
+    return *s;
+}
+typedef std::lock_guard<std::recursive_mutex> hip_emu_guard_lock;
+#define HIP_EMU_LOCK hip_emu_guard_lock hip_emu_locked(hip_emu().lock)
+
+static thread_local int hip_emu_device; /* the thread's current device */
+
+static uint32_t hip_emu_random(void) {
+    uint32_t &r = hip_emu().random;
+    r ^= r << 13, r ^= r >> 17, r ^= r << 5;
+    return r;
+}
+
+static double hip_emu_now_us(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return static_cast<double>(t.tv_sec) * 1e6 + static_cast<double>(t.tv_nsec) * 1e-3;
+}
+
+/* Run a stream's work up to a point. Items may force other streams, so that each is taken out before it runs. */
+static void hip_emu_force(const std::shared_ptr<hip_emu_stream_state> &s, uint64_t until) {
+    while (s->done < until && !s->work.empty()) {
+        std::function<void()> item = s->work.front();
+        s->work.pop_front();
+        if (hip_emu().fail_work && --hip_emu().fail_work == 0) hip_emu().lost[s->device] = true;
+        if (!hip_emu().lost[s->device]) item();
+        s->done++;
+    }
+}
+
+static hipError_t hip_emu_enqueue(hipStream_t stream, const std::function<void()> &item) {
+    (*stream)->work.push_back(item);
+    (*stream)->issued++;
+    if (hip_emu().order == HIP_EMU_EAGER) hip_emu_force(*stream, (*stream)->issued);
+    return hipSuccess;
+}
+
+/* Every API function starts with it: what the call returns if not hipSuccess. */
+static hipError_t hip_emu_call(hipError_t failure = hipErrorUnknown) {
+    hip_emu_state &e = hip_emu();
+    e.calls++;
+    if (e.order == HIP_EMU_SHUFFLED && !e.streams.empty())
+        for (uint32_t n = hip_emu_random() % 4; n; n--) {
+            std::shared_ptr<hip_emu_stream_state> s = *e.streams[hip_emu_random() % e.streams.size()];
+            hip_emu_force(s, s->done + 1);
+        }
+    if (e.fail_call && --e.fail_call == 0) return failure;
+    if (e.lost[hip_emu_device]) return hipErrorLaunchFailure;
+    return hipSuccess;
+}
+
+/* 1 if [p, p + n) lies in one live block. */
+static bool hip_emu_lies_in(const std::map<char *, size_t> &blocks, const void *p, size_t n) {
+    char *at = const_cast<char *>(static_cast<const char *>(p));
+    std::map<char *, size_t>::const_iterator i = blocks.upper_bound(at);
+    if (i == blocks.begin()) return false;
+    --i;
+    size_t offset = static_cast<size_t>(at - i->first);
+    return offset <= i->second && n <= i->second - offset;
+}
+
+static inline const char *hipGetErrorName(hipError_t e) {
+    switch (e) {
+    case hipSuccess: return "hipSuccess";
+    case hipErrorInvalidValue: return "hipErrorInvalidValue";
+    case hipErrorOutOfMemory: return "hipErrorOutOfMemory";
+    case hipErrorInvalidDeviceFunction: return "hipErrorInvalidDeviceFunction";
+    case hipErrorNoDevice: return "hipErrorNoDevice";
+    case hipErrorInvalidDevice: return "hipErrorInvalidDevice";
+    case hipErrorNoBinaryForGpu: return "hipErrorNoBinaryForGpu";
+    case hipErrorInvalidHandle: return "hipErrorInvalidHandle";
+    case hipErrorNotReady: return "hipErrorNotReady";
+    case hipErrorIllegalAddress: return "hipErrorIllegalAddress";
+    case hipErrorLaunchFailure: return "hipErrorLaunchFailure";
+    default: return "hipErrorUnknown";
+    }
+}
+static inline const char *hipGetErrorString(hipError_t e) { return hipGetErrorName(e); }
+static inline hipError_t hipGetLastError() { return hipSuccess; } /* nothing is kept */
+
+static inline hipError_t hipGetDeviceCount(int *n) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    if (r == hipSuccess && hip_emu().count_error) r = static_cast<hipError_t>(hip_emu().count_error);
+    *n = r == hipSuccess ? hip_emu().n_devices : 0;
+    return r;
+}
+static inline hipError_t hipGetDevice(int *device) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    if (r == hipSuccess) *device = hip_emu_device;
+    return r;
+}
+static inline hipError_t hipSetDevice(int device) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    if (r != hipSuccess && r != hipErrorLaunchFailure) return r;
+    if (device < 0 || device >= hip_emu().n_devices) return hipErrorInvalidDevice;
+    hip_emu_device = device;
+    return r;
+}
+static inline hipError_t hipGetDeviceProperties(hipDeviceProp_t *p, int device) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    if (r != hipSuccess) return r;
+    if (device < 0 || device >= hip_emu().n_devices) return hipErrorInvalidDevice;
+    memset(p, 0, sizeof *p);
+    p->warpSize = device == 0 ? 32 : 64;
+    snprintf(p->name, sizeof p->name, "emulated GPU, waves of %d", p->warpSize);
+    snprintf(p->gcnArchName, sizeof p->gcnArchName, "%s", device == 0 ? "gfx1100" : "gfx90a:sramecc+:xnack-");
+    p->totalGlobalMem = static_cast<size_t>(8) << 30;
+    p->multiProcessorCount = 4;
+    return hipSuccess;
+}
+static inline hipError_t hipMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    *total_bytes = static_cast<size_t>(8) << 30;
+    *free_bytes = *total_bytes;
+    std::map<char *, size_t> &blocks = hip_emu().device_memory;
+    for (std::map<char *, size_t>::iterator i = blocks.begin(); i != blocks.end(); ++i) *free_bytes -= i->second;
+    return r;
+}
+
+static inline hipError_t hip_emu_malloc(std::map<char *, size_t> &blocks, void **p, size_t size_bytes) {
+    hipError_t r = hip_emu_call(hipErrorOutOfMemory);
+    *p = nullptr;
+    if (r != hipSuccess) return r;
+    if (size_bytes == 0 || size_bytes > (static_cast<size_t>(8) << 30) || posix_memalign(p, 256, size_bytes)) return hipErrorOutOfMemory;
+    memset(*p, 0xff, size_bytes);
+    blocks[static_cast<char *>(*p)] = size_bytes;
+    return hipSuccess;
+}
+static inline hipError_t hip_emu_free(std::map<char *, size_t> &blocks, void *p) {
+    hipError_t r = hip_emu_call();
+    if (!p) return r;
+    std::map<char *, size_t>::iterator i = blocks.find(static_cast<char *>(p));
+    if (i == blocks.end()) hip_emu_die("freed what is not an allocation");
+    hip_emu_guard(p, i->second, 0);
+    blocks.erase(i);
+    free(p);
+    return r;
+}
+static inline hipError_t hipMalloc(void **p, size_t size_bytes) { HIP_EMU_LOCK; return hip_emu_malloc(hip_emu().device_memory, p, size_bytes); }
+static inline hipError_t hipFree(void *p) { HIP_EMU_LOCK; return hip_emu_free(hip_emu().device_memory, p); }
+static inline hipError_t hipHostMalloc(void **p, size_t size_bytes, unsigned flags) {
+    HIP_EMU_LOCK;
+    (void)flags;
+    return hip_emu_malloc(hip_emu().host_memory, p, size_bytes);
+}
+static inline hipError_t hipHostFree(void *p) { HIP_EMU_LOCK; return hip_emu_free(hip_emu().host_memory, p); }
+
+static inline hipError_t hipStreamCreateWithFlags(hipStream_t *out, unsigned flags) {
+    HIP_EMU_LOCK;
+    (void)flags;
+    hipError_t r = hip_emu_call();
+    *out = nullptr;
+    if (r != hipSuccess) return r;
+    *out = new std::shared_ptr<hip_emu_stream_state>(new hip_emu_stream_state);
+    (**out)->device = hip_emu_device;
+    (**out)->issued = (**out)->done = 0;
+    hip_emu().streams.push_back(*out);
+    return hipSuccess;
+}
+static inline hipError_t hipStreamSynchronize(hipStream_t s) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    if (r == hipSuccess || r == hipErrorLaunchFailure) hip_emu_force(*s, (*s)->issued);
+    return r == hipSuccess && hip_emu().lost[(*s)->device] ? hipErrorLaunchFailure : r;
+}
+static inline hipError_t hipStreamDestroy(hipStream_t s) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    hip_emu_force(*s, (*s)->issued);
+    for (size_t i = 0; i < hip_emu().streams.size(); i++)
+        if (hip_emu().streams[i] == s) {
+            hip_emu().streams.erase(hip_emu().streams.begin() + static_cast<std::ptrdiff_t>(i));
+            break;
+        }
+    delete s;
+    return r;
+}
+
+static inline hipError_t hipEventCreateWithFlags(hipEvent_t *out, unsigned flags) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    *out = nullptr;
+    if (r != hipSuccess) return r;
+    *out = new hip_emu_event_state;
+    (*out)->device = hip_emu_device;
+    (*out)->at = 0;
+    (*out)->asked = 0;
+    (*out)->timed = !(flags & hipEventDisableTiming);
+    hip_emu().n_events++;
+    return hipSuccess;
+}
+static inline hipError_t hipEventDestroy(hipEvent_t e) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    delete e;
+    hip_emu().n_events--;
+    return r;
+}
+static inline hipError_t hipEventRecord(hipEvent_t e, hipStream_t s) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    if (r != hipSuccess) return r;
+    if (e->device != (*s)->device || e->device != hip_emu_device) return hipErrorInvalidHandle;
+    e->stream = *s;
+    e->at = (*s)->issued + 1;
+    e->asked = 0;
+    std::shared_ptr<double> time_us(new double(0));
+    e->time_us = time_us;
+    return hip_emu_enqueue(s, [time_us] { *time_us = hip_emu_now_us(); });
+}
+static inline bool hip_emu_reached(hipEvent_t e) { return !e->stream || e->stream->done >= e->at; }
+/* Not ready when first asked; the next question finds it finished. */
+static inline hipError_t hipEventQuery(hipEvent_t e) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    if (r != hipSuccess) return r;
+    if (!hip_emu_reached(e) && e->asked++ == 0) return hipErrorNotReady;
+    if (e->stream) hip_emu_force(e->stream, e->at);
+    return hip_emu().lost[e->device] ? hipErrorLaunchFailure : hipSuccess;
+}
+static inline hipError_t hipEventSynchronize(hipEvent_t e) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    if (r != hipSuccess) return r;
+    if (e->stream) hip_emu_force(e->stream, e->at);
+    return hip_emu().lost[e->device] ? hipErrorLaunchFailure : hipSuccess;
+}
+static inline hipError_t hipEventElapsedTime(float *ms, hipEvent_t a, hipEvent_t b) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    if (r != hipSuccess) return r;
+    if (!a->timed || !b->timed || !a->stream || !b->stream) return hipErrorInvalidHandle;
+    if (!hip_emu_reached(a) || !hip_emu_reached(b)) return hipErrorNotReady;
+    *ms = static_cast<float>((*b->time_us - *a->time_us) * 1e-3);
+    return hipSuccess;
+}
+static inline hipError_t hipStreamWaitEvent(hipStream_t s, hipEvent_t e, unsigned flags) {
+    HIP_EMU_LOCK;
+    (void)flags;
+    hipError_t r = hip_emu_call();
+    if (r != hipSuccess) return r;
+    std::shared_ptr<hip_emu_stream_state> other = e->stream;
+    uint64_t at = e->at;
+    if (!other) return hipSuccess;
+    return hip_emu_enqueue(s, [other, at] { hip_emu_force(other, at); });
+}
+
+static inline hipError_t hipMemcpyAsync(void *dst, const void *src, size_t n, hipMemcpyKind kind, hipStream_t s) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    if (r != hipSuccess) return r;
+    const std::map<char *, size_t> *from = kind == hipMemcpyHostToDevice ? &hip_emu().host_memory : &hip_emu().device_memory;
+    const std::map<char *, size_t> *to = kind == hipMemcpyDeviceToHost ? &hip_emu().host_memory : &hip_emu().device_memory;
+    if (!hip_emu_lies_in(*from, src, n)) hip_emu_die("an asynchronous copy from memory that is not pinned, or past device memory");
+    if (!hip_emu_lies_in(*to, dst, n)) hip_emu_die("an asynchronous copy to memory that is not pinned, or past device memory");
+    return hip_emu_enqueue(s, [=] {
+        if (!hip_emu_lies_in(*from, src, n) || !hip_emu_lies_in(*to, dst, n)) hip_emu_die("a queued copy uses memory that was freed");
+        memmove(dst, src, n);
+    });
+}
+static inline hipError_t hipMemsetAsync(void *dst, int value, size_t n, hipStream_t s) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    if (r != hipSuccess) return r;
+    if (!hip_emu_lies_in(hip_emu().device_memory, dst, n)) hip_emu_die("memset past device memory");
+    return hip_emu_enqueue(s, [=] {
+        if (!hip_emu_lies_in(hip_emu().device_memory, dst, n)) hip_emu_die("a queued memset uses memory that was freed");
+        memset(dst, value, n);
+    });
+}
+
+/* ---- launches ---- */
+
+static void hip_emu_add_fiber(hip_emu_machine *m) {
+    void *stack = mmap(nullptr, hip_emu_stack_bytes + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (stack == MAP_FAILED || mprotect(stack, 4096, PROT_NONE)) hip_emu_die("no memory for a fiber's stack");
+    m->stacks.push_back(static_cast<char *>(stack));
+    hip_emu_fiber f;
+    memset(&f.context, 0, sizeof f.context);
+    f.context.bottom = static_cast<char *>(stack) + 4096;
+    f.context.size_bytes = hip_emu_stack_bytes;
+    f.context.sp = hip_emu_first_sp(static_cast<char *>(stack) + 4096 + hip_emu_stack_bytes, hip_emu_entry);
+#ifdef HIP_EMU_TSAN
+    f.context.tsan = __tsan_create_fiber(0);
+#endif
+    m->fibers.push_back(f);
+}
+
+/* Threads take turns forward, backward, or in a scattered order: what only works in one order is a race. */
+static unsigned hip_emu_make_ring(hip_emu_machine *m, unsigned n, uint64_t launch) {
+    unsigned step = launch % 3 == 0 ? 1 : launch % 3 == 1 ? n - 1 : 7;
+    while (step > 1) { /* coprime to n, so that the ring has all */
+        unsigned a = n, b = step;
+        while (b) { unsigned t = a % b; a = b; b = t; }
+        if (a == 1) break;
+        step--;
+    }
+    m->next.resize(n);
+    for (unsigned i = 0; i < n; i++) m->next[i] = (i + step) % n;
+    return launch % 3 == 1 ? n - 1 : 0;
+}
+
+static void hip_emu_run(dim3 grid, dim3 block, unsigned wave, const std::function<void()> &body) {
+    static thread_local hip_emu_machine machine;
+    hip_emu_machine *m = &machine;
+    unsigned n = block.x * block.y * block.z;
+    while (m->fibers.size() < n) hip_emu_add_fiber(m);
+    hip_emu_here = m;
+    m->grid = grid;
+    m->block = block;
+    m->n_threads = n;
+    m->body = &body;
+    m->waves.resize((n + wave - 1) / wave);
+    unsigned first = hip_emu_make_ring(m, n, ++hip_emu().launches);
+    for (unsigned i = 0; i < n; i++) {
+        m->fibers[i].thread = dim3(i % block.x, i / block.x % block.y, i / block.x / block.y);
+        m->fibers[i].lane = i % wave;
+        m->fibers[i].wave = &m->waves[i / wave];
+    }
+    uint64_t n_blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
+    for (uint64_t b = 0; b < n_blocks; b++) {
+        m->index = dim3(static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y), static_cast<unsigned>(b / grid.x / grid.y));
+        m->n_finished = m->arrived = m->idle = 0;
+        for (unsigned i = 0; i < n; i++) m->fibers[i].finished = false;
+        for (size_t w = 0; w < m->waves.size(); w++) {
+            m->waves[w].size = n - static_cast<unsigned>(w) * wave < wave ? n - static_cast<unsigned>(w) * wave : wave;
+            m->waves[w].arrived = m->waves[w].finished = 0;
+        }
+        m->self = &m->fibers[first];
+        hip_emu_jump(&m->main, &m->self->context);
+        for (size_t i = 0; i < m->shared.size(); i++) free(m->shared[i].memory);
+        m->shared.clear();
+    }
+}
+
+template <unsigned... I> struct hip_emu_list {};
+template <unsigned N, unsigned... I> struct hip_emu_count : hip_emu_count<N - 1, N - 1, I...> {};
+template <unsigned... I> struct hip_emu_count<0, I...> { typedef hip_emu_list<I...> type; };
+
+template <class... P> struct hip_emu_closure { /* a kernel with its arguments, evaluated at the launch */
+    void (*kernel)(P...);
+    std::tuple<P...> args;
+    template <unsigned... I> void call(hip_emu_list<I...>) const { kernel(std::get<I>(args)...); }
+    void operator()() const { call(typename hip_emu_count<sizeof...(P)>::type()); }
+};
+
+template <class... P, class... A>
+static hipError_t hip_emu_launch(void (*kernel)(P...), dim3 grid, dim3 block, hipStream_t s, A... args) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    if (r != hipSuccess) return r;
+    if (hip_emu().no_kernels) return hipErrorInvalidDeviceFunction;
+    if ((*s)->device != hip_emu_device) return hipErrorInvalidHandle;
+    unsigned n = block.x * block.y * block.z, wave = hip_emu_device == 0 ? 32 : 64;
+    if (n == 0 || n > hip_emu_max_threads || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535)
+        return hipErrorInvalidValue;
+    hip_emu_closure<P...> closure = {kernel, std::tuple<P...>(args...)};
+    std::function<void()> body = closure;
+    return hip_emu_enqueue(s, [=] { hip_emu_run(grid, block, wave, body); });
+}
+
+/* ---- controls ---- */
+
+extern "C" {
+void hip_emu_order(int order, uint32_t seed) {
+    HIP_EMU_LOCK;
+    hip_emu().order = order;
+    hip_emu().random = seed ? seed : 1;
+}
+void hip_emu_fail_call(uint64_t n) { HIP_EMU_LOCK; hip_emu().fail_call = n; }
+void hip_emu_fail_work(uint64_t n) { HIP_EMU_LOCK; hip_emu().fail_work = n; }
+void hip_emu_recover(void) { HIP_EMU_LOCK; hip_emu().lost[0] = hip_emu().lost[1] = false; }
+void hip_emu_devices(int n, int error) { HIP_EMU_LOCK; hip_emu().n_devices = n; hip_emu().count_error = error; }
+void hip_emu_no_kernels(int on) { HIP_EMU_LOCK; hip_emu().no_kernels = on; }
+hip_emu_counts hip_emu_get_counts(void) {
+    HIP_EMU_LOCK;
+    hip_emu_state &e = hip_emu();
+    hip_emu_counts c = {static_cast<uint32_t>(e.device_memory.size()), static_cast<uint32_t>(e.host_memory.size()),
+                        static_cast<uint32_t>(e.streams.size()), e.n_events, e.calls, e.launches};
+    return c;
+}
+void hip_emu_guard(void *p, size_t n, int on) {
+#ifdef HIP_EMU_ASAN
+    if (on) __asan_poison_memory_region(p, n);
+    else __asan_unpoison_memory_region(p, n);
+#else
+    (void)p, (void)n, (void)on;
+#endif
+}
+}
+
+#endif /* ROCMFORGE_HIP_EMU */
+#endif

@@ -1,0 +1,51 @@
+#!/usr/bin/env python3
+"""make_unicode.py - the character class table of rocmforge.h (section 13), from Python's unicodedata.
+
+ make_unicode.py                 print the table as C
+ make_unicode.py --check FILE    say whether FILE holds it; exit 1 if not (also if this Python has another Unicode version)
+"""
+import sys
+import unicodedata
+
+# Codes of the table; their meaning in C is the array in rfi_unicode_class.
+CODES = {'L': 1, 'N': 2, 'P': 3, 'S': 4, 'M': 5}
+SPACE = 6
+WHITE_SPACE = set([*range(0x09, 0x0e), 0x20, 0x85, 0xa0, 0x1680, *range(0x2000, 0x200b), 0x2028, 0x2029, 0x202f,
+                   0x205f, 0x3000])     # property White_Space: stable since Unicode 6.3
+
+
+def code(c):
+    return SPACE if c in WHITE_SPACE else CODES.get(unicodedata.category(chr(c))[0], 0)
+
+
+def table():
+    """First character of every run of one class, shifted by 3, with the class below."""
+    out, last = [], None
+    for c in range(0x110000):
+        k = code(c)
+        if k != last:
+            out.append(c << 3 | k)
+            last = k
+    return out
+
+
+def text():
+    t = table()
+    lines = [f'/* Unicode {unicodedata.unidata_version}, {len(t)} runs, {4 * len(t)} bytes. */',
+             f'static const uint32_t rfi_unicode_runs[{len(t)}] = {{']
+    line = '   '
+    for v in t:
+        item = f' {v:#x},'
+        if len(line) + len(item) > 118:
+            lines.append(line)
+            line = '   '
+        line += item
+    return '\n'.join(lines + [line, '};']) + '\n'
+
+
+if __name__ == '__main__':
+    if sys.argv[1:2] == ['--check']:
+        same = text() in open(sys.argv[2], encoding='utf-8').read()
+        print('equal' if same else 'different')
+        sys.exit(not same)
+    sys.stdout.write(text())

@@ -1,0 +1,382 @@
+/* ref_model.h: the model in float64, for the tests. Written from the architecture notes alone: it shares no plan, kernel
+ * or decoder with the library, only reads keys and raw tensor bytes through the public GGUF calls. One sequence, all
+ * positions at once, everything naive.
+ *     ref_model m;  ref_open(&m, gguf);
+ *     double *logits = ref_eval(&m, tokens, n, &(ref_options){.int8_acts = 1}, NULL);    [n][m.n_vocab]; free(logits)
+ *     ref_close(&m);
+ * Anything it does not understand ends the program: a reference must not guess. Include rocmforge.h first. */
+#ifndef REF_MODEL_H
+#define REF_MODEL_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define REF_FN __attribute__((unused)) static
+
+/* What the library rounds, to be simulated so that tolerances need only cover float32 arithmetic. */
+typedef struct ref_options {
+    int int8_acts; /* inputs of a matmul with quantized weights become 8-bit, in blocks of 32      */
+    int kv_f16;    /* keys (after rope) and values are rounded to binary16                         */
+} ref_options;
+
+/* How near the simulated roundings came to a tie: below the float32 noise the library may fall to the other side. */
+typedef struct ref_margins {
+    double int8; /* smallest distance of x/d from a half, in steps */
+} ref_margins;
+
+typedef struct ref_model {
+    const rf_gguf *g;
+    char arch[32];
+    uint32_t n_layers, n_embd, n_vocab;
+    double **data; /* [n_tensors] decoded on first use */
+    ref_margins margins;
+} ref_model;
+
+__attribute__((unused, noreturn, format(printf, 1, 2))) static void ref_die(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    fprintf(stderr, "ref_model.h: ");
+    vfprintf(stderr, format, args);
+    fprintf(stderr, "\n");
+    va_end(args);
+    exit(99);
+}
+
+REF_FN double *ref_zeros(uint64_t n) {
+    double *p = (double *)calloc(n ? n : 1, sizeof *p);
+    if (!p) ref_die("out of memory: %llu doubles", (unsigned long long)n);
+    return p;
+}
+
+/* ---- decoding: the type table of the architecture notes ---- */
+
+REF_FN double ref_half(const uint8_t *p) {
+    uint32_t h = p[0] | (uint32_t)p[1] << 8, e = h >> 10 & 31, m = h & 1023;
+    double v = e == 0 ? ldexp(m, -24) : e == 31 ? (m ? (double)NAN : (double)INFINITY) : ldexp(m + 1024.0, (int)e - 25);
+    return h >> 15 ? -v : v;
+}
+
+/* nearest binary16, ties to even; finite values below 65520 only */
+REF_FN double ref_to_half(double x) {
+    int e;
+    if (x == 0) return x;
+    frexp(x, &e); /* |x| = [0.5, 1) * 2^e: 11 significant bits, or multiples of 2^-24 */
+    double step = ldexp(1, e - 11 > -24 ? e - 11 : -24);
+    return nearbyint(x / step) * step;
+}
+
+REF_FN double ref_float(const uint8_t *p, int bf16) {
+    uint32_t u = bf16 ? (uint32_t)p[0] << 16 | (uint32_t)p[1] << 24
+                      : p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+    float f;
+    memcpy(&f, &u, sizeof f);
+    return f;
+}
+
+/* scale and min of sub-block j of Q4_K and Q5_K, 6 bits each */
+REF_FN void ref_k_scale(const uint8_t *s, int j, int *scale, int *min) {
+    *scale = j < 4 ? s[j] & 63 : (s[j + 4] & 15) | (s[j - 4] >> 6) << 4;
+    *min = j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | (s[j] >> 6) << 4;
+}
+
+/* one block; returns its elements */
+REF_FN uint32_t ref_block(uint32_t type, const uint8_t *p, double *out) {
+    double d = ref_half(p), m = type == RF_TYPE_Q4_1 || type == RF_TYPE_Q5_1 ? ref_half(p + 2) : 0;
+    int scale, min;
+    switch (type) {
+    case RF_TYPE_F32: out[0] = ref_float(p, 0); return 1;
+    case RF_TYPE_F16: out[0] = d; return 1;
+    case RF_TYPE_BF16: out[0] = ref_float(p, 1); return 1;
+    case RF_TYPE_Q4_0:
+    case RF_TYPE_Q4_1:
+    case RF_TYPE_Q5_0:
+    case RF_TYPE_Q5_1: {
+        int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1, with_min = type == RF_TYPE_Q4_1 || type == RF_TYPE_Q5_1;
+        const uint8_t *high = p + (with_min ? 4 : 2), *low = high + (five ? 4 : 0);
+        for (int e = 0; e < 32; e++) {
+            int q = e < 16 ? low[e] & 15 : low[e - 16] >> 4;
+            if (five) q |= (high[e / 8] >> e % 8 & 1) << 4;
+            out[e] = with_min ? d * q + m : d * (q - (five ? 16 : 8));
+        }
+        return 32;
+    }
+    case RF_TYPE_Q8_0:
+        for (int e = 0; e < 32; e++) out[e] = d * (int8_t)p[2 + e];
+        return 32;
+    case RF_TYPE_Q4_K:
+    case RF_TYPE_Q5_K: {
+        int five = type == RF_TYPE_Q5_K;
+        const uint8_t *qh = p + 16, *qs = p + (five ? 48 : 16);
+        for (int e = 0; e < 256; e++) {
+            int j = e / 32, l = e % 32; /* sub-blocks 2g and 2g + 1: low and high nibbles of 32 bytes */
+            int q = (j % 2 ? qs[j / 2 * 32 + l] >> 4 : qs[j / 2 * 32 + l] & 15) + (five && (qh[l] >> j & 1) ? 16 : 0);
+            ref_k_scale(p + 4, j, &scale, &min);
+            out[e] = d * scale * q - ref_half(p + 2) * min;
+        }
+        return 256;
+    }
+    case RF_TYPE_Q6_K:
+        for (int e = 0; e < 256; e++) {
+            int half = e / 128, quarter = e % 128 / 32, l = e % 32;
+            int low = p[half * 64 + quarter % 2 * 32 + l] >> (quarter / 2 * 4) & 15;
+            int high = p[128 + half * 32 + l] >> (2 * quarter) & 3;
+            int8_t sc = (int8_t)p[192 + half * 8 + quarter * 2 + l / 16];
+            out[e] = ref_half(p + 208) * sc * ((low | high << 4) - 32);
+        }
+        return 256;
+    default: ref_die("tensor type %u", type);
+    }
+}
+
+/* ---- keys and tensors ---- */
+
+REF_FN void ref_open(ref_model *m, const rf_gguf *g) {
+    rf_kv kv;
+    rf_string s;
+    memset(m, 0, sizeof *m);
+    m->g = g;
+    m->data = (double **)calloc(rf_gguf_get_info(g).n_tensors + 1, sizeof *m->data);
+    if (!m->data || rf_gguf_find_kv(g, "general.architecture", &kv) != RF_OK || rf_kv_text(&kv, NULL, &s) != RF_OK)
+        ref_die("no architecture");
+    snprintf(m->arch, sizeof m->arch, "%.*s", (int)s.len, s.data);
+    if (strcmp(m->arch, "llama") && strcmp(m->arch, "qwen2") && strcmp(m->arch, "qwen3")) ref_die("arch %s", m->arch);
+}
+
+REF_FN void ref_close(ref_model *m) {
+    for (uint64_t i = 0; i < rf_gguf_get_info(m->g).n_tensors; i++) free(m->data[i]);
+    free(m->data);
+}
+
+/* number `il` of a key (arrays: one per layer); absent: the given value, or the end if that is NaN */
+REF_FN double ref_key(const ref_model *m, const char *suffix, uint32_t il, double absent) {
+    char name[128];
+    rf_kv kv;
+    int64_t i;
+    double v;
+    snprintf(name, sizeof name, "%s.%s", m->arch, suffix);
+    if (rf_gguf_find_kv(m->g, name, &kv) != RF_OK) {
+        if (isnan(absent)) ref_die("no key %s", name);
+        return absent;
+    }
+    if (kv.type != RF_KV_ARRAY) il = 0;
+    if (rf_kv_int(&kv, il, &i) == RF_OK) return (double)i;
+    if (rf_kv_real(&kv, il, &v) == RF_OK) return v;
+    ref_die("key %s", name);
+}
+
+REF_FN const double *ref_tensor(ref_model *m, const char *name, rf_tensor_info *t) {
+    rf_tensor_info info;
+    if (!t) t = &info;
+    if (rf_gguf_find_tensor(m->g, name, t) != RF_OK) return NULL;
+    double **data = &m->data[t->index];
+    if (!*data) {
+        rf_type_info type = rf_type_get(t->type);
+        uint64_t n = t->ne[0] * t->ne[1];
+        uint8_t *raw = (uint8_t *)malloc(t->size_bytes);
+        if (!raw || rf_gguf_read_tensor(m->g, t->index, 0, raw, t->size_bytes, NULL) != RF_OK) ref_die("cannot read %s", name);
+        *data = ref_zeros(n + 256);
+        for (uint64_t b = 0; b * type.block_elements < n; b++)
+            ref_block(t->type, raw + b * type.block_bytes, *data + b * type.block_elements);
+        free(raw);
+    }
+    return *data;
+}
+
+REF_FN const double *ref_need(ref_model *m, const char *name, uint64_t n_in, uint64_t n_rows, rf_tensor_info *t) {
+    rf_tensor_info info;
+    if (!t) t = &info;
+    const double *p = ref_tensor(m, name, t);
+    if (!p || t->ne[0] != n_in || t->ne[1] != n_rows) ref_die("%s is missing or not %u x %u", name, (unsigned)n_rows, (unsigned)n_in);
+    return p;
+}
+
+/* ---- the graph ---- */
+
+/* Blocks of 32 as the CPU kernels see them: steps of max|x| / 127, half to even. */
+REF_FN void ref_int8(ref_model *m, double *x, uint64_t n) {
+    for (uint64_t b = 0; b < n; b += 32) {
+        double most = 0;
+        for (uint64_t i = b; i < b + 32; i++) most = fmax(most, fabs(x[i]));
+        double d = most / 127;
+        for (uint64_t i = b; i < b + 32 && d > 0; i++) {
+            double steps = x[i] / d;
+            m->margins.int8 = fmin(m->margins.int8, fabs(steps - floor(steps) - 0.5));
+            x[i] = nearbyint(steps) * d;
+        }
+    }
+}
+
+/* y[n][n_out] (+)= x[n][n_in] W[row0 .. row0 + n_out]^T + bias; a bias is optional and of as many rows as the weight */
+REF_FN void ref_matmul(ref_model *m, const ref_options *o, const char *name, const char *bias_name, uint64_t rows,
+                       uint64_t row0, double *y, uint64_t n_out, const double *x, uint64_t n_in, uint32_t n, int add) {
+    rf_tensor_info t;
+    const double *w = ref_need(m, name, n_in, rows, &t) + row0 * n_in, *bias = bias_name ? ref_tensor(m, bias_name, NULL) : NULL;
+    double *in = ref_zeros(n * n_in);
+    memcpy(in, x, n * n_in * sizeof *in);
+    if (o->int8_acts && rf_type_get(t.type).block_elements > 1)
+        for (uint32_t r = 0; r < n; r++) ref_int8(m, in + r * n_in, n_in);
+    for (uint64_t j = 0; j < n_out; j++)
+        for (uint32_t r = 0; r < n; r++) {
+            double s[4] = {0, 0, 0, 0};
+            const double *a = w + j * n_in, *b = in + r * n_in;
+            uint64_t i = 0;
+            for (; i + 4 <= n_in; i += 4)
+                for (int k = 0; k < 4; k++) s[k] += a[i + k] * b[i + k];
+            for (; i < n_in; i++) s[0] += a[i] * b[i];
+            double v = s[0] + s[1] + s[2] + s[3] + (bias ? bias[row0 + j] : 0);
+            y[r * n_out + j] = add ? y[r * n_out + j] + v : v;
+        }
+    free(in);
+}
+
+/* each of n_groups groups of `width` values on its own; y may be x */
+REF_FN void ref_norm(ref_model *m, const char *name, double *y, const double *x, uint64_t width, uint64_t n_groups) {
+    const double *w = ref_need(m, name, width, 1, NULL);
+    double eps = ref_key(m, "attention.layer_norm_rms_epsilon", 0, NAN);
+    for (uint64_t g = 0; g < n_groups; g++) {
+        double sum = 0;
+        for (uint64_t i = 0; i < width; i++) sum += x[g * width + i] * x[g * width + i];
+        for (uint64_t i = 0; i < width; i++) y[g * width + i] = x[g * width + i] / sqrt(sum / (double)width + eps) * w[i];
+    }
+}
+
+/* Rotate n rows of n_heads heads in place; row r is position r. */
+REF_FN void ref_rope(ref_model *m, double *x, uint32_t n, uint32_t n_heads, uint32_t head_dim) {
+    uint32_t n_rot = (uint32_t)ref_key(m, "rope.dimension_count", 0, head_dim);
+    double base = ref_key(m, "rope.freq_base", 0, 10000), f = ref_key(m, "rope.scaling.factor", 0, 0), magnitude = 1;
+    double lo = 0, hi = 0;
+    const double *freqs = ref_tensor(m, "rope_freqs.weight", NULL);
+    int neox = strcmp(m->arch, "llama") != 0, yarn = 0, none = 0;
+    char name[128];
+    rf_kv kv;
+    rf_string type = {"", 0};
+    snprintf(name, sizeof name, "%s.rope.scaling.type", m->arch);
+    if (rf_gguf_find_kv(m->g, name, &kv) == RF_OK) rf_kv_text(&kv, NULL, &type);
+    yarn = type.len == 4 && memcmp(type.data, "yarn", 4) == 0;
+    none = type.len == 4 && memcmp(type.data, "none", 4) == 0;
+    if (f == 0) f = ref_key(m, "rope.scale_linear", 0, 1);
+    if (f == 0 || none) f = 1;
+    if (yarn) {
+        double n0 = ref_key(m, "rope.scaling.original_context_length", 0, ref_key(m, "context_length", 0, NAN));
+        double log_mul = ref_key(m, "rope.scaling.yarn_log_multiplier", 0, 0), two_pi = 2 * acos(-1);
+        lo = floor(n_rot * log(n0 / (32 * two_pi)) / (2 * log(base)));
+        hi = ceil(n_rot * log(n0 / (1 * two_pi)) / (2 * log(base)));
+        if (lo < 0) lo = 0;
+        if (hi > n_rot - 1) hi = n_rot - 1;
+        magnitude = (0.1 * log(f) + 1) / (0.1 * log_mul * log(f) + 1);
+    }
+    for (uint32_t r = 0; r < n; r++)
+        for (uint32_t h = 0; h < n_heads; h++)
+            for (uint32_t i = 0; i < n_rot / 2; i++) {
+                double theta = pow(base, -2.0 * i / n_rot) / (freqs ? freqs[i] : 1), angle = r * theta / f;
+                if (yarn) {
+                    double t = (i - lo) / fmax(0.001, hi - lo), ramp = 1 - (t < 0 ? 0 : t > 1 ? 1 : t);
+                    angle = r * theta * ((1 - ramp) / f + ramp);
+                }
+                double *v = x + ((uint64_t)r * n_heads + h) * head_dim;
+                double *a = v + (neox ? i : 2 * i), *b = v + (neox ? i + n_rot / 2 : 2 * i + 1), a0 = *a, b0 = *b;
+                *a = (a0 * cos(angle) - b0 * sin(angle)) * magnitude;
+                *b = (a0 * sin(angle) + b0 * cos(angle)) * magnitude;
+            }
+}
+
+/* out[n][n_heads][dv] of q[n][n_heads][dk], k[n][n_kv][dk], v[n][n_kv][dv] */
+REF_FN void ref_attention(double *out, const double *q, const double *k, const double *v, uint32_t n, uint32_t n_heads,
+                          uint32_t n_kv, uint32_t dk, uint32_t dv) {
+    double *p = ref_zeros(n);
+    for (uint32_t r = 0; r < n; r++)
+        for (uint32_t h = 0; h < n_heads; h++) {
+            uint32_t g = h / (n_heads / n_kv);
+            double most = -INFINITY, sum = 0, *y = out + ((uint64_t)r * n_heads + h) * dv;
+            for (uint32_t j = 0; j <= r; j++) {
+                p[j] = 0;
+                for (uint32_t i = 0; i < dk; i++)
+                    p[j] += q[((uint64_t)r * n_heads + h) * dk + i] * k[((uint64_t)j * n_kv + g) * dk + i];
+                p[j] /= sqrt(dk);
+                most = fmax(most, p[j]);
+            }
+            for (uint32_t j = 0; j <= r; j++) sum += p[j] = exp(p[j] - most);
+            for (uint32_t i = 0; i < dv; i++) {
+                y[i] = 0;
+                for (uint32_t j = 0; j <= r; j++) y[i] += p[j] / sum * v[((uint64_t)j * n_kv + g) * dv + i];
+            }
+        }
+    free(p);
+}
+
+/* x += one layer */
+REF_FN void ref_layer(ref_model *m, const ref_options *o, uint32_t il, double *x, uint32_t n) {
+    char b[16][64];
+    static const char *const names[16] = {"attn_norm.weight", "attn_q.weight", "attn_q.bias", "attn_k.weight", "attn_k.bias",
+        "attn_v.weight", "attn_v.bias", "attn_qkv.weight", "attn_qkv.bias", "attn_q_norm.weight", "attn_k_norm.weight",
+        "attn_output.weight", "attn_output.bias", "ffn_norm.weight", "", ""};
+    for (int i = 0; i < 16; i++) snprintf(b[i], sizeof b[i], "blk.%u.%s", il, names[i]);
+    uint64_t n_embd = m->n_embd;
+    uint32_t nh = (uint32_t)ref_key(m, "attention.head_count", il, NAN), nkv = (uint32_t)ref_key(m, "attention.head_count_kv", il, nh);
+    uint32_t nh0 = (uint32_t)ref_key(m, "attention.head_count", 0, NAN), ff = (uint32_t)ref_key(m, "feed_forward_length", il, NAN);
+    uint32_t dk = (uint32_t)ref_key(m, "attention.key_length", 0, m->n_embd / nh0);
+    uint32_t dv = (uint32_t)ref_key(m, "attention.value_length", 0, m->n_embd / nh0);
+    double *h = ref_zeros(n * n_embd), *q = ref_zeros((uint64_t)n * nh * dk), *k = ref_zeros((uint64_t)n * nkv * dk);
+    double *v = ref_zeros((uint64_t)n * nkv * dv), *a = ref_zeros((uint64_t)n * nh * dv);
+    double *gate = ref_zeros((uint64_t)n * ff), *up = ref_zeros((uint64_t)n * ff);
+    ref_norm(m, b[0], h, x, n_embd, n);
+    if (ref_tensor(m, b[7], NULL)) { /* rows q, k, v */
+        uint64_t rows = (uint64_t)nh * dk + (uint64_t)nkv * (dk + dv);
+        ref_matmul(m, o, b[7], b[8], rows, 0, q, (uint64_t)nh * dk, h, n_embd, n, 0);
+        ref_matmul(m, o, b[7], b[8], rows, (uint64_t)nh * dk, k, (uint64_t)nkv * dk, h, n_embd, n, 0);
+        ref_matmul(m, o, b[7], b[8], rows, (uint64_t)(nh + nkv) * dk, v, (uint64_t)nkv * dv, h, n_embd, n, 0);
+    } else {
+        ref_matmul(m, o, b[1], b[2], (uint64_t)nh * dk, 0, q, (uint64_t)nh * dk, h, n_embd, n, 0);
+        ref_matmul(m, o, b[3], b[4], (uint64_t)nkv * dk, 0, k, (uint64_t)nkv * dk, h, n_embd, n, 0);
+        ref_matmul(m, o, b[5], b[6], (uint64_t)nkv * dv, 0, v, (uint64_t)nkv * dv, h, n_embd, n, 0);
+    }
+    if (strcmp(m->arch, "qwen3") == 0) {
+        ref_norm(m, b[9], q, q, dk, (uint64_t)n * nh);
+        ref_norm(m, b[10], k, k, dk, (uint64_t)n * nkv);
+    }
+    ref_rope(m, q, n, nh, dk);
+    ref_rope(m, k, n, nkv, dk);
+    for (uint64_t i = 0; o->kv_f16 && i < (uint64_t)n * nkv * dk; i++) k[i] = ref_to_half(k[i]);
+    for (uint64_t i = 0; o->kv_f16 && i < (uint64_t)n * nkv * dv; i++) v[i] = ref_to_half(v[i]);
+    ref_attention(a, q, k, v, n, nh, nkv, dk, dv);
+    ref_matmul(m, o, b[11], b[12], n_embd, 0, x, n_embd, a, (uint64_t)nh * dv, n, 1);
+
+    ref_norm(m, b[13], h, x, n_embd, n);
+    char w[3][64], bias[3][64];
+    static const char *const mats[3] = {"ffn_gate", "ffn_up", "ffn_down"};
+    for (int i = 0; i < 3; i++) {
+        snprintf(w[i], sizeof w[i], "blk.%u.%s.weight", il, mats[i]);
+        snprintf(bias[i], sizeof bias[i], "blk.%u.%s.bias", il, mats[i]);
+    }
+    ref_matmul(m, o, w[0], bias[0], ff, 0, gate, ff, h, n_embd, n, 0);
+    ref_matmul(m, o, w[1], bias[1], ff, 0, up, ff, h, n_embd, n, 0);
+    for (uint64_t i = 0; i < (uint64_t)n * ff; i++) gate[i] = gate[i] / (1 + exp(-gate[i])) * up[i];
+    ref_matmul(m, o, w[2], bias[2], n_embd, 0, x, n_embd, gate, ff, n, 1);
+    free(h), free(q), free(k), free(v), free(a), free(gate), free(up);
+}
+
+/* Logits [n][n_vocab] of tokens at positions 0 .. n-1; the caller frees them. margins may be NULL. */
+REF_FN double *ref_eval(ref_model *m, const int32_t *tokens, uint32_t n, const ref_options *o, ref_margins *margins) {
+    rf_tensor_info t;
+    const double *embd = ref_tensor(m, "token_embd.weight", &t);
+    if (!embd) ref_die("no token_embd.weight");
+    m->n_layers = (uint32_t)ref_key(m, "block_count", 0, NAN);
+    m->n_embd = (uint32_t)ref_key(m, "embedding_length", 0, NAN);
+    m->n_vocab = (uint32_t)t.ne[1];
+    m->margins.int8 = 0.5;
+    double *x = ref_zeros((uint64_t)n * m->n_embd), *logits = ref_zeros((uint64_t)n * m->n_vocab);
+    for (uint32_t r = 0; r < n; r++)
+        memcpy(x + (uint64_t)r * m->n_embd, embd + (uint64_t)(uint32_t)tokens[r] * m->n_embd, m->n_embd * sizeof *x);
+    for (uint32_t il = 0; il < m->n_layers; il++) ref_layer(m, o, il, x, n);
+    ref_norm(m, "output_norm.weight", x, x, m->n_embd, n);
+    int tied = !ref_tensor(m, "output.weight", NULL);
+    ref_matmul(m, o, tied ? "token_embd.weight" : "output.weight", "output.bias", m->n_vocab, 0, logits, m->n_vocab, x, m->n_embd, n, 0);
+    if (margins) *margins = m->margins;
+    free(x);
+    return logits;
+}
+
+#endif

@@ -1,0 +1,58 @@
+/* rf_test.h: the smallest test frame. A test is a function; it passes if no CHECK in it failed.
+ *     static void test_add(void) { CHECK(1 + 1 == 2, "got %d", 1 + 1); }
+ *     int main(int argc, char **argv) { RFT_BEGIN(argc, argv); RUN(test_add); RUN_IF(have_zoo, test_zoo, "no zoo"); RFT_END(); }
+ * `program SUBSTR` runs only the tests whose name contains SUBSTR. The last line is "suite: N passed, N failed, N skipped". */
+#ifndef RF_TEST_H
+#define RF_TEST_H
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int rft_passed, rft_failed, rft_skipped, rft_bad;
+static const char *rft_filter, *rft_suite;
+
+/* Report and go on; at most 20 reports a test. */
+#define CHECK(cond, ...)                                                              \
+    do {                                                                              \
+        if (!(cond) && ++rft_bad <= 20) {                                             \
+            printf("    %s:%d: %s: ", __FILE__, __LINE__, #cond);                     \
+            printf("" __VA_ARGS__);                                                   \
+            printf("\n");                                                             \
+        }                                                                             \
+    } while (0)
+
+/* Report and leave the test. */
+#define REQUIRE(cond, ...)                                                            \
+    do {                                                                              \
+        if (!(cond)) {                                                                \
+            CHECK(cond, __VA_ARGS__);                                                 \
+            return;                                                                   \
+        }                                                                             \
+    } while (0)
+
+static void rft_run(const char *name, void (*test)(void)) {
+    if (rft_filter && !strstr(name, rft_filter)) return;
+    rft_bad = 0;
+    test();
+    if (rft_bad) rft_failed++, printf("  FAIL %s (%d)\n", name, rft_bad);
+    else rft_passed++;
+    fflush(stdout);
+}
+#define RUN(test) rft_run(#test, test)
+#define RUN_IF(available, test, why)                                                  \
+    do {                                                                              \
+        if (available) RUN(test);                                                     \
+        else rft_skipped++, printf("  skip %s: %s\n", #test, why);                    \
+    } while (0)
+
+#define RFT_BEGIN(argc, argv) (rft_suite = (argv)[0], rft_filter = (argc) > 1 ? (argv)[1] : NULL)
+#define RFT_END()                                                                     \
+    do {                                                                              \
+        const char *base = strrchr(rft_suite, '/');                                   \
+        printf("%s: %d passed, %d failed, %d skipped\n", base ? base + 1 : rft_suite, \
+               rft_passed, rft_failed, rft_skipped);                                  \
+        return rft_failed != 0;                                                       \
+    } while (0)
+
+#endif

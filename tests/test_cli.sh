@@ -1,0 +1,318 @@
+#!/bin/sh
+# sh tests/test_cli.sh BUILD_DIR: test BUILD_DIR/rocmforge_cli; run from the repository root. What the model says is
+# compared with a float64 reference (make_expected.py), numbers with values worked out by hand.
+
+cli=${1:?usage: sh tests/test_cli.sh BUILD_DIR}/rocmforge_cli
+model=examples/shakespeare-5m.gguf
+t=$(mktemp -d) || exit 1
+trap 'rm -rf "$t"' EXIT
+passed=0 failed=0 skipped=0
+esc=$(printf '\033')
+
+pass() { passed=$((passed + 1)); }
+bad() {
+    failed=$((failed + 1))
+    echo "  FAIL $1"
+    [ ! -s "$t/err" ] || sed 's/^/       stderr: /' "$t/err" | head -3
+}
+skip() { skipped=$((skipped + 1)); echo "  skip $1"; }
+# verdict NAME COMMAND...: the command's success is the test's
+verdict() { name=$1; shift; if "$@"; then pass; else bad "$name"; fi; }
+have() { command -v "$1" >/dev/null 2>&1; }
+
+# expect CODE NAME ARGUMENTS...: run the CLI on stdin; a failure must say one line on stderr and nothing on stdout
+expect() {
+    code=$1 name=$2
+    shift 2
+    "$cli" "$@" >"$t/out" 2>"$t/err" <"${input:-/dev/null}"
+    got=$?
+    if [ $got -ne "$code" ]; then bad "$name: want exit $code, got $got"; return 1; fi
+    if [ "$code" -eq 0 ]; then pass; return 0; fi
+    if [ "$(wc -l <"$t/err")" -ne 1 ] || [ ! -s "$t/err" ]; then bad "$name: want one line on stderr"; return 1; fi
+    if [ -s "$t/out" ]; then bad "$name: want nothing on stdout"; return 1; fi
+    pass
+}
+says() { verdict "$1: stderr names $2" grep -qF -- "$2" "$t/err"; }
+
+# ---- command line ----
+
+expect 0 version --version
+verdict "version on stdout" grep -q '^rocmforge_cli [0-9]' "$t/out"
+expect 0 help --help
+commands=$(sed -n 's/^  \([a-z][a-z]*\) .*/\1/p' "$t/out")
+for c in generate chat inspect plan check tokenize dequant logits bench; do
+    verdict "--help lists $c" sh -c "printf '%s\n' '$commands' | tr ' ' '\n' | grep -qx $c"
+    expect 0 "$c --help" $c --help
+    verdict "$c --help on stdout only" [ -s "$t/out" ] && verdict "$c --help: stderr" [ ! -s "$t/err" ]
+done
+expect 2 "no command"
+expect 2 "unknown command" frobnicate && says "unknown command" frobnicate
+expect 2 "unknown flag" generate --gguf $model --prompt a --frobnicate && says "unknown flag" --frobnicate
+expect 2 "flag of another command" inspect $model --temp 1 && says "flag of another command" --temp
+expect 2 "missing value" generate --gguf $model --prompt && says "missing value" --prompt
+expect 2 "missing model" generate --prompt a && says "missing model" --gguf
+expect 2 "missing prompt" generate --gguf $model
+expect 2 "two prompts" generate --gguf $model --prompt a --prompt-file b
+expect 2 "switch with a value" inspect $model --json=1 && says "switch with a value" --json
+expect 2 "second model" inspect $model $model
+for v in "" x 1x 1.5 -1 +1 " 1" 0x10 99999999999999999999; do
+    expect 2 "max-tokens '$v'" generate --gguf $model --prompt a --max-tokens "$v" && says "max-tokens '$v'" "\"$v\""
+done
+for v in "" x 1x -1 nan inf 0x1p1 1e9 " 1"; do
+    expect 2 "temp '$v'" generate --gguf $model --prompt a --temp "$v" && says "temp '$v'" --temp
+done
+expect 2 "threads 257" generate --gguf $model --prompt a --threads 257 && says "threads 257" --threads
+expect 2 "ctx 0" generate --gguf $model --prompt a --ctx=0 && says "ctx 0" --ctx
+expect 2 "kv f64" generate --gguf $model --prompt a --kv f64 && says "kv f64" "f16|f32"
+expect 2 "bos 2" tokenize --gguf $model --bos 2 && says "bos 2" --bos
+for v in "" "1," ",1" 1,,2 1x a -1 2147483648 "[1" "1]"; do
+    expect 2 "tokens '$v'" logits --gguf $model --tokens "$v" --out "$t/l" && says "tokens '$v'" "\"$v\""
+done
+expect 2 "line breaks in a value" generate --gguf $model --prompt a --seed "$(printf '1\n2\033[31m')"
+verdict "values are escaped" sh -c "! grep -q '$esc' '$t/err'"
+expect 2 "dequant: unknown type" dequant --type q9_9 && says "dequant: unknown type" q9_9
+
+# ---- files that are none ----
+
+head -c 1000 $model >"$t/cut-metadata.gguf"
+head -c 1000000 $model >"$t/cut-data.gguf"
+: >"$t/empty.gguf"
+printf 'GGML\003\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000' >"$t/magic.gguf"
+mkdir "$t/directory.gguf"
+for b in missing directory cut-metadata cut-data magic empty; do
+    b=$b.gguf f=$t/$b.gguf
+    expect 1 "generate $b" generate --gguf "$f" --prompt a && says "generate $b" "$b"
+    expect 1 "inspect $b" inspect "$f" && says "inspect $b" "$b"
+    expect 1 "check $b" check "$f" && says "check $b" "$b"
+    expect 1 "tokenize $b" tokenize --gguf "$f" && says "tokenize $b" "$b"
+    expect 1 "logits $b" logits --gguf "$f" --tokens 1 --out "$t/none.f32" && says "logits $b" "$b"
+done
+verdict "no output file after a failure" [ ! -e "$t/none.f32" ]
+expect 1 "missing prompt file" generate --gguf $model --prompt-file "$t/missing" && says "missing prompt file" missing
+expect 1 "prompt file is a directory" generate --gguf $model --prompt-file "$t"
+expect 1 "unknown device" generate --gguf $model --prompt a --device gpu9 && says "unknown device" gpu9
+expect 1 "absent GPU" generate --gguf $model --prompt a --device hip:63
+expect 1 "unknown instruction set" generate --gguf $model --prompt a --isa mmx && says "unknown instruction set" mmx
+expect 1 "token id out of range" logits --gguf $model --tokens 1,1024 --out "$t/l" && says "token id" 1024
+expect 1 "logits beyond the context" logits --gguf $model --tokens 1,2,3 --out "$t/l" --ctx 4 --greedy 2
+expect 1 "prompt beyond the context" generate --gguf $model --prompt "To be or not to be" --ctx 3
+expect 1 "unknown template" generate --gguf $model --prompt a --template frobnicate &&
+    says "unknown template" frobnicate
+
+# ---- what the model says ----
+
+# expected_generate.txt and these ids are make_expected.py's
+prompt_ids=1022,644,50,50,505,268,761,330
+greedy_ids=267,261,1012,367,44,376,34,505,268,40,459,725,292,11,513,11,513,288,44,376,34,505,268,40
+greedy_ids=$greedy_ids,459,725,292,11,513,11
+printf 'CASSIUS:\nWhere is' >"$t/prompt"
+
+for flags in "" "--threads 1" "--batch 4" "--kv f32" "--isa scalar"; do
+    expect 0 "generate $flags" generate --gguf $model --prompt-file "$t/prompt" --raw --max-tokens 30 --temp 0 $flags
+    verdict "generate $flags: the golden text, nothing else" cmp "$t/out" tests/expected_generate.txt
+    verdict "generate $flags: one timing line" grep -q '^open .* first token .* decode 30 tokens' "$t/err"
+    verdict "generate $flags: no escape codes" sh -c "! cat '$t/out' '$t/err' | grep -q '$esc'"
+done
+expect 0 "generate --max-tokens 0" generate --gguf $model --prompt a --max-tokens 0
+verdict "generate --max-tokens 0 says nothing" [ ! -s "$t/out" ]
+expect 0 "context full" generate --gguf $model --prompt-file "$t/prompt" --ctx 20 --max-tokens 30
+verdict "context full is said" grep -q 'stopped: context full' "$t/err"
+for seed in 1 1 2; do
+    expect 0 "seed $seed" generate --gguf $model --prompt-file "$t/prompt" --temp 1 --top-k 40 --top-p 0.95 \
+        --min-p 0.02 --seed $seed --max-tokens 32
+    cat "$t/out" >>"$t/seed-$seed"
+done
+n=$(wc -c <"$t/seed-1")
+head -c $((n / 2)) "$t/seed-1" >"$t/first" && tail -c $((n / 2)) "$t/seed-1" >"$t/second"
+verdict "the same seed gives the same text" cmp "$t/first" "$t/second"
+verdict "another seed gives another text" sh -c "! cmp -s '$t/first' '$t/seed-2'"
+
+expect 0 "logits at once" logits --gguf $model --tokens $prompt_ids --out "$t/once.f32" --greedy 30
+verdict "logits: golden greedy ids on stdout" [ "$(cat "$t/out")" = "[$greedy_ids]" ]
+expect 0 "logits by steps" logits --gguf $model --tokens "[$prompt_ids]" --out "$t/step.f32" --step
+verdict "logits: no ids without --greedy" [ ! -s "$t/out" ]
+verdict "logits: 8 rows of 1024" [ "$(wc -c <"$t/once.f32")" -eq 32768 ]
+ids=1022
+while [ ${#ids} -lt 400 ]; do ids=$ids,40,459; done
+expect 0 "logits of a long prompt" logits --gguf $model --tokens $ids --out "$t/long.f32" --batch 32
+n=$(printf '%s' "$ids" | tr ',' '\n' | grep -c .)
+verdict "logits: a row for each of $n" [ "$(wc -c <"$t/long.f32")" -eq $((n * 4096)) ]
+if have python3; then
+    # Equal but for the order of float32 additions: 768 terms of size 20 at most differ by less than 1e-3.
+    cat >"$t/compare.py" <<'PY'
+import array, sys
+a, b = array.array('f'), array.array('f')
+a.frombytes(open(sys.argv[1], 'rb').read()); b.frombytes(open(sys.argv[2], 'rb').read())
+d = max(abs(x - y) for x, y in zip(a, b))
+sys.exit(len(a) != len(b) or not d < 1e-3 or max(a) == min(a))
+PY
+    verdict "logits: by steps as at once" python3 "$t/compare.py" "$t/once.f32" "$t/step.f32"
+    expect 0 "logits of a long prompt by steps" logits --gguf $model --tokens $ids --out "$t/long-step.f32" --step
+    verdict "logits: pieces in order" python3 "$t/compare.py" "$t/long.f32" "$t/long-step.f32"
+else
+    skip "logits by steps as at once: no python3"
+fi
+
+printf 'Good night\n/reset\nGood night\n/quit\nnot read\n' >"$t/talk"
+input=$t/talk expect 0 "chat" chat --gguf $model --max-tokens 12 --ctx 100
+n=$(wc -c <"$t/out")
+head -c $((n / 2)) "$t/out" >"$t/first" && tail -c $((n / 2)) "$t/out" >"$t/second"
+verdict "chat answers" [ "$n" -gt 8 ]
+verdict "chat: after /reset the same answer" cmp "$t/first" "$t/second"
+printf 'Good night\nGood night\n' >"$t/talk"
+input=$t/talk expect 0 "chat goes on" chat --gguf $model --max-tokens 12 --ctx 100
+verdict "chat: the second prompt is longer than what is evaluated" grep -q 'prefill' "$t/err"
+verdict "chat: no escape codes" sh -c "! cat '$t/out' '$t/err' | grep -q '$esc'"
+
+# ---- tokens ----
+
+hex=524f4d454f3a0a57686174206c69676874206973207468697320746861742062726561
+hex=${hex}6b732075706f6e20746865206e696768743f0a0a4a554c4945543a0a
+printf '%s\n\n' $hex >"$t/hex"
+input=$t/hex expect 0 "tokenize --hex" tokenize --gguf $model --hex --bos 1 --special 0
+verdict "tokenize: golden ids" [ "$(head -1 "$t/out")" = \
+    "[1022,846,268,477,364,355,330,370,327,770,584,82,605,267,869,367,996,268]" ]
+verdict "tokenize: an empty line" [ "$(sed -n 2p "$t/out")" = "[1022]" ]
+verdict "tokenize: a line each" [ "$(wc -l <"$t/out")" -eq 2 ]
+cp "$t/out" "$t/ids"
+input=$t/ids expect 0 "tokenize --decode --hex" tokenize --decode --hex --gguf $model
+verdict "decode: the text again" [ "$(head -1 "$t/out")" = $hex ]
+{
+    printf 'Friends, Romans, countrymen, lend me your ears;\n'
+    printf '\303\274ber \377\376 \360\237\230\200 <eos>  x\n\nlast'
+} >"$t/text"
+for bos in 0 1; do
+    input=$t/text expect 0 "tokenize, bos $bos" tokenize --gguf $model --bos $bos
+    cp "$t/out" "$t/ids"
+    input=$t/ids expect 0 "decode, bos $bos" tokenize --decode --gguf $model
+    sed 1p -n "$t/text" >"$t/want"; sed 1p -n "$t/out" >"$t/got"
+    verdict "round trip of ASCII, bos $bos" cmp "$t/want" "$t/got"
+    verdict "round trip of the last line, bos $bos" [ "$(tail -1 "$t/out")" = last ]
+done
+for line in x '[1' '[1,]' '1 2' '[1]]' '[99999]' '[-1]'; do
+    printf '%s\n' "$line" >"$t/ids"
+    input=$t/ids expect 1 "decode '$line'" tokenize --decode --gguf $model
+done
+for line in 4 4g 0x44; do
+    printf '%s\n' "$line" >"$t/hex"
+    input=$t/hex expect 1 "hex '$line'" tokenize --hex --gguf $model
+done
+: >"$t/hex"
+input=$t/hex expect 1 "unknown pre-tokenizer" tokenize --gguf $model --pre frobnicate && says pre frobnicate
+
+# ---- inspect, plan, check, dequant, bench ----
+
+expect 0 "inspect" inspect $model
+verdict "inspect: metadata" grep -q '^general.architecture  string  "llama"$' "$t/out"
+verdict "inspect: long arrays are cut" grep -q '^tokenizer.ggml.tokens  string\[1024\]  \[.*, \.\.\.\]$' "$t/out"
+offset=$(sed -n 's/^blk.0.ffn_norm.weight  f32  ne={256}  1024 bytes in file 0 at \([0-9]*\)$/\1/p' "$t/out")
+verdict "inspect: tensors" [ -n "$offset" ]
+# one key each with hostile bytes, NaN, 2^64 - 1 and -inf in an array
+{
+    printf 'GGUF\003\000\000\000\000\000\000\000\000\000\000\000\004\000\000\000\000\000\000\000'
+    printf '\007\000\000\000\000\000\000\000a.bytes\010\000\000\000\015\000\000\000\000\000\000\000'
+    printf '\377\000"\\\033[31m\n\303\274\200'
+    printf '\005\000\000\000\000\000\000\000a.nan\006\000\000\000\000\000\300\177'
+    printf '\005\000\000\000\000\000\000\000a.big\012\000\000\000\377\377\377\377\377\377\377\377'
+    printf '\005\000\000\000\000\000\000\000a.inf\011\000\000\000'
+    printf '\006\000\000\000\001\000\000\000\000\000\000\000\000\000\200\377'
+} >"$t/odd.gguf"
+expect 0 "inspect of odd values" inspect "$t/odd.gguf"
+verdict "inspect escapes" sh -c "! grep -q '$esc' '$t/out'"
+for f in $model "$t/odd.gguf"; do
+    expect 0 "inspect --json ${f##*/}" inspect "$f" --json
+    if have python3; then
+        cat >"$t/inspect.py" <<'PY'
+import json, sys
+def refuse(x): raise ValueError(x)
+j = json.load(open(sys.argv[1], encoding='ascii'), parse_constant=refuse)
+kv = {e['key']: e for e in j['metadata']}
+if 'a.bytes' in kv:
+    assert kv['a.bytes']['value'] == '\ufffd\0"\\\033[31m\n\u00fc\ufffd', kv['a.bytes']
+    assert kv['a.big']['value'] == 2**64 - 1 and kv['a.nan']['value'] is None and kv['a.inf']['value'] == [None]
+else:
+    assert kv['llama.block_count']['value'] == 6 and kv['tokenizer.ggml.tokens']['count'] == 1024
+    assert kv['tokenizer.ggml.add_bos_token']['value'] is True
+    assert {t['name']: t['ne'] for t in j['tensors']}['token_embd.weight'] == [256, 1024]
+PY
+        verdict "inspect --json ${f##*/} is right" python3 "$t/inspect.py" "$t/out"
+    else
+        skip "inspect --json: no python3"
+    fi
+done
+
+expect 0 "plan" plan $model
+verdict "plan: matrices" grep -q ' matmul .* blk.5.ffn_down.weight [a-zA-Z0-9_]* \[256,768\]' "$t/out"
+verdict "plan: attention" grep -q ' attention .* heads 8 kv heads 4' "$t/out"
+verdict "plan: totals" grep -q '^llama: 6 layers, n_embd 256, n_vocab 1024, 8 heads of 32, 4 kv heads' "$t/out"
+# The bytes of the ops are the bytes of a token, but for the embedding's row: it is in the matrix of the last op.
+sum=$(sed -n '/ embed /d; s/^ *[0-9].*  \([0-9]*\) bytes$/\1/p' "$t/out" | awk '{s += $1} END {printf "%d", s}')
+verdict "plan: bytes of the ops are those of a token" grep -q "a token reads $sum bytes" "$t/out"
+
+expect 0 "check" check $model
+verdict "check says ok" grep -q '^ok: ' "$t/out"
+if [ -n "$offset" ]; then
+    cp $model "$t/nan.gguf"
+    printf '\000\000\300\177' | dd of="$t/nan.gguf" bs=1 seek=$((offset + 28)) conv=notrunc 2>/dev/null
+    "$cli" check "$t/nan.gguf" >"$t/out" 2>"$t/err"
+    verdict "check: NaN, exit 1" [ $? -eq 1 ]
+    verdict "check names tensor and index" grep -q 'blk.0.ffn_norm.weight (f32): value 7 .* NaN' "$t/err"
+    verdict "check: one line" [ "$(wc -l <"$t/err")" -eq 1 ]
+fi
+
+# q8_0: scale 0.5 as f16, then 1, -1, 127, -128 and zeros
+{ printf '\000\070\001\377\177\200'; head -c 28 /dev/zero; } >"$t/block"
+input=$t/block expect 0 "dequant" dequant --type Q8_0
+want=' 3f000000 bf000000 427e0000 c2800000'
+while [ ${#want} -lt 288 ]; do want="$want 00000000"; done
+verdict "dequant: 0.5 -0.5 63.5 -64 0..." [ "$(od -An -v -tx4 -w128 "$t/out")" = "$want" ]
+head -c 33 "$t/block" >"$t/part"
+input=$t/part expect 1 "dequant: part of a block" dequant --type q8_0
+expect 0 "dequant: nothing" dequant --type q4_K
+expect 1 "dequant: a type that does not run" dequant --type iq1_s
+
+expect 0 "bench" bench --gguf $model -p 8 -n 4 -r 2
+verdict "bench: speeds" grep -q '^decode_tok_s *[0-9.]*$' "$t/out"
+expect 0 "bench --json" bench --gguf $model -p 8 -n 4 -r 1 --json --device null
+if have python3; then
+    verdict "bench --json is JSON" python3 -c 'import json, sys; json.load(open(sys.argv[1]))' "$t/out"
+else
+    skip "bench --json: no python3"
+fi
+
+# ---- output that cannot be written, Ctrl-C ----
+
+if [ -e /dev/full ]; then
+    expect 1 "logits to a full disk" logits --gguf $model --tokens 1,2 --out /dev/full
+    for c in "generate --gguf $model --prompt a --max-tokens 4" "inspect $model" "plan $model" \
+        "check $model" --help; do
+        "$cli" $c >/dev/full 2>"$t/err"
+        verdict "$c to a full disk: exit 1" [ $? -eq 1 ]
+        verdict "$c to a full disk: one line" [ "$(wc -l <"$t/err")" -eq 1 ]
+    done
+else
+    skip "full disk: no /dev/full"
+fi
+"$cli" inspect $model >&- 2>"$t/err"
+verdict "closed stdout: exit 1" [ $? -eq 1 ]
+{ sleep 1; "$cli" generate --gguf $model --prompt a --max-tokens 4 2>"$t/err"; echo $? >"$t/code"; } | :
+verdict "closed pipe: exit 1" [ "$(cat "$t/code")" = 1 ]
+verdict "closed pipe: one line" [ "$(wc -l <"$t/err")" -eq 1 ]
+
+if have timeout && timeout --foreground 5 true 2>/dev/null; then
+    interrupt="timeout --foreground --preserve-status -k 20 -s INT"
+    $interrupt 2 "$cli" generate --gguf $model --prompt-file "$t/prompt" --raw --max-tokens 60000 --ctx 65536 \
+        >"$t/out" 2>"$t/err"
+    verdict "Ctrl-C: exit 130" [ $? -eq 130 ]
+    head -c "$(wc -c <tests/expected_generate.txt)" "$t/out" >"$t/got"
+    verdict "Ctrl-C: what there was is printed" cmp "$t/got" tests/expected_generate.txt
+    verdict "Ctrl-C: the timing line" grep -q '^open .*stopped: interrupted$' "$t/err"
+    $interrupt 1 "$cli" bench --gguf $model -p 8 -n 60000 >"$t/out" 2>"$t/err"
+    verdict "Ctrl-C of bench: exit 130" [ $? -eq 130 ]
+    verdict "Ctrl-C of bench: one line" [ "$(wc -l <"$t/err")" -eq 1 ]
+else
+    skip "Ctrl-C: no timeout"
+fi
+
+echo "test_cli: $passed passed, $failed failed, $skipped skipped"
+[ $failed -eq 0 ]

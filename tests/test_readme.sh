@@ -1,0 +1,74 @@
+# test_readme.sh BUILD: every command and program of README.md works. It runs in a copy of the tree, block after block in the
+# order of the page: ```sh blocks as scripts that stop at the first failure (make test and make deps only as make -n), ```c
+# blocks compiled with the page's own CPU line; with a main they become example.c and run on the shipped model.
+# `<!-- needs: ITEM... -->` above a block names what it needs: a tool, tool>=version, or a file of the repository.
+. tests/rf_test.sh
+
+[ -f README.md ] || { fail README.md "there is none"; finish; }
+rm -rf "$dir"
+mkdir -p "$dir/tree" "$dir/blocks"
+list_files | tar -cf - -T - | tar -xf - -C "$dir/tree"
+mkdir -p "$dir/tree/build"
+find "$build" -maxdepth 1 -type f -perm -u+x -exec cp -p {} "$dir/tree/build/" \;
+
+# blocks/NN.sh, blocks/NN.c; their needs in NN.needs, their place in NN.line
+awk -v out="$dir/blocks/" '
+    /^<!-- needs: .* -->$/ { needs = $0; sub(/^<!-- needs: /, "", needs); sub(/ -->$/, "", needs); next }
+    /^```(sh|c)$/ { name = sprintf("%s%02d", out, ++n); file = name "." substr($0, 4)
+                    print needs >(name ".needs"); print FNR >(name ".line"); printf "" >file; next }
+    /^```/ { if (file) close(file); file = ""; needs = ""; next }
+    file { print >file; next }
+    NF { needs = "" }' README.md
+cpu_line=$(grep -hE '^cc -O2 .*example\.c' "$dir"/blocks/*.sh | head -n 1)
+[ -n "$cpu_line" ] && pass || fail "CPU build line" "no line 'cc -O2 ... example.c ...' in README.md"
+
+# missing ITEM: print why the item is not there
+missing() {
+    tool=${1%%>=*}
+    [ ! -e "$dir/tree/$tool" ] || return 1
+    case $tool in
+    hipcc | nvcc) name="no GPU compiler ($1)" ;;
+    *.hip) name="no GPU kernels yet ($1)" ;;
+    *) name="install $tool with 'apt-get install $tool'" ;;
+    esac
+    if command -v "$tool" >/dev/null 2>&1; then
+        [ "$1" != "$tool" ] || return 1
+        have=$("$tool" --version | grep -oE '[0-9]+(\.[0-9]+)+' | head -n 1)
+        [ "$(printf '%s\n' "${1#*>=}" "$have" | sort -V | head -n 1)" != "${1#*>=}" ] || return 1
+    fi
+    echo "$name"
+}
+
+# run LABEL SCRIPT: sh -e in the copy
+run() {
+    if (cd "$dir/tree" && sh -ex) <"$2" >"$2.log" 2>&1; then pass
+    else fail "$1" "$(grep '^+ ' "$2.log" | tail -n 1)"; tail -n 15 "$2.log" | sed 's/^/    /'
+    fi
+}
+
+commands=0 programs=0
+for line_file in "$dir"/blocks/*.line; do
+    block=${line_file%.line}
+    label="README.md:$(cat "$line_file")"
+    why=
+    for item in $(cat "$block.needs"); do [ -n "$why" ] || why=$(missing "$item") || why=; done
+    if [ -n "$why" ]; then skip "$label" "$why"; continue; fi
+    if [ -f "$block.sh" ]; then
+        commands=$((commands + 1))
+        # stdin is closed: a chat ends at once; what would recurse or install is only looked up
+        sed -e 's/^make \(test\|check-c\|deps\)/make -n \1/' -e 's,^\(\./\)\{0,1\}\.ci/run,test -x .ci/run,' "$block.sh" >"$block.run"
+        { echo 'exec </dev/null'; cat "$block.run"; } >"$block.run2"
+        run "$label" "$block.run2"
+    elif grep -q 'int main' "$block.c"; then
+        programs=$((programs + 1))
+        cp "$block.c" "$dir/tree/example.c"
+        echo "$cpu_line -Wall -Wextra -Werror && ./a.out examples/shakespeare-5m.gguf | tee out.txt && test -s out.txt" >"$block.run"
+        run "$label" "$block.run"
+    else
+        cp "$block.c" "$dir/tree/fragment.c"
+        echo 'cc -O2 -I. -Wall -include rocmforge.h -include stdio.h -fsyntax-only fragment.c' >"$block.run"
+        run "$label" "$block.run"
+    fi
+done
+[ $commands -gt 0 ] && [ $programs -gt 0 ] && pass || fail README.md "$commands sh blocks and $programs complete c programs; want some of both"
+finish

@@ -1,0 +1,93 @@
+# test_zoo.sh BUILD: the small models, vocabularies and packed blocks of ../shared/zoo (or $ZOO) against llama.cpp's stored answers,
+# judged by its check.py. Each file is one test: what this version supports must be right, the rest refused by name.
+. tests/rf_test.sh
+
+zoo=${ZOO:-../shared/zoo}
+cli=$build/rocmforge_cli
+architectures='llama qwen2 qwen3'
+types='f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 q4_K q5_K q6_K'
+vocabularies='gpt-2 gpt-neox refact llama-spm phi-3'
+pre_tokenizers='default llama3 llama-v3 llama-bpe pixtral lfm2 falcon3 smaug-bpe dbrx glm4 chatglm-bpe qwen2 deepseek-r1-qwen
+    stablelm2 hunyuan solar-open megrez smollm starcoder refact command-r gpt-2 phi-2 olmo exaone4 mellum granite-docling'
+
+[ -f "$zoo/check.py" ] || { skip zoo "zoo absent: no $zoo/check.py"; finish; }
+for python in python3 /usr/bin/python3 none; do $python -c 'import numpy' 2>/dev/null && break; done
+[ $python != none ] || { skip zoo "install python3-numpy with 'apt-get install python3-numpy' (make deps)"; finish; }
+[ -x "$cli" ] || { fail zoo "no $cli"; finish; }
+
+has() { case " $(echo $1) " in *" $2 "*) return 0 ;; esac; return 1; }
+check() { # KIND COMMAND [ONLY]: check.py's lines in $dir/KIND
+    $python "$zoo/check.py" "$1" --cmd "$cli $2" ${3:+--only "$3"} ${4-} >>"$dir/$1" 2>"$dir/$1.err" || fail "check.py $1" "$(tail -n 1 "$dir/$1.err")"
+}
+# refused NAME TEXT FILE ARGUMENTS...: the CLI fails with exit status 1 and names TEXT (an extended regular expression); FILE
+# is a copy, $dir/refused.gguf, as its name would give the answer
+refused() {
+    name=$1 text=$2
+    [ -z "$3" ] || cp -f "$3" "$dir/refused.gguf"
+    shift 3
+    "$cli" "$@" >"$dir/refused.out" 2>"$dir/refused.err" </dev/null
+    rc=$?
+    if [ $rc -eq 1 ] && grep -qiwE -- "$text" "$dir/refused.err"; then pass
+    else fail "$name" "want it refused naming $text; exit status $rc, $(head -c 200 "$dir/refused.err")"; fi
+}
+
+# name, path, architecture, types: from the goldens
+$python - "$zoo" >"$dir/models" <<'EOF'
+import glob, json, os, sys
+for f in sorted(glob.glob(sys.argv[1] + '/golden/*.json')):
+    j = json.load(open(f))
+    print(os.path.basename(f)[:-5], j['model'], j['arch'], ' '.join(j['tensor_types']))
+EOF
+logits='logits --gguf {model} --tokens {tokens} --out {out} --greedy {gen} --ctx {ctx}'
+for a in $architectures; do check logits "$logits" "$a-"; check long "$logits" "$a-"; done
+
+# ---- models: logits of every position, greedy text; 480-token prompts ----
+while read -r name path arch file_types; do
+    bad=
+    for t in $file_types; do has "$types" "$t" || bad="$bad${bad:+|}$t"; done
+    has "$architectures" "$arch" || bad="$arch"
+    if [ -n "$bad" ]; then
+        refused "$name" "$bad" "$zoo/$path" logits --gguf "$dir/refused.gguf" --tokens 1,2,3 --out "$dir/refused.f32"
+        continue
+    fi
+    line=$(grep "^$name " "$dir/logits")
+    case $line in
+    "$name "*" A kl "*" bad 0 greedy "*" ok "*) pass ;;
+    *) fail "logits ${line:-$name: no verdict}" ;;
+    esac
+    [ -f "$zoo/golden/long/$name.json" ] || continue
+    line=$(grep "^$name " "$dir/long")
+    case $line in
+    "$name "*" A kl "*) pass ;;
+    *) fail "long ${line:-$name: no verdict}" ;;
+    esac
+done <"$dir/models"
+
+# ---- packed blocks ----
+check dequant 'dequant --type {type}'
+while read -r name verdict; do
+    if has "$types" "$name"; then
+        if [ "$verdict" = exact ]; then pass; else fail "dequant $name" "$verdict"; fi
+    else refused "dequant $name" "$name" '' dequant --type "$name"
+    fi
+done <"$dir/dequant"
+
+# ---- tokenizers: of the vocabularies, and the pre-tokenizers forced upon one ----
+check tok 'tokenize --gguf {vocab} --hex --bos {bos} --special {special}'
+grep ' equal$' "$dir/tok" >"$dir/tok.lines"
+while read -r name mode equal _ all _; do
+    if [ "$equal" = "$all" ]; then pass
+    elif has "$vocabularies" "$name"; then fail "tok $name $mode" "$equal of $all equal"; grep -A 3 "^$name $mode" "$dir/tok" | tail -n 3
+    else refused "tok $name $mode" "$name|${name%%-*}" "$zoo/vocab/$name.gguf" tokenize --gguf "$dir/refused.gguf" --hex
+    fi
+done <"$dir/tok.lines"
+
+check pre 'tokenize --gguf {vocab} --hex --pre {pre} --bos {bos} --special {special}' '' --all
+sed -n 's/^\(.*\) pre=\([^ ]*\) *\([0-9]*\) \/ \([0-9]*\) equal$/\1 \2 \3 \4/p' "$dir/pre" >"$dir/pre.lines"
+while read -r vocab name equal all; do
+    if [ "$equal" = "$all" ]; then pass
+    elif has "$pre_tokenizers" "$name"; then fail "pre $vocab $name" "$equal of $all equal"
+    else refused "pre $vocab $name" "$name" "$zoo/vocab/$vocab.gguf" tokenize --gguf "$dir/refused.gguf" --hex --pre "$name"
+    fi
+done <"$dir/pre.lines"
+finish
