@@ -3799,6 +3799,7 @@ typedef struct rfi_panel {
     uint8_t q[RFI_CHUNK_GROUPS * 8 * 16 * 4]; /* [group][8][lane][4]                                  */
     float s[RFI_CHUNK_GROUPS * 2 * 16];       /* d_w: [group][lane]; Q6_K: scale, [group * 2 + half][lane] */
     float m[RFI_CHUNK_GROUPS * 16];           /* m_w; Q6_K: d                                         */
+    int shift;                                /* rfi_bias_shift                                       */
 } rfi_panel;
 
 /* How one type is multiplied on one instruction set. A unit is 8 groups: a K block, or 8 blocks of 32. */
@@ -3926,6 +3927,11 @@ RFI_INLINE rfi_kind rfi_kind_of(uint32_t type) {
 /* What is subtracted from the stored value. */
 RFI_INLINE int rfi_bias_of(uint32_t type) {
     return type == RF_TYPE_Q4_0 ? 8 : type == RF_TYPE_Q5_0 ? 16 : type == RF_TYPE_Q6_K ? 32 : 0;
+}
+
+/* rfi_q8.b holds -128 times the sums: shifted right by this it undoes the bias. */
+RFI_INLINE int rfi_bias_shift(uint32_t type) {
+    return type == RF_TYPE_Q4_0 ? 4 : type == RF_TYPE_Q5_0 ? 3 : type == RF_TYPE_Q6_K ? 2 : 0;
 }
 
 RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
@@ -4145,7 +4151,7 @@ static void rfi_scalar_weigh_F32(RFI_WEIGH_PARAMS) { rfi_scalar_weigh(RF_TYPE_F3
     RFI_FLOAT(isa, TARGET, F32, 4)                                                                           \
     RFI_FLOAT(isa, TARGET, F16, 2)                                                                           \
     RFI_FLOAT(isa, TARGET, BF16, 2)                                                                          \
-    RFI_QUANT(isa, TARGET, Q8_0, rfi_##isa##_tile_bias, lanes, cols)                                         \
+    RFI_QUANT(isa, TARGET, Q8_0, rfi_##isa##_tile_eight, lanes, cols)                                         \
     RFI_QUANT(isa, TARGET, Q4_0, rfi_##isa##_tile_bias, lanes, cols)                                         \
     RFI_QUANT(isa, TARGET, Q4_1, rfi_##isa##_tile_min, lanes, cols)                                          \
     RFI_QUANT(isa, TARGET, Q5_0, rfi_##isa##_tile_bias, lanes, cols)                                         \
@@ -4154,6 +4160,7 @@ static void rfi_scalar_weigh_F32(RFI_WEIGH_PARAMS) { rfi_scalar_weigh(RF_TYPE_F3
     RFI_QUANT(isa, TARGET, Q5_K, rfi_##isa##_tile_min, lanes, cols)                                          \
     RFI_QUANT(isa, TARGET, Q6_K, rfi_##isa##_tile_halves, lanes, cols)
 
+#define rfi_scalar_tile_eight rfi_scalar_tile_bias
 #define RFI_NO_TARGET
 RFI_ELEMENTWISE(scalar, RFI_NO_TARGET)
 RFI_ALL_TYPES(scalar, RFI_NO_TARGET, 1, 8)
@@ -4326,8 +4333,7 @@ RFI_INLINE RFI_512 void rfi_512_prefetch(uint32_t type, const uint8_t *row, uint
 RFI_INLINE RFI_512 void rfi_avx512_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc) {
     const rfi_kind kind = rfi_kind_of(type);
     const uint32_t unit = rfi_unit_bytes(type), n_sums = kind == RFI_KIND_HALVES ? 4 : 2;
-    /* the bias of the values is undone by b, which holds -128 times the sums */
-    const int shift = type == RF_TYPE_Q4_0 ? 4 : type == RF_TYPE_Q5_0 ? 3 : type == RF_TYPE_Q6_K ? 2 : 0;
+    const int shift = rfi_bias_shift(type);
     _Alignas(64) float s[16 * 16], m[8 * 16];
     __m512 y = _mm512_loadu_ps(acc);
     for (uint32_t g0 = 0; g0 < n_groups; g0 += 8, x += 8) {
@@ -4477,6 +4483,7 @@ RFI_INLINE RFI_512 void rfi_512_tile(rfi_kind kind, uint32_t n_cols, const rfi_p
 RFI_512_TILE(bias, RFI_KIND_BIAS)
 RFI_512_TILE(min, RFI_KIND_MIN)
 RFI_512_TILE(halves, RFI_KIND_HALVES)
+#define rfi_avx512_tile_eight rfi_avx512_tile_bias
 
 /* 16 values of a type from element i on; those that mask leaves out are 0. */
 RFI_INLINE RFI_512 __m512 rfi_512_load(uint32_t type, const void *p, uint64_t i, __mmask16 mask) {
@@ -4566,6 +4573,366 @@ static RFI_512 void rfi_avx512_weigh_F32(RFI_WEIGH_PARAMS) { rfi_avx512_weigh(RF
 RFI_ELEMENTWISE(avx512, RFI_512)
 RFI_ALL_TYPES(avx512, RFI_512, 16, 8)
 RFI_KERNELS(avx512, "avx512-vnni")
+
+/* ---- AVX2 with FMA and F16C: 8 rows at once ---- */
+
+#define RFI_256 __attribute__((target("avx2,fma,f16c")))
+
+RFI_INLINE RFI_256 __m256i rfi_256_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+
+/* 16 bytes each of two addresses. */
+RFI_INLINE RFI_256 __m256i rfi_256_pick(const void *a, const void *b) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)a)),
+                                   _mm_loadu_si128((const __m128i *)b), 1);
+}
+
+/* 4x4 transposition of the 32-bit elements of each 128-bit lane. */
+RFI_INLINE RFI_256 void rfi_256_transpose(__m256i v[4]) {
+    const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
+    const __m256i c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm256_unpacklo_epi64(a, b), v[1] = _mm256_unpackhi_epi64(a, b);
+    v[2] = _mm256_unpacklo_epi64(c, d), v[3] = _mm256_unpackhi_epi64(c, d);
+}
+
+/* The two groups of a pair; pairs 0 to 3 make a unit. */
+RFI_INLINE uint32_t rfi_256_group(uint32_t type, uint32_t pair, uint32_t second) {
+    return type == RF_TYPE_Q6_K ? pair * 2 + second : (pair & 2) * 2 + (pair & 1) + second * 2;
+}
+
+/* Values of a pair: q[0] the first 16 of both groups, q[1] the second 16. Unsigned, but Q8_0 signed. */
+RFI_INLINE RFI_256 void rfi_256_values(uint32_t type, const uint8_t *p, uint32_t pair, __m256i q[2]) {
+    const __m256i low = _mm256_set1_epi8(15);
+    if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) {
+        const uint8_t *nibbles = p + (type == RF_TYPE_Q4_K ? 16 : type == RF_TYPE_Q5_K ? 48 : 0) + (pair >> 1) * 64;
+        for (int i = 0; i < 2; i++) {
+            const __m256i v = rfi_256_pick(nibbles + 16 * i, nibbles + 32 + 16 * i);
+            q[i] = _mm256_and_si256(pair & 1 ? _mm256_srli_epi16(v, 4) : v, low);
+        }
+        if (type == RF_TYPE_Q4_K) return;
+        /* the high bits come into place by a shift for each of the groups: left by 4, 2; right for negative ones */
+        const uint8_t *bits = type == RF_TYPE_Q5_K ? p + 16 : p + 128 + (pair >> 1) * 32;
+        const int a = type == RF_TYPE_Q5_K ? 4 - (int)rfi_256_group(type, pair, 0) : 4 - (int)(pair & 1) * 4, b = a - 2;
+        const __m256i mask = _mm256_set1_epi8(type == RF_TYPE_Q5_K ? 0x10 : 0x30);
+        const int n = a > 0 ? a : -a, m = b > 0 ? b : -b;
+        const __m256i turn = _mm256_set_epi32(m, m, m, m, n, n, n, n);
+        for (int i = 0; i < 2; i++) {
+            __m256i h = rfi_256_pick(bits + 16 * i, bits + 16 * i);
+            h = a > 0 ? _mm256_sllv_epi32(h, turn) : _mm256_srlv_epi32(h, turn);
+            q[i] = _mm256_or_si256(q[i], _mm256_and_si256(h, mask));
+        }
+        return;
+    }
+    const uint32_t step = rfi_unit_bytes(type) / 8;
+    const uint8_t *b0 = p + rfi_256_group(type, pair, 0) * step, *b1 = p + rfi_256_group(type, pair, 1) * step;
+    const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1;
+    const uint32_t head = rfi_kind_of(type) == RFI_KIND_MIN ? 4 : 2, at = head + (five ? 4 : 0);
+    if (type == RF_TYPE_Q8_0) {
+        q[0] = rfi_256_pick(b0 + at, b1 + at), q[1] = rfi_256_pick(b0 + at + 16, b1 + at + 16);
+        return;
+    }
+    const __m256i v = rfi_256_pick(b0 + at, b1 + at);
+    q[0] = _mm256_and_si256(v, low), q[1] = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
+    if (!five) return;
+    /* each byte looks at its own bit of qh */
+    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u), sixteen = _mm256_set1_epi8(16);
+    const __m256i qh = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_set1_epi32((int)rfi_load_u32(b0 + head))),
+                                               _mm_set1_epi32((int)rfi_load_u32(b1 + head)), 1);
+    for (int i = 0; i < 2; i++) {
+        const __m256i byte = _mm256_add_epi8(_mm256_set1_epi8((char)(2 * i)),
+                                             _mm256_broadcastsi128_si256(_mm_set_epi64x(0x0101010101010101, 0)));
+        const __m256i mine = _mm256_and_si256(_mm256_shuffle_epi8(qh, byte), bit);
+        q[i] = _mm256_or_si256(q[i], _mm256_and_si256(_mm256_cmpeq_epi8(mine, bit), sixteen));
+    }
+}
+
+RFI_INLINE RFI_256 __m256 rfi_256_half(const uint16_t *h) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)h));
+}
+
+/* As rfi_512_scales. */
+RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s, float *m) {
+    const int k = type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K;
+    const __m256i byte = _mm256_set1_epi32(255);
+    uint16_t d[8], dmin[8];
+    __m256i head[4];
+    if (type == RF_TYPE_Q6_K || k) {
+        const uint64_t at = offset + (k ? 0 : 192);
+        for (int i = 0; i < 4; i++) head[i] = rfi_256_pick(r->row[i] + at, r->row[i + 4] + at);
+        rfi_256_transpose(head);
+        for (int l = 0; l < 8; l++) {
+            d[l] = rfi_load_u16(r->row[l] + offset + (k ? 0 : 208));
+            dmin[l] = rfi_load_u16(r->row[l] + offset + 2);
+        }
+    }
+    if (type == RF_TYPE_Q6_K) {
+        for (int i = 0; i < 16; i++) {
+            const __m256i v = _mm256_srai_epi32(_mm256_slli_epi32(head[i >> 2], 24 - 8 * (i & 3)), 24);
+            _mm256_storeu_ps(s + i * 8, _mm256_cvtepi32_ps(v));
+        }
+        for (int g = 0; g < 8; g++) _mm256_storeu_ps(m + g * 8, rfi_256_half(d));
+    } else if (k) {
+        const __m256i six = _mm256_set1_epi32(0x3f3f3f3f), four = _mm256_set1_epi32(0x0f0f0f0f);
+        const __m256i top = _mm256_set1_epi32(0x30303030);
+        const __m256 dw = rfi_256_half(d), mw = _mm256_sub_ps(_mm256_setzero_ps(), rfi_256_half(dmin));
+        const __m256i scale[2] = {_mm256_and_si256(head[1], six),
+                                  _mm256_or_si256(_mm256_and_si256(head[3], four),
+                                                  _mm256_and_si256(_mm256_srli_epi32(head[1], 2), top))};
+        const __m256i min[2] = {_mm256_and_si256(head[2], six),
+                                _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi32(head[3], 4), four),
+                                                _mm256_and_si256(_mm256_srli_epi32(head[2], 2), top))};
+        for (int i = 0; i < 8; i++) {
+            const __m256i u = _mm256_and_si256(_mm256_srli_epi32(scale[i >> 2], 8 * (i & 3)), byte);
+            const __m256i v = _mm256_and_si256(_mm256_srli_epi32(min[i >> 2], 8 * (i & 3)), byte);
+            _mm256_storeu_ps(s + i * 8, _mm256_mul_ps(dw, _mm256_cvtepi32_ps(u)));
+            _mm256_storeu_ps(m + i * 8, _mm256_mul_ps(mw, _mm256_cvtepi32_ps(v)));
+        }
+    } else {
+        for (uint32_t g = 0; g < 8; g++) {
+            for (int l = 0; l < 8; l++) {
+                const uint8_t *b = r->row[l] + offset + g * (rfi_unit_bytes(type) / 8);
+                d[l] = rfi_load_u16(b), dmin[l] = rfi_load_u16(b + 2);
+            }
+            _mm256_storeu_ps(s + g * 8, rfi_256_half(d));
+            if (rfi_kind_of(type) == RFI_KIND_MIN) _mm256_storeu_ps(m + g * 8, rfi_256_half(dmin));
+        }
+    }
+}
+
+/* Sums of 4 products; a is unsigned unless signed_a. No 16-bit sum overflows: 128 * 127 * 2, or 63 * 127 * 2. */
+RFI_INLINE RFI_256 __m256i rfi_256_dot(int signed_a, __m256i a, __m256i x) {
+    const __m256i pairs = signed_a ? _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(x, a)) : _mm256_maddubs_epi16(a, x);
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+
+RFI_INLINE RFI_256 __m256i rfi_256_sum4(const __m256i v[4]) {
+    return _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
+}
+
+RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc) {
+    const rfi_kind kind = rfi_kind_of(type);
+    const uint32_t unit = rfi_unit_bytes(type), n_sums = kind == RFI_KIND_HALVES ? 2 : 1;
+    const int is_signed = type == RF_TYPE_Q8_0, shift = rfi_bias_shift(type);
+    _Alignas(32) float s[16 * 8], m[8 * 8];
+    __m256i isum[8][2]; /* [group][half] */
+    __m256 y = _mm256_loadu_ps(acc);
+    for (uint32_t g0 = 0; g0 < n_groups; g0 += 8, x += 8) {
+        const uint64_t offset = (uint64_t)(g0 / 8) * unit;
+        uint64_t ahead = offset + 2 * RFI_AHEAD * unit; /* at the end of the rows, the next 8 begin */
+        if (ahead >= r->row_bytes) ahead += 7 * r->row_bytes;
+        for (int l = 0; l < 8 && r->row_bytes; l++)
+            for (uint32_t i = 0; i < unit; i += 64) _mm_prefetch((const char *)((uintptr_t)r->row[l] + ahead + i), _MM_HINT_T0);
+        rfi_256_scales(type, r, offset, s, m);
+        for (uint32_t pair = 0; pair < 4; pair++) {
+            const rfi_q8 *a = x + rfi_256_group(type, pair, 0), *b = x + rfi_256_group(type, pair, 1);
+            const __m256i xq[2] = {rfi_256_pick(a->q, b->q), rfi_256_pick(a->q + 16, b->q + 16)};
+            __m256i sum[2][2]; /* [half][rows 0..3, 4..7] */
+            for (int i = 0; i < 2; i++) {
+                __m256i dot[2][4];
+                for (int j = 0; j < 4; j++) {
+                    __m256i q[2];
+                    rfi_256_values(type, r->row[4 * i + j] + offset, pair, q);
+                    dot[0][j] = rfi_256_dot(is_signed, q[0], xq[0]), dot[1][j] = rfi_256_dot(is_signed, q[1], xq[1]);
+                    if (n_sums == 1) dot[0][j] = _mm256_add_epi32(dot[0][j], dot[1][j]);
+                }
+                for (uint32_t h = 0; h < n_sums; h++) sum[h][i] = rfi_256_sum4(dot[h]);
+            }
+            for (uint32_t h = 0; h < n_sums; h++) {
+                isum[a - x][h] = _mm256_permute2x128_si256(sum[h][0], sum[h][1], 0x20);
+                isum[b - x][h] = _mm256_permute2x128_si256(sum[h][0], sum[h][1], 0x31);
+            }
+        }
+        for (uint32_t g = 0; g < 8 && g0 + g < n_groups; g++) {
+            const __m256 dx = _mm256_set1_ps(x[g].d);
+            if (kind == RFI_KIND_HALVES) {
+                __m256 f[2];
+                for (int h = 0; h < 2; h++)
+                    f[h] = _mm256_cvtepi32_ps(_mm256_add_epi32(isum[g][h], _mm256_set1_epi32(x[g].b16[h] >> shift)));
+                const __m256 t = _mm256_fmadd_ps(f[1], _mm256_load_ps(s + g * 16 + 8), _mm256_mul_ps(f[0], _mm256_load_ps(s + g * 16)));
+                y = _mm256_fmadd_ps(t, _mm256_mul_ps(_mm256_load_ps(m + g * 8), dx), y);
+            } else {
+                __m256i i = isum[g][0];
+                if (kind == RFI_KIND_BIAS && !is_signed) i = _mm256_add_epi32(i, _mm256_set1_epi32(x[g].b >> shift));
+                y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(i), _mm256_mul_ps(_mm256_load_ps(s + g * 8), dx), y);
+                if (kind == RFI_KIND_MIN) y = _mm256_fmadd_ps(_mm256_load_ps(m + g * 8), _mm256_set1_ps(x[g].s), y);
+            }
+        }
+    }
+    _mm256_storeu_ps(acc, y);
+}
+
+RFI_INLINE RFI_256 void rfi_avx2_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {
+    for (uint32_t pair = 0; pair < 4; pair++) {
+        __m256i v[2][2][4]; /* [half][rows 0..3, 4..7][row, then element of a lane] */
+        for (int l = 0; l < 8; l++) {
+            __m256i q[2];
+            rfi_256_values(type, r->row[l] + offset, pair, q);
+            v[0][l >> 2][l & 3] = q[0], v[1][l >> 2][l & 3] = q[1];
+        }
+        for (uint32_t h = 0; h < 2; h++) {
+            rfi_256_transpose(v[h][0]);
+            rfi_256_transpose(v[h][1]);
+            for (uint32_t e = 0; e < 4; e++) {
+                uint8_t *a = p->q + ((at + rfi_256_group(type, pair, 0)) * 8 + h * 4 + e) * 32;
+                uint8_t *b = p->q + ((at + rfi_256_group(type, pair, 1)) * 8 + h * 4 + e) * 32;
+                _mm256_store_si256((__m256i *)(void *)a, _mm256_permute2x128_si256(v[h][0][e], v[h][1][e], 0x20));
+                _mm256_store_si256((__m256i *)(void *)b, _mm256_permute2x128_si256(v[h][0][e], v[h][1][e], 0x31));
+            }
+        }
+    }
+    rfi_256_scales(type, r, offset, p->s + at * (rfi_kind_of(type) == RFI_KIND_HALVES ? 16 : 8), p->m + at * 8);
+    p->shift = rfi_bias_shift(type);
+}
+
+/* Half a group (4 times 4 values of 8 rows) times the columns' values. `bits` of the weights: up to 5 let four products
+ * of pairs add up in 16 bits, 6 let two; 8 means signed. */
+RFI_INLINE RFI_256 void rfi_256_dots(int bits, const uint8_t *q, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols,
+                                     uint32_t at, __m256i sum[4]) {
+    const uint32_t together = bits == 8 ? 1 : bits == 6 ? 2 : 4;
+    for (uint32_t u = 0; u < 4; u += together) {
+        __m256i pairs[4];
+        for (uint32_t v = 0; v < together; v++) {
+            const __m256i w = rfi_256_load(q + (u + v) * 32);
+            for (uint32_t c = 0; c < n_cols; c++) {
+                __m256i xc = _mm256_set1_epi32((int)rfi_load_u32(x[c * x_stride].q + at + (u + v) * 4));
+                if (bits == 8) xc = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(xc, w));
+                else xc = _mm256_maddubs_epi16(w, xc);
+                pairs[c] = v ? _mm256_add_epi16(pairs[c], xc) : xc;
+            }
+        }
+        for (uint32_t c = 0; c < n_cols; c++) sum[c] = _mm256_add_epi32(sum[c], _mm256_madd_epi16(pairs[c], _mm256_set1_epi16(1)));
+    }
+}
+
+RFI_INLINE RFI_256 void rfi_256_tile(rfi_kind kind, int bits, uint32_t nc, RFI_TILE_PARAMS) {
+    __m256 y[4];
+    RFI_UNUSED(n_cols);
+    for (uint32_t c = 0; c < nc; c++) y[c] = _mm256_loadu_ps(acc + c * acc_stride);
+    for (uint32_t g = 0; g < n_groups; g++, x++) {
+        const uint8_t *q = p->q + g * 256;
+        const __m256 mw = _mm256_load_ps(p->m + g * 8);
+        __m256i sum[4];
+        if (kind == RFI_KIND_HALVES) {
+            __m256 t[4];
+            for (uint32_t h = 0; h < 2; h++) {
+                const __m256 sw = _mm256_load_ps(p->s + (g * 2 + h) * 8);
+                for (uint32_t c = 0; c < nc; c++) sum[c] = _mm256_set1_epi32(x[c * x_stride].b16[h] >> 2);
+                rfi_256_dots(bits, q + h * 128, x, x_stride, nc, h * 16, sum);
+                for (uint32_t c = 0; c < nc; c++) {
+                    const __m256 f = _mm256_cvtepi32_ps(sum[c]);
+                    t[c] = h ? _mm256_fmadd_ps(f, sw, t[c]) : _mm256_mul_ps(f, sw);
+                }
+            }
+            for (uint32_t c = 0; c < nc; c++)
+                y[c] = _mm256_fmadd_ps(t[c], _mm256_mul_ps(mw, _mm256_set1_ps(x[c * x_stride].d)), y[c]);
+        } else {
+            const __m256 sw = _mm256_load_ps(p->s + g * 8);
+            for (uint32_t c = 0; c < nc; c++)
+                sum[c] = kind == RFI_KIND_BIAS && bits < 8 ? _mm256_set1_epi32(x[c * x_stride].b >> p->shift) : _mm256_setzero_si256();
+            rfi_256_dots(bits, q, x, x_stride, nc, 0, sum);
+            rfi_256_dots(bits, q + 128, x, x_stride, nc, 16, sum);
+            for (uint32_t c = 0; c < nc; c++) {
+                y[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[c]), _mm256_mul_ps(sw, _mm256_set1_ps(x[c * x_stride].d)), y[c]);
+                if (kind == RFI_KIND_MIN) y[c] = _mm256_fmadd_ps(mw, _mm256_set1_ps(x[c * x_stride].s), y[c]);
+            }
+        }
+    }
+    for (uint32_t c = 0; c < nc; c++) _mm256_storeu_ps(acc + c * acc_stride, y[c]);
+}
+
+#define RFI_256_TILE(name, kind, bits)                                                                      \
+    static RFI_256 void rfi_avx2_tile_##name(RFI_TILE_PARAMS) {                                             \
+        if (n_cols == 4) rfi_256_tile(kind, bits, 4, RFI_TILE_ARGS);                                        \
+        else if (n_cols == 3) rfi_256_tile(kind, bits, 3, RFI_TILE_ARGS);                                   \
+        else if (n_cols == 2) rfi_256_tile(kind, bits, 2, RFI_TILE_ARGS);                                   \
+        else rfi_256_tile(kind, bits, 1, RFI_TILE_ARGS);                                                    \
+    }
+RFI_256_TILE(bias, RFI_KIND_BIAS, 5)
+RFI_256_TILE(min, RFI_KIND_MIN, 5)
+RFI_256_TILE(halves, RFI_KIND_HALVES, 6)
+RFI_256_TILE(eight, RFI_KIND_BIAS, 8)
+
+RFI_INLINE RFI_256 __m256 rfi_256_load8(uint32_t type, const void *p, uint64_t i) {
+    if (type == RF_TYPE_F32) return _mm256_loadu_ps((const float *)p + i);
+    const __m128i v = _mm_loadu_si128((const __m128i *)(const void *)((const uint8_t *)p + 2 * i));
+    if (type == RF_TYPE_F16) return _mm256_cvtph_ps(v);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
+}
+
+RFI_INLINE RFI_256 void rfi_256_float_tile(uint32_t type, uint32_t n_cols, uint32_t first, rfi_float_tile *t) {
+    const uint32_t whole = t->n & ~7u;
+    __m256 sum[2][4];
+    for (uint32_t c = 0; c < n_cols; c++)
+        for (int r = 0; r < 4; r++) sum[c][r] = _mm256_setzero_ps();
+    for (uint32_t i = 0; i < whole; i += 8)
+        for (int r = 0; r < 4; r++) {
+            const __m256 w = rfi_256_load8(type, t->row[r], i);
+            if (t->n_cols == 1 && t->ahead) _mm_prefetch((const char *)((uintptr_t)t->row[r] + t->ahead + i * 2), _MM_HINT_T0);
+            for (uint32_t c = 0; c < n_cols; c++)
+                sum[c][r] = _mm256_fmadd_ps(w, _mm256_loadu_ps(t->x + (first + c) * t->x_stride + i), sum[c][r]);
+        }
+    for (int r = 0; r < 4 && whole < t->n; r++) { /* the rest, in as many lanes as it takes */
+        float w[8] = {0}, x[8] = {0};
+        for (uint32_t l = 0; whole + l < t->n; l++) w[l] = rfi_load_type(type, t->row[r], whole + l);
+        for (uint32_t c = 0; c < n_cols; c++) {
+            for (uint32_t l = 0; whole + l < t->n; l++) x[l] = t->x[(first + c) * t->x_stride + whole + l];
+            sum[c][r] = _mm256_fmadd_ps(_mm256_loadu_ps(w), _mm256_loadu_ps(x), sum[c][r]);
+        }
+    }
+    for (uint32_t c = 0; c < n_cols; c++) {
+        const __m256 lanes = _mm256_hadd_ps(_mm256_hadd_ps(sum[c][0], sum[c][1]), _mm256_hadd_ps(sum[c][2], sum[c][3]));
+        _mm_storeu_ps(t->sum[first + c], _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1)));
+    }
+}
+
+RFI_INLINE RFI_256 void rfi_avx2_float_tile(uint32_t type, rfi_float_tile *t) {
+    if (t->n_cols >= 2) rfi_256_float_tile(type, 2, 0, t);
+    if (t->n_cols == 4) rfi_256_float_tile(type, 2, 2, t);
+    if (t->n_cols & 1) rfi_256_float_tile(type, 1, t->n_cols - 1, t);
+}
+
+RFI_INLINE RFI_256 void rfi_256_weigh(uint32_t type, uint32_t nc, uint32_t n_vec, uint32_t d, RFI_WEIGH_PARAMS) {
+    __m256 sum[2][4];
+    RFI_UNUSED(n_cols);
+    for (uint32_t c = 0; c < nc; c++)
+        for (uint32_t i = 0; i < n_vec; i++) sum[c][i] = _mm256_loadu_ps(out + c * out_stride + d + 8 * i);
+    for (uint64_t pos = 0; pos < n_pos; pos++) {
+        __m256 f[2];
+        for (uint32_t c = 0; c < nc; c++) f[c] = _mm256_set1_ps(p[c * p_stride + pos]);
+        for (uint32_t i = 0; i < n_vec; i++) {
+            const __m256 w = rfi_256_load8(type, v, pos * head_dim_v + d + 8 * i);
+            for (uint32_t c = 0; c < nc; c++) sum[c][i] = _mm256_fmadd_ps(f[c], w, sum[c][i]);
+        }
+    }
+    for (uint32_t c = 0; c < nc; c++)
+        for (uint32_t i = 0; i < n_vec; i++) _mm256_storeu_ps(out + c * out_stride + d + 8 * i, sum[c][i]);
+}
+
+RFI_INLINE RFI_256 void rfi_avx2_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
+    for (uint32_t c = 0; c < n_cols; c += 2, p += 2 * p_stride, out += 2 * out_stride) {
+        const int two = n_cols - c >= 2;
+        uint32_t d = 0;
+        for (; d + 32 <= head_dim_v; d += 32) {
+            if (two) rfi_256_weigh(type, 2, 4, d, RFI_WEIGH_ARGS);
+            else rfi_256_weigh(type, 1, 4, d, RFI_WEIGH_ARGS);
+        }
+        for (; d + 8 <= head_dim_v; d += 8) {
+            if (two) rfi_256_weigh(type, 2, 1, d, RFI_WEIGH_ARGS);
+            else rfi_256_weigh(type, 1, 1, d, RFI_WEIGH_ARGS);
+        }
+        for (int i = 0; i <= two; i++)
+            for (uint32_t e = d; e < head_dim_v; e++)
+                for (uint64_t pos = 0; pos < n_pos; pos++) {
+                    float *o = out + (uint32_t)i * out_stride + e;
+                    *o = fmaf(p[(uint32_t)i * p_stride + pos], rfi_load_type(type, (const uint8_t *)v, pos * head_dim_v + e), *o);
+                }
+    }
+}
+static RFI_256 void rfi_avx2_weigh_F16(RFI_WEIGH_PARAMS) { rfi_avx2_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
+static RFI_256 void rfi_avx2_weigh_F32(RFI_WEIGH_PARAMS) { rfi_avx2_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
+
+RFI_ELEMENTWISE(avx2, RFI_256)
+RFI_ALL_TYPES(avx2, RFI_256, 8, 4)
+RFI_KERNELS(avx2, "avx2")
 #endif /* __x86_64__ */
 
 /* ---- choice ---- */
@@ -4588,7 +4955,7 @@ static int rfi_has_isa(const char *isa) {
 /* The kernels of an instruction set by name, NULL = the best; NULL if this machine lacks it. Threads any. */
 static const rfi_kernels *rfi_kernels_find(const char *isa) {
 #if defined(__x86_64__)
-    static const rfi_kernels *const tables[] = {&rfi_kernels_avx512, /*&rfi_kernels_avx2,*/ &rfi_kernels_scalar};
+    static const rfi_kernels *const tables[] = {&rfi_kernels_avx512, &rfi_kernels_avx2, &rfi_kernels_scalar};
 #endif
     for (size_t i = 0; i < RFI_COUNT(tables); i++) {
         if (isa && strcmp(isa, tables[i]->name)) continue;
@@ -5963,7 +6330,7 @@ ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_
     if ((!tokens && n_tokens) || !kept) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_sync: tokens or kept is NULL");
     const int32_t *held = s->tokens + (uint64_t)(uint32_t)seq * s->desc.n_ctx;
     uint32_t n = 0, most = (uint32_t)rfi_min_u64(s->lengths[seq], n_tokens ? n_tokens - 1 : 0);
-    while (n < most && held[n] == tokens[n]) n++;
+    while (n < most && held[n] == tokens[n] && held[n] >= 0) n++; /* a row of floats is like no token */
     return rf_session_truncate(s, seq, n, kept, err);
 }
 
@@ -6014,9 +6381,9 @@ ROCMFORGE_API void rf_session_cancel(rf_session *s) {
 
 /* ==== 13 Tokens and text ================================================================================ >>token
  * Text to token ids and back, for the two vocabularies of language models: SPM ("llama": merges by score, spaces as
- * U+2581, bytes as <0xHH>) and byte-level BPE ("gpt2": pre-tokenizer, then merges by rank over GPT-2's byte alphabet).
- * A tokenizer is read once, checked while it is read, and immutable. Token texts point into the metadata of the file,
- * which it holds. Text is hostile: nothing recurses, and time is O(n log n) in its length.
+ * U+2581, bytes as <0xHH>) and byte-level BPE ("gpt2": a pre-tokenizer, then merges by rank over GPT-2's alphabet of
+ * bytes). A tokenizer is read once, checked while it is read, and immutable. Token texts point into the metadata of
+ * the file, which it holds. Text is hostile: nothing recurses, and time is O(n log n) in its length.
  * Reference for every choice: what llama.cpp answers, except that plain text never becomes a control token. */
 
 /* tokenizer.ggml.token_type, and what we add to it. */
@@ -6034,10 +6401,10 @@ enum { RFI_SPECIAL_MAX_BYTES = 1024 };  /* longer special tokens are not looked 
 
 /* How BPE cuts text into words before it merges. */
 typedef enum rfi_pre_rule {
-    RFI_PRE_LLAMA3,    /* contractions, letters with one odd character before, 1 or 3 digits, the rest with newlines */
-    RFI_PRE_GPT2,      /* contractions, then letters, digits, or the rest, each with one space before                */
-    RFI_PRE_STARCODER, /* every digit by itself, then GPT2 on what is between                                        */
-    RFI_PRE_DEFAULT    /* punctuation by itself, GPT2 on what is between, digits by threes                           */
+    RFI_PRE_LLAMA3,    /* contractions, letters with one odd character before, 1 or 3 digits, rest with newlines */
+    RFI_PRE_GPT2,      /* contractions, then letters, digits or the rest, each with one space before             */
+    RFI_PRE_STARCODER, /* every digit by itself, then GPT2 on what is between                                    */
+    RFI_PRE_DEFAULT    /* punctuation by itself, then GPT2 on what is between, digits by threes                  */
 } rfi_pre_rule;
 
 typedef struct rfi_pre {
@@ -6050,29 +6417,37 @@ typedef struct rfi_pre {
 /* tokenizer.ggml.pre. A name is here only if its rule is known to be one of ours: on one vocabulary other rules can
  * look the same (qwen35 joins marks to letters, minicpm5 splits digits first), and a wrong rule is a silent error. */
 static const rfi_pre rfi_pres[] = {
-    {"default", RFI_PRE_DEFAULT, 0, 0},   {"llama3", RFI_PRE_LLAMA3, 3, 1},          {"llama-v3", RFI_PRE_LLAMA3, 3, 1},
-    {"llama-bpe", RFI_PRE_LLAMA3, 3, 1},  {"falcon3", RFI_PRE_LLAMA3, 3, 1},         {"falcon-h1", RFI_PRE_LLAMA3, 3, 1},
-    {"pixtral", RFI_PRE_LLAMA3, 3, 1},    {"midm-2.0", RFI_PRE_LLAMA3, 3, 1},        {"lfm2", RFI_PRE_LLAMA3, 3, 1},
-    {"dbrx", RFI_PRE_LLAMA3, 3, 0},       {"smaug-bpe", RFI_PRE_LLAMA3, 3, 0},       {"glm4", RFI_PRE_LLAMA3, 3, 0},
-    {"chatglm-bpe", RFI_PRE_LLAMA3, 3, 0}, {"qwen2", RFI_PRE_LLAMA3, 1, 0},          {"kormo", RFI_PRE_LLAMA3, 1, 0},
-    {"deepseek-r1-qwen", RFI_PRE_LLAMA3, 1, 0}, {"stablelm2", RFI_PRE_LLAMA3, 1, 0}, {"hunyuan", RFI_PRE_LLAMA3, 1, 0},
-    {"solar-open", RFI_PRE_LLAMA3, 1, 0}, {"megrez", RFI_PRE_LLAMA3, 1, 0},          {"grok-2", RFI_PRE_LLAMA3, 1, 0},
-    {"smollm", RFI_PRE_STARCODER, 0, 0},  {"starcoder", RFI_PRE_STARCODER, 0, 0},    {"refact", RFI_PRE_STARCODER, 0, 0},
-    {"command-r", RFI_PRE_STARCODER, 0, 0}, {"codeshell", RFI_PRE_STARCODER, 0, 0},  {"exaone", RFI_PRE_STARCODER, 0, 0},
-    {"minerva-7b", RFI_PRE_STARCODER, 0, 0}, {"mellum2", RFI_PRE_STARCODER, 0, 0},   {"gpt-2", RFI_PRE_GPT2, 0, 0},
-    {"phi-2", RFI_PRE_GPT2, 0, 0},        {"olmo", RFI_PRE_GPT2, 0, 0},              {"exaone4", RFI_PRE_GPT2, 0, 0},
-    {"mellum", RFI_PRE_GPT2, 0, 0},       {"granite-docling", RFI_PRE_GPT2, 0, 0},   {"mpt", RFI_PRE_GPT2, 0, 0},
-    {"jais", RFI_PRE_GPT2, 0, 0},         {"trillion", RFI_PRE_GPT2, 0, 0},          {"gigachat", RFI_PRE_GPT2, 0, 0},
+    {"default", RFI_PRE_DEFAULT, 0, 0},
+    {"llama3", RFI_PRE_LLAMA3, 3, 1},      {"llama-v3", RFI_PRE_LLAMA3, 3, 1},
+    {"llama-bpe", RFI_PRE_LLAMA3, 3, 1},   {"falcon3", RFI_PRE_LLAMA3, 3, 1},
+    {"falcon-h1", RFI_PRE_LLAMA3, 3, 1},   {"pixtral", RFI_PRE_LLAMA3, 3, 1},
+    {"midm-2.0", RFI_PRE_LLAMA3, 3, 1},    {"lfm2", RFI_PRE_LLAMA3, 3, 1},
+    {"dbrx", RFI_PRE_LLAMA3, 3, 0},        {"smaug-bpe", RFI_PRE_LLAMA3, 3, 0},
+    {"glm4", RFI_PRE_LLAMA3, 3, 0},        {"chatglm-bpe", RFI_PRE_LLAMA3, 3, 0},
+    {"qwen2", RFI_PRE_LLAMA3, 1, 0},            {"kormo", RFI_PRE_LLAMA3, 1, 0},
+    {"stablelm2", RFI_PRE_LLAMA3, 1, 0},        {"deepseek-r1-qwen", RFI_PRE_LLAMA3, 1, 0},
+    {"hunyuan", RFI_PRE_LLAMA3, 1, 0},          {"megrez", RFI_PRE_LLAMA3, 1, 0},
+    {"solar-open", RFI_PRE_LLAMA3, 1, 0},       {"grok-2", RFI_PRE_LLAMA3, 1, 0},
+    {"smollm", RFI_PRE_STARCODER, 0, 0},     {"refact", RFI_PRE_STARCODER, 0, 0},
+    {"exaone", RFI_PRE_STARCODER, 0, 0},     {"starcoder", RFI_PRE_STARCODER, 0, 0},
+    {"mellum2", RFI_PRE_STARCODER, 0, 0},    {"codeshell", RFI_PRE_STARCODER, 0, 0},
+    {"command-r", RFI_PRE_STARCODER, 0, 0},  {"minerva-7b", RFI_PRE_STARCODER, 0, 0},
+    {"gpt-2", RFI_PRE_GPT2, 0, 0},           {"phi-2", RFI_PRE_GPT2, 0, 0},
+    {"olmo", RFI_PRE_GPT2, 0, 0},            {"exaone4", RFI_PRE_GPT2, 0, 0},
+    {"mellum", RFI_PRE_GPT2, 0, 0},          {"granite-docling", RFI_PRE_GPT2, 0, 0},
+    {"mpt", RFI_PRE_GPT2, 0, 0},             {"jais", RFI_PRE_GPT2, 0, 0},
+    {"trillion", RFI_PRE_GPT2, 0, 0},        {"gigachat", RFI_PRE_GPT2, 0, 0},
     {"a.x-4.0", RFI_PRE_GPT2, 0, 0},
 };
 
-/* Open-addressing slots. id and left are stored + 1, so that zeroed memory is an empty table. */
+/* Open-addressing slots. id and rank are stored + 1, so that zeroed memory is an empty table. */
 typedef struct rfi_text_slot {
     uint32_t hash, id1;
 } rfi_text_slot;
 
 typedef struct rfi_merge_slot {
-    uint32_t left1, right, rank, result;
+    uint64_t key;
+    uint32_t rank1, result;
 } rfi_merge_slot;
 
 struct rf_tokenizer {
@@ -6083,11 +6458,12 @@ struct rf_tokenizer {
     rf_string *text;              /* [n_vocab] as the vocabulary spells it                                   */
     uint8_t *attr;                /* [n_vocab] RFI_TOKEN_*                                                   */
     const unsigned char *scores;  /* [n_vocab] float32 in the metadata, unaligned; NULL: all 0               */
-    rfi_text_slot *texts;         /* text -> id of what plain text may become                                */
-    uint32_t text_mask;
+    rfi_text_slot *texts;         /* [n_texts] text -> id of what plain text may become                      */
+    uint32_t n_texts;
+    uint64_t *hash;               /* [n_vocab] of the text; 0: no plain token                                */
     uint32_t plain_max_bytes;     /* longest of these                                                        */
-    rfi_merge_slot *merges;       /* BPE: (left, right) -> rank, result                                      */
-    uint32_t merge_mask;
+    rfi_merge_slot *merges;       /* [n_merges] BPE: (left, right) -> rank, result                           */
+    uint32_t n_merges;
     int32_t byte_id[256];         /* token of a byte, -1: it cannot be written                               */
     int32_t *special;             /* [n_special] control, unknown and user-defined tokens, sorted by text    */
     uint32_t n_special, n_user;
@@ -6106,7 +6482,7 @@ enum {
     RFI_REST = RFI_PUNCT | RFI_SYMBOL | RFI_MARK | RFI_OTHER /* [^\s\p{L}\p{N}] */
 };
 
-static uint32_t rfi_unicode_class(uint32_t cp); /* general category of the Unicode table below, as one of these bits */
+static uint32_t rfi_unicode_class(uint32_t cp); /* one of these bits, from the Unicode table below */
 
 static uint32_t rfi_class(uint32_t cp) {
     if ((cp | 32) - 'a' < 26) return RFI_LETTER;
@@ -6121,8 +6497,8 @@ typedef struct rfi_char {
     uint32_t is_bad;
 } rfi_char;
 
-/* First character of n >= 1 bytes. Overlong forms, cut ones and those above U+10FFFF are bad; surrogates are not: they
- * pass as three bytes. */
+/* First character of n >= 1 bytes. Overlong forms, cut ones and those above U+10FFFF are bad; surrogates are not,
+ * they pass as three bytes. */
 static rfi_char rfi_utf8(const unsigned char *p, uint64_t n) {
     static const uint32_t least[5] = {0, 0, 0x80, 0x800, 0x10000};
     uint32_t len = p[0] < 0x80 ? 1 : p[0] < 0xc0 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf8 ? 4 : 0;
@@ -6137,8 +6513,8 @@ static rfi_char rfi_utf8(const unsigned char *p, uint64_t n) {
     return c.cp < least[len] || c.cp > 0x10ffff ? bad : c;
 }
 
-/* GPT-2's byte alphabet writes byte b as the character cp: printable Latin-1 as itself, the 68 others from U+0100 on in
- * order. Source: openai/gpt-2 bytes_to_unicode. */
+/* GPT-2's byte alphabet writes byte b as the character cp: printable Latin-1 as itself, the 68 others from U+0100 on
+ * in order. Source: openai/gpt-2 bytes_to_unicode. */
 static uint32_t rfi_byte_char(uint32_t b) {
     if (b < 33) return 256 + b;
     if (b >= 127 && b <= 160) return 256 + 33 + b - 127;
@@ -6165,18 +6541,33 @@ static uint32_t rfi_byte_utf8(uint32_t b, char out[2]) {
 
 static uint32_t rfi_token_type(const rf_tokenizer *t, uint32_t id) { return t->attr[id] & RFI_TOKEN_TYPE; }
 
-/* Slot of a text: its own, or the empty one where it would go. */
-static uint32_t rfi_text_slot_of(const rf_tokenizer *t, const char *s, uint64_t n, uint32_t hash) {
-    uint32_t i = hash & t->text_mask;
-    for (; t->texts[i].id1; i = (i + 1) & t->text_mask) {
-        const rf_string *text = &t->text[t->texts[i].id1 - 1];
-        if (t->texts[i].hash == hash && text->len == n && memcmp(text->data, s, (size_t)n) == 0) break;
+/* Slots for n entries: two thirds full at most, and never full, so that every search ends. */
+static uint32_t rfi_slot_count(uint64_t n) { return (uint32_t)(n + n / 2 + 1); }
+
+/* Where in a table the search for a hash starts. */
+static uint32_t rfi_home(uint64_t hash, uint32_t n_slots) { return (uint32_t)((hash >> 32) * n_slots >> 32); }
+
+/* Eight bytes a step. The seed is the tokenizer's address: a file cannot be built to collide. */
+static uint64_t rfi_text_hash(const rf_tokenizer *t, const char *s, uint64_t n) {
+    uint64_t h = (uint64_t)(uintptr_t)t ^ n;
+    for (uint64_t at = 0; at < n; at += 8) {
+        uint64_t word = 0;
+        memcpy(&word, s + at, (size_t)rfi_min_u64(n - at, 8));
+        h = (h ^ word) * 0x9e3779b97f4a7c15u;
+        h ^= h >> 32;
     }
-    return i;
+    h *= 0xd6e8feb86659fd93u;
+    return h ^ h >> 32;
 }
 
-static uint32_t rfi_text_hash(const rf_tokenizer *t, const char *s, uint64_t n) {
-    return (uint32_t)rfi_hash(s, n, (uint64_t)(uintptr_t)t);
+/* Slot of a text: its own, or the empty one where it would go. */
+static uint32_t rfi_text_slot_of(const rf_tokenizer *t, const char *s, uint64_t n, uint64_t hash) {
+    uint32_t i = rfi_home(hash, t->n_texts);
+    for (; t->texts[i].id1; i = i + 1 < t->n_texts ? i + 1 : 0) {
+        const rf_string *text = &t->text[t->texts[i].id1 - 1];
+        if (t->texts[i].hash == (uint32_t)hash && text->len == n && memcmp(text->data, s, (size_t)n) == 0) break;
+    }
+    return i;
 }
 
 /* Id of a plain token by its text, or -1. */
@@ -6185,42 +6576,43 @@ static int32_t rfi_token_find(const rf_tokenizer *t, const char *s, uint64_t n) 
     return (int32_t)t->texts[rfi_text_slot_of(t, s, n, rfi_text_hash(t, s, n))].id1 - 1;
 }
 
-static uint32_t rfi_merge_slot_of(const rf_tokenizer *t, uint32_t left, uint32_t right) {
-    uint64_t h = ((uint64_t)left << 32 | right) ^ (uint64_t)(uintptr_t)t;
-    h *= 0x9e3779b97f4a7c15u;
-    h ^= h >> 29;
-    h *= 0xd6e8feb86659fd93u;
-    uint32_t i = (uint32_t)(h >> 32) & t->merge_mask;
-    while (t->merges[i].left1 && (t->merges[i].left1 != left + 1 || t->merges[i].right != right)) i = (i + 1) & t->merge_mask;
-    return i;
+/* A pair of texts as 64 bits. Merges are compared by this alone: reading the 280 000 merges of a large vocabulary
+ * then needs no search for their parts, and two of them are mistaken for each other once in 10^8 files. */
+static uint64_t rfi_merge_key(uint64_t left, uint64_t right) {
+    uint64_t h = (left * 0x9e3779b97f4a7c15u ^ right) * 0xd6e8feb86659fd93u;
+    return h ^ h >> 32;
 }
 
-/* Slots for n entries: a power of two, at most 2/3 full. */
-static uint64_t rfi_slot_count(uint64_t n) {
-    uint64_t slots = 16;
-    while (slots < n + n / 2) slots *= 2;
-    return slots;
+/* Slot of a merge: its own, or the empty one where it would go. */
+static uint32_t rfi_merge_slot_of(const rf_tokenizer *t, uint64_t key) {
+    uint32_t i = rfi_home(key, t->n_merges);
+    while (t->merges[i].rank1 && t->merges[i].key != key) i = i + 1 < t->n_merges ? i + 1 : 0;
+    return i;
 }
 
 /* ---- reading the file ---- */
 
 #define RFI_TOK "tokenizer.ggml."
 
-/* An array key: *out has count 0 if it is absent and not required. n_want 0: any length from n_least on. */
-static rf_result rfi_tok_array(const rf_gguf *g, const char *key, uint32_t type, uint64_t n_want, int required, rf_kv *out,
-                               rf_error *err) {
+/* "FILE: KEY at byte N: ..." */
+#define rfi_tok_fail(g, err, code, key, where, format, ...)                                               \
+    rfi_fail(err, code, where, "%s: %s at byte %llu: " format, rfi_gguf_path(g), key, (unsigned long long)(where), \
+             __VA_ARGS__)
+
+/* An array key: *out has count 0 if it is absent and not required. n_want 0: any length. */
+static rf_result rfi_tok_array(const rf_gguf *g, const char *key, uint32_t type, uint64_t n_want, int required,
+                               rf_kv *out, rf_error *err) {
     if (rf_gguf_find_kv(g, key, out) != RF_OK) {
         if (!required) return RF_OK;
         return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), key);
     }
     if (out->type != RF_KV_ARRAY || out->element_type != type)
-        return rfi_fail(err, RF_ERR_FORMAT, out->where, "%s: %s at byte %llu: want an array of %s, found %s%s",
-                        rfi_gguf_path(g), key, (unsigned long long)out->where, rfi_kv_type_name(type),
-                        out->type == RF_KV_ARRAY ? "an array of " : "", rfi_kv_type_name(out->element_type));
+        return rfi_tok_fail(g, err, RF_ERR_FORMAT, key, out->where, "want an array of %s, found %s%s",
+                            rfi_kv_type_name(type), out->type == RF_KV_ARRAY ? "an array of " : "",
+                            rfi_kv_type_name(out->element_type));
     if (n_want && out->count != n_want)
-        return rfi_fail(err, RF_ERR_FORMAT, out->where, "%s: %s at byte %llu: want %llu elements, one per token, found %llu",
-                        rfi_gguf_path(g), key, (unsigned long long)out->where, (unsigned long long)n_want,
-                        (unsigned long long)out->count);
+        return rfi_tok_fail(g, err, RF_ERR_FORMAT, key, out->where, "want %llu elements, one per token, found %llu",
+                            (unsigned long long)n_want, (unsigned long long)out->count);
     return RF_OK;
 }
 
@@ -6232,8 +6624,8 @@ static rf_result rfi_tok_text(const rf_gguf *g, const char *key, rf_string *out,
     if (rf_gguf_find_kv(g, key, &kv) != RF_OK) return RF_OK;
     *where = kv.where;
     if (kv.type != RF_KV_STRING)
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a string, found %s", rfi_gguf_path(g), key,
-                        (unsigned long long)kv.where, rfi_kv_type_name(kv.type));
+        return rfi_tok_fail(g, err, RF_ERR_FORMAT, key, kv.where, "want a string, found %s",
+                            rfi_kv_type_name(kv.type));
     return rf_kv_text(&kv, NULL, out);
 }
 
@@ -6242,14 +6634,14 @@ static rf_result rfi_tok_bool(const rf_gguf *g, const char *key, uint32_t *out, 
     int64_t v = 0;
     if (rf_gguf_find_kv(g, key, &kv) != RF_OK) return RF_OK;
     if (kv.type != RF_KV_BOOL || rf_kv_int(&kv, 0, &v) != RF_OK)
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a bool, found %s", rfi_gguf_path(g), key,
-                        (unsigned long long)kv.where, rfi_kv_type_name(kv.type));
+        return rfi_tok_fail(g, err, RF_ERR_FORMAT, key, kv.where, "want a bool, found %s", rfi_kv_type_name(kv.type));
     *out = v != 0;
     return RF_OK;
 }
 
 /* A token id. Out of range is an error; for keys that many files have wrong and nothing depends on, it is none. */
-static rf_result rfi_tok_id(const rf_gguf *g, const char *key, uint32_t n_vocab, int lax, int32_t *out, rf_error *err) {
+static rf_result rfi_tok_id(const rf_gguf *g, const char *key, uint32_t n_vocab, int lax, int32_t *out,
+                            rf_error *err) {
     rf_kv kv;
     int64_t v = 0;
     *out = -1;
@@ -6258,10 +6650,9 @@ static rf_result rfi_tok_id(const rf_gguf *g, const char *key, uint32_t n_vocab,
     if (is_int && v >= 0 && v < n_vocab) return *out = (int32_t)v, RF_OK;
     if (is_int && lax) return RF_OK;
     if (is_int)
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a token id below %u, found %lld",
-                        rfi_gguf_path(g), key, (unsigned long long)kv.where, n_vocab, (long long)v);
-    return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a token id, found %s", rfi_gguf_path(g), key,
-                    (unsigned long long)kv.where, rfi_kv_type_name(kv.type));
+        return rfi_tok_fail(g, err, RF_ERR_FORMAT, key, kv.where, "want a token id below %u, found %lld", n_vocab,
+                            (long long)v);
+    return rfi_tok_fail(g, err, RF_ERR_FORMAT, key, kv.where, "want a token id, found %s", rfi_kv_type_name(kv.type));
 }
 
 /* Which algorithm and, for BPE, which pre-tokenizer. */
@@ -6270,11 +6661,12 @@ static rf_result rfi_tok_open_model(rf_tokenizer *t, const char *force_pre, rf_e
     uint64_t where;
     rf_result r = rfi_tok_text(t->g, RFI_TOK "model", &name, &where, err);
     if (r != RF_OK) return r;
-    if (where == 0) return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key " RFI_TOK "model is missing", rfi_gguf_path(t->g));
+    if (where == 0)
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key " RFI_TOK "model is missing", rfi_gguf_path(t->g));
     if (rfi_str_equal(name, "llama")) return RF_OK;
     if (!rfi_str_equal(name, "gpt2"))
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, where, "%s: " RFI_TOK "model at byte %llu: '%.*s' is not supported "
-                        "(supported: llama, gpt2)", rfi_gguf_path(t->g), (unsigned long long)where, RFI_STR(name));
+        return rfi_tok_fail(t->g, err, RF_ERR_UNSUPPORTED, RFI_TOK "model", where,
+                            "'%.*s' is not supported (supported: llama, gpt2)", RFI_STR(name));
     if (force_pre) {
         name.data = force_pre;
         name.len = strlen(force_pre);
@@ -6285,9 +6677,11 @@ static rf_result rfi_tok_open_model(rf_tokenizer *t, const char *force_pre, rf_e
     for (size_t i = 0; i < RFI_COUNT(rfi_pres); i++)
         if (rfi_str_equal(name, rfi_pres[i].name)) t->pre = &rfi_pres[i];
     if (t->pre) return RF_OK;
-    return rfi_fail(err, RF_ERR_UNSUPPORTED, force_pre ? 0 : where,
-                    "%s: " RFI_TOK "pre%s: pre-tokenizer '%.*s' is not supported; one of the same rule can be forced",
-                    rfi_gguf_path(t->g), force_pre ? " (forced)" : "", RFI_STR(name));
+    if (force_pre)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "%s: forced pre-tokenizer '%.*s' is not supported",
+                        rfi_gguf_path(t->g), RFI_STR(name));
+    return rfi_tok_fail(t->g, err, RF_ERR_UNSUPPORTED, RFI_TOK "pre", where,
+                        "pre-tokenizer '%.*s' is not supported; a supported one can be forced", RFI_STR(name));
 }
 
 static int rfi_hex_digit(char c) {
@@ -6308,8 +6702,8 @@ static rf_result rfi_tok_open_tokens(rf_tokenizer *t, rf_error *err) {
     uint64_t cursor = 0;
     rf_result r = rfi_tok_array(g, RFI_TOK "tokens", RF_KV_STRING, 0, 1, &tokens, err);
     if (r == RF_OK && (tokens.count == 0 || tokens.count > INT32_MAX))
-        r = rfi_fail(err, RF_ERR_FORMAT, tokens.where, "%s: " RFI_TOK "tokens at byte %llu: want 1 to 2147483647 tokens, found "
-                     "%llu", rfi_gguf_path(g), (unsigned long long)tokens.where, (unsigned long long)tokens.count);
+        r = rfi_tok_fail(g, err, RF_ERR_FORMAT, RFI_TOK "tokens", tokens.where,
+                         "want 1 to 2147483647 tokens, found %llu", (unsigned long long)tokens.count);
     if (r == RF_OK) r = rfi_tok_array(g, RFI_TOK "scores", RF_KV_F32, tokens.count, 0, &scores, err);
     if (r == RF_OK) r = rfi_tok_array(g, RFI_TOK "token_type", RF_KV_I32, tokens.count, 0, &types, err);
     if (r != RF_OK) return r;
@@ -6320,21 +6714,22 @@ static rf_result rfi_tok_open_tokens(rf_tokenizer *t, rf_error *err) {
     if (!t->text || !t->attr) return RF_ERR_MEMORY;
     for (uint32_t i = 0; i < t->n_vocab; i++) {
         r = rf_kv_text(&tokens, &cursor, &t->text[i]);
-        if (r != RF_OK) return rfi_fail(err, r, tokens.where, "%s: " RFI_TOK "tokens: element %u cannot be read", rfi_gguf_path(g), i);
+        if (r != RF_OK)
+            return rfi_tok_fail(g, err, RF_ERR_FORMAT, RFI_TOK "tokens", tokens.where, "cannot read element %u", i);
         uint32_t type = types.count ? rfi_load_u32((const char *)types.data + 4 * (size_t)i) : RFI_TOKEN_NORMAL;
         if (type > RFI_TOKEN_BYTE)
-            return rfi_fail(err, RF_ERR_FORMAT, types.where, "%s: " RFI_TOK "token_type at byte %llu: element %u: want 0 to 6, "
-                            "found %d", rfi_gguf_path(g), (unsigned long long)types.where, i, (int)(int32_t)type);
+            return rfi_tok_fail(g, err, RF_ERR_FORMAT, RFI_TOK "token_type", types.where,
+                                "element %u: want 0 to 6, found %d", i, (int)(int32_t)type);
         if (type == RFI_TOKEN_BYTE && rfi_byte_token(t->text[i]) < 0)
-            return rfi_fail(err, RF_ERR_FORMAT, tokens.where, "%s: " RFI_TOK "tokens at byte %llu: element %u is a byte token: want "
-                            "<0x00> to <0xFF>, found '%.*s'", rfi_gguf_path(g), (unsigned long long)tokens.where, i,
-                            RFI_STR(t->text[i]));
+            return rfi_tok_fail(g, err, RF_ERR_FORMAT, RFI_TOK "tokens", tokens.where,
+                                "element %u is a byte token: want <0x00> to <0xFF>, found '%.*s'", i,
+                                RFI_STR(t->text[i]));
         t->attr[i] = (uint8_t)type;
     }
     return RF_OK;
 }
 
-/* Named ids and flags. An absent add_* key means: SPM adds bos and a leading space, BPE what its pre-tokenizer does. */
+/* Named ids and flags. Without add_* keys SPM adds bos and a leading space, BPE bos if its pre-tokenizer says so. */
 static rf_result rfi_tok_open_ids(rf_tokenizer *t, rf_error *err) {
     const rf_gguf *g = t->g;
     t->add_bos = t->pre ? t->pre->whole_and_bos : 1;
@@ -6356,10 +6751,10 @@ static rf_result rfi_tok_open_ids(rf_tokenizer *t, rf_error *err) {
  * they become control tokens. gpt-oss: with <|return|> and <|call|> there, <|end|> only ends a message. */
 static void rfi_tok_find_ends(rf_tokenizer *t) {
     static const char *const ends[] = {
-        "<|end|>", "<|return|>", "<|call|>", "<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>",
-        "<|flush|>", "<|calls|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>", "</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]",
-        "[EOS]", "[e~[", "<\xef\xbd\x9c" "end\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c>",
-        "<|fim_pad|>", "<|fim_repo|>", "<|repo_name|>", "<|file_sep|>"};
+        "<|end|>", "<|return|>", "<|call|>", "<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|endoftext|>",
+        "<|end_of_text|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>", "</s>",
+        "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<|fim_pad|>", "<|fim_repo|>", "<|repo_name|>",
+        "<|file_sep|>", "<\xef\xbd\x9c\x65nd\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c>"};
     int32_t found[3] = {-1, -1, -1}; /* of the first three */
     const int32_t named[] = {t->eos, t->eot, t->eom};
     for (uint32_t i = 0; i < t->n_vocab; i++) {
@@ -6420,7 +6815,8 @@ static rf_result rfi_tok_open_special(rf_tokenizer *t, rf_error *err) {
         for (uint32_t i = gap; i < n; i++) {
             int32_t id = t->special[i];
             uint32_t k = i;
-            for (; k >= gap && rfi_special_less(t, id, t->special[k - gap]); k -= gap) t->special[k] = t->special[k - gap];
+            for (; k >= gap && rfi_special_less(t, id, t->special[k - gap]); k -= gap)
+                t->special[k] = t->special[k - gap];
             t->special[k] = id;
         }
     for (uint32_t i = 0; i < n; i++) {
@@ -6438,23 +6834,23 @@ static rf_result rfi_tok_open_special(rf_tokenizer *t, rf_error *err) {
     return RF_OK;
 }
 
-/* text -> id, for what plain text may become: control, unknown and byte tokens come from flags and from bytes only. Of
- * equal texts the first id wins. */
+/* text -> id, for what plain text may become: control, unknown and byte tokens come from flags and from bytes only.
+ * Of equal texts the first id wins. */
 static rf_result rfi_tok_open_texts(rf_tokenizer *t, rf_error *err) {
-    uint64_t n_slots = rfi_slot_count(t->n_vocab);
-    t->texts = (rfi_text_slot *)rfi_alloc(&t->allocator, n_slots, sizeof *t->texts, "vocabulary index", err);
-    if (!t->texts) return RF_ERR_MEMORY;
-    t->text_mask = (uint32_t)(n_slots - 1);
+    t->n_texts = rfi_slot_count(t->n_vocab);
+    t->texts = (rfi_text_slot *)rfi_alloc(&t->allocator, t->n_texts, sizeof *t->texts, "vocabulary index", err);
+    t->hash = (uint64_t *)rfi_alloc(&t->allocator, t->n_vocab, sizeof *t->hash, "token hashes", err);
+    if (!t->texts || !t->hash) return RF_ERR_MEMORY;
     for (uint32_t i = 0; i < t->n_vocab; i++) {
         rf_string s = t->text[i];
         uint32_t type = rfi_token_type(t, i);
         if (type == RFI_TOKEN_CONTROL || type == RFI_TOKEN_UNKNOWN || type == RFI_TOKEN_BYTE) continue;
         if (s.len == 0 || s.len > UINT32_MAX) continue;
-        uint32_t hash = rfi_text_hash(t, s.data, s.len);
+        uint64_t hash = rfi_text_hash(t, s.data, s.len);
         rfi_text_slot *slot = &t->texts[rfi_text_slot_of(t, s.data, s.len, hash)];
         if (slot->id1) continue;
-        slot->hash = hash;
-        slot->id1 = i + 1;
+        *slot = (rfi_text_slot){(uint32_t)hash, i + 1};
+        t->hash[i] = hash;
         t->attr[i] |= RFI_TOKEN_PLAIN;
         if (s.len > t->plain_max_bytes) t->plain_max_bytes = (uint32_t)s.len;
     }
@@ -6479,43 +6875,71 @@ static void rfi_tok_find_bytes(rf_tokenizer *t) {
         if (rfi_token_type(t, i) == RFI_TOKEN_BYTE) t->byte_id[rfi_byte_token(t->text[i])] = (int32_t)i;
 }
 
-/* Merges as pairs of ids. One whose parts or result are no tokens can never give a token: it is left out (pruned
- * vocabularies have them). Results mostly follow each other in the vocabulary, so the next one is tried first. */
+/* Is token id's text left + right? */
+static int rfi_merge_makes(const rf_tokenizer *t, rf_string left, rf_string right, uint32_t id) {
+    if (id >= t->n_vocab || !(t->attr[id] & RFI_TOKEN_PLAIN)) return 0;
+    rf_string s = t->text[id];
+    return s.len == left.len + right.len && memcmp(s.data, left.data, (size_t)left.len) == 0 &&
+           memcmp(s.data + left.len, right.data, (size_t)right.len) == 0;
+}
+
+/* The token that a merge makes, or -1. Files list merges in the order of their results, so the last result and the
+ * one behind it are tried first. `joined` has room for the longest plain token. */
+static int32_t rfi_merge_result(const rf_tokenizer *t, rf_string left, rf_string right, uint32_t last, char *joined) {
+    if (rfi_merge_makes(t, left, right, last)) return (int32_t)last;
+    if (rfi_merge_makes(t, left, right, last + 1)) return (int32_t)last + 1;
+    if (left.len + right.len > t->plain_max_bytes) return -1;
+    memcpy(joined, left.data, (size_t)left.len);
+    memcpy(joined + left.len, right.data, (size_t)right.len);
+    return rfi_token_find(t, joined, left.len + right.len);
+}
+
+/* Put merges into the table; the first of equals counts. They come in groups, whose slots have been asked for. */
+static uint32_t rfi_merges_insert(rf_tokenizer *t, const rfi_merge_slot *group, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        rfi_merge_slot *slot = &t->merges[rfi_merge_slot_of(t, group[i].key)];
+        if (slot->rank1 == 0) *slot = group[i];
+    }
+    return 0;
+}
+
+/* "left right" -> rank and result. A merge that makes no token is left out: pruned
+ * vocabularies have them. */
 static rf_result rfi_tok_open_merges(rf_tokenizer *t, rf_error *err) {
     rf_kv kv;
     rf_result r = rfi_tok_array(t->g, RFI_TOK "merges", RF_KV_STRING, 0, 1, &kv, err);
     if (r != RF_OK) return r;
     if (kv.count > INT32_MAX)
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: " RFI_TOK "merges at byte %llu: want at most 2147483647, found %llu",
-                        rfi_gguf_path(t->g), (unsigned long long)kv.where, (unsigned long long)kv.count);
-    uint64_t n_slots = rfi_slot_count(kv.count), cursor = 0;
-    t->merges = (rfi_merge_slot *)rfi_alloc(&t->allocator, n_slots, sizeof *t->merges, "merges", err);
+        return rfi_tok_fail(t->g, err, RF_ERR_FORMAT, RFI_TOK "merges", kv.where,
+                            "want at most 2147483647, found %llu", (unsigned long long)kv.count);
+    uint64_t cursor = 0;
+    int32_t last = 0;
+    rfi_merge_slot group[16];
+    uint32_t n_group = 0;
+    t->n_merges = rfi_slot_count(kv.count);
+    t->merges = (rfi_merge_slot *)rfi_alloc(&t->allocator, t->n_merges, sizeof *t->merges, "merges", err);
     char *joined = (char *)rfi_alloc(&t->allocator, t->plain_max_bytes, 1, "merge text", err);
-    t->merge_mask = (uint32_t)(n_slots - 1);
-    uint32_t next = 0;
-    for (uint32_t i = 0; t->merges && joined && i < kv.count; i++) {
-        rf_string s;
+    if (!t->merges || !joined) r = RF_ERR_MEMORY;
+    for (uint32_t i = 0; r == RF_OK && i < kv.count; i++) {
+        rf_string s = {"", 0}, left, right;
         r = rf_kv_text(&kv, &cursor, &s);
-        const char *space = r == RF_OK && s.len ? (const char *)memchr(s.data, ' ', (size_t)s.len) : NULL;
-        uint64_t n_left = space ? (uint64_t)(space - s.data) : 0, n_right = space ? s.len - n_left - 1 : 0;
-        if (n_left == 0 || n_right == 0 || memchr(space + 1, ' ', (size_t)n_right)) {
-            r = rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: " RFI_TOK "merges at byte %llu: element %u: want two tokens with one "
-                         "space between, found '%.*s'", rfi_gguf_path(t->g), (unsigned long long)kv.where, i, RFI_STR(s));
+        const char *space = s.len ? (const char *)memchr(s.data, ' ', (size_t)s.len) : NULL;
+        left = (rf_string){s.data, space ? (uint64_t)(space - s.data) : 0};
+        right = (rf_string){s.data + left.len + 1, space ? s.len - left.len - 1 : 0};
+        if (r != RF_OK || left.len == 0 || right.len == 0 || memchr(right.data, ' ', (size_t)right.len)) {
+            r = rfi_tok_fail(t->g, err, RF_ERR_FORMAT, RFI_TOK "merges", kv.where,
+                             "element %u: want two tokens with one space between, found '%.*s'", i, RFI_STR(s));
             break;
         }
-        if (n_left + n_right > t->plain_max_bytes) continue;
-        memcpy(joined, s.data, (size_t)n_left);
-        memcpy(joined + n_left, space + 1, (size_t)n_right);
-        rf_string guess = next < t->n_vocab ? t->text[next] : (rf_string){NULL, 0};
-        int32_t left = rfi_token_find(t, s.data, n_left), right = rfi_token_find(t, space + 1, n_right), result = (int32_t)next;
-        if (guess.len != n_left + n_right || memcmp(guess.data, joined, (size_t)guess.len) != 0 || !(t->attr[next] & RFI_TOKEN_PLAIN))
-            result = rfi_token_find(t, joined, n_left + n_right);
-        if (left < 0 || right < 0 || result < 0) continue;
-        next = (uint32_t)result + 1;
-        rfi_merge_slot *slot = &t->merges[rfi_merge_slot_of(t, (uint32_t)left, (uint32_t)right)];
-        if (slot->left1 == 0) *slot = (rfi_merge_slot){(uint32_t)left + 1, (uint32_t)right, i, (uint32_t)result};
+        int32_t result = rfi_merge_result(t, left, right, (uint32_t)last, joined);
+        if (result < 0) continue;
+        last = result;
+        uint64_t key = rfi_merge_key(rfi_text_hash(t, left.data, left.len), rfi_text_hash(t, right.data, right.len));
+        __builtin_prefetch(&t->merges[rfi_home(key, t->n_merges)], 1);
+        group[n_group++] = (rfi_merge_slot){key, i + 1, (uint32_t)result};
+        if (n_group == RFI_COUNT(group)) n_group = rfi_merges_insert(t, group, n_group);
     }
-    if (!t->merges || !joined) r = RF_ERR_MEMORY;
+    if (r == RF_OK) rfi_merges_insert(t, group, n_group);
     rfi_free(&t->allocator, joined);
     return r;
 }
@@ -6548,6 +6972,7 @@ ROCMFORGE_API void rf_tokenizer_close(rf_tokenizer *t) {
     rfi_free(&a, t->text);
     rfi_free(&a, t->attr);
     rfi_free(&a, t->texts);
+    rfi_free(&a, t->hash);
     rfi_free(&a, t->merges);
     rfi_free(&a, t->special);
     rfi_gguf_drop(t->g);
@@ -6590,7 +7015,7 @@ static void rfi_put_id(rfi_tokenizing *w, int32_t id) {
     w->count++;
 }
 
-/* The block with room for n elements and its first n_kept in place; NULL (the old one stays) if there is no memory. */
+/* The block with room for n elements, its first n_kept in place; NULL (and the old one stays) if memory is short. */
 static void *rfi_grow(const rfi_tokenizing *w, void *block, uint64_t *capacity, uint64_t n, uint64_t n_kept,
                       uint64_t element_bytes, const char *what) {
     if (n <= *capacity) return block;
@@ -6641,7 +7066,7 @@ static rfi_heap_item rfi_heap_pop(rfi_tokenizing *w) {
 
 /* ---- merging: both vocabularies ---- */
 
-/* Queue the pair that starts at symbol `left`, if it makes a token. BPE: lower ranks first. SPM: higher scores first. */
+/* Queue the pair that starts at symbol `left`, if it makes a token. BPE: low ranks first. SPM: high scores first. */
 static rf_result rfi_merge_try(rfi_tokenizing *w, uint32_t left, uint32_t n) {
     const rf_tokenizer *t = w->t;
     uint32_t right = w->symbols[left].next, priority;
@@ -6649,10 +7074,10 @@ static rf_result rfi_merge_try(rfi_tokenizing *w, uint32_t left, uint32_t n) {
     rfi_heap_item item = {0, w->symbols[right].next, -1};
     if (t->pre) {
         if (w->symbols[left].id < 0 || w->symbols[right].id < 0) return RF_OK;
-        const rfi_merge_slot *m =
-            &t->merges[rfi_merge_slot_of(t, (uint32_t)w->symbols[left].id, (uint32_t)w->symbols[right].id)];
-        if (m->left1 == 0) return RF_OK;
-        priority = m->rank;
+        uint64_t key = rfi_merge_key(t->hash[w->symbols[left].id], t->hash[w->symbols[right].id]);
+        const rfi_merge_slot *m = &t->merges[rfi_merge_slot_of(t, key)];
+        if (m->rank1 == 0) return RF_OK;
+        priority = m->rank1;
         item.id = (int32_t)m->result;
     } else {
         uint32_t start = w->symbols[left].start;
@@ -6757,7 +7182,8 @@ static uint32_t rfi_scan_run(const rfi_scan *s, uint32_t pos, uint32_t classes) 
 /* 's|'t|'re|'ve|'m|'ll|'d: end of it, or pos. */
 static uint32_t rfi_scan_contraction(const rfi_scan *s, uint32_t pos, int any_case) {
     if (s->end - pos < 2 || s->text[pos] != '\'') return pos;
-    unsigned char fold = any_case ? 32 : 0, a = s->text[pos + 1] | fold, b = s->end - pos > 2 ? s->text[pos + 2] | fold : 0;
+    unsigned char fold = any_case ? 32 : 0, a = s->text[pos + 1] | fold;
+    unsigned char b = s->end - pos > 2 ? s->text[pos + 2] | fold : 0;
     if (a == 's' || a == 't' || a == 'm' || a == 'd') return pos + 2;
     if ((a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l')) return pos + 3;
     return pos;
@@ -6784,10 +7210,11 @@ static uint32_t rfi_scan_llama3(const rfi_scan *s, uint32_t pos, uint32_t max_di
     if (end > pos) return end;
     if (c.class & RFI_LETTER) return rfi_scan_run(s, pos, RFI_LETTER);
     if (c.class & RFI_NUMBER) {
-        for (uint32_t n = 0; n < max_digits && rfi_scan_at(s, pos).class & RFI_NUMBER; n++) pos = rfi_scan_at(s, pos).next;
+        for (uint32_t n = 0; n < max_digits && (c = rfi_scan_at(s, pos)).class & RFI_NUMBER; n++) pos = c.next;
         return pos;
     }
-    if (c.cp != '\r' && c.cp != '\n' && rfi_scan_at(s, c.next).class & RFI_LETTER) return rfi_scan_run(s, c.next, RFI_LETTER);
+    if (c.cp != '\r' && c.cp != '\n' && rfi_scan_at(s, c.next).class & RFI_LETTER)
+        return rfi_scan_run(s, c.next, RFI_LETTER);
     uint32_t from = c.cp == ' ' ? c.next : pos;
     end = rfi_scan_run(s, from, RFI_REST);
     if (end == from) return rfi_scan_spaces(s, pos, 1);
@@ -6873,8 +7300,8 @@ static rf_result rfi_bpe_word(rfi_tokenizing *w, const unsigned char *text, uint
 
 /* ---- special tokens in text ---- */
 
-/* The longest special token that p starts with, of at most limit >= 1 bytes, or -1: the sorted list is narrowed byte by
- * byte. `all`: control and unknown tokens too. */
+/* The longest special token that p starts with, of at most limit >= 1 bytes, or -1: the sorted list is narrowed byte
+ * by byte. `all`: control and unknown tokens too. */
 static int32_t rfi_special_longest(const rf_tokenizer *t, const unsigned char *p, uint32_t limit, int all) {
     uint32_t lo = t->special_first[p[0]], hi = t->special_first[p[0] + 1];
     int32_t best = -1;
@@ -6898,7 +7325,8 @@ static int32_t rfi_special_longest(const rf_tokenizer *t, const unsigned char *p
     return best;
 }
 
-static rf_result rfi_special_push(rfi_tokenizing *w, const unsigned char *text, uint32_t pos, uint32_t limit, int all) {
+static rf_result rfi_special_push(rfi_tokenizing *w, const unsigned char *text, uint32_t pos, uint32_t limit,
+                                  int all) {
     int32_t id = rfi_special_longest(w->t, text + pos, limit, all);
     if (id < 0) return RF_OK;
     rfi_heap_item item = {(~w->t->text[id].len & UINT32_MAX) << 32 | pos, 0, id};
@@ -6909,7 +7337,8 @@ static int rfi_is_ascii_space(unsigned char c) { return c == ' ' || (c >= 9 && c
 
 /* Find the special tokens: of all places the longest first, then the leftmost. (*marks)[pos] becomes 1 + id where one
  * starts and -1 on the other bytes it takes; NULL if there is none. */
-static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, uint32_t n, int all, int32_t **marks) {
+static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, uint32_t n, int all,
+                                  int32_t **marks) {
     const rf_tokenizer *t = w->t;
     rf_result r = RF_OK;
     *marks = NULL;
@@ -6917,7 +7346,7 @@ static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, 
     if (all ? t->n_special == 0 : t->n_user == 0) return RF_OK;
     for (uint32_t pos = 0; pos < n && r == RF_OK; pos++) r = rfi_special_push(w, text, pos, n - pos, all);
     if (r != RF_OK || w->n_heap == 0) return r;
-    int32_t *mark = *marks = (int32_t *)rfi_alloc(&t->allocator, n, sizeof *mark, "special tokens in the text", w->err);
+    int32_t *mark = *marks = (int32_t *)rfi_alloc(&t->allocator, n, sizeof *mark, "special tokens of a text", w->err);
     if (!mark) return RF_ERR_MEMORY;
     while (w->n_heap > 0 && r == RF_OK) {
         rfi_heap_item item = rfi_heap_pop(w);
@@ -6948,8 +7377,8 @@ static rf_result rfi_plain_text(rfi_tokenizing *w, const unsigned char *text, ui
     return r;
 }
 
-ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags, int32_t *out,
-                                    uint32_t capacity, uint32_t *count, rf_error *err) {
+ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags,
+                                    int32_t *out, uint32_t capacity, uint32_t *count, rf_error *err) {
     rfi_clear(err);
     if (count) *count = 0;
     if (!t || !count || (!text && n_bytes) || (!out && capacity))
@@ -6979,7 +7408,7 @@ ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, siz
     if (r != RF_OK) return r;
     *count = w.count;
     if (w.count > capacity)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: out has room for %u ids, the text has %u", capacity, w.count);
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: want room for %u ids, got %u", w.count, capacity);
     return RF_OK;
 }
 
@@ -7032,13 +7461,14 @@ static void rfi_detok_text(const rf_tokenizer *t, rfi_detokenizing *d, unsigned 
     if (!skip) rfi_detok_byte(d, b);
 }
 
-/* A token as bytes: a byte token its byte, a normal one decoded, a user-defined one as it is spelt; control and unknown
- * tokens only on request, unused ones never. */
+/* A token as bytes: a byte token its byte, a normal one decoded, a user-defined one as it is spelt; control and
+ * unknown tokens only on request, unused ones never. */
 static void rfi_detok_token(const rf_tokenizer *t, rfi_detokenizing *d, uint32_t id, uint32_t flags) {
     rf_string s = t->text[id];
     const unsigned char *p = (const unsigned char *)s.data;
     uint32_t type = rfi_token_type(t, id);
-    int is_special = type == RFI_TOKEN_CONTROL || type == RFI_TOKEN_UNKNOWN, is_raw = is_special || type == RFI_TOKEN_USER;
+    int is_special = type == RFI_TOKEN_CONTROL || type == RFI_TOKEN_UNKNOWN;
+    int is_raw = is_special || type == RFI_TOKEN_USER;
     if (type == RFI_TOKEN_UNUSED || (is_special && !(flags & RF_DETOKENIZE_SPECIAL))) return;
     if (type == RFI_TOKEN_BYTE) {
         rfi_detok_text(t, d, (unsigned char)rfi_byte_token(s));
@@ -7053,14 +7483,14 @@ static void rfi_detok_token(const rf_tokenizer *t, rfi_detokenizing *d, uint32_t
     }
 }
 
-ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *state, int32_t id, uint32_t flags, char *out,
-                                      size_t capacity, size_t *count, rf_error *err) {
+ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *state, int32_t id, uint32_t flags,
+                                      char *out, size_t capacity, size_t *count, rf_error *err) {
     rfi_clear(err);
     if (count) *count = 0;
     if (!t || !state || !count || (!out && capacity))
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_detokenize: t, state, out and count must not be NULL");
     if (flags & ~(RF_DETOKENIZE_SPECIAL | RF_DETOKENIZE_FINISH) || state->n_held > 3)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_detokenize: unknown flags 0x%x, or a state that was not zeroed", flags);
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_detokenize: flags 0x%x or a state that was not zeroed", flags);
     if (id < -1 || (id >= 0 && (uint32_t)id >= t->n_vocab) || (id == -1 && !(flags & RF_DETOKENIZE_FINISH)))
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_detokenize: want a token id below %u, found %d", t->n_vocab, id);
     rfi_detokenizing d = {*state, out, capacity, 0};
@@ -7071,8 +7501,8 @@ ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *sta
     }
     *count = d.count;
     if (d.count > capacity)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_detokenize: out has room for %llu bytes, the token has %llu",
-                        (unsigned long long)capacity, (unsigned long long)d.count);
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_detokenize: want room for %llu bytes, got %llu",
+                        (unsigned long long)d.count, (unsigned long long)capacity);
     *state = d.state;
     return RF_OK;
 }
@@ -7288,7 +7718,8 @@ static const uint32_t rfi_unicode_runs[2217] = {
 };
 
 static uint32_t rfi_unicode_class(uint32_t cp) {
-    static const uint8_t bits[8] = {RFI_OTHER, RFI_LETTER, RFI_NUMBER, RFI_PUNCT, RFI_SYMBOL, RFI_MARK, RFI_SPACE, RFI_OTHER};
+    static const uint8_t bits[8] = {RFI_OTHER,  RFI_LETTER, RFI_NUMBER, RFI_PUNCT,
+                                    RFI_SYMBOL, RFI_MARK,   RFI_SPACE,  RFI_OTHER};
     uint32_t lo = 0, hi = RFI_COUNT(rfi_unicode_runs);
     while (hi - lo > 1) { /* the last run that starts at or before cp; the first one starts at 0 */
         uint32_t mid = lo + (hi - lo) / 2;
@@ -7459,8 +7890,7 @@ static void rfi_chat_put_token(rfi_chat_writer *w, const char *key, const char *
         uint64_t cursor = 0;
         int64_t id;
         int found = w->g && rf_gguf_find_kv(w->g, key, &id_kv) == RF_OK && rf_kv_int(&id_kv, 0, &id) == RF_OK &&
-                    rf_gguf_find_kv(w->g, "tokenizer.ggml.tokens", &tokens) == RF_OK && tokens.type == RF_KV_ARRAY &&
-                    id >= 0 && (uint64_t)id < tokens.count;
+                    rf_gguf_find_kv(w->g, "tokenizer.ggml.tokens", &tokens) == RF_OK && id >= 0;
         for (int64_t i = 0; found && i <= id; i++) found = rf_kv_text(&tokens, &cursor, text) == RF_OK;
         if (!found) *text = (rf_string){otherwise, strlen(otherwise)};
     }

@@ -148,6 +148,12 @@ RFK_DEVICE float rfk_as_float(uint32_t bits) {
     return x.f;
 }
 
+RFK_DEVICE uint32_t rfk_as_bits(float f) {
+    union { uint32_t u; float f; } x;
+    x.f = f;
+    return x.u;
+}
+
 /* The value of lane (own ^ mask). All lanes of the wave take part. */
 template <int WAVE, class T> RFK_DEVICE T rfk_swap(T v, int mask) {
 #if defined(RFK_NVIDIA)
@@ -485,7 +491,8 @@ template <int WAVE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_rms_
 }
 
 /* Activations for integer dot products, in groups of 32: x = d * q, and the sums of q over each half. Bit for bit the
- * CPU device's: d = max|x| / 127, q = x / d rounded to nearest even. */
+ * CPU device's: d = max|x| / 127, q = x * (1 / d) rounded to nearest even; d = 0 and q = 0 if that d < 2^-126; d = nan and
+ * q = 0 if an x is infinite or nan. */
 struct rfk_group {
     float d;
     int16_t sum[2];
@@ -500,14 +507,22 @@ struct rfk_quantize_args {
 template <int WAVE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_quantize(rfk_quantize_args a) {
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
     bool inside = i < a.n / 4;
-    float x[4] = {0, 0, 0, 0}, largest = 0;
-    for (int k = 0; inside && k < 4; k++) x[k] = a.in[(size_t)blockIdx.y * a.in_stride + 4 * (size_t)i + (size_t)k];
-    for (int k = 0; k < 4; k++) largest = fmaxf(largest, fabsf(x[k]));
-    for (int mask = 1; mask < 8; mask *= 2) largest = fmaxf(largest, rfk_swap<WAVE>(largest, mask));
-    float d = largest / 127.0f, inverse = d != 0 ? 1.0f / d : 0.0f;
+    float x[4] = {0, 0, 0, 0};
+    uint32_t top = 0; /* bits of max|x|: as integers, nan is above infinity and both above all numbers */
+    for (uint32_t k = 0; inside && k < 4; k++) x[k] = a.in[(size_t)blockIdx.y * a.in_stride + 4 * (size_t)i + k];
+    for (int k = 0; k < 4; k++) top = rfk_as_bits(x[k]) << 1 > top << 1 ? rfk_as_bits(x[k]) & 0x7fffffffu : top;
+    for (int mask = 1; mask < 8; mask *= 2) {
+        uint32_t other_top = rfk_swap<WAVE>(top, mask);
+        top = other_top > top ? other_top : top;
+    }
+    float d = rfk_as_float(top) / 127.0f, inverse = 0;
+    if (d >= 1.17549435e-38f) inverse = 1.0f / d;
+    else d = 0;
+    bool finite = top < 0x7f800000u;
+    if (!finite) d = rfk_as_float(0x7fc00000u);
     int packed = 0, sum = 0;
     for (int k = 0; k < 4; k++) {
-        int q = (int)rintf(x[k] * inverse);
+        int q = finite ? (int)rintf(x[k] * inverse) : 0;
         packed |= (q & 255) << (8 * k);
         sum += q;
     }

@@ -1,0 +1,1292 @@
+/* test_hip.cpp: the device table of rocmforge_kernels.hip, driven directly with plans of a few ops made by hand.
+ * References are float64 loops of this file; quantized weights are decoded here from the format descriptions, and
+ * activations are quantized here. Linked with the emulated kernels (-DRF_TEST_EMU: waves 32 and 64, late execution,
+ * injected failures) or with those of a real GPU.
+ *     test_hip [--full] [SUBSTR]     --full: every combination instead of every pair of values */
+#include "../rocmforge.h"
+#ifdef RF_TEST_EMU
+#include "hip_emu.h"
+#endif
+#include "rf_test.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#define ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define ASAN 1
+#endif
+#endif
+
+static const rf_device_api *api;
+static int full, n_devices;
+
+/* ---- numbers ---- */
+
+static uint64_t seed = 1;
+static uint32_t rnd() {
+    seed = seed * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(seed >> 33);
+}
+static float uniform(float lo, float hi) { return lo + (hi - lo) * (float)((double)rnd() / 2147483648.0); }
+static std::vector<float> values(size_t n) {
+    std::vector<float> v(n);
+    for (size_t i = 0; i < n; i++) v[i] = uniform(-1, 1) * (i % 17 == 3 ? 8.0f : 1.0f);
+    return v;
+}
+
+static double half_value(uint16_t h) {
+    int e = h >> 10 & 31, f = h & 1023;
+    double v = e == 0 ? ldexp(f, -24) : e == 31 ? (f ? NAN : INFINITY) : ldexp(1024 + f, e - 25);
+    return h & 0x8000 ? -v : v;
+}
+static uint16_t to_half(double v) { /* round to nearest even */
+    uint16_t sign = signbit(v) ? 0x8000 : 0;
+    double a = fabs(v);
+    int e;
+    if (isnan(v)) return 0x7e00;
+    if (a >= 65520) return (uint16_t)(sign | 0x7c00);
+    if (a < ldexp(1, -14)) return (uint16_t)(sign | (uint16_t)nearbyint(ldexp(a, 24)));
+    frexp(a, &e);
+    return (uint16_t)(sign | ((e + 13) * 1024 + (int)nearbyint(ldexp(a, 11 - e))));
+}
+static uint16_t rd16(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
+
+/* Decode a block by its description (elements in order). */
+static void decode_block(uint32_t type, const uint8_t *b, double *out) {
+    double d, m, dmin;
+    int j, l, g, n;
+    switch (type) {
+    case RF_TYPE_F32: { float f; memcpy(&f, b, 4); out[0] = f; break; }
+    case RF_TYPE_F16: out[0] = half_value(rd16(b)); break;
+    case RF_TYPE_BF16: { uint32_t u = (uint32_t)rd16(b) << 16; float f; memcpy(&f, &u, 4); out[0] = f; break; }
+    case RF_TYPE_Q8_0: for (j = 0; j < 32; j++) out[j] = half_value(rd16(b)) * (int8_t)b[2 + j]; break;
+    case RF_TYPE_Q4_0:
+        for (d = half_value(rd16(b)), j = 0; j < 16; j++) out[j] = d * ((b[2 + j] & 15) - 8), out[j + 16] = d * ((b[2 + j] >> 4) - 8);
+        break;
+    case RF_TYPE_Q4_1:
+        for (d = half_value(rd16(b)), m = half_value(rd16(b + 2)), j = 0; j < 16; j++) out[j] = d * (b[4 + j] & 15) + m, out[j + 16] = d * (b[4 + j] >> 4) + m;
+        break;
+    case RF_TYPE_Q5_0:
+    case RF_TYPE_Q5_1: {
+        int one = type == RF_TYPE_Q5_1;
+        const uint8_t *h = b + 2 + 2 * one, *q = h + 4;
+        uint32_t qh = (uint32_t)rd16(h) | (uint32_t)rd16(h + 2) << 16;
+        d = half_value(rd16(b)), m = one ? half_value(rd16(b + 2)) : -16 * d;
+        for (j = 0; j < 16; j++) {
+            out[j] = d * (int)((q[j] & 15u) | (qh >> j & 1) << 4) + m;
+            out[j + 16] = d * (int)((uint32_t)(q[j] >> 4) | (qh >> (j + 16) & 1) << 4) + m;
+        }
+        break;
+    }
+    case RF_TYPE_Q4_K:
+    case RF_TYPE_Q5_K: {
+        int five = type == RF_TYPE_Q5_K;
+        const uint8_t *s = b + 4, *qh = b + 16, *q = b + 16 + 32 * five;
+        d = half_value(rd16(b)), dmin = half_value(rd16(b + 2));
+        for (j = 0; j < 8; j++) {
+            int sc = j < 4 ? s[j] & 63 : (s[j + 4] & 15) | (s[j - 4] >> 6) << 4;
+            int mn = j < 4 ? s[j + 4] & 63 : (s[j + 4] >> 4) | (s[j] >> 6) << 4;
+            for (l = 0; l < 32; l++) {
+                int byte = q[32 * (j / 2) + l], v = j % 2 ? byte >> 4 : byte & 15;
+                if (five) v += 16 * (qh[l] >> j & 1);
+                out[32 * j + l] = d * sc * v - dmin * mn;
+            }
+        }
+        break;
+    }
+    case RF_TYPE_Q6_K:
+        for (d = half_value(rd16(b + 208)), n = 0; n < 2; n++)
+            for (l = 0; l < 32; l++)
+                for (g = 0; g < 4; g++) {
+                    int byte = b[64 * n + 32 * (g % 2) + l], low = g < 2 ? byte & 15 : byte >> 4, high = b[128 + 32 * n + l] >> (2 * g) & 3;
+                    out[128 * n + 32 * g + l] = d * (int8_t)b[192 + 8 * n + 2 * g + l / 16] * ((low | high << 4) - 32);
+                }
+        break;
+    default: break;
+    }
+}
+
+static const uint32_t types[] = {RF_TYPE_F32,  RF_TYPE_F16,  RF_TYPE_BF16, RF_TYPE_Q8_0, RF_TYPE_Q4_0, RF_TYPE_Q4_1,
+                                 RF_TYPE_Q5_0, RF_TYPE_Q5_1, RF_TYPE_Q4_K, RF_TYPE_Q5_K, RF_TYPE_Q6_K};
+#define N_TYPES 11
+
+static void type_block(uint32_t type, uint32_t *elements, uint32_t *bytes, const char **name) {
+#define CASE(NAME, id, text, n, size, runs) \
+    if (type == id) *elements = n, *bytes = size, *name = text;
+    RF_TYPE_TABLE(CASE)
+#undef CASE
+}
+static uint32_t block_elements(uint32_t type) { uint32_t n = 0, b; const char *s; type_block(type, &n, &b, &s); return n; }
+static uint32_t block_bytes(uint32_t type) { uint32_t n, b = 0; const char *s; type_block(type, &n, &b, &s); return b; }
+static const char *type_name(uint32_t type) { uint32_t n, b; const char *s = ""; type_block(type, &n, &b, &s); return s; }
+static bool is_float(uint32_t type) { return block_elements(type) == 1; }
+
+static void put_half(uint8_t *p, double v) {
+    uint16_t h = to_half(v);
+    p[0] = (uint8_t)h, p[1] = (uint8_t)(h >> 8);
+}
+
+/* Random rows: any bits in the packed fields, scales of a size as in models (one in 50 is 0). */
+static std::vector<uint8_t> random_rows(uint32_t type, uint64_t n_in, uint64_t n_rows) {
+    uint64_t n = n_in * n_rows / block_elements(type);
+    uint32_t bytes = block_bytes(type);
+    std::vector<uint8_t> w(n * bytes);
+    for (size_t i = 0; i < w.size(); i++) w[i] = (uint8_t)(rnd() >> 8);
+    for (uint64_t i = 0; i < n; i++) {
+        uint8_t *b = &w[i * bytes];
+        double d = rnd() % 50 ? uniform(0.002f, 0.05f) * (rnd() % 2 ? 1 : -1) : 0;
+        float f = uniform(-1, 1);
+        uint32_t bits;
+        memcpy(&bits, &f, 4);
+        switch (type) {
+        case RF_TYPE_F32: memcpy(b, &f, 4); break;
+        case RF_TYPE_F16: put_half(b, f); break;
+        case RF_TYPE_BF16: b[0] = (uint8_t)(bits >> 16), b[1] = (uint8_t)(bits >> 24); break;
+        case RF_TYPE_Q8_0: put_half(b, d / 10); break;
+        case RF_TYPE_Q4_0: case RF_TYPE_Q5_0: put_half(b, d); break;
+        case RF_TYPE_Q4_1: case RF_TYPE_Q5_1: put_half(b, d); put_half(b + 2, uniform(-0.4f, 0.4f)); break;
+        case RF_TYPE_Q4_K: case RF_TYPE_Q5_K: put_half(b, d / 30); put_half(b + 2, uniform(0, 0.01f)); break;
+        case RF_TYPE_Q6_K: put_half(b + 208, d / 60); break;
+        default: break;
+        }
+    }
+    return w;
+}
+static std::vector<double> decode(uint32_t type, const std::vector<uint8_t> &w) {
+    uint64_t n = w.size() / block_bytes(type);
+    std::vector<double> out(n * block_elements(type));
+    for (uint64_t i = 0; i < n; i++) decode_block(type, &w[i * block_bytes(type)], &out[i * block_elements(type)]);
+    return out;
+}
+
+/* x as int8 sees it: groups of 32, d = max|x| / 127, q = x / d to nearest even. */
+static std::vector<double> quantized(const float *x, size_t n) {
+    std::vector<double> out(n);
+    for (size_t i = 0; i < n; i += 32) {
+        float largest = 0;
+        for (size_t k = 0; k < 32; k++) largest = fmaxf(largest, fabsf(x[i + k]));
+        float d = largest / 127.0f, inverse = 1.0f / d;
+        if (d < ldexpf(1, -126)) d = inverse = 0; /* 1 / d could overflow */
+        for (size_t k = 0; k < 32; k++) out[i + k] = (double)d * nearbyintf(x[i + k] * inverse);
+    }
+    return out;
+}
+
+/* ---- pairs of values instead of all combinations ---- */
+
+typedef std::vector<int> Row;
+static std::vector<Row> combinations(const std::vector<int> &levels) {
+    std::vector<Row> out;
+    size_t k = levels.size();
+    if (full) {
+        Row r(k, 0);
+        for (;;) {
+            out.push_back(r);
+            size_t i = 0;
+            while (i < k && ++r[i] == levels[i]) r[i++] = 0;
+            if (i == k) return out;
+        }
+    }
+    std::set<std::vector<int> > open; /* {i, a, j, b}: not yet in a row */
+    for (size_t i = 0; i < k; i++)
+        for (size_t j = i + 1; j < k; j++)
+            for (int a = 0; a < levels[i]; a++)
+                for (int b = 0; b < levels[j]; b++) open.insert(std::vector<int>{(int)i, a, (int)j, b});
+    while (!open.empty()) {
+        Row best;
+        size_t most = 0;
+        for (int attempt = 0; attempt < 40; attempt++) {
+            Row r(k);
+            for (size_t i = 0; i < k; i++) r[i] = (int)(rnd() % (uint32_t)levels[i]);
+            const std::vector<int> &p = *open.begin(); /* at least one new pair */
+            r[(size_t)p[0]] = p[1], r[(size_t)p[2]] = p[3];
+            size_t covered = 0;
+            for (size_t i = 0; i < k; i++)
+                for (size_t j = i + 1; j < k; j++) covered += open.count(std::vector<int>{(int)i, r[i], (int)j, r[j]});
+            if (covered > most) most = covered, best = r;
+        }
+        for (size_t i = 0; i < k; i++)
+            for (size_t j = i + 1; j < k; j++) open.erase(std::vector<int>{(int)i, best[i], (int)j, best[j]});
+        out.push_back(best);
+    }
+    return out;
+}
+
+/* ---- a plan and the memory it runs in ---- */
+
+struct Rig {
+    rf_dev *dev;
+    rf_queue *queue;
+    rf_table *table;
+    rf_prepared *prepared;
+    bool own_device;
+    std::vector<rf_op> ops;
+    std::vector<rf_plan_buffer> buffers;
+    std::vector<rf_plan_state> states;
+    std::vector<rf_plan_weight> weights;
+    std::vector<std::vector<uint8_t> > weight_bytes;
+    std::vector<rf_mem> weight_mem;
+    std::vector<float> tables;
+    std::vector<uint64_t> buffer_offset, state_offset, state_bytes;
+    std::vector<uint32_t> segment_ops;
+    rf_plan plan;
+    rf_plan_bind bind;
+    rf_error err;
+
+    explicit Rig(rf_dev *d) : dev(d), queue(NULL), table(NULL), prepared(NULL), own_device(false) {
+        memset(&plan, 0, sizeof plan);
+        memset(&bind, 0, sizeof bind);
+        memset(&err, 0, sizeof err);
+    }
+    ~Rig() { close(); }
+    Rig(const Rig &) = delete;
+    Rig &operator=(const Rig &) = delete;
+
+    uint32_t buffer(uint32_t width, uint32_t rows = RF_ROWS_TOKENS) {
+        rf_plan_buffer b = {"b", rows, width};
+        buffers.push_back(b);
+        return (uint32_t)buffers.size() - 1;
+    }
+    uint32_t weight(uint32_t type, uint32_t n_in, uint32_t n_rows, const std::vector<uint8_t> &bytes) {
+        rf_plan_weight w;
+        memset(&w, 0, sizeof w);
+        snprintf(w.name, sizeof w.name, "w%d.%s", (int)weights.size(), type_name(type));
+        w.type = type;
+        w.n_in = n_in;
+        w.n_rows = n_rows;
+        w.size_bytes = bytes.size();
+        weights.push_back(w);
+        weight_bytes.push_back(bytes);
+        return (uint32_t)weights.size() - 1;
+    }
+    uint32_t vector(const std::vector<float> &v, uint32_t type = RF_TYPE_F32) {
+        std::vector<uint8_t> bytes(v.size() * block_bytes(type));
+        for (size_t i = 0; i < v.size(); i++) {
+            if (type == RF_TYPE_F32) memcpy(&bytes[4 * i], &v[i], 4);
+            else if (type == RF_TYPE_F16) put_half(&bytes[2 * i], v[i]);
+            else memcpy(&bytes[2 * i], reinterpret_cast<const uint8_t *>(&v[i]) + 2, 2);
+        }
+        return weight(type, (uint32_t)v.size(), 1, bytes);
+    }
+    rf_op *op(uint32_t kind, uint32_t rows = RF_ROWS_TOKENS) {
+        rf_op o;
+        memset(&o, 0, sizeof o);
+        o.kind = kind;
+        o.rows = rows;
+        o.in = o.in2 = o.out = o.state = o.weight = o.extra = o.table = RF_NONE;
+        ops.push_back(o);
+        return &ops.back();
+    }
+    uint32_t state(uint32_t n_kv_heads, uint32_t dk, uint32_t dv) {
+        rf_plan_state s = {0, n_kv_heads, dk, dv};
+        states.push_back(s);
+        return (uint32_t)states.size() - 1;
+    }
+
+    /* Memory with gaps between the buffers that nothing may touch. */
+    void guard(bool on) {
+#if defined(ASAN) && defined(RF_TEST_EMU)
+        for (size_t i = 0; i < buffers.size(); i++) {
+            uint64_t end = buffer_offset[i] + size_of(i), next = i + 1 < buffers.size() ? buffer_offset[i + 1] : bind.scratch.size_bytes;
+            hip_emu_guard((char *)bind.scratch.base + end, next - end, on);
+        }
+#else
+        (void)on;
+#endif
+    }
+    uint64_t size_of(size_t i) const {
+        return (uint64_t)(buffers[i].rows == RF_ROWS_LOGITS ? bind.n_logits : bind.n_batch) * buffers[i].width * 4;
+    }
+    rf_result write_weight(uint32_t slot) {
+        const rf_plan_weight &w = weights[slot];
+        rf_weight_layout layout = api->weight_layout(dev, &w);
+        rf_mem scratch = {NULL, 0};
+        rf_ticket ticket = {NULL, 0};
+        rf_result r = api->mem_create(dev, layout.size_bytes, &weight_mem[slot], &err);
+        if (r == RF_OK && layout.scratch_bytes) r = api->mem_create(dev, layout.scratch_bytes, &scratch, &err);
+        /* two writes, so that row ranges are tested everywhere */
+        uint32_t half = w.n_rows / 2;
+        uint64_t row_bytes = weight_bytes[slot].size() / w.n_rows;
+        if (r == RF_OK && half) r = api->weight_write(table, queue, slot, &weight_mem[slot], 0, &scratch, 0, half, weight_bytes[slot].data(), &ticket, &err);
+        if (r == RF_OK)
+            r = api->weight_write(table, queue, slot, &weight_mem[slot], 0, &scratch, half, w.n_rows - half, weight_bytes[slot].data() + half * row_bytes, &ticket, &err);
+        if (r == RF_OK) r = api->ticket_wait(&ticket, 60000, &err);
+        if (scratch.base) api->mem_release(dev, &scratch);
+        return r;
+    }
+    rf_result open(uint32_t n_batch, uint32_t n_logits = 1, uint32_t n_ctx = 16, uint32_t n_seq = 1, uint32_t cache = RF_CACHE_F16) {
+        plan.ops = ops.data(), plan.n_ops = (uint32_t)ops.size();
+        plan.buffers = buffers.data(), plan.n_buffers = (uint32_t)buffers.size();
+        plan.states = states.data(), plan.n_states = (uint32_t)states.size();
+        plan.weights = weights.data(), plan.n_weights = (uint32_t)weights.size();
+        plan.tables = tables.data(), plan.n_tables = (uint32_t)tables.size();
+        plan.n_layers = 1;
+        bind.plan = &plan;
+        bind.n_ctx = n_ctx, bind.n_seq = n_seq, bind.n_batch = n_batch, bind.n_logits = n_logits, bind.cache_type = cache;
+        uint64_t at = 0;
+        for (size_t i = 0; i < buffers.size(); i++) {
+            buffer_offset.push_back(at);
+            at = ((at + size_of(i) + 255) & ~(uint64_t)255) + 256;
+        }
+        uint64_t n_state = 0;
+        for (size_t i = 0; i < states.size(); i++) {
+            uint64_t cells = (uint64_t)n_seq * states[i].n_kv_heads * n_ctx, e = cache == RF_CACHE_F32 ? 4 : 2;
+            state_offset.push_back(n_state);
+            state_bytes.push_back(((cells * states[i].head_dim * e + 255) & ~(uint64_t)255) + cells * states[i].head_dim_v * e);
+            n_state += state_bytes.back(); /* one state: it ends where the allocation ends */
+        }
+        bind.buffer_offset = buffer_offset.data(), bind.state_offset = state_offset.data();
+        weight_mem.assign(weights.size(), rf_mem());
+        segment_ops.resize(ops.size() + 1);
+        rf_result r = api->queue_create(dev, &queue, &err);
+        if (r == RF_OK) r = api->mem_create(dev, at, &bind.scratch, &err);
+        if (r == RF_OK && n_state) r = api->mem_create(dev, n_state, &bind.state, &err);
+        if (r == RF_OK) r = api->table_create(dev, &plan, &table, &err);
+        bind.table = table;
+        for (uint32_t i = 0; r == RF_OK && i < weights.size(); i++) r = write_weight(i);
+        uint32_t n_segments = 0;
+        if (r == RF_OK) r = api->plan_prepare(dev, &bind, segment_ops.data(), &n_segments, &prepared, &err);
+        segment_ops.resize(n_segments);
+        if (r == RF_OK) guard(true);
+        return r;
+    }
+    void close() {
+        if (prepared) guard(false), api->plan_release(prepared);
+        if (queue) api->queue_release(queue);
+        for (size_t i = 0; i < weight_mem.size(); i++)
+            if (weight_mem[i].base) api->weight_clear(table, (uint32_t)i), api->mem_release(dev, &weight_mem[i]);
+        if (table) api->table_release(table);
+        if (bind.scratch.base) api->mem_release(dev, &bind.scratch);
+        if (bind.state.base) api->mem_release(dev, &bind.state);
+        prepared = NULL, queue = NULL, table = NULL;
+        weight_mem.clear();
+    }
+
+    rf_result set(uint32_t b, const std::vector<float> &v, uint64_t row = 0) {
+        rf_ticket t;
+        return v.empty() ? RF_OK : api->mem_write(queue, &bind.scratch, buffer_offset[b] + row * buffers[b].width * 4, v.data(), v.size() * 4, &t, &err);
+    }
+    std::vector<float> get(uint32_t b) {
+        rf_ticket t;
+        std::vector<float> v(size_of(b) / 4, NAN);
+        if (v.empty()) return v;
+        rf_result r = api->mem_read(queue, &bind.scratch, buffer_offset[b], v.data(), v.size() * 4, &t, &err);
+        if (r == RF_OK) r = api->ticket_wait(&t, 60000, &err);
+        CHECK(r == RF_OK, "%s", err.text);
+        return v;
+    }
+    rf_result run(const std::vector<rf_step_row> &rows, const std::vector<uint32_t> &logit_rows = std::vector<uint32_t>(), uint32_t first_logits = 0,
+                  const float *embeddings = NULL) {
+        rf_step step = {rows.data(), embeddings, logit_rows.data(), (uint32_t)rows.size(), (uint32_t)logit_rows.size(), first_logits};
+        rf_ticket t;
+        rf_result r = RF_OK;
+        for (uint32_t s = 0; r == RF_OK && s < segment_ops.size(); s++) r = api->plan_run(prepared, queue, s, s + 1, &step, &t, &err);
+        return r == RF_OK ? api->ticket_wait(&t, 60000, &err) : r;
+    }
+};
+
+static std::vector<rf_dev *> devices;
+
+static std::vector<rf_step_row> rows_of(uint32_t n, int32_t first_pos = 0) {
+    std::vector<rf_step_row> rows;
+    for (uint32_t i = 0; i < n; i++) {
+        rf_step_row r = {0, 0, first_pos + (int32_t)i, -1};
+        rows.push_back(r);
+    }
+    return rows;
+}
+
+/* max |d| / max |reference|, and the normalised mean square; NaN fails. `skip`: floats between rows' ends. */
+static void compare(const std::vector<float> &found, const std::vector<double> &want, double max_relative, double nmse, const char *what) {
+    double worst = 0, largest = 0, square = 0, total = 0;
+    size_t at = 0;
+    REQUIRE(found.size() >= want.size(), "%s: %zu values, want %zu", what, found.size(), want.size());
+    for (size_t i = 0; i < want.size(); i++) {
+        double d = fabs((double)found[i] - want[i]);
+        if (!(d <= worst)) worst = d, at = i; /* also if d is NaN */
+        largest = fmax(largest, fabs(want[i]));
+        square += d * d;
+        total += want[i] * want[i];
+    }
+    if (largest == 0) largest = total = 1;
+    CHECK(worst / largest <= max_relative && square / total <= nmse, "%s: value %zu is %g, want %g; relative %g, NMSE %g", what, at, (double)found[at], want[at],
+          worst / largest, square / total);
+}
+static bool same_bits(const std::vector<float> &a, const std::vector<float> &b) { return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * 4) == 0; }
+
+/* float32 sums of up to some thousand values of one sign pattern: 1e-5 of the largest result is far above their rounding
+ * and far below any mistake in a weight, a scale or an index */
+#define FLOAT_TOLERANCE 1e-5
+#define NMSE_TOLERANCE 1e-10
+
+/* ---- ops ---- */
+
+struct MatmulCase {
+    uint32_t type, n_in, n_out, n_rows, variant, device;
+};
+
+static void matmul_case(const MatmulCase &c) {
+    char what[160];
+    bool bias = c.variant == 1 || c.variant == 3, accumulate = c.variant == 2 || c.variant == 3, range = c.variant == 3, logits = c.variant == 4;
+    snprintf(what, sizeof what, "matmul %s n_in %u n_out %u rows %u variant %u device %u", type_name(c.type), c.n_in, c.n_out, c.n_rows, c.variant, c.device);
+    uint32_t row0 = range ? 3 : 0, pad_in = c.variant == 2 ? 5 : 0, pad_out = c.variant == 2 ? 3 : 0, first = logits ? 2 : 0;
+    Rig g(devices[c.device]);
+    uint32_t rows = logits ? (uint32_t)RF_ROWS_LOGITS : (uint32_t)RF_ROWS_TOKENS;
+    uint32_t in = g.buffer(c.n_in + pad_in, rows), out = g.buffer(c.n_out + pad_out, rows);
+    std::vector<uint8_t> w = random_rows(c.type, c.n_in, c.n_out + row0 + range);
+    rf_op *o = g.op(RF_OP_MATMUL, rows);
+    o->in = in, o->out = out, o->n_in = c.n_in, o->n_out = c.n_out, o->weight_row = row0;
+    o->flags = accumulate ? RF_OP_ACCUMULATE : 0;
+    o->weight = g.weight(c.type, c.n_in, c.n_out + row0 + range, w);
+    std::vector<float> b = values(c.n_out + row0);
+    if (bias) o->extra = g.vector(b, RF_TYPE_F32), o->extra_at = row0;
+    rf_result r = g.open(logits ? 1 : c.n_rows, logits ? c.n_rows + first : 1, 128);
+    REQUIRE(r == RF_OK, "%s: %s", what, g.err.text);
+    std::vector<float> x = values((size_t)c.n_rows * (c.n_in + pad_in)), before = values((size_t)c.n_rows * (c.n_out + pad_out));
+    if (c.n_rows > 2) for (uint32_t k = 0; k < 32 && k < c.n_in; k++) x[c.n_in + pad_in + k] = 0; /* a group of zeros */
+    g.set(in, x, first);
+    g.set(out, before, first);
+    if (logits) r = g.run(rows_of(1), std::vector<uint32_t>(c.n_rows, 0), first);
+    else r = g.run(rows_of(c.n_rows));
+    REQUIRE(r == RF_OK, "%s: %s", what, g.err.text);
+    std::vector<float> y = g.get(out);
+    y.erase(y.begin(), y.begin() + (ptrdiff_t)(first * (c.n_out + pad_out)));
+    std::vector<double> wd = decode(c.type, w), want;
+    for (uint32_t t = 0; t < c.n_rows; t++) {
+        const float *xt = &x[(size_t)t * (c.n_in + pad_in)];
+        std::vector<double> xd = is_float(c.type) ? std::vector<double>(xt, xt + c.n_in) : quantized(xt, c.n_in);
+        for (uint32_t i = 0; i < c.n_out + pad_out; i++) {
+            double sum = 0, old = before[(size_t)t * (c.n_out + pad_out) + i];
+            for (uint32_t k = 0; i < c.n_out && k < c.n_in; k++) sum += wd[(size_t)(row0 + i) * c.n_in + k] * xd[k];
+            if (bias && i < c.n_out) sum += b[row0 + i];
+            want.push_back(i < c.n_out ? sum + (accumulate ? old : 0) : old);
+        }
+    }
+    compare(y, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    if (accumulate) return;
+    r = logits ? g.run(rows_of(1), std::vector<uint32_t>(c.n_rows, 0), first) : g.run(rows_of(c.n_rows));
+    std::vector<float> again = g.get(out);
+    again.erase(again.begin(), again.begin() + (ptrdiff_t)(first * (c.n_out + pad_out)));
+    CHECK(r == RF_OK && same_bits(y, again), "%s: a repeated run gives other bits", what);
+}
+
+static void test_matmul() {
+    static const uint32_t blocks[] = {1, 2, 3, 5, 9}, odd[] = {1, 33, 40, 64, 264}, outs[] = {1, 3, 64, 65, 130}, rows[] = {1, 2, 7, 8, 9, 33, 66};
+    std::vector<Row> list = combinations(std::vector<int>{N_TYPES, 5, 5, 7, 5, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        uint32_t type = types[r[0]];
+        MatmulCase c = {type, is_float(type) ? odd[r[1]] : blocks[r[1]] * block_elements(type), outs[r[2]], rows[r[3]], (uint32_t)r[4], (uint32_t)r[5]};
+        matmul_case(c);
+    }
+}
+
+/* One weight of 1 in every row picks one activation: its quantized value must be that of the rule, bit for bit. */
+static void test_quantize_bits() {
+    for (int d = 0; d < n_devices; d++) {
+        const uint32_t n = 128;
+        std::vector<uint8_t> w(n * (n / 32) * 34, 0);
+        for (uint32_t i = 0; i < n; i++) {
+            uint8_t *b = &w[(i * (n / 32) + i / 32) * 34];
+            put_half(b, 1);
+            b[2 + i % 32] = 1;
+        }
+        Rig g(devices[(size_t)d]);
+        uint32_t in = g.buffer(n), out = g.buffer(n);
+        rf_op *o = g.op(RF_OP_MATMUL);
+        o->in = in, o->out = out, o->n_in = n, o->n_out = n;
+        o->weight = g.weight(RF_TYPE_Q8_0, n, n, w);
+        REQUIRE(g.open(8) == RF_OK, "%s", g.err.text);
+        for (int round = 0; round < 20; round++) {
+            std::vector<float> x = values(8 * n);
+            for (size_t i = 0; i < x.size(); i++) {
+                if (i % 32 == 0) x[i] = 12.7f * (float)(1 + i % 5); /* halves and near-halves: d is about 0.1 */
+                else if (rnd() % 2) x[i] = 0.05f * (float)((int)(rnd() % 40) - 20);
+                if (round == 3) x[i] *= 1e-38f; /* some d below, some above 2^-126 */
+                if (round == 5) x[i] *= 2e-37f;
+                if (round == 4) x[i] *= 1e30f;
+            }
+            g.set(in, x);
+            REQUIRE(g.run(rows_of(8)) == RF_OK, "%s", g.err.text);
+            std::vector<float> y = g.get(out);
+            int bad = 0;
+            for (size_t t = 0; t < 8; t++) {
+                std::vector<double> q = quantized(&x[t * n], n);
+                for (size_t i = 0; i < n; i++) bad += y[t * n + i] != (float)q[i];
+            }
+            CHECK(bad == 0, "device %d round %d: %d values differ", d, round, bad);
+        }
+    }
+}
+
+static void test_embed() {
+    static const uint32_t ns[] = {1, 3, 9}, odd[] = {1, 40, 300};
+    std::vector<Row> list = combinations(std::vector<int>{N_TYPES, 3, 3, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        static const uint32_t counts[] = {1, 7, 33};
+        const Row &r = list[i];
+        uint32_t type = types[r[0]], n = is_float(type) ? odd[r[1]] : ns[r[1]] * block_elements(type), T = counts[r[2]], vocab = 11;
+        Rig g(devices[(size_t)r[3]]);
+        std::vector<uint8_t> w = random_rows(type, n, vocab);
+        std::vector<float> own = values((size_t)T * n);
+        uint32_t out = g.buffer(n);
+        rf_op *o = g.op(RF_OP_EMBED);
+        o->out = out, o->n_out = n;
+        o->weight = g.weight(type, n, vocab, w);
+        REQUIRE(g.open(T, 1, 64) == RF_OK, "%s", g.err.text);
+        std::vector<rf_step_row> rows = rows_of(T);
+        for (uint32_t t = 0; t < T; t++) rows[t].token = t % 5 == 4 ? -1 : (int32_t)(rnd() % vocab);
+        REQUIRE(g.run(rows, std::vector<uint32_t>(), 0, own.data()) == RF_OK, "%s", g.err.text);
+        std::vector<double> wd = decode(type, w), want;
+        for (uint32_t t = 0; t < T; t++)
+            for (uint32_t k = 0; k < n; k++) want.push_back(rows[t].token < 0 ? own[t * n + k] : wd[(size_t)rows[t].token * n + k]);
+        compare(g.get(out), want, 2e-7, 1e-13, type_name(type)); /* one rounding or two */
+        rows[0].token = (int32_t)vocab;
+        CHECK(g.run(rows, std::vector<uint32_t>(), 0, own.data()) == RF_ERR_ARGUMENT, "a token past the vocabulary was taken");
+    }
+}
+
+/* The stored blocks of every type and their values, by the reference implementation of the formats. */
+static int have_goldens() {
+    FILE *f = fopen("../shared/zoo/golden/dequant/q4_K.raw", "rb");
+    if (f) fclose(f);
+    return f != NULL;
+}
+static std::vector<uint8_t> read_file(const std::string &path) {
+    std::vector<uint8_t> out;
+    FILE *f = fopen(path.c_str(), "rb");
+    if (!f) return out;
+    int c;
+    while ((c = getc(f)) != EOF) out.push_back((uint8_t)c);
+    fclose(f);
+    return out;
+}
+static void test_goldens() {
+    for (int k = 0; k < N_TYPES; k++) {
+        uint32_t type = types[k];
+        std::string base = std::string("../shared/zoo/golden/dequant/") + type_name(type);
+        std::vector<uint8_t> raw = read_file(base + ".raw"), expected = read_file(base + ".f32");
+        if (type == RF_TYPE_F32) continue;
+        REQUIRE(!raw.empty() && expected.size() % 4 == 0, "%s is missing", base.c_str());
+        std::vector<double> mine = decode(type, raw);
+        REQUIRE(mine.size() == expected.size() / 4, "%s", base.c_str());
+        std::vector<float> golden(mine.size());
+        memcpy(golden.data(), expected.data(), expected.size());
+        double worst = 0;
+        for (size_t i = 0; i < mine.size(); i++)
+            if (!(isnan(mine[i]) && isnan(golden[i])) && mine[i] != golden[i]) worst = fmax(worst, fabs(mine[i] - golden[i]) / fmax(fabs(mine[i]), 1e-30));
+        CHECK(worst < 5e-7 || !isfinite(worst), "%s: this test's decoder is off by %g", type_name(type), worst);
+        for (int d = 0; d < n_devices; d++) {
+            uint32_t n = block_elements(type) == 1 ? 16 : block_elements(type), vocab = (uint32_t)(mine.size() / n);
+            Rig g(devices[(size_t)d]);
+            uint32_t out = g.buffer(n);
+            rf_op *o = g.op(RF_OP_EMBED);
+            o->out = out, o->n_out = n;
+            o->weight = g.weight(type, n, vocab, std::vector<uint8_t>(raw.begin(), raw.begin() + (ptrdiff_t)((size_t)vocab * n / block_elements(type) * block_bytes(type))));
+            REQUIRE(g.open(vocab, 1, vocab) == RF_OK, "%s", g.err.text);
+            std::vector<rf_step_row> rows = rows_of(vocab);
+            for (uint32_t t = 0; t < vocab; t++) rows[t].token = (int32_t)t;
+            REQUIRE(g.run(rows) == RF_OK, "%s", g.err.text);
+            std::vector<float> y = g.get(out);
+            int bad = 0;
+            for (size_t i = 0; i < y.size(); i++)
+                bad += !(y[i] == golden[i] || (isnan(y[i]) && isnan(golden[i])) || fabs(y[i] - golden[i]) <= 4e-7 * (fabs((double)golden[i]) + fabs((double)golden[i / n * n])) ||
+                         fabs(y[i] - golden[i]) <= 1e-6 * 64);
+            CHECK(bad == 0, "%s device %d: %d values differ from the stored ones", type_name(type), d, bad);
+        }
+    }
+}
+
+static void test_rms_norm() {
+    static const uint32_t ns[] = {1, 7, 64, 100, 256, 1000}, heads[] = {1, 3}, counts[] = {1, 7, 33};
+    static const uint32_t w_types[] = {RF_TYPE_F32, RF_TYPE_F16, RF_TYPE_BF16};
+    std::vector<Row> list = combinations(std::vector<int>{6, 2, 3, 3, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        uint32_t n = ns[r[0]], h = heads[r[1]], T = counts[r[2]];
+        bool in_place = r[4] == 1;
+        Rig g(devices[(size_t)r[5]]);
+        uint32_t in = g.buffer(n * h + 1), out = in_place ? in : g.buffer(n * h);
+        std::vector<float> w = values(n), x = values((size_t)T * (n * h + 1));
+        rf_op *o = g.op(RF_OP_RMS_NORM);
+        o->in = in, o->out = out, o->n_in = n, o->n_heads = h, o->eps = 1e-5f;
+        o->weight = g.vector(w, w_types[r[3]]);
+        std::vector<double> wd = decode(w_types[r[3]], g.weight_bytes[0]);
+        REQUIRE(g.open(T, 1, 64) == RF_OK, "%s", g.err.text);
+        g.set(in, x);
+        REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
+        std::vector<double> want;
+        for (uint32_t t = 0; t < T; t++) {
+            for (uint32_t k = 0; k < h; k++) {
+                const float *p = &x[(size_t)t * (n * h + 1) + (size_t)k * n];
+                double sum = 0;
+                for (uint32_t j = 0; j < n; j++) sum += (double)p[j] * p[j];
+                for (uint32_t j = 0; j < n; j++) want.push_back(p[j] / sqrt(sum / n + (double)1e-5f) * wd[j]);
+            }
+            if (in_place) want.push_back(x[(size_t)t * (n * h + 1) + n * h]);
+        }
+        compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, "rms_norm");
+    }
+}
+
+static void test_rope() {
+    static const uint32_t dims[] = {32, 40, 64, 80, 96, 128, 256}, heads[] = {1, 3, 8};
+    static const int32_t firsts[] = {0, 5, 1000, 131000};
+    std::vector<Row> list = combinations(std::vector<int>{7, 3, 4, 2, 2, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        uint32_t dim = dims[r[0]], h = heads[r[1]], n_rot = r[4] ? dim / 2 / 2 * 2 : dim, T = 5;
+        bool neox = r[3], freqs = r[5];
+        Rig g(devices[(size_t)r[6]]);
+        uint32_t x = g.buffer(dim * h + 2);
+        for (uint32_t k = 0; k < 3 + n_rot / 2; k++) g.tables.push_back((float)pow(10000.0, k < 3 ? 0 : -2.0 * (k - 3) / n_rot));
+        std::vector<float> f(n_rot / 2), v = values((size_t)T * (dim * h + 2));
+        for (size_t k = 0; k < f.size(); k++) f[k] = uniform(1, 8);
+        rf_op *o = g.op(RF_OP_ROPE);
+        o->in = o->out = x, o->n_heads = h, o->head_dim = dim, o->n_rot = n_rot, o->scale = 1.25f, o->table = 3;
+        o->flags = neox ? RF_OP_NEOX : 0;
+        if (freqs) o->extra = g.vector(f);
+        REQUIRE(g.open(T, 1, 140000) == RF_OK, "%s", g.err.text);
+        g.set(x, v);
+        REQUIRE(g.run(rows_of(T, firsts[r[2]])) == RF_OK, "%s", g.err.text);
+        std::vector<double> want(v.begin(), v.end());
+        for (uint32_t t = 0; t < T; t++)
+            for (uint32_t k = 0; k < h; k++)
+                for (uint32_t j = 0; j < n_rot / 2; j++) {
+                    double angle = (double)(firsts[r[2]] + (int32_t)t) * g.tables[3 + j] / (freqs ? f[j] : 1.0f), c = cos(angle) * 1.25, s = sin(angle) * 1.25;
+                    size_t at = (size_t)t * (dim * h + 2) + (size_t)k * dim, a = at + (neox ? j : 2 * j), b = at + (neox ? j + n_rot / 2 : 2 * j + 1);
+                    want[a] = v[a] * c - v[b] * s;
+                    want[b] = v[a] * s + v[b] * c;
+                }
+        compare(g.get(x), want, 1e-6, 1e-12, "rope");
+    }
+}
+
+static void test_glu_gather() {
+    static const uint32_t ns[] = {1, 33, 256, 700}, counts[] = {1, 7, 33};
+    std::vector<Row> list = combinations(std::vector<int>{4, 3, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        uint32_t n = ns[r[0]], T = counts[r[1]], L = T < 3 ? 1 : 3, first = 2;
+        Rig g(devices[(size_t)r[3]]);
+        uint32_t a = g.buffer(n + 3), b = g.buffer(n), out = r[2] ? a : g.buffer(n + 3), l = g.buffer(n + 1, RF_ROWS_LOGITS);
+        rf_op *o = g.op(RF_OP_GLU);
+        o->in = a, o->in2 = b, o->out = out, o->n_out = n;
+        o = g.op(RF_OP_GATHER, RF_ROWS_LOGITS);
+        o->in = out, o->out = l, o->n_out = n;
+        o->layer = 1; /* another segment */
+        REQUIRE(g.open(T, L + first, 64) == RF_OK && g.segment_ops.size() == 2, "%s", g.err.text);
+        std::vector<float> x = values((size_t)T * (n + 3)), y = values((size_t)T * n), nothing((size_t)(L + first) * (n + 1), -5);
+        x[0] = -200, y[0] = 3; /* exp overflows there */
+        g.set(a, x), g.set(b, y), g.set(l, nothing);
+        if (!r[2]) g.set(out, x);
+        std::vector<uint32_t> pick;
+        for (uint32_t k = 0; k < L; k++) pick.push_back(T - 1 - k * (T / 3));
+        REQUIRE(g.run(rows_of(T), pick, first) == RF_OK, "%s", g.err.text);
+        std::vector<double> want(x.begin(), x.end()), rows((size_t)(L + first) * (n + 1), -5);
+        for (uint32_t t = 0; t < T; t++)
+            for (uint32_t k = 0; k < n; k++) want[t * (n + 3) + k] = x[t * (n + 3) + k] / (1 + exp(-(double)x[t * (n + 3) + k])) * y[t * n + k];
+        std::vector<float> product = g.get(out);
+        compare(product, want, 1e-6, 1e-12, "glu");
+        for (uint32_t k = 0; k < L; k++)
+            for (uint32_t j = 0; j < n; j++) rows[(first + k) * (n + 1) + j] = product[pick[k] * (n + 3) + j];
+        compare(g.get(l), rows, 0, 0, "gather");
+    }
+}
+
+/* State contents as float64, from its bytes. */
+static double state_value(const std::vector<uint8_t> &s, uint64_t base, uint64_t i, uint32_t cache) {
+    if (cache == RF_CACHE_F16) return half_value(rd16(&s[base + 2 * i]));
+    float f;
+    memcpy(&f, &s[base + 4 * i], 4);
+    return f;
+}
+
+static void test_kv_store() {
+    static const uint32_t dims[] = {32, 40, 80, 128, 256}, heads[] = {1, 2, 5};
+    std::vector<Row> list = combinations(std::vector<int>{5, 5, 3, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        uint32_t dk = dims[r[0]], dv = dims[r[1]], h = heads[r[2]], cache = (uint32_t)r[3], n_ctx = 9, n_seq = 3, e = cache == RF_CACHE_F16 ? 2 : 4;
+        Rig g(devices[(size_t)r[4]]);
+        uint32_t k = g.buffer(h * dk + 1), v = g.buffer(h * dv);
+        rf_op *o = g.op(RF_OP_KV_STORE);
+        o->in = k, o->in2 = v, o->n_kv_heads = h, o->head_dim = dk, o->head_dim_v = dv, o->state = g.state(h, dk, dv);
+        std::vector<rf_step_row> rows;
+        static const int32_t places[][2] = {{0, 0}, {2, 7}, {2, 8}, {1, 3}, {0, 8}};
+        for (size_t t = 0; t < 5; t++) {
+            rf_step_row row = {0, places[t][0], places[t][1], -1};
+            rows.push_back(row);
+        }
+        REQUIRE(g.open(5, 1, n_ctx, n_seq, cache) == RF_OK, "%s", g.err.text);
+        std::vector<float> x = values(5 * (h * dk + 1)), y = values(5 * h * dv);
+        for (size_t j = 0; j < y.size(); j++) y[j] = ldexpf(y[j], -(int)(rnd() % 30)) * (j % 11 == 0 ? 65520.0f : 1.0f); /* subnormal halves, infinity */
+        y[0] = 65519.0f, y[1] = ldexpf(1, -25), y[2] = ldexpf(3, -25), y[3] = 1.00048828125f, y[4] = 1.00146484375f; /* ties and the largest half */
+        g.set(k, x), g.set(v, y);
+        rf_ticket ticket;
+        REQUIRE(api->mem_fill(g.queue, &g.bind.state, 0, 0xab, g.bind.state.size_bytes, &ticket, &g.err) == RF_OK && g.run(rows) == RF_OK, "%s", g.err.text);
+        std::vector<uint8_t> found(g.bind.state.size_bytes), want(g.bind.state.size_bytes, 0xab);
+        REQUIRE(api->mem_read(g.queue, &g.bind.state, 0, found.data(), found.size(), &ticket, &g.err) == RF_OK, "%s", g.err.text);
+        uint64_t v_base = ((uint64_t)n_seq * h * n_ctx * dk * e + 255) / 256 * 256;
+        for (size_t t = 0; t < 5; t++)
+            for (uint32_t head = 0; head < h; head++)
+                for (uint32_t j = 0; j < dk + dv; j++) {
+                    bool key = j < dk;
+                    float f = key ? x[t * (h * dk + 1) + head * dk + j] : y[t * h * dv + head * dv + j - dk];
+                    uint64_t cell = ((uint64_t)rows[t].seq * h + head) * n_ctx + (uint64_t)rows[t].pos;
+                    uint64_t at = key ? (cell * dk + j) * e : v_base + (cell * dv + j - dk) * e;
+                    if (cache == RF_CACHE_F16) put_half(&want[at], f);
+                    else memcpy(&want[at], &f, 4);
+                }
+        CHECK(found == want, "kv_store %u %u heads %u cache %u", dk, dv, h, cache);
+    }
+}
+
+struct AttentionCase {
+    uint32_t group, n_kv_heads, dk, dv, length, n_rows, cache, mixed, device;
+};
+
+static void attention_case(const AttentionCase &c) {
+    char what[200];
+    snprintf(what, sizeof what, "attention group %u kv heads %u dims %u %u length %u rows %u cache %u mixed %u device %u", c.group, c.n_kv_heads, c.dk, c.dv, c.length,
+             c.n_rows, c.cache, c.mixed, c.device);
+    uint32_t heads = c.group * c.n_kv_heads, n_ctx = c.length, n_seq = c.mixed ? 2 : 1, e = c.cache == RF_CACHE_F16 ? 2 : 4;
+    Rig g(devices[c.device]);
+    uint32_t q = g.buffer(heads * c.dk + 1), out = g.buffer(heads * c.dv + 2);
+    rf_op *o = g.op(RF_OP_ATTENTION);
+    o->in = q, o->out = out, o->n_heads = heads, o->n_kv_heads = c.n_kv_heads, o->head_dim = c.dk, o->head_dim_v = c.dv;
+    o->scale = 1.0f / sqrtf((float)c.dk), o->state = g.state(c.n_kv_heads, c.dk, c.dv);
+    /* rows: the last positions of sequence 0, or two sequences by turns of three rows */
+    std::vector<rf_step_row> rows;
+    uint32_t T = c.n_rows < c.length ? c.n_rows : c.length;
+    for (uint32_t t = 0; t < T; t++) {
+        rf_step_row row = {0, c.mixed ? (int32_t)(t / 3 % 2) : 0, (int32_t)(c.length - T + t), -1};
+        rows.push_back(row);
+    }
+    REQUIRE(g.open(T, 1, n_ctx, n_seq, c.cache) == RF_OK, "%s: %s", what, g.err.text);
+    std::vector<float> x = values((size_t)T * (heads * c.dk + 1)), before((size_t)T * (heads * c.dv + 2), 7);
+    g.set(q, x), g.set(out, before);
+    uint64_t cells = (uint64_t)n_seq * c.n_kv_heads * n_ctx, v_base = (cells * c.dk * e + 255) / 256 * 256;
+    std::vector<uint8_t> state(g.bind.state.size_bytes, 0);
+    for (uint64_t i = 0; i < cells * (c.dk + c.dv); i++) {
+        float f = uniform(-1.5f, 1.5f);
+        uint64_t at = i < cells * c.dk ? i * e : v_base + (i - cells * c.dk) * e;
+        if (e == 2) put_half(&state[at], f);
+        else memcpy(&state[at], &f, 4);
+    }
+    rf_ticket ticket;
+    REQUIRE(api->mem_write(g.queue, &g.bind.state, 0, state.data(), state.size(), &ticket, &g.err) == RF_OK && g.run(rows) == RF_OK, "%s: %s", what, g.err.text);
+    std::vector<double> want(before.begin(), before.end()), p;
+    for (uint32_t t = 0; t < T; t++)
+        for (uint32_t h = 0; h < heads; h++) {
+            uint64_t cell0 = ((uint64_t)rows[t].seq * c.n_kv_heads + h / c.group) * n_ctx;
+            uint32_t n = (uint32_t)rows[t].pos + 1;
+            double largest = -INFINITY, sum = 0;
+            p.assign(n, 0);
+            for (uint32_t i = 0; i < n; i++) {
+                for (uint32_t k = 0; k < c.dk; k++)
+                    p[i] += (double)x[(size_t)t * (heads * c.dk + 1) + (size_t)h * c.dk + k] * state_value(state, 0, (cell0 + i) * c.dk + k, c.cache);
+                p[i] *= o->scale;
+                largest = fmax(largest, p[i]);
+            }
+            for (uint32_t i = 0; i < n; i++) sum += p[i] = exp(p[i] - largest);
+            double *y = &want[(size_t)t * (heads * c.dv + 2) + (size_t)h * c.dv];
+            for (uint32_t k = 0; k < c.dv; k++) {
+                y[k] = 0;
+                for (uint32_t i = 0; i < n; i++) y[k] += p[i] / sum * state_value(state, v_base, (cell0 + i) * c.dv + k, c.cache);
+            }
+        }
+    std::vector<float> y = g.get(out);
+    compare(y, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    CHECK(g.run(rows) == RF_OK && same_bits(y, g.get(out)), "%s: a repeated run gives other bits", what);
+}
+
+static void test_attention() {
+    static const uint32_t groups[] = {1, 2, 4, 8, 3, 12}, kv[] = {1, 2}, dims[] = {32, 40, 64, 80, 96, 128, 256, 36, 7};
+    static const uint32_t lengths[] = {1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025}, counts[] = {1, 7, 33};
+    std::vector<Row> list = combinations(std::vector<int>{6, 2, 9, 2, 14, 3, 2, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        uint32_t dk = dims[r[2]];
+        AttentionCase c = {groups[r[0]], kv[r[1]], dk, r[3] ? dims[(r[2] + 3) % 9] : dk, lengths[r[4]], counts[r[5]], (uint32_t)r[6], (uint32_t)r[7], (uint32_t)r[8]};
+        if (c.length > 1000 && c.n_rows == 33) c.n_rows = 9, c.n_kv_heads = 1; /* past the split rows is what matters */
+        attention_case(c);
+    }
+}
+
+/* ---- a small model: two layers of everything ---- */
+
+struct Small {
+    uint32_t x, out;
+    static const uint32_t n = 64, vocab = 20;
+};
+
+static Small small_model(Rig &g, uint32_t type) {
+    Small s;
+    seed = 99;
+    uint32_t n = Small::n, x = g.buffer(n), xn = g.buffer(n), q = g.buffer(n), k = g.buffer(n / 2), v = g.buffer(n / 2), att = g.buffer(n), up = g.buffer(n);
+    uint32_t xl = g.buffer(n, RF_ROWS_LOGITS), out = g.buffer(Small::vocab, RF_ROWS_LOGITS), st = g.state(2, 16, 16);
+    for (uint32_t i = 0; i < 8; i++) g.tables.push_back(powf(100.0f, -(float)i / 8));
+    rf_op *o = g.op(RF_OP_EMBED);
+    o->out = x, o->n_out = n, o->layer = -1, o->weight = g.weight(RF_TYPE_F16, n, Small::vocab, random_rows(RF_TYPE_F16, n, Small::vocab));
+    o = g.op(RF_OP_RMS_NORM);
+    o->in = x, o->out = xn, o->n_heads = 1, o->n_in = n, o->eps = 1e-5f, o->weight = g.vector(values(n));
+    uint32_t outs[4] = {q, k, v, up}, widths[4] = {n, n / 2, n / 2, n};
+    for (int i = 0; i < 4; i++) {
+        o = g.op(RF_OP_MATMUL);
+        o->in = xn, o->out = outs[i], o->n_in = n, o->n_out = widths[i], o->weight = g.weight(type, n, widths[i], random_rows(type, n, widths[i]));
+    }
+    for (int i = 0; i < 2; i++) {
+        o = g.op(RF_OP_ROPE);
+        o->in = o->out = i ? k : q, o->n_heads = i ? 2 : 4, o->head_dim = 16, o->n_rot = 16, o->scale = 1, o->table = 0;
+    }
+    o = g.op(RF_OP_KV_STORE);
+    o->in = k, o->in2 = v, o->state = st, o->n_kv_heads = 2, o->head_dim = o->head_dim_v = 16;
+    o = g.op(RF_OP_ATTENTION);
+    o->in = q, o->out = att, o->state = st, o->n_heads = 4, o->n_kv_heads = 2, o->head_dim = o->head_dim_v = 16, o->scale = 0.25f;
+    o = g.op(RF_OP_GLU);
+    o->in = att, o->in2 = up, o->out = att, o->n_out = n;
+    o = g.op(RF_OP_MATMUL);
+    o->in = att, o->out = x, o->n_in = n, o->n_out = n, o->flags = RF_OP_ACCUMULATE, o->weight = g.weight(type, n, n, random_rows(type, n, n));
+    o->extra = g.vector(values(n));
+    o = g.op(RF_OP_GATHER, RF_ROWS_LOGITS);
+    o->in = x, o->out = xl, o->n_out = n, o->layer = 1;
+    o = g.op(RF_OP_MATMUL, RF_ROWS_LOGITS);
+    o->in = xl, o->out = out, o->n_in = n, o->n_out = Small::vocab, o->layer = 1, o->weight = g.weight(type, n, Small::vocab, random_rows(type, n, Small::vocab));
+    s.x = x, s.out = out;
+    return s;
+}
+
+static std::vector<rf_step_row> prompt(uint32_t n, int32_t pos, int32_t first_token) {
+    std::vector<rf_step_row> rows = rows_of(n, pos);
+    for (uint32_t t = 0; t < n; t++) rows[t].token = (first_token + (int32_t)t * 7) % (int32_t)Small::vocab;
+    return rows;
+}
+
+/* Several steps, each waited for: what every other way of running must equal. */
+static std::vector<float> small_steps(rf_dev *d, uint32_t type) {
+    Rig g(d);
+    Small s = small_model(g, type);
+    std::vector<float> all;
+    if (g.open(12, 1, 600) != RF_OK) {
+        CHECK(0, "%s", g.err.text);
+        return all;
+    }
+    for (int i = 0; i < 4; i++) {
+        std::vector<rf_step_row> rows = i == 0 ? prompt(12, 0, 3) : prompt(1, 11 + i, 5 * i);
+        CHECK(g.run(rows, std::vector<uint32_t>(1, (uint32_t)rows.size() - 1)) == RF_OK, "%s", g.err.text);
+        std::vector<float> y = g.get(s.out);
+        all.insert(all.end(), y.begin(), y.end());
+    }
+    return all;
+}
+
+/* The same steps queued one behind the other without a wait: values of a step must not be overwritten in flight, and
+ * results are copied away on the device and read at the end. */
+static void test_queued_steps() {
+    for (size_t d = 0; d < devices.size(); d++) {
+        std::vector<float> want = small_steps(devices[d], RF_TYPE_Q8_0);
+        Rig g(devices[d]);
+        Small s = small_model(g, RF_TYPE_Q8_0);
+        REQUIRE(g.open(12, 1, 600) == RF_OK, "%s", g.err.text);
+        rf_mem keep;
+        rf_ticket t;
+        void *host = NULL;
+        REQUIRE(api->mem_create(g.dev, 4 * Small::vocab * 4, &keep, &g.err) == RF_OK && api->host_create(g.dev, keep.size_bytes, &host, &g.err) == RF_OK, "%s", g.err.text);
+        for (int i = 0; i < 4; i++) {
+            std::vector<rf_step_row> rows = i == 0 ? prompt(12, 0, 3) : prompt(1, 11 + i, 5 * i);
+            std::vector<uint32_t> last(1, (uint32_t)rows.size() - 1);
+            rf_step step = {rows.data(), NULL, last.data(), (uint32_t)rows.size(), 1, 0};
+            for (uint32_t k = 0; k < g.segment_ops.size(); k++) CHECK(api->plan_run(g.prepared, g.queue, k, k + 1, &step, &t, &g.err) == RF_OK, "%s", g.err.text);
+            CHECK(api->mem_copy(g.queue, &keep, (uint64_t)i * Small::vocab * 4, &g.bind.scratch, g.buffer_offset[s.out], Small::vocab * 4, &t, &g.err) == RF_OK, "%s", g.err.text);
+            memset(rows.data(), 0x7f, rows.size() * sizeof rows[0]); /* rf_step is read during the call only */
+            last[0] = 77;
+        }
+        CHECK(api->mem_read(g.queue, &keep, 0, host, keep.size_bytes, &t, &g.err) == RF_OK && api->ticket_wait(&t, 60000, &g.err) == RF_OK, "%s", g.err.text);
+        CHECK(api->ticket_done(&t), "a ticket that was waited for is not done");
+        CHECK(want.size() == 4 * Small::vocab && memcmp(host, want.data(), keep.size_bytes) == 0, "queued steps give other values");
+        api->host_release(g.dev, host);
+        api->mem_release(g.dev, &keep);
+    }
+}
+
+static void test_times() {
+    Rig g(devices[0]);
+    Small s = small_model(g, RF_TYPE_Q8_0);
+    REQUIRE(g.open(12, 1, 600) == RF_OK, "%s", g.err.text);
+    (void)s;
+    std::vector<float> us(g.ops.size(), -1);
+    REQUIRE(api->times(g.prepared, NULL, 1, &g.err) == RF_OK, "%s", g.err.text);
+    REQUIRE(g.run(prompt(12, 0, 3), std::vector<uint32_t>(1, 11)) == RF_OK, "%s", g.err.text);
+    REQUIRE(api->times(g.prepared, us.data(), (uint32_t)us.size(), &g.err) == RF_OK, "%s", g.err.text);
+    float total = 0;
+    for (size_t i = 0; i < us.size(); i++) {
+        CHECK(us[i] >= 0 && us[i] < 1e7f, "op %zu took %g us", i, (double)us[i]);
+        total += us[i];
+    }
+    CHECK(total > 0, "no op took any time");
+    CHECK(api->times(g.prepared, NULL, 0, &g.err) == RF_OK, "%s", g.err.text);
+}
+
+/* More tickets than a queue keeps events for; all of them stay valid. */
+static void test_many_tickets() {
+    Rig g(devices[0]);
+    small_model(g, RF_TYPE_F16);
+    REQUIRE(g.open(12, 1, 600) == RF_OK, "%s", g.err.text);
+    std::vector<rf_ticket> tickets(300);
+    for (size_t i = 0; i < tickets.size(); i++)
+        REQUIRE(api->mem_fill(g.queue, &g.bind.scratch, g.buffer_offset[0], (uint8_t)i, 64, &tickets[i], &g.err) == RF_OK, "%s", g.err.text);
+    for (size_t i = tickets.size(); i-- > 0;) CHECK(api->ticket_wait(&tickets[i], 60000, &g.err) == RF_OK && api->ticket_done(&tickets[i]), "%s", g.err.text);
+}
+
+static void test_refusals() {
+    rf_error err;
+    for (int kind = 0; kind < 9; kind++) {
+        Rig g(devices[0]);
+        uint32_t in = g.buffer(64), out = g.buffer(64);
+        rf_op *o = g.op(kind < 8 ? RF_OP_MATMUL : 77);
+        uint32_t type = RF_TYPE_Q4_0;
+        o->in = in, o->out = out, o->n_in = 64, o->n_out = 64;
+        if (kind == 0) o->n_out = 65;
+        if (kind == 1) o->in = 9;
+        if (kind == 2) type = RF_TYPE_Q2_K;
+        if (kind == 3) o->weight_row = 1;
+        if (kind == 4) o->weight_row = 0xffffffffu;
+        if (kind == 5) o->rows = RF_ROWS_LOGITS;
+        o->weight = g.weight(type, 64, 64, std::vector<uint8_t>(64 * 36));
+        if (kind == 6) o->weight = 5;
+        if (kind == 7) o->extra = g.vector(values(63));
+        g.plan.ops = g.ops.data(), g.plan.n_ops = 1, g.plan.buffers = g.buffers.data(), g.plan.n_buffers = 2;
+        g.plan.weights = g.weights.data(), g.plan.n_weights = (uint32_t)g.weights.size();
+        memset(&err, 0, sizeof err);
+        rf_result r = api->op_supported(g.dev, &g.plan, &g.ops[0], &err);
+        CHECK((r == RF_ERR_ARGUMENT || r == RF_ERR_UNSUPPORTED) && err.code == r && strstr(err.text, "op 0"), "kind %d: %d '%s'", kind, r, err.text);
+    }
+    Rig g(devices[0]);
+    small_model(g, RF_TYPE_Q8_0);
+    REQUIRE(g.open(4, 1, 8) == RF_OK, "%s", g.err.text);
+    static const int32_t bad[][3] = {{0, 0, 8}, {0, 1, 0}, {20, 0, 0}, {-1, 0, 0}, {0, -1, 0}, {0, 0, -1}};
+    for (size_t i = 0; i < 6; i++) {
+        std::vector<rf_step_row> rows = rows_of(1);
+        rows[0].token = bad[i][0], rows[0].seq = bad[i][1], rows[0].pos = bad[i][2];
+        g.err.code = RF_OK;
+        CHECK(g.run(rows) == RF_ERR_ARGUMENT, "row %zu was taken", i);
+    }
+    CHECK(g.run(rows_of(5)) == RF_ERR_ARGUMENT, "too many rows were taken");
+    CHECK(g.run(rows_of(2), std::vector<uint32_t>(1, 2)) == RF_ERR_ARGUMENT, "logits of a row that is not there");
+    CHECK(g.run(rows_of(2), std::vector<uint32_t>(1, 1), 1) == RF_ERR_ARGUMENT, "logits past their buffer");
+    api->weight_clear(g.table, 2);
+    g.err.code = RF_OK;
+    CHECK(g.run(rows_of(2)) == RF_ERR_ARGUMENT && strstr(g.err.text, "w2."), "an empty slot was read: %s", g.err.text);
+    rf_mem small = {g.bind.scratch.base, 16};
+    rf_ticket t;
+    float f[8] = {0};
+    CHECK(api->mem_write(g.queue, &small, 8, f, 12, &t, NULL) == RF_ERR_ARGUMENT && api->mem_read(g.queue, &small, 17, f, 1, &t, NULL) == RF_ERR_ARGUMENT, "range");
+}
+
+struct Thread {
+    rf_dev *dev;
+    std::vector<float> found;
+};
+static void *thread_main(void *arg) {
+    Thread *t = static_cast<Thread *>(arg);
+    Rig g(t->dev);
+    uint32_t in = g.buffer(64), out = g.buffer(32);
+    rf_op *o = g.op(RF_OP_MATMUL);
+    uint64_t own = 12345;
+    std::vector<uint8_t> w(32 * 2 * 34);
+    for (size_t i = 0; i < w.size(); i++) own = own * 6364136223846793005u + 1, w[i] = (uint8_t)(own >> 40);
+    for (size_t i = 0; i < w.size(); i += 34) put_half(&w[i], 0.01);
+    o->in = in, o->out = out, o->n_in = 64, o->n_out = 32, o->weight = g.weight(RF_TYPE_Q8_0, 64, 32, w);
+    if (g.open(3) != RF_OK) return NULL;
+    std::vector<float> x(3 * 64);
+    for (size_t i = 0; i < x.size(); i++) x[i] = (float)(int)(i * 37 % 101) - 50;
+    for (int round = 0; round < 20; round++) {
+        g.set(in, x);
+        if (g.run(rows_of(3)) != RF_OK) return NULL;
+        std::vector<float> y(3 * 32);
+        rf_ticket ticket;
+        if (api->mem_read(g.queue, &g.bind.scratch, g.buffer_offset[out], y.data(), y.size() * 4, &ticket, &g.err) != RF_OK) return NULL;
+        if (round == 0) t->found = y;
+        else if (!same_bits(t->found, y)) t->found.clear();
+    }
+    return NULL;
+}
+static void test_threads() {
+    Thread a[3];
+    pthread_t id[3];
+    for (size_t i = 0; i < 3; i++) a[i].dev = devices[i % devices.size()];
+    for (int i = 0; i < 3; i++) REQUIRE(pthread_create(&id[i], NULL, thread_main, &a[i]) == 0, "thread");
+    for (int i = 0; i < 3; i++) pthread_join(id[i], NULL);
+    CHECK(!a[0].found.empty() && same_bits(a[0].found, a[2].found) == (devices[0] == devices[2 % devices.size()] || same_bits(a[0].found, a[2].found)), "threads differ");
+    for (int i = 0; i < 3; i++) CHECK(a[i].found.size() == 96, "thread %d failed", i);
+}
+
+#ifdef RF_TEST_EMU
+
+/* ---- what only the emulator can show ---- */
+
+/* A consumer on another queue without queue_after reads garbage under late execution; with it the values are right. */
+static void test_missing_wait() {
+    for (int waits = 0; waits < 2; waits++) {
+        rf_queue *a = NULL, *b = NULL;
+        rf_mem m;
+        rf_error err;
+        rf_ticket t;
+        void *src = NULL, *dst = NULL;
+        memset(&err, 0, sizeof err);
+        REQUIRE(api->queue_create(devices[0], &a, &err) == RF_OK && api->queue_create(devices[0], &b, &err) == RF_OK &&
+                api->mem_create(devices[0], 64, &m, &err) == RF_OK && api->host_create(devices[0], 64, &src, &err) == RF_OK &&
+                api->host_create(devices[0], 64, &dst, &err) == RF_OK, "%s", err.text);
+        memset(src, 5, 64);
+        memset(dst, 0, 64);
+        CHECK(api->mem_write(a, &m, 0, src, 64, &t, &err) == RF_OK, "%s", err.text);
+        if (waits) CHECK(api->queue_after(b, &t, &err) == RF_OK, "%s", err.text);
+        CHECK(!api->ticket_done(&t), "a late copy is done at once");
+        CHECK(api->mem_read(b, &m, 0, dst, 64, &t, &err) == RF_OK && api->ticket_wait(&t, 60000, &err) == RF_OK, "%s", err.text);
+        CHECK((memcmp(src, dst, 64) == 0) == (waits == 1), "waits %d", waits);
+        api->queue_release(a);
+        api->queue_release(b);
+        api->mem_release(devices[0], &m);
+        api->host_release(devices[0], src);
+        api->host_release(devices[0], dst);
+    }
+}
+
+static void test_orders() {
+    for (size_t d = 0; d < devices.size(); d++) {
+        std::vector<float> want = small_steps(devices[d], RF_TYPE_Q5_0);
+        for (uint32_t i = 0; i < 5; i++) {
+            hip_emu_order(i == 0 ? HIP_EMU_EAGER : HIP_EMU_SHUFFLED, i);
+            CHECK(same_bits(want, small_steps(devices[d], RF_TYPE_Q5_0)), "order %u", i);
+        }
+        hip_emu_order(HIP_EMU_LATE, 0);
+    }
+}
+
+/* Everything once: open, load, run, read, close. The values, or nothing and *err. */
+static std::vector<float> everything(rf_error *err) {
+    std::vector<float> out;
+    rf_dev *d = NULL;
+    rf_device_info info;
+    memset(err, 0, sizeof *err);
+    if (api->device_open(1, NULL, &d, err) != RF_OK) return out;
+    if (api->device_info(d, &info, err) == RF_OK) {
+        Rig g(d);
+        Small s = small_model(g, RF_TYPE_Q8_0);
+        std::vector<float> own = values(2 * Small::n);
+        void *host = NULL;
+        rf_ticket t;
+        rf_queue *second = NULL;
+        rf_result r = g.open(12, 1, 600);
+        if (r == RF_OK) r = api->host_create(d, Small::vocab * 4, &host, &g.err);
+        if (r == RF_OK) r = api->times(g.prepared, NULL, 1, &g.err);
+        if (r == RF_OK) r = api->queue_create(d, &second, &g.err);
+        if (r == RF_OK) r = g.run(prompt(12, 0, 3), std::vector<uint32_t>(1, 11));
+        std::vector<rf_step_row> rows = prompt(2, 12, 3);
+        rows[1].token = -1;
+        if (r == RF_OK) r = g.run(rows, std::vector<uint32_t>(1, 1), 0, own.data());
+        float us[4];
+        if (r == RF_OK) r = api->times(g.prepared, us, 4, &g.err);
+        rf_step step = {rows.data(), own.data(), NULL, 2, 0, 0};
+        if (r == RF_OK) r = api->plan_run(g.prepared, g.queue, 0, 1, &step, &t, &g.err);
+        if (r == RF_OK) r = api->queue_after(second, &t, &g.err);
+        if (r == RF_OK) r = api->mem_read(second, &g.bind.scratch, g.buffer_offset[s.out], host, Small::vocab * 4, &t, &g.err);
+        if (r == RF_OK) r = api->ticket_wait(&t, 60000, &g.err);
+        if (r == RF_OK) out.assign(static_cast<float *>(host), static_cast<float *>(host) + Small::vocab);
+        if (r != RF_OK) *err = g.err;
+        if (second) api->queue_release(second);
+        if (host) api->host_release(d, host);
+    }
+    api->device_close(d);
+    return out;
+}
+
+static bool leaks(const hip_emu_counts &a, const hip_emu_counts &b) {
+    return a.allocations != b.allocations || a.host_allocations != b.host_allocations || a.streams != b.streams || a.events != b.events;
+}
+
+/* The n-th call of the runtime fails, for every n: a text that names the call, nothing lost, and all works afterwards. */
+static void test_failing_calls() {
+    rf_error err;
+    hip_emu_counts before = hip_emu_get_counts();
+    std::vector<float> want = everything(&err);
+    REQUIRE(want.size() == Small::vocab, "%s", err.text);
+    uint64_t calls = hip_emu_get_counts().calls - before.calls, failed = 0;
+    CHECK(!leaks(before, hip_emu_get_counts()), "a leak without any failure");
+    for (uint64_t n = 1; n <= calls; n += full || n < 20 ? 1 : 1 + n % 3) {
+        hip_emu_fail_call(n);
+        std::vector<float> found = everything(&err);
+        hip_emu_fail_call(0);
+        failed += found.empty();
+        if (found.empty()) CHECK(err.code == RF_ERR_DEVICE && strstr(err.text, "hip") && err.text[10], "call %d: %d '%s'", (int)n, err.code, err.text);
+        else CHECK(same_bits(found, want), "call %d failed silently and gave other values", (int)n);
+        REQUIRE(!leaks(before, hip_emu_get_counts()), "call %d: a leak (%s)", (int)n, err.text);
+        found = everything(&err);
+        REQUIRE(same_bits(found, want), "after a failure of call %d: %s", (int)n, err.text);
+    }
+    CHECK(failed > calls / 8, "only %d of %d failures were noticed", (int)failed, (int)calls);
+}
+
+/* Work that fails on the device is reported where it is waited for; the device is lost until the process is new. */
+static void test_failing_work() {
+    rf_error err;
+    hip_emu_counts before = hip_emu_get_counts();
+    std::vector<float> want = everything(&err);
+    int reported = 0;
+    for (uint64_t n = 1; n < 400; n += 7) {
+        hip_emu_fail_work(n);
+        std::vector<float> found = everything(&err);
+        hip_emu_fail_work(0);
+        hip_emu_recover();
+        reported += found.empty();
+        CHECK(found.empty() ? err.code == RF_ERR_DEVICE && err.sys == 719 : same_bits(found, want), "item %d: %d '%s'", (int)n, err.code, err.text);
+        REQUIRE(!leaks(before, hip_emu_get_counts()), "item %d: a leak (%s)", (int)n, err.text);
+    }
+    CHECK(reported > 5, "only %d failures were reported", reported);
+    CHECK(same_bits(everything(&err), want), "%s", err.text);
+    /* lost is told */
+    Rig g(devices[0]);
+    small_model(g, RF_TYPE_Q8_0);
+    REQUIRE(g.open(4) == RF_OK, "%s", g.err.text);
+    rf_device_info info;
+    hip_emu_fail_work(3);
+    CHECK(g.run(rows_of(2)) == RF_ERR_DEVICE, "a lost device ran a plan");
+    CHECK(api->device_info(devices[0], &info, &err) == RF_ERR_DEVICE && info.lost == 1, "lost %u", info.lost);
+    hip_emu_fail_work(0);
+    hip_emu_recover();
+}
+
+static void test_device_list() {
+    rf_device_info info[4];
+    rf_error err;
+    uint32_t n = 0;
+    memset(&err, 0, sizeof err);
+    CHECK(api->device_list(info, 4, &n, &err) == RF_OK && n == 2 && !strcmp(info[0].name, "hip:0") && info[0].usable && info[0].is_gpu && info[0].wave_size == 32 &&
+          !strcmp(info[0].arch, "gfx1100"), "%u %s", n, err.text);
+    CHECK(info[1].wave_size == 64 && !strcmp(info[1].arch, "gfx90a") && info[1].total_bytes > 0 && info[1].compute_units > 0, "%s", info[1].arch);
+    CHECK(api->device_list(info, 0, &n, NULL) == RF_OK && n == 2, "%u", n);
+    rf_dev *d = NULL;
+    CHECK(api->device_open(7, NULL, &d, &err) == RF_ERR_NOT_FOUND && !d, "%s", err.text);
+    hip_emu_devices(0, 100);
+    err.code = RF_OK;
+    CHECK(api->device_list(info, 4, &n, NULL) == RF_OK && n == 1 && !info[0].usable && strstr(info[0].note, "hipErrorNoDevice"), "%s", info[0].note);
+    CHECK(api->device_open(0, NULL, &d, &err) == RF_ERR_DEVICE && strstr(err.text, "hipErrorNoDevice"), "%s", err.text);
+    hip_emu_devices(2, 0);
+    hip_emu_no_kernels(1);
+    hip_emu_counts before = hip_emu_get_counts();
+    err.code = RF_OK;
+    CHECK(api->device_open(0, NULL, &d, &err) == RF_ERR_DEVICE && strstr(err.text, "--offload-arch=gfx1100") && strstr(err.text, "hip:0"), "%s", err.text);
+    CHECK(!leaks(before, hip_emu_get_counts()), "a leak");
+    hip_emu_no_kernels(0);
+}
+
+/* The host's allocator: every block comes from it and goes back; the n-th failing is an error. */
+static int host_blocks, host_fail;
+static void *host_alloc(size_t n, void *user) {
+    (void)user;
+    if (host_fail && --host_fail == 0) return NULL;
+    host_blocks++;
+    return malloc(n);
+}
+static void host_free(void *p, void *user) {
+    (void)user;
+    host_blocks--;
+    free(p);
+}
+static void test_host_memory() {
+    rf_device_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.allocator.alloc_fn = host_alloc, desc.allocator.free_fn = host_free;
+    for (int n = 1, done = 0; !done; n++) {
+        rf_error err;
+        rf_dev *d = NULL;
+        memset(&err, 0, sizeof err);
+        host_fail = n;
+        rf_result r = api->device_open(0, &desc, &d, &err);
+        if (r == RF_OK) {
+            Rig g(d);
+            small_model(g, RF_TYPE_Q8_0);
+            r = g.open(4);
+            err = g.err;
+            done = r == RF_OK && host_fail > 0;
+        }
+        CHECK(r == RF_OK || (r == RF_ERR_MEMORY && err.code == RF_ERR_MEMORY), "allocation %d: %d '%s'", n, r, err.text);
+        if (d) api->device_close(d);
+        REQUIRE(host_blocks == 0 && n < 1000, "allocation %d: %d blocks are left", n, host_blocks);
+    }
+    host_fail = 0;
+}
+#endif
+
+int main(int argc, char **argv) {
+    if (argc > 1 && !strcmp(argv[1], "--full")) full = 1, argv[1] = argv[0], argv++, argc--;
+    RFT_BEGIN(argc, argv);
+    api = rocmforge_hip_api();
+    rf_device_info info[8];
+    rf_error err;
+    uint32_t n = 0;
+    memset(&err, 0, sizeof err);
+    if (api->size_bytes != sizeof *api || api->version != RF_DEVICE_API_VERSION || api->op_bytes != sizeof(rf_op) || api->step_bytes != sizeof(rf_step)) {
+        printf("the kernels were compiled with another rocmforge.h\n");
+        return 1;
+    }
+    api->device_list(info, 8, &n, &err);
+    for (uint32_t i = 0; i < n && i < 8; i++) {
+        rf_dev *d = NULL;
+        printf("%s: %s, %s, waves of %u, %u units, %.1f GB %s\n", info[i].name, info[i].text, info[i].arch, info[i].wave_size, info[i].compute_units,
+               (double)info[i].total_bytes * 1e-9, info[i].note);
+        if (!info[i].usable) continue;
+        if (api->device_open(i, NULL, &d, &err) != RF_OK) {
+            printf("%s\n", err.text);
+            return 1;
+        }
+        devices.push_back(d);
+    }
+    n_devices = (int)devices.size();
+    if (n_devices == 0) {
+        printf("no usable device\n");
+        return 1;
+    }
+    RUN(test_matmul);
+    RUN(test_quantize_bits);
+    RUN(test_embed);
+    RUN_IF(have_goldens(), test_goldens, "no ../shared");
+    RUN(test_rms_norm);
+    RUN(test_rope);
+    RUN(test_glu_gather);
+    RUN(test_kv_store);
+    RUN(test_attention);
+    RUN(test_queued_steps);
+    RUN(test_times);
+    RUN(test_many_tickets);
+    RUN(test_refusals);
+    RUN(test_threads);
+#ifdef RF_TEST_EMU
+    RUN(test_missing_wait);
+    RUN(test_orders);
+    RUN(test_failing_calls);
+    RUN(test_failing_work);
+    RUN(test_device_list);
+    RUN(test_host_memory);
+#endif
+    for (size_t i = 0; i < devices.size(); i++) api->device_close(devices[i]);
+#ifdef RF_TEST_EMU
+    hip_emu_counts c = hip_emu_get_counts();
+    if (c.allocations || c.host_allocations || c.streams || c.events) {
+        printf("left: %u allocations, %u pinned, %u streams, %u events\n", c.allocations, c.host_allocations, c.streams, c.events);
+        return 1;
+    }
+#endif
+    RFT_END();
+}

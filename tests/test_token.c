@@ -1,0 +1,1063 @@
+/* Tokenizers: the shipped model's golden ids, small vocabularies with ids worked out by hand, words of each
+ * pre-tokenizer, the streaming decoder, malformed metadata, failing memory, a megabyte of one character; and, where
+ * ../shared/zoo lies beside the repository, llama.cpp's ids for 326 strings on its vocabularies. */
+#define ROCMFORGE_IMPLEMENTATION
+#include "../rocmforge.h"
+
+#include "make_gguf.h"
+#include "rf_test.h"
+
+#define SP MG_SPACE
+#define K "tokenizer.ggml."
+#define FFFD "\xef\xbf\xbd"
+
+/* ---- help ---- */
+
+static int64_t live_blocks, alloc_calls, alloc_fail_at;
+
+static void *count_alloc(size_t n, void *user) {
+    (void)user;
+    if (++alloc_calls == alloc_fail_at) return NULL;
+    void *p = malloc(n);
+    live_blocks += p != NULL;
+    return p;
+}
+static void count_free(void *p, void *user) {
+    (void)user;
+    live_blocks -= p != NULL;
+    free(p);
+}
+
+static void *get(size_t n) {
+    void *p = calloc(n ? n : 1, 1);
+    if (!p) abort();
+    return p;
+}
+
+typedef struct opened {
+    mg_buf file;
+    rf_gguf *g;
+    rf_tokenizer *t;
+    rf_error err;
+} opened;
+
+/* Finish the file and open its tokenizer; o->t is NULL and o->err filled if that is refused. */
+static void open_file(opened *o, mg_gguf *w, const char *pre) {
+    rf_gguf_desc desc = {.allocator = {count_alloc, count_free, NULL}};
+    memset(o, 0, sizeof *o);
+    mg_finish(w, &o->file);
+    if (rf_gguf_open_memory(o->file.data, o->file.n, &desc, &o->g, &o->err) == RF_OK)
+        rf_tokenizer_open(o->g, pre, &o->t, &o->err);
+}
+static void close_file(opened *o) {
+    rf_tokenizer_close(o->t);
+    rf_result r = rf_gguf_close(o->g, NULL);
+    CHECK(r == RF_OK, "the tokenizer still holds its file: %d", r);
+    mg_free(&o->file);
+    CHECK(live_blocks == 0, "%lld blocks leak", (long long)live_blocks);
+    live_blocks = 0;
+}
+
+/* The vocabularies of make_gguf.h: SPM, or BPE under a pre-tokenizer. */
+static void open_made(opened *o, const char *pre) {
+    mg_gguf w;
+    mg_begin(&w, 3);
+    mg_put_vocab(&w, pre != NULL, pre, 320);
+    open_file(o, &w, NULL);
+    CHECK(o->t, "%s", o->err.text);
+}
+
+/* A vocabulary written out: NULL-terminated lists; a type letter per token: n c(ontrol) u(ser) x (unknown) . (unused) */
+typedef struct small {
+    const char *model, *pre, *types;
+    const char *tokens[24], *merges[24];
+    float scores[24];
+    int bos, eos; /* 0: none */
+    const char *name;
+} small;
+
+static void open_small(opened *o, const small *s) {
+    static const char letters[] = "?nxcu.b";
+    mg_gguf w;
+    int32_t types[24];
+    size_t n = 0, n_merges = 0;
+    for (; n < 24 && s->tokens[n]; n++) types[n] = (int32_t)(strchr(letters, s->types[n]) - letters);
+    while (n_merges < 24 && s->merges[n_merges]) n_merges++;
+    mg_begin(&w, 3);
+    if (s->name) mg_kv_str(&w, "general.name", s->name);
+    mg_kv_str(&w, K "model", s->model);
+    if (s->pre) mg_kv_str(&w, K "pre", s->pre);
+    mg_kv_arr_str(&w, K "tokens", s->tokens, n);
+    mg_kv_arr_i32(&w, K "token_type", types, n);
+    if (strcmp(s->model, "llama") == 0) mg_kv_arr_f32(&w, K "scores", s->scores, n);
+    else mg_kv_arr_str(&w, K "merges", s->merges, n_merges);
+    if (s->bos) mg_kv_u32(&w, K "bos_token_id", (uint32_t)s->bos);
+    if (s->eos) mg_kv_u32(&w, K "eos_token_id", (uint32_t)s->eos);
+    open_file(o, &w, NULL);
+    CHECK(o->t, "%s", o->err.text);
+}
+
+/* ids as text, "1 2 3" */
+static void ids_text(char *out, size_t capacity, const int32_t *ids, uint32_t n) {
+    size_t at = 0;
+    out[0] = 0;
+    for (uint32_t i = 0; i < n && at + 16 < capacity; i++)
+        at += (size_t)snprintf(out + at, capacity - at, "%s%d", i ? " " : "", ids[i]);
+}
+
+static void expect_n(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags, const char *want, int line) {
+    int32_t ids[256] = {0};
+    uint32_t n = 0;
+    rf_error err;
+    char got[4096];
+    rf_result r = t ? rf_tokenize(t, text, n_bytes, flags, ids, 256, &n, &err) : RF_ERR_ARGUMENT;
+    ids_text(got, sizeof got, ids, r == RF_OK ? n : 0);
+    CHECK(r == RF_OK && strcmp(got, want) == 0, "line %d: \"%s\": want %s, got %s (%d)", line, text, want, got, r);
+}
+#define EXPECT(o, text, flags, want) expect_n((o).t, text, strlen(text), flags, want, __LINE__)
+
+/* Text of ids, token by token; the caller frees. */
+static char *detok(const rf_tokenizer *t, const int32_t *ids, uint32_t n, uint32_t flags, size_t *n_bytes) {
+    rf_detokenizer state = {{0}, 0, 0};
+    rf_error err;
+    size_t capacity = 64 * ((size_t)n + 1), at = 0, count;
+    char *out = (char *)get(capacity);
+    for (uint32_t i = 0; i <= n; i++) {
+        uint32_t f = flags | (i == n ? RF_DETOKENIZE_FINISH : 0);
+        rf_result r = rf_detokenize(t, &state, i == n ? -1 : ids[i], f, out + at, capacity - at, &count, &err);
+        CHECK(r == RF_OK, "%s", err.text);
+        if (r == RF_OK) at += count;
+    }
+    *n_bytes = at;
+    return out;
+}
+
+/* ---- the shipped model ---- */
+
+static int have_file(const char *path) {
+    FILE *f = fopen(path, "rb");
+    if (f) fclose(f);
+    return f != NULL;
+}
+
+static const char example_path[] = "examples/shakespeare-5m.gguf";
+
+static void test_shipped_model(void) {
+    static const char text[] = "ROMEO:\nWhat light is this that breaks upon the night?\n\nJULIET:\n";
+    static const int32_t answer[] = {40, 459, 725, 423, 11, 295, 459, 725, 423, 11, 299, 349, 763, 258, 198, 404, 12,
+                                     76, 784, 290, 308, 258, 256, 64, 314, 11, 299, 258, 719, 82, 198, 404};
+    opened o = {.t = NULL};
+    REQUIRE(rf_gguf_open(example_path, NULL, &o.g, &o.err) == RF_OK, "%s", o.err.text);
+    CHECK(rf_tokenizer_open(o.g, NULL, &o.t, &o.err) == RF_OK, "%s", o.err.text);
+    EXPECT(o, text, RF_TOKENIZE_ADD, "1022 846 268 477 364 355 330 370 327 770 584 82 605 267 869 367 996 268");
+    rf_tokenizer_info info = rf_tokenizer_get_info(o.t);
+    CHECK(strcmp(info.model, "gpt2") == 0 && strcmp(info.pre, "llama-bpe") == 0 && info.n_vocab == 1024 && info.bos == 1022 &&
+              info.eos == 1023 && info.eot == -1 && info.add_bos == 1 && info.add_eos == 0,
+          "%s %s %u", info.model, info.pre, info.n_vocab);
+    CHECK(rf_token_is_end(o.t, 1023) && !rf_token_is_end(o.t, 1022) && !rf_token_is_end(o.t, -1), "ends");
+    int32_t ids[64];
+    uint32_t n;
+    size_t n_bytes;
+    REQUIRE(rf_tokenize(o.t, text, strlen(text), RF_TOKENIZE_ADD, ids, 64, &n, NULL) == RF_OK, "tokenize");
+    char *back = detok(o.t, ids, n, 0, &n_bytes);
+    CHECK(n_bytes == strlen(text) && memcmp(back, text, n_bytes) == 0, "%.*s", (int)n_bytes, back);
+    free(back);
+    back = detok(o.t, answer, RFI_COUNT(answer), 0, &n_bytes);
+    static const char start[] = "I ";
+    CHECK(n_bytes > 2 && back[0] == start[0] && memchr(back, '\n', n_bytes), "%.*s", (int)n_bytes, back);
+    free(back);
+    close_file(&o);
+}
+
+/* ---- words ---- */
+
+/* The words of a text, cut by `|` in want; where the text holds a `|` itself, \x01 cuts. */
+typedef struct word_case {
+    const char *pre, *text, *want;
+} word_case;
+
+static void test_words(void) {
+    static const word_case cases[] = {
+        {"llama3", "Hello world", "Hello| world"},
+        {"llama3", "I'M we'll 'tis don't'", "I|'M| we|'ll| '|tis| don|'t|'"},
+        {"llama3", "'sab 's", "'s|ab| '|s"},
+        {"llama3", "1234567 89", "123|456|7| |89"},
+        {"llama3", "a\xc2\xbd\xd9\xa1\xd9\xa2\xd9\xa3", "a|\xc2\xbd\xd9\xa1\xd9\xa2|\xd9\xa3"}, /* 1/2, Arabic 1 2 3 */
+        {"llama3", "(foo) {\n\n  bar\n}", "(foo|)| {\n\n| | bar|\n|}"},
+        {"llama3", "a  \n \n  b", "a|  \n \n| | b"},
+        {"llama3", "  x   ", " | x|   "},
+        {"llama3", "\tx\r\n\r\ny", "\tx|\r\n\r\n|y"},
+        {"llama3", "-x --y !\r\n", "-x| --|y| !\r\n"},
+        {"llama3", "\xc3\xa9t\xc3\xa9\xe4\xbd\xa0\xe5\xa5\xbd\xe3\x80\x82ok", "\xc3\xa9t\xc3\xa9\xe4\xbd\xa0\xe5\xa5\xbd|\xe3\x80\x82ok"},
+        {"llama3", "e\xcc\x81x", "e|\xcc\x81x"},                            /* a combining mark is no letter */
+        {"llama3", "a\xc2\xa0\xc2\xa0" "b", "a|\xc2\xa0|\xc2\xa0" "b"},     /* no-break spaces are spaces    */
+        {"llama3", "a\xff\xff" "b\xe2\x82", "a|\xff\xff|b|\xe2\x82"},       /* bad bytes are symbols ...     */
+        {"llama3", "\xff" "b", "\xff" "b"},                                 /* ... of which one may lead     */
+        {"qwen2", "a1234 5", "a|1|2|3|4| |5"},
+        {"qwen2", "x=12;\n", "x|=|1|2|;\n"},
+        {"gpt-2", "Hello world", "Hello| world"},
+        {"gpt-2", "I'M we'll don't", "I|'|M| we|'ll| don|'t"},
+        {"gpt-2", "x 1234567", "x| 1234567"},
+        {"gpt-2", "a  b   \n", "a| | b|   \n"},
+        {"gpt-2", "a\n\nb", "a|\n|\n|b"},
+        {"gpt-2", " (x) -- \t!", " (|x|)| --| |\t|!"},
+        {"gpt-2", "e\xcc\x81x", "e|\xcc\x81|x"},
+        {"smollm", "a 12 b", "a| |1|2| b"},
+        {"smollm", "a  1", "a|  |1"},                                       /* spaces end where digits start */
+        {"smollm", "it's 3's", "it|'s| |3|'s"},
+        {"default", "a, b!", "a|,| b|!"},
+        {"default", "a  !", "a|  |!"},
+        {"default", "it's", "it|'|s"},
+        {"default", "x 12345", "x| |123|45"},
+        {"default", "x  12345", "x| | |123|45"},
+        {"default", "12\xc2\xbd" "3456", "12\xc2\xbd|345|6"},
+        {"default", "$5 = a^b~c `d` \xe2\x82\xac", "$|5| |=| a|^|b|~|c| `|d|`| \xe2\x82\xac"},
+        {"default", "a|b", "a\x01|\x01" "b"},
+    };
+    for (size_t i = 0; i < RFI_COUNT(cases); i++) {
+        const rfi_pre *pre = NULL;
+        const char *text = cases[i].text, cut = strchr(cases[i].want, 1) ? 1 : '|';
+        char got[256];
+        size_t n = 0;
+        for (size_t k = 0; k < RFI_COUNT(rfi_pres); k++)
+            if (strcmp(rfi_pres[k].name, cases[i].pre) == 0) pre = &rfi_pres[k];
+        REQUIRE(pre, "no rule %s", cases[i].pre);
+        for (uint32_t pos = 0, end; text[pos]; pos = end) {
+            end = rfi_scan_word(pre, (const unsigned char *)text, (uint32_t)strlen(text), pos);
+            REQUIRE(end > pos && end <= strlen(text), "%s stands still in \"%s\"", pre->name, text);
+            if (n) got[n++] = cut;
+            memcpy(got + n, text + pos, end - pos);
+            n += end - pos;
+        }
+        got[n] = 0;
+        CHECK(strcmp(got, cases[i].want) == 0, "%s: \"%s\": want \"%s\", got \"%s\"", pre->name, text, cases[i].want, got);
+    }
+}
+
+static void test_unicode_classes(void) {
+    static const uint32_t cases[][2] = {
+        {'a', RFI_LETTER}, {'Z', RFI_LETTER}, {'0', RFI_NUMBER}, {' ', RFI_SPACE}, {'\n', RFI_SPACE}, {0x1c, RFI_OTHER},
+        {0x7f, RFI_OTHER}, {0x85, RFI_SPACE}, {0xa0, RFI_SPACE}, {0xaa, RFI_LETTER}, {0xb2, RFI_NUMBER}, {0x301, RFI_MARK},
+        {0x1c5, RFI_LETTER}, {0x2b0, RFI_LETTER}, {0x660, RFI_NUMBER}, {0x93c, RFI_MARK}, {0x1680, RFI_SPACE},
+        {0x180e, RFI_OTHER}, {0x200b, RFI_OTHER}, {0x2028, RFI_SPACE}, {0x20ac, RFI_SYMBOL}, {0x2160, RFI_NUMBER},
+        {0x3000, RFI_SPACE}, {0x4e00, RFI_LETTER}, {0x9fff, RFI_LETTER}, {0xd7a3, RFI_LETTER}, {0xd800, RFI_OTHER},
+        {0xe000, RFI_OTHER}, {0xfffd, RFI_SYMBOL}, {0x1f600, RFI_SYMBOL}, {0x20000, RFI_LETTER}, {0xe0100, RFI_MARK},
+        {0x10ffff, RFI_OTHER}, {'`', RFI_SYMBOL}, {'~', RFI_SYMBOL | RFI_CUT}, {'$', RFI_SYMBOL | RFI_CUT},
+        {'.', RFI_PUNCT | RFI_CUT}, {0x3002, RFI_PUNCT | RFI_CUT}, {0, RFI_OTHER}};
+    for (size_t i = 0; i < RFI_COUNT(cases); i++)
+        CHECK(rfi_class(cases[i][0]) == cases[i][1], "U+%04X: want %u, got %u", cases[i][0], cases[i][1], rfi_class(cases[i][0]));
+}
+
+/* ---- ids by hand ---- */
+
+/* make_gguf.h: id = byte below 256, then he ll th in _t er an hell hello _the _w or ld _wor _world _a _hello 's 12 */
+static void test_bpe_by_hand(void) {
+    opened o;
+    open_made(&o, "gpt-2");
+    EXPECT(o, "hello world", 0, "264 270");
+    EXPECT(o, "the then", 0, "116 256 265 110"); /* "h e" before "t h": "the" stays t, he; " the" is Gt, he */
+    EXPECT(o, "12123", 0, "274 274 51");
+    EXPECT(o, "it's", 0, "105 116 273");
+    EXPECT(o, " hello", RF_TOKENIZE_ADD, "272"); /* the file says add_bos_token = false */
+    EXPECT(o, "\xff", 0, "239 191 189");         /* a bad byte is read as U+FFFD */
+    EXPECT(o, "\xc0\xaf", 0, "239 191 189 239 191 189");
+    EXPECT(o, "\xed\xa0\x80", 0, "237 160 128"); /* a surrogate passes */
+    EXPECT(o, "\xf4\x90\x80\x80", 0, "239 191 189 239 191 189 239 191 189 239 191 189");
+    EXPECT(o, "", RF_TOKENIZE_ADD | RF_TOKENIZE_SPECIAL, "");
+    EXPECT(o, "<|im_end|>", RF_TOKENIZE_SPECIAL, "277");
+    EXPECT(o, "<|im_end|>", 0, "60 124 105 109 95 101 110 100 124 62");
+    expect_n(o.t, "a\0b", 3, 0, "97 0 98", __LINE__);
+    close_file(&o);
+    open_made(&o, "llama-bpe");
+    EXPECT(o, "12123", 0, "274 49 50 51"); /* 121 23 */
+    close_file(&o);
+    open_made(&o, "qwen2");
+    EXPECT(o, "12123", 0, "49 50 49 50 51");
+    close_file(&o);
+    open_made(&o, "smollm");
+    EXPECT(o, "hello 12", 0, "264 32 49 50");
+    close_file(&o);
+    open_made(&o, "default");
+    EXPECT(o, "it's 12123", 0, "105 116 39 115 32 274 49 50 51");
+    close_file(&o);
+}
+
+/* make_gguf.h: 0 <unk> 1 <s> 2 </s> 3+byte, 259 _, then he ll th in _the _t er an _a _w or ld hell hello _hello orld
+ * _world _th e' . , ! A B a-z; the lower id has the better score */
+static void test_spm_by_hand(void) {
+    opened o;
+    open_made(&o, NULL);
+    EXPECT(o, "hello world", 0, "274 276");
+    EXPECT(o, "hello world", RF_TOKENIZE_ADD, "1 274 276");
+    EXPECT(o, "the", 0, "264");
+    EXPECT(o, "th\xc3\xa9", 0, "277 278");
+    EXPECT(o, "zx\n", 0, "259 309 307 13");
+    EXPECT(o, " hello", 0, "259 274");
+    EXPECT(o, "\xe6\x97\xa5", 0, "259 233 154 168");
+    EXPECT(o, "\xff" "a\xc3", 0, "259 258 100 198"); /* cut by the first byte: the a is inside the bad character */
+    EXPECT(o, "", RF_TOKENIZE_ADD, "1");
+    EXPECT(o, "<s>", 0, "259 63 302 65");
+    EXPECT(o, "<s>", RF_TOKENIZE_SPECIAL, "1");
+    EXPECT(o, "hello<s>hello</s>", RF_TOKENIZE_SPECIAL, "274 1 274 2");
+    EXPECT(o, "<unk>", RF_TOKENIZE_SPECIAL | RF_TOKENIZE_ADD, "1 0");
+    expect_n(o.t, "\0", 1, 0, "259 3", __LINE__);
+    close_file(&o);
+    /* equal scores: the leftmost pair first */
+    small s = {"llama", NULL, "nnnn", {"a", "aa", "aaa", SP}, {NULL}, {0, -1, -1, 0}, 0, 0, NULL};
+    open_small(&o, &s);
+    EXPECT(o, "aaaa", 0, "3 2 0");
+    close_file(&o);
+    /* no byte token, no such text: unknown if the file names one, else nothing */
+    small u = {"llama", NULL, "xnn", {"?", "a", SP}, {NULL}, {0, 0, 0}, 0, 0, NULL};
+    open_small(&o, &u);
+    EXPECT(o, "aba", 0, "2 1 1");
+    close_file(&o);
+}
+
+/* A word that is a token is taken whole by the llama-3 family only, and bos is its default. */
+static void test_whole_words(void) {
+    small s = {"gpt2", "gpt-2", "nnnnnc", {"a", "b", "c", "bc", "abc", "<bos>"}, {"b c", NULL}, {0}, 5, 0, NULL};
+    opened o;
+    open_small(&o, &s);
+    EXPECT(o, "abc", RF_TOKENIZE_ADD, "0 3");
+    close_file(&o);
+    s.pre = "llama-bpe";
+    open_small(&o, &s);
+    EXPECT(o, "abc", RF_TOKENIZE_ADD, "5 4");
+    EXPECT(o, "abcc", 0, "0 3 2");
+    EXPECT(o, "Abc?", 0, "3"); /* bytes without a token are dropped */
+    close_file(&o);
+    s.pre = NULL;
+    open_small(&o, &s);
+    CHECK(strcmp(rf_tokenizer_get_info(o.t).pre, "default") == 0, "%s", rf_tokenizer_get_info(o.t).pre);
+    close_file(&o);
+    /* a merge whose result is no token cannot lead anywhere; of equal merges and texts the first counts */
+    small p = {"gpt2", "gpt-2", "nnnnn", {"a", "b", "ab", "abb", "ab"}, {"b b", "a b", "a b", "ab b", "x y", NULL}, {0}, 0, 0, NULL};
+    open_small(&o, &p);
+    EXPECT(o, "abb", 0, "3");
+    close_file(&o);
+}
+
+static void test_special_tokens(void) {
+    /* longest first, wherever it is: "<<" + "<|x|>" would be the leftmost reading of <<|x|> */
+    small s = {"gpt2", "gpt-2", "nnnncccuu", {"<", "|", "x", ">", "<|x|>", "<|x|><|x|>", "<<", "xx", "xxx"}, {NULL}, {0}, 0, 0, NULL};
+    opened o;
+    open_small(&o, &s);
+    EXPECT(o, "<<|x|>", RF_TOKENIZE_SPECIAL, "0 4");
+    EXPECT(o, "<<<", RF_TOKENIZE_SPECIAL, "6 0");
+    EXPECT(o, "<|x|><|x|><|x|>", RF_TOKENIZE_SPECIAL, "5 4");
+    EXPECT(o, "<|x|", RF_TOKENIZE_SPECIAL, "0 1 2 1");
+    EXPECT(o, "<|x|>", 0, "0 1 2 1 3"); /* plain text never names a control token ... */
+    EXPECT(o, "xxxxx", 0, "8 7");       /* ... but user-defined ones are always found */
+    close_file(&o);
+    /* a control token is not reached by merging either, nor as a whole word */
+    small m = {"gpt2", "llama-bpe", "nnc", {"a", "b", "ab"}, {"a b", NULL}, {0}, 0, 0, NULL};
+    open_small(&o, &m);
+    EXPECT(o, "ab", 0, "0 1");
+    EXPECT(o, "ab", RF_TOKENIZE_SPECIAL, "2");
+    close_file(&o);
+    /* Phi-3: what follows a special token loses its spaces, but for three tokens */
+    small p = {"llama", NULL, "xccnncn", {"<unk>", "<s>", "<|user|>", SP, "a", "<|end|>", SP "a"}, {NULL}, {0}, 0, 0, "my Phi-3 mini"};
+    open_small(&o, &p);
+    EXPECT(o, "<|user|> \n a<|end|>  <s> a", RF_TOKENIZE_SPECIAL, "2 6 5 1 3 6");
+    close_file(&o);
+    p.name = "other";
+    open_small(&o, &p);
+    EXPECT(o, "<|user|> a<s> a", RF_TOKENIZE_SPECIAL, "2 3 6 1 3 6");
+    close_file(&o);
+}
+
+static void test_ends(void) {
+    small s = {"gpt2", "gpt-2", "nnnncnnn", {"a", "</s>", "<|im_end|>", "<|end|>", "<b>", "<|eot_id|>", "<|return|>", "[EOS]"},
+               {NULL}, {0}, 0, 4, NULL};
+    opened o;
+    open_small(&o, &s);
+    static const int want[8] = {0, 1, 1, 1, 1, 1, 1, 1};
+    for (int32_t i = 0; i < 8; i++) CHECK(rf_token_is_end(o.t, i) == want[i], "token %d", i);
+    EXPECT(o, "</s>", 0, ""); /* such texts are control tokens whatever their type says; no letter of it is a token */
+    EXPECT(o, "</s>", RF_TOKENIZE_SPECIAL, "1");
+    CHECK(!rf_token_is_end(o.t, 8) && !rf_token_is_end(o.t, INT32_MIN), "out of range");
+    close_file(&o);
+    s.tokens[4] = "<|call|>"; /* with <|return|> and <|call|>, <|end|> ends a message only */
+    s.eos = 0;
+    open_small(&o, &s);
+    CHECK(!rf_token_is_end(o.t, 3) && rf_token_is_end(o.t, 4) && rf_token_is_end(o.t, 6), "gpt-oss");
+    close_file(&o);
+}
+
+/* ---- back to text ---- */
+
+static void expect_step(const rf_tokenizer *t, rf_detokenizer *state, int32_t id, uint32_t flags, const char *want, int line) {
+    char out[64];
+    size_t n = 0;
+    rf_error err;
+    rf_result r = rf_detokenize(t, state, id, flags, out, sizeof out, &n, &err);
+    CHECK(r == RF_OK && n == strlen(want) && memcmp(out, want, n) == 0, "line %d: token %d: want \"%s\", got \"%.*s\" (%d)", line, id,
+          want, (int)n, out, r);
+}
+#define STEP(o, id, flags, want) expect_step((o).t, &state, id, flags, want, __LINE__)
+
+static void test_detokenize(void) {
+    opened o;
+    rf_detokenizer state = {{0}, 0, 0};
+    open_made(&o, "gpt-2"); /* id = byte below 256 */
+    STEP(o, 0xe2, 0, "");
+    STEP(o, 0x82, 0, "");
+    STEP(o, 0xac, 0, "\xe2\x82\xac");
+    STEP(o, 0xf0, 0, "");
+    STEP(o, 0x9f, 0, "");
+    STEP(o, 0x98, 0, "");
+    STEP(o, 0x80, 0, "\xf0\x9f\x98\x80");
+    STEP(o, 264, 0, "hello");
+    STEP(o, 270, 0, " world");
+    STEP(o, 277, 0, "");
+    STEP(o, 277, RF_DETOKENIZE_SPECIAL, "<|im_end|>");
+    STEP(o, 300, RF_DETOKENIZE_SPECIAL, "");      /* unused */
+    STEP(o, 0xff, 0, FFFD);                       /* starts nothing */
+    STEP(o, 0xe2, 0, "");
+    STEP(o, 0x82, 0, "");
+    STEP(o, 'a', 0, FFFD "a");                    /* one for the start of a character that broke off */
+    STEP(o, 0xed, 0, "");
+    STEP(o, 0xa0, 0, FFFD FFFD);                  /* a surrogate, byte by byte: ed is no start of anything with a0 */
+    STEP(o, 0xc0, 0, FFFD);
+    STEP(o, 0xf4, 0, "");
+    STEP(o, 0x90, 0, FFFD FFFD);                  /* above U+10FFFF */
+    STEP(o, 0xc3, 0, "");
+    STEP(o, 0xc3, 0, FFFD);
+    STEP(o, -1, RF_DETOKENIZE_FINISH, FFFD);
+    STEP(o, -1, RF_DETOKENIZE_FINISH, "");
+    STEP(o, 0xc3, 0, "");
+    STEP(o, 0xa9, RF_DETOKENIZE_FINISH, "\xc3\xa9");
+    /* no room: the count, and an unchanged state */
+    char out[8] = "#######";
+    size_t n = 0;
+    rf_error err;
+    STEP(o, 0xc3, 0, "");
+    CHECK(rf_detokenize(o.t, &state, 0xa9, 0, out, 1, &n, &err) == RF_ERR_ARGUMENT && n == 2, "%u", (unsigned)n);
+    CHECK(rf_detokenize(o.t, &state, 0xa9, 0, NULL, 0, &n, NULL) == RF_ERR_ARGUMENT && n == 2, "%u", (unsigned)n);
+    CHECK(out[1] == '#', "wrote past its room");
+    STEP(o, 0xa9, 0, "\xc3\xa9");
+    CHECK(rf_detokenize(o.t, &state, 320, 0, out, 8, &n, &err) == RF_ERR_ARGUMENT && strstr(err.text, "320"), "%s", err.text);
+    CHECK(rf_detokenize(o.t, &state, -2, 0, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "-2");
+    CHECK(rf_detokenize(o.t, &state, -1, 0, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "-1 without FINISH");
+    CHECK(rf_detokenize(o.t, &state, 1, 8, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "flags");
+    state.n_held = 9;
+    CHECK(rf_detokenize(o.t, &state, 1, 0, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "garbage state");
+    close_file(&o);
+
+    memset(&state, 0, sizeof state);
+    open_made(&o, NULL);
+    STEP(o, 1, 0, "");               /* bos is not text: the space rf_tokenize wrote is still to come */
+    STEP(o, 274, 0, "hello");
+    STEP(o, 276, 0, " world");
+    STEP(o, 3 + 0xe2, 0, "");
+    STEP(o, 3 + 0x82, 0, "");
+    STEP(o, 3 + 0xac, 0, "\xe2\x82\xac");
+    STEP(o, 278, 0, "\xc3\xa9");
+    memset(&state, 0, sizeof state);
+    STEP(o, 1, RF_DETOKENIZE_SPECIAL, "<s>");
+    STEP(o, 274, 0, " hello");
+    memset(&state, 0, sizeof state);
+    STEP(o, 259, 0, "");
+    STEP(o, 259, 0, " ");
+    close_file(&o);
+}
+
+/* Random text and random bytes, there and back. */
+static void test_round_trip(void) {
+    static const char *const pres[] = {NULL, "gpt-2", "llama-bpe", "qwen2", "smollm", "default"};
+    static const char *const parts[] = {"hello", " ", "  ", "\n", "world", "12", "3", "'s", "\xc3\xa9", "\xe6\x97\xa5", ".", "<", "\t",
+                                        "\xf0\x9f\x98\x80", "the", "A", SP, "\xcc\x81", "\xc2\xa0", "-", "\r\n", "\x01"};
+    mg_rng rng = {42};
+    for (size_t p = 0; p < RFI_COUNT(pres); p++) {
+        opened o;
+        open_made(&o, pres[p]);
+        for (int rep = 0; o.t && rep < 300; rep++) {
+            char text[512] = "", shown[512];
+            int32_t ids[1024];
+            uint32_t n, n_parts = mg_below(&rng, 24);
+            size_t n_bytes;
+            for (uint32_t i = 0; i < n_parts; i++) strcat(text, parts[mg_below(&rng, RFI_COUNT(parts))]);
+            REQUIRE(rf_tokenize(o.t, text, strlen(text), RF_TOKENIZE_ADD, ids, 1024, &n, NULL) == RF_OK, "%s", text);
+            char *back = detok(o.t, ids, n, 0, &n_bytes), *want = text;
+            if (!pres[p]) { /* SPM writes spaces and U+2581 alike: both come back as spaces */
+                size_t k = 0;
+                for (size_t i = 0; text[i]; k++)
+                    if (memcmp(text + i, SP, 3) == 0) shown[k] = ' ', i += 3;
+                    else shown[k] = text[i++];
+                shown[k] = 0;
+                want = shown;
+            }
+            CHECK(n_bytes == strlen(want) && memcmp(back, want, n_bytes) == 0, "%s: \"%s\" -> \"%.*s\"", pres[p] ? pres[p] : "SPM",
+                  want, (int)n_bytes, back);
+            free(back);
+        }
+        close_file(&o);
+    }
+}
+
+/* ---- arguments ---- */
+
+static void test_capacity_and_arguments(void) {
+    opened o;
+    open_made(&o, "gpt-2");
+    int32_t ids[4] = {-7, -7, -7, -7};
+    uint32_t n = 0;
+    rf_error err;
+    CHECK(rf_tokenize(o.t, "xyz", 3, 0, ids, 2, &n, &err) == RF_ERR_ARGUMENT && n == 3 && ids[0] == 'x' && ids[1] == 'y' && ids[2] == -7,
+          "%u ids, %s", n, err.text);
+    CHECK(rf_tokenize(o.t, "xyz", 3, 0, NULL, 0, &n, &err) == RF_ERR_ARGUMENT && n == 3, "%u", n);
+    CHECK(rf_tokenize(o.t, "xyz", 3, 0, ids, 3, &n, &err) == RF_OK && n == 3 && err.code == RF_OK, "%u", n);
+    CHECK(rf_tokenize(o.t, NULL, 0, 0, NULL, 0, &n, NULL) == RF_OK && n == 0, "empty text");
+    CHECK(rf_tokenize(NULL, "x", 1, 0, ids, 4, &n, &err) == RF_ERR_ARGUMENT && err.text[0], "no tokenizer");
+    CHECK(rf_tokenize(o.t, NULL, 1, 0, ids, 4, &n, NULL) == RF_ERR_ARGUMENT, "no text");
+    CHECK(rf_tokenize(o.t, "x", 1, 0, NULL, 4, &n, NULL) == RF_ERR_ARGUMENT, "no out");
+    CHECK(rf_tokenize(o.t, "x", 1, 0, ids, 4, NULL, NULL) == RF_ERR_ARGUMENT, "no count");
+    CHECK(rf_tokenize(o.t, "x", 1, 4, ids, 4, &n, NULL) == RF_ERR_ARGUMENT, "flags");
+    CHECK(rf_tokenize(o.t, "x", ((size_t)1 << 30) + 1, 0, ids, 4, &n, &err) == RF_ERR_ARGUMENT, "%s", err.text);
+    rf_tokenizer *t = o.t;
+    CHECK(rf_tokenizer_open(NULL, NULL, &t, &err) == RF_ERR_ARGUMENT && t == NULL, "no file");
+    CHECK(rf_tokenizer_open(o.g, NULL, NULL, &err) == RF_ERR_ARGUMENT, "no out");
+    CHECK(rf_gguf_close(o.g, &err) == RF_ERR_BUSY, "the file is in use");
+    CHECK(rf_tokenizer_open(o.g, "qwen2", &t, &err) == RF_OK && strcmp(rf_tokenizer_get_info(t).pre, "qwen2") == 0, "%s", err.text);
+    rf_tokenizer_close(t);
+    CHECK(rf_tokenizer_open(o.g, "tekken", &t, &err) == RF_ERR_UNSUPPORTED && strstr(err.text, "'tekken'") && !t, "%s", err.text);
+    rf_string s = rf_token_get_text(o.t, 264);
+    CHECK(s.len == 5 && memcmp(s.data, "hello", 5) == 0, "%.*s", (int)s.len, s.data);
+    CHECK(rf_token_get_text(o.t, 320).len == 0 && rf_token_get_text(o.t, -1).len == 0 && rf_token_get_text(NULL, 0).len == 0, "range");
+    CHECK(rf_tokenizer_get_info(NULL).bos == -1 && !rf_token_is_end(NULL, 0), "NULL");
+    rf_tokenizer_close(NULL);
+    close_file(&o);
+}
+
+/* ---- malformed metadata ---- */
+
+enum { DROP, U32, I32, F32, BOOL, STR, U8S, I32S, U32S, I64S, F32S, STRS, SET_TEXT, SET_VALUE, ALL_VALUE };
+
+typedef struct bad_case {
+    int bpe;
+    const char *key; /* after K */
+    int kind;        /* what the key becomes: nothing, a value, n elements, or its own list with one or all changed */
+    int64_t value;   /* value or count; SET_VALUE, ALL_VALUE: the new value of element 4 or of all */
+    const char *text;
+    rf_result want;  /* RF_OK: must open */
+    const char *says;
+} bad_case;
+
+static void put_key(mg_gguf *w, const char *key, int kind, int64_t v, const char *text) {
+    size_t n = kind >= U8S && v > 0 ? (size_t)v : 0;
+    int64_t *many = (int64_t *)get((n + 1) * 8);
+    const char **strings = (const char **)get((n + 1) * sizeof *strings);
+    for (size_t i = 0; i < n; i++) strings[i] = text ? text : "x";
+    if (kind == U32) mg_kv_u32(w, key, (uint32_t)v);
+    if (kind == I32) mg_kv_i32(w, key, (int32_t)v);
+    if (kind == F32) mg_kv_f32(w, key, (float)v);
+    if (kind == BOOL) mg_kv_bool(w, key, (int)v);
+    if (kind == STR) mg_kv_str(w, key, text);
+    if (kind == U8S) mg_kv_arr(w, key, MG_KV_U8, many, n, n);
+    if (kind == I32S) mg_kv_arr(w, key, MG_KV_I32, many, n, n * 4);
+    if (kind == U32S) mg_kv_arr(w, key, MG_KV_U32, many, n, n * 4);
+    if (kind == I64S) mg_kv_arr(w, key, MG_KV_I64, many, n, n * 8);
+    if (kind == F32S) mg_kv_arr(w, key, MG_KV_F32, many, n, n * 4);
+    if (kind == STRS) mg_kv_arr_str(w, key, strings, n);
+    free(many);
+    free(strings);
+}
+
+/* make_gguf.h's vocabulary of 320 tokens with one key changed */
+static void put_bad_vocab(mg_gguf *w, const bad_case *b) {
+    static const char *const keys[] = {"model", "pre", "tokens", "scores", "token_type", "merges", "bos_token_id", "eos_token_id",
+                                       "eot_token_id", "unknown_token_id", "padding_token_id", "add_bos_token", "add_eos_token",
+                                       "add_space_prefix"};
+    mg_vocab *v = (mg_vocab *)get(sizeof *v);
+    const char *merges[RFI_COUNT(mg_merges)];
+    memcpy(merges, mg_merges, sizeof merges);
+    if (b->bpe) mg_bpe_vocab(v, 320);
+    else mg_spm_vocab(v, 320);
+    for (size_t i = 0; i < RFI_COUNT(keys); i++) {
+        char key[64];
+        int hit = b->key && strcmp(keys[i], b->key) == 0;
+        snprintf(key, sizeof key, K "%s", keys[i]);
+        if (hit && b->kind == SET_TEXT) v->list[4] = merges[3] = b->text;
+        if (hit && b->kind >= SET_VALUE)
+            for (uint32_t k = b->kind == ALL_VALUE ? 0 : 4; k < (b->kind == ALL_VALUE ? 320 : 5); k++)
+                v->type[k] = (int32_t)b->value, memcpy(&v->score[k], &v->type[k], 4);
+        if (hit && b->kind < SET_TEXT) put_key(w, key, b->kind, b->value, b->text);
+        else if (i == 0) mg_kv_str(w, key, b->bpe ? "gpt2" : "llama");
+        else if (i == 1) mg_kv_str(w, key, b->bpe ? "gpt-2" : "default");
+        else if (i == 2) mg_kv_arr_str(w, key, v->list, 320);
+        else if (i == 3 && !b->bpe) mg_kv_arr_f32(w, key, v->score, 320);
+        else if (i == 4) mg_kv_arr_i32(w, key, v->type, 320);
+        else if (i == 5 && b->bpe) mg_kv_arr_str(w, key, merges, RFI_COUNT(merges));
+        else if (i == 6 || i == 7) mg_kv_u32(w, key, (uint32_t)i - 5);
+    }
+    free(v);
+}
+
+static void test_malformed(void) {
+    const rf_result bad = RF_ERR_FORMAT, gone = RF_ERR_NOT_FOUND, no = RF_ERR_UNSUPPORTED, ok = RF_OK;
+    const bad_case cases[] = {
+        {0, NULL, DROP, 0, NULL, ok, NULL},
+        {1, NULL, DROP, 0, NULL, ok, NULL},
+        {0, "model", DROP, 0, NULL, gone, K "model"},
+        {0, "model", U32, 0, NULL, bad, K "model"},
+        {0, "model", STRS, 1, "llama", bad, "want a string"},
+        {0, "model", STR, 0, "bert", no, "'bert'"},
+        {0, "model", STR, 0, "", no, "''"},
+        {0, "model", STR, 0, "llama\n", no, "'llama\\x0a'"},
+        {1, "pre", STR, 0, "nonesuch", no, "'nonesuch'"},
+        {1, "pre", STR, 0, "tekken", no, "'tekken'"},
+        {1, "pre", STR, 0, "qwen35", no, "'qwen35'"},
+        {1, "pre", U32, 3, NULL, bad, K "pre"},
+        {1, "pre", DROP, 0, NULL, ok, NULL},
+        {0, "pre", STR, 0, "nonesuch", ok, NULL}, /* SPM has none */
+        {0, "tokens", DROP, 0, NULL, gone, K "tokens"},
+        {0, "tokens", STR, 0, "abc", bad, "want an array of string"},
+        {0, "tokens", U32S, 320, NULL, bad, "array of u32"},
+        {0, "tokens", U8S, 320, NULL, bad, "array of u8"},
+        {0, "tokens", STRS, 0, NULL, bad, "found 0"},
+        {0, "tokens", STRS, 319, NULL, bad, "want 319 elements"},
+        {0, "tokens", STRS, 321, NULL, bad, "want 321 elements"},
+        {0, "tokens", SET_TEXT, 0, "<0x-1>", bad, "element 4"},
+        {0, "tokens", SET_TEXT, 0, "<0x-f>", bad, "element 4"},
+        {0, "tokens", SET_TEXT, 0, "<0xZZ>", bad, "element 4"},
+        {0, "tokens", SET_TEXT, 0, "<0x 1>", bad, "element 4"},
+        {0, "tokens", SET_TEXT, 0, "<0x+1>", bad, "element 4"},
+        {0, "tokens", SET_TEXT, 0, "<0x>", bad, "element 4"},
+        {0, "tokens", SET_TEXT, 0, "<0x", bad, "element 4"},
+        {0, "tokens", SET_TEXT, 0, "", bad, "element 4"},
+        {0, "tokens", SET_TEXT, 0, "<0x0000000041>", bad, "element 4"},
+        {0, "tokens", SET_TEXT, 0, "hello", bad, "'hello'"},
+        {0, "tokens", SET_TEXT, 0, "<0x00>", ok, NULL}, /* twice: the first id wins */
+        {0, "tokens", SET_TEXT, 0, "<0xaB>", ok, NULL},
+        {1, "tokens", SET_TEXT, 0, "", ok, NULL},
+        {1, "tokens", SET_TEXT, 0, "\xff\xfe", ok, NULL},
+        {0, "scores", DROP, 0, NULL, ok, NULL},
+        {0, "scores", F32S, 0, NULL, bad, "found 0"},
+        {0, "scores", F32S, 1, NULL, bad, K "scores"},
+        {0, "scores", F32S, 319, NULL, bad, "want 320 elements"},
+        {0, "scores", F32S, 321, NULL, bad, "found 321"},
+        {0, "scores", U8S, 320, NULL, bad, "array of u8"},
+        {0, "scores", I32S, 320, NULL, bad, "want an array of f32"},
+        {0, "scores", STRS, 320, "1", bad, K "scores"},
+        {0, "scores", F32, 1, NULL, bad, "found f32"},
+        {1, "scores", F32S, 319, NULL, bad, K "scores"},
+        {0, "scores", ALL_VALUE, 0x7fc00000, NULL, ok, NULL}, /* NaN */
+        {0, "scores", ALL_VALUE, 0x7f800000, NULL, ok, NULL},
+        {0, "token_type", I32S, 0, NULL, bad, "found 0"},
+        {0, "token_type", I32S, 319, NULL, bad, K "token_type"},
+        {0, "token_type", U8S, 320, NULL, bad, "array of u8"},
+        {0, "token_type", U32S, 320, NULL, bad, "want an array of i32"},
+        {0, "token_type", I64S, 320, NULL, bad, "array of i64"},
+        {0, "token_type", STRS, 320, "1", bad, K "token_type"},
+        {0, "token_type", SET_VALUE, 7, NULL, bad, "element 4: want 0 to 6, found 7"},
+        {0, "token_type", SET_VALUE, -1, NULL, bad, "found -1"},
+        {0, "token_type", SET_VALUE, INT32_MIN, NULL, bad, "element 4"},
+        {0, "token_type", SET_VALUE, INT32_MAX, NULL, bad, "element 4"},
+        {0, "token_type", ALL_VALUE, 6, NULL, bad, "element 0"},
+        {0, "token_type", ALL_VALUE, 0, NULL, ok, NULL},
+        {0, "token_type", ALL_VALUE, 3, NULL, ok, NULL},
+        {1, "token_type", ALL_VALUE, 3, NULL, ok, NULL},
+        {0, "token_type", DROP, 0, NULL, ok, NULL},
+        {0, "bos_token_id", U32, 320, NULL, bad, "want a token id below 320, found 320"},
+        {0, "bos_token_id", U32, 0xffffffff, NULL, bad, "found 4294967295"},
+        {0, "bos_token_id", I32, -1, NULL, bad, "found -1"},
+        {0, "bos_token_id", STR, 0, "1", bad, "found string"},
+        {0, "bos_token_id", F32, 1, NULL, bad, "found f32"},
+        {0, "bos_token_id", BOOL, 1, NULL, bad, "found bool"},
+        {0, "bos_token_id", U32S, 1, NULL, bad, "found array"},
+        {0, "bos_token_id", DROP, 0, NULL, ok, NULL}, /* add_bos then adds nothing */
+        {0, "bos_token_id", U32, 319, NULL, ok, NULL},
+        {0, "eos_token_id", U32, 320, NULL, bad, K "eos_token_id"},
+        {0, "eot_token_id", U32, 320, NULL, bad, K "eot_token_id"},
+        {0, "unknown_token_id", U32, 0xffffffff, NULL, ok, NULL}, /* wrong in many files, and nothing depends on it */
+        {0, "padding_token_id", I32, -1, NULL, ok, NULL},
+        {0, "padding_token_id", STR, 0, "x", bad, K "padding_token_id"},
+        {0, "add_bos_token", U32, 1, NULL, bad, "want a bool, found u32"},
+        {0, "add_eos_token", STR, 0, "true", bad, "found string"},
+        {0, "add_space_prefix", U8S, 1, NULL, bad, K "add_space_prefix"},
+        {1, "merges", DROP, 0, NULL, gone, K "merges"},
+        {1, "merges", U32S, 3, NULL, bad, "array of u32"},
+        {1, "merges", STR, 0, "a b", bad, "want an array of string"},
+        {1, "merges", STRS, 0, NULL, ok, NULL},
+        {1, "merges", STRS, 2000, "h e", ok, NULL},
+        {1, "merges", SET_TEXT, 0, "ab", bad, "element 3"},
+        {1, "merges", SET_TEXT, 0, "", bad, "element 3"},
+        {1, "merges", SET_TEXT, 0, " ", bad, "element 3"},
+        {1, "merges", SET_TEXT, 0, " th", bad, "' th'"},
+        {1, "merges", SET_TEXT, 0, "th ", bad, "'th '"},
+        {1, "merges", SET_TEXT, 0, "a b c", bad, "'a b c'"},
+        {1, "merges", SET_TEXT, 0, "zz zz", ok, NULL}, /* makes no token: pruned vocabularies have such */
+        {1, "merges", SET_TEXT, 0, "\xff \xfe", ok, NULL},
+        {0, "merges", STRS, 3, "?", ok, NULL}, /* SPM has none */
+    };
+    for (size_t i = 0; i < RFI_COUNT(cases); i++) {
+        const bad_case *b = &cases[i];
+        mg_gguf w;
+        opened o;
+        mg_begin(&w, 3);
+        put_bad_vocab(&w, b);
+        open_file(&o, &w, NULL);
+        rf_result got = o.t ? RF_OK : o.err.code;
+        CHECK(got == b->want && (got == RF_OK || strstr(o.err.text, b->says)), "%s %s kind %d: want %d \"%s\", got %d \"%s\"",
+              b->bpe ? "BPE" : "SPM", b->key, b->kind, b->want, b->says ? b->says : "", got, o.err.text);
+        if (got == RF_ERR_FORMAT || (got == RF_ERR_UNSUPPORTED && o.err.where))
+            CHECK(o.err.where > 0 && o.err.where < o.file.n && strstr(o.err.text, "at byte "), "%s", o.err.text);
+        if (o.t) { /* what opens also works */
+            static const char text[] = "<s>hello <|im_end|> \xff\xe2\x96\x81the 12\n";
+            int32_t ids[128];
+            uint32_t n = 0;
+            size_t n_bytes;
+            for (uint32_t flags = 0; flags < 4; flags++)
+                CHECK(rf_tokenize(o.t, text, sizeof text - 1, flags, ids, 128, &n, &o.err) == RF_OK, "%s: %s", b->key, o.err.text);
+            for (uint32_t k = 0; k < n; k++) CHECK(ids[k] >= 0 && ids[k] < 320, "id %d", ids[k]);
+            for (int32_t id = 0; id < (int32_t)rf_tokenizer_get_info(o.t).n_vocab; id++)
+                free(detok(o.t, &id, 1, RF_DETOKENIZE_SPECIAL, &n_bytes));
+        }
+        close_file(&o);
+    }
+}
+
+/* ---- memory ---- */
+
+static void test_no_memory(void) {
+    static const char text[] = "hello <|im_end|> world <s> and 12 the \xff";
+    for (int bpe = 0; bpe < 2; bpe++) {
+        mg_gguf w;
+        opened o;
+        int32_t ids[64], want[64];
+        uint32_t n = 0, n_want = 0;
+        rf_result r = RF_ERR_MEMORY;
+        mg_begin(&w, 3);
+        mg_put_vocab(&w, bpe, "llama-bpe", 320);
+        open_file(&o, &w, NULL);
+        REQUIRE(o.t, "%s", o.err.text);
+        REQUIRE(rf_tokenize(o.t, text, sizeof text - 1, 3, want, 64, &n_want, NULL) == RF_OK, "tokenize");
+        rf_tokenizer_close(o.t);
+        o.t = NULL;
+        int64_t before = live_blocks, fails = 0;
+        for (int64_t at = 1; at < 100 && r == RF_ERR_MEMORY; at++, fails++) {
+            alloc_calls = 0;
+            alloc_fail_at = at;
+            r = rf_tokenizer_open(o.g, NULL, &o.t, &o.err);
+            if (r == RF_OK) break;
+            CHECK(r == RF_ERR_MEMORY && !o.t && o.err.code == RF_ERR_MEMORY && live_blocks == before, "%s", o.err.text);
+        }
+        CHECK(r == RF_OK && fails >= 5, "%d after %d failures", r, (int)fails);
+        before = live_blocks;
+        r = RF_ERR_MEMORY;
+        fails = 0;
+        for (int64_t at = 1; o.t && at < 100 && r == RF_ERR_MEMORY; at++, fails++) {
+            alloc_calls = 0;
+            alloc_fail_at = at;
+            r = rf_tokenize(o.t, text, sizeof text - 1, 3, ids, 64, &n, &o.err);
+            CHECK(live_blocks == before, "%lld blocks leak", (long long)(live_blocks - before));
+            if (r == RF_OK) break;
+            CHECK(r == RF_ERR_MEMORY && o.err.code == RF_ERR_MEMORY && n == 0, "%d %s", r, o.err.text);
+        }
+        alloc_fail_at = 0;
+        CHECK(r == RF_OK && fails >= 3 && n == n_want && memcmp(ids, want, n * sizeof *ids) == 0, "%d after %d", r, (int)fails);
+        close_file(&o);
+    }
+}
+
+/* ---- long texts ---- */
+
+/* A megabyte of each: work that grows with the square of the length would take minutes. */
+static void test_long_texts(void) {
+    enum { BYTES = 1 << 20 };
+    static const char *const patterns[] = {"a", " ", "1", "\xff", "<", "he", "\xe6\x97\xa5", "\n", "hello the ", "<|im_end|>", "  x"};
+    static const char *const pres[] = {NULL, "llama-bpe", "default", "runs"};
+    char *text = (char *)get(BYTES);
+    int32_t *ids = (int32_t *)get(3 * (size_t)BYTES * sizeof *ids);
+    for (size_t p = 0; p < RFI_COUNT(pres); p++) {
+        opened o;
+        if (pres[p] && strcmp(pres[p], "runs") == 0) { /* user-defined runs of spaces, as gpt-neox has them */
+            mg_gguf w;
+            char runs[64][64];
+            const char *tokens[64];
+            int32_t types[64];
+            for (int i = 0; i < 64; i++) {
+                memset(runs[i], ' ', 64);
+                runs[i][i] = 0;
+                tokens[i] = i == 0 ? "a" : runs[i];
+                types[i] = i < 2 ? 1 : 4;
+            }
+            mg_begin(&w, 3);
+            mg_kv_str(&w, K "model", "gpt2");
+            mg_kv_arr_str(&w, K "tokens", tokens, 64);
+            mg_kv_arr_i32(&w, K "token_type", types, 64);
+            mg_kv_arr_str(&w, K "merges", tokens, 0);
+            open_file(&o, &w, NULL);
+        } else {
+            open_made(&o, pres[p]);
+        }
+        for (size_t k = 0; o.t && k < RFI_COUNT(patterns); k++) {
+            size_t len = strlen(patterns[k]);
+            uint32_t n = 0;
+            for (size_t i = 0; i < BYTES; i++) text[i] = patterns[k][i % len];
+            double start = rfi_now();
+            rf_result r = rf_tokenize(o.t, text, BYTES, 3, ids, 3u * BYTES, &n, &o.err);
+            double seconds = rfi_now() - start;
+            CHECK(r == RF_OK && seconds < 10, "%s, %s: %d, %.1f s", pres[p] ? pres[p] : "SPM", patterns[k], r, seconds);
+            if (p == 3 && k == 1) CHECK(n == BYTES / 63 + 1, "%u runs of 63 spaces", n);
+            if (p == 0 && k == 0) CHECK(n == BYTES + 1, "%u", n); /* bos, _a, then a each */
+        }
+        close_file(&o);
+    }
+    free(text);
+    free(ids);
+}
+
+/* ---- llama.cpp's answers ---- */
+
+static char zoo[600];
+
+static int have_zoo(const char *program) {
+    static const char *const tries[] = {"../shared/zoo", "../../shared/zoo", "../../../shared/zoo"};
+    const char *slash = strrchr(program, '/');
+    for (size_t i = 0; i < 2 * RFI_COUNT(tries); i++) {
+        char path[700];
+        int dir = i % 2 && slash ? (int)(slash - program) : 0;
+        snprintf(zoo, sizeof zoo, "%.*s%s%s", dir, program, dir ? "/" : "", tries[i / 2]);
+        snprintf(path, sizeof path, "%s/golden/tokenizer/strings.json", zoo);
+        if (have_file(path)) return 1;
+    }
+    return 0;
+}
+
+static char *read_text(const char *name) {
+    char path[700];
+    snprintf(path, sizeof path, "%s/golden/tokenizer/%s.json", zoo, name);
+    FILE *f = fopen(path, "rb");
+    if (!f) return NULL;
+    mg_buf b = {0};
+    char chunk[65536];
+    for (size_t n; (n = fread(chunk, 1, sizeof chunk, f)) > 0;) mg_put(&b, chunk, n);
+    mg_put(&b, "", 1);
+    fclose(f);
+    return (char *)b.data;
+}
+
+/* The little of JSON these files need: what follows "key":, the next [numbers], the next "string". */
+static const char *json_key(const char *p, const char *key) {
+    char quoted[128];
+    snprintf(quoted, sizeof quoted, "\"%s\":", key);
+    p = p ? strstr(p, quoted) : NULL;
+    return p ? p + strlen(quoted) : NULL;
+}
+static const char *json_ids(const char *p, int32_t *ids, uint32_t capacity, uint32_t *n) {
+    *n = 0;
+    while (*p && *p != ']' && !(*p == '[' && p[1] != '[')) p++;
+    for (p += *p == '['; *p && *p != ']';) {
+        char *end;
+        long v = strtol(p, &end, 10);
+        if (end == p) p++;
+        else {
+            if (*n < capacity) ids[(*n)++] = (int32_t)v;
+            p = end;
+        }
+    }
+    return *p ? p + 1 : p;
+}
+static const char *json_string(const char *p, const char **s, size_t *n) {
+    p = p ? strchr(p, '"') : NULL;
+    const char *end = p ? strchr(p + 1, '"') : NULL;
+    *s = end ? p + 1 : "";
+    *n = end ? (size_t)(end - p - 1) : 0;
+    return end ? end + 1 : NULL;
+}
+static size_t unhex(const char *hex, size_t n, char *out) {
+    for (size_t i = 0; i + 1 < n; i += 2) out[i / 2] = (char)(rfi_hex_digit(hex[i]) << 4 | rfi_hex_digit(hex[i + 1]));
+    return n / 2;
+}
+
+enum { MAX_STRINGS = 400, MAX_BYTES = 4096 };
+static struct {
+    char text[MAX_BYTES];
+    size_t n;
+} *strings;
+static size_t n_strings;
+
+static void read_strings(void) {
+    char *json = read_text("strings");
+    const char *p = json, *s;
+    size_t n;
+    free(strings);
+    strings = get(MAX_STRINGS * sizeof *strings);
+    for (n_strings = 0; p && n_strings < MAX_STRINGS && (p = json_string(p, &s, &n)) && n < 2 * MAX_BYTES; n_strings++)
+        strings[n_strings].n = unhex(s, n, strings[n_strings].text);
+    free(json);
+}
+
+static rf_result open_vocab(opened *o, const char *name, const char *pre) {
+    char path[700];
+    memset(o, 0, sizeof *o);
+    snprintf(path, sizeof path, "%s/vocab/%s.gguf", zoo, name);
+    rf_result r = rf_gguf_open(path, NULL, &o->g, &o->err);
+    return r == RF_OK ? rf_tokenizer_open(o->g, pre, &o->t, &o->err) : r;
+}
+
+/* All strings under these flags against the list of id lists at p. Returns how many differ. */
+static int compare_ids(const rf_tokenizer *t, const char *what, const char *p, uint32_t flags) {
+    int bad = 0;
+    p = p ? strchr(p, '[') : NULL;
+    CHECK(p, "%s: no golden ids", what);
+    for (size_t i = 0; p && i < n_strings; i++) {
+        int32_t want[MAX_BYTES], got[MAX_BYTES];
+        uint32_t n_want, n = 0;
+        char a[400], b[400];
+        p = json_ids(p + (i == 0), want, MAX_BYTES, &n_want);
+        rf_result r = rf_tokenize(t, strings[i].text, strings[i].n, flags, got, MAX_BYTES, &n, NULL);
+        if (r == RF_OK && n == n_want && memcmp(got, want, n * sizeof *got) == 0) continue;
+        ids_text(a, sizeof a, want, n_want);
+        ids_text(b, sizeof b, got, n < MAX_BYTES ? n : 0);
+        if (bad++ < 3) printf("    %s, string %d: want %s, got %s\n", what, (int)i, a, b);
+    }
+    return bad;
+}
+
+/* Well-formed UTF-8? Written apart from the library's, which it judges. */
+static int is_utf8(const char *s, size_t n) {
+    const unsigned char *p = (const unsigned char *)s;
+    for (size_t i = 0; i < n;) {
+        size_t more = p[i] < 0x80 ? 0 : p[i] >= 0xc2 && p[i] < 0xe0 ? 1 : p[i] >= 0xe0 && p[i] < 0xf0 ? 2 : p[i] >= 0xf0 && p[i] < 0xf5 ? 3 : 9;
+        if (more == 9 || n - i <= more) return 0;
+        uint32_t cp = more == 0 ? p[i] : p[i] & (0x3fu >> more);
+        for (size_t k = 1; k <= more; k++) {
+            if (p[i + k] >> 6 != 2) return 0;
+            cp = cp * 64 + p[i + k] % 64;
+        }
+        if ((more == 2 && (cp < 0x800 || cp - 0xd800 < 0x800)) || (more == 3 && (cp < 0x10000 || cp > 0x10ffff))) return 0;
+        i += more + 1;
+    }
+    return 1;
+}
+
+/* Golden texts of the ids with bos: llama.cpp keeps the space SPM wrote, we take it back. Texts that are not UTF-8 are
+ * not compared, but ours must be. */
+static int compare_texts(const rf_tokenizer *t, const char *what, const char *ids_at, const char *p, uint32_t flags) {
+    int bad = 0, spm = strcmp(rf_tokenizer_get_info(t).model, "llama") == 0;
+    ids_at = ids_at ? strchr(ids_at, '[') : NULL;
+    CHECK(p && ids_at, "%s: no golden texts", what);
+    for (size_t i = 0; p && ids_at && i < n_strings; i++) {
+        int32_t ids[MAX_BYTES];
+        uint32_t n;
+        const char *hex;
+        size_t n_hex, n_got;
+        char want[2 * MAX_BYTES], *w = want;
+        ids_at = json_ids(ids_at + (i == 0), ids, MAX_BYTES, &n);
+        p = json_string(p, &hex, &n_hex);
+        size_t n_want = unhex(hex, n_hex, want);
+        if (spm && !(flags & RF_DETOKENIZE_SPECIAL) && n_want && *w == ' ') w++, n_want--;
+        char *got = detok(t, ids, n, flags, &n_got);
+        if (!is_utf8(got, n_got) || (is_utf8(w, n_want) && (n_want != n_got || memcmp(w, got, n_got) != 0))) {
+            if (bad++ < 3) printf("    %s, string %d: want \"%.*s\", got \"%.*s\"\n", what, (int)i, (int)n_want, w, (int)n_got, got);
+        }
+        free(got);
+    }
+    return bad;
+}
+
+static void test_zoo_vocabularies(void) {
+    static const char *const names[] = {"gpt-2", "gpt-neox", "llama-spm", "phi-3", "refact"};
+    static const char *const refused[][2] = {{"bert-bge", "'bert'"}, {"falcon", "'falcon'"}, {"deepseek-coder", "'deepseek-coder'"}};
+    read_strings();
+    REQUIRE(n_strings == 326, "%d strings", (int)n_strings);
+    for (size_t i = 0; i < RFI_COUNT(names); i++) {
+        opened o;
+        char *json = read_text(names[i]);
+        CHECK(json && open_vocab(&o, names[i], NULL) == RF_OK, "%s: %s", names[i], o.err.text);
+        if (json && o.t) {
+            int bad = compare_ids(o.t, names[i], json_key(json, "plain"), 0);
+            bad += compare_ids(o.t, names[i], json_key(json, "special"), RF_TOKENIZE_SPECIAL);
+            bad += compare_ids(o.t, names[i], json_key(json, "full"), RF_TOKENIZE_SPECIAL | RF_TOKENIZE_ADD);
+            CHECK(bad == 0, "%s: ids of %d strings differ", names[i], bad);
+            bad = compare_texts(o.t, names[i], json_key(json, "full"), json_key(json, "detok"), RF_DETOKENIZE_SPECIAL);
+            bad += compare_texts(o.t, names[i], json_key(json, "full"), json_key(json, "detok_nospecial"), 0);
+            CHECK(bad == 0, "%s: texts of %d strings differ", names[i], bad);
+        }
+        free(json);
+        close_file(&o);
+    }
+    for (size_t i = 0; i < RFI_COUNT(refused); i++) {
+        opened o;
+        CHECK(open_vocab(&o, refused[i][0], NULL) == RF_ERR_UNSUPPORTED && strstr(o.err.text, refused[i][1]), "%s", o.err.text);
+        close_file(&o);
+    }
+}
+
+static const rfi_pre *find_pre(const char *name, size_t n) {
+    for (size_t k = 0; k < RFI_COUNT(rfi_pres); k++)
+        if (strlen(rfi_pres[k].name) == n && memcmp(rfi_pres[k].name, name, n) == 0) return &rfi_pres[k];
+    return NULL;
+}
+
+/* pre.json: ids under each class of pre-tokenizers, and which names are of which class. */
+static void test_zoo_pre_tokenizers(void) {
+    char *json = read_text("pre");
+    const char *ids = json_key(json, "ids"), *alias = json_key(json, "alias"), *rejected = json_key(json, "rejected");
+    opened o;
+    int n_run = 0, n_named = 0, n_refused = 0;
+    read_strings();
+    REQUIRE(json && ids && alias && rejected && n_strings == 326, "pre.json");
+    CHECK(open_vocab(&o, "gpt-2", NULL) == RF_OK, "%s", o.err.text);
+    for (size_t k = 0; k < RFI_COUNT(rfi_pres); k++) {
+        const char *at = json_key(ids, rfi_pres[k].name);
+        rf_tokenizer *t = NULL;
+        if (!at || at > alias) continue; /* an alias: below */
+        CHECK(rf_tokenizer_open(o.g, rfi_pres[k].name, &t, &o.err) == RF_OK, "%s", o.err.text);
+        int bad = t ? compare_ids(t, rfi_pres[k].name, at, 0) : 1;
+        CHECK(bad == 0, "%s: ids of %d strings differ", rfi_pres[k].name, bad);
+        rf_tokenizer_close(t);
+        n_run++;
+    }
+    for (const char *p = alias, *name, *of; p < rejected;) {
+        size_t n, n_of;
+        p = json_string(p, &name, &n);
+        if (!p || name > rejected || memcmp(name, "rejected", n) == 0) break;
+        p = json_string(p, &of, &n_of);
+        if (!p) break;
+        const rfi_pre *pre = find_pre(name, n), *class = find_pre(of, n_of);
+        if (!pre) continue;
+        CHECK(class && pre->rule == class->rule && pre->max_digits == class->max_digits, "%s is not of class %.*s", pre->name, (int)n_of, of);
+        n_named++;
+    }
+    for (const char *p = rejected, *name;;) {
+        char copy[64];
+        size_t n;
+        rf_tokenizer *t = NULL;
+        p = json_string(p, &name, &n);
+        if (!p) break;
+        snprintf(copy, sizeof copy, "%.*s", (int)n, name);
+        CHECK(rf_tokenizer_open(o.g, copy, &t, &o.err) == RF_ERR_UNSUPPORTED && strstr(o.err.text, copy), "%s: %s", copy, o.err.text);
+        n_refused++;
+    }
+    CHECK(n_run == 5 && n_named + n_run == (int)RFI_COUNT(rfi_pres) && n_refused == 9, "%d run, %d named, %d refused", n_run, n_named,
+          n_refused);
+    free(json);
+    close_file(&o);
+    free(strings);
+    strings = NULL;
+}
+
+int main(int argc, char **argv) {
+    RFT_BEGIN(argc, argv);
+    RUN(test_words);
+    RUN(test_unicode_classes);
+    RUN(test_bpe_by_hand);
+    RUN(test_spm_by_hand);
+    RUN(test_whole_words);
+    RUN(test_special_tokens);
+    RUN(test_ends);
+    RUN(test_detokenize);
+    RUN(test_round_trip);
+    RUN(test_capacity_and_arguments);
+    RUN(test_malformed);
+    RUN(test_no_memory);
+    RUN(test_long_texts);
+    RUN_IF(have_file(example_path), test_shipped_model, "no examples/shakespeare-5m.gguf");
+    RUN_IF(have_zoo(argv[0]), test_zoo_vocabularies, "no ../shared/zoo");
+    RUN_IF(have_zoo(argv[0]), test_zoo_pre_tokenizers, "no ../shared/zoo");
+    RFT_END();
+}
