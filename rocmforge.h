@@ -1710,8 +1710,8 @@ static int rfi_gguf_bad(rfi_gguf_reader *r, rf_result code, uint64_t where, cons
     /* a wrong length shows in what comes after it */
     rfi_gguf_show(last, r->part, r->last_at, unnamed ? r->last_len : 0);
     if (r->element) snprintf(element, sizeof element, "[%llu]", RFI_LLU(r->element) - 1);
-    r->rc = rfi_fail(r->err, code, where, "%s: %s%s%s%s%s at byte %llu: %s", rfi_path_label(r->part->path), name, element,
-                     unnamed ? " (after " : "", last, unnamed ? ")" : "", RFI_LLU(where), what);
+    r->rc = rfi_fail(r->err, code, where, "%s: %s%s%s%s%s at byte %llu: %s", rfi_path_label(r->part->path), name,
+                     element, unnamed ? " (after " : "", last, unnamed ? ")" : "", RFI_LLU(where), what);
     return 0;
 }
 
@@ -1762,7 +1762,7 @@ static const unsigned char *rfi_gguf_take(rfi_gguf_reader *r, uint64_t n, const 
     if (r->at + n > ROCMFORGE_MAX_METADATA_BYTES) {
         rfi_gguf_bad(r, RF_ERR_UNSUPPORTED, r->at,
                      "%s of %llu bytes: metadata is read up to %u bytes (ROCMFORGE_MAX_METADATA_BYTES)", what,
-                     RFI_LLU(n), ROCMFORGE_MAX_METADATA_BYTES);
+                     RFI_LLU(n), (unsigned)ROCMFORGE_MAX_METADATA_BYTES);
         return NULL;
     }
     if (r->at + n > r->part->n_loaded && !rfi_gguf_load(r, r->at + n)) return NULL;
@@ -1993,7 +1993,7 @@ static int rfi_gguf_alignment(rfi_gguf_reader *r, const rfi_gguf_table *keys) {
     uint32_t v = rfi_load_u32(kv->data);
     if (v == 0 || (v & (v - 1)) || v > ROCMFORGE_MAX_ALIGNMENT)
         return rfi_gguf_bad(r, RF_ERR_FORMAT, kv->where, "value is %u, want a power of two up to %u", v,
-                            ROCMFORGE_MAX_ALIGNMENT);
+                            (unsigned)ROCMFORGE_MAX_ALIGNMENT);
     r->part->alignment = v;
     return 1;
 }
@@ -2055,8 +2055,8 @@ static int rfi_gguf_place(rfi_gguf_reader *r, rf_tensor_info *t) {
     if (!rfi_align_up(part->meta_bytes, part->alignment, &start) || start > part->size_bytes ||
         offset > part->size_bytes - start || t->size_bytes > part->size_bytes - start - offset)
         return rfi_gguf_bad(r, RF_ERR_FORMAT, where,
-                            "%llu bytes at offset %llu of the data, which starts at byte %llu (general.alignment %u), "
-                            "end past the file's %llu: is it truncated?",
+                            "%llu bytes at offset %llu of the data, which starts at byte %llu (general.alignment "
+                            "%u), end past the file's %llu: is it truncated?",
                             RFI_LLU(t->size_bytes), RFI_LLU(offset), RFI_LLU(start), part->alignment,
                             RFI_LLU(part->size_bytes));
     t->offset_bytes = start + offset;
@@ -2158,7 +2158,7 @@ static int rfi_gguf_split(rfi_gguf_reader *r, const rfi_gguf_table *keys, rfi_sp
     if (s->count > ROCMFORGE_MAX_FILES)
         return rfi_gguf_bad(r, RF_ERR_UNSUPPORTED, kv->where,
                             "value is %lld, at most %u parts are read (ROCMFORGE_MAX_FILES)",
-                            (long long)s->count, ROCMFORGE_MAX_FILES);
+                            (long long)s->count, (unsigned)ROCMFORGE_MAX_FILES);
     if (r->part->handle < 0)
         return rfi_gguf_bad(r, RF_ERR_UNSUPPORTED, kv->where,
                             "value is %lld: a split file cannot be opened from memory", (long long)s->count);
@@ -4029,48 +4029,52 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
 
 /* ---- scalar: portable C, the plainest statement of what the others do ---- */
 
+/* d_w and m_w of a unit's groups; of Q6_K the 16 scales and d. */
+static void rfi_scalar_scales(uint32_t type, const uint8_t *block, float *s, float *m) {
+    if (type == RF_TYPE_Q6_K) {
+        const rfi_block_q6_k *b = (const rfi_block_q6_k *)block;
+        for (int i = 0; i < 16; i++) s[i] = (float)(int8_t)b->scales[i];
+        for (int g = 0; g < 8; g++) m[g] = rfi_load_f16(b->d);
+    } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K) {
+        const float d = rfi_load_f16(block), dmin = rfi_load_f16(block + 2);
+        uint8_t scale[8], min[8];
+        rfi_k_scales(block + 4, scale, min);
+        for (int g = 0; g < 8; g++) s[g] = d * (float)scale[g], m[g] = -dmin * (float)min[g];
+    } else {
+        const int has_min = rfi_kind_of(type) == RFI_KIND_MIN;
+        for (int g = 0; g < 8; g++, block += rfi_unit_bytes(type) / 8) {
+            s[g] = rfi_load_f16(block);
+            m[g] = has_min ? rfi_load_f16(block + 2) : 0;
+        }
+    }
+}
+
 static void rfi_scalar_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {
     const uint8_t *block = r->row[0] + offset;
     int8_t *q = (int8_t *)p->q + at * 32;
-    float *s = p->s + at, *m = p->m + at;
+    rfi_scalar_scales(type, block, p->s + at * (type == RF_TYPE_Q6_K ? 2 : 1), p->m + at);
     if (type == RF_TYPE_Q6_K) {
         const rfi_block_q6_k *b = (const rfi_block_q6_k *)block;
-        for (int i = 0; i < 16; i++) p->s[at * 2 + (uint32_t)i] = (float)(int8_t)b->scales[i];
         for (int g = 0; g < 8; g++) {
-            m[g] = rfi_load_f16(b->d);
             const uint8_t *lo = b->ql + (g >> 2) * 64 + (g & 1) * 32, *hi = b->qh + (g >> 2) * 32;
             for (int l = 0; l < 32; l++)
                 q[g * 32 + l] = (int8_t)(((lo[l] >> (g & 2) * 2 & 15) | (hi[l] >> (g & 3) * 2 & 3) << 4) - 32);
         }
     } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K) {
         const uint8_t *bits = block + 16, *low = type == RF_TYPE_Q5_K ? block + 48 : block + 16;
-        uint8_t scale[8], min[8];
-        rfi_k_scales(block + 4, scale, min);
-        for (int g = 0; g < 8; g++) {
-            s[g] = rfi_load_f16(block) * (float)scale[g];
-            m[g] = -(rfi_load_f16(block + 2) * (float)min[g]);
+        for (int g = 0; g < 8; g++)
             for (int l = 0; l < 32; l++) {
                 int v = low[(g >> 1) * 32 + l] >> (g & 1) * 4 & 15;
                 q[g * 32 + l] = (int8_t)(type == RF_TYPE_Q5_K ? v | (bits[l] >> g & 1) << 4 : v);
             }
-        }
     } else {
-        const int has_min = rfi_kind_of(type) == RFI_KIND_MIN;
-        const uint32_t head = has_min ? 4 : 2;
+        const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1;
         for (int g = 0; g < 8; g++, block += rfi_unit_bytes(type) / 8, q += 32) {
-            s[g] = rfi_load_f16(block);
-            if (has_min) m[g] = rfi_load_f16(block + 2);
-            if (type == RF_TYPE_Q8_0) {
-                memcpy(q, block + head, 32);
-                continue;
-            }
-            const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1;
-            const uint32_t qh = five ? rfi_load_u32(block + head) : 0;
-            const uint8_t *low = block + head + (five ? 4 : 0);
-            for (int l = 0; l < 32; l++) {
-                int v = (low[l & 15] >> (l >> 4) * 4 & 15) | (int)(qh >> l & 1) << 4;
-                q[l] = (int8_t)(v - rfi_bias_of(type));
-            }
+            const uint8_t *b = block + (rfi_kind_of(type) == RFI_KIND_MIN ? 4 : 2), *low = b + (five ? 4 : 0);
+            const uint32_t qh = five ? rfi_load_u32(b) : 0;
+            for (int l = 0; l < 32 && type != RF_TYPE_Q8_0; l++)
+                q[l] = (int8_t)((low[l & 15] >> (l >> 4) * 4 & 15) + (int)(qh >> l & 1) * 16 - rfi_bias_of(type));
+            if (type == RF_TYPE_Q8_0) memcpy(q, b, 32);
         }
     }
 }
@@ -4134,6 +4138,13 @@ RFI_INLINE void rfi_scalar_float_tile(uint32_t type, rfi_float_tile *t) {
             t->sum[c][r] = lane[0];
         }
     }
+}
+
+/* One dimension, for those that fill no vector. */
+RFI_INLINE void rfi_weigh_one(uint32_t type, const void *v, uint32_t n_pos, uint32_t head_dim_v, uint32_t d, const float *p,
+                              float *out) {
+    for (uint64_t pos = 0; pos < n_pos; pos++)
+        *out = fmaf(p[pos], rfi_load_type(type, (const uint8_t *)v, pos * head_dim_v + d), *out);
 }
 
 RFI_INLINE void rfi_scalar_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
@@ -4921,10 +4932,7 @@ RFI_INLINE RFI_256 void rfi_avx2_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
         }
         for (int i = 0; i <= two; i++)
             for (uint32_t e = d; e < head_dim_v; e++)
-                for (uint64_t pos = 0; pos < n_pos; pos++) {
-                    float *o = out + (uint32_t)i * out_stride + e;
-                    *o = fmaf(p[(uint32_t)i * p_stride + pos], rfi_load_type(type, (const uint8_t *)v, pos * head_dim_v + e), *o);
-                }
+                rfi_weigh_one(type, v, n_pos, head_dim_v, e, p + (uint32_t)i * p_stride, out + (uint32_t)i * out_stride + e);
     }
 }
 static RFI_256 void rfi_avx2_weigh_F16(RFI_WEIGH_PARAMS) { rfi_avx2_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
@@ -4934,6 +4942,250 @@ RFI_ELEMENTWISE(avx2, RFI_256)
 RFI_ALL_TYPES(avx2, RFI_256, 8, 4)
 RFI_KERNELS(avx2, "avx2")
 #endif /* __x86_64__ */
+
+#if defined(__aarch64__)
+
+/* ---- NEON with dot products: 4 rows at once ---- */
+
+#if defined(__clang__)
+#define RFI_NEON __attribute__((target("dotprod")))
+#else
+#define RFI_NEON __attribute__((target("arch=armv8.2-a+dotprod")))
+#endif
+
+/* acc's four lanes += sums of four products each; the second multiplies by group `lane` of x. Written as assembly since
+ * compilers offer the intrinsics only when the whole file is compiled for such a processor. */
+RFI_INLINE RFI_NEON int32x4_t rfi_neon_dot(int32x4_t acc, int8x16_t a, int8x16_t b) {
+    __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(acc) : "w"(a), "w"(b));
+    return acc;
+}
+#define rfi_neon_dot_lane(acc, a, x, lane) \
+    __asm__("sdot %0.4s, %1.16b, %2.4b[" #lane "]" : "+w"(acc) : "w"(a), "w"(x))
+
+/* The values of group g of a unit: the first and the second 16, signed, bias taken off. */
+RFI_INLINE RFI_NEON void rfi_neon_values(uint32_t type, const uint8_t *p, uint32_t g, int8x16_t q[2]) {
+    const uint8x16_t low = vdupq_n_u8(15);
+    uint8x16_t v[2];
+    if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) {
+        const int k6 = type == RF_TYPE_Q6_K, high = k6 ? g >> 1 & 1 : g & 1;
+        const uint8_t *nibbles = p + (k6 ? (g >> 2) * 64 + (g & 1) * 32 : (type == RF_TYPE_Q4_K ? 16u : 48u) + (g >> 1) * 32);
+        const uint8_t *bits = k6 ? p + 128 + (g >> 2) * 32 : p + 16;
+        const int8x16_t turn = vdupq_n_s8((int8_t)(k6 ? 4 - 2 * (int)(g & 3) : 4 - (int)g));
+        const uint8x16_t mask = vdupq_n_u8(k6 ? 0x30 : 0x10);
+        for (int i = 0; i < 2; i++) {
+            const uint8x16_t b = vld1q_u8(nibbles + 16 * i);
+            v[i] = high ? vshrq_n_u8(b, 4) : vandq_u8(b, low);
+            if (type != RF_TYPE_Q4_K) v[i] = vorrq_u8(v[i], vandq_u8(vshlq_u8(vld1q_u8(bits + 16 * i), turn), mask));
+        }
+    } else {
+        const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1;
+        const uint8_t *b = p + g * (rfi_unit_bytes(type) / 8) + (rfi_kind_of(type) == RFI_KIND_MIN ? 4 : 2);
+        v[0] = vld1q_u8(b + (five ? 4 : 0));
+        v[1] = type == RF_TYPE_Q8_0 ? vld1q_u8(b + 16) : vshrq_n_u8(v[0], 4);
+        if (type != RF_TYPE_Q8_0) v[0] = vandq_u8(v[0], low);
+        for (int i = 0; i < 2 && five; i++) {
+            const uint8x16_t qh = vcombine_u8(vdup_n_u8(b[2 * i]), vdup_n_u8(b[2 * i + 1]));
+            const uint8x8_t bit = vcreate_u8(0x8040201008040201u);
+            v[i] = vorrq_u8(v[i], vandq_u8(vtstq_u8(qh, vcombine_u8(bit, bit)), vdupq_n_u8(16)));
+        }
+    }
+    const int8x16_t bias = vdupq_n_s8((int8_t)rfi_bias_of(type));
+    for (int i = 0; i < 2; i++) q[i] = rfi_bias_of(type) ? vsubq_s8(vreinterpretq_s8_u8(v[i]), bias) : vreinterpretq_s8_u8(v[i]);
+}
+
+/* As in rfi_panel, from each row's own. */
+RFI_INLINE RFI_NEON void rfi_neon_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s, float *m) {
+    const uint32_t n = type == RF_TYPE_Q6_K ? 16 : 8;
+    for (uint32_t l = 0; l < 4; l++) {
+        float row_s[16], row_m[8];
+        rfi_scalar_scales(type, r->row[l] + offset, row_s, row_m);
+        for (uint32_t i = 0; i < n; i++) s[i * 4 + l] = row_s[i];
+        for (uint32_t i = 0; i < 8; i++) m[i * 4 + l] = row_m[i];
+    }
+}
+
+RFI_INLINE RFI_NEON void rfi_neon_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc) {
+    const uint32_t unit = rfi_unit_bytes(type);
+    float s[16 * 4], m[8 * 4];
+    float32x4_t y = vld1q_f32(acc);
+    for (uint32_t g0 = 0; g0 < n_groups; g0 += 8, x += 8) {
+        const uint64_t offset = (uint64_t)(g0 / 8) * unit;
+        uint64_t ahead = offset + 4 * RFI_AHEAD * unit; /* at the end of the rows, the next 4 begin */
+        if (ahead >= r->row_bytes) ahead += 3 * r->row_bytes;
+        for (int l = 0; l < 4 && r->row_bytes; l++)
+            for (uint32_t i = 0; i < unit; i += 64) __builtin_prefetch((const char *)((uintptr_t)r->row[l] + ahead + i));
+        rfi_neon_scales(type, r, offset, s, m);
+        for (uint32_t g = 0; g < 8 && g0 + g < n_groups; g++) {
+            const int8x16_t x0 = vld1q_s8(x[g].q), x1 = vld1q_s8(x[g].q + 16);
+            int32x4_t a[4], b[4];
+            for (int l = 0; l < 4; l++) {
+                int8x16_t q[2];
+                rfi_neon_values(type, r->row[l] + offset, g, q);
+                a[l] = rfi_neon_dot(vdupq_n_s32(0), q[0], x0);
+                if (type == RF_TYPE_Q6_K) b[l] = rfi_neon_dot(vdupq_n_s32(0), q[1], x1);
+                else a[l] = rfi_neon_dot(a[l], q[1], x1);
+            }
+            float32x4_t isum = vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(a[0], a[1]), vpaddq_s32(a[2], a[3])));
+            float32x4_t scale = vld1q_f32(s + g * 4);
+            if (type == RF_TYPE_Q6_K) {
+                const float32x4_t half = vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(b[0], b[1]), vpaddq_s32(b[2], b[3])));
+                isum = vfmaq_f32(vmulq_f32(isum, vld1q_f32(s + g * 8)), half, vld1q_f32(s + g * 8 + 4));
+                scale = vld1q_f32(m + g * 4);
+            }
+            y = vfmaq_f32(y, isum, vmulq_n_f32(scale, x[g].d));
+            if (rfi_kind_of(type) == RFI_KIND_MIN) y = vfmaq_n_f32(y, vld1q_f32(m + g * 4), x[g].s);
+        }
+    }
+    vst1q_f32(acc, y);
+}
+
+RFI_INLINE RFI_NEON void rfi_neon_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {
+    for (uint32_t g = 0; g < 8; g++) {
+        int8x16_t q[4][2];
+        for (int l = 0; l < 4; l++) rfi_neon_values(type, r->row[l] + offset, g, q[l]);
+        for (int h = 0; h < 2; h++) { /* storing four vectors interleaved transposes them */
+            const uint32x4x4_t v = {{vreinterpretq_u32_s8(q[0][h]), vreinterpretq_u32_s8(q[1][h]),
+                                     vreinterpretq_u32_s8(q[2][h]), vreinterpretq_u32_s8(q[3][h])}};
+            vst4q_u32((uint32_t *)(void *)(p->q + (at + g) * 128 + (uint32_t)h * 64), v);
+        }
+    }
+    rfi_neon_scales(type, r, offset, p->s + at * (type == RF_TYPE_Q6_K ? 8 : 4), p->m + at * 4);
+}
+
+/* Half a group of 4 rows times the columns' values. */
+RFI_INLINE RFI_NEON void rfi_neon_dots(const uint8_t *q, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols, uint32_t at,
+                              int32x4_t sum[8]) {
+    int8x16_t w[4];
+    for (int u = 0; u < 4; u++) w[u] = vreinterpretq_s8_u8(vld1q_u8(q + 16 * u));
+    for (uint32_t c = 0; c < n_cols; c++) {
+        const int8x16_t v = vld1q_s8(x[c * x_stride].q + at);
+        rfi_neon_dot_lane(sum[c], w[0], v, 0);
+        rfi_neon_dot_lane(sum[c], w[1], v, 1);
+        rfi_neon_dot_lane(sum[c], w[2], v, 2);
+        rfi_neon_dot_lane(sum[c], w[3], v, 3);
+    }
+}
+
+RFI_INLINE RFI_NEON void rfi_neon_tile(rfi_kind kind, uint32_t nc, RFI_TILE_PARAMS) {
+    float32x4_t y[8];
+    RFI_UNUSED(n_cols);
+    for (uint32_t c = 0; c < nc; c++) y[c] = vld1q_f32(acc + c * acc_stride);
+    for (uint32_t g = 0; g < n_groups; g++, x++) {
+        const uint8_t *q = p->q + g * 128;
+        const float32x4_t m = vld1q_f32(p->m + g * 4);
+        int32x4_t sum[8];
+        for (uint32_t c = 0; c < nc; c++) sum[c] = vdupq_n_s32(0);
+        rfi_neon_dots(q, x, x_stride, nc, 0, sum);
+        if (kind == RFI_KIND_HALVES) {
+            const float32x4_t s0 = vld1q_f32(p->s + g * 8), s1 = vld1q_f32(p->s + g * 8 + 4);
+            int32x4_t half[8];
+            for (uint32_t c = 0; c < nc; c++) half[c] = vdupq_n_s32(0);
+            rfi_neon_dots(q + 64, x, x_stride, nc, 16, half);
+            for (uint32_t c = 0; c < nc; c++) {
+                const float32x4_t f = vfmaq_f32(vmulq_f32(vcvtq_f32_s32(sum[c]), s0), vcvtq_f32_s32(half[c]), s1);
+                y[c] = vfmaq_f32(y[c], f, vmulq_n_f32(m, x[c * x_stride].d));
+            }
+        } else {
+            const float32x4_t s = vld1q_f32(p->s + g * 4);
+            rfi_neon_dots(q + 64, x, x_stride, nc, 16, sum);
+            for (uint32_t c = 0; c < nc; c++) {
+                y[c] = vfmaq_f32(y[c], vcvtq_f32_s32(sum[c]), vmulq_n_f32(s, x[c * x_stride].d));
+                if (kind == RFI_KIND_MIN) y[c] = vfmaq_n_f32(y[c], m, x[c * x_stride].s);
+            }
+        }
+    }
+    for (uint32_t c = 0; c < nc; c++) vst1q_f32(acc + c * acc_stride, y[c]);
+}
+
+/* Whole tiles of 8 columns, then of one. */
+#define RFI_NEON_TILE(name, kind)                                                                        \
+    static RFI_NEON void rfi_neon_tile_##name(RFI_TILE_PARAMS) {                                                  \
+        if (n_cols == 8) {                                                                               \
+            rfi_neon_tile(kind, 8, RFI_TILE_ARGS);                                                       \
+            return;                                                                                      \
+        }                                                                                                \
+        for (; n_cols; n_cols--, x += x_stride, acc += acc_stride) rfi_neon_tile(kind, 1, RFI_TILE_ARGS); \
+    }
+RFI_NEON_TILE(bias, RFI_KIND_BIAS)
+RFI_NEON_TILE(min, RFI_KIND_MIN)
+RFI_NEON_TILE(halves, RFI_KIND_HALVES)
+#define rfi_neon_tile_eight rfi_neon_tile_bias
+
+RFI_INLINE RFI_NEON float32x4_t rfi_neon_load(uint32_t type, const void *p, uint64_t i) {
+    if (type == RF_TYPE_F32) return vreinterpretq_f32_u8(vld1q_u8((const uint8_t *)p + 4 * i));
+    const uint16x4_t v = vreinterpret_u16_u8(vld1_u8((const uint8_t *)p + 2 * i));
+    if (type == RF_TYPE_F16) return vcvt_f32_f16(vreinterpret_f16_u16(v));
+    return vreinterpretq_f32_u32(vshll_n_u16(v, 16));
+}
+
+RFI_INLINE RFI_NEON void rfi_neon_float_part(uint32_t type, uint32_t n_cols, uint32_t first, rfi_float_tile *t) {
+    const uint32_t whole = t->n & ~7u;
+    float32x4_t sum[4][4][2]; /* 8 lanes */
+    for (uint32_t c = 0; c < n_cols; c++)
+        for (int r = 0; r < 4; r++) sum[c][r][0] = sum[c][r][1] = vdupq_n_f32(0);
+    for (uint32_t i = 0; i < whole; i += 8)
+        for (int r = 0; r < 4; r++) {
+            if (t->n_cols == 1 && t->ahead) __builtin_prefetch((const char *)((uintptr_t)t->row[r] + t->ahead + i * 2));
+            for (uint32_t h = 0; h < 2; h++) {
+                const float32x4_t w = rfi_neon_load(type, t->row[r], i + 4 * h);
+                for (uint32_t c = 0; c < n_cols; c++)
+                    sum[c][r][h] = vfmaq_f32(sum[c][r][h], w, vld1q_f32(t->x + (first + c) * t->x_stride + i + 4 * h));
+            }
+        }
+    for (uint32_t c = 0; c < n_cols; c++) {
+        const float *x = t->x + (first + c) * t->x_stride;
+        float32x4_t v[4];
+        for (int r = 0; r < 4; r++) v[r] = vaddq_f32(sum[c][r][0], sum[c][r][1]);
+        vst1q_f32(t->sum[first + c], vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])));
+        for (uint32_t i = whole; i < t->n; i++)
+            for (int r = 0; r < 4; r++) t->sum[first + c][r] = fmaf(rfi_load_type(type, t->row[r], i), x[i], t->sum[first + c][r]);
+    }
+}
+
+RFI_INLINE RFI_NEON void rfi_neon_float_tile(uint32_t type, rfi_float_tile *t) {
+    if (t->n_cols >= 2) rfi_neon_float_part(type, 2, 0, t);
+    if (t->n_cols == 4) rfi_neon_float_part(type, 2, 2, t);
+    if (t->n_cols & 1) rfi_neon_float_part(type, 1, t->n_cols - 1, t);
+}
+
+RFI_INLINE RFI_NEON void rfi_neon_weigh_part(uint32_t type, uint32_t nc, uint32_t n_vec, uint32_t d, RFI_WEIGH_PARAMS) {
+    float32x4_t sum[2][8];
+    RFI_UNUSED(n_cols);
+    for (uint32_t c = 0; c < nc; c++)
+        for (uint32_t i = 0; i < n_vec; i++) sum[c][i] = vld1q_f32(out + c * out_stride + d + 4 * i);
+    for (uint64_t pos = 0; pos < n_pos; pos++)
+        for (uint32_t i = 0; i < n_vec; i++) {
+            const float32x4_t w = rfi_neon_load(type, v, pos * head_dim_v + d + 4 * i);
+            for (uint32_t c = 0; c < nc; c++) sum[c][i] = vfmaq_n_f32(sum[c][i], w, p[c * p_stride + pos]);
+        }
+    for (uint32_t c = 0; c < nc; c++)
+        for (uint32_t i = 0; i < n_vec; i++) vst1q_f32(out + c * out_stride + d + 4 * i, sum[c][i]);
+}
+
+RFI_INLINE RFI_NEON void rfi_neon_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
+    for (uint32_t c = 0; c < n_cols; c += 2, p += 2 * p_stride, out += 2 * out_stride) {
+        const int two = n_cols - c >= 2;
+        uint32_t d = 0;
+        for (; d + 32 <= head_dim_v; d += 32) {
+            if (two) rfi_neon_weigh_part(type, 2, 8, d, RFI_WEIGH_ARGS);
+            else rfi_neon_weigh_part(type, 1, 8, d, RFI_WEIGH_ARGS);
+        }
+        for (; d + 4 <= head_dim_v; d += 4) {
+            if (two) rfi_neon_weigh_part(type, 2, 1, d, RFI_WEIGH_ARGS);
+            else rfi_neon_weigh_part(type, 1, 1, d, RFI_WEIGH_ARGS);
+        }
+        for (int i = 0; i <= two; i++)
+            for (uint32_t e = d; e < head_dim_v; e++)
+                rfi_weigh_one(type, v, n_pos, head_dim_v, e, p + (uint32_t)i * p_stride, out + (uint32_t)i * out_stride + e);
+    }
+}
+static RFI_NEON void rfi_neon_weigh_F16(RFI_WEIGH_PARAMS) { rfi_neon_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
+static RFI_NEON void rfi_neon_weigh_F32(RFI_WEIGH_PARAMS) { rfi_neon_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
+
+RFI_ELEMENTWISE(neon, RFI_NEON)
+RFI_ALL_TYPES(neon, RFI_NEON, 4, 8)
+RFI_KERNELS(neon, "neon dotprod")
+#endif /* __aarch64__ */
 
 /* ---- choice ---- */
 
@@ -4950,12 +5202,19 @@ static int rfi_has_isa(const char *isa) {
     const uint32_t need7 = 1u << 5 | 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* AVX2, AVX512 F, DQ, BW, VL */
     return (xcr0 & 0xe6) == 0xe6 && (b & need7) == need7 && (c & 1u << 11); /* VNNI */
 }
+#else
+static int rfi_has_isa(const char *isa) {
+    RFI_UNUSED(isa);
+    return (getauxval(AT_HWCAP) & 1u << 20) != 0; /* HWCAP_ASIMDDP */
+}
 #endif
 
 /* The kernels of an instruction set by name, NULL = the best; NULL if this machine lacks it. Threads any. */
 static const rfi_kernels *rfi_kernels_find(const char *isa) {
 #if defined(__x86_64__)
     static const rfi_kernels *const tables[] = {&rfi_kernels_avx512, &rfi_kernels_avx2, &rfi_kernels_scalar};
+#else
+    static const rfi_kernels *const tables[] = {&rfi_kernels_neon, &rfi_kernels_scalar};
 #endif
     for (size_t i = 0; i < RFI_COUNT(tables); i++) {
         if (isa && strcmp(isa, tables[i]->name)) continue;

@@ -1045,7 +1045,7 @@ static __global__ void __launch_bounds__(RFK_BLOCK) rfk_attention_join(rfk_atten
  * Objects of the table: device, queue with its tickets, weight table, memory. Every entry makes its device current for
  * the calling thread and puts the old one back. */
 
-#define RFK_EVENTS 64u                             /* tickets of a queue that can be outstanding without waiting   */
+#define RFK_EVENTS 32u                             /* tickets of a queue that can be outstanding without waiting   */
 #define RFK_BOUNCE_BYTES ((uint64_t)256 << 10)     /* half of a queue's staging for memory that is not pinned      */
 #define RFK_REPACK_BYTES ((uint64_t)8 << 20)       /* scratch for repacking; more only if a row is longer          */
 
@@ -1307,7 +1307,19 @@ static rf_result rfk_device_info(rf_dev *d, rf_device_info *out, rf_error *err) 
     return r;
 }
 
-/* ---- queues and tickets ---- */
+/* ---- queues and tickets ----
+ * When an entry with a queue fails, nothing of the queue is running any more: the caller may free its memory. */
+
+static rf_result rfk_settle(rf_queue *q, rf_result r) {
+    if (r != RF_OK) {
+        (void)hipStreamSynchronize(q->stream);
+        (void)hipGetLastError();
+    }
+    return r;
+}
+#define RFK_ENTER_QUEUE(q, err)                                                                            \
+    rfk_scope scope((q)->dev->index);                                                                      \
+    if (scope.error != hipSuccess) return rfk_settle((q), rfk_check((q)->dev, (err), scope.error, "hipSetDevice", "the device", 0))
 
 static void rfk_queue_release(rf_queue *q) {
     rf_dev *d = q->dev;
@@ -1399,11 +1411,11 @@ static double rfk_now(void) {
 static rf_result rfk_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err) {
     if (!ticket || !ticket->queue || ticket->value == 0) return RF_OK;
     rf_dev *d = ticket->queue->dev;
-    RFK_ENTER(d, err);
+    RFK_ENTER_QUEUE(ticket->queue, err);
     double start = rfk_now();
     for (;;) {
         hipError_t e = rfk_ticket_query(ticket);
-        if (e != hipErrorNotReady) return rfk_check(d, err, e, "hipEventQuery", "work of a queue", 0);
+        if (e != hipErrorNotReady) return rfk_settle(ticket->queue, rfk_check(d, err, e, "hipEventQuery", "work of a queue", 0));
         double waited = rfk_now() - start;
         if (waited * 1e3 > (double)timeout_ms)
             return rfk_fail(err, RF_ERR_DEVICE, 0, 0, "%s: not finished after %u ms", d->info.name, timeout_ms);
@@ -1416,7 +1428,7 @@ static rf_result rfk_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, r
 
 static rf_result rfk_queue_after(rf_queue *q, const rf_ticket *ticket, rf_error *err) {
     if (!ticket || !ticket->queue || ticket->value == 0 || ticket->queue == q) return RF_OK;
-    RFK_ENTER(q->dev, err);
+    RFK_ENTER_QUEUE(q, err);
     rf_queue *other = ticket->queue;
     rf_result r = RF_OK;
     pthread_mutex_lock(&other->lock);
@@ -1427,15 +1439,6 @@ static rf_result rfk_queue_after(rf_queue *q, const rf_ticket *ticket, rf_error 
 }
 
 /* ---- copies ---- */
-
-/* After a failure nothing of the call may still be running when the caller frees its memory. */
-static rf_result rfk_settle(rf_queue *q, rf_result r) {
-    if (r != RF_OK) {
-        (void)hipStreamSynchronize(q->stream);
-        (void)hipGetLastError();
-    }
-    return r;
-}
 
 /* The bounce half i is free again. */
 static rf_result rfk_bounce_wait(rf_queue *q, uint32_t i, rf_error *err) {
@@ -1480,7 +1483,7 @@ static rf_result rfk_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, 
     rfk_no_ticket(ticket);
     rf_result r = rfk_range(dst, offset, n, "mem_write", err);
     if (r != RF_OK || n == 0) return r;
-    RFK_ENTER(q->dev, err);
+    RFK_ENTER_QUEUE(q, err);
     pthread_mutex_lock(&q->submit);
     r = rfk_copy_in(q, (char *)dst->base + offset, src, n, "mem_write", err);
     if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
@@ -1493,7 +1496,7 @@ static rf_result rfk_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, v
     rfk_no_ticket(ticket);
     rf_result r = rfk_range(src, offset, n, "mem_read", err);
     if (r != RF_OK || n == 0) return r;
-    RFK_ENTER(q->dev, err);
+    RFK_ENTER_QUEUE(q, err);
     const char *from = (const char *)src->base + offset;
     pthread_mutex_lock(&q->submit);
     if (rfk_is_pinned(q->dev, dst, n)) {
@@ -1519,7 +1522,7 @@ static rf_result rfk_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offse
     rf_result r = rfk_range(dst, dst_offset, n, "mem_copy", err);
     if (r == RF_OK) r = rfk_range(src, src_offset, n, "mem_copy", err);
     if (r != RF_OK || n == 0) return r;
-    RFK_ENTER(q->dev, err);
+    RFK_ENTER_QUEUE(q, err);
     pthread_mutex_lock(&q->submit);
     r = rfk_check(q->dev, err, hipMemcpyAsync((char *)dst->base + dst_offset, (const char *)src->base + src_offset, (size_t)n,
                                               hipMemcpyDeviceToDevice, q->stream), "hipMemcpyAsync", "mem_copy", 0);
@@ -1533,7 +1536,7 @@ static rf_result rfk_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, u
     rfk_no_ticket(ticket);
     rf_result r = rfk_range(dst, offset, n, "mem_fill", err);
     if (r != RF_OK || n == 0) return r;
-    RFK_ENTER(q->dev, err);
+    RFK_ENTER_QUEUE(q, err);
     pthread_mutex_lock(&q->submit);
     r = rfk_check(q->dev, err, hipMemsetAsync((char *)dst->base + offset, value, (size_t)n, q->stream), "hipMemsetAsync", "mem_fill", 0);
     if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
@@ -1736,7 +1739,7 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, uint32_t slot, const
         return rfk_fail(err, RF_ERR_ARGUMENT, 0, slot, "hip: %s: bad write of rows %u + %u at %llu", w->name, row0, n_rows, (unsigned long long)offset);
     rf_result r = rfk_range(mem, offset, row_bytes * w->n_rows, w->name, err);
     if (r != RF_OK) return r;
-    RFK_ENTER(q->dev, err);
+    RFK_ENTER_QUEUE(q, err);
     uint8_t *base = (uint8_t *)mem->base + offset;
     pthread_mutex_lock(&q->submit);
     if (repack) r = rfk_write_repacked(q, w, base, scratch, row0, n_rows, (const char *)src, err);
@@ -2353,22 +2356,27 @@ static rf_result rfk_run_op(rf_prepared *p, rf_queue *q, const rf_step *step, ui
     }
 }
 
-static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step, rf_ticket *ticket, rf_error *err) {
-    rf_dev *d = p->dev;
-    rfk_no_ticket(ticket);
-    if (first > last || last > p->n_segments) return rfk_fail(err, RF_ERR_ARGUMENT, 0, first, "hip: segments %u to %u of %u", first, last, p->n_segments);
+/* The ops of segments [first, last), each between two events while timing. */
+static rf_result rfk_run_segments(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step, rf_error *err) {
     rf_result r = rfk_check_step(p, step, err);
     for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++) r = rfk_check_run(p, step, &p->plan->ops[i], err);
-    if (r != RF_OK) return r;
-    RFK_ENTER(d, err);
-    pthread_mutex_lock(&q->submit);
-    r = rfk_write_step_values(p, q, step, err);
+    if (r == RF_OK) r = rfk_write_step_values(p, q, step, err);
     for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++) {
-        if (p->events) r = rfk_check(d, err, hipEventRecord(p->events[2 * i], q->stream), "hipEventRecord", "timing", i);
+        if (p->events) r = rfk_check(p->dev, err, hipEventRecord(p->events[2 * i], q->stream), "hipEventRecord", "timing", i);
         if (r == RF_OK) r = rfk_run_op(p, q, step, i, err);
-        if (r == RF_OK && p->events) r = rfk_check(d, err, hipEventRecord(p->events[2 * i + 1], q->stream), "hipEventRecord", "timing", i);
+        if (r == RF_OK && p->events) r = rfk_check(p->dev, err, hipEventRecord(p->events[2 * i + 1], q->stream), "hipEventRecord", "timing", i);
         if (r == RF_OK && p->events) p->timed[i] = 1;
     }
+    return r;
+}
+
+/* After a failure nothing of the step is running, earlier segments included: the caller may free its memory. */
+static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step, rf_ticket *ticket, rf_error *err) {
+    rfk_no_ticket(ticket);
+    if (first > last || last > p->n_segments) return rfk_fail(err, RF_ERR_ARGUMENT, 0, first, "hip: segments %u to %u of %u", first, last, p->n_segments);
+    RFK_ENTER_QUEUE(q, err);
+    pthread_mutex_lock(&q->submit);
+    rf_result r = rfk_run_segments(p, q, first, last, step, err);
     if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
     r = rfk_settle(q, r);
     pthread_mutex_unlock(&q->submit);

@@ -1,5 +1,5 @@
-/* make_gguf.h: writes GGUF files into memory for the tests, and makes complete tiny models. It knows the format from the
- * specification only and shares nothing with rocmforge.h, so that it can serve as a reference.
+/* make_gguf.h: writes GGUF files into memory for the tests, and makes complete tiny models. It knows the format from
+ * the specification only and shares nothing with rocmforge.h, so that it can serve as a reference.
  *     mg_gguf w;  mg_buf file = {0};
  *     mg_begin(&w, 3);
  *     mg_kv_str(&w, "general.architecture", "llama");
@@ -161,8 +161,8 @@ MG_FN void mg_align(mg_gguf *w, uint32_t alignment) {
 }
 
 /* data may be NULL: zeros */
-MG_FN void mg_tensor(mg_gguf *w, const char *name, uint32_t type, uint32_t n_dims, const uint64_t *ne, const void *data,
-                     size_t n) {
+MG_FN void mg_tensor(mg_gguf *w, const char *name, uint32_t type, uint32_t n_dims, const uint64_t *ne,
+                     const void *data, size_t n) {
     mg_row row;
     memset(&row, 0, sizeof row);
     snprintf(row.name, sizeof row.name, "%s", name);
@@ -262,20 +262,22 @@ MG_FN void mg_put_random(mg_buf *b, mg_rng *r, size_t n) {
  * integers behind the scale when their bits are uniform; mins cancel the mean. */
 MG_FN void mg_put_block(mg_buf *b, mg_rng *r, uint32_t type, float s) {
     float v = s * (1.0f + 0.3f * mg_uniform(r));
+    size_t n = 0; /* random bytes behind the scales */
     switch (type) {
     case MG_F32: v = 1.73f * s * mg_uniform(r), mg_put(b, &v, 4); break;
     case MG_F16: mg_put_u16(b, mg_f16(1.73f * s * mg_uniform(r))); break;
     case MG_BF16: mg_put_u16(b, mg_bf16(1.73f * s * mg_uniform(r))); break;
-    case MG_Q4_0: mg_put_u16(b, mg_f16(v / 4.6f)), mg_put_random(b, r, 16); break;
-    case MG_Q4_1: mg_put_u16(b, mg_f16(v / 4.6f)), mg_put_u16(b, mg_f16(-7.5f * v / 4.6f)), mg_put_random(b, r, 16); break;
-    case MG_Q5_0: mg_put_u16(b, mg_f16(v / 9.2f)), mg_put_random(b, r, 20); break;
-    case MG_Q5_1: mg_put_u16(b, mg_f16(v / 9.2f)), mg_put_u16(b, mg_f16(-15.5f * v / 9.2f)), mg_put_random(b, r, 20); break;
-    case MG_Q8_0: mg_put_u16(b, mg_f16(v / 74.0f)), mg_put_random(b, r, 32); break;
-    case MG_Q4_K: mg_put_u16(b, mg_f16(v / 260.0f)), mg_put_u16(b, mg_f16(v / 35.0f)), mg_put_random(b, r, 140); break;
-    case MG_Q5_K: mg_put_u16(b, mg_f16(v / 520.0f)), mg_put_u16(b, mg_f16(v / 35.0f)), mg_put_random(b, r, 172); break;
+    case MG_Q4_0: mg_put_u16(b, mg_f16(v / 4.6f)), n = 16; break;
+    case MG_Q4_1: mg_put_u16(b, mg_f16(v / 4.6f)), mg_put_u16(b, mg_f16(-7.5f * v / 4.6f)), n = 16; break;
+    case MG_Q5_0: mg_put_u16(b, mg_f16(v / 9.2f)), n = 20; break;
+    case MG_Q5_1: mg_put_u16(b, mg_f16(v / 9.2f)), mg_put_u16(b, mg_f16(-15.5f * v / 9.2f)), n = 20; break;
+    case MG_Q8_0: mg_put_u16(b, mg_f16(v / 74.0f)), n = 32; break;
+    case MG_Q4_K: mg_put_u16(b, mg_f16(v / 260.0f)), mg_put_u16(b, mg_f16(v / 35.0f)), n = 140; break;
+    case MG_Q5_K: mg_put_u16(b, mg_f16(v / 520.0f)), mg_put_u16(b, mg_f16(v / 35.0f)), n = 172; break;
     case MG_Q6_K: mg_put_random(b, r, 208), mg_put_u16(b, mg_f16(v / 1360.0f)); break;
     default: fprintf(stderr, "make_gguf.h: no type %u\n", type), exit(99);
     }
+    mg_put_random(b, r, n);
 }
 
 /* A random tensor ne={n_in, n_rows} (n_rows 0: a vector). center: added to values of the float types, for norms. */
@@ -321,12 +323,13 @@ MG_FN void mg_token(mg_vocab *v, const char *text, int32_t type) {
 
 #define MG_SPACE "\xe2\x96\x81" /* SPM's mark for a space, U+2581 */
 
-/* 0 <unk>, 1 <s>, 2 </s>, 3..258 bytes, 259 the space mark, then pieces: a piece of lower id has the better score and is
- * merged first. " the" = 264, "hello" needs he, ll, hell, hello. Letters a-z follow, then unused ones up to n_vocab. */
+/* 0 <unk>, 1 <s>, 2 </s>, 3..258 bytes, 259 the space mark, then pieces: a piece of lower id has the better score and
+ * is merged first. " the" is 264, "hello" needs he, ll, hell, hello. Letters a-z follow, then unused ones. */
 MG_FN void mg_spm_vocab(mg_vocab *v, uint32_t n_vocab) {
-    static const char *const pieces[] = {"he", "ll", "th", "in", MG_SPACE "the", MG_SPACE "t", "er", "an", MG_SPACE "a",
-                                         MG_SPACE "w", "or", "ld", "hell", "hello", MG_SPACE "hello", "orld",
-                                         MG_SPACE "world", MG_SPACE "th", "\xc3\xa9", ".", ",", "!", "A", "B"};
+    static const char *const pieces[] = {
+        "he", "ll", "th", "in", MG_SPACE "the", MG_SPACE "t", "er", "an", MG_SPACE "a", MG_SPACE "w", "or", "ld",
+        "hell", "hello", MG_SPACE "hello", "orld", MG_SPACE "world", MG_SPACE "th", "\xc3\xa9", ".", ",", "!", "A",
+        "B"};
     memset(v, 0, sizeof *v);
     mg_token(v, "<unk>", 2);
     mg_token(v, "<s>", 3);

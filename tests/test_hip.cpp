@@ -361,8 +361,8 @@ struct Rig {
         return r;
     }
     void close() {
+        if (queue) api->queue_release(queue); /* waits for its work, which uses the rest */
         if (prepared) guard(false), api->plan_release(prepared);
-        if (queue) api->queue_release(queue);
         for (size_t i = 0; i < weight_mem.size(); i++)
             if (weight_mem[i].base) api->weight_clear(table, (uint32_t)i), api->mem_release(dev, &weight_mem[i]);
         if (table) api->table_release(table);
@@ -1124,7 +1124,7 @@ static void test_failing_calls() {
     REQUIRE(want.size() == Small::vocab, "%s", err.text);
     uint64_t calls = hip_emu_get_counts().calls - before.calls, failed = 0;
     CHECK(!leaks(before, hip_emu_get_counts()), "a leak without any failure");
-    for (uint64_t n = 1; n <= calls; n += full || n < 20 ? 1 : 1 + n % 3) {
+    for (uint64_t n = 1; n <= calls; n += full || n < 20 ? 1 : 1 + n % 7) {
         hip_emu_fail_call(n);
         std::vector<float> found = everything(&err);
         hip_emu_fail_call(0);
@@ -1132,6 +1132,7 @@ static void test_failing_calls() {
         if (found.empty()) CHECK(err.code == RF_ERR_DEVICE && strstr(err.text, "hip") && err.text[10], "call %d: %d '%s'", (int)n, err.code, err.text);
         else CHECK(same_bits(found, want), "call %d failed silently and gave other values", (int)n);
         REQUIRE(!leaks(before, hip_emu_get_counts()), "call %d: a leak (%s)", (int)n, err.text);
+        if (!full && n % 4) continue;
         found = everything(&err);
         REQUIRE(same_bits(found, want), "after a failure of call %d: %s", (int)n, err.text);
     }

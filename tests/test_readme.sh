@@ -33,7 +33,7 @@ missing() {
     esac
     if command -v "$tool" >/dev/null 2>&1; then
         [ "$1" != "$tool" ] || return 1
-        have=$("$tool" --version | grep -oE '[0-9]+(\.[0-9]+)+' | head -n 1)
+        have=$("$tool" --version 2>/dev/null | grep -oE '[0-9]+(\.[0-9]+)+' | head -n 1)
         [ "$(printf '%s\n' "${1#*>=}" "$have" | sort -V | head -n 1)" != "${1#*>=}" ] || return 1
     fi
     echo "$name"
@@ -56,7 +56,7 @@ for line_file in "$dir"/blocks/*.line; do
     if [ -f "$block.sh" ]; then
         commands=$((commands + 1))
         # stdin is closed: a chat ends at once; what would recurse or install is only looked up
-        sed -e 's/^make \(test\|check-c\|deps\)/make -n \1/' -e 's,^\(\./\)\{0,1\}\.ci/run,test -x .ci/run,' "$block.sh" >"$block.run"
+        sed -e 's/^make \(test\|check-c\|deps\)/make -n \1/' -e 's|^\(\./\)*\.ci/run|test -x .ci/run|' "$block.sh" >"$block.run"
         { echo 'exec </dev/null'; cat "$block.run"; } >"$block.run2"
         run "$label" "$block.run2"
     elif grep -q 'int main' "$block.c"; then

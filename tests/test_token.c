@@ -67,7 +67,7 @@ static void open_made(opened *o, const char *pre) {
     CHECK(o->t, "%s", o->err.text);
 }
 
-/* A vocabulary written out: NULL-terminated lists; a type letter per token: n c(ontrol) u(ser) x (unknown) . (unused) */
+/* A vocabulary written out: NULL-terminated lists; a type letter a token: n(ormal) c(ontrol) u(ser) x (unknown) */
 typedef struct small {
     const char *model, *pre, *types;
     const char *tokens[24], *merges[24];
@@ -105,7 +105,8 @@ static void ids_text(char *out, size_t capacity, const int32_t *ids, uint32_t n)
         at += (size_t)snprintf(out + at, capacity - at, "%s%d", i ? " " : "", ids[i]);
 }
 
-static void expect_n(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags, const char *want, int line) {
+static void expect_n(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags, const char *want,
+                     int line) {
     int32_t ids[256] = {0};
     uint32_t n = 0;
     rf_error err;
@@ -151,8 +152,8 @@ static void test_shipped_model(void) {
     CHECK(rf_tokenizer_open(o.g, NULL, &o.t, &o.err) == RF_OK, "%s", o.err.text);
     EXPECT(o, text, RF_TOKENIZE_ADD, "1022 846 268 477 364 355 330 370 327 770 584 82 605 267 869 367 996 268");
     rf_tokenizer_info info = rf_tokenizer_get_info(o.t);
-    CHECK(strcmp(info.model, "gpt2") == 0 && strcmp(info.pre, "llama-bpe") == 0 && info.n_vocab == 1024 && info.bos == 1022 &&
-              info.eos == 1023 && info.eot == -1 && info.add_bos == 1 && info.add_eos == 0,
+    CHECK(strcmp(info.model, "gpt2") == 0 && strcmp(info.pre, "llama-bpe") == 0 && info.n_vocab == 1024 &&
+              info.bos == 1022 && info.eos == 1023 && info.eot == -1 && info.add_bos == 1 && info.add_eos == 0,
           "%s %s %u", info.model, info.pre, info.n_vocab);
     CHECK(rf_token_is_end(o.t, 1023) && !rf_token_is_end(o.t, 1022) && !rf_token_is_end(o.t, -1), "ends");
     int32_t ids[64];
@@ -163,8 +164,9 @@ static void test_shipped_model(void) {
     CHECK(n_bytes == strlen(text) && memcmp(back, text, n_bytes) == 0, "%.*s", (int)n_bytes, back);
     free(back);
     back = detok(o.t, answer, RFI_COUNT(answer), 0, &n_bytes);
-    static const char start[] = "I ";
-    CHECK(n_bytes > 2 && back[0] == start[0] && memchr(back, '\n', n_bytes), "%.*s", (int)n_bytes, back);
+    static const char said[] =
+        "I'll tell thee, I'll tell thee, and thou art a\nTo-morrow to be a tale, and a words\nTo";
+    CHECK(n_bytes == strlen(said) && memcmp(back, said, n_bytes) == 0, "%.*s", (int)n_bytes, back);
     free(back);
     close_file(&o);
 }
@@ -182,13 +184,13 @@ static void test_words(void) {
         {"llama3", "I'M we'll 'tis don't'", "I|'M| we|'ll| '|tis| don|'t|'"},
         {"llama3", "'sab 's", "'s|ab| '|s"},
         {"llama3", "1234567 89", "123|456|7| |89"},
-        {"llama3", "a\xc2\xbd\xd9\xa1\xd9\xa2\xd9\xa3", "a|\xc2\xbd\xd9\xa1\xd9\xa2|\xd9\xa3"}, /* 1/2, Arabic 1 2 3 */
+        {"llama3", "a\xc2\xbd\xd9\xa1\xd9\xa2\xd9\xa3", "a|\xc2\xbd\xd9\xa1\xd9\xa2|\xd9\xa3"}, /* half, Arabic */
         {"llama3", "(foo) {\n\n  bar\n}", "(foo|)| {\n\n| | bar|\n|}"},
         {"llama3", "a  \n \n  b", "a|  \n \n| | b"},
         {"llama3", "  x   ", " | x|   "},
         {"llama3", "\tx\r\n\r\ny", "\tx|\r\n\r\n|y"},
         {"llama3", "-x --y !\r\n", "-x| --|y| !\r\n"},
-        {"llama3", "\xc3\xa9t\xc3\xa9\xe4\xbd\xa0\xe5\xa5\xbd\xe3\x80\x82ok", "\xc3\xa9t\xc3\xa9\xe4\xbd\xa0\xe5\xa5\xbd|\xe3\x80\x82ok"},
+        {"llama3", "\xc3\xa9t\xc3\xa9\xe4\xbd\xa0\xe3\x80\x82ok", "\xc3\xa9t\xc3\xa9\xe4\xbd\xa0|\xe3\x80\x82ok"},
         {"llama3", "e\xcc\x81x", "e|\xcc\x81x"},                            /* a combining mark is no letter */
         {"llama3", "a\xc2\xa0\xc2\xa0" "b", "a|\xc2\xa0|\xc2\xa0" "b"},     /* no-break spaces are spaces    */
         {"llama3", "a\xff\xff" "b\xe2\x82", "a|\xff\xff|b|\xe2\x82"},       /* bad bytes are symbols ...     */
@@ -230,22 +232,25 @@ static void test_words(void) {
             n += end - pos;
         }
         got[n] = 0;
-        CHECK(strcmp(got, cases[i].want) == 0, "%s: \"%s\": want \"%s\", got \"%s\"", pre->name, text, cases[i].want, got);
+        CHECK(strcmp(got, cases[i].want) == 0, "%s: \"%s\": want \"%s\", got \"%s\"", pre->name, text, cases[i].want,
+              got);
     }
 }
 
 static void test_unicode_classes(void) {
     static const uint32_t cases[][2] = {
-        {'a', RFI_LETTER}, {'Z', RFI_LETTER}, {'0', RFI_NUMBER}, {' ', RFI_SPACE}, {'\n', RFI_SPACE}, {0x1c, RFI_OTHER},
-        {0x7f, RFI_OTHER}, {0x85, RFI_SPACE}, {0xa0, RFI_SPACE}, {0xaa, RFI_LETTER}, {0xb2, RFI_NUMBER}, {0x301, RFI_MARK},
-        {0x1c5, RFI_LETTER}, {0x2b0, RFI_LETTER}, {0x660, RFI_NUMBER}, {0x93c, RFI_MARK}, {0x1680, RFI_SPACE},
-        {0x180e, RFI_OTHER}, {0x200b, RFI_OTHER}, {0x2028, RFI_SPACE}, {0x20ac, RFI_SYMBOL}, {0x2160, RFI_NUMBER},
-        {0x3000, RFI_SPACE}, {0x4e00, RFI_LETTER}, {0x9fff, RFI_LETTER}, {0xd7a3, RFI_LETTER}, {0xd800, RFI_OTHER},
-        {0xe000, RFI_OTHER}, {0xfffd, RFI_SYMBOL}, {0x1f600, RFI_SYMBOL}, {0x20000, RFI_LETTER}, {0xe0100, RFI_MARK},
-        {0x10ffff, RFI_OTHER}, {'`', RFI_SYMBOL}, {'~', RFI_SYMBOL | RFI_CUT}, {'$', RFI_SYMBOL | RFI_CUT},
-        {'.', RFI_PUNCT | RFI_CUT}, {0x3002, RFI_PUNCT | RFI_CUT}, {0, RFI_OTHER}};
+        {'a', RFI_LETTER}, {'Z', RFI_LETTER}, {'0', RFI_NUMBER}, {' ', RFI_SPACE}, {'\n', RFI_SPACE},
+        {0x1c, RFI_OTHER}, {0x7f, RFI_OTHER}, {0x85, RFI_SPACE}, {0xa0, RFI_SPACE}, {0xaa, RFI_LETTER},
+        {0xb2, RFI_NUMBER}, {0x301, RFI_MARK}, {0x1c5, RFI_LETTER}, {0x2b0, RFI_LETTER}, {0x660, RFI_NUMBER},
+        {0x93c, RFI_MARK}, {0x1680, RFI_SPACE}, {0x180e, RFI_OTHER}, {0x200b, RFI_OTHER}, {0x2028, RFI_SPACE},
+        {0x20ac, RFI_SYMBOL}, {0x2160, RFI_NUMBER}, {0x3000, RFI_SPACE}, {0x4e00, RFI_LETTER}, {0x9fff, RFI_LETTER},
+        {0xd7a3, RFI_LETTER}, {0xd800, RFI_OTHER}, {0xe000, RFI_OTHER}, {0xfffd, RFI_SYMBOL}, {0x1f600, RFI_SYMBOL},
+        {0x20000, RFI_LETTER}, {0xe0100, RFI_MARK}, {0x10ffff, RFI_OTHER}, {'`', RFI_SYMBOL},
+        {'~', RFI_SYMBOL | RFI_CUT}, {'$', RFI_SYMBOL | RFI_CUT}, {'.', RFI_PUNCT | RFI_CUT},
+        {0x3002, RFI_PUNCT | RFI_CUT}, {0, RFI_OTHER}};
     for (size_t i = 0; i < RFI_COUNT(cases); i++)
-        CHECK(rfi_class(cases[i][0]) == cases[i][1], "U+%04X: want %u, got %u", cases[i][0], cases[i][1], rfi_class(cases[i][0]));
+        CHECK(rfi_class(cases[i][0]) == cases[i][1], "U+%04X: want %u, got %u", cases[i][0], cases[i][1],
+              rfi_class(cases[i][0]));
 }
 
 /* ---- ids by hand ---- */
@@ -332,7 +337,8 @@ static void test_whole_words(void) {
     CHECK(strcmp(rf_tokenizer_get_info(o.t).pre, "default") == 0, "%s", rf_tokenizer_get_info(o.t).pre);
     close_file(&o);
     /* a merge whose result is no token cannot lead anywhere; of equal merges and texts the first counts */
-    small p = {"gpt2", "gpt-2", "nnnnn", {"a", "b", "ab", "abb", "ab"}, {"b b", "a b", "a b", "ab b", "x y", NULL}, {0}, 0, 0, NULL};
+    small p = {"gpt2", "gpt-2", "nnnnn", {"a", "b", "ab", "abb", "ab"}, {"b b", "a b", "a b", "ab b", "x y", NULL},
+               {0}, 0, 0, NULL};
     open_small(&o, &p);
     EXPECT(o, "abb", 0, "3");
     close_file(&o);
@@ -340,7 +346,8 @@ static void test_whole_words(void) {
 
 static void test_special_tokens(void) {
     /* longest first, wherever it is: "<<" + "<|x|>" would be the leftmost reading of <<|x|> */
-    small s = {"gpt2", "gpt-2", "nnnncccuu", {"<", "|", "x", ">", "<|x|>", "<|x|><|x|>", "<<", "xx", "xxx"}, {NULL}, {0}, 0, 0, NULL};
+    small s = {"gpt2", "gpt-2", "nnnncccuu", {"<", "|", "x", ">", "<|x|>", "<|x|><|x|>", "<<", "xx", "xxx"}, {NULL},
+               {0}, 0, 0, NULL};
     opened o;
     open_small(&o, &s);
     EXPECT(o, "<<|x|>", RF_TOKENIZE_SPECIAL, "0 4");
@@ -357,7 +364,8 @@ static void test_special_tokens(void) {
     EXPECT(o, "ab", RF_TOKENIZE_SPECIAL, "2");
     close_file(&o);
     /* Phi-3: what follows a special token loses its spaces, but for three tokens */
-    small p = {"llama", NULL, "xccnncn", {"<unk>", "<s>", "<|user|>", SP, "a", "<|end|>", SP "a"}, {NULL}, {0}, 0, 0, "my Phi-3 mini"};
+    small p = {"llama", NULL, "xccnncn", {"<unk>", "<s>", "<|user|>", SP, "a", "<|end|>", SP "a"}, {NULL},
+               {0}, 0, 0, "my Phi-3 mini"};
     open_small(&o, &p);
     EXPECT(o, "<|user|> \n a<|end|>  <s> a", RF_TOKENIZE_SPECIAL, "2 6 5 1 3 6");
     close_file(&o);
@@ -368,7 +376,8 @@ static void test_special_tokens(void) {
 }
 
 static void test_ends(void) {
-    small s = {"gpt2", "gpt-2", "nnnncnnn", {"a", "</s>", "<|im_end|>", "<|end|>", "<b>", "<|eot_id|>", "<|return|>", "[EOS]"},
+    small s = {"gpt2", "gpt-2", "nnnncnnn",
+               {"a", "</s>", "<|im_end|>", "<|end|>", "<b>", "<|eot_id|>", "<|return|>", "[EOS]"},
                {NULL}, {0}, 0, 4, NULL};
     opened o;
     open_small(&o, &s);
@@ -387,13 +396,14 @@ static void test_ends(void) {
 
 /* ---- back to text ---- */
 
-static void expect_step(const rf_tokenizer *t, rf_detokenizer *state, int32_t id, uint32_t flags, const char *want, int line) {
+static void expect_step(const rf_tokenizer *t, rf_detokenizer *state, int32_t id, uint32_t flags, const char *want,
+                        int line) {
     char out[64];
     size_t n = 0;
     rf_error err;
     rf_result r = rf_detokenize(t, state, id, flags, out, sizeof out, &n, &err);
-    CHECK(r == RF_OK && n == strlen(want) && memcmp(out, want, n) == 0, "line %d: token %d: want \"%s\", got \"%.*s\" (%d)", line, id,
-          want, (int)n, out, r);
+    CHECK(r == RF_OK && n == strlen(want) && memcmp(out, want, n) == 0,
+          "line %d: token %d: want \"%s\", got \"%.*s\" (%d)", line, id, want, (int)n, out, r);
 }
 #define STEP(o, id, flags, want) expect_step((o).t, &state, id, flags, want, __LINE__)
 
@@ -437,7 +447,8 @@ static void test_detokenize(void) {
     CHECK(rf_detokenize(o.t, &state, 0xa9, 0, NULL, 0, &n, NULL) == RF_ERR_ARGUMENT && n == 2, "%u", (unsigned)n);
     CHECK(out[1] == '#', "wrote past its room");
     STEP(o, 0xa9, 0, "\xc3\xa9");
-    CHECK(rf_detokenize(o.t, &state, 320, 0, out, 8, &n, &err) == RF_ERR_ARGUMENT && strstr(err.text, "320"), "%s", err.text);
+    CHECK(rf_detokenize(o.t, &state, 320, 0, out, 8, &n, &err) == RF_ERR_ARGUMENT && strstr(err.text, "320"), "%s",
+          err.text);
     CHECK(rf_detokenize(o.t, &state, -2, 0, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "-2");
     CHECK(rf_detokenize(o.t, &state, -1, 0, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "-1 without FINISH");
     CHECK(rf_detokenize(o.t, &state, 1, 8, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "flags");
@@ -466,8 +477,17 @@ static void test_detokenize(void) {
 /* Random text and random bytes, there and back. */
 static void test_round_trip(void) {
     static const char *const pres[] = {NULL, "gpt-2", "llama-bpe", "qwen2", "smollm", "default"};
-    static const char *const parts[] = {"hello", " ", "  ", "\n", "world", "12", "3", "'s", "\xc3\xa9", "\xe6\x97\xa5", ".", "<", "\t",
-                                        "\xf0\x9f\x98\x80", "the", "A", SP, "\xcc\x81", "\xc2\xa0", "-", "\r\n", "\x01"};
+    static const char *const parts[] = {"hello",    " ",
+                                        "  ",       "\n",
+                                        "world",    "12",
+                                        "3",        "'s",
+                                        "\xc3\xa9", "\xe6\x97\xa5",
+                                        ".",        "<",
+                                        "\t",       "\xf0\x9f\x98\x80",
+                                        "the",      "A",
+                                        SP,         "\xcc\x81",
+                                        "\xc2\xa0", "-",
+                                        "\r\n",     "\x01"};
     mg_rng rng = {42};
     for (size_t p = 0; p < RFI_COUNT(pres); p++) {
         opened o;
@@ -488,8 +508,8 @@ static void test_round_trip(void) {
                 shown[k] = 0;
                 want = shown;
             }
-            CHECK(n_bytes == strlen(want) && memcmp(back, want, n_bytes) == 0, "%s: \"%s\" -> \"%.*s\"", pres[p] ? pres[p] : "SPM",
-                  want, (int)n_bytes, back);
+            CHECK(n_bytes == strlen(want) && memcmp(back, want, n_bytes) == 0, "%s: \"%s\" -> \"%.*s\"",
+                  pres[p] ? pres[p] : "SPM", want, (int)n_bytes, back);
             free(back);
         }
         close_file(&o);
@@ -504,7 +524,8 @@ static void test_capacity_and_arguments(void) {
     int32_t ids[4] = {-7, -7, -7, -7};
     uint32_t n = 0;
     rf_error err;
-    CHECK(rf_tokenize(o.t, "xyz", 3, 0, ids, 2, &n, &err) == RF_ERR_ARGUMENT && n == 3 && ids[0] == 'x' && ids[1] == 'y' && ids[2] == -7,
+    CHECK(rf_tokenize(o.t, "xyz", 3, 0, ids, 2, &n, &err) == RF_ERR_ARGUMENT && n == 3 && ids[0] == 'x' &&
+              ids[1] == 'y' && ids[2] == -7,
           "%u ids, %s", n, err.text);
     CHECK(rf_tokenize(o.t, "xyz", 3, 0, NULL, 0, &n, &err) == RF_ERR_ARGUMENT && n == 3, "%u", n);
     CHECK(rf_tokenize(o.t, "xyz", 3, 0, ids, 3, &n, &err) == RF_OK && n == 3 && err.code == RF_OK, "%u", n);
@@ -519,12 +540,16 @@ static void test_capacity_and_arguments(void) {
     CHECK(rf_tokenizer_open(NULL, NULL, &t, &err) == RF_ERR_ARGUMENT && t == NULL, "no file");
     CHECK(rf_tokenizer_open(o.g, NULL, NULL, &err) == RF_ERR_ARGUMENT, "no out");
     CHECK(rf_gguf_close(o.g, &err) == RF_ERR_BUSY, "the file is in use");
-    CHECK(rf_tokenizer_open(o.g, "qwen2", &t, &err) == RF_OK && strcmp(rf_tokenizer_get_info(t).pre, "qwen2") == 0, "%s", err.text);
+    CHECK(rf_tokenizer_open(o.g, "qwen2", &t, &err) == RF_OK && strcmp(rf_tokenizer_get_info(t).pre, "qwen2") == 0,
+          "%s", err.text);
     rf_tokenizer_close(t);
-    CHECK(rf_tokenizer_open(o.g, "tekken", &t, &err) == RF_ERR_UNSUPPORTED && strstr(err.text, "'tekken'") && !t, "%s", err.text);
+    CHECK(rf_tokenizer_open(o.g, "tekken", &t, &err) == RF_ERR_UNSUPPORTED && strstr(err.text, "'tekken'") && !t,
+          "%s", err.text);
     rf_string s = rf_token_get_text(o.t, 264);
     CHECK(s.len == 5 && memcmp(s.data, "hello", 5) == 0, "%.*s", (int)s.len, s.data);
-    CHECK(rf_token_get_text(o.t, 320).len == 0 && rf_token_get_text(o.t, -1).len == 0 && rf_token_get_text(NULL, 0).len == 0, "range");
+    CHECK(rf_token_get_text(o.t, 320).len == 0 && rf_token_get_text(o.t, -1).len == 0 &&
+              rf_token_get_text(NULL, 0).len == 0,
+          "range");
     CHECK(rf_tokenizer_get_info(NULL).bos == -1 && !rf_token_is_end(NULL, 0), "NULL");
     rf_tokenizer_close(NULL);
     close_file(&o);
@@ -566,9 +591,9 @@ static void put_key(mg_gguf *w, const char *key, int kind, int64_t v, const char
 
 /* make_gguf.h's vocabulary of 320 tokens with one key changed */
 static void put_bad_vocab(mg_gguf *w, const bad_case *b) {
-    static const char *const keys[] = {"model", "pre", "tokens", "scores", "token_type", "merges", "bos_token_id", "eos_token_id",
-                                       "eot_token_id", "unknown_token_id", "padding_token_id", "add_bos_token", "add_eos_token",
-                                       "add_space_prefix"};
+    static const char *const keys[] = {"model", "pre", "tokens", "scores", "token_type", "merges", "bos_token_id",
+                                       "eos_token_id", "eot_token_id", "unknown_token_id", "padding_token_id",
+                                       "add_bos_token", "add_eos_token", "add_space_prefix"};
     mg_vocab *v = (mg_vocab *)get(sizeof *v);
     const char *merges[RFI_COUNT(mg_merges)];
     memcpy(merges, mg_merges, sizeof merges);
@@ -578,10 +603,12 @@ static void put_bad_vocab(mg_gguf *w, const bad_case *b) {
         char key[64];
         int hit = b->key && strcmp(keys[i], b->key) == 0;
         snprintf(key, sizeof key, K "%s", keys[i]);
-        if (hit && b->kind == SET_TEXT) v->list[4] = merges[3] = b->text;
-        if (hit && b->kind >= SET_VALUE)
-            for (uint32_t k = b->kind == ALL_VALUE ? 0 : 4; k < (b->kind == ALL_VALUE ? 320 : 5); k++)
-                v->type[k] = (int32_t)b->value, memcpy(&v->score[k], &v->type[k], 4);
+        if (hit && b->kind == SET_TEXT) *(i == 2 ? &v->list[4] : &merges[3]) = b->text;
+        for (uint32_t k = 0; hit && b->kind >= SET_VALUE && k < 320; k++) {
+            int32_t value = (int32_t)b->value;
+            if (b->kind == ALL_VALUE || k == 4)
+                memcpy(i == 3 ? (void *)&v->score[k] : (void *)&v->type[k], &value, 4);
+        }
         if (hit && b->kind < SET_TEXT) put_key(w, key, b->kind, b->value, b->text);
         else if (i == 0) mg_kv_str(w, key, b->bpe ? "gpt2" : "llama");
         else if (i == 1) mg_kv_str(w, key, b->bpe ? "gpt-2" : "default");
@@ -699,8 +726,9 @@ static void test_malformed(void) {
         put_bad_vocab(&w, b);
         open_file(&o, &w, NULL);
         rf_result got = o.t ? RF_OK : o.err.code;
-        CHECK(got == b->want && (got == RF_OK || strstr(o.err.text, b->says)), "%s %s kind %d: want %d \"%s\", got %d \"%s\"",
-              b->bpe ? "BPE" : "SPM", b->key, b->kind, b->want, b->says ? b->says : "", got, o.err.text);
+        CHECK(got == b->want && (got == RF_OK || strstr(o.err.text, b->says)),
+              "%s %s kind %d: want %d \"%s\", got %d \"%s\"", b->bpe ? "BPE" : "SPM", b->key, b->kind, b->want,
+              b->says ? b->says : "", got, o.err.text);
         if (got == RF_ERR_FORMAT || (got == RF_ERR_UNSUPPORTED && o.err.where))
             CHECK(o.err.where > 0 && o.err.where < o.file.n && strstr(o.err.text, "at byte "), "%s", o.err.text);
         if (o.t) { /* what opens also works */
@@ -709,7 +737,8 @@ static void test_malformed(void) {
             uint32_t n = 0;
             size_t n_bytes;
             for (uint32_t flags = 0; flags < 4; flags++)
-                CHECK(rf_tokenize(o.t, text, sizeof text - 1, flags, ids, 128, &n, &o.err) == RF_OK, "%s: %s", b->key, o.err.text);
+                CHECK(rf_tokenize(o.t, text, sizeof text - 1, flags, ids, 128, &n, &o.err) == RF_OK, "%s: %s", b->key,
+                      o.err.text);
             for (uint32_t k = 0; k < n; k++) CHECK(ids[k] >= 0 && ids[k] < 320, "id %d", ids[k]);
             for (int32_t id = 0; id < (int32_t)rf_tokenizer_get_info(o.t).n_vocab; id++)
                 free(detok(o.t, &id, 1, RF_DETOKENIZE_SPECIAL, &n_bytes));
@@ -741,7 +770,8 @@ static void test_no_memory(void) {
             alloc_fail_at = at;
             r = rf_tokenizer_open(o.g, NULL, &o.t, &o.err);
             if (r == RF_OK) break;
-            CHECK(r == RF_ERR_MEMORY && !o.t && o.err.code == RF_ERR_MEMORY && live_blocks == before, "%s", o.err.text);
+            CHECK(r == RF_ERR_MEMORY && !o.t && o.err.code == RF_ERR_MEMORY && live_blocks == before, "%s",
+                  o.err.text);
         }
         CHECK(r == RF_OK && fails >= 5, "%d after %d failures", r, (int)fails);
         before = live_blocks;
@@ -756,7 +786,8 @@ static void test_no_memory(void) {
             CHECK(r == RF_ERR_MEMORY && o.err.code == RF_ERR_MEMORY && n == 0, "%d %s", r, o.err.text);
         }
         alloc_fail_at = 0;
-        CHECK(r == RF_OK && fails >= 3 && n == n_want && memcmp(ids, want, n * sizeof *ids) == 0, "%d after %d", r, (int)fails);
+        CHECK(r == RF_OK && fails >= 3 && n == n_want && memcmp(ids, want, n * sizeof *ids) == 0, "%d after %d", r,
+              (int)fails);
         close_file(&o);
     }
 }
@@ -766,7 +797,8 @@ static void test_no_memory(void) {
 /* A megabyte of each: work that grows with the square of the length would take minutes. */
 static void test_long_texts(void) {
     enum { BYTES = 1 << 20 };
-    static const char *const patterns[] = {"a", " ", "1", "\xff", "<", "he", "\xe6\x97\xa5", "\n", "hello the ", "<|im_end|>", "  x"};
+    static const char *const patterns[] = {"a", " ", "1", "\xff", "<", "he", "\xe6\x97\xa5", "\n", "hello the ",
+                                           "<|im_end|>", "  x"};
     static const char *const pres[] = {NULL, "llama-bpe", "default", "runs"};
     char *text = (char *)get(BYTES);
     int32_t *ids = (int32_t *)get(3 * (size_t)BYTES * sizeof *ids);
@@ -796,10 +828,11 @@ static void test_long_texts(void) {
             size_t len = strlen(patterns[k]);
             uint32_t n = 0;
             for (size_t i = 0; i < BYTES; i++) text[i] = patterns[k][i % len];
-            double start = rfi_now();
+            clock_t start = clock(); /* of the processor: other programs may be running */
             rf_result r = rf_tokenize(o.t, text, BYTES, 3, ids, 3u * BYTES, &n, &o.err);
-            double seconds = rfi_now() - start;
-            CHECK(r == RF_OK && seconds < 10, "%s, %s: %d, %.1f s", pres[p] ? pres[p] : "SPM", patterns[k], r, seconds);
+            double seconds = (double)(clock() - start) / CLOCKS_PER_SEC;
+            CHECK(r == RF_OK && seconds < 10, "%s, %s: %d, %.1f s", pres[p] ? pres[p] : "SPM", patterns[k], r,
+                  seconds);
             if (p == 3 && k == 1) CHECK(n == BYTES / 63 + 1, "%u runs of 63 spaces", n);
             if (p == 0 && k == 0) CHECK(n == BYTES + 1, "%u", n); /* bos, _a, then a each */
         }
@@ -885,7 +918,8 @@ static void read_strings(void) {
     size_t n;
     free(strings);
     strings = get(MAX_STRINGS * sizeof *strings);
-    for (n_strings = 0; p && n_strings < MAX_STRINGS && (p = json_string(p, &s, &n)) && n < 2 * MAX_BYTES; n_strings++)
+    for (n_strings = 0; p && n_strings < MAX_STRINGS && (p = json_string(p, &s, &n)) && n < 2 * MAX_BYTES;
+         n_strings++)
         strings[n_strings].n = unhex(s, n, strings[n_strings].text);
     free(json);
 }
@@ -921,47 +955,68 @@ static int compare_ids(const rf_tokenizer *t, const char *what, const char *p, u
 static int is_utf8(const char *s, size_t n) {
     const unsigned char *p = (const unsigned char *)s;
     for (size_t i = 0; i < n;) {
-        size_t more = p[i] < 0x80 ? 0 : p[i] >= 0xc2 && p[i] < 0xe0 ? 1 : p[i] >= 0xe0 && p[i] < 0xf0 ? 2 : p[i] >= 0xf0 && p[i] < 0xf5 ? 3 : 9;
-        if (more == 9 || n - i <= more) return 0;
+        if ((p[i] >= 0x80 && p[i] < 0xc2) || p[i] > 0xf4) return 0;
+        size_t more = p[i] < 0x80 ? 0 : p[i] < 0xe0 ? 1 : p[i] < 0xf0 ? 2 : 3;
+        if (n - i <= more) return 0;
         uint32_t cp = more == 0 ? p[i] : p[i] & (0x3fu >> more);
         for (size_t k = 1; k <= more; k++) {
             if (p[i + k] >> 6 != 2) return 0;
             cp = cp * 64 + p[i + k] % 64;
         }
-        if ((more == 2 && (cp < 0x800 || cp - 0xd800 < 0x800)) || (more == 3 && (cp < 0x10000 || cp > 0x10ffff))) return 0;
+        if ((more == 2 && (cp < 0x800 || cp - 0xd800 < 0x800)) || (more == 3 && (cp < 0x10000 || cp > 0x10ffff)))
+            return 0;
         i += more + 1;
     }
     return 1;
 }
 
-/* Golden texts of the ids with bos: llama.cpp keeps the space SPM wrote, we take it back. Texts that are not UTF-8 are
- * not compared, but ours must be. */
+static size_t without_spaces(char *s, size_t n) {
+    size_t k = 0;
+    for (size_t i = 0; i < n; i++)
+        if (s[i] != ' ') s[k++] = s[i];
+    return k;
+}
+
+/* Golden texts of the ids with bos. SPM: llama.cpp keeps the space it wrote, we take it back. BPE: llama.cpp drops
+ * some spaces before punctuation, so spaces are not compared here. Without p the ids must give the string itself.
+ * Texts that are not UTF-8 are not compared, but ours must be. */
 static int compare_texts(const rf_tokenizer *t, const char *what, const char *ids_at, const char *p, uint32_t flags) {
-    int bad = 0, spm = strcmp(rf_tokenizer_get_info(t).model, "llama") == 0;
+    int bad = 0, n_compared = 0, spm = strcmp(rf_tokenizer_get_info(t).model, "llama") == 0;
     ids_at = ids_at ? strchr(ids_at, '[') : NULL;
-    CHECK(p && ids_at, "%s: no golden texts", what);
-    for (size_t i = 0; p && ids_at && i < n_strings; i++) {
+    CHECK(ids_at, "%s: no golden ids", what);
+    for (size_t i = 0; ids_at && i < n_strings; i++) {
         int32_t ids[MAX_BYTES];
         uint32_t n;
         const char *hex;
-        size_t n_hex, n_got;
-        char want[2 * MAX_BYTES], *w = want;
+        size_t n_hex, n_got, n_want = strings[i].n;
+        char text[2 * MAX_BYTES], *want = text;
+        memcpy(text, strings[i].text, n_want);
         ids_at = json_ids(ids_at + (i == 0), ids, MAX_BYTES, &n);
-        p = json_string(p, &hex, &n_hex);
-        size_t n_want = unhex(hex, n_hex, want);
-        if (spm && !(flags & RF_DETOKENIZE_SPECIAL) && n_want && *w == ' ') w++, n_want--;
         char *got = detok(t, ids, n, flags, &n_got);
-        if (!is_utf8(got, n_got) || (is_utf8(w, n_want) && (n_want != n_got || memcmp(w, got, n_got) != 0))) {
-            if (bad++ < 3) printf("    %s, string %d: want \"%.*s\", got \"%.*s\"\n", what, (int)i, (int)n_want, w, (int)n_got, got);
+        int good = is_utf8(got, n_got);
+        if (p) {
+            p = json_string(p, &hex, &n_hex);
+            n_want = unhex(hex, n_hex, want);
+            if (spm && !(flags & RF_DETOKENIZE_SPECIAL) && n_want && *want == ' ') want++, n_want--;
+            if (!spm) n_want = without_spaces(want, n_want), n_got = without_spaces(got, n_got);
         }
+        int has_mark = 0; /* SPM's U+2581 comes back as a space; llama.cpp's own text has it so */
+        for (size_t k = 0; !p && spm && k + 3 <= n_want; k++) has_mark |= memcmp(want + k, SP, 3) == 0;
+        if (is_utf8(want, n_want) && !has_mark)
+            n_compared++, good = good && n_want == n_got && memcmp(want, got, n_got) == 0;
+        if (!good && bad++ < 3)
+            printf("    %s, string %d: want \"%.*s\", got \"%.*s\"\n", what, (int)i, (int)n_want, want, (int)n_got,
+                   got);
         free(got);
     }
+    CHECK(n_compared > 300, "%s: %d texts compared", what, n_compared);
     return bad;
 }
 
 static void test_zoo_vocabularies(void) {
     static const char *const names[] = {"gpt-2", "gpt-neox", "llama-spm", "phi-3", "refact"};
-    static const char *const refused[][2] = {{"bert-bge", "'bert'"}, {"falcon", "'falcon'"}, {"deepseek-coder", "'deepseek-coder'"}};
+    static const char *const refused[][2] = {
+        {"bert-bge", "'bert'"}, {"falcon", "'falcon'"}, {"deepseek-coder", "'deepseek-coder'"}};
     read_strings();
     REQUIRE(n_strings == 326, "%d strings", (int)n_strings);
     for (size_t i = 0; i < RFI_COUNT(names); i++) {
@@ -973,8 +1028,10 @@ static void test_zoo_vocabularies(void) {
             bad += compare_ids(o.t, names[i], json_key(json, "special"), RF_TOKENIZE_SPECIAL);
             bad += compare_ids(o.t, names[i], json_key(json, "full"), RF_TOKENIZE_SPECIAL | RF_TOKENIZE_ADD);
             CHECK(bad == 0, "%s: ids of %d strings differ", names[i], bad);
-            bad = compare_texts(o.t, names[i], json_key(json, "full"), json_key(json, "detok"), RF_DETOKENIZE_SPECIAL);
+            bad =
+                compare_texts(o.t, names[i], json_key(json, "full"), json_key(json, "detok"), RF_DETOKENIZE_SPECIAL);
             bad += compare_texts(o.t, names[i], json_key(json, "full"), json_key(json, "detok_nospecial"), 0);
+            bad += compare_texts(o.t, names[i], json_key(json, "plain"), NULL, 0);
             CHECK(bad == 0, "%s: texts of %d strings differ", names[i], bad);
         }
         free(json);
@@ -982,7 +1039,8 @@ static void test_zoo_vocabularies(void) {
     }
     for (size_t i = 0; i < RFI_COUNT(refused); i++) {
         opened o;
-        CHECK(open_vocab(&o, refused[i][0], NULL) == RF_ERR_UNSUPPORTED && strstr(o.err.text, refused[i][1]), "%s", o.err.text);
+        CHECK(open_vocab(&o, refused[i][0], NULL) == RF_ERR_UNSUPPORTED && strstr(o.err.text, refused[i][1]), "%s",
+              o.err.text);
         close_file(&o);
     }
 }
@@ -1015,12 +1073,13 @@ static void test_zoo_pre_tokenizers(void) {
     for (const char *p = alias, *name, *of; p < rejected;) {
         size_t n, n_of;
         p = json_string(p, &name, &n);
-        if (!p || name > rejected || memcmp(name, "rejected", n) == 0) break;
+        if (!p || name > rejected || (n == 8 && memcmp(name, "rejected", n) == 0)) break;
         p = json_string(p, &of, &n_of);
         if (!p) break;
         const rfi_pre *pre = find_pre(name, n), *class = find_pre(of, n_of);
         if (!pre) continue;
-        CHECK(class && pre->rule == class->rule && pre->max_digits == class->max_digits, "%s is not of class %.*s", pre->name, (int)n_of, of);
+        CHECK(class && pre->rule == class->rule && pre->max_digits == class->max_digits, "%s is not of class %.*s",
+              pre->name, (int)n_of, of);
         n_named++;
     }
     for (const char *p = rejected, *name;;) {
@@ -1030,11 +1089,12 @@ static void test_zoo_pre_tokenizers(void) {
         p = json_string(p, &name, &n);
         if (!p) break;
         snprintf(copy, sizeof copy, "%.*s", (int)n, name);
-        CHECK(rf_tokenizer_open(o.g, copy, &t, &o.err) == RF_ERR_UNSUPPORTED && strstr(o.err.text, copy), "%s: %s", copy, o.err.text);
+        CHECK(rf_tokenizer_open(o.g, copy, &t, &o.err) == RF_ERR_UNSUPPORTED && strstr(o.err.text, copy), "%s: %s",
+              copy, o.err.text);
         n_refused++;
     }
-    CHECK(n_run == 5 && n_named + n_run == (int)RFI_COUNT(rfi_pres) && n_refused == 9, "%d run, %d named, %d refused", n_run, n_named,
-          n_refused);
+    CHECK(n_run == 5 && n_named + n_run == (int)RFI_COUNT(rfi_pres) && n_refused == 9, "%d run, %d named, %d refused",
+          n_run, n_named, n_refused);
     free(json);
     close_file(&o);
     free(strings);

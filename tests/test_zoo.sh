@@ -5,7 +5,7 @@
 zoo=${ZOO:-../shared/zoo}
 cli=$build/rocmforge_cli
 architectures='llama qwen2 qwen3'
-types='f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 q4_K q5_K q6_K'
+types='f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k'
 vocabularies='gpt-2 gpt-neox refact llama-spm phi-3'
 pre_tokenizers='default llama3 llama-v3 llama-bpe pixtral lfm2 falcon3 smaug-bpe dbrx glm4 chatglm-bpe qwen2 deepseek-r1-qwen
     stablelm2 hunyuan solar-open megrez smollm starcoder refact command-r gpt-2 phi-2 olmo exaone4 mellum granite-docling'
@@ -36,7 +36,7 @@ $python - "$zoo" >"$dir/models" <<'EOF'
 import glob, json, os, sys
 for f in sorted(glob.glob(sys.argv[1] + '/golden/*.json')):
     j = json.load(open(f))
-    print(os.path.basename(f)[:-5], j['model'], j['arch'], ' '.join(j['tensor_types']))
+    print(os.path.basename(f)[:-5], j['model'], j['arch'], ' '.join(j['tensor_types']).lower())
 EOF
 logits='logits --gguf {model} --tokens {tokens} --out {out} --greedy {gen} --ctx {ctx}'
 for a in $architectures; do check logits "$logits" "$a-"; check long "$logits" "$a-"; done
@@ -66,7 +66,7 @@ done <"$dir/models"
 # ---- packed blocks ----
 check dequant 'dequant --type {type}'
 while read -r name verdict; do
-    if has "$types" "$name"; then
+    if has "$types" "$(echo "$name" | tr K k)"; then
         if [ "$verdict" = exact ]; then pass; else fail "dequant $name" "$verdict"; fi
     else refused "dequant $name" "$name" '' dequant --type "$name"
     fi

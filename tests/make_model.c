@@ -1,0 +1,196 @@
+/* cc -O2 -I. tests/make_model.c -o make_model -lm
+ *
+ * make_model SHAPE MIX OUT.gguf: a model of a true shape with random weights, for timing and memory tests. It computes
+ * nonsense, with finite logits, at the speed of the real one. 5 GB take about ten seconds.
+ *   SHAPE  llama3-70b llama3-8b llama3.2-1b tinyllama-1.1b qwen2.5-0.5b qwen3-0.6b
+ *   MIX    Q4_K_M Q5_K_M Q6_K Q8_0 Q4_0 F16 F32
+ * `make_model SHAPE MIX OUT sparse` writes the metadata only and leaves a hole for the data (zeros, no disk space). */
+#include "tests/make_gguf.h"
+
+typedef struct shape {
+    const char *name, *arch;
+    uint32_t n_layers, n_embd, n_ff, n_heads, n_kv_heads, head_dim, n_vocab;
+    float base;
+    int tied, bias, qk_norm;
+} shape;
+
+static const shape shapes[] = {
+    {"llama3-70b", "llama", 80, 8192, 28672, 64, 8, 128, 128256, 500000, 0, 0, 0},
+    {"llama3-8b", "llama", 32, 4096, 14336, 32, 8, 128, 128256, 500000, 0, 0, 0},
+    {"llama3.2-1b", "llama", 16, 2048, 8192, 32, 8, 64, 128256, 500000, 1, 0, 0},
+    {"tinyllama-1.1b", "llama", 22, 2048, 5632, 32, 4, 64, 32000, 10000, 0, 0, 0},
+    {"qwen2.5-0.5b", "qwen2", 24, 896, 4864, 14, 2, 64, 151936, 1000000, 1, 1, 0},
+    {"qwen3-0.6b", "qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 1000000, 1, 0, 1},
+};
+
+/* One tensor to write. d: standard deviation of the weights; 0 for a vector of ones. */
+typedef struct tensor {
+    char name[64];
+    uint32_t type;
+    uint64_t ne[2], size, offset;
+    float d;
+} tensor;
+
+static tensor *list;
+static size_t n_list;
+
+/* The mixes as llama.cpp makes them: attn_v, half of ffn_down and output in more bits; rows that are no multiple of 256
+ * fall back to blocks of 32. */
+static uint32_t type_of(const char *mix, const char *name, uint32_t il, const shape *s, uint64_t n_in) {
+    int more = strcmp(name, "attn_v") == 0 || strcmp(name, "ffn_down") == 0, n = (int)s->n_layers, i = (int)il;
+    int half = i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2;
+    uint32_t type = MG_F32;
+    if (strcmp(mix, "F16") == 0) type = MG_F16;
+    if (strcmp(mix, "Q8_0") == 0) type = MG_Q8_0;
+    if (strcmp(mix, "Q4_0") == 0) type = strcmp(name, "output") == 0 ? MG_Q6_K : MG_Q4_0;
+    if (strcmp(mix, "Q6_K") == 0) type = MG_Q6_K;
+    if (strcmp(mix, "Q4_K_M") == 0 || strcmp(mix, "Q5_K_M") == 0) {
+        type = mix[1] == '4' ? MG_Q4_K : MG_Q5_K;
+        if ((more && half) || strcmp(name, "output") == 0 || (s->tied && strcmp(name, "token_embd") == 0)) type = MG_Q6_K;
+    }
+    if (n_in % 256 == 0) return type;
+    return type == MG_Q4_K ? MG_Q5_0 : type == MG_Q5_K ? MG_Q5_1 : type == MG_Q6_K ? MG_Q8_0 : type;
+}
+
+static void add(const char *mix, const shape *s, int il, const char *name, const char *suffix, uint64_t n_in, uint64_t n_rows) {
+    uint32_t elements = 1, bytes = 4;
+    tensor *t;
+    if (n_list % 256 == 0) list = (tensor *)realloc(list, (n_list + 256) * sizeof *list);
+    if (!list) fprintf(stderr, "make_model: out of memory\n"), exit(1);
+    t = &list[n_list++];
+    memset(t, 0, sizeof *t);
+    if (il < 0) snprintf(t->name, sizeof t->name, "%s.%s", name, suffix);
+    else snprintf(t->name, sizeof t->name, "blk.%d.%s.%s", il, name, suffix);
+    t->ne[0] = n_in;
+    t->ne[1] = n_rows;
+    t->type = n_rows ? type_of(mix, name, (uint32_t)(il < 0 ? 0 : il), s, n_in) : (uint32_t)MG_F32;
+    t->d = n_rows ? 0.02f : 0;
+    mg_block(t->type, &elements, &bytes);
+    t->size = n_in / elements * bytes * (n_rows ? n_rows : 1);
+}
+
+static void add_all(const char *mix, const shape *s) {
+    uint64_t q = (uint64_t)s->n_heads * s->head_dim, kv = (uint64_t)s->n_kv_heads * s->head_dim;
+    add(mix, s, -1, "token_embd", "weight", s->n_embd, s->n_vocab);
+    for (int il = 0; il < (int)s->n_layers; il++) {
+        add(mix, s, il, "attn_norm", "weight", s->n_embd, 0);
+        add(mix, s, il, "attn_q", "weight", s->n_embd, q);
+        add(mix, s, il, "attn_k", "weight", s->n_embd, kv);
+        add(mix, s, il, "attn_v", "weight", s->n_embd, kv);
+        if (s->bias) add(mix, s, il, "attn_q", "bias", q, 0);
+        if (s->bias) add(mix, s, il, "attn_k", "bias", kv, 0);
+        if (s->bias) add(mix, s, il, "attn_v", "bias", kv, 0);
+        if (s->qk_norm) add(mix, s, il, "attn_q_norm", "weight", s->head_dim, 0);
+        if (s->qk_norm) add(mix, s, il, "attn_k_norm", "weight", s->head_dim, 0);
+        add(mix, s, il, "attn_output", "weight", q, s->n_embd);
+        add(mix, s, il, "ffn_norm", "weight", s->n_embd, 0);
+        add(mix, s, il, "ffn_gate", "weight", s->n_embd, s->n_ff);
+        add(mix, s, il, "ffn_up", "weight", s->n_embd, s->n_ff);
+        add(mix, s, il, "ffn_down", "weight", s->n_ff, s->n_embd);
+    }
+    add(mix, s, -1, "output_norm", "weight", s->n_embd, 0);
+    if (!s->tied) add(mix, s, -1, "output", "weight", s->n_embd, s->n_vocab);
+}
+
+/* Header, keys (an SPM vocabulary of filler words) and directory. */
+static void write_metadata(mg_buf *b, const shape *s) {
+    mg_gguf w;
+    char key[96];
+    const char **words = (const char **)malloc(s->n_vocab * sizeof *words);
+    char *text = (char *)malloc((size_t)s->n_vocab * 16);
+    float *score = (float *)calloc(s->n_vocab, sizeof *score);
+    int32_t *type = (int32_t *)malloc(s->n_vocab * sizeof *type);
+    if (!words || !text || !score || !type) fprintf(stderr, "make_model: out of memory\n"), exit(1);
+    for (uint32_t i = 0; i < s->n_vocab; i++) {
+        words[i] = text + (size_t)i * 16;
+        snprintf(text + (size_t)i * 16, 16, i == 0 ? "<unk>" : i == 1 ? "<s>" : i == 2 ? "</s>" : i < 259 ? "<0x%02X>" : "w%u",
+                 i < 259 ? i - 3 : i);
+        type[i] = i == 0 ? 2 : i < 3 ? 3 : i < 259 ? 6 : 1;
+    }
+    mg_begin(&w, 3);
+#define KEY(suffix) (snprintf(key, sizeof key, "%s." suffix, s->arch), key)
+    mg_kv_str(&w, "general.architecture", s->arch);
+    mg_kv_str(&w, "general.name", s->name);
+    mg_kv_u32(&w, KEY("block_count"), s->n_layers);
+    mg_kv_u32(&w, KEY("context_length"), 32768);
+    mg_kv_u32(&w, KEY("embedding_length"), s->n_embd);
+    mg_kv_u32(&w, KEY("feed_forward_length"), s->n_ff);
+    mg_kv_u32(&w, KEY("attention.head_count"), s->n_heads);
+    mg_kv_u32(&w, KEY("attention.head_count_kv"), s->n_kv_heads);
+    mg_kv_u32(&w, KEY("attention.key_length"), s->head_dim);
+    mg_kv_u32(&w, KEY("attention.value_length"), s->head_dim);
+    mg_kv_u32(&w, KEY("rope.dimension_count"), s->head_dim);
+    mg_kv_f32(&w, KEY("rope.freq_base"), s->base);
+    mg_kv_f32(&w, KEY("attention.layer_norm_rms_epsilon"), 1e-5f);
+#undef KEY
+    mg_kv_str(&w, "tokenizer.ggml.model", "llama");
+    mg_kv_arr_str(&w, "tokenizer.ggml.tokens", words, s->n_vocab);
+    mg_kv_arr_f32(&w, "tokenizer.ggml.scores", score, s->n_vocab);
+    mg_kv_arr_i32(&w, "tokenizer.ggml.token_type", type, s->n_vocab);
+    mg_kv_u32(&w, "tokenizer.ggml.bos_token_id", 1);
+    mg_kv_u32(&w, "tokenizer.ggml.eos_token_id", 2);
+    mg_put(b, "GGUF", 4);
+    mg_put_u32(b, 3);
+    mg_put_u64(b, n_list);
+    mg_put_u64(b, w.n_kv);
+    mg_put(b, w.kv.data, w.kv.n);
+    for (size_t i = 0; i < n_list; i++) {
+        const tensor *t = &list[i];
+        mg_put_text(b, t->name, strlen(t->name));
+        mg_put_u32(b, t->ne[1] ? 2 : 1);
+        mg_put_u64(b, t->ne[0]);
+        if (t->ne[1]) mg_put_u64(b, t->ne[1]);
+        mg_put_u32(b, t->type);
+        mg_put_u64(b, t->offset);
+    }
+    mg_pad(b, 32);
+    free(words), free(text), free(score), free(type);
+}
+
+/* Random blocks of a type, repeated through the file; ones for vectors. */
+#define POOL_BYTES ((size_t)16 << 20)
+
+static void fill_pool(mg_buf *pool, uint32_t type, float d) {
+    const float one = 1;
+    mg_rng rng = {type + 1};
+    pool->n = 0;
+    while (pool->n < POOL_BYTES) {
+        if (d > 0) mg_put_block(pool, &rng, type, d);
+        else mg_put(pool, &one, sizeof one);
+    }
+}
+
+int main(int argc, char **argv) {
+    const shape *s = NULL;
+    mg_buf head = {0};
+    uint64_t offset = 0;
+    if (argc < 4) return fprintf(stderr, "usage: make_model SHAPE MIX OUT.gguf [sparse]\n"), 2;
+    for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
+        if (strcmp(shapes[i].name, argv[1]) == 0) s = &shapes[i];
+    if (!s || !strstr("Q4_K_M Q5_K_M Q6_K Q8_0 Q4_0 F16 F32", argv[2])) return fprintf(stderr, "make_model: unknown shape or mix\n"), 2;
+    add_all(argv[2], s);
+    for (size_t i = 0; i < n_list; i++) list[i].offset = offset, offset += (list[i].size + 31) / 32 * 32;
+    write_metadata(&head, s);
+    FILE *f = fopen(argv[3], "wb");
+    mg_buf pool = {0};
+    int ok = f && fwrite(head.data, 1, head.n, f) == head.n;
+    uint32_t pool_type = UINT32_MAX;
+    float pool_d = -1;
+    for (size_t i = 0; ok && argc < 5 && i < n_list; i++) {
+        const tensor *t = &list[i];
+        if (pool_type != t->type || pool_d != t->d) fill_pool(&pool, pool_type = t->type, pool_d = t->d);
+        for (uint64_t left = t->size, n; ok && left; left -= n) { /* whole blocks */
+            n = left < pool.n ? left : pool.n;
+            ok = fwrite(pool.data, 1, n, f) == n;
+        }
+        static const char zeros[32];
+        uint64_t pad = (32 - t->size % 32) % 32;
+        ok = ok && fwrite(zeros, 1, pad, f) == pad;
+    }
+    if (ok && argc > 4) ok = fseeko(f, (off_t)(head.n + offset - 1), SEEK_SET) == 0 && fputc(0, f) == 0;
+    if (f) ok = fclose(f) == 0 && ok;
+    if (!ok) return fprintf(stderr, "make_model: cannot write %s\n", argv[3]), 1;
+    printf("%s: %s %s, %.2f GB of tensors\n", argv[3], s->name, argv[2], (double)offset * 1e-9);
+    free(list), mg_free(&pool), mg_free(&head);
+    return 0;
+}
