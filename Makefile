@@ -1,5 +1,6 @@
 # rocmforge: `make`, `make run`, `make test` need cc and make, nothing else. `make help` lists the targets.
 CC     = cc
+# -O2: the supported build; -lm: rope and sampling; -pthread: the threads of the CPU device
 CFLAGS = -O2
 LIBS   = -lm -pthread
 B      = build
@@ -7,6 +8,7 @@ B      = build
 EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
 TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c))
 SCRIPTS  = $(wildcard tests/test_*.sh)
+HEADERS  = rocmforge.h $(wildcard tests/*.h)
 
 all: $(EXAMPLES)    ## build all examples into build/
 
@@ -35,7 +37,7 @@ $(B)/%: examples/%.c rocmforge.h
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
-$(B)/%: tests/%.c rocmforge.h tests/rf_test.h tests/make_gguf.h
+$(B)/%: tests/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 

@@ -22,20 +22,19 @@
  *     #include "rocmforge.h"
  *     #include <stdio.h>
  *     int main(int argc, char **argv) {
- *         rf_gguf *file = NULL; rf_device *device = NULL; rf_model *model = NULL; rf_session *session = NULL;
- *         const rf_tokenizer *tok; rf_detokenizer text = {0}; rf_error err; float *logits; int32_t ids[64], id;
- *         uint32_t n; size_t bytes; char out[256]; rf_sampler greedy;
- *         if (argc < 2 || rf_gguf_open(argv[1], NULL, &file, &err) || rf_device_open("auto", NULL, &device, &err) ||
+ *         rf_gguf *file; rf_device *device; rf_model *model; rf_session *session; rf_error err; float *logits;
+ *         const rf_tokenizer *tok; rf_detokenizer state = {0}; rf_sampler greedy; int32_t ids[64];
+ *         uint32_t n; size_t bytes; char text[256];
+ *         if (argc < 2) return 2;
+ *         if (rf_gguf_open(argv[1], NULL, &file, &err) || rf_device_open("auto", NULL, &device, &err) ||
  *             rf_model_open(file, device, NULL, &model, &err) || rf_session_open(model, NULL, &session, &err) ||
- *             rf_model_get_tokenizer(model, &tok, &err) || rf_sampler_init(&greedy, NULL, &err) ||
- *             rf_tokenize(tok, "ROMEO:\n", 7, RF_TOKENIZE_ADD, ids, 64, &n, &err) ||
- *             rf_forward(session, ids, n, &logits, &err)) return fprintf(stderr, "%s\n", err.text), 1;
- *         for (int i = 0; i < 64; i++) {
- *             if (rf_sampler_sample(&greedy, logits, rf_model_get_info(model).n_vocab, &id, &err) || rf_token_is_end(tok, id)) break;
- *             if (rf_detokenize(tok, &text, id, 0, out, sizeof out, &bytes, &err) == 0) fwrite(out, 1, bytes, stdout);
- *             if (rf_forward(session, &id, 1, &logits, &err)) break;
+ *             rf_model_get_tokenizer(model, &tok, &err) || rf_sampler_init(&greedy, &(rf_sampler_desc){0}, &err) ||
+ *             rf_tokenize(tok, "ROMEO:", 6, RF_TOKENIZE_ADD, ids, 64, &n, &err)) return puts(err.text), 1;
+ *         for (int i = 0; i < 64 && rf_forward(session, ids, n, &logits, &err) == RF_OK; i++, n = 1) {
+ *             rf_sampler_sample(&greedy, logits, rf_model_get_info(model).n_vocab, ids, &err);
+ *             rf_detokenize(tok, &state, ids[0], 0, text, sizeof text, &bytes, &err);
+ *             fwrite(text, 1, bytes, stdout);
  *         }
- *         rf_session_close(session); rf_model_close(model, NULL); rf_device_close(device, NULL); rf_gguf_close(file, NULL);
  *     }
  *
  * Sections (search for the tag)
@@ -55,8 +54,8 @@
  *   ROCMFORGE_MAX_LAYERS ...  implementation: limits for files, named beside their checks
  *
  * Rules
- *   Memory   every object is closed by its own close; descs are zero-initialised for defaults; pointers that a function
- *            hands out are borrowed, and its comment says until when. After rf_session_open nothing is allocated.
+ *   Memory   every object is closed by its own close; descs are zero-initialised for defaults; pointers that are
+ *            handed out are borrowed, and a comment says until when. After rf_session_open nothing is allocated.
  *   Threads  files, models, devices and tokenizers may be shared by any number of threads; a session, a sampler and a
  *            scheduler take one call at a time. The library starts threads only in the CPU device, and they sleep.
  *   Errors   every function that can fail returns an rf_result (0 = ok) and fills the rf_error its caller brought.
@@ -230,7 +229,8 @@ typedef struct rf_kv {
     uint32_t type;         /* rf_kv_type                                              */
     uint32_t element_type; /* of an array; equal to type otherwise                    */
     uint64_t count;        /* elements of an array; 1 otherwise                       */
-    const void *data;      /* first element, little endian, unaligned                 */
+    const void *data;      /* first element, little endian, unaligned; strings are a
+                              u64 length and bytes: read them with rf_kv_text         */
     uint64_t size_bytes;   /* of all elements                                         */
     uint64_t where;        /* byte offset of the value in the file, for messages      */
 } rf_kv;
@@ -273,14 +273,15 @@ typedef struct rf_gguf_info {
 /* Open a GGUF v2/v3 file and parse its metadata; tensor bytes are not touched.
  *   path  in   a regular file. The first part ("-00001-of-0000N.gguf") opens all N parts.
  *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
- * Returns RF_OK; RF_ERR_NOT_FOUND, RF_ERR_IO, RF_ERR_FORMAT (with the byte offset), RF_ERR_MEMORY.
+ * Returns RF_OK; RF_ERR_NOT_FOUND; RF_ERR_IO; RF_ERR_FORMAT (with the byte offset); RF_ERR_UNSUPPORTED (GGUF v1,
+ * big-endian, nested arrays, a limit); RF_ERR_ARGUMENT (desc, or a part that is not the first); RF_ERR_MEMORY.
  * Memory  at most 8 x metadata bytes + 64 KiB, whatever the file claims.   Cost O(metadata): about 1 ms per MB.
  * Threads any. The object is immutable: share it freely. */
 ROCMFORGE_API rf_result rf_gguf_open(const char *path, const rf_gguf_desc *desc, rf_gguf **out, rf_error *err);
 
 /* The same from bytes in memory (one file, no split). `data` is borrowed until rf_gguf_close and used in place. */
-ROCMFORGE_API rf_result rf_gguf_open_memory(const void *data, size_t size_bytes, const rf_gguf_desc *desc, rf_gguf **out,
-                                            rf_error *err);
+ROCMFORGE_API rf_result rf_gguf_open_memory(const void *data, size_t size_bytes, const rf_gguf_desc *desc,
+                                            rf_gguf **out, rf_error *err);
 
 /* Close the file. NULL is fine. Returns RF_ERR_BUSY, with the file still open, while a model or tokenizer uses it. */
 ROCMFORGE_API rf_result rf_gguf_close(rf_gguf *g, rf_error *err);
@@ -291,8 +292,8 @@ ROCMFORGE_API rf_gguf_info rf_gguf_get_info(const rf_gguf *g);
 ROCMFORGE_API rf_result rf_gguf_get_kv(const rf_gguf *g, uint64_t index, rf_kv *out);
 ROCMFORGE_API rf_result rf_gguf_find_kv(const rf_gguf *g, const char *key, rf_kv *out);
 
-/* Element i of a value as an integer (any integer type or bool), a real (any number), or a string. Strings of an array
- * lie one behind the other: *cursor_bytes starts at 0 and moves to the next one; pass NULL for a single string.
+/* Element i of a value as an integer (any integer type or bool), a real (any number), or a string. Strings of an
+ * array lie one behind the other: *cursor_bytes starts at 0 and moves to the next one; pass NULL for a single string.
  * Return RF_OK; RF_ERR_ARGUMENT if the value is of another type, does not fit, or i is out of range. */
 ROCMFORGE_API rf_result rf_kv_int(const rf_kv *kv, uint64_t i, int64_t *out);
 ROCMFORGE_API rf_result rf_kv_real(const rf_kv *kv, uint64_t i, double *out);
@@ -327,11 +328,11 @@ typedef struct rf_device_info {
 
 typedef struct rf_device_desc {
     rf_allocator allocator;
-    uint32_t n_threads;     /* CPU: threads that compute, the caller's included; 0 = one per core allowed (max 256)  */
+    uint32_t n_threads;     /* CPU: threads that compute, the caller's included; 0 = one per core allowed (max 256) */
     const char *isa;        /* CPU: "scalar", "avx2", "avx512", "neon"; NULL = the best this machine has. For tests
-                               and for equal bits on unequal machines.                                               */
-    uint64_t fail_call;     /* null device: the n-th call fails (1 = the first); 0 = none                            */
-    uint32_t fail_forever;  /* null device: so do all later ones                                                     */
+                               and for equal bits on unequal machines. */
+    uint64_t fail_call;     /* null device: the n-th call fails (1 = the first); 0 = none */
+    uint32_t fail_forever;  /* null device: so do all later ones */
 } rf_device_desc;
 
 /* List the devices: out receives up to `capacity` entries, *count the number there are. A kernels file that is not
@@ -380,15 +381,16 @@ typedef struct rf_model_info {
     uint64_t token_bytes;    /* weight bytes that one token reads                           */
 } rf_model_info;
 
-/* Make a model of a file on a device: read hyperparameters, check the shape of every tensor, build the plan. No tensor
- * byte is read: weights load on first use, or by the calls below.
+/* Make a model of a file on a device: read hyperparameters, check the shape of every tensor, build the plan. No
+ * tensor byte is read: weights load on first use, or by the calls below.
  *   g, d  in   stay open as long as the model (closing them is refused)
  * Returns RF_OK; RF_ERR_UNSUPPORTED (architecture, tensor type, feature: by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND
  * (a tensor or key is missing: the text lists the names tried); RF_ERR_MEMORY; RF_ERR_DEVICE.
  * Memory O(tensors).   Cost O(metadata).   Threads any. The model is shared by any number of threads. */
-ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_desc *desc, rf_model **out, rf_error *err);
+ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_desc *desc, rf_model **out,
+                                      rf_error *err);
 
-/* Release the model and its weights. NULL is fine. RF_ERR_BUSY, with the model still open, while a session uses it. */
+/* Release the model and its weights. NULL is fine. RF_ERR_BUSY, with the model still open, while a session is. */
 ROCMFORGE_API rf_result rf_model_close(rf_model *m, rf_error *err);
 
 ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m);
@@ -404,7 +406,8 @@ ROCMFORGE_API int rf_model_is_tensor_loaded(const rf_model *m, const char *name)
 ROCMFORGE_API int rf_model_is_layer_loaded(const rf_model *m, uint32_t layer);
 
 /* Load the weights of these layers (each < n_layers), or all weights of the plan, in plan order. As load_tensor. */
-ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *layers, uint32_t n_layers, rf_error *err);
+ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *layers, uint32_t n_layers,
+                                                rf_error *err);
 ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err);
 
 typedef struct rf_loading_stats {
@@ -450,7 +453,8 @@ typedef struct rf_forecast {
 } rf_forecast;
 
 /* What a session would need, before anything is allocated. Returns RF_OK; RF_ERR_ARGUMENT (also: sizes overflow). */
-ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_desc *desc, rf_forecast *out, rf_error *err);
+ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_desc *desc, rf_forecast *out,
+                                          rf_error *err);
 
 /* Open a session: n_seq_max independent sequences with their keys and values, activations and logits.
  * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_MEMORY; RF_ERR_DEVICE.
@@ -483,7 +487,8 @@ ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_ro
 ROCMFORGE_API float *rf_session_logits(rf_session *s, uint32_t i);
 
 /* The simple way: append n_tokens (>= 1) to sequence 0; *logits (may be NULL) receives the last one's logits. */
-ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits, rf_error *err);
+ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits,
+                                   rf_error *err);
 
 /* Make sequence `seq` hold exactly a prefix of `tokens`: keep the longest common prefix with what it holds now, drop
  * the rest. *kept (out) <= n_tokens is the position from which the caller must evaluate. If all of them are held, one
@@ -493,7 +498,8 @@ ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_
 
 /* Cut a sequence to n_keep tokens (more than it holds: no change). *kept (may be NULL) is the length it really has
  * now: never more than asked, less where a cache cannot rewind that far. n_keep 0 empties it. */
-ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept, rf_error *err);
+ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept,
+                                            rf_error *err);
 
 /* dst becomes a copy of src. Cost: copies its keys and values. */
 ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst, rf_error *err);
@@ -514,7 +520,8 @@ typedef struct rf_tokenizer rf_tokenizer;
 
 /* Build the tokenizer of a file (vocabulary-only files too).
  *   pre  in   force this pre-tokenizer name; NULL = tokenizer.ggml.pre
- * Returns RF_OK; RF_ERR_UNSUPPORTED (model or pre-tokenizer, by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND; RF_ERR_MEMORY.
+ * Returns RF_OK; RF_ERR_UNSUPPORTED (model or pre-tokenizer, by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND;
+ * RF_ERR_MEMORY.
  * Memory and cost O(vocabulary).   Threads any; the object is immutable. */
 ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokenizer **out, rf_error *err);
 ROCMFORGE_API void rf_tokenizer_close(rf_tokenizer *t); /* NULL is fine */
@@ -530,8 +537,8 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
  *   out    out  [capacity], may be NULL with capacity 0;   count  out  ids there are, also when they do not fit
  * Returns RF_OK; RF_ERR_ARGUMENT if capacity < *count (out holds the first ones); RF_ERR_MEMORY.
  * Memory O(n_bytes) during the call.   Cost O(n log n).   Threads any. */
-ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags, int32_t *out,
-                                    uint32_t capacity, uint32_t *count, rf_error *err);
+ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags,
+                                    int32_t *out, uint32_t capacity, uint32_t *count, rf_error *err);
 
 /* Streaming decoder state: zero it before the first token of a text. */
 typedef struct rf_detokenizer {
@@ -547,8 +554,8 @@ typedef struct rf_detokenizer {
  *   id     in   a token, or -1 for none (with RF_DETOKENIZE_FINISH)
  *   out    out  [capacity] bytes, no NUL;   count  out  bytes there are
  * Returns RF_OK; RF_ERR_ARGUMENT (id, or capacity < *count with the state unchanged).   Threads any. */
-ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *state, int32_t id, uint32_t flags, char *out,
-                                      size_t capacity, size_t *count, rf_error *err);
+ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *state, int32_t id, uint32_t flags,
+                                      char *out, size_t capacity, size_t *count, rf_error *err);
 
 typedef struct rf_tokenizer_info {
     const char *model;      /* "llama" (SPM) or "gpt2" (BPE)                       */
@@ -573,15 +580,24 @@ typedef struct rf_chat_message {
     const char *content;
 } rf_chat_message;
 
+/* A conversation to format. */
+typedef struct rf_chat {
+    /* NULL = recognise the file's tokenizer.chat_template; or "chatml", "llama3", "llama2", "mistral" (it is
+     * "mistral-v3"; also -v0, -v1, -v3-tekken, -v7, -v7-tekken), "zephyr", "phi3", "gemma", "plain" */
+    const char *template_name;
+    const rf_chat_message *messages; /* [n_messages] */
+    uint32_t n_messages;
+    uint32_t open_answer;      /* 1: end with the opening of the assistant's answer */
+} rf_chat;
+
 /* Format a conversation as the model's template would. The template in the file is recognised, never executed.
- *   name      in   NULL = recognise tokenizer.chat_template of g; or "chatml", "llama3", "llama2", "mistral", "zephyr",
- *                  "phi3", "gemma", "plain"
- *   open_answer    1: end with the opening of the assistant's answer
- *   out       out  [capacity] bytes, no NUL;   count  out  bytes there are
+ *   g     in   the file; NULL if chat names the template
+ *   out   out  [capacity] bytes, no NUL; may be NULL with capacity 0;   count  out  bytes there are
  * Returns RF_OK; RF_ERR_UNSUPPORTED (template not recognised: format it yourself or name one); RF_ERR_NOT_FOUND (no
- * template in the file); RF_ERR_ARGUMENT (role, or capacity < *count).   Memory none.   Threads any. */
-ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const char *name, const rf_chat_message *messages, uint32_t n,
-                                       int open_answer, char *out, size_t capacity, size_t *count, rf_error *err);
+ * template in the file); RF_ERR_ARGUMENT (name, role, system text the template has no place for, or capacity <
+ * *count).   Memory none.   Threads any. */
+ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const rf_chat *chat, char *out, size_t capacity,
+                                       size_t *count, rf_error *err);
 
 /* Name of the template the file's chat_template is recognised as; NULL if none is or it is not. */
 ROCMFORGE_API const char *rf_chat_template_name(const rf_gguf *g);
@@ -606,7 +622,7 @@ typedef struct rf_sampler_desc {
     float presence_penalty;  /* subtracted once                                                                  */
     uint32_t penalty_last_n; /* how many recent tokens; 0 = 64, at most RF_SAMPLER_HISTORY                       */
     uint64_t seed;           /* the same seed gives the same choices                                             */
-    const rf_logit_bias *bias; /* [n_bias], borrowed as long as the sampler is used                              */
+    const rf_logit_bias *bias; /* [n_bias], borrowed as long as the sampler is used; ids outside are ignored     */
     uint32_t n_bias;
 } rf_sampler_desc;
 
@@ -624,7 +640,8 @@ ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *de
  *   logits  inout [n_vocab]; bias and penalties are applied in place
  * Returns RF_OK; RF_ERR_ARGUMENT if no logit is a number greater than -infinity.   Memory none.   Cost O(n_vocab).
  * Threads: one call at a time per sampler. */
-ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t n_vocab, int32_t *token, rf_error *err);
+ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t n_vocab, int32_t *token,
+                                          rf_error *err);
 
 /* Remember a token that was not sampled (a prompt's), for the penalties. */
 ROCMFORGE_API void rf_sampler_accept(rf_sampler *s, int32_t token);
@@ -633,12 +650,13 @@ ROCMFORGE_API void rf_sampler_accept(rf_sampler *s, int32_t token);
 
 typedef struct rf_scheduler rf_scheduler;
 
-/* One request. on_token is called for every token chosen, in rf_scheduler_step's thread; nonzero return ends it.
- * on_end is called once, with the reason: RF_OK (end token, max_tokens, or on_token asked), or the failure. */
+/* One request. on_token is called for every token chosen, the end token included, in rf_scheduler_step's thread;
+ * nonzero return ends it. on_end is called once, with the reason: RF_OK (end token, max_tokens, on_token asked), or
+ * the failure. Both may call rf_scheduler_submit and nothing else of the scheduler or its session. */
 typedef struct rf_request {
     const int32_t *prompt;   /* [n_prompt], borrowed until on_end */
     uint32_t n_prompt;
-    uint32_t max_tokens;
+    uint32_t max_tokens;     /* 0: no limit                       */
     rf_sampler *sampler;     /* borrowed until on_end             */
     int (*on_token)(int32_t token, void *user);
     void (*on_end)(rf_result reason, void *user);
@@ -649,11 +667,13 @@ typedef struct rf_request {
  * waiting prompts. The session is borrowed and must not be used otherwise meanwhile.
  *   queue_capacity   requests that may wait
  * Memory O(queue_capacity + n_batch).   Threads: one call at a time. */
-ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, uint32_t queue_capacity, rf_scheduler **out,
-                                          rf_error *err);
-ROCMFORGE_API void rf_scheduler_close(rf_scheduler *sch); /* NULL is fine; running requests end with RF_ERR_CANCELLED */
+ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, uint32_t queue_capacity,
+                                          rf_scheduler **out, rf_error *err);
+/* NULL is fine; running requests end with RF_ERR_CANCELLED */
+ROCMFORGE_API void rf_scheduler_close(rf_scheduler *sch);
 
-/* Queue a request (copied). RF_ERR_BUSY if the queue is full, RF_ERR_CONTEXT_FULL if the prompt can never fit. */
+/* Queue a request (copied). RF_ERR_BUSY if the queue is full, RF_ERR_CONTEXT_FULL if the prompt can never fit,
+ * RF_ERR_ARGUMENT (a token out of range, no sampler), RF_ERR_CANCELLED while the scheduler closes. */
 ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request *request, rf_error *err);
 
 /* One batch. *n_active (may be NULL): requests running or waiting afterwards. */
@@ -661,9 +681,9 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 
 /* ==== 2 Device API =============================================================================== >>device-api
  * The seam between the host code and a device, and the only part that rocmforge_kernels.hip reads (with the tensor
- * types of section 1). A plan is data: a flat array of ops over numbered buffers, weights and states. Builders emit it
- * once per model; the CPU, null and HIP devices execute it behind the table below. Callers of the library need from
- * here only rf_model_get_plan, to look at a plan. */
+ * types of section 1). A plan is data: a flat array of ops over numbered buffers, weights and states. Builders emit
+ * it once per model; the CPU, null and HIP devices execute it behind the table below. Callers of the library need
+ * only rf_model_get_plan from here, to look at a plan. */
 
 #define RF_NONE 0xffffffffu /* no buffer, weight, state or table */
 
@@ -671,12 +691,12 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
  * W[slot, row] are weight rows, [n_out, n_in]; all activations are float32, row-major. */
 typedef enum rf_op_kind {
     RF_OP_EMBED = 0,     /* out[T, n_out] = W[token], or the row's float input                                     */
-    RF_OP_RMS_NORM = 1,  /* out[rows, n_heads, n_in] = in / sqrt(mean(in^2 over n_in) + eps) * w[n_in]; out may be in */
+    RF_OP_RMS_NORM = 1,  /* out[rows, n_heads, n_in] = in / sqrt(mean(in^2 of n_in) + eps) * w[n_in]; out may be in */
     RF_OP_MATMUL = 2,    /* out[rows, n_out] = in[rows, n_in] W^T (+ bias[n_out]) (+ out if RF_OP_ACCUMULATE)      */
     RF_OP_ROPE = 3,      /* rotate in place out[T, n_heads, head_dim], first n_rot values of each head:
                             angle = pos * table[i] / (freqs ? freqs[i] : 1), i < n_rot/2; cos and sin times scale;
                             pairs (2i, 2i+1), or (i, i + n_rot/2) with RF_OP_NEOX                                  */
-    RF_OP_KV_STORE = 4,  /* state K[seq][head][pos] = in[T, n_kv_heads, head_dim], V = in2[T, n_kv_heads, head_dim_v] */
+    RF_OP_KV_STORE = 4,  /* state K[seq][head][pos] = in[T, n_kv_heads, head_dim], V = in2[.., head_dim_v] */
     RF_OP_ATTENTION = 5, /* out[T, n_heads, head_dim_v] = softmax(in . K * scale over positions <= pos) V;
                             query head h reads kv head h / (n_heads / n_kv_heads)                                  */
     RF_OP_GLU = 6,       /* out[rows, n_out] = silu(in) * in2; out may be in                                       */
@@ -852,17 +872,18 @@ typedef struct rf_device_api {
                               rf_error *err);
     void (*weight_clear)(rf_table *t, uint32_t slot); /* no running op uses it */
 
-    rf_result (*mem_write)(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n, rf_ticket *ticket,
-                           rf_error *err);
+    rf_result (*mem_write)(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n,
+                           rf_ticket *ticket, rf_error *err);
     rf_result (*mem_read)(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n, rf_ticket *ticket,
                           rf_error *err);
     rf_result (*mem_copy)(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src, uint64_t src_offset,
                           uint64_t n, rf_ticket *ticket, rf_error *err);
-    rf_result (*mem_fill)(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n, rf_ticket *ticket,
-                          rf_error *err);
+    rf_result (*mem_fill)(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n,
+                          rf_ticket *ticket, rf_error *err);
 
     int (*ticket_done)(const rf_ticket *ticket);                                             /* never blocks */
-    rf_result (*ticket_wait)(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err);   /* RF_ERR_DEVICE after it */
+    rf_result (*ticket_wait)(const rf_ticket *ticket, uint32_t timeout_ms,
+                             rf_error *err);   /* RF_ERR_DEVICE after it */
     rf_result (*queue_after)(rf_queue *q, const rf_ticket *ticket, rf_error *err);           /* q's next work waits */
 
     /* RF_OK, or RF_ERR_UNSUPPORTED with what is missing */
@@ -871,8 +892,8 @@ typedef struct rf_device_api {
      * op of each of *n_segments segments (room for n_ops). A segment is run as a whole. */
     rf_result (*plan_prepare)(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops, uint32_t *n_segments,
                               rf_prepared **out, rf_error *err);
-    /* Run segments [first, last). Their weights are written, or the queue waits for them. The segments of a step run in
-     * order; segment 0 starts a new step. */
+    /* Run segments [first, last). Their weights are written, or the queue waits for them. The segments of a step run
+     * in order; segment 0 starts a new step. */
     rf_result (*plan_run)(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                           rf_ticket *ticket, rf_error *err);
     void (*plan_release)(rf_prepared *p);
@@ -948,6 +969,7 @@ const rf_device_api *rocmforge_hip_api(void);
 
 #define RFI_UNUSED(x) ((void)(x))
 #define RFI_COUNT(array) (sizeof(array) / sizeof((array)[0]))
+#define RFI_LLU(x) ((unsigned long long)(x)) /* for %llu */
 
 _Static_assert(sizeof(void *) == 8, "64-bit pointers");
 _Static_assert(sizeof(rf_op) <= 128, "rf_op stays small: a plan is copied to devices");
@@ -1078,7 +1100,8 @@ static void rfi_free(const rf_allocator *a, void *block) {
 }
 
 /* Uninitialised memory aligned to a power of two >= 16: the block's start is kept just before it. */
-static void *rfi_alloc_aligned(const rf_allocator *a, uint64_t bytes, uint64_t align, const char *what, rf_error *err) {
+static void *rfi_alloc_aligned(const rf_allocator *a, uint64_t bytes, uint64_t align, const char *what,
+                               rf_error *err) {
     uint64_t total;
     char *block = NULL;
     if (rfi_add(bytes, align + sizeof(void *), &total) && total < (uint64_t)PTRDIFF_MAX)
@@ -1108,22 +1131,30 @@ static int rfi_str_equal(rf_string s, const char *text) {
     return s.len == n && (n == 0 || memcmp(s.data, text, n) == 0);
 }
 
-/* FNV-1a with a seed. The seed is the address of the table's owner, so that a file cannot be built to collide. */
-static uint64_t rfi_hash(const void *data, uint64_t n, uint64_t seed) {
-    const unsigned char *p = (const unsigned char *)data;
-    uint64_t h = 0xcbf29ce484222325u ^ (seed * 0x9e3779b97f4a7c15u);
-    for (uint64_t i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3u;
-    h ^= h >> 32;
-    h *= 0xd6e8feb86659fd93u;
-    return h ^ (h >> 32);
-}
-
 /* ---- little-endian values at any alignment ---- */
 
 static uint16_t rfi_load_u16(const void *p) { uint16_t v; memcpy(&v, p, sizeof v); return v; }
 static uint32_t rfi_load_u32(const void *p) { uint32_t v; memcpy(&v, p, sizeof v); return v; }
 static uint64_t rfi_load_u64(const void *p) { uint64_t v; memcpy(&v, p, sizeof v); return v; }
 static float rfi_load_f32(const void *p) { float v; memcpy(&v, p, sizeof v); return v; }
+
+/* Hash by folded 64 x 64 -> 128 bit products, with a seed: the address of the table's owner, so that a file cannot be
+ * built to collide. */
+__extension__ typedef unsigned __int128 rfi_u128;
+
+static uint64_t rfi_fold(uint64_t a, uint64_t b) {
+    rfi_u128 product = (rfi_u128)a * b;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+static uint64_t rfi_hash(const void *data, uint64_t n, uint64_t seed) {
+    const unsigned char *p = (const unsigned char *)data;
+    uint64_t h = rfi_fold(seed ^ 0x9e3779b97f4a7c15u, n ^ 0xd6e8feb86659fd93u);
+    for (; n >= 8; n -= 8, p += 8) h = rfi_fold(h ^ rfi_load_u64(p), 0x9fb21c651e98df25u ^ seed);
+    uint64_t tail = 0;
+    memcpy(&tail, p, (size_t)n);
+    return rfi_fold(h ^ tail, 0xa0761d6478bd642fu);
+}
 
 /* ---- log ---- */
 
@@ -1472,7 +1503,6 @@ _Static_assert(ROCMFORGE_MAX_NAME_BYTES < sizeof(((rf_plan_weight *)0)->name), "
 _Static_assert(ROCMFORGE_MAX_METADATA_BYTES <= UINT32_MAX, "rows of a table are numbered in 32 bits");
 
 /* for "%llu" */
-#define RFI_LLU(x) ((unsigned long long)(x))
 
 #define RFI_GGUF_HEADER_BYTES 24u
 #define RFI_GGUF_KV_BYTES 14u      /* smallest pair: length, one byte of key, type, one byte of value        */
@@ -2740,7 +2770,7 @@ static rf_result rfi_tensor_copy(rfi_store *s, uint32_t slot, rfi_tensor *t, con
     rf_result r = RF_OK;
     if (row_bytes > RFI_STAGING_BYTES)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, t->info.where, "%s: rows of %llu bytes, at most %llu are supported", w->name,
-                        (unsigned long long)row_bytes, (unsigned long long)RFI_STAGING_BYTES);
+                        RFI_LLU(row_bytes), (unsigned long long)RFI_STAGING_BYTES);
     if (!s->staging) r = api->host_create(s->device->dev, RFI_STAGING_BYTES, &s->staging, err);
     if (r == RF_OK) r = api->mem_create(s->device->dev, layout->size_bytes, &t->mem, err);
     if (r == RF_OK) atomic_fetch_add(&s->device_allocations, 1);
@@ -2946,15 +2976,15 @@ static rf_result rfi_key_uint(const rf_gguf *g, const rfi_arch *arch, const rfi_
     int per_layer = kv.type == RF_KV_ARRAY && n_layers > 0;
     if (!rfi_kv_is_uint(kv.element_type) || (kv.type == RF_KV_ARRAY && !per_layer))
         return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want an unsigned integer, found %s%s",
-                        rfi_gguf_path(g), name, (unsigned long long)kv.where, kv.type == RF_KV_ARRAY ? "an array of " : "",
+                        rfi_gguf_path(g), name, RFI_LLU(kv.where), kv.type == RF_KV_ARRAY ? "an array of " : "",
                         rfi_kv_type_name(kv.element_type));
     if (per_layer && kv.count != n_layers)
         return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want %llu elements, one per layer, found %llu",
-                        rfi_gguf_path(g), name, (unsigned long long)kv.where, (unsigned long long)n_layers,
-                        (unsigned long long)kv.count);
+                        rfi_gguf_path(g), name, RFI_LLU(kv.where), RFI_LLU(n_layers),
+                        RFI_LLU(kv.count));
     if (rf_kv_int(&kv, per_layer ? il : 0, &v) != RF_OK || v < 0 || v < key->min || v > key->max)
         return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want %u to %u, found %lld", rfi_gguf_path(g), name,
-                        (unsigned long long)kv.where, key->min, key->max, (long long)v);
+                        RFI_LLU(kv.where), key->min, key->max, (long long)v);
     *out = (uint32_t)v;
     return RF_OK;
 }
@@ -2971,11 +3001,11 @@ static rf_result rfi_key_real(const rf_gguf *g, const rfi_arch *arch, const char
     }
     if (kv.type != RF_KV_F32 && kv.type != RF_KV_F64)
         return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a real number, found %s", rfi_gguf_path(g), name,
-                        (unsigned long long)kv.where, rfi_kv_type_name(kv.type));
+                        RFI_LLU(kv.where), rfi_kv_type_name(kv.type));
     rf_kv_real(&kv, 0, out);
     if (!isfinite(*out) || *out < min)
         return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a finite number >= %g, found %g",
-                        rfi_gguf_path(g), name, (unsigned long long)kv.where, min, *out);
+                        rfi_gguf_path(g), name, RFI_LLU(kv.where), min, *out);
     return RF_OK;
 }
 
@@ -2987,7 +3017,7 @@ static rf_result rfi_key_text(const rf_gguf *g, const rfi_arch *arch, const char
     if (!rfi_key_find(g, arch, suffix, kv, name, sizeof name)) return RF_OK;
     if (kv->type != RF_KV_STRING)
         return rfi_fail(err, RF_ERR_FORMAT, kv->where, "%s: %s at byte %llu: want a string, found %s", rfi_gguf_path(g), name,
-                        (unsigned long long)kv->where, rfi_kv_type_name(kv->type));
+                        RFI_LLU(kv->where), rfi_kv_type_name(kv->type));
     return rf_kv_text(kv, NULL, out);
 }
 
@@ -3003,7 +3033,7 @@ static rf_result rfi_config_arch(const rf_gguf *g, rfi_config *c, rf_error *err)
     rfi_arch_list(names, sizeof names);
     return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where,
                     "%s: general.architecture at byte %llu: '%.*s' is not supported (supported: %s)", rfi_gguf_path(g),
-                    (unsigned long long)kv.where, RFI_STR(arch), names);
+                    RFI_LLU(kv.where), RFI_STR(arch), names);
 }
 
 /* Rope: base, scaling and its type. A factor without a type means linear; rope.scale_linear is its old name. */
@@ -3027,7 +3057,7 @@ static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err)
     else if (rfi_str_equal(type, "yarn")) c->rope_scaling = RFI_ROPE_YARN;
     else
         return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where, "%s: %s.rope.scaling.type at byte %llu: '%.*s' is not supported (supported: none, linear, yarn)",
-                        rfi_gguf_path(g), c->arch->name, (unsigned long long)kv.where, RFI_STR(type));
+                        rfi_gguf_path(g), c->arch->name, RFI_LLU(kv.where), RFI_STR(type));
     return RF_OK;
 }
 
@@ -3038,7 +3068,7 @@ static rf_result rfi_config_vocab(const rf_gguf *g, rfi_config *c, rf_error *err
     if (rf_gguf_find_kv(g, "tokenizer.ggml.tokens", &kv) != RF_OK) return rfi_key_uint(g, c->arch, &vocab, 0, 0, &c->n_vocab, err);
     if (kv.type != RF_KV_ARRAY || kv.element_type != RF_KV_STRING || kv.count == 0 || kv.count > INT32_MAX)
         return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: tokenizer.ggml.tokens at byte %llu: want an array of 1 to 2147483647 strings, found %llu x %s",
-                        rfi_gguf_path(g), (unsigned long long)kv.where, (unsigned long long)kv.count,
+                        rfi_gguf_path(g), RFI_LLU(kv.where), RFI_LLU(kv.count),
                         rfi_kv_type_name(kv.element_type));
     c->n_vocab = (uint32_t)kv.count;
     return RF_OK;
@@ -3058,7 +3088,7 @@ static rf_result rfi_config_refuse(const rf_gguf *g, const rfi_config *c, rf_err
                         c->arch->name, n_experts);
     if (rfi_key_find(g, c->arch, "attention.causal", &kv, name, sizeof name) && rf_kv_int(&kv, 0, &causal) == RF_OK && !causal)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where, "%s: %s at byte %llu is false: attention without a causal mask is not supported",
-                        rfi_gguf_path(g), name, (unsigned long long)kv.where);
+                        rfi_gguf_path(g), name, RFI_LLU(kv.where));
     return RF_OK;
 }
 
@@ -3143,7 +3173,7 @@ struct rfi_builder {
 /* Room for `more` items behind the last; NULL once the builder failed. Grows by doubling. */
 static void *rfi_array_push(rfi_builder *b, rfi_array *a, uint32_t more, size_t item_bytes) {
     if (b->result != RF_OK) return NULL;
-    if (a->capacity - a->n < more) {
+    if (!a->items || a->capacity - a->n < more) {
         uint32_t capacity = (a->n + more) * 2;
         void *items = rfi_alloc(b->alloc, capacity, item_bytes, "the plan", b->err);
         if (!items) {
@@ -3178,13 +3208,13 @@ static int rfi_has(const rfi_builder *b, const char *name) {
 static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_info *t, uint64_t n_in, uint64_t n_rows) {
     rf_type_info type = rf_type_get(t->type);
     const char *path = rfi_gguf_path(b->g);
-    unsigned long long at = (unsigned long long)t->where;
+    unsigned long long at = RFI_LLU(t->where);
     int is_float = t->type == RF_TYPE_F32 || t->type == RF_TYPE_F16 || t->type == RF_TYPE_BF16;
     if (t->ne[0] != n_in || t->ne[1] != n_rows || t->ne[2] != 1 || t->ne[3] != 1)
         b->result = rfi_fail(b->err, RF_ERR_FORMAT, t->where, "%s: %s at byte %llu: want ne={%llu, %llu}, found %s ne={%llu, %llu, %llu, %llu}",
-                             path, name, at, (unsigned long long)n_in, (unsigned long long)n_rows, type.name,
-                             (unsigned long long)t->ne[0], (unsigned long long)t->ne[1], (unsigned long long)t->ne[2],
-                             (unsigned long long)t->ne[3]);
+                             path, name, at, RFI_LLU(n_in), RFI_LLU(n_rows), type.name,
+                             RFI_LLU(t->ne[0]), RFI_LLU(t->ne[1]), RFI_LLU(t->ne[2]),
+                             RFI_LLU(t->ne[3]));
     else if (!type.runs)
         b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, t->where, "%s: %s at byte %llu: tensor type %s is not supported", path,
                              name, at, type.name);
@@ -3515,9 +3545,9 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
  *
  * Products with quantized weights are defined once for all instruction sets (and devices), to the bit: the inputs are
  * rounded to int8 in groups of 32 (rfi_q8), and row . column is
- *     y = 0; for each group g in order:  y = fma(float(isum_g), d_w * d_x, y);  if the type has mins: y = fma(m_w, s_x, y)
- * with isum_g the exact integer sum over the group (of Q6_K: scale_0 * sum of 16 + scale_1 * sum of 16), d_w = d * scale
- * and m_w = m, or -dmin * min. How rows are cut over lanes, panels and threads changes nothing in that.
+ *     y = 0; for each group in order: y = fma(float(isum), d_w * d_x, y); if the type has mins: y = fma(m_w, s_x, y)
+ * with isum the exact integer sum over the group (Q6_K: half a group, 16 values), d_w = d, or d * scale, and m_w = m, or
+ * -dmin * min. How rows are cut over lanes, panels and threads changes nothing in that.
  * Float weights: lanes along the row, fixed per instruction set; rows of more than RFI_FLOAT_CHUNK values are added up
  * chunk by chunk. */
 
@@ -3796,21 +3826,21 @@ typedef struct rfi_rows {
 
 /* Weights unpacked for many columns: 4 values of each lane side by side, as the integer dot instructions want them. */
 typedef struct rfi_panel {
-    uint8_t q[RFI_CHUNK_GROUPS * 8 * 16 * 4]; /* [group][8][lane][4]                                  */
-    float s[RFI_CHUNK_GROUPS * 2 * 16];       /* d_w: [group][lane]; Q6_K: scale, [group * 2 + half][lane] */
-    float m[RFI_CHUNK_GROUPS * 16];           /* m_w; Q6_K: d                                         */
+    _Alignas(64) uint8_t q[RFI_CHUNK_GROUPS * 8 * 16 * 4]; /* [group][8][lane][4]                                  */
+    float s[RFI_CHUNK_GROUPS * 2 * 16];       /* d_w: [group][lane]; Q6_K [group * 2 + half][lane]    */
+    float m[RFI_CHUNK_GROUPS * 16];           /* m_w: [group][lane]                                   */
     int shift;                                /* rfi_bias_shift                                       */
 } rfi_panel;
 
 /* How one type is multiplied on one instruction set. A unit is 8 groups: a K block, or 8 blocks of 32. */
 typedef struct rfi_quant_kernels {
-    uint32_t n_lanes, n_cols; /* rows of a panel, columns of a tile at most */
+    uint32_t n_lanes, n_panels, n_cols; /* rows of a panel; panels and columns of a tile at most */
     uint32_t unit_bytes;
     /* one column, acc [n_lanes] is carried on; NULL: by panels too */
     void (*vector)(const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc);
     /* the unit at offset becomes groups [at, at + 8) of the panel */
     void (*unpack)(const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p);
-    /* acc[c * acc_stride + lane] is carried on over n_groups groups */
+    /* acc[c * acc_stride + row] is carried on over n_groups groups; row counts the lanes of all panels */
     void (*tile)(const rfi_panel *p, uint32_t n_groups, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols, float *acc,
                  uint64_t acc_stride);
 } rfi_quant_kernels;
@@ -3866,14 +3896,15 @@ static void rfi_matmul_vector(const rfi_quant_kernels *k, const rfi_matmul *m) {
 static void rfi_panel_times(const rfi_quant_kernels *k, const rfi_matmul *m, const rfi_panel *p, uint32_t i, uint32_t g,
                             uint32_t j, uint32_t j_end) {
     const uint32_t n = (uint32_t)rfi_min_u64(RFI_CHUNK_GROUPS, m->n_in / 32 - g);
-    const size_t valid = (size_t)rfi_min_u64(k->n_lanes, m->n_rows - i);
+    const uint32_t n_rows = k->n_lanes * k->n_panels;
+    const size_t valid = (size_t)rfi_min_u64(n_rows, m->n_rows - i);
     for (; j < j_end; j += k->n_cols) {
         const uint32_t n_cols = (uint32_t)rfi_min_u64(k->n_cols, j_end - j);
         const rfi_q8 *x = m->x->q + j * m->x->q_stride + g;
-        float *y = m->y + j * m->y_stride + i, part[8 * 16] = {0}, *acc = valid < k->n_lanes ? part : y;
-        const uint64_t stride = valid < k->n_lanes ? 16 : m->y_stride;
+        float *y = m->y + j * m->y_stride + i, part[8 * 32] = {0}, *acc = valid < n_rows ? part : y;
+        const uint64_t stride = valid < n_rows ? 32 : m->y_stride;
         for (uint32_t c = 0; c < n_cols; c++) {
-            if (g == 0) memset(acc + c * stride, 0, k->n_lanes * sizeof(float));
+            if (g == 0) memset(acc + c * stride, 0, n_rows * sizeof(float));
             else if (acc != y) memcpy(acc + c * stride, y + c * m->y_stride, valid * sizeof(float));
         }
         k->tile(p, n, x, m->x->q_stride, n_cols, acc, stride);
@@ -3882,36 +3913,43 @@ static void rfi_panel_times(const rfi_quant_kernels *k, const rfi_matmul *m, con
     }
 }
 
+/* Groups [g, g_end) of n_lanes rows from i on. */
+static void rfi_panel_fill(const rfi_quant_kernels *k, const rfi_matmul *m, rfi_panel *p, uint32_t i, uint32_t g,
+                           uint32_t g_end) {
+    rfi_rows r;
+    rfi_rows_at(m, i, k->n_lanes, &r);
+    for (uint32_t u = g; u < g_end; u += 8) {
+        const uint64_t offset = (uint64_t)(u / 8) * k->unit_bytes;
+        if (u + 8 <= g_end) {
+            k->unpack(&r, offset, u - g, p);
+        } else {
+            rfi_rows_tail t;
+            rfi_rows_cut(&r, k->n_lanes, k->unit_bytes, offset, &t);
+            k->unpack(&t.r, 0, u - g, p);
+        }
+    }
+}
+
 static void rfi_matmul_panels(const rfi_quant_kernels *k, const rfi_matmul *m) {
-    const uint32_t n_groups = m->n_in / 32, n_chunks = (n_groups + RFI_CHUNK_GROUPS - 1) / RFI_CHUNK_GROUPS;
-    const uint32_t n_panels = (m->n_rows + k->n_lanes - 1) / k->n_lanes;
-    _Alignas(64) rfi_panel p;
+    const uint32_t n_groups = m->n_in / 32, n_chunks = (n_groups - 1) / RFI_CHUNK_GROUPS + 1;
+    const uint32_t n_rows = k->n_lanes * k->n_panels, n_tiles = (m->n_rows - 1) / n_rows + 1;
+    rfi_panel p[2];
     for (uint32_t j = 0; j < m->n_cols; j += RFI_BLOCK_COLS) {
         const uint32_t j_end = (uint32_t)rfi_min_u64(m->n_cols, (uint64_t)j + RFI_BLOCK_COLS);
         const int by_row = j_end - j <= 16; /* few columns: the weights' order counts; many: that of the inputs */
-        for (uint64_t step = 0; step < (uint64_t)n_chunks * n_panels; step++) {
-            const uint32_t chunk = (uint32_t)(by_row ? step % n_chunks : step / n_panels);
-            const uint32_t i = (uint32_t)(by_row ? step / n_chunks : step % n_panels) * k->n_lanes;
+        for (uint64_t step = 0; step < (uint64_t)n_chunks * n_tiles; step++) {
+            const uint32_t chunk = (uint32_t)(by_row ? step % n_chunks : step / n_tiles);
+            const uint32_t i = (uint32_t)(by_row ? step / n_chunks : step % n_tiles) * n_rows;
             const uint32_t g = chunk * RFI_CHUNK_GROUPS, g_end = (uint32_t)rfi_min_u64(n_groups, g + RFI_CHUNK_GROUPS);
-            rfi_rows r;
-            rfi_rows_at(m, i, k->n_lanes, &r);
-            for (uint32_t u = g; u < g_end; u += 8) {
-                const uint64_t offset = (uint64_t)(u / 8) * k->unit_bytes;
-                if (u + 8 <= n_groups) {
-                    k->unpack(&r, offset, u - g, &p);
-                } else {
-                    rfi_rows_tail t;
-                    rfi_rows_cut(&r, k->n_lanes, k->unit_bytes, offset, &t);
-                    k->unpack(&t.r, 0, u - g, &p);
-                }
-            }
-            rfi_panel_times(k, m, &p, i, g, j, j_end);
+            for (uint32_t part = 0; part < k->n_panels; part++)
+                rfi_panel_fill(k, m, &p[part], (uint32_t)rfi_min_u64(i + part * k->n_lanes, m->n_rows - 1), g, g_end);
+            rfi_panel_times(k, m, p, i, g, j, j_end);
         }
     }
 }
 
 static void rfi_matmul_quant(const rfi_quant_kernels *k, const rfi_matmul *m) {
-    if (m->n_rows == 0 || m->n_cols == 0) return;
+    if (m->n_rows == 0 || m->n_cols == 0 || m->n_in == 0) return;
     if (m->n_cols == 1 && k->vector) rfi_matmul_vector(k, m);
     else rfi_matmul_panels(k, m);
 }
@@ -3945,7 +3983,7 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
                           uint32_t n_cols, float *y, uint64_t y_stride
 
 /* The functions of one quantized type on one instruction set. */
-#define RFI_QUANT(isa, TARGET, TYPE, tile, lanes, cols)                                                               \
+#define RFI_QUANT(isa, TARGET, TYPE, tile, lanes, panels, cols)                                                               \
     static TARGET void rfi_##isa##_vector_##TYPE(const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc) { \
         rfi_##isa##_vector(RF_TYPE_##TYPE, r, n_groups, x, acc);                                                      \
     }                                                                                                                 \
@@ -3953,7 +3991,7 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
         rfi_##isa##_unpack(RF_TYPE_##TYPE, r, offset, at, p);                                                         \
     }                                                                                                                 \
     static void rfi_##isa##_matmul_##TYPE(RFI_MATMUL_PARAMS) {                                                        \
-        const rfi_quant_kernels k = {lanes, cols, rfi_unit_bytes(RF_TYPE_##TYPE), rfi_##isa##_vector_##TYPE,          \
+        const rfi_quant_kernels k = {lanes, panels, cols, rfi_unit_bytes(RF_TYPE_##TYPE), rfi_##isa##_vector_##TYPE,          \
                                      rfi_##isa##_unpack_##TYPE, tile};                                                \
         const rfi_matmul m = {(const uint8_t *)w, w_row_bytes, n_rows, n_in, x, n_cols, y, y_stride};                 \
         rfi_matmul_quant(&k, &m);                                                                                     \
@@ -4029,12 +4067,11 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
 
 /* ---- scalar: portable C, the plainest statement of what the others do ---- */
 
-/* d_w and m_w of a unit's groups; of Q6_K the 16 scales and d. */
+/* d_w and m_w of a unit's groups. */
 static void rfi_scalar_scales(uint32_t type, const uint8_t *block, float *s, float *m) {
     if (type == RF_TYPE_Q6_K) {
         const rfi_block_q6_k *b = (const rfi_block_q6_k *)block;
-        for (int i = 0; i < 16; i++) s[i] = (float)(int8_t)b->scales[i];
-        for (int g = 0; g < 8; g++) m[g] = rfi_load_f16(b->d);
+        for (int i = 0; i < 16; i++) s[i] = rfi_load_f16(b->d) * (float)(int8_t)b->scales[i];
     } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K) {
         const float d = rfi_load_f16(block), dmin = rfi_load_f16(block + 2);
         uint8_t scale[8], min[8];
@@ -4089,9 +4126,9 @@ RFI_INLINE void rfi_scalar_tile(rfi_kind kind, const rfi_panel *p, uint32_t n_gr
             int32_t sum[2] = {0, 0};
             for (int l = 0; l < 16; l++) sum[0] += q[l] * xg->q[l];
             for (int l = 16; l < 32; l++) sum[1] += q[l] * xg->q[l];
-            if (kind == RFI_KIND_HALVES) { /* below 2^24: exact */
-                float isum = (float)sum[0] * p->s[2 * g] + (float)sum[1] * p->s[2 * g + 1];
-                y = fmaf(isum, p->m[g] * xg->d, y);
+            if (kind == RFI_KIND_HALVES) {
+                y = fmaf((float)sum[0], p->s[2 * g] * xg->d, y);
+                y = fmaf((float)sum[1], p->s[2 * g + 1] * xg->d, y);
             } else {
                 y = fmaf((float)(sum[0] + sum[1]), p->s[g] * xg->d, y);
                 if (kind == RFI_KIND_MIN) y = fmaf(p->m[g], xg->s, y);
@@ -4158,23 +4195,23 @@ RFI_INLINE void rfi_scalar_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
 static void rfi_scalar_weigh_F16(RFI_WEIGH_PARAMS) { rfi_scalar_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
 static void rfi_scalar_weigh_F32(RFI_WEIGH_PARAMS) { rfi_scalar_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
 
-#define RFI_ALL_TYPES(isa, TARGET, lanes, cols)                                                              \
+#define RFI_ALL_TYPES(isa, TARGET, lanes, panels, cols)                                                              \
     RFI_FLOAT(isa, TARGET, F32, 4)                                                                           \
     RFI_FLOAT(isa, TARGET, F16, 2)                                                                           \
     RFI_FLOAT(isa, TARGET, BF16, 2)                                                                          \
-    RFI_QUANT(isa, TARGET, Q8_0, rfi_##isa##_tile_eight, lanes, cols)                                         \
-    RFI_QUANT(isa, TARGET, Q4_0, rfi_##isa##_tile_bias, lanes, cols)                                         \
-    RFI_QUANT(isa, TARGET, Q4_1, rfi_##isa##_tile_min, lanes, cols)                                          \
-    RFI_QUANT(isa, TARGET, Q5_0, rfi_##isa##_tile_bias, lanes, cols)                                         \
-    RFI_QUANT(isa, TARGET, Q5_1, rfi_##isa##_tile_min, lanes, cols)                                          \
-    RFI_QUANT(isa, TARGET, Q4_K, rfi_##isa##_tile_min, lanes, cols)                                          \
-    RFI_QUANT(isa, TARGET, Q5_K, rfi_##isa##_tile_min, lanes, cols)                                          \
-    RFI_QUANT(isa, TARGET, Q6_K, rfi_##isa##_tile_halves, lanes, cols)
+    RFI_QUANT(isa, TARGET, Q8_0, rfi_##isa##_tile_eight, lanes, panels, cols)                                         \
+    RFI_QUANT(isa, TARGET, Q4_0, rfi_##isa##_tile_bias, lanes, panels, cols)                                         \
+    RFI_QUANT(isa, TARGET, Q4_1, rfi_##isa##_tile_min, lanes, panels, cols)                                          \
+    RFI_QUANT(isa, TARGET, Q5_0, rfi_##isa##_tile_bias, lanes, panels, cols)                                         \
+    RFI_QUANT(isa, TARGET, Q5_1, rfi_##isa##_tile_min, lanes, panels, cols)                                          \
+    RFI_QUANT(isa, TARGET, Q4_K, rfi_##isa##_tile_min, lanes, panels, cols)                                          \
+    RFI_QUANT(isa, TARGET, Q5_K, rfi_##isa##_tile_min, lanes, panels, cols)                                          \
+    RFI_QUANT(isa, TARGET, Q6_K, rfi_##isa##_tile_halves, lanes, panels, cols)
 
 #define rfi_scalar_tile_eight rfi_scalar_tile_bias
 #define RFI_NO_TARGET
 RFI_ELEMENTWISE(scalar, RFI_NO_TARGET)
-RFI_ALL_TYPES(scalar, RFI_NO_TARGET, 1, 8)
+RFI_ALL_TYPES(scalar, RFI_NO_TARGET, 1, 1, 8)
 RFI_KERNELS(scalar, "portable C")
 
 #if defined(__x86_64__)
@@ -4297,13 +4334,12 @@ RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_
         uint16_t d[16];
         for (int l = 0; l < 16; l++) d[l] = rfi_load_u16(r->row[l] + offset + 208);
         rfi_512_heads(r, offset + 192, head);
+        const __m512 dw = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)d));
         for (int i = 0; i < 4; i++)
             for (int b = 0; b < 4; b++) {
                 const __m512i v = _mm512_srai_epi32(_mm512_slli_epi32(head[i], (unsigned)(24 - 8 * b)), 24);
-                _mm512_storeu_ps(s + (i * 4 + b) * 16, _mm512_cvtepi32_ps(v));
+                _mm512_storeu_ps(s + (i * 4 + b) * 16, _mm512_mul_ps(dw, _mm512_cvtepi32_ps(v)));
             }
-        const __m512 dw = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)d));
-        for (int g = 0; g < 8; g++) _mm512_storeu_ps(m + g * 16, dw);
     } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K) {
         const __m512i six = _mm512_set1_epi32(0x3f3f3f3f), four = _mm512_set1_epi32(0x0f0f0f0f);
         const __m512i top = _mm512_set1_epi32(0x30303030);
@@ -4380,19 +4416,17 @@ RFI_INLINE RFI_512 void rfi_avx512_vector(uint32_t type, const rfi_rows *r, uint
             uint32_t l = 0; /* lane of group g */
             for (uint32_t i = 0; i < 8; i++)
                 if (rfi_512_group(type, i) == g) l = i;
-            const __m512 dx = _mm512_set1_ps(x[g].d), sw = _mm512_load_ps(s + g * 16), mw = _mm512_load_ps(m + g * 16);
+            const __m512 dx = _mm512_set1_ps(x[g].d);
             if (kind == RFI_KIND_HALVES) {
-                __m512 isum[2];
-                for (uint32_t h = 0; h < 2; h++)
-                    isum[h] = _mm512_cvtepi32_ps(_mm512_add_epi32(sum[(l >> 2) * 2 + h][l & 3],
-                                                                  _mm512_set1_epi32(x[g].b16[h] >> shift)));
-                const __m512 t = _mm512_mul_ps(isum[0], _mm512_load_ps(s + g * 32));
-                y = _mm512_fmadd_ps(_mm512_fmadd_ps(isum[1], _mm512_load_ps(s + g * 32 + 16), t), _mm512_mul_ps(mw, dx), y);
+                for (uint32_t h = 0; h < 2; h++) {
+                    const __m512i isum = _mm512_add_epi32(sum[(l >> 2) * 2 + h][l & 3], _mm512_set1_epi32(x[g].b16[h] >> shift));
+                    y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum), _mm512_mul_ps(_mm512_load_ps(s + (g * 2 + h) * 16), dx), y);
+                }
             } else {
                 __m512i isum = sum[l >> 2][l & 3];
                 if (kind == RFI_KIND_BIAS) isum = _mm512_add_epi32(isum, _mm512_set1_epi32(x[g].b >> shift));
-                y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum), _mm512_mul_ps(sw, dx), y);
-                if (kind == RFI_KIND_MIN) y = _mm512_fmadd_ps(mw, _mm512_set1_ps(x[g].s), y);
+                y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum), _mm512_mul_ps(_mm512_load_ps(s + g * 16), dx), y);
+                if (kind == RFI_KIND_MIN) y = _mm512_fmadd_ps(_mm512_load_ps(m + g * 16), _mm512_set1_ps(x[g].s), y);
             }
         }
     }
@@ -4426,70 +4460,64 @@ RFI_INLINE RFI_512 void rfi_avx512_unpack(uint32_t type, const rfi_rows *r, uint
     rfi_512_scales(type, r, offset, p->s + at * (rfi_kind_of(type) == RFI_KIND_HALVES ? 32 : 16), p->m + at * 16);
 }
 
-/* Four units of a panel times the columns' values from `at`. */
-RFI_INLINE RFI_512 void rfi_512_dots(const uint8_t *q, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols, uint32_t at,
-                                     __m512i sum[8]) {
+/* Half a group of 32 rows (two panels) times the columns' values from `at`. */
+RFI_INLINE RFI_512 void rfi_512_dots(const rfi_panel *p, uint64_t q, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols,
+                                     uint32_t at, __m512i sum[2][6]) {
 #pragma GCC unroll 4
     for (uint32_t u = 0; u < 4; u++) {
-        const __m512i w = _mm512_load_si512(q + u * 64);
-#pragma GCC unroll 8
-        for (uint32_t c = 0; c < n_cols; c++)
-            sum[c] = _mm512_dpbusd_epi32(sum[c], w, _mm512_set1_epi32((int)rfi_load_u32(x[c * x_stride].q + at + u * 4)));
-    }
-}
-
-RFI_INLINE RFI_512 void rfi_512_tile(rfi_kind kind, uint32_t n_cols, const rfi_panel *p, uint32_t n_groups, const rfi_q8 *x,
-                                     uint64_t x_stride, float *acc, uint64_t acc_stride) {
-    __m512 y[8];
-    for (uint32_t c = 0; c < n_cols; c++) y[c] = _mm512_loadu_ps(acc + c * acc_stride);
-    for (uint32_t g = 0; g < n_groups; g++, x++) {
-        const uint8_t *q = p->q + g * 512;
-        const __m512 mw = _mm512_load_ps(p->m + g * 16);
-        __m512i sum[8];
-        if (kind == RFI_KIND_HALVES) {
-            __m512 t[8];
-            for (uint32_t h = 0; h < 2; h++) {
-                const __m512 sw = _mm512_load_ps(p->s + (g * 2 + h) * 16);
-                for (uint32_t c = 0; c < n_cols; c++) sum[c] = _mm512_set1_epi32(x[c * x_stride].b16[h]);
-                rfi_512_dots(q + h * 256, x, x_stride, n_cols, h * 16, sum);
-                for (uint32_t c = 0; c < n_cols; c++) {
-                    const __m512 f = _mm512_cvtepi32_ps(sum[c]);
-                    t[c] = h ? _mm512_fmadd_ps(f, sw, t[c]) : _mm512_mul_ps(f, sw);
-                }
-            }
-            for (uint32_t c = 0; c < n_cols; c++)
-                y[c] = _mm512_fmadd_ps(t[c], _mm512_mul_ps(mw, _mm512_set1_ps(x[c * x_stride].d)), y[c]);
-        } else {
-            const __m512 sw = _mm512_load_ps(p->s + g * 16);
-            for (uint32_t c = 0; c < n_cols; c++)
-                sum[c] = kind == RFI_KIND_BIAS ? _mm512_set1_epi32(x[c * x_stride].b) : _mm512_setzero_si512();
-            rfi_512_dots(q, x, x_stride, n_cols, 0, sum);
-            rfi_512_dots(q + 256, x, x_stride, n_cols, 16, sum);
-            for (uint32_t c = 0; c < n_cols; c++) {
-                y[c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[c]), _mm512_mul_ps(sw, _mm512_set1_ps(x[c * x_stride].d)), y[c]);
-                if (kind == RFI_KIND_MIN) y[c] = _mm512_fmadd_ps(mw, _mm512_set1_ps(x[c * x_stride].s), y[c]);
-            }
+        const __m512i a = _mm512_load_si512(p[0].q + q + u * 64), b = _mm512_load_si512(p[1].q + q + u * 64);
+#pragma GCC unroll 6
+        for (uint32_t c = 0; c < n_cols; c++) {
+            const __m512i v = _mm512_set1_epi32((int)rfi_load_u32(x[c * x_stride].q + at + u * 4));
+            sum[0][c] = _mm512_dpbusd_epi32(sum[0][c], a, v), sum[1][c] = _mm512_dpbusd_epi32(sum[1][c], b, v);
         }
     }
-    for (uint32_t c = 0; c < n_cols; c++) _mm512_storeu_ps(acc + c * acc_stride, y[c]);
 }
 
-/* Whole tiles of 8 columns, then of 4, 2, 1. */
-#define RFI_512_TILE(name, kind)                                                                                      \
-    static RFI_512 void rfi_avx512_tile_##name(RFI_TILE_PARAMS) {                                                     \
-        if (n_cols == 8) {                                                                                            \
-            rfi_512_tile(kind, 8, p, n_groups, x, x_stride, acc, acc_stride);                                         \
-            return;                                                                                                   \
-        }                                                                                                             \
-        if (n_cols & 4) {                                                                                             \
-            rfi_512_tile(kind, 4, p, n_groups, x, x_stride, acc, acc_stride);                                         \
-            x += 4 * x_stride, acc += 4 * acc_stride;                                                                 \
-        }                                                                                                             \
-        if (n_cols & 2) {                                                                                             \
-            rfi_512_tile(kind, 2, p, n_groups, x, x_stride, acc, acc_stride);                                         \
-            x += 2 * x_stride, acc += 2 * acc_stride;                                                                 \
-        }                                                                                                             \
-        if (n_cols & 1) rfi_512_tile(kind, 1, p, n_groups, x, x_stride, acc, acc_stride);                             \
+RFI_INLINE RFI_512 void rfi_512_tile(rfi_kind kind, uint32_t nc, RFI_TILE_PARAMS) {
+    const uint32_t n_halves = kind == RFI_KIND_HALVES ? 2 : 1;
+    __m512 y[2][6];
+    RFI_UNUSED(n_cols);
+    for (uint32_t i = 0; i < 2; i++)
+        for (uint32_t c = 0; c < nc; c++) y[i][c] = _mm512_loadu_ps(acc + c * acc_stride + 16 * i);
+    for (uint32_t g = 0; g < n_groups; g++, x++)
+        for (uint32_t h = 0; h < n_halves; h++) {
+            __m512i sum[2][6];
+            for (uint32_t c = 0; c < nc; c++) {
+                const int32_t b = n_halves == 2 ? x[c * x_stride].b16[h] : kind == RFI_KIND_BIAS ? x[c * x_stride].b : 0;
+                sum[0][c] = sum[1][c] = _mm512_set1_epi32(b);
+            }
+            rfi_512_dots(p, g * 512 + h * 256, x, x_stride, nc, h * 16, sum);
+            if (n_halves == 1) rfi_512_dots(p, g * 512 + 256, x, x_stride, nc, 16, sum);
+            for (uint32_t i = 0; i < 2; i++) {
+                const __m512 s = _mm512_load_ps(p[i].s + (g * n_halves + h) * 16), m = _mm512_load_ps(p[i].m + g * 16);
+                for (uint32_t c = 0; c < nc; c++) {
+                    const __m512 d = _mm512_mul_ps(s, _mm512_set1_ps(x[c * x_stride].d));
+                    y[i][c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[i][c]), d, y[i][c]);
+                    if (kind == RFI_KIND_MIN) y[i][c] = _mm512_fmadd_ps(m, _mm512_set1_ps(x[c * x_stride].s), y[i][c]);
+                }
+            }
+        }
+    for (uint32_t i = 0; i < 2; i++)
+        for (uint32_t c = 0; c < nc; c++) _mm512_storeu_ps(acc + c * acc_stride + 16 * i, y[i][c]);
+}
+
+/* Whole tiles of 6 columns, then of 4, 2, 1. */
+#define RFI_512_TILE(name, kind)                                       \
+    static RFI_512 void rfi_avx512_tile_##name(RFI_TILE_PARAMS) {      \
+        if (n_cols == 6) {                                             \
+            rfi_512_tile(kind, 6, RFI_TILE_ARGS);                      \
+            return;                                                    \
+        }                                                              \
+        if (n_cols & 4) {                                              \
+            rfi_512_tile(kind, 4, RFI_TILE_ARGS);                      \
+            x += 4 * x_stride, acc += 4 * acc_stride;                  \
+        }                                                              \
+        if (n_cols & 2) {                                              \
+            rfi_512_tile(kind, 2, RFI_TILE_ARGS);                      \
+            x += 2 * x_stride, acc += 2 * acc_stride;                  \
+        }                                                              \
+        if (n_cols & 1) rfi_512_tile(kind, 1, RFI_TILE_ARGS);          \
     }
 RFI_512_TILE(bias, RFI_KIND_BIAS)
 RFI_512_TILE(min, RFI_KIND_MIN)
@@ -4582,7 +4610,7 @@ static RFI_512 void rfi_avx512_weigh_F16(RFI_WEIGH_PARAMS) { rfi_avx512_weigh(RF
 static RFI_512 void rfi_avx512_weigh_F32(RFI_WEIGH_PARAMS) { rfi_avx512_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
 
 RFI_ELEMENTWISE(avx512, RFI_512)
-RFI_ALL_TYPES(avx512, RFI_512, 16, 8)
+RFI_ALL_TYPES(avx512, RFI_512, 16, 2, 6)
 RFI_KERNELS(avx512, "avx512-vnni")
 
 /* ---- AVX2 with FMA and F16C: 8 rows at once ---- */
@@ -4678,9 +4706,8 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
     if (type == RF_TYPE_Q6_K) {
         for (int i = 0; i < 16; i++) {
             const __m256i v = _mm256_srai_epi32(_mm256_slli_epi32(head[i >> 2], 24 - 8 * (i & 3)), 24);
-            _mm256_storeu_ps(s + i * 8, _mm256_cvtepi32_ps(v));
+            _mm256_storeu_ps(s + i * 8, _mm256_mul_ps(rfi_256_half(d), _mm256_cvtepi32_ps(v)));
         }
-        for (int g = 0; g < 8; g++) _mm256_storeu_ps(m + g * 8, rfi_256_half(d));
     } else if (k) {
         const __m256i six = _mm256_set1_epi32(0x3f3f3f3f), four = _mm256_set1_epi32(0x0f0f0f0f);
         const __m256i top = _mm256_set1_epi32(0x30303030);
@@ -4755,11 +4782,10 @@ RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32
         for (uint32_t g = 0; g < 8 && g0 + g < n_groups; g++) {
             const __m256 dx = _mm256_set1_ps(x[g].d);
             if (kind == RFI_KIND_HALVES) {
-                __m256 f[2];
-                for (int h = 0; h < 2; h++)
-                    f[h] = _mm256_cvtepi32_ps(_mm256_add_epi32(isum[g][h], _mm256_set1_epi32(x[g].b16[h] >> shift)));
-                const __m256 t = _mm256_fmadd_ps(f[1], _mm256_load_ps(s + g * 16 + 8), _mm256_mul_ps(f[0], _mm256_load_ps(s + g * 16)));
-                y = _mm256_fmadd_ps(t, _mm256_mul_ps(_mm256_load_ps(m + g * 8), dx), y);
+                for (uint32_t h = 0; h < 2; h++) {
+                    const __m256i i = _mm256_add_epi32(isum[g][h], _mm256_set1_epi32(x[g].b16[h] >> shift));
+                    y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(i), _mm256_mul_ps(_mm256_load_ps(s + (g * 2 + h) * 8), dx), y);
+                }
             } else {
                 __m256i i = isum[g][0];
                 if (kind == RFI_KIND_BIAS && !is_signed) i = _mm256_add_epi32(i, _mm256_set1_epi32(x[g].b >> shift));
@@ -4815,38 +4841,27 @@ RFI_INLINE RFI_256 void rfi_256_dots(int bits, const uint8_t *q, const rfi_q8 *x
 }
 
 RFI_INLINE RFI_256 void rfi_256_tile(rfi_kind kind, int bits, uint32_t nc, RFI_TILE_PARAMS) {
+    const uint32_t n_halves = kind == RFI_KIND_HALVES ? 2 : 1;
     __m256 y[4];
     RFI_UNUSED(n_cols);
     for (uint32_t c = 0; c < nc; c++) y[c] = _mm256_loadu_ps(acc + c * acc_stride);
-    for (uint32_t g = 0; g < n_groups; g++, x++) {
-        const uint8_t *q = p->q + g * 256;
-        const __m256 mw = _mm256_load_ps(p->m + g * 8);
-        __m256i sum[4];
-        if (kind == RFI_KIND_HALVES) {
-            __m256 t[4];
-            for (uint32_t h = 0; h < 2; h++) {
-                const __m256 sw = _mm256_load_ps(p->s + (g * 2 + h) * 8);
-                for (uint32_t c = 0; c < nc; c++) sum[c] = _mm256_set1_epi32(x[c * x_stride].b16[h] >> 2);
-                rfi_256_dots(bits, q + h * 128, x, x_stride, nc, h * 16, sum);
-                for (uint32_t c = 0; c < nc; c++) {
-                    const __m256 f = _mm256_cvtepi32_ps(sum[c]);
-                    t[c] = h ? _mm256_fmadd_ps(f, sw, t[c]) : _mm256_mul_ps(f, sw);
-                }
-            }
-            for (uint32_t c = 0; c < nc; c++)
-                y[c] = _mm256_fmadd_ps(t[c], _mm256_mul_ps(mw, _mm256_set1_ps(x[c * x_stride].d)), y[c]);
-        } else {
-            const __m256 sw = _mm256_load_ps(p->s + g * 8);
-            for (uint32_t c = 0; c < nc; c++)
-                sum[c] = kind == RFI_KIND_BIAS && bits < 8 ? _mm256_set1_epi32(x[c * x_stride].b >> p->shift) : _mm256_setzero_si256();
-            rfi_256_dots(bits, q, x, x_stride, nc, 0, sum);
-            rfi_256_dots(bits, q + 128, x, x_stride, nc, 16, sum);
+    for (uint32_t g = 0; g < n_groups; g++, x++)
+        for (uint32_t h = 0; h < n_halves; h++) {
+            const uint8_t *q = p->q + g * 256 + h * 128;
+            const __m256 s = _mm256_load_ps(p->s + (g * n_halves + h) * 8), m = _mm256_load_ps(p->m + g * 8);
+            __m256i sum[4];
             for (uint32_t c = 0; c < nc; c++) {
-                y[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[c]), _mm256_mul_ps(sw, _mm256_set1_ps(x[c * x_stride].d)), y[c]);
-                if (kind == RFI_KIND_MIN) y[c] = _mm256_fmadd_ps(mw, _mm256_set1_ps(x[c * x_stride].s), y[c]);
+                const int32_t b = n_halves == 2 ? x[c * x_stride].b16[h] : kind == RFI_KIND_BIAS && bits < 8 ? x[c * x_stride].b : 0;
+                sum[c] = _mm256_set1_epi32(b >> p->shift);
+            }
+            rfi_256_dots(bits, q, x, x_stride, nc, h * 16, sum);
+            if (n_halves == 1) rfi_256_dots(bits, q + 128, x, x_stride, nc, 16, sum);
+            for (uint32_t c = 0; c < nc; c++) {
+                const __m256 d = _mm256_mul_ps(s, _mm256_set1_ps(x[c * x_stride].d));
+                y[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[c]), d, y[c]);
+                if (kind == RFI_KIND_MIN) y[c] = _mm256_fmadd_ps(m, _mm256_set1_ps(x[c * x_stride].s), y[c]);
             }
         }
-    }
     for (uint32_t c = 0; c < nc; c++) _mm256_storeu_ps(acc + c * acc_stride, y[c]);
 }
 
@@ -4939,7 +4954,7 @@ static RFI_256 void rfi_avx2_weigh_F16(RFI_WEIGH_PARAMS) { rfi_avx2_weigh(RF_TYP
 static RFI_256 void rfi_avx2_weigh_F32(RFI_WEIGH_PARAMS) { rfi_avx2_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
 
 RFI_ELEMENTWISE(avx2, RFI_256)
-RFI_ALL_TYPES(avx2, RFI_256, 8, 4)
+RFI_ALL_TYPES(avx2, RFI_256, 8, 1, 4)
 RFI_KERNELS(avx2, "avx2")
 #endif /* __x86_64__ */
 
@@ -5000,7 +5015,7 @@ RFI_INLINE RFI_NEON void rfi_neon_scales(uint32_t type, const rfi_rows *r, uint6
         float row_s[16], row_m[8];
         rfi_scalar_scales(type, r->row[l] + offset, row_s, row_m);
         for (uint32_t i = 0; i < n; i++) s[i * 4 + l] = row_s[i];
-        for (uint32_t i = 0; i < 8; i++) m[i * 4 + l] = row_m[i];
+        for (uint32_t i = 0; i < 8 && n == 8; i++) m[i * 4 + l] = row_m[i];
     }
 }
 
@@ -5025,15 +5040,15 @@ RFI_INLINE RFI_NEON void rfi_neon_vector(uint32_t type, const rfi_rows *r, uint3
                 if (type == RF_TYPE_Q6_K) b[l] = rfi_neon_dot(vdupq_n_s32(0), q[1], x1);
                 else a[l] = rfi_neon_dot(a[l], q[1], x1);
             }
-            float32x4_t isum = vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(a[0], a[1]), vpaddq_s32(a[2], a[3])));
-            float32x4_t scale = vld1q_f32(s + g * 4);
+            const float32x4_t isum = vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(a[0], a[1]), vpaddq_s32(a[2], a[3])));
             if (type == RF_TYPE_Q6_K) {
                 const float32x4_t half = vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(b[0], b[1]), vpaddq_s32(b[2], b[3])));
-                isum = vfmaq_f32(vmulq_f32(isum, vld1q_f32(s + g * 8)), half, vld1q_f32(s + g * 8 + 4));
-                scale = vld1q_f32(m + g * 4);
+                y = vfmaq_f32(y, isum, vmulq_n_f32(vld1q_f32(s + g * 8), x[g].d));
+                y = vfmaq_f32(y, half, vmulq_n_f32(vld1q_f32(s + g * 8 + 4), x[g].d));
+            } else {
+                y = vfmaq_f32(y, isum, vmulq_n_f32(vld1q_f32(s + g * 4), x[g].d));
+                if (rfi_kind_of(type) == RFI_KIND_MIN) y = vfmaq_n_f32(y, vld1q_f32(m + g * 4), x[g].s);
             }
-            y = vfmaq_f32(y, isum, vmulq_n_f32(scale, x[g].d));
-            if (rfi_kind_of(type) == RFI_KIND_MIN) y = vfmaq_n_f32(y, vld1q_f32(m + g * 4), x[g].s);
         }
     }
     vst1q_f32(acc, y);
@@ -5067,33 +5082,23 @@ RFI_INLINE RFI_NEON void rfi_neon_dots(const uint8_t *q, const rfi_q8 *x, uint64
 }
 
 RFI_INLINE RFI_NEON void rfi_neon_tile(rfi_kind kind, uint32_t nc, RFI_TILE_PARAMS) {
+    const uint32_t n_halves = kind == RFI_KIND_HALVES ? 2 : 1;
     float32x4_t y[8];
     RFI_UNUSED(n_cols);
     for (uint32_t c = 0; c < nc; c++) y[c] = vld1q_f32(acc + c * acc_stride);
-    for (uint32_t g = 0; g < n_groups; g++, x++) {
-        const uint8_t *q = p->q + g * 128;
-        const float32x4_t m = vld1q_f32(p->m + g * 4);
-        int32x4_t sum[8];
-        for (uint32_t c = 0; c < nc; c++) sum[c] = vdupq_n_s32(0);
-        rfi_neon_dots(q, x, x_stride, nc, 0, sum);
-        if (kind == RFI_KIND_HALVES) {
-            const float32x4_t s0 = vld1q_f32(p->s + g * 8), s1 = vld1q_f32(p->s + g * 8 + 4);
-            int32x4_t half[8];
-            for (uint32_t c = 0; c < nc; c++) half[c] = vdupq_n_s32(0);
-            rfi_neon_dots(q + 64, x, x_stride, nc, 16, half);
-            for (uint32_t c = 0; c < nc; c++) {
-                const float32x4_t f = vfmaq_f32(vmulq_f32(vcvtq_f32_s32(sum[c]), s0), vcvtq_f32_s32(half[c]), s1);
-                y[c] = vfmaq_f32(y[c], f, vmulq_n_f32(m, x[c * x_stride].d));
-            }
-        } else {
-            const float32x4_t s = vld1q_f32(p->s + g * 4);
-            rfi_neon_dots(q + 64, x, x_stride, nc, 16, sum);
+    for (uint32_t g = 0; g < n_groups; g++, x++)
+        for (uint32_t h = 0; h < n_halves; h++) {
+            const uint8_t *q = p->q + g * 128 + h * 64;
+            const float32x4_t s = vld1q_f32(p->s + (g * n_halves + h) * 4), m = vld1q_f32(p->m + g * 4);
+            int32x4_t sum[8];
+            for (uint32_t c = 0; c < nc; c++) sum[c] = vdupq_n_s32(0);
+            rfi_neon_dots(q, x, x_stride, nc, h * 16, sum);
+            if (n_halves == 1) rfi_neon_dots(q + 64, x, x_stride, nc, 16, sum);
             for (uint32_t c = 0; c < nc; c++) {
                 y[c] = vfmaq_f32(y[c], vcvtq_f32_s32(sum[c]), vmulq_n_f32(s, x[c * x_stride].d));
                 if (kind == RFI_KIND_MIN) y[c] = vfmaq_n_f32(y[c], m, x[c * x_stride].s);
             }
         }
-    }
     for (uint32_t c = 0; c < nc; c++) vst1q_f32(acc + c * acc_stride, y[c]);
 }
 
@@ -5183,7 +5188,7 @@ static RFI_NEON void rfi_neon_weigh_F16(RFI_WEIGH_PARAMS) { rfi_neon_weigh(RF_TY
 static RFI_NEON void rfi_neon_weigh_F32(RFI_WEIGH_PARAMS) { rfi_neon_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
 
 RFI_ELEMENTWISE(neon, RFI_NEON)
-RFI_ALL_TYPES(neon, RFI_NEON, 4, 8)
+RFI_ALL_TYPES(neon, RFI_NEON, 4, 1, 8)
 RFI_KERNELS(neon, "neon dotprod")
 #endif /* __aarch64__ */
 
@@ -5863,7 +5868,7 @@ static rf_result rfi_null_call(rfi_null *d, const char *what, rf_error *err) {
     uint64_t n = atomic_fetch_add(&d->n_calls, 1) + 1;
     if (d->fail_call && (n == d->fail_call || (d->fail_forever && n > d->fail_call)))
         return rfi_fail_sys(err, RF_ERR_DEVICE, -1, n, "null: %s, call %llu of the device, fails on request", what,
-                            (unsigned long long)n);
+                            RFI_LLU(n));
     return RF_OK;
 }
 
@@ -5873,13 +5878,13 @@ static rf_result rfi_null_buffer(const rf_plan *plan, uint32_t index, const char
                                  rf_error *err) {
     if (id < plan->n_buffers && plan->buffers[id].rows == rows && plan->buffers[id].width >= width) return RF_OK;
     return rfi_fail(err, RF_ERR_ARGUMENT, index, "null: op %u: %s is buffer %u, which is not a buffer of its rows with width >= %llu", index,
-                    role, id, (unsigned long long)width);
+                    role, id, RFI_LLU(width));
 }
 
 static rf_result rfi_null_weight(const rf_plan *plan, uint32_t index, uint32_t slot, uint64_t n_in, uint64_t last_row, rf_error *err) {
     if (slot < plan->n_weights && plan->weights[slot].n_in >= n_in && plan->weights[slot].n_rows >= last_row) return RF_OK;
     return rfi_fail(err, RF_ERR_ARGUMENT, index, "null: op %u: weight slot %u is not a weight of %llu x %llu", index, slot,
-                    (unsigned long long)last_row, (unsigned long long)n_in);
+                    RFI_LLU(last_row), RFI_LLU(n_in));
 }
 
 static rf_result rfi_null_attention(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
@@ -6088,8 +6093,8 @@ static rf_result rfi_null_transfer(rf_queue *q, const char *what, const rf_mem *
     memset(ticket, 0, sizeof *ticket);
     rf_result r = rfi_null_call(rfi_null_of((rf_dev *)(void *)q), what, err);
     if (r == RF_OK && (offset > mem->size_bytes || n > mem->size_bytes - offset))
-        r = rfi_fail(err, RF_ERR_ARGUMENT, offset, "null: %s of %llu bytes at %llu in a block of %llu", what, (unsigned long long)n,
-                     (unsigned long long)offset, (unsigned long long)mem->size_bytes);
+        r = rfi_fail(err, RF_ERR_ARGUMENT, offset, "null: %s of %llu bytes at %llu in a block of %llu", what, RFI_LLU(n),
+                     RFI_LLU(offset), RFI_LLU(mem->size_bytes));
     return r;
 }
 
@@ -6547,6 +6552,7 @@ ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_
     if (!s || !tokens || n_tokens == 0)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_forward: session or tokens is NULL, or there are no tokens");
     uint32_t before = s->lengths[0];
+    s->n_logits = 0;
     if (n_tokens > s->desc.n_ctx - before)
         return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0, "rf_forward: %u tokens do not fit: n_ctx is %u, sequence 0 holds %u", n_tokens,
                         s->desc.n_ctx, before);
@@ -6854,7 +6860,7 @@ static uint32_t rfi_merge_slot_of(const rf_tokenizer *t, uint64_t key) {
 #define RFI_TOK "tokenizer.ggml."
 
 /* "FILE: KEY at byte N: ..." */
-#define rfi_tok_fail(g, err, code, key, where, format, ...)                                               \
+#define RFI_TOK_FAIL(g, err, code, key, where, format, ...)                                                        \
     rfi_fail(err, code, where, "%s: %s at byte %llu: " format, rfi_gguf_path(g), key, (unsigned long long)(where), \
              __VA_ARGS__)
 
@@ -6866,11 +6872,11 @@ static rf_result rfi_tok_array(const rf_gguf *g, const char *key, uint32_t type,
         return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), key);
     }
     if (out->type != RF_KV_ARRAY || out->element_type != type)
-        return rfi_tok_fail(g, err, RF_ERR_FORMAT, key, out->where, "want an array of %s, found %s%s",
+        return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, out->where, "want an array of %s, found %s%s",
                             rfi_kv_type_name(type), out->type == RF_KV_ARRAY ? "an array of " : "",
                             rfi_kv_type_name(out->element_type));
     if (n_want && out->count != n_want)
-        return rfi_tok_fail(g, err, RF_ERR_FORMAT, key, out->where, "want %llu elements, one per token, found %llu",
+        return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, out->where, "want %llu elements, one per token, found %llu",
                             (unsigned long long)n_want, (unsigned long long)out->count);
     return RF_OK;
 }
@@ -6883,7 +6889,7 @@ static rf_result rfi_tok_text(const rf_gguf *g, const char *key, rf_string *out,
     if (rf_gguf_find_kv(g, key, &kv) != RF_OK) return RF_OK;
     *where = kv.where;
     if (kv.type != RF_KV_STRING)
-        return rfi_tok_fail(g, err, RF_ERR_FORMAT, key, kv.where, "want a string, found %s",
+        return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, kv.where, "want a string, found %s",
                             rfi_kv_type_name(kv.type));
     return rf_kv_text(&kv, NULL, out);
 }
@@ -6893,7 +6899,7 @@ static rf_result rfi_tok_bool(const rf_gguf *g, const char *key, uint32_t *out, 
     int64_t v = 0;
     if (rf_gguf_find_kv(g, key, &kv) != RF_OK) return RF_OK;
     if (kv.type != RF_KV_BOOL || rf_kv_int(&kv, 0, &v) != RF_OK)
-        return rfi_tok_fail(g, err, RF_ERR_FORMAT, key, kv.where, "want a bool, found %s", rfi_kv_type_name(kv.type));
+        return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, kv.where, "want a bool, found %s", rfi_kv_type_name(kv.type));
     *out = v != 0;
     return RF_OK;
 }
@@ -6909,9 +6915,9 @@ static rf_result rfi_tok_id(const rf_gguf *g, const char *key, uint32_t n_vocab,
     if (is_int && v >= 0 && v < n_vocab) return *out = (int32_t)v, RF_OK;
     if (is_int && lax) return RF_OK;
     if (is_int)
-        return rfi_tok_fail(g, err, RF_ERR_FORMAT, key, kv.where, "want a token id below %u, found %lld", n_vocab,
+        return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, kv.where, "want a token id below %u, found %lld", n_vocab,
                             (long long)v);
-    return rfi_tok_fail(g, err, RF_ERR_FORMAT, key, kv.where, "want a token id, found %s", rfi_kv_type_name(kv.type));
+    return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, kv.where, "want a token id, found %s", rfi_kv_type_name(kv.type));
 }
 
 /* Which algorithm and, for BPE, which pre-tokenizer. */
@@ -6924,7 +6930,7 @@ static rf_result rfi_tok_open_model(rf_tokenizer *t, const char *force_pre, rf_e
         return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key " RFI_TOK "model is missing", rfi_gguf_path(t->g));
     if (rfi_str_equal(name, "llama")) return RF_OK;
     if (!rfi_str_equal(name, "gpt2"))
-        return rfi_tok_fail(t->g, err, RF_ERR_UNSUPPORTED, RFI_TOK "model", where,
+        return RFI_TOK_FAIL(t->g, err, RF_ERR_UNSUPPORTED, RFI_TOK "model", where,
                             "'%.*s' is not supported (supported: llama, gpt2)", RFI_STR(name));
     if (force_pre) {
         name.data = force_pre;
@@ -6939,7 +6945,7 @@ static rf_result rfi_tok_open_model(rf_tokenizer *t, const char *force_pre, rf_e
     if (force_pre)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "%s: forced pre-tokenizer '%.*s' is not supported",
                         rfi_gguf_path(t->g), RFI_STR(name));
-    return rfi_tok_fail(t->g, err, RF_ERR_UNSUPPORTED, RFI_TOK "pre", where,
+    return RFI_TOK_FAIL(t->g, err, RF_ERR_UNSUPPORTED, RFI_TOK "pre", where,
                         "pre-tokenizer '%.*s' is not supported; a supported one can be forced", RFI_STR(name));
 }
 
@@ -6961,7 +6967,7 @@ static rf_result rfi_tok_open_tokens(rf_tokenizer *t, rf_error *err) {
     uint64_t cursor = 0;
     rf_result r = rfi_tok_array(g, RFI_TOK "tokens", RF_KV_STRING, 0, 1, &tokens, err);
     if (r == RF_OK && (tokens.count == 0 || tokens.count > INT32_MAX))
-        r = rfi_tok_fail(g, err, RF_ERR_FORMAT, RFI_TOK "tokens", tokens.where,
+        r = RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, RFI_TOK "tokens", tokens.where,
                          "want 1 to 2147483647 tokens, found %llu", (unsigned long long)tokens.count);
     if (r == RF_OK) r = rfi_tok_array(g, RFI_TOK "scores", RF_KV_F32, tokens.count, 0, &scores, err);
     if (r == RF_OK) r = rfi_tok_array(g, RFI_TOK "token_type", RF_KV_I32, tokens.count, 0, &types, err);
@@ -6974,13 +6980,13 @@ static rf_result rfi_tok_open_tokens(rf_tokenizer *t, rf_error *err) {
     for (uint32_t i = 0; i < t->n_vocab; i++) {
         r = rf_kv_text(&tokens, &cursor, &t->text[i]);
         if (r != RF_OK)
-            return rfi_tok_fail(g, err, RF_ERR_FORMAT, RFI_TOK "tokens", tokens.where, "cannot read element %u", i);
+            return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, RFI_TOK "tokens", tokens.where, "cannot read element %u", i);
         uint32_t type = types.count ? rfi_load_u32((const char *)types.data + 4 * (size_t)i) : RFI_TOKEN_NORMAL;
         if (type > RFI_TOKEN_BYTE)
-            return rfi_tok_fail(g, err, RF_ERR_FORMAT, RFI_TOK "token_type", types.where,
+            return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, RFI_TOK "token_type", types.where,
                                 "element %u: want 0 to 6, found %d", i, (int)(int32_t)type);
         if (type == RFI_TOKEN_BYTE && rfi_byte_token(t->text[i]) < 0)
-            return rfi_tok_fail(g, err, RF_ERR_FORMAT, RFI_TOK "tokens", tokens.where,
+            return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, RFI_TOK "tokens", tokens.where,
                                 "element %u is a byte token: want <0x00> to <0xFF>, found '%.*s'", i,
                                 RFI_STR(t->text[i]));
         t->attr[i] = (uint8_t)type;
@@ -7169,7 +7175,7 @@ static rf_result rfi_tok_open_merges(rf_tokenizer *t, rf_error *err) {
     rf_result r = rfi_tok_array(t->g, RFI_TOK "merges", RF_KV_STRING, 0, 1, &kv, err);
     if (r != RF_OK) return r;
     if (kv.count > INT32_MAX)
-        return rfi_tok_fail(t->g, err, RF_ERR_FORMAT, RFI_TOK "merges", kv.where,
+        return RFI_TOK_FAIL(t->g, err, RF_ERR_FORMAT, RFI_TOK "merges", kv.where,
                             "want at most 2147483647, found %llu", (unsigned long long)kv.count);
     uint64_t cursor = 0;
     int32_t last = 0;
@@ -7186,7 +7192,7 @@ static rf_result rfi_tok_open_merges(rf_tokenizer *t, rf_error *err) {
         left = (rf_string){s.data, space ? (uint64_t)(space - s.data) : 0};
         right = (rf_string){s.data + left.len + 1, space ? s.len - left.len - 1 : 0};
         if (r != RF_OK || left.len == 0 || right.len == 0 || memchr(right.data, ' ', (size_t)right.len)) {
-            r = rfi_tok_fail(t->g, err, RF_ERR_FORMAT, RFI_TOK "merges", kv.where,
+            r = RFI_TOK_FAIL(t->g, err, RF_ERR_FORMAT, RFI_TOK "merges", kv.where,
                              "element %u: want two tokens with one space between, found '%.*s'", i, RFI_STR(s));
             break;
         }
@@ -7559,6 +7565,18 @@ static rf_result rfi_bpe_word(rfi_tokenizing *w, const unsigned char *text, uint
 
 /* ---- special tokens in text ---- */
 
+/* First of the special tokens [lo, hi), which share their first n bytes and are longer, whose byte n is >= least. */
+static uint32_t rfi_special_bound(const rf_tokenizer *t, uint32_t lo, uint32_t hi, uint32_t n, uint32_t least) {
+    if (lo < hi && (unsigned char)t->text[t->special[hi - 1]].data[n] < least) return hi; /* mostly all of them ... */
+    if (lo < hi && (unsigned char)t->text[t->special[lo]].data[n] >= least) return lo;    /* ... or none */
+    while (lo < hi) {
+        uint32_t mid = lo + (hi - lo) / 2;
+        if ((unsigned char)t->text[t->special[mid]].data[n] < least) lo = mid + 1;
+        else hi = mid;
+    }
+    return lo;
+}
+
 /* The longest special token that p starts with, of at most limit >= 1 bytes, or -1: the sorted list is narrowed byte
  * by byte. `all`: control and unknown tokens too. */
 static int32_t rfi_special_longest(const rf_tokenizer *t, const unsigned char *p, uint32_t limit, int all) {
@@ -7571,15 +7589,8 @@ static int32_t rfi_special_longest(const rf_tokenizer *t, const unsigned char *p
             lo++;
         }
         if (n >= limit) break;
-        uint32_t bounds[2] = {lo, hi};
-        for (uint32_t side = 0; side < 2; side++) /* first with byte n >= p[n], first with byte n >= p[n] + 1 */
-            for (uint32_t a = lo, b = hi; a < b; bounds[side] = a) {
-                uint32_t mid = a + (b - a) / 2;
-                if ((unsigned char)t->text[t->special[mid]].data[n] < p[n] + side) a = mid + 1;
-                else b = mid;
-            }
-        lo = bounds[0];
-        hi = bounds[1];
+        lo = rfi_special_bound(t, lo, hi, n, p[n]);
+        hi = rfi_special_bound(t, lo, hi, n, p[n] + 1u);
     }
     return best;
 }
@@ -8199,13 +8210,15 @@ static void rfi_chat_put_message(rfi_chat_writer *w, const rfi_chat_family *f, c
     rfi_chat_put_text(w, around[1]);
 }
 
-ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const char *name, const rf_chat_message *messages,
-                                       uint32_t n, int open_answer, char *out, size_t capacity, size_t *count,
-                                       rf_error *err) {
+ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const rf_chat *chat, char *out, size_t capacity,
+                                       size_t *count, rf_error *err) {
     rfi_clear(err);
     if (count) *count = 0;
-    if (!count || (!g && !name) || (!messages && n) || (!out && capacity))
+    if (!count || !chat || (!g && !chat->template_name) || (!chat->messages && chat->n_messages) || (!out && capacity))
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_format: want a file or a name, messages, out and count");
+    const char *name = chat->template_name;
+    const rf_chat_message *messages = chat->messages;
+    const uint32_t n = chat->n_messages;
     const rfi_chat_family *f = rfi_chat_by_name(name);
     if (name && !f) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_format: no template is called '%.64s'", name);
     rf_result r = f ? RF_OK : rfi_chat_of_file(g, &f, err);
@@ -8221,7 +8234,7 @@ ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const char *name, const
     }
     rfi_chat_writer w = {.g = g, .out = out, .capacity = capacity};
     for (uint32_t i = 0; i < n; i++) rfi_chat_put_message(&w, f, messages, i);
-    if (open_answer) rfi_chat_put_text(&w, f->answer[0]);
+    if (chat->open_answer) rfi_chat_put_text(&w, f->answer[0]);
     *count = w.count;
     if (w.count <= capacity) return RF_OK;
     return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_format: the text has %llu bytes, capacity is %llu",
@@ -8300,7 +8313,7 @@ static double rfi_choice_weight(const rfi_choice *c, float logit, double inverse
     return logit == c->max ? 1.0 : rfi_sample_exp(((double)logit - (double)c->max) * inverse_temperature);
 }
 
-/* Drop most of what cannot be among the best top_k: if that many blocks have a best key >= x, so have that many ids. */
+/* Drop most of what cannot be among the best top_k: if that many blocks have a best key >= x, so have as many ids. */
 static void rfi_choice_skim(rfi_choice *c, uint32_t top_k) {
     uint32_t sorted[RFI_CHOICE_BLOCKS], n = 0;
     if (top_k > c->n_blocks) return;
@@ -8540,7 +8553,7 @@ ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, 
     rfi_clear(err);
     if (out) *out = NULL;
     if (!s || !t || !out || queue_capacity == 0)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_open: want session, tokenizer, out, queue_capacity 1..");
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_open: want session, tokenizer, out, and a queue");
     const rf_allocator *alloc = rfi_session_allocator(s);
     rf_scheduler *sch = (rf_scheduler *)rfi_alloc(alloc, 1, sizeof *sch, "a scheduler", err);
     if (!sch) return RF_ERR_MEMORY;

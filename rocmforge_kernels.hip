@@ -4,7 +4,8 @@
  *     nvcc -O3 -arch=sm_90 -x cu -c rocmforge_kernels.hip                        NVIDIA
  *     c++ -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c ...             on the CPU, for tests
  *
- * Reads sections 1 and 2 of rocmforge.h only, and is C++11 without its library. Names: rfk_*. Kernels take WAVE (32 or
+ * Reads sections 1 and 2 of rocmforge.h only, and is C++11 without its library. Names: rfk_*. Kernels take WAVE (32
+ * or
  * 64) as a template parameter that the host chooses from the device's properties; sums have a fixed order and no
  * atomics, so that a run repeated gives the same bits. */
 
@@ -86,19 +87,27 @@
 #define RFK_UNROLL(n)
 #endif
 
+/* Threads of a block. NVIDIA's compiler is told that one block a multiprocessor is enough: it would rather spill. */
+#if defined(RFK_NVIDIA)
+#define RFK_THREADS(n) __launch_bounds__(n, 1)
+#else
+#define RFK_THREADS(n) __launch_bounds__(n)
+#endif
+
 #define RFK_DEVICE static __device__ __forceinline__
 
 /* c + the products of four signed bytes. */
 RFK_DEVICE int rfk_dot4(int a, int b, int c) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
     return __dp4a(a, b, c);
-#elif defined(__GFX11__) || defined(__GFX12__) || defined(__gfx1100__) || defined(__gfx1101__) || defined(__gfx1102__) || \
-    defined(__gfx1103__) || defined(__gfx1150__) || defined(__gfx1151__) || defined(__gfx1200__) || defined(__gfx1201__)
+#elif defined(__GFX11__) || defined(__GFX12__) || defined(__gfx1100__) || defined(__gfx1101__) ||                    \
+    defined(__gfx1102__) || defined(__gfx1103__) || defined(__gfx1150__) || defined(__gfx1151__) ||                  \
+    defined(__gfx1200__) || defined(__gfx1201__)
     return __builtin_amdgcn_sudot4(true, a, true, b, c, false);
-#elif defined(__gfx906__) || defined(__gfx908__) || defined(__gfx90a__) || defined(__gfx940__) || defined(__gfx941__) ||   \
-    defined(__gfx942__) || defined(__gfx950__) || defined(__gfx1011__) || defined(__gfx1012__) || defined(__gfx1030__) ||  \
-    defined(__gfx1031__) || defined(__gfx1032__) || defined(__gfx1033__) || defined(__gfx1034__) || defined(__gfx1035__) || \
-    defined(__gfx1036__)
+#elif defined(__gfx906__) || defined(__gfx908__) || defined(__gfx90a__) || defined(__gfx940__) ||                    \
+    defined(__gfx941__) || defined(__gfx942__) || defined(__gfx950__) || defined(__gfx1011__) ||                     \
+    defined(__gfx1012__) || defined(__gfx1030__) || defined(__gfx1031__) || defined(__gfx1032__) ||                  \
+    defined(__gfx1033__) || defined(__gfx1034__) || defined(__gfx1035__) || defined(__gfx1036__)
     return __builtin_amdgcn_sdot4(a, b, c, false);
 #else
     for (int i = 0; i < 32; i += 8) c += (int)(int8_t)(a >> i) * (int)(int8_t)(b >> i);
@@ -172,7 +181,8 @@ template <int WAVE> RFK_DEVICE float rfk_wave_sum(float v) {
 /* Launch; the code says if it was refused. */
 template <class T> struct rfk_same { typedef T type; };
 template <class... P>
-static hipError_t rfk_launch(void (*kernel)(P...), dim3 grid, dim3 block, hipStream_t stream, typename rfk_same<P>::type... args) {
+static hipError_t rfk_launch(void (*kernel)(P...), dim3 grid, dim3 block, hipStream_t stream,
+                             typename rfk_same<P>::type... args) {
 #if defined(ROCMFORGE_HIP_EMU)
     return hip_emu_launch(kernel, grid, block, stream, args...);
 #else
@@ -211,8 +221,8 @@ struct rfk_packing {
 static rfk_packing rfk_packing_of(uint32_t type) {
     static const rfk_packing q8_0 = {2, {2, 0, 0, 0}, {32, 2, 0, 0}}, q4_0 = {2, {2, 0, 0, 0}, {16, 2, 0, 0}},
                              q4_1 = {2, {4, 0, 0, 0}, {16, 4, 0, 0}}, q5_0 = {3, {6, 2, 0, 0}, {16, 4, 2, 0}},
-                             q5_1 = {3, {8, 4, 0, 0}, {16, 4, 4, 0}}, q6_k = {4, {0, 128, 192, 208}, {128, 64, 16, 2}},
-                             none = {0, {0, 0, 0, 0}, {0, 0, 0, 0}};
+                             q5_1 = {3, {8, 4, 0, 0}, {16, 4, 4, 0}},
+                             q6_k = {4, {0, 128, 192, 208}, {128, 64, 16, 2}}, none = {0, {0, 0, 0, 0}, {0, 0, 0, 0}};
     switch (type) {
     case RF_TYPE_Q8_0: return q8_0;
     case RF_TYPE_Q4_0: return q4_0;
@@ -224,7 +234,8 @@ static rfk_packing rfk_packing_of(uint32_t type) {
     }
 }
 
-RFK_DEVICE int4 rfk_load16(const uint8_t *p) { return *reinterpret_cast<const int4 *>(p); } /* requires: 16-byte aligned */
+/* requires: p is as aligned as what is loaded */
+RFK_DEVICE int4 rfk_load16(const uint8_t *p) { return *reinterpret_cast<const int4 *>(p); }
 RFK_DEVICE uint32_t rfk_load4(const uint8_t *p) { return *reinterpret_cast<const uint32_t *>(p); }
 RFK_DEVICE uint16_t rfk_load2(const uint8_t *p) { return *reinterpret_cast<const uint16_t *>(p); }
 RFK_DEVICE float rfk_load_half(const uint8_t *p) { return rfk_from_half(rfk_load2(p)); }
@@ -306,7 +317,8 @@ RFK_DEVICE void rfk_k_scales(const int4 &head, uint32_t c, rfk_unit &o) {
         scale = (e & 0x0f0f) | ((a >> 2) & 0x3030);
         minimum = ((e >> 4) & 0x0f0f) | ((b >> 2) & 0x3030);
     }
-    float d = rfk_from_half((uint16_t)((uint32_t)head.x & 0xffff)), dmin = rfk_from_half((uint16_t)((uint32_t)head.x >> 16));
+    float d = rfk_from_half((uint16_t)((uint32_t)head.x & 0xffff)),
+          dmin = rfk_from_half((uint16_t)((uint32_t)head.x >> 16));
     o.d[0] = d * (float)(scale & 255);
     o.d[1] = d * (float)((scale >> 8) & 255);
     o.m[0] = dmin * (float)(minimum & 255);
@@ -392,7 +404,8 @@ template <int TYPE> RFK_DEVICE void rfk_load8(const uint8_t *p, size_t i, float 
     RFK_UNROLL(4)
     for (int k = 0; k < 4; k++) {
         v[2 * k] = TYPE == RF_TYPE_F16 ? rfk_from_half((uint16_t)(words[k] & 0xffff)) : rfk_as_float(words[k] << 16);
-        v[2 * k + 1] = TYPE == RF_TYPE_F16 ? rfk_from_half((uint16_t)(words[k] >> 16)) : rfk_as_float(words[k] & 0xffff0000u);
+        v[2 * k + 1] =
+            TYPE == RF_TYPE_F16 ? rfk_from_half((uint16_t)(words[k] >> 16)) : rfk_as_float(words[k] & 0xffff0000u);
     }
 }
 
@@ -405,7 +418,7 @@ struct rfk_repack_args {
     uint64_t first, n_halfwords;
     uint32_t block_bytes;
 };
-static __global__ void __launch_bounds__(RFK_BLOCK) rfk_repack(rfk_repack_args a) {
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_repack(rfk_repack_args a) {
     uint64_t i = (uint64_t)blockIdx.x * RFK_BLOCK + threadIdx.x;
     if (i >= a.n_halfwords) return;
     uint64_t block = i * 2 / a.block_bytes;
@@ -413,7 +426,8 @@ static __global__ void __launch_bounds__(RFK_BLOCK) rfk_repack(rfk_repack_args a
     RFK_UNROLL(4)
     for (uint32_t p = 0; p < 4; p++)
         if (p < a.packing.n_planes && at >= a.packing.at[p] && at - a.packing.at[p] < a.packing.bytes[p])
-            *reinterpret_cast<uint16_t *>(a.plane[p] + (a.first + block) * a.packing.bytes[p] + (at - a.packing.at[p])) = rfk_load2(a.src + i * 2);
+            *reinterpret_cast<uint16_t *>(a.plane[p] + (a.first + block) * a.packing.bytes[p] +
+                                          (at - a.packing.at[p])) = rfk_load2(a.src + i * 2);
 }
 
 /* ==== 3 Rows ============================================================================================== >>rows
@@ -423,7 +437,7 @@ static __global__ void __launch_bounds__(RFK_BLOCK) rfk_repack(rfk_repack_args a
 static __global__ void rfk_probe(uint32_t *out) { out[threadIdx.x] = threadIdx.x * 3 + 7; }
 
 #define RFK_STEP_ROWS 64
-/* Values of a step travel as arguments of launches, which the runtime copies: nothing in flight can be overwritten. */
+/* Values of a step travel as arguments of launches, which the runtime copies: none is overwritten in flight. */
 struct rfk_step_args {
     rf_step_row row[RFK_STEP_ROWS];
     uint32_t logit_row[RFK_STEP_ROWS];
@@ -443,7 +457,7 @@ struct rfk_embed_args {
     float *out;
     uint32_t out_stride, n_out, weight_row;
 };
-template <int TYPE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_embed(rfk_embed_args a) {
+template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed(rfk_embed_args a) {
     typedef rfk_format<TYPE> F;
     uint32_t u = blockIdx.x * RFK_BLOCK + threadIdx.x;
     int32_t token = a.rows[blockIdx.y].token;
@@ -458,7 +472,7 @@ template <int TYPE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_embe
             out[i / 4 * F::STRIDE + i % 4 * 4 + k] = F::HAS_MIN ? v - unit.m[i / 4] : v;
         }
 }
-template <int TYPE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_embed_float(rfk_embed_args a) {
+template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed_float(rfk_embed_args a) {
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
     int32_t token = a.rows[blockIdx.y].token;
     if (token < 0 || i >= a.n_out) return;
@@ -466,54 +480,31 @@ template <int TYPE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_embe
     a.out[(size_t)blockIdx.y * a.out_stride + i] = rfk_load1<TYPE>(a.w.plane[0], row + i);
 }
 
-/* out = in / sqrt(mean(in^2) + eps) * w over n values.   grid [rows, heads]   block 256   out may be in */
-struct rfk_norm_args {
-    const uint8_t *w;
-    const float *in;
-    float *out;
-    uint32_t w_type, in_stride, out_stride, n;
-    float eps;
-};
-struct rfk_norm_shared { float sum[8]; };
-template <int WAVE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_rms_norm(rfk_norm_args a) {
-    RFK_SHARED(rfk_norm_shared, s);
-    const float *in = a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.y * a.n;
-    float *out = a.out + (size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.n;
-    float sum = 0;
-    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) sum += in[i] * in[i];
-    sum = rfk_wave_sum<WAVE>(sum);
-    if (threadIdx.x % WAVE == 0) s.sum[threadIdx.x / WAVE] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int i = 0; i < RFK_BLOCK / WAVE; i++) sum += s.sum[i];
-    float scale = 1.0f / sqrtf(sum / (float)a.n + a.eps);
-    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) out[i] = in[i] * scale * rfk_load_any(a.w, a.w_type, i);
-}
-
 /* Activations for integer dot products, in groups of 32: x = d * q, and the sums of q over each half. Bit for bit the
- * CPU device's: d = max|x| / 127, q = x * (1 / d) rounded to nearest even; d = 0 and q = 0 if that d < 2^-126; d = nan and
- * q = 0 if an x is infinite or nan. */
+ * CPU device's: d = max|x| / 127, q = x * (1 / d) rounded to nearest even; d = 0 and q = 0 if that d < 2^-126;
+ * d = nan and q = 0 if an x is infinite or nan. */
 struct rfk_group {
     float d;
     int16_t sum[2];
 };
-struct rfk_quantize_args {
-    const float *in;
-    int *q;           /* [rows, n / 4] */
-    rfk_group *group; /* [rows, n / 32] */
-    uint32_t in_stride, n;
+struct rfk_int8_rows {
+    int *q;           /* [rows, n / 4]; NULL: not wanted */
+    rfk_group *group; /* [rows, n / 32]                  */
 };
-/* Four values a thread, eight threads a group.   grid [ceil(n / 1024), rows]   block 256 */
-template <int WAVE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_quantize(rfk_quantize_args a) {
-    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
-    bool inside = i < a.n / 4;
-    float x[4] = {0, 0, 0, 0};
+
+/* Values 4i .. 4i+3 of a row of n: eight threads are a group. All lanes of the wave take part;
+ * `inside`: i < n / 4. */
+template <int WAVE>
+RFK_DEVICE void rfk_quantize4(const rfk_int8_rows &to, size_t row, uint32_t n, uint32_t i, const float *x,
+                              bool inside) {
     uint32_t top = 0; /* bits of max|x|: as integers, nan is above infinity and both above all numbers */
-    for (uint32_t k = 0; inside && k < 4; k++) x[k] = a.in[(size_t)blockIdx.y * a.in_stride + 4 * (size_t)i + k];
-    for (int k = 0; k < 4; k++) top = rfk_as_bits(x[k]) << 1 > top << 1 ? rfk_as_bits(x[k]) & 0x7fffffffu : top;
+    for (int k = 0; k < 4; k++) {
+        uint32_t bits = rfk_as_bits(x[k]) & 0x7fffffffu;
+        top = bits > top ? bits : top;
+    }
     for (int mask = 1; mask < 8; mask *= 2) {
-        uint32_t other_top = rfk_swap<WAVE>(top, mask);
-        top = other_top > top ? other_top : top;
+        uint32_t bits = rfk_swap<WAVE>(top, mask);
+        top = bits > top ? bits : top;
     }
     float d = rfk_as_float(top) / 127.0f, inverse = 0;
     if (d >= 1.17549435e-38f) inverse = 1.0f / d;
@@ -529,13 +520,68 @@ template <int WAVE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_quan
     for (int mask = 1; mask < 4; mask *= 2) sum += rfk_swap<WAVE>(sum, mask);
     int other = rfk_swap<WAVE>(sum, 4);
     if (!inside) return;
-    a.q[(size_t)blockIdx.y * (a.n / 4) + i] = packed;
+    to.q[row * (n / 4) + i] = packed;
     if (i % 8 == 0) {
         rfk_group g;
         g.d = d;
         g.sum[0] = (int16_t)sum;
         g.sum[1] = (int16_t)other;
-        a.group[(size_t)blockIdx.y * (a.n / 32) + i / 8] = g;
+        to.group[row * (n / 32) + i / 8] = g;
+    }
+}
+
+/* grid [ceil(n / 1024), rows]   block 256 */
+struct rfk_quantize_args {
+    const float *in;
+    rfk_int8_rows to;
+    uint32_t in_stride, n;
+};
+template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_quantize(rfk_quantize_args a) {
+    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    bool inside = i < a.n / 4;
+    float x[4] = {0, 0, 0, 0};
+    for (uint32_t k = 0; inside && k < 4; k++) x[k] = a.in[(size_t)blockIdx.y * a.in_stride + 4 * (size_t)i + k];
+    rfk_quantize4<WAVE>(a.to, blockIdx.y, a.n, i, x, inside);
+}
+
+/* out = in / sqrt(mean(in^2) + eps) * w over n values, and out quantized for the matmul behind it (then heads is 1
+ * and
+ * n a multiple of 32).   grid [rows, heads]   block 256   out may be in */
+struct rfk_norm_args {
+    const uint8_t *w;
+    const float *in;
+    float *out;
+    rfk_int8_rows to;
+    uint32_t w_type, in_stride, out_stride, n;
+    float eps;
+};
+struct rfk_norm_shared { float sum[8]; };
+template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(rfk_norm_args a) {
+    RFK_SHARED(rfk_norm_shared, s);
+    const float *in = a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.y * a.n;
+    float *out = a.out + (size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.n;
+    float sum = 0;
+    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) sum += in[i] * in[i];
+    sum = rfk_wave_sum<WAVE>(sum);
+    if (threadIdx.x % WAVE == 0) s.sum[threadIdx.x / WAVE] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int i = 0; i < RFK_BLOCK / WAVE; i++) sum += s.sum[i];
+    float scale = 1.0f / sqrtf(sum / (float)a.n + a.eps);
+    if (!a.to.q) {
+        for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK)
+            out[i] = in[i] * scale * rfk_load_any(a.w, a.w_type, i);
+        return;
+    }
+    for (uint32_t first = 0; first < a.n / 4; first += RFK_BLOCK) {
+        uint32_t i = first + threadIdx.x;
+        bool inside = i < a.n / 4;
+        float x[4] = {0, 0, 0, 0};
+        for (uint32_t k = 0; inside && k < 4; k++) {
+            x[k] = in[4 * i + k] * scale * rfk_load_any(a.w, a.w_type, 4 * i + k);
+            out[4 * i + k] = x[k];
+        }
+        rfk_quantize4<WAVE>(a.to, blockIdx.x, a.n, i, x, inside);
     }
 }
 
@@ -546,32 +592,37 @@ RFK_DEVICE void rfk_cos_sin(double angle, float *c, float *s) {
     float x = (float)(angle - quadrant * 1.57079632679489661923), x2 = x * x;
     int turn = (int)((long long)quadrant & 3);
     float sine = x * (1.0f + x2 * (-1.0f / 6 + x2 * (1.0f / 120 + x2 * (-1.0f / 5040 + x2 * (1.0f / 362880)))));
-    float cosine = 1.0f + x2 * (-0.5f + x2 * (1.0f / 24 + x2 * (-1.0f / 720 + x2 * (1.0f / 40320 + x2 * (-1.0f / 3628800)))));
+    float cosine =
+        1.0f + x2 * (-0.5f + x2 * (1.0f / 24 + x2 * (-1.0f / 720 + x2 * (1.0f / 40320 + x2 * (-1.0f / 3628800)))));
     *c = turn & 1 ? sine : cosine;
     *s = turn & 1 ? cosine : sine;
     if (turn == 1 || turn == 2) *c = -*c;
     if (turn >= 2) *s = -*s;
 }
 
-/* Rotate pairs of the first n_rot values of each head, in place.   grid [ceil(heads * n_rot / 2 / 256), T]   block 256 */
+/* Rotate pairs of the first n_rot values of each head, in place, in one or two buffers (queries and keys).
+ *   grid [ceil(most heads * n_rot / 2 / 256), T, buffers]   block 256 */
 struct rfk_rope_args {
-    float *x;
+    float *x[2];
+    uint32_t stride[2], n_heads[2];
     const float *table;
     const uint8_t *freqs; /* NULL: none */
     const rf_step_row *rows;
-    uint32_t freqs_type, stride, n_heads, head_dim, n_rot, neox;
+    uint32_t freqs_type, head_dim, n_rot, neox;
     float scale;
 };
-static __global__ void __launch_bounds__(RFK_BLOCK) rfk_rope(rfk_rope_args a) {
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rope(rfk_rope_args a) {
     uint32_t index = blockIdx.x * RFK_BLOCK + threadIdx.x, half = a.n_rot / 2;
-    if (index >= a.n_heads * half) return;
+    bool second_buffer = blockIdx.z != 0;
+    if (index >= (second_buffer ? a.n_heads[1] : a.n_heads[0]) * half) return;
     uint32_t head = index / half, i = index % half;
     double angle = (double)a.rows[blockIdx.y].pos * (double)a.table[i];
     if (a.freqs) angle /= (double)rfk_load_any(a.freqs, a.freqs_type, i);
     float c, s;
     rfk_cos_sin(angle, &c, &s);
     c *= a.scale, s *= a.scale;
-    float *x = a.x + (size_t)blockIdx.y * a.stride + (size_t)head * a.head_dim;
+    float *x = second_buffer ? a.x[1] + (size_t)blockIdx.y * a.stride[1] : a.x[0] + (size_t)blockIdx.y * a.stride[0];
+    x += (size_t)head * a.head_dim;
     uint32_t first = a.neox ? i : 2 * i, second = a.neox ? i + half : 2 * i + 1;
     float x0 = x[first], x1 = x[second];
     x[first] = x0 * c - x1 * s;
@@ -581,14 +632,15 @@ static __global__ void __launch_bounds__(RFK_BLOCK) rfk_rope(rfk_rope_args a) {
 RFK_DEVICE void rfk_store_value(uint16_t *p, float v) { *p = rfk_to_half(v); }
 RFK_DEVICE void rfk_store_value(float *p, float v) { *p = v; }
 
-/* Keys and values of a step to their cells, [seq][head][pos][dim].   grid [ceil(heads * (dk + dv) / 256), T]   block 256 */
+/* Keys and values of a step to their cells, [seq][head][pos][dim].   grid [ceil(heads * (dk + dv) / 256), T]   block
+ * 256 */
 struct rfk_store_args {
     const float *k, *v;
     void *k_state, *v_state;
     const rf_step_row *rows;
     uint32_t k_stride, v_stride, n_kv_heads, head_dim, head_dim_v, n_ctx;
 };
-template <class KV> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_kv_store(rfk_store_args a) {
+template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_kv_store(rfk_store_args a) {
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x, n_k = a.n_kv_heads * a.head_dim;
     rf_step_row row = a.rows[blockIdx.y];
     bool key = i < n_k;
@@ -600,17 +652,25 @@ template <class KV> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_kv_s
     rfk_store_value((KV *)(key ? a.k_state : a.v_state) + cell * dim + i % dim, src[i]);
 }
 
-/* out = silu(gate) * up.   grid [ceil(n / 256), rows]   block 256   out may be gate */
+/* out = silu(gate) * up, four values a thread, and out quantized for the matmul behind it (then n is a multiple of
+ * 32).
+ *   grid [ceil(n / 1024), rows]   block 256   out may be gate or up */
 struct rfk_glu_args {
     const float *gate, *up;
     float *out;
+    rfk_int8_rows to;
     uint32_t gate_stride, up_stride, out_stride, n;
 };
-static __global__ void __launch_bounds__(RFK_BLOCK) rfk_glu(rfk_glu_args a) {
+template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_glu_args a) {
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
-    if (i >= a.n) return;
-    float x = a.gate[(size_t)blockIdx.y * a.gate_stride + i];
-    a.out[(size_t)blockIdx.y * a.out_stride + i] = x / (1.0f + expf(-x)) * a.up[(size_t)blockIdx.y * a.up_stride + i];
+    float x[4] = {0, 0, 0, 0};
+    for (uint32_t k = 0; k < 4; k++) {
+        if (4 * i + k >= a.n) break;
+        float gate = a.gate[(size_t)blockIdx.y * a.gate_stride + 4 * i + k];
+        x[k] = gate / (1.0f + expf(-gate)) * a.up[(size_t)blockIdx.y * a.up_stride + 4 * i + k];
+        a.out[(size_t)blockIdx.y * a.out_stride + 4 * i + k] = x[k];
+    }
+    if (a.to.q) rfk_quantize4<WAVE>(a.to, blockIdx.y, a.n, i, x, i < a.n / 4);
 }
 
 /* out[i] = in[row of the i-th logits].   grid [ceil(n / 256), L]   block 256 */
@@ -620,34 +680,55 @@ struct rfk_gather_args {
     const uint32_t *logit_rows;
     uint32_t in_stride, out_stride, n;
 };
-static __global__ void __launch_bounds__(RFK_BLOCK) rfk_gather(rfk_gather_args a) {
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_gather(rfk_gather_args a) {
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
-    if (i < a.n) a.out[(size_t)blockIdx.y * a.out_stride + i] = a.in[(size_t)a.logit_rows[blockIdx.y] * a.in_stride + i];
+    if (i < a.n)
+        a.out[(size_t)blockIdx.y * a.out_stride + i] = a.in[(size_t)a.logit_rows[blockIdx.y] * a.in_stride + i];
 }
 
 /* ==== 4 Matmul ========================================================================================== >>matmul
  * out[cols, n_out] = x[cols, n_in] W^T. Few columns: a wave reads a row of W once and keeps one sum per column. Many:
  * tiles of 64 x 64 through shared memory. Quantized weights take int8 activations, the others float ones. */
 
-struct rfk_matmul_args {
+/* One product. A launch does up to three that share their input and weight type: each has the blocks
+ * [previous end, end_block) of grid.x. */
+struct rfk_product {
     rfk_weight w;
-    const uint8_t *bias;    /* NULL: none */
-    const float *x;         /* [cols, x_stride], weights of type F32, F16, BF16; for the others: */
-    const int *q;           /* [cols, n_in / 4] */
-    const rfk_group *group; /* [cols, n_in / 32] */
+    const uint8_t *bias; /* NULL: none */
     float *out;
-    uint32_t bias_type, x_stride, out_stride, row0, n_in, n_out, n_cols, accumulate;
-    uint32_t aligned;       /* rows of W and x allow 16-byte loads */
+    uint32_t bias_type, out_stride, row0, n_out, accumulate, end_block;
+};
+#define RFK_PRODUCTS 3
+struct rfk_matmul_args {
+    rfk_product part[RFK_PRODUCTS];
+    const float *x;   /* [cols, x_stride], weights of type F32, F16, BF16; for the others: */
+    rfk_int8_rows x8; /* [cols, n_in]                                                      */
+    uint32_t x_stride, n_in, n_cols;
+    uint32_t aligned; /* rows of W and x allow 16-byte loads */
 };
 
-RFK_DEVICE void rfk_put(const rfk_matmul_args &a, uint32_t row, uint32_t col, float v) {
-    float *out = a.out + (size_t)col * a.out_stride + row;
-    if (a.bias) v += rfk_load_any(a.bias, a.bias_type, row);
-    *out = a.accumulate ? *out + v : v;
+/* The product that a block works on; *block becomes its number within that. */
+RFK_DEVICE rfk_product rfk_pick(const rfk_matmul_args &a, uint32_t *block) {
+    rfk_product p = a.part[0];
+    if (*block >= a.part[1].end_block) {
+        p = a.part[2];
+        *block -= a.part[1].end_block;
+    } else if (*block >= a.part[0].end_block) {
+        p = a.part[1];
+        *block -= a.part[0].end_block;
+    }
+    return p;
+}
+
+RFK_DEVICE void rfk_put(const rfk_product &p, uint32_t row, uint32_t col, float v) {
+    float *out = p.out + (size_t)col * p.out_stride + row;
+    if (p.bias) v += rfk_load_any(p.bias, p.bias_type, row);
+    *out = p.accumulate ? *out + v : v;
 }
 
 /* Dot product of a unit with the column whose values start at q, group. */
-template <int TYPE> RFK_DEVICE float rfk_unit_dot(const rfk_unit &w, const int *q, const rfk_group *group, uint32_t at) {
+template <int TYPE>
+RFK_DEVICE float rfk_unit_dot(const rfk_unit &w, const int *q, const rfk_group *group, uint32_t at) {
     typedef rfk_format<TYPE> F;
     float total = 0;
     RFK_UNROLL(2)
@@ -667,48 +748,57 @@ template <int TYPE> RFK_DEVICE float rfk_unit_dot(const rfk_unit &w, const int *
     return total;
 }
 
-/* grid [ceil(n_out / 4), ceil(cols / COLS)]   block 4 waves, a row each   reads the rows of W once per COLS columns */
+/* grid [ceil(n_out / 4), ceil(cols / COLS)]   block 4 waves, a row each   reads W once per COLS columns */
 template <int TYPE, int WAVE, int COLS>
-static __global__ void __launch_bounds__(RFK_MATVEC_WAVES *WAVE) rfk_matvec(rfk_matmul_args a) {
+static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec(rfk_matmul_args a) {
     typedef rfk_format<TYPE> F;
-    uint32_t lane = threadIdx.x % WAVE, row = blockIdx.x * RFK_MATVEC_WAVES + threadIdx.x / WAVE, col0 = blockIdx.y * COLS;
-    if (row >= a.n_out) return; /* the whole wave leaves */
-    size_t block = (size_t)(a.row0 + row) * (a.n_in / F::BLOCK);
+    uint32_t number = blockIdx.x;
+    const rfk_product p = rfk_pick(a, &number);
+    uint32_t lane = threadIdx.x % WAVE, col0 = blockIdx.y * COLS;
+    uint32_t row = number * RFK_MATVEC_WAVES + threadIdx.x / WAVE;
+    if (row >= p.n_out) return; /* the whole wave leaves */
+    size_t block = (size_t)(p.row0 + row) * (a.n_in / F::BLOCK);
     float sum[COLS];
     for (int c = 0; c < COLS; c++) sum[c] = 0;
     RFK_UNROLL(2)
     for (uint32_t u = lane; u < a.n_in / 32; u += WAVE) {
         rfk_unit unit;
-        F::load(a.w, block, u, unit);
+        F::load(p.w, block, u, unit);
         RFK_UNROLL(COLS)
         for (int c = 0; c < COLS; c++) {
-            uint32_t col = col0 + (uint32_t)c < a.n_cols ? col0 + (uint32_t)c : a.n_cols - 1; /* spare ones repeat the last */
-            sum[c] += rfk_unit_dot<TYPE>(unit, a.q + (size_t)col * (a.n_in / 4), a.group + (size_t)col * (a.n_in / 32), rfk_unit_at<TYPE>(u));
+            uint32_t col = col0 + (uint32_t)c;
+            if (col >= a.n_cols) col = a.n_cols - 1; /* spare ones repeat the last */
+            sum[c] += rfk_unit_dot<TYPE>(unit, a.x8.q + (size_t)col * (a.n_in / 4),
+                                         a.x8.group + (size_t)col * (a.n_in / 32), rfk_unit_at<TYPE>(u));
         }
     }
     RFK_UNROLL(COLS)
     for (int c = 0; c < COLS; c++) {
         float total = rfk_wave_sum<WAVE>(sum[c]);
-        if (lane == 0 && col0 + (uint32_t)c < a.n_cols) rfk_put(a, row, col0 + (uint32_t)c, total);
+        if (lane == 0 && col0 + (uint32_t)c < a.n_cols) rfk_put(p, row, col0 + (uint32_t)c, total);
     }
 }
 
 template <int TYPE, int WAVE, int COLS>
-static __global__ void __launch_bounds__(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_matmul_args a) {
-    uint32_t lane = threadIdx.x % WAVE, row = blockIdx.x * RFK_MATVEC_WAVES + threadIdx.x / WAVE, col0 = blockIdx.y * COLS;
-    if (row >= a.n_out) return;
-    size_t first = (size_t)(a.row0 + row) * a.n_in;
+static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_matmul_args a) {
+    uint32_t number = blockIdx.x;
+    const rfk_product p = rfk_pick(a, &number);
+    uint32_t lane = threadIdx.x % WAVE, col0 = blockIdx.y * COLS;
+    uint32_t row = number * RFK_MATVEC_WAVES + threadIdx.x / WAVE;
+    if (row >= p.n_out) return;
+    size_t first = (size_t)(p.row0 + row) * a.n_in;
     const float *x[COLS];
     float sum[COLS];
     for (int c = 0; c < COLS; c++) {
-        x[c] = a.x + (size_t)(col0 + (uint32_t)c < a.n_cols ? col0 + (uint32_t)c : a.n_cols - 1) * a.x_stride;
+        uint32_t col = col0 + (uint32_t)c;
+        x[c] = a.x + (size_t)(col < a.n_cols ? col : a.n_cols - 1) * a.x_stride;
         sum[c] = 0;
     }
     if (a.aligned) {
         RFK_UNROLL(2)
         for (uint32_t i = lane * 8; i < a.n_in; i += WAVE * 8) {
             float w[8], v[8];
-            rfk_load8<TYPE>(a.w.plane[0], first + i, w);
+            rfk_load8<TYPE>(p.w.plane[0], first + i, w);
             RFK_UNROLL(COLS)
             for (int c = 0; c < COLS; c++) {
                 rfk_load8<RF_TYPE_F32>(reinterpret_cast<const uint8_t *>(x[c]), i, v);
@@ -718,12 +808,12 @@ static __global__ void __launch_bounds__(RFK_MATVEC_WAVES *WAVE) rfk_matvec_floa
         }
     } else {
         for (uint32_t i = lane; i < a.n_in; i += WAVE)
-            for (int c = 0; c < COLS; c++) sum[c] += rfk_load1<TYPE>(a.w.plane[0], first + i) * x[c][i];
+            for (int c = 0; c < COLS; c++) sum[c] += rfk_load1<TYPE>(p.w.plane[0], first + i) * x[c][i];
     }
     RFK_UNROLL(COLS)
     for (int c = 0; c < COLS; c++) {
         float total = rfk_wave_sum<WAVE>(sum[c]);
-        if (lane == 0 && col0 + (uint32_t)c < a.n_cols) rfk_put(a, row, col0 + (uint32_t)c, total);
+        if (lane == 0 && col0 + (uint32_t)c < a.n_cols) rfk_put(p, row, col0 + (uint32_t)c, total);
     }
 }
 
@@ -740,13 +830,15 @@ struct rfk_tile_shared {
 };
 
 /* One unit of W a thread to shared memory: row i, unit u of the row's four in this step. */
-template <int TYPE> RFK_DEVICE void rfk_tile_weights(rfk_tile_shared &s, const rfk_matmul_args &a, uint32_t row, uint32_t i, uint32_t u0, uint32_t u) {
+template <int TYPE>
+RFK_DEVICE void rfk_tile_weights(rfk_tile_shared &s, const rfk_product &p, uint32_t n_in, uint32_t row, uint32_t i,
+                                 uint32_t u0, uint32_t u) {
     typedef rfk_format<TYPE> F;
     rfk_unit unit;
-    bool inside = row < a.n_out && u0 + u < a.n_in / 32;
+    bool inside = row < p.n_out && u0 + u < n_in / 32;
     for (int k = 0; k < 8; k++) unit.q[k] = 0;
     unit.d[0] = unit.d[1] = unit.m[0] = unit.m[1] = 0;
-    if (inside) F::load(a.w, (size_t)(a.row0 + row) * (a.n_in / F::BLOCK), u0 + u, unit);
+    if (inside) F::load(p.w, (size_t)(p.row0 + row) * (n_in / F::BLOCK), u0 + u, unit);
     uint32_t at = rfk_unit_at<TYPE>(u) / 16;
     RFK_UNROLL(2)
     for (uint32_t h = 0; h < 2; h++) {
@@ -760,7 +852,8 @@ template <int TYPE> RFK_DEVICE void rfk_tile_weights(rfk_tile_shared &s, const r
 }
 
 /* Group g of the column's four in this step to shared memory. */
-RFK_DEVICE void rfk_tile_column(rfk_tile_shared &s, const rfk_matmul_args &a, uint32_t col, uint32_t i, uint32_t group0, uint32_t g) {
+RFK_DEVICE void rfk_tile_column(rfk_tile_shared &s, const rfk_matmul_args &a, uint32_t col, uint32_t i,
+                                uint32_t group0, uint32_t g) {
     int4 lo, hi;
     rfk_group group;
     lo.x = lo.y = lo.z = lo.w = 0;
@@ -768,9 +861,9 @@ RFK_DEVICE void rfk_tile_column(rfk_tile_shared &s, const rfk_matmul_args &a, ui
     group.d = 0;
     group.sum[0] = group.sum[1] = 0;
     if (col < a.n_cols && group0 + g < a.n_in / 32) {
-        const int4 *q = reinterpret_cast<const int4 *>(a.q + (size_t)col * (a.n_in / 4) + (group0 + g) * 8);
+        const int4 *q = reinterpret_cast<const int4 *>(a.x8.q + (size_t)col * (a.n_in / 4) + (group0 + g) * 8);
         lo = q[0], hi = q[1];
-        group = a.group[(size_t)col * (a.n_in / 32) + group0 + g];
+        group = a.x8.group[(size_t)col * (a.n_in / 32) + group0 + g];
     }
     s.x[i][2 * g] = lo;
     s.x[i][2 * g + 1] = hi;
@@ -780,14 +873,16 @@ RFK_DEVICE void rfk_tile_column(rfk_tile_shared &s, const rfk_matmul_args &a, ui
 }
 
 /* grid [ceil(n_out / 64), ceil(cols / 64)]   block 256, 4 x 4 results each   LDS 25.5 KiB */
-template <int TYPE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_matmul(rfk_matmul_args a) {
+template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul(rfk_matmul_args a) {
     RFK_SHARED(rfk_tile_shared, s);
-    uint32_t row0 = blockIdx.x * RFK_TILE, col0 = blockIdx.y * RFK_TILE, tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    uint32_t number = blockIdx.x;
+    const rfk_product p = rfk_pick(a, &number);
+    uint32_t row0 = number * RFK_TILE, col0 = blockIdx.y * RFK_TILE, tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     float sum[4][4];
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < 4; j++) sum[i][j] = 0;
     for (uint32_t u0 = 0; u0 < a.n_in / 32; u0 += RFK_DEPTH / 32) {
-        rfk_tile_weights<TYPE>(s, a, row0 + threadIdx.x / 4, threadIdx.x / 4, u0, threadIdx.x % 4);
+        rfk_tile_weights<TYPE>(s, p, a.n_in, row0 + threadIdx.x / 4, threadIdx.x / 4, u0, threadIdx.x % 4);
         rfk_tile_column(s, a, col0 + threadIdx.x / 4, threadIdx.x / 4, u0, threadIdx.x % 4);
         __syncthreads();
         for (int h = 0; h < RFK_DEPTH / 16; h++) {
@@ -815,7 +910,8 @@ template <int TYPE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_matm
     }
     for (uint32_t i = 0; i < 4; i++)
         for (uint32_t j = 0; j < 4; j++)
-            if (row0 + ty + 16 * i < a.n_out && col0 + tx + 16 * j < a.n_cols) rfk_put(a, row0 + ty + 16 * i, col0 + tx + 16 * j, sum[i][j]);
+            if (row0 + ty + 16 * i < p.n_out && col0 + tx + 16 * j < a.n_cols)
+                rfk_put(p, row0 + ty + 16 * i, col0 + tx + 16 * j, sum[i][j]);
 }
 
 #define RFK_FLOAT_DEPTH 16
@@ -823,16 +919,20 @@ struct rfk_float_tile {
     float w[RFK_FLOAT_DEPTH][RFK_TILE + 1];
     float x[RFK_FLOAT_DEPTH][RFK_TILE + 1];
 };
-template <int TYPE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_matmul_float(rfk_matmul_args a) {
+template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_float(rfk_matmul_args a) {
     RFK_SHARED(rfk_float_tile, s);
-    uint32_t row0 = blockIdx.x * RFK_TILE, col0 = blockIdx.y * RFK_TILE, tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    uint32_t number = blockIdx.x;
+    const rfk_product p = rfk_pick(a, &number);
+    uint32_t row0 = number * RFK_TILE, col0 = blockIdx.y * RFK_TILE, tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     float sum[4][4];
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < 4; j++) sum[i][j] = 0;
     for (uint32_t k0 = 0; k0 < a.n_in; k0 += RFK_FLOAT_DEPTH) {
         for (uint32_t i = ty; i < RFK_TILE; i += 16) { /* tx: position in the row */
             bool deep = k0 + tx < a.n_in;
-            s.w[tx][i] = deep && row0 + i < a.n_out ? rfk_load1<TYPE>(a.w.plane[0], (size_t)(a.row0 + row0 + i) * a.n_in + k0 + tx) : 0.0f;
+            s.w[tx][i] = deep && row0 + i < p.n_out
+                             ? rfk_load1<TYPE>(p.w.plane[0], (size_t)(p.row0 + row0 + i) * a.n_in + k0 + tx)
+                             : 0.0f;
             s.x[tx][i] = deep && col0 + i < a.n_cols ? a.x[(size_t)(col0 + i) * a.x_stride + k0 + tx] : 0.0f;
         }
         __syncthreads();
@@ -844,11 +944,13 @@ template <int TYPE> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_matm
     }
     for (uint32_t i = 0; i < 4; i++)
         for (uint32_t j = 0; j < 4; j++)
-            if (row0 + ty + 16 * i < a.n_out && col0 + tx + 16 * j < a.n_cols) rfk_put(a, row0 + ty + 16 * i, col0 + tx + 16 * j, sum[i][j]);
+            if (row0 + ty + 16 * i < p.n_out && col0 + tx + 16 * j < a.n_cols)
+                rfk_put(p, row0 + ty + 16 * i, col0 + tx + 16 * j, sum[i][j]);
 }
 
 /* ==== 5 Attention ==================================================================================== >>attention
- * A block takes up to 8 queries (heads of one kv head, and neighbouring rows of one sequence) through 64 positions at a
+ * A block takes up to 8 queries (heads of one kv head, and neighbouring rows of one sequence) through 64 positions
+ * at a
  * time with a running maximum and sum: scores never leave shared memory. When a step has few rows, a sequence is cut
  * into splits of split_cells positions, whose results a second kernel joins; where a split begins depends on n_ctx
  * alone. */
@@ -861,7 +963,7 @@ struct rfk_attention_args {
     const float *q;
     const void *k, *v; /* [seq][kv head][n_ctx][dim] */
     float *out;
-    float *part;       /* [row][head][max_splits][head_dim_v + 2]: sums, maximum, sum of weights; NULL: one split, to out */
+    float *part; /* [row][head][max_splits][head_dim_v + 2]: sums, maximum, sum of weights; NULL: one split, to out */
     const rf_step_row *rows;
     uint32_t q_stride, out_stride, n_rows, rows_per_block, heads_per_block;
     uint32_t n_heads, n_kv_heads, head_dim, head_dim_v, n_ctx, max_splits, split_cells;
@@ -877,8 +979,12 @@ struct rfk_attention_shared {
 
 RFK_DEVICE float rfk_value(const uint16_t *p) { return rfk_from_half(*p); }
 RFK_DEVICE float rfk_value(const float *p) { return *p; }
-RFK_DEVICE void rfk_values8(const uint16_t *p, float *v) { rfk_load8<RF_TYPE_F16>(reinterpret_cast<const uint8_t *>(p), 0, v); }
-RFK_DEVICE void rfk_values8(const float *p, float *v) { rfk_load8<RF_TYPE_F32>(reinterpret_cast<const uint8_t *>(p), 0, v); }
+RFK_DEVICE void rfk_values8(const uint16_t *p, float *v) {
+    rfk_load8<RF_TYPE_F16>(reinterpret_cast<const uint8_t *>(p), 0, v);
+}
+RFK_DEVICE void rfk_values8(const float *p, float *v) {
+    rfk_load8<RF_TYPE_F32>(reinterpret_cast<const uint8_t *>(p), 0, v);
+}
 
 /* The queries of a run: n_heads heads from head0 of rows [row0, row1), which belong to one sequence. */
 struct rfk_run {
@@ -888,7 +994,8 @@ struct rfk_run {
 
 /* Scores of positions [cell0, cell0 + 64) to s.p: four threads a position, each eight of every 32 values. */
 template <int WAVE, class KV>
-RFK_DEVICE void rfk_scores(rfk_attention_shared &s, const rfk_attention_args &a, const rfk_run &r, const KV *k, uint32_t cell0) {
+RFK_DEVICE void rfk_scores(rfk_attention_shared &s, const rfk_attention_args &a, const rfk_run &r, const KV *k,
+                           uint32_t cell0) {
     uint32_t cell = threadIdx.x / 4, part = threadIdx.x % 4, pos = cell0 + cell;
     float dot[RFK_QUERIES];
     for (int g = 0; g < RFK_QUERIES; g++) dot[g] = 0;
@@ -916,7 +1023,8 @@ RFK_DEVICE void rfk_scores(rfk_attention_shared &s, const rfk_attention_args &a,
     }
 }
 
-/* Scores to weights exp(score - maximum), the running maximum and sum, and what older sums are multiplied by: 32 threads
+/* Scores to weights exp(score - maximum), the running maximum and sum, and what older sums are multiplied by: 32
+ * threads
  * a query. */
 template <int WAVE> RFK_DEVICE void rfk_softmax(rfk_attention_shared &s) {
     uint32_t g = threadIdx.x / 32, i = threadIdx.x % 32;
@@ -938,7 +1046,8 @@ template <int WAVE> RFK_DEVICE void rfk_softmax(rfk_attention_shared &s) {
     }
 }
 
-template <int WAVE, class KV> RFK_DEVICE void rfk_attend(rfk_attention_shared &s, const rfk_attention_args &a, const rfk_run &r) {
+template <int WAVE, class KV>
+RFK_DEVICE void rfk_attend(rfk_attention_shared &s, const rfk_attention_args &a, const rfk_run &r) {
     size_t head = (size_t)a.rows[r.row0].seq * a.n_kv_heads + r.head0 / (a.n_heads / a.n_kv_heads);
     const KV *k = (const KV *)a.k + head * a.n_ctx * a.head_dim;
     const KV *v = (const KV *)a.v + head * a.n_ctx * a.head_dim_v;
@@ -953,9 +1062,12 @@ template <int WAVE, class KV> RFK_DEVICE void rfk_attend(rfk_attention_shared &s
     for (uint32_t i = threadIdx.x; i < RFK_QUERIES * RFK_MAX_HEAD; i += RFK_BLOCK) {
         uint32_t g = i / RFK_MAX_HEAD, e = i % RFK_MAX_HEAD;
         bool inside = g < r.n && e < a.head_dim;
-        s.q[g][e] = inside ? a.q[(size_t)(r.row0 + g / r.n_heads) * a.q_stride + (size_t)(r.head0 + g % r.n_heads) * a.head_dim + e] : 0.0f;
+        s.q[g][e] = inside ? a.q[(size_t)(r.row0 + g / r.n_heads) * a.q_stride +
+                                 (size_t)(r.head0 + g % r.n_heads) * a.head_dim + e]
+                           : 0.0f;
     }
-    for (uint32_t i = threadIdx.x; i < RFK_QUERIES * RFK_CELLS; i += RFK_BLOCK) s.p[i / RFK_CELLS][i % RFK_CELLS] = -INFINITY;
+    for (uint32_t i = threadIdx.x; i < RFK_QUERIES * RFK_CELLS; i += RFK_BLOCK)
+        s.p[i / RFK_CELLS][i % RFK_CELLS] = -INFINITY;
     if (threadIdx.x < RFK_QUERIES) {
         s.largest[threadIdx.x] = -INFINITY;
         s.sum[threadIdx.x] = 0;
@@ -989,7 +1101,8 @@ template <int WAVE, class KV> RFK_DEVICE void rfk_attend(rfk_attention_shared &s
             float total = 0;
             for (uint32_t t = 0; t < turns; t++) total += s.join[2 * t * columns + e];
             if (a.part) {
-                float *part = a.part + (((size_t)row * a.n_heads + h) * a.max_splits + blockIdx.z) * (a.head_dim_v + 2);
+                float *part =
+                    a.part + (((size_t)row * a.n_heads + h) * a.max_splits + blockIdx.z) * (a.head_dim_v + 2);
                 part[e] = total;
                 if (e == 0) {
                     part[a.head_dim_v] = s.largest[g];
@@ -1005,14 +1118,16 @@ template <int WAVE, class KV> RFK_DEVICE void rfk_attend(rfk_attention_shared &s
 
 /* grid [ceil(T / rows_per_block), n_kv_heads * ceil(group / heads_per_block), splits]   block 256   LDS 12.1 KiB
  * Every block reads the keys and values of its split once for up to 8 queries. */
-template <int WAVE, class KV> static __global__ void __launch_bounds__(RFK_BLOCK) rfk_attention(rfk_attention_args a) {
+template <int WAVE, class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a) {
     RFK_SHARED(rfk_attention_shared, s);
     uint32_t group = a.n_heads / a.n_kv_heads, chunks = (group + a.heads_per_block - 1) / a.heads_per_block;
     uint32_t kv_head = blockIdx.y / chunks, chunk = blockIdx.y % chunks;
     rfk_run r;
     r.head0 = kv_head * group + chunk * a.heads_per_block;
-    r.n_heads = group - chunk * a.heads_per_block < a.heads_per_block ? group - chunk * a.heads_per_block : a.heads_per_block;
-    uint32_t row = blockIdx.x * a.rows_per_block, last = row + a.rows_per_block < a.n_rows ? row + a.rows_per_block : a.n_rows;
+    r.n_heads =
+        group - chunk * a.heads_per_block < a.heads_per_block ? group - chunk * a.heads_per_block : a.heads_per_block;
+    uint32_t row = blockIdx.x * a.rows_per_block,
+             last = row + a.rows_per_block < a.n_rows ? row + a.rows_per_block : a.n_rows;
     while (row < last) { /* runs of rows of one sequence, whose positions ascend */
         r.row0 = row;
         while (row < last && a.rows[row].seq == a.rows[r.row0].seq) row++;
@@ -1026,7 +1141,7 @@ template <int WAVE, class KV> static __global__ void __launch_bounds__(RFK_BLOCK
 }
 
 /* Join the splits of a row and head.   grid [T, n_heads]   block 256 */
-static __global__ void __launch_bounds__(RFK_BLOCK) rfk_attention_join(rfk_attention_args a) {
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_args a) {
     uint32_t n = (uint32_t)a.rows[blockIdx.x].pos / a.split_cells + 1;
     const float *part = a.part + ((size_t)blockIdx.x * a.n_heads + blockIdx.y) * a.max_splits * (a.head_dim_v + 2);
     float largest = -INFINITY, sum = 0, total = 0;
@@ -1042,7 +1157,8 @@ static __global__ void __launch_bounds__(RFK_BLOCK) rfk_attention_join(rfk_atten
 }
 
 /* ==== 6 Device ========================================================================================== >>device
- * Objects of the table: device, queue with its tickets, weight table, memory. Every entry makes its device current for
+ * Objects of the table: device, queue with its tickets, weight table, memory. Every entry makes its device current
+ * for
  * the calling thread and puts the old one back. */
 
 #define RFK_EVENTS 32u                             /* tickets of a queue that can be outstanding without waiting   */
@@ -1120,12 +1236,13 @@ static int rfk_is_fatal(hipError_t e) {
 }
 
 /* Judge a runtime call: `call` is its name, `object` what it was for. */
-static rf_result rfk_check(rf_dev *d, rf_error *err, hipError_t e, const char *call, const char *object, uint64_t where) {
+static rf_result rfk_check(rf_dev *d, rf_error *err, hipError_t e, const char *call, const char *object,
+                           uint64_t where) {
     if (e == hipSuccess) return RF_OK;
     (void)hipGetLastError(); /* do not leave it to the program's own next check */
     if (d && rfk_is_fatal(e)) __atomic_store_n(&d->lost, 1, __ATOMIC_RELAXED);
-    return rfk_fail(err, RF_ERR_DEVICE, (int)e, where, "%s: %s for %s failed: %s (%d, %s)", d ? d->info.name : "hip", call, object,
-                    hipGetErrorString(e), (int)e, hipGetErrorName(e));
+    return rfk_fail(err, RF_ERR_DEVICE, (int)e, where, "%s: %s for %s failed: %s (%d, %s)", d ? d->info.name : "hip",
+                    call, object, hipGetErrorString(e), (int)e, hipGetErrorName(e));
 }
 
 /* The device is current while this lives. `error`: it could not be made so. */
@@ -1156,7 +1273,9 @@ static void *rfk_alloc(const rf_allocator *a, uint64_t n, uint64_t element_bytes
         p = a->alloc_fn ? a->alloc_fn(size, a->user) : malloc(size);
         if (p) memset(p, 0, size);
     }
-    if (!p) rfk_fail(err, RF_ERR_MEMORY, 0, 0, "out of memory: %llu x %llu bytes for %s", (unsigned long long)n, (unsigned long long)element_bytes, what);
+    if (!p)
+        rfk_fail(err, RF_ERR_MEMORY, 0, 0, "out of memory: %llu x %llu bytes for %s", (unsigned long long)n,
+                 (unsigned long long)element_bytes, what);
     return p;
 }
 static void rfk_free(const rf_allocator *a, void *p) {
@@ -1188,9 +1307,11 @@ static void rfk_no_device(rf_device_info *out, hipError_t e) {
     snprintf(out->note, sizeof out->note, "no usable GPU: %s", hipGetErrorString(e));
 #else
     if (access("/dev/kfd", F_OK) != 0)
-        snprintf(out->note, sizeof out->note, "no AMD GPU driver: /dev/kfd is missing (load the amdgpu kernel module)");
+        snprintf(out->note, sizeof out->note,
+                 "no AMD GPU driver: /dev/kfd is missing (load the amdgpu kernel module)");
     else if (access("/dev/kfd", R_OK | W_OK) != 0)
-        snprintf(out->note, sizeof out->note, "no permission on /dev/kfd: add the user to the groups render and video, then log in again");
+        snprintf(out->note, sizeof out->note,
+                 "no permission on /dev/kfd: add the user to the groups render and video, then log in again");
     else
         snprintf(out->note, sizeof out->note, "no usable AMD GPU: %s", hipGetErrorString(e));
 #endif
@@ -1213,7 +1334,8 @@ static rf_result rfk_describe(int index, rf_device_info *out, rf_error *err) {
     else if (p.integrated) snprintf(out->note, sizeof out->note, "integrated GPU: shares the host's memory");
     size_t free_bytes = 0, total_bytes = 0;
     rfk_scope scope(index);
-    if (scope.error == hipSuccess && hipMemGetInfo(&free_bytes, &total_bytes) == hipSuccess) out->free_bytes = free_bytes;
+    if (scope.error == hipSuccess && hipMemGetInfo(&free_bytes, &total_bytes) == hipSuccess)
+        out->free_bytes = free_bytes;
     return RF_OK;
 }
 
@@ -1231,7 +1353,8 @@ static rf_result rfk_device_list(rf_device_info *out, uint32_t capacity, uint32_
     for (uint32_t i = 0; i < capacity && i < (uint32_t)n; i++) {
         rf_error why;
         memset(&why, 0, sizeof why);
-        if (rfk_describe((int)i, &out[i], &why) != RF_OK) snprintf(out[i].note, sizeof out[i].note, "%.150s", why.text);
+        if (rfk_describe((int)i, &out[i], &why) != RF_OK)
+            snprintf(out[i].note, sizeof out[i].note, "%.150s", why.text);
     }
     return RF_OK;
 }
@@ -1241,7 +1364,9 @@ static rf_result rfk_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_
     *out = NULL;
     rfk_pinned *p = (rfk_pinned *)rfk_alloc(&d->allocator, 1, sizeof *p, "pinned memory", err);
     if (!p) return RF_ERR_MEMORY;
-    rf_result r = rfk_check(d, err, hipHostMalloc(&p->base, (size_t)(size_bytes ? size_bytes : 1), hipHostMallocPortable), "hipHostMalloc", "pinned memory", 0);
+    rf_result r =
+        rfk_check(d, err, hipHostMalloc(&p->base, (size_t)(size_bytes ? size_bytes : 1), hipHostMallocPortable),
+                  "hipHostMalloc", "pinned memory", 0);
     if (r != RF_OK) {
         rfk_free(&d->allocator, p);
         return r;
@@ -1284,7 +1409,8 @@ static rf_result rfk_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_
     char what[64];
     memset(out, 0, sizeof *out);
     snprintf(what, sizeof what, "%llu bytes of device memory", (unsigned long long)size_bytes);
-    rf_result r = rfk_check(d, err, hipMalloc(&out->base, (size_t)(size_bytes ? size_bytes : 1)), "hipMalloc", what, 0);
+    rf_result r =
+        rfk_check(d, err, hipMalloc(&out->base, (size_t)(size_bytes ? size_bytes : 1)), "hipMalloc", what, 0);
     if (r == RF_OK) out->size_bytes = size_bytes;
     else out->base = NULL;
     return r;
@@ -1317,9 +1443,10 @@ static rf_result rfk_settle(rf_queue *q, rf_result r) {
     }
     return r;
 }
-#define RFK_ENTER_QUEUE(q, err)                                                                            \
-    rfk_scope scope((q)->dev->index);                                                                      \
-    if (scope.error != hipSuccess) return rfk_settle((q), rfk_check((q)->dev, (err), scope.error, "hipSetDevice", "the device", 0))
+#define RFK_ENTER_QUEUE(q, err)                                                                                      \
+    rfk_scope scope((q)->dev->index);                                                                                \
+    if (scope.error != hipSuccess)                                                                                   \
+    return rfk_settle((q), rfk_check((q)->dev, (err), scope.error, "hipSetDevice", "the device", 0))
 
 static void rfk_queue_release(rf_queue *q) {
     rf_dev *d = q->dev;
@@ -1347,12 +1474,16 @@ static rf_result rfk_queue_create(rf_dev *d, rf_queue **out, rf_error *err) {
     pthread_mutex_init(&q->submit, NULL); /* cannot fail with default attributes on Linux */
     pthread_mutex_init(&q->lock, NULL);
     void *bounce = NULL;
-    rf_result r = rfk_check(d, err, hipStreamCreateWithFlags(&q->stream, hipStreamNonBlocking), "hipStreamCreateWithFlags", "a queue", 0);
-    if (r == RF_OK) r = rfk_check(d, err, hipHostMalloc(&bounce, (size_t)(2 * RFK_BOUNCE_BYTES), hipHostMallocPortable), "hipHostMalloc", "a queue", 0);
+    rf_result r = rfk_check(d, err, hipStreamCreateWithFlags(&q->stream, hipStreamNonBlocking),
+                            "hipStreamCreateWithFlags", "a queue", 0);
+    if (r == RF_OK)
+        r = rfk_check(d, err, hipHostMalloc(&bounce, (size_t)(2 * RFK_BOUNCE_BYTES), hipHostMallocPortable),
+                      "hipHostMalloc", "a queue", 0);
     q->bounce = (char *)bounce;
     for (uint32_t i = 0; r == RF_OK && i < RFK_EVENTS + 2; i++) {
         hipEvent_t *e = i < RFK_EVENTS ? &q->event[i] : &q->bounce_event[i - RFK_EVENTS];
-        r = rfk_check(d, err, hipEventCreateWithFlags(e, hipEventDisableTiming), "hipEventCreateWithFlags", "a queue", 0);
+        r = rfk_check(d, err, hipEventCreateWithFlags(e, hipEventDisableTiming), "hipEventCreateWithFlags", "a queue",
+                      0);
     }
     if (r != RF_OK) rfk_queue_release(q);
     else *out = q;
@@ -1415,7 +1546,8 @@ static rf_result rfk_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, r
     double start = rfk_now();
     for (;;) {
         hipError_t e = rfk_ticket_query(ticket);
-        if (e != hipErrorNotReady) return rfk_settle(ticket->queue, rfk_check(d, err, e, "hipEventQuery", "work of a queue", 0));
+        if (e != hipErrorNotReady)
+            return rfk_settle(ticket->queue, rfk_check(d, err, e, "hipEventQuery", "work of a queue", 0));
         double waited = rfk_now() - start;
         if (waited * 1e3 > (double)timeout_ms)
             return rfk_fail(err, RF_ERR_DEVICE, 0, 0, "%s: not finished after %u ms", d->info.name, timeout_ms);
@@ -1433,7 +1565,8 @@ static rf_result rfk_queue_after(rf_queue *q, const rf_ticket *ticket, rf_error 
     rf_result r = RF_OK;
     pthread_mutex_lock(&other->lock);
     if (ticket->value > other->done)
-        r = rfk_check(q->dev, err, hipStreamWaitEvent(q->stream, other->event[ticket->value % RFK_EVENTS], 0), "hipStreamWaitEvent", "queue_after", 0);
+        r = rfk_check(q->dev, err, hipStreamWaitEvent(q->stream, other->event[ticket->value % RFK_EVENTS], 0),
+                      "hipStreamWaitEvent", "queue_after", 0);
     pthread_mutex_unlock(&other->lock);
     return r;
 }
@@ -1446,7 +1579,8 @@ static rf_result rfk_bounce_wait(rf_queue *q, uint32_t i, rf_error *err) {
     return rfk_check(q->dev, err, hipEventSynchronize(q->bounce_event[i]), "hipEventSynchronize", "staging", 0);
 }
 static rf_result rfk_bounce_record(rf_queue *q, uint32_t i, rf_error *err) {
-    rf_result r = rfk_check(q->dev, err, hipEventRecord(q->bounce_event[i], q->stream), "hipEventRecord", "staging", 0);
+    rf_result r =
+        rfk_check(q->dev, err, hipEventRecord(q->bounce_event[i], q->stream), "hipEventRecord", "staging", 0);
     if (r == RF_OK) q->bounce_used |= 1u << i;
     return r;
 }
@@ -1454,7 +1588,8 @@ static rf_result rfk_bounce_record(rf_queue *q, uint32_t i, rf_error *err) {
 /* Host to device. src that is not pinned is copied before the call returns. Requires q->submit. */
 static rf_result rfk_copy_in(rf_queue *q, char *dst, const void *src, uint64_t n, const char *what, rf_error *err) {
     if (rfk_is_pinned(q->dev, src, n))
-        return rfk_check(q->dev, err, hipMemcpyAsync(dst, src, (size_t)n, hipMemcpyHostToDevice, q->stream), "hipMemcpyAsync", what, 0);
+        return rfk_check(q->dev, err, hipMemcpyAsync(dst, src, (size_t)n, hipMemcpyHostToDevice, q->stream),
+                         "hipMemcpyAsync", what, 0);
     rf_result r = RF_OK;
     uint32_t half = 0;
     for (uint64_t at = 0; r == RF_OK && at < n; at += RFK_BOUNCE_BYTES, half ^= 1) {
@@ -1463,7 +1598,8 @@ static rf_result rfk_copy_in(rf_queue *q, char *dst, const void *src, uint64_t n
         r = rfk_bounce_wait(q, half, err);
         if (r != RF_OK) break;
         memcpy(stage, (const char *)src + at, bytes);
-        r = rfk_check(q->dev, err, hipMemcpyAsync(dst + at, stage, bytes, hipMemcpyHostToDevice, q->stream), "hipMemcpyAsync", what, 0);
+        r = rfk_check(q->dev, err, hipMemcpyAsync(dst + at, stage, bytes, hipMemcpyHostToDevice, q->stream),
+                      "hipMemcpyAsync", what, 0);
         if (r == RF_OK) r = rfk_bounce_record(q, half, err);
     }
     return r;
@@ -1471,15 +1607,16 @@ static rf_result rfk_copy_in(rf_queue *q, char *dst, const void *src, uint64_t n
 
 static rf_result rfk_range(const rf_mem *mem, uint64_t offset, uint64_t n, const char *what, rf_error *err) {
     if (offset <= mem->size_bytes && n <= mem->size_bytes - offset) return RF_OK;
-    return rfk_fail(err, RF_ERR_ARGUMENT, 0, offset, "hip: %s of %llu bytes at %llu, the block has %llu", what, (unsigned long long)n,
-                    (unsigned long long)offset, (unsigned long long)mem->size_bytes);
+    return rfk_fail(err, RF_ERR_ARGUMENT, 0, offset, "hip: %s of %llu bytes at %llu, the block has %llu", what,
+                    (unsigned long long)n, (unsigned long long)offset, (unsigned long long)mem->size_bytes);
 }
 
 static void rfk_no_ticket(rf_ticket *ticket) {
     if (ticket) memset(ticket, 0, sizeof *ticket);
 }
 
-static rf_result rfk_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n, rf_ticket *ticket, rf_error *err) {
+static rf_result rfk_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n,
+                               rf_ticket *ticket, rf_error *err) {
     rfk_no_ticket(ticket);
     rf_result r = rfk_range(dst, offset, n, "mem_write", err);
     if (r != RF_OK || n == 0) return r;
@@ -1492,7 +1629,8 @@ static rf_result rfk_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, 
     return r;
 }
 
-static rf_result rfk_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n, rf_ticket *ticket, rf_error *err) {
+static rf_result rfk_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n,
+                              rf_ticket *ticket, rf_error *err) {
     rfk_no_ticket(ticket);
     rf_result r = rfk_range(src, offset, n, "mem_read", err);
     if (r != RF_OK || n == 0) return r;
@@ -1500,14 +1638,17 @@ static rf_result rfk_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, v
     const char *from = (const char *)src->base + offset;
     pthread_mutex_lock(&q->submit);
     if (rfk_is_pinned(q->dev, dst, n)) {
-        r = rfk_check(q->dev, err, hipMemcpyAsync(dst, from, (size_t)n, hipMemcpyDeviceToHost, q->stream), "hipMemcpyAsync", "mem_read", 0);
+        r = rfk_check(q->dev, err, hipMemcpyAsync(dst, from, (size_t)n, hipMemcpyDeviceToHost, q->stream),
+                      "hipMemcpyAsync", "mem_read", 0);
         if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
     } else { /* finished when the call returns */
         for (int i = 0; r == RF_OK && i < 2; i++) r = rfk_bounce_wait(q, (uint32_t)i, err);
         for (uint64_t at = 0; r == RF_OK && at < n; at += RFK_BOUNCE_BYTES) {
             size_t bytes = (size_t)(n - at < RFK_BOUNCE_BYTES ? n - at : RFK_BOUNCE_BYTES);
-            r = rfk_check(q->dev, err, hipMemcpyAsync(q->bounce, from + at, bytes, hipMemcpyDeviceToHost, q->stream), "hipMemcpyAsync", "mem_read", 0);
-            if (r == RF_OK) r = rfk_check(q->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "mem_read", 0);
+            r = rfk_check(q->dev, err, hipMemcpyAsync(q->bounce, from + at, bytes, hipMemcpyDeviceToHost, q->stream),
+                          "hipMemcpyAsync", "mem_read", 0);
+            if (r == RF_OK)
+                r = rfk_check(q->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "mem_read", 0);
             if (r == RF_OK) memcpy((char *)dst + at, q->bounce, bytes);
         }
     }
@@ -1516,29 +1657,33 @@ static rf_result rfk_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, v
     return r;
 }
 
-static rf_result rfk_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src, uint64_t src_offset, uint64_t n,
-                              rf_ticket *ticket, rf_error *err) {
+static rf_result rfk_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src,
+                              uint64_t src_offset, uint64_t n, rf_ticket *ticket, rf_error *err) {
     rfk_no_ticket(ticket);
     rf_result r = rfk_range(dst, dst_offset, n, "mem_copy", err);
     if (r == RF_OK) r = rfk_range(src, src_offset, n, "mem_copy", err);
     if (r != RF_OK || n == 0) return r;
     RFK_ENTER_QUEUE(q, err);
     pthread_mutex_lock(&q->submit);
-    r = rfk_check(q->dev, err, hipMemcpyAsync((char *)dst->base + dst_offset, (const char *)src->base + src_offset, (size_t)n,
-                                              hipMemcpyDeviceToDevice, q->stream), "hipMemcpyAsync", "mem_copy", 0);
+    r = rfk_check(q->dev, err,
+                  hipMemcpyAsync((char *)dst->base + dst_offset, (const char *)src->base + src_offset, (size_t)n,
+                                 hipMemcpyDeviceToDevice, q->stream),
+                  "hipMemcpyAsync", "mem_copy", 0);
     if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
     r = rfk_settle(q, r);
     pthread_mutex_unlock(&q->submit);
     return r;
 }
 
-static rf_result rfk_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n, rf_ticket *ticket, rf_error *err) {
+static rf_result rfk_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n,
+                              rf_ticket *ticket, rf_error *err) {
     rfk_no_ticket(ticket);
     rf_result r = rfk_range(dst, offset, n, "mem_fill", err);
     if (r != RF_OK || n == 0) return r;
     RFK_ENTER_QUEUE(q, err);
     pthread_mutex_lock(&q->submit);
-    r = rfk_check(q->dev, err, hipMemsetAsync((char *)dst->base + offset, value, (size_t)n, q->stream), "hipMemsetAsync", "mem_fill", 0);
+    r = rfk_check(q->dev, err, hipMemsetAsync((char *)dst->base + offset, value, (size_t)n, q->stream),
+                  "hipMemsetAsync", "mem_fill", 0);
     if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
     r = rfk_settle(q, r);
     pthread_mutex_unlock(&q->submit);
@@ -1566,7 +1711,8 @@ static rf_result rfk_launch_probe(rf_queue *q, const rf_mem *mem, rf_error *err)
 #else
     const char *option = "--offload-arch=";
 #endif
-    return rfk_fail(err, RF_ERR_DEVICE, code, 0, "%s is a %s (%s), which rocmforge_kernels.hip was not compiled for: compile it with %s%s (%s)",
+    return rfk_fail(err, RF_ERR_DEVICE, code, 0,
+                    "%s is a %s (%s), which rocmforge_kernels.hip was not compiled for: compile it with %s%s (%s)",
                     d->info.name, d->info.arch, d->info.text, option, d->info.arch, hipGetErrorName(e));
 }
 
@@ -1585,7 +1731,9 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
     if (r == RF_OK) r = rfk_mem_read(q, &mem, 0, found, sizeof found, &ticket, err);
     for (uint32_t i = 0; r == RF_OK && i < 32; i++)
         if (found[i] != i * 3 + 7)
-            r = rfk_fail(err, RF_ERR_DEVICE, 0, 0, "%s: a probe kernel ran and gave wrong values (%s: driver or kernels file)", d->info.name, d->info.arch);
+            r = rfk_fail(err, RF_ERR_DEVICE, 0, 0,
+                         "%s: a probe kernel ran and gave wrong values (%s: driver or kernels file)", d->info.name,
+                         d->info.arch);
     rfk_queue_release(q);
     rfk_mem_release(d, &mem);
     return r;
@@ -1601,7 +1749,8 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
         rfk_no_device(&why, e);
         return rfk_fail(err, RF_ERR_DEVICE, (int)e, 0, "hip: %s", why.note);
     }
-    if (index >= (uint32_t)n) return rfk_fail(err, RF_ERR_NOT_FOUND, 0, index, "hip:%u: there are %d devices", index, n);
+    if (index >= (uint32_t)n)
+        return rfk_fail(err, RF_ERR_NOT_FOUND, 0, index, "hip:%u: there are %d devices", index, n);
     rf_allocator allocator;
     memset(&allocator, 0, sizeof allocator);
     if (desc) allocator = desc->allocator;
@@ -1612,7 +1761,8 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     pthread_mutex_init(&d->lock, NULL);
     rf_result r = rfk_describe(d->index, &d->info, err);
     d->wave = d->info.wave_size;
-    if (r == RF_OK && !d->info.usable) r = rfk_fail(err, RF_ERR_UNSUPPORTED, 0, 0, "%s: %s", d->info.name, d->info.note);
+    if (r == RF_OK && !d->info.usable)
+        r = rfk_fail(err, RF_ERR_UNSUPPORTED, 0, 0, "%s: %s", d->info.name, d->info.note);
     if (r == RF_OK) r = rfk_run_probe(d, err);
     if (r != RF_OK) rfk_device_close(d);
     else *out = d;
@@ -1638,9 +1788,12 @@ static const char *rfk_type_name(uint32_t type) {
     return name;
 }
 
-static int rfk_is_float_type(uint32_t type) { return type == RF_TYPE_F32 || type == RF_TYPE_F16 || type == RF_TYPE_BF16; }
+static int rfk_is_float_type(uint32_t type) {
+    return type == RF_TYPE_F32 || type == RF_TYPE_F16 || type == RF_TYPE_BF16;
+}
 static int rfk_runs(uint32_t type) {
-    return rfk_is_float_type(type) || type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || rfk_packing_of(type).n_planes > 0;
+    return rfk_is_float_type(type) || type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K ||
+           rfk_packing_of(type).n_planes > 0;
 }
 
 static uint64_t rfk_row_bytes(const rf_plan_weight *w) {
@@ -1652,7 +1805,8 @@ static uint64_t rfk_row_bytes(const rf_plan_weight *w) {
 static rf_result rfk_table_create(rf_dev *d, const rf_plan *plan, rf_table **out, rf_error *err) {
     *out = NULL;
     rf_table *t = (rf_table *)rfk_alloc(&d->allocator, 1, sizeof *t, "a weight table", err);
-    rfk_slot *slots = t ? (rfk_slot *)rfk_alloc(&d->allocator, plan->n_weights, sizeof *slots, "a weight table", err) : NULL;
+    rfk_slot *slots =
+        t ? (rfk_slot *)rfk_alloc(&d->allocator, plan->n_weights, sizeof *slots, "a weight table", err) : NULL;
     if (!slots) {
         rfk_free(&d->allocator, t);
         return RF_ERR_MEMORY;
@@ -1701,8 +1855,8 @@ static rfk_weight rfk_planes(const rf_plan_weight *w, uint8_t *base) {
 }
 
 /* Rows to scratch, and from there to their planes, as many at a time as scratch holds. Requires q->submit. */
-static rf_result rfk_write_repacked(rf_queue *q, const rf_plan_weight *w, uint8_t *base, const rf_mem *scratch, uint32_t row0, uint32_t n_rows,
-                                    const char *src, rf_error *err) {
+static rf_result rfk_write_repacked(rf_queue *q, const rf_plan_weight *w, uint8_t *base, const rf_mem *scratch,
+                                    uint32_t row0, uint32_t n_rows, const char *src, rf_error *err) {
     uint32_t elements, block_bytes;
     rfk_block_of(w->type, &elements, &block_bytes);
     uint64_t row_bytes = rfk_row_bytes(w), step = scratch->size_bytes / row_bytes;
@@ -1720,23 +1874,30 @@ static rf_result rfk_write_repacked(rf_queue *q, const rf_plan_weight *w, uint8_
         a.first = (row0 + row) * (w->n_in / elements);
         a.n_halfwords = n * row_bytes / 2;
         a.block_bytes = block_bytes;
-        r = rfk_check(q->dev, err, rfk_launch(rfk_repack, dim3(rfk_ceil_div(a.n_halfwords, RFK_BLOCK)), dim3(RFK_BLOCK), q->stream, a),
-                      "hipLaunchKernel", w->name, 0);
+        r = rfk_check(
+            q->dev, err,
+            rfk_launch(rfk_repack, dim3(rfk_ceil_div(a.n_halfwords, RFK_BLOCK)), dim3(RFK_BLOCK), q->stream, a),
+            "hipLaunchKernel", w->name, 0);
     }
     return r;
 }
 
-static rf_result rfk_weight_write(rf_table *t, rf_queue *q, uint32_t slot, const rf_mem *mem, uint64_t offset, const rf_mem *scratch,
-                                  uint32_t row0, uint32_t n_rows, const void *src, rf_ticket *ticket, rf_error *err) {
+static rf_result rfk_weight_write(rf_table *t, rf_queue *q, uint32_t slot, const rf_mem *mem, uint64_t offset,
+                                  const rf_mem *scratch, uint32_t row0, uint32_t n_rows, const void *src,
+                                  rf_ticket *ticket, rf_error *err) {
     rfk_no_ticket(ticket);
-    if (slot >= t->plan->n_weights) return rfk_fail(err, RF_ERR_ARGUMENT, 0, slot, "hip: weight slot %u of %u", slot, t->plan->n_weights);
+    if (slot >= t->plan->n_weights)
+        return rfk_fail(err, RF_ERR_ARGUMENT, 0, slot, "hip: weight slot %u of %u", slot, t->plan->n_weights);
     const rf_plan_weight *w = &t->plan->weights[slot];
     uint64_t row_bytes = rfk_row_bytes(w);
     int repack = rfk_packing_of(w->type).n_planes > 0;
-    if (!rfk_runs(w->type)) return rfk_fail(err, RF_ERR_UNSUPPORTED, 0, slot, "hip: %s: type %s does not run on this device", w->name, rfk_type_name(w->type));
-    if (!mem || !mem->base || !src || n_rows == 0 || row0 >= w->n_rows || n_rows > w->n_rows - row0 || offset % 256 != 0 ||
-        (repack && (!scratch || !scratch->base || scratch->size_bytes < row_bytes)))
-        return rfk_fail(err, RF_ERR_ARGUMENT, 0, slot, "hip: %s: bad write of rows %u + %u at %llu", w->name, row0, n_rows, (unsigned long long)offset);
+    if (!rfk_runs(w->type))
+        return rfk_fail(err, RF_ERR_UNSUPPORTED, 0, slot, "hip: %s: type %s does not run on this device", w->name,
+                        rfk_type_name(w->type));
+    if (!mem || !mem->base || !src || n_rows == 0 || row0 >= w->n_rows || n_rows > w->n_rows - row0 ||
+        offset % 256 != 0 || (repack && (!scratch || !scratch->base || scratch->size_bytes < row_bytes)))
+        return rfk_fail(err, RF_ERR_ARGUMENT, 0, slot, "hip: %s: bad write of rows %u + %u at %llu", w->name, row0,
+                        n_rows, (unsigned long long)offset);
     rf_result r = rfk_range(mem, offset, row_bytes * w->n_rows, w->name, err);
     if (r != RF_OK) return r;
     RFK_ENTER_QUEUE(q, err);
@@ -1758,7 +1919,8 @@ static void rfk_weight_clear(rf_table *t, uint32_t slot) { memset(&t->slots[slot
 
 /* ==== 7 Plan ================================================================================================ >>plan
  * A plan bound to a session's memory, and its launches. Everything that ops need beside the session's buffers (the
- * step's values, rope tables, quantized inputs, the splits of attention) is one allocation made when it is prepared. */
+ * step's values, rope tables, quantized inputs, the splits of attention) is one allocation, made when it
+ * is prepared. */
 
 #define RFK_FEW_COLS 8u   /* matvec up to here, tiles beyond            */
 #define RFK_SPLIT_ROWS 8u /* steps up to here split attention           */
@@ -1770,7 +1932,10 @@ struct rfk_bound {
     float *in, *in2, *out;
     uint32_t in_stride, in2_stride, out_stride;
     char *k, *v;       /* of its state */
-    uint32_t quantize; /* its input must be quantized: no op before it in the segment has left it so */
+    uint32_t
+        quantize; /* matmul: its input must be quantized first; norm, glu: quantize the output for what follows */
+    uint32_t
+        together; /* this op and so many - 1 behind it are one launch                                           */
 };
 
 struct rf_prepared {
@@ -1785,8 +1950,7 @@ struct rf_prepared {
     rf_step_row *rows;
     uint32_t *logit_rows;
     float *tables;
-    int *q;
-    rfk_group *group;
+    rfk_int8_rows x8;
     float *part;
     uint32_t split_cells, max_splits;
     /* the step whose values are in rows and logit_rows, written through `written_by`; host copies */
@@ -1799,7 +1963,8 @@ struct rf_prepared {
 };
 
 static const char *rfk_op_name(uint32_t kind) {
-    static const char *const names[] = {"embed", "rms_norm", "matmul", "rope", "kv_store", "attention", "glu", "gather"};
+    static const char *const names[] = {"embed",    "rms_norm",  "matmul", "rope",
+                                        "kv_store", "attention", "glu",    "gather"};
     return kind < RF_OP_KIND_COUNT ? names[kind] : "?";
 }
 
@@ -1807,22 +1972,30 @@ static const char *rfk_op_name(uint32_t kind) {
 
 static rf_result rfk_bad_op(const rf_plan *plan, const rf_op *op, rf_result code, const char *why, rf_error *err) {
     uint32_t i = (uint32_t)(op - plan->ops);
-    return rfk_fail(err, code, 0, i, "hip: op %u (%s%s%s): %s", i, rfk_op_name(op->kind), op->weight < plan->n_weights ? " " : "",
+    return rfk_fail(err, code, 0, i, "hip: op %u (%s%s%s): %s", i, rfk_op_name(op->kind),
+                    op->weight < plan->n_weights ? " " : "",
                     op->weight < plan->n_weights ? plan->weights[op->weight].name : "", why);
 }
 
 static int rfk_fits(const rf_plan *plan, uint32_t buffer, uint32_t rows, uint64_t width) {
-    return buffer < plan->n_buffers && plan->buffers[buffer].rows == rows && width > 0 && width <= plan->buffers[buffer].width;
+    return buffer < plan->n_buffers && plan->buffers[buffer].rows == rows && width > 0 &&
+           width <= plan->buffers[buffer].width;
 }
 
 static int rfk_is_vector(const rf_plan *plan, uint32_t slot, uint64_t n) {
-    return slot < plan->n_weights && rfk_is_float_type(plan->weights[slot].type) && n <= (uint64_t)plan->weights[slot].n_in * plan->weights[slot].n_rows;
+    return slot < plan->n_weights && rfk_is_float_type(plan->weights[slot].type) &&
+           n <= (uint64_t)plan->weights[slot].n_in * plan->weights[slot].n_rows;
 }
 
 /* What is wrong with an op's weights; NULL if nothing is. */
 static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
-    if (op->kind == RF_OP_RMS_NORM) return rfk_is_vector(plan, op->weight, op->n_in) ? NULL : "its weight is no vector of f32, f16 or bf16 that long";
-    if (op->kind == RF_OP_ROPE) return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_rot / 2) ? NULL : "its factors are no such vector";
+    if (op->kind == RF_OP_RMS_NORM)
+        return rfk_is_vector(plan, op->weight, op->n_in) ? NULL
+                                                         : "its weight is no vector of f32, f16 or bf16 that long";
+    if (op->kind == RF_OP_ROPE)
+        return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_rot / 2)
+                   ? NULL
+                   : "its factors are no such vector";
     if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EMBED) return NULL;
     if (op->weight >= plan->n_weights) return "it has no weight";
     const rf_plan_weight *w = &plan->weights[op->weight];
@@ -1830,9 +2003,12 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
     if (!rfk_runs(w->type)) return "the weight's type does not run on this device";
     rfk_block_of(w->type, &elements, &bytes);
     if (w->n_in == 0 || w->n_in % elements) return "the weight's rows are no whole blocks";
-    if (op->kind == RF_OP_EMBED) return w->n_in == op->n_out && op->weight_row < w->n_rows ? NULL : "the weight has another shape";
-    if (w->n_in != op->n_in || op->weight_row > w->n_rows || op->n_out > w->n_rows - op->weight_row) return "the weight has another shape";
-    if (op->extra != RF_NONE && !rfk_is_vector(plan, op->extra, (uint64_t)op->extra_at + op->n_out)) return "its bias is no such vector";
+    if (op->kind == RF_OP_EMBED)
+        return w->n_in == op->n_out && op->weight_row < w->n_rows ? NULL : "the weight has another shape";
+    if (w->n_in != op->n_in || op->weight_row > w->n_rows || op->n_out > w->n_rows - op->weight_row)
+        return "the weight has another shape";
+    if (op->extra != RF_NONE && !rfk_is_vector(plan, op->extra, (uint64_t)op->extra_at + op->n_out))
+        return "its bias is no such vector";
     return NULL;
 }
 
@@ -1841,16 +2017,19 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
     const rf_plan_state *s = op->state < plan->n_states ? &plan->states[op->state] : NULL;
     int ok = 0;
     (void)d;
-    if (op->kind >= RF_OP_KIND_COUNT) return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "no such op on this device", err);
+    if (op->kind >= RF_OP_KIND_COUNT)
+        return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "no such op on this device", err);
     switch (op->kind) {
     case RF_OP_EMBED: ok = rows == tokens && rfk_fits(plan, op->out, tokens, op->n_out); break;
     case RF_OP_RMS_NORM:
-        ok = rfk_fits(plan, op->in, rows, (uint64_t)op->n_heads * op->n_in) && rfk_fits(plan, op->out, rows, (uint64_t)op->n_heads * op->n_in);
+        ok = rfk_fits(plan, op->in, rows, (uint64_t)op->n_heads * op->n_in) &&
+             rfk_fits(plan, op->out, rows, (uint64_t)op->n_heads * op->n_in);
         break;
     case RF_OP_MATMUL: ok = rfk_fits(plan, op->in, rows, op->n_in) && rfk_fits(plan, op->out, rows, op->n_out); break;
     case RF_OP_ROPE:
-        ok = rows == tokens && rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * op->head_dim) && op->n_rot % 2 == 0 &&
-             op->n_rot <= op->head_dim && op->n_rot / 2 <= plan->n_tables && op->table <= plan->n_tables - op->n_rot / 2;
+        ok = rows == tokens && rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * op->head_dim) &&
+             op->n_rot % 2 == 0 && op->n_rot <= op->head_dim && op->n_rot / 2 <= plan->n_tables &&
+             op->table <= plan->n_tables - op->n_rot / 2;
         break;
     case RF_OP_KV_STORE:
         ok = rows == tokens && rfk_fits(plan, op->in, tokens, (uint64_t)op->n_kv_heads * op->head_dim) &&
@@ -1858,16 +2037,23 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
         break;
     case RF_OP_ATTENTION:
         ok = rows == tokens && op->n_kv_heads > 0 && op->n_heads % op->n_kv_heads == 0 &&
-             rfk_fits(plan, op->in, tokens, (uint64_t)op->n_heads * op->head_dim) && rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * op->head_dim_v);
+             rfk_fits(plan, op->in, tokens, (uint64_t)op->n_heads * op->head_dim) &&
+             rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * op->head_dim_v);
         if (ok && (op->head_dim > RFK_MAX_HEAD || op->head_dim_v > RFK_MAX_HEAD))
             return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "heads of more than 256 values", err);
         break;
-    case RF_OP_GLU: ok = rfk_fits(plan, op->in, rows, op->n_out) && rfk_fits(plan, op->in2, rows, op->n_out) && rfk_fits(plan, op->out, rows, op->n_out); break;
-    case RF_OP_GATHER: ok = rfk_fits(plan, op->in, tokens, op->n_out) && rfk_fits(plan, op->out, RF_ROWS_LOGITS, op->n_out); break;
+    case RF_OP_GLU:
+        ok = rfk_fits(plan, op->in, rows, op->n_out) && rfk_fits(plan, op->in2, rows, op->n_out) &&
+             rfk_fits(plan, op->out, rows, op->n_out);
+        break;
+    case RF_OP_GATHER:
+        ok = rfk_fits(plan, op->in, tokens, op->n_out) && rfk_fits(plan, op->out, RF_ROWS_LOGITS, op->n_out);
+        break;
     default: break;
     }
     if (op->kind == RF_OP_KV_STORE || op->kind == RF_OP_ATTENTION)
-        ok = ok && s && s->n_kv_heads == op->n_kv_heads && s->head_dim == op->head_dim && s->head_dim_v == op->head_dim_v;
+        ok = ok && s && s->n_kv_heads == op->n_kv_heads && s->head_dim == op->head_dim &&
+             s->head_dim_v == op->head_dim_v;
     if (!ok) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its buffers, heads or state do not fit", err);
     const char *why = rfk_check_weights(plan, op);
     return why ? rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, why, err) : RF_OK;
@@ -1887,7 +2073,8 @@ static rf_result rfk_bind_op(rf_prepared *p, const rf_plan_bind *bind, uint32_t 
     for (int k = 0; k < 3; k++) {
         if (ids[k] >= plan->n_buffers) continue;
         const rf_plan_buffer *b = &plan->buffers[ids[k]];
-        uint64_t rows = b->rows == RF_ROWS_LOGITS ? bind->n_logits : bind->n_batch, offset = bind->buffer_offset[ids[k]];
+        uint64_t rows = b->rows == RF_ROWS_LOGITS ? bind->n_logits : bind->n_batch,
+                 offset = bind->buffer_offset[ids[k]];
         if (offset % 256 != 0 || rfk_range(&bind->scratch, offset, rows * b->width * 4, "a buffer", NULL) != RF_OK)
             return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "a buffer does not lie in the session's memory", err);
         *at[k] = (float *)(void *)((char *)bind->scratch.base + offset);
@@ -1895,32 +2082,67 @@ static rf_result rfk_bind_op(rf_prepared *p, const rf_plan_bind *bind, uint32_t 
     }
     if (op->state >= plan->n_states) return RF_OK;
     const rf_plan_state *s = &plan->states[op->state];
-    uint64_t cells = (uint64_t)bind->n_seq * s->n_kv_heads * bind->n_ctx, bytes = bind->cache_type == RF_CACHE_F32 ? 4 : 2;
+    uint64_t cells = (uint64_t)bind->n_seq * s->n_kv_heads * bind->n_ctx,
+             bytes = bind->cache_type == RF_CACHE_F32 ? 4 : 2;
     uint64_t offset = bind->state_offset[op->state], k_bytes = rfk_align(cells * s->head_dim * bytes);
-    if (offset % RF_STATE_ALIGN != 0 || rfk_range(&bind->state, offset, k_bytes + cells * s->head_dim_v * bytes, "a state", NULL) != RF_OK)
+    if (offset % RF_STATE_ALIGN != 0 ||
+        rfk_range(&bind->state, offset, k_bytes + cells * s->head_dim_v * bytes, "a state", NULL) != RF_OK)
         return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its state does not lie in the session's memory", err);
     p->ops[i].k = (char *)bind->state.base + offset;
     p->ops[i].v = p->ops[i].k + k_bytes;
     return RF_OK;
 }
 
-/* Segments: ops of one layer. Within one, an input that several matmuls share is quantized once. */
+static int rfk_takes_int8(const rf_plan *plan, const rf_op *op) {
+    return op->kind == RF_OP_MATMUL && !rfk_is_float_type(plan->weights[op->weight].type);
+}
+
+/* b, right behind a, can be part of its launch: it reads nothing that a writes, and differs in what the kernels take
+ * per part. */
+static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
+    if (a->kind != b->kind || a->layer != b->layer || a->rows != b->rows || a->out == b->out) return 0;
+    if (a->kind == RF_OP_MATMUL)
+        return a->in == b->in && a->in != a->out && b->in != b->out && a->n_in == b->n_in &&
+               plan->weights[a->weight].type == plan->weights[b->weight].type;
+    return a->kind == RF_OP_ROPE && a->table == b->table && a->extra == b->extra && a->extra_at == b->extra_at &&
+           a->head_dim == b->head_dim && a->n_rot == b->n_rot && a->flags == b->flags && a->scale == b->scale;
+}
+
+/* Segments are the ops of one layer. Within one: an input that several matmuls share is quantized once, by the op
+ * that
+ * makes it if that is a norm or glu; matmuls of one input, and the ropes of queries and keys, go together. */
 static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
-    uint32_t held = RF_NONE; /* buffer whose values q holds */
-    for (uint32_t i = 0; i < p->plan->n_ops; i++) {
-        const rf_op *op = &p->plan->ops[i];
-        if (i == 0 || op->layer != p->plan->ops[i - 1].layer) {
+    const rf_plan *plan = p->plan;
+    uint32_t held = RF_NONE, held_n = 0, held_rows = 0; /* what the int8 rows hold */
+    for (uint32_t i = 0; i < plan->n_ops; i++) {
+        const rf_op *op = &plan->ops[i],
+                    *next = i + 1 < plan->n_ops && plan->ops[i + 1].layer == op->layer ? op + 1 : NULL;
+        if (i == 0 || op->layer != plan->ops[i - 1].layer) {
             segment_ops[p->n_segments] = i;
             p->segments[p->n_segments++] = i;
             held = RF_NONE;
         }
-        if (op->kind == RF_OP_MATMUL && !rfk_is_float_type(p->plan->weights[op->weight].type)) {
-            p->ops[i].quantize = held != op->in || i == 0 || p->plan->ops[i - 1].rows != op->rows;
-            held = op->in;
+        if (rfk_takes_int8(plan, op)) {
+            p->ops[i].quantize = held != op->in || held_n != op->n_in || held_rows != op->rows;
+            held = op->in, held_n = op->n_in, held_rows = op->rows;
         }
         if (op->out == held) held = RF_NONE;
+        uint32_t made = op->kind == RF_OP_RMS_NORM && op->n_heads == 1 ? op->n_in
+                        : op->kind == RF_OP_GLU                        ? op->n_out
+                                                                       : 0;
+        if (made && next && rfk_takes_int8(plan, next) && next->in == op->out && next->n_in == made &&
+            next->rows == op->rows) {
+            p->ops[i].quantize = 1;
+            held = op->out, held_n = made, held_rows = op->rows;
+        }
+        uint32_t most = op->kind == RF_OP_MATMUL ? RFK_PRODUCTS : op->kind == RF_OP_ROPE ? 2 : 1, n = 1;
+        for (int joins = 1; joins && n < most && i + n < plan->n_ops;) {
+            for (uint32_t k = 0; k < n; k++) joins = joins && rfk_can_join(plan, op + k, op + n);
+            n += (uint32_t)joins;
+        }
+        p->ops[i].together = n;
     }
-    p->segments[p->n_segments] = p->plan->n_ops;
+    p->segments[p->n_segments] = plan->n_ops;
 }
 
 /* The one allocation of a prepared plan, and rope's tables into it. */
@@ -1929,7 +2151,8 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     uint64_t rows = p->n_batch > p->n_logits ? p->n_batch : p->n_logits, widest = 0, heads = 0, dim = 0;
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
-        if (op->kind == RF_OP_MATMUL && !rfk_is_float_type(plan->weights[op->weight].type) && op->n_in > widest) widest = op->n_in;
+        if (op->kind == RF_OP_MATMUL && !rfk_is_float_type(plan->weights[op->weight].type) && op->n_in > widest)
+            widest = op->n_in;
         if (op->kind == RF_OP_ATTENTION && op->n_heads > heads) heads = op->n_heads;
         if (op->kind == RF_OP_ATTENTION && op->head_dim_v > dim) dim = op->head_dim_v;
     }
@@ -1937,10 +2160,13 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     if (p->split_cells < RFK_SPLIT_CELLS) p->split_cells = RFK_SPLIT_CELLS;
     p->max_splits = rfk_ceil_div(p->n_ctx, p->split_cells);
     uint64_t split_rows = p->n_batch < RFK_SPLIT_ROWS ? p->n_batch : RFK_SPLIT_ROWS;
-    const uint64_t bytes[6] = {rfk_align(p->n_batch * sizeof(rf_step_row)), rfk_align(p->n_logits * sizeof(uint32_t)),
-                               rfk_align(plan->n_tables * sizeof(float)), rfk_align(rows * widest),
-                               rfk_align(rows * (widest / 32) * sizeof(rfk_group)),
-                               p->max_splits > 1 ? rfk_align(split_rows * heads * p->max_splits * (dim + 2) * sizeof(float)) : 0};
+    const uint64_t bytes[6] = {
+        rfk_align(p->n_batch * sizeof(rf_step_row)),
+        rfk_align(p->n_logits * sizeof(uint32_t)),
+        rfk_align(plan->n_tables * sizeof(float)),
+        rfk_align(rows * widest),
+        rfk_align(rows * (widest / 32) * sizeof(rfk_group)),
+        p->max_splits > 1 ? rfk_align(split_rows * heads * p->max_splits * (dim + 2) * sizeof(float)) : 0};
     uint64_t total = 256;
     char *part[6];
     for (int i = 0; i < 6; i++) total += bytes[i];
@@ -1954,8 +2180,8 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     p->rows = (rf_step_row *)(void *)part[0];
     p->logit_rows = (uint32_t *)(void *)part[1];
     p->tables = (float *)(void *)part[2];
-    p->q = (int *)(void *)part[3];
-    p->group = (rfk_group *)(void *)part[4];
+    p->x8.q = (int *)(void *)part[3];
+    p->x8.group = (rfk_group *)(void *)part[4];
     p->part = (float *)(void *)part[5];
     if (plan->n_tables == 0) return RF_OK;
     rf_queue *q = NULL;
@@ -1964,7 +2190,8 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     r = rfk_queue_create(p->dev, &q, err);
     if (r != RF_OK) return r;
     r = rfk_mem_write(q, &mem, 0, plan->tables, plan->n_tables * sizeof(float), &ticket, err);
-    if (r == RF_OK) r = rfk_check(p->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "rope tables", 0);
+    if (r == RF_OK)
+        r = rfk_check(p->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "rope tables", 0);
     rfk_queue_release(q);
     return r;
 }
@@ -1990,13 +2217,16 @@ static void rfk_plan_release(rf_prepared *p) {
     rfk_free(&d->allocator, p);
 }
 
-static rf_result rfk_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops, uint32_t *n_segments, rf_prepared **out, rf_error *err) {
+static rf_result rfk_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops, uint32_t *n_segments,
+                                  rf_prepared **out, rf_error *err) {
     const rf_plan *plan = bind->plan;
     rf_result r = RF_OK;
     *out = NULL;
     if (bind->n_ctx == 0 || bind->n_seq == 0 || bind->n_batch == 0 || bind->n_batch > 65535 || bind->n_logits > 65535)
-        return rfk_fail(err, RF_ERR_ARGUMENT, 0, 0, "hip: %u sequences of %u cells, %u rows, %u logits: at most 65535 rows of a step, at least 1 of each",
-                        bind->n_seq, bind->n_ctx, bind->n_batch, bind->n_logits);
+        return rfk_fail(
+            err, RF_ERR_ARGUMENT, 0, 0,
+            "hip: %u sequences of %u cells, %u rows, %u logits: at most 65535 rows of a step, at least 1 of each",
+            bind->n_seq, bind->n_ctx, bind->n_batch, bind->n_logits);
     for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) r = rfk_op_supported(d, plan, &plan->ops[i], err);
     if (r != RF_OK) return r;
     RFK_ENTER(d, err);
@@ -2011,9 +2241,11 @@ static rf_result rfk_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t 
     p->n_logits = bind->n_logits;
     p->cache_type = bind->cache_type;
     p->ops = (rfk_bound *)rfk_alloc(&d->allocator, plan->n_ops, sizeof *p->ops, "a prepared plan", err);
-    p->segments = (uint32_t *)rfk_alloc(&d->allocator, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
+    p->segments =
+        (uint32_t *)rfk_alloc(&d->allocator, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
     p->host_rows = (rf_step_row *)rfk_alloc(&d->allocator, p->n_batch, sizeof *p->host_rows, "a step's rows", err);
-    p->host_logit_rows = (uint32_t *)rfk_alloc(&d->allocator, p->n_logits, sizeof *p->host_logit_rows, "a step's logits", err);
+    p->host_logit_rows =
+        (uint32_t *)rfk_alloc(&d->allocator, p->n_logits, sizeof *p->host_logit_rows, "a step's logits", err);
     if (!p->ops || !p->segments || !p->host_rows || !p->host_logit_rows) r = RF_ERR_MEMORY;
     for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) r = rfk_bind_op(p, bind, i, err);
     if (r == RF_OK) r = rfk_prepare_memory(p, err);
@@ -2037,7 +2269,8 @@ struct rfk_launching {
     rf_error *err;
     const rf_op *op;
     uint32_t index, n_rows;
-    rfk_bound b; /* logits buffers already at the step's first row */
+    uint32_t together; /* ops of this launch: op, op + 1, ...                */
+    rfk_bound b;       /* logits buffers already at the step's first row     */
 };
 
 #if defined(RFK_NVIDIA)
@@ -2046,12 +2279,14 @@ struct rfk_launching {
 #define RFK_BY_WAVE(l, k32, k64) ((l)->p->dev->wave == 32 ? k32 : k64)
 #endif
 
-template <class K, class A> static rf_result rfk_go(const rfk_launching *l, K kernel, dim3 grid, uint32_t block, const A &args) {
+template <class K, class A>
+static rf_result rfk_go(const rfk_launching *l, K kernel, dim3 grid, uint32_t block, const A &args) {
     hipError_t e = rfk_launch(kernel, grid, dim3(block), l->q->stream, args);
     if (e == hipSuccess) return RF_OK;
     char what[128];
     const rf_plan *plan = l->p->plan;
-    snprintf(what, sizeof what, "op %u (%s%s%s)", l->index, rfk_op_name(l->op->kind), l->op->weight < plan->n_weights ? " " : "",
+    snprintf(what, sizeof what, "op %u (%s%s%s)", l->index, rfk_op_name(l->op->kind),
+             l->op->weight < plan->n_weights ? " " : "",
              l->op->weight < plan->n_weights ? plan->weights[l->op->weight].name : "");
     return rfk_check(l->p->dev, l->err, e, "hipLaunchKernel", what, l->index);
 }
@@ -2091,8 +2326,9 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
     rf_result r = rfk_go(l, kernel, dim3(rfk_ceil_div(n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
     for (uint32_t t = 0; r == RF_OK && t < l->n_rows; t++) /* rows that bring their own values */
         if (l->step->rows[t].token < 0)
-            r = rfk_copy_in(l->q, (char *)(l->b.out + (size_t)t * l->b.out_stride), l->step->embeddings + (size_t)t * a.n_out,
-                            (uint64_t)a.n_out * sizeof(float), "embeddings", l->err);
+            r = rfk_copy_in(l->q, (char *)(l->b.out + (size_t)t * l->b.out_stride),
+                            l->step->embeddings + (size_t)t * a.n_out, (uint64_t)a.n_out * sizeof(float),
+                            "embeddings", l->err);
     return r;
 }
 
@@ -2105,7 +2341,10 @@ static rf_result rfk_run_rms_norm(const rfk_launching *l) {
     a.out_stride = l->b.out_stride;
     a.n = l->op->n_in;
     a.eps = l->op->eps;
-    return rfk_go(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), dim3(l->n_rows, l->op->n_heads), RFK_BLOCK, a);
+    a.to = l->p->x8;
+    if (!l->b.quantize) a.to.q = NULL;
+    return rfk_go(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), dim3(l->n_rows, l->op->n_heads),
+                  RFK_BLOCK, a);
 }
 
 typedef void (*rfk_matmul_kernel)(rfk_matmul_args);
@@ -2142,58 +2381,88 @@ static rfk_matmul_kernel rfk_find_matmul(uint32_t type) {
     }
 }
 
+/* Buffer `id` of width floats a row, at the step's first row. */
+static float *rfk_at_step(const rfk_launching *l, float *base, uint32_t id) {
+    const rf_plan_buffer *b = &l->p->plan->buffers[id];
+    return b->rows == RF_ROWS_LOGITS ? base + (size_t)l->step->first_logits_row * b->width : base;
+}
+
+/* The products of a launch; `rows` of each are a block's. Returns the blocks of all. */
+static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, uint32_t rows) {
+    uint32_t end = 0;
+    memset(a->part, 0, sizeof a->part);
+    for (uint32_t i = 0; i < RFK_PRODUCTS; i++) {
+        rfk_product *p = &a->part[i];
+        if (i < l->together) {
+            const rf_op *op = l->op + i;
+            const rfk_bound *b = &l->p->ops[l->index + i];
+            p->w = l->p->table->slots[op->weight].w;
+            p->bias = rfk_vector(l->p, op->extra, op->extra_at, &p->bias_type);
+            p->out = rfk_at_step(l, b->out, op->out);
+            p->out_stride = b->out_stride;
+            p->row0 = op->weight_row;
+            p->n_out = op->n_out;
+            p->accumulate = (op->flags & RF_OP_ACCUMULATE) != 0;
+            end += rfk_ceil_div(op->n_out, rows);
+        }
+        p->end_block = end;
+    }
+    return end;
+}
+
 static rf_result rfk_run_matmul(const rfk_launching *l) {
     const rf_op *op = l->op;
-    uint32_t type = l->p->plan->weights[op->weight].type, wave = l->p->dev->wave;
+    uint32_t type = l->p->plan->weights[op->weight].type;
     rfk_matmul_args a;
-    a.w = l->p->table->slots[op->weight].w;
-    a.bias = rfk_vector(l->p, op->extra, op->extra_at, &a.bias_type);
     a.x = l->b.in;
-    a.q = l->p->q;
-    a.group = l->p->group;
-    a.out = l->b.out;
+    a.x8 = l->p->x8;
     a.x_stride = l->b.in_stride;
-    a.out_stride = l->b.out_stride;
-    a.row0 = op->weight_row;
     a.n_in = op->n_in;
-    a.n_out = op->n_out;
     a.n_cols = l->n_rows;
-    a.accumulate = (op->flags & RF_OP_ACCUMULATE) != 0;
     a.aligned = op->n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
     rf_result r = RF_OK;
     if (l->b.quantize) {
         rfk_quantize_args z;
         z.in = l->b.in;
-        z.q = l->p->q;
-        z.group = l->p->group;
+        z.to = l->p->x8;
         z.in_stride = l->b.in_stride;
         z.n = op->n_in;
-        r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), dim3(rfk_ceil_div(op->n_in, 4 * RFK_BLOCK), l->n_rows), RFK_BLOCK, z);
+        dim3 grid(rfk_ceil_div(op->n_in, 4 * RFK_BLOCK), l->n_rows);
+        r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), grid, RFK_BLOCK, z);
     }
     if (r != RF_OK) return r;
-    if (a.n_cols > RFK_FEW_COLS) return rfk_go(l, rfk_find_matmul(type), dim3(rfk_ceil_div(a.n_out, RFK_TILE), rfk_ceil_div(a.n_cols, RFK_TILE)), RFK_BLOCK, a);
+    if (a.n_cols > RFK_FEW_COLS) {
+        uint32_t blocks = rfk_make_products(l, &a, RFK_TILE);
+        return rfk_go(l, rfk_find_matmul(type), dim3(blocks, rfk_ceil_div(a.n_cols, RFK_TILE)), RFK_BLOCK, a);
+    }
+    uint32_t blocks = rfk_make_products(l, &a, RFK_MATVEC_WAVES), threads = RFK_MATVEC_WAVES * l->p->dev->wave;
     rfk_matmul_kernel one = RFK_BY_WAVE(l, (rfk_find_matvec<32, 1>(type)), (rfk_find_matvec<64, 1>(type)));
     rfk_matmul_kernel four = RFK_BY_WAVE(l, (rfk_find_matvec<32, 4>(type)), (rfk_find_matvec<64, 4>(type)));
-    uint32_t blocks = rfk_ceil_div(a.n_out, RFK_MATVEC_WAVES);
-    if (a.n_cols == 1) return rfk_go(l, one, dim3(blocks), RFK_MATVEC_WAVES * wave, a);
-    return rfk_go(l, four, dim3(blocks, rfk_ceil_div(a.n_cols, 4)), RFK_MATVEC_WAVES * wave, a);
+    if (a.n_cols == 1) return rfk_go(l, one, dim3(blocks), threads, a);
+    return rfk_go(l, four, dim3(blocks, rfk_ceil_div(a.n_cols, 4)), threads, a);
 }
 
 static rf_result rfk_run_rope(const rfk_launching *l) {
     const rf_op *op = l->op;
     rfk_rope_args a;
+    uint32_t heads = 0;
     if (op->n_rot == 0) return RF_OK;
-    a.x = l->b.out;
+    for (uint32_t i = 0; i < 2; i++) {
+        uint32_t k = i < l->together ? i : 0;
+        a.x[i] = rfk_at_step(l, l->p->ops[l->index + k].out, op[k].out);
+        a.stride[i] = l->p->ops[l->index + k].out_stride;
+        a.n_heads[i] = op[k].n_heads;
+        heads = op[k].n_heads > heads ? op[k].n_heads : heads;
+    }
     a.table = l->p->tables + op->table;
     a.freqs = rfk_vector(l->p, op->extra, op->extra_at, &a.freqs_type);
     a.rows = l->p->rows;
-    a.stride = l->b.out_stride;
-    a.n_heads = op->n_heads;
     a.head_dim = op->head_dim;
     a.n_rot = op->n_rot;
     a.neox = (op->flags & RF_OP_NEOX) != 0;
     a.scale = op->scale;
-    return rfk_go(l, rfk_rope, dim3(rfk_ceil_div((uint64_t)op->n_heads * (op->n_rot / 2), RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    dim3 grid(rfk_ceil_div((uint64_t)heads * (op->n_rot / 2), RFK_BLOCK), l->n_rows, l->together);
+    return rfk_go(l, rfk_rope, grid, RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_kv_store(const rfk_launching *l) {
@@ -2211,7 +2480,8 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
     a.head_dim_v = op->head_dim_v;
     a.n_ctx = l->p->n_ctx;
     dim3 grid(rfk_ceil_div((uint64_t)op->n_kv_heads * (op->head_dim + op->head_dim_v), RFK_BLOCK), l->n_rows);
-    return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? rfk_kv_store<float> : rfk_kv_store<uint16_t>, grid, RFK_BLOCK, a);
+    return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? rfk_kv_store<float> : rfk_kv_store<uint16_t>, grid, RFK_BLOCK,
+                  a);
 }
 
 static rf_result rfk_run_attention(const rfk_launching *l) {
@@ -2241,7 +2511,8 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     a.max_splits = p->max_splits;
     a.split_cells = split ? p->split_cells : p->n_ctx;
     a.scale = op->scale;
-    dim3 grid(rfk_ceil_div(l->n_rows, a.rows_per_block), op->n_kv_heads * rfk_ceil_div(group, a.heads_per_block), rfk_ceil_div(longest, a.split_cells));
+    dim3 grid(rfk_ceil_div(l->n_rows, a.rows_per_block), op->n_kv_heads * rfk_ceil_div(group, a.heads_per_block),
+              rfk_ceil_div(longest, a.split_cells));
     void (*half)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_attention<32, uint16_t>), (rfk_attention<64, uint16_t>));
     void (*full)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_attention<32, float>), (rfk_attention<64, float>));
     rf_result r = rfk_go(l, p->cache_type == RF_CACHE_F32 ? full : half, grid, RFK_BLOCK, a);
@@ -2258,7 +2529,10 @@ static rf_result rfk_run_glu(const rfk_launching *l) {
     a.up_stride = l->b.in2_stride;
     a.out_stride = l->b.out_stride;
     a.n = l->op->n_out;
-    return rfk_go(l, rfk_glu, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    a.to = l->p->x8;
+    if (!l->b.quantize) a.to.q = NULL;
+    return rfk_go(l, RFK_BY_WAVE(l, (rfk_glu<32>), (rfk_glu<64>)), dim3(rfk_ceil_div(a.n, 4 * RFK_BLOCK), l->n_rows),
+                  RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_gather(const rfk_launching *l) {
@@ -2273,18 +2547,22 @@ static rf_result rfk_run_gather(const rfk_launching *l) {
 }
 
 static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_error *err) {
-    if (step->n_rows == 0 || step->n_rows > p->n_batch || step->n_logits > p->n_logits || step->first_logits_row > p->n_logits - step->n_logits)
-        return rfk_fail(err, RF_ERR_ARGUMENT, 0, 0, "hip: a step of %u rows (at most %u), %u logits from %u (at most %u)", step->n_rows, p->n_batch,
-                        step->n_logits, step->first_logits_row, p->n_logits);
+    if (step->n_rows == 0 || step->n_rows > p->n_batch || step->n_logits > p->n_logits ||
+        step->first_logits_row > p->n_logits - step->n_logits)
+        return rfk_fail(err, RF_ERR_ARGUMENT, 0, 0,
+                        "hip: a step of %u rows (at most %u), %u logits from %u (at most %u)", step->n_rows,
+                        p->n_batch, step->n_logits, step->first_logits_row, p->n_logits);
     for (uint32_t i = 0; i < step->n_rows; i++) {
         const rf_step_row *row = &step->rows[i];
-        if (row->seq < 0 || (uint32_t)row->seq >= p->n_seq || row->pos < 0 || (uint32_t)row->pos >= p->n_ctx || (row->token < 0 && !step->embeddings))
-            return rfk_fail(err, RF_ERR_ARGUMENT, 0, i, "hip: row %u: token %d, sequence %d of %u, position %d of %u", i, row->token, row->seq, p->n_seq,
-                            row->pos, p->n_ctx);
+        if (row->seq < 0 || (uint32_t)row->seq >= p->n_seq || row->pos < 0 || (uint32_t)row->pos >= p->n_ctx ||
+            (row->token < 0 && !step->embeddings))
+            return rfk_fail(err, RF_ERR_ARGUMENT, 0, i, "hip: row %u: token %d, sequence %d of %u, position %d of %u",
+                            i, row->token, row->seq, p->n_seq, row->pos, p->n_ctx);
     }
     for (uint32_t i = 0; i < step->n_logits; i++)
         if (step->logit_rows[i] >= step->n_rows)
-            return rfk_fail(err, RF_ERR_ARGUMENT, 0, i, "hip: logits %u of row %u, the step has %u", i, step->logit_rows[i], step->n_rows);
+            return rfk_fail(err, RF_ERR_ARGUMENT, 0, i, "hip: logits %u of row %u, the step has %u", i,
+                            step->logit_rows[i], step->n_rows);
     return RF_OK;
 }
 
@@ -2295,7 +2573,8 @@ static rf_result rfk_check_run(const rf_prepared *p, const rf_step *step, const 
         if (slots[k] < p->plan->n_weights && !p->table->slots[slots[k]].ready)
             return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a weight it reads is not written", err);
     for (uint32_t t = 0; op->kind == RF_OP_EMBED && t < step->n_rows; t++)
-        if (step->rows[t].token >= 0 && (uint32_t)step->rows[t].token >= p->plan->weights[op->weight].n_rows - op->weight_row)
+        if (step->rows[t].token >= 0 &&
+            (uint32_t)step->rows[t].token >= p->plan->weights[op->weight].n_rows - op->weight_row)
             return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a token is not in the vocabulary", err);
     return RF_OK;
 }
@@ -2303,7 +2582,8 @@ static rf_result rfk_check_run(const rf_prepared *p, const rf_step *step, const 
 /* Bring the step's values to the device, unless they are there: a step run segment by segment brings them once. */
 static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_step *step, rf_error *err) {
     size_t row_bytes = step->n_rows * sizeof *step->rows, logit_bytes = step->n_logits * sizeof *step->logit_rows;
-    if (p->written_by == q && p->n_rows == step->n_rows && p->n_row_logits == step->n_logits && memcmp(p->host_rows, step->rows, row_bytes) == 0 &&
+    if (p->written_by == q && p->n_rows == step->n_rows && p->n_row_logits == step->n_logits &&
+        memcmp(p->host_rows, step->rows, row_bytes) == 0 &&
         (logit_bytes == 0 || memcmp(p->host_logit_rows, step->logit_rows, logit_bytes) == 0))
         return RF_OK;
     p->written_by = NULL;
@@ -2314,10 +2594,12 @@ static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_ste
         a.rows = p->rows;
         a.logit_rows = p->logit_rows;
         a.first = first;
-        for (; a.n_rows < RFK_STEP_ROWS && first + a.n_rows < step->n_rows; a.n_rows++) a.row[a.n_rows] = step->rows[first + a.n_rows];
+        for (; a.n_rows < RFK_STEP_ROWS && first + a.n_rows < step->n_rows; a.n_rows++)
+            a.row[a.n_rows] = step->rows[first + a.n_rows];
         for (; a.n_logits < RFK_STEP_ROWS && first + a.n_logits < step->n_logits; a.n_logits++)
             a.logit_row[a.n_logits] = step->logit_rows[first + a.n_logits];
-        rf_result r = rfk_check(p->dev, err, rfk_launch(rfk_write_step, dim3(1), dim3(RFK_STEP_ROWS), q->stream, a), "hipLaunchKernel", "a step's values", 0);
+        rf_result r = rfk_check(p->dev, err, rfk_launch(rfk_write_step, dim3(1), dim3(RFK_STEP_ROWS), q->stream, a),
+                                "hipLaunchKernel", "a step's values", 0);
         if (r != RF_OK) return r;
     }
     memcpy(p->host_rows, step->rows, row_bytes);
@@ -2328,7 +2610,9 @@ static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_ste
     return RF_OK;
 }
 
-static rf_result rfk_run_op(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, rf_error *err) {
+/* Op i and the n - 1 that go with it. */
+static rf_result rfk_run_ops(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, uint32_t n,
+                             rf_error *err) {
     const rf_plan *plan = p->plan;
     rfk_launching l;
     l.p = p;
@@ -2340,10 +2624,10 @@ static rf_result rfk_run_op(rf_prepared *p, rf_queue *q, const rf_step *step, ui
     l.b = p->ops[i];
     l.n_rows = l.op->rows == RF_ROWS_LOGITS || l.op->kind == RF_OP_GATHER ? step->n_logits : step->n_rows;
     if (l.n_rows == 0) return RF_OK;
-    const uint32_t ids[3] = {l.op->in, l.op->in2, l.op->out};
-    float **at[3] = {&l.b.in, &l.b.in2, &l.b.out};
-    for (int k = 0; k < 3; k++)
-        if (ids[k] < plan->n_buffers && plan->buffers[ids[k]].rows == RF_ROWS_LOGITS) *at[k] += (size_t)step->first_logits_row * plan->buffers[ids[k]].width;
+    l.together = n;
+    if (l.op->in < plan->n_buffers) l.b.in = rfk_at_step(&l, l.b.in, l.op->in);
+    if (l.op->in2 < plan->n_buffers) l.b.in2 = rfk_at_step(&l, l.b.in2, l.op->in2);
+    if (l.op->out < plan->n_buffers) l.b.out = rfk_at_step(&l, l.b.out, l.op->out);
     switch (l.op->kind) {
     case RF_OP_EMBED: return rfk_run_embed(&l);
     case RF_OP_RMS_NORM: return rfk_run_rms_norm(&l);
@@ -2356,24 +2640,32 @@ static rf_result rfk_run_op(rf_prepared *p, rf_queue *q, const rf_step *step, ui
     }
 }
 
-/* The ops of segments [first, last), each between two events while timing. */
-static rf_result rfk_run_segments(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step, rf_error *err) {
+/* The ops of segments [first, last); while timing, each is a launch of its own between two events. */
+static rf_result rfk_run_segments(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
+                                  rf_error *err) {
     rf_result r = rfk_check_step(p, step, err);
-    for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++) r = rfk_check_run(p, step, &p->plan->ops[i], err);
+    for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++)
+        r = rfk_check_run(p, step, &p->plan->ops[i], err);
     if (r == RF_OK) r = rfk_write_step_values(p, q, step, err);
-    for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++) {
-        if (p->events) r = rfk_check(p->dev, err, hipEventRecord(p->events[2 * i], q->stream), "hipEventRecord", "timing", i);
-        if (r == RF_OK) r = rfk_run_op(p, q, step, i, err);
-        if (r == RF_OK && p->events) r = rfk_check(p->dev, err, hipEventRecord(p->events[2 * i + 1], q->stream), "hipEventRecord", "timing", i);
+    for (uint32_t i = p->segments[first], n; r == RF_OK && i < p->segments[last]; i += n) {
+        n = p->events ? 1 : p->ops[i].together;
+        if (p->events)
+            r = rfk_check(p->dev, err, hipEventRecord(p->events[2 * i], q->stream), "hipEventRecord", "timing", i);
+        if (r == RF_OK) r = rfk_run_ops(p, q, step, i, n, err);
+        if (r == RF_OK && p->events)
+            r = rfk_check(p->dev, err, hipEventRecord(p->events[2 * i + 1], q->stream), "hipEventRecord", "timing",
+                          i);
         if (r == RF_OK && p->events) p->timed[i] = 1;
     }
     return r;
 }
 
 /* After a failure nothing of the step is running, earlier segments included: the caller may free its memory. */
-static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step, rf_ticket *ticket, rf_error *err) {
+static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
+                              rf_ticket *ticket, rf_error *err) {
     rfk_no_ticket(ticket);
-    if (first > last || last > p->n_segments) return rfk_fail(err, RF_ERR_ARGUMENT, 0, first, "hip: segments %u to %u of %u", first, last, p->n_segments);
+    if (first > last || last > p->n_segments)
+        return rfk_fail(err, RF_ERR_ARGUMENT, 0, first, "hip: segments %u to %u of %u", first, last, p->n_segments);
     RFK_ENTER_QUEUE(q, err);
     pthread_mutex_lock(&q->submit);
     rf_result r = rfk_run_segments(p, q, first, last, step, err);
@@ -2394,7 +2686,9 @@ static rf_result rfk_times(rf_prepared *p, float *us, uint32_t n, rf_error *err)
             us[i] = 0;
             if (!p->events || i >= n_ops || !p->timed[i] || r != RF_OK) continue;
             r = rfk_check(d, err, hipEventSynchronize(p->events[2 * i + 1]), "hipEventSynchronize", "timing", i);
-            if (r == RF_OK) r = rfk_check(d, err, hipEventElapsedTime(&ms, p->events[2 * i], p->events[2 * i + 1]), "hipEventElapsedTime", "timing", i);
+            if (r == RF_OK)
+                r = rfk_check(d, err, hipEventElapsedTime(&ms, p->events[2 * i], p->events[2 * i + 1]),
+                              "hipEventElapsedTime", "timing", i);
             us[i] = ms * 1e3f;
         }
         return r;
@@ -2405,7 +2699,8 @@ static rf_result rfk_times(rf_prepared *p, float *us, uint32_t n, rf_error *err)
     p->timed = (uint8_t *)rfk_alloc(&d->allocator, n_ops, 1, "timing", err);
     if (!p->events || !p->timed) r = RF_ERR_MEMORY;
     for (uint32_t i = 0; r == RF_OK && i < 2 * n_ops; i++)
-        r = rfk_check(d, err, hipEventCreateWithFlags(&p->events[i], hipEventDefault), "hipEventCreateWithFlags", "timing", i / 2);
+        r = rfk_check(d, err, hipEventCreateWithFlags(&p->events[i], hipEventDefault), "hipEventCreateWithFlags",
+                      "timing", i / 2);
     if (r != RF_OK) rfk_stop_timing(p);
     return r;
 }

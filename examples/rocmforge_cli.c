@@ -77,7 +77,7 @@ typedef struct app {
     bytes line, text, notes;
     ids prompt, tokens;
     FILE *out;
-    int bar;                /* a progress bar is on the terminal   */
+    int bar;                /* 1: it is on the terminal; -1: text is, no bars any more */
     char problem[RF_ERROR_TEXT_BYTES]; /* the first one of `check` */
     uint32_t n_problems;
 } app;
@@ -107,8 +107,7 @@ static void put_escaped(FILE *f, const char *text, uint64_t n) {
 }
 
 static void clear_bar(app *a) {
-    if (a->bar) fputs("\r\033[K", stderr);
-    a->bar = 0;
+    if (a->bar > 0) fputs("\r\033[K", stderr), a->bar = 0;
 }
 
 /* The one line of a failure; returns the exit code. */
@@ -174,7 +173,7 @@ static void print_notes(app *a) {
 }
 
 static void progress(app *a, const char *what, uint64_t done, uint64_t total) {
-    if (total == 0 || !isatty(STDERR_FILENO)) return;
+    if (total == 0 || a->bar < 0 || !isatty(STDERR_FILENO)) return;
     int n = (int)((double)done / (double)total * 24.0);
     fprintf(stderr, "\r\033[K%s [%-24.*s] %.0f MB", what, n, "########################", (double)done / 1e6);
     a->bar = 1;
@@ -387,6 +386,7 @@ static int generate(app *a, uint32_t kept, answer *out) {
     rf_result r = forward(a, a->prompt.data + kept, out->n_prompt, &logits);
     out->prefill_s = now() - t;
     clear_bar(a);
+    a->bar = -1;
     while (r == RF_OK && !interrupted && !out->stopped) {
         TRY(lib(a, rf_sampler_sample(&a->sampler, logits, a->info.n_vocab, &id, &a->err)));
         if (out->n_tokens == 0) out->first_s = now() - a->start, t = now();
@@ -453,9 +453,10 @@ static int encode_messages(app *a, const char *name) {
     size_t n = 0;
     ids *p = &a->prompt;
     a->text.len = 0;
-    rf_chat_format(a->g, name, a->messages, a->n_messages, 1, NULL, 0, &n, NULL); /* its length */
+    const rf_chat chat = {name, a->messages, a->n_messages, 1};
+    rf_chat_format(a->g, &chat, NULL, 0, &n, NULL); /* its length */
     TRY(reserve(a, &a->text, n));
-    TRY(lib(a, rf_chat_format(a->g, name, a->messages, a->n_messages, 1, a->text.data, n, &n, &a->err)));
+    TRY(lib(a, rf_chat_format(a->g, &chat, a->text.data, n, &n, &a->err)));
     TRY(encode(a, a->text.data, n, RF_TOKENIZE_SPECIAL | (a->o.no_bos ? 0 : RF_TOKENIZE_ADD), p));
     int32_t bos = rf_tokenizer_get_info(a->t).bos;
     if (p->len > 1 && bos >= 0 && p->data[0] == bos && p->data[1] == bos)

@@ -1,9 +1,13 @@
 /* hip_emu.h: runs rocmforge_kernels.hip on the CPU, to test it where there is no GPU.
  *     c++ -std=c++11 -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c rocmforge_kernels.hip
- * The threads of a block are fibers of one OS thread; __syncthreads, shuffles and shared memory are real, and a barrier
- * that not every thread reaches stops the program. Two devices: 0 has waves of 32 lanes, 1 of 64. Memory comes in blocks
- * of its own, so that AddressSanitizer sees an access past one; it starts as NaNs. Streams run LATE: work stays queued
- * until a synchronisation forces it, so that a missing wait reads garbage. Without ROCMFORGE_HIP_EMU this header is only
+ * The threads of a block are fibers of one OS thread; __syncthreads, shuffles and shared memory are real, and a
+ * barrier
+ * that not every thread reaches stops the program. Two devices: 0 has waves of 32 lanes, 1 of 64. Memory comes in
+ * blocks
+ * of its own, so that AddressSanitizer sees an access past one; it starts as NaNs. Streams run LATE: work stays
+ * queued
+ * until a synchronisation forces it, so that a missing wait reads garbage. Without ROCMFORGE_HIP_EMU this header is
+ * only
  * the controls for tests, in C or C++. */
 #ifndef HIP_EMU_H
 #define HIP_EMU_H
@@ -15,7 +19,8 @@
 extern "C" {
 #endif
 
-/* When queued work runs. LATE: only when something waits for it. EAGER: at once. SHUFFLED: every call first runs a few
+/* When queued work runs. LATE: only when something waits for it. EAGER: at once. SHUFFLED: every call first runs a
+ * few
  * items of random streams. */
 enum { HIP_EMU_LATE = 0, HIP_EMU_EAGER = 1, HIP_EMU_SHUFFLED = 2 };
 
@@ -257,7 +262,8 @@ static thread_local hip_emu_machine *hip_emu_here; /* of the running block; mach
 #define blockDim (hip_emu_here->block)
 #define gridDim (hip_emu_here->grid)
 
-/* Let the next fiber run. Everybody waiting and nobody arriving is a barrier or shuffle that not all threads reach. */
+/* Let the next fiber run. Everybody waiting and nobody arriving is a barrier or shuffle that not all
+ * threads reach. */
 static void hip_emu_yield() {
     hip_emu_machine *m = hip_emu_here;
     if (++m->idle > 2 * m->n_threads + 2) hip_emu_die("deadlock: a barrier or shuffle that not every thread reaches");
@@ -329,9 +335,11 @@ static const uint64_t *hip_emu_exchange(uint64_t value, unsigned kind) {
 template <class T> static T __shfl_xor(T v, int mask, int width) {
     uint64_t bits = 0;
     memcpy(&bits, &v, sizeof v);
-    unsigned lane = hip_emu_here->self->lane, from = lane ^ static_cast<unsigned>(mask), size = hip_emu_here->self->wave->size;
+    unsigned lane = hip_emu_here->self->lane, from = lane ^ static_cast<unsigned>(mask),
+             size = hip_emu_here->self->wave->size;
     const uint64_t *all = hip_emu_exchange(bits, 0x10000u + static_cast<unsigned>(mask));
-    if (from >= size || from / static_cast<unsigned>(width) != lane / static_cast<unsigned>(width)) hip_emu_die("a shuffle reads a lane that is not there");
+    if (from >= size || from / static_cast<unsigned>(width) != lane / static_cast<unsigned>(width))
+        hip_emu_die("a shuffle reads a lane that is not there");
     memcpy(&v, &all[from], sizeof v);
     return v;
 }
@@ -536,7 +544,8 @@ static inline hipError_t hip_emu_malloc(std::map<char *, size_t> &blocks, void *
     hipError_t r = hip_emu_call(hipErrorOutOfMemory);
     *p = nullptr;
     if (r != hipSuccess) return r;
-    if (size_bytes == 0 || size_bytes > (static_cast<size_t>(8) << 30) || posix_memalign(p, 256, size_bytes)) return hipErrorOutOfMemory;
+    if (size_bytes == 0 || size_bytes > (static_cast<size_t>(8) << 30) || posix_memalign(p, 256, size_bytes))
+        return hipErrorOutOfMemory;
     memset(*p, 0xff, size_bytes);
     blocks[static_cast<char *>(*p)] = size_bytes;
     return hipSuccess;
@@ -551,7 +560,10 @@ static inline hipError_t hip_emu_free(std::map<char *, size_t> &blocks, void *p)
     free(p);
     return r;
 }
-static inline hipError_t hipMalloc(void **p, size_t size_bytes) { HIP_EMU_LOCK; return hip_emu_malloc(hip_emu().device_memory, p, size_bytes); }
+static inline hipError_t hipMalloc(void **p, size_t size_bytes) {
+    HIP_EMU_LOCK;
+    return hip_emu_malloc(hip_emu().device_memory, p, size_bytes);
+}
 static inline hipError_t hipFree(void *p) { HIP_EMU_LOCK; return hip_emu_free(hip_emu().device_memory, p); }
 static inline hipError_t hipHostMalloc(void **p, size_t size_bytes, unsigned flags) {
     HIP_EMU_LOCK;
@@ -664,12 +676,17 @@ static inline hipError_t hipMemcpyAsync(void *dst, const void *src, size_t n, hi
     HIP_EMU_LOCK;
     hipError_t r = hip_emu_call();
     if (r != hipSuccess) return r;
-    const std::map<char *, size_t> *from = kind == hipMemcpyHostToDevice ? &hip_emu().host_memory : &hip_emu().device_memory;
-    const std::map<char *, size_t> *to = kind == hipMemcpyDeviceToHost ? &hip_emu().host_memory : &hip_emu().device_memory;
-    if (!hip_emu_lies_in(*from, src, n)) hip_emu_die("an asynchronous copy from memory that is not pinned, or past device memory");
-    if (!hip_emu_lies_in(*to, dst, n)) hip_emu_die("an asynchronous copy to memory that is not pinned, or past device memory");
+    const std::map<char *, size_t> *from =
+        kind == hipMemcpyHostToDevice ? &hip_emu().host_memory : &hip_emu().device_memory;
+    const std::map<char *, size_t> *to =
+        kind == hipMemcpyDeviceToHost ? &hip_emu().host_memory : &hip_emu().device_memory;
+    if (!hip_emu_lies_in(*from, src, n))
+        hip_emu_die("an asynchronous copy from memory that is not pinned, or past device memory");
+    if (!hip_emu_lies_in(*to, dst, n))
+        hip_emu_die("an asynchronous copy to memory that is not pinned, or past device memory");
     return hip_emu_enqueue(s, [=] {
-        if (!hip_emu_lies_in(*from, src, n) || !hip_emu_lies_in(*to, dst, n)) hip_emu_die("a queued copy uses memory that was freed");
+        if (!hip_emu_lies_in(*from, src, n) || !hip_emu_lies_in(*to, dst, n))
+            hip_emu_die("a queued copy uses memory that was freed");
         memmove(dst, src, n);
     });
 }
@@ -679,7 +696,8 @@ static inline hipError_t hipMemsetAsync(void *dst, int value, size_t n, hipStrea
     if (r != hipSuccess) return r;
     if (!hip_emu_lies_in(hip_emu().device_memory, dst, n)) hip_emu_die("memset past device memory");
     return hip_emu_enqueue(s, [=] {
-        if (!hip_emu_lies_in(hip_emu().device_memory, dst, n)) hip_emu_die("a queued memset uses memory that was freed");
+        if (!hip_emu_lies_in(hip_emu().device_memory, dst, n))
+            hip_emu_die("a queued memset uses memory that was freed");
         memset(dst, value, n);
     });
 }
@@ -687,7 +705,8 @@ static inline hipError_t hipMemsetAsync(void *dst, int value, size_t n, hipStrea
 /* ---- launches ---- */
 
 static void hip_emu_add_fiber(hip_emu_machine *m) {
-    void *stack = mmap(nullptr, hip_emu_stack_bytes + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *stack =
+        mmap(nullptr, hip_emu_stack_bytes + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (stack == MAP_FAILED || mprotect(stack, 4096, PROT_NONE)) hip_emu_die("no memory for a fiber's stack");
     m->stacks.push_back(static_cast<char *>(stack));
     hip_emu_fiber f;
@@ -734,11 +753,13 @@ static void hip_emu_run(dim3 grid, dim3 block, unsigned wave, const std::functio
     }
     uint64_t n_blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
     for (uint64_t b = 0; b < n_blocks; b++) {
-        m->index = dim3(static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y), static_cast<unsigned>(b / grid.x / grid.y));
+        m->index = dim3(static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y),
+                        static_cast<unsigned>(b / grid.x / grid.y));
         m->n_finished = m->arrived = m->idle = 0;
         for (unsigned i = 0; i < n; i++) m->fibers[i].finished = false;
         for (size_t w = 0; w < m->waves.size(); w++) {
-            m->waves[w].size = n - static_cast<unsigned>(w) * wave < wave ? n - static_cast<unsigned>(w) * wave : wave;
+            m->waves[w].size =
+                n - static_cast<unsigned>(w) * wave < wave ? n - static_cast<unsigned>(w) * wave : wave;
             m->waves[w].arrived = m->waves[w].finished = 0;
         }
         m->self = &m->fibers[first];
@@ -767,7 +788,8 @@ static hipError_t hip_emu_launch(void (*kernel)(P...), dim3 grid, dim3 block, hi
     if (hip_emu().no_kernels) return hipErrorInvalidDeviceFunction;
     if ((*s)->device != hip_emu_device) return hipErrorInvalidHandle;
     unsigned n = block.x * block.y * block.z, wave = hip_emu_device == 0 ? 32 : 64;
-    if (n == 0 || n > hip_emu_max_threads || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535)
+    if (n == 0 || n > hip_emu_max_threads || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 ||
+        grid.z > 65535)
         return hipErrorInvalidValue;
     hip_emu_closure<P...> closure = {kernel, std::tuple<P...>(args...)};
     std::function<void()> body = closure;

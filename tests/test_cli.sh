@@ -2,20 +2,17 @@
 # sh tests/test_cli.sh BUILD_DIR: test BUILD_DIR/rocmforge_cli; run from the repository root. What the model says is
 # compared with a float64 reference (make_expected.py), numbers with values worked out by hand.
 
-cli=${1:?usage: sh tests/test_cli.sh BUILD_DIR}/rocmforge_cli
+. tests/rf_test.sh
+
+cli=$build/rocmforge_cli
 model=examples/shakespeare-5m.gguf
-t=$(mktemp -d) || exit 1
-trap 'rm -rf "$t"' EXIT
-passed=0 failed=0 skipped=0
+t=$dir
 esc=$(printf '\033')
 
-pass() { passed=$((passed + 1)); }
 bad() {
-    failed=$((failed + 1))
-    echo "  FAIL $1"
+    fail "$1"
     [ ! -s "$t/err" ] || sed 's/^/       stderr: /' "$t/err" | head -3
 }
-skip() { skipped=$((skipped + 1)); echo "  skip $1"; }
 # verdict NAME COMMAND...: the command's success is the test's
 verdict() { name=$1; shift; if "$@"; then pass; else bad "$name"; fi; }
 have() { command -v "$1" >/dev/null 2>&1; }
@@ -26,6 +23,7 @@ expect() {
     shift 2
     "$cli" "$@" >"$t/out" 2>"$t/err" <"${input:-/dev/null}"
     got=$?
+    unset input # some shells keep an assignment before a function's name
     if [ $got -ne "$code" ]; then bad "$name: want exit $code, got $got"; return 1; fi
     if [ "$code" -eq 0 ]; then pass; return 0; fi
     if [ "$(wc -l <"$t/err")" -ne 1 ] || [ ! -s "$t/err" ]; then bad "$name: want one line on stderr"; return 1; fi
@@ -150,7 +148,7 @@ PY
     expect 0 "logits of a long prompt by steps" logits --gguf $model --tokens $ids --out "$t/long-step.f32" --step
     verdict "logits: pieces in order" python3 "$t/compare.py" "$t/long.f32" "$t/long-step.f32"
 else
-    skip "logits by steps as at once: no python3"
+    skip "logits by steps as at once" "no python3"
 fi
 
 printf 'Good night\n/reset\nGood night\n/quit\nnot read\n' >"$t/talk"
@@ -159,9 +157,9 @@ n=$(wc -c <"$t/out")
 head -c $((n / 2)) "$t/out" >"$t/first" && tail -c $((n / 2)) "$t/out" >"$t/second"
 verdict "chat answers" [ "$n" -gt 8 ]
 verdict "chat: after /reset the same answer" cmp "$t/first" "$t/second"
+verdict "chat: what the session holds is not evaluated again" [ "$(grep -c 'prefill 1 tokens' "$t/err")" -eq 1 ]
 printf 'Good night\nGood night\n' >"$t/talk"
 input=$t/talk expect 0 "chat goes on" chat --gguf $model --max-tokens 12 --ctx 100
-verdict "chat: the second prompt is longer than what is evaluated" grep -q 'prefill' "$t/err"
 verdict "chat: no escape codes" sh -c "! cat '$t/out' '$t/err' | grep -q '$esc'"
 
 # ---- tokens ----
@@ -237,7 +235,7 @@ else:
 PY
         verdict "inspect --json ${f##*/} is right" python3 "$t/inspect.py" "$t/out"
     else
-        skip "inspect --json: no python3"
+        skip "inspect --json" "no python3"
     fi
 done
 
@@ -277,7 +275,7 @@ expect 0 "bench --json" bench --gguf $model -p 8 -n 4 -r 1 --json --device null
 if have python3; then
     verdict "bench --json is JSON" python3 -c 'import json, sys; json.load(open(sys.argv[1]))' "$t/out"
 else
-    skip "bench --json: no python3"
+    skip "bench --json" "no python3"
 fi
 
 # ---- output that cannot be written, Ctrl-C ----
@@ -291,7 +289,7 @@ if [ -e /dev/full ]; then
         verdict "$c to a full disk: one line" [ "$(wc -l <"$t/err")" -eq 1 ]
     done
 else
-    skip "full disk: no /dev/full"
+    skip "full disk" "no /dev/full"
 fi
 "$cli" inspect $model >&- 2>"$t/err"
 verdict "closed stdout: exit 1" [ $? -eq 1 ]
@@ -301,18 +299,19 @@ verdict "closed pipe: one line" [ "$(wc -l <"$t/err")" -eq 1 ]
 
 if have timeout && timeout --foreground 5 true 2>/dev/null; then
     interrupt="timeout --foreground --preserve-status -k 20 -s INT"
-    $interrupt 2 "$cli" generate --gguf $model --prompt-file "$t/prompt" --raw --max-tokens 60000 --ctx 65536 \
+    $interrupt 3 "$cli" generate --gguf $model --prompt-file "$t/prompt" --raw --max-tokens 60000 --ctx 65536 \
         >"$t/out" 2>"$t/err"
     verdict "Ctrl-C: exit 130" [ $? -eq 130 ]
-    head -c "$(wc -c <tests/expected_generate.txt)" "$t/out" >"$t/got"
-    verdict "Ctrl-C: what there was is printed" cmp "$t/got" tests/expected_generate.txt
+    n=$(wc -c <"$t/out") # of a slow machine or build that may be little
+    [ "$n" -lt "$(wc -c <tests/expected_generate.txt)" ] || n=$(wc -c <tests/expected_generate.txt)
+    head -c "$n" tests/expected_generate.txt >"$t/want" && head -c "$n" "$t/out" >"$t/got"
+    verdict "Ctrl-C: what there was is printed" [ "$n" -gt 0 ] && verdict "Ctrl-C: the text" cmp "$t/got" "$t/want"
     verdict "Ctrl-C: the timing line" grep -q '^open .*stopped: interrupted$' "$t/err"
-    $interrupt 1 "$cli" bench --gguf $model -p 8 -n 60000 >"$t/out" 2>"$t/err"
+    $interrupt 3 "$cli" bench --gguf $model -p 8 -n 60000 >"$t/out" 2>"$t/err"
     verdict "Ctrl-C of bench: exit 130" [ $? -eq 130 ]
     verdict "Ctrl-C of bench: one line" [ "$(wc -l <"$t/err")" -eq 1 ]
 else
-    skip "Ctrl-C: no timeout"
+    skip "Ctrl-C" "no timeout"
 fi
 
-echo "test_cli: $passed passed, $failed failed, $skipped skipped"
-[ $failed -eq 0 ]
+finish

@@ -765,9 +765,9 @@ static void test_many(void) {
         rf_error err;
         if (which < 2) many_keys(&b, 100000, which);
         else many_tensors(&b, 20000, which - 2);
-        double start = rfi_now();
+        clock_t start = clock();
         rf_result rc = open_buf(&b, &g, &err);
-        double seconds = rfi_now() - start;
+        double seconds = (double)(clock() - start) / CLOCKS_PER_SEC; /* of this process: others may be busy */
         printf("    %s%s: %.1f ms\n", which < 2 ? "100000 keys" : "20000 tensors",
                which % 2 ? " and a duplicate" : "", seconds * 1e3);
         CHECK(seconds < 0.5, "%.3f s", seconds); /* ten times what it takes under sanitizers */
@@ -995,7 +995,7 @@ static void test_alloc_failure(void) {
         if (way == 1) REQUIRE(mg_write_file(&b, strcpy(path, tmp_path("model.gguf"))), "write");
         for (int forever = 0; forever < 2; forever++) {
             uint64_t n = 1;
-            for (;; n++) {
+            for (; n < 1000; n++) {
                 shaky s = {0};
                 counting c = {.fail_at = n, .forever = forever};
                 rf_gguf_desc desc = {.allocator = {counting_alloc, counting_free, &c}, .io = shaky_io(&s)};
@@ -1012,7 +1012,7 @@ static void test_alloc_failure(void) {
                       RFI_LLU(n), RFI_LLU(c.live), s.handles, s.maps);
                 if (rc == RF_OK) break;
             }
-            CHECK(n > 5, "only %llu allocations", RFI_LLU(n));
+            CHECK(n > 5 && n < 1000, "%llu allocations", RFI_LLU(n));
         }
     }
     mg_free(&b);
@@ -1029,7 +1029,7 @@ static void test_io_failure(void) {
     for (int way = 0; way < 8; way++) {
         const char *path = tmp_path(way % 2 ? "small.gguf" : "f-00001-of-00003.gguf");
         uint64_t failed = 0, unmapped = 0;
-        for (uint64_t n = 1;; n++) {
+        for (uint64_t n = 1; n < 1000; n++) {
             counting c = {0};
             shaky s = {
                 .fail_at = n, .error = way < 6 ? -EIO : INT32_MIN, .chunk = way < 4 ? 0 : 50, .forever = way & 2};
@@ -1194,9 +1194,9 @@ static void test_sparse(void) {
             printf("    no file of 1 TiB here (%s)\n", strerror(errno));
             return;
         }
-        double start = rfi_now();
+        clock_t start = clock();
         rf_result rc = rf_gguf_open(path, &desc, &g, &err);
-        double seconds = rfi_now() - start;
+        double seconds = (double)(clock() - start) / CLOCKS_PER_SEC;
         CHECK(rc == (lie == 0   ? RF_OK
                      : lie == 3 ? RF_ERR_UNSUPPORTED
                                 : RF_ERR_FORMAT),

@@ -71,10 +71,12 @@ static void decode_block(uint32_t type, const uint8_t *b, double *out) {
     case RF_TYPE_BF16: { uint32_t u = (uint32_t)rd16(b) << 16; float f; memcpy(&f, &u, 4); out[0] = f; break; }
     case RF_TYPE_Q8_0: for (j = 0; j < 32; j++) out[j] = half_value(rd16(b)) * (int8_t)b[2 + j]; break;
     case RF_TYPE_Q4_0:
-        for (d = half_value(rd16(b)), j = 0; j < 16; j++) out[j] = d * ((b[2 + j] & 15) - 8), out[j + 16] = d * ((b[2 + j] >> 4) - 8);
+        for (d = half_value(rd16(b)), j = 0; j < 16; j++)
+            out[j] = d * ((b[2 + j] & 15) - 8), out[j + 16] = d * ((b[2 + j] >> 4) - 8);
         break;
     case RF_TYPE_Q4_1:
-        for (d = half_value(rd16(b)), m = half_value(rd16(b + 2)), j = 0; j < 16; j++) out[j] = d * (b[4 + j] & 15) + m, out[j + 16] = d * (b[4 + j] >> 4) + m;
+        for (d = half_value(rd16(b)), m = half_value(rd16(b + 2)), j = 0; j < 16; j++)
+            out[j] = d * (b[4 + j] & 15) + m, out[j + 16] = d * (b[4 + j] >> 4) + m;
         break;
     case RF_TYPE_Q5_0:
     case RF_TYPE_Q5_1: {
@@ -108,8 +110,10 @@ static void decode_block(uint32_t type, const uint8_t *b, double *out) {
         for (d = half_value(rd16(b + 208)), n = 0; n < 2; n++)
             for (l = 0; l < 32; l++)
                 for (g = 0; g < 4; g++) {
-                    int byte = b[64 * n + 32 * (g % 2) + l], low = g < 2 ? byte & 15 : byte >> 4, high = b[128 + 32 * n + l] >> (2 * g) & 3;
-                    out[128 * n + 32 * g + l] = d * (int8_t)b[192 + 8 * n + 2 * g + l / 16] * ((low | high << 4) - 32);
+                    int byte = b[64 * n + 32 * (g % 2) + l], low = g < 2 ? byte & 15 : byte >> 4,
+                        high = b[128 + 32 * n + l] >> (2 * g) & 3;
+                    out[128 * n + 32 * g + l] =
+                        d * (int8_t)b[192 + 8 * n + 2 * g + l / 16] * ((low | high << 4) - 32);
                 }
         break;
     default: break;
@@ -126,9 +130,24 @@ static void type_block(uint32_t type, uint32_t *elements, uint32_t *bytes, const
     RF_TYPE_TABLE(CASE)
 #undef CASE
 }
-static uint32_t block_elements(uint32_t type) { uint32_t n = 0, b; const char *s; type_block(type, &n, &b, &s); return n; }
-static uint32_t block_bytes(uint32_t type) { uint32_t n, b = 0; const char *s; type_block(type, &n, &b, &s); return b; }
-static const char *type_name(uint32_t type) { uint32_t n, b; const char *s = ""; type_block(type, &n, &b, &s); return s; }
+static uint32_t block_elements(uint32_t type) {
+    uint32_t n = 0, b;
+    const char *s;
+    type_block(type, &n, &b, &s);
+    return n;
+}
+static uint32_t block_bytes(uint32_t type) {
+    uint32_t n, b = 0;
+    const char *s;
+    type_block(type, &n, &b, &s);
+    return b;
+}
+static const char *type_name(uint32_t type) {
+    uint32_t n, b;
+    const char *s = "";
+    type_block(type, &n, &b, &s);
+    return s;
+}
 static bool is_float(uint32_t type) { return block_elements(type) == 1; }
 
 static void put_half(uint8_t *p, double v) {
@@ -212,7 +231,8 @@ static std::vector<Row> combinations(const std::vector<int> &levels) {
             r[(size_t)p[0]] = p[1], r[(size_t)p[2]] = p[3];
             size_t covered = 0;
             for (size_t i = 0; i < k; i++)
-                for (size_t j = i + 1; j < k; j++) covered += open.count(std::vector<int>{(int)i, r[i], (int)j, r[j]});
+                for (size_t j = i + 1; j < k; j++)
+                    covered += open.count(std::vector<int>{(int)i, r[i], (int)j, r[j]});
             if (covered > most) most = covered, best = r;
         }
         for (size_t i = 0; i < k; i++)
@@ -297,7 +317,8 @@ struct Rig {
     void guard(bool on) {
 #if defined(ASAN) && defined(RF_TEST_EMU)
         for (size_t i = 0; i < buffers.size(); i++) {
-            uint64_t end = buffer_offset[i] + size_of(i), next = i + 1 < buffers.size() ? buffer_offset[i + 1] : bind.scratch.size_bytes;
+            uint64_t end = buffer_offset[i] + size_of(i),
+                     next = i + 1 < buffers.size() ? buffer_offset[i + 1] : bind.scratch.size_bytes;
             hip_emu_guard((char *)bind.scratch.base + end, next - end, on);
         }
 #else
@@ -317,14 +338,18 @@ struct Rig {
         /* two writes, so that row ranges are tested everywhere */
         uint32_t half = w.n_rows / 2;
         uint64_t row_bytes = weight_bytes[slot].size() / w.n_rows;
-        if (r == RF_OK && half) r = api->weight_write(table, queue, slot, &weight_mem[slot], 0, &scratch, 0, half, weight_bytes[slot].data(), &ticket, &err);
+        if (r == RF_OK && half)
+            r = api->weight_write(table, queue, slot, &weight_mem[slot], 0, &scratch, 0, half,
+                                  weight_bytes[slot].data(), &ticket, &err);
         if (r == RF_OK)
-            r = api->weight_write(table, queue, slot, &weight_mem[slot], 0, &scratch, half, w.n_rows - half, weight_bytes[slot].data() + half * row_bytes, &ticket, &err);
+            r = api->weight_write(table, queue, slot, &weight_mem[slot], 0, &scratch, half, w.n_rows - half,
+                                  weight_bytes[slot].data() + half * row_bytes, &ticket, &err);
         if (r == RF_OK) r = api->ticket_wait(&ticket, 60000, &err);
         if (scratch.base) api->mem_release(dev, &scratch);
         return r;
     }
-    rf_result open(uint32_t n_batch, uint32_t n_logits = 1, uint32_t n_ctx = 16, uint32_t n_seq = 1, uint32_t cache = RF_CACHE_F16) {
+    rf_result open(uint32_t n_batch, uint32_t n_logits = 1, uint32_t n_ctx = 16, uint32_t n_seq = 1,
+                   uint32_t cache = RF_CACHE_F16) {
         plan.ops = ops.data(), plan.n_ops = (uint32_t)ops.size();
         plan.buffers = buffers.data(), plan.n_buffers = (uint32_t)buffers.size();
         plan.states = states.data(), plan.n_states = (uint32_t)states.size();
@@ -332,7 +357,8 @@ struct Rig {
         plan.tables = tables.data(), plan.n_tables = (uint32_t)tables.size();
         plan.n_layers = 1;
         bind.plan = &plan;
-        bind.n_ctx = n_ctx, bind.n_seq = n_seq, bind.n_batch = n_batch, bind.n_logits = n_logits, bind.cache_type = cache;
+        bind.n_ctx = n_ctx, bind.n_seq = n_seq, bind.n_batch = n_batch, bind.n_logits = n_logits,
+        bind.cache_type = cache;
         uint64_t at = 0;
         for (size_t i = 0; i < buffers.size(); i++) {
             buffer_offset.push_back(at);
@@ -342,7 +368,8 @@ struct Rig {
         for (size_t i = 0; i < states.size(); i++) {
             uint64_t cells = (uint64_t)n_seq * states[i].n_kv_heads * n_ctx, e = cache == RF_CACHE_F32 ? 4 : 2;
             state_offset.push_back(n_state);
-            state_bytes.push_back(((cells * states[i].head_dim * e + 255) & ~(uint64_t)255) + cells * states[i].head_dim_v * e);
+            state_bytes.push_back(((cells * states[i].head_dim * e + 255) & ~(uint64_t)255) +
+                                  cells * states[i].head_dim_v * e);
             n_state += state_bytes.back(); /* one state: it ends where the allocation ends */
         }
         bind.buffer_offset = buffer_offset.data(), bind.state_offset = state_offset.data();
@@ -374,7 +401,9 @@ struct Rig {
 
     rf_result set(uint32_t b, const std::vector<float> &v, uint64_t row = 0) {
         rf_ticket t;
-        return v.empty() ? RF_OK : api->mem_write(queue, &bind.scratch, buffer_offset[b] + row * buffers[b].width * 4, v.data(), v.size() * 4, &t, &err);
+        return v.empty() ? RF_OK
+                         : api->mem_write(queue, &bind.scratch, buffer_offset[b] + row * buffers[b].width * 4,
+                                          v.data(), v.size() * 4, &t, &err);
     }
     std::vector<float> get(uint32_t b) {
         rf_ticket t;
@@ -385,12 +414,16 @@ struct Rig {
         CHECK(r == RF_OK, "%s", err.text);
         return v;
     }
-    rf_result run(const std::vector<rf_step_row> &rows, const std::vector<uint32_t> &logit_rows = std::vector<uint32_t>(), uint32_t first_logits = 0,
+    rf_result run(const std::vector<rf_step_row> &rows,
+                  const std::vector<uint32_t> &logit_rows = std::vector<uint32_t>(), uint32_t first_logits = 0,
                   const float *embeddings = NULL) {
-        rf_step step = {rows.data(), embeddings, logit_rows.data(), (uint32_t)rows.size(), (uint32_t)logit_rows.size(), first_logits};
+        rf_step step = {
+            rows.data(), embeddings, logit_rows.data(), (uint32_t)rows.size(), (uint32_t)logit_rows.size(),
+            first_logits};
         rf_ticket t;
         rf_result r = RF_OK;
-        for (uint32_t s = 0; r == RF_OK && s < segment_ops.size(); s++) r = api->plan_run(prepared, queue, s, s + 1, &step, &t, &err);
+        for (uint32_t s = 0; r == RF_OK && s < segment_ops.size(); s++)
+            r = api->plan_run(prepared, queue, s, s + 1, &step, &t, &err);
         return r == RF_OK ? api->ticket_wait(&t, 60000, &err) : r;
     }
 };
@@ -407,7 +440,8 @@ static std::vector<rf_step_row> rows_of(uint32_t n, int32_t first_pos = 0) {
 }
 
 /* max |d| / max |reference|, and the normalised mean square; NaN fails. `skip`: floats between rows' ends. */
-static void compare(const std::vector<float> &found, const std::vector<double> &want, double max_relative, double nmse, const char *what) {
+static void compare(const std::vector<float> &found, const std::vector<double> &want, double max_relative,
+                    double nmse, const char *what) {
     double worst = 0, largest = 0, square = 0, total = 0;
     size_t at = 0;
     REQUIRE(found.size() >= want.size(), "%s: %zu values, want %zu", what, found.size(), want.size());
@@ -419,12 +453,16 @@ static void compare(const std::vector<float> &found, const std::vector<double> &
         total += want[i] * want[i];
     }
     if (largest == 0) largest = total = 1;
-    CHECK(worst / largest <= max_relative && square / total <= nmse, "%s: value %zu is %g, want %g; relative %g, NMSE %g", what, at, (double)found[at], want[at],
+    CHECK(worst / largest <= max_relative && square / total <= nmse,
+          "%s: value %zu is %g, want %g; relative %g, NMSE %g", what, at, (double)found[at], want[at],
           worst / largest, square / total);
 }
-static bool same_bits(const std::vector<float> &a, const std::vector<float> &b) { return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * 4) == 0; }
+static bool same_bits(const std::vector<float> &a, const std::vector<float> &b) {
+    return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * 4) == 0;
+}
 
-/* float32 sums of up to some thousand values of one sign pattern: 1e-5 of the largest result is far above their rounding
+/* float32 sums of up to some thousand values of one sign pattern: 1e-5 of the largest result is far above their
+ * rounding
  * and far below any mistake in a weight, a scale or an index */
 #define FLOAT_TOLERANCE 1e-5
 #define NMSE_TOLERANCE 1e-10
@@ -437,9 +475,12 @@ struct MatmulCase {
 
 static void matmul_case(const MatmulCase &c) {
     char what[160];
-    bool bias = c.variant == 1 || c.variant == 3, accumulate = c.variant == 2 || c.variant == 3, range = c.variant == 3, logits = c.variant == 4;
-    snprintf(what, sizeof what, "matmul %s n_in %u n_out %u rows %u variant %u device %u", type_name(c.type), c.n_in, c.n_out, c.n_rows, c.variant, c.device);
-    uint32_t row0 = range ? 3 : 0, pad_in = c.variant == 2 ? 5 : 0, pad_out = c.variant == 2 ? 3 : 0, first = logits ? 2 : 0;
+    bool bias = c.variant == 1 || c.variant == 3, accumulate = c.variant == 2 || c.variant == 3,
+         range = c.variant == 3, logits = c.variant == 4;
+    snprintf(what, sizeof what, "matmul %s n_in %u n_out %u rows %u variant %u device %u", type_name(c.type), c.n_in,
+             c.n_out, c.n_rows, c.variant, c.device);
+    uint32_t row0 = range ? 3 : 0, pad_in = c.variant == 2 ? 5 : 0, pad_out = c.variant == 2 ? 3 : 0,
+             first = logits ? 2 : 0;
     Rig g(devices[c.device]);
     uint32_t rows = logits ? (uint32_t)RF_ROWS_LOGITS : (uint32_t)RF_ROWS_TOKENS;
     uint32_t in = g.buffer(c.n_in + pad_in, rows), out = g.buffer(c.n_out + pad_out, rows);
@@ -452,8 +493,10 @@ static void matmul_case(const MatmulCase &c) {
     if (bias) o->extra = g.vector(b, RF_TYPE_F32), o->extra_at = row0;
     rf_result r = g.open(logits ? 1 : c.n_rows, logits ? c.n_rows + first : 1, 128);
     REQUIRE(r == RF_OK, "%s: %s", what, g.err.text);
-    std::vector<float> x = values((size_t)c.n_rows * (c.n_in + pad_in)), before = values((size_t)c.n_rows * (c.n_out + pad_out));
-    if (c.n_rows > 2) for (uint32_t k = 0; k < 32 && k < c.n_in; k++) x[c.n_in + pad_in + k] = 0; /* a group of zeros */
+    std::vector<float> x = values((size_t)c.n_rows * (c.n_in + pad_in)),
+                       before = values((size_t)c.n_rows * (c.n_out + pad_out));
+    if (c.n_rows > 2)
+        for (uint32_t k = 0; k < 32 && k < c.n_in; k++) x[c.n_in + pad_in + k] = 0; /* a group of zeros */
     g.set(in, x, first);
     g.set(out, before, first);
     if (logits) r = g.run(rows_of(1), std::vector<uint32_t>(c.n_rows, 0), first);
@@ -481,12 +524,15 @@ static void matmul_case(const MatmulCase &c) {
 }
 
 static void test_matmul() {
-    static const uint32_t blocks[] = {1, 2, 3, 5, 9}, odd[] = {1, 33, 40, 64, 264}, outs[] = {1, 3, 64, 65, 130}, rows[] = {1, 2, 7, 8, 9, 33, 66};
+    static const uint32_t blocks[] = {1, 2, 3, 5, 9}, odd[] = {1, 33, 40, 64, 264}, outs[] = {1, 3, 64, 65, 130},
+                          rows[] = {1, 2, 7, 8, 9, 33, 66};
     std::vector<Row> list = combinations(std::vector<int>{N_TYPES, 5, 5, 7, 5, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         uint32_t type = types[r[0]];
-        MatmulCase c = {type, is_float(type) ? odd[r[1]] : blocks[r[1]] * block_elements(type), outs[r[2]], rows[r[3]], (uint32_t)r[4], (uint32_t)r[5]};
+        MatmulCase c = {type,           is_float(type) ? odd[r[1]] : blocks[r[1]] * block_elements(type),
+                        outs[r[2]],     rows[r[3]],
+                        (uint32_t)r[4], (uint32_t)r[5]};
         matmul_case(c);
     }
 }
@@ -535,7 +581,8 @@ static void test_embed() {
     for (size_t i = 0; i < list.size(); i++) {
         static const uint32_t counts[] = {1, 7, 33};
         const Row &r = list[i];
-        uint32_t type = types[r[0]], n = is_float(type) ? odd[r[1]] : ns[r[1]] * block_elements(type), T = counts[r[2]], vocab = 11;
+        uint32_t type = types[r[0]], n = is_float(type) ? odd[r[1]] : ns[r[1]] * block_elements(type),
+                 T = counts[r[2]], vocab = 11;
         Rig g(devices[(size_t)r[3]]);
         std::vector<uint8_t> w = random_rows(type, n, vocab);
         std::vector<float> own = values((size_t)T * n);
@@ -549,10 +596,12 @@ static void test_embed() {
         REQUIRE(g.run(rows, std::vector<uint32_t>(), 0, own.data()) == RF_OK, "%s", g.err.text);
         std::vector<double> wd = decode(type, w), want;
         for (uint32_t t = 0; t < T; t++)
-            for (uint32_t k = 0; k < n; k++) want.push_back(rows[t].token < 0 ? own[t * n + k] : wd[(size_t)rows[t].token * n + k]);
+            for (uint32_t k = 0; k < n; k++)
+                want.push_back(rows[t].token < 0 ? own[t * n + k] : wd[(size_t)rows[t].token * n + k]);
         compare(g.get(out), want, 2e-7, 1e-13, type_name(type)); /* one rounding or two */
         rows[0].token = (int32_t)vocab;
-        CHECK(g.run(rows, std::vector<uint32_t>(), 0, own.data()) == RF_ERR_ARGUMENT, "a token past the vocabulary was taken");
+        CHECK(g.run(rows, std::vector<uint32_t>(), 0, own.data()) == RF_ERR_ARGUMENT,
+              "a token past the vocabulary was taken");
     }
 }
 
@@ -584,7 +633,8 @@ static void test_goldens() {
         memcpy(golden.data(), expected.data(), expected.size());
         double worst = 0;
         for (size_t i = 0; i < mine.size(); i++)
-            if (!(isnan(mine[i]) && isnan(golden[i])) && mine[i] != golden[i]) worst = fmax(worst, fabs(mine[i] - golden[i]) / fmax(fabs(mine[i]), 1e-30));
+            if (!(isnan(mine[i]) && isnan(golden[i])) && mine[i] != golden[i])
+                worst = fmax(worst, fabs(mine[i] - golden[i]) / fmax(fabs(mine[i]), 1e-30));
         CHECK(worst < 5e-7 || !isfinite(worst), "%s: this test's decoder is off by %g", type_name(type), worst);
         for (int d = 0; d < n_devices; d++) {
             uint32_t n = block_elements(type) == 1 ? 16 : block_elements(type), vocab = (uint32_t)(mine.size() / n);
@@ -592,7 +642,10 @@ static void test_goldens() {
             uint32_t out = g.buffer(n);
             rf_op *o = g.op(RF_OP_EMBED);
             o->out = out, o->n_out = n;
-            o->weight = g.weight(type, n, vocab, std::vector<uint8_t>(raw.begin(), raw.begin() + (ptrdiff_t)((size_t)vocab * n / block_elements(type) * block_bytes(type))));
+            o->weight = g.weight(
+                type, n, vocab,
+                std::vector<uint8_t>(raw.begin(), raw.begin() + (ptrdiff_t)((size_t)vocab * n / block_elements(type) *
+                                                                            block_bytes(type))));
             REQUIRE(g.open(vocab, 1, vocab) == RF_OK, "%s", g.err.text);
             std::vector<rf_step_row> rows = rows_of(vocab);
             for (uint32_t t = 0; t < vocab; t++) rows[t].token = (int32_t)t;
@@ -600,8 +653,10 @@ static void test_goldens() {
             std::vector<float> y = g.get(out);
             int bad = 0;
             for (size_t i = 0; i < y.size(); i++)
-                bad += !(y[i] == golden[i] || (isnan(y[i]) && isnan(golden[i])) || fabs(y[i] - golden[i]) <= 4e-7 * (fabs((double)golden[i]) + fabs((double)golden[i / n * n])) ||
-                         fabs(y[i] - golden[i]) <= 1e-6 * 64);
+                bad +=
+                    !(y[i] == golden[i] || (isnan(y[i]) && isnan(golden[i])) ||
+                      fabs(y[i] - golden[i]) <= 4e-7 * (fabs((double)golden[i]) + fabs((double)golden[i / n * n])) ||
+                      fabs(y[i] - golden[i]) <= 1e-6 * 64);
             CHECK(bad == 0, "%s device %d: %d values differ from the stored ones", type_name(type), d, bad);
         }
     }
@@ -649,7 +704,8 @@ static void test_rope() {
         bool neox = r[3], freqs = r[5];
         Rig g(devices[(size_t)r[6]]);
         uint32_t x = g.buffer(dim * h + 2);
-        for (uint32_t k = 0; k < 3 + n_rot / 2; k++) g.tables.push_back((float)pow(10000.0, k < 3 ? 0 : -2.0 * (k - 3) / n_rot));
+        for (uint32_t k = 0; k < 3 + n_rot / 2; k++)
+            g.tables.push_back((float)pow(10000.0, k < 3 ? 0 : -2.0 * (k - 3) / n_rot));
         std::vector<float> f(n_rot / 2), v = values((size_t)T * (dim * h + 2));
         for (size_t k = 0; k < f.size(); k++) f[k] = uniform(1, 8);
         rf_op *o = g.op(RF_OP_ROPE);
@@ -663,8 +719,10 @@ static void test_rope() {
         for (uint32_t t = 0; t < T; t++)
             for (uint32_t k = 0; k < h; k++)
                 for (uint32_t j = 0; j < n_rot / 2; j++) {
-                    double angle = (double)(firsts[r[2]] + (int32_t)t) * g.tables[3 + j] / (freqs ? f[j] : 1.0f), c = cos(angle) * 1.25, s = sin(angle) * 1.25;
-                    size_t at = (size_t)t * (dim * h + 2) + (size_t)k * dim, a = at + (neox ? j : 2 * j), b = at + (neox ? j + n_rot / 2 : 2 * j + 1);
+                    double angle = (double)(firsts[r[2]] + (int32_t)t) * g.tables[3 + j] / (freqs ? f[j] : 1.0f),
+                           c = cos(angle) * 1.25, s = sin(angle) * 1.25;
+                    size_t at = (size_t)t * (dim * h + 2) + (size_t)k * dim, a = at + (neox ? j : 2 * j),
+                           b = at + (neox ? j + n_rot / 2 : 2 * j + 1);
                     want[a] = v[a] * c - v[b] * s;
                     want[b] = v[a] * s + v[b] * c;
                 }
@@ -679,14 +737,16 @@ static void test_glu_gather() {
         const Row &r = list[i];
         uint32_t n = ns[r[0]], T = counts[r[1]], L = T < 3 ? 1 : 3, first = 2;
         Rig g(devices[(size_t)r[3]]);
-        uint32_t a = g.buffer(n + 3), b = g.buffer(n), out = r[2] ? a : g.buffer(n + 3), l = g.buffer(n + 1, RF_ROWS_LOGITS);
+        uint32_t a = g.buffer(n + 3), b = g.buffer(n), out = r[2] ? a : g.buffer(n + 3),
+                 l = g.buffer(n + 1, RF_ROWS_LOGITS);
         rf_op *o = g.op(RF_OP_GLU);
         o->in = a, o->in2 = b, o->out = out, o->n_out = n;
         o = g.op(RF_OP_GATHER, RF_ROWS_LOGITS);
         o->in = out, o->out = l, o->n_out = n;
         o->layer = 1; /* another segment */
         REQUIRE(g.open(T, L + first, 64) == RF_OK && g.segment_ops.size() == 2, "%s", g.err.text);
-        std::vector<float> x = values((size_t)T * (n + 3)), y = values((size_t)T * n), nothing((size_t)(L + first) * (n + 1), -5);
+        std::vector<float> x = values((size_t)T * (n + 3)), y = values((size_t)T * n),
+                           nothing((size_t)(L + first) * (n + 1), -5);
         x[0] = -200, y[0] = 3; /* exp overflows there */
         g.set(a, x), g.set(b, y), g.set(l, nothing);
         if (!r[2]) g.set(out, x);
@@ -695,7 +755,8 @@ static void test_glu_gather() {
         REQUIRE(g.run(rows_of(T), pick, first) == RF_OK, "%s", g.err.text);
         std::vector<double> want(x.begin(), x.end()), rows((size_t)(L + first) * (n + 1), -5);
         for (uint32_t t = 0; t < T; t++)
-            for (uint32_t k = 0; k < n; k++) want[t * (n + 3) + k] = x[t * (n + 3) + k] / (1 + exp(-(double)x[t * (n + 3) + k])) * y[t * n + k];
+            for (uint32_t k = 0; k < n; k++)
+                want[t * (n + 3) + k] = x[t * (n + 3) + k] / (1 + exp(-(double)x[t * (n + 3) + k])) * y[t * n + k];
         std::vector<float> product = g.get(out);
         compare(product, want, 1e-6, 1e-12, "glu");
         for (uint32_t k = 0; k < L; k++)
@@ -717,7 +778,8 @@ static void test_kv_store() {
     std::vector<Row> list = combinations(std::vector<int>{5, 5, 3, 2, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
-        uint32_t dk = dims[r[0]], dv = dims[r[1]], h = heads[r[2]], cache = (uint32_t)r[3], n_ctx = 9, n_seq = 3, e = cache == RF_CACHE_F16 ? 2 : 4;
+        uint32_t dk = dims[r[0]], dv = dims[r[1]], h = heads[r[2]], cache = (uint32_t)r[3], n_ctx = 9, n_seq = 3,
+                 e = cache == RF_CACHE_F16 ? 2 : 4;
         Rig g(devices[(size_t)r[4]]);
         uint32_t k = g.buffer(h * dk + 1), v = g.buffer(h * dv);
         rf_op *o = g.op(RF_OP_KV_STORE);
@@ -730,13 +792,19 @@ static void test_kv_store() {
         }
         REQUIRE(g.open(5, 1, n_ctx, n_seq, cache) == RF_OK, "%s", g.err.text);
         std::vector<float> x = values(5 * (h * dk + 1)), y = values(5 * h * dv);
-        for (size_t j = 0; j < y.size(); j++) y[j] = ldexpf(y[j], -(int)(rnd() % 30)) * (j % 11 == 0 ? 65520.0f : 1.0f); /* subnormal halves, infinity */
-        y[0] = 65519.0f, y[1] = ldexpf(1, -25), y[2] = ldexpf(3, -25), y[3] = 1.00048828125f, y[4] = 1.00146484375f; /* ties and the largest half */
+        for (size_t j = 0; j < y.size(); j++)
+            y[j] =
+                ldexpf(y[j], -(int)(rnd() % 30)) * (j % 11 == 0 ? 65520.0f : 1.0f); /* subnormal halves, infinity */
+        y[0] = 65519.0f, y[1] = ldexpf(1, -25), y[2] = ldexpf(3, -25), y[3] = 1.00048828125f,
+        y[4] = 1.00146484375f; /* ties and the largest half */
         g.set(k, x), g.set(v, y);
         rf_ticket ticket;
-        REQUIRE(api->mem_fill(g.queue, &g.bind.state, 0, 0xab, g.bind.state.size_bytes, &ticket, &g.err) == RF_OK && g.run(rows) == RF_OK, "%s", g.err.text);
+        REQUIRE(api->mem_fill(g.queue, &g.bind.state, 0, 0xab, g.bind.state.size_bytes, &ticket, &g.err) == RF_OK &&
+                    g.run(rows) == RF_OK,
+                "%s", g.err.text);
         std::vector<uint8_t> found(g.bind.state.size_bytes), want(g.bind.state.size_bytes, 0xab);
-        REQUIRE(api->mem_read(g.queue, &g.bind.state, 0, found.data(), found.size(), &ticket, &g.err) == RF_OK, "%s", g.err.text);
+        REQUIRE(api->mem_read(g.queue, &g.bind.state, 0, found.data(), found.size(), &ticket, &g.err) == RF_OK, "%s",
+                g.err.text);
         uint64_t v_base = ((uint64_t)n_seq * h * n_ctx * dk * e + 255) / 256 * 256;
         for (size_t t = 0; t < 5; t++)
             for (uint32_t head = 0; head < h; head++)
@@ -758,13 +826,16 @@ struct AttentionCase {
 
 static void attention_case(const AttentionCase &c) {
     char what[200];
-    snprintf(what, sizeof what, "attention group %u kv heads %u dims %u %u length %u rows %u cache %u mixed %u device %u", c.group, c.n_kv_heads, c.dk, c.dv, c.length,
-             c.n_rows, c.cache, c.mixed, c.device);
-    uint32_t heads = c.group * c.n_kv_heads, n_ctx = c.length, n_seq = c.mixed ? 2 : 1, e = c.cache == RF_CACHE_F16 ? 2 : 4;
+    snprintf(what, sizeof what,
+             "attention group %u kv heads %u dims %u %u length %u rows %u cache %u mixed %u device %u", c.group,
+             c.n_kv_heads, c.dk, c.dv, c.length, c.n_rows, c.cache, c.mixed, c.device);
+    uint32_t heads = c.group * c.n_kv_heads, n_ctx = c.length, n_seq = c.mixed ? 2 : 1,
+             e = c.cache == RF_CACHE_F16 ? 2 : 4;
     Rig g(devices[c.device]);
     uint32_t q = g.buffer(heads * c.dk + 1), out = g.buffer(heads * c.dv + 2);
     rf_op *o = g.op(RF_OP_ATTENTION);
-    o->in = q, o->out = out, o->n_heads = heads, o->n_kv_heads = c.n_kv_heads, o->head_dim = c.dk, o->head_dim_v = c.dv;
+    o->in = q, o->out = out, o->n_heads = heads, o->n_kv_heads = c.n_kv_heads, o->head_dim = c.dk,
+    o->head_dim_v = c.dv;
     o->scale = 1.0f / sqrtf((float)c.dk), o->state = g.state(c.n_kv_heads, c.dk, c.dv);
     /* rows: the last positions of sequence 0, or two sequences by turns of three rows */
     std::vector<rf_step_row> rows;
@@ -785,7 +856,9 @@ static void attention_case(const AttentionCase &c) {
         else memcpy(&state[at], &f, 4);
     }
     rf_ticket ticket;
-    REQUIRE(api->mem_write(g.queue, &g.bind.state, 0, state.data(), state.size(), &ticket, &g.err) == RF_OK && g.run(rows) == RF_OK, "%s: %s", what, g.err.text);
+    REQUIRE(api->mem_write(g.queue, &g.bind.state, 0, state.data(), state.size(), &ticket, &g.err) == RF_OK &&
+                g.run(rows) == RF_OK,
+            "%s: %s", what, g.err.text);
     std::vector<double> want(before.begin(), before.end()), p;
     for (uint32_t t = 0; t < T; t++)
         for (uint32_t h = 0; h < heads; h++) {
@@ -795,7 +868,8 @@ static void attention_case(const AttentionCase &c) {
             p.assign(n, 0);
             for (uint32_t i = 0; i < n; i++) {
                 for (uint32_t k = 0; k < c.dk; k++)
-                    p[i] += (double)x[(size_t)t * (heads * c.dk + 1) + (size_t)h * c.dk + k] * state_value(state, 0, (cell0 + i) * c.dk + k, c.cache);
+                    p[i] += (double)x[(size_t)t * (heads * c.dk + 1) + (size_t)h * c.dk + k] *
+                            state_value(state, 0, (cell0 + i) * c.dk + k, c.cache);
                 p[i] *= o->scale;
                 largest = fmax(largest, p[i]);
             }
@@ -803,7 +877,8 @@ static void attention_case(const AttentionCase &c) {
             double *y = &want[(size_t)t * (heads * c.dv + 2) + (size_t)h * c.dv];
             for (uint32_t k = 0; k < c.dv; k++) {
                 y[k] = 0;
-                for (uint32_t i = 0; i < n; i++) y[k] += p[i] / sum * state_value(state, v_base, (cell0 + i) * c.dv + k, c.cache);
+                for (uint32_t i = 0; i < n; i++)
+                    y[k] += p[i] / sum * state_value(state, v_base, (cell0 + i) * c.dv + k, c.cache);
             }
         }
     std::vector<float> y = g.get(out);
@@ -812,57 +887,147 @@ static void attention_case(const AttentionCase &c) {
 }
 
 static void test_attention() {
-    static const uint32_t groups[] = {1, 2, 4, 8, 3, 12}, kv[] = {1, 2}, dims[] = {32, 40, 64, 80, 96, 128, 256, 36, 7};
-    static const uint32_t lengths[] = {1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025}, counts[] = {1, 7, 33};
+    static const uint32_t groups[] = {1, 2, 4, 8, 3, 12}, kv[] = {1, 2},
+                          dims[] = {32, 40, 64, 80, 96, 128, 256, 36, 7};
+    static const uint32_t lengths[] = {1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025},
+                          counts[] = {1, 7, 33};
     std::vector<Row> list = combinations(std::vector<int>{6, 2, 9, 2, 14, 3, 2, 2, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         uint32_t dk = dims[r[2]];
-        AttentionCase c = {groups[r[0]], kv[r[1]], dk, r[3] ? dims[(r[2] + 3) % 9] : dk, lengths[r[4]], counts[r[5]], (uint32_t)r[6], (uint32_t)r[7], (uint32_t)r[8]};
-        if (c.length > 1000 && c.n_rows == 33) c.n_rows = 9, c.n_kv_heads = 1; /* past the split rows is what matters */
+        AttentionCase c = {groups[r[0]],
+                           kv[r[1]],
+                           dk,
+                           r[3] ? dims[(r[2] + 3) % 9] : dk,
+                           lengths[r[4]],
+                           counts[r[5]],
+                           (uint32_t)r[6],
+                           (uint32_t)r[7],
+                           (uint32_t)r[8]};
+        if (c.length > 1000 && c.n_rows == 33)
+            c.n_rows = 9, c.n_kv_heads = 1; /* past the split rows is what matters */
         attention_case(c);
     }
+}
+
+/* Ops that become one launch, and inputs that the op before quantizes: x -> norm -> 4 products of one type and one of
+ * another; glu -> product. What each reads is read back from the device, so that every result has
+ * its own reference. */
+static void together_case(uint32_t type, uint32_t other, uint32_t T, uint32_t device) {
+    const uint32_t n = 256, widths[6] = {96, 32, 33, 70, 32, 40};
+    char what[96];
+    snprintf(what, sizeof what, "together %s %s rows %u device %u", type_name(type), type_name(other), T, device);
+    Rig g(devices[device]);
+    uint32_t x = g.buffer(n), xn = g.buffer(n + 4), glu = g.buffer(n), up = g.buffer(n), out[6];
+    std::vector<float> norm = values(n);
+    rf_op *o = g.op(RF_OP_RMS_NORM);
+    o->in = x, o->out = xn, o->n_heads = 1, o->n_in = n, o->eps = 1e-5f, o->weight = g.vector(norm);
+    for (int i = 0; i < 6; i++) {
+        if (i == 5) {
+            o = g.op(RF_OP_GLU);
+            o->in = glu, o->in2 = up, o->out = glu, o->n_out = n;
+        }
+        uint32_t t = i == 4 ? other : type;
+        out[i] = g.buffer(widths[i] + 1);
+        o = g.op(RF_OP_MATMUL);
+        o->in = i == 5 ? glu : xn, o->out = out[i], o->n_in = n, o->n_out = widths[i],
+        o->flags = i == 1 ? RF_OP_ACCUMULATE : 0;
+        o->weight = g.weight(t, n, widths[i], random_rows(t, n, widths[i]));
+        if (i == 2) o->extra = g.vector(values(widths[i]));
+    }
+    REQUIRE(g.open(T, 1, 64) == RF_OK, "%s: %s", what, g.err.text);
+    std::vector<float> xs = values((size_t)T * n), a = values((size_t)T * n), b = values((size_t)T * n),
+                       old = values((size_t)T * (widths[1] + 1));
+    g.set(x, xs), g.set(glu, a), g.set(up, b), g.set(out[1], old);
+    REQUIRE(g.run(rows_of(T)) == RF_OK, "%s: %s", what, g.err.text);
+    std::vector<float> in[2] = {g.get(xn), g.get(glu)};
+    std::vector<double> want_in[2];
+    for (uint32_t t = 0; t < T; t++) {
+        double sum = 0;
+        for (uint32_t k = 0; k < n; k++) sum += (double)xs[t * n + k] * xs[t * n + k];
+        for (uint32_t k = 0; k < n; k++) want_in[0].push_back(xs[t * n + k] / sqrt(sum / n + 1e-5) * norm[k]);
+        for (uint32_t k = 0; k < n; k++)
+            want_in[1].push_back(a[t * n + k] / (1 + exp(-(double)a[t * n + k])) * b[t * n + k]);
+        in[0].erase(in[0].begin() + (ptrdiff_t)((t + 1) * n),
+                    in[0].begin() + (ptrdiff_t)((t + 1) * n + 4)); /* the row's padding */
+    }
+    for (int i = 0; i < 2; i++) compare(in[i], want_in[i], 1e-6, 1e-12, what);
+    for (int i = 0; i < 6; i++) {
+        uint32_t slot = i < 3 ? 1 + (uint32_t)i : 2 + (uint32_t)i; /* the bias lies between */
+        std::vector<double> w = decode(g.weights[slot].type, g.weight_bytes[slot]), bias, want;
+        if (i == 2) bias = decode(RF_TYPE_F32, g.weight_bytes[slot + 1]);
+        std::vector<float> y = g.get(out[i]), packed;
+        for (uint32_t t = 0; t < T; t++) {
+            const float *row = &in[i == 5][(size_t)t * n];
+            std::vector<double> v =
+                is_float(g.weights[slot].type) ? std::vector<double>(row, row + n) : quantized(row, n);
+            for (uint32_t k = 0; k < widths[i]; k++) {
+                double sum = i == 1 ? old[t * (widths[1] + 1) + k] : i == 2 ? bias[k] : 0;
+                for (uint32_t j = 0; j < n; j++) sum += w[(size_t)k * n + j] * v[j];
+                want.push_back(sum);
+                packed.push_back(y[t * (widths[i] + 1) + k]);
+            }
+        }
+        compare(packed, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    }
+}
+static void test_together() {
+    static const uint32_t pairs[][2] = {{RF_TYPE_Q8_0, RF_TYPE_Q4_K},
+                                        {RF_TYPE_Q4_K, RF_TYPE_Q6_K},
+                                        {RF_TYPE_F16, RF_TYPE_Q5_0},
+                                        {RF_TYPE_Q4_1, RF_TYPE_BF16}},
+                          rows[] = {1, 3, 33};
+    for (uint32_t i = 0; i < 4; i++)
+        for (uint32_t t = 0; t < 3; t++)
+            together_case(pairs[i][0], pairs[i][1], rows[t], (i + t) % (uint32_t)n_devices);
 }
 
 /* ---- a small model: two layers of everything ---- */
 
 struct Small {
     uint32_t x, out;
-    static const uint32_t n = 64, vocab = 20;
+    enum : uint32_t { n = 64, vocab = 20 };
 };
 
 static Small small_model(Rig &g, uint32_t type) {
     Small s;
     seed = 99;
-    uint32_t n = Small::n, x = g.buffer(n), xn = g.buffer(n), q = g.buffer(n), k = g.buffer(n / 2), v = g.buffer(n / 2), att = g.buffer(n), up = g.buffer(n);
+    uint32_t n = Small::n, x = g.buffer(n), xn = g.buffer(n), q = g.buffer(n), k = g.buffer(n / 2),
+             v = g.buffer(n / 2), att = g.buffer(n), up = g.buffer(n);
     uint32_t xl = g.buffer(n, RF_ROWS_LOGITS), out = g.buffer(Small::vocab, RF_ROWS_LOGITS), st = g.state(2, 16, 16);
     for (uint32_t i = 0; i < 8; i++) g.tables.push_back(powf(100.0f, -(float)i / 8));
     rf_op *o = g.op(RF_OP_EMBED);
-    o->out = x, o->n_out = n, o->layer = -1, o->weight = g.weight(RF_TYPE_F16, n, Small::vocab, random_rows(RF_TYPE_F16, n, Small::vocab));
+    o->out = x, o->n_out = n, o->layer = -1,
+    o->weight = g.weight(RF_TYPE_F16, n, Small::vocab, random_rows(RF_TYPE_F16, n, Small::vocab));
     o = g.op(RF_OP_RMS_NORM);
     o->in = x, o->out = xn, o->n_heads = 1, o->n_in = n, o->eps = 1e-5f, o->weight = g.vector(values(n));
     uint32_t outs[4] = {q, k, v, up}, widths[4] = {n, n / 2, n / 2, n};
     for (int i = 0; i < 4; i++) {
         o = g.op(RF_OP_MATMUL);
-        o->in = xn, o->out = outs[i], o->n_in = n, o->n_out = widths[i], o->weight = g.weight(type, n, widths[i], random_rows(type, n, widths[i]));
+        o->in = xn, o->out = outs[i], o->n_in = n, o->n_out = widths[i],
+        o->weight = g.weight(type, n, widths[i], random_rows(type, n, widths[i]));
     }
     for (int i = 0; i < 2; i++) {
         o = g.op(RF_OP_ROPE);
-        o->in = o->out = i ? k : q, o->n_heads = i ? 2 : 4, o->head_dim = 16, o->n_rot = 16, o->scale = 1, o->table = 0;
+        o->in = o->out = i ? k : q, o->n_heads = i ? 2 : 4, o->head_dim = 16, o->n_rot = 16, o->scale = 1,
+        o->table = 0;
     }
     o = g.op(RF_OP_KV_STORE);
     o->in = k, o->in2 = v, o->state = st, o->n_kv_heads = 2, o->head_dim = o->head_dim_v = 16;
     o = g.op(RF_OP_ATTENTION);
-    o->in = q, o->out = att, o->state = st, o->n_heads = 4, o->n_kv_heads = 2, o->head_dim = o->head_dim_v = 16, o->scale = 0.25f;
+    o->in = q, o->out = att, o->state = st, o->n_heads = 4, o->n_kv_heads = 2, o->head_dim = o->head_dim_v = 16,
+    o->scale = 0.25f;
     o = g.op(RF_OP_GLU);
     o->in = att, o->in2 = up, o->out = att, o->n_out = n;
     o = g.op(RF_OP_MATMUL);
-    o->in = att, o->out = x, o->n_in = n, o->n_out = n, o->flags = RF_OP_ACCUMULATE, o->weight = g.weight(type, n, n, random_rows(type, n, n));
+    o->in = att, o->out = x, o->n_in = n, o->n_out = n, o->flags = RF_OP_ACCUMULATE,
+    o->weight = g.weight(type, n, n, random_rows(type, n, n));
     o->extra = g.vector(values(n));
     o = g.op(RF_OP_GATHER, RF_ROWS_LOGITS);
     o->in = x, o->out = xl, o->n_out = n, o->layer = 1;
     o = g.op(RF_OP_MATMUL, RF_ROWS_LOGITS);
-    o->in = xl, o->out = out, o->n_in = n, o->n_out = Small::vocab, o->layer = 1, o->weight = g.weight(type, n, Small::vocab, random_rows(type, n, Small::vocab));
+    o->in = xl, o->out = out, o->n_in = n, o->n_out = Small::vocab, o->layer = 1,
+    o->weight = g.weight(type, n, Small::vocab, random_rows(type, n, Small::vocab));
     s.x = x, s.out = out;
     return s;
 }
@@ -891,6 +1056,67 @@ static std::vector<float> small_steps(rf_dev *d, uint32_t type) {
     return all;
 }
 
+/* The same model in float64, for float weights: a prompt of 12, then 3 tokens. */
+static void test_small_model() {
+    const uint32_t n = Small::n, widths[4] = {n, n / 2, n / 2, n};
+    Rig g(devices[0]);
+    small_model(g, RF_TYPE_F16);
+    std::vector<std::vector<double> > w, xs, ks, vs;
+    for (size_t i = 0; i < g.weights.size(); i++) w.push_back(decode(g.weights[i].type, g.weight_bytes[i]));
+    for (int32_t pos = 0; pos < 15; pos++) {
+        int32_t token = pos < 12 ? (3 + pos * 7) % (int32_t)Small::vocab : 5 * (pos - 11) % (int32_t)Small::vocab;
+        std::vector<double> x(w[0].begin() + token * (int32_t)n, w[0].begin() + (token + 1) * (int32_t)n), xn(n),
+            out[4], att(n, 0);
+        double sum = 0;
+        for (uint32_t k = 0; k < n; k++) sum += x[k] * x[k];
+        for (uint32_t k = 0; k < n; k++) xn[k] = x[k] / sqrt(sum / n + 1e-5) * w[1][k];
+        for (uint32_t i = 0; i < 4; i++)
+            for (uint32_t r = 0; r < widths[i]; r++) {
+                double y = 0;
+                for (uint32_t k = 0; k < n; k++) y += w[2 + i][r * n + k] * xn[k];
+                out[i].push_back(y);
+            }
+        for (uint32_t i = 0; i < 2; i++)
+            for (uint32_t h = 0; h < (i ? 2u : 4u); h++)
+                for (uint32_t j = 0; j < 8; j++) {
+                    double angle = pos * (double)g.tables[j], a = out[i][h * 16 + 2 * j],
+                           b = out[i][h * 16 + 2 * j + 1];
+                    out[i][h * 16 + 2 * j] = a * cos(angle) - b * sin(angle);
+                    out[i][h * 16 + 2 * j + 1] = a * sin(angle) + b * cos(angle);
+                }
+        for (size_t i = 0; i < out[1].size(); i++)
+            out[1][i] = half_value(to_half(out[1][i])), out[2][i] = half_value(to_half(out[2][i]));
+        ks.push_back(out[1]), vs.push_back(out[2]);
+        for (uint32_t h = 0; h < 4; h++) {
+            std::vector<double> p;
+            double total = 0;
+            for (size_t i = 0; i < ks.size(); i++) {
+                double s = 0;
+                for (uint32_t k = 0; k < 16; k++) s += out[0][h * 16 + k] * ks[i][h / 2 * 16 + k];
+                p.push_back(exp(s * 0.25)), total += p.back();
+            }
+            for (size_t i = 0; i < ks.size(); i++)
+                for (uint32_t k = 0; k < 16; k++) att[h * 16 + k] += p[i] / total * vs[i][h / 2 * 16 + k];
+        }
+        for (uint32_t k = 0; k < n; k++) att[k] = att[k] / (1 + exp(-att[k])) * out[3][k];
+        for (uint32_t r = 0; r < n; r++) {
+            for (uint32_t k = 0; k < n; k++) x[r] += w[6][r * n + k] * att[k];
+            x[r] += w[7][r];
+        }
+        xs.push_back(x);
+    }
+    std::vector<double> want;
+    for (size_t t = 11; t < 15; t++)
+        for (uint32_t r = 0; r < Small::vocab; r++) {
+            double y = 0;
+            for (uint32_t k = 0; k < n; k++) y += w[8][r * n + k] * xs[t][k];
+            want.push_back(y);
+        }
+    /* a key or value may round to the other half here and there: one part in 2048 of one of 15 positions */
+    for (size_t d = 0; d < devices.size(); d++)
+        compare(small_steps(devices[d], RF_TYPE_F16), want, 1e-4, 1e-8, "small model");
+}
+
 /* The same steps queued one behind the other without a wait: values of a step must not be overwritten in flight, and
  * results are copied away on the device and read at the end. */
 static void test_queued_steps() {
@@ -902,19 +1128,27 @@ static void test_queued_steps() {
         rf_mem keep;
         rf_ticket t;
         void *host = NULL;
-        REQUIRE(api->mem_create(g.dev, 4 * Small::vocab * 4, &keep, &g.err) == RF_OK && api->host_create(g.dev, keep.size_bytes, &host, &g.err) == RF_OK, "%s", g.err.text);
+        REQUIRE(api->mem_create(g.dev, 4 * Small::vocab * 4, &keep, &g.err) == RF_OK &&
+                    api->host_create(g.dev, keep.size_bytes, &host, &g.err) == RF_OK,
+                "%s", g.err.text);
         for (int i = 0; i < 4; i++) {
             std::vector<rf_step_row> rows = i == 0 ? prompt(12, 0, 3) : prompt(1, 11 + i, 5 * i);
             std::vector<uint32_t> last(1, (uint32_t)rows.size() - 1);
             rf_step step = {rows.data(), NULL, last.data(), (uint32_t)rows.size(), 1, 0};
-            for (uint32_t k = 0; k < g.segment_ops.size(); k++) CHECK(api->plan_run(g.prepared, g.queue, k, k + 1, &step, &t, &g.err) == RF_OK, "%s", g.err.text);
-            CHECK(api->mem_copy(g.queue, &keep, (uint64_t)i * Small::vocab * 4, &g.bind.scratch, g.buffer_offset[s.out], Small::vocab * 4, &t, &g.err) == RF_OK, "%s", g.err.text);
+            for (uint32_t k = 0; k < g.segment_ops.size(); k++)
+                CHECK(api->plan_run(g.prepared, g.queue, k, k + 1, &step, &t, &g.err) == RF_OK, "%s", g.err.text);
+            CHECK(api->mem_copy(g.queue, &keep, (uint64_t)i * Small::vocab * 4, &g.bind.scratch,
+                                g.buffer_offset[s.out], Small::vocab * 4, &t, &g.err) == RF_OK,
+                  "%s", g.err.text);
             memset(rows.data(), 0x7f, rows.size() * sizeof rows[0]); /* rf_step is read during the call only */
             last[0] = 77;
         }
-        CHECK(api->mem_read(g.queue, &keep, 0, host, keep.size_bytes, &t, &g.err) == RF_OK && api->ticket_wait(&t, 60000, &g.err) == RF_OK, "%s", g.err.text);
+        CHECK(api->mem_read(g.queue, &keep, 0, host, keep.size_bytes, &t, &g.err) == RF_OK &&
+                  api->ticket_wait(&t, 60000, &g.err) == RF_OK,
+              "%s", g.err.text);
         CHECK(api->ticket_done(&t), "a ticket that was waited for is not done");
-        CHECK(want.size() == 4 * Small::vocab && memcmp(host, want.data(), keep.size_bytes) == 0, "queued steps give other values");
+        CHECK(want.size() == 4 * Small::vocab && memcmp(host, want.data(), keep.size_bytes) == 0,
+              "queued steps give other values");
         api->host_release(g.dev, host);
         api->mem_release(g.dev, &keep);
     }
@@ -945,8 +1179,12 @@ static void test_many_tickets() {
     REQUIRE(g.open(12, 1, 600) == RF_OK, "%s", g.err.text);
     std::vector<rf_ticket> tickets(300);
     for (size_t i = 0; i < tickets.size(); i++)
-        REQUIRE(api->mem_fill(g.queue, &g.bind.scratch, g.buffer_offset[0], (uint8_t)i, 64, &tickets[i], &g.err) == RF_OK, "%s", g.err.text);
-    for (size_t i = tickets.size(); i-- > 0;) CHECK(api->ticket_wait(&tickets[i], 60000, &g.err) == RF_OK && api->ticket_done(&tickets[i]), "%s", g.err.text);
+        REQUIRE(api->mem_fill(g.queue, &g.bind.scratch, g.buffer_offset[0], (uint8_t)i, 64, &tickets[i], &g.err) ==
+                    RF_OK,
+                "%s", g.err.text);
+    for (size_t i = tickets.size(); i-- > 0;)
+        CHECK(api->ticket_wait(&tickets[i], 60000, &g.err) == RF_OK && api->ticket_done(&tickets[i]), "%s",
+              g.err.text);
 }
 
 static void test_refusals() {
@@ -970,7 +1208,8 @@ static void test_refusals() {
         g.plan.weights = g.weights.data(), g.plan.n_weights = (uint32_t)g.weights.size();
         memset(&err, 0, sizeof err);
         rf_result r = api->op_supported(g.dev, &g.plan, &g.ops[0], &err);
-        CHECK((r == RF_ERR_ARGUMENT || r == RF_ERR_UNSUPPORTED) && err.code == r && strstr(err.text, "op 0"), "kind %d: %d '%s'", kind, r, err.text);
+        CHECK((r == RF_ERR_ARGUMENT || r == RF_ERR_UNSUPPORTED) && err.code == r && strstr(err.text, "op 0"),
+              "kind %d: %d '%s'", kind, r, err.text);
     }
     Rig g(devices[0]);
     small_model(g, RF_TYPE_Q8_0);
@@ -987,11 +1226,14 @@ static void test_refusals() {
     CHECK(g.run(rows_of(2), std::vector<uint32_t>(1, 1), 1) == RF_ERR_ARGUMENT, "logits past their buffer");
     api->weight_clear(g.table, 2);
     g.err.code = RF_OK;
-    CHECK(g.run(rows_of(2)) == RF_ERR_ARGUMENT && strstr(g.err.text, "w2."), "an empty slot was read: %s", g.err.text);
+    CHECK(g.run(rows_of(2)) == RF_ERR_ARGUMENT && strstr(g.err.text, "w2."), "an empty slot was read: %s",
+          g.err.text);
     rf_mem small = {g.bind.scratch.base, 16};
     rf_ticket t;
     float f[8] = {0};
-    CHECK(api->mem_write(g.queue, &small, 8, f, 12, &t, NULL) == RF_ERR_ARGUMENT && api->mem_read(g.queue, &small, 17, f, 1, &t, NULL) == RF_ERR_ARGUMENT, "range");
+    CHECK(api->mem_write(g.queue, &small, 8, f, 12, &t, NULL) == RF_ERR_ARGUMENT &&
+              api->mem_read(g.queue, &small, 17, f, 1, &t, NULL) == RF_ERR_ARGUMENT,
+          "range");
 }
 
 struct Thread {
@@ -1016,7 +1258,9 @@ static void *thread_main(void *arg) {
         if (g.run(rows_of(3)) != RF_OK) return NULL;
         std::vector<float> y(3 * 32);
         rf_ticket ticket;
-        if (api->mem_read(g.queue, &g.bind.scratch, g.buffer_offset[out], y.data(), y.size() * 4, &ticket, &g.err) != RF_OK) return NULL;
+        if (api->mem_read(g.queue, &g.bind.scratch, g.buffer_offset[out], y.data(), y.size() * 4, &ticket, &g.err) !=
+            RF_OK)
+            return NULL;
         if (round == 0) t->found = y;
         else if (!same_bits(t->found, y)) t->found.clear();
     }
@@ -1028,7 +1272,9 @@ static void test_threads() {
     for (size_t i = 0; i < 3; i++) a[i].dev = devices[i % devices.size()];
     for (int i = 0; i < 3; i++) REQUIRE(pthread_create(&id[i], NULL, thread_main, &a[i]) == 0, "thread");
     for (int i = 0; i < 3; i++) pthread_join(id[i], NULL);
-    CHECK(!a[0].found.empty() && same_bits(a[0].found, a[2].found) == (devices[0] == devices[2 % devices.size()] || same_bits(a[0].found, a[2].found)), "threads differ");
+    CHECK(!a[0].found.empty() && same_bits(a[0].found, a[2].found) ==
+                                     (devices[0] == devices[2 % devices.size()] || same_bits(a[0].found, a[2].found)),
+          "threads differ");
     for (int i = 0; i < 3; i++) CHECK(a[i].found.size() == 96, "thread %d failed", i);
 }
 
@@ -1036,7 +1282,8 @@ static void test_threads() {
 
 /* ---- what only the emulator can show ---- */
 
-/* A consumer on another queue without queue_after reads garbage under late execution; with it the values are right. */
+/* A consumer on another queue without queue_after reads garbage under late execution; with it the values
+ * are right. */
 static void test_missing_wait() {
     for (int waits = 0; waits < 2; waits++) {
         rf_queue *a = NULL, *b = NULL;
@@ -1045,15 +1292,19 @@ static void test_missing_wait() {
         rf_ticket t;
         void *src = NULL, *dst = NULL;
         memset(&err, 0, sizeof err);
-        REQUIRE(api->queue_create(devices[0], &a, &err) == RF_OK && api->queue_create(devices[0], &b, &err) == RF_OK &&
-                api->mem_create(devices[0], 64, &m, &err) == RF_OK && api->host_create(devices[0], 64, &src, &err) == RF_OK &&
-                api->host_create(devices[0], 64, &dst, &err) == RF_OK, "%s", err.text);
+        REQUIRE(api->queue_create(devices[0], &a, &err) == RF_OK &&
+                    api->queue_create(devices[0], &b, &err) == RF_OK &&
+                    api->mem_create(devices[0], 64, &m, &err) == RF_OK &&
+                    api->host_create(devices[0], 64, &src, &err) == RF_OK &&
+                    api->host_create(devices[0], 64, &dst, &err) == RF_OK,
+                "%s", err.text);
         memset(src, 5, 64);
         memset(dst, 0, 64);
         CHECK(api->mem_write(a, &m, 0, src, 64, &t, &err) == RF_OK, "%s", err.text);
         if (waits) CHECK(api->queue_after(b, &t, &err) == RF_OK, "%s", err.text);
         CHECK(!api->ticket_done(&t), "a late copy is done at once");
-        CHECK(api->mem_read(b, &m, 0, dst, 64, &t, &err) == RF_OK && api->ticket_wait(&t, 60000, &err) == RF_OK, "%s", err.text);
+        CHECK(api->mem_read(b, &m, 0, dst, 64, &t, &err) == RF_OK && api->ticket_wait(&t, 60000, &err) == RF_OK, "%s",
+              err.text);
         CHECK((memcmp(src, dst, 64) == 0) == (waits == 1), "waits %d", waits);
         api->queue_release(a);
         api->queue_release(b);
@@ -1101,7 +1352,8 @@ static std::vector<float> everything(rf_error *err) {
         rf_step step = {rows.data(), own.data(), NULL, 2, 0, 0};
         if (r == RF_OK) r = api->plan_run(g.prepared, g.queue, 0, 1, &step, &t, &g.err);
         if (r == RF_OK) r = api->queue_after(second, &t, &g.err);
-        if (r == RF_OK) r = api->mem_read(second, &g.bind.scratch, g.buffer_offset[s.out], host, Small::vocab * 4, &t, &g.err);
+        if (r == RF_OK)
+            r = api->mem_read(second, &g.bind.scratch, g.buffer_offset[s.out], host, Small::vocab * 4, &t, &g.err);
         if (r == RF_OK) r = api->ticket_wait(&t, 60000, &g.err);
         if (r == RF_OK) out.assign(static_cast<float *>(host), static_cast<float *>(host) + Small::vocab);
         if (r != RF_OK) *err = g.err;
@@ -1113,30 +1365,36 @@ static std::vector<float> everything(rf_error *err) {
 }
 
 static bool leaks(const hip_emu_counts &a, const hip_emu_counts &b) {
-    return a.allocations != b.allocations || a.host_allocations != b.host_allocations || a.streams != b.streams || a.events != b.events;
+    return a.allocations != b.allocations || a.host_allocations != b.host_allocations || a.streams != b.streams ||
+           a.events != b.events;
 }
 
-/* The n-th call of the runtime fails, for every n: a text that names the call, nothing lost, and all works afterwards. */
+/* The n-th call of the runtime fails, for every n: a text that names the call, nothing lost, and all works
+ * afterwards. */
 static void test_failing_calls() {
     rf_error err;
     hip_emu_counts before = hip_emu_get_counts();
     std::vector<float> want = everything(&err);
     REQUIRE(want.size() == Small::vocab, "%s", err.text);
-    uint64_t calls = hip_emu_get_counts().calls - before.calls, failed = 0;
+    uint64_t calls = hip_emu_get_counts().calls - before.calls, failed = 0, tried = 0;
     CHECK(!leaks(before, hip_emu_get_counts()), "a leak without any failure");
     for (uint64_t n = 1; n <= calls; n += full || n < 20 ? 1 : 1 + n % 7) {
         hip_emu_fail_call(n);
         std::vector<float> found = everything(&err);
         hip_emu_fail_call(0);
         failed += found.empty();
-        if (found.empty()) CHECK(err.code == RF_ERR_DEVICE && strstr(err.text, "hip") && err.text[10], "call %d: %d '%s'", (int)n, err.code, err.text);
+        tried++;
+        if (found.empty())
+            CHECK(err.code == RF_ERR_DEVICE && strstr(err.text, "hip") && err.text[10], "call %d: %d '%s'", (int)n,
+                  err.code, err.text);
         else CHECK(same_bits(found, want), "call %d failed silently and gave other values", (int)n);
         REQUIRE(!leaks(before, hip_emu_get_counts()), "call %d: a leak (%s)", (int)n, err.text);
         if (!full && n % 4) continue;
         found = everything(&err);
         REQUIRE(same_bits(found, want), "after a failure of call %d: %s", (int)n, err.text);
     }
-    CHECK(failed > calls / 8, "only %d of %d failures were noticed", (int)failed, (int)calls);
+    /* the others were releases, and putting the thread's device back */
+    CHECK(failed > tried / 4, "only %d of %d failures were noticed", (int)failed, (int)tried);
 }
 
 /* Work that fails on the device is reported where it is waited for; the device is lost until the process is new. */
@@ -1151,7 +1409,8 @@ static void test_failing_work() {
         hip_emu_fail_work(0);
         hip_emu_recover();
         reported += found.empty();
-        CHECK(found.empty() ? err.code == RF_ERR_DEVICE && err.sys == 719 : same_bits(found, want), "item %d: %d '%s'", (int)n, err.code, err.text);
+        CHECK(found.empty() ? err.code == RF_ERR_DEVICE && err.sys == 719 : same_bits(found, want),
+              "item %d: %d '%s'", (int)n, err.code, err.text);
         REQUIRE(!leaks(before, hip_emu_get_counts()), "item %d: a leak (%s)", (int)n, err.text);
     }
     CHECK(reported > 5, "only %d failures were reported", reported);
@@ -1173,21 +1432,29 @@ static void test_device_list() {
     rf_error err;
     uint32_t n = 0;
     memset(&err, 0, sizeof err);
-    CHECK(api->device_list(info, 4, &n, &err) == RF_OK && n == 2 && !strcmp(info[0].name, "hip:0") && info[0].usable && info[0].is_gpu && info[0].wave_size == 32 &&
-          !strcmp(info[0].arch, "gfx1100"), "%u %s", n, err.text);
-    CHECK(info[1].wave_size == 64 && !strcmp(info[1].arch, "gfx90a") && info[1].total_bytes > 0 && info[1].compute_units > 0, "%s", info[1].arch);
+    CHECK(api->device_list(info, 4, &n, &err) == RF_OK && n == 2 && !strcmp(info[0].name, "hip:0") &&
+              info[0].usable && info[0].is_gpu && info[0].wave_size == 32 && !strcmp(info[0].arch, "gfx1100"),
+          "%u %s", n, err.text);
+    CHECK(info[1].wave_size == 64 && !strcmp(info[1].arch, "gfx90a") && info[1].total_bytes > 0 &&
+              info[1].compute_units > 0,
+          "%s", info[1].arch);
     CHECK(api->device_list(info, 0, &n, NULL) == RF_OK && n == 2, "%u", n);
     rf_dev *d = NULL;
     CHECK(api->device_open(7, NULL, &d, &err) == RF_ERR_NOT_FOUND && !d, "%s", err.text);
     hip_emu_devices(0, 100);
     err.code = RF_OK;
-    CHECK(api->device_list(info, 4, &n, NULL) == RF_OK && n == 1 && !info[0].usable && strstr(info[0].note, "hipErrorNoDevice"), "%s", info[0].note);
-    CHECK(api->device_open(0, NULL, &d, &err) == RF_ERR_DEVICE && strstr(err.text, "hipErrorNoDevice"), "%s", err.text);
+    CHECK(api->device_list(info, 4, &n, NULL) == RF_OK && n == 1 && !info[0].usable &&
+              strstr(info[0].note, "hipErrorNoDevice"),
+          "%s", info[0].note);
+    CHECK(api->device_open(0, NULL, &d, &err) == RF_ERR_DEVICE && strstr(err.text, "hipErrorNoDevice"), "%s",
+          err.text);
     hip_emu_devices(2, 0);
     hip_emu_no_kernels(1);
     hip_emu_counts before = hip_emu_get_counts();
     err.code = RF_OK;
-    CHECK(api->device_open(0, NULL, &d, &err) == RF_ERR_DEVICE && strstr(err.text, "--offload-arch=gfx1100") && strstr(err.text, "hip:0"), "%s", err.text);
+    CHECK(api->device_open(0, NULL, &d, &err) == RF_ERR_DEVICE && strstr(err.text, "--offload-arch=gfx1100") &&
+              strstr(err.text, "hip:0"),
+          "%s", err.text);
     CHECK(!leaks(before, hip_emu_get_counts()), "a leak");
     hip_emu_no_kernels(0);
 }
@@ -1222,7 +1489,8 @@ static void test_host_memory() {
             err = g.err;
             done = r == RF_OK && host_fail > 0;
         }
-        CHECK(r == RF_OK || (r == RF_ERR_MEMORY && err.code == RF_ERR_MEMORY), "allocation %d: %d '%s'", n, r, err.text);
+        CHECK(r == RF_OK || (r == RF_ERR_MEMORY && err.code == RF_ERR_MEMORY), "allocation %d: %d '%s'", n, r,
+              err.text);
         if (d) api->device_close(d);
         REQUIRE(host_blocks == 0 && n < 1000, "allocation %d: %d blocks are left", n, host_blocks);
     }
@@ -1238,15 +1506,16 @@ int main(int argc, char **argv) {
     rf_error err;
     uint32_t n = 0;
     memset(&err, 0, sizeof err);
-    if (api->size_bytes != sizeof *api || api->version != RF_DEVICE_API_VERSION || api->op_bytes != sizeof(rf_op) || api->step_bytes != sizeof(rf_step)) {
+    if (api->size_bytes != sizeof *api || api->version != RF_DEVICE_API_VERSION || api->op_bytes != sizeof(rf_op) ||
+        api->step_bytes != sizeof(rf_step)) {
         printf("the kernels were compiled with another rocmforge.h\n");
         return 1;
     }
     api->device_list(info, 8, &n, &err);
     for (uint32_t i = 0; i < n && i < 8; i++) {
         rf_dev *d = NULL;
-        printf("%s: %s, %s, waves of %u, %u units, %.1f GB %s\n", info[i].name, info[i].text, info[i].arch, info[i].wave_size, info[i].compute_units,
-               (double)info[i].total_bytes * 1e-9, info[i].note);
+        printf("%s: %s, %s, waves of %u, %u units, %.1f GB %s\n", info[i].name, info[i].text, info[i].arch,
+               info[i].wave_size, info[i].compute_units, (double)info[i].total_bytes * 1e-9, info[i].note);
         if (!info[i].usable) continue;
         if (api->device_open(i, NULL, &d, &err) != RF_OK) {
             printf("%s\n", err.text);
@@ -1268,6 +1537,8 @@ int main(int argc, char **argv) {
     RUN(test_glu_gather);
     RUN(test_kv_store);
     RUN(test_attention);
+    RUN(test_together);
+    RUN(test_small_model);
     RUN(test_queued_steps);
     RUN(test_times);
     RUN(test_many_tickets);
@@ -1285,7 +1556,8 @@ int main(int argc, char **argv) {
 #ifdef RF_TEST_EMU
     hip_emu_counts c = hip_emu_get_counts();
     if (c.allocations || c.host_allocations || c.streams || c.events) {
-        printf("left: %u allocations, %u pinned, %u streams, %u events\n", c.allocations, c.host_allocations, c.streams, c.events);
+        printf("left: %u allocations, %u pinned, %u streams, %u events\n", c.allocations, c.host_allocations,
+               c.streams, c.events);
         return 1;
     }
 #endif

@@ -587,8 +587,9 @@ static void test_context_full(void) {
     CHECK(strstr(r.err.text, "8") != NULL, "%s", r.err.text);
     CHECK(rf_session_length(r.s, 0) == 0);
     CHECK(rf_forward(r.s, tokens, 8, &logits, &r.err) == RF_OK && logits, "exactly full: %s", r.err.text);
+    CHECK(rf_session_logits(r.s, 0) == logits, "its logits");
     CHECK(rf_forward(r.s, tokens, 1, &logits, &r.err) == RF_ERR_CONTEXT_FULL, "one more");
-    CHECK(rf_session_length(r.s, 0) == 8);
+    CHECK(rf_session_length(r.s, 0) == 8 && rf_session_logits(r.s, 0) == NULL, "a failure keeps no logits");
     rf_row rows[3] = {{.token = 1, .seq = 1, .pos = RF_POS_NEXT, .want_logits = 1}, {.token = 1, .seq = 0, .pos = RF_POS_NEXT}};
     CHECK(rf_eval(r.s, rows, 2, &r.err) == RF_ERR_CONTEXT_FULL && r.err.where == 1, "%s", r.err.text);
     CHECK(rf_session_length(r.s, 1) == 0 && rf_session_logits(r.s, 0) == NULL, "all or nothing");
@@ -886,7 +887,7 @@ static void test_example(void) {
                                     11,   310, 455, 288, 844, 50, 51,  422, 50,  268, 40,  459, 725, 292, 11,  310, 455, 288, 844,
                                     50,   51,  422, 50,  268, 40, 459, 725, 292, 11};
     static float got[64 * 1024];
-    const double tolerance = 0.08, margin = 0.17; /* measured: 0.046 and 0.172 */
+    const double tolerance = 0.085, margin = 0.17; /* measured: 0.04 to 0.06, and 0.172 */
     int32_t mine[64];
     rig r;
     ref_model m;

@@ -31,7 +31,7 @@ static int by_logit(const void *a, const void *b) {
     return i < j ? -1 : 1;
 }
 
-/* probability[n] by the definition: sort, keep the best k, keep the shortest head that holds p, keep what has min_p of
+/* probability[n] by the definition: sort, keep the best k, the shortest head that holds p, and what has min_p of
  * the best one's probability, then the softmax at the temperature. Finite logits. */
 static void reference(const float *logits, uint32_t n, const rf_sampler_desc *d, double *probability) {
     uint32_t *order = malloc(n * sizeof *order), kept = n;
@@ -58,9 +58,8 @@ static void reference(const float *logits, uint32_t n, const rf_sampler_desc *d,
 
 /* ---- what is kept ---- */
 
-/* The kept set, exactly, and each choice where a uniform number u must land in the cumulative distribution. expf is
- * good to 1e-7 of each weight and the float logit difference (below 64) to 4e-6, so the ends of a token's interval
- * are known to 1e-5 at worst. */
+/* The kept set, exactly, and each choice where a uniform number u must land in the cumulative distribution. Weights
+ * are good to 1e-8, so the ends of a token's interval are known to 1e-7. */
 static void check_against_reference(float *logits, uint32_t n, const rf_sampler_desc *d, int n_draws) {
     double *probability = malloc(n * sizeof *probability), *before = malloc((n + 1) * sizeof *before);
     rf_sampler s, twin;
@@ -90,7 +89,7 @@ static void check_against_reference(float *logits, uint32_t n, const rf_sampler_
         if (token < 0 || (uint32_t)token >= n) break;
         CHECK(probability[token] > 0, "n %u top_k %u top_p %g min_p %g: token %d is not in the set", n, d->top_k,
               (double)d->top_p, (double)d->min_p, token);
-        CHECK(u > before[token] - 1e-5 && u < before[token + 1] + 1e-5, "n %u: u %.9f outside %.9f..%.9f of token %d",
+        CHECK(u > before[token] - 1e-7 && u < before[token + 1] + 1e-7, "n %u: u %.9f outside %.9f..%.9f of token %d",
               n, u, before[token], before[token + 1], token);
     }
     free(before);
@@ -195,6 +194,17 @@ static void test_generator(void) {
     }
     rfi_random_seed(state, 0);
     CHECK(state[0] == 0xe220a8397b1dcdafu && state[1] == 0x6e789e6aa1b965f4u);
+}
+
+static void test_exp(void) {
+    double worst = 0;
+    for (double x = 0; x > -699; x -= 0.00731) {
+        double error = fabs(rfi_sample_exp(x) / exp(x) - 1);
+        if (error > worst) worst = error;
+    }
+    CHECK(worst < 1e-8, "relative error %g", worst);
+    CHECK(rfi_sample_exp(0) == 1 && rfi_sample_exp(-701) == 0);
+    CHECK(rfi_sample_exp(-INFINITY) == 0 && rfi_sample_exp(NAN) == 0);
 }
 
 /* Drawn by a separate program (Python, double, sorting) from logits ((7919 i) mod 1009) / 128, i < 512. */
@@ -338,6 +348,14 @@ static void test_not_numbers(void) {
         }
         CHECK(seen == (hot ? 10u : 2u), "hot %d: infinite logits drawn: %x", hot, seen);
     }
+    /* Every NaN is one: the ones next to the infinities, and quiet ones of both signs. */
+    const uint32_t nans[] = {0x7f800001u, 0xff800001u, 0x7fc00000u, 0xffc00000u, 0x7fffffffu, 0xffffffffu};
+    for (size_t i = 0; i < RFI_COUNT(nans); i++) {
+        float two[2] = {0, -1};
+        memcpy(two, &nans[i], sizeof nans[i]);
+        rf_sampler_init(&s, NULL, NULL);
+        CHECK(rf_sampler_sample(&s, two, 2, &token, NULL) == RF_OK && token == 1, "%x", nans[i]);
+    }
     /* Extremes of the temperature and of the range of a float: the sums stay numbers. */
     const float temperatures[] = {FLT_MIN / 4, 1e-6f, 1, FLT_MAX};
     for (size_t t = 0; t < RFI_COUNT(temperatures); t++) {
@@ -400,6 +418,7 @@ int main(int argc, char **argv) {
     RUN(test_ties);
     RUN(test_distribution);
     RUN(test_generator);
+    RUN(test_exp);
     RUN(test_golden);
     RUN(test_seed);
     RUN(test_greedy);

@@ -5,6 +5,9 @@
 #include "make_gguf.h"
 #include "rf_test.h"
 
+#define FORMAT(g, name, messages, n, open_answer, ...) \
+    rf_chat_format(g, &(rf_chat){name, messages, n, open_answer}, __VA_ARGS__)
+
 /* ---- files ---- */
 
 static mg_buf file_bytes;
@@ -41,7 +44,7 @@ static void check_name(const char *what, const char *text, size_t n, const char 
     rf_error err;
     size_t count = 99;
     rf_chat_message hello = {"user", "hi"};
-    rf_result r = rf_chat_format(g, NULL, &hello, 1, 1, NULL, 0, &count, &err);
+    rf_result r = FORMAT(g, NULL, &hello, 1, 1, NULL, 0, &count, &err);
     if (want) CHECK(r == RF_ERR_ARGUMENT && count > 2, "%s: %s, %zu bytes", what, rf_result_name(r), count);
     else CHECK(r == RF_ERR_UNSUPPORTED && err.code == r && err.text[0] && count == 0, "%s: %s", what,
                rf_result_name(r));
@@ -267,7 +270,7 @@ static void check_text(const char *what, const rf_gguf *g, const char *name, con
     size_t count = 0, want_n = strlen(want);
     rf_error err;
     memset(out, '#', sizeof out);
-    rf_result r = rf_chat_format(g, name, m, n, open, out, sizeof out, &count, &err);
+    rf_result r = FORMAT(g, name, m, n, open, out, sizeof out, &count, &err);
     CHECK(r == RF_OK && err.code == RF_OK, "%s: %s", what, err.text);
     CHECK(count == want_n && memcmp(out, want, want_n) == 0, "%s: want\n%s\ngot\n%.*s", what, want, (int)count, out);
     CHECK(out[count] == '#', "%s: wrote behind the text", what);
@@ -331,9 +334,9 @@ static void test_system(void) {
     size_t count;
     rf_error err;
     char out[256];
-    CHECK(rf_chat_format(NULL, "gemma", two, 2, 1, out, sizeof out, &count,
+    CHECK(FORMAT(NULL, "gemma", two, 2, 1, out, sizeof out, &count,
                          &err) == RF_ERR_ARGUMENT && err.where == 1);
-    CHECK(rf_chat_format(NULL, "gemma", (rf_chat_message[]){{"system", "A"}, {"assistant", "a"}}, 2, 1, out,
+    CHECK(FORMAT(NULL, "gemma", ((rf_chat_message[]){{"system", "A"}, {"assistant", "a"}}), 2, 1, out,
                          sizeof out, &count,
                          &err) == RF_ERR_ARGUMENT && err.where == 0);
 }
@@ -347,7 +350,7 @@ static void test_capacity(void) {
             char out[1024];
             size_t count = 0;
             memset(out, '#', sizeof out);
-            rf_result r = rf_chat_format(NULL, texts[i].name, conversation, 5, 0, capacity ? out : NULL, capacity,
+            rf_result r = FORMAT(NULL, texts[i].name, conversation, 5, 0, capacity ? out : NULL, capacity,
                                          &count, NULL);
             CHECK(r == (capacity < n ? RF_ERR_ARGUMENT : RF_OK) && count == n, "%s at %zu: %s, %zu", texts[i].name,
                   capacity,
@@ -366,19 +369,19 @@ static void test_arguments(void) {
     size_t count = 7;
     rf_error err;
     for (size_t i = 0; i < RFI_COUNT(bad); i++) {
-        CHECK(rf_chat_format(NULL, "chatml", bad[i], 2, 0, out, sizeof out, &count,
+        CHECK(FORMAT(NULL, "chatml", bad[i], 2, 0, out, sizeof out, &count,
                              &err) == RF_ERR_ARGUMENT && err.where == 1);
         CHECK(count == 0);
     }
-    CHECK(rf_chat_format(NULL, NULL, conversation, 5, 0, out, sizeof out, &count, &err) == RF_ERR_ARGUMENT);
-    CHECK(rf_chat_format(NULL, "chatml2", conversation, 5, 0, out, sizeof out, &count, &err) == RF_ERR_ARGUMENT);
-    CHECK(rf_chat_format(NULL, "", conversation, 5, 0, out, sizeof out, &count, &err) == RF_ERR_ARGUMENT);
-    CHECK(rf_chat_format(NULL, "chatml", NULL, 5, 0, out, sizeof out, &count, &err) == RF_ERR_ARGUMENT);
-    CHECK(rf_chat_format(NULL, "chatml", conversation, 5, 0, NULL, 64, &count, &err) == RF_ERR_ARGUMENT);
-    CHECK(rf_chat_format(NULL, "chatml", conversation, 5, 0, out, sizeof out, NULL, &err) == RF_ERR_ARGUMENT);
+    CHECK(FORMAT(NULL, NULL, conversation, 5, 0, out, sizeof out, &count, &err) == RF_ERR_ARGUMENT);
+    CHECK(FORMAT(NULL, "chatml2", conversation, 5, 0, out, sizeof out, &count, &err) == RF_ERR_ARGUMENT);
+    CHECK(FORMAT(NULL, "", conversation, 5, 0, out, sizeof out, &count, &err) == RF_ERR_ARGUMENT);
+    CHECK(FORMAT(NULL, "chatml", NULL, 5, 0, out, sizeof out, &count, &err) == RF_ERR_ARGUMENT);
+    CHECK(FORMAT(NULL, "chatml", conversation, 5, 0, NULL, 64, &count, &err) == RF_ERR_ARGUMENT);
+    CHECK(FORMAT(NULL, "chatml", conversation, 5, 0, out, sizeof out, NULL, &err) == RF_ERR_ARGUMENT);
     CHECK(rf_chat_template_name(NULL) == NULL);
     rf_gguf *g = open_file(NULL, 0, NULL, 0);
-    CHECK(rf_chat_format(g, NULL, conversation, 5, 0, out, sizeof out, &count,
+    CHECK(FORMAT(g, NULL, conversation, 5, 0, out, sizeof out, &count,
                          &err) == RF_ERR_NOT_FOUND && err.text[0]);
     CHECK(rf_chat_template_name(g) == NULL);
     rf_gguf_close(g, NULL);

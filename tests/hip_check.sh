@@ -1,0 +1,58 @@
+#!/bin/sh
+# hip_check.sh [FILE.hip]: compile the kernels for every GPU that the installed hipcc is known to handle and read what the
+# compiler says about each kernel: registers spilled to memory, private memory and a dynamic stack must be none, for each of
+# them. Needs hipcc, no GPU. HIPCC and TARGETS override the compiler and the list.
+file=${1:-rocmforge_kernels.hip}
+hipcc=${HIPCC:-hipcc}
+all="gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1151 gfx1200 gfx1201"
+must="gfx906 gfx90a gfx1030" # known to every hipcc since 5.0
+dir=$(mktemp -d) || exit 1
+trap 'rm -rf "$dir"' EXIT
+command -v "$hipcc" >/dev/null || { echo "hip_check: $hipcc is not installed"; exit 77; }
+
+# "name vgpr_spills sgpr_spills private_bytes dynamic_stack" of every kernel, from the metadata at the end of the assembly
+kernels() {
+    awk '
+    /^amdhsa.kernels:/ { on = 1; next }
+    on && /^(amdhsa|\.\.\.)/ { on = 0 }
+    on && /^  - / { flush() }
+    on {
+        for (i = 1; i < NF; i++) {
+            if ($i == ".name:" && $0 ~ /^    \.name:/) name = $(i + 1)
+            if ($i == ".vgpr_spill_count:") v = $(i + 1)
+            if ($i == ".sgpr_spill_count:") s = $(i + 1)
+            if ($i == ".private_segment_fixed_size:") p = $(i + 1)
+            if ($i == ".uses_dynamic_stack:") d = $(i + 1)
+        }
+    }
+    function flush() { if (name != "") print name, v, s, p, d; name = ""; v = s = p = "?"; d = "false" }
+    END { flush() }' "$1"
+}
+
+printf '#include <hip/hip_runtime.h>\n__global__ void k() {}\n' >"$dir/probe.hip"
+options="-x hip --cuda-device-only -O3 -S -Wall -Wextra -Wno-unused-command-line-argument"
+
+bad=0 checked=0
+for target in ${TARGETS:-$all}; do
+    if ! "$hipcc" $options --offload-arch="$target" -o "$dir/probe.s" "$dir/probe.hip" >/dev/null 2>&1; then
+        case " $must " in *" $target "*) echo "hip_check: $target: this hipcc does not know it"; bad=1 ;; *) echo "$target: not known to this hipcc" ;; esac
+        continue
+    fi
+    if ! "$hipcc" $options --offload-arch="$target" -o "$dir/$target.s" "$file" 2>"$dir/log"; then
+        grep -v -e Traceback -e '^  ' -e rocm_agent_enumerator "$dir/log"
+        echo "hip_check: $target: does not compile"
+        bad=1
+        continue
+    fi
+    grep -A3 'warning:' "$dir/log" && bad=1
+    kernels "$dir/$target.s" >"$dir/$target"
+    n=$(grep -c . "$dir/$target")
+    checked=$((checked + n))
+    [ "$n" -gt 0 ] || { echo "hip_check: $target: no kernels in the assembly"; bad=1; }
+    awk -v t="$target" '
+        $2 != 0 || $4 != 0 || $5 != "false" { print "hip_check: " t ": " $1 ": vgpr spills " $2 ", private bytes " $4 ", dynamic stack " $5; bad = 1 }
+        $3 != 0 { sgpr++ }
+        END { print t ": " NR " kernels, " sgpr + 0 " with sgpr spills"; exit bad }' "$dir/$target" || bad=1
+done
+echo "hip_check: $checked kernels checked"
+[ "$checked" -gt 0 ] && [ "$bad" -eq 0 ]
