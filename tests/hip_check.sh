@@ -1,7 +1,7 @@
 #!/bin/sh
-# hip_check.sh [FILE.hip]: compile the kernels for every GPU that the installed hipcc is known to handle and read what the
-# compiler says about each kernel: registers spilled to memory, private memory and a dynamic stack must be none, for each of
-# them. Needs hipcc, no GPU. HIPCC and TARGETS override the compiler and the list.
+# hip_check.sh [FILE.hip]: compile the kernels for every GPU that the installed hipcc knows and read what the compiler
+# says about each kernel: vector registers spilled to memory, private memory and a dynamic stack must be none. Needs
+# hipcc, no GPU. HIPCC and TARGETS override the compiler and the list.
 file=${1:-rocmforge_kernels.hip}
 hipcc=${HIPCC:-hipcc}
 all="gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1151 gfx1200 gfx1201"
@@ -10,7 +10,7 @@ dir=$(mktemp -d) || exit 1
 trap 'rm -rf "$dir"' EXIT
 command -v "$hipcc" >/dev/null || { echo "hip_check: $hipcc is not installed"; exit 77; }
 
-# "name vgpr_spills sgpr_spills private_bytes dynamic_stack" of every kernel, from the metadata at the end of the assembly
+# "name vgpr_spills sgpr_spills private_bytes dynamic_stack" of every kernel, from the metadata that ends the assembly
 kernels() {
     awk '
     /^amdhsa.kernels:/ { on = 1; next }
@@ -35,7 +35,8 @@ options="-x hip --cuda-device-only -O3 -S -Wall -Wextra -Wno-unused-command-line
 bad=0 checked=0
 for target in ${TARGETS:-$all}; do
     if ! "$hipcc" $options --offload-arch="$target" -o "$dir/probe.s" "$dir/probe.hip" >/dev/null 2>&1; then
-        case " $must " in *" $target "*) echo "hip_check: $target: this hipcc does not know it"; bad=1 ;; *) echo "$target: not known to this hipcc" ;; esac
+        echo "$target: not known to this hipcc"
+        case " $must " in *" $target "*) bad=1 ;; esac
         continue
     fi
     if ! "$hipcc" $options --offload-arch="$target" -o "$dir/$target.s" "$file" 2>"$dir/log"; then
@@ -50,7 +51,10 @@ for target in ${TARGETS:-$all}; do
     checked=$((checked + n))
     [ "$n" -gt 0 ] || { echo "hip_check: $target: no kernels in the assembly"; bad=1; }
     awk -v t="$target" '
-        $2 != 0 || $4 != 0 || $5 != "false" { print "hip_check: " t ": " $1 ": vgpr spills " $2 ", private bytes " $4 ", dynamic stack " $5; bad = 1 }
+        $2 != 0 || $4 != 0 || $5 != "false" {
+            print "hip_check: " t ": " $1 ": vgpr spills " $2 ", private bytes " $4 ", dynamic stack " $5
+            bad = 1
+        }
         $3 != 0 { sgpr++ }
         END { print t ": " NR " kernels, " sgpr + 0 " with sgpr spills"; exit bad }' "$dir/$target" || bad=1
 done
