@@ -1273,7 +1273,8 @@ static int rfi_cell_claim(rfi_cell *c, rfi_lot *lot, rf_error *err) {
 /* Get-or-try-init: returns with the cell READY and pinned, or with the error of the attempt this call made or waited
  * for; then it is UNLOADED again and a later call may retry. `load` runs in exactly one thread at a time. *loaded
  * (may be NULL): 1 if this call did it. */
-static rf_result rfi_cell_acquire(rfi_cell *c, rfi_lot *lot, rfi_load_fn load, void *ctx, int *loaded, rf_error *err) {
+static rf_result rfi_cell_acquire(rfi_cell *c, rfi_lot *lot, rfi_load_fn load, void *ctx, int *loaded,
+                                  rf_error *err) {
     rf_error own;
     if (loaded) *loaded = 0;
     for (;;) {
@@ -1314,12 +1315,12 @@ static void rfi_cell_evicted(rfi_cell *c, rfi_lot *lot) {
  * worker joins a job while it is open; the caller closes it when the chunks run out and waits only for those who
  * joined, so a worker that sleeps costs nothing. Workers look for work for RFI_SPIN_SECONDS, then sleep. */
 
-#define RFI_MAX_THREADS 256
+#define RFI_MAX_THREADS  256
 #define RFI_SPIN_SECONDS 100e-6
 
 typedef void (*rfi_chunk_fn)(void *ctx, uint32_t chunk, uint32_t thread);
 
-#define RFI_JOB_OPEN ((uint64_t)1 << 31)
+#define RFI_JOB_OPEN   ((uint64_t)1 << 31)
 #define RFI_JOB_INSIDE (RFI_JOB_OPEN - 1) /* mask: workers inside; above the open bit: number of the job */
 
 typedef struct rfi_pool rfi_pool;
@@ -1335,12 +1336,12 @@ struct rfi_pool {
     uint32_t n_threads;
     uint32_t n_started;
     rfi_worker *workers;
-    pthread_mutex_t busy;   /* held by the caller whose job runs            */
-    rfi_lot lot;            /* sleeping workers                             */
+    pthread_mutex_t busy; /* held by the caller whose job runs            */
+    rfi_lot lot;          /* sleeping workers                             */
     _Atomic uint32_t n_sleeping;
     _Atomic int quit;
     _Atomic uint64_t job;
-    _Atomic uint32_t next;  /* chunk                                        */
+    _Atomic uint32_t next; /* chunk                                        */
     uint32_t n_chunks;
     rfi_chunk_fn fn;
     void *ctx;
@@ -1373,7 +1374,8 @@ static void rfi_pool_wait(rfi_pool *p, uint64_t last) {
         }
     } while (rfi_now() < until);
     pthread_mutex_lock(&p->lot.mutex);
-    atomic_fetch_add(&p->n_sleeping, 1); /* before the look at job: the caller stores job, then looks at n_sleeping */
+    atomic_fetch_add(&p->n_sleeping,
+                     1); /* before the look at job: the caller stores job, then looks at n_sleeping */
     for (;;) {
         uint64_t job = atomic_load(&p->job);
         if (((job & RFI_JOB_OPEN) && job / RFI_JOB_OPEN != last) || atomic_load(&p->quit)) break;
@@ -2742,11 +2744,11 @@ typedef struct rfi_store {
     rf_device *device;
     const rf_plan *plan;
     rf_table *table;
-    rf_queue *queue;          /* for copies; one load at a time uses it and the staging buffer  */
+    rf_queue *queue; /* for copies; one load at a time uses it and the staging buffer  */
     pthread_mutex_t copying;
-    void *staging;            /* created by the first load that copies; guarded by copying      */
+    void *staging; /* created by the first load that copies; guarded by copying      */
     rfi_lot lot;
-    rfi_tensor *tensors;      /* [plan->n_weights], by slot                                     */
+    rfi_tensor *tensors; /* [plan->n_weights], by slot                                     */
     uint64_t total_bytes;
     rf_progress_fn progress_fn;
     void *progress_user;
@@ -2761,7 +2763,8 @@ typedef struct rfi_load {
 } rfi_load;
 
 /* Copy a tensor to the device piece by piece through the staging buffer. */
-static rf_result rfi_tensor_copy(rfi_store *s, uint32_t slot, rfi_tensor *t, const rf_weight_layout *layout, rf_error *err) {
+static rf_result rfi_tensor_copy(rfi_store *s, uint32_t slot, rfi_tensor *t, const rf_weight_layout *layout,
+                                 rf_error *err) {
     const rf_device_api *api = s->device->api;
     const rf_plan_weight *w = &s->plan->weights[slot];
     uint64_t row_bytes = w->size_bytes / w->n_rows;
@@ -2769,19 +2772,21 @@ static rf_result rfi_tensor_copy(rfi_store *s, uint32_t slot, rfi_tensor *t, con
     rf_mem scratch = {0};
     rf_result r = RF_OK;
     if (row_bytes > RFI_STAGING_BYTES)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, t->info.where, "%s: rows of %llu bytes, at most %llu are supported", w->name,
-                        RFI_LLU(row_bytes), (unsigned long long)RFI_STAGING_BYTES);
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, t->info.where,
+                        "%s: rows of %llu bytes, at most %llu are supported", w->name, RFI_LLU(row_bytes),
+                        (unsigned long long)RFI_STAGING_BYTES);
     if (!s->staging) r = api->host_create(s->device->dev, RFI_STAGING_BYTES, &s->staging, err);
     if (r == RF_OK) r = api->mem_create(s->device->dev, layout->size_bytes, &t->mem, err);
     if (r == RF_OK) atomic_fetch_add(&s->device_allocations, 1);
-    if (r == RF_OK && layout->scratch_bytes) r = api->mem_create(s->device->dev, layout->scratch_bytes, &scratch, err);
+    if (r == RF_OK && layout->scratch_bytes)
+        r = api->mem_create(s->device->dev, layout->scratch_bytes, &scratch, err);
     for (uint64_t row = 0; r == RF_OK && row < w->n_rows; row += step) {
         uint64_t n = rfi_min_u64(step, w->n_rows - row);
         rf_ticket ticket = {0};
         r = rf_gguf_read_tensor(s->g, w->tensor, row * row_bytes, s->staging, (size_t)(n * row_bytes), err);
         if (r == RF_OK)
-            r = api->weight_write(s->table, s->queue, slot, &t->mem, 0, layout->scratch_bytes ? &scratch : NULL, (uint32_t)row,
-                                  (uint32_t)n, s->staging, &ticket, err);
+            r = api->weight_write(s->table, s->queue, slot, &t->mem, 0, layout->scratch_bytes ? &scratch : NULL,
+                                  (uint32_t)row, (uint32_t)n, s->staging, &ticket, err);
         if (r == RF_OK) r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
     }
     if (scratch.base) api->mem_release(s->device->dev, &scratch);
@@ -2892,7 +2897,8 @@ static rf_result rfi_store_open(rfi_store *s, rf_gguf *g, rf_device *d, const rf
         pthread_mutex_destroy(&s->copying);
         return r;
     }
-    s->tensors = (rfi_tensor *)rfi_alloc(rfi_gguf_allocator(g), plan->n_weights, sizeof *s->tensors, "lazy tensors", err);
+    s->tensors =
+        (rfi_tensor *)rfi_alloc(rfi_gguf_allocator(g), plan->n_weights, sizeof *s->tensors, "lazy tensors", err);
     r = s->tensors ? d->api->table_create(d->dev, plan, &s->table, err) : RF_ERR_MEMORY;
     if (r == RF_OK) r = d->api->queue_create(d->dev, &s->queue, err);
     for (uint32_t slot = 0; r == RF_OK && slot < plan->n_weights; slot++) {
@@ -2941,7 +2947,8 @@ typedef struct rfi_config {
 } rfi_config;
 
 static const char *rfi_kv_type_name(uint32_t type) {
-    static const char *const names[] = {"u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "array", "u64", "i64", "f64"};
+    static const char *const names[] = {"u8",   "i8",     "u16",   "i16", "u32", "i32", "f32",
+                                        "bool", "string", "array", "u64", "i64", "f64"};
     return type < RFI_COUNT(names) ? names[type] : "unknown";
 }
 
@@ -2951,7 +2958,8 @@ static int rfi_kv_is_uint(uint32_t type) {
 }
 
 /* Find "<arch>.<suffix>", or suffix itself if arch is NULL: 1 if it is there. */
-static int rfi_key_find(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_kv *kv, char *name, size_t capacity) {
+static int rfi_key_find(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_kv *kv, char *name,
+                        size_t capacity) {
     snprintf(name, capacity, "%s%s%s", arch ? arch->name : "", arch ? "." : "", suffix);
     return rf_gguf_find_kv(g, name, kv) == RF_OK;
 }
@@ -2963,8 +2971,8 @@ typedef struct rfi_uint_key {
     uint32_t min, max, absent, required;
 } rfi_uint_key;
 
-static rf_result rfi_key_uint(const rf_gguf *g, const rfi_arch *arch, const rfi_uint_key *key, uint64_t il, uint64_t n_layers,
-                              uint32_t *out, rf_error *err) {
+static rf_result rfi_key_uint(const rf_gguf *g, const rfi_arch *arch, const rfi_uint_key *key, uint64_t il,
+                              uint64_t n_layers, uint32_t *out, rf_error *err) {
     char name[96];
     rf_kv kv;
     int64_t v = 0;
@@ -2979,19 +2987,19 @@ static rf_result rfi_key_uint(const rf_gguf *g, const rfi_arch *arch, const rfi_
                         rfi_gguf_path(g), name, RFI_LLU(kv.where), kv.type == RF_KV_ARRAY ? "an array of " : "",
                         rfi_kv_type_name(kv.element_type));
     if (per_layer && kv.count != n_layers)
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want %llu elements, one per layer, found %llu",
-                        rfi_gguf_path(g), name, RFI_LLU(kv.where), RFI_LLU(n_layers),
-                        RFI_LLU(kv.count));
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where,
+                        "%s: %s at byte %llu: want %llu elements, one per layer, found %llu", rfi_gguf_path(g),
+                        name, RFI_LLU(kv.where), RFI_LLU(n_layers), RFI_LLU(kv.count));
     if (rf_kv_int(&kv, per_layer ? il : 0, &v) != RF_OK || v < 0 || v < key->min || v > key->max)
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want %u to %u, found %lld", rfi_gguf_path(g), name,
-                        RFI_LLU(kv.where), key->min, key->max, (long long)v);
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want %u to %u, found %lld",
+                        rfi_gguf_path(g), name, RFI_LLU(kv.where), key->min, key->max, (long long)v);
     *out = (uint32_t)v;
     return RF_OK;
 }
 
 /* One real hyperparameter, finite and >= min. */
-static rf_result rfi_key_real(const rf_gguf *g, const rfi_arch *arch, const char *suffix, double min, double absent,
-                              int required, double *out, rf_error *err) {
+static rf_result rfi_key_real(const rf_gguf *g, const rfi_arch *arch, const char *suffix, double min,
+                              double absent, int required, double *out, rf_error *err) {
     char name[96];
     rf_kv kv;
     *out = absent;
@@ -3000,8 +3008,8 @@ static rf_result rfi_key_real(const rf_gguf *g, const rfi_arch *arch, const char
         return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), name);
     }
     if (kv.type != RF_KV_F32 && kv.type != RF_KV_F64)
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a real number, found %s", rfi_gguf_path(g), name,
-                        RFI_LLU(kv.where), rfi_kv_type_name(kv.type));
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a real number, found %s",
+                        rfi_gguf_path(g), name, RFI_LLU(kv.where), rfi_kv_type_name(kv.type));
     rf_kv_real(&kv, 0, out);
     if (!isfinite(*out) || *out < min)
         return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a finite number >= %g, found %g",
@@ -3010,14 +3018,14 @@ static rf_result rfi_key_real(const rf_gguf *g, const rfi_arch *arch, const char
 }
 
 /* A string key; *out empty if absent. */
-static rf_result rfi_key_text(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_string *out, rf_kv *kv,
-                              rf_error *err) {
+static rf_result rfi_key_text(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_string *out,
+                              rf_kv *kv, rf_error *err) {
     char name[96];
     memset(out, 0, sizeof *out);
     if (!rfi_key_find(g, arch, suffix, kv, name, sizeof name)) return RF_OK;
     if (kv->type != RF_KV_STRING)
-        return rfi_fail(err, RF_ERR_FORMAT, kv->where, "%s: %s at byte %llu: want a string, found %s", rfi_gguf_path(g), name,
-                        RFI_LLU(kv->where), rfi_kv_type_name(kv->type));
+        return rfi_fail(err, RF_ERR_FORMAT, kv->where, "%s: %s at byte %llu: want a string, found %s",
+                        rfi_gguf_path(g), name, RFI_LLU(kv->where), rfi_kv_type_name(kv->type));
     return rf_kv_text(kv, NULL, out);
 }
 
@@ -3026,14 +3034,16 @@ static rf_result rfi_config_arch(const rf_gguf *g, rfi_config *c, rf_error *err)
     rf_kv kv;
     rf_result r = rfi_key_text(g, NULL, "general.architecture", &arch, &kv, err);
     if (r != RF_OK) return r;
-    if (arch.len == 0) return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key general.architecture is missing or empty", rfi_gguf_path(g));
+    if (arch.len == 0)
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key general.architecture is missing or empty",
+                        rfi_gguf_path(g));
     c->arch = rfi_arch_find(arch);
     if (c->arch) return RF_OK;
     char names[128];
     rfi_arch_list(names, sizeof names);
     return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where,
-                    "%s: general.architecture at byte %llu: '%.*s' is not supported (supported: %s)", rfi_gguf_path(g),
-                    RFI_LLU(kv.where), RFI_STR(arch), names);
+                    "%s: general.architecture at byte %llu: '%.*s' is not supported (supported: %s)",
+                    rfi_gguf_path(g), RFI_LLU(kv.where), RFI_STR(arch), names);
 }
 
 /* Rope: base, scaling and its type. A factor without a type means linear; rope.scale_linear is its old name. */
@@ -3045,7 +3055,8 @@ static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err)
     rf_result r = rfi_key_real(g, c->arch, "rope.freq_base", FLT_MIN, 10000.0, 0, &c->rope_base, err);
     if (r == RF_OK) r = rfi_key_real(g, c->arch, "rope.scaling.factor", 0, 0, 0, &c->rope_factor, err);
     if (r == RF_OK) r = rfi_key_real(g, c->arch, "rope.scale_linear", 0, 0, 0, &old_factor, err);
-    if (r == RF_OK) r = rfi_key_real(g, c->arch, "rope.scaling.yarn_log_multiplier", 0, 0, 0, &c->yarn_log_multiplier, err);
+    if (r == RF_OK)
+        r = rfi_key_real(g, c->arch, "rope.scaling.yarn_log_multiplier", 0, 0, 0, &c->yarn_log_multiplier, err);
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &original, 0, 0, &c->rope_n_ctx_original, err);
     if (r == RF_OK) r = rfi_key_text(g, c->arch, "rope.scaling.type", &type, &kv, err);
     if (r != RF_OK) return r;
@@ -3053,11 +3064,14 @@ static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err)
     if (c->rope_factor == 0) c->rope_factor = 1;
     if (c->rope_n_ctx_original == 0) c->rope_n_ctx_original = c->n_ctx_train;
     if (rfi_str_equal(type, "none")) c->rope_factor = 1;
-    else if (type.len == 0 || rfi_str_equal(type, "linear")) c->rope_scaling = c->rope_factor == 1 ? RFI_ROPE_NONE : RFI_ROPE_LINEAR;
+    else if (type.len == 0 || rfi_str_equal(type, "linear"))
+        c->rope_scaling = c->rope_factor == 1 ? RFI_ROPE_NONE : RFI_ROPE_LINEAR;
     else if (rfi_str_equal(type, "yarn")) c->rope_scaling = RFI_ROPE_YARN;
     else
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where, "%s: %s.rope.scaling.type at byte %llu: '%.*s' is not supported (supported: none, linear, yarn)",
-                        rfi_gguf_path(g), c->arch->name, RFI_LLU(kv.where), RFI_STR(type));
+        return rfi_fail(
+            err, RF_ERR_UNSUPPORTED, kv.where,
+            "%s: %s.rope.scaling.type at byte %llu: '%.*s' is not supported (supported: none, linear, yarn)",
+            rfi_gguf_path(g), c->arch->name, RFI_LLU(kv.where), RFI_STR(type));
     return RF_OK;
 }
 
@@ -3065,11 +3079,13 @@ static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err)
 static rf_result rfi_config_vocab(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key vocab = {"vocab_size", 1, INT32_MAX, 0, 1};
     rf_kv kv;
-    if (rf_gguf_find_kv(g, "tokenizer.ggml.tokens", &kv) != RF_OK) return rfi_key_uint(g, c->arch, &vocab, 0, 0, &c->n_vocab, err);
+    if (rf_gguf_find_kv(g, "tokenizer.ggml.tokens", &kv) != RF_OK)
+        return rfi_key_uint(g, c->arch, &vocab, 0, 0, &c->n_vocab, err);
     if (kv.type != RF_KV_ARRAY || kv.element_type != RF_KV_STRING || kv.count == 0 || kv.count > INT32_MAX)
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: tokenizer.ggml.tokens at byte %llu: want an array of 1 to 2147483647 strings, found %llu x %s",
-                        rfi_gguf_path(g), RFI_LLU(kv.where), RFI_LLU(kv.count),
-                        rfi_kv_type_name(kv.element_type));
+        return rfi_fail(
+            err, RF_ERR_FORMAT, kv.where,
+            "%s: tokenizer.ggml.tokens at byte %llu: want an array of 1 to 2147483647 strings, found %llu x %s",
+            rfi_gguf_path(g), RFI_LLU(kv.where), RFI_LLU(kv.count), rfi_kv_type_name(kv.element_type));
     c->n_vocab = (uint32_t)kv.count;
     return RF_OK;
 }
@@ -3084,17 +3100,21 @@ static rf_result rfi_config_refuse(const rf_gguf *g, const rfi_config *c, rf_err
     rf_result r = rfi_key_uint(g, c->arch, &experts, 0, 0, &n_experts, err);
     if (r != RF_OK) return r;
     if (n_experts)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "%s: %s.expert_count is %u: mixture of experts is not supported", rfi_gguf_path(g),
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0,
+                        "%s: %s.expert_count is %u: mixture of experts is not supported", rfi_gguf_path(g),
                         c->arch->name, n_experts);
-    if (rfi_key_find(g, c->arch, "attention.causal", &kv, name, sizeof name) && rf_kv_int(&kv, 0, &causal) == RF_OK && !causal)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where, "%s: %s at byte %llu is false: attention without a causal mask is not supported",
+    if (rfi_key_find(g, c->arch, "attention.causal", &kv, name, sizeof name) &&
+        rf_kv_int(&kv, 0, &causal) == RF_OK && !causal)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where,
+                        "%s: %s at byte %llu is false: attention without a causal mask is not supported",
                         rfi_gguf_path(g), name, RFI_LLU(kv.where));
     return RF_OK;
 }
 
 /* Per layer: heads, kv heads, ff width; plain numbers or arrays. */
 static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *err) {
-    static const rfi_uint_key heads = {"attention.head_count", 1, 1 << 14, 0, 1}, ff = {"feed_forward_length", 1, 1 << 24, 0, 1};
+    static const rfi_uint_key heads = {"attention.head_count", 1, 1 << 14, 0, 1},
+                              ff = {"feed_forward_length", 1, 1 << 24, 0, 1};
     for (uint32_t il = 0; il < c->n_layers; il++) {
         rfi_layer_config *l = &c->layers[il];
         rf_result r = rfi_key_uint(g, c->arch, &heads, il, c->n_layers, &l->n_heads, err);
@@ -3104,15 +3124,18 @@ static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *er
         if (r == RF_OK) r = rfi_key_uint(g, c->arch, &ff, il, c->n_layers, &l->n_ff, err);
         if (r != RF_OK) return r;
         if (l->n_heads % l->n_kv_heads)
-            return rfi_fail(err, RF_ERR_FORMAT, il, "%s: %s.attention.head_count_kv: layer %u has %u heads on %u key/value heads, want a divisor",
-                            rfi_gguf_path(g), c->arch->name, il, l->n_heads, l->n_kv_heads);
+            return rfi_fail(
+                err, RF_ERR_FORMAT, il,
+                "%s: %s.attention.head_count_kv: layer %u has %u heads on %u key/value heads, want a divisor",
+                rfi_gguf_path(g), c->arch->name, il, l->n_heads, l->n_kv_heads);
     }
     return RF_OK;
 }
 
 /* Read everything. c->layers is allocated with the file's allocator, also on failure (the caller frees it). */
 static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err) {
-    static const rfi_uint_key n_layers = {"block_count", 1, ROCMFORGE_MAX_LAYERS, 0, 1}, n_embd = {"embedding_length", 1, 1 << 20, 0, 1},
+    static const rfi_uint_key n_layers = {"block_count", 1, ROCMFORGE_MAX_LAYERS, 0, 1},
+                              n_embd = {"embedding_length", 1, 1 << 20, 0, 1},
                               n_ctx = {"context_length", 1, UINT32_MAX, 0, 1};
     memset(c, 0, sizeof *c);
     rf_result r = rfi_config_arch(g, c, err);
@@ -3124,7 +3147,8 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     if (r == RF_OK) r = rfi_config_refuse(g, c, err);
     if (r != RF_OK) return r;
     if (c->n_ctx_train > INT32_MAX) c->n_ctx_train = INT32_MAX;
-    c->layers = (rfi_layer_config *)rfi_alloc(rfi_gguf_allocator(g), c->n_layers, sizeof *c->layers, "layer hyperparameters", err);
+    c->layers = (rfi_layer_config *)rfi_alloc(rfi_gguf_allocator(g), c->n_layers, sizeof *c->layers,
+                                              "layer hyperparameters", err);
     if (!c->layers) return RF_ERR_MEMORY;
     r = rfi_config_layers(g, c, err);
     if (r != RF_OK) return r;
@@ -3133,13 +3157,14 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     uint32_t by_width = c->n_embd % n_heads ? 0 : c->n_embd / n_heads; /* 0: then the file must say */
     const rfi_uint_key key_length = {"attention.key_length", 1, 1 << 14, by_width, by_width == 0};
     r = rfi_key_uint(g, c->arch, &key_length, 0, 0, &c->head_dim, err);
-    const rfi_uint_key value_length = {"attention.value_length", 1, 1 << 14, by_width ? by_width : c->head_dim, 0};
+    const rfi_uint_key value_length = {"attention.value_length", 1, 1 << 14, by_width ? by_width : c->head_dim,
+                                       0};
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &value_length, 0, 0, &c->head_dim_v, err);
     const rfi_uint_key n_rot = {"rope.dimension_count", 2, c->head_dim, c->head_dim & ~1u, 0};
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_rot, 0, 0, &c->n_rot, err);
     if (r == RF_OK && c->n_rot % 2)
-        r = rfi_fail(err, RF_ERR_FORMAT, 0, "%s: %s.rope.dimension_count is %u, want an even number", rfi_gguf_path(g), c->arch->name,
-                     c->n_rot);
+        r = rfi_fail(err, RF_ERR_FORMAT, 0, "%s: %s.rope.dimension_count is %u, want an even number",
+                     rfi_gguf_path(g), c->arch->name, c->n_rot);
     return r == RF_OK ? rfi_config_rope(g, c, err) : r;
 }
 
@@ -3194,7 +3219,8 @@ static void *rfi_array_push(rfi_builder *b, rfi_array *a, uint32_t more, size_t 
 
 /* "blk.<layer>.<name>", or the name alone outside the layers */
 static void rfi_weight_name(const rfi_builder *b, const char *name, char *out, size_t capacity) {
-    if (b->layer >= 0 && b->layer < (int32_t)b->c->n_layers) snprintf(out, capacity, "blk.%d.%s", (int)b->layer, name);
+    if (b->layer >= 0 && b->layer < (int32_t)b->c->n_layers)
+        snprintf(out, capacity, "blk.%d.%s", (int)b->layer, name);
     else snprintf(out, capacity, "%s", name);
 }
 
@@ -3205,27 +3231,30 @@ static int rfi_has(const rfi_builder *b, const char *name) {
     return rf_gguf_find_tensor(b->g, full, &t) == RF_OK;
 }
 
-static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_info *t, uint64_t n_in, uint64_t n_rows) {
+static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_info *t, uint64_t n_in,
+                           uint64_t n_rows) {
     rf_type_info type = rf_type_get(t->type);
     const char *path = rfi_gguf_path(b->g);
     unsigned long long at = RFI_LLU(t->where);
     int is_float = t->type == RF_TYPE_F32 || t->type == RF_TYPE_F16 || t->type == RF_TYPE_BF16;
     if (t->ne[0] != n_in || t->ne[1] != n_rows || t->ne[2] != 1 || t->ne[3] != 1)
-        b->result = rfi_fail(b->err, RF_ERR_FORMAT, t->where, "%s: %s at byte %llu: want ne={%llu, %llu}, found %s ne={%llu, %llu, %llu, %llu}",
-                             path, name, at, RFI_LLU(n_in), RFI_LLU(n_rows), type.name,
-                             RFI_LLU(t->ne[0]), RFI_LLU(t->ne[1]), RFI_LLU(t->ne[2]),
-                             RFI_LLU(t->ne[3]));
+        b->result = rfi_fail(b->err, RF_ERR_FORMAT, t->where,
+                             "%s: %s at byte %llu: want ne={%llu, %llu}, found %s ne={%llu, %llu, %llu, %llu}",
+                             path, name, at, RFI_LLU(n_in), RFI_LLU(n_rows), type.name, RFI_LLU(t->ne[0]),
+                             RFI_LLU(t->ne[1]), RFI_LLU(t->ne[2]), RFI_LLU(t->ne[3]));
     else if (!type.runs)
-        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, t->where, "%s: %s at byte %llu: tensor type %s is not supported", path,
-                             name, at, type.name);
+        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, t->where,
+                             "%s: %s at byte %llu: tensor type %s is not supported", path, name, at, type.name);
     else if (n_rows == 1 && !is_float)
-        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, t->where, "%s: %s at byte %llu: want a vector of f32, f16 or bf16, found %s", path,
-                             name, at, type.name);
+        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, t->where,
+                             "%s: %s at byte %llu: want a vector of f32, f16 or bf16, found %s", path, name, at,
+                             type.name);
 }
 
 /* Bind a tensor of shape [n_rows, n_in] (a vector: n_rows 1). Absent: RF_NONE, an error unless optional.
  * `also` (may be NULL): another name that would have done, for the message. */
-static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, int optional, const char *also) {
+static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, int optional,
+                           const char *also) {
     char full[64];
     rf_tensor_info t;
     rfi_weight none = {RF_NONE, 0};
@@ -3233,8 +3262,8 @@ static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint
     rfi_weight_name(b, name, full, sizeof full);
     if (rf_gguf_find_tensor(b->g, full, &t) != RF_OK) {
         if (!optional)
-            b->result = rfi_fail(b->err, RF_ERR_NOT_FOUND, 0, "%s: tensor %s is missing (tried: %s%s%s)", rfi_gguf_path(b->g), full,
-                                 full, also ? ", " : "", also ? also : "");
+            b->result = rfi_fail(b->err, RF_ERR_NOT_FOUND, 0, "%s: tensor %s is missing (tried: %s%s%s)",
+                                 rfi_gguf_path(b->g), full, full, also ? ", " : "", also ? also : "");
         return none;
     }
     rfi_bind_check(b, full, &t, n_in, n_rows);
@@ -3280,7 +3309,8 @@ static rf_op *rfi_op(rfi_builder *b, uint32_t kind, uint32_t rows) {
     return op;
 }
 
-static void rfi_emit_rms_norm(rfi_builder *b, uint32_t rows, uint32_t out, uint32_t in, rfi_weight w, uint32_t n_groups) {
+static void rfi_emit_rms_norm(rfi_builder *b, uint32_t rows, uint32_t out, uint32_t in, rfi_weight w,
+                              uint32_t n_groups) {
     const rf_plan_weight *weight = (const rf_plan_weight *)b->weights.items;
     rf_op *op = rfi_op(b, RF_OP_RMS_NORM, rows);
     op->in = in;
@@ -3292,8 +3322,8 @@ static void rfi_emit_rms_norm(rfi_builder *b, uint32_t rows, uint32_t out, uint3
 }
 
 /* out[rows, n_out] = in[rows, n_in] W^T + bias; flags RF_OP_ACCUMULATE: += */
-static void rfi_emit_matmul(rfi_builder *b, uint32_t rows, uint32_t out, uint32_t in, rfi_weight w, rfi_weight bias,
-                            uint32_t n_out, uint32_t flags) {
+static void rfi_emit_matmul(rfi_builder *b, uint32_t rows, uint32_t out, uint32_t in, rfi_weight w,
+                            rfi_weight bias, uint32_t n_out, uint32_t flags) {
     const rf_plan_weight *weight = (const rf_plan_weight *)b->weights.items;
     rf_op *op = rfi_op(b, RF_OP_MATMUL, rows);
     op->flags = flags;
@@ -3350,19 +3380,20 @@ static float rfi_rope_table(rfi_builder *b) {
 
 /* Its buffers; widths are the largest of any layer. */
 typedef struct rfi_decoder {
-    uint32_t x, xn;      /* [T, n_embd]               */
-    uint32_t q;          /* [T, n_heads, head_dim]    */
-    uint32_t k, v;       /* [T, n_kv_heads, ...]      */
-    uint32_t att;        /* [T, n_heads, head_dim_v]  */
-    uint32_t gate, up;   /* [T, n_ff]                 */
-    uint32_t xl;         /* [L, n_embd]               */
+    uint32_t x, xn;    /* [T, n_embd]               */
+    uint32_t q;        /* [T, n_heads, head_dim]    */
+    uint32_t k, v;     /* [T, n_kv_heads, ...]      */
+    uint32_t att;      /* [T, n_heads, head_dim_v]  */
+    uint32_t gate, up; /* [T, n_ff]                 */
+    uint32_t xl;       /* [L, n_embd]               */
     rfi_weight freqs;
     float rope_magnitude;
 } rfi_decoder;
 
 /* q, k, v = xn W^T + bias, from three tensors, or from the rows of a fused one. */
 static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
-    uint32_t rows[3] = {l->n_heads * b->c->head_dim, l->n_kv_heads * b->c->head_dim, l->n_kv_heads * b->c->head_dim_v};
+    uint32_t rows[3] = {l->n_heads * b->c->head_dim, l->n_kv_heads * b->c->head_dim,
+                        l->n_kv_heads * b->c->head_dim_v};
     uint32_t out[3] = {d->q, d->k, d->v};
     uint64_t n_embd = b->c->n_embd;
     if (rfi_has(b, "attn_qkv.weight")) {
@@ -3376,7 +3407,8 @@ static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
         }
         return;
     }
-    static const char *const names[3][2] = {{"attn_q.weight", "attn_q.bias"}, {"attn_k.weight", "attn_k.bias"},
+    static const char *const names[3][2] = {{"attn_q.weight", "attn_q.bias"},
+                                            {"attn_k.weight", "attn_k.bias"},
                                             {"attn_v.weight", "attn_v.bias"}};
     for (int i = 0; i < 3; i++) {
         rfi_weight w = rfi_bind(b, names[i][0], n_embd, rows[i], 0, "attn_qkv.weight of the same layer");
@@ -3391,8 +3423,10 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
     rfi_emit_rms_norm(b, RF_ROWS_TOKENS, d->xn, d->x, rfi_bind(b, "attn_norm.weight", c->n_embd, 1, 0, NULL), 1);
     rfi_emit_qkv(b, d, l);
     if (c->arch->qk_norm) {
-        rfi_emit_rms_norm(b, RF_ROWS_TOKENS, d->q, d->q, rfi_bind(b, "attn_q_norm.weight", c->head_dim, 1, 0, NULL), l->n_heads);
-        rfi_emit_rms_norm(b, RF_ROWS_TOKENS, d->k, d->k, rfi_bind(b, "attn_k_norm.weight", c->head_dim, 1, 0, NULL), l->n_kv_heads);
+        rfi_emit_rms_norm(b, RF_ROWS_TOKENS, d->q, d->q,
+                          rfi_bind(b, "attn_q_norm.weight", c->head_dim, 1, 0, NULL), l->n_heads);
+        rfi_emit_rms_norm(b, RF_ROWS_TOKENS, d->k, d->k,
+                          rfi_bind(b, "attn_k_norm.weight", c->head_dim, 1, 0, NULL), l->n_kv_heads);
     }
     rfi_emit_rope(b, d->q, l->n_heads, d->freqs, d->rope_magnitude);
     rfi_emit_rope(b, d->k, l->n_kv_heads, d->freqs, d->rope_magnitude);
@@ -3424,7 +3458,8 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
 static void rfi_emit_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     uint32_t n_embd = b->c->n_embd, n_ff = l->n_ff;
     rfi_emit_rms_norm(b, RF_ROWS_TOKENS, d->xn, d->x, rfi_bind(b, "ffn_norm.weight", n_embd, 1, 0, NULL), 1);
-    rfi_weight w = rfi_bind(b, "ffn_gate.weight", n_embd, n_ff, 0, NULL), bias = rfi_bind(b, "ffn_gate.bias", n_ff, 1, 1, NULL);
+    rfi_weight w = rfi_bind(b, "ffn_gate.weight", n_embd, n_ff, 0, NULL),
+               bias = rfi_bind(b, "ffn_gate.bias", n_ff, 1, 1, NULL);
     rfi_emit_matmul(b, RF_ROWS_TOKENS, d->gate, d->xn, w, bias, n_ff, 0);
     w = rfi_bind(b, "ffn_up.weight", n_embd, n_ff, 0, NULL), bias = rfi_bind(b, "ffn_up.bias", n_ff, 1, 1, NULL);
     rfi_emit_matmul(b, RF_ROWS_TOKENS, d->up, d->xn, w, bias, n_ff, 0);
@@ -3432,7 +3467,8 @@ static void rfi_emit_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     op->in = op->out = d->gate;
     op->in2 = d->up;
     op->n_out = n_ff;
-    w = rfi_bind(b, "ffn_down.weight", n_ff, n_embd, 0, NULL), bias = rfi_bind(b, "ffn_down.bias", n_embd, 1, 1, NULL);
+    w = rfi_bind(b, "ffn_down.weight", n_ff, n_embd, 0, NULL),
+    bias = rfi_bind(b, "ffn_down.bias", n_embd, 1, 1, NULL);
     rfi_emit_matmul(b, RF_ROWS_TOKENS, d->x, d->gate, w, bias, n_embd, RF_OP_ACCUMULATE);
 }
 
@@ -3484,7 +3520,8 @@ static void rfi_emit_decoder(rfi_builder *b) {
     rfi_emit_rms_norm(b, RF_ROWS_LOGITS, d.xl, d.xl, rfi_bind(b, "output_norm.weight", c->n_embd, 1, 0, NULL), 1);
     int tied = !rfi_has(b, "output.weight");
     rfi_weight output = tied ? embedding : rfi_bind(b, "output.weight", c->n_embd, c->n_vocab, 0, NULL);
-    rfi_emit_matmul(b, RF_ROWS_LOGITS, b->logits, d.xl, output, rfi_bind(b, "output.bias", c->n_vocab, 1, 1, NULL), c->n_vocab, 0);
+    rfi_emit_matmul(b, RF_ROWS_LOGITS, b->logits, d.xl, output,
+                    rfi_bind(b, "output.bias", c->n_vocab, 1, 1, NULL), c->n_vocab, 0);
     if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.slot].row_reads = 1;
 }
 
@@ -3531,8 +3568,14 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
         .states = (const rf_plan_state *)b.states.items,
         .weights = (const rf_plan_weight *)b.weights.items,
         .tables = (const float *)b.tables.items,
-        .n_ops = b.ops.n, .n_buffers = b.buffers.n, .n_states = b.states.n, .n_weights = b.weights.n, .n_tables = b.tables.n,
-        .n_layers = c->n_layers, .n_embd = c->n_embd, .n_vocab = c->n_vocab,
+        .n_ops = b.ops.n,
+        .n_buffers = b.buffers.n,
+        .n_states = b.states.n,
+        .n_weights = b.weights.n,
+        .n_tables = b.tables.n,
+        .n_layers = c->n_layers,
+        .n_embd = c->n_embd,
+        .n_vocab = c->n_vocab,
         .logits = b.logits,
     };
     if (b.result != RF_OK) rfi_plan_free(b.alloc, out);
@@ -3822,7 +3865,7 @@ typedef struct rfi_rows {
 
 #define RFI_CHUNK_GROUPS 16u /* of a panel: 512 values, so that the inputs of a chunk stay in the second-level cache */
 #define RFI_BLOCK_COLS 256u
-#define RFI_AHEAD 3u /* units to prefetch ahead, in each row */
+#define RFI_AHEAD 2u /* units to prefetch ahead in each of 16 rows: 4 to 8 KB in all, by measurement */
 
 /* Weights unpacked for many columns: 4 values of each lane side by side, as the integer dot instructions want them. */
 typedef struct rfi_panel {
@@ -3999,42 +4042,54 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
 
 /* ---- float matmul, common to all instruction sets ---- */
 
-#define RFI_FLOAT_CHUNK 1024u /* values of a row that are summed in lanes before they are added up: 4 columns fit in L1 */
+#define RFI_FLOAT_CHUNK 1024u /* values of a row that are summed in lanes before they are added up: a tile fits in L1 */
+#define RFI_FLOAT_COLS 6u
 
-/* Four rows (the last one again where there are fewer) times up to 4 columns. */
+/* Four rows (the last one again where there are fewer) times some columns. */
 typedef struct rfi_float_tile {
     const uint8_t *row[4];
-    uint64_t ahead;  /* what lies this many bytes behind the rows is needed soon; 0: nothing */
+    uint64_t ahead;     /* what lies this many bytes behind the rows is needed soon; 0: nothing */
     const float *x;
     uint64_t x_stride;
-    uint32_t n;      /* values of a row */
-    uint32_t n_cols;
-    float sum[4][4]; /* out [column][row] */
+    uint32_t n;         /* values of a row           */
+    uint32_t n_cols;    /* at most RFI_FLOAT_COLS    */
+    float sum[RFI_FLOAT_COLS][4]; /* out [column][row] */
 } rfi_float_tile;
 
-static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_bytes, const rfi_matmul *m) {
-    if (m->n_rows == 0 || m->n_in == 0) return;
-    const uint32_t n_chunks = (m->n_in - 1) / RFI_FLOAT_CHUNK + 1, n_quads = (m->n_rows - 1) / 4 + 1;
-    const int by_row = m->n_cols <= 4; /* few columns: the weights' order counts; many: that of the inputs */
-    for (uint32_t j = 0; j < m->n_cols; j += 4)
-        for (uint64_t step = 0; step < (uint64_t)n_chunks * n_quads; step++) {
-            const uint32_t chunk = (uint32_t)(by_row ? step % n_chunks : step / n_quads), k0 = chunk * RFI_FLOAT_CHUNK;
-            const uint32_t i = (uint32_t)(by_row ? step / n_chunks : step % n_quads) * 4;
-            rfi_float_tile t;
-            for (uint32_t r = 0; r < 4; r++)
-                t.row[r] = m->w + rfi_min_u64(i + r, m->n_rows - 1) * m->row_bytes + (uint64_t)k0 * value_bytes;
-            t.ahead = !by_row ? 0 : k0 + RFI_FLOAT_CHUNK < m->n_in ? 1024 : m->row_bytes * 4 - (uint64_t)k0 * value_bytes;
-            t.x = m->x->f + j * m->x->f_stride + k0;
-            t.x_stride = m->x->f_stride;
-            t.n = (uint32_t)rfi_min_u64(RFI_FLOAT_CHUNK, m->n_in - k0);
-            t.n_cols = (uint32_t)rfi_min_u64(4, m->n_cols - j);
-            tile(&t);
-            for (uint32_t c = 0; c < t.n_cols; c++)
-                for (uint32_t r = 0; r < 4 && i + r < m->n_rows; r++) {
-                    float *y = m->y + (j + c) * m->y_stride + i + r;
-                    *y = chunk ? *y + t.sum[c][r] : t.sum[c][r];
-                }
+/* Columns [j, j + n_cols), chunk from k0 on, all rows. */
+static void rfi_float_columns(void (*tile)(rfi_float_tile *), uint32_t value_bytes, const rfi_matmul *m, uint32_t j,
+                              uint32_t k0, uint32_t i, uint32_t i_end) {
+    float packed[RFI_FLOAT_COLS * (RFI_FLOAT_CHUNK + 16)];
+    rfi_float_tile t;
+    t.n = (uint32_t)rfi_min_u64(RFI_FLOAT_CHUNK, m->n_in - k0);
+    t.n_cols = (uint32_t)rfi_min_u64(RFI_FLOAT_COLS, m->n_cols - j);
+    t.x = m->x->f + j * m->x->f_stride + k0;
+    t.x_stride = m->x->f_stride;
+    t.ahead = m->n_cols > 1 ? 0 : k0 + RFI_FLOAT_CHUNK < m->n_in ? 1024 : m->row_bytes * 4 - (uint64_t)k0 * value_bytes;
+    if (t.n_cols > 1 && i_end - i >= 32) { /* columns a power of two apart would push each other out of the cache */
+        for (uint32_t c = 0; c < t.n_cols; c++)
+            memcpy(packed + c * (RFI_FLOAT_CHUNK + 16), t.x + c * t.x_stride, t.n * sizeof(float));
+        t.x = packed, t.x_stride = RFI_FLOAT_CHUNK + 16;
+    }
+    for (; i < i_end; i += 4) {
+        for (uint32_t r = 0; r < 4; r++)
+            t.row[r] = m->w + rfi_min_u64(i + r, m->n_rows - 1) * m->row_bytes + (uint64_t)k0 * value_bytes;
+        tile(&t);
+        const uint32_t valid = (uint32_t)rfi_min_u64(4, m->n_rows - i);
+        for (uint32_t c = 0; c < t.n_cols; c++) {
+            float *y = m->y + (j + c) * m->y_stride + i;
+            for (uint32_t r = 0; r < valid; r++) y[r] = k0 ? y[r] + t.sum[c][r] : t.sum[c][r];
         }
+    }
+}
+
+static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_bytes, const rfi_matmul *m) {
+    for (uint32_t j = 0; j < m->n_cols; j += RFI_FLOAT_COLS) {
+        const uint32_t step = m->n_cols > 1 ? m->n_rows : 4; /* one column: rows in the order of the file */
+        for (uint32_t i = 0; i < m->n_rows; i += step)
+            for (uint32_t k0 = 0; k0 < m->n_in; k0 += RFI_FLOAT_CHUNK)
+                rfi_float_columns(tile, value_bytes, m, j, k0, i, (uint32_t)rfi_min_u64(m->n_rows, (uint64_t)i + step));
+    }
 }
 
 #define RFI_FLOAT(isa, TARGET, TYPE, bytes)                                                                           \
@@ -4252,15 +4307,15 @@ RFI_INLINE RFI_512 __m512i rfi_512_sum4(__m512i a, __m512i b, __m512i c, __m512i
     return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
 }
 
-/* The fifth bits of 4 blocks of 32 (qh `step` apart): those of the first and the second 16 values, as byte masks. */
+/* Add the fifth bits of 4 blocks of 32, qh `step` apart: q[0] the first 16 values of each, q[1] the second. Reads on
+ * into the 12 bytes behind qh. */
 RFI_INLINE RFI_512 void rfi_512_fifth(const uint8_t *qh, uint64_t step, __m512i q[2]) {
-    const uint64_t a = rfi_load_u32(qh), b = rfi_load_u32(qh + step), c = rfi_load_u32(qh + 2 * step);
-    const uint64_t d = rfi_load_u32(qh + 3 * step), ab = a | b << 32, cd = c | d << 32;
-    const __m512i bit = _mm512_set1_epi8(16);
-    const uint64_t lo = (ab & 0xffff) | (ab >> 16 & 0xffff0000u) | (cd & 0xffff) << 32 | (cd << 16 & 0xffffull << 48);
-    const uint64_t hi = (ab >> 16 & 0xffff) | (ab >> 32 & 0xffff0000u) | (cd << 16 & 0xffffull << 32) | (cd & 0xffffull << 48);
-    q[0] = _mm512_mask_add_epi8(q[0], lo, q[0], bit);
-    q[1] = _mm512_mask_add_epi8(q[1], hi, q[1], bit);
+    const __m512i bits = rfi_512_pick(qh, step), own = _mm512_set1_epi64((long long)0x8040201008040201u);
+    for (int i = 0; i < 2; i++) { /* every value gets the byte that its bit is in */
+        const __m512i byte = _mm512_broadcast_i32x4(_mm_set_epi64x((2 * i + 1) * 0x0101010101010101, 2 * i * 0x0101010101010101));
+        const __mmask64 set = _mm512_test_epi8_mask(_mm512_shuffle_epi8(bits, byte), own);
+        q[i] = _mm512_mask_add_epi8(q[i], set, q[i], _mm512_set1_epi8(16));
+    }
 }
 
 /* Group of lane l: the first four vectors' lanes are groups order 0..3 of a unit, the others' 4..7. */
@@ -4483,6 +4538,7 @@ RFI_INLINE RFI_512 void rfi_512_tile(rfi_kind kind, uint32_t nc, RFI_TILE_PARAMS
     for (uint32_t g = 0; g < n_groups; g++, x++)
         for (uint32_t h = 0; h < n_halves; h++) {
             __m512i sum[2][6];
+            for (uint32_t c = 0; c < nc && h == 0; c++) _mm_prefetch((const char *)(x + c * x_stride + 2), _MM_HINT_T0);
             for (uint32_t c = 0; c < nc; c++) {
                 const int32_t b = n_halves == 2 ? x[c * x_stride].b16[h] : kind == RFI_KIND_BIAS ? x[c * x_stride].b : 0;
                 sum[0][c] = sum[1][c] = _mm512_set1_epi32(b);
@@ -4524,35 +4580,41 @@ RFI_512_TILE(min, RFI_KIND_MIN)
 RFI_512_TILE(halves, RFI_KIND_HALVES)
 #define rfi_avx512_tile_eight rfi_avx512_tile_bias
 
-/* 16 values of a type from element i on; those that mask leaves out are 0. */
-RFI_INLINE RFI_512 __m512 rfi_512_load(uint32_t type, const void *p, uint64_t i, __mmask16 mask) {
-    if (type == RF_TYPE_F32) return _mm512_maskz_loadu_ps(mask, (const uint8_t *)p + 4 * i);
-    const __m256i v = _mm256_maskz_loadu_epi16(mask, (const uint8_t *)p + 2 * i);
+RFI_INLINE __mmask16 rfi_512_mask(uint32_t n) { return (__mmask16)(n >= 16 ? 0xffffu : (1u << n) - 1u); }
+
+/* 16 values of a type from element i on; of those the first n. */
+RFI_INLINE RFI_512 __m512 rfi_512_load(uint32_t type, const void *p, uint64_t i, uint32_t n) {
+    const uint8_t *at = (const uint8_t *)p + i * (type == RF_TYPE_F32 ? 4 : 2);
+    if (type == RF_TYPE_F32) return n >= 16 ? _mm512_loadu_ps(at) : _mm512_maskz_loadu_ps(rfi_512_mask(n), at);
+    const __m256i v = n >= 16 ? _mm256_loadu_si256((const __m256i *)(const void *)at) : _mm256_maskz_loadu_epi16(rfi_512_mask(n), at);
     if (type == RF_TYPE_F16) return _mm512_cvtph_ps(v);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
 }
 
-RFI_INLINE __mmask16 rfi_512_mask(uint32_t n) { return (__mmask16)(n >= 16 ? 0xffffu : (1u << n) - 1u); }
+/* n values (16, but at the end of a row) of 4 rows times the columns. */
+RFI_INLINE RFI_512 void rfi_512_float_step(uint32_t type, uint32_t n_cols, const rfi_float_tile *t, uint32_t i, uint32_t n,
+                                           __m512 sum[RFI_FLOAT_COLS][4]) {
+    __m512 w[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++) {
+        w[r] = rfi_512_load(type, t->row[r], i, n);
+        if (n_cols == 1 && t->ahead) _mm_prefetch((const char *)((uintptr_t)t->row[r] + t->ahead + i * 2), _MM_HINT_T0);
+    }
+#pragma GCC unroll 6
+    for (uint32_t c = 0; c < n_cols; c++) {
+        const __m512 x = rfi_512_load(RF_TYPE_F32, t->x + c * t->x_stride, i, n);
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++) sum[c][r] = _mm512_fmadd_ps(w[r], x, sum[c][r]);
+    }
+}
 
 RFI_INLINE RFI_512 void rfi_512_float_tile(uint32_t type, uint32_t n_cols, rfi_float_tile *t) {
-    __m512 sum[4][4];
+    __m512 sum[RFI_FLOAT_COLS][4];
+    uint32_t i = 0;
     for (uint32_t c = 0; c < n_cols; c++)
         for (int r = 0; r < 4; r++) sum[c][r] = _mm512_setzero_ps();
-    for (uint32_t i = 0; i < t->n; i += 16) {
-        const __mmask16 mask = rfi_512_mask(t->n - i);
-        __m512 w[4];
-#pragma GCC unroll 4
-        for (int r = 0; r < 4; r++) {
-            w[r] = rfi_512_load(type, t->row[r], i, mask);
-            if (n_cols == 1 && t->ahead) _mm_prefetch((const char *)((uintptr_t)t->row[r] + t->ahead + i * 2), _MM_HINT_T0);
-        }
-#pragma GCC unroll 4
-        for (uint32_t c = 0; c < n_cols; c++) {
-            const __m512 x = _mm512_maskz_loadu_ps(mask, t->x + c * t->x_stride + i);
-#pragma GCC unroll 4
-            for (int r = 0; r < 4; r++) sum[c][r] = _mm512_fmadd_ps(w[r], x, sum[c][r]);
-        }
-    }
+    for (; i + 16 <= t->n; i += 16) rfi_512_float_step(type, n_cols, t, i, 16, sum);
+    if (i < t->n) rfi_512_float_step(type, n_cols, t, i, t->n - i, sum);
     for (uint32_t c = 0; c < n_cols; c++) {
         const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(sum[c][0], sum[c][1]), _mm512_unpackhi_ps(sum[c][0], sum[c][1]));
         const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(sum[c][2], sum[c][3]), _mm512_unpackhi_ps(sum[c][2], sum[c][3]));
@@ -4563,23 +4625,27 @@ RFI_INLINE RFI_512 void rfi_512_float_tile(uint32_t type, uint32_t n_cols, rfi_f
 }
 
 RFI_INLINE RFI_512 void rfi_avx512_float_tile(uint32_t type, rfi_float_tile *t) {
-    if (t->n_cols == 4) rfi_512_float_tile(type, 4, t);
-    else if (t->n_cols == 3) rfi_512_float_tile(type, 3, t);
-    else if (t->n_cols == 2) rfi_512_float_tile(type, 2, t);
-    else rfi_512_float_tile(type, 1, t);
+    switch (t->n_cols) {
+    case 1: rfi_512_float_tile(type, 1, t); break;
+    case 2: rfi_512_float_tile(type, 2, t); break;
+    case 3: rfi_512_float_tile(type, 3, t); break;
+    case 4: rfi_512_float_tile(type, 4, t); break;
+    case 5: rfi_512_float_tile(type, 5, t); break;
+    default: rfi_512_float_tile(type, 6, t); break;
+    }
 }
 
-/* n_cols columns by n_vec vectors of 16 dimensions from d on. */
+/* nc columns by n_vec vectors of 16 dimensions from d on. */
 RFI_INLINE RFI_512 void rfi_512_weigh(uint32_t type, uint32_t nc, uint32_t n_vec, uint32_t d, RFI_WEIGH_PARAMS) {
-    const __mmask16 mask = rfi_512_mask(head_dim_v - d);
+    const uint32_t n = n_vec > 1 ? 16 : head_dim_v - d;
     __m512 sum[4][4];
     RFI_UNUSED(n_cols);
     for (uint32_t c = 0; c < nc; c++)
-        for (uint32_t i = 0; i < n_vec; i++) sum[c][i] = _mm512_maskz_loadu_ps(mask, out + c * out_stride + d + 16 * i);
+        for (uint32_t i = 0; i < n_vec; i++) sum[c][i] = rfi_512_load(RF_TYPE_F32, out + c * out_stride, d + 16 * i, n);
     for (uint64_t pos = 0; pos < n_pos; pos++) {
         __m512 w[4];
 #pragma GCC unroll 4
-        for (uint32_t i = 0; i < n_vec; i++) w[i] = rfi_512_load(type, v, pos * head_dim_v + d + 16 * i, mask);
+        for (uint32_t i = 0; i < n_vec; i++) w[i] = rfi_512_load(type, v, pos * head_dim_v + d + 16 * i, n);
 #pragma GCC unroll 4
         for (uint32_t c = 0; c < nc; c++) {
             const __m512 f = _mm512_set1_ps(p[c * p_stride + pos]);
@@ -4588,7 +4654,7 @@ RFI_INLINE RFI_512 void rfi_512_weigh(uint32_t type, uint32_t nc, uint32_t n_vec
         }
     }
     for (uint32_t c = 0; c < nc; c++)
-        for (uint32_t i = 0; i < n_vec; i++) _mm512_mask_storeu_ps(out + c * out_stride + d + 16 * i, mask, sum[c][i]);
+        for (uint32_t i = 0; i < n_vec; i++) _mm512_mask_storeu_ps(out + c * out_stride + d + 16 * i, rfi_512_mask(n), sum[c][i]);
 }
 
 RFI_INLINE RFI_512 void rfi_avx512_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
@@ -4886,13 +4952,14 @@ RFI_INLINE RFI_256 __m256 rfi_256_load8(uint32_t type, const void *p, uint64_t i
 
 RFI_INLINE RFI_256 void rfi_256_float_tile(uint32_t type, uint32_t n_cols, uint32_t first, rfi_float_tile *t) {
     const uint32_t whole = t->n & ~7u;
-    __m256 sum[2][4];
+    __m256 sum[3][4];
     for (uint32_t c = 0; c < n_cols; c++)
         for (int r = 0; r < 4; r++) sum[c][r] = _mm256_setzero_ps();
     for (uint32_t i = 0; i < whole; i += 8)
+#pragma GCC unroll 4
         for (int r = 0; r < 4; r++) {
             const __m256 w = rfi_256_load8(type, t->row[r], i);
-            if (t->n_cols == 1 && t->ahead) _mm_prefetch((const char *)((uintptr_t)t->row[r] + t->ahead + i * 2), _MM_HINT_T0);
+            if (n_cols == 1 && t->ahead) _mm_prefetch((const char *)((uintptr_t)t->row[r] + t->ahead + i * 2), _MM_HINT_T0);
             for (uint32_t c = 0; c < n_cols; c++)
                 sum[c][r] = _mm256_fmadd_ps(w, _mm256_loadu_ps(t->x + (first + c) * t->x_stride + i), sum[c][r]);
         }
@@ -4911,9 +4978,10 @@ RFI_INLINE RFI_256 void rfi_256_float_tile(uint32_t type, uint32_t n_cols, uint3
 }
 
 RFI_INLINE RFI_256 void rfi_avx2_float_tile(uint32_t type, rfi_float_tile *t) {
-    if (t->n_cols >= 2) rfi_256_float_tile(type, 2, 0, t);
-    if (t->n_cols == 4) rfi_256_float_tile(type, 2, 2, t);
-    if (t->n_cols & 1) rfi_256_float_tile(type, 1, t->n_cols - 1, t);
+    uint32_t c = 0;
+    for (; c + 3 <= t->n_cols; c += 3) rfi_256_float_tile(type, 3, c, t);
+    if (c + 2 == t->n_cols) rfi_256_float_tile(type, 2, c, t);
+    else if (c < t->n_cols) rfi_256_float_tile(type, 1, c, t);
 }
 
 RFI_INLINE RFI_256 void rfi_256_weigh(uint32_t type, uint32_t nc, uint32_t n_vec, uint32_t d, RFI_WEIGH_PARAMS) {
@@ -5125,12 +5193,12 @@ RFI_INLINE RFI_NEON float32x4_t rfi_neon_load(uint32_t type, const void *p, uint
 
 RFI_INLINE RFI_NEON void rfi_neon_float_part(uint32_t type, uint32_t n_cols, uint32_t first, rfi_float_tile *t) {
     const uint32_t whole = t->n & ~7u;
-    float32x4_t sum[4][4][2]; /* 8 lanes */
+    float32x4_t sum[2][4][2]; /* 8 lanes */
     for (uint32_t c = 0; c < n_cols; c++)
         for (int r = 0; r < 4; r++) sum[c][r][0] = sum[c][r][1] = vdupq_n_f32(0);
     for (uint32_t i = 0; i < whole; i += 8)
         for (int r = 0; r < 4; r++) {
-            if (t->n_cols == 1 && t->ahead) __builtin_prefetch((const char *)((uintptr_t)t->row[r] + t->ahead + i * 2));
+            if (n_cols == 1 && t->ahead) __builtin_prefetch((const char *)((uintptr_t)t->row[r] + t->ahead + i * 2));
             for (uint32_t h = 0; h < 2; h++) {
                 const float32x4_t w = rfi_neon_load(type, t->row[r], i + 4 * h);
                 for (uint32_t c = 0; c < n_cols; c++)
@@ -5148,8 +5216,7 @@ RFI_INLINE RFI_NEON void rfi_neon_float_part(uint32_t type, uint32_t n_cols, uin
 }
 
 RFI_INLINE RFI_NEON void rfi_neon_float_tile(uint32_t type, rfi_float_tile *t) {
-    if (t->n_cols >= 2) rfi_neon_float_part(type, 2, 0, t);
-    if (t->n_cols == 4) rfi_neon_float_part(type, 2, 2, t);
+    for (uint32_t c = 0; c + 2 <= t->n_cols; c += 2) rfi_neon_float_part(type, 2, c, t);
     if (t->n_cols & 1) rfi_neon_float_part(type, 1, t->n_cols - 1, t);
 }
 
@@ -5238,8 +5305,8 @@ static const rfi_kernels *rfi_kernels_find(const char *isa) {
  * The correctness reference. Weights are used where the file is mapped; an op is cut into chunks whose results do not
  * depend on which thread computes them. Queues do not exist: every call has finished when it returns. */
 
-#define RFI_CPU_COLS 128u   /* columns (tokens) and                    */
-#define RFI_CPU_ROWS 128u   /* rows of a matmul tile                   */
+#define RFI_CPU_COLS   128u /* columns (tokens) and                    */
+#define RFI_CPU_ROWS   128u /* rows of a matmul tile                   */
 #define RFI_CPU_TOKENS 16u  /* rows of a step that attend in one chunk */
 
 typedef struct rfi_cpu {
@@ -5258,16 +5325,16 @@ typedef struct rfi_cpu_plan {
     rfi_cpu *dev;
     rf_plan_bind bind;
     const rf_plan *plan;
-    uint32_t *segments;    /* [n_segments + 1] first op of each                                   */
+    uint32_t *segments; /* [n_segments + 1] first op of each                                   */
     uint32_t n_segments;
-    uint8_t *acts_kept;    /* [n_ops] 1: acts hold this op's input already                        */
-    rfi_q8 *acts;          /* quantized input of a matmul, [n_batch, groups of the widest n_in]   */
-    float *scratch;        /* [n_threads, scratch_stride]: scores of attention, or a matmul tile  */
+    uint8_t *acts_kept; /* [n_ops] 1: acts hold this op's input already                        */
+    rfi_q8 *acts;       /* quantized input of a matmul, [n_batch, groups of the widest n_in]   */
+    float *scratch;     /* [n_threads, scratch_stride]: scores of attention, or a matmul tile  */
     uint64_t scratch_stride;
-    float *vector;         /* [widest] a norm's weights or a bias as float32                      */
-    float *cos_sin;        /* [n_batch, widest n_rot / 2, 2]                                      */
+    float *vector;                   /* [widest] a norm's weights or a bias as float32                      */
+    float *cos_sin;                  /* [n_batch, widest n_rot / 2, 2]                                      */
     uint32_t rope_table, rope_freqs; /* what cos_sin holds for this step; RF_NONE = nothing       */
-    float *times_us;       /* [n_ops] */
+    float *times_us;                 /* [n_ops] */
     uint32_t timing;
 } rfi_cpu_plan;
 
@@ -5281,16 +5348,18 @@ typedef struct rfi_cpu_op {
     float *out;
     uint64_t in_width, out_width; /* floats from row to row      */
     uint32_t n_rows;
-    uint32_t rows_per_chunk;      /* of the weight, MATMUL       */
-    const uint8_t *w;             /* first row used              */
+    uint32_t rows_per_chunk; /* of the weight, MATMUL       */
+    const uint8_t *w;        /* first row used              */
     uint32_t w_type;
     uint64_t w_row_bytes;
-    const float *vector;          /* norm weights, bias; or NULL */
+    const float *vector; /* norm weights, bias; or NULL */
     rfi_acts acts;
 } rfi_cpu_op;
 
 /* Float weights take float inputs, all others inputs of int8. */
-static int rfi_type_takes_int8(uint32_t type) { return type != RF_TYPE_F32 && type != RF_TYPE_F16 && type != RF_TYPE_BF16; }
+static int rfi_type_takes_int8(uint32_t type) {
+    return type != RF_TYPE_F32 && type != RF_TYPE_F16 && type != RF_TYPE_BF16;
+}
 
 static rfi_cpu *rfi_cpu_of(rf_dev *d) { return (rfi_cpu *)(void *)d; }
 static rfi_cpu_table *rfi_cpu_table_of(rf_table *t) { return (rfi_cpu_table *)(void *)t; }
@@ -5303,7 +5372,8 @@ static void rfi_cpu_embed(void *ctx, uint32_t chunk, uint32_t thread) {
     const rf_step_row *row = &o->step->rows[chunk];
     float *out = o->out + chunk * o->out_width;
     RFI_UNUSED(thread);
-    if (row->token < 0) memcpy(out, o->step->embeddings + (uint64_t)chunk * o->op->n_out, o->op->n_out * sizeof *out);
+    if (row->token < 0)
+        memcpy(out, o->step->embeddings + (uint64_t)chunk * o->op->n_out, o->op->n_out * sizeof *out);
     else rfi_dequantize_row(o->w_type, o->w + (uint64_t)row->token * o->w_row_bytes, o->op->n_out, out);
 }
 
@@ -5312,8 +5382,8 @@ static void rfi_cpu_rms_norm(void *ctx, uint32_t chunk, uint32_t thread) {
     const rf_op *op = o->op;
     RFI_UNUSED(thread);
     for (uint32_t h = 0; h < op->n_heads; h++)
-        o->k->rms_norm(o->out + chunk * o->out_width + (uint64_t)h * op->n_in, o->in + chunk * o->in_width + (uint64_t)h * op->n_in,
-                       o->vector, op->n_in, op->eps);
+        o->k->rms_norm(o->out + chunk * o->out_width + (uint64_t)h * op->n_in,
+                       o->in + chunk * o->in_width + (uint64_t)h * op->n_in, o->vector, op->n_in, op->eps);
 }
 
 static void rfi_cpu_quantize(void *ctx, uint32_t chunk, uint32_t thread) {
@@ -5355,7 +5425,8 @@ static void rfi_cpu_cos_sin(void *ctx, uint32_t chunk, uint32_t thread) {
     const float *table = o->p->plan->tables + o->op->table;
     RFI_UNUSED(thread);
     for (uint32_t i = 0; i < n; i++) {
-        double angle = (double)o->step->rows[chunk].pos * (double)table[i] / (o->vector ? (double)o->vector[i] : 1.0);
+        double angle =
+            (double)o->step->rows[chunk].pos * (double)table[i] / (o->vector ? (double)o->vector[i] : 1.0);
         out[2 * i] = (float)cos(angle) * o->op->scale;
         out[2 * i + 1] = (float)sin(angle) * o->op->scale;
     }
@@ -5366,8 +5437,8 @@ static void rfi_cpu_rope(void *ctx, uint32_t chunk, uint32_t thread) {
     const rf_op *op = o->op;
     RFI_UNUSED(thread);
     for (uint32_t h = 0; h < op->n_heads; h++)
-        o->k->rope(o->out + chunk * o->out_width + (uint64_t)h * op->head_dim, o->p->cos_sin + (uint64_t)chunk * op->n_rot, op->n_rot,
-                   (op->flags & RF_OP_NEOX) != 0);
+        o->k->rope(o->out + chunk * o->out_width + (uint64_t)h * op->head_dim,
+                   o->p->cos_sin + (uint64_t)chunk * op->n_rot, op->n_rot, (op->flags & RF_OP_NEOX) != 0);
 }
 
 /* First byte of the keys (or values) of one head of one sequence; dim is their width. */
@@ -5378,7 +5449,8 @@ static uint8_t *rfi_cpu_state(const rfi_cpu_plan *p, uint32_t state, int values,
     uint64_t k_bytes = (uint64_t)p->bind.n_seq * s->n_kv_heads * p->bind.n_ctx * s->head_dim * element;
     uint8_t *base = (uint8_t *)p->bind.state.base + p->bind.state_offset[state];
     if (!values) return base + cells * s->head_dim * element;
-    return base + ((k_bytes + RF_STATE_ALIGN - 1) & ~(uint64_t)(RF_STATE_ALIGN - 1)) + cells * s->head_dim_v * element;
+    return base + ((k_bytes + RF_STATE_ALIGN - 1) & ~(uint64_t)(RF_STATE_ALIGN - 1)) +
+           cells * s->head_dim_v * element;
 }
 
 static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
@@ -5393,7 +5465,8 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
         for (uint32_t h = 0; h < op->n_kv_heads; h++) {
             uint8_t *head = rfi_cpu_state(o->p, op->state, values, row->seq, h);
             uint64_t at = (uint64_t)(uint32_t)row->pos * dim;
-            if (o->p->bind.cache_type == RF_CACHE_F32) memcpy((float *)(void *)head + at, src + (uint64_t)h * dim, dim * sizeof(float));
+            if (o->p->bind.cache_type == RF_CACHE_F32)
+                memcpy((float *)(void *)head + at, src + (uint64_t)h * dim, dim * sizeof(float));
             else o->k->f32_to_f16((uint16_t *)(void *)head + at, src + (uint64_t)h * dim, dim);
         }
     }
@@ -5404,7 +5477,8 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
 static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
-    uint32_t head = chunk % op->n_kv_heads, group = op->n_heads / op->n_kv_heads, r = chunk / op->n_kv_heads * RFI_CPU_TOKENS;
+    uint32_t head = chunk % op->n_kv_heads, group = op->n_heads / op->n_kv_heads,
+             r = chunk / op->n_kv_heads * RFI_CPU_TOKENS;
     uint32_t end = (uint32_t)rfi_min_u64(o->n_rows, r + RFI_CPU_TOKENS);
     for (uint32_t n = 1; r < end; r += n, n = 1) {
         const rf_step_row *row = &o->step->rows[r];
@@ -5432,13 +5506,14 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
 static void rfi_cpu_glu(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     RFI_UNUSED(thread);
-    o->k->silu_mul(o->out + chunk * o->out_width, o->in + chunk * o->in_width, o->in2 + chunk * o->p->plan->buffers[o->op->in2].width,
-                   o->op->n_out);
+    o->k->silu_mul(o->out + chunk * o->out_width, o->in + chunk * o->in_width,
+                   o->in2 + chunk * o->p->plan->buffers[o->op->in2].width, o->op->n_out);
 }
 
 static void rfi_cpu_gather(rfi_cpu_op *o) {
     for (uint32_t i = 0; i < o->n_rows; i++)
-        memcpy(o->out + i * o->out_width, o->in + o->step->logit_rows[i] * o->in_width, o->op->n_out * sizeof(float));
+        memcpy(o->out + i * o->out_width, o->in + o->step->logit_rows[i] * o->in_width,
+               o->op->n_out * sizeof(float));
 }
 
 /* A vector weight (norm, bias, rope freqs) as aligned float32: in place if it is. */
@@ -5459,7 +5534,8 @@ static void rfi_cpu_run_matmul(rfi_cpu_op *o, uint32_t index) {
     o->vector = rfi_cpu_vector(p, op->extra, op->extra_at, op->n_out);
     o->w += op->weight_row * o->w_row_bytes;
     o->acts = (rfi_acts){.f = o->in, .f_stride = o->in_width, .q = p->acts, .q_stride = rfi_q8_groups(op->n_in)};
-    if (rfi_type_takes_int8(o->w_type) && !p->acts_kept[index]) rfi_pool_run(pool, rfi_cpu_quantize, o, o->n_rows);
+    if (rfi_type_takes_int8(o->w_type) && !p->acts_kept[index])
+        rfi_pool_run(pool, rfi_cpu_quantize, o, o->n_rows);
     /* enough chunks that the threads finish together, and rows in sixteens for the panel kernels */
     uint64_t share = op->n_out / ((uint64_t)pool->n_threads * 8) / 16 * 16;
     o->rows_per_chunk = (uint32_t)rfi_min_u64(RFI_CPU_ROWS, rfi_max_u64(16, share));
@@ -5508,7 +5584,10 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_MATMUL: rfi_cpu_run_matmul(&o, index); break;
     case RF_OP_ROPE: rfi_cpu_run_rope(&o); break;
     case RF_OP_KV_STORE: rfi_pool_run(pool, rfi_cpu_kv_store, &o, o.n_rows); break;
-    case RF_OP_ATTENTION: rfi_pool_run(pool, rfi_cpu_attention, &o, (o.n_rows + RFI_CPU_TOKENS - 1) / RFI_CPU_TOKENS * op->n_kv_heads); break;
+    case RF_OP_ATTENTION:
+        rfi_pool_run(pool, rfi_cpu_attention, &o,
+                     (o.n_rows + RFI_CPU_TOKENS - 1) / RFI_CPU_TOKENS * op->n_kv_heads);
+        break;
     case RF_OP_GLU: rfi_pool_run(pool, rfi_cpu_glu, &o, o.n_rows); break;
     case RF_OP_GATHER: rfi_cpu_gather(&o); break;
     default: break; /* plan_prepare refused it */
@@ -5521,7 +5600,8 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
 static uint32_t rfi_cpu_count(void) {
     unsigned long mask[64];
     uint32_t n = 0;
-    long bytes = syscall(SYS_sched_getaffinity, 0, sizeof mask, mask); /* the libc wrapper hides behind _GNU_SOURCE */
+    long bytes =
+        syscall(SYS_sched_getaffinity, 0, sizeof mask, mask); /* the libc wrapper hides behind _GNU_SOURCE */
     for (long i = 0; i < bytes / (long)sizeof mask[0]; i++) n += (uint32_t)__builtin_popcountl(mask[i]);
     return n == 0 ? 1 : n > RFI_MAX_THREADS ? RFI_MAX_THREADS : n;
 }
@@ -5551,14 +5631,18 @@ static rf_result rfi_cpu_device_list(rf_device_info *out, uint32_t capacity, uin
 static rf_result rfi_cpu_device_open(uint32_t index, const rf_device_desc *desc, rf_dev **out, rf_error *err) {
     RFI_UNUSED(index);
     const rfi_kernels *k = rfi_kernels_find(desc->isa);
-    if (!k) return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "cpu: instruction set '%s' is not known, or this machine lacks it", desc->isa);
+    if (!k)
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0,
+                        "cpu: instruction set '%s' is not known, or this machine lacks it", desc->isa);
     if (desc->n_threads > RFI_MAX_THREADS)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "cpu: %u threads, at most %d are supported", desc->n_threads, RFI_MAX_THREADS);
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "cpu: %u threads, at most %d are supported", desc->n_threads,
+                        RFI_MAX_THREADS);
     rfi_cpu *cpu = (rfi_cpu *)rfi_alloc(&desc->allocator, 1, sizeof *cpu, "the cpu device", err);
     if (!cpu) return RF_ERR_MEMORY;
     cpu->alloc = desc->allocator;
     cpu->kernels = k;
-    rf_result r = rfi_pool_init(&cpu->pool, &cpu->alloc, desc->n_threads ? desc->n_threads : rfi_cpu_count(), err);
+    rf_result r =
+        rfi_pool_init(&cpu->pool, &cpu->alloc, desc->n_threads ? desc->n_threads : rfi_cpu_count(), err);
     if (r != RF_OK) {
         rfi_free(&desc->allocator, cpu);
         return r;
@@ -5604,7 +5688,8 @@ static rf_result rfi_cpu_table_create(rf_dev *d, const rf_plan *plan, rf_table *
     rfi_cpu *cpu = rfi_cpu_of(d);
     rfi_cpu_table *t = (rfi_cpu_table *)rfi_alloc(&cpu->alloc, 1, sizeof *t, "a weight table", err);
     if (!t) return RF_ERR_MEMORY;
-    t->weights = (const void **)rfi_alloc(&cpu->alloc, plan->n_weights, sizeof *t->weights, "a weight table", err);
+    t->weights =
+        (const void **)rfi_alloc(&cpu->alloc, plan->n_weights, sizeof *t->weights, "a weight table", err);
     if (!t->weights) {
         rfi_free(&cpu->alloc, t);
         return RF_ERR_MEMORY;
@@ -5627,9 +5712,9 @@ static rf_weight_layout rfi_cpu_weight_layout(rf_dev *d, const rf_plan_weight *w
     return (rf_weight_layout){.size_bytes = w->size_bytes, .align = 4, .in_place = 1};
 }
 
-static rf_result rfi_cpu_weight_write(rf_table *table, rf_queue *q, uint32_t slot, const rf_mem *mem, uint64_t offset,
-                                      const rf_mem *scratch, uint32_t row0, uint32_t n_rows, const void *src, rf_ticket *ticket,
-                                      rf_error *err) {
+static rf_result rfi_cpu_weight_write(rf_table *table, rf_queue *q, uint32_t slot, const rf_mem *mem,
+                                      uint64_t offset, const rf_mem *scratch, uint32_t row0, uint32_t n_rows,
+                                      const void *src, rf_ticket *ticket, rf_error *err) {
     rfi_cpu_table *t = rfi_cpu_table_of(table);
     const rf_plan_weight *w = &t->plan->weights[slot];
     RFI_UNUSED(q);
@@ -5647,10 +5732,12 @@ static rf_result rfi_cpu_weight_write(rf_table *table, rf_queue *q, uint32_t slo
     return RF_OK;
 }
 
-static void rfi_cpu_weight_clear(rf_table *table, uint32_t slot) { rfi_cpu_table_of(table)->weights[slot] = NULL; }
+static void rfi_cpu_weight_clear(rf_table *table, uint32_t slot) {
+    rfi_cpu_table_of(table)->weights[slot] = NULL;
+}
 
-static rf_result rfi_cpu_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n, rf_ticket *ticket,
-                                   rf_error *err) {
+static rf_result rfi_cpu_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n,
+                                   rf_ticket *ticket, rf_error *err) {
     RFI_UNUSED(q);
     RFI_UNUSED(err);
     memset(ticket, 0, sizeof *ticket);
@@ -5658,8 +5745,8 @@ static rf_result rfi_cpu_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offs
     return RF_OK;
 }
 
-static rf_result rfi_cpu_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n, rf_ticket *ticket,
-                                  rf_error *err) {
+static rf_result rfi_cpu_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n,
+                                  rf_ticket *ticket, rf_error *err) {
     RFI_UNUSED(q);
     RFI_UNUSED(err);
     memset(ticket, 0, sizeof *ticket);
@@ -5667,8 +5754,8 @@ static rf_result rfi_cpu_mem_read(rf_queue *q, const rf_mem *src, uint64_t offse
     return RF_OK;
 }
 
-static rf_result rfi_cpu_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src, uint64_t src_offset,
-                                  uint64_t n, rf_ticket *ticket, rf_error *err) {
+static rf_result rfi_cpu_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src,
+                                  uint64_t src_offset, uint64_t n, rf_ticket *ticket, rf_error *err) {
     RFI_UNUSED(q);
     RFI_UNUSED(err);
     memset(ticket, 0, sizeof *ticket);
@@ -5676,8 +5763,8 @@ static rf_result rfi_cpu_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_o
     return RF_OK;
 }
 
-static rf_result rfi_cpu_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n, rf_ticket *ticket,
-                                  rf_error *err) {
+static rf_result rfi_cpu_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n,
+                                  rf_ticket *ticket, rf_error *err) {
     RFI_UNUSED(q);
     RFI_UNUSED(err);
     memset(ticket, 0, sizeof *ticket);
@@ -5705,7 +5792,8 @@ static rf_result rfi_cpu_queue_after(rf_queue *q, const rf_ticket *ticket, rf_er
 }
 
 static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err) {
-    if (op->kind >= RF_OP_KIND_COUNT) return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u is not supported", op->kind);
+    if (op->kind >= RF_OP_KIND_COUNT)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u is not supported", op->kind);
     if (op->kind != RF_OP_MATMUL) return RF_OK;
     uint32_t type = plan->weights[op->weight].type;
     if (type < RF_TYPE_COUNT && rfi_cpu_of(d)->kernels->matmul[type]) return RF_OK;
@@ -5753,8 +5841,8 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, uint32_t n_ctx, uint8_t
     return need;
 }
 
-static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops, uint32_t *n_segments,
-                                      rf_prepared **out, rf_error *err) {
+static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops,
+                                      uint32_t *n_segments, rf_prepared **out, rf_error *err) {
     rfi_cpu *cpu = rfi_cpu_of(d);
     const rf_plan *plan = bind->plan;
     rfi_cpu_plan *p = (rfi_cpu_plan *)rfi_alloc(&cpu->alloc, 1, sizeof *p, "a prepared plan", err);
@@ -5763,7 +5851,8 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
     p->bind = *bind;
     p->plan = plan;
     p->rope_table = p->rope_freqs = RF_NONE;
-    p->segments = (uint32_t *)rfi_alloc(&cpu->alloc, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
+    p->segments =
+        (uint32_t *)rfi_alloc(&cpu->alloc, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
     p->acts_kept = (uint8_t *)rfi_alloc(&cpu->alloc, plan->n_ops, 1, "op flags", err);
     p->times_us = (float *)rfi_alloc(&cpu->alloc, plan->n_ops, sizeof *p->times_us, "op times", err);
     rf_result r = p->segments && p->acts_kept && p->times_us ? RF_OK : RF_ERR_MEMORY;
@@ -5775,11 +5864,16 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
         rfi_cpu_need need = rfi_cpu_measure(plan, bind->n_ctx, p->acts_kept);
         p->segments[p->n_segments] = plan->n_ops;
         p->scratch_stride = (need.scratch + 15) / 16 * 16; /* whole cache lines: threads do not share one */
-        p->acts = (rfi_q8 *)rfi_alloc_aligned(&cpu->alloc, bind->n_batch * rfi_q8_groups(need.n_in) * sizeof *p->acts, 64,
-                                              "quantized activations", err);
-        p->scratch = (float *)rfi_alloc_aligned(&cpu->alloc, cpu->pool.n_threads * p->scratch_stride * sizeof(float), 64, "thread scratch", err);
-        p->vector = (float *)rfi_alloc_aligned(&cpu->alloc, need.vector * sizeof(float), 64, "vector scratch", err);
-        p->cos_sin = (float *)rfi_alloc_aligned(&cpu->alloc, bind->n_batch * need.n_rot * sizeof(float), 64, "rope scratch", err);
+        p->acts =
+            (rfi_q8 *)rfi_alloc_aligned(&cpu->alloc, bind->n_batch * rfi_q8_groups(need.n_in) * sizeof *p->acts,
+                                        64, "quantized activations", err);
+        p->scratch =
+            (float *)rfi_alloc_aligned(&cpu->alloc, cpu->pool.n_threads * p->scratch_stride * sizeof(float), 64,
+                                       "thread scratch", err);
+        p->vector =
+            (float *)rfi_alloc_aligned(&cpu->alloc, need.vector * sizeof(float), 64, "vector scratch", err);
+        p->cos_sin = (float *)rfi_alloc_aligned(&cpu->alloc, bind->n_batch * need.n_rot * sizeof(float), 64,
+                                                "rope scratch", err);
         if (!p->acts || !p->scratch || !p->vector || !p->cos_sin) r = RF_ERR_MEMORY;
     }
     if (r != RF_OK) {
@@ -5792,8 +5886,8 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
     return RF_OK;
 }
 
-static rf_result rfi_cpu_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
-                                  rf_ticket *ticket, rf_error *err) {
+static rf_result rfi_cpu_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t first, uint32_t last,
+                                  const rf_step *step, rf_ticket *ticket, rf_error *err) {
     rfi_cpu_plan *p = rfi_cpu_plan_of(prepared);
     RFI_UNUSED(q);
     RFI_UNUSED(err);
@@ -5816,19 +5910,37 @@ static rf_result rfi_cpu_times(rf_prepared *prepared, float *us, uint32_t n, rf_
 }
 
 static const rf_device_api rfi_cpu_api = {
-    .size_bytes = sizeof(rf_device_api), .version = RF_DEVICE_API_VERSION, .op_bytes = sizeof(rf_op), .step_bytes = sizeof(rf_step),
+    .size_bytes = sizeof(rf_device_api),
+    .version = RF_DEVICE_API_VERSION,
+    .op_bytes = sizeof(rf_op),
+    .step_bytes = sizeof(rf_step),
     .name = "cpu",
-    .device_list = rfi_cpu_device_list, .device_open = rfi_cpu_device_open, .device_close = rfi_cpu_device_close,
+    .device_list = rfi_cpu_device_list,
+    .device_open = rfi_cpu_device_open,
+    .device_close = rfi_cpu_device_close,
     .device_info = rfi_cpu_device_info,
-    .host_create = rfi_cpu_host_create, .host_release = rfi_cpu_host_release,
-    .mem_create = rfi_cpu_mem_create, .mem_release = rfi_cpu_mem_release,
-    .queue_create = rfi_cpu_queue_create, .queue_release = rfi_cpu_queue_release,
-    .table_create = rfi_cpu_table_create, .table_release = rfi_cpu_table_release,
-    .weight_layout = rfi_cpu_weight_layout, .weight_write = rfi_cpu_weight_write, .weight_clear = rfi_cpu_weight_clear,
-    .mem_write = rfi_cpu_mem_write, .mem_read = rfi_cpu_mem_read, .mem_copy = rfi_cpu_mem_copy, .mem_fill = rfi_cpu_mem_fill,
-    .ticket_done = rfi_cpu_ticket_done, .ticket_wait = rfi_cpu_ticket_wait, .queue_after = rfi_cpu_queue_after,
+    .host_create = rfi_cpu_host_create,
+    .host_release = rfi_cpu_host_release,
+    .mem_create = rfi_cpu_mem_create,
+    .mem_release = rfi_cpu_mem_release,
+    .queue_create = rfi_cpu_queue_create,
+    .queue_release = rfi_cpu_queue_release,
+    .table_create = rfi_cpu_table_create,
+    .table_release = rfi_cpu_table_release,
+    .weight_layout = rfi_cpu_weight_layout,
+    .weight_write = rfi_cpu_weight_write,
+    .weight_clear = rfi_cpu_weight_clear,
+    .mem_write = rfi_cpu_mem_write,
+    .mem_read = rfi_cpu_mem_read,
+    .mem_copy = rfi_cpu_mem_copy,
+    .mem_fill = rfi_cpu_mem_fill,
+    .ticket_done = rfi_cpu_ticket_done,
+    .ticket_wait = rfi_cpu_ticket_wait,
+    .queue_after = rfi_cpu_queue_after,
     .op_supported = rfi_cpu_op_supported,
-    .plan_prepare = rfi_cpu_plan_prepare, .plan_run = rfi_cpu_plan_run, .plan_release = rfi_cpu_plan_release,
+    .plan_prepare = rfi_cpu_plan_prepare,
+    .plan_run = rfi_cpu_plan_run,
+    .plan_release = rfi_cpu_plan_release,
     .times = rfi_cpu_times,
 };
 
@@ -5856,7 +5968,7 @@ typedef struct rfi_null_plan {
     rf_plan_bind bind;
     uint32_t *segments; /* [n_segments + 1] */
     uint32_t n_segments;
-    uint8_t *written;   /* [n_buffers] in this step */
+    uint8_t *written; /* [n_buffers] in this step */
 } rfi_null_plan;
 
 static rfi_null *rfi_null_of(rf_dev *d) { return (rfi_null *)(void *)d; }
@@ -5867,36 +5979,41 @@ static rfi_null_plan *rfi_null_plan_of(rf_prepared *p) { return (rfi_null_plan *
 static rf_result rfi_null_call(rfi_null *d, const char *what, rf_error *err) {
     uint64_t n = atomic_fetch_add(&d->n_calls, 1) + 1;
     if (d->fail_call && (n == d->fail_call || (d->fail_forever && n > d->fail_call)))
-        return rfi_fail_sys(err, RF_ERR_DEVICE, -1, n, "null: %s, call %llu of the device, fails on request", what,
-                            RFI_LLU(n));
+        return rfi_fail_sys(err, RF_ERR_DEVICE, -1, n, "null: %s, call %llu of the device, fails on request",
+                            what, RFI_LLU(n));
     return RF_OK;
 }
 
 /* ---- checks of a plan ---- */
 
-static rf_result rfi_null_buffer(const rf_plan *plan, uint32_t index, const char *role, uint32_t id, uint32_t rows, uint64_t width,
-                                 rf_error *err) {
+static rf_result rfi_null_buffer(const rf_plan *plan, uint32_t index, const char *role, uint32_t id,
+                                 uint32_t rows, uint64_t width, rf_error *err) {
     if (id < plan->n_buffers && plan->buffers[id].rows == rows && plan->buffers[id].width >= width) return RF_OK;
-    return rfi_fail(err, RF_ERR_ARGUMENT, index, "null: op %u: %s is buffer %u, which is not a buffer of its rows with width >= %llu", index,
+    return rfi_fail(err, RF_ERR_ARGUMENT, index,
+                    "null: op %u: %s is buffer %u, which is not a buffer of its rows with width >= %llu", index,
                     role, id, RFI_LLU(width));
 }
 
-static rf_result rfi_null_weight(const rf_plan *plan, uint32_t index, uint32_t slot, uint64_t n_in, uint64_t last_row, rf_error *err) {
-    if (slot < plan->n_weights && plan->weights[slot].n_in >= n_in && plan->weights[slot].n_rows >= last_row) return RF_OK;
-    return rfi_fail(err, RF_ERR_ARGUMENT, index, "null: op %u: weight slot %u is not a weight of %llu x %llu", index, slot,
-                    RFI_LLU(last_row), RFI_LLU(n_in));
+static rf_result rfi_null_weight(const rf_plan *plan, uint32_t index, uint32_t slot, uint64_t n_in,
+                                 uint64_t last_row, rf_error *err) {
+    if (slot < plan->n_weights && plan->weights[slot].n_in >= n_in && plan->weights[slot].n_rows >= last_row)
+        return RF_OK;
+    return rfi_fail(err, RF_ERR_ARGUMENT, index, "null: op %u: weight slot %u is not a weight of %llu x %llu",
+                    index, slot, RFI_LLU(last_row), RFI_LLU(n_in));
 }
 
 static rf_result rfi_null_attention(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
     const rf_plan_state *s = op->state < plan->n_states ? &plan->states[op->state] : NULL;
     int store = op->kind == RF_OP_KV_STORE;
-    if (!s || s->n_kv_heads != op->n_kv_heads || s->head_dim != op->head_dim || s->head_dim_v != op->head_dim_v || !op->n_kv_heads)
+    if (!s || s->n_kv_heads != op->n_kv_heads || s->head_dim != op->head_dim || s->head_dim_v != op->head_dim_v ||
+        !op->n_kv_heads)
         return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: state %u does not fit", i, op->state);
     uint64_t heads = store ? op->n_kv_heads : op->n_heads;
     rf_result r = rfi_null_buffer(plan, i, "in", op->in, op->rows, heads * op->head_dim, err);
     if (r != RF_OK) return r;
     if (store) return rfi_null_buffer(plan, i, "in2", op->in2, op->rows, heads * op->head_dim_v, err);
-    if (op->n_heads % op->n_kv_heads) return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u heads on %u", i, op->n_heads, op->n_kv_heads);
+    if (op->n_heads % op->n_kv_heads)
+        return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u heads on %u", i, op->n_heads, op->n_kv_heads);
     return rfi_null_buffer(plan, i, "out", op->out, op->rows, heads * op->head_dim_v, err);
 }
 
@@ -5914,14 +6031,16 @@ static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op
     case RF_OP_MATMUL:
         r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_in, err);
         if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err);
-        if (r == RF_OK) r = rfi_null_weight(plan, i, op->weight, op->n_in, (uint64_t)op->weight_row + op->n_out, err);
+        if (r == RF_OK)
+            r = rfi_null_weight(plan, i, op->weight, op->n_in, (uint64_t)op->weight_row + op->n_out, err);
         if (r != RF_OK || op->extra == RF_NONE) return r;
         return rfi_null_weight(plan, i, op->extra, (uint64_t)op->extra_at + op->n_out, 1, err);
     case RF_OP_ROPE:
         r = rfi_null_buffer(plan, i, "out", op->out, rows, (uint64_t)op->n_heads * op->head_dim, err);
         if (r == RF_OK && (op->n_rot > op->head_dim || op->n_rot % 2 || op->in != op->out ||
                            (uint64_t)op->table + op->n_rot / 2 > plan->n_tables))
-            r = rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: rope of %u out of %u values, table %u", i, op->n_rot, op->head_dim, op->table);
+            r = rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: rope of %u out of %u values, table %u", i,
+                         op->n_rot, op->head_dim, op->table);
         if (r != RF_OK || op->extra == RF_NONE) return r;
         return rfi_null_weight(plan, i, op->extra, op->n_rot / 2, 1, err);
     case RF_OP_KV_STORE:
@@ -5938,29 +6057,38 @@ static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op
 }
 
 static rf_result rfi_null_check_rows(const rfi_null_plan *p, const rf_step *step, rf_error *err) {
-    if (step->n_rows == 0 || step->n_rows > p->bind.n_batch || step->first_logits_row + step->n_logits > p->bind.n_logits)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "null: step of %u rows, %u logits", step->n_rows, step->n_logits);
+    if (step->n_rows == 0 || step->n_rows > p->bind.n_batch ||
+        step->first_logits_row + step->n_logits > p->bind.n_logits)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "null: step of %u rows, %u logits", step->n_rows,
+                        step->n_logits);
     for (uint32_t i = 0; i < step->n_rows; i++) {
         const rf_step_row *row = &step->rows[i];
-        if (row->token >= (int32_t)p->bind.plan->n_vocab || (row->token < 0 && !step->embeddings) || row->seq < 0 ||
-            row->seq >= (int32_t)p->bind.n_seq || row->pos < 0 || row->pos >= (int32_t)p->bind.n_ctx)
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: row %u: token %d, sequence %d, position %d", i, row->token, row->seq, row->pos);
+        if (row->token >= (int32_t)p->bind.plan->n_vocab || (row->token < 0 && !step->embeddings) ||
+            row->seq < 0 || row->seq >= (int32_t)p->bind.n_seq || row->pos < 0 ||
+            row->pos >= (int32_t)p->bind.n_ctx)
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: row %u: token %d, sequence %d, position %d", i,
+                            row->token, row->seq, row->pos);
     }
     for (uint32_t i = 0; i < step->n_logits; i++)
-        if (step->logit_rows[i] >= step->n_rows) return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: logits row %u of the step", step->logit_rows[i]);
+        if (step->logit_rows[i] >= step->n_rows)
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: logits row %u of the step", step->logit_rows[i]);
     return RF_OK;
 }
 
 /* What an op reads was written before it, and its weights are there. */
 static rf_result rfi_null_run_op(rfi_null_plan *p, uint32_t i, rf_error *err) {
     const rf_op *op = &p->bind.plan->ops[i];
-    const uint32_t slots[2] = {op->weight, op->extra}, in[3] = {op->in, op->in2, op->flags & RF_OP_ACCUMULATE ? op->out : RF_NONE};
+    const uint32_t slots[2] = {op->weight, op->extra},
+                   in[3] = {op->in, op->in2, op->flags & RF_OP_ACCUMULATE ? op->out : RF_NONE};
     for (int k = 0; k < 2; k++)
-        if (slots[k] != RF_NONE && rfi_null_table_of(p->bind.table)->rows[slots[k]] != p->bind.plan->weights[slots[k]].n_rows)
-            return rfi_fail(err, RF_ERR_DEVICE, i, "null: op %u: weight %s is not loaded", i, p->bind.plan->weights[slots[k]].name);
+        if (slots[k] != RF_NONE &&
+            rfi_null_table_of(p->bind.table)->rows[slots[k]] != p->bind.plan->weights[slots[k]].n_rows)
+            return rfi_fail(err, RF_ERR_DEVICE, i, "null: op %u: weight %s is not loaded", i,
+                            p->bind.plan->weights[slots[k]].name);
     for (int k = 0; k < 3; k++)
         if (in[k] != RF_NONE && !p->written[in[k]])
-            return rfi_fail(err, RF_ERR_DEVICE, i, "null: op %u: buffer %s is read before it is written", i, p->bind.plan->buffers[in[k]].name);
+            return rfi_fail(err, RF_ERR_DEVICE, i, "null: op %u: buffer %s is read before it is written", i,
+                            p->bind.plan->buffers[in[k]].name);
     if (op->out != RF_NONE) p->written[op->out] = 1;
     return RF_OK;
 }
@@ -6037,7 +6165,9 @@ static rf_result rfi_null_queue_create(rf_dev *d, rf_queue **out, rf_error *err)
     return RF_OK;
 }
 
-static void rfi_null_queue_release(rf_queue *q) { atomic_fetch_sub(&rfi_null_of((rf_dev *)(void *)q)->n_live, 1); }
+static void rfi_null_queue_release(rf_queue *q) {
+    atomic_fetch_sub(&rfi_null_of((rf_dev *)(void *)q)->n_live, 1);
+}
 
 static rf_result rfi_null_table_create(rf_dev *d, const rf_plan *plan, rf_table **out, rf_error *err) {
     rfi_null *dev = rfi_null_of(d);
@@ -6070,57 +6200,60 @@ static rf_weight_layout rfi_null_weight_layout(rf_dev *d, const rf_plan_weight *
     return (rf_weight_layout){.size_bytes = w->size_bytes, .align = 1};
 }
 
-static rf_result rfi_null_weight_write(rf_table *table, rf_queue *q, uint32_t slot, const rf_mem *mem, uint64_t offset,
-                                       const rf_mem *scratch, uint32_t row0, uint32_t n_rows, const void *src, rf_ticket *ticket,
-                                       rf_error *err) {
+static rf_result rfi_null_weight_write(rf_table *table, rf_queue *q, uint32_t slot, const rf_mem *mem,
+                                       uint64_t offset, const rf_mem *scratch, uint32_t row0, uint32_t n_rows,
+                                       const void *src, rf_ticket *ticket, rf_error *err) {
     rfi_null_table *t = rfi_null_table_of(table);
     RFI_UNUSED(q);
     RFI_UNUSED(scratch);
     memset(ticket, 0, sizeof *ticket);
     rf_result r = rfi_null_call(t->dev, "weight_write", err);
     if (r != RF_OK) return r;
-    if (slot >= t->plan->n_weights || !mem || !src || offset + t->plan->weights[slot].size_bytes > mem->size_bytes ||
-        row0 != t->rows[slot] % t->plan->weights[slot].n_rows || (uint64_t)row0 + n_rows > t->plan->weights[slot].n_rows)
-        return rfi_fail(err, RF_ERR_ARGUMENT, slot, "null: weight_write of slot %u, rows %u + %u, does not fit", slot, row0, n_rows);
+    if (slot >= t->plan->n_weights || !mem || !src ||
+        offset + t->plan->weights[slot].size_bytes > mem->size_bytes ||
+        row0 != t->rows[slot] % t->plan->weights[slot].n_rows ||
+        (uint64_t)row0 + n_rows > t->plan->weights[slot].n_rows)
+        return rfi_fail(err, RF_ERR_ARGUMENT, slot, "null: weight_write of slot %u, rows %u + %u, does not fit",
+                        slot, row0, n_rows);
     t->rows[slot] = row0 + n_rows;
     return RF_OK;
 }
 
 static void rfi_null_weight_clear(rf_table *table, uint32_t slot) { rfi_null_table_of(table)->rows[slot] = 0; }
 
-static rf_result rfi_null_transfer(rf_queue *q, const char *what, const rf_mem *mem, uint64_t offset, uint64_t n, rf_ticket *ticket,
-                                   rf_error *err) {
+static rf_result rfi_null_transfer(rf_queue *q, const char *what, const rf_mem *mem, uint64_t offset, uint64_t n,
+                                   rf_ticket *ticket, rf_error *err) {
     memset(ticket, 0, sizeof *ticket);
     rf_result r = rfi_null_call(rfi_null_of((rf_dev *)(void *)q), what, err);
     if (r == RF_OK && (offset > mem->size_bytes || n > mem->size_bytes - offset))
-        r = rfi_fail(err, RF_ERR_ARGUMENT, offset, "null: %s of %llu bytes at %llu in a block of %llu", what, RFI_LLU(n),
-                     RFI_LLU(offset), RFI_LLU(mem->size_bytes));
+        r = rfi_fail(err, RF_ERR_ARGUMENT, offset, "null: %s of %llu bytes at %llu in a block of %llu", what,
+                     RFI_LLU(n), RFI_LLU(offset), RFI_LLU(mem->size_bytes));
     return r;
 }
 
-static rf_result rfi_null_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n, rf_ticket *ticket,
-                                    rf_error *err) {
+static rf_result rfi_null_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n,
+                                    rf_ticket *ticket, rf_error *err) {
     RFI_UNUSED(src);
     return rfi_null_transfer(q, "mem_write", dst, offset, n, ticket, err);
 }
 
-static rf_result rfi_null_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n, rf_ticket *ticket,
-                                   rf_error *err) {
+static rf_result rfi_null_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n,
+                                   rf_ticket *ticket, rf_error *err) {
     rf_result r = rfi_null_transfer(q, "mem_read", src, offset, n, ticket, err);
     if (r == RF_OK) memset(dst, 0, (size_t)n);
     return r;
 }
 
-static rf_result rfi_null_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src, uint64_t src_offset,
-                                   uint64_t n, rf_ticket *ticket, rf_error *err) {
+static rf_result rfi_null_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src,
+                                   uint64_t src_offset, uint64_t n, rf_ticket *ticket, rf_error *err) {
     rf_result r = rfi_null_transfer(q, "mem_copy", dst, dst_offset, n, ticket, err);
     if (r == RF_OK && (src_offset > src->size_bytes || n > src->size_bytes - src_offset))
         r = rfi_fail(err, RF_ERR_ARGUMENT, src_offset, "null: mem_copy reads past its source");
     return r;
 }
 
-static rf_result rfi_null_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n, rf_ticket *ticket,
-                                   rf_error *err) {
+static rf_result rfi_null_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n,
+                                   rf_ticket *ticket, rf_error *err) {
     RFI_UNUSED(value);
     return rfi_null_transfer(q, "mem_fill", dst, offset, n, ticket, err);
 }
@@ -6139,8 +6272,8 @@ static void rfi_null_plan_release(rf_prepared *prepared) {
     atomic_fetch_sub(&dev->n_live, 1);
 }
 
-static rf_result rfi_null_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops, uint32_t *n_segments,
-                                       rf_prepared **out, rf_error *err) {
+static rf_result rfi_null_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops,
+                                       uint32_t *n_segments, rf_prepared **out, rf_error *err) {
     rfi_null *dev = rfi_null_of(d);
     const rf_plan *plan = bind->plan;
     rf_result r = rfi_null_call(dev, "plan_prepare", err);
@@ -6151,7 +6284,8 @@ static rf_result rfi_null_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint
     p->dev = dev;
     p->bind = *bind;
     atomic_fetch_add(&dev->n_live, 1);
-    p->segments = (uint32_t *)rfi_alloc(&dev->alloc, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
+    p->segments =
+        (uint32_t *)rfi_alloc(&dev->alloc, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
     p->written = (uint8_t *)rfi_alloc(&dev->alloc, plan->n_buffers, 1, "buffer flags", err);
     if (!p->segments || !p->written) {
         rfi_null_plan_release((rf_prepared *)(void *)p);
@@ -6166,8 +6300,8 @@ static rf_result rfi_null_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint
     return RF_OK;
 }
 
-static rf_result rfi_null_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
-                                   rf_ticket *ticket, rf_error *err) {
+static rf_result rfi_null_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t first, uint32_t last,
+                                   const rf_step *step, rf_ticket *ticket, rf_error *err) {
     rfi_null_plan *p = rfi_null_plan_of(prepared);
     RFI_UNUSED(q);
     memset(ticket, 0, sizeof *ticket);
@@ -6176,7 +6310,8 @@ static rf_result rfi_null_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t 
     if (r == RF_OK && (first > last || last > p->n_segments))
         r = rfi_fail(err, RF_ERR_ARGUMENT, first, "null: segments %u to %u of %u", first, last, p->n_segments);
     if (r == RF_OK && first == 0) memset(p->written, 0, p->bind.plan->n_buffers);
-    for (uint32_t i = r == RF_OK ? p->segments[first] : 0; r == RF_OK && i < p->segments[last]; i++) r = rfi_null_run_op(p, i, err);
+    for (uint32_t i = r == RF_OK ? p->segments[first] : 0; r == RF_OK && i < p->segments[last]; i++)
+        r = rfi_null_run_op(p, i, err);
     return r;
 }
 
@@ -6188,19 +6323,37 @@ static rf_result rfi_null_times(rf_prepared *prepared, float *us, uint32_t n, rf
 }
 
 static const rf_device_api rfi_null_api = {
-    .size_bytes = sizeof(rf_device_api), .version = RF_DEVICE_API_VERSION, .op_bytes = sizeof(rf_op), .step_bytes = sizeof(rf_step),
+    .size_bytes = sizeof(rf_device_api),
+    .version = RF_DEVICE_API_VERSION,
+    .op_bytes = sizeof(rf_op),
+    .step_bytes = sizeof(rf_step),
     .name = "null",
-    .device_list = rfi_null_device_list, .device_open = rfi_null_device_open, .device_close = rfi_null_device_close,
+    .device_list = rfi_null_device_list,
+    .device_open = rfi_null_device_open,
+    .device_close = rfi_null_device_close,
     .device_info = rfi_null_device_info,
-    .host_create = rfi_null_host_create, .host_release = rfi_null_host_release,
-    .mem_create = rfi_null_mem_create, .mem_release = rfi_null_mem_release,
-    .queue_create = rfi_null_queue_create, .queue_release = rfi_null_queue_release,
-    .table_create = rfi_null_table_create, .table_release = rfi_null_table_release,
-    .weight_layout = rfi_null_weight_layout, .weight_write = rfi_null_weight_write, .weight_clear = rfi_null_weight_clear,
-    .mem_write = rfi_null_mem_write, .mem_read = rfi_null_mem_read, .mem_copy = rfi_null_mem_copy, .mem_fill = rfi_null_mem_fill,
-    .ticket_done = rfi_cpu_ticket_done, .ticket_wait = rfi_cpu_ticket_wait, .queue_after = rfi_cpu_queue_after,
+    .host_create = rfi_null_host_create,
+    .host_release = rfi_null_host_release,
+    .mem_create = rfi_null_mem_create,
+    .mem_release = rfi_null_mem_release,
+    .queue_create = rfi_null_queue_create,
+    .queue_release = rfi_null_queue_release,
+    .table_create = rfi_null_table_create,
+    .table_release = rfi_null_table_release,
+    .weight_layout = rfi_null_weight_layout,
+    .weight_write = rfi_null_weight_write,
+    .weight_clear = rfi_null_weight_clear,
+    .mem_write = rfi_null_mem_write,
+    .mem_read = rfi_null_mem_read,
+    .mem_copy = rfi_null_mem_copy,
+    .mem_fill = rfi_null_mem_fill,
+    .ticket_done = rfi_cpu_ticket_done,
+    .ticket_wait = rfi_cpu_ticket_wait,
+    .queue_after = rfi_cpu_queue_after,
     .op_supported = rfi_null_op_supported,
-    .plan_prepare = rfi_null_plan_prepare, .plan_run = rfi_null_plan_run, .plan_release = rfi_null_plan_release,
+    .plan_prepare = rfi_null_plan_prepare,
+    .plan_run = rfi_null_plan_run,
+    .plan_release = rfi_null_plan_release,
     .times = rfi_null_times,
 };
 
@@ -6217,33 +6370,33 @@ struct rf_model {
     rfi_store store;
     rfi_log log;
     rf_string name;
-    char *pre_tokenizer;            /* forced name, or NULL        */
+    char *pre_tokenizer; /* forced name, or NULL        */
     rfi_cell tokenizer_cell;
-    rf_tokenizer *tokenizer;        /* guarded by the cell         */
+    rf_tokenizer *tokenizer; /* guarded by the cell         */
     _Atomic uint32_t n_sessions;
 };
 
 struct rf_session {
     rf_model *m;
-    rf_session_desc desc;           /* resolved: no zeros left     */
+    rf_session_desc desc; /* resolved: no zeros left     */
     rf_mem scratch, state;
-    uint64_t *buffer_offset;        /* [n_buffers]                 */
-    uint64_t *state_offset;         /* [n_states]                  */
+    uint64_t *buffer_offset; /* [n_buffers]                 */
+    uint64_t *state_offset;  /* [n_states]                  */
     rf_queue *queue;
     rf_prepared *prepared;
     uint32_t n_segments;
-    uint32_t *segment_slots;        /* slots of segment i: [segment_first[i], segment_first[i + 1])    */
-    uint32_t *segment_first;        /* [n_segments + 1]                                                */
-    uint32_t n_pinned;              /* segments pinned by the eval in progress                         */
-    uint32_t *lengths;              /* [n_seq_max] tokens held                                         */
-    uint32_t *ends;                 /* [n_seq_max] the same after the eval in progress                 */
-    int32_t *tokens;                /* [n_seq_max, n_ctx]; -1 where a row came as floats               */
-    rf_step_row *rows;              /* [n_batch]                                                       */
-    rf_row *forward_rows;           /* [n_batch] of rf_forward                                         */
-    uint32_t *logit_rows;           /* [n_batch]                                                       */
-    float *embeddings;              /* host memory of the device, [n_batch, n_embd]                    */
-    float *logits;                  /* host memory of the device, [n_logits_max, n_vocab]              */
-    uint32_t n_logits;              /* rows of logits that hold the last eval's                        */
+    uint32_t *segment_slots; /* slots of segment i: [segment_first[i], segment_first[i + 1])    */
+    uint32_t *segment_first; /* [n_segments + 1]                                                */
+    uint32_t n_pinned;       /* segments pinned by the eval in progress                         */
+    uint32_t *lengths;       /* [n_seq_max] tokens held                                         */
+    uint32_t *ends;          /* [n_seq_max] the same after the eval in progress                 */
+    int32_t *tokens;         /* [n_seq_max, n_ctx]; -1 where a row came as floats               */
+    rf_step_row *rows;       /* [n_batch]                                                       */
+    rf_row *forward_rows;    /* [n_batch] of rf_forward                                         */
+    uint32_t *logit_rows;    /* [n_batch]                                                       */
+    float *embeddings;       /* host memory of the device, [n_batch, n_embd]                    */
+    float *logits;           /* host memory of the device, [n_logits_max, n_vocab]              */
+    uint32_t n_logits;       /* rows of logits that hold the last eval's                        */
     _Atomic int cancel;
 };
 
@@ -6252,7 +6405,8 @@ static const rf_allocator *rfi_session_allocator(const rf_session *s) { return r
 
 /* ---- sizes ---- */
 
-static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *desc, rf_session_desc *out, rf_error *err) {
+static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *desc, rf_session_desc *out,
+                                     rf_error *err) {
     if (desc) *out = *desc;
     else memset(out, 0, sizeof *out);
     if (out->n_ctx == 0) out->n_ctx = (uint32_t)rfi_min_u64(m->config.n_ctx_train, 4096);
@@ -6261,9 +6415,11 @@ static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *d
     if (out->n_batch == 0) out->n_batch = (uint32_t)rfi_min_u64(512, cells);
     if (out->n_logits_max == 0) out->n_logits_max = out->n_seq_max;
     if (cells > INT32_MAX || out->n_batch > INT32_MAX || out->n_logits_max > INT32_MAX)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: n_ctx %u x n_seq_max %u, n_batch %u, n_logits_max %u: at most 2147483647 each",
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0,
+                        "session: n_ctx %u x n_seq_max %u, n_batch %u, n_logits_max %u: at most 2147483647 each",
                         out->n_ctx, out->n_seq_max, out->n_batch, out->n_logits_max);
-    if (out->cache_type > RF_CACHE_F32) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: cache_type %u is not known", out->cache_type);
+    if (out->cache_type > RF_CACHE_F32)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: cache_type %u is not known", out->cache_type);
     return RF_OK;
 }
 
@@ -6276,15 +6432,16 @@ static int rfi_place(uint64_t *end, uint64_t *offset, uint64_t n, uint64_t width
 }
 
 /* Offsets of buffers and states (arrays, or NULL), and the totals. */
-static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d, uint64_t *buffer_offset, uint64_t *state_offset,
-                                    rf_forecast *out, rf_error *err) {
+static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d, uint64_t *buffer_offset,
+                                    uint64_t *state_offset, rf_forecast *out, rf_error *err) {
     const rf_plan *plan = &m->plan;
     uint64_t element = d->cache_type == RF_CACHE_F32 ? 4 : 2, at, unused, host = 0;
     int fits = 1;
     memset(out, 0, sizeof *out);
     for (uint32_t i = 0; i < plan->n_buffers; i++) {
         const rf_plan_buffer *b = &plan->buffers[i];
-        fits &= rfi_place(&out->scratch_bytes, &at, b->rows == RF_ROWS_LOGITS ? d->n_logits_max : d->n_batch, b->width, sizeof(float));
+        fits &= rfi_place(&out->scratch_bytes, &at, b->rows == RF_ROWS_LOGITS ? d->n_logits_max : d->n_batch,
+                          b->width, sizeof(float));
         if (buffer_offset) buffer_offset[i] = at;
     }
     for (uint32_t i = 0; i < plan->n_states; i++) {
@@ -6302,7 +6459,8 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
     return fits ? RF_OK : rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: sizes do not fit 64 bits");
 }
 
-ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_desc *desc, rf_forecast *out, rf_error *err) {
+ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_desc *desc, rf_forecast *out,
+                                          rf_error *err) {
     rf_session_desc d;
     rfi_clear(err);
     if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_forecast: model or out is NULL");
@@ -6341,23 +6499,29 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     const rf_plan *plan = &s->m->plan;
     const rf_session_desc *d = &s->desc;
     void *p = NULL;
-    s->buffer_offset = (uint64_t *)rfi_alloc(alloc, plan->n_buffers, sizeof *s->buffer_offset, "buffer offsets", err);
+    s->buffer_offset =
+        (uint64_t *)rfi_alloc(alloc, plan->n_buffers, sizeof *s->buffer_offset, "buffer offsets", err);
     s->state_offset = (uint64_t *)rfi_alloc(alloc, plan->n_states, sizeof *s->state_offset, "state offsets", err);
-    s->segment_first = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops + 1, sizeof *s->segment_first, "segments", err);
-    s->segment_slots = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->segment_slots, "segments", err);
+    s->segment_first =
+        (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops + 1, sizeof *s->segment_first, "segments", err);
+    s->segment_slots =
+        (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->segment_slots, "segments", err);
     s->lengths = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->lengths, "sequence lengths", err);
     s->ends = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->ends, "sequence lengths", err);
     s->rows = (rf_step_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->rows, "batch rows", err);
     s->forward_rows = (rf_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->forward_rows, "batch rows", err);
     s->logit_rows = (uint32_t *)rfi_alloc(alloc, d->n_batch, sizeof *s->logit_rows, "batch rows", err);
-    s->tokens = (int32_t *)rfi_alloc_aligned(alloc, (uint64_t)d->n_seq_max * d->n_ctx * sizeof *s->tokens, 64, "token history", err);
-    if (!s->buffer_offset || !s->state_offset || !s->segment_first || !s->segment_slots || !s->lengths || !s->ends || !s->rows ||
-        !s->forward_rows || !s->logit_rows || !s->tokens)
+    s->tokens = (int32_t *)rfi_alloc_aligned(alloc, (uint64_t)d->n_seq_max * d->n_ctx * sizeof *s->tokens, 64,
+                                             "token history", err);
+    if (!s->buffer_offset || !s->state_offset || !s->segment_first || !s->segment_slots || !s->lengths ||
+        !s->ends || !s->rows || !s->forward_rows || !s->logit_rows || !s->tokens)
         return RF_ERR_MEMORY;
-    rf_result r = api->host_create(s->m->device->dev, (uint64_t)d->n_logits_max * plan->n_vocab * sizeof(float), &p, err);
+    rf_result r =
+        api->host_create(s->m->device->dev, (uint64_t)d->n_logits_max * plan->n_vocab * sizeof(float), &p, err);
     s->logits = (float *)p;
     p = NULL;
-    if (r == RF_OK) r = api->host_create(s->m->device->dev, (uint64_t)d->n_batch * plan->n_embd * sizeof(float), &p, err);
+    if (r == RF_OK)
+        r = api->host_create(s->m->device->dev, (uint64_t)d->n_batch * plan->n_embd * sizeof(float), &p, err);
     s->embeddings = (float *)p;
     return r;
 }
@@ -6367,7 +6531,8 @@ static void rfi_session_segment_slots(rf_session *s) {
     const rf_plan *plan = &s->m->plan;
     uint32_t n = 0;
     for (uint32_t seg = 0; seg < s->n_segments; seg++) {
-        uint32_t first = s->segment_first[seg], last = seg + 1 < s->n_segments ? s->segment_first[seg + 1] : plan->n_ops, start = n;
+        uint32_t first = s->segment_first[seg],
+                 last = seg + 1 < s->n_segments ? s->segment_first[seg + 1] : plan->n_ops, start = n;
         s->segment_first[seg] = n;
         for (uint32_t i = first; i < last; i++) {
             const uint32_t slots[2] = {plan->ops[i].weight, plan->ops[i].extra};
@@ -6394,9 +6559,16 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
     if (r == RF_OK) r = api->queue_create(dev, &s->queue, err);
     if (r != RF_OK) return r;
     rf_plan_bind bind = {
-        .plan = &m->plan, .table = m->store.table, .scratch = s->scratch, .state = s->state,
-        .buffer_offset = s->buffer_offset, .state_offset = s->state_offset,
-        .n_ctx = s->desc.n_ctx, .n_seq = s->desc.n_seq_max, .n_batch = s->desc.n_batch, .n_logits = s->desc.n_logits_max,
+        .plan = &m->plan,
+        .table = m->store.table,
+        .scratch = s->scratch,
+        .state = s->state,
+        .buffer_offset = s->buffer_offset,
+        .state_offset = s->state_offset,
+        .n_ctx = s->desc.n_ctx,
+        .n_seq = s->desc.n_seq_max,
+        .n_batch = s->desc.n_batch,
+        .n_logits = s->desc.n_logits_max,
         .cache_type = s->desc.cache_type,
     };
     r = api->plan_prepare(dev, &bind, s->segment_first, &s->n_segments, &s->prepared, err);
@@ -6404,7 +6576,8 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
     return r;
 }
 
-ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc, rf_session **out, rf_error *err) {
+ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc, rf_session **out,
+                                        rf_error *err) {
     rfi_clear(err);
     if (out) *out = NULL;
     if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_open: model or out is NULL");
@@ -6418,8 +6591,8 @@ ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc
         return r;
     }
     if (s->desc.n_ctx > m->config.n_ctx_train)
-        rfi_log_text(&m->log, RF_LOG_WARNING, "n_ctx %u is above the %u tokens the model was trained for", s->desc.n_ctx,
-                     m->config.n_ctx_train);
+        rfi_log_text(&m->log, RF_LOG_WARNING, "n_ctx %u is above the %u tokens the model was trained for",
+                     s->desc.n_ctx, m->config.n_ctx_train);
     atomic_fetch_add(&m->n_sessions, 1);
     *out = s;
     return RF_OK;
@@ -6442,20 +6615,26 @@ static rf_result rfi_eval_check(rf_session *s, const rf_row *rows, uint32_t n_ro
     for (uint32_t i = 0; i < n_rows; i++) {
         const rf_row *row = &rows[i];
         if (row->seq < 0 || (uint32_t)row->seq >= d->n_seq_max)
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_eval: row %u: sequence %d, want 0 to %u", i, row->seq, d->n_seq_max - 1);
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_eval: row %u: sequence %d, want 0 to %u", i, row->seq,
+                            d->n_seq_max - 1);
         if (!row->embedding && (row->token < 0 || (uint32_t)row->token >= n_vocab))
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_eval: row %u: token %d, want 0 to %u", i, row->token, n_vocab - 1);
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_eval: row %u: token %d, want 0 to %u", i, row->token,
+                            n_vocab - 1);
         if (row->pos != RF_POS_NEXT && (row->pos < 0 || (uint32_t)row->pos != s->ends[row->seq]))
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_eval: row %u: position %d, want %u, the length of sequence %d", i, row->pos,
+            return rfi_fail(err, RF_ERR_ARGUMENT, i,
+                            "rf_eval: row %u: position %d, want %u, the length of sequence %d", i, row->pos,
                             s->ends[row->seq], row->seq);
         if (s->ends[row->seq] >= d->n_ctx)
-            return rfi_fail(err, RF_ERR_CONTEXT_FULL, i, "rf_eval: row %u: sequence %d is full: n_ctx is %u, it holds %u and these rows add more", i,
-                            row->seq, d->n_ctx, s->lengths[row->seq]);
+            return rfi_fail(
+                err, RF_ERR_CONTEXT_FULL, i,
+                "rf_eval: row %u: sequence %d is full: n_ctx is %u, it holds %u and these rows add more", i,
+                row->seq, d->n_ctx, s->lengths[row->seq]);
         s->ends[row->seq]++;
         n_logits += row->want_logits != 0;
     }
     if (n_logits > d->n_logits_max)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_eval: %u rows want logits, n_logits_max is %u", n_logits, d->n_logits_max);
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_eval: %u rows want logits, n_logits_max is %u", n_logits,
+                        d->n_logits_max);
     return RF_OK;
 }
 
@@ -6464,7 +6643,8 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
     rfi_store *store = &s->m->store;
     uint32_t first = s->segment_first[segment], last = s->segment_first[segment + 1];
     if (segment + 1 < s->n_segments)
-        for (uint32_t j = last; j < s->segment_first[segment + 2]; j++) rfi_store_advise(store, s->segment_slots[j]);
+        for (uint32_t j = last; j < s->segment_first[segment + 2]; j++)
+            rfi_store_advise(store, s->segment_slots[j]);
     for (uint32_t i = first; i < last; i++) {
         rf_result r = rfi_store_pin(store, s->segment_slots[i], err);
         if (r == RF_OK) continue;
@@ -6476,16 +6656,20 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
 }
 
 static void rfi_eval_unpin(rf_session *s) {
-    for (uint32_t i = 0; i < s->segment_first[s->n_pinned]; i++) rfi_store_unpin(&s->m->store, s->segment_slots[i]);
+    for (uint32_t i = 0; i < s->segment_first[s->n_pinned]; i++)
+        rfi_store_unpin(&s->m->store, s->segment_slots[i]);
     s->n_pinned = 0;
 }
 
 /* One micro-batch through all segments. s->ends holds where each sequence goes on. */
-static rf_result rfi_eval_batch(rf_session *s, const rf_row *rows, uint32_t n_rows, uint32_t first_logits_row, uint32_t *n_logits,
-                                rf_error *err) {
+static rf_result rfi_eval_batch(rf_session *s, const rf_row *rows, uint32_t n_rows, uint32_t first_logits_row,
+                                uint32_t *n_logits, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
     uint32_t n_embd = s->m->plan.n_embd;
-    rf_step step = {.rows = s->rows, .logit_rows = s->logit_rows, .n_rows = n_rows, .first_logits_row = first_logits_row};
+    rf_step step = {.rows = s->rows,
+                    .logit_rows = s->logit_rows,
+                    .n_rows = n_rows,
+                    .first_logits_row = first_logits_row};
     for (uint32_t i = 0; i < n_rows; i++) {
         uint32_t pos = s->ends[rows[i].seq]++;
         int32_t token = rows[i].embedding ? -1 : rows[i].token;
@@ -6516,7 +6700,8 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_row *rows, uint32_t n_ro
 
 ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_rows, rf_error *err) {
     rfi_clear(err);
-    if (!s || !rows || n_rows == 0) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_eval: session or rows is NULL, or there are no rows");
+    if (!s || !rows || n_rows == 0)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_eval: session or rows is NULL, or there are no rows");
     const rf_device_api *api = s->m->device->api;
     s->n_logits = 0;
     rf_result r = rfi_eval_check(s, rows, n_rows, err);
@@ -6546,7 +6731,8 @@ ROCMFORGE_API float *rf_session_logits(rf_session *s, uint32_t i) {
     return s && i < s->n_logits ? s->logits + (uint64_t)i * s->m->plan.n_vocab : NULL;
 }
 
-ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits, rf_error *err) {
+ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits,
+                                   rf_error *err) {
     rfi_clear(err);
     if (logits) *logits = NULL;
     if (!s || !tokens || n_tokens == 0)
@@ -6554,13 +6740,15 @@ ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_
     uint32_t before = s->lengths[0];
     s->n_logits = 0;
     if (n_tokens > s->desc.n_ctx - before)
-        return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0, "rf_forward: %u tokens do not fit: n_ctx is %u, sequence 0 holds %u", n_tokens,
+        return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0,
+                        "rf_forward: %u tokens do not fit: n_ctx is %u, sequence 0 holds %u", n_tokens,
                         s->desc.n_ctx, before);
     rf_result r = RF_OK;
     for (uint32_t at = 0; r == RF_OK && at < n_tokens;) {
         uint32_t n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_tokens - at);
         for (uint32_t i = 0; i < n; i++)
-            s->forward_rows[i] = (rf_row){.token = tokens[at + i], .pos = RF_POS_NEXT, .want_logits = at + i + 1 == n_tokens};
+            s->forward_rows[i] =
+                (rf_row){.token = tokens[at + i], .pos = RF_POS_NEXT, .want_logits = at + i + 1 == n_tokens};
         r = rf_eval(s, s->forward_rows, n, err);
         at += n;
     }
@@ -6574,11 +6762,13 @@ ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_
 static rf_result rfi_session_check_seq(const rf_session *s, int32_t seq, const char *what, rf_error *err) {
     if (!s) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: session is NULL", what);
     if (seq < 0 || (uint32_t)seq >= s->desc.n_seq_max)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: sequence %d, want 0 to %u", what, seq, s->desc.n_seq_max - 1);
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: sequence %d, want 0 to %u", what, seq,
+                        s->desc.n_seq_max - 1);
     return RF_OK;
 }
 
-ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept, rf_error *err) {
+ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept,
+                                            rf_error *err) {
     rfi_clear(err);
     rf_result r = rfi_session_check_seq(s, seq, "rf_session_truncate", err);
     if (r != RF_OK) return r;
@@ -6587,12 +6777,13 @@ ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t
     return RF_OK;
 }
 
-ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_t *tokens, uint32_t n_tokens, uint32_t *kept,
-                                        rf_error *err) {
+ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_t *tokens, uint32_t n_tokens,
+                                        uint32_t *kept, rf_error *err) {
     rfi_clear(err);
     rf_result r = rfi_session_check_seq(s, seq, "rf_session_sync", err);
     if (r != RF_OK) return r;
-    if ((!tokens && n_tokens) || !kept) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_sync: tokens or kept is NULL");
+    if ((!tokens && n_tokens) || !kept)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_sync: tokens or kept is NULL");
     const int32_t *held = s->tokens + (uint64_t)(uint32_t)seq * s->desc.n_ctx;
     uint32_t n = 0, most = (uint32_t)rfi_min_u64(s->lengths[seq], n_tokens ? n_tokens - 1 : 0);
     while (n < most && held[n] == tokens[n] && held[n] >= 0) n++; /* a row of floats is like no token */
@@ -6614,16 +6805,20 @@ ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst,
         rfi_place(&k_end, &v_at, n_ctx * s->desc.n_seq_max * st->n_kv_heads, st->head_dim, element);
         for (uint32_t h = 0; h < st->n_kv_heads * 2 && n; h++) { /* heads of the keys, then of the values */
             int values = h >= st->n_kv_heads;
-            uint64_t cell = n_ctx * (values ? st->head_dim_v : st->head_dim) * element, head = values ? h - st->n_kv_heads : h;
+            uint64_t cell = n_ctx * (values ? st->head_dim_v : st->head_dim) * element,
+                     head = values ? h - st->n_kv_heads : h;
             uint64_t base = at + (values ? k_end : 0);
-            r = api->mem_copy(s->queue, &s->state, base + ((uint64_t)(uint32_t)dst * st->n_kv_heads + head) * cell, &s->state,
-                              base + ((uint64_t)(uint32_t)src * st->n_kv_heads + head) * cell, cell / n_ctx * n, &ticket, err);
+            r = api->mem_copy(s->queue, &s->state,
+                              base + ((uint64_t)(uint32_t)dst * st->n_kv_heads + head) * cell, &s->state,
+                              base + ((uint64_t)(uint32_t)src * st->n_kv_heads + head) * cell, cell / n_ctx * n,
+                              &ticket, err);
             if (r != RF_OK) return r;
         }
     }
     r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
     if (r != RF_OK) return r;
-    memcpy(s->tokens + (uint64_t)(uint32_t)dst * n_ctx, s->tokens + (uint64_t)(uint32_t)src * n_ctx, (size_t)n * sizeof *s->tokens);
+    memcpy(s->tokens + (uint64_t)(uint32_t)dst * n_ctx, s->tokens + (uint64_t)(uint32_t)src * n_ctx,
+           (size_t)n * sizeof *s->tokens);
     s->lengths[dst] = (uint32_t)n;
     return RF_OK;
 }
@@ -8699,7 +8894,7 @@ ROCMFORGE_API const char *rf_result_name(rf_result code) {
 }
 
 #define RFI_TEXT_OF(x) #x
-#define RFI_TEXT(x) RFI_TEXT_OF(x)
+#define RFI_TEXT(x)    RFI_TEXT_OF(x)
 ROCMFORGE_API const char *rf_version(void) {
     return RFI_TEXT(RF_VERSION_MAJOR) "." RFI_TEXT(RF_VERSION_MINOR) "." RFI_TEXT(RF_VERSION_PATCH);
 }
@@ -8718,13 +8913,16 @@ static rf_result rfi_hip(const rf_device_api **out, rf_error *err) {
     const rf_device_api *api = RFI_HIP_LINKED ? rocmforge_hip_api() : NULL;
     *out = NULL;
     if (!api)
-        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "hip: not linked: build with rocmforge_kernels.hip (see ROCMFORGE_HIP)");
-    if (api->size_bytes != sizeof *api || api->version != RF_DEVICE_API_VERSION || api->op_bytes != sizeof(rf_op) ||
-        api->step_bytes != sizeof(rf_step))
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0,
+                        "hip: not linked: build with rocmforge_kernels.hip (see ROCMFORGE_HIP)");
+    if (api->size_bytes != sizeof *api || api->version != RF_DEVICE_API_VERSION ||
+        api->op_bytes != sizeof(rf_op) || api->step_bytes != sizeof(rf_step))
         return rfi_fail(err, RF_ERR_DEVICE, 0,
-                        "hip: rocmforge_kernels.hip was built from another rocmforge.h (table %u bytes, version %u, op %u, step %u; "
-                        "here %u, %u, %u, %u): rebuild it", api->size_bytes, api->version, api->op_bytes, api->step_bytes,
-                        (unsigned)sizeof *api, RF_DEVICE_API_VERSION, (unsigned)sizeof(rf_op), (unsigned)sizeof(rf_step));
+                        "hip: rocmforge_kernels.hip was built from another rocmforge.h (table %u bytes, version "
+                        "%u, op %u, step %u; "
+                        "here %u, %u, %u, %u): rebuild it",
+                        api->size_bytes, api->version, api->op_bytes, api->step_bytes, (unsigned)sizeof *api,
+                        RF_DEVICE_API_VERSION, (unsigned)sizeof(rf_op), (unsigned)sizeof(rf_step));
     *out = api;
     return RF_OK;
 }
@@ -8734,7 +8932,8 @@ ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, u
     uint32_t n = 0;
     rfi_clear(err);
     rfi_clear(&hip_err);
-    if (!count || (!out && capacity)) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_device_list: out or count is NULL");
+    if (!count || (!out && capacity))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_device_list: out or count is NULL");
     const rf_device_api *hip;
     rf_result r = rfi_hip(&hip, &hip_err);
     if (r == RF_OK) r = hip->device_list(out, capacity, &n, &hip_err);
@@ -8793,18 +8992,21 @@ static rf_result rfi_device_open_auto(rf_device *d, const rf_device_desc *desc, 
     return rfi_cpu_api.device_open(0, desc, &d->dev, err);
 }
 
-static rf_result rfi_device_open_named(rf_device *d, const char *name, const rf_device_desc *desc, rf_error *err) {
+static rf_result rfi_device_open_named(rf_device *d, const char *name, const rf_device_desc *desc,
+                                       rf_error *err) {
     int index = rfi_hip_index(name);
     rf_result r = RF_OK;
     if (strcmp(name, "cpu") == 0) d->api = &rfi_cpu_api, index = 0;
     else if (strcmp(name, "null") == 0) d->api = &rfi_null_api, index = 0;
     else if (index < 0)
-        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "device '%s' is not known; there are: auto, cpu, null, hip:N", name);
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "device '%s' is not known; there are: auto, cpu, null, hip:N",
+                        name);
     else r = rfi_hip(&d->api, err);
     return r != RF_OK ? r : d->api->device_open((uint32_t)index, desc, &d->dev, err);
 }
 
-ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *desc, rf_device **out, rf_error *err) {
+ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *desc, rf_device **out,
+                                       rf_error *err) {
     rf_device_desc resolved;
     rfi_clear(err);
     if (!out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_device_open: out is NULL");
@@ -8816,7 +9018,8 @@ ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *d
     rf_device *d = (rf_device *)rfi_alloc(&resolved.allocator, 1, sizeof *d, "a device", err);
     if (!d) return RF_ERR_MEMORY;
     d->alloc = resolved.allocator;
-    r = !name || strcmp(name, "auto") == 0 ? rfi_device_open_auto(d, &resolved, err) : rfi_device_open_named(d, name, &resolved, err);
+    r = !name || strcmp(name, "auto") == 0 ? rfi_device_open_auto(d, &resolved, err)
+                                           : rfi_device_open_named(d, name, &resolved, err);
     if (r != RF_OK) rfi_free(&resolved.allocator, d);
     else *out = d;
     return r;
@@ -8854,8 +9057,8 @@ static void rfi_model_report_unused(const rf_model *m) {
         int used = 0;
         for (uint32_t w = 0; w < m->plan.n_weights && !used; w++) used = m->plan.weights[w].tensor == i;
         if (used || rf_gguf_get_tensor(m->g, i, &t) != RF_OK) continue;
-        rfi_log_text(&m->log, RF_LOG_WARNING, "%s: %llu tensors are not used, the first is %.*s", rfi_gguf_path(m->g),
-                     (unsigned long long)unused, RFI_STR(t.name));
+        rfi_log_text(&m->log, RF_LOG_WARNING, "%s: %llu tensors are not used, the first is %.*s",
+                     rfi_gguf_path(m->g), (unsigned long long)unused, RFI_STR(t.name));
         return;
     }
 }
@@ -8889,7 +9092,8 @@ static void rfi_model_free(rf_model *m) {
     rfi_free(alloc, m);
 }
 
-ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_desc *desc, rf_model **out, rf_error *err) {
+ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_desc *desc, rf_model **out,
+                                      rf_error *err) {
     rfi_clear(err);
     if (out) *out = NULL;
     if (!g || !d || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_open: file, device or out is NULL");
@@ -8969,7 +9173,8 @@ ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_e
     rfi_clear(err);
     if (!m || !name) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_load_tensor: model or name is NULL");
     uint32_t slot = rfi_model_slot(m, name);
-    if (slot == RF_NONE) return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: the plan uses no tensor %s", rfi_gguf_path(m->g), name);
+    if (slot == RF_NONE)
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: the plan uses no tensor %s", rfi_gguf_path(m->g), name);
     return rfi_model_load_slot(m, slot, err);
 }
 
@@ -8985,12 +9190,15 @@ ROCMFORGE_API int rf_model_is_layer_loaded(const rf_model *m, uint32_t layer) {
     return 1;
 }
 
-ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *layers, uint32_t n_layers, rf_error *err) {
+ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *layers, uint32_t n_layers,
+                                                rf_error *err) {
     rfi_clear(err);
-    if (!m || (!layers && n_layers)) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_preload_layers: model or layers is NULL");
+    if (!m || (!layers && n_layers))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_preload_layers: model or layers is NULL");
     for (uint32_t i = 0; i < n_layers; i++)
         if (layers[i] >= m->config.n_layers)
-            return rfi_fail(err, RF_ERR_ARGUMENT, layers[i], "rf_model_preload_layers: layer %u, the model has %u", layers[i], m->config.n_layers);
+            return rfi_fail(err, RF_ERR_ARGUMENT, layers[i],
+                            "rf_model_preload_layers: layer %u, the model has %u", layers[i], m->config.n_layers);
     for (uint32_t i = 0; i < n_layers; i++)
         for (uint32_t w = 0; w < m->plan.n_weights; w++) {
             if (m->plan.weights[w].layer != (int32_t)layers[i]) continue;

@@ -1,7 +1,7 @@
 # test_layout.sh BUILD: the shape of the repository: sections, line and function lengths, words the library must not use.
 . tests/rf_test.sh
 
-columns=118 lines=120 parameters=8
+columns=120 lines=120 parameters=8
 code="rocmforge.h $(ls examples/*.c)"
 tests="$(ls tests/*.c tests/*.h tests/*.sh)"
 

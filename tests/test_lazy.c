@@ -106,7 +106,7 @@ static const char *const modes[] = {"mapped", "copied", "null"};
 static void rig_close(rig *r) {
     rf_session_close(r->s);
     CHECK(rf_model_close(r->m, NULL) == RF_OK, "the model stays busy");
-    if (r->d && r->d->api == &rfi_null_api)
+    if (r->d && strcmp(r->d->api->name, "null") == 0)
         CHECK(atomic_load(&rfi_null_of(r->d->dev)->n_live) == 0, "%lld objects are left on the device",
               (long long)atomic_load(&rfi_null_of(r->d->dev)->n_live));
     CHECK(rf_device_close(r->d, NULL) == RF_OK, "the device stays busy");
@@ -437,6 +437,23 @@ static void test_loading(void) {
     }
 }
 
+/* A tensor larger than the staging buffer arrives piece by piece. */
+static void test_large_tensor(void) {
+    float want[N_VOCAB], got[N_VOCAB];
+    disk dk;
+    disk_make(&dk, &(mg_options){.type = MG_F32, .no_vocab = 1, .n_vocab = 40000, .n_layers = 1}); /* 10 MB, staging has 4 MiB */
+    for (int mode = MAPPED; mode <= NULLED; mode++) {
+        rig r;
+        atomic_store(&dk.data_bytes, 0);
+        if (!rig_open(&r, &dk, mode, NULL)) continue;
+        CHECK(run(r.m, mode == MAPPED ? want : got, &r.err) == RF_OK, "%s: %s", modes[mode], r.err.text);
+        if (mode == COPIED) CHECK(memcmp(got, want, sizeof want) == 0, "the copied weights give other bits");
+        if (mode != MAPPED) CHECK(atomic_load(&dk.data_bytes) == rf_gguf_get_info(r.g).data_bytes, "read %llu", (unsigned long long)atomic_load(&dk.data_bytes));
+        rig_close(&r);
+    }
+    mg_free(&dk.file);
+}
+
 /* A tensor that the plan does not use is in the file but not of the model. */
 static void test_unused_tensor(void) {
     disk dk;
@@ -761,6 +778,14 @@ static void test_every_read_failure(void) {
     mg_free(&dk.file);
 }
 
+/* The null device as one that repacks weights: it asks for scratch memory while one is written. */
+static rf_weight_layout repacking_layout(rf_dev *d, const rf_plan_weight *w) {
+    (void)d;
+    return (rf_weight_layout){.size_bytes = w->size_bytes, .scratch_bytes = 4096, .align = 1};
+}
+
+static rf_device_api repacking;
+
 /* File, device, model, tokenizer, session, an evaluation of three micro-batches, a copy; then everything closed. The first
  * failure ends it. */
 static rf_result whole_life(rig *r, disk *dk, const char *device, const rf_device_desc *more, int map) {
@@ -773,7 +798,12 @@ static rf_result whole_life(rig *r, disk *dk, const char *device, const rf_devic
     gd.io.user = dk;
     dd.allocator = a;
     rf_result res = map ? rf_gguf_open_memory(dk->file.data, dk->file.n, &(rf_gguf_desc){.allocator = a}, &r->g, &r->err) : rf_gguf_open("disk", &gd, &r->g, &r->err);
-    if (res == RF_OK) res = rf_device_open(device, &dd, &r->d, &r->err);
+    if (res == RF_OK) res = rf_device_open(strcmp(device, "repacking") ? device : "null", &dd, &r->d, &r->err);
+    if (res == RF_OK && strcmp(device, "repacking") == 0) {
+        repacking = rfi_null_api;
+        repacking.weight_layout = repacking_layout;
+        r->d->api = &repacking;
+    }
     if (res == RF_OK) res = rf_model_open(r->g, r->d, &md, &r->m, &r->err);
     if (res == RF_OK) res = rf_model_get_tokenizer(r->m, &t, &r->err);
     if (res == RF_OK) res = rf_session_open(r->m, &sd, &r->s, &r->err);
@@ -805,9 +835,11 @@ static void test_every_allocation_failure(void) {
 
 /* The n-th call of the device fails: once, or it and all later ones. */
 static void test_every_device_failure(void) {
-    for (uint32_t forever = 0; forever < 2; forever++) {
+    for (uint32_t round = 0; round < 4; round++) {
         disk dk;
         uint64_t n = 1;
+        uint32_t forever = round & 1;
+        const char *device = round & 2 ? "repacking" : "null";
         disk_make(&dk, &(mg_options){.type = MG_Q4_0, .n_layers = 1, .bpe = 1});
         for (rf_result res = RF_ERR_DEVICE; res != RF_OK && n < 2000; n++) {
             rig r;
@@ -815,7 +847,7 @@ static void test_every_device_failure(void) {
             memset(&r, 0, sizeof r);
             rf_device_desc dd = {.fail_call = n, .fail_forever = forever};
             snprintf(call, sizeof call, "call %llu ", (unsigned long long)n);
-            res = whole_life(&r, &dk, "null", &dd, 0);
+            res = whole_life(&r, &dk, device, &dd, 0);
             CHECK(res == RF_OK || (res == RF_ERR_DEVICE && strstr(r.err.text, call) && r.err.where == n), "call %llu: %s: %s",
                   (unsigned long long)n, rf_result_name(res), r.err.text);
             if (res != RF_OK && !forever) { /* what failed works when asked again */
@@ -837,7 +869,7 @@ static void test_every_device_failure(void) {
             }
             rig_close(&r);
         }
-        printf("    null device, %s: %llu calls\n", forever ? "for ever" : "once", (unsigned long long)n - 2);
+        printf("    %s device, %s: %llu calls\n", device, forever ? "for ever" : "once", (unsigned long long)n - 2);
         CHECK(n > 40 && n < 2000, "%llu calls", (unsigned long long)n);
         mg_free(&dk.file);
     }
@@ -876,11 +908,13 @@ static void test_busy(void) {
 
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
+    alarm(300); /* a deadlock is a failure too */
     RUN(test_no_read_before_use);
     RUN(test_no_touch_before_use);
     RUN(test_odd_address);
     RUN(test_big_file);
     RUN(test_loading);
+    RUN(test_large_tensor);
     RUN(test_unused_tensor);
     RUN(test_progress);
     RUN(test_reentry);

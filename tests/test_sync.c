@@ -481,6 +481,7 @@ static void test_pool_memory(void) {
 
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
+    alarm(300); /* a deadlock is a failure too */
     RUN(test_cell_error_then_success);
     RUN(test_cell_pins_block_eviction);
     RUN(test_cell_reentry);
