@@ -24,7 +24,7 @@ check-c: $(TESTS)    ## run the C suites alone (see the Makefile for sanitizer b
 	sh tests/run.sh $(B) $(TESTS)
 
 deps:    ## install what the optional suites need (Debian packages; run as root)
-	apt-get install -y gcc g++ clang libclang-rt-14-dev valgrind spin python3 python3-numpy musl-tools \
+	apt-get install -y gcc g++ clang libclang-rt-14-dev valgrind libc6-dbg spin python3 python3-numpy musl-tools \
 	  gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user universal-ctags
 
 clean:    ## remove build/

@@ -820,6 +820,17 @@ typedef struct rf_weight_layout {
     uint32_t in_place;
 } rf_weight_layout;
 
+/* Rows [row0, row0 + n_rows) of a weight on their way to a device. src is pinned host memory, or the device copies
+ * before it returns. In place: mem is NULL, src the file's bytes, all rows. */
+typedef struct rf_weight_part {
+    uint32_t slot;
+    uint32_t row0, n_rows;
+    const void *src;
+    const rf_mem *mem;      /* of weight_layout's size for the whole weight, from offset on */
+    uint64_t offset;
+    const rf_mem *scratch;  /* as asked for by weight_layout, or NULL                       */
+} rf_weight_part;
+
 /* Everything a session brings for plan_prepare; kept by reference until plan_release. */
 typedef struct rf_plan_bind {
     const rf_plan *plan;
@@ -864,12 +875,8 @@ typedef struct rf_device_api {
     rf_result (*table_create)(rf_dev *d, const rf_plan *plan, rf_table **out, rf_error *err);
     void (*table_release)(rf_table *t);
     rf_weight_layout (*weight_layout)(rf_dev *d, const rf_plan_weight *w);
-    /* rows [row0, row0 + n_rows) of slot from host memory to mem + offset (a place of weight_layout's size for the
-     * whole weight), src pinned or synchronous; in place: mem NULL, src the file's bytes, all rows. scratch as asked
-     * for, or NULL. src may be reused when *ticket is done. */
-    rf_result (*weight_write)(rf_table *t, rf_queue *q, uint32_t slot, const rf_mem *mem, uint64_t offset,
-                              const rf_mem *scratch, uint32_t row0, uint32_t n_rows, const void *src, rf_ticket *ticket,
-                              rf_error *err);
+    /* *ticket: src may be reused */
+    rf_result (*weight_write)(rf_table *t, rf_queue *q, const rf_weight_part *part, rf_ticket *ticket, rf_error *err);
     void (*weight_clear)(rf_table *t, uint32_t slot); /* no running op uses it */
 
     rf_result (*mem_write)(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n,
@@ -1403,8 +1410,8 @@ static void *rfi_pool_thread(void *arg) {
     return NULL;
 }
 
-/* Run fn for chunks 0 .. n_chunks-1, in any order, on the pool's threads and the caller's. If another caller's job runs,
- * this one runs in its own thread alone. */
+/* Run fn for chunks 0 .. n_chunks-1, in any order, on the pool's threads and the caller's. If another caller's job
+ * runs, this one runs in its own thread alone. */
 static void rfi_pool_run(rfi_pool *p, rfi_chunk_fn fn, void *ctx, uint32_t n_chunks) {
     if (n_chunks <= 1 || p->n_started == 0 || pthread_mutex_trylock(&p->busy) != 0) {
         for (uint32_t i = 0; i < n_chunks; i++) fn(ctx, i, 0);
@@ -2581,7 +2588,8 @@ typedef struct rfi_block_q5_k { uint8_t d[2], dmin[2], scales[12], qh[32], q[128
  * nibble k>>1; high 2 bits in qh[32h + l], bits 2k. w = d*scale*(q-32) */
 typedef struct rfi_block_q6_k { uint8_t ql[128], qh[64], scales[16], d[2]; } rfi_block_q6_k;
 
-#define RFI_TYPE_SIZES(NAME, id, text, elements, bytes, runs) RFI_BYTES_##NAME = (bytes), RFI_ELEMENTS_##NAME = (elements),
+#define RFI_TYPE_SIZES(NAME, id, text, elements, bytes, runs) \
+    RFI_BYTES_##NAME = (bytes), RFI_ELEMENTS_##NAME = (elements),
 enum { RF_TYPE_TABLE(RFI_TYPE_SIZES) RFI_TYPE_SIZES_END };
 #undef RFI_TYPE_SIZES
 #define RFI_SAME_SIZE(NAME, block) _Static_assert(sizeof(block) == RFI_BYTES_##NAME, #NAME " as in the file")
@@ -2640,7 +2648,8 @@ static void rfi_k_scales(const uint8_t s[12], uint8_t scale[8], uint8_t min[8]) 
     }
 }
 
-/* A block of 32: w = d*(q + offset) + m, with bit 4 of each q from qh. m = -0.0 where there is none: adding it keeps -0. */
+/* A block of 32: w = d*(q + offset) + m, with bit 4 of each q from qh. m = -0.0 where there is none: adding it keeps
+ * -0. */
 static void rfi_decode_32(float d, int offset, float m, uint32_t qh, const uint8_t *q, float *y) {
     for (int j = 0; j < 16; j++) {
         int lo = (int)((q[j] & 15u) | (qh >> j & 1u) << 4), hi = (int)(q[j] >> 4 | (qh >> (j + 16) & 1u) << 4);
@@ -2785,8 +2794,11 @@ static rf_result rfi_tensor_copy(rfi_store *s, uint32_t slot, rfi_tensor *t, con
         rf_ticket ticket = {0};
         r = rf_gguf_read_tensor(s->g, w->tensor, row * row_bytes, s->staging, (size_t)(n * row_bytes), err);
         if (r == RF_OK)
-            r = api->weight_write(s->table, s->queue, slot, &t->mem, 0, layout->scratch_bytes ? &scratch : NULL,
-                                  (uint32_t)row, (uint32_t)n, s->staging, &ticket, err);
+            r = api->weight_write(s->table, s->queue,
+                                  &(rf_weight_part){.slot = slot, .row0 = (uint32_t)row, .n_rows = (uint32_t)n,
+                                                    .src = s->staging, .mem = &t->mem,
+                                                    .scratch = layout->scratch_bytes ? &scratch : NULL},
+                                  &ticket, err);
         if (r == RF_OK) r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
     }
     if (scratch.base) api->mem_release(s->device->dev, &scratch);
@@ -2810,7 +2822,8 @@ static rf_result rfi_tensor_load(void *ctx, rf_error *err) {
     pthread_mutex_lock(&s->copying);
     if (layout.in_place && map && ((uintptr_t)map & (layout.align - 1)) == 0) {
         if (!w->row_reads) rfi_gguf_advise(s->g, &t->info);
-        r = api->weight_write(s->table, s->queue, load->slot, NULL, 0, NULL, 0, w->n_rows, map, &ticket, err);
+        r = api->weight_write(s->table, s->queue,
+                              &(rf_weight_part){.slot = load->slot, .n_rows = w->n_rows, .src = map}, &ticket, err);
     } else {
         r = rfi_tensor_copy(s, load->slot, t, &layout, err);
     }
@@ -3589,8 +3602,8 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
  * Products with quantized weights are defined once for all instruction sets (and devices), to the bit: the inputs are
  * rounded to int8 in groups of 32 (rfi_q8), and row . column is
  *     y = 0; for each group in order: y = fma(float(isum), d_w * d_x, y); if the type has mins: y = fma(m_w, s_x, y)
- * with isum the exact integer sum over the group (Q6_K: half a group, 16 values), d_w = d, or d * scale, and m_w = m, or
- * -dmin * min. How rows are cut over lanes, panels and threads changes nothing in that.
+ * with isum the exact integer sum over the group (Q6_K: half a group, 16 values), d_w = d, or d * scale, and m_w = m,
+ * or -dmin * min. How rows are cut over lanes, panels and threads changes nothing in that.
  * Float weights: lanes along the row, fixed per instruction set; rows of more than RFI_FLOAT_CHUNK values are added up
  * chunk by chunk. */
 
@@ -3618,8 +3631,8 @@ typedef struct rfi_q8 {
 } rfi_q8;
 _Static_assert(sizeof(rfi_q8) == 64, "one cache line");
 
-/* Inputs of a matmul: column j at f + j * f_stride (float weights) or q + j * q_stride (quantized weights). Columns of q
- * hold rfi_q8_groups(n_in) groups; 64-byte alignment is faster. */
+/* Inputs of a matmul: column j at f + j * f_stride (float weights) or q + j * q_stride (quantized weights). Columns
+ * of q hold rfi_q8_groups(n_in) groups; 64-byte alignment is faster. */
 typedef struct rfi_acts {
     const float *f;
     uint64_t f_stride;
@@ -4026,7 +4039,7 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
                           uint32_t n_cols, float *y, uint64_t y_stride
 
 /* The functions of one quantized type on one instruction set. */
-#define RFI_QUANT(isa, TARGET, TYPE, tile, lanes, panels, cols)                                                               \
+#define RFI_QUANT(isa, TARGET, TYPE, tile, lanes, panels, cols)                                                       \
     static TARGET void rfi_##isa##_vector_##TYPE(const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc) { \
         rfi_##isa##_vector(RF_TYPE_##TYPE, r, n_groups, x, acc);                                                      \
     }                                                                                                                 \
@@ -4034,8 +4047,13 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
         rfi_##isa##_unpack(RF_TYPE_##TYPE, r, offset, at, p);                                                         \
     }                                                                                                                 \
     static void rfi_##isa##_matmul_##TYPE(RFI_MATMUL_PARAMS) {                                                        \
-        const rfi_quant_kernels k = {lanes, panels, cols, rfi_unit_bytes(RF_TYPE_##TYPE), rfi_##isa##_vector_##TYPE,          \
-                                     rfi_##isa##_unpack_##TYPE, tile};                                                \
+        const rfi_quant_kernels k = {lanes,                                                                           \
+                                     panels,                                                                          \
+                                     cols,                                                                            \
+                                     rfi_unit_bytes(RF_TYPE_##TYPE),                                                  \
+                                     rfi_##isa##_vector_##TYPE,                                                       \
+                                     rfi_##isa##_unpack_##TYPE,                                                       \
+                                     tile};                                                                           \
         const rfi_matmul m = {(const uint8_t *)w, w_row_bytes, n_rows, n_in, x, n_cols, y, y_stride};                 \
         rfi_matmul_quant(&k, &m);                                                                                     \
     }
@@ -4171,8 +4189,8 @@ static void rfi_scalar_unpack(uint32_t type, const rfi_rows *r, uint64_t offset,
     }
 }
 
-RFI_INLINE void rfi_scalar_tile(rfi_kind kind, const rfi_panel *p, uint32_t n_groups, const rfi_q8 *x, uint64_t x_stride,
-                                uint32_t n_cols, float *acc, uint64_t acc_stride) {
+RFI_INLINE void rfi_scalar_tile(rfi_kind kind, const rfi_panel *p, uint32_t n_groups, const rfi_q8 *x,
+                                uint64_t x_stride, uint32_t n_cols, float *acc, uint64_t acc_stride) {
     for (uint32_t c = 0; c < n_cols; c++) {
         float y = acc[c * acc_stride];
         for (uint32_t g = 0; g < n_groups; g++) {
@@ -4233,8 +4251,8 @@ RFI_INLINE void rfi_scalar_float_tile(uint32_t type, rfi_float_tile *t) {
 }
 
 /* One dimension, for those that fill no vector. */
-RFI_INLINE void rfi_weigh_one(uint32_t type, const void *v, uint32_t n_pos, uint32_t head_dim_v, uint32_t d, const float *p,
-                              float *out) {
+RFI_INLINE void rfi_weigh_one(uint32_t type, const void *v, uint32_t n_pos, uint32_t head_dim_v, uint32_t d,
+                              const float *p, float *out) {
     for (uint64_t pos = 0; pos < n_pos; pos++)
         *out = fmaf(p[pos], rfi_load_type(type, (const uint8_t *)v, pos * head_dim_v + d), *out);
 }
@@ -4312,7 +4330,8 @@ RFI_INLINE RFI_512 __m512i rfi_512_sum4(__m512i a, __m512i b, __m512i c, __m512i
 RFI_INLINE RFI_512 void rfi_512_fifth(const uint8_t *qh, uint64_t step, __m512i q[2]) {
     const __m512i bits = rfi_512_pick(qh, step), own = _mm512_set1_epi64((long long)0x8040201008040201u);
     for (int i = 0; i < 2; i++) { /* every value gets the byte that its bit is in */
-        const __m512i byte = _mm512_broadcast_i32x4(_mm_set_epi64x((2 * i + 1) * 0x0101010101010101, 2 * i * 0x0101010101010101));
+        const __m512i byte =
+            _mm512_broadcast_i32x4(_mm_set_epi64x((2 * i + 1) * 0x0101010101010101, 2 * i * 0x0101010101010101));
         const __mmask64 set = _mm512_test_epi8_mask(_mm512_shuffle_epi8(bits, byte), own);
         q[i] = _mm512_mask_add_epi8(q[i], set, q[i], _mm512_set1_epi8(16));
     }
@@ -4323,8 +4342,8 @@ RFI_INLINE uint32_t rfi_512_group(uint32_t type, uint32_t l) {
     return type == RF_TYPE_Q6_K ? (l & 4) / 2 + (l & 1) + (l & 2) * 2 : (l & 4) / 4 + (l & 3) * 2;
 }
 
-/* A unit's values, unsigned: q[0], q[1] the first and second 16 of groups 0 to 3 in rfi_512_group's order, one group per
- * lane; q[2], q[3] of the other four. */
+/* A unit's values, unsigned: q[0], q[1] the first and second 16 of groups 0 to 3 in rfi_512_group's order, one group
+ * per lane; q[2], q[3] of the other four. */
 RFI_INLINE RFI_512 void rfi_512_values(uint32_t type, const uint8_t *p, __m512i q[4]) {
     const __m512i low = _mm512_set1_epi8(15);
     const uint64_t step = rfi_unit_bytes(type) / 8;
@@ -4342,7 +4361,8 @@ RFI_INLINE RFI_512 void rfi_512_values(uint32_t type, const uint8_t *p, __m512i 
         /* the high bits come into place by rotating each lane its own way */
         __m512i high[2], turn[2];
         if (type == RF_TYPE_Q5_K) {
-            for (int i = 0; i < 2; i++) high[i] = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)(p + 16) + i));
+            for (int i = 0; i < 2; i++)
+                high[i] = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)(p + 16) + i));
             turn[0] = _mm512_set_epi32(30, 30, 30, 30, 0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4);
             turn[1] = _mm512_set_epi32(29, 29, 29, 29, 31, 31, 31, 31, 1, 1, 1, 1, 3, 3, 3, 3);
         } else {
@@ -4432,7 +4452,8 @@ RFI_INLINE RFI_512 void rfi_512_prefetch(uint32_t type, const uint8_t *row, uint
         _mm_prefetch((const char *)((uintptr_t)row + ahead + i), _MM_HINT_T0);
 }
 
-RFI_INLINE RFI_512 void rfi_avx512_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc) {
+RFI_INLINE RFI_512 void rfi_avx512_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
+                                          float *acc) {
     const rfi_kind kind = rfi_kind_of(type);
     const uint32_t unit = rfi_unit_bytes(type), n_sums = kind == RFI_KIND_HALVES ? 4 : 2;
     const int shift = rfi_bias_shift(type);
@@ -4461,7 +4482,8 @@ RFI_INLINE RFI_512 void rfi_avx512_vector(uint32_t type, const rfi_rows *r, uint
                 __m512i q[4];
                 rfi_512_values(type, r->row[i * 4 + j] + offset, q);
                 if (r->row_bytes) rfi_512_prefetch(type, r->row[i * 4 + j], ahead);
-                for (uint32_t v = 0; v < 4; v++) q[v] = _mm512_dpbusd_epi32(v & 1 && n_sums == 2 ? q[v - 1] : zero, q[v], xq[v]);
+                for (uint32_t v = 0; v < 4; v++)
+                    q[v] = _mm512_dpbusd_epi32(v & 1 && n_sums == 2 ? q[v - 1] : zero, q[v], xq[v]);
                 for (uint32_t v = 0; v < n_sums; v++) dot[v][j] = q[n_sums == 2 ? 2 * v + 1 : v];
             }
             for (uint32_t v = 0; v < n_sums; v++) sum[v][i] = rfi_512_sum4(dot[v][0], dot[v][1], dot[v][2], dot[v][3]);
@@ -4474,8 +4496,10 @@ RFI_INLINE RFI_512 void rfi_avx512_vector(uint32_t type, const rfi_rows *r, uint
             const __m512 dx = _mm512_set1_ps(x[g].d);
             if (kind == RFI_KIND_HALVES) {
                 for (uint32_t h = 0; h < 2; h++) {
-                    const __m512i isum = _mm512_add_epi32(sum[(l >> 2) * 2 + h][l & 3], _mm512_set1_epi32(x[g].b16[h] >> shift));
-                    y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum), _mm512_mul_ps(_mm512_load_ps(s + (g * 2 + h) * 16), dx), y);
+                    const __m512i isum =
+                        _mm512_add_epi32(sum[(l >> 2) * 2 + h][l & 3], _mm512_set1_epi32(x[g].b16[h] >> shift));
+                    y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum),
+                                        _mm512_mul_ps(_mm512_load_ps(s + (g * 2 + h) * 16), dx), y);
                 }
             } else {
                 __m512i isum = sum[l >> 2][l & 3];
@@ -4488,7 +4512,8 @@ RFI_INLINE RFI_512 void rfi_avx512_vector(uint32_t type, const rfi_rows *r, uint
     _mm512_storeu_ps(acc, y);
 }
 
-RFI_INLINE RFI_512 void rfi_avx512_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {
+RFI_INLINE RFI_512 void rfi_avx512_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at,
+                                          rfi_panel *p) {
     _Alignas(64) uint8_t q[16][256];
     const __m512i bias = _mm512_set1_epi8((char)(type == RF_TYPE_Q8_0 ? 0 : 128 - rfi_bias_of(type)));
     for (int l = 0; l < 16; l++) {
@@ -4516,8 +4541,8 @@ RFI_INLINE RFI_512 void rfi_avx512_unpack(uint32_t type, const rfi_rows *r, uint
 }
 
 /* Half a group of 32 rows (two panels) times the columns' values from `at`. */
-RFI_INLINE RFI_512 void rfi_512_dots(const rfi_panel *p, uint64_t q, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols,
-                                     uint32_t at, __m512i sum[2][6]) {
+RFI_INLINE RFI_512 void rfi_512_dots(const rfi_panel *p, uint64_t q, const rfi_q8 *x, uint64_t x_stride,
+                                     uint32_t n_cols, uint32_t at, __m512i sum[2][6]) {
 #pragma GCC unroll 4
     for (uint32_t u = 0; u < 4; u++) {
         const __m512i a = _mm512_load_si512(p[0].q + q + u * 64), b = _mm512_load_si512(p[1].q + q + u * 64);
@@ -4540,7 +4565,9 @@ RFI_INLINE RFI_512 void rfi_512_tile(rfi_kind kind, uint32_t nc, RFI_TILE_PARAMS
             __m512i sum[2][6];
             for (uint32_t c = 0; c < nc && h == 0; c++) _mm_prefetch((const char *)(x + c * x_stride + 2), _MM_HINT_T0);
             for (uint32_t c = 0; c < nc; c++) {
-                const int32_t b = n_halves == 2 ? x[c * x_stride].b16[h] : kind == RFI_KIND_BIAS ? x[c * x_stride].b : 0;
+                const int32_t b = n_halves == 2           ? x[c * x_stride].b16[h]
+                                  : kind == RFI_KIND_BIAS ? x[c * x_stride].b
+                                                          : 0;
                 sum[0][c] = sum[1][c] = _mm512_set1_epi32(b);
             }
             rfi_512_dots(p, g * 512 + h * 256, x, x_stride, nc, h * 16, sum);
@@ -4586,14 +4613,15 @@ RFI_INLINE __mmask16 rfi_512_mask(uint32_t n) { return (__mmask16)(n >= 16 ? 0xf
 RFI_INLINE RFI_512 __m512 rfi_512_load(uint32_t type, const void *p, uint64_t i, uint32_t n) {
     const uint8_t *at = (const uint8_t *)p + i * (type == RF_TYPE_F32 ? 4 : 2);
     if (type == RF_TYPE_F32) return n >= 16 ? _mm512_loadu_ps(at) : _mm512_maskz_loadu_ps(rfi_512_mask(n), at);
-    const __m256i v = n >= 16 ? _mm256_loadu_si256((const __m256i *)(const void *)at) : _mm256_maskz_loadu_epi16(rfi_512_mask(n), at);
+    const __m256i v = n >= 16 ? _mm256_loadu_si256((const __m256i *)(const void *)at)
+                              : _mm256_maskz_loadu_epi16(rfi_512_mask(n), at);
     if (type == RF_TYPE_F16) return _mm512_cvtph_ps(v);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
 }
 
 /* n values (16, but at the end of a row) of 4 rows times the columns. */
-RFI_INLINE RFI_512 void rfi_512_float_step(uint32_t type, uint32_t n_cols, const rfi_float_tile *t, uint32_t i, uint32_t n,
-                                           __m512 sum[RFI_FLOAT_COLS][4]) {
+RFI_INLINE RFI_512 void rfi_512_float_step(uint32_t type, uint32_t n_cols, const rfi_float_tile *t, uint32_t i,
+                                           uint32_t n, __m512 sum[RFI_FLOAT_COLS][4]) {
     __m512 w[4];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; r++) {
@@ -4616,8 +4644,10 @@ RFI_INLINE RFI_512 void rfi_512_float_tile(uint32_t type, uint32_t n_cols, rfi_f
     for (; i + 16 <= t->n; i += 16) rfi_512_float_step(type, n_cols, t, i, 16, sum);
     if (i < t->n) rfi_512_float_step(type, n_cols, t, i, t->n - i, sum);
     for (uint32_t c = 0; c < n_cols; c++) {
-        const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(sum[c][0], sum[c][1]), _mm512_unpackhi_ps(sum[c][0], sum[c][1]));
-        const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(sum[c][2], sum[c][3]), _mm512_unpackhi_ps(sum[c][2], sum[c][3]));
+        const __m512 ab =
+            _mm512_add_ps(_mm512_unpacklo_ps(sum[c][0], sum[c][1]), _mm512_unpackhi_ps(sum[c][0], sum[c][1]));
+        const __m512 cd =
+            _mm512_add_ps(_mm512_unpacklo_ps(sum[c][2], sum[c][3]), _mm512_unpackhi_ps(sum[c][2], sum[c][3]));
         const __m512 lanes = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
         const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
         _mm_storeu_ps(t->sum[c], _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
@@ -4654,7 +4684,8 @@ RFI_INLINE RFI_512 void rfi_512_weigh(uint32_t type, uint32_t nc, uint32_t n_vec
         }
     }
     for (uint32_t c = 0; c < nc; c++)
-        for (uint32_t i = 0; i < n_vec; i++) _mm512_mask_storeu_ps(out + c * out_stride + d + 16 * i, rfi_512_mask(n), sum[c][i]);
+        for (uint32_t i = 0; i < n_vec; i++)
+            _mm512_mask_storeu_ps(out + c * out_stride + d + 16 * i, rfi_512_mask(n), sum[c][i]);
 }
 
 RFI_INLINE RFI_512 void rfi_avx512_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
@@ -4664,8 +4695,12 @@ RFI_INLINE RFI_512 void rfi_avx512_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
             if (n_cols >= 4 && wide) rfi_512_weigh(type, 4, 4, d, RFI_WEIGH_ARGS);
             else if (n_cols >= 4) rfi_512_weigh(type, 4, 1, d, RFI_WEIGH_ARGS);
             for (uint32_t c = 0; n_cols < 4 && c < n_cols; c++) {
-                if (wide) rfi_512_weigh(type, 1, 4, d, v, n_pos, head_dim_v, p + c * p_stride, 0, 1, out + c * out_stride, 0);
-                else rfi_512_weigh(type, 1, 1, d, v, n_pos, head_dim_v, p + c * p_stride, 0, 1, out + c * out_stride, 0);
+                if (wide)
+                    rfi_512_weigh(type, 1, 4, d, v, n_pos, head_dim_v, p + c * p_stride, 0, 1, out + c * out_stride,
+                                  0);
+                else
+                    rfi_512_weigh(type, 1, 1, d, v, n_pos, head_dim_v, p + c * p_stride, 0, 1, out + c * out_stride,
+                                  0);
             }
             d += wide ? 64 : 16;
         }
@@ -4804,7 +4839,8 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
 
 /* Sums of 4 products; a is unsigned unless signed_a. No 16-bit sum overflows: 128 * 127 * 2, or 63 * 127 * 2. */
 RFI_INLINE RFI_256 __m256i rfi_256_dot(int signed_a, __m256i a, __m256i x) {
-    const __m256i pairs = signed_a ? _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(x, a)) : _mm256_maddubs_epi16(a, x);
+    const __m256i pairs =
+        signed_a ? _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(x, a)) : _mm256_maddubs_epi16(a, x);
     return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 
@@ -4812,7 +4848,8 @@ RFI_INLINE RFI_256 __m256i rfi_256_sum4(const __m256i v[4]) {
     return _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
 }
 
-RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc) {
+RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
+                                        float *acc) {
     const rfi_kind kind = rfi_kind_of(type);
     const uint32_t unit = rfi_unit_bytes(type), n_sums = kind == RFI_KIND_HALVES ? 2 : 1;
     const int is_signed = type == RF_TYPE_Q8_0, shift = rfi_bias_shift(type);
@@ -4824,7 +4861,8 @@ RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32
         uint64_t ahead = offset + 2 * RFI_AHEAD * unit; /* at the end of the rows, the next 8 begin */
         if (ahead >= r->row_bytes) ahead += 7 * r->row_bytes;
         for (int l = 0; l < 8 && r->row_bytes; l++)
-            for (uint32_t i = 0; i < unit; i += 64) _mm_prefetch((const char *)((uintptr_t)r->row[l] + ahead + i), _MM_HINT_T0);
+            for (uint32_t i = 0; i < unit; i += 64)
+                _mm_prefetch((const char *)((uintptr_t)r->row[l] + ahead + i), _MM_HINT_T0);
         rfi_256_scales(type, r, offset, s, m);
         for (uint32_t pair = 0; pair < 4; pair++) {
             const rfi_q8 *a = x + rfi_256_group(type, pair, 0), *b = x + rfi_256_group(type, pair, 1);
@@ -4850,7 +4888,8 @@ RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32
             if (kind == RFI_KIND_HALVES) {
                 for (uint32_t h = 0; h < 2; h++) {
                     const __m256i i = _mm256_add_epi32(isum[g][h], _mm256_set1_epi32(x[g].b16[h] >> shift));
-                    y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(i), _mm256_mul_ps(_mm256_load_ps(s + (g * 2 + h) * 8), dx), y);
+                    y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(i), _mm256_mul_ps(_mm256_load_ps(s + (g * 2 + h) * 8), dx),
+                                        y);
                 }
             } else {
                 __m256i i = isum[g][0];
@@ -4902,7 +4941,8 @@ RFI_INLINE RFI_256 void rfi_256_dots(int bits, const uint8_t *q, const rfi_q8 *x
                 pairs[c] = v ? _mm256_add_epi16(pairs[c], xc) : xc;
             }
         }
-        for (uint32_t c = 0; c < n_cols; c++) sum[c] = _mm256_add_epi32(sum[c], _mm256_madd_epi16(pairs[c], _mm256_set1_epi16(1)));
+        for (uint32_t c = 0; c < n_cols; c++)
+            sum[c] = _mm256_add_epi32(sum[c], _mm256_madd_epi16(pairs[c], _mm256_set1_epi16(1)));
     }
 }
 
@@ -4917,7 +4957,9 @@ RFI_INLINE RFI_256 void rfi_256_tile(rfi_kind kind, int bits, uint32_t nc, RFI_T
             const __m256 s = _mm256_load_ps(p->s + (g * n_halves + h) * 8), m = _mm256_load_ps(p->m + g * 8);
             __m256i sum[4];
             for (uint32_t c = 0; c < nc; c++) {
-                const int32_t b = n_halves == 2 ? x[c * x_stride].b16[h] : kind == RFI_KIND_BIAS && bits < 8 ? x[c * x_stride].b : 0;
+                const int32_t b = n_halves == 2                       ? x[c * x_stride].b16[h]
+                                  : kind == RFI_KIND_BIAS && bits < 8 ? x[c * x_stride].b
+                                                                      : 0;
                 sum[c] = _mm256_set1_epi32(b >> p->shift);
             }
             rfi_256_dots(bits, q, x, x_stride, nc, h * 16, sum);
@@ -4959,7 +5001,8 @@ RFI_INLINE RFI_256 void rfi_256_float_tile(uint32_t type, uint32_t n_cols, uint3
 #pragma GCC unroll 4
         for (int r = 0; r < 4; r++) {
             const __m256 w = rfi_256_load8(type, t->row[r], i);
-            if (n_cols == 1 && t->ahead) _mm_prefetch((const char *)((uintptr_t)t->row[r] + t->ahead + i * 2), _MM_HINT_T0);
+            if (n_cols == 1 && t->ahead)
+                _mm_prefetch((const char *)((uintptr_t)t->row[r] + t->ahead + i * 2), _MM_HINT_T0);
             for (uint32_t c = 0; c < n_cols; c++)
                 sum[c][r] = _mm256_fmadd_ps(w, _mm256_loadu_ps(t->x + (first + c) * t->x_stride + i), sum[c][r]);
         }
@@ -5015,7 +5058,8 @@ RFI_INLINE RFI_256 void rfi_avx2_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
         }
         for (int i = 0; i <= two; i++)
             for (uint32_t e = d; e < head_dim_v; e++)
-                rfi_weigh_one(type, v, n_pos, head_dim_v, e, p + (uint32_t)i * p_stride, out + (uint32_t)i * out_stride + e);
+                rfi_weigh_one(type, v, n_pos, head_dim_v, e, p + (uint32_t)i * p_stride,
+                              out + (uint32_t)i * out_stride + e);
     }
 }
 static RFI_256 void rfi_avx2_weigh_F16(RFI_WEIGH_PARAMS) { rfi_avx2_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
@@ -5051,7 +5095,8 @@ RFI_INLINE RFI_NEON void rfi_neon_values(uint32_t type, const uint8_t *p, uint32
     uint8x16_t v[2];
     if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) {
         const int k6 = type == RF_TYPE_Q6_K, high = k6 ? g >> 1 & 1 : g & 1;
-        const uint8_t *nibbles = p + (k6 ? (g >> 2) * 64 + (g & 1) * 32 : (type == RF_TYPE_Q4_K ? 16u : 48u) + (g >> 1) * 32);
+        const uint8_t *nibbles =
+            p + (k6 ? (g >> 2) * 64 + (g & 1) * 32 : (type == RF_TYPE_Q4_K ? 16u : 48u) + (g >> 1) * 32);
         const uint8_t *bits = k6 ? p + 128 + (g >> 2) * 32 : p + 16;
         const int8x16_t turn = vdupq_n_s8((int8_t)(k6 ? 4 - 2 * (int)(g & 3) : 4 - (int)g));
         const uint8x16_t mask = vdupq_n_u8(k6 ? 0x30 : 0x10);
@@ -5073,7 +5118,8 @@ RFI_INLINE RFI_NEON void rfi_neon_values(uint32_t type, const uint8_t *p, uint32
         }
     }
     const int8x16_t bias = vdupq_n_s8((int8_t)rfi_bias_of(type));
-    for (int i = 0; i < 2; i++) q[i] = rfi_bias_of(type) ? vsubq_s8(vreinterpretq_s8_u8(v[i]), bias) : vreinterpretq_s8_u8(v[i]);
+    for (int i = 0; i < 2; i++)
+        q[i] = rfi_bias_of(type) ? vsubq_s8(vreinterpretq_s8_u8(v[i]), bias) : vreinterpretq_s8_u8(v[i]);
 }
 
 /* As in rfi_panel, from each row's own. */
@@ -5087,7 +5133,8 @@ RFI_INLINE RFI_NEON void rfi_neon_scales(uint32_t type, const rfi_rows *r, uint6
     }
 }
 
-RFI_INLINE RFI_NEON void rfi_neon_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc) {
+RFI_INLINE RFI_NEON void rfi_neon_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
+                                         float *acc) {
     const uint32_t unit = rfi_unit_bytes(type);
     float s[16 * 4], m[8 * 4];
     float32x4_t y = vld1q_f32(acc);
@@ -5096,7 +5143,8 @@ RFI_INLINE RFI_NEON void rfi_neon_vector(uint32_t type, const rfi_rows *r, uint3
         uint64_t ahead = offset + 4 * RFI_AHEAD * unit; /* at the end of the rows, the next 4 begin */
         if (ahead >= r->row_bytes) ahead += 3 * r->row_bytes;
         for (int l = 0; l < 4 && r->row_bytes; l++)
-            for (uint32_t i = 0; i < unit; i += 64) __builtin_prefetch((const char *)((uintptr_t)r->row[l] + ahead + i));
+            for (uint32_t i = 0; i < unit; i += 64)
+                __builtin_prefetch((const char *)((uintptr_t)r->row[l] + ahead + i));
         rfi_neon_scales(type, r, offset, s, m);
         for (uint32_t g = 0; g < 8 && g0 + g < n_groups; g++) {
             const int8x16_t x0 = vld1q_s8(x[g].q), x1 = vld1q_s8(x[g].q + 16);
@@ -5136,8 +5184,8 @@ RFI_INLINE RFI_NEON void rfi_neon_unpack(uint32_t type, const rfi_rows *r, uint6
 }
 
 /* Half a group of 4 rows times the columns' values. */
-RFI_INLINE RFI_NEON void rfi_neon_dots(const uint8_t *q, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols, uint32_t at,
-                              int32x4_t sum[8]) {
+RFI_INLINE RFI_NEON void rfi_neon_dots(const uint8_t *q, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols,
+                                       uint32_t at, int32x4_t sum[8]) {
     int8x16_t w[4];
     for (int u = 0; u < 4; u++) w[u] = vreinterpretq_s8_u8(vld1q_u8(q + 16 * u));
     for (uint32_t c = 0; c < n_cols; c++) {
@@ -5211,7 +5259,8 @@ RFI_INLINE RFI_NEON void rfi_neon_float_part(uint32_t type, uint32_t n_cols, uin
         for (int r = 0; r < 4; r++) v[r] = vaddq_f32(sum[c][r][0], sum[c][r][1]);
         vst1q_f32(t->sum[first + c], vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])));
         for (uint32_t i = whole; i < t->n; i++)
-            for (int r = 0; r < 4; r++) t->sum[first + c][r] = fmaf(rfi_load_type(type, t->row[r], i), x[i], t->sum[first + c][r]);
+            for (int r = 0; r < 4; r++)
+                t->sum[first + c][r] = fmaf(rfi_load_type(type, t->row[r], i), x[i], t->sum[first + c][r]);
     }
 }
 
@@ -5248,7 +5297,8 @@ RFI_INLINE RFI_NEON void rfi_neon_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
         }
         for (int i = 0; i <= two; i++)
             for (uint32_t e = d; e < head_dim_v; e++)
-                rfi_weigh_one(type, v, n_pos, head_dim_v, e, p + (uint32_t)i * p_stride, out + (uint32_t)i * out_stride + e);
+                rfi_weigh_one(type, v, n_pos, head_dim_v, e, p + (uint32_t)i * p_stride,
+                              out + (uint32_t)i * out_stride + e);
     }
 }
 static RFI_NEON void rfi_neon_weigh_F16(RFI_WEIGH_PARAMS) { rfi_neon_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
@@ -5712,23 +5762,21 @@ static rf_weight_layout rfi_cpu_weight_layout(rf_dev *d, const rf_plan_weight *w
     return (rf_weight_layout){.size_bytes = w->size_bytes, .align = 4, .in_place = 1};
 }
 
-static rf_result rfi_cpu_weight_write(rf_table *table, rf_queue *q, uint32_t slot, const rf_mem *mem,
-                                      uint64_t offset, const rf_mem *scratch, uint32_t row0, uint32_t n_rows,
-                                      const void *src, rf_ticket *ticket, rf_error *err) {
+static rf_result rfi_cpu_weight_write(rf_table *table, rf_queue *q, const rf_weight_part *part, rf_ticket *ticket,
+                                      rf_error *err) {
     rfi_cpu_table *t = rfi_cpu_table_of(table);
-    const rf_plan_weight *w = &t->plan->weights[slot];
+    const rf_plan_weight *w = &t->plan->weights[part->slot];
     RFI_UNUSED(q);
-    RFI_UNUSED(scratch);
     RFI_UNUSED(err);
     memset(ticket, 0, sizeof *ticket);
-    if (!mem) {
-        t->weights[slot] = src;
+    if (!part->mem) {
+        t->weights[part->slot] = part->src;
         return RF_OK;
     }
     uint64_t row_bytes = w->size_bytes / w->n_rows;
-    uint8_t *base = (uint8_t *)mem->base + offset;
-    memcpy(base + row0 * row_bytes, src, (size_t)(n_rows * row_bytes));
-    if (row0 + n_rows == w->n_rows) t->weights[slot] = base;
+    uint8_t *base = (uint8_t *)part->mem->base + part->offset;
+    memcpy(base + part->row0 * row_bytes, part->src, (size_t)(part->n_rows * row_bytes));
+    if (part->row0 + part->n_rows == w->n_rows) t->weights[part->slot] = base;
     return RF_OK;
 }
 
@@ -6200,22 +6248,19 @@ static rf_weight_layout rfi_null_weight_layout(rf_dev *d, const rf_plan_weight *
     return (rf_weight_layout){.size_bytes = w->size_bytes, .align = 1};
 }
 
-static rf_result rfi_null_weight_write(rf_table *table, rf_queue *q, uint32_t slot, const rf_mem *mem,
-                                       uint64_t offset, const rf_mem *scratch, uint32_t row0, uint32_t n_rows,
-                                       const void *src, rf_ticket *ticket, rf_error *err) {
+static rf_result rfi_null_weight_write(rf_table *table, rf_queue *q, const rf_weight_part *part, rf_ticket *ticket,
+                                       rf_error *err) {
     rfi_null_table *t = rfi_null_table_of(table);
     RFI_UNUSED(q);
-    RFI_UNUSED(scratch);
     memset(ticket, 0, sizeof *ticket);
     rf_result r = rfi_null_call(t->dev, "weight_write", err);
     if (r != RF_OK) return r;
-    if (slot >= t->plan->n_weights || !mem || !src ||
-        offset + t->plan->weights[slot].size_bytes > mem->size_bytes ||
-        row0 != t->rows[slot] % t->plan->weights[slot].n_rows ||
-        (uint64_t)row0 + n_rows > t->plan->weights[slot].n_rows)
-        return rfi_fail(err, RF_ERR_ARGUMENT, slot, "null: weight_write of slot %u, rows %u + %u, does not fit",
-                        slot, row0, n_rows);
-    t->rows[slot] = row0 + n_rows;
+    const rf_plan_weight *w = part->slot < t->plan->n_weights ? &t->plan->weights[part->slot] : NULL;
+    if (!w || !part->mem || !part->src || part->offset + w->size_bytes > part->mem->size_bytes ||
+        part->row0 != t->rows[part->slot] % w->n_rows || (uint64_t)part->row0 + part->n_rows > w->n_rows)
+        return rfi_fail(err, RF_ERR_ARGUMENT, part->slot, "null: weight_write of slot %u, rows %u + %u, does not fit",
+                        part->slot, part->row0, part->n_rows);
+    t->rows[part->slot] = part->row0 + part->n_rows;
     return RF_OK;
 }
 
@@ -7182,8 +7227,8 @@ static rf_result rfi_tok_open_tokens(rf_tokenizer *t, rf_error *err) {
                                 "element %u: want 0 to 6, found %d", i, (int)(int32_t)type);
         if (type == RFI_TOKEN_BYTE && rfi_byte_token(t->text[i]) < 0)
             return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, RFI_TOK "tokens", tokens.where,
-                                "element %u is a byte token: want <0x00> to <0xFF>, found '%.*s'", i,
-                                RFI_STR(t->text[i]));
+                                "element %u is a byte by " RFI_TOK "token_type: want <0x00> to <0xFF>, found '%.*s'",
+                                i, RFI_STR(t->text[i]));
         t->attr[i] = (uint8_t)type;
     }
     return RF_OK;
@@ -7354,17 +7399,18 @@ static int32_t rfi_merge_result(const rf_tokenizer *t, rf_string left, rf_string
     return rfi_token_find(t, joined, left.len + right.len);
 }
 
-/* Put merges into the table; the first of equals counts. They come in groups, whose slots have been asked for. */
-static uint32_t rfi_merges_insert(rf_tokenizer *t, const rfi_merge_slot *group, uint32_t n) {
-    for (uint32_t i = 0; i < n; i++) {
+/* Put a group of merges into the table, and empty it; the first of equals counts. The table is larger than caches
+ * are, so all slots of the group are asked for before the first is needed. */
+static void rfi_merges_insert(rf_tokenizer *t, const rfi_merge_slot *group, uint32_t *n) {
+    for (uint32_t i = 0; i < *n; i++) __builtin_prefetch(&t->merges[rfi_home(group[i].key, t->n_merges)], 1);
+    for (uint32_t i = 0; i < *n; i++) {
         rfi_merge_slot *slot = &t->merges[rfi_merge_slot_of(t, group[i].key)];
         if (slot->rank1 == 0) *slot = group[i];
     }
-    return 0;
+    *n = 0;
 }
 
-/* "left right" -> rank and result. A merge that makes no token is left out: pruned
- * vocabularies have them. */
+/* "left right" -> rank and result. A merge that makes no token is left out: pruned vocabularies have them. */
 static rf_result rfi_tok_open_merges(rf_tokenizer *t, rf_error *err) {
     rf_kv kv;
     rf_result r = rfi_tok_array(t->g, RFI_TOK "merges", RF_KV_STRING, 0, 1, &kv, err);
@@ -7374,7 +7420,7 @@ static rf_result rfi_tok_open_merges(rf_tokenizer *t, rf_error *err) {
                             "want at most 2147483647, found %llu", (unsigned long long)kv.count);
     uint64_t cursor = 0;
     int32_t last = 0;
-    rfi_merge_slot group[16];
+    rfi_merge_slot group[32] = {{0, 0, 0}};
     uint32_t n_group = 0;
     t->n_merges = rfi_slot_count(kv.count);
     t->merges = (rfi_merge_slot *)rfi_alloc(&t->allocator, t->n_merges, sizeof *t->merges, "merges", err);
@@ -7385,7 +7431,7 @@ static rf_result rfi_tok_open_merges(rf_tokenizer *t, rf_error *err) {
         r = rf_kv_text(&kv, &cursor, &s);
         const char *space = s.len ? (const char *)memchr(s.data, ' ', (size_t)s.len) : NULL;
         left = (rf_string){s.data, space ? (uint64_t)(space - s.data) : 0};
-        right = (rf_string){s.data + left.len + 1, space ? s.len - left.len - 1 : 0};
+        right = (rf_string){space ? space + 1 : s.data, space ? s.len - left.len - 1 : 0};
         if (r != RF_OK || left.len == 0 || right.len == 0 || memchr(right.data, ' ', (size_t)right.len)) {
             r = RFI_TOK_FAIL(t->g, err, RF_ERR_FORMAT, RFI_TOK "merges", kv.where,
                              "element %u: want two tokens with one space between, found '%.*s'", i, RFI_STR(s));
@@ -7395,11 +7441,10 @@ static rf_result rfi_tok_open_merges(rf_tokenizer *t, rf_error *err) {
         if (result < 0) continue;
         last = result;
         uint64_t key = rfi_merge_key(rfi_text_hash(t, left.data, left.len), rfi_text_hash(t, right.data, right.len));
-        __builtin_prefetch(&t->merges[rfi_home(key, t->n_merges)], 1);
         group[n_group++] = (rfi_merge_slot){key, i + 1, (uint32_t)result};
-        if (n_group == RFI_COUNT(group)) n_group = rfi_merges_insert(t, group, n_group);
+        if (n_group == RFI_COUNT(group)) rfi_merges_insert(t, group, &n_group);
     }
-    if (r == RF_OK) rfi_merges_insert(t, group, n_group);
+    if (r == RF_OK) rfi_merges_insert(t, group, &n_group);
     rfi_free(&t->allocator, joined);
     return r;
 }
@@ -7448,7 +7493,7 @@ typedef struct rfi_symbol {
     uint32_t prev, next;
 } rfi_symbol;
 
-enum { RFI_SYMBOL_NONE = -1, RFI_SYMBOL_DEAD = -2 };
+enum { RFI_SYMBOL_DEAD = -2 };
 
 typedef struct rfi_heap_item {
     uint64_t key;    /* smallest first; the low half is a place in the text, so that the leftmost of equals wins */
@@ -9269,8 +9314,8 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
  *
  * Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
  * documentation files (the "Software"), to deal in the Software without restriction, including without limitation the
- * rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to permit
- * persons to whom the Software is furnished to do so, subject to the following conditions:
+ * rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to
+ * permit persons to whom the Software is furnished to do so, subject to the following conditions:
  *
  * The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
  * Software.

@@ -1882,9 +1882,12 @@ static rf_result rfk_write_repacked(rf_queue *q, const rf_plan_weight *w, uint8_
     return r;
 }
 
-static rf_result rfk_weight_write(rf_table *t, rf_queue *q, uint32_t slot, const rf_mem *mem, uint64_t offset,
-                                  const rf_mem *scratch, uint32_t row0, uint32_t n_rows, const void *src,
-                                  rf_ticket *ticket, rf_error *err) {
+static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part *part, rf_ticket *ticket,
+                                  rf_error *err) {
+    const uint32_t slot = part->slot, row0 = part->row0, n_rows = part->n_rows;
+    const rf_mem *mem = part->mem, *scratch = part->scratch;
+    const uint64_t offset = part->offset;
+    const void *src = part->src;
     rfk_no_ticket(ticket);
     if (slot >= t->plan->n_weights)
         return rfk_fail(err, RF_ERR_ARGUMENT, 0, slot, "hip: weight slot %u of %u", slot, t->plan->n_weights);
@@ -2025,7 +2028,9 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
         ok = rfk_fits(plan, op->in, rows, (uint64_t)op->n_heads * op->n_in) &&
              rfk_fits(plan, op->out, rows, (uint64_t)op->n_heads * op->n_in);
         break;
-    case RF_OP_MATMUL: ok = rfk_fits(plan, op->in, rows, op->n_in) && rfk_fits(plan, op->out, rows, op->n_out); break;
+    case RF_OP_MATMUL:
+        ok = rfk_fits(plan, op->in, rows, op->n_in) && rfk_fits(plan, op->out, rows, op->n_out) && op->in != op->out;
+        break;
     case RF_OP_ROPE:
         ok = rows == tokens && rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * op->head_dim) &&
              op->n_rot % 2 == 0 && op->n_rot <= op->head_dim && op->n_rot / 2 <= plan->n_tables &&
@@ -2102,7 +2107,7 @@ static int rfk_takes_int8(const rf_plan *plan, const rf_op *op) {
 static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
     if (a->kind != b->kind || a->layer != b->layer || a->rows != b->rows || a->out == b->out) return 0;
     if (a->kind == RF_OP_MATMUL)
-        return a->in == b->in && a->in != a->out && b->in != b->out && a->n_in == b->n_in &&
+        return a->in == b->in && a->n_in == b->n_in &&
                plan->weights[a->weight].type == plan->weights[b->weight].type;
     return a->kind == RF_OP_ROPE && a->table == b->table && a->extra == b->extra && a->extra_at == b->extra_at &&
            a->head_dim == b->head_dim && a->n_rot == b->n_rot && a->flags == b->flags && a->scale == b->scale;
@@ -2113,7 +2118,7 @@ static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
  * makes it if that is a norm or glu; matmuls of one input, and the ropes of queries and keys, go together. */
 static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
     const rf_plan *plan = p->plan;
-    uint32_t held = RF_NONE, held_n = 0, held_rows = 0; /* what the int8 rows hold */
+    uint32_t held = RF_NONE, held_n = 0; /* what the int8 rows hold */
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i],
                     *next = i + 1 < plan->n_ops && plan->ops[i + 1].layer == op->layer ? op + 1 : NULL;
@@ -2123,17 +2128,16 @@ static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
             held = RF_NONE;
         }
         if (rfk_takes_int8(plan, op)) {
-            p->ops[i].quantize = held != op->in || held_n != op->n_in || held_rows != op->rows;
-            held = op->in, held_n = op->n_in, held_rows = op->rows;
+            p->ops[i].quantize = held != op->in || held_n != op->n_in;
+            held = op->in, held_n = op->n_in;
         }
         if (op->out == held) held = RF_NONE;
         uint32_t made = op->kind == RF_OP_RMS_NORM && op->n_heads == 1 ? op->n_in
                         : op->kind == RF_OP_GLU                        ? op->n_out
                                                                        : 0;
-        if (made && next && rfk_takes_int8(plan, next) && next->in == op->out && next->n_in == made &&
-            next->rows == op->rows) {
+        if (made && next && rfk_takes_int8(plan, next) && next->in == op->out && next->n_in == made) {
             p->ops[i].quantize = 1;
-            held = op->out, held_n = made, held_rows = op->rows;
+            held = op->out, held_n = made;
         }
         uint32_t most = op->kind == RF_OP_MATMUL ? RFK_PRODUCTS : op->kind == RF_OP_ROPE ? 2 : 1, n = 1;
         for (int joins = 1; joins && n < most && i + n < plan->n_ops;) {

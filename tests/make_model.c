@@ -46,13 +46,15 @@ static uint32_t type_of(const char *mix, const char *name, uint32_t il, const sh
     if (strcmp(mix, "Q6_K") == 0) type = MG_Q6_K;
     if (strcmp(mix, "Q4_K_M") == 0 || strcmp(mix, "Q5_K_M") == 0) {
         type = mix[1] == '4' ? MG_Q4_K : MG_Q5_K;
-        if ((more && half) || strcmp(name, "output") == 0 || (s->tied && strcmp(name, "token_embd") == 0)) type = MG_Q6_K;
+        if ((more && half) || strcmp(name, "output") == 0 || (s->tied && strcmp(name, "token_embd") == 0))
+            type = MG_Q6_K;
     }
     if (n_in % 256 == 0) return type;
     return type == MG_Q4_K ? MG_Q5_0 : type == MG_Q5_K ? MG_Q5_1 : type == MG_Q6_K ? MG_Q8_0 : type;
 }
 
-static void add(const char *mix, const shape *s, int il, const char *name, const char *suffix, uint64_t n_in, uint64_t n_rows) {
+static void add(const char *mix, const shape *s, int il, const char *name, const char *suffix, uint64_t n_in,
+                uint64_t n_rows) {
     uint32_t elements = 1, bytes = 4;
     tensor *t;
     if (n_list % 256 == 0) list = (tensor *)realloc(list, (n_list + 256) * sizeof *list);
@@ -103,7 +105,12 @@ static void write_metadata(mg_buf *b, const shape *s) {
     if (!words || !text || !score || !type) fprintf(stderr, "make_model: out of memory\n"), exit(1);
     for (uint32_t i = 0; i < s->n_vocab; i++) {
         words[i] = text + (size_t)i * 16;
-        snprintf(text + (size_t)i * 16, 16, i == 0 ? "<unk>" : i == 1 ? "<s>" : i == 2 ? "</s>" : i < 259 ? "<0x%02X>" : "w%u",
+        snprintf(text + (size_t)i * 16, 16,
+                 i == 0    ? "<unk>"
+                 : i == 1  ? "<s>"
+                 : i == 2  ? "</s>"
+                 : i < 259 ? "<0x%02X>"
+                           : "w%u",
                  i < 259 ? i - 3 : i);
         type[i] = i == 0 ? 2 : i < 3 ? 3 : i < 259 ? 6 : 1;
     }
@@ -167,7 +174,8 @@ int main(int argc, char **argv) {
     if (argc < 4) return fprintf(stderr, "usage: make_model SHAPE MIX OUT.gguf [sparse]\n"), 2;
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
         if (strcmp(shapes[i].name, argv[1]) == 0) s = &shapes[i];
-    if (!s || !strstr("Q4_K_M Q5_K_M Q6_K Q8_0 Q4_0 F16 F32", argv[2])) return fprintf(stderr, "make_model: unknown shape or mix\n"), 2;
+    if (!s || !strstr("Q4_K_M Q5_K_M Q6_K Q8_0 Q4_0 F16 F32", argv[2]))
+        return fprintf(stderr, "make_model: unknown shape or mix\n"), 2;
     add_all(argv[2], s);
     for (size_t i = 0; i < n_list; i++) list[i].offset = offset, offset += (list[i].size + 31) / 32 * 32;
     write_metadata(&head, s);

@@ -94,7 +94,8 @@ REF_FN uint32_t ref_block(uint32_t type, const uint8_t *p, double *out) {
     case RF_TYPE_Q4_1:
     case RF_TYPE_Q5_0:
     case RF_TYPE_Q5_1: {
-        int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1, with_min = type == RF_TYPE_Q4_1 || type == RF_TYPE_Q5_1;
+        int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1,
+            with_min = type == RF_TYPE_Q4_1 || type == RF_TYPE_Q5_1;
         const uint8_t *high = p + (with_min ? 4 : 2), *low = high + (five ? 4 : 0);
         for (int e = 0; e < 32; e++) {
             int q = e < 16 ? low[e] & 15 : low[e - 16] >> 4;
@@ -176,7 +177,8 @@ REF_FN const double *ref_tensor(ref_model *m, const char *name, rf_tensor_info *
         rf_type_info type = rf_type_get(t->type);
         uint64_t n = t->ne[0] * t->ne[1];
         uint8_t *raw = (uint8_t *)malloc(t->size_bytes);
-        if (!raw || rf_gguf_read_tensor(m->g, t->index, 0, raw, t->size_bytes, NULL) != RF_OK) ref_die("cannot read %s", name);
+        if (!raw || rf_gguf_read_tensor(m->g, t->index, 0, raw, t->size_bytes, NULL) != RF_OK)
+            ref_die("cannot read %s", name);
         *data = ref_zeros(n + 256);
         for (uint64_t b = 0; b * type.block_elements < n; b++)
             ref_block(t->type, raw + b * type.block_bytes, *data + b * type.block_elements);
@@ -189,7 +191,8 @@ REF_FN const double *ref_need(ref_model *m, const char *name, uint64_t n_in, uin
     rf_tensor_info info;
     if (!t) t = &info;
     const double *p = ref_tensor(m, name, t);
-    if (!p || t->ne[0] != n_in || t->ne[1] != n_rows) ref_die("%s is missing or not %u x %u", name, (unsigned)n_rows, (unsigned)n_in);
+    if (!p || t->ne[0] != n_in || t->ne[1] != n_rows)
+        ref_die("%s is missing or not %u x %u", name, (unsigned)n_rows, (unsigned)n_in);
     return p;
 }
 
@@ -213,7 +216,8 @@ REF_FN void ref_int8(ref_model *m, double *x, uint64_t n) {
 REF_FN void ref_matmul(ref_model *m, const ref_options *o, const char *name, const char *bias_name, uint64_t rows,
                        uint64_t row0, double *y, uint64_t n_out, const double *x, uint64_t n_in, uint32_t n, int add) {
     rf_tensor_info t;
-    const double *w = ref_need(m, name, n_in, rows, &t) + row0 * n_in, *bias = bias_name ? ref_tensor(m, bias_name, NULL) : NULL;
+    const double *w = ref_need(m, name, n_in, rows, &t) + row0 * n_in,
+                 *bias = bias_name ? ref_tensor(m, bias_name, NULL) : NULL;
     double *in = ref_zeros(n * n_in);
     memcpy(in, x, n * n_in * sizeof *in);
     if (o->int8_acts && rf_type_get(t.type).block_elements > 1)
@@ -239,7 +243,8 @@ REF_FN void ref_norm(ref_model *m, const char *name, double *y, const double *x,
     for (uint64_t g = 0; g < n_groups; g++) {
         double sum = 0;
         for (uint64_t i = 0; i < width; i++) sum += x[g * width + i] * x[g * width + i];
-        for (uint64_t i = 0; i < width; i++) y[g * width + i] = x[g * width + i] / sqrt(sum / (double)width + eps) * w[i];
+        for (uint64_t i = 0; i < width; i++)
+            y[g * width + i] = x[g * width + i] / sqrt(sum / (double)width + eps) * w[i];
     }
 }
 
@@ -310,13 +315,28 @@ REF_FN void ref_attention(double *out, const double *q, const double *k, const d
 /* x += one layer */
 REF_FN void ref_layer(ref_model *m, const ref_options *o, uint32_t il, double *x, uint32_t n) {
     char b[16][64];
-    static const char *const names[16] = {"attn_norm.weight", "attn_q.weight", "attn_q.bias", "attn_k.weight", "attn_k.bias",
-        "attn_v.weight", "attn_v.bias", "attn_qkv.weight", "attn_qkv.bias", "attn_q_norm.weight", "attn_k_norm.weight",
-        "attn_output.weight", "attn_output.bias", "ffn_norm.weight", "", ""};
+    static const char *const names[16] = {"attn_norm.weight",
+                                          "attn_q.weight",
+                                          "attn_q.bias",
+                                          "attn_k.weight",
+                                          "attn_k.bias",
+                                          "attn_v.weight",
+                                          "attn_v.bias",
+                                          "attn_qkv.weight",
+                                          "attn_qkv.bias",
+                                          "attn_q_norm.weight",
+                                          "attn_k_norm.weight",
+                                          "attn_output.weight",
+                                          "attn_output.bias",
+                                          "ffn_norm.weight",
+                                          "",
+                                          ""};
     for (int i = 0; i < 16; i++) snprintf(b[i], sizeof b[i], "blk.%u.%s", il, names[i]);
     uint64_t n_embd = m->n_embd;
-    uint32_t nh = (uint32_t)ref_key(m, "attention.head_count", il, NAN), nkv = (uint32_t)ref_key(m, "attention.head_count_kv", il, nh);
-    uint32_t nh0 = (uint32_t)ref_key(m, "attention.head_count", 0, NAN), ff = (uint32_t)ref_key(m, "feed_forward_length", il, NAN);
+    uint32_t nh = (uint32_t)ref_key(m, "attention.head_count", il, NAN),
+             nkv = (uint32_t)ref_key(m, "attention.head_count_kv", il, nh);
+    uint32_t nh0 = (uint32_t)ref_key(m, "attention.head_count", 0, NAN),
+             ff = (uint32_t)ref_key(m, "feed_forward_length", il, NAN);
     uint32_t dk = (uint32_t)ref_key(m, "attention.key_length", 0, m->n_embd / nh0);
     uint32_t dv = (uint32_t)ref_key(m, "attention.value_length", 0, m->n_embd / nh0);
     double *h = ref_zeros(n * n_embd), *q = ref_zeros((uint64_t)n * nh * dk), *k = ref_zeros((uint64_t)n * nkv * dk);
@@ -373,7 +393,8 @@ REF_FN double *ref_eval(ref_model *m, const int32_t *tokens, uint32_t n, const r
     for (uint32_t il = 0; il < m->n_layers; il++) ref_layer(m, o, il, x, n);
     ref_norm(m, "output_norm.weight", x, x, m->n_embd, n);
     int tied = !ref_tensor(m, "output.weight", NULL);
-    ref_matmul(m, o, tied ? "token_embd.weight" : "output.weight", "output.bias", m->n_vocab, 0, logits, m->n_vocab, x, m->n_embd, n, 0);
+    ref_matmul(m, o, tied ? "token_embd.weight" : "output.weight", "output.bias", m->n_vocab, 0, logits, m->n_vocab, x,
+               m->n_embd, n, 0);
     if (margins) *margins = m->margins;
     free(x);
     return logits;

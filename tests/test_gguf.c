@@ -1,6 +1,7 @@
 /* test_gguf.c: the GGUF reader (section 5) against files made by make_gguf.h, which shares no code with it: what is
  * read is what was written; every malformed file is refused with a message that names the place; memory, allocation
  * failures, I/O failures, split files, special files; and, if they are there, the project's corpus of bad files. */
+#define _GNU_SOURCE /* nftw */
 #define ROCMFORGE_IMPLEMENTATION
 #include "../rocmforge.h"
 #include "rf_test.h"

@@ -338,12 +338,18 @@ struct Rig {
         /* two writes, so that row ranges are tested everywhere */
         uint32_t half = w.n_rows / 2;
         uint64_t row_bytes = weight_bytes[slot].size() / w.n_rows;
-        if (r == RF_OK && half)
-            r = api->weight_write(table, queue, slot, &weight_mem[slot], 0, &scratch, 0, half,
-                                  weight_bytes[slot].data(), &ticket, &err);
-        if (r == RF_OK)
-            r = api->weight_write(table, queue, slot, &weight_mem[slot], 0, &scratch, half, w.n_rows - half,
-                                  weight_bytes[slot].data() + half * row_bytes, &ticket, &err);
+        rf_weight_part part;
+        memset(&part, 0, sizeof part);
+        part.slot = slot;
+        part.mem = &weight_mem[slot];
+        part.scratch = &scratch;
+        part.n_rows = half;
+        part.src = weight_bytes[slot].data();
+        if (r == RF_OK && half) r = api->weight_write(table, queue, &part, &ticket, &err);
+        part.row0 = half;
+        part.n_rows = w.n_rows - half;
+        part.src = weight_bytes[slot].data() + half * row_bytes;
+        if (r == RF_OK) r = api->weight_write(table, queue, &part, &ticket, &err);
         if (r == RF_OK) r = api->ticket_wait(&ticket, 60000, &err);
         if (scratch.base) api->mem_release(dev, &scratch);
         return r;
@@ -1189,10 +1195,10 @@ static void test_many_tickets() {
 
 static void test_refusals() {
     rf_error err;
-    for (int kind = 0; kind < 9; kind++) {
+    for (int kind = 0; kind < 10; kind++) {
         Rig g(devices[0]);
         uint32_t in = g.buffer(64), out = g.buffer(64);
-        rf_op *o = g.op(kind < 8 ? RF_OP_MATMUL : 77);
+        rf_op *o = g.op(kind != 8 ? RF_OP_MATMUL : 77);
         uint32_t type = RF_TYPE_Q4_0;
         o->in = in, o->out = out, o->n_in = 64, o->n_out = 64;
         if (kind == 0) o->n_out = 65;
@@ -1203,6 +1209,7 @@ static void test_refusals() {
         if (kind == 5) o->rows = RF_ROWS_LOGITS;
         o->weight = g.weight(type, 64, 64, std::vector<uint8_t>(64 * 36));
         if (kind == 6) o->weight = 5;
+        if (kind == 9) o->out = o->in;
         if (kind == 7) o->extra = g.vector(values(63));
         g.plan.ops = g.ops.data(), g.plan.n_ops = 1, g.plan.buffers = g.buffers.data(), g.plan.n_buffers = 2;
         g.plan.weights = g.weights.data(), g.plan.n_weights = (uint32_t)g.weights.size();

@@ -505,9 +505,9 @@ static void test_detokenize(void) {
 /* Random text and random bytes, there and back. */
 static void test_round_trip(void) {
     static const char *const pres[] = {NULL, "gpt-2", "llama-bpe", "qwen2", "smollm", "default"};
-    static const char *const parts[] = {"hello", " ", "  ", "\n", "world", "12", "3", "'s", "\xc3\xa9", ".", "<", "\t",
-                                        "\xe6\x97\xa5", "\xf0\x9f\x98\x80", "the", "A", SP, "\xcc\x81", "\xc2\xa0",
-                                        "-", "\r\n", "\x01", "\xc2\xad"};
+    static const char *const parts[] = {"hello", " ", "  ", "\n", "world", "12", "3", "'s", "\xc3\xa9", ".", "<",
+                                        "\t", "\xe6\x97\xa5", "\xf0\x9f\x98\x80", "the", "A", SP, "\xcc\x81",
+                                        "\xc2\xa0", "-", "\r\n", "\x01", "\xc2\xad"};
     mg_rng rng = {42};
     for (size_t p = 0; p < RFI_COUNT(pres); p++) {
         opened o;
