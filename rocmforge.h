@@ -519,7 +519,7 @@ ROCMFORGE_API void rf_session_cancel(rf_session *s);
 typedef struct rf_tokenizer rf_tokenizer;
 
 /* Build the tokenizer of a file (vocabulary-only files too).
- *   pre  in   force this pre-tokenizer name; NULL = tokenizer.ggml.pre
+ *   pre  in   force this pre-tokenizer name; NULL = tokenizer.ggml.pre. SPM has none and ignores it.
  * Returns RF_OK; RF_ERR_UNSUPPORTED (model or pre-tokenizer, by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND;
  * RF_ERR_MEMORY.
  * Memory and cost O(vocabulary).   Threads any; the object is immutable. */
@@ -544,7 +544,7 @@ ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, siz
 typedef struct rf_detokenizer {
     uint8_t held[4];      /* bytes of an unfinished UTF-8 character              */
     uint8_t n_held;
-    uint8_t started;      /* the leading space of SPM text has been dealt with   */
+    uint8_t started;      /* 1: not the start of a text, so SPM's leading space stays; set it when a prompt goes on */
 } rf_detokenizer;
 
 #define RF_DETOKENIZE_SPECIAL 1u /* show special tokens as text, instead of nothing */

@@ -1,7 +1,7 @@
 #!/bin/sh
 # gpu_run.sh [BUILD] [ARGUMENTS OF test_hip]: build the op suite for the GPU of this machine and run it: the same
-# tests as under emulation, with the kernels compiled by nvcc or hipcc. Then the shipped model: its greedy text must be
-# the CPU's. Needs a GPU; exit 77 without one.
+# tests as under emulation, with the kernels compiled by nvcc or hipcc. Then the shipped model: its greedy text must
+# be the CPU's. Needs a GPU; exit 77 without one.
 build=${1:-build}
 [ $# -gt 0 ] && shift
 mkdir -p "$build" || exit 1

@@ -204,10 +204,10 @@ static std::vector<double> quantized(const float *x, size_t n) {
 /* ---- pairs of values instead of all combinations ---- */
 
 typedef std::vector<int> Row;
-static std::vector<Row> combinations(const std::vector<int> &levels) {
+static std::vector<Row> combinations(const std::vector<int> &levels, bool all = full) {
     std::vector<Row> out;
     size_t k = levels.size();
-    if (full) {
+    if (all) {
         Row r(k, 0);
         for (;;) {
             out.push_back(r);
@@ -897,7 +897,11 @@ static void test_attention() {
                           dims[] = {32, 40, 64, 80, 96, 128, 256, 36, 7};
     static const uint32_t lengths[] = {1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025},
                           counts[] = {1, 7, 33};
-    std::vector<Row> list = combinations(std::vector<int>{6, 2, 9, 2, 14, 3, 2, 2, n_devices});
+    std::vector<Row> list = combinations(std::vector<int>{6, 2, 9, 2, 14, 3, 2, 2, n_devices}, false);
+    if (full) { /* every combination of what is not an option of its own: other value dims, mixed sequences */
+        std::vector<Row> more = combinations(std::vector<int>{6, 2, 9, 1, 14, 3, 2, 1, n_devices}, true);
+        list.insert(list.end(), more.begin(), more.end());
+    }
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         uint32_t dk = dims[r[2]];

@@ -46,7 +46,7 @@ case_sections() {
 }
 case_stop_here() { [ "$(grep -c 'Stop here if you only call the library' rocmforge.h)" -eq 1 ]; }
 case_columns() {
-    awk -v max=$columns 'length($0) > max { print FILENAME ":" FNR ": " length($0) " columns"; bad = 1 } END { exit bad }' $code $tests
+    awk -v max=$columns 'length($0) > max { print FILENAME ":" FNR ": " length($0) " columns"; bad = 1 } END { exit bad }' $code
 }
 case_white_space() {
     tab=$(printf '\t')
