@@ -29,12 +29,14 @@
  *         if (rf_gguf_open(argv[1], NULL, &file, &err) || rf_device_open("auto", NULL, &device, &err) ||
  *             rf_model_open(file, device, NULL, &model, &err) || rf_session_open(model, NULL, &session, &err) ||
  *             rf_model_get_tokenizer(model, &tok, &err) || rf_sampler_init(&greedy, &(rf_sampler_desc){0}, &err) ||
- *             rf_tokenize(tok, "ROMEO:", 6, RF_TOKENIZE_ADD, ids, 64, &n, &err)) return puts(err.text), 1;
+ *             rf_tokenize(tok, "ROMEO:\n", 7, RF_TOKENIZE_ADD, ids, 64, &n, &err)) return puts(err.text), 1;
  *         for (int i = 0; i < 64 && rf_forward(session, ids, n, &logits, &err) == RF_OK; i++, n = 1) {
  *             rf_sampler_sample(&greedy, logits, rf_model_get_info(model).n_vocab, ids, &err);
  *             rf_detokenize(tok, &state, ids[0], 0, text, sizeof text, &bytes, &err);
  *             fwrite(text, 1, bytes, stdout);
  *         }
+ *         rf_session_close(session), rf_model_close(model, NULL), rf_device_close(device, NULL);
+ *         return rf_gguf_close(file, NULL) != RF_OK;
  *     }
  *
  * Sections (search for the tag)
@@ -74,6 +76,7 @@
 #if defined(ROCMFORGE_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_GNU_SOURCE)
 #ifdef _FEATURES_H
 #error "rocmforge.h: under -std=c11 include it before every other header, or compile with -D_GNU_SOURCE"
+#undef ROCMFORGE_IMPLEMENTATION /* one error is enough */
 #else
 #define _GNU_SOURCE 1
 #endif
@@ -925,25 +928,20 @@ const rf_device_api *rocmforge_hip_api(void);
 #if defined(ROCMFORGE_IMPLEMENTATION) && !defined(ROCMFORGE_IMPLEMENTATION_DONE)
 #define ROCMFORGE_IMPLEMENTATION_DONE 1
 
-#ifdef __cplusplus
+#if defined(__cplusplus)
 #error "rocmforge.h: define ROCMFORGE_IMPLEMENTATION in a C file; C++ files include the header without it"
-#endif
+#elif !defined(__linux__) || !(defined(__x86_64__) || defined(__aarch64__))
+#error "rocmforge.h supports Linux on x86-64 and arm64"
+#elif !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "rocmforge.h supports little-endian machines"
+#elif !defined(__STDC_VERSION__) || __STDC_VERSION__ < 201112L || defined(__STDC_NO_ATOMICS__)
+#error "rocmforge.h needs C11 with atomics"
+#elif defined(ROCMFORGE_MALLOC) != defined(ROCMFORGE_FREE)
+#error "rocmforge.h: define both ROCMFORGE_MALLOC(size) and ROCMFORGE_FREE(ptr), or none"
+#else
 
 /* ==== 3 Base ============================================================================================== >>base
  * Platform, allocation, checked arithmetic, errors and log: what every later section leans on. */
-
-#if !defined(__linux__) || !(defined(__x86_64__) || defined(__aarch64__))
-#error "rocmforge.h supports Linux on x86-64 and arm64"
-#endif
-#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "rocmforge.h supports little-endian machines"
-#endif
-#if !defined(__STDC_VERSION__) || __STDC_VERSION__ < 201112L || defined(__STDC_NO_ATOMICS__)
-#error "rocmforge.h needs C11 with atomics"
-#endif
-#if (defined(ROCMFORGE_MALLOC) && !defined(ROCMFORGE_FREE)) || (!defined(ROCMFORGE_MALLOC) && defined(ROCMFORGE_FREE))
-#error "rocmforge.h: define both ROCMFORGE_MALLOC(size) and ROCMFORGE_FREE(ptr), or none"
-#endif
 
 #include <errno.h>
 #include <fcntl.h>
@@ -9324,4 +9322,5 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
  * WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
  * COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
  * OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */
+#endif /* a machine and a language that are supported */
 #endif /* ROCMFORGE_IMPLEMENTATION */

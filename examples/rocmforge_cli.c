@@ -543,6 +543,7 @@ static int run_chat(app *a) {
 static int write_logits(app *a, const int32_t *tokens, uint32_t n) {
     rf_row rows[LOGITS_ROWS];
     size_t n_vocab = a->info.n_vocab;
+    memset(rows, 0, sizeof rows);
     for (uint32_t i = 0; i < n; i++)
         rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = 1};
     TRY(lib(a, rf_eval(a->s, rows, n, &a->err)));

@@ -361,7 +361,12 @@ static void test_big_file(void) {
     int64_t rss = resident(path), limit = (int64_t)info.metadata_bytes + 128 * 1024;
     printf("    %.1f GB, metadata %.1f MB: open and plan %.1f ms (%.1f ms of CPU), %lld KiB of the mapping resident\n", (double)bytes * 1e-9,
            (double)info.metadata_bytes * 1e-6, best_wall, best_cpu, (long long)rss / 1024);
-    CHECK(best_cpu < (SANITIZED ? 1000 : 50), "open and plan took %.1f ms of CPU", best_cpu);
+#if defined(__x86_64__) && !SANITIZED
+    const double limit_ms = 50; /* the promise; a desktop core takes 25 */
+#else
+    const double limit_ms = 5000; /* sanitized, or perhaps emulated: only that it is not minutes */
+#endif
+    CHECK(best_cpu < limit_ms, "open and plan took %.1f ms of CPU", best_cpu);
     CHECK(info.mapped && rss >= 0 && rss <= limit, "%lld bytes resident", (long long)rss);
     CHECK(rf_session_open(m, &(rf_session_desc){.n_ctx = 64, .n_batch = 8}, &s, &err) == RF_OK, "%s", err.text);
     CHECK(rf_model_load_tensor(m, "token_embd.weight", &err) == RF_OK && rf_model_is_tensor_loaded(m, "token_embd.weight"), "%s", err.text);
