@@ -8796,8 +8796,7 @@ ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, 
     rf_scheduler *sch = (rf_scheduler *)rfi_alloc(alloc, 1, sizeof *sch, "a scheduler", err);
     if (!sch) return RF_ERR_MEMORY;
     const rf_session_desc *d = sch->desc = rfi_session_desc(s);
-    sch->session = s;
-    sch->tokenizer = t;
+    sch->session = s, sch->tokenizer = t;
     sch->n_vocab = rf_model_get_info(s->m).n_vocab;
     sch->n_slots = (uint32_t)rfi_min_u64(d->n_seq_max, rfi_min_u64(d->n_batch, d->n_logits_max));
     sch->capacity = queue_capacity;
@@ -8839,10 +8838,7 @@ ROCMFORGE_API void rf_scheduler_close(rf_scheduler *sch) {
         if (!sch->n_running) rfi_scheduler_admit(sch, NULL);
         rfi_scheduler_end(sch, 0, RF_ERR_CANCELLED);
     }
-    rfi_free(alloc, sch->queue);
-    rfi_free(alloc, sch->slots);
-    rfi_free(alloc, sch->rows);
-    rfi_free(alloc, sch);
+    rfi_free(alloc, sch->queue), rfi_free(alloc, sch->slots), rfi_free(alloc, sch->rows), rfi_free(alloc, sch);
 }
 
 ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request *request, rf_error *err) {
@@ -8866,8 +8862,7 @@ ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request 
 /* Write the batch: a row of each decoding request, then prompts while there is room. Changes no request's state but
  * what describes this batch, so that a failed or cancelled batch can be written again. */
 static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
-    uint32_t n_rows = 0;
-    int32_t n_logits = 0;
+    uint32_t n_rows = 0, n_logits = 0;
     for (int prompts = 0; prompts < 2; prompts++)
         for (uint32_t i = 0; i < sch->n_running; i++) {
             rfi_slot *slot = &sch->slots[i];
@@ -8875,7 +8870,7 @@ static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
             if ((slot->n_held < request->n_prompt) != prompts) continue;
             uint32_t end = prompts ? request->n_prompt : slot->n_held + 1, room = sch->desc->n_batch - n_rows;
             slot->n_new = end - slot->n_held < room ? end - slot->n_held : room;
-            slot->logits_row = slot->n_held + slot->n_new == end ? n_logits++ : -1;
+            slot->logits_row = slot->n_held + slot->n_new == end ? (int32_t)n_logits++ : -1;
             for (uint32_t at = slot->n_held; at < slot->n_held + slot->n_new; at++)
                 sch->rows[n_rows++] = (rf_row){.token = prompts ? request->prompt[at] : slot->next,
                                                .seq = slot->seq, .pos = RF_POS_NEXT, .want_logits = at + 1 == end};
@@ -8897,7 +8892,6 @@ static int rfi_scheduler_choose(rf_scheduler *sch, rfi_slot *slot, rf_result *re
 
 ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err) {
     rfi_clear(err);
-    if (n_active) *n_active = 0;
     if (!sch) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_step: scheduler is NULL");
     rf_result r = RF_OK;
     while (r == RF_OK && sch->n_waiting && sch->n_running < sch->n_slots) r = rfi_scheduler_admit(sch, err);
