@@ -486,10 +486,23 @@ typedef struct rf_row {
 ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_rows, rf_error *err);
 
 /* Logits of the i-th row of the last rf_eval that asked for them: [n_vocab] float32, host memory, valid and writable
- * (to mask tokens, say) until the next call on the session. NULL if there is no such row. */
+ * (to mask tokens, say) until the next rf_eval or rf_forward. NULL if there is no such row, or if the device fails
+ * to copy them: rf_session_get_error says which.   Memory none.   Cost: the first call after an rf_eval copies the
+ * logits of all its rows from the device; a program that needs the largest only asks rf_session_argmax instead. */
 ROCMFORGE_API float *rf_session_logits(rf_session *s, uint32_t i);
 
-/* The simple way: append n_tokens (>= 1) to sequence 0; *logits (may be NULL) receives the last one's logits. */
+/* Id of the largest logit of that row, the smallest one among equals, found by the device: what is written to
+ * rf_session_logits does not change it. -1 if there is no such row, or if none of its logits is greater than
+ * -infinity.   Memory none.   Cost O(1): no logits are copied. */
+ROCMFORGE_API int32_t rf_session_argmax(const rf_session *s, uint32_t i);
+
+/* Why the last rf_session_logits returned NULL.
+ *   err  out  the failure; code RF_OK if there was none
+ * Returns its code.   Memory none. */
+ROCMFORGE_API rf_result rf_session_get_error(const rf_session *s, rf_error *err);
+
+/* The simple way: append n_tokens (>= 1) to sequence 0; *logits receives the last one's logits. NULL: they are not
+ * copied (rf_session_argmax and rf_session_sample do without). */
 ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits,
                                    rf_error *err);
 
@@ -646,6 +659,13 @@ ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *de
 ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t n_vocab, int32_t *token,
                                           rf_error *err);
 
+/* The same from the i-th row of the session's last rf_eval. A greedy sampler without bias and penalties takes
+ * rf_session_argmax, unless rf_session_logits has given out the logits: then these count, as they are by now.
+ * Returns RF_OK; RF_ERR_ARGUMENT (no such row, no logit greater than -infinity); RF_ERR_DEVICE (copying the logits).
+ * Memory none.   Cost O(1), or that of rf_session_logits and rf_sampler_sample.   Threads as both. */
+ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler *sampler, int32_t *token,
+                                          rf_error *err);
+
 /* Remember a token that was not sampled (a prompt's), for the penalties. */
 ROCMFORGE_API void rf_sampler_accept(rf_sampler *s, int32_t token);
 
@@ -704,7 +724,9 @@ typedef enum rf_op_kind {
                             query head h reads kv head h / (n_heads / n_kv_heads)                                  */
     RF_OP_GLU = 6,       /* out[rows, n_out] = silu(in) * in2; out may be in                                       */
     RF_OP_GATHER = 7,    /* out[L, n_out] = the rows of in[T, n_out] that want logits, in order                    */
-    RF_OP_KIND_COUNT = 8
+    RF_OP_ARGMAX = 8,    /* out[rows] = id of the largest of in[rows, n_in] as int32: the smallest one among equals, nan
+                            never, -1 if none is greater than -infinity                                            */
+    RF_OP_KIND_COUNT = 9
 } rf_op_kind;
 
 #define RF_OP_ACCUMULATE 1u
@@ -734,7 +756,7 @@ typedef struct rf_op {
     float scale;
 } rf_op;
 
-/* An activation buffer: float32 [rows, width]. */
+/* An activation buffer: float32 [rows, width], int32 where ARGMAX writes. */
 typedef struct rf_plan_buffer {
     const char *name;
     uint32_t rows;  /* rf_op_rows: as many rows as the step, or as logits, at most */
@@ -772,6 +794,7 @@ typedef struct rf_plan {
     uint32_t n_ops, n_buffers, n_states, n_weights, n_tables;
     uint32_t n_layers, n_embd, n_vocab;
     uint32_t logits;               /* buffer that holds them    */
+    uint32_t argmax;               /* and that of their largest */
 } rf_plan;
 
 /* The plan of a model: borrowed, immutable, until the model is closed. Threads any. */
@@ -3203,7 +3226,7 @@ struct rfi_builder {
     rf_result result; /* the first failure: from then on nothing is appended       */
     rf_op dropped;    /* where emitters write after a failure, so they need no checks */
     int32_t layer;    /* being emitted                                             */
-    uint32_t logits;  /* buffer                                                    */
+    uint32_t logits, argmax; /* buffers                                            */
 };
 
 /* Room for `more` items behind the last; NULL once the builder failed. Grows by doubling. */
@@ -3503,6 +3526,7 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     d.up = rfi_buffer(b, "up", RF_ROWS_TOKENS, ff);
     d.xl = rfi_buffer(b, "xl", RF_ROWS_LOGITS, c->n_embd);
     b->logits = rfi_buffer(b, "logits", RF_ROWS_LOGITS, c->n_vocab);
+    b->argmax = rfi_buffer(b, "argmax", RF_ROWS_LOGITS, 1);
     return d;
 }
 
@@ -3533,6 +3557,10 @@ static void rfi_emit_decoder(rfi_builder *b) {
     rfi_weight output = tied ? embedding : rfi_bind(b, "output.weight", c->n_embd, c->n_vocab, 0, NULL);
     rfi_emit_matmul(b, RF_ROWS_LOGITS, b->logits, d.xl, output,
                     rfi_bind(b, "output.bias", c->n_vocab, 1, 1, NULL), c->n_vocab, 0);
+    op = rfi_op(b, RF_OP_ARGMAX, RF_ROWS_LOGITS);
+    op->in = b->logits;
+    op->out = b->argmax;
+    op->n_in = c->n_vocab;
     if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.slot].row_reads = 1;
 }
 
@@ -3588,6 +3616,7 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
         .n_embd = c->n_embd,
         .n_vocab = c->n_vocab,
         .logits = b.logits,
+        .argmax = b.argmax,
     };
     if (b.result != RF_OK) rfi_plan_free(b.alloc, out);
     return b.result;
@@ -5564,6 +5593,18 @@ static void rfi_cpu_gather(rfi_cpu_op *o) {
                o->op->n_out * sizeof(float));
 }
 
+/* nan is greater than nothing, and -infinity not than itself */
+static void rfi_cpu_argmax(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const float *in = o->in + chunk * o->in_width;
+    float largest = -INFINITY;
+    int32_t id = -1;
+    RFI_UNUSED(thread);
+    for (uint32_t i = 0; i < o->op->n_in; i++)
+        if (in[i] > largest) largest = in[i], id = (int32_t)i;
+    memcpy(o->out + chunk * o->out_width, &id, sizeof id);
+}
+
 /* A vector weight (norm, bias, rope freqs) as aligned float32: in place if it is. */
 static const float *rfi_cpu_vector(const rfi_cpu_plan *p, uint32_t slot, uint32_t first, uint32_t n) {
     if (slot == RF_NONE) return NULL;
@@ -5638,6 +5679,7 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
         break;
     case RF_OP_GLU: rfi_pool_run(pool, rfi_cpu_glu, &o, o.n_rows); break;
     case RF_OP_GATHER: rfi_cpu_gather(&o); break;
+    case RF_OP_ARGMAX: rfi_pool_run(pool, rfi_cpu_argmax, &o, o.n_rows); break;
     default: break; /* plan_prepare refused it */
     }
 }
@@ -6098,6 +6140,9 @@ static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op
     case RF_OP_GATHER:
         r = rfi_null_buffer(plan, i, "in", op->in, RF_ROWS_TOKENS, op->n_out, err);
         return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, RF_ROWS_LOGITS, op->n_out, err) : r;
+    case RF_OP_ARGMAX:
+        r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_in, err);
+        return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, rows, 1, err) : r;
     default: return rfi_fail(err, RF_ERR_UNSUPPORTED, i, "null: op %u: kind %u is not supported", i, op->kind);
     }
 }
@@ -6439,7 +6484,10 @@ struct rf_session {
     uint32_t *logit_rows;    /* [n_batch]                                                       */
     float *embeddings;       /* host memory of the device, [n_batch, n_embd]                    */
     float *logits;           /* host memory of the device, [n_logits_max, n_vocab]              */
-    uint32_t n_logits;       /* rows of logits that hold the last eval's                        */
+    int32_t *argmax;         /* host memory of the device, [n_logits_max]                       */
+    uint32_t n_logits;       /* rows of the last eval that asked for logits                     */
+    uint32_t logits_copied;  /* 1: logits holds them, too                                       */
+    rf_error logits_error;   /* of the last rf_session_logits                                   */
     _Atomic int cancel;
 };
 
@@ -6494,7 +6542,7 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
         fits &= rfi_place(&out->kv_bytes, &unused, cells, s->head_dim_v, element);
         if (state_offset) state_offset[i] = at;
     }
-    fits &= rfi_place(&host, &unused, d->n_logits_max, plan->n_vocab, sizeof(float));
+    fits &= rfi_place(&host, &unused, d->n_logits_max, (uint64_t)plan->n_vocab + 1, sizeof(float));
     fits &= rfi_place(&host, &unused, d->n_batch, (uint64_t)plan->n_embd + 8, sizeof(float));
     fits &= rfi_place(&host, &unused, d->n_seq_max, (uint64_t)d->n_ctx + 2, sizeof(int32_t));
     out->host_bytes = host;
@@ -6520,6 +6568,7 @@ static void rfi_session_release(rf_session *s) {
     if (s->prepared) api->plan_release(s->prepared);
     if (s->queue) api->queue_release(s->queue);
     if (s->logits) api->host_release(dev, s->logits);
+    if (s->argmax) api->host_release(dev, s->argmax);
     if (s->embeddings) api->host_release(dev, s->embeddings);
     if (s->state.base) api->mem_release(dev, &s->state);
     if (s->scratch.base) api->mem_release(dev, &s->scratch);
@@ -6566,6 +6615,10 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     if (r == RF_OK)
         r = api->host_create(s->m->device->dev, (uint64_t)d->n_batch * plan->n_embd * sizeof(float), &p, err);
     s->embeddings = (float *)p;
+    p = NULL;
+    if (r == RF_OK)
+        r = api->host_create(s->m->device->dev, (uint64_t)d->n_logits_max * sizeof(int32_t), &p, err);
+    s->argmax = (int32_t *)p;
     return r;
 }
 
@@ -6741,12 +6794,20 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_row *rows, uint32_t n_ro
     return r == RF_OK ? waited : r;
 }
 
+/* The rows of a logits buffer that the last eval filled, to the host. */
+static rf_result rfi_eval_read(rf_session *s, uint32_t buffer, void *dst, uint32_t n_rows, rf_error *err) {
+    const rf_device_api *api = s->m->device->api;
+    uint64_t row_bytes = (uint64_t)s->m->plan.buffers[buffer].width * sizeof(float);
+    rf_ticket ticket = {0};
+    rf_result r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[buffer], dst, n_rows * row_bytes, &ticket, err);
+    return r == RF_OK ? api->ticket_wait(&ticket, RFI_WAIT_MS, err) : r;
+}
+
 ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_rows, rf_error *err) {
     rfi_clear(err);
     if (!s || !rows || n_rows == 0)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_eval: session or rows is NULL, or there are no rows");
-    const rf_device_api *api = s->m->device->api;
-    s->n_logits = 0;
+    s->n_logits = s->logits_copied = 0;
     rf_result r = rfi_eval_check(s, rows, n_rows, err);
     if (r != RF_OK) return r;
     memcpy(s->ends, s->lengths, s->desc.n_seq_max * sizeof *s->ends);
@@ -6757,12 +6818,7 @@ ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_ro
         n_logits += more;
         at += n;
     }
-    if (r == RF_OK && n_logits) {
-        rf_ticket ticket = {0};
-        r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[s->m->plan.logits], s->logits,
-                          (uint64_t)n_logits * s->m->plan.n_vocab * sizeof(float), &ticket, err);
-        if (r == RF_OK) r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
-    }
+    if (r == RF_OK && n_logits) r = rfi_eval_read(s, s->m->plan.argmax, s->argmax, n_logits, err);
     rfi_eval_unpin(s);
     if (r != RF_OK) return r;
     memcpy(s->lengths, s->ends, s->desc.n_seq_max * sizeof *s->lengths);
@@ -6770,8 +6826,35 @@ ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_ro
     return RF_OK;
 }
 
+/* The i-th row's logits; all rows' are copied if they are not yet. */
+static rf_result rfi_session_row(rf_session *s, uint32_t i, float **out, rf_error *err) {
+    *out = NULL;
+    if (i >= s->n_logits)
+        return rfi_fail(err, RF_ERR_ARGUMENT, i, "logits row %u: the last rf_eval gave %u", i, s->n_logits);
+    rf_result r = s->logits_copied ? RF_OK : rfi_eval_read(s, s->m->plan.logits, s->logits, s->n_logits, err);
+    if (r != RF_OK) return r;
+    s->logits_copied = 1;
+    *out = s->logits + (uint64_t)i * s->m->plan.n_vocab;
+    return RF_OK;
+}
+
 ROCMFORGE_API float *rf_session_logits(rf_session *s, uint32_t i) {
-    return s && i < s->n_logits ? s->logits + (uint64_t)i * s->m->plan.n_vocab : NULL;
+    float *logits;
+    if (!s) return NULL;
+    rfi_clear(&s->logits_error);
+    rfi_session_row(s, i, &logits, &s->logits_error);
+    return logits;
+}
+
+ROCMFORGE_API rf_result rf_session_get_error(const rf_session *s, rf_error *err) {
+    rfi_clear(err);
+    if (!s) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_get_error: session is NULL");
+    if (err) *err = s->logits_error;
+    return s->logits_error.code;
+}
+
+ROCMFORGE_API int32_t rf_session_argmax(const rf_session *s, uint32_t i) {
+    return s && i < s->n_logits ? s->argmax[i] : -1;
 }
 
 ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits,
@@ -6795,8 +6878,8 @@ ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_
         r = rf_eval(s, s->forward_rows, n, err);
         at += n;
     }
-    if (r != RF_OK) s->lengths[0] = before;
-    else if (logits) *logits = s->logits;
+    if (r == RF_OK && logits) r = rfi_session_row(s, 0, logits, err);
+    if (r != RF_OK) s->lengths[0] = before, s->n_logits = 0;
     return r;
 }
 
@@ -8759,6 +8842,27 @@ ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t
     return RF_OK;
 }
 
+/* 1 if the sampler takes the largest logit as it is. */
+static int rfi_sampler_is_plain(const rf_sampler_desc *d) {
+    return d->temperature <= 0 && d->n_bias == 0 && (d->repeat_penalty == 0 || d->repeat_penalty == 1) &&
+           d->frequency_penalty == 0 && d->presence_penalty == 0;
+}
+
+ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler *sampler, int32_t *token,
+                                          rf_error *err) {
+    rfi_clear(err);
+    if (!s || !sampler || !token)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_sample: session, sampler or token is NULL");
+    if (rfi_sampler_is_plain(&sampler->desc) && !s->logits_copied && i < s->n_logits && s->argmax[i] >= 0) {
+        *token = s->argmax[i];
+        rf_sampler_accept(sampler, *token);
+        return RF_OK;
+    }
+    float *logits;
+    rf_result r = rfi_session_row(s, i, &logits, err);
+    return r == RF_OK ? rf_sampler_sample(sampler, logits, s->m->plan.n_vocab, token, err) : r;
+}
+
 /* ==== 13d Continuous batching ========================================================================= >>scheduler
  * Requests wait in a ring and run in slots, each with a sequence of the session. There are never more slots than one
  * batch has rows and logits, so every decoding request advances in every step and none starves. What they leave of a
@@ -8881,8 +8985,7 @@ static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
 /* Choose a request's next token. Returns 1 if that was its last, with the reason. */
 static int rfi_scheduler_choose(rf_scheduler *sch, rfi_slot *slot, rf_result *reason) {
     const rf_request *request = &slot->request;
-    float *logits = rf_session_logits(sch->session, (uint32_t)slot->logits_row);
-    *reason = rf_sampler_sample(request->sampler, logits, sch->n_vocab, &slot->next, NULL);
+    *reason = rf_session_sample(sch->session, (uint32_t)slot->logits_row, request->sampler, &slot->next, NULL);
     if (*reason != RF_OK) return 1;
     int stop = request->on_token && request->on_token(slot->next, request->user);
     if (stop || ++slot->n_chosen == request->max_tokens || rf_token_is_end(sch->tokenizer, slot->next)) return 1;

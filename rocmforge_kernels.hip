@@ -686,6 +686,48 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_gather(rfk_gather_args a) {
         a.out[(size_t)blockIdx.y * a.out_stride + i] = a.in[(size_t)a.logit_rows[blockIdx.y] * a.in_stride + i];
 }
 
+/* out[row] = id of the row's largest value, the smallest one among equals; nan is greater than nothing, -1 if none is
+ * greater than -infinity.   grid rows   block 1024   reads every value once */
+#define RFK_ARGMAX_BLOCK 1024
+struct rfk_argmax_args {
+    const float *in;
+    float *out; /* int32 */
+    uint32_t in_stride, out_stride, n;
+};
+struct rfk_argmax_shared {
+    float value[RFK_ARGMAX_BLOCK / 32];
+    uint32_t id[RFK_ARGMAX_BLOCK / 32];
+};
+RFK_DEVICE void rfk_larger(float *value, uint32_t *id, float other_value, uint32_t other_id) {
+    if (other_value > *value || (other_value == *value && other_id < *id)) *value = other_value, *id = other_id;
+}
+template <int WAVE> static __global__ void RFK_THREADS(RFK_ARGMAX_BLOCK) rfk_argmax(rfk_argmax_args a) {
+    RFK_SHARED(rfk_argmax_shared, s);
+    const float *in = a.in + (size_t)blockIdx.x * a.in_stride;
+    float largest = -INFINITY, v[8]; /* eight loads in flight */
+    uint32_t id = 0xffffffffu;
+    for (uint32_t first = threadIdx.x; first < a.n; first += 8 * RFK_ARGMAX_BLOCK) {
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < 8; k++) {
+            uint32_t i = first + k * RFK_ARGMAX_BLOCK;
+            v[k] = i < a.n ? in[i] : -INFINITY;
+        }
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < 8; k++)
+            if (v[k] > largest) largest = v[k], id = first + k * RFK_ARGMAX_BLOCK;
+    }
+    for (int mask = WAVE / 2; mask > 0; mask /= 2) {
+        float value = rfk_swap<WAVE>(largest, mask);
+        uint32_t other = rfk_swap<WAVE>(id, mask);
+        rfk_larger(&largest, &id, value, other);
+    }
+    if (threadIdx.x % WAVE == 0) s.value[threadIdx.x / WAVE] = largest, s.id[threadIdx.x / WAVE] = id;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    for (int i = 1; i < RFK_ARGMAX_BLOCK / WAVE; i++) rfk_larger(&largest, &id, s.value[i], s.id[i]);
+    reinterpret_cast<uint32_t *>(a.out)[(size_t)blockIdx.x * a.out_stride] = id;
+}
+
 /* ==== 4 Matmul ========================================================================================== >>matmul
  * out[cols, n_out] = x[cols, n_in] W^T. Few columns: a wave reads a row of W once and keeps one sum per column. Many:
  * tiles of 64 x 64 through shared memory. Quantized weights take int8 activations, the others float ones. */
@@ -1967,7 +2009,8 @@ struct rf_prepared {
 
 static const char *rfk_op_name(uint32_t kind) {
     static const char *const names[] = {"embed",    "rms_norm",  "matmul", "rope",
-                                        "kv_store", "attention", "glu",    "gather"};
+                                        "kv_store", "attention", "glu",    "gather",
+                                        "argmax"};
     return kind < RF_OP_KIND_COUNT ? names[kind] : "?";
 }
 
@@ -2054,6 +2097,7 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
     case RF_OP_GATHER:
         ok = rfk_fits(plan, op->in, tokens, op->n_out) && rfk_fits(plan, op->out, RF_ROWS_LOGITS, op->n_out);
         break;
+    case RF_OP_ARGMAX: ok = rfk_fits(plan, op->in, rows, op->n_in) && rfk_fits(plan, op->out, rows, 1); break;
     default: break;
     }
     if (op->kind == RF_OP_KV_STORE || op->kind == RF_OP_ATTENTION)
@@ -2550,6 +2594,16 @@ static rf_result rfk_run_gather(const rfk_launching *l) {
     return rfk_go(l, rfk_gather, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
 }
 
+static rf_result rfk_run_argmax(const rfk_launching *l) {
+    rfk_argmax_args a;
+    a.in = l->b.in;
+    a.out = l->b.out;
+    a.in_stride = l->b.in_stride;
+    a.out_stride = l->b.out_stride;
+    a.n = l->op->n_in;
+    return rfk_go(l, RFK_BY_WAVE(l, (rfk_argmax<32>), (rfk_argmax<64>)), dim3(l->n_rows), RFK_ARGMAX_BLOCK, a);
+}
+
 static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_error *err) {
     if (step->n_rows == 0 || step->n_rows > p->n_batch || step->n_logits > p->n_logits ||
         step->first_logits_row > p->n_logits - step->n_logits)
@@ -2640,7 +2694,8 @@ static rf_result rfk_run_ops(rf_prepared *p, rf_queue *q, const rf_step *step, u
     case RF_OP_KV_STORE: return rfk_run_kv_store(&l);
     case RF_OP_ATTENTION: return rfk_run_attention(&l);
     case RF_OP_GLU: return rfk_run_glu(&l);
-    default: return rfk_run_gather(&l);
+    case RF_OP_GATHER: return rfk_run_gather(&l);
+    default: return rfk_run_argmax(&l);
     }
 }
 

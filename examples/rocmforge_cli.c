@@ -369,26 +369,25 @@ typedef struct answer {
 } answer;
 
 /* A Ctrl-C after the previous answer's last evaluation must not stop this one: then it is asked for again. */
-static rf_result forward(app *a, const int32_t *tokens, uint32_t n, float **logits) {
-    rf_result r = rf_forward(a->s, tokens, n, logits, &a->err);
-    return r == RF_ERR_CANCELLED && !interrupted ? rf_forward(a->s, tokens, n, logits, &a->err) : r;
+static rf_result forward(app *a, const int32_t *tokens, uint32_t n) {
+    rf_result r = rf_forward(a->s, tokens, n, NULL, &a->err);
+    return r == RF_ERR_CANCELLED && !interrupted ? rf_forward(a->s, tokens, n, NULL, &a->err) : r;
 }
 
 /* Print the continuation of a->prompt, whose first `kept` tokens the session holds, and collect it in a->text. */
 static int generate(app *a, uint32_t kept, answer *out) {
     rf_detokenizer state = {0};
-    float *logits;
     uint32_t pos = a->prompt.len;
     int32_t id;
     double t = now();
     *out = (answer){.n_prompt = pos - kept, .stopped = a->o.max_tokens ? NULL : "max tokens"};
     a->text.len = 0;
-    rf_result r = forward(a, a->prompt.data + kept, out->n_prompt, &logits);
+    rf_result r = forward(a, a->prompt.data + kept, out->n_prompt);
     out->prefill_s = now() - t;
     clear_bar(a);
     a->bar = -1;
     while (r == RF_OK && !interrupted && !out->stopped) {
-        TRY(lib(a, rf_sampler_sample(&a->sampler, logits, a->info.n_vocab, &id, &a->err)));
+        TRY(lib(a, rf_session_sample(a->s, 0, &a->sampler, &id, &a->err)));
         if (out->n_tokens == 0) out->first_s = now() - a->start, t = now();
         if (rf_token_is_end(a->t, id)) { out->stopped = "end of text"; break; }
         size_t before = a->text.len;
@@ -396,7 +395,7 @@ static int generate(app *a, uint32_t kept, answer *out) {
         TRY(emit(a, a->text.data + before, a->text.len - before));
         if (++out->n_tokens == a->o.max_tokens) out->stopped = "max tokens";
         else if (pos == a->n_ctx) out->stopped = "context full";
-        else if ((r = forward(a, &id, 1, &logits)) == RF_OK) pos++;
+        else if ((r = forward(a, &id, 1)) == RF_OK) pos++;
     }
     out->n_steps = pos - a->prompt.len;
     out->decode_s = now() - t;
@@ -547,20 +546,24 @@ static int write_logits(app *a, const int32_t *tokens, uint32_t n) {
     for (uint32_t i = 0; i < n; i++)
         rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = 1};
     TRY(lib(a, rf_eval(a->s, rows, n, &a->err)));
-    for (uint32_t i = 0; i < n; i++)
-        if (fwrite(rf_session_logits(a->s, i), sizeof(float), n_vocab, a->out) != n_vocab)
-            return fail_errno(a, a->o.out);
+    for (uint32_t i = 0; i < n; i++) {
+        const float *logits = rf_session_logits(a->s, i);
+        if (!logits) return lib(a, rf_session_get_error(a->s, &a->err));
+        if (fwrite(logits, sizeof(float), n_vocab, a->out) != n_vocab) return fail_errno(a, a->o.out);
+    }
     return DONE;
 }
 
-static int continue_greedily(app *a, float *logits) {
+/* From the logits of the last eval's i-th row on. */
+static int continue_greedily(app *a, uint32_t i) {
     rf_sampler_desc greedy = {0};
     TRY(reserve_ids(a, &a->tokens, a->o.n_greedy));
     TRY(lib(a, rf_sampler_init(&a->sampler, &greedy, &a->err)));
     while (a->tokens.len < a->o.n_greedy) {
         int32_t *id = &a->tokens.data[a->tokens.len];
-        if (a->tokens.len++) TRY(lib(a, rf_forward(a->s, id - 1, 1, &logits, &a->err)));
-        TRY(lib(a, rf_sampler_sample(&a->sampler, logits, a->info.n_vocab, id, &a->err)));
+        if (a->tokens.len++) TRY(lib(a, rf_forward(a->s, id - 1, 1, NULL, &a->err)));
+        TRY(lib(a, rf_session_sample(a->s, i, &a->sampler, id, &a->err)));
+        i = 0;
     }
     print_ids(&a->tokens);
     return DONE;
@@ -586,7 +589,7 @@ static int run_logits(app *a) {
     FILE *f = a->out;
     a->out = NULL;
     if (fclose(f) != 0) return fail_errno(a, a->o.out);
-    if (a->o.n_greedy) TRY(continue_greedily(a, rf_session_logits(a->s, piece - 1)));
+    if (a->o.n_greedy) TRY(continue_greedily(a, piece - 1));
     print_notes(a);
     return DONE;
 }
@@ -639,13 +642,12 @@ static double median(double *v, size_t n) {
 static int bench_once(app *a, double *prompt_s, double *decode_s) {
     const ids *p = &a->prompt;
     uint32_t n_prompt = (uint32_t)a->o.n_prompt;
-    float *logits;
     TRY(lib(a, rf_session_truncate(a->s, 0, 0, NULL, &a->err)));
     double t = now();
-    if (n_prompt) TRY(lib(a, rf_forward(a->s, p->data, n_prompt, &logits, &a->err)));
+    if (n_prompt) TRY(lib(a, rf_forward(a->s, p->data, n_prompt, NULL, &a->err)));
     *prompt_s = now() - t;
     t = now();
-    for (uint32_t i = n_prompt; i < p->len; i++) TRY(lib(a, rf_forward(a->s, p->data + i, 1, &logits, &a->err)));
+    for (uint32_t i = n_prompt; i < p->len; i++) TRY(lib(a, rf_forward(a->s, p->data + i, 1, NULL, &a->err)));
     *decode_s = now() - t;
     return DONE;
 }
@@ -681,7 +683,6 @@ static int run_bench(app *a) {
     double prompt_s[REPEAT_MAX], decode_s[REPEAT_MAX];
     uint64_t n = a->o.n_prompt + a->o.n_decode;
     size_t n_repeat = (size_t)a->o.n_repeat;
-    float *logits;
     if (n == 0) return fail(a, USAGE, "-p and -n are both 0");
     TRY(open_model(a, a->o.device));
     TRY(open_session(a, n, n, 1));
@@ -689,7 +690,7 @@ static int run_bench(app *a) {
     for (; a->prompt.len < n; a->prompt.len++)
         a->prompt.data[a->prompt.len] = (int32_t)((a->prompt.len * 7919u + 1u) % a->info.n_vocab);
     double t = now();
-    TRY(lib(a, rf_forward(a->s, a->prompt.data, 1, &logits, &a->err)));
+    TRY(lib(a, rf_forward(a->s, a->prompt.data, 1, NULL, &a->err)));
     double load_s = now() - t;
     for (size_t i = 0; i < n_repeat; i++) TRY(bench_once(a, &prompt_s[i], &decode_s[i]));
     print_notes(a);
@@ -813,7 +814,8 @@ static void print_buffer(const rf_plan *p, uint32_t i, const char *before) {
 /* "  12     0 matmul     q[T,256] = xn[T,256]  blk.0.attn_q.weight f16 [256,256]  131072 bytes" */
 static void print_op(const rf_plan *p, uint32_t i) {
     static const char *const kinds[RF_OP_KIND_COUNT] = {"embed",    "rms_norm",  "matmul", "rope",
-                                                        "kv_store", "attention", "glu",    "gather"};
+                                                        "kv_store", "attention", "glu",    "gather",
+                                                        "argmax"};
     const rf_op *op = &p->ops[i];
     uint64_t n = op_bytes(p, op);
     printf("%4u %5d %-9s", i, op->layer, op->kind < RF_OP_KIND_COUNT ? kinds[op->kind] : "?");

@@ -771,6 +771,36 @@ static void test_glu_gather() {
     }
 }
 
+static void test_argmax() {
+    static const uint32_t ns[] = {1, 31, 1023, 1024, 1025, 8192, 20001}, counts[] = {1, 2, 7};
+    static const float odd[] = {NAN, -INFINITY, INFINITY, 0.0f, -0.0f, 1.5f, -1.5f};
+    std::vector<Row> list = combinations(std::vector<int>{7, 3, 10, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        uint32_t n = ns[r[0]], L = counts[r[1]], kind = (uint32_t)r[2];
+        Rig g(devices[(size_t)r[3]]);
+        uint32_t in = g.buffer(n + 1, RF_ROWS_LOGITS), out = g.buffer(2, RF_ROWS_LOGITS);
+        rf_op *o = g.op(RF_OP_ARGMAX, RF_ROWS_LOGITS);
+        o->in = in, o->out = out, o->n_in = n;
+        REQUIRE(g.open(1, L + 1) == RF_OK, "%s", g.err.text);
+        std::vector<float> x((size_t)L * (n + 1));
+        for (size_t k = 0; k < x.size(); k++) /* the last of a row is not part of it */
+            x[k] = k % (n + 1) == n ? INFINITY : kind < 3 ? odd[kind] : kind < 6 ? odd[rnd() % 7]
+                   : kind < 8 ? (float)(int)(rnd() % 9) - 12 : -1 - (float)((k * 7 + kind) % (n + 1));
+        g.set(in, x, 1);
+        REQUIRE(g.run(rows_of(1), std::vector<uint32_t>(L, 0), 1) == RF_OK, "%s", g.err.text);
+        std::vector<float> y = g.get(out);
+        for (uint32_t t = 0; t < L; t++) {
+            int32_t want = -1, found;
+            const float *row = &x[(size_t)t * (n + 1)];
+            for (uint32_t k = n; k-- > 0;)
+                if (row[k] > -INFINITY && (want < 0 || row[k] >= row[want])) want = (int32_t)k;
+            memcpy(&found, &y[(t + 1) * 2], 4);
+            CHECK(found == want, "argmax of %u, row %u of kind %u, device %d: %d, want %d", n, t, kind, r[3], found, want);
+        }
+    }
+}
+
 /* State contents as float64, from its bytes. */
 static double state_value(const std::vector<uint8_t> &s, uint64_t base, uint64_t i, uint32_t cache) {
     if (cache == RF_CACHE_F16) return half_value(rd16(&s[base + 2 * i]));
@@ -1546,6 +1576,7 @@ int main(int argc, char **argv) {
     RUN(test_rms_norm);
     RUN(test_rope);
     RUN(test_glu_gather);
+    RUN(test_argmax);
     RUN(test_kv_store);
     RUN(test_attention);
     RUN(test_together);

@@ -688,6 +688,119 @@ static void test_logits_rows(void) {
     mg_free(&file);
 }
 
+/* The largest logit's id by the rule of RF_OP_ARGMAX, told in another way: sort by value, then by id. */
+static int32_t largest(const float *v, uint32_t n) {
+    int32_t found = -1;
+    for (uint32_t i = n; i-- > 0;)
+        if (!isnan(v[i]) && v[i] != -INFINITY && (found < 0 || v[i] >= v[found])) found = (int32_t)i;
+    return found;
+}
+
+static void test_argmax_op(void) {
+    static const float odd[] = {NAN, -INFINITY, INFINITY, 0.0f, -0.0f, 1.5f, -1.5f, 1e-42f, FLT_MAX, -FLT_MAX};
+    mg_rng rng = {5};
+    for (uint32_t n = 1; n < 70; n++)
+        for (uint32_t kind = 0; kind < 40; kind++) {
+            float v[70];
+            int32_t found = 77;
+            for (uint32_t i = 0; i < n; i++)
+                v[i] = kind < 10 ? odd[kind] : kind < 25 ? odd[mg_below(&rng, 10)] : (float)mg_below(&rng, 9) - 12;
+            rf_op op = {.kind = RF_OP_ARGMAX, .n_in = n};
+            rfi_cpu_op o = {.op = &op, .in = v, .in_width = n, .out = (float *)(void *)&found, .out_width = 1, .n_rows = 1};
+            rfi_cpu_argmax(&o, 0, 0);
+            CHECK(found == largest(v, n), "%u values of kind %u: %d, want %d", n, kind, found, largest(v, n));
+        }
+}
+
+/* The ids beside the logits, and the sampler that takes one or the other. */
+static void test_argmax(void) {
+    rf_session_desc sd = {.n_ctx = 32, .n_logits_max = 12, .n_batch = 4};
+    rf_logit_bias bias = {7, 1e9f};
+    rf_sampler greedy, other[3];
+    mg_buf file = {0};
+    rig r;
+    int32_t tokens[12], id, want;
+    rf_row rows[12] = {{0}};
+    random_tokens(tokens, 12, 310, 78);
+    if (!tiny_rig(&r, &file, &sd)) return;
+    for (uint32_t i = 0; i < 12; i++) rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = i != 3};
+    CHECK(rf_sampler_init(&greedy, NULL, NULL) == RF_OK && rf_sampler_init(&other[0], &(rf_sampler_desc){.bias = &bias, .n_bias = 1}, NULL) == RF_OK);
+    for (uint32_t i = 0; i < 11; i++) {
+        rf_session_truncate(r.s, 0, 0, NULL, NULL);
+        CHECK(rf_eval(r.s, rows, 12, &r.err) == RF_OK, "%s", r.err.text);
+        for (int k = 1; k < 3; k++)
+            rf_sampler_init(&other[k], &(rf_sampler_desc){.temperature = 1, .seed = i, .repeat_penalty = 1.5f}, NULL);
+        int32_t early = rf_session_argmax(r.s, i);
+        CHECK(rf_session_sample(r.s, i, &greedy, &id, &r.err) == RF_OK && id == early, "row %u: %d, argmax %d", i, id, early);
+        CHECK(rf_session_sample(r.s, i, &other[0], &id, &r.err) == RF_OK && id == 7, "row %u: a bias of 1e9 chose %d", i, id);
+        rf_session_truncate(r.s, 0, 0, NULL, NULL);
+        CHECK(rf_eval(r.s, rows, 12, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(rf_session_sample(r.s, i, &other[1], &id, &r.err) == RF_OK, "%s", r.err.text);
+        float *logits = rf_session_logits(r.s, i);
+        REQUIRE(logits && rf_session_get_error(r.s, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(largest(logits, r.n_vocab) == early, "row %u: argmax %d, the logits say %d", i, early, largest(logits, r.n_vocab));
+        CHECK(rf_sampler_sample(&other[2], logits, r.n_vocab, &want, &r.err) == RF_OK && id == want, "row %u: %d, want %d", i, id, want);
+        logits[early] = -INFINITY; /* what is written counts for the sampler, not for the device */
+        CHECK(rf_session_sample(r.s, i, &greedy, &id, &r.err) == RF_OK && id == largest(logits, r.n_vocab) && id != early, "row %u: %d", i, id);
+        CHECK(rf_session_argmax(r.s, i) == early, "row %u: writing changed argmax", i);
+    }
+    CHECK(rf_session_argmax(r.s, 11) == -1 && rf_session_argmax(NULL, 0) == -1, "a row that is not there");
+    CHECK(rf_session_logits(r.s, 11) == NULL && rf_session_get_error(r.s, &r.err) == RF_ERR_ARGUMENT && strstr(r.err.text, "row 11"), "%s", r.err.text);
+    CHECK(rf_session_sample(r.s, 11, &greedy, &id, &r.err) == RF_ERR_ARGUMENT && strstr(r.err.text, "row 11"), "%s", r.err.text);
+    CHECK(rf_session_sample(NULL, 0, &greedy, &id, &r.err) == RF_ERR_ARGUMENT && rf_session_sample(r.s, 0, NULL, &id, &r.err) == RF_ERR_ARGUMENT &&
+          rf_session_sample(r.s, 0, &greedy, NULL, NULL) == RF_ERR_ARGUMENT && rf_session_get_error(NULL, &r.err) == RF_ERR_ARGUMENT);
+    CHECK(rf_forward(r.s, tokens, 3, NULL, &r.err) == RF_OK && rf_session_argmax(r.s, 0) >= 0 && rf_session_argmax(r.s, 1) == -1, "%s", r.err.text);
+    rig_close(&r);
+    mg_free(&file);
+}
+
+/* The device fails to copy logits: NULL, the reason, and the next call tries again. */
+static void test_logits_copy_fails(void) {
+    mg_buf file = {0};
+    rf_gguf *g;
+    rf_error err;
+    int32_t id;
+    mg_llama(&file, &(mg_options){.seed = 9});
+    REQUIRE(rf_gguf_open_memory(file.data, file.n, NULL, &g, &err) == RF_OK, "%s", err.text);
+    int failed = 0;
+    for (uint64_t n = 1, done = 0; !done; n++) {
+        rf_device *d = NULL;
+        rf_model *m = NULL;
+        rf_session *s = NULL;
+        rf_sampler warm;
+        rf_sampler_init(&warm, &(rf_sampler_desc){.temperature = 1}, NULL);
+        rf_result res = rf_device_open("null", &(rf_device_desc){.fail_call = n}, &d, &err);
+        if (res == RF_OK) res = rf_model_open(g, d, NULL, &m, &err);
+        if (res == RF_OK) res = rf_session_open(m, NULL, &s, &err);
+        if (res == RF_OK) res = rf_forward(s, (int32_t[]){1, 2}, 2, NULL, &err);
+        if (res == RF_OK) {
+            float *logits = rf_session_logits(s, 0);
+            done = logits != NULL;
+            if (!logits) {
+                failed++;
+                CHECK(rf_session_get_error(s, &err) == RF_ERR_DEVICE && strstr(err.text, "mem_read"), "%s", err.text);
+                CHECK(rf_session_argmax(s, 0) == 0 && rf_session_length(s, 0) == 2, "a failed copy changed the session");
+                CHECK(rf_session_logits(s, 0) && rf_session_get_error(s, &err) == RF_OK, "not tried again");
+            }
+        }
+        rf_session_close(s), rf_model_close(m, NULL), rf_device_close(d, NULL);
+        res = rf_device_open("null", &(rf_device_desc){.fail_call = n}, &d, &err); /* the same for the other two callers */
+        if (res == RF_OK) res = rf_model_open(g, d, NULL, &m, &err);
+        if (res == RF_OK) res = rf_session_open(m, NULL, &s, &err);
+        if (res == RF_OK) {
+            float *logits;
+            res = n % 2 ? rf_forward(s, (int32_t[]){1, 2}, 2, &logits, &err) : rf_forward(s, (int32_t[]){1, 2}, 2, NULL, &err);
+            CHECK(res == RF_OK || rf_session_length(s, 0) == 0, "a failed rf_forward kept tokens");
+            if (res == RF_OK) res = rf_session_sample(s, 0, &warm, &id, &err);
+        }
+        CHECK(done ? res == RF_OK : res == RF_ERR_DEVICE && err.code == res, "call %d: %s", (int)n, err.text);
+        rf_session_close(s), rf_model_close(m, NULL), rf_device_close(d, NULL);
+    }
+    CHECK(failed == 1, "%d copies failed", failed);
+    rf_gguf_close(g, NULL);
+    mg_free(&file);
+}
+
 typedef struct canceller {
     rf_session *s;
     _Atomic int go, stop;
@@ -1231,6 +1344,9 @@ int main(int argc, char **argv) {
     RUN(test_context_full);
     RUN(test_arguments);
     RUN(test_logits_rows);
+    RUN(test_argmax_op);
+    RUN(test_argmax);
+    RUN(test_logits_copy_fails);
     RUN(test_cancel);
     RUN(test_session_memory);
     RUN_IF(file_exists(SHARED "-f16.gguf"), test_golden, "no " SHARED "-f16.gguf");
