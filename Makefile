@@ -1,5 +1,8 @@
 # rocmforge: `make`, `make run`, `make test` need cc and make, nothing else. `make help` lists the targets.
 CC     = cc
+CXX    = c++
+HIPCC  = hipcc
+NVCC   = nvcc
 # -O2: the supported build; -lm: rope and sampling; -pthread: the threads of the CPU device
 CFLAGS = -O2
 LIBS   = -lm -pthread
@@ -9,23 +12,55 @@ EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
 TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c))
 SCRIPTS  = $(wildcard tests/test_*.sh)
 HEADERS  = rocmforge.h $(wildcard tests/*.h)
+PROGRAMS = $(notdir $(EXAMPLES))
+# the kernels on the CPU: any C++11 compiler will do
+HAVE_CXX = $(shell command -v $(CXX))
+EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/rocmforge_cli_emu)
+EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
 
 all: $(EXAMPLES)    ## build all examples into build/
 
 run: $(B)/rocmforge_cli    ## write some Shakespeare with the model in examples/
 	./$(B)/rocmforge_cli generate --gguf examples/shakespeare-5m.gguf --prompt "ROMEO:" --max-tokens 160 --temp 0.8 --seed 7
 
-test: $(EXAMPLES) $(TESTS)    ## run all tests; a suite whose tool is missing is counted as skipped
-	sh tests/run.sh $(B) $(TESTS) $(SCRIPTS)
+test: $(EXAMPLES) $(TESTS) $(EMULATED)    ## run all tests; a suite whose tool is missing is counted as skipped
+	sh tests/run.sh $(B) $(TESTS) $(EMULATED_TESTS) $(SCRIPTS)
+
+test-emu: $(EMULATED)    ## test the GPU kernels on the CPU: every pair of type, shape, wave size, and so on
+	sh tests/run.sh $(B) $(EMULATED_TESTS) tests/test_emu.sh
+
+test-emu-full: $(EMULATED)    ## the same with every combination, for a night
+	./$(B)/test_hip --full
+
+test-gpu:    ## run the kernels' tests on this machine's GPU (nvcc or hipcc)
+	sh tests/gpu_run.sh $(B)
+
+hip-check:    ## compile the kernels for all AMD GPUs that hipcc knows: no spills, no private memory
+	sh tests/hip_check.sh
 
 # the C suites alone, for other compilers and sanitizers:
 #   make check-c B=build/asan CC=clang CFLAGS="-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 check-c: $(TESTS)    ## run the C suites alone (see the Makefile for sanitizer builds)
 	sh tests/run.sh $(B) $(TESTS)
 
+gpu:    ## build the programs for AMD GPUs as build/*_gpu; GPU_ARCH=gfx1100
+	@mkdir -p $(B)
+	$(HIPCC) -O3 --offload-arch=$(or $(GPU_ARCH),gfx1100) -c rocmforge_kernels.hip -o $(B)/kernels_gpu.o
+	$(call link_gpu,$(HIPCC))
+
+gpu-nvidia:    ## build the programs for NVIDIA GPUs as build/*_gpu; GPU_ARCH=sm_90
+	@mkdir -p $(B)
+	$(NVCC) -O3 -arch=$(or $(GPU_ARCH),sm_90) -x cu -c rocmforge_kernels.hip -o $(B)/kernels_gpu.o
+	$(call link_gpu,$(NVCC))
+
+define link_gpu
+for p in $(PROGRAMS); do $(CC) $(CFLAGS) -I. -c examples/$$p.c -o $(B)/$$p.o && \
+  $(1) $(B)/$$p.o $(B)/kernels_gpu.o -o $(B)/$${p}_gpu -lm -lpthread || exit 1; done
+endef
+
 deps:    ## install what the optional suites need (Debian packages; run as root)
 	apt-get install -y gcc g++ clang libclang-rt-14-dev valgrind libc6-dbg spin python3 python3-numpy musl-tools \
-	  gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user universal-ctags
+	  gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user universal-ctags hipcc
 
 clean:    ## remove build/
 	rm -rf $(B)
@@ -41,4 +76,19 @@ $(B)/%: tests/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
-.PHONY: all run test check-c deps clean help
+$(B)/kernels_emu.o: rocmforge_kernels.hip $(HEADERS)
+	@mkdir -p $(@D)
+	$(CXX) -std=c++11 $(CFLAGS) -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c $< -o $@
+
+$(B)/test_hip: tests/test_hip.cpp $(B)/kernels_emu.o
+	$(CXX) -std=c++11 $(CFLAGS) -DRF_TEST_EMU $^ -o $@ $(LIBS)
+
+$(B)/hip_model: tests/hip_model.c $(B)/kernels_emu.o
+	$(CC) $(CFLAGS) -DRF_TEST_EMU -I. -c $< -o $@.o
+	$(CXX) $(CFLAGS) $@.o $(B)/kernels_emu.o -o $@ $(LIBS)
+
+$(B)/rocmforge_cli_emu: examples/rocmforge_cli.c $(B)/kernels_emu.o
+	$(CC) $(CFLAGS) -I. -c $< -o $@.o
+	$(CXX) $(CFLAGS) $@.o $(B)/kernels_emu.o -o $@ $(LIBS)
+
+.PHONY: all run test test-emu test-emu-full test-gpu hip-check check-c gpu gpu-nvidia deps clean help

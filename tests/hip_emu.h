@@ -32,8 +32,9 @@ typedef struct hip_emu_counts {
 } hip_emu_counts;
 
 void hip_emu_order(int order, uint32_t seed);
-/* The n-th API call from now fails and does nothing (a release works all the same); 0 = none. */
-void hip_emu_fail_call(uint64_t n);
+/* The n-th API call from now fails and does nothing (a release works all the same); 0 = none. forever: so do all later
+ * ones, and what is queued is never executed. */
+void hip_emu_fail_call(uint64_t n, int forever);
 /* The n-th queued item executed from now is not: its device is lost, as after a bad access. 0 = none. */
 void hip_emu_fail_work(uint64_t n);
 /* Lost devices work again: what a new process would see. */
@@ -406,10 +407,11 @@ struct hip_emu_state {
     std::vector<hipStream_t> streams;
     unsigned n_events;
     uint64_t calls, launches, fail_call, fail_work;
+    bool fail_forever, broken;
     int n_devices, count_error, no_kernels, order;
     bool lost[2];
     uint32_t random;
-    hip_emu_state() : n_events(0), calls(0), launches(0), fail_call(0), fail_work(0), n_devices(2), count_error(0),
+    hip_emu_state() : n_events(0), calls(0), launches(0), fail_call(0), fail_work(0), fail_forever(false), broken(false), n_devices(2), count_error(0),
                       no_kernels(0), order(HIP_EMU_LATE), random(1) {
         lost[0] = lost[1] = false;
     }
@@ -441,7 +443,7 @@ static void hip_emu_force(const std::shared_ptr<hip_emu_stream_state> &s, uint64
         std::function<void()> item = s->work.front();
         s->work.pop_front();
         if (hip_emu().fail_work && --hip_emu().fail_work == 0) hip_emu().lost[s->device] = true;
-        if (!hip_emu().lost[s->device]) item();
+        if (!hip_emu().lost[s->device] && !hip_emu().broken) item();
         s->done++;
     }
 }
@@ -462,7 +464,11 @@ static hipError_t hip_emu_call(hipError_t failure = hipErrorUnknown) {
             std::shared_ptr<hip_emu_stream_state> s = *e.streams[hip_emu_random() % e.streams.size()];
             hip_emu_force(s, s->done + 1);
         }
-    if (e.fail_call && --e.fail_call == 0) return failure;
+    if (e.fail_call && --e.fail_call == 0) {
+        e.broken = e.fail_forever;
+        return failure;
+    }
+    if (e.broken) return failure;
     if (e.lost[hip_emu_device]) return hipErrorLaunchFailure;
     return hipSuccess;
 }
@@ -804,7 +810,12 @@ void hip_emu_order(int order, uint32_t seed) {
     hip_emu().order = order;
     hip_emu().random = seed ? seed : 1;
 }
-void hip_emu_fail_call(uint64_t n) { HIP_EMU_LOCK; hip_emu().fail_call = n; }
+void hip_emu_fail_call(uint64_t n, int forever) {
+    HIP_EMU_LOCK;
+    hip_emu().fail_call = n;
+    hip_emu().fail_forever = forever != 0;
+    hip_emu().broken = false;
+}
 void hip_emu_fail_work(uint64_t n) { HIP_EMU_LOCK; hip_emu().fail_work = n; }
 void hip_emu_recover(void) { HIP_EMU_LOCK; hip_emu().lost[0] = hip_emu().lost[1] = false; }
 void hip_emu_devices(int n, int error) { HIP_EMU_LOCK; hip_emu().n_devices = n; hip_emu().count_error = error; }

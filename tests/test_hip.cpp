@@ -1420,9 +1420,9 @@ static void test_failing_calls() {
     uint64_t calls = hip_emu_get_counts().calls - before.calls, failed = 0, tried = 0;
     CHECK(!leaks(before, hip_emu_get_counts()), "a leak without any failure");
     for (uint64_t n = 1; n <= calls; n += full || n < 20 ? 1 : 1 + n % 7) {
-        hip_emu_fail_call(n);
+        hip_emu_fail_call(n, 0);
         std::vector<float> found = everything(&err);
-        hip_emu_fail_call(0);
+        hip_emu_fail_call(0, 0);
         failed += found.empty();
         tried++;
         if (found.empty())

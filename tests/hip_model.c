@@ -1,0 +1,277 @@
+/* hip_model.c: whole models on the GPU device, through the public API: against the CPU device, against themselves, in two
+ * threads, and with failing calls. Linked with the emulated kernels (-DRF_TEST_EMU) or with those of a real GPU, where
+ * runs are repeated more often and with the shipped model. */
+#define ROCMFORGE_IMPLEMENTATION
+#include "../rocmforge.h"
+
+#ifdef RF_TEST_EMU
+#include "hip_emu.h"
+enum { REPEATS = 8, THREAD_REPEATS = 4, DECODED = 3 };
+#else
+enum { REPEATS = 1000, THREAD_REPEATS = 100, DECODED = 12 };
+#endif
+#include "make_gguf.h"
+#include "rf_test.h"
+
+/* Sums of floats in another order, of values rounded to half in the cache: what the project promises is 1e-3. Inputs of
+ * quantized weights are rounded to int8, and the other order tips some of them to the other side. */
+#define FLOAT_TOLERANCE 1e-3
+#define INT8_TOLERANCE 2e-2
+
+#define MAX_VOCAB 8192u
+#define MAX_STEPS 64
+
+typedef struct rig {
+    rf_gguf *g;
+    rf_device *d;
+    rf_model *m;
+    rf_session *s;
+    rf_error err;
+    uint32_t n_vocab;
+} rig;
+
+static void rig_close(rig *r) {
+    rf_session_close(r->s);
+    CHECK(rf_model_close(r->m, NULL) == RF_OK && rf_device_close(r->d, NULL) == RF_OK && rf_gguf_close(r->g, NULL) == RF_OK, "busy");
+    memset(r, 0, sizeof *r);
+}
+
+/* file NULL: the shipped model. What is open already stays. */
+static rf_result rig_open(rig *r, const mg_buf *file, const char *device, const rf_session_desc *sd) {
+    rf_result res = RF_OK;
+    if (!r->g) res = file ? rf_gguf_open_memory(file->data, file->n, NULL, &r->g, &r->err) : rf_gguf_open("examples/shakespeare-5m.gguf", NULL, &r->g, &r->err);
+    if (res == RF_OK && !r->d) res = rf_device_open(device, NULL, &r->d, &r->err);
+    if (res == RF_OK && !r->m) res = rf_model_open(r->g, r->d, NULL, &r->m, &r->err);
+    if (res == RF_OK && !r->s) res = rf_session_open(r->m, sd, &r->s, &r->err);
+    if (res == RF_OK) r->n_vocab = rf_model_get_info(r->m).n_vocab;
+    return res;
+}
+
+/* "hip:N", or NULL if there is no such usable device */
+static const char *device_name(uint32_t index) {
+    static rf_device_info list[16];
+    uint32_t n = 0, found = 0;
+    if (rf_device_list(list, 16, &n, NULL) != RF_OK) return NULL;
+    for (uint32_t i = 0; i < n && i < 16; i++)
+        if (list[i].is_gpu && list[i].usable && found++ == index) return list[i].name;
+    return NULL;
+}
+
+static void make_prompt(int32_t *tokens, uint32_t n, uint32_t n_vocab, uint64_t seed) {
+    mg_rng r = {seed};
+    for (uint32_t i = 0; i < n; i++) tokens[i] = (int32_t)mg_below(&r, n_vocab);
+}
+
+/* A prompt from an empty sequence and greedy steps behind it: the logits of each, and the ids the device chose. */
+static rf_result write_on(rig *r, const int32_t *prompt, uint32_t n, uint32_t steps, float *logits, int32_t *ids) {
+    rf_result res = rf_session_truncate(r->s, 0, 0, NULL, &r->err);
+    for (uint32_t i = 0; res == RF_OK && i <= steps; i++) {
+        float *row = NULL;
+        res = i ? rf_forward(r->s, &ids[i - 1], 1, &row, &r->err) : rf_forward(r->s, prompt, n, &row, &r->err);
+        ids[i] = rf_session_argmax(r->s, 0);
+        if (res == RF_OK) memcpy(logits + (size_t)i * r->n_vocab, row, r->n_vocab * sizeof *row);
+    }
+    return res;
+}
+
+static double distance(const float *a, const float *b, size_t n) {
+    double worst = 0, most = 0;
+    for (size_t i = 0; i < n; i++) {
+        double d = fabs((double)a[i] - (double)b[i]);
+        if (!(d <= worst)) worst = d;
+        most = fmax(most, fabs((double)b[i]));
+    }
+    return worst / most;
+}
+
+/* Every weight type and architecture: the same ids and nearly the same logits as the CPU device. */
+static void test_as_cpu(void) {
+    static const uint32_t types[] = {MG_F32, MG_F16, MG_BF16, MG_Q4_0, MG_Q4_1, MG_Q5_0, MG_Q5_1, MG_Q8_0, MG_Q4_K, MG_Q5_K, MG_Q6_K};
+    static const char *const archs[] = {"llama", "qwen2", "qwen3"};
+    static float cpu[5 * MAX_VOCAB], gpu[5 * MAX_VOCAB];
+    int32_t prompt[11], cpu_ids[5], gpu_ids[5];
+    double worst[2] = {0, 0};
+    for (uint32_t t = 0; t < RFI_COUNT(types); t++) {
+        mg_buf file = {0};
+        rig r = {0}, c = {0};
+        rf_session_desc sd = {.n_ctx = 64, .n_batch = t % 2 ? 4 : 0, .cache_type = t % 3 == 0 ? RF_CACHE_F32 : RF_CACHE_F16};
+        mg_llama(&file, &(mg_options){.type = types[t], .arch = archs[t % 3], .seed = 3 + t, .tied = t == 5, .rope_freqs = t == 6});
+        make_prompt(prompt, 11, 300, t);
+        int int8 = types[t] != MG_F32 && types[t] != MG_F16 && types[t] != MG_BF16;
+        CHECK(rig_open(&c, &file, "cpu", &sd) == RF_OK && write_on(&c, prompt, 11, 4, cpu, cpu_ids) == RF_OK, "%s", c.err.text);
+        for (uint32_t k = 0; device_name(k); k++) {
+            CHECK(rig_open(&r, &file, device_name(k), &sd) == RF_OK && write_on(&r, prompt, 11, 4, gpu, gpu_ids) == RF_OK, "%s", r.err.text);
+            double d = distance(gpu, cpu, (size_t)c.n_vocab * 5);
+            CHECK(d <= (int8 ? INT8_TOLERANCE : FLOAT_TOLERANCE), "type %u on %s: off by %g", types[t], device_name(k), d);
+            CHECK(memcmp(cpu_ids, gpu_ids, sizeof cpu_ids) == 0, "type %u on %s: other ids", types[t], device_name(k));
+            worst[int8] = fmax(worst[int8], d);
+            rig_close(&r);
+        }
+        rig_close(&c);
+        mg_free(&file);
+    }
+    printf("    off by %.2g with float weights, %.2g with int8 inputs\n", worst[0], worst[1]);
+}
+
+/* The model of the two tests below: in emulation a small one. */
+static const mg_buf *repeated_model(void) {
+#ifdef RF_TEST_EMU
+    static mg_buf file;
+    if (!file.n) mg_llama(&file, &(mg_options){.type = MG_Q4_K, .use_mix = 1, .mix_type = MG_Q6_K, .seed = 4});
+    return &file;
+#else
+    return NULL;
+#endif
+}
+
+static void test_repeats(void) {
+    static float first[(DECODED + 1) * MAX_VOCAB], again[(DECODED + 1) * MAX_VOCAB];
+    int32_t prompt[20], ids[2][DECODED + 1];
+    for (uint32_t k = 0; device_name(k); k++) {
+        rig r = {0};
+        int different = 0;
+        REQUIRE(rig_open(&r, repeated_model(), device_name(k), NULL) == RF_OK && r.n_vocab <= MAX_VOCAB, "%s", r.err.text);
+        make_prompt(prompt, 20, r.n_vocab, 1);
+        for (int i = 0; i < REPEATS; i++) {
+            rf_result res = write_on(&r, prompt, 20, DECODED, i ? again : first, ids[i > 0]);
+            CHECK(res == RF_OK, "run %d: %s", i, r.err.text);
+            if (i) different += memcmp(first, again, (size_t)(DECODED + 1) * r.n_vocab * sizeof *first) != 0 || memcmp(ids[0], ids[1], sizeof ids[0]) != 0;
+        }
+        CHECK(different == 0, "%s: %d of %d repeated runs give other bits", device_name(k), different, REPEATS);
+        printf("    %s: %d runs\n", device_name(k), REPEATS);
+        rig_close(&r);
+    }
+}
+
+/* ---- two sessions in two threads ---- */
+
+typedef struct writer {
+    rig r;
+    int32_t prompt[20], ids[DECODED + 1];
+    float *alone, *found;
+    int n_different;
+    rf_result res;
+} writer;
+
+static void *writer_main(void *arg) {
+    writer *w = (writer *)arg;
+    size_t bytes = (size_t)(DECODED + 1) * w->r.n_vocab * sizeof *w->found;
+    for (int i = 0; i < THREAD_REPEATS && w->res == RF_OK; i++) {
+        w->res = write_on(&w->r, w->prompt, 20, DECODED, w->found, w->ids);
+        w->n_different += memcmp(w->found, w->alone, bytes) != 0;
+    }
+    return NULL;
+}
+
+static void test_two_threads(void) {
+    for (uint32_t k = 0; device_name(k); k++) {
+        rig shared = {0};
+        static writer w[2];
+        memset(w, 0, sizeof w);
+        REQUIRE(rig_open(&shared, repeated_model(), device_name(k), NULL) == RF_OK, "%s", shared.err.text);
+        for (int i = 0; i < 2; i++) {
+            size_t n = (size_t)(DECODED + 1) * shared.n_vocab;
+            w[i].r = shared;
+            w[i].r.s = NULL;
+            w[i].alone = (float *)malloc(n * sizeof(float));
+            w[i].found = (float *)malloc(n * sizeof(float));
+            make_prompt(w[i].prompt, 20, shared.n_vocab, 10 + (uint64_t)i);
+            REQUIRE(w[i].alone && w[i].found && rf_session_open(shared.m, NULL, &w[i].r.s, NULL) == RF_OK, "no session");
+            CHECK(write_on(&w[i].r, w[i].prompt, 20, DECODED, w[i].alone, w[i].ids) == RF_OK, "%s", w[i].r.err.text);
+        }
+        CHECK(memcmp(w[0].alone, w[1].alone, shared.n_vocab * sizeof(float)) != 0, "both threads do the same");
+        CHECK(rf_model_clear_gpu_cache(shared.m, NULL, NULL) == RF_OK, "clear"); /* both load at once, too */
+        pthread_t id[2];
+        for (int i = 0; i < 2; i++) REQUIRE(pthread_create(&id[i], NULL, writer_main, &w[i]) == 0, "thread");
+        for (int i = 0; i < 2; i++) pthread_join(id[i], NULL);
+        for (int i = 0; i < 2; i++) {
+            CHECK(w[i].res == RF_OK && w[i].n_different == 0, "%s thread %d: %d of %d runs differ from the session alone: %s", device_name(k), i,
+                  w[i].n_different, THREAD_REPEATS, w[i].r.err.text);
+            rf_session_close(w[i].r.s);
+            free(w[i].alone), free(w[i].found);
+        }
+        rig_close(&shared);
+    }
+}
+
+#ifdef RF_TEST_EMU
+
+/* ---- failing calls ---- */
+
+static int leaks(hip_emu_counts a, hip_emu_counts b) {
+    return a.allocations != b.allocations || a.host_allocations != b.host_allocations || a.streams != b.streams || a.events != b.events;
+}
+
+/* Open, load, a prompt, a token, logits; what is open stays open in r. */
+static rf_result whole_life(rig *r, const mg_buf *file, float *out) {
+    static const int32_t tokens[] = {5, 6, 7, 8};
+    rf_session_desc sd = {.n_ctx = 16, .n_seq_max = 2, .n_batch = 4};
+    rf_result res = rig_open(r, file, "hip:0", &sd);
+    if (res == RF_OK) res = rf_model_load_tensor(r->m, "blk.0.ffn_up.weight", &r->err);
+    if (res == RF_OK) res = rf_session_truncate(r->s, 0, 0, NULL, &r->err);
+    if (res == RF_OK) res = rf_forward(r->s, tokens, 3, NULL, &r->err);
+    if (res == RF_OK) res = rf_forward(r->s, tokens + 3, 1, NULL, &r->err);
+    if (res == RF_OK) res = rf_session_copy(r->s, 0, 1, &r->err);
+    if (res != RF_OK) return res;
+    float *logits = rf_session_logits(r->s, 0);
+    if (logits) memcpy(out, logits, r->n_vocab * sizeof *out);
+    return logits ? RF_OK : rf_session_get_error(r->s, &r->err);
+}
+
+/* What failed is named: the op, the weight, or what was asked for. */
+static int names_its_object(const char *text) {
+    const char *object = strstr(text, " for ");
+    if (strncmp(text, "hip", 3) != 0) return 0;
+    if (strstr(text, "hipLaunchKernel")) return strstr(text, "for op ") || strstr(text, "for blk.") || strstr(text, "for output") || strstr(text, "for token_embd") || strstr(text, "for a step") || strstr(text, "for a probe");
+    return (object && object[5]) || strstr(text, "no usable GPU") != NULL;
+}
+
+/* The n-th call of the runtime fails, once or with all behind it, for every n up to success: a code and a text that
+ * names the object, nothing left on the device or pinned, and all works afterwards. */
+static void test_failing_calls(void) {
+    mg_buf file = {0};
+    static float want[MAX_VOCAB], found[MAX_VOCAB];
+    rig r = {0};
+    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 1, .n_vocab = 300, .seed = 8});
+    hip_emu_counts before = hip_emu_get_counts();
+    REQUIRE(whole_life(&r, &file, want) == RF_OK, "%s", r.err.text);
+    uint64_t n_calls = hip_emu_get_counts().calls - before.calls; /* without those of closing, which report nothing */
+    rig_close(&r);
+    REQUIRE(!leaks(before, hip_emu_get_counts()), "a leak without any failure");
+    for (int forever = 0; forever < 2; forever++) {
+        uint32_t noticed = 0, ops = 0, tensors = 0;
+        for (uint64_t n = 1; n <= n_calls; n++) {
+            hip_emu_fail_call(n, forever);
+            rf_result res = whole_life(&r, &file, found);
+            if (!forever) hip_emu_fail_call(0, 0);
+            noticed += res != RF_OK;
+            if (res == RF_OK) CHECK(memcmp(want, found, r.n_vocab * sizeof *want) == 0, "call %d failed unnoticed and gave other logits", (int)n);
+            else CHECK(res == RF_ERR_DEVICE && r.err.code == res && r.err.sys && names_its_object(r.err.text), "call %d: %s: %s", (int)n, rf_result_name(res), r.err.text);
+            ops += strstr(r.err.text, "for op ") != NULL;
+            tensors += strstr(r.err.text, "for blk.0.") != NULL;
+            if (res != RF_OK && !forever && n % 4 == 0) /* the same objects go on */
+                CHECK(whole_life(&r, &file, found) == RF_OK && memcmp(want, found, r.n_vocab * sizeof *want) == 0, "after call %d: %s", (int)n, r.err.text);
+            rig_close(&r);
+            hip_emu_fail_call(0, 0);
+            REQUIRE(!leaks(before, hip_emu_get_counts()), "call %d%s: a leak", (int)n, forever ? " and all later" : "");
+        }
+        CHECK(noticed > n_calls / 2 && ops > 10 && tensors > 10, "%u of %d noticed, %u name an op, %u a tensor", noticed, (int)n_calls, ops, tensors);
+        printf("    %s: %d calls, %u failures reported, %u name an op, %u a tensor\n", forever ? "for ever" : "once", (int)n_calls, noticed, ops, tensors);
+    }
+    REQUIRE(whole_life(&r, &file, found) == RF_OK && memcmp(want, found, r.n_vocab * sizeof *want) == 0, "%s", r.err.text);
+    rig_close(&r);
+    mg_free(&file);
+}
+#endif
+
+int main(int argc, char **argv) {
+    RFT_BEGIN(argc, argv);
+    if (!device_name(0)) return puts("no usable device"), 1;
+    RUN(test_as_cpu);
+    RUN(test_repeats);
+    RUN(test_two_threads);
+#ifdef RF_TEST_EMU
+    RUN(test_failing_calls);
+#endif
+    RFT_END();
+}
