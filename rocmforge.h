@@ -3680,15 +3680,21 @@ typedef struct rfi_attention {
     uint32_t n_pos;          /* positions that the first token sees, itself included; token t sees n_pos + t   */
     uint32_t n_group, head_dim, head_dim_v;
     float scale;
-    float *scores;           /* scratch [rfi_attention_scores(n_group, n_pos + n_tokens - 1)]                  */
+    float *scratch;          /* [rfi_attention_scratch(n_group, head_dim, head_dim_v)]                         */
     float *out;              /* [n_tokens][out_stride], [n_group][head_dim_v]                                  */
     uint64_t out_stride;
 } rfi_attention;
 
-#define RFI_ATTENTION_TOKENS 8u /* tokens whose scores are held at once when few heads share keys and values */
+#define RFI_ATTENTION_COLS  128u /* queries that share a pass over keys and values, or n_group if that is more     */
+#define RFI_ATTENTION_BLOCK 256u /* positions at a time: their keys, values and scores stay in the caches          */
 
-static uint64_t rfi_attention_scores(uint32_t n_group, uint32_t n_pos_max) {
-    return rfi_max_u64(n_group, RFI_ATTENTION_TOKENS) * ((((uint64_t)n_pos_max + 15) & ~(uint64_t)15) + 1);
+static uint32_t rfi_attention_tokens(uint32_t n_group) {
+    return n_group < RFI_ATTENTION_COLS ? RFI_ATTENTION_COLS / n_group : 1;
+}
+
+/* Queries, sums of values, scores, and two numbers for each query. */
+static uint64_t rfi_attention_scratch(uint32_t n_group, uint32_t head_dim, uint32_t head_dim_v) {
+    return (uint64_t)rfi_attention_tokens(n_group) * n_group * (head_dim + head_dim_v + RFI_ATTENTION_BLOCK + 2ull);
 }
 
 typedef void (*rfi_matmul_fn)(const void *w, uint64_t w_row_bytes, uint32_t n_rows, uint32_t n_in, const rfi_acts *x,
@@ -3707,8 +3713,12 @@ typedef struct rfi_kernels {
     void (*add)(float *out, const float *x, uint32_t n);                                 /* out += x */
     void (*rope)(float *head, const float *cos_sin, uint32_t n_rot, int neox);           /* cos_sin [n_rot/2][2] */
     void (*f32_to_f16)(uint16_t *dst, const float *src, uint32_t n);
-    /* s[i] = exp(scale * s[i] - max of that); returns their sum */
-    float (*softmax)(float *s, uint32_t n, float scale);
+    /* s[c * s_stride + pos] = q[c] . k[pos], added up in order of the dimensions, for n_pos positions (at most a block;
+     * s has room for a whole one) */
+    void (*scores[2])(const void *k, uint32_t n_pos, uint32_t head_dim, const float *q, uint32_t n_cols, float *s);
+    /* Carry a softmax on by n scores: *top is the largest so far, at first -inf, *sum that of all exp(score - *top), and
+     * s[i] = exp(scale * s[i] - *top). Returns what to multiply earlier values by. */
+    float (*softmax)(float *s, uint32_t n, float scale, float *top, float *sum);
     /* out[c * out_stride + d] += sum over pos of p[c * p_stride + pos] * v[pos][d], in order of pos */
     void (*weigh[2])(const void *v, uint32_t n_pos, uint32_t head_dim_v, const float *p, uint64_t p_stride,
                      uint32_t n_cols, float *out, uint64_t out_stride);
@@ -3721,40 +3731,49 @@ typedef struct rfi_kernels {
 #define RFI_ROUND_MAGIC 12582912.0f
 #define RFI_ROUND_BITS 0x4b400000u
 
-RFI_INLINE void rfi_quantize_body(const float *restrict x, uint32_t n_in, rfi_q8 *restrict out) {
-    for (uint32_t i = 0; i < n_in; i += 32, x += 32, out++) {
-        uint32_t top = 0; /* bits of max |x|: as integers, nan is above inf and both above all numbers */
-        for (int l = 0; l < 32; l++) {
-            uint32_t a = rfi_bits_of_f32(x[l]) & 0x7fffffffu;
-            top = a > top ? a : top;
-        }
-        float d = rfi_f32_of_bits(top) / 127.0f, id = 0;
-        if (d >= 0x1p-126f) id = 1.0f / d;
-        else d = 0;
-        int finite = top < 0x7f800000u;
-        if (!finite) d = rfi_f32_of_bits(0x7fc00000u);
-        int32_t sum[2] = {0, 0};
-        for (int l = 0; l < 32; l++) {
-            uint32_t bits = rfi_bits_of_f32((finite ? x[l] : 0.0f) * id + RFI_ROUND_MAGIC);
-            int32_t q = (int32_t)(bits - RFI_ROUND_BITS);
-            out->q[l] = (int8_t)q;
-            sum[l >> 4] += q;
-        }
-        out->d = d;
-        out->s = d * (float)(sum[0] + sum[1]);
-        out->b = -128 * (sum[0] + sum[1]);
-        out->b16[0] = -128 * sum[0];
-        out->b16[1] = -128 * sum[1];
-        memset(out->zero, 0, sizeof out->zero);
+/* What follows from the bits of a group's largest |x|: as integers, nan is above inf and both above all numbers. */
+RFI_INLINE float rfi_q8_scale(uint32_t top, rfi_q8 *out) {
+    const float d = rfi_f32_of_bits(top) / 127.0f;
+    out->d = top >= 0x7f800000u ? rfi_f32_of_bits(0x7fc00000u) : d >= 0x1p-126f ? d : 0;
+    return d >= 0x1p-126f ? 1.0f / d : 0;
+}
+
+RFI_INLINE void rfi_q8_sums(int32_t first, int32_t second, rfi_q8 *out) {
+    out->s = out->d * (float)(first + second);
+    out->b = -128 * (first + second);
+    out->b16[0] = -128 * first;
+    out->b16[1] = -128 * second;
+    memset(out->zero, 0, sizeof out->zero);
+}
+
+RFI_INLINE void rfi_scalar_q8(const float *restrict x, rfi_q8 *restrict out) {
+    uint32_t top = 0;
+    int32_t sum[2] = {0, 0};
+    for (int l = 0; l < 32; l++) {
+        uint32_t a = rfi_bits_of_f32(x[l]) & 0x7fffffffu;
+        top = a > top ? a : top;
     }
-    memset(out, 0, (size_t)(rfi_q8_groups(n_in) - n_in / 32) * sizeof *out);
+    const float id = rfi_q8_scale(top, out);
+    for (int l = 0; l < 32; l++) {
+        uint32_t bits = rfi_bits_of_f32((top < 0x7f800000u ? x[l] : 0.0f) * id + RFI_ROUND_MAGIC);
+        int32_t q = (int32_t)(bits - RFI_ROUND_BITS);
+        out->q[l] = (int8_t)q;
+        sum[l >> 4] += q;
+    }
+    rfi_q8_sums(sum[0], sum[1], out);
+}
+
+/* if_so ? a : b, by masks: compilers turn the operator into branches and then find no vectors. */
+RFI_INLINE float rfi_choose(int if_so, float a, float b) {
+    const uint32_t mask = 0u - (uint32_t)if_so;
+    return rfi_f32_of_bits((rfi_bits_of_f32(a) & mask) | (rfi_bits_of_f32(b) & ~mask));
 }
 
 /* e^x to 1.5 ulp: x = n ln 2 + r, polynomial in r (minimax, relative error 3e-9), 2^n in two steps so that results near
  * overflow and subnormal ones come out right. nan stays nan. */
 RFI_INLINE float rfi_exp(float x) {
-    x = x < -104.0f ? -104.0f : x;
-    x = x > 89.0f ? 89.0f : x;
+    x = rfi_choose(x < -104.0f, -104.0f, x);
+    x = rfi_choose(x > 89.0f, 89.0f, x);
     float shifted = x * 0x1.715476p+0f + RFI_ROUND_MAGIC;
     float n = shifted - RFI_ROUND_MAGIC;
     float r = x - n * 0x1.62e4p-1f;   /* ln 2 in two parts: n times the first is exact */
@@ -3800,37 +3819,38 @@ RFI_INLINE void rfi_rope_body(float *head, const float *cos_sin, uint32_t n_rot,
     }
 }
 
-RFI_INLINE void rfi_f32_to_f16_body(uint16_t *restrict dst, const float *restrict src, uint32_t n) {
+RFI_INLINE void rfi_scalar_f16(uint16_t *dst, const float *src, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) dst[i] = rfi_f32_to_f16(src[i]);
 }
 
-RFI_INLINE float rfi_softmax_body(float *s, uint32_t n, float scale) {
-    float lane[16], top = -HUGE_VALF;
+RFI_INLINE float rfi_softmax_body(float *s, uint32_t n, float scale, float *top, float *sum) {
+    float lane[16], most = *top;
     uint32_t i;
     for (int l = 0; l < 16; l++) lane[l] = -HUGE_VALF;
+    for (i = 0; i < n; i++) s[i] *= scale;
     for (i = 0; i + 16 <= n; i += 16)
-        for (uint32_t l = 0; l < 16; l++) {
-            s[i + l] *= scale;
-            lane[l] = s[i + l] > lane[l] ? s[i + l] : lane[l];
-        }
-    for (; i < n; i++) {
-        s[i] *= scale;
-        top = s[i] > top ? s[i] : top;
-    }
-    for (int l = 0; l < 16; l++) top = lane[l] > top ? lane[l] : top;
+        for (uint32_t l = 0; l < 16; l++) lane[l] = rfi_choose(s[i + l] > lane[l], s[i + l], lane[l]);
+    for (; i < n; i++) most = rfi_choose(s[i] > most, s[i], most);
+    for (int l = 0; l < 16; l++) most = rfi_choose(lane[l] > most, lane[l], most);
+    for (i = 0; i < n; i++) s[i] = rfi_exp(s[i] - most); /* a loop of its own: compilers make vectors of it */
     for (int l = 0; l < 16; l++) lane[l] = 0;
     for (i = 0; i + 16 <= n; i += 16)
-        for (uint32_t l = 0; l < 16; l++) lane[l] += s[i + l] = rfi_exp(s[i + l] - top);
-    for (uint32_t l = 0; i + l < n; l++) lane[l] += s[i + l] = rfi_exp(s[i + l] - top);
+        for (uint32_t l = 0; l < 16; l++) lane[l] += s[i + l];
+    for (uint32_t l = 0; i + l < n; l++) lane[l] += s[i + l];
     for (int width = 8; width; width /= 2)
         for (int l = 0; l < width; l++) lane[l] += lane[l + width];
-    return lane[0];
+    const float earlier = rfi_exp(*top - most);
+    *sum = *sum * earlier + lane[0];
+    *top = most;
+    return earlier;
 }
 
 /* The elementwise part of a table. */
 #define RFI_ELEMENTWISE(isa, TARGET)                                                                                  \
     static TARGET void rfi_quantize_##isa(const float *x, uint32_t n_in, rfi_q8 *out) {                               \
-        rfi_quantize_body(x, n_in, out);                                                                              \
+        const uint32_t n = n_in / 32;                                                                                 \
+        for (uint32_t g = 0; g < n; g++) rfi_##isa##_q8(x + g * 32, out + g);                                         \
+        memset(out + n, 0, (size_t)(rfi_q8_groups(n_in) - n) * sizeof *out);                                          \
     }                                                                                                                 \
     static TARGET void rfi_rms_norm_##isa(float *out, const float *x, const float *w, uint32_t n, float eps) {        \
         rfi_rms_norm_body(out, x, w, n, eps);                                                                         \
@@ -3844,56 +3864,110 @@ RFI_INLINE float rfi_softmax_body(float *s, uint32_t n, float scale) {
         else rfi_rope_body(head, cos_sin, n_rot, 0);                                                                  \
     }                                                                                                                 \
     static TARGET void rfi_f32_to_f16_##isa(uint16_t *dst, const float *src, uint32_t n) {                            \
-        rfi_f32_to_f16_body(dst, src, n);                                                                             \
+        rfi_##isa##_f16(dst, src, n);                                                                                 \
     }                                                                                                                 \
-    static TARGET float rfi_softmax_##isa(float *s, uint32_t n, float scale) { return rfi_softmax_body(s, n, scale); }
+    static TARGET float rfi_softmax_##isa(float *s, uint32_t n, float scale, float *top, float *sum) {                \
+        return rfi_softmax_body(s, n, scale, top, sum);                                                               \
+    }
 
 /* ---- attention ---- */
 
-/* Queries (columns) that read the same keys and values go together: the heads of one token or, where few heads share
- * them, one head of some tokens. Column c sees n_pos + c * later positions. */
+/* Queries in progress: n_tokens tokens with n_group heads each, columns side by side in scratch. */
 typedef struct rfi_attention_pass {
-    const float *q;
-    float *out;
-    uint64_t q_stride, out_stride;
-    uint32_t n_cols, n_pos, later;
+    const rfi_attention *a;
+    uint32_t n_tokens, n_cols;
+    uint32_t n_pos;             /* that the first token sees */
+    float *q, *out, *scores, *top, *sum;
 } rfi_attention_pass;
 
-static void rfi_attention_run(const rfi_kernels *k, const rfi_attention *a, const rfi_attention_pass *p) {
+/* Positions [pos, pos + n), n at most a block. Each query takes what it may see, in the same blocks and order with any
+ * neighbours: its bits depend on nothing else. */
+static void rfi_attention_block(const rfi_kernels *k, const rfi_attention_pass *p, uint32_t pos, uint32_t n) {
+    const rfi_attention *a = p->a;
     const int wide = a->cache_type == RF_CACHE_F32;
-    const uint32_t n_most = p->n_pos + p->later * (p->n_cols - 1);
-    const uint64_t stride = ((uint64_t)n_most + 15) & ~(uint64_t)15, k_row = a->head_dim * (wide ? 4u : 2u);
-    const uint8_t *v_later = (const uint8_t *)a->v + (uint64_t)p->n_pos * a->head_dim_v * (wide ? 4u : 2u);
-    float *scores = a->scores, *sums = scores + p->n_cols * stride;
-    const rfi_acts x = {p->q, p->q_stride, NULL, 0};
-    k->matmul[wide ? RF_TYPE_F32 : RF_TYPE_F16](a->k, k_row, n_most, a->head_dim, &x, p->n_cols, scores, stride);
+    const uint64_t k_row = a->head_dim * (wide ? 4u : 2u), v_row = a->head_dim_v * (wide ? 4u : 2u);
+    const uint8_t *v = (const uint8_t *)a->v + pos * v_row;
+    const uint32_t all = (uint32_t)rfi_min_u64(n, p->n_pos > pos ? p->n_pos - pos : 0); /* that all tokens see */
+    k->scores[wide]((const uint8_t *)a->k + pos * k_row, n, a->head_dim, p->q, p->n_cols, p->scores);
     for (uint32_t c = 0; c < p->n_cols; c++) {
-        sums[c] = k->softmax(scores + c * stride, p->n_pos + c * p->later, a->scale);
-        memset(p->out + c * p->out_stride, 0, a->head_dim_v * sizeof(float));
+        const uint32_t sees = p->n_pos + c / a->n_group;
+        if (sees <= pos) continue;
+        const float earlier = k->softmax(p->scores + (uint64_t)c * RFI_ATTENTION_BLOCK,
+                                         (uint32_t)rfi_min_u64(n, sees - pos), a->scale, &p->top[c], &p->sum[c]);
+        float *out = p->out + (uint64_t)c * a->head_dim_v;
+        for (uint32_t d = 0; earlier != 1 && d < a->head_dim_v; d++) out[d] *= earlier;
     }
-    k->weigh[wide](a->v, p->n_pos, a->head_dim_v, scores, stride, p->n_cols, p->out, p->out_stride);
-    for (uint32_t c = 0; c < p->n_cols; c++) {
-        float *out = p->out + c * p->out_stride;
-        if (c > 0 && p->later)
-            k->weigh[wide](v_later, c * p->later, a->head_dim_v, scores + c * stride + p->n_pos, stride, 1, out, 0);
-        for (uint32_t i = 0; i < a->head_dim_v; i++) out[i] /= sums[c];
+    if (all) k->weigh[wide](v, all, a->head_dim_v, p->scores, RFI_ATTENTION_BLOCK, p->n_cols, p->out, a->head_dim_v);
+    for (uint32_t t = 1; t < p->n_tokens; t++) {
+        const uint32_t sees = p->n_pos + t, c = t * a->n_group;
+        const uint32_t last = sees > pos ? (uint32_t)rfi_min_u64(n, sees - pos) : 0;
+        if (last > all)
+            k->weigh[wide](v + all * v_row, last - all, a->head_dim_v,
+                           p->scores + (uint64_t)c * RFI_ATTENTION_BLOCK + all, RFI_ATTENTION_BLOCK, a->n_group,
+                           p->out + (uint64_t)c * a->head_dim_v, a->head_dim_v);
     }
 }
 
 static void rfi_attention_all(const rfi_kernels *k, const rfi_attention *a) {
-    const uint32_t by_token = a->n_group >= RFI_ATTENTION_TOKENS / 2, n_outer = by_token ? 1 : a->n_group;
-    const uint32_t step = by_token ? 1 : RFI_ATTENTION_TOKENS;
-    for (uint32_t t = 0; t < a->n_tokens; t += step)
-        for (uint32_t h = 0; h < n_outer; h++) {
-            rfi_attention_pass p = {a->q + t * a->q_stride + (uint64_t)h * a->head_dim,
-                                    a->out + t * a->out_stride + (uint64_t)h * a->head_dim_v,
-                                    by_token ? a->head_dim : a->q_stride,
-                                    by_token ? a->head_dim_v : a->out_stride,
-                                    by_token ? a->n_group : (uint32_t)rfi_min_u64(step, a->n_tokens - t),
-                                    a->n_pos + t, by_token ? 0 : 1};
-            rfi_attention_run(k, a, &p);
+    const uint32_t step = rfi_attention_tokens(a->n_group), n_most = step * a->n_group;
+    rfi_attention_pass p = {.a = a, .q = a->scratch};
+    p.out = p.q + (uint64_t)n_most * a->head_dim;
+    p.scores = p.out + (uint64_t)n_most * a->head_dim_v;
+    p.top = p.scores + (uint64_t)n_most * RFI_ATTENTION_BLOCK;
+    p.sum = p.top + n_most;
+    for (uint32_t t = 0; t < a->n_tokens; t += step) {
+        p.n_tokens = (uint32_t)rfi_min_u64(step, a->n_tokens - t);
+        p.n_cols = p.n_tokens * a->n_group;
+        p.n_pos = a->n_pos + t;
+        const size_t q_floats = (size_t)a->n_group * a->head_dim, out_floats = (size_t)a->n_group * a->head_dim_v;
+        for (uint32_t i = 0; i < p.n_tokens; i++)
+            memcpy(p.q + i * q_floats, a->q + (t + i) * a->q_stride, q_floats * sizeof(float));
+        memset(p.out, 0, p.n_tokens * out_floats * sizeof(float));
+        for (uint32_t c = 0; c < p.n_cols; c++) p.top[c] = -HUGE_VALF, p.sum[c] = 0;
+        const uint32_t n_pos = p.n_pos + p.n_tokens - 1;
+        for (uint32_t pos = 0; pos < n_pos; pos += RFI_ATTENTION_BLOCK)
+            rfi_attention_block(k, &p, pos, (uint32_t)rfi_min_u64(RFI_ATTENTION_BLOCK, n_pos - pos));
+        for (uint32_t c = 0; c < p.n_cols; c++) {
+            float *out = a->out + (t + c / a->n_group) * a->out_stride + (uint64_t)(c % a->n_group) * a->head_dim_v;
+            for (uint32_t d = 0; d < a->head_dim_v; d++) out[d] = p.out[(uint64_t)c * a->head_dim_v + d] / p.sum[c];
         }
+    }
 }
+
+#define RFI_SCORES_PARAMS const void *k, uint32_t n_pos, uint32_t head_dim, const float *q, uint32_t n_cols, float *s
+#define RFI_SCORES_ARGS k, n_pos, head_dim, q, n_cols, s
+#define RFI_SCORES_DIMS 64u /* dimensions of keys that are turned at once */
+
+/* Keys of some positions, the last one again where there are fewer. */
+typedef struct rfi_keys {
+    const uint8_t *row[32];
+} rfi_keys;
+
+static void rfi_keys_at(const void *k, uint64_t row_bytes, uint32_t pos, uint32_t n_pos, uint32_t n, rfi_keys *out) {
+    for (uint32_t i = 0; i < n; i++)
+        out->row[i] = (const uint8_t *)k + rfi_min_u64(pos + i, n_pos - 1) * row_bytes;
+}
+
+/* Scores on one instruction set: keys of `lanes` positions are turned, so that lanes are positions, then multiplied
+ * with `cols` queries at once. */
+#define RFI_SCORES(isa, TARGET, TYPE, bytes, lanes, cols)                                                             \
+    static TARGET void rfi_##isa##_scores_##TYPE(RFI_SCORES_PARAMS) {                                                 \
+        _Alignas(64) float turned[RFI_SCORES_DIMS * (lanes)];                                                         \
+        for (uint32_t pos = 0; pos < n_pos; pos += (lanes)) {                                                         \
+            rfi_keys keys;                                                                                            \
+            rfi_keys_at(k, (uint64_t)head_dim * (bytes), pos, n_pos, lanes, &keys);                                   \
+            for (uint32_t d = 0; d < head_dim; d += RFI_SCORES_DIMS) {                                                \
+                const uint32_t n = (uint32_t)rfi_min_u64(RFI_SCORES_DIMS, head_dim - d);                              \
+                rfi_##isa##_turn(RF_TYPE_##TYPE, &keys, d, n, turned);                                                \
+                uint32_t c = 0;                                                                                       \
+                for (; c + (cols) <= n_cols; c += (cols))                                                             \
+                    rfi_##isa##_dots_q(cols, turned, n, d, head_dim, q, c, s + pos);                                  \
+                for (; c < n_cols; c++) rfi_##isa##_dots_q(1, turned, n, d, head_dim, q, c, s + pos);                 \
+            }                                                                                                         \
+        }                                                                                                             \
+    }
+#define RFI_DOTS_Q_PARAMS const float *turned, uint32_t n, uint32_t d, uint32_t head_dim, const float *q, uint32_t c, \
+                          float *s
 
 /* ---- quantized matmul, common to all instruction sets ---- */
 
@@ -4162,6 +4236,7 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
         .rms_norm = rfi_rms_norm_##isa, .silu_mul = rfi_silu_mul_##isa, .add = rfi_add_##isa,                         \
         .rope = rfi_rope_##isa, .f32_to_f16 = rfi_f32_to_f16_##isa, .softmax = rfi_softmax_##isa,                     \
         .weigh = {[RF_CACHE_F16] = rfi_##isa##_weigh_F16, [RF_CACHE_F32] = rfi_##isa##_weigh_F32},                    \
+        .scores = {[RF_CACHE_F16] = rfi_##isa##_scores_F16, [RF_CACHE_F32] = rfi_##isa##_scores_F32},                 \
         .attention = rfi_attention_##isa,                                                                             \
     };
 
@@ -4295,6 +4370,22 @@ RFI_INLINE void rfi_scalar_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
 static void rfi_scalar_weigh_F16(RFI_WEIGH_PARAMS) { rfi_scalar_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
 static void rfi_scalar_weigh_F32(RFI_WEIGH_PARAMS) { rfi_scalar_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
 
+/* turned[i][l] = dimension d + i of position l */
+RFI_INLINE void rfi_scalar_turn(uint32_t type, const rfi_keys *k, uint32_t d, uint32_t n, float *turned) {
+    for (uint32_t i = 0; i < n; i++)
+        for (uint32_t l = 0; l < 16; l++) turned[i * 16 + l] = rfi_load_type(type, k->row[l], d + i);
+}
+
+/* Scores of nc columns from c on for the positions turned, carried on from dimension d by n more. */
+RFI_INLINE void rfi_scalar_dots_q(uint32_t nc, RFI_DOTS_Q_PARAMS) {
+    for (uint32_t e = c; e < c + nc; e++) {
+        float *out = s + (uint64_t)e * RFI_ATTENTION_BLOCK;
+        if (d == 0) memset(out, 0, 16 * sizeof *out);
+        for (uint32_t i = 0; i < n; i++)
+            for (uint32_t l = 0; l < 16; l++) out[l] += turned[i * 16 + l] * q[(uint64_t)e * head_dim + d + i];
+    }
+}
+
 #define RFI_ALL_TYPES(isa, TARGET, lanes, panels, cols)                                                              \
     RFI_FLOAT(isa, TARGET, F32, 4)                                                                           \
     RFI_FLOAT(isa, TARGET, F16, 2)                                                                           \
@@ -4309,6 +4400,8 @@ static void rfi_scalar_weigh_F32(RFI_WEIGH_PARAMS) { rfi_scalar_weigh(RF_TYPE_F3
     RFI_QUANT(isa, TARGET, Q6_K, rfi_##isa##_tile_halves, lanes, panels, cols)
 
 #define rfi_scalar_tile_eight rfi_scalar_tile_bias
+RFI_SCORES(scalar, , F16, 2, 16, 1)
+RFI_SCORES(scalar, , F32, 4, 16, 1)
 #define RFI_NO_TARGET
 RFI_ELEMENTWISE(scalar, RFI_NO_TARGET)
 RFI_ALL_TYPES(scalar, RFI_NO_TARGET, 1, 1, 8)
@@ -4737,6 +4830,72 @@ RFI_INLINE RFI_512 void rfi_avx512_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
 static RFI_512 void rfi_avx512_weigh_F16(RFI_WEIGH_PARAMS) { rfi_avx512_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
 static RFI_512 void rfi_avx512_weigh_F32(RFI_WEIGH_PARAMS) { rfi_avx512_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
 
+RFI_INLINE RFI_512 void rfi_avx512_q8(const float *x, rfi_q8 *out) {
+    const __m512i most = _mm512_set1_epi32(0x7fffffff);
+    __m512 v[2] = {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)};
+    __m512i q[2];
+    const uint32_t top = _mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(v[0]), most),
+                                                                  _mm512_and_si512(_mm512_castps_si512(v[1]), most)));
+    const __m512 id = _mm512_set1_ps(rfi_q8_scale(top, out));
+    for (int i = 0; i < 2; i++) {
+        if (top >= 0x7f800000u) v[i] = _mm512_setzero_ps();
+        const __m512 y = _mm512_add_ps(_mm512_mul_ps(v[i], id), _mm512_set1_ps(RFI_ROUND_MAGIC));
+        q[i] = _mm512_sub_epi32(_mm512_castps_si512(y), _mm512_set1_epi32((int)RFI_ROUND_BITS));
+        _mm_storeu_si128((__m128i *)(void *)(out->q + 16 * i), _mm512_cvtepi32_epi8(q[i]));
+    }
+    rfi_q8_sums(_mm512_reduce_add_epi32(q[0]), _mm512_reduce_add_epi32(q[1]), out);
+}
+
+RFI_INLINE RFI_512 void rfi_avx512_f16(uint16_t *dst, const float *src, uint32_t n) {
+    for (uint32_t i = 0; i < n; i += 16) {
+        const __m512 v = rfi_512_load(RF_TYPE_F32, src, i, n - i);
+        _mm256_mask_storeu_epi16(dst + i, rfi_512_mask(n - i), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+    }
+}
+
+/* As rfi_scalar_turn, 32 positions. */
+RFI_INLINE RFI_512 void rfi_avx512_turn(uint32_t type, const rfi_keys *k, uint32_t d, uint32_t n, float *turned) {
+    for (uint32_t half = 0; half < 2; half++)
+        for (uint32_t i = 0; i < n; i += 16) {
+            __m512i v[4][4]; /* [positions 4j to 4j + 3][position, then dimension of a lane] */
+#pragma GCC unroll 4
+            for (uint32_t j = 0; j < 4; j++) {
+#pragma GCC unroll 4
+                for (uint32_t l = 0; l < 4; l++)
+                    v[j][l] = _mm512_castps_si512(rfi_512_load(type, k->row[half * 16 + j * 4 + l], d + i, n - i));
+                rfi_512_transpose(v[j]);
+            }
+#pragma GCC unroll 4
+            for (uint32_t e = 0; e < 4; e++) {
+                __m512i lane[4] = {v[0][e], v[1][e], v[2][e], v[3][e]};
+                rfi_512_transpose_lanes(lane);
+                for (uint32_t l = 0; l < 4; l++)
+                    if (i + l * 4 + e < n) _mm512_store_si512(turned + (i + l * 4 + e) * 32 + half * 16, lane[l]);
+            }
+        }
+}
+
+RFI_INLINE RFI_512 void rfi_avx512_dots_q(uint32_t nc, RFI_DOTS_Q_PARAMS) {
+    __m512 sum[8][2];
+    float *out = s + (uint64_t)c * RFI_ATTENTION_BLOCK;
+    q += (uint64_t)c * head_dim + d;
+    for (uint32_t e = 0; e < nc; e++)
+        for (uint32_t h = 0; h < 2; h++)
+            sum[e][h] = d ? _mm512_loadu_ps(out + e * RFI_ATTENTION_BLOCK + 16 * h) : _mm512_setzero_ps();
+    for (uint32_t i = 0; i < n; i++) {
+        const __m512 a = _mm512_load_ps(turned + i * 32), b = _mm512_load_ps(turned + i * 32 + 16);
+#pragma GCC unroll 8
+        for (uint32_t e = 0; e < nc; e++) {
+            const __m512 f = _mm512_set1_ps(q[(uint64_t)e * head_dim + i]);
+            sum[e][0] = _mm512_fmadd_ps(a, f, sum[e][0]), sum[e][1] = _mm512_fmadd_ps(b, f, sum[e][1]);
+        }
+    }
+    for (uint32_t e = 0; e < nc; e++)
+        for (uint32_t h = 0; h < 2; h++) _mm512_storeu_ps(out + e * RFI_ATTENTION_BLOCK + 16 * h, sum[e][h]);
+}
+RFI_SCORES(avx512, RFI_512, F16, 2, 32, 8)
+RFI_SCORES(avx512, RFI_512, F32, 4, 32, 8)
+
 RFI_ELEMENTWISE(avx512, RFI_512)
 RFI_ALL_TYPES(avx512, RFI_512, 16, 2, 6)
 RFI_KERNELS(avx512, "avx512-vnni")
@@ -5092,6 +5251,89 @@ RFI_INLINE RFI_256 void rfi_avx2_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
 static RFI_256 void rfi_avx2_weigh_F16(RFI_WEIGH_PARAMS) { rfi_avx2_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
 static RFI_256 void rfi_avx2_weigh_F32(RFI_WEIGH_PARAMS) { rfi_avx2_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
 
+RFI_INLINE RFI_256 int32_t rfi_256_sum(__m256i v) {
+    __m128i a = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    a = _mm_add_epi32(a, _mm_shuffle_epi32(a, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(a, _mm_shuffle_epi32(a, 0xb1)));
+}
+
+RFI_INLINE RFI_256 void rfi_avx2_q8(const float *x, rfi_q8 *out) {
+    const __m256i most = _mm256_set1_epi32(0x7fffffff);
+    __m256 v[4];
+    __m256i q[4], t = _mm256_setzero_si256();
+    for (int i = 0; i < 4; i++) {
+        v[i] = _mm256_loadu_ps(x + 8 * i);
+        t = _mm256_max_epu32(t, _mm256_and_si256(_mm256_castps_si256(v[i]), most));
+    }
+    __m128i u = _mm_max_epu32(_mm256_castsi256_si128(t), _mm256_extracti128_si256(t, 1));
+    u = _mm_max_epu32(u, _mm_shuffle_epi32(u, 0x4e));
+    const uint32_t top = (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(u, _mm_shuffle_epi32(u, 0xb1)));
+    const __m256 id = _mm256_set1_ps(rfi_q8_scale(top, out));
+    for (int i = 0; i < 4; i++) {
+        if (top >= 0x7f800000u) v[i] = _mm256_setzero_ps();
+        const __m256 y = _mm256_add_ps(_mm256_mul_ps(v[i], id), _mm256_set1_ps(RFI_ROUND_MAGIC));
+        q[i] = _mm256_sub_epi32(_mm256_castps_si256(y), _mm256_set1_epi32((int)RFI_ROUND_BITS));
+    }
+    const int32_t first = rfi_256_sum(_mm256_add_epi32(q[0], q[1]));
+    const int32_t second = rfi_256_sum(_mm256_add_epi32(q[2], q[3]));
+    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+    _mm256_storeu_si256((__m256i *)(void *)out->q, /* the packs left fours in the order 0 2 4 6 1 3 5 7 */
+                        _mm256_permutevar8x32_epi32(bytes, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0)));
+    rfi_q8_sums(first, second, out);
+}
+
+RFI_INLINE RFI_256 void rfi_avx2_f16(uint16_t *dst, const float *src, uint32_t n) {
+    uint32_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(void *)(dst + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
+    rfi_scalar_f16(dst + i, src + i, n - i);
+}
+
+/* As rfi_scalar_turn, 16 positions. */
+RFI_INLINE RFI_256 void rfi_avx2_turn(uint32_t type, const rfi_keys *k, uint32_t d, uint32_t n, float *turned) {
+    const uint32_t whole = n & ~7u;
+    for (uint32_t half = 0; half < 2; half++) {
+        const uint8_t *const *row = k->row + half * 8;
+        for (uint32_t i = 0; i < whole; i += 8) {
+            __m256i v[2][4]; /* [positions 4j to 4j + 3][position, then dimension of a lane] */
+            for (uint32_t j = 0; j < 2; j++) {
+                for (uint32_t l = 0; l < 4; l++)
+                    v[j][l] = _mm256_castps_si256(rfi_256_load8(type, row[j * 4 + l], d + i));
+                rfi_256_transpose(v[j]);
+            }
+            for (uint32_t e = 0; e < 4; e++) {
+                float *at = turned + (i + e) * 16 + half * 8;
+                _mm256_store_si256((__m256i *)(void *)at, _mm256_permute2x128_si256(v[0][e], v[1][e], 0x20));
+                _mm256_store_si256((__m256i *)(void *)(at + 64), _mm256_permute2x128_si256(v[0][e], v[1][e], 0x31));
+            }
+        }
+        for (uint32_t i = whole; i < n; i++)
+            for (uint32_t l = 0; l < 8; l++) turned[i * 16 + half * 8 + l] = rfi_load_type(type, row[l], d + i);
+    }
+}
+
+RFI_INLINE RFI_256 void rfi_avx2_dots_q(uint32_t nc, RFI_DOTS_Q_PARAMS) {
+    __m256 sum[4][2];
+    float *out = s + (uint64_t)c * RFI_ATTENTION_BLOCK;
+    q += (uint64_t)c * head_dim + d;
+    for (uint32_t e = 0; e < nc; e++)
+        for (uint32_t h = 0; h < 2; h++)
+            sum[e][h] = d ? _mm256_loadu_ps(out + e * RFI_ATTENTION_BLOCK + 8 * h) : _mm256_setzero_ps();
+    for (uint32_t i = 0; i < n; i++) {
+        const __m256 a = _mm256_load_ps(turned + i * 16), b = _mm256_load_ps(turned + i * 16 + 8);
+#pragma GCC unroll 4
+        for (uint32_t e = 0; e < nc; e++) {
+            const __m256 f = _mm256_set1_ps(q[(uint64_t)e * head_dim + i]);
+            sum[e][0] = _mm256_fmadd_ps(a, f, sum[e][0]), sum[e][1] = _mm256_fmadd_ps(b, f, sum[e][1]);
+        }
+    }
+    for (uint32_t e = 0; e < nc; e++)
+        for (uint32_t h = 0; h < 2; h++) _mm256_storeu_ps(out + e * RFI_ATTENTION_BLOCK + 8 * h, sum[e][h]);
+}
+RFI_SCORES(avx2, RFI_256, F16, 2, 16, 4)
+RFI_SCORES(avx2, RFI_256, F32, 4, 16, 4)
+
 RFI_ELEMENTWISE(avx2, RFI_256)
 RFI_ALL_TYPES(avx2, RFI_256, 8, 1, 4)
 RFI_KERNELS(avx2, "avx2")
@@ -5331,6 +5573,73 @@ RFI_INLINE RFI_NEON void rfi_neon_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
 static RFI_NEON void rfi_neon_weigh_F16(RFI_WEIGH_PARAMS) { rfi_neon_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
 static RFI_NEON void rfi_neon_weigh_F32(RFI_WEIGH_PARAMS) { rfi_neon_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
 
+RFI_INLINE RFI_NEON void rfi_neon_q8(const float *x, rfi_q8 *out) {
+    const uint32x4_t most = vdupq_n_u32(0x7fffffff);
+    float32x4_t v[8];
+    int32x4_t q[8];
+    uint32x4_t t = vdupq_n_u32(0);
+    for (int i = 0; i < 8; i++) {
+        v[i] = vld1q_f32(x + 4 * i);
+        t = vmaxq_u32(t, vandq_u32(vreinterpretq_u32_f32(v[i]), most));
+    }
+    const uint32_t top = vmaxvq_u32(t);
+    const float32x4_t id = vdupq_n_f32(rfi_q8_scale(top, out));
+    for (int i = 0; i < 8; i++) {
+        if (top >= 0x7f800000u) v[i] = vdupq_n_f32(0);
+        const uint32x4_t y = vreinterpretq_u32_f32(vaddq_f32(vmulq_f32(v[i], id), vdupq_n_f32(RFI_ROUND_MAGIC)));
+        q[i] = vreinterpretq_s32_u32(vsubq_u32(y, vdupq_n_u32(RFI_ROUND_BITS)));
+    }
+    for (int i = 0; i < 8; i += 2)
+        vst1_s8(out->q + 4 * i, vmovn_s16(vcombine_s16(vmovn_s32(q[i]), vmovn_s32(q[i + 1]))));
+    rfi_q8_sums(vaddvq_s32(vaddq_s32(vaddq_s32(q[0], q[1]), vaddq_s32(q[2], q[3]))),
+                vaddvq_s32(vaddq_s32(vaddq_s32(q[4], q[5]), vaddq_s32(q[6], q[7]))), out);
+}
+
+RFI_INLINE RFI_NEON void rfi_neon_f16(uint16_t *dst, const float *src, uint32_t n) {
+    uint32_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+        const float16x4_t h = vcvt_f16_f32(vld1q_f32(src + i));
+        memcpy(dst + i, &h, sizeof h);
+    }
+    rfi_scalar_f16(dst + i, src + i, n - i);
+}
+
+/* As rfi_scalar_turn, 8 positions: turned[half][i][4]. */
+RFI_INLINE RFI_NEON void rfi_neon_turn(uint32_t type, const rfi_keys *k, uint32_t d, uint32_t n, float *turned) {
+    const uint32_t whole = n & ~3u;
+    for (uint32_t half = 0; half < 2; half++) {
+        const uint8_t *const *row = k->row + half * 4;
+        float *to = turned + half * 4 * RFI_SCORES_DIMS;
+        for (uint32_t i = 0; i < whole; i += 4) {
+            const float32x4x4_t v = {{rfi_neon_load(type, row[0], d + i), rfi_neon_load(type, row[1], d + i),
+                                      rfi_neon_load(type, row[2], d + i), rfi_neon_load(type, row[3], d + i)}};
+            vst4q_f32(to + i * 4, v);
+        }
+        for (uint32_t i = whole; i < n; i++)
+            for (uint32_t l = 0; l < 4; l++) to[i * 4 + l] = rfi_load_type(type, row[l], d + i);
+    }
+}
+
+RFI_INLINE RFI_NEON void rfi_neon_dots_q(uint32_t nc, RFI_DOTS_Q_PARAMS) {
+    float32x4_t sum[4][2];
+    float *out = s + (uint64_t)c * RFI_ATTENTION_BLOCK;
+    q += (uint64_t)c * head_dim + d;
+    for (uint32_t e = 0; e < nc; e++)
+        for (uint32_t h = 0; h < 2; h++)
+            sum[e][h] = d ? vld1q_f32(out + e * RFI_ATTENTION_BLOCK + 4 * h) : vdupq_n_f32(0);
+    for (uint32_t i = 0; i < n; i++) {
+        const float32x4_t a = vld1q_f32(turned + i * 4), b = vld1q_f32(turned + (RFI_SCORES_DIMS + i) * 4);
+        for (uint32_t e = 0; e < nc; e++) {
+            sum[e][0] = vfmaq_n_f32(sum[e][0], a, q[(uint64_t)e * head_dim + i]);
+            sum[e][1] = vfmaq_n_f32(sum[e][1], b, q[(uint64_t)e * head_dim + i]);
+        }
+    }
+    for (uint32_t e = 0; e < nc; e++)
+        for (uint32_t h = 0; h < 2; h++) vst1q_f32(out + e * RFI_ATTENTION_BLOCK + 4 * h, sum[e][h]);
+}
+RFI_SCORES(neon, RFI_NEON, F16, 2, 8, 4)
+RFI_SCORES(neon, RFI_NEON, F32, 4, 8, 4)
+
 RFI_ELEMENTWISE(neon, RFI_NEON)
 RFI_ALL_TYPES(neon, RFI_NEON, 4, 1, 8)
 RFI_KERNELS(neon, "neon dotprod")
@@ -5384,7 +5693,6 @@ static const rfi_kernels *rfi_kernels_find(const char *isa) {
 
 #define RFI_CPU_COLS   128u /* columns (tokens) and                    */
 #define RFI_CPU_ROWS   128u /* rows of a matmul tile                   */
-#define RFI_CPU_TOKENS 16u  /* rows of a step that attend in one chunk */
 
 typedef struct rfi_cpu {
     rf_allocator alloc;
@@ -5549,14 +5857,14 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
     }
 }
 
-/* A chunk is one kv head, with the query heads that read it, for RFI_CPU_TOKENS rows: those that follow each other in
+/* A chunk is one kv head, with the query heads that read it, for some rows: those that follow each other in
  * one sequence share a pass over its keys and values. */
 static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
-    uint32_t head = chunk % op->n_kv_heads, group = op->n_heads / op->n_kv_heads,
-             r = chunk / op->n_kv_heads * RFI_CPU_TOKENS;
-    uint32_t end = (uint32_t)rfi_min_u64(o->n_rows, r + RFI_CPU_TOKENS);
+    uint32_t group = op->n_heads / op->n_kv_heads, n_tokens = rfi_attention_tokens(group);
+    uint32_t head = chunk % op->n_kv_heads, r = chunk / op->n_kv_heads * n_tokens;
+    uint32_t end = (uint32_t)rfi_min_u64(o->n_rows, r + n_tokens);
     for (uint32_t n = 1; r < end; r += n, n = 1) {
         const rf_step_row *row = &o->step->rows[r];
         while (r + n < end && row[n].seq == row->seq && row[n].pos == row->pos + (int32_t)n) n++;
@@ -5572,7 +5880,7 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .head_dim = op->head_dim,
             .head_dim_v = op->head_dim_v,
             .scale = op->scale,
-            .scores = o->p->scratch + thread * o->p->scratch_stride,
+            .scratch = o->p->scratch + thread * o->p->scratch_stride,
             .out = o->out + r * o->out_width + (uint64_t)head * group * op->head_dim_v,
             .out_stride = o->out_width,
         };
@@ -5673,10 +5981,11 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_MATMUL: rfi_cpu_run_matmul(&o, index); break;
     case RF_OP_ROPE: rfi_cpu_run_rope(&o); break;
     case RF_OP_KV_STORE: rfi_pool_run(pool, rfi_cpu_kv_store, &o, o.n_rows); break;
-    case RF_OP_ATTENTION:
-        rfi_pool_run(pool, rfi_cpu_attention, &o,
-                     (o.n_rows + RFI_CPU_TOKENS - 1) / RFI_CPU_TOKENS * op->n_kv_heads);
+    case RF_OP_ATTENTION: {
+        const uint32_t n_tokens = rfi_attention_tokens(op->n_heads / op->n_kv_heads);
+        rfi_pool_run(pool, rfi_cpu_attention, &o, (o.n_rows + n_tokens - 1) / n_tokens * op->n_kv_heads);
         break;
+    }
     case RF_OP_GLU: rfi_pool_run(pool, rfi_cpu_glu, &o, o.n_rows); break;
     case RF_OP_GATHER: rfi_cpu_gather(&o); break;
     case RF_OP_ARGMAX: rfi_pool_run(pool, rfi_cpu_argmax, &o, o.n_rows); break;
@@ -5910,7 +6219,7 @@ typedef struct rfi_cpu_need {
 } rfi_cpu_need;
 
 /* Walk the ops: what they need, and which matmuls find their quantized input in place (q, k and v share one). */
-static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, uint32_t n_ctx, uint8_t *acts_kept) {
+static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, uint8_t *acts_kept) {
     rfi_cpu_need need = {.scratch = (uint64_t)RFI_CPU_COLS * RFI_CPU_ROWS};
     uint32_t held = RF_NONE; /* buffer that acts hold */
     for (uint32_t i = 0; i < plan->n_ops; i++) {
@@ -5918,7 +6227,8 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, uint32_t n_ctx, uint8_t
         need.n_rot = rfi_max_u64(need.n_rot, op->n_rot);
         need.vector = rfi_max_u64(need.vector, rfi_max_u64(op->n_in, op->n_out));
         if (op->kind == RF_OP_ATTENTION)
-            need.scratch = rfi_max_u64(need.scratch, rfi_attention_scores(op->n_heads / op->n_kv_heads, n_ctx));
+            need.scratch = rfi_max_u64(need.scratch, rfi_attention_scratch(op->n_heads / op->n_kv_heads, op->head_dim,
+                                                                           op->head_dim_v));
         if (op->kind == RF_OP_MATMUL && rfi_type_takes_int8(plan->weights[op->weight].type)) {
             if (need.n_in < op->n_in) need.n_in = op->n_in;
             if (acts_kept) acts_kept[i] = held == op->in;
@@ -5949,7 +6259,7 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
         if (i == 0 || plan->ops[i].layer != plan->ops[i - 1].layer) p->segments[p->n_segments++] = i;
     }
     if (r == RF_OK) {
-        rfi_cpu_need need = rfi_cpu_measure(plan, bind->n_ctx, p->acts_kept);
+        rfi_cpu_need need = rfi_cpu_measure(plan, p->acts_kept);
         p->segments[p->n_segments] = plan->n_ops;
         p->scratch_stride = (need.scratch + 15) / 16 * 16; /* whole cache lines: threads do not share one */
         p->acts =
