@@ -934,6 +934,10 @@ typedef struct rf_device_api {
     rf_result (*times)(rf_prepared *p, float *us, uint32_t n, rf_error *err);
 } rf_device_api;
 
+/* The table of an opened device, for programs that run plans themselves; *dev is what its entries take. Both are
+ * borrowed until rf_device_close. Threads any. */
+ROCMFORGE_API const rf_device_api *rf_device_get_api(const rf_device *d, rf_dev **dev);
+
 /* The kernels file's table. Strong in rocmforge_kernels.hip; the implementation below refers to it weakly, so that a
  * program links without that file and then has no GPU. `#define ROCMFORGE_HIP 1` makes the reference strong: needed
  * when the kernels come in a static archive, whose members a weak reference does not pull in. */
@@ -9484,6 +9488,11 @@ ROCMFORGE_API rf_result rf_device_close(rf_device *d, rf_error *err) {
     d->api->device_close(d->dev);
     rfi_free(&alloc, d);
     return RF_OK;
+}
+
+ROCMFORGE_API const rf_device_api *rf_device_get_api(const rf_device *d, rf_dev **dev) {
+    *dev = d->dev;
+    return d->api;
 }
 
 ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d) {

@@ -80,6 +80,7 @@ typedef struct app {
     int bar;                /* 1: it is on the terminal; -1: text is, no bars any more */
     char problem[RF_ERROR_TEXT_BYTES]; /* the first one of `check` */
     uint32_t n_problems;
+    struct comparison *comparison;     /* of `check --device` */
 } app;
 
 struct command {
@@ -259,8 +260,11 @@ static void forget(app *a, uint32_t n_keep) {
     while (a->n_messages > n_keep) free((void *)(uintptr_t)a->messages[--a->n_messages].content);
 }
 
+static void close_comparison(struct comparison *c);
+
 static void close_all(app *a) {
     running = NULL;
+    close_comparison(a->comparison);
     rf_session_close(a->s);
     rf_model_close(a->m, NULL);
     rf_device_close(a->d, NULL);
@@ -811,14 +815,17 @@ static void print_buffer(const rf_plan *p, uint32_t i, const char *before) {
     printf("%s%s[%c,%u]", before, b->name, b->rows == RF_ROWS_TOKENS ? 'T' : 'L', b->width);
 }
 
+static const char *op_name(const rf_op *op) {
+    static const char *const kinds[RF_OP_KIND_COUNT] = {"embed",    "rms_norm",  "matmul", "rope",  "kv_store",
+                                                        "attention", "glu",      "gather", "argmax"};
+    return op->kind < RF_OP_KIND_COUNT ? kinds[op->kind] : "?";
+}
+
 /* "  12     0 matmul     q[T,256] = xn[T,256]  blk.0.attn_q.weight f16 [256,256]  131072 bytes" */
 static void print_op(const rf_plan *p, uint32_t i) {
-    static const char *const kinds[RF_OP_KIND_COUNT] = {"embed",    "rms_norm",  "matmul", "rope",
-                                                        "kv_store", "attention", "glu",    "gather",
-                                                        "argmax"};
     const rf_op *op = &p->ops[i];
     uint64_t n = op_bytes(p, op);
-    printf("%4u %5d %-9s", i, op->layer, op->kind < RF_OP_KIND_COUNT ? kinds[op->kind] : "?");
+    printf("%4u %5d %-9s", i, op->layer, op_name(op));
     print_buffer(p, op->out, " ");
     if (op->state != RF_NONE) printf(" state %u", op->state);
     print_buffer(p, op->in, op->flags & RF_OP_ACCUMULATE ? " += " : " = ");
@@ -901,9 +908,245 @@ static int scan_weight(app *a, const rf_plan_weight *w, uint64_t done_bytes) {
     return DONE;
 }
 
+/* ---- check --device ----
+ * Every op of a prompt, then of one token more, runs alone on the device and on the CPU, from the same inputs: the CPU's.
+ * The weights of one op are loaded at a time. Then both run the same as a whole, as sessions do: with ops fused. */
+
+#define CHECK_PROMPT 12u /* rows: more than what devices treat as few */
+#define CHECK_CTX 32u
+#define OP_TOLERANCE 1e-3     /* largest difference over largest value                                  */
+#define LOGITS_TOLERANCE 5e-2 /* inputs rounded to int8: a small difference tips some to the other side */
+
+typedef struct side {
+    const rf_device_api *api;
+    rf_dev *dev;
+    rf_queue *queue;
+    rf_table *table;
+    rf_prepared *prepared;
+    rf_mem scratch, state;
+    rf_mem weight[2], repack; /* of the op that runs: its weight and extra */
+    void *bytes[2];           /* of the file                               */
+    uint32_t slot[2];
+    rf_model *m;              /* for the run as a whole                    */
+    rf_session *s;
+} side;
+
+struct comparison {
+    rf_device *cpu;
+    side sides[2]; /* the device, the CPU */
+    const rf_plan *p;
+    uint64_t *buffer_offset, *state_offset, scratch_bytes, state_bytes;
+    uint32_t *segments;
+    char *out[2];     /* what an op wrote: [most_bytes] */
+    float *values[2]; /* as floats                      */
+    double largest;   /* difference of an op            */
+    uint32_t largest_op;
+};
+
+static uint64_t align_256(uint64_t n) { return (n + 255) & ~(uint64_t)255; }
+
+static void drop_op(side *s) {
+    if (s->prepared) s->api->plan_release(s->prepared);
+    s->prepared = NULL;
+    for (int k = 0; k < 2; k++) {
+        if (s->bytes[k]) s->api->weight_clear(s->table, s->slot[k]);
+        if (s->weight[k].base) s->api->mem_release(s->dev, &s->weight[k]);
+        free(s->bytes[k]);
+        s->bytes[k] = NULL;
+    }
+    if (s->repack.base) s->api->mem_release(s->dev, &s->repack);
+}
+
+static void close_comparison(struct comparison *c) {
+    for (int i = 0; c && i < 2; i++) {
+        side *s = &c->sides[i];
+        drop_op(s);
+        rf_session_close(s->s);
+        if (i) rf_model_close(s->m, NULL);
+        if (s->queue) s->api->queue_release(s->queue);
+        if (s->table) s->api->table_release(s->table);
+        if (s->scratch.base) s->api->mem_release(s->dev, &s->scratch);
+        if (s->state.base) s->api->mem_release(s->dev, &s->state);
+        free(c->out[i]), free(c->values[i]);
+    }
+    if (!c) return;
+    rf_device_close(c->cpu, NULL);
+    free(c->buffer_offset), free(c->state_offset), free(c->segments), free(c);
+}
+
+/* Both sides have the same memory: offsets, sizes and the largest output. */
+static int place_buffers(app *a, struct comparison *c) {
+    const rf_plan *p = c->p;
+    uint64_t most = 0;
+    c->buffer_offset = calloc(p->n_buffers + 1, sizeof *c->buffer_offset);
+    c->state_offset = calloc(p->n_states + 1, sizeof *c->state_offset);
+    c->segments = calloc(p->n_ops + 1, sizeof *c->segments);
+    if (!c->buffer_offset || !c->state_offset || !c->segments) return no_memory(a);
+    for (uint32_t i = 0; i < p->n_buffers; i++) {
+        uint64_t n = (uint64_t)CHECK_PROMPT * p->buffers[i].width * sizeof(float);
+        c->buffer_offset[i] = c->scratch_bytes;
+        c->scratch_bytes += align_256(n);
+        if (n > most) most = n;
+    }
+    for (uint32_t i = 0; i < p->n_states; i++) {
+        const rf_plan_state *t = &p->states[i];
+        uint64_t cells = (uint64_t)t->n_kv_heads * CHECK_CTX;
+        uint64_t n = align_256(cells * t->head_dim * 2) + align_256(cells * t->head_dim_v * 2);
+        c->state_offset[i] = c->state_bytes;
+        c->state_bytes += n;
+        if (n > most) most = n;
+    }
+    c->state_offset[p->n_states] = c->state_bytes;
+    for (int i = 0; i < 2; i++) {
+        c->out[i] = malloc(most);
+        c->values[i] = malloc(most * 2); /* halves take twice as much */
+        if (!c->out[i] || !c->values[i]) return no_memory(a);
+    }
+    return DONE;
+}
+
+static int wait_for(app *a, side *s, rf_ticket *ticket) {
+    return lib(a, s->api->ticket_wait(ticket, 600000, &a->err));
+}
+
+static int open_side(app *a, struct comparison *c, side *s, const rf_device *d) {
+    rf_ticket t = {0};
+    s->api = rf_device_get_api(d, &s->dev);
+    TRY(lib(a, s->api->queue_create(s->dev, &s->queue, &a->err)));
+    TRY(lib(a, s->api->table_create(s->dev, c->p, &s->table, &a->err)));
+    TRY(lib(a, s->api->mem_create(s->dev, c->scratch_bytes, &s->scratch, &a->err)));
+    TRY(lib(a, s->api->mem_create(s->dev, c->state_bytes + 1, &s->state, &a->err)));
+    TRY(lib(a, s->api->mem_fill(s->queue, &s->scratch, 0, 0, c->scratch_bytes, &t, &a->err)));
+    TRY(lib(a, s->api->mem_fill(s->queue, &s->state, 0, 0, c->state_bytes, &t, &a->err)));
+    return wait_for(a, s, &t);
+}
+
+static int load_weight(app *a, struct comparison *c, side *s, int k, uint32_t slot) {
+    if (slot == RF_NONE) return DONE;
+    const rf_plan_weight *w = &c->p->weights[slot];
+    rf_weight_layout layout = s->api->weight_layout(s->dev, w);
+    rf_ticket t = {0};
+    s->slot[k] = slot;
+    rf_weight_part part = {.slot = slot, .n_rows = w->n_rows, .scratch = &s->repack};
+    part.src = s->bytes[k] = aligned_alloc(256, align_256(w->size_bytes));
+    if (!part.src) return no_memory(a);
+    TRY(lib(a, rf_gguf_read_tensor(a->g, w->tensor, 0, s->bytes[k], (size_t)w->size_bytes, &a->err)));
+    if (!layout.in_place) {
+        part.mem = &s->weight[k];
+        TRY(lib(a, s->api->mem_create(s->dev, layout.size_bytes, &s->weight[k], &a->err)));
+        if (layout.scratch_bytes && !s->repack.base)
+            TRY(lib(a, s->api->mem_create(s->dev, layout.scratch_bytes, &s->repack, &a->err)));
+    }
+    TRY(lib(a, s->api->weight_write(s->table, s->queue, &part, &t, &a->err)));
+    return wait_for(a, s, &t);
+}
+
+/* Run op i alone. */
+static int run_op(app *a, struct comparison *c, side *s, uint32_t i, const rf_step *step) {
+    rf_plan one = *c->p;
+    rf_plan_bind bind = {.plan = &one, .table = s->table, .scratch = s->scratch, .state = s->state,
+                         .buffer_offset = c->buffer_offset, .state_offset = c->state_offset, .n_ctx = CHECK_CTX,
+                         .n_seq = 1, .n_batch = CHECK_PROMPT, .n_logits = CHECK_PROMPT};
+    rf_ticket t = {0};
+    uint32_t n = 0;
+    one.ops += i;
+    one.n_ops = 1;
+    TRY(load_weight(a, c, s, 0, one.ops->weight));
+    TRY(load_weight(a, c, s, 1, one.ops->extra));
+    TRY(lib(a, s->api->plan_prepare(s->dev, &bind, c->segments, &n, &s->prepared, &a->err)));
+    TRY(lib(a, s->api->plan_run(s->prepared, s->queue, 0, n, step, &t, &a->err)));
+    TRY(wait_for(a, s, &t));
+    drop_op(s);
+    return DONE;
+}
+
+/* Largest difference over largest value of the second; infinite where one is not a number and the other is. */
+static double difference(const float *x, const float *y, uint64_t n) {
+    double worst = 0, most = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        if (isnan(x[i]) && isnan(y[i])) continue;
+        double d = x[i] == y[i] ? 0 : fabs((double)x[i] - (double)y[i]);
+        if (!(d <= worst)) worst = isnan(d) ? INFINITY : d;
+        if (isfinite(y[i])) most = fmax(most, fabs((double)y[i]));
+    }
+    return worst == 0 ? 0 : worst / most;
+}
+
+/* Op i on both sides; the device goes on with what the CPU wrote. */
+static int compare_op(app *a, struct comparison *c, uint32_t i, const rf_step *step) {
+    const rf_op *op = &c->p->ops[i];
+    int stores = op->kind == RF_OP_KV_STORE;
+    uint64_t at = stores ? c->state_offset[op->state] : c->buffer_offset[op->out], n, bytes;
+    uint32_t rows = op->rows == RF_ROWS_LOGITS ? step->n_logits : step->n_rows;
+    n = stores ? (c->state_offset[op->state + 1] - at) / 2 : (uint64_t)rows * c->p->buffers[op->out].width;
+    bytes = stores ? 2 * n : 4 * n;
+    rf_ticket t = {0};
+    for (int k = 0; k < 2; k++) {
+        side *s = &c->sides[k];
+        TRY(run_op(a, c, s, i, step));
+        TRY(lib(a, s->api->mem_read(s->queue, stores ? &s->state : &s->scratch, at, c->out[k], bytes, &t, &a->err)));
+        TRY(wait_for(a, s, &t));
+        TRY(lib(a, rf_dequantize(stores ? RF_TYPE_F16 : RF_TYPE_F32, c->out[k], n, c->values[k], &a->err)));
+    }
+    double d = difference(c->values[0], c->values[1], n);
+    if (op->kind == RF_OP_ARGMAX) d = memcmp(c->out[0], c->out[1], (size_t)bytes) ? INFINITY : 0;
+    if (d > c->largest) c->largest = d, c->largest_op = i;
+    if (!(d <= OP_TOLERANCE))
+        return fail(a, FAILED, "%s and the CPU differ: op %u of layer %d (%s%s%s), %u rows: by %.2g of the largest "
+                    "value", rf_device_get_info(a->d).name, i, op->layer, op_name(op), op->weight == RF_NONE ? "" : " ",
+                    op->weight == RF_NONE ? "" : c->p->weights[op->weight].name, rows, d);
+    const side *s = &c->sides[0];
+    TRY(lib(a, s->api->mem_write(s->queue, stores ? &s->state : &s->scratch, at, c->out[1], bytes, &t, &a->err)));
+    return wait_for(a, &c->sides[0], &t);
+}
+
+/* The same rows through sessions, that is with all that devices do across ops. */
+static int compare_sessions(app *a, struct comparison *c, const int32_t *tokens, double *d) {
+    rf_session_desc desc = {.n_ctx = CHECK_CTX};
+    float *logits[2];
+    c->sides[0].m = a->m;
+    TRY(lib(a, rf_model_open(a->g, c->cpu, NULL, &c->sides[1].m, &a->err)));
+    for (int k = 0; k < 2; k++) TRY(lib(a, rf_session_open(c->sides[k].m, &desc, &c->sides[k].s, &a->err)));
+    for (uint32_t n = CHECK_PROMPT; n; n = n > 1) { /* the prompt, then one */
+        const int32_t *from = n > 1 ? tokens : tokens + CHECK_PROMPT;
+        for (int k = 0; k < 2; k++) TRY(lib(a, rf_forward(c->sides[k].s, from, n, &logits[k], &a->err)));
+        *d = fmax(*d, difference(logits[0], logits[1], a->info.n_vocab));
+    }
+    if (*d <= LOGITS_TOLERANCE) return DONE;
+    return fail(a, FAILED, "%s and the CPU differ: no op alone, the logits of all together: by %.2g of the largest",
+                rf_device_get_info(a->d).name, *d);
+}
+
+static int check_device(app *a) {
+    struct comparison *c = a->comparison = calloc(1, sizeof *c);
+    int32_t tokens[CHECK_PROMPT + 1];
+    double whole = 0;
+    if (!c) return no_memory(a);
+    rf_device_desc desc = {.n_threads = (uint32_t)a->o.threads};
+    TRY(lib(a, rf_device_open("cpu", &desc, &c->cpu, &a->err)));
+    c->p = rf_model_get_plan(a->m);
+    TRY(place_buffers(a, c));
+    TRY(open_side(a, c, &c->sides[0], a->d));
+    TRY(open_side(a, c, &c->sides[1], c->cpu));
+    for (uint32_t i = 0; i <= CHECK_PROMPT; i++) tokens[i] = (int32_t)((i * 7919u + 1u) % a->info.n_vocab);
+    for (uint32_t first = 0; first <= CHECK_PROMPT; first += CHECK_PROMPT) {
+        rf_step_row rows[CHECK_PROMPT];
+        uint32_t n = first ? 1 : CHECK_PROMPT, last = n - 1;
+        for (uint32_t i = 0; i < n; i++)
+            rows[i] = (rf_step_row){tokens[first + i], 0, (int32_t)(first + i), i == last ? 0 : -1};
+        rf_step step = {.rows = rows, .logit_rows = &last, .n_rows = n, .n_logits = 1};
+        for (uint32_t i = 0; i < c->p->n_ops && !interrupted; i++) TRY(compare_op(a, c, i, &step));
+    }
+    TRY(compare_sessions(a, c, tokens, &whole));
+    const rf_op *op = &c->p->ops[c->largest_op];
+    printf("ok: %s as the CPU: %u ops, by at most %.2g of the largest value (op %u, %s), logits by %.2g\n",
+           rf_device_get_info(a->d).name, c->p->n_ops, c->largest, c->largest_op, op_name(op), whole);
+    return DONE;
+}
+
 static int run_check(app *a) {
     uint64_t done_bytes = 0;
-    TRY(open_model(a, "null"));
+    TRY(open_model(a, a->o.device ? a->o.device : "null"));
     const rf_plan *p = rf_model_get_plan(a->m);
     if (rf_model_get_tokenizer(a->m, &a->t, &a->err)) report(a, a->err.text);
     for (uint32_t i = 0; i < p->n_weights; done_bytes += p->weights[i++].size_bytes)
@@ -911,6 +1154,7 @@ static int run_check(app *a) {
     if (a->n_problems > 1) return fail(a, FAILED, "%s (and %u more)", a->problem, a->n_problems - 1);
     if (a->n_problems) return fail(a, FAILED, "%s", a->problem);
     printf("ok: %s, %u tensors, %llu bytes\n", a->info.arch, p->n_weights, LLU(done_bytes));
+    if (a->o.device) TRY(check_device(a));
     print_notes(a);
     return DONE;
 }
@@ -998,7 +1242,7 @@ static const command commands[] = {
     {"chat", run_chat, "talk: a line in, an answer out; /reset forgets, /quit leaves"},
     {"inspect", run_inspect, "print metadata and tensors"},
     {"plan", run_plan, "print what a token computes and what that needs; loads nothing"},
-    {"check", run_check, "validate a file without running it: shapes, tokenizer, every value"},
+    {"check", run_check, "validate a file: shapes, tokenizer, every value; a device: every op against the CPU"},
     {"tokenize", run_tokenize, "lines of text in, [1,2,3] out; --decode the other way"},
     {"dequant", run_dequant, "packed blocks in, float32 out"},
     {"logits", run_logits, "write the logits of every token, float32 [n_tokens, n_vocab]"},
@@ -1056,8 +1300,9 @@ static const flag flags[] = {
     {"--type", TEXT, AT(type), DEQUANT, DEQUANT, 0, 0, "T", "tensor type, e.g. q4_K"},
     {"--json", SWITCH, AT(json), INSPECT | BENCH, 0, 0, 0, NULL, "print JSON"},
     {"--device", TEXT, AT(device), RUN, 0, 0, 0, "D", "auto, cpu, null, hip:N (auto)"},
-    {"--threads", COUNT, AT(threads), RUN, 0, 0, 256, "N", "of the CPU (0 = one per core)"},
-    {"--isa", TEXT, AT(isa), RUN, 0, 0, 0, "NAME", "CPU instructions: scalar, avx2, avx512, neon (the best)"},
+    {"--device", TEXT, AT(device), CHECK, 0, 0, 0, "D", "compare this device with the CPU, op by op"},
+    {"--threads", COUNT, AT(threads), RUN | CHECK, 0, 0, 256, "N", "of the CPU (0 = one per core)"},
+    {"--isa", TEXT, AT(isa), RUN | CHECK, 0, 0, 0, "NAME", "CPU instructions: scalar, avx2, avx512, neon (the best)"},
     {"--ctx", COUNT, AT(ctx), RUN | PLAN, 0, 1, 1 << 24, "N", "tokens the context holds"},
     {"--batch", COUNT, AT(batch), RUN | PLAN, 0, 1, 1 << 16, "N", "rows evaluated at once"},
     {"--kv", CHOICE, AT(kv), RUN | PLAN, 0, 0, 0, "f16|f32", "keys and values (f16)"},

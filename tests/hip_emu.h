@@ -43,6 +43,10 @@ void hip_emu_recover(void);
 void hip_emu_devices(int n, int error);
 /* 1: kernels are not compiled for the devices; launches fail. */
 void hip_emu_no_kernels(int on);
+/* A wrong kernel: of what the n-th one executed from now changes in device memory, one bit is flipped (the highest of an
+ * exponent, where that is a float). Kernels of less than 128 threads, which write indices, do not count. 0 = none; at the
+ * start: what the environment variable HIP_EMU_FLIP says. */
+void hip_emu_flip_result(uint64_t n);
 hip_emu_counts hip_emu_get_counts(void);
 /* 1 while device memory holds [p, p + n): nothing when AddressSanitizer is off. on: make it inaccessible. */
 void hip_emu_guard(void *p, size_t n, int on);
@@ -406,14 +410,16 @@ struct hip_emu_state {
     std::map<char *, size_t> device_memory, host_memory;
     std::vector<hipStream_t> streams;
     unsigned n_events;
-    uint64_t calls, launches, fail_call, fail_work;
+    uint64_t calls, launches, fail_call, fail_work, flip;
     bool fail_forever, broken;
     int n_devices, count_error, no_kernels, order;
     bool lost[2];
     uint32_t random;
-    hip_emu_state() : n_events(0), calls(0), launches(0), fail_call(0), fail_work(0), fail_forever(false), broken(false), n_devices(2), count_error(0),
+    hip_emu_state() : n_events(0), calls(0), launches(0), fail_call(0), fail_work(0), flip(0), fail_forever(false), broken(false), n_devices(2), count_error(0),
                       no_kernels(0), order(HIP_EMU_LATE), random(1) {
         lost[0] = lost[1] = false;
+        const char *text = getenv("HIP_EMU_FLIP");
+        if (text) flip = strtoull(text, nullptr, 10);
     }
 };
 static hip_emu_state &hip_emu() {
@@ -708,6 +714,26 @@ static inline hipError_t hipMemsetAsync(void *dst, int value, size_t n, hipStrea
     });
 }
 
+/* ---- a planted error ---- */
+
+typedef std::map<char *, std::vector<char> > hip_emu_copy;
+
+static hip_emu_copy hip_emu_copy_memory() {
+    hip_emu_copy copy;
+    std::map<char *, size_t> &blocks = hip_emu().device_memory;
+    for (std::map<char *, size_t>::iterator i = blocks.begin(); i != blocks.end(); ++i)
+        copy[i->first] = std::vector<char>(i->first, i->first + i->second);
+    return copy;
+}
+static void hip_emu_flip_change(const hip_emu_copy &before) {
+    for (hip_emu_copy::const_iterator i = before.begin(); i != before.end(); ++i)
+        for (size_t at = 0; at + 4 <= i->second.size(); at += 4)
+            if (memcmp(i->first + at, &i->second[at], 4) != 0) {
+                i->first[at + 3] = static_cast<char>(i->first[at + 3] ^ 0x40);
+                return;
+            }
+}
+
 /* ---- launches ---- */
 
 static void hip_emu_add_fiber(hip_emu_machine *m) {
@@ -744,6 +770,9 @@ static void hip_emu_run(dim3 grid, dim3 block, unsigned wave, const std::functio
     static thread_local hip_emu_machine machine;
     hip_emu_machine *m = &machine;
     unsigned n = block.x * block.y * block.z;
+    bool flip = n >= 128 && hip_emu().flip && --hip_emu().flip == 0;
+    hip_emu_copy before;
+    if (flip) before = hip_emu_copy_memory();
     while (m->fibers.size() < n) hip_emu_add_fiber(m);
     hip_emu_here = m;
     m->grid = grid;
@@ -773,6 +802,7 @@ static void hip_emu_run(dim3 grid, dim3 block, unsigned wave, const std::functio
         for (size_t i = 0; i < m->shared.size(); i++) free(m->shared[i].memory);
         m->shared.clear();
     }
+    if (flip) hip_emu_flip_change(before);
 }
 
 template <unsigned... I> struct hip_emu_list {};
@@ -817,6 +847,7 @@ void hip_emu_fail_call(uint64_t n, int forever) {
     hip_emu().broken = false;
 }
 void hip_emu_fail_work(uint64_t n) { HIP_EMU_LOCK; hip_emu().fail_work = n; }
+void hip_emu_flip_result(uint64_t n) { HIP_EMU_LOCK; hip_emu().flip = n; }
 void hip_emu_recover(void) { HIP_EMU_LOCK; hip_emu().lost[0] = hip_emu().lost[1] = false; }
 void hip_emu_devices(int n, int error) { HIP_EMU_LOCK; hip_emu().n_devices = n; hip_emu().count_error = error; }
 void hip_emu_no_kernels(int on) { HIP_EMU_LOCK; hip_emu().no_kernels = on; }

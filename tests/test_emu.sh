@@ -22,4 +22,22 @@ case_devices() {
     "$cli" generate --gguf $model --prompt A --max-tokens 1 --temp 0 2>&1 | grep ' hip:0 (gfx1100)'
 }
 
+# ---- check --device: op by op against the CPU ----
+
+case_check_wave32() { "$cli" check $model --device hip:0 | tee "$dir/check.txt" && grep -q '^ok: hip:0 as the CPU: [0-9]* ops' "$dir/check.txt"; }
+case_check_wave64() { "$cli" check $model --device hip:1 | grep '^ok: hip:1 as the CPU: [0-9]* ops'; }
+# a kernel that computes one wrong bit: its op is named, and the later the kernel, the later the op
+case_check_wrong_kernel() {
+    : >"$dir/wrong"
+    for n in 2 3 5 7 10 14 19 25 32 40; do
+        HIP_EMU_FLIP=$n "$cli" check $model --device hip:0 2>&1 >"$dir/wrong.out" | tee -a "$dir/wrong"
+        [ -s "$dir/wrong.out" ] && [ "$(wc -l <"$dir/wrong.out")" -eq 1 ]
+    done
+    cat "$dir/wrong"
+    [ "$(grep -c '^rocmforge_cli check: hip:0 and the CPU differ: op [0-9]* of layer -*[0-9]* ([a-z_]*.*), 12 rows: by ' "$dir/wrong")" -eq 10 ]
+    sed 's/.*differ: op \([0-9]*\) .*/\1/' "$dir/wrong" | sort -n -c
+    grep -q '(embed token_embd.weight)' "$dir/wrong"
+    grep -q '(matmul blk.1.[a-z_]*.weight)' "$dir/wrong"
+}
+
 run_cases "$@"
