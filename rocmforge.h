@@ -930,7 +930,7 @@ typedef struct rf_device_api {
     rf_result (*plan_run)(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                           rf_ticket *ticket, rf_error *err);
     void (*plan_release)(rf_prepared *p);
-    /* microseconds of each op in the last run that was timed; us == NULL switches timing on (n = 1) or off (n = 0) */
+    /* microseconds of each op in the last run that was timed (0: done along with an earlier one); us == NULL switches timing on (n = 1) or off (n = 0) */
     rf_result (*times)(rf_prepared *p, float *us, uint32_t n, rf_error *err);
 } rf_device_api;
 
@@ -3720,7 +3720,7 @@ typedef struct rfi_kernels {
     /* s[c * s_stride + pos] = q[c] . k[pos], added up in order of the dimensions, for n_pos positions (at most a block;
      * s has room for a whole one) */
     void (*scores[2])(const void *k, uint32_t n_pos, uint32_t head_dim, const float *q, uint32_t n_cols, float *s);
-    /* Carry a softmax on by n scores: *top is the largest so far, at first -inf, *sum that of all exp(score - *top), and
+    /* Carry a softmax on by n scores: *top is the largest so far, at first -inf, *sum of all exp(score - *top), and
      * s[i] = exp(scale * s[i] - *top). Returns what to multiply earlier values by. */
     float (*softmax)(float *s, uint32_t n, float scale, float *top, float *sum);
     /* out[c * out_stride + d] += sum over pos of p[c * p_stride + pos] * v[pos][d], in order of pos */
@@ -5697,6 +5697,8 @@ static const rfi_kernels *rfi_kernels_find(const char *isa) {
 
 #define RFI_CPU_COLS   128u /* columns (tokens) and                    */
 #define RFI_CPU_ROWS   128u /* rows of a matmul tile                   */
+#define RFI_CPU_UNIT   16u  /* rows that kernels like to get together  */
+#define RFI_CPU_PARTS  3u   /* matrices of a matmul job: q, k, v       */
 
 typedef struct rfi_cpu {
     rf_allocator alloc;
@@ -5710,39 +5712,68 @@ typedef struct rfi_cpu_table {
     const void **weights; /* [n_weights] first byte, NULL = empty */
 } rfi_cpu_table;
 
+/* How an op is run, found out once: neighbours are joined where that saves a pass or a meeting of the threads. */
+typedef struct rfi_cpu_how {
+    uint8_t n_parts;       /* MATMUL: this many ops multiply one input in one job                   */
+    uint8_t then_glu;      /* MATMUL: and the GLU behind them takes each tile while it is warm      */
+    uint8_t has_acts;      /* MATMUL: the quantized input is there already                          */
+    uint8_t then_quantize; /* RMS_NORM, GLU: quantize each row for the matmul behind                */
+    uint8_t n_along;       /* ops behind this one that are done along with it                       */
+} rfi_cpu_how;
+
 typedef struct rfi_cpu_plan {
     rfi_cpu *dev;
     rf_plan_bind bind;
     const rf_plan *plan;
     uint32_t *segments; /* [n_segments + 1] first op of each                                   */
     uint32_t n_segments;
-    uint8_t *acts_kept; /* [n_ops] 1: acts hold this op's input already                        */
+    rfi_cpu_how *how;   /* [n_ops]                                                             */
     rfi_q8 *acts;       /* quantized input of a matmul, [n_batch, groups of the widest n_in]   */
     float *scratch;     /* [n_threads, scratch_stride]: scores of attention, or a matmul tile  */
     uint64_t scratch_stride;
-    float *vector;                   /* [widest] a norm's weights or a bias as float32                      */
+    float *vector;                   /* [RFI_CPU_PARTS, vector_stride] a norm's weights or biases as float32 */
+    uint64_t vector_stride;
     float *cos_sin;                  /* [n_batch, widest n_rot / 2, 2]                                      */
     uint32_t rope_table, rope_freqs; /* what cos_sin holds for this step; RF_NONE = nothing       */
-    float *times_us;                 /* [n_ops] */
+    float *times_us;                 /* [n_ops]; 0 for those done along with another */
     uint32_t timing;
 } rfi_cpu_plan;
+
+/* A matrix of a matmul job. */
+typedef struct rfi_cpu_part {
+    const rf_op *op;
+    const uint8_t *w; /* first row used */
+    uint32_t w_type;
+    uint64_t w_row_bytes;
+    const float *bias; /* or NULL */
+    float *out;
+    uint64_t out_width;
+} rfi_cpu_part;
+
+/* Rows of all parts in units, cut into chunks: n_big chunks of `big` units, then small ones, so that the threads finish
+ * together. */
+typedef struct rfi_cpu_cut {
+    uint32_t n_units, n_big, big, small;
+} rfi_cpu_cut;
 
 /* One op in progress: what a chunk needs. */
 typedef struct rfi_cpu_op {
     rfi_cpu_plan *p;
     const rf_op *op;
+    const rfi_cpu_how *how;
     const rf_step *step;
     const rfi_kernels *k;
     const float *in, *in2;
     float *out;
-    uint64_t in_width, out_width; /* floats from row to row      */
+    uint64_t in_width, in2_width, out_width; /* floats from row to row      */
     uint32_t n_rows;
-    uint32_t rows_per_chunk; /* of the weight, MATMUL       */
-    const uint8_t *w;        /* first row used              */
+    const uint8_t *w;        /* EMBED                       */
     uint32_t w_type;
     uint64_t w_row_bytes;
-    const float *vector; /* norm weights, bias; or NULL */
+    const float *vector; /* norm weights, freqs; or NULL */
     rfi_acts acts;
+    rfi_cpu_part parts[RFI_CPU_PARTS]; /* MATMUL */
+    rfi_cpu_cut cut;
 } rfi_cpu_op;
 
 /* Float weights take float inputs, all others inputs of int8. */
@@ -5766,6 +5797,11 @@ static void rfi_cpu_embed(void *ctx, uint32_t chunk, uint32_t thread) {
     else rfi_dequantize_row(o->w_type, o->w + (uint64_t)row->token * o->w_row_bytes, o->op->n_out, out);
 }
 
+/* Where the matmul behind a norm or GLU finds row `row` quantized. */
+static void rfi_cpu_quantize_row(const rfi_cpu_op *o, uint32_t row, const float *x, uint32_t n) {
+    o->k->quantize(x, n, o->p->acts + row * rfi_q8_groups(n));
+}
+
 static void rfi_cpu_rms_norm(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -5773,37 +5809,74 @@ static void rfi_cpu_rms_norm(void *ctx, uint32_t chunk, uint32_t thread) {
     for (uint32_t h = 0; h < op->n_heads; h++)
         o->k->rms_norm(o->out + chunk * o->out_width + (uint64_t)h * op->n_in,
                        o->in + chunk * o->in_width + (uint64_t)h * op->n_in, o->vector, op->n_in, op->eps);
+    if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, o->out + chunk * o->out_width, op->n_in);
 }
 
 static void rfi_cpu_quantize(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     RFI_UNUSED(thread);
-    o->k->quantize(o->in + chunk * o->in_width, o->op->n_in, o->p->acts + chunk * o->acts.q_stride);
+    rfi_cpu_quantize_row(o, chunk, o->in + chunk * o->in_width, o->op->n_in);
 }
 
-/* A chunk is rows_per_chunk rows of W and all columns, in tiles that stay in the second-level cache. */
+/* Rows [row0, + n_rows) of a part times columns [col0, + n_cols). */
+static void rfi_cpu_tile(const rfi_cpu_op *o, const rfi_cpu_part *part, uint32_t row0, uint32_t n_rows, uint32_t col0,
+                         uint32_t n_cols, uint32_t thread) {
+    const int accumulate = (part->op->flags & RF_OP_ACCUMULATE) != 0;
+    float *out = part->out + col0 * part->out_width + row0;
+    float *y = accumulate ? o->p->scratch + thread * o->p->scratch_stride : out;
+    const uint64_t y_stride = accumulate ? n_rows : part->out_width;
+    rfi_acts x = o->acts;
+    x.f += col0 * x.f_stride;
+    x.q += col0 * x.q_stride;
+    o->k->matmul[part->w_type](part->w + row0 * part->w_row_bytes, part->w_row_bytes, n_rows, part->op->n_in, &x, n_cols,
+                               y, y_stride);
+    for (uint32_t j = 0; j < n_cols && (accumulate || part->bias); j++) {
+        if (part->bias) o->k->add(y + j * y_stride, part->bias + row0, n_rows);
+        if (accumulate) o->k->add(out + j * part->out_width, y + j * y_stride, n_rows);
+    }
+}
+
+/* Units [u, u_end) of part `first` (and, under a GLU, of the next), all columns in tiles that stay in the second-level
+ * cache. */
+static void rfi_cpu_units(const rfi_cpu_op *o, uint32_t first, uint32_t u, uint32_t u_end, uint32_t thread) {
+    const rfi_cpu_part *part = &o->parts[first], *up = part + 1;
+    const uint32_t row0 = u * RFI_CPU_UNIT;
+    const uint32_t n_rows = (uint32_t)rfi_min_u64(part->op->n_out, (uint64_t)u_end * RFI_CPU_UNIT) - row0;
+    for (uint32_t col0 = 0; col0 < o->n_rows; col0 += RFI_CPU_COLS) {
+        const uint32_t n_cols = (uint32_t)rfi_min_u64(RFI_CPU_COLS, o->n_rows - col0);
+        rfi_cpu_tile(o, part, row0, n_rows, col0, n_cols, thread);
+        if (!o->how->then_glu) continue;
+        rfi_cpu_tile(o, up, row0, n_rows, col0, n_cols, thread);
+        for (uint32_t j = col0; j < col0 + n_cols; j++)
+            o->k->silu_mul(o->out + j * o->out_width + row0, part->out + j * part->out_width + row0,
+                           up->out + j * up->out_width + row0, n_rows);
+    }
+}
+
+static uint32_t rfi_cpu_part_units(const rfi_cpu_part *part) {
+    return (part->op->n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
+}
+
 static void rfi_cpu_matmul(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
-    const rf_op *op = o->op;
-    uint32_t row0 = chunk * o->rows_per_chunk;
-    uint32_t n_rows = (uint32_t)rfi_min_u64(o->rows_per_chunk, op->n_out - row0);
-    const uint8_t *w = o->w + row0 * o->w_row_bytes;
-    int accumulate = (op->flags & RF_OP_ACCUMULATE) != 0;
-    float *tile = o->p->scratch + thread * o->p->scratch_stride;
-    for (uint32_t col0 = 0; col0 < o->n_rows; col0 += RFI_CPU_COLS) {
-        uint32_t n_cols = (uint32_t)rfi_min_u64(RFI_CPU_COLS, o->n_rows - col0);
-        float *out = o->out + col0 * o->out_width + row0;
-        float *y = accumulate ? tile : out;
-        uint64_t y_stride = accumulate ? n_rows : o->out_width;
-        rfi_acts x = o->acts;
-        x.f += col0 * x.f_stride;
-        x.q += col0 * x.q_stride;
-        o->k->matmul[o->w_type](w, o->w_row_bytes, n_rows, op->n_in, &x, n_cols, y, y_stride);
-        for (uint32_t j = 0; j < n_cols && (accumulate || o->vector); j++) {
-            if (o->vector) o->k->add(y + j * y_stride, o->vector + row0, n_rows);
-            if (accumulate) o->k->add(out + j * o->out_width, y + j * y_stride, n_rows);
-        }
+    const rfi_cpu_cut *c = &o->cut;
+    uint32_t u = chunk < c->n_big ? chunk * c->big : c->n_big * c->big + (chunk - c->n_big) * c->small;
+    uint32_t u_end = (uint32_t)rfi_min_u64(c->n_units, (uint64_t)u + (chunk < c->n_big ? c->big : c->small));
+    for (uint32_t i = 0; u < u_end; i++) {
+        const uint32_t n = o->how->then_glu ? c->n_units : rfi_cpu_part_units(&o->parts[i]);
+        if (u < n) rfi_cpu_units(o, i, u, (uint32_t)rfi_min_u64(n, u_end), thread);
+        u = u > n ? u - n : 0;
+        u_end = u_end > n ? u_end - n : 0;
     }
+}
+
+/* Large chunks for three quarters of the work, then small ones. With many columns the panel kernels want 32 rows. */
+static rfi_cpu_cut rfi_cpu_cut_units(uint32_t n_units, uint32_t n_threads, uint32_t n_cols) {
+    rfi_cpu_cut c = {.n_units = n_units, .small = n_cols > 1 ? 2 : 1};
+    const uint64_t share = n_units / ((uint64_t)n_threads * 4) / c.small * c.small;
+    c.big = (uint32_t)rfi_max_u64(c.small, rfi_min_u64(RFI_CPU_ROWS / RFI_CPU_UNIT, share));
+    c.n_big = (n_units - n_units / 4) / c.big;
+    return c;
 }
 
 /* cos and sin of every row's position, once per step */
@@ -5895,8 +5968,9 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
 static void rfi_cpu_glu(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     RFI_UNUSED(thread);
-    o->k->silu_mul(o->out + chunk * o->out_width, o->in + chunk * o->in_width,
-                   o->in2 + chunk * o->p->plan->buffers[o->op->in2].width, o->op->n_out);
+    float *out = o->out + chunk * o->out_width;
+    o->k->silu_mul(out, o->in + chunk * o->in_width, o->in2 + chunk * o->in2_width, o->op->n_out);
+    if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, out, o->op->n_out);
 }
 
 static void rfi_cpu_gather(rfi_cpu_op *o) {
@@ -5917,36 +5991,55 @@ static void rfi_cpu_argmax(void *ctx, uint32_t chunk, uint32_t thread) {
     memcpy(o->out + chunk * o->out_width, &id, sizeof id);
 }
 
-/* A vector weight (norm, bias, rope freqs) as aligned float32: in place if it is. */
-static const float *rfi_cpu_vector(const rfi_cpu_plan *p, uint32_t slot, uint32_t first, uint32_t n) {
+/* A vector weight (norm, bias of a part, rope freqs) as aligned float32: in place if it is. */
+static const float *rfi_cpu_vector(const rfi_cpu_plan *p, uint32_t slot, uint32_t first, uint32_t n, uint32_t part) {
     if (slot == RF_NONE) return NULL;
     const rf_plan_weight *w = &p->plan->weights[slot];
     const uint8_t *data = (const uint8_t *)rfi_cpu_table_of(p->bind.table)->weights[slot];
     data += first * rfi_row_bytes(w->type, 1);
     if (w->type == RF_TYPE_F32) return (const float *)(const void *)data;
-    rfi_dequantize_row(w->type, data, n, p->vector);
-    return p->vector;
+    float *out = p->vector + part * p->vector_stride;
+    rfi_dequantize_row(w->type, data, n, out);
+    return out;
 }
 
-static void rfi_cpu_run_matmul(rfi_cpu_op *o, uint32_t index) {
+static float *rfi_cpu_buffer(const rfi_cpu_plan *p, const rf_step *step, uint32_t id, uint64_t *width) {
+    const rf_plan_buffer *b = &p->plan->buffers[id];
+    float *base = (float *)(void *)((uint8_t *)p->bind.scratch.base + p->bind.buffer_offset[id]);
+    *width = b->width;
+    return b->rows == RF_ROWS_LOGITS ? base + (uint64_t)step->first_logits_row * b->width : base;
+}
+
+static void rfi_cpu_run_matmul(rfi_cpu_op *o) {
     rfi_cpu_plan *p = o->p;
     const rf_op *op = o->op;
     rfi_pool *pool = &p->dev->pool;
-    o->vector = rfi_cpu_vector(p, op->extra, op->extra_at, op->n_out);
-    o->w += op->weight_row * o->w_row_bytes;
+    uint32_t n_units = 0;
+    for (uint32_t i = 0; i < o->how->n_parts; i++) {
+        rfi_cpu_part *part = &o->parts[i];
+        const rf_plan_weight *w = &p->plan->weights[op[i].weight];
+        part->op = &op[i];
+        part->w_type = w->type;
+        part->w_row_bytes = rfi_row_bytes(w->type, w->n_in);
+        part->w = (const uint8_t *)rfi_cpu_table_of(p->bind.table)->weights[op[i].weight];
+        part->w += op[i].weight_row * part->w_row_bytes;
+        part->bias = rfi_cpu_vector(p, op[i].extra, op[i].extra_at, op[i].n_out, i);
+        part->out = rfi_cpu_buffer(p, o->step, op[i].out, &part->out_width);
+        if (i == 0 || !o->how->then_glu) n_units += rfi_cpu_part_units(part);
+    }
+    if (o->how->then_glu) o->out = rfi_cpu_buffer(p, o->step, op[2].out, &o->out_width);
     o->acts = (rfi_acts){.f = o->in, .f_stride = o->in_width, .q = p->acts, .q_stride = rfi_q8_groups(op->n_in)};
-    if (rfi_type_takes_int8(o->w_type) && !p->acts_kept[index])
+    if (rfi_type_takes_int8(o->parts[0].w_type) && !o->how->has_acts)
         rfi_pool_run(pool, rfi_cpu_quantize, o, o->n_rows);
-    /* enough chunks that the threads finish together, and rows in sixteens for the panel kernels */
-    uint64_t share = op->n_out / ((uint64_t)pool->n_threads * 8) / 16 * 16;
-    o->rows_per_chunk = (uint32_t)rfi_min_u64(RFI_CPU_ROWS, rfi_max_u64(16, share));
-    rfi_pool_run(pool, rfi_cpu_matmul, o, (op->n_out + o->rows_per_chunk - 1) / o->rows_per_chunk);
+    o->cut = rfi_cpu_cut_units(n_units, pool->n_threads, o->n_rows);
+    const uint32_t rest = n_units - o->cut.n_big * o->cut.big;
+    rfi_pool_run(pool, rfi_cpu_matmul, o, o->cut.n_big + (rest + o->cut.small - 1) / o->cut.small);
 }
 
 static void rfi_cpu_run_rope(rfi_cpu_op *o) {
     rfi_cpu_plan *p = o->p;
     if (p->rope_table != o->op->table || p->rope_freqs != o->op->extra) {
-        o->vector = rfi_cpu_vector(p, o->op->extra, 0, o->op->n_rot / 2);
+        o->vector = rfi_cpu_vector(p, o->op->extra, 0, o->op->n_rot / 2, 0);
         rfi_pool_run(&p->dev->pool, rfi_cpu_cos_sin, o, o->n_rows);
         p->rope_table = o->op->table;
         p->rope_freqs = o->op->extra;
@@ -5954,21 +6047,14 @@ static void rfi_cpu_run_rope(rfi_cpu_op *o) {
     rfi_pool_run(&p->dev->pool, rfi_cpu_rope, o, o->n_rows);
 }
 
-static float *rfi_cpu_buffer(const rfi_cpu_plan *p, const rf_step *step, uint32_t id, uint64_t *width) {
-    const rf_plan_buffer *b = &p->plan->buffers[id];
-    float *base = (float *)(void *)((uint8_t *)p->bind.scratch.base + p->bind.buffer_offset[id]);
-    if (width) *width = b->width;
-    return b->rows == RF_ROWS_LOGITS ? base + (uint64_t)step->first_logits_row * b->width : base;
-}
-
 static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step) {
     const rf_op *op = &p->plan->ops[index];
     rfi_pool *pool = &p->dev->pool;
-    rfi_cpu_op o = {.p = p, .op = op, .step = step, .k = p->dev->kernels};
+    rfi_cpu_op o = {.p = p, .op = op, .how = &p->how[index], .step = step, .k = p->dev->kernels};
     o.n_rows = op->rows == RF_ROWS_LOGITS ? step->n_logits : step->n_rows;
     if (o.n_rows == 0) return;
     if (op->in != RF_NONE) o.in = rfi_cpu_buffer(p, step, op->in, &o.in_width);
-    if (op->in2 != RF_NONE) o.in2 = rfi_cpu_buffer(p, step, op->in2, NULL);
+    if (op->in2 != RF_NONE) o.in2 = rfi_cpu_buffer(p, step, op->in2, &o.in2_width);
     if (op->out != RF_NONE) o.out = rfi_cpu_buffer(p, step, op->out, &o.out_width);
     if (op->weight != RF_NONE) {
         const rf_plan_weight *w = &p->plan->weights[op->weight];
@@ -5979,10 +6065,10 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     switch (op->kind) {
     case RF_OP_EMBED: rfi_pool_run(pool, rfi_cpu_embed, &o, o.n_rows); break;
     case RF_OP_RMS_NORM:
-        o.vector = rfi_cpu_vector(p, op->weight, 0, op->n_in);
+        o.vector = rfi_cpu_vector(p, op->weight, 0, op->n_in, 0);
         rfi_pool_run(pool, rfi_cpu_rms_norm, &o, o.n_rows);
         break;
-    case RF_OP_MATMUL: rfi_cpu_run_matmul(&o, index); break;
+    case RF_OP_MATMUL: rfi_cpu_run_matmul(&o); break;
     case RF_OP_ROPE: rfi_cpu_run_rope(&o); break;
     case RF_OP_KV_STORE: rfi_pool_run(pool, rfi_cpu_kv_store, &o, o.n_rows); break;
     case RF_OP_ATTENTION: {
@@ -6205,7 +6291,7 @@ static void rfi_cpu_plan_release(rf_prepared *prepared) {
     rfi_cpu_plan *p = rfi_cpu_plan_of(prepared);
     rf_allocator alloc = p->dev->alloc;
     rfi_free(&alloc, p->segments);
-    rfi_free(&alloc, p->acts_kept);
+    rfi_free(&alloc, p->how);
     rfi_free_aligned(&alloc, p->acts);
     rfi_free_aligned(&alloc, p->scratch);
     rfi_free_aligned(&alloc, p->vector);
@@ -6222,10 +6308,40 @@ typedef struct rfi_cpu_need {
     uint64_t n_rot;
 } rfi_cpu_need;
 
-/* Walk the ops: what they need, and which matmuls find their quantized input in place (q, k and v share one). */
-static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, uint8_t *acts_kept) {
+/* Whether ops a and b multiply the same input in the same format, so that one job can do both. */
+static int rfi_cpu_same_input(const rf_plan *plan, const rf_op *a, const rf_op *b) {
+    return b->kind == RF_OP_MATMUL && a->in == b->in && a->n_in == b->n_in && a->rows == b->rows &&
+           a->layer == b->layer && a->out != b->out && a->out != a->in &&
+           rfi_type_takes_int8(plan->weights[a->weight].type) == rfi_type_takes_int8(plan->weights[b->weight].type);
+}
+
+/* The matmuls that go along with op i, and the GLU of a gate and up behind them. */
+static void rfi_cpu_join(const rf_plan *plan, uint32_t i, rfi_cpu_how *how) {
+    const rf_op *op = &plan->ops[i];
+    uint32_t n = 1;
+    while (n < RFI_CPU_PARTS && i + n < plan->n_ops && rfi_cpu_same_input(plan, &op[n - 1], &op[n])) n++;
+    how[i].n_parts = (uint8_t)n;
+    how[i].n_along = (uint8_t)(n - 1);
+    if (n != 2 || i + 2 >= plan->n_ops || op[0].n_out != op[1].n_out) return;
+    if (op[2].kind != RF_OP_GLU || op[2].in != op[0].out || op[2].in2 != op[1].out || op[2].rows != op->rows ||
+        op[2].n_out != op->n_out || op[2].layer != op->layer)
+        return;
+    how[i].then_glu = 1;
+    how[i].n_along = 2;
+}
+
+/* Whether op `before` makes whole rows of the input of matmul op. */
+static int rfi_cpu_can_quantize(const rf_op *before, const rf_op *op) {
+    return before->out == op->in && before->rows == op->rows && before->layer == op->layer &&
+           ((before->kind == RF_OP_RMS_NORM && before->n_heads == 1) || before->kind == RF_OP_GLU);
+}
+
+/* Walk the ops: what they need, which go together, and which matmuls find their quantized input in place. */
+static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
     rfi_cpu_need need = {.scratch = (uint64_t)RFI_CPU_COLS * RFI_CPU_ROWS};
-    uint32_t held = RF_NONE; /* buffer that acts hold */
+    uint32_t held = RF_NONE; /* buffer that acts hold                    */
+    uint32_t next = 0;       /* first op that is not done along with others      */
+    int along = 0;           /* the op before was done along with an earlier one */
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
         need.n_rot = rfi_max_u64(need.n_rot, op->n_rot);
@@ -6233,11 +6349,19 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, uint8_t *acts_kept) {
         if (op->kind == RF_OP_ATTENTION)
             need.scratch = rfi_max_u64(need.scratch, rfi_attention_scratch(op->n_heads / op->n_kv_heads, op->head_dim,
                                                                            op->head_dim_v));
-        if (op->kind == RF_OP_MATMUL && rfi_type_takes_int8(plan->weights[op->weight].type)) {
-            if (need.n_in < op->n_in) need.n_in = op->n_in;
-            if (acts_kept) acts_kept[i] = held == op->in;
-            held = op->in;
+        if (op->kind == RF_OP_MATMUL && i >= next) {
+            const int alone = i > 0 && !along; /* the op before was done by itself */
+            rfi_cpu_join(plan, i, how);
+            if (rfi_type_takes_int8(plan->weights[op->weight].type)) {
+                if (need.n_in < op->n_in) need.n_in = op->n_in;
+                how[i].has_acts = held == op->in;
+                if (!how[i].has_acts && alone && rfi_cpu_can_quantize(op - 1, op))
+                    how[i - 1].then_quantize = how[i].has_acts = 1;
+                held = op->in;
+            }
         }
+        along = i < next;
+        if (!along) next = i + 1 + how[i].n_along;
         if (op->out == held) held = RF_NONE;
     }
     return need;
@@ -6255,15 +6379,15 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
     p->rope_table = p->rope_freqs = RF_NONE;
     p->segments =
         (uint32_t *)rfi_alloc(&cpu->alloc, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
-    p->acts_kept = (uint8_t *)rfi_alloc(&cpu->alloc, plan->n_ops, 1, "op flags", err);
+    p->how = (rfi_cpu_how *)rfi_alloc(&cpu->alloc, plan->n_ops, sizeof *p->how, "op flags", err);
     p->times_us = (float *)rfi_alloc(&cpu->alloc, plan->n_ops, sizeof *p->times_us, "op times", err);
-    rf_result r = p->segments && p->acts_kept && p->times_us ? RF_OK : RF_ERR_MEMORY;
+    rf_result r = p->segments && p->how && p->times_us ? RF_OK : RF_ERR_MEMORY;
     for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) {
         r = rfi_cpu_op_supported(d, plan, &plan->ops[i], err);
         if (i == 0 || plan->ops[i].layer != plan->ops[i - 1].layer) p->segments[p->n_segments++] = i;
     }
     if (r == RF_OK) {
-        rfi_cpu_need need = rfi_cpu_measure(plan, p->acts_kept);
+        rfi_cpu_need need = rfi_cpu_measure(plan, p->how);
         p->segments[p->n_segments] = plan->n_ops;
         p->scratch_stride = (need.scratch + 15) / 16 * 16; /* whole cache lines: threads do not share one */
         p->acts =
@@ -6272,8 +6396,9 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
         p->scratch =
             (float *)rfi_alloc_aligned(&cpu->alloc, cpu->pool.n_threads * p->scratch_stride * sizeof(float), 64,
                                        "thread scratch", err);
-        p->vector =
-            (float *)rfi_alloc_aligned(&cpu->alloc, need.vector * sizeof(float), 64, "vector scratch", err);
+        p->vector_stride = (need.vector + 15) / 16 * 16;
+        p->vector = (float *)rfi_alloc_aligned(&cpu->alloc, RFI_CPU_PARTS * p->vector_stride * sizeof(float), 64,
+                                               "vector scratch", err);
         p->cos_sin = (float *)rfi_alloc_aligned(&cpu->alloc, bind->n_batch * need.n_rot * sizeof(float), 64,
                                                 "rope scratch", err);
         if (!p->acts || !p->scratch || !p->vector || !p->cos_sin) r = RF_ERR_MEMORY;
@@ -6295,7 +6420,7 @@ static rf_result rfi_cpu_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t f
     RFI_UNUSED(err);
     memset(ticket, 0, sizeof *ticket);
     if (first == 0) p->rope_table = p->rope_freqs = RF_NONE;
-    for (uint32_t i = p->segments[first]; i < p->segments[last]; i++) {
+    for (uint32_t i = p->segments[first]; i < p->segments[last]; i += 1u + p->how[i].n_along) {
         double start = p->timing ? rfi_now() : 0;
         rfi_cpu_run_op(p, i, step);
         if (p->timing) p->times_us[i] = (float)((rfi_now() - start) * 1e6);
