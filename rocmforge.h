@@ -334,8 +334,11 @@ typedef struct rf_device_desc {
     uint32_t n_threads;     /* CPU: threads that compute, the caller's included; 0 = one per core allowed (max 256) */
     const char *isa;        /* CPU: "scalar", "avx2", "avx512", "neon"; NULL = the best this machine has. For tests
                                and for equal bits on unequal machines. */
+    uint64_t budget_bytes;  /* for the weights of all models on it; 0 = what is free on a GPU, no limit on the CPU. The
+                               model used longest ago gives way. */
     uint64_t fail_call;     /* null device: the n-th call fails (1 = the first); 0 = none */
-    uint32_t fail_forever;  /* null device: so do all later ones */
+    uint32_t fail_forever;  /* null device: so do all later ones                          */
+    uint32_t fail_late;     /* null device: a weight_write fails at its ticket, not at once */
 } rf_device_desc;
 
 /* List the devices: out receives up to `capacity` entries, *count the number there are. A kernels file that is not
@@ -359,13 +362,32 @@ ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d);
 
 typedef struct rf_model rf_model;
 
-/* Return nonzero to cancel. tensor: the one just finished. Called from the thread that loads. */
+/* A tensor was loaded. done_bytes of total_bytes are now. Return nonzero to cancel, as rf_model_cancel_loading does.
+ * Called from a thread that loads, one call at a time; it may call the library. */
 typedef int (*rf_progress_fn)(uint64_t done_bytes, uint64_t total_bytes, rf_string tensor, void *user);
 
+/* When weights are loaded. */
+typedef enum rf_load_policy {
+    RF_LOAD_LAZY = 0,           /* the first rf_eval starts it, in plan order, and computes behind it       */
+    RF_LOAD_PRELOAD = 1,        /* rf_session_open loads all of them before it returns                      */
+    RF_LOAD_CRITICAL_FIRST = 2  /* as lazy, with the embedding and the output before the layers             */
+} rf_load_policy;
+
+/* What happens to weights beyond the budget. */
+typedef enum rf_stream_policy {
+    RF_STREAM_PREFIX = 0,       /* as many as fit stay, the others are read anew for every token            */
+    RF_STREAM_LRU = 1           /* none stays longer than it takes to need its place: for comparison only   */
+} rf_stream_policy;
+
 typedef struct rf_model_desc {
-    rf_progress_fn progress_fn; /* NULL: none                                                           */
+    rf_progress_fn progress_fn; /* NULL: none                                                               */
     void *progress_user;
-    const char *pre_tokenizer;  /* force this pre-tokenizer instead of tokenizer.ggml.pre; NULL = file's */
+    const char *pre_tokenizer;  /* force this pre-tokenizer instead of tokenizer.ggml.pre; NULL = file's    */
+    uint64_t budget_bytes;      /* for weights on the device (CPU: of the mapping, resident); 0 = no limit  */
+    uint32_t load_policy;       /* rf_load_policy                                                           */
+    uint32_t stream_policy;     /* rf_stream_policy                                                         */
+    uint64_t pinned_bytes;      /* GPU: host memory in which streamed weights are kept; 0 = read them anew  */
+    uint32_t n_readers;         /* threads that read, while there is something to read; 0 = chosen, max 16  */
 } rf_model_desc;
 
 typedef struct rf_model_info {
@@ -389,6 +411,7 @@ typedef struct rf_model_info {
  *   g, d  in   stay open as long as the model (closing them is refused)
  * Returns RF_OK; RF_ERR_UNSUPPORTED (architecture, tensor type, feature: by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND
  * (a tensor or key is missing: the text lists the names tried); RF_ERR_MEMORY; RF_ERR_DEVICE.
+ * Models of one rf_gguf on one device share their weights, and what the first one's desc says about loading.
  * Memory O(tensors).   Cost O(metadata).   Threads any. The model is shared by any number of threads. */
 ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_desc *desc, rf_model **out,
                                       rf_error *err);
@@ -408,10 +431,15 @@ ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_e
 ROCMFORGE_API int rf_model_is_tensor_loaded(const rf_model *m, const char *name);
 ROCMFORGE_API int rf_model_is_layer_loaded(const rf_model *m, uint32_t layer);
 
-/* Load the weights of these layers (each < n_layers), or all weights of the plan, in plan order. As load_tensor. */
+/* Load the weights of these layers (each < n_layers), or all weights of the plan, and wait until they are on the
+ * device. What the budget leaves to streaming is left out. Returns as load_tensor; RF_ERR_CANCELLED. */
 ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *layers, uint32_t n_layers,
                                                 rf_error *err);
 ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err);
+
+/* Stop loading: calls that wait for weights return RF_ERR_CANCELLED, within the time of one read of a few MiB. What is
+ * loaded stays, and a later call loads the rest. Threads any. */
+ROCMFORGE_API void rf_model_cancel_loading(rf_model *m);
 
 typedef struct rf_loading_stats {
     uint64_t tensors_loaded;     /* now                                                       */
@@ -423,14 +451,17 @@ typedef struct rf_loading_stats {
     uint64_t failures;           /* loads that failed                                         */
     uint64_t evictions;
     uint64_t device_allocations;
+    uint64_t bytes_read;         /* from the file, reloads included; in place: none           */
     double wait_seconds;         /* that threads waited for tensors                           */
-    double load_seconds;         /* spent in loads                                            */
+    double load_seconds;         /* in which something was being loaded                       */
+    double gb_per_second;        /* loaded, reloads included, per load_seconds, in 10^9 bytes */
 } rf_loading_stats;
 
 ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m);
 
-/* Drop every loaded weight that no running call uses; handles and sessions stay valid and load again on use. *left
- * (may be NULL) receives the number of tensors that were in use. Returns RF_OK; RF_ERR_DEVICE.   Threads any. */
+/* Drop every loaded weight that no running call uses, and free its memory; handles and sessions stay valid and load
+ * again on use. On the CPU: take it out of the process; the page cache keeps the file. *left (may be NULL) receives
+ * the number of tensors that were in use. Returns RF_OK.   Threads any. */
 ROCMFORGE_API rf_result rf_model_clear_gpu_cache(rf_model *m, uint32_t *left, rf_error *err);
 
 /* ---- sessions ---- */
@@ -449,13 +480,15 @@ typedef struct rf_session_desc {
 } rf_session_desc;
 
 typedef struct rf_forecast {
-    uint64_t weight_bytes;   /* if everything is loaded                                   */
+    uint64_t weight_bytes;   /* of the device when loaded: resident and ring              */
+    uint64_t streamed_bytes; /* weights read anew for every token, beyond the budget      */
     uint64_t kv_bytes;
     uint64_t scratch_bytes;  /* activations and logits                                    */
     uint64_t host_bytes;     /* of the session on the host                                */
 } rf_forecast;
 
-/* What a session would need, before anything is allocated. Returns RF_OK; RF_ERR_ARGUMENT (also: sizes overflow). */
+/* What a session would need, before anything is allocated. Returns RF_OK; RF_ERR_ARGUMENT (also: sizes overflow);
+ * RF_ERR_MEMORY (the budget is too small even for streaming).   Memory O(tensors) during the call.   Threads any. */
 ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_desc *desc, rf_forecast *out,
                                           rf_error *err);
 
@@ -1212,7 +1245,14 @@ static void rfi_log_text(const rfi_log *log, rf_log_level level, const char *for
  * pins together, because a plain "is it loaded" followed by a use would race with eviction. Waiters sleep on a lot
  * (one mutex and condition for all cells of an owner; only loads, failures and evictions touch it). */
 
-enum { RFI_UNLOADED = 0, RFI_LOADING = 1, RFI_READY = 2, RFI_EVICTING = 3, RFI_STATE_MASK = 3 };
+enum {
+    RFI_UNLOADED = 0,
+    RFI_LOADING = 1,
+    RFI_READY = 2,
+    RFI_EVICTING = 3,
+    RFI_BROKEN = 4, /* was READY, and its bytes turned out bad: no new pins; loaded anew when the old ones are gone */
+    RFI_STATE_MASK = 7
+};
 #define RFI_PIN ((uint64_t)1 << 32) /* pins are counted in the upper half of the word */
 
 /* A sleeping thread, on its own stack: it gets the outcome of the very attempt it waited for. */
@@ -1251,15 +1291,26 @@ static int rfi_cell_is_ready(const rfi_cell *c) {
     return (atomic_load_explicit(&c->word, memory_order_acquire) & RFI_STATE_MASK) == RFI_READY;
 }
 
-/* Pin if READY: the add is the claim, so an evictor that comes later sees it and one that came earlier is seen. */
-static int rfi_cell_try_pin(rfi_cell *c) {
-    uint64_t word = atomic_fetch_add_explicit(&c->word, RFI_PIN, memory_order_acquire);
-    if ((word & RFI_STATE_MASK) == RFI_READY) return 1;
-    atomic_fetch_sub_explicit(&c->word, RFI_PIN, memory_order_relaxed);
-    return 0;
+static int rfi_cell_is_unloaded(const rfi_cell *c) {
+    return (atomic_load_explicit(&c->word, memory_order_acquire) & RFI_STATE_MASK) == RFI_UNLOADED;
 }
 
-static void rfi_cell_unpin(rfi_cell *c) { atomic_fetch_sub_explicit(&c->word, RFI_PIN, memory_order_release); }
+/* The last pin of a BROKEN cell wakes those who want to load it anew. */
+static void rfi_cell_unpin(rfi_cell *c, rfi_lot *lot) {
+    uint64_t word = atomic_fetch_sub_explicit(&c->word, RFI_PIN, memory_order_release);
+    if (word != RFI_BROKEN + RFI_PIN) return;
+    pthread_mutex_lock(&lot->mutex);
+    pthread_cond_broadcast(&lot->wake);
+    pthread_mutex_unlock(&lot->mutex);
+}
+
+/* Pin if READY: the add is the claim, so an evictor that comes later sees it and one that came earlier is seen. */
+static int rfi_cell_try_pin(rfi_cell *c, rfi_lot *lot) {
+    uint64_t word = atomic_fetch_add_explicit(&c->word, RFI_PIN, memory_order_acquire);
+    if ((word & RFI_STATE_MASK) == RFI_READY) return 1;
+    rfi_cell_unpin(c, lot);
+    return 0;
+}
 
 /* End a load or eviction: change the state by `delta` (other bits are pins, which come and go meanwhile) and give every
  * waiter the outcome. */
@@ -1275,20 +1326,39 @@ static void rfi_cell_settle(rfi_cell *c, rfi_lot *lot, uint64_t delta, const rf_
     pthread_mutex_unlock(&lot->mutex);
 }
 
+/* UNLOADED, or BROKEN without pins, becomes LOADING, and this thread its loader: 1. */
+static int rfi_cell_claim_word(rfi_cell *c) {
+    uint64_t word = atomic_load_explicit(&c->word, memory_order_acquire);
+    while ((word & RFI_STATE_MASK) == RFI_UNLOADED || word == RFI_BROKEN)
+        if (atomic_compare_exchange_weak_explicit(&c->word, &word, (word & ~(uint64_t)RFI_STATE_MASK) + RFI_LOADING,
+                                                  memory_order_acquire, memory_order_acquire))
+            return 1;
+    return 0;
+}
+
+/* Become the loader of an UNLOADED cell (1), or leave it alone (0). */
+static int rfi_cell_try_claim(rfi_cell *c, rfi_lot *lot) {
+    int claim = 0;
+    pthread_mutex_lock(&lot->mutex);
+    if (rfi_cell_is_unloaded(c)) claim = rfi_cell_claim_word(c);
+    if (claim) c->owner = pthread_self();
+    pthread_mutex_unlock(&lot->mutex);
+    return claim;
+}
+
 /* One step towards a loaded cell that found it not READY: become its loader (1), or sleep until the attempt in progress
  * ends (0, look again; or its failure in err, -1). */
 static int rfi_cell_claim(rfi_cell *c, rfi_lot *lot, rf_error *err) {
-    int claim = 0;
     pthread_mutex_lock(&lot->mutex);
+    int claim = rfi_cell_claim_word(c);
     uint64_t word = atomic_load_explicit(&c->word, memory_order_acquire);
-    while ((word & RFI_STATE_MASK) == RFI_UNLOADED && !claim)
-        claim = atomic_compare_exchange_weak_explicit(&c->word, &word, word + RFI_LOADING, memory_order_acquire,
-                                                      memory_order_acquire);
     if (claim) {
         c->owner = pthread_self();
     } else if ((word & RFI_STATE_MASK) == RFI_LOADING && pthread_equal(c->owner, pthread_self())) {
         rfi_fail(err, RF_ERR_BUSY, 0, "this thread is loading it already");
         claim = -1;
+    } else if ((word & RFI_STATE_MASK) == RFI_BROKEN) {
+        if (word != RFI_BROKEN) pthread_cond_wait(&lot->wake, &lot->mutex); /* for the pins to go, or spuriously */
     } else if ((word & RFI_STATE_MASK) != RFI_READY) {
         rfi_waiter w = {.next = c->waiters};
         c->waiters = &w;
@@ -1310,7 +1380,7 @@ static rf_result rfi_cell_acquire(rfi_cell *c, rfi_lot *lot, rfi_load_fn load, v
     rf_error own;
     if (loaded) *loaded = 0;
     for (;;) {
-        if (rfi_cell_try_pin(c)) return RF_OK;
+        if (rfi_cell_try_pin(c, lot)) return RF_OK;
         rfi_clear(&own);
         int claim = rfi_cell_claim(c, lot, &own);
         if (claim > 0) {
@@ -1329,11 +1399,25 @@ static rf_result rfi_cell_acquire(rfi_cell *c, rfi_lot *lot, rfi_load_fn load, v
     }
 }
 
-/* Claim a READY cell without pins for eviction: 1, and the caller frees what it holds, then calls evicted. */
+/* Claim a READY or BROKEN cell without pins for eviction: 1, and the caller frees what it holds, then calls evicted. */
 static int rfi_cell_try_evict(rfi_cell *c) {
     uint64_t word = RFI_READY;
+    if (atomic_compare_exchange_strong_explicit(&c->word, &word, RFI_EVICTING, memory_order_acquire,
+                                                memory_order_relaxed))
+        return 1;
+    word = RFI_BROKEN;
     return atomic_compare_exchange_strong_explicit(&c->word, &word, RFI_EVICTING, memory_order_acquire,
                                                    memory_order_relaxed);
+}
+
+/* READY becomes BROKEN, pins stay: 1. */
+static int rfi_cell_break(rfi_cell *c) {
+    uint64_t word = atomic_load_explicit(&c->word, memory_order_relaxed);
+    while ((word & RFI_STATE_MASK) == RFI_READY)
+        if (atomic_compare_exchange_weak_explicit(&c->word, &word, word + (RFI_BROKEN - RFI_READY), memory_order_acq_rel,
+                                                  memory_order_relaxed))
+            return 1;
+    return 0;
 }
 
 static void rfi_cell_evicted(rfi_cell *c, rfi_lot *lot) {
@@ -1558,6 +1642,7 @@ typedef struct rfi_gguf_part {
     char *path;
     int64_t handle;            /* -1: bytes in memory                                 */
     uint64_t size_bytes;
+    struct stat as_opened;     /* of a file of the operating system                   */
     const unsigned char *meta; /* [n_loaded] the file's first bytes                   */
     unsigned char *owned;      /* meta, if it is ours                                 */
     uint64_t n_loaded;
@@ -2245,6 +2330,11 @@ static rf_result rfi_gguf_parse(rf_gguf *g, rfi_gguf_part *part, rfi_gguf_table 
     return r.rc;
 }
 
+/* A file of the operating system, with its descriptor. */
+static int rfi_gguf_is_os_file(const rf_gguf *g, const rfi_gguf_part *part) {
+    return part->handle >= 0 && g->io.open_fn == rfi_os_open;
+}
+
 /* Open and parse one more part; path is taken over. Keys of the first part are kept; those of others must say what
  * the first part's `split` says. */
 static rf_result rfi_gguf_add_file(rf_gguf *g, char *path, rfi_split *split, rf_error *err) {
@@ -2269,6 +2359,7 @@ static rf_result rfi_gguf_add_file(rf_gguf *g, char *path, rfi_split *split, rf_
         rfi_free(&g->allocator, path);
         return rc;
     }
+    if (rfi_gguf_is_os_file(g, part) && fstat((int)part->handle, &part->as_opened) != 0) part->as_opened.st_size = -1;
     uint32_t file_index = g->n_parts++;
     if (file_index == 0) return rfi_gguf_parse(g, part, &g->keys, split, err);
     rfi_gguf_table keys = {0};
@@ -2447,12 +2538,56 @@ static const void *rfi_gguf_map(const rf_gguf *g, const rf_tensor_info *t) {
     return map ? map + t->offset_bytes : NULL;
 }
 
-/* Ask the kernel to read the mapped tensor ahead. A hint: failure means nothing. */
-static void rfi_gguf_advise(const rf_gguf *g, const rf_tensor_info *t) {
+/* The file is still the one that was opened: nobody has shortened or rewritten it. Replacing it under its name (rename)
+ * does no harm, the open file stays. */
+static rf_result rfi_gguf_unchanged(const rf_gguf *g, const rf_tensor_info *t, rf_error *err) {
     const rfi_gguf_part *part = &g->parts[t->file_index];
-    if (!part->map || part->handle < 0 || g->io.map_fn != rfi_os_map) return;
-    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = t->offset_bytes / page * page;
-    madvise((void *)(uintptr_t)(part->map + first), (size_t)(t->offset_bytes + t->size_bytes - first), MADV_WILLNEED);
+    const struct stat *then = &part->as_opened;
+    struct stat now;
+    if (!rfi_gguf_is_os_file(g, part)) return RF_OK;
+    if (fstat((int)part->handle, &now) != 0)
+        return rfi_fail_sys(err, RF_ERR_IO, errno, 0, "%s: fstat: %s", rfi_path_label(part->path), rfi_errno_text(errno));
+    if (now.st_size != then->st_size)
+        return rfi_fail(err, RF_ERR_IO, t->offset_bytes,
+                        "%s: has %lld bytes, it had %lld when it was opened: it was changed meanwhile (tensor %.*s)",
+                        rfi_path_label(part->path), (long long)now.st_size, (long long)then->st_size, RFI_STR(t->name));
+    if (now.st_mtim.tv_sec != then->st_mtim.tv_sec || now.st_mtim.tv_nsec != then->st_mtim.tv_nsec)
+        return rfi_fail(err, RF_ERR_IO, t->offset_bytes,
+                        "%s: was written to after it was opened: open it again (tensor %.*s)",
+                        rfi_path_label(part->path), RFI_STR(t->name));
+    return RF_OK;
+}
+
+/* The pages of bytes [offset, + *n) of a mapped tensor; *n grows to count from the first page's beginning. */
+static void *rfi_gguf_pages(const rf_gguf *g, const rf_tensor_info *t, uint64_t offset, uint64_t *n) {
+    const rfi_gguf_part *part = &g->parts[t->file_index];
+    if (!part->map || !rfi_gguf_is_os_file(g, part) || g->io.map_fn != rfi_os_map) return NULL;
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), at = t->offset_bytes + offset, first = at / page * page;
+    *n += at - first;
+    return (void *)(uintptr_t)(part->map + first);
+}
+
+#define RFI_MADV_POPULATE_READ 22 /* Linux 5.14; not in older libraries' headers */
+
+/* Have bytes [offset, + n) of a mapped tensor in memory. */
+static rf_result rfi_gguf_populate(const rf_gguf *g, const rf_tensor_info *t, uint64_t offset, uint64_t n,
+                                   rf_error *err) {
+    uint64_t at = t->offset_bytes + offset;
+    void *pages = rfi_gguf_pages(g, t, offset, &n);
+    if (!pages || madvise(pages, (size_t)n, RFI_MADV_POPULATE_READ) == 0) return RF_OK;
+    if (errno == EFAULT) /* where a read would raise SIGBUS */
+        return rfi_fail_sys(err, RF_ERR_IO, EFAULT, at,
+                            "%s: cannot read %llu bytes at byte %llu: it was shortened, or its disk fails",
+                            rfi_path_label(g->parts[t->file_index].path), RFI_LLU(n), RFI_LLU(at));
+    madvise(pages, (size_t)n, MADV_WILLNEED); /* an older kernel: a hint is what there is */
+    return RF_OK;
+}
+
+/* Take a mapped tensor out of the process; the page cache keeps it. */
+static void rfi_gguf_release_pages(const rf_gguf *g, const rf_tensor_info *t) {
+    uint64_t n = t->size_bytes;
+    void *pages = rfi_gguf_pages(g, t, 0, &n);
+    if (pages) madvise(pages, (size_t)n, MADV_DONTNEED);
 }
 
 /* ---- looking things up ---- */
@@ -2748,202 +2883,1091 @@ ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n
 }
 
 /* ==== 7 Lazy tensors ================================================================================== >>tensor
- * The weights of one model on one device. A tensor is UNLOADED until somebody needs it; its cell makes one of the
- * threads that ask load it and lets the others sleep. On a device that can use the file's bytes in place, loading is
- * binding the mapping and asking the kernel to read ahead; elsewhere the bytes go through a staging buffer. Users pin:
- * what is pinned cannot be evicted. */
+ * The weights of a file on a device, shared by the models of that file there. A tensor is UNLOADED until somebody
+ * needs it; its cell makes one thread start the load and lets the others sleep. A load is cut into pieces; readers, and
+ * whoever waits for this tensor, take pieces until none is left: file -> pinned staging -> asynchronous copy. READY
+ * means that the address is fixed and the copy is on its way: the device waits for it, not the host. On a device that
+ * uses the file's bytes in place, a piece is a part of the mapping to be paged in. Users pin: what is pinned cannot be
+ * evicted. What does not fit the budget is streamed: read in plan order into a ring, ahead of the compute.
+ * Locks, in the order in which they may be taken: device.lock, store.lane, store.lock, store.lot. */
+
+typedef struct rfi_store rfi_store;
+static uint32_t rfi_cpu_count(void);                                   /* section 10 */
+static void rfi_plan_free(const rf_allocator *alloc, rf_plan *plan);   /* section 9  */
 
 /* An opened device: a table and the object it made. */
 struct rf_device {
     rf_allocator alloc;
     const rf_device_api *api;
     rf_dev *dev;
-    char note[160];          /* why "auto" chose this one */
-    _Atomic uint32_t n_held; /* models on it              */
+    char note[160];          /* why "auto" chose this one         */
+    _Atomic uint32_t n_held; /* models on it                      */
+    uint64_t budget_bytes;   /* for weights; 0 = what is free     */
+    _Atomic uint64_t weight_bytes; /* allocated for weights now   */
+    rfi_lot lot;             /* guards what follows; wakes when a store becomes idle */
+    rfi_store *stores;
+    uint64_t clock;          /* counts uses, for "least recently" */
+    uint32_t is_gpu;
 };
 
 /* A device that has not finished by then is reported as failed instead of hanging the caller. */
 #define RFI_WAIT_MS 120000u
 
-#define RFI_STAGING_BYTES ((uint64_t)4 << 20)
+#define RFI_STAGING_BYTES ((uint64_t)4 << 20) /* of a piece; more only if a row is longer                 */
+#define RFI_MAX_READERS   16u
+#define RFI_MAX_BUFFERS   (2 * RFI_MAX_READERS)
+#define RFI_SLAB_BYTES    ((uint64_t)1 << 30) /* a device allocation for weights, or an eighth of them    */
+#define RFI_SLABS         8u
+#define RFI_MAX_SLABS     64u                 /* if allocations fail they are halved                      */
 
 typedef struct rfi_tensor {
     rfi_cell cell;
     rf_tensor_info info;
-    rf_mem mem; /* of the device; base NULL when used in place. Owned by whoever moves the cell. */
+    const void *in_place;    /* the file's bytes, if the device uses them where they are                  */
+    uint64_t bytes;          /* on the device, or of the mapping                                          */
+    uint64_t offset;         /* in its slab, or in the ring                                               */
+    uint32_t slab;
+    uint8_t streamed;        /* 1: lives in the ring                                                      */
+    uint8_t wanted;          /* 1: readers shall load it                                                  */
+    uint8_t bound;           /* 1: memory and slot are taken: LOADING, READY, BROKEN, EVICTING            */
+    uint8_t home_filled;
+    void *home;              /* a copy in pinned host memory, for streaming                               */
+    rf_ticket written;       /* the last of its copies; fixed when READY                                  */
+    rf_ticket last_use;      /* of a streamed tensor; written by the thread in the lane                   */
+    _Atomic uint8_t arrived; /* the copy is known to be done                                              */
+    /* the load in progress, guarded by store.lock */
+    struct rfi_tensor *next_job;
+    struct rfi_tensor *next_report;
+    uint8_t loading, demanded, reporting;
+    uint32_t next_row, n_busy; /* rows not taken begin here; threads in a piece */
+    uint64_t epoch;
+    rf_error err;
 } rfi_tensor;
 
-typedef struct rfi_store {
+typedef struct rfi_slab {
+    rf_mem mem;
+    uint64_t size_bytes;
+    uint32_t n_bound;
+} rfi_slab;
+
+typedef enum rfi_stage_state { RFI_STAGE_ABSENT, RFI_STAGE_FREE, RFI_STAGE_FILLING, RFI_STAGE_FLYING } rfi_stage_state;
+
+/* A staging buffer. FLYING: a copy reads it until its ticket. */
+typedef struct rfi_stage {
+    void *mem;
+    rfi_stage_state state;
+    rf_ticket ticket;
+    uint32_t slot; /* whose piece it holds */
+} rfi_stage;
+
+typedef struct rfi_reader {
+    pthread_t thread;
+    rfi_store *store;
+    int started, ended;
+} rfi_reader;
+
+struct rfi_store {
+    rfi_store *next;
     rf_gguf *g;
     rf_device *device;
-    const rf_plan *plan;
+    rf_plan plan;
     rf_table *table;
-    rf_queue *queue; /* for copies; one load at a time uses it and the staging buffer  */
-    pthread_mutex_t copying;
-    void *staging; /* created by the first load that copies; guarded by copying      */
-    rfi_lot lot;
-    rfi_tensor *tensors; /* [plan->n_weights], by slot                                     */
-    uint64_t total_bytes;
-    rf_progress_fn progress_fn;
-    void *progress_user;
-    _Atomic uint64_t tensors_loaded, bytes_loaded, device_bytes, hits, misses, loads, failures, evictions,
-        device_allocations, wait_ns, load_ns;
-} rfi_store;
+    rf_queue *queue; /* for copies */
+    rfi_lot lot;     /* of the cells */
+    rfi_tensor *tensors;  /* [n_weights], by slot                                          */
+    uint64_t total_bytes; /* as stored in the file                                         */
+    uint64_t device_bytes_needed; /* if everything is resident                             */
+    uint64_t row_bytes_max;
+    rf_model_desc desc;
+    const void *progress_owner; /* the model whose callback it is */
 
-/* One load: the slot and where. */
-typedef struct rfi_load {
-    rfi_store *store;
-    uint32_t slot;
-} rfi_load;
+    /* guarded by device.lot */
+    uint32_t n_models, n_active;
+    uint64_t allotment; /* bytes of the budget that are ours, if arranged */
+    uint64_t last_used;
+    int arranged;
 
-/* Copy a tensor to the device piece by piece through the staging buffer. */
-static rf_result rfi_tensor_copy(rfi_store *s, uint32_t slot, rfi_tensor *t, const rf_weight_layout *layout,
-                                 rf_error *err) {
-    const rf_device_api *api = s->device->api;
-    const rf_plan_weight *w = &s->plan->weights[slot];
-    uint64_t row_bytes = w->size_bytes / w->n_rows;
-    uint64_t step = rfi_max_u64(1, RFI_STAGING_BYTES / row_bytes);
-    rf_mem scratch = {0};
-    rf_result r = RF_OK;
-    if (row_bytes > RFI_STAGING_BYTES)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, t->info.where,
-                        "%s: rows of %llu bytes, at most %llu are supported", w->name, RFI_LLU(row_bytes),
-                        (unsigned long long)RFI_STAGING_BYTES);
-    if (!s->staging) r = api->host_create(s->device->dev, RFI_STAGING_BYTES, &s->staging, err);
-    if (r == RF_OK) r = api->mem_create(s->device->dev, layout->size_bytes, &t->mem, err);
-    if (r == RF_OK) atomic_fetch_add(&s->device_allocations, 1);
-    if (r == RF_OK && layout->scratch_bytes)
-        r = api->mem_create(s->device->dev, layout->scratch_bytes, &scratch, err);
-    for (uint64_t row = 0; r == RF_OK && row < w->n_rows; row += step) {
-        uint64_t n = rfi_min_u64(step, w->n_rows - row);
-        rf_ticket ticket = {0};
-        r = rf_gguf_read_tensor(s->g, w->tensor, row * row_bytes, s->staging, (size_t)(n * row_bytes), err);
-        if (r == RF_OK)
-            r = api->weight_write(s->table, s->queue,
-                                  &(rf_weight_part){.slot = slot, .row0 = (uint32_t)row, .n_rows = (uint32_t)n,
-                                                    .src = s->staging, .mem = &t->mem,
-                                                    .scratch = layout->scratch_bytes ? &scratch : NULL},
-                                  &ticket, err);
-        if (r == RF_OK) r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
-    }
-    if (scratch.base) api->mem_release(s->device->dev, &scratch);
-    if (r != RF_OK && t->mem.base) api->mem_release(s->device->dev, &t->mem);
-    if (r != RF_OK) memset(&t->mem, 0, sizeof t->mem);
-    return r;
+    pthread_mutex_t lane; /* held by the eval that streams */
+
+    pthread_mutex_t lock; /* guards what follows, and the lower part of every tensor */
+    pthread_cond_t changed;
+    rfi_slab slabs[RFI_MAX_SLABS];
+    uint32_t n_slabs;
+    rfi_slab ring;
+    rf_mem scratch; /* for repacking: copies run one behind the other and share it */
+    uint64_t scratch_bytes;
+    rfi_tensor *jobs;
+    uint32_t n_jobs, n_stream_jobs;
+    double busy_since;
+    uint32_t want_at;  /* wanted slots below are loaded or loading */
+    uint32_t *order;   /* [n_weights] in which wanted slots are taken */
+    _Atomic uint64_t epoch; /* a cancel ends the loads of earlier ones */
+    uint64_t host_pinned_bytes;
+    rfi_stage buffers[RFI_MAX_BUFFERS];
+    uint32_t n_buffers_max;
+    rfi_reader readers[RFI_MAX_READERS];
+    uint32_t n_readers_max, n_running;
+    int quit;
+    rfi_tensor *reports, **reports_end; /* loaded tensors that the progress callback has not seen */
+    int report_running;
+
+    /* streaming: uses of streamed tensors in plan order, round and round; counts of uses, never reset but together */
+    uint32_t *uses;       /* [n_uses] slots, layer by layer */
+    uint64_t *use_offset; /* [n_uses] in the ring           */
+    uint32_t n_uses, uses_capacity;
+    uint64_t stream_loaded, stream_used, stream_freed;
+    int stream_paused, stream_freeing;
+    rf_error stream_err;
+
+    _Atomic uint64_t tensors_loaded, bytes_loaded, bytes_total, bytes_read, device_bytes, hits, misses, loads, failures,
+        evictions, device_allocations, wait_ns, load_ns;
+};
+
+static uint32_t rfi_slot_of(const rfi_store *s, const rfi_tensor *t) { return (uint32_t)(t - s->tensors); }
+
+/* ---- progress: one callback at a time, nothing locked; it may call the library ---- */
+
+static void rfi_report(rfi_store *s, rfi_tensor *t) { /* lock held */
+    if (!s->desc.progress_fn || t->reporting) return;
+    t->reporting = 1;
+    t->next_report = NULL;
+    *s->reports_end = t;
+    s->reports_end = &t->next_report;
 }
 
-/* The load function of the cells. */
-static rf_result rfi_tensor_load(void *ctx, rf_error *err) {
-    const rfi_load *load = (const rfi_load *)ctx;
-    rfi_store *s = load->store;
-    rfi_tensor *t = &s->tensors[load->slot];
-    const rf_plan_weight *w = &s->plan->weights[load->slot];
-    const rf_device_api *api = s->device->api;
-    double start = rfi_now();
-    rf_weight_layout layout = api->weight_layout(s->device->dev, w);
-    const void *map = rfi_gguf_map(s->g, &t->info);
-    rf_ticket ticket = {0};
-    rf_result r;
-    pthread_mutex_lock(&s->copying);
-    if (layout.in_place && map && ((uintptr_t)map & (layout.align - 1)) == 0) {
-        if (!w->row_reads) rfi_gguf_advise(s->g, &t->info);
-        r = api->weight_write(s->table, s->queue,
-                              &(rf_weight_part){.slot = load->slot, .n_rows = w->n_rows, .src = map}, &ticket, err);
-    } else {
-        r = rfi_tensor_copy(s, load->slot, t, &layout, err);
+static void rfi_loader_cancel(rfi_store *s);
+static int rfi_store_evict(rfi_store *s, uint32_t slot);
+
+/* Give out the reports. A thread that finds another one (or itself, further up) at it leaves them to that one. */
+static void rfi_reports_give(rfi_store *s) { /* lock held, released meanwhile */
+    if (s->report_running) return;
+    s->report_running = 1;
+    while (s->reports) {
+        rfi_tensor *t = s->reports;
+        s->reports = t->next_report;
+        if (!s->reports) s->reports_end = &s->reports;
+        t->reporting = 0;
+        rf_progress_fn fn = s->desc.progress_fn;
+        void *user = s->desc.progress_user;
+        pthread_mutex_unlock(&s->lock);
+        int cancel = fn ? fn(atomic_load(&s->bytes_loaded), s->total_bytes, t->info.name, user) : 0;
+        pthread_mutex_lock(&s->lock);
+        if (cancel) rfi_loader_cancel(s);
     }
-    pthread_mutex_unlock(&s->copying);
-    atomic_fetch_add(&s->load_ns, (uint64_t)((rfi_now() - start) * 1e9));
-    if (r != RF_OK) {
-        atomic_fetch_add(&s->failures, 1);
-        return r;
-    }
-    atomic_fetch_add(&s->device_bytes, t->mem.size_bytes);
-    atomic_fetch_add(&s->tensors_loaded, 1);
-    atomic_fetch_add(&s->bytes_loaded, w->size_bytes);
-    atomic_fetch_add(&s->loads, 1);
+    s->report_running = 0;
+}
+
+/* ---- device memory ---- */
+
+static rf_result rfi_slab_create(rfi_store *s, rfi_slab *slab, rf_error *err) {
+    rf_result r = s->device->api->mem_create(s->device->dev, slab->size_bytes, &slab->mem, err);
+    if (r != RF_OK) return r;
+    atomic_fetch_add(&s->device_allocations, 1);
+    atomic_fetch_add(&s->device_bytes, slab->size_bytes);
+    atomic_fetch_add(&s->device->weight_bytes, slab->size_bytes);
     return RF_OK;
 }
 
-/* Pin a slot, loading it if needed. The progress callback runs after a load, in the loading thread, with nothing
- * locked: it may call the library; if it cancels, the tensor stays loaded. */
-static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, rf_error *err) {
-    rfi_tensor *t = &s->tensors[slot];
-    if (rfi_cell_try_pin(&t->cell)) {
-        atomic_fetch_add_explicit(&s->hits, 1, memory_order_relaxed);
-        return RF_OK;
+static void rfi_slab_release(rfi_store *s, rfi_slab *slab) {
+    if (!slab->mem.base || slab->n_bound) return;
+    s->device->api->mem_release(s->device->dev, &slab->mem);
+    memset(&slab->mem, 0, sizeof slab->mem);
+    atomic_fetch_sub(&s->device_bytes, slab->size_bytes);
+    atomic_fetch_sub(&s->device->weight_bytes, slab->size_bytes);
+}
+
+/* Give the tensors of slab `from` (or, RF_NONE, all resident ones) places in slabs of about `target` bytes. */
+static void rfi_slabs_place(rfi_store *s, uint32_t from, uint64_t target) {
+    uint32_t at = from;
+    if (from == RF_NONE) at = s->n_slabs = 0;
+    else s->slabs[from].size_bytes = 0;
+    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
+        rfi_tensor *t = &s->tensors[slot];
+        if (t->in_place || t->streamed || (from != RF_NONE && t->slab != from)) continue;
+        if (s->n_slabs == 0 || (s->slabs[at].size_bytes >= target && s->n_slabs < RFI_MAX_SLABS)) {
+            at = s->n_slabs++;
+            memset(&s->slabs[at], 0, sizeof s->slabs[at]);
+        }
+        t->slab = at;
+        t->offset = s->slabs[at].size_bytes;
+        s->slabs[at].size_bytes += t->bytes;
     }
-    rfi_load load = {s, slot};
-    int loaded;
-    double start = rfi_now();
-    rf_result r = rfi_cell_acquire(&t->cell, &s->lot, rfi_tensor_load, &load, &loaded, err);
-    atomic_fetch_add(&s->misses, 1);
-    atomic_fetch_add(&s->wait_ns, (uint64_t)((rfi_now() - start) * 1e9));
-    if (r == RF_OK && loaded && s->progress_fn &&
-        s->progress_fn(atomic_load(&s->bytes_loaded), s->total_bytes, t->info.name, s->progress_user)) {
-        rfi_cell_unpin(&t->cell);
-        r = rfi_fail(err, RF_ERR_CANCELLED, 0, "loading was cancelled by the progress callback after %s",
-                     s->plan->weights[slot].name);
+}
+
+/* The memory of a tensor that is about to load. A slab that cannot be had is cut into smaller ones. */
+static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) {
+    if (t->in_place) return RF_OK;
+    for (;;) {
+        rfi_slab *slab = t->streamed ? &s->ring : &s->slabs[t->slab];
+        rf_error why;
+        rfi_clear(&why);
+        rf_result r = slab->mem.base ? RF_OK : rfi_slab_create(s, slab, &why);
+        if (r == RF_OK && s->scratch_bytes && !s->scratch.base)
+            r = s->device->api->mem_create(s->device->dev, s->scratch_bytes, &s->scratch, &why);
+        if (r == RF_OK) return RF_OK;
+        if (t->streamed || slab->mem.base || slab->size_bytes == t->bytes || s->n_slabs == RFI_MAX_SLABS) {
+            if (err && err->code == RF_OK) *err = why;
+            return r;
+        }
+        rfi_slabs_place(s, t->slab, slab->size_bytes / 2);
+    }
+}
+
+/* Undo a load: nothing uses the tensor and no copy to it is running any more. */
+static void rfi_tensor_drop(rfi_store *s, rfi_tensor *t) { /* lock held */
+    const rf_device_api *api = s->device->api;
+    if (!t->bound) return;
+    if (!atomic_load(&t->arrived)) api->ticket_wait(&t->written, RFI_WAIT_MS, NULL);
+    api->ticket_wait(&t->last_use, RFI_WAIT_MS, NULL);
+    api->weight_clear(s->table, rfi_slot_of(s, t));
+    if (t->in_place) rfi_gguf_release_pages(s->g, &t->info);
+    else (t->streamed ? &s->ring : &s->slabs[t->slab])->n_bound--;
+    t->bound = 0;
+    memset(&t->written, 0, sizeof t->written);
+    memset(&t->last_use, 0, sizeof t->last_use);
+}
+
+/* ---- loads ---- */
+
+/* The load of a tensor whose cell this thread has made LOADING. A failure is found in t->err when it ends. */
+static void rfi_job_begin(rfi_store *s, rfi_tensor *t, int demanded) { /* lock held */
+    if (t->bound) { /* a copy failed after READY */
+        rfi_tensor_drop(s, t);
+        atomic_fetch_sub(&s->tensors_loaded, 1);
+        atomic_fetch_sub(&s->bytes_loaded, t->info.size_bytes);
+    }
+    rfi_clear(&t->err);
+    t->demanded = (uint8_t)demanded;
+    t->wanted = 0;
+    t->loading = 1;
+    t->n_busy = 0;
+    t->next_row = 0;
+    t->epoch = atomic_load(&s->epoch);
+    atomic_store(&t->arrived, 0);
+    if (rfi_gguf_unchanged(s->g, &t->info, &t->err) == RF_OK && rfi_tensor_memory(s, t, &t->err) == RF_OK) {
+        t->bound = 1;
+        if (!t->in_place) (t->streamed ? &s->ring : &s->slabs[t->slab])->n_bound++;
+    }
+    if (t->in_place && s->plan.weights[rfi_slot_of(s, t)].row_reads) /* a few rows are looked up: no read ahead */
+        t->next_row = s->plan.weights[rfi_slot_of(s, t)].n_rows;
+    if (s->n_jobs++ == 0) s->busy_since = rfi_now();
+    s->n_stream_jobs += t->streamed;
+    t->next_job = NULL;
+    rfi_tensor **end = &s->jobs;
+    while (*end) end = &(*end)->next_job;
+    *end = t;
+}
+
+/* End a load if nobody works at it and nothing is left to do, or it failed. */
+static void rfi_job_end_if_over(rfi_store *s, rfi_tensor *t) { /* lock held */
+    uint32_t slot = rfi_slot_of(s, t);
+    const rf_plan_weight *w = &s->plan.weights[slot];
+    if (t->err.code == RF_OK && t->next_row < w->n_rows && t->epoch != atomic_load(&s->epoch))
+        rfi_fail(&t->err, RF_ERR_CANCELLED, slot, "loading of %s was cancelled", w->name);
+    if (!t->loading || t->n_busy || (t->err.code == RF_OK && t->next_row < w->n_rows)) return;
+    if (t->err.code == RF_OK && t->in_place) {
+        rf_ticket none = {0};
+        s->device->api->weight_write(
+            s->table, s->queue, &(rf_weight_part){.slot = slot, .n_rows = w->n_rows, .src = t->in_place}, &none,
+            &t->err);
+    }
+    rfi_tensor **at = &s->jobs;
+    while (*at != t) at = &(*at)->next_job;
+    *at = t->next_job;
+    t->loading = 0;
+    s->n_stream_jobs -= t->streamed;
+    if (--s->n_jobs == 0) atomic_fetch_add(&s->load_ns, (uint64_t)((rfi_now() - s->busy_since) * 1e9));
+    if (t->err.code != RF_OK) {
+        rfi_tensor_drop(s, t);
+        atomic_fetch_add(&s->failures, 1);
+        if (t->streamed && s->stream_err.code == RF_OK) s->stream_err = t->err;
+    } else {
+        atomic_store(&t->arrived, (uint8_t)(t->written.value == 0));
+        t->home_filled = t->home != NULL;
+        atomic_fetch_add(&s->tensors_loaded, 1);
+        atomic_fetch_add(&s->bytes_loaded, w->size_bytes);
+        atomic_fetch_add(&s->bytes_total, w->size_bytes);
+        atomic_fetch_add(&s->loads, 1);
+        if (!t->demanded) rfi_report(s, t);
+    }
+    if (!t->demanded)
+        rfi_cell_settle(&t->cell, &s->lot,
+                        t->err.code == RF_OK ? (uint64_t)RFI_READY - RFI_LOADING : (uint64_t)0 - RFI_LOADING,
+                        &t->err);
+    pthread_cond_broadcast(&s->changed);
+}
+
+/* End every load: those at work see it at their next piece. */
+static void rfi_loader_cancel(rfi_store *s) { /* lock held */
+    atomic_fetch_add(&s->epoch, 1);
+    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) s->tensors[slot].wanted = 0;
+    for (rfi_tensor *t = s->jobs, *next; t; t = next) {
+        next = t->next_job;
+        rfi_job_end_if_over(s, t);
+    }
+    pthread_cond_broadcast(&s->changed);
+}
+
+/* ---- staging ---- */
+
+/* A copy that was READY failed: the tensor is unusable, its users learn it from the failed run. */
+static void rfi_tensor_break(rfi_store *s, uint32_t slot, const rf_error *why) { /* lock held */
+    rfi_tensor *t = &s->tensors[slot];
+    if (t->loading && t->err.code == RF_OK) t->err = *why;
+    if (t->streamed && s->stream_err.code == RF_OK) s->stream_err = *why;
+    if (!t->loading && rfi_cell_break(&t->cell)) atomic_fetch_add(&s->failures, 1);
+}
+
+/* A buffer to fill: a free one, one whose copy is done, a new one, or the one whose copy ends next. */
+static rf_result rfi_stage_take(rfi_store *s, rfi_stage **out, rf_error *err) { /* lock held, released meanwhile */
+    const rf_device_api *api = s->device->api;
+    for (;;) {
+        rfi_stage *oldest = NULL, *absent = NULL, *ready = NULL;
+        for (uint32_t i = 0; i < s->n_buffers_max; i++) {
+            rfi_stage *b = &s->buffers[i];
+            if (b->state == RFI_STAGE_ABSENT) absent = b;
+            if (b->state == RFI_STAGE_FREE) ready = b;
+            if (b->state == RFI_STAGE_FLYING && (!oldest || b->ticket.value < oldest->ticket.value)) oldest = b;
+        }
+        if (!ready && oldest && (!absent || api->ticket_done(&oldest->ticket))) ready = oldest;
+        rf_error own;
+        rfi_clear(&own);
+        if (ready) {
+            int flying = ready->state == RFI_STAGE_FLYING;
+            ready->state = RFI_STAGE_FILLING;
+            if (flying) {
+                pthread_mutex_unlock(&s->lock);
+                rf_result r = api->ticket_wait(&ready->ticket, RFI_WAIT_MS, &own);
+                pthread_mutex_lock(&s->lock);
+                if (r != RF_OK) rfi_tensor_break(s, ready->slot, &own);
+            }
+            *out = ready;
+            return RF_OK;
+        }
+        if (absent) {
+            absent->state = RFI_STAGE_FILLING;
+            pthread_mutex_unlock(&s->lock);
+            rf_result r = api->host_create(s->device->dev, rfi_max_u64(RFI_STAGING_BYTES, s->row_bytes_max), &absent->mem,
+                                           &own);
+            pthread_mutex_lock(&s->lock);
+            if (r == RF_OK) {
+                *out = absent;
+                return RF_OK;
+            }
+            absent->state = RFI_STAGE_ABSENT;
+            uint32_t n = 0;
+            for (uint32_t i = 0; i < s->n_buffers_max; i++) n += s->buffers[i].state != RFI_STAGE_ABSENT;
+            if (n == 0) {
+                if (err && err->code == RF_OK) *err = own;
+                return r;
+            }
+        }
+        pthread_cond_wait(&s->changed, &s->lock);
+    }
+}
+
+/* Free the staging memory; nobody loads. */
+static void rfi_stages_release(rfi_store *s) { /* lock held */
+    for (uint32_t i = 0; i < s->n_buffers_max; i++) {
+        rfi_stage *b = &s->buffers[i];
+        rf_error own;
+        rfi_clear(&own);
+        if (b->state != RFI_STAGE_FREE && b->state != RFI_STAGE_FLYING) continue;
+        if (s->device->api->ticket_wait(&b->ticket, RFI_WAIT_MS, &own) != RF_OK) rfi_tensor_break(s, b->slot, &own);
+        s->device->api->host_release(s->device->dev, b->mem);
+        memset(b, 0, sizeof *b);
+    }
+}
+
+/* ---- pieces ---- */
+
+typedef struct rfi_piece {
+    rfi_tensor *t;
+    uint32_t row0, n_rows;
+} rfi_piece;
+
+/* The next piece of a load in progress (of `only`, or NULL: of any). */
+static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, rfi_piece *out) { /* lock held */
+    for (rfi_tensor *t = s->jobs, *next; t; t = next) {
+        const rf_plan_weight *w = &s->plan.weights[rfi_slot_of(s, t)];
+        next = t->next_job;
+        if (only && t != only) continue;
+        rfi_job_end_if_over(s, t);
+        if (!t->loading || t->err.code != RF_OK || t->next_row >= w->n_rows) continue;
+        uint64_t n = rfi_max_u64(1, RFI_STAGING_BYTES / (w->size_bytes / w->n_rows));
+        *out = (rfi_piece){t, t->next_row, (uint32_t)rfi_min_u64(n, w->n_rows - t->next_row)};
+        t->next_row += out->n_rows;
+        t->n_busy++;
+        return 1;
+    }
+    return 0;
+}
+
+/* Read a piece and put its copy on the way. */
+static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *ticket, rf_error *err) { /* lock held, .. */
+    rfi_tensor *t = p->t;
+    uint32_t slot = rfi_slot_of(s, t);
+    const rf_plan_weight *w = &s->plan.weights[slot];
+    uint64_t row_bytes = w->size_bytes / w->n_rows, at = p->row0 * row_bytes, n = p->n_rows * row_bytes;
+    const rfi_slab *slab = t->streamed ? &s->ring : &s->slabs[t->slab];
+    rfi_stage *b = NULL;
+    rf_result r = t->home ? RF_OK : rfi_stage_take(s, &b, err);
+    if (r != RF_OK) return r;
+    pthread_mutex_unlock(&s->lock);
+    void *src = b ? b->mem : (void *)((unsigned char *)t->home + at);
+    if (!t->home_filled) {
+        r = rf_gguf_read_tensor(s->g, w->tensor, at, src, (size_t)n, err);
+        if (r == RF_OK) atomic_fetch_add(&s->bytes_read, n);
+    }
+    if (r == RF_OK)
+        r = s->device->api->weight_write(s->table, s->queue,
+                                         &(rf_weight_part){.slot = slot, .row0 = p->row0, .n_rows = p->n_rows,
+                                                           .src = src, .mem = &slab->mem, .offset = t->offset,
+                                                           .scratch = s->scratch.base ? &s->scratch : NULL},
+                                         ticket, err);
+    pthread_mutex_lock(&s->lock);
+    if (b) {
+        b->slot = slot;
+        b->ticket = *ticket;
+        b->state = ticket->value ? RFI_STAGE_FLYING : RFI_STAGE_FREE;
     }
     return r;
 }
 
-static void rfi_store_unpin(rfi_store *s, uint32_t slot) { rfi_cell_unpin(&s->tensors[slot].cell); }
-
-/* Ask the kernel to read what is not loaded yet and will be used in place soon. */
-static void rfi_store_advise(rfi_store *s, uint32_t slot) {
-    if (!rfi_cell_is_ready(&s->tensors[slot].cell) && !s->plan->weights[slot].row_reads)
-        rfi_gguf_advise(s->g, &s->tensors[slot].info);
+static void rfi_piece_run(rfi_store *s, const rfi_piece *p) { /* lock held, released meanwhile */
+    rfi_tensor *t = p->t;
+    const rf_plan_weight *w = &s->plan.weights[rfi_slot_of(s, t)];
+    rf_error err;
+    rf_ticket ticket = {0};
+    rf_result r;
+    rfi_clear(&err);
+    if (t->in_place) {
+        uint64_t row_bytes = w->size_bytes / w->n_rows;
+        pthread_mutex_unlock(&s->lock);
+        r = rfi_gguf_populate(s->g, &t->info, p->row0 * row_bytes, p->n_rows * row_bytes, &err);
+        pthread_mutex_lock(&s->lock);
+    } else {
+        r = rfi_piece_copy(s, p, &ticket, &err);
+    }
+    if (r != RF_OK && t->err.code == RF_OK) t->err = err;
+    if (ticket.value > t->written.value) t->written = ticket;
+    t->n_busy--;
+    rfi_job_end_if_over(s, t);
+    pthread_cond_broadcast(&s->changed);
+    rfi_reports_give(s);
 }
 
-/* Free a tensor that is READY and not pinned; 0 if it is in use, 1 if it is unloaded now (or was). */
-static int rfi_store_evict(rfi_store *s, uint32_t slot) {
+/* ---- streaming: the ring ---- */
+
+/* A place for n bytes behind the newest of the ring's tensors, which lie there in the order of their loads. */
+static int rfi_ring_place(const rfi_store *s, uint64_t n, uint64_t *offset) {
+    if (s->stream_loaded == s->stream_freed) {
+        *offset = 0;
+        return n <= s->ring.size_bytes;
+    }
+    uint32_t newest = (uint32_t)((s->stream_loaded - 1) % s->n_uses), oldest = (uint32_t)(s->stream_freed % s->n_uses);
+    uint64_t head = s->use_offset[newest] + s->tensors[s->uses[newest]].bytes, tail = s->use_offset[oldest];
+    uint64_t end = head > tail ? s->ring.size_bytes : tail;
+    *offset = head;
+    if (n <= end - head) return 1;
+    *offset = 0;
+    return head > tail && n <= tail;
+}
+
+/* Take the oldest tensor out of the ring, if its uses have begun; waits for them to end. 0: it is still to be used. */
+static int rfi_ring_free_one(rfi_store *s) { /* lock held, released meanwhile */
+    if (s->stream_freed == s->stream_used || s->stream_freeing) return 0;
+    rfi_tensor *t = &s->tensors[s->uses[s->stream_freed % s->n_uses]];
+    rf_error err;
+    rfi_clear(&err);
+    s->stream_freeing = 1;
+    pthread_mutex_unlock(&s->lock);
+    const rf_device_api *api = s->device->api;
+    rf_result r = api->ticket_wait(&t->last_use, RFI_WAIT_MS, &err);
+    if (r == RF_OK) r = api->ticket_wait(&t->written, RFI_WAIT_MS, &err);
+    pthread_mutex_lock(&s->lock);
+    s->stream_freeing = 0;
+    if (r != RF_OK && s->stream_err.code == RF_OK) s->stream_err = err;
+    pthread_cond_broadcast(&s->changed);
+    if (!rfi_store_evict(s, rfi_slot_of(s, t))) return 0;
+    s->stream_freed++;
+    return 1;
+}
+
+/* Begin the load of the next use, if there is room for it. */
+static int rfi_stream_begin(rfi_store *s) { /* lock held */
+    while (s->n_uses && !s->stream_paused && s->stream_err.code == RF_OK) {
+        uint32_t use = (uint32_t)(s->stream_loaded % s->n_uses);
+        rfi_tensor *t = &s->tensors[s->uses[use]];
+        uint64_t offset;
+        if (s->stream_loaded - s->stream_freed < s->n_uses && rfi_ring_place(s, t->bytes, &offset) &&
+            rfi_cell_try_claim(&t->cell, &s->lot)) {
+            t->offset = s->use_offset[use] = offset;
+            s->stream_loaded++;
+            if (s->desc.pinned_bytes && !t->home && s->host_pinned_bytes + t->info.size_bytes <= s->desc.pinned_bytes &&
+                s->device->api->host_create(s->device->dev, t->info.size_bytes, &t->home, NULL) == RF_OK)
+                s->host_pinned_bytes += t->info.size_bytes;
+            rfi_job_begin(s, t, 0);
+            return 1;
+        }
+        if (!rfi_ring_free_one(s)) break;
+    }
+    return 0;
+}
+
+/* Any piece of work: of a load in progress, of a tensor that is wanted, of the stream. */
+static int rfi_loader_next(rfi_store *s, rfi_piece *out) { /* lock held, released meanwhile */
+    for (;;) {
+        if (rfi_piece_take(s, NULL, out)) return 1;
+        rfi_tensor *t = NULL;
+        while (!t && s->want_at < s->plan.n_weights) {
+            t = &s->tensors[s->order[s->want_at++]];
+            if (!t->wanted || t->streamed || !rfi_cell_try_claim(&t->cell, &s->lot)) t = NULL;
+        }
+        if (t) rfi_job_begin(s, t, 0);
+        else if (!rfi_stream_begin(s)) return 0;
+    }
+}
+
+/* ---- readers ---- */
+
+static void *rfi_reader_run(void *arg) {
+    rfi_reader *reader = (rfi_reader *)arg;
+    rfi_store *s = reader->store;
+    rfi_piece piece;
+    pthread_mutex_lock(&s->lock);
+    while (!s->quit) {
+        if (rfi_loader_next(s, &piece)) rfi_piece_run(s, &piece);
+        else if (s->n_jobs || (s->n_uses && !s->stream_paused)) pthread_cond_wait(&s->changed, &s->lock);
+        else break;
+    }
+    if (--s->n_running == 0) rfi_stages_release(s);
+    reader->ended = 1;
+    pthread_cond_broadcast(&s->changed);
+    pthread_mutex_unlock(&s->lock);
+    return NULL;
+}
+
+/* Have all readers running. A machine that refuses threads is not an error: who waits for a tensor reads it. */
+static void rfi_loader_start(rfi_store *s) { /* lock held */
+    for (uint32_t i = 0; i < s->n_readers_max && !s->quit; i++) {
+        rfi_reader *reader = &s->readers[i];
+        if (reader->started && !reader->ended) continue;
+        if (reader->started) pthread_join(reader->thread, NULL); /* it has ended but for its return */
+        *reader = (rfi_reader){.store = s};
+        if (pthread_create(&reader->thread, NULL, rfi_reader_run, reader) != 0) break;
+        reader->started = 1;
+        s->n_running++;
+    }
+    pthread_cond_broadcast(&s->changed);
+}
+
+/* Have the readers load the tensors of a layer (or, layers == NULL, all), in the order of the policy. */
+static void rfi_store_want(rfi_store *s, const uint32_t *layers, uint32_t n_layers) {
+    pthread_mutex_lock(&s->lock);
+    int some = s->n_uses > 0;
+    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
+        rfi_tensor *t = &s->tensors[slot];
+        int in = layers == NULL;
+        for (uint32_t i = 0; i < n_layers && !in; i++) in = s->plan.weights[slot].layer == (int32_t)layers[i];
+        if (!in || t->streamed || t->wanted || rfi_cell_is_ready(&t->cell)) continue;
+        t->wanted = 1;
+        some = 1;
+    }
+    s->want_at = 0;
+    if (some) rfi_loader_start(s);
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* ---- pins ---- */
+
+typedef struct rfi_load {
+    rfi_store *store;
+    rfi_tensor *t;
+} rfi_load;
+
+/* The load function of the cells: the calling thread works at its tensor until the load has ended. */
+static rf_result rfi_tensor_load(void *ctx, rf_error *err) {
+    rfi_tensor *t = ((const rfi_load *)ctx)->t;
+    rfi_store *s = ((const rfi_load *)ctx)->store;
+    rfi_piece piece;
+    pthread_mutex_lock(&s->lock);
+    rfi_job_begin(s, t, 1);
+    while (t->loading) {
+        if (rfi_piece_take(s, t, &piece)) rfi_piece_run(s, &piece);
+        else if (t->loading) pthread_cond_wait(&s->changed, &s->lock);
+    }
+    if (t->err.code != RF_OK && err) *err = t->err;
+    rf_result r = t->err.code;
+    pthread_mutex_unlock(&s->lock);
+    return r;
+}
+
+static void rfi_store_unpin(rfi_store *s, uint32_t slot) { rfi_cell_unpin(&s->tensors[slot].cell, &s->lot); }
+
+/* Pin a resident tensor, loading it if needed. A cancel since `epoch` was read ends the call; what is loaded stays. */
+static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t epoch, rf_error *err) {
     rfi_tensor *t = &s->tensors[slot];
-    if (!rfi_cell_try_evict(&t->cell)) return !rfi_cell_is_ready(&t->cell);
-    s->device->api->weight_clear(s->table, slot);
-    atomic_fetch_sub(&s->device_bytes, t->mem.size_bytes);
-    if (t->mem.base) s->device->api->mem_release(s->device->dev, &t->mem);
-    memset(&t->mem, 0, sizeof t->mem);
+    if (rfi_cell_try_pin(&t->cell, &s->lot)) {
+        atomic_fetch_add_explicit(&s->hits, 1, memory_order_relaxed);
+        return RF_OK;
+    }
+    rfi_load load = {s, t};
+    int loaded = 0;
+    double start = rfi_now();
+    rf_result r = atomic_load(&s->epoch) == epoch
+                      ? rfi_cell_acquire(&t->cell, &s->lot, rfi_tensor_load, &load, &loaded, err)
+                      : rfi_fail(err, RF_ERR_CANCELLED, slot, "loading of %s was cancelled", s->plan.weights[slot].name);
+    atomic_fetch_add(&s->misses, 1);
+    atomic_fetch_add(&s->wait_ns, (uint64_t)((rfi_now() - start) * 1e9));
+    if (loaded) { /* not before its cell was settled: the callback may use the tensor */
+        pthread_mutex_lock(&s->lock);
+        rfi_report(s, t);
+        rfi_reports_give(s);
+        pthread_mutex_unlock(&s->lock);
+    }
+    if (r == RF_OK && atomic_load(&s->epoch) != epoch) {
+        rfi_store_unpin(s, slot);
+        r = rfi_fail(err, RF_ERR_CANCELLED, slot, "loading was cancelled after %s", s->plan.weights[slot].name);
+    }
+    return r;
+}
+
+/* Pin the next tensor of the stream, working at it and what comes behind it meanwhile. Requires the lane. */
+static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint64_t epoch, rf_error *err) {
+    rfi_tensor *t = &s->tensors[slot];
+    rfi_piece piece;
+    rf_result r = RF_OK;
+    double start = rfi_now();
+    int waited = 0, got;
+    while (!(got = rfi_cell_try_pin(&t->cell, &s->lot)) && r == RF_OK) {
+        waited = 1;
+        pthread_mutex_lock(&s->lock);
+        if (s->stream_err.code != RF_OK) {
+            if (err && err->code == RF_OK) *err = s->stream_err;
+            r = s->stream_err.code;
+        } else if (atomic_load(&s->epoch) != epoch) {
+            r = rfi_fail(err, RF_ERR_CANCELLED, slot, "loading of %s was cancelled", s->plan.weights[slot].name);
+        } else if (rfi_loader_next(s, &piece)) {
+            rfi_piece_run(s, &piece);
+        } else if (!rfi_cell_is_ready(&t->cell)) {
+            pthread_cond_wait(&s->changed, &s->lock);
+        }
+        pthread_mutex_unlock(&s->lock);
+    }
+    atomic_fetch_add_explicit(waited ? &s->misses : &s->hits, 1, memory_order_relaxed);
+    if (waited) atomic_fetch_add(&s->wait_ns, (uint64_t)((rfi_now() - start) * 1e9));
+    return got ? RF_OK : r;
+}
+
+/* The uses of n streamed tensors are on the way, until `last_use`: unpin them, the ring may take their place. */
+static void rfi_stream_release(rfi_store *s, const uint32_t *slots, uint32_t n, const rf_ticket *last_use) {
+    if (n == 0) return;
+    pthread_mutex_lock(&s->lock);
+    for (uint32_t i = 0; i < n; i++) {
+        if (last_use) s->tensors[slots[i]].last_use = *last_use;
+        rfi_store_unpin(s, slots[i]);
+    }
+    if (last_use) s->stream_used += n;
+    pthread_cond_broadcast(&s->changed);
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* Free what slot holds: 1 if it is unloaded now (or was), 0 if it is in use or loading. */
+static int rfi_store_evict(rfi_store *s, uint32_t slot) { /* lock held */
+    rfi_tensor *t = &s->tensors[slot];
+    if (!rfi_cell_try_evict(&t->cell)) return rfi_cell_is_unloaded(&t->cell);
+    rfi_tensor_drop(s, t);
     atomic_fetch_sub(&s->tensors_loaded, 1);
-    atomic_fetch_sub(&s->bytes_loaded, s->plan->weights[slot].size_bytes);
+    atomic_fetch_sub(&s->bytes_loaded, s->plan.weights[slot].size_bytes);
     atomic_fetch_add(&s->evictions, 1);
     rfi_cell_evicted(&t->cell, &s->lot);
     return 1;
 }
 
-static void rfi_store_close(rfi_store *s) {
-    const rf_device_api *api = s->device->api;
-    for (uint32_t slot = 0; s->tensors && slot < s->plan->n_weights; slot++) rfi_store_evict(s, slot);
-    if (s->staging) api->host_release(s->device->dev, s->staging);
-    if (s->queue) api->queue_release(s->queue);
-    if (s->table) api->table_release(s->table);
-    rfi_free(rfi_gguf_allocator(s->g), s->tensors);
-    rfi_lot_destroy(&s->lot);
-    pthread_mutex_destroy(&s->copying);
+/* Empty the ring: the next use is the first of the plan. Requires the lane, and no pins on streamed tensors. */
+static void rfi_stream_reset(rfi_store *s) { /* lock held, released meanwhile */
+    s->stream_paused = 1;
+    while (s->n_stream_jobs || s->stream_freeing) {
+        rfi_piece piece;
+        if (rfi_piece_take(s, NULL, &piece)) rfi_piece_run(s, &piece);
+        else if (s->n_stream_jobs || s->stream_freeing) pthread_cond_wait(&s->changed, &s->lock);
+    }
+    for (uint64_t use = s->stream_freed; use < s->stream_loaded; use++)
+        rfi_store_evict(s, s->uses[use % s->n_uses]);
+    s->stream_loaded = s->stream_used = s->stream_freed = 0;
+    rfi_clear(&s->stream_err);
+    s->stream_paused = 0;
+    pthread_cond_broadcast(&s->changed);
 }
 
-/* Make the store of a plan's weights: every tensor unloaded, nothing of the file read. On failure nothing is left. */
-static rf_result rfi_store_open(rfi_store *s, rf_gguf *g, rf_device *d, const rf_plan *plan, rf_error *err) {
-    memset(s, 0, sizeof *s);
-    s->g = g;
-    s->device = d;
-    s->plan = plan;
-    int e = pthread_mutex_init(&s->copying, NULL);
-    if (e) return rfi_fail_sys(err, RF_ERR_MEMORY, e, 0, "cannot create a mutex: error %d", e);
-    rf_result r = rfi_lot_init(&s->lot, err);
+/* The walk through the plan begins. */
+static void rfi_stream_walk(rfi_store *s) {
+    if (s->n_uses == 0) return;
+    pthread_mutex_lock(&s->lock);
+    if (s->stream_used % s->n_uses || s->stream_err.code != RF_OK) rfi_stream_reset(s);
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* The copy of a READY tensor that a finished run has waited for: did it succeed? */
+static rf_result rfi_store_arrived(rfi_store *s, uint32_t slot, rf_error *err) {
+    rfi_tensor *t = &s->tensors[slot];
+    rf_error own;
+    rfi_clear(&own);
+    if (atomic_load_explicit(&t->arrived, memory_order_acquire)) return RF_OK;
+    if (s->device->api->ticket_wait(&t->written, RFI_WAIT_MS, &own) == RF_OK) {
+        atomic_store_explicit(&t->arrived, 1, memory_order_release);
+        return RF_OK;
+    }
+    pthread_mutex_lock(&s->lock);
+    rfi_tensor_break(s, slot, &own);
+    pthread_mutex_unlock(&s->lock);
+    return rfi_fail_sys(err, own.code, own.sys, slot, "%s: its copy to the device failed: %.*s",
+                        s->plan.weights[slot].name, 320, own.text);
+}
+
+/* The same for what the ring held during an eval that has finished. */
+static rf_result rfi_stream_arrived(rfi_store *s, rf_error *err) {
+    if (s->n_uses == 0) return RF_OK;
+    pthread_mutex_lock(&s->lock);
+    for (uint64_t use = s->stream_freed; use < s->stream_used && s->stream_err.code == RF_OK; use++)
+        s->device->api->ticket_wait(&s->tensors[s->uses[use % s->n_uses]].written, RFI_WAIT_MS, &s->stream_err);
+    rf_result r = s->stream_err.code;
+    if (r != RF_OK && err && err->code == RF_OK) *err = s->stream_err;
+    pthread_mutex_unlock(&s->lock);
+    return r;
+}
+
+/* ---- budget: what is resident, what is streamed ---- */
+
+/* What an arrangement decides. */
+typedef struct rfi_arrangement {
+    uint8_t *streamed; /* [n_weights] 1: through the ring */
+    uint64_t resident_bytes, ring_bytes;
+} rfi_arrangement;
+
+/* The next layer's weights from op *at on, every one once, into slots (room for two per op): how many. */
+static uint32_t rfi_layer_slots(const rf_plan *plan, uint32_t *at, uint32_t *slots) {
+    uint32_t n = 0, first = *at;
+    for (; *at < plan->n_ops && plan->ops[*at].layer == plan->ops[first].layer; ++*at) {
+        const uint32_t two[2] = {plan->ops[*at].weight, plan->ops[*at].extra};
+        for (int k = 0; k < 2; k++) {
+            int known = two[k] == RF_NONE;
+            for (uint32_t j = 0; j < n && !known; j++) known = slots[j] == two[k];
+            if (!known) slots[n++] = two[k];
+        }
+    }
+    return n;
+}
+
+/* The least ring that lets the streamed weights of a layer be there together, wherever the ring has come to. */
+static uint64_t rfi_ring_least(const rfi_store *s, const uint8_t *streamed, uint32_t *slots) {
+    uint64_t least = 0;
+    for (uint32_t at = 0; at < s->plan.n_ops;) {
+        uint32_t n = rfi_layer_slots(&s->plan, &at, slots), n_streamed = 0;
+        uint64_t sum = 0, most = 0;
+        for (uint32_t i = 0; i < n; i++) {
+            if (!streamed[slots[i]]) continue;
+            uint64_t bytes = s->tensors[slots[i]].bytes;
+            sum += bytes;
+            most = rfi_max_u64(most, bytes);
+            n_streamed++;
+        }
+        least = rfi_max_u64(least, n_streamed > 1 ? sum + most : sum); /* + most: a gap where the ring begins anew */
+    }
+    return least;
+}
+
+/* Decide for `limit` bytes. Dense models read every weight for every token, so which ones stay does not matter for the
+ * bytes that are streamed; a prefix of the plan lets a token begin while the ring fills. What is used twice (tied
+ * embeddings) and the last layer, the widest, stay if they can: the ring needs to be as large as the widest layer. */
+static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement *a, uint32_t *slots, rf_error *err) {
+    const rf_plan *plan = &s->plan;
+    uint64_t total = 0;
+    for (uint32_t i = 0; i < plan->n_weights; i++) total += s->tensors[i].bytes;
+    memset(a->streamed, 0, plan->n_weights);
+    a->resident_bytes = total;
+    a->ring_bytes = 0;
+    if (total <= limit) return RF_OK;
+    uint64_t least = 0;
+    for (int keep_last = s->desc.stream_policy == RF_STREAM_PREFIX; keep_last >= 0; keep_last--) {
+        memset(a->streamed, 1, plan->n_weights);
+        a->resident_bytes = 0;
+        for (uint32_t i = 0; i < plan->n_weights && keep_last; i++) {
+            int32_t last = plan->ops[plan->n_ops - 1].layer;
+            int twice = 0;
+            for (uint32_t k = 0; k < plan->n_ops; k++)
+                twice |= plan->ops[k].weight == i && plan->ops[k].layer != plan->weights[i].layer;
+            if (!twice && plan->weights[i].layer != last) continue;
+            a->streamed[i] = 0;
+            a->resident_bytes += s->tensors[i].bytes;
+        }
+        least = rfi_ring_least(s, a->streamed, slots);
+        if (least <= limit && a->resident_bytes <= limit - least) break;
+    }
+    if (least > limit || a->resident_bytes > limit - least)
+        return rfi_fail(err, RF_ERR_MEMORY, limit,
+                        "%s: %llu bytes for weights are too few: at least %llu are needed to stream it",
+                        rfi_gguf_path(s->g), RFI_LLU(limit), RFI_LLU(least));
+    /* twice the least, so that a layer can be read while another one is used */
+    uint64_t ring = rfi_min_u64(2 * least, limit - a->resident_bytes);
+    if (s->desc.stream_policy == RF_STREAM_LRU) ring = limit;
+    for (uint32_t i = 0; i < plan->n_weights; i++) {
+        uint64_t bytes = s->tensors[i].bytes;
+        if (!a->streamed[i] || bytes > limit - a->resident_bytes - ring) continue;
+        a->streamed[i] = 0;
+        a->resident_bytes += bytes;
+    }
+    a->ring_bytes = limit - a->resident_bytes;
+    return RF_OK;
+}
+
+/* Put an arrangement into effect; nothing is loaded. */
+static void rfi_store_apply(rfi_store *s, const rfi_arrangement *a, uint32_t *slots) {
+    pthread_mutex_lock(&s->lock);
+    s->n_uses = 0;
+    for (uint32_t i = 0; i < s->plan.n_weights; i++) s->tensors[i].streamed = a->streamed[i];
+    for (uint32_t at = 0; at < s->plan.n_ops && a->ring_bytes;) {
+        uint32_t n = rfi_layer_slots(&s->plan, &at, slots);
+        for (uint32_t i = 0; i < n; i++)
+            if (a->streamed[slots[i]]) s->uses[s->n_uses++] = slots[i];
+    }
+    s->stream_loaded = s->stream_used = s->stream_freed = 0;
+    s->ring = (rfi_slab){.size_bytes = a->ring_bytes};
+    uint32_t slabs = a->ring_bytes ? RFI_SLABS - 1 : RFI_SLABS;
+    rfi_slabs_place(s, RF_NONE, rfi_max_u64(RFI_SLAB_BYTES, (a->resident_bytes + slabs - 1) / slabs));
+    s->allotment = a->resident_bytes + a->ring_bytes;
+    s->arranged = 1;
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* Drop what is loaded and not in use, and give back the memory that is free then. idle: no call uses the store, so that
+ * reading ahead can be stopped. Returns the tensors left. */
+static uint32_t rfi_store_clear(rfi_store *s, int idle) {
+    uint32_t left = 0;
+    int in_lane = pthread_mutex_trylock(&s->lane) == 0; /* else an eval streams: the ring is in use */
+    pthread_mutex_lock(&s->lock);
+    if (idle) {
+        s->stream_paused = 1;
+        rfi_loader_cancel(s);
+        while (s->n_jobs || s->n_running) pthread_cond_wait(&s->changed, &s->lock);
+        s->stream_paused = 0;
+    }
+    if (in_lane && s->n_uses) rfi_stream_reset(s);
+    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++)
+        if (!s->tensors[slot].streamed) left += !rfi_store_evict(s, slot);
+        else left += !rfi_cell_is_unloaded(&s->tensors[slot].cell);
+    for (uint32_t i = 0; i < s->n_slabs; i++) rfi_slab_release(s, &s->slabs[i]);
+    rfi_slab_release(s, &s->ring);
+    if (s->n_jobs == 0 && s->n_running == 0) rfi_stages_release(s);
+    if (left == 0 && s->scratch.base) s->device->api->mem_release(s->device->dev, &s->scratch);
+    if (left == 0) memset(&s->scratch, 0, sizeof s->scratch);
+    pthread_mutex_unlock(&s->lock);
+    if (in_lane) pthread_mutex_unlock(&s->lane);
+    return left;
+}
+
+/* Bytes for weights that the device can give to s: a budget, or what is free, less what others hold. */
+static uint64_t rfi_store_limit(const rfi_store *s, uint64_t *others) { /* device.lot held */
+    const rf_device *d = s->device;
+    uint64_t limit = d->budget_bytes;
+    rf_device_info info;
+    *others = 0;
+    for (const rfi_store *o = d->stores; o; o = o->next)
+        if (o != s && o->arranged) *others += o->allotment;
+    if (limit == 0) {
+        memset(&info, 0, sizeof info);
+        limit = UINT64_MAX;
+        if (d->api->device_info(d->dev, &info, NULL) == RF_OK && info.is_gpu && info.free_bytes)
+            limit = (info.free_bytes + atomic_load(&d->weight_bytes)) / 32 * 31; /* a little stays for the driver */
+    }
+    return limit;
+}
+
+/* The store on the device that was used longest ago, is idle and holds memory. */
+static rfi_store *rfi_store_oldest(const rfi_store *s) { /* device.lot held */
+    rfi_store *oldest = NULL;
+    for (rfi_store *o = s->device->stores; o; o = o->next)
+        if (o != s && o->arranged && o->n_active == 0 && (!oldest || o->last_used < oldest->last_used)) oldest = o;
+    return oldest;
+}
+
+/* Have a share of the device's budget: the least recently used models give way, those in use are waited for. */
+static rf_result rfi_store_arrange(rfi_store *s, rf_error *err) { /* device.lot held */
+    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
+    rfi_arrangement a = {.streamed = (uint8_t *)rfi_alloc(alloc, s->plan.n_weights, 1, "residency", err)};
+    uint32_t *slots = (uint32_t *)rfi_alloc(alloc, (uint64_t)s->plan.n_ops * 2, sizeof *slots, "residency", err);
+    rf_result r = a.streamed && slots ? RF_OK : RF_ERR_MEMORY;
+    while (r == RF_OK && !s->arranged) {
+        uint64_t others, limit = rfi_store_limit(s, &others), own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
+        uint64_t want = rfi_min_u64(own, s->device_bytes_needed);
+        rfi_store *oldest = others && (others > limit || limit - others < want) ? rfi_store_oldest(s) : NULL;
+        if (oldest) {
+            rfi_store_clear(oldest, 1);
+            oldest->arranged = 0;
+            continue;
+        }
+        rf_error own_err;
+        rfi_clear(&own_err);
+        r = rfi_arrange(s, rfi_min_u64(own, limit > others ? limit - others : 0), &a, slots, &own_err);
+        if (r == RF_OK) {
+            rfi_store_apply(s, &a, slots);
+        } else if (others) {
+            pthread_cond_wait(&s->device->lot.wake, &s->device->lot.mutex); /* until a model in use becomes idle */
+            r = RF_OK;
+        } else if (err && err->code == RF_OK) {
+            *err = own_err;
+        }
+    }
+    rfi_free(alloc, a.streamed);
+    rfi_free(alloc, slots);
+    return r;
+}
+
+/* What the weights would take of the device now. */
+static rf_result rfi_store_forecast(rfi_store *s, rf_forecast *out, rf_error *err) {
+    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
+    rfi_arrangement a = {.streamed = (uint8_t *)rfi_alloc(alloc, s->plan.n_weights, 1, "residency", err)};
+    uint32_t *slots = (uint32_t *)rfi_alloc(alloc, (uint64_t)s->plan.n_ops * 2, sizeof *slots, "residency", err);
+    rf_result r = a.streamed && slots ? RF_OK : RF_ERR_MEMORY;
+    if (r == RF_OK) {
+        uint64_t others, limit, own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
+        pthread_mutex_lock(&s->device->lot.mutex);
+        limit = rfi_store_limit(s, &others); /* others would give way */
+        pthread_mutex_unlock(&s->device->lot.mutex);
+        r = rfi_arrange(s, rfi_min_u64(own, limit), &a, slots, err);
+    }
+    for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++)
+        if (a.streamed[i]) out->streamed_bytes += s->tensors[i].bytes;
+    out->weight_bytes = a.resident_bytes + a.ring_bytes;
+    rfi_free(alloc, a.streamed);
+    rfi_free(alloc, slots);
+    return r;
+}
+
+/* Around everything that loads or uses weights. */
+static rf_result rfi_store_begin(rfi_store *s, rf_error *err) {
+    pthread_mutex_lock(&s->device->lot.mutex);
+    rf_result r = s->arranged ? RF_OK : rfi_store_arrange(s, err);
+    if (r == RF_OK) s->n_active++;
+    s->last_used = ++s->device->clock;
+    pthread_mutex_unlock(&s->device->lot.mutex);
+    return r;
+}
+
+static void rfi_store_end(rfi_store *s) {
+    pthread_mutex_lock(&s->device->lot.mutex);
+    if (--s->n_active == 0) pthread_cond_broadcast(&s->device->lot.wake);
+    pthread_mutex_unlock(&s->device->lot.mutex);
+}
+
+/* Load the tensors of some layers (NULL: all of them) and wait for them; streamed ones are left out. */
+static rf_result rfi_store_preload(rfi_store *s, const uint32_t *layers, uint32_t n_layers, rf_error *err) {
+    uint64_t epoch = atomic_load(&s->epoch);
+    rf_result r = rfi_store_begin(s, err);
+    if (r != RF_OK) return r;
+    rfi_store_want(s, layers, n_layers);
+    for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++) {
+        uint32_t slot = s->order[i];
+        int in = layers == NULL;
+        for (uint32_t k = 0; k < n_layers && !in; k++) in = s->plan.weights[slot].layer == (int32_t)layers[k];
+        if (!in || s->tensors[slot].streamed) continue;
+        r = rfi_store_pin(s, slot, epoch, err);
+        if (r == RF_OK) r = rfi_store_arrived(s, slot, err);
+        else continue;
+        rfi_store_unpin(s, slot);
+    }
+    rfi_store_end(s);
+    return r;
+}
+
+/* ---- open and close ---- */
+
+static void rfi_store_free(rfi_store *s) {
+    const rf_device_api *api = s->device->api;
+    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
+    pthread_mutex_lock(&s->lock);
+    s->quit = 1;
+    rfi_loader_cancel(s);
+    pthread_mutex_unlock(&s->lock);
+    for (uint32_t i = 0; i < RFI_MAX_READERS; i++)
+        if (s->readers[i].started) pthread_join(s->readers[i].thread, NULL);
+    if (s->tensors) rfi_store_clear(s, 0);
+    for (uint32_t i = 0; s->tensors && i < s->plan.n_weights; i++)
+        if (s->tensors[i].home) api->host_release(s->device->dev, s->tensors[i].home);
+    if (s->queue) api->queue_release(s->queue);
+    if (s->table) api->table_release(s->table);
+    rfi_free(alloc, s->tensors);
+    rfi_free(alloc, s->order);
+    rfi_free(alloc, s->uses);
+    rfi_free(alloc, s->use_offset);
+    rfi_plan_free(alloc, &s->plan);
+    pthread_cond_destroy(&s->changed);
+    pthread_mutex_destroy(&s->lock);
+    pthread_mutex_destroy(&s->lane);
+    rfi_lot_destroy(&s->lot);
+    rfi_free(alloc, s);
+}
+
+/* What each tensor needs on the device, and the order of loading. */
+static void rfi_store_describe(rfi_store *s) {
+    const rf_device_api *api = s->device->api;
+    uint32_t n = 0, n_layers = s->plan.n_layers;
+    int critical_first = s->desc.load_policy == RF_LOAD_CRITICAL_FIRST;
+    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
+        const rf_plan_weight *w = &s->plan.weights[slot];
+        rfi_tensor *t = &s->tensors[slot];
+        rf_weight_layout layout = api->weight_layout(s->device->dev, w);
+        rf_gguf_get_tensor(s->g, w->tensor, &t->info);
+        const void *map = rfi_gguf_map(s->g, &t->info);
+        if (layout.in_place && map && ((uintptr_t)map & (layout.align - 1)) == 0) t->in_place = map;
+        t->bytes = (layout.size_bytes + 255) & ~(uint64_t)255;
+        s->total_bytes += w->size_bytes;
+        s->device_bytes_needed += t->bytes;
+        s->row_bytes_max = rfi_max_u64(s->row_bytes_max, t->in_place ? 0 : w->size_bytes / w->n_rows);
+        s->scratch_bytes = rfi_max_u64(s->scratch_bytes, layout.scratch_bytes);
+    }
+    for (int pass = critical_first ? 0 : 1; pass < 2; pass++)
+        for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
+            int32_t layer = s->plan.weights[slot].layer;
+            int critical = layer < 0 || layer >= (int32_t)n_layers;
+            if (!critical_first || critical == (pass == 0)) s->order[n++] = slot;
+        }
+    uint64_t readers = rfi_min_u64(rfi_min_u64(12, rfi_cpu_count()), s->total_bytes / (2 * RFI_STAGING_BYTES));
+    s->n_readers_max = (uint32_t)rfi_min_u64(s->desc.n_readers ? s->desc.n_readers : readers, RFI_MAX_READERS);
+    s->n_buffers_max = 2 * (uint32_t)rfi_max_u64(s->n_readers_max, 1);
+}
+
+/* Make the store of a plan's weights: every tensor unloaded, nothing of the file read. The plan becomes the store's,
+ * also if it fails; then nothing is left. */
+static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const rf_model_desc *desc, rfi_store **out,
+                                rf_error *err) {
+    const rf_allocator *alloc = rfi_gguf_allocator(g);
+    rfi_store *s = (rfi_store *)rfi_alloc(alloc, 1, sizeof *s, "lazy tensors", err);
+    rf_result r = s ? rfi_lot_init(&s->lot, err) : RF_ERR_MEMORY;
     if (r != RF_OK) {
-        pthread_mutex_destroy(&s->copying);
+        rfi_plan_free(alloc, plan);
+        rfi_free(alloc, s);
         return r;
     }
-    s->tensors =
-        (rfi_tensor *)rfi_alloc(rfi_gguf_allocator(g), plan->n_weights, sizeof *s->tensors, "lazy tensors", err);
-    r = s->tensors ? d->api->table_create(d->dev, plan, &s->table, err) : RF_ERR_MEMORY;
+    pthread_mutex_init(&s->lane, NULL); /* default mutexes and conditions cannot fail on Linux */
+    pthread_mutex_init(&s->lock, NULL);
+    pthread_cond_init(&s->changed, NULL);
+    s->g = g;
+    s->device = d;
+    s->plan = *plan;
+    s->desc = *desc;
+    s->reports_end = &s->reports;
+    s->tensors = (rfi_tensor *)rfi_alloc(alloc, plan->n_weights, sizeof *s->tensors, "lazy tensors", err);
+    s->order = (uint32_t *)rfi_alloc(alloc, plan->n_weights, sizeof *s->order, "lazy tensors", err);
+    s->uses = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->uses, "lazy tensors", err);
+    s->use_offset = (uint64_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->use_offset, "lazy tensors", err);
+    r = s->tensors && s->order && s->uses && s->use_offset ? RF_OK : RF_ERR_MEMORY;
+    if (r == RF_OK) r = d->api->table_create(d->dev, &s->plan, &s->table, err);
     if (r == RF_OK) r = d->api->queue_create(d->dev, &s->queue, err);
-    for (uint32_t slot = 0; r == RF_OK && slot < plan->n_weights; slot++) {
-        rf_gguf_get_tensor(g, plan->weights[slot].tensor, &s->tensors[slot].info);
-        s->total_bytes += plan->weights[slot].size_bytes;
-    }
-    if (r != RF_OK) rfi_store_close(s);
+    if (r == RF_OK) rfi_store_describe(s);
+    if (r != RF_OK) rfi_store_free(s);
+    else *out = s;
     return r;
 }
 
@@ -6480,14 +7504,14 @@ typedef struct rfi_null {
     rf_allocator alloc;
     _Atomic uint64_t n_calls;
     uint64_t fail_call;
-    uint32_t fail_forever;
+    uint32_t fail_forever, fail_late;
     _Atomic int64_t n_live; /* objects and memory blocks not released yet */
 } rfi_null;
 
 typedef struct rfi_null_table {
     rfi_null *dev;
     const rf_plan *plan;
-    uint32_t *rows; /* [n_weights] written so far */
+    _Atomic uint32_t *rows; /* [n_weights] written so far */
 } rfi_null_table;
 
 typedef struct rfi_null_plan {
@@ -6649,6 +7673,7 @@ static rf_result rfi_null_device_open(uint32_t index, const rf_device_desc *desc
     d->alloc = desc->allocator;
     d->fail_call = desc->fail_call;
     d->fail_forever = desc->fail_forever;
+    d->fail_late = desc->fail_late;
     rf_result r = rfi_null_call(d, "device_open", err);
     if (r != RF_OK) rfi_free(&desc->allocator, d);
     else *out = (rf_dev *)(void *)d;
@@ -6705,7 +7730,7 @@ static rf_result rfi_null_table_create(rf_dev *d, const rf_plan *plan, rf_table 
     if (r != RF_OK) return r;
     rfi_null_table *t = (rfi_null_table *)rfi_alloc(&dev->alloc, 1, sizeof *t, "a weight table", err);
     if (!t) return RF_ERR_MEMORY;
-    t->rows = (uint32_t *)rfi_alloc(&dev->alloc, plan->n_weights, sizeof *t->rows, "a weight table", err);
+    t->rows = (_Atomic uint32_t *)rfi_alloc(&dev->alloc, plan->n_weights, sizeof *t->rows, "a weight table", err);
     if (!t->rows) {
         rfi_free(&dev->alloc, t);
         return RF_ERR_MEMORY;
@@ -6720,7 +7745,7 @@ static rf_result rfi_null_table_create(rf_dev *d, const rf_plan *plan, rf_table 
 static void rfi_null_table_release(rf_table *table) {
     rfi_null_table *t = rfi_null_table_of(table);
     rfi_null *dev = t->dev;
-    rfi_free(&dev->alloc, t->rows);
+    rfi_free(&dev->alloc, (void *)t->rows);
     rfi_free(&dev->alloc, t);
     atomic_fetch_sub(&dev->n_live, 1);
 }
@@ -6735,15 +7760,29 @@ static rf_result rfi_null_weight_write(rf_table *table, rf_queue *q, const rf_we
     rfi_null_table *t = rfi_null_table_of(table);
     RFI_UNUSED(q);
     memset(ticket, 0, sizeof *ticket);
-    rf_result r = rfi_null_call(t->dev, "weight_write", err);
-    if (r != RF_OK) return r;
+    rf_error late;
+    rfi_clear(&late);
+    rf_result r = rfi_null_call(t->dev, "weight_write", t->dev->fail_late ? &late : err);
+    if (r != RF_OK && !t->dev->fail_late) return r;
+    if (r != RF_OK) { /* a ticket that is not done and will fail */
+        *ticket = (rf_ticket){q, late.where};
+    }
     const rf_plan_weight *w = part->slot < t->plan->n_weights ? &t->plan->weights[part->slot] : NULL;
     if (!w || !part->mem || !part->src || part->offset + w->size_bytes > part->mem->size_bytes ||
-        part->row0 != t->rows[part->slot] % w->n_rows || (uint64_t)part->row0 + part->n_rows > w->n_rows)
+        part->n_rows == 0 || (uint64_t)part->row0 + part->n_rows > w->n_rows ||
+        atomic_fetch_add(&t->rows[part->slot], part->n_rows) + part->n_rows > w->n_rows)
         return rfi_fail(err, RF_ERR_ARGUMENT, part->slot, "null: weight_write of slot %u, rows %u + %u, does not fit",
                         part->slot, part->row0, part->n_rows);
-    t->rows[part->slot] = part->row0 + part->n_rows;
     return RF_OK;
+}
+
+static int rfi_null_ticket_done(const rf_ticket *ticket) { return ticket->value == 0; }
+
+static rf_result rfi_null_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err) {
+    RFI_UNUSED(timeout_ms);
+    if (ticket->value == 0) return RF_OK;
+    return rfi_fail_sys(err, RF_ERR_DEVICE, -1, ticket->value, "null: weight_write, call %llu of the device, fails late",
+                        RFI_LLU(ticket->value));
 }
 
 static void rfi_null_weight_clear(rf_table *table, uint32_t slot) { rfi_null_table_of(table)->rows[slot] = 0; }
@@ -6874,8 +7913,8 @@ static const rf_device_api rfi_null_api = {
     .mem_read = rfi_null_mem_read,
     .mem_copy = rfi_null_mem_copy,
     .mem_fill = rfi_null_mem_fill,
-    .ticket_done = rfi_cpu_ticket_done,
-    .ticket_wait = rfi_cpu_ticket_wait,
+    .ticket_done = rfi_null_ticket_done,
+    .ticket_wait = rfi_null_ticket_wait,
     .queue_after = rfi_cpu_queue_after,
     .op_supported = rfi_null_op_supported,
     .plan_prepare = rfi_null_plan_prepare,
@@ -6893,8 +7932,8 @@ struct rf_model {
     rf_gguf *g;
     rf_device *device;
     rfi_config config;
-    rf_plan plan;
-    rfi_store store;
+    rf_plan plan;     /* the store's */
+    rfi_store *store; /* shared with other models of this file on this device */
     rfi_log log;
     rf_string name;
     char *pre_tokenizer; /* forced name, or NULL        */
@@ -6914,7 +7953,11 @@ struct rf_session {
     uint32_t n_segments;
     uint32_t *segment_slots; /* slots of segment i: [segment_first[i], segment_first[i + 1])    */
     uint32_t *segment_first; /* [n_segments + 1]                                                */
-    uint32_t n_pinned;       /* segments pinned by the eval in progress                         */
+    uint32_t n_pinned;       /* segments whose resident weights the eval in progress has pinned */
+    uint32_t *held;          /* [n_held] slots of these                                         */
+    uint32_t *held_streamed; /* [n_held_streamed] slots of the segment in progress              */
+    uint32_t n_held, n_held_streamed;
+    uint64_t loading_epoch;  /* when the eval in progress began                                 */
     uint32_t *lengths;       /* [n_seq_max] tokens held                                         */
     uint32_t *ends;          /* [n_seq_max] the same after the eval in progress                 */
     int32_t *tokens;         /* [n_seq_max, n_ctx]; -1 where a row came as floats               */
@@ -6985,7 +8028,6 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
     fits &= rfi_place(&host, &unused, d->n_batch, (uint64_t)plan->n_embd + 8, sizeof(float));
     fits &= rfi_place(&host, &unused, d->n_seq_max, (uint64_t)d->n_ctx + 2, sizeof(int32_t));
     out->host_bytes = host;
-    out->weight_bytes = m->store.total_bytes;
     return fits ? RF_OK : rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: sizes do not fit 64 bits");
 }
 
@@ -6995,7 +8037,8 @@ ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_de
     rfi_clear(err);
     if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_forecast: model or out is NULL");
     rf_result r = rfi_session_resolve(m, desc, &d, err);
-    return r == RF_OK ? rfi_session_layout(m, &d, NULL, NULL, out, err) : r;
+    if (r == RF_OK) r = rfi_session_layout(m, &d, NULL, NULL, out, err);
+    return r == RF_OK ? rfi_store_forecast(m->store, out, err) : r;
 }
 
 /* ---- open and close ---- */
@@ -7014,6 +8057,8 @@ static void rfi_session_release(rf_session *s) {
     rfi_free(alloc, s->buffer_offset);
     rfi_free(alloc, s->state_offset);
     rfi_free(alloc, s->segment_slots);
+    rfi_free(alloc, s->held);
+    rfi_free(alloc, s->held_streamed);
     rfi_free(alloc, s->segment_first);
     rfi_free(alloc, s->lengths);
     rfi_free(alloc, s->ends);
@@ -7037,6 +8082,8 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
         (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops + 1, sizeof *s->segment_first, "segments", err);
     s->segment_slots =
         (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->segment_slots, "segments", err);
+    s->held = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->held, "segments", err);
+    s->held_streamed = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->held_streamed, "segments", err);
     s->lengths = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->lengths, "sequence lengths", err);
     s->ends = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->ends, "sequence lengths", err);
     s->rows = (rf_step_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->rows, "batch rows", err);
@@ -7044,7 +8091,7 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     s->logit_rows = (uint32_t *)rfi_alloc(alloc, d->n_batch, sizeof *s->logit_rows, "batch rows", err);
     s->tokens = (int32_t *)rfi_alloc_aligned(alloc, (uint64_t)d->n_seq_max * d->n_ctx * sizeof *s->tokens, 64,
                                              "token history", err);
-    if (!s->buffer_offset || !s->state_offset || !s->segment_first || !s->segment_slots || !s->lengths ||
+    if (!s->buffer_offset || !s->state_offset || !s->segment_first || !s->segment_slots || !s->held || !s->held_streamed || !s->lengths ||
         !s->ends || !s->rows || !s->forward_rows || !s->logit_rows || !s->tokens)
         return RF_ERR_MEMORY;
     rf_result r =
@@ -7061,22 +8108,12 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     return r;
 }
 
-/* Which weights each segment needs, every one once. segment_first comes in holding first ops. */
+/* Which weights each segment (a layer's ops) needs, every one once. */
 static void rfi_session_segment_slots(rf_session *s) {
-    const rf_plan *plan = &s->m->plan;
-    uint32_t n = 0;
-    for (uint32_t seg = 0; seg < s->n_segments; seg++) {
-        uint32_t first = s->segment_first[seg],
-                 last = seg + 1 < s->n_segments ? s->segment_first[seg + 1] : plan->n_ops, start = n;
-        s->segment_first[seg] = n;
-        for (uint32_t i = first; i < last; i++) {
-            const uint32_t slots[2] = {plan->ops[i].weight, plan->ops[i].extra};
-            for (int k = 0; k < 2; k++) {
-                int known = slots[k] == RF_NONE;
-                for (uint32_t j = start; j < n && !known; j++) known = s->segment_slots[j] == slots[k];
-                if (!known) s->segment_slots[n++] = slots[k];
-            }
-        }
+    uint32_t n = 0, at = 0;
+    for (uint32_t segment = 0; segment < s->n_segments; segment++) {
+        s->segment_first[segment] = n;
+        n += rfi_layer_slots(&s->m->plan, &at, s->segment_slots + n);
     }
     s->segment_first[s->n_segments] = n;
 }
@@ -7095,7 +8132,7 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
     if (r != RF_OK) return r;
     rf_plan_bind bind = {
         .plan = &m->plan,
-        .table = m->store.table,
+        .table = m->store->table,
         .scratch = s->scratch,
         .state = s->state,
         .buffer_offset = s->buffer_offset,
@@ -7121,6 +8158,7 @@ ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc
     s->m = m;
     rf_result r = rfi_session_resolve(m, desc, &s->desc, err);
     if (r == RF_OK) r = rfi_session_build(s, err);
+    if (r == RF_OK && m->store->desc.load_policy == RF_LOAD_PRELOAD) r = rfi_store_preload(m->store, NULL, 0, err);
     if (r != RF_OK) {
         rfi_session_release(s);
         return r;
@@ -7173,28 +8211,58 @@ static rf_result rfi_eval_check(rf_session *s, const rf_row *rows, uint32_t n_ro
     return RF_OK;
 }
 
-/* Pin the weights of a segment, loading what is missing, and have the kernel read ahead for the next one. */
+/* Pin the weights of a segment, loading what is missing; the session's queue waits for copies that are on their way. */
 static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
-    rfi_store *store = &s->m->store;
-    uint32_t first = s->segment_first[segment], last = s->segment_first[segment + 1];
-    if (segment + 1 < s->n_segments)
-        for (uint32_t j = last; j < s->segment_first[segment + 2]; j++)
-            rfi_store_advise(store, s->segment_slots[j]);
-    for (uint32_t i = first; i < last; i++) {
-        rf_result r = rfi_store_pin(store, s->segment_slots[i], err);
-        if (r == RF_OK) continue;
-        while (i-- > first) rfi_store_unpin(store, s->segment_slots[i]);
-        return r;
+    rfi_store *store = s->m->store;
+    rf_result r = RF_OK;
+    for (uint32_t i = s->segment_first[segment]; r == RF_OK && i < s->segment_first[segment + 1]; i++) {
+        uint32_t slot = s->segment_slots[i];
+        rfi_tensor *t = &store->tensors[slot];
+        if (t->streamed) {
+            r = rfi_stream_pin(store, slot, s->loading_epoch, err);
+            if (r == RF_OK) s->held_streamed[s->n_held_streamed++] = slot;
+        } else if (segment >= s->n_pinned) {
+            r = rfi_store_pin(store, slot, s->loading_epoch, err);
+            if (r == RF_OK) s->held[s->n_held++] = slot;
+        } else {
+            continue; /* by an earlier micro-batch, which has also waited for the copy */
+        }
+        if (r == RF_OK && !atomic_load_explicit(&t->arrived, memory_order_acquire))
+            r = s->m->device->api->queue_after(s->queue, &t->written, err);
     }
-    s->n_pinned = segment + 1;
+    if (r == RF_OK && segment >= s->n_pinned) s->n_pinned = segment + 1;
+    return r;
+}
+
+/* Nothing of the eval is running: find copies that failed, unpin everything. */
+static rf_result rfi_eval_unpin(rf_session *s, rf_result r, rf_error *err) {
+    rfi_store *store = s->m->store;
+    rfi_stream_release(store, s->held_streamed, s->n_held_streamed, NULL);
+    for (uint32_t i = 0; i < s->n_held; i++) {
+        rf_result arrived = rfi_store_arrived(store, s->held[i], r == RF_OK ? err : NULL);
+        if (r == RF_OK) r = arrived;
+        rfi_store_unpin(store, s->held[i]);
+    }
+    if (r == RF_OK) r = rfi_stream_arrived(store, err);
+    s->n_pinned = s->n_held = s->n_held_streamed = 0;
+    return r;
+}
+
+/* Segments [first, last): cancel, pin, run. */
+static rf_result rfi_eval_segments(rf_session *s, uint32_t first, uint32_t last, const rf_step *step,
+                                   rf_ticket *ticket, rf_error *err) {
+    rf_result r = RF_OK;
+    if (atomic_load_explicit(&s->cancel, memory_order_relaxed) && atomic_exchange(&s->cancel, 0))
+        return rfi_fail(err, RF_ERR_CANCELLED, first, "rf_eval: cancelled by rf_session_cancel");
+    for (uint32_t segment = first; r == RF_OK && segment < last; segment++) r = rfi_eval_pin(s, segment, err);
+    if (r == RF_OK) r = s->m->device->api->plan_run(s->prepared, s->queue, first, last, step, ticket, err);
+    if (r != RF_OK) return r;
+    rfi_stream_release(s->m->store, s->held_streamed, s->n_held_streamed, ticket);
+    s->n_held_streamed = 0;
     return RF_OK;
 }
 
-static void rfi_eval_unpin(rf_session *s) {
-    for (uint32_t i = 0; i < s->segment_first[s->n_pinned]; i++)
-        rfi_store_unpin(&s->m->store, s->segment_slots[i]);
-    s->n_pinned = 0;
-}
+#define RFI_WHOLE_STEP_ROWS 8u
 
 /* One micro-batch through all segments. s->ends holds where each sequence goes on. */
 static rf_result rfi_eval_batch(rf_session *s, const rf_row *rows, uint32_t n_rows, uint32_t first_logits_row,
@@ -7222,12 +8290,14 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_row *rows, uint32_t n_ro
     *n_logits = step.n_logits;
     rf_ticket ticket = {0};
     rf_result r = RF_OK;
-    for (uint32_t segment = 0; r == RF_OK && segment < s->n_segments; segment++) {
-        if (atomic_load_explicit(&s->cancel, memory_order_relaxed) && atomic_exchange(&s->cancel, 0))
-            r = rfi_fail(err, RF_ERR_CANCELLED, segment, "rf_eval: cancelled by rf_session_cancel");
-        if (r == RF_OK && segment >= s->n_pinned) r = rfi_eval_pin(s, segment, err);
-        if (r == RF_OK) r = api->plan_run(s->prepared, s->queue, segment, segment + 1, &step, &ticket, err);
-    }
+    rfi_stream_walk(s->m->store);
+    /* a few rows on a GPU, everything loaded: one call, which the device may run as a graph */
+    uint32_t span = n_rows <= RFI_WHOLE_STEP_ROWS && s->m->device->is_gpu &&
+                            atomic_load(&s->m->store->tensors_loaded) == s->m->plan.n_weights
+                        ? s->n_segments
+                        : 1;
+    for (uint32_t segment = 0; r == RF_OK && segment < s->n_segments; segment += span)
+        r = rfi_eval_segments(s, segment, segment + span, &step, &ticket, err);
     /* also after a failure: the step's arrays and the pinned weights are in use until then */
     rf_result waited = api->ticket_wait(&ticket, RFI_WAIT_MS, r == RF_OK ? err : NULL);
     return r == RF_OK ? waited : r;
@@ -7242,23 +8312,37 @@ static rf_result rfi_eval_read(rf_session *s, uint32_t buffer, void *dst, uint32
     return r == RF_OK ? api->ticket_wait(&ticket, RFI_WAIT_MS, err) : r;
 }
 
+/* All micro-batches, and the ids of the largest logits. */
+static rf_result rfi_eval_run(rf_session *s, const rf_row *rows, uint32_t n_rows, uint32_t *n_logits, rf_error *err) {
+    rfi_store *store = s->m->store;
+    rf_result r = RF_OK;
+    s->loading_epoch = atomic_load(&store->epoch);
+    if (store->n_uses) pthread_mutex_lock(&store->lane);
+    if (store->n_uses || atomic_load(&store->tensors_loaded) < s->m->plan.n_weights) rfi_store_want(store, NULL, 0);
+    for (uint32_t at = 0; r == RF_OK && at < n_rows;) {
+        uint32_t n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_rows - at), more = 0;
+        r = rfi_eval_batch(s, rows + at, n, *n_logits, &more, err);
+        *n_logits += more;
+        at += n;
+    }
+    if (r == RF_OK && *n_logits) r = rfi_eval_read(s, s->m->plan.argmax, s->argmax, *n_logits, err);
+    r = rfi_eval_unpin(s, r, err);
+    if (store->n_uses) pthread_mutex_unlock(&store->lane);
+    return r;
+}
+
 ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_rows, rf_error *err) {
     rfi_clear(err);
     if (!s || !rows || n_rows == 0)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_eval: session or rows is NULL, or there are no rows");
     s->n_logits = s->logits_copied = 0;
     rf_result r = rfi_eval_check(s, rows, n_rows, err);
+    if (r == RF_OK) r = rfi_store_begin(s->m->store, err);
     if (r != RF_OK) return r;
     memcpy(s->ends, s->lengths, s->desc.n_seq_max * sizeof *s->ends);
     uint32_t n_logits = 0;
-    for (uint32_t at = 0; r == RF_OK && at < n_rows;) {
-        uint32_t n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_rows - at), more = 0;
-        r = rfi_eval_batch(s, rows + at, n, n_logits, &more, err);
-        n_logits += more;
-        at += n;
-    }
-    if (r == RF_OK && n_logits) r = rfi_eval_read(s, s->m->plan.argmax, s->argmax, n_logits, err);
-    rfi_eval_unpin(s);
+    r = rfi_eval_run(s, rows, n_rows, &n_logits, err);
+    rfi_store_end(s->m->store);
     if (r != RF_OK) return r;
     memcpy(s->lengths, s->ends, s->desc.n_seq_max * sizeof *s->lengths);
     s->n_logits = n_logits;
@@ -9597,11 +10681,22 @@ ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *d
     rf_device *d = (rf_device *)rfi_alloc(&resolved.allocator, 1, sizeof *d, "a device", err);
     if (!d) return RF_ERR_MEMORY;
     d->alloc = resolved.allocator;
+    d->budget_bytes = resolved.budget_bytes;
+    r = rfi_lot_init(&d->lot, err);
+    if (r != RF_OK) {
+        rfi_free(&resolved.allocator, d);
+        return r;
+    }
     r = !name || strcmp(name, "auto") == 0 ? rfi_device_open_auto(d, &resolved, err)
                                            : rfi_device_open_named(d, name, &resolved, err);
-    if (r != RF_OK) rfi_free(&resolved.allocator, d);
-    else *out = d;
-    return r;
+    if (r != RF_OK) {
+        rfi_lot_destroy(&d->lot);
+        rfi_free(&resolved.allocator, d);
+        return r;
+    }
+    d->is_gpu = rf_device_get_info(d).is_gpu;
+    *out = d;
+    return RF_OK;
 }
 
 ROCMFORGE_API rf_result rf_device_close(rf_device *d, rf_error *err) {
@@ -9611,6 +10706,7 @@ ROCMFORGE_API rf_result rf_device_close(rf_device *d, rf_error *err) {
     if (n) return rfi_fail(err, RF_ERR_BUSY, 0, "device %s: %u models are open on it", d->api->name, n);
     rf_allocator alloc = d->alloc;
     d->api->device_close(d->dev);
+    rfi_lot_destroy(&d->lot);
     rfi_free(&alloc, d);
     return RF_OK;
 }
@@ -9647,30 +10743,73 @@ static void rfi_model_report_unused(const rf_model *m) {
     }
 }
 
+/* The store of this file's weights on this device: another model's, or a new one. */
+static rf_result rfi_model_store(rf_model *m, const rf_model_desc *desc, rf_error *err) {
+    rf_device *d = m->device;
+    rf_plan plan;
+    rf_result r = rfi_plan_build(m->g, &m->config, &plan, err);
+    if (r != RF_OK) return r;
+    for (uint32_t i = 0; r == RF_OK && i < plan.n_ops; i++)
+        r = d->api->op_supported(d->dev, &plan, &plan.ops[i], err);
+    pthread_mutex_lock(&d->lot.mutex);
+    rfi_store *s = d->stores;
+    while (s && s->g != m->g) s = s->next;
+    if (r != RF_OK || s) {
+        rfi_plan_free(rfi_gguf_allocator(m->g), &plan);
+    } else {
+        r = rfi_store_open(m->g, d, &plan, desc, &s, err);
+        if (r == RF_OK) {
+            s->progress_owner = m;
+            s->next = d->stores;
+            d->stores = s;
+        }
+    }
+    if (r == RF_OK) {
+        s->n_models++;
+        m->store = s;
+        m->plan = s->plan;
+    }
+    pthread_mutex_unlock(&d->lot.mutex);
+    return r;
+}
+
+static void rfi_model_drop_store(rf_model *m) {
+    rfi_store *s = m->store, **at = &m->device->stores;
+    if (!s) return;
+    pthread_mutex_lock(&m->device->lot.mutex);
+    if (s->progress_owner == m) { /* its callback ends with it; one that runs is waited for */
+        pthread_mutex_lock(&s->lock);
+        s->desc.progress_fn = NULL;
+        while (s->report_running) pthread_cond_wait(&s->changed, &s->lock);
+        pthread_mutex_unlock(&s->lock);
+    }
+    int last = --s->n_models == 0;
+    while (last && *at != s) at = &(*at)->next;
+    if (last) *at = s->next;
+    pthread_mutex_unlock(&m->device->lot.mutex);
+    if (last) rfi_store_free(s);
+}
+
 static rf_result rfi_model_build(rf_model *m, const rf_model_desc *desc, rf_error *err) {
     const rf_allocator *alloc = rfi_gguf_allocator(m->g);
     rf_kv kv;
+    if (desc->load_policy > RF_LOAD_CRITICAL_FIRST || desc->stream_policy > RF_STREAM_LRU)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_open: load_policy %u or stream_policy %u is not known",
+                        desc->load_policy, desc->stream_policy);
     rf_result r = rfi_config_read(m->g, &m->config, err);
     if (r == RF_OK) r = rfi_key_text(m->g, NULL, "general.name", &m->name, &kv, err);
-    if (r == RF_OK) r = rfi_plan_build(m->g, &m->config, &m->plan, err);
-    if (r == RF_OK && desc && desc->pre_tokenizer) {
+    if (r == RF_OK && desc->pre_tokenizer) {
         size_t n = strlen(desc->pre_tokenizer) + 1;
         m->pre_tokenizer = (char *)rfi_alloc(alloc, n, 1, "a name", err);
         if (!m->pre_tokenizer) r = RF_ERR_MEMORY;
         else memcpy(m->pre_tokenizer, desc->pre_tokenizer, n);
     }
-    for (uint32_t i = 0; r == RF_OK && i < m->plan.n_ops; i++)
-        r = m->device->api->op_supported(m->device->dev, &m->plan, &m->plan.ops[i], err);
-    if (r == RF_OK) r = rfi_store_open(&m->store, m->g, m->device, &m->plan, err);
-    if (r != RF_OK || !desc) return r;
-    m->store.progress_fn = desc->progress_fn;
-    m->store.progress_user = desc->progress_user;
-    return r;
+    return r == RF_OK ? rfi_model_store(m, desc, err) : r;
 }
 
 static void rfi_model_free(rf_model *m) {
     const rf_allocator *alloc = rfi_gguf_allocator(m->g);
-    rfi_plan_free(alloc, &m->plan);
+    rfi_model_drop_store(m);
     rfi_free(alloc, m->config.layers);
     rfi_free(alloc, m->pre_tokenizer);
     rfi_free(alloc, m);
@@ -9686,7 +10825,8 @@ ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_d
     m->g = g;
     m->device = d;
     m->log = *rfi_gguf_log(g);
-    rf_result r = rfi_model_build(m, desc, err);
+    static const rf_model_desc defaults = {0};
+    rf_result r = rfi_model_build(m, desc ? desc : &defaults, err);
     if (r != RF_OK) {
         rfi_model_free(m);
         return r;
@@ -9706,7 +10846,6 @@ ROCMFORGE_API rf_result rf_model_close(rf_model *m, rf_error *err) {
     rf_gguf *g = m->g;
     rf_device *d = m->device;
     rf_tokenizer_close(m->tokenizer);
-    rfi_store_close(&m->store);
     rfi_model_free(m);
     rfi_gguf_drop(g);
     atomic_fetch_sub(&d->n_held, 1);
@@ -9727,7 +10866,7 @@ ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m) {
     info.head_dim = m->config.head_dim;
     info.n_ctx_train = m->config.n_ctx_train;
     info.n_tensors = m->plan.n_weights;
-    info.weight_bytes = m->store.total_bytes;
+    info.weight_bytes = m->store->total_bytes;
     for (uint32_t i = 0; i < m->plan.n_weights; i++) {
         const rf_plan_weight *w = &m->plan.weights[i];
         info.n_params += (uint64_t)w->n_in * w->n_rows;
@@ -9747,30 +10886,35 @@ static uint32_t rfi_model_slot(const rf_model *m, const char *name) {
     return RF_NONE;
 }
 
-static rf_result rfi_model_load_slot(rf_model *m, uint32_t slot, rf_error *err) {
-    rf_result r = rfi_store_pin(&m->store, slot, err);
-    if (r == RF_OK) rfi_store_unpin(&m->store, slot);
-    return r;
-}
-
 ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_error *err) {
     rfi_clear(err);
     if (!m || !name) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_load_tensor: model or name is NULL");
     uint32_t slot = rfi_model_slot(m, name);
     if (slot == RF_NONE)
         return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: the plan uses no tensor %s", rfi_gguf_path(m->g), name);
-    return rfi_model_load_slot(m, slot, err);
+    uint64_t epoch = atomic_load(&m->store->epoch);
+    rf_result r = rfi_store_begin(m->store, err);
+    if (r != RF_OK) return r;
+    if (m->store->tensors[slot].streamed)
+        r = rfi_fail(err, RF_ERR_MEMORY, slot, "%s is beyond the budget: it is streamed by rf_eval, not kept", name);
+    else r = rfi_store_pin(m->store, slot, epoch, err);
+    if (r == RF_OK) {
+        r = rfi_store_arrived(m->store, slot, err);
+        rfi_store_unpin(m->store, slot);
+    }
+    rfi_store_end(m->store);
+    return r;
 }
 
 ROCMFORGE_API int rf_model_is_tensor_loaded(const rf_model *m, const char *name) {
     uint32_t slot = rfi_model_slot(m, name);
-    return slot != RF_NONE && rfi_cell_is_ready(&m->store.tensors[slot].cell);
+    return slot != RF_NONE && rfi_cell_is_ready(&m->store->tensors[slot].cell);
 }
 
 ROCMFORGE_API int rf_model_is_layer_loaded(const rf_model *m, uint32_t layer) {
     if (!m || layer >= m->config.n_layers) return 0;
     for (uint32_t i = 0; i < m->plan.n_weights; i++)
-        if (m->plan.weights[i].layer == (int32_t)layer && !rfi_cell_is_ready(&m->store.tensors[i].cell)) return 0;
+        if (m->plan.weights[i].layer == (int32_t)layer && !rfi_cell_is_ready(&m->store->tensors[i].cell)) return 0;
     return 1;
 }
 
@@ -9783,30 +10927,28 @@ ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *lay
         if (layers[i] >= m->config.n_layers)
             return rfi_fail(err, RF_ERR_ARGUMENT, layers[i],
                             "rf_model_preload_layers: layer %u, the model has %u", layers[i], m->config.n_layers);
-    for (uint32_t i = 0; i < n_layers; i++)
-        for (uint32_t w = 0; w < m->plan.n_weights; w++) {
-            if (m->plan.weights[w].layer != (int32_t)layers[i]) continue;
-            rf_result r = rfi_model_load_slot(m, w, err);
-            if (r != RF_OK) return r;
-        }
-    return RF_OK;
+    static const uint32_t no_layers[1] = {0};
+    return rfi_store_preload(m->store, layers ? layers : no_layers, n_layers, err);
 }
 
 ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err) {
     rfi_clear(err);
     if (!m) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_preload_all: model is NULL");
-    for (uint32_t w = 0; w < m->plan.n_weights; w++) {
-        rf_result r = rfi_model_load_slot(m, w, err);
-        if (r != RF_OK) return r;
-    }
-    return RF_OK;
+    return rfi_store_preload(m->store, NULL, 0, err);
+}
+
+ROCMFORGE_API void rf_model_cancel_loading(rf_model *m) {
+    if (!m) return;
+    pthread_mutex_lock(&m->store->lock);
+    rfi_loader_cancel(m->store);
+    pthread_mutex_unlock(&m->store->lock);
 }
 
 ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m) {
     rf_loading_stats st;
     memset(&st, 0, sizeof st);
     if (!m) return st;
-    const rfi_store *s = &m->store;
+    const rfi_store *s = m->store;
     st.tensors_loaded = atomic_load(&s->tensors_loaded);
     st.bytes_loaded = atomic_load(&s->bytes_loaded);
     st.device_bytes = atomic_load(&s->device_bytes);
@@ -9818,14 +10960,20 @@ ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m) {
     st.device_allocations = atomic_load(&s->device_allocations);
     st.wait_seconds = 1e-9 * (double)atomic_load(&s->wait_ns);
     st.load_seconds = 1e-9 * (double)atomic_load(&s->load_ns);
+    st.bytes_read = atomic_load(&s->bytes_read);
+    if (st.load_seconds > 0) st.gb_per_second = 1e-9 * (double)atomic_load(&s->bytes_total) / st.load_seconds;
     return st;
 }
 
 ROCMFORGE_API rf_result rf_model_clear_gpu_cache(rf_model *m, uint32_t *left, rf_error *err) {
-    uint32_t n = 0;
     rfi_clear(err);
     if (!m) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_clear_gpu_cache: model is NULL");
-    for (uint32_t slot = 0; slot < m->plan.n_weights; slot++) n += !rfi_store_evict(&m->store, slot);
+    rfi_store *s = m->store;
+    pthread_mutex_lock(&s->device->lot.mutex); /* so that nobody begins to use it meanwhile */
+    int idle = s->n_active == 0;
+    uint32_t n = rfi_store_clear(s, idle);
+    if (idle) s->arranged = 0; /* and its share of the budget is free */
+    pthread_mutex_unlock(&s->device->lot.mutex);
     if (left) *left = n;
     return RF_OK;
 }
@@ -9839,9 +10987,9 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
     rfi_clear(err);
     if (out) *out = NULL;
     if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_get_tokenizer: model or out is NULL");
-    rf_result r = rfi_cell_acquire(&m->tokenizer_cell, &m->store.lot, rfi_model_tokenizer_load, m, NULL, err);
+    rf_result r = rfi_cell_acquire(&m->tokenizer_cell, &m->store->lot, rfi_model_tokenizer_load, m, NULL, err);
     if (r != RF_OK) return r;
-    rfi_cell_unpin(&m->tokenizer_cell); /* it is never evicted */
+    rfi_cell_unpin(&m->tokenizer_cell, &m->store->lot); /* it is never evicted */
     *out = m->tokenizer;
     return RF_OK;
 }

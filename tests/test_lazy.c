@@ -233,7 +233,8 @@ static void test_odd_address(void) {
           "%s", r.err.text);
     CHECK(rf_device_open("cpu", NULL, &r.d, &r.err) == RF_OK && rf_model_open(r.g, r.d, NULL, &r.m, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, want, sizeof got) == 0, "%s", r.err.text);
-    CHECK(rf_model_get_loading_stats(r.m).device_bytes == rf_gguf_get_info(r.g).data_bytes, "copied");
+    uint64_t bytes = rf_model_get_loading_stats(r.m).device_bytes, data = rf_gguf_get_info(r.g).data_bytes;
+    CHECK(bytes >= data && bytes < data + 256 * (uint64_t)rf_model_get_info(r.m).n_tensors, "copied: %llu", (unsigned long long)bytes);
     rig_close(&r);
     mg_free(&shifted);
     mg_free(&dk.file);
@@ -372,7 +373,8 @@ static void test_big_file(void) {
     CHECK(rf_model_load_tensor(m, "token_embd.weight", &err) == RF_OK && rf_model_is_tensor_loaded(m, "token_embd.weight"), "%s", err.text);
     CHECK(rf_model_preload_layers(m, (uint32_t[]){31}, 1, &err) == RF_OK, "%s", err.text);
     rss = resident(path);
-    CHECK(rss <= limit, "binding tensors made %lld bytes resident", (long long)rss);
+    int64_t layer = (int64_t)rf_model_get_loading_stats(m).bytes_loaded - (int64_t)rf_model_get_plan(m)->weights[0].size_bytes;
+    CHECK(rss >= layer && rss <= limit + layer + (1 << 20), "%lld bytes resident, the layer has %lld", (long long)rss, (long long)layer);
     rf_loading_stats st = rf_model_get_loading_stats(m);
     CHECK(st.tensors_loaded == 10 && st.device_bytes == 0 && st.device_allocations == 0, "used in place");
     rf_session_close(s);
@@ -404,7 +406,8 @@ static void test_loading(void) {
         CHECK(!rf_model_is_tensor_loaded(r.m, "blk.0.ffn_up.weight"), "another tensor");
         st = rf_model_get_loading_stats(r.m);
         EXPECT(tensors_loaded, 1), EXPECT(bytes_loaded, up), EXPECT(hits, 0), EXPECT(misses, 1), EXPECT(loads, 1), EXPECT(failures, 0);
-        EXPECT(device_bytes, mode == MAPPED ? 0 : up), EXPECT(device_allocations, mode != MAPPED);
+        EXPECT(device_bytes, mode == MAPPED ? 0 : all), EXPECT(device_allocations, mode != MAPPED);
+        EXPECT(bytes_read, mode == MAPPED ? 0 : up);
         CHECK(rf_model_load_tensor(r.m, "blk.1.ffn_up.weight", &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_model_preload_layers(r.m, (uint32_t[]){1}, 1, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_model_is_layer_loaded(r.m, 1) && !rf_model_is_layer_loaded(r.m, 0), "layer 1");
@@ -416,8 +419,8 @@ static void test_loading(void) {
         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && rf_model_is_layer_loaded(r.m, 0), "%s", r.err.text);
         CHECK(rf_model_is_tensor_loaded(r.m, "token_embd.weight") && rf_model_is_tensor_loaded(r.m, "output_norm.weight"), "outside the layers");
         st = rf_model_get_loading_stats(r.m);
-        EXPECT(tensors_loaded, 21), EXPECT(bytes_loaded, all), EXPECT(hits, 2 + 18 + 9), EXPECT(misses, 21), EXPECT(loads, 21), EXPECT(evictions, 0);
-        EXPECT(device_bytes, mode == MAPPED ? 0 : all), EXPECT(device_allocations, mode == MAPPED ? 0 : 21);
+        EXPECT(tensors_loaded, 21), EXPECT(bytes_loaded, all), EXPECT(hits, 2 + 9 + 9), EXPECT(misses, 21), EXPECT(loads, 21), EXPECT(evictions, 0);
+        EXPECT(device_bytes, mode == MAPPED ? 0 : all), EXPECT(device_allocations, mode != MAPPED);
         CHECK(st.load_seconds > 0 && st.wait_seconds >= st.load_seconds && st.wait_seconds < 60, "%g s of %g s", st.load_seconds, st.wait_seconds);
 
         CHECK(rf_model_load_tensor(r.m, "no.such.tensor", &r.err) == RF_ERR_NOT_FOUND && strstr(r.err.text, "no.such.tensor"), "%s", r.err.text);
@@ -650,7 +653,7 @@ static void test_one_load_each(void) {
         if (mode != MAPPED) {
             CHECK(atomic_load(&dk.data_bytes) == rf_gguf_get_info(r.g).data_bytes, "%llu bytes read, the file has %llu",
                   (unsigned long long)atomic_load(&dk.data_bytes), (unsigned long long)rf_gguf_get_info(r.g).data_bytes);
-            EXPECT(device_allocations, n);
+            EXPECT(device_allocations, 1);
         }
         rig_close(&r);
         mg_free(&dk.file);
@@ -747,7 +750,7 @@ static void test_read_failure(void) {
         w[i] = (worker){.m = r.m};
         CHECK(pthread_create(&threads[i], NULL, load_one, &w[i]) == 0, "thread");
     }
-    while (n_waiters(&r.m->store, slot) < N - 1) sched_yield();
+    while (n_waiters(r.m->store, slot) < N - 1) sched_yield();
     CHECK(atomic_load(&dk.waiting) == 1 && !rf_model_is_tensor_loaded(r.m, "blk.0.ffn_down.weight"), "one reads, the others wait");
     atomic_store(&dk.blocked, 0);
     for (int i = 0; i < N; i++) {
@@ -852,13 +855,17 @@ static void test_every_device_failure(void) {
         uint32_t forever = round & 1;
         const char *device = round & 2 ? "repacking" : "null";
         disk_make(&dk, &(mg_options){.type = MG_Q4_0, .n_layers = 1, .bpe = 1});
-        for (rf_result res = RF_ERR_DEVICE; res != RF_OK && n < 2000; n++) {
+        int failed = 0;
+        for (uint64_t n_calls = 1; n <= n_calls && n < 2000; n++) { /* a failed allocation may be made up for by smaller ones */
             rig r;
             char call[32];
             memset(&r, 0, sizeof r);
             rf_device_desc dd = {.fail_call = n, .fail_forever = forever};
             snprintf(call, sizeof call, "call %llu ", (unsigned long long)n);
-            res = whole_life(&r, &dk, device, &dd, 0);
+            rf_result res = whole_life(&r, &dk, device, &dd, 0);
+            n_calls = r.d ? atomic_load(&((rfi_null *)(void *)r.d->dev)->n_calls) : n;
+            if (res != RF_OK) n_calls = n + 1; /* it ended early: there are more */
+            failed += res != RF_OK;
             CHECK(res == RF_OK || (res == RF_ERR_DEVICE && strstr(r.err.text, call) && r.err.where == n), "call %llu: %s: %s",
                   (unsigned long long)n, rf_result_name(res), r.err.text);
             if (res != RF_OK && !forever) { /* what failed works when asked again */
@@ -881,7 +888,7 @@ static void test_every_device_failure(void) {
             rig_close(&r);
         }
         printf("    %s device, %s: %llu calls\n", device, forever ? "for ever" : "once", (unsigned long long)n - 2);
-        CHECK(n > 40 && n < 2000, "%llu calls", (unsigned long long)n);
+        CHECK(failed > 30 && failed + 3 > (int)n - 2 && n < 2000, "%d of %llu calls failed", failed, (unsigned long long)n);
         mg_free(&dk.file);
     }
 }

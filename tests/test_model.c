@@ -762,8 +762,8 @@ static void test_logits_copy_fails(void) {
     int32_t id;
     mg_llama(&file, &(mg_options){.seed = 9});
     REQUIRE(rf_gguf_open_memory(file.data, file.n, NULL, &g, &err) == RF_OK, "%s", err.text);
-    int failed = 0;
-    for (uint64_t n = 1, done = 0; !done; n++) {
+    int failed = 0, n_failed = 0;
+    for (uint64_t n = 1, done = 0; !done && n < 500; n++) { /* a failed allocation may be made up for by smaller ones */
         rf_device *d = NULL;
         rf_model *m = NULL;
         rf_session *s = NULL;
@@ -775,7 +775,7 @@ static void test_logits_copy_fails(void) {
         if (res == RF_OK) res = rf_forward(s, (int32_t[]){1, 2}, 2, NULL, &err);
         if (res == RF_OK) {
             float *logits = rf_session_logits(s, 0);
-            done = logits != NULL;
+            done = logits != NULL && failed;
             if (!logits) {
                 failed++;
                 CHECK(rf_session_get_error(s, &err) == RF_ERR_DEVICE && strstr(err.text, "mem_read"), "%s", err.text);
@@ -793,10 +793,11 @@ static void test_logits_copy_fails(void) {
             CHECK(res == RF_OK || rf_session_length(s, 0) == 0, "a failed rf_forward kept tokens");
             if (res == RF_OK) res = rf_session_sample(s, 0, &warm, &id, &err);
         }
-        CHECK(done ? res == RF_OK : res == RF_ERR_DEVICE && err.code == res, "call %d: %s", (int)n, err.text);
+        CHECK(res == RF_OK || (!done && res == RF_ERR_DEVICE && err.code == res), "call %d: %s", (int)n, err.text);
+        n_failed += res != RF_OK;
         rf_session_close(s), rf_model_close(m, NULL), rf_device_close(d, NULL);
     }
-    CHECK(failed == 1, "%d copies failed", failed);
+    CHECK(failed == 1 && n_failed > 20, "%d copies, %d calls failed", failed, n_failed);
     rf_gguf_close(g, NULL);
     mg_free(&file);
 }

@@ -101,7 +101,7 @@ static void test_cell_error_then_success(void) {
     rf_error err;
     int loaded = 9;
     object_open(&o);
-    CHECK(!rfi_cell_is_ready(&o.cell) && !rfi_cell_try_pin(&o.cell) && atomic_load(&o.cell.word) == 0, "a new cell");
+    CHECK(!rfi_cell_is_ready(&o.cell) && !rfi_cell_try_pin(&o.cell, &o.lot) && atomic_load(&o.cell.word) == 0, "a new cell");
     CHECK(!rfi_cell_try_evict(&o.cell), "nothing to evict");
     o.outcome = RF_ERR_IO;
     for (int i = 1; i <= 3; i++) {
@@ -114,8 +114,8 @@ static void test_cell_error_then_success(void) {
     CHECK(object_acquire(&o, &loaded, &err) == RF_OK && loaded && err.code == RF_OK, "%s", err.text);
     CHECK(rfi_cell_is_ready(&o.cell) && pins(&o) == 1 && atomic_load(&o.loads) == 5, "loaded and pinned once");
     CHECK(object_acquire(&o, &loaded, &err) == RF_OK && !loaded && pins(&o) == 2 && atomic_load(&o.loads) == 5, "found loaded");
-    rfi_cell_unpin(&o.cell);
-    rfi_cell_unpin(&o.cell);
+    rfi_cell_unpin(&o.cell, &o.lot);
+    rfi_cell_unpin(&o.cell, &o.lot);
     CHECK(pins(&o) == 0 && rfi_cell_is_ready(&o.cell), "unpinned and there");
     object_close(&o);
 }
@@ -125,15 +125,15 @@ static void test_cell_pins_block_eviction(void) {
     rf_error err;
     int loaded;
     object_open(&o);
-    CHECK(object_acquire(&o, NULL, &err) == RF_OK && rfi_cell_try_pin(&o.cell), "%s", err.text);
+    CHECK(object_acquire(&o, NULL, &err) == RF_OK && rfi_cell_try_pin(&o.cell, &o.lot), "%s", err.text);
     CHECK(!object_evict(&o), "two pins");
-    rfi_cell_unpin(&o.cell);
+    rfi_cell_unpin(&o.cell, &o.lot);
     CHECK(!object_evict(&o), "one pin");
-    rfi_cell_unpin(&o.cell);
+    rfi_cell_unpin(&o.cell, &o.lot);
     CHECK(object_evict(&o) && !rfi_cell_is_ready(&o.cell) && !object_evict(&o), "no pin");
-    CHECK(!rfi_cell_try_pin(&o.cell) && atomic_load(&o.cell.word) == 0, "a failed pin leaves nothing");
+    CHECK(!rfi_cell_try_pin(&o.cell, &o.lot) && atomic_load(&o.cell.word) == 0, "a failed pin leaves nothing");
     CHECK(object_acquire(&o, &loaded, &err) == RF_OK && loaded && atomic_load(&o.loads) == 2, "loads again");
-    rfi_cell_unpin(&o.cell);
+    rfi_cell_unpin(&o.cell, &o.lot);
     object_close(&o);
 }
 
@@ -144,7 +144,7 @@ static void test_cell_reentry(void) {
     o.reenter = 1;
     CHECK(object_acquire(&o, NULL, &err) == RF_OK && o.inner == RF_ERR_BUSY, "%s: %s", rf_result_name(o.inner), err.text);
     CHECK(atomic_load(&o.loads) == 1 && pins(&o) == 1, "loaded once");
-    rfi_cell_unpin(&o.cell);
+    rfi_cell_unpin(&o.cell, &o.lot);
     object_close(&o);
 }
 
@@ -189,7 +189,7 @@ static void test_cell_one_load(void) {
         loaded += u[i].loaded;
     }
     CHECK(loaded == 1 && atomic_load(&o.loads) == 1 && pins(&o) == MAX_THREADS, "%d loaded, %llu pins", loaded, (unsigned long long)pins(&o));
-    for (int i = 0; i < MAX_THREADS; i++) rfi_cell_unpin(&o.cell);
+    for (int i = 0; i < MAX_THREADS; i++) rfi_cell_unpin(&o.cell, &o.lot);
     CHECK(object_evict(&o), "nobody holds it");
     object_close(&o);
 }
@@ -208,7 +208,7 @@ static void test_cell_waiters_get_the_error(void) {
     o.outcome = RF_OK;
     many_ask(&o, u, 4);
     CHECK(u[0].result == RF_OK && u[3].result == RF_OK && pins(&o) == 4, "then it works");
-    for (int i = 0; i < 4; i++) rfi_cell_unpin(&o.cell);
+    for (int i = 0; i < 4; i++) rfi_cell_unpin(&o.cell, &o.lot);
     object_close(&o);
 }
 
@@ -219,9 +219,9 @@ static void test_cell_during_eviction(void) {
     pthread_t thread;
     object_open(&o);
     CHECK(object_acquire(&o, NULL, NULL) == RF_OK, "load");
-    rfi_cell_unpin(&o.cell);
+    rfi_cell_unpin(&o.cell, &o.lot);
     CHECK(rfi_cell_try_evict(&o.cell), "evict");
-    CHECK(!rfi_cell_is_ready(&o.cell) && !rfi_cell_try_pin(&o.cell) && !rfi_cell_try_evict(&o.cell), "neither pinned nor evicted twice");
+    CHECK(!rfi_cell_is_ready(&o.cell) && !rfi_cell_try_pin(&o.cell, &o.lot) && !rfi_cell_try_evict(&o.cell), "neither pinned nor evicted twice");
     CHECK(pthread_create(&thread, NULL, user_acquire, &u) == 0, "thread");
     while (n_waiters(&o) < 1) sched_yield();
     CHECK(atomic_load(&o.loads) == 1, "it does not load yet");
@@ -230,7 +230,7 @@ static void test_cell_during_eviction(void) {
     rfi_cell_evicted(&o.cell, &o.lot);
     pthread_join(thread, NULL);
     CHECK(u.result == RF_OK && u.loaded && atomic_load(&o.loads) == 2 && pins(&o) == 1, "%s", u.err.text);
-    rfi_cell_unpin(&o.cell);
+    rfi_cell_unpin(&o.cell, &o.lot);
     object_close(&o);
 }
 
@@ -255,7 +255,7 @@ static void *user_race(void *arg) {
         for (int i = 0; i < 4; i++) CHECK(*o->value == CANARY, "evicted under its user");
         if ((x >> 50 & 63) == 0) sched_yield();
         CHECK(*o->value == CANARY, "evicted under its user");
-        rfi_cell_unpin(&o->cell);
+        rfi_cell_unpin(&o->cell, &o->lot);
         u->n_used++;
     }
     return NULL;
