@@ -3094,13 +3094,14 @@ static void rfi_slabs_place(rfi_store *s, uint32_t from, uint64_t target) {
     }
 }
 
-/* The memory of a tensor that is about to load. A slab that cannot be had is cut into smaller ones. */
+/* The memory of a tensor that is about to load. A slab that cannot be had is cut into smaller ones; the first failure is
+ * the one that is told. */
 static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) {
+    rf_error why;
+    rfi_clear(&why);
     if (t->in_place) return RF_OK;
     for (;;) {
         rfi_slab *slab = t->streamed ? &s->ring : &s->slabs[t->slab];
-        rf_error why;
-        rfi_clear(&why);
         rf_result r = slab->mem.base ? RF_OK : rfi_slab_create(s, slab, &why);
         if (r == RF_OK && s->scratch_bytes && !s->scratch.base)
             r = s->device->api->mem_create(s->device->dev, s->scratch_bytes, &s->scratch, &why);
@@ -3888,7 +3889,7 @@ static void rfi_store_free(rfi_store *s) {
     const rf_allocator *alloc = rfi_gguf_allocator(s->g);
     pthread_mutex_lock(&s->lock);
     s->quit = 1;
-    rfi_loader_cancel(s);
+    if (s->tensors) rfi_loader_cancel(s);
     pthread_mutex_unlock(&s->lock);
     for (uint32_t i = 0; i < RFI_MAX_READERS; i++)
         if (s->readers[i].started) pthread_join(s->readers[i].thread, NULL);

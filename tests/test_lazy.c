@@ -758,7 +758,7 @@ static void test_read_failure(void) {
         CHECK(w[i].result == RF_ERR_IO && w[i].err.code == RF_ERR_IO && w[i].err.sys == EIO, "thread %d: %s: %s", i, rf_result_name(w[i].result), w[i].err.text);
     }
     rf_loading_stats st = rf_model_get_loading_stats(r.m);
-    CHECK(st.failures == 1 && st.loads == 0 && st.device_bytes == 0 && st.tensors_loaded == 0, "%llu failures", (unsigned long long)st.failures);
+    CHECK(st.failures == 1 && st.loads == 0 && st.bytes_loaded == 0 && st.tensors_loaded == 0, "%llu failures", (unsigned long long)st.failures);
     CHECK(rf_model_load_tensor(r.m, "blk.0.ffn_down.weight", &r.err) == RF_OK, "later: %s", r.err.text);
     rig_close(&r);
     mg_free(&dk.file);
@@ -829,20 +829,23 @@ static rf_result whole_life(rig *r, disk *dk, const char *device, const rf_devic
 static void test_every_allocation_failure(void) {
     for (int map = 0; map < 2; map++) {
         disk dk;
-        int64_t n = 1;
+        int64_t n = 1, failed = 0;
         disk_make(&dk, &(mg_options){.type = MG_Q4_0, .n_layers = 1, .bpe = 1, .bias = 1});
-        for (rf_result res = RF_ERR_MEMORY; res != RF_OK && n < 2000; n++) {
+        for (int64_t calls = 1; n <= calls && n < 2000; n++) {
             rig r;
             memset(&r, 0, sizeof r);
             r.mem.fail_call = n;
-            res = whole_life(&r, &dk, "cpu", &(rf_device_desc){.n_threads = 2}, map);
+            rf_result res = whole_life(&r, &dk, "cpu", &(rf_device_desc){.n_threads = 2}, map);
             CHECK(res == RF_OK || (res == RF_ERR_MEMORY && r.err.code == res && r.err.text[0]), "allocation %lld: %s: %s", (long long)n,
                   rf_result_name(res), r.err.text);
-            CHECK(res != RF_OK || atomic_load(&r.mem.calls) < n, "allocation %lld failed and nobody noticed", (long long)n);
+            failed += res != RF_OK;
+            calls = res != RF_OK ? n + 1 : atomic_load(&r.mem.calls); /* after a failure there may be more */
             rig_close(&r);
         }
-        printf("    %s: %lld allocations\n", map ? "mapped" : "copied", (long long)n - 2);
-        CHECK(n > 20 && n < 2000 && atomic_load(&dk.n_open) == 0, "%d handles are left", atomic_load(&dk.n_open));
+        printf("    %s: %lld of %lld allocations fail the call\n", map ? "mapped" : "copied", (long long)failed, (long long)n - 1);
+        /* device memory for weights may be made up for by smaller blocks */
+        CHECK(failed > 20 && failed >= n - (map ? 2 : 3) && atomic_load(&dk.n_open) == 0, "%lld of %lld, %d handles left", (long long)failed,
+              (long long)n - 1, atomic_load(&dk.n_open));
         mg_free(&dk.file);
     }
 }
