@@ -2915,7 +2915,7 @@ struct rf_device {
 
 #define RFI_STAGING_BYTES ((uint64_t)4 << 20) /* of a piece; more only if a row is longer                 */
 #define RFI_MAX_READERS   16u
-#define RFI_MAX_BUFFERS   (2 * RFI_MAX_READERS)
+#define RFI_MAX_STAGES   (2 * RFI_MAX_READERS)
 #define RFI_SLAB_BYTES    ((uint64_t)1 << 30) /* a device allocation for weights, or an eighth of them    */
 #define RFI_SLABS         8u
 #define RFI_MAX_SLABS     64u                 /* if allocations fail they are halved                      */
@@ -2949,6 +2949,13 @@ typedef struct rfi_slab {
     uint64_t size_bytes;
     uint32_t n_bound;
 } rfi_slab;
+
+/* What stays on the device, and what goes through the ring. */
+typedef struct rfi_arrangement {
+    uint8_t *streamed; /* [n_weights]                              */
+    uint32_t *slots;   /* [2 * n_ops] of a layer, while it is made */
+    uint64_t resident_bytes, ring_bytes;
+} rfi_arrangement;
 
 typedef enum rfi_stage_state { RFI_STAGE_ABSENT, RFI_STAGE_FREE, RFI_STAGE_FILLING, RFI_STAGE_FLYING } rfi_stage_state;
 
@@ -2986,6 +2993,7 @@ struct rfi_store {
     uint64_t allotment; /* bytes of the budget that are ours, if arranged */
     uint64_t last_used;
     int arranged;
+    rfi_arrangement arrangement;
 
     pthread_mutex_t lane; /* held by the eval that streams */
 
@@ -3003,8 +3011,8 @@ struct rfi_store {
     uint32_t *order;   /* [n_weights] in which wanted slots are taken */
     _Atomic uint64_t epoch; /* a cancel ends the loads of earlier ones */
     uint64_t host_pinned_bytes;
-    rfi_stage buffers[RFI_MAX_BUFFERS];
-    uint32_t n_buffers_max;
+    rfi_stage stages[RFI_MAX_STAGES];
+    uint32_t n_stages_max;
     rfi_reader readers[RFI_MAX_READERS];
     uint32_t n_readers_max, n_running;
     int quit;
@@ -3219,58 +3227,64 @@ static void rfi_tensor_break(rfi_store *s, uint32_t slot, const rf_error *why) {
     if (!t->loading && rfi_cell_break(&t->cell)) atomic_fetch_add(&s->failures, 1);
 }
 
-/* A buffer to fill: a free one, one whose copy is done, a new one, or the one whose copy ends next. */
+/* Wait for the copy that reads a staging buffer. */
+static void rfi_stage_land(rfi_store *s, rfi_stage *b) { /* lock held, released meanwhile */
+    rf_error own;
+    rfi_clear(&own);
+    b->state = RFI_STAGE_FILLING;
+    pthread_mutex_unlock(&s->lock);
+    rf_result r = s->device->api->ticket_wait(&b->ticket, RFI_WAIT_MS, &own);
+    pthread_mutex_lock(&s->lock);
+    if (r != RF_OK) rfi_tensor_break(s, b->slot, &own);
+}
+
+/* A buffer to fill: a free one, one whose copy is done, a new one, or the one whose copy ends next. If no more can be
+ * had, those that there are must do. */
 static rf_result rfi_stage_take(rfi_store *s, rfi_stage **out, rf_error *err) { /* lock held, released meanwhile */
     const rf_device_api *api = s->device->api;
+    uint64_t bytes = rfi_max_u64(RFI_STAGING_BYTES, s->row_bytes_max);
+    rf_error why;
+    rfi_clear(&why);
     for (;;) {
-        rfi_stage *oldest = NULL, *absent = NULL, *ready = NULL;
-        for (uint32_t i = 0; i < s->n_buffers_max; i++) {
-            rfi_stage *b = &s->buffers[i];
-            if (b->state == RFI_STAGE_ABSENT) absent = b;
-            if (b->state == RFI_STAGE_FREE) ready = b;
+        rfi_stage *oldest = NULL, *absent = NULL;
+        uint32_t n_busy = 0;
+        for (uint32_t i = 0; i < s->n_stages_max; i++) {
+            rfi_stage *b = &s->stages[i];
+            n_busy += b->state == RFI_STAGE_FILLING;
+            if (b->state == RFI_STAGE_ABSENT && why.code == RF_OK) absent = b;
+            if (b->state == RFI_STAGE_FREE) {
+                b->state = RFI_STAGE_FILLING;
+                *out = b;
+                return RF_OK;
+            }
             if (b->state == RFI_STAGE_FLYING && (!oldest || b->ticket.value < oldest->ticket.value)) oldest = b;
         }
-        if (!ready && oldest && (!absent || api->ticket_done(&oldest->ticket))) ready = oldest;
-        rf_error own;
-        rfi_clear(&own);
-        if (ready) {
-            int flying = ready->state == RFI_STAGE_FLYING;
-            ready->state = RFI_STAGE_FILLING;
-            if (flying) {
-                pthread_mutex_unlock(&s->lock);
-                rf_result r = api->ticket_wait(&ready->ticket, RFI_WAIT_MS, &own);
-                pthread_mutex_lock(&s->lock);
-                if (r != RF_OK) rfi_tensor_break(s, ready->slot, &own);
-            }
-            *out = ready;
+        if (oldest && (!absent || api->ticket_done(&oldest->ticket))) {
+            rfi_stage_land(s, oldest);
+            *out = oldest;
             return RF_OK;
         }
         if (absent) {
             absent->state = RFI_STAGE_FILLING;
             pthread_mutex_unlock(&s->lock);
-            rf_result r = api->host_create(s->device->dev, rfi_max_u64(RFI_STAGING_BYTES, s->row_bytes_max), &absent->mem,
-                                           &own);
+            rf_result r = api->host_create(s->device->dev, bytes, &absent->mem, &why);
             pthread_mutex_lock(&s->lock);
-            if (r == RF_OK) {
-                *out = absent;
-                return RF_OK;
-            }
+            *out = absent;
+            if (r == RF_OK) return RF_OK;
             absent->state = RFI_STAGE_ABSENT;
-            uint32_t n = 0;
-            for (uint32_t i = 0; i < s->n_buffers_max; i++) n += s->buffers[i].state != RFI_STAGE_ABSENT;
-            if (n == 0) {
-                if (err && err->code == RF_OK) *err = own;
-                return r;
-            }
+        } else if (n_busy == 0) {
+            if (err && err->code == RF_OK) *err = why;
+            return why.code;
+        } else {
+            pthread_cond_wait(&s->changed, &s->lock);
         }
-        pthread_cond_wait(&s->changed, &s->lock);
     }
 }
 
 /* Free the staging memory; nobody loads. */
 static void rfi_stages_release(rfi_store *s) { /* lock held */
-    for (uint32_t i = 0; i < s->n_buffers_max; i++) {
-        rfi_stage *b = &s->buffers[i];
+    for (uint32_t i = 0; i < s->n_stages_max; i++) {
+        rfi_stage *b = &s->stages[i];
         rf_error own;
         rfi_clear(&own);
         if (b->state != RFI_STAGE_FREE && b->state != RFI_STAGE_FLYING) continue;
@@ -3641,11 +3655,6 @@ static rf_result rfi_stream_arrived(rfi_store *s, rf_error *err) {
 
 /* ---- budget: what is resident, what is streamed ---- */
 
-/* What an arrangement decides. */
-typedef struct rfi_arrangement {
-    uint8_t *streamed; /* [n_weights] 1: through the ring */
-    uint64_t resident_bytes, ring_bytes;
-} rfi_arrangement;
 
 /* The next layer's weights from op *at on, every one once, into slots (room for two per op): how many. */
 static uint32_t rfi_layer_slots(const rf_plan *plan, uint32_t *at, uint32_t *slots) {
@@ -3662,7 +3671,9 @@ static uint32_t rfi_layer_slots(const rf_plan *plan, uint32_t *at, uint32_t *slo
 }
 
 /* The least ring that lets the streamed weights of a layer be there together, wherever the ring has come to. */
-static uint64_t rfi_ring_least(const rfi_store *s, const uint8_t *streamed, uint32_t *slots) {
+static uint64_t rfi_ring_least(const rfi_store *s, const rfi_arrangement *a) {
+    const uint8_t *streamed = a->streamed;
+    uint32_t *slots = a->slots;
     uint64_t least = 0;
     for (uint32_t at = 0; at < s->plan.n_ops;) {
         uint32_t n = rfi_layer_slots(&s->plan, &at, slots), n_streamed = 0;
@@ -3682,7 +3693,7 @@ static uint64_t rfi_ring_least(const rfi_store *s, const uint8_t *streamed, uint
 /* Decide for `limit` bytes. Dense models read every weight for every token, so which ones stay does not matter for the
  * bytes that are streamed; a prefix of the plan lets a token begin while the ring fills. What is used twice (tied
  * embeddings) and the last layer, the widest, stay if they can: the ring needs to be as large as the widest layer. */
-static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement *a, uint32_t *slots, rf_error *err) {
+static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement *a, rf_error *err) {
     const rf_plan *plan = &s->plan;
     uint64_t total = 0;
     for (uint32_t i = 0; i < plan->n_weights; i++) total += s->tensors[i].bytes;
@@ -3703,7 +3714,7 @@ static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement
             a->streamed[i] = 0;
             a->resident_bytes += s->tensors[i].bytes;
         }
-        least = rfi_ring_least(s, a->streamed, slots);
+        least = rfi_ring_least(s, a);
         if (least <= limit && a->resident_bytes <= limit - least) break;
     }
     if (least > limit || a->resident_bytes > limit - least)
@@ -3724,7 +3735,9 @@ static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement
 }
 
 /* Put an arrangement into effect; nothing is loaded. */
-static void rfi_store_apply(rfi_store *s, const rfi_arrangement *a, uint32_t *slots) {
+static void rfi_store_apply(rfi_store *s) {
+    const rfi_arrangement *a = &s->arrangement;
+    uint32_t *slots = a->slots;
     pthread_mutex_lock(&s->lock);
     s->n_uses = 0;
     for (uint32_t i = 0; i < s->plan.n_weights; i++) s->tensors[i].streamed = a->streamed[i];
@@ -3795,54 +3808,50 @@ static rfi_store *rfi_store_oldest(const rfi_store *s) { /* device.lot held */
 
 /* Have a share of the device's budget: the least recently used models give way, those in use are waited for. */
 static rf_result rfi_store_arrange(rfi_store *s, rf_error *err) { /* device.lot held */
-    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
-    rfi_arrangement a = {.streamed = (uint8_t *)rfi_alloc(alloc, s->plan.n_weights, 1, "residency", err)};
-    uint32_t *slots = (uint32_t *)rfi_alloc(alloc, (uint64_t)s->plan.n_ops * 2, sizeof *slots, "residency", err);
-    rf_result r = a.streamed && slots ? RF_OK : RF_ERR_MEMORY;
-    while (r == RF_OK && !s->arranged) {
-        uint64_t others, limit = rfi_store_limit(s, &others), own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
-        uint64_t want = rfi_min_u64(own, s->device_bytes_needed);
+    uint64_t own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
+    uint64_t want = rfi_min_u64(own, s->device_bytes_needed);
+    for (;;) {
+        uint64_t others, limit = rfi_store_limit(s, &others);
         rfi_store *oldest = others && (others > limit || limit - others < want) ? rfi_store_oldest(s) : NULL;
         if (oldest) {
             rfi_store_clear(oldest, 1);
             oldest->arranged = 0;
             continue;
         }
-        rf_error own_err;
-        rfi_clear(&own_err);
-        r = rfi_arrange(s, rfi_min_u64(own, limit > others ? limit - others : 0), &a, slots, &own_err);
-        if (r == RF_OK) {
-            rfi_store_apply(s, &a, slots);
-        } else if (others) {
-            pthread_cond_wait(&s->device->lot.wake, &s->device->lot.mutex); /* until a model in use becomes idle */
-            r = RF_OK;
-        } else if (err && err->code == RF_OK) {
-            *err = own_err;
+        rf_error why;
+        rfi_clear(&why);
+        uint64_t share = rfi_min_u64(own, limit > others ? limit - others : 0);
+        if (rfi_arrange(s, share, &s->arrangement, &why) == RF_OK) {
+            rfi_store_apply(s);
+            return RF_OK;
         }
+        if (others == 0) {
+            if (err && err->code == RF_OK) *err = why;
+            return why.code;
+        }
+        pthread_cond_wait(&s->device->lot.wake, &s->device->lot.mutex); /* until a model in use becomes idle */
     }
-    rfi_free(alloc, a.streamed);
-    rfi_free(alloc, slots);
-    return r;
 }
 
-/* What the weights would take of the device now. */
-static rf_result rfi_store_forecast(rfi_store *s, rf_forecast *out, rf_error *err) {
+/* What the weights would take of the device now, if all others gave way. */
+static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_error *err) {
     const rf_allocator *alloc = rfi_gguf_allocator(s->g);
-    rfi_arrangement a = {.streamed = (uint8_t *)rfi_alloc(alloc, s->plan.n_weights, 1, "residency", err)};
-    uint32_t *slots = (uint32_t *)rfi_alloc(alloc, (uint64_t)s->plan.n_ops * 2, sizeof *slots, "residency", err);
-    rf_result r = a.streamed && slots ? RF_OK : RF_ERR_MEMORY;
+    uint64_t others, own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
+    rfi_arrangement a = {0};
+    a.streamed = (uint8_t *)rfi_alloc(alloc, s->plan.n_weights, 1, "a forecast", err);
+    a.slots = (uint32_t *)rfi_alloc(alloc, (uint64_t)s->plan.n_ops * 2, sizeof *a.slots, "a forecast", err);
+    rf_result r = a.streamed && a.slots ? RF_OK : RF_ERR_MEMORY;
     if (r == RF_OK) {
-        uint64_t others, limit, own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
         pthread_mutex_lock(&s->device->lot.mutex);
-        limit = rfi_store_limit(s, &others); /* others would give way */
+        uint64_t limit = rfi_store_limit(s, &others);
         pthread_mutex_unlock(&s->device->lot.mutex);
-        r = rfi_arrange(s, rfi_min_u64(own, limit), &a, slots, err);
+        r = rfi_arrange(s, rfi_min_u64(own, limit), &a, err);
     }
     for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++)
         if (a.streamed[i]) out->streamed_bytes += s->tensors[i].bytes;
     out->weight_bytes = a.resident_bytes + a.ring_bytes;
     rfi_free(alloc, a.streamed);
-    rfi_free(alloc, slots);
+    rfi_free(alloc, a.slots);
     return r;
 }
 
@@ -3902,6 +3911,8 @@ static void rfi_store_free(rfi_store *s) {
     rfi_free(alloc, s->order);
     rfi_free(alloc, s->uses);
     rfi_free(alloc, s->use_offset);
+    rfi_free(alloc, s->arrangement.streamed);
+    rfi_free(alloc, s->arrangement.slots);
     rfi_plan_free(alloc, &s->plan);
     pthread_cond_destroy(&s->changed);
     pthread_mutex_destroy(&s->lock);
@@ -3936,7 +3947,7 @@ static void rfi_store_describe(rfi_store *s) {
         }
     uint64_t readers = rfi_min_u64(rfi_min_u64(12, rfi_cpu_count()), s->total_bytes / (2 * RFI_STAGING_BYTES));
     s->n_readers_max = (uint32_t)rfi_min_u64(s->desc.n_readers ? s->desc.n_readers : readers, RFI_MAX_READERS);
-    s->n_buffers_max = 2 * (uint32_t)rfi_max_u64(s->n_readers_max, 1);
+    s->n_stages_max = 2 * (uint32_t)rfi_max_u64(s->n_readers_max, 1);
 }
 
 /* Make the store of a plan's weights: every tensor unloaded, nothing of the file read. The plan becomes the store's,
@@ -3963,7 +3974,10 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     s->order = (uint32_t *)rfi_alloc(alloc, plan->n_weights, sizeof *s->order, "lazy tensors", err);
     s->uses = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->uses, "lazy tensors", err);
     s->use_offset = (uint64_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->use_offset, "lazy tensors", err);
-    r = s->tensors && s->order && s->uses && s->use_offset ? RF_OK : RF_ERR_MEMORY;
+    rfi_arrangement *a = &s->arrangement;
+    a->streamed = (uint8_t *)rfi_alloc(alloc, plan->n_weights, sizeof *a->streamed, "lazy tensors", err);
+    a->slots = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *a->slots, "lazy tensors", err);
+    r = s->tensors && s->order && s->uses && s->use_offset && a->streamed && a->slots ? RF_OK : RF_ERR_MEMORY;
     if (r == RF_OK) r = d->api->table_create(d->dev, &s->plan, &s->table, err);
     if (r == RF_OK) r = d->api->queue_create(d->dev, &s->queue, err);
     if (r == RF_OK) rfi_store_describe(s);
