@@ -3637,8 +3637,8 @@ static rf_result rfi_store_arrived(rfi_store *s, uint32_t slot, rf_error *err) {
     pthread_mutex_lock(&s->lock);
     rfi_tensor_break(s, slot, &own);
     pthread_mutex_unlock(&s->lock);
-    return rfi_fail_sys(err, own.code, own.sys, slot, "%s: its copy to the device failed: %.*s",
-                        s->plan.weights[slot].name, 320, own.text);
+    return rfi_fail_sys(err, own.code, own.sys, slot, "%.*s (the copy of %s)", RF_ERROR_TEXT_BYTES - 96, own.text,
+                        s->plan.weights[slot].name);
 }
 
 /* The same for what the ring held during an eval that has finished. */
