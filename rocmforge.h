@@ -963,7 +963,8 @@ typedef struct rf_device_api {
     rf_result (*plan_run)(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                           rf_ticket *ticket, rf_error *err);
     void (*plan_release)(rf_prepared *p);
-    /* microseconds of each op in the last run that was timed (0: done along with an earlier one); us == NULL switches timing on (n = 1) or off (n = 0) */
+    /* microseconds of each op in the last run that was timed, 0 for one done along with another; us == NULL switches
+     * timing on (n = 1) or off (n = 0) */
     rf_result (*times)(rf_prepared *p, float *us, uint32_t n, rf_error *err);
 } rf_device_api;
 
@@ -5264,22 +5265,22 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
 #define RFI_WEIGH_PARAMS const void *v, uint32_t n_pos, uint32_t head_dim_v, const float *p, uint64_t p_stride, \
                          uint32_t n_cols, float *out, uint64_t out_stride
 
-/* The table of an instruction set, its name the argument. */
-#define RFI_KERNELS(isa, text)                                                                                        \
+/* The table of an instruction set, its name the argument; what it does not do better comes from that of `base`. */
+#define RFI_KERNELS(isa, base, text)                                                                                  \
     static const rfi_kernels rfi_kernels_##isa;                                                                       \
     static void rfi_attention_##isa(const rfi_attention *a) { rfi_attention_all(&rfi_kernels_##isa, a); }             \
     static const rfi_kernels rfi_kernels_##isa = {                                                                    \
-        .name = #isa, .arch_text = text, .quantize = rfi_quantize_##isa,                                              \
-        .matmul = {[RF_TYPE_F32] = rfi_##isa##_matmul_F32, [RF_TYPE_F16] = rfi_##isa##_matmul_F16,                    \
-                   [RF_TYPE_BF16] = rfi_##isa##_matmul_BF16, [RF_TYPE_Q8_0] = rfi_##isa##_matmul_Q8_0,                \
+        .name = #isa, .arch_text = text, .quantize = rfi_quantize_##base,                                             \
+        .matmul = {[RF_TYPE_F32] = rfi_##base##_matmul_F32, [RF_TYPE_F16] = rfi_##base##_matmul_F16,                  \
+                   [RF_TYPE_BF16] = rfi_##base##_matmul_BF16, [RF_TYPE_Q8_0] = rfi_##isa##_matmul_Q8_0,               \
                    [RF_TYPE_Q4_0] = rfi_##isa##_matmul_Q4_0, [RF_TYPE_Q4_1] = rfi_##isa##_matmul_Q4_1,                \
                    [RF_TYPE_Q5_0] = rfi_##isa##_matmul_Q5_0, [RF_TYPE_Q5_1] = rfi_##isa##_matmul_Q5_1,                \
                    [RF_TYPE_Q4_K] = rfi_##isa##_matmul_Q4_K, [RF_TYPE_Q5_K] = rfi_##isa##_matmul_Q5_K,                \
                    [RF_TYPE_Q6_K] = rfi_##isa##_matmul_Q6_K},                                                         \
-        .rms_norm = rfi_rms_norm_##isa, .silu_mul = rfi_silu_mul_##isa, .add = rfi_add_##isa,                         \
-        .rope = rfi_rope_##isa, .f32_to_f16 = rfi_f32_to_f16_##isa, .softmax = rfi_softmax_##isa,                     \
-        .weigh = {[RF_CACHE_F16] = rfi_##isa##_weigh_F16, [RF_CACHE_F32] = rfi_##isa##_weigh_F32},                    \
-        .scores = {[RF_CACHE_F16] = rfi_##isa##_scores_F16, [RF_CACHE_F32] = rfi_##isa##_scores_F32},                 \
+        .rms_norm = rfi_rms_norm_##base, .silu_mul = rfi_silu_mul_##base, .add = rfi_add_##base,                      \
+        .rope = rfi_rope_##base, .f32_to_f16 = rfi_f32_to_f16_##base, .softmax = rfi_softmax_##base,                  \
+        .weigh = {[RF_CACHE_F16] = rfi_##base##_weigh_F16, [RF_CACHE_F32] = rfi_##base##_weigh_F32},                  \
+        .scores = {[RF_CACHE_F16] = rfi_##base##_scores_F16, [RF_CACHE_F32] = rfi_##base##_scores_F32},               \
         .attention = rfi_attention_##isa,                                                                             \
     };
 
@@ -5429,17 +5430,18 @@ RFI_INLINE void rfi_scalar_dots_q(uint32_t nc, RFI_DOTS_Q_PARAMS) {
     }
 }
 
-#define RFI_ALL_TYPES(isa, TARGET, lanes, panels, cols)                                                              \
-    RFI_FLOAT(isa, TARGET, F32, 4)                                                                           \
-    RFI_FLOAT(isa, TARGET, F16, 2)                                                                           \
-    RFI_FLOAT(isa, TARGET, BF16, 2)                                                                          \
-    RFI_QUANT(isa, TARGET, Q8_0, rfi_##isa##_tile_eight, lanes, panels, cols)                                         \
-    RFI_QUANT(isa, TARGET, Q4_0, rfi_##isa##_tile_bias, lanes, panels, cols)                                         \
-    RFI_QUANT(isa, TARGET, Q4_1, rfi_##isa##_tile_min, lanes, panels, cols)                                          \
-    RFI_QUANT(isa, TARGET, Q5_0, rfi_##isa##_tile_bias, lanes, panels, cols)                                         \
-    RFI_QUANT(isa, TARGET, Q5_1, rfi_##isa##_tile_min, lanes, panels, cols)                                          \
-    RFI_QUANT(isa, TARGET, Q4_K, rfi_##isa##_tile_min, lanes, panels, cols)                                          \
-    RFI_QUANT(isa, TARGET, Q5_K, rfi_##isa##_tile_min, lanes, panels, cols)                                          \
+#define RFI_FLOAT_TYPES(isa, TARGET) \
+    RFI_FLOAT(isa, TARGET, F32, 4)   \
+    RFI_FLOAT(isa, TARGET, F16, 2)   \
+    RFI_FLOAT(isa, TARGET, BF16, 2)
+#define RFI_QUANT_TYPES(isa, TARGET, lanes, panels, cols)                         \
+    RFI_QUANT(isa, TARGET, Q8_0, rfi_##isa##_tile_eight, lanes, panels, cols)     \
+    RFI_QUANT(isa, TARGET, Q4_0, rfi_##isa##_tile_bias, lanes, panels, cols)      \
+    RFI_QUANT(isa, TARGET, Q4_1, rfi_##isa##_tile_min, lanes, panels, cols)       \
+    RFI_QUANT(isa, TARGET, Q5_0, rfi_##isa##_tile_bias, lanes, panels, cols)      \
+    RFI_QUANT(isa, TARGET, Q5_1, rfi_##isa##_tile_min, lanes, panels, cols)       \
+    RFI_QUANT(isa, TARGET, Q4_K, rfi_##isa##_tile_min, lanes, panels, cols)       \
+    RFI_QUANT(isa, TARGET, Q5_K, rfi_##isa##_tile_min, lanes, panels, cols)       \
     RFI_QUANT(isa, TARGET, Q6_K, rfi_##isa##_tile_halves, lanes, panels, cols)
 
 #define rfi_scalar_tile_eight rfi_scalar_tile_bias
@@ -5447,8 +5449,9 @@ RFI_SCORES(scalar, , F16, 2, 16, 1)
 RFI_SCORES(scalar, , F32, 4, 16, 1)
 #define RFI_NO_TARGET
 RFI_ELEMENTWISE(scalar, RFI_NO_TARGET)
-RFI_ALL_TYPES(scalar, RFI_NO_TARGET, 1, 1, 8)
-RFI_KERNELS(scalar, "portable C")
+RFI_FLOAT_TYPES(scalar, RFI_NO_TARGET)
+RFI_QUANT_TYPES(scalar, RFI_NO_TARGET, 1, 1, 8)
+RFI_KERNELS(scalar, scalar, "portable C")
 
 #if defined(__x86_64__)
 
@@ -5891,8 +5894,9 @@ RFI_INLINE RFI_512 void rfi_avx512_q8(const float *x, rfi_q8 *out) {
 
 RFI_INLINE RFI_512 void rfi_avx512_f16(uint16_t *dst, const float *src, uint32_t n) {
     for (uint32_t i = 0; i < n; i += 16) {
+        const __mmask16 mask = rfi_512_mask(n - i);
         const __m512 v = rfi_512_load(RF_TYPE_F32, src, i, n - i);
-        _mm256_mask_storeu_epi16(dst + i, rfi_512_mask(n - i), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+        _mm256_mask_storeu_epi16(dst + i, mask, _mm512_maskz_cvtps_ph(mask, v, _MM_FROUND_TO_NEAREST_INT));
     }
 }
 
@@ -5940,8 +5944,9 @@ RFI_SCORES(avx512, RFI_512, F16, 2, 32, 8)
 RFI_SCORES(avx512, RFI_512, F32, 4, 32, 8)
 
 RFI_ELEMENTWISE(avx512, RFI_512)
-RFI_ALL_TYPES(avx512, RFI_512, 16, 2, 6)
-RFI_KERNELS(avx512, "avx512-vnni")
+RFI_FLOAT_TYPES(avx512, RFI_512)
+RFI_QUANT_TYPES(avx512, RFI_512, 16, 2, 6)
+RFI_KERNELS(avx512, avx512, "avx512-vnni")
 
 /* ---- AVX2 with FMA and F16C: 8 rows at once ---- */
 
@@ -6066,19 +6071,35 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
     }
 }
 
+/* sum + sums of 4 products, a unsigned, in one instruction: as assembly since compilers offer the intrinsic only to
+ * functions for such a processor, and these bodies serve AVX2 too. The tests define RFI_VNNI_EVEX to run them on
+ * machines that have the other encoding alone. */
+#if defined(RFI_VNNI_EVEX)
+#define RFI_VNNI __attribute__((target("avx512f,avx512vl,avx512vnni,avx2,fma,f16c")))
+#define RFI_VNNI_DOT "%{evex%} vpdpbusd %2, %1, %0"
+#else
+#define RFI_VNNI __attribute__((target("avxvnni,avx2,fma,f16c")))
+#define RFI_VNNI_DOT "%{vex%} vpdpbusd %2, %1, %0"
+#endif
+#define rfi_256_vnni(sum, a, x) __asm__(RFI_VNNI_DOT : "+x"(sum) : "x"(a), "x"(x))
+
 /* Sums of 4 products; a is unsigned unless signed_a. No 16-bit sum overflows: 128 * 127 * 2, or 63 * 127 * 2. */
-RFI_INLINE RFI_256 __m256i rfi_256_dot(int signed_a, __m256i a, __m256i x) {
-    const __m256i pairs =
-        signed_a ? _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(x, a)) : _mm256_maddubs_epi16(a, x);
-    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+RFI_INLINE RFI_256 __m256i rfi_256_dot(int vnni, int signed_a, __m256i a, __m256i x) {
+    if (signed_a) x = _mm256_sign_epi8(x, a), a = _mm256_abs_epi8(a);
+    if (vnni) {
+        __m256i sum = _mm256_setzero_si256();
+        rfi_256_vnni(sum, a, x);
+        return sum;
+    }
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(a, x), _mm256_set1_epi16(1));
 }
 
 RFI_INLINE RFI_256 __m256i rfi_256_sum4(const __m256i v[4]) {
     return _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
 }
 
-RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
-                                        float *acc) {
+RFI_INLINE RFI_256 void rfi_256_vector(int vnni, uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
+                                       float *acc) {
     const rfi_kind kind = rfi_kind_of(type);
     const uint32_t unit = rfi_unit_bytes(type), n_sums = kind == RFI_KIND_HALVES ? 2 : 1;
     const int is_signed = type == RF_TYPE_Q8_0, shift = rfi_bias_shift(type);
@@ -6102,7 +6123,7 @@ RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32
                 for (int j = 0; j < 4; j++) {
                     __m256i q[2];
                     rfi_256_values(type, r->row[4 * i + j] + offset, pair, q);
-                    dot[0][j] = rfi_256_dot(is_signed, q[0], xq[0]), dot[1][j] = rfi_256_dot(is_signed, q[1], xq[1]);
+                    for (int h = 0; h < 2; h++) dot[h][j] = rfi_256_dot(vnni, is_signed, q[h], xq[h]);
                     if (n_sums == 1) dot[0][j] = _mm256_add_epi32(dot[0][j], dot[1][j]);
                 }
                 for (uint32_t h = 0; h < n_sums; h++) sum[h][i] = rfi_256_sum4(dot[h]);
@@ -6131,7 +6152,7 @@ RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32
     _mm256_storeu_ps(acc, y);
 }
 
-RFI_INLINE RFI_256 void rfi_avx2_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {
+RFI_INLINE RFI_256 void rfi_256_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {
     for (uint32_t pair = 0; pair < 4; pair++) {
         __m256i v[2][2][4]; /* [half][rows 0..3, 4..7][row, then element of a lane] */
         for (int l = 0; l < 8; l++) {
@@ -6156,9 +6177,20 @@ RFI_INLINE RFI_256 void rfi_avx2_unpack(uint32_t type, const rfi_rows *r, uint64
 
 /* Half a group (4 times 4 values of 8 rows) times the columns' values. `bits` of the weights: up to 5 let four products
  * of pairs add up in 16 bits, 6 let two; 8 means signed. */
-RFI_INLINE RFI_256 void rfi_256_dots(int bits, const uint8_t *q, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols,
-                                     uint32_t at, __m256i sum[4]) {
+RFI_INLINE RFI_256 void rfi_256_dots(int vnni, int bits, const uint8_t *q, const rfi_q8 *x, uint64_t x_stride,
+                                     uint32_t n_cols, uint32_t at, __m256i sum[4]) {
     const uint32_t together = bits == 8 ? 1 : bits == 6 ? 2 : 4;
+    for (uint32_t u = 0; u < 4 && vnni; u++) {
+        __m256i w = rfi_256_load(q + u * 32);
+        const __m256i sign = w;
+        if (bits == 8) w = _mm256_abs_epi8(w);
+        for (uint32_t c = 0; c < n_cols; c++) {
+            __m256i xc = _mm256_set1_epi32((int)rfi_load_u32(x[c * x_stride].q + at + u * 4));
+            if (bits == 8) xc = _mm256_sign_epi8(xc, sign);
+            rfi_256_vnni(sum[c], w, xc);
+        }
+    }
+    if (vnni) return;
     for (uint32_t u = 0; u < 4; u += together) {
         __m256i pairs[4];
         for (uint32_t v = 0; v < together; v++) {
@@ -6175,7 +6207,7 @@ RFI_INLINE RFI_256 void rfi_256_dots(int bits, const uint8_t *q, const rfi_q8 *x
     }
 }
 
-RFI_INLINE RFI_256 void rfi_256_tile(rfi_kind kind, int bits, uint32_t nc, RFI_TILE_PARAMS) {
+RFI_INLINE RFI_256 void rfi_256_tile(int vnni, rfi_kind kind, int bits, uint32_t nc, RFI_TILE_PARAMS) {
     const uint32_t n_halves = kind == RFI_KIND_HALVES ? 2 : 1;
     __m256 y[4];
     RFI_UNUSED(n_cols);
@@ -6191,8 +6223,8 @@ RFI_INLINE RFI_256 void rfi_256_tile(rfi_kind kind, int bits, uint32_t nc, RFI_T
                                                                       : 0;
                 sum[c] = _mm256_set1_epi32(b >> p->shift);
             }
-            rfi_256_dots(bits, q, x, x_stride, nc, h * 16, sum);
-            if (n_halves == 1) rfi_256_dots(bits, q + 128, x, x_stride, nc, 16, sum);
+            rfi_256_dots(vnni, bits, q, x, x_stride, nc, h * 16, sum);
+            if (n_halves == 1) rfi_256_dots(vnni, bits, q + 128, x, x_stride, nc, 16, sum);
             for (uint32_t c = 0; c < nc; c++) {
                 const __m256 d = _mm256_mul_ps(s, _mm256_set1_ps(x[c * x_stride].d));
                 y[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[c]), d, y[c]);
@@ -6202,17 +6234,18 @@ RFI_INLINE RFI_256 void rfi_256_tile(rfi_kind kind, int bits, uint32_t nc, RFI_T
     for (uint32_t c = 0; c < nc; c++) _mm256_storeu_ps(acc + c * acc_stride, y[c]);
 }
 
-#define RFI_256_TILE(name, kind, bits)                                                                      \
-    static RFI_256 void rfi_avx2_tile_##name(RFI_TILE_PARAMS) {                                             \
-        if (n_cols == 4) rfi_256_tile(kind, bits, 4, RFI_TILE_ARGS);                                        \
-        else if (n_cols == 3) rfi_256_tile(kind, bits, 3, RFI_TILE_ARGS);                                   \
-        else if (n_cols == 2) rfi_256_tile(kind, bits, 2, RFI_TILE_ARGS);                                   \
-        else rfi_256_tile(kind, bits, 1, RFI_TILE_ARGS);                                                    \
+#define RFI_256_TILE(isa, TARGET, vnni, name, kind, bits)                        \
+    static TARGET void rfi_##isa##_tile_##name(RFI_TILE_PARAMS) {                \
+        if (n_cols == 4) rfi_256_tile(vnni, kind, bits, 4, RFI_TILE_ARGS);       \
+        else if (n_cols == 3) rfi_256_tile(vnni, kind, bits, 3, RFI_TILE_ARGS);  \
+        else if (n_cols == 2) rfi_256_tile(vnni, kind, bits, 2, RFI_TILE_ARGS);  \
+        else rfi_256_tile(vnni, kind, bits, 1, RFI_TILE_ARGS);                   \
     }
-RFI_256_TILE(bias, RFI_KIND_BIAS, 5)
-RFI_256_TILE(min, RFI_KIND_MIN, 5)
-RFI_256_TILE(halves, RFI_KIND_HALVES, 6)
-RFI_256_TILE(eight, RFI_KIND_BIAS, 8)
+#define RFI_256_TILES(isa, TARGET, vnni)                             \
+    RFI_256_TILE(isa, TARGET, vnni, bias, RFI_KIND_BIAS, 5)          \
+    RFI_256_TILE(isa, TARGET, vnni, min, RFI_KIND_MIN, 5)            \
+    RFI_256_TILE(isa, TARGET, vnni, halves, RFI_KIND_HALVES, 6)      \
+    RFI_256_TILE(isa, TARGET, vnni, eight, RFI_KIND_BIAS, 8)
 
 RFI_INLINE RFI_256 __m256 rfi_256_load8(uint32_t type, const void *p, uint64_t i) {
     if (type == RF_TYPE_F32) return _mm256_loadu_ps((const float *)p + i);
@@ -6378,8 +6411,20 @@ RFI_SCORES(avx2, RFI_256, F16, 2, 16, 4)
 RFI_SCORES(avx2, RFI_256, F32, 4, 16, 4)
 
 RFI_ELEMENTWISE(avx2, RFI_256)
-RFI_ALL_TYPES(avx2, RFI_256, 8, 1, 4)
-RFI_KERNELS(avx2, "avx2")
+RFI_FLOAT_TYPES(avx2, RFI_256)
+RFI_256_TILES(avx2, RFI_256, 0)
+#define rfi_avx2_vector(...) rfi_256_vector(0, __VA_ARGS__)
+#define rfi_avx2_unpack rfi_256_unpack
+RFI_QUANT_TYPES(avx2, RFI_256, 8, 1, 4)
+RFI_KERNELS(avx2, avx2, "avx2")
+
+/* ---- AVX2 with VNNI ---- */
+
+RFI_256_TILES(avxvnni, RFI_VNNI, 1)
+#define rfi_avxvnni_vector(...) rfi_256_vector(1, __VA_ARGS__)
+#define rfi_avxvnni_unpack rfi_256_unpack
+RFI_QUANT_TYPES(avxvnni, RFI_VNNI, 8, 1, 4)
+RFI_KERNELS(avxvnni, avx2, "avx2 vnni")
 #endif /* __x86_64__ */
 
 #if defined(__aarch64__)
@@ -6482,11 +6527,19 @@ RFI_INLINE RFI_NEON void rfi_neon_vector(uint32_t type, const rfi_rows *r, uint3
     vst1q_f32(acc, y);
 }
 
-RFI_INLINE RFI_NEON void rfi_neon_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {
+/* mm: rows in pairs, 8 values of each at a time, as the matrix instruction wants them. */
+RFI_INLINE RFI_NEON void rfi_neon_unpack_for(int mm, uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at,
+                                             rfi_panel *p) {
     for (uint32_t g = 0; g < 8; g++) {
         int8x16_t q[4][2];
         for (int l = 0; l < 4; l++) rfi_neon_values(type, r->row[l] + offset, g, q[l]);
-        for (int h = 0; h < 2; h++) { /* storing four vectors interleaved transposes them */
+        for (uint32_t i = 0; i < 8 && mm; i++) { /* i: bits are half of the group, half of that, pair of rows */
+            const int8x16_t a = q[(i & 1) * 2][i >> 2], b = q[(i & 1) * 2 + 1][i >> 2];
+            const int8x16_t pair = i & 2 ? vcombine_s8(vget_high_s8(a), vget_high_s8(b))
+                                         : vcombine_s8(vget_low_s8(a), vget_low_s8(b));
+            vst1q_s8((int8_t *)p->q + (at + g) * 128 + i * 16, pair);
+        }
+        for (int h = 0; h < 2 && !mm; h++) { /* storing four vectors interleaved transposes them */
             const uint32x4x4_t v = {{vreinterpretq_u32_s8(q[0][h]), vreinterpretq_u32_s8(q[1][h]),
                                      vreinterpretq_u32_s8(q[2][h]), vreinterpretq_u32_s8(q[3][h])}};
             vst4q_u32((uint32_t *)(void *)(p->q + (at + g) * 128 + (uint32_t)h * 64), v);
@@ -6509,39 +6562,73 @@ RFI_INLINE RFI_NEON void rfi_neon_dots(const uint8_t *q, const rfi_q8 *x, uint64
     }
 }
 
-RFI_INLINE RFI_NEON void rfi_neon_tile(rfi_kind kind, uint32_t nc, RFI_TILE_PARAMS) {
-    const uint32_t n_halves = kind == RFI_KIND_HALVES ? 2 : 1;
-    float32x4_t y[8];
-    RFI_UNUSED(n_cols);
-    for (uint32_t c = 0; c < nc; c++) y[c] = vld1q_f32(acc + c * acc_stride);
-    for (uint32_t g = 0; g < n_groups; g++, x++)
-        for (uint32_t h = 0; h < n_halves; h++) {
-            const uint8_t *q = p->q + g * 128 + h * 64;
-            const float32x4_t s = vld1q_f32(p->s + (g * n_halves + h) * 4), m = vld1q_f32(p->m + g * 4);
-            int32x4_t sum[8];
-            for (uint32_t c = 0; c < nc; c++) sum[c] = vdupq_n_s32(0);
-            rfi_neon_dots(q, x, x_stride, nc, h * 16, sum);
-            if (n_halves == 1) rfi_neon_dots(q + 64, x, x_stride, nc, 16, sum);
-            for (uint32_t c = 0; c < nc; c++) {
-                y[c] = vfmaq_f32(y[c], vcvtq_f32_s32(sum[c]), vmulq_n_f32(s, x[c * x_stride].d));
-                if (kind == RFI_KIND_MIN) y[c] = vfmaq_n_f32(y[c], m, x[c * x_stride].s);
-            }
-        }
-    for (uint32_t c = 0; c < nc; c++) vst1q_f32(acc + c * acc_stride, y[c]);
+/* acc += the 2x2 products of two rows a and two columns b of 8 values; assembly as above. */
+#if defined(__clang__)
+#define RFI_I8MM __attribute__((target("dotprod,i8mm")))
+#else
+#define RFI_I8MM __attribute__((target("arch=armv8.2-a+dotprod+i8mm")))
+#endif
+#define rfi_i8mm_mul(acc, a, b) __asm__("smmla %0.4s, %1.16b, %2.16b" : "+w"(acc) : "w"(a), "w"(b))
+
+/* As rfi_neon_dots with pairs of columns (one column: twice the same), of rows in pairs. */
+RFI_INLINE RFI_I8MM void rfi_i8mm_dots(const uint8_t *q, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols,
+                                       uint32_t at, int32x4_t sum[8]) {
+    int8x16_t w[4];
+    for (int u = 0; u < 4; u++) w[u] = vreinterpretq_s8_u8(vld1q_u8(q + 16 * u));
+    for (uint32_t c = 0; c < n_cols; c += 2) {
+        const uint32_t d = n_cols > 1 ? c + 1 : c;
+        const int8x16_t a = vld1q_s8(x[c * x_stride].q + at), b = vld1q_s8(x[d * x_stride].q + at);
+        const int8x16_t low = vcombine_s8(vget_low_s8(a), vget_low_s8(b));
+        const int8x16_t high = vcombine_s8(vget_high_s8(a), vget_high_s8(b));
+        int32x4_t first = vdupq_n_s32(0), second = first; /* rows 0 and 1, 2 and 3 */
+        rfi_i8mm_mul(first, w[0], low);
+        rfi_i8mm_mul(second, w[1], low);
+        rfi_i8mm_mul(first, w[2], high);
+        rfi_i8mm_mul(second, w[3], high);
+        sum[c] = vaddq_s32(sum[c], vuzp1q_s32(first, second));
+        if (d > c) sum[d] = vaddq_s32(sum[d], vuzp2q_s32(first, second));
+    }
 }
 
-/* Whole tiles of 8 columns, then of one. */
-#define RFI_NEON_TILE(name, kind)                                                                        \
-    static RFI_NEON void rfi_neon_tile_##name(RFI_TILE_PARAMS) {                                                  \
-        if (n_cols == 8) {                                                                               \
-            rfi_neon_tile(kind, 8, RFI_TILE_ARGS);                                                       \
-            return;                                                                                      \
-        }                                                                                                \
-        for (; n_cols; n_cols--, x += x_stride, acc += acc_stride) rfi_neon_tile(kind, 1, RFI_TILE_ARGS); \
+/* A macro, not a function with a flag: clang checks the instructions of branches never taken, too. */
+#define RFI_NEON_TILE_BODY(isa, TARGET)                                                                               \
+    RFI_INLINE TARGET void rfi_##isa##_tile(rfi_kind kind, uint32_t nc, RFI_TILE_PARAMS) {                            \
+        const uint32_t n_halves = kind == RFI_KIND_HALVES ? 2 : 1;                                                    \
+        float32x4_t y[8];                                                                                             \
+        RFI_UNUSED(n_cols);                                                                                           \
+        for (uint32_t c = 0; c < nc; c++) y[c] = vld1q_f32(acc + c * acc_stride);                                     \
+        for (uint32_t g = 0; g < n_groups; g++, x++)                                                                  \
+            for (uint32_t h = 0; h < n_halves; h++) {                                                                 \
+                const uint8_t *q = p->q + g * 128 + h * 64;                                                           \
+                const float32x4_t s = vld1q_f32(p->s + (g * n_halves + h) * 4), m = vld1q_f32(p->m + g * 4);          \
+                int32x4_t sum[8];                                                                                     \
+                for (uint32_t c = 0; c < nc; c++) sum[c] = vdupq_n_s32(0);                                            \
+                for (uint32_t i = 0; i < 3 - n_halves; i++)                                                           \
+                    rfi_##isa##_dots(q + 64 * i, x, x_stride, nc, (h + i) * 16, sum);                                 \
+                for (uint32_t c = 0; c < nc; c++) {                                                                   \
+                    y[c] = vfmaq_f32(y[c], vcvtq_f32_s32(sum[c]), vmulq_n_f32(s, x[c * x_stride].d));                 \
+                    if (kind == RFI_KIND_MIN) y[c] = vfmaq_n_f32(y[c], m, x[c * x_stride].s);                         \
+                }                                                                                                     \
+            }                                                                                                         \
+        for (uint32_t c = 0; c < nc; c++) vst1q_f32(acc + c * acc_stride, y[c]);                                      \
     }
-RFI_NEON_TILE(bias, RFI_KIND_BIAS)
-RFI_NEON_TILE(min, RFI_KIND_MIN)
-RFI_NEON_TILE(halves, RFI_KIND_HALVES)
+
+/* Whole tiles of 8 columns, then of one. */
+#define RFI_NEON_TILE(isa, TARGET, name, kind)                                                                 \
+    static TARGET void rfi_##isa##_tile_##name(RFI_TILE_PARAMS) {                                              \
+        if (n_cols == 8) {                                                                                     \
+            rfi_##isa##_tile(kind, 8, RFI_TILE_ARGS);                                                          \
+            return;                                                                                            \
+        }                                                                                                      \
+        for (; n_cols; n_cols--, x += x_stride, acc += acc_stride) rfi_##isa##_tile(kind, 1, RFI_TILE_ARGS);   \
+    }
+#define RFI_NEON_TILES(isa, TARGET)                         \
+    RFI_NEON_TILE_BODY(isa, TARGET)                         \
+    RFI_NEON_TILE(isa, TARGET, bias, RFI_KIND_BIAS)         \
+    RFI_NEON_TILE(isa, TARGET, min, RFI_KIND_MIN)           \
+    RFI_NEON_TILE(isa, TARGET, halves, RFI_KIND_HALVES)
+RFI_NEON_TILES(neon, RFI_NEON)
+#define rfi_neon_unpack(...) rfi_neon_unpack_for(0, __VA_ARGS__)
 #define rfi_neon_tile_eight rfi_neon_tile_bias
 
 RFI_INLINE RFI_NEON float32x4_t rfi_neon_load(uint32_t type, const void *p, uint64_t i) {
@@ -6684,8 +6771,18 @@ RFI_SCORES(neon, RFI_NEON, F16, 2, 8, 4)
 RFI_SCORES(neon, RFI_NEON, F32, 4, 8, 4)
 
 RFI_ELEMENTWISE(neon, RFI_NEON)
-RFI_ALL_TYPES(neon, RFI_NEON, 4, 1, 8)
-RFI_KERNELS(neon, "neon dotprod")
+RFI_FLOAT_TYPES(neon, RFI_NEON)
+RFI_QUANT_TYPES(neon, RFI_NEON, 4, 1, 8)
+RFI_KERNELS(neon, neon, "neon dotprod")
+
+/* ---- NEON with the int8 matrix instruction: panels only, one column gains nothing ---- */
+
+RFI_NEON_TILES(i8mm, RFI_I8MM)
+#define rfi_i8mm_vector rfi_neon_vector
+#define rfi_i8mm_unpack(...) rfi_neon_unpack_for(1, __VA_ARGS__)
+#define rfi_i8mm_tile_eight rfi_i8mm_tile_bias
+RFI_QUANT_TYPES(i8mm, RFI_I8MM, 4, 1, 8)
+RFI_KERNELS(i8mm, neon, "neon i8mm")
 #endif /* __aarch64__ */
 
 /* ---- choice ---- */
@@ -6699,23 +6796,28 @@ static int rfi_has_isa(const char *isa) {
     if ((c & need1) != need1) return 0;
     __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(unused) : "c"(0));
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
-    if (!strcmp(isa, "avx2")) return (xcr0 & 0x06) == 0x06 && (b & 1u << 5);
+    const int avx2 = (xcr0 & 0x06) == 0x06 && (b & 1u << 5);
+    if (!strcmp(isa, "avx2")) return avx2;
+#if !defined(RFI_VNNI_EVEX)
+    if (!strcmp(isa, "avxvnni")) return avx2 && a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+#endif
     const uint32_t need7 = 1u << 5 | 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* AVX2, AVX512 F, DQ, BW, VL */
     return (xcr0 & 0xe6) == 0xe6 && (b & need7) == need7 && (c & 1u << 11); /* VNNI */
 }
 #else
 static int rfi_has_isa(const char *isa) {
-    RFI_UNUSED(isa);
-    return (getauxval(AT_HWCAP) & 1u << 20) != 0; /* HWCAP_ASIMDDP */
+    if (!strcmp(isa, "i8mm") && !(getauxval(AT_HWCAP2) & 1u << 13)) return 0; /* HWCAP2_I8MM */
+    return (getauxval(AT_HWCAP) & 1u << 20) != 0;                             /* HWCAP_ASIMDDP */
 }
 #endif
 
 /* The kernels of an instruction set by name, NULL = the best; NULL if this machine lacks it. Threads any. */
 static const rfi_kernels *rfi_kernels_find(const char *isa) {
 #if defined(__x86_64__)
-    static const rfi_kernels *const tables[] = {&rfi_kernels_avx512, &rfi_kernels_avx2, &rfi_kernels_scalar};
+    static const rfi_kernels *const tables[] = {&rfi_kernels_avx512, &rfi_kernels_avxvnni, &rfi_kernels_avx2,
+                                                &rfi_kernels_scalar};
 #else
-    static const rfi_kernels *const tables[] = {&rfi_kernels_neon, &rfi_kernels_scalar};
+    static const rfi_kernels *const tables[] = {&rfi_kernels_i8mm, &rfi_kernels_neon, &rfi_kernels_scalar};
 #endif
     for (size_t i = 0; i < RFI_COUNT(tables); i++) {
         if (isa && strcmp(isa, tables[i]->name)) continue;
@@ -6867,8 +6969,8 @@ static void rfi_cpu_tile(const rfi_cpu_op *o, const rfi_cpu_part *part, uint32_t
     rfi_acts x = o->acts;
     x.f += col0 * x.f_stride;
     x.q += col0 * x.q_stride;
-    o->k->matmul[part->w_type](part->w + row0 * part->w_row_bytes, part->w_row_bytes, n_rows, part->op->n_in, &x, n_cols,
-                               y, y_stride);
+    const uint8_t *w = part->w + row0 * part->w_row_bytes;
+    o->k->matmul[part->w_type](w, part->w_row_bytes, n_rows, part->op->n_in, &x, n_cols, y, y_stride);
     for (uint32_t j = 0; j < n_cols && (accumulate || part->bias); j++) {
         if (part->bias) o->k->add(y + j * y_stride, part->bias + row0, n_rows);
         if (accumulate) o->k->add(out + j * part->out_width, y + j * y_stride, n_rows);
