@@ -656,6 +656,19 @@ static int bench_once(app *a, double *prompt_s, double *decode_s) {
     return DONE;
 }
 
+/* Multiplications and additions of the weight matrices for n_tokens tokens at once, of which the last one asks for
+ * logits. */
+static double matmul_ops(const rf_model *m, double n_tokens) {
+    const rf_plan *plan = rf_model_get_plan(m);
+    double n = 0;
+    for (uint32_t i = 0; i < plan->n_ops; i++) {
+        const rf_op *op = &plan->ops[i];
+        if (op->kind == RF_OP_MATMUL)
+            n += 2.0 * op->n_in * op->n_out * (op->rows == RF_ROWS_LOGITS ? 1 : n_tokens);
+    }
+    return n_tokens > 0 ? n : 0;
+}
+
 static void print_bench(const app *a, double load_s, double prompt_s, double decode_s) {
     const options *o = &a->o;
     rf_device_info d = rf_device_get_info(a->d);
@@ -669,7 +682,9 @@ static void print_bench(const app *a, double load_s, double prompt_s, double dec
         {"n_repeat", 0, (double)o->n_repeat}, {"n_prompt", 0, (double)o->n_prompt},
         {"n_decode", 0, (double)o->n_decode}, {"prompt_tok_s", 2, rate((double)o->n_prompt, prompt_s)},
         {"decode_tok_s", 2, decode},
-        {"decode_gb_s", 3, decode * (double)a->info.token_bytes / 1e9}};
+        {"decode_gb_s", 3, decode * (double)a->info.token_bytes / 1e9},
+        {"prompt_gops", 1, rate(matmul_ops(a->m, (double)o->n_prompt), prompt_s) / 1e9},
+        {"decode_gops", 1, decode * matmul_ops(a->m, 1) / 1e9}};
     if (o->json) putchar('{');
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         printf(o->json ? "\"%s\": " : "%-14s", texts[i].name);

@@ -270,7 +270,9 @@ expect 0 "dequant: nothing" dequant --type q4_K
 expect 1 "dequant: a type that does not run" dequant --type iq1_s
 
 expect 0 "bench" bench --gguf $model -p 8 -n 4 -r 2
-verdict "bench: speeds" grep -q '^decode_tok_s *[0-9.]*$' "$t/out"
+for speed in prompt_tok_s decode_tok_s decode_gb_s prompt_gops decode_gops; do
+    verdict "bench: $speed" grep -q "^$speed *[0-9.]*[1-9][0-9.]*\$" "$t/out"
+done
 expect 0 "bench --json" bench --gguf $model -p 8 -n 4 -r 1 --json --device null
 if have python3; then
     verdict "bench --json is JSON" python3 -c 'import json, sys; json.load(open(sys.argv[1]))' "$t/out"

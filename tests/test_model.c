@@ -15,7 +15,7 @@
 #define FLOAT_TOLERANCE 4e-6
 #define INT8_MARGIN 1e-4
 
-static const char *const isas[] = {"scalar", "avx2", "avx512", "neon"};
+static const char *const isas[] = {"scalar", "avx2", "avxvnni", "avx512", "neon", "i8mm"};
 static const struct {
     uint32_t id;
     const char *name;
@@ -993,6 +993,23 @@ static void test_golden(void) {
         }
 }
 
+/* Between two calls a process uses no CPU: all threads sleep. */
+static void test_idle(void) {
+    static const int32_t ids[3] = {1022, 717, 11};
+    struct timespec before, after, spin = {0, 50000000}, idle = {0, 400000000};
+    float *logits;
+    rig r;
+    REQUIRE(rig_open(&r, NULL, EXAMPLE, NULL, 4, &(rf_session_desc){.n_ctx = 16}), "%s", r.err.text);
+    CHECK(rf_forward(r.s, ids, 3, &logits, &r.err) == RF_OK, "%s", r.err.text);
+    nanosleep(&spin, NULL); /* they look for work for a while first */
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &before);
+    nanosleep(&idle, NULL);
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &after);
+    const double used = (double)(after.tv_sec - before.tv_sec) + 1e-9 * (double)(after.tv_nsec - before.tv_nsec);
+    CHECK(used < 0.004, "%.4f s of CPU in 0.4 idle seconds", used);
+    rig_close(&r);
+}
+
 /* The example model (Q4_K_M), its greedy text behind "No,". The ids were found with the evaluator; it proves them again
  * here, in one pass: each is the largest logit by a margin that int8 ties tipped by float32 noise cannot bridge. */
 static void test_example(void) {
@@ -1352,6 +1369,7 @@ int main(int argc, char **argv) {
     RUN(test_session_memory);
     RUN_IF(file_exists(SHARED "-f16.gguf"), test_golden, "no " SHARED "-f16.gguf");
     RUN_IF(file_exists(EXAMPLE), test_example, "no " EXAMPLE ", or not started in the repository");
+    RUN_IF(file_exists(EXAMPLE), test_idle, "no " EXAMPLE ", or not started in the repository");
     RUN(test_tensor_errors);
     RUN(test_key_errors);
     RUN(test_info);
