@@ -1066,13 +1066,12 @@ RFK_DEVICE void rfk_scores(rfk_attention_shared &s, const rfk_attention_args &a,
 }
 
 /* Scores to weights exp(score - maximum), the running maximum and sum, and what older sums are multiplied by: 32
- * threads
- * a query. */
-template <int WAVE> RFK_DEVICE void rfk_softmax(rfk_attention_shared &s) {
+ * threads a query, which all hold its maximum and sum. */
+template <int WAVE> RFK_DEVICE void rfk_softmax(rfk_attention_shared &s, float *running, float *total) {
     uint32_t g = threadIdx.x / 32, i = threadIdx.x % 32;
-    float a = s.p[g][i], b = s.p[g][i + 32], before = s.largest[g], largest = fmaxf(a, b), sum;
+    float a = s.p[g][i], b = s.p[g][i + 32], largest = fmaxf(a, b), sum;
     for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, rfk_swap<WAVE>(largest, mask));
-    largest = fmaxf(largest, before);
+    largest = fmaxf(largest, *running);
     bool any = largest > -INFINITY;
     a = any ? expf(a - largest) : 0.0f;
     b = any ? expf(b - largest) : 0.0f;
@@ -1080,12 +1079,10 @@ template <int WAVE> RFK_DEVICE void rfk_softmax(rfk_attention_shared &s) {
     for (int mask = 16; mask > 0; mask /= 2) sum += rfk_swap<WAVE>(sum, mask);
     s.p[g][i] = a;
     s.p[g][i + 32] = b;
-    if (i == 0) {
-        float keep = any ? expf(before - largest) : 0.0f; /* 0 the first time */
-        s.keep[g] = keep;
-        s.sum[g] = s.sum[g] * keep + sum;
-        s.largest[g] = largest;
-    }
+    float keep = any ? expf(*running - largest) : 0.0f; /* 0 the first time */
+    if (i == 0) s.keep[g] = keep;
+    *total = *total * keep + sum;
+    *running = largest;
 }
 
 template <int WAVE, class KV>
@@ -1110,15 +1107,12 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared &s, const rfk_attention_args &a,
     }
     for (uint32_t i = threadIdx.x; i < RFK_QUERIES * RFK_CELLS; i += RFK_BLOCK)
         s.p[i / RFK_CELLS][i % RFK_CELLS] = -INFINITY;
-    if (threadIdx.x < RFK_QUERIES) {
-        s.largest[threadIdx.x] = -INFINITY;
-        s.sum[threadIdx.x] = 0;
-    }
+    float largest = -INFINITY, sum = 0; /* of query threadIdx.x / 32 */
     __syncthreads();
     for (uint32_t cell0 = r.begin; cell0 < r.end; cell0 += RFK_CELLS) {
         rfk_scores<WAVE, KV>(s, a, r, k, cell0);
         __syncthreads();
-        rfk_softmax<WAVE>(s);
+        rfk_softmax<WAVE>(s, &largest, &sum);
         __syncthreads();
         uint32_t n_cells = r.end - cell0 < RFK_CELLS ? r.end - cell0 : RFK_CELLS;
         RFK_UNROLL(8)
@@ -1131,6 +1125,7 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared &s, const rfk_attention_args &a,
         }
         __syncthreads();
     }
+    if (threadIdx.x % 32 == 0) s.largest[threadIdx.x / 32] = largest, s.sum[threadIdx.x / 32] = sum;
     RFK_UNROLL(8)
     for (uint32_t g = 0; g < RFK_QUERIES; g++) { /* unrolled: acc stays in registers */
         if (g < r.n) {

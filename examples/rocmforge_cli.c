@@ -924,8 +924,8 @@ static int scan_weight(app *a, const rf_plan_weight *w, uint64_t done_bytes) {
 }
 
 /* ---- check --device ----
- * Every op of a prompt, then of one token more, runs alone on the device and on the CPU, from the same inputs: the CPU's.
- * The weights of one op are loaded at a time. Then both run the same as a whole, as sessions do: with ops fused. */
+ * Every op of a prompt, then of one token more, runs alone on the device and on the CPU, from the CPU's inputs. The
+ * weights of one op are loaded at a time. Then both run the same as a whole, as sessions do: with ops fused. */
 
 #define CHECK_PROMPT 12u /* rows: more than what devices treat as few */
 #define CHECK_CTX 32u

@@ -1,7 +1,8 @@
 # test_readme.sh BUILD: every command and program of README.md works. It runs in a copy of the tree, block after block in the
 # order of the page: ```sh blocks as scripts that stop at the first failure (make test and make deps only as make -n). A ```c
 # block must pass the compiler's warnings; a complete program becomes example.c, and a later block must build and run it.
-# `<!-- needs: ITEM... -->` above a block names what it needs: a tool, tool>=version, or a file of the repository.
+# `<!-- needs: ITEM... -->` above a block names what it needs: a tool, tool>=version, or a file of the repository. HIPCC_NEW
+# may name the hipcc for blocks that want a version of it (tests/make_hipcc.sh).
 . tests/rf_test.sh
 
 [ -f README.md ] || { fail README.md "there is none"; finish; }
@@ -22,15 +23,17 @@ awk -v out="$dir/blocks/" '
 # missing ITEM: print why the item is not there
 missing() {
     tool=${1%%>=*}
+    command=$tool
+    case $1 in hipcc\>=*) command=${HIPCC_NEW:-hipcc} ;; esac
     [ ! -e "$dir/tree/$tool" ] || return 1
     case $tool in
     hipcc | nvcc) name="no GPU compiler ($1)" ;;
     *.hip) name="no GPU kernels yet ($1)" ;;
     *) name="install $tool with 'apt-get install $tool'" ;;
     esac
-    if command -v "$tool" >/dev/null 2>&1; then
+    if command -v "$command" >/dev/null 2>&1; then
         [ "$1" != "$tool" ] || return 1
-        have=$("$tool" --version 2>/dev/null | grep -oE '[0-9]+(\.[0-9]+)+' | head -n 1)
+        have=$("$command" --version 2>/dev/null | grep -oE '[0-9]+(\.[0-9]+)+' | head -n 1)
         [ "$(printf '%s\n' "${1#*>=}" "$have" | sort -V | head -n 1)" != "${1#*>=}" ] || return 1
     fi
     echo "$name"
@@ -38,7 +41,9 @@ missing() {
 
 # run LABEL SCRIPT: in the copy, without input: a chat ends at once
 run() {
-    if (cd "$dir/tree" && sh -ex "$OLDPWD/$2") </dev/null >"$2.log" 2>&1; then pass
+    path=$PATH
+    case $(cat "$block.needs") in *hipcc\>=*) path=$(dirname "${HIPCC_NEW:-$(command -v hipcc)}"):$PATH ;; esac
+    if (cd "$dir/tree" && PATH=$path sh -ex "$OLDPWD/$2") </dev/null >"$2.log" 2>&1; then pass
     else fail "$1" "$(grep '^+ ' "$2.log" | tail -n 1)"; tail -n 15 "$2.log" | sed 's/^/    /'
     fi
 }

@@ -1,0 +1,27 @@
+#!/bin/sh
+# make_hipcc.sh DIR: a newer hipcc than Debian 12's, for the tests: a small Debian unstable in DIR, which must lie outside the
+# repository, and the command DIR/hipcc, which compiles files of this system in there. Needs root, debootstrap and the
+# network; about 3 GB, of which `rm -rf DIR` rids you.
+set -e
+root=${1:?make_hipcc.sh DIR}
+command -v debootstrap >/dev/null || { echo "make_hipcc: install debootstrap with 'apt-get install debootstrap'"; exit 77; }
+# what debootstrap mounts is gone with this mount namespace
+unshare -m sh -e -c '
+    debootstrap --variant=minbase unstable "$0" "${DEBIAN_MIRROR:-http://deb.debian.org/debian}"
+    mount --rbind /proc "$0/proc"
+    chroot "$0" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends hipcc gcc libc6-dev' "$root"
+mkdir -p "$root/host"
+# the same file names mean the same files: relative ones, and those below the folder of temporary files
+cat >"$root/hipcc" <<'WRAPPER'
+#!/bin/sh
+root=$(dirname "$(readlink -f "$0")")
+exec unshare -m sh -e -c '
+    root=$1 here=$2
+    shift 2
+    mount --rbind / "$root/host"
+    mount --rbind /proc "$root/proc"
+    mount --rbind /tmp "$root/tmp"
+    exec chroot "$root" sh -c "cd \"\$0\" && exec hipcc \"\$@\"" "/host$here" "$@"' sh "$root" "$PWD" "$@"
+WRAPPER
+chmod +x "$root/hipcc"
+"$root/hipcc" --version

@@ -1,0 +1,53 @@
+# test_hipcc.sh BUILD: the kernels file under hipcc, without a GPU: `make gpu`, the ways of linking, and what the compiler
+# made of the kernels. HIPCC_NEW names a hipcc >= 5.7 where `hipcc` is older (tests/make_hipcc.sh makes one).
+. tests/rf_test.sh
+
+command -v hipcc >/dev/null || { skip hipcc "install hipcc with 'apt-get install hipcc' (make deps)"; finish; }
+libs="-lm -lpthread"
+
+# linked PROGRAM, not_linked PROGRAM: whether the kernels are in it. There they also say why no GPU is used, if none is.
+linked() {
+    "$1" devices >"$1.txt"
+    cat "$1.txt"
+    grep -q '^hip' "$1.txt" && ! grep -q 'not linked' "$1.txt"
+    [ -e /dev/kfd ] || grep -q '^hip .*unusable: no AMD GPU driver: /dev/kfd is missing' "$1.txt"
+}
+not_linked() { "$1" devices | tee "$1.txt" && grep -q '^hip.*unusable.*not linked' "$1.txt"; }
+
+# position-independent, so that the same object serves the shared library below
+build_gpu() {
+    make gpu B="$dir" GPU_ARCH=gfx1030 HIPCC="hipcc -fPIC"
+    cc -O1 -I. -DROCMFORGE_HIP -c examples/rocmforge_cli.c -o "$dir/cli_strong.o"
+    ar rc "$dir/libkernels.a" "$dir/kernels_gpu.o"
+}
+case_object() {
+    linked "$dir/rocmforge_cli_gpu"
+    printf 'CASSIUS:\nWhere is' >"$dir/prompt"
+    "$dir/rocmforge_cli_gpu" generate --gguf examples/shakespeare-5m.gguf --prompt-file "$dir/prompt" --raw --max-tokens 30 \
+        --temp 0 >"$dir/generated.txt"
+    cmp "$dir/generated.txt" tests/expected_generate.txt
+}
+case_archive() {
+    hipcc "$dir/rocmforge_cli.o" "$dir/libkernels.a" -o "$dir/archive_weak" $libs
+    not_linked "$dir/archive_weak"
+    hipcc "$dir/cli_strong.o" "$dir/libkernels.a" -o "$dir/archive_strong" $libs
+    linked "$dir/archive_strong"
+}
+case_shared() {
+    hipcc -shared "$dir/kernels_gpu.o" -o "$dir/libkernels.so"
+    cc "$dir/cli_strong.o" -o "$dir/shared" -L"$dir" -lkernels '-Wl,-rpath,$ORIGIN' $libs
+    linked "$dir/shared"
+}
+case_kernels_of_old_gpus() { TARGETS="gfx906 gfx90a gfx1030" sh tests/hip_check.sh; }
+case_kernels_of_new_gpus() {
+    new=${HIPCC_NEW:-hipcc}
+    version=$("$new" --version | sed -n 's/^HIP version: \([0-9.]*\).*/\1/p')
+    if [ "$(printf '5.7\n%s\n' "$version" | sort -V | head -n 1)" != 5.7 ]; then
+        echo "no GPU compiler (hipcc>=5.7; tests/make_hipcc.sh makes one for HIPCC_NEW)"
+        exit 77
+    fi
+    HIPCC=$new TARGETS="gfx942 gfx1100 gfx1151 gfx1201" sh tests/hip_check.sh | tee "$dir/new.txt"
+    ! grep 'not known' "$dir/new.txt"
+}
+
+run_cases "$@"
