@@ -4832,12 +4832,16 @@ RFI_INLINE float rfi_exp(float x) {
     return p * rfi_f32_of_bits((uint32_t)(half + 127) << 23) * rfi_f32_of_bits((uint32_t)(e - half + 127) << 23);
 }
 
+/* 16 lanes of sums: written as arrays they end up in memory. */
+typedef float rfi_lanes __attribute__((vector_size(64)));
+
 RFI_INLINE void rfi_rms_norm_body(float *out, const float *x, const float *w, uint32_t n, float eps) {
-    float lane[16] = {0};
+    rfi_lanes lanes = {0}, v;
+    float lane[16];
     double sum = 0; /* of the lanes: few additions, and none of their errors */
     uint32_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int l = 0; l < 16; l++) lane[l] += x[i + (uint32_t)l] * x[i + (uint32_t)l];
+    for (; i + 16 <= n; i += 16) memcpy(&v, x + i, sizeof v), lanes += v * v;
+    memcpy(lane, &lanes, sizeof lane);
     for (uint32_t l = 0; i + l < n; l++) lane[l] += x[i + l] * x[i + l];
     for (int l = 0; l < 16; l++) sum += (double)lane[l];
     const float scale = 1.0f / sqrtf((float)(sum / (double)n) + eps);
@@ -4867,25 +4871,29 @@ RFI_INLINE void rfi_scalar_f16(uint16_t *dst, const float *src, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) dst[i] = rfi_f32_to_f16(src[i]);
 }
 
+/* Of the same order as integers as x as a number: their largest is found in vectors. Its own inverse. */
+RFI_INLINE int32_t rfi_order(int32_t bits) { return bits ^ (int32_t)((uint32_t)(bits >> 31) >> 1); }
+
 RFI_INLINE float rfi_softmax_body(float *s, uint32_t n, float scale, float *top, float *sum) {
-    float lane[16], most = *top;
+    rfi_lanes lanes = {0}, v;
+    float lane[16];
+    int32_t most = rfi_order((int32_t)rfi_bits_of_f32(*top));
     uint32_t i;
-    for (int l = 0; l < 16; l++) lane[l] = -HUGE_VALF;
     for (i = 0; i < n; i++) s[i] *= scale;
-    for (i = 0; i + 16 <= n; i += 16)
-        for (uint32_t l = 0; l < 16; l++) lane[l] = rfi_choose(s[i + l] > lane[l], s[i + l], lane[l]);
-    for (; i < n; i++) most = rfi_choose(s[i] > most, s[i], most);
-    for (int l = 0; l < 16; l++) most = rfi_choose(lane[l] > most, lane[l], most);
-    for (i = 0; i < n; i++) s[i] = rfi_exp(s[i] - most); /* a loop of its own: compilers make vectors of it */
-    for (int l = 0; l < 16; l++) lane[l] = 0;
-    for (i = 0; i + 16 <= n; i += 16)
-        for (uint32_t l = 0; l < 16; l++) lane[l] += s[i + l];
+    for (i = 0; i < n; i++) {
+        const int32_t order = rfi_order((int32_t)rfi_bits_of_f32(s[i]));
+        most = order > most ? order : most;
+    }
+    const float new_top = rfi_f32_of_bits((uint32_t)rfi_order(most));
+    for (i = 0; i < n; i++) s[i] = rfi_exp(s[i] - new_top); /* a loop of its own: compilers make vectors of it */
+    for (i = 0; i + 16 <= n; i += 16) memcpy(&v, s + i, sizeof v), lanes += v;
+    memcpy(lane, &lanes, sizeof lane);
     for (uint32_t l = 0; i + l < n; l++) lane[l] += s[i + l];
     for (int width = 8; width; width /= 2)
         for (int l = 0; l < width; l++) lane[l] += lane[l + width];
-    const float earlier = rfi_exp(*top - most);
+    const float earlier = rfi_exp(*top - new_top);
     *sum = *sum * earlier + lane[0];
-    *top = most;
+    *top = new_top;
     return earlier;
 }
 
@@ -5831,8 +5839,11 @@ RFI_INLINE RFI_512 void rfi_avx512_float_tile(uint32_t type, rfi_float_tile *t) 
     }
 }
 
+#define RFI_512_VALUES_AHEAD 32u /* positions to prefetch ahead: the hardware does not look across pages */
+
 /* nc columns by n_vec vectors of 16 dimensions from d on. */
 RFI_INLINE RFI_512 void rfi_512_weigh(uint32_t type, uint32_t nc, uint32_t n_vec, uint32_t d, RFI_WEIGH_PARAMS) {
+    const uint64_t row = (uint64_t)head_dim_v * (type == RF_TYPE_F32 ? 4 : 2);
     const uint32_t n = n_vec > 1 ? 16 : head_dim_v - d;
     __m512 sum[4][4];
     RFI_UNUSED(n_cols);
@@ -5840,6 +5851,9 @@ RFI_INLINE RFI_512 void rfi_512_weigh(uint32_t type, uint32_t nc, uint32_t n_vec
         for (uint32_t i = 0; i < n_vec; i++) sum[c][i] = rfi_512_load(RF_TYPE_F32, out + c * out_stride, d + 16 * i, n);
     for (uint64_t pos = 0; pos < n_pos; pos++) {
         __m512 w[4];
+        if (n_vec > 1)
+            for (uint32_t i = 0; i < (type == RF_TYPE_F32 ? 4u : 2u); i++)
+                _mm_prefetch((const char *)((uintptr_t)v + (pos + RFI_512_VALUES_AHEAD) * row) + i * 64, _MM_HINT_T0);
 #pragma GCC unroll 4
         for (uint32_t i = 0; i < n_vec; i++) w[i] = rfi_512_load(type, v, pos * head_dim_v + d + 16 * i, n);
 #pragma GCC unroll 4
