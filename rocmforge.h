@@ -2941,6 +2941,7 @@ typedef struct rfi_tensor {
     struct rfi_tensor *next_report;
     uint8_t loading, demanded, reporting;
     uint32_t next_row, n_busy; /* rows not taken begin here; threads in a piece */
+    uint32_t n_loads;
     uint64_t epoch;
     rf_error err;
 } rfi_tensor;
@@ -2965,7 +2966,7 @@ typedef struct rfi_stage {
     void *mem;
     rfi_stage_state state;
     rf_ticket ticket;
-    uint32_t slot; /* whose piece it holds */
+    uint32_t slot, load; /* whose piece it holds: of which of the tensor's loads */
 } rfi_stage;
 
 typedef struct rfi_reader {
@@ -3093,7 +3094,9 @@ static void rfi_slabs_place(rfi_store *s, uint32_t from, uint64_t target) {
     for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
         rfi_tensor *t = &s->tensors[slot];
         if (t->in_place || t->streamed || (from != RF_NONE && t->slab != from)) continue;
-        if (s->n_slabs == 0 || (s->slabs[at].size_bytes >= target && s->n_slabs < RFI_MAX_SLABS)) {
+        uint64_t size = s->n_slabs ? s->slabs[at].size_bytes : target;
+        int full = from == RF_NONE ? size >= target : size && size + t->bytes > target; /* more than one are cut anew */
+        if (full && s->n_slabs < RFI_MAX_SLABS) {
             at = s->n_slabs++;
             memset(&s->slabs[at], 0, sizeof s->slabs[at]);
         }
@@ -3150,6 +3153,7 @@ static void rfi_job_begin(rfi_store *s, rfi_tensor *t, int demanded) { /* lock h
     t->demanded = (uint8_t)demanded;
     t->wanted = 0;
     t->loading = 1;
+    t->n_loads++;
     t->n_busy = 0;
     t->next_row = 0;
     t->epoch = atomic_load(&s->epoch);
@@ -3236,7 +3240,7 @@ static void rfi_stage_land(rfi_store *s, rfi_stage *b) { /* lock held, released 
     pthread_mutex_unlock(&s->lock);
     rf_result r = s->device->api->ticket_wait(&b->ticket, RFI_WAIT_MS, &own);
     pthread_mutex_lock(&s->lock);
-    if (r != RF_OK) rfi_tensor_break(s, b->slot, &own);
+    if (r != RF_OK && b->load == s->tensors[b->slot].n_loads) rfi_tensor_break(s, b->slot, &own);
 }
 
 /* A buffer to fill: a free one, one whose copy is done, a new one, or the one whose copy ends next. If no more can be
@@ -3282,14 +3286,12 @@ static rf_result rfi_stage_take(rfi_store *s, rfi_stage **out, rf_error *err) { 
     }
 }
 
-/* Free the staging memory; nobody loads. */
-static void rfi_stages_release(rfi_store *s) { /* lock held */
+/* Free the staging memory that nobody fills. */
+static void rfi_stages_release(rfi_store *s) { /* lock held, released meanwhile */
     for (uint32_t i = 0; i < s->n_stages_max; i++) {
         rfi_stage *b = &s->stages[i];
-        rf_error own;
-        rfi_clear(&own);
-        if (b->state != RFI_STAGE_FREE && b->state != RFI_STAGE_FLYING) continue;
-        if (s->device->api->ticket_wait(&b->ticket, RFI_WAIT_MS, &own) != RF_OK) rfi_tensor_break(s, b->slot, &own);
+        if (b->state == RFI_STAGE_FLYING) rfi_stage_land(s, b);
+        else if (b->state != RFI_STAGE_FREE) continue;
         s->device->api->host_release(s->device->dev, b->mem);
         memset(b, 0, sizeof *b);
     }
@@ -3344,6 +3346,7 @@ static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *tic
     pthread_mutex_lock(&s->lock);
     if (b) {
         b->slot = slot;
+        b->load = t->n_loads;
         b->ticket = *ticket;
         b->state = ticket->value ? RFI_STAGE_FLYING : RFI_STAGE_FREE;
     }
@@ -3549,31 +3552,32 @@ static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t epoch, rf_e
     return r;
 }
 
-/* Pin the next tensor of the stream, working at it and what comes behind it meanwhile. Requires the lane. */
-static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint64_t epoch, rf_error *err) {
+/* Pin the tensor of the stream's next use but n_held, working at it and what comes behind it meanwhile. What the ring
+ * still holds from the last walk through the plan does not count: it may go any time. Requires the lane. */
+static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, uint64_t epoch, rf_error *err) {
     rfi_tensor *t = &s->tensors[slot];
     rfi_piece piece;
     rf_result r = RF_OK;
     double start = rfi_now();
-    int waited = 0, got;
-    while (!(got = rfi_cell_try_pin(&t->cell, &s->lot)) && r == RF_OK) {
+    int waited = 0;
+    pthread_mutex_lock(&s->lock);
+    while (r == RF_OK && !(s->stream_loaded > s->stream_used + n_held && rfi_cell_try_pin(&t->cell, &s->lot))) {
         waited = 1;
-        pthread_mutex_lock(&s->lock);
+        int working = rfi_loader_next(s, &piece);
+        if (working) rfi_piece_run(s, &piece);
         if (s->stream_err.code != RF_OK) {
             if (err && err->code == RF_OK) *err = s->stream_err;
             r = s->stream_err.code;
         } else if (atomic_load(&s->epoch) != epoch) {
             r = rfi_fail(err, RF_ERR_CANCELLED, slot, "loading of %s was cancelled", s->plan.weights[slot].name);
-        } else if (rfi_loader_next(s, &piece)) {
-            rfi_piece_run(s, &piece);
-        } else if (!rfi_cell_is_ready(&t->cell)) {
+        } else if (!working && !(s->stream_loaded > s->stream_used + n_held && rfi_cell_is_ready(&t->cell))) {
             pthread_cond_wait(&s->changed, &s->lock);
         }
-        pthread_mutex_unlock(&s->lock);
     }
+    pthread_mutex_unlock(&s->lock);
     atomic_fetch_add_explicit(waited ? &s->misses : &s->hits, 1, memory_order_relaxed);
     if (waited) atomic_fetch_add(&s->wait_ns, (uint64_t)((rfi_now() - start) * 1e9));
-    return got ? RF_OK : r;
+    return r;
 }
 
 /* The uses of n streamed tensors are on the way, until `last_use`: unpin them, the ring may take their place. */
@@ -3811,7 +3815,7 @@ static rfi_store *rfi_store_oldest(const rfi_store *s) { /* device.lot held */
 static rf_result rfi_store_arrange(rfi_store *s, rf_error *err) { /* device.lot held */
     uint64_t own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
     uint64_t want = rfi_min_u64(own, s->device_bytes_needed);
-    for (;;) {
+    while (!s->arranged) { /* perhaps by another thread meanwhile */
         uint64_t others, limit = rfi_store_limit(s, &others);
         rfi_store *oldest = others && (others > limit || limit - others < want) ? rfi_store_oldest(s) : NULL;
         if (oldest) {
@@ -3824,14 +3828,14 @@ static rf_result rfi_store_arrange(rfi_store *s, rf_error *err) { /* device.lot 
         uint64_t share = rfi_min_u64(own, limit > others ? limit - others : 0);
         if (rfi_arrange(s, share, &s->arrangement, &why) == RF_OK) {
             rfi_store_apply(s);
-            return RF_OK;
-        }
-        if (others == 0) {
+        } else if (others == 0) {
             if (err && err->code == RF_OK) *err = why;
             return why.code;
+        } else {
+            pthread_cond_wait(&s->device->lot.wake, &s->device->lot.mutex); /* until a model in use becomes idle */
         }
-        pthread_cond_wait(&s->device->lot.wake, &s->device->lot.mutex); /* until a model in use becomes idle */
     }
+    return RF_OK;
 }
 
 /* What the weights would take of the device now, if all others gave way. */
@@ -3859,7 +3863,7 @@ static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_err
 /* Around everything that loads or uses weights. */
 static rf_result rfi_store_begin(rfi_store *s, rf_error *err) {
     pthread_mutex_lock(&s->device->lot.mutex);
-    rf_result r = s->arranged ? RF_OK : rfi_store_arrange(s, err);
+    rf_result r = rfi_store_arrange(s, err);
     if (r == RF_OK) s->n_active++;
     s->last_used = ++s->device->clock;
     pthread_mutex_unlock(&s->device->lot.mutex);
@@ -8350,7 +8354,7 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
         uint32_t slot = s->segment_slots[i];
         rfi_tensor *t = &store->tensors[slot];
         if (t->streamed) {
-            r = rfi_stream_pin(store, slot, s->loading_epoch, err);
+            r = rfi_stream_pin(store, slot, s->n_held_streamed, s->loading_epoch, err);
             if (r == RF_OK) s->held_streamed[s->n_held_streamed++] = slot;
         } else if (segment >= s->n_pinned) {
             r = rfi_store_pin(store, slot, s->loading_epoch, err);
