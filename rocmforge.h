@@ -1415,8 +1415,8 @@ static int rfi_cell_try_evict(rfi_cell *c) {
 static int rfi_cell_break(rfi_cell *c) {
     uint64_t word = atomic_load_explicit(&c->word, memory_order_relaxed);
     while ((word & RFI_STATE_MASK) == RFI_READY)
-        if (atomic_compare_exchange_weak_explicit(&c->word, &word, word + (RFI_BROKEN - RFI_READY), memory_order_acq_rel,
-                                                  memory_order_relaxed))
+        if (atomic_compare_exchange_weak_explicit(&c->word, &word, word + (RFI_BROKEN - RFI_READY),
+                                                  memory_order_acq_rel, memory_order_relaxed))
             return 1;
     return 0;
 }
@@ -2547,7 +2547,8 @@ static rf_result rfi_gguf_unchanged(const rf_gguf *g, const rf_tensor_info *t, r
     struct stat now;
     if (!rfi_gguf_is_os_file(g, part)) return RF_OK;
     if (fstat((int)part->handle, &now) != 0)
-        return rfi_fail_sys(err, RF_ERR_IO, errno, 0, "%s: fstat: %s", rfi_path_label(part->path), rfi_errno_text(errno));
+        return rfi_fail_sys(err, RF_ERR_IO, errno, 0, "%s: fstat: %s", rfi_path_label(part->path),
+                            rfi_errno_text(errno));
     if (now.st_size != then->st_size)
         return rfi_fail(err, RF_ERR_IO, t->offset_bytes,
                         "%s: has %lld bytes, it had %lld when it was opened: it was changed meanwhile (tensor %.*s)",
@@ -3106,8 +3107,8 @@ static void rfi_slabs_place(rfi_store *s, uint32_t from, uint64_t target) {
     }
 }
 
-/* The memory of a tensor that is about to load. A slab that cannot be had is cut into smaller ones; the first failure is
- * the one that is told. */
+/* The memory of a tensor that is about to load. A slab that cannot be had is cut into smaller ones; the first failure
+ * is the one that is told. */
 static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) {
     rf_error why;
     rfi_clear(&why);
@@ -3321,8 +3322,8 @@ static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, rfi_piece *out) 
     return 0;
 }
 
-/* Read a piece and put its copy on the way. */
-static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *ticket, rf_error *err) { /* lock held, .. */
+/* Read a piece and put its copy on the way. The lock is held, and released meanwhile. */
+static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *ticket, rf_error *err) {
     rfi_tensor *t = p->t;
     uint32_t slot = rfi_slot_of(s, t);
     const rf_plan_weight *w = &s->plan.weights[slot];
@@ -3536,7 +3537,8 @@ static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t epoch, rf_e
     double start = rfi_now();
     rf_result r = atomic_load(&s->epoch) == epoch
                       ? rfi_cell_acquire(&t->cell, &s->lot, rfi_tensor_load, &load, &loaded, err)
-                      : rfi_fail(err, RF_ERR_CANCELLED, slot, "loading of %s was cancelled", s->plan.weights[slot].name);
+                      : rfi_fail(err, RF_ERR_CANCELLED, slot, "loading of %s was cancelled",
+                                 s->plan.weights[slot].name);
     atomic_fetch_add(&s->misses, 1);
     atomic_fetch_add(&s->wait_ns, (uint64_t)((rfi_now() - start) * 1e9));
     if (loaded) { /* not before its cell was settled: the callback may use the tensor */
@@ -7916,8 +7918,8 @@ static int rfi_null_ticket_done(const rf_ticket *ticket) { return ticket->value 
 static rf_result rfi_null_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err) {
     RFI_UNUSED(timeout_ms);
     if (ticket->value == 0) return RF_OK;
-    return rfi_fail_sys(err, RF_ERR_DEVICE, -1, ticket->value, "null: weight_write, call %llu of the device, fails late",
-                        RFI_LLU(ticket->value));
+    return rfi_fail_sys(err, RF_ERR_DEVICE, -1, ticket->value,
+                        "null: weight_write, call %llu of the device, fails late", RFI_LLU(ticket->value));
 }
 
 static void rfi_null_weight_clear(rf_table *table, uint32_t slot) { rfi_null_table_of(table)->rows[slot] = 0; }
@@ -8218,7 +8220,8 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     s->segment_slots =
         (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->segment_slots, "segments", err);
     s->held = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->held, "segments", err);
-    s->held_streamed = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->held_streamed, "segments", err);
+    s->held_streamed =
+        (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->held_streamed, "segments", err);
     s->lengths = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->lengths, "sequence lengths", err);
     s->ends = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->ends, "sequence lengths", err);
     s->rows = (rf_step_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->rows, "batch rows", err);
@@ -8226,7 +8229,8 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     s->logit_rows = (uint32_t *)rfi_alloc(alloc, d->n_batch, sizeof *s->logit_rows, "batch rows", err);
     s->tokens = (int32_t *)rfi_alloc_aligned(alloc, (uint64_t)d->n_seq_max * d->n_ctx * sizeof *s->tokens, 64,
                                              "token history", err);
-    if (!s->buffer_offset || !s->state_offset || !s->segment_first || !s->segment_slots || !s->held || !s->held_streamed || !s->lengths ||
+    if (!s->buffer_offset || !s->state_offset || !s->segment_first || !s->segment_slots || !s->held ||
+        !s->held_streamed || !s->lengths ||
         !s->ends || !s->rows || !s->forward_rows || !s->logit_rows || !s->tokens)
         return RF_ERR_MEMORY;
     rf_result r =
