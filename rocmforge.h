@@ -332,7 +332,7 @@ typedef struct rf_device_info {
 typedef struct rf_device_desc {
     rf_allocator allocator;
     uint32_t n_threads;     /* CPU: threads that compute, the caller's included; 0 = one per core allowed (max 256) */
-    const char *isa;        /* CPU: "scalar", "avx2", "avx512", "neon"; NULL = the best this machine has. For tests
+    const char *isa;        /* CPU: "scalar", "avx2", "avxvnni", "avx512", "neon", "i8mm"; NULL = the best. For tests
                                and for equal bits on unequal machines. */
     uint64_t budget_bytes;  /* for the weights of all models on it; 0 = what is free on a GPU, no limit on the CPU. The
                                model used longest ago gives way. */
@@ -6101,7 +6101,13 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
 #define RFI_VNNI __attribute__((target("avxvnni,avx2,fma,f16c")))
 #define RFI_VNNI_DOT "%{vex%} vpdpbusd %2, %1, %0"
 #endif
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11 /* older ones know neither target nor instruction */
+#define RFI_HAS_VNNI 1
 #define rfi_256_vnni(sum, a, x) __asm__(RFI_VNNI_DOT : "+x"(sum) : "x"(a), "x"(x))
+#else
+#define RFI_HAS_VNNI 0
+#define rfi_256_vnni(sum, a, x) (void)(a), (void)(x)
+#endif
 
 /* Sums of 4 products; a is unsigned unless signed_a. No 16-bit sum overflows: 128 * 127 * 2, or 63 * 127 * 2. */
 RFI_INLINE RFI_256 __m256i rfi_256_dot(int vnni, int signed_a, __m256i a, __m256i x) {
@@ -6438,6 +6444,7 @@ RFI_256_TILES(avx2, RFI_256, 0)
 RFI_QUANT_TYPES(avx2, RFI_256, 8, 1, 4)
 RFI_KERNELS(avx2, avx2, "avx2")
 
+#if RFI_HAS_VNNI
 /* ---- AVX2 with VNNI ---- */
 
 RFI_256_TILES(avxvnni, RFI_VNNI, 1)
@@ -6445,6 +6452,7 @@ RFI_256_TILES(avxvnni, RFI_VNNI, 1)
 #define rfi_avxvnni_unpack rfi_256_unpack
 RFI_QUANT_TYPES(avxvnni, RFI_VNNI, 8, 1, 4)
 RFI_KERNELS(avxvnni, avx2, "avx2 vnni")
+#endif
 #endif /* __x86_64__ */
 
 #if defined(__aarch64__)
@@ -6834,8 +6842,11 @@ static int rfi_has_isa(const char *isa) {
 /* The kernels of an instruction set by name, NULL = the best; NULL if this machine lacks it. Threads any. */
 static const rfi_kernels *rfi_kernels_find(const char *isa) {
 #if defined(__x86_64__)
-    static const rfi_kernels *const tables[] = {&rfi_kernels_avx512, &rfi_kernels_avxvnni, &rfi_kernels_avx2,
-                                                &rfi_kernels_scalar};
+    static const rfi_kernels *const tables[] = {&rfi_kernels_avx512,
+#if RFI_HAS_VNNI
+                                                &rfi_kernels_avxvnni,
+#endif
+                                                &rfi_kernels_avx2, &rfi_kernels_scalar};
 #else
     static const rfi_kernels *const tables[] = {&rfi_kernels_i8mm, &rfi_kernels_neon, &rfi_kernels_scalar};
 #endif

@@ -1317,7 +1317,7 @@ static const flag flags[] = {
     {"--device", TEXT, AT(device), RUN, 0, 0, 0, "D", "auto, cpu, null, hip:N (auto)"},
     {"--device", TEXT, AT(device), CHECK, 0, 0, 0, "D", "compare this device with the CPU, op by op"},
     {"--threads", COUNT, AT(threads), RUN | CHECK, 0, 0, 256, "N", "of the CPU (0 = one per core)"},
-    {"--isa", TEXT, AT(isa), RUN | CHECK, 0, 0, 0, "NAME", "CPU instructions: scalar, avx2, avx512, neon (the best)"},
+    {"--isa", TEXT, AT(isa), RUN | CHECK, 0, 0, 0, "NAME", "kernels: scalar, avx2, avxvnni, avx512, neon, i8mm"},
     {"--ctx", COUNT, AT(ctx), RUN | PLAN, 0, 1, 1 << 24, "N", "tokens the context holds"},
     {"--batch", COUNT, AT(batch), RUN | PLAN, 0, 1, 1 << 16, "N", "rows evaluated at once"},
     {"--kv", CHOICE, AT(kv), RUN | PLAN, 0, 0, 0, "f16|f32", "keys and values (f16)"},

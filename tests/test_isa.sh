@@ -1,5 +1,5 @@
-# test_isa.sh BUILD: the kernels of instruction sets that this machine may lack. Those of arm64 run under qemu, compiled by gcc
-# and by clang; those for AVX-VNNI run in their AVX-512 encoding where there is that.
+# test_isa.sh BUILD: the kernels of instruction sets that this machine may lack. Those of arm64 run under qemu, compiled
+# by gcc and by clang; those for AVX-VNNI run in their AVX-512 encoding where there is that.
 . tests/rf_test.sh
 
 libs="-lm -pthread"
