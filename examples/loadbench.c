@@ -1,0 +1,129 @@
+/* cc -O2 -I. examples/loadbench.c -o loadbench -lm -pthread
+ *
+ * How fast a model loads: open, plan, first token, everything loaded, decode; device and host memory at each step.
+ *   loadbench FILE [--device D] [--mode lazy|preload|critical|context] [--readers N] [--budget PERCENT]
+ *             [--stream prefix|lru] [--pinned] [--cold] [--tokens N] [--no-map]
+ * context: only open the device, the part of a start that no loader can shorten. --cold drops the file from the page
+ * cache first. --budget: percent of the weights' bytes; --pinned keeps the streamed ones in pinned host memory. */
+#define ROCMFORGE_IMPLEMENTATION
+#include "rocmforge.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+static double now_ms(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
+}
+
+static void die(const char *what, const rf_error *err) {
+    fprintf(stderr, "loadbench: %s: %s\n", what, err ? err->text : "");
+    exit(1);
+}
+
+/* resident MiB of this process */
+static double rss(void) {
+    long pages = 0;
+    FILE *f = fopen("/proc/self/statm", "r");
+    if (f && fscanf(f, "%*d %ld", &pages) != 1) pages = 0;
+    if (f) fclose(f);
+    return (double)pages * (double)sysconf(_SC_PAGESIZE) / 1048576.0;
+}
+
+static double start;
+
+static void say(const char *step, const rf_model *m) {
+    rf_loading_stats st = rf_model_get_loading_stats(m);
+    printf("%-12s %9.2f ms   host %8.1f MiB   device weights %9.1f MiB in %llu   loaded %5.1f %%\n", step, now_ms() - start, rss(),
+           (double)st.device_bytes / 1048576.0, (unsigned long long)st.device_allocations,
+           m ? 100.0 * (double)st.bytes_loaded / (double)rf_model_get_info(m).weight_bytes : 0.0);
+    fflush(stdout);
+}
+
+static void drop_from_cache(const char *path) {
+    int fd = open(path, O_RDONLY);
+    if (fd < 0 || fsync(fd) != 0 || posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) != 0) die("cannot drop the file from the cache", NULL);
+    close(fd);
+}
+
+int main(int argc, char **argv) {
+    const char *path = NULL, *device = NULL, *mode = "lazy";
+    int cold = 0, pinned = 0, n_tokens = 16, percent = 0;
+    rf_model_desc md = {0};
+    rf_gguf_desc gd = {0};
+    rf_error err;
+    for (int i = 1; i < argc; i++) {
+        const char *value = i + 1 < argc ? argv[i + 1] : "";
+        if (!strcmp(argv[i], "--device")) device = value, i++;
+        else if (!strcmp(argv[i], "--mode")) mode = value, i++;
+        else if (!strcmp(argv[i], "--readers")) md.n_readers = (uint32_t)atoi(value), i++;
+        else if (!strcmp(argv[i], "--budget")) percent = atoi(value), i++;
+        else if (!strcmp(argv[i], "--stream")) md.stream_policy = strcmp(value, "lru") ? RF_STREAM_PREFIX : RF_STREAM_LRU, i++;
+        else if (!strcmp(argv[i], "--tokens")) n_tokens = atoi(value), i++;
+        else if (!strcmp(argv[i], "--pinned")) pinned = 1;
+        else if (!strcmp(argv[i], "--cold")) cold = 1;
+        else if (!strcmp(argv[i], "--no-map")) gd.no_map = 1;
+        else if (argv[i][0] != '-' && !path) path = argv[i];
+        else path = NULL, i = argc;
+    }
+    if (!path) return fprintf(stderr, "usage: loadbench FILE [options]; the first lines of loadbench.c list them\n"), 2;
+    if (cold) drop_from_cache(path);
+    md.load_policy = !strcmp(mode, "preload") ? RF_LOAD_PRELOAD : !strcmp(mode, "critical") ? RF_LOAD_CRITICAL_FIRST : RF_LOAD_LAZY;
+
+    rf_device *d;
+    rf_gguf *g;
+    rf_model *m;
+    rf_session *s;
+    start = now_ms();
+    if (rf_device_open(device, NULL, &d, &err) != RF_OK) die("device", &err);
+    say("device", NULL);
+    if (!strcmp(mode, "context")) return rf_device_close(d, NULL), 0;
+    if (rf_gguf_open(path, &gd, &g, &err) != RF_OK) die("open", &err);
+    say("open", NULL);
+    if (percent) { /* of what all weights take there */
+        rf_forecast all;
+        if (rf_model_open(g, d, NULL, &m, &err) != RF_OK || rf_model_forecast(m, NULL, &all, &err) != RF_OK) die("forecast", &err);
+        rf_model_close(m, NULL);
+        md.budget_bytes = all.weight_bytes / 100 * (uint64_t)percent;
+        md.pinned_bytes = pinned ? all.weight_bytes : 0;
+    }
+    if (rf_model_open(g, d, &md, &m, &err) != RF_OK) die("plan", &err);
+    say("plan", m);
+    rf_forecast forecast;
+    if (rf_model_forecast(m, &(rf_session_desc){.n_ctx = 512}, &forecast, &err) != RF_OK) die("forecast", &err);
+    if (rf_session_open(m, &(rf_session_desc){.n_ctx = 512}, &s, &err) != RF_OK) die("session", &err);
+    say("session", m);
+
+    const int32_t prompt[16] = {1, 20, 300, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160};
+    if (rf_forward(s, prompt, 16, NULL, &err) != RF_OK) die("first token", &err);
+    int32_t token = rf_session_argmax(s, 0);
+    say("first token", m);
+    if (rf_model_preload_all(m, &err) != RF_OK) die("preload", &err);
+    say("all loaded", m);
+    rf_loading_stats st = rf_model_get_loading_stats(m);
+    uint64_t read_before = st.bytes_read;
+    double decode = now_ms();
+    for (int i = 0; i < n_tokens; i++) {
+        if (rf_forward(s, &token, 1, NULL, &err) != RF_OK) die("decode", &err);
+        token = rf_session_argmax(s, 0);
+    }
+    decode = now_ms() - decode;
+    say("decode", m);
+    st = rf_model_get_loading_stats(m);
+    printf("%d tokens, %.2f ms each; loading %.2f GB/s in %.1f ms, waited %.1f ms; %llu loads, %llu evictions; streamed %.1f MiB a token\n",
+           n_tokens, decode / n_tokens, st.gb_per_second, st.load_seconds * 1e3, st.wait_seconds * 1e3, (unsigned long long)st.loads,
+           (unsigned long long)st.evictions, (double)forecast.streamed_bytes / 1048576.0);
+    if (forecast.streamed_bytes)
+        printf("streaming %.2f GB/s of %.2f GB a token, %.2f GB read from the file in decode\n", 1e-6 * (double)forecast.streamed_bytes * n_tokens / decode,
+               1e-9 * (double)forecast.streamed_bytes, 1e-9 * (double)(st.bytes_read - read_before));
+    rf_session_close(s);
+    if (rf_model_clear_gpu_cache(m, NULL, &err) != RF_OK) die("clear", &err);
+    say("clear", m);
+    if (rf_model_close(m, NULL) != RF_OK || rf_device_close(d, NULL) != RF_OK || rf_gguf_close(g, NULL) != RF_OK) die("close", NULL);
+    return 0;
+}
