@@ -2915,7 +2915,8 @@ struct rf_device {
 /* A device that has not finished by then is reported as failed instead of hanging the caller. */
 #define RFI_WAIT_MS 120000u
 
-#define RFI_STAGING_BYTES ((uint64_t)4 << 20) /* of a piece; more only if a row is longer                 */
+#define RFI_STAGING_BYTES ((uint64_t)2 << 20) /* of a piece; more only if a row is longer. 1 to 8 MiB were tried */
+#define RFI_HOME_BYTES    ((uint64_t)32 << 20) /* of a piece that is in pinned memory already              */
 #define RFI_MAX_READERS   16u
 #define RFI_MAX_STAGES   (2 * RFI_MAX_READERS)
 #define RFI_SLAB_BYTES    ((uint64_t)1 << 30) /* a device allocation for weights, or an eighth of them    */
@@ -2951,6 +2952,7 @@ typedef struct rfi_slab {
     rf_mem mem;
     uint64_t size_bytes;
     uint32_t n_bound;
+    int creating;
 } rfi_slab;
 
 /* What stays on the device, and what goes through the ring. */
@@ -3070,9 +3072,19 @@ static void rfi_reports_give(rfi_store *s) { /* lock held, released meanwhile */
 
 /* ---- device memory ---- */
 
-static rf_result rfi_slab_create(rfi_store *s, rfi_slab *slab, rf_error *err) {
-    rf_result r = s->device->api->mem_create(s->device->dev, slab->size_bytes, &slab->mem, err);
+/* Have the slab's memory; without the lock, since a driver may take milliseconds for it. */
+static rf_result rfi_slab_create(rfi_store *s, rfi_slab *slab, rf_error *err) { /* lock held, released meanwhile */
+    rf_mem mem = {0};
+    while (slab->creating) pthread_cond_wait(&s->changed, &s->lock);
+    if (slab->mem.base) return RF_OK;
+    slab->creating = 1;
+    pthread_mutex_unlock(&s->lock);
+    rf_result r = s->device->api->mem_create(s->device->dev, slab->size_bytes, &mem, err);
+    pthread_mutex_lock(&s->lock);
+    slab->creating = 0;
+    pthread_cond_broadcast(&s->changed);
     if (r != RF_OK) return r;
+    slab->mem = mem;
     atomic_fetch_add(&s->device_allocations, 1);
     atomic_fetch_add(&s->device_bytes, slab->size_bytes);
     atomic_fetch_add(&s->device->weight_bytes, slab->size_bytes);
@@ -3115,7 +3127,8 @@ static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) {
     if (t->in_place) return RF_OK;
     for (;;) {
         rfi_slab *slab = t->streamed ? &s->ring : &s->slabs[t->slab];
-        rf_result r = slab->mem.base ? RF_OK : rfi_slab_create(s, slab, &why);
+        rf_result r = rfi_slab_create(s, slab, &why);
+        if (!t->streamed && slab != &s->slabs[t->slab]) continue; /* another thread has cut it meanwhile */
         if (r == RF_OK && s->scratch_bytes && !s->scratch.base)
             r = s->device->api->mem_create(s->device->dev, s->scratch_bytes, &s->scratch, &why);
         if (r == RF_OK) return RF_OK;
@@ -3144,7 +3157,7 @@ static void rfi_tensor_drop(rfi_store *s, rfi_tensor *t) { /* lock held */
 /* ---- loads ---- */
 
 /* The load of a tensor whose cell this thread has made LOADING. A failure is found in t->err when it ends. */
-static void rfi_job_begin(rfi_store *s, rfi_tensor *t, int demanded) { /* lock held */
+static void rfi_job_begin(rfi_store *s, rfi_tensor *t, int demanded) { /* lock held, released meanwhile */
     if (t->bound) { /* a copy failed after READY */
         rfi_tensor_drop(s, t);
         atomic_fetch_sub(&s->tensors_loaded, 1);
@@ -3159,14 +3172,14 @@ static void rfi_job_begin(rfi_store *s, rfi_tensor *t, int demanded) { /* lock h
     t->next_row = 0;
     t->epoch = atomic_load(&s->epoch);
     atomic_store(&t->arrived, 0);
+    if (s->n_jobs++ == 0) s->busy_since = rfi_now();
+    s->n_stream_jobs += t->streamed;
     if (rfi_gguf_unchanged(s->g, &t->info, &t->err) == RF_OK && rfi_tensor_memory(s, t, &t->err) == RF_OK) {
         t->bound = 1;
         if (!t->in_place) (t->streamed ? &s->ring : &s->slabs[t->slab])->n_bound++;
     }
     if (t->in_place && s->plan.weights[rfi_slot_of(s, t)].row_reads) /* a few rows are looked up: no read ahead */
         t->next_row = s->plan.weights[rfi_slot_of(s, t)].n_rows;
-    if (s->n_jobs++ == 0) s->busy_since = rfi_now();
-    s->n_stream_jobs += t->streamed;
     t->next_job = NULL;
     rfi_tensor **end = &s->jobs;
     while (*end) end = &(*end)->next_job;
@@ -3313,7 +3326,8 @@ static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, rfi_piece *out) 
         if (only && t != only) continue;
         rfi_job_end_if_over(s, t);
         if (!t->loading || t->err.code != RF_OK || t->next_row >= w->n_rows) continue;
-        uint64_t n = rfi_max_u64(1, RFI_STAGING_BYTES / (w->size_bytes / w->n_rows));
+        uint64_t most = t->home_filled ? RFI_HOME_BYTES : RFI_STAGING_BYTES;
+        uint64_t n = rfi_max_u64(1, most / (w->size_bytes / w->n_rows));
         *out = (rfi_piece){t, t->next_row, (uint32_t)rfi_min_u64(n, w->n_rows - t->next_row)};
         t->next_row += out->n_rows;
         t->n_busy++;
@@ -3444,8 +3458,13 @@ static int rfi_loader_next(rfi_store *s, rfi_piece *out) { /* lock held, release
             t = &s->tensors[s->order[s->want_at++]];
             if (!t->wanted || t->streamed || !rfi_cell_try_claim(&t->cell, &s->lot)) t = NULL;
         }
-        if (t) rfi_job_begin(s, t, 0);
-        else if (!rfi_stream_begin(s)) return 0;
+        if (t) {
+            rfi_job_begin(s, t, 0);
+            uint32_t ahead = t->slab + 1; /* while others read: the next slab's memory, which takes a driver a while */
+            if (!t->in_place && ahead < s->n_slabs && !s->slabs[ahead].creating) rfi_slab_create(s, &s->slabs[ahead], NULL);
+        } else if (!rfi_stream_begin(s)) {
+            return 0;
+        }
     }
 }
 
@@ -3648,14 +3667,21 @@ static rf_result rfi_store_arrived(rfi_store *s, uint32_t slot, rf_error *err) {
                         s->plan.weights[slot].name);
 }
 
-/* The same for what the ring held during an eval that has finished. */
-static rf_result rfi_stream_arrived(rfi_store *s, rf_error *err) {
-    if (s->n_uses == 0) return RF_OK;
+/* The same for what the ring held during an eval that has finished, with `r`; its queue may be gone hereafter. */
+static rf_result rfi_stream_arrived(rfi_store *s, rf_result r, rf_error *err) {
+    if (s->n_uses == 0) return r;
     pthread_mutex_lock(&s->lock);
-    for (uint64_t use = s->stream_freed; use < s->stream_used && s->stream_err.code == RF_OK; use++)
-        s->device->api->ticket_wait(&s->tensors[s->uses[use % s->n_uses]].written, RFI_WAIT_MS, &s->stream_err);
-    rf_result r = s->stream_err.code;
-    if (r != RF_OK && err && err->code == RF_OK) *err = s->stream_err;
+    while (s->stream_freeing) pthread_cond_wait(&s->changed, &s->lock);
+    for (uint64_t use = s->stream_freed; use < s->stream_used; use++) {
+        rfi_tensor *t = &s->tensors[s->uses[use % s->n_uses]];
+        memset(&t->last_use, 0, sizeof t->last_use);
+        if (s->stream_err.code == RF_OK)
+            s->device->api->ticket_wait(&t->written, RFI_WAIT_MS, &s->stream_err);
+    }
+    if (r == RF_OK && s->stream_err.code != RF_OK) {
+        r = s->stream_err.code;
+        if (err && err->code == RF_OK) *err = s->stream_err;
+    }
     pthread_mutex_unlock(&s->lock);
     return r;
 }
@@ -3698,8 +3724,9 @@ static uint64_t rfi_ring_least(const rfi_store *s, const rfi_arrangement *a) {
 }
 
 /* Decide for `limit` bytes. Dense models read every weight for every token, so which ones stay does not matter for the
- * bytes that are streamed; a prefix of the plan lets a token begin while the ring fills. What is used twice (tied
- * embeddings) and the last layer, the widest, stay if they can: the ring needs to be as large as the widest layer. */
+ * bytes that are streamed; a prefix of the plan lets a token begin while the ring fills. Vectors always stay. What is used
+ * twice (tied embeddings) and the last layer, the widest, stay if they can: the ring needs to be as large as the widest
+ * layer. */
 static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement *a, rf_error *err) {
     const rf_plan *plan = &s->plan;
     uint64_t total = 0;
@@ -3712,12 +3739,12 @@ static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement
     for (int keep_last = s->desc.stream_policy == RF_STREAM_PREFIX; keep_last >= 0; keep_last--) {
         memset(a->streamed, 1, plan->n_weights);
         a->resident_bytes = 0;
-        for (uint32_t i = 0; i < plan->n_weights && keep_last; i++) {
+        for (uint32_t i = 0; i < plan->n_weights; i++) {
             int32_t last = plan->ops[plan->n_ops - 1].layer;
-            int twice = 0;
+            int twice = 0, vector = plan->weights[i].n_rows == 1;
             for (uint32_t k = 0; k < plan->n_ops; k++)
                 twice |= plan->ops[k].weight == i && plan->ops[k].layer != plan->weights[i].layer;
-            if (!twice && plan->weights[i].layer != last) continue;
+            if (!vector && (!keep_last || (!twice && plan->weights[i].layer != last))) continue;
             a->streamed[i] = 0;
             a->resident_bytes += s->tensors[i].bytes;
         }
@@ -3730,7 +3757,7 @@ static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement
                         rfi_gguf_path(s->g), RFI_LLU(limit), RFI_LLU(least));
     /* twice the least, so that a layer can be read while another one is used */
     uint64_t ring = rfi_min_u64(2 * least, limit - a->resident_bytes);
-    if (s->desc.stream_policy == RF_STREAM_LRU) ring = limit;
+    if (s->desc.stream_policy == RF_STREAM_LRU) ring = limit - a->resident_bytes;
     for (uint32_t i = 0; i < plan->n_weights; i++) {
         uint64_t bytes = s->tensors[i].bytes;
         if (!a->streamed[i] || bytes > limit - a->resident_bytes - ring) continue;
@@ -3952,7 +3979,7 @@ static void rfi_store_describe(rfi_store *s) {
             int critical = layer < 0 || layer >= (int32_t)n_layers;
             if (!critical_first || critical == (pass == 0)) s->order[n++] = slot;
         }
-    uint64_t readers = rfi_min_u64(rfi_min_u64(12, rfi_cpu_count()), s->total_bytes / (2 * RFI_STAGING_BYTES));
+    uint64_t readers = rfi_min_u64(rfi_min_u64(8, rfi_cpu_count()), s->total_bytes / (4 * RFI_STAGING_BYTES));
     s->n_readers_max = (uint32_t)rfi_min_u64(s->desc.n_readers ? s->desc.n_readers : readers, RFI_MAX_READERS);
     s->n_stages_max = 2 * (uint32_t)rfi_max_u64(s->n_readers_max, 1);
 }
@@ -8393,7 +8420,7 @@ static rf_result rfi_eval_unpin(rf_session *s, rf_result r, rf_error *err) {
         if (r == RF_OK) r = arrived;
         rfi_store_unpin(store, s->held[i]);
     }
-    if (r == RF_OK) r = rfi_stream_arrived(store, err);
+    r = rfi_stream_arrived(store, r, err);
     s->n_pinned = s->n_held = s->n_held_streamed = 0;
     return r;
 }
