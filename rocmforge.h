@@ -52,6 +52,7 @@
  *   ROCMFORGE_STATIC          implementation: functions become static, private to that C file
  *   ROCMFORGE_API             everywhere: what stands before each declaration (default extern)
  *   ROCMFORGE_HIP             implementation: refer to the kernels file strongly (static archives)
+ *   ROCMFORGE_NO_SIMD         implementation: portable C kernels only, slow to run, six times faster to compile
  *   ROCMFORGE_MALLOC/_FREE    implementation: default allocator, both or none (default malloc, free)
  *   ROCMFORGE_MAX_LAYERS ...  implementation: limits for files, named beside their checks
  *
@@ -59,13 +60,14 @@
  *   Memory   every object is closed by its own close; descs are zero-initialised for defaults; pointers that are
  *            handed out are borrowed, and a comment says until when. After rf_session_open nothing is allocated.
  *   Threads  files, models, devices and tokenizers may be shared by any number of threads; a session, a sampler and a
- *            scheduler take one call at a time. The library starts threads only in the CPU device, and they sleep.
+ *            scheduler take one call at a time. Threads are started in the CPU device, where they sleep, and to load
+ *            weights, as long as there is something to load or to stream.
  *   Errors   every function that can fail returns an rf_result (0 = ok) and fills the rf_error its caller brought.
  *   Bits     the same input gives the same bits, for any number of threads, load order and batch neighbours, on one
  *            device model and CPU instruction set.
  *   Security a GGUF file is untrusted input: whatever it holds, the worst is an error. Two limits: a file that is cut
- *            short by somebody while it is mapped raises SIGBUS (rf_gguf_desc.no_map avoids it); and the text a model
- *            writes is not to be trusted either.
+ *            short by somebody while the CPU uses it in place raises SIGBUS (rf_gguf_desc.no_map avoids it); and the
+ *            text a model writes is not to be trusted either.
  *
  * MIT licence, at the end of this file. */
 #ifndef ROCMFORGE_H
@@ -3461,7 +3463,8 @@ static int rfi_loader_next(rfi_store *s, rfi_piece *out) { /* lock held, release
         if (t) {
             rfi_job_begin(s, t, 0);
             uint32_t ahead = t->slab + 1; /* while others read: the next slab's memory, which takes a driver a while */
-            if (!t->in_place && ahead < s->n_slabs && !s->slabs[ahead].creating) rfi_slab_create(s, &s->slabs[ahead], NULL);
+            if (!t->in_place && ahead < s->n_slabs && !s->slabs[ahead].creating)
+                rfi_slab_create(s, &s->slabs[ahead], NULL);
         } else if (!rfi_stream_begin(s)) {
             return 0;
         }
@@ -3724,9 +3727,9 @@ static uint64_t rfi_ring_least(const rfi_store *s, const rfi_arrangement *a) {
 }
 
 /* Decide for `limit` bytes. Dense models read every weight for every token, so which ones stay does not matter for the
- * bytes that are streamed; a prefix of the plan lets a token begin while the ring fills. Vectors always stay. What is used
- * twice (tied embeddings) and the last layer, the widest, stay if they can: the ring needs to be as large as the widest
- * layer. */
+ * bytes that are streamed; a prefix of the plan lets a token begin while the ring fills. Vectors always stay. What is
+ * used twice (tied embeddings) and the last layer, the widest, stay if they can: the ring needs to be as large as the
+ * widest layer. */
 static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement *a, rf_error *err) {
     const rf_plan *plan = &s->plan;
     uint64_t total = 0;
@@ -5494,7 +5497,7 @@ RFI_FLOAT_TYPES(scalar, RFI_NO_TARGET)
 RFI_QUANT_TYPES(scalar, RFI_NO_TARGET, 1, 1, 8)
 RFI_KERNELS(scalar, scalar, "portable C")
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(ROCMFORGE_NO_SIMD)
 
 /* ---- AVX-512 with VNNI: 16 rows at once ---- */
 
@@ -6482,7 +6485,7 @@ RFI_KERNELS(avxvnni, avx2, "avx2 vnni")
 #endif
 #endif /* __x86_64__ */
 
-#if defined(__aarch64__)
+#if defined(__aarch64__) && !defined(ROCMFORGE_NO_SIMD)
 
 /* ---- NEON with dot products: 4 rows at once ---- */
 
@@ -6842,7 +6845,12 @@ RFI_KERNELS(i8mm, neon, "neon i8mm")
 
 /* ---- choice ---- */
 
-#if defined(__x86_64__)
+#if defined(ROCMFORGE_NO_SIMD)
+static int rfi_has_isa(const char *isa) {
+    RFI_UNUSED(isa);
+    return 0;
+}
+#elif defined(__x86_64__)
 /* Whether this machine and its operating system offer an instruction set. */
 static int rfi_has_isa(const char *isa) {
     uint32_t a, b, c, d, xcr0, unused;
@@ -6868,7 +6876,9 @@ static int rfi_has_isa(const char *isa) {
 
 /* The kernels of an instruction set by name, NULL = the best; NULL if this machine lacks it. Threads any. */
 static const rfi_kernels *rfi_kernels_find(const char *isa) {
-#if defined(__x86_64__)
+#if defined(ROCMFORGE_NO_SIMD)
+    static const rfi_kernels *const tables[] = {&rfi_kernels_scalar};
+#elif defined(__x86_64__)
     static const rfi_kernels *const tables[] = {&rfi_kernels_avx512,
 #if RFI_HAS_VNNI
                                                 &rfi_kernels_avxvnni,

@@ -39,15 +39,16 @@ static double start;
 
 static void say(const char *step, const rf_model *m) {
     rf_loading_stats st = rf_model_get_loading_stats(m);
-    printf("%-12s %9.2f ms   host %8.1f MiB   device weights %9.1f MiB in %llu   loaded %5.1f %%\n", step, now_ms() - start, rss(),
-           (double)st.device_bytes / 1048576.0, (unsigned long long)st.device_allocations,
+    printf("%-12s %9.2f ms   host %8.1f MiB   device weights %9.1f MiB in %llu   loaded %5.1f %%\n", step,
+           now_ms() - start, rss(), (double)st.device_bytes / 1048576.0, (unsigned long long)st.device_allocations,
            m ? 100.0 * (double)st.bytes_loaded / (double)rf_model_get_info(m).weight_bytes : 0.0);
     fflush(stdout);
 }
 
 static void drop_from_cache(const char *path) {
     int fd = open(path, O_RDONLY);
-    if (fd < 0 || fsync(fd) != 0 || posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) != 0) die("cannot drop the file from the cache", NULL);
+    if (fd < 0 || fsync(fd) != 0 || posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) != 0)
+        die("cannot drop the file from the cache", NULL);
     close(fd);
 }
 
@@ -63,7 +64,8 @@ int main(int argc, char **argv) {
         else if (!strcmp(argv[i], "--mode")) mode = value, i++;
         else if (!strcmp(argv[i], "--readers")) md.n_readers = (uint32_t)atoi(value), i++;
         else if (!strcmp(argv[i], "--budget")) percent = atoi(value), i++;
-        else if (!strcmp(argv[i], "--stream")) md.stream_policy = strcmp(value, "lru") ? RF_STREAM_PREFIX : RF_STREAM_LRU, i++;
+        else if (!strcmp(argv[i], "--stream"))
+            md.stream_policy = strcmp(value, "lru") ? RF_STREAM_PREFIX : RF_STREAM_LRU, i++;
         else if (!strcmp(argv[i], "--tokens")) n_tokens = atoi(value), i++;
         else if (!strcmp(argv[i], "--pinned")) pinned = 1;
         else if (!strcmp(argv[i], "--cold")) cold = 1;
@@ -73,7 +75,8 @@ int main(int argc, char **argv) {
     }
     if (!path) return fprintf(stderr, "usage: loadbench FILE [options]; the first lines of loadbench.c list them\n"), 2;
     if (cold) drop_from_cache(path);
-    md.load_policy = !strcmp(mode, "preload") ? RF_LOAD_PRELOAD : !strcmp(mode, "critical") ? RF_LOAD_CRITICAL_FIRST : RF_LOAD_LAZY;
+    if (!strcmp(mode, "preload")) md.load_policy = RF_LOAD_PRELOAD;
+    if (!strcmp(mode, "critical")) md.load_policy = RF_LOAD_CRITICAL_FIRST;
 
     rf_device *d;
     rf_gguf *g;
@@ -87,7 +90,8 @@ int main(int argc, char **argv) {
     say("open", NULL);
     if (percent) { /* of what all weights take there */
         rf_forecast all;
-        if (rf_model_open(g, d, NULL, &m, &err) != RF_OK || rf_model_forecast(m, NULL, &all, &err) != RF_OK) die("forecast", &err);
+        if (rf_model_open(g, d, NULL, &m, &err) != RF_OK || rf_model_forecast(m, NULL, &all, &err) != RF_OK)
+            die("forecast", &err);
         rf_model_close(m, NULL);
         md.budget_bytes = all.weight_bytes / 100 * (uint64_t)percent;
         md.pinned_bytes = pinned ? all.weight_bytes : 0;
@@ -115,15 +119,17 @@ int main(int argc, char **argv) {
     decode = now_ms() - decode;
     say("decode", m);
     st = rf_model_get_loading_stats(m);
-    printf("%d tokens, %.2f ms each; loading %.2f GB/s in %.1f ms, waited %.1f ms; %llu loads, %llu evictions; streamed %.1f MiB a token\n",
-           n_tokens, decode / n_tokens, st.gb_per_second, st.load_seconds * 1e3, st.wait_seconds * 1e3, (unsigned long long)st.loads,
-           (unsigned long long)st.evictions, (double)forecast.streamed_bytes / 1048576.0);
+    printf("%d tokens, %.2f ms each; loading %.2f GB/s in %.1f ms, waited %.1f ms; %llu loads, %llu evictions\n",
+           n_tokens, decode / n_tokens, st.gb_per_second, st.load_seconds * 1e3, st.wait_seconds * 1e3,
+           (unsigned long long)st.loads, (unsigned long long)st.evictions);
     if (forecast.streamed_bytes)
-        printf("streaming %.2f GB/s of %.2f GB a token, %.2f GB read from the file in decode\n", 1e-6 * (double)forecast.streamed_bytes * n_tokens / decode,
-               1e-9 * (double)forecast.streamed_bytes, 1e-9 * (double)(st.bytes_read - read_before));
+        printf("streaming %.2f GB/s of %.3f GB a token; %.2f GB read from the file while decoding\n",
+               1e-6 * (double)forecast.streamed_bytes * n_tokens / decode, 1e-9 * (double)forecast.streamed_bytes,
+               1e-9 * (double)(st.bytes_read - read_before));
     rf_session_close(s);
     if (rf_model_clear_gpu_cache(m, NULL, &err) != RF_OK) die("clear", &err);
     say("clear", m);
-    if (rf_model_close(m, NULL) != RF_OK || rf_device_close(d, NULL) != RF_OK || rf_gguf_close(g, NULL) != RF_OK) die("close", NULL);
+    if (rf_model_close(m, &err) != RF_OK || rf_device_close(d, &err) != RF_OK || rf_gguf_close(g, &err) != RF_OK)
+        die("close", &err);
     return 0;
 }

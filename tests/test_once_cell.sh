@@ -14,7 +14,7 @@ mkdir -p "$dir" && cd "$dir" || exit 1
 # check NAME "SPIN FLAGS" WANTED: the pattern must be in the checker's report
 check() {
     rm -f pan*
-    if spin $2 -a "$here/once_cell.pml" >spin.log 2>&1 && cc -O1 -w -DSAFETY -o pan pan.c && ./pan -m100000 >pan.log 2>&1 &&
+    if spin $2 -a "$here/once_cell.pml" >spin.log 2>&1 && cc -O2 -w -DSAFETY -o pan pan.c && ./pan -m100000 >pan.log 2>&1 &&
         grep -q "$3" pan.log; then
         passed=$((passed + 1))
     else
