@@ -27,11 +27,13 @@
 #error "ROCMFORGE_HIP_EMU needs -include tests/hip_emu.h"
 #endif
 #define RFK_SHARED(T, name) HIP_EMU_SHARED(T, name)
+#define RFK_DYNAMIC(T, name) HIP_EMU_DYNAMIC(T, name)
 #elif defined(__CUDACC__) && !defined(__HIP__)
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #define RFK_NVIDIA 1
 #define RFK_SHARED(T, name) __shared__ T name
+#define RFK_DYNAMIC(T, name) extern __shared__ T name[]
 #define hipError_t cudaError_t
 #define hipEvent_t cudaEvent_t
 #define hipStream_t cudaStream_t
@@ -74,10 +76,19 @@
 #define hipMemcpyAsync cudaMemcpyAsync
 #define hipMemsetAsync cudaMemsetAsync
 #define hipLaunchKernel cudaLaunchKernel
+#define hipGraph_t cudaGraph_t
+#define hipGraphExec_t cudaGraphExec_t
+#define hipStreamCaptureModeThreadLocal cudaStreamCaptureModeThreadLocal
+#define hipStreamBeginCapture cudaStreamBeginCapture
+#define hipStreamEndCapture cudaStreamEndCapture
+#define hipGraphLaunch cudaGraphLaunch
+#define hipGraphDestroy cudaGraphDestroy
+#define hipGraphExecDestroy cudaGraphExecDestroy
 #else
 #include <hip/hip_runtime.h>
 #include <hip/hip_fp16.h>
 #define RFK_SHARED(T, name) __shared__ T name
+#define RFK_DYNAMIC(T, name) extern __shared__ T name[]
 #endif
 
 #if defined(__clang__) || defined(RFK_NVIDIA)
@@ -178,16 +189,57 @@ template <int WAVE> RFK_DEVICE float rfk_wave_sum(float v) {
     return v;
 }
 
+/* How a kernel is launched. `early`: it may start while the kernel before it in the stream still runs, because it
+ * calls rfk_wait_previous before it touches what others write. */
+struct rfk_config {
+    dim3 grid, block;
+    uint32_t shared_bytes;
+    int early;
+    hipStream_t stream;
+};
+
 /* Launch; the code says if it was refused. */
 template <class T> struct rfk_same { typedef T type; };
 template <class... P>
-static hipError_t rfk_launch(void (*kernel)(P...), dim3 grid, dim3 block, hipStream_t stream,
-                             typename rfk_same<P>::type... args) {
+static hipError_t rfk_launch_config(void (*kernel)(P...), const rfk_config &c,
+                                    typename rfk_same<P>::type... args) {
 #if defined(ROCMFORGE_HIP_EMU)
-    return hip_emu_launch(kernel, grid, block, stream, args...);
+    return hip_emu_launch(kernel, c.grid, c.block, c.shared_bytes, c.stream, args...);
 #else
     void *list[] = {(void *)&args...};
-    return hipLaunchKernel((const void *)kernel, grid, block, list, 0, stream);
+#if defined(RFK_NVIDIA)
+    if (c.early) {
+        cudaLaunchConfig_t config;
+        cudaLaunchAttribute attribute;
+        memset(&config, 0, sizeof config);
+        memset(&attribute, 0, sizeof attribute);
+        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute.val.programmaticStreamSerializationAllowed = 1;
+        config.gridDim = c.grid;
+        config.blockDim = c.block;
+        config.dynamicSmemBytes = c.shared_bytes;
+        config.stream = c.stream;
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        return cudaLaunchKernelExC(&config, (const void *)kernel, list);
+    }
+#endif
+    return hipLaunchKernel((const void *)kernel, c.grid, c.block, list, c.shared_bytes, c.stream);
+#endif
+}
+template <class... P>
+static hipError_t rfk_launch(void (*kernel)(P...), dim3 grid, dim3 block, hipStream_t stream,
+                             typename rfk_same<P>::type... args) {
+    rfk_config c = {grid, block, 0, 0, stream};
+    return rfk_launch_config(kernel, c, args...);
+}
+
+/* Wait until what the kernels before this one wrote can be read; then let the next kernel start loading its weights. A
+ * kernel that was not launched early finds everything done. All threads call it. */
+RFK_DEVICE void rfk_wait_previous() {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -210,6 +262,13 @@ struct rfk_unit {
     int q[8];   /* 4 bytes each: 0-3 first half, 4-7 second */
     float d[2];
     float m[2]; /* where HAS_MIN */
+};
+
+/* The bytes of a unit as they were loaded, so that loads can be issued long before they are used. */
+struct rfk_raw {
+    int4 a, b;        /* quants; the second 16 bytes, the upper bits or the block's head */
+    uint32_t c, e, f; /* scales and what else is small                                   */
+    int4 g;           /* Q5_K's head                                                     */
 };
 
 /* Fields of a block, as [offset, bytes]; even, so that repacking moves 2 bytes at a time. */
@@ -255,53 +314,77 @@ RFK_DEVICE int rfk_spread_bit4(uint32_t bits) { return (int)((((bits & 15) * 0x0
 template <int TYPE> struct rfk_format;
 
 template <> struct rfk_format<RF_TYPE_Q8_0> {
-    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 0;
-    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
-        int4 a = rfk_load16(w.plane[0] + (block + u) * 32), b = rfk_load16(w.plane[0] + (block + u) * 32 + 16);
-        o.q[0] = a.x, o.q[1] = a.y, o.q[2] = a.z, o.q[3] = a.w;
-        o.q[4] = b.x, o.q[5] = b.y, o.q[6] = b.z, o.q[7] = b.w;
-        o.d[0] = o.d[1] = rfk_load_half(w.plane[1] + (block + u) * 2);
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 0, LOADS = 2;
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        r.a = rfk_load16(w.plane[0] + (block + u) * 32);
+        r.b = rfk_load16(w.plane[0] + (block + u) * 32 + 16);
+        r.c = rfk_load2(w.plane[1] + (block + u) * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        (void)u;
+        o.q[0] = r.a.x, o.q[1] = r.a.y, o.q[2] = r.a.z, o.q[3] = r.a.w;
+        o.q[4] = r.b.x, o.q[5] = r.b.y, o.q[6] = r.b.z, o.q[7] = r.b.w;
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c);
     }
 };
 
 template <> struct rfk_format<RF_TYPE_Q4_0> {
-    static const int BLOCK = 32, STRIDE = 16, OFFSET = 8, HAS_MIN = 0;
-    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
-        rfk_nibbles(rfk_load16(w.plane[0] + (block + u) * 16), o.q);
-        o.d[0] = o.d[1] = rfk_load_half(w.plane[1] + (block + u) * 2);
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 8, HAS_MIN = 0, LOADS = 1;
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        r.a = rfk_load16(w.plane[0] + (block + u) * 16);
+        r.c = rfk_load2(w.plane[1] + (block + u) * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        (void)u;
+        rfk_nibbles(r.a, o.q);
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c);
     }
 };
 
 template <> struct rfk_format<RF_TYPE_Q4_1> {
-    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 1;
-    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
-        uint32_t dm = rfk_load4(w.plane[1] + (block + u) * 4);
-        rfk_nibbles(rfk_load16(w.plane[0] + (block + u) * 16), o.q);
-        o.d[0] = o.d[1] = rfk_from_half((uint16_t)(dm & 0xffff));
-        o.m[0] = o.m[1] = -rfk_from_half((uint16_t)(dm >> 16)); /* stored as what is added */
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 1, LOADS = 1;
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        r.a = rfk_load16(w.plane[0] + (block + u) * 16);
+        r.c = rfk_load4(w.plane[1] + (block + u) * 4);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        (void)u;
+        rfk_nibbles(r.a, o.q);
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)(r.c & 0xffff));
+        o.m[0] = o.m[1] = -rfk_from_half((uint16_t)(r.c >> 16)); /* stored as what is added */
     }
 };
 
 template <> struct rfk_format<RF_TYPE_Q5_0> {
-    static const int BLOCK = 32, STRIDE = 16, OFFSET = 16, HAS_MIN = 0;
-    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
-        uint32_t high = rfk_load4(w.plane[1] + (block + u) * 4);
-        rfk_nibbles(rfk_load16(w.plane[0] + (block + u) * 16), o.q);
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 16, HAS_MIN = 0, LOADS = 1;
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        r.a = rfk_load16(w.plane[0] + (block + u) * 16);
+        r.e = rfk_load4(w.plane[1] + (block + u) * 4);
+        r.c = rfk_load2(w.plane[2] + (block + u) * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        (void)u;
+        rfk_nibbles(r.a, o.q);
         RFK_UNROLL(8)
-        for (int i = 0; i < 8; i++) o.q[i] |= rfk_spread_bit4(high >> (4 * i));
-        o.d[0] = o.d[1] = rfk_load_half(w.plane[2] + (block + u) * 2);
+        for (int i = 0; i < 8; i++) o.q[i] |= rfk_spread_bit4(r.e >> (4 * i));
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c);
     }
 };
 
 template <> struct rfk_format<RF_TYPE_Q5_1> {
-    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 1;
-    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
-        uint32_t high = rfk_load4(w.plane[1] + (block + u) * 4), dm = rfk_load4(w.plane[2] + (block + u) * 4);
-        rfk_nibbles(rfk_load16(w.plane[0] + (block + u) * 16), o.q);
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 1, LOADS = 1;
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        r.a = rfk_load16(w.plane[0] + (block + u) * 16);
+        r.e = rfk_load4(w.plane[1] + (block + u) * 4);
+        r.c = rfk_load4(w.plane[2] + (block + u) * 4);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        (void)u;
+        rfk_nibbles(r.a, o.q);
         RFK_UNROLL(8)
-        for (int i = 0; i < 8; i++) o.q[i] |= rfk_spread_bit4(high >> (4 * i));
-        o.d[0] = o.d[1] = rfk_from_half((uint16_t)(dm & 0xffff));
-        o.m[0] = o.m[1] = -rfk_from_half((uint16_t)(dm >> 16));
+        for (int i = 0; i < 8; i++) o.q[i] |= rfk_spread_bit4(r.e >> (4 * i));
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)(r.c & 0xffff));
+        o.m[0] = o.m[1] = -rfk_from_half((uint16_t)(r.c >> 16));
     }
 };
 
@@ -326,51 +409,70 @@ RFK_DEVICE void rfk_k_scales(const int4 &head, uint32_t c, rfk_unit &o) {
 }
 
 template <> struct rfk_format<RF_TYPE_Q4_K> {
-    static const int BLOCK = 256, STRIDE = 32, OFFSET = 0, HAS_MIN = 1;
-    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
+    static const int BLOCK = 256, STRIDE = 32, OFFSET = 0, HAS_MIN = 1, LOADS = 1;
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         const uint8_t *p = w.plane[0] + (block + u / 8) * 144;
-        rfk_nibbles(rfk_load16(p + 16 + u % 8 * 16), o.q);
-        rfk_k_scales(rfk_load16(p), u % 8 / 2, o);
+        r.a = rfk_load16(p + 16 + u % 8 * 16);
+        r.b = rfk_load16(p);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        rfk_nibbles(r.a, o.q);
+        rfk_k_scales(r.b, u % 8 / 2, o);
     }
 };
 
 template <> struct rfk_format<RF_TYPE_Q5_K> {
-    static const int BLOCK = 256, STRIDE = 32, OFFSET = 0, HAS_MIN = 1;
-    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
+    static const int BLOCK = 256, STRIDE = 32, OFFSET = 0, HAS_MIN = 1, LOADS = 2;
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         const uint8_t *p = w.plane[0] + (block + u / 8) * 176;
+        r.a = rfk_load16(p + 48 + u % 8 * 16);
+        r.b = rfk_load16(p + 16 + u % 2 * 16);
+        r.g = rfk_load16(p);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        const int high[4] = {r.b.x, r.b.y, r.b.z, r.b.w};
         uint32_t c = u % 8 / 2;
-        int4 h = rfk_load16(p + 16 + u % 2 * 16);
-        const int high[4] = {h.x, h.y, h.z, h.w};
-        rfk_nibbles(rfk_load16(p + 48 + u % 8 * 16), o.q);
+        rfk_nibbles(r.a, o.q);
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++) {
             o.q[i] |= (int)(((uint32_t)high[i] >> (2 * c)) & 0x01010101u) << 4;
             o.q[4 + i] |= (int)(((uint32_t)high[i] >> (2 * c + 1)) & 0x01010101u) << 4;
         }
-        rfk_k_scales(rfk_load16(p), c, o);
+        rfk_k_scales(r.g, c, o);
     }
 };
 
 template <> struct rfk_format<RF_TYPE_Q6_K> {
-    static const int BLOCK = 256, STRIDE = 64, OFFSET = 32, HAS_MIN = 0;
-    RFK_DEVICE void load(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
+    static const int BLOCK = 256, STRIDE = 64, OFFSET = 32, HAS_MIN = 0, LOADS = 2;
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         size_t b = block + u / 8;
         uint32_t i = u % 8, n = i / 4, part = i % 4; /* half of 128, 16 of its 64 low bytes */
-        int4 h = rfk_load16(w.plane[1] + b * 64 + n * 32 + part % 2 * 16);
-        const int high[4] = {h.x, h.y, h.z, h.w};
-        uint32_t shift = part / 2 * 2;
-        rfk_nibbles(rfk_load16(w.plane[0] + b * 128 + i * 16), o.q);
+        r.a = rfk_load16(w.plane[0] + b * 128 + i * 16);
+        r.b = rfk_load16(w.plane[1] + b * 64 + n * 32 + part % 2 * 16);
+        r.c = w.plane[2][b * 16 + n * 8 + part];
+        r.e = w.plane[2][b * 16 + n * 8 + part + 4];
+        r.f = rfk_load2(w.plane[3] + b * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        const int high[4] = {r.b.x, r.b.y, r.b.z, r.b.w};
+        uint32_t shift = u % 4 / 2 * 2;
+        rfk_nibbles(r.a, o.q);
         RFK_UNROLL(4)
         for (int k = 0; k < 4; k++) {
             o.q[k] |= (int)(((uint32_t)high[k] >> shift) & 0x03030303u) << 4;
             o.q[4 + k] |= (int)(((uint32_t)high[k] >> (shift + 4)) & 0x03030303u) << 4;
         }
-        float d = rfk_load_half(w.plane[3] + b * 2);
-        const uint8_t *scale = w.plane[2] + b * 16 + n * 8 + part;
-        o.d[0] = d * (float)(int8_t)scale[0];
-        o.d[1] = d * (float)(int8_t)scale[4];
+        float d = rfk_from_half((uint16_t)r.f);
+        o.d[0] = d * (float)(int8_t)r.c;
+        o.d[1] = d * (float)(int8_t)r.e;
     }
 };
+
+template <int TYPE> RFK_DEVICE void rfk_load_unit(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
+    rfk_raw raw;
+    rfk_format<TYPE>::fetch(w, block, u, raw);
+    rfk_format<TYPE>::unpack(raw, u, o);
+}
 
 /* Position in the row of a unit's first half. */
 template <int TYPE> RFK_DEVICE uint32_t rfk_unit_at(uint32_t u) {
@@ -463,7 +565,7 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed(rfk_
     int32_t token = a.rows[blockIdx.y].token;
     if (token < 0 || u >= a.n_out / 32) return;
     rfk_unit unit;
-    F::load(a.w, (size_t)(a.weight_row + (uint32_t)token) * (a.n_out / F::BLOCK), u, unit);
+    rfk_load_unit<TYPE>(a.w, (size_t)(a.weight_row + (uint32_t)token) * (a.n_out / F::BLOCK), u, unit);
     float *out = a.out + (size_t)blockIdx.y * a.out_stride + rfk_unit_at<TYPE>(u);
     RFK_UNROLL(8)
     for (int i = 0; i < 8; i++)
@@ -492,11 +594,9 @@ struct rfk_int8_rows {
     rfk_group *group; /* [rows, n / 32]                  */
 };
 
-/* Values 4i .. 4i+3 of a row of n: eight threads are a group. All lanes of the wave take part;
- * `inside`: i < n / 4. */
-template <int WAVE>
-RFK_DEVICE void rfk_quantize4(const rfk_int8_rows &to, size_t row, uint32_t n, uint32_t i, const float *x,
-                              bool inside) {
+/* Four values of a group of 32 that eight neighbouring lanes hold: packed quants, the group's d, and the sum of q over
+ * the lane's half of the group. All lanes of the wave take part. */
+template <int WAVE> RFK_DEVICE int rfk_quantize_lane(const float *x, float *d_out, int *sum_out) {
     uint32_t top = 0; /* bits of max|x|: as integers, nan is above infinity and both above all numbers */
     for (int k = 0; k < 4; k++) {
         uint32_t bits = rfk_as_bits(x[k]) & 0x7fffffffu;
@@ -518,7 +618,18 @@ RFK_DEVICE void rfk_quantize4(const rfk_int8_rows &to, size_t row, uint32_t n, u
         sum += q;
     }
     for (int mask = 1; mask < 4; mask *= 2) sum += rfk_swap<WAVE>(sum, mask);
-    int other = rfk_swap<WAVE>(sum, 4);
+    *d_out = d;
+    *sum_out = sum;
+    return packed;
+}
+
+/* Values 4i .. 4i+3 of a row of n: eight threads are a group. All lanes of the wave take part;
+ * `inside`: i < n / 4. */
+template <int WAVE>
+RFK_DEVICE void rfk_quantize4(const rfk_int8_rows &to, size_t row, uint32_t n, uint32_t i, const float *x,
+                              bool inside) {
+    float d;
+    int sum, packed = rfk_quantize_lane<WAVE>(x, &d, &sum), other = rfk_swap<WAVE>(sum, 4);
     if (!inside) return;
     to.q[row * (n / 4) + i] = packed;
     if (i % 8 == 0) {
@@ -738,7 +849,7 @@ struct rfk_product {
     rfk_weight w;
     const uint8_t *bias; /* NULL: none */
     float *out;
-    uint32_t bias_type, out_stride, row0, n_out, accumulate, end_block;
+    uint32_t type, bias_type, out_stride, row0, n_out, accumulate, end_block;
 };
 #define RFK_PRODUCTS 3
 struct rfk_matmul_args {
@@ -805,7 +916,7 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec(rfk_matmul
     RFK_UNROLL(2)
     for (uint32_t u = lane; u < a.n_in / 32; u += WAVE) {
         rfk_unit unit;
-        F::load(p.w, block, u, unit);
+        rfk_load_unit<TYPE>(p.w, block, u, unit);
         RFK_UNROLL(COLS)
         for (int c = 0; c < COLS; c++) {
             uint32_t col = col0 + (uint32_t)c;
@@ -859,103 +970,975 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
     }
 }
 
-#define RFK_TILE 64   /* rows and columns of a tile        */
-#define RFK_DEPTH 128 /* quantized values of a row at once */
+/* ---- one column ----
+ * A decode step's matmuls. A block keeps the column's int8 values in shared memory, in the order in which lanes read
+ * them, and makes them there itself: from float values, from the rms norm of float values, or from int8 rows. Its waves
+ * take rows of W by turns, each lane strips of 64 weights; the loads of a wave's next strips are issued as soon as the
+ * registers of the last ones are free, and the first ones before the kernel before this one has ended. Which lane adds
+ * which products, and in what order, depends on the type and n_in alone. */
 
-struct rfk_tile_shared {
-    int4 w[RFK_TILE][RFK_DEPTH / 16 + 1]; /* a row more: neighbouring rows start in other banks */
-    int4 x[RFK_TILE][RFK_DEPTH / 16 + 1];
-    float d[RFK_TILE][RFK_DEPTH / 16];    /* of W, per half; m includes OFFSET */
-    float m[RFK_TILE][RFK_DEPTH / 16];
-    float xd[RFK_TILE][RFK_DEPTH / 32];
-    float xs[RFK_TILE][RFK_DEPTH / 16];   /* d * sum */
+#if defined(RFK_ROWS_BLOCK)
+#elif defined(RFK_NVIDIA)
+#define RFK_ROWS_BLOCK 1024 /* one block fills half of a multiprocessor: the next kernel's blocks come beside it */
+#define RFK_ROWS_RESIDENT 1
+#else
+#define RFK_ROWS_BLOCK 512
+#define RFK_ROWS_RESIDENT 2
+#endif
+#ifndef RFK_ROWS_STRIPS
+#define RFK_ROWS_STRIPS 2
+#endif
+#define RFK_MAX_COLUMN 32768u /* values: 1.5 bytes of shared memory each                    */
+#if defined(RFK_NVIDIA)
+#define RFK_ROWS_BOUNDS __launch_bounds__(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT)
+#else
+#define RFK_ROWS_BOUNDS __launch_bounds__(RFK_ROWS_BLOCK)
+#endif
+#define RFK_PARTIALS 1024     /* partial sums of squares of a norm, whatever the block's size */
+
+/* Weights that the next launches will read: a launch asks for them while the memory would rest. Only a hint. */
+#define RFK_AHEADS 3
+struct rfk_ahead {
+    const uint8_t *p[RFK_AHEADS];
+    uint32_t lines[RFK_AHEADS]; /* of 128 bytes */
 };
 
-/* One unit of W a thread to shared memory: row i, unit u of the row's four in this step. */
-template <int TYPE>
-RFK_DEVICE void rfk_tile_weights(rfk_tile_shared &s, const rfk_product &p, uint32_t n_in, uint32_t row, uint32_t i,
-                                 uint32_t u0, uint32_t u) {
+/* All threads of all blocks: thread number `thread` of `threads`. */
+RFK_DEVICE void rfk_look_ahead(const rfk_ahead &a, uint32_t thread, uint32_t threads) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    RFK_UNROLL(3)
+    for (int i = 0; i < RFK_AHEADS; i++)
+        for (uint32_t k = thread; k < a.lines[i]; k += threads)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(a.p[i] + (size_t)k * 128));
+#else
+    (void)a, (void)thread, (void)threads;
+#endif
+}
+
+struct rfk_rows_args {
+    rfk_product part[RFK_PRODUCTS]; /* glu: the gates and what they multiply                 */
+    const float *x;                 /* NULL: the column is x8's                              */
+    const uint8_t *norm;            /* NULL: no norm                                         */
+    float *norm_out;                /* the normed values for others; NULL: nobody wants them */
+    rfk_int8_rows x8;
+    rfk_ahead ahead;
+    uint32_t n_in, norm_type, glu;
+    float eps;
+};
+
+/* The column in strips of 64 values: the strip's four pieces of 16 int8 values, as piece-major arrays, and its scales.
+ * Most types have two groups of 32 in a strip: {d, d, e, e}, e being d * sum, or what the sum of products starts from.
+ * Q6_K has pieces of four groups: their d in the first four scales, their starts in the second four. */
+struct rfk_column {
+    int4 *piece;
+    float *scale, *start;
+    uint32_t n_strips, q6, has_min;
+    int offset;
+};
+
+/* The sum of products of bytes starts at 1.5 * 2^23 as a float's bits, less what is due to the weights' offset, so that it
+ * is a float when it ends, for conversions are slow. It stays below 2^22. */
+#define RFK_DOT_START 0x4b400000
+RFK_DEVICE float rfk_dot_value(int dot) { return rfk_as_float((uint32_t)dot) - 12582912.0f; }
+
+RFK_DEVICE uint32_t rfk_chunk_strip(const rfk_column &c, uint32_t chunk, uint32_t *piece) {
+    *piece = c.q6 ? chunk % 8 / 2 : chunk % 4;
+    return c.q6 ? chunk / 8 * 2 + chunk % 2 : chunk / 4;
+}
+
+/* The scales of 16 values: d and sum of their group of 32 for most types, d and their own sum in Q6_K. */
+RFK_DEVICE void rfk_put_scale(const rfk_column &c, uint32_t chunk, float d, int sum16, int sum32) {
+    uint32_t piece, strip = rfk_chunk_strip(c, chunk, &piece);
+    if (c.q6) {
+        c.scale[4 * strip + piece] = d;
+        c.start[4 * strip + piece] = rfk_as_float((uint32_t)(RFK_DOT_START - c.offset * sum16));
+    } else if (chunk % 2 == 0) {
+        c.scale[4 * strip + piece / 2] = d;
+        c.scale[4 * strip + 2 + piece / 2] =
+            c.has_min ? d * (float)sum32 : rfk_as_float((uint32_t)(RFK_DOT_START - c.offset * sum32));
+    }
+}
+
+struct rfk_rows_shared { float sums[RFK_PARTIALS / 32]; };
+
+RFK_DEVICE float rfk_square4(const float4 &v) { return (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w); }
+
+/* 1 / sqrt(mean(x^2) + eps). Partial sum p is over the fours of values p, p + RFK_PARTIALS, ...; own: four number
+ * threadIdx.x. */
+template <int WAVE>
+RFK_DEVICE float rfk_norm_factor(const rfk_rows_args &a, const float4 &own, rfk_rows_shared &s) {
+    const uint32_t n = a.n_in / 4;
+    RFK_UNROLL(2)
+    for (uint32_t first = 0; first < RFK_PARTIALS; first += RFK_ROWS_BLOCK) {
+        float sum = first ? 0.0f : rfk_square4(own);
+        for (uint32_t i = (first ? first : RFK_PARTIALS) + threadIdx.x; i < n; i += RFK_PARTIALS)
+            sum += rfk_square4(reinterpret_cast<const float4 *>(a.x)[i]);
+        sum = rfk_wave_sum<WAVE>(sum);
+        if (threadIdx.x % WAVE == 0) s.sums[(first + threadIdx.x) / WAVE] = sum;
+    }
+    __syncthreads();
+    float total[4] = {0, 0, 0, 0};
+    RFK_UNROLL(8)
+    for (uint32_t i = 0; i < RFK_PARTIALS / WAVE; i++) total[i % 4] += s.sums[i];
+    return 1.0f / sqrtf(((total[0] + total[1]) + (total[2] + total[3])) / (float)a.n_in + a.eps);
+}
+
+/* Fill the column; at the end it can be read by all. */
+template <int WAVE> RFK_DEVICE void rfk_make_column(const rfk_rows_args &a, const rfk_column &c, rfk_rows_shared &s) {
+    const uint32_t n = a.n_in / 4;
+    float weight[4] = {1, 1, 1, 1};
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < 4; k++) /* weights: no need to wait */
+        if (a.norm && threadIdx.x < n) weight[k] = rfk_load_any(a.norm, a.norm_type, 4 * threadIdx.x + k);
+    rfk_wait_previous();
+    if (!a.x) {
+        for (uint32_t chunk = threadIdx.x; chunk < a.n_in / 16; chunk += RFK_ROWS_BLOCK) {
+            int4 v = reinterpret_cast<const int4 *>(a.x8.q)[chunk];
+            rfk_group g = a.x8.group[chunk / 2];
+            uint32_t piece, strip = rfk_chunk_strip(c, chunk, &piece);
+            c.piece[piece * c.n_strips + strip] = v;
+            rfk_put_scale(c, chunk, g.d, chunk % 2 ? g.sum[1] : g.sum[0], g.sum[0] + g.sum[1]);
+        }
+        __syncthreads();
+        return;
+    }
+    float4 own = {0, 0, 0, 0};
+    if (threadIdx.x < n) own = reinterpret_cast<const float4 *>(a.x)[threadIdx.x];
+    float factor = a.norm ? rfk_norm_factor<WAVE>(a, own, s) : 1.0f;
+    for (uint32_t first = 0; first < n; first += RFK_ROWS_BLOCK) {
+        uint32_t i = first + threadIdx.x;
+        bool inside = i < n;
+        if (first && inside) own = reinterpret_cast<const float4 *>(a.x)[i];
+        float v[4] = {own.x, own.y, own.z, own.w}, d;
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) {
+            if (!a.norm || !inside) continue;
+            if (first) weight[k] = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + k);
+            v[k] = v[k] * factor * weight[k];
+            if (a.norm_out && blockIdx.x == 0) a.norm_out[4 * (size_t)i + k] = v[k];
+        }
+        if (!inside) v[0] = v[1] = v[2] = v[3] = 0;
+        int sum, packed = rfk_quantize_lane<WAVE>(v, &d, &sum), other = rfk_swap<WAVE>(sum, 4);
+        if (!inside) continue;
+        uint32_t piece, strip = rfk_chunk_strip(c, i / 4, &piece);
+        reinterpret_cast<int *>(c.piece + piece * c.n_strips + strip)[i % 4] = packed;
+        if (i % 4 == 0) rfk_put_scale(c, i / 4, d, sum, sum + other);
+    }
+    __syncthreads();
+}
+
+/* A strip of the column in registers. */
+struct rfk_strip_x {
+    int4 piece[4];
+    float4 scale, start;
+};
+
+/* A strip of weights as loaded, and where a lane's strips of a row begin. */
+struct rfk_strip {
+    int4 q[4], head;
+    uint32_t s[4];
+};
+struct rfk_strips_at {
+    uint32_t o[4]; /* bytes into the planes: a weight of 4 GiB is no column's */
+};
+
+RFK_DEVICE int rfk_dot16(const int *w, const int4 &x, int sum) {
+    sum = rfk_dot4(w[0], x.x, sum);
+    sum = rfk_dot4(w[1], x.y, sum);
+    sum = rfk_dot4(w[2], x.z, sum);
+    return rfk_dot4(w[3], x.w, sum);
+}
+RFK_DEVICE int rfk_low4(int v) { return v & 0x0f0f0f0f; }
+RFK_DEVICE int rfk_high4(int v) { return (v >> 4) & 0x0f0f0f0f; }
+RFK_DEVICE void rfk_words(const int4 &v, int *w) { w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w; }
+RFK_DEVICE void rfk_load8bytes(const uint8_t *p, uint32_t *v) {
+    uint2 both = *reinterpret_cast<const uint2 *>(p);
+    v[0] = both.x, v[1] = both.y;
+}
+RFK_DEVICE float rfk_low_half(uint32_t v) { return rfk_from_half((uint16_t)(v & 0xffff)); }
+RFK_DEVICE float rfk_high_half(uint32_t v) { return rfk_from_half((uint16_t)(v >> 16)); }
+
+/* How a lane reads a type. begin: where its first strip of a row is, lane being the strip's number; fetch: its loads;
+ * next: to the lane's next strip; dot: add the strip's products to total. */
+template <int TYPE> struct rfk_strips;
+
+/* Bytes of a block in planes 0 to 2. */
+template <int TYPE> struct rfk_plane_bytes {
+    static const int P0 = TYPE == RF_TYPE_Q8_0 ? 32 : 16,
+                     P1 = TYPE == RF_TYPE_Q4_1 || TYPE == RF_TYPE_Q5_0 || TYPE == RF_TYPE_Q5_1 ? 4 : 2,
+                     P2 = TYPE == RF_TYPE_Q5_0 ? 2 : TYPE == RF_TYPE_Q5_1 ? 4 : 0;
+};
+
+/* Blocks of 32 in planes: a strip is two blocks. */
+template <int TYPE> struct rfk_strips32 {
+    typedef rfk_plane_bytes<TYPE> B;
+    RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
+        at.o[0] = row * (n_in / 32) + 2 * lane; /* the block: all planes follow from it */
+    }
+    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_strips_at &at, rfk_strip &o) {
+        const uint8_t *p = w.plane[0] + at.o[0] * B::P0, *p1 = w.plane[1] + at.o[0] * B::P1,
+                      *p2 = w.plane[2] + at.o[0] * B::P2;
+        RFK_UNROLL(4)
+        for (int i = 0; i < B::P0 / 8; i++) o.q[i] = rfk_load16(p + 16 * i);
+        if (B::P1 == 2) o.s[0] = rfk_load4(p1);
+        else rfk_load8bytes(p1, o.s);
+        if (B::P2 == 2) o.s[2] = rfk_load4(p2);
+        if (B::P2 == 4) rfk_load8bytes(p2, o.s + 2);
+    }
+    template <int WAVE> RFK_DEVICE void next(rfk_strips_at &at) { at.o[0] += 2 * WAVE; }
+    RFK_DEVICE float dot(const rfk_strip &w, const rfk_strip_x &x, uint32_t lane, float total) {
+        const float start[2] = {x.scale.z, x.scale.w}, xd[2] = {x.scale.x, x.scale.y};
+        (void)lane;
+        RFK_UNROLL(2)
+        for (int h = 0; h < 2; h++) {
+            int low[4], high[4];
+            if (TYPE == RF_TYPE_Q8_0) {
+                rfk_words(w.q[2 * h], low);
+                rfk_words(w.q[2 * h + 1], high);
+            } else {
+                rfk_words(w.q[h], low);
+                RFK_UNROLL(4)
+                for (int i = 0; i < 4; i++) high[i] = rfk_high4(low[i]), low[i] = rfk_low4(low[i]);
+            }
+            if (TYPE == RF_TYPE_Q5_0 || TYPE == RF_TYPE_Q5_1)
+                RFK_UNROLL(4)
+                for (int i = 0; i < 4; i++) {
+                    low[i] |= rfk_spread_bit4(w.s[h] >> (4 * i));
+                    high[i] |= rfk_spread_bit4(w.s[h] >> (16 + 4 * i));
+                }
+            const bool mins = TYPE == RF_TYPE_Q4_1 || TYPE == RF_TYPE_Q5_1;
+            int sum = mins ? RFK_DOT_START : (int)rfk_as_bits(start[h]);
+            sum = rfk_dot16(high, x.piece[2 * h + 1], rfk_dot16(low, x.piece[2 * h], sum));
+            uint32_t scale = TYPE == RF_TYPE_Q4_1   ? w.s[h]
+                             : TYPE == RF_TYPE_Q5_1 ? w.s[2 + h]
+                             : TYPE == RF_TYPE_Q5_0 ? w.s[2] >> (16 * h)
+                                                    : w.s[0] >> (16 * h);
+            total += rfk_low_half(scale) * xd[h] * rfk_dot_value(sum);
+            if (mins) total += rfk_high_half(scale) * start[h];
+        }
+        return total;
+    }
+};
+
+/* Q4_K and Q5_K: a strip is two groups of a block, whose low and high four bits share 32 bytes. */
+template <int TYPE> struct rfk_strips_k {
+    static const int BYTES = TYPE == RF_TYPE_Q4_K ? 144 : 176, QUANTS = TYPE == RF_TYPE_Q4_K ? 16 : 48;
+    RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
+        at.o[0] = (row * (n_in / 256) + lane / 4) * BYTES;
+        at.o[1] = at.o[0] + QUANTS + lane % 4 * 32;
+    }
+    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_strips_at &at, rfk_strip &o) {
+        const uint8_t *head = w.plane[0] + at.o[0], *p = w.plane[0] + at.o[1];
+        o.q[0] = rfk_load16(p);
+        o.q[1] = rfk_load16(p + 16);
+        o.head = rfk_load16(head);
+        if (TYPE == RF_TYPE_Q5_K) o.q[2] = rfk_load16(head + 16), o.q[3] = rfk_load16(head + 32);
+    }
+    template <int WAVE> RFK_DEVICE void next(rfk_strips_at &at) {
+        at.o[0] += WAVE / 4 * BYTES;
+        at.o[1] += WAVE / 4 * BYTES;
+    }
+    RFK_DEVICE float dot(const rfk_strip &w, const rfk_strip_x &x, uint32_t lane, float total) {
+        const uint32_t c = lane % 4; /* of the block's four strips */
+        int a = RFK_DOT_START, b = RFK_DOT_START;
+        RFK_UNROLL(2)
+        for (int i = 0; i < 2; i++) {
+            int low[4], high[4], bits[4] = {0, 0, 0, 0};
+            rfk_words(w.q[i], low);
+            if (TYPE == RF_TYPE_Q5_K) rfk_words(w.q[2 + i], bits);
+            RFK_UNROLL(4)
+            for (int k = 0; k < 4; k++) {
+                high[k] = rfk_high4(low[k]), low[k] = rfk_low4(low[k]);
+                if (TYPE != RF_TYPE_Q5_K) continue;
+                bits[k] = (int)((uint32_t)bits[k] >> (2 * c));
+                low[k] |= (bits[k] & 0x01010101) << 4;
+                high[k] |= (bits[k] & 0x02020202) << 3;
+            }
+            a = rfk_dot16(low, x.piece[i], a);
+            b = rfk_dot16(high, x.piece[2 + i], b);
+        }
+        /* scales and minimums of the two groups: 6 bits; of the last four groups the upper two lie elsewhere */
+        const uint32_t shift = 16 * (c & 1), y = (uint32_t)w.head.y >> shift, z = (uint32_t)w.head.z >> shift,
+                       e = (uint32_t)w.head.w >> shift, keep = c < 2 ? 0x3f3fu : 0x0f0fu, more = c < 2 ? 0 : 0x3030u;
+        const uint32_t scale = ((c < 2 ? y : e) & keep) | ((y >> 2) & more),
+                       least = ((c < 2 ? z : e >> 4) & keep) | ((z >> 2) & more);
+        float products = (float)(scale & 255) * x.scale.x * rfk_dot_value(a) +
+                         (float)((scale >> 8) & 255) * x.scale.y * rfk_dot_value(b),
+              minimums = (float)(least & 255) * x.scale.z + (float)((least >> 8) & 255) * x.scale.w;
+        total += rfk_low_half((uint32_t)w.head.x) * products;
+        return total - rfk_high_half((uint32_t)w.head.x) * minimums;
+    }
+};
+
+template <> struct rfk_strips<RF_TYPE_Q8_0> : rfk_strips32<RF_TYPE_Q8_0> {};
+template <> struct rfk_strips<RF_TYPE_Q4_0> : rfk_strips32<RF_TYPE_Q4_0> {};
+template <> struct rfk_strips<RF_TYPE_Q4_1> : rfk_strips32<RF_TYPE_Q4_1> {};
+template <> struct rfk_strips<RF_TYPE_Q5_0> : rfk_strips32<RF_TYPE_Q5_0> {};
+template <> struct rfk_strips<RF_TYPE_Q5_1> : rfk_strips32<RF_TYPE_Q5_1> {};
+template <> struct rfk_strips<RF_TYPE_Q4_K> : rfk_strips_k<RF_TYPE_Q4_K> {};
+template <> struct rfk_strips<RF_TYPE_Q5_K> : rfk_strips_k<RF_TYPE_Q5_K> {};
+
+/* Q6_K: a strip is every other 16 values of half a block: they share 16 bytes of upper bits. */
+template <> struct rfk_strips<RF_TYPE_Q6_K> {
+    RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
+        uint32_t half = row * (n_in / 128) + lane / 2, odd = lane % 2; /* halves of blocks */
+        at.o[0] = half * 64 + odd * 16;
+        at.o[1] = half * 32 + odd * 16;
+        at.o[2] = half;
+    }
+    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_strips_at &at, rfk_strip &o) {
+        const uint8_t *low = w.plane[0] + at.o[0];
+        o.q[0] = rfk_load16(low);
+        o.q[1] = rfk_load16(low + 32);
+        o.q[2] = rfk_load16(w.plane[1] + at.o[1]);
+        rfk_load8bytes(w.plane[2] + at.o[2] * 8, o.s);
+        o.s[2] = rfk_load2(w.plane[3] + at.o[2] / 2 * 2);
+    }
+    template <int WAVE> RFK_DEVICE void next(rfk_strips_at &at) {
+        at.o[0] += WAVE / 2 * 64;
+        at.o[1] += WAVE / 2 * 32;
+        at.o[2] += WAVE / 2;
+    }
+    RFK_DEVICE float dot(const rfk_strip &w, const rfk_strip_x &x, uint32_t lane, float total) {
+        int low[2][4], high[4], piece[4];
+        rfk_words(w.q[0], low[0]);
+        rfk_words(w.q[1], low[1]);
+        rfk_words(w.q[2], high);
+        const float xd[4] = {x.scale.x, x.scale.y, x.scale.z, x.scale.w},
+                    start[4] = {x.start.x, x.start.y, x.start.z, x.start.w};
+        const uint32_t shift = 8 * (lane % 2);
+        float sum = 0;
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) { /* scale of piece i: byte 2 * i + odd */
+            RFK_UNROLL(4)
+            for (int k = 0; k < 4; k++) {
+                int q = i < 2 ? low[i][k] : low[i - 2][k] >> 4,
+                    h = i < 2 ? (int)((uint32_t)high[k] << (4 - 2 * i)) : (int)((uint32_t)high[k] >> (2 * i - 4));
+                piece[k] = (q & 0x0f0f0f0f) | (h & 0x30303030);
+            }
+            int8_t scale = (int8_t)(w.s[i / 2] >> (shift + 16 * (i % 2)));
+            sum += (float)scale * xd[i] * rfk_dot_value(rfk_dot16(piece, x.piece[i], (int)rfk_as_bits(start[i])));
+        }
+        return total + rfk_low_half(w.s[2]) * sum;
+    }
+};
+
+/* Lane 0 of a wave: the sum of a row to its output, or silu(gate) * sum. */
+RFK_DEVICE void rfk_finish_row(const rfk_rows_args &a, const rfk_product &p, uint32_t row, float gate, float sum) {
+    if (!a.glu) {
+        rfk_put(p, row, 0, sum);
+        return;
+    }
+    if (p.bias) gate += rfk_load_any(p.bias, p.bias_type, row);
+    if (a.part[1].bias) sum += rfk_load_any(a.part[1].bias, a.part[1].bias_type, row);
+    a.part[1].out[row] = sum;
+    p.out[row] = gate / (1.0f + expf(-gate)) * sum;
+}
+
+/* The rows of a block, a wave each; glu: of both products, by turns. U strips are in flight a lane. */
+template <int TYPE, int WAVE, int U>
+RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
+                               rfk_column c, rfk_rows_shared &s) {
+    typedef rfk_strips<TYPE> F;
+    const uint32_t n_strips = a.n_in / 64, lane = threadIdx.x % WAVE, n_out = p.n_out, glu = a.glu,
+                   step = n_blocks * (RFK_ROWS_BLOCK / WAVE);
+    const uint32_t mine = lane < n_strips ? (n_strips - lane + WAVE - 1) / WAVE : 0, /* strips of this lane */
+        rounds = (n_strips + WAVE * U - 1) / (WAVE * U);
+    uint32_t row = number * (RFK_ROWS_BLOCK / WAVE) + threadIdx.x / WAVE, second = 0, round = 0;
+    rfk_strip raw[U];
+    rfk_strips_at at;
+    float sum = 0, gate = 0;
+    c.q6 = TYPE == RF_TYPE_Q6_K;
+    c.has_min = rfk_format<TYPE>::HAS_MIN;
+    c.offset = rfk_format<TYPE>::OFFSET;
+    F::begin(p.row0 + row, a.n_in, lane, at);
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < (uint32_t)U; k++) {
+        if (row < n_out && k < mine) F::fetch(p.w, at, raw[k]);
+        F::template next<WAVE>(at);
+    }
+    rfk_make_column<WAVE>(a, c, s);
+    while (row < n_out) {
+        uint32_t next_round = round + 1, next_row = row, next_second = second;
+        if (next_round == rounds) { /* of this row: on to the next */
+            next_round = 0;
+            next_second = glu & (second ^ 1);
+            if (!next_second) next_row += step;
+            F::begin((next_second ? a.part[1].row0 : p.row0) + next_row, a.n_in, lane, at);
+        }
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < (uint32_t)U; k++) {
+            uint32_t i = round * U + k, strip = lane + i * WAVE;
+            if (i < mine) {
+                rfk_strip_x x;
+                RFK_UNROLL(4)
+                for (uint32_t j = 0; j < 4; j++) x.piece[j] = c.piece[j * n_strips + strip];
+                x.scale = reinterpret_cast<const float4 *>(c.scale)[strip];
+                if (TYPE == RF_TYPE_Q6_K) x.start = reinterpret_cast<const float4 *>(c.start)[strip];
+                sum = F::dot(raw[k], x, lane, sum);
+            }
+            if (next_row < n_out && next_round * U + k < mine) {
+                if (next_second) F::fetch(a.part[1].w, at, raw[k]);
+                else F::fetch(p.w, at, raw[k]);
+            }
+            F::template next<WAVE>(at);
+        }
+        if (next_round == 0) {
+            sum = rfk_wave_sum<WAVE>(sum);
+            if (next_second) gate = sum;
+            else if (lane == 0) rfk_finish_row(a, p, row, gate, sum);
+            sum = 0;
+        }
+        row = next_row;
+        second = next_second;
+        round = next_round;
+    }
+}
+
+/* grid: the blocks of each product   block RFK_ROWS_BLOCK   LDS 1.5 bytes a value of the column   reads W once
+ * U: strips in flight a lane */
+template <int WAVE, int U>
+static __global__ void RFK_ROWS_BOUNDS rfk_rows(rfk_rows_args a) {
+    RFK_SHARED(rfk_rows_shared, s);
+    RFK_DYNAMIC(int4, column);
+    uint32_t number = blockIdx.x, n_blocks = a.part[0].end_block, which = 0;
+    for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
+        if (blockIdx.x >= a.part[i - 1].end_block) {
+            which = i;
+            number = blockIdx.x - a.part[i - 1].end_block;
+            n_blocks = a.part[i].end_block - a.part[i - 1].end_block;
+        }
+#if defined(RFK_NVIDIA)
+    const rfk_product &p = a.part[which]; /* stays where arguments are: there are not the registers for it */
+#else
+    rfk_product p = a.part[0];
+    if (which == 1) p = a.part[1];
+    if (which == 2) p = a.part[2];
+#endif
+    rfk_column c;
+    c.n_strips = a.n_in / 64;
+    c.piece = column;
+    c.scale = reinterpret_cast<float *>(column + 4 * c.n_strips);
+    c.start = reinterpret_cast<float *>(column + 5 * c.n_strips);
+#define RFK_ROWS_CASE(TYPE, most) \
+    case TYPE: rfk_block_rows<TYPE, WAVE, (U < most ? U : most)>(a, p, number, n_blocks, c, s); break;
+    switch (p.type) {
+        RFK_ROWS_CASE(RF_TYPE_Q8_0, 4)
+        RFK_ROWS_CASE(RF_TYPE_Q4_0, 4)
+        RFK_ROWS_CASE(RF_TYPE_Q4_1, 4)
+        RFK_ROWS_CASE(RF_TYPE_Q5_0, 4)
+        RFK_ROWS_CASE(RF_TYPE_Q5_1, 4)
+        RFK_ROWS_CASE(RF_TYPE_Q4_K, 4)
+        RFK_ROWS_CASE(RF_TYPE_Q5_K, 1)
+        RFK_ROWS_CASE(RF_TYPE_Q6_K, 4)
+    default: break;
+    }
+#undef RFK_ROWS_CASE
+    rfk_look_ahead(a.ahead, blockIdx.x * RFK_ROWS_BLOCK + threadIdx.x, gridDim.x * RFK_ROWS_BLOCK);
+}
+
+/* ---- matrix units ----
+ * A wave multiplies 16 rows by 16 columns over 32 bytes each. An operand is the 16 rows (or columns) as the unit wants
+ * them spread over the lanes; the results come back as RFK_MATRIX_BIAS + sum, which read as a float is 12582912 + sum.
+ * Layouts: PTX ISA 8.0, "Matrix fragments for mma.m16n8k32"; AMD Instinct MI200 and MI300 ISA, "Matrix core
+ * instructions"; AMD RDNA3 and RDNA4 ISA, "WMMA". */
+
+#define RFK_MATRIX_BIAS 0x4b400000
+#define RFK_MATRIX_DOT 0    /* none: dot products of four bytes               */
+#define RFK_MATRIX_SM80 1   /* mma.sync m16n8k32                              */
+#define RFK_MATRIX_MFMA2 2  /* gfx908, gfx90a: v_mfma_i32_16x16x16i8          */
+#define RFK_MATRIX_MFMA3 3  /* gfx942, gfx950: v_mfma_i32_16x16x32_i8         */
+#define RFK_MATRIX_WMMA11 4 /* gfx11: v_wmma_i32_16x16x16_iu8, doubled lanes  */
+#define RFK_MATRIX_WMMA12 5 /* gfx12: the same without doubling               */
+
+#if defined(ROCMFORGE_HIP_EMU)
+#define RFK_MATRIX hip_emu_matrix()
+#elif defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define RFK_MATRIX RFK_MATRIX_SM80
+#elif defined(__gfx908__) || defined(__gfx90a__)
+#define RFK_MATRIX RFK_MATRIX_MFMA2
+#elif defined(__gfx940__) || defined(__gfx941__) || defined(__gfx942__) || defined(__gfx950__)
+#define RFK_MATRIX RFK_MATRIX_MFMA3
+#elif defined(__GFX11__) || defined(__gfx1100__) || defined(__gfx1101__) || defined(__gfx1102__) ||                \
+    defined(__gfx1103__) || defined(__gfx1150__) || defined(__gfx1151__)
+#define RFK_MATRIX RFK_MATRIX_WMMA11
+#elif defined(__GFX12__) || defined(__gfx1200__) || defined(__gfx1201__)
+#define RFK_MATRIX RFK_MATRIX_WMMA12
+#else
+#define RFK_MATRIX RFK_MATRIX_DOT
+#endif
+
+#if defined(ROCMFORGE_HIP_EMU)
+typedef hip_emu_int2 rfk_int2;
+typedef hip_emu_int4 rfk_int4;
+typedef hip_emu_int8 rfk_int8;
+typedef hip_emu_half4 rfk_half4;
+typedef hip_emu_half8 rfk_half8;
+typedef hip_emu_half16 rfk_half16;
+typedef hip_emu_float4 rfk_float4;
+typedef hip_emu_float8 rfk_float8;
+#elif !defined(RFK_NVIDIA)
+typedef _Float16 rfk_half4 __attribute__((ext_vector_type(4)));
+typedef _Float16 rfk_half8 __attribute__((ext_vector_type(8)));
+typedef _Float16 rfk_half16 __attribute__((ext_vector_type(16)));
+typedef float rfk_float4 __attribute__((ext_vector_type(4)));
+typedef float rfk_float8 __attribute__((ext_vector_type(8)));
+typedef int rfk_int2 __attribute__((ext_vector_type(2)));
+typedef int rfk_int4 __attribute__((ext_vector_type(4)));
+typedef int rfk_int8 __attribute__((ext_vector_type(8)));
+#endif
+
+/* Results of a lane: 256 / WAVE, of RFK_LANE_ROWS rows and RFK_LANE_COLS columns. */
+#if defined(ROCMFORGE_HIP_EMU)
+#define RFK_LANE_ROWS(n) (n)
+#define RFK_LANE_COLS(n) (n)
+#define RFK_ROW_INDEX(i) (i)
+#define RFK_COL_INDEX(i) (i)
+#elif defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define RFK_LANE_ROWS(n) 2
+#define RFK_LANE_COLS(n) 4
+#define RFK_ROW_INDEX(i) ((i) % 4 / 2)
+#define RFK_COL_INDEX(i) ((i) / 4 * 2 + (i) % 2)
+#else
+#define RFK_LANE_ROWS(n) (n)
+#define RFK_LANE_COLS(n) 1
+#define RFK_ROW_INDEX(i) (i)
+#define RFK_COL_INDEX(i) 0
+#endif
+
+/* Row of the tile that a lane's row index stands for; the same for columns. */
+RFK_DEVICE uint32_t rfk_matrix_row(uint32_t lane, uint32_t index, uint32_t n) {
+    uint32_t kind = RFK_MATRIX;
+#if defined(ROCMFORGE_HIP_EMU)
+    if (kind == RFK_MATRIX_SM80) index = index % 4 / 2;
+#endif
+    if (kind == RFK_MATRIX_SM80) return lane / 4 + 8 * index;
+    if (kind == RFK_MATRIX_WMMA11) return 2 * index + lane / 16;
+    return lane / 16 * n + index;
+}
+RFK_DEVICE uint32_t rfk_matrix_col(uint32_t lane, uint32_t index) {
+    uint32_t kind = RFK_MATRIX;
+#if defined(ROCMFORGE_HIP_EMU)
+    index = kind == RFK_MATRIX_SM80 ? index / 4 * 2 + index % 2 : 0;
+#endif
+    if (kind == RFK_MATRIX_SM80) return index / 2 * 8 + lane % 4 * 2 + index % 2;
+    return lane % 16;
+}
+
+struct rfk_operand {
+    int r[8];
+    const int4 *rows; /* RFK_MATRIX_DOT reads shared memory when it multiplies */
+};
+#define RFK_MATRIX_STRIDE 9 /* 16-byte words from row to row of a tile of bytes in shared memory */
+
+/* Bytes [32 * g, + 32) of 16 rows, which are STRIDE 16-byte words apart: 32 bytes, or 16 halves (HALVES). */
+template <int STRIDE, bool HALVES>
+RFK_DEVICE void rfk_load_rows(rfk_operand &o, const int4 *rows, uint32_t g, uint32_t lane) {
+    const uint32_t kind = RFK_MATRIX;
+    rows += 2 * g;
+    o.rows = rows;
+    const int *word = reinterpret_cast<const int *>(rows);
+    if (kind == RFK_MATRIX_SM80) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+        const int4 *from = rows + lane % 16 * STRIDE + lane / 16;
+        uint32_t address = (uint32_t)__cvta_generic_to_shared(from);
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(o.r[0]), "=r"(o.r[1]), "=r"(o.r[2]), "=r"(o.r[3])
+                     : "r"(address));
+#else
+        for (uint32_t i = 0; i < 4; i++)
+            o.r[i] = word[(lane / 4 + i % 2 * 8) * (STRIDE * 4) + i / 2 * 4 + lane % 4];
+#endif
+    } else if (kind == RFK_MATRIX_MFMA2 && !HALVES) {
+        word += lane % 16 * (STRIDE * 4) + lane / 16;
+        o.r[0] = word[0], o.r[1] = word[4];
+    } else if (kind == RFK_MATRIX_MFMA3 || kind == RFK_MATRIX_MFMA2) {
+        word += lane % 16 * (STRIDE * 4) + lane / 16 * 2;
+        o.r[0] = word[0], o.r[1] = word[1];
+    } else if (kind == RFK_MATRIX_WMMA11) {
+        word += lane % 16 * (STRIDE * 4);
+        RFK_UNROLL(8)
+        for (int i = 0; i < 8; i++) o.r[i] = word[i];
+    } else if (kind == RFK_MATRIX_WMMA12 && HALVES) {
+        word += lane % 16 * (STRIDE * 4) + lane / 16 * 4;
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) o.r[i] = word[i];
+    } else if (kind == RFK_MATRIX_WMMA12) {
+        word += lane % 16 * (STRIDE * 4) + lane / 16 * 2;
+        o.r[0] = word[0], o.r[1] = word[1], o.r[2] = word[4], o.r[3] = word[5];
+    }
+}
+
+RFK_DEVICE void rfk_load_operand(rfk_operand &o, const int4 *rows, uint32_t g, uint32_t lane) {
+    rfk_load_rows<RFK_MATRIX_STRIDE, false>(o, rows, g, lane);
+}
+
+/* out = RFK_MATRIX_BIAS + a b over bytes 0-15 (part 0), 16-31 (1) or all (2). All lanes take part. */
+template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk_operand &b, int part, int *out) {
+    const uint32_t lane = threadIdx.x % WAVE, kind = RFK_MATRIX;
+    (void)lane, (void)kind;
+#if (defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800) || defined(ROCMFORGE_HIP_EMU)
+    if (WAVE == 32 && kind == RFK_MATRIX_SM80) {
+        RFK_UNROLL(2)
+        for (int n = 0; n < 2; n++) {
+#if defined(ROCMFORGE_HIP_EMU)
+            const int av[4] = {part == 1 ? 0 : a.r[0], part == 1 ? 0 : a.r[1], part == 0 ? 0 : a.r[2],
+                               part == 0 ? 0 : a.r[3]},
+                      bv[2] = {b.r[n], b.r[2 + n]}, c[4] = {RFK_MATRIX_BIAS, RFK_MATRIX_BIAS, RFK_MATRIX_BIAS,
+                                                            RFK_MATRIX_BIAS};
+            hip_emu_mma_m16n8k32_s8(out + 4 * n, av, bv, c);
+#else
+            if (part == 2)
+                asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                             "{%10,%10,%10,%10};"
+                             : "=r"(out[4 * n]), "=r"(out[4 * n + 1]), "=r"(out[4 * n + 2]), "=r"(out[4 * n + 3])
+                             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[n]), "r"(b.r[2 + n]),
+                               "r"(RFK_MATRIX_BIAS));
+            else
+                asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+                             "{%7,%7,%7,%7};"
+                             : "=r"(out[4 * n]), "=r"(out[4 * n + 1]), "=r"(out[4 * n + 2]), "=r"(out[4 * n + 3])
+                             : "r"(a.r[2 * part]), "r"(a.r[2 * part + 1]), "r"(b.r[2 * part + n]),
+                               "r"(RFK_MATRIX_BIAS));
+#endif
+        }
+        return;
+    }
+#endif
+#if defined(__gfx908__) || defined(__gfx90a__) || defined(ROCMFORGE_HIP_EMU)
+    if (WAVE == 64 && kind == RFK_MATRIX_MFMA2) {
+        rfk_int4 c = {RFK_MATRIX_BIAS, RFK_MATRIX_BIAS, RFK_MATRIX_BIAS, RFK_MATRIX_BIAS};
+        if (part != 1) c = __builtin_amdgcn_mfma_i32_16x16x16i8(a.r[0], b.r[0], c, 0, 0, 0);
+        if (part != 0) c = __builtin_amdgcn_mfma_i32_16x16x16i8(a.r[1], b.r[1], c, 0, 0, 0);
+        for (int i = 0; i < 4; i++) out[i] = c[i];
+        return;
+    }
+#endif
+#if defined(__gfx940__) || defined(__gfx941__) || defined(__gfx942__) || defined(__gfx950__) ||                     \
+    defined(ROCMFORGE_HIP_EMU)
+    if (WAVE == 64 && kind == RFK_MATRIX_MFMA3) { /* half of the bytes: lanes of the other half give 0 */
+        rfk_int4 c = {RFK_MATRIX_BIAS, RFK_MATRIX_BIAS, RFK_MATRIX_BIAS, RFK_MATRIX_BIAS};
+        bool counts = part == 2 || (int)(lane / 32) == part;
+        uint64_t av = counts ? (uint32_t)a.r[0] | (uint64_t)(uint32_t)a.r[1] << 32 : 0,
+                 bv = (uint32_t)b.r[0] | (uint64_t)(uint32_t)b.r[1] << 32;
+        c = __builtin_amdgcn_mfma_i32_16x16x32_i8((long)av, (long)bv, c, 0, 0, 0);
+        for (int i = 0; i < 4; i++) out[i] = c[i];
+        return;
+    }
+#endif
+#if defined(__GFX11__) || defined(__gfx1100__) || defined(__gfx1101__) || defined(__gfx1102__) ||                   \
+    defined(__gfx1103__) || defined(__gfx1150__) || defined(__gfx1151__) || defined(ROCMFORGE_HIP_EMU)
+    if (WAVE == 32 && kind == RFK_MATRIX_WMMA11) {
+        rfk_int8 c;
+        for (int i = 0; i < 8; i++) c[i] = RFK_MATRIX_BIAS;
+        for (int h = 0; h < 2; h++) {
+            if (part == 1 - h) continue;
+            rfk_int4 av = {a.r[4 * h], a.r[4 * h + 1], a.r[4 * h + 2], a.r[4 * h + 3]},
+                     bv = {b.r[4 * h], b.r[4 * h + 1], b.r[4 * h + 2], b.r[4 * h + 3]};
+            c = __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32(true, av, true, bv, c, false);
+        }
+        for (int i = 0; i < 8; i++) out[i] = c[i];
+        return;
+    }
+#endif
+#if defined(__GFX12__) || defined(__gfx1200__) || defined(__gfx1201__) || defined(ROCMFORGE_HIP_EMU)
+    if (WAVE == 32 && kind == RFK_MATRIX_WMMA12) {
+        rfk_int8 c;
+        for (int i = 0; i < 8; i++) c[i] = RFK_MATRIX_BIAS;
+        for (int h = 0; h < 2; h++) {
+            if (part == 1 - h) continue;
+            rfk_int2 av = {a.r[2 * h], a.r[2 * h + 1]}, bv = {b.r[2 * h], b.r[2 * h + 1]};
+            c = __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32_gfx12(true, av, true, bv, c, false);
+        }
+        for (int i = 0; i < 8; i++) out[i] = c[i];
+        return;
+    }
+#endif
+    __asm__ volatile("" ::: "memory"); /* no loads for several tiles at once: there are not the registers for them */
+    for (uint32_t i = 0; i < 256 / WAVE; i++) {
+        const int4 *row = a.rows + rfk_matrix_row(lane, i, 256 / WAVE) * RFK_MATRIX_STRIDE,
+                   *col = b.rows + rfk_matrix_col(lane, i) * RFK_MATRIX_STRIDE;
+        int sum = RFK_MATRIX_BIAS;
+        for (int h = 0; h < 2; h++) {
+            if (part == 1 - h) continue;
+            int4 x = row[h], y = col[h];
+            sum = rfk_dot4(x.x, y.x, sum);
+            sum = rfk_dot4(x.y, y.y, sum);
+            sum = rfk_dot4(x.z, y.z, sum);
+            sum = rfk_dot4(x.w, y.w, sum);
+        }
+        out[i] = sum;
+    }
+}
+
+/* sum += a b over 16 halves; STRIDE_A, STRIDE_B: of the operands' rows. All lanes take part. */
+template <int WAVE, int STRIDE_A, int STRIDE_B>
+RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, float *sum) {
+    const uint32_t lane = threadIdx.x % WAVE, kind = RFK_MATRIX;
+    (void)lane, (void)kind;
+#if (defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800) || defined(ROCMFORGE_HIP_EMU)
+    if (WAVE == 32 && kind == RFK_MATRIX_SM80) {
+        RFK_UNROLL(2)
+        for (int n = 0; n < 2; n++) {
+#if defined(ROCMFORGE_HIP_EMU)
+            const int bv[2] = {b.r[n], b.r[2 + n]};
+            hip_emu_mma_m16n8k16_f16(sum + 4 * n, a.r, bv);
+#else
+            asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                         "{%0,%1,%2,%3};"
+                         : "+f"(sum[4 * n]), "+f"(sum[4 * n + 1]), "+f"(sum[4 * n + 2]), "+f"(sum[4 * n + 3])
+                         : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[n]), "r"(b.r[2 + n]));
+#endif
+        }
+        return;
+    }
+#endif
+#if defined(__gfx908__) || defined(__gfx90a__) || defined(__gfx940__) || defined(__gfx941__) ||                     \
+    defined(__gfx942__) || defined(__gfx950__) || defined(ROCMFORGE_HIP_EMU)
+    if (WAVE == 64 && (kind == RFK_MATRIX_MFMA2 || kind == RFK_MATRIX_MFMA3)) {
+        union { int i[2]; rfk_half4 h; } av, bv;
+        RFK_UNROLL(8)
+        for (int i = 0; i < 2; i++) av.i[i] = a.r[i], bv.i[i] = b.r[i];
+        rfk_float4 c = {sum[0], sum[1], sum[2], sum[3]};
+        c = __builtin_amdgcn_mfma_f32_16x16x16f16(av.h, bv.h, c, 0, 0, 0);
+        for (int i = 0; i < 4; i++) sum[i] = c[i];
+        return;
+    }
+#endif
+#if defined(__GFX11__) || defined(__gfx1100__) || defined(__gfx1101__) || defined(__gfx1102__) ||                   \
+    defined(__gfx1103__) || defined(__gfx1150__) || defined(__gfx1151__) || defined(ROCMFORGE_HIP_EMU)
+    if (WAVE == 32 && kind == RFK_MATRIX_WMMA11) {
+        union { int i[8]; rfk_half16 h; } av, bv;
+        RFK_UNROLL(8)
+        for (int i = 0; i < 8; i++) av.i[i] = a.r[i], bv.i[i] = b.r[i];
+        rfk_float8 c = {sum[0], sum[1], sum[2], sum[3], sum[4], sum[5], sum[6], sum[7]};
+        c = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(av.h, bv.h, c);
+        for (int i = 0; i < 8; i++) sum[i] = c[i];
+        return;
+    }
+#endif
+#if defined(__GFX12__) || defined(__gfx1200__) || defined(__gfx1201__) || defined(ROCMFORGE_HIP_EMU)
+    if (WAVE == 32 && kind == RFK_MATRIX_WMMA12) {
+        union { int i[4]; rfk_half8 h; } av, bv;
+        RFK_UNROLL(8)
+        for (int i = 0; i < 4; i++) av.i[i] = a.r[i], bv.i[i] = b.r[i];
+        rfk_float8 c = {sum[0], sum[1], sum[2], sum[3], sum[4], sum[5], sum[6], sum[7]};
+        c = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(av.h, bv.h, c);
+        for (int i = 0; i < 8; i++) sum[i] = c[i];
+        return;
+    }
+#endif
+    for (uint32_t i = 0; i < 256 / WAVE; i++) {
+        const uint8_t *row = reinterpret_cast<const uint8_t *>(a.rows + rfk_matrix_row(lane, i, 256 / WAVE) * STRIDE_A),
+                      *col = reinterpret_cast<const uint8_t *>(b.rows + rfk_matrix_col(lane, i) * STRIDE_B);
+        for (int k = 0; k < 16; k += 8) {
+            float x[8], y[8];
+            rfk_load8<RF_TYPE_F16>(row, (size_t)k, x);
+            rfk_load8<RF_TYPE_F16>(col, (size_t)k, y);
+            for (int e = 0; e < 8; e++) sum[i] += x[e] * y[e];
+        }
+    }
+}
+
+/* ---- many columns ---- */
+
+#define RFK_TILE_ROWS 64  /* of W, for a block                     */
+#define RFK_DEPTH 128     /* values of a row in shared memory      */
+#define RFK_FEW_TILE 64   /* columns of the smaller tile           */
+#define RFK_MANY_TILE 128 /* and of the larger one                 */
+
+/* What a tile's results go to if its depth is cut into several blocks: [tile][split][column][row]. */
+struct rfk_tiles_args {
+    rfk_matmul_args m;
+    float *part; /* NULL: one split, results go to the products */
+    uint32_t n_splits, split_units;
+};
+
+struct rfk_tile_shared {
+    int4 w[RFK_TILE_ROWS][RFK_MATRIX_STRIDE]; /* int8 values; a word more: neighbouring rows start in other banks */
+    int4 x[RFK_MANY_TILE][RFK_MATRIX_STRIDE];
+    float w_scale[RFK_DEPTH / 16][RFK_TILE_ROWS];    /* d of each 16, or of group g d at [2g] and m at [2g + 1] */
+    float x_scale[RFK_DEPTH / 32][RFK_MANY_TILE][2]; /* d, d * sum                                              */
+};
+
+/* Four signed bytes q - offset, of q below 128. */
+RFK_DEVICE int rfk_subtract4(int q, int offset) {
+    return (int)((((uint32_t)q | 0x80808080u) - (uint32_t)offset * 0x01010101u) ^ 0x80808080u);
+}
+
+/* A unit of W to shared memory. Its halves have scales of their own in Q6_K alone. */
+template <int TYPE> RFK_DEVICE void rfk_tile_unit(rfk_tile_shared &s, uint32_t i, uint32_t u, const rfk_unit &unit) {
     typedef rfk_format<TYPE> F;
-    rfk_unit unit;
-    bool inside = row < p.n_out && u0 + u < n_in / 32;
-    for (int k = 0; k < 8; k++) unit.q[k] = 0;
-    unit.d[0] = unit.d[1] = unit.m[0] = unit.m[1] = 0;
-    if (inside) F::load(p.w, (size_t)(p.row0 + row) * (n_in / F::BLOCK), u0 + u, unit);
+    const bool scales16 = TYPE == RF_TYPE_Q6_K;
     uint32_t at = rfk_unit_at<TYPE>(u) / 16;
     RFK_UNROLL(2)
     for (uint32_t h = 0; h < 2; h++) {
         uint32_t to = at + h * (F::STRIDE / 16);
         int4 v;
         v.x = unit.q[4 * h], v.y = unit.q[4 * h + 1], v.z = unit.q[4 * h + 2], v.w = unit.q[4 * h + 3];
+        if (F::OFFSET) {
+            v.x = rfk_subtract4(v.x, F::OFFSET), v.y = rfk_subtract4(v.y, F::OFFSET);
+            v.z = rfk_subtract4(v.z, F::OFFSET), v.w = rfk_subtract4(v.w, F::OFFSET);
+        }
         s.w[i][to] = v;
-        s.d[i][to] = unit.d[h];
-        s.m[i][to] = (F::HAS_MIN ? unit.m[h] : 0.0f) + (float)F::OFFSET * unit.d[h];
+        if (scales16) {
+            s.w_scale[to][i] = unit.d[h];
+        } else if (to % 2 == 0) { /* one of the two units with halves in this group */
+            s.w_scale[to][i] = unit.d[h];
+            s.w_scale[to + 1][i] = F::HAS_MIN ? unit.m[h] : 0.0f;
+        }
     }
 }
 
-/* Group g of the column's four in this step to shared memory. */
-RFK_DEVICE void rfk_tile_column(rfk_tile_shared &s, const rfk_matmul_args &a, uint32_t col, uint32_t i,
-                                uint32_t group0, uint32_t g) {
-    int4 lo, hi;
-    rfk_group group;
-    lo.x = lo.y = lo.z = lo.w = 0;
-    hi = lo;
-    group.d = 0;
-    group.sum[0] = group.sum[1] = 0;
-    if (col < a.n_cols && group0 + g < a.n_in / 32) {
-        const int4 *q = reinterpret_cast<const int4 *>(a.x8.q + (size_t)col * (a.n_in / 4) + (group0 + g) * 8);
-        lo = q[0], hi = q[1];
-        group = a.x8.group[(size_t)col * (a.n_in / 32) + group0 + g];
+/* When nobody reads it any more: rows of W and columns of x, values from unit u0 on, to shared memory. Rows and columns beyond the last repeat it; what
+ * is beyond a row's end has scales of 0. */
+template <int TYPE, int COLS>
+RFK_DEVICE void rfk_fill_tile(rfk_tile_shared &s, const rfk_matmul_args &a, const rfk_product &p, uint32_t row0,
+                              uint32_t col0, uint32_t u0) {
+    typedef rfk_format<TYPE> F;
+    const uint32_t n_units = a.n_in / 32;
+    const uint32_t i = threadIdx.x / 4, row = row0 + i < p.n_out ? row0 + i : p.n_out - 1, u = u0 + threadIdx.x % 4;
+    uint32_t chunk = u0 * 2 + threadIdx.x % 8;
+    rfk_raw raw;
+    rfk_unit unit;
+    int4 x[COLS / 32]; /* all loads before their first use */
+    F::fetch(p.w, (size_t)(p.row0 + row) * (a.n_in / F::BLOCK), u < n_units ? u : n_units - 1, raw);
+    if (chunk >= a.n_in / 16) chunk = a.n_in / 16 - 1;
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < COLS / 32; j++) {
+        uint32_t col = col0 + threadIdx.x / 8 + 32 * j;
+        if (col >= a.n_cols) col = a.n_cols - 1;
+        x[j] = reinterpret_cast<const int4 *>(a.x8.q + (size_t)col * (a.n_in / 4))[chunk];
     }
-    s.x[i][2 * g] = lo;
-    s.x[i][2 * g + 1] = hi;
-    s.xd[i][g] = group.d;
-    s.xs[i][2 * g] = group.d * (float)group.sum[0];
-    s.xs[i][2 * g + 1] = group.d * (float)group.sum[1];
+    rfk_group group[COLS / 64];
+    RFK_UNROLL(2)
+    for (uint32_t j = 0; j < COLS / 64; j++) {
+        uint32_t col = col0 + i + 64 * j < a.n_cols ? col0 + i + 64 * j : a.n_cols - 1;
+        group[j] = a.x8.group[(size_t)col * n_units + (u < n_units ? u : n_units - 1)];
+    }
+    __syncthreads(); /* all are done with what was there */
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < COLS / 32; j++) s.x[threadIdx.x / 8 + 32 * j][threadIdx.x % 8] = x[j];
+    F::unpack(raw, u, unit);
+    if (u >= n_units) unit.d[0] = unit.d[1] = unit.m[0] = unit.m[1] = 0;
+    rfk_tile_unit<TYPE>(s, i, threadIdx.x % 4, unit);
+    RFK_UNROLL(2)
+    for (uint32_t j = 0; j < COLS / 64; j++) {
+        float *scale = s.x_scale[threadIdx.x % 4][i + 64 * j], d = u < n_units ? group[j].d : 0.0f;
+        scale[0] = d;
+        scale[1] = d * (float)(group[j].sum[0] + group[j].sum[1]);
+    }
 }
 
-/* grid [ceil(n_out / 64), ceil(cols / 64)]   block 256, 4 x 4 results each   LDS 25.5 KiB */
-template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul(rfk_matmul_args a) {
-    RFK_SHARED(rfk_tile_shared, s);
-    uint32_t number = blockIdx.x;
-    const rfk_product p = rfk_pick(a, &number);
-    uint32_t row0 = number * RFK_TILE, col0 = blockIdx.y * RFK_TILE, tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-    float sum[4][4];
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 4; j++) sum[i][j] = 0;
-    for (uint32_t u0 = 0; u0 < a.n_in / 32; u0 += RFK_DEPTH / 32) {
-        rfk_tile_weights<TYPE>(s, p, a.n_in, row0 + threadIdx.x / 4, threadIdx.x / 4, u0, threadIdx.x % 4);
-        rfk_tile_column(s, a, col0 + threadIdx.x / 4, threadIdx.x / 4, u0, threadIdx.x % 4);
-        __syncthreads();
-        for (int h = 0; h < RFK_DEPTH / 16; h++) {
-            int4 w[4], x[4];
-            RFK_UNROLL(4)
-            for (int i = 0; i < 4; i++) {
-                w[i] = s.w[ty + 16 * (uint32_t)i][h];
-                x[i] = s.x[tx + 16 * (uint32_t)i][h];
-            }
-            RFK_UNROLL(4)
-            for (int i = 0; i < 4; i++) {
-                float d = s.d[ty + 16 * (uint32_t)i][h], m = s.m[ty + 16 * (uint32_t)i][h];
-                RFK_UNROLL(4)
-                for (int j = 0; j < 4; j++) {
-                    uint32_t col = tx + 16 * (uint32_t)j;
-                    int dot = rfk_dot4(w[i].x, x[j].x, 0);
-                    dot = rfk_dot4(w[i].y, x[j].y, dot);
-                    dot = rfk_dot4(w[i].z, x[j].z, dot);
-                    dot = rfk_dot4(w[i].w, x[j].w, dot);
-                    sum[i][j] += d * s.xd[col][h / 2] * (float)dot - m * s.xs[col][h];
-                }
+/* Add the products of group g to a wave's results: RT x CT tiles of 16 x 16. */
+template <int TYPE, int WAVE, int RT, int CT>
+RFK_DEVICE void rfk_tile_group(const rfk_tile_shared &s, uint32_t g, uint32_t row0, uint32_t col0,
+                               float (&sum)[RT][CT][256 / WAVE]) {
+    const bool scales16 = TYPE == RF_TYPE_Q6_K, has_min = rfk_format<TYPE>::HAS_MIN;
+    const int N = 256 / WAVE;
+    const uint32_t lane = threadIdx.x % WAVE;
+    rfk_operand a[RT], b;
+    float d[RT][RFK_LANE_ROWS(N)][4];
+    RFK_UNROLL(4)
+    for (int r = 0; r < RT; r++) {
+        rfk_load_operand(a[r], s.w[row0 + 16 * (uint32_t)r], g, lane);
+        RFK_UNROLL(8)
+        for (uint32_t i = 0; i < RFK_LANE_ROWS((uint32_t)N); i++) {
+            uint32_t row = row0 + 16 * (uint32_t)r + rfk_matrix_row(lane, i, N);
+            d[r][i][0] = s.w_scale[2 * g][row];
+            d[r][i][1] = scales16 || has_min ? s.w_scale[2 * g + 1][row] : 0.0f;
+            /* d is a half times at most 8 bits: its product with the start has 21, so that d * result - this is exact */
+            d[r][i][2] = d[r][i][0] * -12582912.0f;
+            d[r][i][3] = scales16 ? d[r][i][1] * -12582912.0f : 0.0f;
+        }
+    }
+    RFK_UNROLL(4)
+    for (int c = 0; c < CT; c++) {
+        float x[RFK_LANE_COLS(N)][2];
+        rfk_load_operand(b, s.x[col0 + 16 * (uint32_t)c], g, lane);
+        RFK_UNROLL(8)
+        for (uint32_t i = 0; i < RFK_LANE_COLS((uint32_t)N); i++) {
+            uint32_t col = col0 + 16 * (uint32_t)c + rfk_matrix_col(lane, i);
+            x[i][0] = s.x_scale[g][col][0];
+            x[i][1] = has_min ? s.x_scale[g][col][1] : 0.0f;
+        }
+        RFK_UNROLL(4)
+        for (int r = 0; r < RT; r++)
+        {
+            int dot[N], upper[N];
+            rfk_multiply<WAVE>(a[r], b, scales16 ? 0 : 2, dot);
+            if (scales16) rfk_multiply<WAVE>(a[r], b, 1, upper);
+            RFK_UNROLL(8)
+            for (int i = 0; i < N; i++) {
+                const float *wd = d[r][RFK_ROW_INDEX(i)], *xd = x[RFK_COL_INDEX(i)];
+                float product = fmaf(wd[0], rfk_as_float((uint32_t)dot[i]), wd[2]);
+                if (scales16) product += fmaf(wd[1], rfk_as_float((uint32_t)upper[i]), wd[3]);
+                sum[r][c][i] += product * xd[0];
+                if (has_min) sum[r][c][i] -= wd[1] * xd[1];
             }
         }
-        __syncthreads();
     }
-    for (uint32_t i = 0; i < 4; i++)
-        for (uint32_t j = 0; j < 4; j++)
-            if (row0 + ty + 16 * i < p.n_out && col0 + tx + 16 * j < a.n_cols)
-                rfk_put(p, row0 + ty + 16 * i, col0 + tx + 16 * j, sum[i][j]);
 }
 
+/* grid [ceil(cols / COLS), row tiles of all products, splits]   block 256   LDS 33 KiB
+ * reads W once per COLS columns and x once per 64 rows */
+template <int TYPE, int WAVE, int COLS>
+#if defined(RFK_NVIDIA)
+static __global__ void __launch_bounds__(RFK_BLOCK, 3) rfk_matmul(rfk_tiles_args t) {
+#else
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul(rfk_tiles_args t) {
+#endif
+    RFK_SHARED(rfk_tile_shared, s);
+    /* waves: 2 x 4 of 32 lanes, or 2 x 2 of 64 */
+    const int N = 256 / WAVE, RT = 2, CT = COLS * WAVE / 2048, ACROSS = 128 / WAVE;
+    const rfk_matmul_args &a = t.m;
+    uint32_t number = blockIdx.y, lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE;
+    const rfk_product p = rfk_pick(a, &number);
+    const uint32_t row0 = number * RFK_TILE_ROWS, col0 = blockIdx.x * COLS, wave_row = wave / ACROSS * (16 * RT),
+                   wave_col = wave % ACROSS * (16 * CT);
+    float sum[RT][CT][N];
+    RFK_UNROLL(4)
+    for (int r = 0; r < RT; r++)
+        for (int c = 0; c < CT; c++)
+            for (int i = 0; i < N; i++) sum[r][c][i] = 0;
+    uint32_t end = t.split_units * (blockIdx.z + 1) < a.n_in / 32 ? t.split_units * (blockIdx.z + 1) : a.n_in / 32;
+    for (uint32_t u0 = t.split_units * blockIdx.z; u0 < end; u0 += RFK_DEPTH / 32) {
+        rfk_fill_tile<TYPE, COLS>(s, a, p, row0, col0, u0);
+        __syncthreads();
+        RFK_UNROLL(1)
+        for (uint32_t g = 0; g < RFK_DEPTH / 32; g++)
+            rfk_tile_group<TYPE, WAVE, RT, CT>(s, g, wave_row, wave_col, sum);
+    }
+    float *part = t.part;
+    if (part) part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * RFK_TILE_ROWS * COLS;
+    RFK_UNROLL(4)
+    for (int r = 0; r < RT; r++)
+        RFK_UNROLL(4)
+        for (int c = 0; c < CT; c++)
+            RFK_UNROLL(8)
+            for (int i = 0; i < N; i++) {
+                uint32_t row = wave_row + 16 * (uint32_t)r + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
+                         col = wave_col + 16 * (uint32_t)c + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
+                if (part) part[col * RFK_TILE_ROWS + row] = sum[r][c][i];
+                else if (row0 + row < p.n_out && col0 + col < a.n_cols)
+                    rfk_put(p, row0 + row, col0 + col, sum[r][c][i]);
+            }
+}
+
+/* Add the splits of a tile, 256 results a block.   grid as rfk_matmul's, but z: results of a tile / 256   block 256 */
+template <int COLS> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_tiles(rfk_tiles_args t) {
+    uint32_t number = blockIdx.y;
+    const rfk_product p = rfk_pick(t.m, &number);
+    const float *part = t.part + ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits * RFK_TILE_ROWS * COLS;
+    uint32_t i = blockIdx.z * RFK_BLOCK + threadIdx.x, row = number * RFK_TILE_ROWS + i % RFK_TILE_ROWS,
+             col = blockIdx.x * COLS + i / RFK_TILE_ROWS;
+    if (row >= p.n_out || col >= t.m.n_cols) return;
+    float sum = 0;
+    for (uint32_t z = 0; z < t.n_splits; z++) sum += part[(size_t)z * RFK_TILE_ROWS * COLS + i];
+    rfk_put(p, row, col, sum);
+}
+
+#define RFK_TILE 64 /* rows and columns of a tile of floats */
 #define RFK_FLOAT_DEPTH 16
 struct rfk_float_tile {
     float w[RFK_FLOAT_DEPTH][RFK_TILE + 1];
@@ -1193,6 +2176,474 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_a
     a.out[(size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.head_dim_v + threadIdx.x] = total / sum;
 }
 
+/* ---- many rows ----
+ * A prompt's attention on matrix units. Queries, and the weights of positions, are sums of two halves, so that results
+ * are as those of floats. */
+
+#define RFK_FLASH_ROWS 32  /* queries of a block: all heads of a group for a few tokens */
+#define RFK_FLASH_CELLS 32 /* positions at a time                                       */
+#define RFK_FLASH_HEAD 128 /* head_dim at most, a multiple of 16                        */
+
+struct rfk_flash_shared {
+    int4 q[2][RFK_FLASH_ROWS][17]; /* upper and lower halves; a word more: other banks */
+    int4 k[RFK_FLASH_CELLS][17];
+    int4 v[RFK_FLASH_HEAD][5];     /* turned: [dim][position]                          */
+    int4 p[2][RFK_FLASH_ROWS][5];
+    float score[RFK_FLASH_ROWS][RFK_FLASH_CELLS + 1];
+    float keep[RFK_FLASH_ROWS], sum[RFK_FLASH_ROWS];
+    int32_t pos[RFK_FLASH_ROWS];   /* -1: not in this run */
+};
+
+/* x as the sum of two halves, the upper one in the low bits. */
+RFK_DEVICE uint32_t rfk_two_halves(float x) {
+    uint16_t upper = rfk_to_half(x);
+    return upper | (uint32_t)rfk_to_half(x - rfk_from_half(upper)) << 16;
+}
+
+/* Keys and values of positions [cell0, cell0 + 32) to shared memory; past the end the last ones again. */
+template <int WAVE>
+RFK_DEVICE void rfk_flash_fill(rfk_flash_shared &s, const uint16_t *k, const uint16_t *v, uint32_t dim, uint32_t cell0,
+                               uint32_t end) {
+    const uint32_t threads = 4 * WAVE, chunks = dim / 8;
+    for (uint32_t i = threadIdx.x; i < RFK_FLASH_CELLS * chunks; i += threads) {
+        uint32_t cell = i / chunks, pos = cell0 + cell < end ? cell0 + cell : end - 1;
+        s.k[cell][i % chunks] = reinterpret_cast<const int4 *>(k + (size_t)pos * dim)[i % chunks];
+    }
+    for (uint32_t i = threadIdx.x; i < RFK_FLASH_CELLS * chunks; i += threads) {
+        uint32_t cell = i % RFK_FLASH_CELLS, chunk = i / RFK_FLASH_CELLS,
+                 pos = cell0 + cell < end ? cell0 + cell : end - 1;
+        int4 x = reinterpret_cast<const int4 *>(v + (size_t)pos * dim)[chunk];
+        const int words[4] = {x.x, x.y, x.z, x.w};
+        RFK_UNROLL(4)
+        for (uint32_t e = 0; e < 4; e++) {
+            reinterpret_cast<uint16_t *>(s.v[8 * chunk + 2 * e])[cell] = (uint16_t)((uint32_t)words[e] & 0xffff);
+            reinterpret_cast<uint16_t *>(s.v[8 * chunk + 2 * e + 1])[cell] = (uint16_t)((uint32_t)words[e] >> 16);
+        }
+    }
+}
+
+/* Scores of a row's positions to weights; the row's threads keep its maximum and sum. */
+template <int WAVE>
+RFK_DEVICE void rfk_flash_softmax(rfk_flash_shared &s, uint32_t cell0, float *largest, float *sum) {
+    const uint32_t per = 4 * WAVE / RFK_FLASH_ROWS, row = threadIdx.x / per, part = threadIdx.x % per;
+    const int n = (int)(RFK_FLASH_CELLS / per);
+    const int32_t pos = s.pos[row];
+    float x[RFK_FLASH_CELLS / (4 * WAVE / RFK_FLASH_ROWS)], top = *largest, total = 0;
+    RFK_UNROLL(8)
+    for (int i = 0; i < n; i++) {
+        uint32_t cell = part * (uint32_t)n + (uint32_t)i;
+        x[i] = (int32_t)(cell0 + cell) <= pos ? s.score[row][cell] : -INFINITY;
+        top = fmaxf(top, x[i]);
+    }
+    for (uint32_t mask = 1; mask < per; mask *= 2) top = fmaxf(top, rfk_swap<WAVE>(top, (int)mask));
+    float keep = expf(*largest - top);
+    RFK_UNROLL(4)
+    for (int i = 0; i < n; i += 2) {
+        float a = expf(x[i] - top), b = expf(x[i + 1] - top);
+        uint32_t ah = rfk_two_halves(a), bh = rfk_two_halves(b), at = (part * (uint32_t)n + (uint32_t)i) / 2;
+        reinterpret_cast<uint32_t *>(s.p[0][row])[at] = (ah & 0xffff) | bh << 16;
+        reinterpret_cast<uint32_t *>(s.p[1][row])[at] = ah >> 16 | (bh & 0xffff0000u);
+        total += a + b;
+    }
+    for (uint32_t mask = 1; mask < per; mask *= 2) total += rfk_swap<WAVE>(total, (int)mask);
+    *sum = *sum * keep + total;
+    *largest = top;
+    if (part == 0) s.keep[row] = keep, s.sum[row] = *sum;
+}
+
+/* The rows of one sequence, tokens [row, end), among those of the block from row0 on. */
+template <int WAVE>
+RFK_DEVICE void rfk_flash_run(rfk_flash_shared &s, const rfk_attention_args &a, uint32_t row0, uint32_t row,
+                              uint32_t end) {
+    const int N = 256 / WAVE;
+    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, group = a.n_heads / a.n_kv_heads,
+                   row_tile = wave / 2 * 16, dim = a.head_dim, length = (uint32_t)a.rows[end - 1].pos + 1;
+    const size_t head = (size_t)a.rows[row].seq * a.n_kv_heads + blockIdx.y;
+    const uint16_t *k = (const uint16_t *)a.k + head * a.n_ctx * dim, *v = (const uint16_t *)a.v + head * a.n_ctx * dim;
+    float acc[4][N], largest = -3e38f, sum = 0;
+    RFK_UNROLL(4)
+    for (int j = 0; j < 4; j++)
+        RFK_UNROLL(8)
+        for (int i = 0; i < N; i++) acc[j][i] = 0;
+    __syncthreads();
+    if (threadIdx.x < RFK_FLASH_ROWS) {
+        uint32_t t = row0 + threadIdx.x / group;
+        s.pos[threadIdx.x] = t >= row && t < end ? a.rows[t].pos : -1;
+    }
+    for (uint32_t cell0 = 0; cell0 < length; cell0 += RFK_FLASH_CELLS) {
+        rfk_operand x, lower, y;
+        float score[N];
+        rfk_flash_fill<WAVE>(s, k, v, dim, cell0, length);
+        __syncthreads();
+        RFK_UNROLL(8)
+        for (int i = 0; i < N; i++) score[i] = 0;
+        for (uint32_t g = 0; g < dim / 16; g++) {
+            rfk_load_rows<17, true>(x, s.q[0][row_tile], g, lane);
+            rfk_load_rows<17, true>(lower, s.q[1][row_tile], g, lane);
+            rfk_load_rows<17, true>(y, s.k[wave % 2 * 16], g, lane);
+            rfk_multiply_halves<WAVE, 17, 17>(x, y, score);
+            rfk_multiply_halves<WAVE, 17, 17>(lower, y, score);
+        }
+        RFK_UNROLL(8)
+        for (int i = 0; i < N; i++)
+            s.score[row_tile + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N)]
+                   [wave % 2 * 16 + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i))] = score[i];
+        __syncthreads();
+        rfk_flash_softmax<WAVE>(s, cell0, &largest, &sum);
+        __syncthreads();
+        RFK_UNROLL(4)
+        for (uint32_t j = 0; j < 4; j++) {
+            uint32_t tile = wave % 2 + 2 * j; /* of 16 dims */
+            if (tile * 16 >= dim) continue;
+            RFK_UNROLL(8)
+            for (int i = 0; i < N; i++)
+                acc[j][i] *= s.keep[row_tile + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N)];
+            RFK_UNROLL(2)
+            for (uint32_t g = 0; g < RFK_FLASH_CELLS / 16; g++) {
+                rfk_load_rows<5, true>(x, s.p[0][row_tile], g, lane);
+                rfk_load_rows<5, true>(lower, s.p[1][row_tile], g, lane);
+                rfk_load_rows<5, true>(y, s.v[tile * 16], g, lane);
+                rfk_multiply_halves<WAVE, 5, 5>(x, y, acc[j]);
+                rfk_multiply_halves<WAVE, 5, 5>(lower, y, acc[j]);
+            }
+        }
+        __syncthreads();
+    }
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < 4; j++)
+        RFK_UNROLL(8)
+        for (int i = 0; i < N; i++) {
+            uint32_t r = row_tile + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
+                     e = (wave % 2 + 2 * j) * 16 + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
+            if (e < dim && s.pos[r] >= 0)
+                a.out[(size_t)(row0 + r / group) * a.out_stride + (size_t)(blockIdx.y * group + r % group) * dim + e] =
+                    acc[j][i] / s.sum[r];
+        }
+}
+
+/* grid [ceil(T / rows_per_block), n_kv_heads]   block 4 waves   LDS 45 KiB   rows_per_block = 32 / heads of a group
+ * Every block reads the keys and values of its sequence up to its last position. */
+template <int WAVE> static __global__ void RFK_THREADS(4 * WAVE) rfk_flash(rfk_attention_args a) {
+    RFK_SHARED(rfk_flash_shared, s);
+    const uint32_t group = a.n_heads / a.n_kv_heads, row0 = blockIdx.x * a.rows_per_block,
+                   last = row0 + a.rows_per_block < a.n_rows ? row0 + a.rows_per_block : a.n_rows;
+    for (uint32_t i = threadIdx.x; i < RFK_FLASH_ROWS * a.head_dim; i += 4 * WAVE) {
+        uint32_t r = i / a.head_dim, e = i % a.head_dim, t = row0 + r / group;
+        bool inside = t < last && r < a.rows_per_block * group;
+        uint32_t x = inside ? rfk_two_halves(a.scale * a.q[(size_t)t * a.q_stride +
+                                                           (size_t)(blockIdx.y * group + r % group) * a.head_dim + e])
+                            : 0;
+        reinterpret_cast<uint16_t *>(s.q[0][r])[e] = (uint16_t)(x & 0xffff);
+        reinterpret_cast<uint16_t *>(s.q[1][r])[e] = (uint16_t)(x >> 16);
+    }
+    for (uint32_t row = row0, end; row < last; row = end) {
+        for (end = row + 1; end < last && a.rows[end].seq == a.rows[row].seq;) end++;
+        rfk_flash_run<WAVE>(s, a, row0, row, end);
+    }
+}
+
+/* Have the first of so many bytes brought near, by all threads of a block; a hint. */
+RFK_DEVICE void rfk_prefetch(const void *p, size_t n_bytes) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    for (uint32_t i = threadIdx.x; i < 4 * RFK_BLOCK && i * 128u < n_bytes; i += RFK_BLOCK)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char *>(p) + i * 128u));
+#else
+    (void)p, (void)n_bytes;
+#endif
+}
+
+/* ---- one row ----
+ * A decode step's attention with what comes before it: norms of the heads, rope, the new key and value. */
+
+/* cos and sin of the pairs of the step's first row.   grid ceil(n_rot / 2 / 256)   block 256 */
+struct rfk_angles_args {
+    const float *table;
+    const uint8_t *freqs; /* NULL: none */
+    const rf_step_row *rows;
+    float *out; /* [n_rot / 2][2] */
+    uint32_t freqs_type, n_rot;
+    float scale;
+};
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
+    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    if (i >= a.n_rot / 2) return;
+    double angle = (double)a.rows[0].pos * (double)a.table[i];
+    if (a.freqs) angle /= (double)rfk_load_any(a.freqs, a.freqs_type, i);
+    float c, s;
+    rfk_cos_sin(angle, &c, &s);
+    a.out[2 * i] = c * a.scale;
+    a.out[2 * i + 1] = s * a.scale;
+}
+
+#define RFK_ROW_CELLS 64u /* positions of a split at least */
+
+struct rfk_row_attention_args {
+    const float *q, *k, *v;
+    const uint8_t *norm[2]; /* of queries and keys; NULL: none */
+    const float *angles;
+    void *k_state, *v_state; /* [seq][kv head][n_ctx][dim] */
+    float *out;
+    float *part;       /* [head][splits][head_dim + 2]: sums, maximum, sum of weights       */
+    uint32_t *tickets; /* [kv head] splits that are done; 0 between launches                */
+    rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted                           */
+    const rf_step_row *rows;
+    rfk_ahead ahead;
+    uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_ctx;
+    float eps[2], scale;
+};
+
+template <int G> struct rfk_row_shared {
+    float x[G + 1][RFK_MAX_HEAD];                  /* the queries, and the new key; later the results   */
+    float join[RFK_BLOCK / 32][RFK_MAX_HEAD + 2];  /* one query's sums, maximum, sum of weights by wave */
+    float largest[G][64], sum[G][64];              /* of the splits                                     */
+    float angles[RFK_MAX_HEAD];                    /* cos, sin of rope's pairs                          */
+    uint32_t is_last;
+};
+
+/* Queries of the kv head, and its new key if this block owns it, to s.x: normed and rotated. */
+template <int WAVE, int G>
+RFK_DEVICE void rfk_row_queries(rfk_row_shared<G> &s, const rfk_row_attention_args &a, uint32_t kv_head,
+                                uint32_t group, bool owns_key) {
+    const uint32_t wave = threadIdx.x / WAVE, lane = threadIdx.x % WAVE, n = group + (owns_key ? 1 : 0),
+                   half = a.n_rot / 2;
+    for (uint32_t h = wave; h < n; h += RFK_BLOCK / WAVE) {
+        const uint32_t which = h == group;
+        const float *from = which ? a.k + (size_t)kv_head * a.head_dim
+                                  : a.q + ((size_t)kv_head * group + h) * a.head_dim;
+        float factor = 1, sum = 0;
+        const uint8_t *norm = which ? a.norm[1] : a.norm[0];
+        if (norm) {
+            for (uint32_t e = lane; e < a.head_dim; e += WAVE) sum += from[e] * from[e];
+            sum = rfk_wave_sum<WAVE>(sum);
+            factor = 1.0f / sqrtf(sum / (float)a.head_dim + (which ? a.eps[1] : a.eps[0]));
+        }
+        for (uint32_t e = lane; e < a.head_dim; e += WAVE)
+            s.x[which ? G : h][e] =
+                norm ? from[e] * factor * rfk_load_any(norm, which ? a.norm_type[1] : a.norm_type[0], e) : from[e];
+    }
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < n * half; i += RFK_BLOCK) {
+        uint32_t h = i / half, pair = i % half, first = a.neox ? pair : 2 * pair,
+                 second = a.neox ? pair + half : 2 * pair + 1;
+        float *x = s.x[h == group ? (uint32_t)G : h], c = s.angles[2 * pair], sine = s.angles[2 * pair + 1];
+        float x0 = x[first], x1 = x[second];
+        x[first] = x0 * c - x1 * sine;
+        x[second] = x0 * sine + x1 * c;
+    }
+    __syncthreads();
+}
+
+/* What a lane keeps for each query: eight values of the weighted sum, the maximum and the sum of weights. */
+template <int G> struct rfk_row_sums {
+    float acc[G][8], largest[G], sum[G];
+};
+RFK_DEVICE void rfk_merge(float *acc, float *largest, float *sum, const float *acc2, float largest2, float sum2) {
+    float top = fmaxf(*largest, largest2), keep = expf(*largest - top), add = expf(largest2 - top);
+    for (int e = 0; e < 8; e++) acc[e] = acc[e] * keep + acc2[e] * add;
+    *sum = *sum * keep + sum2 * add;
+    *largest = top;
+}
+
+/* Positions [begin, end): `per` lanes take a position, eight values each, T positions at a time. */
+template <int WAVE, class KV, int G, int T>
+RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G> &s, const rfk_row_attention_args &a, size_t head,
+                                  uint32_t begin, uint32_t end, uint32_t per, rfk_row_sums<G> &o) {
+    const uint32_t lane = threadIdx.x % WAVE, e0 = lane % per * 8, slots = RFK_BLOCK / per;
+    const bool inside = e0 < a.head_dim;
+    const KV *k = (const KV *)a.k_state + head * a.n_ctx * a.head_dim + e0,
+             *v = (const KV *)a.v_state + head * a.n_ctx * a.head_dim + e0;
+    float q[G][8];
+    for (int g = 0; g < G; g++) {
+        o.largest[g] = -3e38f; /* finite: nothing seen yet */
+        o.sum[g] = 0;
+        for (uint32_t e = 0; e < 8; e++) {
+            q[g][e] = inside ? s.x[g][e0 + e] : 0.0f;
+            o.acc[g][e] = 0;
+        }
+    }
+    for (uint32_t first = begin; first < end; first += slots * T) {
+        float kx[T][8], vx[T][8], score[G][T];
+        RFK_UNROLL(4)
+        for (int t = 0; t < T; t++) {
+            uint32_t pos = first + threadIdx.x / per + (uint32_t)t * slots;
+            for (int e = 0; e < 8; e++) kx[t][e] = vx[t][e] = 0;
+            if (inside && pos < end) {
+                rfk_values8(k + (size_t)pos * a.head_dim, kx[t]);
+                rfk_values8(v + (size_t)pos * a.head_dim, vx[t]);
+            }
+        }
+        RFK_UNROLL(8)
+        for (int g = 0; g < G; g++)
+            for (int t = 0; t < T; t++) {
+                score[g][t] = 0;
+                for (int e = 0; e < 8; e++) score[g][t] += q[g][e] * kx[t][e];
+            }
+        for (uint32_t mask = 1; mask < per; mask *= 2) {
+            RFK_UNROLL(8)
+            for (int g = 0; g < G; g++)
+                for (int t = 0; t < T; t++) score[g][t] += rfk_swap<WAVE>(score[g][t], (int)mask);
+        }
+        RFK_UNROLL(8)
+        for (int g = 0; g < G; g++) {
+            float top = o.largest[g];
+            for (int t = 0; t < T; t++) {
+                bool there = first + threadIdx.x / per + (uint32_t)t * slots < end;
+                score[g][t] = there ? score[g][t] * a.scale : -INFINITY;
+                top = fmaxf(top, score[g][t]);
+            }
+            if (top > o.largest[g]) {
+                float keep = expf(o.largest[g] - top);
+                o.largest[g] = top;
+                o.sum[g] *= keep;
+                for (int e = 0; e < 8; e++) o.acc[g][e] *= keep;
+            }
+            for (int t = 0; t < T; t++) {
+                float weight = expf(score[g][t] - top);
+                o.sum[g] += weight;
+                for (int e = 0; e < 8; e++) o.acc[g][e] += weight * vx[t][e];
+            }
+        }
+    }
+    for (uint32_t mask = per; mask < WAVE; mask *= 2) {
+        RFK_UNROLL(8)
+        for (int g = 0; g < G; g++) {
+            float acc2[8], largest2 = rfk_swap<WAVE>(o.largest[g], (int)mask),
+                           sum2 = rfk_swap<WAVE>(o.sum[g], (int)mask);
+            for (int e = 0; e < 8; e++) acc2[e] = rfk_swap<WAVE>(o.acc[g][e], (int)mask);
+            if (lane & mask) { /* both lanes add in the same order */
+                float acc1[8];
+                for (int e = 0; e < 8; e++) acc1[e] = o.acc[g][e], o.acc[g][e] = acc2[e];
+                float largest1 = o.largest[g], sum1 = o.sum[g];
+                o.largest[g] = largest2, o.sum[g] = sum2;
+                rfk_merge(o.acc[g], &o.largest[g], &o.sum[g], acc1, largest1, sum1);
+            } else {
+                rfk_merge(o.acc[g], &o.largest[g], &o.sum[g], acc2, largest2, sum2);
+            }
+        }
+    }
+}
+
+/* Sums of the block's waves to s.x if it is the only split, else to a.part. */
+template <int WAVE, int G>
+RFK_DEVICE void rfk_row_join(rfk_row_shared<G> &s, const rfk_row_attention_args &a, uint32_t kv_head, uint32_t group,
+                             uint32_t per, bool only, const rfk_row_sums<G> &o) {
+    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, e = threadIdx.x;
+    RFK_UNROLL(8)
+    for (uint32_t g = 0; g < (uint32_t)G; g++) { /* unrolled: o stays in registers */
+        float *join = s.join[wave];
+        if (lane < per && lane * 8 < a.head_dim)
+            for (uint32_t i = 0; i < 8; i++) join[lane * 8 + i] = o.acc[g][i];
+        if (lane == 0) join[RFK_MAX_HEAD] = o.largest[g], join[RFK_MAX_HEAD + 1] = o.sum[g];
+        __syncthreads();
+        if (g < group && e < a.head_dim) {
+            float largest = -3e38f, sum = 0, total = 0;
+            for (uint32_t w = 0; w < RFK_BLOCK / WAVE; w++) largest = fmaxf(largest, s.join[w][RFK_MAX_HEAD]);
+            for (uint32_t w = 0; w < RFK_BLOCK / WAVE; w++) {
+                float weight = expf(s.join[w][RFK_MAX_HEAD] - largest);
+                sum += weight * s.join[w][RFK_MAX_HEAD + 1];
+                total += weight * s.join[w][e];
+            }
+            if (only) {
+                s.x[g][e] = total / sum;
+            } else {
+                float *part = a.part + (((size_t)kv_head * group + g) * gridDim.y + blockIdx.y) * (a.head_dim + 2);
+                part[e] = total;
+                if (e == 0) part[a.head_dim] = largest, part[a.head_dim + 1] = sum;
+            }
+        }
+        __syncthreads();
+    }
+}
+
+/* The last block of a kv head to get here joins its splits into s.x. 0 for the others. */
+template <int G>
+RFK_DEVICE bool rfk_row_last(rfk_row_shared<G> &s, const rfk_row_attention_args &a, uint32_t kv_head, uint32_t group,
+                             uint32_t n_splits) {
+    __threadfence(); /* what this block wrote, before its ticket */
+    __syncthreads();
+    if (threadIdx.x == 0) s.is_last = atomicAdd(&a.tickets[kv_head], 1u) == n_splits - 1;
+    __syncthreads();
+    if (!s.is_last) return false;
+    __threadfence();
+    const uint32_t stride = a.head_dim + 2;
+    const volatile float *part = a.part + (size_t)kv_head * group * gridDim.y * stride; /* not from a stale cache */
+    for (uint32_t i = threadIdx.x; i < group * n_splits; i += RFK_BLOCK) {
+        const volatile float *from = part + ((size_t)(i / n_splits) * gridDim.y + i % n_splits) * stride + a.head_dim;
+        s.largest[i / n_splits][i % n_splits] = from[0];
+        s.sum[i / n_splits][i % n_splits] = from[1];
+    }
+    if (threadIdx.x == 0) a.tickets[kv_head] = 0;
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < group * a.head_dim; i += RFK_BLOCK) {
+        uint32_t g = i / a.head_dim, e = i % a.head_dim;
+        float largest = -3e38f, sum = 0, total = 0;
+        for (uint32_t k = 0; k < n_splits; k++) largest = fmaxf(largest, s.largest[g][k]);
+        for (uint32_t k = 0; k < n_splits; k++) {
+            float weight = expf(s.largest[g][k] - largest);
+            sum += weight * s.sum[g][k];
+            total += weight * part[((size_t)g * gridDim.y + k) * stride + e];
+        }
+        s.x[g][e] = total / sum;
+    }
+    __syncthreads();
+    return true;
+}
+
+/* grid [n_kv_heads, splits]   block 256   LDS up to 21.5 KiB   reads each key and value once for the whole group
+ * The positions are cut evenly into as many splits as the grid has, of RFK_ROW_CELLS at least; blocks beyond leave. */
+template <int WAVE, class KV, int G>
+#if defined(RFK_NVIDIA)
+static __global__ void __launch_bounds__(RFK_BLOCK, G > 4 ? 1 : 2) rfk_row_attention(rfk_row_attention_args a) {
+#else
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_row_attention(rfk_row_attention_args a) {
+#endif
+    RFK_SHARED(rfk_row_shared<G>, s);
+    rfk_look_ahead(a.ahead, (blockIdx.y * gridDim.x + blockIdx.x) * RFK_BLOCK + threadIdx.x,
+                   gridDim.x * gridDim.y * RFK_BLOCK);
+    /* written before the kernel before this one began: the step's row, the angles, keys and values of older positions */
+    const rf_step_row row = a.rows[0];
+    const uint32_t n = (uint32_t)row.pos + 1, kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads;
+    uint32_t cells = (n + gridDim.y - 1) / gridDim.y, per = 1;
+    cells = cells < RFK_ROW_CELLS ? RFK_ROW_CELLS : (cells + 31) / 32 * 32;
+    const uint32_t n_splits = (n + cells - 1) / cells, begin = blockIdx.y * cells;
+    if (blockIdx.y >= n_splits) {
+        rfk_wait_previous();
+        return;
+    }
+    const uint32_t end = begin + cells < n ? begin + cells : n;
+    const bool owns_key = end == n;
+    const size_t head = (size_t)row.seq * a.n_kv_heads + kv_head, first = (head * a.n_ctx + begin) * a.head_dim;
+    for (uint32_t i = threadIdx.x; i < a.n_rot; i += RFK_BLOCK) s.angles[i] = a.angles[i];
+    const size_t bytes = (size_t)(end - begin - (owns_key ? 1 : 0)) * a.head_dim * sizeof(KV);
+    rfk_prefetch((const KV *)a.k_state + first, bytes);
+    rfk_prefetch((const KV *)a.v_state + first, bytes);
+    rfk_wait_previous();
+    rfk_row_queries<WAVE, G>(s, a, kv_head, group, owns_key);
+    if (owns_key) {
+        size_t cell = (head * a.n_ctx + (size_t)row.pos) * a.head_dim;
+        for (uint32_t e = threadIdx.x; e < a.head_dim; e += RFK_BLOCK) {
+            rfk_store_value((KV *)a.k_state + cell + e, s.x[G][e]);
+            rfk_store_value((KV *)a.v_state + cell + e, a.v[(size_t)kv_head * a.head_dim + e]);
+        }
+        __syncthreads();
+    }
+    while (per * 8 < a.head_dim) per *= 2;
+    rfk_row_sums<G> sums;
+    rfk_row_positions<WAVE, KV, G, 2>(s, a, head, begin, end, per, sums);
+    rfk_row_join<WAVE, G>(s, a, kv_head, group, per, n_splits == 1, sums);
+    if (n_splits > 1 && !rfk_row_last<G>(s, a, kv_head, group, n_splits)) return;
+    const uint32_t n_values = group * a.head_dim;
+    for (uint32_t i = threadIdx.x; i < n_values; i += RFK_BLOCK)
+        a.out[(size_t)kv_head * n_values + i] = s.x[i / a.head_dim][i % a.head_dim];
+    for (uint32_t first = 0; a.x8.q && first < n_values / 4; first += RFK_BLOCK) {
+        uint32_t i = first + threadIdx.x;
+        float x[4] = {0, 0, 0, 0};
+        for (uint32_t k = 0; i < n_values / 4 && k < 4; k++)
+            x[k] = s.x[(4 * i + k) / a.head_dim][(4 * i + k) % a.head_dim];
+        rfk_quantize4<WAVE>(a.x8, 0, a.n_heads * a.head_dim, kv_head * (n_values / 4) + i, x, i < n_values / 4);
+    }
+}
+
 /* ==== 6 Device ========================================================================================== >>device
  * Objects of the table: device, queue with its tickets, weight table, memory. Every entry makes its device current
  * for
@@ -1217,7 +2668,13 @@ struct rf_dev {
     pthread_mutex_t lock; /* guards pinned */
     rfk_pinned *pinned;
     int lost;             /* atomic */
+    int graphs;           /* atomic: rfk_graphs */
+    int early;            /* kernels of a graph may start before the one before them has ended */
 };
+
+/* Whether decode steps are replayed from graphs: checked against launches first where drivers are known to replay
+ * large graphs with stale values. */
+enum rfk_graphs { RFK_GRAPHS_OFF = 0, RFK_GRAPHS_CHECKED = 1, RFK_GRAPHS_ON = 2 };
 
 struct rf_queue {
     rf_dev *dev;
@@ -1239,7 +2696,8 @@ struct rfk_slot {
 struct rf_table {
     rf_dev *dev;
     const rf_plan *plan;
-    rfk_slot *slots; /* [n_weights] */
+    rfk_slot *slots;     /* [n_weights]                                             */
+    uint64_t generation; /* atomic: changes whenever a slot does; graphs hold slots */
 };
 
 /* Record a failure and return its code; the first one stays. */
@@ -1463,6 +2921,8 @@ static rf_result rfk_device_info(rf_dev *d, rf_device_info *out, rf_error *err) 
     *out = d->info;
     out->lost = (uint32_t)__atomic_load_n(&d->lost, __ATOMIC_RELAXED);
     out->free_bytes = 0;
+    if (__atomic_load_n(&d->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_OFF)
+        snprintf(out->note, sizeof out->note, "graphs are off: this driver replays them with stale values");
     RFK_ENTER(d, err);
     size_t free_bytes = 0, total_bytes = 0;
     rf_result r = rfk_check(d, err, hipMemGetInfo(&free_bytes, &total_bytes), "hipMemGetInfo", "device_info", 0);
@@ -1798,6 +3258,12 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     pthread_mutex_init(&d->lock, NULL);
     rf_result r = rfk_describe(d->index, &d->info, err);
     d->wave = d->info.wave_size;
+#if defined(RFK_NVIDIA)
+    d->graphs = RFK_GRAPHS_ON;
+    d->early = atoi(d->info.arch + 3) >= 90; /* sm_90 */
+#else
+    d->graphs = RFK_GRAPHS_CHECKED;
+#endif
     if (r == RF_OK && !d->info.usable)
         r = rfk_fail(err, RF_ERR_UNSUPPORTED, 0, 0, "%s: %s", d->info.name, d->info.note);
     if (r == RF_OK) r = rfk_run_probe(d, err);
@@ -1838,6 +3304,8 @@ static uint64_t rfk_row_bytes(const rf_plan_weight *w) {
     rfk_block_of(w->type, &elements, &bytes);
     return elements ? (uint64_t)(w->n_in / elements) * bytes : 0;
 }
+
+static uint64_t rfk_weight_bytes(const rf_plan_weight *w) { return rfk_row_bytes(w) * w->n_rows; }
 
 static rf_result rfk_table_create(rf_dev *d, const rf_plan *plan, rf_table **out, rf_error *err) {
     *out = NULL;
@@ -1951,11 +3419,15 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part
     if (r == RF_OK && row0 + n_rows == w->n_rows) {
         t->slots[slot].w = rfk_planes(w, base);
         t->slots[slot].ready = 1;
+        __atomic_add_fetch(&t->generation, 1, __ATOMIC_RELAXED);
     }
     return r;
 }
 
-static void rfk_weight_clear(rf_table *t, uint32_t slot) { memset(&t->slots[slot], 0, sizeof t->slots[slot]); }
+static void rfk_weight_clear(rf_table *t, uint32_t slot) {
+    memset(&t->slots[slot], 0, sizeof t->slots[slot]);
+    __atomic_add_fetch(&t->generation, 1, __ATOMIC_RELAXED);
+}
 
 /* ==== 7 Plan ================================================================================================ >>plan
  * A plan bound to a session's memory, and its launches. Everything that ops need beside the session's buffers (the
@@ -1964,6 +3436,13 @@ static void rfk_weight_clear(rf_table *t, uint32_t slot) { memset(&t->slots[slot
 
 #define RFK_FEW_COLS 8u   /* matvec up to here, tiles beyond            */
 #define RFK_SPLIT_ROWS 8u /* steps up to here split attention           */
+#ifndef RFK_AHEAD_BYTES
+#define RFK_AHEAD_BYTES ((uint64_t)8 << 20) /* asked for by a matvec for the next one */
+#endif
+#ifndef RFK_ATTENTION_AHEAD_BYTES
+#define RFK_ATTENTION_AHEAD_BYTES ((uint64_t)20 << 20)
+#endif
+#define RFK_MAX_TILE_SPLITS 16u
 #define RFK_MAX_SPLITS 64u
 #define RFK_SPLIT_CELLS 256u
 
@@ -1977,6 +3456,20 @@ struct rfk_bound {
     uint32_t
         together; /* this op and so many - 1 behind it are one launch                                           */
 };
+
+/* A launch of a decode step: an op (with those that go with it), a matvec with what is before and behind it, or
+ * attention with what is before it. RF_NONE: no such op. */
+enum rfk_fused_kind { RFK_FUSED_OP = 0, RFK_FUSED_ROWS = 1, RFK_FUSED_ATTENTION = 2 };
+struct rfk_fused {
+    uint32_t kind;
+    uint32_t first, n_ops;
+    uint32_t norm, gather, products, n_products, glu, is_int8; /* rows; is_int8: the input lies in x8          */
+    uint32_t norms[2], ropes, store, attention, to_int8;       /* attention; to_int8: its output goes to x8 too */
+};
+
+#define RFK_MAX_GRAPHS 16u
+#define RFK_GRAPH_NODES 140u /* of a graph where graphs are checked: larger ones are known to go wrong */
+#define RFK_GRAPH_CHECKS 2u  /* steps whose replay must equal their launches                           */
 
 struct rf_prepared {
     rf_dev *dev;
@@ -1993,11 +3486,26 @@ struct rf_prepared {
     rfk_int8_rows x8;
     float *part;
     uint32_t split_cells, max_splits;
+    float *tile_part;     /* of tiles whose depth is split over blocks */
+    uint32_t tile_blocks; /* blocks of such a launch at most           */
     /* the step whose values are in rows and logit_rows, written through `written_by`; host copies */
     rf_queue *written_by;
     uint32_t n_rows, n_row_logits;
     rf_step_row *host_rows;
     uint32_t *host_logit_rows;
+    /* decode steps */
+    rfk_fused *fused;   /* [n_fused] what they launch, by segment   */
+    uint32_t *fused_of; /* [n_segments + 1] first of each           */
+    uint32_t n_fused, row_splits;
+    uint32_t n_angles;  /* values of rope's angles: 0 if no fused attention */
+    const rf_op *rope;  /* what they are of                          */
+    float *angles, *row_part, *kept_logits;
+    uint32_t *tickets, *differ;
+    hipGraphExec_t graph[RFK_MAX_GRAPHS];
+    uint32_t n_graphs, graphs_checked;
+    int capturing, no_graphs;
+    uint32_t n_launched; /* kernels, by rfk_go */
+    uint64_t graph_generation;
     hipEvent_t *events; /* [2 * n_ops] while timing: before and after each op */
     uint8_t *timed;     /* [n_ops] 1: recorded */
 };
@@ -2203,40 +3711,211 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     if (p->split_cells < RFK_SPLIT_CELLS) p->split_cells = RFK_SPLIT_CELLS;
     p->max_splits = rfk_ceil_div(p->n_ctx, p->split_cells);
     uint64_t split_rows = p->n_batch < RFK_SPLIT_ROWS ? p->n_batch : RFK_SPLIT_ROWS;
-    const uint64_t bytes[6] = {
+    const uint64_t row_splits = p->row_splits, n_vocab = plan->logits < plan->n_buffers ? plan->n_vocab : 0;
+    p->tile_blocks = 3 * p->dev->info.compute_units;
+    const uint64_t tile_bytes = rows > RFK_FEW_COLS && widest
+                                    ? (uint64_t)p->tile_blocks * RFK_TILE_ROWS * RFK_MANY_TILE * sizeof(float)
+                                    : 0;
+    const uint64_t bytes[12] = {
         rfk_align(p->n_batch * sizeof(rf_step_row)),
         rfk_align(p->n_logits * sizeof(uint32_t)),
         rfk_align(plan->n_tables * sizeof(float)),
         rfk_align(rows * widest),
         rfk_align(rows * (widest / 32) * sizeof(rfk_group)),
-        p->max_splits > 1 ? rfk_align(split_rows * heads * p->max_splits * (dim + 2) * sizeof(float)) : 0};
+        p->max_splits > 1 ? rfk_align(split_rows * heads * p->max_splits * (dim + 2) * sizeof(float)) : 0,
+        rfk_align(p->n_angles * sizeof(float)),
+        p->n_angles ? rfk_align(heads * row_splits * (dim + 2) * sizeof(float)) : 0,
+        rfk_align(heads * sizeof(uint32_t)),
+        rfk_align(p->dev->graphs == RFK_GRAPHS_CHECKED ? n_vocab * sizeof(float) : 0),
+        rfk_align(sizeof(uint32_t)),
+        rfk_align(tile_bytes)};
     uint64_t total = 256;
-    char *part[6];
-    for (int i = 0; i < 6; i++) total += bytes[i];
+    char *part[12];
+    for (int i = 0; i < 12; i++) total += bytes[i];
     rf_result r = rfk_check(p->dev, err, hipMalloc(&p->memory, (size_t)total), "hipMalloc", "a prepared plan", 0);
     if (r != RF_OK) {
         p->memory = NULL;
         return r;
     }
     part[0] = (char *)p->memory;
-    for (int i = 1; i < 6; i++) part[i] = part[i - 1] + bytes[i - 1];
+    for (int i = 1; i < 12; i++) part[i] = part[i - 1] + bytes[i - 1];
     p->rows = (rf_step_row *)(void *)part[0];
     p->logit_rows = (uint32_t *)(void *)part[1];
     p->tables = (float *)(void *)part[2];
     p->x8.q = (int *)(void *)part[3];
     p->x8.group = (rfk_group *)(void *)part[4];
     p->part = (float *)(void *)part[5];
-    if (plan->n_tables == 0) return RF_OK;
+    p->angles = (float *)(void *)part[6];
+    p->row_part = (float *)(void *)part[7];
+    p->tickets = (uint32_t *)(void *)part[8];
+    p->kept_logits = bytes[9] ? (float *)(void *)part[9] : NULL;
+    p->differ = (uint32_t *)(void *)part[10];
+    p->tile_part = (float *)(void *)part[11];
     rf_queue *q = NULL;
     rf_ticket ticket;
-    rf_mem mem = {p->tables, bytes[2]};
+    rf_mem mem = {p->tables, bytes[2]}, tickets = {p->tickets, bytes[8]};
     r = rfk_queue_create(p->dev, &q, err);
     if (r != RF_OK) return r;
-    r = rfk_mem_write(q, &mem, 0, plan->tables, plan->n_tables * sizeof(float), &ticket, err);
+    r = rfk_mem_fill(q, &tickets, 0, 0, bytes[8], &ticket, err);
+    if (r == RF_OK && plan->n_tables)
+        r = rfk_mem_write(q, &mem, 0, plan->tables, plan->n_tables * sizeof(float), &ticket, err);
     if (r == RF_OK)
         r = rfk_check(p->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "rope tables", 0);
     rfk_queue_release(q);
     return r;
+}
+
+/* ---- what a decode step launches ---- */
+
+static int rfk_is_matmul(const rf_plan *plan, uint32_t i, uint32_t end) {
+    return i < end && rfk_takes_int8(plan, &plan->ops[i]) && plan->ops[i].n_in <= RFK_MAX_COLUMN &&
+           plan->ops[i].n_in % 64 == 0 && rfk_weight_bytes(&plan->weights[plan->ops[i].weight]) >> 32 == 0;
+}
+
+/* Nobody reads what a buffer holds now: the first op from i on that has to do with it replaces it. */
+static int rfk_is_dead(const rf_plan *plan, uint32_t i, uint32_t buffer) {
+    for (; i < plan->n_ops; i++) {
+        const rf_op *op = &plan->ops[i];
+        if (op->in == buffer || op->in2 == buffer) return 0;
+        if (op->out != buffer) continue;
+        return op->kind != RF_OP_ROPE && !(op->flags & RF_OP_ACCUMULATE);
+    }
+    return buffer != plan->logits && buffer != plan->argmax;
+}
+
+/* [gather] [norm] and up to three matmuls of one input [and the glu of two], from op i on. 0 ops: there is no such. */
+static rfk_fused rfk_match_rows(const rf_prepared *p, uint32_t i, uint32_t end, uint32_t int8_buffer) {
+    const rf_plan *plan = p->plan;
+    const rf_op *ops = plan->ops;
+    rfk_fused f, none;
+    memset(&none, 0, sizeof none);
+    none.norm = none.gather = none.glu = RF_NONE;
+    f = none;
+    f.kind = RFK_FUSED_ROWS;
+    f.first = i;
+    if (i + 1 < end && ops[i].kind == RF_OP_GATHER && ops[i + 1].kind == RF_OP_RMS_NORM &&
+        ops[i + 1].in == ops[i].out && ops[i + 1].out == ops[i].out && ops[i + 1].n_heads == 1 &&
+        ops[i + 1].n_in == ops[i].n_out)
+        f.gather = i++;
+    if (i < end && ops[i].kind == RF_OP_RMS_NORM && ops[i].n_heads == 1) f.norm = i++;
+    if (!rfk_is_matmul(plan, i, end)) return none;
+    const rf_op *m = &ops[i];
+    uint32_t source = f.gather != RF_NONE ? ops[f.gather].in : f.norm != RF_NONE ? ops[f.norm].in : m->in;
+    if (f.norm != RF_NONE && (m->in != ops[f.norm].out || m->n_in != ops[f.norm].n_in)) return none;
+    f.products = i;
+    while (rfk_is_matmul(plan, i, end) && f.n_products < RFK_PRODUCTS) {
+        const rf_op *op = &ops[i];
+        int joins = op->in == m->in && op->n_in == m->n_in && op->rows == m->rows && op->out != source;
+        for (uint32_t k = f.products; k < i; k++) joins = joins && ops[k].out != op->out;
+        if (!joins) break;
+        f.n_products++;
+        i++;
+    }
+    if (f.n_products == 0) return none;
+    const rf_op *g = i < end && ops[i].kind == RF_OP_GLU ? &ops[i] : NULL;
+    if (g && f.n_products == 2 && g->in == m->out && g->in2 == m[1].out && g->out == m->out &&
+        g->n_out == m->n_out && m[1].n_out == m->n_out && g->rows == m->rows && !(m->flags & RF_OP_ACCUMULATE) &&
+        !(m[1].flags & RF_OP_ACCUMULATE) &&
+        plan->weights[m->weight].type == plan->weights[m[1].weight].type)
+        f.glu = i++;
+    /* a norm in place would overwrite what other blocks still read: then nobody else may want it */
+    if (f.norm != RF_NONE && ops[f.norm].out == source && !rfk_is_dead(plan, i, source)) return none;
+    f.is_int8 = f.norm == RF_NONE && source == int8_buffer;
+    f.n_ops = i - f.first;
+    return f;
+}
+
+/* [norms of queries and keys] ropes, store and attention, from op i on. */
+static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t end) {
+    const rf_plan *plan = p->plan;
+    const rf_op *ops = plan->ops;
+    rfk_fused f, none;
+    memset(&none, 0, sizeof none);
+    none.norms[0] = none.norms[1] = RF_NONE;
+    f = none;
+    f.kind = RFK_FUSED_ATTENTION;
+    f.first = i;
+    if (i + 6 <= end && ops[i].kind == RF_OP_RMS_NORM && ops[i + 1].kind == RF_OP_RMS_NORM) {
+        f.norms[0] = i++;
+        f.norms[1] = i++;
+    }
+    if (i + 4 > end || ops[i].kind != RF_OP_ROPE || ops[i + 1].kind != RF_OP_ROPE ||
+        ops[i + 2].kind != RF_OP_KV_STORE || ops[i + 3].kind != RF_OP_ATTENTION)
+        return none;
+    const rf_op *rope = &ops[i], *store = &ops[i + 2], *att = &ops[i + 3], *first = p->rope ? p->rope : rope;
+    uint32_t q = att->in, k = store->in, dim = att->head_dim;
+    f.ropes = i, f.store = i + 2, f.attention = i + 3;
+    f.n_ops = i + 4 - f.first;
+    int ok = rope[0].out == q && rope[1].out == k && rope[0].n_heads == att->n_heads &&
+             rope[1].n_heads == att->n_kv_heads && store->state == att->state && store->in2 != q && store->in2 != k &&
+             q != k && att->out != q && att->out != k && att->out != store->in2 && att->head_dim_v == dim &&
+             dim % 8 == 0 && dim <= RFK_MAX_HEAD && rope[0].n_rot > 0 &&
+             att->n_heads / att->n_kv_heads <= RFK_QUERIES;
+    for (int r = 0; r < 2; r++)
+        ok = ok && rope[r].head_dim == dim && rope[r].n_rot == first->n_rot && rope[r].table == first->table &&
+             rope[r].extra == first->extra && rope[r].extra_at == first->extra_at && rope[r].scale == first->scale &&
+             rope[r].flags == rope[0].flags;
+    for (int r = 0; r < 2 && f.norms[r] != RF_NONE; r++) {
+        const rf_op *n = &ops[f.norms[r]];
+        ok = ok && n->in == (r ? k : q) && n->out == n->in && n->n_in == dim &&
+             n->n_heads == (r ? att->n_kv_heads : att->n_heads);
+    }
+    ok = ok && rfk_is_dead(plan, i + 4, q) && rfk_is_dead(plan, i + 4, k);
+    return ok ? f : none;
+}
+
+/* The launches of a step of one row, found in the plan's ops: what is nothing special is an op of its own. */
+static void rfk_make_fused(rf_prepared *p) {
+    const rf_plan *plan = p->plan;
+    uint32_t int8_buffer = RF_NONE; /* what x8 holds */
+    int wide = 0;                   /* matmuls that read x8 as ops of their own: x8 must be as without fusion */
+    for (uint32_t i = 0; i < plan->n_ops; i++)
+        wide = wide || (rfk_takes_int8(plan, &plan->ops[i]) && !rfk_is_matmul(plan, i, plan->n_ops));
+    p->n_fused = 0;
+    for (uint32_t segment = 0; segment < p->n_segments; segment++) {
+        uint32_t end = p->segments[segment + 1];
+        p->fused_of[segment] = p->n_fused;
+        for (uint32_t i = p->segments[segment]; i < end;) {
+            rfk_fused f;
+            memset(&f, 0, sizeof f);
+            if (!wide) f = rfk_match_rows(p, i, end, int8_buffer);
+            if (!wide && f.n_ops == 0) f = rfk_match_attention(p, i, end);
+            if (f.n_ops == 0) {
+                memset(&f, 0, sizeof f);
+                f.first = i;
+                f.n_ops = p->ops[i].together;
+                if (plan->ops[i].kind == RF_OP_ATTENTION) p->no_graphs = 1; /* its grid depends on the position */
+            }
+            int8_buffer = RF_NONE;
+            if (f.kind == RFK_FUSED_ATTENTION) {
+                const rf_op *att = &plan->ops[f.attention], *next = att + 1;
+                uint32_t n = att->n_heads * att->head_dim;
+                if (!p->rope) p->rope = &plan->ops[f.ropes], p->n_angles = p->rope->n_rot;
+                f.to_int8 = rfk_is_matmul(plan, f.attention + 1, end) && next->in == att->out && next->n_in == n &&
+                            att->n_heads / att->n_kv_heads * att->head_dim % 32 == 0;
+                if (f.to_int8) int8_buffer = att->out;
+            }
+            p->fused[p->n_fused++] = f;
+            i += f.n_ops;
+        }
+    }
+    p->fused_of[p->n_segments] = p->n_fused;
+}
+
+/* Splits of a decode step's attention: two blocks for each compute unit. */
+static void rfk_choose_splits(rf_prepared *p) {
+    uint32_t kv_heads = 0;
+    for (uint32_t i = 0; i < p->n_fused; i++)
+        if (p->fused[i].kind == RFK_FUSED_ATTENTION && p->plan->ops[p->fused[i].attention].n_kv_heads > kv_heads)
+            kv_heads = p->plan->ops[p->fused[i].attention].n_kv_heads;
+    p->row_splits = kv_heads ? rfk_ceil_div(2 * (uint64_t)p->dev->info.compute_units, kv_heads) : 1;
+    if (p->row_splits > RFK_MAX_SPLITS) p->row_splits = RFK_MAX_SPLITS;
+    if (p->row_splits == 0) p->row_splits = 1;
+}
+
+static void rfk_drop_graphs(rf_prepared *p) {
+    for (uint32_t i = 0; i < p->n_graphs; i++) (void)hipGraphExecDestroy(p->graph[i]);
+    p->n_graphs = 0;
 }
 
 static void rfk_stop_timing(rf_prepared *p) {
@@ -2252,7 +3931,10 @@ static void rfk_plan_release(rf_prepared *p) {
     rf_dev *d = p->dev;
     rfk_scope scope(d->index);
     rfk_stop_timing(p);
+    rfk_drop_graphs(p);
     if (p->memory) (void)hipFree(p->memory);
+    rfk_free(&d->allocator, p->fused);
+    rfk_free(&d->allocator, p->fused_of);
     rfk_free(&d->allocator, p->ops);
     rfk_free(&d->allocator, p->segments);
     rfk_free(&d->allocator, p->host_rows);
@@ -2289,14 +3971,22 @@ static rf_result rfk_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t 
     p->host_rows = (rf_step_row *)rfk_alloc(&d->allocator, p->n_batch, sizeof *p->host_rows, "a step's rows", err);
     p->host_logit_rows =
         (uint32_t *)rfk_alloc(&d->allocator, p->n_logits, sizeof *p->host_logit_rows, "a step's logits", err);
-    if (!p->ops || !p->segments || !p->host_rows || !p->host_logit_rows) r = RF_ERR_MEMORY;
+    p->fused = (rfk_fused *)rfk_alloc(&d->allocator, plan->n_ops, sizeof *p->fused, "decode launches", err);
+    p->fused_of =
+        (uint32_t *)rfk_alloc(&d->allocator, (uint64_t)plan->n_ops + 1, sizeof *p->fused_of, "decode launches", err);
+    if (!p->ops || !p->segments || !p->host_rows || !p->host_logit_rows || !p->fused || !p->fused_of)
+        r = RF_ERR_MEMORY;
     for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) r = rfk_bind_op(p, bind, i, err);
-    if (r == RF_OK) r = rfk_prepare_memory(p, err);
+    if (r == RF_OK) {
+        rfk_make_segments(p, segment_ops);
+        rfk_make_fused(p);
+        rfk_choose_splits(p);
+        r = rfk_prepare_memory(p, err);
+    }
     if (r != RF_OK) {
         rfk_plan_release(p);
         return r;
     }
-    rfk_make_segments(p, segment_ops);
     *n_segments = p->n_segments;
     *out = p;
     return RF_OK;
@@ -2323,8 +4013,9 @@ struct rfk_launching {
 #endif
 
 template <class K, class A>
-static rf_result rfk_go(const rfk_launching *l, K kernel, dim3 grid, uint32_t block, const A &args) {
-    hipError_t e = rfk_launch(kernel, grid, dim3(block), l->q->stream, args);
+static rf_result rfk_go_config(const rfk_launching *l, K kernel, const rfk_config &config, const A &args) {
+    hipError_t e = rfk_launch_config(kernel, config, args);
+    l->p->n_launched++;
     if (e == hipSuccess) return RF_OK;
     char what[128];
     const rf_plan *plan = l->p->plan;
@@ -2332,6 +4023,12 @@ static rf_result rfk_go(const rfk_launching *l, K kernel, dim3 grid, uint32_t bl
              l->op->weight < plan->n_weights ? " " : "",
              l->op->weight < plan->n_weights ? plan->weights[l->op->weight].name : "");
     return rfk_check(l->p->dev, l->err, e, "hipLaunchKernel", what, l->index);
+}
+
+template <class K, class A>
+static rf_result rfk_go(const rfk_launching *l, K kernel, dim3 grid, uint32_t block, const A &args) {
+    rfk_config c = {grid, dim3(block), 0, 0, l->q->stream};
+    return rfk_go_config(l, kernel, c, args);
 }
 
 /* First element `at` of a vector's bytes; NULL for none. */
@@ -2408,19 +4105,25 @@ template <int WAVE, int COLS> static rfk_matmul_kernel rfk_find_matvec(uint32_t 
     }
 }
 
-static rfk_matmul_kernel rfk_find_matmul(uint32_t type) {
+static rfk_matmul_kernel rfk_find_matmul_float(uint32_t type) {
     switch (type) {
     case RF_TYPE_F32: return rfk_matmul_float<RF_TYPE_F32>;
     case RF_TYPE_F16: return rfk_matmul_float<RF_TYPE_F16>;
-    case RF_TYPE_BF16: return rfk_matmul_float<RF_TYPE_BF16>;
-    case RF_TYPE_Q8_0: return rfk_matmul<RF_TYPE_Q8_0>;
-    case RF_TYPE_Q4_0: return rfk_matmul<RF_TYPE_Q4_0>;
-    case RF_TYPE_Q4_1: return rfk_matmul<RF_TYPE_Q4_1>;
-    case RF_TYPE_Q5_0: return rfk_matmul<RF_TYPE_Q5_0>;
-    case RF_TYPE_Q5_1: return rfk_matmul<RF_TYPE_Q5_1>;
-    case RF_TYPE_Q4_K: return rfk_matmul<RF_TYPE_Q4_K>;
-    case RF_TYPE_Q5_K: return rfk_matmul<RF_TYPE_Q5_K>;
-    default: return rfk_matmul<RF_TYPE_Q6_K>;
+    default: return rfk_matmul_float<RF_TYPE_BF16>;
+    }
+}
+
+typedef void (*rfk_tiles_kernel)(rfk_tiles_args);
+template <int WAVE, int COLS> static rfk_tiles_kernel rfk_find_matmul(uint32_t type) {
+    switch (type) {
+    case RF_TYPE_Q8_0: return rfk_matmul<RF_TYPE_Q8_0, WAVE, COLS>;
+    case RF_TYPE_Q4_0: return rfk_matmul<RF_TYPE_Q4_0, WAVE, COLS>;
+    case RF_TYPE_Q4_1: return rfk_matmul<RF_TYPE_Q4_1, WAVE, COLS>;
+    case RF_TYPE_Q5_0: return rfk_matmul<RF_TYPE_Q5_0, WAVE, COLS>;
+    case RF_TYPE_Q5_1: return rfk_matmul<RF_TYPE_Q5_1, WAVE, COLS>;
+    case RF_TYPE_Q4_K: return rfk_matmul<RF_TYPE_Q4_K, WAVE, COLS>;
+    case RF_TYPE_Q5_K: return rfk_matmul<RF_TYPE_Q5_K, WAVE, COLS>;
+    default: return rfk_matmul<RF_TYPE_Q6_K, WAVE, COLS>;
     }
 }
 
@@ -2440,6 +4143,7 @@ static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, ui
             const rf_op *op = l->op + i;
             const rfk_bound *b = &l->p->ops[l->index + i];
             p->w = l->p->table->slots[op->weight].w;
+            p->type = l->p->plan->weights[op->weight].type;
             p->bias = rfk_vector(l->p, op->extra, op->extra_at, &p->bias_type);
             p->out = rfk_at_step(l, b->out, op->out);
             p->out_stride = b->out_stride;
@@ -2451,6 +4155,33 @@ static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, ui
         p->end_block = end;
     }
     return end;
+}
+
+/* Tiles; where they are fewer than twice the compute units, the depth is split over several blocks. */
+static rf_result rfk_run_tiles(const rfk_launching *l, const rfk_matmul_args *products) {
+    rf_prepared *p = l->p;
+    rfk_tiles_args t;
+    uint32_t type = p->plan->weights[l->op->weight].type;
+    t.m = *products;
+    uint32_t row_tiles = rfk_make_products(l, &t.m, RFK_TILE_ROWS);
+    bool many = t.m.n_cols > RFK_FEW_TILE;
+    uint32_t col_tiles = rfk_ceil_div(t.m.n_cols, many ? RFK_MANY_TILE : RFK_FEW_TILE), units = t.m.n_in / 32,
+             tiles = row_tiles * col_tiles, most = p->tile_blocks / tiles, steps = rfk_ceil_div(units, RFK_DEPTH / 32);
+    uint32_t splits = most > steps / 4 ? steps / 4 : most; /* of four steps at least */
+    if (splits > RFK_MAX_TILE_SPLITS) splits = RFK_MAX_TILE_SPLITS;
+    if (splits < 1) splits = 1;
+    t.split_units = rfk_ceil_div(steps, splits) * (RFK_DEPTH / 32);
+    t.n_splits = rfk_ceil_div(units, t.split_units);
+    t.part = t.n_splits > 1 ? p->tile_part : NULL;
+    rfk_tiles_kernel big = RFK_BY_WAVE(l, (rfk_find_matmul<32, RFK_MANY_TILE>(type)),
+                                       (rfk_find_matmul<64, RFK_MANY_TILE>(type)));
+    rfk_tiles_kernel small = RFK_BY_WAVE(l, (rfk_find_matmul<32, RFK_FEW_TILE>(type)),
+                                         (rfk_find_matmul<64, RFK_FEW_TILE>(type)));
+    rf_result r = rfk_go(l, many ? big : small, dim3(col_tiles, row_tiles, t.n_splits), RFK_BLOCK, t);
+    if (r != RF_OK || t.n_splits == 1) return r;
+    uint32_t results = RFK_TILE_ROWS * (many ? RFK_MANY_TILE : RFK_FEW_TILE);
+    return rfk_go(l, many ? rfk_join_tiles<RFK_MANY_TILE> : rfk_join_tiles<RFK_FEW_TILE>,
+                  dim3(col_tiles, row_tiles, results / RFK_BLOCK), RFK_BLOCK, t);
 }
 
 static rf_result rfk_run_matmul(const rfk_launching *l) {
@@ -2474,9 +4205,10 @@ static rf_result rfk_run_matmul(const rfk_launching *l) {
         r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), grid, RFK_BLOCK, z);
     }
     if (r != RF_OK) return r;
+    if (a.n_cols > RFK_FEW_COLS && !rfk_is_float_type(type)) return rfk_run_tiles(l, &a);
     if (a.n_cols > RFK_FEW_COLS) {
         uint32_t blocks = rfk_make_products(l, &a, RFK_TILE);
-        return rfk_go(l, rfk_find_matmul(type), dim3(blocks, rfk_ceil_div(a.n_cols, RFK_TILE)), RFK_BLOCK, a);
+        return rfk_go(l, rfk_find_matmul_float(type), dim3(blocks, rfk_ceil_div(a.n_cols, RFK_TILE)), RFK_BLOCK, a);
     }
     uint32_t blocks = rfk_make_products(l, &a, RFK_MATVEC_WAVES), threads = RFK_MATVEC_WAVES * l->p->dev->wave;
     rfk_matmul_kernel one = RFK_BY_WAVE(l, (rfk_find_matvec<32, 1>(type)), (rfk_find_matvec<64, 1>(type)));
@@ -2527,6 +4259,16 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
                   a);
 }
 
+/* A prompt: tiles of queries and positions pay when the rows of a sequence are many. */
+static bool rfk_takes_flash(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    uint32_t runs = 1;
+    for (uint32_t t = 1; t < l->n_rows; t++) runs += l->step->rows[t].seq != l->step->rows[t - 1].seq;
+    return l->n_rows > RFK_SPLIT_ROWS && l->n_rows >= 8 * runs && l->p->cache_type == RF_CACHE_F16 &&
+           op->head_dim == op->head_dim_v && op->head_dim % 16 == 0 && op->head_dim <= RFK_FLASH_HEAD &&
+           op->n_heads / op->n_kv_heads <= RFK_FLASH_ROWS;
+}
+
 static rf_result rfk_run_attention(const rfk_launching *l) {
     const rf_op *op = l->op;
     rf_prepared *p = l->p;
@@ -2554,6 +4296,11 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     a.max_splits = p->max_splits;
     a.split_cells = split ? p->split_cells : p->n_ctx;
     a.scale = op->scale;
+    if (rfk_takes_flash(l)) {
+        a.rows_per_block = RFK_FLASH_ROWS / group;
+        return rfk_go(l, RFK_BY_WAVE(l, rfk_flash<32>, rfk_flash<64>),
+                      dim3(rfk_ceil_div(l->n_rows, a.rows_per_block), op->n_kv_heads), 4 * p->dev->wave, a);
+    }
     dim3 grid(rfk_ceil_div(l->n_rows, a.rows_per_block), op->n_kv_heads * rfk_ceil_div(group, a.heads_per_block),
               rfk_ceil_div(longest, a.split_cells));
     void (*half)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_attention<32, uint16_t>), (rfk_attention<64, uint16_t>));
@@ -2597,6 +4344,138 @@ static rf_result rfk_run_argmax(const rfk_launching *l) {
     a.out_stride = l->b.out_stride;
     a.n = l->op->n_in;
     return rfk_go(l, RFK_BY_WAVE(l, (rfk_argmax<32>), (rfk_argmax<64>)), dim3(l->n_rows), RFK_ARGMAX_BLOCK, a);
+}
+
+/* ---- launches of a decode step ---- */
+
+/* Blocks of the products, about `most` in all, by their bytes. */
+static uint32_t rfk_divide_blocks(const rfk_launching *l, rfk_rows_args *a, uint32_t most) {
+    uint64_t total = 0, bytes[RFK_PRODUCTS] = {0, 0, 0};
+    uint32_t end = 0, n = a->glu ? 1 : l->together, waves = RFK_ROWS_BLOCK / l->p->dev->wave;
+    for (uint32_t i = 0; i < n; i++)
+        total += bytes[i] = (uint64_t)a->part[i].n_out * rfk_row_bytes(&l->p->plan->weights[l->op[i].weight]);
+    for (uint32_t i = 0; i < RFK_PRODUCTS; i++) {
+        if (i < n) {
+            uint32_t blocks = (uint32_t)((bytes[i] * most + total / 2) / total),
+                     enough = rfk_ceil_div(a->part[i].n_out, waves);
+            blocks = blocks > enough ? enough : blocks;
+            end += blocks ? blocks : 1;
+        }
+        a->part[i].end_block = end;
+    }
+    return end;
+}
+
+/* What launches behind f will read first, up to so many bytes. */
+static void rfk_find_ahead(const rf_prepared *p, const rfk_fused *f, uint64_t bytes, rfk_ahead *out) {
+    uint32_t n = 0;
+    memset(out, 0, sizeof *out);
+    for (const rfk_fused *next = f + 1; next < p->fused + p->n_fused && n < RFK_AHEADS; next++) {
+        if (next->kind != RFK_FUSED_ROWS) continue;
+        for (uint32_t i = 0; i < next->n_products && n < RFK_AHEADS && bytes >= 128; i++) {
+            const rf_op *op = &p->plan->ops[next->products + i];
+            uint64_t all = rfk_weight_bytes(&p->plan->weights[op->weight]);
+            if (next->glu != RF_NONE && all > bytes / 2) all = bytes / 2;
+            if (all > bytes) all = bytes;
+            out->p[n] = p->table->slots[op->weight].w.plane[0];
+            out->lines[n++] = (uint32_t)(all / 128);
+            bytes -= all;
+        }
+        if (f->kind != RFK_FUSED_ATTENTION) break; /* memory rests for long during attention alone */
+    }
+}
+
+static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
+    rf_prepared *p = l->p;
+    const rf_op *ops = p->plan->ops;
+    uint32_t source = f->gather != RF_NONE ? f->gather : f->norm != RF_NONE ? f->norm : f->products;
+    rfk_matmul_args products;
+    rfk_rows_args a;
+    memset(&a, 0, sizeof a);
+    l->op = &ops[f->products];
+    l->index = f->products;
+    l->together = f->n_products;
+    (void)rfk_make_products(l, &products, 1);
+    memcpy(a.part, products.part, sizeof a.part);
+    a.x8 = p->x8;
+    if (!f->is_int8) a.x = rfk_at_step(l, p->ops[source].in, ops[source].in);
+    if (f->norm != RF_NONE) {
+        const rf_op *norm = &ops[f->norm];
+        a.norm = rfk_vector(p, norm->weight, 0, &a.norm_type);
+        a.eps = norm->eps;
+        if (norm->out != ops[source].in) a.norm_out = rfk_at_step(l, p->ops[f->norm].out, norm->out);
+    }
+    a.n_in = l->op->n_in;
+    a.glu = f->glu != RF_NONE;
+    rfk_find_ahead(p, f, RFK_AHEAD_BYTES, &a.ahead);
+    uint32_t blocks = rfk_divide_blocks(l, &a, p->dev->info.compute_units * RFK_ROWS_RESIDENT);
+    rfk_config c = {dim3(blocks), dim3(RFK_ROWS_BLOCK), a.n_in / 64 * 96, p->capturing && p->dev->early,
+                    l->q->stream};
+    void (*kernel)(rfk_rows_args) = RFK_BY_WAVE(l, (rfk_rows<32, RFK_ROWS_STRIPS>), (rfk_rows<64, RFK_ROWS_STRIPS>));
+    return rfk_go_config(l, kernel, c, a);
+}
+
+template <int WAVE, class KV> static void (*rfk_find_row_attention(uint32_t group))(rfk_row_attention_args) {
+    if (group <= 1) return rfk_row_attention<WAVE, KV, 1>;
+    if (group <= 2) return rfk_row_attention<WAVE, KV, 2>;
+    if (group <= 4) return rfk_row_attention<WAVE, KV, 4>;
+    return rfk_row_attention<WAVE, KV, 8>;
+}
+
+static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
+    rf_prepared *p = l->p;
+    const rf_op *ops = p->plan->ops, *op = &ops[f->attention];
+    rfk_row_attention_args a;
+    memset(&a, 0, sizeof a);
+    l->op = op;
+    l->index = f->attention;
+    a.q = p->ops[f->attention].in;
+    a.k = p->ops[f->store].in;
+    a.v = p->ops[f->store].in2;
+    for (int i = 0; i < 2 && f->norms[i] != RF_NONE; i++) {
+        a.norm[i] = rfk_vector(p, ops[f->norms[i]].weight, 0, &a.norm_type[i]);
+        a.eps[i] = ops[f->norms[i]].eps;
+    }
+    a.angles = p->angles;
+    a.k_state = p->ops[f->attention].k;
+    a.v_state = p->ops[f->attention].v;
+    a.out = p->ops[f->attention].out;
+    a.part = p->row_part;
+    a.tickets = p->tickets;
+    a.x8 = p->x8;
+    if (!f->to_int8) a.x8.q = NULL;
+    a.rows = p->rows;
+    rfk_find_ahead(p, f, RFK_ATTENTION_AHEAD_BYTES, &a.ahead);
+    a.n_heads = op->n_heads;
+    a.n_kv_heads = op->n_kv_heads;
+    a.head_dim = op->head_dim;
+    a.n_rot = ops[f->ropes].n_rot;
+    a.neox = (ops[f->ropes].flags & RF_OP_NEOX) != 0;
+    a.n_ctx = p->n_ctx;
+    a.scale = op->scale;
+    rfk_config c = {dim3(op->n_kv_heads, p->row_splits), dim3(RFK_BLOCK), 0, p->capturing && p->dev->early,
+                    l->q->stream};
+    uint32_t group = op->n_heads / op->n_kv_heads;
+    void (*half)(rfk_row_attention_args) = RFK_BY_WAVE(l, (rfk_find_row_attention<32, uint16_t>(group)),
+                                                       (rfk_find_row_attention<64, uint16_t>(group)));
+    void (*full)(rfk_row_attention_args) =
+        RFK_BY_WAVE(l, (rfk_find_row_attention<32, float>(group)), (rfk_find_row_attention<64, float>(group)));
+    return rfk_go_config(l, p->cache_type == RF_CACHE_F32 ? full : half, c, a);
+}
+
+static rf_result rfk_run_angles(rfk_launching *l) {
+    rf_prepared *p = l->p;
+    const rf_op *op = p->rope;
+    rfk_angles_args a;
+    l->op = op;
+    l->index = (uint32_t)(op - p->plan->ops);
+    a.table = p->tables + op->table;
+    a.freqs = rfk_vector(p, op->extra, op->extra_at, &a.freqs_type);
+    a.rows = p->rows;
+    a.out = p->angles;
+    a.n_rot = op->n_rot;
+    a.scale = op->scale;
+    return rfk_go(l, rfk_angles, dim3(rfk_ceil_div(op->n_rot / 2, RFK_BLOCK)), RFK_BLOCK, a);
 }
 
 static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_error *err) {
@@ -2694,13 +4573,36 @@ static rf_result rfk_run_ops(rf_prepared *p, rf_queue *q, const rf_step *step, u
     }
 }
 
+/* A launch of a decode step. */
+static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, rf_error *err) {
+    const rfk_fused *f = &p->fused[i];
+    rfk_launching l;
+    memset(&l, 0, sizeof l);
+    l.p = p;
+    l.q = q;
+    l.step = step;
+    l.err = err;
+    l.n_rows = 1;
+    if (i == 0 && p->rope) { /* early: attention reads them before it waits */
+        rf_result r = rfk_run_angles(&l);
+        if (r != RF_OK) return r;
+    }
+    if (f->kind == RFK_FUSED_OP) return rfk_run_ops(p, q, step, f->first, f->n_ops, err);
+    if (f->kind == RFK_FUSED_ROWS && p->plan->ops[f->products].rows == RF_ROWS_LOGITS && step->n_logits == 0)
+        return RF_OK;
+    if (f->kind == RFK_FUSED_ROWS) return rfk_run_rows(&l, f);
+    return rfk_run_row_attention(&l, f);
+}
+
 /* The ops of segments [first, last); while timing, each is a launch of its own between two events. */
 static rf_result rfk_run_segments(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                                   rf_error *err) {
-    rf_result r = rfk_check_step(p, step, err);
-    for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++)
-        r = rfk_check_run(p, step, &p->plan->ops[i], err);
-    if (r == RF_OK) r = rfk_write_step_values(p, q, step, err);
+    rf_result r = RF_OK;
+    if (step->n_rows == 1 && step->n_logits <= 1 && !p->events) {
+        for (uint32_t i = p->fused_of[first]; r == RF_OK && i < p->fused_of[last]; i++)
+            r = rfk_run_fused(p, q, step, i, err);
+        return r;
+    }
     for (uint32_t i = p->segments[first], n; r == RF_OK && i < p->segments[last]; i += n) {
         n = p->events ? 1 : p->ops[i].together;
         if (p->events)
@@ -2714,6 +4616,114 @@ static rf_result rfk_run_segments(rf_prepared *p, rf_queue *q, uint32_t first, u
     return r;
 }
 
+/* ---- graphs ---- */
+
+/* differ[0] = 1 if the bits of a and b do.   grid ceil(n / 256)   block 256 */
+struct rfk_compare_args {
+    const uint32_t *a, *b;
+    uint32_t *differ, n;
+};
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_compare(rfk_compare_args a) {
+    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    if (i < a.n && a.a[i] != a.b[i]) a.differ[0] = 1;
+}
+
+/* The step's launches are the same for every token: one row, one row of logits at the start of their buffer. */
+static int rfk_can_replay(const rf_prepared *p, const rf_step *step) {
+    return __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) != RFK_GRAPHS_OFF && !p->no_graphs && !p->events &&
+           step->n_rows == 1 && step->n_logits == 1 && step->first_logits_row == 0 && step->rows[0].token >= 0;
+}
+
+static hipError_t rfk_end_capture(rf_prepared *p, rf_queue *q) {
+    hipGraph_t graph = NULL;
+    hipGraphExec_t exec = NULL;
+    hipError_t e = hipStreamEndCapture(q->stream, &graph);
+    if (e != hipSuccess) return e;
+#if defined(RFK_NVIDIA)
+    e = cudaGraphInstantiate(&exec, graph, 0);
+#else
+    e = hipGraphInstantiate(&exec, graph, NULL, NULL, 0);
+#endif
+    (void)hipGraphDestroy(graph);
+    if (e == hipSuccess) p->graph[p->n_graphs++] = exec;
+    return e;
+}
+
+/* Capture the launches of a decode step; p->n_graphs is 0 if that does not work. */
+static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
+    const uint32_t most = p->dev->graphs == RFK_GRAPHS_ON ? 0xffffffffu : RFK_GRAPH_NODES;
+    rf_error ignored;
+    rf_result r = RF_OK;
+    hipError_t e = hipSuccess;
+    memset(&ignored, 0, sizeof ignored);
+    rfk_drop_graphs(p);
+    p->graph_generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
+    p->capturing = 1;
+    for (uint32_t i = 0; r == RF_OK && e == hipSuccess && i < p->n_fused;) {
+        uint32_t before = p->n_launched;
+        e = p->n_graphs < RFK_MAX_GRAPHS ? hipStreamBeginCapture(q->stream, hipStreamCaptureModeThreadLocal)
+                                         : hipErrorOutOfMemory;
+        if (e != hipSuccess) break;
+        for (; r == RF_OK && i < p->n_fused && p->n_launched - before < most; i++)
+            r = rfk_run_fused(p, q, step, i, &ignored);
+        e = rfk_end_capture(p, q);
+    }
+    p->capturing = 0;
+    if (r == RF_OK && e == hipSuccess) return;
+    (void)hipGetLastError();
+    rfk_drop_graphs(p);
+    p->no_graphs = 1;
+}
+
+/* The step that was just replayed once more by launches: the logits must have the same bits. */
+static rf_result rfk_check_replay(rf_prepared *p, rf_queue *q, const rf_step *step, rf_error *err) {
+    const rf_plan *plan = p->plan;
+    float *logits = NULL;
+    uint32_t differ = 0, n = plan->n_vocab;
+    for (uint32_t i = 0; i < plan->n_ops; i++)
+        if (plan->ops[i].out == plan->logits) logits = p->ops[i].out;
+    if (!logits || !p->kept_logits) return RF_OK;
+    rfk_compare_args a = {(const uint32_t *)logits, (const uint32_t *)p->kept_logits, p->differ, n};
+    rf_result r = rfk_check(p->dev, err, hipMemsetAsync(p->differ, 0, sizeof differ, q->stream), "hipMemsetAsync",
+                            "a check of graphs", 0);
+    if (r == RF_OK)
+        r = rfk_check(p->dev, err,
+                      hipMemcpyAsync(p->kept_logits, logits, (size_t)n * sizeof(float), hipMemcpyDeviceToDevice,
+                                     q->stream),
+                      "hipMemcpyAsync", "a check of graphs", 0);
+    if (r == RF_OK) r = rfk_run_segments(p, q, 0, p->n_segments, step, err);
+    if (r == RF_OK)
+        r = rfk_check(p->dev, err,
+                      rfk_launch(rfk_compare, dim3(rfk_ceil_div(n, RFK_BLOCK)), dim3(RFK_BLOCK), q->stream, a),
+                      "hipLaunchKernel", "a check of graphs", 0);
+    for (uint32_t i = 0; r == RF_OK && i < 2; i++) r = rfk_bounce_wait(q, i, err);
+    if (r == RF_OK)
+        r = rfk_check(p->dev, err,
+                      hipMemcpyAsync(q->bounce, p->differ, sizeof differ, hipMemcpyDeviceToHost, q->stream),
+                      "hipMemcpyAsync", "a check of graphs", 0);
+    if (r == RF_OK)
+        r = rfk_check(p->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "a check of graphs", 0);
+    if (r != RF_OK) return r;
+    memcpy(&differ, q->bounce, sizeof differ);
+    if (differ) __atomic_store_n(&p->dev->graphs, RFK_GRAPHS_OFF, __ATOMIC_RELAXED);
+    p->graphs_checked++;
+    return RF_OK;
+}
+
+/* Replay a decode step, capturing it first if the weights have moved. *replayed = 0: launch it. */
+static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, int *replayed, rf_error *err) {
+    if (p->n_graphs == 0 || p->graph_generation != __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED))
+        rfk_capture(p, q, step);
+    *replayed = p->n_graphs > 0;
+    rf_result r = RF_OK;
+    for (uint32_t i = 0; r == RF_OK && i < p->n_graphs; i++)
+        r = rfk_check(p->dev, err, hipGraphLaunch(p->graph[i], q->stream), "hipGraphLaunch", "a decode step", 0);
+    if (r == RF_OK && *replayed && p->graphs_checked < RFK_GRAPH_CHECKS &&
+        __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_CHECKED)
+        r = rfk_check_replay(p, q, step, err);
+    return r;
+}
+
 /* After a failure nothing of the step is running, earlier segments included: the caller may free its memory. */
 static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                               rf_ticket *ticket, rf_error *err) {
@@ -2722,7 +4732,13 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
         return rfk_fail(err, RF_ERR_ARGUMENT, 0, first, "hip: segments %u to %u of %u", first, last, p->n_segments);
     RFK_ENTER_QUEUE(q, err);
     pthread_mutex_lock(&q->submit);
-    rf_result r = rfk_run_segments(p, q, first, last, step, err);
+    rf_result r = rfk_check_step(p, step, err);
+    for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++)
+        r = rfk_check_run(p, step, &p->plan->ops[i], err);
+    if (r == RF_OK) r = rfk_write_step_values(p, q, step, err);
+    int replayed = r == RF_OK && first == 0 && last == p->n_segments && rfk_can_replay(p, step) ? 1 : 0;
+    if (replayed) r = rfk_replay(p, q, step, &replayed, err);
+    if (r == RF_OK && !replayed) r = rfk_run_segments(p, q, first, last, step, err);
     if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
     r = rfk_settle(q, r);
     pthread_mutex_unlock(&q->submit);

@@ -26,9 +26,10 @@ enum { HIP_EMU_LATE = 0, HIP_EMU_EAGER = 1, HIP_EMU_SHUFFLED = 2 };
 
 /* What there is: nothing of it may be left when everything is closed. */
 typedef struct hip_emu_counts {
-    uint32_t allocations, host_allocations, streams, events;
+    uint32_t allocations, host_allocations, streams, events, graphs;
     uint64_t calls;    /* of the API since the start */
     uint64_t launches; /* kernels executed           */
+    uint64_t replays;  /* graphs launched            */
 } hip_emu_counts;
 
 void hip_emu_order(int order, uint32_t seed);
@@ -47,6 +48,10 @@ void hip_emu_no_kernels(int on);
  * exponent, where that is a float). Kernels of less than 128 threads, which write indices, do not count. 0 = none; at the
  * start: what the environment variable HIP_EMU_FLIP says. */
 void hip_emu_flip_result(uint64_t n);
+/* 1: replays of a graph leave out its first kernel, whose results are then those of an earlier run. */
+void hip_emu_stale_graphs(int on);
+/* The matrix unit of a device: RFK_MATRIX_... of the kernels file. At the start WMMA of gfx11 and MFMA of gfx90a. */
+void hip_emu_matrix_unit(int device, int kind);
 hip_emu_counts hip_emu_get_counts(void);
 /* 1 while device memory holds [p, p + n): nothing when AddressSanitizer is off. on: make it inaccessible. */
 void hip_emu_guard(void *p, size_t n, int on);
@@ -118,6 +123,7 @@ struct dim3 {
     dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 
 static void hip_emu_die(const char *what) {
@@ -229,12 +235,13 @@ struct hip_emu_machine {
     std::vector<unsigned> next; /* order in which fibers take turns: a ring */
     std::vector<hip_emu_wave> waves;
     std::vector<hip_emu_shared_block> shared;
+    size_t dynamic_bytes; /* of shared memory, asked for by the launch */
     hip_emu_fiber *self;
     dim3 grid, block, index;
     unsigned n_threads, n_finished, arrived, round, idle;
     const std::function<void()> *body;
 
-    hip_emu_machine() : self(nullptr), n_threads(0), n_finished(0), arrived(0), round(0), idle(0), body(nullptr) {
+    hip_emu_machine() : dynamic_bytes(0), self(nullptr), n_threads(0), n_finished(0), arrived(0), round(0), idle(0), body(nullptr) {
         memset(&main, 0, sizeof main);
         fibers.reserve(hip_emu_max_threads);
         pthread_attr_t attr;
@@ -368,6 +375,196 @@ static void *hip_emu_shared(const void *key, size_t size_bytes) {
     static char name##_key;       \
     T &name = *static_cast<T *>(hip_emu_shared(&name##_key, sizeof(T)))
 
+/* The shared memory that the launch asked for, as an array of T. */
+static char hip_emu_dynamic_key;
+#define HIP_EMU_DYNAMIC(T, name) \
+    T *name = static_cast<T *>(hip_emu_shared(&hip_emu_dynamic_key, hip_emu_here->dynamic_bytes))
+
+/* Blocks run one after the other, and fibers of a block by turns. */
+static inline unsigned atomicAdd(unsigned *p, unsigned v) {
+    unsigned before = *p;
+    *p = before + v;
+    return before;
+}
+static inline void __threadfence() {}
+
+/* ---- matrix units ----
+ * Wave-wide products of int8 tiles, with operands and results spread over the lanes as the instruction set manuals say:
+ * lane and byte of element [row, k], lane and register of [row, column]. */
+
+struct hip_emu_int2 { int v[2]; int &operator[](int i) { return v[i]; } };
+struct hip_emu_int4 { int v[4]; int &operator[](int i) { return v[i]; } };
+struct hip_emu_int8 { int v[8]; int &operator[](int i) { return v[i]; } };
+
+/* The operand words of all lanes: word w of lane l is all[w][l]. */
+static void hip_emu_gather(const int *words, unsigned n, unsigned kind, std::vector<std::vector<int> > &all) {
+    unsigned size = hip_emu_here->self->wave->size;
+    all.assign(n, std::vector<int>(size));
+    for (unsigned w = 0; w < n; w++) {
+        const uint64_t *values = hip_emu_exchange(static_cast<uint32_t>(words[w]), kind + w);
+        for (unsigned l = 0; l < size; l++) all[w][l] = static_cast<int>(static_cast<uint32_t>(values[l]));
+    }
+}
+static int hip_emu_byte(int word, unsigned i) { return static_cast<signed char>(word >> (8 * i)); }
+
+/* PTX: a[row][k]: row = lane / 4 (+ 8 for words 1, 3), k = lane % 4 * 4 + byte (+ 16 for words 2, 3); b[k][col]: col =
+ * lane / 4, k the same; result i: row lane / 4 + i / 2 * 8, column lane % 4 * 2 + i % 2. */
+static inline void hip_emu_mma_m16n8k32_s8(int *d, const int *a, const int *b, const int *c) {
+    std::vector<std::vector<int> > av, bv;
+    unsigned lane = hip_emu_here->self->lane;
+    hip_emu_gather(a, 4, 0x20000, av);
+    hip_emu_gather(b, 2, 0x20010, bv);
+    for (unsigned i = 0; i < 4; i++) {
+        unsigned row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
+        d[i] = c[i];
+        for (unsigned k = 0; k < 32; k++)
+            d[i] += hip_emu_byte(av[k / 16 * 2 + row / 8][row % 8 * 4 + k % 16 / 4], k % 4) *
+                    hip_emu_byte(bv[k / 16][col * 4 + k % 16 / 4], k % 4);
+    }
+}
+
+/* MFMA 16 x 16, 64 lanes: lane l holds row (column) l % 16, K / 4 bytes from k = l / 16 * (K / 4) on; result i of lane l:
+ * row l / 16 * 4 + i, column l % 16. */
+static inline hip_emu_int4 hip_emu_mfma(const int *a, const int *b, hip_emu_int4 c, unsigned words) {
+    std::vector<std::vector<int> > av, bv;
+    unsigned lane = hip_emu_here->self->lane;
+    if (hip_emu_here->self->wave->size != 64) hip_emu_die("MFMA needs waves of 64 lanes");
+    hip_emu_gather(a, words, 0x20020, av);
+    hip_emu_gather(b, words, 0x20030, bv);
+    for (unsigned i = 0; i < 4; i++)
+        for (unsigned k = 0; k < 16 * words; k++) {
+            unsigned from = k / (4 * words) * 16, word = k % (4 * words) / 4;
+            c[static_cast<int>(i)] += hip_emu_byte(av[word][from + lane / 16 * 4 + i], k % 4) *
+                                      hip_emu_byte(bv[word][from + lane % 16], k % 4);
+        }
+    return c;
+}
+static inline hip_emu_int4 __builtin_amdgcn_mfma_i32_16x16x16i8(int a, int b, hip_emu_int4 c, int, int, int) {
+    return hip_emu_mfma(&a, &b, c, 1);
+}
+static inline hip_emu_int4 __builtin_amdgcn_mfma_i32_16x16x32_i8(long a, long b, hip_emu_int4 c, int, int, int) {
+    const int av[2] = {static_cast<int>(a), static_cast<int>(a >> 32)},
+              bv[2] = {static_cast<int>(b), static_cast<int>(b >> 32)};
+    return hip_emu_mfma(av, bv, c, 2);
+}
+
+/* WMMA 16 x 16 x 16, 32 lanes. RDNA3: lanes l and l + 16 both hold row l with all 16 bytes (they must agree); result i of
+ * lane l: row 2 * i + l / 16, column l % 16. RDNA4: lane l holds row l % 16, 8 bytes from k = l / 16 * 8 on; result i:
+ * row l / 16 * 8 + i, column l % 16. */
+static inline hip_emu_int8 __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32(bool, hip_emu_int4 a, bool, hip_emu_int4 b,
+                                                                      hip_emu_int8 c, bool) {
+    std::vector<std::vector<int> > av, bv;
+    unsigned lane = hip_emu_here->self->lane;
+    if (hip_emu_here->self->wave->size != 32) hip_emu_die("WMMA needs waves of 32 lanes");
+    hip_emu_gather(a.v, 4, 0x20040, av);
+    hip_emu_gather(b.v, 4, 0x20050, bv);
+    for (unsigned w = 0; w < 4; w++)
+        for (unsigned l = 0; l < 16; l++)
+            if (av[w][l] != av[w][l + 16] || bv[w][l] != bv[w][l + 16]) hip_emu_die("WMMA: lanes l and l + 16 differ");
+    for (unsigned i = 0; i < 8; i++)
+        for (unsigned k = 0; k < 16; k++)
+            c[static_cast<int>(i)] += hip_emu_byte(av[k / 4][2 * i + lane / 16], k % 4) *
+                                      hip_emu_byte(bv[k / 4][lane % 16], k % 4);
+    return c;
+}
+static inline hip_emu_int8 __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32_gfx12(bool, hip_emu_int2 a, bool, hip_emu_int2 b,
+                                                                            hip_emu_int8 c, bool) {
+    std::vector<std::vector<int> > av, bv;
+    unsigned lane = hip_emu_here->self->lane;
+    if (hip_emu_here->self->wave->size != 32) hip_emu_die("WMMA needs waves of 32 lanes");
+    hip_emu_gather(a.v, 2, 0x20060, av);
+    hip_emu_gather(b.v, 2, 0x20070, bv);
+    for (unsigned i = 0; i < 8; i++)
+        for (unsigned k = 0; k < 16; k++)
+            c[static_cast<int>(i)] += hip_emu_byte(av[k % 8 / 4][k / 8 * 16 + lane / 16 * 8 + i], k % 4) *
+                                      hip_emu_byte(bv[k % 8 / 4][k / 8 * 16 + lane % 16], k % 4);
+    return c;
+}
+
+/* The same with halves: PTX m16n8k16 (words as for bytes), MFMA 16 x 16 x 16 (lane l: 4 halves from k = l / 16 * 4 on),
+ * WMMA of RDNA3 (all 16 halves, lanes doubled) and RDNA4 (8 halves from k = l / 16 * 8 on). Sums are in float. */
+struct hip_emu_half4 { uint16_t v[4]; };
+struct hip_emu_half8 { uint16_t v[8]; };
+struct hip_emu_half16 { uint16_t v[16]; };
+struct hip_emu_float4 { float v[4]; float &operator[](int i) { return v[i]; } };
+struct hip_emu_float8 { float v[8]; float &operator[](int i) { return v[i]; } };
+
+static float hip_emu_half(int word, unsigned i) {
+    unsigned h = static_cast<unsigned>(word) >> (16 * i) & 0xffff, exponent = h >> 10 & 31;
+    float f = exponent == 31  ? (h & 0x3ff ? NAN : INFINITY)
+              : exponent == 0 ? ldexpf(static_cast<float>(h & 0x3ff), -24)
+                              : ldexpf(static_cast<float>((h & 0x3ff) | 0x400), static_cast<int>(exponent) - 25);
+    return h & 0x8000 ? -f : f;
+}
+static inline void hip_emu_mma_m16n8k16_f16(float *d, const int *a, const int *b) {
+    std::vector<std::vector<int> > av, bv;
+    unsigned lane = hip_emu_here->self->lane;
+    hip_emu_gather(a, 4, 0x20080, av);
+    hip_emu_gather(b, 2, 0x20090, bv);
+    for (unsigned i = 0; i < 4; i++) {
+        unsigned row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
+        for (unsigned k = 0; k < 16; k++)
+            d[i] += hip_emu_half(av[k / 8 * 2 + row / 8][row % 8 * 4 + k % 8 / 2], k % 2) *
+                    hip_emu_half(bv[k / 8][col * 4 + k % 8 / 2], k % 2);
+    }
+}
+static inline hip_emu_float4 __builtin_amdgcn_mfma_f32_16x16x16f16(hip_emu_half4 a, hip_emu_half4 b, hip_emu_float4 c,
+                                                                   int, int, int) {
+    std::vector<std::vector<int> > av, bv;
+    unsigned lane = hip_emu_here->self->lane;
+    int words[2][2];
+    if (hip_emu_here->self->wave->size != 64) hip_emu_die("MFMA needs waves of 64 lanes");
+    memcpy(words[0], &a, sizeof a);
+    memcpy(words[1], &b, sizeof b);
+    hip_emu_gather(words[0], 2, 0x200a0, av);
+    hip_emu_gather(words[1], 2, 0x200b0, bv);
+    for (unsigned i = 0; i < 4; i++)
+        for (unsigned k = 0; k < 16; k++)
+            c[static_cast<int>(i)] += hip_emu_half(av[k % 4 / 2][k / 4 * 16 + lane / 16 * 4 + i], k % 2) *
+                                      hip_emu_half(bv[k % 4 / 2][k / 4 * 16 + lane % 16], k % 2);
+    return c;
+}
+static inline hip_emu_float8 __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(hip_emu_half16 a, hip_emu_half16 b,
+                                                                        hip_emu_float8 c) {
+    std::vector<std::vector<int> > av, bv;
+    unsigned lane = hip_emu_here->self->lane;
+    int words[2][8];
+    if (hip_emu_here->self->wave->size != 32) hip_emu_die("WMMA needs waves of 32 lanes");
+    memcpy(words[0], &a, sizeof a);
+    memcpy(words[1], &b, sizeof b);
+    hip_emu_gather(words[0], 8, 0x200c0, av);
+    hip_emu_gather(words[1], 8, 0x200d0, bv);
+    for (unsigned w = 0; w < 8; w++)
+        for (unsigned l = 0; l < 16; l++)
+            if (av[w][l] != av[w][l + 16] || bv[w][l] != bv[w][l + 16]) hip_emu_die("WMMA: lanes l and l + 16 differ");
+    for (unsigned i = 0; i < 8; i++)
+        for (unsigned k = 0; k < 16; k++)
+            c[static_cast<int>(i)] += hip_emu_half(av[k / 2][2 * i + lane / 16], k % 2) *
+                                      hip_emu_half(bv[k / 2][lane % 16], k % 2);
+    return c;
+}
+static inline hip_emu_float8 __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(hip_emu_half8 a, hip_emu_half8 b,
+                                                                              hip_emu_float8 c) {
+    std::vector<std::vector<int> > av, bv;
+    unsigned lane = hip_emu_here->self->lane;
+    int words[2][4];
+    if (hip_emu_here->self->wave->size != 32) hip_emu_die("WMMA needs waves of 32 lanes");
+    memcpy(words[0], &a, sizeof a);
+    memcpy(words[1], &b, sizeof b);
+    hip_emu_gather(words[0], 4, 0x200e0, av);
+    hip_emu_gather(words[1], 4, 0x200f0, bv);
+    for (unsigned i = 0; i < 8; i++)
+        for (unsigned k = 0; k < 16; k++)
+            c[static_cast<int>(i)] += hip_emu_half(av[k % 8 / 2][k / 8 * 16 + lane / 16 * 8 + i], k % 2) *
+                                      hip_emu_half(bv[k % 8 / 2][k / 8 * 16 + lane % 16], k % 2);
+    return c;
+}
+
+static int hip_emu_matrix_kind[2] = {4, 2}; /* of devices 0 and 1: RFK_MATRIX_... of the kernels */
+static inline uint32_t hip_emu_matrix() {
+    return static_cast<uint32_t>(hip_emu_matrix_kind[hip_emu_here->self->wave->size == 64]);
+}
+
 /* ---- the runtime ---- */
 
 enum hipError_t {
@@ -392,8 +589,16 @@ struct hip_emu_stream_state {
     int device;
     std::deque<std::function<void()> > work;
     uint64_t issued, done;
+    std::shared_ptr<std::vector<std::function<void()> > > captured; /* while capturing */
 };
 typedef std::shared_ptr<hip_emu_stream_state> *hipStream_t;
+struct hip_emu_graph {
+    std::shared_ptr<std::vector<std::function<void()> > > nodes;
+};
+typedef hip_emu_graph *hipGraph_t;
+typedef hip_emu_graph *hipGraphExec_t;
+typedef void *hipGraphNode_t;
+enum hipStreamCaptureMode { hipStreamCaptureModeThreadLocal = 1 };
 
 struct hip_emu_event_state {
     int device;
@@ -409,14 +614,15 @@ struct hip_emu_state {
     std::recursive_mutex lock;
     std::map<char *, size_t> device_memory, host_memory;
     std::vector<hipStream_t> streams;
-    unsigned n_events;
-    uint64_t calls, launches, fail_call, fail_work, flip;
+    unsigned n_events, n_graphs;
+    uint64_t calls, launches, replays, fail_call, fail_work, flip;
     bool fail_forever, broken;
-    int n_devices, count_error, no_kernels, order;
+    int n_devices, count_error, no_kernels, order, stale_graphs;
     bool lost[2];
     uint32_t random;
-    hip_emu_state() : n_events(0), calls(0), launches(0), fail_call(0), fail_work(0), flip(0), fail_forever(false), broken(false), n_devices(2), count_error(0),
-                      no_kernels(0), order(HIP_EMU_LATE), random(1) {
+    hip_emu_state() : n_events(0), n_graphs(0), calls(0), launches(0), replays(0), fail_call(0), fail_work(0), flip(0),
+                      fail_forever(false), broken(false), n_devices(2), count_error(0), no_kernels(0),
+                      order(HIP_EMU_LATE), stale_graphs(0), random(1) {
         lost[0] = lost[1] = false;
         const char *text = getenv("HIP_EMU_FLIP");
         if (text) flip = strtoull(text, nullptr, 10);
@@ -455,6 +661,10 @@ static void hip_emu_force(const std::shared_ptr<hip_emu_stream_state> &s, uint64
 }
 
 static hipError_t hip_emu_enqueue(hipStream_t stream, const std::function<void()> &item) {
+    if ((*stream)->captured) {
+        (*stream)->captured->push_back(item);
+        return hipSuccess;
+    }
     (*stream)->work.push_back(item);
     (*stream)->issued++;
     if (hip_emu().order == HIP_EMU_EAGER) hip_emu_force(*stream, (*stream)->issued);
@@ -733,6 +943,59 @@ static void hip_emu_flip_change(const hip_emu_copy &before) {
                 return;
             }
 }
+/* ---- graphs ---- */
+
+static inline hipError_t hipStreamBeginCapture(hipStream_t s, hipStreamCaptureMode mode) {
+    HIP_EMU_LOCK;
+    (void)mode;
+    hipError_t r = hip_emu_call();
+    if (r != hipSuccess) return r;
+    if ((*s)->captured) return hipErrorInvalidValue;
+    (*s)->captured.reset(new std::vector<std::function<void()> >);
+    return hipSuccess;
+}
+/* Ends the capture also when it fails. */
+static inline hipError_t hipStreamEndCapture(hipStream_t s, hipGraph_t *out) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    *out = nullptr;
+    if (r == hipSuccess && !(*s)->captured) r = hipErrorInvalidValue;
+    if (r == hipSuccess) {
+        *out = new hip_emu_graph;
+        (*out)->nodes = (*s)->captured;
+        hip_emu().n_graphs++;
+    }
+    (*s)->captured.reset();
+    return r;
+}
+static inline hipError_t hipGraphInstantiate(hipGraphExec_t *out, hipGraph_t graph, hipGraphNode_t *node, char *log,
+                                             size_t log_bytes) {
+    HIP_EMU_LOCK;
+    (void)node, (void)log, (void)log_bytes;
+    hipError_t r = hip_emu_call();
+    *out = nullptr;
+    if (r != hipSuccess) return r;
+    *out = new hip_emu_graph(*graph);
+    hip_emu().n_graphs++;
+    return hipSuccess;
+}
+static inline hipError_t hipGraphLaunch(hipGraphExec_t exec, hipStream_t s) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    if (r != hipSuccess) return r;
+    hip_emu().replays++;
+    for (size_t i = hip_emu().stale_graphs ? 1 : 0; i < exec->nodes->size(); i++)
+        hip_emu_enqueue(s, (*exec->nodes)[i]);
+    return hipSuccess;
+}
+static inline hipError_t hipGraphDestroy(hipGraph_t graph) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    delete graph;
+    hip_emu().n_graphs--;
+    return r;
+}
+static inline hipError_t hipGraphExecDestroy(hipGraphExec_t exec) { return hipGraphDestroy(exec); }
 
 /* ---- launches ---- */
 
@@ -766,7 +1029,8 @@ static unsigned hip_emu_make_ring(hip_emu_machine *m, unsigned n, uint64_t launc
     return launch % 3 == 1 ? n - 1 : 0;
 }
 
-static void hip_emu_run(dim3 grid, dim3 block, unsigned wave, const std::function<void()> &body) {
+static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wave,
+                        const std::function<void()> &body) {
     static thread_local hip_emu_machine machine;
     hip_emu_machine *m = &machine;
     unsigned n = block.x * block.y * block.z;
@@ -777,6 +1041,7 @@ static void hip_emu_run(dim3 grid, dim3 block, unsigned wave, const std::functio
     hip_emu_here = m;
     m->grid = grid;
     m->block = block;
+    m->dynamic_bytes = dynamic_bytes;
     m->n_threads = n;
     m->body = &body;
     m->waves.resize((n + wave - 1) / wave);
@@ -817,7 +1082,8 @@ template <class... P> struct hip_emu_closure { /* a kernel with its arguments, e
 };
 
 template <class... P, class... A>
-static hipError_t hip_emu_launch(void (*kernel)(P...), dim3 grid, dim3 block, hipStream_t s, A... args) {
+static hipError_t hip_emu_launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t dynamic_bytes, hipStream_t s,
+                                 A... args) {
     HIP_EMU_LOCK;
     hipError_t r = hip_emu_call();
     if (r != hipSuccess) return r;
@@ -829,7 +1095,7 @@ static hipError_t hip_emu_launch(void (*kernel)(P...), dim3 grid, dim3 block, hi
         return hipErrorInvalidValue;
     hip_emu_closure<P...> closure = {kernel, std::tuple<P...>(args...)};
     std::function<void()> body = closure;
-    return hip_emu_enqueue(s, [=] { hip_emu_run(grid, block, wave, body); });
+    return hip_emu_enqueue(s, [=] { hip_emu_run(grid, block, dynamic_bytes, wave, body); });
 }
 
 /* ---- controls ---- */
@@ -851,11 +1117,14 @@ void hip_emu_flip_result(uint64_t n) { HIP_EMU_LOCK; hip_emu().flip = n; }
 void hip_emu_recover(void) { HIP_EMU_LOCK; hip_emu().lost[0] = hip_emu().lost[1] = false; }
 void hip_emu_devices(int n, int error) { HIP_EMU_LOCK; hip_emu().n_devices = n; hip_emu().count_error = error; }
 void hip_emu_no_kernels(int on) { HIP_EMU_LOCK; hip_emu().no_kernels = on; }
+void hip_emu_matrix_unit(int device, int kind) { HIP_EMU_LOCK; hip_emu_matrix_kind[device] = kind; }
+void hip_emu_stale_graphs(int on) { HIP_EMU_LOCK; hip_emu().stale_graphs = on; }
 hip_emu_counts hip_emu_get_counts(void) {
     HIP_EMU_LOCK;
     hip_emu_state &e = hip_emu();
     hip_emu_counts c = {static_cast<uint32_t>(e.device_memory.size()), static_cast<uint32_t>(e.host_memory.size()),
-                        static_cast<uint32_t>(e.streams.size()), e.n_events, e.calls, e.launches};
+                        static_cast<uint32_t>(e.streams.size()), e.n_events, e.n_graphs, e.calls, e.launches,
+                        e.replays};
     return c;
 }
 void hip_emu_guard(void *p, size_t n, int on) {

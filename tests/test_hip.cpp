@@ -249,7 +249,7 @@ struct Rig {
     rf_queue *queue;
     rf_table *table;
     rf_prepared *prepared;
-    bool own_device;
+    bool own_device, whole; /* whole: all segments in one call */
     std::vector<rf_op> ops;
     std::vector<rf_plan_buffer> buffers;
     std::vector<rf_plan_state> states;
@@ -263,7 +263,8 @@ struct Rig {
     rf_plan_bind bind;
     rf_error err;
 
-    explicit Rig(rf_dev *d) : dev(d), queue(NULL), table(NULL), prepared(NULL), own_device(false) {
+    explicit Rig(rf_dev *d) : dev(d), queue(NULL), table(NULL), prepared(NULL), own_device(false),
+                            whole(false) {
         memset(&plan, 0, sizeof plan);
         memset(&bind, 0, sizeof bind);
         memset(&err, 0, sizeof err);
@@ -428,8 +429,9 @@ struct Rig {
             first_logits};
         rf_ticket t;
         rf_result r = RF_OK;
-        for (uint32_t s = 0; r == RF_OK && s < segment_ops.size(); s++)
-            r = api->plan_run(prepared, queue, s, s + 1, &step, &t, &err);
+        uint32_t n_segments = (uint32_t)segment_ops.size();
+        for (uint32_t s = 0; r == RF_OK && s < n_segments; s += whole ? n_segments : 1)
+            r = api->plan_run(prepared, queue, s, whole ? n_segments : s + 1, &step, &t, &err);
         return r == RF_OK ? api->ticket_wait(&t, 60000, &err) : r;
     }
 };
@@ -1022,6 +1024,196 @@ static void test_together() {
             together_case(pairs[i][0], pairs[i][1], rows[t], (i + t) % (uint32_t)n_devices);
 }
 
+/* x -> norm -> gate, up -> glu, one row: one launch, which also writes the normed values and those of up. */
+static void glu_case(uint32_t type, uint32_t n, uint32_t n_out, uint32_t device, bool bias) {
+    char what[96];
+    snprintf(what, sizeof what, "glu %s %u x %u device %u bias %d", type_name(type), n, n_out, device, bias);
+    Rig g(devices[device]);
+    uint32_t x = g.buffer(n), xn = g.buffer(n), out[2] = {g.buffer(n_out + 1), g.buffer(n_out)};
+    std::vector<float> norm = values(n), xs = values(n), b[2] = {values(n_out), values(n_out)};
+    std::vector<double> w[2], want_xn, sums[2];
+    rf_op *o = g.op(RF_OP_RMS_NORM);
+    o->in = x, o->out = xn, o->n_heads = 1, o->n_in = n, o->eps = 1e-5f, o->weight = g.vector(norm);
+    for (int i = 0; i < 2; i++) {
+        std::vector<uint8_t> bytes = random_rows(type, n, n_out);
+        w[i] = decode(type, bytes);
+        o = g.op(RF_OP_MATMUL);
+        o->in = xn, o->out = out[i], o->n_in = n, o->n_out = n_out, o->weight = g.weight(type, n, n_out, bytes);
+        if (bias) o->extra = g.vector(b[i]);
+    }
+    o = g.op(RF_OP_GLU);
+    o->in = o->out = out[0], o->in2 = out[1], o->n_out = n_out;
+    REQUIRE(g.open(1) == RF_OK, "%s: %s", what, g.err.text);
+    g.set(x, xs);
+    REQUIRE(g.run(rows_of(1)) == RF_OK, "%s: %s", what, g.err.text);
+    std::vector<float> found = g.get(xn), y = g.get(out[0]);
+    double sum = 0;
+    for (uint32_t k = 0; k < n; k++) sum += (double)xs[k] * xs[k];
+    for (uint32_t k = 0; k < n; k++) want_xn.push_back(xs[k] / sqrt(sum / n + 1e-5) * norm[k]);
+    compare(found, want_xn, 1e-6, 1e-12, what);
+    std::vector<double> v = quantized(found.data(), n), want;
+    for (uint32_t r = 0; r < n_out; r++) {
+        for (int i = 0; i < 2; i++) {
+            double dot = bias ? b[i][r] : 0;
+            for (uint32_t k = 0; k < n; k++) dot += w[i][(size_t)r * n + k] * v[k];
+            sums[i].push_back(dot);
+        }
+        want.push_back(sums[0][r] / (1 + exp(-sums[0][r])) * sums[1][r]);
+    }
+    /* thousands of terms whose minimums nearly cancel */
+    double tolerance = n > 1000 ? 10 * FLOAT_TOLERANCE : FLOAT_TOLERANCE, nmse = n > 1000 ? 1e-8 : NMSE_TOLERANCE;
+    compare(g.get(out[1]), sums[1], tolerance, nmse, what);
+    y.resize(n_out);
+    compare(y, want, tolerance, nmse, what);
+}
+static void test_glu_launch() {
+    for (int k = 3; k < N_TYPES; k++)
+        for (int d = 0; d < n_devices; d++) {
+            glu_case(types[k], 256, 70, (uint32_t)d, k % 2 == 0);
+            glu_case(types[k], 256 * 21, 5, (uint32_t)d, false); /* several strips a lane, more than fit in flight */
+        }
+}
+
+/* ---- a decoder: what decode steps launch, against the ops one by one ---- */
+
+struct DecoderShape {
+    uint32_t type, more; /* more: of the values and of the last matmul of a layer */
+    uint32_t n_heads, n_kv_heads, dim, cache;
+    bool norms, neox;
+};
+enum : uint32_t { decoder_n = 256, decoder_vocab = 24, decoder_prompt = 70, decoder_steps = 5 };
+
+static uint32_t decoder_model(Rig &g, const DecoderShape &c) {
+    seed = 4711;
+    const uint32_t n = decoder_n, nq = c.n_heads * c.dim, nk = c.n_kv_heads * c.dim;
+    uint32_t x = g.buffer(n), xn = g.buffer(n), q = g.buffer(nq), k = g.buffer(nk), v = g.buffer(nk),
+             att = g.buffer(nq), gate = g.buffer(2 * n), up = g.buffer(2 * n), xl = g.buffer(n, RF_ROWS_LOGITS),
+             logits = g.buffer(decoder_vocab, RF_ROWS_LOGITS), top = g.buffer(1, RF_ROWS_LOGITS);
+    for (uint32_t i = 0; i < c.dim / 2; i++) g.tables.push_back(powf(1000.0f, -(float)i / (float)(c.dim / 2)));
+    rf_op *o = g.op(RF_OP_EMBED);
+    o->out = x, o->n_out = n, o->layer = -1;
+    o->weight = g.weight(RF_TYPE_F16, n, decoder_vocab, random_rows(RF_TYPE_F16, n, decoder_vocab));
+    for (int32_t il = 0; il < 3; il++) {
+        size_t first = g.ops.size();
+        const uint32_t rows = il < 2 ? RF_ROWS_TOKENS : RF_ROWS_LOGITS;
+        if (il == 2) {
+            o = g.op(RF_OP_GATHER, RF_ROWS_LOGITS);
+            o->in = x, o->out = xl, o->n_out = n;
+        }
+        const uint32_t ins[6] = {xn, xn, xn, att, xn, xn}, outs[6] = {q, k, v, x, gate, up},
+                       widths[6] = {nq, nk, nk, n, 2 * n, 2 * n};
+        for (int i = 0; i < 6; i++) {
+            if (i == 0 || i == 4) {
+                o = g.op(RF_OP_RMS_NORM, rows);
+                o->in = il < 2 ? x : xl, o->out = il < 2 ? xn : xl, o->n_heads = 1, o->n_in = n, o->eps = 1e-5f;
+                o->weight = g.vector(values(n));
+            }
+            if (il == 2) break;
+            if (i == 3) { /* between the projections and the output */
+                for (int h = 0; c.norms && h < 2; h++) {
+                    o = g.op(RF_OP_RMS_NORM);
+                    o->in = o->out = h ? k : q, o->n_heads = h ? c.n_kv_heads : c.n_heads, o->n_in = c.dim;
+                    o->eps = 1e-5f, o->weight = g.vector(values(c.dim));
+                }
+                for (int h = 0; h < 2; h++) {
+                    o = g.op(RF_OP_ROPE);
+                    o->in = o->out = h ? k : q, o->n_heads = h ? c.n_kv_heads : c.n_heads, o->head_dim = c.dim;
+                    o->n_rot = c.dim, o->scale = 1.5f, o->table = 0, o->flags = c.neox ? RF_OP_NEOX : 0;
+                }
+                uint32_t state = g.state(c.n_kv_heads, c.dim, c.dim);
+                o = g.op(RF_OP_KV_STORE);
+                o->in = k, o->in2 = v, o->state = state, o->n_kv_heads = c.n_kv_heads;
+                o->head_dim = o->head_dim_v = c.dim;
+                o = g.op(RF_OP_ATTENTION);
+                o->in = q, o->out = att, o->state = state, o->n_heads = c.n_heads, o->n_kv_heads = c.n_kv_heads;
+                o->head_dim = o->head_dim_v = c.dim, o->scale = 1 / sqrtf((float)c.dim);
+            }
+            uint32_t type = i == 2 ? c.more : c.type, n_in = i == 3 ? nq : n;
+            o = g.op(RF_OP_MATMUL);
+            o->in = ins[i], o->out = outs[i], o->n_in = n_in, o->n_out = widths[i];
+            o->flags = i == 3 ? RF_OP_ACCUMULATE : 0;
+            o->weight = g.weight(type, n_in, widths[i], random_rows(type, n_in, widths[i]));
+            if (i < 2) o->extra = g.vector(values(widths[i]));
+        }
+        if (il < 2) {
+            o = g.op(RF_OP_GLU);
+            o->in = o->out = gate, o->in2 = up, o->n_out = 2 * n;
+        }
+        o = g.op(RF_OP_MATMUL, rows);
+        o->in = il < 2 ? gate : xl, o->out = il < 2 ? x : logits, o->n_in = il < 2 ? 2 * n : n;
+        o->n_out = il < 2 ? (uint32_t)decoder_n : (uint32_t)decoder_vocab, o->flags = il < 2 ? RF_OP_ACCUMULATE : 0;
+        o->weight = g.weight(c.more, o->n_in, o->n_out, random_rows(c.more, o->n_in, o->n_out));
+        for (size_t i = first; i < g.ops.size(); i++) g.ops[i].layer = il;
+    }
+    o = g.op(RF_OP_ARGMAX, RF_ROWS_LOGITS);
+    o->in = logits, o->out = top, o->n_in = decoder_vocab, o->layer = 2;
+    g.plan.logits = logits, g.plan.argmax = top, g.plan.n_vocab = decoder_vocab;
+    return logits;
+}
+
+/* A prompt, then tokens one by one. Two sequences alike in one step: ops as they are; one: as decode steps launch them;
+ * whole: from a graph. Returns the logits of all steps. */
+static std::vector<float> decoder_run(rf_dev *d, const DecoderShape &c, uint32_t n_seq, bool whole) {
+    std::vector<float> all;
+    Rig g(d);
+    uint32_t logits = decoder_model(g, c);
+    g.whole = whole;
+    if (g.open(decoder_prompt * n_seq, n_seq, 160, n_seq, c.cache) != RF_OK) {
+        CHECK(0, "%s", g.err.text);
+        return all;
+    }
+    for (uint32_t i = 0; i < decoder_steps; i++) {
+        std::vector<rf_step_row> rows;
+        std::vector<uint32_t> last;
+        for (uint32_t s = 0; s < n_seq; s++) {
+            uint32_t n = i == 0 ? (uint32_t)decoder_prompt : 1;
+            for (uint32_t t = 0; t < n; t++) {
+                uint32_t pos = i == 0 ? t : (uint32_t)decoder_prompt + i - 1;
+                rf_step_row row = {(int32_t)(pos * 7 % decoder_vocab), (int32_t)s, (int32_t)pos, -1};
+                rows.push_back(row);
+            }
+            last.push_back((uint32_t)rows.size() - 1);
+        }
+        CHECK(g.run(rows, last) == RF_OK, "%s", g.err.text);
+        std::vector<float> y = g.get(logits);
+        for (uint32_t s = 1; s < n_seq; s++)
+            CHECK(memcmp(&y[0], &y[(size_t)s * decoder_vocab], decoder_vocab * 4) == 0, "sequences alike differ");
+        all.insert(all.end(), y.begin(), y.begin() + decoder_vocab);
+    }
+    return all;
+}
+
+static void test_decode_step() {
+    static const DecoderShape shapes[] = {
+        /* no quantized matmul: attention is all that changes, up to the order of sums */
+        {RF_TYPE_F32, RF_TYPE_F32, 4, 2, 64, RF_CACHE_F32, false, false},
+        {RF_TYPE_F32, RF_TYPE_F16, 4, 4, 32, RF_CACHE_F32, true, true},
+        {RF_TYPE_F16, RF_TYPE_F32, 8, 1, 80, RF_CACHE_F32, true, false},
+        {RF_TYPE_F32, RF_TYPE_F32, 3, 1, 256, RF_CACHE_F16, false, true},
+        {RF_TYPE_Q4_K, RF_TYPE_Q6_K, 4, 2, 64, RF_CACHE_F16, false, false},
+        {RF_TYPE_Q5_K, RF_TYPE_Q4_0, 4, 1, 128, RF_CACHE_F16, true, true},
+        {RF_TYPE_Q8_0, RF_TYPE_Q5_0, 4, 4, 64, RF_CACHE_F16, false, true},
+        {RF_TYPE_Q4_1, RF_TYPE_Q5_1, 8, 2, 32, RF_CACHE_F32, false, false},
+        {RF_TYPE_Q8_0, RF_TYPE_F16, 2, 2, 128, RF_CACHE_F16, false, false},
+    };
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (size_t d = 0; d < devices.size(); d++) {
+            const DecoderShape &c = shapes[i];
+            std::vector<float> ops = decoder_run(devices[d], c, 2, false), one = decoder_run(devices[d], c, 1, false);
+            std::vector<double> want(ops.begin(), ops.end());
+            /* a sum in another order rounds an int8 or half value to the other side here and there */
+            bool exact = is_float(c.type) && is_float(c.more) && c.cache == RF_CACHE_F32;
+            compare(one, want, exact ? 3e-5 : 1e-2, exact ? 1e-9 : 1e-5, type_name(c.type));
+#ifdef RF_TEST_EMU
+            uint64_t before = hip_emu_get_counts().replays;
+            CHECK(same_bits(one, decoder_run(devices[d], c, 1, true)), "a graph gives other bits: shape %zu", i);
+            CHECK(hip_emu_get_counts().replays - before == decoder_steps - 1, "steps were not replayed: shape %zu", i);
+#else
+            CHECK(same_bits(one, decoder_run(devices[d], c, 1, true)), "a graph gives other bits: shape %zu", i);
+#endif
+        }
+}
+
 /* ---- a small model: two layers of everything ---- */
 
 struct Small {
@@ -1323,6 +1515,45 @@ static void test_threads() {
 
 /* ---- what only the emulator can show ---- */
 
+/* Tiles on every matrix unit there is, and on none; what the emulated device had comes back. */
+static void test_matrix_units() {
+    static const int kinds[][2] = {{0, 0}, {0, 1}, {0, 4}, {0, 5}, {1, 0}, {1, 2}, {1, 3}};
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
+        hip_emu_matrix_unit(kinds[k][0], kinds[k][1]);
+        for (int t = 3; t < N_TYPES; t++) {
+            uint32_t block = block_elements(types[t]);
+            MatmulCase small = {types[t], block == 32 ? 5 * block : 2 * block, 130, 20, 1, (uint32_t)kinds[k][0]};
+            MatmulCase large = {types[t], block == 32 ? 9 * block : block, 65, 70, 2, (uint32_t)kinds[k][0]};
+            matmul_case(small);
+            matmul_case(large);
+        }
+        AttentionCase prompts[] = {{4, 2, 128, 128, 70, 40, RF_CACHE_F16, 0, (uint32_t)kinds[k][0]},
+                                   {3, 1, 80, 80, 33, 33, RF_CACHE_F16, 0, (uint32_t)kinds[k][0]},
+                                   {1, 2, 16, 16, 100, 64, RF_CACHE_F16, 0, (uint32_t)kinds[k][0]}};
+        for (int i = 0; i < 3; i++) attention_case(prompts[i]);
+        hip_emu_matrix_unit(0, 4), hip_emu_matrix_unit(1, 2);
+    }
+}
+
+/* A driver that replays graphs with old values: found at the first replay, results are right, the device says so. */
+static void test_stale_graphs() {
+    DecoderShape c = {RF_TYPE_Q8_0, RF_TYPE_Q8_0, 4, 2, 64, RF_CACHE_F16, false, false};
+    std::vector<float> want = decoder_run(devices[0], c, 1, false);
+    rf_error err;
+    rf_dev *d = NULL;
+    rf_device_info info;
+    memset(&err, 0, sizeof err);
+    REQUIRE(api->device_open(0, NULL, &d, &err) == RF_OK, "%s", err.text);
+    hip_emu_stale_graphs(1);
+    uint64_t before = hip_emu_get_counts().replays;
+    std::vector<float> found = decoder_run(d, c, 1, true);
+    CHECK(same_bits(found, want), "stale replays were used");
+    CHECK(hip_emu_get_counts().replays - before == 1, "replayed on after a failed check");
+    CHECK(api->device_info(d, &info, &err) == RF_OK && strstr(info.note, "graphs are off"), "'%s'", info.note);
+    hip_emu_stale_graphs(0);
+    api->device_close(d);
+}
+
 /* A consumer on another queue without queue_after reads garbage under late execution; with it the values
  * are right. */
 static void test_missing_wait() {
@@ -1407,7 +1638,7 @@ static std::vector<float> everything(rf_error *err) {
 
 static bool leaks(const hip_emu_counts &a, const hip_emu_counts &b) {
     return a.allocations != b.allocations || a.host_allocations != b.host_allocations || a.streams != b.streams ||
-           a.events != b.events;
+           a.events != b.events || a.graphs != b.graphs;
 }
 
 /* The n-th call of the runtime fails, for every n: a text that names the call, nothing lost, and all works
@@ -1580,6 +1811,8 @@ int main(int argc, char **argv) {
     RUN(test_kv_store);
     RUN(test_attention);
     RUN(test_together);
+    RUN(test_glu_launch);
+    RUN(test_decode_step);
     RUN(test_small_model);
     RUN(test_queued_steps);
     RUN(test_times);
@@ -1587,6 +1820,8 @@ int main(int argc, char **argv) {
     RUN(test_refusals);
     RUN(test_threads);
 #ifdef RF_TEST_EMU
+    RUN(test_matrix_units);
+    RUN(test_stale_graphs);
     RUN(test_missing_wait);
     RUN(test_orders);
     RUN(test_failing_calls);
@@ -1597,9 +1832,9 @@ int main(int argc, char **argv) {
     for (size_t i = 0; i < devices.size(); i++) api->device_close(devices[i]);
 #ifdef RF_TEST_EMU
     hip_emu_counts c = hip_emu_get_counts();
-    if (c.allocations || c.host_allocations || c.streams || c.events) {
-        printf("left: %u allocations, %u pinned, %u streams, %u events\n", c.allocations, c.host_allocations,
-               c.streams, c.events);
+    if (c.allocations || c.host_allocations || c.streams || c.events || c.graphs) {
+        printf("left: %u allocations, %u pinned, %u streams, %u events, %u graphs\n", c.allocations,
+               c.host_allocations, c.streams, c.events, c.graphs);
         return 1;
     }
 #endif
