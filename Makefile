@@ -72,6 +72,10 @@ $(B)/%: examples/%.c rocmforge.h
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
+# most suites are not about the vector kernels, which take a compiler a minute
+PORTABLE = $(filter-out %/test_kernels %/test_model,$(TESTS))
+$(PORTABLE): override CFLAGS += -DROCMFORGE_NO_SIMD
+
 $(B)/%: tests/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)

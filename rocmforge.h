@@ -11146,7 +11146,10 @@ ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m) {
     st.evictions = atomic_load(&s->evictions);
     st.device_allocations = atomic_load(&s->device_allocations);
     st.wait_seconds = 1e-9 * (double)atomic_load(&s->wait_ns);
-    st.load_seconds = 1e-9 * (double)atomic_load(&s->load_ns);
+    pthread_mutex_lock(&m->store->lock);
+    double busy = s->n_jobs ? rfi_now() - s->busy_since : 0;
+    pthread_mutex_unlock(&m->store->lock);
+    st.load_seconds = 1e-9 * (double)atomic_load(&s->load_ns) + busy;
     st.bytes_read = atomic_load(&s->bytes_read);
     if (st.load_seconds > 0) st.gb_per_second = 1e-9 * (double)atomic_load(&s->bytes_total) / st.load_seconds;
     return st;
