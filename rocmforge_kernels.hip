@@ -977,17 +977,14 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
  * registers of the last ones are free, and the first ones before the kernel before this one has ended. Which lane adds
  * which products, and in what order, depends on the type and n_in alone. */
 
-#if defined(RFK_ROWS_BLOCK)
-#elif defined(RFK_NVIDIA)
+#if defined(RFK_NVIDIA)
 #define RFK_ROWS_BLOCK 1024 /* one block fills half of a multiprocessor: the next kernel's blocks come beside it */
 #define RFK_ROWS_RESIDENT 1
 #else
 #define RFK_ROWS_BLOCK 512
 #define RFK_ROWS_RESIDENT 2
 #endif
-#ifndef RFK_ROWS_STRIPS
 #define RFK_ROWS_STRIPS 2
-#endif
 #define RFK_MAX_COLUMN 32768u /* values: 1.5 bytes of shared memory each                    */
 #if defined(RFK_NVIDIA)
 #define RFK_ROWS_BOUNDS __launch_bounds__(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT)
@@ -996,32 +993,12 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
 #endif
 #define RFK_PARTIALS 1024     /* partial sums of squares of a norm, whatever the block's size */
 
-/* Weights that the next launches will read: a launch asks for them while the memory would rest. Only a hint. */
-#define RFK_AHEADS 3
-struct rfk_ahead {
-    const uint8_t *p[RFK_AHEADS];
-    uint32_t lines[RFK_AHEADS]; /* of 128 bytes */
-};
-
-/* All threads of all blocks: thread number `thread` of `threads`. */
-RFK_DEVICE void rfk_look_ahead(const rfk_ahead &a, uint32_t thread, uint32_t threads) {
-#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
-    RFK_UNROLL(3)
-    for (int i = 0; i < RFK_AHEADS; i++)
-        for (uint32_t k = thread; k < a.lines[i]; k += threads)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(a.p[i] + (size_t)k * 128));
-#else
-    (void)a, (void)thread, (void)threads;
-#endif
-}
-
 struct rfk_rows_args {
     rfk_product part[RFK_PRODUCTS]; /* glu: the gates and what they multiply                 */
     const float *x;                 /* NULL: the column is x8's                              */
     const uint8_t *norm;            /* NULL: no norm                                         */
     float *norm_out;                /* the normed values for others; NULL: nobody wants them */
     rfk_int8_rows x8;
-    rfk_ahead ahead;
     uint32_t n_in, norm_type, glu;
     float eps;
 };
@@ -1434,7 +1411,6 @@ static __global__ void RFK_ROWS_BOUNDS rfk_rows(rfk_rows_args a) {
     default: break;
     }
 #undef RFK_ROWS_CASE
-    rfk_look_ahead(a.ahead, blockIdx.x * RFK_ROWS_BLOCK + threadIdx.x, gridDim.x * RFK_ROWS_BLOCK);
 }
 
 /* ---- matrix units ----
@@ -2387,7 +2363,6 @@ struct rfk_row_attention_args {
     uint32_t *tickets; /* [kv head] splits that are done; 0 between launches                */
     rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted                           */
     const rf_step_row *rows;
-    rfk_ahead ahead;
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_ctx;
     float eps[2], scale;
 };
@@ -2598,8 +2573,6 @@ static __global__ void __launch_bounds__(RFK_BLOCK, G > 4 ? 1 : 2) rfk_row_atten
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_row_attention(rfk_row_attention_args a) {
 #endif
     RFK_SHARED(rfk_row_shared<G>, s);
-    rfk_look_ahead(a.ahead, (blockIdx.y * gridDim.x + blockIdx.x) * RFK_BLOCK + threadIdx.x,
-                   gridDim.x * gridDim.y * RFK_BLOCK);
     /* written before the kernel before this one began: the step's row, the angles, keys and values of older positions */
     const rf_step_row row = a.rows[0];
     const uint32_t n = (uint32_t)row.pos + 1, kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads;
@@ -3436,12 +3409,6 @@ static void rfk_weight_clear(rf_table *t, uint32_t slot) {
 
 #define RFK_FEW_COLS 8u   /* matvec up to here, tiles beyond            */
 #define RFK_SPLIT_ROWS 8u /* steps up to here split attention           */
-#ifndef RFK_AHEAD_BYTES
-#define RFK_AHEAD_BYTES ((uint64_t)8 << 20) /* asked for by a matvec for the next one */
-#endif
-#ifndef RFK_ATTENTION_AHEAD_BYTES
-#define RFK_ATTENTION_AHEAD_BYTES ((uint64_t)20 << 20)
-#endif
 #define RFK_MAX_TILE_SPLITS 16u
 #define RFK_MAX_SPLITS 64u
 #define RFK_SPLIT_CELLS 256u
@@ -4366,25 +4333,6 @@ static uint32_t rfk_divide_blocks(const rfk_launching *l, rfk_rows_args *a, uint
     return end;
 }
 
-/* What launches behind f will read first, up to so many bytes. */
-static void rfk_find_ahead(const rf_prepared *p, const rfk_fused *f, uint64_t bytes, rfk_ahead *out) {
-    uint32_t n = 0;
-    memset(out, 0, sizeof *out);
-    for (const rfk_fused *next = f + 1; next < p->fused + p->n_fused && n < RFK_AHEADS; next++) {
-        if (next->kind != RFK_FUSED_ROWS) continue;
-        for (uint32_t i = 0; i < next->n_products && n < RFK_AHEADS && bytes >= 128; i++) {
-            const rf_op *op = &p->plan->ops[next->products + i];
-            uint64_t all = rfk_weight_bytes(&p->plan->weights[op->weight]);
-            if (next->glu != RF_NONE && all > bytes / 2) all = bytes / 2;
-            if (all > bytes) all = bytes;
-            out->p[n] = p->table->slots[op->weight].w.plane[0];
-            out->lines[n++] = (uint32_t)(all / 128);
-            bytes -= all;
-        }
-        if (f->kind != RFK_FUSED_ATTENTION) break; /* memory rests for long during attention alone */
-    }
-}
-
 static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
     const rf_op *ops = p->plan->ops;
@@ -4407,7 +4355,6 @@ static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
     }
     a.n_in = l->op->n_in;
     a.glu = f->glu != RF_NONE;
-    rfk_find_ahead(p, f, RFK_AHEAD_BYTES, &a.ahead);
     uint32_t blocks = rfk_divide_blocks(l, &a, p->dev->info.compute_units * RFK_ROWS_RESIDENT);
     rfk_config c = {dim3(blocks), dim3(RFK_ROWS_BLOCK), a.n_in / 64 * 96, p->capturing && p->dev->early,
                     l->q->stream};
@@ -4445,7 +4392,6 @@ static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
     a.x8 = p->x8;
     if (!f->to_int8) a.x8.q = NULL;
     a.rows = p->rows;
-    rfk_find_ahead(p, f, RFK_ATTENTION_AHEAD_BYTES, &a.ahead);
     a.n_heads = op->n_heads;
     a.n_kv_heads = op->n_kv_heads;
     a.head_dim = op->head_dim;
