@@ -3070,6 +3070,7 @@ static void rfi_reports_give(rfi_store *s) { /* lock held, released meanwhile */
         if (cancel) rfi_loader_cancel(s);
     }
     s->report_running = 0;
+    pthread_cond_broadcast(&s->changed);
 }
 
 /* ---- device memory ---- */
@@ -3152,6 +3153,7 @@ static void rfi_tensor_drop(rfi_store *s, rfi_tensor *t) { /* lock held */
     if (t->in_place) rfi_gguf_release_pages(s->g, &t->info);
     else (t->streamed ? &s->ring : &s->slabs[t->slab])->n_bound--;
     t->bound = 0;
+    t->n_loads++; /* what a staging buffer still learns of its copy concerns nobody */
     memset(&t->written, 0, sizeof t->written);
     memset(&t->last_use, 0, sizeof t->last_use);
 }
@@ -3801,10 +3803,10 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
     if (idle) {
         s->stream_paused = 1;
         rfi_loader_cancel(s);
-        while (s->n_jobs || s->n_running) pthread_cond_wait(&s->changed, &s->lock);
-        s->stream_paused = 0;
+        while (s->n_jobs) pthread_cond_wait(&s->changed, &s->lock);
     }
     if (in_lane && s->n_uses) rfi_stream_reset(s);
+    if (idle) s->n_uses = 0, s->stream_paused = 0; /* until it is arranged anew; readers end */
     for (uint32_t slot = 0; slot < s->plan.n_weights; slot++)
         if (!s->tensors[slot].streamed) left += !rfi_store_evict(s, slot);
         else left += !rfi_cell_is_unloaded(&s->tensors[slot].cell);
@@ -10963,13 +10965,13 @@ static rf_result rfi_model_store(rf_model *m, const rf_model_desc *desc, rf_erro
 static void rfi_model_drop_store(rf_model *m) {
     rfi_store *s = m->store, **at = &m->device->stores;
     if (!s) return;
-    pthread_mutex_lock(&m->device->lot.mutex);
     if (s->progress_owner == m) { /* its callback ends with it; one that runs is waited for */
         pthread_mutex_lock(&s->lock);
         s->desc.progress_fn = NULL;
         while (s->report_running) pthread_cond_wait(&s->changed, &s->lock);
         pthread_mutex_unlock(&s->lock);
     }
+    pthread_mutex_lock(&m->device->lot.mutex);
     int last = --s->n_models == 0;
     while (last && *at != s) at = &(*at)->next;
     if (last) *at = s->next;
