@@ -1198,6 +1198,7 @@ static void test_decode_step() {
     };
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (size_t d = 0; d < devices.size(); d++) {
+            if (!full && devices.size() > 1 && i % devices.size() != d) continue; /* wave sizes by turns */
             const DecoderShape &c = shapes[i];
             std::vector<float> ops = decoder_run(devices[d], c, 2, false), one = decoder_run(devices[d], c, 1, false);
             std::vector<double> want(ops.begin(), ops.end());
