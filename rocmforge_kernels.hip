@@ -107,6 +107,16 @@
 
 #define RFK_DEVICE static __device__ __forceinline__
 
+/* Lanes of a wave of the GPU that is being compiled for, 0 where that is not known: kernels for the other size are never
+ * launched there and stay empty, so that their registers are nobody's concern. */
+#if defined(__GFX9__)
+#define RFK_TARGET_WAVE 64
+#elif defined(__GFX10__) || defined(__GFX11__) || defined(__GFX12__)
+#define RFK_TARGET_WAVE 32
+#else
+#define RFK_TARGET_WAVE 0
+#endif
+
 /* c + the products of four signed bytes. */
 RFK_DEVICE int rfk_dot4(int a, int b, int c) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
@@ -1864,6 +1874,7 @@ static __global__ void __launch_bounds__(RFK_BLOCK, 3) rfk_matmul(rfk_tiles_args
 #else
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul(rfk_tiles_args t) {
 #endif
+    if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
     RFK_SHARED(rfk_tile_shared, s);
     /* waves: 2 x 4 of 32 lanes, or 2 x 2 of 64 */
     const int N = 256 / WAVE, RT = 2, CT = COLS * WAVE / 2048, ACROSS = 128 / WAVE;
