@@ -3006,6 +3006,7 @@ struct rfi_store {
 
     pthread_mutex_t lock; /* guards what follows, and the lower part of every tensor */
     pthread_cond_t changed;
+    uint64_t n_changes; /* of what loader and waiters look at: who released the lock sees here what it missed */
     rfi_slab slabs[RFI_MAX_SLABS];
     uint32_t n_slabs;
     rfi_slab ring;
@@ -3037,6 +3038,16 @@ struct rfi_store {
     _Atomic uint64_t tensors_loaded, bytes_loaded, bytes_total, bytes_read, device_bytes, hits, misses, loads, failures,
         evictions, device_allocations, wait_ns, load_ns;
 };
+
+static void rfi_changed(rfi_store *s) { /* lock held */
+    s->n_changes++;
+    pthread_cond_broadcast(&s->changed);
+}
+
+/* Sleep until something changes, unless it has since n_changes was `seen`. */
+static void rfi_wait_change(rfi_store *s, uint64_t seen) { /* lock held, released meanwhile */
+    if (s->n_changes == seen) pthread_cond_wait(&s->changed, &s->lock);
+}
 
 static uint32_t rfi_slot_of(const rfi_store *s, const rfi_tensor *t) { return (uint32_t)(t - s->tensors); }
 
@@ -3070,7 +3081,7 @@ static void rfi_reports_give(rfi_store *s) { /* lock held, released meanwhile */
         if (cancel) rfi_loader_cancel(s);
     }
     s->report_running = 0;
-    pthread_cond_broadcast(&s->changed);
+    rfi_changed(s);
 }
 
 /* ---- device memory ---- */
@@ -3085,7 +3096,7 @@ static rf_result rfi_slab_create(rfi_store *s, rfi_slab *slab, rf_error *err) { 
     rf_result r = s->device->api->mem_create(s->device->dev, slab->size_bytes, &mem, err);
     pthread_mutex_lock(&s->lock);
     slab->creating = 0;
-    pthread_cond_broadcast(&s->changed);
+    rfi_changed(s);
     if (r != RF_OK) return r;
     slab->mem = mem;
     atomic_fetch_add(&s->device_allocations, 1);
@@ -3226,7 +3237,7 @@ static void rfi_job_end_if_over(rfi_store *s, rfi_tensor *t) { /* lock held */
         rfi_cell_settle(&t->cell, &s->lot,
                         t->err.code == RF_OK ? (uint64_t)RFI_READY - RFI_LOADING : (uint64_t)0 - RFI_LOADING,
                         &t->err);
-    pthread_cond_broadcast(&s->changed);
+    rfi_changed(s);
 }
 
 /* End every load: those at work see it at their next piece. */
@@ -3237,7 +3248,7 @@ static void rfi_loader_cancel(rfi_store *s) { /* lock held */
         next = t->next_job;
         rfi_job_end_if_over(s, t);
     }
-    pthread_cond_broadcast(&s->changed);
+    rfi_changed(s);
 }
 
 /* ---- staging ---- */
@@ -3391,7 +3402,7 @@ static void rfi_piece_run(rfi_store *s, const rfi_piece *p) { /* lock held, rele
     if (ticket.value > t->written.value) t->written = ticket;
     t->n_busy--;
     rfi_job_end_if_over(s, t);
-    pthread_cond_broadcast(&s->changed);
+    rfi_changed(s);
     rfi_reports_give(s);
 }
 
@@ -3426,10 +3437,11 @@ static int rfi_ring_free_one(rfi_store *s) { /* lock held, released meanwhile */
     pthread_mutex_lock(&s->lock);
     s->stream_freeing = 0;
     if (r != RF_OK && s->stream_err.code == RF_OK) s->stream_err = err;
-    pthread_cond_broadcast(&s->changed);
-    if (!rfi_store_evict(s, rfi_slot_of(s, t))) return 0;
-    s->stream_freed++;
-    return 1;
+    int freed = rfi_store_evict(s, rfi_slot_of(s, t));
+    s->stream_freed += (uint64_t)freed;
+    if (freed) rfi_changed(s);
+    else pthread_cond_broadcast(&s->changed); /* no change worth another try: rfi_stream_release will be one */
+    return freed;
 }
 
 /* Begin the load of the next use, if there is room for it. */
@@ -3481,13 +3493,14 @@ static void *rfi_reader_run(void *arg) {
     rfi_piece piece;
     pthread_mutex_lock(&s->lock);
     while (!s->quit) {
+        uint64_t seen = s->n_changes;
         if (rfi_loader_next(s, &piece)) rfi_piece_run(s, &piece);
-        else if (s->n_jobs || (s->n_uses && !s->stream_paused)) pthread_cond_wait(&s->changed, &s->lock);
+        else if (s->n_jobs || (s->n_uses && !s->stream_paused)) rfi_wait_change(s, seen);
         else break;
     }
     if (--s->n_running == 0) rfi_stages_release(s);
     reader->ended = 1;
-    pthread_cond_broadcast(&s->changed);
+    rfi_changed(s);
     pthread_mutex_unlock(&s->lock);
     return NULL;
 }
@@ -3503,7 +3516,7 @@ static void rfi_loader_start(rfi_store *s) { /* lock held */
         reader->started = 1;
         s->n_running++;
     }
-    pthread_cond_broadcast(&s->changed);
+    rfi_changed(s);
 }
 
 /* Have the readers load the tensors of a layer (or, layers == NULL, all), in the order of the policy. */
@@ -3589,6 +3602,7 @@ static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, ui
     pthread_mutex_lock(&s->lock);
     while (r == RF_OK && !(s->stream_loaded > s->stream_used + n_held && rfi_cell_try_pin(&t->cell, &s->lot))) {
         waited = 1;
+        uint64_t seen = s->n_changes;
         int working = rfi_loader_next(s, &piece);
         if (working) rfi_piece_run(s, &piece);
         if (s->stream_err.code != RF_OK) {
@@ -3597,7 +3611,7 @@ static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, ui
         } else if (atomic_load(&s->epoch) != epoch) {
             r = rfi_fail(err, RF_ERR_CANCELLED, slot, "loading of %s was cancelled", s->plan.weights[slot].name);
         } else if (!working && !(s->stream_loaded > s->stream_used + n_held && rfi_cell_is_ready(&t->cell))) {
-            pthread_cond_wait(&s->changed, &s->lock);
+            rfi_wait_change(s, seen);
         }
     }
     pthread_mutex_unlock(&s->lock);
@@ -3615,7 +3629,7 @@ static void rfi_stream_release(rfi_store *s, const uint32_t *slots, uint32_t n, 
         rfi_store_unpin(s, slots[i]);
     }
     if (last_use) s->stream_used += n;
-    pthread_cond_broadcast(&s->changed);
+    rfi_changed(s);
     pthread_mutex_unlock(&s->lock);
 }
 
@@ -3644,7 +3658,7 @@ static void rfi_stream_reset(rfi_store *s) { /* lock held, released meanwhile */
     s->stream_loaded = s->stream_used = s->stream_freed = 0;
     rfi_clear(&s->stream_err);
     s->stream_paused = 0;
-    pthread_cond_broadcast(&s->changed);
+    rfi_changed(s);
 }
 
 /* The walk through the plan begins. */

@@ -21,7 +21,7 @@ exec unshare -m sh -e -c '
     mount --rbind / "$root/host"
     mount --rbind /proc "$root/proc"
     mount --rbind /tmp "$root/tmp"
-    exec chroot "$root" sh -c "cd \"\$0\" && exec hipcc \"\$@\"" "/host$here" "$@"' sh "$root" "$PWD" "$@"
+    exec chroot "$root" sh -c "cd \"\$0\" && exec /usr/bin/hipcc \"\$@\"" "/host$here" "$@"' sh "$root" "$PWD" "$@"
 WRAPPER
 chmod +x "$root/hipcc"
 "$root/hipcc" --version
