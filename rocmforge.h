@@ -414,7 +414,8 @@ typedef struct rf_model_info {
  * Returns RF_OK; RF_ERR_UNSUPPORTED (architecture, tensor type, feature: by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND
  * (a tensor or key is missing: the text lists the names tried); RF_ERR_MEMORY; RF_ERR_DEVICE.
  * Models of one rf_gguf on one device share their weights, and what the first one's desc says about loading.
- * Memory O(tensors).   Cost O(metadata).   Threads any. The model is shared by any number of threads. */
+ * Memory at most 32 x metadata bytes + 256 KiB, with file and tokenizer, whatever the file claims.   Cost O(metadata).
+ * Threads any. The model is shared by any number of threads. */
 ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_desc *desc, rf_model **out,
                                       rf_error *err);
 
@@ -1933,13 +1934,22 @@ static int rfi_gguf_u64(rfi_gguf_reader *r, const char *what, uint64_t *out) {
     return p != NULL;
 }
 
+/* A name whose length is wrong: the printable bytes where it begins usually say which one it is. */
+static int rfi_gguf_bad_name(rfi_gguf_reader *r, const char *what, uint64_t at, uint64_t len, uint64_t max) {
+    char begins[RFI_GGUF_SHOW_BYTES];
+    uint64_t n = 0, most = rfi_min_u64(rfi_min_u64(len, rfi_gguf_left(r)), 64);
+    if (!rfi_gguf_take(r, most, what)) return 0;
+    while (n < most && r->part->meta[at + n] >= 0x20 && r->part->meta[at + n] < 0x7f) n++;
+    rfi_gguf_show(begins, r->part, at, n);
+    return rfi_gguf_bad(r, RF_ERR_FORMAT, at - 8, "%s length is %llu, want 1..%llu%s%s%s", what, RFI_LLU(len),
+                        RFI_LLU(max), n ? ": '" : "", begins, n ? "'" : "");
+}
+
 /* Length and bytes of a string; *at is where the bytes begin. max 0: any length; else 1..max. */
 static int rfi_gguf_string(rfi_gguf_reader *r, const char *what, uint64_t max, uint64_t *at, uint64_t *len) {
     if (!rfi_gguf_u64(r, what, len)) return 0;
     *at = r->at;
-    if (max && (*len == 0 || *len > max))
-        return rfi_gguf_bad(r, RF_ERR_FORMAT, *at - 8, "%s length is %llu, want 1..%llu", what, RFI_LLU(*len),
-                            RFI_LLU(max));
+    if (max && (*len == 0 || *len > max)) return rfi_gguf_bad_name(r, what, *at, *len, max);
     if (*len > rfi_gguf_left(r))
         return rfi_gguf_bad(r, RF_ERR_FORMAT, *at - 8, "%s length is %llu, the file has %llu bytes left", what,
                             RFI_LLU(*len), RFI_LLU(rfi_gguf_left(r)));
@@ -2533,7 +2543,8 @@ static void rfi_gguf_hold(rf_gguf *g) { atomic_fetch_add(&g->n_users, 1u); }
 static void rfi_gguf_drop(rf_gguf *g) { atomic_fetch_sub(&g->n_users, 1u); }
 static const rf_allocator *rfi_gguf_allocator(const rf_gguf *g) { return &g->allocator; }
 static const rfi_log *rfi_gguf_log(const rf_gguf *g) { return &g->log; }
-static const char *rfi_gguf_path(const rf_gguf *g) { return g->path; }
+/* The file in messages: its name only, so that a long path leaves room for what is wrong. */
+static const char *rfi_gguf_path(const rf_gguf *g) { return rfi_path_label(g->path); }
 
 /* The tensor's bytes where they are mapped or in memory; NULL if they must be read. */
 static const void *rfi_gguf_map(const rf_gguf *g, const rf_tensor_info *t) {
@@ -4094,6 +4105,21 @@ static int rfi_key_find(const rf_gguf *g, const rfi_arch *arch, const char *suff
     return rf_gguf_find_kv(g, name, kv) == RF_OK;
 }
 
+/* A key that is there does not fit the others: "FILE: KEY at byte N: what is wrong". */
+__attribute__((format(printf, 5, 6)))
+static rf_result rfi_fail_at_key(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_error *err,
+                                 const char *format, ...) {
+    char name[96], what[RF_ERROR_TEXT_BYTES];
+    rf_kv kv;
+    va_list args;
+    rfi_key_find(g, arch, suffix, &kv, name, sizeof name);
+    va_start(args, format);
+    vsnprintf(what, sizeof what, format, args);
+    va_end(args);
+    return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: %s", rfi_gguf_path(g), name,
+                    RFI_LLU(kv.where), what);
+}
+
 /* One unsigned hyperparameter (element `il` if the file gives an array with one per layer). Absent: `absent`, or an
  * error if `required`. */
 typedef struct rfi_uint_key {
@@ -4253,11 +4279,10 @@ static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *er
         r = rfi_key_uint(g, c->arch, &kv_heads, il, c->n_layers, &l->n_kv_heads, err);
         if (r == RF_OK) r = rfi_key_uint(g, c->arch, &ff, il, c->n_layers, &l->n_ff, err);
         if (r != RF_OK) return r;
-        if (l->n_heads % l->n_kv_heads)
-            return rfi_fail(
-                err, RF_ERR_FORMAT, il,
-                "%s: %s.attention.head_count_kv: layer %u has %u heads on %u key/value heads, want a divisor",
-                rfi_gguf_path(g), c->arch->name, il, l->n_heads, l->n_kv_heads);
+        if (l->n_heads % l->n_kv_heads) /* the key is there: absent, it divides */
+            return rfi_fail_at_key(g, c->arch, kv_heads.suffix, err,
+                                   "layer %u has %u heads on %u key/value heads, want a divisor", il, l->n_heads,
+                                   l->n_kv_heads);
     }
     return RF_OK;
 }
@@ -4285,16 +4310,19 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
 
     uint32_t n_heads = c->layers[0].n_heads;
     uint32_t by_width = c->n_embd % n_heads ? 0 : c->n_embd / n_heads; /* 0: then the file must say */
-    const rfi_uint_key key_length = {"attention.key_length", 1, 1 << 14, by_width, by_width == 0};
+    const rfi_uint_key key_length = {"attention.key_length", 1, 1 << 14, by_width, 0};
     r = rfi_key_uint(g, c->arch, &key_length, 0, 0, &c->head_dim, err);
+    if (r == RF_OK && c->head_dim == 0)
+        r = rfi_fail_at_key(g, c->arch, "attention.head_count", err,
+                            "%u heads on %s.embedding_length %u, want a divisor or %s.attention.key_length", n_heads,
+                            c->arch->name, c->n_embd, c->arch->name);
     const rfi_uint_key value_length = {"attention.value_length", 1, 1 << 14, by_width ? by_width : c->head_dim,
                                        0};
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &value_length, 0, 0, &c->head_dim_v, err);
     const rfi_uint_key n_rot = {"rope.dimension_count", 2, c->head_dim, c->head_dim & ~1u, 0};
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_rot, 0, 0, &c->n_rot, err);
     if (r == RF_OK && c->n_rot % 2)
-        r = rfi_fail(err, RF_ERR_FORMAT, 0, "%s: %s.rope.dimension_count is %u, want an even number",
-                     rfi_gguf_path(g), c->arch->name, c->n_rot);
+        r = rfi_fail_at_key(g, c->arch, n_rot.suffix, err, "want an even number, found %u", c->n_rot);
     return r == RF_OK ? rfi_config_rope(g, c, err) : r;
 }
 

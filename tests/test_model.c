@@ -1228,7 +1228,7 @@ static const struct {
     {"llama.attention.head_count", DROP, 0, RF_ERR_NOT_FOUND, "llama.attention.head_count", {0}},
     {"llama.attention.head_count", SET, 0, RF_ERR_FORMAT, "llama.attention.head_count", {0}},
     {"llama.attention.head_count", SET, 3, RF_ERR_FORMAT, "llama.attention.head_count_kv", {0}},
-    {"llama.attention.head_count", SET, 6, RF_ERR_NOT_FOUND, "llama.attention.key_length", {0}},
+    {"llama.attention.head_count", SET, 6, RF_ERR_FORMAT, "llama.attention.key_length", {0}},
     {"llama.attention.head_count", SET, 8, RF_ERR_FORMAT, "blk.0.attn_k.weight", {0}},
     {"llama.attention.head_count", MORE, 0, RF_ERR_FORMAT, "llama.attention.head_count", {.more_kv = three_heads}},
     {"llama.attention.head_count", MORE, 0, RF_ERR_FORMAT, "llama.attention.head_count", {.more_kv = real_heads}},
