@@ -43,6 +43,21 @@ hip-check:    ## compile the kernels for all AMD GPUs that hipcc knows: no spill
 check-c: $(TESTS)    ## run the C suites alone (see the Makefile for sanitizer builds)
 	sh tests/run.sh $(B) $(TESTS)
 
+FUZZ_SECONDS = 60
+FUZZ_JOBS    = 2
+FUZZ_TARGETS = gguf tokenizer template cli
+fuzz: $(B)/fuzz $(B)/test_fuzz    ## fuzz each target (clang); FUZZ_SECONDS=60 FUZZ_JOBS=2, corpora stay in build/fuzz.d
+	@mkdir -p $(B)/fuzz.d && ./$(B)/test_fuzz seeds $(B)/fuzz.d
+	printf '%s\n' $(FUZZ_TARGETS) | xargs -P $(FUZZ_JOBS) -I T sh -c './$(B)/fuzz T -dict=tests/fuzz.dict -timeout=5 \
+	  -rss_limit_mb=2048 -max_len=16384 -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 -verbosity=0 \
+	  -artifact_prefix=$(B)/fuzz.d/T- $(B)/fuzz.d/T >$(B)/fuzz.d/T.log 2>&1 || { tail -n 40 $(B)/fuzz.d/T.log; exit 1; }'
+	@for t in $(FUZZ_TARGETS); do echo "$$t: $$(sed -n 's/^stat::number_of_executed_units: *//p' $(B)/fuzz.d/$$t.log) inputs"; done
+
+$(B)/fuzz: tests/test_fuzz.c examples/rocmforge_cli.c $(HEADERS)
+	@mkdir -p $(@D)
+	clang -g -O1 -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=fuzzer,address,undefined -DRF_LIBFUZZER \
+	  -DROCMFORGE_NO_SIMD -I. $< -o $@ $(LIBS)
+
 gpu:    ## build the programs for AMD GPUs as build/*_gpu; GPU_ARCH=gfx1100
 	@mkdir -p $(B)
 	$(HIPCC) -O3 --offload-arch=$(or $(GPU_ARCH),gfx1100) -c rocmforge_kernels.hip -o $(B)/kernels_gpu.o
@@ -80,6 +95,8 @@ $(B)/%: tests/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
+$(B)/test_fuzz: examples/rocmforge_cli.c
+
 $(B)/kernels_emu.o: rocmforge_kernels.hip $(HEADERS)
 	@mkdir -p $(@D)
 	$(CXX) -std=c++11 $(CFLAGS) -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c $< -o $@
@@ -95,4 +112,4 @@ $(B)/rocmforge_cli_emu: examples/rocmforge_cli.c $(B)/kernels_emu.o
 	$(CC) $(CFLAGS) -I. -c $< -o $@.o
 	$(CXX) $(CFLAGS) $@.o $(B)/kernels_emu.o -o $@ $(LIBS)
 
-.PHONY: all run test test-emu test-emu-full test-gpu hip-check check-c gpu gpu-nvidia deps clean help
+.PHONY: all run fuzz test test-emu test-emu-full test-gpu hip-check check-c gpu gpu-nvidia deps clean help

@@ -275,6 +275,33 @@ static void judge(const expectation *e, const outcome *o, score *s) {
     s->good[kind] += (unsigned)good;
 }
 
+/* The base file cut at every byte is refused at open. What is cut in the metadata, or just behind it, lies in a block
+ * of exactly its size, so that a sanitizer sees any read beyond it; tensor bytes are not read at open. */
+static void check_truncation(const corpus *c) {
+    char path[400];
+    size_t n_bytes = 0;
+    rf_gguf *g;
+    rf_error err;
+    snprintf(path, sizeof path, "%s/base.gguf", c->dir);
+    char *data = read_whole(path, &n_bytes);
+    REQUIRE(data && rf_gguf_open_memory(data, n_bytes, NULL, &g, &err) == RF_OK, "no base file");
+    size_t head = (size_t)rf_gguf_get_info(g).metadata_bytes;
+    CHECK(rf_gguf_close(g, NULL) == RF_OK, "busy");
+    unsigned cuts = 0;
+    size_t step = n_bytes < 200000 ? 1 : 61; /* of the tensor bytes of the larger file not every one: time */
+    for (size_t n = 0; n < n_bytes; n += n < head + 64 ? 1 : step, cuts++) {
+        char *cut = n < head + 64 ? (char *)malloc(n + !n) : data;
+        REQUIRE(cut != NULL, "out of memory");
+        if (cut != data) memcpy(cut, data, n);
+        rf_result r = rf_gguf_open_memory(cut, n, NULL, &g, &err);
+        CHECK(r == RF_ERR_FORMAT && !g && strstr(err.text, " byte ") && err.where <= n, "%zu bytes: %s: %s", n,
+              rf_result_name(r), err.text);
+        if (cut != data) free(cut);
+    }
+    printf("    %u truncations\n", cuts);
+    free(data);
+}
+
 static void check_corpus(int dim) {
     corpus c = {0};
     score s = {0};
@@ -294,6 +321,7 @@ static void check_corpus(int dim) {
     CHECK(s.says_byte * 100 >= s.with_at * 95, "only %u of %u messages say a byte", s.says_byte, s.with_at);
     CHECK(s.says_what * 100 >= s.with_what * 95, "only %u of %u messages name the field", s.says_what, s.with_what);
     munmap(all, c.n * sizeof *all);
+    check_truncation(&c);
     free(c.files);
     free(c.text);
 }

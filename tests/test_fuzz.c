@@ -1,0 +1,655 @@
+/* test_fuzz.c: untrusted bytes in every place where the library or the program in examples/ takes them. One source:
+ *     build/test_fuzz                          the suite: seeds, truncations, a few mutations
+ *     build/test_fuzz mutate N [SEED]          N mutations of the seeds' metadata, through to a token
+ *     build/test_fuzz seeds DIR                write the seeds to DIR/TARGET/
+ *     build/test_fuzz run TARGET FILE...       what a fuzzer found, once more, without the fuzzer
+ *     build/fuzz TARGET [libFuzzer arguments]  the same source with -DRF_LIBFUZZER (`make fuzz`)
+ * A target ends the process if a promise is broken that no sanitizer sees. */
+#define _GNU_SOURCE /* memmem */
+#define main rocmforge_cli_main
+#include "../examples/rocmforge_cli.c"
+#undef main
+
+#include "make_gguf.h"
+#include "rf_life.h"
+#include "rf_test.h"
+
+/* A promise that the input may not break, whatever it is. */
+#define MUST(condition, ...)                                             \
+    do {                                                                 \
+        if (!(condition)) {                                              \
+            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+            fprintf(stderr, "" __VA_ARGS__);                             \
+            fprintf(stderr, "\n");                                       \
+            abort();                                                     \
+        }                                                                \
+    } while (0)
+
+/* ---- input in pieces ---- */
+
+/* The text up to the next separator, as a copy of exactly its length. */
+typedef struct pieces {
+    const unsigned char *at, *end;
+    int more;
+} pieces;
+
+#define SEPARATOR 0x1e
+
+static char *next_piece(pieces *p, size_t *n) {
+    if (!p->more) return NULL;
+    const unsigned char *stop = p->at == p->end ? NULL : memchr(p->at, SEPARATOR, (size_t)(p->end - p->at));
+    *n = (size_t)((stop ? stop : p->end) - p->at);
+    char *text = (char *)malloc(*n + 1);
+    MUST(text != NULL, "out of memory");
+    if (*n) memcpy(text, p->at, *n);
+    text[*n] = 0;
+    p->more = stop != NULL;
+    p->at = stop ? stop + 1 : p->end;
+    return text;
+}
+
+static unsigned next_byte(pieces *p) { return p->at < p->end ? *p->at++ : 0; }
+
+static int is_utf8(const char *text, size_t n) {
+    for (size_t i = 0; i < n;) {
+        uint32_t c, len = utf8_next(text + i, n - i, &c);
+        if (!len) return 0;
+        i += len;
+    }
+    return 1;
+}
+
+/* ---- a file ---- */
+
+static life_stage fuzz_gguf_stage(const unsigned char *data, size_t n) {
+    life l = {0};
+    life_run(&l, &(life_file){.data = data, .size_bytes = n}, 1);
+    MUST(l.stage == LIFE_DONE || (l.err.code < 0 && l.err.text[0]), "a failure without code or text");
+    MUST(l.left == 0, "%llu blocks are left", LLU(l.left));
+    MUST(l.open_peak <= 8 * n + (64u << 10), "opening %zu bytes took %llu", n, LLU(l.open_peak));
+    MUST(l.plan_peak <= 32 * n + (256u << 10), "planning %zu bytes took %llu", n, LLU(l.plan_peak));
+    for (const char *p = l.err.text; *p; p++) MUST(*p >= 0x20 && *p < 0x7f, "byte %d in a message", *p);
+    return l.stage;
+}
+
+static void fuzz_gguf(const unsigned char *data, size_t n) { fuzz_gguf_stage(data, n); }
+
+/* ---- a text ---- */
+
+static mg_buf vocab_file(int bpe, const char *pre) {
+    mg_buf file = {0};
+    mg_gguf w;
+    mg_begin(&w, 3);
+    mg_put_vocab(&w, bpe, pre, 330);
+    mg_finish(&w, &file);
+    return file;
+}
+
+/* A vocabulary of pieces, BPE merges being those that hold a space; the first byte of a piece says its type. */
+static mg_buf piece_vocab_file(pieces *p, int bpe) {
+    mg_buf tokens = {0}, merges = {0}, types = {0}, scores = {0}, file = {0};
+    uint32_t n_tokens = 0, n_merges = 0;
+    mg_gguf w;
+    while (p->more && n_tokens < 500) {
+        size_t n;
+        pieces ahead = *p;
+        char *text = next_piece(&ahead, &n);
+        if (!ahead.more) { /* the last piece is the text */
+            free(text);
+            break;
+        }
+        *p = ahead;
+        uint32_t type = n && text[0] >= '1' && text[0] <= '6' ? (uint32_t)(text[0] - '0') : 1;
+        if (bpe && memchr(text, ' ', n)) {
+            mg_put_text(&merges, text, n), n_merges++;
+        } else {
+            float score = -(float)(n * 7 % 5);
+            mg_put_text(&tokens, text + (n > 0), n - (n > 0)), n_tokens++;
+            mg_put_u32(&types, type);
+            mg_put(&scores, &score, 4);
+        }
+        free(text);
+    }
+    mg_begin(&w, 3);
+    mg_kv_str(&w, "tokenizer.ggml.model", bpe ? "gpt2" : "llama");
+    mg_kv_str(&w, "tokenizer.ggml.pre", "gpt-2");
+    mg_kv_arr(&w, "tokenizer.ggml.tokens", MG_KV_STR, tokens.data, n_tokens, tokens.n);
+    mg_kv_arr(&w, "tokenizer.ggml.token_type", MG_KV_I32, types.data, n_tokens, types.n);
+    if (bpe) mg_kv_arr(&w, "tokenizer.ggml.merges", MG_KV_STR, merges.data, n_merges, merges.n);
+    else mg_kv_arr(&w, "tokenizer.ggml.scores", MG_KV_F32, scores.data, n_tokens, scores.n);
+    mg_finish(&w, &file);
+    mg_free(&tokens), mg_free(&merges), mg_free(&types), mg_free(&scores);
+    return file;
+}
+
+/* Ids to text again, a token at a time. */
+static char *spell(const rf_tokenizer *t, const int32_t *ids, uint32_t n_ids, uint32_t flags, size_t *n) {
+    rf_detokenizer state = {0};
+    char *text = NULL;
+    size_t capacity = 0, bytes = 0;
+    *n = 0;
+    for (uint32_t i = 0; i <= n_ids; i++) {
+        int32_t id = i < n_ids ? ids[i] : -1;
+        uint32_t f = flags | (i == n_ids ? RF_DETOKENIZE_FINISH : 0);
+        rf_detokenizer before = state;
+        rf_result r = rf_detokenize(t, &state, id, f, NULL, 0, &bytes, NULL);
+        MUST(r == RF_OK ? bytes == 0 : r == RF_ERR_ARGUMENT && memcmp(&before, &state, sizeof state) == 0, "token %d", id);
+        if (r == RF_OK) continue; /* nothing to give out, and done */
+        if (*n + bytes > capacity) {
+            capacity = 2 * (*n + bytes) + 64;
+            text = (char *)realloc(text, capacity);
+            MUST(text != NULL, "out of memory");
+        }
+        MUST(rf_detokenize(t, &state, id, f, text + *n, bytes, &bytes, NULL) == RF_OK, "token %d", id);
+        *n += bytes;
+    }
+    return text;
+}
+
+static void check_text(const rf_tokenizer *t, const char *text, size_t n, uint32_t flags, int all_bytes) {
+    uint32_t count = 0, again = 0, n_vocab = rf_tokenizer_get_info(t).n_vocab;
+    rf_result r = rf_tokenize(t, text, n, flags, NULL, 0, &count, NULL);
+    MUST(r == (count ? RF_ERR_ARGUMENT : RF_OK), "%s", rf_result_name(r));
+    MUST(count <= 3 * n + 8, "%zu bytes give %u tokens", n, count);
+    int32_t *ids = (int32_t *)malloc((count + !count) * sizeof *ids); /* exactly: a sanitizer sees one too many */
+    MUST(ids != NULL, "out of memory");
+    MUST(rf_tokenize(t, text, n, flags, ids, count, &again, NULL) == RF_OK && again == count, "%u, then %u", count, again);
+    for (uint32_t i = 0; i < count; i++) MUST(ids[i] >= 0 && (uint32_t)ids[i] < n_vocab, "token %d", ids[i]);
+    size_t n_out;
+    char *out = spell(t, ids, count, RF_DETOKENIZE_SPECIAL, &n_out);
+    MUST(is_utf8(out, n_out), "detokenized text is not UTF-8");
+    free(out);
+    out = spell(t, ids, count, 0, &n_out);
+    if (all_bytes && !(flags & RF_TOKENIZE_SPECIAL) && is_utf8(text, n) && !memmem(text, n, MG_SPACE, 3))
+        MUST(n_out == n && (n == 0 || memcmp(out, text, n) == 0), "other text comes back");
+    free(out);
+    free(ids);
+}
+
+/* First byte: which vocabulary; second: flags; then pieces for a vocabulary, and the text. */
+static void fuzz_tokenizer(const unsigned char *data, size_t n) {
+    static rf_tokenizer *known[RFI_COUNT(rfi_pres) + 1];
+    static mg_buf files[RFI_COUNT(rfi_pres) + 1]; /* open as long as the process */
+    pieces p = {data, data + n, 1};
+    unsigned which = next_byte(&p), flags = next_byte(&p) & (RF_TOKENIZE_SPECIAL | RF_TOKENIZE_ADD);
+    unsigned i = which % (RFI_COUNT(known) + 2);
+    rf_tokenizer *t = NULL;
+    rf_gguf *g = NULL;
+    mg_buf file = {0};
+    if (i < RFI_COUNT(known)) {
+        if (!known[i]) {
+            files[i] = vocab_file(i > 0, i ? rfi_pres[i - 1].name : NULL);
+            MUST(rf_gguf_open_memory(files[i].data, files[i].n, NULL, &g, NULL) == RF_OK &&
+                     rf_tokenizer_open(g, NULL, &known[i], NULL) == RF_OK, "vocabulary %u", i);
+        }
+        t = known[i], g = NULL;
+    } else {
+        file = piece_vocab_file(&p, i == RFI_COUNT(known));
+        MUST(rf_gguf_open_memory(file.data, file.n, NULL, &g, NULL) == RF_OK, "vocabulary");
+        if (rf_tokenizer_open(g, NULL, &t, NULL) != RF_OK) t = NULL;
+    }
+    size_t left = (size_t)(p.end - p.at);
+    char *text = (char *)malloc(left + !left);
+    MUST(text != NULL, "out of memory");
+    if (left) memcpy(text, p.at, left);
+    if (t) check_text(t, text, left, flags, i < RFI_COUNT(known));
+    free(text);
+    if (i >= RFI_COUNT(known)) rf_tokenizer_close(t), mg_free(&file);
+    MUST(rf_gguf_close(g, NULL) == RF_OK, "the file stays busy");
+}
+
+/* ---- a conversation ---- */
+
+/* First byte: template and flags; then pieces: the file's template, and messages whose first byte says the role. */
+static void fuzz_template(const unsigned char *data, size_t n) {
+    static const char *const roles[] = {"system", "user", "assistant", "tool", ""};
+    pieces p = {data, data + n, 1};
+    unsigned options = next_byte(&p), id = next_byte(&p);
+    rf_chat_message messages[64];
+    char *texts[65] = {0};
+    size_t n_bytes = 0, n_texts = 0, count = 0, again = 0;
+    while (n_texts < 65 && (texts[n_texts] = next_piece(&p, &n_bytes))) {
+        char *text = texts[n_texts];
+        if (n_texts) messages[n_texts - 1] = (rf_chat_message){roles[(unsigned char)text[0] % 5], text + (text[0] != 0)};
+        n_texts++;
+    }
+    mg_buf file = {0};
+    mg_gguf w;
+    rf_gguf *g;
+    mg_begin(&w, 3);
+    mg_kv(&w, "tokenizer.chat_template", MG_KV_STR);
+    pieces whole = {data, data + n, 1};
+    next_byte(&whole), next_byte(&whole);
+    char *jinja = next_piece(&whole, &n_bytes); /* with its NULs */
+    mg_put_text(&w.kv, jinja, n_bytes);
+    mg_kv_arr_str(&w, "tokenizer.ggml.tokens", (const char *const[]){"<s>", "</s>", "x", ""}, 4);
+    mg_kv_u32(&w, "tokenizer.ggml.bos_token_id", id & 7);
+    mg_kv_u32(&w, "tokenizer.ggml.eos_token_id", id >> 3 & 7);
+    mg_finish(&w, &file);
+    MUST(rf_gguf_open_memory(file.data, file.n, NULL, &g, NULL) == RF_OK, "file");
+    const char *name = rf_chat_template_name(g);
+    MUST(!name || rfi_chat_by_name(name), "a name that is none");
+    size_t family = options & 15;
+    rf_chat chat = {.template_name = family && family <= RFI_COUNT(rfi_chat_families) ? rfi_chat_families[family - 1].name : NULL,
+                    .messages = messages, .n_messages = (uint32_t)(n_texts ? n_texts - 1 : 0), .open_answer = options >> 4 & 1};
+    const rf_gguf *file_or_none = options & 32 ? NULL : g;
+    rf_error err;
+    rf_result r = rf_chat_format(file_or_none, &chat, NULL, 0, &count, &err);
+    if (r == RF_OK || (r == RF_ERR_ARGUMENT && count > 0)) {
+        char *out = (char *)malloc(count + !count);
+        MUST(out != NULL, "out of memory");
+        MUST(rf_chat_format(file_or_none, &chat, out, count, &again, &err) == RF_OK && again == count, "%s", err.text);
+        free(out);
+    } else {
+        MUST(err.code == r && err.text[0], "a failure without text");
+    }
+    MUST(rf_gguf_close(g, NULL) == RF_OK, "the file stays busy");
+    mg_free(&file);
+    free(jinja);
+    for (size_t i = 0; i < n_texts; i++) free(texts[i]);
+}
+
+/* ---- the command line program ---- */
+
+/* Let what is printed go to memory. */
+typedef struct capture {
+    FILE *out, *err;
+    char *text, *errors;
+    size_t n, n_errors;
+} capture;
+
+static void begin_capture(capture *c) {
+    c->out = stdout, c->err = stderr;
+    FILE *text = open_memstream(&c->text, &c->n), *errors = open_memstream(&c->errors, &c->n_errors);
+    MUST(text && errors, "open_memstream");
+    stdout = text, stderr = errors;
+}
+static void end_capture(capture *c) {
+    fclose(stdout), fclose(stderr);
+    stdout = c->out, stderr = c->err;
+}
+
+/* A JSON string back to its characters, by the grammar of RFC 8259; characters it stands for, or -1. */
+static long json_string(const char *s, size_t n, uint32_t *out) {
+    long count = 0;
+    if (n < 2 || s[0] != '"' || s[n - 1] != '"') return -1;
+    for (size_t i = 1; i < n - 1; count++) {
+        if (s[i] == '"' || (unsigned char)s[i] < 0x20 || (unsigned char)s[i] > 0x7e) return -1;
+        if (s[i] != '\\') {
+            out[count] = (unsigned char)s[i++];
+            continue;
+        }
+        unsigned unit = 0;
+        int used = 0;
+        if (s[i + 1] == '"' || s[i + 1] == '\\') {
+            if (i + 2 > n - 1) return -1;
+            out[count] = (unsigned char)s[i + 1], i += 2;
+        } else if (n - 1 - i >= 6 && sscanf(s + i, "\\u%4x%n", &unit, &used) == 1 && used == 6) {
+            out[count] = unit, i += 6;
+        } else {
+            return -1;
+        }
+    }
+    return count;
+}
+
+static void check_json_string(const char *text, size_t n) {
+    capture c;
+    uint32_t *units = (uint32_t *)malloc((6 * n + 2) * sizeof *units);
+    MUST(units != NULL, "out of memory");
+    begin_capture(&c);
+    put_json(text, n);
+    end_capture(&c);
+    long count = json_string(c.text, c.n, units), at = 0;
+    MUST(count >= 0, "no JSON: %s", c.text);
+    for (size_t i = 0; i < n; at++) { /* UTF-16 units of the text, U+FFFD for what is no UTF-8 */
+        uint32_t code = 0xfffd, len = utf8_next(text + i, n - i, &code);
+        i += len ? len : 1;
+        if (!len) code = 0xfffd;
+        MUST(at < count, "the string is too short");
+        if (code < 0x10000) {
+            MUST(units[at] == code, "U+%04X became U+%04X", code, units[at]);
+        } else {
+            MUST(units[at] == 0xd800 + ((code - 0x10000) >> 10) && at + 1 < count &&
+                     units[at + 1] == 0xdc00 + ((code - 0x10000) & 0x3ff), "U+%04X", code);
+            at++;
+        }
+    }
+    MUST(at == count, "the string is too long");
+    free(units), free(c.text), free(c.errors);
+}
+
+/* The JSON array of token ids: what is accepted is printed and read again as the same. */
+static void check_ids(app *a, const char *text) {
+    ids v = {0}, again = {0};
+    int good = 0;
+    capture c;
+    MUST(parse_ids(a, text, &v, &good) == DONE, "ids");
+    if (good) {
+        int same = 0;
+        begin_capture(&c);
+        print_ids(&v);
+        end_capture(&c);
+        c.text[strcspn(c.text, "\n")] = 0;
+        MUST(parse_ids(a, c.text, &again, &same) == DONE && same && again.len == v.len, "printed as %s", c.text);
+        for (uint32_t i = 0; i < v.len; i++) MUST(v.data[i] >= 0 && v.data[i] == again.data[i], "id %u", i);
+        free(c.text), free(c.errors);
+    }
+    free(v.data), free(again.data);
+}
+
+/* Pieces are the words of a command line. */
+static void check_command_line(app *a, pieces *p) {
+    char *words[34] = {0}, name[] = "rocmforge_cli";
+    int n = 1;
+    size_t n_bytes;
+    capture c;
+    words[0] = name;
+    while (n < 32 && (words[n] = next_piece(p, &n_bytes))) n++;
+    for (size_t i = 0; n > 1 && i < N_COMMANDS; i++)
+        if (strcmp(commands[i].name, words[1]) == 0) a->cmd = &commands[i];
+    if (a->cmd) {
+        begin_capture(&c);
+        int code = parse(a, n, words);
+        end_capture(&c);
+        size_t lines = 0;
+        for (size_t i = 0; i < c.n_errors; i++) lines += c.errors[i] == '\n';
+        MUST(code == DONE ? lines == 0 : code == USAGE && lines == 1, "code %d, %zu lines: %s", code, lines, c.errors);
+        free(c.text), free(c.errors);
+    }
+    for (int i = 1; i < n; i++) free(words[i]);
+}
+
+/* First byte: which input. */
+static void fuzz_cli(const unsigned char *data, size_t n) {
+    pieces p = {data, data + n, 1};
+    unsigned what = next_byte(&p) % 4;
+    size_t left = (size_t)(p.end - p.at);
+    app a = {0};
+    bytes b = {.data = (char *)malloc(left + 1), .len = left, .capacity = left + 1};
+    MUST(b.data != NULL, "out of memory");
+    if (left) memcpy(b.data, p.at, left);
+    b.data[left] = 0;
+    if (what == 0) check_ids(&a, b.data);
+    if (what == 1) check_json_string(b.data, left);
+    if (what == 2 && from_hex(&b)) MUST(b.len == left / 2, "%zu bytes of %zu digits", b.len, left);
+    if (what == 3) check_command_line(&a, &p);
+    free(b.data);
+}
+
+/* ---- targets and their seeds ---- */
+
+/* Vocabularies of 24 tokens: small files are what a fuzzer gets far with. */
+#define N_VOCAB 24
+static void small_spm(mg_gguf *w) {
+    static const char *const tokens[N_VOCAB] = {
+        "<unk>", "<s>", "</s>", "<0x41>", "<0xC3>", "<0xFF>", MG_SPACE, "a", "b", "e", "h", "l", "o", "t", "he", "ll",
+        MG_SPACE "t", "ab", "hell", "hello", MG_SPACE "the", "\xc3\xa9", "<unused>", "<tool>"};
+    static const int32_t types[N_VOCAB] = {2, 3, 3, 6, 6, 6, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 5, 4};
+    float scores[N_VOCAB];
+    for (int i = 0; i < N_VOCAB; i++) scores[i] = types[i] == 1 ? -(float)i : 0;
+    mg_kv_str(w, "tokenizer.ggml.model", "llama");
+    mg_kv_arr_str(w, "tokenizer.ggml.tokens", tokens, N_VOCAB);
+    mg_kv_arr_f32(w, "tokenizer.ggml.scores", scores, N_VOCAB);
+    mg_kv_arr_i32(w, "tokenizer.ggml.token_type", types, N_VOCAB);
+    mg_kv_u32(w, "tokenizer.ggml.bos_token_id", 1);
+    mg_kv_u32(w, "tokenizer.ggml.eos_token_id", 2);
+    mg_kv_u32(w, "tokenizer.ggml.unknown_token_id", 0);
+    mg_kv_bool(w, "tokenizer.ggml.add_bos_token", 1);
+    mg_kv_bool(w, "tokenizer.ggml.add_space_prefix", 1);
+}
+static void small_bpe(mg_gguf *w) {
+    static const char *const tokens[N_VOCAB] = {
+        "<|endoftext|>", "<|im_start|>", "<|im_end|>", "\xc4\xa0", "\xc4\x8a", "a", "b", "e", "h", "l", "o", "t", "1",
+        "2", "he", "ll", "hell", "hello", "ab", "12", "\xc4\xa0t", "\xc4\xa0the", "\xc3\x83", "x"};
+    static const char *const merges[] = {"h e", "l l", "he ll", "hell o", "a b", "1 2", "\xc4\xa0 t", "\xc4\xa0t he"};
+    static const int32_t types[N_VOCAB] = {3, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+    mg_kv_str(w, "tokenizer.ggml.model", "gpt2");
+    mg_kv_str(w, "tokenizer.ggml.pre", "llama-bpe");
+    mg_kv_arr_str(w, "tokenizer.ggml.tokens", tokens, N_VOCAB);
+    mg_kv_arr_i32(w, "tokenizer.ggml.token_type", types, N_VOCAB);
+    mg_kv_arr_str(w, "tokenizer.ggml.merges", merges, RFI_COUNT(merges));
+    mg_kv_u32(w, "tokenizer.ggml.bos_token_id", 1);
+    mg_kv_u32(w, "tokenizer.ggml.eos_token_id", 2);
+}
+
+/* A tiny model; K-quants only in the embedding, whose rows must be long then. */
+static mg_buf model_seed(int i) {
+    static const uint32_t types[] = {MG_F32, MG_F16, MG_BF16, MG_Q4_0, MG_Q4_1, MG_Q5_0, MG_Q5_1, MG_Q8_0,
+                                     MG_Q4_K, MG_Q5_K, MG_Q6_K};
+    static const char *const archs[] = {"llama", "qwen2", "qwen3"};
+    static const char *const scalings[] = {NULL, "linear", "yarn", "none"};
+    uint32_t elements, bytes, type = types[i % (int)RFI_COUNT(types)];
+    mg_buf file = {0};
+    mg_block(type, &elements, &bytes);
+    uint32_t n_embd = elements == 1 ? 4 : elements;
+    mg_llama(&file, &(mg_options){.arch = archs[i % 3], .type = elements == 256 ? MG_F32 : type, .use_embd = 1, .embd_type = type,
+                                  .n_layers = 1, .n_embd = n_embd, .n_heads = 2, .n_kv_heads = 1 + (uint32_t)(i & 1),
+                                  .head_dim = elements == 32 ? 16 : 2, .n_ff = elements == 32 ? 32 : 3, .n_vocab = N_VOCAB, .no_vocab = 1,
+                                  .n_ctx = 32, .tied = i % 4 != 1, .rope_freqs = i & 1, .more_kv = i % 2 ? small_bpe : small_spm, .fused_qkv = i % 5 == 4,
+                                  .rope_scaling = scalings[i % 4], .rope_factor = i % 4 ? 2.0f : 0,
+                                  .bias_out = i % 7 == 3, .bias_ffn = i % 7 == 5, .vector_type = types[i % 2],
+                                  .chat_template = i % 3 ? NULL : "{{ '<|im_start|>' + '<|im_end|>' }}"});
+    return file;
+}
+#define N_MODELS 22
+
+typedef struct seed {
+    const char *text;
+    size_t n;
+} seed;
+#define SEED(text) {text, sizeof text - 1}
+
+static const seed tokenizer_seeds[] = {
+    SEED("\0\2Hello world, the hello. \xc3\xa9"), SEED("\0\1<s>hello</s> <unk>"), SEED("\1\2I'll we're 123 4567 \n\n  x"),
+    SEED("\2\3<|im_start|>user\nhello<|im_end|>"), SEED("\3\0\xe4\xbd\xa0\xe5\xa5\xbd \xf0\x9f\x98\x80 \xff\xc0\x80"),
+    SEED("\4\0a\tb\r\nc   d"), SEED("\6\0\xd9\xa1\xd9\xa2 \xe0\xa4\x95\xe0\xa5\x8d\xe0\xa4\xb7 A1b2"),
+    SEED("\xfe\0" "1a\x1e" "1b\x1e" "1ab\x1e" "1a b\x1e" "3<x>\x1e" "abab<x>"), SEED("\xff\1" "2?\x1e" "1a\x1e" "6<0x41>\x1e" "1aa\x1e" "aaaA"),
+};
+static const seed template_seeds[] = {
+    SEED("\20\10{{ '<|im_start|>' }}<|im_end|>\x1e" "0system text\x1e" "1hello\x1e" "2answer"),
+    SEED("\20\10<|start_header_id|><|eot_id|>\x1e" "1 hi \x1e" "2 ho \x1e" "1 hi"),
+    SEED("\0\10'[INST]' ' [/INST]' eos_token\x1e" "0s\x1e" "1u\x1e" "2a\x1e" "1u"),
+    SEED("\0\10<<SYS>> bos_token + '[INST] ' '[/INST]'\x1e" "0s\x1e" "1u"),
+    SEED("\0\10<|user|> eos_token <|assistant|> }}\x1e" "1u"), SEED("\0\10<|assistant|>' + '\\n <|end|>\x1e" "1u"),
+    SEED("\0\10<start_of_turn> <end_of_turn>\x1e" "0s\x1e" "1u\x1e" "2a"), SEED("\0\10[SYSTEM_PROMPT] [INST] [/INST]\x1e" "0s\x1e" "1u"),
+    SEED("\75\10\x1e" "0s\x1e" "1u"), SEED("\6\1\x1e" "1u\x1e" "2a\x1e" "1u"),
+};
+static const seed cli_seeds[] = {
+    SEED("\0[1, 2, 3]"), SEED("\0" "7,8 , 2147483647"), SEED("\0[]"), SEED("\0[ 1\t,\r2 ]"), SEED("\1plain \"quoted\" \\ \n\x7f"),
+    SEED("\1\xc3\xa9 \xf0\x9f\x98\x80 \xed\xa0\x80 \xff"), SEED("\2" "48656c6C6f"), SEED("\2" "0g"),
+    SEED("\3generate\x1e--gguf\x1em.gguf\x1e--prompt=x\x1e--temp\x1e" "0.5\x1e--max-tokens=7"),
+    SEED("\3inspect\x1em.gguf\x1e--json"), SEED("\3tokenize\x1e--bos\x1e" "1\x1e--gguf=m"), SEED("\3" "bench\x1e-p\x1e" "5\x1e-r=2\x1e--kv\x1e" "f32\x1em"),
+};
+
+typedef struct target {
+    const char *name;
+    void (*run)(const unsigned char *data, size_t n);
+    const seed *seeds; /* NULL: models */
+    int n_seeds;
+} target;
+
+static const target targets[] = {
+    {"gguf", fuzz_gguf, NULL, N_MODELS},
+    {"tokenizer", fuzz_tokenizer, tokenizer_seeds, (int)RFI_COUNT(tokenizer_seeds)},
+    {"template", fuzz_template, template_seeds, (int)RFI_COUNT(template_seeds)},
+    {"cli", fuzz_cli, cli_seeds, (int)RFI_COUNT(cli_seeds)},
+};
+
+static const target *find_target(const char *name) {
+    for (size_t i = 0; i < RFI_COUNT(targets); i++)
+        if (strcmp(targets[i].name, name) == 0) return &targets[i];
+    fprintf(stderr, "no target %s; there are gguf, tokenizer, template, cli\n", name);
+    exit(2);
+}
+
+static mg_buf seed_of(const target *t, int i) {
+    mg_buf b = {0};
+    if (!t->seeds) return model_seed(i);
+    mg_put(&b, t->seeds[i].text, t->seeds[i].n);
+    return b;
+}
+
+#ifdef RF_LIBFUZZER
+
+static const target *chosen;
+
+/* The target's name is the first argument, which libFuzzer must not see. */
+int LLVMFuzzerInitialize(int *argc, char ***argv);
+int LLVMFuzzerInitialize(int *argc, char ***argv) {
+    if (*argc < 2) fprintf(stderr, "which target?\n"), exit(2);
+    chosen = find_target((*argv)[1]);
+    (*argv)[1] = (*argv)[0];
+    ++*argv, --*argc;
+    return 0;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
+    chosen->run(data, n);
+    return 0;
+}
+
+#else
+
+/* ---- the suite ---- */
+
+/* Every seed does what it is there for: a model makes a token, and the other targets take theirs. */
+static void test_seeds(void) {
+    for (size_t k = 0; k < RFI_COUNT(targets); k++)
+        for (int i = 0; i < targets[k].n_seeds; i++) {
+            mg_buf b = seed_of(&targets[k], i);
+            if (targets[k].seeds) targets[k].run(b.data, b.n);
+            else CHECK(fuzz_gguf_stage(b.data, b.n) == LIFE_DONE, "model %d gives no token", i);
+            mg_free(&b);
+        }
+}
+
+static const uint64_t odd_values[] = {
+    0, 1, 2, 7, 8, 9, 12, 13, 16, 31, 32, 63, 64, 65, 127, 128, 255, 256, 0x7fff, 0x8000, 0xffff, 0x10000, 0x7fffffff,
+    0x80000000, 0xffffffff, 0x100000000, 1ull << 58, 1ull << 59, 1ull << 60, 1ull << 61, 1ull << 62, INT64_MAX,
+    1ull << 63, UINT64_MAX - 31, UINT64_MAX - 7, UINT64_MAX};
+
+/* One to eight changes of the first `end` bytes. */
+static void mutate(mg_rng *r, unsigned char *data, size_t end) {
+    static const uint32_t times[] = {1, 1, 1, 1, 2, 3, 4, 8}, widths[] = {1, 2, 4, 8};
+    for (uint32_t k = times[mg_below(r, 8)]; k > 0; k--) {
+        size_t at = mg_below(r, (uint32_t)end), n = widths[mg_below(r, 4)], run = 1 + mg_below(r, 32);
+        uint64_t v = 0;
+        if (n > end - at) n = end - at;
+        if (run > end - at) run = end - at;
+        switch (mg_below(r, 6)) {
+        case 0: data[at] ^= (unsigned char)(1u << mg_below(r, 8)); break;
+        case 1: data[at] = (unsigned char)mg_next(r); break;
+        case 2: v = odd_values[mg_below(r, RFI_COUNT(odd_values))], memcpy(data + at, &v, n); break;
+        case 3: memcpy(&v, data + at, n), v += mg_below(r, 71) - 35ull, memcpy(data + at, &v, n); break;
+        case 4: memmove(data + at, data + mg_below(r, (uint32_t)(end - run + 1)), run); break;
+        default: memset(data + at, mg_below(r, 2) ? 0xff : 0, run); break;
+        }
+    }
+}
+
+/* n mutations of the models' metadata, each in a block of exactly its size. Prints how far they came. */
+static void mutations(uint64_t n, uint64_t first, uint64_t *reached) {
+    mg_rng r = {first};
+    mg_buf models[N_MODELS];
+    size_t ends[N_MODELS];
+    for (int i = 0; i < N_MODELS; i++) {
+        rf_gguf *g;
+        models[i] = model_seed(i);
+        MUST(rf_gguf_open_memory(models[i].data, models[i].n, NULL, &g, NULL) == RF_OK, "model %d", i);
+        ends[i] = (size_t)rf_gguf_get_info(g).metadata_bytes;
+        rf_gguf_close(g, NULL);
+    }
+    for (uint64_t k = 0; k < n; k++) {
+        uint32_t i = mg_below(&r, N_MODELS);
+        unsigned char *data = (unsigned char *)malloc(models[i].n);
+        MUST(data != NULL, "out of memory");
+        memcpy(data, models[i].data, models[i].n);
+        mutate(&r, data, ends[i]);
+        reached[fuzz_gguf_stage(data, models[i].n)]++;
+        free(data);
+    }
+    for (int i = 0; i < N_MODELS; i++) mg_free(&models[i]);
+    printf("    %llu mutations: %llu end at open, %llu at plan, %llu later, %llu give a token\n", LLU(n),
+           LLU(reached[LIFE_OPEN]), LLU(reached[LIFE_PLAN]),
+           LLU(reached[LIFE_LOAD] + reached[LIFE_TOKENIZE] + reached[LIFE_GENERATE]), LLU(reached[LIFE_DONE]));
+}
+
+static void test_mutations(void) {
+    uint64_t reached[LIFE_DONE + 1] = {0};
+    mutations(4000, 1, reached);
+    CHECK(reached[LIFE_OPEN] > 1000 && reached[LIFE_PLAN] > 200 && reached[LIFE_DONE] > 200, "they all end in one place");
+}
+
+/* Every length of a whole model but the last is refused at open. */
+static void test_truncated(void) {
+    for (int i = 0; i < N_MODELS; i += 5) {
+        mg_buf b = model_seed(i);
+        rf_gguf *g;
+        rf_error err;
+        for (size_t n = 0; n < b.n; n++) {
+            unsigned char *data = (unsigned char *)malloc(n + !n);
+            REQUIRE(data != NULL, "out of memory");
+            memcpy(data, b.data, n);
+            rf_result r = rf_gguf_open_memory(data, n, NULL, &g, &err);
+            size_t padding = b.n - n; /* the padding behind the last tensor is not needed */
+            CHECK((r == RF_ERR_FORMAT && !g) || padding < 32, "model %d, %zu of %zu bytes: %s", i, n, b.n, rf_result_name(r));
+            CHECK(rf_gguf_close(g, NULL) == RF_OK, "busy");
+            free(data);
+        }
+        mg_free(&b);
+    }
+}
+
+/* ---- the other uses of the program ---- */
+
+static int write_seeds(const char *dir) {
+    char path[1024];
+    mkdir(dir, 0777);
+    for (size_t k = 0; k < RFI_COUNT(targets); k++) {
+        snprintf(path, sizeof path, "%s/%s", dir, targets[k].name);
+        mkdir(path, 0777);
+        for (int i = 0; i < targets[k].n_seeds; i++) {
+            mg_buf b = seed_of(&targets[k], i);
+            snprintf(path, sizeof path, "%s/%s/seed_%02d", dir, targets[k].name, i);
+            FILE *f = fopen(path, "wb");
+            if (!f || fwrite(b.data, 1, b.n, f) != b.n || fclose(f) != 0) return perror(path), 1;
+            mg_free(&b);
+        }
+    }
+    return 0;
+}
+
+static int run_files(const target *t, int n, char **paths) {
+    for (int i = 0; i < n; i++) {
+        bytes b = {0};
+        app a = {0};
+        FILE *f = fopen(paths[i], "rb");
+        if (!f || read_all(&a, f, paths[i], &b) != DONE) return perror(paths[i]), 1;
+        fclose(f);
+        unsigned char *exact = (unsigned char *)malloc(b.len + !b.len);
+        MUST(exact != NULL, "out of memory");
+        memcpy(exact, b.data, b.len);
+        printf("%s\n", paths[i]);
+        fflush(stdout);
+        t->run(exact, b.len);
+        free(exact), free(b.data);
+    }
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    uint64_t reached[LIFE_DONE + 1] = {0};
+    if (argc >= 3 && strcmp(argv[1], "seeds") == 0) return write_seeds(argv[2]);
+    if (argc >= 3 && strcmp(argv[1], "run") == 0) return run_files(find_target(argv[2]), argc - 3, argv + 3);
+    if (argc >= 3 && strcmp(argv[1], "mutate") == 0)
+        return mutations(strtoull(argv[2], NULL, 10), argc > 3 ? strtoull(argv[3], NULL, 10) : 1, reached), 0;
+    RFT_BEGIN(argc, argv);
+    RUN(test_seeds);
+    RUN(test_truncated);
+    RUN(test_mutations);
+    RFT_END();
+}
+
+#endif
