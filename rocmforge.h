@@ -66,8 +66,8 @@
  *   Bits     the same input gives the same bits, for any number of threads, load order and batch neighbours, on one
  *            device model and CPU instruction set.
  *   Security a GGUF file is untrusted input: whatever it holds, the worst is an error. Two limits: a file that is cut
- *            short by somebody while the CPU uses it in place raises SIGBUS (rf_gguf_desc.no_map avoids it); and the
- *            text a model writes is not to be trusted either.
+ *            short by somebody while the CPU uses it in place raises SIGBUS (rf_gguf_desc.no_map avoids it,
+ *            rf_gguf_handle_fault makes it an error); and the text a model writes is not to be trusted either.
  *
  * MIT licence, at the end of this file. */
 #ifndef ROCMFORGE_H
@@ -259,7 +259,7 @@ typedef struct rf_gguf_desc {
     rf_log_fn log_fn;   /* NULL: silent                                                                         */
     void *log_user;
     uint32_t no_map;    /* 1: never map tensor bytes, read them (a file truncated meanwhile is then an error,
-                           where a mapping would raise SIGBUS)                                                  */
+                           where a mapping would raise SIGBUS: see rf_gguf_handle_fault)                        */
 } rf_gguf_desc;
 
 typedef struct rf_gguf_info {
@@ -313,6 +313,22 @@ ROCMFORGE_API rf_result rf_gguf_find_tensor(const rf_gguf *g, const char *name, 
 ROCMFORGE_API rf_result rf_gguf_read_tensor(const rf_gguf *g, uint64_t index, uint64_t offset, void *dst, size_t n,
                                             rf_error *err);
 
+/* What a program's own SIGBUS handler asks for a file of which the CPU uses weights where they are mapped. Somebody may
+ * cut such a file short after its tensors were loaded, or its disk may fail; the system then raises SIGBUS in the thread
+ * that computes. A program that wants an error instead installs a handler (the library installs none and keeps no list
+ * of files: what is done about signals is the program's to say) and calls this in it:
+ *     static void on_sigbus(int number, siginfo_t *info, void *context) {
+ *         if (rf_gguf_handle_fault(file, info->si_addr)) return;
+ *         ...                                                       what the program does about other addresses
+ *     }
+ *   g        in  an open file (NULL: none); it may not be closed while the handler can run
+ *   address  in  the address of the fault
+ * Returns 1 if the address lies in g's mapping: zeros are there now, from its page to the end of the file, the computing
+ * goes on, and that rf_eval and all later ones return RF_ERR_IO with the file and the offset, sequences as before them.
+ * Closing and opening the file is the way out. 0 if it is not g's: nothing has changed.
+ * Memory none.   Cost: a system call or two.   Threads any; async-signal-safe on Linux; errno stays. */
+ROCMFORGE_API int rf_gguf_handle_fault(rf_gguf *g, const void *address);
+
 /* ---- devices ---- */
 
 typedef struct rf_device rf_device;
@@ -365,7 +381,8 @@ ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d);
 typedef struct rf_model rf_model;
 
 /* A tensor was loaded. done_bytes of total_bytes are now. Return nonzero to cancel, as rf_model_cancel_loading does.
- * Called from a thread that loads, one call at a time; it may call the library. */
+ * Called from a thread that loads, which may be inside rf_eval, one call at a time. It may use its own model's loading
+ * calls below, but not evaluate, nor close what is in use. */
 typedef int (*rf_progress_fn)(uint64_t done_bytes, uint64_t total_bytes, rf_string tensor, void *user);
 
 /* When weights are loaded. */
@@ -1275,7 +1292,8 @@ typedef struct rfi_lot {
 typedef struct rfi_cell {
     _Atomic uint64_t word;
     rfi_waiter *waiters; /* guarded by the lot                                       */
-    pthread_t owner;     /* of the load in progress, guarded by the lot              */
+    pthread_t owner;     /* the thread that makes the load in progress, if ...       */
+    int owned;           /* one thread does; both guarded by the lot                 */
 } rfi_cell;
 
 typedef rf_result (*rfi_load_fn)(void *ctx, rf_error *err);
@@ -1340,12 +1358,12 @@ static int rfi_cell_claim_word(rfi_cell *c) {
     return 0;
 }
 
-/* Become the loader of an UNLOADED cell (1), or leave it alone (0). */
+/* Make an UNLOADED cell LOADING (1), or leave it alone (0). The load is nobody's own: whoever settles the cell ends it. */
 static int rfi_cell_try_claim(rfi_cell *c, rfi_lot *lot) {
     int claim = 0;
     pthread_mutex_lock(&lot->mutex);
     if (rfi_cell_is_unloaded(c)) claim = rfi_cell_claim_word(c);
-    if (claim) c->owner = pthread_self();
+    if (claim) c->owned = 0;
     pthread_mutex_unlock(&lot->mutex);
     return claim;
 }
@@ -1358,7 +1376,8 @@ static int rfi_cell_claim(rfi_cell *c, rfi_lot *lot, rf_error *err) {
     uint64_t word = atomic_load_explicit(&c->word, memory_order_acquire);
     if (claim) {
         c->owner = pthread_self();
-    } else if ((word & RFI_STATE_MASK) == RFI_LOADING && pthread_equal(c->owner, pthread_self())) {
+        c->owned = 1;
+    } else if ((word & RFI_STATE_MASK) == RFI_LOADING && c->owned && pthread_equal(c->owner, pthread_self())) {
         rfi_fail(err, RF_ERR_BUSY, 0, "this thread is loading it already");
         claim = -1;
     } else if ((word & RFI_STATE_MASK) == RFI_BROKEN) {
@@ -1653,6 +1672,7 @@ typedef struct rfi_gguf_part {
     uint64_t tensors_at;       /* where the directory begins                          */
     uint64_t meta_bytes;       /* and ends, once it has been scanned                  */
     const unsigned char *map;  /* [size_bytes] the whole file, or NULL                */
+    _Atomic uint64_t fault;    /* 1 + where the map has turned out to have no bytes   */
     uint64_t n_kv, n_tensors;
     uint32_t version, alignment;
 } rfi_gguf_part;
@@ -2552,6 +2572,38 @@ static const void *rfi_gguf_map(const rf_gguf *g, const rf_tensor_info *t) {
     return map ? map + t->offset_bytes : NULL;
 }
 
+/* The system maps it for us: the bytes are pages of the file. */
+static int rfi_gguf_is_mapped(const rf_gguf *g, const rfi_gguf_part *part) {
+    return part->map && rfi_gguf_is_os_file(g, part) && g->io.map_fn == rfi_os_map;
+}
+
+/* No handler has put zeros in the place of mapped bytes. */
+static rf_result rfi_gguf_check_fault(const rfi_gguf_part *part, rf_error *err) {
+    uint64_t fault = atomic_load(&part->fault);
+    if (!fault) return RF_OK;
+    return rfi_fail(err, RF_ERR_IO, fault - 1,
+                    "%s: the mapped byte %llu is gone: the file was shortened while it was in use, or its disk fails; "
+                    "open it again",
+                    rfi_path_label(part->path), RFI_LLU(fault - 1));
+}
+
+/* What was computed from mapped bytes was computed from the file's: it is as long as ever. Behind a new end that lies in
+ * the last page there are zeros, without a signal. */
+static rf_result rfi_gguf_intact(const rf_gguf *g, rf_error *err) {
+    struct stat now;
+    rf_result r = RF_OK;
+    for (uint32_t i = 0; r == RF_OK && i < g->n_parts; i++) {
+        const rfi_gguf_part *part = &g->parts[i];
+        if (!rfi_gguf_is_mapped(g, part)) continue;
+        r = rfi_gguf_check_fault(part, err);
+        if (r == RF_OK && fstat((int)part->handle, &now) == 0 && now.st_size < part->as_opened.st_size)
+            r = rfi_fail(err, RF_ERR_IO, (uint64_t)now.st_size,
+                         "%s: has %lld bytes, it had %lld when it was opened: it was shortened while it was in use",
+                         rfi_path_label(part->path), (long long)now.st_size, (long long)part->as_opened.st_size);
+    }
+    return r;
+}
+
 /* The file is still the one that was opened: nobody has shortened or rewritten it. Replacing it under its name (rename)
  * does no harm, the open file stays. */
 static rf_result rfi_gguf_unchanged(const rf_gguf *g, const rf_tensor_info *t, rf_error *err) {
@@ -2559,6 +2611,7 @@ static rf_result rfi_gguf_unchanged(const rf_gguf *g, const rf_tensor_info *t, r
     const struct stat *then = &part->as_opened;
     struct stat now;
     if (!rfi_gguf_is_os_file(g, part)) return RF_OK;
+    if (rfi_gguf_check_fault(part, err) != RF_OK) return RF_ERR_IO;
     if (fstat((int)part->handle, &now) != 0)
         return rfi_fail_sys(err, RF_ERR_IO, errno, 0, "%s: fstat: %s", rfi_path_label(part->path),
                             rfi_errno_text(errno));
@@ -2576,7 +2629,7 @@ static rf_result rfi_gguf_unchanged(const rf_gguf *g, const rf_tensor_info *t, r
 /* The pages of bytes [offset, + *n) of a mapped tensor; *n grows to count from the first page's beginning. */
 static void *rfi_gguf_pages(const rf_gguf *g, const rf_tensor_info *t, uint64_t offset, uint64_t *n) {
     const rfi_gguf_part *part = &g->parts[t->file_index];
-    if (!part->map || !rfi_gguf_is_os_file(g, part) || g->io.map_fn != rfi_os_map) return NULL;
+    if (!rfi_gguf_is_mapped(g, part)) return NULL;
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), at = t->offset_bytes + offset, first = at / page * page;
     *n += at - first;
     return (void *)(uintptr_t)(part->map + first);
@@ -2603,6 +2656,21 @@ static void rfi_gguf_release_pages(const rf_gguf *g, const rf_tensor_info *t) {
     uint64_t n = t->size_bytes;
     void *pages = rfi_gguf_pages(g, t, 0, &n);
     if (pages) madvise(pages, (size_t)n, MADV_DONTNEED);
+}
+
+ROCMFORGE_API int rf_gguf_handle_fault(rf_gguf *g, const void *address) {
+    int saved = errno, handled = 0;
+    for (uint32_t i = 0; g && i < g->n_parts && !handled; i++) {
+        rfi_gguf_part *part = &g->parts[i];
+        uint64_t at = (uint64_t)((uintptr_t)address - (uintptr_t)part->map), none = 0;
+        if (!rfi_gguf_is_mapped(g, part) || at >= part->size_bytes) continue;
+        uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = at / page * page;
+        atomic_compare_exchange_strong(&part->fault, &none, at + 1); /* first: nobody may use zeros unnoticed */
+        handled = mmap((void *)(uintptr_t)(part->map + first), (size_t)(part->size_bytes - first), PROT_READ,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != MAP_FAILED;
+    }
+    errno = saved;
+    return handled;
 }
 
 /* ---- looking things up ---- */
@@ -3005,6 +3073,7 @@ struct rfi_store {
     uint64_t row_bytes_max;
     rf_model_desc desc;
     const void *progress_owner; /* the model whose callback it is */
+    int in_place; /* some tensor's bytes are used where the file is mapped */
 
     /* guarded by device.lot */
     uint32_t n_models, n_active;
@@ -3028,7 +3097,10 @@ struct rfi_store {
     double busy_since;
     uint32_t want_at;  /* wanted slots below are loaded or loading */
     uint32_t *order;   /* [n_weights] in which wanted slots are taken */
-    _Atomic uint64_t epoch; /* a cancel ends the loads of earlier ones */
+    _Atomic uint64_t epoch;   /* a cancel ends the loads of earlier ones */
+    _Atomic uint64_t cancels; /* asked for by the user: these end calls, too */
+    uint32_t n_creating;      /* slabs */
+    struct rfi_piece *pieces; /* that threads work at now */
     uint64_t host_pinned_bytes;
     rfi_stage stages[RFI_MAX_STAGES];
     uint32_t n_stages_max;
@@ -3089,7 +3161,10 @@ static void rfi_reports_give(rfi_store *s) { /* lock held, released meanwhile */
         pthread_mutex_unlock(&s->lock);
         int cancel = fn ? fn(atomic_load(&s->bytes_loaded), s->total_bytes, t->info.name, user) : 0;
         pthread_mutex_lock(&s->lock);
-        if (cancel) rfi_loader_cancel(s);
+        if (cancel) {
+            atomic_fetch_add(&s->cancels, 1);
+            rfi_loader_cancel(s);
+        }
     }
     s->report_running = 0;
     rfi_changed(s);
@@ -3103,10 +3178,12 @@ static rf_result rfi_slab_create(rfi_store *s, rfi_slab *slab, rf_error *err) { 
     while (slab->creating) pthread_cond_wait(&s->changed, &s->lock);
     if (slab->mem.base) return RF_OK;
     slab->creating = 1;
+    s->n_creating++;
     pthread_mutex_unlock(&s->lock);
     rf_result r = s->device->api->mem_create(s->device->dev, slab->size_bytes, &mem, err);
     pthread_mutex_lock(&s->lock);
     slab->creating = 0;
+    s->n_creating--;
     rfi_changed(s);
     if (r != RF_OK) return r;
     slab->mem = mem;
@@ -3270,6 +3347,7 @@ static void rfi_tensor_break(rfi_store *s, uint32_t slot, const rf_error *why) {
     if (t->loading && t->err.code == RF_OK) t->err = *why;
     if (t->streamed && s->stream_err.code == RF_OK) s->stream_err = *why;
     if (!t->loading && rfi_cell_break(&t->cell)) atomic_fetch_add(&s->failures, 1);
+    rfi_changed(s);
 }
 
 /* Wait for the copy that reads a staging buffer. */
@@ -3334,14 +3412,18 @@ static void rfi_stages_release(rfi_store *s) { /* lock held, released meanwhile 
         else if (b->state != RFI_STAGE_FREE) continue;
         s->device->api->host_release(s->device->dev, b->mem);
         memset(b, 0, sizeof *b);
+        rfi_changed(s); /* who found it taken may make it anew */
     }
 }
 
 /* ---- pieces ---- */
 
+/* Rows of a load. On the stack of the thread that works at them. */
 typedef struct rfi_piece {
     rfi_tensor *t;
     uint32_t row0, n_rows;
+    pthread_t thread;
+    struct rfi_piece *next;
 } rfi_piece;
 
 /* The next piece of a load in progress (of `only`, or NULL: of any). */
@@ -3354,7 +3436,7 @@ static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, rfi_piece *out) 
         if (!t->loading || t->err.code != RF_OK || t->next_row >= w->n_rows) continue;
         uint64_t most = t->home_filled ? RFI_HOME_BYTES : RFI_STAGING_BYTES;
         uint64_t n = rfi_max_u64(1, most / (w->size_bytes / w->n_rows));
-        *out = (rfi_piece){t, t->next_row, (uint32_t)rfi_min_u64(n, w->n_rows - t->next_row)};
+        *out = (rfi_piece){.t = t, .row0 = t->next_row, .n_rows = (uint32_t)rfi_min_u64(n, w->n_rows - t->next_row)};
         t->next_row += out->n_rows;
         t->n_busy++;
         return 1;
@@ -3394,13 +3476,16 @@ static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *tic
     return r;
 }
 
-static void rfi_piece_run(rfi_store *s, const rfi_piece *p) { /* lock held, released meanwhile */
+static void rfi_piece_work(rfi_store *s, rfi_piece *p) { /* lock held, released meanwhile */
     rfi_tensor *t = p->t;
     const rf_plan_weight *w = &s->plan.weights[rfi_slot_of(s, t)];
     rf_error err;
     rf_ticket ticket = {0};
     rf_result r;
     rfi_clear(&err);
+    p->thread = pthread_self();
+    p->next = s->pieces;
+    s->pieces = p;
     if (t->in_place) {
         uint64_t row_bytes = w->size_bytes / w->n_rows;
         pthread_mutex_unlock(&s->lock);
@@ -3409,12 +3494,33 @@ static void rfi_piece_run(rfi_store *s, const rfi_piece *p) { /* lock held, rele
     } else {
         r = rfi_piece_copy(s, p, &ticket, &err);
     }
+    rfi_piece **at = &s->pieces;
+    while (*at != p) at = &(*at)->next;
+    *at = p->next;
     if (r != RF_OK && t->err.code == RF_OK) t->err = err;
     if (ticket.value > t->written.value) t->written = ticket;
     t->n_busy--;
     rfi_job_end_if_over(s, t);
     rfi_changed(s);
+}
+
+static void rfi_piece_run(rfi_store *s, rfi_piece *p) { /* lock held, released meanwhile */
+    rfi_piece_work(s, p);
     rfi_reports_give(s);
+}
+
+/* Before this thread sleeps until a load has ended that readers began: work at it, there may be no reader left. A read
+ * hook that waits for the tensor it is reading for would never return. */
+static rf_result rfi_store_help(rfi_store *s, rfi_tensor *t, rf_error *err) {
+    rfi_piece piece;
+    rf_result r = RF_OK;
+    pthread_mutex_lock(&s->lock);
+    for (const rfi_piece *p = s->pieces; p && r == RF_OK; p = p->next)
+        if (p->t == t && pthread_equal(p->thread, pthread_self()))
+            r = rfi_fail(err, RF_ERR_BUSY, rfi_slot_of(s, t), "this thread is loading it already");
+    while (r == RF_OK && t->loading && !t->demanded && rfi_piece_take(s, t, &piece)) rfi_piece_run(s, &piece);
+    pthread_mutex_unlock(&s->lock);
+    return r;
 }
 
 /* ---- streaming: the ring ---- */
@@ -3476,12 +3582,13 @@ static int rfi_stream_begin(rfi_store *s) { /* lock held */
     return 0;
 }
 
-/* Any piece of work: of a load in progress, of a tensor that is wanted, of the stream. */
-static int rfi_loader_next(rfi_store *s, rfi_piece *out) { /* lock held, released meanwhile */
+/* Any piece of work: of a load in progress, of a tensor that is wanted, of the stream. A thread that is no reader leaves
+ * what is wanted alone: it may go away in the middle of it. */
+static int rfi_loader_next(rfi_store *s, int is_reader, rfi_piece *out) { /* lock held, released meanwhile */
     for (;;) {
         if (rfi_piece_take(s, NULL, out)) return 1;
         rfi_tensor *t = NULL;
-        while (!t && s->want_at < s->plan.n_weights) {
+        while (is_reader && !t && s->want_at < s->plan.n_weights) {
             t = &s->tensors[s->order[s->want_at++]];
             if (!t->wanted || t->streamed || !rfi_cell_try_claim(&t->cell, &s->lot)) t = NULL;
         }
@@ -3505,7 +3612,7 @@ static void *rfi_reader_run(void *arg) {
     pthread_mutex_lock(&s->lock);
     while (!s->quit) {
         uint64_t seen = s->n_changes;
-        if (rfi_loader_next(s, &piece)) rfi_piece_run(s, &piece);
+        if (rfi_loader_next(s, 1, &piece)) rfi_piece_run(s, &piece);
         else if (s->n_jobs || (s->n_uses && !s->stream_paused)) rfi_wait_change(s, seen);
         else break;
     }
@@ -3573,8 +3680,8 @@ static rf_result rfi_tensor_load(void *ctx, rf_error *err) {
 
 static void rfi_store_unpin(rfi_store *s, uint32_t slot) { rfi_cell_unpin(&s->tensors[slot].cell, &s->lot); }
 
-/* Pin a resident tensor, loading it if needed. A cancel since `epoch` was read ends the call; what is loaded stays. */
-static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t epoch, rf_error *err) {
+/* Pin a resident tensor, loading it if needed. A cancel since `cancels` was read ends the call; what is loaded stays. */
+static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf_error *err) {
     rfi_tensor *t = &s->tensors[slot];
     if (rfi_cell_try_pin(&t->cell, &s->lot)) {
         atomic_fetch_add_explicit(&s->hits, 1, memory_order_relaxed);
@@ -3583,10 +3690,11 @@ static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t epoch, rf_e
     rfi_load load = {s, t};
     int loaded = 0;
     double start = rfi_now();
-    rf_result r = atomic_load(&s->epoch) == epoch
-                      ? rfi_cell_acquire(&t->cell, &s->lot, rfi_tensor_load, &load, &loaded, err)
+    rf_result r = atomic_load(&s->cancels) == cancels
+                      ? rfi_store_help(s, t, err)
                       : rfi_fail(err, RF_ERR_CANCELLED, slot, "loading of %s was cancelled",
                                  s->plan.weights[slot].name);
+    if (r == RF_OK) r = rfi_cell_acquire(&t->cell, &s->lot, rfi_tensor_load, &load, &loaded, err);
     atomic_fetch_add(&s->misses, 1);
     atomic_fetch_add(&s->wait_ns, (uint64_t)((rfi_now() - start) * 1e9));
     if (loaded) { /* not before its cell was settled: the callback may use the tensor */
@@ -3595,7 +3703,7 @@ static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t epoch, rf_e
         rfi_reports_give(s);
         pthread_mutex_unlock(&s->lock);
     }
-    if (r == RF_OK && atomic_load(&s->epoch) != epoch) {
+    if (r == RF_OK && atomic_load(&s->cancels) != cancels) {
         rfi_store_unpin(s, slot);
         r = rfi_fail(err, RF_ERR_CANCELLED, slot, "loading was cancelled after %s", s->plan.weights[slot].name);
     }
@@ -3604,7 +3712,7 @@ static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t epoch, rf_e
 
 /* Pin the tensor of the stream's next use but n_held, working at it and what comes behind it meanwhile. What the ring
  * still holds from the last walk through the plan does not count: it may go any time. Requires the lane. */
-static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, uint64_t epoch, rf_error *err) {
+static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, uint64_t cancels, rf_error *err) {
     rfi_tensor *t = &s->tensors[slot];
     rfi_piece piece;
     rf_result r = RF_OK;
@@ -3614,12 +3722,12 @@ static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, ui
     while (r == RF_OK && !(s->stream_loaded > s->stream_used + n_held && rfi_cell_try_pin(&t->cell, &s->lot))) {
         waited = 1;
         uint64_t seen = s->n_changes;
-        int working = rfi_loader_next(s, &piece);
+        int working = rfi_loader_next(s, 0, &piece);
         if (working) rfi_piece_run(s, &piece);
         if (s->stream_err.code != RF_OK) {
             if (err && err->code == RF_OK) *err = s->stream_err;
             r = s->stream_err.code;
-        } else if (atomic_load(&s->epoch) != epoch) {
+        } else if (atomic_load(&s->cancels) != cancels) {
             r = rfi_fail(err, RF_ERR_CANCELLED, slot, "loading of %s was cancelled", s->plan.weights[slot].name);
         } else if (!working && !(s->stream_loaded > s->stream_used + n_held && rfi_cell_is_ready(&t->cell))) {
             rfi_wait_change(s, seen);
@@ -3660,8 +3768,8 @@ static int rfi_store_evict(rfi_store *s, uint32_t slot) { /* lock held */
 static void rfi_stream_reset(rfi_store *s) { /* lock held, released meanwhile */
     s->stream_paused = 1;
     while (s->n_stream_jobs || s->stream_freeing) {
-        rfi_piece piece;
-        if (rfi_piece_take(s, NULL, &piece)) rfi_piece_run(s, &piece);
+        rfi_piece piece; /* no reports: who clears holds the device's lock, which a callback may want */
+        if (rfi_piece_take(s, NULL, &piece)) rfi_piece_work(s, &piece);
         else if (s->n_stream_jobs || s->stream_freeing) pthread_cond_wait(&s->changed, &s->lock);
     }
     for (uint64_t use = s->stream_freed; use < s->stream_loaded; use++)
@@ -3718,7 +3826,6 @@ static rf_result rfi_stream_arrived(rfi_store *s, rf_result r, rf_error *err) {
 
 /* ---- budget: what is resident, what is streamed ---- */
 
-
 /* The next layer's weights from op *at on, every one once, into slots (room for two per op): how many. */
 static uint32_t rfi_layer_slots(const rf_plan *plan, uint32_t *at, uint32_t *slots) {
     uint32_t n = 0, first = *at;
@@ -3733,11 +3840,14 @@ static uint32_t rfi_layer_slots(const rf_plan *plan, uint32_t *at, uint32_t *slo
     return n;
 }
 
-/* The least ring that lets the streamed weights of a layer be there together, wherever the ring has come to. */
-static uint64_t rfi_ring_least(const rfi_store *s, const rfi_arrangement *a) {
+/* The least ring that lets the streamed weights of a layer be there together, wherever the ring has come to. *ahead:
+ * what keeps copies going while such a layer computes. A GPU computes a layer in a small part of the time in which it
+ * arrives, so that room for one more weight does; a CPU may take as long as the file, so that it wants a layer. */
+static uint64_t rfi_ring_least(const rfi_store *s, const rfi_arrangement *a, uint64_t *ahead) {
     const uint8_t *streamed = a->streamed;
     uint32_t *slots = a->slots;
     uint64_t least = 0;
+    *ahead = 0;
     for (uint32_t at = 0; at < s->plan.n_ops;) {
         uint32_t n = rfi_layer_slots(&s->plan, &at, slots), n_streamed = 0;
         uint64_t sum = 0, most = 0;
@@ -3749,14 +3859,25 @@ static uint64_t rfi_ring_least(const rfi_store *s, const rfi_arrangement *a) {
             n_streamed++;
         }
         least = rfi_max_u64(least, n_streamed > 1 ? sum + most : sum); /* + most: a gap where the ring begins anew */
+        *ahead = rfi_max_u64(*ahead, s->device->is_gpu ? most : sum);
     }
     return least;
 }
 
+/* What stays whatever else is streamed, if it can. keep 0: vectors, which are small. 1: also the weights of the last
+ * layer and those of two layers (tied embeddings), the widest: the ring must hold the widest layer. 2: also the weights
+ * of which a token reads a few rows only. */
+static int rfi_arrange_keeps(const rf_plan *plan, uint32_t slot, int keep) {
+    const rf_plan_weight *w = &plan->weights[slot];
+    if (w->n_rows == 1 || (keep > 1 && w->row_reads)) return 1;
+    int wide = w->layer == plan->ops[plan->n_ops - 1].layer;
+    for (uint32_t k = 0; k < plan->n_ops; k++) wide |= plan->ops[k].weight == slot && plan->ops[k].layer != w->layer;
+    return keep && wide;
+}
+
 /* Decide for `limit` bytes. Dense models read every weight for every token, so which ones stay does not matter for the
- * bytes that are streamed; a prefix of the plan lets a token begin while the ring fills. Vectors always stay. What is
- * used twice (tied embeddings) and the last layer, the widest, stay if they can: the ring needs to be as large as the
- * widest layer. */
+ * bytes that are streamed; a prefix of the plan lets a token begin while the ring fills. What the ring takes is
+ * streamed in addition, so that it is no larger than it must be. */
 static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement *a, rf_error *err) {
     const rf_plan *plan = &s->plan;
     uint64_t total = 0;
@@ -3765,28 +3886,21 @@ static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement
     a->resident_bytes = total;
     a->ring_bytes = 0;
     if (total <= limit) return RF_OK;
-    uint64_t least = 0;
-    for (int keep_last = s->desc.stream_policy == RF_STREAM_PREFIX; keep_last >= 0; keep_last--) {
-        memset(a->streamed, 1, plan->n_weights);
+    uint64_t least = 0, ahead = 0;
+    for (int keep = s->desc.stream_policy == RF_STREAM_PREFIX ? 2 : 0; keep >= 0; keep--) {
         a->resident_bytes = 0;
         for (uint32_t i = 0; i < plan->n_weights; i++) {
-            int32_t last = plan->ops[plan->n_ops - 1].layer;
-            int twice = 0, vector = plan->weights[i].n_rows == 1;
-            for (uint32_t k = 0; k < plan->n_ops; k++)
-                twice |= plan->ops[k].weight == i && plan->ops[k].layer != plan->weights[i].layer;
-            if (!vector && (!keep_last || (!twice && plan->weights[i].layer != last))) continue;
-            a->streamed[i] = 0;
-            a->resident_bytes += s->tensors[i].bytes;
+            a->streamed[i] = (uint8_t)!rfi_arrange_keeps(plan, i, keep);
+            if (!a->streamed[i]) a->resident_bytes += s->tensors[i].bytes;
         }
-        least = rfi_ring_least(s, a);
+        least = rfi_ring_least(s, a, &ahead);
         if (least <= limit && a->resident_bytes <= limit - least) break;
     }
     if (least > limit || a->resident_bytes > limit - least)
         return rfi_fail(err, RF_ERR_MEMORY, limit,
                         "%s: %llu bytes for weights are too few: at least %llu are needed to stream it",
-                        rfi_gguf_path(s->g), RFI_LLU(limit), RFI_LLU(least));
-    /* twice the least, so that a layer can be read while another one is used */
-    uint64_t ring = rfi_min_u64(2 * least, limit - a->resident_bytes);
+                        rfi_gguf_path(s->g), RFI_LLU(limit), RFI_LLU(a->resident_bytes + least));
+    uint64_t ring = rfi_min_u64(least + ahead, limit - a->resident_bytes);
     if (s->desc.stream_policy == RF_STREAM_LRU) ring = limit - a->resident_bytes;
     for (uint32_t i = 0; i < plan->n_weights; i++) {
         uint64_t bytes = s->tensors[i].bytes;
@@ -3828,7 +3942,7 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
     if (idle) {
         s->stream_paused = 1;
         rfi_loader_cancel(s);
-        while (s->n_jobs) pthread_cond_wait(&s->changed, &s->lock);
+        while (s->n_jobs || s->n_creating) pthread_cond_wait(&s->changed, &s->lock); /* a slab may be made ahead */
     }
     if (in_lane && s->n_uses) rfi_stream_reset(s);
     if (idle) s->n_uses = 0, s->stream_paused = 0; /* until it is arranged anew; readers end */
@@ -3870,8 +3984,9 @@ static rfi_store *rfi_store_oldest(const rfi_store *s) { /* device.lot held */
     return oldest;
 }
 
-/* Have a share of the device's budget: the least recently used models give way, those in use are waited for. */
-static rf_result rfi_store_arrange(rfi_store *s, rf_error *err) { /* device.lot held */
+/* Have a share of the device's budget: the least recently used models give way, those in use are waited for, unless
+ * there is a cancel since `cancels` was read. */
+static rf_result rfi_store_arrange(rfi_store *s, uint64_t cancels, rf_error *err) { /* device.lot held */
     uint64_t own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
     uint64_t want = rfi_min_u64(own, s->device_bytes_needed);
     while (!s->arranged) { /* perhaps by another thread meanwhile */
@@ -3890,6 +4005,9 @@ static rf_result rfi_store_arrange(rfi_store *s, rf_error *err) { /* device.lot 
         } else if (others == 0) {
             if (err && err->code == RF_OK) *err = why;
             return why.code;
+        } else if (atomic_load(&s->cancels) != cancels) {
+            return rfi_fail(err, RF_ERR_CANCELLED, 0, "%s: cancelled while it waited for its part of the device",
+                            rfi_gguf_path(s->g));
         } else {
             pthread_cond_wait(&s->device->lot.wake, &s->device->lot.mutex); /* until a model in use becomes idle */
         }
@@ -3919,10 +4037,11 @@ static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_err
     return r;
 }
 
-/* Around everything that loads or uses weights. */
-static rf_result rfi_store_begin(rfi_store *s, rf_error *err) {
+/* Around everything that loads or uses weights. *cancels: a cancel after it was read ends the call. */
+static rf_result rfi_store_begin(rfi_store *s, uint64_t *cancels, rf_error *err) {
+    *cancels = atomic_load(&s->cancels);
     pthread_mutex_lock(&s->device->lot.mutex);
-    rf_result r = rfi_store_arrange(s, err);
+    rf_result r = rfi_store_arrange(s, *cancels, err);
     if (r == RF_OK) s->n_active++;
     s->last_used = ++s->device->clock;
     pthread_mutex_unlock(&s->device->lot.mutex);
@@ -3937,8 +4056,8 @@ static void rfi_store_end(rfi_store *s) {
 
 /* Load the tensors of some layers (NULL: all of them) and wait for them; streamed ones are left out. */
 static rf_result rfi_store_preload(rfi_store *s, const uint32_t *layers, uint32_t n_layers, rf_error *err) {
-    uint64_t epoch = atomic_load(&s->epoch);
-    rf_result r = rfi_store_begin(s, err);
+    uint64_t cancels;
+    rf_result r = rfi_store_begin(s, &cancels, err);
     if (r != RF_OK) return r;
     rfi_store_want(s, layers, n_layers);
     for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++) {
@@ -3946,7 +4065,7 @@ static rf_result rfi_store_preload(rfi_store *s, const uint32_t *layers, uint32_
         int in = layers == NULL;
         for (uint32_t k = 0; k < n_layers && !in; k++) in = s->plan.weights[slot].layer == (int32_t)layers[k];
         if (!in || s->tensors[slot].streamed) continue;
-        r = rfi_store_pin(s, slot, epoch, err);
+        r = rfi_store_pin(s, slot, cancels, err);
         if (r == RF_OK) r = rfi_store_arrived(s, slot, err);
         else continue;
         rfi_store_unpin(s, slot);
@@ -3997,6 +4116,7 @@ static void rfi_store_describe(rfi_store *s) {
         rf_gguf_get_tensor(s->g, w->tensor, &t->info);
         const void *map = rfi_gguf_map(s->g, &t->info);
         if (layout.in_place && map && ((uintptr_t)map & (layout.align - 1)) == 0) t->in_place = map;
+        s->in_place |= t->in_place != NULL;
         t->bytes = (layout.size_bytes + 255) & ~(uint64_t)255;
         s->total_bytes += w->size_bytes;
         s->device_bytes_needed += t->bytes;
@@ -8186,7 +8306,7 @@ struct rf_session {
     uint32_t *held;          /* [n_held] slots of these                                         */
     uint32_t *held_streamed; /* [n_held_streamed] slots of the segment in progress              */
     uint32_t n_held, n_held_streamed;
-    uint64_t loading_epoch;  /* when the eval in progress began                                 */
+    uint64_t loading_cancels; /* of the store, when the eval in progress began                   */
     uint32_t *lengths;       /* [n_seq_max] tokens held                                         */
     uint32_t *ends;          /* [n_seq_max] the same after the eval in progress                 */
     int32_t *tokens;         /* [n_seq_max, n_ctx]; -1 where a row came as floats               */
@@ -8450,10 +8570,10 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
         uint32_t slot = s->segment_slots[i];
         rfi_tensor *t = &store->tensors[slot];
         if (t->streamed) {
-            r = rfi_stream_pin(store, slot, s->n_held_streamed, s->loading_epoch, err);
+            r = rfi_stream_pin(store, slot, s->n_held_streamed, s->loading_cancels, err);
             if (r == RF_OK) s->held_streamed[s->n_held_streamed++] = slot;
         } else if (segment >= s->n_pinned) {
-            r = rfi_store_pin(store, slot, s->loading_epoch, err);
+            r = rfi_store_pin(store, slot, s->loading_cancels, err);
             if (r == RF_OK) s->held[s->n_held++] = slot;
         } else {
             continue; /* by an earlier micro-batch, which has also waited for the copy */
@@ -8547,7 +8667,6 @@ static rf_result rfi_eval_read(rf_session *s, uint32_t buffer, void *dst, uint32
 static rf_result rfi_eval_run(rf_session *s, const rf_row *rows, uint32_t n_rows, uint32_t *n_logits, rf_error *err) {
     rfi_store *store = s->m->store;
     rf_result r = RF_OK;
-    s->loading_epoch = atomic_load(&store->epoch);
     if (store->n_uses) pthread_mutex_lock(&store->lane);
     if (store->n_uses || atomic_load(&store->tensors_loaded) < s->m->plan.n_weights) rfi_store_want(store, NULL, 0);
     for (uint32_t at = 0; r == RF_OK && at < n_rows;) {
@@ -8557,6 +8676,7 @@ static rf_result rfi_eval_run(rf_session *s, const rf_row *rows, uint32_t n_rows
         at += n;
     }
     if (r == RF_OK && *n_logits) r = rfi_eval_read(s, s->m->plan.argmax, s->argmax, *n_logits, err);
+    if (r == RF_OK && store->in_place) r = rfi_gguf_intact(s->m->g, err);
     r = rfi_eval_unpin(s, r, err);
     if (store->n_uses) pthread_mutex_unlock(&store->lane);
     return r;
@@ -8568,7 +8688,7 @@ ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_ro
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_eval: session or rows is NULL, or there are no rows");
     s->n_logits = s->logits_copied = 0;
     rf_result r = rfi_eval_check(s, rows, n_rows, err);
-    if (r == RF_OK) r = rfi_store_begin(s->m->store, err);
+    if (r == RF_OK) r = rfi_store_begin(s->m->store, &s->loading_cancels, err);
     if (r != RF_OK) return r;
     memcpy(s->ends, s->lengths, s->desc.n_seq_max * sizeof *s->ends);
     uint32_t n_logits = 0;
@@ -11123,12 +11243,12 @@ ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_e
     uint32_t slot = rfi_model_slot(m, name);
     if (slot == RF_NONE)
         return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: the plan uses no tensor %s", rfi_gguf_path(m->g), name);
-    uint64_t epoch = atomic_load(&m->store->epoch);
-    rf_result r = rfi_store_begin(m->store, err);
+    uint64_t cancels;
+    rf_result r = rfi_store_begin(m->store, &cancels, err);
     if (r != RF_OK) return r;
     if (m->store->tensors[slot].streamed)
         r = rfi_fail(err, RF_ERR_MEMORY, slot, "%s is beyond the budget: it is streamed by rf_eval, not kept", name);
-    else r = rfi_store_pin(m->store, slot, epoch, err);
+    else r = rfi_store_pin(m->store, slot, cancels, err);
     if (r == RF_OK) {
         r = rfi_store_arrived(m->store, slot, err);
         rfi_store_unpin(m->store, slot);
@@ -11170,9 +11290,14 @@ ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err) {
 
 ROCMFORGE_API void rf_model_cancel_loading(rf_model *m) {
     if (!m) return;
-    pthread_mutex_lock(&m->store->lock);
-    rfi_loader_cancel(m->store);
-    pthread_mutex_unlock(&m->store->lock);
+    rfi_store *s = m->store;
+    pthread_mutex_lock(&s->lock);
+    atomic_fetch_add(&s->cancels, 1);
+    rfi_loader_cancel(s);
+    pthread_mutex_unlock(&s->lock);
+    pthread_mutex_lock(&s->device->lot.mutex); /* who waits for a part of the device looks again */
+    pthread_cond_broadcast(&s->device->lot.wake);
+    pthread_mutex_unlock(&s->device->lot.mutex);
 }
 
 ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m) {

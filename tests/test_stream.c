@@ -3,6 +3,7 @@
 #define ROCMFORGE_IMPLEMENTATION
 #include "../rocmforge.h"
 
+#include <signal.h>
 #include <sys/mman.h>
 
 #include "make_gguf.h"
@@ -119,6 +120,7 @@ static void test_budgets(void) {
                         CHECK(memcmp(got, want[mode], sizeof got) == 0, "%s, %d %%, policy %u, %u readers: other bits", modes[mode], percent, stream, readers);
                         rf_loading_stats st = rf_model_get_loading_stats(r.m);
                         CHECK(st.device_bytes <= md.budget_bytes && st.failures == 0, "%llu bytes", (unsigned long long)st.device_bytes);
+                        CHECK(mode == MAPPED || st.device_bytes == f.weight_bytes, "%llu bytes, the forecast was %llu", (unsigned long long)st.device_bytes, (unsigned long long)f.weight_bytes);
                         CHECK(percent == 100 ? st.evictions == 0 : st.evictions > 0, "%llu evictions", (unsigned long long)st.evictions);
                         if (mode != MAPPED && md.pinned_bytes) CHECK(st.bytes_read <= rf_model_get_info(r.m).weight_bytes, "pinned bytes are read again");
                         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "%s", r.err.text);
@@ -131,6 +133,127 @@ static void test_budgets(void) {
                     rig_close(&r);
                 }
     }
+}
+
+/* ---- a null device whose memory is watched ---- */
+
+static rf_device_api watched;
+static _Atomic uint64_t watched_bytes, watched_blocks; /* of memory that was made                */
+static uint64_t watched_weight;                        /* what every weight claims to take; 0: its size */
+static _Atomic int watched_hold, watched_held;         /* the watched_hold-th block waits while it is set */
+
+static rf_result watched_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err) {
+    int n = (int)atomic_fetch_add(&watched_blocks, 1) + 1;
+    while (atomic_load(&watched_hold) == n) atomic_store(&watched_held, 1), sched_yield();
+    atomic_fetch_add(&watched_bytes, size_bytes);
+    return rfi_null_api.mem_create(d, size_bytes, out, err);
+}
+
+static rf_weight_layout watched_layout(rf_dev *d, const rf_plan_weight *w) {
+    rf_weight_layout layout = rfi_null_api.weight_layout(d, w);
+    if (watched_weight) layout.size_bytes = watched_weight;
+    return layout;
+}
+
+static int watched_open(rig *r, const rf_model_desc *md, uint64_t weight) {
+    memset(r, 0, sizeof *r);
+    watched = rfi_null_api;
+    watched.mem_create = watched_mem_create;
+    watched.weight_layout = watched_layout;
+    watched_weight = weight;
+    atomic_store(&watched_bytes, 0), atomic_store(&watched_blocks, 0), atomic_store(&watched_held, 0);
+    rf_result res = rf_gguf_open(path, NULL, &r->g, &r->err);
+    if (res == RF_OK) res = rf_device_open("null", NULL, &r->d, &r->err);
+    if (res == RF_OK) r->d->api = &watched;
+    if (res == RF_OK) res = rf_model_open(r->g, r->d, md, &r->m, &r->err);
+    CHECK(res == RF_OK, "%s", r->err.text);
+    return res == RF_OK;
+}
+
+static int64_t watched_live(const rig *r) { return atomic_load(&rfi_null_of(r->d->dev)->n_live); }
+
+/* What is allocated is what was forecast: nothing for opening, keys, values and scratch by the session, weights by use. */
+static void test_forecast(void) {
+    const rf_session_desc sd = {.n_ctx = 48, .n_seq_max = 3, .n_batch = 7, .n_logits_max = 5, .cache_type = RF_CACHE_F32};
+    rig r;
+    rf_forecast f;
+    rf_session *s;
+    if (!watched_open(&r, NULL, 0)) return;
+    CHECK(rf_model_forecast(r.m, &sd, &f, &r.err) == RF_OK && f.kv_bytes && f.scratch_bytes && f.weight_bytes, "%s", r.err.text);
+    CHECK(atomic_load(&watched_bytes) == 0, "opening or asking took %llu bytes", (unsigned long long)atomic_load(&watched_bytes));
+    CHECK(rf_session_open(r.m, &sd, &s, &r.err) == RF_OK && atomic_load(&watched_bytes) == f.kv_bytes + f.scratch_bytes, "%llu bytes, want %llu",
+          (unsigned long long)atomic_load(&watched_bytes), (unsigned long long)(f.kv_bytes + f.scratch_bytes));
+    CHECK(rf_forward(s, some_tokens, 5, NULL, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(atomic_load(&watched_bytes) == f.kv_bytes + f.scratch_bytes + f.weight_bytes, "%llu bytes", (unsigned long long)atomic_load(&watched_bytes));
+    rf_session_close(s);
+    rig_close(&r);
+}
+
+static void *release_soon(void *arg) {
+    while (!atomic_load(&watched_held)) sched_yield();
+    nanosleep(&(struct timespec){.tv_nsec = 50 * 1000000}, NULL);
+    atomic_store((_Atomic int *)arg, 1);
+    atomic_store(&watched_hold, 0);
+    return NULL;
+}
+
+/* A reader makes memory for the next tensors while others load: dropping everything waits for it, and loses nothing. */
+static void test_clear_waits_for_memory(void) {
+    rig r;
+    pthread_t thread;
+    _Atomic int released = 0;
+    float got[2 * N_VOCAB];
+    const uint64_t weight = (uint64_t)100 << 20; /* a slab has 1 GiB: the embedding and layer 0 */
+    atomic_store(&watched_hold, 2);
+    if (!watched_open(&r, &(rf_model_desc){.n_readers = 1}, weight)) return;
+    CHECK(rf_model_get_plan(r.m)->n_weights > 22, "three slabs");
+    CHECK(pthread_create(&thread, NULL, release_soon, &released) == 0, "thread");
+    uint64_t cancels; /* layer 0 is loaded ahead, and the thread that asked for it is gone */
+    CHECK(rfi_store_begin(r.m->store, &cancels, &r.err) == RF_OK, "%s", r.err.text);
+    rfi_store_want(r.m->store, (uint32_t[]){0}, 1);
+    rfi_store_end(r.m->store);
+    while (!atomic_load(&watched_held)) sched_yield();
+    CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && atomic_load(&released), "cleared under a reader");
+    pthread_join(thread, NULL);
+    CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "bytes");
+    CHECK(run(r.m, got, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "bytes");
+    CHECK(rf_model_close(r.m, NULL) == RF_OK && watched_live(&r) == 0, "%lld objects are left", (long long)watched_live(&r));
+    r.m = NULL;
+    rig_close(&r);
+}
+
+/* The ring takes what a layer and a little ahead need, however wide the embedding is: all else of the budget is filled. */
+static void test_ring_size(void) {
+    mg_buf wide = {0};
+    rf_gguf *g;
+    rf_device *d;
+    rf_model *m;
+    rf_error err;
+    rf_forecast all, f;
+    uint64_t layer = 0, most = 0;
+    mg_llama(&wide, &(mg_options){.type = MG_Q8_0, .n_layers = 32, .n_vocab = 3000, .no_vocab = 1});
+    REQUIRE(rf_gguf_open_memory(wide.data, wide.n, NULL, &g, &err) == RF_OK && rf_device_open("null", NULL, &d, &err) == RF_OK, "%s", err.text);
+    REQUIRE(rf_model_open(g, d, NULL, &m, &err) == RF_OK && rf_model_forecast(m, NULL, &all, &err) == RF_OK, "%s", err.text);
+    const rf_plan *plan = rf_model_get_plan(m);
+    for (uint32_t i = 0; i < plan->n_weights; i++) {
+        uint64_t bytes = (plan->weights[i].size_bytes + 255) / 256 * 256;
+        if (plan->weights[i].layer != 0) continue;
+        layer += bytes;
+        if (bytes > most) most = bytes;
+    }
+    CHECK(plan->weights[0].size_bytes > 3 * layer, "the embedding is not wide");
+    CHECK(rf_model_close(m, NULL) == RF_OK, "busy");
+    for (uint64_t percent = 90; percent >= 40; percent -= 10) {
+        uint64_t budget = all.weight_bytes * percent / 100;
+        REQUIRE(rf_model_open(g, d, &(rf_model_desc){.budget_bytes = budget}, &m, &err) == RF_OK && rf_model_forecast(m, NULL, &f, &err) == RF_OK, "%s", err.text);
+        CHECK(f.streamed_bytes <= all.weight_bytes - budget + 2 * layer + 2 * most && f.streamed_bytes >= all.weight_bytes - budget + layer / 2,
+              "%llu %%: %llu bytes are streamed, %llu are too many, a layer has %llu", (unsigned long long)percent, (unsigned long long)f.streamed_bytes,
+              (unsigned long long)(all.weight_bytes - budget), (unsigned long long)layer);
+        CHECK(rf_model_close(m, NULL) == RF_OK, "busy");
+    }
+    CHECK(rf_device_close(d, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "busy");
+    mg_free(&wide);
 }
 
 /* Models of one file on one device share weights; of two files, the one used longer ago gives way. */
@@ -189,6 +312,34 @@ static void *clear(void *arg) {
     return NULL;
 }
 
+/* Ten threads at once, whatever the policy: each tensor once, and once more after everything was dropped. */
+static void test_policies_in_threads(void) {
+    enum { N = 10 };
+    for (int mode = MAPPED; mode < N_MODES; mode++)
+        for (uint32_t policy = RF_LOAD_LAZY; policy <= RF_LOAD_CRITICAL_FIRST; policy++) {
+            rig r;
+            worker w[N];
+            pthread_t threads[N];
+            if (!rig_open(&r, mode, NULL, &(rf_model_desc){.load_policy = policy, .n_readers = 2})) return;
+            uint32_t n = rf_model_get_info(r.m).n_tensors;
+            for (uint32_t again = 1; again <= 2; again++) {
+                for (int i = 0; i < N; i++) {
+                    w[i] = (worker){.m = r.m, .mode = mode, .rounds = 1};
+                    CHECK(pthread_create(&threads[i], NULL, evaluate, &w[i]) == 0, "thread");
+                }
+                for (int i = 0; i < N; i++) {
+                    pthread_join(threads[i], NULL);
+                    CHECK(w[i].result == RF_OK, "%s, policy %u: %s: %s", modes[mode], policy, rf_result_name(w[i].result), w[i].err.text);
+                }
+                rf_loading_stats st = rf_model_get_loading_stats(r.m);
+                CHECK(st.loads == again * (uint64_t)n && st.tensors_loaded == n && st.failures == 0, "%s, policy %u: %llu loads of %u tensors",
+                      modes[mode], policy, (unsigned long long)st.loads, n);
+                CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).tensors_loaded == 0, "clear");
+            }
+            rig_close(&r);
+        }
+}
+
 /* Two models in two threads each on a device that holds one and a half, and a thread that clears. */
 static void test_threads(void) {
     for (int mode = COPIED; mode < N_MODES; mode++)
@@ -214,6 +365,72 @@ static void test_threads(void) {
             CHECK(rf_model_close(other.m, NULL) == RF_OK && rf_gguf_close(other.g, NULL) == RF_OK, "busy");
             rig_close(&r);
         }
+}
+
+/* A model that keeps the device to itself: its first report waits. */
+typedef struct holder {
+    rf_model *m;
+    _Atomic int holding, go;
+    rf_result result;
+} holder;
+
+static int hold(uint64_t done, uint64_t total, rf_string tensor, void *user) {
+    holder *h = (holder *)user;
+    (void)done, (void)total, (void)tensor;
+    atomic_store(&h->holding, 1);
+    while (!atomic_load(&h->go)) sched_yield();
+    return 0;
+}
+
+static void *hold_device(void *arg) {
+    holder *h = (holder *)arg;
+    h->result = rf_model_preload_all(h->m, NULL);
+    return NULL;
+}
+
+typedef struct asker {
+    rf_model *m;
+    rf_result result;
+    _Atomic int done;
+} asker;
+
+static void *ask(void *arg) {
+    asker *a = (asker *)arg;
+    a->result = rf_model_preload_all(a->m, NULL);
+    atomic_store(&a->done, 1);
+    return NULL;
+}
+
+/* Who waits until another model gives its share back: a cancel ends the wait, clearing the model that waits does not. */
+static void test_waiting_for_a_share(void) {
+    for (int cancel = 0; cancel < 2; cancel++) {
+        rig r, other;
+        holder h = {0};
+        asker a = {0};
+        pthread_t threads[2];
+        uint64_t all = needed(COPIED);
+        rf_model_desc md = {.progress_fn = hold, .progress_user = &h};
+        if (!rig_open(&r, COPIED, &(rf_device_desc){.n_threads = 2, .budget_bytes = all + 4096}, &md)) return;
+        memset(&other, 0, sizeof other);
+        CHECK(rf_gguf_open(path, &(rf_gguf_desc){.no_map = 1}, &other.g, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(rf_model_open(other.g, r.d, NULL, &other.m, &r.err) == RF_OK, "%s", r.err.text);
+        h.m = r.m, a.m = other.m;
+        CHECK(pthread_create(&threads[0], NULL, hold_device, &h) == 0, "thread");
+        while (!atomic_load(&h.holding)) sched_yield();
+        CHECK(pthread_create(&threads[1], NULL, ask, &a) == 0, "thread");
+        for (int i = 0; cancel ? !atomic_load(&a.done) : i < 20; i++) { /* it may not be waiting yet */
+            nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+            if (cancel) rf_model_cancel_loading(other.m);
+            else rf_model_clear_gpu_cache(other.m, NULL, NULL);
+        }
+        CHECK(!atomic_load(&h.go) && atomic_load(&a.done) == cancel, "it did not wait");
+        atomic_store(&h.go, 1);
+        for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
+        CHECK(h.result == RF_OK && a.result == (cancel ? RF_ERR_CANCELLED : RF_OK), "%s", rf_result_name(a.result));
+        CHECK(rf_model_preload_all(other.m, &r.err) == RF_OK, "afterwards: %s", r.err.text);
+        CHECK(rf_model_close(other.m, NULL) == RF_OK && rf_gguf_close(other.g, NULL) == RF_OK, "busy");
+        rig_close(&r);
+    }
 }
 
 /* A copy that fails after its tensor was READY: the run fails with the copy's error, and the next one loads it again. */
@@ -316,6 +533,91 @@ static void test_changed_file(void) {
     CHECK(write_file(), "cannot write %s", path);
 }
 
+static int cut_short(uint64_t done, uint64_t total, rf_string tensor, void *user) {
+    (void)total, (void)tensor;
+    if (done > *(const uint64_t *)user / 3 && truncate(path, (off_t)file.n / 2) != 0) return 1;
+    return 0;
+}
+
+/* Shortened by the callback of a load in progress: the load fails, in every mode, and works when the file is whole. */
+static void test_cut_short_while_loading(void) {
+    for (int mode = MAPPED; mode < N_MODES; mode++)
+        for (uint32_t readers = 0; readers < 4; readers += 2) {
+            rig r;
+            float got[2 * N_VOCAB];
+            uint64_t total = file.n;
+            CHECK(write_file(), "cannot write %s", path);
+            if (!rig_open(&r, mode, NULL, &(rf_model_desc){.n_readers = readers, .progress_fn = cut_short, .progress_user = &total})) return;
+            rf_result res = readers ? rf_model_preload_all(r.m, &r.err) : run(r.m, got, &r.err);
+            CHECK(res == RF_ERR_IO && r.err.text[0], "%s: %s: %s", modes[mode], rf_result_name(res), r.err.text);
+            CHECK(rf_model_get_loading_stats(r.m).failures > 0 && rf_model_get_loading_stats(r.m).tensors_loaded > 0, "what was loaded stays");
+            rig_close(&r);
+        }
+    CHECK(write_file(), "cannot write %s", path);
+}
+
+/* ---- the mapped file loses its end while it is in use ---- */
+
+static rf_gguf *guarded;                    /* what the program's handler tells the library of */
+static _Atomic(void *) foreign;             /* a page that is the program's own business       */
+static _Atomic int n_handled, n_foreign;
+
+static void on_sigbus(int number, siginfo_t *info, void *context) {
+    (void)number, (void)context;
+    uintptr_t page = (uintptr_t)info->si_addr & ~(uintptr_t)4095;
+    if (rf_gguf_handle_fault(guarded, info->si_addr)) {
+        atomic_fetch_add(&n_handled, 1);
+    } else if (page == (uintptr_t)atomic_load(&foreign)) {
+        mmap((void *)page, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+        atomic_fetch_add(&n_foreign, 1);
+    } else {
+        _exit(3);
+    }
+}
+
+/* With a handler of the program's that asks the library, the running evaluation fails, sequences stay, the process lives;
+ * a fault elsewhere stays the program's. */
+static void test_fault(void) {
+    rig r;
+    rf_session *s;
+    float *logits, got[2 * N_VOCAB];
+    struct sigaction action, before;
+    const char *name = strrchr(path, '/') + 1;
+    if (!rig_open(&r, MAPPED, NULL, NULL)) return;
+    memset(&action, 0, sizeof action);
+    action.sa_sigaction = on_sigbus;
+    action.sa_flags = SA_SIGINFO;
+    guarded = r.g;
+    REQUIRE(sigaction(SIGBUS, &action, &before) == 0, "sigaction");
+    CHECK(rf_session_open(r.m, &(rf_session_desc){.n_ctx = 16}, &s, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_forward(s, some_tokens, 5, &logits, &r.err) == RF_OK && memcmp(logits, want[MAPPED], N_VOCAB * sizeof *logits) == 0, "%s", r.err.text);
+    CHECK(!rf_gguf_handle_fault(r.g, &r) && !rf_gguf_handle_fault(NULL, &r) && rf_forward(s, some_tokens, 1, NULL, &r.err) == RF_OK, "not ours: %s", r.err.text);
+    CHECK(rf_session_truncate(s, 0, 5, NULL, NULL) == RF_OK && truncate(path, (off_t)file.n - 1) == 0, "truncate");
+    CHECK(rf_forward(s, some_tokens, 1, NULL, &r.err) == RF_ERR_IO && r.err.where == file.n - 1 && atomic_load(&n_handled) == 0, "no page is gone: %s", r.err.text);
+    CHECK(truncate(path, (off_t)file.n / 2) == 0, "truncate");
+    rf_result res = rf_forward(s, some_tokens, 1, &logits, &r.err);
+    CHECK(res == RF_ERR_IO && !logits && strstr(r.err.text, name), "%s: %s", rf_result_name(res), r.err.text);
+    CHECK(r.err.where >= file.n / 2 && r.err.where < file.n && atomic_load(&n_handled) > 0, "at byte %llu of %zu", (unsigned long long)r.err.where, file.n / 2);
+    CHECK(rf_session_length(s, 0) == 5 && rf_session_argmax(s, 0) == -1, "the sequence changed");
+    CHECK(rf_forward(s, some_tokens, 1, NULL, &r.err) == RF_ERR_IO, "later: %s", r.err.text);
+    CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_preload_all(r.m, &r.err) == RF_ERR_IO, "reloaded: %s", r.err.text);
+    rf_session_close(s);
+
+    int fd = open(path, O_RDONLY);
+    volatile char *other = (volatile char *)mmap(NULL, file.n, PROT_READ, MAP_SHARED, fd, 0);
+    REQUIRE(fd >= 0 && (void *)(uintptr_t)other != MAP_FAILED, "mmap");
+    atomic_store(&foreign, (void *)((uintptr_t)other + (file.n - 1) / 4096 * 4096));
+    CHECK(other[file.n - 1] == 0 && atomic_load(&n_foreign) == 1, "%d faults reached the program's own part", atomic_load(&n_foreign));
+    munmap((void *)(uintptr_t)other, file.n);
+    close(fd);
+    rig_close(&r);
+
+    CHECK(write_file() && rig_open(&r, MAPPED, NULL, NULL), "open again");
+    CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, want[MAPPED], sizeof got) == 0, "%s", r.err.text);
+    sigaction(SIGBUS, &before, NULL);
+    rig_close(&r);
+}
+
 /* What every mode gives without readers and budgets; the mapped and the copied weights the same. */
 static void reference(void) {
     for (int mode = MAPPED; mode < N_MODES; mode++) {
@@ -336,12 +638,19 @@ int main(int argc, char **argv) {
     if (!write_file()) return printf("cannot write %s\n", path), 1;
     reference();
     RUN(test_policies);
+    RUN(test_policies_in_threads);
     RUN(test_budgets);
+    RUN(test_forecast);
+    RUN(test_ring_size);
+    RUN(test_clear_waits_for_memory);
     RUN(test_sharing);
     RUN(test_threads);
+    RUN(test_waiting_for_a_share);
     RUN(test_late_failure);
     RUN(test_cancel);
     RUN(test_changed_file);
+    RUN(test_cut_short_while_loading);
+    RUN(test_fault);
     unlink(path);
     mg_free(&file);
     RFT_END();
