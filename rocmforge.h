@@ -500,7 +500,7 @@ typedef struct rf_session_desc {
 } rf_session_desc;
 
 typedef struct rf_forecast {
-    uint64_t weight_bytes;   /* of the device when loaded: resident and ring              */
+    uint64_t weight_bytes;   /* of the device when loaded: resident, ring, for repacking  */
     uint64_t streamed_bytes; /* weights read anew for every token, beyond the budget      */
     uint64_t kv_bytes;
     uint64_t scratch_bytes;  /* activations and logits                                    */
@@ -3040,7 +3040,7 @@ typedef struct rfi_slab {
 typedef struct rfi_arrangement {
     uint8_t *streamed; /* [n_weights]                              */
     uint32_t *slots;   /* [2 * n_ops] of a layer, while it is made */
-    uint64_t resident_bytes, ring_bytes;
+    uint64_t resident_bytes, ring_bytes; /* scratch for repacking is resident, too */
 } rfi_arrangement;
 
 typedef enum rfi_stage_state { RFI_STAGE_ABSENT, RFI_STAGE_FREE, RFI_STAGE_FILLING, RFI_STAGE_FLYING } rfi_stage_state;
@@ -3069,7 +3069,7 @@ struct rfi_store {
     rfi_lot lot;     /* of the cells */
     rfi_tensor *tensors;  /* [n_weights], by slot                                          */
     uint64_t total_bytes; /* as stored in the file                                         */
-    uint64_t device_bytes_needed; /* if everything is resident                             */
+    uint64_t device_bytes_needed; /* if everything is resident, with scratch               */
     uint64_t row_bytes_max;
     rf_model_desc desc;
     const void *progress_owner; /* the model whose callback it is */
@@ -3172,6 +3172,13 @@ static void rfi_reports_give(rfi_store *s) { /* lock held, released meanwhile */
 
 /* ---- device memory ---- */
 
+/* Device memory of our share came or went. */
+static void rfi_store_count(rfi_store *s, uint64_t size_bytes, int came) {
+    atomic_fetch_add(&s->device_allocations, came ? 1 : 0);
+    atomic_fetch_add(&s->device_bytes, came ? size_bytes : 0 - size_bytes);
+    atomic_fetch_add(&s->device->weight_bytes, came ? size_bytes : 0 - size_bytes);
+}
+
 /* Have the slab's memory; without the lock, since a driver may take milliseconds for it. */
 static rf_result rfi_slab_create(rfi_store *s, rfi_slab *slab, rf_error *err) { /* lock held, released meanwhile */
     rf_mem mem = {0};
@@ -3187,9 +3194,7 @@ static rf_result rfi_slab_create(rfi_store *s, rfi_slab *slab, rf_error *err) { 
     rfi_changed(s);
     if (r != RF_OK) return r;
     slab->mem = mem;
-    atomic_fetch_add(&s->device_allocations, 1);
-    atomic_fetch_add(&s->device_bytes, slab->size_bytes);
-    atomic_fetch_add(&s->device->weight_bytes, slab->size_bytes);
+    rfi_store_count(s, slab->size_bytes, 1);
     return RF_OK;
 }
 
@@ -3197,8 +3202,22 @@ static void rfi_slab_release(rfi_store *s, rfi_slab *slab) {
     if (!slab->mem.base || slab->n_bound) return;
     s->device->api->mem_release(s->device->dev, &slab->mem);
     memset(&slab->mem, 0, sizeof slab->mem);
-    atomic_fetch_sub(&s->device_bytes, slab->size_bytes);
-    atomic_fetch_sub(&s->device->weight_bytes, slab->size_bytes);
+    rfi_store_count(s, slab->size_bytes, 0);
+}
+
+/* The memory in which a device repacks, once for all. */
+static rf_result rfi_scratch_create(rfi_store *s, rf_error *err) { /* lock held */
+    if (!s->scratch_bytes || s->scratch.base) return RF_OK;
+    rf_result r = s->device->api->mem_create(s->device->dev, s->scratch_bytes, &s->scratch, err);
+    if (r == RF_OK) rfi_store_count(s, s->scratch_bytes, 1);
+    return r;
+}
+
+static void rfi_scratch_release(rfi_store *s) { /* lock held */
+    if (!s->scratch.base) return;
+    s->device->api->mem_release(s->device->dev, &s->scratch);
+    memset(&s->scratch, 0, sizeof s->scratch);
+    rfi_store_count(s, s->scratch_bytes, 0);
 }
 
 /* Give the tensors of slab `from` (or, RF_NONE, all resident ones) places in slabs of about `target` bytes. */
@@ -3231,8 +3250,7 @@ static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) {
         rfi_slab *slab = t->streamed ? &s->ring : &s->slabs[t->slab];
         rf_result r = rfi_slab_create(s, slab, &why);
         if (!t->streamed && slab != &s->slabs[t->slab]) continue; /* another thread has cut it meanwhile */
-        if (r == RF_OK && s->scratch_bytes && !s->scratch.base)
-            r = s->device->api->mem_create(s->device->dev, s->scratch_bytes, &s->scratch, &why);
+        if (r == RF_OK) r = rfi_scratch_create(s, &why);
         if (r == RF_OK) return RF_OK;
         if (t->streamed || slab->mem.base || slab->size_bytes == t->bytes || s->n_slabs == RFI_MAX_SLABS) {
             if (err && err->code == RF_OK) *err = why;
@@ -3880,15 +3898,13 @@ static int rfi_arrange_keeps(const rf_plan *plan, uint32_t slot, int keep) {
  * streamed in addition, so that it is no larger than it must be. */
 static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement *a, rf_error *err) {
     const rf_plan *plan = &s->plan;
-    uint64_t total = 0;
-    for (uint32_t i = 0; i < plan->n_weights; i++) total += s->tensors[i].bytes;
     memset(a->streamed, 0, plan->n_weights);
-    a->resident_bytes = total;
+    a->resident_bytes = s->device_bytes_needed;
     a->ring_bytes = 0;
-    if (total <= limit) return RF_OK;
+    if (a->resident_bytes <= limit) return RF_OK;
     uint64_t least = 0, ahead = 0;
     for (int keep = s->desc.stream_policy == RF_STREAM_PREFIX ? 2 : 0; keep >= 0; keep--) {
-        a->resident_bytes = 0;
+        a->resident_bytes = s->scratch_bytes;
         for (uint32_t i = 0; i < plan->n_weights; i++) {
             a->streamed[i] = (uint8_t)!rfi_arrange_keeps(plan, i, keep);
             if (!a->streamed[i]) a->resident_bytes += s->tensors[i].bytes;
@@ -3952,8 +3968,7 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
     for (uint32_t i = 0; i < s->n_slabs; i++) rfi_slab_release(s, &s->slabs[i]);
     rfi_slab_release(s, &s->ring);
     if (s->n_jobs == 0 && s->n_running == 0) rfi_stages_release(s);
-    if (left == 0 && s->scratch.base) s->device->api->mem_release(s->device->dev, &s->scratch);
-    if (left == 0) memset(&s->scratch, 0, sizeof s->scratch);
+    if (left == 0) rfi_scratch_release(s);
     pthread_mutex_unlock(&s->lock);
     if (in_lane) pthread_mutex_unlock(&s->lane);
     return left;
@@ -4123,6 +4138,7 @@ static void rfi_store_describe(rfi_store *s) {
         s->row_bytes_max = rfi_max_u64(s->row_bytes_max, t->in_place ? 0 : w->size_bytes / w->n_rows);
         s->scratch_bytes = rfi_max_u64(s->scratch_bytes, layout.scratch_bytes);
     }
+    s->device_bytes_needed += s->scratch_bytes;
     for (int pass = critical_first ? 0 : 1; pass < 2; pass++)
         for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
             int32_t layer = s->plan.weights[slot].layer;
