@@ -313,18 +313,19 @@ ROCMFORGE_API rf_result rf_gguf_find_tensor(const rf_gguf *g, const char *name, 
 ROCMFORGE_API rf_result rf_gguf_read_tensor(const rf_gguf *g, uint64_t index, uint64_t offset, void *dst, size_t n,
                                             rf_error *err);
 
-/* What a program's own SIGBUS handler asks for a file of which the CPU uses weights where they are mapped. Somebody may
- * cut such a file short after its tensors were loaded, or its disk may fail; the system then raises SIGBUS in the thread
- * that computes. A program that wants an error instead installs a handler (the library installs none and keeps no list
- * of files: what is done about signals is the program's to say) and calls this in it:
+/* What a program's own SIGBUS handler asks for a file of which the CPU uses weights where they are mapped. Somebody
+ * may cut such a file short after its tensors were loaded, or its disk may fail; the system then raises SIGBUS in the
+ * thread that computes. A program that wants an error instead installs a handler (the library installs none and keeps
+ * no list of files: what is done about signals is the program's to say) and calls this in it:
  *     static void on_sigbus(int number, siginfo_t *info, void *context) {
  *         if (rf_gguf_handle_fault(file, info->si_addr)) return;
  *         ...                                                       what the program does about other addresses
  *     }
  *   g        in  an open file (NULL: none); it may not be closed while the handler can run
  *   address  in  the address of the fault
- * Returns 1 if the address lies in g's mapping: zeros are there now, from its page to the end of the file, the computing
- * goes on, and that rf_eval and all later ones return RF_ERR_IO with the file and the offset, sequences as before them.
+ * Returns 1 if the address lies in g's mapping: zeros are there now, from its page to the end of the file, the
+ * computing goes on, and that rf_eval and all later ones return RF_ERR_IO with the file and the offset, sequences as
+ * before them.
  * Closing and opening the file is the way out. 0 if it is not g's: nothing has changed.
  * Memory none.   Cost: a system call or two.   Threads any; async-signal-safe on Linux; errno stays. */
 ROCMFORGE_API int rf_gguf_handle_fault(rf_gguf *g, const void *address);
@@ -1358,7 +1359,7 @@ static int rfi_cell_claim_word(rfi_cell *c) {
     return 0;
 }
 
-/* Make an UNLOADED cell LOADING (1), or leave it alone (0). The load is nobody's own: whoever settles the cell ends it. */
+/* Make an UNLOADED cell LOADING (1), or leave it alone (0). The load is nobody's own: who settles the cell ends it. */
 static int rfi_cell_try_claim(rfi_cell *c, rfi_lot *lot) {
     int claim = 0;
     pthread_mutex_lock(&lot->mutex);
@@ -2582,13 +2583,13 @@ static rf_result rfi_gguf_check_fault(const rfi_gguf_part *part, rf_error *err) 
     uint64_t fault = atomic_load(&part->fault);
     if (!fault) return RF_OK;
     return rfi_fail(err, RF_ERR_IO, fault - 1,
-                    "%s: the mapped byte %llu is gone: the file was shortened while it was in use, or its disk fails; "
-                    "open it again",
+                    "%s: the mapped byte %llu is gone: the file was shortened while it was in use, or its disk "
+                    "fails; open it again",
                     rfi_path_label(part->path), RFI_LLU(fault - 1));
 }
 
-/* What was computed from mapped bytes was computed from the file's: it is as long as ever. Behind a new end that lies in
- * the last page there are zeros, without a signal. */
+/* What was computed from mapped bytes was computed from the file's: it is as long as ever. Behind a new end that lies
+ * in the last page there are zeros, without a signal. */
 static rf_result rfi_gguf_intact(const rf_gguf *g, rf_error *err) {
     struct stat now;
     rf_result r = RF_OK;
@@ -3600,8 +3601,8 @@ static int rfi_stream_begin(rfi_store *s) { /* lock held */
     return 0;
 }
 
-/* Any piece of work: of a load in progress, of a tensor that is wanted, of the stream. A thread that is no reader leaves
- * what is wanted alone: it may go away in the middle of it. */
+/* Any piece of work: of a load in progress, of a tensor that is wanted, of the stream. A thread that is no reader
+ * leaves what is wanted alone: it may go away in the middle of it. */
 static int rfi_loader_next(rfi_store *s, int is_reader, rfi_piece *out) { /* lock held, released meanwhile */
     for (;;) {
         if (rfi_piece_take(s, NULL, out)) return 1;
@@ -3698,7 +3699,7 @@ static rf_result rfi_tensor_load(void *ctx, rf_error *err) {
 
 static void rfi_store_unpin(rfi_store *s, uint32_t slot) { rfi_cell_unpin(&s->tensors[slot].cell, &s->lot); }
 
-/* Pin a resident tensor, loading it if needed. A cancel since `cancels` was read ends the call; what is loaded stays. */
+/* Pin a resident tensor, loading it if needed. A cancel since `cancels` was read ends the call; loaded tensors stay. */
 static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf_error *err) {
     rfi_tensor *t = &s->tensors[slot];
     if (rfi_cell_try_pin(&t->cell, &s->lot)) {
@@ -3730,7 +3731,8 @@ static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf
 
 /* Pin the tensor of the stream's next use but n_held, working at it and what comes behind it meanwhile. What the ring
  * still holds from the last walk through the plan does not count: it may go any time. Requires the lane. */
-static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, uint64_t cancels, rf_error *err) {
+static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, uint64_t cancels,
+                                rf_error *err) {
     rfi_tensor *t = &s->tensors[slot];
     rfi_piece piece;
     rf_result r = RF_OK;

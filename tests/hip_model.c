@@ -194,6 +194,72 @@ static void test_two_threads(void) {
     }
 }
 
+/* ---- weights beyond the budget ---- */
+
+static rf_result open_within(rig *r, const mg_buf *file, const char *device, const rf_model_desc *md) {
+    static const rf_session_desc sd = {.n_ctx = 32};
+    rf_result res = rf_gguf_open_memory(file->data, file->n, NULL, &r->g, &r->err);
+    if (res == RF_OK) res = rf_device_open(device, NULL, &r->d, &r->err);
+    if (res == RF_OK) res = rf_model_open(r->g, r->d, md, &r->m, &r->err);
+    if (res == RF_OK) res = rf_session_open(r->m, &sd, &r->s, &r->err);
+    if (res == RF_OK) r->n_vocab = rf_model_get_info(r->m).n_vocab;
+    return res;
+}
+
+/* A short life within a budget: a prompt of one token, and the token behind it. */
+enum { WITHIN_VOCAB = 310, WITHIN_STEPS = 1 };
+static const int32_t within_prompt[1] = {5};
+typedef struct within {
+    float logits[(WITHIN_STEPS + 1) * WITHIN_VOCAB];
+    int32_t ids[WITHIN_STEPS + 1];
+} within;
+
+static rf_result write_within(rig *r, within *out) { return write_on(r, within_prompt, 1, WITHIN_STEPS, out->logits, out->ids); }
+
+/* What all the weights take on a device, and what it writes with them there. */
+static uint64_t all_resident(const mg_buf *file, const char *device, within *want) {
+    rig r = {0};
+    rf_forecast f = {0};
+    CHECK(open_within(&r, file, device, NULL) == RF_OK && rf_model_forecast(r.m, NULL, &f, &r.err) == RF_OK && f.streamed_bytes == 0, "%s", r.err.text);
+    CHECK(write_within(&r, want) == RF_OK, "%s", r.err.text);
+    CHECK(rf_model_get_loading_stats(r.m).device_bytes == f.weight_bytes, "%llu bytes, %llu were forecast",
+          (unsigned long long)rf_model_get_loading_stats(r.m).device_bytes, (unsigned long long)f.weight_bytes);
+    rig_close(&r);
+    return f.weight_bytes;
+}
+
+/* Half and a tenth of the weights: the same bits as with all of them there, whatever reads them, from the file or from
+ * pinned memory, evicted and loaded again; no more than the budget is allocated. */
+static void test_budgets(void) {
+    static const uint32_t percents[] = {100, 50, 10};
+    static within want, got;
+    mg_buf file = {0}; /* many thin layers: a tenth of the bytes holds the widest of them */
+    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 28, .n_vocab = WITHIN_VOCAB, .seed = 11});
+    for (uint32_t k = 0; device_name(k); k++) {
+        uint64_t all = all_resident(&file, device_name(k), &want);
+        for (uint32_t i = 0; i < RFI_COUNT(percents); i++) {
+            rig r = {0};
+            rf_forecast f;
+            uint32_t percent = percents[i];
+            if (k && percent != 10) continue; /* what another device may do differently is in its kernels */
+            int pinned = (i + k) % 2 == 0;
+            rf_model_desc md = {.budget_bytes = all * percent / 100, .n_readers = pinned ? 16 : 1, .pinned_bytes = pinned ? all : 0,
+                                .load_policy = pinned ? RF_LOAD_PRELOAD : RF_LOAD_LAZY};
+            CHECK(open_within(&r, &file, device_name(k), &md) == RF_OK && rf_model_forecast(r.m, NULL, &f, &r.err) == RF_OK, "%u %%: %s", percent, r.err.text);
+            for (int again = 0; r.s && again <= (percent == 50); again++) {
+                CHECK(write_within(&r, &got) == RF_OK, "%u %%: %s", percent, r.err.text);
+                CHECK(memcmp(&want, &got, sizeof want) == 0, "%s, %u %%: other bits", device_name(k), percent);
+                rf_loading_stats st = rf_model_get_loading_stats(r.m);
+                CHECK(st.device_bytes == f.weight_bytes && st.device_bytes <= md.budget_bytes, "%u %%: %llu bytes", percent, (unsigned long long)st.device_bytes);
+                CHECK((st.evictions > 0) == (percent < 100 || again), "%u %%: %llu evictions", percent, (unsigned long long)st.evictions);
+                CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "clear");
+            }
+            rig_close(&r);
+        }
+    }
+    mg_free(&file);
+}
+
 #ifdef RF_TEST_EMU
 
 /* ---- failing calls ---- */
@@ -262,6 +328,38 @@ static void test_failing_calls(void) {
     rig_close(&r);
     mg_free(&file);
 }
+
+/* A call fails while weights go through the ring, every few calls another one: the evaluation reports it, the sequence is
+ * as it was, and the next one has the right bits. */
+static void test_failing_ring(void) {
+    static within want, got;
+    mg_buf file = {0};
+    rig r = {0};
+    uint32_t noticed = 0, n = 0;
+    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 8, .n_vocab = WITHIN_VOCAB, .seed = 12});
+    hip_emu_counts before = hip_emu_get_counts();
+    uint64_t all = all_resident(&file, "hip:0", &want);
+    REQUIRE(open_within(&r, &file, "hip:0", &(rf_model_desc){.budget_bytes = all / 2, .n_readers = 2}) == RF_OK, "%s", r.err.text);
+    CHECK(write_within(&r, &got) == RF_OK && memcmp(&want, &got, sizeof want) == 0, "%s", r.err.text);
+    uint64_t start = hip_emu_get_counts().calls;
+    CHECK(write_within(&r, &got) == RF_OK, "%s", r.err.text);
+    uint64_t n_calls = hip_emu_get_counts().calls - start;
+    for (uint64_t call = 1; call < n_calls; call += 1 + n_calls / 16, n++) {
+        hip_emu_fail_call(call, 0);
+        rf_result res = write_within(&r, &got);
+        hip_emu_fail_call(0, 0);
+        noticed += res != RF_OK;
+        CHECK(res == RF_OK || (res == RF_ERR_DEVICE && r.err.sys && names_its_object(r.err.text)), "call %d: %s: %s", (int)call, rf_result_name(res), r.err.text);
+        CHECK(res != RF_OK || memcmp(&want, &got, sizeof want) == 0, "call %d failed unnoticed and gave other bits", (int)call);
+        res = write_within(&r, &got);
+        CHECK(res == RF_OK && memcmp(&want, &got, sizeof want) == 0, "after call %d: %s", (int)call, r.err.text);
+    }
+    CHECK(noticed > n / 2, "%u of %u failures noticed", noticed, n);
+    printf("    %d calls, %u of %u failures reported\n", (int)n_calls, noticed, n);
+    rig_close(&r);
+    mg_free(&file);
+    CHECK(!leaks(before, hip_emu_get_counts()), "a leak");
+}
 #endif
 
 int main(int argc, char **argv) {
@@ -270,7 +368,9 @@ int main(int argc, char **argv) {
     RUN(test_as_cpu);
     RUN(test_repeats);
     RUN(test_two_threads);
+    RUN(test_budgets);
 #ifdef RF_TEST_EMU
+    RUN(test_failing_ring);
     RUN(test_failing_calls);
 #endif
     RFT_END();
