@@ -542,13 +542,13 @@ static int cut_short(uint64_t done, uint64_t total, rf_string tensor, void *user
 /* Shortened by the callback of a load in progress: the load fails, in every mode, and works when the file is whole. */
 static void test_cut_short_while_loading(void) {
     for (int mode = MAPPED; mode < N_MODES; mode++)
-        for (uint32_t readers = 0; readers < 4; readers += 2) {
+        for (int eval = 0; eval < 2; eval++) { /* without readers, which may be quicker than the callback */
             rig r;
             float got[2 * N_VOCAB];
             uint64_t total = file.n;
             CHECK(write_file(), "cannot write %s", path);
-            if (!rig_open(&r, mode, NULL, &(rf_model_desc){.n_readers = readers, .progress_fn = cut_short, .progress_user = &total})) return;
-            rf_result res = readers ? rf_model_preload_all(r.m, &r.err) : run(r.m, got, &r.err);
+            if (!rig_open(&r, mode, NULL, &(rf_model_desc){.progress_fn = cut_short, .progress_user = &total})) return;
+            rf_result res = eval ? run(r.m, got, &r.err) : rf_model_preload_all(r.m, &r.err);
             CHECK(res == RF_ERR_IO && r.err.text[0], "%s: %s: %s", modes[mode], rf_result_name(res), r.err.text);
             CHECK(rf_model_get_loading_stats(r.m).failures > 0 && rf_model_get_loading_stats(r.m).tensors_loaded > 0, "what was loaded stays");
             rig_close(&r);
