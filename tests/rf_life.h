@@ -136,6 +136,7 @@ static rf_result life_generate(life *l, rf_model *m) {
 }
 
 /* `full`: load all tensors and generate; otherwise the life ends with the tokenizer. */
+__attribute__((unused))
 static void life_run(life *l, const life_file *f, int full) {
     static const char text[] = "Hello w\xc3\xb6rld, 123 <|im_start|> the <s>\xff\xe2\x96\x81 \n\n\tend";
     rf_allocator a = {life_alloc, life_free, &l->mem};
