@@ -181,8 +181,8 @@ static void run(uint64_t n, uint64_t seed, int show) {
         now = measure();
         if (tenth == 1) first = now;
         if (show)
-            printf("    %6llu generations, %llu tokens, %llu cancelled, %llu failed reads, %llu full, %llu times opened: "
-                   "resident %.1f MiB, %u files, %u threads\n",
+            printf("    %6llu generations, %llu tokens, %llu cancelled, %llu failed reads, %llu full, %llu times "
+                   "opened: resident %.1f MiB, %u files, %u threads\n",
                    RFI_LLU(v.generations), RFI_LLU(v.tokens), RFI_LLU(v.cancelled), RFI_LLU(v.failed), RFI_LLU(v.full),
                    RFI_LLU(v.opened), (double)now.resident_bytes / 1048576.0, now.files, now.threads);
         CHECK(now.files == first.files && now.threads == first.threads, "%u files, %u threads; at first %u, %u",
