@@ -2,13 +2,16 @@
  *
  * How fast a model loads: open, plan, first token, everything loaded, decode; device and host memory at each step.
  *   loadbench FILE [--device D] [--mode lazy|preload|critical|context] [--readers N] [--budget PERCENT]
- *             [--stream prefix|lru] [--pinned] [--cold] [--tokens N] [--no-map]
+ *             [--stream prefix|lru] [--pinned] [--cold] [--tokens N] [--no-map] [--cancel MS]
  * context: only open the device, the part of a start that no loader can shorten. --cold drops the file from the page
- * cache first. --budget: percent of the weights' bytes; --pinned keeps the streamed ones in pinned host memory. */
+ * cache first. --budget: percent of the weights' bytes; --pinned keeps the streamed ones in pinned host memory.
+ * --cancel: first load in another thread, and cancel that after MS milliseconds. The last line tells logits that
+ * differ in any bit apart: they depend on no option but --device and --tokens. */
 #define ROCMFORGE_IMPLEMENTATION
 #include "rocmforge.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -52,9 +55,43 @@ static void drop_from_cache(const char *path) {
     close(fd);
 }
 
+typedef struct loading {
+    rf_model *m;
+    rf_result result;
+    double ended;
+} loading;
+
+static void *load_all(void *arg) {
+    loading *l = (loading *)arg;
+    l->result = rf_model_preload_all(l->m, NULL);
+    l->ended = now_ms();
+    return NULL;
+}
+
+static void load_and_cancel(rf_model *m, int after_ms) {
+    loading l = {.m = m};
+    pthread_t thread;
+    struct timespec wait = {after_ms / 1000, after_ms % 1000 * 1000000L};
+    if (pthread_create(&thread, NULL, load_all, &l) != 0) die("thread", NULL);
+    nanosleep(&wait, NULL);
+    double asked = now_ms();
+    rf_model_cancel_loading(m);
+    pthread_join(thread, NULL);
+    printf("cancelled after %d ms: %s, %.2f ms later\n", after_ms, rf_result_name(l.result), l.ended - asked);
+    say("cancelled", m);
+}
+
+/* a number that other bits make another one */
+static uint64_t fingerprint(const float *logits, uint32_t n) {
+    uint64_t h = 1469598103934665603u;
+    const unsigned char *p = (const unsigned char *)logits;
+    for (size_t i = 0; i < n * sizeof *logits; i++) h = (h ^ p[i]) * 1099511628211u;
+    return h;
+}
+
 int main(int argc, char **argv) {
     const char *path = NULL, *device = NULL, *mode = "lazy";
-    int cold = 0, pinned = 0, n_tokens = 16, percent = 0;
+    int cold = 0, pinned = 0, n_tokens = 16, percent = 0, cancel_ms = -1;
     rf_model_desc md = {0};
     rf_gguf_desc gd = {0};
     rf_error err;
@@ -67,6 +104,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(argv[i], "--stream"))
             md.stream_policy = strcmp(value, "lru") ? RF_STREAM_PREFIX : RF_STREAM_LRU, i++;
         else if (!strcmp(argv[i], "--tokens")) n_tokens = atoi(value), i++;
+        else if (!strcmp(argv[i], "--cancel")) cancel_ms = atoi(value), i++;
         else if (!strcmp(argv[i], "--pinned")) pinned = 1;
         else if (!strcmp(argv[i], "--cold")) cold = 1;
         else if (!strcmp(argv[i], "--no-map")) gd.no_map = 1;
@@ -102,6 +140,7 @@ int main(int argc, char **argv) {
     if (rf_model_forecast(m, &(rf_session_desc){.n_ctx = 512}, &forecast, &err) != RF_OK) die("forecast", &err);
     if (rf_session_open(m, &(rf_session_desc){.n_ctx = 512}, &s, &err) != RF_OK) die("session", &err);
     say("session", m);
+    if (cancel_ms >= 0) load_and_cancel(m, cancel_ms);
 
     const int32_t prompt[16] = {1, 20, 300, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160};
     if (rf_forward(s, prompt, 16, NULL, &err) != RF_OK) die("first token", &err);
@@ -126,6 +165,9 @@ int main(int argc, char **argv) {
         printf("streaming %.2f GB/s of %.3f GB a token; %.2f GB read from the file while decoding\n",
                1e-6 * (double)forecast.streamed_bytes * n_tokens / decode, 1e-9 * (double)forecast.streamed_bytes,
                1e-9 * (double)(st.bytes_read - read_before));
+    const float *logits = rf_session_logits(s, 0);
+    printf("last token %d, logits %016llx\n", token,
+           (unsigned long long)(logits ? fingerprint(logits, rf_model_get_info(m).n_vocab) : 0));
     rf_session_close(s);
     if (rf_model_clear_gpu_cache(m, NULL, &err) != RF_OK) die("clear", &err);
     say("clear", m);
