@@ -2,11 +2,12 @@
  *
  * How fast a model loads: open, plan, first token, everything loaded, decode; device and host memory at each step.
  *   loadbench FILE [--device D] [--mode lazy|preload|critical|context] [--readers N] [--budget PERCENT]
- *             [--stream prefix|lru] [--pinned] [--cold] [--tokens N] [--no-map] [--cancel MS]
+ *             [--stream prefix|lru] [--pinned] [--cold] [--prompt N] [--tokens N] [--no-map] [--cancel MS]
  * context: only open the device, the part of a start that no loader can shorten. --cold drops the file from the page
  * cache first. --budget: percent of the weights' bytes; --pinned keeps the streamed ones in pinned host memory.
- * --cancel: first load in another thread, and cancel that after MS milliseconds. The last line tells logits that
- * differ in any bit apart: they depend on no option but --device and --tokens. */
+ * --prompt: tokens before the first one, at most 16. --cancel: first load in another thread, and cancel that after MS
+ * milliseconds. The last line tells logits that differ in any bit apart: they depend on no option but --device,
+ * --prompt and --tokens. */
 #define ROCMFORGE_IMPLEMENTATION
 #include "rocmforge.h"
 
@@ -91,7 +92,7 @@ static uint64_t fingerprint(const float *logits, uint32_t n) {
 
 int main(int argc, char **argv) {
     const char *path = NULL, *device = NULL, *mode = "lazy";
-    int cold = 0, pinned = 0, n_tokens = 16, percent = 0, cancel_ms = -1;
+    int cold = 0, pinned = 0, n_tokens = 16, n_prompt = 16, percent = 0, cancel_ms = -1;
     rf_model_desc md = {0};
     rf_gguf_desc gd = {0};
     rf_error err;
@@ -104,6 +105,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(argv[i], "--stream"))
             md.stream_policy = strcmp(value, "lru") ? RF_STREAM_PREFIX : RF_STREAM_LRU, i++;
         else if (!strcmp(argv[i], "--tokens")) n_tokens = atoi(value), i++;
+        else if (!strcmp(argv[i], "--prompt")) n_prompt = atoi(value), i++;
         else if (!strcmp(argv[i], "--cancel")) cancel_ms = atoi(value), i++;
         else if (!strcmp(argv[i], "--pinned")) pinned = 1;
         else if (!strcmp(argv[i], "--cold")) cold = 1;
@@ -111,7 +113,8 @@ int main(int argc, char **argv) {
         else if (argv[i][0] != '-' && !path) path = argv[i];
         else path = NULL, i = argc;
     }
-    if (!path) return fprintf(stderr, "usage: loadbench FILE [options]; the first lines of loadbench.c list them\n"), 2;
+    if (!path || n_prompt < 1 || n_prompt > 16)
+        return fprintf(stderr, "usage: loadbench FILE [options]; the first lines of loadbench.c list them\n"), 2;
     if (cold) drop_from_cache(path);
     if (!strcmp(mode, "preload")) md.load_policy = RF_LOAD_PRELOAD;
     if (!strcmp(mode, "critical")) md.load_policy = RF_LOAD_CRITICAL_FIRST;
@@ -143,7 +146,7 @@ int main(int argc, char **argv) {
     if (cancel_ms >= 0) load_and_cancel(m, cancel_ms);
 
     const int32_t prompt[16] = {1, 20, 300, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160};
-    if (rf_forward(s, prompt, 16, NULL, &err) != RF_OK) die("first token", &err);
+    if (rf_forward(s, prompt, (uint32_t)n_prompt, NULL, &err) != RF_OK) die("first token", &err);
     int32_t token = rf_session_argmax(s, 0);
     say("first token", m);
     if (rf_model_preload_all(m, &err) != RF_OK) die("preload", &err);
