@@ -65,9 +65,21 @@
  *   Errors   every function that can fail returns an rf_result (0 = ok) and fills the rf_error its caller brought.
  *   Bits     the same input gives the same bits, for any number of threads, load order and batch neighbours, on one
  *            device model and CPU instruction set.
- *   Security a GGUF file is untrusted input: whatever it holds, the worst is an error. Two limits: a file that is cut
- *            short by somebody while the CPU uses it in place raises SIGBUS (rf_gguf_desc.no_map avoids it,
- *            rf_gguf_handle_fault makes it an error); and the text a model writes is not to be trusted either.
+ *
+ * Security
+ *   Untrusted   every byte of a GGUF file, also while others change it; texts, token ids and chat messages; and that
+ *               memory, reads and device calls succeed.
+ *   Promised    whatever they hold, the worst is an error. No crash, no hang, no access outside the file's bytes and
+ *               our own; memory to open and plan is bounded by the file's metadata, not by what it claims. Nothing in
+ *               a file is run, used as a format, or as a path (the parts of a split file are found by the first one's
+ *               name); messages are printable ASCII.
+ *   Limits      A file that somebody cuts short while the CPU uses it in place raises SIGBUS: rf_gguf_desc.no_map
+ *               avoids it, rf_gguf_handle_fault makes it an error. One that is rewritten in place is noticed by size
+ *               and time before a weight is loaded, not after.
+ *   Not         that a model is any good, or what it was named: check where it comes from. What a model writes is as
+ *   promised    untrusted as its file. A large model may take long: rf_session_cancel ends it. Arguments, hooks,
+ *               the device's driver and other code of the process are trusted; this is no sandbox. Text of strangers
+ *               is tokenized without RF_TOKENIZE_SPECIAL, or it can forge control tokens.
  *
  * MIT licence, at the end of this file. */
 #ifndef ROCMFORGE_H

@@ -1,0 +1,304 @@
+/* test_promises.c: promises of the table in promises.txt that no other suite is about: tables that a file cannot slow
+ * down, objects after failures, files that change while they are used, weights that are not numbers, and texts of a
+ * file that are nothing but texts. */
+#define ROCMFORGE_IMPLEMENTATION
+#include "../rocmforge.h"
+
+#include "make_gguf.h"
+#include "rf_test.h"
+#include <sys/wait.h>
+
+#define N_VOCAB 320
+static const int32_t some_tokens[5] = {7, 300, 12, 0, 99};
+
+/* The file used in place, read into memory of the CPU device, read into the null device. */
+enum { MAPPED, COPIED, NULLED, N_MODES };
+static const char *const modes[] = {"mapped", "copied", "null"};
+
+static char path[] = "/tmp/rf_promises_XXXXXX";
+static mg_buf file;
+
+/* A new file under the name, or its bytes in place. */
+static int put_file(const mg_buf *b, int anew) {
+    if (anew) unlink(path);
+    int fd = open(path, O_WRONLY | O_CREAT, 0600);
+    int ok = fd >= 0 && pwrite(fd, b->data, b->n, 0) == (ssize_t)b->n && ftruncate(fd, (off_t)b->n) == 0;
+    if (fd >= 0) close(fd);
+    return ok;
+}
+
+typedef struct rig {
+    rf_gguf *g;
+    rf_device *d;
+    rf_model *m;
+    rf_session *s;
+    rf_error err;
+} rig;
+
+static void rig_close(rig *r) {
+    rf_session_close(r->s);
+    CHECK(rf_model_close(r->m, NULL) == RF_OK && rf_device_close(r->d, NULL) == RF_OK, "busy");
+    CHECK(rf_gguf_close(r->g, NULL) == RF_OK, "busy");
+    memset(r, 0, sizeof *r);
+}
+
+static rf_result rig_try(rig *r, int mode) {
+    memset(r, 0, sizeof *r);
+    rf_result res = rf_gguf_open(path, &(rf_gguf_desc){.no_map = mode != MAPPED}, &r->g, &r->err);
+    if (res == RF_OK) res = rf_device_open(mode == NULLED ? "null" : "cpu", &(rf_device_desc){.n_threads = 2}, &r->d, &r->err);
+    if (res == RF_OK) res = rf_model_open(r->g, r->d, NULL, &r->m, &r->err);
+    if (res == RF_OK) res = rf_session_open(r->m, &(rf_session_desc){.n_ctx = 64, .n_batch = 2}, &r->s, &r->err);
+    return res;
+}
+
+static int rig_open(rig *r, int mode) {
+    rf_result res = rig_try(r, mode);
+    CHECK(res == RF_OK, "%s: %s", modes[mode], r->err.text);
+    if (res != RF_OK) rig_close(r);
+    return res == RF_OK;
+}
+
+static rf_result run(rig *r, float *out) {
+    float *logits;
+    rf_result res = rf_session_truncate(r->s, 0, 0, NULL, &r->err);
+    if (res == RF_OK) res = rf_forward(r->s, some_tokens, 5, &logits, &r->err);
+    if (res == RF_OK) memcpy(out, logits, N_VOCAB * sizeof *out);
+    return res;
+}
+
+/* ---- names that collide ---- */
+
+/* Names chosen to share one slot of a table share none in the table of another object: the hash has a seed. */
+static void test_colliding_names(void) {
+    enum { SLOTS = 4096, NAMES = 1500 };
+    static char names[NAMES][24];
+    static unsigned used[SLOTS];
+    const uint64_t seeds[] = {0x555555554000u, 0x555555554010u, 0x7ffff0000b20u};
+    unsigned n = 0, most = 0;
+    for (uint64_t i = 0; n < NAMES; i++) {
+        int len = snprintf(names[n], sizeof names[n], "test.k%llx", RFI_LLU(i));
+        n += (rfi_hash(names[n], (uint64_t)len, seeds[0]) & (SLOTS - 1)) == 77;
+    }
+    for (size_t s = 1; s < RFI_COUNT(seeds); s++) {
+        memset(used, 0, sizeof used);
+        for (n = 0; n < NAMES; n++) used[rfi_hash(names[n], strlen(names[n]), seeds[s]) & (SLOTS - 1)]++;
+        for (n = 0; n < SLOTS; n++) most = used[n] > most ? used[n] : most;
+        CHECK(most < 12, "%u of %u names in one slot", most, NAMES);
+    }
+}
+
+/* ---- objects after a failure ---- */
+
+/* A failed open leaves nothing, and every closing function takes NULL. */
+static void test_after_failed_open(void) {
+    rf_gguf *g = (rf_gguf *)&file;
+    rf_device *d = (rf_device *)&file;
+    rf_model *m = (rf_model *)&file;
+    rf_session *s = (rf_session *)&file;
+    rf_tokenizer *t = (rf_tokenizer *)&file;
+    rf_scheduler *sch = (rf_scheduler *)&file;
+    rf_error err;
+    CHECK(rf_gguf_open("/nonexistent.gguf", NULL, &g, &err) == RF_ERR_NOT_FOUND && !g, "%s", err.text);
+    CHECK(rf_gguf_open_memory("GGUF", 4, NULL, &g, &err) == RF_ERR_FORMAT && !g, "%s", err.text);
+    CHECK(rf_device_open("nonesuch", NULL, &d, &err) == RF_ERR_NOT_FOUND && !d, "%s", err.text);
+    CHECK(rf_model_open(g, d, NULL, &m, &err) == RF_ERR_ARGUMENT && !m, "%s", err.text);
+    CHECK(rf_session_open(m, NULL, &s, &err) == RF_ERR_ARGUMENT && !s, "%s", err.text);
+    CHECK(rf_tokenizer_open(g, NULL, &t, &err) == RF_ERR_ARGUMENT && !t, "%s", err.text);
+    CHECK(rf_scheduler_open(s, t, 1, &sch, &err) == RF_ERR_ARGUMENT && !sch, "%s", err.text);
+    for (int twice = 0; twice < 2; twice++) {
+        CHECK(rf_gguf_close(g, &err) == RF_OK && rf_device_close(d, &err) == RF_OK && rf_model_close(m, &err) == RF_OK, "NULL");
+        rf_session_close(s), rf_tokenizer_close(t), rf_scheduler_close(sch);
+    }
+    CHECK(rf_forward(NULL, some_tokens, 5, NULL, &err) == RF_ERR_ARGUMENT, "%s", rf_result_name(err.code));
+    CHECK(!rf_session_logits(NULL, 0) && rf_session_length(NULL, 0) == 0, "NULL");
+}
+
+/* ---- files that change ---- */
+
+/* After tensor n was loaded, for every n, the file is replaced under its name, which nobody notices, or rewritten in
+ * place, which the next load does. */
+static void test_changed_at_every_tensor(void) {
+    for (int mode = MAPPED; mode < N_MODES; mode++)
+        for (int in_place = 0; in_place < 2; in_place++)
+            for (uint32_t n = 0, n_weights = 1; n < n_weights; n++) {
+                rig r;
+                float want[N_VOCAB], got[N_VOCAB];
+                mg_buf other = mg_copy(&file);
+                struct timespec later[2] = {{.tv_nsec = UTIME_OMIT}, {.tv_sec = 2000000000}};
+                CHECK(put_file(&file, 1), "cannot write %s", path);
+                if (!rig_open(&r, mode)) return;
+                const rf_plan *plan = rf_model_get_plan(r.m);
+                n_weights = plan->n_weights;
+                CHECK(run(&r, want) == RF_OK, "%s", r.err.text);
+                rf_model_clear_gpu_cache(r.m, NULL, NULL);
+                for (uint32_t i = 0; i < n; i++)
+                    CHECK(rf_model_load_tensor(r.m, plan->weights[i].name, &r.err) == RF_OK, "%s", r.err.text);
+                memset(other.data + other.n / 2, 0x55, other.n / 2); /* later tensors are others */
+                CHECK(put_file(&other, !in_place), "cannot write %s", path);
+                if (in_place) CHECK(utimensat(AT_FDCWD, path, later, 0) == 0, "utimensat"); /* clocks are coarse */
+                rf_result res = run(&r, got);
+                if (!in_place) CHECK(res == RF_OK && memcmp(got, want, sizeof got) == 0, "%s, %u: %s", modes[mode], n, r.err.text);
+                else CHECK(res == RF_ERR_IO && strstr(r.err.text, "was written to"), "%s, %u: %s: %s", modes[mode], n,
+                           rf_result_name(res), r.err.text);
+                rig_close(&r);
+                mg_free(&other);
+            }
+}
+
+/* Cut short after n tokens, for every n: weights that are read again give an error, wherever the text stands; the file
+ * used in place gives one where a weight is used for the first time. */
+static void test_cut_while_generating(void) {
+    for (int mode = MAPPED; mode < N_MODES; mode++)
+        for (int n = 0; n < 8; n++) {
+            rig r;
+            rf_result res = RF_OK;
+            CHECK(put_file(&file, 1), "cannot write %s", path);
+            if (!rig_open(&r, mode)) return;
+            for (int i = 0; res == RF_OK && i <= n; i++) {
+                if (i == n) CHECK(truncate(path, (off_t)(file.n / 2) + 8 * n) == 0, "truncate");
+                rf_model_clear_gpu_cache(r.m, NULL, NULL);
+                res = rf_forward(r.s, some_tokens, 1, NULL, &r.err);
+                CHECK(i == n || res == RF_OK, "%s: %s", modes[mode], r.err.text);
+            }
+            CHECK(res == RF_ERR_IO && strstr(r.err.text, "was changed meanwhile"), "%s, after %d: %s: %s", modes[mode], n,
+                  rf_result_name(res), r.err.text);
+            CHECK(rf_session_length(r.s, 0) == (uint32_t)n, "the failed call left something");
+            CHECK(truncate(path, 100) == 0 && rf_model_preload_all(r.m, &r.err) == RF_ERR_IO, "%s", r.err.text);
+            rig_close(&r);
+        }
+}
+
+/* In use, in a child: evaluates, cuts the file, evaluates with the weights it has. 0 if it lives on. */
+static int child_cuts(int mode) {
+    float got[N_VOCAB];
+    fflush(stdout);
+    pid_t pid = fork();
+    if (pid == 0) {
+        rig r;
+        int devnull = open("/dev/null", O_WRONLY); /* a sanitizer reports the signal */
+        dup2(devnull, 2);
+        if (rig_try(&r, mode) != RF_OK || run(&r, got) != RF_OK || truncate(path, 4096) != 0) _exit(3);
+        _exit(run(&r, got) == RF_OK ? 0 : 4);
+    }
+    int status = 0;
+    return waitpid(pid, &status, 0) == pid ? status : -1;
+}
+
+/* The one documented limit: a file used in place that is cut short where it is in use raises SIGBUS; with no_map the
+ * weights are the process's own. */
+static void test_cut_in_use(void) {
+    CHECK(put_file(&file, 1), "cannot write %s", path);
+    int status = child_cuts(MAPPED);
+    CHECK(status != 0, "the header says that this raises SIGBUS");
+    CHECK(!WIFEXITED(status) || (WEXITSTATUS(status) != 3 && WEXITSTATUS(status) != 4), "exit status %d", WEXITSTATUS(status));
+    for (int mode = COPIED; mode < N_MODES; mode++) {
+        CHECK(put_file(&file, 1), "cannot write %s", path);
+        status = child_cuts(mode);
+        CHECK(status == 0, "%s: status %d", modes[mode], status);
+    }
+}
+
+/* ---- weights that are not numbers ---- */
+
+/* NaN and infinity in any tensor: evaluating ends, sampling gives a token or says that there is none. */
+static void test_not_numbers(void) {
+    static const uint32_t patterns[] = {0x7fc00000u, 0xff800000u, 0x7f800001u};
+    mg_buf floats = {0};
+    size_t data_start;
+    mg_llama_at(&floats, &(mg_options){.type = MG_F32, .n_layers = 1}, &data_start);
+    rf_gguf *g;
+    REQUIRE(rf_gguf_open_memory(floats.data, floats.n, NULL, &g, NULL) == RF_OK, "open");
+    uint64_t n_tensors = rf_gguf_get_info(g).n_tensors;
+    CHECK(rf_gguf_close(g, NULL) == RF_OK, "busy");
+    for (uint64_t i = 0; i < n_tensors; i++)
+        for (size_t p = 0; p < RFI_COUNT(patterns); p++) {
+            rig r;
+            rf_tensor_info t;
+            rf_sampler sampler;
+            float got[N_VOCAB];
+            int32_t id = -7;
+            CHECK(put_file(&floats, 1), "cannot write %s", path);
+            if (!rig_open(&r, COPIED)) continue;
+            CHECK(rf_gguf_get_tensor(r.g, i, &t) == RF_OK, "tensor");
+            rig_close(&r);
+            mg_buf spoilt = mg_copy(&floats);
+            for (uint64_t k = 0; k < t.size_bytes / 4; k++) mg_set_u32(&spoilt, t.offset_bytes + 4 * k, patterns[p]);
+            CHECK(put_file(&spoilt, 1), "cannot write %s", path);
+            mg_free(&spoilt);
+            if (!rig_open(&r, COPIED)) continue;
+            CHECK(run(&r, got) == RF_OK, "%s", r.err.text);
+            int32_t top = rf_session_argmax(r.s, 0);
+            CHECK(top >= -1 && top < N_VOCAB, "token %d", top);
+            CHECK(rf_sampler_init(&sampler, &(rf_sampler_desc){.temperature = 1, .top_k = 5, .top_p = 0.5f}, &r.err) == RF_OK, "init");
+            rf_result res = rf_session_sample(r.s, 0, &sampler, &id, &r.err);
+            CHECK(res == RF_OK ? id >= 0 && id < N_VOCAB : res == RF_ERR_ARGUMENT && r.err.text[0], "%s: token %d",
+                  rf_result_name(res), id);
+            rig_close(&r);
+        }
+    mg_free(&floats);
+}
+
+/* ---- texts of a file ---- */
+
+static unsigned n_opened;
+static int64_t only_this(const char *name, uint64_t *size_bytes, void *user) {
+    (void)user;
+    n_opened++;
+    CHECK(strcmp(name, path) == 0, "opens %s", name);
+    return rfi_os_open(path, size_bytes, NULL);
+}
+static unsigned n_logged;
+static void printable(rf_log_level level, const char *text, void *user) {
+    (void)level, (void)user;
+    n_logged++;
+    for (; *text; text++) CHECK(*text >= 0x20 && *text < 0x7f, "byte %d is logged", *text);
+}
+static void hostile_keys(mg_gguf *w) {
+    static const char *const keys[] = {"general.file", "general.source.url", "general.base_model.0.name", "tokenizer.chat_template"};
+    static const char *const texts[] = {"/etc/passwd", "../../x", "%s%n%n%x", "{{ ''.__class__ }}\x1b[2J\a"};
+    for (int i = 0; i < 4; i++) mg_kv_str(w, keys[i], texts[i]);
+    mg_tensor(w, "\x1b[31m%n%s/etc/passwd", MG_F32, 1, (uint64_t[]){8}, NULL, 32);
+}
+
+/* Paths, formats, escapes and programs in a file's texts: one file is opened, what is logged and said is printable. */
+static void test_texts_are_only_texts(void) {
+    mg_buf b = {0};
+    rf_gguf *g;
+    rf_device *d;
+    rf_model *m;
+    rf_error err;
+    char out[512];
+    size_t n;
+    mg_llama(&b, &(mg_options){.n_layers = 1, .more_kv = hostile_keys});
+    CHECK(put_file(&b, 1), "cannot write %s", path);
+    n_opened = n_logged = 0;
+    rf_gguf_desc gd = {.io = {.open_fn = only_this, .read_fn = rfi_os_read, .close_fn = rfi_os_close}, .log_fn = printable};
+    REQUIRE(rf_gguf_open(path, &gd, &g, &err) == RF_OK, "%s", err.text);
+    REQUIRE(rf_device_open("cpu", &(rf_device_desc){.n_threads = 1}, &d, &err) == RF_OK, "%s", err.text);
+    REQUIRE(rf_model_open(g, d, NULL, &m, &err) == RF_OK, "%s", err.text);
+    CHECK(rf_model_preload_all(m, &err) == RF_OK, "%s", err.text);
+    const rf_chat_message message = {"user", "%s%n"};
+    const rf_chat chat = {.messages = &message, .n_messages = 1};
+    CHECK(rf_chat_format(g, &chat, out, sizeof out, &n, &err) == RF_ERR_UNSUPPORTED, "the template is run or recognised");
+    CHECK(n_opened == 1 && n_logged == 1, "%u files opened, %u lines logged", n_opened, n_logged);
+    CHECK(rf_model_close(m, NULL) == RF_OK && rf_device_close(d, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "busy");
+    mg_free(&b);
+}
+
+int main(int argc, char **argv) {
+    RFT_BEGIN(argc, argv);
+    alarm(300); /* a deadlock is a failure too */
+    int fd = mkstemp(path);
+    if (fd >= 0) close(fd);
+    mg_llama(&file, &(mg_options){.type = MG_Q8_0, .n_layers = 2});
+    RUN(test_colliding_names);
+    RUN(test_after_failed_open);
+    RUN(test_changed_at_every_tensor);
+    RUN(test_cut_while_generating);
+    RUN(test_cut_in_use);
+    RUN(test_not_numbers);
+    RUN(test_texts_are_only_texts);
+    unlink(path);
+    mg_free(&file);
+    RFT_END();
+}
