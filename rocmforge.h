@@ -415,7 +415,8 @@ typedef struct rf_model_desc {
     rf_progress_fn progress_fn; /* NULL: none                                                               */
     void *progress_user;
     const char *pre_tokenizer;  /* force this pre-tokenizer instead of tokenizer.ggml.pre; NULL = file's    */
-    uint64_t budget_bytes;      /* for weights on the device (CPU: of the mapping, resident); 0 = no limit  */
+    uint64_t budget_bytes;      /* for weights on the device; 0 = no limit but the device's. CPU: of the
+                                   mapping, resident, and as many pages more as tensors have ends           */
     uint32_t load_policy;       /* rf_load_policy                                                           */
     uint32_t stream_policy;     /* rf_stream_policy                                                         */
     uint64_t pinned_bytes;      /* GPU: host memory in which streamed weights are kept; 0 = read them anew  */
@@ -454,30 +455,35 @@ ROCMFORGE_API rf_result rf_model_close(rf_model *m, rf_error *err);
 
 ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m);
 
-/* Load one tensor (or find it loaded). Exactly one of the threads that ask loads it, the others sleep until it is
- * there; if it fails all of them get the error and a later call tries again.
- * Returns RF_OK; RF_ERR_NOT_FOUND; RF_ERR_IO; RF_ERR_DEVICE; RF_ERR_MEMORY; RF_ERR_CANCELLED; RF_ERR_BUSY when called
- * from the progress callback for the tensor being loaded.   Threads any. */
+/* Load one tensor (or find it loaded). It is loaded once, however many threads ask: those that do not load wait; if it
+ * fails all of them get the error and a later call tries again.
+ *   name  in   of a tensor that the plan uses
+ * Returns RF_OK; RF_ERR_NOT_FOUND; RF_ERR_IO (also: the file was shortened or rewritten since it was opened, which is
+ * looked at before each load; replacing it by rename does no harm); RF_ERR_DEVICE; RF_ERR_MEMORY (also: it is beyond
+ * the budget, rf_eval streams it); RF_ERR_CANCELLED; RF_ERR_BUSY when called from a hook that this tensor's load calls.
+ * Memory of the device: a slab of tensors at a time.   Cost: its bytes, once.   Threads any. */
 ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_error *err);
 
-/* 1 if it is loaded now; 0 if not, or if the plan uses no tensor of this name. Never blocks. Threads any. */
+/* 1 if it is loaded now, or all tensors of the layer are; 0 if not, or if the plan uses no tensor of this name. Another
+ * thread may drop it right after. Never blocks. Threads any. */
 ROCMFORGE_API int rf_model_is_tensor_loaded(const rf_model *m, const char *name);
 ROCMFORGE_API int rf_model_is_layer_loaded(const rf_model *m, uint32_t layer);
 
-/* Load the weights of these layers (each < n_layers), or all weights of the plan, and wait until they are on the
- * device. What the budget leaves to streaming is left out. Returns as load_tensor; RF_ERR_CANCELLED. */
+/* Load the weights of these layers (each < n_layers), or all weights of the plan, with all readers, and wait until they
+ * are on the device. What the budget leaves to streaming is left out.
+ * Returns as rf_model_load_tensor; RF_ERR_ARGUMENT (a layer).   Memory, Cost as there.   Threads any. */
 ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *layers, uint32_t n_layers,
                                                 rf_error *err);
 ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err);
 
-/* Stop loading: calls that wait for weights return RF_ERR_CANCELLED, within the time of one read of a few MiB. What is
- * loaded stays, and a later call loads the rest. Threads any. */
+/* Stop loading: calls that wait for weights, or for memory that another model holds, return RF_ERR_CANCELLED, within
+ * the time of one read of a few MiB. What is loaded stays, and a later call loads the rest. Threads any. */
 ROCMFORGE_API void rf_model_cancel_loading(rf_model *m);
 
 typedef struct rf_loading_stats {
     uint64_t tensors_loaded;     /* now                                                       */
     uint64_t bytes_loaded;       /* now, as stored in the file                                */
-    uint64_t device_bytes;       /* allocated for weights on the device now                   */
+    uint64_t device_bytes;       /* allocated for weights on the device now, ring included    */
     uint64_t hits;               /* uses that found the tensor loaded                         */
     uint64_t misses;             /* uses that had to load it or wait for it                   */
     uint64_t loads;              /* loads that succeeded, reloads included                    */
@@ -490,6 +496,8 @@ typedef struct rf_loading_stats {
     double gb_per_second;        /* loaded, reloads included, per load_seconds, in 10^9 bytes */
 } rf_loading_stats;
 
+/* Counters of the weights that this model shares with others of its file on its device; gauges say "now". Zeros for
+ * NULL. Cost O(1). Threads any. */
 ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m);
 
 /* Drop every loaded weight that no running call uses, and free its memory; handles and sessions stay valid and load
