@@ -3443,8 +3443,9 @@ static rf_result rfi_stage_take(rfi_store *s, rfi_stage **out, rf_error *err) { 
     }
 }
 
-/* Free the staging memory that nobody fills. */
-static void rfi_stages_release(rfi_store *s) { /* lock held, released meanwhile */
+/* Free the staging memory that nobody fills: 1 if there was any. */
+static int rfi_stages_release(rfi_store *s) { /* lock held, released meanwhile */
+    int some = 0;
     for (uint32_t i = 0; i < s->n_stages_max; i++) {
         rfi_stage *b = &s->stages[i];
         if (b->state == RFI_STAGE_FLYING) rfi_stage_land(s, b);
@@ -3452,7 +3453,9 @@ static void rfi_stages_release(rfi_store *s) { /* lock held, released meanwhile 
         s->device->api->host_release(s->device->dev, b->mem);
         memset(b, 0, sizeof *b);
         rfi_changed(s); /* who found it taken may make it anew */
+        some = 1;
     }
+    return some;
 }
 
 /* ---- pieces ---- */
@@ -3652,10 +3655,10 @@ static void *rfi_reader_run(void *arg) {
     while (!s->quit) {
         uint64_t seen = s->n_changes;
         if (rfi_loader_next(s, 1, &piece)) rfi_piece_run(s, &piece);
-        else if (s->n_jobs || (s->n_uses && !s->stream_paused)) rfi_wait_change(s, seen);
-        else break;
+        else if (s->n_jobs || s->n_uses) rfi_wait_change(s, seen);
+        else if (s->n_running > 1 || !rfi_stages_release(s)) break; /* the last one looks once more for work */
     }
-    if (--s->n_running == 0) rfi_stages_release(s);
+    s->n_running--;
     reader->ended = 1;
     rfi_changed(s);
     pthread_mutex_unlock(&s->lock);
@@ -3983,7 +3986,11 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
         while (s->n_jobs || s->n_creating) pthread_cond_wait(&s->changed, &s->lock); /* a slab may be made ahead */
     }
     if (in_lane && s->n_uses) rfi_stream_reset(s);
-    if (idle) s->n_uses = 0, s->stream_paused = 0; /* until it is arranged anew; readers end */
+    if (idle) { /* until it is arranged anew; readers end */
+        s->n_uses = 0;
+        s->stream_paused = 0;
+        rfi_changed(s);
+    }
     for (uint32_t slot = 0; slot < s->plan.n_weights; slot++)
         if (!s->tensors[slot].streamed) left += !rfi_store_evict(s, slot);
         else left += !rfi_cell_is_unloaded(&s->tensors[slot].cell);

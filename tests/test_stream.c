@@ -433,6 +433,32 @@ static void test_waiting_for_a_share(void) {
     }
 }
 
+/* A resident tensor of many pieces behind the streamed ones: who needs it finds it loading, by a reader or in pieces that
+ * it took itself on the way, and waits. A race, so many times. */
+static void test_wide_tensor_behind_the_ring(void) {
+    mg_buf wide = {0};
+    rf_gguf *g;
+    rf_device *d;
+    rf_model *m;
+    rf_session *s;
+    rf_error err;
+    rf_forecast all;
+    mg_llama(&wide, &(mg_options){.type = MG_F32, .no_vocab = 1, .n_vocab = 40000, .n_layers = 12});
+    REQUIRE(rf_gguf_open_memory(wide.data, wide.n, NULL, &g, &err) == RF_OK && rf_device_open("null", NULL, &d, &err) == RF_OK, "%s", err.text);
+    REQUIRE(rf_model_open(g, d, NULL, &m, &err) == RF_OK && rf_model_forecast(m, NULL, &all, &err) == RF_OK, "%s", err.text);
+    CHECK(rf_model_close(m, NULL) == RF_OK, "busy");
+    for (uint32_t i = 0; i < 150; i++) {
+        const rf_model_desc md = {.budget_bytes = all.weight_bytes - 200000, .n_readers = 1 + i % 3};
+        REQUIRE(rf_model_open(g, d, &md, &m, &err) == RF_OK && rf_session_open(m, &(rf_session_desc){.n_ctx = 16}, &s, &err) == RF_OK, "%s", err.text);
+        rf_result res = rf_forward(s, some_tokens, 1, NULL, &err);
+        CHECK(res == RF_OK && rf_model_get_loading_stats(m).evictions > 0, "round %u: %s: %s", i, rf_result_name(res), err.text);
+        rf_session_close(s);
+        CHECK(rf_model_close(m, NULL) == RF_OK, "busy");
+    }
+    CHECK(rf_device_close(d, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "busy");
+    mg_free(&wide);
+}
+
 /* A copy that fails after its tensor was READY: the run fails with the copy's error, and the next one loads it again. */
 static void test_late_failure(void) {
     int failed = 0;
@@ -646,6 +672,7 @@ int main(int argc, char **argv) {
     RUN(test_sharing);
     RUN(test_threads);
     RUN(test_waiting_for_a_share);
+    RUN(test_wide_tensor_behind_the_ring);
     RUN(test_late_failure);
     RUN(test_cancel);
     RUN(test_changed_file);
