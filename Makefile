@@ -45,7 +45,7 @@ check-c: $(TESTS)    ## run the C suites alone (see the Makefile for sanitizer b
 
 FUZZ_SECONDS = 60
 FUZZ_JOBS    = 2
-FUZZ_TARGETS = gguf tokenizer template cli
+FUZZ_TARGETS = gguf files tokenizer template cli
 fuzz: $(B)/fuzz $(B)/test_fuzz    ## fuzz each target (clang); FUZZ_SECONDS=60 FUZZ_JOBS=2, corpora stay in build/fuzz.d
 	@mkdir -p $(B)/fuzz.d && ./$(B)/test_fuzz seeds $(B)/fuzz.d
 	printf '%s\n' $(FUZZ_TARGETS) | xargs -P $(FUZZ_JOBS) -I T sh -c './$(B)/fuzz T -dict=tests/fuzz.dict -timeout=5 \

@@ -45,7 +45,8 @@ static void rig_close(rig *r) {
 static rf_result rig_try(rig *r, int mode) {
     memset(r, 0, sizeof *r);
     rf_result res = rf_gguf_open(path, &(rf_gguf_desc){.no_map = mode != MAPPED}, &r->g, &r->err);
-    if (res == RF_OK) res = rf_device_open(mode == NULLED ? "null" : "cpu", &(rf_device_desc){.n_threads = 2}, &r->d, &r->err);
+    rf_device_desc dd = {.n_threads = 2};
+    if (res == RF_OK) res = rf_device_open(mode == NULLED ? "null" : "cpu", &dd, &r->d, &r->err);
     if (res == RF_OK) res = rf_model_open(r->g, r->d, NULL, &r->m, &r->err);
     if (res == RF_OK) res = rf_session_open(r->m, &(rf_session_desc){.n_ctx = 64, .n_batch = 2}, &r->s, &r->err);
     return res;
@@ -106,7 +107,8 @@ static void test_after_failed_open(void) {
     CHECK(rf_tokenizer_open(g, NULL, &t, &err) == RF_ERR_ARGUMENT && !t, "%s", err.text);
     CHECK(rf_scheduler_open(s, t, 1, &sch, &err) == RF_ERR_ARGUMENT && !sch, "%s", err.text);
     for (int twice = 0; twice < 2; twice++) {
-        CHECK(rf_gguf_close(g, &err) == RF_OK && rf_device_close(d, &err) == RF_OK && rf_model_close(m, &err) == RF_OK, "NULL");
+        CHECK(rf_gguf_close(g, &err) == RF_OK && rf_device_close(d, &err) == RF_OK, "NULL");
+        CHECK(rf_model_close(m, &err) == RF_OK, "NULL");
         rf_session_close(s), rf_tokenizer_close(t), rf_scheduler_close(sch);
     }
     CHECK(rf_forward(NULL, some_tokens, 5, NULL, &err) == RF_ERR_ARGUMENT, "%s", rf_result_name(err.code));
@@ -137,7 +139,8 @@ static void test_changed_at_every_tensor(void) {
                 CHECK(put_file(&other, !in_place), "cannot write %s", path);
                 if (in_place) CHECK(utimensat(AT_FDCWD, path, later, 0) == 0, "utimensat"); /* clocks are coarse */
                 rf_result res = run(&r, got);
-                if (!in_place) CHECK(res == RF_OK && memcmp(got, want, sizeof got) == 0, "%s, %u: %s", modes[mode], n, r.err.text);
+                if (!in_place)
+                    CHECK(res == RF_OK && memcmp(got, want, sizeof got) == 0, "%s, %u: %s", modes[mode], n, r.err.text);
                 else CHECK(res == RF_ERR_IO && strstr(r.err.text, "was written to"), "%s, %u: %s: %s", modes[mode], n,
                            rf_result_name(res), r.err.text);
                 rig_close(&r);
@@ -160,8 +163,8 @@ static void test_cut_while_generating(void) {
                 res = rf_forward(r.s, some_tokens, 1, NULL, &r.err);
                 CHECK(i == n || res == RF_OK, "%s: %s", modes[mode], r.err.text);
             }
-            CHECK(res == RF_ERR_IO && strstr(r.err.text, "was changed meanwhile"), "%s, after %d: %s: %s", modes[mode], n,
-                  rf_result_name(res), r.err.text);
+            CHECK(res == RF_ERR_IO && strstr(r.err.text, "was changed meanwhile"), "%s, after %d: %s: %s", modes[mode],
+                  n, rf_result_name(res), r.err.text);
             CHECK(rf_session_length(r.s, 0) == (uint32_t)n, "the failed call left something");
             CHECK(truncate(path, 100) == 0 && rf_model_preload_all(r.m, &r.err) == RF_ERR_IO, "%s", r.err.text);
             rig_close(&r);
@@ -190,7 +193,8 @@ static void test_cut_in_use(void) {
     CHECK(put_file(&file, 1), "cannot write %s", path);
     int status = child_cuts(MAPPED);
     CHECK(status != 0, "the header says that this raises SIGBUS");
-    CHECK(!WIFEXITED(status) || (WEXITSTATUS(status) != 3 && WEXITSTATUS(status) != 4), "exit status %d", WEXITSTATUS(status));
+    CHECK(!WIFEXITED(status) || (WEXITSTATUS(status) != 3 && WEXITSTATUS(status) != 4), "exit status %d",
+          WEXITSTATUS(status));
     for (int mode = COPIED; mode < N_MODES; mode++) {
         CHECK(put_file(&file, 1), "cannot write %s", path);
         status = child_cuts(mode);
@@ -229,7 +233,8 @@ static void test_not_numbers(void) {
             CHECK(run(&r, got) == RF_OK, "%s", r.err.text);
             int32_t top = rf_session_argmax(r.s, 0);
             CHECK(top >= -1 && top < N_VOCAB, "token %d", top);
-            CHECK(rf_sampler_init(&sampler, &(rf_sampler_desc){.temperature = 1, .top_k = 5, .top_p = 0.5f}, &r.err) == RF_OK, "init");
+            const rf_sampler_desc desc = {.temperature = 1, .top_k = 5, .top_p = 0.5f};
+            CHECK(rf_sampler_init(&sampler, &desc, &r.err) == RF_OK, "init");
             rf_result res = rf_session_sample(r.s, 0, &sampler, &id, &r.err);
             CHECK(res == RF_OK ? id >= 0 && id < N_VOCAB : res == RF_ERR_ARGUMENT && r.err.text[0], "%s: token %d",
                   rf_result_name(res), id);
@@ -254,7 +259,8 @@ static void printable(rf_log_level level, const char *text, void *user) {
     for (; *text; text++) CHECK(*text >= 0x20 && *text < 0x7f, "byte %d is logged", *text);
 }
 static void hostile_keys(mg_gguf *w) {
-    static const char *const keys[] = {"general.file", "general.source.url", "general.base_model.0.name", "tokenizer.chat_template"};
+    static const char *const keys[] = {"general.file", "general.source.url", "general.base_model.0.name",
+                                       "tokenizer.chat_template"};
     static const char *const texts[] = {"/etc/passwd", "../../x", "%s%n%n%x", "{{ ''.__class__ }}\x1b[2J\a"};
     for (int i = 0; i < 4; i++) mg_kv_str(w, keys[i], texts[i]);
     mg_tensor(w, "\x1b[31m%n%s/etc/passwd", MG_F32, 1, (uint64_t[]){8}, NULL, 32);
@@ -272,16 +278,18 @@ static void test_texts_are_only_texts(void) {
     mg_llama(&b, &(mg_options){.n_layers = 1, .more_kv = hostile_keys});
     CHECK(put_file(&b, 1), "cannot write %s", path);
     n_opened = n_logged = 0;
-    rf_gguf_desc gd = {.io = {.open_fn = only_this, .read_fn = rfi_os_read, .close_fn = rfi_os_close}, .log_fn = printable};
+    rf_gguf_desc gd = {.io = {.open_fn = only_this, .read_fn = rfi_os_read, .close_fn = rfi_os_close}};
+    gd.log_fn = printable;
     REQUIRE(rf_gguf_open(path, &gd, &g, &err) == RF_OK, "%s", err.text);
     REQUIRE(rf_device_open("cpu", &(rf_device_desc){.n_threads = 1}, &d, &err) == RF_OK, "%s", err.text);
     REQUIRE(rf_model_open(g, d, NULL, &m, &err) == RF_OK, "%s", err.text);
     CHECK(rf_model_preload_all(m, &err) == RF_OK, "%s", err.text);
     const rf_chat_message message = {"user", "%s%n"};
     const rf_chat chat = {.messages = &message, .n_messages = 1};
-    CHECK(rf_chat_format(g, &chat, out, sizeof out, &n, &err) == RF_ERR_UNSUPPORTED, "the template is run or recognised");
+    CHECK(rf_chat_format(g, &chat, out, sizeof out, &n, &err) == RF_ERR_UNSUPPORTED, "the template is used");
     CHECK(n_opened == 1 && n_logged == 1, "%u files opened, %u lines logged", n_opened, n_logged);
-    CHECK(rf_model_close(m, NULL) == RF_OK && rf_device_close(d, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "busy");
+    CHECK(rf_model_close(m, NULL) == RF_OK && rf_device_close(d, NULL) == RF_OK, "busy");
+    CHECK(rf_gguf_close(g, NULL) == RF_OK, "busy");
     mg_free(&b);
 }
 

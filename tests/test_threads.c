@@ -1,7 +1,7 @@
 /* test_threads.c: threads that do everything at once to one file, one device and the models on them: sessions are
- * opened, run, cancelled and closed, weights loaded, dropped and cancelled, models and tokenizers opened and closed, and
- * what is in use is closed, which must be refused. Whatever the order, every evaluation that succeeds gives the same
- * bits. Meant for ThreadSanitizer; -DRF_ROUNDS=5000 for a long run. */
+ * opened, run, cancelled and closed, weights loaded, dropped and cancelled, models and tokenizers opened and closed,
+ * and what is in use is closed, which must be refused. Whatever the order, every evaluation that succeeds gives the
+ * same bits. Meant for ThreadSanitizer; -DRF_ROUNDS=5000 for a long run. */
 #define ROCMFORGE_IMPLEMENTATION
 #include "../rocmforge.h"
 
