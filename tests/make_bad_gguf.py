@@ -1,4 +1,4 @@
-# make_bad_gguf.py: a corpus of malformed and valid-but-odd GGUF files, and the policy that says what must happen to each.
+# make_bad_gguf.py: a corpus of malformed and valid-but-odd GGUF files, and the policy: what must happen to each.
 #
 #   python3 make_bad_gguf.py OUT [--dim 64|256]    write the files and OUT/manifest.tsv
 #   python3 make_bad_gguf.py OUT --check           ... and compare the manifest with the strict reader and planner below
@@ -893,7 +893,7 @@ def gen_strings(c):
             b = bytearray(c.base_bytes)
             struct.pack_into('<Q', b, off, len(b) - off - 8 + extra)
             c.reject(f'string_{where}_to_{tag}', bytes(b), 'open',
-                     f'a {where} length reaches ' + ('one byte past' if extra else 'exactly to') + ' the end of the file',
+                     f'a {where} length reaches ' + ('one byte past' if extra else 'exactly to') + ' the end',
                      at=off, what=label, header=len(b))
     m = c.m()
     m.kv('general.name').slen = len('rocmforge test model') + 1
@@ -1000,7 +1000,7 @@ def gen_arrays(c):
     k = m.add('test.array', ARR, [], STR)
     k.raw = struct.pack('<IQ', STR, len(c.base_bytes) // 8) + b''
     c.reject('array_str_amplify', m, 'open',
-             'a string array declares file size / 8 strings: 8 to 32 times the file in string headers if allocated first',
+             'a string array declares file size / 8 strings: up to 32 times the file if allocated first',
              'kv[test.array].value')
 
     # nested arrays: legal in the specification, refused by ggml
@@ -1066,7 +1066,8 @@ def gen_dims(c):
             f'row size computed as elements times {bs} over {blk} wraps to {(ne * bs & M64) // blk}; in blocks it fits')
     big('zero_hides_overflow', [1 << 62, 1 << 62, 0], 'F32', 'a zero dimension hides an overflow in the others')
     big('exabyte', [1 << 59], 'Q8_0', 'a tensor of 2^59 elements in a small file')
-    big('one_row_more', [c.dim, c.dim + 1], 'F32', 'F32 instead of a quantized type: the data runs into the next tensor')
+    big('one_row_more', [c.dim, c.dim + 1], 'F32',
+        'F32 instead of a quantized type: the data runs into the next tensor')
     big('zero', [0], 'F32', 'a required tensor with one dimension of 0', stage='plan')
     big('zero_second', [c.dim, 0], 'Q8_0', 'a required tensor with a second dimension of 0', '.dim[1]', 'plan')
     big('zero_first', [0, c.dim], 'Q8_0', 'a required tensor with a first dimension of 0', stage='plan')
@@ -1409,7 +1410,8 @@ def gen_hparams(c):
     for tag, v in (('0', 0), ('1', 1), ('minus1', c.dim - 1), ('double', 2 * c.dim), ('2_31', 1 << 31),
                    ('max', 0xFFFFFFFF)):
         put(f'embedding_length_{tag}', L + 'embedding_length', v, f'embedding_length is {v}')
-    for tag, v in (('0', 0), ('3', 3), ('5', 5), ('8', 8), ('dimx2', c.dim * 2), ('2_31', 1 << 31), ('max', 0xFFFFFFFF)):
+    for tag, v in (('0', 0), ('3', 3), ('5', 5), ('8', 8), ('dimx2', c.dim * 2), ('2_31', 1 << 31),
+                   ('max', 0xFFFFFFFF)):
         put(f'head_count_{tag}', A + 'head_count', v,
             f'head_count is {v} for {c.dim} dimensions and 2 key heads')
     for tag, v in (('0', 0), ('3', 3), ('8', 8), ('4', 4), ('max', 0xFFFFFFFF)):
@@ -1429,7 +1431,8 @@ def gen_hparams(c):
         put(f'eps_{tag}', A + 'layer_norm_rms_epsilon', v, f'layer_norm_rms_epsilon is {v}', vt=F32)
     put('eps_0', A + 'layer_norm_rms_epsilon', 0.0, 'layer_norm_rms_epsilon is 0', vt=F32, verdict='either')
     put('eps_huge', A + 'layer_norm_rms_epsilon', 3e38, 'layer_norm_rms_epsilon is 3e38', vt=F32, verdict='either')
-    put('eps_denormal', A + 'layer_norm_rms_epsilon', 1e-45, 'layer_norm_rms_epsilon is denormal', vt=F32, verdict='either')
+    put('eps_denormal', A + 'layer_norm_rms_epsilon', 1e-45, 'layer_norm_rms_epsilon is denormal', vt=F32,
+        verdict='either')
     for tag, v in (('0', 0.0), ('nan', nan), ('inf', inf), ('negative', -10000.0)):
         put(f'freq_base_{tag}', L + 'rope.freq_base', v, f'rope.freq_base is {v}', vt=F32)
     for tag, v in (('nan', nan), ('inf', inf), ('negative', -4.0)):
@@ -1629,7 +1632,8 @@ def gen_tokenizer(c):
         m.drop(P + 'bos_token_id')
         m.put(P + 'add_bos_token', BOOL, 1)
     mod('no_bos_id', 'add_bos_token is true and there is no bos_token_id', 'bos_token_id', fn, 'either')
-    for tag, s in (('minus1', '<0x-1>'), ('minus_f', '<0x-f>'), ('zz', '<0xZZ>'), ('space', '<0x 1>'), ('plus', '<0x+1>'),
+    for tag, s in (('minus1', '<0x-1>'), ('minus_f', '<0x-f>'), ('zz', '<0xZZ>'), ('space', '<0x 1>'),
+                   ('plus', '<0x+1>'),
                    ('short', '<0x>'), ('open', '<0x'), ('empty', ''), ('long', '<0x0000000041>'), ('text', 'hello')):
         def fn(m, s=s):
             m.kv(P + 'tokens').val[4] = s
@@ -1661,11 +1665,13 @@ def gen_tokenizer(c):
     def fn(m):
         m.kv(P + 'tokens').val[20] = ''
     mod('one_empty', 'one token is empty', 'tokens', fn, 'either')
-    for tag, s in (('ff', b'\xff'), ('truncated', b'\xe2\x96'), ('overlong', b'\xc0\x80'), ('surrogate', b'\xed\xa0\x80'),
+    for tag, s in (('ff', b'\xff'), ('truncated', b'\xe2\x96'), ('overlong', b'\xc0\x80'),
+                   ('surrogate', b'\xed\xa0\x80'),
                    ('too_big', b'\xf7\xbf\xbf\xbf'), ('continuation', b'\x80\x80\x80'), ('nul', b'a\0b')):
         def fn(m, s=s):
             m.kv(P + 'tokens').val[20] = s
-        mod(f'utf8_{tag}', f'a token is not UTF-8: {s!r}' if tag != 'nul' else 'a token holds a NUL', 'tokens', fn, 'either')
+        mod(f'utf8_{tag}', f'a token is not UTF-8: {s!r}' if tag != 'nul' else 'a token holds a NUL', 'tokens', fn,
+            'either')
 
     def fn(m):
         m.kv(P + 'tokens').val[20] = 'x' * 1000000
@@ -1681,8 +1687,10 @@ def gen_tokenizer(c):
 
     # byte-pair tokenizer
     bpe = bpe_model(c.base)
-    for tag, i, s in (('no_space', 3, 'ab'), ('empty', 0, ''), ('space', 2, ' '), ('leading', 4, ' th'), ('trailing', 4, 'th '),
-                      ('three', 5, 'a b c'), ('unknown', 6, 'zz zz'), ('not_utf8', 3, b'\xff \xfe'), ('nul', 3, b'a\0 b')):
+    for tag, i, s in (('no_space', 3, 'ab'), ('empty', 0, ''), ('space', 2, ' '), ('leading', 4, ' th'),
+                      ('trailing', 4, 'th '),
+                      ('three', 5, 'a b c'), ('unknown', 6, 'zz zz'), ('not_utf8', 3, b'\xff \xfe'),
+                      ('nul', 3, b'a\0 b')):
         def fn(m, i=i, s=s):
             m.kv(P + 'merges').val[i] = s
         # merges that make no token are seen in the wild, with pruned vocabularies
@@ -1731,10 +1739,12 @@ def gen_templates(c):
             ('recursive_macro', '{% macro x() %}{{ x() }}{% endmacro %}{{ x() }}', 'a macro that calls itself'),
             ('long_loop', '{% for i in range(1000000000) %}a{% endfor %}', 'a loop of 10^9 rounds'),
             ('nested_loops', '{% for i in range(99999) %}' * 6 + 'a' + '{% endfor %}' * 6, 'six nested loops'),
-            ('doubling', '{% set s = "aaaaaaaa" %}' + '{% set s = s ~ s %}' * 60 + '{{ s }}', 'a string doubled 60 times'),
+            ('doubling', '{% set s = "aaaaaaaa" %}' + '{% set s = s ~ s %}' * 60 + '{{ s }}',
+             'a string doubled 60 times'),
             ('multiply', '{{ "a" * 99999999999 }}', 'a string times 10^11'),
             ('divide', '{{ 1 // 0 }}{{ 1 % 0 }}{{ 1 / 0 }}', 'division by zero'),
-            ('int_min', '{{ -9223372036854775808 // -1 }}{{ (-9223372036854775807 - 1) % -1 }}', 'INT64_MIN divided by -1'),
+            ('int_min', '{{ -9223372036854775808 // -1 }}{{ (-9223372036854775807 - 1) % -1 }}',
+             'INT64_MIN divided by -1'),
             ('unclosed', '{% if 1 %}{{ messages', 'unclosed tags'),
             ('lone_else', '{% else %}{% endif %}{{', 'an else without an if'),
             ('ssti', "{{ ''.__class__.__mro__[1].__subclasses__() }}", 'a Python sandbox escape (CVE-2024-34359)'),
@@ -1830,13 +1840,16 @@ def gen_data(c):
     q8 = 'output.weight'
     for k, v in h.items():
         patch(f'q8_0_scale_{k}', q8, lambda d, v=v: d.__setitem__(slice(0, 2), v), f'a Q8_0 scale is {k}')
-        patch(f'q4_k_d_{k}', 'blk.0.ffn_down.weight', lambda d, v=v: d.__setitem__(slice(0, 2), v), f'a Q4_K scale is {k}')
+        patch(f'q4_k_d_{k}', 'blk.0.ffn_down.weight', lambda d, v=v: d.__setitem__(slice(0, 2), v),
+              f'a Q4_K scale is {k}')
         patch(f'q4_k_dmin_{k}', 'blk.0.ffn_down.weight', lambda d, v=v: d.__setitem__(slice(2, 4), v),
               f'a Q4_K minimum scale is {k}')
     for k, v in (('nan', float('nan')), ('inf', float('inf')), ('max', 3.4e38)):
-        patch(f'f32_norm_{k}', 'output_norm.weight', lambda d, v=v: struct.pack_into('<f', d, 0, v), f'an F32 norm is {k}')
+        patch(f'f32_norm_{k}', 'output_norm.weight', lambda d, v=v: struct.pack_into('<f', d, 0, v),
+              f'an F32 norm is {k}')
     for k in ('nan', 'inf'):
-        patch(f'f16_embd_{k}', 'token_embd.weight', lambda d, k=k: d.__setitem__(slice(0, len(d)), h[k] * (len(d) // 2)),
+        patch(f'f16_embd_{k}', 'token_embd.weight',
+              lambda d, k=k: d.__setitem__(slice(0, len(d)), h[k] * (len(d) // 2)),
               f'every embedding is {k}')
 
     def ff(d):
@@ -2015,7 +2028,8 @@ def gen_valid(c):
     c.either('ok_no_token_type', m, 'load',
              'no token types: all tokens are normal (legal; llama.cpp then has no newline token)')
     m = c.m()
-    m.add_t('rope_freqs.weight', [c.dim // 8], 'F32', struct.pack(f'<{c.dim // 8}f', *[1.0 + i / 4 for i in range(c.dim // 8)]))
+    m.add_t('rope_freqs.weight', [c.dim // 8], 'F32',
+            struct.pack(f'<{c.dim // 8}f', *[1.0 + i / 4 for i in range(c.dim // 8)]))
     ok('ok_rope_freqs', m, 'load', 'rope_freqs.weight is there, as in Llama 3.1')
     m = c.m()
     m.add_t('blk.0.attn_q.bias', [c.dim], 'F32', struct.pack('<f', 0.01) * c.dim)
@@ -2028,7 +2042,8 @@ def gen_valid(c):
     ok('ok_one_layer', base_model(c.dim, n_layer=1, seed=5), 'load', 'one layer')
     ok('ok_dim_256_q4_k', base_model(256, seed=6, big_quant=True), 'load', 'dim 256, Q4_K throughout, head size 64')
     ok('ok_dim_64', base_model(64, seed=8), 'load', 'dim 64, head size 16')
-    ok('ok_spm_256_bytes', base_model(c.dim, seed=9, vocab=spm_vocab(256)), 'load', 'a sentencepiece vocabulary with all 256 bytes')
+    ok('ok_spm_256_bytes', base_model(c.dim, seed=9, vocab=spm_vocab(256)), 'load',
+       'a sentencepiece vocabulary with all 256 bytes')
     ok('ok_bpe', bpe_model(c.base), 'load', 'a GPT-2 style tokenizer')
     toks, scores, types = spm_vocab(256)
     while len(toks) < 32000:
@@ -2068,7 +2083,8 @@ def gen_valid(c):
     m.put('tokenizer.chat_template', STR, '{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}')
     ok('ok_chat_template', m, 'load', 'a plain chat template')
     b = c.base_bytes
-    c.write('ok path \u00fcn\u00ef c\u00f6d\u00e9 \u6a21\u578b.gguf', b, 'must_accept', 'load', 'spaces and UTF-8 in the path')
+    c.write('ok path \u00fcn\u00ef c\u00f6d\u00e9 \u6a21\u578b.gguf', b, 'must_accept', 'load',
+            'spaces and UTF-8 in the path')
     ok('d' * 200, b, 'load', 'a file name of 205 bytes')
 
 
