@@ -5247,6 +5247,11 @@ static void rfi_keys_at(const void *k, uint64_t row_bytes, uint32_t pos, uint32_
         out->row[i] = (const uint8_t *)k + rfi_min_u64(pos + i, n_pos - 1) * row_bytes;
 }
 
+/* Have the n bytes at p on their way: hardware does not look across pages. Past the end a prefetch does nothing. */
+RFI_INLINE void rfi_keys_ahead(uintptr_t p, uint64_t n) {
+    for (uint64_t i = 0; i < n; i += 64) __builtin_prefetch((const void *)(p + i));
+}
+
 /* Scores on one instruction set: keys of `lanes` positions are turned, so that lanes are positions, then multiplied
  * with `cols` queries at once. */
 #define RFI_SCORES(isa, TARGET, TYPE, bytes, lanes, cols)                                                             \
@@ -5255,6 +5260,7 @@ static void rfi_keys_at(const void *k, uint64_t row_bytes, uint32_t pos, uint32_
         for (uint32_t pos = 0; pos < n_pos; pos += (lanes)) {                                                         \
             rfi_keys keys;                                                                                            \
             rfi_keys_at(k, (uint64_t)head_dim * (bytes), pos, n_pos, lanes, &keys);                                   \
+            rfi_keys_ahead((uintptr_t)keys.row[(lanes) - 1], (uint64_t)head_dim * (bytes) * ((lanes) + 1));           \
             for (uint32_t d = 0; d < head_dim; d += RFI_SCORES_DIMS) {                                                \
                 const uint32_t n = (uint32_t)rfi_min_u64(RFI_SCORES_DIMS, head_dim - d);                              \
                 rfi_##isa##_turn(RF_TYPE_##TYPE, &keys, d, n, turned);                                                \
