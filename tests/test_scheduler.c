@@ -7,7 +7,7 @@
 
 #define MODEL "examples/shakespeare-5m.gguf"
 #define N_REQUESTS 12
-#define MAX_TOKENS 20
+#define MAX_TOKENS 11
 
 static rf_gguf *file;
 static rf_device *device;
@@ -140,7 +140,7 @@ static void test_reference_is_alive(void) {
         total += reference[i].n_tokens;
         different += memcmp(reference[i].tokens, reference[0].tokens, 2 * sizeof(int32_t)) != 0;
     }
-    CHECK(total > 100 && different > 3, "%u tokens, %u texts differ from the first", total, different);
+    CHECK(total > 80 && different > 3, "%u tokens, %u texts differ from the first", total, different);
 }
 
 static void test_same_as_alone(void) {
