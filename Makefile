@@ -35,7 +35,7 @@ test-emu-full: $(EMULATED)    ## the same with every combination, for a night
 test-gpu:    ## run the kernels' tests on this machine's GPU (nvcc or hipcc)
 	sh tests/gpu_run.sh $(B)
 
-hip-check:    ## compile the kernels for all AMD GPUs that hipcc knows: no spills, no private memory
+hip-check:    ## compile the kernels for all AMD GPUs that hipcc knows: no spills of vector registers
 	sh tests/hip_check.sh
 
 # the C suites alone, for other compilers and sanitizers:
