@@ -3681,11 +3681,13 @@ static void rfi_loader_start(rfi_store *s) { /* lock held */
     rfi_changed(s);
 }
 
-/* Have the readers load the tensors of a layer (or, layers == NULL, all), in the order of the policy. */
-static void rfi_store_want(rfi_store *s, const uint32_t *layers, uint32_t n_layers) {
+/* Have the readers load the tensors of some layers (or, layers == NULL, all), in the order of the policy, unless there
+ * was a cancel since `cancels` was read. */
+static void rfi_store_want(rfi_store *s, const uint32_t *layers, uint32_t n_layers, uint64_t cancels) {
     pthread_mutex_lock(&s->lock);
-    int some = s->n_uses > 0;
-    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
+    const int go = atomic_load(&s->cancels) == cancels;
+    int some = go && s->n_uses > 0;
+    for (uint32_t slot = 0; go && slot < s->plan.n_weights; slot++) {
         rfi_tensor *t = &s->tensors[slot];
         int in = layers == NULL;
         for (uint32_t i = 0; i < n_layers && !in; i++) in = s->plan.weights[slot].layer == (int32_t)layers[i];
@@ -3703,14 +3705,25 @@ static void rfi_store_want(rfi_store *s, const uint32_t *layers, uint32_t n_laye
 typedef struct rfi_load {
     rfi_store *store;
     rfi_tensor *t;
+    uint64_t cancels; /* when its call began */
 } rfi_load;
+
+static rf_result rfi_fail_cancelled(rfi_store *s, const rfi_tensor *t, rf_error *err) {
+    const uint32_t slot = rfi_slot_of(s, t);
+    return rfi_fail(err, RF_ERR_CANCELLED, slot, "loading of %s was cancelled", s->plan.weights[slot].name);
+}
 
 /* The load function of the cells: the calling thread works at its tensor until the load has ended. */
 static rf_result rfi_tensor_load(void *ctx, rf_error *err) {
-    rfi_tensor *t = ((const rfi_load *)ctx)->t;
-    rfi_store *s = ((const rfi_load *)ctx)->store;
+    const rfi_load *load = (const rfi_load *)ctx;
+    rfi_tensor *t = load->t;
+    rfi_store *s = load->store;
     rfi_piece piece;
     pthread_mutex_lock(&s->lock);
+    if (atomic_load(&s->cancels) != load->cancels) {
+        pthread_mutex_unlock(&s->lock);
+        return rfi_fail_cancelled(s, t, err);
+    }
     rfi_job_begin(s, t, 1);
     while (t->loading) {
         if (rfi_piece_take(s, t, &piece)) rfi_piece_run(s, &piece);
@@ -3731,14 +3744,15 @@ static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf
         atomic_fetch_add_explicit(&s->hits, 1, memory_order_relaxed);
         return RF_OK;
     }
-    rfi_load load = {s, t};
+    rfi_load load = {s, t, cancels};
     int loaded = 0;
     double start = rfi_now();
-    rf_result r = atomic_load(&s->cancels) == cancels
-                      ? rfi_store_help(s, t, err)
-                      : rfi_fail(err, RF_ERR_CANCELLED, slot, "loading of %s was cancelled",
-                                 s->plan.weights[slot].name);
-    if (r == RF_OK) r = rfi_cell_acquire(&t->cell, &s->lot, rfi_tensor_load, &load, &loaded, err);
+    rf_result r;
+    do { /* again if the cancel that ended the load is older than this call */
+        rfi_clear(err);
+        r = atomic_load(&s->cancels) == cancels ? rfi_store_help(s, t, err) : rfi_fail_cancelled(s, t, err);
+        if (r == RF_OK) r = rfi_cell_acquire(&t->cell, &s->lot, rfi_tensor_load, &load, &loaded, err);
+    } while (r == RF_ERR_CANCELLED && atomic_load(&s->cancels) == cancels);
     atomic_fetch_add(&s->misses, 1);
     atomic_fetch_add(&s->wait_ns, (uint64_t)((rfi_now() - start) * 1e9));
     if (loaded) { /* not before its cell was settled: the callback may use the tensor */
@@ -3766,14 +3780,16 @@ static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, ui
     pthread_mutex_lock(&s->lock);
     while (r == RF_OK && !(s->stream_loaded > s->stream_used + n_held && rfi_cell_try_pin(&t->cell, &s->lot))) {
         waited = 1;
+        if (atomic_load(&s->cancels) != cancels) {
+            r = rfi_fail_cancelled(s, t, err);
+            break;
+        }
         uint64_t seen = s->n_changes;
         int working = rfi_loader_next(s, 0, &piece);
         if (working) rfi_piece_run(s, &piece);
         if (s->stream_err.code != RF_OK) {
             if (err && err->code == RF_OK) *err = s->stream_err;
             r = s->stream_err.code;
-        } else if (atomic_load(&s->cancels) != cancels) {
-            r = rfi_fail(err, RF_ERR_CANCELLED, slot, "loading of %s was cancelled", s->plan.weights[slot].name);
         } else if (!working && !(s->stream_loaded > s->stream_used + n_held && rfi_cell_is_ready(&t->cell))) {
             rfi_wait_change(s, seen);
         }
@@ -4105,7 +4121,7 @@ static rf_result rfi_store_preload(rfi_store *s, const uint32_t *layers, uint32_
     uint64_t cancels;
     rf_result r = rfi_store_begin(s, &cancels, err);
     if (r != RF_OK) return r;
-    rfi_store_want(s, layers, n_layers);
+    rfi_store_want(s, layers, n_layers, cancels);
     for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++) {
         uint32_t slot = s->order[i];
         int in = layers == NULL;
@@ -8721,7 +8737,8 @@ static rf_result rfi_eval_run(rf_session *s, const rf_row *rows, uint32_t n_rows
     rfi_store *store = s->m->store;
     rf_result r = RF_OK;
     if (store->n_uses) pthread_mutex_lock(&store->lane);
-    if (store->n_uses || atomic_load(&store->tensors_loaded) < s->m->plan.n_weights) rfi_store_want(store, NULL, 0);
+    if (store->n_uses || atomic_load(&store->tensors_loaded) < s->m->plan.n_weights)
+        rfi_store_want(store, NULL, 0, s->loading_cancels);
     for (uint32_t at = 0; r == RF_OK && at < n_rows;) {
         uint32_t n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_rows - at), more = 0;
         r = rfi_eval_batch(s, rows + at, n, *n_logits, &more, err);

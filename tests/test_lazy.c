@@ -689,6 +689,27 @@ static void test_cancel_within_a_piece(void) {
     mg_free(&dk.file);
 }
 
+/* A call that saw no cancel yet, and comes to its load after one: nothing is read. The next call is not concerned. */
+static void test_cancel_before_a_load(void) {
+    disk dk;
+    rig r;
+    disk_make(&dk, &(mg_options){.type = MG_F32});
+    if (!rig_open(&r, &dk, COPIED, NULL)) return;
+    rfi_store *s = r.m->store;
+    rfi_tensor *t = &s->tensors[0];
+    rfi_load late = {s, t, atomic_load(&s->cancels)};
+    int loaded = 0;
+    rf_model_cancel_loading(r.m);
+    rf_result res = rfi_cell_acquire(&t->cell, &s->lot, rfi_tensor_load, &late, &loaded, &r.err);
+    CHECK(res == RF_ERR_CANCELLED && !loaded, "%s: %s", rf_result_name(res), r.err.text);
+    rfi_store_want(s, NULL, 0, late.cancels);
+    for (uint32_t i = 0; i < s->plan.n_weights; i++) CHECK(!s->tensors[i].wanted, "tensor %u is wanted", i);
+    CHECK(!s->n_running && !atomic_load(&dk.data_reads), "%u data reads", (unsigned)atomic_load(&dk.data_reads));
+    CHECK(rf_model_load_tensor(r.m, s->plan.weights[0].name, &r.err) == RF_OK, "%s", r.err.text);
+    rig_close(&r);
+    mg_free(&dk.file);
+}
+
 /* The callback may call the library: for the tensor just loaded, for others, to drop, to look. */
 static void inside_progress(progress *p, const char *name) {
     rf_error err;
@@ -1125,6 +1146,7 @@ int main(int argc, char **argv) {
     RUN(test_unused_tensor);
     RUN(test_progress);
     RUN(test_cancel_within_a_piece);
+    RUN(test_cancel_before_a_load);
     RUN(test_reentry);
     RUN(test_self_wait);
     RUN(test_one_load_each);

@@ -210,7 +210,7 @@ static void test_clear_waits_for_memory(void) {
     CHECK(pthread_create(&thread, NULL, release_soon, &released) == 0, "thread");
     uint64_t cancels; /* layer 0 is loaded ahead, and the thread that asked for it is gone */
     CHECK(rfi_store_begin(r.m->store, &cancels, &r.err) == RF_OK, "%s", r.err.text);
-    rfi_store_want(r.m->store, (uint32_t[]){0}, 1);
+    rfi_store_want(r.m->store, (uint32_t[]){0}, 1, 0);
     rfi_store_end(r.m->store);
     while (!atomic_load(&watched_held)) sched_yield();
     CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && atomic_load(&released), "cleared under a reader");
