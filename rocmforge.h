@@ -785,18 +785,26 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 #define RF_NONE 0xffffffffu /* no buffer, weight, state or table */
 
 /* What an op computes. T = rows of the step; L = those of them that want logits; "rows" below is T or L by op.rows.
- * W[slot, row] are weight rows, [n_out, n_in]; all activations are float32, row-major. */
+ * W[slot, row] are weight rows, [n_out, n_in]; all activations are float32, row-major. Scales of 0 are 1.
+ * "=" is "+=" under RF_OP_ACCUMULATE, which EMBED, RMS_NORM and MATMUL take. */
 typedef enum rf_op_kind {
-    RF_OP_EMBED = 0,     /* out[T, n_out] = W[token], or the row's float input                                     */
-    RF_OP_RMS_NORM = 1,  /* out[rows, n_heads, n_in] = in / sqrt(mean(in^2 of n_in) + eps) * w[n_in]; out may be in */
-    RF_OP_MATMUL = 2,    /* out[rows, n_out] = in[rows, n_in] W^T (+ bias[n_out]) (+ out if RF_OP_ACCUMULATE)      */
+    RF_OP_EMBED = 0,     /* out[T, n_out] = scale * W[token], or the row's float input as it is; of every row
+                            scale * W[pos] under RF_OP_POSITIONS                                                   */
+    RF_OP_RMS_NORM = 1,  /* out[rows, n_heads, n_in] = x / sqrt(mean(x^2 of n_in) + eps) * w[n_in] + b[n_in]; x is in,
+                            less its mean under RF_OP_CENTER (LayerNorm); without weight w is 1, without extra b is 0;
+                            out may be in                                                                          */
+    RF_OP_MATMUL = 2,    /* out[rows, n_out] = cap(scale * (factor * in[rows, n_in] W^T + bias[n_out])): bias is extra,
+                            factor is extra2[1], cap(y) = softcap * tanh(y / softcap), or y if softcap is 0        */
     RF_OP_ROPE = 3,      /* rotate in place out[T, n_heads, head_dim], first n_rot values of each head:
                             angle = pos * table[i] / (freqs ? freqs[i] : 1), i < n_rot/2; cos and sin times scale;
-                            pairs (2i, 2i+1), or (i, i + n_rot/2) with RF_OP_NEOX                                  */
+                            pairs (2i, 2i+1), or (i, i + n_rot/2) with RF_OP_NEOX; freqs are extra, and extra2 in
+                            sessions of a long context: rf_session_open decides, devices look at extra only        */
     RF_OP_KV_STORE = 4,  /* state K[seq][head][pos] = in[T, n_kv_heads, head_dim], V = in2[.., head_dim_v] */
-    RF_OP_ATTENTION = 5, /* out[T, n_heads, head_dim_v] = softmax(in . K * scale over positions <= pos) V;
+    RF_OP_ATTENTION = 5, /* out[T, n_heads, head_dim_v] = softmax(cap(t * in . K * scale)) V over positions p <= pos,
+                            with window != 0 only those > pos - window; cap as above;
+                            t = 1 + temperature * ln(1 + floor(pos / temperature_length));
                             query head h reads kv head h / (n_heads / n_kv_heads)                                  */
-    RF_OP_GLU = 6,       /* out[rows, n_out] = silu(in) * in2; out may be in                                       */
+    RF_OP_GLU = 6,       /* out[rows, n_out] = act(in) * in2, without in2 act(in); out may be in                   */
     RF_OP_GATHER = 7,    /* out[L, n_out] = the rows of in[T, n_out] that want logits, in order                    */
     RF_OP_ARGMAX = 8,    /* out[rows] = id of the largest of in[rows, n_in] as int32: the smallest one among equals, nan
                             never, -1 if none is greater than -infinity                                            */
@@ -805,6 +813,14 @@ typedef enum rf_op_kind {
 
 #define RF_OP_ACCUMULATE 1u
 #define RF_OP_NEOX 2u
+#define RF_OP_CENTER 4u
+#define RF_OP_POSITIONS 8u
+
+typedef enum rf_activation {
+    RF_ACT_SILU = 0, /* x / (1 + e^-x)                                                */
+    RF_ACT_GELU = 1, /* x / (1 + e^-2u), u = sqrt(2 / pi) * (x + 0.044715 x^3): gelu's tanh form */
+    RF_ACT_COUNT = 2
+} rf_activation;
 
 typedef enum rf_op_rows { RF_ROWS_TOKENS = 0, RF_ROWS_LOGITS = 1 } rf_op_rows;
 
@@ -820,6 +836,7 @@ typedef struct rf_op {
     uint32_t weight;     /* slot                                                  */
     uint32_t weight_row; /* first row of it: fused tensors are row ranges         */
     uint32_t extra;      /* slot of the bias, or of rope's freqs                  */
+    uint32_t extra2;     /* slot of a matmul's factor, or of rope's other freqs   */
     uint32_t extra_at;   /* first element of it                                   */
     uint32_t table;      /* index into rf_plan.tables (float), ROPE               */
     uint32_t n_in, n_out;
@@ -828,6 +845,11 @@ typedef struct rf_op {
     uint32_t n_rot;
     float eps;
     float scale;
+    float softcap;            /* MATMUL, ATTENTION; 0: none             */
+    float temperature;        /* ATTENTION; 0: none                     */
+    uint32_t temperature_length;
+    uint32_t window;          /* ATTENTION: positions seen; 0: all      */
+    uint32_t activation;      /* GLU: rf_activation                     */
 } rf_op;
 
 /* An activation buffer: float32 [rows, width], int32 where ARGMAX writes. */
@@ -3887,15 +3909,18 @@ static rf_result rfi_stream_arrived(rfi_store *s, rf_result r, rf_error *err) {
 
 /* ---- budget: what is resident, what is streamed ---- */
 
-/* The next layer's weights from op *at on, every one once, into slots (room for two per op): how many. */
+#define RFI_OP_SLOTS 3u /* weights of an op at most */
+
+/* The next layer's weights from op *at on, every one once, into slots (room for RFI_OP_SLOTS per op): how many. */
 static uint32_t rfi_layer_slots(const rf_plan *plan, uint32_t *at, uint32_t *slots) {
     uint32_t n = 0, first = *at;
     for (; *at < plan->n_ops && plan->ops[*at].layer == plan->ops[first].layer; ++*at) {
-        const uint32_t two[2] = {plan->ops[*at].weight, plan->ops[*at].extra};
-        for (int k = 0; k < 2; k++) {
-            int known = two[k] == RF_NONE;
-            for (uint32_t j = 0; j < n && !known; j++) known = slots[j] == two[k];
-            if (!known) slots[n++] = two[k];
+        const rf_op *op = &plan->ops[*at];
+        const uint32_t all[RFI_OP_SLOTS] = {op->weight, op->extra, op->extra2};
+        for (uint32_t k = 0; k < RFI_OP_SLOTS; k++) {
+            int known = all[k] == RF_NONE;
+            for (uint32_t j = 0; j < n && !known; j++) known = slots[j] == all[k];
+            if (!known) slots[n++] = all[k];
         }
     }
     return n;
@@ -4083,7 +4108,7 @@ static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_err
     uint64_t others, own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
     rfi_arrangement a = {0};
     a.streamed = (uint8_t *)rfi_alloc(alloc, s->plan.n_weights, 1, "a forecast", err);
-    a.slots = (uint32_t *)rfi_alloc(alloc, (uint64_t)s->plan.n_ops * 2, sizeof *a.slots, "a forecast", err);
+    a.slots = (uint32_t *)rfi_alloc(alloc, (uint64_t)s->plan.n_ops * RFI_OP_SLOTS, sizeof *a.slots, "a forecast", err);
     rf_result r = a.streamed && a.slots ? RF_OK : RF_ERR_MEMORY;
     if (r == RF_OK) {
         pthread_mutex_lock(&s->device->lot.mutex);
@@ -4219,11 +4244,13 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     s->reports_end = &s->reports;
     s->tensors = (rfi_tensor *)rfi_alloc(alloc, plan->n_weights, sizeof *s->tensors, "lazy tensors", err);
     s->order = (uint32_t *)rfi_alloc(alloc, plan->n_weights, sizeof *s->order, "lazy tensors", err);
-    s->uses = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->uses, "lazy tensors", err);
-    s->use_offset = (uint64_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->use_offset, "lazy tensors", err);
+    s->uses = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * RFI_OP_SLOTS, sizeof *s->uses, "lazy tensors", err);
+    s->use_offset =
+        (uint64_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * RFI_OP_SLOTS, sizeof *s->use_offset, "lazy tensors", err);
     rfi_arrangement *a = &s->arrangement;
     a->streamed = (uint8_t *)rfi_alloc(alloc, plan->n_weights, sizeof *a->streamed, "lazy tensors", err);
-    a->slots = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *a->slots, "lazy tensors", err);
+    a->slots =
+        (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * RFI_OP_SLOTS, sizeof *a->slots, "lazy tensors", err);
     r = s->tensors && s->order && s->uses && s->use_offset && a->streamed && a->slots ? RF_OK : RF_ERR_MEMORY;
     if (r == RF_OK) r = d->api->table_create(d->dev, &s->plan, &s->table, err);
     if (r == RF_OK) r = d->api->queue_create(d->dev, &s->queue, err);
@@ -4245,30 +4272,76 @@ typedef enum rfi_rope_scaling { RFI_ROPE_NONE = 0, RFI_ROPE_LINEAR = 1, RFI_ROPE
 
 typedef struct rfi_layer_config {
     uint32_t n_heads, n_kv_heads, n_ff;
+    uint32_t window; /* positions its attention sees; 0: all              */
+    int local;       /* one of the layers that a sliding window is for    */
+    int rope;        /* 0: its queries and keys are not rotated           */
 } rfi_layer_config;
 
-/* An architecture: what sets it apart, and the function that emits its plan (section 9). */
+/* What sets an architecture apart from llama's decoder. A file's tensors say the rest: biases, a fused attn_qkv, a tied
+ * output, rope_freqs are taken where they are. */
+enum {
+    RFI_NEOX = 1 << 0,           /* rope pairs (i, i + n_rot/2) instead of (2i, 2i+1)                        */
+    RFI_QK_NORM = 1 << 1,        /* each query and key head is normed before rope                            */
+    RFI_QK_NORM_WIDE = 1 << 2,   /* all heads of the queries, and of the keys, as one                        */
+    RFI_NO_PRE_NORM = 1 << 3,    /* attention and ffn read x itself                                          */
+    RFI_POST_NORM = 1 << 4,      /* what attention and ffn add to x is normed: post_attention_norm, post_ffw_norm */
+    RFI_LAYER_NORM = 1 << 5,     /* all norms take off the mean and may have a bias                          */
+    RFI_PARALLEL = 1 << 6,       /* the ffn reads what attention reads: x += attention + ffn                 */
+    RFI_PARALLEL_KEY = 1 << 7,   /* so if use_parallel_residual says it                                      */
+    RFI_PARALLEL_BARE = 1 << 8,  /* so if there is no ffn_norm                                               */
+    RFI_GELU = 1 << 9,           /* instead of silu                                                          */
+    RFI_FUSED_GATE = 1 << 10,    /* ffn_up holds the gate's rows, then its own                               */
+    RFI_NO_GATE = 1 << 11,       /* ffn: down act(up x)                                                      */
+    RFI_POSITIONS = 1 << 12,     /* learned position embeddings, no rope                                     */
+    RFI_EMBED_SQRT = 1 << 13,    /* embeddings times sqrt(n_embd)                                            */
+    RFI_SCALES = 1 << 14,        /* embedding_, residual_, logit_scale (divides), attention.scale are read   */
+    RFI_LOGITS_TIMES = 1 << 15,  /* logit_scale is read (multiplies)                                         */
+    RFI_SOFTCAPS = 1 << 16,      /* attn_ and final_logit_softcapping are read, 50 and 30 if absent          */
+    RFI_FINAL_SOFTCAP = 1 << 17, /* final_logit_softcapping is read                                          */
+    RFI_LONGROPE = 1 << 18,      /* rope_factors_long and _short are read                                    */
+    RFI_TEMPERATURE = 1 << 19,   /* attention.temperature_scale and yarn's betas are read                    */
+    RFI_ROPE_SWITCH = 1 << 20    /* no rope if rope.scaling.finetuned is false                               */
+};
+
+/* An architecture, and the function that emits its plan (section 9). */
 typedef struct rfi_builder rfi_builder;
 typedef struct rfi_arch {
     const char *name;
-    int neox;    /* rope pairs (i, i + n_rot/2) instead of (2i, 2i+1)  */
-    int qk_norm; /* rms norm of each query and key head before rope    */
+    uint32_t traits;
     void (*emit)(rfi_builder *b);
+    uint32_t window_period;  /* n: a sliding window in all layers but every n-th, unless the file says else; 0: none */
+    uint32_t window;         /* its positions if the file does not say                                 */
+    uint32_t no_rope_period; /* n: every n-th layer does without rope                                  */
+    float window_rope_base;  /* rope of layers with a window, unscaled; 0: as the others               */
+    uint32_t wide_layers;    /* a model of so many layers scales scores by 1/sqrt(n_embd / n_heads)    */
 } rfi_arch;
 
 static const rfi_arch *rfi_arch_find(rf_string name);
 static void rfi_arch_list(char *text, size_t capacity); /* "llama, qwen2, ..." */
 
+typedef struct rfi_rope_config {
+    double base, factor;
+    double magnitude; /* of cos and sin, beside yarn's */
+    rfi_rope_scaling scaling;
+} rfi_rope_config;
+
 typedef struct rfi_config {
     const rfi_arch *arch;
     uint32_t n_layers, n_embd, n_vocab, n_ctx_train;
     uint32_t head_dim, head_dim_v, n_rot;
+    uint32_t n_positions; /* learned ones; 0: there is no limit */
     double norm_eps;
-    double rope_base, rope_factor, yarn_log_multiplier;
+    rfi_rope_config rope, local_rope; /* of local layers */
+    double yarn_log_multiplier, yarn_beta_fast, yarn_beta_slow;
     uint32_t rope_n_ctx_original;
-    rfi_rope_scaling rope_scaling;
+    int parallel;                     /* x += attention + ffn of the same x */
+    double embedding_scale, residual_scale, logit_scale, attention_scale; /* 0: none; of scores: 1/sqrt(head_dim) */
+    double attention_softcap, logit_softcap;                              /* 0: none */
+    double temperature;                                                   /* 0: none */
     rfi_layer_config *layers; /* [n_layers] */
 } rfi_config;
+
+static int rfi_is(const rfi_config *c, uint32_t trait) { return (c->arch->traits & trait) != 0; }
 
 static const char *rfi_kv_type_name(uint32_t type) {
     static const char *const names[] = {"u8",   "i8",     "u16",   "i16", "u32", "i32", "f32",
@@ -4356,6 +4429,33 @@ static rf_result rfi_key_real(const rf_gguf *g, const rfi_arch *arch, const char
     return RF_OK;
 }
 
+/* A factor, softcap or temperature: 0 (none), or within what float32 multiplies without surprise. */
+static rf_result rfi_key_scale(const rf_gguf *g, const rfi_arch *arch, const char *suffix, double absent, int required,
+                               double *out, rf_error *err) {
+    rf_result r = rfi_key_real(g, arch, suffix, 0, absent, required, out, err);
+    if (r != RF_OK || *out == 0 || (*out >= 1e-9 && *out <= 1e9)) return r;
+    return rfi_fail_at_key(g, arch, suffix, err, "want 0, or 1e-9 to 1e9, found %g", *out);
+}
+
+/* A truth value. */
+static rf_result rfi_key_bool(const rf_gguf *g, const rfi_arch *arch, const char *suffix, int absent, int required,
+                              int *out, rf_error *err) {
+    char name[96];
+    rf_kv kv;
+    int64_t v = absent;
+    if (!rfi_key_find(g, arch, suffix, &kv, name, sizeof name)) {
+        *out = absent;
+        if (!required) return RF_OK;
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), name);
+    }
+    if (kv.type != RF_KV_BOOL)
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a truth value, found %s",
+                        rfi_gguf_path(g), name, RFI_LLU(kv.where), rfi_kv_type_name(kv.type));
+    rf_kv_int(&kv, 0, &v);
+    *out = v != 0;
+    return RF_OK;
+}
+
 /* A string key; *out empty if absent. */
 static rf_result rfi_key_text(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_string *out,
                               rf_kv *kv, rf_error *err) {
@@ -4378,40 +4478,108 @@ static rf_result rfi_config_arch(const rf_gguf *g, rfi_config *c, rf_error *err)
                         rfi_gguf_path(g));
     c->arch = rfi_arch_find(arch);
     if (c->arch) return RF_OK;
-    char names[128];
+    char names[320];
     rfi_arch_list(names, sizeof names);
     return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where,
                     "%s: general.architecture at byte %llu: '%.*s' is not supported (supported: %s)",
                     rfi_gguf_path(g), RFI_LLU(kv.where), RFI_STR(arch), names);
 }
 
-/* Rope: base, scaling and its type. A factor without a type means linear; rope.scale_linear is its old name. */
-static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err) {
-    static const rfi_uint_key original = {"rope.scaling.original_context_length", 1, INT32_MAX, 0, 0};
+/* How rope is scaled. A factor without a type means linear; rope.scale_linear is its old name. */
+static rf_result rfi_config_rope_scaling(const rf_gguf *g, rfi_config *c, rf_error *err) {
     rf_string type;
     rf_kv kv;
     double old_factor = 0;
-    rf_result r = rfi_key_real(g, c->arch, "rope.freq_base", FLT_MIN, 10000.0, 0, &c->rope_base, err);
-    if (r == RF_OK) r = rfi_key_real(g, c->arch, "rope.scaling.factor", 0, 0, 0, &c->rope_factor, err);
+    rf_result r = rfi_key_real(g, c->arch, "rope.scaling.factor", 0, 0, 0, &c->rope.factor, err);
     if (r == RF_OK) r = rfi_key_real(g, c->arch, "rope.scale_linear", 0, 0, 0, &old_factor, err);
-    if (r == RF_OK)
-        r = rfi_key_real(g, c->arch, "rope.scaling.yarn_log_multiplier", 0, 0, 0, &c->yarn_log_multiplier, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &original, 0, 0, &c->rope_n_ctx_original, err);
     if (r == RF_OK) r = rfi_key_text(g, c->arch, "rope.scaling.type", &type, &kv, err);
     if (r != RF_OK) return r;
-    if (c->rope_factor == 0) c->rope_factor = old_factor;
-    if (c->rope_factor == 0) c->rope_factor = 1;
-    if (c->rope_n_ctx_original == 0) c->rope_n_ctx_original = c->n_ctx_train;
-    if (rfi_str_equal(type, "none")) c->rope_factor = 1;
-    else if (type.len == 0 || rfi_str_equal(type, "linear"))
-        c->rope_scaling = c->rope_factor == 1 ? RFI_ROPE_NONE : RFI_ROPE_LINEAR;
-    else if (rfi_str_equal(type, "yarn")) c->rope_scaling = RFI_ROPE_YARN;
+    if (c->rope.factor == 0) c->rope.factor = old_factor;
+    if (c->rope.factor == 0) c->rope.factor = 1;
+    if (rfi_str_equal(type, "none")) c->rope.factor = 1;
+    else if (type.len == 0 || rfi_str_equal(type, "linear") || rfi_str_equal(type, "longrope"))
+        c->rope.scaling = c->rope.factor == 1 ? RFI_ROPE_NONE : RFI_ROPE_LINEAR;
+    else if (rfi_str_equal(type, "yarn")) c->rope.scaling = RFI_ROPE_YARN;
     else
         return rfi_fail(
             err, RF_ERR_UNSUPPORTED, kv.where,
-            "%s: %s.rope.scaling.type at byte %llu: '%.*s' is not supported (supported: none, linear, yarn)",
+            "%s: %s.rope.scaling.type at byte %llu: '%.*s' is not supported (supported: none, linear, yarn, longrope)",
             rfi_gguf_path(g), c->arch->name, RFI_LLU(kv.where), RFI_STR(type));
     return RF_OK;
+}
+
+static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    static const rfi_uint_key original = {"rope.scaling.original_context_length", 1, INT32_MAX, 0, 0};
+    const double local_base = (double)c->arch->window_rope_base;
+    rf_result r = rfi_key_real(g, c->arch, "rope.freq_base", FLT_MIN, 10000.0, 0, &c->rope.base, err);
+    if (r == RF_OK) r = rfi_config_rope_scaling(g, c, err);
+    if (r == RF_OK)
+        r = rfi_key_real(g, c->arch, "rope.scaling.yarn_log_multiplier", 0, 0, 0, &c->yarn_log_multiplier, err);
+    if (r == RF_OK) r = rfi_key_scale(g, c->arch, "rope.scaling.attn_factor", 0, 0, &c->rope.magnitude, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &original, 0, 0, &c->rope_n_ctx_original, err);
+    if (c->rope_n_ctx_original == 0) c->rope_n_ctx_original = c->n_ctx_train;
+    c->yarn_beta_fast = 32;
+    c->yarn_beta_slow = 1;
+    if (r == RF_OK && rfi_is(c, RFI_TEMPERATURE)) {
+        r = rfi_key_real(g, c->arch, "rope.scaling.yarn_beta_fast", FLT_MIN, 32, 0, &c->yarn_beta_fast, err);
+        if (r == RF_OK)
+            r = rfi_key_real(g, c->arch, "rope.scaling.yarn_beta_slow", FLT_MIN, 1, 0, &c->yarn_beta_slow, err);
+    }
+    c->local_rope = c->rope;
+    if (local_base > 0) c->local_rope.base = local_base;
+    if (local_base > 0 || c->rope.scaling == RFI_ROPE_YARN) /* yarn is for long contexts */
+        c->local_rope = (rfi_rope_config){c->local_rope.base, 1, 0, RFI_ROPE_NONE};
+    if (r == RF_OK && c->arch->window_period)
+        r = rfi_key_real(g, c->arch, "rope.freq_base_swa", FLT_MIN, c->local_rope.base, 0, &c->local_rope.base, err);
+    return r;
+}
+
+/* Which layers have a sliding window: all but every n-th (0: all), or a list of truth values, one per layer. */
+static rf_result rfi_config_window(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    const rfi_uint_key window_key = {"attention.sliding_window", 0, INT32_MAX, c->arch->window, 0},
+                       period_key = {"attention.sliding_window_pattern", 0, ROCMFORGE_MAX_LAYERS, 0, 0};
+    char name[96];
+    rf_kv kv;
+    uint32_t window = 0, period = c->arch->window_period;
+    if (period == 0) return RF_OK;
+    rf_result r = rfi_key_uint(g, c->arch, &window_key, 0, 0, &window, err);
+    int there = rfi_key_find(g, c->arch, period_key.suffix, &kv, name, sizeof name);
+    int list = there && kv.type == RF_KV_ARRAY;
+    if (r == RF_OK && there && !list) r = rfi_key_uint(g, c->arch, &period_key, 0, 0, &period, err);
+    if (r == RF_OK && list && (kv.count != c->n_layers || kv.element_type != RF_KV_BOOL))
+        r = rfi_fail_at_key(g, c->arch, period_key.suffix, err, "want a number, or %u truth values, one per layer",
+                            c->n_layers);
+    for (uint32_t il = 0; r == RF_OK && window && il < c->n_layers; il++) {
+        int64_t local = period == 0 || il % period < period - 1;
+        if (list) rf_kv_int(&kv, il, &local);
+        c->layers[il].local = local != 0;
+        c->layers[il].window = local ? window : 0;
+    }
+    return r;
+}
+
+/* Constants of the graph. Factors of 0 are none, as for llama.cpp. */
+static rf_result rfi_config_scales(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    const rfi_arch *arch = c->arch;
+    rf_result r = RF_OK;
+    if (rfi_is(c, RFI_EMBED_SQRT)) c->embedding_scale = sqrt((double)c->n_embd);
+    if (arch->wide_layers == c->n_layers) c->attention_scale = 1 / sqrt((double)c->n_embd / c->layers[0].n_heads);
+    if (rfi_is(c, RFI_SCALES)) {
+        r = rfi_key_scale(g, arch, "embedding_scale", 0, 0, &c->embedding_scale, err);
+        if (r == RF_OK) r = rfi_key_scale(g, arch, "residual_scale", 0, 0, &c->residual_scale, err);
+        if (r == RF_OK) r = rfi_key_scale(g, arch, "attention.scale", 0, 0, &c->attention_scale, err);
+    }
+    if (r == RF_OK && rfi_is(c, RFI_SCALES | RFI_LOGITS_TIMES))
+        r = rfi_key_scale(g, arch, "logit_scale", 0, 1, &c->logit_scale, err);
+    if (rfi_is(c, RFI_SCALES) && c->logit_scale != 0) c->logit_scale = 1 / c->logit_scale;
+    const double caps[2] = {rfi_is(c, RFI_SOFTCAPS) ? 50 : 0, rfi_is(c, RFI_SOFTCAPS) ? 30 : 0};
+    if (r == RF_OK && rfi_is(c, RFI_SOFTCAPS))
+        r = rfi_key_scale(g, arch, "attn_logit_softcapping", caps[0], 0, &c->attention_softcap, err);
+    if (r == RF_OK && rfi_is(c, RFI_SOFTCAPS | RFI_FINAL_SOFTCAP))
+        r = rfi_key_scale(g, arch, "final_logit_softcapping", caps[1], 0, &c->logit_softcap, err);
+    if (r == RF_OK && rfi_is(c, RFI_TEMPERATURE))
+        r = rfi_key_scale(g, arch, "attention.temperature_scale", 0, 0, &c->temperature, err);
+    return r;
 }
 
 /* Vocabulary size: the token list counts; a file without a tokenizer may say vocab_size. */
@@ -4454,8 +4622,14 @@ static rf_result rfi_config_refuse(const rf_gguf *g, const rfi_config *c, rf_err
 static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key heads = {"attention.head_count", 1, 1 << 14, 0, 1},
                               ff = {"feed_forward_length", 1, 1 << 24, 0, 1};
+    int rotate = !rfi_is(c, RFI_POSITIONS);
+    if (rfi_is(c, RFI_ROPE_SWITCH)) {
+        rf_result r = rfi_key_bool(g, c->arch, "rope.scaling.finetuned", 1, 0, &rotate, err);
+        if (r != RF_OK) return r;
+    }
     for (uint32_t il = 0; il < c->n_layers; il++) {
         rfi_layer_config *l = &c->layers[il];
+        l->rope = rotate && !(c->arch->no_rope_period && (il + 1) % c->arch->no_rope_period == 0);
         rf_result r = rfi_key_uint(g, c->arch, &heads, il, c->n_layers, &l->n_heads, err);
         if (r != RF_OK) return r;
         const rfi_uint_key kv_heads = {"attention.head_count_kv", 1, 1 << 14, l->n_heads, 0};
@@ -4480,15 +4654,22 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_layers, 0, 0, &c->n_layers, err);
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_embd, 0, 0, &c->n_embd, err);
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_ctx, 0, 0, &c->n_ctx_train, err);
-    if (r == RF_OK) r = rfi_key_real(g, c->arch, "attention.layer_norm_rms_epsilon", 0, 0, 1, &c->norm_eps, err);
+    const char *eps = r == RF_OK && rfi_is(c, RFI_LAYER_NORM) ? "attention.layer_norm_epsilon"
+                                                              : "attention.layer_norm_rms_epsilon";
+    if (r == RF_OK) r = rfi_key_real(g, c->arch, eps, 0, 0, 1, &c->norm_eps, err);
+    c->parallel = r == RF_OK && rfi_is(c, RFI_PARALLEL);
+    if (r == RF_OK && rfi_is(c, RFI_PARALLEL_KEY))
+        r = rfi_key_bool(g, c->arch, "use_parallel_residual", 0, 1, &c->parallel, err);
     if (r == RF_OK) r = rfi_config_vocab(g, c, err);
     if (r == RF_OK) r = rfi_config_refuse(g, c, err);
     if (r != RF_OK) return r;
     if (c->n_ctx_train > INT32_MAX) c->n_ctx_train = INT32_MAX;
+    if (rfi_is(c, RFI_POSITIONS)) c->n_positions = c->n_ctx_train;
     c->layers = (rfi_layer_config *)rfi_alloc(rfi_gguf_allocator(g), c->n_layers, sizeof *c->layers,
                                               "layer hyperparameters", err);
     if (!c->layers) return RF_ERR_MEMORY;
     r = rfi_config_layers(g, c, err);
+    if (r == RF_OK) r = rfi_config_window(g, c, err);
     if (r != RF_OK) return r;
 
     uint32_t n_heads = c->layers[0].n_heads;
@@ -4506,7 +4687,8 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_rot, 0, 0, &c->n_rot, err);
     if (r == RF_OK && c->n_rot % 2)
         r = rfi_fail_at_key(g, c->arch, n_rot.suffix, err, "want an even number, found %u", c->n_rot);
-    return r == RF_OK ? rfi_config_rope(g, c, err) : r;
+    if (r == RF_OK) r = rfi_config_rope(g, c, err);
+    return r == RF_OK ? rfi_config_scales(g, c, err) : r;
 }
 
 /* ==== 9 Plan ============================================================================================ >>plan
@@ -4514,9 +4696,10 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
  * T is the rows of a step, L those that want logits. Weights are bound by name here and their shapes checked, so that
  * everything that can be wrong with a file's directory is found before the first byte of a tensor is read. */
 
-/* A bound weight: slot, and first row of a fused tensor. slot RF_NONE: optional and absent. */
+/* A bound weight: slot, first row of a fused tensor, and the slot of what its products are multiplied by. slot RF_NONE:
+ * optional and absent; factor RF_NONE: nothing. */
 typedef struct rfi_weight {
-    uint32_t slot, row;
+    uint32_t slot, row, factor;
 } rfi_weight;
 
 typedef struct rfi_array {
@@ -4598,7 +4781,7 @@ static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint
                            const char *also) {
     char full[64];
     rf_tensor_info t;
-    rfi_weight none = {RF_NONE, 0};
+    rfi_weight none = {RF_NONE, 0, RF_NONE};
     if (b->result != RF_OK) return none;
     rfi_weight_name(b, name, full, sizeof full);
     if (rf_gguf_find_tensor(b->g, full, &t) != RF_OK) {
@@ -4619,7 +4802,17 @@ static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint
     w->n_rows = (uint32_t)n_rows;
     w->layer = b->layer;
     w->size_bytes = t.size_bytes;
-    return (rfi_weight){b->weights.n - 1, 0};
+    return (rfi_weight){b->weights.n - 1, 0, RF_NONE};
+}
+
+/* NAME.weight of a matmul, and NAME.scale. */
+static rfi_weight rfi_bind_matrix(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, const char *also) {
+    char full[64];
+    snprintf(full, sizeof full, "%s.weight", name);
+    rfi_weight w = rfi_bind(b, full, n_in, n_rows, 0, also);
+    snprintf(full, sizeof full, "%s.scale", name);
+    w.factor = rfi_bind(b, full, 1, 1, 1, NULL).slot;
+    return w;
 }
 
 /* ---- buffers, states, ops ---- */
@@ -4646,24 +4839,33 @@ static rf_op *rfi_op(rfi_builder *b, uint32_t kind, uint32_t rows) {
     op->kind = kind;
     op->rows = rows;
     op->layer = b->layer;
-    op->in = op->in2 = op->out = op->state = op->weight = op->extra = op->table = RF_NONE;
+    op->in = op->in2 = op->out = op->state = op->weight = op->extra = op->extra2 = op->table = RF_NONE;
     return op;
 }
 
-static void rfi_emit_rms_norm(rfi_builder *b, uint32_t rows, uint32_t out, uint32_t in, rfi_weight w,
-                              uint32_t n_groups) {
-    const rf_plan_weight *weight = (const rf_plan_weight *)b->weights.items;
+/* out = norm(in) of n_groups groups of `width` values, by NAME.weight (and, if the norms are layer norms, NAME.bias);
+ * flags RF_OP_ACCUMULATE: += */
+static void rfi_emit_norm(rfi_builder *b, uint32_t rows, uint32_t out, uint32_t in, const char *name, uint64_t width,
+                          uint32_t n_groups, uint32_t flags) {
+    int center = rfi_is(b->c, RFI_LAYER_NORM);
+    char weight[64], bias[64];
+    snprintf(weight, sizeof weight, "%s.weight", name);
+    snprintf(bias, sizeof bias, "%s.bias", name);
+    uint32_t w = rfi_bind(b, weight, width, 1, 0, NULL).slot;
+    uint32_t extra = center ? rfi_bind(b, bias, width, 1, 1, NULL).slot : RF_NONE;
     rf_op *op = rfi_op(b, RF_OP_RMS_NORM, rows);
+    op->flags = flags | (center ? RF_OP_CENTER : 0);
     op->in = in;
     op->out = out;
-    op->weight = w.slot;
+    op->weight = w;
+    op->extra = extra;
     op->n_heads = n_groups;
-    op->n_in = b->result == RF_OK ? weight[w.slot].n_in : 0;
+    op->n_in = (uint32_t)width;
     op->eps = (float)b->c->norm_eps;
 }
 
-/* out[rows, n_out] = in[rows, n_in] W^T + bias; flags RF_OP_ACCUMULATE: += */
-static void rfi_emit_matmul(rfi_builder *b, uint32_t rows, uint32_t out, uint32_t in, rfi_weight w,
+/* out[rows, n_out] = in[rows, n_in] W^T + bias; flags RF_OP_ACCUMULATE: +=. The op, for what else is to be set. */
+static rf_op *rfi_emit_matmul(rfi_builder *b, uint32_t rows, uint32_t out, uint32_t in, rfi_weight w,
                             rfi_weight bias, uint32_t n_out, uint32_t flags) {
     const rf_plan_weight *weight = (const rf_plan_weight *)b->weights.items;
     rf_op *op = rfi_op(b, RF_OP_MATMUL, rows);
@@ -4674,47 +4876,58 @@ static void rfi_emit_matmul(rfi_builder *b, uint32_t rows, uint32_t out, uint32_
     op->weight_row = w.row;
     op->extra = bias.slot;
     op->extra_at = bias.row;
+    op->extra2 = w.factor;
     op->n_in = b->result == RF_OK ? weight[w.slot].n_in : 0;
     op->n_out = n_out;
+    return op;
 }
 
-static void rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, rfi_weight freqs, float magnitude) {
+/* Rope of some layers: its table, what cos and sin are multiplied by, and the frequency factors. */
+typedef struct rfi_rope {
+    uint32_t table;
+    float magnitude;
+    uint32_t freqs, long_freqs; /* slots; long_freqs: in sessions of a long context */
+} rfi_rope;
+
+static void rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, const rfi_rope *rope) {
     rf_op *op = rfi_op(b, RF_OP_ROPE, RF_ROWS_TOKENS);
-    op->flags = b->c->arch->neox ? RF_OP_NEOX : 0;
+    op->flags = rfi_is(b->c, RFI_NEOX) ? RF_OP_NEOX : 0;
     op->in = op->out = x;
-    op->extra = freqs.slot;
-    op->table = 0;
+    op->extra = rope->freqs;
+    op->extra2 = rope->long_freqs;
+    op->table = rope->table;
     op->n_heads = n_heads;
     op->head_dim = b->c->head_dim;
     op->n_rot = b->c->n_rot;
-    op->scale = magnitude;
+    op->scale = rope->magnitude;
 }
 
-/* Table 0: angle per position of rope pair i, base^(-2i/n_rot), scaled. Yarn (arXiv 2309.00071, betas 32 and 1) divides
- * slow pairs by the factor, leaves fast ones and blends between; returns what cos and sin are multiplied by. */
-static float rfi_rope_table(rfi_builder *b) {
+/* A table: angle per position of rope pair i, base^(-2i/n_rot), scaled. Yarn (arXiv 2309.00071, betas 32 and 1 if the
+ * file does not say) divides slow pairs by the factor, leaves fast ones and blends between. */
+static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
     const rfi_config *c = b->c;
-    const double pi = 3.14159265358979323846, n_rot = c->n_rot, f = c->rope_factor;
+    const double pi = 3.14159265358979323846, n_rot = c->n_rot, f = r->factor;
+    rfi_rope rope = {b->tables.n, r->magnitude != 0 ? (float)r->magnitude : 1, RF_NONE, RF_NONE};
     float *table = (float *)rfi_array_push(b, &b->tables, c->n_rot / 2, sizeof *table);
-    int yarn = c->rope_scaling == RFI_ROPE_YARN && f > 0;
+    int yarn = r->scaling == RFI_ROPE_YARN && f > 0;
     double lo = 0, hi = 0;
-    if (!table) return 1;
+    if (!table) return rope;
     if (yarn) {
-        double n0 = c->rope_n_ctx_original, per = n_rot / (2 * log(c->rope_base));
-        lo = fmax(0, floor(per * log(n0 / (2 * pi * 32))));
-        hi = fmin(n_rot - 1, ceil(per * log(n0 / (2 * pi))));
+        double n0 = c->rope_n_ctx_original, per = n_rot / (2 * log(r->base));
+        lo = fmax(0, floor(per * log(n0 / (2 * pi * c->yarn_beta_fast))));
+        hi = fmin(n_rot - 1, ceil(per * log(n0 / (2 * pi * c->yarn_beta_slow))));
     }
     for (uint32_t i = 0; i < c->n_rot / 2; i++) {
-        double theta = pow(c->rope_base, -2.0 * i / n_rot), keep = 1;
-        if (c->rope_scaling == RFI_ROPE_LINEAR) keep = 1 / f;
+        double theta = pow(r->base, -2.0 * i / n_rot), keep = 1;
+        if (r->scaling == RFI_ROPE_LINEAR) keep = 1 / f;
         if (yarn) {
             double fast = 1 - fmin(1, fmax(0, (i - lo) / fmax(0.001, hi - lo)));
             keep = (1 - fast) / f + fast;
         }
         table[i] = (float)(theta * keep);
     }
-    if (!yarn || f <= 1) return 1;
-    return (float)((0.1 * log(f) + 1) / (0.1 * c->yarn_log_multiplier * log(f) + 1));
+    if (yarn && f > 1) rope.magnitude *= (float)((0.1 * log(f) + 1) / (0.1 * c->yarn_log_multiplier * log(f) + 1));
+    return rope;
 }
 
 /* ---- the decoder ---- */
@@ -4722,55 +4935,75 @@ static float rfi_rope_table(rfi_builder *b) {
 /* Its buffers; widths are the largest of any layer. */
 typedef struct rfi_decoder {
     uint32_t x, xn;    /* [T, n_embd]               */
+    uint32_t xn2;      /* [T, n_embd] where the inputs of attention and ffn are normed apart, but at once */
+    uint32_t y;        /* [T, n_embd] what a norm adds to x                                                */
     uint32_t q;        /* [T, n_heads, head_dim]    */
     uint32_t k, v;     /* [T, n_kv_heads, ...]      */
     uint32_t att;      /* [T, n_heads, head_dim_v]  */
     uint32_t gate, up; /* [T, n_ff]                 */
     uint32_t xl;       /* [L, n_embd]               */
-    rfi_weight freqs;
-    float rope_magnitude;
+    rfi_rope rope, local_rope;
 } rfi_decoder;
 
-/* q, k, v = xn W^T + bias, from three tensors, or from the rows of a fused one. */
-static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
+/* q, k, v = in W^T + bias, from three tensors, or from the rows of a fused one. */
+static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     uint32_t rows[3] = {l->n_heads * b->c->head_dim, l->n_kv_heads * b->c->head_dim,
                         l->n_kv_heads * b->c->head_dim_v};
     uint32_t out[3] = {d->q, d->k, d->v};
     uint64_t n_embd = b->c->n_embd;
     if (rfi_has(b, "attn_qkv.weight")) {
         uint64_t all = (uint64_t)rows[0] + rows[1] + rows[2];
-        rfi_weight w = rfi_bind(b, "attn_qkv.weight", n_embd, all, 0, NULL);
+        rfi_weight w = rfi_bind_matrix(b, "attn_qkv", n_embd, all, NULL);
         rfi_weight bias = rfi_bind(b, "attn_qkv.bias", all, 1, 1, NULL);
         for (int i = 0; i < 3; i++) {
-            rfi_emit_matmul(b, RF_ROWS_TOKENS, out[i], d->xn, w, bias, rows[i], 0);
+            rfi_emit_matmul(b, RF_ROWS_TOKENS, out[i], in, w, bias, rows[i], 0);
             w.row += rows[i];
             bias.row += rows[i];
         }
         return;
     }
-    static const char *const names[3][2] = {{"attn_q.weight", "attn_q.bias"},
-                                            {"attn_k.weight", "attn_k.bias"},
-                                            {"attn_v.weight", "attn_v.bias"}};
+    static const char *const names[3][2] = {{"attn_q", "attn_q.bias"}, {"attn_k", "attn_k.bias"},
+                                            {"attn_v", "attn_v.bias"}};
     for (int i = 0; i < 3; i++) {
-        rfi_weight w = rfi_bind(b, names[i][0], n_embd, rows[i], 0, "attn_qkv.weight of the same layer");
+        rfi_weight w = rfi_bind_matrix(b, names[i][0], n_embd, rows[i], "attn_qkv.weight of the same layer");
         rfi_weight bias = rfi_bind(b, names[i][1], rows[i], 1, 1, NULL);
-        rfi_emit_matmul(b, RF_ROWS_TOKENS, out[i], d->xn, w, bias, rows[i], 0);
+        rfi_emit_matmul(b, RF_ROWS_TOKENS, out[i], in, w, bias, rows[i], 0);
     }
 }
 
-/* x += Wo attention(rope(q), rope(k), v) */
-static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
+/* x += W in + bias, scaled or normed as the architecture has it: the end of attention and of the ffn. */
+static void rfi_emit_residual(rfi_builder *b, const rfi_decoder *d, uint32_t in, uint64_t n_in, const char *name,
+                              const char *post_norm) {
     const rfi_config *c = b->c;
-    rfi_emit_rms_norm(b, RF_ROWS_TOKENS, d->xn, d->x, rfi_bind(b, "attn_norm.weight", c->n_embd, 1, 0, NULL), 1);
-    rfi_emit_qkv(b, d, l);
-    if (c->arch->qk_norm) {
-        rfi_emit_rms_norm(b, RF_ROWS_TOKENS, d->q, d->q,
-                          rfi_bind(b, "attn_q_norm.weight", c->head_dim, 1, 0, NULL), l->n_heads);
-        rfi_emit_rms_norm(b, RF_ROWS_TOKENS, d->k, d->k,
-                          rfi_bind(b, "attn_k_norm.weight", c->head_dim, 1, 0, NULL), l->n_kv_heads);
-    }
-    rfi_emit_rope(b, d->q, l->n_heads, d->freqs, d->rope_magnitude);
-    rfi_emit_rope(b, d->k, l->n_kv_heads, d->freqs, d->rope_magnitude);
+    char bias[64];
+    snprintf(bias, sizeof bias, "%s.bias", name);
+    int normed = rfi_is(c, RFI_POST_NORM);
+    rfi_weight w = rfi_bind_matrix(b, name, n_in, c->n_embd, NULL);
+    rf_op *op = rfi_emit_matmul(b, RF_ROWS_TOKENS, normed ? d->y : d->x, in, w,
+                                rfi_bind(b, bias, c->n_embd, 1, 1, NULL), c->n_embd, normed ? 0 : RF_OP_ACCUMULATE);
+    op->scale = (float)c->residual_scale;
+    if (normed) rfi_emit_norm(b, RF_ROWS_TOKENS, d->x, d->y, post_norm, c->n_embd, 1, RF_OP_ACCUMULATE);
+}
+
+/* Norms of the queries and keys, by head or all heads of each as one. */
+static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
+    uint32_t dim = b->c->head_dim, heads[2] = {l->n_heads, l->n_kv_heads}, x[2] = {d->q, d->k};
+    static const char *const names[2] = {"attn_q_norm", "attn_k_norm"};
+    for (int i = 0; i < 2; i++)
+        if (rfi_is(b->c, RFI_QK_NORM_WIDE))
+            rfi_emit_norm(b, RF_ROWS_TOKENS, x[i], x[i], names[i], (uint64_t)heads[i] * dim, 1, 0);
+        else if (rfi_is(b->c, RFI_QK_NORM))
+            rfi_emit_norm(b, RF_ROWS_TOKENS, x[i], x[i], names[i], dim, heads[i], 0);
+}
+
+/* x += Wo attention(rope(q), rope(k), v); q, k, v are made of `in` */
+static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
+    const rfi_config *c = b->c;
+    const rfi_rope *rope = l->local ? &d->local_rope : &d->rope;
+    rfi_emit_qkv(b, d, l, in);
+    rfi_emit_qk_norm(b, d, l);
+    if (l->rope) rfi_emit_rope(b, d->q, l->n_heads, rope);
+    if (l->rope) rfi_emit_rope(b, d->k, l->n_kv_heads, rope);
 
     rf_op *op = rfi_op(b, RF_OP_KV_STORE, RF_ROWS_TOKENS);
     op->in = d->k;
@@ -4788,29 +5021,61 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
     op->n_kv_heads = l->n_kv_heads;
     op->head_dim = c->head_dim;
     op->head_dim_v = c->head_dim_v;
-    op->scale = (float)(1 / sqrt((double)c->head_dim));
-
-    rfi_weight w = rfi_bind(b, "attn_output.weight", (uint64_t)l->n_heads * c->head_dim_v, c->n_embd, 0, NULL);
-    rfi_weight bias = rfi_bind(b, "attn_output.bias", c->n_embd, 1, 1, NULL);
-    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->x, d->att, w, bias, c->n_embd, RF_OP_ACCUMULATE);
+    op->scale = (float)(c->attention_scale != 0 ? c->attention_scale : 1 / sqrt((double)c->head_dim));
+    op->softcap = (float)c->attention_softcap;
+    op->window = l->window;
+    op->temperature = (float)c->temperature;
+    op->temperature_length = c->temperature != 0 ? c->rope_n_ctx_original : 0;
+    rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * c->head_dim_v, "attn_output", "post_attention_norm");
 }
 
-/* x += Wdown (silu(Wgate xn) * Wup xn) */
-static void rfi_emit_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
-    uint32_t n_embd = b->c->n_embd, n_ff = l->n_ff;
-    rfi_emit_rms_norm(b, RF_ROWS_TOKENS, d->xn, d->x, rfi_bind(b, "ffn_norm.weight", n_embd, 1, 0, NULL), 1);
-    rfi_weight w = rfi_bind(b, "ffn_gate.weight", n_embd, n_ff, 0, NULL),
-               bias = rfi_bind(b, "ffn_gate.bias", n_ff, 1, 1, NULL);
-    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->gate, d->xn, w, bias, n_ff, 0);
-    w = rfi_bind(b, "ffn_up.weight", n_embd, n_ff, 0, NULL), bias = rfi_bind(b, "ffn_up.bias", n_ff, 1, 1, NULL);
-    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->up, d->xn, w, bias, n_ff, 0);
+/* x += Wdown (act(Wgate in) * Wup in), or Wdown act(Wup in) */
+static void rfi_emit_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
+    const rfi_config *c = b->c;
+    uint32_t n_ff = l->n_ff;
+    int fused = rfi_is(c, RFI_FUSED_GATE), gated = !rfi_is(c, RFI_NO_GATE);
+    rfi_weight up = {RF_NONE, 0, RF_NONE}, up_bias = up;
+    if (fused) {
+        up = rfi_bind_matrix(b, "ffn_up", c->n_embd, 2 * (uint64_t)n_ff, NULL);
+        up_bias = rfi_bind(b, "ffn_up.bias", 2 * (uint64_t)n_ff, 1, 1, NULL);
+        rfi_emit_matmul(b, RF_ROWS_TOKENS, d->gate, in, up, up_bias, n_ff, 0);
+        up.row = up_bias.row = n_ff;
+    } else if (gated) {
+        rfi_weight gate = rfi_bind_matrix(b, "ffn_gate", c->n_embd, n_ff, NULL);
+        rfi_emit_matmul(b, RF_ROWS_TOKENS, d->gate, in, gate, rfi_bind(b, "ffn_gate.bias", n_ff, 1, 1, NULL), n_ff, 0);
+    }
+    if (!fused) {
+        up = rfi_bind_matrix(b, "ffn_up", c->n_embd, n_ff, NULL);
+        up_bias = rfi_bind(b, "ffn_up.bias", n_ff, 1, 1, NULL);
+    }
+    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->up, in, up, up_bias, n_ff, 0);
     rf_op *op = rfi_op(b, RF_OP_GLU, RF_ROWS_TOKENS);
-    op->in = op->out = d->gate;
-    op->in2 = d->up;
+    op->in = op->out = gated ? d->gate : d->up;
+    if (gated) op->in2 = d->up;
     op->n_out = n_ff;
-    w = rfi_bind(b, "ffn_down.weight", n_ff, n_embd, 0, NULL),
-    bias = rfi_bind(b, "ffn_down.bias", n_embd, 1, 1, NULL);
-    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->x, d->gate, w, bias, n_embd, RF_OP_ACCUMULATE);
+    op->activation = rfi_is(c, RFI_GELU) ? RF_ACT_GELU : RF_ACT_SILU;
+    rfi_emit_residual(b, d, gated ? d->gate : d->up, n_ff, "ffn_down", "post_ffw_norm");
+}
+
+/* One layer: what attention and ffn read, and both. In parallel the ffn's input is made before attention adds to x. */
+static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
+    const rfi_config *c = b->c;
+    const uint32_t rows = RF_ROWS_TOKENS, n_embd = c->n_embd;
+    int has_ffn_norm = rfi_has(b, "ffn_norm.weight");
+    int parallel = c->parallel || (rfi_is(c, RFI_PARALLEL_BARE) && !has_ffn_norm);
+    uint32_t attention_in = d->xn, ffn_in = d->xn;
+    if (rfi_is(c, RFI_NO_PRE_NORM)) attention_in = ffn_in = d->x;
+    else rfi_emit_norm(b, rows, d->xn, d->x, "attn_norm", n_embd, 1, 0);
+    if (parallel && rfi_has(b, "attn_norm_2.weight")) { /* attention has a norm of its own */
+        rfi_emit_norm(b, rows, d->xn2, d->x, "attn_norm_2", n_embd, 1, 0);
+        attention_in = d->xn2;
+    } else if (parallel && has_ffn_norm) {
+        rfi_emit_norm(b, rows, d->xn2, d->x, "ffn_norm", n_embd, 1, 0);
+        ffn_in = d->xn2;
+    }
+    rfi_emit_attention(b, d, l, attention_in);
+    if (!parallel && ffn_in != d->x) rfi_emit_norm(b, rows, d->xn, d->x, "ffn_norm", n_embd, 1, 0);
+    rfi_emit_ffn(b, d, l, ffn_in);
 }
 
 static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
@@ -4825,11 +5090,13 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     memset(&d, 0, sizeof d);
     d.x = rfi_buffer(b, "x", RF_ROWS_TOKENS, c->n_embd);
     d.xn = rfi_buffer(b, "xn", RF_ROWS_TOKENS, c->n_embd);
+    if (c->parallel) d.xn2 = rfi_buffer(b, "xn2", RF_ROWS_TOKENS, c->n_embd);
+    if (rfi_is(c, RFI_POST_NORM)) d.y = rfi_buffer(b, "y", RF_ROWS_TOKENS, c->n_embd);
     d.q = rfi_buffer(b, "q", RF_ROWS_TOKENS, heads * c->head_dim);
     d.k = rfi_buffer(b, "k", RF_ROWS_TOKENS, kv_heads * c->head_dim);
     d.v = rfi_buffer(b, "v", RF_ROWS_TOKENS, kv_heads * c->head_dim_v);
     d.att = rfi_buffer(b, "att", RF_ROWS_TOKENS, heads * c->head_dim_v);
-    d.gate = rfi_buffer(b, "gate", RF_ROWS_TOKENS, ff);
+    if (!rfi_is(c, RFI_NO_GATE)) d.gate = rfi_buffer(b, "gate", RF_ROWS_TOKENS, ff);
     d.up = rfi_buffer(b, "up", RF_ROWS_TOKENS, ff);
     d.xl = rfi_buffer(b, "xl", RF_ROWS_LOGITS, c->n_embd);
     b->logits = rfi_buffer(b, "logits", RF_ROWS_LOGITS, c->n_vocab);
@@ -4837,33 +5104,62 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     return d;
 }
 
-/* The pre-norm decoder of llama, qwen2 and qwen3. This function is the model: read it next to the paper. */
+/* Tables and factors of rope; layers with a sliding window may have their own. */
+static void rfi_emit_rope_tables(rfi_builder *b, rfi_decoder *d) {
+    const rfi_config *c = b->c;
+    const rfi_rope_config *r = &c->rope, *local = &c->local_rope;
+    uint32_t n_local = 0, half = c->n_rot / 2;
+    for (uint32_t il = 0; il < c->n_layers; il++) n_local += c->layers[il].local != 0;
+    d->rope = d->local_rope = rfi_rope_table(b, r);
+    if (n_local && (r->base != local->base || r->scaling != local->scaling)) d->local_rope = rfi_rope_table(b, local);
+    d->rope.freqs = d->local_rope.freqs = rfi_bind(b, "rope_freqs.weight", half, 1, 1, NULL).slot;
+    if (!rfi_is(c, RFI_LONGROPE) || d->rope.freqs != RF_NONE) return;
+    d->rope.freqs = rfi_bind(b, "rope_factors_short.weight", half, 1, 1, NULL).slot;
+    d->rope.long_freqs = rfi_bind(b, "rope_factors_long.weight", half, 1, d->rope.freqs == RF_NONE, NULL).slot;
+}
+
+/* x = embeddings of the tokens, and of their positions where these are learned */
+static rfi_weight rfi_emit_embedding(rfi_builder *b, const rfi_decoder *d) {
+    const rfi_config *c = b->c;
+    rfi_weight embedding = rfi_bind(b, "token_embd.weight", c->n_embd, c->n_vocab, 0, NULL);
+    rf_op *op = rfi_op(b, RF_OP_EMBED, RF_ROWS_TOKENS);
+    op->out = d->x;
+    op->weight = embedding.slot;
+    op->n_out = c->n_embd;
+    op->scale = (float)c->embedding_scale;
+    if (!rfi_is(c, RFI_POSITIONS)) return embedding;
+    rfi_weight positions = rfi_bind(b, "position_embd.weight", c->n_embd, c->n_positions, 0, NULL);
+    op = rfi_op(b, RF_OP_EMBED, RF_ROWS_TOKENS);
+    op->flags = RF_OP_POSITIONS | RF_OP_ACCUMULATE;
+    op->out = d->x;
+    op->weight = positions.slot;
+    op->n_out = c->n_embd;
+    return embedding;
+}
+
+/* The decoder of llama, and of all that differ from it by what rfi_arch says: read it next to the paper. */
 static void rfi_emit_decoder(rfi_builder *b) {
     const rfi_config *c = b->c;
     rfi_decoder d = rfi_decoder_buffers(b);
     b->layer = -1;
-    rfi_weight embedding = rfi_bind(b, "token_embd.weight", c->n_embd, c->n_vocab, 0, NULL);
-    rf_op *op = rfi_op(b, RF_OP_EMBED, RF_ROWS_TOKENS);
-    op->out = d.x;
-    op->weight = embedding.slot;
-    op->n_out = c->n_embd;
-    d.rope_magnitude = rfi_rope_table(b);
-    d.freqs = rfi_bind(b, "rope_freqs.weight", c->n_rot / 2, 1, 1, NULL);
+    rfi_weight embedding = rfi_emit_embedding(b, &d);
+    rfi_emit_rope_tables(b, &d);
     for (uint32_t il = 0; il < c->n_layers; il++) {
         b->layer = (int32_t)il;
-        rfi_emit_attention(b, &d, &c->layers[il]);
-        rfi_emit_ffn(b, &d, &c->layers[il]);
+        rfi_emit_layer(b, &d, &c->layers[il]);
     }
     b->layer = (int32_t)c->n_layers;
-    op = rfi_op(b, RF_OP_GATHER, RF_ROWS_LOGITS);
+    rf_op *op = rfi_op(b, RF_OP_GATHER, RF_ROWS_LOGITS);
     op->in = d.x;
     op->out = d.xl;
     op->n_out = c->n_embd;
-    rfi_emit_rms_norm(b, RF_ROWS_LOGITS, d.xl, d.xl, rfi_bind(b, "output_norm.weight", c->n_embd, 1, 0, NULL), 1);
+    rfi_emit_norm(b, RF_ROWS_LOGITS, d.xl, d.xl, "output_norm", c->n_embd, 1, 0);
     int tied = !rfi_has(b, "output.weight");
-    rfi_weight output = tied ? embedding : rfi_bind(b, "output.weight", c->n_embd, c->n_vocab, 0, NULL);
-    rfi_emit_matmul(b, RF_ROWS_LOGITS, b->logits, d.xl, output,
-                    rfi_bind(b, "output.bias", c->n_vocab, 1, 1, NULL), c->n_vocab, 0);
+    rfi_weight output = tied ? embedding : rfi_bind_matrix(b, "output", c->n_embd, c->n_vocab, NULL);
+    op = rfi_emit_matmul(b, RF_ROWS_LOGITS, b->logits, d.xl, output, rfi_bind(b, "output.bias", c->n_vocab, 1, 1, NULL),
+                         c->n_vocab, 0);
+    op->scale = (float)c->logit_scale;
+    op->softcap = (float)c->logit_softcap;
     op = rfi_op(b, RF_OP_ARGMAX, RF_ROWS_LOGITS);
     op->in = b->logits;
     op->out = b->argmax;
@@ -4872,9 +5168,25 @@ static void rfi_emit_decoder(rfi_builder *b) {
 }
 
 static const rfi_arch rfi_archs[] = {
-    {"llama", 0, 0, rfi_emit_decoder},
-    {"qwen2", 1, 0, rfi_emit_decoder},
-    {"qwen3", 1, 1, rfi_emit_decoder},
+    {.name = "llama", .emit = rfi_emit_decoder},
+    {.name = "qwen2", .traits = RFI_NEOX, .emit = rfi_emit_decoder},
+    {.name = "qwen3", .traits = RFI_NEOX | RFI_QK_NORM, .emit = rfi_emit_decoder},
+    {.name = "gemma2",
+     .traits = RFI_NEOX | RFI_POST_NORM | RFI_GELU | RFI_EMBED_SQRT | RFI_SOFTCAPS,
+     .emit = rfi_emit_decoder,
+     .window_period = 2,
+     .window = 4096,
+     .wide_layers = 46},
+    {.name = "gemma3",
+     .traits = RFI_NEOX | RFI_QK_NORM | RFI_POST_NORM | RFI_GELU | RFI_EMBED_SQRT | RFI_FINAL_SOFTCAP,
+     .emit = rfi_emit_decoder,
+     .window_period = 6,
+     .window_rope_base = 10000,
+     .wide_layers = 62},
+    {.name = "phi3", .traits = RFI_NEOX | RFI_FUSED_GATE | RFI_LONGROPE, .emit = rfi_emit_decoder},
+    {.name = "glm4", .traits = RFI_POST_NORM | RFI_FUSED_GATE, .emit = rfi_emit_decoder},
+    {.name = "mistral3", .traits = RFI_TEMPERATURE, .emit = rfi_emit_decoder},
+    {.name = "granite", .traits = RFI_SCALES | RFI_ROPE_SWITCH, .emit = rfi_emit_decoder},
 };
 
 static const rfi_arch *rfi_arch_find(rf_string name) {
@@ -4986,7 +5298,9 @@ typedef struct rfi_attention {
     uint32_t n_tokens;
     uint32_t n_pos;          /* positions that the first token sees, itself included; token t sees n_pos + t   */
     uint32_t n_group, head_dim, head_dim_v;
-    float scale;
+    uint32_t window;         /* a token sees at most so many positions, itself included; 0: all                */
+    float scale, softcap, temperature;
+    uint32_t temperature_length;
     float *scratch;          /* [rfi_attention_scratch(n_group, head_dim, head_dim_v)]                         */
     float *out;              /* [n_tokens][out_stride], [n_group][head_dim_v]                                  */
     uint64_t out_stride;
@@ -5007,6 +5321,15 @@ static uint64_t rfi_attention_scratch(uint32_t n_group, uint32_t head_dim, uint3
 typedef void (*rfi_matmul_fn)(const void *w, uint64_t w_row_bytes, uint32_t n_rows, uint32_t n_in, const rfi_acts *x,
                               uint32_t n_cols, float *y, uint64_t y_stride);
 
+/* A norm of n values: RF_OP_RMS_NORM. */
+typedef struct rfi_norm {
+    const float *w, *b; /* [n], or NULL                 */
+    uint32_t n;
+    float eps;
+    int center;         /* less the mean                */
+    int accumulate;     /* out +=                       */
+} rfi_norm;
+
 typedef struct rfi_kernels {
     const char *name;       /* of rf_device_desc.isa     */
     const char *arch_text;  /* of rf_device_info.arch    */
@@ -5015,9 +5338,12 @@ typedef struct rfi_kernels {
     /* y[j * y_stride + i] = W[i] . x[j] for i < n_rows, j < n_cols. NULL for a type that does not run. Row counts that
      * are multiples of 16 waste nothing. Stack 32 KiB. */
     rfi_matmul_fn matmul[RF_TYPE_COUNT];
-    void (*rms_norm)(float *out, const float *x, const float *w, uint32_t n, float eps); /* out may be x */
-    void (*silu_mul)(float *out, const float *gate, const float *up, uint32_t n);        /* out may be gate or up */
+    void (*norm)(float *out, const float *x, const rfi_norm *norm);                      /* out may be x */
+    /* out = act(gate) * up, or act(gate) if up is NULL; out may be gate or up */
+    void (*glu)(float *out, const float *gate, const float *up, uint32_t n, uint32_t activation);
     void (*add)(float *out, const float *x, uint32_t n);                                 /* out += x */
+    void (*scale)(float *x, uint32_t n, float factor);                                   /* x *= factor */
+    void (*softcap)(float *x, uint32_t n, float cap);                                    /* x = cap * tanh(x / cap) */
     void (*rope)(float *head, const float *cos_sin, uint32_t n_rot, int neox);           /* cos_sin [n_rot/2][2] */
     void (*f32_to_f16)(uint16_t *dst, const float *src, uint32_t n);
     /* s[c * s_stride + pos] = q[c] . k[pos], added up in order of the dimensions, for n_pos positions (at most a block;
@@ -5098,21 +5424,65 @@ RFI_INLINE float rfi_exp(float x) {
 /* 16 lanes of sums: written as arrays they end up in memory. */
 typedef float rfi_lanes __attribute__((vector_size(64)));
 
-RFI_INLINE void rfi_rms_norm_body(float *out, const float *x, const float *w, uint32_t n, float eps) {
+/* sum of (x - mean)^2; of x with mean 0 and square 0 */
+RFI_INLINE double rfi_norm_sum(const float *x, uint32_t n, float mean, int square) {
     rfi_lanes lanes = {0}, v;
     float lane[16];
     double sum = 0; /* of the lanes: few additions, and none of their errors */
     uint32_t i = 0;
-    for (; i + 16 <= n; i += 16) memcpy(&v, x + i, sizeof v), lanes += v * v;
+    for (; i + 16 <= n; i += 16) {
+        memcpy(&v, x + i, sizeof v);
+        v -= mean;
+        lanes += square ? v * v : v;
+    }
     memcpy(lane, &lanes, sizeof lane);
-    for (uint32_t l = 0; i + l < n; l++) lane[l] += x[i + l] * x[i + l];
+    for (uint32_t l = 0; i + l < n; l++) lane[l] += square ? (x[i + l] - mean) * (x[i + l] - mean) : x[i + l];
     for (int l = 0; l < 16; l++) sum += (double)lane[l];
-    const float scale = 1.0f / sqrtf((float)(sum / (double)n) + eps);
-    for (i = 0; i < n; i++) out[i] = x[i] * scale * w[i];
+    return sum;
 }
 
-RFI_INLINE void rfi_silu_mul_body(float *out, const float *gate, const float *up, uint32_t n) {
-    for (uint32_t i = 0; i < n; i++) out[i] = gate[i] / (1.0f + rfi_exp(-gate[i])) * up[i];
+RFI_INLINE void rfi_norm_body(float *out, const float *x, const rfi_norm *p) {
+    const uint32_t n = p->n;
+    const float *w = p->w, *b = p->b;
+    const float mean = p->center ? (float)(rfi_norm_sum(x, n, 0, 0) / (double)n) : 0;
+    const float scale = 1.0f / sqrtf((float)(rfi_norm_sum(x, n, mean, 1) / (double)n) + p->eps);
+    if (w && !b && !p->center && !p->accumulate) {
+        for (uint32_t i = 0; i < n; i++) out[i] = x[i] * scale * w[i];
+        return;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        float y = (x[i] - mean) * scale;
+        if (w) y *= w[i];
+        if (b) y += b[i];
+        out[i] = p->accumulate ? out[i] + y : y;
+    }
+}
+
+RFI_INLINE float rfi_silu(float x) { return x / (1.0f + rfi_exp(-x)); }
+
+RFI_INLINE float rfi_gelu(float x) {
+    return x / (1.0f + rfi_exp(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+}
+
+RFI_INLINE void rfi_glu_body(float *out, const float *gate, const float *up, uint32_t n, uint32_t activation) {
+    if (activation == RF_ACT_SILU && up)
+        for (uint32_t i = 0; i < n; i++) out[i] = rfi_silu(gate[i]) * up[i];
+    else if (activation == RF_ACT_SILU)
+        for (uint32_t i = 0; i < n; i++) out[i] = rfi_silu(gate[i]);
+    else if (up)
+        for (uint32_t i = 0; i < n; i++) out[i] = rfi_gelu(gate[i]) * up[i];
+    else
+        for (uint32_t i = 0; i < n; i++) out[i] = rfi_gelu(gate[i]);
+}
+
+RFI_INLINE void rfi_scale_body(float *x, uint32_t n, float factor) {
+    for (uint32_t i = 0; i < n; i++) x[i] *= factor;
+}
+
+/* tanh y = 1 - 2 / (e^2y + 1): off by 1e-7 at most, as a part of the cap */
+RFI_INLINE void rfi_softcap_body(float *x, uint32_t n, float cap) {
+    const float twice = 2.0f / cap;
+    for (uint32_t i = 0; i < n; i++) x[i] = cap * (1.0f - 2.0f / (rfi_exp(x[i] * twice) + 1.0f));
 }
 
 RFI_INLINE void rfi_add_body(float *out, const float *x, uint32_t n) {
@@ -5167,12 +5537,12 @@ RFI_INLINE float rfi_softmax_body(float *s, uint32_t n, float scale, float *top,
         for (uint32_t g = 0; g < n; g++) rfi_##isa##_q8(x + g * 32, out + g);                                         \
         memset(out + n, 0, (size_t)(rfi_q8_groups(n_in) - n) * sizeof *out);                                          \
     }                                                                                                                 \
-    static TARGET void rfi_rms_norm_##isa(float *out, const float *x, const float *w, uint32_t n, float eps) {        \
-        rfi_rms_norm_body(out, x, w, n, eps);                                                                         \
+    static TARGET void rfi_norm_##isa(float *out, const float *x, const rfi_norm *p) { rfi_norm_body(out, x, p); }    \
+    static TARGET void rfi_glu_##isa(float *out, const float *gate, const float *up, uint32_t n, uint32_t act) {      \
+        rfi_glu_body(out, gate, up, n, act);                                                                          \
     }                                                                                                                 \
-    static TARGET void rfi_silu_mul_##isa(float *out, const float *gate, const float *up, uint32_t n) {               \
-        rfi_silu_mul_body(out, gate, up, n);                                                                          \
-    }                                                                                                                 \
+    static TARGET void rfi_scale_##isa(float *x, uint32_t n, float factor) { rfi_scale_body(x, n, factor); }          \
+    static TARGET void rfi_softcap_##isa(float *x, uint32_t n, float cap) { rfi_softcap_body(x, n, cap); }            \
     static TARGET void rfi_add_##isa(float *out, const float *x, uint32_t n) { rfi_add_body(out, x, n); }             \
     static TARGET void rfi_rope_##isa(float *head, const float *cos_sin, uint32_t n_rot, int neox) {                  \
         if (neox) rfi_rope_body(head, cos_sin, n_rot, 1);                                                             \
@@ -5195,6 +5565,31 @@ typedef struct rfi_attention_pass {
     float *q, *out, *scores, *top, *sum;
 } rfi_attention_pass;
 
+typedef struct rfi_span {
+    uint32_t begin, end;
+} rfi_span;
+
+/* What token t of the pass sees of positions [pos, pos + n), counted from pos; begin == end: nothing. */
+static rfi_span rfi_attention_sees(const rfi_attention_pass *p, uint32_t t, uint32_t pos, uint32_t n) {
+    const uint32_t end = p->n_pos + t, window = p->a->window;
+    const uint32_t begin = window && end > window ? end - window : 0;
+    rfi_span s = {begin > pos ? begin - pos : 0, end > pos ? (uint32_t)rfi_min_u64(n, end - pos) : 0};
+    if (s.begin > s.end) s.begin = s.end;
+    return s;
+}
+
+/* The values at positions [from, to) of a block, to the sums of n_tokens tokens from t on. */
+static void rfi_attention_weigh(const rfi_kernels *k, const rfi_attention_pass *p, const uint8_t *v, uint32_t t,
+                                uint32_t n_tokens, uint32_t from, uint32_t to) {
+    const rfi_attention *a = p->a;
+    const int wide = a->cache_type == RF_CACHE_F32;
+    const uint64_t c = (uint64_t)t * a->n_group;
+    if (from < to)
+        k->weigh[wide](v + (uint64_t)from * a->head_dim_v * (wide ? 4 : 2), to - from, a->head_dim_v,
+                       p->scores + c * RFI_ATTENTION_BLOCK + from, RFI_ATTENTION_BLOCK, n_tokens * a->n_group,
+                       p->out + c * a->head_dim_v, a->head_dim_v);
+}
+
 /* Positions [pos, pos + n), n at most a block. Each query takes what it may see, in the same blocks and order with any
  * neighbours: its bits depend on nothing else. */
 static void rfi_attention_block(const rfi_kernels *k, const rfi_attention_pass *p, uint32_t pos, uint32_t n) {
@@ -5202,25 +5597,35 @@ static void rfi_attention_block(const rfi_kernels *k, const rfi_attention_pass *
     const int wide = a->cache_type == RF_CACHE_F32;
     const uint64_t k_row = a->head_dim * (wide ? 4u : 2u), v_row = a->head_dim_v * (wide ? 4u : 2u);
     const uint8_t *v = (const uint8_t *)a->v + pos * v_row;
-    const uint32_t all = (uint32_t)rfi_min_u64(n, p->n_pos > pos ? p->n_pos - pos : 0); /* that all tokens see */
     k->scores[wide]((const uint8_t *)a->k + pos * k_row, n, a->head_dim, p->q, p->n_cols, p->scores);
     for (uint32_t c = 0; c < p->n_cols; c++) {
-        const uint32_t sees = p->n_pos + c / a->n_group;
-        if (sees <= pos) continue;
-        const float earlier = k->softmax(p->scores + (uint64_t)c * RFI_ATTENTION_BLOCK,
-                                         (uint32_t)rfi_min_u64(n, sees - pos), a->scale, &p->top[c], &p->sum[c]);
+        const rfi_span sees = rfi_attention_sees(p, c / a->n_group, pos, n);
+        const uint32_t n_seen = sees.end - sees.begin;
+        float *s = p->scores + (uint64_t)c * RFI_ATTENTION_BLOCK + sees.begin, scale = a->scale;
+        if (n_seen == 0) continue;
+        if (a->softcap != 0) {
+            k->scale(s, n_seen, scale);
+            k->softcap(s, n_seen, a->softcap);
+            scale = 1;
+        }
+        const float earlier = k->softmax(s, n_seen, scale, &p->top[c], &p->sum[c]);
         float *out = p->out + (uint64_t)c * a->head_dim_v;
         for (uint32_t d = 0; earlier != 1 && d < a->head_dim_v; d++) out[d] *= earlier;
     }
-    if (all) k->weigh[wide](v, all, a->head_dim_v, p->scores, RFI_ATTENTION_BLOCK, p->n_cols, p->out, a->head_dim_v);
-    for (uint32_t t = 1; t < p->n_tokens; t++) {
-        const uint32_t sees = p->n_pos + t, c = t * a->n_group;
-        const uint32_t last = sees > pos ? (uint32_t)rfi_min_u64(n, sees - pos) : 0;
-        if (last > all)
-            k->weigh[wide](v + all * v_row, last - all, a->head_dim_v,
-                           p->scores + (uint64_t)c * RFI_ATTENTION_BLOCK + all, RFI_ATTENTION_BLOCK, a->n_group,
-                           p->out + (uint64_t)c * a->head_dim_v, a->head_dim_v);
+    /* what all tokens see together, and before and behind it each token's own */
+    rfi_span all = {rfi_attention_sees(p, p->n_tokens - 1, pos, n).begin, rfi_attention_sees(p, 0, pos, n).end};
+    if (all.begin >= all.end) all.begin = all.end = n;
+    for (uint32_t t = 0; t < p->n_tokens; t++) {
+        const rfi_span sees = rfi_attention_sees(p, t, pos, n);
+        rfi_attention_weigh(k, p, v, t, 1, sees.begin, (uint32_t)rfi_min_u64(sees.end, all.begin));
     }
+    rfi_attention_weigh(k, p, v, 0, p->n_tokens, all.begin, all.end);
+    for (uint32_t t = 0; t < p->n_tokens; t++)
+        rfi_attention_weigh(k, p, v, t, 1, all.end, rfi_attention_sees(p, t, pos, n).end);
+}
+
+static float rfi_attention_temperature(const rfi_attention *a, uint32_t pos) {
+    return (float)(1 + (double)a->temperature * log(1 + floor((double)pos / a->temperature_length)));
 }
 
 static void rfi_attention_all(const rfi_kernels *k, const rfi_attention *a) {
@@ -5235,12 +5640,16 @@ static void rfi_attention_all(const rfi_kernels *k, const rfi_attention *a) {
         p.n_cols = p.n_tokens * a->n_group;
         p.n_pos = a->n_pos + t;
         const size_t q_floats = (size_t)a->n_group * a->head_dim, out_floats = (size_t)a->n_group * a->head_dim_v;
-        for (uint32_t i = 0; i < p.n_tokens; i++)
+        for (uint32_t i = 0; i < p.n_tokens; i++) {
             memcpy(p.q + i * q_floats, a->q + (t + i) * a->q_stride, q_floats * sizeof(float));
+            if (a->temperature != 0)
+                k->scale(p.q + i * q_floats, (uint32_t)q_floats, rfi_attention_temperature(a, p.n_pos + i - 1));
+        }
         memset(p.out, 0, p.n_tokens * out_floats * sizeof(float));
         for (uint32_t c = 0; c < p.n_cols; c++) p.top[c] = -HUGE_VALF, p.sum[c] = 0;
         const uint32_t n_pos = p.n_pos + p.n_tokens - 1;
-        for (uint32_t pos = 0; pos < n_pos; pos += RFI_ATTENTION_BLOCK)
+        uint32_t pos = rfi_attention_sees(&p, 0, 0, n_pos).begin / RFI_ATTENTION_BLOCK * RFI_ATTENTION_BLOCK;
+        for (; pos < n_pos; pos += RFI_ATTENTION_BLOCK)
             rfi_attention_block(k, &p, pos, (uint32_t)rfi_min_u64(RFI_ATTENTION_BLOCK, n_pos - pos));
         for (uint32_t c = 0; c < p.n_cols; c++) {
             float *out = a->out + (t + c / a->n_group) * a->out_stride + (uint64_t)(c % a->n_group) * a->head_dim_v;
@@ -5554,7 +5963,8 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
                    [RF_TYPE_Q5_0] = rfi_##isa##_matmul_Q5_0, [RF_TYPE_Q5_1] = rfi_##isa##_matmul_Q5_1,                \
                    [RF_TYPE_Q4_K] = rfi_##isa##_matmul_Q4_K, [RF_TYPE_Q5_K] = rfi_##isa##_matmul_Q5_K,                \
                    [RF_TYPE_Q6_K] = rfi_##isa##_matmul_Q6_K},                                                         \
-        .rms_norm = rfi_rms_norm_##base, .silu_mul = rfi_silu_mul_##base, .add = rfi_add_##base,                      \
+        .norm = rfi_norm_##base, .glu = rfi_glu_##base, .add = rfi_add_##base,                                        \
+        .scale = rfi_scale_##base, .softcap = rfi_softcap_##base,                                                     \
         .rope = rfi_rope_##base, .f32_to_f16 = rfi_f32_to_f16_##base, .softmax = rfi_softmax_##base,                  \
         .weigh = {[RF_CACHE_F16] = rfi_##base##_weigh_F16, [RF_CACHE_F32] = rfi_##base##_weigh_F32},                  \
         .scores = {[RF_CACHE_F16] = rfi_##base##_scores_F16, [RF_CACHE_F32] = rfi_##base##_scores_F32},               \
@@ -7176,7 +7586,7 @@ typedef struct rfi_cpu_plan {
     float *vector;                   /* [RFI_CPU_PARTS, vector_stride] a norm's weights or biases as float32 */
     uint64_t vector_stride;
     float *cos_sin;                  /* [n_batch, widest n_rot / 2, 2]                                      */
-    uint32_t rope_table, rope_freqs; /* what cos_sin holds for this step; RF_NONE = nothing       */
+    const rf_op *rope;               /* of which cos_sin holds the values of this step; NULL = nothing      */
     float *times_us;                 /* [n_ops]; 0 for those done along with another */
     uint32_t timing;
 } rfi_cpu_plan;
@@ -7188,6 +7598,7 @@ typedef struct rfi_cpu_part {
     uint32_t w_type;
     uint64_t w_row_bytes;
     const float *bias; /* or NULL */
+    float factor;
     float *out;
     uint64_t out_width;
 } rfi_cpu_part;
@@ -7212,7 +7623,8 @@ typedef struct rfi_cpu_op {
     const uint8_t *w;        /* EMBED                       */
     uint32_t w_type;
     uint64_t w_row_bytes;
-    const float *vector; /* norm weights, freqs; or NULL */
+    const float *vector;  /* norm weights, freqs; or NULL */
+    const float *vector2; /* a norm's biases, or NULL     */
     rfi_acts acts;
     rfi_cpu_part parts[RFI_CPU_PARTS]; /* MATMUL */
     rfi_cpu_cut cut;
@@ -7237,6 +7649,18 @@ static void rfi_cpu_embed(void *ctx, uint32_t chunk, uint32_t thread) {
     if (row->token < 0)
         memcpy(out, o->step->embeddings + (uint64_t)chunk * o->op->n_out, o->op->n_out * sizeof *out);
     else rfi_dequantize_row(o->w_type, o->w + (uint64_t)row->token * o->w_row_bytes, o->op->n_out, out);
+    if (row->token >= 0 && o->op->scale != 0) o->k->scale(out, o->op->n_out, o->op->scale);
+}
+
+/* out (+)= scale * W[pos]; rows are decoded to the thread's scratch */
+static void rfi_cpu_embed_position(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_op *op = o->op;
+    float *out = o->out + chunk * o->out_width, *y = o->p->scratch + thread * o->p->scratch_stride;
+    rfi_dequantize_row(o->w_type, o->w + (uint64_t)(uint32_t)o->step->rows[chunk].pos * o->w_row_bytes, op->n_out, y);
+    if (op->scale != 0) o->k->scale(y, op->n_out, op->scale);
+    if (op->flags & RF_OP_ACCUMULATE) o->k->add(out, y, op->n_out);
+    else memcpy(out, y, op->n_out * sizeof *out);
 }
 
 /* Where the matmul behind a norm or GLU finds row `row` quantized. */
@@ -7244,13 +7668,19 @@ static void rfi_cpu_quantize_row(const rfi_cpu_op *o, uint32_t row, const float 
     o->k->quantize(x, n, o->p->acts + row * rfi_q8_groups(n));
 }
 
-static void rfi_cpu_rms_norm(void *ctx, uint32_t chunk, uint32_t thread) {
+static void rfi_cpu_norm(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
+    const rfi_norm norm = {.w = o->vector,
+                           .b = o->vector2,
+                           .n = op->n_in,
+                           .eps = op->eps,
+                           .center = (op->flags & RF_OP_CENTER) != 0,
+                           .accumulate = (op->flags & RF_OP_ACCUMULATE) != 0};
     RFI_UNUSED(thread);
     for (uint32_t h = 0; h < op->n_heads; h++)
-        o->k->rms_norm(o->out + chunk * o->out_width + (uint64_t)h * op->n_in,
-                       o->in + chunk * o->in_width + (uint64_t)h * op->n_in, o->vector, op->n_in, op->eps);
+        o->k->norm(o->out + chunk * o->out_width + (uint64_t)h * op->n_in,
+                   o->in + chunk * o->in_width + (uint64_t)h * op->n_in, &norm);
     if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, o->out + chunk * o->out_width, op->n_in);
 }
 
@@ -7272,9 +7702,13 @@ static void rfi_cpu_tile(const rfi_cpu_op *o, const rfi_cpu_part *part, uint32_t
     x.q += col0 * x.q_stride;
     const uint8_t *w = part->w + row0 * part->w_row_bytes;
     o->k->matmul[part->w_type](w, part->w_row_bytes, n_rows, part->op->n_in, &x, n_cols, y, y_stride);
-    for (uint32_t j = 0; j < n_cols && (accumulate || part->bias); j++) {
-        if (part->bias) o->k->add(y + j * y_stride, part->bias + row0, n_rows);
-        if (accumulate) o->k->add(out + j * part->out_width, y + j * y_stride, n_rows);
+    for (uint32_t j = 0; j < n_cols; j++) {
+        float *column = y + j * y_stride;
+        if (part->factor != 1) o->k->scale(column, n_rows, part->factor);
+        if (part->bias) o->k->add(column, part->bias + row0, n_rows);
+        if (part->op->scale != 0) o->k->scale(column, n_rows, part->op->scale);
+        if (part->op->softcap != 0) o->k->softcap(column, n_rows, part->op->softcap);
+        if (accumulate) o->k->add(out + j * part->out_width, column, n_rows);
     }
 }
 
@@ -7290,8 +7724,8 @@ static void rfi_cpu_units(const rfi_cpu_op *o, uint32_t first, uint32_t u, uint3
         if (!o->how->then_glu) continue;
         rfi_cpu_tile(o, up, row0, n_rows, col0, n_cols, thread);
         for (uint32_t j = col0; j < col0 + n_cols; j++)
-            o->k->silu_mul(o->out + j * o->out_width + row0, part->out + j * part->out_width + row0,
-                           up->out + j * up->out_width + row0, n_rows);
+            o->k->glu(o->out + j * o->out_width + row0, part->out + j * part->out_width + row0,
+                      up->out + j * up->out_width + row0, n_rows, part->op[2].activation);
     }
 }
 
@@ -7398,7 +7832,11 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .n_group = group,
             .head_dim = op->head_dim,
             .head_dim_v = op->head_dim_v,
+            .window = op->window,
             .scale = op->scale,
+            .softcap = op->softcap,
+            .temperature = op->temperature,
+            .temperature_length = op->temperature_length,
             .scratch = o->p->scratch + thread * o->p->scratch_stride,
             .out = o->out + r * o->out_width + (uint64_t)head * group * op->head_dim_v,
             .out_stride = o->out_width,
@@ -7411,7 +7849,8 @@ static void rfi_cpu_glu(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     RFI_UNUSED(thread);
     float *out = o->out + chunk * o->out_width;
-    o->k->silu_mul(out, o->in + chunk * o->in_width, o->in2 + chunk * o->in2_width, o->op->n_out);
+    o->k->glu(out, o->in + chunk * o->in_width, o->in2 ? o->in2 + chunk * o->in2_width : NULL, o->op->n_out,
+              o->op->activation);
     if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, out, o->op->n_out);
 }
 
@@ -7445,6 +7884,14 @@ static const float *rfi_cpu_vector(const rfi_cpu_plan *p, uint32_t slot, uint32_
     return out;
 }
 
+/* The one value of a weight; 1 if there is none. */
+static float rfi_cpu_scalar(const rfi_cpu_plan *p, uint32_t slot) {
+    float v = 1;
+    if (slot == RF_NONE) return v;
+    rfi_dequantize_row(p->plan->weights[slot].type, rfi_cpu_table_of(p->bind.table)->weights[slot], 1, &v);
+    return v;
+}
+
 static float *rfi_cpu_buffer(const rfi_cpu_plan *p, const rf_step *step, uint32_t id, uint64_t *width) {
     const rf_plan_buffer *b = &p->plan->buffers[id];
     float *base = (float *)(void *)((uint8_t *)p->bind.scratch.base + p->bind.buffer_offset[id]);
@@ -7466,6 +7913,7 @@ static void rfi_cpu_run_matmul(rfi_cpu_op *o) {
         part->w = (const uint8_t *)rfi_cpu_table_of(p->bind.table)->weights[op[i].weight];
         part->w += op[i].weight_row * part->w_row_bytes;
         part->bias = rfi_cpu_vector(p, op[i].extra, op[i].extra_at, op[i].n_out, i);
+        part->factor = rfi_cpu_scalar(p, op[i].extra2);
         part->out = rfi_cpu_buffer(p, o->step, op[i].out, &part->out_width);
         if (i == 0 || !o->how->then_glu) n_units += rfi_cpu_part_units(part);
     }
@@ -7480,11 +7928,12 @@ static void rfi_cpu_run_matmul(rfi_cpu_op *o) {
 
 static void rfi_cpu_run_rope(rfi_cpu_op *o) {
     rfi_cpu_plan *p = o->p;
-    if (p->rope_table != o->op->table || p->rope_freqs != o->op->extra) {
+    const rf_op *held = p->rope;
+    if (!held || held->table != o->op->table || held->extra != o->op->extra || held->n_rot != o->op->n_rot ||
+        memcmp(&held->scale, &o->op->scale, sizeof held->scale)) {
         o->vector = rfi_cpu_vector(p, o->op->extra, 0, o->op->n_rot / 2, 0);
         rfi_pool_run(&p->dev->pool, rfi_cpu_cos_sin, o, o->n_rows);
-        p->rope_table = o->op->table;
-        p->rope_freqs = o->op->extra;
+        p->rope = o->op;
     }
     rfi_pool_run(&p->dev->pool, rfi_cpu_rope, o, o->n_rows);
 }
@@ -7505,10 +7954,13 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
         o.w_row_bytes = rfi_row_bytes(w->type, w->n_in);
     }
     switch (op->kind) {
-    case RF_OP_EMBED: rfi_pool_run(pool, rfi_cpu_embed, &o, o.n_rows); break;
+    case RF_OP_EMBED:
+        rfi_pool_run(pool, op->flags & RF_OP_POSITIONS ? rfi_cpu_embed_position : rfi_cpu_embed, &o, o.n_rows);
+        break;
     case RF_OP_RMS_NORM:
         o.vector = rfi_cpu_vector(p, op->weight, 0, op->n_in, 0);
-        rfi_pool_run(pool, rfi_cpu_rms_norm, &o, o.n_rows);
+        o.vector2 = rfi_cpu_vector(p, op->extra, 0, op->n_in, 1);
+        rfi_pool_run(pool, rfi_cpu_norm, &o, o.n_rows);
         break;
     case RF_OP_MATMUL: rfi_cpu_run_matmul(&o); break;
     case RF_OP_ROPE: rfi_cpu_run_rope(&o); break;
@@ -7723,6 +8175,16 @@ static rf_result rfi_cpu_queue_after(rf_queue *q, const rf_ticket *ticket, rf_er
 static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err) {
     if (op->kind >= RF_OP_KIND_COUNT)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u is not supported", op->kind);
+    static const uint32_t flags[RF_OP_KIND_COUNT] = {
+        [RF_OP_EMBED] = RF_OP_POSITIONS | RF_OP_ACCUMULATE,
+        [RF_OP_RMS_NORM] = RF_OP_CENTER | RF_OP_ACCUMULATE,
+        [RF_OP_MATMUL] = RF_OP_ACCUMULATE,
+        [RF_OP_ROPE] = RF_OP_NEOX,
+    };
+    if (op->flags & ~flags[op->kind])
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u has unknown flags %x", op->kind, op->flags);
+    if (op->activation >= RF_ACT_COUNT)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: activation %u is not supported", op->activation);
     if (op->kind != RF_OP_MATMUL) return RF_OK;
     uint32_t type = plan->weights[op->weight].type;
     if (type < RF_TYPE_COUNT && rfi_cpu_of(d)->kernels->matmul[type]) return RF_OK;
@@ -7788,6 +8250,7 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
         const rf_op *op = &plan->ops[i];
         need.n_rot = rfi_max_u64(need.n_rot, op->n_rot);
         need.vector = rfi_max_u64(need.vector, rfi_max_u64(op->n_in, op->n_out));
+        if (op->kind == RF_OP_EMBED) need.scratch = rfi_max_u64(need.scratch, op->n_out);
         if (op->kind == RF_OP_ATTENTION)
             need.scratch = rfi_max_u64(need.scratch, rfi_attention_scratch(op->n_heads / op->n_kv_heads, op->head_dim,
                                                                            op->head_dim_v));
@@ -7818,7 +8281,6 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
     p->dev = cpu;
     p->bind = *bind;
     p->plan = plan;
-    p->rope_table = p->rope_freqs = RF_NONE;
     p->segments =
         (uint32_t *)rfi_alloc(&cpu->alloc, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
     p->how = (rfi_cpu_how *)rfi_alloc(&cpu->alloc, plan->n_ops, sizeof *p->how, "op flags", err);
@@ -7861,7 +8323,7 @@ static rf_result rfi_cpu_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t f
     RFI_UNUSED(q);
     RFI_UNUSED(err);
     memset(ticket, 0, sizeof *ticket);
-    if (first == 0) p->rope_table = p->rope_freqs = RF_NONE;
+    if (first == 0) p->rope = NULL;
     for (uint32_t i = p->segments[first]; i < p->segments[last]; i += 1u + p->how[i].n_along) {
         double start = p->timing ? rfi_now() : 0;
         rfi_cpu_run_op(p, i, step);
@@ -7992,16 +8454,19 @@ static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op
     switch (op->kind) {
     case RF_OP_EMBED:
         r = rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err);
-        return r == RF_OK ? rfi_null_weight(plan, i, op->weight, op->n_out, plan->n_vocab, err) : r;
+        if (r != RF_OK) return r;
+        return rfi_null_weight(plan, i, op->weight, op->n_out, op->flags & RF_OP_POSITIONS ? 1 : plan->n_vocab, err);
     case RF_OP_RMS_NORM:
         r = rfi_null_buffer(plan, i, "in", op->in, rows, (uint64_t)op->n_heads * op->n_in, err);
         if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, (uint64_t)op->n_heads * op->n_in, err);
-        return r == RF_OK ? rfi_null_weight(plan, i, op->weight, op->n_in, 1, err) : r;
+        if (r == RF_OK && op->weight != RF_NONE) r = rfi_null_weight(plan, i, op->weight, op->n_in, 1, err);
+        return r == RF_OK && op->extra != RF_NONE ? rfi_null_weight(plan, i, op->extra, op->n_in, 1, err) : r;
     case RF_OP_MATMUL:
         r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_in, err);
         if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err);
         if (r == RF_OK)
             r = rfi_null_weight(plan, i, op->weight, op->n_in, (uint64_t)op->weight_row + op->n_out, err);
+        if (r == RF_OK && op->extra2 != RF_NONE) r = rfi_null_weight(plan, i, op->extra2, 1, 1, err);
         if (r != RF_OK || op->extra == RF_NONE) return r;
         return rfi_null_weight(plan, i, op->extra, (uint64_t)op->extra_at + op->n_out, 1, err);
     case RF_OP_ROPE:
@@ -8016,7 +8481,7 @@ static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op
     case RF_OP_ATTENTION: return rfi_null_attention(plan, i, op, err);
     case RF_OP_GLU:
         r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_out, err);
-        if (r == RF_OK) r = rfi_null_buffer(plan, i, "in2", op->in2, rows, op->n_out, err);
+        if (r == RF_OK && op->in2 != RF_NONE) r = rfi_null_buffer(plan, i, "in2", op->in2, rows, op->n_out, err);
         return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err) : r;
     case RF_OP_GATHER:
         r = rfi_null_buffer(plan, i, "in", op->in, RF_ROWS_TOKENS, op->n_out, err);
@@ -8050,9 +8515,9 @@ static rf_result rfi_null_check_rows(const rfi_null_plan *p, const rf_step *step
 /* What an op reads was written before it, and its weights are there. */
 static rf_result rfi_null_run_op(rfi_null_plan *p, uint32_t i, rf_error *err) {
     const rf_op *op = &p->bind.plan->ops[i];
-    const uint32_t slots[2] = {op->weight, op->extra},
+    const uint32_t slots[RFI_OP_SLOTS] = {op->weight, op->extra, op->extra2},
                    in[3] = {op->in, op->in2, op->flags & RF_OP_ACCUMULATE ? op->out : RF_NONE};
-    for (int k = 0; k < 2; k++)
+    for (uint32_t k = 0; k < RFI_OP_SLOTS; k++)
         if (slots[k] != RF_NONE &&
             rfi_null_table_of(p->bind.table)->rows[slots[k]] != p->bind.plan->weights[slots[k]].n_rows)
             return rfi_fail(err, RF_ERR_DEVICE, i, "null: op %u: weight %s is not loaded", i,
@@ -8363,6 +8828,8 @@ struct rf_model {
 struct rf_session {
     rf_model *m;
     rf_session_desc desc; /* resolved: no zeros left     */
+    rf_plan plan;     /* the model's, but for ops that depend on n_ctx */
+    rf_op *ops;       /* its ops, or NULL: the model's                 */
     rf_mem scratch, state;
     uint64_t *buffer_offset; /* [n_buffers]                 */
     uint64_t *state_offset;  /* [n_states]                  */
@@ -8409,6 +8876,9 @@ static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *d
         return rfi_fail(err, RF_ERR_ARGUMENT, 0,
                         "session: n_ctx %u x n_seq_max %u, n_batch %u, n_logits_max %u: at most 2147483647 each",
                         out->n_ctx, out->n_seq_max, out->n_batch, out->n_logits_max);
+    if (m->config.n_positions && out->n_ctx > m->config.n_positions)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: n_ctx %u, the model has learned %u positions", out->n_ctx,
+                        m->config.n_positions);
     if (out->cache_type > RF_CACHE_F32)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: cache_type %u is not known", out->cache_type);
     return RF_OK;
@@ -8472,6 +8942,7 @@ static void rfi_session_release(rf_session *s) {
     if (s->embeddings) api->host_release(dev, s->embeddings);
     if (s->state.base) api->mem_release(dev, &s->state);
     if (s->scratch.base) api->mem_release(dev, &s->scratch);
+    rfi_free(alloc, s->ops);
     rfi_free(alloc, s->buffer_offset);
     rfi_free(alloc, s->state_offset);
     rfi_free(alloc, s->segment_slots);
@@ -8499,10 +8970,10 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     s->segment_first =
         (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops + 1, sizeof *s->segment_first, "segments", err);
     s->segment_slots =
-        (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->segment_slots, "segments", err);
-    s->held = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->held, "segments", err);
+        (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * RFI_OP_SLOTS, sizeof *s->segment_slots, "segments", err);
+    s->held = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * RFI_OP_SLOTS, sizeof *s->held, "segments", err);
     s->held_streamed =
-        (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * 2, sizeof *s->held_streamed, "segments", err);
+        (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * RFI_OP_SLOTS, sizeof *s->held_streamed, "segments", err);
     s->lengths = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->lengths, "sequence lengths", err);
     s->ends = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->ends, "sequence lengths", err);
     s->rows = (rf_step_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->rows, "batch rows", err);
@@ -8538,12 +9009,32 @@ static void rfi_session_segment_slots(rf_session *s) {
     s->segment_first[s->n_segments] = n;
 }
 
+/* Rope that has two sets of frequency factors takes the long one if the context, in whole 256 tokens, is longer than
+ * what the model was made for: the answer depends on the context asked for, as llama.cpp's does. */
+static rf_result rfi_session_plan(rf_session *s, rf_error *err) {
+    const rf_plan *plan = &s->m->plan;
+    uint32_t n_choices = 0;
+    s->plan = *plan;
+    for (uint32_t i = 0; i < plan->n_ops; i++)
+        n_choices += plan->ops[i].kind == RF_OP_ROPE && plan->ops[i].extra2 != RF_NONE;
+    if (((uint64_t)s->desc.n_ctx + 255) / 256 * 256 <= s->m->config.rope_n_ctx_original || n_choices == 0)
+        return RF_OK;
+    s->ops = (rf_op *)rfi_alloc(rfi_session_allocator(s), plan->n_ops, sizeof *s->ops, "the session's ops", err);
+    if (!s->ops) return RF_ERR_MEMORY;
+    memcpy(s->ops, plan->ops, plan->n_ops * sizeof *s->ops);
+    for (uint32_t i = 0; i < plan->n_ops; i++)
+        if (s->ops[i].kind == RF_OP_ROPE && s->ops[i].extra2 != RF_NONE) s->ops[i].extra = s->ops[i].extra2;
+    s->plan.ops = s->ops;
+    return RF_OK;
+}
+
 static rf_result rfi_session_build(rf_session *s, rf_error *err) {
     rf_model *m = s->m;
     const rf_device_api *api = m->device->api;
     rf_dev *dev = m->device->dev;
     rf_forecast size;
     rf_result r = rfi_session_layout(m, &s->desc, NULL, NULL, &size, err);
+    if (r == RF_OK) r = rfi_session_plan(s, err);
     if (r == RF_OK) r = rfi_session_host_memory(s, err);
     if (r == RF_OK) r = rfi_session_layout(m, &s->desc, s->buffer_offset, s->state_offset, &size, err);
     if (r == RF_OK) r = api->mem_create(dev, size.scratch_bytes, &s->scratch, err);
@@ -8551,7 +9042,7 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
     if (r == RF_OK) r = api->queue_create(dev, &s->queue, err);
     if (r != RF_OK) return r;
     rf_plan_bind bind = {
-        .plan = &m->plan,
+        .plan = &s->plan,
         .table = m->store->table,
         .scratch = s->scratch,
         .state = s->state,

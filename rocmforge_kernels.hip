@@ -3504,6 +3504,23 @@ static rf_result rfk_bad_op(const rf_plan *plan, const rf_op *op, rf_result code
                     op->weight < plan->n_weights ? plan->weights[op->weight].name : "", why);
 }
 
+/* An op has no flags but these, and in none of the fields that not every kernel of its kind knows anything is set. What
+ * is new in rf_op and not cleared here makes it not plain. */
+static int rfk_is_plain(const rf_op *op, uint32_t flags) {
+    rf_op rest = *op, plain;
+    memset(&plain, 0, sizeof plain);
+    plain.extra2 = RF_NONE;
+    rest.kind = rest.rows = 0;
+    rest.flags &= ~flags;
+    rest.layer = 0;
+    rest.in = rest.in2 = rest.out = rest.state = rest.weight = rest.weight_row = rest.extra = rest.extra_at = 0;
+    rest.table = rest.n_in = rest.n_out = rest.n_heads = rest.n_kv_heads = rest.head_dim = rest.head_dim_v = 0;
+    rest.n_rot = 0;
+    rest.eps = 0;
+    if (op->kind == RF_OP_ROPE || op->kind == RF_OP_ATTENTION) rest.scale = 0;
+    return memcmp(&rest, &plain, sizeof rest) == 0;
+}
+
 static int rfk_fits(const rf_plan *plan, uint32_t buffer, uint32_t rows, uint64_t width) {
     return buffer < plan->n_buffers && plan->buffers[buffer].rows == rows && width > 0 &&
            width <= plan->buffers[buffer].width;
@@ -3585,6 +3602,8 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
         ok = ok && s && s->n_kv_heads == op->n_kv_heads && s->head_dim == op->head_dim &&
              s->head_dim_v == op->head_dim_v;
     if (!ok) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its buffers, heads or state do not fit", err);
+    if (!rfk_is_plain(op, RF_OP_ACCUMULATE | RF_OP_NEOX))
+        return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "a flag or field of it is not supported on this device", err);
     const char *why = rfk_check_weights(plan, op);
     return why ? rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, why, err) : RF_OK;
 }

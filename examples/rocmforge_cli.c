@@ -809,6 +809,9 @@ static int run_inspect(app *a) {
 
 /* ---- plan ---- */
 
+enum { N_OP_WEIGHTS = 3 };
+static uint32_t op_weight(const rf_op *op, int k) { return k == 0 ? op->weight : k == 1 ? op->extra : op->extra2; }
+
 /* Weight bytes that one row of an op reads: a matrix's rows, one row of the embedding, a vector's values. */
 static uint64_t op_bytes(const rf_plan *p, const rf_op *op) {
     uint64_t n = 0;
@@ -848,8 +851,15 @@ static void print_op(const rf_plan *p, uint32_t i) {
     if (op->n_heads) printf(" heads %u", op->n_heads);
     if (op->n_kv_heads) printf(" kv heads %u", op->n_kv_heads);
     if (op->n_rot) printf(" rotate %u%s", op->n_rot, op->flags & RF_OP_NEOX ? " neox" : "");
-    for (int k = 0; k < 2; k++) {
-        uint32_t slot = k ? op->extra : op->weight;
+    if (op->window) printf(" window %u", op->window);
+    if (op->softcap != 0) printf(" softcap %g", (double)op->softcap);
+    if (op->temperature != 0) printf(" temperature %g per %u", (double)op->temperature, op->temperature_length);
+    if (op->activation == RF_ACT_GELU) printf(" gelu");
+    if (op->flags & RF_OP_CENTER) printf(" centred");
+    if (op->flags & RF_OP_POSITIONS) printf(" by position");
+    if (op->scale != 0 && (op->kind == RF_OP_EMBED || op->kind == RF_OP_MATMUL)) printf(" x %g", (double)op->scale);
+    for (int k = 0; k < N_OP_WEIGHTS; k++) {
+        uint32_t slot = op_weight(op, k);
         if (slot >= p->n_weights) continue;
         const rf_plan_weight *w = &p->weights[slot];
         printf("  ");
@@ -939,9 +949,9 @@ typedef struct side {
     rf_table *table;
     rf_prepared *prepared;
     rf_mem scratch, state;
-    rf_mem weight[2], repack; /* of the op that runs: its weight and extra */
-    void *bytes[2];           /* of the file                               */
-    uint32_t slot[2];
+    rf_mem weight[N_OP_WEIGHTS], repack; /* of the op that runs */
+    void *bytes[N_OP_WEIGHTS];           /* of the file         */
+    uint32_t slot[N_OP_WEIGHTS];
     rf_model *m;              /* for the run as a whole                    */
     rf_session *s;
 } side;
@@ -963,7 +973,7 @@ static uint64_t align_256(uint64_t n) { return (n + 255) & ~(uint64_t)255; }
 static void drop_op(side *s) {
     if (s->prepared) s->api->plan_release(s->prepared);
     s->prepared = NULL;
-    for (int k = 0; k < 2; k++) {
+    for (int k = 0; k < N_OP_WEIGHTS; k++) {
         if (s->bytes[k]) s->api->weight_clear(s->table, s->slot[k]);
         if (s->weight[k].base) s->api->mem_release(s->dev, &s->weight[k]);
         free(s->bytes[k]);
@@ -1066,8 +1076,7 @@ static int run_op(app *a, struct comparison *c, side *s, uint32_t i, const rf_st
     uint32_t n = 0;
     one.ops += i;
     one.n_ops = 1;
-    TRY(load_weight(a, c, s, 0, one.ops->weight));
-    TRY(load_weight(a, c, s, 1, one.ops->extra));
+    for (int k = 0; k < N_OP_WEIGHTS; k++) TRY(load_weight(a, c, s, k, op_weight(one.ops, k)));
     TRY(lib(a, s->api->plan_prepare(s->dev, &bind, c->segments, &n, &s->prepared, &a->err)));
     TRY(lib(a, s->api->plan_run(s->prepared, s->queue, 0, n, step, &t, &a->err)));
     TRY(wait_for(a, s, &t));

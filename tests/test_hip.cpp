@@ -309,7 +309,7 @@ struct Rig {
         memset(&o, 0, sizeof o);
         o.kind = kind;
         o.rows = rows;
-        o.in = o.in2 = o.out = o.state = o.weight = o.extra = o.table = RF_NONE;
+        o.in = o.in2 = o.out = o.state = o.weight = o.extra = o.extra2 = o.table = RF_NONE;
         ops.push_back(o);
         return &ops.back();
     }

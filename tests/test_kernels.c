@@ -476,14 +476,15 @@ static void check_rms_norm(const rfi_kernels *k) {
         float *x = get(n * sizeof *x), *w = get(n * sizeof *w), *y = get(n * sizeof *y);
         double sum = 0, worst = 0;
         for (uint32_t i = 0; i < n; i++) x[i] = 3 * rnd_normal(), w[i] = 1 + rnd_normal(), sum += (double)x[i] * (double)x[i];
-        k->rms_norm(y, x, w, n, 1e-5f);
+        const rfi_norm norm = {.w = w, .n = n, .eps = 1e-5f};
+        k->norm(y, x, &norm);
         const double scale = 1 / sqrt(sum / n + (double)1e-5f);
         for (uint32_t i = 0; i < n; i++) {
             const double want = (double)x[i] * scale * (double)w[i], e = fabs((double)y[i] - want) / fabs(want);
             if (e > worst) worst = e;
         }
         CHECK(worst < 1e-6, "%s n %u error %g", k->name, n, worst);
-        k->rms_norm(x, x, w, n, 1e-5f); /* in place */
+        k->norm(x, x, &norm); /* in place */
         CHECK(!memcmp(x, y, n * sizeof *x), "%s n %u", k->name, n);
         free(x), free(w), free(y);
     }
@@ -549,7 +550,7 @@ static void check_silu(const rfi_kernels *k) {
     double worst = 0;
     for (int i = 0; i < N; i++) g[i] = (i % 2 ? 4.0f : 40.0f) * rnd_normal(), u[i] = rnd_normal();
     g[0] = 0, g[1] = -200, g[2] = 200, g[3] = -87.5f, g[4] = -104, g[5] = -88.8f, g[6] = 1e30f, g[7] = -1e30f;
-    k->silu_mul(y, g, u, N);
+    k->glu(y, g, u, N, RF_ACT_SILU);
     for (int i = 0; i < N; i++) {
         const double x = (double)g[i], want = x / (1 + exp(-x)) * (double)u[i];
         const double least = 4e-37 * fabs((double)u[i]); /* e^-x is inf from 88.7 on */
@@ -557,10 +558,10 @@ static void check_silu(const rfi_kernels *k) {
         if (e > worst) worst = e;
     }
     CHECK(worst < 1e-6, "%s: error %g", k->name, worst);
-    k->silu_mul(g, g, u, N);
+    k->glu(g, g, u, N, RF_ACT_SILU);
     CHECK(!memcmp(g, y, sizeof g), "%s: in place", k->name);
     g[0] = NAN;
-    k->silu_mul(y, g, u, 1);
+    k->glu(y, g, u, 1, RF_ACT_SILU);
     CHECK(isnan(y[0]), "%s", k->name);
 }
 

@@ -1204,7 +1204,7 @@ static const struct {
 } key_cases[] = {
     {"general.architecture", DROP, 0, RF_ERR_NOT_FOUND, "general.architecture", {0}},
     {"general.architecture", MORE, 0, RF_ERR_FORMAT, "general.architecture", {.more_kv = arch_number}},
-    {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "'gemma3'", {.arch = "gemma3"}},
+    {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "'gemma9'", {.arch = "gemma9"}},
     {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "llama, qwen2, qwen3", {.arch = "qwen2moe"}},
     {"general.name", DROP, 0, RF_OK, "", {0}},
     {"llama.block_count", DROP, 0, RF_ERR_NOT_FOUND, "llama.block_count", {0}},
@@ -1257,7 +1257,7 @@ static const struct {
     {"llama.rope.dimension_count", SET, 0, RF_ERR_FORMAT, "llama.rope.dimension_count", {.n_rot = 8}},
     {"llama.rope.dimension_count", SET, 18, RF_ERR_FORMAT, "llama.rope.dimension_count", {.n_rot = 8}},
     {"llama.rope.dimension_count", SET, 16, RF_ERR_FORMAT, "rope_freqs.weight", {.n_rot = 8, .rope_freqs = 1}},
-    {"llama.rope.scaling.type", AS_IS, 0, RF_ERR_UNSUPPORTED, "'longrope'", {.rope_scaling = "longrope"}},
+    {"llama.rope.scaling.type", AS_IS, 0, RF_ERR_UNSUPPORTED, "'dynamic'", {.rope_scaling = "dynamic"}},
     {"llama.rope.scaling.type", MORE, 0, RF_ERR_FORMAT, "llama.rope.scaling.type", {.rope_scaling = "yarn", .more_kv = type_number}},
     {"llama.rope.scaling.factor", SET, 0x7f800000, RF_ERR_FORMAT, "llama.rope.scaling.factor", {.rope_factor = 2}},
     {"llama.rope.scaling.factor", SET, 0xbf800000, RF_ERR_FORMAT, "llama.rope.scaling.factor", {.rope_factor = 2}},
