@@ -5186,6 +5186,7 @@ static const rfi_arch rfi_archs[] = {
     {.name = "phi3", .traits = RFI_NEOX | RFI_FUSED_GATE | RFI_LONGROPE, .emit = rfi_emit_decoder},
     {.name = "glm4", .traits = RFI_POST_NORM | RFI_FUSED_GATE, .emit = rfi_emit_decoder},
     {.name = "mistral3", .traits = RFI_TEMPERATURE, .emit = rfi_emit_decoder},
+    {.name = "smollm3", .emit = rfi_emit_decoder, .no_rope_period = 4},
     {.name = "granite", .traits = RFI_SCALES | RFI_ROPE_SWITCH, .emit = rfi_emit_decoder},
 };
 

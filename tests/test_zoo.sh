@@ -4,7 +4,7 @@
 
 zoo=${ZOO:-../shared/zoo}
 cli=$build/rocmforge_cli
-architectures='llama qwen2 qwen3 gemma2 gemma3 phi3 glm4 mistral3 granite'
+architectures='llama qwen2 qwen3 gemma2 gemma3 phi3 glm4 mistral3 smollm3 granite'
 types='f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k'
 vocabularies='gpt-2 gpt-neox refact llama-spm phi-3'
 pre_tokenizers='default llama3 llama-v3 llama-bpe pixtral lfm2 falcon3 smaug-bpe dbrx glm4 chatglm-bpe qwen2 deepseek-r1-qwen
