@@ -648,7 +648,7 @@ ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *sta
                                       char *out, size_t capacity, size_t *count, rf_error *err);
 
 typedef struct rf_tokenizer_info {
-    const char *model;      /* "llama" (SPM) or "gpt2" (BPE)                       */
+    const char *model;      /* "llama" (SPM), "gpt2" or "gemma4" (BPE)             */
     const char *pre;        /* pre-tokenizer in use; "" for SPM                     */
     uint32_t n_vocab;
     int32_t bos, eos, eot, unknown, padding; /* -1 if the file names none           */
@@ -9403,8 +9403,8 @@ ROCMFORGE_API void rf_session_cancel(rf_session *s) {
 
 /* ==== 13 Tokens and text ================================================================================ >>token
  * Text to token ids and back, for the two vocabularies of language models: SPM ("llama": merges by score, spaces as
- * U+2581, bytes as <0xHH>) and byte-level BPE ("gpt2": a pre-tokenizer, then merges by rank over GPT-2's alphabet of
- * bytes). A tokenizer is read once, checked while it is read, and immutable. Token texts point into the metadata of
+ * U+2581, bytes as <0xHH>) and BPE ("gpt2": a pre-tokenizer, then merges by rank over GPT-2's alphabet of bytes;
+ * "gemma4": lines, then merges by rank, spaces and bytes as SPM). A tokenizer is read once, checked while it is read, and immutable. Token texts point into the metadata of
  * the file, which it holds. Text is hostile: nothing recurses, and time is O(n log n) in its length.
  * Reference for every choice: what llama.cpp answers, except that plain text never becomes a control token. */
 
@@ -9415,51 +9415,86 @@ enum {
     RFI_TOKEN_TYPE = 7,     /* mask of the above                                                    */
     RFI_TOKEN_END = 8,      /* ends a generation                                                    */
     RFI_TOKEN_STRIP = 16,   /* eats the whitespace that follows it in text (Phi-3)                  */
-    RFI_TOKEN_PLAIN = 32    /* what plain text may become: it is in the index of texts              */
+    RFI_TOKEN_PLAIN = 32,   /* what plain text may become: it is in the index of texts              */
+    RFI_TOKEN_SHOWN = 64    /* control token that is part of the text: gpt-oss's channels           */
 };
 
 enum { RFI_TEXT_MAX_BYTES = 1 << 30 };  /* of one rf_tokenize: three symbols a byte stay below 2^32 */
 enum { RFI_SPECIAL_MAX_BYTES = 1024 };  /* longer special tokens are not looked for in text         */
 
-/* How BPE cuts text into words before it merges. */
+/* How BPE cuts text into words before it merges: the rules of >>token "cutting text into words". */
 typedef enum rfi_pre_rule {
-    RFI_PRE_LLAMA3,    /* contractions, letters with one odd character before, 1 or 3 digits, rest with newlines */
-    RFI_PRE_GPT2,      /* contractions, then letters, digits or the rest, each with one space before             */
-    RFI_PRE_STARCODER, /* every digit by itself, then GPT2 on what is between                                    */
-    RFI_PRE_DEFAULT    /* punctuation by itself, then GPT2 on what is between, digits by threes                  */
+    RFI_PRE_LLAMA3, RFI_PRE_JAIS2, RFI_PRE_MINICPM5, RFI_PRE_QWEN2, RFI_PRE_QWEN35, RFI_PRE_UFAKZEKA,
+    RFI_PRE_SEED_CODER, RFI_PRE_LAGUNA, RFI_PRE_TEKKEN, RFI_PRE_GPT4O, RFI_PRE_GRANITE97M, RFI_PRE_TINY_AYA,
+    RFI_PRE_YOUTU, RFI_PRE_KIMI_K2, RFI_PRE_EXAONE_MOE, RFI_PRE_DEEPSEEK_V3, RFI_PRE_AFMOE, RFI_PRE_DEEPSEEK_LLM,
+    RFI_PRE_DEEPSEEK_CODER, RFI_PRE_GPT2, RFI_PRE_STARCODER, RFI_PRE_DEFAULT, RFI_PRE_FALCON, RFI_PRE_PORO,
+    RFI_PRE_VIKING, RFI_PRE_CHAMELEON, RFI_PRE_SUPERBPE, RFI_PRE_LINES,
+    RFI_PRE_RULES
 } rfi_pre_rule;
+
+enum {
+    RFI_PRE_WHOLE = 1,    /* a word that is a token is not merged up to it                     */
+    RFI_PRE_BOS = 2,      /* bos is added unless the file says no                              */
+    RFI_PRE_RAW = 4,      /* no byte alphabet: spaces as U+2581, other bytes as <0xHH>         */
+    RFI_PRE_FORCE_BOS = 8 /* bos is added, whatever the file says                              */
+};
 
 typedef struct rfi_pre {
     const char *name;
     rfi_pre_rule rule;
-    uint32_t max_digits;    /* RFI_PRE_LLAMA3: digits in one word                                         */
-    uint32_t whole_and_bos; /* a word that is a token is not merged up to it, and bos is added by default */
+    uint32_t flags; /* RFI_PRE_* above */
 } rfi_pre;
 
 /* tokenizer.ggml.pre. A name is here only if its rule is known to be one of ours: on one vocabulary other rules can
- * look the same (qwen35 joins marks to letters, minicpm5 splits digits first), and a wrong rule is a silent error. */
+ * look the same, and a wrong rule is a silent error. */
 static const rfi_pre rfi_pres[] = {
-    {"default", RFI_PRE_DEFAULT, 0, 0},
-    {"llama3", RFI_PRE_LLAMA3, 3, 1},      {"llama-v3", RFI_PRE_LLAMA3, 3, 1},
-    {"llama-bpe", RFI_PRE_LLAMA3, 3, 1},   {"falcon3", RFI_PRE_LLAMA3, 3, 1},
-    {"falcon-h1", RFI_PRE_LLAMA3, 3, 1},   {"pixtral", RFI_PRE_LLAMA3, 3, 1},
-    {"midm-2.0", RFI_PRE_LLAMA3, 3, 1},    {"lfm2", RFI_PRE_LLAMA3, 3, 1},
-    {"dbrx", RFI_PRE_LLAMA3, 3, 0},        {"smaug-bpe", RFI_PRE_LLAMA3, 3, 0},
-    {"glm4", RFI_PRE_LLAMA3, 3, 0},        {"chatglm-bpe", RFI_PRE_LLAMA3, 3, 0},
-    {"qwen2", RFI_PRE_LLAMA3, 1, 0},            {"kormo", RFI_PRE_LLAMA3, 1, 0},
-    {"stablelm2", RFI_PRE_LLAMA3, 1, 0},        {"deepseek-r1-qwen", RFI_PRE_LLAMA3, 1, 0},
-    {"hunyuan", RFI_PRE_LLAMA3, 1, 0},          {"megrez", RFI_PRE_LLAMA3, 1, 0},
-    {"solar-open", RFI_PRE_LLAMA3, 1, 0},       {"grok-2", RFI_PRE_LLAMA3, 1, 0},
-    {"smollm", RFI_PRE_STARCODER, 0, 0},     {"refact", RFI_PRE_STARCODER, 0, 0},
-    {"exaone", RFI_PRE_STARCODER, 0, 0},     {"starcoder", RFI_PRE_STARCODER, 0, 0},
-    {"mellum2", RFI_PRE_STARCODER, 0, 0},    {"codeshell", RFI_PRE_STARCODER, 0, 0},
-    {"command-r", RFI_PRE_STARCODER, 0, 0},  {"minerva-7b", RFI_PRE_STARCODER, 0, 0},
-    {"gpt-2", RFI_PRE_GPT2, 0, 0},           {"phi-2", RFI_PRE_GPT2, 0, 0},
-    {"olmo", RFI_PRE_GPT2, 0, 0},            {"exaone4", RFI_PRE_GPT2, 0, 0},
-    {"mellum", RFI_PRE_GPT2, 0, 0},          {"granite-docling", RFI_PRE_GPT2, 0, 0},
-    {"mpt", RFI_PRE_GPT2, 0, 0},             {"jais", RFI_PRE_GPT2, 0, 0},
-    {"trillion", RFI_PRE_GPT2, 0, 0},        {"gigachat", RFI_PRE_GPT2, 0, 0},
-    {"a.x-4.0", RFI_PRE_GPT2, 0, 0},
+    {"default", RFI_PRE_DEFAULT, 0},             {"falcon", RFI_PRE_FALCON, 0},
+    {"llama3", RFI_PRE_LLAMA3, 3},               {"llama-v3", RFI_PRE_LLAMA3, 3},
+    {"llama-bpe", RFI_PRE_LLAMA3, 3},            {"falcon3", RFI_PRE_LLAMA3, 3},
+    {"falcon-h1", RFI_PRE_LLAMA3, 3},            {"pixtral", RFI_PRE_LLAMA3, 3},
+    {"midm-2.0", RFI_PRE_LLAMA3, 3},             {"lfm2", RFI_PRE_LLAMA3, 3},
+    {"jina-v5-nano", RFI_PRE_LLAMA3, 3},         {"dbrx", RFI_PRE_LLAMA3, 0},
+    {"smaug-bpe", RFI_PRE_LLAMA3, 0},            {"glm4", RFI_PRE_LLAMA3, 0},
+    {"chatglm-bpe", RFI_PRE_LLAMA3, 0},          {"glm5", RFI_PRE_LLAMA3, 0},
+    {"jais-2", RFI_PRE_JAIS2, 0},
+    {"minicpm5", RFI_PRE_MINICPM5, RFI_PRE_WHOLE},
+    {"qwen2", RFI_PRE_QWEN2, 0},                 {"kormo", RFI_PRE_QWEN2, 0},
+    {"f2llmv2", RFI_PRE_QWEN2, 0},               {"stablelm2", RFI_PRE_QWEN2, 0},
+    {"deepseek-r1-qwen", RFI_PRE_QWEN2, 0},      {"hunyuan", RFI_PRE_QWEN2, 0},
+    {"megrez", RFI_PRE_QWEN2, 0},                {"solar-open", RFI_PRE_QWEN2, 0},
+    {"grok-2", RFI_PRE_QWEN2, 0},                {"bailingmoe", RFI_PRE_QWEN2, 0},
+    {"bailingmoe2", RFI_PRE_QWEN2, 0},           {"llada-moe", RFI_PRE_QWEN2, 0},
+    {"qwen35", RFI_PRE_QWEN35, 0},               {"seed-coder", RFI_PRE_SEED_CODER, 0},
+    {"laguna", RFI_PRE_LAGUNA, 0},               {"ufakzeka", RFI_PRE_UFAKZEKA, 0},
+    {"tekken", RFI_PRE_TEKKEN, 3},               {"gpt-4o", RFI_PRE_GPT4O, 0},
+    {"llama4", RFI_PRE_GPT4O, 0},                {"kanana2", RFI_PRE_GPT4O, 0},
+    {"talkie", RFI_PRE_GPT4O, 0},                {"minimax-m2", RFI_PRE_GPT4O, 0},
+    {"granite-embed-multi-97m", RFI_PRE_GRANITE97M, RFI_PRE_WHOLE},
+    {"tiny_aya", RFI_PRE_TINY_AYA, 0},           {"youtu", RFI_PRE_YOUTU, RFI_PRE_WHOLE},
+    {"kimi-k2", RFI_PRE_KIMI_K2, 0},             {"exaone-moe", RFI_PRE_EXAONE_MOE, 0},
+    {"deepseek-v3", RFI_PRE_DEEPSEEK_V3, 0},     {"hunyuan-dense", RFI_PRE_DEEPSEEK_V3, 0},
+    {"joyai-llm", RFI_PRE_DEEPSEEK_V3, 0},       {"afmoe", RFI_PRE_AFMOE, 0},
+    {"deepseek-llm", RFI_PRE_DEEPSEEK_LLM, 0},   {"deepseek-coder", RFI_PRE_DEEPSEEK_CODER, 0},
+    {"smollm", RFI_PRE_STARCODER, 0},            {"refact", RFI_PRE_STARCODER, 0},
+    {"exaone", RFI_PRE_STARCODER, 0},            {"starcoder", RFI_PRE_STARCODER, 0},
+    {"mellum2", RFI_PRE_STARCODER, 0},           {"codeshell", RFI_PRE_STARCODER, 0},
+    {"command-r", RFI_PRE_STARCODER, 0},         {"minerva-7b", RFI_PRE_STARCODER, 0},
+    {"gpt-2", RFI_PRE_GPT2, 0},                  {"phi-2", RFI_PRE_GPT2, 0},
+    {"olmo", RFI_PRE_GPT2, 0},                   {"exaone4", RFI_PRE_GPT2, 0},
+    {"mellum", RFI_PRE_GPT2, 0},                 {"granite-docling", RFI_PRE_GPT2, 0},
+    {"mpt", RFI_PRE_GPT2, 0},                    {"jais", RFI_PRE_GPT2, 0},
+    {"trillion", RFI_PRE_GPT2, 0},               {"gigachat", RFI_PRE_GPT2, 0},
+    {"a.x-4.0", RFI_PRE_GPT2, 0},                {"modern-bert", RFI_PRE_GPT2, 0},
+    {"jina-es", RFI_PRE_GPT2, 0},                {"jina-de", RFI_PRE_GPT2, 0},
+    {"jina-v2-es", RFI_PRE_GPT2, 0},             {"jina-v2-de", RFI_PRE_GPT2, 0},
+    {"jina-v1-en", RFI_PRE_GPT2, 0},             {"jina-v2-code", RFI_PRE_GPT2, 0},
+    {"roberta-bpe", RFI_PRE_GPT2, 0},            {"poro-chat", RFI_PRE_PORO, 0},
+    {"bloom", RFI_PRE_PORO, 0},                  {"gpt3-finnish", RFI_PRE_PORO, 0},
+    {"viking", RFI_PRE_VIKING, 0},               {"chameleon", RFI_PRE_CHAMELEON, RFI_PRE_BOS},
+    {"superbpe", RFI_PRE_SUPERBPE, 0},           {"sarvam-moe", RFI_PRE_LINES, RFI_PRE_RAW},
+    {"gemma4", RFI_PRE_LINES, RFI_PRE_RAW | RFI_PRE_FORCE_BOS},
+    {"granite-embed-multi-311m", RFI_PRE_LINES, RFI_PRE_RAW | RFI_PRE_FORCE_BOS},
+    {"mmbert", RFI_PRE_LINES, RFI_PRE_RAW | RFI_PRE_FORCE_BOS},
 };
 
 /* Open-addressing slots. id and rank are stored + 1, so that zeroed memory is an empty table. */
@@ -9475,6 +9510,7 @@ typedef struct rfi_merge_slot {
 struct rf_tokenizer {
     rf_allocator allocator;
     rf_gguf *g;                   /* held                                                                    */
+    const char *model;            /* "llama", "gpt2", "gemma4"                                               */
     const rfi_pre *pre;           /* BPE; NULL: SPM                                                          */
     uint32_t n_vocab;
     rf_string *text;              /* [n_vocab] as the vocabulary spells it                                   */
@@ -9500,7 +9536,6 @@ static const char rfi_spm_space[] = "\xe2\x96\x81"; /* U+2581 stands for a space
 
 enum {
     RFI_LETTER = 1, RFI_NUMBER = 2, RFI_SPACE = 4, RFI_PUNCT = 8, RFI_SYMBOL = 16, RFI_MARK = 32, RFI_OTHER = 64,
-    RFI_CUT = 128,  /* what the default rule cuts out first: [\p{P}$+<=>^~|] */
     RFI_REST = RFI_PUNCT | RFI_SYMBOL | RFI_MARK | RFI_OTHER /* [^\s\p{L}\p{N}] */
 };
 
@@ -9510,8 +9545,14 @@ static uint32_t rfi_class(uint32_t cp) {
     if ((cp | 32) - 'a' < 26) return RFI_LETTER;
     if (cp - '0' < 10) return RFI_NUMBER;
     if (cp == ' ') return RFI_SPACE;
-    uint32_t c = rfi_unicode_class(cp);
-    return c | (c == RFI_PUNCT || (c == RFI_SYMBOL && cp < 128 && cp != '`') ? RFI_CUT : 0);
+    if (cp < 128) { /* a bit per character, as in the table */
+        static const uint64_t spaces = 0x100003e00u, punct[2] = {0x8c00f7ee00000000u, 0x28000000b8000001u},
+                              symbols[2] = {0x7000081000000000u, 0x5000000140000000u};
+        uint64_t bit = (uint64_t)1 << (cp & 63);
+        if (cp < 64 && spaces & bit) return RFI_SPACE;
+        return punct[cp >> 6] & bit ? RFI_PUNCT : symbols[cp >> 6] & bit ? RFI_SYMBOL : RFI_OTHER;
+    }
+    return rfi_unicode_class(cp);
 }
 
 typedef struct rfi_char {
@@ -9685,10 +9726,14 @@ static rf_result rfi_tok_open_model(rf_tokenizer *t, const char *force_pre, rf_e
     if (r != RF_OK) return r;
     if (where == 0)
         return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key " RFI_TOK "model is missing", rfi_gguf_path(t->g));
-    if (rfi_str_equal(name, "llama")) return RF_OK;
-    if (!rfi_str_equal(name, "gpt2"))
+    static const char *const models[] = {"llama", "gpt2", "gemma4"};
+    for (size_t i = 0; i < RFI_COUNT(models); i++)
+        if (rfi_str_equal(name, models[i])) t->model = models[i];
+    if (!t->model)
         return RFI_TOK_FAIL(t->g, err, RF_ERR_UNSUPPORTED, RFI_TOK "model", where,
-                            "'%.*s' is not supported (supported: llama, gpt2)", RFI_STR(name));
+                            "'%.*s' is not supported (supported: llama, gpt2, gemma4)", RFI_STR(name));
+    if (t->model == models[0]) return RF_OK;
+    if (!force_pre && t->model == models[2]) force_pre = models[2]; /* whatever its pre says */
     if (force_pre) {
         name.data = force_pre;
         name.len = strlen(force_pre);
@@ -9754,7 +9799,7 @@ static rf_result rfi_tok_open_tokens(rf_tokenizer *t, rf_error *err) {
 /* Named ids and flags. Without add_* keys SPM adds bos and a leading space, BPE bos if its pre-tokenizer says so. */
 static rf_result rfi_tok_open_ids(rf_tokenizer *t, rf_error *err) {
     const rf_gguf *g = t->g;
-    t->add_bos = t->pre ? t->pre->whole_and_bos : 1;
+    t->add_bos = t->pre ? (t->pre->flags & (RFI_PRE_BOS | RFI_PRE_FORCE_BOS)) != 0 : 1;
     t->add_space = t->pre == NULL;
     rf_result r = rfi_tok_id(g, RFI_TOK "bos_token_id", t->n_vocab, 0, &t->bos, err);
     if (r == RF_OK) r = rfi_tok_id(g, RFI_TOK "eos_token_id", t->n_vocab, 0, &t->eos, err);
@@ -9766,29 +9811,41 @@ static rf_result rfi_tok_open_ids(rf_tokenizer *t, rf_error *err) {
     if (r == RF_OK) r = rfi_tok_bool(g, RFI_TOK "add_eos_token", &t->add_eos, err);
     if (r == RF_OK) r = rfi_tok_bool(g, RFI_TOK "add_space_prefix", &t->add_space, err);
     if (t->pre) t->add_space = 0;
+    if (t->pre && t->pre->flags & RFI_PRE_FORCE_BOS) t->add_bos = 1;
     return r;
 }
 
-/* Tokens that end a generation: those the file names, and the known texts, whose type many files have wrong, so that
- * they become control tokens. gpt-oss: with <|return|> and <|call|> there, <|end|> only ends a message. */
-static void rfi_tok_find_ends(rf_tokenizer *t) {
-    static const char *const ends[] = {
-        "<|end|>", "<|return|>", "<|call|>", "<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|endoftext|>",
-        "<|end_of_text|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>", "</s>",
-        "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<|fim_pad|>", "<|fim_repo|>", "<|repo_name|>",
-        "<|file_sep|>", "<\xef\xbd\x9c\x65nd\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c>"};
-    int32_t found[3] = {-1, -1, -1}; /* of the first three */
-    const int32_t named[] = {t->eos, t->eot, t->eom};
+/* Make every token with one of these texts a control token with `attr`; *found of each receives its id or stays. */
+static void rfi_tok_mark(rf_tokenizer *t, const char *const *texts, size_t n, uint32_t attr, int32_t *found) {
     for (uint32_t i = 0; i < t->n_vocab; i++) {
         char c = t->text[i].len ? t->text[i].data[0] : 0;
         if (c != '<' && c != '[' && c != '_') continue;
-        for (size_t k = 0; k < RFI_COUNT(ends); k++) {
-            if (!rfi_str_equal(t->text[i], ends[k])) continue;
-            t->attr[i] = RFI_TOKEN_CONTROL | RFI_TOKEN_END;
-            if (k < 3) found[k] = (int32_t)i;
+        for (size_t k = 0; k < n; k++) {
+            if (!rfi_str_equal(t->text[i], texts[k])) continue;
+            t->attr[i] = (uint8_t)(RFI_TOKEN_CONTROL | attr);
+            found[k] = (int32_t)i;
         }
     }
-    if (found[0] >= 0 && found[1] >= 0 && found[2] >= 0) t->attr[found[0]] = RFI_TOKEN_USER;
+}
+
+/* Tokens that end a generation: those the file names, and the known texts, whose type many files have wrong, so that
+ * they become control tokens. Two exceptions. gpt-oss and solar-open, known by their tokens for calls: <|end|> only
+ * ends a message there, and what frames a message is shown. gemma4, known by <|tool_response>: </s> is text. */
+static void rfi_tok_find_ends(rf_tokenizer *t) {
+    enum { END, RETURN, CALL, CALLS, FLUSH, TOOL_RESPONSE, S };
+    static const char *const ends[] = {
+        "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<|tool_response>", "</s>", "<|eot_id|>",
+        "<|im_end|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<turn|>",
+        "<end_of_utterance>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<|fim_pad|>", "<|fim_repo|>",
+        "<|repo_name|>", "<|file_sep|>", "<\xef\xbd\x9c\x65nd\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c>"};
+    static const char *const frame[] = {"<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"};
+    int32_t found[RFI_COUNT(ends)], framed[RFI_COUNT(frame)];
+    const int32_t named[] = {t->eos, t->eot, t->eom};
+    for (size_t k = 0; k < RFI_COUNT(ends); k++) found[k] = -1;
+    rfi_tok_mark(t, ends, RFI_COUNT(ends), RFI_TOKEN_END, found);
+    int calls = found[RETURN] >= 0 ? found[CALL] >= 0 : found[FLUSH] >= 0 && found[CALLS] >= 0;
+    if (calls) rfi_tok_mark(t, frame, RFI_COUNT(frame), RFI_TOKEN_SHOWN, framed);
+    if (found[TOOL_RESPONSE] >= 0 && found[S] >= 0) t->attr[found[S]] = RFI_TOKEN_NORMAL;
     for (size_t k = 0; k < RFI_COUNT(named); k++)
         if (named[k] >= 0) t->attr[named[k]] |= RFI_TOKEN_END;
 }
@@ -9879,21 +9936,23 @@ static rf_result rfi_tok_open_texts(rf_tokenizer *t, rf_error *err) {
     return RF_OK;
 }
 
-/* The token of each byte. SPM: the byte token; without one its text as a plain token, then the byte itself, then
- * unknown. BPE: the letter of GPT-2's alphabet; a byte without one is dropped from text, as by llama.cpp. */
+static int rfi_tok_is_raw(const rf_tokenizer *t) { return t->pre && t->pre->flags & RFI_PRE_RAW; }
+
+/* The token of each byte. BPE: the letter of GPT-2's alphabet; a byte without one is dropped from text, as by
+ * llama.cpp. SPM, and BPE without that alphabet: the byte token; without one its text as a plain token; then, SPM
+ * only, the byte itself, then unknown. */
 static void rfi_tok_find_bytes(rf_tokenizer *t) {
     static const char hex[] = "0123456789ABCDEF";
+    int spelt_out = !t->pre || rfi_tok_is_raw(t);
     for (uint32_t b = 0; b < 256; b++) {
         char byte = (char)b, spelt[6] = {'<', '0', 'x', hex[b >> 4], hex[b & 15], '>'}, letter[2];
-        if (t->pre) {
-            t->byte_id[b] = rfi_token_find(t, letter, rfi_byte_utf8(b, letter));
-        } else {
-            t->byte_id[b] = rfi_token_find(t, spelt, sizeof spelt);
-            if (t->byte_id[b] < 0) t->byte_id[b] = rfi_token_find(t, &byte, 1);
-            if (t->byte_id[b] < 0) t->byte_id[b] = t->unknown;
-        }
+        if (spelt_out) t->byte_id[b] = rfi_token_find(t, spelt, sizeof spelt);
+        else t->byte_id[b] = rfi_token_find(t, letter, rfi_byte_utf8(b, letter));
+        if (t->pre) continue;
+        if (t->byte_id[b] < 0) t->byte_id[b] = rfi_token_find(t, &byte, 1);
+        if (t->byte_id[b] < 0) t->byte_id[b] = t->unknown;
     }
-    for (uint32_t i = t->pre ? 0 : t->n_vocab; i-- > 0;)
+    for (uint32_t i = spelt_out ? t->n_vocab : 0; i-- > 0;)
         if (rfi_token_type(t, i) == RFI_TOKEN_BYTE) t->byte_id[rfi_byte_token(t->text[i])] = (int32_t)i;
 }
 
@@ -10137,6 +10196,17 @@ static rf_result rfi_merge(rfi_tokenizing *w, uint32_t n) {
     return r;
 }
 
+/* Merge n symbols of w->word, and give out what they became; what is no token as its bytes. */
+static rf_result rfi_merge_spelt(rfi_tokenizing *w, uint32_t n) {
+    rf_result r = rfi_merge(w, n);
+    for (uint32_t i = 0; r == RF_OK && i < n; i = w->symbols[i].next) {
+        rfi_put_id(w, w->symbols[i].id);
+        for (uint32_t k = w->symbols[i].start; w->symbols[i].id < 0 && k < w->symbols[w->symbols[i].next].start; k++)
+            rfi_put_id(w, w->t->byte_id[(unsigned char)w->word[k]]);
+    }
+    return r;
+}
+
 /* ---- SPM ---- */
 
 /* One stretch of plain text: spaces become U+2581, then everything merges at once. What is no token is given as its
@@ -10161,23 +10231,22 @@ static rf_result rfi_spm_text(rfi_tokenizing *w, const unsigned char *text, uint
         at += len;
     }
     w->symbols[n].start = (uint32_t)n_word;
-    r = rfi_merge(w, n);
-    for (uint32_t i = 0; r == RF_OK && i < n; i = w->symbols[i].next) {
-        rfi_put_id(w, w->symbols[i].id);
-        for (uint32_t k = w->symbols[i].start; w->symbols[i].id < 0 && k < w->symbols[w->symbols[i].next].start; k++)
-            rfi_put_id(w, w->t->byte_id[(unsigned char)w->word[k]]);
-    }
-    return r;
+    return rfi_merge_spelt(w, n);
 }
 
 /* ---- BPE: cutting text into words ----
- * The rules are regular expressions with a fixed meaning; these scanners are that meaning, written out. */
+ * The rules are regular expressions with a fixed meaning; these scanners are that meaning, written out. A rule is a
+ * list of passes, each of which cuts the pieces that the one before left: what a pass matches becomes a piece, and so
+ * does what lies between its matches. A pass sees nothing beyond its piece. Where expressions of other programs are
+ * told apart by \p{Lu} or \p{Ll}, these go by A-Z and a-z alone, as llama.cpp's do. */
 
-/* A text with an end. Characters of the classes in `stop` end it too: they are words of their own, and a rule that
- * works in several passes sees only what lies between them. */
+/* One pass at work. No character is looked at more than a few times, or long runs would cost the square of their
+ * length: where a match depends on the end of a run, that end is kept. */
 typedef struct rfi_scan {
     const unsigned char *text;
-    uint32_t end, stop;
+    uint32_t end;     /* of the piece                                               */
+    uint32_t skip;    /* set by a pass that finds nothing: no match starts before   */
+    uint32_t run_end; /* end of the run (of digits, of spaces) that was looked at   */
 } rfi_scan;
 
 typedef struct rfi_scan_char {
@@ -10189,7 +10258,7 @@ static rfi_scan_char rfi_scan_at(const rfi_scan *s, uint32_t pos) {
     if (pos >= s->end) return none;
     rfi_char c = rfi_utf8(s->text + pos, s->end - pos);
     rfi_scan_char here = {c.cp, rfi_class(c.cp), pos + c.n_bytes};
-    return here.class & s->stop ? none : here;
+    return here;
 }
 
 /* End of the run of characters in these classes. */
@@ -10200,6 +10269,10 @@ static uint32_t rfi_scan_run(const rfi_scan *s, uint32_t pos, uint32_t classes) 
         pos = c.next;
     }
 }
+
+static int rfi_is_digit(uint32_t c) { return c - '0' < 10; }
+static int rfi_is_ascii_letter(uint32_t c) { return (c | 32) - 'a' < 26; }
+static int rfi_is_newline(uint32_t c) { return c == '\r' || c == '\n'; }
 
 /* 's|'t|'re|'ve|'m|'ll|'d: end of it, or pos. */
 static uint32_t rfi_scan_contraction(const rfi_scan *s, uint32_t pos, int any_case) {
@@ -10218,70 +10291,429 @@ static uint32_t rfi_scan_spaces(const rfi_scan *s, uint32_t pos, int newlines) {
     while ((c = rfi_scan_at(s, pos)).class & RFI_SPACE) {
         last = pos;
         pos = c.next;
-        if (c.cp == '\r' || c.cp == '\n') newline_end = pos;
+        if (rfi_is_newline(c.cp)) newline_end = pos;
     }
     if (newlines && newline_end) return newline_end;
     return c.class && last > start ? last : pos;
 }
 
-/* C|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,max_digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
- * with C = the contractions in any case */
-static uint32_t rfi_scan_llama3(const rfi_scan *s, uint32_t pos, uint32_t max_digits) {
-    rfi_scan_char c = rfi_scan_at(s, pos);
-    uint32_t end = rfi_scan_contraction(s, pos, 1);
-    if (end > pos) return end;
-    if (c.class & RFI_LETTER) return rfi_scan_run(s, pos, RFI_LETTER);
-    if (c.class & RFI_NUMBER) {
-        for (uint32_t n = 0; n < max_digits && (c = rfi_scan_at(s, pos)).class & RFI_NUMBER; n++) pos = c.next;
-        return pos;
+/* \s*[\r\n]+ | \s{512}(?!\S) | \s{256}(?!\S) | ... | \s{8}(?!\S) | \s{4}(?!\S) | \s{1,2}(?!\S) | \s */
+static uint32_t rfi_scan_space_sizes(rfi_scan *s, uint32_t pos) {
+    if (pos >= s->run_end) { /* else it is known to hold no newline */
+        uint32_t newline_end = 0, end = pos;
+        for (rfi_scan_char c; (c = rfi_scan_at(s, end)).class & RFI_SPACE; end = c.next)
+            if (rfi_is_newline(c.cp)) newline_end = c.next;
+        if (newline_end) return newline_end;
+        s->run_end = end;
     }
-    if (c.cp != '\r' && c.cp != '\n' && rfi_scan_at(s, c.next).class & RFI_LETTER)
-        return rfi_scan_run(s, c.next, RFI_LETTER);
-    uint32_t from = c.cp == ' ' ? c.next : pos;
-    end = rfi_scan_run(s, from, RFI_REST);
-    if (end == from) return rfi_scan_spaces(s, pos, 1);
-    while (end < s->end && (s->text[end] == '\r' || s->text[end] == '\n')) end++;
-    return end;
+    uint32_t ends[514], n = 0; /* ends[i]: behind i characters */
+    for (ends[0] = pos; n < 513 && ends[n] < s->run_end; n++) ends[n + 1] = rfi_scan_at(s, ends[n]).next;
+    if (n == 0) return pos;
+    for (uint32_t size = 512; size > 0; size /= 2)
+        if (n > size || (n == size && s->run_end == s->end)) return ends[size];
+    return ends[1];
+}
+
+/* ---- sets of characters, sorted ---- */
+
+typedef uint32_t rfi_range[2]; /* first, last */
+
+/* 4e00-9fa5, 0800-4e00, ac00-d7ff of deepseek-llm and -coder */
+static const rfi_range rfi_set_cjk_old[] = {{0x800, 0x9fa5}, {0xac00, 0xd7ff}};
+static const rfi_range rfi_set_cjk[] = {{0x3040, 0x30ff}, {0x4e00, 0x9fa5}};
+static const rfi_range rfi_set_hangul[] = {{0x3131, 0x318e}, {0xac00, 0xd7a3}};
+static const rfi_range rfi_set_bopomofo[] = {{0x3105, 0x312f}};
+static const rfi_range rfi_set_cjk_punct[] = {{0x2014, 0x2014}, {0x2018, 0x2019}, {0x201c, 0x201d}, {0x2026, 0x2026},
+                                              {0x3001, 0x303f}, {0xfe30, 0xfe4f}, {0xff01, 0xff01}, {0xff0c, 0xff0c},
+                                              {0xff1a, 0xff1b}};
+static const rfi_range rfi_set_asian[] = {{0xe40, 0xeff},     {0x1000, 0x109f}, {0x1100, 0x11ff}, {0x1780, 0x17ff},
+                                          {0x2f00, 0x2fdf},   {0x3040, 0x30ff}, {0x3400, 0x4dbf}, {0x4e00, 0x9fff},
+                                          {0xa9e0, 0xa9ff},   {0xaa60, 0xaa7f}, {0xac00, 0xd7af}, {0xf900, 0xfaff},
+                                          {0xff65, 0xff9f}};
+static const rfi_range rfi_set_han[] = {{0x3400, 0x4dbf},   {0x4e00, 0x9fff},   {0xf900, 0xfaff},
+                                        {0x20000, 0x2a6df}, {0x2a700, 0x2ebef}, {0x2f800, 0x2fa1f}};
+/* ( ) | . , ! ? and six of their like: what poro-chat leaves between words */
+static const rfi_range rfi_set_poro_between[] = {{'!', '!'},     {'(', ')'},     {',', ','},     {'.', '.'},
+                                                 {'?', '?'},     {'|', '|'},     {0x60c, 0x60c}, {0x6d4, 0x6d4},
+                                                 {0x964, 0x964}, {0x2026, 0x2026}, {0x3001, 0x3002}, {0xff0c, 0xff0c}};
+static const rfi_range rfi_set_deepseek_punct[] = {{'!', '/'},       {':', '~'},       {0x2018, 0x201f},
+                                                   {0x3000, 0x3002}, {0xff01, 0xff0f}, {0xff1a, 0xff5e}};
+/* The letters with case of deepseek-llm's expression. */
+static const rfi_range rfi_set_deepseek_letters[] = {
+    {0x41, 0x5a},     {0x61, 0x7a},     {0xb5, 0xb5},     {0xc0, 0xd6},     {0xd8, 0xf6},     {0xf8, 0x1ba},
+    {0x1bc, 0x1bf},   {0x1c4, 0x293},   {0x295, 0x2af},   {0x370, 0x373},   {0x376, 0x377},   {0x37b, 0x37d},
+    {0x37f, 0x37f},   {0x386, 0x386},   {0x388, 0x38a},   {0x38c, 0x38c},   {0x38e, 0x3a1},   {0x3a3, 0x3f5},
+    {0x3f7, 0x481},   {0x48a, 0x52f},   {0x531, 0x556},   {0x10a0, 0x10c5}, {0x13a0, 0x13f5}, {0x13f8, 0x13fd},
+    {0x1c90, 0x1cba}, {0x1cbd, 0x1cbf}, {0x1d00, 0x1d2b}, {0x1d6b, 0x1d77}, {0x1d79, 0x1d9a}, {0x1e00, 0x1f15},
+    {0x1f18, 0x1f1d}, {0x1f20, 0x1f45}, {0x1f48, 0x1f4d}, {0x1f50, 0x1f57}, {0x1f59, 0x1f59}, {0x1f5b, 0x1f5b},
+    {0x1f5d, 0x1f5d}, {0x1f5f, 0x1f7d}, {0x1f80, 0x1fb4}, {0x1fb6, 0x1fbc}, {0x1fbe, 0x1fbe}, {0x1fc2, 0x1fc4},
+    {0x1fc6, 0x1fcc}, {0x1fd0, 0x1fd3}, {0x1fd6, 0x1fdb}, {0x1fe0, 0x1fec}, {0x1ff2, 0x1ff4}, {0x1ff6, 0x1ffc},
+    {0x2102, 0x2102}, {0x2107, 0x2107}, {0x210a, 0x2113}, {0x2115, 0x2115}, {0x2119, 0x211d}, {0x2124, 0x2124},
+    {0x2126, 0x2126}, {0x2128, 0x2128}, {0x212a, 0x212d}, {0x212f, 0x2134}, {0x2139, 0x2139}, {0x213c, 0x213f},
+    {0x2145, 0x2149}, {0x214e, 0x214e}, {0x2183, 0x2184}, {0x2c00, 0x2c7b}, {0x2c7e, 0x2ce4}, {0x2ceb, 0x2cee},
+    {0x2cf2, 0x2cf3}, {0xa640, 0xa66d}, {0xa680, 0xa69b}, {0xa722, 0xa76f}, {0xa771, 0xa787}, {0xa78b, 0xa78e},
+    {0xab70, 0xabbf}, {0xfb00, 0xfb06}, {0xfb13, 0xfb17}, {0xff21, 0xff3a}, {0xff41, 0xff5a},
+    {0x10400, 0x1044f}, {0x104b0, 0x104d3}, {0x104d8, 0x104fb}, {0x10c80, 0x10cb2}, {0x10cc0, 0x10cf2},
+    {0x118a0, 0x118df}, {0x1e900, 0x1e943}};
+
+enum {
+    RFI_SET_CJK_OLD, RFI_SET_CJK, RFI_SET_HANGUL, RFI_SET_BOPOMOFO, RFI_SET_CJK_PUNCT, RFI_SET_ASIAN, RFI_SET_HAN,
+    RFI_SET_PORO_BETWEEN, RFI_SET_DEEPSEEK_PUNCT, RFI_SET_DEEPSEEK_LETTERS,
+    RFI_SET_SPACE = 64 /* with a set, or classes: one space may lead */
+};
+
+/* Is cp in the set? Spaces beyond ASCII are in none. */
+static int rfi_in_set(const rfi_scan_char *c, uint32_t set) {
+#define RFI_SET(ranges) {ranges, RFI_COUNT(ranges)}
+    static const struct { const rfi_range *ranges; size_t n; } sets[] = {
+        RFI_SET(rfi_set_cjk_old), RFI_SET(rfi_set_cjk), RFI_SET(rfi_set_hangul), RFI_SET(rfi_set_bopomofo),
+        RFI_SET(rfi_set_cjk_punct), RFI_SET(rfi_set_asian), RFI_SET(rfi_set_han), RFI_SET(rfi_set_poro_between),
+        RFI_SET(rfi_set_deepseek_punct), RFI_SET(rfi_set_deepseek_letters)};
+#undef RFI_SET
+    if (!c->class || c->class & RFI_SPACE) return 0;
+    size_t lo = 0, hi = sets[set].n;
+    while (lo < hi) { /* the first range that does not end before cp */
+        size_t mid = lo + (hi - lo) / 2;
+        if (sets[set].ranges[mid][1] < c->cp) lo = mid + 1;
+        else hi = mid;
+    }
+    return lo < sets[set].n && sets[set].ranges[lo][0] <= c->cp;
+}
+
+/* ---- passes: end of what matches at pos, or pos ---- */
+
+/* [set]+ , with RFI_SET_SPACE: \s?[set]+ */
+static uint32_t rfi_scan_set(rfi_scan *s, uint32_t pos, uint32_t how) {
+    rfi_scan_char c = rfi_scan_at(s, pos);
+    uint32_t set = how & ~(uint32_t)RFI_SET_SPACE, from = how & RFI_SET_SPACE && c.class & RFI_SPACE ? c.next : pos;
+    uint32_t end = from;
+    while (c = rfi_scan_at(s, end), rfi_in_set(&c, set)) end = c.next;
+    return end > from ? end : pos;
+}
+
+/* [classes]+ , with RFI_SET_SPACE << 8: \s?[classes]+ */
+static uint32_t rfi_scan_classes(rfi_scan *s, uint32_t pos, uint32_t how) {
+    rfi_scan_char c = rfi_scan_at(s, pos);
+    uint32_t from = how & RFI_SET_SPACE << 8 && c.class & RFI_SPACE ? c.next : pos;
+    uint32_t end = rfi_scan_run(s, from, how & 255);
+    return end > from ? end : pos;
+}
+
+/* \p{N}{1,most} */
+static uint32_t rfi_scan_number(rfi_scan *s, uint32_t pos, uint32_t most) {
+    rfi_scan_char c;
+    for (uint32_t n = 0; n < most && (c = rfi_scan_at(s, pos)).class & RFI_NUMBER; n++) pos = c.next;
+    return pos;
+}
+
+/* [0-9][0-9][0-9] */
+static uint32_t rfi_scan_three(rfi_scan *s, uint32_t pos, uint32_t unused) {
+    (void)unused;
+    for (uint32_t i = 0; i < 3; i++)
+        if (s->end - pos < 3 || !rfi_is_digit(s->text[pos + i])) return pos;
+    return pos + 3;
+}
+
+/* [\r\n] */
+static uint32_t rfi_scan_newline(rfi_scan *s, uint32_t pos, uint32_t unused) {
+    (void)unused;
+    return pos + (rfi_is_newline(s->text[pos]) != 0);
+}
+
+/* [^\n]+|[\n]+ */
+static uint32_t rfi_scan_lines(rfi_scan *s, uint32_t pos, uint32_t unused) {
+    (void)unused;
+    int newline = s->text[pos] == '\n';
+    while (pos < s->end && (s->text[pos] == '\n') == newline) pos++;
+    return pos;
+}
+
+/* \s+$ */
+static uint32_t rfi_scan_last_spaces(rfi_scan *s, uint32_t pos, uint32_t unused) {
+    (void)unused;
+    uint32_t end = rfi_scan_run(s, pos, RFI_SPACE);
+    s->skip = end;
+    return end == s->end ? end : pos;
+}
+
+/* [\p{P}$+<=>^~|]+ , falcon: with ` */
+static uint32_t rfi_scan_punct(rfi_scan *s, uint32_t pos, uint32_t backtick) {
+    for (rfi_scan_char c;; pos = c.next) {
+        c = rfi_scan_at(s, pos);
+        if (c.class != RFI_PUNCT && !(c.class == RFI_SYMBOL && c.cp < 128 && (backtick || c.cp != '`'))) return pos;
+    }
 }
 
 /* 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+ */
-static uint32_t rfi_scan_gpt2(const rfi_scan *s, uint32_t pos) {
+static uint32_t rfi_scan_gpt2(rfi_scan *s, uint32_t pos, uint32_t unused) {
     static const uint32_t kinds[] = {RFI_LETTER, RFI_NUMBER, RFI_REST};
+    (void)unused;
     uint32_t end = rfi_scan_contraction(s, pos, 0), from = s->text[pos] == ' ' ? pos + 1 : pos;
     for (size_t k = 0; end == pos && k < RFI_COUNT(kinds); k++)
         if (rfi_scan_at(s, from).class & kinds[k]) end = rfi_scan_run(s, from, kinds[k]);
     return end > pos ? end : rfi_scan_spaces(s, pos, 0);
 }
 
-static int rfi_is_digit(unsigned char c) { return c >= '0' && c <= '9'; }
+/* How rfi_scan_words differs between rules. */
+enum {
+    RFI_WORDS_DIGITS = 15,        /* mask: digits in one word, 15: any number                             */
+    RFI_WORDS_MARKS = 16,         /* marks count as letters                                               */
+    RFI_WORDS_MARKS_ONLY_SO = 32, /* ... and as nothing else                                              */
+    RFI_WORDS_CASE = 64,          /* a new word starts where a-z is followed by A-Z                       */
+    RFI_WORDS_FIRST = 128,        /* contractions are words                                               */
+    RFI_WORDS_AFTER = 256,        /* contractions stay with the word before                               */
+    RFI_WORDS_HAN = 512,          /* runs of Han characters are words, and no part of others              */
+    RFI_WORDS_SPACED = 1024,      /* words with single spaces between stay together                       */
+    RFI_WORDS_SLASH = 2048,       /* newlines and slashes follow the rest; else newlines                  */
+    RFI_WORDS_ONE = 4096,         /* one of these at most                                                 */
+    RFI_WORDS_NONE = 8192,        /* or none                                                              */
+    RFI_WORDS_SPACE_SIZES = 16384 /* spaces come by 512, 256, ...                                         */
+};
 
-/* Four passes, each on what the one before left: [\p{P}$+<=>^~|]+, then GPT2, then \p{N}+, then [0-9][0-9][0-9].
- * `all` stops nowhere, so that a character of the first pass can be seen. */
-static uint32_t rfi_scan_default(const rfi_scan *all, uint32_t pos) {
-    rfi_scan between = {all->text, all->end, RFI_CUT};
-    rfi_scan_char c = rfi_scan_at(all, pos);
-    if (c.class & RFI_CUT) return rfi_scan_run(all, pos, RFI_CUT);
-    if (c.cp == ' ' && rfi_scan_at(all, c.next).class & RFI_NUMBER) return c.next;
-    if (!(c.class & RFI_NUMBER)) return rfi_scan_gpt2(&between, pos);
-    for (uint32_t start = pos; (c = rfi_scan_at(all, pos)).class & RFI_NUMBER; pos = c.next) {
-        uint32_t n_ascii = 0;
-        while (n_ascii < 3 && pos + n_ascii < all->end && rfi_is_digit(all->text[pos + n_ascii])) n_ascii++;
-        if (n_ascii == 3) return pos == start ? pos + 3 : pos;
+/* End of the letters from pos, where one stands. */
+static uint32_t rfi_scan_letters(const rfi_scan *s, uint32_t pos, uint32_t how) {
+    uint32_t letters = RFI_LETTER | (how & RFI_WORDS_MARKS ? RFI_MARK : 0), start = pos, lower = pos;
+    rfi_scan_char c;
+    if (how & RFI_WORDS_CASE) { /* U*W+|U+W* , U: letters but a-z, W: letters but A-Z */
+        for (; (c = rfi_scan_at(s, pos)).class & letters && c.cp - 'a' >= 26; pos = c.next)
+            if (c.cp - 'A' >= 26) lower = c.next;
+        if (!(c.class & letters)) return lower > start ? lower : pos; /* W+ must be found in what U* took */
+        while ((c = rfi_scan_at(s, pos)).class & letters && c.cp - 'A' >= 26) pos = c.next;
+        return pos;
+    }
+    while ((c = rfi_scan_at(s, pos)).class & letters && !(how & RFI_WORDS_HAN && rfi_in_set(&c, RFI_SET_HAN))) {
+        pos = c.next;
+        if (!(how & RFI_WORDS_SPACED)) continue;
+        pos = rfi_scan_run(s, pos, RFI_MARK);
+        c = rfi_scan_at(s, pos);
+        if (c.cp == ' ' && rfi_scan_at(s, c.next).class & letters) pos = c.next;
     }
     return pos;
 }
 
-/* End of the word that starts at pos. */
-static uint32_t rfi_scan_word(const rfi_pre *pre, const unsigned char *text, uint32_t n_bytes, uint32_t pos) {
-    rfi_scan all = {text, n_bytes, 0}, between = {text, n_bytes, RFI_NUMBER};
-    rfi_scan_char c = rfi_scan_at(&all, pos);
-    switch (pre->rule) {
-    case RFI_PRE_LLAMA3: return rfi_scan_llama3(&all, pos, pre->max_digits);
-    case RFI_PRE_GPT2: return rfi_scan_gpt2(&all, pos);
-    case RFI_PRE_STARCODER: return c.class & RFI_NUMBER ? c.next : rfi_scan_gpt2(&between, pos);
-    case RFI_PRE_DEFAULT: return rfi_scan_default(&all, pos);
+/* Words as llama-3 knows them, and what others made of these:
+ *     C|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
+ * with C = the contractions in any case */
+static uint32_t rfi_scan_words(rfi_scan *s, uint32_t pos, uint32_t how) {
+    uint32_t letters = RFI_LETTER | (how & RFI_WORDS_MARKS ? RFI_MARK : 0), rest = RFI_REST, end, digits;
+    rfi_scan_char c = rfi_scan_at(s, pos), next = rfi_scan_at(s, c.next);
+    if (how & RFI_WORDS_MARKS_ONLY_SO) rest &= ~(uint32_t)RFI_MARK;
+    if (how & RFI_WORDS_FIRST && (end = rfi_scan_contraction(s, pos, 1)) > pos) return end;
+    if (how & RFI_WORDS_HAN && rfi_in_set(&c, RFI_SET_HAN)) return rfi_scan_set(s, pos, RFI_SET_HAN);
+    int leads = !(c.class & (RFI_LETTER | RFI_NUMBER)) && !rfi_is_newline(c.cp) && next.class & letters &&
+                !(how & RFI_WORDS_HAN && rfi_in_set(&next, RFI_SET_HAN));
+    if (leads || c.class & letters) {
+        end = rfi_scan_letters(s, leads ? c.next : pos, how);
+        return how & RFI_WORDS_AFTER ? rfi_scan_contraction(s, end, 1) : end;
     }
-    return n_bytes;
+    digits = how & RFI_WORDS_DIGITS;
+    if (c.class & RFI_NUMBER) return rfi_scan_number(s, pos, digits == RFI_WORDS_DIGITS ? UINT32_MAX : digits);
+    uint32_t from = c.cp == ' ' ? c.next : pos;
+    end = rfi_scan_run(s, from, rest);
+    if (end == from) return how & RFI_WORDS_SPACE_SIZES ? rfi_scan_space_sizes(s, pos) : rfi_scan_spaces(s, pos, 1);
+    for (uint32_t n = how & RFI_WORDS_NONE ? 0 : how & RFI_WORDS_ONE ? 1 : UINT32_MAX; n > 0 && end < s->end; n--) {
+        if (!rfi_is_newline(s->text[end]) && !(how & RFI_WORDS_SLASH && s->text[end] == '/')) break;
+        end++;
+    }
+    return end;
+}
+
+/* P[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
+ * with P = ASCII punctuation and symbols */
+static uint32_t rfi_scan_deepseek(rfi_scan *s, uint32_t pos, uint32_t unused) {
+    (void)unused;
+    enum { LETTERS = RFI_LETTER | RFI_MARK, SIGNS = RFI_PUNCT | RFI_SYMBOL };
+    rfi_scan_char c = rfi_scan_at(s, pos);
+    uint32_t end = c.next;
+    if (c.cp < 128 && c.class & SIGNS) {
+        while (end < s->end && rfi_is_ascii_letter(s->text[end])) end++;
+        if (end > c.next) return end;
+    }
+    if (!(c.class & (RFI_LETTER | SIGNS)) && !rfi_is_newline(c.cp) && rfi_scan_at(s, c.next).class & LETTERS)
+        return rfi_scan_run(s, c.next, LETTERS);
+    if (c.class & LETTERS) return rfi_scan_run(s, pos, LETTERS);
+    uint32_t from = c.cp == ' ' ? c.next : pos;
+    end = rfi_scan_run(s, from, SIGNS);
+    if (end == from) return c.class & RFI_SPACE ? rfi_scan_spaces(s, pos, 1) : pos;
+    while (end < s->end && rfi_is_newline(s->text[end])) end++;
+    return end;
+}
+
+/* Everything up to the end of the next 1 to 3 digits: of a run of numbers, those that leave a multiple of 3. */
+static uint32_t rfi_scan_afmoe_digits(rfi_scan *s, uint32_t pos, uint32_t unused) {
+    (void)unused;
+    uint32_t n = 3;
+    rfi_scan_char c;
+    while ((c = rfi_scan_at(s, pos)).class && !(c.class & RFI_NUMBER)) pos = c.next;
+    if (c.class && pos >= s->run_end) {
+        n = 0;
+        for (s->run_end = pos; (c = rfi_scan_at(s, s->run_end)).class & RFI_NUMBER; s->run_end = c.next) n++;
+        n = n % 3 ? n % 3 : 3;
+    }
+    return rfi_scan_number(s, pos, n);
+}
+
+/* How many of 0-9 there are from pos on. */
+static uint32_t rfi_scan_digits_left(rfi_scan *s, uint32_t pos) {
+    if (pos >= s->run_end)
+        for (s->run_end = pos; s->run_end < s->end && rfi_is_digit(s->text[s->run_end]);) s->run_end++;
+    return s->run_end - pos;
+}
+
+/* \d{1,3}(?=(?:\d{3})*\b) */
+static uint32_t rfi_scan_aya_digits(rfi_scan *s, uint32_t pos, uint32_t unused) {
+    (void)unused;
+    uint32_t n = rfi_scan_digits_left(s, pos);
+    unsigned char behind = s->run_end < s->end ? s->text[s->run_end] : ' ';
+    s->skip = pos + n;
+    if (n == 0 || behind == '_' || rfi_is_ascii_letter(behind)) return pos;
+    return pos + (n % 3 ? n % 3 : 3);
+}
+
+/* (?=(\d{3})+(?!\d)): up to the next place that a multiple of 3 digits follows. */
+static uint32_t rfi_scan_superbpe_digits(rfi_scan *s, uint32_t pos, uint32_t unused) {
+    (void)unused;
+    while ((pos = rfi_scan_at(s, pos).next) < s->end)
+        if (rfi_is_digit(s->text[pos]) && rfi_scan_digits_left(s, pos) % 3 == 0) return pos;
+    return s->end;
+}
+
+/*  ?[^(\s|.,!?...)]+ : words between the signs of a set */
+static uint32_t rfi_scan_poro(rfi_scan *s, uint32_t pos, uint32_t unused) {
+    (void)unused;
+    uint32_t from = s->text[pos] == ' ' ? pos + 1 : pos, end = from;
+    for (rfi_scan_char c; (c = rfi_scan_at(s, end)).class; end = c.next)
+        if (c.class & RFI_SPACE || rfi_in_set(&c, RFI_SET_PORO_BETWEEN)) break;
+    return end > from ? end : pos;
+}
+
+/* [hangul]+|[CJK punctuation]+|[bopomofo]+|[CJK]+ */
+static uint32_t rfi_scan_youtu_sets(rfi_scan *s, uint32_t pos, uint32_t unused) {
+    static const uint32_t sets[] = {RFI_SET_HANGUL, RFI_SET_CJK_PUNCT, RFI_SET_BOPOMOFO, RFI_SET_CJK};
+    (void)unused;
+    uint32_t end = pos;
+    for (size_t i = 0; i < RFI_COUNT(sets) && end == pos; i++) end = rfi_scan_set(s, pos, sets[i]);
+    return end;
+}
+
+/* End of the literal if it stands at pos, or pos. */
+static uint32_t rfi_scan_literal(const rfi_scan *s, uint32_t pos, const char *literal) {
+    size_t n = strlen(literal);
+    return s->end - pos >= n && memcmp(s->text + pos, literal, n) == 0 ? pos + (uint32_t)n : pos;
+}
+
+/* Chameleon's: 0 <sentinel:[0-9]+>, 1 IMGIMG[A-I]{1,4}Z, 2 [\t\n] or 4 or 2 spaces, 3 one of [\p{P}!-/:-@\[-`{-~] */
+static uint32_t rfi_scan_chameleon(rfi_scan *s, uint32_t pos, uint32_t what) {
+    rfi_scan_char c = rfi_scan_at(s, pos);
+    uint32_t end = what < 2 ? rfi_scan_literal(s, pos, what ? "IMGIMG" : "<sentinel:") : pos, from = end;
+    if (what < 2 && end > pos) {
+        if (what == 0) while (end < s->end && rfi_is_digit(s->text[end])) end++;
+        if (what == 1) while (end < s->end && end < from + 4 && s->text[end] - (uint32_t)'A' < 9) end++;
+        return end > from && end < s->end && s->text[end] == (what ? 'Z' : '>') ? end + 1 : pos;
+    }
+    if (what == 2 && (c.cp == '\t' || c.cp == '\n')) return pos + 1;
+    if (what == 2) return end = rfi_scan_literal(s, pos, "    "), end > pos ? end : rfi_scan_literal(s, pos, "  ");
+    if (what == 3 && (c.class == RFI_PUNCT || (c.class == RFI_SYMBOL && c.cp < 128))) return c.next;
+    return pos;
+}
+
+/* ---- rules ---- */
+
+enum { RFI_PASSES_MAX = 6 };
+
+typedef struct rfi_pass {
+    uint32_t (*match)(rfi_scan *s, uint32_t pos, uint32_t how);
+    uint32_t how;
+} rfi_pass;
+
+static const rfi_pass rfi_rules[RFI_PRE_RULES][RFI_PASSES_MAX] = {
+    [RFI_PRE_LLAMA3] = {{rfi_scan_words, RFI_WORDS_FIRST | 3}},
+    [RFI_PRE_JAIS2] = {{rfi_scan_words, RFI_WORDS_FIRST | RFI_WORDS_SPACE_SIZES | 3}},
+    [RFI_PRE_MINICPM5] = {{rfi_scan_number, 3}, {rfi_scan_words, RFI_WORDS_FIRST | RFI_WORDS_DIGITS}},
+    [RFI_PRE_QWEN2] = {{rfi_scan_words, RFI_WORDS_FIRST | 1}},
+    [RFI_PRE_QWEN35] = {{rfi_scan_words, RFI_WORDS_FIRST | RFI_WORDS_MARKS | RFI_WORDS_MARKS_ONLY_SO | 1}},
+    [RFI_PRE_UFAKZEKA] = {{rfi_scan_words, 1}},
+    [RFI_PRE_SEED_CODER] = {{rfi_scan_words, RFI_WORDS_FIRST | RFI_WORDS_NONE | 1}},
+    [RFI_PRE_LAGUNA] = {{rfi_scan_lines, 0}, {rfi_scan_words, RFI_WORDS_FIRST | 1}},
+    [RFI_PRE_TEKKEN] = {{rfi_scan_words, RFI_WORDS_CASE | RFI_WORDS_SLASH | 1}},
+    [RFI_PRE_GPT4O] = {{rfi_scan_words, RFI_WORDS_CASE | RFI_WORDS_AFTER | RFI_WORDS_SLASH | 3}},
+    [RFI_PRE_GRANITE97M] = {{rfi_scan_words, RFI_WORDS_CASE | RFI_WORDS_MARKS | RFI_WORDS_AFTER | RFI_WORDS_SLASH | 3}},
+    [RFI_PRE_TINY_AYA] = {{rfi_scan_aya_digits, 0},
+                          {rfi_scan_words, RFI_WORDS_MARKS | RFI_WORDS_AFTER | RFI_WORDS_SLASH | 3}},
+    [RFI_PRE_YOUTU] = {{rfi_scan_youtu_sets, 0},
+                       {rfi_scan_words, RFI_WORDS_MARKS | RFI_WORDS_AFTER | RFI_WORDS_SLASH | 1}},
+    [RFI_PRE_KIMI_K2] = {{rfi_scan_words, RFI_WORDS_HAN | RFI_WORDS_AFTER | 3}},
+    [RFI_PRE_EXAONE_MOE] = {{rfi_scan_words,
+                             RFI_WORDS_FIRST | RFI_WORDS_SPACED | RFI_WORDS_SLASH | RFI_WORDS_ONE | 1}},
+    [RFI_PRE_DEEPSEEK_V3] = {{rfi_scan_number, 3}, {rfi_scan_set, RFI_SET_CJK}, {rfi_scan_deepseek, 0}},
+    [RFI_PRE_AFMOE] = {{rfi_scan_afmoe_digits, 0}, {rfi_scan_set, RFI_SET_ASIAN}, {rfi_scan_deepseek, 0}},
+    [RFI_PRE_DEEPSEEK_LLM] = {{rfi_scan_newline, 0},
+                              {rfi_scan_set, RFI_SET_DEEPSEEK_LETTERS | RFI_SET_SPACE},
+                              {rfi_scan_set, RFI_SET_DEEPSEEK_PUNCT | RFI_SET_SPACE},
+                              {rfi_scan_last_spaces, 0},
+                              {rfi_scan_set, RFI_SET_CJK_OLD},
+                              {rfi_scan_classes, RFI_NUMBER}},
+    [RFI_PRE_DEEPSEEK_CODER] = {{rfi_scan_newline, 0},
+                                {rfi_scan_classes, RFI_LETTER | RFI_SET_SPACE << 8},
+                                {rfi_scan_classes, RFI_PUNCT | RFI_SET_SPACE << 8},
+                                {rfi_scan_set, RFI_SET_CJK_OLD},
+                                {rfi_scan_number, 1}},
+    [RFI_PRE_GPT2] = {{rfi_scan_gpt2, 0}},
+    [RFI_PRE_STARCODER] = {{rfi_scan_number, 1}, {rfi_scan_gpt2, 0}},
+    [RFI_PRE_DEFAULT] = {{rfi_scan_punct, 0}, {rfi_scan_gpt2, 0}, {rfi_scan_classes, RFI_NUMBER}, {rfi_scan_three, 0}},
+    [RFI_PRE_FALCON] = {{rfi_scan_punct, 1}, {rfi_scan_gpt2, 0}, {rfi_scan_three, 0}},
+    [RFI_PRE_PORO] = {{rfi_scan_poro, 0}},
+    [RFI_PRE_VIKING] = {{rfi_scan_poro, 0}, {rfi_scan_number, 1}},
+    [RFI_PRE_CHAMELEON] = {{rfi_scan_chameleon, 0},
+                           {rfi_scan_chameleon, 1},
+                           {rfi_scan_chameleon, 2},
+                           {rfi_scan_number, 1},
+                           {rfi_scan_chameleon, 3},
+                           {rfi_scan_gpt2, 0}},
+    [RFI_PRE_SUPERBPE] = {{rfi_scan_classes, RFI_NUMBER}, {rfi_scan_superbpe_digits, 0}},
+    [RFI_PRE_LINES] = {{rfi_scan_lines, 0}},
+};
+
+/* A text and where its pieces end, a pass each. */
+typedef struct rfi_cutter {
+    const rfi_pass *passes;
+    uint32_t n_passes, n_bytes;
+    rfi_scan scans[RFI_PASSES_MAX];
+    uint32_t ends[RFI_PASSES_MAX];
+} rfi_cutter;
+
+static rfi_cutter rfi_cut(const rfi_pre *pre, const unsigned char *text, uint32_t n_bytes) {
+    rfi_cutter c;
+    memset(&c, 0, sizeof c);
+    c.passes = rfi_rules[pre->rule];
+    c.n_bytes = n_bytes;
+    while (c.n_passes < RFI_PASSES_MAX && c.passes[c.n_passes].match) c.scans[c.n_passes++].text = text;
+    return c;
+}
+
+/* End of the piece that starts at pos: a match, or what lies before the next one. */
+static uint32_t rfi_cut_piece(const rfi_pass *pass, rfi_scan *s, uint32_t start) {
+    uint32_t pos = start;
+    while (pos < s->end) {
+        s->skip = 0;
+        uint32_t end = pass->match(s, pos, pass->how);
+        if (end > pos) return pos > start ? pos : end;
+        pos = rfi_scan_at(s, pos).next;
+        if (s->skip > pos) pos = s->skip;
+    }
+    return pos;
+}
+
+/* End of the word that starts at pos: pos 0, or where the last one ended. */
+static uint32_t rfi_cut_next(rfi_cutter *c, uint32_t pos) {
+    uint32_t i = c->n_passes, end = c->n_bytes;
+    while (i > 0 && c->ends[i - 1] <= pos) i--; /* the passes whose piece is over */
+    if (i > 0) end = c->ends[i - 1];
+    for (; i < c->n_passes; i++) {
+        c->scans[i].end = end;
+        end = c->ends[i] = rfi_cut_piece(&c->passes[i], &c->scans[i], pos);
+    }
+    return end;
 }
 
 /* ---- BPE: one word ---- */
@@ -10298,14 +10730,37 @@ static rf_result rfi_bpe_whole(rfi_tokenizing *w, uint32_t n, int32_t *id) {
     return RF_OK;
 }
 
+static const unsigned char rfi_replacement[3] = {0xef, 0xbf, 0xbd}; /* U+FFFD, what a bad byte is read as */
+
+/* A line without the byte alphabet: spaces become U+2581, characters merge. Newlines are one token if there is one. */
+static rf_result rfi_raw_word(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes) {
+    uint32_t n = 0, at_word = 0;
+    rf_result r = rfi_need_word(w, 3 * (uint64_t)n_bytes);
+    if (r == RF_OK) r = rfi_need_symbols(w, n_bytes);
+    if (r != RF_OK) return r;
+    int32_t lines = text[0] == '\n' ? rfi_token_find(w->t, (const char *)text, n_bytes) : -1;
+    if (lines >= 0) return rfi_put_id(w, lines), RF_OK;
+    for (uint32_t at = 0; at < n_bytes; n++) {
+        rfi_char c = rfi_utf8(text + at, n_bytes - at);
+        const void *p = c.is_bad ? rfi_replacement : c.cp == ' ' ? (const void *)rfi_spm_space : text + at;
+        uint32_t len = c.is_bad || c.cp == ' ' ? 3 : c.n_bytes;
+        memcpy(w->word + at_word, p, len);
+        w->symbols[n].id = rfi_token_find(w->t, w->word + at_word, len);
+        w->symbols[n].start = at_word;
+        at_word += len;
+        at += c.n_bytes;
+    }
+    w->symbols[n].start = at_word;
+    return rfi_merge_spelt(w, n);
+}
+
 static rf_result rfi_bpe_word(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes) {
-    static const unsigned char replacement[3] = {0xef, 0xbf, 0xbd}; /* U+FFFD, what a bad byte is read as */
     uint32_t n = 0;
     rf_result r = rfi_need_symbols(w, 3 * (uint64_t)n_bytes);
     if (r != RF_OK) return r;
     for (uint32_t at = 0; at < n_bytes;) {
         rfi_char c = rfi_utf8(text + at, n_bytes - at);
-        const unsigned char *p = c.is_bad ? replacement : text + at;
+        const unsigned char *p = c.is_bad ? rfi_replacement : text + at;
         for (uint32_t i = 0; i < (c.is_bad ? 3 : c.n_bytes); i++, n++) {
             w->symbols[n].id = w->t->byte_id[p[i]];
             w->symbols[n].start = p[i];
@@ -10313,7 +10768,7 @@ static rf_result rfi_bpe_word(rfi_tokenizing *w, const unsigned char *text, uint
         at += c.n_bytes;
     }
     int32_t whole = -1;
-    if (w->t->pre->whole_and_bos) r = rfi_bpe_whole(w, n, &whole);
+    if (w->t->pre->flags & RFI_PRE_WHOLE) r = rfi_bpe_whole(w, n, &whole);
     if (whole >= 0) return rfi_put_id(w, whole), RF_OK;
     if (r == RF_OK) r = rfi_merge(w, n);
     for (uint32_t i = 0; r == RF_OK && i < n; i = w->symbols[i].next) rfi_put_id(w, w->symbols[i].id);
@@ -10396,9 +10851,11 @@ static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, 
 static rf_result rfi_plain_text(rfi_tokenizing *w, const unsigned char *text, uint32_t n) {
     rf_result r = RF_OK;
     if (!w->t->pre) return rfi_spm_text(w, text, n, w->t->add_space != 0);
+    rfi_cutter cutter = rfi_cut(w->t->pre, text, n);
     for (uint32_t pos = 0; pos < n && r == RF_OK;) {
-        uint32_t end = rfi_scan_word(w->t->pre, text, n, pos);
-        r = rfi_bpe_word(w, text + pos, end - pos);
+        uint32_t end = rfi_cut_next(&cutter, pos);
+        if (rfi_tok_is_raw(w->t)) r = rfi_raw_word(w, text + pos, end - pos);
+        else r = rfi_bpe_word(w, text + pos, end - pos);
         pos = end;
     }
     return r;
@@ -10496,14 +10953,15 @@ static void rfi_detok_token(const rf_tokenizer *t, rfi_detokenizing *d, uint32_t
     uint32_t type = rfi_token_type(t, id);
     int is_special = type == RFI_TOKEN_CONTROL || type == RFI_TOKEN_UNKNOWN;
     int is_raw = is_special || type == RFI_TOKEN_USER;
-    if (type == RFI_TOKEN_UNUSED || (is_special && !(flags & RF_DETOKENIZE_SPECIAL))) return;
+    int is_hidden = is_special && !(t->attr[id] & RFI_TOKEN_SHOWN) && !(flags & RF_DETOKENIZE_SPECIAL);
+    if (type == RFI_TOKEN_UNUSED || is_hidden) return;
     if (type == RFI_TOKEN_BYTE) {
         rfi_detok_text(t, d, (unsigned char)rfi_byte_token(s));
         return;
     }
     for (uint64_t i = 0; i < s.len;) {
         rfi_char c = rfi_utf8(p + i, s.len - i);
-        int byte = t->pre ? rfi_char_byte(c.cp) : c.cp == 0x2581 ? ' ' : -1;
+        int byte = t->pre && !rfi_tok_is_raw(t) ? rfi_char_byte(c.cp) : c.cp == 0x2581 ? ' ' : -1;
         if (byte >= 0 && !is_raw && !c.is_bad) rfi_detok_text(t, d, (unsigned char)byte);
         else for (uint32_t k = 0; k < c.n_bytes; k++) rfi_detok_text(t, d, p[i + k]);
         i += c.n_bytes;
@@ -10539,7 +10997,7 @@ ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *sta
 ROCMFORGE_API rf_tokenizer_info rf_tokenizer_get_info(const rf_tokenizer *t) {
     rf_tokenizer_info info = {"", "", 0, -1, -1, -1, -1, -1, 0, 0};
     if (!t) return info;
-    info.model = t->pre ? "gpt2" : "llama";
+    info.model = t->model;
     info.pre = t->pre ? t->pre->name : "";
     info.n_vocab = t->n_vocab;
     info.bos = t->bos;
@@ -10562,10 +11020,11 @@ ROCMFORGE_API rf_string rf_token_get_text(const rf_tokenizer *t, int32_t id) {
 }
 
 /* ---- the Unicode table ----
- * First character of every run of one class, shifted left by 3, with the class in the low bits. Made by
- * tests/make_unicode.py; the reference strings hold no character that is younger than this version. */
+ * First character of every run of one class, shifted left by 3, with the class in the low bits, and the run of the
+ * first of each 256 characters, so that few are searched. Made by tests/make_unicode.py; the reference strings hold
+ * no character that is younger than this version. */
 
-/* Unicode 14.0.0, 2217 runs, 8868 bytes. */
+/* Unicode 14.0.0, 2217 runs, 9382 bytes. */
 static const uint32_t rfi_unicode_runs[2217] = {
     0x0, 0x4e, 0x70, 0x106, 0x10b, 0x124, 0x12b, 0x15c, 0x163, 0x182, 0x1d3, 0x1e4, 0x1fb, 0x209, 0x2db, 0x2f4, 0x2fb,
     0x304, 0x309, 0x3db, 0x3e4, 0x3eb, 0x3f4, 0x3f8, 0x42e, 0x430, 0x506, 0x50b, 0x514, 0x53b, 0x544, 0x551, 0x55b,
@@ -10743,11 +11202,29 @@ static const uint32_t rfi_unicode_runs[2217] = {
     0x100001, 0x153700, 0x153801, 0x15b9c8, 0x15ba01, 0x15c0f0, 0x15c101, 0x167510, 0x167581, 0x175f08, 0x17c001,
     0x17d0f0, 0x180001, 0x189a58, 0x700805, 0x700f80,
 };
+static const uint16_t rfi_unicode_blocks[257] = {
+    0, 50, 50, 60, 80, 83, 108, 140, 161, 187, 238, 308, 377, 440, 490, 529, 567, 597, 597, 623, 640, 641, 641, 654,
+    683, 699, 720, 740, 761, 789, 791, 791, 832, 862, 894, 894, 898, 905, 905, 905, 912, 912, 918, 918, 923, 932, 963,
+    973, 977, 1005, 1017, 1028, 1029, 1029, 1029, 1029, 1029, 1029, 1029, 1029, 1029, 1029, 1029, 1029, 1029, 1029,
+    1029, 1029, 1029, 1029, 1029, 1029, 1029, 1029, 1029, 1029, 1029, 1029, 1031, 1031, 1031, 1031, 1031, 1031, 1031,
+    1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031,
+    1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031,
+    1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031,
+    1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031, 1031,
+    1031, 1031, 1031, 1031, 1037, 1037, 1055, 1068, 1099, 1124, 1158, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181,
+    1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181,
+    1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1181, 1186, 1186,
+    1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186,
+    1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1186, 1187, 1187, 1191, 1212, 1212, 1223, 1241,
+    1278,
+};
 
 static uint32_t rfi_unicode_class(uint32_t cp) {
     static const uint8_t bits[8] = {RFI_OTHER,  RFI_LETTER, RFI_NUMBER, RFI_PUNCT,
                                     RFI_SYMBOL, RFI_MARK,   RFI_SPACE,  RFI_OTHER};
-    uint32_t lo = 0, hi = RFI_COUNT(rfi_unicode_runs);
+    uint32_t lo, hi = RFI_COUNT(rfi_unicode_runs);
+    if (cp < 0x10000) lo = rfi_unicode_blocks[cp >> 8], hi = rfi_unicode_blocks[(cp >> 8) + 1] + 1u;
+    else lo = rfi_unicode_blocks[256];
     while (hi - lo > 1) { /* the last run that starts at or before cp; the first one starts at 0 */
         uint32_t mid = lo + (hi - lo) / 2;
         if (rfi_unicode_runs[mid] >> 3 <= cp) lo = mid;

@@ -29,18 +29,29 @@ def table():
     return out
 
 
-def text():
-    t = table()
-    lines = [f'/* Unicode {unicodedata.unidata_version}, {len(t)} runs, {4 * len(t)} bytes. */',
-             f'static const uint32_t rfi_unicode_runs[{len(t)}] = {{']
-    line = '   '
-    for v in t:
-        item = f' {v:#x},'
+def blocks(t):
+    """Of every 256 characters below U+10000 the run that the first one is in, and the run of U+10000."""
+    return [max(i for i, v in enumerate(t) if v >> 3 <= c) for c in range(0, 0x10001, 256)]
+
+
+def array(name, c_type, values, show):
+    lines, line = [f'static const {c_type} {name}[{len(values)}] = {{'], '   '
+    for v in values:
+        item = f' {show(v)},'
         if len(line) + len(item) > 118:
             lines.append(line)
             line = '   '
         line += item
-    return '\n'.join(lines + [line, '};']) + '\n'
+    return lines + [line, '};']
+
+
+def text():
+    t = table()
+    b = blocks(t)
+    lines = [f'/* Unicode {unicodedata.unidata_version}, {len(t)} runs, {4 * len(t) + 2 * len(b)} bytes. */']
+    lines += array('rfi_unicode_runs', 'uint32_t', t, hex)
+    lines += array('rfi_unicode_blocks', 'uint16_t', b, str)
+    return '\n'.join(lines) + '\n'
 
 
 if __name__ == '__main__':

@@ -226,7 +226,7 @@ static void fuzz_tokenizer(const unsigned char *data, size_t n) {
     static mg_buf files[RFI_COUNT(rfi_pres) + 1]; /* open as long as the process */
     pieces p = {data, data + n, 1};
     unsigned which = next_byte(&p), flags = next_byte(&p) & (RF_TOKENIZE_SPECIAL | RF_TOKENIZE_ADD);
-    unsigned i = which % (RFI_COUNT(known) + 2);
+    unsigned i = which < 254 ? which % RFI_COUNT(known) : which - 254 + (unsigned)RFI_COUNT(known);
     rf_tokenizer *t = NULL;
     rf_gguf *g = NULL;
     mg_buf file = {0};
@@ -246,7 +246,8 @@ static void fuzz_tokenizer(const unsigned char *data, size_t n) {
     char *text = (char *)malloc(left + !left);
     MUST(text != NULL, "out of memory");
     if (left) memcpy(text, p.at, left);
-    if (t) check_text(t, text, left, flags, i < RFI_COUNT(known));
+    int is_raw = i > 0 && i < RFI_COUNT(known) && rfi_pres[i - 1].flags & RFI_PRE_RAW; /* drops what has no token */
+    if (t) check_text(t, text, left, flags, i < RFI_COUNT(known) && !is_raw);
     free(text);
     if (i >= RFI_COUNT(known)) rf_tokenizer_close(t), mg_free(&file);
     MUST(rf_gguf_close(g, NULL) == RF_OK, "the file stays busy");
@@ -532,11 +533,21 @@ typedef struct seed {
 } seed;
 #define SEED(text) {text, sizeof text - 1}
 
+#define MIXED "HTTPServer's don'T e\xcc\x81x \xc3\x89t\xc3\xa9 1234567 12a \xd9\xa1\xd9\xa2 (foo)//\n\n  \t\xe3\x80\x80 \xe4\xb8\x80\xea\xb0\x80" \
+    "\xef\xbc\x8c ~`$ <sentinel:12>IMGIMGABZ a b\xff   "
+
 static const seed tokenizer_seeds[] = {
     SEED("\0\2Hello world, the hello. \xc3\xa9"), SEED("\0\1<s>hello</s> <unk>"),
     SEED("\1\2I'll we're 123 4567 \n\n  x"),
     SEED("\2\3<|im_start|>user\nhello<|im_end|>"), SEED("\3\0\xe4\xbd\xa0\xe5\xa5\xbd \xf0\x9f\x98\x80 \xff\xc0\x80"),
     SEED("\4\0a\tb\r\nc   d"), SEED("\6\0\xd9\xa1\xd9\xa2 \xe0\xa4\x95\xe0\xa5\x8d\xe0\xa4\xb7 A1b2"),
+    /* a text with something for every pass, for one name of each rule */
+    SEED("\1\0" MIXED), SEED("\2\1" MIXED), SEED("\3\2" MIXED), SEED("\21\3" MIXED), SEED("\22\0" MIXED),
+    SEED("\23\1" MIXED), SEED("\37\2" MIXED), SEED("\40\3" MIXED), SEED("\41\0" MIXED), SEED("\42\1" MIXED),
+    SEED("\43\2" MIXED), SEED("\44\3" MIXED), SEED("\51\0" MIXED), SEED("\52\1" MIXED), SEED("\53\2" MIXED),
+    SEED("\54\3" MIXED), SEED("\55\0" MIXED), SEED("\56\1" MIXED), SEED("\61\2" MIXED), SEED("\62\3" MIXED),
+    SEED("\63\0" MIXED), SEED("\64\1" MIXED), SEED("\74\2" MIXED), SEED("\117\3" MIXED), SEED("\122\0" MIXED),
+    SEED("\123\1" MIXED), SEED("\124\2" MIXED), SEED("\125\3" MIXED),
     SEED("\xfe\0" "1a\x1e" "1b\x1e" "1ab\x1e" "1a b\x1e" "3<x>\x1e" "abab<x>"),
     SEED("\xff\1" "2?\x1e" "1a\x1e" "6<0x41>\x1e" "1aa\x1e" "aaaA"),
 };

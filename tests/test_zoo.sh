@@ -6,9 +6,15 @@ zoo=${ZOO:-../shared/zoo}
 cli=$build/rocmforge_cli
 architectures='llama qwen2 qwen3 gemma2 gemma3 phi3 glm4 mistral3 smollm3 granite'
 types='f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k'
-vocabularies='gpt-2 gpt-neox refact llama-spm phi-3'
-pre_tokenizers='default llama3 llama-v3 llama-bpe pixtral lfm2 falcon3 smaug-bpe dbrx glm4 chatglm-bpe qwen2 deepseek-r1-qwen
-    stablelm2 hunyuan solar-open megrez smollm starcoder refact command-r gpt-2 phi-2 olmo exaone4 mellum granite-docling'
+vocabularies='gpt-2 gpt-neox refact llama-spm phi-3 falcon deepseek-coder'
+pre_tokenizers='default falcon llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe
+    glm4 chatglm-bpe glm5 jais-2 minicpm5 qwen2 kormo f2llmv2 stablelm2 deepseek-r1-qwen hunyuan megrez
+    solar-open grok-2 bailingmoe bailingmoe2 llada-moe qwen35 seed-coder laguna ufakzeka tekken gpt-4o llama4
+    kanana2 talkie minimax-m2 granite-embed-multi-97m tiny_aya youtu kimi-k2 exaone-moe deepseek-v3
+    hunyuan-dense joyai-llm afmoe deepseek-llm deepseek-coder smollm refact exaone starcoder mellum2 codeshell
+    command-r minerva-7b gpt-2 phi-2 olmo exaone4 mellum granite-docling mpt jais trillion gigachat a.x-4.0
+    modern-bert jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe poro-chat bloom
+    gpt3-finnish viking chameleon superbpe sarvam-moe gemma4 granite-embed-multi-311m mmbert'
 
 [ -f "$zoo/check.py" ] || { skip zoo "zoo absent: no $zoo/check.py"; finish; }
 for python in python3 /usr/bin/python3 none; do $python -c 'import numpy' 2>/dev/null && break; done
