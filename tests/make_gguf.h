@@ -18,7 +18,9 @@
 #define MG_FN __attribute__((unused)) static
 
 enum { MG_F32 = 0, MG_F16 = 1, MG_Q4_0 = 2, MG_Q4_1 = 3, MG_Q5_0 = 6, MG_Q5_1 = 7, MG_Q8_0 = 8, MG_Q4_K = 12,
-       MG_Q5_K = 13, MG_Q6_K = 14, MG_BF16 = 30 };
+       MG_Q5_K = 13, MG_Q6_K = 14, MG_BF16 = 30, MG_Q2_K = 10, MG_Q3_K = 11, MG_IQ2_XXS = 16, MG_IQ2_XS = 17,
+       MG_IQ3_XXS = 18, MG_IQ1_S = 19, MG_IQ4_NL = 20, MG_IQ3_S = 21, MG_IQ2_S = 22, MG_IQ4_XS = 23, MG_IQ1_M = 29,
+       MG_TQ1_0 = 34, MG_TQ2_0 = 35, MG_MXFP4 = 39, MG_NVFP4 = 40, MG_Q1_0 = 41, MG_Q2_0 = 42 };
 enum { MG_KV_U8, MG_KV_I8, MG_KV_U16, MG_KV_I16, MG_KV_U32, MG_KV_I32, MG_KV_F32, MG_KV_BOOL, MG_KV_STR, MG_KV_ARR,
        MG_KV_U64, MG_KV_I64, MG_KV_F64 };
 
@@ -245,7 +247,13 @@ MG_FN uint16_t mg_bf16(float x) {
 MG_FN void mg_block(uint32_t type, uint32_t *elements, uint32_t *bytes) {
     static const uint32_t table[][3] = {{MG_F32, 1, 4},     {MG_F16, 1, 2},     {MG_BF16, 1, 2},    {MG_Q4_0, 32, 18},
                                         {MG_Q4_1, 32, 20},  {MG_Q5_0, 32, 22},  {MG_Q5_1, 32, 24},  {MG_Q8_0, 32, 34},
-                                        {MG_Q4_K, 256, 144}, {MG_Q5_K, 256, 176}, {MG_Q6_K, 256, 210}};
+                                        {MG_Q4_K, 256, 144}, {MG_Q5_K, 256, 176}, {MG_Q6_K, 256, 210},
+                                        {MG_Q2_K, 256, 84}, {MG_Q3_K, 256, 110}, {MG_IQ2_XXS, 256, 66},
+                                        {MG_IQ2_XS, 256, 74}, {MG_IQ3_XXS, 256, 98}, {MG_IQ1_S, 256, 50},
+                                        {MG_IQ4_NL, 32, 18}, {MG_IQ3_S, 256, 110}, {MG_IQ2_S, 256, 82},
+                                        {MG_IQ4_XS, 256, 136}, {MG_IQ1_M, 256, 56}, {MG_TQ1_0, 256, 54},
+                                        {MG_TQ2_0, 256, 66}, {MG_MXFP4, 32, 17}, {MG_NVFP4, 64, 36},
+                                        {MG_Q1_0, 128, 18}, {MG_Q2_0, 64, 18}};
     *elements = *bytes = 0;
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++)
         if (table[i][0] == type) *elements = table[i][1], *bytes = table[i][2];
@@ -256,6 +264,32 @@ MG_FN void mg_put_random(mg_buf *b, mg_rng *r, size_t n) {
         unsigned char c = (unsigned char)(mg_next(r) >> 56);
         mg_put(b, &c, 1);
     }
+}
+
+/* A block of random bytes, then its scale d: in half precision at a certain byte, or in a form of its own. */
+MG_FN void mg_put_random_block(mg_buf *b, mg_rng *r, uint32_t type, float v) {
+    static const struct { uint32_t type, at; float deviation; } table[] = {
+        {MG_Q2_K, 80, 13.9f},    {MG_Q3_K, 108, 43.4f},  {MG_IQ2_XXS, 0, 53.4f}, {MG_IQ2_XS, 0, 56.0f},
+        {MG_IQ3_XXS, 0, 142.7f}, {MG_IQ1_S, 0, 7.2f},    {MG_IQ4_NL, 0, 67.5f},  {MG_IQ3_S, 0, 140.2f},
+        {MG_IQ2_S, 0, 56.5f},    {MG_IQ4_XS, 0, 1244.f}, {MG_IQ1_M, 48, 7.2f},   {MG_TQ1_0, 52, 0.82f},
+        {MG_TQ2_0, 64, 1.22f},   {MG_MXFP4, 0, 2.93f},   {MG_NVFP4, 0, 2.93f},   {MG_Q1_0, 0, 1.0f},
+        {MG_Q2_0, 0, 1.22f}};
+    uint32_t elements, bytes, i = 0;
+    while (i < sizeof table / sizeof table[0] - 1 && table[i].type != type) i++;
+    mg_block(type, &elements, &bytes);
+    if (!bytes || table[i].type != type) fprintf(stderr, "make_gguf.h: no type %u\n", type), exit(99);
+    mg_put_random(b, r, bytes);
+    unsigned char *block = b->data + b->n - bytes;
+    const float d = v / table[i].deviation, dmin = 1.5f * d; /* Q2_K: 7.5 * dmin = 7.5 * 1.5 * d */
+    const uint16_t half[2] = {mg_f16(d), mg_f16(dmin)};
+    int e;
+    const float fraction = frexpf(d, &e); /* d = fraction * 2^e, from 0.5 on */
+    if (type == MG_MXFP4) block[0] = (unsigned char)(e + 126); /* 127 is 1 */
+    else if (type == MG_NVFP4) /* 4 bits of exponent, 7 for 1, and 3 bits behind the point; what is too small: 1 / 512 */
+        memset(block, e < -5 ? 1 : (e + 6) << 3 | ((int)(fraction * 16) & 7), 4);
+    else if (type == MG_IQ1_M)
+        for (int k = 0; k < 4; k++) block[49 + 2 * k] = (unsigned char)((block[49 + 2 * k] & 15) | (half[0] >> 4 * k & 15) << 4);
+    else memcpy(block + table[i].at, half, type == MG_Q2_K ? 4 : 2);
 }
 
 /* Append one block of random weights of mean about 0 and deviation about s. The divisors are the deviation of the
@@ -275,7 +309,7 @@ MG_FN void mg_put_block(mg_buf *b, mg_rng *r, uint32_t type, float s) {
     case MG_Q4_K: mg_put_u16(b, mg_f16(v / 260.0f)), mg_put_u16(b, mg_f16(v / 35.0f)), n = 140; break;
     case MG_Q5_K: mg_put_u16(b, mg_f16(v / 520.0f)), mg_put_u16(b, mg_f16(v / 35.0f)), n = 172; break;
     case MG_Q6_K: mg_put_random(b, r, 208), mg_put_u16(b, mg_f16(v / 1360.0f)); break;
-    default: fprintf(stderr, "make_gguf.h: no type %u\n", type), exit(99);
+    default: mg_put_random_block(b, r, type, v);
     }
     mg_put_random(b, r, n);
 }
@@ -549,7 +583,7 @@ MG_FN mg_options mg_defaults(const mg_options *options) {
     uint32_t elements = 1, mix = 1, bytes;
     mg_block(o.type, &elements, &bytes);
     if (o.use_mix) mg_block(o.mix_type, &mix, &bytes);
-    int big = elements == 256 || mix == 256;
+    int big = elements > 32 || mix > 32;
     if (!o.arch) o.arch = "llama";
     int qwen = strncmp(o.arch, "qwen", 4) == 0;
     if (strcmp(o.arch, "qwen2") == 0) o.bias = 1;

@@ -3,7 +3,7 @@
  * make_model SHAPE MIX OUT.gguf: a model of a true shape with random weights, for timing and memory tests. It computes
  * nonsense, with finite logits, at the speed of the real one. 5 GB take about ten seconds.
  *   SHAPE  llama3-70b llama3-8b llama3.2-1b tinyllama-1.1b qwen2.5-0.5b qwen3-0.6b
- *   MIX    Q4_K_M Q5_K_M Q6_K Q8_0 Q4_0 F16 F32
+ *   MIX    Q4_K_M Q5_K_M Q6_K Q8_0 Q4_0 F16 F32, or one of the names in `pure` for all matrices but the output
  * `make_model SHAPE MIX OUT sparse` writes the metadata only and leaves a hole for the data (zeros, no disk space). */
 #include "tests/make_gguf.h"
 
@@ -31,6 +31,12 @@ typedef struct tensor {
     float d;
 } tensor;
 
+static const struct { const char *mix; uint32_t type; } pure[] = {
+    {"Q4_0", MG_Q4_0},       {"IQ4_NL", MG_IQ4_NL},   {"IQ4_XS", MG_IQ4_XS}, {"MXFP4", MG_MXFP4}, {"NVFP4", MG_NVFP4},
+    {"Q2_K", MG_Q2_K},       {"Q3_K", MG_Q3_K},       {"IQ3_XXS", MG_IQ3_XXS}, {"IQ3_S", MG_IQ3_S},
+    {"IQ2_XXS", MG_IQ2_XXS}, {"IQ2_XS", MG_IQ2_XS},   {"IQ2_S", MG_IQ2_S},   {"IQ1_S", MG_IQ1_S}, {"IQ1_M", MG_IQ1_M},
+    {"TQ1_0", MG_TQ1_0},     {"TQ2_0", MG_TQ2_0},     {"Q1_0", MG_Q1_0},     {"Q2_0", MG_Q2_0}};
+
 static tensor *list;
 static size_t n_list;
 
@@ -42,15 +48,18 @@ static uint32_t type_of(const char *mix, const char *name, uint32_t il, const sh
     uint32_t type = MG_F32;
     if (strcmp(mix, "F16") == 0) type = MG_F16;
     if (strcmp(mix, "Q8_0") == 0) type = MG_Q8_0;
-    if (strcmp(mix, "Q4_0") == 0) type = strcmp(name, "output") == 0 ? MG_Q6_K : MG_Q4_0;
+    for (size_t p = 0; p < sizeof pure / sizeof pure[0]; p++)
+        if (strcmp(mix, pure[p].mix) == 0) type = strcmp(name, "output") == 0 ? (uint32_t)MG_Q6_K : pure[p].type;
     if (strcmp(mix, "Q6_K") == 0) type = MG_Q6_K;
     if (strcmp(mix, "Q4_K_M") == 0 || strcmp(mix, "Q5_K_M") == 0) {
         type = mix[1] == '4' ? MG_Q4_K : MG_Q5_K;
         if ((more && half) || strcmp(name, "output") == 0 || (s->tied && strcmp(name, "token_embd") == 0))
             type = MG_Q6_K;
     }
-    if (n_in % 256 == 0) return type;
-    return type == MG_Q4_K ? MG_Q5_0 : type == MG_Q5_K ? MG_Q5_1 : type == MG_Q6_K ? MG_Q8_0 : type;
+    uint32_t elements = 1, bytes = 4;
+    mg_block(type, &elements, &bytes);
+    if (n_in % elements == 0) return type;
+    return type == MG_Q4_K ? MG_Q5_0 : type == MG_Q5_K ? MG_Q5_1 : type == MG_Q6_K ? MG_Q8_0 : MG_IQ4_NL;
 }
 
 static void add(const char *mix, const shape *s, int il, const char *name, const char *suffix, uint64_t n_in,
@@ -174,7 +183,9 @@ int main(int argc, char **argv) {
     if (argc < 4) return fprintf(stderr, "usage: make_model SHAPE MIX OUT.gguf [sparse]\n"), 2;
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
         if (strcmp(shapes[i].name, argv[1]) == 0) s = &shapes[i];
-    if (!s || !strstr("Q4_K_M Q5_K_M Q6_K Q8_0 Q4_0 F16 F32", argv[2]))
+    int known = strstr("Q4_K_M Q5_K_M Q6_K Q8_0 F16 F32", argv[2]) != NULL;
+    for (size_t p = 0; p < sizeof pure / sizeof pure[0]; p++) known |= strcmp(argv[2], pure[p].mix) == 0;
+    if (!s || !known)
         return fprintf(stderr, "make_model: unknown shape or mix\n"), 2;
     add_all(argv[2], s);
     for (size_t i = 0; i < n_list; i++) list[i].offset = offset, offset += (list[i].size + 31) / 32 * 32;

@@ -6,7 +6,12 @@
 #include "rf_test.h"
 
 static const uint32_t all_types[] = {RF_TYPE_F32,  RF_TYPE_F16,  RF_TYPE_BF16, RF_TYPE_Q8_0, RF_TYPE_Q4_0, RF_TYPE_Q4_1,
-                                     RF_TYPE_Q5_0, RF_TYPE_Q5_1, RF_TYPE_Q4_K, RF_TYPE_Q5_K, RF_TYPE_Q6_K};
+                                     RF_TYPE_Q5_0, RF_TYPE_Q5_1, RF_TYPE_Q4_K, RF_TYPE_Q5_K, RF_TYPE_Q6_K,
+                                     RF_TYPE_IQ4_NL, RF_TYPE_NVFP4, RF_TYPE_Q2_K, RF_TYPE_IQ4_XS, RF_TYPE_MXFP4,
+                                     RF_TYPE_Q3_K, RF_TYPE_IQ3_XXS, RF_TYPE_IQ3_S, RF_TYPE_IQ2_XXS, RF_TYPE_IQ2_XS,
+                                     RF_TYPE_IQ2_S, RF_TYPE_IQ1_S, RF_TYPE_IQ1_M, RF_TYPE_TQ1_0, RF_TYPE_TQ2_0,
+                                     RF_TYPE_Q1_0, RF_TYPE_Q2_0};
+#define FIRST_EXPANDED 11 /* one of each kind first */
 #if defined(EMULATED) /* by an interpreter of instructions: a part of the shapes and rounds */
 #define EMULATED_PART 11
 #else
@@ -39,6 +44,96 @@ static double half_value(const uint8_t *p) {
     int h = p[0] | p[1] << 8, e = h >> 10 & 31, m = h & 1023;
     double v = e == 31 ? (m ? NAN : INFINITY) : e ? ldexp(1024 + m, e - 25) : ldexp(m, -24);
     return h & 0x8000 ? -v : v;
+}
+
+/* Where the scale of a type is that is a half precision number, and the second one behind it. */
+static uint32_t scale_at(uint32_t type) {
+    return type == RF_TYPE_Q6_K || type == RF_TYPE_Q3_K ? rf_type_get(type).block_bytes - 2
+           : type == RF_TYPE_Q2_K                       ? 80
+           : type == RF_TYPE_TQ1_0                      ? 52
+           : type == RF_TYPE_TQ2_0                      ? 64
+                                                        : 0;
+}
+static int half_scales(uint32_t type) { /* how many such there are */
+    if (type == RF_TYPE_MXFP4 || type == RF_TYPE_NVFP4 || type == RF_TYPE_IQ1_M) return 0;
+    return type == RF_TYPE_Q2_K || type == RF_TYPE_Q4_1 || type == RF_TYPE_Q5_1 || type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K ? 2
+                                                                                                                               : 1;
+}
+
+static const int iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static double fp4_value(int q) { /* sign, 2 bits of exponent, 1 of fraction */
+    const int e = q >> 1 & 3, m = q & 1;
+    return (q & 8 ? -1 : 1) * (e ? ldexp(1 + 0.5 * m, e - 1) : 0.5 * m);
+}
+static int sign_of_seven(uint32_t bits, uint32_t k) { /* the eighth makes their number even */
+    int ones = 0;
+    for (uint32_t i = 0; i < 7; i++) ones += bits >> i & 1;
+    return (k < 7 ? bits >> k & 1 : (uint32_t)ones & 1) ? -1 : 1;
+}
+
+/* Value k of 256 of the types with lists of runs, which are the library's: the golden blocks judge those. */
+static double decode_run(uint32_t type, const uint8_t *b, uint32_t k) {
+    static const int two[3] = {8, 25, 43}, three[8] = {4, 12, 20, 28, 36, 44, 52, 62};
+    const uint32_t g = k / 32, i = k / 8, j = k % 8, i4 = k / 4;
+    uint32_t w, n;
+    switch (type) {
+    case RF_TYPE_IQ2_XXS:
+        memcpy(&w, b + 2 + 8 * g + 4, 4);
+        return half_value(b) * (0.5 + (w >> 28)) / 4 * two[rfi_iq2_xxs_runs[b[2 + 8 * g + i % 4]] >> 2 * j & 3] * sign_of_seven(w >> 7 * (i % 4), j);
+    case RF_TYPE_IQ2_XS:
+        w = b[2 + 2 * i] | (uint32_t)b[3 + 2 * i] << 8;
+        return half_value(b) * (0.5 + (b[66 + g] >> 4 * (k / 16 % 2) & 15)) / 4 * two[rfi_iq2_xs_runs[w % 512] >> 2 * j & 3] * sign_of_seven(w >> 9, j);
+    case RF_TYPE_IQ2_S:
+        n = b[2 + i] | (uint32_t)(b[66 + g] >> 2 * (i % 4) & 3) << 8;
+        return half_value(b) * (0.5 + (b[74 + g] >> 4 * (k / 16 % 2) & 15)) / 4 * two[rfi_iq2_s_runs[n] >> 2 * j & 3] * (b[34 + i] >> j & 1 ? -1 : 1);
+    case RF_TYPE_IQ3_XXS:
+        memcpy(&w, b + 66 + 4 * g, 4);
+        return half_value(b) * (0.5 + (w >> 28)) / 2 * three[rfi_iq3_xxs_runs[b[2 + i4]] >> 3 * (k % 4) & 7] * sign_of_seven(w >> 7 * (i % 4), j);
+    case RF_TYPE_IQ3_S:
+        n = b[2 + i4] | (uint32_t)(b[66 + g] >> i4 % 8 & 1) << 8;
+        return half_value(b) * (1 + 2 * (b[106 + g / 2] >> 4 * (g % 2) & 15)) * (1 + 2 * (rfi_iq3_s_runs[n] >> 3 * (k % 4) & 7)) * (b[74 + i] >> j & 1 ? -1 : 1);
+    case RF_TYPE_IQ1_S:
+        w = b[34 + 2 * g] | (uint32_t)b[35 + 2 * g] << 8;
+        n = b[2 + i] | (w >> 3 * (i % 4) & 7) << 8;
+        return half_value(b) * (2 * (w >> 12 & 7) + 1) * ((int)(rfi_iq1_runs[n] >> 2 * j & 3) - 1 + (w & 0x8000 ? -0.125 : 0.125));
+    default: { /* IQ1_M */
+        const uint8_t d[2] = {(uint8_t)(b[49] >> 4 | (b[51] & 0xf0)), (uint8_t)(b[53] >> 4 | (b[55] & 0xf0))};
+        w = b[32 + i / 2] >> 4 * (i % 2) & 15, n = b[i] | (w & 7) << 8;
+        const uint32_t scales = b[48 + k / 64 * 2] | (uint32_t)b[49 + k / 64 * 2] << 8;
+        return half_value(d) * (2 * (scales >> 3 * (k / 16 % 4) & 7) + 1) * ((int)(rfi_iq1_runs[n] >> 2 * j & 3) - 1 + (w & 8 ? -0.125 : 0.125));
+    }
+    }
+}
+
+/* Value k of a block of the other types that are expanded. */
+static double decode_expanded(uint32_t type, const uint8_t *b, uint32_t k) {
+    static const int powers[5] = {1, 3, 9, 27, 81};
+    const uint32_t g = k / 32, l = k % 32, low = 32 * (k / 128) + l, turn = 2 * (k / 32 % 4), s = k / 16;
+    int q, n;
+    switch (type) {
+    case RF_TYPE_IQ4_NL: return half_value(b) * iq4_values[k < 16 ? b[2 + k] & 15 : b[2 + k - 16] >> 4];
+    case RF_TYPE_IQ4_XS:
+        n = (b[4 + g / 2] >> 4 * (g % 2) & 15) | ((b[2] | b[3] << 8) >> 2 * g & 3) << 4;
+        return half_value(b) * (n - 32) * iq4_values[l < 16 ? b[8 + 16 * g + l] & 15 : b[8 + 16 * g + l - 16] >> 4];
+    case RF_TYPE_MXFP4: return ldexp(fp4_value(k < 16 ? b[1 + k] & 15 : b[1 + k - 16] >> 4), b[0] - 127);
+    case RF_TYPE_NVFP4:
+        n = b[s] & 127, q = b[4 + 8 * s + k % 8];
+        return (n == 127 && b[s] < 128 ? 0 : n < 8 ? ldexp(n, -9) : ldexp(8 + n % 8, n / 8 - 10)) * fp4_value(k % 16 < 8 ? q & 15 : q >> 4);
+    case RF_TYPE_Q2_K:
+        return half_value(b + 80) * (b[s] & 15) * (b[16 + low] >> turn & 3) - half_value(b + 82) * (b[s] >> 4);
+    case RF_TYPE_Q3_K:
+        n = (s < 8 ? b[96 + s] & 15 : b[96 + s - 8] >> 4) | (b[104 + s % 4] >> 2 * (s / 4) & 3) << 4;
+        q = (b[32 + low] >> turn & 3) - (b[l] >> g & 1 ? 0 : 4);
+        return half_value(b + 108) * (n - 32) * q;
+    case RF_TYPE_TQ1_0:
+        q = k < 160 ? b[l] : k < 240 ? b[32 + k % 16] : b[48 + k % 4];
+        n = (int)(k < 160 ? g : k < 240 ? s - 10 : (k - 240) / 4);
+        return half_value(b + 52) * (q * powers[n] % 256 * 3 / 256 - 1);
+    case RF_TYPE_TQ2_0: return half_value(b + 64) * ((b[low] >> turn & 3) - 1);
+    case RF_TYPE_Q1_0: return half_value(b) * (b[2 + k / 8] >> k % 8 & 1 ? 1 : -1);
+    case RF_TYPE_Q2_0: return half_value(b) * ((b[2 + k / 4] >> 2 * (k % 4) & 3) - 1);
+    default: return decode_run(type, b, k);
+    }
 }
 
 static double decode(uint32_t type, const uint8_t *row, uint32_t i) {
@@ -74,7 +169,7 @@ static double decode(uint32_t type, const uint8_t *row, uint32_t i) {
         if (five && (b[16 + l] >> g & 1)) q += 16;
         return half_value(b) * sc * q - half_value(b + 2) * mn;
     }
-    default: { /* Q6_K */
+    case RF_TYPE_Q6_K: {
         const uint32_t h = k / 128, r = k % 128, l = r % 32;
         b = row + b256 * 210;
         const uint8_t *ql = b + h * 64, *qh = b + 128 + h * 32;
@@ -83,6 +178,10 @@ static double decode(uint32_t type, const uint8_t *row, uint32_t i) {
         else if (r < 96) q = ql[l] >> 4 | (qh[l] >> 4 & 3) << 4;
         else q = ql[l + 32] >> 4 | (qh[l] >> 6 & 3) << 4;
         return half_value(b + 208) * (int8_t)b[192 + k / 16] * (q - 32);
+    }
+    default: {
+        const rf_type_info t = rf_type_get(type);
+        return decode_expanded(type, row + i / t.block_elements * t.block_bytes, i % t.block_elements);
     }
     }
 }
@@ -101,9 +200,12 @@ static void fill_rows(uint32_t type, uint8_t *p, uint32_t n_rows, uint32_t n_in,
         case RF_TYPE_BF16: { uint32_t u; memcpy(&u, &f, 4); u >>= 16; memcpy(p, &u, 2); break; }
         case RF_TYPE_Q6_K: put_half(p + 208, f / 1000); break;
         case RF_TYPE_Q4_K: case RF_TYPE_Q5_K: put_half(p, f / 500); put_half(p + 2, size * rnd_normal() / 50); break;
+        case RF_TYPE_MXFP4: p[0] = (uint8_t)(125 + rnd() % 4); break;
+        case RF_TYPE_NVFP4: for (int i = 0; i < 4; i++) p[i] = (uint8_t)(rnd() % 3 << 7 | (44 + rnd() % 24)); break;
+        case RF_TYPE_IQ1_M: p[49] &= 15, p[51] &= 15, p[53] &= 15, p[55] = (uint8_t)(p[55] % 16 | 0x20); break;
         default:
-            put_half(p, f / 10);
-            if (type == RF_TYPE_Q4_1 || type == RF_TYPE_Q5_1) put_half(p + 2, size * rnd_normal());
+            put_half(p + scale_at(type), f / (type >= RF_TYPE_Q2_K ? 100 : 10));
+            if (half_scales(type) == 2) put_half(p + scale_at(type) + 2, size * rnd_normal());
         }
     }
 }
@@ -113,8 +215,8 @@ static void fill_rows(uint32_t type, uint8_t *p, uint32_t n_rows, uint32_t n_in,
 static void test_types(void) {
     rf_type_info t = rf_type_get(RF_TYPE_Q4_K);
     CHECK(t.name && !strcmp(t.name, "q4_K") && t.block_elements == 256 && t.block_bytes == 144 && t.runs == 1, "no");
-    t = rf_type_get(RF_TYPE_IQ4_NL);
-    CHECK(t.name && !strcmp(t.name, "iq4_nl") && !t.runs, "no");
+    t = rf_type_get(RF_TYPE_Q8_K);
+    CHECK(t.name && !strcmp(t.name, "q8_K") && !t.runs, "no");
     CHECK(!rf_type_get(4).name && !rf_type_get(36).name && !rf_type_get(43).name && !rf_type_get(0xffffffffu).name, "no");
     CHECK(rfi_row_bytes(RF_TYPE_Q6_K, 512) == 420 && rfi_row_bytes(RF_TYPE_F32, 3) == 12, "no");
     CHECK(rfi_row_bytes(RF_TYPE_Q6_K, 257) == 0 && rfi_row_bytes(5, 32) == 0, "no");
@@ -130,7 +232,7 @@ static void test_dequantize_arguments(void) {
     CHECK(rf_dequantize(RF_TYPE_Q4_0, NULL, 32, y, NULL) == RF_ERR_ARGUMENT, "no");
     CHECK(rf_dequantize(RF_TYPE_Q4_0, b, 32, NULL, NULL) == RF_ERR_ARGUMENT, "no");
     CHECK(rf_dequantize(RF_TYPE_Q4_0, NULL, 0, NULL, &err) == RF_OK && err.code == RF_OK, "no");
-    CHECK(rf_dequantize(RF_TYPE_Q2_K, b, 256, y, &err) == RF_ERR_UNSUPPORTED && strstr(err.text, "q2_K"), "no");
+    CHECK(rf_dequantize(RF_TYPE_Q8_K, b, 256, y, &err) == RF_ERR_UNSUPPORTED && strstr(err.text, "q8_K"), "no");
     CHECK(rf_dequantize(4, b, 32, y, &err) == RF_ERR_UNSUPPORTED, "no");
     CHECK(rf_dequantize(0xffffffffu, b, 32, y, &err) == RF_ERR_UNSUPPORTED, "no");
 }
@@ -212,7 +314,7 @@ static void test_dequantize_golden(void) {
         n_types++;
         free(raw), free(want), free(y);
     }
-    CHECK(n_types == 10, "%d", n_types);
+    CHECK(n_types == RFI_COUNT(all_types) - 1, "%d", n_types);
 }
 
 /* ---- half precision ---- */
@@ -289,6 +391,7 @@ static void want_q8(const float *x, rfi_q8 *o) {
     }
     o->s = o->d * (float)(sum[0] + sum[1]);
     o->b16[0] = -128 * sum[0], o->b16[1] = -128 * sum[1];
+    o->s16[0] = o->d * (float)sum[0], o->s16[1] = o->d * (float)sum[1];
     o->b = o->b16[0] + o->b16[1];
 }
 
@@ -320,6 +423,7 @@ static void check_quantize(const rfi_kernels *k) {
                                        : !memcmp(&got[g].d, &want.d, 4) && got[g].s == want.s;
         CHECK(same && !memcmp(got[g].q, want.q, 32), "%s group %d d %a want %a", k->name, g, (double)got[g].d, (double)want.d);
         CHECK(got[g].b == want.b && !memcmp(got[g].b16, want.b16, 8), "%s group %d", k->name, g);
+        CHECK(isnan(want.d) ? isnan(got[g].s16[0]) && isnan(got[g].s16[1]) : !memcmp(got[g].s16, want.s16, 8), "%s group %d", k->name, g);
     }
     for (uint64_t g = GROUPS; g < n_out; g++) {
         static const rfi_q8 zero;
@@ -359,7 +463,8 @@ static void run(const rfi_kernels *k, const problem *p, uint32_t row, uint32_t n
                 float *y, uint64_t y_stride) {
     rfi_acts a = p->acts;
     a.f += col * a.f_stride, a.q += col * a.q_stride;
-    k->matmul[p->type](p->w + row * p->row_bytes, p->row_bytes, n_rows, p->n_in, &a, n_cols, y, y_stride);
+    const rfi_matmul m = {p->w + row * p->row_bytes, p->row_bytes, n_rows, p->n_in, &a, n_cols, y, y_stride};
+    rfi_matmul_run(k, p->type, &m);
 }
 
 /* Against float64, then the bits of each way to cut it, then against the scalar kernels' bits if quantized. */
@@ -417,11 +522,12 @@ static void check_matmuls(const rfi_kernels *k) {
     for (size_t t = 0; t < RFI_COUNT(all_types); t++) {
         const uint32_t type = all_types[t], block = rf_type_get(type).block_elements;
         const uint32_t unit = block == 1 ? 1 : block;
+        const size_t part = t < FIRST_EXPANDED + 3 ? EMULATED_PART : 7 * EMULATED_PART; /* they differ in expansion alone */
         const uint32_t n_in[] = {unit, 3 * unit, block == 1 ? 50 : 8 * unit, 1024 / block * block, 2048 + unit * (block < 256 ? 5 : 1)};
         for (size_t a = 0; a < RFI_COUNT(n_in); a++)
             for (size_t b = 0; b < RFI_COUNT(rows); b++)
                 for (size_t c = 0; c < RFI_COUNT(cols); c++)
-                    if ((n_in[a] < 2000 || rows[b] * cols[c] <= 100 || rows[b] == 40) && (a + b + c + t) % EMULATED_PART == 0)
+                    if ((n_in[a] < 2000 || rows[b] * cols[c] <= 100 || rows[b] == 40) && (a + b + c + t) % part == 0)
                         check_matmul(k, type, rows[b], n_in[a], cols[c]);
     }
     if (EMULATED_PART > 1) return;
@@ -439,9 +545,10 @@ static void check_matmul_extremes(const rfi_kernels *k) {
         for (uint64_t i = 0; i < n_rows * p.row_bytes; i++) p.w[i] = rnd() % 3 ? (uint8_t)(rnd() >> 9) : rnd() % 2 ? 0xff : 0x80;
         const rf_type_info info = rf_type_get(type);
         for (uint64_t b = 0; b < n_rows * p.row_bytes / info.block_bytes; b++) {
-            uint8_t *block = p.w + b * info.block_bytes, *d = type == RF_TYPE_Q6_K ? block + 208 : block;
-            d[1] &= (uint8_t)~0x40u; /* exponent below 16 */
-            block[3] &= (uint8_t)~0x40u;
+            uint8_t *block = p.w + b * info.block_bytes;
+            for (int i = 0; i < half_scales(type); i++) block[scale_at(type) + 2 * i + 1] &= (uint8_t)~0x40u; /* exponent below 16 */
+            if (type == RF_TYPE_MXFP4) block[0] = (uint8_t)(64 + block[0] % 128);
+            if (type == RF_TYPE_IQ1_M) block[55] &= (uint8_t)~0x40u;
         }
         for (uint32_t i = 0; i < n_in * n_cols; i++) p.x[i] = rnd() % 2 ? 3.0f : -3.0f; /* q = +-127 */
         for (uint32_t j = 0; j < n_cols; j++) k->quantize(p.x + j * n_in, n_in, p.q + j * p.acts.q_stride);
@@ -675,7 +782,7 @@ static void test_find(void) {
         if (!k) continue;
         last = k;
         CHECK(!strcmp(k->name, all_isas[i]) && k->arch_text[0], "no");
-        for (uint32_t t = 0; t < RF_TYPE_COUNT; t++) CHECK((k->matmul[t] != NULL) == (rf_type_get(t).runs == 1), "%s %u", k->name, t);
+        for (uint32_t t = 0; t < RF_TYPE_COUNT; t++) CHECK(rfi_matmul_has(k, t) == (rf_type_get(t).runs == 1), "%s %u", k->name, t);
         printf("  instruction set: %s (%s)\n", k->name, k->arch_text);
     }
     CHECK(best == last, "best is %s", best->name);
