@@ -436,7 +436,7 @@ typedef struct rf_model_info {
     uint32_t n_tensors;      /* tensors the plan uses                                       */
     uint64_t n_params;       /* weights in those                                            */
     uint64_t weight_bytes;   /* as stored in the file                                       */
-    uint64_t token_bytes;    /* weight bytes that one token reads                           */
+    uint64_t token_bytes;    /* weight bytes that one token reads: of experts those chosen  */
 } rf_model_info;
 
 /* Make a model of a file on a device: read hyperparameters, check the shape of every tensor, build the plan. No
@@ -808,7 +808,19 @@ typedef enum rf_op_kind {
     RF_OP_GATHER = 7,    /* out[L, n_out] = the rows of in[T, n_out] that want logits, in order                    */
     RF_OP_ARGMAX = 8,    /* out[rows] = id of the largest of in[rows, n_in] as int32: the smallest one among equals, nan
                             never, -1 if none is greater than -infinity                                            */
-    RF_OP_KIND_COUNT = 9
+    RF_OP_ROUTE = 9,     /* out[T, 2, n_used] = ids (int32) of the experts chosen for each row, best first, and the
+                            weights of their results. From logits in[T, n_experts]:
+                            p = softmax(in), or sigmoid(in) with RF_OP_SIGMOID, or in with RF_OP_CHOSEN;
+                            s = p + bias[n_experts] (extra; or none); with n_groups > 1, s of the groups (equal runs
+                            of experts) with the n_groups_used largest sums of their two largest s alone;
+                            ids = the n_used largest s, the smaller id among equals, nan behind all numbers;
+                            weights = p[ids], with RF_OP_CHOSEN softmax(p[ids]); with RF_OP_NORMALIZE divided by
+                            max(their sum, 2^-14); times scale, unless that is 0                                   */
+    RF_OP_EXPERTS = 10,  /* out[T, n_used, n_out] = in[T, n_in] W[id]^T (+ bias[id][n_out]), id = in2[T, 0, n_used] of
+                            a ROUTE, W[n_experts, n_out, n_in]; RF_OP_PER_CHOICE: in[T, n_used, n_in]              */
+    RF_OP_MIX = 11,      /* out[T, n_out] = scale * sum over k of weight[k] * in[T, n_used, n_out], in order of k,
+                            weights in2[T, 1, n_used] of a ROUTE (+ out if RF_OP_ACCUMULATE); a scale of 0 is 1    */
+    RF_OP_KIND_COUNT = 12
 } rf_op_kind;
 
 #define RF_OP_ACCUMULATE 1u
@@ -821,6 +833,12 @@ typedef enum rf_activation {
     RF_ACT_GELU = 1, /* x / (1 + e^-2u), u = sqrt(2 / pi) * (x + 0.044715 x^3): gelu's tanh form */
     RF_ACT_COUNT = 2
 } rf_activation;
+#define RF_OP_SIGMOID 0x100u    /* ROUTE */
+#define RF_OP_CHOSEN 0x200u     /* ROUTE */
+#define RF_OP_NORMALIZE 0x400u  /* ROUTE */
+#define RF_OP_PER_CHOICE 0x800u /* EXPERTS */
+
+#define RF_MAX_EXPERTS 1024u /* of a layer */
 
 typedef enum rf_op_rows { RF_ROWS_TOKENS = 0, RF_ROWS_LOGITS = 1 } rf_op_rows;
 
@@ -850,9 +868,11 @@ typedef struct rf_op {
     uint32_t temperature_length;
     uint32_t window;          /* ATTENTION: positions seen; 0: all      */
     uint32_t activation;      /* GLU: rf_activation                     */
+    uint32_t n_experts, n_used; /* ROUTE, EXPERTS, MIX */
+    uint32_t n_groups, n_groups_used; /* ROUTE */
 } rf_op;
 
-/* An activation buffer: float32 [rows, width], int32 where ARGMAX writes. */
+/* An activation buffer: float32 [rows, width], int32 where ARGMAX and, in the first half of a row, ROUTE write. */
 typedef struct rf_plan_buffer {
     const char *name;
     uint32_t rows;  /* rf_op_rows: as many rows as the step, or as logits, at most */
@@ -869,7 +889,8 @@ typedef struct rf_plan_state {
 
 #define RF_STATE_ALIGN 256u
 
-/* A weight: one tensor of the file. Matrices are [n_rows, n_in], ne={n_in, n_rows}. */
+/* A weight: one tensor of the file. Matrices are [n_rows, n_in], ne={n_in, n_rows}; those of all experts of a layer are
+ * one, ne={n_in, n_out, n_experts}, of n_experts * n_out rows. */
 typedef struct rf_plan_weight {
     char name[68];        /* NUL-terminated                                    */
     uint32_t tensor;      /* rf_tensor_info.index                              */
@@ -879,6 +900,7 @@ typedef struct rf_plan_weight {
     int32_t layer;        /* as rf_op.layer                                    */
     uint32_t row_reads;   /* 1: single rows are looked up (embedding)          */
     uint64_t size_bytes;  /* as stored in the file                             */
+    uint32_t n_experts;   /* n_rows are those of so many experts; else 0       */
 } rf_plan_weight;
 
 typedef struct rf_plan {
@@ -968,7 +990,7 @@ typedef struct rf_plan_bind {
     uint32_t cache_type;           /* rf_cache_type                                          */
 } rf_plan_bind;
 
-#define RF_DEVICE_API_VERSION 1u
+#define RF_DEVICE_API_VERSION 2u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -4888,6 +4910,32 @@ typedef struct rfi_layer_config {
     int rope;        /* 0: its queries and keys are not rotated           */
 } rfi_layer_config;
 
+typedef enum rfi_gating {
+    RFI_GATING_SOFTMAX = 1, /* values of the key expert_gating_func */
+    RFI_GATING_SIGMOID = 2,
+    RFI_GATING_CHOSEN = 3
+} rfi_gating;
+
+/* How an architecture mixes experts, and which keys it listens to. */
+typedef struct rfi_moe_arch {
+    rfi_gating gating;
+    int normalize;  /* the weights of the chosen add up to 1                                        */
+    int keys;       /* expert_gating_func, expert_weights_norm and _scale may say otherwise         */
+    int n_ff_is_ff; /* without expert_feed_forward_length an expert is feed_forward_length wide     */
+    int dense_lead; /* leading_dense_block_count layers have no experts                             */
+    int shared;     /* experts that every row takes: their width is expert_feed_forward_length times
+                       expert_shared_count, or expert_shared_feed_forward_length                    */
+} rfi_moe_arch;
+
+/* Experts of a model; n_experts 0: none. */
+typedef struct rfi_moe_config {
+    uint32_t n_experts, n_used, n_ff, n_ff_shared;
+    uint32_t n_dense; /* layers before the first with experts */
+    uint32_t gating;
+    int normalize;
+    double scale;
+} rfi_moe_config;
+
 /* What sets an architecture apart from llama's decoder. A file's tensors say the rest: biases, a fused attn_qkv, a tied
  * output, rope_freqs are taken where they are. */
 enum {
@@ -4911,7 +4959,9 @@ enum {
     RFI_FINAL_SOFTCAP = 1 << 17, /* final_logit_softcapping is read                                          */
     RFI_LONGROPE = 1 << 18,      /* rope_factors_long and _short are read                                    */
     RFI_TEMPERATURE = 1 << 19,   /* attention.temperature_scale and yarn's betas are read                    */
-    RFI_ROPE_SWITCH = 1 << 20    /* no rope if rope.scaling.finetuned is false                               */
+    RFI_ROPE_SWITCH = 1 << 20,   /* no rope if rope.scaling.finetuned is false                               */
+    RFI_QK_NORM_MAYBE = 1 << 21, /* as RFI_QK_NORM, in layers with attn_q_norm                               */
+    RFI_FFN_NORM_POST = 1 << 22  /* the norm before the ffn is post_attention_norm                           */
 };
 
 /* An architecture, and the function that emits its plan (section 9). */
@@ -4925,6 +4975,7 @@ typedef struct rfi_arch {
     uint32_t no_rope_period; /* n: every n-th layer does without rope                                  */
     float window_rope_base;  /* rope of layers with a window, unscaled; 0: as the others               */
     uint32_t wide_layers;    /* a model of so many layers scales scores by 1/sqrt(n_embd / n_heads)    */
+    const rfi_moe_arch *moe; /* NULL: no experts                                                       */
 } rfi_arch;
 
 static const rfi_arch *rfi_arch_find(rf_string name);
@@ -4949,7 +5000,9 @@ typedef struct rfi_config {
     double embedding_scale, residual_scale, logit_scale, attention_scale; /* 0: none; of scores: 1/sqrt(head_dim) */
     double attention_softcap, logit_softcap;                              /* 0: none */
     double temperature;                                                   /* 0: none */
+    uint32_t n_blocks;        /* layers of the file; behind n_layers are some that predict further tokens, unused */
     rfi_layer_config *layers; /* [n_layers] */
+    rfi_moe_config moe;
 } rfi_config;
 
 static int rfi_is(const rfi_config *c, uint32_t trait) { return (c->arch->traits & trait) != 0; }
@@ -5208,6 +5261,59 @@ static rf_result rfi_config_vocab(const rf_gguf *g, rfi_config *c, rf_error *err
     return RF_OK;
 }
 
+/* How the chosen experts are weighted, where the file has a say. */
+static rf_result rfi_config_gating(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    static const rfi_uint_key groups = {"expert_group_count", 0, RF_MAX_EXPERTS, 0, 0};
+    const rfi_uint_key gating = {"expert_gating_func", 0, UINT32_MAX, 0, 0};
+    uint32_t function = 0, n_groups = 0;
+    rf_result r = rfi_key_uint(g, c->arch, &gating, 0, 0, &function, err);
+    if (r == RF_OK) r = rfi_key_bool(g, c->arch, "expert_weights_norm", c->moe.normalize, 0, &c->moe.normalize, err);
+    if (r == RF_OK) r = rfi_key_real(g, c->arch, "expert_weights_scale", 0, 0, 0, &c->moe.scale, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &groups, 0, 0, &n_groups, err);
+    if (r != RF_OK) return r;
+    if (function > RFI_GATING_CHOSEN)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0,
+                        "%s: %s.expert_gating_func is %u: not supported (supported: 1, 2, 3)",
+                        rfi_gguf_path(g), c->arch->name, function);
+    if (n_groups > 1)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0,
+                        "%s: %s.expert_group_count is %u: groups of experts are not supported",
+                        rfi_gguf_path(g), c->arch->name, n_groups);
+    if (function) c->moe.gating = function;
+    return RF_OK;
+}
+
+/* Experts: how many, how wide, how they are chosen. Products of these numbers stay below 2^31. */
+static rf_result rfi_config_experts(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    static const rfi_uint_key n_experts = {"expert_count", 1, RF_MAX_EXPERTS, 0, 1},
+                              n_shared = {"expert_shared_count", 0, RF_MAX_EXPERTS, 0, 0},
+                              shared_ff = {"expert_shared_feed_forward_length", 0, 1 << 24, 0, 0};
+    const rfi_moe_arch *a = c->arch->moe;
+    rfi_moe_config *m = &c->moe;
+    uint32_t shared = 0;
+    rf_result r = rfi_key_uint(g, c->arch, &n_experts, 0, 0, &m->n_experts, err);
+    if (r != RF_OK) return r;
+    const rfi_uint_key n_used = {"expert_used_count", 1, m->n_experts, 0, 1},
+                       n_dense = {"leading_dense_block_count", 0, c->n_layers, 0, 0},
+                       n_ff = {"expert_feed_forward_length", 1, 1 << 24, c->layers[0].n_ff, !a->n_ff_is_ff};
+    m->gating = a->gating;
+    m->normalize = a->normalize;
+    r = rfi_key_uint(g, c->arch, &n_used, 0, 0, &m->n_used, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_ff, 0, 0, &m->n_ff, err);
+    if (r == RF_OK && a->dense_lead) r = rfi_key_uint(g, c->arch, &n_dense, 0, 0, &m->n_dense, err);
+    if (r == RF_OK && a->shared) r = rfi_key_uint(g, c->arch, &n_shared, 0, 0, &shared, err);
+    if (r == RF_OK && a->shared) r = rfi_key_uint(g, c->arch, &shared_ff, 0, 0, &m->n_ff_shared, err);
+    if (r == RF_OK && a->keys) r = rfi_config_gating(g, c, err);
+    if (r != RF_OK) return r;
+    const uint64_t widest = rfi_max_u64(m->n_ff, c->n_embd), all_shared = (uint64_t)shared * m->n_ff;
+    if (widest * m->n_experts > INT32_MAX || all_shared > INT32_MAX)
+        return rfi_fail_at_key(g, c->arch, "expert_count", err,
+                               "%u experts of up to %llu rows, %u of them shared: at most 2147483647 rows in all",
+                               m->n_experts, RFI_LLU(widest), shared);
+    if (m->n_ff_shared == 0) m->n_ff_shared = (uint32_t)all_shared;
+    return RF_OK;
+}
+
 /* What would change the graph and is not built: refused by name, never run wrong. */
 static rf_result rfi_config_refuse(const rf_gguf *g, const rfi_config *c, rf_error *err) {
     static const rfi_uint_key experts = {"expert_count", 0, UINT32_MAX, 0, 0};
@@ -5215,12 +5321,12 @@ static rf_result rfi_config_refuse(const rf_gguf *g, const rfi_config *c, rf_err
     rf_kv kv;
     char name[96];
     int64_t causal = 1;
-    rf_result r = rfi_key_uint(g, c->arch, &experts, 0, 0, &n_experts, err);
+    rf_result r = c->arch->moe ? RF_OK : rfi_key_uint(g, c->arch, &experts, 0, 0, &n_experts, err);
     if (r != RF_OK) return r;
     if (n_experts)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0,
-                        "%s: %s.expert_count is %u: mixture of experts is not supported", rfi_gguf_path(g),
-                        c->arch->name, n_experts);
+                        "%s: %s.expert_count is %u: mixture of experts is not supported in this architecture",
+                        rfi_gguf_path(g), c->arch->name, n_experts);
     if (rfi_key_find(g, c->arch, "attention.causal", &kv, name, sizeof name) &&
         rf_kv_int(&kv, 0, &causal) == RF_OK && !causal)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where,
@@ -5241,11 +5347,11 @@ static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *er
     for (uint32_t il = 0; il < c->n_layers; il++) {
         rfi_layer_config *l = &c->layers[il];
         l->rope = rotate && !(c->arch->no_rope_period && (il + 1) % c->arch->no_rope_period == 0);
-        rf_result r = rfi_key_uint(g, c->arch, &heads, il, c->n_layers, &l->n_heads, err);
+        rf_result r = rfi_key_uint(g, c->arch, &heads, il, c->n_blocks, &l->n_heads, err);
         if (r != RF_OK) return r;
         const rfi_uint_key kv_heads = {"attention.head_count_kv", 1, 1 << 14, l->n_heads, 0};
-        r = rfi_key_uint(g, c->arch, &kv_heads, il, c->n_layers, &l->n_kv_heads, err);
-        if (r == RF_OK) r = rfi_key_uint(g, c->arch, &ff, il, c->n_layers, &l->n_ff, err);
+        r = rfi_key_uint(g, c->arch, &kv_heads, il, c->n_blocks, &l->n_kv_heads, err);
+        if (r == RF_OK) r = rfi_key_uint(g, c->arch, &ff, il, c->n_blocks, &l->n_ff, err);
         if (r != RF_OK) return r;
         if (l->n_heads % l->n_kv_heads) /* the key is there: absent, it divides */
             return rfi_fail_at_key(g, c->arch, kv_heads.suffix, err,
@@ -5261,8 +5367,12 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
                               n_embd = {"embedding_length", 1, 1 << 20, 0, 1},
                               n_ctx = {"context_length", 1, UINT32_MAX, 0, 1};
     memset(c, 0, sizeof *c);
+    uint32_t n_next = 0;
     rf_result r = rfi_config_arch(g, c, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_layers, 0, 0, &c->n_layers, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_layers, 0, 0, &c->n_blocks, err);
+    const rfi_uint_key next = {"nextn_predict_layers", 0, c->n_blocks - 1, 0, 0};
+    if (r == RF_OK && c->arch->moe) r = rfi_key_uint(g, c->arch, &next, 0, 0, &n_next, err);
+    c->n_layers = c->n_blocks - n_next;
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_embd, 0, 0, &c->n_embd, err);
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_ctx, 0, 0, &c->n_ctx_train, err);
     const char *eps = r == RF_OK && rfi_is(c, RFI_LAYER_NORM) ? "attention.layer_norm_epsilon"
@@ -5281,6 +5391,7 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     if (!c->layers) return RF_ERR_MEMORY;
     r = rfi_config_layers(g, c, err);
     if (r == RF_OK) r = rfi_config_window(g, c, err);
+    if (r == RF_OK && c->arch->moe) r = rfi_config_experts(g, c, err);
     if (r != RF_OK) return r;
 
     uint32_t n_heads = c->layers[0].n_heads;
@@ -5366,42 +5477,51 @@ static int rfi_has(const rfi_builder *b, const char *name) {
     return rf_gguf_find_tensor(b->g, full, &t) == RF_OK;
 }
 
+/* Shape and type; n_experts > 0: so many matrices, or vectors if n_rows is 0. */
 static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_info *t, uint64_t n_in,
-                           uint64_t n_rows) {
+                           uint64_t n_rows, uint64_t n_experts) {
     rf_type_info type = rf_type_get(t->type);
     const char *path = rfi_gguf_path(b->g);
     unsigned long long at = RFI_LLU(t->where);
     int is_float = t->type == RF_TYPE_F32 || t->type == RF_TYPE_F16 || t->type == RF_TYPE_BF16;
-    if (t->ne[0] != n_in || t->ne[1] != n_rows || t->ne[2] != 1 || t->ne[3] != 1)
+    const int vectors = n_rows == 1 || n_rows == 0;
+    const uint64_t ne1 = n_rows ? n_rows : n_experts, ne2 = n_rows && n_experts ? n_experts : 1;
+    if (t->ne[0] != n_in || t->ne[1] != ne1 || t->ne[2] != ne2 || t->ne[3] != 1)
         b->result = rfi_fail(b->err, RF_ERR_FORMAT, t->where,
-                             "%s: %s at byte %llu: want ne={%llu, %llu}, found %s ne={%llu, %llu, %llu, %llu}",
-                             path, name, at, RFI_LLU(n_in), RFI_LLU(n_rows), type.name, RFI_LLU(t->ne[0]),
+                             "%s: %s at byte %llu: want ne={%llu, %llu, %llu}, found %s ne={%llu, %llu, %llu, %llu}",
+                             path, name, at, RFI_LLU(n_in), RFI_LLU(ne1), RFI_LLU(ne2), type.name, RFI_LLU(t->ne[0]),
                              RFI_LLU(t->ne[1]), RFI_LLU(t->ne[2]), RFI_LLU(t->ne[3]));
     else if (!type.runs)
         b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, t->where,
                              "%s: %s at byte %llu: tensor type %s is not supported", path, name, at, type.name);
-    else if (n_rows == 1 && !is_float)
+    else if (vectors && !is_float)
         b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, t->where,
                              "%s: %s at byte %llu: want a vector of f32, f16 or bf16, found %s", path, name, at,
                              type.name);
 }
 
-/* Bind a tensor of shape [n_rows, n_in] (a vector: n_rows 1). Absent: RF_NONE, an error unless optional.
- * `also` (may be NULL): another name that would have done, for the message. */
-static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, int optional,
-                           const char *also) {
+/* What rfi_bind and rfi_bind_experts look for. */
+typedef struct rfi_wanted {
+    const char *name;
+    uint64_t n_in, n_rows, n_experts; /* as rfi_bind_check */
+    int optional;
+    const char *also; /* another name that would have done, for the message; or NULL */
+} rfi_wanted;
+
+static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
+    const char *also = want->also;
     char full[64];
     rf_tensor_info t;
     rfi_weight none = {RF_NONE, 0, RF_NONE};
     if (b->result != RF_OK) return none;
-    rfi_weight_name(b, name, full, sizeof full);
+    rfi_weight_name(b, want->name, full, sizeof full);
     if (rf_gguf_find_tensor(b->g, full, &t) != RF_OK) {
-        if (!optional)
+        if (!want->optional)
             b->result = rfi_fail(b->err, RF_ERR_NOT_FOUND, 0, "%s: tensor %s is missing (tried: %s%s%s)",
                                  rfi_gguf_path(b->g), full, full, also ? ", " : "", also ? also : "");
         return none;
     }
-    rfi_bind_check(b, full, &t, n_in, n_rows);
+    rfi_bind_check(b, full, &t, want->n_in, want->n_rows, want->n_experts);
     if (b->result != RF_OK) return none;
     rf_plan_weight *w = (rf_plan_weight *)rfi_array_push(b, &b->weights, 1, sizeof *w);
     if (!w) return none;
@@ -5409,11 +5529,20 @@ static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint
     snprintf(w->name, sizeof w->name, "%s", full);
     w->tensor = t.index;
     w->type = t.type;
-    w->n_in = (uint32_t)n_in;
-    w->n_rows = (uint32_t)n_rows;
+    w->n_in = (uint32_t)want->n_in;
+    w->n_rows = (uint32_t)(rfi_max_u64(want->n_rows, 1) * rfi_max_u64(want->n_experts, 1));
     w->layer = b->layer;
     w->size_bytes = t.size_bytes;
+    w->n_experts = (uint32_t)want->n_experts;
     return (rfi_weight){b->weights.n - 1, 0, RF_NONE};
+}
+
+/* Bind a tensor of shape [n_rows, n_in] (a vector: n_rows 1). Absent: RF_NONE, an error unless optional.
+ * `also` (may be NULL): another name that would have done, for the message. */
+static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, int optional,
+                           const char *also) {
+    const rfi_wanted want = {name, n_in, n_rows, 0, optional, also};
+    return rfi_bind_wanted(b, &want);
 }
 
 /* NAME.weight of a matmul, and NAME.scale. */
@@ -5424,6 +5553,12 @@ static rfi_weight rfi_bind_matrix(rfi_builder *b, const char *name, uint64_t n_i
     snprintf(full, sizeof full, "%s.scale", name);
     w.factor = rfi_bind(b, full, 1, 1, 1, NULL).slot;
     return w;
+}
+
+/* The matrices of all experts, [n_experts, n_rows, n_in], and with n_rows 0 vectors, which may be absent. */
+static rfi_weight rfi_bind_experts(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows) {
+    const rfi_wanted want = {name, n_in, n_rows, b->c->moe.n_experts, n_rows == 0, NULL};
+    return rfi_bind_wanted(b, &want);
 }
 
 /* ---- buffers, states, ops ---- */
@@ -5553,6 +5688,10 @@ typedef struct rfi_decoder {
     uint32_t att;      /* [T, n_heads, head_dim_v]  */
     uint32_t gate, up; /* [T, n_ff]                 */
     uint32_t xl;       /* [L, n_embd]               */
+    uint32_t router;   /* [T, n_experts]            */
+    uint32_t route;    /* [T, 2, n_used]            */
+    uint32_t gates, ups; /* [T, n_used, n_ff]       */
+    uint32_t downs;    /* [T, n_used, n_embd]       */
     rfi_rope rope, local_rope;
 } rfi_decoder;
 
@@ -5603,7 +5742,7 @@ static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_lay
     for (int i = 0; i < 2; i++)
         if (rfi_is(b->c, RFI_QK_NORM_WIDE))
             rfi_emit_norm(b, RF_ROWS_TOKENS, x[i], x[i], names[i], (uint64_t)heads[i] * dim, 1, 0);
-        else if (rfi_is(b->c, RFI_QK_NORM))
+        else if (rfi_is(b->c, RFI_QK_NORM) || (rfi_is(b->c, RFI_QK_NORM_MAYBE) && rfi_has(b, "attn_q_norm.weight")))
             rfi_emit_norm(b, RF_ROWS_TOKENS, x[i], x[i], names[i], dim, heads[i], 0);
 }
 
@@ -5668,10 +5807,91 @@ static void rfi_emit_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     rfi_emit_residual(b, d, gated ? d->gate : d->up, n_ff, "ffn_down", "post_ffw_norm");
 }
 
+/* out[T, n_used, n_out] = in W[expert]^T + bias[expert] */
+static void rfi_emit_experts(rfi_builder *b, const rfi_decoder *d, const char *name, const uint32_t in_out[2],
+                             uint32_t n_in, uint32_t n_out, uint32_t flags) {
+    char weight[64], bias[64];
+    snprintf(weight, sizeof weight, "%s.weight", name);
+    snprintf(bias, sizeof bias, "%s.bias", name);
+    const rfi_weight w = rfi_bind_experts(b, weight, n_in, n_out), v = rfi_bind_experts(b, bias, n_out, 0);
+    rf_op *op = rfi_op(b, RF_OP_EXPERTS, RF_ROWS_TOKENS);
+    op->flags = flags;
+    op->in = in_out[0];
+    op->in2 = d->route;
+    op->out = in_out[1];
+    op->weight = w.slot;
+    op->extra = v.slot;
+    op->n_in = n_in;
+    op->n_out = n_out;
+    op->n_experts = b->c->moe.n_experts;
+    op->n_used = b->c->moe.n_used;
+}
+
+static void rfi_emit_glu(rfi_builder *b, uint32_t gate, uint32_t up, uint32_t n) {
+    rf_op *op = rfi_op(b, RF_OP_GLU, RF_ROWS_TOKENS);
+    op->in = op->out = gate;
+    op->in2 = up;
+    op->n_out = n;
+}
+
+/* route = the experts of each row of xn */
+static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d) {
+    const rfi_moe_config *m = &b->c->moe;
+    rfi_weight w = rfi_bind(b, "ffn_gate_inp.weight", b->c->n_embd, m->n_experts, 0, NULL),
+               bias = rfi_bind(b, "ffn_gate_inp.bias", m->n_experts, 1, 1, NULL);
+    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->router, d->xn, w, bias, m->n_experts, 0);
+    bias = rfi_bind(b, "exp_probs_b.bias", m->n_experts, 1, 1, NULL);
+    rf_op *op = rfi_op(b, RF_OP_ROUTE, RF_ROWS_TOKENS);
+    op->in = d->router;
+    op->out = d->route;
+    op->extra = bias.slot;
+    op->flags = (m->gating == RFI_GATING_SIGMOID  ? RF_OP_SIGMOID
+                 : m->gating == RFI_GATING_CHOSEN ? RF_OP_CHOSEN
+                                                  : 0) |
+                (m->normalize ? RF_OP_NORMALIZE : 0);
+    op->scale = (float)m->scale;
+    op->n_experts = m->n_experts;
+    op->n_used = m->n_used;
+}
+
+/* x += sum over the chosen experts of weight * Wdown (silu(Wgate xn) * Wup xn), + the same of the shared experts */
+static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d) {
+    const rfi_moe_config *m = &b->c->moe;
+    const uint32_t n_embd = b->c->n_embd, gate[2] = {d->xn, d->gates}, up[2] = {d->xn, d->ups},
+                   down[2] = {d->gates, d->downs};
+    rfi_weight none = {RF_NONE, 0, RF_NONE};
+    rfi_emit_route(b, d);
+    rfi_emit_experts(b, d, "ffn_gate_exps", gate, n_embd, m->n_ff, 0);
+    rfi_emit_experts(b, d, "ffn_up_exps", up, n_embd, m->n_ff, 0);
+    rfi_emit_glu(b, d->gates, d->ups, m->n_used * m->n_ff);
+    rfi_emit_experts(b, d, "ffn_down_exps", down, m->n_ff, n_embd, RF_OP_PER_CHOICE);
+    rf_op *op = rfi_op(b, RF_OP_MIX, RF_ROWS_TOKENS);
+    op->in = d->downs;
+    op->in2 = d->route;
+    op->out = d->x;
+    op->flags = RF_OP_ACCUMULATE;
+    op->n_out = n_embd;
+    op->scale = (float)b->c->residual_scale;
+    op->n_experts = m->n_experts;
+    op->n_used = m->n_used;
+    if (!m->n_ff_shared) return;
+    rfi_weight gate_w = rfi_bind_matrix(b, "ffn_gate_shexp", n_embd, m->n_ff_shared, NULL),
+               up_w = rfi_bind_matrix(b, "ffn_up_shexp", n_embd, m->n_ff_shared, NULL);
+    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->gate, d->xn, gate_w, none, m->n_ff_shared, 0);
+    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->up, d->xn, up_w, none, m->n_ff_shared, 0);
+    rfi_emit_glu(b, d->gate, d->up, m->n_ff_shared);
+    rfi_emit_residual(b, d, d->gate, m->n_ff_shared, "ffn_down_shexp", "post_ffw_norm");
+}
+
+static int rfi_layer_has_experts(const rfi_config *c, uint32_t il) {
+    return c->moe.n_experts && il >= c->moe.n_dense;
+}
+
 /* One layer: what attention and ffn read, and both. In parallel the ffn's input is made before attention adds to x. */
 static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
     const uint32_t rows = RF_ROWS_TOKENS, n_embd = c->n_embd;
+    const char *ffn_norm = rfi_is(c, RFI_FFN_NORM_POST) ? "post_attention_norm" : "ffn_norm";
     int has_ffn_norm = rfi_has(b, "ffn_norm.weight");
     int parallel = c->parallel || (rfi_is(c, RFI_PARALLEL_BARE) && !has_ffn_norm);
     uint32_t attention_in = d->xn, ffn_in = d->xn;
@@ -5685,8 +5905,9 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
         ffn_in = d->xn2;
     }
     rfi_emit_attention(b, d, l, attention_in);
-    if (!parallel && ffn_in != d->x) rfi_emit_norm(b, rows, d->xn, d->x, "ffn_norm", n_embd, 1, 0);
-    rfi_emit_ffn(b, d, l, ffn_in);
+    if (!parallel && ffn_in != d->x) rfi_emit_norm(b, rows, d->xn, d->x, ffn_norm, n_embd, 1, 0);
+    if (rfi_layer_has_experts(c, (uint32_t)b->layer)) rfi_emit_moe(b, d);
+    else rfi_emit_ffn(b, d, l, ffn_in);
 }
 
 static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
@@ -5695,7 +5916,7 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     for (uint32_t il = 0; il < c->n_layers; il++) {
         heads = rfi_max_u64(heads, c->layers[il].n_heads);
         kv_heads = rfi_max_u64(kv_heads, c->layers[il].n_kv_heads);
-        ff = rfi_max_u64(ff, c->layers[il].n_ff);
+        ff = rfi_max_u64(ff, rfi_layer_has_experts(c, il) ? c->moe.n_ff_shared : c->layers[il].n_ff);
     }
     rfi_decoder d;
     memset(&d, 0, sizeof d);
@@ -5712,6 +5933,12 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     d.xl = rfi_buffer(b, "xl", RF_ROWS_LOGITS, c->n_embd);
     b->logits = rfi_buffer(b, "logits", RF_ROWS_LOGITS, c->n_vocab);
     b->argmax = rfi_buffer(b, "argmax", RF_ROWS_LOGITS, 1);
+    if (c->moe.n_experts == 0) return d;
+    d.router = rfi_buffer(b, "router", RF_ROWS_TOKENS, c->moe.n_experts);
+    d.route = rfi_buffer(b, "route", RF_ROWS_TOKENS, 2ull * c->moe.n_used);
+    d.gates = rfi_buffer(b, "gates", RF_ROWS_TOKENS, (uint64_t)c->moe.n_used * c->moe.n_ff);
+    d.ups = rfi_buffer(b, "ups", RF_ROWS_TOKENS, (uint64_t)c->moe.n_used * c->moe.n_ff);
+    d.downs = rfi_buffer(b, "downs", RF_ROWS_TOKENS, (uint64_t)c->moe.n_used * c->n_embd);
     return d;
 }
 
@@ -5778,6 +6005,8 @@ static void rfi_emit_decoder(rfi_builder *b) {
     if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.slot].row_reads = 1;
 }
 
+static const rfi_moe_arch rfi_moe_qwen3 = {.gating = RFI_GATING_SOFTMAX, .normalize = 1};
+static const rfi_moe_arch rfi_moe_glm4 = {.gating = RFI_GATING_SIGMOID, .keys = 1, .dense_lead = 1, .shared = 1};
 static const rfi_arch rfi_archs[] = {
     {.name = "llama", .emit = rfi_emit_decoder},
     {.name = "qwen2", .traits = RFI_NEOX, .emit = rfi_emit_decoder},
@@ -5799,6 +6028,11 @@ static const rfi_arch rfi_archs[] = {
     {.name = "mistral3", .traits = RFI_TEMPERATURE, .emit = rfi_emit_decoder},
     {.name = "smollm3", .emit = rfi_emit_decoder, .no_rope_period = 4},
     {.name = "granite", .traits = RFI_SCALES | RFI_ROPE_SWITCH, .emit = rfi_emit_decoder},
+    {.name = "qwen3moe", .traits = RFI_NEOX | RFI_QK_NORM, .emit = rfi_emit_decoder, .moe = &rfi_moe_qwen3},
+    {.name = "glm4moe",
+     .traits = RFI_NEOX | RFI_QK_NORM_MAYBE | RFI_FFN_NORM_POST,
+     .emit = rfi_emit_decoder,
+     .moe = &rfi_moe_glm4},
 };
 
 static const rfi_arch *rfi_arch_find(rf_string name) {
@@ -8394,6 +8628,16 @@ typedef struct rfi_cpu_how {
     uint8_t n_along;       /* ops behind this one that are done along with it                       */
 } rfi_cpu_how;
 
+/* The pairs of a row and an expert that a ROUTE made, row * n_used + choice, those of one expert side by side and in
+ * order: its weights are read once for all of them. */
+typedef struct rfi_cpu_pairs {
+    uint32_t route;   /* buffer they were sorted from; RF_NONE = nothing */
+    uint32_t n_active;
+    uint32_t *sorted; /* [n_batch * most n_used]                         */
+    uint32_t *first;  /* [most experts + 1] place of an expert's first   */
+    uint32_t *active; /* [most experts] those that have some             */
+} rfi_cpu_pairs;
+
 typedef struct rfi_cpu_plan {
     rfi_cpu *dev;
     rf_plan_bind bind;
@@ -8408,6 +8652,8 @@ typedef struct rfi_cpu_plan {
     uint64_t vector_stride;
     float *cos_sin;                  /* [n_batch, widest n_rot / 2, 2]                                      */
     const rf_op *rope;               /* of which cos_sin holds the values of this step; NULL = nothing      */
+    rfi_cpu_pairs pairs;
+    float *gathered;    /* inputs of experts with float weights, in the order of pairs */
     float *times_us;                 /* [n_ops]; 0 for those done along with another */
     uint32_t timing;
 } rfi_cpu_plan;
@@ -8694,6 +8940,159 @@ static void rfi_cpu_argmax(void *ctx, uint32_t chunk, uint32_t thread) {
     memcpy(o->out + chunk * o->out_width, &id, sizeof id);
 }
 
+/* ---- experts ---- */
+
+/* The larger of two selection scores, nan behind all numbers. */
+static int rfi_route_better(float a, float b) { return a > b || (a == a && b != b); }
+
+/* The best of `n` scores that are not taken, the first among equals; n if all are. */
+static uint32_t rfi_route_best(const float *score, const uint8_t *taken, uint32_t n) {
+    uint32_t best = n;
+    for (uint32_t i = 0; i < n; i++)
+        if (!taken[i] && (best == n || rfi_route_better(score[i], score[best]))) best = i;
+    return best;
+}
+
+/* Take all experts but those of the groups whose two best scores have the largest sums. */
+static void rfi_route_groups(const rf_op *op, const float *score, uint8_t *taken) {
+    const uint32_t size = op->n_experts / op->n_groups;
+    float sum[RF_MAX_EXPERTS];
+    uint8_t kept[RF_MAX_EXPERTS] = {0};
+    for (uint32_t g = 0; g < op->n_groups; g++) {
+        const float *s = score + g * size;
+        uint8_t *t = taken + g * size;
+        const uint32_t first = rfi_route_best(s, t, size);
+        t[first] = 1;
+        const uint32_t second = rfi_route_best(s, t, size);
+        t[first] = 0;
+        sum[g] = second < size ? s[first] + s[second] : s[first];
+    }
+    for (uint32_t i = 0; i < op->n_groups_used; i++) kept[rfi_route_best(sum, kept, op->n_groups)] = 1;
+    for (uint32_t i = 0; i < op->n_experts; i++) taken[i] = !kept[i / size];
+}
+
+/* p = softmax(x), sums in order */
+static void rfi_route_softmax(const float *x, uint32_t n, float *p) {
+    float top = -INFINITY, sum = 0;
+    for (uint32_t i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
+    for (uint32_t i = 0; i < n; i++) sum += p[i] = rfi_exp(x[i] - top);
+    for (uint32_t i = 0; i < n; i++) p[i] /= sum;
+}
+
+/* One row of ROUTE. bias may be NULL. */
+static void rfi_route_row(const rf_op *op, const float *logits, const float *bias, int32_t *ids, float *weights) {
+    const uint32_t n = op->n_experts, n_used = op->n_used;
+    float p[RF_MAX_EXPERTS], score[RF_MAX_EXPERTS], sum = 0;
+    uint8_t taken[RF_MAX_EXPERTS] = {0};
+    if (op->flags & RF_OP_SIGMOID)
+        for (uint32_t i = 0; i < n; i++) p[i] = 1.0f / (1.0f + rfi_exp(-logits[i]));
+    else if (op->flags & RF_OP_CHOSEN) memcpy(p, logits, n * sizeof *p);
+    else rfi_route_softmax(logits, n, p);
+    for (uint32_t i = 0; i < n; i++) score[i] = bias ? p[i] + bias[i] : p[i];
+    if (op->n_groups > 1) rfi_route_groups(op, score, taken);
+    for (uint32_t k = 0; k < n_used; k++) {
+        const uint32_t id = rfi_route_best(score, taken, n);
+        taken[id] = 1;
+        ids[k] = (int32_t)id;
+        weights[k] = p[id];
+    }
+    if (op->flags & RF_OP_CHOSEN) rfi_route_softmax(weights, n_used, weights);
+    for (uint32_t k = 0; k < n_used; k++) sum += weights[k];
+    if (!(sum > 0x1p-14f)) sum = 0x1p-14f;
+    for (uint32_t k = 0; k < n_used; k++) {
+        if (op->flags & RF_OP_NORMALIZE) weights[k] /= sum;
+        if (op->scale != 0) weights[k] *= op->scale;
+    }
+}
+
+static void rfi_cpu_route(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    float *out = o->out + chunk * o->out_width;
+    RFI_UNUSED(thread);
+    rfi_route_row(o->op, o->in + chunk * o->in_width, o->vector, (int32_t *)(void *)out, out + o->op->n_used);
+}
+
+/* The k-th expert of a row of a route. */
+static uint32_t rfi_route_id(const float *row, uint32_t k) {
+    uint32_t id;
+    memcpy(&id, row + k, sizeof id);
+    return id;
+}
+
+/* Sort the pairs of a route by expert, unless they are; those of one expert stay in order. */
+static void rfi_cpu_sort_pairs(rfi_cpu_plan *p, const rf_op *op, uint32_t buffer, const float *route, uint64_t width,
+                               uint32_t n_rows) {
+    rfi_cpu_pairs *s = &p->pairs;
+    if (s->route == buffer) return;
+    s->route = buffer;
+    s->n_active = 0;
+    memset(s->first, 0, (op->n_experts + 1) * sizeof *s->first);
+    for (uint32_t row = 0; row < n_rows; row++)
+        for (uint32_t k = 0; k < op->n_used; k++) s->first[rfi_route_id(route + row * width, k) + 1]++;
+    for (uint32_t e = 0; e < op->n_experts; e++) {
+        if (s->first[e + 1]) s->active[s->n_active++] = e;
+        s->first[e + 1] += s->first[e];
+    }
+    for (uint32_t row = 0; row < n_rows; row++)
+        for (uint32_t k = 0; k < op->n_used; k++)
+            s->sorted[s->first[rfi_route_id(route + row * width, k)]++] = row * op->n_used + k;
+    for (uint32_t e = op->n_experts; e > 0; e--) s->first[e] = s->first[e - 1]; /* each had moved to the next one's */
+    s->first[0] = 0;
+}
+
+/* The input of the chunk-th sorted pair to where the kernels read it. */
+static void rfi_cpu_gather_pair(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_op *op = o->op;
+    const uint32_t pair = o->p->pairs.sorted[chunk], row = pair / op->n_used, k = pair % op->n_used;
+    const float *x = o->in + row * o->in_width + (op->flags & RF_OP_PER_CHOICE ? (uint64_t)k * op->n_in : 0);
+    RFI_UNUSED(thread);
+    if (rfi_type_takes_int8(o->w_type)) rfi_cpu_quantize_row(o, chunk, x, op->n_in);
+    else memcpy(o->p->gathered + (uint64_t)chunk * op->n_in, x, op->n_in * sizeof *x);
+}
+
+/* Some rows of one expert for all pairs that chose it; cut.small are the units of a chunk. */
+static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_op *op = o->op;
+    const rfi_cpu_pairs *s = &o->p->pairs;
+    const uint32_t n_blocks = (o->cut.n_units + o->cut.small - 1) / o->cut.small, e = s->active[chunk / n_blocks],
+                   row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
+                   n_rows = (uint32_t)rfi_min_u64(op->n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
+    const uint8_t *w = o->w + ((uint64_t)e * op->n_out + row0) * o->w_row_bytes;
+    float *y = o->p->scratch + thread * o->p->scratch_stride;
+    for (uint32_t at = s->first[e], n; at < s->first[e + 1]; at += n) {
+        rfi_acts x = o->acts;
+        n = (uint32_t)rfi_min_u64(RFI_CPU_COLS, s->first[e + 1] - at);
+        x.f += at * x.f_stride;
+        x.q += at * x.q_stride;
+        o->k->matmul[o->w_type](w, o->w_row_bytes, n_rows, op->n_in, &x, n, y, n_rows);
+        for (uint32_t j = 0; j < n; j++) {
+            const uint32_t pair = s->sorted[at + j];
+            float *out = o->out + pair / op->n_used * o->out_width + (uint64_t)(pair % op->n_used) * op->n_out + row0;
+            if (o->vector) o->k->add(y + (uint64_t)j * n_rows, o->vector + (uint64_t)e * op->n_out + row0, n_rows);
+            memcpy(out, y + (uint64_t)j * n_rows, n_rows * sizeof *out);
+        }
+    }
+}
+
+static void rfi_cpu_mix(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_op *op = o->op;
+    const float *in = o->in + chunk * o->in_width, *weights = o->in2 + chunk * o->in2_width + op->n_used;
+    float *out = o->out + chunk * o->out_width, sum[256];
+    const float scale = op->scale != 0 ? op->scale : 1;
+    RFI_UNUSED(thread);
+    for (uint32_t at = 0; at < op->n_out; at += RFI_COUNT(sum)) {
+        const uint32_t n = (uint32_t)rfi_min_u64(RFI_COUNT(sum), op->n_out - at);
+        memset(sum, 0, sizeof sum);
+        for (uint32_t k = 0; k < op->n_used; k++)
+            for (uint32_t i = 0; i < n; i++) sum[i] += weights[k] * in[(uint64_t)k * op->n_out + at + i];
+        for (uint32_t i = 0; i < n; i++)
+            out[at + i] = (op->flags & RF_OP_ACCUMULATE ? out[at + i] : 0.0f) + scale * sum[i];
+    }
+}
+
 /* A vector weight (norm, bias of a part, rope freqs) as aligned float32: in place if it is. */
 static const float *rfi_cpu_vector(const rfi_cpu_plan *p, uint32_t slot, uint32_t first, uint32_t n, uint32_t part) {
     if (slot == RF_NONE) return NULL;
@@ -8748,6 +9147,27 @@ static void rfi_cpu_run_matmul(rfi_cpu_op *o) {
     rfi_pool_run(pool, rfi_cpu_matmul, o, o->cut.n_big + (rest + o->cut.small - 1) / o->cut.small);
 }
 
+static void rfi_cpu_run_route(rfi_cpu_op *o) {
+    o->vector = rfi_cpu_vector(o->p, o->op->extra, 0, o->op->n_experts, 0);
+    rfi_pool_run(&o->p->dev->pool, rfi_cpu_route, o, o->n_rows);
+    if (o->p->pairs.route == o->op->out) o->p->pairs.route = RF_NONE;
+}
+
+static void rfi_cpu_run_experts(rfi_cpu_op *o) {
+    rfi_cpu_plan *p = o->p;
+    const rf_op *op = o->op;
+    rfi_pool *pool = &p->dev->pool;
+    rfi_cpu_sort_pairs(p, op, op->in2, o->in2, o->in2_width, o->n_rows);
+    o->vector = rfi_cpu_vector(p, op->extra, 0, op->n_experts * op->n_out, 0);
+    o->acts = (rfi_acts){.f = p->gathered, .f_stride = op->n_in, .q = p->acts, .q_stride = rfi_q8_groups(op->n_in)};
+    if (!o->how->has_acts) rfi_pool_run(pool, rfi_cpu_gather_pair, o, o->n_rows * op->n_used);
+    o->cut.n_units = (op->n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
+    const uint64_t share = (uint64_t)o->cut.n_units * p->pairs.n_active / ((uint64_t)pool->n_threads * 4);
+    o->cut.small = (uint32_t)rfi_max_u64(2, rfi_min_u64(RFI_CPU_ROWS / RFI_CPU_UNIT, share));
+    rfi_pool_run(pool, rfi_cpu_experts, o,
+                 p->pairs.n_active * ((o->cut.n_units + o->cut.small - 1) / o->cut.small));
+}
+
 static void rfi_cpu_run_rope(rfi_cpu_op *o) {
     rfi_cpu_plan *p = o->p;
     const rf_op *held = p->rope;
@@ -8795,6 +9215,9 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_GLU: rfi_pool_run(pool, rfi_cpu_glu, &o, o.n_rows); break;
     case RF_OP_GATHER: rfi_cpu_gather(&o); break;
     case RF_OP_ARGMAX: rfi_pool_run(pool, rfi_cpu_argmax, &o, o.n_rows); break;
+    case RF_OP_ROUTE: rfi_cpu_run_route(&o); break;
+    case RF_OP_EXPERTS: rfi_cpu_run_experts(&o); break;
+    case RF_OP_MIX: rfi_pool_run(pool, rfi_cpu_mix, &o, o.n_rows); break;
     default: break; /* plan_prepare refused it */
     }
 }
@@ -9002,12 +9425,15 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
         [RF_OP_RMS_NORM] = RF_OP_CENTER | RF_OP_ACCUMULATE,
         [RF_OP_MATMUL] = RF_OP_ACCUMULATE,
         [RF_OP_ROPE] = RF_OP_NEOX,
+        [RF_OP_ROUTE] = RF_OP_SIGMOID | RF_OP_CHOSEN | RF_OP_NORMALIZE,
+        [RF_OP_EXPERTS] = RF_OP_PER_CHOICE,
+        [RF_OP_MIX] = RF_OP_ACCUMULATE,
     };
     if (op->flags & ~flags[op->kind])
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u has unknown flags %x", op->kind, op->flags);
     if (op->activation >= RF_ACT_COUNT)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: activation %u is not supported", op->activation);
-    if (op->kind != RF_OP_MATMUL) return RF_OK;
+    if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS) return RF_OK;
     uint32_t type = plan->weights[op->weight].type;
     if (rfi_matmul_has(rfi_cpu_of(d)->kernels, type)) return RF_OK;
     return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: no matmul for tensor type %s", rf_type_get(type).name);
@@ -9022,16 +9448,22 @@ static void rfi_cpu_plan_release(rf_prepared *prepared) {
     rfi_free_aligned(&alloc, p->scratch);
     rfi_free_aligned(&alloc, p->vector);
     rfi_free_aligned(&alloc, p->cos_sin);
+    rfi_free(&alloc, p->pairs.sorted);
+    rfi_free(&alloc, p->pairs.first);
+    rfi_free(&alloc, p->pairs.active);
+    rfi_free_aligned(&alloc, p->gathered);
     rfi_free(&alloc, p->times_us);
     rfi_free(&alloc, p);
 }
 
 /* Sizes of the scratch memory an execution of the plan needs on this device. */
 typedef struct rfi_cpu_need {
-    uint32_t n_in;    /* widest quantized input */
-    uint64_t scratch; /* floats per thread      */
-    uint64_t vector;  /* floats                 */
+    uint64_t groups;   /* of quantized inputs, for each row       */
+    uint64_t gathered; /* floats of experts' inputs, for each row */
+    uint64_t scratch;  /* floats per thread                       */
+    uint64_t vector;   /* floats                                  */
     uint64_t n_rot;
+    uint32_t n_experts, n_used;
 } rfi_cpu_need;
 
 /* Whether ops a and b multiply the same input in the same format, so that one job can do both. */
@@ -9062,6 +9494,20 @@ static int rfi_cpu_can_quantize(const rf_op *before, const rf_op *op) {
            ((before->kind == RF_OP_RMS_NORM && before->n_heads == 1) || before->kind == RF_OP_GLU);
 }
 
+/* What a matmul of experts needs. The gate and up of a layer share their gathered input. */
+static void rfi_cpu_measure_experts(const rf_plan *plan, uint32_t i, rfi_cpu_how *how, rfi_cpu_need *need) {
+    const rf_op *op = &plan->ops[i], *before = i ? op - 1 : op;
+    const int int8 = rfi_type_takes_int8(plan->weights[op->weight].type);
+    how[i].has_acts = before->kind == RF_OP_EXPERTS && i > 0 && before->layer == op->layer && before->in == op->in &&
+                      before->in2 == op->in2 && before->out != op->in && before->n_in == op->n_in &&
+                      before->flags == op->flags && int8 == rfi_type_takes_int8(plan->weights[before->weight].type);
+    if (int8) need->groups = rfi_max_u64(need->groups, rfi_q8_groups(op->n_in) * op->n_used);
+    else need->gathered = rfi_max_u64(need->gathered, (uint64_t)op->n_in * op->n_used);
+    if (op->extra != RF_NONE) need->vector = rfi_max_u64(need->vector, (uint64_t)op->n_out * op->n_experts);
+    if (need->n_experts < op->n_experts) need->n_experts = op->n_experts;
+    if (need->n_used < op->n_used) need->n_used = op->n_used;
+}
+
 /* Walk the ops: what they need, which go together, and which matmuls find their quantized input in place. */
 static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
     rfi_cpu_need need = {.scratch = (uint64_t)RFI_CPU_COLS * RFI_CPU_ROWS};
@@ -9071,7 +9517,7 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
         need.n_rot = rfi_max_u64(need.n_rot, op->n_rot);
-        need.vector = rfi_max_u64(need.vector, rfi_max_u64(op->n_in, op->n_out));
+        need.vector = rfi_max_u64(need.vector, rfi_max_u64(rfi_max_u64(op->n_in, op->n_out), op->n_experts));
         if (op->kind == RF_OP_EMBED) need.scratch = rfi_max_u64(need.scratch, op->n_out);
         if (op->kind == RF_OP_ATTENTION)
             need.scratch = rfi_max_u64(need.scratch, rfi_attention_scratch(op->n_heads / op->n_kv_heads, op->head_dim,
@@ -9080,18 +9526,36 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
             const int alone = i > 0 && !along; /* the op before was done by itself */
             rfi_cpu_join(plan, i, how);
             if (rfi_type_takes_int8(plan->weights[op->weight].type)) {
-                if (need.n_in < op->n_in) need.n_in = op->n_in;
+                need.groups = rfi_max_u64(need.groups, rfi_q8_groups(op->n_in));
                 how[i].has_acts = held == op->in;
                 if (!how[i].has_acts && alone && rfi_cpu_can_quantize(op - 1, op))
                     how[i - 1].then_quantize = how[i].has_acts = 1;
                 held = op->in;
             }
         }
+        if (op->kind == RF_OP_EXPERTS) {
+            rfi_cpu_measure_experts(plan, i, how, &need);
+            held = RF_NONE;
+        }
         along = i < next;
         if (!along) next = i + 1 + how[i].n_along;
         if (op->out == held) held = RF_NONE;
     }
     return need;
+}
+
+static rf_result rfi_cpu_prepare_experts(rfi_cpu_plan *p, const rfi_cpu_need *need, rf_error *err) {
+    const rf_allocator *alloc = &p->dev->alloc;
+    const uint64_t n_pairs = (uint64_t)p->bind.n_batch * need->n_used;
+    if (n_pairs > INT32_MAX)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "cpu: %u rows with %u experts each: at most 2147483647 in all",
+                        p->bind.n_batch, need->n_used);
+    p->pairs.sorted = (uint32_t *)rfi_alloc(alloc, n_pairs, sizeof(uint32_t), "experts' rows", err);
+    p->pairs.first = (uint32_t *)rfi_alloc(alloc, need->n_experts + 1ull, sizeof(uint32_t), "experts' rows", err);
+    p->pairs.active = (uint32_t *)rfi_alloc(alloc, need->n_experts, sizeof(uint32_t), "experts' rows", err);
+    p->gathered = (float *)rfi_alloc_aligned(alloc, rfi_max_u64(1, p->bind.n_batch * need->gathered) * sizeof(float),
+                                             64, "experts' inputs", err);
+    return p->pairs.sorted && p->pairs.first && p->pairs.active && p->gathered ? RF_OK : RF_ERR_MEMORY;
 }
 
 static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops,
@@ -9103,6 +9567,7 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
     p->dev = cpu;
     p->bind = *bind;
     p->plan = plan;
+    p->pairs.route = RF_NONE;
     p->segments =
         (uint32_t *)rfi_alloc(&cpu->alloc, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
     p->how = (rfi_cpu_how *)rfi_alloc(&cpu->alloc, plan->n_ops, sizeof *p->how, "op flags", err);
@@ -9117,8 +9582,8 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
         p->segments[p->n_segments] = plan->n_ops;
         p->scratch_stride = (need.scratch + 15) / 16 * 16; /* whole cache lines: threads do not share one */
         p->acts =
-            (rfi_q8 *)rfi_alloc_aligned(&cpu->alloc, bind->n_batch * rfi_q8_groups(need.n_in) * sizeof *p->acts,
-                                        64, "quantized activations", err);
+            (rfi_q8 *)rfi_alloc_aligned(&cpu->alloc, bind->n_batch * need.groups * sizeof *p->acts, 64,
+                                        "quantized activations", err);
         p->scratch =
             (float *)rfi_alloc_aligned(&cpu->alloc, cpu->pool.n_threads * p->scratch_stride * sizeof(float), 64,
                                        "thread scratch", err);
@@ -9128,6 +9593,7 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
         p->cos_sin = (float *)rfi_alloc_aligned(&cpu->alloc, bind->n_batch * need.n_rot * sizeof(float), 64,
                                                 "rope scratch", err);
         if (!p->acts || !p->scratch || !p->vector || !p->cos_sin) r = RF_ERR_MEMORY;
+        if (r == RF_OK && need.n_used) r = rfi_cpu_prepare_experts(p, &need, err);
     }
     if (r != RF_OK) {
         rfi_cpu_plan_release((rf_prepared *)(void *)p);
@@ -9270,6 +9736,36 @@ static rf_result rfi_null_attention(const rf_plan *plan, uint32_t i, const rf_op
     return rfi_null_buffer(plan, i, "out", op->out, op->rows, heads * op->head_dim_v, err);
 }
 
+/* ROUTE, EXPERTS, MIX */
+static rf_result rfi_null_experts(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
+    const uint32_t rows = op->rows;
+    const uint64_t n_used = op->n_used;
+    rf_result r = RF_OK;
+    if (op->n_used == 0 || op->n_used > op->n_experts || op->n_experts > RF_MAX_EXPERTS)
+        return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u of %u experts", i, op->n_used, op->n_experts);
+    if (op->kind == RF_OP_ROUTE) {
+        if (op->n_groups > 1 && (op->n_experts % op->n_groups || op->n_groups_used > op->n_groups ||
+                                 op->n_experts / op->n_groups * op->n_groups_used < op->n_used))
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u of %u groups for %u of %u experts", i,
+                            op->n_groups_used, op->n_groups, op->n_used, op->n_experts);
+        r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_experts, err);
+        if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, 2 * n_used, err);
+        if (r != RF_OK || op->extra == RF_NONE) return r;
+        return rfi_null_weight(plan, i, op->extra, op->n_experts, 1, err);
+    }
+    r = rfi_null_buffer(plan, i, "in2", op->in2, rows, 2 * n_used, err);
+    if (op->kind == RF_OP_MIX) {
+        if (r == RF_OK) r = rfi_null_buffer(plan, i, "in", op->in, rows, n_used * op->n_out, err);
+        return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err) : r;
+    }
+    if (r == RF_OK)
+        r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_in * (op->flags & RF_OP_PER_CHOICE ? n_used : 1), err);
+    if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, n_used * op->n_out, err);
+    if (r == RF_OK) r = rfi_null_weight(plan, i, op->weight, op->n_in, (uint64_t)op->n_experts * op->n_out, err);
+    if (r != RF_OK || op->extra == RF_NONE) return r;
+    return rfi_null_weight(plan, i, op->extra, op->n_out, op->n_experts, err);
+}
+
 static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
     rf_result r = RF_OK;
     uint32_t rows = op->rows;
@@ -9311,6 +9807,9 @@ static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op
     case RF_OP_ARGMAX:
         r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_in, err);
         return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, rows, 1, err) : r;
+    case RF_OP_ROUTE:
+    case RF_OP_EXPERTS:
+    case RF_OP_MIX: return rfi_null_experts(plan, i, op, err);
     default: return rfi_fail(err, RF_ERR_UNSUPPORTED, i, "null: op %u: kind %u is not supported", i, op->kind);
     }
 }
@@ -13081,7 +13580,9 @@ ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m) {
     for (uint32_t i = 0; i < m->plan.n_weights; i++) {
         const rf_plan_weight *w = &m->plan.weights[i];
         info.n_params += (uint64_t)w->n_in * w->n_rows;
-        info.token_bytes += w->row_reads ? w->size_bytes / w->n_rows : w->size_bytes;
+        info.token_bytes += w->row_reads   ? w->size_bytes / w->n_rows
+                            : w->n_experts ? w->size_bytes / w->n_experts * m->config.moe.n_used
+                                           : w->size_bytes;
     }
     return info;
 }

@@ -849,6 +849,129 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_ARGMAX_BLOCK) rfk_arg
     reinterpret_cast<uint32_t *>(a.out)[(size_t)blockIdx.x * a.out_stride] = id;
 }
 
+/* The experts of a row, one wave a row: RF_OP_ROUTE.   grid rows   block WAVE
+ * Sums over experts go lane by lane, those over the chosen in order. */
+struct rfk_route_args {
+    const float *logits;
+    const uint8_t *bias; /* NULL: none */
+    float *out;          /* [rows, 2, n_used] */
+    uint32_t bias_type, in_stride, out_stride, n_experts, n_used, n_groups, n_groups_used, flags;
+    float scale;
+};
+struct rfk_route_shared {
+    float p[RF_MAX_EXPERTS], score[RF_MAX_EXPERTS], group[RF_MAX_EXPERTS], weight[RF_MAX_EXPERTS];
+    uint8_t taken[RF_MAX_EXPERTS], out[RF_MAX_EXPERTS]; /* out: groups that are not kept */
+};
+/* The better of two scores: the larger, nan behind all numbers, the smaller id among equals; no id loses. */
+RFK_DEVICE void rfk_better(float *score, uint32_t *id, float other, uint32_t other_id) {
+    bool larger = other > *score || (other == other && *score != *score);
+    bool smaller = *score > other || (*score == *score && other != other);
+    if (other_id != RF_NONE && (*id == RF_NONE || larger || (!smaller && other_id < *id))) *score = other, *id = other_id;
+}
+/* The best of n that are not taken, in every lane. */
+template <int WAVE> RFK_DEVICE uint32_t rfk_best(const float *score, const uint8_t *taken, uint32_t n) {
+    float best = 0;
+    uint32_t id = RF_NONE;
+    for (uint32_t i = threadIdx.x; i < n; i += WAVE)
+        if (!taken[i]) rfk_better(&best, &id, score[i], i);
+    for (int mask = WAVE / 2; mask > 0; mask /= 2) {
+        float other = rfk_swap<WAVE>(best, mask);
+        uint32_t other_id = rfk_swap<WAVE>(id, mask);
+        rfk_better(&best, &id, other, other_id);
+    }
+    return id;
+}
+/* Take all experts but those of the groups whose two best scores have the largest sums. */
+template <int WAVE> RFK_DEVICE void rfk_route_groups(rfk_route_shared &s, const rfk_route_args &a) {
+    const uint32_t size = a.n_experts / a.n_groups;
+    for (uint32_t g = threadIdx.x; g < a.n_groups; g += WAVE) {
+        float first = 0, second = 0;
+        uint32_t first_id = RF_NONE, second_id = RF_NONE;
+        for (uint32_t i = g * size; i < (g + 1) * size; i++) {
+            float score = s.score[i], was = first;
+            uint32_t was_id = first_id;
+            rfk_better(&first, &first_id, score, i);
+            if (first_id == i) rfk_better(&second, &second_id, was, was_id);
+            else rfk_better(&second, &second_id, score, i);
+        }
+        s.group[g] = second_id == RF_NONE ? first : first + second;
+        s.out[g] = 0;
+    }
+    __syncthreads();
+    for (uint32_t k = 0; k < a.n_groups_used; k++) {
+        uint32_t id = rfk_best<WAVE>(s.group, s.out, a.n_groups);
+        __syncthreads();
+        if (threadIdx.x == 0) s.out[id] = 1;
+        __syncthreads();
+    }
+    for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) s.taken[i] = !s.out[i / size];
+    __syncthreads();
+}
+/* Weights of the chosen, as they are or as their softmax, and their ids to where the plan wants them; one lane. */
+RFK_DEVICE void rfk_route_weights(rfk_route_shared &s, const rfk_route_args &a, float *weights) {
+    float top = -INFINITY, sum = 0;
+    if (a.flags & RF_OP_CHOSEN) {
+        for (uint32_t k = 0; k < a.n_used; k++) top = s.weight[k] > top ? s.weight[k] : top;
+        for (uint32_t k = 0; k < a.n_used; k++) sum += s.weight[k] = expf(s.weight[k] - top);
+        for (uint32_t k = 0; k < a.n_used; k++) s.weight[k] /= sum;
+    }
+    sum = 0;
+    for (uint32_t k = 0; k < a.n_used; k++) sum += s.weight[k];
+    if (!(sum > 6.103515625e-5f)) sum = 6.103515625e-5f;
+    for (uint32_t k = 0; k < a.n_used; k++) {
+        float weight = a.flags & RF_OP_NORMALIZE ? s.weight[k] / sum : s.weight[k];
+        weights[k] = a.scale != 0 ? weight * a.scale : weight;
+    }
+}
+template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route_args a) {
+    RFK_SHARED(rfk_route_shared, s);
+    const float *in = a.logits + (size_t)blockIdx.x * a.in_stride;
+    float *out = a.out + (size_t)blockIdx.x * a.out_stride, top = -INFINITY, sum = 0;
+    const bool sigmoid = (a.flags & RF_OP_SIGMOID) != 0, softmax = !sigmoid && !(a.flags & RF_OP_CHOSEN);
+    for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) top = in[i] > top ? in[i] : top;
+    for (int mask = WAVE / 2; mask > 0; mask /= 2) top = fmaxf(top, rfk_swap<WAVE>(top, mask));
+    for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) {
+        s.p[i] = softmax ? expf(in[i] - top) : sigmoid ? 1.0f / (1.0f + expf(-in[i])) : in[i];
+        sum += s.p[i];
+    }
+    sum = rfk_wave_sum<WAVE>(sum);
+    for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) {
+        if (softmax) s.p[i] /= sum;
+        s.score[i] = a.bias ? s.p[i] + rfk_load_any(a.bias, a.bias_type, i) : s.p[i];
+        s.taken[i] = 0;
+    }
+    __syncthreads();
+    if (a.n_groups > 1) rfk_route_groups<WAVE>(s, a);
+    for (uint32_t k = 0; k < a.n_used; k++) {
+        uint32_t id = rfk_best<WAVE>(s.score, s.taken, a.n_experts);
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            s.taken[id] = 1;
+            s.weight[k] = s.p[id];
+            reinterpret_cast<uint32_t *>(out)[k] = id;
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) rfk_route_weights(s, a, out + a.n_used);
+}
+
+/* out (+)= scale * sum over the chosen experts of weight * in, in their order.   grid [ceil(n / 256), rows]   block 256 */
+struct rfk_mix_args {
+    const float *in, *route; /* [rows, n_used, n], [rows, 2, n_used] */
+    float *out;
+    uint32_t in_stride, route_stride, out_stride, n, n_used, accumulate;
+    float scale;
+};
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
+    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    if (i >= a.n) return;
+    const float *in = a.in + (size_t)blockIdx.y * a.in_stride + i,
+                *weight = a.route + (size_t)blockIdx.y * a.route_stride + a.n_used;
+    float *out = a.out + (size_t)blockIdx.y * a.out_stride + i, sum = 0;
+    for (uint32_t k = 0; k < a.n_used; k++) sum += weight[k] * in[(size_t)k * a.n];
+    *out = (a.accumulate ? *out : 0.0f) + a.scale * sum;
+}
+
 /* ==== 4 Matmul ========================================================================================== >>matmul
  * out[cols, n_out] = x[cols, n_in] W^T. Few columns: a wave reads a row of W once and keeps one sum per column. Many:
  * tiles of 64 x 64 through shared memory. Quantized weights take int8 activations, the others float ones. */
@@ -978,6 +1101,74 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
         float total = rfk_wave_sum<WAVE>(sum[c]);
         if (lane == 0 && col0 + (uint32_t)c < a.n_cols) rfk_put(p, row, col0 + (uint32_t)c, total);
     }
+}
+
+/* ---- experts ----
+ * A pair is a row and an expert that it chose: a column of its own, times the matrix of that expert. */
+
+struct rfk_experts_args {
+    rfk_weight w;        /* rows [n_experts, n_out]  */
+    const uint8_t *bias; /* the same; NULL: none     */
+    const float *x, *route;
+    rfk_int8_rows x8;    /* [rows or pairs, n_in]    */
+    float *out;          /* [rows, n_used, n_out]    */
+    uint32_t bias_type, x_stride, route_stride, out_stride, n_in, n_out, n_used;
+    uint32_t per_choice; /* x has a row for each pair */
+    uint32_t aligned;    /* as rfk_matmul_args        */
+};
+
+RFK_DEVICE void rfk_put_pair(const rfk_experts_args &a, uint32_t pair, uint32_t expert, uint32_t row, float v) {
+    if (a.bias) v += rfk_load_any(a.bias, a.bias_type, (size_t)expert * a.n_out + row);
+    a.out[(size_t)(pair / a.n_used) * a.out_stride + (size_t)(pair % a.n_used) * a.n_out + row] = v;
+}
+
+/* grid [ceil(n_out / 4), n_used, rows]   block 4 waves, a row of W each   reads W once per pair */
+template <int TYPE, int WAVE>
+static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts(rfk_experts_args a) {
+    typedef rfk_format<TYPE> F;
+    const uint32_t lane = threadIdx.x % WAVE, row = blockIdx.x * RFK_MATVEC_WAVES + threadIdx.x / WAVE,
+                   pair = blockIdx.z * a.n_used + blockIdx.y;
+    if (row >= a.n_out) return; /* the whole wave leaves */
+    const uint32_t expert =
+        reinterpret_cast<const uint32_t *>(a.route)[(size_t)blockIdx.z * a.route_stride + blockIdx.y];
+    const size_t block = ((size_t)expert * a.n_out + row) * (a.n_in / F::BLOCK), col = a.per_choice ? pair : blockIdx.z;
+    const int *q = a.x8.q + col * (a.n_in / 4);
+    const rfk_group *group = a.x8.group + col * (a.n_in / 32);
+    float sum = 0;
+    RFK_UNROLL(2)
+    for (uint32_t u = lane; u < a.n_in / 32; u += WAVE) {
+        rfk_unit unit;
+        rfk_load_unit<TYPE>(a.w, block, u, unit);
+        sum += rfk_unit_dot<TYPE>(unit, q, group, rfk_unit_at<TYPE>(u));
+    }
+    sum = rfk_wave_sum<WAVE>(sum);
+    if (lane == 0) rfk_put_pair(a, pair, expert, row, sum);
+}
+
+template <int TYPE, int WAVE>
+static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts_float(rfk_experts_args a) {
+    const uint32_t lane = threadIdx.x % WAVE, row = blockIdx.x * RFK_MATVEC_WAVES + threadIdx.x / WAVE,
+                   pair = blockIdx.z * a.n_used + blockIdx.y;
+    if (row >= a.n_out) return;
+    const uint32_t expert =
+        reinterpret_cast<const uint32_t *>(a.route)[(size_t)blockIdx.z * a.route_stride + blockIdx.y];
+    const size_t first = ((size_t)expert * a.n_out + row) * a.n_in;
+    const float *x = a.x + (size_t)blockIdx.z * a.x_stride + (a.per_choice ? (size_t)blockIdx.y * a.n_in : 0);
+    float sum = 0;
+    if (a.aligned) {
+        RFK_UNROLL(2)
+        for (uint32_t i = lane * 8; i < a.n_in; i += WAVE * 8) {
+            float w[8], v[8];
+            rfk_load8<TYPE>(a.w.plane[0], first + i, w);
+            rfk_load8<RF_TYPE_F32>(reinterpret_cast<const uint8_t *>(x), i, v);
+            RFK_UNROLL(8)
+            for (int k = 0; k < 8; k++) sum += w[k] * v[k];
+        }
+    } else {
+        for (uint32_t i = lane; i < a.n_in; i += WAVE) sum += rfk_load1<TYPE>(a.w.plane[0], first + i) * x[i];
+    }
+    sum = rfk_wave_sum<WAVE>(sum);
+    if (lane == 0) rfk_put_pair(a, pair, expert, row, sum);
 }
 
 /* ---- one column ----
@@ -3491,7 +3682,7 @@ struct rf_prepared {
 static const char *rfk_op_name(uint32_t kind) {
     static const char *const names[] = {"embed",    "rms_norm",  "matmul", "rope",
                                         "kv_store", "attention", "glu",    "gather",
-                                        "argmax"};
+                                        "argmax",   "route",     "experts", "mix"};
     return kind < RF_OP_KIND_COUNT ? names[kind] : "?";
 }
 
@@ -3540,7 +3731,10 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
         return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_rot / 2)
                    ? NULL
                    : "its factors are no such vector";
-    if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EMBED) return NULL;
+    if (op->kind == RF_OP_ROUTE)
+        return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_experts) ? NULL
+                                                                                     : "its bias is no such vector";
+    if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EMBED && op->kind != RF_OP_EXPERTS) return NULL;
     if (op->weight >= plan->n_weights) return "it has no weight";
     const rf_plan_weight *w = &plan->weights[op->weight];
     uint32_t elements, bytes;
@@ -3549,11 +3743,46 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
     if (w->n_in == 0 || w->n_in % elements) return "the weight's rows are no whole blocks";
     if (op->kind == RF_OP_EMBED)
         return w->n_in == op->n_out && op->weight_row < w->n_rows ? NULL : "the weight has another shape";
+    if (op->kind == RF_OP_EXPERTS) {
+        if (w->n_in != op->n_in || (uint64_t)op->n_experts * op->n_out > w->n_rows) return "the weight has another shape";
+        if (op->extra != RF_NONE && !rfk_is_vector(plan, op->extra, (uint64_t)op->n_experts * op->n_out))
+            return "its bias is no such vector";
+        return NULL;
+    }
     if (w->n_in != op->n_in || op->weight_row > w->n_rows || op->n_out > w->n_rows - op->weight_row)
         return "the weight has another shape";
     if (op->extra != RF_NONE && !rfk_is_vector(plan, op->extra, (uint64_t)op->extra_at + op->n_out))
         return "its bias is no such vector";
     return NULL;
+}
+
+/* ROUTE, EXPERTS, MIX with nothing else set than what these know. */
+static int rfk_is_plain_experts(const rf_op *op) {
+    rf_op rest = *op;
+    rest.scale = 0;
+    rest.n_experts = rest.n_used = rest.n_groups = rest.n_groups_used = 0;
+    switch (op->kind) {
+    case RF_OP_ROUTE: return rfk_is_plain(&rest, RF_OP_SIGMOID | RF_OP_CHOSEN | RF_OP_NORMALIZE);
+    case RF_OP_EXPERTS: return rfk_is_plain(&rest, RF_OP_PER_CHOICE) && op->scale == 0;
+    case RF_OP_MIX: return rfk_is_plain(&rest, RF_OP_ACCUMULATE);
+    default: return 0;
+    }
+}
+
+/* ROUTE, EXPERTS, MIX: numbers and buffers. */
+static int rfk_experts_fit(const rf_plan *plan, const rf_op *op) {
+    const uint32_t tokens = RF_ROWS_TOKENS;
+    const uint64_t n_used = op->n_used, n = op->n_out;
+    if (op->rows != tokens || n_used == 0 || n_used > op->n_experts || op->n_experts > RF_MAX_EXPERTS) return 0;
+    if (op->kind == RF_OP_ROUTE)
+        return rfk_fits(plan, op->in, tokens, op->n_experts) && rfk_fits(plan, op->out, tokens, 2 * n_used) &&
+               (op->n_groups <= 1 ||
+                (op->n_experts % op->n_groups == 0 && op->n_groups_used <= op->n_groups &&
+                 (uint64_t)op->n_experts / op->n_groups * op->n_groups_used >= n_used));
+    if (!rfk_fits(plan, op->in2, tokens, 2 * n_used) || op->in == op->out) return 0;
+    if (op->kind == RF_OP_MIX) return rfk_fits(plan, op->in, tokens, n_used * n) && rfk_fits(plan, op->out, tokens, n);
+    return rfk_fits(plan, op->in, tokens, op->n_in * (op->flags & RF_OP_PER_CHOICE ? n_used : 1)) &&
+           rfk_fits(plan, op->out, tokens, n_used * n);
 }
 
 static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err) {
@@ -3596,13 +3825,16 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
         ok = rfk_fits(plan, op->in, tokens, op->n_out) && rfk_fits(plan, op->out, RF_ROWS_LOGITS, op->n_out);
         break;
     case RF_OP_ARGMAX: ok = rfk_fits(plan, op->in, rows, op->n_in) && rfk_fits(plan, op->out, rows, 1); break;
+    case RF_OP_ROUTE:
+    case RF_OP_EXPERTS:
+    case RF_OP_MIX: ok = rfk_experts_fit(plan, op); break;
     default: break;
     }
     if (op->kind == RF_OP_KV_STORE || op->kind == RF_OP_ATTENTION)
         ok = ok && s && s->n_kv_heads == op->n_kv_heads && s->head_dim == op->head_dim &&
              s->head_dim_v == op->head_dim_v;
     if (!ok) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its buffers, heads or state do not fit", err);
-    if (!rfk_is_plain(op, RF_OP_ACCUMULATE | RF_OP_NEOX))
+    if (!rfk_is_plain(op, RF_OP_ACCUMULATE | RF_OP_NEOX) && !rfk_is_plain_experts(op))
         return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "a flag or field of it is not supported on this device", err);
     const char *why = rfk_check_weights(plan, op);
     return why ? rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, why, err) : RF_OK;
@@ -3646,6 +3878,15 @@ static int rfk_takes_int8(const rf_plan *plan, const rf_op *op) {
     return op->kind == RF_OP_MATMUL && !rfk_is_float_type(plan->weights[op->weight].type);
 }
 
+/* An op that reads int8 rows, and how many values each row of the step has. */
+static int rfk_reads_int8(const rf_plan *plan, const rf_op *op) {
+    return rfk_takes_int8(plan, op) ||
+           (op->kind == RF_OP_EXPERTS && !rfk_is_float_type(plan->weights[op->weight].type));
+}
+static uint64_t rfk_int8_width(const rf_op *op) {
+    return op->n_in * (op->kind == RF_OP_EXPERTS && op->flags & RF_OP_PER_CHOICE ? (uint64_t)op->n_used : 1);
+}
+
 /* b, right behind a, can be part of its launch: it reads nothing that a writes, and differs in what the kernels take
  * per part. */
 static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
@@ -3659,10 +3900,11 @@ static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
 
 /* Segments are the ops of one layer. Within one: an input that several matmuls share is quantized once, by the op
  * that
- * makes it if that is a norm or glu; matmuls of one input, and the ropes of queries and keys, go together. */
+ * makes it if that is a norm or glu; matmuls of one input, and the ropes of queries and keys, go together. Matmuls and
+ * experts share no int8 rows: of a decode step the former may be launches that keep theirs to themselves. */
 static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
     const rf_plan *plan = p->plan;
-    uint32_t held = RF_NONE, held_n = 0; /* what the int8 rows hold */
+    uint32_t held = RF_NONE, held_n = 0, held_for = 0; /* what the int8 rows hold, for which kind of op */
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i],
                     *next = i + 1 < plan->n_ops && plan->ops[i + 1].layer == op->layer ? op + 1 : NULL;
@@ -3671,17 +3913,19 @@ static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
             p->segments[p->n_segments++] = i;
             held = RF_NONE;
         }
-        if (rfk_takes_int8(plan, op)) {
-            p->ops[i].quantize = held != op->in || held_n != op->n_in;
-            held = op->in, held_n = op->n_in;
+        if (rfk_reads_int8(plan, op)) {
+            p->ops[i].quantize = held != op->in || held_n != op->n_in || held_for != op->kind;
+            held = op->in, held_n = op->n_in, held_for = op->kind;
         }
-        if (op->out == held) held = RF_NONE;
+        if (op->out == held || op->kind == RF_OP_ATTENTION) held = RF_NONE;
         uint32_t made = op->kind == RF_OP_RMS_NORM && op->n_heads == 1 ? op->n_in
                         : op->kind == RF_OP_GLU                        ? op->n_out
                                                                        : 0;
-        if (made && next && rfk_takes_int8(plan, next) && next->in == op->out && next->n_in == made) {
+        if (op->kind == RF_OP_GLU && next && next->kind == RF_OP_EXPERTS && (i == 0 || op[-1].kind != RF_OP_EXPERTS))
+            made = 0; /* it may be part of a matmul's launch */
+        if (made && next && rfk_reads_int8(plan, next) && next->in == op->out && rfk_int8_width(next) == made) {
             p->ops[i].quantize = 1;
-            held = op->out, held_n = made;
+            held = op->out, held_n = next->n_in, held_for = next->kind;
         }
         uint32_t most = op->kind == RF_OP_MATMUL ? RFK_PRODUCTS : op->kind == RF_OP_ROPE ? 2 : 1, n = 1;
         for (int joins = 1; joins && n < most && i + n < plan->n_ops;) {
@@ -3699,8 +3943,7 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     uint64_t rows = p->n_batch > p->n_logits ? p->n_batch : p->n_logits, widest = 0, heads = 0, dim = 0;
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
-        if (op->kind == RF_OP_MATMUL && !rfk_is_float_type(plan->weights[op->weight].type) && op->n_in > widest)
-            widest = op->n_in;
+        if (rfk_reads_int8(plan, op) && rfk_int8_width(op) > widest) widest = rfk_int8_width(op);
         if (op->kind == RF_OP_ATTENTION && op->n_heads > heads) heads = op->n_heads;
         if (op->kind == RF_OP_ATTENTION && op->head_dim_v > dim) dim = op->head_dim_v;
     }
@@ -4343,6 +4586,89 @@ static rf_result rfk_run_argmax(const rfk_launching *l) {
     return rfk_go(l, RFK_BY_WAVE(l, (rfk_argmax<32>), (rfk_argmax<64>)), dim3(l->n_rows), RFK_ARGMAX_BLOCK, a);
 }
 
+static rf_result rfk_run_route(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    rfk_route_args a;
+    a.logits = l->b.in;
+    a.bias = rfk_vector(l->p, op->extra, 0, &a.bias_type);
+    a.out = l->b.out;
+    a.in_stride = l->b.in_stride;
+    a.out_stride = l->b.out_stride;
+    a.n_experts = op->n_experts;
+    a.n_used = op->n_used;
+    a.n_groups = op->n_groups;
+    a.n_groups_used = op->n_groups_used;
+    a.flags = op->flags;
+    a.scale = op->scale;
+    return rfk_go(l, RFK_BY_WAVE(l, rfk_route<32>, rfk_route<64>), dim3(l->n_rows), (uint32_t)l->p->dev->wave, a);
+}
+
+typedef void (*rfk_experts_kernel)(rfk_experts_args);
+template <int WAVE> static rfk_experts_kernel rfk_find_experts(uint32_t type) {
+    switch (type) {
+    case RF_TYPE_F32: return rfk_experts_float<RF_TYPE_F32, WAVE>;
+    case RF_TYPE_F16: return rfk_experts_float<RF_TYPE_F16, WAVE>;
+    case RF_TYPE_BF16: return rfk_experts_float<RF_TYPE_BF16, WAVE>;
+    case RF_TYPE_Q8_0: return rfk_experts<RF_TYPE_Q8_0, WAVE>;
+    case RF_TYPE_Q4_0: return rfk_experts<RF_TYPE_Q4_0, WAVE>;
+    case RF_TYPE_Q4_1: return rfk_experts<RF_TYPE_Q4_1, WAVE>;
+    case RF_TYPE_Q5_0: return rfk_experts<RF_TYPE_Q5_0, WAVE>;
+    case RF_TYPE_Q5_1: return rfk_experts<RF_TYPE_Q5_1, WAVE>;
+    case RF_TYPE_Q4_K: return rfk_experts<RF_TYPE_Q4_K, WAVE>;
+    case RF_TYPE_Q5_K: return rfk_experts<RF_TYPE_Q5_K, WAVE>;
+    default: return rfk_experts<RF_TYPE_Q6_K, WAVE>;
+    }
+}
+
+static rf_result rfk_run_experts(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    rf_prepared *p = l->p;
+    const uint32_t type = p->plan->weights[op->weight].type;
+    rfk_experts_args a;
+    a.w = p->table->slots[op->weight].w;
+    a.bias = rfk_vector(p, op->extra, 0, &a.bias_type);
+    a.x = l->b.in;
+    a.route = l->b.in2;
+    a.x8 = p->x8;
+    a.out = l->b.out;
+    a.x_stride = l->b.in_stride;
+    a.route_stride = l->b.in2_stride;
+    a.out_stride = l->b.out_stride;
+    a.n_in = op->n_in;
+    a.n_out = op->n_out;
+    a.n_used = op->n_used;
+    a.per_choice = (op->flags & RF_OP_PER_CHOICE) != 0;
+    a.aligned = op->n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
+    if (l->b.quantize) {
+        rfk_quantize_args z;
+        z.in = l->b.in;
+        z.to = p->x8;
+        z.in_stride = l->b.in_stride;
+        z.n = (uint32_t)rfk_int8_width(op);
+        rf_result r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)),
+                             dim3(rfk_ceil_div(z.n, 4 * RFK_BLOCK), l->n_rows), RFK_BLOCK, z);
+        if (r != RF_OK) return r;
+    }
+    return rfk_go(l, RFK_BY_WAVE(l, (rfk_find_experts<32>(type)), (rfk_find_experts<64>(type))),
+                  dim3(rfk_ceil_div(a.n_out, RFK_MATVEC_WAVES), a.n_used, l->n_rows), RFK_MATVEC_WAVES * p->dev->wave, a);
+}
+
+static rf_result rfk_run_mix(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    rfk_mix_args a;
+    a.in = l->b.in;
+    a.route = l->b.in2;
+    a.out = l->b.out;
+    a.in_stride = l->b.in_stride;
+    a.route_stride = l->b.in2_stride;
+    a.out_stride = l->b.out_stride;
+    a.n = op->n_out;
+    a.n_used = op->n_used;
+    a.accumulate = (op->flags & RF_OP_ACCUMULATE) != 0;
+    a.scale = op->scale != 0 ? op->scale : 1;
+    return rfk_go(l, rfk_mix, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+}
+
 /* ---- launches of a decode step ---- */
 
 /* Blocks of the products, about `most` in all, by their bytes. */
@@ -4545,6 +4871,9 @@ static rf_result rfk_run_ops(rf_prepared *p, rf_queue *q, const rf_step *step, u
     case RF_OP_ATTENTION: return rfk_run_attention(&l);
     case RF_OP_GLU: return rfk_run_glu(&l);
     case RF_OP_GATHER: return rfk_run_gather(&l);
+    case RF_OP_ROUTE: return rfk_run_route(&l);
+    case RF_OP_EXPERTS: return rfk_run_experts(&l);
+    case RF_OP_MIX: return rfk_run_mix(&l);
     default: return rfk_run_argmax(&l);
     }
 }

@@ -835,7 +835,8 @@ static void print_buffer(const rf_plan *p, uint32_t i, const char *before) {
 
 static const char *op_name(const rf_op *op) {
     static const char *const kinds[RF_OP_KIND_COUNT] = {"embed",    "rms_norm",  "matmul", "rope",  "kv_store",
-                                                        "attention", "glu",      "gather", "argmax"};
+                                                        "attention", "glu",      "gather", "argmax",
+                                                        "route",     "experts",  "mix"};
     return op->kind < RF_OP_KIND_COUNT ? kinds[op->kind] : "?";
 }
 
@@ -1096,6 +1097,15 @@ static double difference(const float *x, const float *y, uint64_t n) {
     return worst == 0 ? 0 : worst / most;
 }
 
+/* Infinite if the two sides of a ROUTE chose other experts: ids are whole numbers in the first half of a row. */
+static double different_experts(const struct comparison *c, const rf_op *op, uint32_t rows) {
+    const size_t row_bytes = c->p->buffers[op->out].width * sizeof(float);
+    for (uint32_t i = 0; i < rows; i++)
+        if (memcmp((const char *)c->out[0] + i * row_bytes, (const char *)c->out[1] + i * row_bytes, op->n_used * 4))
+            return INFINITY;
+    return 0;
+}
+
 /* Op i on both sides; the device goes on with what the CPU wrote. */
 static int compare_op(app *a, struct comparison *c, uint32_t i, const rf_step *step) {
     const rf_op *op = &c->p->ops[i];
@@ -1114,6 +1124,7 @@ static int compare_op(app *a, struct comparison *c, uint32_t i, const rf_step *s
     }
     double d = difference(c->values[0], c->values[1], n);
     if (op->kind == RF_OP_ARGMAX) d = memcmp(c->out[0], c->out[1], (size_t)bytes) ? INFINITY : 0;
+    if (op->kind == RF_OP_ROUTE) d = fmax(d, different_experts(c, op, rows));
     if (d > c->largest) c->largest = d, c->largest_op = i;
     if (!(d <= OP_TOLERANCE))
         return fail(a, FAILED, "%s and the CPU differ: op %u of layer %d (%s%s%s), %u rows: by %.2g of the largest "

@@ -337,6 +337,19 @@ MG_FN void mg_weight(mg_gguf *w, mg_rng *r, const char *name, uint32_t type, uin
     mg_free(&b);
 }
 
+/* Matrices of n_experts experts, ne={n_in, n_rows, n_experts}. */
+MG_FN void mg_experts(mg_gguf *w, mg_rng *r, const char *name, uint32_t type, uint64_t n_in, uint64_t n_rows,
+                      uint64_t n_experts, float s) {
+    mg_row row;
+    const uint64_t ne[3] = {n_in, n_rows, n_experts};
+    size_t at = w->rows.n;
+    mg_weight(w, r, name, type, n_in, n_rows * n_experts, s, 0);
+    memcpy(&row, w->rows.data + at, sizeof row);
+    row.n_dims = 3;
+    memcpy(row.ne, ne, sizeof ne);
+    memcpy(w->rows.data + at, &row, sizeof row);
+}
+
 /* ---- vocabularies ---- */
 
 typedef struct mg_vocab {
@@ -458,7 +471,7 @@ MG_FN uint32_t mg_put_vocab(mg_gguf *w, int bpe, const char *pre, uint32_t n_voc
 
 /* Zero = defaults: llama, F32, 2 layers, SPM. Sizes of 256 instead of 64/96 when type or mix_type is a K-quant. */
 typedef struct mg_options {
-    const char *arch;      /* "llama", "qwen2", "qwen3"; NULL = "llama"                                 */
+    const char *arch;      /* "llama", "qwen2", "qwen3", with experts "qwen3moe", "glm4moe"; NULL = "llama" */
     uint32_t type;         /* of all matrices                                                           */
     uint32_t mix_type;     /* with use_mix: of attn_v, ffn_down and output instead                      */
     int use_mix;
@@ -499,7 +512,47 @@ typedef struct mg_options {
     float yarn_log_multiplier; /* rope.scaling.yarn_log_multiplier; 0 = not stated                      */
     const uint32_t *layer_heads, *layer_kv_heads, *layer_ff; /* [n_layers] instead of the one number, or NULL */
     void (*more_kv)(mg_gguf *w); /* appends further keys; NULL = none                                   */
+    /* experts, for architectures that have them; 0: the key is not stated, unless something else is said */
+    uint32_t n_experts;    /* 0 = no experts: no such keys and tensors                                  */
+    uint32_t n_used;       /* 0 = 2                                                                     */
+    uint32_t n_ff_expert;  /* 0 = 32 (256)                                                              */
+    uint32_t n_shared;     /* expert_shared_count                                                       */
+    uint32_t n_ff_shared;  /* expert_shared_feed_forward_length                                         */
+    uint32_t n_dense;      /* leading_dense_block_count                                                 */
+    uint32_t n_next;       /* nextn_predict_layers: the last layers of n_layers                         */
+    uint32_t gating;       /* expert_gating_func                                                        */
+    int expert_norm;       /* expert_weights_norm; -1 = stated to be false                              */
+    float expert_scale;    /* expert_weights_scale                                                      */
+    int bias_router;       /* ffn_gate_inp.bias                                                         */
+    int bias_experts;      /* ffn_gate/up/down_exps.bias                                                */
+    int bias_choice;       /* exp_probs_b.bias                                                          */
+    int post_norm;         /* the feed-forward norm is post_attention_norm                              */
 } mg_options;
+
+/* The feed-forward part of a layer with experts. */
+MG_FN void mg_moe(mg_gguf *w, mg_rng *r, const mg_options *o, uint32_t il) {
+    static const char *const mats[3] = {"gate", "up", "down"};
+    uint32_t shared = o->n_ff_shared ? o->n_ff_shared : o->n_shared * o->n_ff_expert;
+    char name[64];
+    for (int i = 0; i < 3; i++) {
+        uint32_t n_in = i < 2 ? o->n_embd : o->n_ff_expert, n_out = i < 2 ? o->n_ff_expert : o->n_embd;
+        snprintf(name, sizeof name, "blk.%u.ffn_%s_exps.weight", il, mats[i]);
+        mg_experts(w, r, name, i == 2 && o->use_mix ? o->mix_type : o->type, n_in, n_out, o->n_experts,
+                   1.0f / sqrtf((float)n_in));
+        snprintf(name, sizeof name, "blk.%u.ffn_%s_exps.bias", il, mats[i]);
+        if (o->bias_experts) mg_weight(w, r, name, o->vector_type, n_out, o->n_experts, 0.1f, 0);
+        snprintf(name, sizeof name, "blk.%u.ffn_%s_shexp.weight", il, mats[i]);
+        if (shared)
+            mg_weight(w, r, name, o->type, i < 2 ? o->n_embd : shared, i < 2 ? shared : o->n_embd,
+                      1.0f / sqrtf((float)(i < 2 ? o->n_embd : shared)), 0);
+    }
+    snprintf(name, sizeof name, "blk.%u.ffn_gate_inp.weight", il);
+    mg_weight(w, r, name, MG_F32, o->n_embd, o->n_experts, 2.0f / sqrtf((float)o->n_embd), 0);
+    snprintf(name, sizeof name, "blk.%u.ffn_gate_inp.bias", il);
+    if (o->bias_router) mg_weight(w, r, name, o->vector_type, o->n_experts, 0, 0.5f, 0);
+    snprintf(name, sizeof name, "blk.%u.exp_probs_b.bias", il);
+    if (o->bias_choice) mg_weight(w, r, name, o->vector_type, o->n_experts, 0, 0.3f, 0);
+}
 
 MG_FN void mg_layer(mg_gguf *w, mg_rng *r, const mg_options *o, uint32_t il) {
     char name[64];
@@ -531,11 +584,16 @@ MG_FN void mg_layer(mg_gguf *w, mg_rng *r, const mg_options *o, uint32_t il) {
         MG_ADD("attn_k_norm.weight", vec, o->head_dim, 0, 0.1f, 1.0f);
     }
     MG_ADD("attn_output.weight", o->type, n_a, o->n_embd, s_a, 0);
-    MG_ADD("ffn_norm.weight", vec, o->n_embd, 0, 0.1f, 1.0f);
+    if (o->post_norm) MG_ADD("post_attention_norm.weight", vec, o->n_embd, 0, 0.1f, 1.0f);
+    else MG_ADD("ffn_norm.weight", vec, o->n_embd, 0, 0.1f, 1.0f);
+    if (o->bias_out) MG_ADD("attn_output.bias", vec, o->n_embd, 0, 0.1f, 0);
+    if (o->n_experts && il >= o->n_dense) {
+        mg_moe(w, r, o, il);
+        return;
+    }
     MG_ADD("ffn_gate.weight", o->type, o->n_embd, n_ff, s, 0);
     MG_ADD("ffn_up.weight", o->type, o->n_embd, n_ff, s, 0);
     MG_ADD("ffn_down.weight", mix, n_ff, o->n_embd, s_ff, 0);
-    if (o->bias_out) MG_ADD("attn_output.bias", vec, o->n_embd, 0, 0.1f, 0);
     if (o->bias_ffn) {
         MG_ADD("ffn_gate.bias", vec, n_ff, 0, 0.1f, 0);
         MG_ADD("ffn_up.bias", vec, n_ff, 0, 0.1f, 0);
@@ -572,6 +630,18 @@ MG_FN void mg_hparams(mg_gguf *w, const mg_options *o) {
     if (o->n_ctx_original) mg_kv_u32(w, MG_KEY("rope.scaling.original_context_length"), o->n_ctx_original);
     if (o->yarn_log_multiplier != 0) mg_kv_f32(w, MG_KEY("rope.scaling.yarn_log_multiplier"), o->yarn_log_multiplier);
     if (o->no_vocab) mg_kv_u32(w, MG_KEY("vocab_size"), o->n_vocab);
+    if (o->n_experts) {
+        mg_kv_u32(w, MG_KEY("expert_count"), o->n_experts);
+        mg_kv_u32(w, MG_KEY("expert_used_count"), o->n_used);
+        mg_kv_u32(w, MG_KEY("expert_feed_forward_length"), o->n_ff_expert);
+        if (o->n_shared) mg_kv_u32(w, MG_KEY("expert_shared_count"), o->n_shared);
+        if (o->n_ff_shared) mg_kv_u32(w, MG_KEY("expert_shared_feed_forward_length"), o->n_ff_shared);
+        if (o->n_dense) mg_kv_u32(w, MG_KEY("leading_dense_block_count"), o->n_dense);
+        if (o->n_next) mg_kv_u32(w, MG_KEY("nextn_predict_layers"), o->n_next);
+        if (o->gating) mg_kv_u32(w, MG_KEY("expert_gating_func"), o->gating);
+        if (o->expert_norm) mg_kv_bool(w, MG_KEY("expert_weights_norm"), o->expert_norm > 0);
+        if (o->expert_scale != 0) mg_kv_f32(w, MG_KEY("expert_weights_scale"), o->expert_scale);
+    }
 #undef MG_KEY
     if (o->more_kv) o->more_kv(w);
     if (o->chat_template) mg_kv_str(w, "tokenizer.chat_template", o->chat_template);
@@ -587,7 +657,8 @@ MG_FN mg_options mg_defaults(const mg_options *options) {
     if (!o.arch) o.arch = "llama";
     int qwen = strncmp(o.arch, "qwen", 4) == 0;
     if (strcmp(o.arch, "qwen2") == 0) o.bias = 1;
-    if (strcmp(o.arch, "qwen3") == 0) o.qk_norm = 1;
+    if (strncmp(o.arch, "qwen3", 5) == 0) o.qk_norm = 1;
+    if (strcmp(o.arch, "glm4moe") == 0) o.bias = o.post_norm = 1;
     if (!o.n_layers) o.n_layers = 2;
     if (!o.n_embd) o.n_embd = big ? 256 : 64;
     if (!o.n_heads) o.n_heads = 4;
@@ -595,6 +666,8 @@ MG_FN mg_options mg_defaults(const mg_options *options) {
     if (!o.head_dim) o.head_dim = big ? 64 : 16;
     if (!o.head_dim_v) o.head_dim_v = o.head_dim;
     if (!o.n_ff) o.n_ff = big ? 256 : 96;
+    if (o.n_experts && !o.n_used) o.n_used = 2;
+    if (!o.n_ff_expert) o.n_ff_expert = big ? 256 : 32;
     if (o.eps == 0) o.eps = 1e-5f;
     if (o.rope_base == 0) o.rope_base = 10000.0f;
     if (!o.n_vocab) o.n_vocab = 320;

@@ -24,7 +24,8 @@ typedef struct ref_options {
 
 /* How near the simulated roundings came to a tie: below the float32 noise the library may fall to the other side. */
 typedef struct ref_margins {
-    double int8; /* smallest distance of x/d from a half, in steps */
+    double int8;   /* smallest distance of x/d from a half, in steps                                    */
+    double choice; /* smallest distance of the scores of the last expert chosen and the first that is not */
 } ref_margins;
 
 typedef struct ref_model {
@@ -143,7 +144,10 @@ REF_FN void ref_open(ref_model *m, const rf_gguf *g) {
     if (!m->data || rf_gguf_find_kv(g, "general.architecture", &kv) != RF_OK || rf_kv_text(&kv, NULL, &s) != RF_OK)
         ref_die("no architecture");
     snprintf(m->arch, sizeof m->arch, "%.*s", (int)s.len, s.data);
-    if (strcmp(m->arch, "llama") && strcmp(m->arch, "qwen2") && strcmp(m->arch, "qwen3")) ref_die("arch %s", m->arch);
+    static const char *const archs[] = {"llama", "qwen2", "qwen3", "qwen3moe", "glm4moe"};
+    for (size_t i = 0; i < sizeof archs / sizeof archs[0]; i++)
+        if (strcmp(m->arch, archs[i]) == 0) return;
+    ref_die("arch %s", m->arch);
 }
 
 REF_FN void ref_close(ref_model *m) {
@@ -175,7 +179,7 @@ REF_FN const double *ref_tensor(ref_model *m, const char *name, rf_tensor_info *
     double **data = &m->data[t->index];
     if (!*data) {
         rf_type_info type = rf_type_get(t->type);
-        uint64_t n = t->ne[0] * t->ne[1];
+        uint64_t n = t->ne[0] * t->ne[1] * t->ne[2];
         uint8_t *raw = (uint8_t *)malloc(t->size_bytes);
         if (!raw || rf_gguf_read_tensor(m->g, t->index, 0, raw, t->size_bytes, NULL) != RF_OK)
             ref_die("cannot read %s", name);
@@ -312,6 +316,128 @@ REF_FN void ref_attention(double *out, const double *q, const double *k, const d
     free(p);
 }
 
+/* ---- experts: the MoE block of the architecture notes, a row at a time ---- */
+
+/* y[n_out] = W x of one row, rounded as ref_matmul rounds */
+REF_FN void ref_product(ref_model *m, const ref_options *o, uint32_t type, const double *w, const double *x, double *y,
+                        uint64_t n_in, uint64_t n_out) {
+    double *in = ref_zeros(n_in);
+    memcpy(in, x, n_in * sizeof *in);
+    if (o->int8_acts && rf_type_get(type).block_elements > 1) ref_int8(m, in, n_in);
+    for (uint64_t j = 0; j < n_out; j++) {
+        y[j] = 0;
+        for (uint64_t i = 0; i < n_in; i++) y[j] += w[j * n_in + i] * in[i];
+    }
+    free(in);
+}
+
+/* What a router of this file does. */
+typedef struct ref_router {
+    uint32_t n, n_used, gating;
+    int normalize;
+    double scale;
+} ref_router;
+
+REF_FN ref_router ref_router_of(const ref_model *m) {
+    int glm = strcmp(m->arch, "glm4moe") == 0;
+    ref_router r = {(uint32_t)ref_key(m, "expert_count", 0, NAN), (uint32_t)ref_key(m, "expert_used_count", 0, NAN),
+                    glm ? 2 : 1, !glm, 1};
+    if (!glm) return r;
+    r.gating = (uint32_t)ref_key(m, "expert_gating_func", 0, 2);
+    r.normalize = ref_key(m, "expert_weights_norm", 0, 0) != 0;
+    r.scale = ref_key(m, "expert_weights_scale", 0, 1);
+    return r;
+}
+
+/* Choose experts: ids and weights of n_used. bias (of the choice) may be NULL. */
+REF_FN void ref_choose(ref_model *m, const ref_router *r, const double *logits, const double *bias, uint32_t *ids,
+                       double *weights) {
+    double p[1024], score[1024], most = -INFINITY, sum = 0, last = 0, next = -INFINITY;
+    if (r->n > 1024) ref_die("%u experts", r->n);
+    for (uint32_t i = 0; i < r->n; i++) most = fmax(most, logits[i]);
+    for (uint32_t i = 0; i < r->n; i++) sum += exp(logits[i] - most);
+    for (uint32_t i = 0; i < r->n; i++) {
+        p[i] = r->gating == 1 ? exp(logits[i] - most) / sum : r->gating == 2 ? 1 / (1 + exp(-logits[i])) : logits[i];
+        score[i] = p[i] + (bias ? bias[i] : 0);
+    }
+    sum = 0;
+    for (uint32_t k = 0; k < r->n_used; k++) {
+        uint32_t best = 0;
+        for (uint32_t i = 1; i < r->n; i++)
+            if (score[i] > score[best]) best = i;
+        ids[k] = best;
+        weights[k] = r->gating == 3 ? exp(p[best] - most) : p[best];
+        sum += weights[k];
+        last = score[best];
+        score[best] = -INFINITY;
+    }
+    for (uint32_t i = 0; i < r->n; i++) next = fmax(next, score[i]);
+    m->margins.choice = fmin(m->margins.choice, last - next);
+    for (uint32_t k = 0; k < r->n_used; k++) {
+        if (r->gating == 3) weights[k] /= sum;
+        if (r->normalize) weights[k] /= fmax(sum, ldexp(1, -14));
+        weights[k] *= r->scale;
+    }
+}
+
+REF_FN const double *ref_blk(ref_model *m, uint32_t il, const char *name, rf_tensor_info *t) {
+    char full[64];
+    snprintf(full, sizeof full, "blk.%u.%s", il, name);
+    return ref_tensor(m, full, t);
+}
+
+/* y += weight * Wdown act(Wgate h, Wup h) of a row, expert e of the tensors ffn_*_<kind> */
+REF_FN void ref_expert(ref_model *m, const ref_options *o, uint32_t il, const char *kind, uint32_t e, double weight,
+                       const double *h, double *y) {
+    static const char *const mats[3] = {"gate", "up", "down"};
+    const double *w[3], *bias[3];
+    rf_tensor_info t[3];
+    char name[64];
+    for (int i = 0; i < 3; i++) {
+        snprintf(name, sizeof name, "ffn_%s_%s.weight", mats[i], kind);
+        w[i] = ref_blk(m, il, name, &t[i]);
+        if (!w[i] || e >= t[i].ne[2]) ref_die("no %s of expert %u", name, e);
+        w[i] += e * t[i].ne[0] * t[i].ne[1];
+        snprintf(name, sizeof name, "ffn_%s_%s.bias", mats[i], kind);
+        bias[i] = ref_blk(m, il, name, NULL);
+        if (bias[i]) bias[i] += e * t[i].ne[1];
+    }
+    uint64_t ff = t[0].ne[1], n_embd = m->n_embd;
+    if (t[0].ne[0] != n_embd || t[1].ne[0] != n_embd || t[1].ne[1] != ff || t[2].ne[0] != ff || t[2].ne[1] != n_embd)
+        ref_die("layer %u: experts of other shapes", il);
+    double *gate = ref_zeros(ff), *up = ref_zeros(ff), *down = ref_zeros(n_embd);
+    ref_product(m, o, t[0].type, w[0], h, gate, n_embd, ff);
+    ref_product(m, o, t[1].type, w[1], h, up, n_embd, ff);
+    for (uint64_t i = 0; i < ff; i++) {
+        double g = gate[i] + (bias[0] ? bias[0][i] : 0), u = up[i] + (bias[1] ? bias[1][i] : 0);
+        gate[i] = g / (1 + exp(-g)) * u;
+    }
+    ref_product(m, o, t[2].type, w[2], gate, down, ff, n_embd);
+    for (uint64_t i = 0; i < n_embd; i++) y[i] += weight * (down[i] + (bias[2] ? bias[2][i] : 0));
+    free(gate), free(up), free(down);
+}
+
+/* x += the experts of each of n rows; h their normed inputs */
+REF_FN void ref_moe(ref_model *m, const ref_options *o, uint32_t il, const double *h, double *x, uint32_t n) {
+    ref_router r = ref_router_of(m);
+    rf_tensor_info t;
+    const double *w = ref_blk(m, il, "ffn_gate_inp.weight", &t), *bias = ref_blk(m, il, "ffn_gate_inp.bias", NULL),
+                 *choice = ref_blk(m, il, "exp_probs_b.bias", NULL);
+    if (!w || t.ne[0] != m->n_embd || t.ne[1] != r.n) ref_die("layer %u: no router", il);
+    int shared = ref_blk(m, il, "ffn_gate_shexp.weight", NULL) != NULL;
+    for (uint32_t row = 0; row < n; row++) {
+        double logits[1024], weights[1024];
+        uint32_t ids[1024];
+        const double *in = h + (uint64_t)row * m->n_embd;
+        double *out = x + (uint64_t)row * m->n_embd;
+        ref_product(m, o, t.type, w, in, logits, m->n_embd, r.n);
+        for (uint32_t i = 0; bias && i < r.n; i++) logits[i] += bias[i];
+        ref_choose(m, &r, logits, choice, ids, weights);
+        for (uint32_t k = 0; k < r.n_used; k++) ref_expert(m, o, il, "exps", ids[k], weights[k], in, out);
+        if (shared) ref_expert(m, o, il, "shexp", 0, 1, in, out);
+    }
+}
+
 /* x += one layer */
 REF_FN void ref_layer(ref_model *m, const ref_options *o, uint32_t il, double *x, uint32_t n) {
     char b[16][64];
@@ -329,7 +455,7 @@ REF_FN void ref_layer(ref_model *m, const ref_options *o, uint32_t il, double *x
                                           "attn_output.weight",
                                           "attn_output.bias",
                                           "ffn_norm.weight",
-                                          "",
+                                          "post_attention_norm.weight",
                                           ""};
     for (int i = 0; i < 16; i++) snprintf(b[i], sizeof b[i], "blk.%u.%s", il, names[i]);
     uint64_t n_embd = m->n_embd;
@@ -353,7 +479,7 @@ REF_FN void ref_layer(ref_model *m, const ref_options *o, uint32_t il, double *x
         ref_matmul(m, o, b[3], b[4], (uint64_t)nkv * dk, 0, k, (uint64_t)nkv * dk, h, n_embd, n, 0);
         ref_matmul(m, o, b[5], b[6], (uint64_t)nkv * dv, 0, v, (uint64_t)nkv * dv, h, n_embd, n, 0);
     }
-    if (strcmp(m->arch, "qwen3") == 0) {
+    if (ref_tensor(m, b[9], NULL)) {
         ref_norm(m, b[9], q, q, dk, (uint64_t)n * nh);
         ref_norm(m, b[10], k, k, dk, (uint64_t)n * nkv);
     }
@@ -364,7 +490,12 @@ REF_FN void ref_layer(ref_model *m, const ref_options *o, uint32_t il, double *x
     ref_attention(a, q, k, v, n, nh, nkv, dk, dv);
     ref_matmul(m, o, b[11], b[12], n_embd, 0, x, n_embd, a, (uint64_t)nh * dv, n, 1);
 
-    ref_norm(m, b[13], h, x, n_embd, n);
+    ref_norm(m, ref_tensor(m, b[14], NULL) ? b[14] : b[13], h, x, n_embd, n);
+    if (ref_blk(m, il, "ffn_gate_inp.weight", NULL)) {
+        ref_moe(m, o, il, h, x, n);
+        free(h), free(q), free(k), free(v), free(a), free(gate), free(up);
+        return;
+    }
     char w[3][64], bias[3][64];
     static const char *const mats[3] = {"ffn_gate", "ffn_up", "ffn_down"};
     for (int i = 0; i < 3; i++) {
@@ -383,10 +514,11 @@ REF_FN double *ref_eval(ref_model *m, const int32_t *tokens, uint32_t n, const r
     rf_tensor_info t;
     const double *embd = ref_tensor(m, "token_embd.weight", &t);
     if (!embd) ref_die("no token_embd.weight");
-    m->n_layers = (uint32_t)ref_key(m, "block_count", 0, NAN);
+    m->n_layers = (uint32_t)(ref_key(m, "block_count", 0, NAN) - ref_key(m, "nextn_predict_layers", 0, 0));
     m->n_embd = (uint32_t)ref_key(m, "embedding_length", 0, NAN);
     m->n_vocab = (uint32_t)t.ne[1];
     m->margins.int8 = 0.5;
+    m->margins.choice = INFINITY;
     double *x = ref_zeros((uint64_t)n * m->n_embd), *logits = ref_zeros((uint64_t)n * m->n_vocab);
     for (uint32_t r = 0; r < n; r++)
         memcpy(x + (uint64_t)r * m->n_embd, embd + (uint64_t)(uint32_t)tokens[r] * m->n_embd, m->n_embd * sizeof *x);

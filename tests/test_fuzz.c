@@ -470,28 +470,34 @@ static void small_bpe(mg_gguf *w) {
     mg_kv_u32(w, "tokenizer.ggml.eos_token_id", 2);
 }
 
-/* A tiny model; K-quants only in the embedding, whose rows must be long then. */
+#define N_MODELS 24
+/* A tiny model; K-quants only in the embedding, whose rows must be long then. The last two have experts. */
 static mg_buf model_seed(int i) {
     static const uint32_t types[] = {MG_F32, MG_F16, MG_BF16, MG_Q4_0, MG_Q4_1, MG_Q5_0, MG_Q5_1, MG_Q8_0,
                                      MG_Q4_K, MG_Q5_K, MG_Q6_K};
     static const char *const archs[] = {"llama", "qwen2", "qwen3"};
+    static const char *const with_experts[] = {"qwen3moe", "glm4moe"};
     static const char *const scalings[] = {NULL, "linear", "yarn", "none"};
     uint32_t elements, bytes, type = types[i % (int)RFI_COUNT(types)];
     mg_buf file = {0};
     mg_block(type, &elements, &bytes);
     uint32_t n_embd = elements == 1 ? 4 : elements;
-    mg_llama(&file, &(mg_options){.arch = archs[i % 3], .type = elements == 256 ? MG_F32 : type, .use_embd = 1,
+    const int moe = i >= N_MODELS - 2;
+    mg_llama(&file, &(mg_options){.arch = moe ? with_experts[i % 2] : archs[i % 3], .type = elements == 256 ? MG_F32 : type, .use_embd = 1,
                                   .embd_type = type, .no_vocab = 1, .more_kv = i % 2 ? small_bpe : small_spm,
-                                  .n_layers = 1, .n_embd = n_embd, .n_heads = 2, .n_kv_heads = 1 + (uint32_t)(i & 1),
+                                  .n_embd = n_embd, .n_heads = 2, .n_kv_heads = 1 + (uint32_t)(i & 1),
                                   .head_dim = elements == 32 ? 16 : 2, .n_ff = elements == 32 ? 32 : 3,
                                   .n_vocab = N_VOCAB,
                                   .n_ctx = 32, .tied = i % 4 != 1, .rope_freqs = i & 1, .fused_qkv = i % 5 == 4,
                                   .rope_scaling = scalings[i % 4], .rope_factor = i % 4 ? 2.0f : 0,
                                   .bias_out = i % 7 == 3, .bias_ffn = i % 7 == 5, .vector_type = types[i % 2],
+                                  .n_experts = moe ? 3 : 0, .n_ff_expert = elements == 32 ? 32 : 3, .n_layers = 1 + moe,
+                                  .n_dense = moe ? i % 2 : 0, .n_shared = moe ? i % 2 : 0, .gating = moe ? i % 2 * 2 : 0,
+                                  .expert_norm = moe, .expert_scale = moe ? 1.5f : 0, .bias_choice = moe,
+                                  .bias_experts = moe, .bias_router = moe,
                                   .chat_template = i % 3 ? NULL : "{{ '<|im_start|>' + '<|im_end|>' }}"});
     return file;
 }
-#define N_MODELS 22
 
 static void split_keys(mg_gguf *w, unsigned no) {
     mg_kv_u16(w, "split.no", (uint16_t)no);

@@ -809,6 +809,185 @@ static void test_argmax() {
 }
 
 /* State contents as float64, from its bytes. */
+/* ---- experts ---- */
+
+/* Ids by value, then by id, what is no number last. */
+static std::vector<uint32_t> ranked(const std::vector<double> &score) {
+    std::vector<uint32_t> ids(score.size());
+    for (uint32_t i = 0; i < score.size(); i++) {
+        size_t at = 0;
+        for (uint32_t j = 0; j < score.size(); j++)
+            at += std::isnan(score[i]) ? !std::isnan(score[j]) || j < i
+                                       : score[j] > score[i] || (score[j] == score[i] && j < i);
+        ids[at] = i;
+    }
+    return ids;
+}
+
+/* ROUTE in float64: ids, then weights. */
+static std::vector<double> routed(const rf_op &op, const float *logits, const float *bias) {
+    uint32_t n = op.n_experts, groups = op.n_groups > 1 ? op.n_groups : 1, size = n / groups;
+    std::vector<double> p(logits, logits + n), score, sums, out;
+    double top = -INFINITY, sum = 0;
+    for (uint32_t i = 0; i < n; i++) top = fmax(top, p[i]);
+    for (uint32_t i = 0; i < n; i++) sum += exp(p[i] - top);
+    for (uint32_t i = 0; i < n; i++) {
+        if (op.flags & RF_OP_SIGMOID) p[i] = 1 / (1 + exp(-p[i]));
+        else if (!(op.flags & RF_OP_CHOSEN)) p[i] = exp(p[i] - top) / sum;
+        score.push_back(p[i] + (bias ? bias[i] : 0));
+    }
+    for (uint32_t g = 0; g < groups; g++) {
+        std::vector<double> own(score.begin() + g * size, score.begin() + (g + 1) * size);
+        std::vector<uint32_t> best = ranked(own);
+        sums.push_back(own[best[0]] + (size > 1 ? own[best[1]] : 0));
+    }
+    std::vector<uint32_t> order = ranked(sums), all = ranked(score);
+    std::set<uint32_t> kept(order.begin(), order.begin() + (groups > 1 ? op.n_groups_used : 1));
+    for (size_t i = 0; i < all.size() && out.size() < op.n_used; i++)
+        if (kept.count(all[i] / size)) out.push_back(all[i]);
+    sum = 0, top = -INFINITY;
+    for (uint32_t k = 0; k < op.n_used; k++) top = fmax(top, p[(size_t)out[k]]);
+    for (uint32_t k = 0; k < op.n_used; k++) {
+        double w = p[(size_t)out[k]];
+        out.push_back(op.flags & RF_OP_CHOSEN ? exp(w - top) : w);
+        sum += out.back();
+    }
+    for (uint32_t k = op.n_used; k < 2 * op.n_used; k++) {
+        double chosen = op.flags & RF_OP_CHOSEN ? sum : 1, whole = op.flags & RF_OP_CHOSEN ? 1 : sum;
+        out[k] = out[k] / chosen / (op.flags & RF_OP_NORMALIZE ? fmax(whole, 1.0 / 16384) : 1) * op.scale;
+    }
+    return out;
+}
+
+static void test_route() {
+    static const uint32_t counts[] = {1, 4, 33, 64, 128, 1024}, used[] = {1, 2, 8}, Ts[] = {1, 5}, groups[] = {1, 2, 4},
+                          gating[] = {0, RF_OP_SIGMOID, RF_OP_CHOSEN};
+    std::vector<Row> list = combinations(std::vector<int>{6, 3, 2, 3, 3, 2, 4, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        uint32_t n = counts[r[0]], T = Ts[r[2]], n_used = used[r[1]] < n ? used[r[1]] : n, pad = 3;
+        Rig g(devices[(size_t)r[7]]);
+        uint32_t in = g.buffer(n + pad), out = g.buffer(2 * n_used + pad);
+        std::vector<float> bias = values(n);
+        rf_op *o = g.op(RF_OP_ROUTE);
+        o->in = in, o->out = out, o->n_experts = n, o->n_used = n_used, o->scale = r[5] ? 2.5f : 0;
+        o->n_groups = n % groups[r[3]] ? 1 : groups[r[3]], o->n_groups_used = o->n_groups;
+        if (o->n_groups > 1 && n / o->n_groups * (o->n_groups - 1) >= n_used) o->n_groups_used--;
+        o->flags = gating[r[4]] | (r[5] ? (uint32_t)RF_OP_NORMALIZE : 0);
+        if (r[6] & 1) o->extra = g.vector(bias);
+        rf_op op = *o;
+        if (op.scale == 0) op.scale = 1;
+        REQUIRE(g.open(T) == RF_OK, "%s", g.err.text);
+        std::vector<float> x = values((size_t)T * (n + pad)), before((size_t)T * (2 * n_used + pad), -7);
+        for (size_t k = 0; r[6] == 2 && k < x.size(); k++) x[k] = (float)(int)(rnd() % 7) - 3; /* ties */
+        for (size_t k = 0; r[6] == 2 && k < x.size(); k += 11) x[k] = NAN;
+        g.set(in, x), g.set(out, before);
+        REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
+        std::vector<float> y = g.get(out);
+        for (uint32_t t = 0; t < T; t++) {
+            std::vector<double> want = routed(op, &x[t * (n + pad)], r[6] & 1 ? bias.data() : NULL);
+            bool nan = false; /* the sum of a softmax: then every score is */
+            for (uint32_t k = 0; k < n; k++) nan = nan || std::isnan(x[t * (n + pad) + k]);
+            for (uint32_t k = 0; k < n_used; k++) {
+                uint32_t id;
+                float found = y[t * (2 * n_used + pad) + n_used + k];
+                double w = want[n_used + k];
+                memcpy(&id, &y[t * (2 * n_used + pad) + k], 4);
+                CHECK(id == want[k], "route of %u, %u used, %u groups, flags %x: choice %u is %u, want %g", n, n_used,
+                      op.n_groups, op.flags, k, id, want[k]);
+                CHECK(nan ? std::isnan(w) == std::isnan(found) : fabs(found - w) <= 3e-6 * fmax(1, fabs(w)),
+                      "route of %u, flags %x: weight %u is %g, want %g", n, op.flags, k, (double)found, w);
+            }
+            for (uint32_t k = 0; k < pad; k++) CHECK(y[t * (2 * n_used + pad) + 2 * n_used + k] == -7, "past a row's end");
+        }
+    }
+}
+
+struct ExpertsCase {
+    uint32_t type, n_in, n_out, T, n_used, n_experts, device;
+    bool per_choice, bias, glu;
+};
+
+/* A route of our making, the product of its experts, behind a GLU that quantizes for it or not; then their mix. */
+static void experts_case(const ExpertsCase &c) {
+    char what[160];
+    snprintf(what, sizeof what, "experts %s n_in %u n_out %u rows %u, %u of %u, device %u", type_name(c.type), c.n_in,
+             c.n_out, c.T, c.n_used, c.n_experts, c.device);
+    uint32_t width_in = c.n_in * (c.per_choice ? c.n_used : 1), width = c.n_used * c.n_out, pad = c.glu ? 0 : 5;
+    Rig g(devices[c.device]);
+    uint32_t in = g.buffer(width_in + pad), up = g.buffer(width_in), route = g.buffer(2 * c.n_used + 1),
+             y = g.buffer(width + 3), logits = g.buffer(c.n_experts), x = g.buffer(c.n_out + 1);
+    std::vector<uint8_t> w = random_rows(c.type, c.n_in, c.n_out * c.n_experts);
+    std::vector<float> b = values((size_t)c.n_experts * c.n_out);
+    rf_op *o = g.op(RF_OP_ROUTE);
+    o->in = logits, o->out = route, o->n_experts = c.n_experts, o->n_used = c.n_used;
+    uint32_t weight = g.weight(c.type, c.n_in, c.n_out * c.n_experts, w), twice = g.buffer(width);
+    uint32_t bias = g.weight(RF_TYPE_F32, c.n_out, c.n_experts, std::vector<uint8_t>((uint8_t *)b.data(), (uint8_t *)(b.data() + b.size())));
+    for (int k = 0; k < 2; k++) { /* the second finds the input as the first left it */
+        if (k == 0 && c.glu) {
+            o = g.op(RF_OP_GLU);
+            o->in = o->out = in, o->in2 = up, o->n_out = width_in;
+        }
+        o = g.op(RF_OP_EXPERTS);
+        o->in = in, o->in2 = route, o->out = k ? twice : y, o->weight = weight, o->n_in = c.n_in, o->n_out = c.n_out;
+        o->n_experts = c.n_experts, o->n_used = c.n_used, o->flags = c.per_choice ? (uint32_t)RF_OP_PER_CHOICE : 0;
+        if (c.bias) o->extra = bias;
+    }
+    o = g.op(RF_OP_MIX);
+    o->in = twice, o->in2 = route, o->out = x, o->n_out = c.n_out, o->n_used = c.n_used, o->n_experts = c.n_experts;
+    o->scale = c.bias ? 0.5f : 0, o->flags = c.bias ? (uint32_t)RF_OP_ACCUMULATE : 0;
+    rf_result r = g.open(c.T, 1, 128);
+    REQUIRE(r == RF_OK, "%s: %s", what, g.err.text);
+    std::vector<float> v = values((size_t)c.T * (width_in + pad)), u = values((size_t)c.T * width_in),
+                       before = values((size_t)c.T * (width + 3)), old = values((size_t)c.T * (c.n_out + 1));
+    g.set(in, v), g.set(up, u), g.set(y, before), g.set(x, old), g.set(logits, values((size_t)c.T * c.n_experts));
+    REQUIRE(g.run(rows_of(c.T)) == RF_OK, "%s: %s", what, g.err.text);
+    std::vector<float> found = g.get(y), again = g.get(twice), chosen = g.get(route), input = g.get(in);
+    std::vector<double> wd = decode(c.type, w), want, sum;
+    for (uint32_t t = 0; t < c.T; t++) {
+        std::vector<double> mix(c.n_out, 0);
+        for (uint32_t k = 0; k < c.n_used; k++) {
+            uint32_t id;
+            memcpy(&id, &chosen[t * (2 * c.n_used + 1) + k], 4);
+            REQUIRE(id < c.n_experts, "%s: expert %u", what, id);
+            const float *xt = &input[(size_t)t * (width_in + pad) + (c.per_choice ? k * c.n_in : 0)];
+            std::vector<double> xd = is_float(c.type) ? std::vector<double>(xt, xt + c.n_in) : quantized(xt, c.n_in);
+            for (uint32_t i = 0; i < c.n_out; i++) {
+                double dot = c.bias ? b[(size_t)id * c.n_out + i] : 0;
+                for (uint32_t j = 0; j < c.n_in; j++) dot += wd[((size_t)id * c.n_out + i) * c.n_in + j] * xd[j];
+                want.push_back(dot);
+                mix[i] += (double)chosen[t * (2 * c.n_used + 1) + c.n_used + k] * dot;
+            }
+        }
+        for (uint32_t i = 0; i < 3; i++) want.push_back(before[(size_t)t * (width + 3) + width + i]);
+        for (uint32_t i = 0; i < c.n_out; i++) sum.push_back(c.bias ? old[t * (c.n_out + 1) + i] + 0.5 * mix[i] : mix[i]);
+        sum.push_back(old[t * (c.n_out + 1) + c.n_out]);
+    }
+    compare(found, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    compare(g.get(x), sum, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    for (uint32_t t = 0; t < c.T; t++)
+        CHECK(!memcmp(&found[t * (width + 3)], &again[(size_t)t * width], width * 4), "%s: the same product gives other bits",
+              what);
+}
+
+static void test_experts() {
+    static const uint32_t outs[] = {1, 3, 64, 130}, Ts[] = {1, 3, 9, 70}, used[] = {1, 2, 5}, counts[] = {1, 3, 16};
+    const int n_types = (int)(sizeof types / sizeof types[0]);
+    std::vector<Row> list = combinations(std::vector<int>{n_types, 3, 4, 4, 3, 3, 8, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        static const uint32_t odd[] = {1, 40, 264};
+        ExpertsCase c;
+        c.type = types[r[0]];
+        c.n_in = is_float(c.type) ? odd[r[1]] : block_elements(c.type) * (uint32_t)(1 + 2 * r[1]);
+        c.n_out = outs[r[2]], c.T = Ts[r[3]], c.n_experts = counts[r[5]];
+        c.n_used = used[r[4]] < c.n_experts ? used[r[4]] : c.n_experts;
+        c.device = (uint32_t)r[7];
+        c.per_choice = r[6] & 1, c.bias = (r[6] & 2) != 0, c.glu = (r[6] & 4) != 0;
+        experts_case(c);
+    }
+}
+
 static double state_value(const std::vector<uint8_t> &s, uint64_t base, uint64_t i, uint32_t cache) {
     if (cache == RF_CACHE_F16) return half_value(rd16(&s[base + 2 * i]));
     float f;
@@ -1814,6 +1993,8 @@ int main(int argc, char **argv) {
     RUN(test_rope);
     RUN(test_glu_gather);
     RUN(test_argmax);
+    RUN(test_route);
+    RUN(test_experts);
     RUN(test_kv_store);
     RUN(test_attention);
     RUN(test_together);

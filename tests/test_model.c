@@ -14,6 +14,7 @@
 
 #define FLOAT_TOLERANCE 4e-6
 #define INT8_MARGIN 1e-4
+#define CHOICE_MARGIN 1e-5 /* of the scores of experts: a hundred times float32's noise */
 
 static const char *const isas[] = {"scalar", "avx2", "avxvnni", "avx512", "neon", "i8mm"};
 static const struct {
@@ -119,7 +120,7 @@ typedef struct problem {
     int32_t tokens[64];
     uint32_t n, n_vocab;
     double *logits;
-    double margin;
+    double margin, choice;
 } problem;
 
 static void problem_make(problem *p, const mg_options *o, uint32_t n, int kv_f16) {
@@ -132,11 +133,12 @@ static void problem_make(problem *p, const mg_options *o, uint32_t n, int kv_f16
     mg_llama(&p->file, o);
     if (rf_gguf_open_memory(p->file.data, p->file.n, NULL, &g, NULL) != RF_OK) ref_die("the fixture does not open");
     ref_open(&m, g);
-    for (uint64_t seed = 0; p->margin < INT8_MARGIN && seed < 200; seed++) {
+    for (uint64_t seed = 0; (p->margin < INT8_MARGIN || p->choice < CHOICE_MARGIN) && seed < 200; seed++) {
         free(p->logits);
         random_tokens(p->tokens, n, 310, seed);
         p->logits = ref_eval(&m, p->tokens, n, &ro, &margins);
         p->margin = margins.int8;
+        p->choice = margins.choice;
     }
     p->n_vocab = m.n_vocab;
     ref_close(&m);
@@ -153,7 +155,7 @@ static double problem_run(const problem *p, uint32_t cache_type, double toleranc
     double worst = 0;
     float *got = (float *)malloc((size_t)p->n * p->n_vocab * sizeof *got);
     rf_session_desc sd = {.n_logits_max = p->n, .cache_type = cache_type};
-    CHECK(p->margin >= INT8_MARGIN, "%s: no tokens keep away from ties", what);
+    CHECK(p->margin >= INT8_MARGIN && p->choice >= CHOICE_MARGIN, "%s: no tokens keep away from ties", what);
     for (size_t i = 0; i < RFI_COUNT(isas); i++) {
         rig r;
         if (!have_isa(isas[i])) continue;
@@ -281,6 +283,132 @@ static void test_graphs(void) {
             problem_free(&p);
         }
     printf("    graphs: worst %.2g of the largest logit\n", worst);
+}
+
+/* ---- experts ---- */
+
+static const struct {
+    const char *what;
+    mg_options o;
+} moes[] = {
+    {"4 experts, 2 used", {.arch = "qwen3moe", .n_experts = 4}},
+    {"one expert", {.arch = "qwen3moe", .n_experts = 1, .n_used = 1}},
+    {"all experts", {.arch = "qwen3moe", .n_experts = 5, .n_used = 5, .n_ff_expert = 96}},
+    {"many experts, wide", {.arch = "qwen3moe", .n_experts = 67, .n_used = 8, .n_ff_expert = 160}},
+    {"keys that it ignores", {.arch = "qwen3moe", .n_experts = 8, .n_used = 3, .gating = 2, .expert_norm = -1,
+                              .expert_scale = 2.5f}},
+    {"biases", {.arch = "qwen3moe", .n_experts = 8, .bias_router = 1, .bias_experts = 1, .vector_type = MG_F16}},
+    {"down of another type", {.arch = "qwen3moe", .n_experts = 8, .use_mix = 1, .mix_type = MG_F16}},
+    {"sigmoid", {.arch = "glm4moe", .n_experts = 8, .n_used = 3}},
+    {"dense lead, shared, normalized, scaled", {.arch = "glm4moe", .n_experts = 6, .n_dense = 1, .n_shared = 2,
+                                                .expert_norm = 1, .expert_scale = 1.5f, .bias_choice = 1, .n_layers = 3}},
+    {"softmax by its key", {.arch = "glm4moe", .n_experts = 6, .gating = 1, .bias_choice = 1, .qk_norm = 1}},
+    {"softmax of the chosen by its key", {.arch = "glm4moe", .n_experts = 6, .gating = 3, .n_used = 4}},
+    {"only dense layers", {.arch = "glm4moe", .n_experts = 6, .n_dense = 2}},
+    {"a layer for further tokens", {.arch = "glm4moe", .n_experts = 4, .n_dense = 1, .n_next = 1, .n_layers = 3}},
+};
+
+/* Every way of choosing, float and quantized; a prompt whose rows share experts, and one whose do not. */
+static void test_experts(void) {
+    static const uint32_t kinds[] = {MG_F32, MG_Q8_0, MG_F16, MG_Q4_0, MG_Q6_K, MG_Q4_K};
+    double worst = 0;
+    for (size_t i = 0; i < RFI_COUNT(moes); i++)
+        for (size_t t = 0; t < (i ? 2 : RFI_COUNT(kinds)); t++) {
+            problem p;
+            char what[96];
+            mg_options o = moes[i].o;
+            o.type = kinds[t];
+            o.seed = 500 + i;
+            snprintf(what, sizeof what, "%s, %s", moes[i].what, rf_type_get(o.type).name);
+            problem_make(&p, &o, is_float(o.type) ? 37 : 4, 0);
+            worst = fmax(worst, problem_run(&p, RF_CACHE_F32, FLOAT_TOLERANCE, what));
+            problem_free(&p);
+        }
+    printf("    experts: worst %.2g of the largest logit\n", worst);
+}
+
+/* Bits depend neither on how tokens are put into steps nor on threads. */
+static void test_experts_steps(void) {
+    static const uint32_t kinds[] = {MG_F32, MG_Q4_0};
+    enum { n = 40 };
+    for (size_t t = 0; t < RFI_COUNT(kinds); t++) {
+        mg_buf file = {0};
+        int32_t tokens[n];
+        float *want = (float *)malloc(3 * (size_t)n * 320 * sizeof *want), *got = want + n * 320;
+        mg_llama(&file, &(mg_options){.arch = "glm4moe", .type = kinds[t], .n_experts = 16, .n_used = 4, .n_shared = 1});
+        random_tokens(tokens, n, 310, 3);
+        for (uint32_t threads = 1; threads <= 3; threads++) {
+            rig r;
+            rf_session_desc sd = {.n_logits_max = n, .n_batch = threads == 3 ? 7 : n};
+            REQUIRE(rig_open(&r, &file, NULL, NULL, threads, &sd), "%s", r.err.text);
+            CHECK(eval_all(&r, tokens, n, threads == 1 ? want : got), "%s", r.err.text);
+            CHECK(threads == 1 || !memcmp(want, got, n * 320 * sizeof *want), "%u threads: other bits", threads);
+            CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK);
+            for (uint32_t i = 0; i < n; i++) CHECK(eval_all(&r, tokens + i, 1, got + i * 320), "%s", r.err.text);
+            CHECK(!memcmp(want, got, n * 320 * sizeof *want), "%u threads, one by one: other bits", threads);
+            rig_close(&r);
+        }
+        free(want);
+        mg_free(&file);
+    }
+}
+
+/* Ids of n scores by the rule of RF_OP_ROUTE, told in another way: by value, then by id, what is no number last. */
+static void rank_scores(const double *score, uint32_t n, uint32_t *ids) {
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t at = 0;
+        for (uint32_t j = 0; j < n; j++)
+            at += isnan(score[i]) ? (!isnan(score[j]) || j < i) : (score[j] > score[i] || (score[j] == score[i] && j < i));
+        ids[at] = i;
+    }
+}
+
+/* ids and weights of the best n_used by flags, in float64; scores are the logits, so that ties are ties. */
+static void route_rows_want(const rf_op *op, const float *logits, const float *bias, uint32_t *ids, double *weights) {
+    double score[256], sum[256], top = -INFINITY, total = 0;
+    uint32_t n = op->n_experts, size = n / op->n_groups, ranked[256], kept = 0;
+    for (uint32_t i = 0; i < n; i++) score[i] = (double)logits[i] + (bias ? bias[i] : 0);
+    for (uint32_t g = 0; g < op->n_groups; g++) {
+        rank_scores(score + g * size, size, ranked);
+        sum[g] = score[g * size + ranked[0]] + (size > 1 ? score[g * size + ranked[1]] : 0);
+    }
+    rank_scores(sum, op->n_groups, ranked);
+    uint32_t place[256];
+    for (uint32_t g = 0; g < op->n_groups; g++) place[ranked[g]] = g;
+    rank_scores(score, n, ranked);
+    for (uint32_t i = 0; i < n && kept < op->n_used; i++)
+        if (op->n_groups == 1 || place[ranked[i] / size] < op->n_groups_used) ids[kept++] = ranked[i];
+    for (uint32_t k = 0; k < kept; k++) top = fmax(top, logits[ids[k]]);
+    for (uint32_t k = 0; k < kept; k++) total += weights[k] = exp(logits[ids[k]] - top);
+    for (uint32_t k = 0; k < kept; k++) weights[k] = weights[k] / total * op->scale;
+}
+
+static void test_route_rows(void) {
+    static const uint32_t counts[] = {1, 2, 3, 8, 12, 64, 256};
+    static const float odd[] = {NAN, INFINITY, -INFINITY, 0.0f, -0.0f};
+    mg_rng rng = {7};
+    for (uint32_t i = 0; i < 3000; i++) {
+        float logits[256], bias[256], weights[256];
+        uint32_t want[256], n = counts[mg_below(&rng, RFI_COUNT(counts))], groups = 1u << mg_below(&rng, 3);
+        int32_t ids[256];
+        double want_weights[256];
+        rf_op op = {.kind = RF_OP_ROUTE, .flags = RF_OP_CHOSEN, .n_experts = n, .scale = 1.5f};
+        op.n_groups = n % groups ? 1 : groups;
+        op.n_groups_used = 1 + mg_below(&rng, op.n_groups);
+        op.n_used = 1 + mg_below(&rng, n / op.n_groups * op.n_groups_used);
+        for (uint32_t k = 0; k < n; k++) {
+            logits[k] = i % 3 == 0 && mg_below(&rng, 4) == 0 ? odd[mg_below(&rng, 5)] : (float)mg_below(&rng, 9) - 4;
+            bias[k] = (float)mg_below(&rng, 5);
+        }
+        rfi_route_row(&op, logits, i % 2 ? bias : NULL, ids, weights);
+        route_rows_want(&op, logits, i % 2 ? bias : NULL, want, want_weights);
+        for (uint32_t k = 0; k < op.n_used; k++) {
+            CHECK(ids[k] == (int32_t)want[k], "%u of %u experts, %u of %u groups: choice %u is %d, want %u", op.n_used, n,
+                  op.n_groups_used, op.n_groups, k, ids[k], want[k]);
+            CHECK(isnan(want_weights[k]) ? isnan(weights[k]) : fabs(weights[k] - want_weights[k]) < 1e-6, "weight %g, want %g",
+                  weights[k], want_weights[k]);
+        }
+    }
 }
 
 /* Mixes as files have them: K-quants with others, float among quantized matrices, another type for the embedding. */
@@ -1170,6 +1298,8 @@ static void test_tensor_errors(void) {
         {.bias = 1, .bias_out = 1, .bias_ffn = 1, .bias_logits = 1, .rope_freqs = 1},
         {.arch = "qwen2", .fused_qkv = 1, .n_kv_heads = 1},
         {.arch = "qwen3", .head_dim = 32, .head_dim_v = 16},
+        {.arch = "qwen3moe", .n_layers = 1, .n_experts = 4, .bias_router = 1, .bias_experts = 1},
+        {.arch = "glm4moe", .n_experts = 4, .n_dense = 1, .n_shared = 2, .bias_choice = 1},
     };
     rf_device *d = counted_device();
     for (size_t i = 0; d && i < RFI_COUNT(models); i++) tensor_errors(d, &models[i]);
@@ -1178,6 +1308,8 @@ static void test_tensor_errors(void) {
 }
 
 static void experts(mg_gguf *w) { mg_kv_u32(w, "llama.expert_count", 8); }
+static void two_groups(mg_gguf *w) { mg_kv_u32(w, "glm4moe.expert_group_count", 2); }
+static void real_norm(mg_gguf *w) { mg_kv_f32(w, "glm4moe.expert_weights_norm", 1); }
 static void no_experts(mg_gguf *w) { mg_kv_u32(w, "llama.expert_count", 0); }
 static void not_causal(mg_gguf *w) { mg_kv_bool(w, "llama.attention.causal", 0); }
 static void causal(mg_gguf *w) { mg_kv_bool(w, "llama.attention.causal", 1); }
@@ -1190,6 +1322,8 @@ static void type_number(mg_gguf *w) { mg_kv_u32(w, "llama.rope.scaling.type", 1)
 static void arch_number(mg_gguf *w) { mg_kv_u32(w, "general.architecture", 1); }
 static void tokens_numbers(mg_gguf *w) { mg_kv_arr_u32(w, "tokenizer.ggml.tokens", (uint32_t[]){1, 2, 3}, 3); }
 
+#define MOE .arch = "qwen3moe", .n_experts = 4
+#define GLM .arch = "glm4moe", .n_experts = 4
 enum { AS_IS, DROP, SET, TYPE, MORE };
 
 /* A valid model with one key changed: dropped (renamed), set to a number (the four bytes of its value), its type changed to
@@ -1269,6 +1403,30 @@ static const struct {
     {"llama.vocab_size", SET, 319, RF_ERR_FORMAT, "token_embd.weight", {.no_vocab = 1}},
     {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "llama.expert_count", {.more_kv = experts}},
     {"general.name", AS_IS, 0, RF_OK, "", {.more_kv = no_experts}},
+    {"qwen3moe.expert_count", DROP, 0, RF_ERR_NOT_FOUND, "qwen3moe.expert_count", {MOE}},
+    {"qwen3moe.expert_count", SET, 0, RF_ERR_FORMAT, "qwen3moe.expert_count", {MOE}},
+    {"qwen3moe.expert_count", SET, 1025, RF_ERR_FORMAT, "qwen3moe.expert_count", {MOE}},
+    {"qwen3moe.expert_count", SET, UINT32_MAX, RF_ERR_FORMAT, "qwen3moe.expert_count", {MOE}},
+    {"qwen3moe.expert_count", SET, 5, RF_ERR_FORMAT, "blk.0.ffn_gate_inp.weight", {MOE}},
+    {"qwen3moe.expert_used_count", DROP, 0, RF_ERR_NOT_FOUND, "qwen3moe.expert_used_count", {MOE}},
+    {"qwen3moe.expert_used_count", SET, 0, RF_ERR_FORMAT, "qwen3moe.expert_used_count", {MOE}},
+    {"qwen3moe.expert_used_count", SET, 5, RF_ERR_FORMAT, "qwen3moe.expert_used_count", {MOE}},
+    {"qwen3moe.expert_used_count", SET, 4, RF_OK, "", {MOE}},
+    {"qwen3moe.expert_feed_forward_length", DROP, 0, RF_ERR_NOT_FOUND, "expert_feed_forward_length", {MOE}},
+    {"qwen3moe.expert_feed_forward_length", SET, 0, RF_ERR_FORMAT, "expert_feed_forward_length", {MOE}},
+    {"qwen3moe.expert_feed_forward_length", SET, 33, RF_ERR_FORMAT, "blk.0.ffn_gate_exps.weight", {MOE}},
+    {"qwen3moe.expert_feed_forward_length", SET, (1u << 24) + 1, RF_ERR_FORMAT, "expert_feed_forward_length", {MOE}},
+    {"qwen3moe.expert_feed_forward_length", SET, 1u << 24, RF_ERR_FORMAT, "qwen3moe.expert_count",
+     {.arch = "qwen3moe", .n_experts = 128}},
+    {"qwen3moe.nextn_predict_layers", SET, 2, RF_ERR_FORMAT, "nextn_predict_layers", {MOE, .n_next = 1}},
+    {"glm4moe.leading_dense_block_count", SET, 3, RF_ERR_FORMAT, "leading_dense_block_count", {GLM, .n_dense = 1}},
+    {"glm4moe.leading_dense_block_count", SET, 0, RF_ERR_NOT_FOUND, "blk.0.ffn_gate_inp.weight", {GLM, .n_dense = 1}},
+    {"glm4moe.expert_gating_func", SET, 4, RF_ERR_UNSUPPORTED, "glm4moe.expert_gating_func", {GLM, .gating = 1}},
+    {"glm4moe.expert_weights_scale", SET, 0x7fc00000, RF_ERR_FORMAT, "expert_weights_scale", {GLM, .expert_scale = 2}},
+    {"glm4moe.expert_shared_count", SET, 1025, RF_ERR_FORMAT, "expert_shared_count", {GLM, .n_shared = 1}},
+    {"glm4moe.expert_shared_count", SET, 2, RF_ERR_FORMAT, "blk.0.ffn_gate_shexp.weight", {GLM, .n_shared = 1}},
+    {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "glm4moe.expert_group_count", {GLM, .more_kv = two_groups}},
+    {"general.name", AS_IS, 0, RF_ERR_FORMAT, "glm4moe.expert_weights_norm", {GLM, .more_kv = real_norm}},
     {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "llama.attention.causal", {.more_kv = not_causal}},
     {"general.name", AS_IS, 0, RF_OK, "", {.more_kv = causal}},
 };
@@ -1327,7 +1485,8 @@ static void test_info(void) {
 
 /* The null device checks every op of every graph and that a step runs in order; its logits are zeros. */
 static void test_null_device(void) {
-    for (size_t i = 0; i < RFI_COUNT(graphs); i++) {
+    for (size_t i = 0; i < RFI_COUNT(graphs) + RFI_COUNT(moes); i++) {
+        const mg_options *o = i < RFI_COUNT(graphs) ? &graphs[i].o : &moes[i - RFI_COUNT(graphs)].o;
         mg_buf file = {0};
         rf_gguf *g = NULL;
         rf_device *d = NULL;
@@ -1335,13 +1494,13 @@ static void test_null_device(void) {
         rf_session *s = NULL;
         rf_error err;
         float *logits = NULL;
-        mg_llama(&file, &graphs[i].o);
+        mg_llama(&file, o);
         rf_result r = rf_gguf_open_memory(file.data, file.n, NULL, &g, &err);
         if (r == RF_OK) r = rf_device_open("null", NULL, &d, &err);
         if (r == RF_OK) r = rf_model_open(g, d, NULL, &m, &err);
         if (r == RF_OK) r = rf_session_open(m, NULL, &s, &err);
         if (r == RF_OK) r = rf_forward(s, (int32_t[]){1, 2, 3}, 3, &logits, &err);
-        CHECK(r == RF_OK && logits && logits[0] == 0 && logits[309] == 0, "%s: %s", graphs[i].what, err.text);
+        CHECK(r == RF_OK && logits && logits[0] == 0 && logits[309] == 0, "graph %zu: %s", i, err.text);
         rf_session_close(s);
         CHECK(rf_model_close(m, NULL) == RF_OK && rf_device_close(d, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "busy");
         mg_free(&file);
@@ -1352,6 +1511,9 @@ int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
     RUN(test_types);
     RUN(test_graphs);
+    RUN(test_experts);
+    RUN(test_experts_steps);
+    RUN(test_route_rows);
     RUN(test_mixes);
     RUN(test_cache_f16);
     RUN(test_long);
