@@ -8586,6 +8586,87 @@ static int rfi_matmul_has(const rfi_kernels *k, uint32_t type) {
     return type < RF_TYPE_COUNT && (k->matmul[type] || rfi_expansions[type].kind);
 }
 
+/* ---- experts ---- */
+
+/* The larger of two selection scores, nan behind all numbers. */
+static int rfi_route_better(float a, float b) { return a > b || (a == a && b != b); }
+
+/* The best of `n` scores that are not taken, the first among equals; n if all are. */
+static uint32_t rfi_route_best(const float *score, const uint8_t *taken, uint32_t n) {
+    uint32_t best = n;
+    for (uint32_t i = 0; i < n; i++)
+        if (!taken[i] && (best == n || rfi_route_better(score[i], score[best]))) best = i;
+    return best;
+}
+
+/* Take all experts but those of the groups whose two best scores have the largest sums. */
+static void rfi_route_groups(const rf_op *op, const float *score, uint8_t *taken) {
+    const uint32_t size = op->n_experts / op->n_groups;
+    float sum[RF_MAX_EXPERTS];
+    uint8_t kept[RF_MAX_EXPERTS] = {0};
+    for (uint32_t g = 0; g < op->n_groups; g++) {
+        const float *s = score + g * size;
+        uint8_t *t = taken + g * size;
+        const uint32_t first = rfi_route_best(s, t, size);
+        t[first] = 1;
+        const uint32_t second = rfi_route_best(s, t, size);
+        t[first] = 0;
+        sum[g] = second < size ? s[first] + s[second] : s[first];
+    }
+    for (uint32_t i = 0; i < op->n_groups_used; i++) kept[rfi_route_best(sum, kept, op->n_groups)] = 1;
+    for (uint32_t i = 0; i < op->n_experts; i++) taken[i] = !kept[i / size];
+}
+
+/* p = softmax(x), sums in order */
+static void rfi_route_softmax(const float *x, uint32_t n, float *p) {
+    float top = -INFINITY, sum = 0;
+    for (uint32_t i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
+    for (uint32_t i = 0; i < n; i++) sum += p[i] = rfi_exp(x[i] - top);
+    for (uint32_t i = 0; i < n; i++) p[i] /= sum;
+}
+
+/* One row of ROUTE. bias may be NULL. */
+static void rfi_route_row(const rf_op *op, const float *logits, const float *bias, int32_t *ids, float *weights) {
+    const uint32_t n = op->n_experts, n_used = op->n_used;
+    float p[RF_MAX_EXPERTS], score[RF_MAX_EXPERTS], sum = 0;
+    uint8_t taken[RF_MAX_EXPERTS] = {0};
+    if (op->flags & RF_OP_SIGMOID)
+        for (uint32_t i = 0; i < n; i++) p[i] = 1.0f / (1.0f + rfi_exp(-logits[i]));
+    else if (op->flags & RF_OP_CHOSEN) memcpy(p, logits, n * sizeof *p);
+    else rfi_route_softmax(logits, n, p);
+    for (uint32_t i = 0; i < n; i++) score[i] = bias ? p[i] + bias[i] : p[i];
+    if (op->n_groups > 1) rfi_route_groups(op, score, taken);
+    for (uint32_t k = 0; k < n_used; k++) {
+        const uint32_t id = rfi_route_best(score, taken, n);
+        taken[id] = 1;
+        ids[k] = (int32_t)id;
+        weights[k] = p[id];
+    }
+    if (op->flags & RF_OP_CHOSEN) rfi_route_softmax(weights, n_used, weights);
+    for (uint32_t k = 0; k < n_used; k++) sum += weights[k];
+    if (!(sum > 0x1p-14f)) sum = 0x1p-14f;
+    for (uint32_t k = 0; k < n_used; k++) {
+        if (op->flags & RF_OP_NORMALIZE) weights[k] /= sum;
+        if (op->scale != 0) weights[k] *= op->scale;
+    }
+}
+
+/* One row of MIX. */
+static void rfi_mix_row(const rf_op *op, const float *in, const float *weights, float *out) {
+    const float scale = op->scale != 0 ? op->scale : 1;
+    float sum[256];
+    for (uint32_t at = 0; at < op->n_out; at += RFI_COUNT(sum)) {
+        const uint32_t n = (uint32_t)rfi_min_u64(RFI_COUNT(sum), op->n_out - at);
+        memset(sum, 0, sizeof sum);
+        for (uint32_t k = 0; k < op->n_used; k++)
+            for (uint32_t i = 0; i < n; i++) sum[i] += weights[k] * in[(uint64_t)k * op->n_out + at + i];
+        for (uint32_t i = 0; i < n; i++)
+            out[at + i] = (op->flags & RF_OP_ACCUMULATE ? out[at + i] : 0.0f) + scale * sum[i];
+    }
+}
+
+/* ---- matmul of any type ---- */
+
 /* rfi_kernels.matmul of any type that runs. */
 static void rfi_matmul_run(const rfi_kernels *k, uint32_t type, const rfi_matmul *m) {
     if (!k->matmul[type]) k->matmul_expanded(type, m);
@@ -8942,69 +9023,6 @@ static void rfi_cpu_argmax(void *ctx, uint32_t chunk, uint32_t thread) {
 
 /* ---- experts ---- */
 
-/* The larger of two selection scores, nan behind all numbers. */
-static int rfi_route_better(float a, float b) { return a > b || (a == a && b != b); }
-
-/* The best of `n` scores that are not taken, the first among equals; n if all are. */
-static uint32_t rfi_route_best(const float *score, const uint8_t *taken, uint32_t n) {
-    uint32_t best = n;
-    for (uint32_t i = 0; i < n; i++)
-        if (!taken[i] && (best == n || rfi_route_better(score[i], score[best]))) best = i;
-    return best;
-}
-
-/* Take all experts but those of the groups whose two best scores have the largest sums. */
-static void rfi_route_groups(const rf_op *op, const float *score, uint8_t *taken) {
-    const uint32_t size = op->n_experts / op->n_groups;
-    float sum[RF_MAX_EXPERTS];
-    uint8_t kept[RF_MAX_EXPERTS] = {0};
-    for (uint32_t g = 0; g < op->n_groups; g++) {
-        const float *s = score + g * size;
-        uint8_t *t = taken + g * size;
-        const uint32_t first = rfi_route_best(s, t, size);
-        t[first] = 1;
-        const uint32_t second = rfi_route_best(s, t, size);
-        t[first] = 0;
-        sum[g] = second < size ? s[first] + s[second] : s[first];
-    }
-    for (uint32_t i = 0; i < op->n_groups_used; i++) kept[rfi_route_best(sum, kept, op->n_groups)] = 1;
-    for (uint32_t i = 0; i < op->n_experts; i++) taken[i] = !kept[i / size];
-}
-
-/* p = softmax(x), sums in order */
-static void rfi_route_softmax(const float *x, uint32_t n, float *p) {
-    float top = -INFINITY, sum = 0;
-    for (uint32_t i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
-    for (uint32_t i = 0; i < n; i++) sum += p[i] = rfi_exp(x[i] - top);
-    for (uint32_t i = 0; i < n; i++) p[i] /= sum;
-}
-
-/* One row of ROUTE. bias may be NULL. */
-static void rfi_route_row(const rf_op *op, const float *logits, const float *bias, int32_t *ids, float *weights) {
-    const uint32_t n = op->n_experts, n_used = op->n_used;
-    float p[RF_MAX_EXPERTS], score[RF_MAX_EXPERTS], sum = 0;
-    uint8_t taken[RF_MAX_EXPERTS] = {0};
-    if (op->flags & RF_OP_SIGMOID)
-        for (uint32_t i = 0; i < n; i++) p[i] = 1.0f / (1.0f + rfi_exp(-logits[i]));
-    else if (op->flags & RF_OP_CHOSEN) memcpy(p, logits, n * sizeof *p);
-    else rfi_route_softmax(logits, n, p);
-    for (uint32_t i = 0; i < n; i++) score[i] = bias ? p[i] + bias[i] : p[i];
-    if (op->n_groups > 1) rfi_route_groups(op, score, taken);
-    for (uint32_t k = 0; k < n_used; k++) {
-        const uint32_t id = rfi_route_best(score, taken, n);
-        taken[id] = 1;
-        ids[k] = (int32_t)id;
-        weights[k] = p[id];
-    }
-    if (op->flags & RF_OP_CHOSEN) rfi_route_softmax(weights, n_used, weights);
-    for (uint32_t k = 0; k < n_used; k++) sum += weights[k];
-    if (!(sum > 0x1p-14f)) sum = 0x1p-14f;
-    for (uint32_t k = 0; k < n_used; k++) {
-        if (op->flags & RF_OP_NORMALIZE) weights[k] /= sum;
-        if (op->scale != 0) weights[k] *= op->scale;
-    }
-}
-
 static void rfi_cpu_route(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     float *out = o->out + chunk * o->out_width;
@@ -9066,7 +9084,8 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
         n = (uint32_t)rfi_min_u64(RFI_CPU_COLS, s->first[e + 1] - at);
         x.f += at * x.f_stride;
         x.q += at * x.q_stride;
-        o->k->matmul[o->w_type](w, o->w_row_bytes, n_rows, op->n_in, &x, n, y, n_rows);
+        const rfi_matmul m = {w, o->w_row_bytes, n_rows, op->n_in, &x, n, y, n_rows};
+        rfi_matmul_run(o->k, o->w_type, &m);
         for (uint32_t j = 0; j < n; j++) {
             const uint32_t pair = s->sorted[at + j];
             float *out = o->out + pair / op->n_used * o->out_width + (uint64_t)(pair % op->n_used) * op->n_out + row0;
@@ -9078,19 +9097,9 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
 
 static void rfi_cpu_mix(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
-    const rf_op *op = o->op;
-    const float *in = o->in + chunk * o->in_width, *weights = o->in2 + chunk * o->in2_width + op->n_used;
-    float *out = o->out + chunk * o->out_width, sum[256];
-    const float scale = op->scale != 0 ? op->scale : 1;
     RFI_UNUSED(thread);
-    for (uint32_t at = 0; at < op->n_out; at += RFI_COUNT(sum)) {
-        const uint32_t n = (uint32_t)rfi_min_u64(RFI_COUNT(sum), op->n_out - at);
-        memset(sum, 0, sizeof sum);
-        for (uint32_t k = 0; k < op->n_used; k++)
-            for (uint32_t i = 0; i < n; i++) sum[i] += weights[k] * in[(uint64_t)k * op->n_out + at + i];
-        for (uint32_t i = 0; i < n; i++)
-            out[at + i] = (op->flags & RF_OP_ACCUMULATE ? out[at + i] : 0.0f) + scale * sum[i];
-    }
+    rfi_mix_row(o->op, o->in + chunk * o->in_width, o->in2 + chunk * o->in2_width + o->op->n_used,
+                o->out + chunk * o->out_width);
 }
 
 /* A vector weight (norm, bias of a part, rope freqs) as aligned float32: in place if it is. */
