@@ -10731,10 +10731,11 @@ ROCMFORGE_API void rf_session_cancel(rf_session *s) {
 }
 
 /* ==== 13 Tokens and text ================================================================================ >>token
- * Text to token ids and back, for the two vocabularies of language models: SPM ("llama": merges by score, spaces as
+ * Text to token ids and back, for the vocabularies of language models: SPM ("llama": merges by score, spaces as
  * U+2581, bytes as <0xHH>) and BPE ("gpt2": a pre-tokenizer, then merges by rank over GPT-2's alphabet of bytes;
- * "gemma4": lines, then merges by rank, spaces and bytes as SPM). A tokenizer is read once, checked while it is read, and immutable. Token texts point into the metadata of
- * the file, which it holds. Text is hostile: nothing recurses, and time is O(n log n) in its length.
+ * "gemma4": lines, then merges by rank, spaces and bytes as SPM). A tokenizer is read once, checked while it is read,
+ * and immutable. Token texts point into the metadata of the file, which it holds. Text is hostile: nothing recurses,
+ * and time is O(n log n) in its length.
  * Reference for every choice: what llama.cpp answers, except that plain text never becomes a control token. */
 
 /* tokenizer.ggml.token_type, and what we add to it. */
