@@ -673,7 +673,8 @@ typedef struct rf_chat_message {
 /* A conversation to format. */
 typedef struct rf_chat {
     /* NULL = recognise the file's tokenizer.chat_template; or "chatml", "llama3", "llama2", "mistral" (it is
-     * "mistral-v3"; also -v0, -v1, -v3-tekken, -v7, -v7-tekken), "zephyr", "phi3", "gemma", "plain" */
+     * "mistral-v3"; also -v0, -v1, -v3-tekken, -v7, -v7-tekken), "zephyr", "phi3", "phi4", "phi4-mini", "gemma",
+     * "glm4", "granite", "deepseek3", "deepseek-r1", "harmony" (gpt-oss), "plain" */
     const char *template_name;
     const rf_chat_message *messages; /* [n_messages] */
     uint32_t n_messages;
@@ -688,6 +689,22 @@ typedef struct rf_chat {
  * *count).   Memory none.   Threads any. */
 ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const rf_chat *chat, char *out, size_t capacity,
                                        size_t *count, rf_error *err);
+
+/* Format a conversation and turn it into token ids. What the template writes may name special tokens; the messages
+ * may not, whatever they hold. Words are cut and merged as in the text that rf_chat_format gives.
+ *   t      in   also the file whose template counts if chat names none
+ *   flags  in   RF_TOKENIZE_ADD, or 0
+ *   out    out  [capacity], may be NULL with capacity 0;   count  out  ids there are, also when they do not fit
+ * Returns RF_OK; as rf_chat_format and rf_tokenize.   Memory O(text) during the call.   Threads any. */
+ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *chat, uint32_t flags, int32_t *out,
+                                         uint32_t capacity, uint32_t *count, rf_error *err);
+
+/* The part of an answer that is meant for the reader, without the thoughts before it: behind "</think>", or in
+ * gpt-oss's final channel. All of it if it has neither; empty if an answer in channels has no final one yet. Points
+ * into text.
+ *   text  in  [n_bytes] what the model wrote, control tokens that are shown included
+ * Memory none.   Threads any. */
+ROCMFORGE_API rf_string rf_chat_final(const char *text, size_t n_bytes);
 
 /* Name of the template the file's chat_template is recognised as; NULL if none is or it is not. */
 ROCMFORGE_API const char *rf_chat_template_name(const rf_gguf *g);
@@ -11418,6 +11435,8 @@ typedef struct rfi_tokenizing {
     uint64_t symbol_capacity;
     char *word;             /* the word as the vocabulary spells it      */
     uint64_t word_capacity;
+    const size_t *borders;  /* [n_borders] start and end of texts in which no control token is looked for */
+    uint32_t n_borders;
 } rfi_tokenizing;
 
 static void rfi_put_id(rfi_tokenizing *w, int32_t id) {
@@ -12137,9 +12156,18 @@ static int32_t rfi_special_longest(const rf_tokenizer *t, const unsigned char *p
     return best;
 }
 
+/* Queue the longest special token at pos of at most limit bytes. It ends where its part of the text does: what the
+ * template writes, or a message, in which `all` does not hold. */
 static rf_result rfi_special_push(rfi_tokenizing *w, const unsigned char *text, uint32_t pos, uint32_t limit,
                                   int all) {
-    int32_t id = rfi_special_longest(w->t, text + pos, limit, all);
+    uint32_t lo = 0, hi = w->n_borders; /* the first border behind pos */
+    while (lo < hi) {
+        uint32_t mid = lo + (hi - lo) / 2;
+        if (w->borders[mid] <= pos) lo = mid + 1;
+        else hi = mid;
+    }
+    if (lo < w->n_borders) limit = (uint32_t)rfi_min_u64(limit, w->borders[lo] - pos);
+    int32_t id = rfi_special_longest(w->t, text + pos, limit, all && lo % 2 == 0);
     if (id < 0) return RF_OK;
     rfi_heap_item item = {(~w->t->text[id].len & UINT32_MAX) << 32 | pos, 0, id};
     return rfi_heap_push(w, item);
@@ -12191,6 +12219,27 @@ static rf_result rfi_plain_text(rfi_tokenizing *w, const unsigned char *text, ui
     return r;
 }
 
+/* The ids of a text, counted and, as far as there is room, stored. Leaves nothing allocated. */
+static rf_result rfi_tokenize(rfi_tokenizing *w, const unsigned char *p, uint32_t n, uint32_t flags) {
+    const rf_tokenizer *t = w->t;
+    int32_t *marks = NULL;
+    if (flags & RF_TOKENIZE_ADD && t->add_bos) rfi_put_id(w, t->bos);
+    rf_result r = rfi_special_find(w, p, n, (flags & RF_TOKENIZE_SPECIAL) != 0, &marks);
+    for (uint32_t pos = 0, end; pos < n && r == RF_OK; pos = end) {
+        int is_text = !marks || marks[pos] == 0;
+        for (end = is_text && !marks ? n : pos + 1; end < n && marks && is_text && marks[end] == 0;) end++;
+        if (is_text) r = rfi_plain_text(w, p + pos, end - pos);
+        else if (marks[pos] > 0) rfi_put_id(w, marks[pos] - 1);
+    }
+    if (flags & RF_TOKENIZE_ADD && t->add_eos) rfi_put_id(w, t->eos);
+    rfi_free(&t->allocator, marks);
+    rfi_free(&t->allocator, w->heap);
+    rfi_free(&t->allocator, w->symbols);
+    rfi_free(&t->allocator, w->word);
+    if (r != RF_OK || w->count <= w->capacity) return r;
+    return rfi_fail(w->err, RF_ERR_ARGUMENT, 0, "rf_tokenize: want room for %u ids, got %u", w->count, w->capacity);
+}
+
 ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags,
                                     int32_t *out, uint32_t capacity, uint32_t *count, rf_error *err) {
     rfi_clear(err);
@@ -12202,28 +12251,10 @@ ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, siz
     if (n_bytes > RFI_TEXT_MAX_BYTES)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: text has %llu bytes, want at most %d",
                         (unsigned long long)n_bytes, RFI_TEXT_MAX_BYTES);
-    const unsigned char *p = (const unsigned char *)text;
-    uint32_t n = (uint32_t)n_bytes;
     rfi_tokenizing w = {.t = t, .err = err, .out = out, .capacity = capacity};
-    int32_t *marks = NULL;
-    if (flags & RF_TOKENIZE_ADD && t->add_bos) rfi_put_id(&w, t->bos);
-    rf_result r = rfi_special_find(&w, p, n, (flags & RF_TOKENIZE_SPECIAL) != 0, &marks);
-    for (uint32_t pos = 0, end; pos < n && r == RF_OK; pos = end) {
-        int is_text = !marks || marks[pos] == 0;
-        for (end = is_text && !marks ? n : pos + 1; end < n && marks && is_text && marks[end] == 0;) end++;
-        if (is_text) r = rfi_plain_text(&w, p + pos, end - pos);
-        else if (marks[pos] > 0) rfi_put_id(&w, marks[pos] - 1);
-    }
-    if (flags & RF_TOKENIZE_ADD && t->add_eos) rfi_put_id(&w, t->eos);
-    rfi_free(&t->allocator, marks);
-    rfi_free(&t->allocator, w.heap);
-    rfi_free(&t->allocator, w.symbols);
-    rfi_free(&t->allocator, w.word);
-    if (r != RF_OK) return r;
-    *count = w.count;
-    if (w.count > capacity)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: want room for %u ids, got %u", w.count, capacity);
-    return RF_OK;
+    rf_result r = rfi_tokenize(&w, (const unsigned char *)text, (uint32_t)n_bytes, flags);
+    if (r != RF_ERR_MEMORY) *count = w.count;
+    return r;
 }
 
 /* ---- public: ids to text ---- */
@@ -12570,15 +12601,19 @@ static uint32_t rfi_unicode_class(uint32_t cp) {
  * differ from the templates by intent. A default system text that some add (Qwen2, Llama 3.1 with its dates) is not
  * added; and Mistral's system text goes into the next user turn, where v3 moves it to the last one, so that a longer
  * conversation starts with the same text. Content is copied as it is: where the result is tokenized with
- * RF_TOKENIZE_SPECIAL, a control token spelled out in a message becomes one. */
+ * RF_TOKENIZE_SPECIAL, a control token spelled out in a message becomes one; rf_chat_tokenize knows them apart. */
 
 /* In the texts below these two bytes stand for the file's own tokens. The bos at the very start is left to the
  * tokenizer. */
 #define RFI_CHAT_BOS "\1"
 #define RFI_CHAT_EOS "\2"
 
-/* Whose content loses the white space around it. */
-enum { RFI_TRIM_SYSTEM = 1, RFI_TRIM_USER = 2, RFI_TRIM_ANSWER = 4 };
+/* Whose content loses the white space around it; what else is special. */
+enum {
+    RFI_TRIM_SYSTEM = 1, RFI_TRIM_USER = 2, RFI_TRIM_ANSWER = 4,
+    RFI_CHAT_FINAL = 8,       /* finished answers lose their thoughts                    */
+    RFI_CHAT_SYSTEM_FIRST = 16 /* system text is at the start only, parts joined by "\n\n" */
+};
 
 typedef struct rfi_chat_family {
     const char *name;
@@ -12588,30 +12623,52 @@ typedef struct rfi_chat_family {
     const char *answer_space; /* between answer[0] and a finished answer      */
     uint32_t trim;
     uint32_t in_user;         /* 1: system text is part of the next user turn */
+    const char *prefix;       /* before everything; NULL: nothing             */
+    const char *open;         /* opening of the answer; NULL: answer[0]       */
 } rfi_chat_family;
 
 #define RFI_CHAT_TURNS(open, shut, end, system, user, answer) \
     {open system shut, end}, {open user shut, end}, {open answer shut, end}
+#define RFI_CHAT_BAR(name) "<\xef\xbd\x9c" name "\xef\xbd\x9c>" /* between fullwidth bars */
 
-/* Source: the templates in the files that the families publish. "mistral" is the format of its tokenizer v3. */
+/* Source: the templates in the files that the families publish. "mistral" is the format of its tokenizer v3; "harmony"
+ * is OpenAI's description of gpt-oss's format, less the date, which a library does not know. */
 static const rfi_chat_family rfi_chat_families[] = {
-    {"chatml", RFI_CHAT_TURNS("<|im_start|>", "\n", "<|im_end|>\n", "system", "user", "assistant"), "", 0, 0},
+    {"chatml", RFI_CHAT_TURNS("<|im_start|>", "\n", "<|im_end|>\n", "system", "user", "assistant"), "", 0, 0,
+     NULL, NULL},
     {"llama3", RFI_CHAT_TURNS("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>",
-     "system", "user", "assistant"), "", RFI_TRIM_SYSTEM | RFI_TRIM_USER | RFI_TRIM_ANSWER, 0},
-    {"phi3", RFI_CHAT_TURNS("<|", "|>\n", "<|end|>\n", "system", "user", "assistant"), "", 0, 0},
-    {"zephyr", RFI_CHAT_TURNS("<|", "|>\n", RFI_CHAT_EOS "\n", "system", "user", "assistant"), "", 0, 0},
+     "system", "user", "assistant"), "", RFI_TRIM_SYSTEM | RFI_TRIM_USER | RFI_TRIM_ANSWER, 0, NULL, NULL},
+    {"phi3", RFI_CHAT_TURNS("<|", "|>\n", "<|end|>\n", "system", "user", "assistant"), "", 0, 0, NULL, NULL},
+    {"zephyr", RFI_CHAT_TURNS("<|", "|>\n", RFI_CHAT_EOS "\n", "system", "user", "assistant"), "", 0, 0, NULL, NULL},
     {"gemma", {"", "\n\n"}, {"<start_of_turn>user\n", "<end_of_turn>\n"},
-     {"<start_of_turn>model\n", "<end_of_turn>\n"}, "", RFI_TRIM_USER | RFI_TRIM_ANSWER, 1},
+     {"<start_of_turn>model\n", "<end_of_turn>\n"}, "", RFI_TRIM_USER | RFI_TRIM_ANSWER, 1, NULL, NULL},
     {"llama2", {"<<SYS>>\n", "\n<</SYS>>\n\n"}, {RFI_CHAT_BOS "[INST] ", " [/INST]"}, {"", " " RFI_CHAT_EOS}, " ",
-     RFI_TRIM_USER | RFI_TRIM_ANSWER, 1},
-    {"mistral-v0", {"", "\n\n"}, {"[INST] ", " [/INST]"}, {"", RFI_CHAT_EOS}, "", 0, 1},
-    {"mistral-v1", {"", "\n\n"}, {" [INST] ", " [/INST]"}, {"", RFI_CHAT_EOS}, " ", 0, 1},
-    {"mistral", {"", "\n\n"}, {"[INST] ", "[/INST]"}, {"", RFI_CHAT_EOS}, " ", RFI_TRIM_ANSWER, 1},
-    {"mistral-v3-tekken", {"", "\n\n"}, {"[INST]", "[/INST]"}, {"", RFI_CHAT_EOS}, "", 0, 1},
-    {"mistral-v7", {"[SYSTEM_PROMPT] ", "[/SYSTEM_PROMPT]"}, {"[INST] ", "[/INST]"}, {"", RFI_CHAT_EOS}, " ", 0, 0},
+     RFI_TRIM_USER | RFI_TRIM_ANSWER, 1, NULL, NULL},
+    {"mistral-v0", {"", "\n\n"}, {"[INST] ", " [/INST]"}, {"", RFI_CHAT_EOS}, "", 0, 1, NULL, NULL},
+    {"mistral-v1", {"", "\n\n"}, {" [INST] ", " [/INST]"}, {"", RFI_CHAT_EOS}, " ", 0, 1, NULL, NULL},
+    {"mistral", {"", "\n\n"}, {"[INST] ", "[/INST]"}, {"", RFI_CHAT_EOS}, " ", RFI_TRIM_ANSWER, 1, NULL, NULL},
+    {"mistral-v3-tekken", {"", "\n\n"}, {"[INST]", "[/INST]"}, {"", RFI_CHAT_EOS}, "", 0, 1, NULL, NULL},
+    {"mistral-v7", {"[SYSTEM_PROMPT] ", "[/SYSTEM_PROMPT]"}, {"[INST] ", "[/INST]"}, {"", RFI_CHAT_EOS}, " ",
+     0, 0, NULL, NULL},
     {"mistral-v7-tekken", {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}, {"[INST]", "[/INST]"}, {"", RFI_CHAT_EOS}, "",
-     0, 0},
-    {"plain", {"", "\n\n"}, {"User: ", "\n"}, {"Assistant:", "\n"}, " ", 0, 0}, /* never recognised, only named */
+     0, 0, NULL, NULL},
+    {"phi4", RFI_CHAT_TURNS("<|im_start|>", "<|im_sep|>", "<|im_end|>", "system", "user", "assistant"), "", 0, 0,
+     NULL, NULL},
+    {"phi4-mini", RFI_CHAT_TURNS("<|", "|>", "<|end|>", "system", "user", "assistant"), "", 0, 0, NULL, NULL},
+    {"glm4", RFI_CHAT_TURNS("<|", "|>\n", "", "system", "user", "assistant"), "", 0, 0, "[gMASK]<sop>", NULL},
+    {"granite", RFI_CHAT_TURNS("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>\n",
+     "system", "user", "assistant"), "", 0, 0, NULL, NULL},
+    {"deepseek3", {"", ""}, {RFI_CHAT_BAR("User"), ""}, {RFI_CHAT_BAR("Assistant"), RFI_CHAT_EOS}, "",
+     RFI_CHAT_FINAL | RFI_CHAT_SYSTEM_FIRST, 0, NULL, NULL},
+    {"deepseek-r1", {"", ""}, {RFI_CHAT_BAR("User"), ""}, {RFI_CHAT_BAR("Assistant"), RFI_CHAT_EOS}, "",
+     RFI_CHAT_FINAL | RFI_CHAT_SYSTEM_FIRST, 0, NULL, RFI_CHAT_BAR("Assistant") "<think>\n"},
+    {"harmony", {"<|start|>developer<|message|># Instructions\n\n", "<|end|>"},
+     {"<|start|>user<|message|>", "<|end|>"},
+     {"<|start|>assistant<|channel|>final<|message|>", "<|end|>"}, "", RFI_CHAT_FINAL, 0,
+     "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: "
+     "2024-06\n\nReasoning: medium\n\n# Valid channels: analysis, commentary, final. Channel must be included for "
+     "every message.<|end|>", "<|start|>assistant"},
+    {"plain", {"", "\n\n"}, {"User: ", "\n"}, {"Assistant:", "\n"}, " ", 0, 0, NULL, NULL}, /* by name only */
 };
 
 static const rfi_chat_family *rfi_chat_by_name(const char *name) {
@@ -12648,15 +12705,16 @@ static const char *rfi_chat_recognise_inst(rf_string t) {
     return rfi_chat_has(t, "[INST] ") ? "mistral" : "mistral-v3-tekken";
 }
 
-/* <|user|> and <|assistant|> are written by many. Phi-3 ends a turn by <|end|> and begins it by a newline (Phi-4-mini
- * does not); Zephyr ends the user's turn by the eos (Falcon 3, OLMo 2 and GLM do not). */
+/* <|user|> and <|assistant|> are written by many. Phi-3 ends a turn by <|end|> and begins it by a newline, Phi-4-mini
+ * does not; Zephyr ends the user's turn by the eos (Falcon 3, OLMo 2 and GLM do not). */
 static const char *rfi_chat_recognise_roles(rf_string t) {
     rf_string p = rfi_chat_find(t, "<|assistant|>");
     if (rfi_chat_has(t, "<|end|>")) {
         uint64_t i = strlen("<|assistant|>"); /* behind it '\n' or ' + '\n, as the character or spelled */
         while (i < p.len && p.data[i] && strchr("'\"+ ", p.data[i])) i++;
         if (i < p.len && p.data[i] == '\n') return "phi3";
-        return p.len - i >= 2 && memcmp(p.data + i, "\\n", 2) == 0 ? "phi3" : NULL;
+        if (p.len - i >= 2 && memcmp(p.data + i, "\\n", 2) == 0) return "phi3";
+        return rfi_chat_has(t, "'|>' + message['content'] + '<|end|>'") ? "phi4-mini" : NULL;
     }
     p = rfi_chat_find(t, "<|user|>");
     p.len -= rfi_chat_find(p, "}}").len;
@@ -12664,25 +12722,45 @@ static const char *rfi_chat_recognise_roles(rf_string t) {
     return eos ? "zephyr" : NULL;
 }
 
+/* R1 opens its answer with a thought; a choice between thinking and not (V3.1) is not built in. */
+static const char *rfi_chat_recognise_deepseek(rf_string t) {
+    rf_string p = rfi_chat_find(t, RFI_CHAT_BAR("Assistant") "<think>");
+    size_t n = strlen(RFI_CHAT_BAR("Assistant") "<think>");
+    if (p.len && (p.len < n + 2 || (p.data[n] != '\n' && memcmp(p.data + n, "\\n", 2) != 0))) return NULL;
+    if (p.len) return "deepseek-r1";
+    return rfi_chat_has(t, "thinking") ? NULL : "deepseek3";
+}
+
 /* Name of the family, or NULL. Every rule is tried, so their order does not matter. */
 static const char *rfi_chat_recognise(rf_string t) {
-    static const char *const refused[] = {
-        "<|im_sep|>" /* phi-4 */,           "<|channel|>" /* gpt-oss */,    "[gMASK]" /* GLM */,
-        "<\xef\xbd\x9cUser\xef\xbd\x9c>" /* DeepSeek */, "<|start_of_role|>" /* Granite */, "<|turn>" /* Gemma 4 */,
-        "<|START_OF_TURN_TOKEN|>" /* Command R */, "<|header_start|>" /* Llama 4 */};
-    const char *found[5] = {0}, *name = NULL;
+    static const char *const refused[] = {"<|turn>" /* Gemma 4 */, "<|START_OF_TURN_TOKEN|>" /* Command R */,
+                                          "<|header_start|>" /* Llama 4 */};
+    const char *found[9] = {0}, *name = NULL;
     for (size_t i = 0; i < RFI_COUNT(refused); i++)
         if (rfi_chat_has(t, refused[i])) return NULL;
-    if (rfi_chat_has(t, "<|im_start|>") && rfi_chat_has(t, "<|im_end|>")) found[0] = "chatml";
+    int glm = rfi_chat_has(t, "[gMASK]"), sep = rfi_chat_has(t, "<|im_sep|>");
+    if (rfi_chat_has(t, "<|im_start|>") && rfi_chat_has(t, "<|im_end|>")) found[0] = sep ? "phi4" : "chatml";
     if (rfi_chat_has(t, "<|start_header_id|>") && rfi_chat_has(t, "<|eot_id|>")) found[1] = "llama3";
     if (rfi_chat_has(t, "<start_of_turn>") && rfi_chat_has(t, "<end_of_turn>")) found[2] = "gemma";
     if (rfi_chat_has(t, "[INST]") && rfi_chat_has(t, "[/INST]")) found[3] = rfi_chat_recognise_inst(t);
-    if (rfi_chat_has(t, "<|assistant|>")) found[4] = rfi_chat_recognise_roles(t);
+    if (!glm && rfi_chat_has(t, "<|assistant|>")) found[4] = rfi_chat_recognise_roles(t);
+    if (rfi_chat_has(t, "<|start_of_role|>") && rfi_chat_has(t, "<|end_of_role|>")) found[5] = "granite";
+    if (rfi_chat_has(t, RFI_CHAT_BAR("User")) && rfi_chat_has(t, RFI_CHAT_BAR("Assistant")))
+        found[6] = rfi_chat_recognise_deepseek(t);
+    if (rfi_chat_has(t, "<|channel|>") && rfi_chat_has(t, "<|start|>") && rfi_chat_has(t, "<|message|>"))
+        found[7] = "harmony";
+    if (glm) { /* GLM-4's knows metadata; GLM-4.5 thinks */
+        if (!rfi_chat_has(t, "[gMASK]<sop>") || !rfi_chat_has(t, "metadata") || rfi_chat_has(t, "think>")) return NULL;
+        found[8] = "glm4";
+    }
     for (size_t i = 0; i < RFI_COUNT(found); i++) {
         if (found[i] && name) return NULL;
         if (found[i]) name = found[i];
     }
-    return name;
+    if (sep && (!found[0] || !rfi_chat_has(t, "<|im_start|>user<|im_sep|>"))) return NULL;
+    if (rfi_chat_has(t, "<|channel|>") && !found[7]) return NULL;
+    if (rfi_chat_has(t, "<|start_of_role|>") && !found[5]) return NULL;
+    return rfi_chat_has(t, RFI_CHAT_BAR("User")) && !found[6] ? NULL : name;
 }
 
 static rf_result rfi_chat_of_file(const rf_gguf *g, const rfi_chat_family **out, rf_error *err) {
@@ -12710,6 +12788,8 @@ typedef struct rfi_chat_writer {
     rf_string bos, eos;    /* their texts once asked for            */
     char *out;
     size_t capacity, count;
+    size_t *borders;       /* NULL, or [2 * messages]: where contents start and end */
+    uint32_t n_borders;
 } rfi_chat_writer;
 
 static void rfi_chat_put(rfi_chat_writer *w, const char *data, size_t n) {
@@ -12738,13 +12818,24 @@ static void rfi_chat_put_text(rfi_chat_writer *w, const char *text) {
         else if (w->count) rfi_chat_put_token(w, "tokenizer.ggml.bos_token_id", "<s>", &w->bos);
 }
 
-static void rfi_chat_put_content(rfi_chat_writer *w, const char *content, int trim) {
-    static const char space[] = " \t\n\v\f\r";
-    size_t n;
-    if (trim) content += strspn(content, space);
-    n = strlen(content);
-    while (trim && n && strchr(space, content[n - 1])) n--;
-    rfi_chat_put(w, content, n);
+ROCMFORGE_API rf_string rf_chat_final(const char *text, size_t n_bytes) {
+    static const char *const marks[] = {"</think>", "<|channel|>final<|message|>"};
+    rf_string t = {text ? text : "", text ? n_bytes : 0}, found;
+    for (size_t i = 0; i < RFI_COUNT(marks); i++)
+        while ((found = rfi_chat_find(t, marks[i])).len) {
+            t.data = found.data + strlen(marks[i]);
+            t.len = found.len - strlen(marks[i]);
+        }
+    if (rfi_chat_has(t, "<|channel|>")) t.len = 0; /* a thought, so far */
+    return t;
+}
+
+static void rfi_chat_put_content(rfi_chat_writer *w, rf_string s, int trim) {
+    for (; trim && s.len && rfi_is_ascii_space((unsigned char)s.data[0]); s.len--) s.data++;
+    while (trim && s.len && rfi_is_ascii_space((unsigned char)s.data[s.len - 1])) s.len--;
+    if (w->borders) w->borders[w->n_borders++] = w->count;
+    rfi_chat_put(w, s.data, (size_t)s.len);
+    if (w->borders) w->borders[w->n_borders++] = w->count;
 }
 
 /* 0 system, 1 user, 2 assistant, -1 none of them. */
@@ -12759,6 +12850,7 @@ static int rfi_chat_role(const rf_chat_message *m) {
 static void rfi_chat_put_message(rfi_chat_writer *w, const rfi_chat_family *f, const rf_chat_message *messages,
                                  uint32_t i) {
     int role = rfi_chat_role(&messages[i]);
+    rf_string content = {messages[i].content, strlen(messages[i].content)};
     const char *const *around = role == 0 ? f->system : role == 1 ? f->user : f->answer;
     uint32_t first = i;
     if (role == 0 && f->in_user) return;
@@ -12766,12 +12858,41 @@ static void rfi_chat_put_message(rfi_chat_writer *w, const rfi_chat_family *f, c
     rfi_chat_put_text(w, around[0]);
     for (; first < i; first++) {
         rfi_chat_put_text(w, f->system[0]);
-        rfi_chat_put_content(w, messages[first].content, 0);
+        rfi_chat_put_content(w, (rf_string){messages[first].content, strlen(messages[first].content)}, 0);
         rfi_chat_put_text(w, f->system[1]);
     }
     if (role == 2) rfi_chat_put_text(w, f->answer_space);
-    rfi_chat_put_content(w, messages[i].content, (f->trim >> role & 1) != 0);
+    if (role == 2 && f->trim & RFI_CHAT_FINAL) content = rf_chat_final(content.data, (size_t)content.len);
+    if (role == 0 && f->trim & RFI_CHAT_SYSTEM_FIRST && i > 0) rfi_chat_put_text(w, "\n\n");
+    rfi_chat_put_content(w, content, (f->trim >> role & 1) != 0);
     rfi_chat_put_text(w, around[1]);
+}
+
+/* Write the conversation; w->count is its length, whatever the capacity. */
+static rf_result rfi_chat_write(rfi_chat_writer *w, const rf_chat *chat, rf_error *err) {
+    const char *name = chat->template_name;
+    const rf_chat_message *messages = chat->messages;
+    const uint32_t n = chat->n_messages;
+    const rfi_chat_family *f = rfi_chat_by_name(name);
+    if (name && !f) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "chat: no template is called '%.64s'", name);
+    rf_result r = f ? RF_OK : rfi_chat_of_file(w->g, &f, err);
+    if (r != RF_OK) return r;
+    for (uint32_t i = 0; i < n; i++) {
+        int role = rfi_chat_role(&messages[i]);
+        if (role < 0 || !messages[i].content)
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "chat: message %u: role '%.32s', want system, user or "
+                            "assistant, with content", i, messages[i].role ? messages[i].role : "");
+        if (role == 0 && f->in_user && (i + 1 == n || rfi_chat_role(&messages[i + 1]) == 2))
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "chat: message %u: '%s' puts system text into the "
+                            "user turn that follows, and none does", i, f->name);
+        if (role == 0 && f->trim & RFI_CHAT_SYSTEM_FIRST && i > 0 && rfi_chat_role(&messages[i - 1]) != 0)
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "chat: message %u: '%s' has system text at the start only", i,
+                            f->name);
+    }
+    if (f->prefix) rfi_chat_put_text(w, f->prefix);
+    for (uint32_t i = 0; i < n; i++) rfi_chat_put_message(w, f, messages, i);
+    if (chat->open_answer) rfi_chat_put_text(w, f->open ? f->open : f->answer[0]);
+    return RF_OK;
 }
 
 ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const rf_chat *chat, char *out, size_t capacity,
@@ -12780,29 +12901,42 @@ ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const rf_chat *chat, ch
     if (count) *count = 0;
     if (!count || !chat || (!g && !chat->template_name) || (!chat->messages && chat->n_messages) || (!out && capacity))
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_format: want a file or a name, messages, out and count");
-    const char *name = chat->template_name;
-    const rf_chat_message *messages = chat->messages;
-    const uint32_t n = chat->n_messages;
-    const rfi_chat_family *f = rfi_chat_by_name(name);
-    if (name && !f) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_format: no template is called '%.64s'", name);
-    rf_result r = f ? RF_OK : rfi_chat_of_file(g, &f, err);
-    if (r != RF_OK) return r;
-    for (uint32_t i = 0; i < n; i++) {
-        int role = rfi_chat_role(&messages[i]);
-        if (role < 0 || !messages[i].content)
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_chat_format: message %u: role '%.32s', want system, user or "
-                            "assistant, with content", i, messages[i].role ? messages[i].role : "");
-        if (role == 0 && f->in_user && (i + 1 == n || rfi_chat_role(&messages[i + 1]) == 2))
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_chat_format: message %u: '%s' puts system text into the "
-                            "user turn that follows, and none does", i, f->name);
-    }
     rfi_chat_writer w = {.g = g, .out = out, .capacity = capacity};
-    for (uint32_t i = 0; i < n; i++) rfi_chat_put_message(&w, f, messages, i);
-    if (chat->open_answer) rfi_chat_put_text(&w, f->answer[0]);
+    rf_result r = rfi_chat_write(&w, chat, err);
+    if (r != RF_OK) return r;
     *count = w.count;
     if (w.count <= capacity) return RF_OK;
     return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_format: the text has %llu bytes, capacity is %llu",
                     (unsigned long long)w.count, (unsigned long long)capacity);
+}
+
+ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *chat, uint32_t flags, int32_t *out,
+                                         uint32_t capacity, uint32_t *count, rf_error *err) {
+    rfi_clear(err);
+    if (count) *count = 0;
+    if (!t || !count || !chat || (!chat->messages && chat->n_messages) || (!out && capacity) ||
+        flags & ~RF_TOKENIZE_ADD)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0,
+                        "rf_chat_tokenize: want a tokenizer, messages, out and count, flags 0 or RF_TOKENIZE_ADD");
+    rfi_chat_writer w = {.g = t->g};
+    rf_result r = rfi_chat_write(&w, chat, err);
+    if (r != RF_OK) return r;
+    if (w.count > RFI_TEXT_MAX_BYTES)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_tokenize: text has %llu bytes, want at most %d",
+                        (unsigned long long)w.count, RFI_TEXT_MAX_BYTES);
+    w.capacity = w.count;
+    w.count = 0;
+    uint64_t n_borders = 2 * (uint64_t)chat->n_messages + 1;
+    w.borders = (size_t *)rfi_alloc(&t->allocator, n_borders, sizeof *w.borders, "messages", err);
+    w.out = (char *)rfi_alloc(&t->allocator, w.capacity + 1, 1, "chat text", err);
+    r = w.borders && w.out ? rfi_chat_write(&w, chat, err) : RF_ERR_MEMORY;
+    rfi_tokenizing k = {.t = t, .err = err, .out = out, .capacity = capacity, .borders = w.borders};
+    k.n_borders = w.n_borders;
+    if (r == RF_OK) r = rfi_tokenize(&k, (const unsigned char *)w.out, (uint32_t)w.count, flags | RF_TOKENIZE_SPECIAL);
+    rfi_free(&t->allocator, w.out);
+    rfi_free(&t->allocator, w.borders);
+    if (r != RF_ERR_MEMORY) *count = k.count;
+    return r;
 }
 
 /* ==== 13c Sampling ======================================================================================= >>sample

@@ -453,14 +453,15 @@ static int say(app *a, const char *role, const char *text, size_t n) {
 
 /* The messages, formatted, as tokens in a->prompt. Some templates spell out the bos that the tokenizer adds, too. */
 static int encode_messages(app *a, const char *name) {
-    size_t n = 0;
     ids *p = &a->prompt;
-    a->text.len = 0;
     const rf_chat chat = {name, a->messages, a->n_messages, 1};
-    rf_chat_format(a->g, &chat, NULL, 0, &n, NULL); /* its length */
-    TRY(reserve(a, &a->text, n));
-    TRY(lib(a, rf_chat_format(a->g, &chat, a->text.data, n, &n, &a->err)));
-    TRY(encode(a, a->text.data, n, RF_TOKENIZE_SPECIAL | (a->o.no_bos ? 0 : RF_TOKENIZE_ADD), p));
+    uint32_t flags = a->o.no_bos ? 0 : RF_TOKENIZE_ADD;
+    rf_result r = rf_chat_tokenize(a->t, &chat, flags, p->data, p->capacity, &p->len, &a->err);
+    if (r == RF_ERR_ARGUMENT && p->len > p->capacity) {
+        TRY(reserve_ids(a, p, p->len));
+        r = rf_chat_tokenize(a->t, &chat, flags, p->data, p->capacity, &p->len, &a->err);
+    }
+    TRY(lib(a, r));
     int32_t bos = rf_tokenizer_get_info(a->t).bos;
     if (p->len > 1 && bos >= 0 && p->data[0] == bos && p->data[1] == bos)
         memmove(p->data, p->data + 1, --p->len * sizeof *p->data);
