@@ -803,7 +803,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 
 /* What an op computes. T = rows of the step; L = those of them that want logits; "rows" below is T or L by op.rows.
  * W[slot, row] are weight rows, [n_out, n_in]; all activations are float32, row-major. Scales of 0 are 1.
- * "=" is "+=" under RF_OP_ACCUMULATE, which EMBED, RMS_NORM and MATMUL take. */
+ * "=" is "+=" under RF_OP_ACCUMULATE, which EMBED by position, RMS_NORM and MATMUL take. */
 typedef enum rf_op_kind {
     RF_OP_EMBED = 0,     /* out[T, n_out] = scale * W[token], or the row's float input as it is; of every row
                             scale * W[pos] under RF_OP_POSITIONS                                                   */
@@ -9447,7 +9447,7 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
     if (op->kind >= RF_OP_KIND_COUNT)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u is not supported", op->kind);
     static const uint32_t flags[RF_OP_KIND_COUNT] = {
-        [RF_OP_EMBED] = RF_OP_POSITIONS | RF_OP_ACCUMULATE,
+        [RF_OP_EMBED] = RF_OP_POSITIONS | RF_OP_ACCUMULATE, /* the second only with the first */
         [RF_OP_RMS_NORM] = RF_OP_CENTER | RF_OP_ACCUMULATE,
         [RF_OP_MATMUL] = RF_OP_ACCUMULATE,
         [RF_OP_ROPE] = RF_OP_NEOX,
@@ -9455,7 +9455,7 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
         [RF_OP_EXPERTS] = RF_OP_PER_CHOICE,
         [RF_OP_MIX] = RF_OP_ACCUMULATE,
     };
-    if (op->flags & ~flags[op->kind])
+    if (op->flags & ~flags[op->kind] || (op->kind == RF_OP_EMBED && op->flags == RF_OP_ACCUMULATE))
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u has unknown flags %x", op->kind, op->flags);
     if (op->activation >= RF_ACT_COUNT)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: activation %u is not supported", op->activation);

@@ -562,17 +562,26 @@ static __global__ void rfk_write_step(rfk_step_args a) {
     if (threadIdx.x < a.n_logits) a.logit_rows[a.first + threadIdx.x] = a.logit_row[threadIdx.x];
 }
 
-/* out[t] = W[token of t]; rows without a token are left alone.   grid [ceil(n / 32 or 1 / 256), T]   block 256 */
+/* out[t] (+)= scale * W[token of t, or its position]; rows without a token are left alone.
+ *   grid [ceil(n / 32 or 1 / 256), T]   block 256 */
 struct rfk_embed_args {
     rfk_weight w;
     const rf_step_row *rows;
     float *out;
-    uint32_t out_stride, n_out, weight_row;
+    uint32_t out_stride, n_out, weight_row, by_position, accumulate;
+    float scale;
 };
+RFK_DEVICE int32_t rfk_embed_row(const rfk_embed_args &a) {
+    const rf_step_row &row = a.rows[blockIdx.y];
+    return a.by_position ? row.pos : row.token;
+}
+RFK_DEVICE void rfk_embed_value(const rfk_embed_args &a, float *out, float v) {
+    *out = a.accumulate ? *out + v * a.scale : v * a.scale;
+}
 template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed(rfk_embed_args a) {
     typedef rfk_format<TYPE> F;
     uint32_t u = blockIdx.x * RFK_BLOCK + threadIdx.x;
-    int32_t token = a.rows[blockIdx.y].token;
+    int32_t token = rfk_embed_row(a);
     if (token < 0 || u >= a.n_out / 32) return;
     rfk_unit unit;
     rfk_load_unit<TYPE>(a.w, (size_t)(a.weight_row + (uint32_t)token) * (a.n_out / F::BLOCK), u, unit);
@@ -581,15 +590,15 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed(rfk_
     for (int i = 0; i < 8; i++)
         for (int k = 0; k < 4; k++) {
             float v = unit.d[i / 4] * (float)((int8_t)(unit.q[i] >> (8 * k)) - F::OFFSET);
-            out[i / 4 * F::STRIDE + i % 4 * 4 + k] = F::HAS_MIN ? v - unit.m[i / 4] : v;
+            rfk_embed_value(a, &out[i / 4 * F::STRIDE + i % 4 * 4 + k], F::HAS_MIN ? v - unit.m[i / 4] : v);
         }
 }
 template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed_float(rfk_embed_args a) {
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
-    int32_t token = a.rows[blockIdx.y].token;
+    int32_t token = rfk_embed_row(a);
     if (token < 0 || i >= a.n_out) return;
     size_t row = (size_t)(a.weight_row + (uint32_t)token) * a.n_out;
-    a.out[(size_t)blockIdx.y * a.out_stride + i] = rfk_load1<TYPE>(a.w.plane[0], row + i);
+    rfk_embed_value(a, &a.out[(size_t)blockIdx.y * a.out_stride + i], rfk_load1<TYPE>(a.w.plane[0], row + i));
 }
 
 /* Activations for integer dot products, in groups of 32: x = d * q, and the sums of q over each half. Bit for bit the
@@ -665,33 +674,50 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_quantize(r
     rfk_quantize4<WAVE>(a.to, blockIdx.y, a.n, i, x, inside);
 }
 
-/* out = in / sqrt(mean(in^2) + eps) * w over n values, and out quantized for the matmul behind it (then heads is 1
- * and
- * n a multiple of 32).   grid [rows, heads]   block 256   out may be in */
+/* out (+)= x / sqrt(mean(x^2) + eps) * w + b over n values, x = in or in - mean(in), and out quantized for the matmul
+ * behind it (then heads is 1 and n a multiple of 32).   grid [rows, heads]   block 256   out may be in */
 struct rfk_norm_args {
-    const uint8_t *w;
+    const uint8_t *w, *b; /* NULL: none */
     const float *in;
     float *out;
     rfk_int8_rows to;
-    uint32_t w_type, in_stride, out_stride, n;
+    uint32_t w_type, b_type, in_stride, out_stride, n, center, accumulate;
     float eps;
 };
-struct rfk_norm_shared { float sum[8]; };
+struct rfk_norm_shared { float sum[2][8]; };
+
+/* The sum of a value of each thread of the block; `turn`: a place of its own in s for each sum of a launch. */
+template <int WAVE> RFK_DEVICE float rfk_block_sum(rfk_norm_shared &s, int turn, float v) {
+    v = rfk_wave_sum<WAVE>(v);
+    if (threadIdx.x % WAVE == 0) s.sum[turn][threadIdx.x / WAVE] = v;
+    __syncthreads();
+    v = 0;
+    for (int i = 0; i < RFK_BLOCK / WAVE; i++) v += s.sum[turn][i];
+    return v;
+}
+
+RFK_DEVICE float rfk_norm_value(const rfk_norm_args &a, float x, float scale, uint32_t i, const float *out) {
+    float y = x * scale;
+    if (a.w) y *= rfk_load_any(a.w, a.w_type, i);
+    if (a.b) y += rfk_load_any(a.b, a.b_type, i);
+    return a.accumulate ? out[i] + y : y;
+}
+
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(rfk_norm_args a) {
     RFK_SHARED(rfk_norm_shared, s);
     const float *in = a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.y * a.n;
     float *out = a.out + (size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.n;
-    float sum = 0;
-    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) sum += in[i] * in[i];
-    sum = rfk_wave_sum<WAVE>(sum);
-    if (threadIdx.x % WAVE == 0) s.sum[threadIdx.x / WAVE] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int i = 0; i < RFK_BLOCK / WAVE; i++) sum += s.sum[i];
+    float sum = 0, mean = 0;
+    if (a.center) {
+        for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) mean += in[i];
+        mean = rfk_block_sum<WAVE>(s, 0, mean) / (float)a.n;
+    }
+    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) sum += (in[i] - mean) * (in[i] - mean);
+    sum = rfk_block_sum<WAVE>(s, 1, sum);
     float scale = 1.0f / sqrtf(sum / (float)a.n + a.eps);
     if (!a.to.q) {
         for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK)
-            out[i] = in[i] * scale * rfk_load_any(a.w, a.w_type, i);
+            out[i] = rfk_norm_value(a, in[i] - mean, scale, i, out);
         return;
     }
     for (uint32_t first = 0; first < a.n / 4; first += RFK_BLOCK) {
@@ -699,7 +725,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(r
         bool inside = i < a.n / 4;
         float x[4] = {0, 0, 0, 0};
         for (uint32_t k = 0; inside && k < 4; k++) {
-            x[k] = in[4 * i + k] * scale * rfk_load_any(a.w, a.w_type, 4 * i + k);
+            x[k] = rfk_norm_value(a, in[4 * i + k] - mean, scale, 4 * i + k, out);
             out[4 * i + k] = x[k];
         }
         rfk_quantize4<WAVE>(a.to, blockIdx.x, a.n, i, x, inside);
@@ -773,22 +799,27 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_kv_store(r
     rfk_store_value((KV *)(key ? a.k_state : a.v_state) + cell * dim + i % dim, src[i]);
 }
 
-/* out = silu(gate) * up, four values a thread, and out quantized for the matmul behind it (then n is a multiple of
- * 32).
+/* An rf_activation. */
+RFK_DEVICE float rfk_activate(uint32_t activation, float x) {
+    float e = activation == RF_ACT_GELU ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
+    return x / (1.0f + expf(-e));
+}
+
+/* out = act(gate) * up, four values a thread, and out quantized for the matmul behind it (then n is a multiple of 32).
  *   grid [ceil(n / 1024), rows]   block 256   out may be gate or up */
 struct rfk_glu_args {
-    const float *gate, *up;
+    const float *gate, *up; /* up NULL: out = act(gate) */
     float *out;
     rfk_int8_rows to;
-    uint32_t gate_stride, up_stride, out_stride, n;
+    uint32_t gate_stride, up_stride, out_stride, n, activation;
 };
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_glu_args a) {
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
     float x[4] = {0, 0, 0, 0};
     for (uint32_t k = 0; k < 4; k++) {
         if (4 * i + k >= a.n) break;
-        float gate = a.gate[(size_t)blockIdx.y * a.gate_stride + 4 * i + k];
-        x[k] = gate / (1.0f + expf(-gate)) * a.up[(size_t)blockIdx.y * a.up_stride + 4 * i + k];
+        x[k] = rfk_activate(a.activation, a.gate[(size_t)blockIdx.y * a.gate_stride + 4 * i + k]);
+        if (a.up) x[k] *= a.up[(size_t)blockIdx.y * a.up_stride + 4 * i + k];
         a.out[(size_t)blockIdx.y * a.out_stride + 4 * i + k] = x[k];
     }
     if (a.to.q) rfk_quantize4<WAVE>(a.to, blockIdx.y, a.n, i, x, i < a.n / 4);
@@ -980,9 +1011,10 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
  * [previous end, end_block) of grid.x. */
 struct rfk_product {
     rfk_weight w;
-    const uint8_t *bias; /* NULL: none */
+    const uint8_t *bias, *factor; /* NULL: none */
     float *out;
-    uint32_t type, bias_type, out_stride, row0, n_out, accumulate, end_block;
+    uint32_t type, bias_type, factor_type, out_stride, row0, n_out, accumulate, end_block;
+    float scale, softcap;         /* softcap 0: none */
 };
 #define RFK_PRODUCTS 3
 struct rfk_matmul_args {
@@ -1008,7 +1040,10 @@ RFK_DEVICE rfk_product rfk_pick(const rfk_matmul_args &a, uint32_t *block) {
 
 RFK_DEVICE void rfk_put(const rfk_product &p, uint32_t row, uint32_t col, float v) {
     float *out = p.out + (size_t)col * p.out_stride + row;
+    if (p.factor) v *= rfk_load_any(p.factor, p.factor_type, 0);
     if (p.bias) v += rfk_load_any(p.bias, p.bias_type, row);
+    v *= p.scale;
+    if (p.softcap != 0) v = p.softcap * tanhf(v / p.softcap);
     *out = p.accumulate ? *out + v : v;
 }
 
@@ -2170,8 +2205,15 @@ struct rfk_attention_args {
     const rf_step_row *rows;
     uint32_t q_stride, out_stride, n_rows, rows_per_block, heads_per_block;
     uint32_t n_heads, n_kv_heads, head_dim, head_dim_v, n_ctx, max_splits, split_cells;
-    float scale;
+    uint32_t window, temperature_length; /* window 0: all positions */
+    float scale, softcap, temperature;   /* 0: none */
 };
+
+/* What the queries of a position are multiplied by. */
+RFK_DEVICE float rfk_temperature(const rfk_attention_args &a, int32_t pos) {
+    return a.temperature == 0 ? 1.0f
+                              : 1.0f + a.temperature * logf((float)(1u + (uint32_t)pos / a.temperature_length));
+}
 
 struct rfk_attention_shared {
     float q[RFK_QUERIES][RFK_MAX_HEAD];
@@ -2220,8 +2262,11 @@ RFK_DEVICE void rfk_scores(rfk_attention_shared &s, const rfk_attention_args &a,
         dot[g] += rfk_swap<WAVE>(dot[g], 1);
         dot[g] += rfk_swap<WAVE>(dot[g], 2);
         if (g < r.n && part == g % 4) {
-            bool visible = pos < r.end && (int32_t)pos <= a.rows[r.row0 + g / r.n_heads].pos;
-            s.p[g][cell] = visible ? dot[g] * a.scale : -INFINITY;
+            int32_t at = a.rows[r.row0 + g / r.n_heads].pos;
+            bool visible = pos < r.end && (int32_t)pos <= at && (!a.window || (uint32_t)at - pos < a.window);
+            float score = dot[g] * a.scale;
+            if (a.softcap != 0) score = a.softcap * tanhf(score / a.softcap);
+            s.p[g][cell] = visible ? score : -INFINITY;
         }
     }
 }
@@ -2262,8 +2307,9 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared &s, const rfk_attention_args &a,
     for (uint32_t i = threadIdx.x; i < RFK_QUERIES * RFK_MAX_HEAD; i += RFK_BLOCK) {
         uint32_t g = i / RFK_MAX_HEAD, e = i % RFK_MAX_HEAD;
         bool inside = g < r.n && e < a.head_dim;
-        s.q[g][e] = inside ? a.q[(size_t)(r.row0 + g / r.n_heads) * a.q_stride +
-                                 (size_t)(r.head0 + g % r.n_heads) * a.head_dim + e]
+        uint32_t row = r.row0 + g / r.n_heads;
+        s.q[g][e] = inside ? a.q[(size_t)row * a.q_stride + (size_t)(r.head0 + g % r.n_heads) * a.head_dim + e] *
+                                 rfk_temperature(a, a.rows[row].pos)
                            : 0.0f;
     }
     for (uint32_t i = threadIdx.x; i < RFK_QUERIES * RFK_CELLS; i += RFK_BLOCK)
@@ -2334,7 +2380,12 @@ template <int WAVE, class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_
         uint32_t length = (uint32_t)a.rows[r.row1 - 1].pos + 1;
         r.begin = blockIdx.z * a.split_cells;
         r.end = length - r.begin < a.split_cells ? length : r.begin + a.split_cells;
-        if (r.begin < length) rfk_attend<WAVE, KV>(s, a, r);
+        uint32_t seen = (uint32_t)a.rows[r.row0].pos + 1; /* by the first row: no row looks further back */
+        seen = a.window && seen > a.window ? seen - a.window : 0;
+        if (r.begin >= length) continue;
+        if (seen > r.begin) r.begin += (seen - r.begin) / RFK_CELLS * RFK_CELLS; /* as if it had, and seen nothing */
+        if (r.begin > r.end) r.begin = r.end;
+        rfk_attend<WAVE, KV>(s, a, r);
     }
 }
 
@@ -3712,6 +3763,38 @@ static int rfk_is_plain(const rf_op *op, uint32_t flags) {
     return memcmp(&rest, &plain, sizeof rest) == 0;
 }
 
+/* A matmul whose results rfk_put finishes, all it can do allowed. */
+static int rfk_is_put(const rf_op *op) {
+    rf_op rest = *op;
+    rest.scale = rest.softcap = 0;
+    rest.extra2 = RF_NONE;
+    return rfk_is_plain(&rest, RF_OP_ACCUMULATE);
+}
+
+/* The kernels of ops of their own know all that is set. */
+static int rfk_is_known(const rf_op *op) {
+    rf_op rest = *op;
+    switch (op->kind) {
+    case RF_OP_EMBED:
+        rest.scale = 0;
+        return rfk_is_plain(&rest, op->flags & RF_OP_POSITIONS ? RF_OP_POSITIONS | RF_OP_ACCUMULATE : 0);
+    case RF_OP_RMS_NORM: return rfk_is_plain(op, RF_OP_CENTER | RF_OP_ACCUMULATE);
+    case RF_OP_MATMUL: return rfk_is_put(op);
+    case RF_OP_ROPE: rest.extra2 = RF_NONE; return rfk_is_plain(&rest, RF_OP_NEOX);
+    case RF_OP_ATTENTION:
+        rest.softcap = rest.temperature = 0;
+        rest.window = rest.temperature_length = 0;
+        return rfk_is_plain(&rest, 0) && (op->temperature == 0 || op->temperature_length > 0);
+    case RF_OP_GLU: rest.activation = 0; return rfk_is_plain(&rest, 0) && op->activation < RF_ACT_COUNT;
+    default: return rfk_is_plain(op, 0);
+    }
+}
+
+/* A norm as it can go with the ops behind it. */
+static int rfk_is_plain_norm(const rf_op *op) {
+    return op->kind == RF_OP_RMS_NORM && op->weight != RF_NONE && op->extra == RF_NONE && rfk_is_plain(op, 0);
+}
+
 static int rfk_fits(const rf_plan *plan, uint32_t buffer, uint32_t rows, uint64_t width) {
     return buffer < plan->n_buffers && plan->buffers[buffer].rows == rows && width > 0 &&
            width <= plan->buffers[buffer].width;
@@ -3725,8 +3808,10 @@ static int rfk_is_vector(const rf_plan *plan, uint32_t slot, uint64_t n) {
 /* What is wrong with an op's weights; NULL if nothing is. */
 static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
     if (op->kind == RF_OP_RMS_NORM)
-        return rfk_is_vector(plan, op->weight, op->n_in) ? NULL
-                                                         : "its weight is no vector of f32, f16 or bf16 that long";
+        return (op->weight == RF_NONE || rfk_is_vector(plan, op->weight, op->n_in)) &&
+                       (op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_in))
+                   ? NULL
+                   : "its weight or bias is no vector of f32, f16 or bf16 that long";
     if (op->kind == RF_OP_ROPE)
         return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_rot / 2)
                    ? NULL
@@ -3753,6 +3838,7 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
         return "the weight has another shape";
     if (op->extra != RF_NONE && !rfk_is_vector(plan, op->extra, (uint64_t)op->extra_at + op->n_out))
         return "its bias is no such vector";
+    if (op->extra2 != RF_NONE && !rfk_is_vector(plan, op->extra2, 1)) return "its factor is no such vector";
     return NULL;
 }
 
@@ -3818,8 +3904,8 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
             return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "heads of more than 256 values", err);
         break;
     case RF_OP_GLU:
-        ok = rfk_fits(plan, op->in, rows, op->n_out) && rfk_fits(plan, op->in2, rows, op->n_out) &&
-             rfk_fits(plan, op->out, rows, op->n_out);
+        ok = rfk_fits(plan, op->in, rows, op->n_out) && rfk_fits(plan, op->out, rows, op->n_out) &&
+             (op->in2 == RF_NONE || rfk_fits(plan, op->in2, rows, op->n_out));
         break;
     case RF_OP_GATHER:
         ok = rfk_fits(plan, op->in, tokens, op->n_out) && rfk_fits(plan, op->out, RF_ROWS_LOGITS, op->n_out);
@@ -3834,7 +3920,7 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
         ok = ok && s && s->n_kv_heads == op->n_kv_heads && s->head_dim == op->head_dim &&
              s->head_dim_v == op->head_dim_v;
     if (!ok) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its buffers, heads or state do not fit", err);
-    if (!rfk_is_plain(op, RF_OP_ACCUMULATE | RF_OP_NEOX) && !rfk_is_plain_experts(op))
+    if (!rfk_is_known(op) && !rfk_is_plain_experts(op))
         return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "a flag or field of it is not supported on this device", err);
     const char *why = rfk_check_weights(plan, op);
     return why ? rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, why, err) : RF_OK;
@@ -4008,7 +4094,7 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
 /* ---- what a decode step launches ---- */
 
 static int rfk_is_matmul(const rf_plan *plan, uint32_t i, uint32_t end) {
-    return i < end && rfk_takes_int8(plan, &plan->ops[i]) && plan->ops[i].n_in <= RFK_MAX_COLUMN &&
+    return i < end && rfk_takes_int8(plan, &plan->ops[i]) && rfk_is_put(&plan->ops[i]) && plan->ops[i].n_in <= RFK_MAX_COLUMN &&
            plan->ops[i].n_in % 64 == 0 && rfk_weight_bytes(&plan->weights[plan->ops[i].weight]) >> 32 == 0;
 }
 
@@ -4033,11 +4119,11 @@ static rfk_fused rfk_match_rows(const rf_prepared *p, uint32_t i, uint32_t end, 
     f = none;
     f.kind = RFK_FUSED_ROWS;
     f.first = i;
-    if (i + 1 < end && ops[i].kind == RF_OP_GATHER && ops[i + 1].kind == RF_OP_RMS_NORM &&
+    if (i + 1 < end && ops[i].kind == RF_OP_GATHER && rfk_is_plain(&ops[i], 0) && rfk_is_plain_norm(&ops[i + 1]) &&
         ops[i + 1].in == ops[i].out && ops[i + 1].out == ops[i].out && ops[i + 1].n_heads == 1 &&
         ops[i + 1].n_in == ops[i].n_out)
         f.gather = i++;
-    if (i < end && ops[i].kind == RF_OP_RMS_NORM && ops[i].n_heads == 1) f.norm = i++;
+    if (i < end && rfk_is_plain_norm(&ops[i]) && ops[i].n_heads == 1) f.norm = i++;
     if (!rfk_is_matmul(plan, i, end)) return none;
     const rf_op *m = &ops[i];
     uint32_t source = f.gather != RF_NONE ? ops[f.gather].in : f.norm != RF_NONE ? ops[f.norm].in : m->in;
@@ -4054,8 +4140,8 @@ static rfk_fused rfk_match_rows(const rf_prepared *p, uint32_t i, uint32_t end, 
     if (f.n_products == 0) return none;
     const rf_op *g = i < end && ops[i].kind == RF_OP_GLU ? &ops[i] : NULL;
     if (g && f.n_products == 2 && g->in == m->out && g->in2 == m[1].out && g->out == m->out &&
-        g->n_out == m->n_out && m[1].n_out == m->n_out && g->rows == m->rows && !(m->flags & RF_OP_ACCUMULATE) &&
-        !(m[1].flags & RF_OP_ACCUMULATE) &&
+        g->n_out == m->n_out && m[1].n_out == m->n_out && g->rows == m->rows && rfk_is_plain(g, 0) &&
+        rfk_is_plain(m, 0) && rfk_is_plain(&m[1], 0) &&
         plan->weights[m->weight].type == plan->weights[m[1].weight].type)
         f.glu = i++;
     /* a norm in place would overwrite what other blocks still read: then nobody else may want it */
@@ -4075,7 +4161,7 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
     f = none;
     f.kind = RFK_FUSED_ATTENTION;
     f.first = i;
-    if (i + 6 <= end && ops[i].kind == RF_OP_RMS_NORM && ops[i + 1].kind == RF_OP_RMS_NORM) {
+    if (i + 6 <= end && rfk_is_plain_norm(&ops[i]) && rfk_is_plain_norm(&ops[i + 1])) {
         f.norms[0] = i++;
         f.norms[1] = i++;
     }
@@ -4086,7 +4172,7 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
     uint32_t q = att->in, k = store->in, dim = att->head_dim;
     f.ropes = i, f.store = i + 2, f.attention = i + 3;
     f.n_ops = i + 4 - f.first;
-    int ok = rope[0].out == q && rope[1].out == k && rope[0].n_heads == att->n_heads &&
+    int ok = rfk_is_plain(store, 0) && rfk_is_plain(att, 0) && rope[0].out == q && rope[1].out == k && rope[0].n_heads == att->n_heads &&
              rope[1].n_heads == att->n_kv_heads && store->state == att->state && store->in2 != q && store->in2 != k &&
              q != k && att->out != q && att->out != k && att->out != store->in2 && att->head_dim_v == dim &&
              dim % 8 == 0 && dim <= RFK_MAX_HEAD && rope[0].n_rot > 0 &&
@@ -4094,7 +4180,7 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
     for (int r = 0; r < 2; r++)
         ok = ok && rope[r].head_dim == dim && rope[r].n_rot == first->n_rot && rope[r].table == first->table &&
              rope[r].extra == first->extra && rope[r].extra_at == first->extra_at && rope[r].scale == first->scale &&
-             rope[r].flags == rope[0].flags;
+             rope[r].flags == rope[0].flags && rfk_is_known(&rope[r]);
     for (int r = 0; r < 2 && f.norms[r] != RF_NONE; r++) {
         const rf_op *n = &ops[f.norms[r]];
         ok = ok && n->in == (r ? k : q) && n->out == n->in && n->n_in == dim &&
@@ -4289,6 +4375,9 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
     a.out_stride = l->b.out_stride;
     a.n_out = l->op->n_out;
     a.weight_row = l->op->weight_row;
+    a.by_position = (l->op->flags & RF_OP_POSITIONS) != 0;
+    a.accumulate = (l->op->flags & RF_OP_ACCUMULATE) != 0;
+    a.scale = l->op->scale != 0 ? l->op->scale : 1.0f;
     switch (type) {
     case RF_TYPE_F32: kernel = rfk_embed_float<RF_TYPE_F32>; break;
     case RF_TYPE_F16: kernel = rfk_embed_float<RF_TYPE_F16>; break;
@@ -4304,7 +4393,7 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
     }
     uint32_t n = rfk_is_float_type(type) ? a.n_out : a.n_out / 32;
     rf_result r = rfk_go(l, kernel, dim3(rfk_ceil_div(n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
-    for (uint32_t t = 0; r == RF_OK && t < l->n_rows; t++) /* rows that bring their own values */
+    for (uint32_t t = 0; r == RF_OK && !a.by_position && t < l->n_rows; t++) /* rows that bring their own values */
         if (l->step->rows[t].token < 0)
             r = rfk_copy_in(l->q, (char *)(l->b.out + (size_t)t * l->b.out_stride),
                             l->step->embeddings + (size_t)t * a.n_out, (uint64_t)a.n_out * sizeof(float),
@@ -4315,6 +4404,9 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
 static rf_result rfk_run_rms_norm(const rfk_launching *l) {
     rfk_norm_args a;
     a.w = rfk_vector(l->p, l->op->weight, 0, &a.w_type);
+    a.b = rfk_vector(l->p, l->op->extra, 0, &a.b_type);
+    a.center = (l->op->flags & RF_OP_CENTER) != 0;
+    a.accumulate = (l->op->flags & RF_OP_ACCUMULATE) != 0;
     a.in = l->b.in;
     a.out = l->b.out;
     a.in_stride = l->b.in_stride;
@@ -4385,6 +4477,9 @@ static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, ui
             p->w = l->p->table->slots[op->weight].w;
             p->type = l->p->plan->weights[op->weight].type;
             p->bias = rfk_vector(l->p, op->extra, op->extra_at, &p->bias_type);
+            p->factor = rfk_vector(l->p, op->extra2, 0, &p->factor_type);
+            p->scale = op->scale != 0 ? op->scale : 1.0f;
+            p->softcap = op->softcap;
             p->out = rfk_at_step(l, b->out, op->out);
             p->out_stride = b->out_stride;
             p->row0 = op->weight_row;
@@ -4504,7 +4599,7 @@ static bool rfk_takes_flash(const rfk_launching *l) {
     const rf_op *op = l->op;
     uint32_t runs = 1;
     for (uint32_t t = 1; t < l->n_rows; t++) runs += l->step->rows[t].seq != l->step->rows[t - 1].seq;
-    return l->n_rows > RFK_SPLIT_ROWS && l->n_rows >= 8 * runs && l->p->cache_type == RF_CACHE_F16 &&
+    return rfk_is_plain(op, 0) && l->n_rows > RFK_SPLIT_ROWS && l->n_rows >= 8 * runs && l->p->cache_type == RF_CACHE_F16 &&
            op->head_dim == op->head_dim_v && op->head_dim % 16 == 0 && op->head_dim <= RFK_FLASH_HEAD &&
            op->n_heads / op->n_kv_heads <= RFK_FLASH_ROWS;
 }
@@ -4536,6 +4631,10 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     a.max_splits = p->max_splits;
     a.split_cells = split ? p->split_cells : p->n_ctx;
     a.scale = op->scale;
+    a.softcap = op->softcap;
+    a.window = op->window;
+    a.temperature = op->temperature;
+    a.temperature_length = op->temperature_length;
     if (rfk_takes_flash(l)) {
         a.rows_per_block = RFK_FLASH_ROWS / group;
         return rfk_go(l, RFK_BY_WAVE(l, rfk_flash<32>, rfk_flash<64>),
@@ -4553,7 +4652,8 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
 static rf_result rfk_run_glu(const rfk_launching *l) {
     rfk_glu_args a;
     a.gate = l->b.in;
-    a.up = l->b.in2;
+    a.up = l->op->in2 == RF_NONE ? NULL : l->b.in2;
+    a.activation = l->op->activation;
     a.out = l->b.out;
     a.gate_stride = l->b.in_stride;
     a.up_stride = l->b.in2_stride;
@@ -4802,14 +4902,15 @@ static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_er
 
 /* The weights an op reads are there, and its tokens are rows of them. */
 static rf_result rfk_check_run(const rf_prepared *p, const rf_step *step, const rf_op *op, rf_error *err) {
-    const uint32_t slots[2] = {op->weight, op->extra};
-    for (int k = 0; k < 2; k++)
+    const uint32_t slots[3] = {op->weight, op->extra, op->kind == RF_OP_ROPE ? RF_NONE : op->extra2};
+    for (int k = 0; k < 3; k++)
         if (slots[k] < p->plan->n_weights && !p->table->slots[slots[k]].ready)
             return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a weight it reads is not written", err);
-    for (uint32_t t = 0; op->kind == RF_OP_EMBED && t < step->n_rows; t++)
-        if (step->rows[t].token >= 0 &&
-            (uint32_t)step->rows[t].token >= p->plan->weights[op->weight].n_rows - op->weight_row)
-            return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a token is not in the vocabulary", err);
+    for (uint32_t t = 0; op->kind == RF_OP_EMBED && t < step->n_rows; t++) {
+        int32_t row = op->flags & RF_OP_POSITIONS ? step->rows[t].pos : step->rows[t].token;
+        if (row >= 0 && (uint32_t)row >= p->plan->weights[op->weight].n_rows - op->weight_row)
+            return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a token or position is none of the weight's rows", err);
+    }
     return RF_OK;
 }
 
