@@ -820,7 +820,8 @@ typedef enum rf_op_kind {
     RF_OP_ATTENTION = 5, /* out[T, n_heads, head_dim_v] = softmax(cap(t * in . K * scale)) V over positions p <= pos,
                             with window != 0 only those > pos - window; cap as above;
                             t = 1 + temperature * ln(1 + floor(pos / temperature_length));
-                            query head h reads kv head h / (n_heads / n_kv_heads)                                  */
+                            query head h reads kv head h / (n_heads / n_kv_heads); with extra the softmax of head h
+                            has one score more, extra[h], whose value is 0                                         */
     RF_OP_GLU = 6,       /* out[rows, n_out] = act(in) * in2, without in2 act(in); out may be in                   */
     RF_OP_GATHER = 7,    /* out[L, n_out] = the rows of in[T, n_out] that want logits, in order                    */
     RF_OP_ARGMAX = 8,    /* out[rows] = id of the largest of in[rows, n_in] as int32: the smallest one among equals, nan
@@ -848,7 +849,9 @@ typedef enum rf_op_kind {
 typedef enum rf_activation {
     RF_ACT_SILU = 0, /* x / (1 + e^-x)                                                */
     RF_ACT_GELU = 1, /* x / (1 + e^-2u), u = sqrt(2 / pi) * (x + 0.044715 x^3): gelu's tanh form */
-    RF_ACT_COUNT = 2
+    RF_ACT_OAI = 2,  /* x / (1 + e^-1.702x) of x = min(in, 7), times 1 + in2 in place of in2, in2 cut to -7 .. 7; needs
+                        in2                                                           */
+    RF_ACT_COUNT = 3
 } rf_activation;
 #define RF_OP_SIGMOID 0x100u    /* ROUTE */
 #define RF_OP_CHOSEN 0x200u     /* ROUTE */
@@ -870,7 +873,7 @@ typedef struct rf_op {
     uint32_t state;      /* KV_STORE, ATTENTION                                   */
     uint32_t weight;     /* slot                                                  */
     uint32_t weight_row; /* first row of it: fused tensors are row ranges         */
-    uint32_t extra;      /* slot of the bias, or of rope's freqs                  */
+    uint32_t extra;      /* slot of the bias, of rope's freqs, of attention's sinks */
     uint32_t extra2;     /* slot of a matmul's factor, or of rope's other freqs   */
     uint32_t extra_at;   /* first element of it                                   */
     uint32_t table;      /* index into rf_plan.tables (float), ROPE               */
@@ -4978,7 +4981,10 @@ enum {
     RFI_TEMPERATURE = 1 << 19,   /* attention.temperature_scale and yarn's betas are read                    */
     RFI_ROPE_SWITCH = 1 << 20,   /* no rope if rope.scaling.finetuned is false                               */
     RFI_QK_NORM_MAYBE = 1 << 21, /* as RFI_QK_NORM, in layers with attn_q_norm                               */
-    RFI_FFN_NORM_POST = 1 << 22  /* the norm before the ffn is post_attention_norm                           */
+    RFI_FFN_NORM_POST = 1 << 22, /* the norm before the ffn is post_attention_norm                           */
+    RFI_SINKS = 1 << 23,         /* attn_sinks: a score of each head; scores are scaled by 1/sqrt(n_rot)     */
+    RFI_OAI = 1 << 24,           /* experts: RF_ACT_OAI instead of silu                                      */
+    RFI_LOCAL_YARN = 1 << 25     /* yarn in layers with a window, too                                        */
 };
 
 /* An architecture, and the function that emits its plan (section 9). */
@@ -5208,7 +5214,7 @@ static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err)
     }
     c->local_rope = c->rope;
     if (local_base > 0) c->local_rope.base = local_base;
-    if (local_base > 0 || c->rope.scaling == RFI_ROPE_YARN) /* yarn is for long contexts */
+    if (local_base > 0 || (c->rope.scaling == RFI_ROPE_YARN && !rfi_is(c, RFI_LOCAL_YARN))) /* it is for long contexts */
         c->local_rope = (rfi_rope_config){c->local_rope.base, 1, 0, RFI_ROPE_NONE};
     if (r == RF_OK && c->arch->window_period)
         r = rfi_key_real(g, c->arch, "rope.freq_base_swa", FLT_MIN, c->local_rope.base, 0, &c->local_rope.base, err);
@@ -5780,7 +5786,9 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
     op->head_dim = c->head_dim;
     op->head_dim_v = c->head_dim_v;
 
+    uint32_t sinks = rfi_is(c, RFI_SINKS) ? rfi_bind(b, "attn_sinks.weight", l->n_heads, 1, 0, NULL).slot : RF_NONE;
     op = rfi_op(b, RF_OP_ATTENTION, RF_ROWS_TOKENS);
+    op->extra = sinks;
     op->in = d->q;
     op->out = d->att;
     op->state = b->states.n - 1;
@@ -5788,7 +5796,8 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
     op->n_kv_heads = l->n_kv_heads;
     op->head_dim = c->head_dim;
     op->head_dim_v = c->head_dim_v;
-    op->scale = (float)(c->attention_scale != 0 ? c->attention_scale : 1 / sqrt((double)c->head_dim));
+    op->scale = (float)(c->attention_scale != 0 ? c->attention_scale
+                                                : 1 / sqrt(rfi_is(c, RFI_SINKS) ? c->n_rot : c->head_dim));
     op->softcap = (float)c->attention_softcap;
     op->window = l->window;
     op->temperature = (float)c->temperature;
@@ -5831,6 +5840,11 @@ static void rfi_emit_experts(rfi_builder *b, const rfi_decoder *d, const char *n
     snprintf(weight, sizeof weight, "%s.weight", name);
     snprintf(bias, sizeof bias, "%s.bias", name);
     const rfi_weight w = rfi_bind_experts(b, weight, n_in, n_out), v = rfi_bind_experts(b, bias, n_out, 0);
+    char scale[64];
+    snprintf(scale, sizeof scale, "%s.scale", name);
+    if (b->result == RF_OK && rfi_has(b, scale))
+        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.%s: factors of experts are not supported",
+                             rfi_gguf_path(b->g), (int)b->layer, scale);
     rf_op *op = rfi_op(b, RF_OP_EXPERTS, RF_ROWS_TOKENS);
     op->flags = flags;
     op->in = in_out[0];
@@ -5844,11 +5858,12 @@ static void rfi_emit_experts(rfi_builder *b, const rfi_decoder *d, const char *n
     op->n_used = b->c->moe.n_used;
 }
 
-static void rfi_emit_glu(rfi_builder *b, uint32_t gate, uint32_t up, uint32_t n) {
+static void rfi_emit_glu(rfi_builder *b, uint32_t gate, uint32_t up, uint32_t n, uint32_t activation) {
     rf_op *op = rfi_op(b, RF_OP_GLU, RF_ROWS_TOKENS);
     op->in = op->out = gate;
     op->in2 = up;
     op->n_out = n;
+    op->activation = activation;
 }
 
 /* route = the experts of each row of xn */
@@ -5880,7 +5895,7 @@ static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d) {
     rfi_emit_route(b, d);
     rfi_emit_experts(b, d, "ffn_gate_exps", gate, n_embd, m->n_ff, 0);
     rfi_emit_experts(b, d, "ffn_up_exps", up, n_embd, m->n_ff, 0);
-    rfi_emit_glu(b, d->gates, d->ups, m->n_used * m->n_ff);
+    rfi_emit_glu(b, d->gates, d->ups, m->n_used * m->n_ff, rfi_is(b->c, RFI_OAI) ? RF_ACT_OAI : RF_ACT_SILU);
     rfi_emit_experts(b, d, "ffn_down_exps", down, m->n_ff, n_embd, RF_OP_PER_CHOICE);
     rf_op *op = rfi_op(b, RF_OP_MIX, RF_ROWS_TOKENS);
     op->in = d->downs;
@@ -5896,7 +5911,7 @@ static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d) {
                up_w = rfi_bind_matrix(b, "ffn_up_shexp", n_embd, m->n_ff_shared, NULL);
     rfi_emit_matmul(b, RF_ROWS_TOKENS, d->gate, d->xn, gate_w, none, m->n_ff_shared, 0);
     rfi_emit_matmul(b, RF_ROWS_TOKENS, d->up, d->xn, up_w, none, m->n_ff_shared, 0);
-    rfi_emit_glu(b, d->gate, d->up, m->n_ff_shared);
+    rfi_emit_glu(b, d->gate, d->up, m->n_ff_shared, RF_ACT_SILU);
     rfi_emit_residual(b, d, d->gate, m->n_ff_shared, "ffn_down_shexp", "post_ffw_norm");
 }
 
@@ -6024,6 +6039,9 @@ static void rfi_emit_decoder(rfi_builder *b) {
 
 static const rfi_moe_arch rfi_moe_qwen3 = {.gating = RFI_GATING_SOFTMAX, .normalize = 1};
 static const rfi_moe_arch rfi_moe_glm4 = {.gating = RFI_GATING_SIGMOID, .keys = 1, .dense_lead = 1, .shared = 1};
+static const rfi_moe_arch rfi_moe_granite = {
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .shared = 1};
+static const rfi_moe_arch rfi_moe_oss = {.gating = RFI_GATING_CHOSEN};
 static const rfi_arch rfi_archs[] = {
     {.name = "llama", .emit = rfi_emit_decoder},
     {.name = "qwen2", .traits = RFI_NEOX, .emit = rfi_emit_decoder},
@@ -6046,6 +6064,12 @@ static const rfi_arch rfi_archs[] = {
     {.name = "smollm3", .emit = rfi_emit_decoder, .no_rope_period = 4},
     {.name = "granite", .traits = RFI_SCALES | RFI_ROPE_SWITCH, .emit = rfi_emit_decoder},
     {.name = "qwen3moe", .traits = RFI_NEOX | RFI_QK_NORM, .emit = rfi_emit_decoder, .moe = &rfi_moe_qwen3},
+    {.name = "granitemoe", .traits = RFI_SCALES | RFI_ROPE_SWITCH, .emit = rfi_emit_decoder, .moe = &rfi_moe_granite},
+    {.name = "gpt-oss",
+     .traits = RFI_NEOX | RFI_FFN_NORM_POST | RFI_SINKS | RFI_OAI | RFI_LOCAL_YARN,
+     .emit = rfi_emit_decoder,
+     .window_period = 2,
+     .moe = &rfi_moe_oss},
     {.name = "glm4moe",
      .traits = RFI_NEOX | RFI_QK_NORM_MAYBE | RFI_FFN_NORM_POST,
      .emit = rfi_emit_decoder,
@@ -6162,6 +6186,7 @@ typedef struct rfi_attention {
     uint32_t n_tokens;
     uint32_t n_pos;          /* positions that the first token sees, itself included; token t sees n_pos + t   */
     uint32_t n_group, head_dim, head_dim_v;
+    const float *sinks;      /* [n_group] a score more of each head, without a value; or NULL                  */
     uint32_t window;         /* a token sees at most so many positions, itself included; 0: all                */
     float scale, softcap, temperature;
     uint32_t temperature_length;
@@ -6342,7 +6367,13 @@ RFI_INLINE float rfi_gelu(float x) {
 }
 
 RFI_INLINE void rfi_glu_body(float *out, const float *gate, const float *up, uint32_t n, uint32_t activation) {
-    if (activation == RF_ACT_SILU && up)
+    if (activation == RF_ACT_OAI)
+        for (uint32_t i = 0; i < n; i++) {
+            const float g = rfi_choose(gate[i] > 7.0f, 7.0f, gate[i]);
+            const float u = rfi_choose(up[i] > 7.0f, 7.0f, rfi_choose(up[i] < -7.0f, -7.0f, up[i]));
+            out[i] = g / (1.0f + rfi_exp(-1.702f * g)) * (u + 1.0f);
+        }
+    else if (activation == RF_ACT_SILU && up)
         for (uint32_t i = 0; i < n; i++) out[i] = rfi_silu(gate[i]) * up[i];
     else if (activation == RF_ACT_SILU)
         for (uint32_t i = 0; i < n; i++) out[i] = rfi_silu(gate[i]);
@@ -6523,7 +6554,10 @@ static void rfi_attention_all(const rfi_kernels *k, const rfi_attention *a) {
                 k->scale(p.q + i * q_floats, (uint32_t)q_floats, rfi_attention_temperature(a, p.n_pos + i - 1));
         }
         memset(p.out, 0, p.n_tokens * out_floats * sizeof(float));
-        for (uint32_t c = 0; c < p.n_cols; c++) p.top[c] = -HUGE_VALF, p.sum[c] = 0;
+        for (uint32_t c = 0; c < p.n_cols; c++) {
+            p.top[c] = a->sinks ? a->sinks[c % a->n_group] : -HUGE_VALF;
+            p.sum[c] = a->sinks ? 1 : 0;
+        }
         const uint32_t n_pos = p.n_pos + p.n_tokens - 1;
         uint32_t pos = rfi_attention_sees(&p, 0, 0, n_pos).begin / RFI_ATTENTION_BLOCK * RFI_ATTENTION_BLOCK;
         for (; pos < n_pos; pos += RFI_ATTENTION_BLOCK)
@@ -8998,6 +9032,7 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .n_group = group,
             .head_dim = op->head_dim,
             .head_dim_v = op->head_dim_v,
+            .sinks = o->vector ? o->vector + head * group : NULL,
             .window = op->window,
             .scale = op->scale,
             .softcap = op->softcap,
@@ -9235,6 +9270,7 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_KV_STORE: rfi_pool_run(pool, rfi_cpu_kv_store, &o, o.n_rows); break;
     case RF_OP_ATTENTION: {
         const uint32_t n_tokens = rfi_attention_tokens(op->n_heads / op->n_kv_heads);
+        o.vector = rfi_cpu_vector(p, op->extra, 0, op->n_heads, 0);
         rfi_pool_run(pool, rfi_cpu_attention, &o, (o.n_rows + n_tokens - 1) / n_tokens * op->n_kv_heads);
         break;
     }
@@ -9457,7 +9493,7 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
     };
     if (op->flags & ~flags[op->kind] || (op->kind == RF_OP_EMBED && op->flags == RF_OP_ACCUMULATE))
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u has unknown flags %x", op->kind, op->flags);
-    if (op->activation >= RF_ACT_COUNT)
+    if (op->activation >= RF_ACT_COUNT || (op->activation == RF_ACT_OAI && op->in2 == RF_NONE))
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: activation %u is not supported", op->activation);
     if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS) return RF_OK;
     uint32_t type = plan->weights[op->weight].type;
@@ -9544,6 +9580,7 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
         const rf_op *op = &plan->ops[i];
         need.n_rot = rfi_max_u64(need.n_rot, op->n_rot);
         need.vector = rfi_max_u64(need.vector, rfi_max_u64(rfi_max_u64(op->n_in, op->n_out), op->n_experts));
+        if (op->kind == RF_OP_ATTENTION) need.vector = rfi_max_u64(need.vector, op->n_heads);
         if (op->kind == RF_OP_EMBED) need.scratch = rfi_max_u64(need.scratch, op->n_out);
         if (op->kind == RF_OP_ATTENTION)
             need.scratch = rfi_max_u64(need.scratch, rfi_attention_scratch(op->n_heads / op->n_kv_heads, op->head_dim,
@@ -9759,7 +9796,9 @@ static rf_result rfi_null_attention(const rf_plan *plan, uint32_t i, const rf_op
     if (store) return rfi_null_buffer(plan, i, "in2", op->in2, op->rows, heads * op->head_dim_v, err);
     if (op->n_heads % op->n_kv_heads)
         return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u heads on %u", i, op->n_heads, op->n_kv_heads);
-    return rfi_null_buffer(plan, i, "out", op->out, op->rows, heads * op->head_dim_v, err);
+    r = rfi_null_buffer(plan, i, "out", op->out, op->rows, heads * op->head_dim_v, err);
+    if (r != RF_OK || op->extra == RF_NONE) return r;
+    return rfi_null_weight(plan, i, op->extra, op->n_heads, 1, err);
 }
 
 /* ROUTE, EXPERTS, MIX */
@@ -9825,7 +9864,8 @@ static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op
     case RF_OP_ATTENTION: return rfi_null_attention(plan, i, op, err);
     case RF_OP_GLU:
         r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_out, err);
-        if (r == RF_OK && op->in2 != RF_NONE) r = rfi_null_buffer(plan, i, "in2", op->in2, rows, op->n_out, err);
+        if (r == RF_OK && (op->in2 != RF_NONE || op->activation == RF_ACT_OAI))
+            r = rfi_null_buffer(plan, i, "in2", op->in2, rows, op->n_out, err);
         return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err) : r;
     case RF_OP_GATHER:
         r = rfi_null_buffer(plan, i, "in", op->in, RF_ROWS_TOKENS, op->n_out, err);

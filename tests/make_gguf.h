@@ -471,7 +471,8 @@ MG_FN uint32_t mg_put_vocab(mg_gguf *w, int bpe, const char *pre, uint32_t n_voc
 
 /* Zero = defaults: llama, F32, 2 layers, SPM. Sizes of 256 instead of 64/96 when type or mix_type is a K-quant. */
 typedef struct mg_options {
-    const char *arch;      /* "llama", "qwen2", "qwen3", with experts "qwen3moe", "glm4moe"; NULL = "llama" */
+    const char *arch;      /* "llama", "qwen2", "qwen3", with experts "qwen3moe", "glm4moe",
+                              "granitemoe", "gpt-oss"; NULL = "llama"                                   */
     uint32_t type;         /* of all matrices                                                           */
     uint32_t mix_type;     /* with use_mix: of attn_v, ffn_down and output instead                      */
     int use_mix;
@@ -527,6 +528,10 @@ typedef struct mg_options {
     int bias_experts;      /* ffn_gate/up/down_exps.bias                                                */
     int bias_choice;       /* exp_probs_b.bias                                                          */
     int post_norm;         /* the feed-forward norm is post_attention_norm                              */
+    int sinks;             /* attn_sinks.weight                                                         */
+    uint32_t window;       /* attention.sliding_window; 0 = not stated                                  */
+    float scale_attention, scale_embedding, scale_residual, scale_logits; /* attention.scale, embedding_scale,
+                              residual_scale, logit_scale; 0 = not stated                               */
 } mg_options;
 
 /* The feed-forward part of a layer with experts. */
@@ -584,6 +589,7 @@ MG_FN void mg_layer(mg_gguf *w, mg_rng *r, const mg_options *o, uint32_t il) {
         MG_ADD("attn_k_norm.weight", vec, o->head_dim, 0, 0.1f, 1.0f);
     }
     MG_ADD("attn_output.weight", o->type, n_a, o->n_embd, s_a, 0);
+    if (o->sinks) MG_ADD("attn_sinks.weight", vec, n_heads, 0, 1.0f, 0);
     if (o->post_norm) MG_ADD("post_attention_norm.weight", vec, o->n_embd, 0, 0.1f, 1.0f);
     else MG_ADD("ffn_norm.weight", vec, o->n_embd, 0, 0.1f, 1.0f);
     if (o->bias_out) MG_ADD("attn_output.bias", vec, o->n_embd, 0, 0.1f, 0);
@@ -630,6 +636,11 @@ MG_FN void mg_hparams(mg_gguf *w, const mg_options *o) {
     if (o->n_ctx_original) mg_kv_u32(w, MG_KEY("rope.scaling.original_context_length"), o->n_ctx_original);
     if (o->yarn_log_multiplier != 0) mg_kv_f32(w, MG_KEY("rope.scaling.yarn_log_multiplier"), o->yarn_log_multiplier);
     if (o->no_vocab) mg_kv_u32(w, MG_KEY("vocab_size"), o->n_vocab);
+    if (o->window) mg_kv_u32(w, MG_KEY("attention.sliding_window"), o->window);
+    if (o->scale_attention != 0) mg_kv_f32(w, MG_KEY("attention.scale"), o->scale_attention);
+    if (o->scale_embedding != 0) mg_kv_f32(w, MG_KEY("embedding_scale"), o->scale_embedding);
+    if (o->scale_residual != 0) mg_kv_f32(w, MG_KEY("residual_scale"), o->scale_residual);
+    if (o->scale_logits != 0) mg_kv_f32(w, MG_KEY("logit_scale"), o->scale_logits);
     if (o->n_experts) {
         mg_kv_u32(w, MG_KEY("expert_count"), o->n_experts);
         mg_kv_u32(w, MG_KEY("expert_used_count"), o->n_used);
@@ -659,6 +670,8 @@ MG_FN mg_options mg_defaults(const mg_options *options) {
     if (strcmp(o.arch, "qwen2") == 0) o.bias = 1;
     if (strncmp(o.arch, "qwen3", 5) == 0) o.qk_norm = 1;
     if (strcmp(o.arch, "glm4moe") == 0) o.bias = o.post_norm = 1;
+    if (strcmp(o.arch, "gpt-oss") == 0)
+        o.bias = o.bias_out = o.post_norm = o.sinks = o.bias_router = o.bias_experts = 1;
     if (!o.n_layers) o.n_layers = 2;
     if (!o.n_embd) o.n_embd = big ? 256 : 64;
     if (!o.n_heads) o.n_heads = 4;

@@ -144,7 +144,7 @@ REF_FN void ref_open(ref_model *m, const rf_gguf *g) {
     if (!m->data || rf_gguf_find_kv(g, "general.architecture", &kv) != RF_OK || rf_kv_text(&kv, NULL, &s) != RF_OK)
         ref_die("no architecture");
     snprintf(m->arch, sizeof m->arch, "%.*s", (int)s.len, s.data);
-    static const char *const archs[] = {"llama", "qwen2", "qwen3", "qwen3moe", "glm4moe"};
+    static const char *const archs[] = {"llama", "qwen2", "qwen3", "qwen3moe", "glm4moe", "granitemoe", "gpt-oss"};
     for (size_t i = 0; i < sizeof archs / sizeof archs[0]; i++)
         if (strcmp(m->arch, archs[i]) == 0) return;
     ref_die("arch %s", m->arch);
@@ -258,7 +258,7 @@ REF_FN void ref_rope(ref_model *m, double *x, uint32_t n, uint32_t n_heads, uint
     double base = ref_key(m, "rope.freq_base", 0, 10000), f = ref_key(m, "rope.scaling.factor", 0, 0), magnitude = 1;
     double lo = 0, hi = 0;
     const double *freqs = ref_tensor(m, "rope_freqs.weight", NULL);
-    int neox = strcmp(m->arch, "llama") != 0, yarn = 0, none = 0;
+    int neox = strcmp(m->arch, "llama") && strcmp(m->arch, "granitemoe"), yarn = 0, none = 0;
     char name[128];
     rf_kv kv;
     rf_string type = {"", 0};
@@ -292,25 +292,36 @@ REF_FN void ref_rope(ref_model *m, double *x, uint32_t n, uint32_t n_heads, uint
             }
 }
 
+/* Sizes of attention, and what architectures do differently in it. */
+typedef struct ref_heads {
+    uint32_t n_heads, n_kv, dk, dv;
+    uint32_t window;     /* positions a row sees, itself included; 0: all */
+    const double *sinks; /* [n_heads] a score without a value; or NULL    */
+    double scale;
+} ref_heads;
+
 /* out[n][n_heads][dv] of q[n][n_heads][dk], k[n][n_kv][dk], v[n][n_kv][dv] */
-REF_FN void ref_attention(double *out, const double *q, const double *k, const double *v, uint32_t n, uint32_t n_heads,
-                          uint32_t n_kv, uint32_t dk, uint32_t dv) {
+REF_FN void ref_attention(double *out, const double *q, const double *k, const double *v, uint32_t n,
+                          const ref_heads *a) {
+    uint32_t n_heads = a->n_heads, n_kv = a->n_kv, dk = a->dk, dv = a->dv;
     double *p = ref_zeros(n);
     for (uint32_t r = 0; r < n; r++)
         for (uint32_t h = 0; h < n_heads; h++) {
             uint32_t g = h / (n_heads / n_kv);
-            double most = -INFINITY, sum = 0, *y = out + ((uint64_t)r * n_heads + h) * dv;
-            for (uint32_t j = 0; j <= r; j++) {
+            uint32_t first = a->window && r >= a->window ? r - a->window + 1 : 0;
+            double most = a->sinks ? a->sinks[h] : -INFINITY, sum, *y = out + ((uint64_t)r * n_heads + h) * dv;
+            for (uint32_t j = first; j <= r; j++) {
                 p[j] = 0;
                 for (uint32_t i = 0; i < dk; i++)
                     p[j] += q[((uint64_t)r * n_heads + h) * dk + i] * k[((uint64_t)j * n_kv + g) * dk + i];
-                p[j] /= sqrt(dk);
+                p[j] *= a->scale;
                 most = fmax(most, p[j]);
             }
-            for (uint32_t j = 0; j <= r; j++) sum += p[j] = exp(p[j] - most);
+            sum = a->sinks ? exp(a->sinks[h] - most) : 0;
+            for (uint32_t j = first; j <= r; j++) sum += p[j] = exp(p[j] - most);
             for (uint32_t i = 0; i < dv; i++) {
                 y[i] = 0;
-                for (uint32_t j = 0; j <= r; j++) y[i] += p[j] / sum * v[((uint64_t)j * n_kv + g) * dv + i];
+                for (uint32_t j = first; j <= r; j++) y[i] += p[j] / sum * v[((uint64_t)j * n_kv + g) * dv + i];
             }
         }
     free(p);
@@ -339,9 +350,9 @@ typedef struct ref_router {
 } ref_router;
 
 REF_FN ref_router ref_router_of(const ref_model *m) {
-    int glm = strcmp(m->arch, "glm4moe") == 0;
+    int glm = strcmp(m->arch, "glm4moe") == 0, oss = strcmp(m->arch, "gpt-oss") == 0;
     ref_router r = {(uint32_t)ref_key(m, "expert_count", 0, NAN), (uint32_t)ref_key(m, "expert_used_count", 0, NAN),
-                    glm ? 2 : 1, !glm, 1};
+                    glm ? 2 : oss ? 3 : 1, !glm && !oss, 1};
     if (!glm) return r;
     r.gating = (uint32_t)ref_key(m, "expert_gating_func", 0, 2);
     r.normalize = ref_key(m, "expert_weights_norm", 0, 0) != 0;
@@ -410,7 +421,12 @@ REF_FN void ref_expert(ref_model *m, const ref_options *o, uint32_t il, const ch
     ref_product(m, o, t[1].type, w[1], h, up, n_embd, ff);
     for (uint64_t i = 0; i < ff; i++) {
         double g = gate[i] + (bias[0] ? bias[0][i] : 0), u = up[i] + (bias[1] ? bias[1][i] : 0);
-        gate[i] = g / (1 + exp(-g)) * u;
+        if (strcmp(m->arch, "gpt-oss") == 0) {
+            g = fmin(g, 7), u = fmax(-7, fmin(7, u));
+            gate[i] = g / (1 + exp(-1.702 * g)) * (u + 1);
+        } else {
+            gate[i] = g / (1 + exp(-g)) * u;
+        }
     }
     ref_product(m, o, t[2].type, w[2], gate, down, ff, n_embd);
     for (uint64_t i = 0; i < n_embd; i++) y[i] += weight * (down[i] + (bias[2] ? bias[2][i] : 0));
@@ -487,12 +503,21 @@ REF_FN void ref_layer(ref_model *m, const ref_options *o, uint32_t il, double *x
     ref_rope(m, k, n, nkv, dk);
     for (uint64_t i = 0; o->kv_f16 && i < (uint64_t)n * nkv * dk; i++) k[i] = ref_to_half(k[i]);
     for (uint64_t i = 0; o->kv_f16 && i < (uint64_t)n * nkv * dv; i++) v[i] = ref_to_half(v[i]);
-    ref_attention(a, q, k, v, n, nh, nkv, dk, dv);
-    ref_matmul(m, o, b[11], b[12], n_embd, 0, x, n_embd, a, (uint64_t)nh * dv, n, 1);
+    ref_heads heads = {nh, nkv, dk, dv, 0, ref_blk(m, il, "attn_sinks.weight", NULL),
+                       ref_key(m, "attention.scale", 0, 1 / sqrt(dk))};
+    if (strcmp(m->arch, "gpt-oss") == 0 && il % 2 == 0)
+        heads.window = (uint32_t)ref_key(m, "attention.sliding_window", 0, 0);
+    ref_attention(a, q, k, v, n, &heads);
+    double residual = ref_key(m, "residual_scale", 0, 1);
+    ref_matmul(m, o, b[11], b[12], n_embd, 0, h, n_embd, a, (uint64_t)nh * dv, n, 0);
+    for (uint64_t i = 0; i < n * n_embd; i++) x[i] += residual * h[i];
 
     ref_norm(m, ref_tensor(m, b[14], NULL) ? b[14] : b[13], h, x, n_embd, n);
     if (ref_blk(m, il, "ffn_gate_inp.weight", NULL)) {
-        ref_moe(m, o, il, h, x, n);
+        double *y = ref_zeros(n * n_embd);
+        ref_moe(m, o, il, h, y, n);
+        for (uint64_t i = 0; i < n * n_embd; i++) x[i] += residual * y[i];
+        free(y);
         free(h), free(q), free(k), free(v), free(a), free(gate), free(up);
         return;
     }
@@ -521,12 +546,16 @@ REF_FN double *ref_eval(ref_model *m, const int32_t *tokens, uint32_t n, const r
     m->margins.choice = INFINITY;
     double *x = ref_zeros((uint64_t)n * m->n_embd), *logits = ref_zeros((uint64_t)n * m->n_vocab);
     for (uint32_t r = 0; r < n; r++)
-        memcpy(x + (uint64_t)r * m->n_embd, embd + (uint64_t)(uint32_t)tokens[r] * m->n_embd, m->n_embd * sizeof *x);
+        for (uint32_t i = 0; i < m->n_embd; i++)
+            x[(uint64_t)r * m->n_embd + i] =
+                embd[(uint64_t)(uint32_t)tokens[r] * m->n_embd + i] * ref_key(m, "embedding_scale", 0, 1);
     for (uint32_t il = 0; il < m->n_layers; il++) ref_layer(m, o, il, x, n);
     ref_norm(m, "output_norm.weight", x, x, m->n_embd, n);
     int tied = !ref_tensor(m, "output.weight", NULL);
     ref_matmul(m, o, tied ? "token_embd.weight" : "output.weight", "output.bias", m->n_vocab, 0, logits, m->n_vocab, x,
                m->n_embd, n, 0);
+    double logit_scale = ref_key(m, "logit_scale", 0, 1);
+    for (uint64_t i = 0; i < (uint64_t)n * m->n_vocab; i++) logits[i] /= logit_scale;
     if (margins) *margins = m->margins;
     free(x);
     return logits;

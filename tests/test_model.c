@@ -304,6 +304,12 @@ static const struct {
                                                 .expert_norm = 1, .expert_scale = 1.5f, .bias_choice = 1, .n_layers = 3}},
     {"softmax by its key", {.arch = "glm4moe", .n_experts = 6, .gating = 1, .bias_choice = 1, .qk_norm = 1}},
     {"softmax of the chosen by its key", {.arch = "glm4moe", .n_experts = 6, .gating = 3, .n_used = 4}},
+    {"scales", {.arch = "granitemoe", .n_experts = 6, .scale_attention = 0.1f, .scale_embedding = 6.0f,
+                .scale_residual = 0.4f, .scale_logits = 2.0f}},
+    {"shared experts by their width", {.arch = "granitemoe", .n_experts = 6, .n_ff_shared = 64, .tied = 1, .scale_logits = 1}},
+    {"sinks, window, biases", {.arch = "gpt-oss", .n_experts = 6, .window = 5, .n_layers = 3}},
+    {"yarn in layers with a window", {.arch = "gpt-oss", .n_experts = 6, .n_used = 4, .window = 3, .vector_type = MG_BF16,
+                                      .rope_scaling = "yarn", .rope_factor = 32.0f, .n_ctx_original = 128}},
     {"only dense layers", {.arch = "glm4moe", .n_experts = 6, .n_dense = 2}},
     {"a layer for further tokens", {.arch = "glm4moe", .n_experts = 4, .n_dense = 1, .n_next = 1, .n_layers = 3}},
 };
@@ -1300,6 +1306,7 @@ static void test_tensor_errors(void) {
         {.arch = "qwen3", .head_dim = 32, .head_dim_v = 16},
         {.arch = "qwen3moe", .n_layers = 1, .n_experts = 4, .bias_router = 1, .bias_experts = 1},
         {.arch = "glm4moe", .n_experts = 4, .n_dense = 1, .n_shared = 2, .bias_choice = 1},
+        {.arch = "gpt-oss", .n_experts = 4, .n_layers = 1, .window = 4},
     };
     rf_device *d = counted_device();
     for (size_t i = 0; d && i < RFI_COUNT(models); i++) tensor_errors(d, &models[i]);
