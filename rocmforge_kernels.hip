@@ -805,6 +805,12 @@ RFK_DEVICE float rfk_activate(uint32_t activation, float x) {
     return x / (1.0f + expf(-e));
 }
 
+RFK_DEVICE float rfk_activate_oai(float gate, float up) {
+    gate = gate > 7.0f ? 7.0f : gate;
+    up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
+    return gate / (1.0f + expf(-1.702f * gate)) * (up + 1.0f);
+}
+
 /* out = act(gate) * up, four values a thread, and out quantized for the matmul behind it (then n is a multiple of 32).
  *   grid [ceil(n / 1024), rows]   block 256   out may be gate or up */
 struct rfk_glu_args {
@@ -818,8 +824,9 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_gl
     float x[4] = {0, 0, 0, 0};
     for (uint32_t k = 0; k < 4; k++) {
         if (4 * i + k >= a.n) break;
-        x[k] = rfk_activate(a.activation, a.gate[(size_t)blockIdx.y * a.gate_stride + 4 * i + k]);
-        if (a.up) x[k] *= a.up[(size_t)blockIdx.y * a.up_stride + 4 * i + k];
+        float gate = a.gate[(size_t)blockIdx.y * a.gate_stride + 4 * i + k],
+              up = a.up ? a.up[(size_t)blockIdx.y * a.up_stride + 4 * i + k] : 1.0f;
+        x[k] = a.activation == RF_ACT_OAI ? rfk_activate_oai(gate, up) : rfk_activate(a.activation, gate) * up;
         a.out[(size_t)blockIdx.y * a.out_stride + 4 * i + k] = x[k];
     }
     if (a.to.q) rfk_quantize4<WAVE>(a.to, blockIdx.y, a.n, i, x, i < a.n / 4);
@@ -897,7 +904,8 @@ struct rfk_route_shared {
 RFK_DEVICE void rfk_better(float *score, uint32_t *id, float other, uint32_t other_id) {
     bool larger = other > *score || (other == other && *score != *score);
     bool smaller = *score > other || (*score == *score && other != other);
-    if (other_id != RF_NONE && (*id == RF_NONE || larger || (!smaller && other_id < *id))) *score = other, *id = other_id;
+    if (other_id == RF_NONE) return;
+    if (*id == RF_NONE || larger || (!smaller && other_id < *id)) *score = other, *id = other_id;
 }
 /* The best of n that are not taken, in every lane. */
 template <int WAVE> RFK_DEVICE uint32_t rfk_best(const float *score, const uint8_t *taken, uint32_t n) {
@@ -986,7 +994,8 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
     if (threadIdx.x == 0) rfk_route_weights(s, a, out + a.n_used);
 }
 
-/* out (+)= scale * sum over the chosen experts of weight * in, in their order.   grid [ceil(n / 256), rows]   block 256 */
+/* out (+)= scale * sum over the chosen experts of weight * in, in their order.
+ *   grid [ceil(n / 256), rows]   block 256 */
 struct rfk_mix_args {
     const float *in, *route; /* [rows, n_used, n], [rows, 2, n_used] */
     float *out;
@@ -2201,9 +2210,10 @@ struct rfk_attention_args {
     const float *q;
     const void *k, *v; /* [seq][kv head][n_ctx][dim] */
     float *out;
+    const uint8_t *sinks; /* [n_heads] a score more of each head, without a value; NULL: none */
     float *part; /* [row][head][max_splits][head_dim_v + 2]: sums, maximum, sum of weights; NULL: one split, to out */
     const rf_step_row *rows;
-    uint32_t q_stride, out_stride, n_rows, rows_per_block, heads_per_block;
+    uint32_t q_stride, out_stride, n_rows, rows_per_block, heads_per_block, sinks_type;
     uint32_t n_heads, n_kv_heads, head_dim, head_dim_v, n_ctx, max_splits, split_cells;
     uint32_t window, temperature_length; /* window 0: all positions */
     float scale, softcap, temperature;   /* 0: none */
@@ -2315,6 +2325,10 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared &s, const rfk_attention_args &a,
     for (uint32_t i = threadIdx.x; i < RFK_QUERIES * RFK_CELLS; i += RFK_BLOCK)
         s.p[i / RFK_CELLS][i % RFK_CELLS] = -INFINITY;
     float largest = -INFINITY, sum = 0; /* of query threadIdx.x / 32 */
+    if (a.sinks && blockIdx.z == 0 && threadIdx.x / 32 < r.n) { /* the first split, which every row has */
+        largest = rfk_load_any(a.sinks, a.sinks_type, r.head0 + threadIdx.x / 32 % r.n_heads);
+        sum = 1;
+    }
     __syncthreads();
     for (uint32_t cell0 = r.begin; cell0 < r.end; cell0 += RFK_CELLS) {
         rfk_scores<WAVE, KV>(s, a, r, k, cell0);
@@ -3785,7 +3799,10 @@ static int rfk_is_known(const rf_op *op) {
         rest.softcap = rest.temperature = 0;
         rest.window = rest.temperature_length = 0;
         return rfk_is_plain(&rest, 0) && (op->temperature == 0 || op->temperature_length > 0);
-    case RF_OP_GLU: rest.activation = 0; return rfk_is_plain(&rest, 0) && op->activation < RF_ACT_COUNT;
+    case RF_OP_GLU:
+        rest.activation = 0;
+        return rfk_is_plain(&rest, 0) && op->activation < RF_ACT_COUNT &&
+               (op->activation != RF_ACT_OAI || op->in2 != RF_NONE);
     default: return rfk_is_plain(op, 0);
     }
 }
@@ -3816,6 +3833,9 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
         return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_rot / 2)
                    ? NULL
                    : "its factors are no such vector";
+    if (op->kind == RF_OP_ATTENTION)
+        return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_heads) ? NULL
+                                                                                   : "its sinks are no such vector";
     if (op->kind == RF_OP_ROUTE)
         return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_experts) ? NULL
                                                                                      : "its bias is no such vector";
@@ -3829,7 +3849,8 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
     if (op->kind == RF_OP_EMBED)
         return w->n_in == op->n_out && op->weight_row < w->n_rows ? NULL : "the weight has another shape";
     if (op->kind == RF_OP_EXPERTS) {
-        if (w->n_in != op->n_in || (uint64_t)op->n_experts * op->n_out > w->n_rows) return "the weight has another shape";
+        if (w->n_in != op->n_in || (uint64_t)op->n_experts * op->n_out > w->n_rows)
+            return "the weight has another shape";
         if (op->extra != RF_NONE && !rfk_is_vector(plan, op->extra, (uint64_t)op->n_experts * op->n_out))
             return "its bias is no such vector";
         return NULL;
@@ -4172,7 +4193,7 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
     uint32_t q = att->in, k = store->in, dim = att->head_dim;
     f.ropes = i, f.store = i + 2, f.attention = i + 3;
     f.n_ops = i + 4 - f.first;
-    int ok = rfk_is_plain(store, 0) && rfk_is_plain(att, 0) && rope[0].out == q && rope[1].out == k && rope[0].n_heads == att->n_heads &&
+    int ok = rfk_is_plain(store, 0) && rfk_is_plain(att, 0) && att->extra == RF_NONE && rope[0].out == q && rope[1].out == k && rope[0].n_heads == att->n_heads &&
              rope[1].n_heads == att->n_kv_heads && store->state == att->state && store->in2 != q && store->in2 != k &&
              q != k && att->out != q && att->out != k && att->out != store->in2 && att->head_dim_v == dim &&
              dim % 8 == 0 && dim <= RFK_MAX_HEAD && rope[0].n_rot > 0 &&
@@ -4599,7 +4620,7 @@ static bool rfk_takes_flash(const rfk_launching *l) {
     const rf_op *op = l->op;
     uint32_t runs = 1;
     for (uint32_t t = 1; t < l->n_rows; t++) runs += l->step->rows[t].seq != l->step->rows[t - 1].seq;
-    return rfk_is_plain(op, 0) && l->n_rows > RFK_SPLIT_ROWS && l->n_rows >= 8 * runs && l->p->cache_type == RF_CACHE_F16 &&
+    return rfk_is_plain(op, 0) && op->extra == RF_NONE && l->n_rows > RFK_SPLIT_ROWS && l->n_rows >= 8 * runs && l->p->cache_type == RF_CACHE_F16 &&
            op->head_dim == op->head_dim_v && op->head_dim % 16 == 0 && op->head_dim <= RFK_FLASH_HEAD &&
            op->n_heads / op->n_kv_heads <= RFK_FLASH_ROWS;
 }
@@ -4617,6 +4638,7 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     a.v = l->b.v;
     a.out = l->b.out;
     a.part = split ? p->part : NULL;
+    a.sinks = rfk_vector(p, op->extra, 0, &a.sinks_type);
     a.rows = p->rows;
     a.q_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
@@ -4750,7 +4772,8 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
         if (r != RF_OK) return r;
     }
     return rfk_go(l, RFK_BY_WAVE(l, (rfk_find_experts<32>(type)), (rfk_find_experts<64>(type))),
-                  dim3(rfk_ceil_div(a.n_out, RFK_MATVEC_WAVES), a.n_used, l->n_rows), RFK_MATVEC_WAVES * p->dev->wave, a);
+                  dim3(rfk_ceil_div(a.n_out, RFK_MATVEC_WAVES), a.n_used, l->n_rows),
+                  RFK_MATVEC_WAVES * p->dev->wave, a);
 }
 
 static rf_result rfk_run_mix(const rfk_launching *l) {

@@ -777,7 +777,7 @@ static void test_glu_gather() {
     std::vector<Row> list = combinations(std::vector<int>{4, 3, 2, n_devices, RF_ACT_COUNT, 2});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
-        const bool gelu = r[4] == RF_ACT_GELU, gated = r[5] == 0;
+        const bool gelu = r[4] == RF_ACT_GELU, oai = r[4] == RF_ACT_OAI, gated = r[5] == 0 || oai;
         uint32_t n = ns[r[0]], T = counts[r[1]], L = T < 3 ? 1 : 3, first = 2;
         Rig g(devices[(size_t)r[3]]);
         uint32_t a = g.buffer(n + 3), b = g.buffer(n), out = r[2] ? a : g.buffer(n + 3),
@@ -792,6 +792,7 @@ static void test_glu_gather() {
         std::vector<float> x = values((size_t)T * (n + 3)), y = values((size_t)T * n),
                            nothing((size_t)(L + first) * (n + 1), -5);
         x[0] = -200, y[0] = 3; /* exp overflows there */
+        for (uint32_t k = 1; oai && k < n; k++) x[k] *= 9, y[k] *= 9; /* some beyond where they are cut */
         g.set(a, x), g.set(b, y), g.set(l, nothing);
         if (!r[2]) g.set(out, x);
         std::vector<uint32_t> pick;
@@ -801,8 +802,9 @@ static void test_glu_gather() {
         for (uint32_t t = 0; t < T; t++)
             for (uint32_t k = 0; k < n; k++) {
                 double v = x[t * (n + 3) + k], u = sqrt(2 / acos(-1)) * (v + 0.044715 * v * v * v);
+                double cut = fmin(v, 7), up = 1 + fmax(-7, fmin(7, y[t * n + k]));
                 want[t * (n + 3) + k] =
-                    (gelu ? 0.5 * v * (1 + tanh(u)) : v / (1 + exp(-v))) * (gated ? y[t * n + k] : 1);
+                    oai ? cut / (1 + exp(-1.702 * cut)) * up : (gelu ? 0.5 * v * (1 + tanh(u)) : v / (1 + exp(-v))) * (gated ? y[t * n + k] : 1);
             }
         std::vector<float> product = g.get(out);
         compare(product, want, 1e-6, 1e-12, "glu");
@@ -1077,7 +1079,7 @@ static void test_kv_store() {
 }
 
 struct AttentionCase {
-    uint32_t group, n_kv_heads, dk, dv, length, n_rows, cache, mixed, device, window, special; /* softcap, temperature */
+    uint32_t group, n_kv_heads, dk, dv, length, n_rows, cache, mixed, device, window, special; /* softcap, temperature, sinks */
 };
 
 static void attention_case(const AttentionCase &c) {
@@ -1096,6 +1098,8 @@ static void attention_case(const AttentionCase &c) {
     o->window = c.window;
     if (c.special & 1) o->softcap = 2.5f;
     if (c.special & 2) o->temperature = 0.3f, o->temperature_length = 20;
+    std::vector<float> sinks = values(heads);
+    if (c.special & 4) o->extra = g.vector(sinks);
     /* rows: the last positions of sequence 0, or two sequences by turns of three rows */
     std::vector<rf_step_row> rows;
     uint32_t T = c.n_rows < c.length ? c.n_rows : c.length;
@@ -1123,7 +1127,7 @@ static void attention_case(const AttentionCase &c) {
         for (uint32_t h = 0; h < heads; h++) {
             uint64_t cell0 = ((uint64_t)rows[t].seq * c.n_kv_heads + h / c.group) * n_ctx;
             uint32_t n = (uint32_t)rows[t].pos + 1;
-            double largest = -INFINITY, sum = 0;
+            double largest = c.special & 4 ? (double)sinks[h] : -INFINITY, sum = 0;
             p.assign(n, 0);
             for (uint32_t i = 0; i < n; i++) {
                 for (uint32_t k = 0; k < c.dk; k++)
@@ -1136,6 +1140,7 @@ static void attention_case(const AttentionCase &c) {
                 largest = fmax(largest, p[i]);
             }
             for (uint32_t i = 0; i < n; i++) sum += p[i] = exp(p[i] - largest);
+            if (c.special & 4) sum += exp(sinks[h] - largest);
             double *y = &want[(size_t)t * (heads * c.dv + 2) + (size_t)h * c.dv];
             for (uint32_t k = 0; k < c.dv; k++) {
                 y[k] = 0;
@@ -1154,7 +1159,7 @@ static void test_attention() {
     static const uint32_t lengths[] = {1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025},
                           counts[] = {1, 7, 33};
     static const uint32_t windows[] = {0, 1, 7, 64, 300};
-    std::vector<Row> list = combinations(std::vector<int>{6, 2, 9, 2, 14, 3, 2, 2, n_devices, 5, 4}, false);
+    std::vector<Row> list = combinations(std::vector<int>{6, 2, 9, 2, 14, 3, 2, 2, n_devices, 5, 8}, false);
     if (full) { /* every combination of what is not an option of its own: other value dims, mixed sequences */
         std::vector<Row> more = combinations(std::vector<int>{6, 2, 9, 1, 14, 3, 2, 1, n_devices, 1, 1}, true);
         list.insert(list.end(), more.begin(), more.end());
