@@ -740,6 +740,14 @@ typedef struct rf_sampler {
     uint32_t n_history;                  /* accepted in all         */
 } rf_sampler;
 
+/* What the file recommends: general.sampling.temp, .top_k, .top_p, .min_p, .penalty_repeat, .penalty_last_n.
+ *   out  out  zero (greedy) but for what the file says: change what you like and give it to rf_sampler_init. A window
+ *             of penalties that is longer than RF_SAMPLER_HISTORY, or unlimited (-1), becomes that long.
+ * Returns RF_OK, also if the file says nothing; RF_ERR_FORMAT (a value out of range or of another type, by key; *out
+ * is zero); RF_ERR_ARGUMENT. Other keys of the group (xtc, mirostat, sequence) are ignored: they have no field.
+ * Memory none.   Threads any. */
+ROCMFORGE_API rf_result rf_sampler_defaults(const rf_gguf *g, rf_sampler_desc *out, rf_error *err);
+
 /* Start a sampler. Returns RF_OK; RF_ERR_ARGUMENT (NaN, negative penalty window, ...).   Memory none. */
 ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *desc, rf_error *err);
 
@@ -13136,6 +13144,51 @@ static double rfi_random(uint64_t state[2]) {
 }
 
 /* ---- the sampler ---- */
+
+/* A number of general.sampling: lo to hi, whole if it is so; *found is 0 if there is none. */
+static rf_result rfi_sampling_key(const rf_gguf *g, const char *name, double lo, double hi, int whole, double *out,
+                                  int *found, rf_error *err) {
+    rf_kv kv;
+    int64_t n = 0;
+    *found = rf_gguf_find_kv(g, name, &kv) == RF_OK;
+    if (!*found) return RF_OK;
+    int is_number = kv.type != RF_KV_ARRAY && kv.type != RF_KV_BOOL;
+    if (is_number && rf_kv_int(&kv, 0, &n) == RF_OK) *out = (double)n;
+    else if (!is_number || whole || rf_kv_real(&kv, 0, out) != RF_OK)
+        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a %snumber, found %s",
+                        rfi_gguf_path(g), name, (unsigned long long)kv.where, whole ? "whole " : "",
+                        rfi_kv_type_name(kv.type));
+    if (*out >= lo && *out <= hi) return RF_OK;
+    return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want %g to %g, found %g", rfi_gguf_path(g),
+                    name, (unsigned long long)kv.where, lo, hi, *out);
+}
+
+ROCMFORGE_API rf_result rf_sampler_defaults(const rf_gguf *g, rf_sampler_desc *out, rf_error *err) {
+    enum { TEMP, TOP_K, TOP_P, MIN_P, PENALTY, LAST_N, N };
+    static const struct { const char *name; double lo, hi; int whole; } keys[N] = {
+        {"general.sampling.temp", 0, 100, 0},  {"general.sampling.top_k", INT32_MIN, INT32_MAX, 1},
+        {"general.sampling.top_p", 0, 1, 0},   {"general.sampling.min_p", 0, 1, 0},
+        {"general.sampling.penalty_repeat", 0, 100, 0}, {"general.sampling.penalty_last_n", -1, INT32_MAX, 1}};
+    double v[N] = {0};
+    int found[N];
+    rfi_clear(err);
+    if (out) memset(out, 0, sizeof *out);
+    if (!g || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_sampler_defaults: file or out is NULL");
+    for (int i = 0; i < N; i++) {
+        rf_result r = rfi_sampling_key(g, keys[i].name, keys[i].lo, keys[i].hi, keys[i].whole, &v[i], &found[i], err);
+        if (r != RF_OK) return r;
+    }
+    out->temperature = (float)v[TEMP];
+    out->top_k = v[TOP_K] > 0 ? (uint32_t)v[TOP_K] : 0; /* 0 and less: all tokens */
+    out->top_p = (float)v[TOP_P];
+    if (found[TOP_P] && v[TOP_P] == 0) out->top_k = 1;  /* our 0 is off; theirs leaves the likeliest */
+    out->min_p = (float)v[MIN_P];
+    if (found[LAST_N] && v[LAST_N] == 0) return RF_OK;  /* no penalties */
+    out->repeat_penalty = (float)v[PENALTY];
+    if (v[LAST_N] < 0 || v[LAST_N] > RF_SAMPLER_HISTORY) out->penalty_last_n = RF_SAMPLER_HISTORY;
+    else out->penalty_last_n = (uint32_t)v[LAST_N];
+    return RF_OK;
+}
 
 ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *desc, rf_error *err) {
     rfi_clear(err);

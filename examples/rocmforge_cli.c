@@ -44,6 +44,8 @@ typedef struct options {
     double temp, top_p, min_p;
 } options;
 
+#define NOT_GIVEN UINT64_MAX /* of a count; of a number, -1 */
+
 typedef struct bytes {
     char *data;
     size_t len, capacity;
@@ -422,11 +424,17 @@ static void print_timing(app *a, const answer *x) {
             decode * (double)a->info.token_bytes / 1e9, d.name, d.arch, x->stopped);
 }
 
-/* Model, tokenizer and sampler. */
+/* Model, tokenizer and sampler: as the flags say, else as the file says. */
 static int open_writer(app *a) {
-    rf_sampler_desc desc = {.temperature = (float)a->o.temp, .top_k = (uint32_t)a->o.top_k,
-                            .top_p = (float)a->o.top_p, .min_p = (float)a->o.min_p, .seed = a->o.seed};
-    TRY(open_model(a, a->o.device));
+    const options *o = &a->o;
+    rf_sampler_desc desc;
+    TRY(open_model(a, o->device));
+    TRY(lib(a, rf_sampler_defaults(a->g, &desc, &a->err)));
+    if (o->temp >= 0) desc.temperature = (float)o->temp;
+    if (o->top_k != NOT_GIVEN) desc.top_k = (uint32_t)o->top_k;
+    if (o->top_p >= 0) desc.top_p = (float)o->top_p;
+    if (o->min_p >= 0) desc.min_p = (float)o->min_p;
+    desc.seed = o->seed;
     TRY(lib(a, rf_sampler_init(&a->sampler, &desc, &a->err)));
     return lib(a, rf_model_get_tokenizer(a->m, &a->t, &a->err));
 }
@@ -1317,10 +1325,10 @@ static const flag flags[] = {
     {"--system", TEXT, AT(system), CHAT, 0, 0, 0, "S", "system message"},
     {"--no-bos", SWITCH, AT(no_bos), WRITE, 0, 0, 0, NULL, "do not add the tokens that the file asks for"},
     {"--max-tokens", COUNT, AT(max_tokens), WRITE, 0, 0, INT32_MAX, "N", "tokens of an answer (256)"},
-    {"--temp", REAL, AT(temp), WRITE, 0, 0, 100, "T", "temperature; 0 takes the likeliest token (0)"},
-    {"--top-k", COUNT, AT(top_k), WRITE, 0, 0, INT32_MAX, "K", "choose among the K likeliest (0 = off)"},
-    {"--top-p", REAL, AT(top_p), WRITE, 0, 0, 1, "P", "choose among the likeliest that sum to P (1 = off)"},
-    {"--min-p", REAL, AT(min_p), WRITE, 0, 0, 1, "P", "drop those below P times the likeliest (0 = off)"},
+    {"--temp", REAL, AT(temp), WRITE, 0, 0, 100, "T", "temperature; 0 takes the likeliest token (the file's, or 0)"},
+    {"--top-k", COUNT, AT(top_k), WRITE, 0, 0, INT32_MAX, "K", "choose among the K likeliest; 0 = off (the file's)"},
+    {"--top-p", REAL, AT(top_p), WRITE, 0, 0, 1, "P", "choose among the likeliest that sum to P; 1 = off (the file's)"},
+    {"--min-p", REAL, AT(min_p), WRITE, 0, 0, 1, "P", "drop those below P times the likeliest; 0 = off (the file's)"},
     {"--seed", COUNT, AT(seed), WRITE, 0, 0, UINT64_MAX, "S", "the same seed gives the same text (0)"},
     {"--tokens", TEXT, AT(tokens), LOGITS, LOGITS, 0, 0, "1,2,3", "the prompt as token ids"},
     {"--out", TEXT, AT(out), LOGITS, LOGITS, 0, 0, "F", "file to write"},
@@ -1443,7 +1451,8 @@ static int run(app *a, int argc, char **argv) {
 }
 
 int main(int argc, char **argv) {
-    app a = {.o = {.max_tokens = 256, .bos = 1, .n_prompt = 512, .n_decode = 128, .n_repeat = 3}, .start = now()};
+    app a = {.o = {.max_tokens = 256, .bos = 1, .n_prompt = 512, .n_decode = 128, .n_repeat = 3,
+                   .temp = -1, .top_k = NOT_GIVEN, .top_p = -1, .min_p = -1}, .start = now()};
     signal(SIGPIPE, SIG_IGN);      /* a closed pipe is a failed write, noticed below */
     for (int fd = 0; fd < 3; fd++) /* a file opened later must not become stdout     */
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDONLY) != fd) return FAILED;

@@ -3,6 +3,7 @@
  * that an independent program drew. */
 #define ROCMFORGE_IMPLEMENTATION
 #include "../rocmforge.h"
+#include "make_gguf.h"
 #include "rf_test.h"
 
 /* ---- reference ---- */
@@ -412,6 +413,66 @@ static void test_arguments(void) {
     rf_sampler_accept(NULL, 1);
 }
 
+/* ---- what a file recommends ---- */
+
+typedef struct key {
+    const char *name;
+    char kind; /* i: i32, f: f32, b: bool, s: string, 0: no more */
+    double value;
+} key;
+
+static rf_result defaults_of(const key *keys, rf_sampler_desc *out, rf_error *err) {
+    mg_gguf w;
+    mg_buf file = {0};
+    rf_gguf *g = NULL;
+    char name[96];
+    mg_begin(&w, 3);
+    for (; keys->kind; keys++) {
+        snprintf(name, sizeof name, "general.sampling.%s", keys->name);
+        if (keys->kind == 'i') mg_kv_i32(&w, name, (int32_t)keys->value);
+        if (keys->kind == 'f') mg_kv_f32(&w, name, (float)keys->value);
+        if (keys->kind == 'b') mg_kv_bool(&w, name, keys->value != 0);
+        if (keys->kind == 's') mg_kv_str(&w, name, "0.5");
+    }
+    mg_finish(&w, &file);
+    rf_result r = rf_gguf_open_memory(file.data, file.n, NULL, &g, err);
+    CHECK(r == RF_OK, "%s", err->text);
+    r = rf_sampler_defaults(g, out, err);
+    rf_gguf_close(g, NULL);
+    mg_free(&file);
+    return r;
+}
+
+static void test_defaults(void) {
+    static const key all[] = {{"temp", 'f', 0.75}, {"top_k", 'i', 40}, {"top_p", 'f', 0.5}, {"min_p", 'f', 0.25},
+                              {"penalty_repeat", 'f', 1.5}, {"penalty_last_n", 'i', 100}, {"mirostat", 'i', 2}, {0}};
+    static const key none[] = {{0}}, off[] = {{"top_k", 'i', -1}, {"top_p", 'f', 1}, {"penalty_repeat", 'f', 1.5},
+                                              {"penalty_last_n", 'i', 0}, {0}};
+    static const key much[] = {{"top_p", 'f', 0}, {"penalty_repeat", 'f', 2}, {"penalty_last_n", 'i', -1},
+                               {"temp", 'i', 2}, {0}};
+    static const key bad[][2] = {{{"temp", 'f', -0.5}, {0}}, {{"temp", 'f', NAN}, {0}}, {{"temp", 'f', INFINITY}, {0}},
+                                 {{"temp", 's', 0}, {0}}, {{"temp", 'b', 1}, {0}}, {{"top_k", 'f', 40}, {0}},
+                                 {{"top_p", 'f', 1.5}, {0}}, {{"top_p", 'f', -1}, {0}}, {{"min_p", 'f', 2}, {0}},
+                                 {{"penalty_repeat", 'f', -1}, {0}}, {{"penalty_last_n", 'i', -2}, {0}}};
+    rf_sampler_desc d, zero = {0};
+    rf_sampler s;
+    rf_error err;
+    CHECK(defaults_of(none, &d, &err) == RF_OK && memcmp(&d, &zero, sizeof d) == 0, "%s", err.text);
+    CHECK(defaults_of(all, &d, &err) == RF_OK && d.temperature == 0.75f && d.top_k == 40 && d.top_p == 0.5f &&
+              d.min_p == 0.25f && d.repeat_penalty == 1.5f && d.penalty_last_n == 100 && d.seed == 0 && !d.bias, "%s",
+          err.text);
+    CHECK(rf_sampler_init(&s, &d, NULL) == RF_OK, "what a file says is fit for a sampler");
+    CHECK(defaults_of(off, &d, &err) == RF_OK && d.top_k == 0 && d.top_p == 1 && d.repeat_penalty == 0, "%s", err.text);
+    CHECK(defaults_of(much, &d, &err) == RF_OK && d.top_k == 1 && d.penalty_last_n == RF_SAMPLER_HISTORY &&
+              d.temperature == 2 && rf_sampler_init(&s, &d, NULL) == RF_OK, "%s", err.text);
+    for (size_t i = 0; i < RFI_COUNT(bad); i++) {
+        rf_result r = defaults_of(bad[i], &d, &err);
+        CHECK(r == RF_ERR_FORMAT && strstr(err.text, bad[i][0].name) && err.where > 0 &&
+                  memcmp(&d, &zero, sizeof d) == 0, "%s = %g: %s", bad[i][0].name, bad[i][0].value, err.text);
+    }
+    CHECK(rf_sampler_defaults(NULL, &d, &err) == RF_ERR_ARGUMENT, "no file");
+}
+
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
     RUN(test_reference);
@@ -428,5 +489,6 @@ int main(int argc, char **argv) {
     RUN(test_not_numbers);
     RUN(test_any_bits);
     RUN(test_arguments);
+    RUN(test_defaults);
     RFT_END();
 }
