@@ -604,6 +604,56 @@ ROCMFORGE_API uint32_t rf_session_length(const rf_session *s, int32_t seq);
  * between micro-batches. Threads any. */
 ROCMFORGE_API void rf_session_cancel(rf_session *s);
 
+/* Hidden states of rows of the last rf_eval or rf_forward that asked for logits: what the output matrix is multiplied
+ * with, after the final norm.
+ *   first, n  in   which of these rows, as in rf_session_logits
+ *   out       out  [n, n_embd] float32, the caller's
+ * Returns RF_OK; RF_ERR_ARGUMENT (no such rows); RF_ERR_DEVICE.   Memory none.   Cost: the copy from the device; who
+ * does not call it pays nothing. */
+ROCMFORGE_API rf_result rf_session_hidden(rf_session *s, uint32_t first, uint32_t n, float *out, rf_error *err);
+
+typedef enum rf_pooling {
+    RF_POOL_MEAN = 0, /* average of all tokens' rows                                          */
+    RF_POOL_LAST = 1, /* the last token's row: what a model that reads left to right has seen */
+    RF_POOL_CLS = 2   /* the first token's row                                                */
+} rf_pooling;
+
+/* One vector for a text: its tokens are evaluated as sequence 0, which is emptied before, and their hidden states are
+ * pooled. The vector is not normalised.
+ *   tokens  in   [n_tokens], 1 to n_ctx
+ *   out     out  [n_embd] float32, the caller's
+ * Returns as rf_eval, and RF_ERR_ARGUMENT (pooling); on failure sequence 0 is empty.   Memory none.   Cost that of
+ * rf_eval with logits for the rows it pools, at most n_logits_max at once: open the session with n_logits_max =
+ * n_batch for RF_POOL_MEAN. */
+ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, uint32_t n_tokens, uint32_t pooling,
+                                         float *out, rf_error *err);
+
+/* Where a saved sequence goes to, or comes from: a file, a buffer, a socket. Called in order, never from two threads.
+ *   write_fn  takes all n bytes; 0, or a negative errno value
+ *   read_fn   gives up to n bytes; bytes given (0 = end), or a negative errno value */
+typedef struct rf_session_io {
+    int (*write_fn)(const void *data, size_t n, void *user);
+    int64_t (*read_fn)(void *data, size_t n, void *user);
+    void *user;
+} rf_session_io;
+
+/* Bytes that rf_session_save would write; 0 for a seq out of range.   Memory none.   Cost O(layers). */
+ROCMFORGE_API uint64_t rf_session_save_bytes(const rf_session *s, int32_t seq);
+
+/* Write a sequence: its tokens, and the keys and values of these, with what tells the model and a checksum.
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_IO (write_fn); RF_ERR_DEVICE. The sequence stays as it is.   Memory none.
+ * Cost: copies its keys and values from the device. */
+ROCMFORGE_API rf_result rf_session_save(rf_session *s, int32_t seq, const rf_session_io *io, rf_error *err);
+
+/* Read a saved sequence into one that is empty. On the same device model what follows has the same bits as without
+ * saving; others get the same keys and values. What is read may be hostile: a forged one can at worst make the model
+ * write other text.
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_BUSY (the sequence holds tokens: rf_session_truncate it); RF_ERR_FORMAT
+ * (damaged, or cut short); RF_ERR_UNSUPPORTED (another version, model, or cache type: expected and found are named);
+ * RF_ERR_CONTEXT_FULL (more tokens than n_ctx); RF_ERR_IO (read_fn); RF_ERR_DEVICE. On failure the sequence is empty,
+ * and all others are as they were.   Memory none. */
+ROCMFORGE_API rf_result rf_session_restore(rf_session *s, int32_t seq, const rf_session_io *io, rf_error *err);
+
 /* ---- tokens and text ---- */
 
 typedef struct rf_tokenizer rf_tokenizer;
@@ -10777,6 +10827,285 @@ ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst,
            (size_t)n * sizeof *s->tokens);
     s->lengths[dst] = (uint32_t)n;
     return RF_OK;
+}
+
+/* ---- hidden states ---- */
+
+/* The buffer that the output matrix reads. */
+static uint32_t rfi_plan_hidden(const rf_plan *p) {
+    for (uint32_t i = p->n_ops; i-- > 0;)
+        if (p->ops[i].kind == RF_OP_MATMUL && p->ops[i].out == p->logits) return p->ops[i].in;
+    return RF_NONE;
+}
+
+/* At most n_batch of these rows, in s->embeddings, which copies can write and no eval is using. */
+static rf_result rfi_session_hidden_part(rf_session *s, uint32_t first, uint32_t n, rf_error *err) {
+    const rf_device_api *api = s->m->device->api;
+    uint64_t row_bytes = (uint64_t)s->m->plan.n_embd * sizeof(float);
+    uint64_t at = s->buffer_offset[rfi_plan_hidden(&s->m->plan)] + first * row_bytes;
+    rf_ticket ticket = {0};
+    rf_result r = api->mem_read(s->queue, &s->scratch, at, s->embeddings, n * row_bytes, &ticket, err);
+    return r == RF_OK ? api->ticket_wait(&ticket, RFI_WAIT_MS, err) : r;
+}
+
+ROCMFORGE_API rf_result rf_session_hidden(rf_session *s, uint32_t first, uint32_t n, float *out, rf_error *err) {
+    rfi_clear(err);
+    if (!s || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_hidden: session or out is NULL");
+    if (first > s->n_logits || n > s->n_logits - first)
+        return rfi_fail(err, RF_ERR_ARGUMENT, first, "rf_session_hidden: %u rows from %u on, the last rf_eval gave %u",
+                        n, first, s->n_logits);
+    uint32_t n_embd = s->m->plan.n_embd;
+    rf_result r = RF_OK;
+    for (uint32_t at = 0, part; r == RF_OK && at < n; at += part) {
+        part = (uint32_t)rfi_min_u64(n - at, s->desc.n_batch);
+        r = rfi_session_hidden_part(s, first + at, part, err);
+        if (r == RF_OK) memcpy(out + (uint64_t)at * n_embd, s->embeddings, (size_t)part * n_embd * sizeof *out);
+    }
+    return r;
+}
+
+/* The rows of the last eval, at most n_batch, added to out one after the other. */
+static rf_result rfi_embed_add(rf_session *s, float *out, rf_error *err) {
+    uint32_t n_embd = s->m->plan.n_embd;
+    rf_result r = s->n_logits ? rfi_session_hidden_part(s, 0, s->n_logits, err) : RF_OK;
+    for (uint32_t row = 0; r == RF_OK && row < s->n_logits; row++)
+        for (uint32_t k = 0; k < n_embd; k++) out[k] += s->embeddings[(uint64_t)row * n_embd + k];
+    return r;
+}
+
+ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, uint32_t n_tokens, uint32_t pooling,
+                                         float *out, rf_error *err) {
+    rfi_clear(err);
+    if (!s || !tokens || !out || n_tokens == 0 || pooling > RF_POOL_CLS)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0,
+                        "rf_session_embed: session, tokens or out is NULL, no tokens, or pooling is not known");
+    if (n_tokens > s->desc.n_ctx)
+        return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0, "rf_session_embed: %u tokens, n_ctx is %u", n_tokens,
+                        s->desc.n_ctx);
+    uint32_t most = (uint32_t)rfi_min_u64(s->desc.n_batch, pooling == RF_POOL_MEAN ? s->desc.n_logits_max : n_tokens);
+    rf_result r = RF_OK;
+    s->lengths[0] = 0;
+    memset(out, 0, (size_t)s->m->plan.n_embd * sizeof *out);
+    for (uint32_t at = 0; r == RF_OK && at < n_tokens;) {
+        uint32_t n = (uint32_t)rfi_min_u64(most, n_tokens - at);
+        for (uint32_t i = 0; i < n; i++) {
+            int want = pooling == RF_POOL_MEAN || (pooling == RF_POOL_CLS ? at + i == 0 : at + i + 1 == n_tokens);
+            s->forward_rows[i] = (rf_row){.token = tokens[at + i], .pos = RF_POS_NEXT, .want_logits = want};
+        }
+        r = rf_eval(s, s->forward_rows, n, err);
+        if (r == RF_OK) r = rfi_embed_add(s, out, err);
+        at += n;
+    }
+    if (r != RF_OK) s->lengths[0] = s->n_logits = 0;
+    for (uint32_t k = 0; r == RF_OK && pooling == RF_POOL_MEAN && k < s->m->plan.n_embd; k++) out[k] /= (float)n_tokens;
+    return r;
+}
+
+/* ---- saved sequences ----
+ * A header, the token ids (int32), then per state the keys of each head and the values of each head, those of the
+ * tokens held and no others; and a checksum of all of it. Little endian, nothing aligned. */
+
+#define RFI_SAVED_MAGIC "rocmforge seq\n"
+enum { RFI_SAVED_VERSION = 1 };
+
+typedef struct rfi_saved {
+    char magic[16];       /* RFI_SAVED_MAGIC                          */
+    uint32_t version, header_bytes;
+    char arch[32];
+    uint32_t n_weights, n_states, n_embd, n_vocab, cache_type, n_tokens;
+    uint64_t shapes;      /* hash of the weights' names, types, sizes */
+    uint64_t total_bytes; /* with the checksum                        */
+} rfi_saved;
+_Static_assert(sizeof(rfi_saved) == 96, "no padding in what is written");
+
+/* One transfer; errors name what it was for. */
+typedef struct rfi_saving {
+    rf_session *s;
+    const rf_session_io *io;
+    rf_error *err;
+    uint64_t hash, done; /* of and in bytes so far */
+    int loading;
+} rfi_saving;
+
+/* FNV-1a: finds damage, not forgery. */
+static uint64_t rfi_hash_bytes(uint64_t hash, const void *data, uint64_t n) {
+    for (uint64_t i = 0; i < n; i++) hash = (hash ^ ((const uint8_t *)data)[i]) * 0x100000001b3u;
+    return hash;
+}
+
+static uint64_t rfi_plan_hash(const rf_plan *p) {
+    uint64_t h = 0xcbf29ce484222325u;
+    for (uint32_t i = 0; i < p->n_weights; i++) {
+        const rf_plan_weight *w = &p->weights[i];
+        h = rfi_hash_bytes(h, w->name, strlen(w->name) + 1);
+        h = rfi_hash_bytes(h, &w->type, sizeof w->type);
+        h = rfi_hash_bytes(h, &w->n_rows, sizeof w->n_rows);
+        h = rfi_hash_bytes(h, &w->n_in, sizeof w->n_in);
+    }
+    for (uint32_t i = 0; i < p->n_states; i++) {
+        const rf_plan_state *st = &p->states[i];
+        const uint32_t shape[4] = {st->layer, st->n_kv_heads, st->head_dim, st->head_dim_v};
+        h = rfi_hash_bytes(h, shape, sizeof shape);
+    }
+    return h;
+}
+
+static uint64_t rfi_state_row_bytes(const rf_session *s, const rf_plan_state *st, int values) {
+    return (uint64_t)(values ? st->head_dim_v : st->head_dim) * (s->desc.cache_type == RF_CACHE_F32 ? 4 : 2);
+}
+
+/* The header that this session writes, or wants to read, for n_tokens tokens. */
+static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens) {
+    const rf_plan *p = &s->m->plan;
+    rfi_saved h;
+    memset(&h, 0, sizeof h);
+    memcpy(h.magic, RFI_SAVED_MAGIC, sizeof RFI_SAVED_MAGIC);
+    h.version = RFI_SAVED_VERSION;
+    h.header_bytes = sizeof h;
+    snprintf(h.arch, sizeof h.arch, "%s", s->m->config.arch->name);
+    h.n_weights = p->n_weights, h.n_states = p->n_states, h.n_embd = p->n_embd, h.n_vocab = p->n_vocab;
+    h.cache_type = s->desc.cache_type;
+    h.n_tokens = n_tokens;
+    h.shapes = rfi_plan_hash(p);
+    h.total_bytes = sizeof h + 4 * (uint64_t)n_tokens + 8;
+    for (uint32_t i = 0; i < p->n_states; i++)
+        for (int v = 0; v < 2; v++)
+            h.total_bytes += n_tokens * rfi_state_row_bytes(s, &p->states[i], v) * p->states[i].n_kv_heads;
+    return h;
+}
+
+/* n bytes through the caller's function: all of them, or an error. */
+static rf_result rfi_saving_move(rfi_saving *w, void *data, uint64_t n) {
+    int64_t got = 0;
+    uint64_t at = 0;
+    if (w->loading) {
+        while (at < n && (got = w->io->read_fn((char *)data + at, (size_t)(n - at), w->io->user)) > 0 &&
+               (uint64_t)got <= n - at)
+            at += (uint64_t)got;
+    } else if ((got = n ? w->io->write_fn(data, (size_t)n, w->io->user) : 0) == 0) {
+        at = n;
+    }
+    if (at < n && got == 0)
+        return rfi_fail(w->err, RF_ERR_FORMAT, w->done + at, "saved sequence: ends at byte %llu, want more",
+                        RFI_LLU(w->done + at));
+    if (at < n) {
+        rfi_fail(w->err, RF_ERR_IO, w->done + at, "saved sequence: %s failed at byte %llu",
+                 w->loading ? "reading" : "writing", RFI_LLU(w->done + at));
+        if (w->err && got < 0) w->err->sys = (int32_t)-got;
+        return RF_ERR_IO;
+    }
+    w->hash = rfi_hash_bytes(w->hash, data, n);
+    w->done += n;
+    return RF_OK;
+}
+
+/* The keys or values of one head of a sequence, between the device and the file, in pieces of the staging memory. */
+static rf_result rfi_saving_head(rfi_saving *w, uint64_t offset, uint64_t n_bytes) {
+    rf_session *s = w->s;
+    const rf_device_api *api = s->m->device->api;
+    uint64_t piece = (uint64_t)s->desc.n_batch * s->m->plan.n_embd * sizeof(float);
+    rf_result r = RF_OK;
+    for (uint64_t at = 0; r == RF_OK && at < n_bytes; at += piece) {
+        uint64_t n = rfi_min_u64(piece, n_bytes - at);
+        rf_ticket ticket = {0};
+        if (w->loading) r = rfi_saving_move(w, s->embeddings, n);
+        if (r != RF_OK) return r;
+        r = w->loading ? api->mem_write(s->queue, &s->state, offset + at, s->embeddings, n, &ticket, w->err)
+                       : api->mem_read(s->queue, &s->state, offset + at, s->embeddings, n, &ticket, w->err);
+        if (r == RF_OK) r = api->ticket_wait(&ticket, RFI_WAIT_MS, w->err);
+        if (r == RF_OK && !w->loading) r = rfi_saving_move(w, s->embeddings, n);
+    }
+    return r;
+}
+
+/* Tokens, keys and values of n tokens, and the checksum. */
+static rf_result rfi_saving_body(rfi_saving *w, int32_t seq, uint32_t n) {
+    rf_session *s = w->s;
+    const rf_plan *p = &s->m->plan;
+    int32_t *tokens = s->tokens + (uint64_t)(uint32_t)seq * s->desc.n_ctx;
+    rf_result r = rfi_saving_move(w, tokens, 4 * (uint64_t)n);
+    for (uint32_t i = 0; r == RF_OK && w->loading && i < n; i++)
+        if (tokens[i] < -1 || tokens[i] >= (int64_t)p->n_vocab)
+            r = rfi_fail(w->err, RF_ERR_FORMAT, i, "saved sequence: token %u is %d, want -1 to %u", i, tokens[i],
+                         p->n_vocab - 1);
+    for (uint32_t i = 0; r == RF_OK && i < p->n_states; i++) {
+        const rf_plan_state *st = &p->states[i];
+        uint64_t at = s->state_offset[i], cells = (uint64_t)s->desc.n_ctx * s->desc.n_seq_max * st->n_kv_heads;
+        for (int values = 0; r == RF_OK && values < 2; values++) {
+            uint64_t row = rfi_state_row_bytes(s, st, values), first, end = at;
+            rfi_place(&end, &first, cells, row, 1);
+            for (uint32_t h = 0; r == RF_OK && h < st->n_kv_heads; h++)
+                r = rfi_saving_head(
+                    w, at + ((uint64_t)(uint32_t)seq * st->n_kv_heads + h) * s->desc.n_ctx * row, n * row);
+            at = end;
+        }
+    }
+    uint64_t want = w->hash, found = want;
+    if (r == RF_OK) r = rfi_saving_move(w, &found, sizeof found);
+    if (r == RF_OK && found != want)
+        r = rfi_fail(w->err, RF_ERR_FORMAT, w->done - 8, "saved sequence: damaged: checksum %016llx, want %016llx",
+                     RFI_LLU(found), RFI_LLU(want));
+    return r;
+}
+
+/* Is the header that was read the one this session wants? */
+static rf_result rfi_saved_check(const rfi_saved *h, const rfi_saved *want, uint32_t n_ctx, rf_error *err) {
+    const struct { const char *what; uint64_t found, want; } numbers[] = {
+        {"version", h->version, want->version},     {"header bytes", h->header_bytes, want->header_bytes},
+        {"weights", h->n_weights, want->n_weights}, {"layers with keys", h->n_states, want->n_states},
+        {"n_embd", h->n_embd, want->n_embd},        {"n_vocab", h->n_vocab, want->n_vocab},
+        {"hash of the weights' shapes", h->shapes, want->shapes},
+        {"cache type", h->cache_type, want->cache_type}};
+    if (memcmp(h->magic, want->magic, sizeof h->magic) != 0)
+        return rfi_fail(err, RF_ERR_FORMAT, 0, "saved sequence: it does not begin as one");
+    if (h->version == want->version && memcmp(h->arch, want->arch, sizeof h->arch) != 0)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "saved sequence: architecture: want %s, found %.32s", want->arch,
+                        h->arch);
+    for (size_t i = 0; i < RFI_COUNT(numbers); i++)
+        if (numbers[i].found != numbers[i].want)
+            return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "saved sequence: %s: want %llu, found %llu", numbers[i].what,
+                            RFI_LLU(numbers[i].want), RFI_LLU(numbers[i].found));
+    if (h->total_bytes != want->total_bytes)
+        return rfi_fail(err, RF_ERR_FORMAT, 0, "saved sequence: %llu bytes, want %llu for %u tokens",
+                        RFI_LLU(h->total_bytes), RFI_LLU(want->total_bytes), h->n_tokens);
+    if (h->n_tokens > n_ctx)
+        return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0, "saved sequence: %u tokens, n_ctx is %u", h->n_tokens, n_ctx);
+    return RF_OK;
+}
+
+ROCMFORGE_API uint64_t rf_session_save_bytes(const rf_session *s, int32_t seq) {
+    if (rfi_session_check_seq(s, seq, "", NULL) != RF_OK) return 0;
+    return rfi_saved_header(s, s->lengths[seq]).total_bytes;
+}
+
+ROCMFORGE_API rf_result rf_session_save(rf_session *s, int32_t seq, const rf_session_io *io, rf_error *err) {
+    rfi_clear(err);
+    rf_result r = rfi_session_check_seq(s, seq, "rf_session_save", err);
+    if (r != RF_OK) return r;
+    if (!io || !io->write_fn) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_save: no write_fn");
+    rfi_saved h = rfi_saved_header(s, s->lengths[seq]);
+    rfi_saving w = {.s = s, .io = io, .err = err, .hash = 0xcbf29ce484222325u};
+    r = rfi_saving_move(&w, &h, sizeof h);
+    return r == RF_OK ? rfi_saving_body(&w, seq, h.n_tokens) : r;
+}
+
+ROCMFORGE_API rf_result rf_session_restore(rf_session *s, int32_t seq, const rf_session_io *io, rf_error *err) {
+    rfi_clear(err);
+    rf_result r = rfi_session_check_seq(s, seq, "rf_session_restore", err);
+    if (r != RF_OK) return r;
+    if (!io || !io->read_fn) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_restore: no read_fn");
+    if (s->lengths[seq])
+        return rfi_fail(err, RF_ERR_BUSY, 0, "rf_session_restore: sequence %d holds %u tokens, want none", seq,
+                        s->lengths[seq]);
+    rfi_saved h;
+    rfi_saving w = {.s = s, .io = io, .err = err, .hash = 0xcbf29ce484222325u, .loading = 1};
+    r = rfi_saving_move(&w, &h, sizeof h);
+    if (r != RF_OK) return r;
+    rfi_saved want = rfi_saved_header(s, h.n_tokens);
+    r = rfi_saved_check(&h, &want, s->desc.n_ctx, err);
+    if (r == RF_OK) r = rfi_saving_body(&w, seq, h.n_tokens);
+    if (r == RF_OK) s->lengths[seq] = h.n_tokens;
+    return r;
 }
 
 ROCMFORGE_API rf_result rf_session_keep(rf_session *s, int32_t seq, rf_error *err) {

@@ -40,7 +40,7 @@ enum { DONE = 0, FAILED = 1, USAGE = 2, INTERRUPTED = 130 };
 typedef struct options {
     const char *gguf, *prompt, *prompt_file, *system, *chat_template, *device, *isa, *pre, *type, *tokens, *out;
     uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
-    uint64_t no_bos, raw, json, hex, decode, step, help;
+    uint64_t no_bos, raw, json, hex, decode, step, help, pooling;
     double temp, top_p, min_p;
 } options;
 
@@ -603,6 +603,26 @@ static int run_logits(app *a) {
     a->out = NULL;
     if (fclose(f) != 0) return fail_errno(a, a->o.out);
     if (a->o.n_greedy) TRY(continue_greedily(a, piece - 1));
+    print_notes(a);
+    return DONE;
+}
+
+/* ---- embed ---- */
+
+static int run_embed(app *a) {
+    TRY(read_prompt(a));
+    TRY(open_model(a, a->o.device));
+    TRY(lib(a, rf_model_get_tokenizer(a->m, &a->t, &a->err)));
+    uint32_t tokenize = (a->o.bos ? RF_TOKENIZE_ADD : 0) | (a->o.special ? RF_TOKENIZE_SPECIAL : 0);
+    TRY(encode(a, a->line.data, a->line.len, tokenize, &a->prompt));
+    if (a->prompt.len == 0) return fail(a, FAILED, "the text is empty");
+    TRY(open_session(a, a->prompt.len, a->prompt.len, a->prompt.len < LOGITS_ROWS ? a->prompt.len : LOGITS_ROWS));
+    TRY(reserve(a, &a->text, a->info.n_embd * sizeof(float)));
+    float *v = (float *)(void *)a->text.data; /* malloc aligns it */
+    TRY(lib(a, rf_session_embed(a->s, a->prompt.data, a->prompt.len, (uint32_t)a->o.pooling, v, &a->err)));
+    for (uint32_t i = 0; i < a->info.n_embd; i++)
+        printf(isfinite(v[i]) ? "%s%.9g" : "%snull", i ? ", " : "[", (double)v[i]); /* JSON has no other numbers */
+    puts("]");
     print_notes(a);
     return DONE;
 }
@@ -1289,6 +1309,7 @@ static const command commands[] = {
     {"check", run_check, "validate a file: shapes, tokenizer, every value; a device: every op against the CPU"},
     {"tokenize", run_tokenize, "lines of text in, [1,2,3] out; --decode the other way"},
     {"dequant", run_dequant, "packed blocks in, float32 out"},
+    {"embed", run_embed, "a text to a vector: its hidden states, pooled, as JSON"},
     {"logits", run_logits, "write the logits of every token, float32 [n_tokens, n_vocab]"},
     {"bench", run_bench, "measure prompt and decode speed, the median of -r runs"},
     {"devices", run_devices, "list the devices"},
@@ -1296,10 +1317,10 @@ static const command commands[] = {
 #define N_COMMANDS (sizeof commands / sizeof *commands)
 
 enum { /* in the order of the table above */
-    GENERATE = 1, CHAT = 2, INSPECT = 4, PLAN = 8, CHECK = 16, TOKENIZE = 32, DEQUANT = 64, LOGITS = 128, BENCH = 256,
-    DEVICES = 512,
-    WRITE = GENERATE | CHAT,      /* choose tokens */
-    RUN = WRITE | LOGITS | BENCH, /* compute       */
+    GENERATE = 1, CHAT = 2, INSPECT = 4, PLAN = 8, CHECK = 16, TOKENIZE = 32, DEQUANT = 64, EMBED = 128, LOGITS = 256,
+    BENCH = 512, DEVICES = 1024,
+    WRITE = GENERATE | CHAT,              /* choose tokens */
+    RUN = WRITE | EMBED | LOGITS | BENCH, /* compute       */
     FILES = RUN | INSPECT | PLAN | CHECK | TOKENIZE,
     ALL = FILES | DEQUANT | DEVICES
 };
@@ -1318,8 +1339,8 @@ typedef struct flag {
 #define AT(member) offsetof(options, member)
 static const flag flags[] = {
     {"--gguf", TEXT, AT(gguf), FILES, FILES, 0, 0, "F", "the model; F alone will do"},
-    {"--prompt", TEXT, AT(prompt), GENERATE, 0, 0, 0, "S", "text to continue"},
-    {"--prompt-file", TEXT, AT(prompt_file), GENERATE, 0, 0, 0, "F", "the same from a file (- = stdin)"},
+    {"--prompt", TEXT, AT(prompt), GENERATE | EMBED, 0, 0, 0, "S", "the text"},
+    {"--prompt-file", TEXT, AT(prompt_file), GENERATE | EMBED, 0, 0, 0, "F", "the same from a file (- = stdin)"},
     {"--raw", SWITCH, AT(raw), GENERATE, 0, 0, 0, NULL, "the prompt as it is: no chat template"},
     {"--template", TEXT, AT(chat_template), WRITE, 0, 0, 0, "NAME", "chat template, e.g. chatml (the file's)"},
     {"--system", TEXT, AT(system), CHAT, 0, 0, 0, "S", "system message"},
@@ -1330,6 +1351,7 @@ static const flag flags[] = {
     {"--top-p", REAL, AT(top_p), WRITE, 0, 0, 1, "P", "choose among the likeliest that sum to P; 1 = off (the file's)"},
     {"--min-p", REAL, AT(min_p), WRITE, 0, 0, 1, "P", "drop those below P times the likeliest; 0 = off (the file's)"},
     {"--seed", COUNT, AT(seed), WRITE, 0, 0, UINT64_MAX, "S", "the same seed gives the same text (0)"},
+    {"--pooling", CHOICE, AT(pooling), EMBED, 0, 0, 0, "mean|last|cls", "of the tokens' vectors (mean)"},
     {"--tokens", TEXT, AT(tokens), LOGITS, LOGITS, 0, 0, "1,2,3", "the prompt as token ids"},
     {"--out", TEXT, AT(out), LOGITS, LOGITS, 0, 0, "F", "file to write"},
     {"--step", SWITCH, AT(step), LOGITS, 0, 0, 0, NULL, "evaluate token by token"},
@@ -1339,8 +1361,8 @@ static const flag flags[] = {
     {"-r", COUNT, AT(n_repeat), BENCH, 0, 1, REPEAT_MAX, "N", "runs (3)"},
     {"--decode", SWITCH, AT(decode), TOKENIZE, 0, 0, 0, NULL, "[1,2,3] in, text out"},
     {"--hex", SWITCH, AT(hex), TOKENIZE, 0, 0, 0, NULL, "text as the hex digits of its bytes"},
-    {"--bos", CHOICE, AT(bos), TOKENIZE, 0, 0, 0, "0|1", "add bos and eos where the file asks for it (1)"},
-    {"--special", CHOICE, AT(special), TOKENIZE | GENERATE, 0, 0, 0, "0|1", "text may name special tokens (0)"},
+    {"--bos", CHOICE, AT(bos), TOKENIZE | EMBED, 0, 0, 0, "0|1", "add bos and eos where the file asks for it (1)"},
+    {"--special", CHOICE, AT(special), TOKENIZE | GENERATE | EMBED, 0, 0, 0, "0|1", "text may name special tokens (0)"},
     {"--type", TEXT, AT(type), DEQUANT, DEQUANT, 0, 0, "T", "tensor type, e.g. q4_K"},
     {"--json", SWITCH, AT(json), INSPECT | BENCH, 0, 0, 0, NULL, "print JSON"},
     {"--device", TEXT, AT(device), RUN, 0, 0, 0, "D", "auto, cpu, null, hip:N (auto)"},
@@ -1350,7 +1372,7 @@ static const flag flags[] = {
     {"--ctx", COUNT, AT(ctx), RUN | PLAN, 0, 1, 1 << 24, "N", "tokens the context holds"},
     {"--batch", COUNT, AT(batch), RUN | PLAN, 0, 1, 1 << 16, "N", "rows evaluated at once"},
     {"--kv", CHOICE, AT(kv), RUN | PLAN, 0, 0, 0, "f16|f32", "keys and values (f16)"},
-    {"--pre", TEXT, AT(pre), TOKENIZE | WRITE, 0, 0, 0, "NAME", "pre-tokenizer (the file's)"},
+    {"--pre", TEXT, AT(pre), TOKENIZE | WRITE | EMBED, 0, 0, 0, "NAME", "pre-tokenizer (the file's)"},
     {"--help", SWITCH, AT(help), ALL, 0, 0, 0, NULL, "this text"},
 };
 #define N_FLAGS (sizeof flags / sizeof *flags)

@@ -33,6 +33,7 @@ typedef struct ref_model {
     char arch[32];
     uint32_t n_layers, n_embd, n_vocab;
     double **data; /* [n_tensors] decoded on first use */
+    double *hidden; /* NULL, or [n, n_embd]: what the output matrix is multiplied with */
     ref_margins margins;
 } ref_model;
 
@@ -551,6 +552,7 @@ REF_FN double *ref_eval(ref_model *m, const int32_t *tokens, uint32_t n, const r
                 embd[(uint64_t)(uint32_t)tokens[r] * m->n_embd + i] * ref_key(m, "embedding_scale", 0, 1);
     for (uint32_t il = 0; il < m->n_layers; il++) ref_layer(m, o, il, x, n);
     ref_norm(m, "output_norm.weight", x, x, m->n_embd, n);
+    if (m->hidden) memcpy(m->hidden, x, (uint64_t)n * m->n_embd * sizeof *x);
     int tied = !ref_tensor(m, "output.weight", NULL);
     ref_matmul(m, o, tied ? "token_embd.weight" : "output.weight", "output.bias", m->n_vocab, 0, logits, m->n_vocab, x,
                m->n_embd, n, 0);

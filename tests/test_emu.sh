@@ -22,6 +22,18 @@ case_devices() {
     "$cli" generate --gguf $model --prompt A --max-tokens 1 --temp 0 2>&1 | grep ' hip:0 (gfx1100)'
 }
 
+# hidden states of the emulated GPU, pooled, near those of the CPU
+embed_near() {
+    for device in cpu "$1"; do
+        "$cli" embed --gguf $model --device $device --prompt "ROMEO: who is there" --pooling "$2" >"$dir/$1-$device.json"
+        tr -d '[] ' <"$dir/$1-$device.json" | tr ',' '\n' >"$dir/$1-$device.txt"
+    done
+    paste "$dir/$1-cpu.txt" "$dir/$1-$1.txt" |
+        awk '{ d = $1 - $2; if (d > 0.02 || d < -0.02) bad++ } END { print NR, bad + 0; exit bad > 0 || NR < 100 }'
+}
+case_embed_wave32() { embed_near hip:0 mean; }
+case_embed_wave64() { embed_near hip:1 last; }
+
 # ---- check --device: op by op against the CPU ----
 
 case_check_wave32() { "$cli" check $model --device hip:0 | tee "$dir/check.txt" && grep -q '^ok: hip:0 as the CPU: [0-9]* ops' "$dir/check.txt"; }

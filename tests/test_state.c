@@ -1,0 +1,329 @@
+/* Hidden states against the float64 model of ref_model.h, pooled and not; sequences saved and restored: the same bits
+ * afterwards, damage and other models refused, failing streams and devices. */
+#define ROCMFORGE_IMPLEMENTATION
+#include "../rocmforge.h"
+#include "make_gguf.h"
+#include "ref_model.h"
+#include "rf_test.h"
+
+enum { N = 24, VOCAB = 320 };
+
+/* ---- help ---- */
+
+typedef struct rig {
+    mg_buf file;
+    rf_gguf *g;
+    rf_device *d;
+    rf_model *m;
+    rf_session *s;
+    rf_error err;
+    uint32_t n_embd;
+} rig;
+
+static int open_rig(rig *r, const mg_options *o, const rf_session_desc *sd) {
+    memset(r, 0, sizeof *r);
+    mg_llama(&r->file, o);
+    rf_result res = rf_gguf_open_memory(r->file.data, r->file.n, NULL, &r->g, &r->err);
+    if (res == RF_OK) res = rf_device_open("cpu", &(rf_device_desc){.n_threads = 2}, &r->d, &r->err);
+    if (res == RF_OK) res = rf_model_open(r->g, r->d, NULL, &r->m, &r->err);
+    if (res == RF_OK) res = rf_session_open(r->m, sd, &r->s, &r->err);
+    CHECK(res == RF_OK, "%s", r->err.text);
+    r->n_embd = rf_model_get_info(r->m).n_embd;
+    return res == RF_OK;
+}
+
+static void close_rig(rig *r) {
+    rf_session_close(r->s);
+    rf_model_close(r->m, NULL);
+    rf_device_close(r->d, NULL);
+    CHECK(rf_gguf_close(r->g, NULL) == RF_OK, "the file is busy");
+    mg_free(&r->file);
+}
+
+static void random_tokens(int32_t *tokens, uint32_t n, uint64_t seed) {
+    mg_rng r = {seed};
+    for (uint32_t i = 0; i < n; i++) tokens[i] = (int32_t)mg_below(&r, 300);
+}
+
+/* largest difference over the largest value */
+static double distance(const float *a, const double *b, size_t n) {
+    double diff = 0, most = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (!isfinite(a[i])) return INFINITY;
+        diff = fmax(diff, fabs((double)a[i] - b[i]));
+        most = fmax(most, fabs(b[i]));
+    }
+    return diff / most;
+}
+
+/* ---- hidden states ---- */
+
+static void test_hidden(void) {
+    static const mg_options kinds[] = {{.type = MG_F32}, {.arch = "qwen3", .type = MG_F32, .tied = 1}};
+    for (size_t k = 0; k < RFI_COUNT(kinds); k++) {
+        rig r;
+        ref_model ref;
+        int32_t tokens[N];
+        random_tokens(tokens, N, k);
+        if (!open_rig(&r, &kinds[k], &(rf_session_desc){.n_logits_max = N, .n_batch = 7, .cache_type = RF_CACHE_F32})) continue;
+        uint32_t n_embd = r.n_embd;
+        float *got = (float *)calloc(N * (size_t)n_embd, sizeof *got);
+        double *want = (double *)calloc(N * (size_t)n_embd, sizeof *want), *mean = (double *)calloc(n_embd, sizeof *mean);
+        REQUIRE(got && want && mean, "out of memory");
+        ref_open(&ref, r.g);
+        ref.hidden = want;
+        free(ref_eval(&ref, tokens, N, &(ref_options){0}, NULL));
+        rf_row rows[N];
+        for (uint32_t i = 0; i < N; i++) rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = 1};
+        CHECK(rf_session_hidden(r.s, 0, 1, got, &r.err) == RF_ERR_ARGUMENT, "no eval yet");
+        CHECK(rf_eval(r.s, rows, N, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(rf_session_hidden(r.s, 0, N, got, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(distance(got, want, N * (size_t)n_embd) < 1e-4, "off by %g", distance(got, want, N * (size_t)n_embd));
+        CHECK(rf_session_hidden(r.s, 5, 1, got, &r.err) == RF_OK && distance(got, want + 5 * n_embd, n_embd) < 1e-4, "one");
+        CHECK(rf_session_hidden(r.s, N, 1, got, &r.err) == RF_ERR_ARGUMENT &&
+                  rf_session_hidden(r.s, 1, N, got, &r.err) == RF_ERR_ARGUMENT &&
+                  rf_session_hidden(r.s, 2, UINT32_MAX, got, &r.err) == RF_ERR_ARGUMENT &&
+                  rf_session_hidden(r.s, 0, 1, NULL, &r.err) == RF_ERR_ARGUMENT, "arguments");
+        const float *logits = rf_session_logits(r.s, N - 1); /* still there, and the same ones */
+        CHECK(logits && isfinite(logits[0]), "logits");
+        for (uint32_t i = 0; i < N; i++)
+            for (uint32_t c = 0; c < n_embd; c++) mean[c] += want[(size_t)i * n_embd + c] / N;
+        const double *pooled[] = {mean, want + (size_t)(N - 1) * n_embd, want};
+        for (uint32_t p = RF_POOL_MEAN; p <= RF_POOL_CLS; p++) {
+            CHECK(rf_session_embed(r.s, tokens, N, p, got, &r.err) == RF_OK && rf_session_length(r.s, 0) == N, "%s",
+                  r.err.text);
+            CHECK(distance(got, pooled[p], n_embd) < 1e-4, "pooling %u: off by %g", p, distance(got, pooled[p], n_embd));
+        }
+        CHECK(rf_session_embed(r.s, tokens, N, 3, got, &r.err) == RF_ERR_ARGUMENT, "pooling");
+        CHECK(rf_session_embed(r.s, tokens, 0, 0, got, &r.err) == RF_ERR_ARGUMENT, "no tokens");
+        CHECK(rf_session_embed(r.s, tokens, 5000, 0, got, &r.err) == RF_ERR_CONTEXT_FULL, "too many");
+        tokens[N - 1] = VOCAB;
+        CHECK(rf_session_embed(r.s, tokens, N, 0, got, &r.err) == RF_ERR_ARGUMENT && rf_session_length(r.s, 0) == 0, "token");
+        ref_close(&ref);
+        close_rig(&r);
+        free(got), free(want), free(mean);
+    }
+}
+
+/* ---- streams ---- */
+
+typedef struct stream {
+    unsigned char *data;
+    size_t n, at, capacity;
+    int fail_at, calls; /* the call that fails, from 1; 0: none */
+    size_t most;        /* bytes a read gives at most; 0: all   */
+} stream;
+
+static int stream_write(const void *data, size_t n, void *user) {
+    stream *s = (stream *)user;
+    if (++s->calls == s->fail_at) return -28;
+    if (n > s->capacity - s->n) return -27;
+    memcpy(s->data + s->n, data, n);
+    s->n += n;
+    return 0;
+}
+static int64_t stream_read(void *data, size_t n, void *user) {
+    stream *s = (stream *)user;
+    if (++s->calls == s->fail_at) return -5;
+    if (s->most && n > s->most) n = s->most;
+    if (n > s->n - s->at) n = s->n - s->at;
+    memcpy(data, s->data + s->at, n);
+    s->at += n;
+    return (int64_t)n;
+}
+static rf_session_io io_of(stream *s) { return (rf_session_io){stream_write, stream_read, s}; }
+
+static rf_result restore(rig *r, int32_t seq, stream *s) {
+    rf_session_io io = io_of(s);
+    s->at = 0, s->calls = 0;
+    return rf_session_restore(r->s, seq, &io, &r->err);
+}
+
+/* The first n tokens in sequence seq, saved. */
+static int save(rig *r, int32_t seq, const int32_t *tokens, uint32_t n, stream *out) {
+    rf_row rows[N];
+    rf_session_io io = io_of(out);
+    memset(out, 0, sizeof *out);
+    for (uint32_t i = 0; i < n; i++) rows[i] = (rf_row){.token = tokens[i], .seq = seq, .pos = RF_POS_NEXT};
+    CHECK(rf_eval(r->s, rows, n, &r->err) == RF_OK, "%s", r->err.text);
+    out->capacity = (size_t)rf_session_save_bytes(r->s, seq);
+    out->data = (unsigned char *)malloc(out->capacity + 1);
+    if (!out->data) return 0;
+    rf_result res = rf_session_save(r->s, seq, &io, &r->err);
+    CHECK(res == RF_OK && out->n == out->capacity && rf_session_length(r->s, seq) == n, "%s, %zu of %zu bytes", r->err.text,
+          out->n, out->capacity);
+    return res == RF_OK;
+}
+
+/* Logits of one more token of a sequence. */
+static const float *next(rig *r, int32_t seq, int32_t token) {
+    rf_row row = {.token = token, .seq = seq, .pos = RF_POS_NEXT, .want_logits = 1};
+    CHECK(rf_eval(r->s, &row, 1, &r->err) == RF_OK, "%s", r->err.text);
+    return rf_session_logits(r->s, 0);
+}
+
+/* ---- saved sequences ---- */
+
+static void test_same_bits(void) {
+    for (uint32_t cache = RF_CACHE_F16; cache <= RF_CACHE_F32; cache++) {
+        rig a, b;
+        stream s;
+        int32_t tokens[N];
+        float want[VOCAB];
+        uint32_t kept;
+        random_tokens(tokens, N, 3);
+        mg_options o = {.type = MG_Q8_0};
+        /* another context length, number of sequences and batch size: none of them is part of what is saved */
+        rf_session_desc one = {.n_ctx = 64, .n_seq_max = 2, .cache_type = cache},
+                        two = {.n_ctx = 40, .n_seq_max = 3, .n_batch = 1, .cache_type = cache};
+        if (!open_rig(&a, &o, &one) || !open_rig(&b, &o, &two)) return;
+        CHECK(save(&a, 1, tokens, N - 1, &s), "save");
+        memcpy(want, next(&a, 1, tokens[N - 1]), sizeof want);
+        next(&b, 0, 7);
+        s.most = 13; /* reads may be short */
+        CHECK(restore(&b, 2, &s) == RF_OK && rf_session_length(b.s, 2) == N - 1 && rf_session_length(b.s, 0) == 1, "%s",
+              b.err.text);
+        CHECK(memcmp(next(&b, 2, tokens[N - 1]), want, sizeof want) == 0, "other bits");
+        CHECK(rf_session_sync(b.s, 2, tokens, N, &kept, &b.err) == RF_OK && kept == N - 1, "the tokens: %u", kept);
+        CHECK(restore(&b, 2, &s) == RF_ERR_BUSY, "it holds tokens");
+        rf_session_truncate(b.s, 1, 0, NULL, NULL);
+        free(s.data);
+        CHECK(rf_session_save_bytes(b.s, 1) > 0 && rf_session_save_bytes(b.s, 3) == 0, "sizes");
+        s = (stream){.data = (unsigned char *)malloc(4096), .capacity = 4096}; /* an empty one */
+        rf_session_io io = io_of(&s);
+        CHECK(s.data && rf_session_save(b.s, 1, &io, &b.err) == RF_OK && restore(&b, 1, &s) == RF_OK &&
+                  rf_session_length(b.s, 1) == 0, "%s", b.err.text);
+        free(s.data);
+        close_rig(&a), close_rig(&b);
+    }
+}
+
+/* Cut anywhere, and every bit of header, tokens and some of the rest flipped: refused, the sequence empty, the others as
+ * they were. */
+static void test_damage(void) {
+    rig r;
+    stream s;
+    int32_t tokens[N];
+    random_tokens(tokens, N, 4);
+    if (!open_rig(&r, &(mg_options){.type = MG_F32}, &(rf_session_desc){.n_ctx = 32, .n_seq_max = 2})) return;
+    CHECK(save(&r, 0, tokens, 5, &s), "save");
+    size_t n = s.n;
+    for (size_t cut = 0; cut < n; cut++) {
+        s.n = cut;
+        rf_result res = restore(&r, 1, &s);
+        CHECK(res == RF_ERR_FORMAT && rf_session_length(r.s, 1) == 0, "cut at %zu: %s", cut, rf_result_name(res));
+    }
+    s.n = n;
+    for (size_t bit = 0; bit < 8 * n; bit += bit < 8 * (96 + 20) ? 1 : 1009) {
+        s.data[bit / 8] ^= (unsigned char)(1 << bit % 8);
+        rf_result res = restore(&r, 1, &s);
+        CHECK((res == RF_ERR_FORMAT || res == RF_ERR_UNSUPPORTED) && r.err.text[0] && rf_session_length(r.s, 1) == 0,
+              "bit %zu: %s", bit, rf_result_name(res));
+        s.data[bit / 8] ^= (unsigned char)(1 << bit % 8);
+    }
+    CHECK(restore(&r, 1, &s) == RF_OK && rf_session_length(r.s, 0) == 5, "%s", r.err.text);
+    float want[VOCAB];
+    memcpy(want, next(&r, 0, 9), sizeof want);
+    CHECK(memcmp(next(&r, 1, 9), want, sizeof want) == 0, "both go on alike");
+    free(s.data);
+    close_rig(&r);
+}
+
+static void test_other_models(void) {
+    static const struct { mg_options o; rf_session_desc sd; rf_result want; const char *says; } cases[] = {
+        {{.type = MG_F32}, {.n_ctx = 32}, RF_OK, ""},
+        {{.arch = "qwen2", .type = MG_F32}, {.n_ctx = 32}, RF_ERR_UNSUPPORTED, "want qwen2, found llama"},
+        {{.type = MG_F32, .n_layers = 3}, {.n_ctx = 32}, RF_ERR_UNSUPPORTED, "weights: want 30, found 21"},
+        {{.type = MG_F16}, {.n_ctx = 32}, RF_ERR_UNSUPPORTED, "hash of the weights' shapes"},
+        {{.type = MG_F32, .n_ff = 128}, {.n_ctx = 32}, RF_ERR_UNSUPPORTED, "hash of the weights' shapes"},
+        {{.type = MG_F32}, {.n_ctx = 32, .cache_type = RF_CACHE_F32}, RF_ERR_UNSUPPORTED, "cache type: want 1, found 0"},
+        {{.type = MG_F32}, {.n_ctx = 4}, RF_ERR_CONTEXT_FULL, "5 tokens, n_ctx is 4"}};
+    rig a;
+    stream s;
+    int32_t tokens[N];
+    random_tokens(tokens, N, 5);
+    if (!open_rig(&a, &cases[0].o, &cases[0].sd)) return;
+    CHECK(save(&a, 0, tokens, 5, &s), "save");
+    for (size_t i = 0; i < RFI_COUNT(cases); i++) {
+        rig b;
+        if (!open_rig(&b, &cases[i].o, &cases[i].sd)) continue;
+        rf_result res = restore(&b, 0, &s);
+        CHECK(res == cases[i].want && strstr(b.err.text, cases[i].says), "case %zu: %s: %s", i, rf_result_name(res), b.err.text);
+        close_rig(&b);
+    }
+    CHECK(restore(&a, 7, &s) == RF_ERR_ARGUMENT && rf_session_restore(a.s, 0, NULL, NULL) == RF_ERR_ARGUMENT &&
+              rf_session_save(a.s, 0, &(rf_session_io){0}, NULL) == RF_ERR_ARGUMENT &&
+              rf_session_restore(NULL, 0, NULL, NULL) == RF_ERR_ARGUMENT, "arguments");
+    free(s.data);
+    close_rig(&a);
+}
+
+/* ---- failing streams and devices ---- */
+
+static int device_fails_in;
+static const rf_device_api *real_api;
+
+static rf_result failing_read(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n, rf_ticket *ticket,
+                              rf_error *err) {
+    if (--device_fails_in == 0) return rfi_fail(err, RF_ERR_DEVICE, 0, "the device reads no more");
+    return real_api->mem_read(q, src, offset, dst, n, ticket, err);
+}
+static rf_result failing_write(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n,
+                               rf_ticket *ticket, rf_error *err) {
+    if (--device_fails_in == 0) return rfi_fail(err, RF_ERR_DEVICE, 0, "the device writes no more");
+    return real_api->mem_write(q, dst, offset, src, n, ticket, err);
+}
+
+static void test_faults(void) {
+    rig r;
+    stream s;
+    int32_t tokens[N];
+    float out[256];
+    random_tokens(tokens, N, 6);
+    if (!open_rig(&r, &(mg_options){.type = MG_F32}, &(rf_session_desc){.n_ctx = 32, .n_seq_max = 2})) return;
+    CHECK(save(&r, 0, tokens, 5, &s), "save");
+    int n_writes = s.calls, n_reads;
+    CHECK(restore(&r, 1, &s) == RF_OK, "%s", r.err.text);
+    n_reads = s.calls;
+    CHECK(n_writes == 11 && n_reads == 11, "%d writes, %d reads", n_writes, n_reads); /* header, tokens, 8 heads, checksum */
+    rf_session_truncate(r.s, 1, 0, NULL, NULL);
+    for (s.fail_at = 1; s.fail_at <= n_reads; s.fail_at++)
+        CHECK(restore(&r, 1, &s) == RF_ERR_IO && r.err.sys == 5 && rf_session_length(r.s, 1) == 0, "read %d: %s", s.fail_at,
+              r.err.text);
+    stream copy = {.data = (unsigned char *)malloc(s.n), .capacity = s.n};
+    REQUIRE(copy.data, "out of memory");
+    rf_session_io io = io_of(&copy);
+    for (copy.fail_at = 1; copy.fail_at <= n_writes; copy.fail_at++) {
+        copy.n = 0, copy.calls = 0;
+        CHECK(rf_session_save(r.s, 0, &io, &r.err) == RF_ERR_IO && r.err.sys == 28 && rf_session_length(r.s, 0) == 5,
+              "write %d: %s", copy.fail_at, r.err.text);
+    }
+    copy.fail_at = s.fail_at = 0;
+    rf_device_api failing = *(real_api = r.d->api);
+    failing.mem_read = failing_read;
+    failing.mem_write = failing_write;
+    r.d->api = &failing;
+    for (int k = 1; k <= 8; k++) {
+        device_fails_in = k;
+        CHECK(restore(&r, 1, &s) == RF_ERR_DEVICE && rf_session_length(r.s, 1) == 0, "write %d: %s", k, r.err.text);
+        device_fails_in = k, copy.n = 0;
+        CHECK(rf_session_save(r.s, 0, &io, &r.err) == RF_ERR_DEVICE && rf_session_length(r.s, 0) == 5, "read %d", k);
+    }
+    device_fails_in = 2; /* the first one is the argmax of the eval */
+    CHECK(rf_session_embed(r.s, tokens, 5, RF_POOL_LAST, out, &r.err) == RF_ERR_DEVICE && rf_session_length(r.s, 0) == 0,
+          "%s", r.err.text);
+    r.d->api = real_api;
+    CHECK(restore(&r, 1, &s) == RF_OK && restore(&r, 0, &s) == RF_OK, "%s", r.err.text);
+    free(copy.data), free(s.data);
+    close_rig(&r);
+}
+
+int main(int argc, char **argv) {
+    RFT_BEGIN(argc, argv);
+    RUN(test_hidden);
+    RUN(test_same_bits);
+    RUN(test_damage);
+    RUN(test_other_models);
+    RUN(test_faults);
+    RFT_END();
+}
