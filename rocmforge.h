@@ -3410,24 +3410,26 @@ static void rfi_portable_codebook(const int8_t list[16], const uint8_t q[16], in
 #define RFI_EIGHT(x) (0x0101010101010101u * (uint64_t)(x))
 RFI_INLINE uint64_t rfi_eight_less(uint64_t v, uint32_t n) { return (v + RFI_EIGHT(128 - n)) ^ RFI_EIGHT(128); }
 RFI_INLINE void rfi_eight_put(int8_t *q, uint64_t v) { memcpy(q, &v, sizeof v); }
-/* The pairs of bits, and the bits, of a number as bytes. */
+/* The pairs of bits, and the bits, of a number as bytes. Shifts and sums alone: compilers do several at once. */
 RFI_INLINE uint64_t rfi_eight_pairs(uint64_t v) {
     v = (v | v << 24) & 0x000000ff000000ffu;
     v = (v | v << 12) & 0x000f000f000f000fu;
     return (v | v << 6) & RFI_EIGHT(3);
 }
-RFI_INLINE uint64_t rfi_eight_bits(uint32_t bits) {
-    return ((RFI_EIGHT(bits) & 0x8040201008040201u) + RFI_EIGHT(127)) >> 7 & RFI_EIGHT(1);
+RFI_INLINE uint64_t rfi_eight_bits(uint64_t v) {
+    v = (v | v << 28) & 0x0000000f0000000fu;
+    v = (v | v << 14) & 0x0003000300030003u;
+    return (v | v << 7) & RFI_EIGHT(1);
 }
 /* v with the sign changed where signs has a bit; v is never 0. */
-RFI_INLINE uint64_t rfi_eight_signed(uint64_t v, uint32_t signs) {
+RFI_INLINE uint64_t rfi_eight_signed(uint64_t v, uint64_t signs) {
     const uint64_t one = rfi_eight_bits(signs);
-    return (v ^ one * 255) + one;
+    return (v ^ ((one << 8) - one)) + one;
 }
 /* The low 7 bits and their parity. */
-RFI_INLINE uint32_t rfi_with_parity(uint32_t signs) {
+RFI_INLINE uint64_t rfi_with_parity(uint64_t signs) {
     signs &= 127;
-    uint32_t x = signs ^ signs >> 4;
+    uint64_t x = signs ^ signs >> 4;
     x ^= x >> 2;
     return signs | ((x ^ x >> 1) & 1) << 7;
 }
@@ -3495,114 +3497,141 @@ RFI_INLINE void rfi_expand_nvfp4(rfi_codebook_fn codebook, const rfi_block_nvfp4
     }
 }
 
-/* A run of a list of 8, 25, 43 with its signs. */
-RFI_INLINE void rfi_expand_run2(const uint16_t *list, uint32_t place, uint32_t signs, int8_t *q) {
-    const uint64_t digits = rfi_eight_pairs(list[place]);
-    rfi_eight_put(q, rfi_eight_signed(RFI_EIGHT(8) + 17 * digits + (digits >> 1 & RFI_EIGHT(1)), signs));
-}
-
 RFI_INLINE float rfi_half_scale(float d, uint32_t scale) { return d * (0.5f + (float)scale); }
+
+/* 32 runs of 8 digits, 0 to 2 for 8, 25, 43, with their signs; or seven signs and their parity. */
+RFI_INLINE void rfi_expand_runs2(const uint64_t run[32], const uint64_t signs[32], int parity, int8_t *q) {
+    uint64_t out[32];
+    for (int i = 0; i < 32; i++) {
+        const uint64_t digits = rfi_eight_pairs(run[i]);
+        out[i] = rfi_eight_signed(RFI_EIGHT(8) + (digits << 4) + digits + (digits >> 1 & RFI_EIGHT(1)),
+                                  parity ? rfi_with_parity(signs[i]) : signs[i]);
+    }
+    memcpy(q, out, sizeof out);
+}
 
 RFI_INLINE void rfi_expand_iq2_xxs(const rfi_block_iq2_xxs *b, int8_t *q, float *s) {
     const float d = rfi_load_f16(b->d);
+    uint64_t run[32], signs[32];
     for (uint32_t g = 0; g < 8; g++) {
-        const uint32_t signs = rfi_load_u32(b->group[g].signs);
-        s[g] = rfi_half_scale(d, signs >> 28) * 0.25f;
-        for (uint32_t i = 0; i < 4; i++, q += 8)
-            rfi_expand_run2(rfi_iq2_xxs_runs, b->group[g].q[i], rfi_with_parity(signs >> 7 * i), q);
+        const uint32_t bits = rfi_load_u32(b->group[g].signs);
+        s[g] = rfi_half_scale(d, bits >> 28) * 0.25f;
+        for (uint32_t i = 0; i < 4; i++) {
+            run[4 * g + i] = rfi_iq2_xxs_runs[b->group[g].q[i]];
+            signs[4 * g + i] = bits >> 7 * i;
+        }
     }
+    rfi_expand_runs2(run, signs, 1, q);
 }
 
 RFI_INLINE void rfi_expand_iq2_xs(const rfi_block_iq2_xs *b, int8_t *q, float *s) {
     const float d = rfi_load_f16(b->d);
+    uint64_t run[32], signs[32];
     for (uint32_t i = 0; i < 16; i++) s[i] = rfi_half_scale(d, rfi_nibble(b->scales, i)) * 0.25f;
     for (uint32_t i = 0; i < 32; i++) {
-        const uint32_t run = rfi_load_u16(b->q + 2 * i);
-        rfi_expand_run2(rfi_iq2_xs_runs, run & 511, rfi_with_parity(run >> 9), q + 8 * i);
+        const uint32_t v = rfi_load_u16(b->q + 2 * i);
+        run[i] = rfi_iq2_xs_runs[v & 511], signs[i] = v >> 9;
     }
+    rfi_expand_runs2(run, signs, 1, q);
 }
 
 RFI_INLINE void rfi_expand_iq2_s(const rfi_block_iq2_s *b, int8_t *q, float *s) {
     const float d = rfi_load_f16(b->d);
+    uint64_t run[32], signs[32];
     for (uint32_t i = 0; i < 16; i++) s[i] = rfi_half_scale(d, rfi_nibble(b->scales, i)) * 0.25f;
     for (uint32_t i = 0; i < 32; i++) {
         const uint32_t high = b->high[i >> 2] >> 2 * (i & 3) & 3;
-        rfi_expand_run2(rfi_iq2_s_runs, b->q[i] | high << 8, b->signs[i], q + 8 * i);
+        run[i] = rfi_iq2_s_runs[b->q[i] | high << 8], signs[i] = b->signs[i];
     }
+    rfi_expand_runs2(run, signs, 0, q);
 }
 
-/* Two runs of 4 as 8 bytes: digits of 3 bits. */
-RFI_INLINE uint64_t rfi_eight_threes(uint32_t a, uint32_t b) {
-    const uint64_t v = a | (uint64_t)b << 32;
-    return (v & 0x0000000700000007u) | (v << 5 & 0x0000070000000700u) | (v << 10 & 0x0007000000070000u) |
-           (v << 15 & 0x0700000007000000u);
+/* 32 pairs of runs of 4 digits of 3 bits, the second in the upper 32 bits, with their signs: of IQ3_XXS 4, 12, 20 ..
+ * 52, 62, and seven signs; of IQ3_S 1, 3 .. 15. */
+RFI_INLINE void rfi_expand_runs3(uint32_t type, const uint64_t run[32], const uint64_t signs[32], int8_t *q) {
+    const int xxs = type == RF_TYPE_IQ3_XXS;
+    uint64_t out[32];
+    for (int i = 0; i < 32; i++) {
+        uint64_t v = run[i];
+        v = (v & 0x0000000700000007u) | (v << 5 & 0x0000070000000700u) | (v << 10 & 0x0007000000070000u) |
+            (v << 15 & 0x0700000007000000u);
+        const uint64_t last = v & v >> 1 & v >> 2 & RFI_EIGHT(1);
+        v = xxs ? (v << 3) + RFI_EIGHT(4) + (last << 1) : (v << 1) + RFI_EIGHT(1);
+        out[i] = rfi_eight_signed(v, xxs ? rfi_with_parity(signs[i]) : signs[i]);
+    }
+    memcpy(q, out, sizeof out);
 }
 
 RFI_INLINE void rfi_expand_iq3_xxs(const rfi_block_iq3_xxs *b, int8_t *q, float *s) {
     const float d = rfi_load_f16(b->d);
+    uint64_t run[32], signs[32];
     for (uint32_t g = 0; g < 8; g++) {
-        const uint32_t signs = rfi_load_u32(b->signs + 4 * g);
-        s[g] = rfi_half_scale(d, signs >> 28) * 0.5f;
-        for (uint32_t i = 0; i < 4; i++, q += 8) { /* 4, 12, 20 .. 52, 62 */
-            const uint8_t *run = b->q + 8 * g + 2 * i;
-            const uint64_t v = rfi_eight_threes(rfi_iq3_xxs_runs[run[0]], rfi_iq3_xxs_runs[run[1]]);
-            const uint64_t last = v & v >> 1 & v >> 2 & RFI_EIGHT(1);
-            rfi_eight_put(q, rfi_eight_signed(8 * v + RFI_EIGHT(4) + 2 * last, rfi_with_parity(signs >> 7 * i)));
+        const uint32_t bits = rfi_load_u32(b->signs + 4 * g);
+        s[g] = rfi_half_scale(d, bits >> 28) * 0.5f;
+        for (uint32_t i = 4 * g; i < 4 * g + 4; i++) {
+            run[i] = rfi_iq3_xxs_runs[b->q[2 * i]] | (uint64_t)rfi_iq3_xxs_runs[b->q[2 * i + 1]] << 32;
+            signs[i] = bits >> 7 * (i & 3);
         }
     }
+    rfi_expand_runs3(RF_TYPE_IQ3_XXS, run, signs, q);
 }
 
 RFI_INLINE void rfi_expand_iq3_s(const rfi_block_iq3_s *b, int8_t *q, float *s) {
     const float d = rfi_load_f16(b->d);
-    for (uint32_t g = 0; g < 8; g++) {
-        s[g] = d * (float)(1 + 2 * rfi_nibble(b->scales, g));
-        for (uint32_t i = 0; i < 4; i++, q += 8) { /* 1, 3 .. 15 */
-            const uint8_t *run = b->q + 8 * g + 2 * i;
-            const uint32_t high = (uint32_t)b->high[g] >> 2 * i;
-            const uint64_t v = rfi_eight_threes(rfi_iq3_s_runs[run[0] | (high & 1) << 8],
-                                                rfi_iq3_s_runs[run[1] | (high & 2) << 7]);
-            rfi_eight_put(q, rfi_eight_signed(2 * v + RFI_EIGHT(1), b->signs[4 * g + i]));
-        }
+    uint64_t run[32], signs[32];
+    for (uint32_t g = 0; g < 8; g++) s[g] = d * (float)(1 + 2 * rfi_nibble(b->scales, g));
+    for (uint32_t i = 0; i < 32; i++) {
+        const uint32_t high = (uint32_t)b->high[i >> 2] >> 2 * (i & 3);
+        run[i] = rfi_iq3_s_runs[b->q[2 * i] | (high & 1) << 8] |
+                 (uint64_t)rfi_iq3_s_runs[b->q[2 * i + 1] | (high & 2) << 7] << 32;
+        signs[i] = b->signs[i];
     }
+    rfi_expand_runs3(RF_TYPE_IQ3_S, run, signs, q);
 }
 
-/* A run of -1, 0, 1 times 8, plus or minus 1: high holds the upper 3 bits of its place, and in bit 3 whether minus. */
-RFI_INLINE void rfi_expand_run1(uint32_t low, uint32_t high, int8_t *q) {
-    const uint64_t digits = rfi_eight_pairs(rfi_iq1_runs[low | (high & 7) << 8]);
-    rfi_eight_put(q, rfi_eight_less(8 * digits, high & 8 ? 9 : 7));
+/* 32 runs of 8 of -1, 0, 1 times 8, plus or (down: 2) minus 1. */
+RFI_INLINE void rfi_expand_runs1(const uint64_t run[32], const uint64_t down[32], int8_t *q) {
+    uint64_t out[32];
+    for (int i = 0; i < 32; i++) { /* 128 + 8 * (digit - 1) + 1 - down */
+        const uint64_t less = down[i] | down[i] << 16, eight = (rfi_eight_pairs(run[i]) << 3) + RFI_EIGHT(121);
+        out[i] = (eight - (less | less << 8 | less << 32 | less << 40)) ^ RFI_EIGHT(128);
+    }
+    memcpy(q, out, sizeof out);
 }
 
 RFI_INLINE void rfi_expand_iq1_s(const rfi_block_iq1_s *b, int8_t *q, float *s) {
     const float d = rfi_load_f16(b->d);
-    for (uint32_t g = 0; g < 8; g++) {
-        const uint32_t high = rfi_load_u16(b->high + 2 * g);
-        s[g] = d * (float)(2 * (high >> 12 & 7) + 1) * 0.125f;
-        for (uint32_t i = 0; i < 4; i++, q += 8)
-            rfi_expand_run1(b->q[4 * g + i], (high >> 3 * i & 7) | (high >> 12 & 8), q);
+    uint64_t run[32], down[32];
+    for (uint32_t i = 0; i < 32; i++) {
+        const uint32_t high = rfi_load_u16(b->high + 2 * (i >> 2));
+        if (i % 4 == 0) s[i >> 2] = d * (float)(2 * (high >> 12 & 7) + 1) * 0.125f;
+        run[i] = rfi_iq1_runs[b->q[i] | (high >> 3 * (i & 3) & 7) << 8];
+        down[i] = high >> 14 & 2;
     }
+    rfi_expand_runs1(run, down, q);
 }
 
 RFI_INLINE void rfi_expand_iq1_m(const rfi_block_iq1_m *b, int8_t *q, float *s) {
     uint32_t scales[4], half = 0;
+    uint64_t run[32], down[32];
     for (int i = 0; i < 4; i++) {
         scales[i] = rfi_load_u16(b->scales + 2 * i);
         half |= scales[i] >> 12 << 4 * i;
     }
     const float d = rfi_f16_to_f32((uint16_t)half);
     for (uint32_t i = 0; i < 16; i++) s[i] = d * (float)(2 * (scales[i >> 2] >> 3 * (i & 3) & 7) + 1) * 0.125f;
-    for (uint32_t i = 0; i < 32; i++) rfi_expand_run1(b->q[i], rfi_nibble(b->high, i), q + 8 * i);
+    for (uint32_t i = 0; i < 32; i++) {
+        const uint32_t high = rfi_nibble(b->high, i);
+        run[i] = rfi_iq1_runs[b->q[i] | (high & 7) << 8];
+        down[i] = high >> 2 & 2;
+    }
+    rfi_expand_runs1(run, down, q);
 }
 
-/* Digit n of base 3 of a byte that holds a fraction. */
-RFI_INLINE int8_t rfi_third(uint8_t byte, int n) {
-    static const uint8_t powers[5] = {1, 3, 9, 27, 81};
-    return (int8_t)(((uint8_t)(byte * powers[n]) * 3 >> 8) - 1);
-}
-
-RFI_INLINE void rfi_expand_tq1_0(const rfi_block_tq1_0 *b, int8_t *q) {
-    for (int n = 0; n < 5; n++)
-        for (int i = 0; i < 48; i++) q[i < 32 ? n * 32 + i : 128 + n * 16 + i] = rfi_third(b->q[i], n);
-    for (int i = 0; i < 16; i++) q[240 + i] = rfi_third(b->qh[i & 3], i >> 2);
+/* Digits of base 3, n of them, of bytes that hold fractions: the first of all bytes, the second of all bytes .. */
+RFI_INLINE void rfi_expand_thirds(const uint8_t *p, uint32_t n_bytes, uint32_t n, int8_t *q) {
+    for (uint32_t power = 1; n--; power *= 3)
+        for (uint32_t i = 0; i < n_bytes; i++) *q++ = (int8_t)((p[i] * power % 256 * 3 >> 8) - 1);
 }
 
 /* A block to its q, s and m; type and codebook are constants. */
@@ -3629,7 +3658,9 @@ RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, const 
     case RF_TYPE_IQ1_S: rfi_expand_iq1_s((const rfi_block_iq1_s *)p, q, s); break;
     case RF_TYPE_IQ1_M: rfi_expand_iq1_m((const rfi_block_iq1_m *)p, q, s); break;
     case RF_TYPE_TQ1_0:
-        rfi_expand_tq1_0((const rfi_block_tq1_0 *)p, q);
+        rfi_expand_thirds(bytes, 32, 5, q);
+        rfi_expand_thirds(bytes + 32, 16, 5, q + 160);
+        rfi_expand_thirds(bytes + 48, 4, 4, q + 240);
         d = rfi_load_f16(bytes + 52), n_scales = 8;
         break;
     case RF_TYPE_TQ2_0:
@@ -7201,23 +7232,96 @@ RFI_KERNELS(scalar, scalar, "portable C")
 
 #define RFI_256 __attribute__((target("avx2,fma,f16c")))
 
+RFI_INLINE RFI_256 __m256i rfi_256_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+RFI_INLINE RFI_256 __m128i rfi_128_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
+RFI_INLINE RFI_256 float rfi_256_f16(const void *p) { return _cvtsh_ss(rfi_load_u16(p)); }
+
 static RFI_256 void rfi_256_codebook(const int8_t list[16], const uint8_t q[16], int8_t low[16], int8_t high[16]) {
-    const __m128i values = _mm_loadu_si128((const __m128i *)(const void *)list), mask = _mm_set1_epi8(15);
-    const __m128i v = _mm_loadu_si128((const __m128i *)(const void *)q);
-    const __m128i a = _mm_shuffle_epi8(values, _mm_and_si128(v, mask));
-    const __m128i b = _mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(v, 4), mask));
-    _mm_storeu_si128((__m128i *)(void *)low, a), _mm_storeu_si128((__m128i *)(void *)high, b);
+    const __m128i values = rfi_128_load(list), mask = _mm_set1_epi8(15), v = rfi_128_load(q);
+    _mm_storeu_si128((__m128i *)(void *)low, _mm_shuffle_epi8(values, _mm_and_si128(v, mask)));
+    _mm_storeu_si128((__m128i *)(void *)high, _mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(v, 4), mask)));
 }
-RFI_EXPANDER(256, RFI_256, rfi_256_codebook, IQ4_NL, EXPANDED_32)
-RFI_EXPANDER(256, RFI_256, rfi_256_codebook, IQ4_XS, EXPANDED_32)
-RFI_EXPANDER(256, RFI_256, rfi_256_codebook, MXFP4, EXPANDED_32)
-RFI_EXPANDER(256, RFI_256, rfi_256_codebook, Q2_K, EXPANDED_MIN)
-RFI_EXPANDER(256, RFI_256, rfi_256_codebook, Q3_K, EXPANDED_16)
+
+static RFI_256 void rfi_256_expand_IQ4_NL(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    for (uint32_t b = 0; b < n_blocks; b++, p += RFI_BYTES_IQ4_NL) {
+        e->s[b] = rfi_256_f16(p);
+        rfi_256_codebook(rfi_iq4_list, p + 2, e->q + 32 * b, e->q + 32 * b + 16);
+    }
+}
+
+static RFI_256 void rfi_256_expand_IQ4_XS(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    const rfi_block_iq4_xs *b = (const rfi_block_iq4_xs *)p;
+    const __m256i low = _mm256_srlv_epi32(_mm256_set1_epi32((int)rfi_load_u32(b->scales_low)),
+                                          _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0));
+    const __m256i high = _mm256_srlv_epi32(_mm256_set1_epi32(rfi_load_u16(b->scales_high) << 4),
+                                           _mm256_set_epi32(14, 12, 10, 8, 6, 4, 2, 0));
+    const __m256i scale = _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi32(15)),
+                                          _mm256_and_si256(high, _mm256_set1_epi32(0x30)));
+    const __m256 s = _mm256_cvtepi32_ps(_mm256_sub_epi32(scale, _mm256_set1_epi32(32)));
+    RFI_UNUSED(n_blocks);
+    _mm256_storeu_ps(e->s, _mm256_mul_ps(s, _mm256_set1_ps(rfi_256_f16(b->d))));
+    for (int g = 0; g < 8; g++) rfi_256_codebook(rfi_iq4_list, b->q + 16 * g, e->q + 32 * g, e->q + 32 * g + 16);
+}
+
+/* As rfi_expand_pairs. */
+RFI_INLINE RFI_256 void rfi_256_expand_pairs(const uint8_t *p, const uint8_t *high, int n, int8_t *q) {
+    const __m256i less = _mm256_set1_epi8((char)n), third = high ? rfi_256_load(high) : less;
+    for (int h = 0; h < 2; h++) {
+        const __m256i pairs = rfi_256_load(p + 32 * h);
+        for (int k = 0; k < 4; k++, q += 32) {
+            const int bit = 4 * h + k;
+            __m256i v = _mm256_and_si256(_mm256_srli_epi16(pairs, 2 * k), _mm256_set1_epi8(3));
+            if (high) {
+                const __m256i t = bit < 2 ? _mm256_slli_epi16(third, 2 - bit) : _mm256_srli_epi16(third, bit - 2);
+                v = _mm256_sub_epi8(_mm256_or_si256(v, _mm256_and_si256(t, _mm256_set1_epi8(4))), less);
+            }
+            _mm256_storeu_si256((__m256i *)(void *)q, v);
+        }
+    }
+}
+
+/* 16 small numbers times d. */
+RFI_INLINE RFI_256 void rfi_256_times(__m128i v, float d, float *s) {
+    const __m256 a = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v));
+    const __m256 b = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(v, v)));
+    _mm256_storeu_ps(s, _mm256_mul_ps(a, _mm256_set1_ps(d)));
+    _mm256_storeu_ps(s + 8, _mm256_mul_ps(b, _mm256_set1_ps(d)));
+}
+
+static RFI_256 void rfi_256_expand_Q2_K(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    const rfi_block_q2_k *b = (const rfi_block_q2_k *)p;
+    const __m128i scales = rfi_128_load(b->scales), four = _mm_set1_epi8(15);
+    RFI_UNUSED(n_blocks);
+    rfi_256_times(_mm_and_si128(scales, four), rfi_256_f16(b->d), e->s);
+    rfi_256_times(_mm_and_si128(_mm_srli_epi16(scales, 4), four), -rfi_256_f16(b->dmin), e->m);
+    rfi_256_expand_pairs(b->q, NULL, 0, e->q);
+}
+
+static RFI_256 void rfi_256_expand_Q3_K(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    const rfi_block_q3_k *b = (const rfi_block_q3_k *)p;
+    const uint64_t low = rfi_load_u64(b->scales), four = RFI_EIGHT(15);
+    const __m128i high = _mm_srlv_epi32(_mm_set1_epi32((int)rfi_load_u32(b->scales + 8)), _mm_set_epi32(6, 4, 2, 0));
+    const __m128i v = _mm_or_si128(_mm_set_epi64x((long long)(low >> 4 & four), (long long)(low & four)),
+                                   _mm_slli_epi16(_mm_and_si128(high, _mm_set1_epi8(3)), 4));
+    RFI_UNUSED(n_blocks);
+    rfi_256_times(_mm_sub_epi8(v, _mm_set1_epi8(32)), rfi_256_f16(b->d), e->s);
+    rfi_256_expand_pairs(b->q, b->high, 4, e->q);
+}
+
+#define RFI_256_EXPANDER(TYPE, kind) RFI_EXPANDER(256, RFI_256, rfi_256_codebook, TYPE, kind)
+RFI_256_EXPANDER(MXFP4, EXPANDED_32)   RFI_256_EXPANDER(NVFP4, EXPANDED_16)   RFI_256_EXPANDER(IQ3_XXS, EXPANDED_32)
+RFI_256_EXPANDER(IQ3_S, EXPANDED_32)   RFI_256_EXPANDER(IQ2_XXS, EXPANDED_32) RFI_256_EXPANDER(IQ2_XS, EXPANDED_16)
+RFI_256_EXPANDER(IQ2_S, EXPANDED_16)   RFI_256_EXPANDER(IQ1_S, EXPANDED_32)   RFI_256_EXPANDER(IQ1_M, EXPANDED_16)
+RFI_256_EXPANDER(TQ1_0, EXPANDED_32)   RFI_256_EXPANDER(TQ2_0, EXPANDED_32)   RFI_256_EXPANDER(Q1_0, EXPANDED_32)
+RFI_256_EXPANDER(Q2_0, EXPANDED_32)
 
 static rfi_expand_fn rfi_256_expander(uint32_t type) {
-    return type == RF_TYPE_IQ4_NL ? rfi_256_expand_IQ4_NL : type == RF_TYPE_IQ4_XS ? rfi_256_expand_IQ4_XS
-         : type == RF_TYPE_MXFP4 ? rfi_256_expand_MXFP4 : type == RF_TYPE_Q2_K ? rfi_256_expand_Q2_K
-         : type == RF_TYPE_Q3_K ? rfi_256_expand_Q3_K : rfi_expansions[type].expand;
+    static const rfi_expand_fn expand[RF_TYPE_COUNT] = {
+#define RFI_EXPANSION(TYPE, kind) [RF_TYPE_##TYPE] = rfi_256_expand_##TYPE,
+        RFI_EXPANDED_TYPES(RFI_EXPANSION)
+#undef RFI_EXPANSION
+    };
+    return expand[type];
 }
 
 /* ---- AVX-512 with VNNI: 16 rows at once ---- */
@@ -7743,8 +7847,6 @@ RFI_QUANT_TYPES(avx512, RFI_512, 16, 2, 6)
 RFI_KERNELS(avx512, avx512, "avx512-vnni")
 
 /* ---- AVX2 with FMA and F16C: 8 rows at once ---- */
-
-RFI_INLINE RFI_256 __m256i rfi_256_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 
 /* 16 bytes each of two addresses. */
 RFI_INLINE RFI_256 __m256i rfi_256_pick(const void *a, const void *b) {
@@ -8478,10 +8580,12 @@ static RFI_NEON void rfi_neon_codebook(const int8_t list[16], const uint8_t q[16
 RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, IQ4_NL, EXPANDED_32)
 RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, IQ4_XS, EXPANDED_32)
 RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, MXFP4, EXPANDED_32)
+RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, NVFP4, EXPANDED_16)
 
 static rfi_expand_fn rfi_neon_expander(uint32_t type) {
     return type == RF_TYPE_IQ4_NL ? rfi_neon_expand_IQ4_NL : type == RF_TYPE_IQ4_XS ? rfi_neon_expand_IQ4_XS
-         : type == RF_TYPE_MXFP4 ? rfi_neon_expand_MXFP4 : rfi_expansions[type].expand;
+         : type == RF_TYPE_MXFP4 ? rfi_neon_expand_MXFP4 : type == RF_TYPE_NVFP4 ? rfi_neon_expand_NVFP4
+         : rfi_expansions[type].expand;
 }
 
 RFI_INLINE RFI_NEON float32x4_t rfi_neon_load(uint32_t type, const void *p, uint64_t i) {

@@ -84,6 +84,12 @@ REF_FN void ref_k_scale(const uint8_t *s, int j, int *scale, int *min) {
     *min = j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | (s[j] >> 6) << 4;
 }
 
+/* 4-bit floats: a sign, 2 bits of exponent, 1 of fraction */
+REF_FN double ref_fp4(int q) {
+    int e = q >> 1 & 3, m = q & 1;
+    return (q & 8 ? -1 : 1) * (e ? ldexp(1 + 0.5 * m, e - 1) : 0.5 * m);
+}
+
 /* one block; returns its elements */
 REF_FN uint32_t ref_block(uint32_t type, const uint8_t *p, double *out) {
     double d = ref_half(p), m = type == RF_TYPE_Q4_1 || type == RF_TYPE_Q5_1 ? ref_half(p + 2) : 0;
@@ -130,6 +136,21 @@ REF_FN uint32_t ref_block(uint32_t type, const uint8_t *p, double *out) {
             out[e] = ref_half(p + 208) * sc * ((low | high << 4) - 32);
         }
         return 256;
+    case RF_TYPE_Q2_K:
+        for (int e = 0; e < 256; e++) {
+            int q = p[16 + e / 128 * 32 + e % 32] >> 2 * (e / 32 % 4) & 3;
+            out[e] = ref_half(p + 80) * (p[e / 16] & 15) * q - ref_half(p + 82) * (p[e / 16] >> 4);
+        }
+        return 256;
+    case RF_TYPE_MXFP4:
+        for (int e = 0; e < 32; e++) out[e] = ldexp(ref_fp4(e < 16 ? p[1 + e] & 15 : p[1 + e - 16] >> 4), p[0] - 127);
+        return 32;
+    case RF_TYPE_NVFP4: /* scales of 4 bits of exponent, 3 of fraction */
+        for (int e = 0; e < 64; e++) {
+            int q = p[4 + e / 16 * 8 + e % 8], s = p[e / 16];
+            out[e] = ldexp(s < 8 ? s : 8 + s % 8, s < 8 ? -9 : s / 8 - 10) * ref_fp4(e % 16 < 8 ? q & 15 : q >> 4);
+        }
+        return 64;
     default: ref_die("tensor type %u", type);
     }
 }

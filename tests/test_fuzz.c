@@ -470,11 +470,13 @@ static void small_bpe(mg_gguf *w) {
     mg_kv_u32(w, "tokenizer.ggml.eos_token_id", 2);
 }
 
-#define N_MODELS 24
-/* A tiny model; K-quants only in the embedding, whose rows must be long then. The last two have experts. */
+#define N_MODELS 30
+/* A tiny model; types of large blocks only in the embedding, whose rows must be long then. The last two have experts. */
 static mg_buf model_seed(int i) {
     static const uint32_t types[] = {MG_F32, MG_F16, MG_BF16, MG_Q4_0, MG_Q4_1, MG_Q5_0, MG_Q5_1, MG_Q8_0,
-                                     MG_Q4_K, MG_Q5_K, MG_Q6_K};
+                                     MG_Q4_K, MG_Q5_K, MG_Q6_K, MG_IQ4_NL, MG_IQ4_XS, MG_MXFP4, MG_NVFP4, MG_Q2_K,
+                                     MG_Q3_K, MG_IQ3_XXS, MG_IQ3_S, MG_IQ2_XXS, MG_IQ2_XS, MG_IQ2_S, MG_IQ1_S,
+                                     MG_IQ1_M, MG_TQ1_0, MG_TQ2_0, MG_Q1_0, MG_Q2_0};
     static const char *const archs[] = {"llama", "qwen2", "qwen3"};
     static const char *const with_experts[] = {"qwen3moe", "glm4moe"};
     static const char *const scalings[] = {NULL, "linear", "yarn", "none"};
@@ -483,7 +485,7 @@ static mg_buf model_seed(int i) {
     mg_block(type, &elements, &bytes);
     uint32_t n_embd = elements == 1 ? 4 : elements;
     const int moe = i >= N_MODELS - 2;
-    mg_llama(&file, &(mg_options){.arch = moe ? with_experts[i % 2] : archs[i % 3], .type = elements == 256 ? MG_F32 : type, .use_embd = 1,
+    mg_llama(&file, &(mg_options){.arch = moe ? with_experts[i % 2] : archs[i % 3], .type = elements > 32 ? MG_F32 : type, .use_embd = 1,
                                   .embd_type = type, .no_vocab = 1, .more_kv = i % 2 ? small_bpe : small_spm,
                                   .n_embd = n_embd, .n_heads = 2, .n_kv_heads = 1 + (uint32_t)(i & 1),
                                   .head_dim = elements == 32 ? 16 : 2, .n_ff = elements == 32 ? 32 : 3,

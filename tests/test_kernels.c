@@ -317,6 +317,22 @@ static void test_dequantize_golden(void) {
     CHECK(n_types == RFI_COUNT(all_types) - 1, "%d", n_types);
 }
 
+/* Each list of runs in full, of which the golden blocks leave gaps: sorted, and a digest of all digits. */
+static void test_run_lists(void) {
+    static const struct { const uint16_t *run; uint32_t n, digits, bits; uint64_t digest; } lists[] = {
+        {rfi_iq2_xxs_runs, 256, 8, 2, 0xab05d880babe6823u}, {rfi_iq2_xs_runs, 512, 8, 2, 0x6853eeeddb7ea013u}, {rfi_iq2_s_runs, 1024, 8, 2, 0x2c1955b62f3d75bdu},
+        {rfi_iq1_runs, 2048, 8, 2, 0xec28b6368f0c62e0u},    {rfi_iq3_xxs_runs, 256, 4, 3, 0xe94d0633d4024cd5u}, {rfi_iq3_s_runs, 512, 4, 3, 0x5d10ecbdf51ec43bu}};
+    for (size_t t = 0; t < RFI_COUNT(lists); t++) {
+        uint64_t digest = 0xcbf29ce484222325u; /* FNV-1a over the digits */
+        for (uint32_t i = 0; i < lists[t].n; i++) {
+            CHECK(i == 0 || lists[t].run[i] > lists[t].run[i - 1], "list %zu is not sorted at %u", t, i);
+            for (uint32_t d = 0; d < lists[t].digits; d++)
+                digest = (digest ^ (lists[t].run[i] >> d * lists[t].bits & ((1u << lists[t].bits) - 1))) * 0x100000001b3u;
+        }
+        CHECK(digest == lists[t].digest, "list %zu: digest %llx", t, (unsigned long long)digest);
+    }
+}
+
 /* ---- half precision ---- */
 
 static void test_f16(void) {
@@ -804,6 +820,7 @@ int main(int argc, char **argv) {
     RUN(test_types);
     RUN(test_dequantize_arguments);
     RUN(test_dequantize_random);
+    RUN(test_run_lists);
     RUN_IF(have_goldens(argv[0]), test_dequantize_golden, "no ../shared/zoo");
     RUN(test_f16);
     RUN(test_bf16);

@@ -21,7 +21,8 @@ static const struct {
     uint32_t id;
     const char *name;
 } types[] = {{MG_F32, "f32"},   {MG_F16, "f16"},   {MG_BF16, "bf16"}, {MG_Q4_0, "q4_0"}, {MG_Q4_1, "q4_1"}, {MG_Q5_0, "q5_0"},
-             {MG_Q5_1, "q5_1"}, {MG_Q8_0, "q8_0"}, {MG_Q4_K, "q4_K"}, {MG_Q5_K, "q5_K"}, {MG_Q6_K, "q6_K"}};
+             {MG_Q5_1, "q5_1"}, {MG_Q8_0, "q8_0"}, {MG_Q4_K, "q4_K"}, {MG_Q5_K, "q5_K"}, {MG_Q6_K, "q6_K"},
+             {MG_Q2_K, "q2_K"}, {MG_NVFP4, "nvfp4"}, {MG_MXFP4, "mxfp4"}};
 
 /* ---- a model and everything below it ---- */
 
