@@ -5851,6 +5851,10 @@ static void rfi_emit_residual(rfi_builder *b, const rfi_decoder *d, uint32_t in,
 static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     uint32_t dim = b->c->head_dim, heads[2] = {l->n_heads, l->n_kv_heads}, x[2] = {d->q, d->k};
     static const char *const names[2] = {"attn_q_norm", "attn_k_norm"};
+    if (rfi_is(b->c, RFI_LAYER_NORM) && rfi_has(b, "attn_q_norm.weight") && b->result == RF_OK)
+        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0,
+                             "%s: blk.%d.attn_q_norm.weight: norms of heads in a %s model are not supported",
+                             rfi_gguf_path(b->g), (int)b->layer, b->c->arch->name);
     for (int i = 0; i < 2; i++)
         if (rfi_is(b->c, RFI_QK_NORM_WIDE))
             rfi_emit_norm(b, RF_ROWS_TOKENS, x[i], x[i], names[i], (uint64_t)heads[i] * dim, 1, 0);
@@ -6018,10 +6022,10 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     uint32_t attention_in = d->xn, ffn_in = d->xn;
     if (rfi_is(c, RFI_NO_PRE_NORM)) attention_in = ffn_in = d->x;
     else rfi_emit_norm(b, rows, d->xn, d->x, "attn_norm", n_embd, 1, 0);
-    if (parallel && rfi_has(b, "attn_norm_2.weight")) { /* attention has a norm of its own */
+    if (c->parallel && rfi_has(b, "attn_norm_2.weight")) { /* attention has a norm of its own */
         rfi_emit_norm(b, rows, d->xn2, d->x, "attn_norm_2", n_embd, 1, 0);
         attention_in = d->xn2;
-    } else if (parallel && has_ffn_norm) {
+    } else if (c->parallel && rfi_is(c, RFI_PARALLEL_KEY)) {
         rfi_emit_norm(b, rows, d->xn2, d->x, "ffn_norm", n_embd, 1, 0);
         ffn_in = d->xn2;
     }
@@ -6152,6 +6156,23 @@ static const rfi_arch rfi_archs[] = {
     {.name = "mistral3", .traits = RFI_TEMPERATURE, .emit = rfi_emit_decoder},
     {.name = "smollm3", .emit = rfi_emit_decoder, .no_rope_period = 4},
     {.name = "granite", .traits = RFI_SCALES | RFI_ROPE_SWITCH, .emit = rfi_emit_decoder},
+    {.name = "olmo2",
+     .traits = RFI_NEOX | RFI_QK_NORM_WIDE | RFI_NO_PRE_NORM | RFI_POST_NORM,
+     .emit = rfi_emit_decoder,
+     .window_period = 4},
+    {.name = "command-r", .traits = RFI_LAYER_NORM | RFI_PARALLEL | RFI_LOGITS_TIMES, .emit = rfi_emit_decoder},
+    {.name = "stablelm", .traits = RFI_NEOX | RFI_LAYER_NORM | RFI_PARALLEL_BARE, .emit = rfi_emit_decoder},
+    {.name = "starcoder2", .traits = RFI_NEOX | RFI_LAYER_NORM | RFI_GELU | RFI_NO_GATE, .emit = rfi_emit_decoder},
+    {.name = "phi2",
+     .traits = RFI_NEOX | RFI_LAYER_NORM | RFI_PARALLEL | RFI_GELU | RFI_NO_GATE,
+     .emit = rfi_emit_decoder},
+    {.name = "gptneox",
+     .traits = RFI_NEOX | RFI_LAYER_NORM | RFI_PARALLEL_KEY | RFI_GELU | RFI_NO_GATE,
+     .emit = rfi_emit_decoder},
+    {.name = "gpt2", .traits = RFI_LAYER_NORM | RFI_POSITIONS | RFI_GELU | RFI_NO_GATE, .emit = rfi_emit_decoder},
+    {.name = "falcon",
+     .traits = RFI_NEOX | RFI_LAYER_NORM | RFI_PARALLEL | RFI_GELU | RFI_NO_GATE,
+     .emit = rfi_emit_decoder},
     {.name = "qwen3moe", .traits = RFI_NEOX | RFI_QK_NORM, .emit = rfi_emit_decoder, .moe = &rfi_moe_qwen3},
     {.name = "granitemoe", .traits = RFI_SCALES | RFI_ROPE_SWITCH, .emit = rfi_emit_decoder, .moe = &rfi_moe_granite},
     {.name = "gpt-oss",

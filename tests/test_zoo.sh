@@ -4,7 +4,8 @@
 
 zoo=${ZOO:-../shared/zoo}
 cli=$build/rocmforge_cli
-architectures='llama qwen2 qwen3 gemma2 gemma3 phi3 glm4 mistral3 smollm3 granite qwen3moe glm4moe granitemoe gpt-oss'
+architectures='llama qwen2 qwen3 gemma2 gemma3 phi3 glm4 mistral3 smollm3 granite olmo2 command-r stablelm
+    starcoder2 phi2 gptneox gpt2 falcon qwen3moe glm4moe granitemoe gpt-oss'
 # a choice between experts of nearly equal scores may tip with the rounding of a 16-bit cache
 experts='qwen3moe glm4moe granitemoe gpt-oss'
 types='f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k q2_k q3_k iq4_nl iq4_xs mxfp4 nvfp4 iq3_xxs iq3_s iq2_xxs iq2_xs
@@ -48,12 +49,13 @@ for f in sorted(glob.glob(sys.argv[1] + '/golden/*.json')):
     print(os.path.basename(f)[:-5], j['model'], j['arch'], ' '.join(j['tensor_types']).lower())
 EOF
 logits='logits --gguf {model} --tokens {tokens} --out {out} --greedy {gen} --ctx {ctx}'
-for a in $architectures; do
+while read -r name path arch _; do has "$architectures" "$arch" && echo "${name%%-*}- $arch"; done <"$dir/models" | sort -u >"$dir/families"
+while read -r family arch; do
     kv=
-    if has "$experts" "$a"; then kv=' --kv f32'; fi
-    check logits "$logits$kv" "$a-"
-    check long "$logits$kv" "$a-"
-done
+    if has "$experts" "$arch"; then kv=' --kv f32'; fi
+    check logits "$logits$kv" "$family"
+    check long "$logits$kv" "$family"
+done <"$dir/families"
 
 # ---- models: logits of every position, greedy text; 480-token prompts ----
 while read -r name path arch file_types; do
