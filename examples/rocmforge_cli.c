@@ -808,6 +808,77 @@ static void print_tensor(const rf_tensor_info *t, int json) {
            LLU(t->size_bytes), t->file_index, LLU(t->offset_bytes));
 }
 
+static rf_string text_of(const char *s) { return (rf_string){s, s ? strlen(s) : 0}; }
+
+static void print_fact(const char *name, rf_string text, int json) {
+    printf(json ? ", \"%s\": " : "%-20s", name);
+    if (json && text.len) put_json(text.data, text.len);
+    else if (json) printf("null");
+    else if (text.len) put_escaped(stdout, text.data, text.len);
+    else putchar('-');
+    if (!json) putchar('\n');
+}
+
+static void print_count(const char *name, uint64_t n, int json) {
+    printf(json ? ", \"%s\": %llu" : "%-20s%llu\n", name, LLU(n));
+}
+
+/* Tensor types that do not run, with how many tensors have them: "iq2_xs (12), tq1_0 (1)". */
+static int unsupported_types(app *a, uint64_t n_tensors) {
+    uint64_t counts[RF_TYPE_COUNT] = {0};
+    rf_tensor_info t;
+    a->text.len = 0;
+    for (uint64_t i = 0; i < n_tensors; i++)
+        if (rf_gguf_get_tensor(a->g, i, &t) == RF_OK && !rf_type_get(t.type).runs) counts[t.type]++;
+    for (uint32_t type = 0; type < RF_TYPE_COUNT; type++) {
+        if (!counts[type]) continue;
+        TRY(reserve(a, &a->text, 64));
+        a->text.len += (size_t)snprintf(a->text.data + a->text.len, 64, "%s%s (%llu)", a->text.len ? ", " : "",
+                                        rf_type_get(type).name, LLU(counts[type]));
+    }
+    return DONE;
+}
+
+/* Can this version run the file, and what would that take? Of a file that it cannot run the first reason, and all that
+ * can be told apart from it. */
+static int print_support(app *a, const rf_gguf_info *f, int json) {
+    rf_forecast need = {0};
+    rf_error err, tokenizer_err;
+    rf_kv kv;
+    rf_result r = rf_device_open("null", NULL, &a->d, &err);
+    if (r == RF_OK) r = rf_model_open(a->g, a->d, NULL, &a->m, &err);
+    if (r == RF_OK) a->info = rf_model_get_info(a->m);
+    rf_session_desc desc = session_desc(a, 0, 1);
+    if (r == RF_OK) r = rf_model_forecast(a->m, &desc, &need, &err);
+    int runs = r == RF_OK, tokenizes = rf_tokenizer_open(a->g, a->o.pre, &a->own, &tokenizer_err) == RF_OK;
+    rf_tokenizer_info t = rf_tokenizer_get_info(a->own);
+    const char *name = rf_chat_template_name(a->g);
+    if (!name && rf_gguf_find_kv(a->g, "tokenizer.chat_template", &kv) == RF_OK) name = "not recognised";
+    rf_string arch = {0};
+    if (rf_gguf_find_kv(a->g, "general.architecture", &kv) == RF_OK && kv.type == RF_KV_STRING)
+        rf_kv_text(&kv, NULL, &arch);
+    TRY(unsupported_types(a, f->n_tensors));
+    printf(json ? "],\n\"support\": {\"runs\": %s" : "\nsupported           %s\n",
+           json ? (runs ? "true" : "false") : runs ? "yes" : "no");
+    print_fact("reason", text_of(runs ? NULL : err.text), json);
+    print_fact("architecture", arch, json);
+    print_fact("unsupported_types", (rf_string){a->text.data, a->text.len}, json);
+    print_fact("tokenizer", text_of(tokenizes ? t.model : NULL), json);
+    print_fact("pre_tokenizer", text_of(tokenizes ? t.pre : NULL), json);
+    print_fact("tokenizer_error", text_of(tokenizes ? NULL : tokenizer_err.text), json);
+    print_fact("template", text_of(name), json);
+    print_count("tensor_bytes", f->data_bytes, json);
+    if (runs) {
+        print_count("weight_bytes", a->info.weight_bytes, json);
+        print_count("session_tokens", desc.n_ctx, json);
+        print_count("kv_bytes", need.kv_bytes, json);
+        print_count("scratch_bytes", need.scratch_bytes, json);
+        print_count("host_bytes", need.host_bytes, json);
+    }
+    if (json) putchar('}');
+    return DONE;
+}
+
 static int run_inspect(app *a) {
     int json = a->o.json != 0;
     TRY(open_file(a));
@@ -831,7 +902,8 @@ static int run_inspect(app *a) {
         if (json && i) putchar(',');
         print_tensor(&t, json);
     }
-    if (json) puts("]}");
+    TRY(print_support(a, &f, json));
+    if (json) puts("}");
     print_notes(a);
     return DONE;
 }
@@ -1304,7 +1376,7 @@ static int run_devices(app *a) {
 static const command commands[] = {
     {"generate", run_generate, "continue a prompt; the text streams to stdout"},
     {"chat", run_chat, "talk: a line in, an answer out; /reset forgets, /quit leaves"},
-    {"inspect", run_inspect, "print metadata and tensors"},
+    {"inspect", run_inspect, "print metadata, tensors, and whether and with what memory the file runs"},
     {"plan", run_plan, "print what a token computes and what that needs; loads nothing"},
     {"check", run_check, "validate a file: shapes, tokenizer, every value; a device: every op against the CPU"},
     {"tokenize", run_tokenize, "lines of text in, [1,2,3] out; --decode the other way"},
@@ -1369,9 +1441,9 @@ static const flag flags[] = {
     {"--device", TEXT, AT(device), CHECK, 0, 0, 0, "D", "compare this device with the CPU, op by op"},
     {"--threads", COUNT, AT(threads), RUN | CHECK, 0, 0, 256, "N", "of the CPU (0 = one per core)"},
     {"--isa", TEXT, AT(isa), RUN | CHECK, 0, 0, 0, "NAME", "kernels: scalar, avx2, avxvnni, avx512, neon, i8mm"},
-    {"--ctx", COUNT, AT(ctx), RUN | PLAN, 0, 1, 1 << 24, "N", "tokens the context holds"},
-    {"--batch", COUNT, AT(batch), RUN | PLAN, 0, 1, 1 << 16, "N", "rows evaluated at once"},
-    {"--kv", CHOICE, AT(kv), RUN | PLAN, 0, 0, 0, "f16|f32", "keys and values (f16)"},
+    {"--ctx", COUNT, AT(ctx), RUN | PLAN | INSPECT, 0, 1, 1 << 24, "N", "tokens the context holds"},
+    {"--batch", COUNT, AT(batch), RUN | PLAN | INSPECT, 0, 1, 1 << 16, "N", "rows evaluated at once"},
+    {"--kv", CHOICE, AT(kv), RUN | PLAN | INSPECT, 0, 0, 0, "f16|f32", "keys and values (f16)"},
     {"--pre", TEXT, AT(pre), TOKENIZE | WRITE | EMBED, 0, 0, 0, "NAME", "pre-tokenizer (the file's)"},
     {"--help", SWITCH, AT(help), ALL, 0, 0, 0, NULL, "this text"},
 };

@@ -38,7 +38,7 @@ expect 0 version --version
 verdict "version on stdout" grep -q '^rocmforge_cli [0-9]' "$t/out"
 expect 0 help --help
 commands=$(sed -n 's/^  \([a-z][a-z]*\) .*/\1/p' "$t/out")
-for c in generate chat inspect plan check tokenize dequant logits bench; do
+for c in generate chat inspect plan check tokenize dequant embed logits bench; do
     verdict "--help lists $c" sh -c "printf '%s\n' '$commands' | tr ' ' '\n' | grep -qx $c"
     expect 0 "$c --help" $c --help
     verdict "$c --help on stdout only" [ -s "$t/out" ] && verdict "$c --help: stderr" [ ! -s "$t/err" ]
@@ -232,12 +232,47 @@ else:
     assert kv['llama.block_count']['value'] == 6 and kv['tokenizer.ggml.tokens']['count'] == 1024
     assert kv['tokenizer.ggml.add_bos_token']['value'] is True
     assert {t['name']: t['ne'] for t in j['tensors']}['token_embd.weight'] == [256, 1024]
+    assert j['support']['runs'] is True and j['support']['reason'] is None and j['support']['weight_bytes'] > 0
 PY
         verdict "inspect --json ${f##*/} is right" python3 "$t/inspect.py" "$t/out"
     else
         skip "inspect --json" "no python3"
     fi
 done
+
+# does it run, and if not, why: of any file
+expect 0 "inspect a model" inspect $model --ctx 256
+verdict "inspect: it runs" grep -q '^supported  *yes$' "$t/out"
+verdict "inspect: tokenizer" grep -q '^pre_tokenizer  *llama-bpe$' "$t/out"
+verdict "inspect: no template" grep -q '^template  *-$' "$t/out"
+verdict "inspect: memory" grep -q '^kv_bytes  *786432$' "$t/out" # 6 layers, 256 tokens, 4 heads of 32, keys and values, f16
+{
+    printf 'GGUF\003\000\000\000\001\000\000\000\000\000\000\000\002\000\000\000\000\000\000\000'
+    printf '\024\000\000\000\000\000\000\000general.architecture\010\000\000\000\005\000\000\000\000\000\000\000mamba'
+    printf '\027\000\000\000\000\000\000\000tokenizer.chat_template\010\000\000\000\001\000\000\000\000\000\000\000?'
+    printf '\001\000\000\000\000\000\000\000x\001\000\000\000\040\000\000\000\000\000\000\000\030\000\000\000'
+    printf '\000\000\000\000\000\000\000\000'
+    head -c 64 /dev/zero
+} >"$t/unsupported.gguf"
+expect 0 "inspect an unsupported file" inspect "$t/unsupported.gguf"
+verdict "inspect: it does not run" grep -q '^supported  *no$' "$t/out"
+verdict "inspect: why" grep -q "^reason  .*general.architecture .*'mamba' is not supported" "$t/out"
+verdict "inspect: the architecture" grep -q '^architecture  *mamba$' "$t/out"
+verdict "inspect: types" grep -q '^unsupported_types  *i8 (1)$' "$t/out"
+verdict "inspect: an unknown template" grep -q '^template  *not recognised$' "$t/out"
+verdict "inspect: no tokenizer" grep -q '^tokenizer_error  .*tokenizer.ggml.model is missing' "$t/out"
+
+# ---- embed ----
+
+expect 0 "embed" embed --gguf $model --prompt "ROMEO: who is there"
+verdict "embed: a vector of 256" [ "$(tr -cd , <"$t/out" | wc -c)" -eq 255 ]
+cp "$t/out" "$t/mean"
+expect 0 "embed --batch" embed --gguf $model --prompt "ROMEO: who is there" --batch 2
+verdict "embed: whatever the batch size" cmp "$t/out" "$t/mean"
+expect 0 "embed --pooling last" embed --gguf $model --prompt "ROMEO: who is there" --pooling last
+verdict "embed: another pooling, another vector" sh -c "! cmp -s '$t/out' '$t/mean'"
+expect 2 "embed --pooling" embed --gguf $model --prompt a --pooling sum && says "embed --pooling" sum
+expect 1 "embed nothing" embed --gguf $model --prompt "" --bos 0
 
 expect 0 "plan" plan $model
 verdict "plan: matrices" grep -q ' matmul .* blk.5.ffn_down.weight [a-zA-Z0-9_]* \[256,768\]' "$t/out"
