@@ -5303,7 +5303,7 @@ static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err)
     }
     c->local_rope = c->rope;
     if (local_base > 0) c->local_rope.base = local_base;
-    if (local_base > 0 || (c->rope.scaling == RFI_ROPE_YARN && !rfi_is(c, RFI_LOCAL_YARN))) /* it is for long contexts */
+    if (local_base > 0 || (c->rope.scaling == RFI_ROPE_YARN && !rfi_is(c, RFI_LOCAL_YARN))) /* for long contexts */
         c->local_rope = (rfi_rope_config){c->local_rope.base, 1, 0, RFI_ROPE_NONE};
     if (r == RF_OK && c->arch->window_period)
         r = rfi_key_real(g, c->arch, "rope.freq_base_swa", FLT_MIN, c->local_rope.base, 0, &c->local_rope.base, err);

@@ -302,7 +302,7 @@ verdict "dequant: 0.5 -0.5 63.5 -64 0..." [ "$(od -An -v -tx4 -w128 "$t/out")" =
 head -c 33 "$t/block" >"$t/part"
 input=$t/part expect 1 "dequant: part of a block" dequant --type q8_0
 expect 0 "dequant: nothing" dequant --type q4_K
-expect 1 "dequant: a type that does not run" dequant --type iq1_s
+expect 1 "dequant: a type that does not run" dequant --type q8_K
 
 expect 0 "bench" bench --gguf $model -p 8 -n 4 -r 2
 for speed in prompt_tok_s decode_tok_s decode_gb_s prompt_gops decode_gops; do
