@@ -711,4 +711,103 @@ MG_FN void mg_llama_at(mg_buf *out, const mg_options *options, size_t *data_star
 /* Append a complete model file to out. */
 MG_FN void mg_llama(mg_buf *out, const mg_options *options) { mg_llama_at(out, options, NULL); }
 
+/* ---- a model of another family ---- */
+
+/* What its file holds beside the keys that all have. */
+enum { MG_LAYER_NORM = 1, MG_NO_PRE_NORM = 2, MG_POST_NORM = 4, MG_QK_NORM = 8, MG_QK_NORM_WIDE = 16, MG_FUSED_GATE = 32,
+       MG_NO_GATE = 64, MG_BIASES = 128, MG_QKV = 256, MG_POSITIONS = 512, MG_NO_FFN_NORM = 1024, MG_NORM_2 = 2048,
+       MG_UNTIED = 4096, MG_FACTORS = 8192, MG_LONG_ROPE = 16384 };
+
+typedef struct mg_family {
+    const char *arch;
+    uint32_t has; /* the bits above              */
+    uint32_t type;
+    uint32_t n_layers, n_embd, n_ff; /* 0 = 2, 64, 96 */
+    uint64_t seed;
+    void (*more_kv)(mg_gguf *w);     /* further keys, or NULL */
+} mg_family;
+
+static const mg_family *mg_family_now; /* whose keys are being written */
+static mg_gguf *mg_family_file;
+
+MG_FN const char *mg_key(const char *suffix) {
+    static char key[96];
+    snprintf(key, sizeof key, "%s.%s", mg_family_now->arch, suffix);
+    return key;
+}
+MG_FN void mg_real(const char *suffix, float v) { mg_kv_f32(mg_family_file, mg_key(suffix), v); }
+MG_FN void mg_uint(const char *suffix, uint32_t v) { mg_kv_u32(mg_family_file, mg_key(suffix), v); }
+
+/* A matrix, its bias and factor; n_rows 0: a norm. */
+MG_FN void mg_family_tensor(mg_rng *r, int il, const char *name, uint64_t n_in, uint64_t n_rows) {
+    char full[80], base[64];
+    const uint32_t has = mg_family_now->has;
+    mg_gguf *w = mg_family_file;
+    if (il >= 0) snprintf(base, sizeof base, "blk.%d.%s", il, name);
+    else snprintf(base, sizeof base, "%s", name);
+    snprintf(full, sizeof full, "%s.weight", base);
+    if (n_rows) mg_weight(w, r, full, mg_family_now->type, n_in, n_rows, 1 / sqrtf((float)n_in), 0);
+    else mg_weight(w, r, full, MG_F32, n_in, 0, 0.1f, 1);
+    snprintf(full, sizeof full, "%s.bias", base);
+    if (has & MG_BIASES && (n_rows || has & MG_LAYER_NORM)) mg_weight(w, r, full, MG_F32, n_rows ? n_rows : n_in, 0, 0.1f, 0);
+    snprintf(full, sizeof full, "%s.scale", base);
+    if (has & MG_FACTORS && n_rows) mg_weight(w, r, full, MG_F32, 1, 0, 0.3f, 1);
+}
+
+MG_FN void mg_family_layer(mg_rng *r, int il, uint64_t n_embd, uint64_t n_ff) {
+    const uint32_t has = mg_family_now->has;
+    const uint64_t n_q = n_embd, n_k = n_embd / 2; /* 4 heads on 2 */
+    if (!(has & MG_NO_PRE_NORM)) mg_family_tensor(r, il, "attn_norm", n_embd, 0);
+    if (has & MG_NORM_2) mg_family_tensor(r, il, "attn_norm_2", n_embd, 0);
+    if (has & MG_QKV) {
+        mg_family_tensor(r, il, "attn_qkv", n_embd, n_q + 2 * n_k);
+    } else {
+        mg_family_tensor(r, il, "attn_q", n_embd, n_q);
+        mg_family_tensor(r, il, "attn_k", n_embd, n_k);
+        mg_family_tensor(r, il, "attn_v", n_embd, n_k);
+    }
+    if (has & (MG_QK_NORM | MG_QK_NORM_WIDE)) {
+        mg_family_tensor(r, il, "attn_q_norm", has & MG_QK_NORM ? n_q / 4 : n_q, 0);
+        mg_family_tensor(r, il, "attn_k_norm", has & MG_QK_NORM ? n_k / 2 : n_k, 0);
+    }
+    mg_family_tensor(r, il, "attn_output", n_q, n_embd);
+    if (has & MG_POST_NORM) mg_family_tensor(r, il, "post_attention_norm", n_embd, 0);
+    if (!(has & (MG_NO_FFN_NORM | MG_NO_PRE_NORM))) mg_family_tensor(r, il, "ffn_norm", n_embd, 0);
+    if (!(has & (MG_NO_GATE | MG_FUSED_GATE))) mg_family_tensor(r, il, "ffn_gate", n_embd, n_ff);
+    mg_family_tensor(r, il, "ffn_up", n_embd, has & MG_FUSED_GATE ? 2 * n_ff : n_ff);
+    mg_family_tensor(r, il, "ffn_down", n_ff, n_embd);
+    if (has & MG_POST_NORM) mg_family_tensor(r, il, "post_ffw_norm", n_embd, 0);
+}
+
+/* Append a model of a family to out: 4 heads on 2, 320 tokens, a context of 256. */
+MG_FN void mg_family_model(mg_buf *out, const mg_family *f) {
+    const uint32_t n_layers = f->n_layers ? f->n_layers : 2, n_embd = f->n_embd ? f->n_embd : 64,
+                   n_ff = f->n_ff ? f->n_ff : 96, n_ctx = 256;
+    mg_rng r = {f->seed + 1};
+    mg_gguf w;
+    mg_begin(&w, 3);
+    mg_family_now = f;
+    mg_family_file = &w;
+    mg_kv_str(&w, "general.architecture", f->arch);
+    mg_uint("block_count", n_layers);
+    mg_uint("context_length", n_ctx);
+    mg_uint("embedding_length", n_embd);
+    mg_uint("feed_forward_length", n_ff);
+    mg_uint("attention.head_count", 4);
+    mg_uint("attention.head_count_kv", 2);
+    mg_real(f->has & MG_LAYER_NORM ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon", 1e-5f);
+    if (f->more_kv) f->more_kv(&w);
+    mg_put_vocab(&w, 0, "default", 320);
+    mg_weight(&w, &r, "token_embd.weight", f->type, n_embd, 320, f->has & MG_UNTIED ? 1 : 1 / sqrtf((float)n_embd), 0);
+    if (f->has & MG_POSITIONS) mg_weight(&w, &r, "position_embd.weight", MG_F32, n_embd, n_ctx, 0.5f, 0);
+    for (uint32_t il = 0; il < n_layers; il++) mg_family_layer(&r, (int)il, n_embd, n_ff);
+    mg_family_tensor(&r, -1, "output_norm", n_embd, 0);
+    if (f->has & MG_UNTIED) mg_family_tensor(&r, -1, "output", n_embd, 320);
+    if (f->has & MG_LONG_ROPE) {
+        mg_weight(&w, &r, "rope_factors_short.weight", MG_F32, n_embd / 8, 0, 0.3f, 1.5f);
+        mg_weight(&w, &r, "rope_factors_long.weight", MG_F32, n_embd / 8, 0, 1.0f, 4.0f);
+    }
+    mg_finish(&w, out);
+}
+
 #endif

@@ -166,10 +166,6 @@ REF_FN void ref_open(ref_model *m, const rf_gguf *g) {
     if (!m->data || rf_gguf_find_kv(g, "general.architecture", &kv) != RF_OK || rf_kv_text(&kv, NULL, &s) != RF_OK)
         ref_die("no architecture");
     snprintf(m->arch, sizeof m->arch, "%.*s", (int)s.len, s.data);
-    static const char *const archs[] = {"llama", "qwen2", "qwen3", "qwen3moe", "glm4moe", "granitemoe", "gpt-oss"};
-    for (size_t i = 0; i < sizeof archs / sizeof archs[0]; i++)
-        if (strcmp(m->arch, archs[i]) == 0) return;
-    ref_die("arch %s", m->arch);
 }
 
 REF_FN void ref_close(ref_model *m) {
@@ -558,8 +554,12 @@ REF_FN void ref_layer(ref_model *m, const ref_options *o, uint32_t il, double *x
 
 /* Logits [n][n_vocab] of tokens at positions 0 .. n-1; the caller frees them. margins may be NULL. */
 REF_FN double *ref_eval(ref_model *m, const int32_t *tokens, uint32_t n, const ref_options *o, ref_margins *margins) {
+    static const char *const archs[] = {"llama", "qwen2", "qwen3", "qwen3moe", "glm4moe", "granitemoe", "gpt-oss"};
     rf_tensor_info t;
     const double *embd = ref_tensor(m, "token_embd.weight", &t);
+    size_t known = 0;
+    while (known < sizeof archs / sizeof archs[0] && strcmp(m->arch, archs[known])) known++;
+    if (known == sizeof archs / sizeof archs[0]) ref_die("arch %s", m->arch);
     if (!embd) ref_die("no token_embd.weight");
     m->n_layers = (uint32_t)(ref_key(m, "block_count", 0, NAN) - ref_key(m, "nextn_predict_layers", 0, 0));
     m->n_embd = (uint32_t)ref_key(m, "embedding_length", 0, NAN);
