@@ -723,6 +723,7 @@ typedef struct mg_family {
     uint32_t has; /* the bits above              */
     uint32_t type;
     uint32_t n_layers, n_embd, n_ff; /* 0 = 2, 64, 96 */
+    uint32_t n_vocab;                /* 0 = a vocabulary of 320; else more_kv writes one */
     uint64_t seed;
     void (*more_kv)(mg_gguf *w);     /* further keys, or NULL */
 } mg_family;
@@ -779,10 +780,10 @@ MG_FN void mg_family_layer(mg_rng *r, int il, uint64_t n_embd, uint64_t n_ff) {
     if (has & MG_POST_NORM) mg_family_tensor(r, il, "post_ffw_norm", n_embd, 0);
 }
 
-/* Append a model of a family to out: 4 heads on 2, 320 tokens, a context of 256. */
+/* Append a model of a family to out: 4 heads on 2, a context of 256, or 32 of a small one. */
 MG_FN void mg_family_model(mg_buf *out, const mg_family *f) {
     const uint32_t n_layers = f->n_layers ? f->n_layers : 2, n_embd = f->n_embd ? f->n_embd : 64,
-                   n_ff = f->n_ff ? f->n_ff : 96, n_ctx = 256;
+                   n_ff = f->n_ff ? f->n_ff : 96, n_vocab = f->n_vocab ? f->n_vocab : 320, n_ctx = f->n_vocab ? 32 : 256;
     mg_rng r = {f->seed + 1};
     mg_gguf w;
     mg_begin(&w, 3);
@@ -797,12 +798,12 @@ MG_FN void mg_family_model(mg_buf *out, const mg_family *f) {
     mg_uint("attention.head_count_kv", 2);
     mg_real(f->has & MG_LAYER_NORM ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon", 1e-5f);
     if (f->more_kv) f->more_kv(&w);
-    mg_put_vocab(&w, 0, "default", 320);
-    mg_weight(&w, &r, "token_embd.weight", f->type, n_embd, 320, f->has & MG_UNTIED ? 1 : 1 / sqrtf((float)n_embd), 0);
+    if (!f->n_vocab) mg_put_vocab(&w, 0, "default", n_vocab);
+    mg_weight(&w, &r, "token_embd.weight", f->type, n_embd, n_vocab, f->has & MG_UNTIED ? 1 : 1 / sqrtf((float)n_embd), 0);
     if (f->has & MG_POSITIONS) mg_weight(&w, &r, "position_embd.weight", MG_F32, n_embd, n_ctx, 0.5f, 0);
     for (uint32_t il = 0; il < n_layers; il++) mg_family_layer(&r, (int)il, n_embd, n_ff);
     mg_family_tensor(&r, -1, "output_norm", n_embd, 0);
-    if (f->has & MG_UNTIED) mg_family_tensor(&r, -1, "output", n_embd, 320);
+    if (f->has & MG_UNTIED) mg_family_tensor(&r, -1, "output", n_embd, n_vocab);
     if (f->has & MG_LONG_ROPE) {
         mg_weight(&w, &r, "rope_factors_short.weight", MG_F32, n_embd / 8, 0, 0.3f, 1.5f);
         mg_weight(&w, &r, "rope_factors_long.weight", MG_F32, n_embd / 8, 0, 1.0f, 4.0f);

@@ -470,8 +470,52 @@ static void small_bpe(mg_gguf *w) {
     mg_kv_u32(w, "tokenizer.ggml.eos_token_id", 2);
 }
 
-#define N_MODELS 30
-/* A tiny model; types of large blocks only in the embedding, whose rows must be long then. The last two have experts. */
+/* Every key that some family reads. */
+static void family_keys(mg_gguf *w) {
+    small_spm(w);
+    mg_uint("attention.sliding_window", 3);
+    mg_uint("attention.sliding_window_pattern", 2);
+    mg_real("rope.freq_base_swa", 100);
+    mg_real("attn_logit_softcapping", 5);
+    mg_real("final_logit_softcapping", 3);
+    mg_real("rope.scaling.attn_factor", 1.5f);
+    mg_uint("rope.scaling.original_context_length", 16);
+    mg_real("attention.temperature_scale", 0.5f);
+    mg_real("attention.scale", 0.5f);
+    mg_real("embedding_scale", 2);
+    mg_real("residual_scale", 0.5f);
+    mg_real("logit_scale", 2);
+    mg_kv_bool(w, mg_key("rope.scaling.finetuned"), 1);
+    mg_kv_bool(w, mg_key("use_parallel_residual"), 1);
+}
+
+static mg_buf family_seed(int i) {
+    static const mg_family families[] = {
+        {.arch = "gemma2", .has = MG_POST_NORM},
+        {.arch = "gemma3", .has = MG_POST_NORM | MG_QK_NORM},
+        {.arch = "phi3", .has = MG_QKV | MG_FUSED_GATE | MG_LONG_ROPE},
+        {.arch = "glm4", .has = MG_FUSED_GATE | MG_POST_NORM | MG_BIASES},
+        {.arch = "mistral3", .has = MG_UNTIED},
+        {.arch = "smollm3", .n_layers = 4, .has = MG_FACTORS},
+        {.arch = "granite"},
+        {.arch = "olmo2", .has = MG_NO_PRE_NORM | MG_POST_NORM | MG_QK_NORM_WIDE},
+        {.arch = "command-r", .has = MG_LAYER_NORM | MG_NO_FFN_NORM},
+        {.arch = "stablelm", .has = MG_LAYER_NORM | MG_BIASES},
+        {.arch = "gptneox", .has = MG_LAYER_NORM | MG_NO_GATE | MG_BIASES | MG_QKV},
+        {.arch = "gpt2", .has = MG_LAYER_NORM | MG_NO_GATE | MG_BIASES | MG_QKV | MG_POSITIONS},
+        {.arch = "falcon", .has = MG_LAYER_NORM | MG_NO_GATE | MG_QKV | MG_NO_FFN_NORM | MG_NORM_2},
+    };
+    mg_buf file = {0};
+    mg_family f = families[i % (int)RFI_COUNT(families)];
+    f.n_embd = 16, f.n_ff = 4, f.n_vocab = N_VOCAB, f.more_kv = family_keys;
+    mg_family_model(&file, &f);
+    return file;
+}
+
+#define N_FAMILIES 13
+#define N_MODELS (30 + N_FAMILIES)
+/* A tiny model; types of large blocks only in the embedding, whose rows must be long then. Before the last two, which
+ * have experts, one of every family. */
 static mg_buf model_seed(int i) {
     static const uint32_t types[] = {MG_F32, MG_F16, MG_BF16, MG_Q4_0, MG_Q4_1, MG_Q5_0, MG_Q5_1, MG_Q8_0,
                                      MG_Q4_K, MG_Q5_K, MG_Q6_K, MG_IQ4_NL, MG_IQ4_XS, MG_MXFP4, MG_NVFP4, MG_Q2_K,
@@ -480,6 +524,7 @@ static mg_buf model_seed(int i) {
     static const char *const archs[] = {"llama", "qwen2", "qwen3"};
     static const char *const with_experts[] = {"qwen3moe", "glm4moe"};
     static const char *const scalings[] = {NULL, "linear", "yarn", "none"};
+    if (i >= N_MODELS - 2 - N_FAMILIES && i < N_MODELS - 2) return family_seed(i - (N_MODELS - 2 - N_FAMILIES));
     uint32_t elements, bytes, type = types[i % (int)RFI_COUNT(types)];
     mg_buf file = {0};
     mg_block(type, &elements, &bytes);
