@@ -138,7 +138,8 @@ static mg_buf vocab_file(int bpe, const char *pre) {
 }
 
 /* A vocabulary of pieces, BPE merges being those that hold a space; the first byte of a piece says its type. */
-static mg_buf piece_vocab_file(pieces *p, int bpe) {
+static mg_buf piece_vocab_file(pieces *p, const char *model) {
+    int bpe = strcmp(model, "gpt2") == 0;
     mg_buf tokens = {0}, merges = {0}, types = {0}, scores = {0}, file = {0};
     uint32_t n_tokens = 0, n_merges = 0;
     mg_gguf w;
@@ -163,7 +164,7 @@ static mg_buf piece_vocab_file(pieces *p, int bpe) {
         free(text);
     }
     mg_begin(&w, 3);
-    mg_kv_str(&w, "tokenizer.ggml.model", bpe ? "gpt2" : "llama");
+    mg_kv_str(&w, "tokenizer.ggml.model", model);
     mg_kv_str(&w, "tokenizer.ggml.pre", "gpt-2");
     mg_kv_arr(&w, "tokenizer.ggml.tokens", MG_KV_STR, tokens.data, n_tokens, tokens.n);
     mg_kv_arr(&w, "tokenizer.ggml.token_type", MG_KV_I32, types.data, n_tokens, types.n);
@@ -222,11 +223,12 @@ static void check_text(const rf_tokenizer *t, const char *text, size_t n, uint32
 
 /* First byte: which vocabulary; second: flags; then pieces for a vocabulary, and the text. */
 static void fuzz_tokenizer(const unsigned char *data, size_t n) {
+    static const char *const models[] = {"bert", "gpt2", "llama"};
     static rf_tokenizer *known[RFI_COUNT(rfi_pres) + 1];
     static mg_buf files[RFI_COUNT(rfi_pres) + 1]; /* open as long as the process */
     pieces p = {data, data + n, 1};
     unsigned which = next_byte(&p), flags = next_byte(&p) & (RF_TOKENIZE_SPECIAL | RF_TOKENIZE_ADD);
-    unsigned i = which < 254 ? which % RFI_COUNT(known) : which - 254 + (unsigned)RFI_COUNT(known);
+    unsigned i = which < 253 ? which % RFI_COUNT(known) : which - 253 + (unsigned)RFI_COUNT(known);
     rf_tokenizer *t = NULL;
     rf_gguf *g = NULL;
     mg_buf file = {0};
@@ -238,7 +240,7 @@ static void fuzz_tokenizer(const unsigned char *data, size_t n) {
         }
         t = known[i], g = NULL;
     } else {
-        file = piece_vocab_file(&p, i == RFI_COUNT(known));
+        file = piece_vocab_file(&p, models[i - RFI_COUNT(known)]);
         MUST(rf_gguf_open_memory(file.data, file.n, NULL, &g, NULL) == RF_OK, "vocabulary");
         if (rf_tokenizer_open(g, NULL, &t, NULL) != RF_OK) t = NULL;
     }
@@ -602,6 +604,7 @@ static const seed tokenizer_seeds[] = {
     SEED("\63\0" MIXED), SEED("\64\1" MIXED), SEED("\74\2" MIXED), SEED("\117\3" MIXED), SEED("\122\0" MIXED),
     SEED("\123\1" MIXED), SEED("\124\2" MIXED), SEED("\125\3" MIXED),
     SEED("\xfe\0" "1a\x1e" "1b\x1e" "1ab\x1e" "1a b\x1e" "3<x>\x1e" "abab<x>"),
+    SEED("\xfd\2" "2[UNK]\x1e" "1\xe2\x96\x81he\x1e" "1llo\x1e" "1e\x1e" "3[SEP]\x1e" "Hello h\xc3\xa9llo, [SEP]"),
     SEED("\xff\1" "2?\x1e" "1a\x1e" "6<0x41>\x1e" "1aa\x1e" "aaaA"),
 };
 static const seed template_seeds[] = {

@@ -10,7 +10,7 @@ architectures='llama qwen2 qwen3 gemma2 gemma3 phi3 glm4 mistral3 smollm3 granit
 experts='qwen3moe glm4moe granitemoe gpt-oss'
 types='f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k q2_k q3_k iq4_nl iq4_xs mxfp4 nvfp4 iq3_xxs iq3_s iq2_xxs iq2_xs
     iq2_s iq1_s iq1_m tq1_0 tq2_0 q1_0 q2_0'
-vocabularies='gpt-2 gpt-neox refact llama-spm phi-3 falcon deepseek-coder'
+vocabularies='gpt-2 gpt-neox refact llama-spm phi-3 falcon deepseek-coder bert-bge'
 pre_tokenizers='default falcon llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe
     glm4 chatglm-bpe glm5 jais-2 minicpm5 qwen2 kormo f2llmv2 stablelm2 deepseek-r1-qwen hunyuan megrez
     solar-open grok-2 bailingmoe bailingmoe2 llada-moe qwen35 seed-coder laguna ufakzeka tekken gpt-4o llama4
