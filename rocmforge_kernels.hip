@@ -261,11 +261,12 @@ static uint32_t rfk_ceil_div(uint64_t a, uint32_t b) { return (uint32_t)((a + b 
 /* ==== 2 Weights ======================================================================================== >>weights
  * A quantized row is read in units of 32 weights: two halves of 16, which lie side by side in some types and STRIDE
  * apart in others, because that is what a 16-byte load of packed bytes holds. A weight is d * (q - OFFSET) - m with
- * q a signed byte. Q4_K and Q5_K blocks are multiples of 16 bytes and stay as they are; the other types are repacked
- * when they are written: the same bytes, but all first fields of the tensor, then all second fields, and so on. */
+ * q a signed byte. Q4_K and Q5_K blocks are multiples of 16 bytes, those of IQ1_M of 8, and stay as they are; the other
+ * types are repacked when they are written: the same bytes, but all first fields of the tensor, then all second fields, and so on. */
 
 struct rfk_weight {
     const uint8_t *plane[4]; /* the fields' arrays; [0] alone if not repacked */
+    uint32_t type;
 };
 
 struct rfk_unit {
@@ -278,29 +279,48 @@ struct rfk_unit {
 struct rfk_raw {
     int4 a, b;        /* quants; the second 16 bytes, the upper bits or the block's head */
     uint32_t c, e, f; /* scales and what else is small                                   */
-    int4 g;           /* Q5_K's head                                                     */
+    int4 g, h;        /* Q5_K's head; more upper bits                                    */
+    uint32_t more[2], type;
 };
 
-/* Fields of a block, as [offset, bytes]; even, so that repacking moves 2 bytes at a time. */
+/* Fields of a block, as [offset, bytes]; in MXFP4 alone odd, else repacking moves 2 bytes at a time. */
 struct rfk_packing {
     uint32_t n_planes; /* 0: not repacked */
     uint32_t at[4], bytes[4];
 };
 
 static rfk_packing rfk_packing_of(uint32_t type) {
-    static const rfk_packing q8_0 = {2, {2, 0, 0, 0}, {32, 2, 0, 0}}, q4_0 = {2, {2, 0, 0, 0}, {16, 2, 0, 0}},
-                             q4_1 = {2, {4, 0, 0, 0}, {16, 4, 0, 0}}, q5_0 = {3, {6, 2, 0, 0}, {16, 4, 2, 0}},
-                             q5_1 = {3, {8, 4, 0, 0}, {16, 4, 4, 0}},
-                             q6_k = {4, {0, 128, 192, 208}, {128, 64, 16, 2}}, none = {0, {0, 0, 0, 0}, {0, 0, 0, 0}};
-    switch (type) {
-    case RF_TYPE_Q8_0: return q8_0;
-    case RF_TYPE_Q4_0: return q4_0;
-    case RF_TYPE_Q4_1: return q4_1;
-    case RF_TYPE_Q5_0: return q5_0;
-    case RF_TYPE_Q5_1: return q5_1;
-    case RF_TYPE_Q6_K: return q6_k;
-    default: return none;
-    }
+    static const rfk_packing none = {0, {0, 0, 0, 0}, {0, 0, 0, 0}};
+    static const struct {
+        uint32_t type;
+        rfk_packing packing;
+    } list[] = {
+        {RF_TYPE_Q8_0, {2, {2, 0, 0, 0}, {32, 2, 0, 0}}},
+        {RF_TYPE_Q4_0, {2, {2, 0, 0, 0}, {16, 2, 0, 0}}},
+        {RF_TYPE_Q4_1, {2, {4, 0, 0, 0}, {16, 4, 0, 0}}},
+        {RF_TYPE_Q5_0, {3, {6, 2, 0, 0}, {16, 4, 2, 0}}},
+        {RF_TYPE_Q5_1, {3, {8, 4, 0, 0}, {16, 4, 4, 0}}},
+        {RF_TYPE_Q2_K, {3, {16, 0, 80, 0}, {64, 16, 4, 0}}},
+        {RF_TYPE_Q3_K, {4, {32, 0, 96, 108}, {64, 32, 12, 2}}},
+        {RF_TYPE_Q6_K, {4, {0, 128, 192, 208}, {128, 64, 16, 2}}},
+        {RF_TYPE_IQ4_NL, {2, {2, 0, 0, 0}, {16, 2, 0, 0}}},
+        {RF_TYPE_IQ4_XS, {2, {8, 0, 0, 0}, {128, 8, 0, 0}}},
+        {RF_TYPE_MXFP4, {2, {1, 0, 0, 0}, {16, 1, 0, 0}}},
+        {RF_TYPE_NVFP4, {2, {4, 0, 0, 0}, {32, 4, 0, 0}}},
+        {RF_TYPE_IQ3_XXS, {3, {2, 66, 0, 0}, {64, 32, 2, 0}}},
+        {RF_TYPE_IQ3_S, {3, {2, 66, 0, 0}, {64, 44, 2, 0}}},
+        {RF_TYPE_IQ2_XXS, {2, {2, 0, 0, 0}, {64, 2, 0, 0}}},
+        {RF_TYPE_IQ2_XS, {3, {2, 66, 0, 0}, {64, 8, 2, 0}}},
+        {RF_TYPE_IQ2_S, {3, {2, 66, 0, 0}, {64, 16, 2, 0}}},
+        {RF_TYPE_IQ1_S, {3, {2, 34, 0, 0}, {32, 16, 2, 0}}},
+        {RF_TYPE_TQ1_0, {3, {0, 48, 52, 0}, {48, 4, 2, 0}}},
+        {RF_TYPE_TQ2_0, {2, {0, 64, 0, 0}, {64, 2, 0, 0}}},
+        {RF_TYPE_Q1_0, {2, {2, 0, 0, 0}, {16, 2, 0, 0}}},
+        {RF_TYPE_Q2_0, {2, {2, 0, 0, 0}, {16, 2, 0, 0}}},
+    };
+    for (uint32_t i = 0; i < sizeof list / sizeof *list; i++)
+        if (list[i].type == type) return list[i].packing;
+    return none;
 }
 
 /* requires: p is as aligned as what is loaded */
@@ -308,6 +328,10 @@ RFK_DEVICE int4 rfk_load16(const uint8_t *p) { return *reinterpret_cast<const in
 RFK_DEVICE uint32_t rfk_load4(const uint8_t *p) { return *reinterpret_cast<const uint32_t *>(p); }
 RFK_DEVICE uint16_t rfk_load2(const uint8_t *p) { return *reinterpret_cast<const uint16_t *>(p); }
 RFK_DEVICE float rfk_load_half(const uint8_t *p) { return rfk_from_half(rfk_load2(p)); }
+RFK_DEVICE void rfk_load8bytes(const uint8_t *p, uint32_t *v) {
+    uint2 both = *reinterpret_cast<const uint2 *>(p);
+    v[0] = both.x, v[1] = both.y;
+}
 
 RFK_DEVICE void rfk_nibbles(const int4 &v, int *q) {
     const int in[4] = {v.x, v.y, v.z, v.w};
@@ -318,13 +342,21 @@ RFK_DEVICE void rfk_nibbles(const int4 &v, int *q) {
     }
 }
 
+RFK_DEVICE void rfk_words(const int4 &v, int *w) { w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w; }
+
+/* Four signed bytes q - offset, of q below 128. */
+RFK_DEVICE int rfk_subtract4(int q, int offset) {
+    return (int)((((uint32_t)q | 0x80808080u) - (uint32_t)offset * 0x01010101u) ^ 0x80808080u);
+}
+
 /* Four bits to the fifth bit of four bytes. */
 RFK_DEVICE int rfk_spread_bit4(uint32_t bits) { return (int)((((bits & 15) * 0x00204081u) & 0x01010101u) << 4); }
 
+/* How a type is read. BLOCK: weights of a block; STRIDE: from a unit's first half to its second; SCALES: of a unit. */
 template <int TYPE> struct rfk_format;
 
 template <> struct rfk_format<RF_TYPE_Q8_0> {
-    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 0, LOADS = 2;
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 0, SCALES = 1;
     RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 32);
         r.b = rfk_load16(w.plane[0] + (block + u) * 32 + 16);
@@ -339,7 +371,7 @@ template <> struct rfk_format<RF_TYPE_Q8_0> {
 };
 
 template <> struct rfk_format<RF_TYPE_Q4_0> {
-    static const int BLOCK = 32, STRIDE = 16, OFFSET = 8, HAS_MIN = 0, LOADS = 1;
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 8, HAS_MIN = 0, SCALES = 1;
     RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 16);
         r.c = rfk_load2(w.plane[1] + (block + u) * 2);
@@ -352,7 +384,7 @@ template <> struct rfk_format<RF_TYPE_Q4_0> {
 };
 
 template <> struct rfk_format<RF_TYPE_Q4_1> {
-    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 1, LOADS = 1;
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 1, SCALES = 1;
     RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 16);
         r.c = rfk_load4(w.plane[1] + (block + u) * 4);
@@ -366,7 +398,7 @@ template <> struct rfk_format<RF_TYPE_Q4_1> {
 };
 
 template <> struct rfk_format<RF_TYPE_Q5_0> {
-    static const int BLOCK = 32, STRIDE = 16, OFFSET = 16, HAS_MIN = 0, LOADS = 1;
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 16, HAS_MIN = 0, SCALES = 1;
     RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 16);
         r.e = rfk_load4(w.plane[1] + (block + u) * 4);
@@ -382,7 +414,7 @@ template <> struct rfk_format<RF_TYPE_Q5_0> {
 };
 
 template <> struct rfk_format<RF_TYPE_Q5_1> {
-    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 1, LOADS = 1;
+    static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 1, SCALES = 1;
     RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 16);
         r.e = rfk_load4(w.plane[1] + (block + u) * 4);
@@ -419,7 +451,7 @@ RFK_DEVICE void rfk_k_scales(const int4 &head, uint32_t c, rfk_unit &o) {
 }
 
 template <> struct rfk_format<RF_TYPE_Q4_K> {
-    static const int BLOCK = 256, STRIDE = 32, OFFSET = 0, HAS_MIN = 1, LOADS = 1;
+    static const int BLOCK = 256, STRIDE = 32, OFFSET = 0, HAS_MIN = 1, SCALES = 1;
     RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         const uint8_t *p = w.plane[0] + (block + u / 8) * 144;
         r.a = rfk_load16(p + 16 + u % 8 * 16);
@@ -432,7 +464,7 @@ template <> struct rfk_format<RF_TYPE_Q4_K> {
 };
 
 template <> struct rfk_format<RF_TYPE_Q5_K> {
-    static const int BLOCK = 256, STRIDE = 32, OFFSET = 0, HAS_MIN = 1, LOADS = 2;
+    static const int BLOCK = 256, STRIDE = 32, OFFSET = 0, HAS_MIN = 1, SCALES = 1;
     RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         const uint8_t *p = w.plane[0] + (block + u / 8) * 176;
         r.a = rfk_load16(p + 48 + u % 8 * 16);
@@ -453,7 +485,7 @@ template <> struct rfk_format<RF_TYPE_Q5_K> {
 };
 
 template <> struct rfk_format<RF_TYPE_Q6_K> {
-    static const int BLOCK = 256, STRIDE = 64, OFFSET = 32, HAS_MIN = 0, LOADS = 2;
+    static const int BLOCK = 256, STRIDE = 64, OFFSET = 32, HAS_MIN = 0, SCALES = 2;
     RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         size_t b = block + u / 8;
         uint32_t i = u % 8, n = i / 4, part = i % 4; /* half of 128, 16 of its 64 low bytes */
@@ -477,6 +509,456 @@ template <> struct rfk_format<RF_TYPE_Q6_K> {
         o.d[1] = d * (float)(int8_t)r.e;
     }
 };
+
+/* ---- the other types ----
+ * Their values are decoded to signed bytes, and a kernel takes them all: it looks at the weight's type unit by unit
+ * (a kernel each would be seventeen times the code, for types of which a model has few). Units lie as in a row. */
+
+/* Sixteen signed bytes to choose from by four bits. */
+struct rfk_codebook { uint32_t word[4]; };
+RFK_DEVICE rfk_codebook rfk_codes_iq4() { /* -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113 */
+    rfk_codebook c = {{0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u}};
+    return c;
+}
+RFK_DEVICE rfk_codebook rfk_codes_fp4() { /* 0 1 2 3 4 6 8 12, and negative: twice the values */
+    rfk_codebook c = {{0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu}};
+    return c;
+}
+
+/* The values of eight nibbles: of the lower ones of four bytes, and of the upper ones. */
+RFK_DEVICE void rfk_look_up(const rfk_codebook &c, int nibbles, int *low, int *high) {
+    const uint32_t v = (uint32_t)nibbles;
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    const uint32_t s = v & 0x77777777u, upper = ((v & 0x88888888u) >> 1) | 0x32103210u;
+    const uint32_t a = __byte_perm(__byte_perm(c.word[0], c.word[1], s), __byte_perm(c.word[2], c.word[3], s), upper),
+                   b = __byte_perm(__byte_perm(c.word[0], c.word[1], s >> 16), __byte_perm(c.word[2], c.word[3], s >> 16),
+                                   upper >> 16);
+    *low = (int)__byte_perm(a, b, 0x6420);
+    *high = (int)__byte_perm(a, b, 0x7531);
+#elif defined(__HIP_DEVICE_COMPILE__)
+    const uint32_t part[2] = {v & 0x0f0f0f0fu, (v >> 4) & 0x0f0f0f0fu};
+    uint32_t out[2];
+    RFK_UNROLL(2)
+    for (int i = 0; i < 2; i++) {
+        uint32_t s = part[i] & 0x07070707u;
+        out[i] = __builtin_amdgcn_perm(__builtin_amdgcn_perm(c.word[3], c.word[2], s),
+                                       __builtin_amdgcn_perm(c.word[1], c.word[0], s),
+                                       ((part[i] & 0x08080808u) >> 1) | 0x03020100u);
+    }
+    *low = (int)out[0], *high = (int)out[1];
+#else
+    uint32_t out[2] = {0, 0};
+    for (uint32_t i = 0; i < 8; i++) {
+        uint32_t index = (v >> (4 * i)) & 15;
+        out[i % 2] |= ((c.word[index / 4] >> (8 * (index % 4))) & 255) << (4 * (i - i % 2));
+    }
+    *low = (int)out[0], *high = (int)out[1];
+#endif
+}
+
+/* Four fields of 2 or 3 bits to the lowest bits of four bytes. */
+RFK_DEVICE uint32_t rfk_spread2(uint32_t bits) {
+    uint32_t pairs = (bits | bits << 12) & 0x000f000fu;
+    return (pairs | pairs << 6) & 0x03030303u;
+}
+RFK_DEVICE uint32_t rfk_spread3(uint32_t bits) {
+    uint32_t pairs = (bits & 0x3fu) | (bits & 0xfc0u) << 10;
+    return (pairs | pairs << 5) & 0x07070707u;
+}
+
+/* Four bytes of 1 to 127, negated where a bit of `signs` says so. */
+RFK_DEVICE int rfk_negate4(uint32_t values, uint32_t signs) {
+    uint32_t ones = ((signs & 15) * 0x00204081u) & 0x01010101u;
+    return (int)((values ^ ((ones << 8) - ones)) + ones);
+}
+/* Seven signs, and the eighth that makes their number even. */
+RFK_DEVICE uint32_t rfk_even_signs(uint32_t seven) {
+    seven &= 127;
+    return seven | ((0x6996u >> ((seven ^ seven >> 4) & 15)) & 1) << 7;
+}
+
+static __device__ const uint16_t rfk_grid_iq2_xxs[256] = {RF_GRID_IQ2_XXS}, rfk_grid_iq2_xs[512] = {RF_GRID_IQ2_XS},
+                                 rfk_grid_iq2_s[1024] = {RF_GRID_IQ2_S}, rfk_grid_iq1[2048] = {RF_GRID_IQ1},
+                                 rfk_grid_iq3_xxs[256] = {RF_GRID_IQ3_XXS}, rfk_grid_iq3_s[512] = {RF_GRID_IQ3_S};
+
+/* Eight weights of an entry of each family. */
+RFK_DEVICE void rfk_grid2(uint32_t entry, uint32_t signs, int *q) {
+    RFK_UNROLL(2)
+    for (int i = 0; i < 2; i++) {
+        uint32_t c = rfk_spread2((entry >> (8 * i)) & 255);
+        q[i] = rfk_negate4(0x08080808u + c * 17 + ((c >> 1) & 0x01010101u), signs >> (4 * i));
+    }
+}
+RFK_DEVICE void rfk_grid1(uint32_t entry, uint32_t down, int *q) { /* down: 1 less than 8 times the entry, else 1 more */
+    RFK_UNROLL(2)
+    for (int i = 0; i < 2; i++)
+        q[i] = rfk_subtract4((int)(rfk_spread2((entry >> (8 * i)) & 255) << 3), (int)(7 + 2 * (down & 1)));
+}
+
+template <> struct rfk_format<RF_TYPE_IQ4_NL> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        r.a = rfk_load16(w.plane[0] + (block + u) * 16);
+        r.c = rfk_load2(w.plane[1] + (block + u) * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        int in[4];
+        (void)u;
+        rfk_words(r.a, in);
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) rfk_look_up(rfk_codes_iq4(), in[i], &o.q[i], &o.q[4 + i]);
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c);
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_IQ4_XS> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        r.a = rfk_load16(w.plane[0] + (block * 8 + u) * 16);
+        rfk_load8bytes(w.plane[1] + (block + u / 8) * 8, r.more);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        int in[4];
+        uint32_t scale = ((r.more[1] >> (4 * (u % 8))) & 15) | ((r.more[0] >> (16 + 2 * (u % 8))) & 3) << 4;
+        rfk_words(r.a, in);
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) rfk_look_up(rfk_codes_iq4(), in[i], &o.q[i], &o.q[4 + i]);
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)(r.more[0] & 0xffff)) * (float)((int)scale - 32);
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_MXFP4> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        r.a = rfk_load16(w.plane[0] + (block + u) * 16);
+        r.c = w.plane[1][block + u];
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        int in[4];
+        (void)u;
+        rfk_words(r.a, in);
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) rfk_look_up(rfk_codes_fp4(), in[i], &o.q[i], &o.q[4 + i]);
+        o.d[0] = o.d[1] = rfk_as_float(r.c < 2 ? 0x200000u << r.c : (r.c - 1) << 23); /* 2^(c - 128) */
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_NVFP4> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        r.a = rfk_load16(w.plane[0] + (block * 2 + u) * 16);
+        r.c = rfk_load2(w.plane[1] + (block * 2 + u) * 2);
+    }
+    /* Half of a float of 4 bits exponent and 3 bits fraction, whose sign counts for nothing; one code is no number. */
+    RFK_DEVICE float scale(uint32_t code) {
+        uint32_t exponent = (code >> 3) & 15, fraction = code & 7;
+        if (code == 0x7f) return 0.0f;
+        return exponent ? rfk_as_float((exponent + 119) << 23 | fraction << 20) : (float)fraction * 0.0009765625f;
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        (void)u;
+        rfk_look_up(rfk_codes_fp4(), r.a.x, &o.q[0], &o.q[2]);
+        rfk_look_up(rfk_codes_fp4(), r.a.y, &o.q[1], &o.q[3]);
+        rfk_look_up(rfk_codes_fp4(), r.a.z, &o.q[4], &o.q[6]);
+        rfk_look_up(rfk_codes_fp4(), r.a.w, &o.q[5], &o.q[7]);
+        o.d[0] = scale(r.c & 255);
+        o.d[1] = scale(r.c >> 8);
+    }
+};
+
+/* Two bits of 32 bytes, which hold four units of a block of 256. */
+RFK_DEVICE void rfk_fetch_quarters(const uint8_t *block, uint32_t u, rfk_raw &r) {
+    r.a = rfk_load16(block + u / 4 * 32);
+    r.b = rfk_load16(block + u / 4 * 32 + 16);
+}
+RFK_DEVICE void rfk_quarters(const rfk_raw &r, uint32_t u, int *q) {
+    rfk_words(r.a, q);
+    rfk_words(r.b, q + 4);
+    RFK_UNROLL(8)
+    for (int i = 0; i < 8; i++) q[i] = (int)(((uint32_t)q[i] >> (2 * (u % 4))) & 0x03030303u);
+}
+
+template <> struct rfk_format<RF_TYPE_Q2_K> {
+    static const int BLOCK = 256, STRIDE = 16, OFFSET = 0, HAS_MIN = 1, SCALES = 2;
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        size_t b = block + u / 8;
+        rfk_fetch_quarters(w.plane[0] + b * 64, u % 8, r);
+        r.c = rfk_load2(w.plane[1] + b * 16 + u % 8 * 2);
+        r.e = rfk_load4(w.plane[2] + b * 4);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        float d = rfk_from_half((uint16_t)(r.e & 0xffff)), dmin = rfk_from_half((uint16_t)(r.e >> 16));
+        rfk_quarters(r, u, o.q);
+        RFK_UNROLL(2)
+        for (int h = 0; h < 2; h++) {
+            o.d[h] = d * (float)((r.c >> (8 * h)) & 15);
+            o.m[h] = dmin * (float)((r.c >> (8 * h + 4)) & 15);
+        }
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_Q3_K> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        size_t b = block + u / 8;
+        rfk_fetch_quarters(w.plane[0] + b * 64, u % 8, r);
+        r.g = rfk_load16(w.plane[1] + b * 32);
+        r.h = rfk_load16(w.plane[1] + b * 32 + 16);
+        r.c = rfk_load2(w.plane[2] + b * 12 + u % 4 * 2);
+        r.e = rfk_load2(w.plane[2] + b * 12 + 8 + u % 2 * 2);
+        r.f = rfk_load2(w.plane[3] + b * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        int high[8];
+        float d = rfk_from_half((uint16_t)r.f);
+        rfk_quarters(r, u, o.q);
+        rfk_words(r.g, high);
+        rfk_words(r.h, high + 4);
+        u %= 8;
+        RFK_UNROLL(8)
+        for (int i = 0; i < 8; i++)
+            o.q[i] = rfk_subtract4(o.q[i] | (int)((((uint32_t)high[i] >> u) & 0x01010101u) << 2), 4);
+        RFK_UNROLL(2)
+        for (uint32_t h = 0; h < 2; h++) {
+            uint32_t scale = ((r.c >> (8 * h + u / 4 * 4)) & 15) | ((r.e >> (8 * h + u / 2 * 2)) & 3) << 4;
+            o.d[h] = d * (float)((int)scale - 32);
+        }
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_IQ3_XXS> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
+        r.c = rfk_load4(w.plane[1] + (block * 8 + u) * 4);
+        r.e = rfk_load2(w.plane[2] + (block + u / 8) * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        (void)u;
+        RFK_UNROLL(8)
+        for (int i = 0; i < 8; i++) {
+            uint32_t c = rfk_spread3(rfk_grid_iq3_xxs[(r.more[i / 4] >> (i % 4 * 8)) & 255]),
+                     last = c & (c >> 1) & (c >> 2) & 0x01010101u;
+            o.q[i] = rfk_negate4(0x04040404u + c * 8 + last * 2, rfk_even_signs(r.c >> (i / 2 * 7)) >> (i % 2 * 4));
+        }
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.e) * (0.5f + (float)(r.c >> 28)) * 0.5f;
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_IQ3_S> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        const uint8_t *rest = w.plane[1] + (block + u / 8) * 44; /* upper bits, signs, scales */
+        rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
+        r.c = rfk_load4(rest + 8 + u % 8 * 4);
+        r.e = rest[u % 8];
+        r.f = rest[40 + u % 8 / 2];
+        r.a.x = rfk_load2(w.plane[2] + (block + u / 8) * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        RFK_UNROLL(8)
+        for (int i = 0; i < 8; i++) {
+            uint32_t index = ((r.more[i / 4] >> (i % 4 * 8)) & 255) | ((r.e >> i) & 1) << 8;
+            o.q[i] = rfk_negate4(rfk_spread3(rfk_grid_iq3_s[index]) * 2 + 0x01010101u, r.c >> (4 * i));
+        }
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.a.x) * (float)(1 + 2 * ((r.f >> (u % 2 * 4)) & 15));
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_IQ2_XXS> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
+        r.c = rfk_load2(w.plane[1] + (block + u / 8) * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        (void)u;
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++)
+            rfk_grid2(rfk_grid_iq2_xxs[(r.more[0] >> (8 * i)) & 255], rfk_even_signs(r.more[1] >> (7 * i)), o.q + 2 * i);
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c) * (0.5f + (float)(r.more[1] >> 28)) * 0.25f;
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_IQ2_XS> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
+        r.c = w.plane[1][block * 8 + u];
+        r.e = rfk_load2(w.plane[2] + (block + u / 8) * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        (void)u;
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) {
+            uint32_t code = r.more[i / 2] >> (i % 2 * 16);
+            rfk_grid2(rfk_grid_iq2_xs[code & 511], rfk_even_signs(code >> 9), o.q + 2 * i);
+        }
+        RFK_UNROLL(2)
+        for (int h = 0; h < 2; h++)
+            o.d[h] = rfk_from_half((uint16_t)r.e) * (0.5f + (float)((r.c >> (4 * h)) & 15)) * 0.25f;
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_IQ2_S> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        size_t b = block + u / 8;
+        r.more[0] = rfk_load4(w.plane[0] + b * 64 + u % 8 * 4);
+        r.more[1] = rfk_load4(w.plane[0] + b * 64 + 32 + u % 8 * 4);
+        r.c = w.plane[1][b * 16 + u % 8];
+        r.e = w.plane[1][b * 16 + 8 + u % 8];
+        r.f = rfk_load2(w.plane[2] + b * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        (void)u;
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) {
+            uint32_t index = ((r.more[0] >> (8 * i)) & 255) | ((r.c >> (2 * i)) & 3) << 8;
+            rfk_grid2(rfk_grid_iq2_s[index], r.more[1] >> (8 * i), o.q + 2 * i);
+        }
+        RFK_UNROLL(2)
+        for (int h = 0; h < 2; h++)
+            o.d[h] = rfk_from_half((uint16_t)r.f) * (0.5f + (float)((r.e >> (4 * h)) & 15)) * 0.25f;
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_IQ1_S> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        r.c = rfk_load4(w.plane[0] + (block * 8 + u) * 4);
+        r.e = rfk_load2(w.plane[1] + (block * 8 + u) * 2);
+        r.f = rfk_load2(w.plane[2] + (block + u / 8) * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        (void)u;
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++)
+            rfk_grid1(rfk_grid_iq1[((r.c >> (8 * i)) & 255) | ((r.e >> (3 * i)) & 7) << 8], r.e >> 15, o.q + 2 * i);
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.f) * (float)(2 * ((r.e >> 12) & 7) + 1) * 0.125f;
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_IQ1_M> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        const uint8_t *p = w.plane[0] + (block + u / 8) * 56;
+        r.c = rfk_load4(p + u % 8 * 4);
+        r.e = rfk_load2(p + 32 + u % 8 * 2);
+        rfk_load8bytes(p + 48, r.more);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) {
+            uint32_t high = r.e >> (4 * i);
+            rfk_grid1(rfk_grid_iq1[((r.c >> (8 * i)) & 255) | (high & 7) << 8], high >> 3, o.q + 2 * i);
+        }
+        /* four numbers of 16 bits: a nibble of d above four scales of 3 bits */
+        uint32_t d = ((r.more[0] >> 12) & 15) | ((r.more[0] >> 24) & 0xf0) | ((r.more[1] >> 4) & 0xf00) |
+                     ((r.more[1] >> 16) & 0xf000),
+                 scales = (u % 8 < 4 ? r.more[0] : r.more[1]) >> (u / 2 % 2 * 16 + u % 2 * 6);
+        o.d[0] = rfk_from_half((uint16_t)d) * (float)(2 * (scales & 7) + 1) * 0.125f;
+        o.d[1] = rfk_from_half((uint16_t)d) * (float)(2 * ((scales >> 3) & 7) + 1) * 0.125f;
+    }
+};
+
+/* Digits of three values, the first highest: digit n of a byte b, taken as a fraction of 256, is the whole part of three
+ * times what is left of b * 3^n. */
+RFK_DEVICE int rfk_digits3(uint32_t bytes, uint32_t n) {
+    uint32_t power = n < 4 ? 0x1b090301u >> (8 * n) & 255 : 81, even = bytes & 0x00ff00ffu,
+             odd = (bytes >> 8) & 0x00ff00ffu;
+    even = ((even * power & 0x00ff00ffu) * 3 >> 8) & 0x00030003u;
+    odd = ((odd * power & 0x00ff00ffu) * 3) & 0x03000300u;
+    return rfk_subtract4((int)(even | odd), 1);
+}
+
+template <> struct rfk_format<RF_TYPE_TQ1_0> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        size_t b = block + u / 8;
+        const uint8_t *p = w.plane[0] + b * 48;
+        r.a = rfk_load16(p + (u % 8 < 5 ? 0 : 32));
+        r.b = rfk_load16(p + (u % 8 < 5 ? 16 : 32));
+        r.c = rfk_load4(w.plane[1] + b * 4);
+        r.e = rfk_load2(w.plane[2] + b * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        int in[8];
+        u %= 8;
+        rfk_words(r.a, in);
+        rfk_words(r.b, in + 4);
+        RFK_UNROLL(8)
+        for (uint32_t i = 0; i < 8; i++) { /* digits of 32 bytes; then of 16, a half each; the last half of 4 bytes */
+            bool last = u == 7 && i >= 4;
+            uint32_t n = u < 5 ? u : last ? i - 4 : 2 * (u - 5) + i / 4;
+            o.q[i] = rfk_digits3(last ? r.c : (uint32_t)in[i], n);
+        }
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.e);
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_TQ2_0> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        rfk_fetch_quarters(w.plane[0] + (block + u / 8) * 64, u % 8, r);
+        r.c = rfk_load2(w.plane[1] + (block + u / 8) * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        rfk_quarters(r, u, o.q);
+        RFK_UNROLL(8)
+        for (int i = 0; i < 8; i++) o.q[i] = rfk_subtract4(o.q[i], 1);
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c);
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_Q1_0> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        r.c = rfk_load4(w.plane[0] + (block * 4 + u) * 4);
+        r.e = rfk_load2(w.plane[1] + (block + u / 4) * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        (void)u;
+        RFK_UNROLL(8)
+        for (int i = 0; i < 8; i++) o.q[i] = rfk_negate4(0x01010101u, ~r.c >> (4 * i));
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.e);
+    }
+};
+
+template <> struct rfk_format<RF_TYPE_Q2_0> {
+    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+        rfk_load8bytes(w.plane[0] + (block * 2 + u) * 8, r.more);
+        r.c = rfk_load2(w.plane[1] + (block + u / 2) * 2);
+    }
+    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        (void)u;
+        RFK_UNROLL(8)
+        for (int i = 0; i < 8; i++)
+            o.q[i] = rfk_subtract4((int)rfk_spread2((r.more[i / 4] >> (i % 4 * 8)) & 255), 1);
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c);
+    }
+};
+
+/* Types that share kernels: with one scale a unit, with two, and both with Q2_K. */
+enum { RFK_OTHER32 = RF_TYPE_COUNT, RFK_OTHER16, RFK_OTHER };
+#define RFK_OTHER32_TYPES(X)                                                                                         \
+    X(RF_TYPE_IQ4_NL) X(RF_TYPE_IQ4_XS) X(RF_TYPE_MXFP4) X(RF_TYPE_IQ3_XXS) X(RF_TYPE_IQ3_S) X(RF_TYPE_IQ2_XXS)      \
+    X(RF_TYPE_IQ1_S) X(RF_TYPE_TQ1_0) X(RF_TYPE_TQ2_0) X(RF_TYPE_Q1_0) X(RF_TYPE_Q2_0)
+#define RFK_OTHER16_TYPES(X) \
+    X(RF_TYPE_Q3_K) X(RF_TYPE_NVFP4) X(RF_TYPE_IQ2_XS) X(RF_TYPE_IQ2_S) X(RF_TYPE_IQ1_M)
+
+/* What tells apart the kernels that take a type: the type itself, or the class it belongs to. */
+static uint32_t rfk_kernel_type(uint32_t type) {
+#define RFK_CLASS_CASE(TYPE) case TYPE:
+    switch (type) {
+        RFK_OTHER32_TYPES(RFK_CLASS_CASE) return RFK_OTHER32;
+        RFK_OTHER16_TYPES(RFK_CLASS_CASE) return RFK_OTHER16;
+    default: return type;
+    }
+#undef RFK_CLASS_CASE
+}
+
+#define RFK_FETCH_CASE(TYPE) case TYPE: rfk_format<TYPE>::fetch(w, 0, (uint32_t)block + u, r); break;
+#define RFK_UNPACK_CASE(TYPE) case TYPE: rfk_format<TYPE>::unpack(r, u, o); break;
+#define RFK_OTHER_FORMAT(CLASS, TYPES, scales)                                                                       \
+    template <> struct rfk_format<CLASS> {                                                                           \
+        static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 0, SCALES = scales;                          \
+        RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {                           \
+            r.type = w.type;                                                                                         \
+            switch (w.type) { TYPES(RFK_FETCH_CASE) default: break; }                                                \
+        }                                                                                                            \
+        RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {                                          \
+            switch (r.type) { TYPES(RFK_UNPACK_CASE) default: break; }                                               \
+        }                                                                                                            \
+    };
+RFK_OTHER_FORMAT(RFK_OTHER32, RFK_OTHER32_TYPES, 1)
+RFK_OTHER_FORMAT(RFK_OTHER16, RFK_OTHER16_TYPES, 2)
+#undef RFK_OTHER_FORMAT
 
 template <int TYPE> RFK_DEVICE void rfk_load_unit(const rfk_weight &w, size_t block, uint32_t u, rfk_unit &o) {
     rfk_raw raw;
@@ -522,24 +1004,26 @@ template <int TYPE> RFK_DEVICE void rfk_load8(const uint8_t *p, size_t i, float 
 }
 
 /* Blocks [0, n_blocks) of src, as in the file, to the planes of dst from block `first` on.
- *   grid ceil(n_blocks * block_bytes / 2 / 256)   block 256   reads and writes every byte once */
+ *   grid ceil(n_blocks * block_bytes / step / 256)   block 256   reads and writes every byte once */
 struct rfk_repack_args {
     rfk_packing packing;
     const uint8_t *src;
     uint8_t *plane[4];
-    uint64_t first, n_halfwords;
-    uint32_t block_bytes;
+    uint64_t first, n_bytes;
+    uint32_t block_bytes, step; /* step: bytes that move together, 1 or 2 */
 };
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_repack(rfk_repack_args a) {
-    uint64_t i = (uint64_t)blockIdx.x * RFK_BLOCK + threadIdx.x;
-    if (i >= a.n_halfwords) return;
-    uint64_t block = i * 2 / a.block_bytes;
-    uint32_t at = (uint32_t)(i * 2 % a.block_bytes);
+    uint64_t i = ((uint64_t)blockIdx.x * RFK_BLOCK + threadIdx.x) * a.step;
+    if (i >= a.n_bytes) return;
+    uint64_t block = i / a.block_bytes;
+    uint32_t at = (uint32_t)(i % a.block_bytes);
     RFK_UNROLL(4)
-    for (uint32_t p = 0; p < 4; p++)
-        if (p < a.packing.n_planes && at >= a.packing.at[p] && at - a.packing.at[p] < a.packing.bytes[p])
-            *reinterpret_cast<uint16_t *>(a.plane[p] + (a.first + block) * a.packing.bytes[p] +
-                                          (at - a.packing.at[p])) = rfk_load2(a.src + i * 2);
+    for (uint32_t p = 0; p < 4; p++) {
+        if (p >= a.packing.n_planes || at < a.packing.at[p] || at - a.packing.at[p] >= a.packing.bytes[p]) continue;
+        uint8_t *to = a.plane[p] + (a.first + block) * a.packing.bytes[p] + (at - a.packing.at[p]);
+        if (a.step == 2) *reinterpret_cast<uint16_t *>(to) = rfk_load2(a.src + i);
+        else *to = a.src[i];
+    }
 }
 
 /* ==== 3 Rows ============================================================================================== >>rows
@@ -1372,15 +1856,10 @@ RFK_DEVICE int rfk_dot16(const int *w, const int4 &x, int sum) {
 }
 RFK_DEVICE int rfk_low4(int v) { return v & 0x0f0f0f0f; }
 RFK_DEVICE int rfk_high4(int v) { return (v >> 4) & 0x0f0f0f0f; }
-RFK_DEVICE void rfk_words(const int4 &v, int *w) { w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w; }
-RFK_DEVICE void rfk_load8bytes(const uint8_t *p, uint32_t *v) {
-    uint2 both = *reinterpret_cast<const uint2 *>(p);
-    v[0] = both.x, v[1] = both.y;
-}
 RFK_DEVICE float rfk_low_half(uint32_t v) { return rfk_from_half((uint16_t)(v & 0xffff)); }
 RFK_DEVICE float rfk_high_half(uint32_t v) { return rfk_from_half((uint16_t)(v >> 16)); }
 
-/* How a lane reads a type. begin: where its first strip of a row is, lane being the strip's number; fetch: its loads;
+/* How a lane reads a type. loaded: a strip's registers; begin: where its first strip of a row is, lane being the strip's number; fetch: its loads;
  * next: to the lane's next strip; dot: add the strip's products to total. */
 template <int TYPE> struct rfk_strips;
 
@@ -1393,6 +1872,7 @@ template <int TYPE> struct rfk_plane_bytes {
 
 /* Blocks of 32 in planes: a strip is two blocks. */
 template <int TYPE> struct rfk_strips32 {
+    typedef rfk_strip loaded;
     typedef rfk_plane_bytes<TYPE> B;
     RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
         at.o[0] = row * (n_in / 32) + 2 * lane; /* the block: all planes follow from it */
@@ -1444,6 +1924,7 @@ template <int TYPE> struct rfk_strips32 {
 
 /* Q4_K and Q5_K: a strip is two groups of a block, whose low and high four bits share 32 bytes. */
 template <int TYPE> struct rfk_strips_k {
+    typedef rfk_strip loaded;
     static const int BYTES = TYPE == RF_TYPE_Q4_K ? 144 : 176, QUANTS = TYPE == RF_TYPE_Q4_K ? 16 : 48;
     RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
         at.o[0] = (row * (n_in / 256) + lane / 4) * BYTES;
@@ -1502,6 +1983,7 @@ template <> struct rfk_strips<RF_TYPE_Q5_K> : rfk_strips_k<RF_TYPE_Q5_K> {};
 
 /* Q6_K: a strip is every other 16 values of half a block: they share 16 bytes of upper bits. */
 template <> struct rfk_strips<RF_TYPE_Q6_K> {
+    typedef rfk_strip loaded;
     RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
         uint32_t half = row * (n_in / 128) + lane / 2, odd = lane % 2; /* halves of blocks */
         at.o[0] = half * 64 + odd * 16;
@@ -1545,6 +2027,67 @@ template <> struct rfk_strips<RF_TYPE_Q6_K> {
     }
 };
 
+/* The other types: a strip is two units. Their offsets are 0, and Q2_K makes the sums that its minimums need. */
+template <> struct rfk_format<RFK_OTHER> {
+    static const int OFFSET = 0, HAS_MIN = 0;
+};
+template <> struct rfk_strips<RFK_OTHER> {
+    struct loaded { rfk_raw unit[2]; };
+    RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
+        at.o[0] = row * (n_in / 32) + 2 * lane;
+    }
+    template <int TYPE> RFK_DEVICE void fetch_type(const rfk_weight &w, uint32_t unit, loaded &o) {
+        rfk_format<TYPE>::fetch(w, 0, unit, o.unit[0]);
+        rfk_format<TYPE>::fetch(w, 0, unit + 1, o.unit[1]);
+    }
+    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_strips_at &at, loaded &o) {
+        o.unit[0].type = w.type;
+#define RFK_STRIP_CASE(TYPE) case TYPE: fetch_type<TYPE>(w, at.o[0], o); break;
+        switch (w.type) {
+            RFK_OTHER32_TYPES(RFK_STRIP_CASE)
+            RFK_OTHER16_TYPES(RFK_STRIP_CASE)
+            RFK_STRIP_CASE(RF_TYPE_Q2_K)
+        default: break;
+        }
+#undef RFK_STRIP_CASE
+    }
+    template <int WAVE> RFK_DEVICE void next(rfk_strips_at &at) { at.o[0] += 2 * WAVE; }
+    template <int TYPE, int SCALES, int HAS_MIN>
+    RFK_DEVICE float dot_type(const loaded &w, const rfk_strip_x &x, uint32_t lane, float total) {
+        const float xd[2] = {x.scale.x, x.scale.y};
+        RFK_UNROLL(2)
+        for (uint32_t i = 0; i < 2; i++) {
+            rfk_unit unit;
+            rfk_format<TYPE>::unpack(w.unit[i], 2 * lane + i, unit);
+            int sum = rfk_dot16(unit.q, x.piece[2 * i], RFK_DOT_START);
+            if (SCALES == 2) {
+                int second = rfk_dot16(unit.q + 4, x.piece[2 * i + 1], RFK_DOT_START);
+                total += xd[i] * (unit.d[0] * rfk_dot_value(sum) + unit.d[1] * rfk_dot_value(second));
+            } else {
+                total += xd[i] * (unit.d[0] * rfk_dot_value(rfk_dot16(unit.q + 4, x.piece[2 * i + 1], sum)));
+            }
+            if (HAS_MIN) {
+                const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
+                total -= xd[i] * (unit.m[0] * (float)rfk_dot16(ones, x.piece[2 * i], 0) +
+                                  unit.m[1] * (float)rfk_dot16(ones, x.piece[2 * i + 1], 0));
+            }
+        }
+        return total;
+    }
+    RFK_DEVICE float dot(const loaded &w, const rfk_strip_x &x, uint32_t lane, float total) {
+#define RFK_STRIP_CASE32(TYPE) case TYPE: return dot_type<TYPE, 1, 0>(w, x, lane, total);
+#define RFK_STRIP_CASE16(TYPE) case TYPE: return dot_type<TYPE, 2, 0>(w, x, lane, total);
+        switch (w.unit[0].type) {
+            RFK_OTHER32_TYPES(RFK_STRIP_CASE32)
+            RFK_OTHER16_TYPES(RFK_STRIP_CASE16)
+        case RF_TYPE_Q2_K: return dot_type<RF_TYPE_Q2_K, 2, 1>(w, x, lane, total);
+        default: return total;
+        }
+#undef RFK_STRIP_CASE32
+#undef RFK_STRIP_CASE16
+    }
+};
+
 /* Lane 0 of a wave: the sum of a row to its output, or silu(gate) * sum. */
 RFK_DEVICE void rfk_finish_row(const rfk_rows_args &a, const rfk_product &p, uint32_t row, float gate, float sum) {
     if (!a.glu) {
@@ -1567,7 +2110,7 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
     const uint32_t mine = lane < n_strips ? (n_strips - lane + WAVE - 1) / WAVE : 0, /* strips of this lane */
         rounds = (n_strips + WAVE * U - 1) / (WAVE * U);
     uint32_t row = number * (RFK_ROWS_BLOCK / WAVE) + threadIdx.x / WAVE, second = 0, round = 0;
-    rfk_strip raw[U];
+    typename F::loaded raw[U];
     rfk_strips_at at;
     float sum = 0, gate = 0;
     c.q6 = TYPE == RF_TYPE_Q6_K;
@@ -1618,8 +2161,8 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
 }
 
 /* grid: the blocks of each product   block RFK_ROWS_BLOCK   LDS 1.5 bytes a value of the column   reads W once
- * U: strips in flight a lane */
-template <int WAVE, int U>
+ * U: strips in flight a lane; OTHER: the types are those of RFK_OTHER */
+template <int WAVE, int U, bool OTHER>
 static __global__ void RFK_ROWS_BOUNDS rfk_rows(rfk_rows_args a) {
     RFK_SHARED(rfk_rows_shared, s);
     RFK_DYNAMIC(int4, column);
@@ -1642,6 +2185,10 @@ static __global__ void RFK_ROWS_BOUNDS rfk_rows(rfk_rows_args a) {
     c.piece = column;
     c.scale = reinterpret_cast<float *>(column + 4 * c.n_strips);
     c.start = reinterpret_cast<float *>(column + 5 * c.n_strips);
+    if (OTHER) {
+        rfk_block_rows<RFK_OTHER, WAVE, 1>(a, p, number, n_blocks, c, s);
+        return;
+    }
 #define RFK_ROWS_CASE(TYPE, most) \
     case TYPE: rfk_block_rows<TYPE, WAVE, (U < most ? U : most)>(a, p, number, n_blocks, c, s); break;
     switch (p.type) {
@@ -1980,17 +2527,14 @@ struct rfk_tile_shared {
     int4 x[RFK_MANY_TILE][RFK_MATRIX_STRIDE];
     float w_scale[RFK_DEPTH / 16][RFK_TILE_ROWS];    /* d of each 16, or of group g d at [2g] and m at [2g + 1] */
     float x_scale[RFK_DEPTH / 32][RFK_MANY_TILE][2]; /* d, d * sum                                              */
+    float w_min[RFK_DEPTH / 16][RFK_TILE_ROWS];      /* Q2_K alone: m of each 16                                */
+    float x_sum[RFK_DEPTH / 16][RFK_MANY_TILE];      /* and d * their sum                                       */
 };
 
-/* Four signed bytes q - offset, of q below 128. */
-RFK_DEVICE int rfk_subtract4(int q, int offset) {
-    return (int)((((uint32_t)q | 0x80808080u) - (uint32_t)offset * 0x01010101u) ^ 0x80808080u);
-}
-
-/* A unit of W to shared memory. Its halves have scales of their own in Q6_K alone. */
+/* A unit of W to shared memory. */
 template <int TYPE> RFK_DEVICE void rfk_tile_unit(rfk_tile_shared &s, uint32_t i, uint32_t u, const rfk_unit &unit) {
     typedef rfk_format<TYPE> F;
-    const bool scales16 = TYPE == RF_TYPE_Q6_K;
+    const bool scales16 = F::SCALES == 2;
     uint32_t at = rfk_unit_at<TYPE>(u) / 16;
     RFK_UNROLL(2)
     for (uint32_t h = 0; h < 2; h++) {
@@ -2004,6 +2548,7 @@ template <int TYPE> RFK_DEVICE void rfk_tile_unit(rfk_tile_shared &s, uint32_t i
         s.w[i][to] = v;
         if (scales16) {
             s.w_scale[to][i] = unit.d[h];
+            if (F::HAS_MIN) s.w_min[to][i] = unit.m[h];
         } else if (to % 2 == 0) { /* one of the two units with halves in this group */
             s.w_scale[to][i] = unit.d[h];
             s.w_scale[to + 1][i] = F::HAS_MIN ? unit.m[h] : 0.0f;
@@ -2048,6 +2593,9 @@ RFK_DEVICE void rfk_fill_tile(rfk_tile_shared &s, const rfk_matmul_args &a, cons
         float *scale = s.x_scale[threadIdx.x % 4][i + 64 * j], d = u < n_units ? group[j].d : 0.0f;
         scale[0] = d;
         scale[1] = d * (float)(group[j].sum[0] + group[j].sum[1]);
+        if (F::SCALES == 2 && F::HAS_MIN)
+            RFK_UNROLL(2)
+            for (uint32_t h = 0; h < 2; h++) s.x_sum[threadIdx.x % 4 * 2 + h][i + 64 * j] = d * (float)group[j].sum[h];
     }
 }
 
@@ -2055,11 +2603,11 @@ RFK_DEVICE void rfk_fill_tile(rfk_tile_shared &s, const rfk_matmul_args &a, cons
 template <int TYPE, int WAVE, int RT, int CT>
 RFK_DEVICE void rfk_tile_group(const rfk_tile_shared &s, uint32_t g, uint32_t row0, uint32_t col0,
                                float (&sum)[RT][CT][256 / WAVE]) {
-    const bool scales16 = TYPE == RF_TYPE_Q6_K, has_min = rfk_format<TYPE>::HAS_MIN;
+    const bool scales16 = rfk_format<TYPE>::SCALES == 2, has_min = rfk_format<TYPE>::HAS_MIN;
     const int N = 256 / WAVE;
     const uint32_t lane = threadIdx.x % WAVE;
     rfk_operand a[RT], b;
-    float d[RT][RFK_LANE_ROWS(N)][4];
+    float d[RT][RFK_LANE_ROWS(N)][4], least[RT][RFK_LANE_ROWS(N)][2];
     RFK_UNROLL(4)
     for (int r = 0; r < RT; r++) {
         rfk_load_operand(a[r], s.w[row0 + 16 * (uint32_t)r], g, lane);
@@ -2071,17 +2619,20 @@ RFK_DEVICE void rfk_tile_group(const rfk_tile_shared &s, uint32_t g, uint32_t ro
             /* d is a half times at most 8 bits: its product with the start has 21, so that d * result - this is exact */
             d[r][i][2] = d[r][i][0] * -12582912.0f;
             d[r][i][3] = scales16 ? d[r][i][1] * -12582912.0f : 0.0f;
+            least[r][i][0] = !has_min ? 0.0f : scales16 ? s.w_min[2 * g][row] : d[r][i][1];
+            least[r][i][1] = has_min && scales16 ? s.w_min[2 * g + 1][row] : 0.0f;
         }
     }
     RFK_UNROLL(4)
     for (int c = 0; c < CT; c++) {
-        float x[RFK_LANE_COLS(N)][2];
+        float x[RFK_LANE_COLS(N)][3];
         rfk_load_operand(b, s.x[col0 + 16 * (uint32_t)c], g, lane);
         RFK_UNROLL(8)
         for (uint32_t i = 0; i < RFK_LANE_COLS((uint32_t)N); i++) {
             uint32_t col = col0 + 16 * (uint32_t)c + rfk_matrix_col(lane, i);
             x[i][0] = s.x_scale[g][col][0];
-            x[i][1] = has_min ? s.x_scale[g][col][1] : 0.0f;
+            x[i][1] = !has_min ? 0.0f : scales16 ? s.x_sum[2 * g][col] : s.x_scale[g][col][1];
+            x[i][2] = has_min && scales16 ? s.x_sum[2 * g + 1][col] : 0.0f;
         }
         RFK_UNROLL(4)
         for (int r = 0; r < RT; r++)
@@ -2091,17 +2642,18 @@ RFK_DEVICE void rfk_tile_group(const rfk_tile_shared &s, uint32_t g, uint32_t ro
             if (scales16) rfk_multiply<WAVE>(a[r], b, 1, upper);
             RFK_UNROLL(8)
             for (int i = 0; i < N; i++) {
-                const float *wd = d[r][RFK_ROW_INDEX(i)], *xd = x[RFK_COL_INDEX(i)];
+                const float *wd = d[r][RFK_ROW_INDEX(i)], *wm = least[r][RFK_ROW_INDEX(i)], *xd = x[RFK_COL_INDEX(i)];
                 float product = fmaf(wd[0], rfk_as_float((uint32_t)dot[i]), wd[2]);
                 if (scales16) product += fmaf(wd[1], rfk_as_float((uint32_t)upper[i]), wd[3]);
                 sum[r][c][i] += product * xd[0];
-                if (has_min) sum[r][c][i] -= wd[1] * xd[1];
+                if (has_min) sum[r][c][i] -= wm[0] * xd[1];
+                if (has_min && scales16) sum[r][c][i] -= wm[1] * xd[2];
             }
         }
     }
 }
 
-/* grid [ceil(cols / COLS), row tiles of all products, splits]   block 256   LDS 33 KiB
+/* grid [ceil(cols / COLS), row tiles of all products, splits]   block 256   LDS 39 KiB
  * reads W once per COLS columns and x once per 64 rows */
 template <int TYPE, int WAVE, int COLS>
 #if defined(RFK_NVIDIA)
@@ -3535,7 +4087,7 @@ static int rfk_is_float_type(uint32_t type) {
     return type == RF_TYPE_F32 || type == RF_TYPE_F16 || type == RF_TYPE_BF16;
 }
 static int rfk_runs(uint32_t type) {
-    return rfk_is_float_type(type) || type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K ||
+    return rfk_is_float_type(type) || type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_IQ1_M ||
            rfk_packing_of(type).n_planes > 0;
 }
 
@@ -3591,6 +4143,7 @@ static rfk_weight rfk_planes(const rf_plan_weight *w, uint8_t *base) {
     rfk_block_of(w->type, &elements, &bytes);
     uint64_t n_blocks = (uint64_t)w->n_rows * (w->n_in / elements), at = 0;
     memset(&out, 0, sizeof out);
+    out.type = w->type;
     out.plane[0] = base;
     for (uint32_t i = 0; i < packing.n_planes; i++) {
         out.plane[i] = base + at;
@@ -3617,11 +4170,12 @@ static rf_result rfk_write_repacked(rf_queue *q, const rf_plan_weight *w, uint8_
         a.src = (const uint8_t *)scratch->base;
         for (int i = 0; i < 4; i++) a.plane[i] = const_cast<uint8_t *>(planes.plane[i]);
         a.first = (row0 + row) * (w->n_in / elements);
-        a.n_halfwords = n * row_bytes / 2;
+        a.n_bytes = n * row_bytes;
         a.block_bytes = block_bytes;
+        a.step = block_bytes % 2 ? 1 : 2;
         r = rfk_check(
             q->dev, err,
-            rfk_launch(rfk_repack, dim3(rfk_ceil_div(a.n_halfwords, RFK_BLOCK)), dim3(RFK_BLOCK), q->stream, a),
+            rfk_launch(rfk_repack, dim3(rfk_ceil_div(a.n_bytes, a.step * RFK_BLOCK)), dim3(RFK_BLOCK), q->stream, a),
             "hipLaunchKernel", w->name, 0);
     }
     return r;
@@ -4119,6 +4673,12 @@ static int rfk_is_matmul(const rf_plan *plan, uint32_t i, uint32_t end) {
            plan->ops[i].n_in % 64 == 0 && rfk_weight_bytes(&plan->weights[plan->ops[i].weight]) >> 32 == 0;
 }
 
+/* The type of op i's weight is one of RFK_OTHER. */
+static bool rfk_is_other(const rf_plan *plan, uint32_t i) {
+    uint32_t type = plan->weights[plan->ops[i].weight].type;
+    return type == RF_TYPE_Q2_K || rfk_kernel_type(type) != type;
+}
+
 /* Nobody reads what a buffer holds now: the first op from i on that has to do with it replaces it. */
 static int rfk_is_dead(const rf_plan *plan, uint32_t i, uint32_t buffer) {
     for (; i < plan->n_ops; i++) {
@@ -4152,7 +4712,8 @@ static rfk_fused rfk_match_rows(const rf_prepared *p, uint32_t i, uint32_t end, 
     f.products = i;
     while (rfk_is_matmul(plan, i, end) && f.n_products < RFK_PRODUCTS) {
         const rf_op *op = &ops[i];
-        int joins = op->in == m->in && op->n_in == m->n_in && op->rows == m->rows && op->out != source;
+        int joins = op->in == m->in && op->n_in == m->n_in && op->rows == m->rows && op->out != source &&
+                    rfk_is_other(plan, i) == rfk_is_other(plan, f.products);
         for (uint32_t k = f.products; k < i; k++) joins = joins && ops[k].out != op->out;
         if (!joins) break;
         f.n_products++;
@@ -4399,7 +4960,7 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
     a.by_position = (l->op->flags & RF_OP_POSITIONS) != 0;
     a.accumulate = (l->op->flags & RF_OP_ACCUMULATE) != 0;
     a.scale = l->op->scale != 0 ? l->op->scale : 1.0f;
-    switch (type) {
+    switch (rfk_kernel_type(type)) {
     case RF_TYPE_F32: kernel = rfk_embed_float<RF_TYPE_F32>; break;
     case RF_TYPE_F16: kernel = rfk_embed_float<RF_TYPE_F16>; break;
     case RF_TYPE_BF16: kernel = rfk_embed_float<RF_TYPE_BF16>; break;
@@ -4410,6 +4971,9 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
     case RF_TYPE_Q5_1: kernel = rfk_embed<RF_TYPE_Q5_1>; break;
     case RF_TYPE_Q4_K: kernel = rfk_embed<RF_TYPE_Q4_K>; break;
     case RF_TYPE_Q5_K: kernel = rfk_embed<RF_TYPE_Q5_K>; break;
+    case RF_TYPE_Q2_K: kernel = rfk_embed<RF_TYPE_Q2_K>; break;
+    case RFK_OTHER32: kernel = rfk_embed<RFK_OTHER32>; break;
+    case RFK_OTHER16: kernel = rfk_embed<RFK_OTHER16>; break;
     default: kernel = rfk_embed<RF_TYPE_Q6_K>; break; /* op_supported let only types through that run */
     }
     uint32_t n = rfk_is_float_type(type) ? a.n_out : a.n_out / 32;
@@ -4443,7 +5007,7 @@ static rf_result rfk_run_rms_norm(const rfk_launching *l) {
 typedef void (*rfk_matmul_kernel)(rfk_matmul_args);
 
 template <int WAVE, int COLS> static rfk_matmul_kernel rfk_find_matvec(uint32_t type) {
-    switch (type) {
+    switch (rfk_kernel_type(type)) {
     case RF_TYPE_F32: return rfk_matvec_float<RF_TYPE_F32, WAVE, COLS>;
     case RF_TYPE_F16: return rfk_matvec_float<RF_TYPE_F16, WAVE, COLS>;
     case RF_TYPE_BF16: return rfk_matvec_float<RF_TYPE_BF16, WAVE, COLS>;
@@ -4454,6 +5018,9 @@ template <int WAVE, int COLS> static rfk_matmul_kernel rfk_find_matvec(uint32_t 
     case RF_TYPE_Q5_1: return rfk_matvec<RF_TYPE_Q5_1, WAVE, COLS>;
     case RF_TYPE_Q4_K: return rfk_matvec<RF_TYPE_Q4_K, WAVE, COLS>;
     case RF_TYPE_Q5_K: return rfk_matvec<RF_TYPE_Q5_K, WAVE, COLS>;
+    case RF_TYPE_Q2_K: return rfk_matvec<RF_TYPE_Q2_K, WAVE, COLS>;
+    case RFK_OTHER32: return rfk_matvec<RFK_OTHER32, WAVE, COLS>;
+    case RFK_OTHER16: return rfk_matvec<RFK_OTHER16, WAVE, COLS>;
     default: return rfk_matvec<RF_TYPE_Q6_K, WAVE, COLS>;
     }
 }
@@ -4468,7 +5035,7 @@ static rfk_matmul_kernel rfk_find_matmul_float(uint32_t type) {
 
 typedef void (*rfk_tiles_kernel)(rfk_tiles_args);
 template <int WAVE, int COLS> static rfk_tiles_kernel rfk_find_matmul(uint32_t type) {
-    switch (type) {
+    switch (rfk_kernel_type(type)) {
     case RF_TYPE_Q8_0: return rfk_matmul<RF_TYPE_Q8_0, WAVE, COLS>;
     case RF_TYPE_Q4_0: return rfk_matmul<RF_TYPE_Q4_0, WAVE, COLS>;
     case RF_TYPE_Q4_1: return rfk_matmul<RF_TYPE_Q4_1, WAVE, COLS>;
@@ -4476,6 +5043,9 @@ template <int WAVE, int COLS> static rfk_tiles_kernel rfk_find_matmul(uint32_t t
     case RF_TYPE_Q5_1: return rfk_matmul<RF_TYPE_Q5_1, WAVE, COLS>;
     case RF_TYPE_Q4_K: return rfk_matmul<RF_TYPE_Q4_K, WAVE, COLS>;
     case RF_TYPE_Q5_K: return rfk_matmul<RF_TYPE_Q5_K, WAVE, COLS>;
+    case RF_TYPE_Q2_K: return rfk_matmul<RF_TYPE_Q2_K, WAVE, COLS>;
+    case RFK_OTHER32: return rfk_matmul<RFK_OTHER32, WAVE, COLS>;
+    case RFK_OTHER16: return rfk_matmul<RFK_OTHER16, WAVE, COLS>;
     default: return rfk_matmul<RF_TYPE_Q6_K, WAVE, COLS>;
     }
 }
@@ -4837,7 +5407,10 @@ static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
     uint32_t blocks = rfk_divide_blocks(l, &a, p->dev->info.compute_units * RFK_ROWS_RESIDENT);
     rfk_config c = {dim3(blocks), dim3(RFK_ROWS_BLOCK), a.n_in / 64 * 96, p->capturing && p->dev->early,
                     l->q->stream};
-    void (*kernel)(rfk_rows_args) = RFK_BY_WAVE(l, (rfk_rows<32, RFK_ROWS_STRIPS>), (rfk_rows<64, RFK_ROWS_STRIPS>));
+    void (*kernel)(rfk_rows_args) =
+        rfk_is_other(p->plan, f->products)
+            ? RFK_BY_WAVE(l, (rfk_rows<32, RFK_ROWS_STRIPS, true>), (rfk_rows<64, RFK_ROWS_STRIPS, true>))
+            : RFK_BY_WAVE(l, (rfk_rows<32, RFK_ROWS_STRIPS, false>), (rfk_rows<64, RFK_ROWS_STRIPS, false>));
     return rfk_go_config(l, kernel, c, a);
 }
 
