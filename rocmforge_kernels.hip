@@ -514,6 +514,13 @@ template <> struct rfk_format<RF_TYPE_Q6_K> {
  * Their values are decoded to signed bytes, and a kernel takes them all: it looks at the weight's type unit by unit
  * (a kernel each would be seventeen times the code, for types of which a model has few). Units lie as in a row. */
 
+/* Inlined where that is faster; once is enough in emulation, and compiles faster. */
+#if defined(ROCMFORGE_HIP_EMU)
+#define RFK_DECODER static __attribute__((noinline))
+#else
+#define RFK_DECODER RFK_DEVICE
+#endif
+
 /* Sixteen signed bytes to choose from by four bits. */
 struct rfk_codebook { uint32_t word[4]; };
 RFK_DEVICE rfk_codebook rfk_codes_iq4() { /* -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113 */
@@ -596,11 +603,11 @@ RFK_DEVICE void rfk_grid1(uint32_t entry, uint32_t down, int *q) { /* down: 1 le
 }
 
 template <> struct rfk_format<RF_TYPE_IQ4_NL> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 16);
         r.c = rfk_load2(w.plane[1] + (block + u) * 2);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         int in[4];
         (void)u;
         rfk_words(r.a, in);
@@ -611,11 +618,11 @@ template <> struct rfk_format<RF_TYPE_IQ4_NL> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ4_XS> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block * 8 + u) * 16);
         rfk_load8bytes(w.plane[1] + (block + u / 8) * 8, r.more);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         int in[4];
         uint32_t scale = ((r.more[1] >> (4 * (u % 8))) & 15) | ((r.more[0] >> (16 + 2 * (u % 8))) & 3) << 4;
         rfk_words(r.a, in);
@@ -626,11 +633,11 @@ template <> struct rfk_format<RF_TYPE_IQ4_XS> {
 };
 
 template <> struct rfk_format<RF_TYPE_MXFP4> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 16);
         r.c = w.plane[1][block + u];
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         int in[4];
         (void)u;
         rfk_words(r.a, in);
@@ -641,7 +648,7 @@ template <> struct rfk_format<RF_TYPE_MXFP4> {
 };
 
 template <> struct rfk_format<RF_TYPE_NVFP4> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block * 2 + u) * 16);
         r.c = rfk_load2(w.plane[1] + (block * 2 + u) * 2);
     }
@@ -651,7 +658,7 @@ template <> struct rfk_format<RF_TYPE_NVFP4> {
         if (code == 0x7f) return 0.0f;
         return exponent ? rfk_as_float((exponent + 119) << 23 | fraction << 20) : (float)fraction * 0.0009765625f;
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         (void)u;
         rfk_look_up(rfk_codes_fp4(), r.a.x, &o.q[0], &o.q[2]);
         rfk_look_up(rfk_codes_fp4(), r.a.y, &o.q[1], &o.q[3]);
@@ -676,13 +683,13 @@ RFK_DEVICE void rfk_quarters(const rfk_raw &r, uint32_t u, int *q) {
 
 template <> struct rfk_format<RF_TYPE_Q2_K> {
     static const int BLOCK = 256, STRIDE = 16, OFFSET = 0, HAS_MIN = 1, SCALES = 2;
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         size_t b = block + u / 8;
         rfk_fetch_quarters(w.plane[0] + b * 64, u % 8, r);
         r.c = rfk_load2(w.plane[1] + b * 16 + u % 8 * 2);
         r.e = rfk_load4(w.plane[2] + b * 4);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         float d = rfk_from_half((uint16_t)(r.e & 0xffff)), dmin = rfk_from_half((uint16_t)(r.e >> 16));
         rfk_quarters(r, u, o.q);
         RFK_UNROLL(2)
@@ -694,7 +701,7 @@ template <> struct rfk_format<RF_TYPE_Q2_K> {
 };
 
 template <> struct rfk_format<RF_TYPE_Q3_K> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         size_t b = block + u / 8;
         rfk_fetch_quarters(w.plane[0] + b * 64, u % 8, r);
         r.g = rfk_load16(w.plane[1] + b * 32);
@@ -703,7 +710,7 @@ template <> struct rfk_format<RF_TYPE_Q3_K> {
         r.e = rfk_load2(w.plane[2] + b * 12 + 8 + u % 2 * 2);
         r.f = rfk_load2(w.plane[3] + b * 2);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         int high[8];
         float d = rfk_from_half((uint16_t)r.f);
         rfk_quarters(r, u, o.q);
@@ -722,12 +729,12 @@ template <> struct rfk_format<RF_TYPE_Q3_K> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ3_XXS> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
         r.c = rfk_load4(w.plane[1] + (block * 8 + u) * 4);
         r.e = rfk_load2(w.plane[2] + (block + u / 8) * 2);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         (void)u;
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) {
@@ -740,7 +747,7 @@ template <> struct rfk_format<RF_TYPE_IQ3_XXS> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ3_S> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         const uint8_t *rest = w.plane[1] + (block + u / 8) * 44; /* upper bits, signs, scales */
         rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
         r.c = rfk_load4(rest + 8 + u % 8 * 4);
@@ -748,7 +755,7 @@ template <> struct rfk_format<RF_TYPE_IQ3_S> {
         r.f = rest[40 + u % 8 / 2];
         r.a.x = rfk_load2(w.plane[2] + (block + u / 8) * 2);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) {
             uint32_t index = ((r.more[i / 4] >> (i % 4 * 8)) & 255) | ((r.e >> i) & 1) << 8;
@@ -759,11 +766,11 @@ template <> struct rfk_format<RF_TYPE_IQ3_S> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ2_XXS> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
         r.c = rfk_load2(w.plane[1] + (block + u / 8) * 2);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         (void)u;
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++)
@@ -773,12 +780,12 @@ template <> struct rfk_format<RF_TYPE_IQ2_XXS> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ2_XS> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
         r.c = w.plane[1][block * 8 + u];
         r.e = rfk_load2(w.plane[2] + (block + u / 8) * 2);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         (void)u;
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++) {
@@ -792,7 +799,7 @@ template <> struct rfk_format<RF_TYPE_IQ2_XS> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ2_S> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         size_t b = block + u / 8;
         r.more[0] = rfk_load4(w.plane[0] + b * 64 + u % 8 * 4);
         r.more[1] = rfk_load4(w.plane[0] + b * 64 + 32 + u % 8 * 4);
@@ -800,7 +807,7 @@ template <> struct rfk_format<RF_TYPE_IQ2_S> {
         r.e = w.plane[1][b * 16 + 8 + u % 8];
         r.f = rfk_load2(w.plane[2] + b * 2);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         (void)u;
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++) {
@@ -814,12 +821,12 @@ template <> struct rfk_format<RF_TYPE_IQ2_S> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ1_S> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         r.c = rfk_load4(w.plane[0] + (block * 8 + u) * 4);
         r.e = rfk_load2(w.plane[1] + (block * 8 + u) * 2);
         r.f = rfk_load2(w.plane[2] + (block + u / 8) * 2);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         (void)u;
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++)
@@ -829,13 +836,13 @@ template <> struct rfk_format<RF_TYPE_IQ1_S> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ1_M> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         const uint8_t *p = w.plane[0] + (block + u / 8) * 56;
         r.c = rfk_load4(p + u % 8 * 4);
         r.e = rfk_load2(p + 32 + u % 8 * 2);
         rfk_load8bytes(p + 48, r.more);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++) {
             uint32_t high = r.e >> (4 * i);
@@ -861,7 +868,7 @@ RFK_DEVICE int rfk_digits3(uint32_t bytes, uint32_t n) {
 }
 
 template <> struct rfk_format<RF_TYPE_TQ1_0> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         size_t b = block + u / 8;
         const uint8_t *p = w.plane[0] + b * 48;
         r.a = rfk_load16(p + (u % 8 < 5 ? 0 : 32));
@@ -869,7 +876,7 @@ template <> struct rfk_format<RF_TYPE_TQ1_0> {
         r.c = rfk_load4(w.plane[1] + b * 4);
         r.e = rfk_load2(w.plane[2] + b * 2);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         int in[8];
         u %= 8;
         rfk_words(r.a, in);
@@ -885,11 +892,11 @@ template <> struct rfk_format<RF_TYPE_TQ1_0> {
 };
 
 template <> struct rfk_format<RF_TYPE_TQ2_0> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         rfk_fetch_quarters(w.plane[0] + (block + u / 8) * 64, u % 8, r);
         r.c = rfk_load2(w.plane[1] + (block + u / 8) * 2);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         rfk_quarters(r, u, o.q);
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) o.q[i] = rfk_subtract4(o.q[i], 1);
@@ -898,11 +905,11 @@ template <> struct rfk_format<RF_TYPE_TQ2_0> {
 };
 
 template <> struct rfk_format<RF_TYPE_Q1_0> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         r.c = rfk_load4(w.plane[0] + (block * 4 + u) * 4);
         r.e = rfk_load2(w.plane[1] + (block + u / 4) * 2);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         (void)u;
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) o.q[i] = rfk_negate4(0x01010101u, ~r.c >> (4 * i));
@@ -911,11 +918,11 @@ template <> struct rfk_format<RF_TYPE_Q1_0> {
 };
 
 template <> struct rfk_format<RF_TYPE_Q2_0> {
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         rfk_load8bytes(w.plane[0] + (block * 2 + u) * 8, r.more);
         r.c = rfk_load2(w.plane[1] + (block + u / 2) * 2);
     }
-    RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         (void)u;
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++)
@@ -1859,7 +1866,7 @@ RFK_DEVICE int rfk_high4(int v) { return (v >> 4) & 0x0f0f0f0f; }
 RFK_DEVICE float rfk_low_half(uint32_t v) { return rfk_from_half((uint16_t)(v & 0xffff)); }
 RFK_DEVICE float rfk_high_half(uint32_t v) { return rfk_from_half((uint16_t)(v >> 16)); }
 
-/* How a lane reads a type. loaded: a strip's registers; begin: where its first strip of a row is, lane being the strip's number; fetch: its loads;
+/* How a lane reads a type. VALUES: of a strip; loaded: its registers; begin: where its first strip of a row is, lane being the strip's number; fetch: its loads;
  * next: to the lane's next strip; dot: add the strip's products to total. */
 template <int TYPE> struct rfk_strips;
 
@@ -1872,6 +1879,7 @@ template <int TYPE> struct rfk_plane_bytes {
 
 /* Blocks of 32 in planes: a strip is two blocks. */
 template <int TYPE> struct rfk_strips32 {
+    static const int VALUES = 64;
     typedef rfk_strip loaded;
     typedef rfk_plane_bytes<TYPE> B;
     RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
@@ -1924,6 +1932,7 @@ template <int TYPE> struct rfk_strips32 {
 
 /* Q4_K and Q5_K: a strip is two groups of a block, whose low and high four bits share 32 bytes. */
 template <int TYPE> struct rfk_strips_k {
+    static const int VALUES = 64;
     typedef rfk_strip loaded;
     static const int BYTES = TYPE == RF_TYPE_Q4_K ? 144 : 176, QUANTS = TYPE == RF_TYPE_Q4_K ? 16 : 48;
     RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
@@ -1983,6 +1992,7 @@ template <> struct rfk_strips<RF_TYPE_Q5_K> : rfk_strips_k<RF_TYPE_Q5_K> {};
 
 /* Q6_K: a strip is every other 16 values of half a block: they share 16 bytes of upper bits. */
 template <> struct rfk_strips<RF_TYPE_Q6_K> {
+    static const int VALUES = 64;
     typedef rfk_strip loaded;
     RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
         uint32_t half = row * (n_in / 128) + lane / 2, odd = lane % 2; /* halves of blocks */
@@ -2027,66 +2037,62 @@ template <> struct rfk_strips<RF_TYPE_Q6_K> {
     }
 };
 
-/* The other types: a strip is two units. Their offsets are 0, and Q2_K makes the sums that its minimums need. */
+/* The other types: a unit at a time, half a strip of the column. Their offsets are 0, and Q2_K makes the sums that its
+ * minimums need. */
 template <> struct rfk_format<RFK_OTHER> {
     static const int OFFSET = 0, HAS_MIN = 0;
 };
 template <> struct rfk_strips<RFK_OTHER> {
-    struct loaded { rfk_raw unit[2]; };
+    static const int VALUES = 32;
+    typedef rfk_raw loaded;
     RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
-        at.o[0] = row * (n_in / 32) + 2 * lane;
+        at.o[0] = row * (n_in / 32) + lane;
     }
-    template <int TYPE> RFK_DEVICE void fetch_type(const rfk_weight &w, uint32_t unit, loaded &o) {
-        rfk_format<TYPE>::fetch(w, 0, unit, o.unit[0]);
-        rfk_format<TYPE>::fetch(w, 0, unit + 1, o.unit[1]);
-    }
-    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_strips_at &at, loaded &o) {
-        o.unit[0].type = w.type;
-#define RFK_STRIP_CASE(TYPE) case TYPE: fetch_type<TYPE>(w, at.o[0], o); break;
+    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_strips_at &at, loaded &r) {
+        const uint32_t block = 0, u = at.o[0];
+        r.type = w.type;
         switch (w.type) {
-            RFK_OTHER32_TYPES(RFK_STRIP_CASE)
-            RFK_OTHER16_TYPES(RFK_STRIP_CASE)
-            RFK_STRIP_CASE(RF_TYPE_Q2_K)
+            RFK_OTHER32_TYPES(RFK_FETCH_CASE)
+            RFK_OTHER16_TYPES(RFK_FETCH_CASE)
+            RFK_FETCH_CASE(RF_TYPE_Q2_K)
         default: break;
         }
-#undef RFK_STRIP_CASE
     }
-    template <int WAVE> RFK_DEVICE void next(rfk_strips_at &at) { at.o[0] += 2 * WAVE; }
-    template <int TYPE, int SCALES, int HAS_MIN>
-    RFK_DEVICE float dot_type(const loaded &w, const rfk_strip_x &x, uint32_t lane, float total) {
-        const float xd[2] = {x.scale.x, x.scale.y};
-        RFK_UNROLL(2)
-        for (uint32_t i = 0; i < 2; i++) {
-            rfk_unit unit;
-            rfk_format<TYPE>::unpack(w.unit[i], 2 * lane + i, unit);
-            int sum = rfk_dot16(unit.q, x.piece[2 * i], RFK_DOT_START);
-            if (SCALES == 2) {
-                int second = rfk_dot16(unit.q + 4, x.piece[2 * i + 1], RFK_DOT_START);
-                total += xd[i] * (unit.d[0] * rfk_dot_value(sum) + unit.d[1] * rfk_dot_value(second));
-            } else {
-                total += xd[i] * (unit.d[0] * rfk_dot_value(rfk_dot16(unit.q + 4, x.piece[2 * i + 1], sum)));
-            }
-            if (HAS_MIN) {
-                const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
-                total -= xd[i] * (unit.m[0] * (float)rfk_dot16(ones, x.piece[2 * i], 0) +
-                                  unit.m[1] * (float)rfk_dot16(ones, x.piece[2 * i + 1], 0));
-            }
-        }
-        return total;
-    }
-    RFK_DEVICE float dot(const loaded &w, const rfk_strip_x &x, uint32_t lane, float total) {
-#define RFK_STRIP_CASE32(TYPE) case TYPE: return dot_type<TYPE, 1, 0>(w, x, lane, total);
-#define RFK_STRIP_CASE16(TYPE) case TYPE: return dot_type<TYPE, 2, 0>(w, x, lane, total);
-        switch (w.unit[0].type) {
-            RFK_OTHER32_TYPES(RFK_STRIP_CASE32)
-            RFK_OTHER16_TYPES(RFK_STRIP_CASE16)
-        case RF_TYPE_Q2_K: return dot_type<RF_TYPE_Q2_K, 2, 1>(w, x, lane, total);
+    template <int WAVE> RFK_DEVICE void next(rfk_strips_at &at) { at.o[0] += WAVE; }
+    RFK_DEVICE float dot(const loaded &r, const rfk_strip_x &x, uint32_t lane, float total) {
+        const uint32_t u = lane;
+        rfk_unit o;
+        switch (r.type) {
+            RFK_OTHER32_TYPES(RFK_UNPACK_CASE)
+            RFK_OTHER16_TYPES(RFK_UNPACK_CASE)
+            RFK_UNPACK_CASE(RF_TYPE_Q2_K)
         default: return total;
         }
-#undef RFK_STRIP_CASE32
-#undef RFK_STRIP_CASE16
+        float part = o.d[0] * rfk_dot_value(rfk_dot16(o.q, x.piece[0], RFK_DOT_START)) +
+                     o.d[1] * rfk_dot_value(rfk_dot16(o.q + 4, x.piece[1], RFK_DOT_START));
+        if (r.type == RF_TYPE_Q2_K) {
+            const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
+            part -= o.m[0] * (float)rfk_dot16(ones, x.piece[0], 0) + o.m[1] * (float)rfk_dot16(ones, x.piece[1], 0);
+        }
+        return total + x.scale.x * part;
     }
 };
+
+/* What the column has for a lane's strip. */
+template <int TYPE> RFK_DEVICE void rfk_load_x(const rfk_column &c, uint32_t strip, rfk_strip_x &x) {
+    if (TYPE == RFK_OTHER) {
+        const uint32_t odd = strip % 2;
+        strip /= 2;
+        x.piece[0] = c.piece[2 * odd * c.n_strips + strip];
+        x.piece[1] = c.piece[(2 * odd + 1) * c.n_strips + strip];
+        x.scale.x = c.scale[4 * strip + odd];
+        return;
+    }
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < 4; j++) x.piece[j] = c.piece[j * c.n_strips + strip];
+    x.scale = reinterpret_cast<const float4 *>(c.scale)[strip];
+    if (TYPE == RF_TYPE_Q6_K) x.start = reinterpret_cast<const float4 *>(c.start)[strip];
+}
 
 /* Lane 0 of a wave: the sum of a row to its output, or silu(gate) * sum. */
 RFK_DEVICE void rfk_finish_row(const rfk_rows_args &a, const rfk_product &p, uint32_t row, float gate, float sum) {
@@ -2105,7 +2111,7 @@ template <int TYPE, int WAVE, int U>
 RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
                                rfk_column c, rfk_rows_shared &s) {
     typedef rfk_strips<TYPE> F;
-    const uint32_t n_strips = a.n_in / 64, lane = threadIdx.x % WAVE, n_out = p.n_out, glu = a.glu,
+    const uint32_t n_strips = a.n_in / F::VALUES, lane = threadIdx.x % WAVE, n_out = p.n_out, glu = a.glu,
                    step = n_blocks * (RFK_ROWS_BLOCK / WAVE);
     const uint32_t mine = lane < n_strips ? (n_strips - lane + WAVE - 1) / WAVE : 0, /* strips of this lane */
         rounds = (n_strips + WAVE * U - 1) / (WAVE * U);
@@ -2136,10 +2142,7 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
             uint32_t i = round * U + k, strip = lane + i * WAVE;
             if (i < mine) {
                 rfk_strip_x x;
-                RFK_UNROLL(4)
-                for (uint32_t j = 0; j < 4; j++) x.piece[j] = c.piece[j * n_strips + strip];
-                x.scale = reinterpret_cast<const float4 *>(c.scale)[strip];
-                if (TYPE == RF_TYPE_Q6_K) x.start = reinterpret_cast<const float4 *>(c.start)[strip];
+                rfk_load_x<TYPE>(c, strip, x);
                 sum = F::dot(raw[k], x, lane, sum);
             }
             if (next_row < n_out && next_round * U + k < mine) {
@@ -2657,7 +2660,7 @@ RFK_DEVICE void rfk_tile_group(const rfk_tile_shared &s, uint32_t g, uint32_t ro
  * reads W once per COLS columns and x once per 64 rows */
 template <int TYPE, int WAVE, int COLS>
 #if defined(RFK_NVIDIA)
-static __global__ void __launch_bounds__(RFK_BLOCK, 3) rfk_matmul(rfk_tiles_args t) {
+static __global__ void __launch_bounds__(RFK_BLOCK, TYPE < RF_TYPE_COUNT ? 3 : 2) rfk_matmul(rfk_tiles_args t) {
 #else
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul(rfk_tiles_args t) {
 #endif
