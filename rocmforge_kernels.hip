@@ -5300,7 +5300,7 @@ static rf_result rfk_run_route(const rfk_launching *l) {
 
 typedef void (*rfk_experts_kernel)(rfk_experts_args);
 template <int WAVE> static rfk_experts_kernel rfk_find_experts(uint32_t type) {
-    switch (type) {
+    switch (rfk_kernel_type(type)) {
     case RF_TYPE_F32: return rfk_experts_float<RF_TYPE_F32, WAVE>;
     case RF_TYPE_F16: return rfk_experts_float<RF_TYPE_F16, WAVE>;
     case RF_TYPE_BF16: return rfk_experts_float<RF_TYPE_BF16, WAVE>;
@@ -5311,6 +5311,9 @@ template <int WAVE> static rfk_experts_kernel rfk_find_experts(uint32_t type) {
     case RF_TYPE_Q5_1: return rfk_experts<RF_TYPE_Q5_1, WAVE>;
     case RF_TYPE_Q4_K: return rfk_experts<RF_TYPE_Q4_K, WAVE>;
     case RF_TYPE_Q5_K: return rfk_experts<RF_TYPE_Q5_K, WAVE>;
+    case RF_TYPE_Q2_K: return rfk_experts<RF_TYPE_Q2_K, WAVE>;
+    case RFK_OTHER32: return rfk_experts<RFK_OTHER32, WAVE>;
+    case RFK_OTHER16: return rfk_experts<RFK_OTHER16, WAVE>;
     default: return rfk_experts<RF_TYPE_Q6_K, WAVE>;
     }
 }

@@ -684,7 +684,7 @@ static void test_matmul() {
     static const uint32_t blocks[] = {1, 2, 3, 5, 9}, odd[] = {1, 33, 40, 64, 264}, outs[] = {1, 3, 64, 65, 130},
                           rows[] = {1, 2, 7, 8, 9, 33, 66};
     std::vector<Row> list = combinations(std::vector<int>{N_TYPES, 5, 5, 7, 7, n_devices});
-    for (size_t i = 0; i < list.size(); i++) {
+    for (size_t i = 0; i < list.size(); i += stride) {
         const Row &r = list[i];
         uint32_t type = types[r[0]];
         MatmulCase c = {type,           is_float(type) ? odd[r[1]] : blocks[r[1]] * block_elements(type),
