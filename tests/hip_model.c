@@ -84,9 +84,10 @@ static double distance(const float *a, const float *b, size_t n) {
     return worst / most;
 }
 
-/* Every weight type and architecture: the same ids and nearly the same logits as the CPU device. */
+/* Weight types and architectures: the same ids and nearly the same logits as the CPU device. */
 static void test_as_cpu(void) {
-    static const uint32_t types[] = {MG_F32, MG_F16, MG_BF16, MG_Q4_0, MG_Q4_1, MG_Q5_0, MG_Q5_1, MG_Q8_0, MG_Q4_K, MG_Q5_K, MG_Q6_K};
+    static const uint32_t types[] = {MG_F32, MG_F16, MG_BF16, MG_Q4_0, MG_Q4_1, MG_Q5_0, MG_Q5_1, MG_Q8_0, MG_Q4_K, MG_Q5_K, MG_Q6_K,
+                                     MG_Q2_K, MG_Q3_K, MG_IQ4_XS, MG_MXFP4, MG_IQ3_S, MG_IQ1_M};
     static const char *const archs[] = {"llama", "qwen2", "qwen3"};
     static float cpu[5 * MAX_VOCAB], gpu[5 * MAX_VOCAB];
     int32_t prompt[11], cpu_ids[5], gpu_ids[5];
@@ -100,6 +101,7 @@ static void test_as_cpu(void) {
         int int8 = types[t] != MG_F32 && types[t] != MG_F16 && types[t] != MG_BF16;
         CHECK(rig_open(&c, &file, "cpu", &sd) == RF_OK && write_on(&c, prompt, 11, 4, cpu, cpu_ids) == RF_OK, "%s", c.err.text);
         for (uint32_t k = 0; device_name(k); k++) {
+            if (t > 10 && device_name(1) && k % 2 != t % 2) continue; /* these are tested as ops by test_hip: by turns */
             CHECK(rig_open(&r, &file, device_name(k), &sd) == RF_OK && write_on(&r, prompt, 11, 4, gpu, gpu_ids) == RF_OK, "%s", r.err.text);
             double d = distance(gpu, cpu, (size_t)c.n_vocab * 5);
             CHECK(d <= (int8 ? INT8_TOLERANCE : FLOAT_TOLERANCE), "type %u on %s: off by %g", types[t], device_name(k), d);
