@@ -1142,7 +1142,7 @@ const rf_device_api *rocmforge_hip_api(void);
 
 /* ---- grids ----
  * The runs of weights that the types IQ1, IQ2 and IQ3 choose from, as lists of numbers in ascending order: what their
- * indices count. IQ2 and IQ1: eight codes of 2 bits, of the first weight in the lowest; IQ3: four of 3 bits. A code c is
+ * indices count. IQ2 and IQ1: eight codes of 2 bits, of the first weight in the lowest; IQ3: four of 3 bits. Code c is
  *     IQ2 8 + 17c + (c >> 1)    IQ1 c - 1    IQ3_XXS 4 + 8c + 2 if c is 7    IQ3_S 2c + 1
  * Facts of the format: ggml's tables. */
 
