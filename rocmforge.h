@@ -433,7 +433,7 @@ typedef struct rf_model_info {
     uint32_t n_kv_heads;     /* of layer 0                                                  */
     uint32_t head_dim;
     uint32_t n_ctx_train;    /* context the model was trained for, tokens                   */
-    uint32_t n_tensors;      /* tensors the plan uses                                       */
+    uint32_t n_tensors;      /* tensors the plan uses, each expert of one for itself        */
     uint64_t n_params;       /* weights in those                                            */
     uint64_t weight_bytes;   /* as stored in the file                                       */
     uint64_t token_bytes;    /* weight bytes that one token reads: of experts those chosen  */
@@ -481,7 +481,7 @@ ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err);
 ROCMFORGE_API void rf_model_cancel_loading(rf_model *m);
 
 typedef struct rf_loading_stats {
-    uint64_t tensors_loaded;     /* now                                                       */
+    uint64_t tensors_loaded;     /* now; each expert of a tensor counts for itself            */
     uint64_t bytes_loaded;       /* now, as stored in the file                                */
     uint64_t device_bytes;       /* allocated for weights on the device now, ring included    */
     uint64_t hits;               /* uses that found the tensor loaded                         */
@@ -893,7 +893,8 @@ typedef enum rf_op_kind {
                             weights = p[ids], with RF_OP_CHOSEN softmax(p[ids]); with RF_OP_NORMALIZE divided by
                             max(their sum, 2^-14); times scale, unless that is 0                                   */
     RF_OP_EXPERTS = 10,  /* out[T, n_used, n_out] = in[T, n_in] W[id]^T (+ bias[id][n_out]), id = in2[T, 0, n_used] of
-                            a ROUTE, W[n_experts, n_out, n_in]; RF_OP_PER_CHOICE: in[T, n_used, n_in]              */
+                            a ROUTE; weight is the slot of the first of n_experts matrices, the others follow, and only
+                            those that were chosen need be there; RF_OP_PER_CHOICE: in[T, n_used, n_in]            */
     RF_OP_MIX = 11,      /* out[T, n_out] = scale * sum over k of weight[k] * in[T, n_used, n_out], in order of k,
                             weights in2[T, 1, n_used] of a ROUTE (+ out if RF_OP_ACCUMULATE); a scale of 0 is 1    */
     RF_OP_KIND_COUNT = 12
@@ -967,8 +968,8 @@ typedef struct rf_plan_state {
 
 #define RF_STATE_ALIGN 256u
 
-/* A weight: one tensor of the file. Matrices are [n_rows, n_in], ne={n_in, n_rows}; those of all experts of a layer are
- * one, ne={n_in, n_out, n_experts}, of n_experts * n_out rows. */
+/* A weight: one tensor of the file, or the matrix of one expert in it. Matrices are [n_rows, n_in]; of a tensor
+ * ne={n_in, n_rows}, or ne={n_in, n_rows, n_experts}: then `expert` begins at byte expert * size_bytes of it. */
 typedef struct rf_plan_weight {
     char name[68];        /* NUL-terminated                                    */
     uint32_t tensor;      /* rf_tensor_info.index                              */
@@ -978,7 +979,7 @@ typedef struct rf_plan_weight {
     int32_t layer;        /* as rf_op.layer                                    */
     uint32_t row_reads;   /* 1: single rows are looked up (embedding)          */
     uint64_t size_bytes;  /* as stored in the file                             */
-    uint32_t n_experts;   /* n_rows are those of so many experts; else 0       */
+    uint32_t n_experts, expert; /* it is one of so many matrices of its tensor; else 0 */
 } rf_plan_weight;
 
 typedef struct rf_plan {
@@ -992,6 +993,12 @@ typedef struct rf_plan {
     uint32_t logits;               /* buffer that holds them    */
     uint32_t argmax;               /* and that of their largest */
 } rf_plan;
+
+/* Segments of a plan are the ops of a layer, cut behind a ROUTE, after which the host knows which experts it must have
+ * loaded: 1 if op i is the first of one. */
+static inline int rf_op_begins_segment(const rf_plan *plan, uint32_t i) {
+    return i == 0 || plan->ops[i].layer != plan->ops[i - 1].layer || plan->ops[i - 1].kind == RF_OP_ROUTE;
+}
 
 /* The plan of a model: borrowed, immutable, until the model is closed. Threads any. */
 ROCMFORGE_API const rf_plan *rf_model_get_plan(const rf_model *m);
@@ -4283,7 +4290,7 @@ static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *tic
     pthread_mutex_unlock(&s->lock);
     void *src = b ? b->mem : (void *)((unsigned char *)t->home + at);
     if (!t->home_filled) {
-        r = rf_gguf_read_tensor(s->g, w->tensor, at, src, (size_t)n, err);
+        r = rf_gguf_read_tensor(s->g, w->tensor, w->expert * w->size_bytes + at, src, (size_t)n, err);
         if (r == RF_OK) atomic_fetch_add(&s->bytes_read, n);
     }
     if (r == RF_OK)
@@ -4671,19 +4678,35 @@ static rf_result rfi_stream_arrived(rfi_store *s, rf_result r, rf_error *err) {
 
 #define RFI_OP_SLOTS 3u /* weights of an op at most */
 
-/* The next layer's weights from op *at on, every one once, into slots (room for RFI_OP_SLOTS per op): how many. */
-static uint32_t rfi_layer_slots(const rf_plan *plan, uint32_t *at, uint32_t *slots) {
-    uint32_t n = 0, first = *at;
-    for (; *at < plan->n_ops && plan->ops[*at].layer == plan->ops[first].layer; ++*at) {
-        const rf_op *op = &plan->ops[*at];
+/* Slots from op.weight on that an op uses. */
+static uint32_t rfi_op_matrices(const rf_op *op) { return op->kind == RF_OP_EXPERTS ? op->n_experts : 1; }
+
+/* Weights of all ops, those that several use as often. */
+static uint64_t rfi_plan_uses(const rf_plan *plan) {
+    uint64_t n = 0;
+    for (uint32_t i = 0; i < plan->n_ops; i++) n += RFI_OP_SLOTS - 1 + rfi_op_matrices(&plan->ops[i]);
+    return n;
+}
+
+/* The weights of ops [first, end), every one once, into slots (room for rfi_plan_uses of them): how many. */
+static uint32_t rfi_ops_slots(const rf_plan *plan, uint32_t first, uint32_t end, uint32_t *slots) {
+    uint32_t n = 0;
+    for (const rf_op *op = plan->ops + first; op < plan->ops + end; op++) {
         const uint32_t all[RFI_OP_SLOTS] = {op->weight, op->extra, op->extra2};
         for (uint32_t k = 0; k < RFI_OP_SLOTS; k++) {
             int known = all[k] == RF_NONE;
             for (uint32_t j = 0; j < n && !known; j++) known = slots[j] == all[k];
-            if (!known) slots[n++] = all[k];
+            for (uint32_t e = 0; !known && e < (k ? 1 : rfi_op_matrices(op)); e++) slots[n++] = all[k] + e;
         }
     }
     return n;
+}
+
+/* The same of the next layer, from op *at on. */
+static uint32_t rfi_layer_slots(const rf_plan *plan, uint32_t *at, uint32_t *slots) {
+    const uint32_t first = *at;
+    while (*at < plan->n_ops && plan->ops[*at].layer == plan->ops[first].layer) ++*at;
+    return rfi_ops_slots(plan, first, *at, slots);
 }
 
 /* The least ring that lets the streamed weights of a layer be there together, wherever the ring has come to. *ahead:
@@ -4717,7 +4740,8 @@ static int rfi_arrange_keeps(const rf_plan *plan, uint32_t slot, int keep) {
     const rf_plan_weight *w = &plan->weights[slot];
     if (w->n_rows == 1 || (keep > 1 && w->row_reads)) return 1;
     int wide = w->layer == plan->ops[plan->n_ops - 1].layer;
-    for (uint32_t k = 0; k < plan->n_ops; k++) wide |= plan->ops[k].weight == slot && plan->ops[k].layer != w->layer;
+    for (uint32_t k = 0; k < plan->n_ops && !w->n_experts; k++)
+        wide |= plan->ops[k].weight == slot && plan->ops[k].layer != w->layer;
     return keep && wide;
 }
 
@@ -4868,7 +4892,7 @@ static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_err
     uint64_t others, own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
     rfi_arrangement a = {0};
     a.streamed = (uint8_t *)rfi_alloc(alloc, s->plan.n_weights, 1, "a forecast", err);
-    a.slots = (uint32_t *)rfi_alloc(alloc, (uint64_t)s->plan.n_ops * RFI_OP_SLOTS, sizeof *a.slots, "a forecast", err);
+    a.slots = (uint32_t *)rfi_alloc(alloc, rfi_plan_uses(&s->plan), sizeof *a.slots, "a forecast", err);
     rf_result r = a.streamed && a.slots ? RF_OK : RF_ERR_MEMORY;
     if (r == RF_OK) {
         pthread_mutex_lock(&s->device->lot.mutex);
@@ -4961,6 +4985,8 @@ static void rfi_store_describe(rfi_store *s) {
         rfi_tensor *t = &s->tensors[slot];
         rf_weight_layout layout = api->weight_layout(s->device->dev, w);
         rf_gguf_get_tensor(s->g, w->tensor, &t->info);
+        t->info.offset_bytes += w->expert * w->size_bytes;
+        t->info.size_bytes = w->size_bytes;
         const void *map = rfi_gguf_map(s->g, &t->info);
         if (layout.in_place && map && ((uintptr_t)map & (layout.align - 1)) == 0) t->in_place = map;
         s->in_place |= t->in_place != NULL;
@@ -5004,13 +5030,13 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     s->reports_end = &s->reports;
     s->tensors = (rfi_tensor *)rfi_alloc(alloc, plan->n_weights, sizeof *s->tensors, "lazy tensors", err);
     s->order = (uint32_t *)rfi_alloc(alloc, plan->n_weights, sizeof *s->order, "lazy tensors", err);
-    s->uses = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * RFI_OP_SLOTS, sizeof *s->uses, "lazy tensors", err);
+    s->uses = (uint32_t *)rfi_alloc(alloc, rfi_plan_uses(plan), sizeof *s->uses, "lazy tensors", err);
     s->use_offset =
-        (uint64_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * RFI_OP_SLOTS, sizeof *s->use_offset, "lazy tensors", err);
+        (uint64_t *)rfi_alloc(alloc, rfi_plan_uses(plan), sizeof *s->use_offset, "lazy tensors", err);
     rfi_arrangement *a = &s->arrangement;
     a->streamed = (uint8_t *)rfi_alloc(alloc, plan->n_weights, sizeof *a->streamed, "lazy tensors", err);
     a->slots =
-        (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * RFI_OP_SLOTS, sizeof *a->slots, "lazy tensors", err);
+        (uint32_t *)rfi_alloc(alloc, rfi_plan_uses(plan), sizeof *a->slots, "lazy tensors", err);
     r = s->tensors && s->order && s->uses && s->use_offset && a->streamed && a->slots ? RF_OK : RF_ERR_MEMORY;
     if (r == RF_OK) r = d->api->table_create(d->dev, &s->plan, &s->table, err);
     if (r == RF_OK) r = d->api->queue_create(d->dev, &s->queue, err);
@@ -5653,18 +5679,22 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
     }
     rfi_bind_check(b, full, &t, want->n_in, want->n_rows, want->n_experts);
     if (b->result != RF_OK) return none;
-    rf_plan_weight *w = (rf_plan_weight *)rfi_array_push(b, &b->weights, 1, sizeof *w);
-    if (!w) return none;
-    memset(w, 0, sizeof *w);
-    snprintf(w->name, sizeof w->name, "%s", full);
-    w->tensor = t.index;
-    w->type = t.type;
-    w->n_in = (uint32_t)want->n_in;
-    w->n_rows = (uint32_t)(rfi_max_u64(want->n_rows, 1) * rfi_max_u64(want->n_experts, 1));
-    w->layer = b->layer;
-    w->size_bytes = t.size_bytes;
-    w->n_experts = (uint32_t)want->n_experts;
-    return (rfi_weight){b->weights.n - 1, 0, RF_NONE};
+    const uint32_t n = want->n_rows && want->n_experts ? (uint32_t)want->n_experts : 1;
+    rf_plan_weight *w = (rf_plan_weight *)rfi_array_push(b, &b->weights, n, sizeof *w);
+    for (uint32_t i = 0; w && i < n; i++) {
+        memset(&w[i], 0, sizeof w[i]);
+        if (want->n_rows && want->n_experts) snprintf(w[i].name, sizeof w[i].name, "%.56s:%u", full, i);
+        else snprintf(w[i].name, sizeof w[i].name, "%s", full);
+        w[i].tensor = t.index;
+        w[i].type = t.type;
+        w[i].n_in = (uint32_t)want->n_in;
+        w[i].n_rows = (uint32_t)(want->n_rows ? want->n_rows : want->n_experts);
+        w[i].layer = b->layer;
+        w[i].size_bytes = t.size_bytes / n;
+        w[i].n_experts = want->n_rows ? (uint32_t)want->n_experts : 0;
+        w[i].expert = i;
+    }
+    return w ? (rfi_weight){b->weights.n - n, 0, RF_NONE} : none;
 }
 
 /* Bind a tensor of shape [n_rows, n_in] (a vector: n_rows 1). Absent: RF_NONE, an error unless optional.
@@ -9330,7 +9360,8 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
     const uint32_t n_blocks = (o->cut.n_units + o->cut.small - 1) / o->cut.small, e = s->active[chunk / n_blocks],
                    row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
                    n_rows = (uint32_t)rfi_min_u64(op->n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
-    const uint8_t *w = o->w + ((uint64_t)e * op->n_out + row0) * o->w_row_bytes;
+    const uint8_t *w = (const uint8_t *)rfi_cpu_table_of(o->p->bind.table)->weights[op->weight + e];
+    w += row0 * o->w_row_bytes;
     float *y = o->p->scratch + thread * o->p->scratch_stride;
     for (uint32_t at = s->first[e], n; at < s->first[e + 1]; at += n) {
         rfi_acts x = o->acts;
@@ -9839,7 +9870,7 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
     rf_result r = p->segments && p->how && p->times_us ? RF_OK : RF_ERR_MEMORY;
     for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) {
         r = rfi_cpu_op_supported(d, plan, &plan->ops[i], err);
-        if (i == 0 || plan->ops[i].layer != plan->ops[i - 1].layer) p->segments[p->n_segments++] = i;
+        if (rf_op_begins_segment(plan, i)) p->segments[p->n_segments++] = i;
     }
     if (r == RF_OK) {
         rfi_cpu_need need = rfi_cpu_measure(plan, p->how);
@@ -10027,7 +10058,9 @@ static rf_result rfi_null_experts(const rf_plan *plan, uint32_t i, const rf_op *
     if (r == RF_OK)
         r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_in * (op->flags & RF_OP_PER_CHOICE ? n_used : 1), err);
     if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, n_used * op->n_out, err);
-    if (r == RF_OK) r = rfi_null_weight(plan, i, op->weight, op->n_in, (uint64_t)op->n_experts * op->n_out, err);
+    for (uint32_t e = 0; r == RF_OK && e < op->n_experts; e++)
+        r = op->weight > RF_NONE - e ? rfi_null_weight(plan, i, RF_NONE, op->n_in, op->n_out, err)
+                                     : rfi_null_weight(plan, i, op->weight + e, op->n_in, op->n_out, err);
     if (r != RF_OK || op->extra == RF_NONE) return r;
     return rfi_null_weight(plan, i, op->extra, op->n_out, op->n_experts, err);
 }
@@ -10329,7 +10362,7 @@ static rf_result rfi_null_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint
         return RF_ERR_MEMORY;
     }
     for (uint32_t i = 0; i < plan->n_ops; i++)
-        if (i == 0 || plan->ops[i].layer != plan->ops[i - 1].layer) p->segments[p->n_segments++] = i;
+        if (rf_op_begins_segment(plan, i)) p->segments[p->n_segments++] = i;
     p->segments[p->n_segments] = plan->n_ops;
     memcpy(segment_ops, p->segments, p->n_segments * sizeof *segment_ops);
     *n_segments = p->n_segments;
@@ -10426,7 +10459,10 @@ struct rf_session {
     uint32_t n_segments;
     uint32_t *segment_slots; /* slots of segment i: [segment_first[i], segment_first[i + 1])    */
     uint32_t *segment_first; /* [n_segments + 1]                                                */
-    uint32_t n_pinned;       /* segments whose resident weights the eval in progress has pinned */
+    uint32_t *segment_ops;   /* [n_segments + 1] first op                                       */
+    uint8_t *pinned;         /* [n_weights] 1: resident, and held by the eval in progress       */
+    uint8_t *chosen;         /* [n_weights] of experts: the segment in progress needs it        */
+    int32_t *route;          /* host memory of the device, [n_batch, widest route]; NULL: no experts */
     uint32_t *held;          /* [n_held] slots of these                                         */
     uint32_t *held_streamed; /* [n_held_streamed] slots of the segment in progress              */
     uint32_t n_held, n_held_streamed;
@@ -10527,6 +10563,7 @@ static void rfi_session_release(rf_session *s) {
     if (s->queue) api->queue_release(s->queue);
     if (s->logits) api->host_release(dev, s->logits);
     if (s->argmax) api->host_release(dev, s->argmax);
+    if (s->route) api->host_release(dev, s->route);
     if (s->embeddings) api->host_release(dev, s->embeddings);
     if (s->state.base) api->mem_release(dev, &s->state);
     if (s->scratch.base) api->mem_release(dev, &s->scratch);
@@ -10537,6 +10574,9 @@ static void rfi_session_release(rf_session *s) {
     rfi_free(alloc, s->held);
     rfi_free(alloc, s->held_streamed);
     rfi_free(alloc, s->segment_first);
+    rfi_free(alloc, s->segment_ops);
+    rfi_free(alloc, s->pinned);
+    rfi_free(alloc, s->chosen);
     rfi_free(alloc, s->lengths);
     rfi_free(alloc, s->ends);
     rfi_free_aligned(alloc, s->tokens);
@@ -10551,17 +10591,20 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
     const rf_plan *plan = &s->m->plan;
     const rf_session_desc *d = &s->desc;
+    const uint64_t n_uses = rfi_plan_uses(plan);
     void *p = NULL;
     s->buffer_offset =
         (uint64_t *)rfi_alloc(alloc, plan->n_buffers, sizeof *s->buffer_offset, "buffer offsets", err);
     s->state_offset = (uint64_t *)rfi_alloc(alloc, plan->n_states, sizeof *s->state_offset, "state offsets", err);
     s->segment_first =
         (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops + 1, sizeof *s->segment_first, "segments", err);
-    s->segment_slots =
-        (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * RFI_OP_SLOTS, sizeof *s->segment_slots, "segments", err);
-    s->held = (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * RFI_OP_SLOTS, sizeof *s->held, "segments", err);
-    s->held_streamed =
-        (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops * RFI_OP_SLOTS, sizeof *s->held_streamed, "segments", err);
+    s->segment_ops =
+        (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops + 1, sizeof *s->segment_ops, "segments", err);
+    s->segment_slots = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *s->segment_slots, "segments", err);
+    s->held = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *s->held, "segments", err);
+    s->held_streamed = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *s->held_streamed, "segments", err);
+    s->pinned = (uint8_t *)rfi_alloc(alloc, plan->n_weights, 1, "segments", err);
+    s->chosen = (uint8_t *)rfi_alloc(alloc, plan->n_weights, 1, "segments", err);
     s->lengths = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->lengths, "sequence lengths", err);
     s->ends = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->ends, "sequence lengths", err);
     s->rows = (rf_step_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->rows, "batch rows", err);
@@ -10570,7 +10613,7 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     s->tokens = (int32_t *)rfi_alloc_aligned(alloc, (uint64_t)d->n_seq_max * d->n_ctx * sizeof *s->tokens, 64,
                                              "token history", err);
     if (!s->buffer_offset || !s->state_offset || !s->segment_first || !s->segment_slots || !s->held ||
-        !s->held_streamed || !s->lengths ||
+        !s->held_streamed || !s->segment_ops || !s->pinned || !s->chosen || !s->lengths ||
         !s->ends || !s->rows || !s->forward_rows || !s->logit_rows || !s->tokens)
         return RF_ERR_MEMORY;
     rf_result r =
@@ -10584,15 +10627,21 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     if (r == RF_OK)
         r = api->host_create(s->m->device->dev, (uint64_t)d->n_logits_max * sizeof(int32_t), &p, err);
     s->argmax = (int32_t *)p;
+    p = NULL;
+    if (r == RF_OK && s->m->config.moe.n_experts)
+        r = api->host_create(s->m->device->dev,
+                             (uint64_t)d->n_batch * 2 * s->m->config.moe.n_used * sizeof(int32_t), &p, err);
+    s->route = (int32_t *)p;
     return r;
 }
 
-/* Which weights each segment (a layer's ops) needs, every one once. */
+/* Which weights each segment needs, every one once. No weight is in two segments of one layer. */
 static void rfi_session_segment_slots(rf_session *s) {
-    uint32_t n = 0, at = 0;
+    uint32_t n = 0;
+    s->segment_ops[s->n_segments] = s->m->plan.n_ops;
     for (uint32_t segment = 0; segment < s->n_segments; segment++) {
         s->segment_first[segment] = n;
-        n += rfi_layer_slots(&s->m->plan, &at, s->segment_slots + n);
+        n += rfi_ops_slots(&s->m->plan, s->segment_ops[segment], s->segment_ops[segment + 1], s->segment_slots + n);
     }
     s->segment_first[s->n_segments] = n;
 }
@@ -10642,7 +10691,7 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
         .n_logits = s->desc.n_logits_max,
         .cache_type = s->desc.cache_type,
     };
-    r = api->plan_prepare(dev, &bind, s->segment_first, &s->n_segments, &s->prepared, err);
+    r = api->plan_prepare(dev, &bind, s->segment_ops, &s->n_segments, &s->prepared, err);
     if (r == RF_OK) rfi_session_segment_slots(s);
     return r;
 }
@@ -10710,7 +10759,43 @@ static rf_result rfi_eval_check(rf_session *s, const rf_row *rows, uint32_t n_ro
     return RF_OK;
 }
 
-/* Pin the weights of a segment, loading what is missing; the session's queue waits for copies that are on their way. */
+/* Which experts the segment's rows have chosen, into s->chosen; all of them where that costs nothing, or the step runs
+ * as a whole. The route is made by the segment before, which is on the way. */
+static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_rows, int whole, rf_error *err) {
+    const rf_plan *plan = &s->m->plan;
+    const rf_device_api *api = s->m->device->api;
+    uint32_t read = RF_NONE; /* buffer that s->route holds */
+    for (uint32_t i = s->segment_ops[segment]; i < s->segment_ops[segment + 1]; i++) {
+        const rf_op *op = &plan->ops[i];
+        int all = whole || s->m->device->is_gpu; /* there a read is a wait: not for weights that are there */
+        if (op->kind != RF_OP_EXPERTS) continue;
+        for (uint32_t e = 0; all && !whole && e < op->n_experts; e++)
+            all = s->pinned[op->weight + e] || rfi_cell_is_ready(&s->m->store->tensors[op->weight + e].cell);
+        if (all) {
+            memset(s->chosen + op->weight, 1, op->n_experts);
+            continue;
+        }
+        const uint32_t width = plan->buffers[op->in2].width;
+        rf_ticket ticket = {0};
+        rf_result r = RF_OK;
+        if (read != op->in2)
+            r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[op->in2], s->route,
+                              (uint64_t)n_rows * width * sizeof *s->route, &ticket, err);
+        if (r == RF_OK) r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
+        if (r != RF_OK) return r;
+        read = op->in2;
+        for (uint64_t k = 0; k < (uint64_t)n_rows * op->n_used; k++) {
+            const int32_t id = s->route[k / op->n_used * width + k % op->n_used];
+            if (id < 0 || (uint32_t)id >= op->n_experts)
+                return rfi_fail(err, RF_ERR_DEVICE, i, "op %u: expert %d of %u was chosen", i, id, op->n_experts);
+            s->chosen[op->weight + (uint32_t)id] = 1;
+        }
+    }
+    return RF_OK;
+}
+
+/* Pin the weights of a segment, loading what is missing; the session's queue waits for copies that are on their way. Of
+ * experts those in s->chosen, and those of the stream, which come in their order. */
 static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
     rfi_store *store = s->m->store;
     rf_result r = RF_OK;
@@ -10720,16 +10805,15 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
         if (t->streamed) {
             r = rfi_stream_pin(store, slot, s->n_held_streamed, s->loading_cancels, err);
             if (r == RF_OK) s->held_streamed[s->n_held_streamed++] = slot;
-        } else if (segment >= s->n_pinned) {
+        } else if (!s->pinned[slot] && (!store->plan.weights[slot].n_experts || s->chosen[slot])) {
             r = rfi_store_pin(store, slot, s->loading_cancels, err);
-            if (r == RF_OK) s->held[s->n_held++] = slot;
+            if (r == RF_OK) s->held[s->n_held++] = slot, s->pinned[slot] = 1;
         } else {
             continue; /* by an earlier micro-batch, which has also waited for the copy */
         }
         if (r == RF_OK && !atomic_load_explicit(&t->arrived, memory_order_acquire))
             r = s->m->device->api->queue_after(s->queue, &t->written, err);
     }
-    if (r == RF_OK && segment >= s->n_pinned) s->n_pinned = segment + 1;
     return r;
 }
 
@@ -10741,9 +10825,11 @@ static rf_result rfi_eval_unpin(rf_session *s, rf_result r, rf_error *err) {
         rf_result arrived = rfi_store_arrived(store, s->held[i], r == RF_OK ? err : NULL);
         if (r == RF_OK) r = arrived;
         rfi_store_unpin(store, s->held[i]);
+        s->pinned[s->held[i]] = 0;
     }
     r = rfi_stream_arrived(store, r, err);
-    s->n_pinned = s->n_held = s->n_held_streamed = 0;
+    if (s->route) memset(s->chosen, 0, store->plan.n_weights);
+    s->n_held = s->n_held_streamed = 0;
     return r;
 }
 
@@ -10753,7 +10839,10 @@ static rf_result rfi_eval_segments(rf_session *s, uint32_t first, uint32_t last,
     rf_result r = RF_OK;
     if (atomic_load_explicit(&s->cancel, memory_order_relaxed) && atomic_exchange(&s->cancel, 0))
         return rfi_fail(err, RF_ERR_CANCELLED, first, "rf_eval: cancelled by rf_session_cancel");
-    for (uint32_t segment = first; r == RF_OK && segment < last; segment++) r = rfi_eval_pin(s, segment, err);
+    for (uint32_t segment = first; r == RF_OK && segment < last; segment++) {
+        if (s->route) r = rfi_eval_choose(s, segment, step->n_rows, last - first > 1, err);
+        if (r == RF_OK) r = rfi_eval_pin(s, segment, err);
+    }
     if (r == RF_OK) r = s->m->device->api->plan_run(s->prepared, s->queue, first, last, step, ticket, err);
     if (r != RF_OK) return r;
     rfi_stream_release(s->m->store, s->held_streamed, s->n_held_streamed, ticket);
@@ -14417,8 +14506,9 @@ ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d) {
 static void rfi_model_report_unused(const rf_model *m) {
     rf_gguf_info info = rf_gguf_get_info(m->g);
     rf_tensor_info t;
-    if (!m->log.fn || info.n_tensors <= m->plan.n_weights) return;
-    uint64_t unused = info.n_tensors - m->plan.n_weights;
+    uint64_t unused = info.n_tensors;
+    for (uint32_t w = 0; w < m->plan.n_weights; w++) unused -= m->plan.weights[w].expert == 0;
+    if (!m->log.fn || unused == 0) return;
     for (uint64_t i = 0; i < info.n_tensors; i++) {
         int used = 0;
         for (uint32_t w = 0; w < m->plan.n_weights && !used; w++) used = m->plan.weights[w].tensor == i;
@@ -14556,9 +14646,9 @@ ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m) {
     for (uint32_t i = 0; i < m->plan.n_weights; i++) {
         const rf_plan_weight *w = &m->plan.weights[i];
         info.n_params += (uint64_t)w->n_in * w->n_rows;
-        info.token_bytes += w->row_reads   ? w->size_bytes / w->n_rows
-                            : w->n_experts ? w->size_bytes / w->n_experts * m->config.moe.n_used
-                                           : w->size_bytes;
+        info.token_bytes += w->row_reads                           ? w->size_bytes / w->n_rows
+                            : w->expert < m->config.moe.n_used || w->n_experts == 0 ? w->size_bytes
+                                                                                    : 0;
     }
     return info;
 }
@@ -14574,6 +14664,12 @@ static uint32_t rfi_model_slot(const rf_model *m, const char *name) {
     return RF_NONE;
 }
 
+/* The next matrix of the tensor that `slot` is of, RF_NONE behind the last. */
+static uint32_t rfi_model_next_slot(const rf_model *m, uint32_t slot) {
+    const rf_plan_weight *w = &m->plan.weights[slot];
+    return w->expert + 1 < w->n_experts ? slot + 1 : RF_NONE;
+}
+
 ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_error *err) {
     rfi_clear(err);
     if (!m || !name) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_load_tensor: model or name is NULL");
@@ -14583,12 +14679,15 @@ ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_e
     uint64_t cancels;
     rf_result r = rfi_store_begin(m->store, &cancels, err);
     if (r != RF_OK) return r;
-    if (m->store->tensors[slot].streamed)
-        r = rfi_fail(err, RF_ERR_MEMORY, slot, "%s is beyond the budget: it is streamed by rf_eval, not kept", name);
-    else r = rfi_store_pin(m->store, slot, cancels, err);
-    if (r == RF_OK) {
-        r = rfi_store_arrived(m->store, slot, err);
-        rfi_store_unpin(m->store, slot);
+    for (; r == RF_OK && slot != RF_NONE; slot = rfi_model_next_slot(m, slot)) {
+        if (m->store->tensors[slot].streamed)
+            r = rfi_fail(err, RF_ERR_MEMORY, slot, "%s is beyond the budget: it is streamed by rf_eval, not kept",
+                         name);
+        else r = rfi_store_pin(m->store, slot, cancels, err);
+        if (r == RF_OK) {
+            r = rfi_store_arrived(m->store, slot, err);
+            rfi_store_unpin(m->store, slot);
+        }
     }
     rfi_store_end(m->store);
     return r;
@@ -14596,7 +14695,10 @@ ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_e
 
 ROCMFORGE_API int rf_model_is_tensor_loaded(const rf_model *m, const char *name) {
     uint32_t slot = rfi_model_slot(m, name);
-    return slot != RF_NONE && rfi_cell_is_ready(&m->store->tensors[slot].cell);
+    int loaded = slot != RF_NONE;
+    for (; loaded && slot != RF_NONE; slot = rfi_model_next_slot(m, slot))
+        loaded = rfi_cell_is_ready(&m->store->tensors[slot].cell);
+    return loaded;
 }
 
 ROCMFORGE_API int rf_model_is_layer_loaded(const rf_model *m, uint32_t layer) {

@@ -1033,6 +1033,12 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_repack(rfk_repack_args a) {
     }
 }
 
+/* Where an expert's weights are, for kernels that find it by its number.   grid 1   block 1 */
+struct rfk_expert_args {
+    rfk_weight *to, w;
+};
+static __global__ void rfk_write_expert(rfk_expert_args a) { *a.to = a.w; }
+
 /* ==== 3 Rows ============================================================================================== >>rows
  * Norms, element-wise ops, quantization, rope, the KV store, and the values of a step. */
 
@@ -1642,8 +1648,8 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
  * A pair is a row and an expert that it chose: a column of its own, times the matrix of that expert. */
 
 struct rfk_experts_args {
-    rfk_weight w;        /* rows [n_experts, n_out]  */
-    const uint8_t *bias; /* the same; NULL: none     */
+    const rfk_weight *w; /* [n_experts] of n_out rows; those that are not loaded have no planes */
+    const uint8_t *bias; /* [n_experts, n_out]; NULL: none                                      */
     const float *x, *route;
     rfk_int8_rows x8;    /* [rows or pairs, n_in]    */
     float *out;          /* [rows, n_used, n_out]    */
@@ -1666,14 +1672,15 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts(rfk_exper
     if (row >= a.n_out) return; /* the whole wave leaves */
     const uint32_t expert =
         reinterpret_cast<const uint32_t *>(a.route)[(size_t)blockIdx.z * a.route_stride + blockIdx.y];
-    const size_t block = ((size_t)expert * a.n_out + row) * (a.n_in / F::BLOCK), col = a.per_choice ? pair : blockIdx.z;
+    const size_t block = (size_t)row * (a.n_in / F::BLOCK), col = a.per_choice ? pair : blockIdx.z;
+    const rfk_weight w = a.w[expert];
     const int *q = a.x8.q + col * (a.n_in / 4);
     const rfk_group *group = a.x8.group + col * (a.n_in / 32);
-    float sum = 0;
+    float sum = w.plane[0] ? 0.0f : NAN; /* what must not be used is seen */
     RFK_UNROLL(2)
-    for (uint32_t u = lane; u < a.n_in / 32; u += WAVE) {
+    for (uint32_t u = lane; w.plane[0] && u < a.n_in / 32; u += WAVE) {
         rfk_unit unit;
-        rfk_load_unit<TYPE>(a.w, block, u, unit);
+        rfk_load_unit<TYPE>(w, block, u, unit);
         sum += rfk_unit_dot<TYPE>(unit, q, group, rfk_unit_at<TYPE>(u));
     }
     sum = rfk_wave_sum<WAVE>(sum);
@@ -1687,20 +1694,23 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts_float(rfk
     if (row >= a.n_out) return;
     const uint32_t expert =
         reinterpret_cast<const uint32_t *>(a.route)[(size_t)blockIdx.z * a.route_stride + blockIdx.y];
-    const size_t first = ((size_t)expert * a.n_out + row) * a.n_in;
+    const size_t first = (size_t)row * a.n_in;
+    const uint8_t *weights = a.w[expert].plane[0];
     const float *x = a.x + (size_t)blockIdx.z * a.x_stride + (a.per_choice ? (size_t)blockIdx.y * a.n_in : 0);
     float sum = 0;
-    if (a.aligned) {
+    if (!weights) {
+        sum = NAN;
+    } else if (a.aligned) {
         RFK_UNROLL(2)
         for (uint32_t i = lane * 8; i < a.n_in; i += WAVE * 8) {
             float w[8], v[8];
-            rfk_load8<TYPE>(a.w.plane[0], first + i, w);
+            rfk_load8<TYPE>(weights, first + i, w);
             rfk_load8<RF_TYPE_F32>(reinterpret_cast<const uint8_t *>(x), i, v);
             RFK_UNROLL(8)
             for (int k = 0; k < 8; k++) sum += w[k] * v[k];
         }
     } else {
-        for (uint32_t i = lane; i < a.n_in; i += WAVE) sum += rfk_load1<TYPE>(a.w.plane[0], first + i) * x[i];
+        for (uint32_t i = lane; i < a.n_in; i += WAVE) sum += rfk_load1<TYPE>(weights, first + i) * x[i];
     }
     sum = rfk_wave_sum<WAVE>(sum);
     if (lane == 0) rfk_put_pair(a, pair, expert, row, sum);
@@ -3492,6 +3502,7 @@ struct rf_table {
     rf_dev *dev;
     const rf_plan *plan;
     rfk_slot *slots;     /* [n_weights]                                             */
+    rfk_weight *experts; /* on the device, [n_weights]: of experts, which kernels find by number; NULL: no experts */
     uint64_t generation; /* atomic: changes whenever a slot does; graphs hold slots */
 };
 
@@ -4102,6 +4113,31 @@ static uint64_t rfk_row_bytes(const rf_plan_weight *w) {
 
 static uint64_t rfk_weight_bytes(const rf_plan_weight *w) { return rfk_row_bytes(w) * w->n_rows; }
 
+static void rfk_table_release(rf_table *t) {
+    rf_allocator allocator = t->dev->allocator;
+    rfk_scope scope(t->dev->index);
+    if (t->experts) (void)hipFree(t->experts);
+    rfk_free(&allocator, t->slots);
+    rfk_free(&allocator, t);
+}
+
+/* Memory for the addresses of experts, none of which is there. */
+static rf_result rfk_create_experts(rf_table *t, rf_error *err) {
+    rf_mem mem = {NULL, (uint64_t)t->plan->n_weights * sizeof *t->experts};
+    rf_queue *q = NULL;
+    rf_ticket ticket;
+    rf_result r = rfk_mem_create(t->dev, mem.size_bytes, &mem, err);
+    if (r != RF_OK) return r;
+    t->experts = (rfk_weight *)mem.base;
+    r = rfk_queue_create(t->dev, &q, err);
+    if (r != RF_OK) return r;
+    r = rfk_mem_fill(q, &mem, 0, 0, mem.size_bytes, &ticket, err);
+    if (r == RF_OK)
+        r = rfk_check(t->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "experts", 0);
+    rfk_queue_release(q);
+    return r;
+}
+
 static rf_result rfk_table_create(rf_dev *d, const rf_plan *plan, rf_table **out, rf_error *err) {
     *out = NULL;
     rf_table *t = (rf_table *)rfk_alloc(&d->allocator, 1, sizeof *t, "a weight table", err);
@@ -4114,14 +4150,12 @@ static rf_result rfk_table_create(rf_dev *d, const rf_plan *plan, rf_table **out
     t->dev = d;
     t->plan = plan;
     t->slots = slots;
-    *out = t;
-    return RF_OK;
-}
-
-static void rfk_table_release(rf_table *t) {
-    rf_allocator allocator = t->dev->allocator;
-    rfk_free(&allocator, t->slots);
-    rfk_free(&allocator, t);
+    rf_result r = RF_OK;
+    for (uint32_t i = 0; r == RF_OK && !t->experts && i < plan->n_weights; i++)
+        if (plan->weights[i].n_experts) r = rfk_create_experts(t, err);
+    if (r == RF_OK) *out = t;
+    else rfk_table_release(t);
+    return r;
 }
 
 static rf_weight_layout rfk_weight_layout(rf_dev *d, const rf_plan_weight *w) {
@@ -4210,6 +4244,11 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part
     pthread_mutex_lock(&q->submit);
     if (repack) r = rfk_write_repacked(q, w, base, scratch, row0, n_rows, (const char *)src, err);
     else r = rfk_copy_in(q, (char *)base + row0 * row_bytes, src, n_rows * row_bytes, w->name, err);
+    if (r == RF_OK && w->n_experts && row0 + n_rows == w->n_rows) {
+        rfk_expert_args a = {t->experts + slot, rfk_planes(w, base)};
+        r = rfk_check(q->dev, err, rfk_launch(rfk_write_expert, dim3(1), dim3(1), q->stream, a), "hipLaunchKernel",
+                      w->name, 0);
+    }
     if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
     r = rfk_settle(q, r);
     pthread_mutex_unlock(&q->submit);
@@ -4221,6 +4260,7 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part
     return r;
 }
 
+/* The address of an expert stays on the device: the host runs no op whose rows chose an expert that is not loaded. */
 static void rfk_weight_clear(rf_table *t, uint32_t slot) {
     memset(&t->slots[slot], 0, sizeof t->slots[slot]);
     __atomic_add_fetch(&t->generation, 1, __ATOMIC_RELAXED);
@@ -4406,8 +4446,10 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
     if (op->kind == RF_OP_EMBED)
         return w->n_in == op->n_out && op->weight_row < w->n_rows ? NULL : "the weight has another shape";
     if (op->kind == RF_OP_EXPERTS) {
-        if (w->n_in != op->n_in || (uint64_t)op->n_experts * op->n_out > w->n_rows)
-            return "the weight has another shape";
+        for (uint32_t e = 0; e < op->n_experts; e++)
+            if (op->n_experts > plan->n_weights - op->weight || w[e].n_in != op->n_in || w[e].n_rows != op->n_out ||
+                w[e].type != w->type || !w[e].n_experts)
+                return "the weights of its experts have another shape";
         if (op->extra != RF_NONE && !rfk_is_vector(plan, op->extra, (uint64_t)op->n_experts * op->n_out))
             return "its bias is no such vector";
         return NULL;
@@ -4572,7 +4614,7 @@ static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i],
                     *next = i + 1 < plan->n_ops && plan->ops[i + 1].layer == op->layer ? op + 1 : NULL;
-        if (i == 0 || op->layer != plan->ops[i - 1].layer) {
+        if (rf_op_begins_segment(plan, i)) {
             segment_ops[p->n_segments] = i;
             p->segments[p->n_segments++] = i;
             held = RF_NONE;
@@ -5323,7 +5365,7 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
     rf_prepared *p = l->p;
     const uint32_t type = p->plan->weights[op->weight].type;
     rfk_experts_args a;
-    a.w = p->table->slots[op->weight].w;
+    a.w = p->table->experts + op->weight;
     a.bias = rfk_vector(p, op->extra, 0, &a.bias_type);
     a.x = l->b.in;
     a.route = l->b.in2;
@@ -5504,7 +5546,7 @@ static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_er
 
 /* The weights an op reads are there, and its tokens are rows of them. */
 static rf_result rfk_check_run(const rf_prepared *p, const rf_step *step, const rf_op *op, rf_error *err) {
-    const uint32_t slots[3] = {op->weight, op->extra, op->kind == RF_OP_ROPE ? RF_NONE : op->extra2};
+    const uint32_t slots[3] = {op->kind == RF_OP_EXPERTS ? RF_NONE : op->weight, op->extra, op->kind == RF_OP_ROPE ? RF_NONE : op->extra2};
     for (int k = 0; k < 3; k++)
         if (slots[k] < p->plan->n_weights && !p->table->slots[slots[k]].ready)
             return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a weight it reads is not written", err);

@@ -912,11 +912,14 @@ static int run_inspect(app *a) {
 
 enum { N_OP_WEIGHTS = 3 };
 static uint32_t op_weight(const rf_op *op, int k) { return k == 0 ? op->weight : k == 1 ? op->extra : op->extra2; }
+/* Slots from there on. */
+static uint32_t op_matrices(const rf_op *op, int k) { return !k && op->kind == RF_OP_EXPERTS ? op->n_experts : 1; }
 
 /* Weight bytes that one row of an op reads: a matrix's rows, one row of the embedding, a vector's values. */
 static uint64_t op_bytes(const rf_plan *p, const rf_op *op) {
     uint64_t n = 0;
     int matmul = op->kind == RF_OP_MATMUL;
+    if (op->kind == RF_OP_EXPERTS) return p->weights[op->weight].size_bytes * op->n_used;
     if (op->weight < p->n_weights) {
         const rf_plan_weight *w = &p->weights[op->weight];
         n += w->size_bytes / w->n_rows * (matmul ? op->n_out : 1);
@@ -967,6 +970,7 @@ static void print_op(const rf_plan *p, uint32_t i) {
         printf("  ");
         put_escaped(stdout, w->name, strlen(w->name));
         printf(" %s [%u,%u]", rf_type_get(w->type).name, w->n_rows, w->n_in);
+        if (op_matrices(op, k) > 1) printf(" and those of %u experts in all", op->n_experts);
         if (!k && op->kind == RF_OP_MATMUL && op->n_out != w->n_rows) printf(" from row %u", op->weight_row);
     }
     if (n) printf("  %llu bytes", LLU(n));
@@ -1019,7 +1023,7 @@ static int scan_weight(app *a, const rf_plan_weight *w, uint64_t done_bytes) {
         if (piece > n_blocks - at) piece = n_blocks - at;
         uint64_t n = piece * type.block_elements, offset = at * type.block_bytes;
         size_t n_bytes = (size_t)(piece * type.block_bytes);
-        TRY(lib(a, rf_gguf_read_tensor(a->g, w->tensor, offset, raw, n_bytes, &a->err)));
+        TRY(lib(a, rf_gguf_read_tensor(a->g, w->tensor, w->expert * w->size_bytes + offset, raw, n_bytes, &a->err)));
         TRY(lib(a, rf_dequantize(w->type, raw, n, values, &a->err)));
         for (uint64_t i = 0; i < n; i++)
             if (!isfinite(values[i]) && n_found++ == 0)
@@ -1053,7 +1057,7 @@ typedef struct side {
     rf_mem scratch, state;
     rf_mem weight[N_OP_WEIGHTS], repack; /* of the op that runs */
     void *bytes[N_OP_WEIGHTS];           /* of the file         */
-    uint32_t slot[N_OP_WEIGHTS];
+    uint32_t slot[N_OP_WEIGHTS], n_slots[N_OP_WEIGHTS];
     rf_model *m;              /* for the run as a whole                    */
     rf_session *s;
 } side;
@@ -1076,7 +1080,7 @@ static void drop_op(side *s) {
     if (s->prepared) s->api->plan_release(s->prepared);
     s->prepared = NULL;
     for (int k = 0; k < N_OP_WEIGHTS; k++) {
-        if (s->bytes[k]) s->api->weight_clear(s->table, s->slot[k]);
+        for (uint32_t i = 0; s->bytes[k] && i < s->n_slots[k]; i++) s->api->weight_clear(s->table, s->slot[k] + i);
         if (s->weight[k].base) s->api->mem_release(s->dev, &s->weight[k]);
         free(s->bytes[k]);
         s->bytes[k] = NULL;
@@ -1148,24 +1152,34 @@ static int open_side(app *a, struct comparison *c, side *s, const rf_device *d) 
     return wait_for(a, s, &t);
 }
 
-static int load_weight(app *a, struct comparison *c, side *s, int k, uint32_t slot) {
+static int load_weight(app *a, struct comparison *c, side *s, int k, uint32_t slot, uint32_t n) {
     if (slot == RF_NONE) return DONE;
     const rf_plan_weight *w = &c->p->weights[slot];
     rf_weight_layout layout = s->api->weight_layout(s->dev, w);
     rf_ticket t = {0};
+    uint64_t file_bytes = align_256(w->size_bytes), device_bytes = align_256(layout.size_bytes);
     s->slot[k] = slot;
-    rf_weight_part part = {.slot = slot, .n_rows = w->n_rows, .scratch = &s->repack};
-    part.src = s->bytes[k] = aligned_alloc(256, align_256(w->size_bytes));
-    if (!part.src) return no_memory(a);
-    TRY(lib(a, rf_gguf_read_tensor(a->g, w->tensor, 0, s->bytes[k], (size_t)w->size_bytes, &a->err)));
+    s->n_slots[k] = n;
+    rf_weight_part part = {.n_rows = w->n_rows, .scratch = &s->repack};
+    s->bytes[k] = aligned_alloc(256, n * file_bytes);
+    if (!s->bytes[k]) return no_memory(a);
     if (!layout.in_place) {
         part.mem = &s->weight[k];
-        TRY(lib(a, s->api->mem_create(s->dev, layout.size_bytes, &s->weight[k], &a->err)));
+        TRY(lib(a, s->api->mem_create(s->dev, n * device_bytes, &s->weight[k], &a->err)));
         if (layout.scratch_bytes && !s->repack.base)
             TRY(lib(a, s->api->mem_create(s->dev, layout.scratch_bytes, &s->repack, &a->err)));
     }
-    TRY(lib(a, s->api->weight_write(s->table, s->queue, &part, &t, &a->err)));
-    return wait_for(a, s, &t);
+    for (uint32_t i = 0; i < n; i++, w++) { /* the matrices of all experts, or one */
+        void *bytes = (char *)s->bytes[k] + i * file_bytes;
+        TRY(lib(a, rf_gguf_read_tensor(a->g, w->tensor, w->expert * w->size_bytes, bytes, (size_t)w->size_bytes,
+                                       &a->err)));
+        part.src = bytes;
+        part.slot = slot + i;
+        part.offset = i * device_bytes;
+        TRY(lib(a, s->api->weight_write(s->table, s->queue, &part, &t, &a->err)));
+        TRY(wait_for(a, s, &t));
+    }
+    return DONE;
 }
 
 /* Run op i alone. */
@@ -1178,7 +1192,7 @@ static int run_op(app *a, struct comparison *c, side *s, uint32_t i, const rf_st
     uint32_t n = 0;
     one.ops += i;
     one.n_ops = 1;
-    for (int k = 0; k < N_OP_WEIGHTS; k++) TRY(load_weight(a, c, s, k, op_weight(one.ops, k)));
+    for (int k = 0; k < N_OP_WEIGHTS; k++) TRY(load_weight(a, c, s, k, op_weight(one.ops, k), op_matrices(one.ops, k)));
     TRY(lib(a, s->api->plan_prepare(s->dev, &bind, c->segments, &n, &s->prepared, &a->err)));
     TRY(lib(a, s->api->plan_run(s->prepared, s->queue, 0, n, step, &t, &a->err)));
     TRY(wait_for(a, s, &t));
@@ -1282,14 +1296,17 @@ static int check_device(app *a) {
 
 static int run_check(app *a) {
     uint64_t done_bytes = 0;
+    uint32_t n_tensors = 0;
     TRY(open_model(a, a->o.device ? a->o.device : "null"));
     const rf_plan *p = rf_model_get_plan(a->m);
     if (rf_model_get_tokenizer(a->m, &a->t, &a->err)) report(a, a->err.text);
-    for (uint32_t i = 0; i < p->n_weights; done_bytes += p->weights[i++].size_bytes)
+    for (uint32_t i = 0; i < p->n_weights; done_bytes += p->weights[i++].size_bytes) {
         TRY(scan_weight(a, &p->weights[i], done_bytes));
+        n_tensors += p->weights[i].expert == 0;
+    }
     if (a->n_problems > 1) return fail(a, FAILED, "%s (and %u more)", a->problem, a->n_problems - 1);
     if (a->n_problems) return fail(a, FAILED, "%s", a->problem);
-    printf("ok: %s, %u tensors, %llu bytes\n", a->info.arch, p->n_weights, LLU(done_bytes));
+    printf("ok: %s, %u tensors, %llu bytes\n", a->info.arch, n_tensors, LLU(done_bytes));
     if (a->o.device) TRY(check_device(a));
     print_notes(a);
     return DONE;

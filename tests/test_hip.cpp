@@ -1093,7 +1093,12 @@ static void experts_case(const ExpertsCase &c) {
     std::vector<float> b = values((size_t)c.n_experts * c.n_out);
     rf_op *o = g.op(RF_OP_ROUTE);
     o->in = logits, o->out = route, o->n_experts = c.n_experts, o->n_used = c.n_used;
-    uint32_t weight = g.weight(c.type, c.n_in, c.n_out * c.n_experts, w), twice = g.buffer(width);
+    uint32_t weight = (uint32_t)g.weights.size(), twice = g.buffer(width);
+    for (uint32_t e = 0; e < c.n_experts; e++) {
+        size_t bytes = w.size() / c.n_experts;
+        g.weight(c.type, c.n_in, c.n_out, std::vector<uint8_t>(w.begin() + e * bytes, w.begin() + (e + 1) * bytes));
+        g.weights.back().n_experts = c.n_experts, g.weights.back().expert = e;
+    }
     uint32_t bias = g.weight(RF_TYPE_F32, c.n_out, c.n_experts, std::vector<uint8_t>((uint8_t *)b.data(), (uint8_t *)(b.data() + b.size())));
     for (int k = 0; k < 2; k++) { /* the second finds the input as the first left it */
         if (k == 0 && c.glu) {

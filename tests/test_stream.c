@@ -459,6 +459,86 @@ static void test_wide_tensor_behind_the_ring(void) {
     mg_free(&wide);
 }
 
+/* Which experts of a layer are loaded, of one of its three tensors: a bit each. */
+static uint32_t loaded_experts(rf_model *m, uint32_t layer, const char *tensor) {
+    const rf_plan *plan = rf_model_get_plan(m);
+    uint32_t bits = 0;
+    char name[64];
+    snprintf(name, sizeof name, "blk.%u.ffn_%s_exps.weight:", layer, tensor);
+    for (uint32_t i = 0; i < plan->n_weights; i++)
+        if (strncmp(plan->weights[i].name, name, strlen(name)) == 0 && rfi_cell_is_ready(&m->store->tensors[i].cell))
+            bits |= 1u << plan->weights[i].expert;
+    return bits;
+}
+
+static uint32_t count_bits(uint32_t bits) {
+    uint32_t n = 0;
+    for (; bits; bits &= bits - 1) n++;
+    return n;
+}
+
+/* Without readers exactly the experts are loaded that the rows chose: gate, up and down of each. */
+static void experts_on_demand(int mode, const float *bits_want) {
+    rig r;
+    float got[2 * N_VOCAB];
+    if (!rig_open(&r, mode, NULL, &(rf_model_desc){.n_readers = 0})) return;
+    CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, bits_want, sizeof got) == 0, "%s: %s", modes[mode], r.err.text);
+    for (uint32_t layer = 0; layer < 2; layer++) {
+        uint32_t gate = loaded_experts(r.m, layer, "gate");
+        CHECK(count_bits(gate) >= 1 && count_bits(gate) <= 6 && (mode != NULLED || gate == 1), "layer %u: experts %x", layer, gate);
+        CHECK(loaded_experts(r.m, layer, "up") == gate && loaded_experts(r.m, layer, "down") == gate, "not those of up and down");
+    }
+    rf_loading_stats st = rf_model_get_loading_stats(r.m);
+    CHECK(mode == MAPPED || st.bytes_read == st.bytes_loaded, "%llu bytes read", (unsigned long long)st.bytes_read);
+    CHECK(!rf_model_is_tensor_loaded(r.m, "blk.1.ffn_up_exps.weight") && !rf_model_is_layer_loaded(r.m, 1), "all are loaded");
+    CHECK(rf_model_load_tensor(r.m, "blk.1.ffn_up_exps.weight", &r.err) == RF_OK && loaded_experts(r.m, 1, "up") == 0xffff, "%s", r.err.text);
+    CHECK(rf_model_is_tensor_loaded(r.m, "blk.1.ffn_up_exps.weight"), "not loaded");
+    CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, bits_want, sizeof got) == 0, "again: %s", r.err.text);
+    uint32_t left = 1;
+    CHECK(rf_model_clear_gpu_cache(r.m, &left, NULL) == RF_OK && left == 0 && loaded_experts(r.m, 0, "gate") == 0, "%u are left", left);
+    CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, bits_want, sizeof got) == 0, "after clear: %s", r.err.text);
+    rig_close(&r);
+}
+
+static void experts_budgets(int mode, const float *bits_want) {
+    uint64_t all = needed(mode);
+    int refused = 0;
+    for (int percent = 100; percent > 0; percent -= 10)
+        for (uint32_t readers = 0; readers < 4; readers += 3) {
+            rig r;
+            float got[2 * N_VOCAB];
+            if (!rig_open(&r, mode, NULL, &(rf_model_desc){.budget_bytes = all * (uint64_t)percent / 100, .n_readers = readers})) return;
+            rf_result res = run(r.m, got, &r.err);
+            if (res == RF_OK) CHECK(memcmp(got, bits_want, sizeof got) == 0, "%s, %d %%, %u readers: other bits", modes[mode], percent, readers);
+            else CHECK(res == RF_ERR_MEMORY && percent < 70 && strstr(r.err.text, "at least"), "%d %%: %s", percent, r.err.text);
+            CHECK(rf_model_get_loading_stats(r.m).device_bytes <= all * (uint64_t)percent / 100, "beyond the budget");
+            refused += res != RF_OK;
+            rig_close(&r);
+        }
+    CHECK(refused > 0 && refused < 16, "%d budgets were refused", refused);
+}
+
+/* A model with experts: loaded as they are chosen, all at once, in any budget that holds a layer: the same bits. */
+static void test_experts(void) {
+    mg_buf dense = file;
+    memset(&file, 0, sizeof file);
+    mg_llama(&file, &(mg_options){.arch = "qwen3moe", .n_experts = 16, .n_used = 1, .type = MG_Q8_0, .seed = 3});
+    REQUIRE(write_file(), "no file");
+    for (int mode = MAPPED; mode < N_MODES; mode++) {
+        rig r;
+        static float all[2 * N_VOCAB];
+        if (!rig_open(&r, mode, NULL, NULL)) break;
+        CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && run(r.m, all, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(rf_model_get_loading_stats(r.m).loads == rf_model_get_plan(r.m)->n_weights, "a second load");
+        rig_close(&r);
+        experts_on_demand(mode, all);
+        experts_budgets(mode, all);
+    }
+    mg_free(&file);
+    file = dense;
+    CHECK(write_file(), "no file");
+}
+
 /* A copy that fails after its tensor was READY: the run fails with the copy's error, and the next one loads it again. */
 static void test_late_failure(void) {
     int failed = 0;
@@ -666,6 +746,7 @@ int main(int argc, char **argv) {
     RUN(test_policies);
     RUN(test_policies_in_threads);
     RUN(test_budgets);
+    RUN(test_experts);
     RUN(test_forecast);
     RUN(test_ring_size);
     RUN(test_clear_waits_for_memory);
