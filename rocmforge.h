@@ -3930,6 +3930,10 @@ struct rfi_store {
     int stream_paused, stream_freeing;
     rf_error stream_err;
 
+    /* evals that need no pins on experts, because all are there and stay there */
+    uint32_t n_holding;
+    uint64_t held_stamp; /* of rfi_store_stamp, when all were found there; 0: never */
+
     _Atomic uint64_t tensors_loaded, bytes_loaded, bytes_total, bytes_read, device_bytes, hits, misses, loads, failures,
         evictions, device_allocations, wait_ns, load_ns;
 };
@@ -4605,6 +4609,7 @@ static void rfi_stream_release(rfi_store *s, const uint32_t *slots, uint32_t n, 
 /* Free what slot holds: 1 if it is unloaded now (or was), 0 if it is in use or loading. */
 static int rfi_store_evict(rfi_store *s, uint32_t slot) { /* lock held */
     rfi_tensor *t = &s->tensors[slot];
+    if (s->n_holding && s->plan.weights[slot].n_experts) return rfi_cell_is_unloaded(&t->cell);
     if (!rfi_cell_try_evict(&t->cell)) return rfi_cell_is_unloaded(&t->cell);
     rfi_tensor_drop(s, t);
     atomic_fetch_sub(&s->tensors_loaded, 1);
@@ -4612,6 +4617,32 @@ static int rfi_store_evict(rfi_store *s, uint32_t slot) { /* lock held */
     atomic_fetch_add(&s->evictions, 1);
     rfi_cell_evicted(&t->cell, &s->lot);
     return 1;
+}
+
+/* Differs whenever a tensor has come, gone or broken meanwhile. */
+static uint64_t rfi_store_stamp(const rfi_store *s) {
+    return 1 + atomic_load(&s->loads) + atomic_load(&s->evictions) + atomic_load(&s->failures);
+}
+
+/* Hold all experts at once, if all are there with their copies done: thousands of pins for each token would take longer
+ * than some kernels. 1: until rfi_store_let_go none is evicted. */
+static int rfi_store_hold_experts(rfi_store *s) {
+    pthread_mutex_lock(&s->lock);
+    const uint64_t stamp = rfi_store_stamp(s);
+    int all = s->n_uses == 0 && atomic_load(&s->tensors_loaded) == s->plan.n_weights;
+    for (uint32_t slot = 0; all && s->held_stamp != stamp && slot < s->plan.n_weights; slot++)
+        all = !s->plan.weights[slot].n_experts ||
+              (rfi_cell_is_ready(&s->tensors[slot].cell) && atomic_load(&s->tensors[slot].arrived));
+    if (all) s->held_stamp = stamp;
+    s->n_holding += (uint32_t)all;
+    pthread_mutex_unlock(&s->lock);
+    return all;
+}
+
+static void rfi_store_let_go(rfi_store *s) {
+    pthread_mutex_lock(&s->lock);
+    s->n_holding--;
+    pthread_mutex_unlock(&s->lock);
 }
 
 /* Empty the ring: the next use is the first of the plan. Requires the lane, and no pins on streamed tensors. */
@@ -10462,6 +10493,7 @@ struct rf_session {
     uint32_t *segment_ops;   /* [n_segments + 1] first op                                       */
     uint8_t *pinned;         /* [n_weights] 1: resident, and held by the eval in progress       */
     uint8_t *chosen;         /* [n_weights] of experts: the segment in progress needs it        */
+    int holds_experts;       /* all of them, instead of pins                                    */
     int32_t *route;          /* host memory of the device, [n_batch, widest route]; NULL: no experts */
     uint32_t *held;          /* [n_held] slots of these                                         */
     uint32_t *held_streamed; /* [n_held_streamed] slots of the segment in progress              */
@@ -10805,7 +10837,9 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
         if (t->streamed) {
             r = rfi_stream_pin(store, slot, s->n_held_streamed, s->loading_cancels, err);
             if (r == RF_OK) s->held_streamed[s->n_held_streamed++] = slot;
-        } else if (!s->pinned[slot] && (!store->plan.weights[slot].n_experts || s->chosen[slot])) {
+        } else if (store->plan.weights[slot].n_experts && !s->chosen[slot]) {
+            continue; /* or held */
+        } else if (!s->pinned[slot]) {
             r = rfi_store_pin(store, slot, s->loading_cancels, err);
             if (r == RF_OK) s->held[s->n_held++] = slot, s->pinned[slot] = 1;
         } else {
@@ -10829,6 +10863,8 @@ static rf_result rfi_eval_unpin(rf_session *s, rf_result r, rf_error *err) {
     }
     r = rfi_stream_arrived(store, r, err);
     if (s->route) memset(s->chosen, 0, store->plan.n_weights);
+    if (s->holds_experts) rfi_store_let_go(store);
+    s->holds_experts = 0;
     s->n_held = s->n_held_streamed = 0;
     return r;
 }
@@ -10840,7 +10876,8 @@ static rf_result rfi_eval_segments(rf_session *s, uint32_t first, uint32_t last,
     if (atomic_load_explicit(&s->cancel, memory_order_relaxed) && atomic_exchange(&s->cancel, 0))
         return rfi_fail(err, RF_ERR_CANCELLED, first, "rf_eval: cancelled by rf_session_cancel");
     for (uint32_t segment = first; r == RF_OK && segment < last; segment++) {
-        if (s->route) r = rfi_eval_choose(s, segment, step->n_rows, last - first > 1, err);
+        if (s->route && !s->holds_experts)
+            r = rfi_eval_choose(s, segment, step->n_rows, last - first > 1, err);
         if (r == RF_OK) r = rfi_eval_pin(s, segment, err);
     }
     if (r == RF_OK) r = s->m->device->api->plan_run(s->prepared, s->queue, first, last, step, ticket, err);
@@ -10907,6 +10944,7 @@ static rf_result rfi_eval_run(rf_session *s, const rf_row *rows, uint32_t n_rows
     if (store->n_uses) pthread_mutex_lock(&store->lane);
     if (store->n_uses || atomic_load(&store->tensors_loaded) < s->m->plan.n_weights)
         rfi_store_want(store, NULL, 0, s->loading_cancels);
+    s->holds_experts = s->route && rfi_store_hold_experts(store);
     for (uint32_t at = 0; r == RF_OK && at < n_rows;) {
         uint32_t n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_rows - at), more = 0;
         r = rfi_eval_batch(s, rows + at, n, *n_logits, &more, err);

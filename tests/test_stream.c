@@ -526,10 +526,19 @@ static void test_experts(void) {
     REQUIRE(write_file(), "no file");
     for (int mode = MAPPED; mode < N_MODES; mode++) {
         rig r;
-        static float all[2 * N_VOCAB];
+        static float all[2 * N_VOCAB], got[2 * N_VOCAB];
         if (!rig_open(&r, mode, NULL, NULL)) break;
         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && run(r.m, all, &r.err) == RF_OK, "%s", r.err.text);
-        CHECK(rf_model_get_loading_stats(r.m).loads == rf_model_get_plan(r.m)->n_weights, "a second load");
+        rf_loading_stats st = rf_model_get_loading_stats(r.m);
+        uint32_t n_weights = rf_model_get_plan(r.m)->n_weights, n_experts = 2 * 3 * 16, left = 0;
+        CHECK(st.loads == n_weights, "a second load");
+        CHECK(run(r.m, got, &r.err) == RF_OK && !memcmp(all, got, sizeof got), "%s", r.err.text);
+        CHECK(rf_model_get_loading_stats(r.m).hits - st.hits == 4 * (uint64_t)(n_weights - n_experts), "experts are pinned one by one"); /* four evals */
+        CHECK(r.m->store->n_holding == 0 && rfi_store_hold_experts(r.m->store), "not all are there");
+        CHECK(rf_model_clear_gpu_cache(r.m, &left, NULL) == RF_OK && left == n_experts, "%u are left", left);
+        rfi_store_let_go(r.m->store);
+        CHECK(rf_model_clear_gpu_cache(r.m, &left, NULL) == RF_OK && left == 0 && !rfi_store_hold_experts(r.m->store), "%u are left", left);
+        CHECK(run(r.m, got, &r.err) == RF_OK && !memcmp(all, got, sizeof got), "%s", r.err.text);
         rig_close(&r);
         experts_on_demand(mode, all);
         experts_budgets(mode, all);
