@@ -534,6 +534,8 @@ ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_de
                                           rf_error *err);
 
 /* Open a session: n_seq_max independent sequences with their keys and values, activations and logits.
+ * Models with two sets of rope factors (longrope) choose by n_ctx, not by the prompt: a longer context may answer
+ * otherwise. Learned positions (gpt2) bound n_ctx.
  * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_MEMORY; RF_ERR_DEVICE.
  * Memory: all of it, now; no later call on the session allocates.   Threads: one call at a time per session
  * (rf_session_cancel excepted); sessions of one model run in parallel. */
@@ -11217,6 +11219,9 @@ static uint64_t rfi_plan_hash(const rf_plan *p) {
         const uint32_t shape[4] = {st->layer, st->n_kv_heads, st->head_dim, st->head_dim_v};
         h = rfi_hash_bytes(h, shape, sizeof shape);
     }
+    for (uint32_t i = 0; i < p->n_ops; i++) /* keys were rotated by the factors that the session chose */
+        if (p->ops[i].kind == RF_OP_ROPE && p->ops[i].extra2 != RF_NONE)
+            h = rfi_hash_bytes(h, &p->ops[i].extra, sizeof p->ops[i].extra);
     return h;
 }
 
@@ -11226,7 +11231,7 @@ static uint64_t rfi_state_row_bytes(const rf_session *s, const rf_plan_state *st
 
 /* The header that this session writes, or wants to read, for n_tokens tokens. */
 static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens) {
-    const rf_plan *p = &s->m->plan;
+    const rf_plan *p = &s->plan;
     rfi_saved h;
     memset(&h, 0, sizeof h);
     memcpy(h.magic, RFI_SAVED_MAGIC, sizeof RFI_SAVED_MAGIC);

@@ -314,11 +314,60 @@ static void test_positions(void) {
     mg_free(&file);
 }
 
+static struct {
+    unsigned char data[1 << 20];
+    size_t n, at;
+} saved;
+static int save_bytes(const void *data, size_t n, void *user) {
+    (void)user;
+    if (n > sizeof saved.data - saved.n) return -1;
+    memcpy(saved.data + saved.n, data, n);
+    saved.n += n;
+    return 0;
+}
+static int64_t restore_bytes(void *data, size_t n, void *user) {
+    (void)user;
+    if (n > saved.n - saved.at) n = saved.n - saved.at;
+    memcpy(data, saved.data + saved.at, n);
+    saved.at += n;
+    return (int64_t)n;
+}
+
+/* Keys of a session with short rope factors are of no use to one with long ones. */
+static void test_saved_longrope(void) {
+    static const rf_session_io io = {save_bytes, restore_bytes, NULL};
+    mg_family f = {.arch = "phi3", .has = MG_QKV | MG_FUSED_GATE | MG_LONG_ROPE, .more_kv = long_rope};
+    mg_buf file = {0};
+    rf_gguf *g = NULL;
+    rf_device *d = NULL;
+    rf_model *m = NULL;
+    rf_session *s[3] = {NULL};
+    rf_error err;
+    const int32_t tokens[3] = {5, 6, 7};
+    mg_family_model(&file, &f);
+    int ok = rf_gguf_open_memory(file.data, file.n, NULL, &g, &err) == RF_OK && rf_device_open("cpu", NULL, &d, &err) == RF_OK &&
+             rf_model_open(g, d, NULL, &m, &err) == RF_OK;
+    for (uint32_t i = 0; ok && i < 3; i++)
+        ok = rf_session_open(m, &(rf_session_desc){.n_ctx = 100 + 100 * i}, &s[i], &err) == RF_OK;
+    CHECK(ok && rf_forward(s[0], tokens, 3, NULL, &err) == RF_OK && rf_session_save(s[0], 0, &io, &err) == RF_OK, "%s", err.text);
+    if (ok) {
+        CHECK(rf_session_restore(s[1], 0, &io, &err) == RF_OK, "%s", err.text);
+        saved.at = 0;
+        CHECK(rf_session_restore(s[2], 0, &io, &err) == RF_ERR_UNSUPPORTED, "%s", err.text);
+    }
+    for (int i = 0; i < 3; i++) rf_session_close(s[i]);
+    rf_model_close(m, NULL);
+    rf_device_close(d, NULL);
+    rf_gguf_close(g, NULL);
+    mg_free(&file);
+}
+
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
     RUN(test_families);
     RUN(test_keys_matter);
     RUN(test_errors);
     RUN(test_positions);
+    RUN(test_saved_longrope);
     RFT_END();
 }
