@@ -2090,18 +2090,16 @@ template <> struct rfk_strips<RFK_OTHER> {
 
 /* What the column has for a lane's strip. */
 template <int TYPE> RFK_DEVICE void rfk_load_x(const rfk_column &c, uint32_t strip, rfk_strip_x &x) {
-    if (TYPE == RFK_OTHER) {
-        const uint32_t odd = strip % 2;
-        strip /= 2;
-        x.piece[0] = c.piece[2 * odd * c.n_strips + strip];
-        x.piece[1] = c.piece[(2 * odd + 1) * c.n_strips + strip];
-        x.scale.x = c.scale[4 * strip + odd];
-        return;
-    }
     RFK_UNROLL(4)
     for (uint32_t j = 0; j < 4; j++) x.piece[j] = c.piece[j * c.n_strips + strip];
     x.scale = reinterpret_cast<const float4 *>(c.scale)[strip];
     if (TYPE == RF_TYPE_Q6_K) x.start = reinterpret_cast<const float4 *>(c.start)[strip];
+}
+template <> __device__ __forceinline__ void rfk_load_x<RFK_OTHER>(const rfk_column &c, uint32_t unit, rfk_strip_x &x) {
+    const uint32_t odd = unit % 2, strip = unit / 2;
+    x.piece[0] = c.piece[2 * odd * c.n_strips + strip];
+    x.piece[1] = c.piece[(2 * odd + 1) * c.n_strips + strip];
+    x.scale.x = c.scale[4 * strip + odd];
 }
 
 /* Lane 0 of a wave: the sum of a row to its output, or silu(gate) * sum. */
@@ -2606,9 +2604,10 @@ RFK_DEVICE void rfk_fill_tile(rfk_tile_shared &s, const rfk_matmul_args &a, cons
         float *scale = s.x_scale[threadIdx.x % 4][i + 64 * j], d = u < n_units ? group[j].d : 0.0f;
         scale[0] = d;
         scale[1] = d * (float)(group[j].sum[0] + group[j].sum[1]);
-        if (F::SCALES == 2 && F::HAS_MIN)
-            RFK_UNROLL(2)
-            for (uint32_t h = 0; h < 2; h++) s.x_sum[threadIdx.x % 4 * 2 + h][i + 64 * j] = d * (float)group[j].sum[h];
+        if (F::SCALES == 2 && F::HAS_MIN) {
+            s.x_sum[threadIdx.x % 4 * 2][i + 64 * j] = d * (float)group[j].sum[0];
+            s.x_sum[threadIdx.x % 4 * 2 + 1][i + 64 * j] = d * (float)group[j].sum[1];
+        }
     }
 }
 
@@ -2632,20 +2631,23 @@ RFK_DEVICE void rfk_tile_group(const rfk_tile_shared &s, uint32_t g, uint32_t ro
             /* d is a half times at most 8 bits: its product with the start has 21, so that d * result - this is exact */
             d[r][i][2] = d[r][i][0] * -12582912.0f;
             d[r][i][3] = scales16 ? d[r][i][1] * -12582912.0f : 0.0f;
-            least[r][i][0] = !has_min ? 0.0f : scales16 ? s.w_min[2 * g][row] : d[r][i][1];
-            least[r][i][1] = has_min && scales16 ? s.w_min[2 * g + 1][row] : 0.0f;
+            if (!has_min || !scales16) continue;
+            least[r][i][0] = s.w_min[2 * g][row];
+            least[r][i][1] = s.w_min[2 * g + 1][row];
         }
     }
     RFK_UNROLL(4)
     for (int c = 0; c < CT; c++) {
-        float x[RFK_LANE_COLS(N)][3];
+        float x[RFK_LANE_COLS(N)][2], x_sum[RFK_LANE_COLS(N)][2];
         rfk_load_operand(b, s.x[col0 + 16 * (uint32_t)c], g, lane);
         RFK_UNROLL(8)
         for (uint32_t i = 0; i < RFK_LANE_COLS((uint32_t)N); i++) {
             uint32_t col = col0 + 16 * (uint32_t)c + rfk_matrix_col(lane, i);
             x[i][0] = s.x_scale[g][col][0];
-            x[i][1] = !has_min ? 0.0f : scales16 ? s.x_sum[2 * g][col] : s.x_scale[g][col][1];
-            x[i][2] = has_min && scales16 ? s.x_sum[2 * g + 1][col] : 0.0f;
+            x[i][1] = has_min ? s.x_scale[g][col][1] : 0.0f;
+            if (!has_min || !scales16) continue;
+            x_sum[i][0] = s.x_sum[2 * g][col];
+            x_sum[i][1] = s.x_sum[2 * g + 1][col];
         }
         RFK_UNROLL(4)
         for (int r = 0; r < RT; r++)
@@ -2655,12 +2657,15 @@ RFK_DEVICE void rfk_tile_group(const rfk_tile_shared &s, uint32_t g, uint32_t ro
             if (scales16) rfk_multiply<WAVE>(a[r], b, 1, upper);
             RFK_UNROLL(8)
             for (int i = 0; i < N; i++) {
-                const float *wd = d[r][RFK_ROW_INDEX(i)], *wm = least[r][RFK_ROW_INDEX(i)], *xd = x[RFK_COL_INDEX(i)];
+                const float *wd = d[r][RFK_ROW_INDEX(i)], *xd = x[RFK_COL_INDEX(i)];
                 float product = fmaf(wd[0], rfk_as_float((uint32_t)dot[i]), wd[2]);
                 if (scales16) product += fmaf(wd[1], rfk_as_float((uint32_t)upper[i]), wd[3]);
                 sum[r][c][i] += product * xd[0];
-                if (has_min) sum[r][c][i] -= wm[0] * xd[1];
-                if (has_min && scales16) sum[r][c][i] -= wm[1] * xd[2];
+                if (has_min && !scales16) sum[r][c][i] -= wd[1] * xd[1];
+                if (!has_min || !scales16) continue;
+                const float *wm = least[r][RFK_ROW_INDEX(i)], *xs = x_sum[RFK_COL_INDEX(i)];
+                sum[r][c][i] -= wm[0] * xs[0];
+                sum[r][c][i] -= wm[1] * xs[1];
             }
         }
     }
