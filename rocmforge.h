@@ -9517,7 +9517,8 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     if (op->out != RF_NONE) o.out = rfi_cpu_buffer(p, step, op->out, &o.out_width);
     if (op->weight != RF_NONE) {
         const rf_plan_weight *w = &p->plan->weights[op->weight];
-        o.w = (const uint8_t *)rfi_cpu_table_of(p->bind.table)->weights[op->weight];
+        if (op->kind != RF_OP_EXPERTS) /* of these, only what was chosen is there */
+            o.w = (const uint8_t *)rfi_cpu_table_of(p->bind.table)->weights[op->weight];
         o.w_type = w->type;
         o.w_row_bytes = rfi_row_bytes(w->type, w->n_in);
     }
