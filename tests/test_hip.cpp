@@ -309,7 +309,7 @@ static std::vector<uint8_t> random_rows(uint32_t type, uint64_t n_in, uint64_t n
         case RF_TYPE_Q6_K: put_half(b + 208, d / 60); break;
         case RF_TYPE_Q2_K: put_half(b + 80, d / 5); put_half(b + 82, uniform(0, 0.01f)); break;
         case RF_TYPE_Q3_K: put_half(b + 108, d / 20); break;
-        case RF_TYPE_MXFP4: b[0] = (uint8_t)(120 + rnd() % 8); break;
+        case RF_TYPE_MXFP4: b[0] = (uint8_t)(114 + rnd() % 8); break;
         case RF_TYPE_NVFP4: break; /* any byte is a scale */
         case RF_TYPE_TQ1_0: put_half(b + 52, d); break;
         case RF_TYPE_TQ2_0: put_half(b + 64, d); break;
