@@ -5425,11 +5425,11 @@ static rf_result rfi_config_scales(const rf_gguf *g, rfi_config *c, rf_error *er
     if (r == RF_OK && rfi_is(c, RFI_SCALES | RFI_LOGITS_TIMES))
         r = rfi_key_scale(g, arch, "logit_scale", 0, 1, &c->logit_scale, err);
     if (rfi_is(c, RFI_SCALES) && c->logit_scale != 0) c->logit_scale = 1 / c->logit_scale;
-    const double caps[2] = {rfi_is(c, RFI_SOFTCAPS) ? 50 : 0, rfi_is(c, RFI_SOFTCAPS) ? 30 : 0};
     if (r == RF_OK && rfi_is(c, RFI_SOFTCAPS))
-        r = rfi_key_scale(g, arch, "attn_logit_softcapping", caps[0], 0, &c->attention_softcap, err);
+        r = rfi_key_scale(g, arch, "attn_logit_softcapping", 50, 0, &c->attention_softcap, err);
     if (r == RF_OK && rfi_is(c, RFI_SOFTCAPS | RFI_FINAL_SOFTCAP))
-        r = rfi_key_scale(g, arch, "final_logit_softcapping", caps[1], 0, &c->logit_softcap, err);
+        r = rfi_key_scale(g, arch, "final_logit_softcapping", rfi_is(c, RFI_SOFTCAPS) ? 30 : 0, 0, &c->logit_softcap,
+                          err);
     if (r == RF_OK && rfi_is(c, RFI_TEMPERATURE))
         r = rfi_key_scale(g, arch, "attention.temperature_scale", 0, 0, &c->temperature, err);
     return r;
