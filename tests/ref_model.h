@@ -584,4 +584,15 @@ REF_FN double *ref_eval(ref_model *m, const int32_t *tokens, uint32_t n, const r
     return logits;
 }
 
+/* largest |a - b| over largest |b|; infinite if anything is not a number */
+static double ref_distance(const float *a, const double *b, size_t n) {
+    double diff = 0, most = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (!isfinite(a[i]) || !isfinite(b[i])) return INFINITY;
+        diff = fmax(diff, fabs((double)a[i] - b[i]));
+        most = fmax(most, fabs(b[i]));
+    }
+    return diff / most;
+}
+
 #endif

@@ -165,16 +165,6 @@ static double *reference(const mg_buf *file, int32_t *tokens, uint32_t n, uint32
     return logits;
 }
 
-static double distance(const float *a, const double *b, size_t n) {
-    double diff = 0, most = 0;
-    for (size_t i = 0; i < n; i++) {
-        if (!isfinite(a[i]) || !isfinite(b[i])) return INFINITY;
-        diff = fmax(diff, fabs((double)a[i] - b[i]));
-        most = fmax(most, fabs(b[i]));
-    }
-    return diff / most;
-}
-
 static void test_families(void) {
     static float got[N_TOKENS * 320], steps[N_TOKENS * 320];
     double worst = 0;
@@ -193,7 +183,7 @@ static void test_families(void) {
             int ok = logits_of(&file, tokens, n, n, cases[i].n_ctx, got, &err);
             CHECK(ok, "%s: %s", cases[i].what, err.text);
             double allowed = FLOAT_TOLERANCE * (f.n_layers > 8 ? 4 : 1); /* errors of many layers add up */
-            double off = ok ? distance(got, want, (size_t)n * n_vocab) : 0;
+            double off = ok ? ref_distance(got, want, (size_t)n * n_vocab) : 0;
             CHECK(off <= allowed, "%s, %s: logits are off by %.3g", cases[i].what, quantized ? "q8_0" : "f32", off);
             ok = ok && logits_of(&file, tokens, n, 1, cases[i].n_ctx, steps, &err);
             CHECK(ok && !memcmp(got, steps, (size_t)n * n_vocab * sizeof *got), "%s: token by token other bits", cases[i].what);
@@ -220,7 +210,7 @@ static void test_keys_matter(void) {
         mg_family_model(&other, &plain);
         double *want = reference(&file, tokens, N_TOKENS, cases[i].n_ctx ? cases[i].n_ctx : 256, &n_vocab);
         int ok = logits_of(&other, tokens, N_TOKENS, N_TOKENS, cases[i].n_ctx, got, &err);
-        CHECK(ok && distance(got, want, (size_t)N_TOKENS * n_vocab) > 1000 * FLOAT_TOLERANCE, "%s: the keys change nothing: %s",
+        CHECK(ok && ref_distance(got, want, (size_t)N_TOKENS * n_vocab) > 1000 * FLOAT_TOLERANCE, "%s: the keys change nothing: %s",
               cases[i].what, ok ? "" : err.text);
         free(want);
         mg_free(&file), mg_free(&other);

@@ -102,17 +102,6 @@ static int eval_all(rig *r, const int32_t *tokens, uint32_t n, float *out) {
     return 1;
 }
 
-/* largest |a - b| over largest |b|; infinite if anything is not a number */
-static double distance(const float *a, const double *b, size_t n) {
-    double diff = 0, most = 0;
-    for (size_t i = 0; i < n; i++) {
-        if (!isfinite(a[i]) || !isfinite(b[i])) return INFINITY;
-        diff = fmax(diff, fabs((double)a[i] - b[i]));
-        most = fmax(most, fabs(b[i]));
-    }
-    return diff / most;
-}
-
 /* ---- logits against float64 ---- */
 
 /* A model of these options, its reference logits, and tokens; for quantized ones tokens that keep away from ties. */
@@ -166,7 +155,7 @@ static double problem_run(const problem *p, uint32_t cache_type, double toleranc
         CHECK(r.n_vocab == p->n_vocab);
         ok = eval_all(&r, p->tokens, p->n, got);
         CHECK(ok, "%s %s: %s", what, isas[i], r.err.text);
-        double d = ok ? distance(got, p->logits, (size_t)p->n * p->n_vocab) : 0;
+        double d = ok ? ref_distance(got, p->logits, (size_t)p->n * p->n_vocab) : 0;
         CHECK(d <= tolerance, "%s on %s: logits are off by %.3g of the largest, allowed %.3g", what, isas[i], d, tolerance);
         worst = fmax(worst, d);
         rig_close(&r);
@@ -477,7 +466,7 @@ static void test_long(void) {
             if (!ok) continue;
             ok = eval_all(&r, tokens, 250, got);
             CHECK(ok, "%s", r.err.text);
-            double d = distance(got, want, (size_t)250 * 320);
+            double d = ref_distance(got, want, (size_t)250 * 320);
             CHECK(d <= FLOAT_TOLERANCE, "%s on %s: off by %.3g", o.arch, isas[i], d);
             rig_close(&r);
         }

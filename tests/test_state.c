@@ -45,17 +45,6 @@ static void random_tokens(int32_t *tokens, uint32_t n, uint64_t seed) {
     for (uint32_t i = 0; i < n; i++) tokens[i] = (int32_t)mg_below(&r, 300);
 }
 
-/* largest difference over the largest value */
-static double distance(const float *a, const double *b, size_t n) {
-    double diff = 0, most = 0;
-    for (size_t i = 0; i < n; i++) {
-        if (!isfinite(a[i])) return INFINITY;
-        diff = fmax(diff, fabs((double)a[i] - b[i]));
-        most = fmax(most, fabs(b[i]));
-    }
-    return diff / most;
-}
-
 /* ---- hidden states ---- */
 
 static void test_hidden(void) {
@@ -78,8 +67,8 @@ static void test_hidden(void) {
         CHECK(rf_session_hidden(r.s, 0, 1, got, &r.err) == RF_ERR_ARGUMENT, "no eval yet");
         CHECK(rf_eval(r.s, rows, N, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_session_hidden(r.s, 0, N, got, &r.err) == RF_OK, "%s", r.err.text);
-        CHECK(distance(got, want, N * (size_t)n_embd) < 1e-4, "off by %g", distance(got, want, N * (size_t)n_embd));
-        CHECK(rf_session_hidden(r.s, 5, 1, got, &r.err) == RF_OK && distance(got, want + 5 * n_embd, n_embd) < 1e-4, "one");
+        CHECK(ref_distance(got, want, N * (size_t)n_embd) < 1e-4, "off by %g", ref_distance(got, want, N * (size_t)n_embd));
+        CHECK(rf_session_hidden(r.s, 5, 1, got, &r.err) == RF_OK && ref_distance(got, want + 5 * n_embd, n_embd) < 1e-4, "one");
         CHECK(rf_session_hidden(r.s, N, 1, got, &r.err) == RF_ERR_ARGUMENT &&
                   rf_session_hidden(r.s, 1, N, got, &r.err) == RF_ERR_ARGUMENT &&
                   rf_session_hidden(r.s, 2, UINT32_MAX, got, &r.err) == RF_ERR_ARGUMENT &&
@@ -92,7 +81,7 @@ static void test_hidden(void) {
         for (uint32_t p = RF_POOL_MEAN; p <= RF_POOL_CLS; p++) {
             CHECK(rf_session_embed(r.s, tokens, N, p, got, &r.err) == RF_OK && rf_session_length(r.s, 0) == N, "%s",
                   r.err.text);
-            CHECK(distance(got, pooled[p], n_embd) < 1e-4, "pooling %u: off by %g", p, distance(got, pooled[p], n_embd));
+            CHECK(ref_distance(got, pooled[p], n_embd) < 1e-4, "pooling %u: off by %g", p, ref_distance(got, pooled[p], n_embd));
         }
         CHECK(rf_session_embed(r.s, tokens, N, 3, got, &r.err) == RF_ERR_ARGUMENT, "pooling");
         CHECK(rf_session_embed(r.s, tokens, 0, 0, got, &r.err) == RF_ERR_ARGUMENT, "no tokens");
