@@ -2991,11 +2991,14 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_a
 
 /* ---- many rows ----
  * A prompt's attention on matrix units. Queries, and the weights of positions, are sums of two halves, so that results
- * are as those of floats. */
+ * are as those of floats. The units of gfx90a take subnormal halves for zero: the lower half of a query counts 2^-11, and
+ * weights are 2^14 times what they are, in their sum too, so that only what is too small to matter is subnormal. */
 
 #define RFK_FLASH_ROWS 32  /* queries of a block: all heads of a group for a few tokens */
 #define RFK_FLASH_CELLS 32 /* positions at a time                                       */
 #define RFK_FLASH_HEAD 128 /* head_dim at most, a multiple of 16                        */
+#define RFK_FLASH_LOWER 2048.0f
+#define RFK_FLASH_WEIGHT 16384.0f
 
 struct rfk_flash_shared {
     int4 q[2][RFK_FLASH_ROWS][17]; /* upper and lower halves; a word more: other banks */
@@ -3007,10 +3010,10 @@ struct rfk_flash_shared {
     int32_t pos[RFK_FLASH_ROWS];   /* -1: not in this run */
 };
 
-/* x as the sum of two halves, the upper one in the low bits. */
-RFK_DEVICE uint32_t rfk_two_halves(float x) {
+/* x as upper + lower / scale, two halves, the upper one in the low bits. */
+RFK_DEVICE uint32_t rfk_two_halves(float x, float scale) {
     uint16_t upper = rfk_to_half(x);
-    return upper | (uint32_t)rfk_to_half(x - rfk_from_half(upper)) << 16;
+    return upper | (uint32_t)rfk_to_half((x - rfk_from_half(upper)) * scale) << 16;
 }
 
 /* Keys and values of positions [cell0, cell0 + 32) to shared memory; past the end the last ones again. */
@@ -3052,8 +3055,9 @@ RFK_DEVICE void rfk_flash_softmax(rfk_flash_shared &s, uint32_t cell0, float *la
     float keep = expf(*largest - top);
     RFK_UNROLL(4)
     for (int i = 0; i < n; i += 2) {
-        float a = expf(x[i] - top), b = expf(x[i + 1] - top);
-        uint32_t ah = rfk_two_halves(a), bh = rfk_two_halves(b), at = (part * (uint32_t)n + (uint32_t)i) / 2;
+        float a = RFK_FLASH_WEIGHT * expf(x[i] - top), b = RFK_FLASH_WEIGHT * expf(x[i + 1] - top);
+        uint32_t ah = rfk_two_halves(a, 1.0f), bh = rfk_two_halves(b, 1.0f),
+                 at = (part * (uint32_t)n + (uint32_t)i) / 2;
         reinterpret_cast<uint32_t *>(s.p[0][row])[at] = (ah & 0xffff) | bh << 16;
         reinterpret_cast<uint32_t *>(s.p[1][row])[at] = ah >> 16 | (bh & 0xffff0000u);
         total += a + b;
@@ -3085,22 +3089,23 @@ RFK_DEVICE void rfk_flash_run(rfk_flash_shared &s, const rfk_attention_args &a, 
     }
     for (uint32_t cell0 = 0; cell0 < length; cell0 += RFK_FLASH_CELLS) {
         rfk_operand x, lower, y;
-        float score[N];
+        float score[N], score_lower[N];
         rfk_flash_fill<WAVE>(s, k, v, dim, cell0, length);
         __syncthreads();
         RFK_UNROLL(8)
-        for (int i = 0; i < N; i++) score[i] = 0;
+        for (int i = 0; i < N; i++) score[i] = score_lower[i] = 0;
         for (uint32_t g = 0; g < dim / 16; g++) {
             rfk_load_rows<17, true>(x, s.q[0][row_tile], g, lane);
             rfk_load_rows<17, true>(lower, s.q[1][row_tile], g, lane);
             rfk_load_rows<17, true>(y, s.k[wave % 2 * 16], g, lane);
             rfk_multiply_halves<WAVE, 17, 17>(x, y, score);
-            rfk_multiply_halves<WAVE, 17, 17>(lower, y, score);
+            rfk_multiply_halves<WAVE, 17, 17>(lower, y, score_lower);
         }
         RFK_UNROLL(8)
         for (int i = 0; i < N; i++)
             s.score[row_tile + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N)]
-                   [wave % 2 * 16 + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i))] = score[i];
+                   [wave % 2 * 16 + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i))] =
+                score[i] + score_lower[i] * (1 / RFK_FLASH_LOWER);
         __syncthreads();
         rfk_flash_softmax<WAVE>(s, cell0, &largest, &sum);
         __syncthreads();
@@ -3143,9 +3148,8 @@ template <int WAVE> static __global__ void RFK_THREADS(4 * WAVE) rfk_flash(rfk_a
     for (uint32_t i = threadIdx.x; i < RFK_FLASH_ROWS * a.head_dim; i += 4 * WAVE) {
         uint32_t r = i / a.head_dim, e = i % a.head_dim, t = row0 + r / group;
         bool inside = t < last && r < a.rows_per_block * group;
-        uint32_t x = inside ? rfk_two_halves(a.scale * a.q[(size_t)t * a.q_stride +
-                                                           (size_t)(blockIdx.y * group + r % group) * a.head_dim + e])
-                            : 0;
+        const float *q = a.q + (size_t)t * a.q_stride + (size_t)(blockIdx.y * group + r % group) * a.head_dim;
+        uint32_t x = inside ? rfk_two_halves(a.scale * q[e], RFK_FLASH_LOWER) : 0;
         reinterpret_cast<uint16_t *>(s.q[0][r])[e] = (uint16_t)(x & 0xffff);
         reinterpret_cast<uint16_t *>(s.q[1][r])[e] = (uint16_t)(x >> 16);
     }

@@ -389,180 +389,196 @@ static inline unsigned atomicAdd(unsigned *p, unsigned v) {
 static inline void __threadfence() {}
 
 /* ---- matrix units ----
- * Wave-wide products of int8 tiles, with operands and results spread over the lanes as the instruction set manuals say:
- * lane and byte of element [row, k], lane and register of [row, column]. */
+ * Wave-wide products D = A B + C: where the instruction keeps each element, and nothing else, is stated per instruction
+ * (place: lane, and element counted from the lowest bits of the lane's first word; cell: row and column of a result).
+ * Entered from the vendors' documents by someone who did not write the kernels, before reading how they use them:
+ *   PTX ISA 8.7 (NVIDIA): "Matrix Fragments for mma.m16n8k32" (.s8) and "... mma.m16n8k16 with floating point type"
+ *   AMD Matrix Instruction Calculator (github.com/ROCm/amd_matrix_instruction_calculator, matrix_calculator.py), which
+ *     states the layouts of the CDNA2, CDNA3 and RDNA3 ISA documents: classes InstCalcGfx9 (MFMA, wave 64) and
+ *     InstCalcGfx11 (WMMA, wave 32)
+ *   GPUOpen, "Using the Matrix Cores of AMD RDNA 4 architecture GPUs" and "WMMA guide for AMD RDNA 4 architecture GPUs -
+ *     part 2": one layout for f16 and int8. (The calculator orders the k of RDNA4 differently, A and B alike, which no
+ *     product can tell.)
+ *   MIOpen, "MI200 MFMA Behavior Specifics": subnormal halves count as zero there
+ * What no document fixes is left loose: the order of additions of an f16 product (here the sum of the exact products is
+ * rounded once, then added to C). */
 
 struct hip_emu_int2 { int v[2]; int &operator[](int i) { return v[i]; } };
 struct hip_emu_int4 { int v[4]; int &operator[](int i) { return v[i]; } };
 struct hip_emu_int8 { int v[8]; int &operator[](int i) { return v[i]; } };
-
-/* The operand words of all lanes: word w of lane l is all[w][l]. */
-static void hip_emu_gather(const int *words, unsigned n, unsigned kind, std::vector<std::vector<int> > &all) {
-    unsigned size = hip_emu_here->self->wave->size;
-    all.assign(n, std::vector<int>(size));
-    for (unsigned w = 0; w < n; w++) {
-        const uint64_t *values = hip_emu_exchange(static_cast<uint32_t>(words[w]), kind + w);
-        for (unsigned l = 0; l < size; l++) all[w][l] = static_cast<int>(static_cast<uint32_t>(values[l]));
-    }
-}
-static int hip_emu_byte(int word, unsigned i) { return static_cast<signed char>(word >> (8 * i)); }
-
-/* PTX: a[row][k]: row = lane / 4 (+ 8 for words 1, 3), k = lane % 4 * 4 + byte (+ 16 for words 2, 3); b[k][col]: col =
- * lane / 4, k the same; result i: row lane / 4 + i / 2 * 8, column lane % 4 * 2 + i % 2. */
-static inline void hip_emu_mma_m16n8k32_s8(int *d, const int *a, const int *b, const int *c) {
-    std::vector<std::vector<int> > av, bv;
-    unsigned lane = hip_emu_here->self->lane;
-    hip_emu_gather(a, 4, 0x20000, av);
-    hip_emu_gather(b, 2, 0x20010, bv);
-    for (unsigned i = 0; i < 4; i++) {
-        unsigned row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
-        d[i] = c[i];
-        for (unsigned k = 0; k < 32; k++)
-            d[i] += hip_emu_byte(av[k / 16 * 2 + row / 8][row % 8 * 4 + k % 16 / 4], k % 4) *
-                    hip_emu_byte(bv[k / 16][col * 4 + k % 16 / 4], k % 4);
-    }
-}
-
-/* MFMA 16 x 16, 64 lanes: lane l holds row (column) l % 16, K / 4 bytes from k = l / 16 * (K / 4) on; result i of lane l:
- * row l / 16 * 4 + i, column l % 16. */
-static inline hip_emu_int4 hip_emu_mfma(const int *a, const int *b, hip_emu_int4 c, unsigned words) {
-    std::vector<std::vector<int> > av, bv;
-    unsigned lane = hip_emu_here->self->lane;
-    if (hip_emu_here->self->wave->size != 64) hip_emu_die("MFMA needs waves of 64 lanes");
-    hip_emu_gather(a, words, 0x20020, av);
-    hip_emu_gather(b, words, 0x20030, bv);
-    for (unsigned i = 0; i < 4; i++)
-        for (unsigned k = 0; k < 16 * words; k++) {
-            unsigned from = k / (4 * words) * 16, word = k % (4 * words) / 4;
-            c[static_cast<int>(i)] += hip_emu_byte(av[word][from + lane / 16 * 4 + i], k % 4) *
-                                      hip_emu_byte(bv[word][from + lane % 16], k % 4);
-        }
-    return c;
-}
-static inline hip_emu_int4 __builtin_amdgcn_mfma_i32_16x16x16i8(int a, int b, hip_emu_int4 c, int, int, int) {
-    return hip_emu_mfma(&a, &b, c, 1);
-}
-static inline hip_emu_int4 __builtin_amdgcn_mfma_i32_16x16x32_i8(long a, long b, hip_emu_int4 c, int, int, int) {
-    const int av[2] = {static_cast<int>(a), static_cast<int>(a >> 32)},
-              bv[2] = {static_cast<int>(b), static_cast<int>(b >> 32)};
-    return hip_emu_mfma(av, bv, c, 2);
-}
-
-/* WMMA 16 x 16 x 16, 32 lanes. RDNA3: lanes l and l + 16 both hold row l with all 16 bytes (they must agree); result i of
- * lane l: row 2 * i + l / 16, column l % 16. RDNA4: lane l holds row l % 16, 8 bytes from k = l / 16 * 8 on; result i:
- * row l / 16 * 8 + i, column l % 16. */
-static inline hip_emu_int8 __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32(bool, hip_emu_int4 a, bool, hip_emu_int4 b,
-                                                                      hip_emu_int8 c, bool) {
-    std::vector<std::vector<int> > av, bv;
-    unsigned lane = hip_emu_here->self->lane;
-    if (hip_emu_here->self->wave->size != 32) hip_emu_die("WMMA needs waves of 32 lanes");
-    hip_emu_gather(a.v, 4, 0x20040, av);
-    hip_emu_gather(b.v, 4, 0x20050, bv);
-    for (unsigned w = 0; w < 4; w++)
-        for (unsigned l = 0; l < 16; l++)
-            if (av[w][l] != av[w][l + 16] || bv[w][l] != bv[w][l + 16]) hip_emu_die("WMMA: lanes l and l + 16 differ");
-    for (unsigned i = 0; i < 8; i++)
-        for (unsigned k = 0; k < 16; k++)
-            c[static_cast<int>(i)] += hip_emu_byte(av[k / 4][2 * i + lane / 16], k % 4) *
-                                      hip_emu_byte(bv[k / 4][lane % 16], k % 4);
-    return c;
-}
-static inline hip_emu_int8 __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32_gfx12(bool, hip_emu_int2 a, bool, hip_emu_int2 b,
-                                                                            hip_emu_int8 c, bool) {
-    std::vector<std::vector<int> > av, bv;
-    unsigned lane = hip_emu_here->self->lane;
-    if (hip_emu_here->self->wave->size != 32) hip_emu_die("WMMA needs waves of 32 lanes");
-    hip_emu_gather(a.v, 2, 0x20060, av);
-    hip_emu_gather(b.v, 2, 0x20070, bv);
-    for (unsigned i = 0; i < 8; i++)
-        for (unsigned k = 0; k < 16; k++)
-            c[static_cast<int>(i)] += hip_emu_byte(av[k % 8 / 4][k / 8 * 16 + lane / 16 * 8 + i], k % 4) *
-                                      hip_emu_byte(bv[k % 8 / 4][k / 8 * 16 + lane % 16], k % 4);
-    return c;
-}
-
-/* The same with halves: PTX m16n8k16 (words as for bytes), MFMA 16 x 16 x 16 (lane l: 4 halves from k = l / 16 * 4 on),
- * WMMA of RDNA3 (all 16 halves, lanes doubled) and RDNA4 (8 halves from k = l / 16 * 8 on). Sums are in float. */
 struct hip_emu_half4 { uint16_t v[4]; };
 struct hip_emu_half8 { uint16_t v[8]; };
 struct hip_emu_half16 { uint16_t v[16]; };
 struct hip_emu_float4 { float v[4]; float &operator[](int i) { return v[i]; } };
 struct hip_emu_float8 { float v[8]; float &operator[](int i) { return v[i]; } };
 
-static float hip_emu_half(int word, unsigned i) {
-    unsigned h = static_cast<unsigned>(word) >> (16 * i) & 0xffff, exponent = h >> 10 & 31;
-    float f = exponent == 31  ? (h & 0x3ff ? NAN : INFINITY)
-              : exponent == 0 ? ldexpf(static_cast<float>(h & 0x3ff), -24)
-                              : ldexpf(static_cast<float>((h & 0x3ff) | 0x400), static_cast<int>(exponent) - 25);
-    return h & 0x8000 ? -f : f;
-}
-static inline void hip_emu_mma_m16n8k16_f16(float *d, const int *a, const int *b) {
-    std::vector<std::vector<int> > av, bv;
-    unsigned lane = hip_emu_here->self->lane;
-    hip_emu_gather(a, 4, 0x20080, av);
-    hip_emu_gather(b, 2, 0x20090, bv);
-    for (unsigned i = 0; i < 4; i++) {
-        unsigned row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
-        for (unsigned k = 0; k < 16; k++)
-            d[i] += hip_emu_half(av[k / 8 * 2 + row / 8][row % 8 * 4 + k % 8 / 2], k % 2) *
-                    hip_emu_half(bv[k / 8][col * 4 + k % 8 / 2], k % 2);
+struct hip_emu_place { unsigned lane, element; };
+struct hip_emu_cell { unsigned row, column; };
+
+/* mma.m16n8k32 with .s8 and, halves for bytes, mma.m16n8k16 with .f16: PER_WORD elements to a register. Lane = 4 groupID
+ * + threadID_in_group. A: a row is the groupID's of one group or, in every other register, that plus 8; the registers of
+ * the upper half of the columns come after those of the lower half. */
+template <unsigned PER_WORD> struct hip_emu_ptx {
+    enum { lanes = 32, depth = 8 * PER_WORD, results = 4, copies = 1, a_words = 4, b_words = 2 };
+    static hip_emu_place a(unsigned row, unsigned k) {
+        hip_emu_place p = {row % 8 * 4 + k % (depth / 2) / PER_WORD,
+                           (k / (depth / 2) * 2 + row / 8) * PER_WORD + k % PER_WORD};
+        return p;
     }
-}
-static inline hip_emu_float4 __builtin_amdgcn_mfma_f32_16x16x16f16(hip_emu_half4 a, hip_emu_half4 b, hip_emu_float4 c,
-                                                                   int, int, int) {
-    std::vector<std::vector<int> > av, bv;
+    static hip_emu_place b(unsigned k, unsigned column) {
+        hip_emu_place p = {column * 4 + k % (depth / 2) / PER_WORD, k / (depth / 2) * PER_WORD + k % PER_WORD};
+        return p;
+    }
+    static hip_emu_cell d(unsigned lane, unsigned i) {
+        hip_emu_cell c = {lane / 4 + (i >= 2 ? 8 : 0), lane % 4 * 2 + (i & 1)};
+        return c;
+    }
+};
+
+/* v_mfma_*_16x16xDEPTH, one block: 64 / 16 lanes share a row (column); each holds DEPTH / 4 neighbours in k. D: multi-rows
+ * of four registers, 16 lanes wide. */
+template <unsigned DEPTH, unsigned PER_WORD> struct hip_emu_mfma {
+    enum { lanes = 64, depth = DEPTH, results = 4, copies = 1, a_words = DEPTH / 4 / PER_WORD, b_words = a_words };
+    static hip_emu_place a(unsigned row, unsigned k) {
+        hip_emu_place p = {k / (DEPTH / 4) * 16 + row, k % (DEPTH / 4)};
+        return p;
+    }
+    static hip_emu_place b(unsigned k, unsigned column) { return a(column, k); }
+    static hip_emu_cell d(unsigned lane, unsigned i) {
+        hip_emu_cell c = {4 * (lane / 16) + i, lane % 16};
+        return c;
+    }
+};
+
+/* v_wmma_*_16x16x16 of gfx11, wave 32: lane l holds all k of row (column) l % 16, so everything is there twice. D:
+ * register i has rows 2 i (lanes 0 to 15) and 2 i + 1. */
+template <unsigned PER_WORD> struct hip_emu_wmma11 {
+    enum { lanes = 32, depth = 16, results = 8, copies = 2, a_words = 16 / PER_WORD, b_words = a_words };
+    static hip_emu_place a(unsigned row, unsigned k) {
+        hip_emu_place p = {row, k};
+        return p;
+    }
+    static hip_emu_place b(unsigned k, unsigned column) { return a(column, k); }
+    static hip_emu_cell d(unsigned lane, unsigned i) {
+        hip_emu_cell c = {2 * i + lane / 16, lane % 16};
+        return c;
+    }
+};
+
+/* v_wmma_*_16x16x16 of gfx12, wave 32: each lane holds 8 neighbours in k, lanes 16 to 31 the upper ones. D: lanes 16 to 31
+ * hold the lower eight rows. */
+template <unsigned PER_WORD> struct hip_emu_wmma12 {
+    enum { lanes = 32, depth = 16, results = 8, copies = 1, a_words = 8 / PER_WORD, b_words = a_words };
+    static hip_emu_place a(unsigned row, unsigned k) {
+        hip_emu_place p = {k / 8 * 16 + row, k % 8};
+        return p;
+    }
+    static hip_emu_place b(unsigned k, unsigned column) { return a(column, k); }
+    static hip_emu_cell d(unsigned lane, unsigned i) {
+        hip_emu_cell c = {8 * (lane / 16) + i, lane % 16};
+        return c;
+    }
+};
+
+/* Elements of the operands: two or four to a word. Their products are exact in the type they are summed in. */
+struct hip_emu_s8 {
+    enum { per_word = 4 };
+    typedef int exact;
+    static int value(uint32_t word, unsigned i) { return static_cast<signed char>(word >> (8 * i)); }
+};
+template <bool SUBNORMALS> struct hip_emu_f16 {
+    enum { per_word = 2 };
+    typedef double exact;
+    static double value(uint32_t word, unsigned i) {
+        unsigned h = word >> (16 * i) & 0xffff, exponent = h >> 10 & 31;
+        double f = exponent == 31  ? (h & 0x3ff ? static_cast<double>(NAN) : static_cast<double>(INFINITY))
+                   : exponent == 0 ? (SUBNORMALS ? ldexp(static_cast<double>(h & 0x3ff), -24) : 0)
+                                   : ldexp(static_cast<double>((h & 0x3ff) | 0x400), static_cast<int>(exponent) - 25);
+        return h & 0x8000 ? -f : f;
+    }
+};
+
+/* The operand of the whole wave: element e of lane l is words[e / PER_WORD][l]. */
+template <class E, unsigned WORDS, unsigned COPIES> struct hip_emu_operand {
+    typename E::exact element[64][WORDS * E::per_word];
+    hip_emu_operand(const void *mine, unsigned kind) {
+        unsigned size = hip_emu_here->self->wave->size, each = size / COPIES;
+        for (unsigned w = 0; w < WORDS; w++) {
+            uint32_t word;
+            memcpy(&word, static_cast<const char *>(mine) + 4 * w, 4);
+            const uint64_t *all = hip_emu_exchange(word, kind + w);
+            for (unsigned l = 0; l < size; l++) {
+                if (all[l] != all[l % each]) hip_emu_die("a matrix operand differs between the lanes that repeat it");
+                for (unsigned i = 0; i < E::per_word; i++)
+                    element[l][w * E::per_word + i] = E::value(static_cast<uint32_t>(all[l]), i);
+            }
+        }
+    }
+};
+
+/* d[i] = c[i] + the product's element that this lane's result i is. */
+template <class L, class E, class R> static void hip_emu_product(R *d, const void *a, const void *b, const R *c) {
     unsigned lane = hip_emu_here->self->lane;
-    int words[2][2];
-    if (hip_emu_here->self->wave->size != 64) hip_emu_die("MFMA needs waves of 64 lanes");
-    memcpy(words[0], &a, sizeof a);
-    memcpy(words[1], &b, sizeof b);
-    hip_emu_gather(words[0], 2, 0x200a0, av);
-    hip_emu_gather(words[1], 2, 0x200b0, bv);
-    for (unsigned i = 0; i < 4; i++)
-        for (unsigned k = 0; k < 16; k++)
-            c[static_cast<int>(i)] += hip_emu_half(av[k % 4 / 2][k / 4 * 16 + lane / 16 * 4 + i], k % 2) *
-                                      hip_emu_half(bv[k % 4 / 2][k / 4 * 16 + lane % 16], k % 2);
-    return c;
-}
-static inline hip_emu_float8 __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(hip_emu_half16 a, hip_emu_half16 b,
-                                                                        hip_emu_float8 c) {
-    std::vector<std::vector<int> > av, bv;
-    unsigned lane = hip_emu_here->self->lane;
-    int words[2][8];
-    if (hip_emu_here->self->wave->size != 32) hip_emu_die("WMMA needs waves of 32 lanes");
-    memcpy(words[0], &a, sizeof a);
-    memcpy(words[1], &b, sizeof b);
-    hip_emu_gather(words[0], 8, 0x200c0, av);
-    hip_emu_gather(words[1], 8, 0x200d0, bv);
-    for (unsigned w = 0; w < 8; w++)
-        for (unsigned l = 0; l < 16; l++)
-            if (av[w][l] != av[w][l + 16] || bv[w][l] != bv[w][l + 16]) hip_emu_die("WMMA: lanes l and l + 16 differ");
-    for (unsigned i = 0; i < 8; i++)
-        for (unsigned k = 0; k < 16; k++)
-            c[static_cast<int>(i)] += hip_emu_half(av[k / 2][2 * i + lane / 16], k % 2) *
-                                      hip_emu_half(bv[k / 2][lane % 16], k % 2);
-    return c;
-}
-static inline hip_emu_float8 __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(hip_emu_half8 a, hip_emu_half8 b,
-                                                                              hip_emu_float8 c) {
-    std::vector<std::vector<int> > av, bv;
-    unsigned lane = hip_emu_here->self->lane;
-    int words[2][4];
-    if (hip_emu_here->self->wave->size != 32) hip_emu_die("WMMA needs waves of 32 lanes");
-    memcpy(words[0], &a, sizeof a);
-    memcpy(words[1], &b, sizeof b);
-    hip_emu_gather(words[0], 4, 0x200e0, av);
-    hip_emu_gather(words[1], 4, 0x200f0, bv);
-    for (unsigned i = 0; i < 8; i++)
-        for (unsigned k = 0; k < 16; k++)
-            c[static_cast<int>(i)] += hip_emu_half(av[k % 8 / 2][k / 8 * 16 + lane / 16 * 8 + i], k % 2) *
-                                      hip_emu_half(bv[k % 8 / 2][k / 8 * 16 + lane % 16], k % 2);
-    return c;
+    if (hip_emu_here->self->wave->size != L::lanes) hip_emu_die("a matrix instruction for waves of another size");
+    hip_emu_operand<E, L::a_words, L::copies> all_a(a, 0x20000);
+    hip_emu_operand<E, L::b_words, L::copies> all_b(b, 0x20100);
+    for (unsigned i = 0; i < L::results; i++) {
+        hip_emu_cell cell = L::d(lane, i);
+        typename E::exact sum = 0;
+        for (unsigned k = 0; k < L::depth; k++) {
+            hip_emu_place pa = L::a(cell.row, k), pb = L::b(k, cell.column);
+            sum += all_a.element[pa.lane][pa.element] * all_b.element[pb.lane][pb.element];
+        }
+        d[i] = c[i] + static_cast<R>(sum);
+    }
 }
 
 static int hip_emu_matrix_kind[2] = {4, 2}; /* of devices 0 and 1: RFK_MATRIX_... of the kernels */
 static inline uint32_t hip_emu_matrix() {
     return static_cast<uint32_t>(hip_emu_matrix_kind[hip_emu_here->self->wave->size == 64]);
+}
+
+static inline void hip_emu_mma_m16n8k32_s8(int *d, const int *a, const int *b, const int *c) {
+    hip_emu_product<hip_emu_ptx<4>, hip_emu_s8>(d, a, b, c);
+}
+static inline hip_emu_int4 __builtin_amdgcn_mfma_i32_16x16x16i8(int a, int b, hip_emu_int4 c, int, int, int) {
+    hip_emu_product<hip_emu_mfma<16, 4>, hip_emu_s8>(c.v, &a, &b, c.v);
+    return c;
+}
+static inline hip_emu_int4 __builtin_amdgcn_mfma_i32_16x16x32_i8(long a, long b, hip_emu_int4 c, int, int, int) {
+    hip_emu_product<hip_emu_mfma<32, 4>, hip_emu_s8>(c.v, &a, &b, c.v);
+    return c;
+}
+static inline hip_emu_int8 __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32(bool signed_a, hip_emu_int4 a, bool signed_b,
+                                                                      hip_emu_int4 b, hip_emu_int8 c, bool) {
+    if (!signed_a || !signed_b) hip_emu_die("bytes without a sign are not emulated");
+    hip_emu_product<hip_emu_wmma11<4>, hip_emu_s8>(c.v, a.v, b.v, c.v);
+    return c;
+}
+static inline hip_emu_int8 __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32_gfx12(bool signed_a, hip_emu_int2 a, bool signed_b,
+                                                                            hip_emu_int2 b, hip_emu_int8 c, bool) {
+    if (!signed_a || !signed_b) hip_emu_die("bytes without a sign are not emulated");
+    hip_emu_product<hip_emu_wmma12<4>, hip_emu_s8>(c.v, a.v, b.v, c.v);
+    return c;
+}
+static inline void hip_emu_mma_m16n8k16_f16(float *d, const int *a, const int *b) {
+    hip_emu_product<hip_emu_ptx<2>, hip_emu_f16<true> >(d, a, b, d);
+}
+static inline hip_emu_float4 __builtin_amdgcn_mfma_f32_16x16x16f16(hip_emu_half4 a, hip_emu_half4 b, hip_emu_float4 c,
+                                                                   int, int, int) {
+    if (hip_emu_matrix() == 2) hip_emu_product<hip_emu_mfma<16, 2>, hip_emu_f16<false> >(c.v, a.v, b.v, c.v);
+    else hip_emu_product<hip_emu_mfma<16, 2>, hip_emu_f16<true> >(c.v, a.v, b.v, c.v);
+    return c;
+}
+static inline hip_emu_float8 __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(hip_emu_half16 a, hip_emu_half16 b,
+                                                                        hip_emu_float8 c) {
+    hip_emu_product<hip_emu_wmma11<2>, hip_emu_f16<true> >(c.v, a.v, b.v, c.v);
+    return c;
+}
+static inline hip_emu_float8 __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(hip_emu_half8 a, hip_emu_half8 b,
+                                                                              hip_emu_float8 c) {
+    hip_emu_product<hip_emu_wmma12<2>, hip_emu_f16<true> >(c.v, a.v, b.v, c.v);
+    return c;
 }
 
 /* ---- the runtime ---- */
