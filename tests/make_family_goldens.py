@@ -2,14 +2,14 @@
 """make_family_goldens.py DIRECTORY [FAMILY...]: writes NAME.gguf and NAME.txt for families without a public reference
 model of this size: random weights, and the answers of a forward pass in float64 on the stored (16-bit) weights.
 
-make_family_goldens.py --check DIRECTORY [FAMILY...]: makes them again in memory; models must be equal bit for bit, answers
-but for the last digit (libraries differ in the order of a sum).
+make_family_goldens.py --check DIRECTORY [FAMILY...]: makes them again in memory; models must be equal bit for bit,
+answers but for the last digit (libraries differ in the order of a sum).
 
 The answers are for tests/test_goldens.c. The formulas follow the papers and the published checkpoints' own definitions,
-the names and layouts of tensors those of GGUF's converters; nothing is shared with the library, and whoever writes a family
-there does not read this file. All functions take the whole sequence, without a cache: [T] tokens, x [T, n_embd],
-q [T, heads, head_dim]. NAME.txt: lines "tokens", "greedy" (the continuation) and "margins" (best minus second logit of each
-of its steps), then one line of logits per token."""
+the names and layouts of tensors those of GGUF's converters; nothing is shared with the library, and whoever writes a
+family there does not read this file. All functions take the whole sequence, without a cache: [T] tokens, x [T, n_embd],
+q [T, heads, head_dim]. NAME.txt: lines "tokens", "greedy" (the continuation) and "margins" (best minus second logit of
+each of its steps), then one line of logits per token."""
 import os, struct, sys
 import numpy as np
 
@@ -121,6 +121,9 @@ def sigmoid(x): return 1.0 / (1.0 + np.exp(-x))
 def silu(x): return x * sigmoid(x)
 
 
+def gelu(x): return 0.5 * x * (1.0 + np.tanh((2.0 / np.pi) ** 0.5 * (x + 0.044715 * x ** 3)))
+
+
 def softmax(x):
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
@@ -128,6 +131,12 @@ def softmax(x):
 
 def rms(x, eps): return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
 def rms_norm(m, name, x): return rms(x, m.get('attention.layer_norm_rms_epsilon')) * m.at(name + '.weight')
+
+
+def layer_norm(m, name, x):
+    x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + m.get('attention.layer_norm_epsilon')) * m.at(name + '.weight')
+    return x + m.at(name + '.bias') if m.has(name + '.bias') else x
 
 
 def linear(m, name, x):
@@ -151,21 +160,31 @@ def rope(x, n_rot, base, pairs, factors=1.0):
     return out
 
 
-def attention(q, k, v, scale, window=0):
-    """causal; a key head serves n_head / n_kv_head heads that follow one another; a window counts the token itself"""
+def attention(q, k, v, scale, window=0, slopes=None):
+    """causal; a key head serves n_head / n_kv_head heads that follow one another; a window counts the token itself;
+    slopes: per head, what a score loses for each position between"""
     n, n_head, _ = q.shape
     age = np.arange(n)[:, None] - np.arange(n)[None, :]
     hidden = (age < 0) | (age >= (window or n))
     out = np.empty((n, n_head, v.shape[2]))
     for h in range(n_head):
         of = h * k.shape[1] // n_head
-        score = np.where(hidden, -np.inf, q[:, h] @ k[:, of].T * scale)
-        out[:, h] = softmax(score) @ v[:, of]
+        score = q[:, h] @ k[:, of].T * scale
+        if slopes is not None: score = score - slopes[h] * age
+        out[:, h] = softmax(np.where(hidden, -np.inf, score)) @ v[:, of]
     return out.reshape(n, -1)
 
 
-def self_attention(m, il, h, pairs, qk_norm=None):
-    """the usual kind; qk_norm: q and k are normalised "full", over their whole width, or "head", each head by itself"""
+def alibi_slopes(n_head, most):
+    """powers of 2^(-most / n) for n heads, n a power of two; with further heads the odd powers of its square root"""
+    n = 1 << (n_head.bit_length() - 1)
+    powers = [2 * (h + 1) if h < n else 2 * (h - n) + 1 for h in range(n_head)]
+    return [2.0 ** (-most * power / (2 * n)) for power in powers]
+
+
+def self_attention(m, il, h, pairs, qk_norm=None, window=0):
+    """the usual kind; qk_norm: q and k are normalised "full", over their whole width, or "head", each head by itself;
+    pairs None: no rope"""
     b = 'blk.%d.attn_' % il
     q, k, v = linear(m, b + 'q', h), linear(m, b + 'k', h), linear(m, b + 'v', h)
     if qk_norm == 'full': q, k = rms_norm(m, b + 'q_norm', q), rms_norm(m, b + 'k_norm', k)
@@ -173,8 +192,9 @@ def self_attention(m, il, h, pairs, qk_norm=None):
     q, k, v = heads(q, m.get('attention.head_count')), heads(k, n_kv), heads(v, n_kv)
     if qk_norm == 'head': q, k = rms_norm(m, b + 'q_norm', q), rms_norm(m, b + 'k_norm', k)
     n_rot, base = m.get('rope.dimension_count'), m.get('rope.freq_base')
-    q, k = rope(q, n_rot, base, pairs), rope(k, n_rot, base, pairs)
-    return linear(m, b + 'output', attention(q, k, v, q.shape[2] ** -0.5))
+    factors = m.at('rope_freqs.weight') if m.has('rope_freqs.weight') else 1.0
+    if pairs: q, k = rope(q, n_rot, base, pairs, factors), rope(k, n_rot, base, pairs, factors)
+    return linear(m, b + 'output', attention(q, k, v, q.shape[2] ** -0.5, window))
 
 
 def conv(m, name, x):
@@ -208,8 +228,8 @@ def unit(x, eps): return x / np.maximum(np.sqrt((x * x).sum(-1, keepdims=True)),
 
 
 def delta_net(m, il, h, project, key_head):
-    """the gated DeltaNet. project(m, il, h) gives q, k, v side by side, the output's gate z, and what beta and decay are made
-    of; key_head(value head) is the head of q and k that it goes with"""
+    """the gated DeltaNet. project(m, il, h): q, k, v side by side, the output's gate z, and what beta and decay come
+    from; key_head(value head): the head of q and k that it goes with"""
     b, eps = 'blk.%d.ssm_' % il, m.get('attention.layer_norm_rms_epsilon')
     d, n_k, n_v = m.get('ssm.state_size'), m.get('ssm.group_count'), m.get('ssm.time_step_rank')
     qkv, z, before_beta, before_decay = project(m, il, h)
@@ -308,11 +328,12 @@ def put_gated_attention(m, il):
     m.norm('blk.%d.attn_k_norm' % il, m.get('attention.key_length'))
 
 
-def put_embeddings(m, tied=False, final='output_norm'):
-    # scaled for logits of a few units; tied, the rows of the matrix are what the first layer reads, too
-    m.weight('token_embd', N_VOCAB, N_EMBD, gain=4.0 if tied else N_EMBD ** 0.5)
-    m.norm(final, N_EMBD)
-    if not tied: m.weight('output', N_VOCAB, N_EMBD, gain=4.0)
+def put_embeddings(m, tied=False, final='output_norm', gain=4.0):
+    """gain: of the logits; tied, the rows of the matrix are what the first layer reads, too"""
+    n = m.get('embedding_length')
+    m.weight('token_embd', N_VOCAB, n, gain=gain if tied else n ** 0.5)
+    m.norm(final, n)
+    if not tied: m.weight('output', N_VOCAB, n, gain=gain)
 
 
 def put_attention(m, il, bias=False, n_kv=None, rows_per_q=1):
@@ -567,8 +588,110 @@ def make_qwen3next(legacy=False):
 def make_qwen3next_legacy(): return make_qwen3next(legacy=True)
 
 
+def make_cohere2():
+    """attention and ffn side by side, behind one norm without bias; of four layers three have a window and rope, the
+    fourth neither; the logits are scaled"""
+    m = Model('cohere2', 'cohere2')
+    common_keys(m, layers=4, n_head=4, n_kv=2, head_dim=8, n_ff=48, base=1000.0)
+    m.f32(attention__layer_norm_epsilon=0.02, logit_scale=0.4)
+    m.u32(attention__sliding_window=6)
+    put_embeddings(m, tied=True, gain=10.0)
+    for il in range(4):
+        m.norm('blk.%d.attn_norm' % il, N_EMBD)
+        put_attention(m, il)
+        put_ffn(m, il, 48)
+
+    def forward(m, tokens):
+        x = m.at('token_embd.weight')[tokens]
+        for il in range(m.get('block_count')):
+            h = layer_norm(m, 'blk.%d.attn_norm' % il, x)
+            if il % 4 == 3: mixed = self_attention(m, il, h, None)
+            else: mixed = self_attention(m, il, h, 'near', window=m.get('attention.sliding_window'))
+            x = x + mixed + gated_ffn(m, il, h)
+        return logits(m, layer_norm(m, 'output_norm', x)) * m.get('logit_scale')
+    return m, forward
+
+
+def plain(arch, pairs, factors=False, bias=False, ffn_norm='ffn_norm'):
+    """llama's graph under another name"""
+    m = Model(arch, arch)
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=12, n_ff=56, base=1000.0)
+    put_embeddings(m)
+    if factors: m.vector('rope_freqs.weight', 6, mean=2.5, spread=0.7)
+    for il in range(2):
+        m.norm('blk.%d.attn_norm' % il, N_EMBD)
+        put_attention(m, il, bias)
+        m.norm('blk.%d.%s' % (il, ffn_norm), N_EMBD)
+        put_ffn(m, il, 56)
+    return m, lambda m, tokens: pre_norm_decoder(
+        m, tokens, lambda m, il, h: self_attention(m, il, h, pairs), gated_ffn, ffn_norm)
+
+
+def make_internlm2(): return plain('internlm2', 'near')
+def make_exaone(): return plain('exaone', 'far', factors=True)
+def make_seed_oss(): return plain('seed_oss', 'far', bias=True, ffn_norm='post_attention_norm')
+
+
+def alibi_family(arch, n_embd, n_head, bias):
+    """one matrix for q, k and v; LayerNorm; positions by ALiBi; gelu"""
+    m = Model(arch, arch)
+    m.u32(context_length=128, embedding_length=n_embd, block_count=2, feed_forward_length=4 * n_embd,
+          attention__head_count=n_head, attention__head_count_kv=n_head, vocab_size=N_VOCAB)
+    m.f32(attention__layer_norm_epsilon=2e-3)
+    put_embeddings(m, tied=True)
+
+    def put(name, *shape):
+        m.weight(name, *shape, gain=1.5)
+        if bias: m.vector(name + '.bias', shape[0])
+
+    def put_norm(name):
+        m.norm(name, n_embd)
+        if bias: m.vector(name + '.bias', n_embd)
+    for il in range(2):
+        b = 'blk.%d.' % il
+        put_norm(b + 'attn_norm')
+        put(b + 'attn_qkv', 3 * n_embd, n_embd)
+        put(b + 'attn_output', n_embd, n_embd)
+        put_norm(b + 'ffn_norm')
+        put(b + 'ffn_up', 4 * n_embd, n_embd)
+        put(b + 'ffn_down', n_embd, 4 * n_embd)
+    if bias:
+        put_norm('token_embd_norm')
+        m.vector('output_norm.bias', n_embd)
+    return m
+
+
+def alibi_decoder(m, tokens, slopes, clamp=np.inf):
+    x = m.at('token_embd.weight')[tokens]
+    if m.has('token_embd_norm.weight'): x = layer_norm(m, 'token_embd_norm', x)
+    for il in range(m.get('block_count')):
+        b = 'blk.%d.' % il
+        qkv = np.clip(linear(m, b + 'attn_qkv', layer_norm(m, b + 'attn_norm', x)), -clamp, clamp)
+        q, k, v = (heads(part, len(slopes)) for part in np.split(qkv, 3, 1))
+        x = x + linear(m, b + 'attn_output', attention(q, k, v, q.shape[2] ** -0.5, slopes=slopes))
+        h = linear(m, b + 'ffn_up', layer_norm(m, b + 'ffn_norm', x))
+        x = x + linear(m, b + 'ffn_down', gelu(h))
+    return logits(m, layer_norm(m, 'output_norm', x))
+
+
+def make_mpt():
+    """no biases; q, k and v are cut to a range"""
+    m = alibi_family('mpt', 32, 4, bias=False)
+    m.f32(attention__clamp_kqv=2.0, attention__max_alibi_bias=6.0)
+    return m, lambda m, tokens: alibi_decoder(
+        m, tokens, alibi_slopes(m.get('attention.head_count'), m.get('attention.max_alibi_bias')),
+        m.get('attention.clamp_kqv'))
+
+
+def make_bloom():
+    """biases everywhere, a norm behind the embedding, and heads that are no power of two"""
+    m = alibi_family('bloom', 48, 6, bias=True)
+    return m, lambda m, tokens: alibi_decoder(m, tokens, alibi_slopes(m.get('attention.head_count'), 8.0))
+
+
 FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, make_qwen35, make_qwen35moe,
-            make_qwen35moe_fused, make_qwen3next, make_qwen3next_legacy]
+            make_qwen35moe_fused, make_qwen3next, make_qwen3next_legacy, make_cohere2, make_internlm2, make_exaone,
+            make_seed_oss, make_mpt, make_bloom]
 
 
 # ---- answers ----

@@ -9,9 +9,9 @@
 #define MAX_TOKENS 48
 #define N_VOCAB 64
 
-/* Largest error of a logit of +-12. Sums of up to 100 products in float32, through two to four layers, leave 1e-5; a tensor
- * that is left out, or a number of the metadata that is 2 % wrong, moves some logit by more than 10 times the tolerance. */
-#define TOLERANCE 5e-5
+/* Largest error of a logit, which are +-15. Sums of up to 200 products in float32, through two to four layers, leave 1e-5
+ * to 2e-5. A tensor that is left out, or a key that is 2 % wrong, moves some logit by 7e-4 or more (most by 1e-2). */
+#define TOLERANCE 1e-4
 
 /* One file. A family that is refused by name stays so until its emitter gives these answers. */
 typedef struct family {
@@ -21,7 +21,8 @@ typedef struct family {
 
 static const family families[] = {
     {"mixtral", 1}, {"qwen2moe", 1}, {"olmoe", 1}, {"lfm2", 1}, {"lfm2moe", 1}, {"qwen35", 1}, {"qwen35moe", 1},
-    {"qwen35moe-fused", 1}, {"qwen3next", 1}, {"qwen3next-legacy", 1}};
+    {"qwen35moe-fused", 1}, {"qwen3next", 1}, {"qwen3next-legacy", 1}, {"cohere2", 1}, {"internlm2", 1}, {"exaone", 1}, {"seed_oss", 1},
+    {"mpt", 1}, {"bloom", 1}};
 
 /* What make_family_goldens.py wrote. */
 typedef struct golden {
