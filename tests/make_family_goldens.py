@@ -72,8 +72,8 @@ class Model:
         value = mean + spread * random_normal(self.name + name, shape)
         self.tensors[name] = value.astype(np.float32)
 
-    def norm(self, name, n):
-        self.vector(name + '.weight', n, mean=1.0)
+    def norm(self, name, n, mean=1.0):
+        self.vector(name + '.weight', n, mean=mean)
 
     def at_layer(self, name, il):
         """a key that may be one value for all layers"""
@@ -253,9 +253,9 @@ def gated_attention(m, il, h):
     return linear(m, b + 'output', out * sigmoid(gate.reshape(len(h), -1)))
 
 
-def gated_ffn(m, il, h, suffix=''):
+def gated_ffn(m, il, h, suffix='', act=silu):
     b = 'blk.%d.ffn_' % il
-    return linear(m, b + 'down' + suffix, silu(linear(m, b + 'gate' + suffix, h)) * linear(m, b + 'up' + suffix, h))
+    return linear(m, b + 'down' + suffix, act(linear(m, b + 'gate' + suffix, h)) * linear(m, b + 'up' + suffix, h))
 
 
 def choose_experts(m, probs, score, normalised):
@@ -267,13 +267,13 @@ def choose_experts(m, probs, score, normalised):
     return w / w.sum(-1, keepdims=True) if normalised else w
 
 
-def experts(m, il, h, w):
+def experts(m, il, h, w, act=silu):
     """sum over the experts, each a gated ffn, with weights w [T, n_expert]"""
     b = 'blk.%d.ffn_' % il
     down = m.at(b + 'down_exps.weight')
     if m.has(b + 'gate_up_exps.weight'): gate, up = np.split(m.at(b + 'gate_up_exps.weight'), 2, 1)
     else: gate, up = m.at(b + 'gate_exps.weight'), m.at(b + 'up_exps.weight')
-    return sum(w[:, e:e + 1] * ((silu(h @ gate[e].T) * (h @ up[e].T)) @ down[e].T) for e in range(w.shape[1]))
+    return sum(w[:, e:e + 1] * ((act(h @ gate[e].T) * (h @ up[e].T)) @ down[e].T) for e in range(w.shape[1]))
 
 
 def softmax_moe(m, il, h, normalised):
@@ -360,6 +360,12 @@ def put_experts(m, il, n_expert, n_ff, gain=2.0):
     m.vector(b + 'gate_inp.weight', n_expert, N_EMBD, spread=2.5 / N_EMBD ** 0.5)
     for part, rows, columns in (('gate', n_ff, N_EMBD), ('up', n_ff, N_EMBD), ('down', N_EMBD, n_ff)):
         m.weight(b + part + '_exps', n_expert, rows, columns, gain=gain)
+
+
+def fuse_experts(m, il):
+    """one tensor: of each expert the gate's rows and then the other's"""
+    parts = [m.tensors.pop('blk.%d.ffn_%s_exps.weight' % (il, part)) for part in ('gate', 'up')]
+    m.tensors['blk.%d.ffn_gate_up_exps.weight' % il] = np.concatenate(parts, 1)
 
 
 # ---- families ----
@@ -495,9 +501,7 @@ def is_full(m, il): return (il + 1) % m.get('full_attention_interval') == 0
 
 def put_qwen_moe(m, il, fused=False):
     put_experts(m, il, 6, 16)
-    if fused:  # one tensor, of each expert the gate's rows and then the other's
-        parts = [m.tensors.pop('blk.%d.ffn_%s_exps.weight' % (il, part)) for part in ('gate', 'up')]
-        m.tensors['blk.%d.ffn_gate_up_exps.weight' % il] = np.concatenate(parts, 1)
+    if fused: fuse_experts(m, il)
     m.vector('blk.%d.ffn_gate_inp_shexp.weight' % il, N_EMBD, spread=2.0 / N_EMBD ** 0.5)
     put_ffn(m, il, 24, '_shexp')
 
@@ -689,9 +693,125 @@ def make_bloom():
     return m, lambda m, tokens: alibi_decoder(m, tokens, alibi_slopes(m.get('attention.head_count'), 8.0))
 
 
+def gemma4(name, windows, n_kv, shared, per_layer, n_ff, no_values):
+    """windows: which layers have one; they have heads of another size and another rope. The last `shared` layers have
+    no keys and values of their own; full layers with no_values take the keys, before their norm, as values"""
+    m, n = Model('gemma4', name), len(windows)
+    common_keys(m, layers=n, n_head=4, n_kv=2, head_dim=16, n_ff=40, base=1000.0)
+    m.bools(attention__sliding_window_pattern=windows)
+    m.i32s(attention__head_count_kv=n_kv, feed_forward_length=n_ff)
+    m.u32(attention__sliding_window=6, attention__key_length_swa=8, attention__value_length_swa=8,
+          rope__dimension_count_swa=8, attention__shared_kv_layers=shared, embedding_length_per_layer_input=per_layer)
+    m.f32(rope__freq_base_swa=100.0, final_logit_softcapping=9.0)
+    put_embeddings(m, tied=True)
+    # what full layers rotate: a quarter
+    m.tensors['rope_freqs.weight'] = np.array([1.0] * 2 + [1e30] * 6, np.float32)
+    for il in range(n):
+        b, head_dim = 'blk.%d.' % il, 8 if windows[il] else 16
+        m.norm(b + 'attn_norm', N_EMBD)
+        m.weight(b + 'attn_q', 4 * head_dim, N_EMBD)
+        m.norm(b + 'attn_q_norm', head_dim)
+        if il < n - shared:
+            m.weight(b + 'attn_k', n_kv[il] * head_dim, N_EMBD)
+            if windows[il] or not no_values: m.weight(b + 'attn_v', n_kv[il] * head_dim, N_EMBD)
+            m.norm(b + 'attn_k_norm', head_dim)
+        m.weight(b + 'attn_output', N_EMBD, 4 * head_dim)
+        # branches as large as the scaled embedding
+        m.norm(b + 'post_attention_norm', N_EMBD, mean=3.0)
+        m.norm(b + 'ffn_norm', N_EMBD)
+        put_ffn(m, il, n_ff[il])
+        m.norm(b + 'post_ffw_norm', N_EMBD, mean=3.0)
+        m.vector(b + 'layer_output_scale.weight', 1, mean=0.8, spread=0.1)
+    return m
+
+
+def gemma4_attention(m, il, h, kept):
+    """scores are not scaled; values are normalised, without weights. kept: keys and values by layer"""
+    b, pattern = 'blk.%d.attn_' % il, m.get('attention.sliding_window_pattern')
+    windowed, swa = pattern[il], '_swa' if pattern[il] else ''
+    n_rot, base = m.get('rope.dimension_count' + swa), m.get('rope.freq_base' + swa)
+    factors, eps = 1.0 if windowed else m.at('rope_freqs.weight'), m.get('attention.layer_norm_rms_epsilon')
+    q = rms_norm(m, b + 'q_norm', heads(linear(m, b + 'q', h), m.get('attention.head_count')))
+    first_shared = m.get('block_count') - m.get('attention.shared_kv_layers')
+    if il < first_shared:
+        n_kv = m.at_layer('attention.head_count_kv', il)
+        k = heads(linear(m, b + 'k', h), n_kv)
+        v = heads(linear(m, b + 'v', h), n_kv) if m.has(b + 'v.weight') else k
+        kept[il] = rope(rms_norm(m, b + 'k_norm', k), n_rot, base, 'far', factors), rms(v, eps)
+        k, v = kept[il]
+    else:  # those of the last layer of the same kind that has some
+        k, v = kept[max(j for j in range(first_shared) if pattern[j] == windowed)]
+    window = m.get('attention.sliding_window') if windowed else 0
+    return linear(m, b + 'output', attention(rope(q, n_rot, base, 'far', factors), k, v, 1.0, window))
+
+
+def gemma4_ffn(m, il, x):
+    """a layer with experts adds theirs to the dense ffn's output; x reaches both, and the router, by norms of their own"""
+    b = 'blk.%d.' % il
+    y = gated_ffn(m, il, rms_norm(m, b + 'ffn_norm', x), act=gelu)
+    if m.has(b + 'ffn_gate_inp.weight'):
+        seen = rms(x, m.get('attention.layer_norm_rms_epsilon')) * m.at(b + 'ffn_gate_inp.scale') * x.shape[1] ** -0.5
+        score = linear(m, b + 'ffn_gate_inp', seen)
+        w = choose_experts(m, softmax(score), score, normalised=True) * m.at(b + 'ffn_down_exps.scale')
+        moe = experts(m, il, rms_norm(m, b + 'pre_ffw_norm_2', x), w, act=gelu)
+        y = rms_norm(m, b + 'post_ffw_norm_1', y) + rms_norm(m, b + 'post_ffw_norm_2', moe)
+    return rms_norm(m, b + 'post_ffw_norm', y)
+
+
+def gemma4_decoder(m, tokens):
+    n, n_embd, width = m.get('block_count'), m.get('embedding_length'), m.get('embedding_length_per_layer_input')
+    x, kept = m.at('token_embd.weight')[tokens] * n_embd ** 0.5, {}
+    if width:  # a second embedding of each token, a part for each layer, mixed with what the first says
+        own = m.at('per_layer_token_embd.weight')[tokens] * width ** 0.5
+        seen = rms_norm(m, 'per_layer_proj_norm', heads(linear(m, 'per_layer_model_proj', x) * n_embd ** -0.5, n))
+        extra = (heads(own, n) + seen) * 0.5 ** 0.5
+    for il in range(n):
+        b = 'blk.%d.' % il
+        mixed = gemma4_attention(m, il, rms_norm(m, b + 'attn_norm', x), kept)
+        x = x + rms_norm(m, b + 'post_attention_norm', mixed)
+        x = x + gemma4_ffn(m, il, x)
+        if width:
+            gated = gelu(linear(m, b + 'inp_gate', x)) * extra[:, il]
+            x = x + rms_norm(m, b + 'post_norm', linear(m, b + 'proj', gated))
+        x = x * m.at(b + 'layer_output_scale.weight')
+    cap = m.get('final_logit_softcapping')
+    return cap * np.tanh(logits(m, rms_norm(m, 'output_norm', x)) / cap)
+
+
+def make_gemma4():
+    """the small models: embeddings per layer, shared keys and values, a wider ffn where they are shared"""
+    width, n = 8, 5
+    m = gemma4('gemma4', [True, True, False, True, False], [2, 2, 1, 2, 1], 2, width, [40, 40, 40, 56, 56], False)
+    m.weight('per_layer_token_embd', N_VOCAB, n * width, gain=n ** 0.5)
+    m.weight('per_layer_model_proj', n * width, N_EMBD)
+    m.norm('per_layer_proj_norm', width)
+    for il in range(n):
+        m.weight('blk.%d.inp_gate' % il, width, N_EMBD)
+        m.weight('blk.%d.proj' % il, N_EMBD, width)
+        m.norm('blk.%d.post_norm' % il, N_EMBD, mean=3.0)
+    return m, gemma4_decoder
+
+
+def make_gemma4_moe():
+    """the large models: experts beside the dense ffn, full layers without values"""
+    m = gemma4('gemma4-moe', [True, True, False], [2, 2, 1], 0, 0, [40, 40, 40], True)
+    m.u32(expert_count=6, expert_used_count=2, expert_feed_forward_length=16)
+    for il in range(3):
+        b = 'blk.%d.' % il
+        put_experts(m, il, 6, 16)
+        fuse_experts(m, il)
+        # the router divides by the root of the width
+        m.vector(b + 'ffn_gate_inp.scale', N_EMBD, mean=N_EMBD ** 0.5)
+        m.vector(b + 'ffn_down_exps.scale', 6, mean=1.0)
+        m.norm(b + 'pre_ffw_norm_2', N_EMBD)
+        m.norm(b + 'post_ffw_norm_1', N_EMBD)
+        m.norm(b + 'post_ffw_norm_2', N_EMBD)
+    return m, gemma4_decoder
+
+
 FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, make_qwen35, make_qwen35moe,
             make_qwen35moe_fused, make_qwen3next, make_qwen3next_legacy, make_cohere2, make_internlm2, make_exaone,
-            make_seed_oss, make_mpt, make_bloom]
+            make_seed_oss, make_mpt, make_bloom, make_gemma4, make_gemma4_moe]
 
 
 # ---- answers ----

@@ -1,6 +1,6 @@
-/* test_goldens.c: families without a reference model in ../shared/zoo, judged by answers that another program, in float64
- * and by another hand, gave for small random models (tests/make_family_goldens.py; models and answers in tests/family).
- * Only the public API is used, and every device that is linked. */
+/* test_goldens.c: families without a reference model in ../shared/zoo, judged by answers that another program, in
+ * float64 and by another hand, gave for small random models (tests/make_family_goldens.py; models and answers in
+ * tests/family). Only the public API is used, and every device that is linked. */
 #define ROCMFORGE_IMPLEMENTATION
 #include "rocmforge.h"
 #include "rf_test.h"
@@ -9,8 +9,8 @@
 #define MAX_TOKENS 48
 #define N_VOCAB 64
 
-/* Largest error of a logit, which are +-15. Sums of up to 200 products in float32, through two to four layers, leave 1e-5
- * to 2e-5. A tensor that is left out, or a key that is 2 % wrong, moves some logit by 7e-4 or more (most by 1e-2). */
+/* Largest error of a logit, which are +-15. Sums of up to 200 products in float32, through two to four layers, leave
+ * 1e-5 to 2e-5. A tensor that is left out, or a key that is 2 % wrong, moves some logit by 7e-4 or more (most by 1e-2). */
 #define TOLERANCE 1e-4
 
 /* One file. A family that is refused by name stays so until its emitter gives these answers. */
@@ -21,8 +21,8 @@ typedef struct family {
 
 static const family families[] = {
     {"mixtral", 1}, {"qwen2moe", 1}, {"olmoe", 1}, {"lfm2", 1}, {"lfm2moe", 1}, {"qwen35", 1}, {"qwen35moe", 1},
-    {"qwen35moe-fused", 1}, {"qwen3next", 1}, {"qwen3next-legacy", 1}, {"cohere2", 1}, {"internlm2", 1}, {"exaone", 1}, {"seed_oss", 1},
-    {"mpt", 1}, {"bloom", 1}};
+    {"qwen35moe-fused", 1}, {"qwen3next", 1}, {"qwen3next-legacy", 1}, {"cohere2", 1}, {"internlm2", 1}, {"exaone", 1},
+    {"seed_oss", 1}, {"mpt", 1}, {"bloom", 1}, {"gemma4", 1}, {"gemma4-moe", 1}};
 
 /* What make_family_goldens.py wrote. */
 typedef struct golden {
@@ -78,9 +78,12 @@ static rf_result begin(running *r, const char *path, rf_error *err) {
 }
 
 /* tokens from..to-1 in one call, with the logits of all of them in out[from..] */
-static rf_result eval(rf_session *s, const golden *g, uint32_t from, uint32_t to, float (*out)[N_VOCAB], rf_error *err) {
+static rf_result eval(rf_session *s, const golden *g, uint32_t from, uint32_t to, float (*out)[N_VOCAB],
+                      rf_error *err) {
     rf_row rows[MAX_TOKENS] = {{0}};
-    for (uint32_t i = from; i < to; i++) rows[i - from] = (rf_row){.token = g->tokens[i], .pos = (int32_t)i, .want_logits = 1};
+    for (uint32_t i = from; i < to; i++) {
+        rows[i - from] = (rf_row){.token = g->tokens[i], .pos = (int32_t)i, .want_logits = 1};
+    }
     rf_result code = rf_eval(s, rows, to - from, err);
     for (uint32_t i = from; !code && i < to; i++) memcpy(out[i], rf_session_logits(s, i - from), sizeof out[i]);
     return code;
