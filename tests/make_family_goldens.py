@@ -224,7 +224,9 @@ def delta_rule(q, k, v, beta, decay):
     return out
 
 
-def unit(x, eps): return x / np.maximum(np.sqrt((x * x).sum(-1, keepdims=True)), eps)
+def unit(x, eps):
+    """length 1; the checkpoints' definition adds 1e-6 to the sum of squares, which is also their norms' epsilon"""
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) + eps)
 
 
 def delta_net(m, il, h, project, key_head):
@@ -389,7 +391,7 @@ def make_mixtral():
 def make_qwen2moe():
     """biases of q, k, v; softmax over all experts, not normalised; a gated shared expert of another width"""
     m = Model('qwen2moe', 'qwen2moe')
-    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=12, n_ff=64, base=3000.0, eps=3e-3)
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=64, base=3000.0, eps=3e-3)
     m.u32(expert_count=6, expert_used_count=3, expert_feed_forward_length=16, expert_shared_feed_forward_length=40)
     put_embeddings(m)
     for il in range(2):
@@ -407,14 +409,14 @@ def make_qwen2moe():
 def make_olmoe():
     """q and k are normalised over all heads together; softmax over all experts, not normalised"""
     m = Model('olmoe', 'olmoe')
-    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=16)
+    common_keys(m, layers=2, n_head=4, n_kv=4, head_dim=8, n_ff=16)
     m.u32(expert_count=8, expert_used_count=3)
     put_embeddings(m)
     for il in range(2):
         m.norm('blk.%d.attn_norm' % il, N_EMBD)
         put_attention(m, il)
         m.norm('blk.%d.attn_q_norm' % il, 32)
-        m.norm('blk.%d.attn_k_norm' % il, 16)
+        m.norm('blk.%d.attn_k_norm' % il, 32)
         m.norm('blk.%d.ffn_norm' % il, N_EMBD)
         put_experts(m, il, 8, 16)
     return m, lambda m, tokens: pre_norm_decoder(
@@ -616,12 +618,12 @@ def make_cohere2():
     return m, forward
 
 
-def plain(arch, pairs, factors=False, bias=False, ffn_norm='ffn_norm'):
+def plain(arch, pairs, head_dim, factors=False, bias=False, ffn_norm='ffn_norm'):
     """llama's graph under another name"""
     m = Model(arch, arch)
-    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=12, n_ff=56, base=1000.0)
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=head_dim, n_ff=56, base=1000.0)
     put_embeddings(m)
-    if factors: m.vector('rope_freqs.weight', 6, mean=2.5, spread=0.7)
+    if factors: m.vector('rope_freqs.weight', head_dim // 2, mean=2.5, spread=0.7)
     for il in range(2):
         m.norm('blk.%d.attn_norm' % il, N_EMBD)
         put_attention(m, il, bias)
@@ -631,9 +633,9 @@ def plain(arch, pairs, factors=False, bias=False, ffn_norm='ffn_norm'):
         m, tokens, lambda m, il, h: self_attention(m, il, h, pairs), gated_ffn, ffn_norm)
 
 
-def make_internlm2(): return plain('internlm2', 'near')
-def make_exaone(): return plain('exaone', 'far', factors=True)
-def make_seed_oss(): return plain('seed_oss', 'far', bias=True, ffn_norm='post_attention_norm')
+def make_internlm2(): return plain('internlm2', 'near', 8)
+def make_exaone(): return plain('exaone', 'far', 12, factors=True)
+def make_seed_oss(): return plain('seed_oss', 'far', 12, bias=True, ffn_norm='post_attention_norm')
 
 
 def alibi_family(arch, n_embd, n_head, bias):
