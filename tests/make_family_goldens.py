@@ -748,7 +748,7 @@ def gemma4_attention(m, il, h, kept):
 
 
 def gemma4_ffn(m, il, x):
-    """a layer with experts adds theirs to the dense ffn's output; x reaches both, and the router, by norms of their own"""
+    """a layer with experts adds theirs to the dense ffn's output; x reaches both, and the router, by other norms"""
     b = 'blk.%d.' % il
     y = gated_ffn(m, il, rms_norm(m, b + 'ffn_norm', x), act=gelu)
     if m.has(b + 'ffn_gate_inp.weight'):
