@@ -872,16 +872,20 @@ typedef enum rf_op_kind {
                             out may be in                                                                          */
     RF_OP_MATMUL = 2,    /* out[rows, n_out] = cap(scale * (factor * in[rows, n_in] W^T + bias[n_out])): bias is extra,
                             factor is extra2[1], cap(y) = softcap * tanh(y / softcap), or y if softcap is 0        */
-    RF_OP_ROPE = 3,      /* rotate in place out[T, n_heads, head_dim], first n_rot values of each head:
-                            angle = pos * table[i] / (freqs ? freqs[i] : 1), i < n_rot/2; cos and sin times scale;
-                            pairs (2i, 2i+1), or (i, i + n_rot/2) with RF_OP_NEOX; freqs are extra, and extra2 in
-                            sessions of a long context: rf_session_open decides, devices look at extra only        */
-    RF_OP_KV_STORE = 4,  /* state K[seq][head][pos] = in[T, n_kv_heads, head_dim], V = in2[.., head_dim_v] */
+    RF_OP_ROPE = 3,      /* rotate in place out[T, n_heads, head_dim], of each head the first n_rot values, or the last
+                            ones with RF_OP_LAST: angle = pos * table[i] / (freqs ? freqs[i] : 1), i < n_rot/2;
+                            cos and sin times scale; pairs (2i, 2i+1), or (i, i + n_rot/2) with RF_OP_NEOX; freqs are
+                            extra, and extra2 in sessions of a long context: rf_session_open decides, devices look
+                            at extra only                                                                          */
+    RF_OP_KV_STORE = 4,  /* state K[seq][head][pos] = in[T, n_kv_heads, head_dim], V = in2[.., head_dim_v]; with
+                            RF_OP_LATENT K = in[T, n_kv_heads, head_dim_v], behind it in2[.., head_dim - head_dim_v],
+                            and no V                                                                               */
     RF_OP_ATTENTION = 5, /* out[T, n_heads, head_dim_v] = softmax(cap(t * in . K * scale)) V over positions p <= pos,
                             with window != 0 only those > pos - window; cap as above;
                             t = 1 + temperature * ln(1 + floor(pos / temperature_length));
                             query head h reads kv head h / (n_heads / n_kv_heads); with extra the softmax of head h
-                            has one score more, extra[h], whose value is 0                                         */
+                            has one score more, extra[h], whose value is 0; with RF_OP_LATENT V are the first
+                            head_dim_v values of K                                                                 */
     RF_OP_GLU = 6,       /* out[rows, n_out] = act(in) * in2, without in2 act(in); out may be in                   */
     RF_OP_GATHER = 7,    /* out[L, n_out] = the rows of in[T, n_out] that want logits, in order                    */
     RF_OP_ARGMAX = 8,    /* out[rows] = id of the largest of in[rows, n_in] as int32: the smallest one among equals, nan
@@ -899,13 +903,18 @@ typedef enum rf_op_kind {
                             those that were chosen need be there; RF_OP_PER_CHOICE: in[T, n_used, n_in]            */
     RF_OP_MIX = 11,      /* out[T, n_out] = scale * sum over k of weight[k] * in[T, n_used, n_out], in order of k,
                             weights in2[T, 1, n_used] of a ROUTE (+ out if RF_OP_ACCUMULATE); a scale of 0 is 1    */
-    RF_OP_KIND_COUNT = 12
+    RF_OP_HEADS = 12,    /* a matrix for each head: out[T, n_heads, n_out + head_dim - n_in] = of in[T, n_heads, head_dim]
+                            the first n_in values times W[h]^T, behind them its other ones, untouched; W[h] are rows
+                            [h * n_out, + n_out) of the weight                                                     */
+    RF_OP_KIND_COUNT = 13
 } rf_op_kind;
 
 #define RF_OP_ACCUMULATE 1u
 #define RF_OP_NEOX 2u
 #define RF_OP_CENTER 4u
 #define RF_OP_POSITIONS 8u
+#define RF_OP_LAST 0x10u     /* ROPE */
+#define RF_OP_LATENT 0x1000u /* KV_STORE, ATTENTION */
 
 typedef enum rf_activation {
     RF_ACT_SILU = 0, /* x / (1 + e^-x)                                                */
@@ -961,7 +970,8 @@ typedef struct rf_plan_buffer {
 } rf_plan_buffer;
 
 /* Memory of a layer that outlives a step. Layout: K [n_seq][n_kv_heads][n_ctx][head_dim], behind it, aligned to
- * RF_STATE_ALIGN, V [n_seq][n_kv_heads][n_ctx][head_dim_v], elements of the session's cache type. */
+ * RF_STATE_ALIGN, V [n_seq][n_kv_heads][n_ctx][head_dim_v], elements of the session's cache type. head_dim_v is 0 where
+ * the ops are RF_OP_LATENT. */
 typedef struct rf_plan_state {
     uint32_t layer;
     uint32_t n_kv_heads;
@@ -971,7 +981,8 @@ typedef struct rf_plan_state {
 #define RF_STATE_ALIGN 256u
 
 /* A weight: one tensor of the file, or the matrix of one expert in it. Matrices are [n_rows, n_in]; of a tensor
- * ne={n_in, n_rows}, or ne={n_in, n_rows, n_experts}: then `expert` begins at byte expert * size_bytes of it. */
+ * ne={n_in, n_rows}, or ne={n_in, n_rows, n_experts}: then `expert` begins at byte expert * size_bytes of it; of HEADS
+ * ne={n_in, n_rows / n_heads, n_heads}. */
 typedef struct rf_plan_weight {
     char name[68];        /* NUL-terminated                                    */
     uint32_t tensor;      /* rf_tensor_info.index                              */
@@ -5108,6 +5119,7 @@ typedef struct rfi_moe_arch {
     int normalize;  /* the weights of the chosen add up to 1                                        */
     int keys;       /* expert_gating_func, expert_weights_norm and _scale may say otherwise         */
     int n_ff_is_ff; /* without expert_feed_forward_length an expert is feed_forward_length wide     */
+    int groups;     /* expert_group_count and _used_count are read                                  */
     int dense_lead; /* leading_dense_block_count layers have no experts                             */
     int shared;     /* experts that every row takes: their width is expert_feed_forward_length times
                        expert_shared_count, or expert_shared_feed_forward_length                    */
@@ -5118,9 +5130,18 @@ typedef struct rfi_moe_config {
     uint32_t n_experts, n_used, n_ff, n_ff_shared;
     uint32_t n_dense; /* layers before the first with experts */
     uint32_t gating;
+    uint32_t n_groups, n_groups_used; /* as rf_op */
     int normalize;
     double scale;
 } rfi_moe_config;
+
+/* Attention to a compressed key and value, `rank` values and n_rot rotated ones for all heads: head_dim is both, and
+ * head_dim_v the rank. */
+typedef struct rfi_latent_config {
+    uint32_t rank;                 /* kv_lora_rank                                  */
+    uint32_t q_rank;               /* q_lora_rank: queries are compressed too; 0: not */
+    uint32_t head_dim, head_dim_v; /* of a head before its key and value are compressed */
+} rfi_latent_config;
 
 /* What sets an architecture apart from llama's decoder. A file's tensors say the rest: biases, a fused attn_qkv, a tied
  * output, rope_freqs are taken where they are. */
@@ -5150,7 +5171,8 @@ enum {
     RFI_FFN_NORM_POST = 1 << 22, /* the norm before the ffn is post_attention_norm                           */
     RFI_SINKS = 1 << 23,         /* attn_sinks: a score of each head; scores are scaled by 1/sqrt(n_rot)     */
     RFI_OAI = 1 << 24,           /* experts: RF_ACT_OAI instead of silu                                      */
-    RFI_LOCAL_YARN = 1 << 25     /* yarn in layers with a window, too                                        */
+    RFI_LOCAL_YARN = 1 << 25,    /* yarn in layers with a window, too                                        */
+    RFI_LATENT = 1 << 26         /* attention to one compressed key and value of all heads                   */
 };
 
 /* An architecture, and the function that emits its plan (section 9). */
@@ -5192,6 +5214,7 @@ typedef struct rfi_config {
     uint32_t n_blocks;        /* layers of the file; behind n_layers are some that predict further tokens, unused */
     rfi_layer_config *layers; /* [n_layers] */
     rfi_moe_config moe;
+    rfi_latent_config latent; /* RFI_LATENT */
 } rfi_config;
 
 static int rfi_is(const rfi_config *c, uint32_t trait) { return (c->arch->traits & trait) != 0; }
@@ -5417,6 +5440,11 @@ static rf_result rfi_config_scales(const rf_gguf *g, rfi_config *c, rf_error *er
     rf_result r = RF_OK;
     if (rfi_is(c, RFI_EMBED_SQRT)) c->embedding_scale = sqrt((double)c->n_embd);
     if (arch->wide_layers == c->n_layers) c->attention_scale = 1 / sqrt((double)c->n_embd / c->layers[0].n_heads);
+    if (rfi_is(c, RFI_LATENT)) { /* yarn's magnitude is of the scores: keys are not all rotated */
+        const double f = c->rope.scaling == RFI_ROPE_YARN ? fmax(1, c->rope.factor) : 1;
+        const double magnitude = 1 + c->yarn_log_multiplier * log(f);
+        c->attention_scale = magnitude * magnitude / sqrt(c->latent.head_dim);
+    }
     if (rfi_is(c, RFI_SCALES)) {
         r = rfi_key_scale(g, arch, "embedding_scale", 0, 0, &c->embedding_scale, err);
         if (r == RF_OK) r = rfi_key_scale(g, arch, "residual_scale", 0, 0, &c->residual_scale, err);
@@ -5452,8 +5480,10 @@ static rf_result rfi_config_vocab(const rf_gguf *g, rfi_config *c, rf_error *err
 
 /* How the chosen experts are weighted, where the file has a say. */
 static rf_result rfi_config_gating(const rf_gguf *g, rfi_config *c, rf_error *err) {
-    static const rfi_uint_key groups = {"expert_group_count", 0, RF_MAX_EXPERTS, 0, 0};
-    const rfi_uint_key gating = {"expert_gating_func", 0, UINT32_MAX, 0, 0};
+    static const rfi_uint_key groups = {"expert_group_count", 0, RF_MAX_EXPERTS, 0, 0},
+                              groups_used = {"expert_group_used_count", 0, RF_MAX_EXPERTS, 0, 0},
+                              gating = {"expert_gating_func", 0, UINT32_MAX, 0, 0};
+    rfi_moe_config *m = &c->moe;
     uint32_t function = 0, n_groups = 0;
     rf_result r = rfi_key_uint(g, c->arch, &gating, 0, 0, &function, err);
     if (r == RF_OK) r = rfi_key_bool(g, c->arch, "expert_weights_norm", c->moe.normalize, 0, &c->moe.normalize, err);
@@ -5464,12 +5494,21 @@ static rf_result rfi_config_gating(const rf_gguf *g, rfi_config *c, rf_error *er
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0,
                         "%s: %s.expert_gating_func is %u: not supported (supported: 1, 2, 3)",
                         rfi_gguf_path(g), c->arch->name, function);
-    if (n_groups > 1)
+    if (function) m->gating = function;
+    else if (rfi_is(c, RFI_LATENT) && c->n_vocab == 154880 && (c->n_blocks == 47 || c->n_blocks == 48))
+        m->gating = RFI_GATING_SIGMOID; /* files of GLM-4.7-Flash do not say so */
+    if (n_groups <= 1) return RF_OK;
+    if (!c->arch->moe->groups)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0,
                         "%s: %s.expert_group_count is %u: groups of experts are not supported",
                         rfi_gguf_path(g), c->arch->name, n_groups);
-    if (function) c->moe.gating = function;
-    return RF_OK;
+    m->n_groups = n_groups;
+    r = rfi_key_uint(g, c->arch, &groups_used, 0, 0, &m->n_groups_used, err);
+    if (r == RF_OK && (m->n_experts % n_groups || m->n_groups_used > n_groups ||
+                       m->n_experts / n_groups * m->n_groups_used < m->n_used))
+        r = rfi_fail_at_key(g, c->arch, groups.suffix, err, "%u of %u groups for %u of %u experts", m->n_groups_used,
+                            n_groups, m->n_used, m->n_experts);
+    return r;
 }
 
 /* Experts: how many, how wide, how they are chosen. Products of these numbers stay below 2^31. */
@@ -5550,6 +5589,57 @@ static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *er
     return RF_OK;
 }
 
+/* Widths of a head, and of what is rotated of it. */
+static rf_result rfi_config_heads(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    uint32_t n_heads = c->layers[0].n_heads;
+    uint32_t by_width = c->n_embd % n_heads ? 0 : c->n_embd / n_heads; /* 0: then the file must say */
+    const rfi_uint_key key_length = {"attention.key_length", 1, 1 << 14, by_width, 0};
+    rf_result r = rfi_key_uint(g, c->arch, &key_length, 0, 0, &c->head_dim, err);
+    if (r == RF_OK && c->head_dim == 0)
+        r = rfi_fail_at_key(g, c->arch, "attention.head_count", err,
+                            "%u heads on %s.embedding_length %u, want a divisor or %s.attention.key_length", n_heads,
+                            c->arch->name, c->n_embd, c->arch->name);
+    const rfi_uint_key value_length = {"attention.value_length", 1, 1 << 14, by_width ? by_width : c->head_dim,
+                                       0};
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &value_length, 0, 0, &c->head_dim_v, err);
+    const rfi_uint_key n_rot = {"rope.dimension_count", 2, c->head_dim, c->head_dim & ~1u, 0};
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_rot, 0, 0, &c->n_rot, err);
+    if (r == RF_OK && c->n_rot % 2)
+        r = rfi_fail_at_key(g, c->arch, n_rot.suffix, err, "want an even number, found %u", c->n_rot);
+    return r;
+}
+
+/* Attention to compressed keys and values. */
+static rf_result rfi_config_latent(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    static const rfi_uint_key rank = {"attention.kv_lora_rank", 1, 1 << 14, 0, 1},
+                              q_rank = {"attention.q_lora_rank", 0, 1 << 20, 0, 0},
+                              value_length = {"attention.value_length_mla", 1, 1 << 14, 0, 1};
+    const rfi_uint_key key_length = {"attention.key_length_mla", c->n_rot + 1, 1 << 14, 0, 1};
+    rfi_latent_config *l = &c->latent;
+    rf_tensor_info t;
+    if (rf_gguf_find_tensor(g, "blk.0.attn_kv_b.weight", &t) == RF_OK)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, t.where,
+                        "%s: blk.0.attn_kv_b.weight at byte %llu: keys and values in one tensor are not supported "
+                        "(newer files have attn_k_b and attn_v_b)",
+                        rfi_gguf_path(g), RFI_LLU(t.where));
+    rf_result r = rfi_key_uint(g, c->arch, &rank, 0, 0, &l->rank, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &q_rank, 0, 0, &l->q_rank, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &key_length, 0, 0, &l->head_dim, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &value_length, 0, 0, &l->head_dim_v, err);
+    if (r != RF_OK) return r;
+    if (c->head_dim != l->rank + c->n_rot || c->head_dim_v != l->rank)
+        return rfi_fail_at_key(g, c->arch, rank.suffix, err,
+                               "%u, and %u rotated values, want attention.key_length %u and value_length %u, found %u "
+                               "and %u",
+                               l->rank, c->n_rot, l->rank + c->n_rot, l->rank, c->head_dim, c->head_dim_v);
+    for (uint32_t il = 0; il < c->n_layers; il++)
+        if (c->layers[il].n_kv_heads != 1)
+            return rfi_fail_at_key(g, c->arch, rank.suffix, err,
+                                   "one key of all heads, want attention.head_count_kv 1, found %u in layer %u",
+                                   c->layers[il].n_kv_heads, il);
+    return RF_OK;
+}
+
 /* Read everything. c->layers is allocated with the file's allocator, also on failure (the caller frees it). */
 static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key n_layers = {"block_count", 1, ROCMFORGE_MAX_LAYERS, 0, 1},
@@ -5583,21 +5673,8 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     if (r == RF_OK && c->arch->moe) r = rfi_config_experts(g, c, err);
     if (r != RF_OK) return r;
 
-    uint32_t n_heads = c->layers[0].n_heads;
-    uint32_t by_width = c->n_embd % n_heads ? 0 : c->n_embd / n_heads; /* 0: then the file must say */
-    const rfi_uint_key key_length = {"attention.key_length", 1, 1 << 14, by_width, 0};
-    r = rfi_key_uint(g, c->arch, &key_length, 0, 0, &c->head_dim, err);
-    if (r == RF_OK && c->head_dim == 0)
-        r = rfi_fail_at_key(g, c->arch, "attention.head_count", err,
-                            "%u heads on %s.embedding_length %u, want a divisor or %s.attention.key_length", n_heads,
-                            c->arch->name, c->n_embd, c->arch->name);
-    const rfi_uint_key value_length = {"attention.value_length", 1, 1 << 14, by_width ? by_width : c->head_dim,
-                                       0};
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &value_length, 0, 0, &c->head_dim_v, err);
-    const rfi_uint_key n_rot = {"rope.dimension_count", 2, c->head_dim, c->head_dim & ~1u, 0};
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_rot, 0, 0, &c->n_rot, err);
-    if (r == RF_OK && c->n_rot % 2)
-        r = rfi_fail_at_key(g, c->arch, n_rot.suffix, err, "want an even number, found %u", c->n_rot);
+    r = rfi_config_heads(g, c, err);
+    if (r == RF_OK && rfi_is(c, RFI_LATENT)) r = rfi_config_latent(g, c, err);
     if (r == RF_OK) r = rfi_config_rope(g, c, err);
     return r == RF_OK ? rfi_config_scales(g, c, err) : r;
 }
@@ -5695,6 +5772,7 @@ typedef struct rfi_wanted {
     uint64_t n_in, n_rows, n_experts; /* as rfi_bind_check */
     int optional;
     const char *also; /* another name that would have done, for the message; or NULL */
+    int joined;       /* the matrices are rows of one weight                         */
 } rfi_wanted;
 
 static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
@@ -5712,19 +5790,20 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
     }
     rfi_bind_check(b, full, &t, want->n_in, want->n_rows, want->n_experts);
     if (b->result != RF_OK) return none;
-    const uint32_t n = want->n_rows && want->n_experts ? (uint32_t)want->n_experts : 1;
+    const uint32_t n = want->n_rows && want->n_experts && !want->joined ? (uint32_t)want->n_experts : 1;
+    const uint64_t in_one = want->joined ? want->n_experts : 1;
     rf_plan_weight *w = (rf_plan_weight *)rfi_array_push(b, &b->weights, n, sizeof *w);
     for (uint32_t i = 0; w && i < n; i++) {
         memset(&w[i], 0, sizeof w[i]);
-        if (want->n_rows && want->n_experts) snprintf(w[i].name, sizeof w[i].name, "%.56s:%u", full, i);
+        if (want->n_rows && want->n_experts && !want->joined) snprintf(w[i].name, sizeof w[i].name, "%.56s:%u", full, i);
         else snprintf(w[i].name, sizeof w[i].name, "%s", full);
         w[i].tensor = t.index;
         w[i].type = t.type;
         w[i].n_in = (uint32_t)want->n_in;
-        w[i].n_rows = (uint32_t)(want->n_rows ? want->n_rows : want->n_experts);
+        w[i].n_rows = (uint32_t)(want->n_rows ? want->n_rows * in_one : want->n_experts);
         w[i].layer = b->layer;
         w[i].size_bytes = t.size_bytes / n;
-        w[i].n_experts = want->n_rows ? (uint32_t)want->n_experts : 0;
+        w[i].n_experts = want->n_rows && !want->joined ? (uint32_t)want->n_experts : 0;
         w[i].expert = i;
     }
     return w ? (rfi_weight){b->weights.n - n, 0, RF_NONE} : none;
@@ -5734,7 +5813,7 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
  * `also` (may be NULL): another name that would have done, for the message. */
 static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, int optional,
                            const char *also) {
-    const rfi_wanted want = {name, n_in, n_rows, 0, optional, also};
+    const rfi_wanted want = {name, n_in, n_rows, 0, optional, also, 0};
     return rfi_bind_wanted(b, &want);
 }
 
@@ -5750,7 +5829,20 @@ static rfi_weight rfi_bind_matrix(rfi_builder *b, const char *name, uint64_t n_i
 
 /* The matrices of all experts, [n_experts, n_rows, n_in], and with n_rows 0 vectors, which may be absent. */
 static rfi_weight rfi_bind_experts(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows) {
-    const rfi_wanted want = {name, n_in, n_rows, b->c->moe.n_experts, n_rows == 0, NULL};
+    const rfi_wanted want = {name, n_in, n_rows, b->c->moe.n_experts, n_rows == 0, NULL, 0};
+    return rfi_bind_wanted(b, &want);
+}
+
+/* NAME.weight of a matrix for each head, [n_heads, n_rows, n_in], as one of n_heads * n_rows rows. */
+static rfi_weight rfi_bind_heads(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, uint64_t n_heads) {
+    char full[64];
+    snprintf(full, sizeof full, "%s.weight", name);
+    const rfi_wanted want = {full, n_in, n_rows, n_heads, 0, NULL, 1};
+    char scale[64];
+    snprintf(scale, sizeof scale, "%s.scale", name);
+    if (b->result == RF_OK && rfi_has(b, scale))
+        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.%s: factors of heads are not supported",
+                             rfi_gguf_path(b->g), (int)b->layer, scale);
     return rfi_bind_wanted(b, &want);
 }
 
@@ -5766,7 +5858,8 @@ static uint32_t rfi_buffer(rfi_builder *b, const char *name, uint32_t rows, uint
 static uint32_t rfi_state(rfi_builder *b, uint32_t n_kv_heads) {
     rf_plan_state *p = (rf_plan_state *)rfi_array_push(b, &b->states, 1, sizeof *p);
     if (!p) return 0;
-    *p = (rf_plan_state){(uint32_t)b->layer, n_kv_heads, b->c->head_dim, b->c->head_dim_v};
+    *p = (rf_plan_state){(uint32_t)b->layer, n_kv_heads, b->c->head_dim,
+                         rfi_is(b->c, RFI_LATENT) ? 0 : b->c->head_dim_v};
     return b->states.n - 1;
 }
 
@@ -5828,7 +5921,7 @@ typedef struct rfi_rope {
     uint32_t freqs, long_freqs; /* slots; long_freqs: in sessions of a long context */
 } rfi_rope;
 
-static void rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, const rfi_rope *rope) {
+static rf_op *rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, const rfi_rope *rope) {
     rf_op *op = rfi_op(b, RF_OP_ROPE, RF_ROWS_TOKENS);
     op->flags = rfi_is(b->c, RFI_NEOX) ? RF_OP_NEOX : 0;
     op->in = op->out = x;
@@ -5839,6 +5932,7 @@ static void rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, const rf
     op->head_dim = b->c->head_dim;
     op->n_rot = b->c->n_rot;
     op->scale = rope->magnitude;
+    return op;
 }
 
 /* A table: angle per position of rope pair i, base^(-2i/n_rot), scaled. Yarn (arXiv 2309.00071, betas 32 and 1 if the
@@ -5865,7 +5959,8 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
         }
         table[i] = (float)(theta * keep);
     }
-    if (yarn && f > 1) rope.magnitude *= (float)((0.1 * log(f) + 1) / (0.1 * c->yarn_log_multiplier * log(f) + 1));
+    if (yarn && f > 1 && !rfi_is(c, RFI_LATENT))
+        rope.magnitude *= (float)((0.1 * log(f) + 1) / (0.1 * c->yarn_log_multiplier * log(f) + 1));
     return rope;
 }
 
@@ -5879,6 +5974,9 @@ typedef struct rfi_decoder {
     uint32_t q;        /* [T, n_heads, head_dim]    */
     uint32_t k, v;     /* [T, n_kv_heads, ...]      */
     uint32_t att;      /* [T, n_heads, head_dim_v]  */
+    uint32_t q_rank;   /* [T, latent.q_rank]: what queries are made of */
+    uint32_t latent_q; /* [T, n_heads, head_dim]: queries of compressed keys    */
+    uint32_t latent_v; /* [T, n_heads, head_dim_v]: sums of compressed values   */
     uint32_t gate, up; /* [T, n_ff]                 */
     uint32_t xl;       /* [L, n_embd]               */
     uint32_t router;   /* [T, n_experts]            */
@@ -5943,16 +6041,12 @@ static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_lay
             rfi_emit_norm(b, RF_ROWS_TOKENS, x[i], x[i], names[i], dim, heads[i], 0);
 }
 
-/* x += Wo attention(rope(q), rope(k), v); q, k, v are made of `in` */
-static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
+/* att = attention of queries q to the keys k and values v, which are stored first */
+static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
-    const rfi_rope *rope = l->local ? &d->local_rope : &d->rope;
-    rfi_emit_qkv(b, d, l, in);
-    rfi_emit_qk_norm(b, d, l);
-    if (l->rope) rfi_emit_rope(b, d->q, l->n_heads, rope);
-    if (l->rope) rfi_emit_rope(b, d->k, l->n_kv_heads, rope);
-
+    const int latent = rfi_is(c, RFI_LATENT);
     rf_op *op = rfi_op(b, RF_OP_KV_STORE, RF_ROWS_TOKENS);
+    op->flags = latent ? RF_OP_LATENT : 0;
     op->in = d->k;
     op->in2 = d->v;
     op->state = rfi_state(b, l->n_kv_heads);
@@ -5962,9 +6056,10 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
 
     uint32_t sinks = rfi_is(c, RFI_SINKS) ? rfi_bind(b, "attn_sinks.weight", l->n_heads, 1, 0, NULL).slot : RF_NONE;
     op = rfi_op(b, RF_OP_ATTENTION, RF_ROWS_TOKENS);
+    op->flags = latent ? RF_OP_LATENT : 0;
     op->extra = sinks;
-    op->in = d->q;
-    op->out = d->att;
+    op->in = latent ? d->latent_q : d->q;
+    op->out = latent ? d->latent_v : d->att;
     op->state = b->states.n - 1;
     op->n_heads = l->n_heads;
     op->n_kv_heads = l->n_kv_heads;
@@ -5976,7 +6071,65 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
     op->window = l->window;
     op->temperature = (float)c->temperature;
     op->temperature_length = c->temperature != 0 ? c->rope_n_ctx_original : 0;
-    rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * c->head_dim_v, "attn_output", "post_attention_norm");
+}
+
+/* x += Wo attention(rope(q), rope(k), v); q, k, v are made of `in` */
+static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
+    const rfi_rope *rope = l->local ? &d->local_rope : &d->rope;
+    rfi_emit_qkv(b, d, l, in);
+    rfi_emit_qk_norm(b, d, l);
+    if (l->rope) rfi_emit_rope(b, d->q, l->n_heads, rope);
+    if (l->rope) rfi_emit_rope(b, d->k, l->n_kv_heads, rope);
+    rfi_emit_attend(b, d, l);
+    rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * b->c->head_dim_v, "attn_output", "post_attention_norm");
+}
+
+/* out = of each head in in[n_heads, head_dim] the first n_in values by its matrix of NAME, then the others */
+static void rfi_emit_heads(rfi_builder *b, const char *name, uint32_t out, uint32_t in, uint32_t n_heads, uint32_t n_in,
+                           uint32_t head_dim, uint32_t n_out) {
+    rfi_weight w = rfi_bind_heads(b, name, n_in, n_out, n_heads);
+    rf_op *op = rfi_op(b, RF_OP_HEADS, RF_ROWS_TOKENS);
+    op->in = in;
+    op->out = out;
+    op->weight = w.slot;
+    op->n_heads = n_heads;
+    op->n_in = n_in;
+    op->head_dim = head_dim;
+    op->n_out = n_out;
+}
+
+/* Attention to compressed keys and values (arXiv 2405.04434). All heads share k = norm(Wkv in), `rank` values, and v,
+ * n_rot rotated ones: what is kept of a token. Instead of every key and value being decompressed by Wk and Wv of each
+ * head, the queries are brought to the compressed keys, and the sums of compressed values are decompressed. */
+static void rfi_emit_latent(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
+    const rfi_config *c = b->c;
+    const rfi_latent_config *a = &c->latent;
+    const uint32_t tokens = RF_ROWS_TOKENS, nope = a->head_dim - c->n_rot;
+    const uint64_t n_q = (uint64_t)l->n_heads * a->head_dim;
+    const rfi_weight none = {RF_NONE, 0, RF_NONE};
+    if (a->q_rank)
+        rfi_emit_matmul(b, tokens, d->q_rank, in, rfi_bind_matrix(b, "attn_q_a", c->n_embd, a->q_rank, NULL), none,
+                        a->q_rank, 0);
+    else rfi_emit_matmul(b, tokens, d->q, in, rfi_bind_matrix(b, "attn_q", c->n_embd, n_q, NULL), none, (uint32_t)n_q, 0);
+    rfi_weight kv = rfi_bind_matrix(b, "attn_kv_a_mqa", c->n_embd, c->head_dim, NULL);
+    rfi_emit_matmul(b, tokens, d->k, in, kv, none, a->rank, 0);
+    kv.row = a->rank;
+    rfi_emit_matmul(b, tokens, d->v, in, kv, none, c->n_rot, 0);
+    if (a->q_rank) {
+        rfi_emit_norm(b, tokens, d->q_rank, d->q_rank, "attn_q_a_norm", a->q_rank, 1, 0);
+        rfi_emit_matmul(b, tokens, d->q, d->q_rank, rfi_bind_matrix(b, "attn_q_b", a->q_rank, n_q, NULL), none,
+                        (uint32_t)n_q, 0);
+    }
+    rfi_emit_norm(b, tokens, d->k, d->k, "attn_kv_a_norm", a->rank, 1, 0);
+    rf_op *op = rfi_emit_rope(b, d->q, l->n_heads, &d->rope);
+    op->flags |= RF_OP_LAST;
+    op->head_dim = a->head_dim;
+    op = rfi_emit_rope(b, d->v, 1, &d->rope);
+    op->head_dim = c->n_rot;
+    rfi_emit_heads(b, "attn_k_b", d->latent_q, d->q, l->n_heads, nope, a->head_dim, a->rank);
+    rfi_emit_attend(b, d, l);
+    rfi_emit_heads(b, "attn_v_b", d->att, d->latent_v, l->n_heads, a->rank, a->rank, a->head_dim_v);
+    rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * a->head_dim_v, "attn_output", "post_attention_norm");
 }
 
 /* x += Wdown (act(Wgate in) * Wup in), or Wdown act(Wup in) */
@@ -6058,6 +6211,8 @@ static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d) {
     op->scale = (float)m->scale;
     op->n_experts = m->n_experts;
     op->n_used = m->n_used;
+    op->n_groups = m->n_groups;
+    op->n_groups_used = m->n_groups_used;
 }
 
 /* x += sum over the chosen experts of weight * Wdown (silu(Wgate xn) * Wup xn), + the same of the shared experts */
@@ -6110,7 +6265,8 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
         rfi_emit_norm(b, rows, d->xn2, d->x, "ffn_norm", n_embd, 1, 0);
         ffn_in = d->xn2;
     }
-    rfi_emit_attention(b, d, l, attention_in);
+    if (rfi_is(c, RFI_LATENT)) rfi_emit_latent(b, d, l, attention_in);
+    else rfi_emit_attention(b, d, l, attention_in);
     if (!parallel && ffn_in != d->x) rfi_emit_norm(b, rows, d->xn, d->x, ffn_norm, n_embd, 1, 0);
     if (rfi_layer_has_experts(c, (uint32_t)b->layer)) rfi_emit_moe(b, d);
     else rfi_emit_ffn(b, d, l, ffn_in);
@@ -6130,10 +6286,14 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     d.xn = rfi_buffer(b, "xn", RF_ROWS_TOKENS, c->n_embd);
     if (c->parallel) d.xn2 = rfi_buffer(b, "xn2", RF_ROWS_TOKENS, c->n_embd);
     if (rfi_is(c, RFI_POST_NORM)) d.y = rfi_buffer(b, "y", RF_ROWS_TOKENS, c->n_embd);
-    d.q = rfi_buffer(b, "q", RF_ROWS_TOKENS, heads * c->head_dim);
-    d.k = rfi_buffer(b, "k", RF_ROWS_TOKENS, kv_heads * c->head_dim);
-    d.v = rfi_buffer(b, "v", RF_ROWS_TOKENS, kv_heads * c->head_dim_v);
-    d.att = rfi_buffer(b, "att", RF_ROWS_TOKENS, heads * c->head_dim_v);
+    const int latent = rfi_is(c, RFI_LATENT);
+    d.q = rfi_buffer(b, "q", RF_ROWS_TOKENS, heads * (latent ? c->latent.head_dim : c->head_dim));
+    d.k = rfi_buffer(b, "k", RF_ROWS_TOKENS, latent ? c->latent.rank : kv_heads * c->head_dim);
+    d.v = rfi_buffer(b, "v", RF_ROWS_TOKENS, latent ? c->n_rot : kv_heads * c->head_dim_v);
+    d.att = rfi_buffer(b, "att", RF_ROWS_TOKENS, heads * (latent ? c->latent.head_dim_v : c->head_dim_v));
+    if (latent) d.latent_q = rfi_buffer(b, "latent q", RF_ROWS_TOKENS, heads * c->head_dim);
+    if (latent) d.latent_v = rfi_buffer(b, "latent v", RF_ROWS_TOKENS, heads * c->head_dim_v);
+    if (c->latent.q_rank) d.q_rank = rfi_buffer(b, "q rank", RF_ROWS_TOKENS, c->latent.q_rank);
     if (!rfi_is(c, RFI_NO_GATE)) d.gate = rfi_buffer(b, "gate", RF_ROWS_TOKENS, ff);
     d.up = rfi_buffer(b, "up", RF_ROWS_TOKENS, ff);
     d.xl = rfi_buffer(b, "xl", RF_ROWS_LOGITS, c->n_embd);
@@ -6215,6 +6375,8 @@ static const rfi_moe_arch rfi_moe_qwen3 = {.gating = RFI_GATING_SOFTMAX, .normal
 static const rfi_moe_arch rfi_moe_glm4 = {.gating = RFI_GATING_SIGMOID, .keys = 1, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_granite = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .shared = 1};
+static const rfi_moe_arch rfi_moe_deepseek2 = {
+    .gating = RFI_GATING_SOFTMAX, .keys = 1, .groups = 1, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_oss = {.gating = RFI_GATING_CHOSEN};
 static const rfi_arch rfi_archs[] = {
     {.name = "llama", .emit = rfi_emit_decoder},
@@ -6265,6 +6427,7 @@ static const rfi_arch rfi_archs[] = {
      .traits = RFI_NEOX | RFI_QK_NORM_MAYBE | RFI_FFN_NORM_POST,
      .emit = rfi_emit_decoder,
      .moe = &rfi_moe_glm4},
+    {.name = "deepseek2", .traits = RFI_LATENT, .emit = rfi_emit_decoder, .moe = &rfi_moe_deepseek2},
 };
 
 static const rfi_arch *rfi_arch_find(rf_string name) {
@@ -6382,7 +6545,8 @@ typedef struct rfi_attention {
     float scale, softcap, temperature;
     uint32_t temperature_length;
     float *scratch;          /* [rfi_attention_scratch(n_group, head_dim, head_dim_v)]                         */
-    float *out;              /* [n_tokens][out_stride], [n_group][head_dim_v]                                  */
+    uint32_t v_rest;         /* the last values of v's rows, which are none: out has no place for them         */
+    float *out;              /* [n_tokens][out_stride], [n_group][head_dim_v - v_rest]                         */
     uint64_t out_stride;
 } rfi_attention;
 
@@ -6754,8 +6918,9 @@ static void rfi_attention_all(const rfi_kernels *k, const rfi_attention *a) {
         for (; pos < n_pos; pos += RFI_ATTENTION_BLOCK)
             rfi_attention_block(k, &p, pos, (uint32_t)rfi_min_u64(RFI_ATTENTION_BLOCK, n_pos - pos));
         for (uint32_t c = 0; c < p.n_cols; c++) {
-            float *out = a->out + (t + c / a->n_group) * a->out_stride + (uint64_t)(c % a->n_group) * a->head_dim_v;
-            for (uint32_t d = 0; d < a->head_dim_v; d++) out[d] = p.out[(uint64_t)c * a->head_dim_v + d] / p.sum[c];
+            const uint32_t n_out = a->head_dim_v - a->v_rest;
+            float *out = a->out + (t + c / a->n_group) * a->out_stride + (uint64_t)(c % a->n_group) * n_out;
+            for (uint32_t d = 0; d < n_out; d++) out[d] = p.out[(uint64_t)c * a->head_dim_v + d] / p.sum[c];
         }
     }
 }
@@ -9238,8 +9403,9 @@ static void rfi_cpu_rope(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
     RFI_UNUSED(thread);
+    const uint32_t first = op->flags & RF_OP_LAST ? op->head_dim - op->n_rot : 0;
     for (uint32_t h = 0; h < op->n_heads; h++)
-        o->k->rope(o->out + chunk * o->out_width + (uint64_t)h * op->head_dim,
+        o->k->rope(o->out + chunk * o->out_width + (uint64_t)h * op->head_dim + first,
                    o->p->cos_sin + (uint64_t)chunk * op->n_rot, op->n_rot, (op->flags & RF_OP_NEOX) != 0);
 }
 
@@ -9259,14 +9425,16 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
     const rf_step_row *row = &o->step->rows[chunk];
+    const int latent = (op->flags & RF_OP_LATENT) != 0;
     RFI_UNUSED(thread);
-    for (int values = 0; values < 2; values++) {
-        uint32_t dim = values ? op->head_dim_v : op->head_dim;
-        uint64_t width = o->p->plan->buffers[values ? op->in2 : op->in].width;
-        const float *src = (values ? o->in2 : o->in) + chunk * width;
+    for (int second = 0; second < 2; second++) { /* keys and values, or the two parts of the keys */
+        const uint32_t first_dim = latent ? op->head_dim_v : op->head_dim,
+                       dim = !second ? first_dim : latent ? op->head_dim - first_dim : op->head_dim_v,
+                       cell = latent ? op->head_dim : dim;
+        const float *src = second ? o->in2 + chunk * o->in2_width : o->in + chunk * o->in_width;
         for (uint32_t h = 0; h < op->n_kv_heads; h++) {
-            uint8_t *head = rfi_cpu_state(o->p, op->state, values, row->seq, h);
-            uint64_t at = (uint64_t)(uint32_t)row->pos * dim;
+            uint8_t *head = rfi_cpu_state(o->p, op->state, second && !latent, row->seq, h);
+            uint64_t at = (uint64_t)(uint32_t)row->pos * cell + (second && latent ? first_dim : 0);
             if (o->p->bind.cache_type == RF_CACHE_F32)
                 memcpy((float *)(void *)head + at, src + (uint64_t)h * dim, dim * sizeof(float));
             else o->k->f32_to_f16((uint16_t *)(void *)head + at, src + (uint64_t)h * dim, dim);
@@ -9280,6 +9448,7 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
     uint32_t group = op->n_heads / op->n_kv_heads, n_tokens = rfi_attention_tokens(group);
+    const int latent = (op->flags & RF_OP_LATENT) != 0;
     uint32_t head = chunk % op->n_kv_heads, r = chunk / op->n_kv_heads * n_tokens;
     uint32_t end = (uint32_t)rfi_min_u64(o->n_rows, r + n_tokens);
     for (uint32_t n = 1; r < end; r += n, n = 1) {
@@ -9289,13 +9458,14 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .q = o->in + r * o->in_width + (uint64_t)head * group * op->head_dim,
             .q_stride = o->in_width,
             .k = rfi_cpu_state(o->p, op->state, 0, row->seq, head),
-            .v = rfi_cpu_state(o->p, op->state, 1, row->seq, head),
+            .v = rfi_cpu_state(o->p, op->state, !latent, row->seq, head),
             .cache_type = o->p->bind.cache_type,
             .n_tokens = n,
             .n_pos = (uint32_t)row->pos + 1,
             .n_group = group,
             .head_dim = op->head_dim,
-            .head_dim_v = op->head_dim_v,
+            .head_dim_v = latent ? op->head_dim : op->head_dim_v,
+            .v_rest = latent ? op->head_dim - op->head_dim_v : 0,
             .sinks = o->vector ? o->vector + head * group : NULL,
             .window = op->window,
             .scale = op->scale,
@@ -9473,6 +9643,52 @@ static void rfi_cpu_run_matmul(rfi_cpu_op *o) {
     rfi_pool_run(pool, rfi_cpu_matmul, o, o->cut.n_big + (rest + o->cut.small - 1) / o->cut.small);
 }
 
+static void rfi_cpu_quantize_heads(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_op *op = o->op;
+    RFI_UNUSED(thread);
+    for (uint32_t h = 0; h < op->n_heads; h++)
+        rfi_cpu_quantize_row(o, chunk * op->n_heads + h, o->in + chunk * o->in_width + (uint64_t)h * op->head_dim,
+                             op->n_in);
+}
+
+/* Some rows of one head's matrix for all rows of the step; cut.small are the units of a chunk. The first chunk of a head
+ * copies what its matrix leaves. */
+static void rfi_cpu_heads(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_op *op = o->op;
+    const uint32_t n_blocks = (o->cut.n_units + o->cut.small - 1) / o->cut.small, h = chunk / n_blocks,
+                   rest = op->head_dim - op->n_in, row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
+                   n_rows = (uint32_t)rfi_min_u64(op->n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
+    const uint8_t *w = o->w + ((uint64_t)h * op->n_out + row0) * o->w_row_bytes;
+    const float *in = o->in + (uint64_t)h * op->head_dim;
+    float *out = o->out + (uint64_t)h * (op->n_out + rest);
+    RFI_UNUSED(thread);
+    for (uint32_t col0 = 0, n; col0 < o->n_rows; col0 += n) {
+        n = (uint32_t)rfi_min_u64(RFI_CPU_COLS, o->n_rows - col0);
+        rfi_acts x = o->acts;
+        x.f = in + col0 * x.f_stride;
+        x.q += h * rfi_q8_groups(op->n_in) + col0 * x.q_stride;
+        const rfi_matmul m = {w, o->w_row_bytes, n_rows, op->n_in, &x, n, out + row0 + col0 * o->out_width,
+                              o->out_width};
+        rfi_matmul_run(o->k, o->w_type, &m);
+    }
+    for (uint64_t r = 0; row0 == 0 && r < o->n_rows; r++)
+        memcpy(out + r * o->out_width + op->n_out, in + r * o->in_width + op->n_in, rest * sizeof *out);
+}
+
+static void rfi_cpu_run_heads(rfi_cpu_op *o) {
+    const rf_op *op = o->op;
+    rfi_pool *pool = &o->p->dev->pool;
+    o->acts = (rfi_acts){.f = o->in, .f_stride = o->in_width, .q = o->p->acts,
+                         .q_stride = rfi_q8_groups(op->n_in) * op->n_heads};
+    if (rfi_type_takes_int8(o->w_type)) rfi_pool_run(pool, rfi_cpu_quantize_heads, o, o->n_rows);
+    o->cut.n_units = (op->n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
+    const uint64_t share = (uint64_t)o->cut.n_units * op->n_heads / ((uint64_t)pool->n_threads * 4);
+    o->cut.small = (uint32_t)rfi_max_u64(2, rfi_min_u64(RFI_CPU_ROWS / RFI_CPU_UNIT, share));
+    rfi_pool_run(pool, rfi_cpu_heads, o, op->n_heads * ((o->cut.n_units + o->cut.small - 1) / o->cut.small));
+}
+
 static void rfi_cpu_run_route(rfi_cpu_op *o) {
     o->vector = rfi_cpu_vector(o->p, o->op->extra, 0, o->op->n_experts, 0);
     rfi_pool_run(&o->p->dev->pool, rfi_cpu_route, o, o->n_rows);
@@ -9546,6 +9762,7 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_ROUTE: rfi_cpu_run_route(&o); break;
     case RF_OP_EXPERTS: rfi_cpu_run_experts(&o); break;
     case RF_OP_MIX: rfi_pool_run(pool, rfi_cpu_mix, &o, o.n_rows); break;
+    case RF_OP_HEADS: rfi_cpu_run_heads(&o); break;
     default: break; /* plan_prepare refused it */
     }
 }
@@ -9752,7 +9969,9 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
         [RF_OP_EMBED] = RF_OP_POSITIONS | RF_OP_ACCUMULATE, /* the second only with the first */
         [RF_OP_RMS_NORM] = RF_OP_CENTER | RF_OP_ACCUMULATE,
         [RF_OP_MATMUL] = RF_OP_ACCUMULATE,
-        [RF_OP_ROPE] = RF_OP_NEOX,
+        [RF_OP_ROPE] = RF_OP_NEOX | RF_OP_LAST,
+        [RF_OP_KV_STORE] = RF_OP_LATENT,
+        [RF_OP_ATTENTION] = RF_OP_LATENT,
         [RF_OP_ROUTE] = RF_OP_SIGMOID | RF_OP_CHOSEN | RF_OP_NORMALIZE,
         [RF_OP_EXPERTS] = RF_OP_PER_CHOICE,
         [RF_OP_MIX] = RF_OP_ACCUMULATE,
@@ -9761,7 +9980,7 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u has unknown flags %x", op->kind, op->flags);
     if (op->activation >= RF_ACT_COUNT || (op->activation == RF_ACT_OAI && op->in2 == RF_NONE))
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: activation %u is not supported", op->activation);
-    if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS) return RF_OK;
+    if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS && op->kind != RF_OP_HEADS) return RF_OK;
     uint32_t type = plan->weights[op->weight].type;
     if (rfi_matmul_has(rfi_cpu_of(d)->kernels, type)) return RF_OK;
     return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: no matmul for tensor type %s", rf_type_get(type).name);
@@ -9849,8 +10068,9 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
         if (op->kind == RF_OP_ATTENTION) need.vector = rfi_max_u64(need.vector, op->n_heads);
         if (op->kind == RF_OP_EMBED) need.scratch = rfi_max_u64(need.scratch, op->n_out);
         if (op->kind == RF_OP_ATTENTION)
-            need.scratch = rfi_max_u64(need.scratch, rfi_attention_scratch(op->n_heads / op->n_kv_heads, op->head_dim,
-                                                                           op->head_dim_v));
+            need.scratch = rfi_max_u64(
+                need.scratch, rfi_attention_scratch(op->n_heads / op->n_kv_heads, op->head_dim,
+                                                    op->flags & RF_OP_LATENT ? op->head_dim : op->head_dim_v));
         if (op->kind == RF_OP_MATMUL && i >= next) {
             const int alone = i > 0 && !along; /* the op before was done by itself */
             rfi_cpu_join(plan, i, how);
@@ -9864,6 +10084,10 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
         }
         if (op->kind == RF_OP_EXPERTS) {
             rfi_cpu_measure_experts(plan, i, how, &need);
+            held = RF_NONE;
+        }
+        if (op->kind == RF_OP_HEADS && rfi_type_takes_int8(plan->weights[op->weight].type)) {
+            need.groups = rfi_max_u64(need.groups, rfi_q8_groups(op->n_in) * op->n_heads);
             held = RF_NONE;
         }
         along = i < next;
@@ -10052,14 +10276,15 @@ static rf_result rfi_null_weight(const rf_plan *plan, uint32_t index, uint32_t s
 
 static rf_result rfi_null_attention(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
     const rf_plan_state *s = op->state < plan->n_states ? &plan->states[op->state] : NULL;
-    int store = op->kind == RF_OP_KV_STORE;
-    if (!s || s->n_kv_heads != op->n_kv_heads || s->head_dim != op->head_dim || s->head_dim_v != op->head_dim_v ||
-        !op->n_kv_heads)
+    const int store = op->kind == RF_OP_KV_STORE, latent = (op->flags & RF_OP_LATENT) != 0;
+    if (!s || s->n_kv_heads != op->n_kv_heads || s->head_dim != op->head_dim ||
+        s->head_dim_v != (latent ? 0 : op->head_dim_v) || !op->n_kv_heads || (latent && op->head_dim_v > op->head_dim))
         return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: state %u does not fit", i, op->state);
-    uint64_t heads = store ? op->n_kv_heads : op->n_heads;
-    rf_result r = rfi_null_buffer(plan, i, "in", op->in, op->rows, heads * op->head_dim, err);
+    const uint64_t heads = store ? op->n_kv_heads : op->n_heads, first = store && latent ? op->head_dim_v : op->head_dim,
+                   second = latent ? op->head_dim - op->head_dim_v : op->head_dim_v;
+    rf_result r = rfi_null_buffer(plan, i, "in", op->in, op->rows, heads * first, err);
     if (r != RF_OK) return r;
-    if (store) return rfi_null_buffer(plan, i, "in2", op->in2, op->rows, heads * op->head_dim_v, err);
+    if (store) return rfi_null_buffer(plan, i, "in2", op->in2, op->rows, heads * second, err);
     if (op->n_heads % op->n_kv_heads)
         return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u heads on %u", i, op->n_heads, op->n_kv_heads);
     r = rfi_null_buffer(plan, i, "out", op->out, op->rows, heads * op->head_dim_v, err);
@@ -10141,6 +10366,14 @@ static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op
     case RF_OP_ARGMAX:
         r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_in, err);
         return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, rows, 1, err) : r;
+    case RF_OP_HEADS:
+        if (op->n_in > op->head_dim || op->in == op->out)
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u of %u values of a head", i, op->n_in, op->head_dim);
+        r = rfi_null_buffer(plan, i, "in", op->in, rows, (uint64_t)op->n_heads * op->head_dim, err);
+        if (r == RF_OK)
+            r = rfi_null_buffer(plan, i, "out", op->out, rows,
+                                (uint64_t)op->n_heads * (op->n_out + op->head_dim - op->n_in), err);
+        return r == RF_OK ? rfi_null_weight(plan, i, op->weight, op->n_in, (uint64_t)op->n_heads * op->n_out, err) : r;
     case RF_OP_ROUTE:
     case RF_OP_EXPERTS:
     case RF_OP_MIX: return rfi_null_experts(plan, i, op, err);

@@ -1284,6 +1284,20 @@ struct rfk_store_args {
     const rf_step_row *rows;
     uint32_t k_stride, v_stride, n_kv_heads, head_dim, head_dim_v, n_ctx;
 };
+/* Keys of a first part k, head_dim_v values, and a second part v: RF_OP_LATENT.   grid [ceil(heads * dk / 256), T]
+ * block 256 */
+template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_latent_store(rfk_store_args a) {
+    const uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x, head = i / a.head_dim, e = i % a.head_dim,
+                   rest = a.head_dim - a.head_dim_v;
+    if (head >= a.n_kv_heads) return;
+    const rf_step_row row = a.rows[blockIdx.y];
+    const size_t cell = ((size_t)row.seq * a.n_kv_heads + head) * a.n_ctx + (size_t)row.pos;
+    const float x = e < a.head_dim_v
+                        ? a.k[(size_t)blockIdx.y * a.k_stride + (size_t)head * a.head_dim_v + e]
+                        : a.v[(size_t)blockIdx.y * a.v_stride + (size_t)head * rest + e - a.head_dim_v];
+    rfk_store_value((KV *)a.k_state + cell * a.head_dim + e, x);
+}
+
 template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_kv_store(rfk_store_args a) {
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x, n_k = a.n_kv_heads * a.head_dim;
     rf_step_row row = a.rows[blockIdx.y];
@@ -1656,11 +1670,24 @@ struct rfk_experts_args {
     uint32_t bias_type, x_stride, route_stride, out_stride, n_in, n_out, n_used;
     uint32_t per_choice; /* x has a row for each pair */
     uint32_t aligned;    /* as rfk_matmul_args        */
+    uint32_t x_choice, out_choice; /* values from choice to choice */
+    rfk_weight heads;    /* route NULL: choice k takes rows [k * n_out, + n_out) of it */
 };
+
+/* The matrix of a block's choice, and where its row is in it. */
+RFK_DEVICE rfk_weight rfk_choice(const rfk_experts_args &a, uint32_t *expert, uint32_t *row) {
+    if (!a.route) {
+        *expert = 0;
+        *row += blockIdx.y * a.n_out;
+        return a.heads;
+    }
+    *expert = reinterpret_cast<const uint32_t *>(a.route)[(size_t)blockIdx.z * a.route_stride + blockIdx.y];
+    return a.w[*expert];
+}
 
 RFK_DEVICE void rfk_put_pair(const rfk_experts_args &a, uint32_t pair, uint32_t expert, uint32_t row, float v) {
     if (a.bias) v += rfk_load_any(a.bias, a.bias_type, (size_t)expert * a.n_out + row);
-    a.out[(size_t)(pair / a.n_used) * a.out_stride + (size_t)(pair % a.n_used) * a.n_out + row] = v;
+    a.out[(size_t)(pair / a.n_used) * a.out_stride + (size_t)(pair % a.n_used) * a.out_choice + row] = v;
 }
 
 /* grid [ceil(n_out / 4), n_used, rows]   block 4 waves, a row of W each   reads W once per pair */
@@ -1670,10 +1697,9 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts(rfk_exper
     const uint32_t lane = threadIdx.x % WAVE, row = blockIdx.x * RFK_MATVEC_WAVES + threadIdx.x / WAVE,
                    pair = blockIdx.z * a.n_used + blockIdx.y;
     if (row >= a.n_out) return; /* the whole wave leaves */
-    const uint32_t expert =
-        reinterpret_cast<const uint32_t *>(a.route)[(size_t)blockIdx.z * a.route_stride + blockIdx.y];
-    const size_t block = (size_t)row * (a.n_in / F::BLOCK), col = a.per_choice ? pair : blockIdx.z;
-    const rfk_weight w = a.w[expert];
+    uint32_t expert, w_row = row;
+    const rfk_weight w = rfk_choice(a, &expert, &w_row);
+    const size_t block = (size_t)w_row * (a.n_in / F::BLOCK), col = a.per_choice ? pair : blockIdx.z;
     const int *q = a.x8.q + col * (a.n_in / 4);
     const rfk_group *group = a.x8.group + col * (a.n_in / 32);
     float sum = w.plane[0] ? 0.0f : NAN; /* what must not be used is seen */
@@ -1692,11 +1718,10 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts_float(rfk
     const uint32_t lane = threadIdx.x % WAVE, row = blockIdx.x * RFK_MATVEC_WAVES + threadIdx.x / WAVE,
                    pair = blockIdx.z * a.n_used + blockIdx.y;
     if (row >= a.n_out) return;
-    const uint32_t expert =
-        reinterpret_cast<const uint32_t *>(a.route)[(size_t)blockIdx.z * a.route_stride + blockIdx.y];
-    const size_t first = (size_t)row * a.n_in;
-    const uint8_t *weights = a.w[expert].plane[0];
-    const float *x = a.x + (size_t)blockIdx.z * a.x_stride + (a.per_choice ? (size_t)blockIdx.y * a.n_in : 0);
+    uint32_t expert, w_row = row;
+    const uint8_t *weights = rfk_choice(a, &expert, &w_row).plane[0];
+    const size_t first = (size_t)w_row * a.n_in;
+    const float *x = a.x + (size_t)blockIdx.z * a.x_stride + (a.per_choice ? (size_t)blockIdx.y * a.x_choice : 0);
     float sum = 0;
     if (!weights) {
         sum = NAN;
@@ -1714,6 +1739,15 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts_float(rfk
     }
     sum = rfk_wave_sum<WAVE>(sum);
     if (lane == 0) rfk_put_pair(a, pair, expert, row, sum);
+}
+
+/* What the matrices of heads leave of each head: the values of x behind the first n_in, behind the results.
+ *   grid [ceil(heads * rest / 256), rows]   block 256 */
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
+    const uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x, rest = a.x_choice - a.n_in, head = i / rest, e = i % rest;
+    if (head >= a.n_used) return;
+    a.out[(size_t)blockIdx.y * a.out_stride + (size_t)head * a.out_choice + a.n_out + e] =
+        a.x[(size_t)blockIdx.y * a.x_stride + (size_t)head * a.x_choice + a.n_in + e];
 }
 
 /* ---- one column ----
@@ -2775,6 +2809,7 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_flo
 #define RFK_QUERIES 8
 #define RFK_CELLS 64
 #define RFK_MAX_HEAD 256
+#define RFK_LATENT_HEAD 576  /* of compressed keys; their values are 2 * RFK_BLOCK at most */
 
 struct rfk_attention_args {
     const float *q;
@@ -2785,6 +2820,7 @@ struct rfk_attention_args {
     const rf_step_row *rows;
     uint32_t q_stride, out_stride, n_rows, rows_per_block, heads_per_block, sinks_type;
     uint32_t n_heads, n_kv_heads, head_dim, head_dim_v, n_ctx, max_splits, split_cells;
+    uint32_t v_row;                      /* values from position to position */
     uint32_t window, temperature_length; /* window 0: all positions */
     float scale, softcap, temperature;   /* 0: none */
 };
@@ -2795,8 +2831,8 @@ RFK_DEVICE float rfk_temperature(const rfk_attention_args &a, int32_t pos) {
                               : 1.0f + a.temperature * logf((float)(1u + (uint32_t)pos / a.temperature_length));
 }
 
-struct rfk_attention_shared {
-    float q[RFK_QUERIES][RFK_MAX_HEAD];
+template <uint32_t HEAD> struct rfk_attention_shared {
+    float q[RFK_QUERIES][HEAD];
     float p[RFK_QUERIES][RFK_CELLS]; /* scores, then weights */
     float largest[RFK_QUERIES], sum[RFK_QUERIES], keep[RFK_QUERIES];
     float join[2 * RFK_BLOCK];
@@ -2818,8 +2854,8 @@ struct rfk_run {
 };
 
 /* Scores of positions [cell0, cell0 + 64) to s.p: four threads a position, each eight of every 32 values. */
-template <int WAVE, class KV>
-RFK_DEVICE void rfk_scores(rfk_attention_shared &s, const rfk_attention_args &a, const rfk_run &r, const KV *k,
+template <int WAVE, class KV, class SHARED>
+RFK_DEVICE void rfk_scores(SHARED &s, const rfk_attention_args &a, const rfk_run &r, const KV *k,
                            uint32_t cell0) {
     uint32_t cell = threadIdx.x / 4, part = threadIdx.x % 4, pos = cell0 + cell;
     float dot[RFK_QUERIES];
@@ -2853,7 +2889,7 @@ RFK_DEVICE void rfk_scores(rfk_attention_shared &s, const rfk_attention_args &a,
 
 /* Scores to weights exp(score - maximum), the running maximum and sum, and what older sums are multiplied by: 32
  * threads a query, which all hold its maximum and sum. */
-template <int WAVE> RFK_DEVICE void rfk_softmax(rfk_attention_shared &s, float *running, float *total) {
+template <int WAVE, class SHARED> RFK_DEVICE void rfk_softmax(SHARED &s, float *running, float *total) {
     uint32_t g = threadIdx.x / 32, i = threadIdx.x % 32;
     float a = s.p[g][i], b = s.p[g][i + 32], largest = fmaxf(a, b), sum;
     for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, rfk_swap<WAVE>(largest, mask));
@@ -2871,11 +2907,11 @@ template <int WAVE> RFK_DEVICE void rfk_softmax(rfk_attention_shared &s, float *
     *running = largest;
 }
 
-template <int WAVE, class KV>
-RFK_DEVICE void rfk_attend(rfk_attention_shared &s, const rfk_attention_args &a, const rfk_run &r) {
+template <int WAVE, class KV, uint32_t HEAD>
+RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_args &a, const rfk_run &r) {
     size_t head = (size_t)a.rows[r.row0].seq * a.n_kv_heads + r.head0 / (a.n_heads / a.n_kv_heads);
     const KV *k = (const KV *)a.k + head * a.n_ctx * a.head_dim;
-    const KV *v = (const KV *)a.v + head * a.n_ctx * a.head_dim_v;
+    const KV *v = (const KV *)a.v + head * a.n_ctx * a.v_row;
     /* two neighbouring values a thread; what is left of the block takes every other position */
     uint32_t columns = 16;
     while (columns * 2 < a.head_dim_v) columns *= 2;
@@ -2884,8 +2920,8 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared &s, const rfk_attention_args &a,
     for (int g = 0; g < RFK_QUERIES; g++) acc[g][0] = acc[g][1] = 0;
 
     __syncthreads(); /* the run before is done with s */
-    for (uint32_t i = threadIdx.x; i < RFK_QUERIES * RFK_MAX_HEAD; i += RFK_BLOCK) {
-        uint32_t g = i / RFK_MAX_HEAD, e = i % RFK_MAX_HEAD;
+    for (uint32_t i = threadIdx.x; i < RFK_QUERIES * HEAD; i += RFK_BLOCK) {
+        uint32_t g = i / HEAD, e = i % HEAD;
         bool inside = g < r.n && e < a.head_dim;
         uint32_t row = r.row0 + g / r.n_heads;
         s.q[g][e] = inside ? a.q[(size_t)row * a.q_stride + (size_t)(r.head0 + g % r.n_heads) * a.head_dim + e] *
@@ -2909,7 +2945,7 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared &s, const rfk_attention_args &a,
         RFK_UNROLL(8)
         for (uint32_t g = 0; g < RFK_QUERIES; g++) acc[g][0] *= s.keep[g], acc[g][1] *= s.keep[g];
         for (uint32_t i = turn; column < a.head_dim_v && i < n_cells; i += turns) {
-            const KV *from = v + (size_t)(cell0 + i) * a.head_dim_v + column;
+            const KV *from = v + (size_t)(cell0 + i) * a.v_row + column;
             float v0 = rfk_value(from), v1 = column + 1 < a.head_dim_v ? rfk_value(from + 1) : 0.0f;
             RFK_UNROLL(8)
             for (uint32_t g = 0; g < RFK_QUERIES; g++) acc[g][0] += s.p[g][i] * v0, acc[g][1] += s.p[g][i] * v1;
@@ -2924,8 +2960,9 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared &s, const rfk_attention_args &a,
             s.join[2 * threadIdx.x + 1] = acc[g][1];
         }
         __syncthreads();
-        if (g < r.n && threadIdx.x < a.head_dim_v) { /* value e of the head: column e / 2 of every turn */
-            uint32_t e = threadIdx.x, row = r.row0 + g / r.n_heads, h = r.head0 + g % r.n_heads;
+        /* value e of the head: column e / 2 of every turn */
+        for (uint32_t e = threadIdx.x; g < r.n && e < a.head_dim_v; e += RFK_BLOCK) {
+            uint32_t row = r.row0 + g / r.n_heads, h = r.head0 + g % r.n_heads;
             float total = 0;
             for (uint32_t t = 0; t < turns; t++) total += s.join[2 * t * columns + e];
             if (a.part) {
@@ -2944,10 +2981,11 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared &s, const rfk_attention_args &a,
     }
 }
 
-/* grid [ceil(T / rows_per_block), n_kv_heads * ceil(group / heads_per_block), splits]   block 256   LDS 12.1 KiB
+/* grid [ceil(T / rows_per_block), n_kv_heads * ceil(group / heads_per_block), splits]   block 256   LDS 12.1 KiB, or 22.1
  * Every block reads the keys and values of its split once for up to 8 queries. */
-template <int WAVE, class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a) {
-    RFK_SHARED(rfk_attention_shared, s);
+template <int WAVE, class KV, uint32_t HEAD>
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a) {
+    RFK_SHARED(rfk_attention_shared<HEAD>, s);
     uint32_t group = a.n_heads / a.n_kv_heads, chunks = (group + a.heads_per_block - 1) / a.heads_per_block;
     uint32_t kv_head = blockIdx.y / chunks, chunk = blockIdx.y % chunks;
     rfk_run r;
@@ -2969,7 +3007,7 @@ template <int WAVE, class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_
         if (r.begin >= length) continue;
         if (seen > r.begin) r.begin += (seen - r.begin) / RFK_CELLS * RFK_CELLS; /* as if it had, and seen nothing */
         if (r.begin > r.end) r.begin = r.end;
-        rfk_attend<WAVE, KV>(s, a, r);
+        rfk_attend<WAVE, KV, HEAD>(s, a, r);
     }
 }
 
@@ -2977,16 +3015,18 @@ template <int WAVE, class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_args a) {
     uint32_t n = (uint32_t)a.rows[blockIdx.x].pos / a.split_cells + 1;
     const float *part = a.part + ((size_t)blockIdx.x * a.n_heads + blockIdx.y) * a.max_splits * (a.head_dim_v + 2);
-    float largest = -INFINITY, sum = 0, total = 0;
-    if (threadIdx.x >= a.head_dim_v) return;
+    float largest = -INFINITY;
     for (uint32_t i = 0; i < n; i++) largest = fmaxf(largest, part[i * (a.head_dim_v + 2) + a.head_dim_v]);
-    for (uint32_t i = 0; i < n; i++) {
-        const float *p = part + i * (a.head_dim_v + 2);
-        float weight = expf(p[a.head_dim_v] - largest);
-        sum += weight * p[a.head_dim_v + 1];
-        total += weight * p[threadIdx.x];
+    for (uint32_t e = threadIdx.x; e < a.head_dim_v; e += RFK_BLOCK) {
+        float sum = 0, total = 0;
+        for (uint32_t i = 0; i < n; i++) {
+            const float *p = part + i * (a.head_dim_v + 2);
+            float weight = expf(p[a.head_dim_v] - largest);
+            sum += weight * p[a.head_dim_v + 1];
+            total += weight * p[e];
+        }
+        a.out[(size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.head_dim_v + e] = total / sum;
     }
-    a.out[(size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.head_dim_v + threadIdx.x] = total / sum;
 }
 
 /* ---- many rows ----
@@ -4353,7 +4393,7 @@ struct rf_prepared {
 static const char *rfk_op_name(uint32_t kind) {
     static const char *const names[] = {"embed",    "rms_norm",  "matmul", "rope",
                                         "kv_store", "attention", "glu",    "gather",
-                                        "argmax",   "route",     "experts", "mix"};
+                                        "argmax",   "route",     "experts", "mix", "heads"};
     return kind < RF_OP_KIND_COUNT ? names[kind] : "?";
 }
 
@@ -4400,11 +4440,12 @@ static int rfk_is_known(const rf_op *op) {
         return rfk_is_plain(&rest, op->flags & RF_OP_POSITIONS ? RF_OP_POSITIONS | RF_OP_ACCUMULATE : 0);
     case RF_OP_RMS_NORM: return rfk_is_plain(op, RF_OP_CENTER | RF_OP_ACCUMULATE);
     case RF_OP_MATMUL: return rfk_is_put(op);
-    case RF_OP_ROPE: rest.extra2 = RF_NONE; return rfk_is_plain(&rest, RF_OP_NEOX);
+    case RF_OP_ROPE: rest.extra2 = RF_NONE; return rfk_is_plain(&rest, RF_OP_NEOX | RF_OP_LAST);
+    case RF_OP_KV_STORE: return rfk_is_plain(op, RF_OP_LATENT);
     case RF_OP_ATTENTION:
         rest.softcap = rest.temperature = 0;
         rest.window = rest.temperature_length = 0;
-        return rfk_is_plain(&rest, 0) && (op->temperature == 0 || op->temperature_length > 0);
+        return rfk_is_plain(&rest, RF_OP_LATENT) && (op->temperature == 0 || op->temperature_length > 0);
     case RF_OP_GLU:
         rest.activation = 0;
         return rfk_is_plain(&rest, 0) && op->activation < RF_ACT_COUNT &&
@@ -4445,7 +4486,8 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
     if (op->kind == RF_OP_ROUTE)
         return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_experts) ? NULL
                                                                                      : "its bias is no such vector";
-    if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EMBED && op->kind != RF_OP_EXPERTS) return NULL;
+    if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EMBED && op->kind != RF_OP_EXPERTS && op->kind != RF_OP_HEADS)
+        return NULL;
     if (op->weight >= plan->n_weights) return "it has no weight";
     const rf_plan_weight *w = &plan->weights[op->weight];
     uint32_t elements, bytes;
@@ -4454,6 +4496,10 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
     if (w->n_in == 0 || w->n_in % elements) return "the weight's rows are no whole blocks";
     if (op->kind == RF_OP_EMBED)
         return w->n_in == op->n_out && op->weight_row < w->n_rows ? NULL : "the weight has another shape";
+    if (op->kind == RF_OP_HEADS)
+        return w->n_in == op->n_in && op->weight_row == 0 && w->n_rows == (uint64_t)op->n_heads * op->n_out
+                   ? NULL
+                   : "the weight has another shape";
     if (op->kind == RF_OP_EXPERTS) {
         for (uint32_t e = 0; e < op->n_experts; e++)
             if (op->n_experts > plan->n_weights - op->weight || w[e].n_in != op->n_in || w[e].n_rows != op->n_out ||
@@ -4522,15 +4568,22 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
              op->table <= plan->n_tables - op->n_rot / 2;
         break;
     case RF_OP_KV_STORE:
-        ok = rows == tokens && rfk_fits(plan, op->in, tokens, (uint64_t)op->n_kv_heads * op->head_dim) &&
-             rfk_fits(plan, op->in2, tokens, (uint64_t)op->n_kv_heads * op->head_dim_v);
+        ok = rows == tokens && op->n_kv_heads > 0;
+        if (op->flags & RF_OP_LATENT)
+            ok = ok && op->head_dim_v < op->head_dim &&
+                 rfk_fits(plan, op->in, tokens, (uint64_t)op->n_kv_heads * op->head_dim_v) &&
+                 rfk_fits(plan, op->in2, tokens, (uint64_t)op->n_kv_heads * (op->head_dim - op->head_dim_v));
+        else
+            ok = ok && rfk_fits(plan, op->in, tokens, (uint64_t)op->n_kv_heads * op->head_dim) &&
+                 rfk_fits(plan, op->in2, tokens, (uint64_t)op->n_kv_heads * op->head_dim_v);
         break;
     case RF_OP_ATTENTION:
         ok = rows == tokens && op->n_kv_heads > 0 && op->n_heads % op->n_kv_heads == 0 &&
              rfk_fits(plan, op->in, tokens, (uint64_t)op->n_heads * op->head_dim) &&
-             rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * op->head_dim_v);
-        if (ok && (op->head_dim > RFK_MAX_HEAD || op->head_dim_v > RFK_MAX_HEAD))
-            return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "heads of more than 256 values", err);
+             rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * op->head_dim_v) &&
+             (!(op->flags & RF_OP_LATENT) || op->head_dim_v < op->head_dim);
+        if (ok && (op->head_dim > RFK_LATENT_HEAD || op->head_dim_v > 2 * RFK_BLOCK))
+            return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "heads of more than 576 values, or 512 summed ones", err);
         break;
     case RF_OP_GLU:
         ok = rfk_fits(plan, op->in, rows, op->n_out) && rfk_fits(plan, op->out, rows, op->n_out) &&
@@ -4543,11 +4596,18 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
     case RF_OP_ROUTE:
     case RF_OP_EXPERTS:
     case RF_OP_MIX: ok = rfk_experts_fit(plan, op); break;
+    case RF_OP_HEADS:
+        ok = rows == tokens && op->in != op->out && op->n_in <= op->head_dim &&
+             rfk_fits(plan, op->in, tokens, (uint64_t)op->n_heads * op->head_dim) &&
+             rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * (op->n_out + (uint64_t)op->head_dim - op->n_in)) &&
+             (op->n_in == op->head_dim || /* a head's int8 values are made as a row's */
+              plan->buffers[op->in].width == (uint64_t)op->n_heads * op->head_dim);
+        break;
     default: break;
     }
     if (op->kind == RF_OP_KV_STORE || op->kind == RF_OP_ATTENTION)
         ok = ok && s && s->n_kv_heads == op->n_kv_heads && s->head_dim == op->head_dim &&
-             s->head_dim_v == op->head_dim_v;
+             s->head_dim_v == (op->flags & RF_OP_LATENT ? 0 : op->head_dim_v);
     if (!ok) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its buffers, heads or state do not fit", err);
     if (!rfk_is_known(op) && !rfk_is_plain_experts(op))
         return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "a flag or field of it is not supported on this device", err);
@@ -4596,9 +4656,11 @@ static int rfk_takes_int8(const rf_plan *plan, const rf_op *op) {
 /* An op that reads int8 rows, and how many values each row of the step has. */
 static int rfk_reads_int8(const rf_plan *plan, const rf_op *op) {
     return rfk_takes_int8(plan, op) ||
-           (op->kind == RF_OP_EXPERTS && !rfk_is_float_type(plan->weights[op->weight].type));
+           ((op->kind == RF_OP_EXPERTS || op->kind == RF_OP_HEADS) &&
+            !rfk_is_float_type(plan->weights[op->weight].type));
 }
 static uint64_t rfk_int8_width(const rf_op *op) {
+    if (op->kind == RF_OP_HEADS) return (uint64_t)op->n_in * op->n_heads;
     return op->n_in * (op->kind == RF_OP_EXPERTS && op->flags & RF_OP_PER_CHOICE ? (uint64_t)op->n_used : 1);
 }
 
@@ -4632,13 +4694,13 @@ static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
             p->ops[i].quantize = held != op->in || held_n != op->n_in || held_for != op->kind;
             held = op->in, held_n = op->n_in, held_for = op->kind;
         }
-        if (op->out == held || op->kind == RF_OP_ATTENTION) held = RF_NONE;
+        if (op->out == held || op->kind == RF_OP_ATTENTION || op->kind == RF_OP_HEADS) held = RF_NONE;
         uint32_t made = op->kind == RF_OP_RMS_NORM && op->n_heads == 1 ? op->n_in
                         : op->kind == RF_OP_GLU                        ? op->n_out
                                                                        : 0;
         if (op->kind == RF_OP_GLU && next && next->kind == RF_OP_EXPERTS && (i == 0 || op[-1].kind != RF_OP_EXPERTS))
             made = 0; /* it may be part of a matmul's launch */
-        if (made && next && rfk_reads_int8(plan, next) && next->in == op->out && rfk_int8_width(next) == made) {
+        if (made && next && next->kind != RF_OP_HEADS && rfk_reads_int8(plan, next) && next->in == op->out && rfk_int8_width(next) == made) {
             p->ops[i].quantize = 1;
             held = op->out, held_n = next->n_in, held_for = next->kind;
         }
@@ -5205,6 +5267,7 @@ static rf_result rfk_run_rope(const rfk_launching *l) {
     for (uint32_t i = 0; i < 2; i++) {
         uint32_t k = i < l->together ? i : 0;
         a.x[i] = rfk_at_step(l, l->p->ops[l->index + k].out, op[k].out);
+        if (op->flags & RF_OP_LAST) a.x[i] += op->head_dim - op->n_rot;
         a.stride[i] = l->p->ops[l->index + k].out_stride;
         a.n_heads[i] = op[k].n_heads;
         heads = op[k].n_heads > heads ? op[k].n_heads : heads;
@@ -5234,6 +5297,11 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
     a.head_dim = op->head_dim;
     a.head_dim_v = op->head_dim_v;
     a.n_ctx = l->p->n_ctx;
+    if (op->flags & RF_OP_LATENT) {
+        dim3 grid(rfk_ceil_div((uint64_t)op->n_kv_heads * op->head_dim, RFK_BLOCK), l->n_rows);
+        return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? rfk_latent_store<float> : rfk_latent_store<uint16_t>, grid,
+                      RFK_BLOCK, a);
+    }
     dim3 grid(rfk_ceil_div((uint64_t)op->n_kv_heads * (op->head_dim + op->head_dim_v), RFK_BLOCK), l->n_rows);
     return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? rfk_kv_store<float> : rfk_kv_store<uint16_t>, grid, RFK_BLOCK,
                   a);
@@ -5249,6 +5317,14 @@ static bool rfk_takes_flash(const rfk_launching *l) {
            op->n_heads / op->n_kv_heads <= RFK_FLASH_ROWS;
 }
 
+template <uint32_t HEAD> static void (*rfk_find_attention(const rfk_launching *l))(rfk_attention_args) {
+    void (*half)(rfk_attention_args) =
+        RFK_BY_WAVE(l, (rfk_attention<32, uint16_t, HEAD>), (rfk_attention<64, uint16_t, HEAD>));
+    void (*full)(rfk_attention_args) =
+        RFK_BY_WAVE(l, (rfk_attention<32, float, HEAD>), (rfk_attention<64, float, HEAD>));
+    return l->p->cache_type == RF_CACHE_F32 ? full : half;
+}
+
 static rf_result rfk_run_attention(const rfk_launching *l) {
     const rf_op *op = l->op;
     rf_prepared *p = l->p;
@@ -5259,7 +5335,8 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     rfk_attention_args a;
     a.q = l->b.in;
     a.k = l->b.k;
-    a.v = l->b.v;
+    a.v = op->flags & RF_OP_LATENT ? l->b.k : l->b.v;
+    a.v_row = op->flags & RF_OP_LATENT ? op->head_dim : op->head_dim_v;
     a.out = l->b.out;
     a.part = split ? p->part : NULL;
     a.sinks = rfk_vector(p, op->extra, 0, &a.sinks_type);
@@ -5288,9 +5365,9 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     }
     dim3 grid(rfk_ceil_div(l->n_rows, a.rows_per_block), op->n_kv_heads * rfk_ceil_div(group, a.heads_per_block),
               rfk_ceil_div(longest, a.split_cells));
-    void (*half)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_attention<32, uint16_t>), (rfk_attention<64, uint16_t>));
-    void (*full)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_attention<32, float>), (rfk_attention<64, float>));
-    rf_result r = rfk_go(l, p->cache_type == RF_CACHE_F32 ? full : half, grid, RFK_BLOCK, a);
+    bool wide = op->head_dim > RFK_MAX_HEAD || op->head_dim_v > RFK_MAX_HEAD;
+    rf_result r = rfk_go(l, wide ? rfk_find_attention<RFK_LATENT_HEAD>(l) : rfk_find_attention<RFK_MAX_HEAD>(l), grid,
+                         RFK_BLOCK, a);
     if (r == RF_OK && split) r = rfk_go(l, rfk_attention_join, dim3(l->n_rows, op->n_heads), RFK_BLOCK, a);
     return r;
 }
@@ -5387,6 +5464,9 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
     a.n_out = op->n_out;
     a.n_used = op->n_used;
     a.per_choice = (op->flags & RF_OP_PER_CHOICE) != 0;
+    a.x_choice = op->n_in;
+    a.out_choice = op->n_out;
+    memset(&a.heads, 0, sizeof a.heads);
     a.aligned = op->n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
     if (l->b.quantize) {
         rfk_quantize_args z;
@@ -5401,6 +5481,44 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
     return rfk_go(l, RFK_BY_WAVE(l, (rfk_find_experts<32>(type)), (rfk_find_experts<64>(type))),
                   dim3(rfk_ceil_div(a.n_out, RFK_MATVEC_WAVES), a.n_used, l->n_rows),
                   RFK_MATVEC_WAVES * p->dev->wave, a);
+}
+
+/* The kernels of experts, for a choice of which each takes its own rows of one matrix. */
+static rf_result rfk_run_heads(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    rf_prepared *p = l->p;
+    const uint32_t type = p->plan->weights[op->weight].type, rest = op->head_dim - op->n_in;
+    rfk_experts_args a;
+    memset(&a, 0, sizeof a);
+    a.heads = p->table->slots[op->weight].w;
+    a.x = l->b.in;
+    a.x8 = p->x8;
+    a.out = l->b.out;
+    a.x_stride = l->b.in_stride;
+    a.out_stride = l->b.out_stride;
+    a.n_in = op->n_in;
+    a.n_out = op->n_out;
+    a.n_used = op->n_heads;
+    a.per_choice = 1;
+    a.x_choice = op->head_dim;
+    a.out_choice = op->n_out + rest;
+    a.aligned = op->n_in % 8 == 0 && a.x_stride % 4 == 0 && a.x_choice % 4 == 0 && (size_t)l->b.in % 16 == 0;
+    rf_result r = RF_OK;
+    if (l->b.quantize) {
+        rfk_quantize_args z;
+        z.in = l->b.in;
+        z.to = p->x8;
+        z.in_stride = rest ? op->head_dim : l->b.in_stride;
+        z.n = rest ? op->n_in : op->n_in * op->n_heads;
+        r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)),
+                   dim3(rfk_ceil_div(z.n, 4 * RFK_BLOCK), rest ? l->n_rows * op->n_heads : l->n_rows), RFK_BLOCK, z);
+    }
+    if (r == RF_OK)
+        r = rfk_go(l, RFK_BY_WAVE(l, (rfk_find_experts<32>(type)), (rfk_find_experts<64>(type))),
+                   dim3(rfk_ceil_div(a.n_out, RFK_MATVEC_WAVES), a.n_used, l->n_rows),
+                   RFK_MATVEC_WAVES * p->dev->wave, a);
+    if (r != RF_OK || rest == 0) return r;
+    return rfk_go(l, rfk_rest, dim3(rfk_ceil_div((uint64_t)rest * op->n_heads, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_mix(const rfk_launching *l) {
@@ -5628,6 +5746,7 @@ static rf_result rfk_run_ops(rf_prepared *p, rf_queue *q, const rf_step *step, u
     case RF_OP_ROUTE: return rfk_run_route(&l);
     case RF_OP_EXPERTS: return rfk_run_experts(&l);
     case RF_OP_MIX: return rfk_run_mix(&l);
+    case RF_OP_HEADS: return rfk_run_heads(&l);
     default: return rfk_run_argmax(&l);
     }
 }

@@ -940,7 +940,7 @@ static void print_buffer(const rf_plan *p, uint32_t i, const char *before) {
 static const char *op_name(const rf_op *op) {
     static const char *const kinds[RF_OP_KIND_COUNT] = {"embed",    "rms_norm",  "matmul", "rope",  "kv_store",
                                                         "attention", "glu",      "gather", "argmax",
-                                                        "route",     "experts",  "mix"};
+                                                        "route",     "experts",  "mix",      "heads"};
     return op->kind < RF_OP_KIND_COUNT ? kinds[op->kind] : "?";
 }
 

@@ -875,12 +875,13 @@ static void test_rms_norm() {
 static void test_rope() {
     static const uint32_t dims[] = {32, 40, 64, 80, 96, 128, 256}, heads[] = {1, 3, 8};
     static const int32_t firsts[] = {0, 5, 1000, 131000};
-    std::vector<Row> list = combinations(std::vector<int>{7, 3, 4, 2, 2, 2, n_devices});
+    std::vector<Row> list = combinations(std::vector<int>{7, 3, 4, 2, 2, 2, 2, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         uint32_t dim = dims[r[0]], h = heads[r[1]], n_rot = r[4] ? dim / 2 / 2 * 2 : dim, T = 5;
+        uint32_t begin = r[6] ? dim - n_rot : 0;
         bool neox = r[3], freqs = r[5];
-        Rig g(devices[(size_t)r[6]]);
+        Rig g(devices[(size_t)r[7]]);
         uint32_t x = g.buffer(dim * h + 2);
         for (uint32_t k = 0; k < 3 + n_rot / 2; k++)
             g.tables.push_back((float)pow(10000.0, k < 3 ? 0 : -2.0 * (k - 3) / n_rot));
@@ -888,7 +889,7 @@ static void test_rope() {
         for (size_t k = 0; k < f.size(); k++) f[k] = uniform(1, 8);
         rf_op *o = g.op(RF_OP_ROPE);
         o->in = o->out = x, o->n_heads = h, o->head_dim = dim, o->n_rot = n_rot, o->scale = 1.25f, o->table = 3;
-        o->flags = neox ? RF_OP_NEOX : 0;
+        o->flags = (neox ? RF_OP_NEOX : 0) | (r[6] ? RF_OP_LAST : 0);
         if (freqs) o->extra = g.vector(f);
         REQUIRE(g.open(T, 1, 140000) == RF_OK, "%s", g.err.text);
         g.set(x, v);
@@ -899,7 +900,7 @@ static void test_rope() {
                 for (uint32_t j = 0; j < n_rot / 2; j++) {
                     double angle = (double)(firsts[r[2]] + (int32_t)t) * g.tables[3 + j] / (freqs ? f[j] : 1.0f),
                            c = cos(angle) * 1.25, s = sin(angle) * 1.25;
-                    size_t at = (size_t)t * (dim * h + 2) + (size_t)k * dim, a = at + (neox ? j : 2 * j),
+                    size_t at = (size_t)t * (dim * h + 2) + (size_t)k * dim + begin, a = at + (neox ? j : 2 * j),
                            b = at + (neox ? j + n_rot / 2 : 2 * j + 1);
                     want[a] = v[a] * c - v[b] * s;
                     want[b] = v[a] * s + v[b] * c;
@@ -1174,15 +1175,18 @@ static double state_value(const std::vector<uint8_t> &s, uint64_t base, uint64_t
 
 static void test_kv_store() {
     static const uint32_t dims[] = {32, 40, 80, 128, 256}, heads[] = {1, 2, 5};
-    std::vector<Row> list = combinations(std::vector<int>{5, 5, 3, 2, n_devices});
+    std::vector<Row> list = combinations(std::vector<int>{5, 5, 3, 2, 2, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         uint32_t dk = dims[r[0]], dv = dims[r[1]], h = heads[r[2]], cache = (uint32_t)r[3], n_ctx = 9, n_seq = 3,
                  e = cache == RF_CACHE_F16 ? 2 : 4;
-        Rig g(devices[(size_t)r[4]]);
+        const bool latent = r[4]; /* k and v are parts of one key */
+        Rig g(devices[(size_t)r[5]]);
         uint32_t k = g.buffer(h * dk + 1), v = g.buffer(h * dv);
         rf_op *o = g.op(RF_OP_KV_STORE);
-        o->in = k, o->in2 = v, o->n_kv_heads = h, o->head_dim = dk, o->head_dim_v = dv, o->state = g.state(h, dk, dv);
+        o->in = k, o->in2 = v, o->n_kv_heads = h, o->head_dim = dk, o->head_dim_v = dv;
+        if (latent) o->head_dim = dk + dv, o->head_dim_v = dk, o->flags = RF_OP_LATENT;
+        o->state = latent ? g.state(h, dk + dv, 0) : g.state(h, dk, dv);
         std::vector<rf_step_row> rows;
         static const int32_t places[][2] = {{0, 0}, {2, 7}, {2, 8}, {1, 3}, {0, 8}};
         for (size_t t = 0; t < 5; t++) {
@@ -1211,23 +1215,27 @@ static void test_kv_store() {
                     bool key = j < dk;
                     float f = key ? x[t * (h * dk + 1) + head * dk + j] : y[t * h * dv + head * dv + j - dk];
                     uint64_t cell = ((uint64_t)rows[t].seq * h + head) * n_ctx + (uint64_t)rows[t].pos;
-                    uint64_t at = key ? (cell * dk + j) * e : v_base + (cell * dv + j - dk) * e;
+                    uint64_t at = latent ? (cell * (dk + dv) + j) * e
+                                  : key  ? (cell * dk + j) * e
+                                         : v_base + (cell * dv + j - dk) * e;
                     if (cache == RF_CACHE_F16) put_half(&want[at], f);
                     else memcpy(&want[at], &f, 4);
                 }
-        CHECK(found == want, "kv_store %u %u heads %u cache %u", dk, dv, h, cache);
+        CHECK(found == want, "kv_store %u %u heads %u cache %u latent %d", dk, dv, h, cache, latent);
     }
 }
 
 struct AttentionCase {
     uint32_t group, n_kv_heads, dk, dv, length, n_rows, cache, mixed, device, window, special; /* softcap, temperature, sinks */
+    bool latent;
 };
 
 static void attention_case(const AttentionCase &c) {
     char what[200];
     snprintf(what, sizeof what,
-             "attention group %u kv heads %u dims %u %u length %u rows %u cache %u mixed %u device %u window %u special %u",
-             c.group, c.n_kv_heads, c.dk, c.dv, c.length, c.n_rows, c.cache, c.mixed, c.device, c.window, c.special);
+             "attention group %u kv heads %u dims %u %u length %u rows %u cache %u mixed %u device %u window %u special %u%s",
+             c.group, c.n_kv_heads, c.dk, c.dv, c.length, c.n_rows, c.cache, c.mixed, c.device, c.window, c.special,
+             c.latent ? " latent" : "");
     uint32_t heads = c.group * c.n_kv_heads, n_ctx = c.length, n_seq = c.mixed ? 2 : 1,
              e = c.cache == RF_CACHE_F16 ? 2 : 4;
     Rig g(devices[c.device]);
@@ -1235,8 +1243,9 @@ static void attention_case(const AttentionCase &c) {
     rf_op *o = g.op(RF_OP_ATTENTION);
     o->in = q, o->out = out, o->n_heads = heads, o->n_kv_heads = c.n_kv_heads, o->head_dim = c.dk,
     o->head_dim_v = c.dv;
-    o->scale = 1.0f / sqrtf((float)c.dk), o->state = g.state(c.n_kv_heads, c.dk, c.dv);
+    o->scale = 1.0f / sqrtf((float)c.dk), o->state = g.state(c.n_kv_heads, c.dk, c.latent ? 0 : c.dv);
     o->window = c.window;
+    if (c.latent) o->flags = RF_OP_LATENT;
     if (c.special & 1) o->softcap = 2.5f;
     if (c.special & 2) o->temperature = 0.3f, o->temperature_length = 20;
     std::vector<float> sinks = values(heads);
@@ -1252,8 +1261,10 @@ static void attention_case(const AttentionCase &c) {
     std::vector<float> x = values((size_t)T * (heads * c.dk + 1)), before((size_t)T * (heads * c.dv + 2), 7);
     g.set(q, x), g.set(out, before);
     uint64_t cells = (uint64_t)n_seq * c.n_kv_heads * n_ctx, v_base = (cells * c.dk * e + 255) / 256 * 256;
+    const uint32_t v_row = c.latent ? c.dk : c.dv; /* values in rows of keys, or in rows of their own */
     std::vector<uint8_t> state(g.bind.state.size_bytes, 0);
-    for (uint64_t i = 0; i < cells * (c.dk + c.dv); i++) {
+    if (c.latent) v_base = 0;
+    for (uint64_t i = 0; i < cells * (c.latent ? c.dk : c.dk + c.dv); i++) {
         float f = uniform(-1.5f, 1.5f);
         uint64_t at = i < cells * c.dk ? i * e : v_base + (i - cells * c.dk) * e;
         if (e == 2) put_half(&state[at], f);
@@ -1286,7 +1297,7 @@ static void attention_case(const AttentionCase &c) {
             for (uint32_t k = 0; k < c.dv; k++) {
                 y[k] = 0;
                 for (uint32_t i = 0; i < n; i++)
-                    y[k] += p[i] / sum * state_value(state, v_base, (cell0 + i) * c.dv + k, c.cache);
+                    y[k] += p[i] / sum * state_value(state, v_base, (cell0 + i) * v_row + k, c.cache);
             }
         }
     std::vector<float> y = g.get(out);
@@ -1318,10 +1329,71 @@ static void test_attention() {
                            (uint32_t)r[7],
                            (uint32_t)r[8],
                            windows[r[9]],
-                           (uint32_t)r[10]};
+                           (uint32_t)r[10],
+                           false};
         if (c.length > 1000 && c.n_rows == 33)
             c.n_rows = 9, c.n_kv_heads = 1; /* past the split rows is what matters */
         attention_case(c);
+    }
+}
+
+/* Keys and values of more than 256 values, and values that are parts of keys. */
+static void test_wide_attention() {
+    static const uint32_t dims[][2] = {{576, 512}, {288, 256}, {40, 32}, {300, 7}, {33, 21}, {257, 257}}, groups[] = {1, 4, 10},
+                          lengths[] = {1, 65, 300, 520}, counts[] = {1, 7, 33};
+    std::vector<Row> list = combinations(std::vector<int>{6, 3, 4, 3, 2, 2, n_devices}, false);
+    for (size_t i = 0; i < list.size(); i += stride) {
+        const Row &r = list[i];
+        AttentionCase c = {groups[r[1]], 1, dims[r[0]][0], dims[r[0]][1], lengths[r[2]], counts[r[3]], (uint32_t)r[4],
+                           (uint32_t)r[5], (uint32_t)r[6], 0, 0, dims[r[0]][0] != dims[r[0]][1]};
+        if (c.length > 64 && c.n_rows == 33) c.n_rows = 17;
+        attention_case(c);
+    }
+}
+
+/* A matrix for each head, and values that none takes. */
+static void test_heads() {
+    static const uint32_t outs[] = {1, 3, 34}, Ts[] = {1, 3, 9}, counts[] = {1, 2, 5};
+    const int n_types = (int)(sizeof types / sizeof types[0]);
+    std::vector<Row> list = combinations(std::vector<int>{n_types, 3, 3, 3, 3, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        static const uint32_t odd[] = {1, 40, 264};
+        const uint32_t type = types[r[0]], n_in = is_float(type) ? odd[r[1]] : block_elements(type) * (uint32_t)(1 + 2 * r[1]),
+                       n_out = outs[r[2]], T = Ts[r[3]], n = counts[r[4]], rest = r[5] ? 12 : 0, dim = n_in + rest,
+                       width = n * (n_out + rest) + 1;
+        char what[128];
+        snprintf(what, sizeof what, "heads %s n_in %u n_out %u rows %u heads %u rest %u device %u", type_name(type), n_in, n_out,
+                 T, n, rest, (uint32_t)r[6]);
+        Rig g(devices[(size_t)r[6]]);
+        const uint32_t in_width = n * dim + (rest ? 0 : 3), in = g.buffer(in_width), y = g.buffer(width), twice = g.buffer(width);
+        std::vector<uint8_t> w = random_rows(type, n_in, (uint64_t)n * n_out);
+        const uint32_t weight = g.weight(type, n_in, n * n_out, w);
+        for (int k = 0; k < 2; k++) {
+            rf_op *o = g.op(RF_OP_HEADS);
+            o->in = in, o->out = k ? twice : y, o->weight = weight, o->n_heads = n, o->n_in = n_in, o->n_out = n_out,
+            o->head_dim = dim;
+        }
+        REQUIRE(g.open(T, 1, 128) == RF_OK, "%s: %s", what, g.err.text);
+        std::vector<float> x = values((size_t)T * in_width), before = values((size_t)T * width);
+        g.set(in, x), g.set(y, before), g.set(twice, before);
+        REQUIRE(g.run(rows_of(T)) == RF_OK, "%s: %s", what, g.err.text);
+        std::vector<double> wd = decode(type, w), want;
+        for (uint32_t t = 0; t < T; t++) {
+            for (uint32_t h = 0; h < n; h++) {
+                const float *xt = &x[(size_t)t * in_width + (size_t)h * dim];
+                std::vector<double> xd = is_float(type) ? std::vector<double>(xt, xt + n_in) : quantized(xt, n_in);
+                for (uint32_t k = 0; k < n_out; k++) {
+                    double dot = 0;
+                    for (uint32_t j = 0; j < n_in; j++) dot += wd[((size_t)h * n_out + k) * n_in + j] * xd[j];
+                    want.push_back(dot);
+                }
+                want.insert(want.end(), xt + n_in, xt + dim);
+            }
+            want.push_back(before[(size_t)t * width + width - 1]);
+        }
+        compare(g.get(y), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+        CHECK(same_bits(g.get(y), g.get(twice)), "%s: the same product gives other bits", what);
     }
 }
 
@@ -2213,6 +2285,8 @@ int main(int argc, char **argv) {
     RUN(test_experts);
     RUN(test_kv_store);
     RUN(test_attention);
+    RUN(test_wide_attention);
+    RUN(test_heads);
     RUN(test_together);
     RUN(test_glu_launch);
     RUN(test_decode_step);
