@@ -903,9 +903,9 @@ typedef enum rf_op_kind {
                             those that were chosen need be there; RF_OP_PER_CHOICE: in[T, n_used, n_in]            */
     RF_OP_MIX = 11,      /* out[T, n_out] = scale * sum over k of weight[k] * in[T, n_used, n_out], in order of k,
                             weights in2[T, 1, n_used] of a ROUTE (+ out if RF_OP_ACCUMULATE); a scale of 0 is 1    */
-    RF_OP_HEADS = 12,    /* a matrix for each head: out[T, n_heads, n_out + head_dim - n_in] = of in[T, n_heads, head_dim]
-                            the first n_in values times W[h]^T, behind them its other ones, untouched; W[h] are rows
-                            [h * n_out, + n_out) of the weight                                                     */
+    RF_OP_HEADS = 12,    /* a matrix for each head: out[T, n_heads, n_out + head_dim - n_in] = the first n_in values of
+                            in[T, n_heads, head_dim] times W[h]^T, behind them its other ones, untouched; W[h] are
+                            rows [h * n_out, + n_out) of the weight                                                */
     RF_OP_KIND_COUNT = 13
 } rf_op_kind;
 
@@ -5790,12 +5790,13 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
     }
     rfi_bind_check(b, full, &t, want->n_in, want->n_rows, want->n_experts);
     if (b->result != RF_OK) return none;
-    const uint32_t n = want->n_rows && want->n_experts && !want->joined ? (uint32_t)want->n_experts : 1;
+    const int matrices = want->n_rows && want->n_experts && !want->joined;
+    const uint32_t n = matrices ? (uint32_t)want->n_experts : 1;
     const uint64_t in_one = want->joined ? want->n_experts : 1;
     rf_plan_weight *w = (rf_plan_weight *)rfi_array_push(b, &b->weights, n, sizeof *w);
     for (uint32_t i = 0; w && i < n; i++) {
         memset(&w[i], 0, sizeof w[i]);
-        if (want->n_rows && want->n_experts && !want->joined) snprintf(w[i].name, sizeof w[i].name, "%.56s:%u", full, i);
+        if (matrices) snprintf(w[i].name, sizeof w[i].name, "%.56s:%u", full, i);
         else snprintf(w[i].name, sizeof w[i].name, "%s", full);
         w[i].tensor = t.index;
         w[i].type = t.type;
@@ -5803,7 +5804,7 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
         w[i].n_rows = (uint32_t)(want->n_rows ? want->n_rows * in_one : want->n_experts);
         w[i].layer = b->layer;
         w[i].size_bytes = t.size_bytes / n;
-        w[i].n_experts = want->n_rows && !want->joined ? (uint32_t)want->n_experts : 0;
+        w[i].n_experts = matrices ? n : 0;
         w[i].expert = i;
     }
     return w ? (rfi_weight){b->weights.n - n, 0, RF_NONE} : none;
@@ -6107,10 +6108,9 @@ static void rfi_emit_latent(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     const uint32_t tokens = RF_ROWS_TOKENS, nope = a->head_dim - c->n_rot;
     const uint64_t n_q = (uint64_t)l->n_heads * a->head_dim;
     const rfi_weight none = {RF_NONE, 0, RF_NONE};
-    if (a->q_rank)
-        rfi_emit_matmul(b, tokens, d->q_rank, in, rfi_bind_matrix(b, "attn_q_a", c->n_embd, a->q_rank, NULL), none,
-                        a->q_rank, 0);
-    else rfi_emit_matmul(b, tokens, d->q, in, rfi_bind_matrix(b, "attn_q", c->n_embd, n_q, NULL), none, (uint32_t)n_q, 0);
+    const uint64_t n_first = a->q_rank ? a->q_rank : n_q;
+    rfi_weight first = rfi_bind_matrix(b, a->q_rank ? "attn_q_a" : "attn_q", c->n_embd, n_first, NULL);
+    rfi_emit_matmul(b, tokens, a->q_rank ? d->q_rank : d->q, in, first, none, (uint32_t)n_first, 0);
     rfi_weight kv = rfi_bind_matrix(b, "attn_kv_a_mqa", c->n_embd, c->head_dim, NULL);
     rfi_emit_matmul(b, tokens, d->k, in, kv, none, a->rank, 0);
     kv.row = a->rank;
@@ -9652,8 +9652,8 @@ static void rfi_cpu_quantize_heads(void *ctx, uint32_t chunk, uint32_t thread) {
                              op->n_in);
 }
 
-/* Some rows of one head's matrix for all rows of the step; cut.small are the units of a chunk. The first chunk of a head
- * copies what its matrix leaves. */
+/* Some rows of one head's matrix for all rows of the step; cut.small are the units of a chunk. The first chunk of a
+ * head copies what its matrix leaves. */
 static void rfi_cpu_heads(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -10280,7 +10280,8 @@ static rf_result rfi_null_attention(const rf_plan *plan, uint32_t i, const rf_op
     if (!s || s->n_kv_heads != op->n_kv_heads || s->head_dim != op->head_dim ||
         s->head_dim_v != (latent ? 0 : op->head_dim_v) || !op->n_kv_heads || (latent && op->head_dim_v > op->head_dim))
         return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: state %u does not fit", i, op->state);
-    const uint64_t heads = store ? op->n_kv_heads : op->n_heads, first = store && latent ? op->head_dim_v : op->head_dim,
+    const uint64_t heads = store ? op->n_kv_heads : op->n_heads,
+                   first = store && latent ? op->head_dim_v : op->head_dim,
                    second = latent ? op->head_dim - op->head_dim_v : op->head_dim_v;
     rf_result r = rfi_null_buffer(plan, i, "in", op->in, op->rows, heads * first, err);
     if (r != RF_OK) return r;
@@ -10368,7 +10369,8 @@ static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op
         return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, rows, 1, err) : r;
     case RF_OP_HEADS:
         if (op->n_in > op->head_dim || op->in == op->out)
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u of %u values of a head", i, op->n_in, op->head_dim);
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u of %u values of a head", i, op->n_in,
+                            op->head_dim);
         r = rfi_null_buffer(plan, i, "in", op->in, rows, (uint64_t)op->n_heads * op->head_dim, err);
         if (r == RF_OK)
             r = rfi_null_buffer(plan, i, "out", op->out, rows,

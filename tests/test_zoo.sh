@@ -7,7 +7,7 @@ cli=$build/rocmforge_cli
 architectures='llama qwen2 qwen3 gemma2 gemma3 phi3 glm4 mistral3 smollm3 granite olmo2 command-r stablelm
     starcoder2 phi2 gptneox gpt2 falcon qwen3moe glm4moe granitemoe gpt-oss deepseek2'
 # a choice between experts of nearly equal scores may tip with the rounding of a 16-bit cache
-experts='qwen3moe glm4moe granitemoe gpt-oss deepseek2'
+experts='qwen3moe glm4moe granitemoe gpt-oss'
 types='f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k q2_k q3_k iq4_nl iq4_xs mxfp4 nvfp4 iq3_xxs iq3_s iq2_xxs iq2_xs
     iq2_s iq1_s iq1_m tq1_0 tq2_0 q1_0 q2_0'
 vocabularies='gpt-2 gpt-neox refact llama-spm phi-3 falcon deepseek-coder bert-bge'
