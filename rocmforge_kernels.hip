@@ -2553,6 +2553,61 @@ RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, 
     }
 }
 
+/* ---- a check of the units ----
+ * When a device is opened, one wave multiplies two tiles in every way that kernels do, and the host compares with sums
+ * of its own: a wrong layout, from a new instruction set or compiler, must not become wrong text. */
+
+#define RFK_CHECK_PARTS 4 /* products of bytes: the lower 16, the upper 16, all 32; then of 16 halves */
+
+/* Byte k of row (or column) i of operand 0 or 1, without a pattern; halves are these values. */
+__host__ RFK_DEVICE int rfk_check_value(uint32_t operand, uint32_t i, uint32_t k) {
+    uint32_t mixed = (operand * 512 + i * 32 + k + 1) * 2654435761u;
+    return (int)(mixed >> 24) - 128;
+}
+
+struct rfk_check_shared {
+    int4 bytes[2][16][RFK_MATRIX_STRIDE], halves[2][16][RFK_MATRIX_STRIDE];
+};
+union rfk_check_result {
+    int dot;
+    float sum;
+};
+
+/* grid 1   block a wave   LDS 9 KiB   out [part][row][column]; sums of bytes with RFK_MATRIX_BIAS */
+template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rfk_check_result *out) {
+    if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
+    RFK_SHARED(rfk_check_shared, s);
+    const int N = 256 / WAVE;
+    const uint32_t lane = threadIdx.x;
+    for (uint32_t j = lane; j < 2 * 16 * 32; j += WAVE) {
+        uint32_t operand = j / 512, i = j / 32 % 16, k = j % 32;
+        int v = rfk_check_value(operand, i, k);
+        reinterpret_cast<int8_t *>(s.bytes[operand][i])[k] = (int8_t)v;
+        if (k < 16) reinterpret_cast<uint16_t *>(s.halves[operand][i])[k] = rfk_to_half((float)v);
+    }
+    __syncthreads();
+    rfk_operand a, b;
+    int dot[RFK_CHECK_PARTS - 1][N];
+    float sum[N];
+    rfk_load_operand(a, s.bytes[0][0], 0, lane);
+    rfk_load_operand(b, s.bytes[1][0], 0, lane);
+    RFK_UNROLL(3)
+    for (int part = 0; part < RFK_CHECK_PARTS - 1; part++) rfk_multiply<WAVE>(a, b, part, dot[part]);
+    rfk_load_rows<RFK_MATRIX_STRIDE, true>(a, s.halves[0][0], 0, lane);
+    rfk_load_rows<RFK_MATRIX_STRIDE, true>(b, s.halves[1][0], 0, lane);
+    RFK_UNROLL(8)
+    for (int i = 0; i < N; i++) sum[i] = 0;
+    rfk_multiply_halves<WAVE, RFK_MATRIX_STRIDE, RFK_MATRIX_STRIDE>(a, b, sum);
+    RFK_UNROLL(8)
+    for (int i = 0; i < N; i++) {
+        uint32_t row = rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
+                 col = rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
+        RFK_UNROLL(3)
+        for (int part = 0; part < RFK_CHECK_PARTS - 1; part++) out[part * 256 + row * 16 + col].dot = dot[part][i];
+        out[(RFK_CHECK_PARTS - 1) * 256 + row * 16 + col].sum = sum[i];
+    }
+}
+
 /* ---- many columns ---- */
 
 #define RFK_TILE_ROWS 64  /* of W, for a block                     */
@@ -3524,7 +3579,10 @@ struct rf_dev {
     int lost;             /* atomic */
     int graphs;           /* atomic: rfk_graphs */
     int early;            /* kernels of a graph may start before the one before them has ended */
+    uint32_t wrong_units; /* RFK_WRONG_...: what the matrix units got wrong when the device was opened */
 };
+#define RFK_WRONG_BYTES 1u  /* products of bytes: weights are multiplied without tiles  */
+#define RFK_WRONG_HALVES 2u /* products of halves: attention does without them          */
 
 /* Whether decode steps are replayed from graphs: checked against launches first where drivers are known to replay
  * large graphs with stale values. */
@@ -3772,12 +3830,28 @@ static void rfk_mem_release(rf_dev *d, rf_mem *mem) {
     memset(mem, 0, sizeof *mem);
 }
 
+/* One more thing that is unusual about a device. */
+__attribute__((format(printf, 2, 3))) static void rfk_add_note(rf_device_info *out, const char *format, ...) {
+    va_list args;
+    size_t n = strlen(out->note);
+    if (n) n += (size_t)snprintf(out->note + n, sizeof out->note - n, "; ");
+    if (n >= sizeof out->note) return;
+    va_start(args, format);
+    vsnprintf(out->note + n, sizeof out->note - n, format, args);
+    va_end(args);
+}
+
 static rf_result rfk_device_info(rf_dev *d, rf_device_info *out, rf_error *err) {
     *out = d->info;
     out->lost = (uint32_t)__atomic_load_n(&d->lost, __ATOMIC_RELAXED);
     out->free_bytes = 0;
+    if (d->wrong_units)
+        rfk_add_note(out, "matrix units give wrong products of %s%s%s here: dot products are used instead",
+                     d->wrong_units & RFK_WRONG_BYTES ? "bytes" : "",
+                     d->wrong_units == (RFK_WRONG_BYTES | RFK_WRONG_HALVES) ? " and " : "",
+                     d->wrong_units & RFK_WRONG_HALVES ? "halves" : "");
     if (__atomic_load_n(&d->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_OFF)
-        snprintf(out->note, sizeof out->note, "graphs are off: this driver replays them with stale values");
+        rfk_add_note(out, "graphs are off: this driver replays them with stale values");
     RFK_ENTER(d, err);
     size_t free_bytes = 0, total_bytes = 0;
     rf_result r = rfk_check(d, err, hipMemGetInfo(&free_bytes, &total_bytes), "hipMemGetInfo", "device_info", 0);
@@ -4068,24 +4142,53 @@ static rf_result rfk_launch_probe(rf_queue *q, const rf_mem *mem, rf_error *err)
                     d->info.name, d->info.arch, d->info.text, option, d->info.arch, hipGetErrorName(e));
 }
 
+/* What the device's matrix units got wrong: RFK_WRONG_... */
+static uint32_t rfk_judge_matrix(const rfk_check_result *found) {
+    uint32_t wrong = 0;
+    for (uint32_t row = 0; row < 16; row++)
+        for (uint32_t col = 0; col < 16; col++) {
+            const rfk_check_result *f = found + row * 16 + col;
+            int half[2] = {0, 0};
+            for (uint32_t k = 0; k < 32; k++) half[k / 16] += rfk_check_value(0, row, k) * rfk_check_value(1, col, k);
+            if (f[0].dot != RFK_MATRIX_BIAS + half[0] || f[256].dot != RFK_MATRIX_BIAS + half[1] ||
+                f[512].dot != RFK_MATRIX_BIAS + half[0] + half[1])
+                wrong |= RFK_WRONG_BYTES;
+            if (f[768].sum != (float)half[0]) wrong |= RFK_WRONG_HALVES; /* exact in any order of additions */
+        }
+    return wrong;
+}
+
+/* What the kernels that a device runs when it is opened leave behind. */
+struct rfk_probe_results {
+    uint32_t probe[32];
+    rfk_check_result matrix[RFK_CHECK_PARTS * 256];
+};
+
+/* Two launches, and 4 KiB read back. */
 static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
     rf_queue *q = NULL;
     rf_mem mem;
-    uint32_t found[32];
+    rfk_probe_results found;
     rf_ticket ticket;
-    memset(found, 0, sizeof found);
+    memset(&found, 0, sizeof found);
     memset(&mem, 0, sizeof mem);
     RFK_ENTER(d, err);
     rf_result r = rfk_queue_create(d, &q, err);
     if (r != RF_OK) return r;
     r = rfk_mem_create(d, sizeof found, &mem, err);
     if (r == RF_OK) r = rfk_launch_probe(q, &mem, err);
-    if (r == RF_OK) r = rfk_mem_read(q, &mem, 0, found, sizeof found, &ticket, err);
+    if (r == RF_OK)
+        r = rfk_check(d, err,
+                      rfk_launch(d->wave == 32 ? rfk_check_matrix<32> : rfk_check_matrix<64>, dim3(1), dim3(d->wave),
+                                 q->stream, ((rfk_probe_results *)mem.base)->matrix),
+                      "hipLaunchKernel", "a check of the matrix units", 0);
+    if (r == RF_OK) r = rfk_mem_read(q, &mem, 0, &found, sizeof found, &ticket, err);
     for (uint32_t i = 0; r == RF_OK && i < 32; i++)
-        if (found[i] != i * 3 + 7)
+        if (found.probe[i] != i * 3 + 7)
             r = rfk_fail(err, RF_ERR_DEVICE, 0, 0,
                          "%s: a probe kernel ran and gave wrong values (%s: driver or kernels file)", d->info.name,
                          d->info.arch);
+    if (r == RF_OK) d->wrong_units = rfk_judge_matrix(found.matrix);
     rfk_queue_release(q);
     rfk_mem_release(d, &mem);
     return r;
@@ -5247,8 +5350,10 @@ static rf_result rfk_run_matmul(const rfk_launching *l) {
         r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), grid, RFK_BLOCK, z);
     }
     if (r != RF_OK) return r;
-    if (a.n_cols > RFK_FEW_COLS && !rfk_is_float_type(type)) return rfk_run_tiles(l, &a);
-    if (a.n_cols > RFK_FEW_COLS) {
+    bool tiles = a.n_cols > RFK_FEW_COLS;
+    if (!rfk_is_float_type(type) && l->p->dev->wrong_units & RFK_WRONG_BYTES) tiles = false;
+    if (tiles && !rfk_is_float_type(type)) return rfk_run_tiles(l, &a);
+    if (tiles) {
         uint32_t blocks = rfk_make_products(l, &a, RFK_TILE);
         return rfk_go(l, rfk_find_matmul_float(type), dim3(blocks, rfk_ceil_div(a.n_cols, RFK_TILE)), RFK_BLOCK, a);
     }
@@ -5311,6 +5416,7 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
 static bool rfk_takes_flash(const rfk_launching *l) {
     const rf_op *op = l->op;
     uint32_t runs = 1;
+    if (l->p->dev->wrong_units & RFK_WRONG_HALVES) return false;
     for (uint32_t t = 1; t < l->n_rows; t++) runs += l->step->rows[t].seq != l->step->rows[t - 1].seq;
     return rfk_is_plain(op, 0) && op->extra == RF_NONE && l->n_rows > RFK_SPLIT_ROWS && l->n_rows >= 8 * runs && l->p->cache_type == RF_CACHE_F16 &&
            op->head_dim == op->head_dim_v && op->head_dim % 16 == 0 && op->head_dim <= RFK_FLASH_HEAD &&

@@ -704,7 +704,7 @@ static void print_bench(const app *a, double load_s, double prompt_s, double dec
     double decode = rate((double)o->n_decode, decode_s);
     const struct { const char *name, *text; } texts[] = {
         {"version", rf_version()}, {"file", o->gguf}, {"arch", a->info.arch}, {"device", d.name},
-        {"device_text", d.text}, {"device_arch", d.arch}};
+        {"device_text", d.text}, {"device_arch", d.arch}, {"device_note", d.note}};
     const struct { const char *name; int digits; double value; } numbers[] = {
         {"weight_bytes", 0, (double)a->info.weight_bytes}, {"token_bytes", 0, (double)a->info.token_bytes},
         {"open_ms", 3, a->open_s * 1e3}, {"plan_ms", 3, a->plan_s * 1e3}, {"load_ms", 3, load_s * 1e3},
@@ -1289,8 +1289,10 @@ static int check_device(app *a) {
     }
     TRY(compare_sessions(a, c, tokens, &whole));
     const rf_op *op = &c->p->ops[c->largest_op];
-    printf("ok: %s as the CPU: %u ops, by at most %.2g of the largest value (op %u, %s), logits by %.2g\n",
-           rf_device_get_info(a->d).name, c->p->n_ops, c->largest, c->largest_op, op_name(op), whole);
+    rf_device_info d = rf_device_get_info(a->d);
+    printf("ok: %s as the CPU: %u ops, by at most %.2g of the largest value (op %u, %s), logits by %.2g\n", d.name,
+           c->p->n_ops, c->largest, c->largest_op, op_name(op), whole);
+    if (d.note[0]) printf("%s: %s\n", d.name, d.note);
     return DONE;
 }
 

@@ -52,6 +52,9 @@ void hip_emu_flip_result(uint64_t n);
 void hip_emu_stale_graphs(int on);
 /* The matrix unit of a device: RFK_MATRIX_... of the kernels file. At the start WMMA of gfx11 and MFMA of gfx90a. */
 void hip_emu_matrix_unit(int device, int kind);
+/* Matrix units that give each lane another of its results: 1: of bytes, 2: of halves, 3: of both. 0 = right ones; at the
+ * start: what the environment variable HIP_EMU_WRONG_UNITS says. */
+void hip_emu_wrong_units(int kinds);
 hip_emu_counts hip_emu_get_counts(void);
 /* 1 while device memory holds [p, p + n): nothing when AddressSanitizer is off. on: make it inaccessible. */
 void hip_emu_guard(void *p, size_t n, int on);
@@ -480,14 +483,15 @@ template <unsigned PER_WORD> struct hip_emu_wmma12 {
     }
 };
 
-/* Elements of the operands: two or four to a word. Their products are exact in the type they are summed in. */
+/* Elements of the operands: two or four to a word. Their products are exact in the type they are summed in. `kind`: as
+ * hip_emu_wrong_units counts. */
 struct hip_emu_s8 {
-    enum { per_word = 4 };
+    enum { per_word = 4, kind = 1 };
     typedef int exact;
     static int value(uint32_t word, unsigned i) { return static_cast<signed char>(word >> (8 * i)); }
 };
 template <bool SUBNORMALS> struct hip_emu_f16 {
-    enum { per_word = 2 };
+    enum { per_word = 2, kind = 2 };
     typedef double exact;
     static double value(uint32_t word, unsigned i) {
         unsigned h = word >> (16 * i) & 0xffff, exponent = h >> 10 & 31;
@@ -516,6 +520,8 @@ template <class E, unsigned WORDS, unsigned COPIES> struct hip_emu_operand {
     }
 };
 
+static int hip_emu_wrong_kinds = getenv("HIP_EMU_WRONG_UNITS") ? atoi(getenv("HIP_EMU_WRONG_UNITS")) : 0;
+
 /* d[i] = c[i] + the product's element that this lane's result i is. */
 template <class L, class E, class R> static void hip_emu_product(R *d, const void *a, const void *b, const R *c) {
     unsigned lane = hip_emu_here->self->lane;
@@ -523,7 +529,7 @@ template <class L, class E, class R> static void hip_emu_product(R *d, const voi
     hip_emu_operand<E, L::a_words, L::copies> all_a(a, 0x20000);
     hip_emu_operand<E, L::b_words, L::copies> all_b(b, 0x20100);
     for (unsigned i = 0; i < L::results; i++) {
-        hip_emu_cell cell = L::d(lane, i);
+        hip_emu_cell cell = L::d(lane, hip_emu_wrong_kinds & E::kind ? (i + 1) % L::results : i);
         typename E::exact sum = 0;
         for (unsigned k = 0; k < L::depth; k++) {
             hip_emu_place pa = L::a(cell.row, k), pb = L::b(k, cell.column);
@@ -1134,6 +1140,7 @@ void hip_emu_recover(void) { HIP_EMU_LOCK; hip_emu().lost[0] = hip_emu().lost[1]
 void hip_emu_devices(int n, int error) { HIP_EMU_LOCK; hip_emu().n_devices = n; hip_emu().count_error = error; }
 void hip_emu_no_kernels(int on) { HIP_EMU_LOCK; hip_emu().no_kernels = on; }
 void hip_emu_matrix_unit(int device, int kind) { HIP_EMU_LOCK; hip_emu_matrix_kind[device] = kind; }
+void hip_emu_wrong_units(int kinds) { HIP_EMU_LOCK; hip_emu_wrong_kinds = kinds; }
 void hip_emu_stale_graphs(int on) { HIP_EMU_LOCK; hip_emu().stale_graphs = on; }
 hip_emu_counts hip_emu_get_counts(void) {
     HIP_EMU_LOCK;

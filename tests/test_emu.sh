@@ -38,6 +38,14 @@ case_embed_wave64() { embed_near hip:1 last; }
 
 case_check_wave32() { "$cli" check $model --device hip:0 | tee "$dir/check.txt" && grep -q '^ok: hip:0 as the CPU: [0-9]* ops' "$dir/check.txt"; }
 case_check_wave64() { "$cli" check $model --device hip:1 | grep '^ok: hip:1 as the CPU: [0-9]* ops'; }
+# matrix units that do not do what the kernels expect: results are right without them, and the device says so
+case_check_wrong_units() {
+    HIP_EMU_WRONG_UNITS=3 "$cli" check $model --device hip:0 | tee "$dir/units.txt"
+    grep '^ok: hip:0 as the CPU: [0-9]* ops' "$dir/units.txt"
+    grep '^hip:0: matrix units give wrong products of bytes and halves here: dot products are used instead$' "$dir/units.txt"
+    HIP_EMU_WRONG_UNITS=1 "$cli" bench --gguf $model --device hip:1 -p 12 -n 1 -r 1 | tee "$dir/units.txt"
+    grep '^device_note *"matrix units give wrong products of bytes here' "$dir/units.txt"
+}
 # a kernel that computes one wrong bit: its op is named, and the later the kernel, the later the op
 case_check_wrong_kernel() {
     : >"$dir/wrong"

@@ -2008,6 +2008,34 @@ static void test_matrix_units() {
     }
 }
 
+/* Units that give lanes the results of others: found when the device is opened, for every instruction there is; products
+ * and attention are right without them, and the device says so. */
+static void test_wrong_units() {
+    static const int kinds[][2] = {{0, 1}, {0, 4}, {0, 5}, {1, 2}, {1, 3}};
+    static const char *const named[] = {"", "bytes here", "halves here", "bytes and halves here"};
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
+        for (int wrong = 0; wrong < 4; wrong++) {
+            const uint32_t index = (uint32_t)kinds[k][0];
+            rf_dev *usual = devices[index];
+            rf_error err;
+            rf_device_info info;
+            memset(&err, 0, sizeof err);
+            hip_emu_matrix_unit(kinds[k][0], kinds[k][1]);
+            hip_emu_wrong_units(wrong);
+            REQUIRE(api->device_open(index, NULL, &devices[index], &err) == RF_OK, "%s", err.text);
+            REQUIRE(api->device_info(devices[index], &info, &err) == RF_OK, "%s", err.text);
+            CHECK(wrong ? strstr(info.note, named[wrong]) != NULL : !info.note[0], "units %d, wrong %d: '%s'",
+                  kinds[k][1], wrong, info.note);
+            MatmulCase product = {RF_TYPE_Q6_K, 512, 65, 20, 1, index};
+            AttentionCase prompt = {3, 1, 80, 80, 33, 33, RF_CACHE_F16, 0, index, 0, 0};
+            if (wrong == 1) matmul_case(product);
+            if (wrong == 2) attention_case(prompt);
+            api->device_close(devices[index]);
+            devices[index] = usual;
+        }
+    hip_emu_wrong_units(0), hip_emu_matrix_unit(0, 4), hip_emu_matrix_unit(1, 2);
+}
+
 /* A driver that replays graphs with old values: found at the first replay, results are right, the device says so. */
 static void test_stale_graphs() {
     DecoderShape c = {RF_TYPE_Q8_0, RF_TYPE_Q8_0, 4, 2, 64, RF_CACHE_F16, false, false, false, false};
@@ -2298,6 +2326,7 @@ int main(int argc, char **argv) {
     RUN(test_threads);
 #ifdef RF_TEST_EMU
     RUN(test_matrix_units);
+    RUN(test_wrong_units);
     RUN(test_stale_graphs);
     RUN(test_missing_wait);
     RUN(test_orders);
