@@ -15,7 +15,7 @@ HEADERS  = rocmforge.h $(wildcard tests/*.h)
 PROGRAMS = $(notdir $(EXAMPLES))
 # the kernels on the CPU: any C++11 compiler will do
 HAVE_CXX = $(shell command -v $(CXX))
-EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/rocmforge_cli_emu)
+EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/rocmforge_cli_emu)
 EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
 
 all: $(EXAMPLES)    ## build all examples into build/
@@ -106,6 +106,10 @@ $(B)/test_hip: tests/test_hip.cpp $(B)/kernels_emu.o
 
 $(B)/hip_model: tests/hip_model.c $(B)/kernels_emu.o
 	$(CC) $(CFLAGS) -DRF_TEST_EMU -I. -c $< -o $@.o
+	$(CXX) $(CFLAGS) $@.o $(B)/kernels_emu.o -o $@ $(LIBS)
+
+$(B)/hip_goldens: tests/test_goldens.c $(B)/kernels_emu.o
+	$(CC) $(CFLAGS) -I. -c $< -o $@.o
 	$(CXX) $(CFLAGS) $@.o $(B)/kernels_emu.o -o $@ $(LIBS)
 
 $(B)/rocmforge_cli_emu: examples/rocmforge_cli.c $(B)/kernels_emu.o
