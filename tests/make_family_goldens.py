@@ -50,6 +50,7 @@ class Model:
 
     def u32(self, **values): self.put('u32', values)
     def f32(self, **values): self.put('f32', values)
+    def text(self, **values): self.put('text', values)
     def flag(self, **values): self.put('bool', values)
     def i32s(self, **values): self.put('i32s', values)
     def bools(self, **values): self.put('bools', values)
@@ -260,6 +261,16 @@ def gated_ffn(m, il, h, suffix='', act=silu):
     return linear(m, b + 'down' + suffix, act(linear(m, b + 'gate' + suffix, h)) * linear(m, b + 'up' + suffix, h))
 
 
+def best_groups(m, score):
+    """score, -infinity outside the expert_group_used_count groups whose best two experts have the highest sum"""
+    n_groups, used = m.get('expert_group_count'), m.get('expert_group_used_count')
+    groups = heads(score, n_groups)
+    sums = np.sort(groups, -1)[:, :, -2:].sum(-1)
+    ranks = np.sort(sums, -1)[:, ::-1]
+    m.router_margin = min(m.router_margin, (ranks[:, used - 1] - ranks[:, used]).min())
+    return np.where((sums >= ranks[:, used - 1:used])[:, :, None], groups, -np.inf).reshape(score.shape)
+
+
 def choose_experts(m, probs, score, normalised):
     """[T, n_expert] weights, zero where an expert is not among the expert_used_count of the highest score"""
     used = m.get('expert_used_count')
@@ -289,9 +300,9 @@ def shared_expert(m, il, h):
     return gate[:, None] * gated_ffn(m, il, h, '_shexp')
 
 
-def pre_norm_decoder(m, tokens, mix, ffn, ffn_norm='ffn_norm', final='output_norm'):
+def pre_norm_decoder(m, tokens, mix, ffn, ffn_norm='ffn_norm', final='output_norm', embedding_scale=1.0):
     """x += mix(norm(x)); x += ffn(norm(x)) for each layer"""
-    x = m.at('token_embd.weight')[tokens]
+    x = m.at('token_embd.weight')[tokens] * embedding_scale
     for il in range(m.get('block_count')):
         x = x + mix(m, il, rms_norm(m, 'blk.%d.attn_norm' % il, x))
         x = x + ffn(m, il, rms_norm(m, 'blk.%d.%s' % (il, ffn_norm), x))
@@ -811,9 +822,135 @@ def make_gemma4_moe():
     return m, gemma4_decoder
 
 
+def make_gemma():
+    """one key head; gelu; the embedding scaled by the root of its width"""
+    m = Model('gemma', 'gemma')
+    common_keys(m, layers=2, n_head=4, n_kv=1, head_dim=16, n_ff=48, base=1000.0, eps=0.05)
+    put_embeddings(m, tied=True, gain=3.0)
+    for il in range(2):
+        m.norm('blk.%d.attn_norm' % il, N_EMBD)
+        put_attention(m, il)
+        m.norm('blk.%d.ffn_norm' % il, N_EMBD)
+        put_ffn(m, il, 48)
+    return m, lambda m, tokens: pre_norm_decoder(
+        m, tokens, lambda m, il, h: self_attention(m, il, h, 'far'),
+        lambda m, il, h: gated_ffn(m, il, h, act=gelu), embedding_scale=m.get('embedding_length') ** 0.5)
+
+
+def yarn(m):
+    """what divides the angles of each pair, and what multiplies the scores. Pairs that turn less than once within the
+    original context are interpolated, those that turn 32 times or more are not, and those between in part"""
+    n_rot, base = m.get('rope.dimension_count'), m.get('rope.freq_base')
+    factor, context = m.get('rope.scaling.factor'), m.get('rope.scaling.original_context_length')
+
+    def pair_that_turns(times): return n_rot * np.log(context / (times * 2.0 * np.pi)) / (2.0 * np.log(base))
+    low, high = max(0.0, np.floor(pair_that_turns(32.0))), min(n_rot - 1.0, np.ceil(pair_that_turns(1.0)))
+    interpolated = np.clip((np.arange(n_rot // 2) - low) / max(0.001, high - low), 0.0, 1.0)
+    grown = 1.0 + m.get('rope.scaling.yarn_log_multiplier') * np.log(factor)
+    return 1.0 / (interpolated / factor + (1.0 - interpolated)), grown * grown
+
+
+def latent_attention(m, il, h, factors, gain):
+    """keys and values of all heads from one narrow vector per token, beside it the one part of the keys that turns. New
+    files have the matrices from the narrow vector by head, and transposed for keys; old ones have one matrix, in which
+    each head's rows are those of its key and then of its value"""
+    b, n_head, n_rot = 'blk.%d.attn_' % il, m.get('attention.head_count'), m.get('rope.dimension_count')
+    base, rank = m.get('rope.freq_base'), m.get('attention.kv_lora_rank')
+    if m.has(b + 'q.weight'): q = linear(m, b + 'q', h)
+    else: q = linear(m, b + 'q_b', rms_norm(m, b + 'q_a_norm', linear(m, b + 'q_a', h)))
+    q, narrow = heads(q, n_head), linear(m, b + 'kv_a_mqa', h)
+    still = q.shape[2] - n_rot
+    turning = rope(narrow[:, None, rank:], n_rot, base, 'near', factors)
+    q = np.concatenate([q[..., :still], rope(q[..., still:], n_rot, base, 'near', factors)], 2)
+    narrow = rms_norm(m, b + 'kv_a_norm', narrow[:, :rank])
+    if m.has(b + 'kv_b.weight'): k, v = np.split(heads(linear(m, b + 'kv_b', narrow), n_head), [still], 2)
+    else:
+        k = np.einsum('tr,hrd->thd', narrow, m.at(b + 'k_b.weight'))
+        v = np.einsum('tr,hdr->thd', narrow, m.at(b + 'v_b.weight'))
+    k = np.concatenate([k, np.repeat(turning, n_head, 1)], 2)
+    return linear(m, b + 'output', attention(q, k, v, gain * q.shape[2] ** -0.5))
+
+
+def deepseek2(name, n_head, n_kv, n_rot, rank, gating, n_expert, used, shared):
+    """keys that both forms have, and a dense first layer"""
+    m = Model('deepseek2', name)
+    common_keys(m, layers=2, n_head=n_head, n_kv=n_kv, head_dim=rank + n_rot, n_ff=48, base=1000.0, n_rot=n_rot)
+    m.u32(attention__kv_lora_rank=rank, leading_dense_block_count=1, expert_count=n_expert, expert_used_count=used,
+          expert_feed_forward_length=16, expert_shared_count=shared, expert_gating_func=gating,
+          rope__scaling__original_context_length=32)
+    m.text(rope__scaling__type='yarn')
+    put_embeddings(m)
+    for il in range(2):
+        b = 'blk.%d.' % il
+        m.norm(b + 'attn_norm', N_EMBD)
+        m.weight(b + 'attn_kv_a_mqa', rank + n_rot, N_EMBD, gain=1.5)
+        m.norm(b + 'attn_kv_a_norm', rank)
+        m.norm(b + 'ffn_norm', N_EMBD)
+        if il < 1: put_ffn(m, il, 48)
+        else:
+            put_experts(m, il, n_expert, 16)
+            put_ffn(m, il, 16 * shared, '_shexp')
+    return m
+
+
+def deepseek2_decoder(m, tokens):
+    def ffn(m, il, h):
+        if il < m.get('leading_dense_block_count'): return gated_ffn(m, il, h)
+        score = linear(m, 'blk.%d.ffn_gate_inp' % il, h)
+        probs = sigmoid(score) if m.get('expert_gating_func') == 2 else softmax(score)
+        if m.has('blk.%d.exp_probs_b.bias' % il): score = probs + m.at('blk.%d.exp_probs_b.bias' % il)
+        if m.get('expert_group_count', 1) > 1: score = best_groups(m, score)
+        w = choose_experts(m, probs, score, m.get('expert_weights_norm')) * m.get('expert_weights_scale')
+        return experts(m, il, h, w) + gated_ffn(m, il, h, '_shexp')
+    factors, gain = yarn(m)
+    return pre_norm_decoder(m, tokens, lambda m, il, h: latent_attention(m, il, h, factors, gain), ffn)
+
+
+def make_deepseek2_groups():
+    """DeepSeek V3: narrow queries, sigmoid scores with a bias for the choice, groups of experts"""
+    m = deepseek2('deepseek2-groups', 4, 1, 8, 24, gating=2, n_expert=12, used=3, shared=2)
+    m.u32(attention__value_length=24, attention__key_length_mla=20, attention__value_length_mla=10,
+          attention__q_lora_rank=20, expert_group_count=4, expert_group_used_count=2)
+    m.f32(rope__scaling__factor=8.0, rope__scaling__yarn_log_multiplier=0.1, expert_weights_scale=1.8)
+    m.flag(expert_weights_norm=True)
+    for il in range(2):
+        b = 'blk.%d.attn_' % il
+        m.weight(b + 'q_a', 20, N_EMBD)
+        m.norm(b + 'q_a_norm', 20)
+        m.weight(b + 'q_b', 4 * 20, 20, gain=1.5)
+        m.weight(b + 'k_b', 4, 24, 12, gain=1.5 * 0.5 ** 0.5)
+        m.weight(b + 'v_b', 4, 10, 24)
+        m.weight(b + 'output', N_EMBD, 4 * 10, gain=1.5)
+    m.vector('blk.1.exp_probs_b.bias', 12, spread=0.2)
+    return m, deepseek2_decoder
+
+
+def make_deepseek2_lite(legacy=False):
+    """DeepSeek V2 Lite: full queries, softmax scores as they are; in the first files one matrix for keys and values"""
+    m = deepseek2('deepseek2-lite-legacy' if legacy else 'deepseek2-lite', 4, 4 if legacy else 1, 8, 24, 1, 6, 2, 1)
+    if legacy: m.u32(attention__key_length=20, attention__value_length=12)
+    else: m.u32(attention__value_length=24, attention__key_length_mla=20, attention__value_length_mla=12)
+    m.f32(rope__scaling__factor=4.0, rope__scaling__yarn_log_multiplier=0.0707, expert_weights_scale=1.0)
+    m.flag(expert_weights_norm=False)
+    for il in range(2):
+        b = 'blk.%d.attn_' % il
+        m.weight(b + 'q', 4 * 20, N_EMBD, gain=1.5)
+        if legacy: m.weight(b + 'kv_b', 4 * (12 + 12), 24, gain=1.5)
+        else:
+            m.weight(b + 'k_b', 4, 24, 12, gain=1.5 * 0.5 ** 0.5)
+            m.weight(b + 'v_b', 4, 12, 24, gain=1.5)
+        m.weight(b + 'output', N_EMBD, 4 * 12, gain=1.5)
+    return m, deepseek2_decoder
+
+
+def make_deepseek2_lite_legacy(): return make_deepseek2_lite(legacy=True)
+
+
 FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, make_qwen35, make_qwen35moe,
             make_qwen35moe_fused, make_qwen3next, make_qwen3next_legacy, make_cohere2, make_internlm2, make_exaone,
-            make_seed_oss, make_mpt, make_bloom, make_gemma4, make_gemma4_moe]
+            make_seed_oss, make_mpt, make_bloom, make_gemma4, make_gemma4_moe,
+            make_gemma, make_deepseek2_groups, make_deepseek2_lite,
+            make_deepseek2_lite_legacy]
 
 
 # ---- answers ----
