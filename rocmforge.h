@@ -902,7 +902,8 @@ typedef enum rf_op_kind {
                             a ROUTE; weight is the slot of the first of n_experts matrices, the others follow, and only
                             those that were chosen need be there; RF_OP_PER_CHOICE: in[T, n_used, n_in]            */
     RF_OP_MIX = 11,      /* out[T, n_out] = scale * sum over k of weight[k] * in[T, n_used, n_out], in order of k,
-                            weights in2[T, 1, n_used] of a ROUTE (+ out if RF_OP_ACCUMULATE); a scale of 0 is 1    */
+                            weights in2[T, 1, n_used] of a ROUTE, or sigmoid(in2[T, n_used]) with RF_OP_SIGMOID
+                            (+ out if RF_OP_ACCUMULATE); a scale of 0 is 1                                         */
     RF_OP_HEADS = 12,    /* a matrix for each head: out[T, n_heads, n_out + head_dim - n_in] = the first n_in values of
                             in[T, n_heads, head_dim] times W[h]^T, behind them its other ones, untouched; W[h] are
                             rows [h * n_out, + n_out) of the weight                                                */
@@ -923,7 +924,7 @@ typedef enum rf_activation {
                         in2                                                           */
     RF_ACT_COUNT = 3
 } rf_activation;
-#define RF_OP_SIGMOID 0x100u    /* ROUTE */
+#define RF_OP_SIGMOID 0x100u    /* ROUTE, MIX */
 #define RF_OP_CHOSEN 0x200u     /* ROUTE */
 #define RF_OP_NORMALIZE 0x400u  /* ROUTE */
 #define RF_OP_PER_CHOICE 0x800u /* EXPERTS */
@@ -5120,6 +5121,8 @@ typedef struct rfi_moe_arch {
     int keys;       /* expert_gating_func, expert_weights_norm and _scale may say otherwise         */
     int n_ff_is_ff; /* without expert_feed_forward_length an expert is feed_forward_length wide     */
     int groups;     /* expert_group_count and _used_count are read                                  */
+    int optional;   /* without expert_count there are none                                          */
+    int gate;       /* the shared experts' result is multiplied by sigmoid(ffn_gate_inp_shexp . x)  */
     int dense_lead; /* leading_dense_block_count layers have no experts                             */
     int shared;     /* experts that every row takes: their width is expert_feed_forward_length times
                        expert_shared_count, or expert_shared_feed_forward_length                    */
@@ -5172,7 +5175,8 @@ enum {
     RFI_SINKS = 1 << 23,         /* attn_sinks: a score of each head; scores are scaled by 1/sqrt(n_rot)     */
     RFI_OAI = 1 << 24,           /* experts: RF_ACT_OAI instead of silu                                      */
     RFI_LOCAL_YARN = 1 << 25,    /* yarn in layers with a window, too                                        */
-    RFI_LATENT = 1 << 26         /* attention to one compressed key and value of all heads                   */
+    RFI_LATENT = 1 << 26,        /* attention to one compressed key and value of all heads                   */
+    RFI_LOCAL_ROPE = 1 << 27     /* rope in layers with a window only                                        */
 };
 
 /* An architecture, and the function that emits its plan (section 9). */
@@ -5430,6 +5434,7 @@ static rf_result rfi_config_window(const rf_gguf *g, rfi_config *c, rf_error *er
         if (list) rf_kv_int(&kv, il, &local);
         c->layers[il].local = local != 0;
         c->layers[il].window = local ? window : 0;
+        if (!local && rfi_is(c, RFI_LOCAL_ROPE)) c->layers[il].rope = 0;
     }
     return r;
 }
@@ -5513,14 +5518,14 @@ static rf_result rfi_config_gating(const rf_gguf *g, rfi_config *c, rf_error *er
 
 /* Experts: how many, how wide, how they are chosen. Products of these numbers stay below 2^31. */
 static rf_result rfi_config_experts(const rf_gguf *g, rfi_config *c, rf_error *err) {
-    static const rfi_uint_key n_experts = {"expert_count", 1, RF_MAX_EXPERTS, 0, 1},
-                              n_shared = {"expert_shared_count", 0, RF_MAX_EXPERTS, 0, 0},
+    static const rfi_uint_key n_shared = {"expert_shared_count", 0, RF_MAX_EXPERTS, 0, 0},
                               shared_ff = {"expert_shared_feed_forward_length", 0, 1 << 24, 0, 0};
     const rfi_moe_arch *a = c->arch->moe;
+    const rfi_uint_key n_experts = {"expert_count", !a->optional, RF_MAX_EXPERTS, 0, !a->optional};
     rfi_moe_config *m = &c->moe;
     uint32_t shared = 0;
     rf_result r = rfi_key_uint(g, c->arch, &n_experts, 0, 0, &m->n_experts, err);
-    if (r != RF_OK) return r;
+    if (r != RF_OK || m->n_experts == 0) return r;
     const rfi_uint_key n_used = {"expert_used_count", 1, m->n_experts, 0, 1},
                        n_dense = {"leading_dense_block_count", 0, c->n_layers, 0, 0},
                        n_ff = {"expert_feed_forward_length", 1, 1 << 24, c->layers[0].n_ff, !a->n_ff_is_ff};
@@ -5984,6 +5989,7 @@ typedef struct rfi_decoder {
     uint32_t route;    /* [T, 2, n_used]            */
     uint32_t gates, ups; /* [T, n_used, n_ff]       */
     uint32_t downs;    /* [T, n_used, n_embd]       */
+    uint32_t share;    /* [T, 1]: how much of the shared experts' result is taken, before its sigmoid */
     rfi_rope rope, local_rope;
 } rfi_decoder;
 
@@ -6215,33 +6221,59 @@ static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d) {
     op->n_groups_used = m->n_groups_used;
 }
 
+/* x += the sum of n_used results in `in`, by the weights in in2 */
+static void rfi_emit_mix(rfi_builder *b, const rfi_decoder *d, uint32_t in, uint32_t in2, uint32_t n_used,
+                         uint32_t flags) {
+    const rfi_config *c = b->c;
+    rf_op *op = rfi_op(b, RF_OP_MIX, RF_ROWS_TOKENS);
+    op->in = in;
+    op->in2 = in2;
+    op->out = d->x;
+    op->flags = RF_OP_ACCUMULATE | flags;
+    op->n_out = c->n_embd;
+    op->scale = (float)c->residual_scale;
+    op->n_experts = c->moe.n_experts;
+    op->n_used = n_used;
+}
+
+/* x += Wdown (silu(Wgate xn) * Wup xn) of the shared experts, all or as much as their gate says */
+static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d) {
+    const rfi_config *c = b->c;
+    const uint32_t tokens = RF_ROWS_TOKENS, n_embd = c->n_embd, n_ff = c->moe.n_ff_shared;
+    const rfi_weight none = {RF_NONE, 0, RF_NONE};
+    if (!n_ff && rfi_has(b, "ffn_up_shexp.weight") && b->result == RF_OK)
+        b->result = rfi_fail(b->err, RF_ERR_NOT_FOUND, 0,
+                             "%s: blk.%d.ffn_up_shexp.weight: no key of %s says how wide it is", rfi_gguf_path(b->g),
+                             (int)b->layer, c->arch->name);
+    if (!n_ff) return;
+    rfi_weight gate = rfi_bind_matrix(b, "ffn_gate_shexp", n_embd, n_ff, NULL),
+               up = rfi_bind_matrix(b, "ffn_up_shexp", n_embd, n_ff, NULL);
+    rfi_emit_matmul(b, tokens, d->gate, d->xn, gate, none, n_ff, 0);
+    rfi_emit_matmul(b, tokens, d->up, d->xn, up, none, n_ff, 0);
+    rfi_emit_glu(b, d->gate, d->up, n_ff, RF_ACT_SILU);
+    if (!c->arch->moe->gate) {
+        rfi_emit_residual(b, d, d->gate, n_ff, "ffn_down_shexp", "post_ffw_norm");
+        return;
+    }
+    rfi_weight down = rfi_bind_matrix(b, "ffn_down_shexp", n_ff, n_embd, NULL),
+               share = rfi_bind(b, "ffn_gate_inp_shexp.weight", n_embd, 1, 0, NULL);
+    rfi_emit_matmul(b, tokens, d->y, d->gate, down, none, n_embd, 0);
+    rfi_emit_matmul(b, tokens, d->share, d->xn, share, none, 1, 0);
+    rfi_emit_mix(b, d, d->y, d->share, 1, RF_OP_SIGMOID);
+}
+
 /* x += sum over the chosen experts of weight * Wdown (silu(Wgate xn) * Wup xn), + the same of the shared experts */
 static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d) {
     const rfi_moe_config *m = &b->c->moe;
     const uint32_t n_embd = b->c->n_embd, gate[2] = {d->xn, d->gates}, up[2] = {d->xn, d->ups},
                    down[2] = {d->gates, d->downs};
-    rfi_weight none = {RF_NONE, 0, RF_NONE};
     rfi_emit_route(b, d);
     rfi_emit_experts(b, d, "ffn_gate_exps", gate, n_embd, m->n_ff, 0);
     rfi_emit_experts(b, d, "ffn_up_exps", up, n_embd, m->n_ff, 0);
     rfi_emit_glu(b, d->gates, d->ups, m->n_used * m->n_ff, rfi_is(b->c, RFI_OAI) ? RF_ACT_OAI : RF_ACT_SILU);
     rfi_emit_experts(b, d, "ffn_down_exps", down, m->n_ff, n_embd, RF_OP_PER_CHOICE);
-    rf_op *op = rfi_op(b, RF_OP_MIX, RF_ROWS_TOKENS);
-    op->in = d->downs;
-    op->in2 = d->route;
-    op->out = d->x;
-    op->flags = RF_OP_ACCUMULATE;
-    op->n_out = n_embd;
-    op->scale = (float)b->c->residual_scale;
-    op->n_experts = m->n_experts;
-    op->n_used = m->n_used;
-    if (!m->n_ff_shared) return;
-    rfi_weight gate_w = rfi_bind_matrix(b, "ffn_gate_shexp", n_embd, m->n_ff_shared, NULL),
-               up_w = rfi_bind_matrix(b, "ffn_up_shexp", n_embd, m->n_ff_shared, NULL);
-    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->gate, d->xn, gate_w, none, m->n_ff_shared, 0);
-    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->up, d->xn, up_w, none, m->n_ff_shared, 0);
-    rfi_emit_glu(b, d->gate, d->up, m->n_ff_shared, RF_ACT_SILU);
-    rfi_emit_residual(b, d, d->gate, m->n_ff_shared, "ffn_down_shexp", "post_ffw_norm");
+    rfi_emit_mix(b, d, d->downs, d->route, m->n_used, 0);
+    rfi_emit_shared(b, d);
 }
 
 static int rfi_layer_has_experts(const rfi_config *c, uint32_t il) {
@@ -6285,7 +6317,9 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     d.x = rfi_buffer(b, "x", RF_ROWS_TOKENS, c->n_embd);
     d.xn = rfi_buffer(b, "xn", RF_ROWS_TOKENS, c->n_embd);
     if (c->parallel) d.xn2 = rfi_buffer(b, "xn2", RF_ROWS_TOKENS, c->n_embd);
-    if (rfi_is(c, RFI_POST_NORM)) d.y = rfi_buffer(b, "y", RF_ROWS_TOKENS, c->n_embd);
+    const int gated_share = c->moe.n_ff_shared && c->arch->moe->gate;
+    if (gated_share) d.share = rfi_buffer(b, "share", RF_ROWS_TOKENS, 1);
+    if (rfi_is(c, RFI_POST_NORM) || gated_share) d.y = rfi_buffer(b, "y", RF_ROWS_TOKENS, c->n_embd);
     const int latent = rfi_is(c, RFI_LATENT);
     d.q = rfi_buffer(b, "q", RF_ROWS_TOKENS, heads * (latent ? c->latent.head_dim : c->head_dim));
     d.k = rfi_buffer(b, "k", RF_ROWS_TOKENS, latent ? c->latent.rank : kv_heads * c->head_dim);
@@ -6377,11 +6411,16 @@ static const rfi_moe_arch rfi_moe_granite = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_deepseek2 = {
     .gating = RFI_GATING_SOFTMAX, .keys = 1, .groups = 1, .dense_lead = 1, .shared = 1};
+static const rfi_moe_arch rfi_moe_mixtral = {
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .optional = 1};
+static const rfi_moe_arch rfi_moe_qwen2 = {.gating = RFI_GATING_SOFTMAX, .shared = 1, .gate = 1};
+static const rfi_moe_arch rfi_moe_olmo = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1};
 static const rfi_moe_arch rfi_moe_oss = {.gating = RFI_GATING_CHOSEN};
 static const rfi_arch rfi_archs[] = {
-    {.name = "llama", .emit = rfi_emit_decoder},
+    {.name = "llama", .emit = rfi_emit_decoder, .moe = &rfi_moe_mixtral},
     {.name = "qwen2", .traits = RFI_NEOX, .emit = rfi_emit_decoder},
     {.name = "qwen3", .traits = RFI_NEOX | RFI_QK_NORM, .emit = rfi_emit_decoder},
+    {.name = "gemma", .traits = RFI_NEOX | RFI_GELU | RFI_EMBED_SQRT, .emit = rfi_emit_decoder},
     {.name = "gemma2",
      .traits = RFI_NEOX | RFI_POST_NORM | RFI_GELU | RFI_EMBED_SQRT | RFI_SOFTCAPS,
      .emit = rfi_emit_decoder,
@@ -6404,6 +6443,14 @@ static const rfi_arch rfi_archs[] = {
      .emit = rfi_emit_decoder,
      .window_period = 4},
     {.name = "command-r", .traits = RFI_LAYER_NORM | RFI_PARALLEL | RFI_LOGITS_TIMES, .emit = rfi_emit_decoder},
+    {.name = "cohere2",
+     .traits = RFI_LAYER_NORM | RFI_PARALLEL | RFI_LOGITS_TIMES | RFI_LOCAL_ROPE,
+     .emit = rfi_emit_decoder,
+     .window_period = 4,
+     .window = 4096},
+    {.name = "internlm2", .emit = rfi_emit_decoder},
+    {.name = "exaone", .traits = RFI_NEOX, .emit = rfi_emit_decoder},
+    {.name = "seed_oss", .traits = RFI_NEOX | RFI_FFN_NORM_POST, .emit = rfi_emit_decoder},
     {.name = "stablelm", .traits = RFI_NEOX | RFI_LAYER_NORM | RFI_PARALLEL_BARE, .emit = rfi_emit_decoder},
     {.name = "starcoder2", .traits = RFI_NEOX | RFI_LAYER_NORM | RFI_GELU | RFI_NO_GATE, .emit = rfi_emit_decoder},
     {.name = "phi2",
@@ -6417,6 +6464,8 @@ static const rfi_arch rfi_archs[] = {
      .traits = RFI_NEOX | RFI_LAYER_NORM | RFI_PARALLEL | RFI_GELU | RFI_NO_GATE,
      .emit = rfi_emit_decoder},
     {.name = "qwen3moe", .traits = RFI_NEOX | RFI_QK_NORM, .emit = rfi_emit_decoder, .moe = &rfi_moe_qwen3},
+    {.name = "qwen2moe", .traits = RFI_NEOX, .emit = rfi_emit_decoder, .moe = &rfi_moe_qwen2},
+    {.name = "olmoe", .traits = RFI_NEOX | RFI_QK_NORM_WIDE, .emit = rfi_emit_decoder, .moe = &rfi_moe_olmo},
     {.name = "granitemoe", .traits = RFI_SCALES | RFI_ROPE_SWITCH, .emit = rfi_emit_decoder, .moe = &rfi_moe_granite},
     {.name = "gpt-oss",
      .traits = RFI_NEOX | RFI_FFN_NORM_POST | RFI_SINKS | RFI_OAI | RFI_LOCAL_YARN,
@@ -9133,13 +9182,16 @@ static void rfi_route_row(const rf_op *op, const float *logits, const float *bia
 
 /* One row of MIX. */
 static void rfi_mix_row(const rf_op *op, const float *in, const float *weights, float *out) {
+    const int sigmoid = (op->flags & RF_OP_SIGMOID) != 0;
     const float scale = op->scale != 0 ? op->scale : 1;
     float sum[256];
     for (uint32_t at = 0; at < op->n_out; at += RFI_COUNT(sum)) {
         const uint32_t n = (uint32_t)rfi_min_u64(RFI_COUNT(sum), op->n_out - at);
         memset(sum, 0, sizeof sum);
-        for (uint32_t k = 0; k < op->n_used; k++)
-            for (uint32_t i = 0; i < n; i++) sum[i] += weights[k] * in[(uint64_t)k * op->n_out + at + i];
+        for (uint32_t k = 0; k < op->n_used; k++) {
+            const float weight = sigmoid ? 1 / (1 + expf(-weights[k])) : weights[k];
+            for (uint32_t i = 0; i < n; i++) sum[i] += weight * in[(uint64_t)k * op->n_out + at + i];
+        }
         for (uint32_t i = 0; i < n; i++)
             out[at + i] = (op->flags & RF_OP_ACCUMULATE ? out[at + i] : 0.0f) + scale * sum[i];
     }
@@ -9585,7 +9637,8 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
 static void rfi_cpu_mix(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     RFI_UNUSED(thread);
-    rfi_mix_row(o->op, o->in + chunk * o->in_width, o->in2 + chunk * o->in2_width + o->op->n_used,
+    const uint32_t first = o->op->flags & RF_OP_SIGMOID ? 0 : o->op->n_used; /* behind the ids of a route */
+    rfi_mix_row(o->op, o->in + chunk * o->in_width, o->in2 + chunk * o->in2_width + first,
                 o->out + chunk * o->out_width);
 }
 
@@ -9974,7 +10027,7 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
         [RF_OP_ATTENTION] = RF_OP_LATENT,
         [RF_OP_ROUTE] = RF_OP_SIGMOID | RF_OP_CHOSEN | RF_OP_NORMALIZE,
         [RF_OP_EXPERTS] = RF_OP_PER_CHOICE,
-        [RF_OP_MIX] = RF_OP_ACCUMULATE,
+        [RF_OP_MIX] = RF_OP_ACCUMULATE | RF_OP_SIGMOID,
     };
     if (op->flags & ~flags[op->kind] || (op->kind == RF_OP_EMBED && op->flags == RF_OP_ACCUMULATE))
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u has unknown flags %x", op->kind, op->flags);
@@ -10310,7 +10363,7 @@ static rf_result rfi_null_experts(const rf_plan *plan, uint32_t i, const rf_op *
         if (r != RF_OK || op->extra == RF_NONE) return r;
         return rfi_null_weight(plan, i, op->extra, op->n_experts, 1, err);
     }
-    r = rfi_null_buffer(plan, i, "in2", op->in2, rows, 2 * n_used, err);
+    r = rfi_null_buffer(plan, i, "in2", op->in2, rows, (op->flags & RF_OP_SIGMOID ? 1 : 2) * n_used, err);
     if (op->kind == RF_OP_MIX) {
         if (r == RF_OK) r = rfi_null_buffer(plan, i, "in", op->in, rows, n_used * op->n_out, err);
         return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err) : r;

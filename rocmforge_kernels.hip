@@ -1508,18 +1508,19 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
 /* out (+)= scale * sum over the chosen experts of weight * in, in their order.
  *   grid [ceil(n / 256), rows]   block 256 */
 struct rfk_mix_args {
-    const float *in, *route; /* [rows, n_used, n], [rows, 2, n_used] */
+    const float *in, *route; /* [rows, n_used, n], [rows, 2, n_used], or [rows, n_used] before their sigmoid */
     float *out;
-    uint32_t in_stride, route_stride, out_stride, n, n_used, accumulate;
+    uint32_t in_stride, route_stride, out_stride, n, n_used, accumulate, sigmoid;
     float scale;
 };
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
     if (i >= a.n) return;
     const float *in = a.in + (size_t)blockIdx.y * a.in_stride + i,
-                *weight = a.route + (size_t)blockIdx.y * a.route_stride + a.n_used;
+                *weight = a.route + (size_t)blockIdx.y * a.route_stride + (a.sigmoid ? 0 : a.n_used);
     float *out = a.out + (size_t)blockIdx.y * a.out_stride + i, sum = 0;
-    for (uint32_t k = 0; k < a.n_used; k++) sum += weight[k] * in[(size_t)k * a.n];
+    for (uint32_t k = 0; k < a.n_used; k++)
+        sum += (a.sigmoid ? 1.0f / (1.0f + expf(-weight[k])) : weight[k]) * in[(size_t)k * a.n];
     *out = (a.accumulate ? *out : 0.0f) + a.scale * sum;
 }
 
@@ -4628,7 +4629,7 @@ static int rfk_is_plain_experts(const rf_op *op) {
     switch (op->kind) {
     case RF_OP_ROUTE: return rfk_is_plain(&rest, RF_OP_SIGMOID | RF_OP_CHOSEN | RF_OP_NORMALIZE);
     case RF_OP_EXPERTS: return rfk_is_plain(&rest, RF_OP_PER_CHOICE) && op->scale == 0;
-    case RF_OP_MIX: return rfk_is_plain(&rest, RF_OP_ACCUMULATE);
+    case RF_OP_MIX: return rfk_is_plain(&rest, RF_OP_ACCUMULATE | RF_OP_SIGMOID);
     default: return 0;
     }
 }
@@ -4643,7 +4644,7 @@ static int rfk_experts_fit(const rf_plan *plan, const rf_op *op) {
                (op->n_groups <= 1 ||
                 (op->n_experts % op->n_groups == 0 && op->n_groups_used <= op->n_groups &&
                  (uint64_t)op->n_experts / op->n_groups * op->n_groups_used >= n_used));
-    if (!rfk_fits(plan, op->in2, tokens, 2 * n_used) || op->in == op->out) return 0;
+    if (!rfk_fits(plan, op->in2, tokens, (op->flags & RF_OP_SIGMOID ? 1 : 2) * n_used) || op->in == op->out) return 0;
     if (op->kind == RF_OP_MIX) return rfk_fits(plan, op->in, tokens, n_used * n) && rfk_fits(plan, op->out, tokens, n);
     return rfk_fits(plan, op->in, tokens, op->n_in * (op->flags & RF_OP_PER_CHOICE ? n_used : 1)) &&
            rfk_fits(plan, op->out, tokens, n_used * n);
@@ -5639,6 +5640,7 @@ static rf_result rfk_run_mix(const rfk_launching *l) {
     a.n = op->n_out;
     a.n_used = op->n_used;
     a.accumulate = (op->flags & RF_OP_ACCUMULATE) != 0;
+    a.sigmoid = (op->flags & RF_OP_SIGMOID) != 0;
     a.scale = op->scale != 0 ? op->scale : 1;
     return rfk_go(l, rfk_mix, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
 }

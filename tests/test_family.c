@@ -274,7 +274,8 @@ static const struct {
     {{.arch = "gptneox", .has = STARCODER | MG_QKV, .more_kv = parallel_number}, RF_ERR_FORMAT, "use_parallel_residual"},
     {{.arch = "gptneox", .has = STARCODER | MG_QKV | MG_NO_FFN_NORM, .more_kv = parallel}, RF_ERR_NOT_FOUND, "blk.0.ffn_norm.weight"},
     {{.arch = "gpt2", .has = STARCODER | MG_QKV}, RF_ERR_NOT_FOUND, "position_embd.weight"},
-    {{.arch = "cohere2", .has = MG_LAYER_NORM | MG_NO_FFN_NORM}, RF_ERR_UNSUPPORTED, "'cohere2'"},
+    {{.arch = "cohere2", .has = MG_LAYER_NORM | MG_NO_FFN_NORM}, RF_ERR_NOT_FOUND, "cohere2.logit_scale"},
+    {{.arch = "cohere9", .has = MG_LAYER_NORM | MG_NO_FFN_NORM}, RF_ERR_UNSUPPORTED, "'cohere9'"},
 };
 
 static void test_errors(void) {

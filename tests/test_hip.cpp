@@ -1089,7 +1089,8 @@ static void experts_case(const ExpertsCase &c) {
     uint32_t width_in = c.n_in * (c.per_choice ? c.n_used : 1), width = c.n_used * c.n_out, pad = c.glu ? 0 : 5;
     Rig g(devices[c.device]);
     uint32_t in = g.buffer(width_in + pad), up = g.buffer(width_in), route = g.buffer(2 * c.n_used + 1),
-             y = g.buffer(width + 3), logits = g.buffer(c.n_experts), x = g.buffer(c.n_out + 1);
+             y = g.buffer(width + 3), logits = g.buffer(c.n_experts), x = g.buffer(c.n_out + 1),
+             share = g.buffer(c.n_used + 1), shared = g.buffer(c.n_out);
     std::vector<uint8_t> w = random_rows(c.type, c.n_in, c.n_out * c.n_experts);
     std::vector<float> b = values((size_t)c.n_experts * c.n_out);
     rf_op *o = g.op(RF_OP_ROUTE);
@@ -1114,16 +1115,22 @@ static void experts_case(const ExpertsCase &c) {
     o = g.op(RF_OP_MIX);
     o->in = twice, o->in2 = route, o->out = x, o->n_out = c.n_out, o->n_used = c.n_used, o->n_experts = c.n_experts;
     o->scale = c.bias ? 0.5f : 0, o->flags = c.bias ? (uint32_t)RF_OP_ACCUMULATE : 0;
+    rf_op mix = *o;
+    o = g.op(RF_OP_MIX); /* the same by weights that are no route's */
+    *o = mix;
+    o->in2 = share, o->out = shared, o->flags = RF_OP_SIGMOID;
     rf_result r = g.open(c.T, 1, 128);
     REQUIRE(r == RF_OK, "%s: %s", what, g.err.text);
     std::vector<float> v = values((size_t)c.T * (width_in + pad)), u = values((size_t)c.T * width_in),
-                       before = values((size_t)c.T * (width + 3)), old = values((size_t)c.T * (c.n_out + 1));
+                       before = values((size_t)c.T * (width + 3)), old = values((size_t)c.T * (c.n_out + 1)),
+                       shares = values((size_t)c.T * (c.n_used + 1));
+    g.set(share, shares);
     g.set(in, v), g.set(up, u), g.set(y, before), g.set(x, old), g.set(logits, values((size_t)c.T * c.n_experts));
     REQUIRE(g.run(rows_of(c.T)) == RF_OK, "%s: %s", what, g.err.text);
     std::vector<float> found = g.get(y), again = g.get(twice), chosen = g.get(route), input = g.get(in);
-    std::vector<double> wd = decode(c.type, w), want, sum;
+    std::vector<double> wd = decode(c.type, w), want, sum, sum2;
     for (uint32_t t = 0; t < c.T; t++) {
-        std::vector<double> mix(c.n_out, 0);
+        std::vector<double> mix(c.n_out, 0), mix2(c.n_out, 0);
         for (uint32_t k = 0; k < c.n_used; k++) {
             uint32_t id;
             memcpy(&id, &chosen[t * (2 * c.n_used + 1) + k], 4);
@@ -1134,15 +1141,18 @@ static void experts_case(const ExpertsCase &c) {
                 double dot = c.bias ? b[(size_t)id * c.n_out + i] : 0;
                 for (uint32_t j = 0; j < c.n_in; j++) dot += wd[((size_t)id * c.n_out + i) * c.n_in + j] * xd[j];
                 want.push_back(dot);
+                mix2[i] += dot / (1 + exp(-(double)shares[t * (c.n_used + 1) + k]));
                 mix[i] += (double)chosen[t * (2 * c.n_used + 1) + c.n_used + k] * dot;
             }
         }
         for (uint32_t i = 0; i < 3; i++) want.push_back(before[(size_t)t * (width + 3) + width + i]);
         for (uint32_t i = 0; i < c.n_out; i++) sum.push_back(c.bias ? old[t * (c.n_out + 1) + i] + 0.5 * mix[i] : mix[i]);
         sum.push_back(old[t * (c.n_out + 1) + c.n_out]);
+        for (uint32_t i = 0; i < c.n_out; i++) sum2.push_back(c.bias ? 0.5 * mix2[i] : mix2[i]);
     }
     compare(found, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
     compare(g.get(x), sum, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    compare(g.get(shared), sum2, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
     for (uint32_t t = 0; t < c.T; t++)
         CHECK(!memcmp(&found[t * (width + 3)], &again[(size_t)t * width], width * 4), "%s: the same product gives other bits",
               what);

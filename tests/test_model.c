@@ -1304,7 +1304,7 @@ static void test_tensor_errors(void) {
     CHECK(atomic_load(&live_blocks) == 0, "%lld blocks are left", (long long)atomic_load(&live_blocks));
 }
 
-static void experts(mg_gguf *w) { mg_kv_u32(w, "llama.expert_count", 8); }
+static void experts(mg_gguf *w) { mg_kv_u32(w, "qwen2.expert_count", 8); }
 static void two_groups(mg_gguf *w) { mg_kv_u32(w, "glm4moe.expert_group_count", 2); }
 static void real_norm(mg_gguf *w) { mg_kv_f32(w, "glm4moe.expert_weights_norm", 1); }
 static void no_experts(mg_gguf *w) { mg_kv_u32(w, "llama.expert_count", 0); }
@@ -1336,7 +1336,7 @@ static const struct {
     {"general.architecture", DROP, 0, RF_ERR_NOT_FOUND, "general.architecture", {0}},
     {"general.architecture", MORE, 0, RF_ERR_FORMAT, "general.architecture", {.more_kv = arch_number}},
     {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "'gemma9'", {.arch = "gemma9"}},
-    {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "llama, qwen2, qwen3", {.arch = "qwen2moe"}},
+    {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "llama, qwen2, qwen3", {.arch = "mamba"}},
     {"general.name", DROP, 0, RF_OK, "", {0}},
     {"llama.block_count", DROP, 0, RF_ERR_NOT_FOUND, "llama.block_count", {0}},
     {"llama.block_count", SET, 0, RF_ERR_FORMAT, "llama.block_count", {0}},
@@ -1398,7 +1398,7 @@ static const struct {
     {"llama.vocab_size", DROP, 0, RF_ERR_NOT_FOUND, "llama.vocab_size", {.no_vocab = 1}},
     {"llama.vocab_size", SET, 0, RF_ERR_FORMAT, "llama.vocab_size", {.no_vocab = 1}},
     {"llama.vocab_size", SET, 319, RF_ERR_FORMAT, "token_embd.weight", {.no_vocab = 1}},
-    {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "llama.expert_count", {.more_kv = experts}},
+    {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "qwen2.expert_count", {.arch = "qwen2", .more_kv = experts}},
     {"general.name", AS_IS, 0, RF_OK, "", {.more_kv = no_experts}},
     {"qwen3moe.expert_count", DROP, 0, RF_ERR_NOT_FOUND, "qwen3moe.expert_count", {MOE}},
     {"qwen3moe.expert_count", SET, 0, RF_ERR_FORMAT, "qwen3moe.expert_count", {MOE}},
