@@ -5358,7 +5358,7 @@ static rf_result rfi_config_arch(const rf_gguf *g, rfi_config *c, rf_error *err)
                         rfi_gguf_path(g));
     c->arch = rfi_arch_find(arch);
     if (c->arch) return RF_OK;
-    char names[320];
+    char names[400];
     rfi_arch_list(names, sizeof names);
     return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where,
                     "%s: general.architecture at byte %llu: '%.*s' is not supported (supported: %s)",
