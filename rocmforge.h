@@ -518,6 +518,9 @@ typedef struct rf_session_desc {
     uint32_t n_batch;      /* rows evaluated at once, longer calls are cut; 0 = 512, or n_ctx*n_seq_max if less  */
     uint32_t n_logits_max; /* rows of one rf_eval that may ask for logits; 0 = n_seq_max                         */
     uint32_t cache_type;   /* rf_cache_type; 0 = f16                                                             */
+    uint32_t full_cache;   /* 0: layers with a sliding window keep the positions that the window and the largest
+                              batch need, and a sequence cannot be cut back far (rf_session_truncate); 1: all layers
+                              keep n_ctx positions, and it can be cut anywhere. The logits are the same bits.    */
 } rf_session_desc;
 
 typedef struct rf_forecast {
@@ -557,7 +560,9 @@ typedef struct rf_row {
  * sequences are all this call; it is cut into micro-batches of n_batch rows.
  *   rows    in   [n_rows], n_rows >= 1, at most n_logits_max of them with want_logits
  * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_CONTEXT_FULL; RF_ERR_CANCELLED; errors of loading a weight; RF_ERR_DEVICE.
- *         On failure every sequence is as long as before the call, and no logits are kept.
+ *         On failure every sequence is as long as before the call, and no logits are kept. A sequence of which this
+ *         call had added more than n_batch rows by then may be empty instead, where layers keep a window only
+ *         (rf_session_desc.full_cache): the text says so.
  * Memory none.   Cost: every weight is read once per micro-batch, attention reads each sequence's keys and values. */
 ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_rows, rf_error *err);
 
@@ -583,13 +588,18 @@ ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_
                                    rf_error *err);
 
 /* Make sequence `seq` hold exactly a prefix of `tokens`: keep the longest common prefix with what it holds now, drop
- * the rest. *kept (out) <= n_tokens is the position from which the caller must evaluate. If all of them are held, one
- * is dropped, so that evaluating the last one gives logits again.   Cost O(kept). */
+ * the rest. *kept (out) <= n_tokens is the position from which the caller must evaluate: 0 where the sequence cannot be
+ * cut back that far (rf_session_truncate). If all of them are held, one is dropped, so that evaluating the last one
+ * gives logits again.   Cost O(kept). */
 ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_t *tokens, uint32_t n_tokens,
                                         uint32_t *kept, rf_error *err);
 
-/* Cut a sequence to n_keep tokens (more than it holds: no change). *kept (may be NULL) is the length it really has
- * now: never more than asked, less where a cache cannot rewind that far. n_keep 0 empties it. */
+/* Cut a sequence to n_keep tokens (more than it holds: no change). n_keep 0 empties it. *kept (may be NULL) is the
+ * length it really has now: n_keep, or 0 where that cannot be: if layers of the model have a sliding window and the
+ * session keeps no more of them (rf_session_desc.full_cache), what is n_batch or more tokens behind the furthest that
+ * the sequence has been may be gone, and the caller evaluates its tokens again from 0. Sequences that were never longer
+ * than the window can be cut anywhere. A restored one can go back as far as the saved one could.
+ * Returns RF_OK; RF_ERR_ARGUMENT (seq).   Memory none.   Cost O(1). */
 ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept,
                                             rf_error *err);
 
@@ -642,7 +652,8 @@ typedef struct rf_session_io {
 /* Bytes that rf_session_save would write; 0 for a seq out of range.   Memory none.   Cost O(layers). */
 ROCMFORGE_API uint64_t rf_session_save_bytes(const rf_session *s, int32_t seq);
 
-/* Write a sequence: its tokens, and the keys and values of these, with what tells the model and a checksum.
+/* Write a sequence: its tokens, and the keys and values of these (of layers with a sliding window as many as the
+ * session still needs to go on, or to be cut back), with what tells the model and a checksum.
  * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_IO (write_fn); RF_ERR_DEVICE. The sequence stays as it is.   Memory none.
  * Cost: copies its keys and values from the device. */
 ROCMFORGE_API rf_result rf_session_save(rf_session *s, int32_t seq, const rf_session_io *io, rf_error *err);
@@ -970,16 +981,20 @@ typedef struct rf_plan_buffer {
     uint32_t width;
 } rf_plan_buffer;
 
-/* Memory of a layer that outlives a step. Layout: K [n_seq][n_kv_heads][n_ctx][head_dim], behind it, aligned to
- * RF_STATE_ALIGN, V [n_seq][n_kv_heads][n_ctx][head_dim_v], elements of the session's cache type. head_dim_v is 0 where
- * the ops are RF_OP_LATENT. */
+/* Memory of a layer that outlives a step. Layout: K [n_seq][n_kv_heads][cells][head_dim], behind it, aligned to
+ * RF_STATE_ALIGN, V [n_seq][n_kv_heads][cells][head_dim_v], elements of the session's cache type. head_dim_v is 0 where
+ * the ops are RF_OP_LATENT. Position p lies in cell p % cells. There are n_ctx cells; or, with a window, as few as the
+ * window and a step's rows need, in multiples of RF_STATE_CELLS: so many positions from a multiple of it on always lie
+ * side by side. */
 typedef struct rf_plan_state {
     uint32_t layer;
     uint32_t n_kv_heads;
     uint32_t head_dim, head_dim_v;
+    uint32_t window; /* positions that its ATTENTION ops see at most, a row's own included; 0: all */
 } rf_plan_state;
 
 #define RF_STATE_ALIGN 256u
+#define RF_STATE_CELLS 256u
 
 /* A weight: one tensor of the file, or the matrix of one expert in it. Matrices are [n_rows, n_in]; of a tensor
  * ne={n_in, n_rows}, or ne={n_in, n_rows, n_experts}: then `expert` begins at byte expert * size_bytes of it; of HEADS
@@ -1025,8 +1040,8 @@ typedef struct rf_step_row {
     int32_t logits_row;/* row of the logits buffer, -1 for none         */
 } rf_step_row;
 
-/* What varies from call to call. Host memory, read during plan_run only. Sequence s keeps position p in cell
- * s * n_ctx + p of its states, so that rows say all. Rows of one sequence have ascending positions. */
+/* What varies from call to call. Host memory, read during plan_run only. Where a sequence keeps a position follows from
+ * both (rf_plan_state), so that rows say all. Rows of one sequence have ascending positions, one after the other. */
 typedef struct rf_step {
     const rf_step_row *rows;
     const float *embeddings;    /* [n_rows, n_embd], or NULL                        */
@@ -1082,14 +1097,22 @@ typedef struct rf_plan_bind {
     rf_mem state;                  /* keys and values                                        */
     const uint64_t *buffer_offset; /* [n_buffers] bytes into scratch, multiples of 256       */
     const uint64_t *state_offset;  /* [n_states] bytes into state, multiples of 256          */
-    uint32_t n_ctx;                /* cells per sequence                                     */
+    const uint32_t *state_cells;   /* [n_states] cells per sequence; NULL: n_ctx each        */
+    uint32_t n_ctx;                /* positions per sequence                                 */
     uint32_t n_seq;
     uint32_t n_batch;              /* rows of a step at most                                 */
     uint32_t n_logits;             /* rows of the logits buffers at most                     */
     uint32_t cache_type;           /* rf_cache_type                                          */
 } rf_plan_bind;
 
-#define RF_DEVICE_API_VERSION 2u
+/* Cells of a state per sequence; 0 if it is neither the context nor a ring that is large enough. */
+static inline uint32_t rf_state_cells(const rf_plan_bind *bind, uint32_t state) {
+    const uint32_t n = bind->state_cells ? bind->state_cells[state] : bind->n_ctx, window = bind->plan->states[state].window;
+    const int is_ring = window && n % RF_STATE_CELLS == 0 && n >= (uint64_t)window + bind->n_batch - 1;
+    return n == bind->n_ctx || is_ring ? n : 0;
+}
+
+#define RF_DEVICE_API_VERSION 3u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -5861,11 +5884,11 @@ static uint32_t rfi_buffer(rfi_builder *b, const char *name, uint32_t rows, uint
     return b->buffers.n - 1;
 }
 
-static uint32_t rfi_state(rfi_builder *b, uint32_t n_kv_heads) {
+static uint32_t rfi_state(rfi_builder *b, uint32_t n_kv_heads, uint32_t window) {
     rf_plan_state *p = (rf_plan_state *)rfi_array_push(b, &b->states, 1, sizeof *p);
     if (!p) return 0;
     *p = (rf_plan_state){(uint32_t)b->layer, n_kv_heads, b->c->head_dim,
-                         rfi_is(b->c, RFI_LATENT) ? 0 : b->c->head_dim_v};
+                         rfi_is(b->c, RFI_LATENT) ? 0 : b->c->head_dim_v, window};
     return b->states.n - 1;
 }
 
@@ -6056,7 +6079,7 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     op->flags = latent ? RF_OP_LATENT : 0;
     op->in = d->k;
     op->in2 = d->v;
-    op->state = rfi_state(b, l->n_kv_heads);
+    op->state = rfi_state(b, l->n_kv_heads, l->window);
     op->n_kv_heads = l->n_kv_heads;
     op->head_dim = c->head_dim;
     op->head_dim_v = c->head_dim_v;
@@ -6584,7 +6607,8 @@ static uint64_t rfi_q8_groups(uint32_t n_in) { return ((uint64_t)n_in + 255) / 2
 typedef struct rfi_attention {
     const float *q;          /* [n_tokens][q_stride], heads side by side: [n_group][head_dim]                  */
     uint64_t q_stride;
-    const void *k, *v;       /* [positions][head_dim], [positions][head_dim_v], of cache_type                  */
+    const void *k, *v;       /* [n_cells][head_dim], [n_cells][head_dim_v], of cache_type                      */
+    uint32_t n_cells;        /* position p lies in cell p % n_cells: RF_STATE_CELLS                            */
     uint32_t cache_type;     /* rf_cache_type                                                                  */
     uint32_t n_tokens;
     uint32_t n_pos;          /* positions that the first token sees, itself included; token t sees n_pos + t   */
@@ -6908,8 +6932,9 @@ static void rfi_attention_block(const rfi_kernels *k, const rfi_attention_pass *
     const rfi_attention *a = p->a;
     const int wide = a->cache_type == RF_CACHE_F32;
     const uint64_t k_row = a->head_dim * (wide ? 4u : 2u), v_row = a->head_dim_v * (wide ? 4u : 2u);
-    const uint8_t *v = (const uint8_t *)a->v + pos * v_row;
-    k->scores[wide]((const uint8_t *)a->k + pos * k_row, n, a->head_dim, p->q, p->n_cols, p->scores);
+    const uint32_t cell = pos % a->n_cells; /* cells of what no query sees may hold other positions */
+    const uint8_t *v = (const uint8_t *)a->v + cell * v_row;
+    k->scores[wide]((const uint8_t *)a->k + cell * k_row, n, a->head_dim, p->q, p->n_cols, p->scores);
     for (uint32_t c = 0; c < p->n_cols; c++) {
         const rfi_span sees = rfi_attention_sees(p, c / a->n_group, pos, n);
         const uint32_t n_seen = sees.end - sees.begin;
@@ -9464,9 +9489,9 @@ static void rfi_cpu_rope(void *ctx, uint32_t chunk, uint32_t thread) {
 /* First byte of the keys (or values) of one head of one sequence; dim is their width. */
 static uint8_t *rfi_cpu_state(const rfi_cpu_plan *p, uint32_t state, int values, int32_t seq, uint32_t head) {
     const rf_plan_state *s = &p->plan->states[state];
-    uint64_t element = p->bind.cache_type == RF_CACHE_F32 ? 4 : 2;
-    uint64_t cells = ((uint64_t)(uint32_t)seq * s->n_kv_heads + head) * p->bind.n_ctx;
-    uint64_t k_bytes = (uint64_t)p->bind.n_seq * s->n_kv_heads * p->bind.n_ctx * s->head_dim * element;
+    uint64_t element = p->bind.cache_type == RF_CACHE_F32 ? 4 : 2, n_cells = rf_state_cells(&p->bind, state);
+    uint64_t cells = ((uint64_t)(uint32_t)seq * s->n_kv_heads + head) * n_cells;
+    uint64_t k_bytes = (uint64_t)p->bind.n_seq * s->n_kv_heads * n_cells * s->head_dim * element;
     uint8_t *base = (uint8_t *)p->bind.state.base + p->bind.state_offset[state];
     if (!values) return base + cells * s->head_dim * element;
     return base + ((k_bytes + RF_STATE_ALIGN - 1) & ~(uint64_t)(RF_STATE_ALIGN - 1)) +
@@ -9477,6 +9502,7 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
     const rf_step_row *row = &o->step->rows[chunk];
+    const uint32_t pos = (uint32_t)row->pos % rf_state_cells(&o->p->bind, op->state);
     const int latent = (op->flags & RF_OP_LATENT) != 0;
     RFI_UNUSED(thread);
     for (int second = 0; second < 2; second++) { /* keys and values, or the two parts of the keys */
@@ -9486,7 +9512,7 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
         const float *src = second ? o->in2 + chunk * o->in2_width : o->in + chunk * o->in_width;
         for (uint32_t h = 0; h < op->n_kv_heads; h++) {
             uint8_t *head = rfi_cpu_state(o->p, op->state, second && !latent, row->seq, h);
-            uint64_t at = (uint64_t)(uint32_t)row->pos * cell + (second && latent ? first_dim : 0);
+            uint64_t at = (uint64_t)pos * cell + (second && latent ? first_dim : 0);
             if (o->p->bind.cache_type == RF_CACHE_F32)
                 memcpy((float *)(void *)head + at, src + (uint64_t)h * dim, dim * sizeof(float));
             else o->k->f32_to_f16((uint16_t *)(void *)head + at, src + (uint64_t)h * dim, dim);
@@ -9511,6 +9537,7 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .q_stride = o->in_width,
             .k = rfi_cpu_state(o->p, op->state, 0, row->seq, head),
             .v = rfi_cpu_state(o->p, op->state, !latent, row->seq, head),
+            .n_cells = rf_state_cells(&o->p->bind, op->state),
             .cache_type = o->p->bind.cache_type,
             .n_tokens = n,
             .n_pos = (uint32_t)row->pos + 1,
@@ -10164,6 +10191,14 @@ static rf_result rfi_cpu_prepare_experts(rfi_cpu_plan *p, const rfi_cpu_need *ne
     return p->pairs.sorted && p->pairs.first && p->pairs.active && p->gathered ? RF_OK : RF_ERR_MEMORY;
 }
 
+static rf_result rfi_bind_check_cells(const rf_plan_bind *bind, rf_error *err) {
+    for (uint32_t i = 0; i < bind->plan->n_states; i++)
+        if (rf_state_cells(bind, i) == 0)
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "state %u: %u cells are too few, or not as rings are", i,
+                            bind->state_cells ? bind->state_cells[i] : bind->n_ctx);
+    return RF_OK;
+}
+
 static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops,
                                       uint32_t *n_segments, rf_prepared **out, rf_error *err) {
     rfi_cpu *cpu = rfi_cpu_of(d);
@@ -10183,6 +10218,7 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
         r = rfi_cpu_op_supported(d, plan, &plan->ops[i], err);
         if (rf_op_begins_segment(plan, i)) p->segments[p->n_segments++] = i;
     }
+    if (r == RF_OK) r = rfi_bind_check_cells(bind, err);
     if (r == RF_OK) {
         rfi_cpu_need need = rfi_cpu_measure(plan, p->how);
         p->segments[p->n_segments] = plan->n_ops;
@@ -10331,7 +10367,8 @@ static rf_result rfi_null_attention(const rf_plan *plan, uint32_t i, const rf_op
     const rf_plan_state *s = op->state < plan->n_states ? &plan->states[op->state] : NULL;
     const int store = op->kind == RF_OP_KV_STORE, latent = (op->flags & RF_OP_LATENT) != 0;
     if (!s || s->n_kv_heads != op->n_kv_heads || s->head_dim != op->head_dim ||
-        s->head_dim_v != (latent ? 0 : op->head_dim_v) || !op->n_kv_heads || (latent && op->head_dim_v > op->head_dim))
+        s->head_dim_v != (latent ? 0 : op->head_dim_v) || !op->n_kv_heads || (latent && op->head_dim_v > op->head_dim) ||
+        (!store && s->window && (!op->window || op->window > s->window)))
         return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: state %u does not fit", i, op->state);
     const uint64_t heads = store ? op->n_kv_heads : op->n_heads,
                    first = store && latent ? op->head_dim_v : op->head_dim,
@@ -10670,6 +10707,7 @@ static rf_result rfi_null_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint
     const rf_plan *plan = bind->plan;
     rf_result r = rfi_null_call(dev, "plan_prepare", err);
     for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) r = rfi_null_check(plan, i, &plan->ops[i], err);
+    if (r == RF_OK) r = rfi_bind_check_cells(bind, err);
     if (r != RF_OK) return r;
     rfi_null_plan *p = (rfi_null_plan *)rfi_alloc(&dev->alloc, 1, sizeof *p, "a prepared plan", err);
     if (!p) return RF_ERR_MEMORY;
@@ -10776,6 +10814,7 @@ struct rf_session {
     rf_mem scratch, state;
     uint64_t *buffer_offset; /* [n_buffers]                 */
     uint64_t *state_offset;  /* [n_states]                  */
+    uint32_t *state_cells;   /* [n_states] per sequence     */
     rf_queue *queue;
     rf_prepared *prepared;
     uint32_t n_segments;
@@ -10791,6 +10830,7 @@ struct rf_session {
     uint32_t n_held, n_held_streamed;
     uint64_t loading_cancels; /* of the store, when the eval in progress began                   */
     uint32_t *lengths;       /* [n_seq_max] tokens held                                         */
+    uint32_t *floors;        /* [n_seq_max] the least, but for none, that it can be cut to      */
     uint32_t *ends;          /* [n_seq_max] the same after the eval in progress                 */
     int32_t *tokens;         /* [n_seq_max, n_ctx]; -1 where a row came as floats               */
     rf_step_row *rows;       /* [n_batch]                                                       */
@@ -10831,6 +10871,13 @@ static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *d
     return RF_OK;
 }
 
+/* Cells that a sequence has of a state. A ring holds what the first row of a batch sees when its last row is written. */
+static uint32_t rfi_state_cells(const rf_session_desc *d, const rf_plan_state *s) {
+    const uint64_t needed = (uint64_t)s->window + d->n_batch - 1;
+    const uint64_t n = (needed + RF_STATE_CELLS - 1) / RF_STATE_CELLS * RF_STATE_CELLS;
+    return s->window == 0 || d->full_cache || n >= d->n_ctx ? d->n_ctx : (uint32_t)n;
+}
+
 /* Place `n` x `width` elements behind *end, aligned to 256; 0 if it does not fit 64 bits. */
 static int rfi_place(uint64_t *end, uint64_t *offset, uint64_t n, uint64_t width, uint64_t element_bytes) {
     uint64_t bytes;
@@ -10854,14 +10901,14 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
     }
     for (uint32_t i = 0; i < plan->n_states; i++) {
         const rf_plan_state *s = &plan->states[i];
-        uint64_t cells = (uint64_t)d->n_ctx * d->n_seq_max * s->n_kv_heads; /* < 2^31 * 2^14 */
+        uint64_t cells = (uint64_t)rfi_state_cells(d, s) * d->n_seq_max * s->n_kv_heads; /* < 2^31 * 2^14 */
         fits &= rfi_place(&out->kv_bytes, &at, cells, s->head_dim, element);
         fits &= rfi_place(&out->kv_bytes, &unused, cells, s->head_dim_v, element);
         if (state_offset) state_offset[i] = at;
     }
     fits &= rfi_place(&host, &unused, d->n_logits_max, (uint64_t)plan->n_vocab + 1, sizeof(float));
     fits &= rfi_place(&host, &unused, d->n_batch, (uint64_t)plan->n_embd + 8, sizeof(float));
-    fits &= rfi_place(&host, &unused, d->n_seq_max, (uint64_t)d->n_ctx + 2, sizeof(int32_t));
+    fits &= rfi_place(&host, &unused, d->n_seq_max, (uint64_t)d->n_ctx + 3, sizeof(int32_t));
     out->host_bytes = host;
     return fits ? RF_OK : rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: sizes do not fit 64 bits");
 }
@@ -10893,6 +10940,7 @@ static void rfi_session_release(rf_session *s) {
     rfi_free(alloc, s->ops);
     rfi_free(alloc, s->buffer_offset);
     rfi_free(alloc, s->state_offset);
+    rfi_free(alloc, s->state_cells);
     rfi_free(alloc, s->segment_slots);
     rfi_free(alloc, s->held);
     rfi_free(alloc, s->held_streamed);
@@ -10901,6 +10949,7 @@ static void rfi_session_release(rf_session *s) {
     rfi_free(alloc, s->pinned);
     rfi_free(alloc, s->chosen);
     rfi_free(alloc, s->lengths);
+    rfi_free(alloc, s->floors);
     rfi_free(alloc, s->ends);
     rfi_free_aligned(alloc, s->tokens);
     rfi_free(alloc, s->rows);
@@ -10919,6 +10968,7 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     s->buffer_offset =
         (uint64_t *)rfi_alloc(alloc, plan->n_buffers, sizeof *s->buffer_offset, "buffer offsets", err);
     s->state_offset = (uint64_t *)rfi_alloc(alloc, plan->n_states, sizeof *s->state_offset, "state offsets", err);
+    s->state_cells = (uint32_t *)rfi_alloc(alloc, plan->n_states, sizeof *s->state_cells, "state cells", err);
     s->segment_first =
         (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops + 1, sizeof *s->segment_first, "segments", err);
     s->segment_ops =
@@ -10929,14 +10979,15 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     s->pinned = (uint8_t *)rfi_alloc(alloc, plan->n_weights, 1, "segments", err);
     s->chosen = (uint8_t *)rfi_alloc(alloc, plan->n_weights, 1, "segments", err);
     s->lengths = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->lengths, "sequence lengths", err);
+    s->floors = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->floors, "sequence lengths", err);
     s->ends = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->ends, "sequence lengths", err);
     s->rows = (rf_step_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->rows, "batch rows", err);
     s->forward_rows = (rf_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->forward_rows, "batch rows", err);
     s->logit_rows = (uint32_t *)rfi_alloc(alloc, d->n_batch, sizeof *s->logit_rows, "batch rows", err);
     s->tokens = (int32_t *)rfi_alloc_aligned(alloc, (uint64_t)d->n_seq_max * d->n_ctx * sizeof *s->tokens, 64,
                                              "token history", err);
-    if (!s->buffer_offset || !s->state_offset || !s->segment_first || !s->segment_slots || !s->held ||
-        !s->held_streamed || !s->segment_ops || !s->pinned || !s->chosen || !s->lengths ||
+    if (!s->buffer_offset || !s->state_offset || !s->state_cells || !s->segment_first || !s->segment_slots ||
+        !s->held || !s->held_streamed || !s->segment_ops || !s->pinned || !s->chosen || !s->lengths || !s->floors ||
         !s->ends || !s->rows || !s->forward_rows || !s->logit_rows || !s->tokens)
         return RF_ERR_MEMORY;
     rf_result r =
@@ -10997,6 +11048,8 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
     if (r == RF_OK) r = rfi_session_plan(s, err);
     if (r == RF_OK) r = rfi_session_host_memory(s, err);
     if (r == RF_OK) r = rfi_session_layout(m, &s->desc, s->buffer_offset, s->state_offset, &size, err);
+    for (uint32_t i = 0; r == RF_OK && i < m->plan.n_states; i++)
+        s->state_cells[i] = rfi_state_cells(&s->desc, &m->plan.states[i]);
     if (r == RF_OK) r = api->mem_create(dev, size.scratch_bytes, &s->scratch, err);
     if (r == RF_OK) r = api->mem_create(dev, rfi_max_u64(size.kv_bytes, 1), &s->state, err);
     if (r == RF_OK) r = api->queue_create(dev, &s->queue, err);
@@ -11008,6 +11061,7 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
         .state = s->state,
         .buffer_offset = s->buffer_offset,
         .state_offset = s->state_offset,
+        .state_cells = s->state_cells,
         .n_ctx = s->desc.n_ctx,
         .n_seq = s->desc.n_seq_max,
         .n_batch = s->desc.n_batch,
@@ -11228,6 +11282,25 @@ static rf_result rfi_eval_read(rf_session *s, uint32_t buffer, void *dst, uint32
     return r == RF_OK ? api->ticket_wait(&ticket, RFI_WAIT_MS, err) : r;
 }
 
+/* Positions up to `end` were written: what the next token of a shorter sequence needs may have been overwritten. */
+static void rfi_session_raise_floor(rf_session *s, uint32_t seq, uint32_t end) {
+    for (uint32_t i = 0; i < s->m->plan.n_states; i++) {
+        const uint32_t n_cells = s->state_cells[i], window = s->m->plan.states[i].window;
+        if (end > n_cells) s->floors[seq] = (uint32_t)rfi_max_u64(s->floors[seq], end - n_cells + window - 1);
+    }
+}
+
+/* A sequence is n tokens long, no more than it was; none where it cannot be cut to that, which the text of err, if there
+ * is one, then ends with. */
+static void rfi_session_cut(rf_session *s, uint32_t seq, uint32_t n, rf_error *err) {
+    const int lost = n > 0 && n < s->floors[seq];
+    s->lengths[seq] = lost ? 0 : n;
+    if (s->lengths[seq] == 0) s->floors[seq] = 0;
+    if (!lost || !err) return;
+    const size_t used = strlen(err->text);
+    snprintf(err->text + used, sizeof err->text - used, "; sequence %u is empty now: its window has moved on", seq);
+}
+
 /* All micro-batches, and the ids of the largest logits. */
 static rf_result rfi_eval_run(rf_session *s, const rf_row *rows, uint32_t n_rows, uint32_t *n_logits, rf_error *err) {
     rfi_store *store = s->m->store;
@@ -11261,6 +11334,9 @@ ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_ro
     uint32_t n_logits = 0;
     r = rfi_eval_run(s, rows, n_rows, &n_logits, err);
     rfi_store_end(s->m->store);
+    for (uint32_t i = 0; i < s->desc.n_seq_max; i++)
+        if (s->ends[i] > s->lengths[i]) rfi_session_raise_floor(s, i, s->ends[i]);
+    for (uint32_t i = 0; r != RF_OK && i < s->desc.n_seq_max; i++) rfi_session_cut(s, i, s->lengths[i], err);
     if (r != RF_OK) return r;
     memcpy(s->lengths, s->ends, s->desc.n_seq_max * sizeof *s->lengths);
     s->n_logits = n_logits;
@@ -11320,7 +11396,8 @@ ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_
         at += n;
     }
     if (r == RF_OK && logits) r = rfi_session_row(s, 0, logits, err);
-    if (r != RF_OK) s->lengths[0] = before, s->n_logits = 0;
+    if (r != RF_OK) s->n_logits = 0;
+    if (r != RF_OK && s->lengths[0] > before) rfi_session_cut(s, 0, before, err);
     return r;
 }
 
@@ -11339,7 +11416,7 @@ ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t
     rfi_clear(err);
     rf_result r = rfi_session_check_seq(s, seq, "rf_session_truncate", err);
     if (r != RF_OK) return r;
-    if (s->lengths[seq] > n_keep) s->lengths[seq] = n_keep;
+    if (s->lengths[seq] > n_keep) rfi_session_cut(s, (uint32_t)seq, n_keep, NULL);
     if (kept) *kept = s->lengths[seq];
     return RF_OK;
 }
@@ -11363,30 +11440,31 @@ ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst,
     if (r == RF_OK) r = rfi_session_check_seq(s, dst, "rf_session_copy", err);
     if (r != RF_OK || src == dst) return r;
     const rf_device_api *api = s->m->device->api;
-    uint64_t n_ctx = s->desc.n_ctx, element = s->desc.cache_type == RF_CACHE_F32 ? 4 : 2, n = s->lengths[src];
+    uint64_t element = s->desc.cache_type == RF_CACHE_F32 ? 4 : 2, n = s->lengths[src];
     rf_ticket ticket = {0};
-    s->lengths[dst] = 0; /* a failure in the middle leaves it empty */
+    rfi_session_cut(s, (uint32_t)dst, 0, NULL); /* a failure in the middle leaves it empty */
     for (uint32_t i = 0; i < s->m->plan.n_states; i++) {
         const rf_plan_state *st = &s->m->plan.states[i];
-        uint64_t at = s->state_offset[i], k_end = 0, v_at = 0;
-        rfi_place(&k_end, &v_at, n_ctx * s->desc.n_seq_max * st->n_kv_heads, st->head_dim, element);
+        uint64_t at = s->state_offset[i], k_end = 0, v_at = 0, n_cells = s->state_cells[i];
+        rfi_place(&k_end, &v_at, n_cells * s->desc.n_seq_max * st->n_kv_heads, st->head_dim, element);
         for (uint32_t h = 0; h < st->n_kv_heads * 2 && n; h++) { /* heads of the keys, then of the values */
             int values = h >= st->n_kv_heads;
-            uint64_t cell = n_ctx * (values ? st->head_dim_v : st->head_dim) * element,
+            uint64_t row = (values ? st->head_dim_v : st->head_dim) * element, cell = n_cells * row,
                      head = values ? h - st->n_kv_heads : h;
             uint64_t base = at + (values ? k_end : 0);
             r = api->mem_copy(s->queue, &s->state,
                               base + ((uint64_t)(uint32_t)dst * st->n_kv_heads + head) * cell, &s->state,
-                              base + ((uint64_t)(uint32_t)src * st->n_kv_heads + head) * cell, cell / n_ctx * n,
-                              &ticket, err);
+                              base + ((uint64_t)(uint32_t)src * st->n_kv_heads + head) * cell,
+                              rfi_min_u64(n, n_cells) * row, &ticket, err);
             if (r != RF_OK) return r;
         }
     }
     r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
     if (r != RF_OK) return r;
-    memcpy(s->tokens + (uint64_t)(uint32_t)dst * n_ctx, s->tokens + (uint64_t)(uint32_t)src * n_ctx,
+    memcpy(s->tokens + (uint64_t)(uint32_t)dst * s->desc.n_ctx, s->tokens + (uint64_t)(uint32_t)src * s->desc.n_ctx,
            (size_t)n * sizeof *s->tokens);
     s->lengths[dst] = (uint32_t)n;
+    s->floors[dst] = s->floors[src];
     return RF_OK;
 }
 
@@ -11445,7 +11523,7 @@ ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, u
                         s->desc.n_ctx);
     uint32_t most = (uint32_t)rfi_min_u64(s->desc.n_batch, pooling == RF_POOL_MEAN ? s->desc.n_logits_max : n_tokens);
     rf_result r = RF_OK;
-    s->lengths[0] = 0;
+    rfi_session_cut(s, 0, 0, NULL);
     memset(out, 0, (size_t)s->m->plan.n_embd * sizeof *out);
     for (uint32_t at = 0; r == RF_OK && at < n_tokens;) {
         uint32_t n = (uint32_t)rfi_min_u64(most, n_tokens - at);
@@ -11457,27 +11535,29 @@ ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, u
         if (r == RF_OK) r = rfi_embed_add(s, out, err);
         at += n;
     }
-    if (r != RF_OK) s->lengths[0] = s->n_logits = 0;
+    if (r != RF_OK) s->n_logits = 0, rfi_session_cut(s, 0, 0, NULL);
     for (uint32_t k = 0; r == RF_OK && pooling == RF_POOL_MEAN && k < s->m->plan.n_embd; k++) out[k] /= (float)n_tokens;
     return r;
 }
 
 /* ---- saved sequences ----
  * A header, the token ids (int32), then per state the keys of each head and the values of each head, those of the
- * tokens held and no others; and a checksum of all of it. Little endian, nothing aligned. */
+ * tokens held and no others, of a state with a window from the first one on that a sequence cut to n_least tokens needs;
+ * and a checksum of all of it. Little endian, nothing aligned. */
 
 #define RFI_SAVED_MAGIC "rocmforge seq\n"
-enum { RFI_SAVED_VERSION = 1 };
+enum { RFI_SAVED_VERSION = 2 };
 
 typedef struct rfi_saved {
     char magic[16];       /* RFI_SAVED_MAGIC                          */
     uint32_t version, header_bytes;
     char arch[32];
     uint32_t n_weights, n_states, n_embd, n_vocab, cache_type, n_tokens;
+    uint32_t n_least, zero; /* the least, but for 0, that it can be cut to */
     uint64_t shapes;      /* hash of the weights' names, types, sizes */
     uint64_t total_bytes; /* with the checksum                        */
 } rfi_saved;
-_Static_assert(sizeof(rfi_saved) == 96, "no padding in what is written");
+_Static_assert(sizeof(rfi_saved) == 104, "no padding in what is written");
 
 /* One transfer; errors name what it was for. */
 typedef struct rfi_saving {
@@ -11505,7 +11585,7 @@ static uint64_t rfi_plan_hash(const rf_plan *p) {
     }
     for (uint32_t i = 0; i < p->n_states; i++) {
         const rf_plan_state *st = &p->states[i];
-        const uint32_t shape[4] = {st->layer, st->n_kv_heads, st->head_dim, st->head_dim_v};
+        const uint32_t shape[5] = {st->layer, st->n_kv_heads, st->head_dim, st->head_dim_v, st->window};
         h = rfi_hash_bytes(h, shape, sizeof shape);
     }
     for (uint32_t i = 0; i < p->n_ops; i++) /* keys were rotated by the factors that the session chose */
@@ -11518,8 +11598,13 @@ static uint64_t rfi_state_row_bytes(const rf_session *s, const rf_plan_state *st
     return (uint64_t)(values ? st->head_dim_v : st->head_dim) * (s->desc.cache_type == RF_CACHE_F32 ? 4 : 2);
 }
 
-/* The header that this session writes, or wants to read, for n_tokens tokens. */
-static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens) {
+/* The first position of a state that is saved. */
+static uint32_t rfi_saved_first(const rfi_saved *h, const rf_plan_state *st) {
+    return st->window && h->n_least >= st->window ? h->n_least - st->window + 1 : 0;
+}
+
+/* The header that this session writes, or wants to read, for n_tokens tokens, n_least of them or more. */
+static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens, uint32_t n_least) {
     const rf_plan *p = &s->plan;
     rfi_saved h;
     memset(&h, 0, sizeof h);
@@ -11530,11 +11615,13 @@ static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens) {
     h.n_weights = p->n_weights, h.n_states = p->n_states, h.n_embd = p->n_embd, h.n_vocab = p->n_vocab;
     h.cache_type = s->desc.cache_type;
     h.n_tokens = n_tokens;
+    h.n_least = n_least;
     h.shapes = rfi_plan_hash(p);
     h.total_bytes = sizeof h + 4 * (uint64_t)n_tokens + 8;
     for (uint32_t i = 0; i < p->n_states; i++)
         for (int v = 0; v < 2; v++)
-            h.total_bytes += n_tokens * rfi_state_row_bytes(s, &p->states[i], v) * p->states[i].n_kv_heads;
+            h.total_bytes += (n_tokens - rfi_saved_first(&h, &p->states[i])) * p->states[i].n_kv_heads *
+                             rfi_state_row_bytes(s, &p->states[i], v);
     return h;
 }
 
@@ -11563,8 +11650,8 @@ static rf_result rfi_saving_move(rfi_saving *w, void *data, uint64_t n) {
     return RF_OK;
 }
 
-/* The keys or values of one head of a sequence, between the device and the file, in pieces of the staging memory. */
-static rf_result rfi_saving_head(rfi_saving *w, uint64_t offset, uint64_t n_bytes) {
+/* Bytes of a state, between the device and the file, in pieces of the staging memory. */
+static rf_result rfi_saving_bytes(rfi_saving *w, uint64_t offset, uint64_t n_bytes) {
     rf_session *s = w->s;
     const rf_device_api *api = s->m->device->api;
     uint64_t piece = (uint64_t)s->desc.n_batch * s->m->plan.n_embd * sizeof(float);
@@ -11582,9 +11669,21 @@ static rf_result rfi_saving_head(rfi_saving *w, uint64_t offset, uint64_t n_byte
     return r;
 }
 
-/* Tokens, keys and values of n tokens, and the checksum. */
-static rf_result rfi_saving_body(rfi_saving *w, int32_t seq, uint32_t n) {
+/* The rows of positions [first, end) of one head of a sequence, whose cells begin at an offset: in order, so that of those
+ * that share a cell here the last one stays. */
+static rf_result rfi_saving_head(rfi_saving *w, uint64_t offset, uint64_t row, uint32_t n_cells, rfi_span positions) {
+    rf_result r = RF_OK;
+    for (uint32_t n, pos = positions.begin; r == RF_OK && pos < positions.end; pos += n) {
+        n = (uint32_t)rfi_min_u64(positions.end - pos, n_cells - pos % n_cells);
+        r = rfi_saving_bytes(w, offset + pos % n_cells * row, n * row);
+    }
+    return r;
+}
+
+/* Tokens, keys and values, and the checksum. */
+static rf_result rfi_saving_body(rfi_saving *w, int32_t seq, const rfi_saved *header) {
     rf_session *s = w->s;
+    const uint32_t n = header->n_tokens;
     const rf_plan *p = &s->m->plan;
     int32_t *tokens = s->tokens + (uint64_t)(uint32_t)seq * s->desc.n_ctx;
     rf_result r = rfi_saving_move(w, tokens, 4 * (uint64_t)n);
@@ -11594,13 +11693,15 @@ static rf_result rfi_saving_body(rfi_saving *w, int32_t seq, uint32_t n) {
                          p->n_vocab - 1);
     for (uint32_t i = 0; r == RF_OK && i < p->n_states; i++) {
         const rf_plan_state *st = &p->states[i];
-        uint64_t at = s->state_offset[i], cells = (uint64_t)s->desc.n_ctx * s->desc.n_seq_max * st->n_kv_heads;
+        const uint32_t n_cells = s->state_cells[i];
+        const rfi_span positions = {rfi_saved_first(header, st), n};
+        uint64_t at = s->state_offset[i], cells = (uint64_t)n_cells * s->desc.n_seq_max * st->n_kv_heads;
         for (int values = 0; r == RF_OK && values < 2; values++) {
             uint64_t row = rfi_state_row_bytes(s, st, values), first, end = at;
             rfi_place(&end, &first, cells, row, 1);
             for (uint32_t h = 0; r == RF_OK && h < st->n_kv_heads; h++)
-                r = rfi_saving_head(
-                    w, at + ((uint64_t)(uint32_t)seq * st->n_kv_heads + h) * s->desc.n_ctx * row, n * row);
+                r = rfi_saving_head(w, at + ((uint64_t)(uint32_t)seq * st->n_kv_heads + h) * n_cells * row, row, n_cells,
+                                    positions);
             at = end;
         }
     }
@@ -11629,6 +11730,8 @@ static rf_result rfi_saved_check(const rfi_saved *h, const rfi_saved *want, uint
         if (numbers[i].found != numbers[i].want)
             return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "saved sequence: %s: want %llu, found %llu", numbers[i].what,
                             RFI_LLU(numbers[i].want), RFI_LLU(numbers[i].found));
+    if (h->n_least > h->n_tokens)
+        return rfi_fail(err, RF_ERR_FORMAT, 0, "saved sequence: at least %u tokens of %u", h->n_least, h->n_tokens);
     if (h->total_bytes != want->total_bytes)
         return rfi_fail(err, RF_ERR_FORMAT, 0, "saved sequence: %llu bytes, want %llu for %u tokens",
                         RFI_LLU(h->total_bytes), RFI_LLU(want->total_bytes), h->n_tokens);
@@ -11639,7 +11742,7 @@ static rf_result rfi_saved_check(const rfi_saved *h, const rfi_saved *want, uint
 
 ROCMFORGE_API uint64_t rf_session_save_bytes(const rf_session *s, int32_t seq) {
     if (rfi_session_check_seq(s, seq, "", NULL) != RF_OK) return 0;
-    return rfi_saved_header(s, s->lengths[seq]).total_bytes;
+    return rfi_saved_header(s, s->lengths[seq], s->floors[seq]).total_bytes;
 }
 
 ROCMFORGE_API rf_result rf_session_save(rf_session *s, int32_t seq, const rf_session_io *io, rf_error *err) {
@@ -11647,10 +11750,10 @@ ROCMFORGE_API rf_result rf_session_save(rf_session *s, int32_t seq, const rf_ses
     rf_result r = rfi_session_check_seq(s, seq, "rf_session_save", err);
     if (r != RF_OK) return r;
     if (!io || !io->write_fn) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_save: no write_fn");
-    rfi_saved h = rfi_saved_header(s, s->lengths[seq]);
+    rfi_saved h = rfi_saved_header(s, s->lengths[seq], s->floors[seq]);
     rfi_saving w = {.s = s, .io = io, .err = err, .hash = 0xcbf29ce484222325u};
     r = rfi_saving_move(&w, &h, sizeof h);
-    return r == RF_OK ? rfi_saving_body(&w, seq, h.n_tokens) : r;
+    return r == RF_OK ? rfi_saving_body(&w, seq, &h) : r;
 }
 
 ROCMFORGE_API rf_result rf_session_restore(rf_session *s, int32_t seq, const rf_session_io *io, rf_error *err) {
@@ -11665,18 +11768,21 @@ ROCMFORGE_API rf_result rf_session_restore(rf_session *s, int32_t seq, const rf_
     rfi_saving w = {.s = s, .io = io, .err = err, .hash = 0xcbf29ce484222325u, .loading = 1};
     r = rfi_saving_move(&w, &h, sizeof h);
     if (r != RF_OK) return r;
-    rfi_saved want = rfi_saved_header(s, h.n_tokens);
+    rfi_saved want = rfi_saved_header(s, h.n_tokens, h.n_least);
     r = rfi_saved_check(&h, &want, s->desc.n_ctx, err);
-    if (r == RF_OK) r = rfi_saving_body(&w, seq, h.n_tokens);
-    if (r == RF_OK) s->lengths[seq] = h.n_tokens;
-    return r;
+    if (r == RF_OK) r = rfi_saving_body(&w, seq, &h);
+    if (r != RF_OK) return r;
+    s->lengths[seq] = h.n_tokens;
+    s->floors[seq] = h.n_least;
+    rfi_session_raise_floor(s, (uint32_t)seq, h.n_tokens);
+    return RF_OK;
 }
 
 ROCMFORGE_API rf_result rf_session_keep(rf_session *s, int32_t seq, rf_error *err) {
     rfi_clear(err);
     rf_result r = rfi_session_check_seq(s, seq, "rf_session_keep", err);
     for (uint32_t i = 0; r == RF_OK && i < s->desc.n_seq_max; i++)
-        if (i != (uint32_t)seq) s->lengths[i] = 0;
+        if (i != (uint32_t)seq) rfi_session_cut(s, i, 0, NULL);
     return r;
 }
 

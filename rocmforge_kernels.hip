@@ -1276,13 +1276,13 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rope(rfk_rope_args a) {
 RFK_DEVICE void rfk_store_value(uint16_t *p, float v) { *p = rfk_to_half(v); }
 RFK_DEVICE void rfk_store_value(float *p, float v) { *p = v; }
 
-/* Keys and values of a step to their cells, [seq][head][pos][dim].   grid [ceil(heads * (dk + dv) / 256), T]   block
+/* Keys and values of a step to their cells, [seq][head][cell][dim].   grid [ceil(heads * (dk + dv) / 256), T]   block
  * 256 */
 struct rfk_store_args {
     const float *k, *v;
     void *k_state, *v_state;
     const rf_step_row *rows;
-    uint32_t k_stride, v_stride, n_kv_heads, head_dim, head_dim_v, n_ctx;
+    uint32_t k_stride, v_stride, n_kv_heads, head_dim, head_dim_v, n_cells;
 };
 /* Keys of a first part k, head_dim_v values, and a second part v: RF_OP_LATENT.   grid [ceil(heads * dk / 256), T]
  * block 256 */
@@ -1291,7 +1291,7 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_latent_sto
                    rest = a.head_dim - a.head_dim_v;
     if (head >= a.n_kv_heads) return;
     const rf_step_row row = a.rows[blockIdx.y];
-    const size_t cell = ((size_t)row.seq * a.n_kv_heads + head) * a.n_ctx + (size_t)row.pos;
+    const size_t cell = ((size_t)row.seq * a.n_kv_heads + head) * a.n_cells + (uint32_t)row.pos % a.n_cells;
     const float x = e < a.head_dim_v
                         ? a.k[(size_t)blockIdx.y * a.k_stride + (size_t)head * a.head_dim_v + e]
                         : a.v[(size_t)blockIdx.y * a.v_stride + (size_t)head * rest + e - a.head_dim_v];
@@ -1305,7 +1305,7 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_kv_store(r
     uint32_t dim = key ? a.head_dim : a.head_dim_v;
     if (!key) i -= n_k;
     if (i >= a.n_kv_heads * dim) return;
-    size_t cell = ((size_t)row.seq * a.n_kv_heads + i / dim) * a.n_ctx + (size_t)row.pos;
+    size_t cell = ((size_t)row.seq * a.n_kv_heads + i / dim) * a.n_cells + (uint32_t)row.pos % a.n_cells;
     const float *src = key ? a.k + (size_t)blockIdx.y * a.k_stride : a.v + (size_t)blockIdx.y * a.v_stride;
     rfk_store_value((KV *)(key ? a.k_state : a.v_state) + cell * dim + i % dim, src[i]);
 }
@@ -2869,13 +2869,13 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_flo
 
 struct rfk_attention_args {
     const float *q;
-    const void *k, *v; /* [seq][kv head][n_ctx][dim] */
+    const void *k, *v; /* [seq][kv head][n_cells][dim]: position p in cell p % n_cells */
     float *out;
     const uint8_t *sinks; /* [n_heads] a score more of each head, without a value; NULL: none */
     float *part; /* [row][head][max_splits][head_dim_v + 2]: sums, maximum, sum of weights; NULL: one split, to out */
     const rf_step_row *rows;
     uint32_t q_stride, out_stride, n_rows, rows_per_block, heads_per_block, sinks_type;
-    uint32_t n_heads, n_kv_heads, head_dim, head_dim_v, n_ctx, max_splits, split_cells;
+    uint32_t n_heads, n_kv_heads, head_dim, head_dim_v, n_cells, max_splits, split_cells;
     uint32_t v_row;                      /* values from position to position */
     uint32_t window, temperature_length; /* window 0: all positions */
     float scale, softcap, temperature;   /* 0: none */
@@ -2907,17 +2907,18 @@ RFK_DEVICE void rfk_values8(const float *p, float *v) {
 struct rfk_run {
     uint32_t row0, row1, head0, n_heads, n;
     uint32_t begin, end; /* positions of this split */
+    uint32_t seen;       /* the first position that a row sees: cells of those before may hold others */
 };
 
 /* Scores of positions [cell0, cell0 + 64) to s.p: four threads a position, each eight of every 32 values. */
 template <int WAVE, class KV, class SHARED>
 RFK_DEVICE void rfk_scores(SHARED &s, const rfk_attention_args &a, const rfk_run &r, const KV *k,
                            uint32_t cell0) {
-    uint32_t cell = threadIdx.x / 4, part = threadIdx.x % 4, pos = cell0 + cell;
+    uint32_t cell = threadIdx.x / 4, part = threadIdx.x % 4, pos = cell0 + cell, first = cell0 % a.n_cells;
     float dot[RFK_QUERIES];
     for (int g = 0; g < RFK_QUERIES; g++) dot[g] = 0;
     for (uint32_t i = part * 8; pos < r.end && i < a.head_dim; i += 32) {
-        const KV *from = k + (size_t)pos * a.head_dim + i;
+        const KV *from = k + (size_t)(first + cell) * a.head_dim + i;
         float v[8];
         if (a.head_dim % 8 == 0) {
             rfk_values8(from, v);
@@ -2966,8 +2967,8 @@ template <int WAVE, class SHARED> RFK_DEVICE void rfk_softmax(SHARED &s, float *
 template <int WAVE, class KV, uint32_t HEAD>
 RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_args &a, const rfk_run &r) {
     size_t head = (size_t)a.rows[r.row0].seq * a.n_kv_heads + r.head0 / (a.n_heads / a.n_kv_heads);
-    const KV *k = (const KV *)a.k + head * a.n_ctx * a.head_dim;
-    const KV *v = (const KV *)a.v + head * a.n_ctx * a.v_row;
+    const KV *k = (const KV *)a.k + head * a.n_cells * a.head_dim;
+    const KV *v = (const KV *)a.v + head * a.n_cells * a.v_row;
     /* two neighbouring values a thread; what is left of the block takes every other position */
     uint32_t columns = 16;
     while (columns * 2 < a.head_dim_v) columns *= 2;
@@ -2997,11 +2998,12 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_ar
         __syncthreads();
         rfk_softmax<WAVE>(s, &largest, &sum);
         __syncthreads();
-        uint32_t n_cells = r.end - cell0 < RFK_CELLS ? r.end - cell0 : RFK_CELLS;
+        uint32_t n_cells = r.end - cell0 < RFK_CELLS ? r.end - cell0 : RFK_CELLS, first = cell0 % a.n_cells;
         RFK_UNROLL(8)
         for (uint32_t g = 0; g < RFK_QUERIES; g++) acc[g][0] *= s.keep[g], acc[g][1] *= s.keep[g];
         for (uint32_t i = turn; column < a.head_dim_v && i < n_cells; i += turns) {
-            const KV *from = v + (size_t)(cell0 + i) * a.v_row + column;
+            if (cell0 + i < r.seen) continue; /* its weight is 0, what is there may not be a number */
+            const KV *from = v + (size_t)(first + i) * a.v_row + column;
             float v0 = rfk_value(from), v1 = column + 1 < a.head_dim_v ? rfk_value(from + 1) : 0.0f;
             RFK_UNROLL(8)
             for (uint32_t g = 0; g < RFK_QUERIES; g++) acc[g][0] += s.p[g][i] * v0, acc[g][1] += s.p[g][i] * v1;
@@ -3058,10 +3060,10 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a
         uint32_t length = (uint32_t)a.rows[r.row1 - 1].pos + 1;
         r.begin = blockIdx.z * a.split_cells;
         r.end = length - r.begin < a.split_cells ? length : r.begin + a.split_cells;
-        uint32_t seen = (uint32_t)a.rows[r.row0].pos + 1; /* by the first row: no row looks further back */
-        seen = a.window && seen > a.window ? seen - a.window : 0;
+        r.seen = (uint32_t)a.rows[r.row0].pos + 1; /* by the first row: no row looks further back */
+        r.seen = a.window && r.seen > a.window ? r.seen - a.window : 0;
         if (r.begin >= length) continue;
-        if (seen > r.begin) r.begin += (seen - r.begin) / RFK_CELLS * RFK_CELLS; /* as if it had, and seen nothing */
+        if (r.seen > r.begin) r.begin += (r.seen - r.begin) / RFK_CELLS * RFK_CELLS; /* as if it had, and seen nothing */
         if (r.begin > r.end) r.begin = r.end;
         rfk_attend<WAVE, KV, HEAD>(s, a, r);
     }
@@ -3172,7 +3174,8 @@ RFK_DEVICE void rfk_flash_run(rfk_flash_shared &s, const rfk_attention_args &a, 
     const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, group = a.n_heads / a.n_kv_heads,
                    row_tile = wave / 2 * 16, dim = a.head_dim, length = (uint32_t)a.rows[end - 1].pos + 1;
     const size_t head = (size_t)a.rows[row].seq * a.n_kv_heads + blockIdx.y;
-    const uint16_t *k = (const uint16_t *)a.k + head * a.n_ctx * dim, *v = (const uint16_t *)a.v + head * a.n_ctx * dim;
+    const uint16_t *k = (const uint16_t *)a.k + head * a.n_cells * dim,
+                   *v = (const uint16_t *)a.v + head * a.n_cells * dim;
     float acc[4][N], largest = -3e38f, sum = 0;
     RFK_UNROLL(4)
     for (int j = 0; j < 4; j++)
@@ -4435,6 +4438,7 @@ struct rfk_bound {
     float *in, *in2, *out;
     uint32_t in_stride, in2_stride, out_stride;
     char *k, *v;       /* of its state */
+    uint32_t n_cells;  /* and its cells of a sequence */
     uint32_t
         quantize; /* matmul: its input must be quantized first; norm, glu: quantize the output for what follows */
     uint32_t
@@ -4712,6 +4716,7 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
     if (op->kind == RF_OP_KV_STORE || op->kind == RF_OP_ATTENTION)
         ok = ok && s && s->n_kv_heads == op->n_kv_heads && s->head_dim == op->head_dim &&
              s->head_dim_v == (op->flags & RF_OP_LATENT ? 0 : op->head_dim_v);
+    if (op->kind == RF_OP_ATTENTION && ok && s->window) ok = op->window && op->window <= s->window;
     if (!ok) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its buffers, heads or state do not fit", err);
     if (!rfk_is_known(op) && !rfk_is_plain_experts(op))
         return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "a flag or field of it is not supported on this device", err);
@@ -4742,8 +4747,10 @@ static rf_result rfk_bind_op(rf_prepared *p, const rf_plan_bind *bind, uint32_t 
     }
     if (op->state >= plan->n_states) return RF_OK;
     const rf_plan_state *s = &plan->states[op->state];
-    uint64_t cells = (uint64_t)bind->n_seq * s->n_kv_heads * bind->n_ctx,
+    p->ops[i].n_cells = rf_state_cells(bind, op->state);
+    uint64_t cells = (uint64_t)bind->n_seq * s->n_kv_heads * p->ops[i].n_cells,
              bytes = bind->cache_type == RF_CACHE_F32 ? 4 : 2;
+    if (cells == 0) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its state has too few cells", err);
     uint64_t offset = bind->state_offset[op->state], k_bytes = rfk_align(cells * s->head_dim * bytes);
     if (offset % RF_STATE_ALIGN != 0 ||
         rfk_range(&bind->state, offset, k_bytes + cells * s->head_dim_v * bytes, "a state", NULL) != RF_OK)
@@ -5402,7 +5409,7 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
     a.n_kv_heads = op->n_kv_heads;
     a.head_dim = op->head_dim;
     a.head_dim_v = op->head_dim_v;
-    a.n_ctx = l->p->n_ctx;
+    a.n_cells = l->b.n_cells;
     if (op->flags & RF_OP_LATENT) {
         dim3 grid(rfk_ceil_div((uint64_t)op->n_kv_heads * op->head_dim, RFK_BLOCK), l->n_rows);
         return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? rfk_latent_store<float> : rfk_latent_store<uint16_t>, grid,
@@ -5457,7 +5464,7 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     a.n_kv_heads = op->n_kv_heads;
     a.head_dim = op->head_dim;
     a.head_dim_v = op->head_dim_v;
-    a.n_ctx = p->n_ctx;
+    a.n_cells = l->b.n_cells;
     a.max_splits = p->max_splits;
     a.split_cells = split ? p->split_cells : p->n_ctx;
     a.scale = op->scale;

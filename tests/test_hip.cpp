@@ -399,7 +399,7 @@ struct Rig {
     std::vector<rf_mem> weight_mem;
     std::vector<float> tables;
     std::vector<uint64_t> buffer_offset, state_offset, state_bytes;
-    std::vector<uint32_t> segment_ops;
+    std::vector<uint32_t> segment_ops, state_cells;
     rf_plan plan;
     rf_plan_bind bind;
     rf_error err;
@@ -449,8 +449,8 @@ struct Rig {
         ops.push_back(o);
         return &ops.back();
     }
-    uint32_t state(uint32_t n_kv_heads, uint32_t dk, uint32_t dv) {
-        rf_plan_state s = {0, n_kv_heads, dk, dv};
+    uint32_t state(uint32_t n_kv_heads, uint32_t dk, uint32_t dv, uint32_t window = 0) {
+        rf_plan_state s = {0, n_kv_heads, dk, dv, window};
         states.push_back(s);
         return (uint32_t)states.size() - 1;
     }
@@ -497,7 +497,7 @@ struct Rig {
         return r;
     }
     rf_result open(uint32_t n_batch, uint32_t n_logits = 1, uint32_t n_ctx = 16, uint32_t n_seq = 1,
-                   uint32_t cache = RF_CACHE_F16) {
+                   uint32_t cache = RF_CACHE_F16, uint32_t n_cells = 0) {
         plan.ops = ops.data(), plan.n_ops = (uint32_t)ops.size();
         plan.buffers = buffers.data(), plan.n_buffers = (uint32_t)buffers.size();
         plan.states = states.data(), plan.n_states = (uint32_t)states.size();
@@ -514,13 +514,15 @@ struct Rig {
         }
         uint64_t n_state = 0;
         for (size_t i = 0; i < states.size(); i++) {
-            uint64_t cells = (uint64_t)n_seq * states[i].n_kv_heads * n_ctx, e = cache == RF_CACHE_F32 ? 4 : 2;
+            state_cells.push_back(n_cells ? n_cells : n_ctx);
+            uint64_t cells = (uint64_t)n_seq * states[i].n_kv_heads * state_cells.back(), e = cache == RF_CACHE_F32 ? 4 : 2;
             state_offset.push_back(n_state);
             state_bytes.push_back(((cells * states[i].head_dim * e + 255) & ~(uint64_t)255) +
                                   cells * states[i].head_dim_v * e);
             n_state += state_bytes.back(); /* one state: it ends where the allocation ends */
         }
         bind.buffer_offset = buffer_offset.data(), bind.state_offset = state_offset.data();
+        if (n_cells) bind.state_cells = state_cells.data();
         weight_mem.assign(weights.size(), rf_mem());
         segment_ops.resize(ops.size() + 1);
         rf_result r = api->queue_create(dev, &queue, &err);
@@ -1188,22 +1190,23 @@ static void test_kv_store() {
     std::vector<Row> list = combinations(std::vector<int>{5, 5, 3, 2, 2, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
-        uint32_t dk = dims[r[0]], dv = dims[r[1]], h = heads[r[2]], cache = (uint32_t)r[3], n_ctx = 9, n_seq = 3,
-                 e = cache == RF_CACHE_F16 ? 2 : 4;
+        bool ring = r[0] == 0; /* of 256 cells, with positions beyond them */
+        uint32_t dk = dims[r[0]], dv = dims[r[1]], h = heads[r[2]], cache = (uint32_t)r[3], n_ctx = ring ? 1000 : 9, n_seq = 3,
+                 n_cells = ring ? 256 : 9, e = cache == RF_CACHE_F16 ? 2 : 4;
         const bool latent = r[4]; /* k and v are parts of one key */
         Rig g(devices[(size_t)r[5]]);
         uint32_t k = g.buffer(h * dk + 1), v = g.buffer(h * dv);
         rf_op *o = g.op(RF_OP_KV_STORE);
         o->in = k, o->in2 = v, o->n_kv_heads = h, o->head_dim = dk, o->head_dim_v = dv;
         if (latent) o->head_dim = dk + dv, o->head_dim_v = dk, o->flags = RF_OP_LATENT;
-        o->state = latent ? g.state(h, dk + dv, 0) : g.state(h, dk, dv);
+        o->state = latent ? g.state(h, dk + dv, 0, ring ? 3 : 0) : g.state(h, dk, dv, ring ? 3 : 0);
         std::vector<rf_step_row> rows;
         static const int32_t places[][2] = {{0, 0}, {2, 7}, {2, 8}, {1, 3}, {0, 8}};
         for (size_t t = 0; t < 5; t++) {
-            rf_step_row row = {0, places[t][0], places[t][1], -1};
+            rf_step_row row = {0, places[t][0], places[t][1] * (ring ? 111 : 1), -1};
             rows.push_back(row);
         }
-        REQUIRE(g.open(5, 1, n_ctx, n_seq, cache) == RF_OK, "%s", g.err.text);
+        REQUIRE(g.open(5, 1, n_ctx, n_seq, cache, n_cells) == RF_OK, "%s", g.err.text);
         std::vector<float> x = values(5 * (h * dk + 1)), y = values(5 * h * dv);
         for (size_t j = 0; j < y.size(); j++)
             y[j] =
@@ -1218,13 +1221,13 @@ static void test_kv_store() {
         std::vector<uint8_t> found(g.bind.state.size_bytes), want(g.bind.state.size_bytes, 0xab);
         REQUIRE(api->mem_read(g.queue, &g.bind.state, 0, found.data(), found.size(), &ticket, &g.err) == RF_OK, "%s",
                 g.err.text);
-        uint64_t v_base = ((uint64_t)n_seq * h * n_ctx * dk * e + 255) / 256 * 256;
+        uint64_t v_base = ((uint64_t)n_seq * h * n_cells * dk * e + 255) / 256 * 256;
         for (size_t t = 0; t < 5; t++)
             for (uint32_t head = 0; head < h; head++)
                 for (uint32_t j = 0; j < dk + dv; j++) {
                     bool key = j < dk;
                     float f = key ? x[t * (h * dk + 1) + head * dk + j] : y[t * h * dv + head * dv + j - dk];
-                    uint64_t cell = ((uint64_t)rows[t].seq * h + head) * n_ctx + (uint64_t)rows[t].pos;
+                    uint64_t cell = ((uint64_t)rows[t].seq * h + head) * n_cells + (uint64_t)rows[t].pos % n_cells;
                     uint64_t at = latent ? (cell * (dk + dv) + j) * e
                                   : key  ? (cell * dk + j) * e
                                          : v_base + (cell * dv + j - dk) * e;
@@ -1237,15 +1240,15 @@ static void test_kv_store() {
 
 struct AttentionCase {
     uint32_t group, n_kv_heads, dk, dv, length, n_rows, cache, mixed, device, window, special; /* softcap, temperature, sinks */
-    bool latent;
+    bool latent, ring;
 };
 
 static void attention_case(const AttentionCase &c) {
     char what[200];
     snprintf(what, sizeof what,
-             "attention group %u kv heads %u dims %u %u length %u rows %u cache %u mixed %u device %u window %u special %u%s",
+             "attention group %u kv heads %u dims %u %u length %u rows %u cache %u mixed %u device %u window %u special %u%s%s",
              c.group, c.n_kv_heads, c.dk, c.dv, c.length, c.n_rows, c.cache, c.mixed, c.device, c.window, c.special,
-             c.latent ? " latent" : "");
+             c.latent ? " latent" : "", c.ring ? " ring" : "");
     uint32_t heads = c.group * c.n_kv_heads, n_ctx = c.length, n_seq = c.mixed ? 2 : 1,
              e = c.cache == RF_CACHE_F16 ? 2 : 4;
     Rig g(devices[c.device]);
@@ -1253,7 +1256,7 @@ static void attention_case(const AttentionCase &c) {
     rf_op *o = g.op(RF_OP_ATTENTION);
     o->in = q, o->out = out, o->n_heads = heads, o->n_kv_heads = c.n_kv_heads, o->head_dim = c.dk,
     o->head_dim_v = c.dv;
-    o->scale = 1.0f / sqrtf((float)c.dk), o->state = g.state(c.n_kv_heads, c.dk, c.latent ? 0 : c.dv);
+    o->scale = 1.0f / sqrtf((float)c.dk), o->state = g.state(c.n_kv_heads, c.dk, c.latent ? 0 : c.dv, c.window);
     o->window = c.window;
     if (c.latent) o->flags = RF_OP_LATENT;
     if (c.special & 1) o->softcap = 2.5f;
@@ -1267,15 +1270,20 @@ static void attention_case(const AttentionCase &c) {
         rf_step_row row = {0, c.mixed ? (int32_t)(t / 3 % 2) : 0, (int32_t)(c.length - T + t), -1};
         rows.push_back(row);
     }
-    REQUIRE(g.open(T, 1, n_ctx, n_seq, c.cache) == RF_OK, "%s: %s", what, g.err.text);
+    uint32_t n_cells = c.ring && c.window ? (c.window + T - 1 + 255) / 256 * 256 : n_ctx;
+    if (n_cells > n_ctx) n_cells = n_ctx;
+    REQUIRE(g.open(T, 1, n_ctx, n_seq, c.cache, n_cells) == RF_OK, "%s: %s", what, g.err.text);
     std::vector<float> x = values((size_t)T * (heads * c.dk + 1)), before((size_t)T * (heads * c.dv + 2), 7);
     g.set(q, x), g.set(out, before);
-    uint64_t cells = (uint64_t)n_seq * c.n_kv_heads * n_ctx, v_base = (cells * c.dk * e + 255) / 256 * 256;
+    uint64_t cells = (uint64_t)n_seq * c.n_kv_heads * n_cells, v_base = (cells * c.dk * e + 255) / 256 * 256;
     const uint32_t v_row = c.latent ? c.dk : c.dv; /* values in rows of keys, or in rows of their own */
     std::vector<uint8_t> state(g.bind.state.size_bytes, 0);
     if (c.latent) v_base = 0;
     for (uint64_t i = 0; i < cells * (c.latent ? c.dk : c.dk + c.dv); i++) {
-        float f = uniform(-1.5f, 1.5f);
+        uint64_t cell = (i < cells * c.dk ? i / c.dk : (i - cells * c.dk) / c.dv) % n_cells;
+        /* cells of a ring that no row sees hold what they may */
+        bool stale = n_cells < n_ctx && (cell + n_cells - (uint64_t)(c.length - T + 1 - c.window) % n_cells) % n_cells >= T + c.window - 1;
+        float f = stale ? NAN : uniform(-1.5f, 1.5f);
         uint64_t at = i < cells * c.dk ? i * e : v_base + (i - cells * c.dk) * e;
         if (e == 2) put_half(&state[at], f);
         else memcpy(&state[at], &f, 4);
@@ -1287,18 +1295,21 @@ static void attention_case(const AttentionCase &c) {
     std::vector<double> want(before.begin(), before.end()), p;
     for (uint32_t t = 0; t < T; t++)
         for (uint32_t h = 0; h < heads; h++) {
-            uint64_t cell0 = ((uint64_t)rows[t].seq * c.n_kv_heads + h / c.group) * n_ctx;
+            uint64_t cell0 = ((uint64_t)rows[t].seq * c.n_kv_heads + h / c.group) * n_cells;
             uint32_t n = (uint32_t)rows[t].pos + 1;
             double largest = c.special & 4 ? (double)sinks[h] : -INFINITY, sum = 0;
             p.assign(n, 0);
             for (uint32_t i = 0; i < n; i++) {
+                if (c.window && i + c.window < n) {
+                    p[i] = -INFINITY;
+                    continue;
+                }
                 for (uint32_t k = 0; k < c.dk; k++)
                     p[i] += (double)x[(size_t)t * (heads * c.dk + 1) + (size_t)h * c.dk + k] *
-                            state_value(state, 0, (cell0 + i) * c.dk + k, c.cache);
+                            state_value(state, 0, (cell0 + i % n_cells) * c.dk + k, c.cache);
                 p[i] *= o->scale;
                 if (c.special & 2) p[i] *= 1 + (double)0.3f * log(1 + floor(rows[t].pos / 20.0));
                 if (c.special & 1) p[i] = 2.5 * tanh(p[i] / 2.5);
-                if (c.window && i + c.window < n) p[i] = -INFINITY;
                 largest = fmax(largest, p[i]);
             }
             for (uint32_t i = 0; i < n; i++) sum += p[i] = exp(p[i] - largest);
@@ -1307,7 +1318,7 @@ static void attention_case(const AttentionCase &c) {
             for (uint32_t k = 0; k < c.dv; k++) {
                 y[k] = 0;
                 for (uint32_t i = 0; i < n; i++)
-                    y[k] += p[i] / sum * state_value(state, v_base, (cell0 + i) * v_row + k, c.cache);
+                    if (p[i] > 0) y[k] += p[i] / sum * state_value(state, v_base, (cell0 + i % n_cells) * v_row + k, c.cache);
             }
         }
     std::vector<float> y = g.get(out);
@@ -1340,7 +1351,8 @@ static void test_attention() {
                            (uint32_t)r[8],
                            windows[r[9]],
                            (uint32_t)r[10],
-                           false};
+                           false,
+                           i % 2 == 0};
         if (c.length > 1000 && c.n_rows == 33)
             c.n_rows = 9, c.n_kv_heads = 1; /* past the split rows is what matters */
         attention_case(c);

@@ -203,7 +203,7 @@ static void test_damage(void) {
         CHECK(res == RF_ERR_FORMAT && rf_session_length(r.s, 1) == 0, "cut at %zu: %s", cut, rf_result_name(res));
     }
     s.n = n;
-    for (size_t bit = 0; bit < 8 * n; bit += bit < 8 * (96 + 20) ? 1 : 1009) {
+    for (size_t bit = 0; bit < 8 * n; bit += bit < 8 * (104 + 20) ? 1 : 1009) {
         s.data[bit / 8] ^= (unsigned char)(1 << bit % 8);
         rf_result res = restore(&r, 1, &s);
         CHECK((res == RF_ERR_FORMAT || res == RF_ERR_UNSUPPORTED) && r.err.text[0] && rf_session_length(r.s, 1) == 0,

@@ -54,7 +54,7 @@ while read -r family arch; do
     kv=
     if has "$experts" "$arch"; then kv=' --kv f32'; fi
     check logits "$logits$kv" "$family"
-    check long "$logits$kv" "$family"
+    check long "$logits$kv --batch 100" "$family" # sliding windows then hold less than the prompt
 done <"$dir/families"
 
 # ---- models: logits of every position, greedy text; 480-token prompts ----

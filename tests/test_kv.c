@@ -1,0 +1,367 @@
+/* Caches of layers with a sliding window that hold no more than the window: the logits of whole models against the float64
+ * evaluator of ref_family.h, and bit for bit those of a cache that holds everything, across every wrap of the ring; cutting,
+ * copying, saving and failing; the forecast against what is asked of the device. */
+#define ROCMFORGE_IMPLEMENTATION
+#include "../rocmforge.h"
+
+#include "make_gguf.h"
+#include "ref_model.h"
+#include "ref_family.h"
+#include "rf_test.h"
+
+enum { N = 600, CTX = 640, VOCAB = 320 };
+#define TOLERANCE 8e-6 /* of the largest logit, as in test_family.c; these contexts are 15 times as long */
+
+static uint32_t window_now;
+static void local_and_global(mg_gguf *w) { /* three layers, the second one global */
+    const uint8_t local[3] = {1, 0, 1};
+    (void)w;
+    mg_uint("attention.sliding_window", window_now);
+    mg_kv_arr(w, mg_key("attention.sliding_window_pattern"), MG_KV_BOOL, local, 3, 3);
+}
+static const mg_family gemma = {.arch = "gemma3", .has = MG_POST_NORM | MG_QK_NORM, .n_layers = 3, .seed = 5,
+                                .more_kv = local_and_global};
+
+typedef struct rig {
+    mg_buf file;
+    rf_gguf *g;
+    rf_device *d;
+    rf_model *m;
+    rf_session *s;
+    rf_error err;
+} rig;
+
+static int open_model(rig *r, const mg_family *f, uint32_t window) {
+    memset(r, 0, sizeof *r);
+    window_now = window;
+    mg_family_model(&r->file, f);
+    rf_result res = rf_gguf_open_memory(r->file.data, r->file.n, NULL, &r->g, &r->err);
+    if (res == RF_OK) res = rf_device_open("cpu", &(rf_device_desc){.n_threads = 2}, &r->d, &r->err);
+    if (res == RF_OK) res = rf_model_open(r->g, r->d, NULL, &r->m, &r->err);
+    CHECK(res == RF_OK, "%s", r->err.text);
+    return res == RF_OK;
+}
+
+/* A session in place of the one before. */
+static int open_session(rig *r, rf_session_desc sd) {
+    sd.n_ctx = sd.n_ctx ? sd.n_ctx : CTX;
+    sd.n_logits_max = sd.n_logits_max ? sd.n_logits_max : N;
+    rf_session_close(r->s);
+    r->s = NULL;
+    rf_result res = rf_session_open(r->m, &sd, &r->s, &r->err);
+    CHECK(res == RF_OK, "%s", r->err.text);
+    return res == RF_OK;
+}
+
+static void close_rig(rig *r) {
+    rf_session_close(r->s);
+    rf_model_close(r->m, NULL);
+    rf_device_close(r->d, NULL);
+    CHECK(rf_gguf_close(r->g, NULL) == RF_OK, "the file is busy");
+    mg_free(&r->file);
+}
+
+static const int32_t *some_tokens(void) {
+    static int32_t tokens[CTX + 1];
+    mg_rng r = {11};
+    for (uint32_t i = 0; i <= CTX; i++) tokens[i] = (int32_t)mg_below(&r, 310);
+    return tokens;
+}
+
+/* Tokens [first, first + n) to a sequence, n_call at a time; logits of all of them unless out is NULL. */
+static int eval(rig *r, int32_t seq, uint32_t first, uint32_t n, uint32_t n_call, float *out) {
+    static rf_row rows[N];
+    const int32_t *tokens = some_tokens();
+    rf_result res = RF_OK;
+    for (uint32_t at = 0, k; res == RF_OK && at < n; at += k) {
+        k = n - at < n_call ? n - at : n_call;
+        for (uint32_t i = 0; i < k; i++)
+            rows[i] = (rf_row){.token = tokens[first + at + i], .seq = seq, .pos = (int32_t)(first + at + i), .want_logits = out != NULL};
+        res = rf_eval(r->s, rows, k, &r->err);
+        for (uint32_t i = 0; res == RF_OK && out && i < k; i++)
+            memcpy(out + (size_t)(at + i) * VOCAB, rf_session_logits(r->s, i), VOCAB * sizeof *out);
+    }
+    return res == RF_OK;
+}
+
+static float *all_logits(void) {
+    float *p = (float *)malloc((size_t)N * VOCAB * sizeof *p);
+    if (!p) ref_die("out of memory");
+    return p;
+}
+
+/* ---- the logits ---- */
+
+static void test_windows(void) {
+    static const uint32_t windows[] = {1, 100, 257, 1000}, /* 1000: no layer is a ring */
+        batches[][2] = {{1, 1}, {64, 7}, {157, N}, {158, N}, {200, 3}}; /* n_batch, rows of a call */
+    float *full = all_logits(), *got = all_logits();
+    double worst = 0;
+    for (size_t w = 0; w < RFI_COUNT(windows); w++) {
+        rig r;
+        ref_model ref;
+        if (!open_model(&r, &gemma, windows[w])) continue;
+        ref_open(&ref, r.g);
+        double *want = ref_family_eval(&ref, some_tokens(), N, CTX, &(ref_options){0}, NULL);
+        ref_close(&ref);
+        if (!open_session(&r, (rf_session_desc){.cache_type = RF_CACHE_F32, .full_cache = 1})) continue;
+        CHECK(eval(&r, 0, 0, N, N, full), "%s", r.err.text);
+        const double off = ref_distance(full, want, (size_t)N * VOCAB);
+        CHECK(off <= TOLERANCE, "window %u: logits are off by %.3g", windows[w], off);
+        worst = fmax(worst, off);
+        free(want);
+        for (size_t b = 0; b < RFI_COUNT(batches); b++) {
+            const rf_session_desc sd = {.cache_type = RF_CACHE_F32, .n_batch = batches[b][0]};
+            if (!open_session(&r, sd)) continue;
+            CHECK(eval(&r, 0, 0, N, batches[b][1], got), "%s", r.err.text);
+            CHECK(!memcmp(got, full, (size_t)N * VOCAB * sizeof *got), "window %u, batches of %u: other bits", windows[w], sd.n_batch);
+        }
+        close_rig(&r);
+    }
+    printf("    windows: worst %.2g of the largest logit\n", worst);
+    free(full), free(got);
+}
+
+/* Sequences side by side, one of them ahead, with f16 keys and values: each as if it were alone. */
+static void test_neighbours(void) {
+    float *alone = all_logits(), *got = all_logits();
+    rig r;
+    if (!open_model(&r, &gemma, 100)) return;
+    if (open_session(&r, (rf_session_desc){.full_cache = 1})) CHECK(eval(&r, 0, 0, N, N, alone), "%s", r.err.text);
+    if (open_session(&r, (rf_session_desc){.n_seq_max = 3, .n_batch = 50})) {
+        CHECK(eval(&r, 2, 0, 300, N, NULL) && eval(&r, 0, 0, 10, N, got), "%s", r.err.text);
+        rf_row rows[2];
+        for (uint32_t i = 10; i < N - 300; i++) {
+            for (int k = 0; k < 2; k++)
+                rows[k] = (rf_row){.token = some_tokens()[i + (k ? 290 : 0)], .seq = k ? 2 : 0, .pos = RF_POS_NEXT, .want_logits = 1};
+            CHECK(rf_eval(r.s, rows, 2, &r.err) == RF_OK, "%s", r.err.text);
+            for (uint32_t k = 0; k < 2; k++)
+                memcpy(got + (size_t)(i + (k ? 290 : 0)) * VOCAB, rf_session_logits(r.s, k), VOCAB * sizeof *got);
+        }
+        CHECK(!memcmp(got, alone, (size_t)(N - 300) * VOCAB * sizeof *got), "sequence 0: other bits");
+        CHECK(!memcmp(got + (size_t)300 * VOCAB, alone + (size_t)300 * VOCAB, (size_t)(N - 310) * VOCAB * sizeof *got), "sequence 2");
+    }
+    close_rig(&r);
+    free(alone), free(got);
+}
+
+/* ---- cutting ---- */
+
+/* A ring of 256 cells with a window of 100: of a sequence that has been 500 long, what comes before 244 is gone, and a
+ * token at 343 sees it. */
+static void test_cut(void) {
+    float *want = all_logits(), *got = all_logits();
+    const int32_t *tokens = some_tokens();
+    uint32_t kept;
+    rig r;
+    if (!open_model(&r, &gemma, 100)) return;
+    if (!open_session(&r, (rf_session_desc){.full_cache = 1}) || !eval(&r, 0, 0, N, N, want)) return;
+    for (uint32_t n = N; n > 0; n -= 100) { /* a cache that holds everything is cut anywhere */
+        CHECK(rf_session_truncate(r.s, 0, n - 100, &kept, &r.err) == RF_OK && kept == n - 100, "kept %u", kept);
+        CHECK(eval(&r, 0, n - 100, 50, N, got) && !memcmp(got, want + (size_t)(n - 100) * VOCAB, 50 * VOCAB * sizeof *got), "at %u", n);
+    }
+    if (!open_session(&r, (rf_session_desc){.n_batch = 64})) return;
+    CHECK(eval(&r, 0, 0, 500, N, NULL), "%s", r.err.text);
+    CHECK(rf_session_truncate(r.s, 0, 600, &kept, NULL) == RF_OK && kept == 500, "kept %u", kept);
+    CHECK(rf_session_truncate(r.s, 0, 400, &kept, NULL) == RF_OK && kept == 400, "kept %u", kept);
+    CHECK(rf_session_truncate(r.s, 0, 343, &kept, NULL) == RF_OK && kept == 343, "kept %u", kept);
+    CHECK(eval(&r, 0, 343, 1, 1, got) && !memcmp(got, want + (size_t)343 * VOCAB, VOCAB * sizeof *got), "at the edge");
+    CHECK(eval(&r, 0, 344, 200, 64, got) && !memcmp(got, want + (size_t)344 * VOCAB, 200 * VOCAB * sizeof *got), "and on");
+    CHECK(rf_session_sync(r.s, 0, tokens, 544, &kept, NULL) == RF_OK && kept == 543, "synced to %u", kept);
+    CHECK(rf_session_sync(r.s, 0, tokens, 300, &kept, NULL) == RF_OK && kept == 0 && rf_session_length(r.s, 0) == 0, "synced to %u", kept);
+    CHECK(eval(&r, 0, 0, 256, 9, got) && !memcmp(got, want, 256 * VOCAB * sizeof *got), "again from 0");
+    CHECK(rf_session_truncate(r.s, 0, 3, &kept, NULL) == RF_OK && kept == 3, "not longer than the ring: kept %u", kept);
+    CHECK(eval(&r, 0, 3, 254, 64, got) && !memcmp(got, want + 3 * VOCAB, 254 * VOCAB * sizeof *got), "and on");
+    CHECK(rf_session_truncate(r.s, 0, 99, &kept, NULL) == RF_OK && kept == 0, "257 cells are one too many: kept %u", kept);
+    CHECK(rf_session_truncate(r.s, 0, 0, &kept, NULL) == RF_OK && kept == 0, "kept %u", kept);
+    close_rig(&r);
+    free(want), free(got);
+}
+
+static void test_copy(void) {
+    static const uint32_t lengths[] = {60, 256, 530};
+    float want[VOCAB], got[VOCAB];
+    uint32_t kept;
+    rig r;
+    if (!open_model(&r, &gemma, 100)) return;
+    for (uint32_t full = 0; full < 2; full++)
+        for (size_t i = 0; i < RFI_COUNT(lengths); i++) {
+            const uint32_t n = lengths[i];
+            if (!open_session(&r, (rf_session_desc){.n_seq_max = 3, .n_batch = 64, .full_cache = full})) continue;
+            CHECK(eval(&r, 1, 0, n, N, NULL) && eval(&r, 0, 0, 300, N, NULL), "%s", r.err.text);
+            CHECK(rf_session_copy(r.s, 1, 0, &r.err) == RF_OK && rf_session_length(r.s, 0) == n, "%s", r.err.text);
+            CHECK(eval(&r, 1, n, 1, 1, want) && eval(&r, 0, n, 1, 1, got) && !memcmp(want, got, sizeof got), "%u: other bits", n);
+            /* the copy can be cut as far as what it was copied from */
+            CHECK(rf_session_truncate(r.s, 0, n - 50, &kept, NULL) == RF_OK && kept == n - 50, "kept %u", kept);
+            CHECK(eval(&r, 0, n - 50, 51, 64, NULL) && eval(&r, 0, n + 1, 1, 1, got) && eval(&r, 1, n + 1, 1, 1, want) &&
+                      !memcmp(want, got, sizeof got), "%u: other bits after a cut", n);
+            CHECK(rf_session_truncate(r.s, 0, 20, &kept, NULL) == RF_OK && kept == (full || n < 255 ? 20u : 0u), "%u: kept %u", n, kept);
+        }
+    close_rig(&r);
+}
+
+/* ---- saving ---- */
+
+static struct {
+    unsigned char data[1 << 20];
+    size_t n, at;
+} saved;
+static int save_bytes(const void *data, size_t n, void *user) {
+    (void)user;
+    if (n > sizeof saved.data - saved.n) return -1;
+    memcpy(saved.data + saved.n, data, n);
+    saved.n += n;
+    return 0;
+}
+static int64_t restore_bytes(void *data, size_t n, void *user) {
+    (void)user;
+    if (n > saved.n - saved.at) n = saved.n - saved.at;
+    memcpy(data, saved.data + saved.at, n);
+    saved.at += n;
+    return (int64_t)n;
+}
+static const rf_session_io saved_io = {save_bytes, restore_bytes, NULL};
+
+static rf_result restore(rig *r, int32_t seq) {
+    saved.at = 0;
+    return rf_session_restore(r->s, seq, &saved_io, &r->err);
+}
+
+static uint32_t cells_of(const rf_session_desc *d) { return d->full_cache ? CTX : d->n_batch > 157 ? 512 : 256; }
+
+static void test_saved(void) {
+    /* into rings of other sizes, and caches that hold everything; and from such ones */
+    static const rf_session_desc sessions[] = {{.n_batch = 64}, {.n_batch = 1}, {.n_batch = 200, .n_seq_max = 2},
+                                               {.n_batch = 64, .full_cache = 1}, {.n_batch = 64, .n_ctx = 562}};
+    static const uint32_t lengths[] = {40, 257, 560};
+    float want[2 * VOCAB], got[2 * VOCAB];
+    uint32_t kept;
+    rig r;
+    if (!open_model(&r, &gemma, 100)) return;
+    for (size_t l = 0; l < RFI_COUNT(lengths); l++)
+        for (size_t from = 0; from < RFI_COUNT(sessions); from++) {
+            const uint32_t n = lengths[l];
+            if (!open_session(&r, sessions[from])) continue;
+            saved.n = 0;
+            CHECK(eval(&r, 0, 0, n, N, NULL), "%s", r.err.text);
+            const uint64_t bytes = rf_session_save_bytes(r.s, 0);
+            CHECK(rf_session_save(r.s, 0, &saved_io, &r.err) == RF_OK && bytes == saved.n, "%s, %zu bytes", r.err.text, saved.n);
+            CHECK(eval(&r, 0, n, 2, 2, want), "%s", r.err.text);
+            /* 104 of header, 8 of checksum; positions of layers 0 and 2, and of layer 1; 2 heads of 16, keys and values */
+            const uint32_t cells = cells_of(&sessions[from]), held = n < cells ? n : cells;
+            CHECK(bytes == 112 + 4 * n + (2 * held + n) * 128, "%u tokens: %llu bytes", n, RFI_LLU(bytes));
+            for (size_t to = 0; to < RFI_COUNT(sessions); to++) {
+                if (!open_session(&r, sessions[to])) continue;
+                if (from == 0) CHECK(eval(&r, 0, 0, 257, N, NULL) && rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK, "used");
+                CHECK(restore(&r, 0) == RF_OK && rf_session_length(r.s, 0) == n, "%s", r.err.text);
+                CHECK(eval(&r, 0, n, 2, 2, got) && !memcmp(got, want, sizeof got), "%u, %zu to %zu: other bits", n, from, to);
+                const uint32_t to_cells = cells_of(&sessions[to]);
+                rf_session_truncate(r.s, 0, 20, &kept, NULL);
+                CHECK(kept == (n <= cells && n <= to_cells ? 20u : 0u), "%u, %zu to %zu: kept %u", n, from, to, kept);
+            }
+        }
+    close_rig(&r);
+}
+
+/* Headers that lie, with a checksum that holds. */
+static void test_forged(void) {
+    rig r;
+    if (!open_model(&r, &gemma, 100) || !open_session(&r, (rf_session_desc){.n_batch = 64})) return;
+    saved.n = 0;
+    CHECK(eval(&r, 0, 0, 300, N, NULL) && rf_session_save(r.s, 0, &saved_io, &r.err) == RF_OK, "%s", r.err.text);
+    rfi_saved h, forged;
+    memcpy(&h, saved.data, sizeof h);
+    CHECK(h.n_tokens == 300 && h.n_least == 300 - 256 + 99, "at least %u", h.n_least);
+    rf_session_truncate(r.s, 0, 0, NULL, NULL);
+    CHECK(restore(&r, 0) == RF_OK, "%s", r.err.text);
+    rf_session_truncate(r.s, 0, 0, NULL, NULL);
+    static const uint32_t least[] = {0, 1, 142, 144, 299, 300, 301, INT32_MAX, UINT32_MAX};
+    for (size_t i = 0; i < RFI_COUNT(least); i++) {
+        forged = h;
+        forged.n_least = least[i];
+        memcpy(saved.data, &forged, sizeof forged);
+        uint64_t hash = rfi_hash_bytes(0xcbf29ce484222325u, saved.data, saved.n - 8);
+        memcpy(saved.data + saved.n - 8, &hash, 8);
+        CHECK(restore(&r, 0) == RF_ERR_FORMAT && rf_session_length(r.s, 0) == 0, "at least %u: %s", least[i], r.err.text);
+    }
+    close_rig(&r);
+}
+
+/* ---- failing ---- */
+
+static int runs_left;
+static const rf_device_api *real_api;
+static rf_result failing_run(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step, rf_ticket *ticket,
+                             rf_error *err) {
+    if (first == 0 && runs_left-- == 0) return rfi_fail(err, RF_ERR_DEVICE, 0, "the device runs no more");
+    return real_api->plan_run(p, q, first, last, step, ticket, err);
+}
+
+/* A call that fails leaves a sequence as it was, or, if it came too far for that, empty. */
+static void test_failing(void) {
+    float *want = all_logits(), got[VOCAB];
+    rig r;
+    if (!open_model(&r, &gemma, 100) || !open_session(&r, (rf_session_desc){.n_batch = 64, .n_seq_max = 2}) ||
+        !eval(&r, 0, 0, N, N, want)) return;
+    rf_device_api failing = *(real_api = r.d->api);
+    failing.plan_run = failing_run;
+    for (int forward = 0; forward < 2; forward++)
+        for (int batches = 0; batches < 3; batches++) { /* that work, of 64 rows; of 256 cells the next token needs 99 */
+            const int lost = batches > 1; /* also what the failing batch may have written counts */
+            rf_session_truncate(r.s, 0, 0, NULL, NULL);
+            rf_session_truncate(r.s, 1, 0, NULL, NULL);
+            CHECK(eval(&r, 0, 0, 280, N, NULL) && eval(&r, 1, 0, 5, N, NULL), "%s", r.err.text);
+            r.d->api = &failing;
+            runs_left = batches;
+            if (forward) CHECK(rf_forward(r.s, some_tokens() + 280, 320, NULL, &r.err) == RF_ERR_DEVICE, "%s", r.err.text);
+            else CHECK(!eval(&r, 0, 280, 320, N, NULL) && r.err.code == RF_ERR_DEVICE, "%s", r.err.text);
+            r.d->api = real_api;
+            CHECK(rf_session_length(r.s, 0) == (lost ? 0u : 280u) && rf_session_length(r.s, 1) == 5, "%d: %u tokens", batches,
+                  rf_session_length(r.s, 0));
+            CHECK(!strstr(r.err.text, "sequence 0 is empty now") == !lost, "%s", r.err.text);
+            if (lost) CHECK(eval(&r, 0, 0, 280, N, NULL), "%s", r.err.text);
+            CHECK(eval(&r, 0, 280, 1, 1, got) && !memcmp(got, want + (size_t)280 * VOCAB, sizeof got), "%d: other bits", batches);
+        }
+    close_rig(&r);
+    free(want);
+}
+
+/* ---- the forecast ---- */
+
+static void test_forecast(void) {
+    static const struct { rf_session_desc sd; uint32_t window, cells[2]; } cases[] = {/* cells of local and global layers */
+        {{.n_ctx = 4096}, 100, {768, 4096}},
+        {{.n_ctx = 4096, .n_batch = 157}, 100, {256, 4096}},
+        {{.n_ctx = 4096, .n_batch = 158}, 100, {512, 4096}},
+        {{.n_ctx = 4096, .n_batch = 1}, 256, {256, 4096}},
+        {{.n_ctx = 4096, .n_batch = 1}, 257, {512, 4096}},
+        {{.n_ctx = 4096, .full_cache = 1}, 100, {4096, 4096}},
+        {{.n_ctx = 600, .n_batch = 512}, 100, {600, 600}},
+        {{.n_ctx = 4096, .n_seq_max = 3, .cache_type = RF_CACHE_F32}, 1, {512, 4096}},
+        {{.n_ctx = 4096}, 100000, {4096, 4096}}};
+    for (size_t i = 0; i < RFI_COUNT(cases); i++) {
+        rig r;
+        rf_forecast f;
+        rf_session_desc sd = cases[i].sd;
+        if (!open_model(&r, &gemma, cases[i].window)) continue;
+        const uint64_t n_seq = sd.n_seq_max ? sd.n_seq_max : 1, bytes = sd.cache_type == RF_CACHE_F32 ? 4 : 2;
+        const uint64_t want = (2 * cases[i].cells[0] + cases[i].cells[1]) * n_seq * 2 * 16 * 2 * bytes;
+        CHECK(rf_model_forecast(r.m, &sd, &f, &r.err) == RF_OK && rf_session_open(r.m, &sd, &r.s, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(f.kv_bytes == want && r.s && r.s->state.size_bytes == want, "case %zu: %llu bytes, forecast %llu, want %llu", i,
+              RFI_LLU(r.s ? r.s->state.size_bytes : 0), RFI_LLU(f.kv_bytes), RFI_LLU(want));
+        close_rig(&r);
+    }
+}
+
+int main(int argc, char **argv) {
+    RFT_BEGIN(argc, argv);
+    RUN(test_windows);
+    RUN(test_neighbours);
+    RUN(test_cut);
+    RUN(test_copy);
+    RUN(test_saved);
+    RUN(test_forged);
+    RUN(test_failing);
+    RUN(test_forecast);
+    RFT_END();
+}
