@@ -1107,7 +1107,8 @@ typedef struct rf_plan_bind {
 
 /* Cells of a state per sequence; 0 if it is neither the context nor a ring that is large enough. */
 static inline uint32_t rf_state_cells(const rf_plan_bind *bind, uint32_t state) {
-    const uint32_t n = bind->state_cells ? bind->state_cells[state] : bind->n_ctx, window = bind->plan->states[state].window;
+    const uint32_t n = bind->state_cells ? bind->state_cells[state] : bind->n_ctx,
+                   window = bind->plan->states[state].window;
     const int is_ring = window && n % RF_STATE_CELLS == 0 && n >= (uint64_t)window + bind->n_batch - 1;
     return n == bind->n_ctx || is_ring ? n : 0;
 }
@@ -10871,7 +10872,7 @@ static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *d
     return RF_OK;
 }
 
-/* Cells that a sequence has of a state. A ring holds what the first row of a batch sees when its last row is written. */
+/* Cells that a sequence has of a state: a ring holds what a batch's first row sees when its last row is written. */
 static uint32_t rfi_state_cells(const rf_session_desc *d, const rf_plan_state *s) {
     const uint64_t needed = (uint64_t)s->window + d->n_batch - 1;
     const uint64_t n = (needed + RF_STATE_CELLS - 1) / RF_STATE_CELLS * RF_STATE_CELLS;
@@ -11290,8 +11291,8 @@ static void rfi_session_raise_floor(rf_session *s, uint32_t seq, uint32_t end) {
     }
 }
 
-/* A sequence is n tokens long, no more than it was; none where it cannot be cut to that, which the text of err, if there
- * is one, then ends with. */
+/* A sequence is n tokens long, no more than it was; none where it cannot be cut to that, which the text of err, if
+ * there is one, then ends with. */
 static void rfi_session_cut(rf_session *s, uint32_t seq, uint32_t n, rf_error *err) {
     const int lost = n > 0 && n < s->floors[seq];
     s->lengths[seq] = lost ? 0 : n;
@@ -11542,8 +11543,8 @@ ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, u
 
 /* ---- saved sequences ----
  * A header, the token ids (int32), then per state the keys of each head and the values of each head, those of the
- * tokens held and no others, of a state with a window from the first one on that a sequence cut to n_least tokens needs;
- * and a checksum of all of it. Little endian, nothing aligned. */
+ * tokens held and no others, of a state with a window from the first one on that a sequence cut to n_least tokens
+ * needs; and a checksum of all of it. Little endian, nothing aligned. */
 
 #define RFI_SAVED_MAGIC "rocmforge seq\n"
 enum { RFI_SAVED_VERSION = 2 };
@@ -11669,8 +11670,8 @@ static rf_result rfi_saving_bytes(rfi_saving *w, uint64_t offset, uint64_t n_byt
     return r;
 }
 
-/* The rows of positions [first, end) of one head of a sequence, whose cells begin at an offset: in order, so that of those
- * that share a cell here the last one stays. */
+/* The rows of some positions of one head of a sequence, whose cells begin at an offset: in order, so that of those that
+ * share a cell here the last one stays. */
 static rf_result rfi_saving_head(rfi_saving *w, uint64_t offset, uint64_t row, uint32_t n_cells, rfi_span positions) {
     rf_result r = RF_OK;
     for (uint32_t n, pos = positions.begin; r == RF_OK && pos < positions.end; pos += n) {
@@ -11700,8 +11701,8 @@ static rf_result rfi_saving_body(rfi_saving *w, int32_t seq, const rfi_saved *he
             uint64_t row = rfi_state_row_bytes(s, st, values), first, end = at;
             rfi_place(&end, &first, cells, row, 1);
             for (uint32_t h = 0; r == RF_OK && h < st->n_kv_heads; h++)
-                r = rfi_saving_head(w, at + ((uint64_t)(uint32_t)seq * st->n_kv_heads + h) * n_cells * row, row, n_cells,
-                                    positions);
+                r = rfi_saving_head(w, at + ((uint64_t)(uint32_t)seq * st->n_kv_heads + h) * n_cells * row, row,
+                                    n_cells, positions);
             at = end;
         }
     }
