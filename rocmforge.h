@@ -10368,7 +10368,8 @@ static rf_result rfi_null_attention(const rf_plan *plan, uint32_t i, const rf_op
     const rf_plan_state *s = op->state < plan->n_states ? &plan->states[op->state] : NULL;
     const int store = op->kind == RF_OP_KV_STORE, latent = (op->flags & RF_OP_LATENT) != 0;
     if (!s || s->n_kv_heads != op->n_kv_heads || s->head_dim != op->head_dim ||
-        s->head_dim_v != (latent ? 0 : op->head_dim_v) || !op->n_kv_heads || (latent && op->head_dim_v > op->head_dim) ||
+        s->head_dim_v != (latent ? 0 : op->head_dim_v) || !op->n_kv_heads ||
+        (latent && op->head_dim_v > op->head_dim) ||
         (!store && s->window && (!op->window || op->window > s->window)))
         return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: state %u does not fit", i, op->state);
     const uint64_t heads = store ? op->n_kv_heads : op->n_heads,

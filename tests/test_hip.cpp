@@ -1367,7 +1367,7 @@ static void test_wide_attention() {
     for (size_t i = 0; i < list.size(); i += stride) {
         const Row &r = list[i];
         AttentionCase c = {groups[r[1]], 1, dims[r[0]][0], dims[r[0]][1], lengths[r[2]], counts[r[3]], (uint32_t)r[4],
-                           (uint32_t)r[5], (uint32_t)r[6], 0, 0, dims[r[0]][0] != dims[r[0]][1]};
+                           (uint32_t)r[5], (uint32_t)r[6], 0, 0, dims[r[0]][0] != dims[r[0]][1], false};
         if (c.length > 64 && c.n_rows == 33) c.n_rows = 17;
         attention_case(c);
     }
