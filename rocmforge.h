@@ -411,6 +411,13 @@ typedef enum rf_stream_policy {
     RF_STREAM_LRU = 1           /* none stays longer than it takes to need its place: for comparison only   */
 } rf_stream_policy;
 
+/* Which expert gives way to one that is not on the device, where a budget leaves room for some of them only. */
+typedef enum rf_expert_policy {
+    RF_EXPERTS_LFRU = 0,        /* the one chosen least often, choices of long ago counting for less        */
+    RF_EXPERTS_LRU = 1,         /* the one chosen longest ago: for comparison only                          */
+    RF_EXPERTS_STATIC = 2       /* those chosen first stay, others take turns: for comparison only          */
+} rf_expert_policy;
+
 typedef struct rf_model_desc {
     rf_progress_fn progress_fn; /* NULL: none                                                               */
     void *progress_user;
@@ -419,8 +426,11 @@ typedef struct rf_model_desc {
                                    mapping, resident, and as many pages more as tensors have ends           */
     uint32_t load_policy;       /* rf_load_policy                                                           */
     uint32_t stream_policy;     /* rf_stream_policy                                                         */
-    uint64_t pinned_bytes;      /* GPU: host memory in which streamed weights are kept; 0 = read them anew  */
+    uint64_t pinned_bytes;      /* GPU: host memory in which weights beyond the budget are kept; 0 = read them
+                                   anew                                                                     */
     uint32_t n_readers;         /* threads that read, while there is something to read; 0 = chosen, max 16  */
+    uint64_t expert_cache_bytes;/* of the budget, for experts if they do not all fit; 0 = what others leave */
+    uint32_t expert_policy;     /* rf_expert_policy                                                         */
 } rf_model_desc;
 
 typedef struct rf_model_info {
@@ -500,6 +510,21 @@ typedef struct rf_loading_stats {
  * NULL. Cost O(1). Threads any. */
 ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m);
 
+typedef struct rf_expert_stats {
+    uint32_t n_experts;     /* of the layer; 0: it has none                                      */
+    uint32_t n_loaded;      /* of these now, with all their matrices                             */
+    uint64_t hits;          /* experts chosen by a step that were loaded, each once a step       */
+    uint64_t misses;        /* the same of those that had to be loaded first                     */
+    uint64_t bytes;         /* of experts loaded, reloads included, as stored in the file        */
+    uint64_t prefetched;    /* experts loaded before a step chose them                           */
+    uint64_t round_trips;   /* times that the host waited for a device to learn what was chosen  */
+} rf_expert_stats;
+
+/* The same for the experts of one layer. Choices are counted where the host must know them: not on a GPU that holds all
+ * experts of the layer, where it never asks. Zeros for NULL and for a layer without experts.   Cost O(experts of a
+ * layer).   Threads any. */
+ROCMFORGE_API rf_expert_stats rf_model_get_expert_stats(const rf_model *m, uint32_t layer);
+
 /* Drop every loaded weight that no running call uses, and free its memory; handles and sessions stay valid and load
  * again on use. On the CPU: take it out of the process; the page cache keeps the file. *left (may be NULL) receives
  * the number of tensors that were in use. Returns RF_OK.   Threads any. */
@@ -526,6 +551,7 @@ typedef struct rf_session_desc {
 typedef struct rf_forecast {
     uint64_t weight_bytes;   /* of the device when loaded: resident, ring, for repacking  */
     uint64_t streamed_bytes; /* weights read anew for every token, beyond the budget      */
+    uint64_t expert_cache_bytes; /* of weight_bytes, if experts do not all fit: their room */
     uint64_t kv_bytes;
     uint64_t scratch_bytes;  /* activations and logits                                    */
     uint64_t host_bytes;     /* of the session on the host                                */
@@ -3821,7 +3847,8 @@ ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n
  * whoever waits for this tensor, take pieces until none is left: file -> pinned staging -> asynchronous copy. READY
  * means that the address is fixed and the copy is on its way: the device waits for it, not the host. On a device that
  * uses the file's bytes in place, a piece is a part of the mapping to be paged in. Users pin: what is pinned cannot be
- * evicted. What does not fit the budget is streamed: read in plan order into a ring, ahead of the compute.
+ * evicted. What does not fit the budget is streamed: read in plan order into a ring, ahead of the compute. Experts that
+ * do not all fit share the frames of a cache, in which those stay that are chosen often.
  * Locks, in the order in which they may be taken: device.lock, store.lane, store.lock, store.lot. */
 
 typedef struct rfi_store rfi_store;
@@ -3862,6 +3889,8 @@ typedef struct rfi_tensor {
     uint64_t offset;         /* in its slab, or in the ring                                               */
     uint32_t slab;
     uint8_t streamed;        /* 1: lives in the ring                                                      */
+    uint8_t cached;          /* 1: lives in frames of the expert cache                                    */
+    struct rfi_bank *bank;   /* of an expert's matrix, else NULL                                          */
     uint8_t wanted;          /* 1: readers shall load it                                                  */
     uint8_t bound;           /* 1: memory and slot are taken: LOADING, READY, BROKEN, EVICTING            */
     uint8_t home_filled;
@@ -3891,7 +3920,42 @@ typedef struct rfi_arrangement {
     uint8_t *streamed; /* [n_weights]                              */
     uint32_t *slots;   /* [2 * n_ops] of a layer, while it is made */
     uint64_t resident_bytes, ring_bytes; /* scratch for repacking is resident, too */
+    uint32_t n_frames; /* of the expert cache; 0: none             */
 } rfi_arrangement;
+
+#define RFI_EXPERT_WEIGHTS 4u /* matrices of an expert at most */
+
+/* The experts of a layer. Expert e of it is the matrices weight[0] + e, weight[1] + e, ... */
+typedef struct rfi_bank {
+    uint32_t layer, n_experts;
+    uint32_t first; /* number of its expert 0 among those of all layers */
+    uint32_t n_weights, weight[RFI_EXPERT_WEIGHTS];
+    _Atomic uint64_t hits, misses, bytes, prefetched, round_trips;
+} rfi_bank;
+
+/* A place for an expert. Its tensors may be evicted or loading; the frame is theirs until it is given to others. */
+typedef struct rfi_frame {
+    double rank;      /* the least one gives way; negative: empty  */
+    uint32_t bank, expert;
+    uint32_t n_users; /* evals whose layer in progress needs it    */
+} rfi_frame;
+
+/* The expert cache of a store, guarded by its lock. */
+typedef struct rfi_cache {
+    rfi_bank *banks; /* [n_banks], in the order of the plan; 0: no experts, or not such that they can be cached */
+    uint32_t n_banks, n_experts;  /* of all layers                            */
+    uint64_t frame_bytes;         /* of the largest expert                    */
+    uint64_t expert_bytes;        /* of all experts on the device             */
+    uint32_t n_frames_least;      /* any step finds room for a layer's choice */
+    rfi_slab slab;
+    rfi_frame *frames;  /* [n_frames]                                         */
+    uint32_t *frame_of; /* [n_experts] RF_NONE: has none                      */
+    double *score;      /* [n_experts] choices, each worth `unit` when it was made */
+    double unit, clock; /* of a choice now; steps                             */
+    uint32_t n_frames;  /* 0: all experts are resident, or streamed           */
+    uint32_t n_free;    /* without users, less those that evals are about to take */
+    int wanted;         /* an eval waits for free frames; those behind it wait until it has them */
+} rfi_cache;
 
 typedef enum rfi_stage_state { RFI_STAGE_ABSENT, RFI_STAGE_FREE, RFI_STAGE_FILLING, RFI_STAGE_FLYING } rfi_stage_state;
 
@@ -3968,12 +4032,15 @@ struct rfi_store {
     int stream_paused, stream_freeing;
     rf_error stream_err;
 
+    rfi_cache cache;
+
     /* evals that need no pins on experts, because all are there and stay there */
     uint32_t n_holding;
     uint64_t held_stamp; /* of rfi_store_stamp, when all were found there; 0: never */
 
-    _Atomic uint64_t tensors_loaded, bytes_loaded, bytes_total, bytes_read, device_bytes, hits, misses, loads, failures,
-        evictions, device_allocations, wait_ns, load_ns;
+    uint32_t n_resident; /* tensors that are neither streamed nor cached; guarded by device.lot, as arranged */
+    _Atomic uint64_t resident_loaded, tensors_loaded, bytes_loaded, bytes_total, bytes_read, device_bytes, hits, misses,
+        loads, failures, evictions, device_allocations, wait_ns, load_ns;
 };
 
 static void rfi_changed(rfi_store *s) { /* lock held */
@@ -3987,6 +4054,22 @@ static void rfi_wait_change(rfi_store *s, uint64_t seen) { /* lock held, release
 }
 
 static uint32_t rfi_slot_of(const rfi_store *s, const rfi_tensor *t) { return (uint32_t)(t - s->tensors); }
+
+/* It stays where it is once loaded, unless somebody clears. */
+static int rfi_is_resident(const rfi_tensor *t) { return !t->streamed && !t->cached; }
+
+/* The block of device memory a tensor lies in. */
+static rfi_slab *rfi_tensor_slab(rfi_store *s, const rfi_tensor *t) {
+    return t->streamed ? &s->ring : t->cached ? &s->cache.slab : &s->slabs[t->slab];
+}
+
+/* A tensor has been loaded, or is no more. */
+static void rfi_store_count_tensor(rfi_store *s, const rfi_tensor *t, int came) {
+    const uint64_t one = came ? 1 : 0 - (uint64_t)1;
+    atomic_fetch_add(&s->tensors_loaded, one);
+    if (rfi_is_resident(t)) atomic_fetch_add(&s->resident_loaded, one);
+    atomic_fetch_add(&s->bytes_loaded, came ? t->info.size_bytes : 0 - t->info.size_bytes);
+}
 
 /* ---- progress: one callback at a time, nothing locked; it may call the library ---- */
 
@@ -4081,7 +4164,7 @@ static void rfi_slabs_place(rfi_store *s, uint32_t from, uint64_t target) {
     else s->slabs[from].size_bytes = 0;
     for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
         rfi_tensor *t = &s->tensors[slot];
-        if (t->in_place || t->streamed || (from != RF_NONE && t->slab != from)) continue;
+        if (t->in_place || !rfi_is_resident(t) || (from != RF_NONE && t->slab != from)) continue;
         uint64_t size = s->n_slabs ? s->slabs[at].size_bytes : target;
         int full = from == RF_NONE ? size >= target : size && size + t->bytes > target; /* more than one are cut anew */
         if (full && s->n_slabs < RFI_MAX_SLABS) {
@@ -4101,12 +4184,12 @@ static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) {
     rfi_clear(&why);
     if (t->in_place) return RF_OK;
     for (;;) {
-        rfi_slab *slab = t->streamed ? &s->ring : &s->slabs[t->slab];
+        rfi_slab *slab = rfi_tensor_slab(s, t);
         rf_result r = rfi_slab_create(s, slab, &why);
-        if (!t->streamed && slab != &s->slabs[t->slab]) continue; /* another thread has cut it meanwhile */
+        if (slab != rfi_tensor_slab(s, t)) continue; /* another thread has cut it meanwhile */
         if (r == RF_OK) r = rfi_scratch_create(s, &why);
         if (r == RF_OK) return RF_OK;
-        if (t->streamed || slab->mem.base || slab->size_bytes == t->bytes || s->n_slabs == RFI_MAX_SLABS) {
+        if (!rfi_is_resident(t) || slab->mem.base || slab->size_bytes == t->bytes || s->n_slabs == RFI_MAX_SLABS) {
             if (err && err->code == RF_OK) *err = why;
             return r;
         }
@@ -4122,7 +4205,7 @@ static void rfi_tensor_drop(rfi_store *s, rfi_tensor *t) { /* lock held */
     api->ticket_wait(&t->last_use, RFI_WAIT_MS, NULL);
     api->weight_clear(s->table, rfi_slot_of(s, t));
     if (t->in_place) rfi_gguf_release_pages(s->g, &t->info);
-    else (t->streamed ? &s->ring : &s->slabs[t->slab])->n_bound--;
+    else rfi_tensor_slab(s, t)->n_bound--;
     t->bound = 0;
     t->n_loads++; /* what a staging buffer still learns of its copy concerns nobody */
     memset(&t->written, 0, sizeof t->written);
@@ -4135,8 +4218,7 @@ static void rfi_tensor_drop(rfi_store *s, rfi_tensor *t) { /* lock held */
 static void rfi_job_begin(rfi_store *s, rfi_tensor *t, int demanded) { /* lock held, released meanwhile */
     if (t->bound) { /* a copy failed after READY */
         rfi_tensor_drop(s, t);
-        atomic_fetch_sub(&s->tensors_loaded, 1);
-        atomic_fetch_sub(&s->bytes_loaded, t->info.size_bytes);
+        rfi_store_count_tensor(s, t, 0);
     }
     rfi_clear(&t->err);
     t->demanded = (uint8_t)demanded;
@@ -4151,7 +4233,7 @@ static void rfi_job_begin(rfi_store *s, rfi_tensor *t, int demanded) { /* lock h
     s->n_stream_jobs += t->streamed;
     if (rfi_gguf_unchanged(s->g, &t->info, &t->err) == RF_OK && rfi_tensor_memory(s, t, &t->err) == RF_OK) {
         t->bound = 1;
-        if (!t->in_place) (t->streamed ? &s->ring : &s->slabs[t->slab])->n_bound++;
+        if (!t->in_place) rfi_tensor_slab(s, t)->n_bound++;
     }
     if (t->in_place && s->plan.weights[rfi_slot_of(s, t)].row_reads) /* a few rows are looked up: no read ahead */
         t->next_row = s->plan.weights[rfi_slot_of(s, t)].n_rows;
@@ -4187,8 +4269,8 @@ static void rfi_job_end_if_over(rfi_store *s, rfi_tensor *t) { /* lock held */
     } else {
         atomic_store(&t->arrived, (uint8_t)(t->written.value == 0));
         t->home_filled = t->home != NULL;
-        atomic_fetch_add(&s->tensors_loaded, 1);
-        atomic_fetch_add(&s->bytes_loaded, w->size_bytes);
+        rfi_store_count_tensor(s, t, 1);
+        if (t->bank) atomic_fetch_add(&t->bank->bytes, w->size_bytes);
         atomic_fetch_add(&s->bytes_total, w->size_bytes);
         atomic_fetch_add(&s->loads, 1);
         if (!t->demanded) rfi_report(s, t);
@@ -4325,7 +4407,7 @@ static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *tic
     uint32_t slot = rfi_slot_of(s, t);
     const rf_plan_weight *w = &s->plan.weights[slot];
     uint64_t row_bytes = w->size_bytes / w->n_rows, at = p->row0 * row_bytes, n = p->n_rows * row_bytes;
-    const rfi_slab *slab = t->streamed ? &s->ring : &s->slabs[t->slab];
+    const rfi_slab *slab = rfi_tensor_slab(s, t);
     rfi_stage *b = NULL;
     rf_result r = t->home ? RF_OK : rfi_stage_take(s, &b, err);
     if (r != RF_OK) return r;
@@ -4465,7 +4547,7 @@ static int rfi_loader_next(rfi_store *s, int is_reader, rfi_piece *out) { /* loc
         rfi_tensor *t = NULL;
         while (is_reader && !t && s->want_at < s->plan.n_weights) {
             t = &s->tensors[s->order[s->want_at++]];
-            if (!t->wanted || t->streamed || !rfi_cell_try_claim(&t->cell, &s->lot)) t = NULL;
+            if (!t->wanted || !rfi_is_resident(t) || !rfi_cell_try_claim(&t->cell, &s->lot)) t = NULL;
         }
         if (t) {
             rfi_job_begin(s, t, 0);
@@ -4488,7 +4570,7 @@ static void *rfi_reader_run(void *arg) {
     while (!s->quit) {
         uint64_t seen = s->n_changes;
         if (rfi_loader_next(s, 1, &piece)) rfi_piece_run(s, &piece);
-        else if (s->n_jobs || s->n_uses) rfi_wait_change(s, seen);
+        else if (s->n_jobs || s->n_uses || s->cache.n_frames) rfi_wait_change(s, seen);
         else if (s->n_running > 1 || !rfi_stages_release(s)) break; /* the last one looks once more for work */
     }
     s->n_running--;
@@ -4517,12 +4599,12 @@ static void rfi_loader_start(rfi_store *s) { /* lock held */
 static void rfi_store_want(rfi_store *s, const uint32_t *layers, uint32_t n_layers, uint64_t cancels) {
     pthread_mutex_lock(&s->lock);
     const int go = atomic_load(&s->cancels) == cancels;
-    int some = go && s->n_uses > 0;
+    int some = go && (s->n_uses || s->cache.n_frames);
     for (uint32_t slot = 0; go && slot < s->plan.n_weights; slot++) {
         rfi_tensor *t = &s->tensors[slot];
         int in = layers == NULL;
         for (uint32_t i = 0; i < n_layers && !in; i++) in = s->plan.weights[slot].layer == (int32_t)layers[i];
-        if (!in || t->streamed || t->wanted || rfi_cell_is_ready(&t->cell)) continue;
+        if (!in || !rfi_is_resident(t) || t->wanted || rfi_cell_is_ready(&t->cell)) continue;
         t->wanted = 1;
         some = 1;
     }
@@ -4650,8 +4732,7 @@ static int rfi_store_evict(rfi_store *s, uint32_t slot) { /* lock held */
     if (s->n_holding && s->plan.weights[slot].n_experts) return rfi_cell_is_unloaded(&t->cell);
     if (!rfi_cell_try_evict(&t->cell)) return rfi_cell_is_unloaded(&t->cell);
     rfi_tensor_drop(s, t);
-    atomic_fetch_sub(&s->tensors_loaded, 1);
-    atomic_fetch_sub(&s->bytes_loaded, s->plan.weights[slot].size_bytes);
+    rfi_store_count_tensor(s, t, 0);
     atomic_fetch_add(&s->evictions, 1);
     rfi_cell_evicted(&t->cell, &s->lot);
     return 1;
@@ -4680,6 +4761,193 @@ static int rfi_store_hold_experts(rfi_store *s) {
 static void rfi_store_let_go(rfi_store *s) {
     pthread_mutex_lock(&s->lock);
     s->n_holding--;
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* ---- the expert cache ----
+ * Where a budget leaves room for a part of the experts, that room is cut into frames, each as large as the largest
+ * expert with all its matrices. Before a layer's experts run, the host learns which ones the rows chose and takes their
+ * frames, all at once: an eval that waits for frames holds none, so that no two wait for each other. It gives them back
+ * when its queue is past the layer. A frame without users goes to another expert in the order of ranks. Nothing in here
+ * changes what is computed. */
+
+/* Choices count half as much after so many rows. Simulated with 48 layers of 128 experts and room for a quarter of
+ * them, where the tenth that gets 60 % of the choices changes every 512 rows: 16 gives 73.0 % hits, 32 73.7, 64 72.5,
+ * 128 70.1, 512 63.6; LRU 63.9. Where it never changes, longer ones gain a little. */
+#define RFI_EXPERT_HALF_LIFE 48.0
+
+static uint32_t rfi_bank_slot(const rfi_bank *b, uint32_t weight, uint32_t expert) {
+    return b->weight[weight] + expert;
+}
+
+/* No frame has an expert. */
+static void rfi_cache_reset(rfi_cache *c, uint32_t n_frames) {
+    c->n_frames = c->n_free = n_frames;
+    for (uint32_t f = 0; f < n_frames; f++) c->frames[f] = (rfi_frame){.rank = -1, .bank = RF_NONE};
+    for (uint32_t e = 0; e < c->n_experts; e++) c->frame_of[e] = RF_NONE, c->score[e] = 0;
+    c->unit = 1;
+    c->clock = 0;
+}
+
+/* Count the choices of a step's rows. A step begins with the first layer. */
+static void rfi_cache_count(rfi_cache *c, const rfi_bank *bank, const uint32_t *rows_of, uint32_t n_rows) {
+    if (bank == c->banks) {
+        c->clock++;
+        c->unit *= exp2(n_rows / RFI_EXPERT_HALF_LIFE);
+    }
+    for (uint32_t e = 0; e < bank->n_experts; e++) c->score[bank->first + e] += c->unit * rows_of[e];
+    if (c->unit < 1e200) return;
+    for (uint32_t e = 0; e < c->n_experts; e++) c->score[e] /= c->unit;
+    for (uint32_t f = 0; f < c->n_frames; f++)
+        if (c->frames[f].rank > 0) c->frames[f].rank /= c->unit;
+    c->unit = 1;
+}
+
+/* The rank of a frame whose expert was chosen now. */
+static double rfi_cache_rank(const rfi_store *s, uint32_t f) {
+    const rfi_cache *c = &s->cache;
+    const rfi_frame *frame = &c->frames[f];
+    if (s->desc.expert_policy == RF_EXPERTS_LFRU) return c->score[c->banks[frame->bank].first + frame->expert];
+    if (s->desc.expert_policy == RF_EXPERTS_STATIC && f < c->n_frames - c->n_frames_least) return INFINITY;
+    return c->clock;
+}
+
+static int rfi_frame_is_loading(const rfi_store *s, const rfi_frame *frame) {
+    int loading = 0;
+    for (uint32_t k = 0; frame->bank != RF_NONE && k < s->cache.banks[frame->bank].n_weights; k++)
+        loading |= s->tensors[rfi_bank_slot(&s->cache.banks[frame->bank], k, frame->expert)].loading;
+    return loading;
+}
+
+/* The frame to give to another expert; RF_NONE: all that have no users are loading. */
+static uint32_t rfi_cache_victim(const rfi_store *s) { /* lock held */
+    const rfi_cache *c = &s->cache;
+    uint32_t best = RF_NONE;
+    for (uint32_t f = 0; f < c->n_frames; f++)
+        if (c->frames[f].n_users == 0 && (best == RF_NONE || c->frames[f].rank < c->frames[best].rank) &&
+            !rfi_frame_is_loading(s, &c->frames[f]))
+            best = f;
+    return best;
+}
+
+/* Give frame f to an expert that has none. 0: somebody uses what is in it. */
+static int rfi_cache_assign(rfi_store *s, uint32_t f, const rfi_bank *bank, uint32_t expert) { /* lock held */
+    rfi_cache *c = &s->cache;
+    rfi_frame *frame = &c->frames[f];
+    int evicted = 1;
+    if (frame->bank != RF_NONE) {
+        const rfi_bank *old = &c->banks[frame->bank];
+        for (uint32_t k = 0; k < old->n_weights; k++)
+            evicted &= rfi_store_evict(s, rfi_bank_slot(old, k, frame->expert));
+        if (!evicted) return 0;
+        c->frame_of[old->first + frame->expert] = RF_NONE;
+    }
+    *frame = (rfi_frame){.rank = 0, .bank = (uint32_t)(bank - c->banks), .expert = expert};
+    c->frame_of[bank->first + expert] = f;
+    uint64_t at = f * c->frame_bytes;
+    for (uint32_t k = 0; k < bank->n_weights; k++) {
+        rfi_tensor *t = &s->tensors[rfi_bank_slot(bank, k, expert)];
+        t->offset = at;
+        at += t->bytes;
+    }
+    return 1;
+}
+
+/* Frames without users that a choice takes: of experts that have one, and for those that have none. */
+static uint32_t rfi_cache_need(const rfi_cache *c, const rfi_bank *bank, const uint32_t *rows_of) {
+    uint32_t n = 0;
+    for (uint32_t e = 0; e < bank->n_experts; e++) {
+        const uint32_t f = c->frame_of[bank->first + e];
+        n += rows_of[e] && (f == RF_NONE || c->frames[f].n_users == 0);
+    }
+    return n;
+}
+
+/* Wait until there are frames enough for a choice, and claim them. */
+static rf_result rfi_cache_reserve(rfi_store *s, const rfi_bank *bank, const uint32_t *rows_of, uint64_t cancels,
+                                   rf_error *err) { /* lock held, released meanwhile */
+    rfi_cache *c = &s->cache;
+    int first = 0;
+    rf_result r = RF_OK;
+    for (;;) {
+        if (atomic_load(&s->cancels) != cancels) {
+            r = rfi_fail_cancelled(s, &s->tensors[bank->weight[0]], err);
+            break;
+        }
+        if (first || !c->wanted) {
+            const uint32_t need = rfi_cache_need(c, bank, rows_of);
+            if (need <= c->n_free) {
+                c->n_free -= need;
+                break;
+            }
+            c->wanted = first = 1;
+        }
+        pthread_cond_wait(&s->changed, &s->lock);
+    }
+    if (first) {
+        c->wanted = 0;
+        rfi_changed(s);
+    }
+    return r;
+}
+
+/* An expert's frame for this eval, which has claimed one for it. The lock is held, and released meanwhile. */
+static uint32_t rfi_cache_frame(rfi_store *s, const rfi_bank *bank, uint32_t expert) {
+    rfi_cache *c = &s->cache;
+    uint32_t f;
+    while ((f = c->frame_of[bank->first + expert]) == RF_NONE) {
+        const uint64_t seen = s->n_changes;
+        const uint32_t victim = rfi_cache_victim(s);
+        rfi_piece piece;
+        if (victim != RF_NONE && rfi_cache_assign(s, victim, bank, expert)) continue;
+        if (rfi_piece_take(s, NULL, &piece)) rfi_piece_run(s, &piece);
+        else rfi_wait_change(s, seen);
+    }
+    if (c->frames[f].n_users++) c->n_free++; /* another eval has brought it meanwhile */
+    return f;
+}
+
+/* Have the matrices of an expert loaded into its frame: 1 if they are there. */
+static int rfi_cache_load(rfi_store *s, const rfi_bank *bank, uint32_t expert) { /* lock held, released meanwhile */
+    int there = 1;
+    for (uint32_t k = 0; k < bank->n_weights; k++) {
+        rfi_tensor *t = &s->tensors[rfi_bank_slot(bank, k, expert)];
+        there &= rfi_cell_is_ready(&t->cell);
+        if (rfi_cell_try_claim(&t->cell, &s->lot)) rfi_job_begin(s, t, 0);
+    }
+    return there;
+}
+
+/* Take the frames of a layer's experts, of which expert e was chosen by rows_of[e] of n_rows rows, and have what is not
+ * in them loaded.
+ *   frames  out  [n_experts], to be given back; RF_NONE of those not chosen */
+static rf_result rfi_cache_take(rfi_store *s, rfi_bank *bank, const uint32_t *rows_of, uint32_t n_rows,
+                                uint64_t cancels, uint32_t *frames, rf_error *err) {
+    rfi_cache *c = &s->cache;
+    for (uint32_t e = 0; e < bank->n_experts; e++) frames[e] = RF_NONE;
+    pthread_mutex_lock(&s->lock);
+    rfi_cache_count(c, bank, rows_of, n_rows);
+    rf_result r = rfi_cache_reserve(s, bank, rows_of, cancels, err);
+    for (uint32_t e = 0; r == RF_OK && e < bank->n_experts; e++) /* first: none of these gives way */
+        if (rows_of[e] && (frames[e] = c->frame_of[bank->first + e]) != RF_NONE) c->frames[frames[e]].n_users++;
+    for (uint32_t e = 0; r == RF_OK && e < bank->n_experts; e++) {
+        if (rows_of[e] == 0) continue;
+        if (frames[e] == RF_NONE) frames[e] = rfi_cache_frame(s, bank, e);
+        c->frames[frames[e]].rank = rfi_cache_rank(s, frames[e]);
+        atomic_fetch_add(rfi_cache_load(s, bank, e) ? &bank->hits : &bank->misses, 1);
+    }
+    if (r == RF_OK) rfi_changed(s);
+    pthread_mutex_unlock(&s->lock);
+    return r;
+}
+
+/* No run uses them any more. */
+static void rfi_cache_give(rfi_store *s, const rfi_bank *bank, uint32_t *frames) {
+    rfi_cache *c = &s->cache;
+    pthread_mutex_lock(&s->lock);
+    for (uint32_t e = 0; e < bank->n_experts; e++)
+        if (frames[e] != RF_NONE && --c->frames[frames[e]].n_users == 0) c->n_free++;
+    if (c->wanted) rfi_changed(s);
     pthread_mutex_unlock(&s->lock);
 }
 
@@ -4814,6 +5082,20 @@ static int rfi_arrange_keeps(const rf_plan *plan, uint32_t slot, int keep) {
     return keep && wide;
 }
 
+/* All weights but experts stay, and what they leave of the limit is frames. 0: too few for a layer. */
+static int rfi_arrange_cache(const rfi_store *s, uint64_t limit, rfi_arrangement *a) {
+    const rfi_cache *c = &s->cache;
+    const uint64_t others = s->device_bytes_needed - c->expert_bytes;
+    if (c->n_banks == 0 || others > limit) return 0;
+    uint64_t bytes = limit - others, n;
+    if (s->desc.expert_cache_bytes) bytes = rfi_min_u64(bytes, s->desc.expert_cache_bytes);
+    n = rfi_min_u64(bytes / c->frame_bytes, c->n_experts);
+    if (n < c->n_frames_least) return 0;
+    a->n_frames = (uint32_t)n;
+    a->resident_bytes = others + n * c->frame_bytes;
+    return 1;
+}
+
 /* Decide for `limit` bytes. Dense models read every weight for every token, so which ones stay does not matter for the
  * bytes that are streamed; a prefix of the plan lets a token begin while the ring fills. What the ring takes is
  * streamed in addition, so that it is no larger than it must be. */
@@ -4822,7 +5104,15 @@ static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement
     memset(a->streamed, 0, plan->n_weights);
     a->resident_bytes = s->device_bytes_needed;
     a->ring_bytes = 0;
-    if (a->resident_bytes <= limit) return RF_OK;
+    a->n_frames = 0;
+    const uint64_t most = s->desc.expert_cache_bytes;
+    const int capped = most && s->cache.n_banks && s->cache.expert_bytes > most;
+    if (a->resident_bytes <= limit && !capped) return RF_OK;
+    if (rfi_arrange_cache(s, limit, a)) return RF_OK;
+    if (capped)
+        return rfi_fail(err, RF_ERR_MEMORY, limit,
+                        "%s: expert_cache_bytes %llu are too few: at least %llu hold the experts of a layer",
+                        rfi_gguf_path(s->g), RFI_LLU(most), RFI_LLU(s->cache.n_frames_least * s->cache.frame_bytes));
     uint64_t least = 0, ahead = 0;
     for (int keep = s->desc.stream_policy == RF_STREAM_PREFIX ? 2 : 0; keep >= 0; keep--) {
         a->resident_bytes = s->scratch_bytes;
@@ -4855,7 +5145,16 @@ static void rfi_store_apply(rfi_store *s) {
     uint32_t *slots = a->slots;
     pthread_mutex_lock(&s->lock);
     s->n_uses = 0;
-    for (uint32_t i = 0; i < s->plan.n_weights; i++) s->tensors[i].streamed = a->streamed[i];
+    s->n_resident = 0;
+    for (uint32_t i = 0; i < s->plan.n_weights; i++) {
+        rfi_tensor *t = &s->tensors[i];
+        t->streamed = a->streamed[i];
+        t->cached = a->n_frames && t->bank;
+        s->n_resident += (uint32_t)rfi_is_resident(t);
+    }
+    rfi_cache_reset(&s->cache, a->n_frames);
+    const uint64_t cache_bytes = a->n_frames * s->cache.frame_bytes;
+    s->cache.slab = (rfi_slab){.size_bytes = cache_bytes};
     for (uint32_t at = 0; at < s->plan.n_ops && a->ring_bytes;) {
         uint32_t n = rfi_layer_slots(&s->plan, &at, slots);
         for (uint32_t i = 0; i < n; i++)
@@ -4864,7 +5163,7 @@ static void rfi_store_apply(rfi_store *s) {
     s->stream_loaded = s->stream_used = s->stream_freed = 0;
     s->ring = (rfi_slab){.size_bytes = a->ring_bytes};
     uint32_t slabs = a->ring_bytes ? RFI_SLABS - 1 : RFI_SLABS;
-    rfi_slabs_place(s, RF_NONE, rfi_max_u64(RFI_SLAB_BYTES, (a->resident_bytes + slabs - 1) / slabs));
+    rfi_slabs_place(s, RF_NONE, rfi_max_u64(RFI_SLAB_BYTES, (a->resident_bytes - cache_bytes + slabs - 1) / slabs));
     s->allotment = a->resident_bytes + a->ring_bytes;
     s->arranged = 1;
     pthread_mutex_unlock(&s->lock);
@@ -4883,7 +5182,7 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
     }
     if (in_lane && s->n_uses) rfi_stream_reset(s);
     if (idle) { /* until it is arranged anew; readers end */
-        s->n_uses = 0;
+        s->n_uses = s->cache.n_frames = 0;
         s->stream_paused = 0;
         rfi_changed(s);
     }
@@ -4892,6 +5191,7 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
         else left += !rfi_cell_is_unloaded(&s->tensors[slot].cell);
     for (uint32_t i = 0; i < s->n_slabs; i++) rfi_slab_release(s, &s->slabs[i]);
     rfi_slab_release(s, &s->ring);
+    rfi_slab_release(s, &s->cache.slab);
     if (s->n_jobs == 0 && s->n_running == 0) rfi_stages_release(s);
     if (left == 0) rfi_scratch_release(s);
     pthread_mutex_unlock(&s->lock);
@@ -4972,6 +5272,7 @@ static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_err
     for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++)
         if (a.streamed[i]) out->streamed_bytes += s->tensors[i].bytes;
     out->weight_bytes = a.resident_bytes + a.ring_bytes;
+    out->expert_cache_bytes = a.n_frames * s->cache.frame_bytes;
     rfi_free(alloc, a.streamed);
     rfi_free(alloc, a.slots);
     return r;
@@ -4994,7 +5295,7 @@ static void rfi_store_end(rfi_store *s) {
     pthread_mutex_unlock(&s->device->lot.mutex);
 }
 
-/* Load the tensors of some layers (NULL: all of them) and wait for them; streamed ones are left out. */
+/* Load the tensors of some layers (NULL: all of them) and wait for them; those that are not to stay are left out. */
 static rf_result rfi_store_preload(rfi_store *s, const uint32_t *layers, uint32_t n_layers, rf_error *err) {
     uint64_t cancels;
     rf_result r = rfi_store_begin(s, &cancels, err);
@@ -5004,7 +5305,7 @@ static rf_result rfi_store_preload(rfi_store *s, const uint32_t *layers, uint32_
         uint32_t slot = s->order[i];
         int in = layers == NULL;
         for (uint32_t k = 0; k < n_layers && !in; k++) in = s->plan.weights[slot].layer == (int32_t)layers[k];
-        if (!in || s->tensors[slot].streamed) continue;
+        if (!in || !rfi_is_resident(&s->tensors[slot])) continue;
         r = rfi_store_pin(s, slot, cancels, err);
         if (r == RF_OK) r = rfi_store_arrived(s, slot, err);
         else continue;
@@ -5036,6 +5337,10 @@ static void rfi_store_free(rfi_store *s) {
     rfi_free(alloc, s->use_offset);
     rfi_free(alloc, s->arrangement.streamed);
     rfi_free(alloc, s->arrangement.slots);
+    rfi_free(alloc, s->cache.banks);
+    rfi_free(alloc, s->cache.frames);
+    rfi_free(alloc, s->cache.frame_of);
+    rfi_free(alloc, s->cache.score);
     rfi_plan_free(alloc, &s->plan);
     pthread_cond_destroy(&s->changed);
     pthread_mutex_destroy(&s->lock);
@@ -5077,6 +5382,54 @@ static void rfi_store_describe(rfi_store *s) {
     s->n_stages_max = 2 * (uint32_t)rfi_max_u64(s->n_readers_max, 1);
 }
 
+/* Enter an op's experts in the bank of its layer, the last one: 0 if they are not such that an expert of the layer is
+ * one matrix of each of a few ops. */
+static int rfi_bank_add(rfi_store *s, const rf_op *op) {
+    rfi_cache *c = &s->cache;
+    rfi_bank *b = &c->banks[c->n_banks - 1];
+    if (b->n_weights == RFI_EXPERT_WEIGHTS || op->n_experts != b->n_experts) return 0;
+    b->weight[b->n_weights++] = op->weight;
+    for (uint32_t e = 0; e < op->n_experts; e++) {
+        rfi_tensor *t = &s->tensors[op->weight + e];
+        if (t->bank) return 0;
+        t->bank = b;
+        c->expert_bytes += t->bytes;
+    }
+    return 1;
+}
+
+/* The experts of each layer, and memory for as many frames as there are experts. */
+static rf_result rfi_store_find_experts(rfi_store *s, rf_error *err) {
+    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
+    rfi_cache *c = &s->cache;
+    uint32_t n_ops = 0;
+    int fit = 1;
+    for (uint32_t i = 0; i < s->plan.n_ops; i++) n_ops += s->plan.ops[i].kind == RF_OP_EXPERTS;
+    if (n_ops == 0) return RF_OK;
+    c->banks = (rfi_bank *)rfi_alloc(alloc, n_ops, sizeof *c->banks, "banks of experts", err);
+    if (!c->banks) return RF_ERR_MEMORY;
+    for (const rf_op *op = s->plan.ops; op < s->plan.ops + s->plan.n_ops; op++) {
+        if (op->kind != RF_OP_EXPERTS) continue;
+        if (c->n_banks == 0 || c->banks[c->n_banks - 1].layer != (uint32_t)op->layer) {
+            rfi_bank *b = &c->banks[c->n_banks++];
+            *b = (rfi_bank){.layer = (uint32_t)op->layer, .n_experts = op->n_experts, .first = c->n_experts};
+            c->n_experts += op->n_experts;
+            if (c->n_frames_least < op->n_experts) c->n_frames_least = op->n_experts;
+        }
+        fit &= rfi_bank_add(s, op);
+    }
+    for (const rfi_bank *b = c->banks; b < c->banks + c->n_banks; b++) {
+        uint64_t bytes = 0;
+        for (uint32_t k = 0; k < b->n_weights; k++) bytes += s->tensors[b->weight[k]].bytes;
+        c->frame_bytes = rfi_max_u64(c->frame_bytes, bytes);
+    }
+    if (!fit) c->n_banks = 0;
+    c->frames = (rfi_frame *)rfi_alloc(alloc, c->n_experts, sizeof *c->frames, "an expert cache", err);
+    c->frame_of = (uint32_t *)rfi_alloc(alloc, c->n_experts, sizeof *c->frame_of, "an expert cache", err);
+    c->score = (double *)rfi_alloc(alloc, c->n_experts, sizeof *c->score, "an expert cache", err);
+    return c->frames && c->frame_of && c->score ? RF_OK : RF_ERR_MEMORY;
+}
+
 /* Make the store of a plan's weights: every tensor unloaded, nothing of the file read. The plan becomes the store's,
  * also if it fails; then nothing is left. */
 static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const rf_model_desc *desc, rfi_store **out,
@@ -5110,6 +5463,7 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     if (r == RF_OK) r = d->api->table_create(d->dev, &s->plan, &s->table, err);
     if (r == RF_OK) r = d->api->queue_create(d->dev, &s->queue, err);
     if (r == RF_OK) rfi_store_describe(s);
+    if (r == RF_OK) r = rfi_store_find_experts(s, err);
     if (r != RF_OK) rfi_store_free(s);
     else *out = s;
     return r;
@@ -10824,7 +11178,11 @@ struct rf_session {
     uint32_t *segment_first; /* [n_segments + 1]                                                */
     uint32_t *segment_ops;   /* [n_segments + 1] first op                                       */
     uint8_t *pinned;         /* [n_weights] 1: resident, and held by the eval in progress       */
+    uint8_t *is_expert;      /* [n_weights] 1: of an expert                                     */
     uint8_t *chosen;         /* [n_weights] of experts: the segment in progress needs it        */
+    uint32_t *rows_of;       /* [most experts] rows that chose each of the layer in progress    */
+    uint32_t *frames;        /* [most experts] of the layer in progress, that are held          */
+    rfi_bank *held_bank;     /* whose they are; NULL: none are held                             */
     int holds_experts;       /* all of them, instead of pins                                    */
     int32_t *route;          /* host memory of the device, [n_batch, widest route]; NULL: no experts */
     uint32_t *held;          /* [n_held] slots of these                                         */
@@ -10950,6 +11308,9 @@ static void rfi_session_release(rf_session *s) {
     rfi_free(alloc, s->segment_ops);
     rfi_free(alloc, s->pinned);
     rfi_free(alloc, s->chosen);
+    rfi_free(alloc, s->is_expert);
+    rfi_free(alloc, s->rows_of);
+    rfi_free(alloc, s->frames);
     rfi_free(alloc, s->lengths);
     rfi_free(alloc, s->floors);
     rfi_free(alloc, s->ends);
@@ -10980,6 +11341,9 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     s->held_streamed = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *s->held_streamed, "segments", err);
     s->pinned = (uint8_t *)rfi_alloc(alloc, plan->n_weights, 1, "segments", err);
     s->chosen = (uint8_t *)rfi_alloc(alloc, plan->n_weights, 1, "segments", err);
+    s->is_expert = (uint8_t *)rfi_alloc(alloc, plan->n_weights, 1, "segments", err);
+    s->rows_of = (uint32_t *)rfi_alloc(alloc, s->m->config.moe.n_experts, sizeof *s->rows_of, "chosen experts", err);
+    s->frames = (uint32_t *)rfi_alloc(alloc, s->m->config.moe.n_experts, sizeof *s->frames, "chosen experts", err);
     s->lengths = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->lengths, "sequence lengths", err);
     s->floors = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->floors, "sequence lengths", err);
     s->ends = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->ends, "sequence lengths", err);
@@ -10989,8 +11353,9 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     s->tokens = (int32_t *)rfi_alloc_aligned(alloc, (uint64_t)d->n_seq_max * d->n_ctx * sizeof *s->tokens, 64,
                                              "token history", err);
     if (!s->buffer_offset || !s->state_offset || !s->state_cells || !s->segment_first || !s->segment_slots ||
-        !s->held || !s->held_streamed || !s->segment_ops || !s->pinned || !s->chosen || !s->lengths || !s->floors ||
-        !s->ends || !s->rows || !s->forward_rows || !s->logit_rows || !s->tokens)
+        !s->held || !s->held_streamed || !s->segment_ops || !s->pinned || !s->chosen || !s->is_expert ||
+        !s->rows_of || !s->frames || !s->lengths || !s->floors || !s->ends || !s->rows || !s->forward_rows ||
+        !s->logit_rows || !s->tokens)
         return RF_ERR_MEMORY;
     rf_result r =
         api->host_create(s->m->device->dev, (uint64_t)d->n_logits_max * plan->n_vocab * sizeof(float), &p, err);
@@ -11014,6 +11379,8 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
 /* Which weights each segment needs, every one once. No weight is in two segments of one layer. */
 static void rfi_session_segment_slots(rf_session *s) {
     uint32_t n = 0;
+    for (uint32_t slot = 0; slot < s->m->plan.n_weights; slot++)
+        s->is_expert[slot] = s->m->plan.weights[slot].n_experts > 0;
     s->segment_ops[s->n_segments] = s->m->plan.n_ops;
     for (uint32_t segment = 0; segment < s->n_segments; segment++) {
         s->segment_first[segment] = n;
@@ -11138,37 +11505,93 @@ static rf_result rfi_eval_check(rf_session *s, const rf_row *rows, uint32_t n_ro
     return RF_OK;
 }
 
+/* How many of the step's rows chose each expert of an op, into s->rows_of. The route is made by the segment before,
+ * which is on the way: this waits for it, and so for all that the queue has got before. */
+static rf_result rfi_eval_read_route(rf_session *s, const rf_op *op, uint32_t n_rows, rf_error *err) {
+    const rf_device_api *api = s->m->device->api;
+    const uint32_t width = s->m->plan.buffers[op->in2].width;
+    rf_ticket ticket = {0};
+    rf_result r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[op->in2], s->route,
+                                (uint64_t)n_rows * width * sizeof *s->route, &ticket, err);
+    if (r == RF_OK) r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
+    memset(s->rows_of, 0, op->n_experts * sizeof *s->rows_of);
+    for (uint64_t k = 0; r == RF_OK && k < (uint64_t)n_rows * op->n_used; k++) {
+        const int32_t id = s->route[k / op->n_used * width + k % op->n_used];
+        if (id < 0 || (uint32_t)id >= op->n_experts)
+            return rfi_fail(err, RF_ERR_DEVICE, (uint64_t)(op - s->m->plan.ops), "op %u: expert %d of %u was chosen",
+                            (uint32_t)(op - s->m->plan.ops), id, op->n_experts);
+        s->rows_of[id]++;
+    }
+    return r;
+}
+
+/* The experts that the eval holds in frames: no run uses them any more. Finds copies that failed. */
+static rf_result rfi_eval_give_experts(rf_session *s, rf_result r, rf_error *err) {
+    rfi_store *store = s->m->store;
+    rfi_bank *bank = s->held_bank;
+    if (!bank) return r;
+    for (uint32_t e = 0; e < bank->n_experts; e++)
+        for (uint32_t k = 0; s->frames[e] != RF_NONE && k < bank->n_weights; k++) {
+            const uint32_t slot = rfi_bank_slot(bank, k, e);
+            s->chosen[slot] = 0;
+            if (!s->pinned[slot]) continue;
+            rf_result arrived = rfi_store_arrived(store, slot, r == RF_OK ? err : NULL);
+            if (r == RF_OK) r = arrived;
+            rfi_store_unpin(store, slot);
+            s->pinned[slot] = 0;
+        }
+    rfi_cache_give(store, bank, s->frames);
+    s->held_bank = NULL;
+    return r;
+}
+
+/* What becomes of an op's experts, once s->rows_of is known, before those of its layer are used. */
+static rf_result rfi_eval_take_experts(rf_session *s, const rf_op *op, uint32_t n_rows, rf_error *err) {
+    rfi_store *store = s->m->store;
+    rfi_bank *bank = store->tensors[op->weight].bank;
+    if (!bank) return RF_OK;
+    if (s->m->device->is_gpu) atomic_fetch_add(&bank->round_trips, 1);
+    if (store->cache.n_frames) {
+        rf_result r = rfi_eval_give_experts(s, RF_OK, err);
+        if (r == RF_OK) r = rfi_cache_take(store, bank, s->rows_of, n_rows, s->loading_cancels, s->frames, err);
+        if (r == RF_OK) s->held_bank = bank;
+        return r;
+    }
+    for (uint32_t e = 0; e < op->n_experts; e++) {
+        int there = 1;
+        for (uint32_t k = 0; s->rows_of[e] && k < bank->n_weights; k++)
+            there &= rfi_cell_is_ready(&store->tensors[rfi_bank_slot(bank, k, e)].cell);
+        if (s->rows_of[e]) atomic_fetch_add(there ? &bank->hits : &bank->misses, 1);
+    }
+    return RF_OK;
+}
+
 /* Which experts the segment's rows have chosen, into s->chosen; all of them where that costs nothing, or the step runs
- * as a whole. The route is made by the segment before, which is on the way. */
+ * as a whole. */
 static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_rows, int whole, rf_error *err) {
     const rf_plan *plan = &s->m->plan;
-    const rf_device_api *api = s->m->device->api;
+    const rfi_store *store = s->m->store;
     uint32_t read = RF_NONE; /* buffer that s->route holds */
     for (uint32_t i = s->segment_ops[segment]; i < s->segment_ops[segment + 1]; i++) {
         const rf_op *op = &plan->ops[i];
-        int all = whole || s->m->device->is_gpu; /* there a read is a wait: not for weights that are there */
         if (op->kind != RF_OP_EXPERTS) continue;
+        /* on a GPU a read is a wait: not for weights that are there and stay */
+        int all = whole || (s->m->device->is_gpu && store->cache.n_frames == 0);
         for (uint32_t e = 0; all && !whole && e < op->n_experts; e++)
-            all = s->pinned[op->weight + e] || rfi_cell_is_ready(&s->m->store->tensors[op->weight + e].cell);
+            all = s->pinned[op->weight + e] || rfi_cell_is_ready(&store->tensors[op->weight + e].cell);
         if (all) {
             memset(s->chosen + op->weight, 1, op->n_experts);
             continue;
         }
-        const uint32_t width = plan->buffers[op->in2].width;
-        rf_ticket ticket = {0};
         rf_result r = RF_OK;
-        if (read != op->in2)
-            r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[op->in2], s->route,
-                              (uint64_t)n_rows * width * sizeof *s->route, &ticket, err);
-        if (r == RF_OK) r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
+        if (read != op->in2) {
+            r = rfi_eval_read_route(s, op, n_rows, err);
+            if (r == RF_OK) r = rfi_eval_take_experts(s, op, n_rows, err);
+        }
         if (r != RF_OK) return r;
         read = op->in2;
-        for (uint64_t k = 0; k < (uint64_t)n_rows * op->n_used; k++) {
-            const int32_t id = s->route[k / op->n_used * width + k % op->n_used];
-            if (id < 0 || (uint32_t)id >= op->n_experts)
-                return rfi_fail(err, RF_ERR_DEVICE, i, "op %u: expert %d of %u was chosen", i, id, op->n_experts);
-            s->chosen[op->weight + (uint32_t)id] = 1;
-        }
+        for (uint32_t e = 0; e < op->n_experts; e++)
+            if (s->rows_of[e]) s->chosen[op->weight + e] = 1;
     }
     return RF_OK;
 }
@@ -11177,25 +11600,28 @@ static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_row
  * experts those in s->chosen, and those of the stream, which come in their order. */
 static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
     rfi_store *store = s->m->store;
+    rf_ticket written = {0}; /* the last of these copies: they are all in one queue */
     rf_result r = RF_OK;
     for (uint32_t i = s->segment_first[segment]; r == RF_OK && i < s->segment_first[segment + 1]; i++) {
         uint32_t slot = s->segment_slots[i];
+        if (s->is_expert[slot] && !s->chosen[slot] && store->n_uses == 0) continue; /* or held */
         rfi_tensor *t = &store->tensors[slot];
         if (t->streamed) {
             r = rfi_stream_pin(store, slot, s->n_held_streamed, s->loading_cancels, err);
             if (r == RF_OK) s->held_streamed[s->n_held_streamed++] = slot;
-        } else if (store->plan.weights[slot].n_experts && !s->chosen[slot]) {
-            continue; /* or held */
+        } else if (s->is_expert[slot] && !s->chosen[slot]) {
+            continue;
         } else if (!s->pinned[slot]) {
             r = rfi_store_pin(store, slot, s->loading_cancels, err);
-            if (r == RF_OK) s->held[s->n_held++] = slot, s->pinned[slot] = 1;
+            if (r == RF_OK) s->pinned[slot] = 1;
+            if (r == RF_OK && !t->cached) s->held[s->n_held++] = slot;
         } else {
             continue; /* by an earlier micro-batch, which has also waited for the copy */
         }
-        if (r == RF_OK && !atomic_load_explicit(&t->arrived, memory_order_acquire))
-            r = s->m->device->api->queue_after(s->queue, &t->written, err);
+        if (r == RF_OK && !atomic_load_explicit(&t->arrived, memory_order_acquire) && t->written.value > written.value)
+            written = t->written;
     }
-    return r;
+    return r == RF_OK && written.value ? s->m->device->api->queue_after(s->queue, &written, err) : r;
 }
 
 /* Nothing of the eval is running: find copies that failed, unpin everything. */
@@ -11208,6 +11634,7 @@ static rf_result rfi_eval_unpin(rf_session *s, rf_result r, rf_error *err) {
         rfi_store_unpin(store, s->held[i]);
         s->pinned[s->held[i]] = 0;
     }
+    r = rfi_eval_give_experts(s, r, err);
     r = rfi_stream_arrived(store, r, err);
     if (s->route) memset(s->chosen, 0, store->plan.n_weights);
     if (s->holds_experts) rfi_store_let_go(store);
@@ -11224,7 +11651,7 @@ static rf_result rfi_eval_segments(rf_session *s, uint32_t first, uint32_t last,
         return rfi_fail(err, RF_ERR_CANCELLED, first, "rf_eval: cancelled by rf_session_cancel");
     for (uint32_t segment = first; r == RF_OK && segment < last; segment++) {
         if (s->route && !s->holds_experts)
-            r = rfi_eval_choose(s, segment, step->n_rows, last - first > 1, err);
+            r = rfi_eval_choose(s, segment, step->n_rows, last - first == s->n_segments, err);
         if (r == RF_OK) r = rfi_eval_pin(s, segment, err);
     }
     if (r == RF_OK) r = s->m->device->api->plan_run(s->prepared, s->queue, first, last, step, ticket, err);
@@ -11308,7 +11735,7 @@ static rf_result rfi_eval_run(rf_session *s, const rf_row *rows, uint32_t n_rows
     rfi_store *store = s->m->store;
     rf_result r = RF_OK;
     if (store->n_uses) pthread_mutex_lock(&store->lane);
-    if (store->n_uses || atomic_load(&store->tensors_loaded) < s->m->plan.n_weights)
+    if (store->n_uses || atomic_load(&store->resident_loaded) < store->n_resident)
         rfi_store_want(store, NULL, 0, s->loading_cancels);
     s->holds_experts = s->route && rfi_store_hold_experts(store);
     for (uint32_t at = 0; r == RF_OK && at < n_rows;) {
@@ -15009,9 +15436,11 @@ static void rfi_model_drop_store(rf_model *m) {
 static rf_result rfi_model_build(rf_model *m, const rf_model_desc *desc, rf_error *err) {
     const rf_allocator *alloc = rfi_gguf_allocator(m->g);
     rf_kv kv;
-    if (desc->load_policy > RF_LOAD_CRITICAL_FIRST || desc->stream_policy > RF_STREAM_LRU)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_open: load_policy %u or stream_policy %u is not known",
-                        desc->load_policy, desc->stream_policy);
+    if (desc->load_policy > RF_LOAD_CRITICAL_FIRST || desc->stream_policy > RF_STREAM_LRU ||
+        desc->expert_policy > RF_EXPERTS_STATIC)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0,
+                        "rf_model_open: load_policy %u, stream_policy %u or expert_policy %u is not known",
+                        desc->load_policy, desc->stream_policy, desc->expert_policy);
     rf_result r = rfi_config_read(m->g, &m->config, err);
     if (r == RF_OK) r = rfi_key_text(m->g, NULL, "general.name", &m->name, &kv, err);
     if (r == RF_OK && desc->pre_tokenizer) {
@@ -15120,9 +15549,8 @@ ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_e
     rf_result r = rfi_store_begin(m->store, &cancels, err);
     if (r != RF_OK) return r;
     for (; r == RF_OK && slot != RF_NONE; slot = rfi_model_next_slot(m, slot)) {
-        if (m->store->tensors[slot].streamed)
-            r = rfi_fail(err, RF_ERR_MEMORY, slot, "%s is beyond the budget: it is streamed by rf_eval, not kept",
-                         name);
+        if (!rfi_is_resident(&m->store->tensors[slot]))
+            r = rfi_fail(err, RF_ERR_MEMORY, slot, "%s is beyond the budget: rf_eval loads it as it is needed", name);
         else r = rfi_store_pin(m->store, slot, cancels, err);
         if (r == RF_OK) {
             r = rfi_store_arrived(m->store, slot, err);
@@ -15200,6 +15628,28 @@ ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m) {
     st.load_seconds = 1e-9 * (double)atomic_load(&s->load_ns) + busy;
     st.bytes_read = atomic_load(&s->bytes_read);
     if (st.load_seconds > 0) st.gb_per_second = 1e-9 * (double)atomic_load(&s->bytes_total) / st.load_seconds;
+    return st;
+}
+
+ROCMFORGE_API rf_expert_stats rf_model_get_expert_stats(const rf_model *m, uint32_t layer) {
+    rf_expert_stats st;
+    memset(&st, 0, sizeof st);
+    const rfi_cache *c = m ? &m->store->cache : NULL;
+    for (const rfi_bank *b = c ? c->banks : NULL; b && b < c->banks + c->n_banks; b++) {
+        if (b->layer != layer) continue;
+        st.n_experts = b->n_experts;
+        st.hits = atomic_load(&b->hits);
+        st.misses = atomic_load(&b->misses);
+        st.bytes = atomic_load(&b->bytes);
+        st.prefetched = atomic_load(&b->prefetched);
+        st.round_trips = atomic_load(&b->round_trips);
+        for (uint32_t e = 0; e < b->n_experts; e++) {
+            uint32_t n = 0;
+            for (uint32_t k = 0; k < b->n_weights; k++)
+                n += (uint32_t)rfi_cell_is_ready(&m->store->tensors[rfi_bank_slot(b, k, e)].cell);
+            st.n_loaded += n == b->n_weights;
+        }
+    }
     return st;
 }
 
