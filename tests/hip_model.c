@@ -269,18 +269,18 @@ static void test_experts(void) {
     static const uint32_t percents[] = {100, 30, 10};
     static within want, got;
     mg_buf file = {0};
-    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .arch = "qwen3moe", .n_layers = LAYERS, .n_experts = 16, .n_ff_expert = 192,
+    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .arch = "qwen3moe", .n_layers = LAYERS, .n_experts = 8, .n_ff_expert = 192,
                                   .n_vocab = WITHIN_VOCAB, .use_mix = 1, .mix_type = MG_Q8_0, .seed = 13});
-    for (uint32_t k = 0; device_name(k) && k < 2; k++) {
+    for (uint32_t k = 0; device_name(k) && k < 1; k++) { /* the others have other kernels, not another host */
         uint64_t all = all_resident(&file, device_name(k), &want);
         for (uint32_t i = 0; i < RFI_COUNT(percents); i++) {
             rig r = {0};
             rf_forecast f;
-            uint32_t percent = percents[i];
+            uint32_t percent = percents[i], n_runs = percent == 30 ? 2 : 1;
             rf_model_desc md = {.budget_bytes = all * percent / 100, .n_readers = 2, .pinned_bytes = i == k ? all : 0, .load_policy = RF_LOAD_PRELOAD};
             REQUIRE(open_within(&r, &file, device_name(k), &md) == RF_OK && rf_model_forecast(r.m, NULL, &f, &r.err) == RF_OK, "%u %%: %s", percent, r.err.text);
             CHECK((f.expert_cache_bytes > 0) == (percent < 100) && f.streamed_bytes == 0, "%u %%: no cache", percent);
-            for (int again = 0; again < 2; again++) {
+            for (uint32_t again = 0; again < n_runs; again++) {
                 CHECK(write_within(&r, &got) == RF_OK, "%u %%: %s", percent, r.err.text);
                 CHECK(memcmp(&want, &got, sizeof want) == 0, "%s, %u %%: other bits", device_name(k), percent);
             }
@@ -289,7 +289,7 @@ static void test_experts(void) {
                 rf_expert_stats st = rf_model_get_expert_stats(r.m, layer);
                 asked += st.round_trips, chosen += st.hits + st.misses;
             }
-            CHECK(asked == (percent < 100 ? 2 * EVALS * LAYERS : 0) && chosen == 2 * asked, "%u %%: %llu round trips, %llu choices", percent,
+            CHECK(asked == (percent < 100 ? n_runs * EVALS * LAYERS : 0) && chosen == 2 * asked, "%u %%: %llu round trips, %llu choices", percent,
                   (unsigned long long)asked, (unsigned long long)chosen);
             CHECK(rf_model_get_loading_stats(r.m).device_bytes <= md.budget_bytes, "%u %%: beyond the budget", percent);
             rig_close(&r);

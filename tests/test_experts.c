@@ -6,7 +6,7 @@
 #include "make_gguf.h"
 #include "rf_test.h"
 
-enum { N_VOCAB = 310, N_LAYERS = 24, N_EXPERTS = 16, N_USED = 2, N_TOKENS = 16, MOST_FRAMES = N_LAYERS * N_EXPERTS };
+enum { N_VOCAB = 310, N_LAYERS = 24, N_EXPERTS = 16, N_USED = 2, N_TOKENS = 12, MOST_FRAMES = N_LAYERS * N_EXPERTS };
 
 /* The file used in place, read into memory of the CPU device, read into the null device. */
 enum { MAPPED, COPIED, NULLED, N_MODES };
@@ -185,20 +185,26 @@ typedef struct count {
     uint64_t hits, misses;
 } count;
 
+/* The trace goes round and round through the layers: the last choice of a layer up to choice `now`, as an index + 1. */
+static uint32_t last_of(uint32_t now, uint32_t layer) {
+    const uint32_t step = now / N_LAYERS;
+    return layer <= now % N_LAYERS ? step * N_LAYERS + layer + 1 : step ? (step - 1) * N_LAYERS + layer + 1 : 0;
+}
+
 /* How much expert e of a layer was chosen up to choice `now`, a choice of 48 rows ago counting half. */
 static double worth(uint32_t now, uint32_t layer, uint32_t e) {
-    double sum = 0, age = 0;
-    for (uint32_t i = now + 1; i-- > 0 && age < 60 * 48;) {
-        if (trace[i].layer == layer) sum += trace[i].rows_of[e] * exp2(-age / 48);
-        if (trace[i].layer == 0) age += trace[i].n_rows;
+    double sum = 0, age = last_of(now, layer) <= now - now % N_LAYERS ? trace[now - now % N_LAYERS].n_rows : 0;
+    for (uint32_t i = last_of(now, layer); i > 0; i = i > N_LAYERS ? i - N_LAYERS : 0) {
+        sum += trace[i - 1].rows_of[e] * exp2(-age / 48);
+        age += trace[i - 1].n_rows; /* as many in every layer of a step */
     }
     return sum;
 }
 
-/* How long ago, in choices, somebody chose it: the fewer the more it is worth. */
+/* How long ago, in steps, somebody chose it: the fewer the more it is worth. */
 static double freshness(uint32_t now, uint32_t layer, uint32_t e) {
-    for (uint32_t i = now + 1; i-- > 0;)
-        if (trace[i].layer == layer && trace[i].rows_of[e]) return (double)(i / N_LAYERS);
+    for (uint32_t i = last_of(now, layer); i > 0; i = i > N_LAYERS ? i - N_LAYERS : 0)
+        if (trace[i - 1].rows_of[e]) return (double)((i - 1) / N_LAYERS);
     return -1;
 }
 
@@ -440,7 +446,7 @@ static void test_threads(void) {
         _Atomic int stop = 0;
         REQUIRE(rig_open(&r, mode, NULL, NULL, NULL, &md), "%s", r.err.text);
         for (int i = 0; i < N; i++) {
-            w[i] = (worker){.m = r.m, .mode = mode, .rounds = 3, .seed = (uint32_t)i % N_SEEDS, .stop = &stop};
+            w[i] = (worker){.m = r.m, .mode = mode, .rounds = 2, .seed = (uint32_t)i % N_SEEDS, .stop = &stop};
             REQUIRE(pthread_create(&threads[i], NULL, i + 1 < N ? evaluate : clear, &w[i]) == 0, "thread");
         }
         for (int i = 0; i < N; i++) {
@@ -503,7 +509,7 @@ static void test_failing_reads(void) {
     const rf_gguf_desc gd = {.no_map = 1, .io = {.open_fn = open_file, .read_fn = read_file, .close_fn = close_file}};
     const rf_model_desc md = percent_of(needed(COPIED), 10, RF_EXPERTS_LFRU, 0);
     int failed = 0;
-    for (uint64_t n = 1; n < 1000; n += 1 + n / 2) {
+    for (uint64_t n = 1; n < 400; n += 1 + n) {
         rig r;
         atomic_store(&failing_read, 0);
         REQUIRE(rig_open(&r, COPIED, &gd, NULL, NULL, &md), "%s", r.err.text);
@@ -517,7 +523,7 @@ static void test_failing_reads(void) {
         rig_close(&r);
     }
     atomic_store(&failing_read, 0);
-    CHECK(failed > 6, "%d failures", failed);
+    CHECK(failed > 4, "%d failures", failed);
 }
 
 /* What every mode gives with all experts there. */
@@ -534,7 +540,7 @@ static void reference(void) {
 
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
-    alarm(120); /* a deadlock is a failure too */
+    alarm(300); /* a deadlock is a failure too */
     int fd = mkstemp(path);
     mg_llama(&file, &(mg_options){.arch = "qwen3moe", .n_layers = N_LAYERS, .n_experts = N_EXPERTS, .n_used = N_USED, .n_ff_expert = 96, .type = MG_Q8_0, .n_vocab = N_VOCAB, .seed = 3});
     int ok = fd >= 0 && write(fd, file.data, file.n) == (ssize_t)file.n;
