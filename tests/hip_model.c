@@ -269,7 +269,7 @@ static void test_experts(void) {
     static const uint32_t percents[] = {100, 30, 10};
     static within want, got;
     mg_buf file = {0};
-    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .arch = "qwen3moe", .n_layers = LAYERS, .n_experts = 8, .n_ff_expert = 192,
+    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .arch = "qwen3moe", .n_layers = LAYERS, .n_experts = 8, .n_ff_expert = 384,
                                   .n_vocab = WITHIN_VOCAB, .use_mix = 1, .mix_type = MG_Q8_0, .seed = 13});
     for (uint32_t k = 0; device_name(k) && k < 1; k++) { /* the others have other kernels, not another host */
         uint64_t all = all_resident(&file, device_name(k), &want);
