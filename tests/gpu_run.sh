@@ -1,8 +1,9 @@
 #!/bin/sh
 # gpu_run.sh [BUILD] [ARGUMENTS OF test_hip]: all that needs a real GPU, in under four minutes. The suites that also run
 # under emulation, with the kernels compiled by nvcc or hipcc: every op; whole models, 1,000 runs bit for bit alike, two
-# sessions in two threads. Then the shipped model: each op against the CPU, the CPU's greedy text, and compute-sanitizer
-# (memory, leaks, races) where it is installed. Exit status 77 without a GPU.
+# sessions in two threads; small models of many families against their answers. The shipped model: each op against the
+# CPU, the CPU's greedy text, and compute-sanitizer (memory, leaks, races) where it is installed. Exit status 77 without
+# a GPU.
 build=${1:-build}
 [ $# -gt 0 ] && shift
 mkdir -p "$build" || exit 1
@@ -27,9 +28,10 @@ start=$(date +%s)
 $compile -c rocmforge_kernels.hip -o "$build/kernels_gpu.o" &
 ${CXX:-c++} -std=c++11 -O2 -c tests/test_hip.cpp -o "$build/test_hip_gpu.o"
 ${CC:-cc} -O2 -I. -c tests/hip_model.c -o "$build/hip_model_gpu.o"
+${CC:-cc} -O2 -I. -c tests/test_goldens.c -o "$build/hip_goldens_gpu.o"
 ${CC:-cc} -O2 -I. -c examples/rocmforge_cli.c -o "$build/cli_gpu.o"
 wait $!
-for program in test_hip hip_model cli; do
+for program in test_hip hip_model hip_goldens cli; do
     $link "$build/${program}_gpu.o" "$build/kernels_gpu.o" -o "$build/${program}_gpu" -lm -lpthread
 done
 mv "$build/cli_gpu" "$cli"
@@ -45,6 +47,8 @@ for device in cpu hip:0; do
 done
 cmp "$build/greedy_cpu.txt" "$build/greedy_hip.txt"
 say "the shipped model: ops and greedy text equal to the CPU's"
+"$build/hip_goldens_gpu"
+say "answers in float64 for small models of many families"
 
 # sanitizer TOOL PATTERN OPTIONS: a prompt and some tokens, and each op alone, both with a clean summary
 sanitizer() {
