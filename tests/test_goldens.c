@@ -59,7 +59,9 @@ static int read_golden(const char *path, golden *g) {
     g->n_tokens = read_ids(f, "tokens", g->tokens);
     g->n_greedy = read_ids(f, "greedy", g->greedy);
     ok = g->n_tokens && g->n_greedy && fscanf(f, " margins%*[^\n]") == 0;
-    for (uint32_t i = 0; ok && i < g->n_tokens * N_VOCAB; i++) ok = fscanf(f, "%f", &g->logits[0][i]) == 1;
+    for (uint32_t i = 0; ok && i < g->n_tokens * N_VOCAB; i++) {
+        ok = fscanf(f, "%f", &g->logits[i / N_VOCAB][i % N_VOCAB]) == 1;
+    }
     fclose(f);
     return ok;
 }
