@@ -923,7 +923,8 @@ typedef enum rf_op_kind {
                             query head h reads kv head h / (n_heads / n_kv_heads); with extra the softmax of head h
                             has one score more, extra[h], whose value is 0; with RF_OP_LATENT V are the first
                             head_dim_v values of K                                                                 */
-    RF_OP_GLU = 6,       /* out[rows, n_out] = act(in) * in2, without in2 act(in); out may be in                   */
+    RF_OP_GLU = 6,       /* out[rows, n_out] = factor * act(in) * in2, in2 from its value extra_at on; without in2
+                            factor * act(in); factor is extra[0], without extra 1; out may be in                   */
     RF_OP_GATHER = 7,    /* out[L, n_out] = the rows of in[T, n_out] that want logits, in order                    */
     RF_OP_ARGMAX = 8,    /* out[rows] = id of the largest of in[rows, n_in] as int32: the smallest one among equals, nan
                             never, -1 if none is greater than -infinity                                            */
@@ -935,9 +936,10 @@ typedef enum rf_op_kind {
                             ids = the n_used largest s, the smaller id among equals, nan behind all numbers;
                             weights = p[ids], with RF_OP_CHOSEN softmax(p[ids]); with RF_OP_NORMALIZE divided by
                             max(their sum, 2^-14); times scale, unless that is 0                                   */
-    RF_OP_EXPERTS = 10,  /* out[T, n_used, n_out] = in[T, n_in] W[id]^T (+ bias[id][n_out]), id = in2[T, 0, n_used] of
-                            a ROUTE; weight is the slot of the first of n_experts matrices, the others follow, and only
-                            those that were chosen need be there; RF_OP_PER_CHOICE: in[T, n_used, n_in]            */
+    RF_OP_EXPERTS = 10,  /* out[T, n_used, n_out] = factor[id] * in[T, n_in] W[id]^T (+ bias[id][n_out]), without extra2
+                            factor is 1, id = in2[T, 0, n_used] of a ROUTE; weight is the slot of the first of n_experts
+                            matrices, the others follow, and only those that were chosen need be there; of each the
+                            rows from weight_row on; RF_OP_PER_CHOICE: in[T, n_used, n_in]                         */
     RF_OP_MIX = 11,      /* out[T, n_out] = scale * sum over k of weight[k] * in[T, n_used, n_out], in order of k,
                             weights in2[T, 1, n_used] of a ROUTE, or sigmoid(in2[T, n_used]) with RF_OP_SIGMOID
                             (+ out if RF_OP_ACCUMULATE); a scale of 0 is 1                                         */
@@ -959,7 +961,8 @@ typedef enum rf_activation {
     RF_ACT_GELU = 1, /* x / (1 + e^-2u), u = sqrt(2 / pi) * (x + 0.044715 x^3): gelu's tanh form */
     RF_ACT_OAI = 2,  /* x / (1 + e^-1.702x) of x = min(in, 7), times 1 + in2 in place of in2, in2 cut to -7 .. 7; needs
                         in2                                                           */
-    RF_ACT_COUNT = 3
+    RF_ACT_NONE = 3,    /* x                                                                */
+    RF_ACT_COUNT = 4
 } rf_activation;
 #define RF_OP_SIGMOID 0x100u    /* ROUTE, MIX */
 #define RF_OP_CHOSEN 0x200u     /* ROUTE */
@@ -981,9 +984,9 @@ typedef struct rf_op {
     uint32_t state;      /* KV_STORE, ATTENTION                                   */
     uint32_t weight;     /* slot                                                  */
     uint32_t weight_row; /* first row of it: fused tensors are row ranges         */
-    uint32_t extra;      /* slot of the bias, of rope's freqs, of attention's sinks */
-    uint32_t extra2;     /* slot of a matmul's factor, or of rope's other freqs   */
-    uint32_t extra_at;   /* first element of it                                   */
+    uint32_t extra;      /* slot of the bias, of rope's freqs, of attention's sinks, of a GLU's factor */
+    uint32_t extra2;     /* slot of a matmul's or of experts' factors, or of rope's other freqs */
+    uint32_t extra_at;   /* first element of extra, or of a GLU's in2             */
     uint32_t table;      /* index into rf_plan.tables (float), ROPE               */
     uint32_t n_in, n_out;
     uint32_t n_heads, n_kv_heads;
@@ -5481,6 +5484,8 @@ typedef enum rfi_rope_scaling { RFI_ROPE_NONE = 0, RFI_ROPE_LINEAR = 1, RFI_ROPE
 
 typedef struct rfi_layer_config {
     uint32_t n_heads, n_kv_heads, n_ff;
+    uint32_t head_dim, head_dim_v;
+    uint32_t cache_layer; /* whose keys and values it reads; its own, or those of an earlier one */
     uint32_t window; /* positions its attention sees; 0: all              */
     int local;       /* one of the layers that a sliding window is for    */
     int rope;        /* 0: its queries and keys are not rotated           */
@@ -5499,6 +5504,7 @@ typedef struct rfi_moe_arch {
     int keys;       /* expert_gating_func, expert_weights_norm and _scale may say otherwise         */
     int n_ff_is_ff; /* without expert_feed_forward_length an expert is feed_forward_length wide     */
     int groups;     /* expert_group_count and _used_count are read                                  */
+    int beside;     /* the dense ffn is there, too, and each of both is normed                      */
     int optional;   /* without expert_count there are none                                          */
     int gate;       /* the shared experts' result is multiplied by sigmoid(ffn_gate_inp_shexp . x)  */
     int dense_lead; /* leading_dense_block_count layers have no experts                             */
@@ -5554,7 +5560,11 @@ enum {
     RFI_OAI = 1 << 24,           /* experts: RF_ACT_OAI instead of silu                                      */
     RFI_LOCAL_YARN = 1 << 25,    /* yarn in layers with a window, too                                        */
     RFI_LATENT = 1 << 26,        /* attention to one compressed key and value of all heads                   */
-    RFI_LOCAL_ROPE = 1 << 27     /* rope in layers with a window only                                        */
+    RFI_LOCAL_ROPE = 1 << 27,    /* rope in layers with a window only                                        */
+    RFI_LOCAL_HEADS = 1 << 28,   /* layers with a window have heads of their own sizes, and no rope_freqs    */
+    RFI_V_NORM = 1 << 29,        /* values are normed, too; without attn_v they are made of attn_k           */
+    RFI_LAYER_INPUTS = 1 << 30   /* a row of embeddings for each layer; the last layers read earlier ones' keys
+                                    and values; layer_output_scale                                           */
 };
 
 /* An architecture, and the function that emits its plan (section 9). */
@@ -5567,6 +5577,7 @@ typedef struct rfi_arch {
     uint32_t window;         /* its positions if the file does not say                                 */
     uint32_t no_rope_period; /* n: every n-th layer does without rope                                  */
     float window_rope_base;  /* rope of layers with a window, unscaled; 0: as the others               */
+    float score_scale;       /* of attention; 0: 1/sqrt(head_dim)                                      */
     uint32_t wide_layers;    /* a model of so many layers scales scores by 1/sqrt(n_embd / n_heads)    */
     const rfi_moe_arch *moe; /* NULL: no experts                                                       */
 } rfi_arch;
@@ -5578,12 +5589,14 @@ typedef struct rfi_rope_config {
     double base, factor;
     double magnitude; /* of cos and sin, beside yarn's */
     rfi_rope_scaling scaling;
+    uint32_t n_rot; /* values of a head that are rotated */
 } rfi_rope_config;
 
 typedef struct rfi_config {
     const rfi_arch *arch;
     uint32_t n_layers, n_embd, n_vocab, n_ctx_train;
-    uint32_t head_dim, head_dim_v, n_rot;
+    uint32_t head_dim, head_dim_v, n_rot; /* of layers without a window, if those with one have their own */
+    uint32_t n_layer_input;               /* RFI_LAYER_INPUTS: values of the row for a layer; 0: none     */
     uint32_t n_positions; /* learned ones; 0: there is no limit */
     double norm_eps;
     rfi_rope_config rope, local_rope; /* of local layers */
@@ -5783,10 +5796,13 @@ static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err)
         if (r == RF_OK)
             r = rfi_key_real(g, c->arch, "rope.scaling.yarn_beta_slow", FLT_MIN, 1, 0, &c->yarn_beta_slow, err);
     }
+    const uint32_t n_rot_local = c->local_rope.n_rot; /* rfi_config_heads knew */
+    c->rope.n_rot = c->n_rot;
     c->local_rope = c->rope;
+    c->local_rope.n_rot = n_rot_local;
     if (local_base > 0) c->local_rope.base = local_base;
     if (local_base > 0 || (c->rope.scaling == RFI_ROPE_YARN && !rfi_is(c, RFI_LOCAL_YARN))) /* for long contexts */
-        c->local_rope = (rfi_rope_config){c->local_rope.base, 1, 0, RFI_ROPE_NONE};
+        c->local_rope = (rfi_rope_config){c->local_rope.base, 1, 0, RFI_ROPE_NONE, c->local_rope.n_rot};
     if (r == RF_OK && c->arch->window_period)
         r = rfi_key_real(g, c->arch, "rope.freq_base_swa", FLT_MIN, c->local_rope.base, 0, &c->local_rope.base, err);
     return r;
@@ -5803,6 +5819,8 @@ static rf_result rfi_config_window(const rf_gguf *g, rfi_config *c, rf_error *er
     rf_result r = rfi_key_uint(g, c->arch, &window_key, 0, 0, &window, err);
     int there = rfi_key_find(g, c->arch, period_key.suffix, &kv, name, sizeof name);
     int list = there && kv.type == RF_KV_ARRAY;
+    if (r == RF_OK && !there && rfi_is(c, RFI_LOCAL_HEADS))
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), name);
     if (r == RF_OK && there && !list) r = rfi_key_uint(g, c->arch, &period_key, 0, 0, &period, err);
     if (r == RF_OK && list && (kv.count != c->n_layers || kv.element_type != RF_KV_BOOL))
         r = rfi_fail_at_key(g, c->arch, period_key.suffix, err, "want a number, or %u truth values, one per layer",
@@ -5823,6 +5841,7 @@ static rf_result rfi_config_scales(const rf_gguf *g, rfi_config *c, rf_error *er
     rf_result r = RF_OK;
     if (rfi_is(c, RFI_EMBED_SQRT)) c->embedding_scale = sqrt((double)c->n_embd);
     if (arch->wide_layers == c->n_layers) c->attention_scale = 1 / sqrt((double)c->n_embd / c->layers[0].n_heads);
+    if (arch->score_scale > 0) c->attention_scale = (double)arch->score_scale;
     if (rfi_is(c, RFI_LATENT)) { /* yarn's magnitude is of the scores: keys are not all rotated */
         const double f = c->rope.scaling == RFI_ROPE_YARN ? fmax(1, c->rope.factor) : 1;
         const double magnitude = 1 + c->yarn_log_multiplier * log(f);
@@ -5972,6 +5991,52 @@ static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *er
     return RF_OK;
 }
 
+/* The same of each layer: those with a window may have their own. */
+static rf_result rfi_config_local_heads(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    const rfi_uint_key key_length = {"attention.key_length_swa", 1, 1 << 14, c->head_dim, 0},
+                       value_length = {"attention.value_length_swa", 1, 1 << 14, c->head_dim_v, 0};
+    uint32_t dim = c->head_dim, dim_v = c->head_dim_v;
+    rf_result r = RF_OK;
+    c->local_rope.n_rot = c->n_rot;
+    if (rfi_is(c, RFI_LOCAL_HEADS)) {
+        r = rfi_key_uint(g, c->arch, &key_length, 0, 0, &dim, err);
+        if (r == RF_OK) r = rfi_key_uint(g, c->arch, &value_length, 0, 0, &dim_v, err);
+        const rfi_uint_key n_rot = {"rope.dimension_count_swa", 2, dim, dim & ~1u, 0};
+        if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_rot, 0, 0, &c->local_rope.n_rot, err);
+        if (r == RF_OK && c->local_rope.n_rot % 2)
+            r = rfi_fail_at_key(g, c->arch, n_rot.suffix, err, "want an even number, found %u", c->local_rope.n_rot);
+    }
+    for (uint32_t il = 0; il < c->n_layers; il++) {
+        rfi_layer_config *l = &c->layers[il];
+        l->head_dim = l->local ? dim : c->head_dim;
+        l->head_dim_v = l->local ? dim_v : c->head_dim_v;
+        l->cache_layer = il;
+    }
+    return r;
+}
+
+/* Rows of embeddings for every layer, and layers without keys and values of their own: they read those of the last layer
+ * of their kind that has some. */
+static rf_result rfi_config_layer_inputs(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    const rfi_uint_key input = {"embedding_length_per_layer_input", 0, 1 << 16, 0, 0},
+                       shared = {"attention.shared_kv_layers", 0, c->n_layers - 1, 0, 0};
+    uint32_t n_shared = 0;
+    rf_result r = rfi_key_uint(g, c->arch, &input, 0, 0, &c->n_layer_input, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &shared, 0, 0, &n_shared, err);
+    const uint32_t from = c->n_layers - n_shared;
+    for (uint32_t il = from; r == RF_OK && il < c->n_layers; il++) {
+        rfi_layer_config *l = &c->layers[il];
+        const uint32_t back = l->local ? 2 : 1;
+        const rfi_layer_config *of = from >= back ? &c->layers[from - back] : NULL;
+        if (!of || of->local != l->local || l->n_heads % of->n_kv_heads)
+            return rfi_fail_at_key(g, c->arch, shared.suffix, err,
+                                   "layer %u finds no earlier layer of its kind whose keys it could read", il);
+        l->cache_layer = from - back;
+        l->n_kv_heads = of->n_kv_heads;
+    }
+    return r;
+}
+
 /* Widths of a head, and of what is rotated of it. */
 static rf_result rfi_config_heads(const rf_gguf *g, rfi_config *c, rf_error *err) {
     uint32_t n_heads = c->layers[0].n_heads;
@@ -5989,6 +6054,7 @@ static rf_result rfi_config_heads(const rf_gguf *g, rfi_config *c, rf_error *err
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_rot, 0, 0, &c->n_rot, err);
     if (r == RF_OK && c->n_rot % 2)
         r = rfi_fail_at_key(g, c->arch, n_rot.suffix, err, "want an even number, found %u", c->n_rot);
+    if (r == RF_OK) r = rfi_config_local_heads(g, c, err);
     return r;
 }
 
@@ -6058,6 +6124,7 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
 
     r = rfi_config_heads(g, c, err);
     if (r == RF_OK && rfi_is(c, RFI_LATENT)) r = rfi_config_latent(g, c, err);
+    if (r == RF_OK && rfi_is(c, RFI_LAYER_INPUTS)) r = rfi_config_layer_inputs(g, c, err);
     if (r == RF_OK) r = rfi_config_rope(g, c, err);
     return r == RF_OK ? rfi_config_scales(g, c, err) : r;
 }
@@ -6239,11 +6306,11 @@ static uint32_t rfi_buffer(rfi_builder *b, const char *name, uint32_t rows, uint
     return b->buffers.n - 1;
 }
 
-static uint32_t rfi_state(rfi_builder *b, uint32_t n_kv_heads, uint32_t window) {
+static uint32_t rfi_state(rfi_builder *b, const rfi_layer_config *l) {
     rf_plan_state *p = (rf_plan_state *)rfi_array_push(b, &b->states, 1, sizeof *p);
     if (!p) return 0;
-    *p = (rf_plan_state){(uint32_t)b->layer, n_kv_heads, b->c->head_dim,
-                         rfi_is(b->c, RFI_LATENT) ? 0 : b->c->head_dim_v, window};
+    *p = (rf_plan_state){(uint32_t)b->layer, l->n_kv_heads, l->head_dim,
+                         rfi_is(b->c, RFI_LATENT) ? 0 : l->head_dim_v, l->window};
     return b->states.n - 1;
 }
 
@@ -6302,10 +6369,11 @@ static rf_op *rfi_emit_matmul(rfi_builder *b, uint32_t rows, uint32_t out, uint3
 typedef struct rfi_rope {
     uint32_t table;
     float magnitude;
+    uint32_t n_rot;
     uint32_t freqs, long_freqs; /* slots; long_freqs: in sessions of a long context */
 } rfi_rope;
 
-static rf_op *rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, const rfi_rope *rope) {
+static rf_op *rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, uint32_t head_dim, const rfi_rope *rope) {
     rf_op *op = rfi_op(b, RF_OP_ROPE, RF_ROWS_TOKENS);
     op->flags = rfi_is(b->c, RFI_NEOX) ? RF_OP_NEOX : 0;
     op->in = op->out = x;
@@ -6313,8 +6381,8 @@ static rf_op *rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, const 
     op->extra2 = rope->long_freqs;
     op->table = rope->table;
     op->n_heads = n_heads;
-    op->head_dim = b->c->head_dim;
-    op->n_rot = b->c->n_rot;
+    op->head_dim = head_dim;
+    op->n_rot = rope->n_rot;
     op->scale = rope->magnitude;
     return op;
 }
@@ -6323,9 +6391,9 @@ static rf_op *rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, const 
  * file does not say) divides slow pairs by the factor, leaves fast ones and blends between. */
 static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
     const rfi_config *c = b->c;
-    const double pi = 3.14159265358979323846, n_rot = c->n_rot, f = r->factor;
-    rfi_rope rope = {b->tables.n, r->magnitude != 0 ? (float)r->magnitude : 1, RF_NONE, RF_NONE};
-    float *table = (float *)rfi_array_push(b, &b->tables, c->n_rot / 2, sizeof *table);
+    const double pi = 3.14159265358979323846, n_rot = r->n_rot, f = r->factor;
+    rfi_rope rope = {b->tables.n, r->magnitude != 0 ? (float)r->magnitude : 1, r->n_rot, RF_NONE, RF_NONE};
+    float *table = (float *)rfi_array_push(b, &b->tables, r->n_rot / 2, sizeof *table);
     int yarn = r->scaling == RFI_ROPE_YARN && f > 0;
     double lo = 0, hi = 0;
     if (!table) return rope;
@@ -6334,7 +6402,7 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
         lo = fmax(0, floor(per * log(n0 / (2 * pi * c->yarn_beta_fast))));
         hi = fmin(n_rot - 1, ceil(per * log(n0 / (2 * pi * c->yarn_beta_slow))));
     }
-    for (uint32_t i = 0; i < c->n_rot / 2; i++) {
+    for (uint32_t i = 0; i < r->n_rot / 2; i++) {
         double theta = pow(r->base, -2.0 * i / n_rot), keep = 1;
         if (r->scaling == RFI_ROPE_LINEAR) keep = 1 / f;
         if (yarn) {
@@ -6371,11 +6439,16 @@ typedef struct rfi_decoder {
     rfi_rope rope, local_rope;
 } rfi_decoder;
 
+/* It makes keys and values, and keeps them. */
+static int rfi_has_cache(const rfi_builder *b, const rfi_layer_config *l) {
+    return l->cache_layer == (uint32_t)b->layer;
+}
+
 /* q, k, v = in W^T + bias, from three tensors, or from the rows of a fused one. */
 static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
-    uint32_t rows[3] = {l->n_heads * b->c->head_dim, l->n_kv_heads * b->c->head_dim,
-                        l->n_kv_heads * b->c->head_dim_v};
+    uint32_t rows[3] = {l->n_heads * l->head_dim, l->n_kv_heads * l->head_dim, l->n_kv_heads * l->head_dim_v};
     uint32_t out[3] = {d->q, d->k, d->v};
+    const int n = rfi_has_cache(b, l) ? 3 : 1;
     uint64_t n_embd = b->c->n_embd;
     if (rfi_has(b, "attn_qkv.weight")) {
         uint64_t all = (uint64_t)rows[0] + rows[1] + rows[2];
@@ -6390,9 +6463,12 @@ static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     }
     static const char *const names[3][2] = {{"attn_q", "attn_q.bias"}, {"attn_k", "attn_k.bias"},
                                             {"attn_v", "attn_v.bias"}};
-    for (int i = 0; i < 3; i++) {
-        rfi_weight w = rfi_bind_matrix(b, names[i][0], n_embd, rows[i], "attn_qkv.weight of the same layer");
-        rfi_weight bias = rfi_bind(b, names[i][1], rows[i], 1, 1, NULL);
+    rfi_weight w, bias;
+    for (int i = 0; i < n; i++) {
+        if (i < 2 || !rfi_is(b->c, RFI_V_NORM) || rfi_has(b, "attn_v.weight") || rows[1] != rows[2]) {
+            w = rfi_bind_matrix(b, names[i][0], n_embd, rows[i], "attn_qkv.weight of the same layer");
+            bias = rfi_bind(b, names[i][1], rows[i], 1, 1, NULL);
+        } /* else the values are the keys, before these are normed */
         rfi_emit_matmul(b, RF_ROWS_TOKENS, out[i], in, w, bias, rows[i], 0);
     }
 }
@@ -6413,45 +6489,57 @@ static void rfi_emit_residual(rfi_builder *b, const rfi_decoder *d, uint32_t in,
 
 /* Norms of the queries and keys, by head or all heads of each as one. */
 static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
-    uint32_t dim = b->c->head_dim, heads[2] = {l->n_heads, l->n_kv_heads}, x[2] = {d->q, d->k};
+    uint32_t dim = l->head_dim, heads[2] = {l->n_heads, l->n_kv_heads}, x[2] = {d->q, d->k};
+    const int n = rfi_has_cache(b, l) ? 2 : 1;
     static const char *const names[2] = {"attn_q_norm", "attn_k_norm"};
     if (rfi_is(b->c, RFI_LAYER_NORM) && rfi_has(b, "attn_q_norm.weight") && b->result == RF_OK)
         b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0,
                              "%s: blk.%d.attn_q_norm.weight: norms of heads in a %s model are not supported",
                              rfi_gguf_path(b->g), (int)b->layer, b->c->arch->name);
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < n; i++)
         if (rfi_is(b->c, RFI_QK_NORM_WIDE))
             rfi_emit_norm(b, RF_ROWS_TOKENS, x[i], x[i], names[i], (uint64_t)heads[i] * dim, 1, 0);
         else if (rfi_is(b->c, RFI_QK_NORM) || (rfi_is(b->c, RFI_QK_NORM_MAYBE) && rfi_has(b, "attn_q_norm.weight")))
             rfi_emit_norm(b, RF_ROWS_TOKENS, x[i], x[i], names[i], dim, heads[i], 0);
+    if (!rfi_is(b->c, RFI_V_NORM) || n == 1) return;
+    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, RF_ROWS_TOKENS);
+    op->in = op->out = d->v;
+    op->n_heads = l->n_kv_heads;
+    op->n_in = l->head_dim_v;
+    op->eps = (float)b->c->norm_eps;
 }
 
 /* att = attention of queries q to the keys k and values v, which are stored first */
 static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
     const int latent = rfi_is(c, RFI_LATENT);
-    rf_op *op = rfi_op(b, RF_OP_KV_STORE, RF_ROWS_TOKENS);
-    op->flags = latent ? RF_OP_LATENT : 0;
-    op->in = d->k;
-    op->in2 = d->v;
-    op->state = rfi_state(b, l->n_kv_heads, l->window);
-    op->n_kv_heads = l->n_kv_heads;
-    op->head_dim = c->head_dim;
-    op->head_dim_v = c->head_dim_v;
-
+    rf_op *op;
+    if (rfi_has_cache(b, l)) {
+        op = rfi_op(b, RF_OP_KV_STORE, RF_ROWS_TOKENS);
+        op->flags = latent ? RF_OP_LATENT : 0;
+        op->in = d->k;
+        op->in2 = d->v;
+        op->state = rfi_state(b, l);
+        op->n_kv_heads = l->n_kv_heads;
+        op->head_dim = l->head_dim;
+        op->head_dim_v = l->head_dim_v;
+    }
+    const rf_plan_state *states = (const rf_plan_state *)b->states.items;
+    uint32_t state = 0;
+    while (b->result == RF_OK && states[state].layer != l->cache_layer) state++;
     uint32_t sinks = rfi_is(c, RFI_SINKS) ? rfi_bind(b, "attn_sinks.weight", l->n_heads, 1, 0, NULL).slot : RF_NONE;
     op = rfi_op(b, RF_OP_ATTENTION, RF_ROWS_TOKENS);
     op->flags = latent ? RF_OP_LATENT : 0;
     op->extra = sinks;
     op->in = latent ? d->latent_q : d->q;
     op->out = latent ? d->latent_v : d->att;
-    op->state = b->states.n - 1;
+    op->state = state;
     op->n_heads = l->n_heads;
     op->n_kv_heads = l->n_kv_heads;
-    op->head_dim = c->head_dim;
-    op->head_dim_v = c->head_dim_v;
+    op->head_dim = l->head_dim;
+    op->head_dim_v = l->head_dim_v;
     op->scale = (float)(c->attention_scale != 0 ? c->attention_scale
-                                                : 1 / sqrt(rfi_is(c, RFI_SINKS) ? c->n_rot : c->head_dim));
+                                                : 1 / sqrt(rfi_is(c, RFI_SINKS) ? c->n_rot : l->head_dim));
     op->softcap = (float)c->attention_softcap;
     op->window = l->window;
     op->temperature = (float)c->temperature;
@@ -6463,10 +6551,10 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
     const rfi_rope *rope = l->local ? &d->local_rope : &d->rope;
     rfi_emit_qkv(b, d, l, in);
     rfi_emit_qk_norm(b, d, l);
-    if (l->rope) rfi_emit_rope(b, d->q, l->n_heads, rope);
-    if (l->rope) rfi_emit_rope(b, d->k, l->n_kv_heads, rope);
+    if (l->rope) rfi_emit_rope(b, d->q, l->n_heads, l->head_dim, rope);
+    if (l->rope && rfi_has_cache(b, l)) rfi_emit_rope(b, d->k, l->n_kv_heads, l->head_dim, rope);
     rfi_emit_attend(b, d, l);
-    rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * b->c->head_dim_v, "attn_output", "post_attention_norm");
+    rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * l->head_dim_v, "attn_output", "post_attention_norm");
 }
 
 /* out = of each head in in[n_heads, head_dim] the first n_in values by its matrix of NAME, then the others */
@@ -6505,19 +6593,16 @@ static void rfi_emit_latent(rfi_builder *b, const rfi_decoder *d, const rfi_laye
                         (uint32_t)n_q, 0);
     }
     rfi_emit_norm(b, tokens, d->k, d->k, "attn_kv_a_norm", a->rank, 1, 0);
-    rf_op *op = rfi_emit_rope(b, d->q, l->n_heads, &d->rope);
-    op->flags |= RF_OP_LAST;
-    op->head_dim = a->head_dim;
-    op = rfi_emit_rope(b, d->v, 1, &d->rope);
-    op->head_dim = c->n_rot;
+    rfi_emit_rope(b, d->q, l->n_heads, a->head_dim, &d->rope)->flags |= RF_OP_LAST;
+    rfi_emit_rope(b, d->v, 1, c->n_rot, &d->rope);
     rfi_emit_heads(b, "attn_k_b", d->latent_q, d->q, l->n_heads, nope, a->head_dim, a->rank);
     rfi_emit_attend(b, d, l);
     rfi_emit_heads(b, "attn_v_b", d->att, d->latent_v, l->n_heads, a->rank, a->rank, a->head_dim_v);
     rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * a->head_dim_v, "attn_output", "post_attention_norm");
 }
 
-/* x += Wdown (act(Wgate in) * Wup in), or Wdown act(Wup in) */
-static void rfi_emit_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
+/* act(Wgate in) * Wup in, or act(Wup in). Returns its buffer. */
+static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_config *c = b->c;
     uint32_t n_ff = l->n_ff;
     int fused = rfi_is(c, RFI_FUSED_GATE), gated = !rfi_is(c, RFI_NO_GATE);
@@ -6541,7 +6626,12 @@ static void rfi_emit_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     if (gated) op->in2 = d->up;
     op->n_out = n_ff;
     op->activation = rfi_is(c, RFI_GELU) ? RF_ACT_GELU : RF_ACT_SILU;
-    rfi_emit_residual(b, d, gated ? d->gate : d->up, n_ff, "ffn_down", "post_ffw_norm");
+    return gated ? d->gate : d->up;
+}
+
+/* x += Wdown of that */
+static void rfi_emit_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
+    rfi_emit_residual(b, d, rfi_emit_hidden(b, d, l, in), l->n_ff, "ffn_down", "post_ffw_norm");
 }
 
 /* out[T, n_used, n_out] = in W[expert]^T + bias[expert] */
@@ -6727,8 +6817,10 @@ static void rfi_emit_rope_tables(rfi_builder *b, rfi_decoder *d) {
     uint32_t n_local = 0, half = c->n_rot / 2;
     for (uint32_t il = 0; il < c->n_layers; il++) n_local += c->layers[il].local != 0;
     d->rope = d->local_rope = rfi_rope_table(b, r);
-    if (n_local && (r->base != local->base || r->scaling != local->scaling)) d->local_rope = rfi_rope_table(b, local);
-    d->rope.freqs = d->local_rope.freqs = rfi_bind(b, "rope_freqs.weight", half, 1, 1, NULL).slot;
+    if (n_local && (r->base != local->base || r->scaling != local->scaling || r->n_rot != local->n_rot))
+        d->local_rope = rfi_rope_table(b, local);
+    d->rope.freqs = rfi_bind(b, "rope_freqs.weight", half, 1, 1, NULL).slot;
+    if (!rfi_is(c, RFI_LOCAL_HEADS)) d->local_rope.freqs = d->rope.freqs;
     if (!rfi_is(c, RFI_LONGROPE) || d->rope.freqs != RF_NONE) return;
     d->rope.freqs = rfi_bind(b, "rope_factors_short.weight", half, 1, 1, NULL).slot;
     d->rope.long_freqs = rfi_bind(b, "rope_factors_long.weight", half, 1, d->rope.freqs == RF_NONE, NULL).slot;
