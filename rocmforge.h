@@ -6015,8 +6015,8 @@ static rf_result rfi_config_local_heads(const rf_gguf *g, rfi_config *c, rf_erro
     return r;
 }
 
-/* Rows of embeddings for every layer, and layers without keys and values of their own: they read those of the last layer
- * of their kind that has some. */
+/* Rows of embeddings for every layer, and layers without keys and values of their own: they read those of the last
+ * layer of their kind that has some. */
 static rf_result rfi_config_layer_inputs(const rf_gguf *g, rfi_config *c, rf_error *err) {
     const rfi_uint_key input = {"embedding_length_per_layer_input", 0, 1 << 16, 0, 0},
                        shared = {"attention.shared_kv_layers", 0, c->n_layers - 1, 0, 0};
@@ -6435,6 +6435,9 @@ typedef struct rfi_decoder {
     uint32_t route;    /* [T, 2, n_used]            */
     uint32_t gates, ups; /* [T, n_used, n_ff]       */
     uint32_t downs;    /* [T, n_used, n_embd]       */
+    uint32_t z;        /* [T, n_embd]: of the experts, where another ffn is beside them */
+    uint32_t inputs, input_parts; /* [T, n_layers, n_layer_input] */
+    uint32_t input_gate; /* [T, n_layer_input]      */
     uint32_t share;    /* [T, 1]: how much of the shared experts' result is taken, before its sigmoid */
     rfi_rope rope, local_rope;
 } rfi_decoder;
@@ -6634,37 +6637,50 @@ static void rfi_emit_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     rfi_emit_residual(b, d, rfi_emit_hidden(b, d, l, in), l->n_ff, "ffn_down", "post_ffw_norm");
 }
 
-/* out[T, n_used, n_out] = in W[expert]^T + bias[expert] */
-static void rfi_emit_experts(rfi_builder *b, const rfi_decoder *d, const char *name, const uint32_t in_out[2],
-                             uint32_t n_in, uint32_t n_out, uint32_t flags) {
-    char weight[64], bias[64];
-    snprintf(weight, sizeof weight, "%s.weight", name);
-    snprintf(bias, sizeof bias, "%s.bias", name);
-    const rfi_weight w = rfi_bind_experts(b, weight, n_in, n_out), v = rfi_bind_experts(b, bias, n_out, 0);
-    char scale[64];
-    snprintf(scale, sizeof scale, "%s.scale", name);
-    if (b->result == RF_OK && rfi_has(b, scale))
-        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.%s: factors of experts are not supported",
-                             rfi_gguf_path(b->g), (int)b->layer, scale);
+/* The experts' matrices of NAME, with n_rows rows each, and what goes with them. */
+typedef struct rfi_experts {
+    uint32_t n_in;
+    rfi_weight weight, bias; /* bias, factor: slots RF_NONE if there is none */
+    rfi_weight factor;
+} rfi_experts;
+
+static rfi_experts rfi_bind_expert_set(rfi_builder *b, const char *name, uint32_t n_in, uint32_t n_rows) {
+    char full[64];
+    rfi_experts e = {.n_in = n_in};
+    snprintf(full, sizeof full, "%s.weight", name);
+    e.weight = rfi_bind_experts(b, full, n_in, n_rows);
+    snprintf(full, sizeof full, "%s.bias", name);
+    e.bias = rfi_bind_experts(b, full, n_rows, 0);
+    snprintf(full, sizeof full, "%s.scale", name);
+    e.factor = rfi_bind(b, full, b->c->moe.n_experts, 1, 1, NULL);
+    return e;
+}
+
+/* out[T, n_used, n_out] = factor[expert] * in W[expert]^T + bias[expert], of the matrices' rows from `row` on */
+static void rfi_emit_experts(rfi_builder *b, const rfi_decoder *d, const rfi_experts *e, const uint32_t in_out[2],
+                             uint32_t row, uint32_t n_out, uint32_t flags) {
     rf_op *op = rfi_op(b, RF_OP_EXPERTS, RF_ROWS_TOKENS);
     op->flags = flags;
     op->in = in_out[0];
     op->in2 = d->route;
     op->out = in_out[1];
-    op->weight = w.slot;
-    op->extra = v.slot;
-    op->n_in = n_in;
+    op->weight = e->weight.slot;
+    op->weight_row = row;
+    op->extra = e->bias.slot;
+    op->extra2 = e->factor.slot;
+    op->n_in = e->n_in;
     op->n_out = n_out;
     op->n_experts = b->c->moe.n_experts;
     op->n_used = b->c->moe.n_used;
 }
 
-static void rfi_emit_glu(rfi_builder *b, uint32_t gate, uint32_t up, uint32_t n, uint32_t activation) {
+static rf_op *rfi_emit_glu(rfi_builder *b, uint32_t gate, uint32_t up, uint32_t n, uint32_t activation) {
     rf_op *op = rfi_op(b, RF_OP_GLU, RF_ROWS_TOKENS);
     op->in = op->out = gate;
     op->in2 = up;
     op->n_out = n;
     op->activation = activation;
+    return op;
 }
 
 /* route = the experts of each row of xn */
@@ -6672,9 +6688,10 @@ static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d) {
     const rfi_moe_config *m = &b->c->moe;
     rfi_weight w = rfi_bind(b, "ffn_gate_inp.weight", b->c->n_embd, m->n_experts, 0, NULL),
                bias = rfi_bind(b, "ffn_gate_inp.bias", m->n_experts, 1, 1, NULL);
-    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->router, d->xn, w, bias, m->n_experts, 0);
+    rf_op *op = rfi_emit_matmul(b, RF_ROWS_TOKENS, d->router, d->xn, w, bias, m->n_experts, 0);
+    if (b->c->arch->moe->beside) op->scale = (float)(1 / sqrt((double)b->c->n_embd));
     bias = rfi_bind(b, "exp_probs_b.bias", m->n_experts, 1, 1, NULL);
-    rf_op *op = rfi_op(b, RF_OP_ROUTE, RF_ROWS_TOKENS);
+    op = rfi_op(b, RF_OP_ROUTE, RF_ROWS_TOKENS);
     op->in = d->router;
     op->out = d->route;
     op->extra = bias.slot;
@@ -6689,19 +6706,17 @@ static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d) {
     op->n_groups_used = m->n_groups_used;
 }
 
-/* x += the sum of n_used results in `in`, by the weights in in2 */
-static void rfi_emit_mix(rfi_builder *b, const rfi_decoder *d, uint32_t in, uint32_t in2, uint32_t n_used,
-                         uint32_t flags) {
-    const rfi_config *c = b->c;
+/* out = (+= RF_OP_ACCUMULATE) the sum of n_used results in `in`, by the weights in in2 */
+static rf_op *rfi_emit_mix(rfi_builder *b, uint32_t out, uint32_t in, uint32_t in2, uint32_t n_used, uint32_t flags) {
     rf_op *op = rfi_op(b, RF_OP_MIX, RF_ROWS_TOKENS);
     op->in = in;
     op->in2 = in2;
-    op->out = d->x;
-    op->flags = RF_OP_ACCUMULATE | flags;
-    op->n_out = c->n_embd;
-    op->scale = (float)c->residual_scale;
-    op->n_experts = c->moe.n_experts;
+    op->out = out;
+    op->flags = flags;
+    op->n_out = b->c->n_embd;
+    op->n_experts = b->c->moe.n_experts;
     op->n_used = n_used;
+    return op;
 }
 
 /* x += Wdown (silu(Wgate xn) * Wup xn) of the shared experts, all or as much as their gate says */
@@ -6727,21 +6742,103 @@ static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d) {
                share = rfi_bind(b, "ffn_gate_inp_shexp.weight", n_embd, 1, 0, NULL);
     rfi_emit_matmul(b, tokens, d->y, d->gate, down, none, n_embd, 0);
     rfi_emit_matmul(b, tokens, d->share, d->xn, share, none, 1, 0);
-    rfi_emit_mix(b, d, d->y, d->share, 1, RF_OP_SIGMOID);
+    rf_op *op = rfi_emit_mix(b, d->x, d->y, d->share, 1, RF_OP_ACCUMULATE | RF_OP_SIGMOID);
+    op->scale = (float)c->residual_scale;
 }
 
-/* x += sum over the chosen experts of weight * Wdown (silu(Wgate xn) * Wup xn), + the same of the shared experts */
-static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d) {
-    const rfi_moe_config *m = &b->c->moe;
-    const uint32_t n_embd = b->c->n_embd, gate[2] = {d->xn, d->gates}, up[2] = {d->xn, d->ups},
+/* downs = Wdown (act(Wgate xn) * Wup xn) of each of the chosen experts */
+static void rfi_emit_chosen(rfi_builder *b, const rfi_decoder *d) {
+    const rfi_config *c = b->c;
+    const rfi_moe_config *m = &c->moe;
+    const uint32_t n_embd = c->n_embd, n_ff = m->n_ff, gate[2] = {d->xn, d->gates}, up[2] = {d->xn, d->ups},
                    down[2] = {d->gates, d->downs};
+    rfi_experts e;
+    if (rfi_has(b, "ffn_gate_up_exps.weight")) { /* the gate's rows, then those of what it multiplies */
+        e = rfi_bind_expert_set(b, "ffn_gate_up_exps", n_embd, 2 * n_ff);
+        if (e.bias.slot != RF_NONE && b->result == RF_OK)
+            b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.ffn_gate_up_exps.bias is not supported",
+                                 rfi_gguf_path(b->g), (int)b->layer);
+        rfi_emit_experts(b, d, &e, gate, 0, n_ff, 0);
+        rfi_emit_experts(b, d, &e, up, n_ff, n_ff, 0);
+    } else {
+        e = rfi_bind_expert_set(b, "ffn_gate_exps", n_embd, n_ff);
+        rfi_emit_experts(b, d, &e, gate, 0, n_ff, 0);
+        e = rfi_bind_expert_set(b, "ffn_up_exps", n_embd, n_ff);
+        rfi_emit_experts(b, d, &e, up, 0, n_ff, 0);
+    }
+    rfi_emit_glu(b, d->gates, d->ups, m->n_used * n_ff,
+                 rfi_is(c, RFI_OAI) ? RF_ACT_OAI : rfi_is(c, RFI_GELU) ? RF_ACT_GELU : RF_ACT_SILU);
+    e = rfi_bind_expert_set(b, "ffn_down_exps", n_ff, n_embd);
+    rfi_emit_experts(b, d, &e, down, 0, n_embd, RF_OP_PER_CHOICE);
+}
+
+/* x += sum over the chosen experts of weight * Wdown (act(Wgate xn) * Wup xn), + the same of the shared experts */
+static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d) {
     rfi_emit_route(b, d);
-    rfi_emit_experts(b, d, "ffn_gate_exps", gate, n_embd, m->n_ff, 0);
-    rfi_emit_experts(b, d, "ffn_up_exps", up, n_embd, m->n_ff, 0);
-    rfi_emit_glu(b, d->gates, d->ups, m->n_used * m->n_ff, rfi_is(b->c, RFI_OAI) ? RF_ACT_OAI : RF_ACT_SILU);
-    rfi_emit_experts(b, d, "ffn_down_exps", down, m->n_ff, n_embd, RF_OP_PER_CHOICE);
-    rfi_emit_mix(b, d, d->downs, d->route, m->n_used, 0);
+    rfi_emit_chosen(b, d);
+    rf_op *op = rfi_emit_mix(b, d->x, d->downs, d->route, b->c->moe.n_used, RF_OP_ACCUMULATE);
+    op->scale = (float)b->c->residual_scale;
     rfi_emit_shared(b, d);
+}
+
+/* x += norm(norm1(ffn(xn)) + norm2(experts(pre_norm2(x)))); the router reads x, normed by weights of its own */
+static void rfi_emit_beside(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
+    const rfi_config *c = b->c;
+    const uint32_t tokens = RF_ROWS_TOKENS, n_embd = c->n_embd, hidden = rfi_emit_hidden(b, d, l, d->xn);
+    rfi_weight down = rfi_bind_matrix(b, "ffn_down", l->n_ff, n_embd, NULL),
+               bias = rfi_bind(b, "ffn_down.bias", n_embd, 1, 1, NULL);
+    rfi_emit_matmul(b, tokens, d->y, hidden, down, bias, n_embd, 0);
+    rfi_emit_norm(b, tokens, d->y, d->y, "post_ffw_norm_1", n_embd, 1, 0);
+    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, tokens);
+    op->in = d->x;
+    op->out = d->xn;
+    op->n_heads = 1;
+    op->n_in = n_embd;
+    op->eps = (float)c->norm_eps;
+    const uint32_t scale = rfi_bind(b, "ffn_gate_inp.scale", n_embd, 1, 0, NULL).slot;
+    if (b->result == RF_OK) op->weight = scale;
+    rfi_emit_route(b, d);
+    rfi_emit_norm(b, tokens, d->xn, d->x, "pre_ffw_norm_2", n_embd, 1, 0);
+    rfi_emit_chosen(b, d);
+    rfi_emit_mix(b, d->z, d->downs, d->route, c->moe.n_used, 0);
+    rfi_emit_norm(b, tokens, d->y, d->z, "post_ffw_norm_2", n_embd, 1, RF_OP_ACCUMULATE);
+    rfi_emit_norm(b, tokens, d->x, d->y, "post_ffw_norm", n_embd, 1, RF_OP_ACCUMULATE);
+}
+
+/* inputs = for each layer a row of an embedding, and a part of a product of x, normed. Their sum is to be divided by
+ * sqrt(2), which rfi_emit_layer_end does. */
+static void rfi_emit_layer_inputs(rfi_builder *b, const rfi_decoder *d) {
+    const rfi_config *c = b->c;
+    const uint32_t tokens = RF_ROWS_TOKENS, n = c->n_layer_input, all = n * c->n_layers;
+    const rfi_weight none = {RF_NONE, 0, RF_NONE};
+    rfi_weight table = rfi_bind(b, "per_layer_token_embd.weight", all, c->n_vocab, 0, NULL);
+    rf_op *op = rfi_op(b, RF_OP_EMBED, tokens);
+    op->out = d->inputs;
+    op->weight = table.slot;
+    op->n_out = all;
+    op->scale = (float)sqrt(n);
+    if (b->result == RF_OK) ((rf_plan_weight *)b->weights.items)[table.slot].row_reads = 1;
+    rfi_weight w = rfi_bind_matrix(b, "per_layer_model_proj", c->n_embd, all, NULL);
+    op = rfi_emit_matmul(b, tokens, d->input_parts, d->x, w, none, all, 0);
+    op->scale = (float)(1 / sqrt((double)c->n_embd));
+    rfi_emit_norm(b, tokens, d->inputs, d->input_parts, "per_layer_proj_norm", n, c->n_layers, RF_OP_ACCUMULATE);
+}
+
+/* x += norm(Wproj (gelu(Wgate x) * the layer's input)); x *= layer_output_scale */
+static void rfi_emit_layer_end(rfi_builder *b, const rfi_decoder *d) {
+    const rfi_config *c = b->c;
+    const uint32_t tokens = RF_ROWS_TOKENS, n = c->n_layer_input;
+    const rfi_weight none = {RF_NONE, 0, RF_NONE};
+    if (n) {
+        rfi_weight gate = rfi_bind_matrix(b, "inp_gate", c->n_embd, n, NULL),
+                   proj = rfi_bind_matrix(b, "proj", n, c->n_embd, NULL);
+        rfi_emit_matmul(b, tokens, d->input_gate, d->x, gate, none, n, 0);
+        rfi_emit_glu(b, d->input_gate, d->inputs, n, RF_ACT_GELU)->extra_at = (uint32_t)b->layer * n;
+        rfi_emit_matmul(b, tokens, d->y, d->input_gate, proj, none, c->n_embd, 0)->scale = (float)sqrt(0.5);
+        rfi_emit_norm(b, tokens, d->x, d->y, "post_norm", c->n_embd, 1, RF_OP_ACCUMULATE);
+    }
+    const uint32_t factor = rfi_bind(b, "layer_output_scale.weight", 1, 1, 1, NULL).slot;
+    if (factor != RF_NONE) rfi_emit_glu(b, d->x, RF_NONE, c->n_embd, RF_ACT_NONE)->extra = factor;
 }
 
 static int rfi_layer_has_experts(const rfi_config *c, uint32_t il) {
@@ -6768,17 +6865,25 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     if (rfi_is(c, RFI_LATENT)) rfi_emit_latent(b, d, l, attention_in);
     else rfi_emit_attention(b, d, l, attention_in);
     if (!parallel && ffn_in != d->x) rfi_emit_norm(b, rows, d->xn, d->x, ffn_norm, n_embd, 1, 0);
-    if (rfi_layer_has_experts(c, (uint32_t)b->layer)) rfi_emit_moe(b, d);
+    const int experts = rfi_layer_has_experts(c, (uint32_t)b->layer);
+    if (experts && c->arch->moe->beside) rfi_emit_beside(b, d, l);
+    else if (experts) rfi_emit_moe(b, d);
     else rfi_emit_ffn(b, d, l, ffn_in);
+    if (rfi_is(c, RFI_LAYER_INPUTS)) rfi_emit_layer_end(b, d);
 }
 
 static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     const rfi_config *c = b->c;
-    uint64_t heads = 0, kv_heads = 0, ff = 0;
+    uint64_t heads = 0, q = 0, k = 0, v = 0, att = 0, ff = 0; /* the widest layers' */
     for (uint32_t il = 0; il < c->n_layers; il++) {
-        heads = rfi_max_u64(heads, c->layers[il].n_heads);
-        kv_heads = rfi_max_u64(kv_heads, c->layers[il].n_kv_heads);
-        ff = rfi_max_u64(ff, rfi_layer_has_experts(c, il) ? c->moe.n_ff_shared : c->layers[il].n_ff);
+        const rfi_layer_config *l = &c->layers[il];
+        const int experts = rfi_layer_has_experts(c, il) && !c->arch->moe->beside;
+        heads = rfi_max_u64(heads, l->n_heads);
+        q = rfi_max_u64(q, (uint64_t)l->n_heads * l->head_dim);
+        k = rfi_max_u64(k, (uint64_t)l->n_kv_heads * l->head_dim);
+        v = rfi_max_u64(v, (uint64_t)l->n_kv_heads * l->head_dim_v);
+        att = rfi_max_u64(att, (uint64_t)l->n_heads * l->head_dim_v);
+        ff = rfi_max_u64(ff, experts ? c->moe.n_ff_shared : l->n_ff);
     }
     rfi_decoder d;
     memset(&d, 0, sizeof d);
@@ -6789,19 +6894,26 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     if (gated_share) d.share = rfi_buffer(b, "share", RF_ROWS_TOKENS, 1);
     if (rfi_is(c, RFI_POST_NORM) || gated_share) d.y = rfi_buffer(b, "y", RF_ROWS_TOKENS, c->n_embd);
     const int latent = rfi_is(c, RFI_LATENT);
-    d.q = rfi_buffer(b, "q", RF_ROWS_TOKENS, heads * (latent ? c->latent.head_dim : c->head_dim));
-    d.k = rfi_buffer(b, "k", RF_ROWS_TOKENS, latent ? c->latent.rank : kv_heads * c->head_dim);
-    d.v = rfi_buffer(b, "v", RF_ROWS_TOKENS, latent ? c->n_rot : kv_heads * c->head_dim_v);
-    d.att = rfi_buffer(b, "att", RF_ROWS_TOKENS, heads * (latent ? c->latent.head_dim_v : c->head_dim_v));
-    if (latent) d.latent_q = rfi_buffer(b, "latent q", RF_ROWS_TOKENS, heads * c->head_dim);
-    if (latent) d.latent_v = rfi_buffer(b, "latent v", RF_ROWS_TOKENS, heads * c->head_dim_v);
+    d.q = rfi_buffer(b, "q", RF_ROWS_TOKENS, latent ? heads * c->latent.head_dim : q);
+    d.k = rfi_buffer(b, "k", RF_ROWS_TOKENS, latent ? c->latent.rank : k);
+    d.v = rfi_buffer(b, "v", RF_ROWS_TOKENS, latent ? c->n_rot : v);
+    d.att = rfi_buffer(b, "att", RF_ROWS_TOKENS, latent ? heads * c->latent.head_dim_v : att);
+    if (latent) d.latent_q = rfi_buffer(b, "latent q", RF_ROWS_TOKENS, q);
+    if (latent) d.latent_v = rfi_buffer(b, "latent v", RF_ROWS_TOKENS, att);
     if (c->latent.q_rank) d.q_rank = rfi_buffer(b, "q rank", RF_ROWS_TOKENS, c->latent.q_rank);
     if (!rfi_is(c, RFI_NO_GATE)) d.gate = rfi_buffer(b, "gate", RF_ROWS_TOKENS, ff);
     d.up = rfi_buffer(b, "up", RF_ROWS_TOKENS, ff);
     d.xl = rfi_buffer(b, "xl", RF_ROWS_LOGITS, c->n_embd);
     b->logits = rfi_buffer(b, "logits", RF_ROWS_LOGITS, c->n_vocab);
     b->argmax = rfi_buffer(b, "argmax", RF_ROWS_LOGITS, 1);
+    if (c->n_layer_input) {
+        const uint64_t all = (uint64_t)c->n_layer_input * c->n_layers;
+        d.inputs = rfi_buffer(b, "inputs", RF_ROWS_TOKENS, all);
+        d.input_parts = rfi_buffer(b, "input parts", RF_ROWS_TOKENS, all);
+        d.input_gate = rfi_buffer(b, "input gate", RF_ROWS_TOKENS, c->n_layer_input);
+    }
     if (c->moe.n_experts == 0) return d;
+    if (c->arch->moe->beside) d.z = rfi_buffer(b, "z", RF_ROWS_TOKENS, c->n_embd);
     d.router = rfi_buffer(b, "router", RF_ROWS_TOKENS, c->moe.n_experts);
     d.route = rfi_buffer(b, "route", RF_ROWS_TOKENS, 2ull * c->moe.n_used);
     d.gates = rfi_buffer(b, "gates", RF_ROWS_TOKENS, (uint64_t)c->moe.n_used * c->moe.n_ff);
@@ -6852,6 +6964,7 @@ static void rfi_emit_decoder(rfi_builder *b) {
     b->layer = -1;
     rfi_weight embedding = rfi_emit_embedding(b, &d);
     rfi_emit_rope_tables(b, &d);
+    if (c->n_layer_input) rfi_emit_layer_inputs(b, &d);
     for (uint32_t il = 0; il < c->n_layers; il++) {
         b->layer = (int32_t)il;
         rfi_emit_layer(b, &d, &c->layers[il]);
@@ -6883,6 +6996,8 @@ static const rfi_moe_arch rfi_moe_deepseek2 = {
     .gating = RFI_GATING_SOFTMAX, .keys = 1, .groups = 1, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_mixtral = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .optional = 1};
+static const rfi_moe_arch rfi_moe_gemma4 = {
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .beside = 1, .optional = 1};
 static const rfi_moe_arch rfi_moe_qwen2 = {.gating = RFI_GATING_SOFTMAX, .shared = 1, .gate = 1};
 static const rfi_moe_arch rfi_moe_olmo = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1};
 static const rfi_moe_arch rfi_moe_oss = {.gating = RFI_GATING_CHOSEN};
@@ -6903,6 +7018,14 @@ static const rfi_arch rfi_archs[] = {
      .window_period = 6,
      .window_rope_base = 10000,
      .wide_layers = 62},
+    {.name = "gemma4",
+     .traits = RFI_NEOX | RFI_QK_NORM | RFI_POST_NORM | RFI_GELU | RFI_EMBED_SQRT | RFI_FINAL_SOFTCAP |
+               RFI_LOCAL_HEADS | RFI_V_NORM | RFI_LAYER_INPUTS,
+     .emit = rfi_emit_decoder,
+     .window_period = 6,
+     .window_rope_base = 10000,
+     .score_scale = 1,
+     .moe = &rfi_moe_gemma4},
     {.name = "phi3", .traits = RFI_NEOX | RFI_FUSED_GATE | RFI_LONGROPE, .emit = rfi_emit_decoder},
     {.name = "glm4", .traits = RFI_POST_NORM | RFI_FUSED_GATE, .emit = rfi_emit_decoder},
     {.name = "mistral3", .traits = RFI_TEMPERATURE, .emit = rfi_emit_decoder},
@@ -7252,6 +7375,8 @@ RFI_INLINE void rfi_glu_body(float *out, const float *gate, const float *up, uin
         for (uint32_t i = 0; i < n; i++) out[i] = rfi_silu(gate[i]) * up[i];
     else if (activation == RF_ACT_SILU)
         for (uint32_t i = 0; i < n; i++) out[i] = rfi_silu(gate[i]);
+    else if (activation == RF_ACT_NONE)
+        for (uint32_t i = 0; i < n; i++) out[i] = up ? gate[i] * up[i] : gate[i];
     else if (up)
         for (uint32_t i = 0; i < n; i++) out[i] = rfi_gelu(gate[i]) * up[i];
     else
@@ -10010,8 +10135,9 @@ static void rfi_cpu_glu(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     RFI_UNUSED(thread);
     float *out = o->out + chunk * o->out_width;
-    o->k->glu(out, o->in + chunk * o->in_width, o->in2 ? o->in2 + chunk * o->in2_width : NULL, o->op->n_out,
-              o->op->activation);
+    o->k->glu(out, o->in + chunk * o->in_width, o->in2 ? o->in2 + chunk * o->in2_width + o->op->extra_at : NULL,
+              o->op->n_out, o->op->activation);
+    if (o->vector) o->k->scale(out, o->op->n_out, o->vector[0]);
     if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, out, o->op->n_out);
 }
 
@@ -10090,7 +10216,7 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
                    row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
                    n_rows = (uint32_t)rfi_min_u64(op->n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
     const uint8_t *w = (const uint8_t *)rfi_cpu_table_of(o->p->bind.table)->weights[op->weight + e];
-    w += row0 * o->w_row_bytes;
+    w += (op->weight_row + row0) * o->w_row_bytes;
     float *y = o->p->scratch + thread * o->p->scratch_stride;
     for (uint32_t at = s->first[e], n; at < s->first[e + 1]; at += n) {
         rfi_acts x = o->acts;
@@ -10102,6 +10228,7 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
         for (uint32_t j = 0; j < n; j++) {
             const uint32_t pair = s->sorted[at + j];
             float *out = o->out + pair / op->n_used * o->out_width + (uint64_t)(pair % op->n_used) * op->n_out + row0;
+            if (o->vector2) o->k->scale(y + (uint64_t)j * n_rows, n_rows, o->vector2[e]);
             if (o->vector) o->k->add(y + (uint64_t)j * n_rows, o->vector + (uint64_t)e * op->n_out + row0, n_rows);
             memcpy(out, y + (uint64_t)j * n_rows, n_rows * sizeof *out);
         }
@@ -10228,6 +10355,7 @@ static void rfi_cpu_run_experts(rfi_cpu_op *o) {
     rfi_pool *pool = &p->dev->pool;
     rfi_cpu_sort_pairs(p, op, op->in2, o->in2, o->in2_width, o->n_rows);
     o->vector = rfi_cpu_vector(p, op->extra, 0, op->n_experts * op->n_out, 0);
+    o->vector2 = rfi_cpu_vector(p, op->extra2, 0, op->n_experts, 1);
     o->acts = (rfi_acts){.f = p->gathered, .f_stride = op->n_in, .q = p->acts, .q_stride = rfi_q8_groups(op->n_in)};
     if (!o->how->has_acts) rfi_pool_run(pool, rfi_cpu_gather_pair, o, o->n_rows * op->n_used);
     o->cut.n_units = (op->n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
@@ -10283,7 +10411,10 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
         rfi_pool_run(pool, rfi_cpu_attention, &o, (o.n_rows + n_tokens - 1) / n_tokens * op->n_kv_heads);
         break;
     }
-    case RF_OP_GLU: rfi_pool_run(pool, rfi_cpu_glu, &o, o.n_rows); break;
+    case RF_OP_GLU:
+        o.vector = rfi_cpu_vector(p, op->extra, 0, 1, 0);
+        rfi_pool_run(pool, rfi_cpu_glu, &o, o.n_rows);
+        break;
     case RF_OP_GATHER: rfi_cpu_gather(&o); break;
     case RF_OP_ARGMAX: rfi_pool_run(pool, rfi_cpu_argmax, &o, o.n_rows); break;
     case RF_OP_ROUTE: rfi_cpu_run_route(&o); break;
@@ -10556,7 +10687,7 @@ static void rfi_cpu_join(const rf_plan *plan, uint32_t i, rfi_cpu_how *how) {
     how[i].n_along = (uint8_t)(n - 1);
     if (n != 2 || i + 2 >= plan->n_ops || op[0].n_out != op[1].n_out) return;
     if (op[2].kind != RF_OP_GLU || op[2].in != op[0].out || op[2].in2 != op[1].out || op[2].rows != op->rows ||
-        op[2].n_out != op->n_out || op[2].layer != op->layer)
+        op[2].n_out != op->n_out || op[2].layer != op->layer || op[2].extra != RF_NONE || op[2].extra_at)
         return;
     how[i].then_glu = 1;
     how[i].n_along = 2;
@@ -10857,8 +10988,9 @@ static rf_result rfi_null_experts(const rf_plan *plan, uint32_t i, const rf_op *
         r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_in * (op->flags & RF_OP_PER_CHOICE ? n_used : 1), err);
     if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, n_used * op->n_out, err);
     for (uint32_t e = 0; r == RF_OK && e < op->n_experts; e++)
-        r = op->weight > RF_NONE - e ? rfi_null_weight(plan, i, RF_NONE, op->n_in, op->n_out, err)
-                                     : rfi_null_weight(plan, i, op->weight + e, op->n_in, op->n_out, err);
+        r = rfi_null_weight(plan, i, op->weight > RF_NONE - e ? RF_NONE : op->weight + e, op->n_in,
+                            (uint64_t)op->weight_row + op->n_out, err);
+    if (r == RF_OK && op->extra2 != RF_NONE) r = rfi_null_weight(plan, i, op->extra2, op->n_experts, 1, err);
     if (r != RF_OK || op->extra == RF_NONE) return r;
     return rfi_null_weight(plan, i, op->extra, op->n_out, op->n_experts, err);
 }
@@ -10897,8 +11029,9 @@ static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op
     case RF_OP_GLU:
         r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_out, err);
         if (r == RF_OK && (op->in2 != RF_NONE || op->activation == RF_ACT_OAI))
-            r = rfi_null_buffer(plan, i, "in2", op->in2, rows, op->n_out, err);
-        return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err) : r;
+            r = rfi_null_buffer(plan, i, "in2", op->in2, rows, (uint64_t)op->extra_at + op->n_out, err);
+        if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err);
+        return r == RF_OK && op->extra != RF_NONE ? rfi_null_weight(plan, i, op->extra, 1, 1, err) : r;
     case RF_OP_GATHER:
         r = rfi_null_buffer(plan, i, "in", op->in, RF_ROWS_TOKENS, op->n_out, err);
         return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, RF_ROWS_LOGITS, op->n_out, err) : r;
@@ -11579,6 +11712,9 @@ static rf_result rfi_eval_check(rf_session *s, const rf_row *rows, uint32_t n_ro
         if (!row->embedding && (row->token < 0 || (uint32_t)row->token >= n_vocab))
             return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_eval: row %u: token %d, want 0 to %u", i, row->token,
                             n_vocab - 1);
+        if (row->embedding && s->m->config.n_layer_input)
+            return rfi_fail(err, RF_ERR_UNSUPPORTED, i,
+                            "rf_eval: row %u: every layer of this model looks up the token, an embedding has none", i);
         if (row->pos != RF_POS_NEXT && (row->pos < 0 || (uint32_t)row->pos != s->ends[row->seq]))
             return rfi_fail(err, RF_ERR_ARGUMENT, i,
                             "rf_eval: row %u: position %d, want %u, the length of sequence %d", i, row->pos,

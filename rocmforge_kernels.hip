@@ -1312,6 +1312,7 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_kv_store(r
 
 /* An rf_activation. */
 RFK_DEVICE float rfk_activate(uint32_t activation, float x) {
+    if (activation == RF_ACT_NONE) return x;
     float e = activation == RF_ACT_GELU ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
     return x / (1.0f + expf(-e));
 }
@@ -1326,9 +1327,10 @@ RFK_DEVICE float rfk_activate_oai(float gate, float up) {
  *   grid [ceil(n / 1024), rows]   block 256   out may be gate or up */
 struct rfk_glu_args {
     const float *gate, *up; /* up NULL: out = act(gate) */
+    const uint8_t *factor;  /* one value of all results; NULL: none */
     float *out;
     rfk_int8_rows to;
-    uint32_t gate_stride, up_stride, out_stride, n, activation;
+    uint32_t gate_stride, up_stride, out_stride, n, activation, factor_type;
 };
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_glu_args a) {
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
@@ -1338,6 +1340,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_gl
         float gate = a.gate[(size_t)blockIdx.y * a.gate_stride + 4 * i + k],
               up = a.up ? a.up[(size_t)blockIdx.y * a.up_stride + 4 * i + k] : 1.0f;
         x[k] = a.activation == RF_ACT_OAI ? rfk_activate_oai(gate, up) : rfk_activate(a.activation, gate) * up;
+        if (a.factor) x[k] *= rfk_load_any(a.factor, a.factor_type, 0);
         a.out[(size_t)blockIdx.y * a.out_stride + 4 * i + k] = x[k];
     }
     if (a.to.q) rfk_quantize4<WAVE>(a.to, blockIdx.y, a.n, i, x, i < a.n / 4);
@@ -1672,6 +1675,9 @@ struct rfk_experts_args {
     uint32_t per_choice; /* x has a row for each pair */
     uint32_t aligned;    /* as rfk_matmul_args        */
     uint32_t x_choice, out_choice; /* values from choice to choice */
+    uint32_t row0;                 /* of the experts' matrices     */
+    const uint8_t *factor;         /* [n_experts]; NULL: none      */
+    uint32_t factor_type;
     rfk_weight heads;    /* route NULL: choice k takes rows [k * n_out, + n_out) of it */
 };
 
@@ -1682,11 +1688,13 @@ RFK_DEVICE rfk_weight rfk_choice(const rfk_experts_args &a, uint32_t *expert, ui
         *row += blockIdx.y * a.n_out;
         return a.heads;
     }
+    *row += a.row0;
     *expert = reinterpret_cast<const uint32_t *>(a.route)[(size_t)blockIdx.z * a.route_stride + blockIdx.y];
     return a.w[*expert];
 }
 
 RFK_DEVICE void rfk_put_pair(const rfk_experts_args &a, uint32_t pair, uint32_t expert, uint32_t row, float v) {
+    if (a.factor) v *= rfk_load_any(a.factor, a.factor_type, expert);
     if (a.bias) v += rfk_load_any(a.bias, a.bias_type, (size_t)expert * a.n_out + row);
     a.out[(size_t)(pair / a.n_used) * a.out_stride + (size_t)(pair % a.n_used) * a.out_choice + row] = v;
 }
@@ -4528,6 +4536,7 @@ static int rfk_is_plain(const rf_op *op, uint32_t flags) {
     rest.n_rot = 0;
     rest.eps = 0;
     if (op->kind == RF_OP_ROPE || op->kind == RF_OP_ATTENTION) rest.scale = 0;
+    if (op->kind == RF_OP_GLU && (op->extra != RF_NONE || op->extra_at)) return 0;
     return memcmp(&rest, &plain, sizeof rest) == 0;
 }
 
@@ -4555,7 +4564,8 @@ static int rfk_is_known(const rf_op *op) {
         rest.window = rest.temperature_length = 0;
         return rfk_is_plain(&rest, RF_OP_LATENT) && (op->temperature == 0 || op->temperature_length > 0);
     case RF_OP_GLU:
-        rest.activation = 0;
+        rest.activation = rest.extra_at = 0;
+        rest.extra = RF_NONE;
         return rfk_is_plain(&rest, 0) && op->activation < RF_ACT_COUNT &&
                (op->activation != RF_ACT_OAI || op->in2 != RF_NONE);
     default: return rfk_is_plain(op, 0);
@@ -4591,6 +4601,8 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
     if (op->kind == RF_OP_ATTENTION)
         return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_heads) ? NULL
                                                                                    : "its sinks are no such vector";
+    if (op->kind == RF_OP_GLU)
+        return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, 1) ? NULL : "its factor is no such vector";
     if (op->kind == RF_OP_ROUTE)
         return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_experts) ? NULL
                                                                                      : "its bias is no such vector";
@@ -4610,11 +4622,13 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
                    : "the weight has another shape";
     if (op->kind == RF_OP_EXPERTS) {
         for (uint32_t e = 0; e < op->n_experts; e++)
-            if (op->n_experts > plan->n_weights - op->weight || w[e].n_in != op->n_in || w[e].n_rows != op->n_out ||
-                w[e].type != w->type || !w[e].n_experts)
+            if (op->n_experts > plan->n_weights - op->weight || w[e].n_in != op->n_in ||
+                op->weight_row > w[e].n_rows || op->n_out > w[e].n_rows - op->weight_row || w[e].type != w->type || !w[e].n_experts)
                 return "the weights of its experts have another shape";
         if (op->extra != RF_NONE && !rfk_is_vector(plan, op->extra, (uint64_t)op->n_experts * op->n_out))
             return "its bias is no such vector";
+        if (op->extra2 != RF_NONE && !rfk_is_vector(plan, op->extra2, op->n_experts))
+            return "its factors are no such vector";
         return NULL;
     }
     if (w->n_in != op->n_in || op->weight_row > w->n_rows || op->n_out > w->n_rows - op->weight_row)
@@ -4632,7 +4646,7 @@ static int rfk_is_plain_experts(const rf_op *op) {
     rest.n_experts = rest.n_used = rest.n_groups = rest.n_groups_used = 0;
     switch (op->kind) {
     case RF_OP_ROUTE: return rfk_is_plain(&rest, RF_OP_SIGMOID | RF_OP_CHOSEN | RF_OP_NORMALIZE);
-    case RF_OP_EXPERTS: return rfk_is_plain(&rest, RF_OP_PER_CHOICE) && op->scale == 0;
+    case RF_OP_EXPERTS: rest.extra2 = RF_NONE; return rfk_is_plain(&rest, RF_OP_PER_CHOICE) && op->scale == 0;
     case RF_OP_MIX: return rfk_is_plain(&rest, RF_OP_ACCUMULATE | RF_OP_SIGMOID);
     default: return 0;
     }
@@ -4695,7 +4709,7 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
         break;
     case RF_OP_GLU:
         ok = rfk_fits(plan, op->in, rows, op->n_out) && rfk_fits(plan, op->out, rows, op->n_out) &&
-             (op->in2 == RF_NONE || rfk_fits(plan, op->in2, rows, op->n_out));
+             (op->in2 == RF_NONE || rfk_fits(plan, op->in2, rows, (uint64_t)op->extra_at + op->n_out));
         break;
     case RF_OP_GATHER:
         ok = rfk_fits(plan, op->in, tokens, op->n_out) && rfk_fits(plan, op->out, RF_ROWS_LOGITS, op->n_out);
@@ -5489,7 +5503,8 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
 static rf_result rfk_run_glu(const rfk_launching *l) {
     rfk_glu_args a;
     a.gate = l->b.in;
-    a.up = l->op->in2 == RF_NONE ? NULL : l->b.in2;
+    a.up = l->op->in2 == RF_NONE ? NULL : l->b.in2 + l->op->extra_at;
+    a.factor = rfk_vector(l->p, l->op->extra, 0, &a.factor_type);
     a.activation = l->op->activation;
     a.out = l->b.out;
     a.gate_stride = l->b.in_stride;
@@ -5567,6 +5582,8 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
     rfk_experts_args a;
     a.w = p->table->experts + op->weight;
     a.bias = rfk_vector(p, op->extra, 0, &a.bias_type);
+    a.factor = rfk_vector(p, op->extra2, 0, &a.factor_type);
+    a.row0 = op->weight_row;
     a.x = l->b.in;
     a.route = l->b.in2;
     a.x8 = p->x8;

@@ -913,25 +913,28 @@ static void test_rope() {
 
 static void test_glu_gather() {
     static const uint32_t ns[] = {1, 33, 256, 700}, counts[] = {1, 7, 33};
-    std::vector<Row> list = combinations(std::vector<int>{4, 3, 2, n_devices, RF_ACT_COUNT, 2});
+    std::vector<Row> list = combinations(std::vector<int>{4, 3, 2, n_devices, RF_ACT_COUNT, 2, 2});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         const bool gelu = r[4] == RF_ACT_GELU, oai = r[4] == RF_ACT_OAI, gated = r[5] == 0 || oai;
         uint32_t n = ns[r[0]], T = counts[r[1]], L = T < 3 ? 1 : 3, first = 2;
+        const uint32_t begin = r[6] ? 5 : 0, nb = n + begin;
+        const float factor = r[6] ? -1.75f : 1;
         Rig g(devices[(size_t)r[3]]);
-        uint32_t a = g.buffer(n + 3), b = g.buffer(n), out = r[2] ? a : g.buffer(n + 3),
+        uint32_t a = g.buffer(n + 3), b = g.buffer(nb), out = r[2] ? a : g.buffer(n + 3),
                  l = g.buffer(n + 1, RF_ROWS_LOGITS);
         rf_op *o = g.op(RF_OP_GLU);
         o->in = a, o->out = out, o->n_out = n, o->activation = (uint32_t)r[4];
-        if (gated) o->in2 = b;
+        if (gated) o->in2 = b, o->extra_at = begin;
+        if (r[6]) o->extra = g.vector(std::vector<float>(1, factor));
         o = g.op(RF_OP_GATHER, RF_ROWS_LOGITS);
         o->in = out, o->out = l, o->n_out = n;
         o->layer = 1; /* another segment */
         REQUIRE(g.open(T, L + first, 64) == RF_OK && g.segment_ops.size() == 2, "%s", g.err.text);
-        std::vector<float> x = values((size_t)T * (n + 3)), y = values((size_t)T * n),
+        std::vector<float> x = values((size_t)T * (n + 3)), y = values((size_t)T * nb),
                            nothing((size_t)(L + first) * (n + 1), -5);
-        x[0] = -200, y[0] = 3; /* exp overflows there */
-        for (uint32_t k = 1; oai && k < n; k++) x[k] *= 9, y[k] *= 9; /* some beyond where they are cut */
+        x[0] = -200, y[begin] = 3; /* exp overflows there */
+        for (uint32_t k = 1; oai && k < n; k++) x[k] *= 9, y[begin + k] *= 9; /* some beyond where they are cut */
         g.set(a, x), g.set(b, y), g.set(l, nothing);
         if (!r[2]) g.set(out, x);
         std::vector<uint32_t> pick;
@@ -941,9 +944,9 @@ static void test_glu_gather() {
         for (uint32_t t = 0; t < T; t++)
             for (uint32_t k = 0; k < n; k++) {
                 double v = x[t * (n + 3) + k], u = sqrt(2 / acos(-1)) * (v + 0.044715 * v * v * v);
-                double cut = fmin(v, 7), up = 1 + fmax(-7, fmin(7, y[t * n + k]));
-                want[t * (n + 3) + k] =
-                    oai ? cut / (1 + exp(-1.702 * cut)) * up : (gelu ? 0.5 * v * (1 + tanh(u)) : v / (1 + exp(-v))) * (gated ? y[t * n + k] : 1);
+                double with = y[t * nb + begin + k], cut = fmin(v, 7), up = 1 + fmax(-7, fmin(7, with));
+                double act = gelu ? 0.5 * v * (1 + tanh(u)) : r[4] == RF_ACT_NONE ? v : v / (1 + exp(-v));
+                want[t * (n + 3) + k] = factor * (oai ? cut / (1 + exp(-1.702 * cut)) * up : act * (gated ? with : 1));
             }
         std::vector<float> product = g.get(out);
         compare(product, want, 1e-6, 1e-12, "glu");
@@ -1080,7 +1083,7 @@ static void test_route() {
 
 struct ExpertsCase {
     uint32_t type, n_in, n_out, T, n_used, n_experts, device;
-    bool per_choice, bias, glu;
+    bool per_choice, bias, glu, factor; /* factor: and rows from the second on */
 };
 
 /* A route of our making, the product of its experts, behind a GLU that quantizes for it or not; then their mix. */
@@ -1093,17 +1096,19 @@ static void experts_case(const ExpertsCase &c) {
     uint32_t in = g.buffer(width_in + pad), up = g.buffer(width_in), route = g.buffer(2 * c.n_used + 1),
              y = g.buffer(width + 3), logits = g.buffer(c.n_experts), x = g.buffer(c.n_out + 1),
              share = g.buffer(c.n_used + 1), shared = g.buffer(c.n_out);
-    std::vector<uint8_t> w = random_rows(c.type, c.n_in, c.n_out * c.n_experts);
-    std::vector<float> b = values((size_t)c.n_experts * c.n_out);
+    const uint32_t row0 = c.factor ? 1 : 0, n_rows = c.n_out + row0;
+    std::vector<uint8_t> w = random_rows(c.type, c.n_in, n_rows * c.n_experts);
+    std::vector<float> b = values((size_t)c.n_experts * c.n_out), factors = values(c.n_experts);
     rf_op *o = g.op(RF_OP_ROUTE);
     o->in = logits, o->out = route, o->n_experts = c.n_experts, o->n_used = c.n_used;
     uint32_t weight = (uint32_t)g.weights.size(), twice = g.buffer(width);
     for (uint32_t e = 0; e < c.n_experts; e++) {
         size_t bytes = w.size() / c.n_experts;
-        g.weight(c.type, c.n_in, c.n_out, std::vector<uint8_t>(w.begin() + e * bytes, w.begin() + (e + 1) * bytes));
+        g.weight(c.type, c.n_in, n_rows, std::vector<uint8_t>(w.begin() + e * bytes, w.begin() + (e + 1) * bytes));
         g.weights.back().n_experts = c.n_experts, g.weights.back().expert = e;
     }
     uint32_t bias = g.weight(RF_TYPE_F32, c.n_out, c.n_experts, std::vector<uint8_t>((uint8_t *)b.data(), (uint8_t *)(b.data() + b.size())));
+    const uint32_t factor = c.factor ? g.vector(factors) : RF_NONE;
     for (int k = 0; k < 2; k++) { /* the second finds the input as the first left it */
         if (k == 0 && c.glu) {
             o = g.op(RF_OP_GLU);
@@ -1113,6 +1118,7 @@ static void experts_case(const ExpertsCase &c) {
         o->in = in, o->in2 = route, o->out = k ? twice : y, o->weight = weight, o->n_in = c.n_in, o->n_out = c.n_out;
         o->n_experts = c.n_experts, o->n_used = c.n_used, o->flags = c.per_choice ? (uint32_t)RF_OP_PER_CHOICE : 0;
         if (c.bias) o->extra = bias;
+        if (c.factor) o->extra2 = factor, o->weight_row = row0;
     }
     o = g.op(RF_OP_MIX);
     o->in = twice, o->in2 = route, o->out = x, o->n_out = c.n_out, o->n_used = c.n_used, o->n_experts = c.n_experts;
@@ -1140,8 +1146,9 @@ static void experts_case(const ExpertsCase &c) {
             const float *xt = &input[(size_t)t * (width_in + pad) + (c.per_choice ? k * c.n_in : 0)];
             std::vector<double> xd = is_float(c.type) ? std::vector<double>(xt, xt + c.n_in) : quantized(xt, c.n_in);
             for (uint32_t i = 0; i < c.n_out; i++) {
-                double dot = c.bias ? b[(size_t)id * c.n_out + i] : 0;
-                for (uint32_t j = 0; j < c.n_in; j++) dot += wd[((size_t)id * c.n_out + i) * c.n_in + j] * xd[j];
+                double dot = 0;
+                for (uint32_t j = 0; j < c.n_in; j++) dot += wd[((size_t)id * n_rows + row0 + i) * c.n_in + j] * xd[j];
+                dot = dot * (c.factor ? factors[id] : 1) + (c.bias ? b[(size_t)id * c.n_out + i] : 0);
                 want.push_back(dot);
                 mix2[i] += dot / (1 + exp(-(double)shares[t * (c.n_used + 1) + k]));
                 mix[i] += (double)chosen[t * (2 * c.n_used + 1) + c.n_used + k] * dot;
@@ -1163,7 +1170,7 @@ static void experts_case(const ExpertsCase &c) {
 static void test_experts() {
     static const uint32_t outs[] = {1, 3, 64, 130}, Ts[] = {1, 3, 9, 70}, used[] = {1, 2, 5}, counts[] = {1, 3, 16};
     const int n_types = (int)(sizeof types / sizeof types[0]);
-    std::vector<Row> list = combinations(std::vector<int>{n_types, 3, 4, 4, 3, 3, 8, n_devices});
+    std::vector<Row> list = combinations(std::vector<int>{n_types, 3, 4, 4, 3, 3, 16, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         static const uint32_t odd[] = {1, 40, 264};
@@ -1173,7 +1180,7 @@ static void test_experts() {
         c.n_out = outs[r[2]], c.T = Ts[r[3]], c.n_experts = counts[r[5]];
         c.n_used = used[r[4]] < c.n_experts ? used[r[4]] : c.n_experts;
         c.device = (uint32_t)r[7];
-        c.per_choice = r[6] & 1, c.bias = (r[6] & 2) != 0, c.glu = (r[6] & 4) != 0;
+        c.per_choice = r[6] & 1, c.bias = (r[6] & 2) != 0, c.glu = (r[6] & 4) != 0, c.factor = (r[6] & 8) != 0;
         experts_case(c);
     }
 }
