@@ -534,15 +534,15 @@ ROCMFORGE_API rf_result rf_model_clear_gpu_cache(rf_model *m, uint32_t *left, rf
 
 typedef struct rf_session rf_session;
 
-/* How keys and values are kept. */
-typedef enum rf_cache_type { RF_CACHE_F16 = 0, RF_CACHE_F32 = 1 } rf_cache_type;
+/* How keys and values are kept. Q8_0 takes 17 bytes where f16 takes 32: int8, and a scale for 32 of them. */
+typedef enum rf_cache_type { RF_CACHE_F16 = 0, RF_CACHE_F32 = 1, RF_CACHE_Q8_0 = 2 } rf_cache_type;
 
 typedef struct rf_session_desc {
     uint32_t n_ctx;        /* tokens each sequence can hold; 0 = min(n_ctx_train, 4096)                          */
     uint32_t n_seq_max;    /* sequences; 0 = 1                                                                   */
     uint32_t n_batch;      /* rows evaluated at once, longer calls are cut; 0 = 512, or n_ctx*n_seq_max if less  */
     uint32_t n_logits_max; /* rows of one rf_eval that may ask for logits; 0 = n_seq_max                         */
-    uint32_t cache_type;   /* rf_cache_type; 0 = f16                                                             */
+    uint32_t cache_type;   /* rf_cache_type; 0 = f16. Q8_0 wants heads of a multiple of 32 values                */
     uint32_t full_cache;   /* 0: layers with a sliding window keep the positions that the window and the largest
                               batch need, and a sequence cannot be cut back far (rf_session_truncate); 1: all layers
                               keep n_ctx positions, and it can be cut anywhere. The logits are the same bits.    */
@@ -565,7 +565,7 @@ ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_de
 /* Open a session: n_seq_max independent sequences with their keys and values, activations and logits.
  * Models with two sets of rope factors (longrope) choose by n_ctx, not by the prompt: a longer context may answer
  * otherwise. Learned positions (gpt2) bound n_ctx.
- * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_MEMORY; RF_ERR_DEVICE.
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_UNSUPPORTED (cache_type, of these heads); RF_ERR_MEMORY; RF_ERR_DEVICE.
  * Memory: all of it, now; no later call on the session allocates.   Threads: one call at a time per session
  * (rf_session_cancel excepted); sessions of one model run in parallel. */
 ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc, rf_session **out, rf_error *err);
@@ -1024,6 +1024,12 @@ typedef struct rf_plan_state {
 
 #define RF_STATE_ALIGN 256u
 #define RF_STATE_CELLS 256u
+
+/* Bytes of n values side by side in a state. Of RF_CACHE_Q8_0: n int8 q, then n / 32 scales as f16, and value i is q[i] *
+ * scale[i / 32]. The scale is that of the largest |x| of its 32, divided by 127; q is x divided by that, to nearest. */
+static inline uint64_t rf_cache_row_bytes(uint32_t cache_type, uint64_t n) {
+    return cache_type == RF_CACHE_F32 ? 4 * n : cache_type == RF_CACHE_F16 ? 2 * n : n / 32 * 34;
+}
 
 /* A weight: one tensor of the file, or the matrix of one expert in it. Matrices are [n_rows, n_in]; of a tensor
  * ne={n_in, n_rows}, or ne={n_in, n_rows, n_experts}: then `expert` begins at byte expert * size_bytes of it; of HEADS
@@ -7188,6 +7194,7 @@ typedef struct rfi_attention {
     float scale, softcap, temperature;
     uint32_t temperature_length;
     float *scratch;          /* [rfi_attention_scratch(n_group, head_dim, head_dim_v)]                         */
+    float *cells;            /* RF_CACHE_Q8_0: [RFI_ATTENTION_BLOCK][the larger head_dim], a block as floats   */
     uint32_t v_rest;         /* the last values of v's rows, which are none: out has no place for them         */
     float *out;              /* [n_tokens][out_stride], [n_group][head_dim_v - v_rest]                         */
     uint64_t out_stride;
@@ -7244,6 +7251,9 @@ typedef struct rfi_kernels {
     void (*softcap)(float *x, uint32_t n, float cap);                                    /* x = cap * tanh(x / cap) */
     void (*rope)(float *head, const float *cos_sin, uint32_t n_rot, int neox);           /* cos_sin [n_rot/2][2] */
     void (*f32_to_f16)(uint16_t *dst, const float *src, uint32_t n);
+    /* n values, a multiple of 32, and their scales: RF_CACHE_Q8_0 */
+    void (*f32_to_q8)(int8_t *q, uint16_t *scales, const float *src, uint32_t n);
+    void (*q8_to_f32)(float *dst, const int8_t *q, const uint16_t *scales, uint32_t n);
     /* s[c * s_stride + pos] = q[c] . k[pos], added up in order of the dimensions, for n_pos positions (at most a block;
      * s has room for a whole one) */
     void (*scores[2])(const void *k, uint32_t n_pos, uint32_t head_dim, const float *q, uint32_t n_cols, float *s);
@@ -7412,6 +7422,13 @@ RFI_INLINE void rfi_scalar_f16(uint16_t *dst, const float *src, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) dst[i] = rfi_f32_to_f16(src[i]);
 }
 
+RFI_INLINE void rfi_q8_to_f32_body(float *restrict dst, const int8_t *restrict q, const uint16_t *scales, uint32_t n) {
+    for (uint32_t g = 0; g < n / 32; g++) {
+        const float scale = rfi_f16_to_f32(scales[g]);
+        for (uint32_t l = 0; l < 32; l++) dst[g * 32 + l] = (float)q[g * 32 + l] * scale;
+    }
+}
+
 /* Of the same order as integers as x as a number: their largest is found in vectors. Its own inverse. */
 RFI_INLINE int32_t rfi_order(int32_t bits) { return bits ^ (int32_t)((uint32_t)(bits >> 31) >> 1); }
 
@@ -7459,6 +7476,17 @@ RFI_INLINE float rfi_softmax_body(float *s, uint32_t n, float scale, float *top,
     static TARGET void rfi_f32_to_f16_##isa(uint16_t *dst, const float *src, uint32_t n) {                            \
         rfi_##isa##_f16(dst, src, n);                                                                                 \
     }                                                                                                                 \
+    static TARGET void rfi_f32_to_q8_##isa(int8_t *q, uint16_t *scales, const float *src, uint32_t n) {               \
+        for (uint32_t g = 0; g < n / 32; g++) {                                                                       \
+            rfi_q8 group;                                                                                             \
+            rfi_##isa##_q8(src + g * 32, &group);                                                                     \
+            memcpy(q + g * 32, group.q, sizeof group.q);                                                              \
+            scales[g] = rfi_f32_to_f16(group.d);                                                                      \
+        }                                                                                                             \
+    }                                                                                                                 \
+    static TARGET void rfi_q8_to_f32_##isa(float *dst, const int8_t *q, const uint16_t *scales, uint32_t n) {         \
+        rfi_q8_to_f32_body(dst, q, scales, n);                                                                        \
+    }                                                                                                                 \
     static TARGET float rfi_softmax_##isa(float *s, uint32_t n, float scale, float *top, float *sum) {                \
         return rfi_softmax_body(s, n, scale, top, sum);                                                               \
     }
@@ -7490,7 +7518,7 @@ static rfi_span rfi_attention_sees(const rfi_attention_pass *p, uint32_t t, uint
 static void rfi_attention_weigh(const rfi_kernels *k, const rfi_attention_pass *p, const uint8_t *v, uint32_t t,
                                 uint32_t n_tokens, uint32_t from, uint32_t to) {
     const rfi_attention *a = p->a;
-    const int wide = a->cache_type == RF_CACHE_F32;
+    const int wide = a->cache_type != RF_CACHE_F16;
     const uint64_t c = (uint64_t)t * a->n_group;
     if (from < to)
         k->weigh[wide](v + (uint64_t)from * a->head_dim_v * (wide ? 4 : 2), to - from, a->head_dim_v,
@@ -7498,15 +7526,25 @@ static void rfi_attention_weigh(const rfi_kernels *k, const rfi_attention_pass *
                        p->out + c * a->head_dim_v, a->head_dim_v);
 }
 
+/* Rows of n cells from one on, as the kernels of halves or of floats read them. */
+static const uint8_t *rfi_attention_rows(const rfi_kernels *k, const rfi_attention *a, const void *rows, uint32_t cell,
+                                         uint32_t n, uint32_t dim) {
+    const uint64_t row_bytes = rf_cache_row_bytes(a->cache_type, dim);
+    const uint8_t *from = (const uint8_t *)rows + cell * row_bytes;
+    if (a->cache_type != RF_CACHE_Q8_0) return from;
+    for (uint32_t i = 0; i < n; i++, from += row_bytes)
+        k->q8_to_f32(a->cells + (uint64_t)i * dim, (const int8_t *)from, (const uint16_t *)(const void *)(from + dim),
+                     dim);
+    return (const uint8_t *)a->cells;
+}
+
 /* Positions [pos, pos + n), n at most a block. Each query takes what it may see, in the same blocks and order with any
  * neighbours: its bits depend on nothing else. */
 static void rfi_attention_block(const rfi_kernels *k, const rfi_attention_pass *p, uint32_t pos, uint32_t n) {
     const rfi_attention *a = p->a;
-    const int wide = a->cache_type == RF_CACHE_F32;
-    const uint64_t k_row = a->head_dim * (wide ? 4u : 2u), v_row = a->head_dim_v * (wide ? 4u : 2u);
     const uint32_t cell = pos % a->n_cells; /* cells of what no query sees may hold other positions */
-    const uint8_t *v = (const uint8_t *)a->v + cell * v_row;
-    k->scores[wide]((const uint8_t *)a->k + cell * k_row, n, a->head_dim, p->q, p->n_cols, p->scores);
+    k->scores[a->cache_type != RF_CACHE_F16](rfi_attention_rows(k, a, a->k, cell, n, a->head_dim), n, a->head_dim, p->q,
+                                             p->n_cols, p->scores);
     for (uint32_t c = 0; c < p->n_cols; c++) {
         const rfi_span sees = rfi_attention_sees(p, c / a->n_group, pos, n);
         const uint32_t n_seen = sees.end - sees.begin;
@@ -7521,6 +7559,7 @@ static void rfi_attention_block(const rfi_kernels *k, const rfi_attention_pass *
         float *out = p->out + (uint64_t)c * a->head_dim_v;
         for (uint32_t d = 0; earlier != 1 && d < a->head_dim_v; d++) out[d] *= earlier;
     }
+    const uint8_t *v = rfi_attention_rows(k, a, a->v, cell, n, a->head_dim_v);
     /* what all tokens see together, and before and behind it each token's own */
     rfi_span all = {rfi_attention_sees(p, p->n_tokens - 1, pos, n).begin, rfi_attention_sees(p, 0, pos, n).end};
     if (all.begin >= all.end) all.begin = all.end = n;
@@ -7952,6 +7991,7 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
         .norm = rfi_norm_##base, .glu = rfi_glu_##base, .add = rfi_add_##base,                                        \
         .scale = rfi_scale_##base, .softcap = rfi_softcap_##base,                                                     \
         .rope = rfi_rope_##base, .f32_to_f16 = rfi_f32_to_f16_##base, .softmax = rfi_softmax_##base,                  \
+        .f32_to_q8 = rfi_f32_to_q8_##base, .q8_to_f32 = rfi_q8_to_f32_##base,                                         \
         .weigh = {[RF_CACHE_F16] = rfi_##base##_weigh_F16, [RF_CACHE_F32] = rfi_##base##_weigh_F32},                  \
         .scores = {[RF_CACHE_F16] = rfi_##base##_scores_F16, [RF_CACHE_F32] = rfi_##base##_scores_F32},               \
         .attention = rfi_attention_##isa,                                                                             \
@@ -9857,6 +9897,7 @@ typedef struct rfi_cpu_plan {
     rfi_cpu_how *how;   /* [n_ops]                                                             */
     rfi_q8 *acts;       /* quantized input of a matmul, [n_batch, groups of the widest n_in]   */
     float *scratch;     /* [n_threads, scratch_stride]: scores of attention, or a matmul tile  */
+    uint64_t cells_at;  /* in a thread's scratch: rfi_attention.cells                          */
     uint64_t scratch_stride;
     float *vector;                   /* [RFI_CPU_PARTS, vector_stride] a norm's weights or biases as float32 */
     uint64_t vector_stride;
@@ -10061,13 +10102,13 @@ static void rfi_cpu_rope(void *ctx, uint32_t chunk, uint32_t thread) {
 /* First byte of the keys (or values) of one head of one sequence; dim is their width. */
 static uint8_t *rfi_cpu_state(const rfi_cpu_plan *p, uint32_t state, int values, int32_t seq, uint32_t head) {
     const rf_plan_state *s = &p->plan->states[state];
-    uint64_t element = p->bind.cache_type == RF_CACHE_F32 ? 4 : 2, n_cells = rf_state_cells(&p->bind, state);
+    uint64_t n_cells = rf_state_cells(&p->bind, state), row = rf_cache_row_bytes(p->bind.cache_type, s->head_dim);
     uint64_t cells = ((uint64_t)(uint32_t)seq * s->n_kv_heads + head) * n_cells;
-    uint64_t k_bytes = (uint64_t)p->bind.n_seq * s->n_kv_heads * n_cells * s->head_dim * element;
+    uint64_t k_bytes = (uint64_t)p->bind.n_seq * s->n_kv_heads * n_cells * row;
     uint8_t *base = (uint8_t *)p->bind.state.base + p->bind.state_offset[state];
-    if (!values) return base + cells * s->head_dim * element;
+    if (!values) return base + cells * row;
     return base + ((k_bytes + RF_STATE_ALIGN - 1) & ~(uint64_t)(RF_STATE_ALIGN - 1)) +
-           cells * s->head_dim_v * element;
+           cells * rf_cache_row_bytes(p->bind.cache_type, s->head_dim_v);
 }
 
 static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
@@ -10084,10 +10125,14 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
         const float *src = second ? o->in2 + chunk * o->in2_width : o->in + chunk * o->in_width;
         for (uint32_t h = 0; h < op->n_kv_heads; h++) {
             uint8_t *head = rfi_cpu_state(o->p, op->state, second && !latent, row->seq, h);
-            uint64_t at = (uint64_t)pos * cell + (second && latent ? first_dim : 0);
-            if (o->p->bind.cache_type == RF_CACHE_F32)
-                memcpy((float *)(void *)head + at, src + (uint64_t)h * dim, dim * sizeof(float));
-            else o->k->f32_to_f16((uint16_t *)(void *)head + at, src + (uint64_t)h * dim, dim);
+            const uint32_t type = o->p->bind.cache_type, at = second && latent ? first_dim : 0;
+            uint8_t *to = head + pos * rf_cache_row_bytes(type, cell);
+            if (type == RF_CACHE_F32) memcpy((float *)(void *)to + at, src + (uint64_t)h * dim, dim * sizeof(float));
+            else if (type == RF_CACHE_F16)
+                o->k->f32_to_f16((uint16_t *)(void *)to + at, src + (uint64_t)h * dim, dim);
+            else
+                o->k->f32_to_q8((int8_t *)to + at, (uint16_t *)(void *)(to + cell) + at / 32, src + (uint64_t)h * dim,
+                                dim);
         }
     }
 }
@@ -10124,6 +10169,7 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .temperature = op->temperature,
             .temperature_length = op->temperature_length,
             .scratch = o->p->scratch + thread * o->p->scratch_stride,
+            .cells = o->p->scratch + thread * o->p->scratch_stride + o->p->cells_at,
             .out = o->out + r * o->out_width + (uint64_t)head * group * op->head_dim_v,
             .out_stride = o->out_width,
         };
@@ -10666,6 +10712,7 @@ typedef struct rfi_cpu_need {
     uint64_t groups;   /* of quantized inputs, for each row       */
     uint64_t gathered; /* floats of experts' inputs, for each row */
     uint64_t scratch;  /* floats per thread                       */
+    uint64_t cells;    /* floats per thread, of rows in q8_0      */
     uint64_t vector;   /* floats                                  */
     uint64_t n_rot;
     uint32_t n_experts, n_used;
@@ -10724,6 +10771,7 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
         need.n_rot = rfi_max_u64(need.n_rot, op->n_rot);
         need.vector = rfi_max_u64(need.vector, rfi_max_u64(rfi_max_u64(op->n_in, op->n_out), op->n_experts));
         if (op->kind == RF_OP_ATTENTION) need.vector = rfi_max_u64(need.vector, op->n_heads);
+        need.cells = rfi_max_u64(need.cells, (uint64_t)RFI_ATTENTION_BLOCK * rfi_max_u64(op->head_dim, op->head_dim_v));
         if (op->kind == RF_OP_EMBED) need.scratch = rfi_max_u64(need.scratch, op->n_out);
         if (op->kind == RF_OP_ATTENTION)
             need.scratch = rfi_max_u64(
@@ -10769,7 +10817,22 @@ static rf_result rfi_cpu_prepare_experts(rfi_cpu_plan *p, const rfi_cpu_need *ne
     return p->pairs.sorted && p->pairs.first && p->pairs.active && p->gathered ? RF_OK : RF_ERR_MEMORY;
 }
 
+static rf_result rfi_cache_check(const rf_plan *plan, uint32_t cache_type, rf_error *err) {
+    if (cache_type > RF_CACHE_Q8_0)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: cache_type %u is not known", cache_type);
+    for (uint32_t i = 0; cache_type == RF_CACHE_Q8_0 && i < plan->n_ops; i++) {
+        const rf_op *op = &plan->ops[i];
+        if (op->kind == RF_OP_KV_STORE && (op->head_dim % 32 || op->head_dim_v % 32))
+            return rfi_fail(err, RF_ERR_UNSUPPORTED, i,
+                            "keys and values in q8_0: want heads of a multiple of 32 values, layer %d has %u and %u",
+                            (int)op->layer, op->head_dim, op->head_dim_v);
+    }
+    return RF_OK;
+}
+
 static rf_result rfi_bind_check_cells(const rf_plan_bind *bind, rf_error *err) {
+    const rf_result r = rfi_cache_check(bind->plan, bind->cache_type, err);
+    if (r != RF_OK) return r;
     for (uint32_t i = 0; i < bind->plan->n_states; i++)
         if (rf_state_cells(bind, i) == 0)
             return rfi_fail(err, RF_ERR_ARGUMENT, i, "state %u: %u cells are too few, or not as rings are", i,
@@ -10800,7 +10863,8 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
     if (r == RF_OK) {
         rfi_cpu_need need = rfi_cpu_measure(plan, p->how);
         p->segments[p->n_segments] = plan->n_ops;
-        p->scratch_stride = (need.scratch + 15) / 16 * 16; /* whole cache lines: threads do not share one */
+        p->cells_at = (need.scratch + 15) / 16 * 16; /* whole cache lines: threads do not share one */
+        p->scratch_stride = p->cells_at + (bind->cache_type == RF_CACHE_Q8_0 ? need.cells : 0);
         p->acts =
             (rfi_q8 *)rfi_alloc_aligned(&cpu->alloc, bind->n_batch * need.groups * sizeof *p->acts, 64,
                                         "quantized activations", err);
@@ -11451,9 +11515,7 @@ static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *d
     if (m->config.n_positions && out->n_ctx > m->config.n_positions)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: n_ctx %u, the model has learned %u positions", out->n_ctx,
                         m->config.n_positions);
-    if (out->cache_type > RF_CACHE_F32)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: cache_type %u is not known", out->cache_type);
-    return RF_OK;
+    return rfi_cache_check(&m->plan, out->cache_type, err);
 }
 
 /* Cells that a sequence has of a state: a ring holds what a batch's first row sees when its last row is written. */
@@ -11475,7 +11537,7 @@ static int rfi_place(uint64_t *end, uint64_t *offset, uint64_t n, uint64_t width
 static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d, uint64_t *buffer_offset,
                                     uint64_t *state_offset, rf_forecast *out, rf_error *err) {
     const rf_plan *plan = &m->plan;
-    uint64_t element = d->cache_type == RF_CACHE_F32 ? 4 : 2, at, unused, host = 0;
+    uint64_t at, unused, host = 0;
     int fits = 1;
     memset(out, 0, sizeof *out);
     for (uint32_t i = 0; i < plan->n_buffers; i++) {
@@ -11487,8 +11549,8 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
     for (uint32_t i = 0; i < plan->n_states; i++) {
         const rf_plan_state *s = &plan->states[i];
         uint64_t cells = (uint64_t)rfi_state_cells(d, s) * d->n_seq_max * s->n_kv_heads; /* < 2^31 * 2^14 */
-        fits &= rfi_place(&out->kv_bytes, &at, cells, s->head_dim, element);
-        fits &= rfi_place(&out->kv_bytes, &unused, cells, s->head_dim_v, element);
+        fits &= rfi_place(&out->kv_bytes, &at, cells, rf_cache_row_bytes(d->cache_type, s->head_dim), 1);
+        fits &= rfi_place(&out->kv_bytes, &unused, cells, rf_cache_row_bytes(d->cache_type, s->head_dim_v), 1);
         if (state_offset) state_offset[i] = at;
     }
     fits &= rfi_place(&host, &unused, d->n_logits_max, (uint64_t)plan->n_vocab + 1, sizeof(float));
@@ -12091,22 +12153,26 @@ ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_
     return rf_session_truncate(s, seq, n, kept, err);
 }
 
+static uint64_t rfi_state_row_bytes(const rf_session *s, const rf_plan_state *st, int values) {
+    return rf_cache_row_bytes(s->desc.cache_type, values ? st->head_dim_v : st->head_dim);
+}
+
 ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst, rf_error *err) {
     rfi_clear(err);
     rf_result r = rfi_session_check_seq(s, src, "rf_session_copy", err);
     if (r == RF_OK) r = rfi_session_check_seq(s, dst, "rf_session_copy", err);
     if (r != RF_OK || src == dst) return r;
     const rf_device_api *api = s->m->device->api;
-    uint64_t element = s->desc.cache_type == RF_CACHE_F32 ? 4 : 2, n = s->lengths[src];
+    uint64_t n = s->lengths[src];
     rf_ticket ticket = {0};
     rfi_session_cut(s, (uint32_t)dst, 0, NULL); /* a failure in the middle leaves it empty */
     for (uint32_t i = 0; i < s->m->plan.n_states; i++) {
         const rf_plan_state *st = &s->m->plan.states[i];
         uint64_t at = s->state_offset[i], k_end = 0, v_at = 0, n_cells = s->state_cells[i];
-        rfi_place(&k_end, &v_at, n_cells * s->desc.n_seq_max * st->n_kv_heads, st->head_dim, element);
+        rfi_place(&k_end, &v_at, n_cells * s->desc.n_seq_max * st->n_kv_heads, rfi_state_row_bytes(s, st, 0), 1);
         for (uint32_t h = 0; h < st->n_kv_heads * 2 && n; h++) { /* heads of the keys, then of the values */
             int values = h >= st->n_kv_heads;
-            uint64_t row = (values ? st->head_dim_v : st->head_dim) * element, cell = n_cells * row,
+            uint64_t row = rfi_state_row_bytes(s, st, values), cell = n_cells * row,
                      head = values ? h - st->n_kv_heads : h;
             uint64_t base = at + (values ? k_end : 0);
             r = api->mem_copy(s->queue, &s->state,
@@ -12249,10 +12315,6 @@ static uint64_t rfi_plan_hash(const rf_plan *p) {
         if (p->ops[i].kind == RF_OP_ROPE && p->ops[i].extra2 != RF_NONE)
             h = rfi_hash_bytes(h, &p->ops[i].extra, sizeof p->ops[i].extra);
     return h;
-}
-
-static uint64_t rfi_state_row_bytes(const rf_session *s, const rf_plan_state *st, int values) {
-    return (uint64_t)(values ? st->head_dim_v : st->head_dim) * (s->desc.cache_type == RF_CACHE_F32 ? 4 : 2);
 }
 
 /* The first position of a state that is saved. */

@@ -1310,6 +1310,30 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_kv_store(r
     rfk_store_value((KV *)(key ? a.k_state : a.v_state) + cell * dim + i % dim, src[i]);
 }
 
+RFK_DEVICE size_t rfk_q8_bytes(size_t n) { return n / 32 * 34; }
+
+/* The same into rows of RF_CACHE_Q8_0: four values a thread.   grid [ceil(heads * (dk + dv) / 1024), T]   block 256 */
+template <int WAVE, bool LATENT> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_q8_store(rfk_store_args a) {
+    const uint32_t i = 4 * (blockIdx.x * RFK_BLOCK + threadIdx.x), n_k = a.n_kv_heads * a.head_dim;
+    const bool key = LATENT || i < n_k, inside = i < n_k + (LATENT ? 0 : a.n_kv_heads * a.head_dim_v);
+    const uint32_t at = key ? i : i - n_k, dim = key ? a.head_dim : a.head_dim_v, head = at / dim, e = at % dim;
+    const rf_step_row row = a.rows[blockIdx.y];
+    const float *k = a.k + (size_t)blockIdx.y * a.k_stride, *v = a.v + (size_t)blockIdx.y * a.v_stride;
+    const float *src = !LATENT           ? (key ? k : v) + at
+                       : e < a.head_dim_v ? k + (size_t)head * a.head_dim_v + e
+                                          : v + (size_t)head * (dim - a.head_dim_v) + e - a.head_dim_v;
+    float x[4] = {0, 0, 0, 0}, d;
+    for (uint32_t j = 0; inside && j < 4; j++) x[j] = src[j];
+    int sum;
+    const uint32_t packed = (uint32_t)rfk_quantize_lane<WAVE>(x, &d, &sum);
+    if (!inside) return;
+    const size_t cell = ((size_t)row.seq * a.n_kv_heads + head) * a.n_cells + (uint32_t)row.pos % a.n_cells;
+    uint16_t *to = (uint16_t *)(void *)((uint8_t *)(key ? a.k_state : a.v_state) + cell * rfk_q8_bytes(dim));
+    to[e / 2] = (uint16_t)(packed & 0xffff);
+    to[e / 2 + 1] = (uint16_t)(packed >> 16);
+    if (e % 32 == 0) to[dim / 2 + e / 32] = rfk_to_half(d);
+}
+
 /* An rf_activation. */
 RFK_DEVICE float rfk_activate(uint32_t activation, float x) {
     if (activation == RF_ACT_NONE) return x;
@@ -2911,6 +2935,38 @@ RFK_DEVICE void rfk_values8(const float *p, float *v) {
     rfk_load8<RF_TYPE_F32>(reinterpret_cast<const uint8_t *>(p), 0, v);
 }
 
+/* Rows of n keys or values, of any cache type: where one begins, and what it holds. */
+struct rfk_q8 { int8_t q; };
+template <class KV> RFK_DEVICE const KV *rfk_kv_row(const KV *first, size_t row, uint32_t n) { return first + row * n; }
+RFK_DEVICE const rfk_q8 *rfk_kv_row(const rfk_q8 *first, size_t row, uint32_t n) {
+    return first + row * rfk_q8_bytes(n);
+}
+template <class KV> RFK_DEVICE float rfk_kv_value(const KV *row, uint32_t n, uint32_t i) {
+    (void)n;
+    return rfk_value(row + i);
+}
+RFK_DEVICE float rfk_kv_scale(const rfk_q8 *row, uint32_t n, uint32_t i) {
+    return rfk_from_half(reinterpret_cast<const uint16_t *>(row + n)[i / 32]);
+}
+RFK_DEVICE float rfk_kv_value(const rfk_q8 *row, uint32_t n, uint32_t i) {
+    return (float)row[i].q * rfk_kv_scale(row, n, i);
+}
+/* Eight of them from i on, a multiple of 8, as n is. */
+template <class KV> RFK_DEVICE void rfk_kv_values8(const KV *row, uint32_t n, uint32_t i, float *v) {
+    (void)n;
+    rfk_values8(row + i, v);
+}
+RFK_DEVICE void rfk_kv_values8(const rfk_q8 *row, uint32_t n, uint32_t i, float *v) {
+    const float scale = rfk_kv_scale(row, n, i);
+    const uint16_t *pairs = reinterpret_cast<const uint16_t *>(row + i); /* rows of 32 values lie at even bytes */
+    RFK_UNROLL(4)
+    for (int e = 0; e < 4; e++) {
+        const uint16_t pair = pairs[e];
+        v[2 * e] = (float)(int8_t)(pair & 255) * scale;
+        v[2 * e + 1] = (float)(int8_t)(pair >> 8) * scale;
+    }
+}
+
 /* The queries of a run: n_heads heads from head0 of rows [row0, row1), which belong to one sequence. */
 struct rfk_run {
     uint32_t row0, row1, head0, n_heads, n;
@@ -2926,12 +2982,12 @@ RFK_DEVICE void rfk_scores(SHARED &s, const rfk_attention_args &a, const rfk_run
     float dot[RFK_QUERIES];
     for (int g = 0; g < RFK_QUERIES; g++) dot[g] = 0;
     for (uint32_t i = part * 8; pos < r.end && i < a.head_dim; i += 32) {
-        const KV *from = k + (size_t)(first + cell) * a.head_dim + i;
+        const KV *row = rfk_kv_row(k, first + cell, a.head_dim);
         float v[8];
         if (a.head_dim % 8 == 0) {
-            rfk_values8(from, v);
+            rfk_kv_values8(row, a.head_dim, i, v);
         } else {
-            for (uint32_t e = 0; e < 8; e++) v[e] = i + e < a.head_dim ? rfk_value(from + e) : 0.0f;
+            for (uint32_t e = 0; e < 8; e++) v[e] = i + e < a.head_dim ? rfk_kv_value(row, a.head_dim, i + e) : 0.0f;
         }
         RFK_UNROLL(8)
         for (uint32_t g = 0; g < RFK_QUERIES; g++)
@@ -2975,8 +3031,8 @@ template <int WAVE, class SHARED> RFK_DEVICE void rfk_softmax(SHARED &s, float *
 template <int WAVE, class KV, uint32_t HEAD>
 RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_args &a, const rfk_run &r) {
     size_t head = (size_t)a.rows[r.row0].seq * a.n_kv_heads + r.head0 / (a.n_heads / a.n_kv_heads);
-    const KV *k = (const KV *)a.k + head * a.n_cells * a.head_dim;
-    const KV *v = (const KV *)a.v + head * a.n_cells * a.v_row;
+    const KV *k = rfk_kv_row((const KV *)a.k, head * a.n_cells, a.head_dim);
+    const KV *v = rfk_kv_row((const KV *)a.v, head * a.n_cells, a.v_row);
     /* two neighbouring values a thread; what is left of the block takes every other position */
     uint32_t columns = 16;
     while (columns * 2 < a.head_dim_v) columns *= 2;
@@ -3011,8 +3067,9 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_ar
         for (uint32_t g = 0; g < RFK_QUERIES; g++) acc[g][0] *= s.keep[g], acc[g][1] *= s.keep[g];
         for (uint32_t i = turn; column < a.head_dim_v && i < n_cells; i += turns) {
             if (cell0 + i < r.seen) continue; /* its weight is 0, what is there may not be a number */
-            const KV *from = v + (size_t)(first + i) * a.v_row + column;
-            float v0 = rfk_value(from), v1 = column + 1 < a.head_dim_v ? rfk_value(from + 1) : 0.0f;
+            const KV *row = rfk_kv_row(v, first + i, a.v_row);
+            float v0 = rfk_kv_value(row, a.v_row, column),
+                  v1 = column + 1 < a.head_dim_v ? rfk_kv_value(row, a.v_row, column + 1) : 0.0f;
             RFK_UNROLL(8)
             for (uint32_t g = 0; g < RFK_QUERIES; g++) acc[g][0] += s.p[g][i] * v0, acc[g][1] += s.p[g][i] * v1;
         }
@@ -4762,12 +4819,15 @@ static rf_result rfk_bind_op(rf_prepared *p, const rf_plan_bind *bind, uint32_t 
     if (op->state >= plan->n_states) return RF_OK;
     const rf_plan_state *s = &plan->states[op->state];
     p->ops[i].n_cells = rf_state_cells(bind, op->state);
-    uint64_t cells = (uint64_t)bind->n_seq * s->n_kv_heads * p->ops[i].n_cells,
-             bytes = bind->cache_type == RF_CACHE_F32 ? 4 : 2;
+    uint64_t cells = (uint64_t)bind->n_seq * s->n_kv_heads * p->ops[i].n_cells;
+    if (bind->cache_type > RF_CACHE_Q8_0 ||
+        (bind->cache_type == RF_CACHE_Q8_0 && (op->head_dim % 32 || op->head_dim_v % 32)))
+        return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "its cache type, or that of heads of this size", err);
     if (cells == 0) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its state has too few cells", err);
-    uint64_t offset = bind->state_offset[op->state], k_bytes = rfk_align(cells * s->head_dim * bytes);
+    uint64_t offset = bind->state_offset[op->state], k_bytes = rfk_align(cells * rf_cache_row_bytes(bind->cache_type, s->head_dim));
     if (offset % RF_STATE_ALIGN != 0 ||
-        rfk_range(&bind->state, offset, k_bytes + cells * s->head_dim_v * bytes, "a state", NULL) != RF_OK)
+        rfk_range(&bind->state, offset, k_bytes + cells * rf_cache_row_bytes(bind->cache_type, s->head_dim_v), "a state",
+                  NULL) != RF_OK)
         return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its state does not lie in the session's memory", err);
     p->ops[i].k = (char *)bind->state.base + offset;
     p->ops[i].v = p->ops[i].k + k_bytes;
@@ -4988,7 +5048,7 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
         f.norms[0] = i++;
         f.norms[1] = i++;
     }
-    if (i + 4 > end || ops[i].kind != RF_OP_ROPE || ops[i + 1].kind != RF_OP_ROPE ||
+    if (p->cache_type == RF_CACHE_Q8_0 || i + 4 > end || ops[i].kind != RF_OP_ROPE || ops[i + 1].kind != RF_OP_ROPE ||
         ops[i + 2].kind != RF_OP_KV_STORE || ops[i + 3].kind != RF_OP_ATTENTION)
         return none;
     const rf_op *rope = &ops[i], *store = &ops[i + 2], *att = &ops[i + 3], *first = p->rope ? p->rope : rope;
@@ -5424,6 +5484,13 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
     a.head_dim = op->head_dim;
     a.head_dim_v = op->head_dim_v;
     a.n_cells = l->b.n_cells;
+    if (l->p->cache_type == RF_CACHE_Q8_0) {
+        const bool latent = op->flags & RF_OP_LATENT;
+        const uint64_t n = (uint64_t)op->n_kv_heads * (op->head_dim + (latent ? 0 : op->head_dim_v));
+        void (*rows)(rfk_store_args) = RFK_BY_WAVE(l, (rfk_q8_store<32, false>), (rfk_q8_store<64, false>));
+        void (*keys)(rfk_store_args) = RFK_BY_WAVE(l, (rfk_q8_store<32, true>), (rfk_q8_store<64, true>));
+        return rfk_go(l, latent ? keys : rows, dim3(rfk_ceil_div(n, 4 * RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    }
     if (op->flags & RF_OP_LATENT) {
         dim3 grid(rfk_ceil_div((uint64_t)op->n_kv_heads * op->head_dim, RFK_BLOCK), l->n_rows);
         return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? rfk_latent_store<float> : rfk_latent_store<uint16_t>, grid,
@@ -5450,7 +5517,9 @@ template <uint32_t HEAD> static void (*rfk_find_attention(const rfk_launching *l
         RFK_BY_WAVE(l, (rfk_attention<32, uint16_t, HEAD>), (rfk_attention<64, uint16_t, HEAD>));
     void (*full)(rfk_attention_args) =
         RFK_BY_WAVE(l, (rfk_attention<32, float, HEAD>), (rfk_attention<64, float, HEAD>));
-    return l->p->cache_type == RF_CACHE_F32 ? full : half;
+    void (*quantized)(rfk_attention_args) =
+        RFK_BY_WAVE(l, (rfk_attention<32, rfk_q8, HEAD>), (rfk_attention<64, rfk_q8, HEAD>));
+    return l->p->cache_type == RF_CACHE_F32 ? full : l->p->cache_type == RF_CACHE_Q8_0 ? quantized : half;
 }
 
 static rf_result rfk_run_attention(const rfk_launching *l) {

@@ -241,7 +241,7 @@ static rf_session_desc session_desc(const app *a, uint64_t need, uint32_t n_logi
     if (need > n_ctx) n_ctx = need < INT32_MAX ? need : INT32_MAX;
     if (a->o.ctx) n_ctx = a->o.ctx;
     return (rf_session_desc){.n_ctx = (uint32_t)n_ctx, .n_batch = (uint32_t)a->o.batch, .n_logits_max = n_logits,
-                             .cache_type = a->o.kv ? RF_CACHE_F32 : RF_CACHE_F16,
+                             .cache_type = (uint32_t)a->o.kv,
                              .full_cache = (uint32_t)a->o.full_cache};
 }
 
@@ -1463,7 +1463,7 @@ static const flag flags[] = {
     {"--isa", TEXT, AT(isa), RUN | CHECK, 0, 0, 0, "NAME", "kernels: scalar, avx2, avxvnni, avx512, neon, i8mm"},
     {"--ctx", COUNT, AT(ctx), RUN | PLAN | INSPECT, 0, 1, 1 << 24, "N", "tokens the context holds"},
     {"--batch", COUNT, AT(batch), RUN | PLAN | INSPECT, 0, 1, 1 << 16, "N", "rows evaluated at once"},
-    {"--kv", CHOICE, AT(kv), RUN | PLAN | INSPECT, 0, 0, 0, "f16|f32", "keys and values (f16)"},
+    {"--kv", CHOICE, AT(kv), RUN | PLAN | INSPECT, 0, 0, 0, "f16|f32|q8_0", "keys and values (f16)"},
     {"--full-cache", SWITCH, AT(full_cache), RUN | PLAN | INSPECT, 0, 0, 0, NULL, "sliding windows keep all positions"},
     {"--pre", TEXT, AT(pre), TOKENIZE | WRITE | EMBED, 0, 0, 0, "NAME", "pre-tokenizer (the file's)"},
     {"--help", SWITCH, AT(help), ALL, 0, 0, 0, NULL, "this text"},

@@ -143,6 +143,19 @@ REF_FN void ref_attend(ref_model *m, uint32_t il, double *a, const double *q, co
     free(p);
 }
 
+/* Keys or values, rounded to 127ths of the largest of 32 and multiplied by that step in half precision. */
+REF_FN void ref_round_q8(ref_model *m, double *x, uint64_t n) {
+    for (uint64_t at = 0; at < n; at += 32) {
+        double most = 0;
+        for (uint64_t i = at; i < at + 32; i++) most = fmax(most, fabs(x[i]));
+        for (uint64_t i = at; i < at + 32 && most > 0; i++) {
+            const double steps = x[i] / (most / 127);
+            m->margins.int8 = fmin(m->margins.int8, fabs(steps - floor(steps) - 0.5));
+            x[i] = floor(steps + 0.5) * (double)rfi_f16_to_f32(rfi_f32_to_f16((float)(most / 127)));
+        }
+    }
+}
+
 /* out[n][n_embd] of h */
 REF_FN void ref_attention_block(ref_model *m, const ref_options *o, uint32_t il, uint32_t n_ctx, double *out,
                                 const double *h, uint32_t n) {
@@ -165,6 +178,7 @@ REF_FN void ref_attention_block(ref_model *m, const ref_options *o, uint32_t il,
         ref_rotation t = ref_rotation_of(m, il, n_ctx);
         if (!unrotated) ref_rotate(m, &t, qkv[i], n, i ? nkv : nh, dim);
     }
+    for (int i = 1; i < 3 && o->kv_q8; i++) ref_round_q8(m, qkv[i], (uint64_t)n * rows[i]);
     ref_attend(m, il, a, qkv[0], qkv[1], qkv[2], n, nh, nkv, dim);
     ref_linear(m, o, (int)il, "attn_output", m->n_embd, 0, out, m->n_embd, a, (uint64_t)nh * dim, n);
     free(qkv[0]), free(qkv[1]), free(qkv[2]), free(a);

@@ -20,6 +20,7 @@
 typedef struct ref_options {
     int int8_acts; /* inputs of a matmul with quantized weights become 8-bit, in blocks of 32      */
     int kv_f16;    /* keys (after rope) and values are rounded to binary16                         */
+    int kv_q8;     /* ref_family.h: they are rounded to int8, 32 by a binary16 scale               */
 } ref_options;
 
 /* How near the simulated roundings came to a tie: below the float32 noise the library may fall to the other side. */

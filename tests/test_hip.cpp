@@ -385,6 +385,11 @@ static std::vector<Row> combinations(const std::vector<int> &levels, bool all = 
 
 /* ---- a plan and the memory it runs in ---- */
 
+/* Bytes of n keys or values. */
+static uint64_t row_bytes(uint32_t cache, uint32_t n) {
+    return cache == RF_CACHE_Q8_0 ? n / 32 * 34 : (uint64_t)n * (cache == RF_CACHE_F32 ? 4 : 2);
+}
+
 struct Rig {
     rf_dev *dev;
     rf_queue *queue;
@@ -515,10 +520,10 @@ struct Rig {
         uint64_t n_state = 0;
         for (size_t i = 0; i < states.size(); i++) {
             state_cells.push_back(n_cells ? n_cells : n_ctx);
-            uint64_t cells = (uint64_t)n_seq * states[i].n_kv_heads * state_cells.back(), e = cache == RF_CACHE_F32 ? 4 : 2;
+            uint64_t cells = (uint64_t)n_seq * states[i].n_kv_heads * state_cells.back();
             state_offset.push_back(n_state);
-            state_bytes.push_back(((cells * states[i].head_dim * e + 255) & ~(uint64_t)255) +
-                                  cells * states[i].head_dim_v * e);
+            state_bytes.push_back(((cells * row_bytes(cache, states[i].head_dim) + 255) & ~(uint64_t)255) +
+                                  cells * row_bytes(cache, states[i].head_dim_v));
             n_state += state_bytes.back(); /* one state: it ends where the allocation ends */
         }
         bind.buffer_offset = buffer_offset.data(), bind.state_offset = state_offset.data();
@@ -1185,21 +1190,46 @@ static void test_experts() {
     }
 }
 
-static double state_value(const std::vector<uint8_t> &s, uint64_t base, uint64_t i, uint32_t cache) {
-    if (cache == RF_CACHE_F16) return half_value(rd16(&s[base + 2 * i]));
+/* Value k of a row of n keys or values. */
+static double state_value(const std::vector<uint8_t> &s, uint64_t base, uint64_t row, uint32_t n, uint32_t k, uint32_t cache) {
+    const uint64_t at = base + row * row_bytes(cache, n);
     float f;
-    memcpy(&f, &s[base + 4 * i], 4);
+    if (cache == RF_CACHE_F16) return half_value(rd16(&s[at + 2 * k]));
+    if (cache == RF_CACHE_Q8_0) return (double)(int8_t)s[at + k] * half_value(rd16(&s[at + n + k / 32 * 2]));
+    memcpy(&f, &s[at + 4 * k], 4);
     return f;
+}
+static void put_state(std::vector<uint8_t> &s, uint64_t base, uint64_t row, uint32_t n, uint32_t k, uint32_t cache, float f) {
+    const uint64_t at = base + row * row_bytes(cache, n);
+    if (cache == RF_CACHE_F16) put_half(&s[at + 2 * k], f);
+    else if (cache == RF_CACHE_F32) memcpy(&s[at + 4 * k], &f, 4);
+    else s[at + k] = (uint8_t)(int8_t)(isnan(f) ? 77 : f * 84);
+    if (cache == RF_CACHE_Q8_0 && k % 32 == 0) put_half(&s[at + n + k / 16], 0.004f + 0.01f * fabsf(f));
+}
+/* What a step stored of n values: 32 of a scale, none of them off by more than half a step. */
+static bool is_q8_of(const uint8_t *row, const float *x, uint32_t n) {
+    bool good = true;
+    for (uint32_t g = 0; g < n; g += 32) {
+        float most = 0;
+        uint8_t scale[2];
+        for (uint32_t i = g; i < g + 32; i++) most = fmaxf(most, fabsf(x[i]));
+        const double step = most / 127;
+        put_half(scale, most / 127);
+        good = good && rd16(scale) == rd16(row + n + g / 16);
+        for (uint32_t i = g; i < g + 32; i++) good = good && fabs(x[i] - (int8_t)row[i] * step) <= 0.500001 * step;
+    }
+    return good;
 }
 
 static void test_kv_store() {
     static const uint32_t dims[] = {32, 40, 80, 128, 256}, heads[] = {1, 2, 5};
-    std::vector<Row> list = combinations(std::vector<int>{5, 5, 3, 2, 2, n_devices});
+    std::vector<Row> list = combinations(std::vector<int>{5, 5, 3, 3, 2, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         bool ring = r[0] == 0; /* of 256 cells, with positions beyond them */
         uint32_t dk = dims[r[0]], dv = dims[r[1]], h = heads[r[2]], cache = (uint32_t)r[3], n_ctx = ring ? 1000 : 9, n_seq = 3,
-                 n_cells = ring ? 256 : 9, e = cache == RF_CACHE_F16 ? 2 : 4;
+                 n_cells = ring ? 256 : 9;
+        if (cache == RF_CACHE_Q8_0 && (dk % 32 || dv % 32)) continue;
         const bool latent = r[4]; /* k and v are parts of one key */
         Rig g(devices[(size_t)r[5]]);
         uint32_t k = g.buffer(h * dk + 1), v = g.buffer(h * dv);
@@ -1228,20 +1258,26 @@ static void test_kv_store() {
         std::vector<uint8_t> found(g.bind.state.size_bytes), want(g.bind.state.size_bytes, 0xab);
         REQUIRE(api->mem_read(g.queue, &g.bind.state, 0, found.data(), found.size(), &ticket, &g.err) == RF_OK, "%s",
                 g.err.text);
-        uint64_t v_base = ((uint64_t)n_seq * h * n_cells * dk * e + 255) / 256 * 256;
+        uint64_t v_base = latent ? 0 : ((uint64_t)n_seq * h * n_cells * row_bytes(cache, dk) + 255) / 256 * 256;
+        bool good = true;
         for (size_t t = 0; t < 5; t++)
-            for (uint32_t head = 0; head < h; head++)
-                for (uint32_t j = 0; j < dk + dv; j++) {
-                    bool key = j < dk;
-                    float f = key ? x[t * (h * dk + 1) + head * dk + j] : y[t * h * dv + head * dv + j - dk];
-                    uint64_t cell = ((uint64_t)rows[t].seq * h + head) * n_cells + (uint64_t)rows[t].pos % n_cells;
-                    uint64_t at = latent ? (cell * (dk + dv) + j) * e
-                                  : key  ? (cell * dk + j) * e
-                                         : v_base + (cell * dv + j - dk) * e;
-                    if (cache == RF_CACHE_F16) put_half(&want[at], f);
-                    else memcpy(&want[at], &f, 4);
+            for (uint32_t head = 0; head < h; head++) {
+                uint64_t cell = ((uint64_t)rows[t].seq * h + head) * n_cells + (uint64_t)rows[t].pos % n_cells;
+                const uint32_t widths[2] = {latent ? dk + dv : dk, latent ? 0 : dv}; /* of rows */
+                std::vector<float> values(dk + dv);
+                for (uint32_t j = 0; j < dk + dv; j++)
+                    values[j] = j < dk ? x[t * (h * dk + 1) + head * dk + j] : y[t * h * dv + head * dv + j - dk];
+                for (int part = 0; part < 2; part++) {
+                    const uint32_t n = widths[part], first = part ? dk : 0;
+                    const uint64_t base = part ? v_base : 0, at = base + cell * row_bytes(cache, n);
+                    for (uint32_t j = 0; j < n && cache != RF_CACHE_Q8_0; j++)
+                        put_state(want, base, cell, n, j, cache, values[first + j]);
+                    if (cache != RF_CACHE_Q8_0 || n == 0) continue;
+                    good = good && is_q8_of(&found[at], &values[first], n);
+                    memcpy(&want[at], &found[at], row_bytes(cache, n));
                 }
-        CHECK(found == want, "kv_store %u %u heads %u cache %u latent %d", dk, dv, h, cache, latent);
+            }
+        CHECK(good && found == want, "kv_store %u %u heads %u cache %u latent %d", dk, dv, h, cache, latent);
     }
 }
 
@@ -1256,8 +1292,7 @@ static void attention_case(const AttentionCase &c) {
              "attention group %u kv heads %u dims %u %u length %u rows %u cache %u mixed %u device %u window %u special %u%s%s",
              c.group, c.n_kv_heads, c.dk, c.dv, c.length, c.n_rows, c.cache, c.mixed, c.device, c.window, c.special,
              c.latent ? " latent" : "", c.ring ? " ring" : "");
-    uint32_t heads = c.group * c.n_kv_heads, n_ctx = c.length, n_seq = c.mixed ? 2 : 1,
-             e = c.cache == RF_CACHE_F16 ? 2 : 4;
+    uint32_t heads = c.group * c.n_kv_heads, n_ctx = c.length, n_seq = c.mixed ? 2 : 1;
     Rig g(devices[c.device]);
     uint32_t q = g.buffer(heads * c.dk + 1), out = g.buffer(heads * c.dv + 2);
     rf_op *o = g.op(RF_OP_ATTENTION);
@@ -1282,19 +1317,18 @@ static void attention_case(const AttentionCase &c) {
     REQUIRE(g.open(T, 1, n_ctx, n_seq, c.cache, n_cells) == RF_OK, "%s: %s", what, g.err.text);
     std::vector<float> x = values((size_t)T * (heads * c.dk + 1)), before((size_t)T * (heads * c.dv + 2), 7);
     g.set(q, x), g.set(out, before);
-    uint64_t cells = (uint64_t)n_seq * c.n_kv_heads * n_cells, v_base = (cells * c.dk * e + 255) / 256 * 256;
+    uint64_t cells = (uint64_t)n_seq * c.n_kv_heads * n_cells, v_base = (cells * row_bytes(c.cache, c.dk) + 255) / 256 * 256;
     const uint32_t v_row = c.latent ? c.dk : c.dv; /* values in rows of keys, or in rows of their own */
     std::vector<uint8_t> state(g.bind.state.size_bytes, 0);
     if (c.latent) v_base = 0;
-    for (uint64_t i = 0; i < cells * (c.latent ? c.dk : c.dk + c.dv); i++) {
-        uint64_t cell = (i < cells * c.dk ? i / c.dk : (i - cells * c.dk) / c.dv) % n_cells;
-        /* cells of a ring that no row sees hold what they may */
-        bool stale = n_cells < n_ctx && (cell + n_cells - (uint64_t)(c.length - T + 1 - c.window) % n_cells) % n_cells >= T + c.window - 1;
-        float f = stale ? NAN : uniform(-1.5f, 1.5f);
-        uint64_t at = i < cells * c.dk ? i * e : v_base + (i - cells * c.dk) * e;
-        if (e == 2) put_half(&state[at], f);
-        else memcpy(&state[at], &f, 4);
-    }
+    for (int part = 0; part < (c.latent ? 1 : 2); part++)
+        for (uint64_t row = 0; row < cells; row++) {
+            /* cells of a ring that no row sees hold what they may */
+            const uint64_t first = (uint64_t)(c.length - T + 1 - c.window) % n_cells;
+            bool stale = n_cells < n_ctx && (row % n_cells + n_cells - first) % n_cells >= T + c.window - 1;
+            for (uint32_t k = 0, n = part ? c.dv : c.dk; k < n; k++)
+                put_state(state, part ? v_base : 0, row, n, k, c.cache, stale ? NAN : uniform(-1.5f, 1.5f));
+        }
     rf_ticket ticket;
     REQUIRE(api->mem_write(g.queue, &g.bind.state, 0, state.data(), state.size(), &ticket, &g.err) == RF_OK &&
                 g.run(rows) == RF_OK,
@@ -1313,7 +1347,7 @@ static void attention_case(const AttentionCase &c) {
                 }
                 for (uint32_t k = 0; k < c.dk; k++)
                     p[i] += (double)x[(size_t)t * (heads * c.dk + 1) + (size_t)h * c.dk + k] *
-                            state_value(state, 0, (cell0 + i % n_cells) * c.dk + k, c.cache);
+                            state_value(state, 0, cell0 + i % n_cells, c.dk, k, c.cache);
                 p[i] *= o->scale;
                 if (c.special & 2) p[i] *= 1 + (double)0.3f * log(1 + floor(rows[t].pos / 20.0));
                 if (c.special & 1) p[i] = 2.5 * tanh(p[i] / 2.5);
@@ -1325,7 +1359,7 @@ static void attention_case(const AttentionCase &c) {
             for (uint32_t k = 0; k < c.dv; k++) {
                 y[k] = 0;
                 for (uint32_t i = 0; i < n; i++)
-                    if (p[i] > 0) y[k] += p[i] / sum * state_value(state, v_base, (cell0 + i % n_cells) * v_row + k, c.cache);
+                    if (p[i] > 0) y[k] += p[i] / sum * state_value(state, v_base, cell0 + i % n_cells, v_row, k, c.cache);
             }
         }
     std::vector<float> y = g.get(out);
@@ -1362,6 +1396,7 @@ static void test_attention() {
                            i % 2 == 0};
         if (c.length > 1000 && c.n_rows == 33)
             c.n_rows = 9, c.n_kv_heads = 1; /* past the split rows is what matters */
+        if (c.dk % 32 == 0 && c.dv % 32 == 0 && i % 3 == 0) c.cache = RF_CACHE_Q8_0;
         attention_case(c);
     }
 }
@@ -1376,6 +1411,7 @@ static void test_wide_attention() {
         AttentionCase c = {groups[r[1]], 1, dims[r[0]][0], dims[r[0]][1], lengths[r[2]], counts[r[3]], (uint32_t)r[4],
                            (uint32_t)r[5], (uint32_t)r[6], 0, 0, dims[r[0]][0] != dims[r[0]][1], false};
         if (c.length > 64 && c.n_rows == 33) c.n_rows = 17;
+        if (c.dk % 32 == 0 && c.dv % 32 == 0 && i % 3 == 0) c.cache = RF_CACHE_Q8_0;
         attention_case(c);
     }
 }

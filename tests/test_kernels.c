@@ -719,23 +719,42 @@ static void check_add(const rfi_kernels *k) {
 
 /* ---- attention ---- */
 
+/* A row of a cache in q8_0, and its values. */
+static void random_q8(uint8_t *row, float *values, uint32_t n) {
+    for (uint32_t g = 0; g < n / 32; g++) {
+        const uint16_t scale = rfi_f32_to_f16(0.005f + 0.008f * fabsf(rnd_normal()));
+        memcpy(row + n + 2 * g, &scale, 2);
+        for (uint32_t i = g * 32; i < g * 32 + 32; i++) {
+            const int8_t q = (int8_t)(rnd() % 255 - 127);
+            memcpy(row + i, &q, 1);
+            values[i] = (float)q * rfi_f16_to_f32(scale);
+        }
+    }
+}
+
 /* n_tokens tokens, the last of which sees n_pos positions, against float64; then each token alone: the same bits. */
 static void check_attention_one(const rfi_kernels *k, uint32_t n_pos, uint32_t n_tokens, uint32_t n_group, uint32_t dim,
                                 uint32_t dim_v, uint32_t cache_type) {
     if (n_tokens > n_pos) n_tokens = n_pos;
-    const uint32_t first = n_pos - n_tokens + 1, bytes = cache_type == RF_CACHE_F32 ? 4 : 2;
+    const uint32_t first = n_pos - n_tokens + 1, k_row = dim / 32 * 34, v_row = dim_v / 32 * 34;
     const uint64_t q_stride = n_group * dim + 5, out_stride = n_group * dim_v + 3;
     float *kf = get((size_t)n_pos * dim * 4), *vf = get((size_t)n_pos * dim_v * 4);
     uint16_t *kh = get((size_t)n_pos * dim * 2), *vh = get((size_t)n_pos * dim_v * 2);
     float *q = get((size_t)(n_tokens * q_stride) * 4), *out = get((size_t)(n_tokens * out_stride) * 4);
     float *alone = get((size_t)out_stride * 4), *scratch = get((size_t)rfi_attention_scratch(n_group, dim, dim_v) * 4);
     double *p = get(n_pos * sizeof *p);
+    uint8_t *kq = get((size_t)n_pos * k_row + 1), *vq = get((size_t)n_pos * v_row + 1);
+    float *cells = get(RFI_ATTENTION_BLOCK * (size_t)(dim + dim_v) * 4);
     for (uint32_t i = 0; i < n_pos * dim; i++) kh[i] = rfi_f32_to_f16(rnd_normal()), kf[i] = rfi_f16_to_f32(kh[i]);
     for (uint32_t i = 0; i < n_pos * dim_v; i++) vh[i] = rfi_f32_to_f16(rnd_normal()), vf[i] = rfi_f16_to_f32(vh[i]);
+    if (cache_type == RF_CACHE_Q8_0)
+        for (uint32_t i = 0; i < n_pos; i++)
+            random_q8(kq + (size_t)i * k_row, kf + (size_t)i * dim, dim), random_q8(vq + (size_t)i * v_row, vf + (size_t)i * dim_v, dim_v);
     for (uint64_t i = 0; i < n_tokens * q_stride; i++) q[i] = rnd_normal();
     for (uint64_t i = 0; i < n_tokens * out_stride; i++) out[i] = -77;
-    rfi_attention a = {.q = q, .q_stride = q_stride, .k = bytes == 4 ? (void *)kf : (void *)kh,
-                       .v = bytes == 4 ? (void *)vf : (void *)vh, .n_cells = n_pos, .cache_type = cache_type, .n_tokens = n_tokens,
+    const void *ks[] = {kh, kf, kq}, *vs[] = {vh, vf, vq};
+    rfi_attention a = {.q = q, .q_stride = q_stride, .k = ks[cache_type],
+                       .v = vs[cache_type], .cells = cells, .n_cells = n_pos, .cache_type = cache_type, .n_tokens = n_tokens,
                        .n_pos = first, .n_group = n_group, .head_dim = dim, .head_dim_v = dim_v,
                        .scale = 1 / sqrtf((float)dim), .scratch = scratch, .out = out, .out_stride = out_stride};
     k->attention(&a);
@@ -766,16 +785,46 @@ static void check_attention_one(const rfi_kernels *k, uint32_t n_pos, uint32_t n
         CHECK(!memcmp(alone, out + t * out_stride, n_group * dim_v * 4), "%s: token %u has other bits alone", k->name, t);
         for (uint32_t i = n_group * dim_v; i < out_stride; i++) CHECK(out[t * out_stride + i] == -77, "%s", k->name);
     }
+    free(kq), free(vq), free(cells);
     free(kf), free(vf), free(kh), free(vh), free(q), free(out), free(alone), free(scratch), free(p);
 }
 
+/* Rows to q8_0: the scale is that of the largest value, no value is off by more than half a step, and back. */
+static void check_q8_rows(const rfi_kernels *k) {
+    enum { ROW = 96 };
+    float x[ROW], back[ROW];
+    int8_t q[ROW];
+    uint16_t scales[ROW / 32];
+    for (int round = 0; round < 50; round++) {
+        const float size = ldexpf(1, round % 40 - 20);
+        for (int i = 0; i < ROW; i++) x[i] = i < 32 && round % 10 == 9 ? 0 : size * rnd_normal();
+        if (round == 7) x[40] = -size * 5, x[41] = size * 5, x[70] = NAN;
+        k->f32_to_q8(q, scales, x, ROW);
+        k->q8_to_f32(back, q, scales, ROW);
+        for (int g = 0; g < ROW / 32; g++) {
+            float most = 0;
+            for (int i = g * 32; i < g * 32 + 32; i++) most = fmaxf(most, fabsf(x[i]));
+            const double step = (double)(most / 127), scale = (double)rfi_f16_to_f32(scales[g]);
+            if (round == 7 && g == 2) {
+                CHECK(isnan(scale) && isnan(back[70]), "%s: nan", k->name);
+                continue;
+            }
+            CHECK(scales[g] == rfi_f32_to_f16(most / 127), "%s: scale %g, largest value %g", k->name, scale, (double)most);
+            for (int i = g * 32; i < g * 32 + 32; i++)
+                CHECK(fabs((double)x[i] - q[i] * step) <= step * 0.500001 && (double)back[i] == q[i] * scale, "%s: %g is %d times %g",
+                      k->name, (double)x[i], q[i], step);
+        }
+    }
+}
+
 static void check_attention(const rfi_kernels *k) {
+    check_q8_rows(k);
     static const uint32_t pos[] = {1, 2, 31, 33, 257, 530}, dims[] = {32, 40, 64, 80, 128}, groups[] = {1, 2, 4, 6, 8};
     for (size_t a = 0; a < RFI_COUNT(pos); a++)
         for (size_t b = 0; b < RFI_COUNT(dims); b++)
             for (size_t c = 0; c < RFI_COUNT(groups); c++)
-                for (uint32_t cache = 0; cache < 2 && (a + b + c) % EMULATED_PART == 0; cache++)
-                    check_attention_one(k, pos[a], (a + b + c) % 2 ? 1 : 11, groups[c], dims[b], dims[b], cache);
+                for (uint32_t cache = 0; cache < 3 && (a + b + c) % EMULATED_PART == 0; cache++)
+                    if (cache < RF_CACHE_Q8_0 || dims[b] % 32 == 0) check_attention_one(k, pos[a], (a + b + c) % 2 ? 1 : 11, groups[c], dims[b], dims[b], cache);
     check_attention_one(k, 50, 20, 3, 12, 7, 0);
     check_attention_one(k, 50, 20, 1, 5, 256, 1);
 }

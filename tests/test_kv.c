@@ -1,6 +1,6 @@
 /* Caches of layers with a sliding window that hold no more than the window: the logits of whole models against the float64
  * evaluator of ref_family.h, and bit for bit those of a cache that holds everything, across every wrap of the ring; cutting,
- * copying, saving and failing; the forecast against what is asked of the device. */
+ * copying, saving and failing; the forecast against what is asked of the device. And keys and values in q8_0. */
 #define ROCMFORGE_IMPLEMENTATION
 #include "../rocmforge.h"
 
@@ -30,6 +30,10 @@ typedef struct rig {
     rf_session *s;
     rf_error err;
 } rig;
+
+/* The same with heads of 32 values, which q8_0 can do. */
+static const mg_family wide_gemma = {.arch = "gemma3", .has = MG_POST_NORM | MG_QK_NORM, .n_layers = 3, .n_embd = 128, .seed = 6,
+                                     .more_kv = local_and_global};
 
 static int open_model(rig *r, const mg_family *f, uint32_t window) {
     memset(r, 0, sizeof *r);
@@ -90,6 +94,33 @@ static float *all_logits(void) {
     return p;
 }
 
+/* ---- streams ---- */
+
+static struct {
+    unsigned char data[1 << 20];
+    size_t n, at;
+} saved;
+static int save_bytes(const void *data, size_t n, void *user) {
+    (void)user;
+    if (n > sizeof saved.data - saved.n) return -1;
+    memcpy(saved.data + saved.n, data, n);
+    saved.n += n;
+    return 0;
+}
+static int64_t restore_bytes(void *data, size_t n, void *user) {
+    (void)user;
+    if (n > saved.n - saved.at) n = saved.n - saved.at;
+    memcpy(data, saved.data + saved.at, n);
+    saved.at += n;
+    return (int64_t)n;
+}
+static const rf_session_io saved_io = {save_bytes, restore_bytes, NULL};
+
+static rf_result restore(rig *r, int32_t seq) {
+    saved.at = 0;
+    return rf_session_restore(r->s, seq, &saved_io, &r->err);
+}
+
 /* ---- the logits ---- */
 
 static void test_windows(void) {
@@ -143,6 +174,74 @@ static void test_neighbours(void) {
     }
     close_rig(&r);
     free(alone), free(got);
+}
+
+/* ---- q8_0 ---- */
+
+/* Few tokens, whose keys and values keep away from ties, against the float64 evaluator that rounds them likewise. */
+static void test_q8(void) {
+    enum { FEW = 10 };
+    float *got = all_logits();
+    rig r;
+    ref_model ref;
+    ref_margins margins = {0};
+    double *want = NULL;
+    int32_t tokens[FEW];
+    if (!open_model(&r, &wide_gemma, 4) || !open_session(&r, (rf_session_desc){.cache_type = RF_CACHE_Q8_0, .n_batch = 3})) return;
+    ref_open(&ref, r.g);
+    for (uint64_t seed = 0; margins.int8 < 1e-4 && seed < 300; seed++) {
+        mg_rng random = {seed};
+        free(want);
+        for (uint32_t i = 0; i < FEW; i++) tokens[i] = (int32_t)mg_below(&random, 310);
+        want = ref_family_eval(&ref, tokens, FEW, CTX, &(ref_options){.kv_q8 = 1}, &margins);
+    }
+    CHECK(margins.int8 >= 1e-4, "no tokens keep away from ties");
+    double *unrounded = ref_family_eval(&ref, tokens, FEW, CTX, &(ref_options){0}, NULL);
+    rf_row rows[FEW];
+    for (uint32_t i = 0; i < FEW; i++) rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = 1};
+    CHECK(rf_eval(r.s, rows, FEW, &r.err) == RF_OK, "%s", r.err.text);
+    for (uint32_t i = 0; i < FEW; i++) memcpy(got + (size_t)i * VOCAB, rf_session_logits(r.s, i), VOCAB * sizeof *got);
+    const double off = ref_distance(got, want, FEW * VOCAB), without = ref_distance(got, unrounded, FEW * VOCAB);
+    CHECK(off <= TOLERANCE && without > 100 * TOLERANCE, "off by %.3g, and by %.3g of what is not rounded", off, without);
+    printf("    q8_0: worst %.2g of the largest logit; the rounding is %.2g\n", off, without);
+    free(want), free(unrounded), free(got);
+    ref_close(&ref);
+    close_rig(&r);
+}
+
+/* Rings of it have the bits of a cache that holds everything, too; and are copied, saved and forecast. */
+static void test_q8_rings(void) {
+    static const uint32_t batches[][2] = {{64, 7}, {158, N}};
+    const rf_session_desc sd = {.cache_type = RF_CACHE_Q8_0, .n_batch = 64, .n_seq_max = 2};
+    float *full = all_logits(), *got = all_logits();
+    rf_forecast f;
+    rig r;
+    if (!open_model(&r, &wide_gemma, 100)) return;
+    if (!open_session(&r, (rf_session_desc){.cache_type = RF_CACHE_Q8_0, .full_cache = 1})) return;
+    CHECK(eval(&r, 0, 0, N, N, full), "%s", r.err.text);
+    for (size_t b = 0; b < RFI_COUNT(batches); b++) {
+        if (!open_session(&r, (rf_session_desc){.cache_type = RF_CACHE_Q8_0, .n_batch = batches[b][0]})) continue;
+        CHECK(eval(&r, 0, 0, N, batches[b][1], got), "%s", r.err.text);
+        CHECK(!memcmp(got, full, (size_t)N * VOCAB * sizeof *got), "batches of %u: other bits", batches[b][0]);
+    }
+    if (!open_session(&r, sd)) return;
+    const uint64_t want = (2 * 256 + CTX) * 2 * 2 * 34 * 2; /* cells, sequences, heads, bytes of 32 values, keys and values */
+    CHECK(rf_model_forecast(r.m, &r.s->desc, &f, &r.err) == RF_OK && f.kv_bytes == want && r.s->state.size_bytes == want, "%llu bytes",
+          RFI_LLU(f.kv_bytes));
+    CHECK(eval(&r, 1, 0, 500, N, NULL) && rf_session_copy(r.s, 1, 0, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(eval(&r, 0, 500, 1, 1, got) && !memcmp(got, full + (size_t)500 * VOCAB, VOCAB * sizeof *got), "a copy: other bits");
+    saved.n = 0;
+    CHECK(rf_session_save(r.s, 1, &saved_io, &r.err) == RF_OK && saved.n == 112 + 4 * 500 + (2 * 256 + 500) * 136, "%zu bytes", saved.n);
+    rf_session_truncate(r.s, 0, 0, NULL, NULL);
+    CHECK(restore(&r, 0) == RF_OK && eval(&r, 0, 500, 1, 1, got) && !memcmp(got, full + (size_t)500 * VOCAB, VOCAB * sizeof *got), "%s",
+          r.err.text);
+    close_rig(&r);
+    /* heads of 16 values */
+    if (!open_model(&r, &gemma, 100)) return;
+    CHECK(rf_model_forecast(r.m, &sd, &f, &r.err) == RF_ERR_UNSUPPORTED && rf_session_open(r.m, &sd, &r.s, &r.err) == RF_ERR_UNSUPPORTED &&
+              strstr(r.err.text, "multiple of 32 values, layer 0 has 16 and 16"), "%s", r.err.text);
+    close_rig(&r);
+    free(full), free(got);
 }
 
 /* ---- cutting ---- */
@@ -201,31 +300,6 @@ static void test_copy(void) {
 }
 
 /* ---- saving ---- */
-
-static struct {
-    unsigned char data[1 << 20];
-    size_t n, at;
-} saved;
-static int save_bytes(const void *data, size_t n, void *user) {
-    (void)user;
-    if (n > sizeof saved.data - saved.n) return -1;
-    memcpy(saved.data + saved.n, data, n);
-    saved.n += n;
-    return 0;
-}
-static int64_t restore_bytes(void *data, size_t n, void *user) {
-    (void)user;
-    if (n > saved.n - saved.at) n = saved.n - saved.at;
-    memcpy(data, saved.data + saved.at, n);
-    saved.at += n;
-    return (int64_t)n;
-}
-static const rf_session_io saved_io = {save_bytes, restore_bytes, NULL};
-
-static rf_result restore(rig *r, int32_t seq) {
-    saved.at = 0;
-    return rf_session_restore(r->s, seq, &saved_io, &r->err);
-}
 
 static uint32_t cells_of(const rf_session_desc *d) { return d->full_cache ? CTX : d->n_batch > 157 ? 512 : 256; }
 
@@ -357,6 +431,8 @@ int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
     RUN(test_windows);
     RUN(test_neighbours);
+    RUN(test_q8);
+    RUN(test_q8_rings);
     RUN(test_cut);
     RUN(test_copy);
     RUN(test_saved);

@@ -1027,7 +1027,8 @@ static void test_session_memory(void) {
         {"cells wrap", {.n_ctx = UINT32_MAX, .n_seq_max = UINT32_MAX}, RF_ERR_ARGUMENT},
         {"n_batch", {.n_batch = UINT32_MAX}, RF_ERR_ARGUMENT},
         {"n_logits_max", {.n_logits_max = UINT32_MAX}, RF_ERR_ARGUMENT},
-        {"cache_type", {.cache_type = 2}, RF_ERR_ARGUMENT},
+        {"cache_type", {.cache_type = 3}, RF_ERR_ARGUMENT},
+        {"heads of 16", {.cache_type = RF_CACHE_Q8_0}, RF_ERR_UNSUPPORTED},
     };
     for (size_t i = 0; i < RFI_COUNT(bad); i++) {
         rf_result res = rf_session_open(r.m, &bad[i].d, &s, &r.err);
