@@ -1026,7 +1026,7 @@ typedef struct rf_plan_state {
 #define RF_STATE_CELLS 256u
 
 /* Bytes of n values side by side in a state. Of RF_CACHE_Q8_0: n int8 q, then n / 32 scales as f16, and value i is
- * q[i] * scale[i / 32]. The scale is that of the largest |x| of its 32, divided by 127; q is x divided by that, to nearest. */
+ * q[i] * scale[i / 32]. The scale is the largest |x| of its 32 divided by 127; q is x divided by that, to nearest. */
 static inline uint64_t rf_cache_row_bytes(uint32_t cache_type, uint64_t n) {
     return cache_type == RF_CACHE_F32 ? 4 * n : cache_type == RF_CACHE_F16 ? 2 * n : n / 32 * 34;
 }
