@@ -3885,6 +3885,8 @@ struct rf_device {
 #define RFI_STAGING_BYTES ((uint64_t)2 << 20) /* of a piece; more only if a row is longer. 1 to 8 MiB were tried */
 #define RFI_HOME_BYTES    ((uint64_t)32 << 20) /* of a piece that is in pinned memory already              */
 #define RFI_MAX_READERS   16u
+#define RFI_HOME_BLOCK   ((uint64_t)128 << 20) /* of pinned memory for tensors, or so much that there are ...  */
+#define RFI_MAX_HOMES     512u                 /* ... half as many                                             */
 #define RFI_MAX_STAGES   (2 * RFI_MAX_READERS)
 #define RFI_SLAB_BYTES    ((uint64_t)1 << 30) /* a device allocation for weights, or an eighth of them    */
 #define RFI_SLABS         8u
@@ -4024,7 +4026,11 @@ struct rfi_store {
     _Atomic uint64_t cancels; /* asked for by the user: these end calls, too */
     uint32_t n_creating;      /* slabs */
     struct rfi_piece *pieces; /* that threads work at now */
-    uint64_t host_pinned_bytes;
+    void *homes[RFI_MAX_HOMES]; /* blocks of pinned host memory in which tensors have homes */
+    uint32_t n_homes;
+    uint64_t host_pinned_bytes; /* of these */
+    unsigned char *home_at;     /* the free rest of the last one */
+    uint64_t home_left;
     rfi_stage stages[RFI_MAX_STAGES];
     uint32_t n_stages_max;
     rfi_reader readers[RFI_MAX_READERS];
@@ -4489,6 +4495,29 @@ static rf_result rfi_store_help(rfi_store *s, rfi_tensor *t, rf_error *err) {
     return r;
 }
 
+/* A place in pinned host memory, for good, for a tensor that will be loaded more than once; none if there is no more. */
+static void rfi_tensor_find_home(rfi_store *s, rfi_tensor *t) { /* lock held */
+    const uint64_t n = (t->info.size_bytes + 255) & ~(uint64_t)255, most = s->desc.pinned_bytes;
+    if (t->home || t->in_place || most == 0) return;
+    if (s->home_left < n) {
+        const uint64_t block = rfi_max_u64(n, rfi_max_u64(RFI_HOME_BLOCK, most / RFI_MAX_HOMES * 2));
+        const uint64_t size = rfi_min_u64(block, most - s->host_pinned_bytes);
+        void *mem = NULL;
+        if (size < n || s->n_homes == RFI_MAX_HOMES) return;
+        if (s->device->api->host_create(s->device->dev, size, &mem, NULL) != RF_OK) {
+            s->desc.pinned_bytes = s->host_pinned_bytes; /* no more can be had */
+            return;
+        }
+        s->homes[s->n_homes++] = mem;
+        s->host_pinned_bytes += size;
+        s->home_at = (unsigned char *)mem;
+        s->home_left = size;
+    }
+    t->home = s->home_at;
+    s->home_at += n;
+    s->home_left -= n;
+}
+
 /* ---- streaming: the ring ---- */
 
 /* A place for n bytes behind the newest of the ring's tensors, which lie there in the order of their loads. */
@@ -4537,9 +4566,7 @@ static int rfi_stream_begin(rfi_store *s) { /* lock held */
             rfi_cell_try_claim(&t->cell, &s->lot)) {
             t->offset = s->use_offset[use] = offset;
             s->stream_loaded++;
-            if (s->desc.pinned_bytes && !t->home && s->host_pinned_bytes + t->info.size_bytes <= s->desc.pinned_bytes &&
-                s->device->api->host_create(s->device->dev, t->info.size_bytes, &t->home, NULL) == RF_OK)
-                s->host_pinned_bytes += t->info.size_bytes;
+            rfi_tensor_find_home(s, t);
             rfi_job_begin(s, t, 0);
             return 1;
         }
@@ -4922,7 +4949,9 @@ static int rfi_cache_load(rfi_store *s, const rfi_bank *bank, uint32_t expert) {
     for (uint32_t k = 0; k < bank->n_weights; k++) {
         rfi_tensor *t = &s->tensors[rfi_bank_slot(bank, k, expert)];
         there &= rfi_cell_is_ready(&t->cell);
-        if (rfi_cell_try_claim(&t->cell, &s->lot)) rfi_job_begin(s, t, 0);
+        if (!rfi_cell_try_claim(&t->cell, &s->lot)) continue;
+        rfi_tensor_find_home(s, t);
+        rfi_job_begin(s, t, 0);
     }
     return there;
 }
@@ -5336,8 +5365,7 @@ static void rfi_store_free(rfi_store *s) {
     for (uint32_t i = 0; i < RFI_MAX_READERS; i++)
         if (s->readers[i].started) pthread_join(s->readers[i].thread, NULL);
     if (s->tensors) rfi_store_clear(s, 0);
-    for (uint32_t i = 0; s->tensors && i < s->plan.n_weights; i++)
-        if (s->tensors[i].home) api->host_release(s->device->dev, s->tensors[i].home);
+    for (uint32_t i = 0; i < s->n_homes; i++) api->host_release(s->device->dev, s->homes[i]);
     if (s->queue) api->queue_release(s->queue);
     if (s->table) api->table_release(s->table);
     rfi_free(alloc, s->tensors);
@@ -11953,6 +11981,19 @@ static rf_result rfi_eval_segments(rf_session *s, uint32_t first, uint32_t last,
 
 #define RFI_WHOLE_STEP_ROWS 8u
 
+/* Where the run that begins with a segment ends. On a GPU: if everything is loaded and there are few rows, with the
+ * step, which the device may run as a graph; if everything but experts is, where the host must know what was chosen. */
+static uint32_t rfi_eval_end(const rf_session *s, uint32_t segment, uint32_t n_rows) {
+    const rfi_store *store = s->m->store;
+    const int whole = segment == 0 && n_rows <= RFI_WHOLE_STEP_ROWS;
+    uint32_t end = segment + 1;
+    if (!s->m->device->is_gpu) return end;
+    if (whole && atomic_load(&store->tensors_loaded) == s->m->plan.n_weights) return s->n_segments;
+    if (store->cache.n_frames && atomic_load(&store->resident_loaded) == store->n_resident)
+        while (end < s->n_segments && s->m->plan.ops[s->segment_ops[end] - 1].kind != RF_OP_ROUTE) end++;
+    return end;
+}
+
 /* One micro-batch through all segments. s->ends holds where each sequence goes on. */
 static rf_result rfi_eval_batch(rf_session *s, const rf_row *rows, uint32_t n_rows, uint32_t first_logits_row,
                                 uint32_t *n_logits, rf_error *err) {
@@ -11980,13 +12021,10 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_row *rows, uint32_t n_ro
     rf_ticket ticket = {0};
     rf_result r = RF_OK;
     rfi_stream_walk(s->m->store);
-    /* a few rows on a GPU, everything loaded: one call, which the device may run as a graph */
-    uint32_t span = n_rows <= RFI_WHOLE_STEP_ROWS && s->m->device->is_gpu &&
-                            atomic_load(&s->m->store->tensors_loaded) == s->m->plan.n_weights
-                        ? s->n_segments
-                        : 1;
-    for (uint32_t segment = 0; r == RF_OK && segment < s->n_segments; segment += span)
-        r = rfi_eval_segments(s, segment, segment + span, &step, &ticket, err);
+    for (uint32_t segment = 0, end; r == RF_OK && segment < s->n_segments; segment = end) {
+        end = rfi_eval_end(s, segment, n_rows);
+        r = rfi_eval_segments(s, segment, end, &step, &ticket, err);
+    }
     /* also after a failure: the step's arrays and the pinned weights are in use until then */
     rf_result waited = api->ticket_wait(&ticket, RFI_WAIT_MS, r == RF_OK ? err : NULL);
     return r == RF_OK ? waited : r;
