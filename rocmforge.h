@@ -4495,7 +4495,7 @@ static rf_result rfi_store_help(rfi_store *s, rfi_tensor *t, rf_error *err) {
     return r;
 }
 
-/* A place in pinned host memory, for good, for a tensor that will be loaded more than once; none if there is no more. */
+/* A place in pinned host memory, for good, for a tensor that will be loaded again; none if there is no more. */
 static void rfi_tensor_find_home(rfi_store *s, rfi_tensor *t) { /* lock held */
     const uint64_t n = (t->info.size_bytes + 255) & ~(uint64_t)255, most = s->desc.pinned_bytes;
     if (t->home || t->in_place || most == 0) return;
