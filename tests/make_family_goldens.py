@@ -186,18 +186,18 @@ def alibi_slopes(n_head, most):
     return [2.0 ** (-most * power / (2 * n)) for power in powers]
 
 
-def self_attention(m, il, h, pairs, qk_norm=None, window=0):
+def self_attention(m, il, h, pairs, qk_norm=None, window=0, base=None, factors=1.0, grown=1.0):
     """the usual kind; qk_norm: q and k are normalised "full", over their whole width, or "head", each head by itself;
-    pairs None: no rope"""
+    pairs None: no rope, else of this base (None: the file's), with angles divided by factors and results times grown"""
     b = 'blk.%d.attn_' % il
     q, k, v = linear(m, b + 'q', h), linear(m, b + 'k', h), linear(m, b + 'v', h)
     if qk_norm == 'full': q, k = rms_norm(m, b + 'q_norm', q), rms_norm(m, b + 'k_norm', k)
     n_kv = m.at_layer('attention.head_count_kv', il)
     q, k, v = heads(q, m.get('attention.head_count')), heads(k, n_kv), heads(v, n_kv)
     if qk_norm == 'head': q, k = rms_norm(m, b + 'q_norm', q), rms_norm(m, b + 'k_norm', k)
-    n_rot, base = m.get('rope.dimension_count'), m.get('rope.freq_base')
-    factors = m.at('rope_freqs.weight') if m.has('rope_freqs.weight') else 1.0
-    if pairs: q, k = rope(q, n_rot, base, pairs, factors), rope(k, n_rot, base, pairs, factors)
+    n_rot, base = m.get('rope.dimension_count'), base or m.get('rope.freq_base')
+    if m.has('rope_freqs.weight'): factors = m.at('rope_freqs.weight')
+    if pairs: q, k = rope(q, n_rot, base, pairs, factors) * grown, rope(k, n_rot, base, pairs, factors) * grown
     return linear(m, b + 'output', attention(q, k, v, q.shape[2] ** -0.5, window))
 
 
@@ -575,7 +575,7 @@ def make_qwen3next(legacy=False):
     """value heads follow one another under their key head, in the file as in the checkpoint. The first converters kept
     the checkpoint's one matrix, in which each key head's rows of q, k, v and z follow one another"""
     m = Model('qwen3next', 'qwen3next-legacy' if legacy else 'qwen3next')
-    delta_net_keys(m, layers=2 if legacy else 3, interval=2, n_k=2, n_v=6, d=16, eps=2e-3)
+    delta_net_keys(m, layers=2, interval=2, n_k=2, n_v=6, d=16, eps=2e-3)
     m.u32(expert_count=6, expert_used_count=2, expert_feed_forward_length=16, expert_shared_feed_forward_length=24)
     n_k, n_v, d, inner = 2, 6, 16, 96
     put_embeddings(m)
@@ -655,7 +655,7 @@ def make_seed_oss(): return plain('seed_oss', 'far', 12, bias=True, ffn_norm='po
 def alibi_family(arch, n_embd, n_head, bias):
     """one matrix for q, k and v; LayerNorm; positions by ALiBi; gelu"""
     m = Model(arch, arch)
-    m.u32(context_length=128, embedding_length=n_embd, block_count=2, feed_forward_length=4 * n_embd,
+    m.u32(context_length=128, embedding_length=n_embd, block_count=2, feed_forward_length=64,
           attention__head_count=n_head, attention__head_count_kv=n_head, vocab_size=N_VOCAB)
     m.f32(attention__layer_norm_epsilon=2e-3)
     put_embeddings(m, tied=True)
@@ -673,8 +673,8 @@ def alibi_family(arch, n_embd, n_head, bias):
         put(b + 'attn_qkv', 3 * n_embd, n_embd)
         put(b + 'attn_output', n_embd, n_embd)
         put_norm(b + 'ffn_norm')
-        put(b + 'ffn_up', 4 * n_embd, n_embd)
-        put(b + 'ffn_down', n_embd, 4 * n_embd)
+        put(b + 'ffn_up', 64, n_embd)
+        put(b + 'ffn_down', n_embd, 64)
     if bias:
         put_norm('token_embd_norm')
         m.vector('output_norm.bias', n_embd)
@@ -840,17 +840,76 @@ def make_gemma():
         lambda m, il, h: gated_ffn(m, il, h, act=gelu), embedding_scale=m.get('embedding_length') ** 0.5)
 
 
-def yarn(m):
-    """what divides the angles of each pair, and what multiplies the scores. Pairs that turn less than once within the
-    original context are interpolated, those that turn 32 times or more are not, and those between in part"""
+def make_gemma3_linear():
+    """norms before and behind each branch; layers with a window have a rope base of their own, which files leave out,
+    and no rope factor"""
+    m = Model('gemma3', 'gemma3-linear')
+    common_keys(m, layers=3, n_head=4, n_kv=2, head_dim=16, n_ff=40, base=1000.0)
+    m.u32(attention__sliding_window=6, attention__sliding_window_pattern=2)
+    m.text(rope__scaling__type='linear')
+    m.f32(rope__scaling__factor=8.0)
+    put_embeddings(m, tied=True)
+    for il in range(3):
+        b = 'blk.%d.' % il
+        m.norm(b + 'attn_norm', N_EMBD)
+        put_attention(m, il)
+        m.norm(b + 'attn_q_norm', 16)
+        m.norm(b + 'attn_k_norm', 16)
+        m.norm(b + 'post_attention_norm', N_EMBD, mean=3.0)
+        m.norm(b + 'ffn_norm', N_EMBD)
+        put_ffn(m, il, 40)
+        m.norm(b + 'post_ffw_norm', N_EMBD, mean=3.0)
+
+    def mix(m, il, h):
+        period, window = m.get('attention.sliding_window_pattern'), m.get('attention.sliding_window')
+        if il % period < period - 1: mixed = self_attention(m, il, h, 'far', 'head', window, base=10000.0)
+        else: mixed = self_attention(m, il, h, 'far', 'head', factors=m.get('rope.scaling.factor'))
+        return rms_norm(m, 'blk.%d.post_attention_norm' % il, mixed)
+    return m, lambda m, tokens: pre_norm_decoder(
+        m, tokens, mix, lambda m, il, h: rms_norm(m, 'blk.%d.post_ffw_norm' % il, gated_ffn(m, il, h, act=gelu)),
+        embedding_scale=m.get('embedding_length') ** 0.5)
+
+
+def make_olmo3():
+    """arch olmo2: norms behind the branches only; three of four layers have a window, and no part in yarn"""
+    m = Model('olmo2', 'olmo3')
+    common_keys(m, layers=4, n_head=4, n_kv=2, head_dim=8, n_ff=40, base=1000.0)
+    m.u32(attention__sliding_window=6, rope__scaling__original_context_length=32)
+    m.text(rope__scaling__type='yarn')
+    m.f32(rope__scaling__factor=8.0, rope__scaling__attn_factor=1.2)
+    put_embeddings(m)
+    for il in range(4):
+        b = 'blk.%d.' % il
+        put_attention(m, il)
+        m.norm(b + 'attn_q_norm', 32)
+        m.norm(b + 'attn_k_norm', 16)
+        m.norm(b + 'post_attention_norm', N_EMBD)
+        put_ffn(m, il, 40)
+        m.norm(b + 'post_ffw_norm', N_EMBD)
+
+    def forward(m, tokens):
+        x, factors = m.at('token_embd.weight')[tokens], yarn_factors(m)
+        grown = (1.0 + 0.1 * np.log(m.get('rope.scaling.factor'))) * m.get('rope.scaling.attn_factor')
+        for il in range(m.get('block_count')):
+            b = 'blk.%d.' % il
+            if il % 4 == 3: mixed = self_attention(m, il, x, 'far', 'full', factors=factors, grown=grown)
+            else: mixed = self_attention(m, il, x, 'far', 'full', m.get('attention.sliding_window'))
+            x = x + rms_norm(m, b + 'post_attention_norm', mixed)
+            x = x + rms_norm(m, b + 'post_ffw_norm', gated_ffn(m, il, x))
+        return logits(m, rms_norm(m, 'output_norm', x))
+    return m, forward
+
+
+def yarn_factors(m):
+    """what divides the angles of each pair. Pairs that turn less than once in the original context are interpolated,
+    those that turn 32 times or more are not, and those between in part"""
     n_rot, base = m.get('rope.dimension_count'), m.get('rope.freq_base')
     factor, context = m.get('rope.scaling.factor'), m.get('rope.scaling.original_context_length')
 
     def pair_that_turns(times): return n_rot * np.log(context / (times * 2.0 * np.pi)) / (2.0 * np.log(base))
     low, high = max(0.0, np.floor(pair_that_turns(32.0))), min(n_rot - 1.0, np.ceil(pair_that_turns(1.0)))
     interpolated = np.clip((np.arange(n_rot // 2) - low) / max(0.001, high - low), 0.0, 1.0)
-    grown = 1.0 + m.get('rope.scaling.yarn_log_multiplier') * np.log(factor)
-    return 1.0 / (interpolated / factor + (1.0 - interpolated)), grown * grown
+    return 1.0 / (interpolated / factor + (1.0 - interpolated))
 
 
 def latent_attention(m, il, h, factors, gain):
@@ -905,8 +964,9 @@ def deepseek2_decoder(m, tokens):
         if m.get('expert_group_count', 1) > 1: score = best_groups(m, score)
         w = choose_experts(m, probs, score, m.get('expert_weights_norm')) * m.get('expert_weights_scale')
         return experts(m, il, h, w) + gated_ffn(m, il, h, '_shexp')
-    factors, gain = yarn(m)
-    return pre_norm_decoder(m, tokens, lambda m, il, h: latent_attention(m, il, h, factors, gain), ffn)
+    factors = yarn_factors(m)
+    grown = 1.0 + m.get('rope.scaling.yarn_log_multiplier') * np.log(m.get('rope.scaling.factor'))
+    return pre_norm_decoder(m, tokens, lambda m, il, h: latent_attention(m, il, h, factors, grown * grown), ffn)
 
 
 def make_deepseek2_groups():
@@ -953,7 +1013,7 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_qwen35moe_fused, make_qwen3next, make_qwen3next_legacy, make_cohere2, make_internlm2, make_exaone,
             make_seed_oss, make_mpt, make_bloom, make_gemma4, make_gemma4_moe,
             make_gemma, make_deepseek2_groups, make_deepseek2_lite,
-            make_deepseek2_lite_legacy]
+            make_deepseek2_lite_legacy, make_gemma3_linear, make_olmo3]
 
 
 # ---- answers ----

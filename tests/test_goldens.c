@@ -1,6 +1,6 @@
-/* test_goldens.c: families without a reference model in ../shared/zoo, judged by answers that another program, in
- * float64 and by another hand, gave for small random models (tests/make_family_goldens.py; models and answers in
- * tests/family). Only the public API is used: on GPUs by turns if some are linked (hip_goldens), else on the CPU. */
+/* test_goldens.c: families, and forms of files, that ../shared/zoo has no model of, judged by answers that another
+ * program, in float64 and by another hand, gave for small random models (tests/make_family_goldens.py; what it wrote is
+ * in tests/family). Only the public API is used: on GPUs by turns if some are linked (hip_goldens), else on the CPU. */
 #define ROCMFORGE_IMPLEMENTATION
 #include "rocmforge.h"
 #include "rf_test.h"
@@ -23,7 +23,8 @@ static const family families[] = {
     {"mixtral", 0}, {"qwen2moe", 0}, {"olmoe", 0}, {"lfm2", 1}, {"lfm2moe", 1}, {"qwen35", 1}, {"qwen35moe", 1},
     {"qwen35moe-fused", 1}, {"qwen3next", 1}, {"qwen3next-legacy", 1}, {"cohere2", 0}, {"internlm2", 0}, {"exaone", 0},
     {"seed_oss", 0}, {"mpt", 1}, {"bloom", 1}, {"gemma4", 0}, {"gemma4-moe", 0},
-    {"gemma", 0}, {"deepseek2-groups", 0}, {"deepseek2-lite", 0}, {"deepseek2-lite-legacy", 1}};
+    {"gemma", 0}, {"deepseek2-groups", 0}, {"deepseek2-lite", 0}, {"deepseek2-lite-legacy", 1},
+    {"gemma3-linear", 0}, {"olmo3", 0}};
 
 /* What make_family_goldens.py wrote. */
 typedef struct golden {
