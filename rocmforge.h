@@ -922,7 +922,7 @@ typedef enum rf_op_kind {
                             t = 1 + temperature * ln(1 + floor(pos / temperature_length));
                             query head h reads kv head h / (n_heads / n_kv_heads); with extra the softmax of head h
                             has one score more, extra[h], whose value is 0; with RF_OP_LATENT V are the first
-                            head_dim_v values of K                                                                 */
+                            head_dim_v values of K; with a table, table[h] * (p - pos) is added to scores of head h */
     RF_OP_GLU = 6,       /* out[rows, n_out] = factor * act(in) * in2, in2 from its value extra_at on; without in2
                             factor * act(in); factor is extra[0], without extra 1; out may be in                   */
     RF_OP_GATHER = 7,    /* out[L, n_out] = the rows of in[T, n_out] that want logits, in order                    */
@@ -962,7 +962,8 @@ typedef enum rf_activation {
     RF_ACT_OAI = 2,  /* x / (1 + e^-1.702x) of x = min(in, 7), times 1 + in2 in place of in2, in2 cut to -7 .. 7; needs
                         in2                                                           */
     RF_ACT_NONE = 3,    /* x                                                                */
-    RF_ACT_COUNT = 4
+    RF_ACT_CLAMP = 4,   /* x cut to -softcap .. softcap                                     */
+    RF_ACT_COUNT = 5
 } rf_activation;
 #define RF_OP_SIGMOID 0x100u    /* ROUTE, MIX */
 #define RF_OP_CHOSEN 0x200u     /* ROUTE */
@@ -987,14 +988,14 @@ typedef struct rf_op {
     uint32_t extra;      /* slot of the bias, of rope's freqs, of attention's sinks, of a GLU's factor */
     uint32_t extra2;     /* slot of a matmul's or of experts' factors, or of rope's other freqs */
     uint32_t extra_at;   /* first element of extra, or of a GLU's in2             */
-    uint32_t table;      /* index into rf_plan.tables (float), ROPE               */
+    uint32_t table;      /* index into rf_plan.tables (float), ROPE, ATTENTION    */
     uint32_t n_in, n_out;
     uint32_t n_heads, n_kv_heads;
     uint32_t head_dim, head_dim_v;
     uint32_t n_rot;
     float eps;
     float scale;
-    float softcap;            /* MATMUL, ATTENTION; 0: none             */
+    float softcap;            /* MATMUL, ATTENTION, 0: none; RF_ACT_CLAMP */
     float temperature;        /* ATTENTION; 0: none                     */
     uint32_t temperature_length;
     uint32_t window;          /* ATTENTION: positions seen; 0: all      */
@@ -5611,6 +5612,9 @@ typedef struct rfi_arch {
     uint32_t window;         /* its positions if the file does not say                                 */
     uint32_t no_rope_period; /* n: every n-th layer does without rope                                  */
     float window_rope_base;  /* rope of layers with a window, unscaled; 0: as the others               */
+    float alibi;             /* no rope: scores fall with the distance, at most by 2^(-alibi / heads); 0: no */
+    int alibi_keys;          /* attention.max_alibi_bias and clamp_kqv are read                        */
+    int embedding_norm;      /* token_embd_norm                                                        */
     float score_scale;       /* of attention; 0: 1/sqrt(head_dim)                                      */
     uint32_t wide_layers;    /* a model of so many layers scales scores by 1/sqrt(n_embd / n_heads)    */
     const rfi_moe_arch *moe; /* NULL: no experts                                                       */
@@ -5640,6 +5644,7 @@ typedef struct rfi_config {
     double embedding_scale, residual_scale, logit_scale, attention_scale; /* 0: none; of scores: 1/sqrt(head_dim) */
     double attention_softcap, logit_softcap;                              /* 0: none */
     double temperature;                                                   /* 0: none */
+    double alibi, clamp;                                                  /* 0: none; of queries, keys and values */
     uint32_t n_blocks;        /* layers of the file; behind n_layers are some that predict further tokens, unused */
     rfi_layer_config *layers; /* [n_layers] */
     rfi_moe_config moe;
@@ -5875,6 +5880,12 @@ static rf_result rfi_config_scales(const rf_gguf *g, rfi_config *c, rf_error *er
     rf_result r = RF_OK;
     if (rfi_is(c, RFI_EMBED_SQRT)) c->embedding_scale = sqrt((double)c->n_embd);
     if (arch->wide_layers == c->n_layers) c->attention_scale = 1 / sqrt((double)c->n_embd / c->layers[0].n_heads);
+    c->alibi = (double)arch->alibi;
+    if (arch->alibi_keys) {
+        r = rfi_key_real(g, arch, "attention.max_alibi_bias", FLT_MIN, 0, 1, &c->alibi, err);
+        if (r == RF_OK) r = rfi_key_scale(g, arch, "attention.clamp_kqv", 0, 0, &c->clamp, err);
+        if (r != RF_OK) return r;
+    }
     if (arch->score_scale > 0) c->attention_scale = (double)arch->score_scale;
     if (rfi_is(c, RFI_LATENT)) { /* yarn's magnitude is of the scores: keys are not all rotated */
         const double f = c->rope.scaling == RFI_ROPE_YARN ? fmax(1, c->rope.factor) : 1;
@@ -6003,7 +6014,7 @@ static rf_result rfi_config_refuse(const rf_gguf *g, const rfi_config *c, rf_err
 static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key heads = {"attention.head_count", 1, 1 << 14, 0, 1},
                               ff = {"feed_forward_length", 1, 1 << 24, 0, 1};
-    int rotate = !rfi_is(c, RFI_POSITIONS);
+    int rotate = !rfi_is(c, RFI_POSITIONS) && c->arch->alibi == 0;
     if (rfi_is(c, RFI_ROPE_SWITCH)) {
         rf_result r = rfi_key_bool(g, c->arch, "rope.scaling.finetuned", 1, 0, &rotate, err);
         if (r != RF_OK) return r;
@@ -6474,6 +6485,7 @@ typedef struct rfi_decoder {
     uint32_t input_gate; /* [T, n_layer_input]      */
     uint32_t share;    /* [T, 1]: how much of the shared experts' result is taken, before its sigmoid */
     rfi_rope rope, local_rope;
+    uint32_t slopes;   /* table: of each head of the layers; RF_NONE: none */
 } rfi_decoder;
 
 /* It makes keys and values, and keeps them. */
@@ -6546,6 +6558,14 @@ static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_lay
     op->eps = (float)b->c->norm_eps;
 }
 
+static void rfi_emit_clamp(rfi_builder *b, uint32_t x, uint32_t n) {
+    rf_op *op = rfi_op(b, RF_OP_GLU, RF_ROWS_TOKENS);
+    op->in = op->out = x;
+    op->n_out = n;
+    op->activation = RF_ACT_CLAMP;
+    op->softcap = (float)b->c->clamp;
+}
+
 /* att = attention of queries q to the keys k and values v, which are stored first */
 static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
@@ -6581,12 +6601,18 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     op->window = l->window;
     op->temperature = (float)c->temperature;
     op->temperature_length = c->temperature != 0 ? c->rope_n_ctx_original : 0;
+    op->table = d->slopes;
 }
 
 /* x += Wo attention(rope(q), rope(k), v); q, k, v are made of `in` */
 static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_rope *rope = l->local ? &d->local_rope : &d->rope;
     rfi_emit_qkv(b, d, l, in);
+    if (b->c->clamp != 0) {
+        rfi_emit_clamp(b, d->q, l->n_heads * l->head_dim);
+        rfi_emit_clamp(b, d->k, l->n_kv_heads * l->head_dim);
+        rfi_emit_clamp(b, d->v, l->n_kv_heads * l->head_dim_v);
+    }
     rfi_emit_qk_norm(b, d, l);
     if (l->rope) rfi_emit_rope(b, d->q, l->n_heads, l->head_dim, rope);
     if (l->rope && rfi_has_cache(b, l)) rfi_emit_rope(b, d->k, l->n_kv_heads, l->head_dim, rope);
@@ -6657,6 +6683,9 @@ static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_
         up = rfi_bind_matrix(b, "ffn_up", c->n_embd, n_ff, NULL);
         up_bias = rfi_bind(b, "ffn_up.bias", n_ff, 1, 1, NULL);
     }
+    if (b->result == RF_OK && rfi_has(b, "ffn_act.scales"))
+        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.ffn_act.scales is not supported",
+                             rfi_gguf_path(b->g), (int)b->layer);
     rfi_emit_matmul(b, RF_ROWS_TOKENS, d->up, in, up, up_bias, n_ff, 0);
     rf_op *op = rfi_op(b, RF_OP_GLU, RF_ROWS_TOKENS);
     op->in = op->out = gated ? d->gate : d->up;
@@ -6972,6 +7001,25 @@ static void rfi_emit_rope_tables(rfi_builder *b, rfi_decoder *d) {
     d->rope.long_freqs = rfi_bind(b, "rope_factors_long.weight", half, 1, d->rope.freqs == RF_NONE, NULL).slot;
 }
 
+/* By how much scores of each head fall with every position of distance (arXiv 2108.12409): powers of 2^(-alibi / n), n
+ * being the largest power of two up to the number of heads; those that are more take odd powers of its root. */
+static uint32_t rfi_slope_table(rfi_builder *b) {
+    const uint32_t n_heads = b->c->layers[0].n_heads, first = b->tables.n;
+    uint32_t n = 1;
+    for (uint32_t il = 0; il < b->c->n_layers && b->result == RF_OK; il++)
+        if (b->c->layers[il].n_heads != n_heads)
+            b->result = rfi_fail_at_key(b->g, b->c->arch, "attention.head_count", b->err,
+                                        "want as many heads in every layer, found %u and %u", n_heads,
+                                        b->c->layers[il].n_heads);
+    while (n * 2 <= n_heads) n *= 2;
+    float *slopes = (float *)rfi_array_push(b, &b->tables, n_heads, sizeof *slopes);
+    for (uint32_t h = 0; slopes && h < n_heads; h++) {
+        const double power = h < n ? h + 1 : (2 * (h - n) + 1) / 2.0;
+        slopes[h] = (float)exp2(-b->c->alibi / n * power);
+    }
+    return first;
+}
+
 /* x = embeddings of the tokens, and of their positions where these are learned */
 static rfi_weight rfi_emit_embedding(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
@@ -6981,6 +7029,7 @@ static rfi_weight rfi_emit_embedding(rfi_builder *b, const rfi_decoder *d) {
     op->weight = embedding.slot;
     op->n_out = c->n_embd;
     op->scale = (float)c->embedding_scale;
+    if (c->arch->embedding_norm) rfi_emit_norm(b, RF_ROWS_TOKENS, d->x, d->x, "token_embd_norm", c->n_embd, 1, 0);
     if (!rfi_is(c, RFI_POSITIONS)) return embedding;
     rfi_weight positions = rfi_bind(b, "position_embd.weight", c->n_embd, c->n_positions, 0, NULL);
     op = rfi_op(b, RF_OP_EMBED, RF_ROWS_TOKENS);
@@ -6998,6 +7047,7 @@ static void rfi_emit_decoder(rfi_builder *b) {
     b->layer = -1;
     rfi_weight embedding = rfi_emit_embedding(b, &d);
     rfi_emit_rope_tables(b, &d);
+    d.slopes = c->alibi != 0 ? rfi_slope_table(b) : RF_NONE;
     if (c->n_layer_input) rfi_emit_layer_inputs(b, &d);
     for (uint32_t il = 0; il < c->n_layers; il++) {
         b->layer = (int32_t)il;
@@ -7090,6 +7140,16 @@ static const rfi_arch rfi_archs[] = {
     {.name = "falcon",
      .traits = RFI_NEOX | RFI_LAYER_NORM | RFI_PARALLEL | RFI_GELU | RFI_NO_GATE,
      .emit = rfi_emit_decoder},
+    {.name = "mpt",
+     .traits = RFI_LAYER_NORM | RFI_GELU | RFI_NO_GATE,
+     .emit = rfi_emit_decoder,
+     .alibi = 8,
+     .alibi_keys = 1},
+    {.name = "bloom",
+     .traits = RFI_LAYER_NORM | RFI_GELU | RFI_NO_GATE,
+     .emit = rfi_emit_decoder,
+     .alibi = 8,
+     .embedding_norm = 1},
     {.name = "qwen3moe", .traits = RFI_NEOX | RFI_QK_NORM, .emit = rfi_emit_decoder, .moe = &rfi_moe_qwen3},
     {.name = "qwen2moe", .traits = RFI_NEOX, .emit = rfi_emit_decoder, .moe = &rfi_moe_qwen2},
     {.name = "olmoe", .traits = RFI_NEOX | RFI_QK_NORM_WIDE, .emit = rfi_emit_decoder, .moe = &rfi_moe_olmo},
@@ -7218,6 +7278,7 @@ typedef struct rfi_attention {
     uint32_t n_pos;          /* positions that the first token sees, itself included; token t sees n_pos + t   */
     uint32_t n_group, head_dim, head_dim_v;
     const float *sinks;      /* [n_group] a score more of each head, without a value; or NULL                  */
+    const float *slopes;     /* [n_group] times how far a position is behind is taken off its score; or NULL   */
     uint32_t window;         /* a token sees at most so many positions, itself included; 0: all                */
     float scale, softcap, temperature;
     uint32_t temperature_length;
@@ -7581,6 +7642,11 @@ static void rfi_attention_block(const rfi_kernels *k, const rfi_attention_pass *
         if (a->softcap != 0) {
             k->scale(s, n_seen, scale);
             k->softcap(s, n_seen, a->softcap);
+            scale = 1;
+        }
+        if (a->slopes) {
+            const float slope = a->slopes[c % a->n_group], own = (float)(p->n_pos + c / a->n_group - 1);
+            for (uint32_t i = 0; i < n_seen; i++) s[i] = s[i] * scale + slope * ((float)(pos + sees.begin + i) - own);
             scale = 1;
         }
         const float earlier = k->softmax(s, n_seen, scale, &p->top[c], &p->sum[c]);
@@ -10191,6 +10257,7 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .head_dim_v = latent ? op->head_dim : op->head_dim_v,
             .v_rest = latent ? op->head_dim - op->head_dim_v : 0,
             .sinks = o->vector ? o->vector + head * group : NULL,
+            .slopes = op->table != RF_NONE ? o->p->plan->tables + op->table + head * group : NULL,
             .window = op->window,
             .scale = op->scale,
             .softcap = op->softcap,
@@ -10205,12 +10272,21 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
     }
 }
 
+static void rfi_clamp_row(const rf_op *op, const float *in, const float *in2, float *out) {
+    for (uint32_t i = 0; i < op->n_out; i++) {
+        const float low = rfi_choose(in[i] < -op->softcap, -op->softcap, in[i]);
+        out[i] = rfi_choose(low > op->softcap, op->softcap, low) * (in2 ? in2[i] : 1.0f);
+    }
+}
+
 static void rfi_cpu_glu(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     RFI_UNUSED(thread);
     float *out = o->out + chunk * o->out_width;
-    o->k->glu(out, o->in + chunk * o->in_width, o->in2 ? o->in2 + chunk * o->in2_width + o->op->extra_at : NULL,
-              o->op->n_out, o->op->activation);
+    const float *in = o->in + chunk * o->in_width,
+                *in2 = o->in2 ? o->in2 + chunk * o->in2_width + o->op->extra_at : NULL;
+    if (o->op->activation == RF_ACT_CLAMP) rfi_clamp_row(o->op, in, in2, out);
+    else o->k->glu(out, in, in2, o->op->n_out, o->op->activation);
     if (o->vector) o->k->scale(out, o->op->n_out, o->vector[0]);
     if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, out, o->op->n_out);
 }
@@ -10762,7 +10838,8 @@ static void rfi_cpu_join(const rf_plan *plan, uint32_t i, rfi_cpu_how *how) {
     how[i].n_along = (uint8_t)(n - 1);
     if (n != 2 || i + 2 >= plan->n_ops || op[0].n_out != op[1].n_out) return;
     if (op[2].kind != RF_OP_GLU || op[2].in != op[0].out || op[2].in2 != op[1].out || op[2].rows != op->rows ||
-        op[2].n_out != op->n_out || op[2].layer != op->layer || op[2].extra != RF_NONE || op[2].extra_at)
+        op[2].n_out != op->n_out || op[2].layer != op->layer || op[2].extra != RF_NONE || op[2].extra_at ||
+        op[2].activation == RF_ACT_CLAMP)
         return;
     how[i].then_glu = 1;
     how[i].n_along = 2;
@@ -11049,6 +11126,8 @@ static rf_result rfi_null_attention(const rf_plan *plan, uint32_t i, const rf_op
     if (store) return rfi_null_buffer(plan, i, "in2", op->in2, op->rows, heads * second, err);
     if (op->n_heads % op->n_kv_heads)
         return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u heads on %u", i, op->n_heads, op->n_kv_heads);
+    if (op->table != RF_NONE && (uint64_t)op->table + op->n_heads > plan->n_tables)
+        return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: table %u of %u heads", i, op->table, op->n_heads);
     r = rfi_null_buffer(plan, i, "out", op->out, op->rows, heads * op->head_dim_v, err);
     if (r != RF_OK || op->extra == RF_NONE) return r;
     return rfi_null_weight(plan, i, op->extra, op->n_heads, 1, err);

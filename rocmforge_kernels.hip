@@ -1355,6 +1355,7 @@ struct rfk_glu_args {
     float *out;
     rfk_int8_rows to;
     uint32_t gate_stride, up_stride, out_stride, n, activation, factor_type;
+    float limit;            /* RF_ACT_CLAMP */
 };
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_glu_args a) {
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
@@ -1364,6 +1365,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_gl
         float gate = a.gate[(size_t)blockIdx.y * a.gate_stride + 4 * i + k],
               up = a.up ? a.up[(size_t)blockIdx.y * a.up_stride + 4 * i + k] : 1.0f;
         x[k] = a.activation == RF_ACT_OAI ? rfk_activate_oai(gate, up) : rfk_activate(a.activation, gate) * up;
+        if (a.activation == RF_ACT_CLAMP) x[k] = (gate > a.limit ? a.limit : gate < -a.limit ? -a.limit : gate) * up;
         if (a.factor) x[k] *= rfk_load_any(a.factor, a.factor_type, 0);
         a.out[(size_t)blockIdx.y * a.out_stride + 4 * i + k] = x[k];
     }
@@ -2903,6 +2905,7 @@ struct rfk_attention_args {
     const float *q;
     const void *k, *v; /* [seq][kv head][n_cells][dim]: position p in cell p % n_cells */
     float *out;
+    const float *slopes;  /* [n_heads] RF_OP_ATTENTION's table; NULL: none */
     const uint8_t *sinks; /* [n_heads] a score more of each head, without a value; NULL: none */
     float *part; /* [row][head][max_splits][head_dim_v + 2]: sums, maximum, sum of weights; NULL: one split, to out */
     const rf_step_row *rows;
@@ -3003,6 +3006,7 @@ RFK_DEVICE void rfk_scores(SHARED &s, const rfk_attention_args &a, const rfk_run
             bool visible = pos < r.end && (int32_t)pos <= at && (!a.window || (uint32_t)at - pos < a.window);
             float score = dot[g] * a.scale;
             if (a.softcap != 0) score = a.softcap * tanhf(score / a.softcap);
+            if (a.slopes) score += a.slopes[r.head0 + g % r.n_heads] * (float)((int32_t)pos - at);
             s.p[g][cell] = visible ? score : -INFINITY;
         }
     }
@@ -4594,6 +4598,7 @@ static int rfk_is_plain(const rf_op *op, uint32_t flags) {
     rest.eps = 0;
     if (op->kind == RF_OP_ROPE || op->kind == RF_OP_ATTENTION) rest.scale = 0;
     if (op->kind == RF_OP_GLU && (op->extra != RF_NONE || op->extra_at)) return 0;
+    if (op->kind == RF_OP_ATTENTION && op->table != RF_NONE) return 0;
     return memcmp(&rest, &plain, sizeof rest) == 0;
 }
 
@@ -4619,10 +4624,12 @@ static int rfk_is_known(const rf_op *op) {
     case RF_OP_ATTENTION:
         rest.softcap = rest.temperature = 0;
         rest.window = rest.temperature_length = 0;
+        rest.table = RF_NONE;
         return rfk_is_plain(&rest, RF_OP_LATENT) && (op->temperature == 0 || op->temperature_length > 0);
     case RF_OP_GLU:
         rest.activation = rest.extra_at = 0;
         rest.extra = RF_NONE;
+        if (op->activation == RF_ACT_CLAMP) rest.softcap = 0;
         return rfk_is_plain(&rest, 0) && op->activation < RF_ACT_COUNT &&
                (op->activation != RF_ACT_OAI || op->in2 != RF_NONE);
     default: return rfk_is_plain(op, 0);
@@ -4758,6 +4765,7 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
         break;
     case RF_OP_ATTENTION:
         ok = rows == tokens && op->n_kv_heads > 0 && op->n_heads % op->n_kv_heads == 0 &&
+             (op->table == RF_NONE || (op->n_heads <= plan->n_tables && op->table <= plan->n_tables - op->n_heads)) &&
              rfk_fits(plan, op->in, tokens, (uint64_t)op->n_heads * op->head_dim) &&
              rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * op->head_dim_v) &&
              (!(op->flags & RF_OP_LATENT) || op->head_dim_v < op->head_dim);
@@ -5536,6 +5544,7 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     a.v_row = op->flags & RF_OP_LATENT ? op->head_dim : op->head_dim_v;
     a.out = l->b.out;
     a.part = split ? p->part : NULL;
+    a.slopes = op->table == RF_NONE ? NULL : p->tables + op->table;
     a.sinks = rfk_vector(p, op->extra, 0, &a.sinks_type);
     a.rows = p->rows;
     a.q_stride = l->b.in_stride;
@@ -5574,6 +5583,7 @@ static rf_result rfk_run_glu(const rfk_launching *l) {
     a.gate = l->b.in;
     a.up = l->op->in2 == RF_NONE ? NULL : l->b.in2 + l->op->extra_at;
     a.factor = rfk_vector(l->p, l->op->extra, 0, &a.factor_type);
+    a.limit = l->op->softcap;
     a.activation = l->op->activation;
     a.out = l->b.out;
     a.gate_stride = l->b.in_stride;

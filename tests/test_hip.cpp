@@ -931,6 +931,7 @@ static void test_glu_gather() {
         rf_op *o = g.op(RF_OP_GLU);
         o->in = a, o->out = out, o->n_out = n, o->activation = (uint32_t)r[4];
         if (gated) o->in2 = b, o->extra_at = begin;
+        if (r[4] == RF_ACT_CLAMP) o->softcap = 0.5f;
         if (r[6]) o->extra = g.vector(std::vector<float>(1, factor));
         o = g.op(RF_OP_GATHER, RF_ROWS_LOGITS);
         o->in = out, o->out = l, o->n_out = n;
@@ -948,9 +949,12 @@ static void test_glu_gather() {
         std::vector<double> want(x.begin(), x.end()), rows((size_t)(L + first) * (n + 1), -5);
         for (uint32_t t = 0; t < T; t++)
             for (uint32_t k = 0; k < n; k++) {
-                double v = x[t * (n + 3) + k], u = sqrt(2 / acos(-1)) * (v + 0.044715 * v * v * v);
+                double v = x[t * (n + 3) + k], limited = fmax(-0.5, fmin(0.5, v)), u = sqrt(2 / acos(-1)) * (v + 0.044715 * v * v * v);
                 double with = y[t * nb + begin + k], cut = fmin(v, 7), up = 1 + fmax(-7, fmin(7, with));
-                double act = gelu ? 0.5 * v * (1 + tanh(u)) : r[4] == RF_ACT_NONE ? v : v / (1 + exp(-v));
+                double act = gelu                      ? 0.5 * v * (1 + tanh(u))
+                             : r[4] == RF_ACT_NONE  ? v
+                             : r[4] == RF_ACT_CLAMP ? limited
+                                                    : v / (1 + exp(-v));
                 want[t * (n + 3) + k] = factor * (oai ? cut / (1 + exp(-1.702 * cut)) * up : act * (gated ? with : 1));
             }
         std::vector<float> product = g.get(out);
@@ -1282,7 +1286,7 @@ static void test_kv_store() {
 }
 
 struct AttentionCase {
-    uint32_t group, n_kv_heads, dk, dv, length, n_rows, cache, mixed, device, window, special; /* softcap, temperature, sinks */
+    uint32_t group, n_kv_heads, dk, dv, length, n_rows, cache, mixed, device, window, special; /* softcap, temperature, sinks, slopes */
     bool latent, ring;
 };
 
@@ -1305,6 +1309,8 @@ static void attention_case(const AttentionCase &c) {
     if (c.special & 2) o->temperature = 0.3f, o->temperature_length = 20;
     std::vector<float> sinks = values(heads);
     if (c.special & 4) o->extra = g.vector(sinks);
+    if (c.special & 8) o->table = 0;
+    for (uint32_t h = 0; h < heads; h++) g.tables.push_back(ldexpf(1, -(int)(h % 9)));
     /* rows: the last positions of sequence 0, or two sequences by turns of three rows */
     std::vector<rf_step_row> rows;
     uint32_t T = c.n_rows < c.length ? c.n_rows : c.length;
@@ -1351,6 +1357,7 @@ static void attention_case(const AttentionCase &c) {
                 p[i] *= o->scale;
                 if (c.special & 2) p[i] *= 1 + (double)0.3f * log(1 + floor(rows[t].pos / 20.0));
                 if (c.special & 1) p[i] = 2.5 * tanh(p[i] / 2.5);
+                if (c.special & 8) p[i] -= g.tables[h] * (n - 1.0 - i);
                 largest = fmax(largest, p[i]);
             }
             for (uint32_t i = 0; i < n; i++) sum += p[i] = exp(p[i] - largest);
@@ -1373,7 +1380,7 @@ static void test_attention() {
     static const uint32_t lengths[] = {1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025},
                           counts[] = {1, 7, 33};
     static const uint32_t windows[] = {0, 1, 7, 64, 300};
-    std::vector<Row> list = combinations(std::vector<int>{6, 2, 9, 2, 14, 3, 2, 2, n_devices, 5, 8}, false);
+    std::vector<Row> list = combinations(std::vector<int>{6, 2, 9, 2, 14, 3, 2, 2, n_devices, 5, 16}, false);
     if (full) { /* every combination of what is not an option of its own: other value dims, mixed sequences */
         std::vector<Row> more = combinations(std::vector<int>{6, 2, 9, 1, 14, 3, 2, 1, n_devices, 1, 1}, true);
         list.insert(list.end(), more.begin(), more.end());
