@@ -431,6 +431,7 @@ typedef struct rf_model_desc {
     uint32_t n_readers;         /* threads that read, while there is something to read; 0 = chosen, max 16  */
     uint64_t expert_cache_bytes;/* of the budget, for experts if they do not all fit; 0 = what others leave */
     uint32_t expert_policy;     /* rf_expert_policy                                                         */
+    uint32_t expert_prefetch;   /* 1: idle readers fill what is empty of the cache, the likeliest first     */
 } rf_model_desc;
 
 typedef struct rf_model_info {
@@ -3966,6 +3967,8 @@ typedef struct rfi_cache {
     double unit, clock; /* of a choice now; steps                             */
     uint32_t n_frames;  /* 0: all experts are resident, or streamed           */
     uint32_t n_free;    /* without users, less those that evals are about to take */
+    uint32_t n_empty;   /* frames that no expert has had              */
+    int watching;       /* a reader waits for a copy to end           */
     int wanted;         /* an eval waits for free frames; those behind it wait until it has them */
 } rfi_cache;
 
@@ -3992,6 +3995,7 @@ struct rfi_store {
     rf_plan plan;
     rf_table *table;
     rf_queue *queue; /* for copies */
+    rf_ticket newest_copy; /* guarded by lock */
     rfi_lot lot;     /* of the cells */
     rfi_tensor *tensors;  /* [n_weights], by slot                                          */
     uint64_t total_bytes; /* as stored in the file                                         */
@@ -4440,6 +4444,7 @@ static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *tic
                                                            .scratch = s->scratch.base ? &s->scratch : NULL},
                                          ticket, err);
     pthread_mutex_lock(&s->lock);
+    if (ticket->value > s->newest_copy.value) s->newest_copy = *ticket;
     if (b) {
         b->slot = slot;
         b->load = t->n_loads;
@@ -4576,6 +4581,8 @@ static int rfi_stream_begin(rfi_store *s) { /* lock held */
     return 0;
 }
 
+static int rfi_cache_begin_ahead(rfi_store *s);
+
 /* Any piece of work: of a load in progress, of a tensor that is wanted, of the stream. A thread that is no reader
  * leaves what is wanted alone: it may go away in the middle of it. */
 static int rfi_loader_next(rfi_store *s, int is_reader, rfi_piece *out) { /* lock held, released meanwhile */
@@ -4591,7 +4598,7 @@ static int rfi_loader_next(rfi_store *s, int is_reader, rfi_piece *out) { /* loc
             uint32_t ahead = t->slab + 1; /* while others read: the next slab's memory, which takes a driver a while */
             if (!t->in_place && ahead < s->n_slabs && !s->slabs[ahead].creating)
                 rfi_slab_create(s, &s->slabs[ahead], NULL);
-        } else if (!rfi_stream_begin(s)) {
+        } else if (!rfi_stream_begin(s) && !(is_reader && rfi_cache_begin_ahead(s))) {
             return 0;
         }
     }
@@ -4819,7 +4826,7 @@ static uint32_t rfi_bank_slot(const rfi_bank *b, uint32_t weight, uint32_t exper
 
 /* No frame has an expert. */
 static void rfi_cache_reset(rfi_cache *c, uint32_t n_frames) {
-    c->n_frames = c->n_free = n_frames;
+    c->n_frames = c->n_free = c->n_empty = n_frames;
     for (uint32_t f = 0; f < n_frames; f++) c->frames[f] = (rfi_frame){.rank = -1, .bank = RF_NONE};
     for (uint32_t e = 0; e < c->n_experts; e++) c->frame_of[e] = RF_NONE, c->score[e] = 0;
     c->unit = 1;
@@ -4878,6 +4885,8 @@ static int rfi_cache_assign(rfi_store *s, uint32_t f, const rfi_bank *bank, uint
             evicted &= rfi_store_evict(s, rfi_bank_slot(old, k, frame->expert));
         if (!evicted) return 0;
         c->frame_of[old->first + frame->expert] = RF_NONE;
+    } else {
+        c->n_empty--;
     }
     *frame = (rfi_frame){.rank = 0, .bank = (uint32_t)(bank - c->banks), .expert = expert};
     c->frame_of[bank->first + expert] = f;
@@ -4975,9 +4984,43 @@ static rf_result rfi_cache_take(rfi_store *s, rfi_bank *bank, const uint32_t *ro
         c->frames[frames[e]].rank = rfi_cache_rank(s, frames[e]);
         atomic_fetch_add(rfi_cache_load(s, bank, e) ? &bank->hits : &bank->misses, 1);
     }
-    if (r == RF_OK) rfi_changed(s);
+    if (s->n_jobs) rfi_changed(s);
     pthread_mutex_unlock(&s->lock);
     return r;
+}
+
+/* With nothing to load and no copy on its way: begin to fill an empty frame with the expert that was chosen most of
+ * those that have none. To go on and put such experts in the place of ones that were chosen less gains three in ten
+ * thousand hits in the simulation above, for three experts a token on the bus. */
+static int rfi_cache_begin_ahead(rfi_store *s) { /* lock held, released meanwhile */
+    rfi_cache *c = &s->cache;
+    const rf_device_api *api = s->device->api;
+    if (!s->desc.expert_prefetch || c->n_frames == 0 || c->n_empty == 0 || c->n_free == 0 || s->n_jobs ||
+        s->stream_paused || s->quit || c->watching || atomic_load(&s->resident_loaded) < s->n_resident)
+        return 0;
+    rf_ticket newest = s->newest_copy;
+    if (!api->ticket_done(&newest)) { /* one reader waits for it, and looks again for what has come meanwhile */
+        c->watching = 1;
+        pthread_mutex_unlock(&s->lock);
+        api->ticket_wait(&newest, RFI_WAIT_MS, NULL);
+        pthread_mutex_lock(&s->lock);
+        c->watching = 0;
+        rfi_changed(s);
+        return 1;
+    }
+    rfi_bank *bank = NULL;
+    uint32_t expert = 0;
+    for (rfi_bank *b = c->banks; b < c->banks + c->n_banks; b++)
+        for (uint32_t e = 0; e < b->n_experts; e++)
+            if (c->frame_of[b->first + e] == RF_NONE &&
+                (!bank || c->score[b->first + e] > c->score[bank->first + expert]))
+                bank = b, expert = e;
+    const uint32_t f = rfi_cache_victim(s);
+    if (!bank || f == RF_NONE || c->frames[f].bank != RF_NONE || !rfi_cache_assign(s, f, bank, expert)) return 0;
+    c->frames[f].rank = rfi_cache_rank(s, f);
+    atomic_fetch_add(&bank->prefetched, 1);
+    rfi_cache_load(s, bank, expert);
+    return 1;
 }
 
 /* No run uses them any more. */

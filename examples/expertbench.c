@@ -3,11 +3,12 @@
  * What an expert cache makes of a model with experts: decode speed, hits, and how often the host asks the device what
  * was chosen, with all experts there and with a part of them under each policy.
  *   expertbench FILE [--device D] [--budget PERCENT] [--policies LIST] [--tokens N] [--warm N] [--first ID] [--pinned]
- *               [--readers N]
+ *               [--prefetch] [--readers N]
  * --budget: percent of the weights' bytes (30). --policies: of all,lfru,lru,static (those four). --pinned keeps the
- * weights beyond the budget in pinned host memory. Tokens are not sampled but fed with ids that count up from --first
- * (512): a model that writes nonsense writes it in circles, which would flatter any cache. --warm (512) of them are not
- * measured, --tokens (1024) are. The last column tells logits that differ in any bit apart. */
+ * weights beyond the budget in pinned host memory; --prefetch fills the cache while the bus is idle. Tokens are not
+ * sampled but fed with ids that count up from --first (512): a model that writes nonsense writes it in circles, which
+ * would flatter any cache. --warm (512) of them are not measured, --tokens (1024) are. The last column tells logits
+ * that differ in any bit apart. */
 #define ROCMFORGE_IMPLEMENTATION
 #include "rocmforge.h"
 
@@ -18,7 +19,7 @@
 
 typedef struct options {
     const char *path, *device, *policies;
-    int percent, n_tokens, n_warm, first, pinned, n_readers;
+    int percent, n_tokens, n_warm, first, pinned, prefetch, n_readers;
 } options;
 
 static double now(void) {
@@ -67,6 +68,7 @@ static uint64_t fingerprint(const float *logits, uint32_t n) {
 static void measure(const options *o, rf_gguf *g, rf_device *d, const char *policy, uint64_t all_bytes) {
     const int all = strcmp(policy, "all") == 0;
     rf_model_desc md = {.load_policy = RF_LOAD_PRELOAD, .n_readers = (uint32_t)o->n_readers};
+    md.expert_prefetch = o->prefetch != 0;
     const rf_session_desc sd = {.n_ctx = (uint32_t)(o->n_warm + o->n_tokens), .n_batch = 1};
     rf_error err;
     rf_model *m;
@@ -99,7 +101,7 @@ static void measure(const options *o, rf_gguf *g, rf_device *d, const char *poli
 }
 
 int main(int argc, char **argv) {
-    options o = {NULL, NULL, "all,lfru,lru,static", 30, 1024, 512, 512, 0, 0};
+    options o = {NULL, NULL, "all,lfru,lru,static", 30, 1024, 512, 512, 0, 0, 0};
     rf_gguf *g;
     rf_device *d;
     rf_model *m;
@@ -115,6 +117,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(argv[i], "--first")) o.first = atoi(value), i++;
         else if (!strcmp(argv[i], "--readers")) o.n_readers = atoi(value), i++;
         else if (!strcmp(argv[i], "--pinned")) o.pinned = 1;
+        else if (!strcmp(argv[i], "--prefetch")) o.prefetch = 1;
         else if (argv[i][0] != '-' && !o.path) o.path = argv[i];
         else o.path = NULL, i = argc;
     }

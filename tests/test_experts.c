@@ -171,6 +171,35 @@ static void test_limits(void) {
     rig_close(&r);
 }
 
+/* Readers with nothing else to do fill the cache, without evicting anything, to the budget; the bits stay. */
+static void test_prefetch(void) {
+    static float got[N_OUT];
+    for (int mode = MAPPED; mode < N_MODES; mode++) {
+        rf_model_desc md = percent_of(needed(mode), 30, RF_EXPERTS_LFRU, 2);
+        rig r;
+        md.expert_prefetch = 1;
+        REQUIRE(rig_open(&r, mode, NULL, NULL, NULL, &md), "%s", r.err.text);
+        if (mode == COPIED) CHECK(run(r.m, 1, got, &r.err) == RF_OK && memcmp(got, want[mode][1], sizeof got) == 0, "while it fills: %s", r.err.text);
+        CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "%s", r.err.text);
+        const uint32_t n_frames = r.m->store->cache.n_frames;
+        for (int i = 0; i < 20000 && loaded_experts(r.m) < n_frames; i++) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+        CHECK(n_frames > 0 && loaded_experts(r.m) == n_frames, "%s: %u of %u frames are full", modes[mode], loaded_experts(r.m), n_frames);
+        uint64_t prefetched = 0, misses = 0;
+        for (uint32_t layer = 0; layer < N_LAYERS; layer++) {
+            rf_expert_stats st = rf_model_get_expert_stats(r.m, layer);
+            prefetched += st.prefetched, misses += st.misses;
+        }
+        CHECK(mode == COPIED ? prefetched > 0 : prefetched == n_frames && misses == 0, "%llu prefetched, %llu misses", (unsigned long long)prefetched, (unsigned long long)misses);
+        CHECK(mode == COPIED || rf_model_get_loading_stats(r.m).evictions == 0, "evicted");
+        CHECK(run(r.m, 0, got, &r.err) == RF_OK && memcmp(got, want[mode][0], sizeof got) == 0, "%s: %s", modes[mode], r.err.text);
+        CHECK(rf_model_get_loading_stats(r.m).device_bytes <= md.budget_bytes, "beyond the budget");
+        check_whole(r.m, "afterwards");
+        CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "clear");
+        CHECK(run(r.m, 0, got, &r.err) == RF_OK && memcmp(got, want[mode][0], sizeof got) == 0, "after clear: %s", r.err.text);
+        rig_close(&r);
+    }
+}
+
 /* ---- the policies against a simulator: no sums that go on, no units, only lists of what was chosen when ---- */
 
 typedef struct choice { /* of a layer by the rows of a step */
@@ -439,8 +468,9 @@ static void *clear(void *arg) {
 static void test_threads(void) {
     enum { N = 5 };
     for (int mode = COPIED; mode < N_MODES; mode++) {
-        const rf_model_desc md = percent_of(needed(mode), mode == COPIED ? 10 : 20, RF_EXPERTS_LFRU, 2);
+        rf_model_desc md = percent_of(needed(mode), mode == COPIED ? 10 : 20, RF_EXPERTS_LFRU, 2);
         rig r;
+        md.expert_prefetch = mode == NULLED;
         worker w[N];
         pthread_t threads[N];
         _Atomic int stop = 0;
@@ -549,6 +579,7 @@ int main(int argc, char **argv) {
     reference();
     RUN(test_budgets);
     RUN(test_limits);
+    RUN(test_prefetch);
     RUN(test_policy);
     RUN(test_policies_on_favourites);
     RUN(test_held);
