@@ -18,16 +18,22 @@ HAVE_CXX = $(shell command -v $(CXX))
 EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/rocmforge_cli_emu)
 EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
 
+# `make -n` must not run what a + before a command would make it run
+JOBS = $(if $(findstring n,$(firstword -$(MAKEFLAGS))),,+)
+
 all: $(EXAMPLES)    ## build all examples into build/
 
 run: $(B)/rocmforge_cli    ## write some Shakespeare with the model in examples/
 	./$(B)/rocmforge_cli generate --gguf examples/shakespeare-5m.gguf --prompt "ROMEO:" --max-tokens 160 --temp 0.8 --seed 7
 
-test: $(EXAMPLES) $(TESTS) $(EMULATED)    ## run all tests; a suite whose tool is missing is counted as skipped
-	sh tests/run.sh $(B) $(SCRIPTS) $(EMULATED_TESTS) $(TESTS)
+# the longest first
+test: programs    ## run all tests; a suite whose tool is missing is counted as skipped
+	$(JOBS)sh tests/run.sh $(B) $(EMULATED_TESTS) $(SCRIPTS) $(TESTS)
+
+programs: $(EMULATED) $(EXAMPLES) $(TESTS)    ## build all that `make test` runs
 
 test-emu: $(EMULATED)    ## test the GPU kernels on the CPU: every pair of type, shape, wave size, and so on
-	sh tests/run.sh $(B) $(EMULATED_TESTS) tests/test_emu.sh
+	$(JOBS)sh tests/run.sh $(B) $(EMULATED_TESTS) tests/test_emu.sh
 
 test-emu-full: $(EMULATED)    ## the same with every combination, for a night
 	./$(B)/test_hip --full
@@ -41,7 +47,7 @@ hip-check:    ## compile the kernels for all AMD GPUs that hipcc knows: no spill
 # the C suites alone, for other compilers and sanitizers:
 #   make check-c B=build/asan CC=clang CFLAGS="-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 check-c: $(TESTS)    ## run the C suites alone (see the Makefile for sanitizer builds)
-	sh tests/run.sh $(B) $(TESTS)
+	$(JOBS)sh tests/run.sh $(B) $(TESTS)
 
 FUZZ_SECONDS = 60
 FUZZ_JOBS    = 2
@@ -83,17 +89,26 @@ clean:    ## remove build/
 help:    ## this list
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile | expand -t 18
 
-$(B)/%: examples/%.c rocmforge.h
-	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
+# Where checks are added, vector kernels take a compiler minutes: only the suite of the kernels has them there.
+PORTABLE = -DROCMFORGE_NO_SIMD
+SANITIZED = $(if $(findstring sanitize,$(CFLAGS)),$(PORTABLE))
 
-# most suites are not about the vector kernels, which take a compiler 15 seconds, and minutes if it adds checks
-PORTABLE = $(filter-out %/test_kernels $(if $(findstring sanitize,$(CFLAGS)),,%/test_model),$(TESTS))
-$(PORTABLE): override CFLAGS += -DROCMFORGE_NO_SIMD
-
-$(B)/%: tests/%.c $(HEADERS)
+# The implementation, once, in an archive: a program that has its own takes nothing from it.
+$(B)/rocmforge.a: rocmforge.h
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
+	$(CC) $(CFLAGS) $(SANITIZED) -DROCMFORGE_IMPLEMENTATION -x c -c $< -o $(B)/rocmforge.o
+	rm -f $@ && ar rc $@ $(B)/rocmforge.o
+
+# the examples have their own, for those who build them by hand; here they take the one that is there
+$(B)/%: examples/%.c rocmforge.h $(B)/rocmforge.a
+	$(CC) $(CFLAGS) -DROCMFORGE_IMPLEMENTATION_DONE -I. $< $(B)/rocmforge.a -o $@ $(LIBS)
+
+# suites that include the implementation, for what is inside, are not about the vector kernels but for these
+WITH_SIMD = $(B)/test_kernels $(if $(SANITIZED),,$(B)/test_model)
+$(filter-out $(WITH_SIMD),$(TESTS)): private override CFLAGS += $(PORTABLE)
+
+$(B)/%: tests/%.c $(HEADERS) $(B)/rocmforge.a
+	$(CC) $(CFLAGS) -I. $< $(B)/rocmforge.a -o $@ $(LIBS)
 
 $(B)/test_fuzz: examples/rocmforge_cli.c
 
@@ -104,16 +119,12 @@ $(B)/kernels_emu.o: rocmforge_kernels.hip $(HEADERS)
 $(B)/test_hip: tests/test_hip.cpp $(B)/kernels_emu.o
 	$(CXX) -std=c++11 $(CFLAGS) -DRF_TEST_EMU $^ -o $@ $(LIBS)
 
-$(B)/hip_model: tests/hip_model.c $(B)/kernels_emu.o
-	$(CC) $(CFLAGS) -DRF_TEST_EMU -I. -c $< -o $@.o
-	$(CXX) $(CFLAGS) $@.o $(B)/kernels_emu.o -o $@ $(LIBS)
+# programs with these kernels
+$(B)/hip_model: tests/hip_model.c
+$(B)/hip_goldens: tests/test_goldens.c
+$(B)/rocmforge_cli_emu: examples/rocmforge_cli.c
+$(B)/hip_model $(B)/hip_goldens $(B)/rocmforge_cli_emu: $(B)/kernels_emu.o $(B)/rocmforge.a
+	$(CC) $(CFLAGS) -DRF_TEST_EMU -DROCMFORGE_IMPLEMENTATION_DONE -I. -c $(filter %.c,$^) -o $@.o
+	$(CXX) $(CFLAGS) $@.o $(filter-out %.c,$^) -o $@ $(LIBS)
 
-$(B)/hip_goldens: tests/test_goldens.c $(B)/kernels_emu.o
-	$(CC) $(CFLAGS) -I. -c $< -o $@.o
-	$(CXX) $(CFLAGS) $@.o $(B)/kernels_emu.o -o $@ $(LIBS)
-
-$(B)/rocmforge_cli_emu: examples/rocmforge_cli.c $(B)/kernels_emu.o
-	$(CC) $(CFLAGS) -I. -c $< -o $@.o
-	$(CXX) $(CFLAGS) $@.o $(B)/kernels_emu.o -o $@ $(LIBS)
-
-.PHONY: all run fuzz test test-emu test-emu-full test-gpu hip-check check-c gpu gpu-nvidia deps clean help
+.PHONY: all run fuzz programs test test-emu test-emu-full test-gpu hip-check check-c gpu gpu-nvidia deps clean help

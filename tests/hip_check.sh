@@ -1,7 +1,8 @@
 #!/bin/sh
-# hip_check.sh [FILE.hip]: compile the kernels for every GPU that the installed hipcc knows and read what the compiler
+# hip_check.sh [FILE.hip|FILE.s]: compile the kernels for every GPU that the installed hipcc knows and read what the compiler
 # says about each kernel: vector registers spilled to memory, private memory (but in the prompt kernels) and a dynamic
-# stack must be none. Needs hipcc, no GPU. HIPCC and TARGETS override the compiler and the list.
+# stack must be none. Needs hipcc, no GPU. HIPCC and TARGETS override the compiler and the list. FILE.s: assembly that
+# hipcc left for one target (--save-temps) is read instead.
 file=${1:-rocmforge_kernels.hip}
 hipcc=${HIPCC:-hipcc}
 all="gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1151 gfx1200 gfx1201"
@@ -33,6 +34,28 @@ printf '#include <hip/hip_runtime.h>\n__global__ void k() {}\n' >"$dir/probe.hip
 options="-x hip --cuda-device-only -O3 -S -Wall -Wextra -Wno-unused-command-line-argument"
 
 bad=0 checked=0
+# check TARGET FILE.s: what the assembly says of each kernel
+check() {
+    kernels "$2" >"$dir/$1"
+    n=$(grep -c . "$dir/$1")
+    checked=$((checked + n))
+    [ "$n" -gt 0 ] || { echo "hip_check: $1: no kernels in the assembly"; bad=1; }
+    awk -v t="$1" '
+        $4 != 0 && $1 ~ /rfk_matmul/ { tiles++ } # an array in memory costs a prompt little: reported
+        $2 != 0 || ($4 != 0 && $1 !~ /rfk_matmul/) || $5 != "false" {
+            print "hip_check: " t ": " $1 ": vgpr spills " $2 ", private bytes " $4 ", dynamic stack " $5
+            bad = 1
+        }
+        $3 != 0 { sgpr++ }
+        END {
+            print t ": " NR " kernels, " sgpr + 0 " with sgpr spills, " tiles + 0 " prompt kernels with private memory"
+            exit bad
+        }' "$dir/$1" || bad=1
+}
+
+case $file in
+*.s) all= TARGETS= && check "$(sed -n 's/^[[:space:]]*\.amdgcn_target ".*--\(gfx[0-9a-f]*\).*"/\1/p' "$file")" "$file" ;;
+esac
 for target in ${TARGETS:-$all}; do
     if ! "$hipcc" $options --offload-arch="$target" -o "$dir/probe.s" "$dir/probe.hip" >/dev/null 2>&1; then
         echo "$target: not known to this hipcc"
@@ -46,21 +69,7 @@ for target in ${TARGETS:-$all}; do
         continue
     fi
     grep -A3 'warning:' "$dir/log" && bad=1
-    kernels "$dir/$target.s" >"$dir/$target"
-    n=$(grep -c . "$dir/$target")
-    checked=$((checked + n))
-    [ "$n" -gt 0 ] || { echo "hip_check: $target: no kernels in the assembly"; bad=1; }
-    awk -v t="$target" '
-        $4 != 0 && $1 ~ /rfk_matmul/ { tiles++ } # an array in memory costs a prompt little: reported
-        $2 != 0 || ($4 != 0 && $1 !~ /rfk_matmul/) || $5 != "false" {
-            print "hip_check: " t ": " $1 ": vgpr spills " $2 ", private bytes " $4 ", dynamic stack " $5
-            bad = 1
-        }
-        $3 != 0 { sgpr++ }
-        END {
-            print t ": " NR " kernels, " sgpr + 0 " with sgpr spills, " tiles + 0 " prompt kernels with private memory"
-            exit bad
-        }' "$dir/$target" || bad=1
+    check "$target" "$dir/$target.s"
 done
 echo "hip_check: $checked kernels checked"
 [ "$checked" -gt 0 ] && [ "$bad" -eq 0 ]

@@ -12,6 +12,7 @@ enum { REPEATS = 1000, THREAD_REPEATS = 100, DECODED = 12 };
 #endif
 #include "make_gguf.h"
 #include "rf_test.h"
+#include <pthread.h>
 
 /* Sums of floats in another order, of values rounded to half in the cache: what the project promises is 1e-3. Inputs of
  * quantized weights are rounded to int8, and the other order tips some of them to the other side. */
@@ -92,7 +93,7 @@ static void test_as_cpu(void) {
     static float cpu[5 * MAX_VOCAB], gpu[5 * MAX_VOCAB];
     int32_t prompt[11], cpu_ids[5], gpu_ids[5];
     double worst[2] = {0, 0};
-    for (uint32_t t = 0; t < RFI_COUNT(types); t++) {
+    for (uint32_t t = 0; t < RFT_COUNT(types); t++) {
         mg_buf file = {0};
         rig r = {0}, c = {0};
         rf_session_desc sd = {.n_ctx = 64, .n_batch = t % 2 ? 4 : 0, .cache_type = t % 3 == 0 ? RF_CACHE_F32 : RF_CACHE_F16};
@@ -239,7 +240,7 @@ static void test_budgets(void) {
     mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 28, .n_vocab = WITHIN_VOCAB, .seed = 11});
     for (uint32_t k = 0; device_name(k); k++) {
         uint64_t all = all_resident(&file, device_name(k), &want);
-        for (uint32_t i = 0; i < RFI_COUNT(percents); i++) {
+        for (uint32_t i = 0; i < RFT_COUNT(percents); i++) {
             rig r = {0};
             rf_forecast f;
             uint32_t percent = percents[i];
@@ -273,7 +274,7 @@ static void test_experts(void) {
                                   .n_vocab = WITHIN_VOCAB, .use_mix = 1, .mix_type = MG_Q8_0, .seed = 13});
     for (uint32_t k = 0; device_name(k) && k < 1; k++) { /* the others have other kernels, not another host */
         uint64_t all = all_resident(&file, device_name(k), &want);
-        for (uint32_t i = 0; i < RFI_COUNT(percents); i++) {
+        for (uint32_t i = 0; i < RFT_COUNT(percents); i++) {
             rig r = {0};
             rf_forecast f;
             uint32_t percent = percents[i], n_runs = percent == 30 ? 2 : 1;

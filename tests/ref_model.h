@@ -9,6 +9,7 @@
 #define REF_MODEL_H
 
 #include <math.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -12,6 +12,8 @@
 static int rft_passed, rft_failed, rft_skipped, rft_bad;
 static const char *rft_filter, *rft_suite;
 
+#define RFT_COUNT(array) (sizeof(array) / sizeof((array)[0]))
+
 /* Report and go on; at most 20 reports a test. */
 #define CHECK(cond, ...)                                                              \
     do {                                                                              \

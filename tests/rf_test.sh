@@ -1,7 +1,7 @@
 # rf_test.sh: the test frame of the shell suites. A suite sources it, defines functions case_NAME and ends with
 #     run_cases "$@"
-# so that `sh tests/test_X.sh BUILD` runs all cases, as many at a time as there are cores, and `sh tests/test_X.sh BUILD NAME`
-# runs one in the open. A case runs in a process of its own under `set -e`: exit status 0 passes, 77 skips (the last
+# so that `sh tests/test_X.sh BUILD` runs all cases, as many at a time as there are cores (or as the make above says), and
+# `sh tests/test_X.sh BUILD NAME` runs one in the open. A case runs in a process of its own under `set -e`: exit status 0 passes, 77 skips (the last
 # line of its output says why), anything else fails. Functions build_NAME are cases that run before all others and leave
 # files in $dir. A suite may instead call pass, fail and skip itself and end with `finish`.
 build=${1:-build}
@@ -34,10 +34,13 @@ run_cases() {
         "$2"
         exit
     fi
+    suite_file=$0
+    export suite_file build dir
     for kind in build case; do
         names=$(sed -n "s/^\(${kind}_[a-z0-9_]*\)() .*/\1/p" "$0")
-        printf '%s\n' $names | xargs -P "$(getconf _NPROCESSORS_ONLN)" -I NAME \
-            sh -c 'sh "$0" "$1" NAME >"$2/NAME.log" 2>&1 </dev/null; echo $? >"$2/NAME.rc"' "$0" "$build" "$dir"
+        [ -z "$names" ] || sh tests/in_parallel.sh '
+            sh "$suite_file" "$build" "$NAME" >"$dir/$NAME.log" 2>&1 </dev/null
+            echo $? >"$dir/$NAME.rc"' $names
         for name in $names; do
             case $(cat "$dir/$name.rc") in
             0) pass ;;

@@ -1,21 +1,25 @@
 #!/bin/sh
 # run.sh BUILD SUITE...: run the suites (programs, or scripts that take BUILD) from the repository root, as many at a time as
-# there are cores, and add up their last lines "name: N passed, N failed, N skipped". A suite that ends otherwise counts as
-# one failure. What a suite printed is kept in BUILD/NAME.log; failures and skips are shown.
+# there are cores (or as the make above says), and add up their last lines "name: N passed, N failed, N skipped". A suite that
+# ends otherwise counts as one failure. What a suite printed is kept in BUILD/NAME.log; failures and skips are shown. The times
+# are those of the clock and of the processors.
 build=$1
 shift
-printf '%s\n' "$@" | xargs -P "$(getconf _NPROCESSORS_ONLN)" -I SUITE sh -c '
-    log=$0/$(basename "$1").log
+export build
+sh tests/in_parallel.sh '
+    log=$build/$(basename "$NAME").log
     start=$(date +%s)
-    case $1 in
-    *.sh) sh "$1" "$0" ;;
-    *) "./$1" ;;
+    case $NAME in
+    *.sh) sh "$NAME" "$build" ;;
+    *) "./$NAME" ;;
     esac >"$log" 2>&1 </dev/null
-    echo "$? $(($(date +%s) - start))" >"$log.rc"' "$build" SUITE
+    echo "$? $(($(date +%s) - start))" >"$log.rc"
+    times >"$log.times"' "$@"
 passed=0 failed=0 skipped=0
 for suite in "$@"; do
     log=$build/$(basename "$suite").log
     read -r rc seconds <"$log.rc"
+    cpu=$(awk -F '[ms ]+' 'NR == 2 { printf "%.0f", 60 * ($1 + $3) + $2 + $4 }' "$log.times")
     line=$(tail -n 1 "$log")
     set -- $(echo "$line" | sed -n 's/^.*: \([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p')
     if [ $# -eq 0 ] || { [ "$rc" -ne 0 ] && [ "$2" -eq 0 ]; }; then
@@ -28,7 +32,7 @@ for suite in "$@"; do
     if [ "$2" -eq 0 ]; then grep '^  skip ' "$log"
     else sed '$d' "$log" | tail -n 60
     fi
-    echo "$line ($seconds s)"
+    echo "$line ($seconds s, cpu $cpu s)"
 done
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]

@@ -1,7 +1,6 @@
 /* cc -O2 -o test_scheduler tests/test_scheduler.c -lm -pthread && ./test_scheduler        from the repository root
  * Continuous batching: whatever the slots, the batch and the neighbours, each request gets exactly the tokens that it
  * gets alone, through rf_forward and greedy choice. */
-#define ROCMFORGE_IMPLEMENTATION
 #include "../rocmforge.h"
 #include "rf_test.h"
 
@@ -146,7 +145,7 @@ static void test_reference_is_alive(void) {
 static void test_same_as_alone(void) {
     /* n_seq_max, n_batch, n_logits_max: as asked; fewer logits, fewer rows than sequences; room for all */
     static const uint32_t shapes[][3] = {{3, 64, 3}, {5, 4, 2}, {9, 3, 9}, {16, 512, 16}};
-    for (size_t c = 0; c < RFI_COUNT(shapes); c++) {
+    for (size_t c = 0; c < RFT_COUNT(shapes); c++) {
         rf_session *s = open_session(256, shapes[c][0], shapes[c][1], shapes[c][2]);
         rf_scheduler *sch = NULL;
         rf_error err;

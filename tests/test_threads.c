@@ -2,11 +2,14 @@
  * opened, run, cancelled and closed, weights loaded, dropped and cancelled, models and tokenizers opened and closed,
  * and what is in use is closed, which must be refused. Whatever the order, every evaluation that succeeds gives the
  * same bits. Meant for ThreadSanitizer; -DRF_ROUNDS=5000 for a long run. */
-#define ROCMFORGE_IMPLEMENTATION
 #include "../rocmforge.h"
 
 #include "make_gguf.h"
 #include "rf_test.h"
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <unistd.h>
 
 #ifndef RF_ROUNDS
 #define RF_ROUNDS 60 /* of each thread, in each mode */
@@ -133,7 +136,7 @@ static int look(worker *w, mg_rng *rng) {
     rf_model_is_tensor_loaded(w->all->m, name);
     rf_model_is_layer_loaded(w->all->m, mg_below(rng, plan->n_layers));
     if (st.tensors_loaded > plan->n_weights)
-        wrong(w, "%llu of %u tensors are loaded", RFI_LLU(st.tensors_loaded), plan->n_weights);
+        wrong(w, "%llu of %u tensors are loaded", (unsigned long long)st.tensors_loaded, plan->n_weights);
     return rf_device_get_info(w->all->d).lost == 0;
 }
 
