@@ -96,6 +96,13 @@ void hip_emu_guard(void *p, size_t n, int on);
 #endif
 #endif
 
+/* Of the emulation's own code, what runs for every lane and every product: sanitizers would look at little else. */
+#ifdef __GNUC__
+#define HIP_EMU_UNCHECKED __attribute__((no_sanitize("address", "undefined")))
+#else
+#define HIP_EMU_UNCHECKED
+#endif
+
 #ifdef HIP_EMU_ASAN
 extern "C" {
 void __sanitizer_start_switch_fiber(void **fake_stack_save, const void *bottom, size_t size);
@@ -192,7 +199,7 @@ static void *hip_emu_first_sp(char *top, void (*entry)(void)) {
 }
 #endif
 
-static void hip_emu_jump(hip_emu_context *from, hip_emu_context *to) {
+HIP_EMU_UNCHECKED static void hip_emu_jump(hip_emu_context *from, hip_emu_context *to) {
 #ifdef HIP_EMU_ASAN
     __sanitizer_start_switch_fiber(&from->fake, to->bottom, to->size_bytes);
 #endif
@@ -279,7 +286,7 @@ static thread_local hip_emu_machine *hip_emu_here; /* of the running block; mach
 
 /* Let the next fiber run. Everybody waiting and nobody arriving is a barrier or shuffle that not all
  * threads reach. */
-static void hip_emu_yield() {
+HIP_EMU_UNCHECKED static void hip_emu_yield() {
     hip_emu_machine *m = hip_emu_here;
     if (++m->idle > 2 * m->n_threads + 2) hip_emu_die("deadlock: a barrier or shuffle that not every thread reaches");
     unsigned i = static_cast<unsigned>(m->self - m->fibers.data());
@@ -316,7 +323,7 @@ static void hip_emu_entry() {
     }
 }
 
-static void __syncthreads() {
+HIP_EMU_UNCHECKED static void __syncthreads() {
     hip_emu_machine *m = hip_emu_here;
     if (m->n_finished) hip_emu_die("__syncthreads after a thread of the block has left");
     if (++m->arrived == m->n_threads) {
@@ -330,7 +337,7 @@ static void __syncthreads() {
 }
 
 /* Every lane gives a value and gets those of all. `kind` must be the same for all lanes. */
-static const uint64_t *hip_emu_exchange(uint64_t value, unsigned kind) {
+HIP_EMU_UNCHECKED static const uint64_t *hip_emu_exchange(uint64_t value, unsigned kind) {
     hip_emu_wave *w = hip_emu_here->self->wave;
     unsigned round = w->round;
     if (w->finished) hip_emu_die("a shuffle after a lane of the wave has left");
@@ -423,16 +430,16 @@ struct hip_emu_cell { unsigned row, column; };
  * the upper half of the columns come after those of the lower half. */
 template <unsigned PER_WORD> struct hip_emu_ptx {
     enum { lanes = 32, depth = 8 * PER_WORD, results = 4, copies = 1, a_words = 4, b_words = 2 };
-    static hip_emu_place a(unsigned row, unsigned k) {
+    HIP_EMU_UNCHECKED static hip_emu_place a(unsigned row, unsigned k) {
         hip_emu_place p = {row % 8 * 4 + k % (depth / 2) / PER_WORD,
                            (k / (depth / 2) * 2 + row / 8) * PER_WORD + k % PER_WORD};
         return p;
     }
-    static hip_emu_place b(unsigned k, unsigned column) {
+    HIP_EMU_UNCHECKED static hip_emu_place b(unsigned k, unsigned column) {
         hip_emu_place p = {column * 4 + k % (depth / 2) / PER_WORD, k / (depth / 2) * PER_WORD + k % PER_WORD};
         return p;
     }
-    static hip_emu_cell d(unsigned lane, unsigned i) {
+    HIP_EMU_UNCHECKED static hip_emu_cell d(unsigned lane, unsigned i) {
         hip_emu_cell c = {lane / 4 + (i >= 2 ? 8 : 0), lane % 4 * 2 + (i & 1)};
         return c;
     }
@@ -442,12 +449,12 @@ template <unsigned PER_WORD> struct hip_emu_ptx {
  * of four registers, 16 lanes wide. */
 template <unsigned DEPTH, unsigned PER_WORD> struct hip_emu_mfma {
     enum { lanes = 64, depth = DEPTH, results = 4, copies = 1, a_words = DEPTH / 4 / PER_WORD, b_words = a_words };
-    static hip_emu_place a(unsigned row, unsigned k) {
+    HIP_EMU_UNCHECKED static hip_emu_place a(unsigned row, unsigned k) {
         hip_emu_place p = {k / (DEPTH / 4) * 16 + row, k % (DEPTH / 4)};
         return p;
     }
-    static hip_emu_place b(unsigned k, unsigned column) { return a(column, k); }
-    static hip_emu_cell d(unsigned lane, unsigned i) {
+    HIP_EMU_UNCHECKED static hip_emu_place b(unsigned k, unsigned column) { return a(column, k); }
+    HIP_EMU_UNCHECKED static hip_emu_cell d(unsigned lane, unsigned i) {
         hip_emu_cell c = {4 * (lane / 16) + i, lane % 16};
         return c;
     }
@@ -457,12 +464,12 @@ template <unsigned DEPTH, unsigned PER_WORD> struct hip_emu_mfma {
  * register i has rows 2 i (lanes 0 to 15) and 2 i + 1. */
 template <unsigned PER_WORD> struct hip_emu_wmma11 {
     enum { lanes = 32, depth = 16, results = 8, copies = 2, a_words = 16 / PER_WORD, b_words = a_words };
-    static hip_emu_place a(unsigned row, unsigned k) {
+    HIP_EMU_UNCHECKED static hip_emu_place a(unsigned row, unsigned k) {
         hip_emu_place p = {row, k};
         return p;
     }
-    static hip_emu_place b(unsigned k, unsigned column) { return a(column, k); }
-    static hip_emu_cell d(unsigned lane, unsigned i) {
+    HIP_EMU_UNCHECKED static hip_emu_place b(unsigned k, unsigned column) { return a(column, k); }
+    HIP_EMU_UNCHECKED static hip_emu_cell d(unsigned lane, unsigned i) {
         hip_emu_cell c = {2 * i + lane / 16, lane % 16};
         return c;
     }
@@ -472,12 +479,12 @@ template <unsigned PER_WORD> struct hip_emu_wmma11 {
  * hold the lower eight rows. */
 template <unsigned PER_WORD> struct hip_emu_wmma12 {
     enum { lanes = 32, depth = 16, results = 8, copies = 1, a_words = 8 / PER_WORD, b_words = a_words };
-    static hip_emu_place a(unsigned row, unsigned k) {
+    HIP_EMU_UNCHECKED static hip_emu_place a(unsigned row, unsigned k) {
         hip_emu_place p = {k / 8 * 16 + row, k % 8};
         return p;
     }
-    static hip_emu_place b(unsigned k, unsigned column) { return a(column, k); }
-    static hip_emu_cell d(unsigned lane, unsigned i) {
+    HIP_EMU_UNCHECKED static hip_emu_place b(unsigned k, unsigned column) { return a(column, k); }
+    HIP_EMU_UNCHECKED static hip_emu_cell d(unsigned lane, unsigned i) {
         hip_emu_cell c = {8 * (lane / 16) + i, lane % 16};
         return c;
     }
@@ -488,42 +495,48 @@ template <unsigned PER_WORD> struct hip_emu_wmma12 {
 struct hip_emu_s8 {
     enum { per_word = 4, kind = 1 };
     typedef int exact;
-    static int value(uint32_t word, unsigned i) { return static_cast<signed char>(word >> (8 * i)); }
+    HIP_EMU_UNCHECKED static int value(uint32_t word, unsigned i) { return static_cast<signed char>(word >> (8 * i)); }
 };
 template <bool SUBNORMALS> struct hip_emu_f16 {
     enum { per_word = 2, kind = 2 };
     typedef double exact;
-    static double value(uint32_t word, unsigned i) {
+    HIP_EMU_UNCHECKED static double value(uint32_t word, unsigned i) {
         unsigned h = word >> (16 * i) & 0xffff, exponent = h >> 10 & 31;
-        double f = exponent == 31  ? (h & 0x3ff ? static_cast<double>(NAN) : static_cast<double>(INFINITY))
-                   : exponent == 0 ? (SUBNORMALS ? ldexp(static_cast<double>(h & 0x3ff), -24) : 0)
-                                   : ldexp(static_cast<double>((h & 0x3ff) | 0x400), static_cast<int>(exponent) - 25);
+        uint32_t bits = (h & 0x7fff) << 13; /* the same fields of a float, whose exponents are 112 higher */
+        float small;
+        memcpy(&small, &bits, 4);
+        double f = exponent == 31                ? (h & 0x3ff ? static_cast<double>(NAN) : static_cast<double>(INFINITY))
+                   : exponent == 0 && !SUBNORMALS ? 0
+                                                  : static_cast<double>(small) * 5192296858534827628530496329220096.0;
         return h & 0x8000 ? -f : f;
     }
 };
 
-/* The operand of the whole wave: element e of lane l is words[e / PER_WORD][l]. */
+/* The operand of the whole wave. */
 template <class E, unsigned WORDS, unsigned COPIES> struct hip_emu_operand {
-    typename E::exact element[64][WORDS * E::per_word];
-    hip_emu_operand(const void *mine, unsigned kind) {
+    uint32_t words[64][WORDS];
+    HIP_EMU_UNCHECKED hip_emu_operand(const void *mine, unsigned kind) {
         unsigned size = hip_emu_here->self->wave->size, each = size / COPIES;
         for (unsigned w = 0; w < WORDS; w++) {
             uint32_t word;
             memcpy(&word, static_cast<const char *>(mine) + 4 * w, 4);
             const uint64_t *all = hip_emu_exchange(word, kind + w);
             for (unsigned l = 0; l < size; l++) {
-                if (all[l] != all[l % each]) hip_emu_die("a matrix operand differs between the lanes that repeat it");
-                for (unsigned i = 0; i < E::per_word; i++)
-                    element[l][w * E::per_word + i] = E::value(static_cast<uint32_t>(all[l]), i);
+                if (l >= each && all[l] != all[l - each]) hip_emu_die("a matrix operand differs between the lanes that repeat it");
+                words[l][w] = static_cast<uint32_t>(all[l]);
             }
         }
+    }
+    HIP_EMU_UNCHECKED typename E::exact at(hip_emu_place p) const {
+        return E::value(words[p.lane][p.element / E::per_word], p.element % E::per_word);
     }
 };
 
 static int hip_emu_wrong_kinds = getenv("HIP_EMU_WRONG_UNITS") ? atoi(getenv("HIP_EMU_WRONG_UNITS")) : 0;
 
 /* d[i] = c[i] + the product's element that this lane's result i is. */
-template <class L, class E, class R> static void hip_emu_product(R *d, const void *a, const void *b, const R *c) {
+template <class L, class E, class R>
+HIP_EMU_UNCHECKED static void hip_emu_product(R *d, const void *a, const void *b, const R *c) {
     unsigned lane = hip_emu_here->self->lane;
     if (hip_emu_here->self->wave->size != L::lanes) hip_emu_die("a matrix instruction for waves of another size");
     hip_emu_operand<E, L::a_words, L::copies> all_a(a, 0x20000);
@@ -531,10 +544,7 @@ template <class L, class E, class R> static void hip_emu_product(R *d, const voi
     for (unsigned i = 0; i < L::results; i++) {
         hip_emu_cell cell = L::d(lane, hip_emu_wrong_kinds & E::kind ? (i + 1) % L::results : i);
         typename E::exact sum = 0;
-        for (unsigned k = 0; k < L::depth; k++) {
-            hip_emu_place pa = L::a(cell.row, k), pb = L::b(k, cell.column);
-            sum += all_a.element[pa.lane][pa.element] * all_b.element[pb.lane][pb.element];
-        }
+        for (unsigned k = 0; k < L::depth; k++) sum += all_a.at(L::a(cell.row, k)) * all_b.at(L::b(k, cell.column));
         d[i] = c[i] + static_cast<R>(sum);
     }
 }

@@ -10,7 +10,7 @@ rm -rf "$dir"
 mkdir -p "$dir/tree" "$dir/blocks"
 list_files | tar -cf - -T - | tar -xf - -C "$dir/tree"
 mkdir -p "$dir/tree/build"
-find "$build" -maxdepth 1 -type f -perm -u+x -exec cp -p {} "$dir/tree/build/" \;
+find "$build" -maxdepth 1 -type f \( -perm -u+x -o -name '*.a' \) -exec cp -p {} "$dir/tree/build/" \;
 
 # blocks/NN.sh, blocks/NN.c; their needs in NN.needs, their place in NN.line
 awk -v out="$dir/blocks/" '
