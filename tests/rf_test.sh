@@ -2,8 +2,8 @@
 #     run_cases "$@"
 # so that `sh tests/test_X.sh BUILD` runs all cases, as many at a time as there are cores (or as the make above says), and
 # `sh tests/test_X.sh BUILD NAME` runs one in the open. A case runs in a process of its own under `set -e`: exit status 0 passes,
-# 77 skips (the last line of its output says why), anything else fails. Functions build_NAME are cases that run before all others and leave
-# files in $dir. A suite may instead call pass, fail and skip itself and end with `finish`.
+# 77 skips (the last line of its output says why), anything else fails. Functions build_NAME are cases that run before all others
+# and leave files in $dir. A suite may instead call pass, fail and skip itself and end with `finish`.
 build=${1:-build}
 suite=$(basename "$0" .sh)
 dir=$build/$suite.d
