@@ -2320,20 +2320,32 @@ static __global__ void RFK_ROWS_BOUNDS rfk_rows(rfk_rows_args a) {
 typedef hip_emu_int2 rfk_int2;
 typedef hip_emu_int4 rfk_int4;
 typedef hip_emu_int8 rfk_int8;
-typedef hip_emu_half4 rfk_half4;
-typedef hip_emu_half8 rfk_half8;
-typedef hip_emu_half16 rfk_half16;
+typedef hip_emu_half4 rfk_half4, rfk_short4;
+typedef hip_emu_half8 rfk_half8, rfk_short8;
+typedef hip_emu_half16 rfk_half16, rfk_short16;
 typedef hip_emu_float4 rfk_float4;
 typedef hip_emu_float8 rfk_float8;
 #elif !defined(RFK_NVIDIA)
 typedef _Float16 rfk_half4 __attribute__((ext_vector_type(4)));
 typedef _Float16 rfk_half8 __attribute__((ext_vector_type(8)));
 typedef _Float16 rfk_half16 __attribute__((ext_vector_type(16)));
+typedef short rfk_short4 __attribute__((ext_vector_type(4)));
+typedef short rfk_short8 __attribute__((ext_vector_type(8)));
+typedef short rfk_short16 __attribute__((ext_vector_type(16)));
 typedef float rfk_float4 __attribute__((ext_vector_type(4)));
 typedef float rfk_float8 __attribute__((ext_vector_type(8)));
 typedef int rfk_int2 __attribute__((ext_vector_type(2)));
 typedef int rfk_int4 __attribute__((ext_vector_type(4)));
 typedef int rfk_int8 __attribute__((ext_vector_type(8)));
+#endif
+
+/* Whether the units multiply weights of 16-bit floats without loss: those of gfx90a take subnormal halves for zero, and
+ * those of gfx908 have half the depth in bfloats. */
+#define RFK_UNITS_F16 (RFK_MATRIX != RFK_MATRIX_DOT && RFK_MATRIX != RFK_MATRIX_MFMA2)
+#if defined(__gfx908__)
+#define RFK_UNITS_BF16 false
+#else
+#define RFK_UNITS_BF16 (RFK_MATRIX != RFK_MATRIX_DOT)
 #endif
 
 /* Results of a lane: 256 / WAVE, of RFK_LANE_ROWS rows and RFK_LANE_COLS columns. */
@@ -2519,8 +2531,9 @@ template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk
     }
 }
 
-/* sum += a b over 16 halves; STRIDE_A, STRIDE_B: of the operands' rows. All lanes take part. */
-template <int WAVE, int STRIDE_A, int STRIDE_B>
+/* sum += a b over 16 halves, or bfloats (BF16) where RFK_UNITS_BF16 or RFK_MATRIX_DOT; STRIDE_A, STRIDE_B: of the
+ * operands' rows. All lanes take part. */
+template <int WAVE, int STRIDE_A, int STRIDE_B, bool BF16 = false>
 RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, float *sum) {
     const uint32_t lane = threadIdx.x % WAVE, kind = RFK_MATRIX;
     (void)lane, (void)kind;
@@ -2530,12 +2543,20 @@ RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, 
         for (int n = 0; n < 2; n++) {
 #if defined(ROCMFORGE_HIP_EMU)
             const int bv[2] = {b.r[n], b.r[2 + n]};
-            hip_emu_mma_m16n8k16_f16(sum + 4 * n, a.r, bv);
+            if (BF16) hip_emu_mma_m16n8k16_bf16(sum + 4 * n, a.r, bv);
+            else hip_emu_mma_m16n8k16_f16(sum + 4 * n, a.r, bv);
 #else
-            asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                         "{%0,%1,%2,%3};"
-                         : "+f"(sum[4 * n]), "+f"(sum[4 * n + 1]), "+f"(sum[4 * n + 2]), "+f"(sum[4 * n + 3])
-                         : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[n]), "r"(b.r[2 + n]));
+            float *d = sum + 4 * n;
+            if (BF16)
+                asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+                             "{%8,%9}, {%0,%1,%2,%3};"
+                             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[n]), "r"(b.r[2 + n]));
+            else
+                asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+                             "{%8,%9}, {%0,%1,%2,%3};"
+                             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[n]), "r"(b.r[2 + n]));
 #endif
         }
         return;
@@ -2544,11 +2565,14 @@ RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, 
 #if defined(__gfx908__) || defined(__gfx90a__) || defined(__gfx940__) || defined(__gfx941__) ||                     \
     defined(__gfx942__) || defined(__gfx950__) || defined(ROCMFORGE_HIP_EMU)
     if (WAVE == 64 && (kind == RFK_MATRIX_MFMA2 || kind == RFK_MATRIX_MFMA3)) {
-        union { int i[2]; rfk_half4 h; } av, bv;
+        union { int i[2]; rfk_half4 h; rfk_short4 b; } av, bv;
         RFK_UNROLL(8)
         for (int i = 0; i < 2; i++) av.i[i] = a.r[i], bv.i[i] = b.r[i];
         rfk_float4 c = {sum[0], sum[1], sum[2], sum[3]};
-        c = __builtin_amdgcn_mfma_f32_16x16x16f16(av.h, bv.h, c, 0, 0, 0);
+#if !defined(__gfx908__)
+        if (BF16) c = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(av.b, bv.b, c, 0, 0, 0);
+#endif
+        if (!BF16) c = __builtin_amdgcn_mfma_f32_16x16x16f16(av.h, bv.h, c, 0, 0, 0);
         for (int i = 0; i < 4; i++) sum[i] = c[i];
         return;
     }
@@ -2556,22 +2580,24 @@ RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, 
 #if defined(__GFX11__) || defined(__gfx1100__) || defined(__gfx1101__) || defined(__gfx1102__) ||                   \
     defined(__gfx1103__) || defined(__gfx1150__) || defined(__gfx1151__) || defined(ROCMFORGE_HIP_EMU)
     if (WAVE == 32 && kind == RFK_MATRIX_WMMA11) {
-        union { int i[8]; rfk_half16 h; } av, bv;
+        union { int i[8]; rfk_half16 h; rfk_short16 b; } av, bv;
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) av.i[i] = a.r[i], bv.i[i] = b.r[i];
         rfk_float8 c = {sum[0], sum[1], sum[2], sum[3], sum[4], sum[5], sum[6], sum[7]};
-        c = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(av.h, bv.h, c);
+        if (BF16) c = __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(av.b, bv.b, c);
+        else c = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(av.h, bv.h, c);
         for (int i = 0; i < 8; i++) sum[i] = c[i];
         return;
     }
 #endif
 #if defined(__GFX12__) || defined(__gfx1200__) || defined(__gfx1201__) || defined(ROCMFORGE_HIP_EMU)
     if (WAVE == 32 && kind == RFK_MATRIX_WMMA12) {
-        union { int i[4]; rfk_half8 h; } av, bv;
+        union { int i[4]; rfk_half8 h; rfk_short8 b; } av, bv;
         RFK_UNROLL(8)
         for (int i = 0; i < 4; i++) av.i[i] = a.r[i], bv.i[i] = b.r[i];
         rfk_float8 c = {sum[0], sum[1], sum[2], sum[3], sum[4], sum[5], sum[6], sum[7]};
-        c = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(av.h, bv.h, c);
+        if (BF16) c = __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32_gfx12(av.b, bv.b, c);
+        else c = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(av.h, bv.h, c);
         for (int i = 0; i < 8; i++) sum[i] = c[i];
         return;
     }
@@ -2581,8 +2607,8 @@ RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, 
                       *col = reinterpret_cast<const uint8_t *>(b.rows + rfk_matrix_col(lane, i) * STRIDE_B);
         for (int k = 0; k < 16; k += 8) {
             float x[8], y[8];
-            rfk_load8<RF_TYPE_F16>(row, (size_t)k, x);
-            rfk_load8<RF_TYPE_F16>(col, (size_t)k, y);
+            rfk_load8<BF16 ? RF_TYPE_BF16 : RF_TYPE_F16>(row, (size_t)k, x);
+            rfk_load8<BF16 ? RF_TYPE_BF16 : RF_TYPE_F16>(col, (size_t)k, y);
             for (int e = 0; e < 8; e++) sum[i] += x[e] * y[e];
         }
     }
@@ -2592,7 +2618,7 @@ RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, 
  * When a device is opened, one wave multiplies two tiles in every way that kernels do, and the host compares with sums
  * of its own: a wrong layout, from a new instruction set or compiler, must not become wrong text. */
 
-#define RFK_CHECK_PARTS 4 /* products of bytes: the lower 16, the upper 16, all 32; then of 16 halves */
+#define RFK_CHECK_PARTS 5 /* products of bytes: the lower 16, the upper 16, all 32; of 16 halves; of 16 bfloats */
 
 /* Byte k of row (or column) i of operand 0 or 1, without a pattern; halves are these values. */
 __host__ RFK_DEVICE int rfk_check_value(uint32_t operand, uint32_t i, uint32_t k) {
@@ -2601,45 +2627,56 @@ __host__ RFK_DEVICE int rfk_check_value(uint32_t operand, uint32_t i, uint32_t k
 }
 
 struct rfk_check_shared {
-    int4 bytes[2][16][RFK_MATRIX_STRIDE], halves[2][16][RFK_MATRIX_STRIDE];
+    int4 bytes[2][16][RFK_MATRIX_STRIDE], halves[2][16][RFK_MATRIX_STRIDE], bfloats[2][16][RFK_MATRIX_STRIDE];
 };
 union rfk_check_result {
     int dot;
     float sum;
 };
+struct rfk_check_results {
+    rfk_check_result part[RFK_CHECK_PARTS][256]; /* [row][column]; those of bytes with RFK_MATRIX_BIAS */
+    uint32_t units_f16, units_bf16;              /* 1: as the macros say                               */
+};
 
-/* grid 1   block a wave   LDS 9 KiB   out [part][row][column]; sums of bytes with RFK_MATRIX_BIAS */
-template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rfk_check_result *out) {
+/* grid 1   block a wave   LDS 13.5 KiB */
+template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rfk_check_results *out) {
     if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
     RFK_SHARED(rfk_check_shared, s);
     const int N = 256 / WAVE;
     const uint32_t lane = threadIdx.x;
+    if (lane == 0) out->units_f16 = RFK_UNITS_F16, out->units_bf16 = RFK_UNITS_BF16;
     for (uint32_t j = lane; j < 2 * 16 * 32; j += WAVE) {
         uint32_t operand = j / 512, i = j / 32 % 16, k = j % 32;
         int v = rfk_check_value(operand, i, k);
         reinterpret_cast<int8_t *>(s.bytes[operand][i])[k] = (int8_t)v;
-        if (k < 16) reinterpret_cast<uint16_t *>(s.halves[operand][i])[k] = rfk_to_half((float)v);
+        if (k >= 16) continue;
+        reinterpret_cast<uint16_t *>(s.halves[operand][i])[k] = rfk_to_half((float)v);
+        reinterpret_cast<uint16_t *>(s.bfloats[operand][i])[k] = (uint16_t)(rfk_as_bits((float)v) >> 16);
     }
     __syncthreads();
     rfk_operand a, b;
-    int dot[RFK_CHECK_PARTS - 1][N];
-    float sum[N];
+    int dot[3][N];
+    float sum[2][N];
     rfk_load_operand(a, s.bytes[0][0], 0, lane);
     rfk_load_operand(b, s.bytes[1][0], 0, lane);
     RFK_UNROLL(3)
-    for (int part = 0; part < RFK_CHECK_PARTS - 1; part++) rfk_multiply<WAVE>(a, b, part, dot[part]);
+    for (int part = 0; part < 3; part++) rfk_multiply<WAVE>(a, b, part, dot[part]);
+    RFK_UNROLL(8)
+    for (int i = 0; i < N; i++) sum[0][i] = sum[1][i] = 0;
     rfk_load_rows<RFK_MATRIX_STRIDE, true>(a, s.halves[0][0], 0, lane);
     rfk_load_rows<RFK_MATRIX_STRIDE, true>(b, s.halves[1][0], 0, lane);
-    RFK_UNROLL(8)
-    for (int i = 0; i < N; i++) sum[i] = 0;
-    rfk_multiply_halves<WAVE, RFK_MATRIX_STRIDE, RFK_MATRIX_STRIDE>(a, b, sum);
+    rfk_multiply_halves<WAVE, RFK_MATRIX_STRIDE, RFK_MATRIX_STRIDE>(a, b, sum[0]);
+    rfk_load_rows<RFK_MATRIX_STRIDE, true>(a, s.bfloats[0][0], 0, lane);
+    rfk_load_rows<RFK_MATRIX_STRIDE, true>(b, s.bfloats[1][0], 0, lane);
+    if (RFK_UNITS_BF16) rfk_multiply_halves<WAVE, RFK_MATRIX_STRIDE, RFK_MATRIX_STRIDE, true>(a, b, sum[1]);
     RFK_UNROLL(8)
     for (int i = 0; i < N; i++) {
-        uint32_t row = rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
-                 col = rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
+        uint32_t at = rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N) * 16 +
+                      rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
         RFK_UNROLL(3)
-        for (int part = 0; part < RFK_CHECK_PARTS - 1; part++) out[part * 256 + row * 16 + col].dot = dot[part][i];
-        out[(RFK_CHECK_PARTS - 1) * 256 + row * 16 + col].sum = sum[i];
+        for (int part = 0; part < 3; part++) out->part[part][at].dot = dot[part][i];
+        out->part[3][at].sum = sum[0][i];
+        out->part[4][at].sum = sum[1][i];
     }
 }
 
@@ -2887,6 +2924,176 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_flo
         for (uint32_t j = 0; j < 4; j++)
             if (row0 + ty + 16 * i < p.n_out && col0 + tx + 16 * j < a.n_cols)
                 rfk_put(p, row0 + ty + 16 * i, col0 + tx + 16 * j, sum[i][j]);
+}
+
+/* ---- many columns, weights of 16-bit floats ----
+ * On matrix units, as exact as float32: a row of x is cut into pieces of the weights' type whose sum it is. Halves: two,
+ * after a multiplication by a power of two that brings the row's largest value near 2^14, so that what the second one
+ * leaves is 2^-22 of a value or 2^-38 of the largest. Bfloats: three, which are all of a float's bits. Products of 32
+ * values are added up by the unit, and those sums as floats: units may cut bits off where they add. */
+
+struct rfk_pieces {
+    uint16_t *value; /* [piece][cols][n_in] */
+    float *unit;     /* [cols] what a piece's 1 stands for */
+};
+struct rfk_split_args {
+    const float *in; /* [cols, in_stride] */
+    rfk_pieces to;
+    uint32_t in_stride, n;
+};
+
+struct rfk_split_shared {
+    float largest[RFK_BLOCK / 32];
+};
+
+#define RFK_PIECES(bf16) ((bf16) ? 3 : 2)
+#define RFK_HALVES_DEPTH 32
+#define RFK_HALVES_STRIDE 5 /* 16-byte words from row to row: one more than the values, for other banks */
+
+/* grid cols   block 256   reads x twice (F16) or once, writes 4 or 6 bytes a value */
+template <int WAVE, bool BF16> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_split_rows(rfk_split_args a) {
+    RFK_SHARED(rfk_split_shared, s);
+    const float *in = a.in + (size_t)blockIdx.x * a.in_stride;
+    const size_t piece = (size_t)gridDim.x * a.n;
+    uint16_t *to = a.to.value + (size_t)blockIdx.x * a.n;
+    if (BF16) {
+        for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) {
+            float x = in[i];
+            RFK_UNROLL(3)
+            for (int p = 0; p < 3; p++) {
+                uint32_t upper = rfk_as_bits(x) & 0xffff0000u;
+                to[p * piece + i] = (uint16_t)(upper >> 16);
+                x = (upper & 0x7f800000) == 0x7f800000 ? 0.0f : x - rfk_as_float(upper);
+            }
+        }
+        if (threadIdx.x == 0) a.to.unit[blockIdx.x] = 1;
+        return;
+    }
+    float top = 0;
+    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) top = fmaxf(top, fabsf(in[i]));
+    for (int mask = WAVE / 2; mask > 0; mask /= 2) top = fmaxf(top, rfk_swap<WAVE>(top, mask));
+    if (threadIdx.x % WAVE == 0) s.largest[threadIdx.x / WAVE] = top;
+    __syncthreads();
+    for (uint32_t w = 0; w < RFK_BLOCK / WAVE; w++) top = fmaxf(top, s.largest[w]);
+    uint32_t exponent = rfk_as_bits(top) >> 23;
+    if (exponent < 15) exponent = 15; /* tiny, or all zero */
+    const float scale = rfk_as_float((268 - exponent) << 23);
+    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) {
+        float x = in[i] * scale;
+        uint16_t upper = rfk_to_half(x);
+        to[i] = upper;
+        to[piece + i] = (upper & 0x7c00) == 0x7c00 ? (uint16_t)0 : rfk_to_half(x - rfk_from_half(upper));
+    }
+    if (threadIdx.x == 0) a.to.unit[blockIdx.x] = rfk_as_float((exponent - 14) << 23);
+}
+
+struct rfk_halves_args {
+    rfk_tiles_args t;
+    rfk_pieces x;
+};
+template <int PIECES, int COLS> struct rfk_halves_shared {
+    int4 w[RFK_TILE_ROWS][RFK_HALVES_STRIDE], x[PIECES][COLS][RFK_HALVES_STRIDE];
+};
+template <int PIECES, int COLS> struct rfk_halves_loads {
+    int4 w, x[PIECES * COLS / 64];
+};
+
+/* A thread's 16 bytes of W and of each 64 columns of each piece, values [k0, + 32): rows and columns beyond the last
+ * repeat it. */
+template <int PIECES, int COLS>
+RFK_DEVICE void rfk_fetch_halves(rfk_halves_loads<PIECES, COLS> &v, const rfk_halves_args &a, const rfk_product &p,
+                                 uint32_t row0, uint32_t col0, uint32_t k0) {
+    const uint32_t i = threadIdx.x / 4, chunk = threadIdx.x % 4, n_in = a.t.m.n_in, n_cols = a.t.m.n_cols,
+                   row = row0 + i < p.n_out ? row0 + i : p.n_out - 1;
+    v.w = reinterpret_cast<const int4 *>(p.w.plane[0] + 2 * ((size_t)(p.row0 + row) * n_in + k0))[chunk];
+    RFK_UNROLL(8)
+    for (uint32_t j = 0; j < PIECES * COLS / 64; j++) {
+        uint32_t piece = j / (COLS / 64), col = col0 + i + j % (COLS / 64) * 64;
+        if (col >= n_cols) col = n_cols - 1;
+        v.x[j] = reinterpret_cast<const int4 *>(a.x.value + ((size_t)piece * n_cols + col) * n_in + k0)[chunk];
+    }
+}
+
+/* The products of 32 values: RT x CT tiles of 16 x 16. */
+template <int WAVE, int RT, int CT, bool BF16, int COLS>
+RFK_DEVICE void rfk_halves_step(const rfk_halves_shared<RFK_PIECES(BF16), COLS> &s, uint32_t row0, uint32_t col0,
+                                float (&sum)[RT][CT][256 / WAVE]) {
+    const int N = 256 / WAVE, PIECES = RFK_PIECES(BF16);
+    const uint32_t lane = threadIdx.x % WAVE;
+    float part[RT][CT][N];
+    RFK_UNROLL(4)
+    for (int r = 0; r < RT; r++)
+        for (int c = 0; c < CT; c++)
+            for (int i = 0; i < N; i++) part[r][c][i] = 0;
+    RFK_UNROLL(2)
+    for (uint32_t g = 0; g < RFK_HALVES_DEPTH / 16; g++) {
+        rfk_operand a[RT], b;
+        RFK_UNROLL(4)
+        for (int r = 0; r < RT; r++)
+            rfk_load_rows<RFK_HALVES_STRIDE, true>(a[r], s.w[row0 + 16 * (uint32_t)r], g, lane);
+        RFK_UNROLL(4)
+        for (int c = 0; c < CT; c++)
+            RFK_UNROLL(4)
+            for (int piece = PIECES - 1; piece >= 0; piece--) { /* what is small first */
+                rfk_load_rows<RFK_HALVES_STRIDE, true>(b, s.x[piece][col0 + 16 * (uint32_t)c], g, lane);
+                RFK_UNROLL(4)
+                for (int r = 0; r < RT; r++)
+                    rfk_multiply_halves<WAVE, RFK_HALVES_STRIDE, RFK_HALVES_STRIDE, BF16>(a[r], b, part[r][c]);
+            }
+    }
+    RFK_UNROLL(4)
+    for (int r = 0; r < RT; r++)
+        for (int c = 0; c < CT; c++)
+            for (int i = 0; i < N; i++) sum[r][c][i] += part[r][c][i];
+}
+
+/* grid [ceil(cols / COLS), row tiles of all products, splits]   block 256   LDS 15 to 36 KiB   n_in % 32 == 0
+ * reads W once per COLS columns and the pieces of x once per 64 rows */
+template <bool BF16, int WAVE, int COLS>
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args a) {
+    if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
+    if (!(BF16 ? RFK_UNITS_BF16 : RFK_UNITS_F16)) return; /* never launched */
+    const int PIECES = RFK_PIECES(BF16), N = 256 / WAVE, RT = 2, CT = COLS * WAVE / 2048, ACROSS = 128 / WAVE;
+    typedef rfk_halves_shared<PIECES, COLS> rfk_shared;
+    RFK_SHARED(rfk_shared, s);
+    const rfk_tiles_args &t = a.t;
+    uint32_t number = blockIdx.y, lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE;
+    const rfk_product p = rfk_pick(t.m, &number);
+    const uint32_t row0 = number * RFK_TILE_ROWS, col0 = blockIdx.x * COLS, wave_row = wave / ACROSS * (16 * RT),
+                   wave_col = wave % ACROSS * (16 * CT), first = t.split_units * blockIdx.z * 32,
+                   last = first + t.split_units * 32, end = last < t.m.n_in ? last : t.m.n_in;
+    rfk_halves_loads<PIECES, COLS> v;
+    float sum[RT][CT][N];
+    RFK_UNROLL(4)
+    for (int r = 0; r < RT; r++)
+        for (int c = 0; c < CT; c++)
+            for (int i = 0; i < N; i++) sum[r][c][i] = 0;
+    rfk_fetch_halves(v, a, p, row0, col0, first);
+    for (uint32_t k0 = first; k0 < end; k0 += RFK_HALVES_DEPTH) {
+        __syncthreads(); /* all are done with what was there */
+        s.w[threadIdx.x / 4][threadIdx.x % 4] = v.w;
+        RFK_UNROLL(8)
+        for (uint32_t j = 0; j < PIECES * COLS / 64; j++)
+            s.x[j / (COLS / 64)][threadIdx.x / 4 + j % (COLS / 64) * 64][threadIdx.x % 4] = v.x[j];
+        __syncthreads();
+        if (k0 + RFK_HALVES_DEPTH < end) rfk_fetch_halves(v, a, p, row0, col0, k0 + RFK_HALVES_DEPTH);
+        rfk_halves_step<WAVE, RT, CT, BF16, COLS>(s, wave_row, wave_col, sum);
+    }
+    float *part = t.part;
+    if (part) part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * RFK_TILE_ROWS * COLS;
+    RFK_UNROLL(4)
+    for (int r = 0; r < RT; r++)
+        RFK_UNROLL(4)
+        for (int c = 0; c < CT; c++)
+            RFK_UNROLL(8)
+            for (int i = 0; i < N; i++) {
+                uint32_t row = wave_row + 16 * (uint32_t)r + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
+                         col = wave_col + 16 * (uint32_t)c + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
+                if (col0 + col >= t.m.n_cols) continue;
+                float result = sum[r][c][i] * a.x.unit[col0 + col];
+                if (part) part[col * RFK_TILE_ROWS + row] = result;
+                else if (row0 + row < p.n_out) rfk_put(p, row0 + row, col0 + col, result);
+            }
 }
 
 /* ==== 5 Attention ==================================================================================== >>attention
@@ -3653,9 +3860,10 @@ struct rf_dev {
     int graphs;           /* atomic: rfk_graphs */
     int early;            /* kernels of a graph may start before the one before them has ended */
     uint32_t wrong_units; /* RFK_WRONG_...: what the matrix units got wrong when the device was opened */
+    int units_f16, units_bf16; /* prompts with such weights are multiplied on them                     */
 };
 #define RFK_WRONG_BYTES 1u  /* products of bytes: weights are multiplied without tiles  */
-#define RFK_WRONG_HALVES 2u /* products of halves: attention does without them          */
+#define RFK_WRONG_HALVES 2u /* of halves or bfloats: so are these, and attention        */
 
 /* Whether decode steps are replayed from graphs: checked against launches first where drivers are known to replay
  * large graphs with stale values. */
@@ -4216,17 +4424,20 @@ static rf_result rfk_launch_probe(rf_queue *q, const rf_mem *mem, rf_error *err)
 }
 
 /* What the device's matrix units got wrong: RFK_WRONG_... */
-static uint32_t rfk_judge_matrix(const rfk_check_result *found) {
+static uint32_t rfk_judge_matrix(const rfk_check_results *found) {
     uint32_t wrong = 0;
     for (uint32_t row = 0; row < 16; row++)
         for (uint32_t col = 0; col < 16; col++) {
-            const rfk_check_result *f = found + row * 16 + col;
+            const uint32_t at = row * 16 + col;
             int half[2] = {0, 0};
             for (uint32_t k = 0; k < 32; k++) half[k / 16] += rfk_check_value(0, row, k) * rfk_check_value(1, col, k);
-            if (f[0].dot != RFK_MATRIX_BIAS + half[0] || f[256].dot != RFK_MATRIX_BIAS + half[1] ||
-                f[512].dot != RFK_MATRIX_BIAS + half[0] + half[1])
+            if (found->part[0][at].dot != RFK_MATRIX_BIAS + half[0] ||
+                found->part[1][at].dot != RFK_MATRIX_BIAS + half[1] ||
+                found->part[2][at].dot != RFK_MATRIX_BIAS + half[0] + half[1])
                 wrong |= RFK_WRONG_BYTES;
-            if (f[768].sum != (float)half[0]) wrong |= RFK_WRONG_HALVES; /* exact in any order of additions */
+            /* exact in any order of additions */
+            if (found->part[3][at].sum != (float)half[0]) wrong |= RFK_WRONG_HALVES;
+            if (found->units_bf16 && found->part[4][at].sum != (float)half[0]) wrong |= RFK_WRONG_HALVES;
         }
     return wrong;
 }
@@ -4234,10 +4445,10 @@ static uint32_t rfk_judge_matrix(const rfk_check_result *found) {
 /* What the kernels that a device runs when it is opened leave behind. */
 struct rfk_probe_results {
     uint32_t probe[32];
-    rfk_check_result matrix[RFK_CHECK_PARTS * 256];
+    rfk_check_results matrix;
 };
 
-/* Two launches, and 4 KiB read back. */
+/* Two launches, and 5 KiB read back. */
 static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
     rf_queue *q = NULL;
     rf_mem mem;
@@ -4253,7 +4464,7 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
     if (r == RF_OK)
         r = rfk_check(d, err,
                       rfk_launch(d->wave == 32 ? rfk_check_matrix<32> : rfk_check_matrix<64>, dim3(1), dim3(d->wave),
-                                 q->stream, ((rfk_probe_results *)mem.base)->matrix),
+                                 q->stream, &((rfk_probe_results *)mem.base)->matrix),
                       "hipLaunchKernel", "a check of the matrix units", 0);
     if (r == RF_OK) r = rfk_mem_read(q, &mem, 0, &found, sizeof found, &ticket, err);
     for (uint32_t i = 0; r == RF_OK && i < 32; i++)
@@ -4261,7 +4472,11 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
             r = rfk_fail(err, RF_ERR_DEVICE, 0, 0,
                          "%s: a probe kernel ran and gave wrong values (%s: driver or kernels file)", d->info.name,
                          d->info.arch);
-    if (r == RF_OK) d->wrong_units = rfk_judge_matrix(found.matrix);
+    if (r == RF_OK) {
+        d->wrong_units = rfk_judge_matrix(&found.matrix);
+        d->units_f16 = found.matrix.units_f16 && !(d->wrong_units & RFK_WRONG_HALVES);
+        d->units_bf16 = found.matrix.units_bf16 && !(d->wrong_units & RFK_WRONG_HALVES);
+    }
     rfk_queue_release(q);
     rfk_mem_release(d, &mem);
     return r;
@@ -4543,6 +4758,7 @@ struct rf_prepared {
     rfk_int8_rows x8;
     float *part;
     uint32_t split_cells, max_splits;
+    rfk_pieces pieces;    /* of a launch's input, for weights of 16-bit floats */
     float *tile_part;     /* of tiles whose depth is split over blocks */
     uint32_t tile_blocks; /* blocks of such a launch at most           */
     /* the step whose values are in rows and logit_rows, written through `written_by`; host copies */
@@ -4907,12 +5123,23 @@ static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
     p->segments[p->n_segments] = plan->n_ops;
 }
 
+/* Values of the pieces that a row of the op's input is cut into where matrix units multiply it; 0: they do not. */
+static uint64_t rfk_piece_values(const rf_dev *d, const rf_plan *plan, const rf_op *op) {
+    if (op->kind != RF_OP_MATMUL || op->n_in % RFK_HALVES_DEPTH) return 0;
+    uint32_t type = plan->weights[op->weight].type;
+    if (type == RF_TYPE_F16 && d->units_f16) return (uint64_t)op->n_in * RFK_PIECES(false);
+    return type == RF_TYPE_BF16 && d->units_bf16 ? (uint64_t)op->n_in * RFK_PIECES(true) : 0;
+}
+
 /* The one allocation of a prepared plan, and rope's tables into it. */
 static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     const rf_plan *plan = p->plan;
-    uint64_t rows = p->n_batch > p->n_logits ? p->n_batch : p->n_logits, widest = 0, heads = 0, dim = 0;
+    uint64_t rows = p->n_batch > p->n_logits ? p->n_batch : p->n_logits, widest = 0, heads = 0, dim = 0,
+             pieces = 0;
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
+        const uint64_t values = rows > RFK_FEW_COLS ? rfk_piece_values(p->dev, plan, op) : 0;
+        if (values > pieces) pieces = values;
         if (rfk_reads_int8(plan, op) && rfk_int8_width(op) > widest) widest = rfk_int8_width(op);
         if (op->kind == RF_OP_ATTENTION && op->n_heads > heads) heads = op->n_heads;
         if (op->kind == RF_OP_ATTENTION && op->head_dim_v > dim) dim = op->head_dim_v;
@@ -4923,10 +5150,10 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     uint64_t split_rows = p->n_batch < RFK_SPLIT_ROWS ? p->n_batch : RFK_SPLIT_ROWS;
     const uint64_t row_splits = p->row_splits, n_vocab = plan->logits < plan->n_buffers ? plan->n_vocab : 0;
     p->tile_blocks = 3 * p->dev->info.compute_units;
-    const uint64_t tile_bytes = rows > RFK_FEW_COLS && widest
+    const uint64_t tile_bytes = rows > RFK_FEW_COLS && (widest || pieces)
                                     ? (uint64_t)p->tile_blocks * RFK_TILE_ROWS * RFK_MANY_TILE * sizeof(float)
                                     : 0;
-    const uint64_t bytes[12] = {
+    const uint64_t bytes[14] = {
         rfk_align(p->n_batch * sizeof(rf_step_row)),
         rfk_align(p->n_logits * sizeof(uint32_t)),
         rfk_align(plan->n_tables * sizeof(float)),
@@ -4938,17 +5165,19 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
         rfk_align(heads * sizeof(uint32_t)),
         rfk_align(p->dev->graphs == RFK_GRAPHS_CHECKED ? n_vocab * sizeof(float) : 0),
         rfk_align(sizeof(uint32_t)),
-        rfk_align(tile_bytes)};
+        rfk_align(tile_bytes),
+        rfk_align(rows * pieces * sizeof(uint16_t)),
+        rfk_align(pieces ? rows * sizeof(float) : 0)};
     uint64_t total = 256;
-    char *part[12];
-    for (int i = 0; i < 12; i++) total += bytes[i];
+    char *part[14];
+    for (int i = 0; i < 14; i++) total += bytes[i];
     rf_result r = rfk_check(p->dev, err, hipMalloc(&p->memory, (size_t)total), "hipMalloc", "a prepared plan", 0);
     if (r != RF_OK) {
         p->memory = NULL;
         return r;
     }
     part[0] = (char *)p->memory;
-    for (int i = 1; i < 12; i++) part[i] = part[i - 1] + bytes[i - 1];
+    for (int i = 1; i < 14; i++) part[i] = part[i - 1] + bytes[i - 1];
     p->rows = (rf_step_row *)(void *)part[0];
     p->logit_rows = (uint32_t *)(void *)part[1];
     p->tables = (float *)(void *)part[2];
@@ -4961,6 +5190,8 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     p->kept_logits = bytes[9] ? (float *)(void *)part[9] : NULL;
     p->differ = (uint32_t *)(void *)part[10];
     p->tile_part = (float *)(void *)part[11];
+    p->pieces.value = (uint16_t *)(void *)part[12];
+    p->pieces.unit = (float *)(void *)part[13];
     rf_queue *q = NULL;
     rf_ticket ticket;
     rf_mem mem = {p->tables, bytes[2]}, tickets = {p->tickets, bytes[8]};
@@ -5392,7 +5623,18 @@ static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, ui
     return end;
 }
 
-/* Tiles; where they are fewer than twice the compute units, the depth is split over several blocks. */
+/* Blocks that cut the depth of so few tiles that compute units would idle: n_splits of split_units groups of 32 values. */
+static void rfk_cut_depth(const rf_prepared *p, rfk_tiles_args *t, uint32_t tiles) {
+    const uint32_t units = t->m.n_in / 32, steps = rfk_ceil_div(units, RFK_DEPTH / 32), most = p->tile_blocks / tiles;
+    uint32_t splits = most > steps / 4 ? steps / 4 : most; /* of four steps at least */
+    if (splits > RFK_MAX_TILE_SPLITS) splits = RFK_MAX_TILE_SPLITS;
+    if (splits < 1) splits = 1;
+    t->split_units = rfk_ceil_div(steps, splits) * (RFK_DEPTH / 32);
+    t->n_splits = rfk_ceil_div(units, t->split_units);
+    t->part = t->n_splits > 1 ? p->tile_part : NULL;
+}
+
+/* Tiles on matrix units, or dot products. */
 static rf_result rfk_run_tiles(const rfk_launching *l, const rfk_matmul_args *products) {
     rf_prepared *p = l->p;
     rfk_tiles_args t;
@@ -5400,14 +5642,8 @@ static rf_result rfk_run_tiles(const rfk_launching *l, const rfk_matmul_args *pr
     t.m = *products;
     uint32_t row_tiles = rfk_make_products(l, &t.m, RFK_TILE_ROWS);
     bool many = t.m.n_cols > RFK_FEW_TILE;
-    uint32_t col_tiles = rfk_ceil_div(t.m.n_cols, many ? RFK_MANY_TILE : RFK_FEW_TILE), units = t.m.n_in / 32,
-             tiles = row_tiles * col_tiles, most = p->tile_blocks / tiles, steps = rfk_ceil_div(units, RFK_DEPTH / 32);
-    uint32_t splits = most > steps / 4 ? steps / 4 : most; /* of four steps at least */
-    if (splits > RFK_MAX_TILE_SPLITS) splits = RFK_MAX_TILE_SPLITS;
-    if (splits < 1) splits = 1;
-    t.split_units = rfk_ceil_div(steps, splits) * (RFK_DEPTH / 32);
-    t.n_splits = rfk_ceil_div(units, t.split_units);
-    t.part = t.n_splits > 1 ? p->tile_part : NULL;
+    uint32_t col_tiles = rfk_ceil_div(t.m.n_cols, many ? RFK_MANY_TILE : RFK_FEW_TILE);
+    rfk_cut_depth(p, &t, row_tiles * col_tiles);
     rfk_tiles_kernel big = RFK_BY_WAVE(l, (rfk_find_matmul<32, RFK_MANY_TILE>(type)),
                                        (rfk_find_matmul<64, RFK_MANY_TILE>(type)));
     rfk_tiles_kernel small = RFK_BY_WAVE(l, (rfk_find_matmul<32, RFK_FEW_TILE>(type)),
@@ -5417,6 +5653,29 @@ static rf_result rfk_run_tiles(const rfk_launching *l, const rfk_matmul_args *pr
     uint32_t results = RFK_TILE_ROWS * (many ? RFK_MANY_TILE : RFK_FEW_TILE);
     return rfk_go(l, many ? rfk_join_tiles<RFK_MANY_TILE> : rfk_join_tiles<RFK_FEW_TILE>,
                   dim3(col_tiles, row_tiles, results / RFK_BLOCK), RFK_BLOCK, t);
+}
+
+typedef void (*rfk_halves_kernel)(rfk_halves_args);
+template <bool BF16> static rf_result rfk_run_halves(const rfk_launching *l, const rfk_matmul_args *products) {
+    rf_prepared *p = l->p;
+    rfk_halves_args a;
+    a.t.m = *products;
+    a.x = p->pieces;
+    const uint32_t n_cols = products->n_cols, row_tiles = rfk_make_products(l, &a.t.m, RFK_TILE_ROWS);
+    const bool many = n_cols > RFK_FEW_TILE;
+    const uint32_t cols = many ? RFK_MANY_TILE : RFK_FEW_TILE, col_tiles = rfk_ceil_div(n_cols, cols);
+    rfk_cut_depth(p, &a.t, row_tiles * col_tiles);
+    rfk_split_args split = {products->x, p->pieces, products->x_stride, products->n_in};
+    void (*cut)(rfk_split_args) = RFK_BY_WAVE(l, (rfk_split_rows<32, BF16>), (rfk_split_rows<64, BF16>));
+    rf_result r = rfk_go(l, cut, dim3(n_cols), RFK_BLOCK, split);
+    rfk_halves_kernel big = RFK_BY_WAVE(l, (rfk_matmul_halves<BF16, 32, RFK_MANY_TILE>),
+                                        (rfk_matmul_halves<BF16, 64, RFK_MANY_TILE>));
+    rfk_halves_kernel small = RFK_BY_WAVE(l, (rfk_matmul_halves<BF16, 32, RFK_FEW_TILE>),
+                                          (rfk_matmul_halves<BF16, 64, RFK_FEW_TILE>));
+    if (r == RF_OK) r = rfk_go(l, many ? big : small, dim3(col_tiles, row_tiles, a.t.n_splits), RFK_BLOCK, a);
+    if (r != RF_OK || a.t.n_splits == 1) return r;
+    return rfk_go(l, many ? rfk_join_tiles<RFK_MANY_TILE> : rfk_join_tiles<RFK_FEW_TILE>,
+                  dim3(col_tiles, row_tiles, RFK_TILE_ROWS * cols / RFK_BLOCK), RFK_BLOCK, a.t);
 }
 
 static rf_result rfk_run_matmul(const rfk_launching *l) {
@@ -5443,6 +5702,8 @@ static rf_result rfk_run_matmul(const rfk_launching *l) {
     bool tiles = a.n_cols > RFK_FEW_COLS;
     if (!rfk_is_float_type(type) && l->p->dev->wrong_units & RFK_WRONG_BYTES) tiles = false;
     if (tiles && !rfk_is_float_type(type)) return rfk_run_tiles(l, &a);
+    if (tiles && rfk_piece_values(l->p->dev, l->p->plan, op))
+        return type == RF_TYPE_F16 ? rfk_run_halves<false>(l, &a) : rfk_run_halves<true>(l, &a);
     if (tiles) {
         uint32_t blocks = rfk_make_products(l, &a, RFK_TILE);
         return rfk_go(l, rfk_find_matmul_float(type), dim3(blocks, rfk_ceil_div(a.n_cols, RFK_TILE)), RFK_BLOCK, a);

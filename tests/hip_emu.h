@@ -511,6 +511,16 @@ template <bool SUBNORMALS> struct hip_emu_f16 {
         return h & 0x8000 ? -f : f;
     }
 };
+template <bool SUBNORMALS> struct hip_emu_bf16 {
+    enum { per_word = 2, kind = 2 };
+    typedef double exact;
+    HIP_EMU_UNCHECKED static double value(uint32_t word, unsigned i) {
+        uint32_t bits = word >> (16 * i) << 16;
+        float f;
+        memcpy(&f, &bits, 4);
+        return SUBNORMALS || (bits & 0x7f800000) ? static_cast<double>(f) : 0;
+    }
+};
 
 /* The operand of the whole wave. */
 template <class E, unsigned WORDS, unsigned COPIES> struct hip_emu_operand {
@@ -579,6 +589,25 @@ static inline hip_emu_int8 __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32_gfx12(bool
 }
 static inline void hip_emu_mma_m16n8k16_f16(float *d, const int *a, const int *b) {
     hip_emu_product<hip_emu_ptx<2>, hip_emu_f16<true> >(d, a, b, d);
+}
+static inline void hip_emu_mma_m16n8k16_bf16(float *d, const int *a, const int *b) {
+    hip_emu_product<hip_emu_ptx<2>, hip_emu_bf16<true> >(d, a, b, d);
+}
+static inline hip_emu_float4 __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(hip_emu_half4 a, hip_emu_half4 b,
+                                                                       hip_emu_float4 c, int, int, int) {
+    if (hip_emu_matrix() == 2) hip_emu_product<hip_emu_mfma<16, 2>, hip_emu_bf16<false> >(c.v, a.v, b.v, c.v);
+    else hip_emu_product<hip_emu_mfma<16, 2>, hip_emu_bf16<true> >(c.v, a.v, b.v, c.v);
+    return c;
+}
+static inline hip_emu_float8 __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(hip_emu_half16 a, hip_emu_half16 b,
+                                                                         hip_emu_float8 c) {
+    hip_emu_product<hip_emu_wmma11<2>, hip_emu_bf16<true> >(c.v, a.v, b.v, c.v);
+    return c;
+}
+static inline hip_emu_float8 __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32_gfx12(hip_emu_half8 a, hip_emu_half8 b,
+                                                                               hip_emu_float8 c) {
+    hip_emu_product<hip_emu_wmma12<2>, hip_emu_bf16<true> >(c.v, a.v, b.v, c.v);
+    return c;
 }
 static inline hip_emu_float4 __builtin_amdgcn_mfma_f32_16x16x16f16(hip_emu_half4 a, hip_emu_half4 b, hip_emu_float4 c,
                                                                    int, int, int) {

@@ -2059,12 +2059,77 @@ static void test_threads() {
 
 /* ---- what only the emulator can show ---- */
 
+/* Device `index`, opened with another matrix unit, right ones or wrong ones, in the place of the usual one while this
+ * lives. */
+struct OtherUnits {
+    uint32_t index;
+    rf_dev *usual;
+    OtherUnits(uint32_t i, int kind, int wrong) : index(i), usual(devices[i]) {
+        rf_error err;
+        memset(&err, 0, sizeof err);
+        hip_emu_matrix_unit((int)index, kind);
+        hip_emu_wrong_units(wrong);
+        CHECK(api->device_open(index, NULL, &devices[index], &err) == RF_OK, "%s", err.text);
+    }
+    ~OtherUnits() {
+        if (devices[index] != usual) api->device_close(devices[index]);
+        devices[index] = usual;
+        hip_emu_wrong_units(0), hip_emu_matrix_unit(0, 4), hip_emu_matrix_unit(1, 2);
+    }
+    OtherUnits(const OtherUnits &) = delete;
+    OtherUnits &operator=(const OtherUnits &) = delete;
+};
+
+/* Activations from 2^-90 to 2^108, one of which may be 10^4 times the others of its row, a row of zeros, and weights among
+ * which are subnormal ones: each row of results is right for its own size, in both kinds of weights. */
+static void float_ranges(uint32_t type, uint32_t device) {
+    const uint32_t n_in = 64, n_out = 20, n_rows = 12, n_small = 10; /* rows of W with small weights */
+    Rig g(devices[device]);
+    uint32_t in = g.buffer(n_in), out = g.buffer(n_out);
+    std::vector<float> w_values = values((size_t)n_in * n_out), x = values((size_t)n_in * n_rows);
+    std::vector<uint8_t> w(2 * w_values.size());
+    for (size_t i = 0; i < w_values.size(); i++) {
+        float v = i < (size_t)n_small * n_in ? ldexpf(w_values[i], -16) : w_values[i];
+        uint32_t bits;
+        memcpy(&bits, &v, 4);
+        uint16_t packed = type == RF_TYPE_F16 ? to_half(v) : (uint16_t)(bits >> 16);
+        memcpy(&w[2 * i], &packed, 2);
+    }
+    for (size_t i = 0; i < x.size(); i++) {
+        uint32_t row = (uint32_t)(i / n_in);
+        x[i] = row == 5 ? 0 : ldexpf(i % n_in == row ? 1e4f * x[i] : x[i], 18 * ((int)row - 5));
+    }
+    rf_op *o = g.op(RF_OP_MATMUL);
+    o->in = in, o->out = out, o->n_in = n_in, o->n_out = n_out;
+    o->weight = g.weight(type, n_in, n_out, w);
+    REQUIRE(g.open(n_rows) == RF_OK, "%s", g.err.text);
+    g.set(in, x);
+    REQUIRE(g.run(rows_of(n_rows)) == RF_OK, "%s", g.err.text);
+    std::vector<float> y = g.get(out);
+    std::vector<double> wd = decode(type, w);
+    for (uint32_t t = 0; t < n_rows; t++)
+        for (uint32_t part = 0; part < 2; part++) {
+            std::vector<float> found;
+            std::vector<double> want;
+            for (uint32_t i = part * n_small; i < (part + 1) * n_small; i++) {
+                double sum = 0;
+                for (uint32_t k = 0; k < n_in; k++) sum += wd[(size_t)i * n_in + k] * x[(size_t)t * n_in + k];
+                found.push_back(y[(size_t)t * n_out + i]);
+                want.push_back(sum);
+            }
+            char what[80];
+            snprintf(what, sizeof what, "%s, row %u, %s weights, device %u", type_name(type), t, part ? "usual" : "small",
+                     device);
+            compare(found, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+        }
+}
+
 /* Tiles on every matrix unit there is, and on none; what the emulated device had comes back. */
 /* Types up to IQ4_NL: those behind it share the kernels of the last three. */
 static void test_matrix_units() {
     static const int kinds[][2] = {{0, 0}, {0, 1}, {0, 4}, {0, 5}, {1, 0}, {1, 2}, {1, 3}};
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
-        hip_emu_matrix_unit(kinds[k][0], kinds[k][1]);
+        OtherUnits units((uint32_t)kinds[k][0], kinds[k][1], 0);
         for (size_t t = 3 + k % stride; t < 14; t += stride) {
             uint32_t block = block_elements(types[t]);
             MatmulCase small = {types[t], block == 32 ? 5 * block : 2 * block, 130, 20, 1, (uint32_t)kinds[k][0]};
@@ -2072,11 +2137,19 @@ static void test_matrix_units() {
             matmul_case(small);
             matmul_case(large);
         }
+        for (uint32_t t = 0; t < 2; t++) {
+            const uint32_t type = t ? RF_TYPE_BF16 : RF_TYPE_F16, device = (uint32_t)kinds[k][0];
+            MatmulCase rows = {type, 96, 130, 20, 1, device}, cols = {type, 32, 5, 66, 2, device},
+                       deep = {type, 1056, 17, 9, 0, device}; /* whose depth is cut over several blocks */
+            matmul_case(rows);
+            matmul_case(cols);
+            if (k % 2 == t || stride == 1) matmul_case(deep);
+            float_ranges(type, device);
+        }
         AttentionCase prompts[] = {{4, 2, 128, 128, 70, 40, RF_CACHE_F16, 0, (uint32_t)kinds[k][0]},
                                    {3, 1, 80, 80, 33, 33, RF_CACHE_F16, 0, (uint32_t)kinds[k][0]},
                                    {1, 2, 16, 16, 100, 64, RF_CACHE_F16, 0, (uint32_t)kinds[k][0]}};
         for (int i = 0; i < 3; i++) attention_case(prompts[i]);
-        hip_emu_matrix_unit(0, 4), hip_emu_matrix_unit(1, 2);
     }
 }
 
@@ -2088,24 +2161,19 @@ static void test_wrong_units() {
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
         for (int wrong = 0; wrong < 4; wrong++) {
             const uint32_t index = (uint32_t)kinds[k][0];
-            rf_dev *usual = devices[index];
+            OtherUnits units(index, kinds[k][1], wrong);
             rf_error err;
             rf_device_info info;
             memset(&err, 0, sizeof err);
-            hip_emu_matrix_unit(kinds[k][0], kinds[k][1]);
-            hip_emu_wrong_units(wrong);
-            REQUIRE(api->device_open(index, NULL, &devices[index], &err) == RF_OK, "%s", err.text);
             REQUIRE(api->device_info(devices[index], &info, &err) == RF_OK, "%s", err.text);
             CHECK(wrong ? strstr(info.note, named[wrong]) != NULL : !info.note[0], "units %d, wrong %d: '%s'",
                   kinds[k][1], wrong, info.note);
             MatmulCase product = {RF_TYPE_Q6_K, 512, 65, 20, 1, index};
             AttentionCase prompt = {3, 1, 80, 80, 33, 33, RF_CACHE_F16, 0, index, 0, 0};
+            MatmulCase halves = {RF_TYPE_F16, 64, 65, 20, 1, index}, bfloats = {RF_TYPE_BF16, 64, 65, 20, 1, index};
             if (wrong == 1) matmul_case(product);
-            if (wrong == 2) attention_case(prompt);
-            api->device_close(devices[index]);
-            devices[index] = usual;
+            if (wrong == 2) attention_case(prompt), matmul_case(halves), matmul_case(bfloats);
         }
-    hip_emu_wrong_units(0), hip_emu_matrix_unit(0, 4), hip_emu_matrix_unit(1, 2);
 }
 
 /* A driver that replays graphs with old values: found at the first replay, results are right, the device says so. */
