@@ -2991,11 +2991,18 @@ struct rfk_halves_args {
     rfk_tiles_args t;
     rfk_pieces x;
 };
+/* 16 bytes on their way to shared memory. AMD's int4 is a class: hipcc would keep arrays of it in memory. */
+#if defined(ROCMFORGE_HIP_EMU) || defined(RFK_NVIDIA)
+typedef int4 rfk_chunk;
+#else
+typedef rfk_int4 rfk_chunk;
+#endif
 template <int PIECES, int COLS> struct rfk_halves_shared {
     int4 w[RFK_TILE_ROWS][RFK_HALVES_STRIDE], x[PIECES][COLS][RFK_HALVES_STRIDE];
 };
+RFK_DEVICE void rfk_put_chunk(int4 *to, const rfk_chunk &v) { *reinterpret_cast<rfk_chunk *>(to) = v; }
 template <int PIECES, int COLS> struct rfk_halves_loads {
-    int4 w, x[PIECES * COLS / 64];
+    rfk_chunk w, x[PIECES * COLS / 64];
 };
 
 /* A thread's 16 bytes of W and of each 64 columns of each piece, values [k0, + 32): rows and columns beyond the last
@@ -3005,12 +3012,12 @@ RFK_DEVICE void rfk_fetch_halves(rfk_halves_loads<PIECES, COLS> &v, const rfk_ha
                                  uint32_t row0, uint32_t col0, uint32_t k0) {
     const uint32_t i = threadIdx.x / 4, chunk = threadIdx.x % 4, n_in = a.t.m.n_in, n_cols = a.t.m.n_cols,
                    row = row0 + i < p.n_out ? row0 + i : p.n_out - 1;
-    v.w = reinterpret_cast<const int4 *>(p.w.plane[0] + 2 * ((size_t)(p.row0 + row) * n_in + k0))[chunk];
+    v.w = reinterpret_cast<const rfk_chunk *>(p.w.plane[0] + 2 * ((size_t)(p.row0 + row) * n_in + k0))[chunk];
     RFK_UNROLL(8)
     for (uint32_t j = 0; j < PIECES * COLS / 64; j++) {
         uint32_t piece = j / (COLS / 64), col = col0 + i + j % (COLS / 64) * 64;
         if (col >= n_cols) col = n_cols - 1;
-        v.x[j] = reinterpret_cast<const int4 *>(a.x.value + ((size_t)piece * n_cols + col) * n_in + k0)[chunk];
+        v.x[j] = reinterpret_cast<const rfk_chunk *>(a.x.value + ((size_t)piece * n_cols + col) * n_in + k0)[chunk];
     }
 }
 
@@ -3071,10 +3078,10 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args 
     rfk_fetch_halves(v, a, p, row0, col0, first);
     for (uint32_t k0 = first; k0 < end; k0 += RFK_HALVES_DEPTH) {
         __syncthreads(); /* all are done with what was there */
-        s.w[threadIdx.x / 4][threadIdx.x % 4] = v.w;
+        rfk_put_chunk(&s.w[threadIdx.x / 4][threadIdx.x % 4], v.w);
         RFK_UNROLL(8)
         for (uint32_t j = 0; j < PIECES * COLS / 64; j++)
-            s.x[j / (COLS / 64)][threadIdx.x / 4 + j % (COLS / 64) * 64][threadIdx.x % 4] = v.x[j];
+            rfk_put_chunk(&s.x[j / (COLS / 64)][threadIdx.x / 4 + j % (COLS / 64) * 64][threadIdx.x % 4], v.x[j]);
         __syncthreads();
         if (k0 + RFK_HALVES_DEPTH < end) rfk_fetch_halves(v, a, p, row0, col0, k0 + RFK_HALVES_DEPTH);
         rfk_halves_step<WAVE, RT, CT, BF16, COLS>(s, wave_row, wave_col, sum);
