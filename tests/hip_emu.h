@@ -511,6 +511,7 @@ template <bool SUBNORMALS> struct hip_emu_f16 {
         return h & 0x8000 ? -f : f;
     }
 };
+
 template <bool SUBNORMALS> struct hip_emu_bf16 {
     enum { per_word = 2, kind = 2 };
     typedef double exact;
