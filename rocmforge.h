@@ -10274,20 +10274,28 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
     }
 }
 
-/* A chunk is one kv head, with the query heads that read it, for some rows: those that follow each other in
- * one sequence share a pass over its keys and values. */
+/* Query heads of one chunk of attention: those of a kv head, unless they are so many that threads better share them. */
+static uint32_t rfi_cpu_query_heads(const rf_op *op) {
+    return (uint32_t)rfi_min_u64(op->n_heads / op->n_kv_heads, 16);
+}
+
+/* A chunk is one kv head, with query heads that read it, for some rows: those that follow each other in one sequence
+ * share a pass over its keys and values. */
 static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
-    uint32_t group = op->n_heads / op->n_kv_heads, n_tokens = rfi_attention_tokens(group);
+    const uint32_t group = op->n_heads / op->n_kv_heads, most = rfi_cpu_query_heads(op),
+                   parts = (group + most - 1) / most, n_tokens = rfi_attention_tokens(most),
+                   piece = chunk % (op->n_kv_heads * parts), head = piece / parts, first = piece % parts * most,
+                   q_head = head * group + first;
     const int latent = (op->flags & RF_OP_LATENT) != 0;
-    uint32_t head = chunk % op->n_kv_heads, r = chunk / op->n_kv_heads * n_tokens;
+    uint32_t r = chunk / (op->n_kv_heads * parts) * n_tokens;
     uint32_t end = (uint32_t)rfi_min_u64(o->n_rows, r + n_tokens);
     for (uint32_t n = 1; r < end; r += n, n = 1) {
         const rf_step_row *row = &o->step->rows[r];
         while (r + n < end && row[n].seq == row->seq && row[n].pos == row->pos + (int32_t)n) n++;
         rfi_attention a = {
-            .q = o->in + r * o->in_width + (uint64_t)head * group * op->head_dim,
+            .q = o->in + r * o->in_width + (uint64_t)q_head * op->head_dim,
             .q_stride = o->in_width,
             .k = rfi_cpu_state(o->p, op->state, 0, row->seq, head),
             .v = rfi_cpu_state(o->p, op->state, !latent, row->seq, head),
@@ -10295,12 +10303,12 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .cache_type = o->p->bind.cache_type,
             .n_tokens = n,
             .n_pos = (uint32_t)row->pos + 1,
-            .n_group = group,
+            .n_group = (uint32_t)rfi_min_u64(most, group - first),
             .head_dim = op->head_dim,
             .head_dim_v = latent ? op->head_dim : op->head_dim_v,
             .v_rest = latent ? op->head_dim - op->head_dim_v : 0,
-            .sinks = o->vector ? o->vector + head * group : NULL,
-            .slopes = op->table != RF_NONE ? o->p->plan->tables + op->table + head * group : NULL,
+            .sinks = o->vector ? o->vector + q_head : NULL,
+            .slopes = op->table != RF_NONE ? o->p->plan->tables + op->table + q_head : NULL,
             .window = op->window,
             .scale = op->scale,
             .softcap = op->softcap,
@@ -10308,7 +10316,7 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .temperature_length = op->temperature_length,
             .scratch = o->p->scratch + thread * o->p->scratch_stride,
             .cells = o->p->scratch + thread * o->p->scratch_stride + o->p->cells_at,
-            .out = o->out + r * o->out_width + (uint64_t)head * group * op->head_dim_v,
+            .out = o->out + r * o->out_width + (uint64_t)q_head * op->head_dim_v,
             .out_stride = o->out_width,
         };
         o->k->attention(&a);
@@ -10599,9 +10607,10 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_ROPE: rfi_cpu_run_rope(&o); break;
     case RF_OP_KV_STORE: rfi_pool_run(pool, rfi_cpu_kv_store, &o, o.n_rows); break;
     case RF_OP_ATTENTION: {
-        const uint32_t n_tokens = rfi_attention_tokens(op->n_heads / op->n_kv_heads);
+        const uint32_t most = rfi_cpu_query_heads(op), n_tokens = rfi_attention_tokens(most);
+        const uint32_t parts = (op->n_heads / op->n_kv_heads + most - 1) / most;
         o.vector = rfi_cpu_vector(p, op->extra, 0, op->n_heads, 0);
-        rfi_pool_run(pool, rfi_cpu_attention, &o, (o.n_rows + n_tokens - 1) / n_tokens * op->n_kv_heads);
+        rfi_pool_run(pool, rfi_cpu_attention, &o, (o.n_rows + n_tokens - 1) / n_tokens * op->n_kv_heads * parts);
         break;
     }
     case RF_OP_GLU:
@@ -10923,7 +10932,7 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
         if (op->kind == RF_OP_EMBED) need.scratch = rfi_max_u64(need.scratch, op->n_out);
         if (op->kind == RF_OP_ATTENTION)
             need.scratch = rfi_max_u64(
-                need.scratch, rfi_attention_scratch(op->n_heads / op->n_kv_heads, op->head_dim,
+                need.scratch, rfi_attention_scratch(rfi_cpu_query_heads(op), op->head_dim,
                                                     op->flags & RF_OP_LATENT ? op->head_dim : op->head_dim_v));
         if (op->kind == RF_OP_MATMUL && i >= next) {
             const int alone = i > 0 && !along; /* the op before was done by itself */

@@ -242,6 +242,49 @@ static void parallel_number(mg_gguf *w) { (void)w, mg_uint("use_parallel_residua
 static void temperature_huge(mg_gguf *w) { (void)w, mg_real("attention.temperature_scale", 1e30f); }
 static void factor_nan(mg_gguf *w) { (void)w, mg_real("rope.scaling.attn_factor", NAN); }
 
+static void experts_keys(void) {
+    mg_uint("expert_count", 4);
+    mg_uint("expert_used_count", 2);
+    mg_uint("expert_feed_forward_length", 32);
+}
+static void latent_keys(uint32_t key_length, uint32_t kv_heads) {
+    experts_keys();
+    mg_uint("attention.kv_lora_rank", 24);
+    mg_uint("rope.dimension_count", 8);
+    mg_uint("attention.key_length", key_length);
+    mg_uint("attention.value_length", 24);
+    mg_uint("attention.key_length_mla", 16 + (kv_heads == 2 ? 0 : 4));
+    mg_uint("attention.value_length_mla", 12);
+}
+static void latent_two_heads(mg_gguf *w) { (void)w, latent_keys(32, 2); }
+static void latent_other_key(mg_gguf *w) { (void)w, latent_keys(40, 1); }
+static void latent_no_rank(mg_gguf *w) { (void)w, experts_keys(); }
+static void latent_groups(mg_gguf *w) {
+    (void)w;
+    latent_keys(32, 1);
+    mg_uint("expert_group_count", 4);
+    mg_uint("expert_group_used_count", 1);
+}
+static void layered_keys(void) {
+    const uint8_t local[2] = {1, 0};
+    gemma_window(mg_family_file);
+    mg_kv_arr(mg_family_file, mg_key("attention.sliding_window_pattern"), MG_KV_BOOL, local, 2, 2);
+}
+static void shared_all(mg_gguf *w) { (void)w, layered_keys(), mg_uint("attention.shared_kv_layers", 2); }
+static void shared_none_before(mg_gguf *w) {
+    (void)w;
+    layered_keys();
+    mg_uint("attention.shared_kv_layers", 1);
+}
+static void layer_inputs(mg_gguf *w) { (void)w, layered_keys(), mg_uint("embedding_length_per_layer_input", 8); }
+static void odd_rope(mg_gguf *w) { (void)w, layered_keys(), mg_uint("rope.dimension_count_swa", 7); }
+static void alibi_zero(mg_gguf *w) { (void)w, mg_real("attention.max_alibi_bias", 0); }
+static void shared_experts(mg_gguf *w) {
+    (void)w;
+    experts_keys();
+    mg_uint("expert_shared_feed_forward_length", 40);
+}
+
 static const struct {
     mg_family f;
     rf_result code;
@@ -275,6 +318,20 @@ static const struct {
     {{.arch = "gptneox", .has = STARCODER | MG_QKV | MG_NO_FFN_NORM, .more_kv = parallel}, RF_ERR_NOT_FOUND, "blk.0.ffn_norm.weight"},
     {{.arch = "gpt2", .has = STARCODER | MG_QKV}, RF_ERR_NOT_FOUND, "position_embd.weight"},
     {{.arch = "cohere2", .has = MG_LAYER_NORM | MG_NO_FFN_NORM}, RF_ERR_NOT_FOUND, "cohere2.logit_scale"},
+    {{.arch = "deepseek2"}, RF_ERR_NOT_FOUND, "deepseek2.expert_count"},
+    {{.arch = "deepseek2", .more_kv = latent_no_rank}, RF_ERR_NOT_FOUND, "attention.kv_lora_rank"},
+    {{.arch = "deepseek2", .more_kv = latent_two_heads}, RF_ERR_FORMAT, "attention.head_count_kv 1"},
+    {{.arch = "deepseek2", .more_kv = latent_other_key}, RF_ERR_FORMAT, "want attention.key_length 32"},
+    {{.arch = "deepseek2", .more_kv = latent_groups}, RF_ERR_FORMAT, "deepseek2.expert_group_count"},
+    {{.arch = "qwen2moe", .more_kv = shared_experts}, RF_ERR_NOT_FOUND, "blk.0.ffn_gate_inp.weight"},
+    {{.arch = "gemma4", .has = MG_POST_NORM | MG_QK_NORM, .more_kv = gemma_window}, RF_ERR_NOT_FOUND, "sliding_window_pattern"},
+    {{.arch = "gemma4", .has = MG_POST_NORM | MG_QK_NORM, .more_kv = shared_all}, RF_ERR_FORMAT, "shared_kv_layers"},
+    {{.arch = "gemma4", .has = MG_POST_NORM | MG_QK_NORM, .more_kv = shared_none_before}, RF_ERR_FORMAT, "shared_kv_layers"},
+    {{.arch = "gemma4", .has = MG_POST_NORM | MG_QK_NORM, .more_kv = layer_inputs}, RF_ERR_NOT_FOUND, "per_layer_token_embd"},
+    {{.arch = "gemma4", .has = MG_POST_NORM | MG_QK_NORM, .more_kv = odd_rope}, RF_ERR_FORMAT, "rope.dimension_count_swa"},
+    {{.arch = "mpt", .has = STARCODER | MG_QKV}, RF_ERR_NOT_FOUND, "attention.max_alibi_bias"},
+    {{.arch = "mpt", .has = STARCODER | MG_QKV, .more_kv = alibi_zero}, RF_ERR_FORMAT, "attention.max_alibi_bias"},
+    {{.arch = "bloom", .has = STARCODER | MG_QKV}, RF_ERR_NOT_FOUND, "token_embd_norm.weight"},
     {{.arch = "cohere9", .has = MG_LAYER_NORM | MG_NO_FFN_NORM}, RF_ERR_UNSUPPORTED, "'cohere9'"},
 };
 

@@ -240,6 +240,7 @@ static const struct {
     {"keys wider than values", OWN_WEIGHTS, {.head_dim = 32, .head_dim_v = 16}},
     {"values wider than keys", OWN_WEIGHTS, {.head_dim = 16, .head_dim_v = 48, .fused_qkv = 1, .bias = 1}},
     {"a single key/value head", OWN_WEIGHTS, {.n_kv_heads = 1}},
+    {"many queries of one key/value head", OWN_WEIGHTS, {.n_heads = 39, .n_kv_heads = 1, .head_dim = 8}},
     {"as many as query heads", OWN_WEIGHTS, {.n_kv_heads = 4}},
     {"eps", DIFFERS, {.eps = 0.5f}},
     {"eps qwen3", DIFFERS, {.arch = "qwen3", .eps = 0.5f}},
