@@ -7,6 +7,8 @@ strict="-Wall -Wextra -Wpedantic -Wconversion -Werror"
 model=examples/shakespeare-5m.gguf
 libs="-lm -pthread"
 small="-O0 -DROCMFORGE_NO_SIMD" # for what does not depend on the vector kernels, which take a compiler long
+quick=gcc # where any compiler will do: without optimization clang takes a third of gcc's time
+command -v clang >/dev/null && quick=clang
 
 # The program of the header's first comment, with the prompt of expected_generate.txt, with and without the implementation;
 # a translation unit that is only the implementation; one that only includes the header.
@@ -78,7 +80,7 @@ void *my_malloc(size_t n) {
 }
 void my_free(void *p) { blocks -= p != NULL; free(p); }
 EOF
-    gcc $small $strict -I. -c "$dir/allocator.c" -o "$dir/allocator.o"
+    $quick $small $strict -I. -c "$dir/allocator.c" -o "$dir/allocator.o"
     gcc -I. "$dir/hello_decl.c" "$dir/my_malloc.c" "$dir/allocator.o" -o "$dir/hello_allocator" $libs
 }
 build_static() {
@@ -91,11 +93,11 @@ build_static() {
     gcc "$dir/static_1.o" "$dir/static_2.o" -o "$dir/hello_static" $libs
 }
 build_shared() {
-    gcc $small -fPIC -shared -fvisibility=hidden -DROCMFORGE_API='extern __attribute__((visibility("default")))' $strict -I. \
+    $quick $small -fPIC -shared -fvisibility=hidden -DROCMFORGE_API='extern __attribute__((visibility("default")))' $strict -I. \
         "$dir/impl.c" -o "$dir/librocmforge.so" $libs
     gcc -I. -DROCMFORGE_API=extern "$dir/hello_decl.c" -o "$dir/hello_shared" -L"$dir" -lrocmforge '-Wl,-rpath,$ORIGIN'
 }
-build_hip() { gcc $small -DROCMFORGE_HIP=1 $strict -I. -c "$dir/impl.c" -o "$dir/hip.o"; }
+build_hip() { $quick $small -DROCMFORGE_HIP=1 $strict -I. -c "$dir/impl.c" -o "$dir/hip.o"; }
 
 # ---- language modes ----
 
