@@ -547,13 +547,15 @@ typedef struct rf_session_desc {
     uint32_t full_cache;   /* 0: layers with a sliding window keep the positions that the window and the largest
                               batch need, and a sequence cannot be cut back far (rf_session_truncate); 1: all layers
                               keep n_ctx positions, and it can be cut anywhere. The logits are the same bits.    */
+    uint32_t n_snapshots;  /* recurrent models: older states that a sequence keeps, to be cut back to; 0 = 4, or
+                              1 if n_seq_max > 1                                                                 */
 } rf_session_desc;
 
 typedef struct rf_forecast {
     uint64_t weight_bytes;   /* of the device when loaded: resident, ring, for repacking  */
     uint64_t streamed_bytes; /* weights read anew for every token, beyond the budget      */
     uint64_t expert_cache_bytes; /* of weight_bytes, if experts do not all fit: their room */
-    uint64_t kv_bytes;
+    uint64_t kv_bytes;       /* keys and values, recurrent states                         */
     uint64_t scratch_bytes;  /* activations and logits                                    */
     uint64_t host_bytes;     /* of the session on the host                                */
 } rf_forecast;
@@ -622,15 +624,19 @@ ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_
                                         uint32_t *kept, rf_error *err);
 
 /* Cut a sequence to n_keep tokens (more than it holds: no change). n_keep 0 empties it. *kept (may be NULL) is the
- * length it really has now: n_keep, or 0 where that cannot be: if layers of the model have a sliding window and the
- * session keeps no more of them (rf_session_desc.full_cache), what is n_batch or more tokens behind the furthest that
- * the sequence has been may be gone, and the caller evaluates its tokens again from 0. Sequences that were never longer
- * than the window can be cut anywhere. A restored one can go back as far as the saved one could.
+ * length it really has now, and from where the caller evaluates its tokens again: n_keep, or less where that cannot be.
+ * If layers of the model have a sliding window and the session keeps no more of them (rf_session_desc.full_cache), what
+ * is n_batch or more tokens behind the furthest that the sequence has been may be gone: then it is 0. Sequences that
+ * were never longer than the window can be cut anywhere. A restored one can go back as far as the saved one could.
+ * A recurrent model goes back to the last state it has kept; a sequence keeps n_snapshots of them, spread over it: at
+ * every 256th token, before the last token of the last rf_eval with several, and of those evaluated one at a time a
+ * few. A restored one has the state that was saved, no older ones.
  * Returns RF_OK; RF_ERR_ARGUMENT (seq).   Memory none.   Cost O(1). */
 ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept,
                                             rf_error *err);
 
-/* dst becomes a copy of src. Cost: copies its keys and values. */
+/* dst becomes a copy of src. Cost: copies its keys and values. Of a recurrent model, the state it is in: the copy can
+ * be cut back to that and to 0. */
 ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst, rf_error *err);
 
 /* Empty all sequences but this one. */
@@ -680,7 +686,7 @@ typedef struct rf_session_io {
 ROCMFORGE_API uint64_t rf_session_save_bytes(const rf_session *s, int32_t seq);
 
 /* Write a sequence: its tokens, and the keys and values of these (of layers with a sliding window as many as the
- * session still needs to go on, or to be cut back), with what tells the model and a checksum.
+ * session still needs to go on, or to be cut back) or the state behind them, with what tells the model and a checksum.
  * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_IO (write_fn); RF_ERR_DEVICE. The sequence stays as it is.   Memory none.
  * Cost: copies its keys and values from the device. */
 ROCMFORGE_API rf_result rf_session_save(rf_session *s, int32_t seq, const rf_session_io *io, rf_error *err);
@@ -947,7 +953,17 @@ typedef enum rf_op_kind {
     RF_OP_HEADS = 12,    /* a matrix for each head: out[T, n_heads, n_out + head_dim - n_in] = the first n_in values of
                             in[T, n_heads, head_dim] times W[h]^T, behind them its other ones, untouched; W[h] are
                             rows [h * n_out, + n_out) of the weight                                                */
-    RF_OP_KIND_COUNT = 13
+    RF_OP_CONV = 13,     /* out[T, n_out] = act(sum over j < n_in of W[c, j] * x[t - n_in + 1 + j, c]), x the rows of
+                            in[T, n_out] and, before the sequence's first one in the step, those in its state
+                            [n_in - 1, n_out], oldest first; W [n_out, n_in] of floats; out may be in              */
+    RF_OP_DELTA = 14,    /* gated delta rule, out[T, n_heads, head_dim_v] of in[T, q | k | v], q and k of n_kv_heads
+                            heads of head_dim, v of n_heads of head_dim_v. Head h has a state S[head_dim, head_dim_v],
+                            and reads q and k of head h / (n_heads / n_kv_heads), or h % n_kv_heads with
+                            RF_OP_CYCLIC. In the order of a sequence's rows, x' = x / sqrt(|x|^2 + eps):
+                            S *= exp(softplus(in3[h] + b[h]) * a[h]);  d = sigmoid(in2[h]) * (v - S^T k');
+                            S += k' d^T;  out = scale * S^T q'. a is extra, b is extra2                            */
+    RF_OP_SLICE = 15,    /* out[T, n_heads, head_dim] = values [extra_at, + head_dim) of in[T, n_heads, n_in]      */
+    RF_OP_KIND_COUNT = 16
 } rf_op_kind;
 
 #define RF_OP_ACCUMULATE 1u
@@ -956,6 +972,9 @@ typedef enum rf_op_kind {
 #define RF_OP_POSITIONS 8u
 #define RF_OP_LAST 0x10u     /* ROPE */
 #define RF_OP_LATENT 0x1000u /* KV_STORE, ATTENTION */
+#define RF_OP_CYCLIC 0x2000u /* DELTA */
+
+#define RF_MAX_TAPS 8u /* n_in of a CONV */
 
 typedef enum rf_activation {
     RF_ACT_SILU = 0, /* x / (1 + e^-x)                                                */
@@ -964,7 +983,8 @@ typedef enum rf_activation {
                         in2                                                           */
     RF_ACT_NONE = 3,    /* x                                                                */
     RF_ACT_CLAMP = 4,   /* x cut to -softcap .. softcap                                     */
-    RF_ACT_COUNT = 5
+    RF_ACT_SIGMOID = 5, /* 1 / (1 + e^-x)                                                   */
+    RF_ACT_COUNT = 6
 } rf_activation;
 #define RF_OP_SIGMOID 0x100u    /* ROUTE, MIX */
 #define RF_OP_CHOSEN 0x200u     /* ROUTE */
@@ -983,13 +1003,16 @@ typedef struct rf_op {
     int32_t layer;       /* -1: before the first; n_layers: after the last        */
     uint32_t in, in2;    /* buffers                                               */
     uint32_t out;        /* buffer                                                */
-    uint32_t state;      /* KV_STORE, ATTENTION                                   */
+    uint32_t state;      /* KV_STORE, ATTENTION, CONV, DELTA                      */
     uint32_t weight;     /* slot                                                  */
     uint32_t weight_row; /* first row of it: fused tensors are row ranges         */
     uint32_t extra;      /* slot of the bias, of rope's freqs, of attention's sinks, of a GLU's factor */
-    uint32_t extra2;     /* slot of a matmul's or of experts' factors, or of rope's other freqs */
-    uint32_t extra_at;   /* first element of extra, or of a GLU's in2             */
-    uint32_t table;      /* index into rf_plan.tables (float), ROPE, ATTENTION    */
+    uint32_t extra2;     /* slot of a matmul's or of experts' factors, rope's other freqs, delta's b */
+    uint32_t extra_at;   /* first element of extra, a GLU's in2, a SLICE's heads */
+    union {
+        uint32_t table;  /* index into rf_plan.tables (float), ROPE, ATTENTION    */
+        uint32_t in3;    /* buffer, DELTA                                         */
+    };
     uint32_t n_in, n_out;
     uint32_t n_heads, n_kv_heads;
     uint32_t head_dim, head_dim_v;
@@ -1000,10 +1023,13 @@ typedef struct rf_op {
     float temperature;        /* ATTENTION; 0: none                     */
     uint32_t temperature_length;
     uint32_t window;          /* ATTENTION: positions seen; 0: all      */
-    uint32_t activation;      /* GLU: rf_activation                     */
+    uint32_t activation;      /* GLU, CONV (SILU or NONE): rf_activation */
     uint32_t n_experts, n_used; /* ROUTE, EXPERTS, MIX */
     uint32_t n_groups, n_groups_used; /* ROUTE */
 } rf_op;
+
+/* Its third buffer of inputs, or RF_NONE. */
+static inline uint32_t rf_op_in3(const rf_op *op) { return op->kind == RF_OP_DELTA ? op->in3 : RF_NONE; }
 
 /* An activation buffer: float32 [rows, width], int32 where ARGMAX and, in the first half of a row, ROUTE write. */
 typedef struct rf_plan_buffer {
@@ -1016,12 +1042,14 @@ typedef struct rf_plan_buffer {
  * RF_STATE_ALIGN, V [n_seq][n_kv_heads][cells][head_dim_v], elements of the session's cache type. head_dim_v is 0 where
  * the ops are RF_OP_LATENT. Position p lies in cell p % cells. There are n_ctx cells; or, with a window, as few as the
  * window and a step's rows need, in multiples of RF_STATE_CELLS: so many positions from a multiple of it on always lie
- * side by side. */
+ * side by side. Or, with a width, a recurrent state, what a sequence leaves behind: [n_slots][width] float32, of CONV
+ * and DELTA as these say (DELTA: S of each head). */
 typedef struct rf_plan_state {
     uint32_t layer;
     uint32_t n_kv_heads;
     uint32_t head_dim, head_dim_v;
     uint32_t window; /* positions that its ATTENTION ops see at most, a row's own included; 0: all */
+    uint32_t width;  /* of a recurrent state; 0: keys and values                                   */
 } rf_plan_state;
 
 #define RF_STATE_ALIGN 256u
@@ -1075,6 +1103,9 @@ typedef struct rf_step_row {
     int32_t seq;
     int32_t pos;
     int32_t logits_row;/* row of the logits buffer, -1 for none         */
+    /* slots of recurrent states, from 1 on: where the sequence's first row in the step finds what was before it (0: it
+     * is its first at all), and where a row leaves the state behind it (0: nowhere). Rows leave to different slots. */
+    uint32_t from, to;
 } rf_step_row;
 
 /* What varies from call to call. Host memory, read during plan_run only. Where a sequence keeps a position follows from
@@ -1140,6 +1171,7 @@ typedef struct rf_plan_bind {
     uint32_t n_batch;              /* rows of a step at most                                 */
     uint32_t n_logits;             /* rows of the logits buffers at most                     */
     uint32_t cache_type;           /* rf_cache_type                                          */
+    uint32_t n_slots;              /* of recurrent states, for all sequences                 */
 } rf_plan_bind;
 
 /* Cells of a state per sequence; 0 if it is neither the context nor a ring that is large enough. */
@@ -5566,6 +5598,7 @@ typedef struct rfi_layer_config {
     uint32_t cache_layer; /* whose keys and values it reads; its own, or those of an earlier one */
     uint32_t window; /* positions its attention sees; 0: all              */
     int local;       /* one of the layers that a sliding window is for    */
+    int recurrent;   /* it has no attention but a state                   */
     int rope;        /* 0: its queries and keys are not rotated           */
 } rfi_layer_config;
 
@@ -5589,6 +5622,22 @@ typedef struct rfi_moe_arch {
     int shared;     /* experts that every row takes: their width is expert_feed_forward_length times
                        expert_shared_count, or expert_shared_feed_forward_length                    */
 } rfi_moe_arch;
+
+/* What the layers without attention do instead, and how they are told apart. */
+typedef enum rfi_recurrence { RFI_RECURRENCE_NONE = 0, RFI_SHORT_CONV = 1, RFI_DELTA_NET = 2 } rfi_recurrence;
+typedef struct rfi_recurrent_arch {
+    rfi_recurrence kind;
+    int cyclic;      /* DELTA_NET: head h reads the key head h % n_k_heads instead of h / (n_heads / n_k_heads) */
+    int fused_gates; /* ssm_ba, [beta of a key head's heads | alpha of these], instead of ssm_beta and ssm_alpha */
+} rfi_recurrent_arch;
+
+/* Recurrent layers of a model; kind 0: none. */
+typedef struct rfi_recurrent_config {
+    rfi_recurrence kind;
+    uint32_t n_taps;                                /* of convolutions */
+    uint32_t n_k_heads, n_heads, head_dim, head_dim_v; /* DELTA_NET       */
+    uint32_t n_conv;                                /* channels of its convolution: q, k, v */
+} rfi_recurrent_config;
 
 /* Experts of a model; n_experts 0: none. */
 typedef struct rfi_moe_config {
@@ -5661,6 +5710,7 @@ typedef struct rfi_arch {
     float score_scale;       /* of attention; 0: 1/sqrt(head_dim)                                      */
     uint32_t wide_layers;    /* a model of so many layers scales scores by 1/sqrt(n_embd / n_heads)    */
     const rfi_moe_arch *moe; /* NULL: no experts                                                       */
+    const rfi_recurrent_arch *recurrent; /* NULL: all layers have attention                            */
 } rfi_arch;
 
 static const rfi_arch *rfi_arch_find(rf_string name);
@@ -5692,6 +5742,7 @@ typedef struct rfi_config {
     rfi_layer_config *layers; /* [n_layers] */
     rfi_moe_config moe;
     rfi_latent_config latent; /* RFI_LATENT */
+    rfi_recurrent_config recurrent;
 } rfi_config;
 
 static int rfi_is(const rfi_config *c, uint32_t trait) { return (c->arch->traits & trait) != 0; }
@@ -6053,6 +6104,54 @@ static rf_result rfi_config_refuse(const rf_gguf *g, const rfi_config *c, rf_err
     return RF_OK;
 }
 
+/* Layers with attention are every full_attention_interval-th, unless a list says which are recurrent. */
+static rf_result rfi_config_delta_layers(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    static const rfi_uint_key interval_key = {"full_attention_interval", 1, ROCMFORGE_MAX_LAYERS, 4, 0};
+    static const char *const list_key = "attention.recurrent_layers";
+    char name[96];
+    rf_kv kv;
+    uint32_t interval = 0;
+    rf_result r = rfi_key_uint(g, c->arch, &interval_key, 0, 0, &interval, err);
+    const int list = rfi_key_find(g, c->arch, list_key, &kv, name, sizeof name);
+    if (r == RF_OK && list && (kv.type != RF_KV_ARRAY || kv.count != c->n_blocks || kv.element_type != RF_KV_BOOL))
+        r = rfi_fail_at_key(g, c->arch, list_key, err, "want %u truth values, one per layer", c->n_blocks);
+    for (uint32_t il = 0; r == RF_OK && il < c->n_layers; il++) {
+        int64_t recurrent = (il + 1) % interval != 0;
+        if (list) rf_kv_int(&kv, il, &recurrent);
+        c->layers[il].recurrent = recurrent != 0;
+    }
+    return r;
+}
+
+static rf_result rfi_config_recurrent(const rf_gguf *g, rfi_config *c, rf_error *err) {
+    static const rfi_uint_key l_cache = {"shortconv.l_cache", 2, RF_MAX_TAPS, 0, 1},
+                              kernel = {"ssm.conv_kernel", 2, RF_MAX_TAPS, 0, 1},
+                              state = {"ssm.state_size", 1, 1 << 10, 0, 1},
+                              groups = {"ssm.group_count", 1, 1 << 10, 0, 1},
+                              heads = {"ssm.time_step_rank", 1, 1 << 10, 0, 1},
+                              inner = {"ssm.inner_size", 1, 1 << 20, 0, 1};
+    rfi_recurrent_config *t = &c->recurrent;
+    uint32_t n_inner = 0;
+    t->kind = c->arch->recurrent->kind;
+    if (t->kind == RFI_SHORT_CONV) return rfi_key_uint(g, c->arch, &l_cache, 0, 0, &t->n_taps, err);
+    rf_result r = rfi_key_uint(g, c->arch, &kernel, 0, 0, &t->n_taps, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &state, 0, 0, &t->head_dim, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &groups, 0, 0, &t->n_k_heads, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &heads, 0, 0, &t->n_heads, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &inner, 0, 0, &n_inner, err);
+    if (r != RF_OK) return r;
+    if (n_inner % t->n_heads || t->n_heads % t->n_k_heads)
+        return rfi_fail_at_key(g, c->arch, heads.suffix, err,
+                               "want a divisor of ssm.inner_size %u and a multiple of ssm.group_count %u, found %u",
+                               n_inner, t->n_k_heads, t->n_heads);
+    t->head_dim_v = n_inner / t->n_heads;
+    if (t->head_dim_v > 1 << 10)
+        return rfi_fail_at_key(g, c->arch, inner.suffix, err, "%u heads of %u values: at most 1024", t->n_heads,
+                               t->head_dim_v);
+    t->n_conv = 2 * t->n_k_heads * t->head_dim + n_inner;
+    return rfi_config_delta_layers(g, c, err);
+}
+
 /* Per layer: heads, kv heads, ff width; plain numbers or arrays. */
 static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key heads = {"attention.head_count", 1, 1 << 14, 0, 1},
@@ -6067,11 +6166,13 @@ static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *er
         l->rope = rotate && !(c->arch->no_rope_period && (il + 1) % c->arch->no_rope_period == 0);
         rf_result r = rfi_key_uint(g, c->arch, &heads, il, c->n_blocks, &l->n_heads, err);
         if (r != RF_OK) return r;
-        const rfi_uint_key kv_heads = {"attention.head_count_kv", 1, 1 << 14, l->n_heads, 0};
+        const int conv = c->arch->recurrent && c->arch->recurrent->kind == RFI_SHORT_CONV; /* no heads: recurrent */
+        const rfi_uint_key kv_heads = {"attention.head_count_kv", !conv, 1 << 14, l->n_heads, conv};
         r = rfi_key_uint(g, c->arch, &kv_heads, il, c->n_blocks, &l->n_kv_heads, err);
         if (r == RF_OK) r = rfi_key_uint(g, c->arch, &ff, il, c->n_blocks, &l->n_ff, err);
         if (r != RF_OK) return r;
-        if (l->n_heads % l->n_kv_heads) /* the key is there: absent, it divides */
+        l->recurrent = l->n_kv_heads == 0;
+        if (!l->recurrent && l->n_heads % l->n_kv_heads) /* the key is there: absent, it divides */
             return rfi_fail_at_key(g, c->arch, kv_heads.suffix, err,
                                    "layer %u has %u heads on %u key/value heads, want a divisor", il, l->n_heads,
                                    l->n_kv_heads);
@@ -6187,7 +6288,7 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     rf_result r = rfi_config_arch(g, c, err);
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_layers, 0, 0, &c->n_blocks, err);
     const rfi_uint_key next = {"nextn_predict_layers", 0, c->n_blocks - 1, 0, 0};
-    if (r == RF_OK && c->arch->moe) r = rfi_key_uint(g, c->arch, &next, 0, 0, &n_next, err);
+    if (r == RF_OK && (c->arch->moe || c->arch->recurrent)) r = rfi_key_uint(g, c->arch, &next, 0, 0, &n_next, err);
     c->n_layers = c->n_blocks - n_next;
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_embd, 0, 0, &c->n_embd, err);
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_ctx, 0, 0, &c->n_ctx_train, err);
@@ -6208,6 +6309,7 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     r = rfi_config_layers(g, c, err);
     if (r == RF_OK) r = rfi_config_window(g, c, err);
     if (r == RF_OK && c->arch->moe) r = rfi_config_experts(g, c, err);
+    if (r == RF_OK && c->arch->recurrent) r = rfi_config_recurrent(g, c, err);
     if (r != RF_OK) return r;
 
     r = rfi_config_heads(g, c, err);
@@ -6398,7 +6500,14 @@ static uint32_t rfi_state(rfi_builder *b, const rfi_layer_config *l) {
     rf_plan_state *p = (rf_plan_state *)rfi_array_push(b, &b->states, 1, sizeof *p);
     if (!p) return 0;
     *p = (rf_plan_state){(uint32_t)b->layer, l->n_kv_heads, l->head_dim,
-                         rfi_is(b->c, RFI_LATENT) ? 0 : l->head_dim_v, l->window};
+                         rfi_is(b->c, RFI_LATENT) ? 0 : l->head_dim_v, l->window, 0};
+    return b->states.n - 1;
+}
+
+static uint32_t rfi_recurrent_state(rfi_builder *b, uint64_t width) {
+    rf_plan_state *p = (rf_plan_state *)rfi_array_push(b, &b->states, 1, sizeof *p);
+    if (!p) return 0;
+    *p = (rf_plan_state){.layer = (uint32_t)b->layer, .width = (uint32_t)width};
     return b->states.n - 1;
 }
 
@@ -6527,6 +6636,12 @@ typedef struct rfi_decoder {
     uint32_t inputs, input_parts; /* [T, n_layers, n_layer_input] */
     uint32_t input_gate; /* [T, n_layer_input]      */
     uint32_t share;    /* [T, 1]: how much of the shared experts' result is taken, before its sigmoid */
+    uint32_t qg;       /* [T, n_heads, 2, head_dim] queries and what their attention is gated by */
+    uint32_t q_gate;   /* [T, n_heads, head_dim]                                                 */
+    uint32_t conv[3];  /* [T, n_embd] short convolution: b, c, x                                 */
+    uint32_t mixed;    /* [T, q | k | v] delta net                                               */
+    uint32_t delta_gate; /* [T, n_heads, head_dim_v] of it                                       */
+    uint32_t ba, beta, alpha; /* [T, 2 n_heads], [T, n_heads]                                    */
     rfi_rope rope, local_rope;
     uint32_t slopes;   /* table: of each head of the layers; RF_NONE: none */
 } rfi_decoder;
@@ -6536,13 +6651,38 @@ static int rfi_has_cache(const rfi_builder *b, const rfi_layer_config *l) {
     return l->cache_layer == (uint32_t)b->layer;
 }
 
+/* gate = act(gate) * up; the op, for what else is to be set */
+static rf_op *rfi_emit_glu(rfi_builder *b, uint32_t gate, uint32_t up, uint32_t n, uint32_t activation) {
+    rf_op *op = rfi_op(b, RF_OP_GLU, RF_ROWS_TOKENS);
+    op->in = op->out = gate;
+    op->in2 = up;
+    op->n_out = n;
+    op->activation = activation;
+    return op;
+}
+
+static int rfi_gates_attention(const rfi_config *c) { return c->recurrent.kind == RFI_DELTA_NET; }
+
+/* out[T, n_heads, dim] = values [at, + dim) of each head of in[T, n_heads, width] */
+static void rfi_emit_slice(rfi_builder *b, uint32_t out, uint32_t in, uint32_t n_heads, uint32_t width, uint32_t at,
+                           uint32_t dim) {
+    rf_op *op = rfi_op(b, RF_OP_SLICE, RF_ROWS_TOKENS);
+    op->in = in;
+    op->out = out;
+    op->n_heads = n_heads;
+    op->n_in = width;
+    op->extra_at = at;
+    op->head_dim = dim;
+}
+
 /* q, k, v = in W^T + bias, from three tensors, or from the rows of a fused one. */
 static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     uint32_t rows[3] = {l->n_heads * l->head_dim, l->n_kv_heads * l->head_dim, l->n_kv_heads * l->head_dim_v};
     uint32_t out[3] = {d->q, d->k, d->v};
     const int n = rfi_has_cache(b, l) ? 3 : 1;
     uint64_t n_embd = b->c->n_embd;
-    if (rfi_has(b, "attn_qkv.weight")) {
+    const int gated = rfi_gates_attention(b->c); /* attn_q: of each head the query, then the gate */
+    if (!gated && rfi_has(b, "attn_qkv.weight")) {
         uint64_t all = (uint64_t)rows[0] + rows[1] + rows[2];
         rfi_weight w = rfi_bind_matrix(b, "attn_qkv", n_embd, all, NULL);
         rfi_weight bias = rfi_bind(b, "attn_qkv.bias", all, 1, 1, NULL);
@@ -6555,6 +6695,7 @@ static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     }
     static const char *const names[3][2] = {{"attn_q", "attn_q.bias"}, {"attn_k", "attn_k.bias"},
                                             {"attn_v", "attn_v.bias"}};
+    if (gated) rows[0] *= 2, out[0] = d->qg;
     rfi_weight w, bias;
     for (int i = 0; i < n; i++) {
         if (i < 2 || !rfi_is(b->c, RFI_V_NORM) || rfi_has(b, "attn_v.weight") || rows[1] != rows[2]) {
@@ -6563,6 +6704,9 @@ static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
         } /* else the values are the keys, before these are normed */
         rfi_emit_matmul(b, RF_ROWS_TOKENS, out[i], in, w, bias, rows[i], 0);
     }
+    const uint32_t dim = l->head_dim;
+    if (gated) rfi_emit_slice(b, d->q, d->qg, l->n_heads, 2 * dim, 0, dim);
+    if (gated) rfi_emit_slice(b, d->q_gate, d->qg, l->n_heads, 2 * dim, dim, dim);
 }
 
 /* x += W in + bias, scaled or normed as the architecture has it: the end of attention and of the ffn. */
@@ -6660,6 +6804,10 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
     if (l->rope) rfi_emit_rope(b, d->q, l->n_heads, l->head_dim, rope);
     if (l->rope && rfi_has_cache(b, l)) rfi_emit_rope(b, d->k, l->n_kv_heads, l->head_dim, rope);
     rfi_emit_attend(b, d, l);
+    if (rfi_gates_attention(b->c)) {
+        rf_op *op = rfi_emit_glu(b, d->q_gate, d->att, l->n_heads * l->head_dim_v, RF_ACT_SIGMOID);
+        op->out = d->att;
+    }
     rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * l->head_dim_v, "attn_output", "post_attention_norm");
 }
 
@@ -6705,6 +6853,91 @@ static void rfi_emit_latent(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     rfi_emit_attend(b, d, l);
     rfi_emit_heads(b, "attn_v_b", d->att, d->latent_v, l->n_heads, a->rank, a->rank, a->head_dim_v);
     rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * a->head_dim_v, "attn_output", "post_attention_norm");
+}
+
+/* ---- recurrent layers ---- */
+
+/* A tensor that would change the graph, and is not built. */
+static void rfi_refuse(rfi_builder *b, const char *name) {
+    if (b->result == RF_OK && rfi_has(b, name))
+        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.%s: this tensor of a %s model is not supported",
+                             rfi_gguf_path(b->g), (int)b->layer, name, b->c->arch->name);
+}
+
+static void rfi_emit_conv(rfi_builder *b, uint32_t out, uint32_t in, const char *name, uint32_t n,
+                          uint32_t activation) {
+    const uint32_t n_taps = b->c->recurrent.n_taps;
+    const rfi_weight w = rfi_bind(b, name, n_taps, n, 0, NULL);
+    rf_op *op = rfi_op(b, RF_OP_CONV, RF_ROWS_TOKENS);
+    op->in = in;
+    op->out = out;
+    op->weight = w.slot;
+    op->state = rfi_recurrent_state(b, (n_taps - 1ull) * n);
+    op->n_in = n_taps;
+    op->n_out = n;
+    op->activation = activation;
+}
+
+/* x += Wout (c * conv(b * x')); b, c, x' = in Win^T */
+static void rfi_emit_short_conv(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
+    const uint32_t n = b->c->n_embd;
+    const rfi_weight none = {RF_NONE, 0, RF_NONE};
+    rfi_refuse(b, "shortconv.conv.bias");
+    rfi_weight w = rfi_bind_matrix(b, "shortconv.in_proj", n, 3 * (uint64_t)n, NULL);
+    for (int i = 0; i < 3; i++, w.row += n) rfi_emit_matmul(b, RF_ROWS_TOKENS, d->conv[i], in, w, none, n, 0);
+    rfi_emit_glu(b, d->conv[0], d->conv[2], n, RF_ACT_NONE);
+    rfi_emit_conv(b, d->conv[0], d->conv[0], "shortconv.conv.weight", n, RF_ACT_NONE);
+    rfi_emit_glu(b, d->conv[0], d->conv[1], n, RF_ACT_NONE);
+    rfi_emit_residual(b, d, d->conv[0], n, "shortconv.out_proj", "");
+}
+
+/* Logits of the update's strength and inputs of the decay, one of each for a head. */
+static void rfi_emit_delta_gates(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
+    const rfi_recurrent_config *t = &b->c->recurrent;
+    const uint32_t n = t->n_heads, n_embd = b->c->n_embd, each = n / t->n_k_heads;
+    const rfi_weight none = {RF_NONE, 0, RF_NONE};
+    if (b->c->arch->recurrent->fused_gates) {
+        rfi_emit_matmul(b, RF_ROWS_TOKENS, d->ba, in, rfi_bind_matrix(b, "ssm_ba", n_embd, 2 * (uint64_t)n, NULL), none,
+                        2 * n, 0);
+        rfi_emit_slice(b, d->beta, d->ba, t->n_k_heads, 2 * each, 0, each);
+        rfi_emit_slice(b, d->alpha, d->ba, t->n_k_heads, 2 * each, each, each);
+    } else {
+        rfi_emit_matmul(b, RF_ROWS_TOKENS, d->beta, in, rfi_bind_matrix(b, "ssm_beta", n_embd, n, NULL), none, n, 0);
+        rfi_emit_matmul(b, RF_ROWS_TOKENS, d->alpha, in, rfi_bind_matrix(b, "ssm_alpha", n_embd, n, NULL), none, n, 0);
+    }
+}
+
+/* x += Wout (norm(delta(silu(conv(Wqkv in)))) * silu(Wz in)) */
+static void rfi_emit_delta(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
+    const rfi_recurrent_config *t = &b->c->recurrent;
+    const uint32_t n_values = t->n_heads * t->head_dim_v, n_embd = b->c->n_embd, rows = RF_ROWS_TOKENS;
+    const rfi_weight none = {RF_NONE, 0, RF_NONE};
+    rfi_refuse(b, "ssm_in.weight"); /* of older qwen3next files: all in one, by key head */
+    rfi_emit_matmul(b, rows, d->mixed, in, rfi_bind_matrix(b, "attn_qkv", n_embd, t->n_conv, NULL), none, t->n_conv, 0);
+    rfi_emit_matmul(b, rows, d->delta_gate, in, rfi_bind_matrix(b, "attn_gate", n_embd, n_values, NULL), none, n_values,
+                    0);
+    rfi_emit_delta_gates(b, d, in);
+    rfi_emit_conv(b, d->mixed, d->mixed, "ssm_conv1d.weight", t->n_conv, RF_ACT_SILU);
+    const uint32_t a = rfi_bind(b, "ssm_a", t->n_heads, 1, 0, NULL).slot,
+                   dt = rfi_bind(b, "ssm_dt.bias", t->n_heads, 1, 0, NULL).slot;
+    rf_op *op = rfi_op(b, RF_OP_DELTA, rows);
+    op->flags = b->c->arch->recurrent->cyclic ? RF_OP_CYCLIC : 0;
+    op->in = d->mixed;
+    op->in2 = d->beta;
+    op->in3 = d->alpha;
+    op->out = d->att;
+    op->extra = a;
+    op->extra2 = dt;
+    op->state = rfi_recurrent_state(b, (uint64_t)n_values * t->head_dim);
+    op->n_heads = t->n_heads;
+    op->n_kv_heads = t->n_k_heads;
+    op->head_dim = t->head_dim;
+    op->head_dim_v = t->head_dim_v;
+    op->scale = (float)(1 / sqrt(t->head_dim));
+    op->eps = (float)b->c->norm_eps;
+    rfi_emit_norm(b, rows, d->att, d->att, "ssm_norm", t->head_dim_v, t->n_heads, 0);
+    rfi_emit_glu(b, d->delta_gate, d->att, n_values, RF_ACT_SILU);
+    rfi_emit_residual(b, d, d->delta_gate, n_values, "ssm_out", "");
 }
 
 /* act(Wgate in) * Wup in, or act(Wup in). Returns its buffer. */
@@ -6778,15 +7011,6 @@ static void rfi_emit_experts(rfi_builder *b, const rfi_decoder *d, const rfi_exp
     op->n_out = n_out;
     op->n_experts = b->c->moe.n_experts;
     op->n_used = b->c->moe.n_used;
-}
-
-static rf_op *rfi_emit_glu(rfi_builder *b, uint32_t gate, uint32_t up, uint32_t n, uint32_t activation) {
-    rf_op *op = rfi_op(b, RF_OP_GLU, RF_ROWS_TOKENS);
-    op->in = op->out = gate;
-    op->in2 = up;
-    op->n_out = n;
-    op->activation = activation;
-    return op;
 }
 
 /* route = the experts of each row of xn */
@@ -6969,13 +7193,32 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
         ffn_in = d->xn2;
     }
     if (rfi_is(c, RFI_LATENT)) rfi_emit_latent(b, d, l, attention_in);
-    else rfi_emit_attention(b, d, l, attention_in);
+    else if (!l->recurrent) rfi_emit_attention(b, d, l, attention_in);
+    else if (c->recurrent.kind == RFI_SHORT_CONV) rfi_emit_short_conv(b, d, attention_in);
+    else rfi_emit_delta(b, d, attention_in);
     if (!parallel && ffn_in != d->x) rfi_emit_norm(b, rows, d->xn, d->x, ffn_norm, n_embd, 1, 0);
     const int experts = rfi_layer_has_experts(c, (uint32_t)b->layer);
     if (experts && c->arch->moe->beside) rfi_emit_beside(b, d, l);
     else if (experts) rfi_emit_moe(b, d);
     else rfi_emit_ffn(b, d, l, ffn_in);
     if (rfi_is(c, RFI_LAYER_INPUTS)) rfi_emit_layer_end(b, d);
+}
+
+/* Those of models with recurrent layers. */
+static void rfi_recurrent_buffers(rfi_builder *b, rfi_decoder *d, uint64_t q_width) {
+    const rfi_recurrent_config *t = &b->c->recurrent;
+    static const char *const names[3] = {"b", "c", "conv"};
+    const uint32_t rows = RF_ROWS_TOKENS;
+    if (t->kind == RFI_SHORT_CONV)
+        for (int i = 0; i < 3; i++) d->conv[i] = rfi_buffer(b, names[i], rows, b->c->n_embd);
+    if (t->kind != RFI_DELTA_NET) return;
+    d->qg = rfi_buffer(b, "qg", rows, 2 * q_width);
+    d->q_gate = rfi_buffer(b, "q_gate", rows, q_width);
+    d->mixed = rfi_buffer(b, "mixed", rows, t->n_conv);
+    d->delta_gate = rfi_buffer(b, "delta gate", rows, (uint64_t)t->n_heads * t->head_dim_v);
+    if (b->c->arch->recurrent->fused_gates) d->ba = rfi_buffer(b, "ba", rows, 2ull * t->n_heads);
+    d->beta = rfi_buffer(b, "beta", rows, t->n_heads);
+    d->alpha = rfi_buffer(b, "alpha", rows, t->n_heads);
 }
 
 static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
@@ -7003,7 +7246,10 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     d.q = rfi_buffer(b, "q", RF_ROWS_TOKENS, latent ? heads * c->latent.head_dim : q);
     d.k = rfi_buffer(b, "k", RF_ROWS_TOKENS, latent ? c->latent.rank : k);
     d.v = rfi_buffer(b, "v", RF_ROWS_TOKENS, latent ? c->n_rot : v);
-    d.att = rfi_buffer(b, "att", RF_ROWS_TOKENS, latent ? heads * c->latent.head_dim_v : att);
+    d.att = rfi_buffer(b, "att", RF_ROWS_TOKENS,
+                       rfi_max_u64(latent ? heads * c->latent.head_dim_v : att,
+                                   (uint64_t)c->recurrent.n_heads * c->recurrent.head_dim_v));
+    rfi_recurrent_buffers(b, &d, q);
     if (latent) d.latent_q = rfi_buffer(b, "latent q", RF_ROWS_TOKENS, q);
     if (latent) d.latent_v = rfi_buffer(b, "latent v", RF_ROWS_TOKENS, att);
     if (c->latent.q_rank) d.q_rank = rfi_buffer(b, "q rank", RF_ROWS_TOKENS, c->latent.q_rank);
@@ -7101,7 +7347,8 @@ static void rfi_emit_decoder(rfi_builder *b) {
     op->in = d.x;
     op->out = d.xl;
     op->n_out = c->n_embd;
-    rfi_emit_norm(b, RF_ROWS_LOGITS, d.xl, d.xl, "output_norm", c->n_embd, 1, 0);
+    const char *output_norm = c->recurrent.kind == RFI_SHORT_CONV ? "token_embd_norm" : "output_norm";
+    rfi_emit_norm(b, RF_ROWS_LOGITS, d.xl, d.xl, output_norm, c->n_embd, 1, 0);
     int tied = !rfi_has(b, "output.weight");
     rfi_weight output = tied ? embedding : rfi_bind_matrix(b, "output", c->n_embd, c->n_vocab, NULL);
     op = rfi_emit_matmul(b, RF_ROWS_LOGITS, b->logits, d.xl, output, rfi_bind(b, "output.bias", c->n_vocab, 1, 1, NULL),
@@ -7128,6 +7375,11 @@ static const rfi_moe_arch rfi_moe_gemma4 = {
 static const rfi_moe_arch rfi_moe_qwen2 = {.gating = RFI_GATING_SOFTMAX, .shared = 1, .gate = 1};
 static const rfi_moe_arch rfi_moe_olmo = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1};
 static const rfi_moe_arch rfi_moe_oss = {.gating = RFI_GATING_CHOSEN};
+static const rfi_moe_arch rfi_moe_qwen35 = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .shared = 1, .gate = 1};
+static const rfi_moe_arch rfi_moe_lfm2 = {.gating = RFI_GATING_SIGMOID, .normalize = 1, .keys = 1, .dense_lead = 1};
+static const rfi_recurrent_arch rfi_qwen3next = {.kind = RFI_DELTA_NET, .fused_gates = 1};
+static const rfi_recurrent_arch rfi_lfm2 = {.kind = RFI_SHORT_CONV};
+static const rfi_recurrent_arch rfi_qwen35 = {.kind = RFI_DELTA_NET, .cyclic = 1};
 static const rfi_arch rfi_archs[] = {
     {.name = "llama", .emit = rfi_emit_decoder, .moe = &rfi_moe_mixtral},
     {.name = "qwen2", .traits = RFI_NEOX, .emit = rfi_emit_decoder},
@@ -7207,6 +7459,26 @@ static const rfi_arch rfi_archs[] = {
      .emit = rfi_emit_decoder,
      .moe = &rfi_moe_glm4},
     {.name = "deepseek2", .traits = RFI_LATENT, .emit = rfi_emit_decoder, .moe = &rfi_moe_deepseek2},
+    {.name = "lfm2", .traits = RFI_NEOX | RFI_QK_NORM, .emit = rfi_emit_decoder, .recurrent = &rfi_lfm2},
+    {.name = "qwen35",
+     .traits = RFI_NEOX | RFI_QK_NORM | RFI_FFN_NORM_POST,
+     .emit = rfi_emit_decoder,
+     .recurrent = &rfi_qwen35},
+    {.name = "qwen35moe",
+     .traits = RFI_NEOX | RFI_QK_NORM | RFI_FFN_NORM_POST,
+     .emit = rfi_emit_decoder,
+     .moe = &rfi_moe_qwen35,
+     .recurrent = &rfi_qwen35},
+    {.name = "qwen3next",
+     .traits = RFI_NEOX | RFI_QK_NORM | RFI_FFN_NORM_POST,
+     .emit = rfi_emit_decoder,
+     .moe = &rfi_moe_qwen35,
+     .recurrent = &rfi_qwen3next},
+    {.name = "lfm2moe",
+     .traits = RFI_NEOX | RFI_QK_NORM,
+     .emit = rfi_emit_decoder,
+     .moe = &rfi_moe_lfm2,
+     .recurrent = &rfi_lfm2},
 };
 
 static const rfi_arch *rfi_arch_find(rf_string name) {
@@ -7366,6 +7638,16 @@ typedef struct rfi_norm {
     int accumulate;     /* out +=                       */
 } rfi_norm;
 
+/* One row of one head through RF_OP_DELTA. */
+typedef struct rfi_delta {
+    const float *q, *k, *v;
+    float beta, decay, scale, eps;
+    uint32_t head_dim, head_dim_v;
+    float *s;   /* [head_dim][head_dim_v], before and after */
+    float *d;   /* [head_dim_v] scratch                     */
+    float *out; /* [head_dim_v]                             */
+} rfi_delta;
+
 typedef struct rfi_kernels {
     const char *name;       /* of rf_device_desc.isa     */
     const char *arch_text;  /* of rf_device_info.arch    */
@@ -7378,6 +7660,9 @@ typedef struct rfi_kernels {
     void (*norm)(float *out, const float *x, const rfi_norm *norm);                      /* out may be x */
     /* out = act(gate) * up, or act(gate) if up is NULL; out may be gate or up */
     void (*glu)(float *out, const float *gate, const float *up, uint32_t n, uint32_t activation);
+    /* out[c] = sum over j of w[j * n + c] * x[j * n + c], in order of j < n_taps */
+    void (*conv)(float *out, const float *x, const float *w, uint32_t n_taps, uint32_t n);
+    void (*delta)(const rfi_delta *a);
     void (*add)(float *out, const float *x, uint32_t n);                                 /* out += x */
     void (*scale)(float *x, uint32_t n, float factor);                                   /* x *= factor */
     void (*softcap)(float *x, uint32_t n, float cap);                                    /* x = cap * tanh(x / cap) */
@@ -7519,10 +7804,38 @@ RFI_INLINE void rfi_glu_body(float *out, const float *gate, const float *up, uin
         for (uint32_t i = 0; i < n; i++) out[i] = rfi_silu(gate[i]);
     else if (activation == RF_ACT_NONE)
         for (uint32_t i = 0; i < n; i++) out[i] = up ? gate[i] * up[i] : gate[i];
+    else if (activation == RF_ACT_SIGMOID)
+        for (uint32_t i = 0; i < n; i++) out[i] = (up ? up[i] : 1.0f) / (1.0f + rfi_exp(-gate[i]));
     else if (up)
         for (uint32_t i = 0; i < n; i++) out[i] = rfi_gelu(gate[i]) * up[i];
     else
         for (uint32_t i = 0; i < n; i++) out[i] = rfi_gelu(gate[i]);
+}
+
+RFI_INLINE void rfi_conv_body(float *out, const float *x, const float *w, uint32_t n_taps, uint32_t n) {
+    for (uint32_t c = 0; c < n; c++) out[c] = w[c] * x[c];
+    for (uint32_t j = 1; j < n_taps; j++)
+        for (uint32_t c = 0; c < n; c++) out[c] += w[j * n + c] * x[j * n + c];
+}
+
+RFI_INLINE void rfi_delta_body(const rfi_delta *a) {
+    const uint32_t n = a->head_dim, n_v = a->head_dim_v;
+    const float q_scale = a->scale / sqrtf((float)rfi_norm_sum(a->q, n, 0, 1) + a->eps),
+                k_scale = 1.0f / sqrtf((float)rfi_norm_sum(a->k, n, 0, 1) + a->eps);
+    float *d = a->d, *out = a->out, *s = a->s;
+    for (uint32_t j = 0; j < n_v; j++) d[j] = out[j] = 0;
+    for (uint32_t i = 0; i < n; i++, s += n_v) {
+        const float k = a->k[i] * k_scale;
+        for (uint32_t j = 0; j < n_v; j++) s[j] *= a->decay;
+        for (uint32_t j = 0; j < n_v; j++) d[j] += s[j] * k;
+    }
+    for (uint32_t j = 0; j < n_v; j++) d[j] = a->beta * (a->v[j] - d[j]);
+    s = a->s;
+    for (uint32_t i = 0; i < n; i++, s += n_v) {
+        const float k = a->k[i] * k_scale, q = a->q[i] * q_scale;
+        for (uint32_t j = 0; j < n_v; j++) s[j] += k * d[j];
+        for (uint32_t j = 0; j < n_v; j++) out[j] += s[j] * q;
+    }
 }
 
 RFI_INLINE void rfi_scale_body(float *x, uint32_t n, float factor) {
@@ -7598,6 +7911,10 @@ RFI_INLINE float rfi_softmax_body(float *s, uint32_t n, float scale, float *top,
     static TARGET void rfi_glu_##isa(float *out, const float *gate, const float *up, uint32_t n, uint32_t act) {      \
         rfi_glu_body(out, gate, up, n, act);                                                                          \
     }                                                                                                                 \
+    static TARGET void rfi_conv_##isa(float *out, const float *x, const float *w, uint32_t n_taps, uint32_t n) {      \
+        rfi_conv_body(out, x, w, n_taps, n);                                                                          \
+    }                                                                                                                 \
+    static TARGET void rfi_delta_##isa(const rfi_delta *a) { rfi_delta_body(a); }                                     \
     static TARGET void rfi_scale_##isa(float *x, uint32_t n, float factor) { rfi_scale_body(x, n, factor); }          \
     static TARGET void rfi_softcap_##isa(float *x, uint32_t n, float cap) { rfi_softcap_body(x, n, cap); }            \
     static TARGET void rfi_add_##isa(float *out, const float *x, uint32_t n) { rfi_add_body(out, x, n); }             \
@@ -8127,6 +8444,7 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
         .matmul_expanded = rfi_##isa##_matmul_expanded,                                                               \
         .norm = rfi_norm_##base, .glu = rfi_glu_##base, .add = rfi_add_##base,                                        \
         .scale = rfi_scale_##base, .softcap = rfi_softcap_##base,                                                     \
+        .conv = rfi_conv_##base, .delta = rfi_delta_##base,                                                           \
         .rope = rfi_rope_##base, .f32_to_f16 = rfi_f32_to_f16_##base, .softmax = rfi_softmax_##base,                  \
         .f32_to_q8 = rfi_f32_to_q8_##base, .q8_to_f32 = rfi_q8_to_f32_##base,                                         \
         .weigh = {[RF_CACHE_F16] = rfi_##base##_weigh_F16, [RF_CACHE_F32] = rfi_##base##_weigh_F32},                  \
@@ -10040,6 +10358,8 @@ typedef struct rfi_cpu_plan {
     uint64_t vector_stride;
     float *cos_sin;                  /* [n_batch, widest n_rot / 2, 2]                                      */
     const rf_op *rope;               /* of which cos_sin holds the values of this step; NULL = nothing      */
+    uint32_t *firsts;   /* [n_firsts] first row of each sequence in the step; NULL: nothing is recurrent      */
+    uint32_t n_firsts;
     rfi_cpu_pairs pairs;
     float *gathered;    /* inputs of experts with float weights, in the order of pairs */
     float *times_us;                 /* [n_ops]; 0 for those done along with another */
@@ -10071,9 +10391,9 @@ typedef struct rfi_cpu_op {
     const rfi_cpu_how *how;
     const rf_step *step;
     const rfi_kernels *k;
-    const float *in, *in2;
+    const float *in, *in2, *in3;
     float *out;
-    uint64_t in_width, in2_width, out_width; /* floats from row to row      */
+    uint64_t in_width, in2_width, in3_width, out_width; /* floats from row to row */
     uint32_t n_rows;
     const uint8_t *w;        /* EMBED                       */
     uint32_t w_type;
@@ -10360,6 +10680,90 @@ static void rfi_cpu_argmax(void *ctx, uint32_t chunk, uint32_t thread) {
     memcpy(o->out + chunk * o->out_width, &id, sizeof id);
 }
 
+/* ---- recurrent layers ---- */
+
+#define RFI_CONV_BLOCK 256u /* channels of a chunk: they, their past and weights stay in the caches */
+
+static float *rfi_cpu_slot(const rfi_cpu_op *o, uint32_t slot) {
+    uint8_t *base = (uint8_t *)o->p->bind.state.base + o->p->bind.state_offset[o->op->state];
+    return (float *)(void *)base + (uint64_t)(slot - 1) * o->p->plan->states[o->op->state].width;
+}
+
+/* A chunk is a block of channels, for all rows of one sequence. */
+static void rfi_cpu_conv(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const uint32_t n_taps = o->op->n_in, n_out = o->op->n_out, n_blocks = (n_out + RFI_CONV_BLOCK - 1) / RFI_CONV_BLOCK,
+                   first = o->p->firsts[chunk / n_blocks], c0 = chunk % n_blocks * RFI_CONV_BLOCK,
+                   n = (uint32_t)rfi_min_u64(RFI_CONV_BLOCK, n_out - c0);
+    const rf_step_row *rows = o->step->rows;
+    float *w = o->p->scratch + thread * o->p->scratch_stride, *x = w + n_taps * n;
+    for (uint32_t j = 0; j < n_taps; j++)
+        for (uint32_t c = 0; c < n; c++) w[j * n + c] = o->vector[(uint64_t)(c0 + c) * n_taps + j];
+    for (uint32_t j = 0; j + 1 < n_taps; j++)
+        if (rows[first].from) memcpy(x + j * n, rfi_cpu_slot(o, rows[first].from) + j * n_out + c0, n * sizeof *x);
+        else memset(x + j * n, 0, n * sizeof *x);
+    for (uint32_t r = first; r < o->n_rows; r++) {
+        if (rows[r].seq != rows[first].seq) continue;
+        float *out = o->out + r * o->out_width + c0;
+        memcpy(x + (n_taps - 1) * n, o->in + r * o->in_width + c0, n * sizeof *x);
+        o->k->conv(out, x, w, n_taps, n);
+        if (o->op->activation != RF_ACT_NONE) o->k->glu(out, out, NULL, n, o->op->activation);
+        memmove(x, x + n, (n_taps - 1) * n * sizeof *x);
+        for (uint32_t j = 0; rows[r].to && j + 1 < n_taps; j++)
+            memcpy(rfi_cpu_slot(o, rows[r].to) + j * n_out + c0, x + j * n, n * sizeof *x);
+    }
+}
+
+/* log(1 + e^x) */
+static float rfi_softplus(float x) { return x > 20.0f ? x : log1pf(rfi_exp(x)); }
+
+static uint64_t rfi_delta_scratch(const rf_op *op) { return (op->head_dim + 1ull) * op->head_dim_v; }
+
+/* A chunk is a head, for all rows of one sequence. */
+static void rfi_cpu_delta(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_op *op = o->op;
+    const uint32_t h = chunk % op->n_heads, first = o->p->firsts[chunk / op->n_heads],
+                   k_head = op->flags & RF_OP_CYCLIC ? h % op->n_kv_heads : h / (op->n_heads / op->n_kv_heads);
+    const uint64_t n_keys = (uint64_t)op->n_kv_heads * op->head_dim, n_s = (uint64_t)op->head_dim * op->head_dim_v;
+    const rf_step_row *rows = o->step->rows;
+    rfi_delta a = {.scale = op->scale, .eps = op->eps, .head_dim = op->head_dim, .head_dim_v = op->head_dim_v};
+    a.s = o->p->scratch + thread * o->p->scratch_stride;
+    a.d = a.s + n_s;
+    if (rows[first].from) memcpy(a.s, rfi_cpu_slot(o, rows[first].from) + h * n_s, n_s * sizeof *a.s);
+    else memset(a.s, 0, n_s * sizeof *a.s);
+    for (uint32_t r = first; r < o->n_rows; r++) {
+        if (rows[r].seq != rows[first].seq) continue;
+        a.q = o->in + r * o->in_width + (uint64_t)k_head * op->head_dim;
+        a.k = a.q + n_keys;
+        a.v = o->in + r * o->in_width + 2 * n_keys + (uint64_t)h * op->head_dim_v;
+        a.beta = 1.0f / (1.0f + rfi_exp(-o->in2[r * o->in2_width + h]));
+        a.decay = rfi_exp(rfi_softplus(o->in3[r * o->in3_width + h] + o->vector2[h]) * o->vector[h]);
+        a.out = o->out + r * o->out_width + (uint64_t)h * op->head_dim_v;
+        o->k->delta(&a);
+        if (rows[r].to) memcpy(rfi_cpu_slot(o, rows[r].to) + h * n_s, a.s, n_s * sizeof *a.s);
+    }
+}
+
+static void rfi_cpu_slice(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_op *op = o->op;
+    RFI_UNUSED(thread);
+    for (uint32_t h = 0; h < op->n_heads; h++)
+        memcpy(o->out + chunk * o->out_width + (uint64_t)h * op->head_dim,
+               o->in + chunk * o->in_width + (uint64_t)h * op->n_in + op->extra_at, op->head_dim * sizeof *o->out);
+}
+
+/* The first row of each sequence in a step. */
+static void rfi_cpu_find_firsts(rfi_cpu_plan *p, const rf_step *step) {
+    p->n_firsts = 0;
+    for (uint32_t r = 0; p->firsts && r < step->n_rows; r++) {
+        uint32_t i = 0;
+        while (i < p->n_firsts && step->rows[p->firsts[i]].seq != step->rows[r].seq) i++;
+        if (i == p->n_firsts) p->firsts[p->n_firsts++] = r;
+    }
+}
+
 /* ---- experts ---- */
 
 static void rfi_cpu_route(void *ctx, uint32_t chunk, uint32_t thread) {
@@ -10566,6 +10970,20 @@ static void rfi_cpu_run_experts(rfi_cpu_op *o) {
                  p->pairs.n_active * ((o->cut.n_units + o->cut.small - 1) / o->cut.small));
 }
 
+static void rfi_cpu_run_conv(rfi_cpu_op *o) {
+    const rf_op *op = o->op;
+    const uint32_t n_blocks = (op->n_out + RFI_CONV_BLOCK - 1) / RFI_CONV_BLOCK;
+    o->vector = rfi_cpu_vector(o->p, op->weight, op->weight_row * op->n_in, op->n_out * op->n_in, 0);
+    rfi_pool_run(&o->p->dev->pool, rfi_cpu_conv, o, o->p->n_firsts * n_blocks);
+}
+
+static void rfi_cpu_run_delta(rfi_cpu_op *o) {
+    o->in3 = rfi_cpu_buffer(o->p, o->step, o->op->in3, &o->in3_width);
+    o->vector = rfi_cpu_vector(o->p, o->op->extra, 0, o->op->n_heads, 0);
+    o->vector2 = rfi_cpu_vector(o->p, o->op->extra2, 0, o->op->n_heads, 1);
+    rfi_pool_run(&o->p->dev->pool, rfi_cpu_delta, o, o->p->n_firsts * o->op->n_heads);
+}
+
 static void rfi_cpu_run_rope(rfi_cpu_op *o) {
     rfi_cpu_plan *p = o->p;
     const rf_op *held = p->rope;
@@ -10623,6 +11041,9 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_EXPERTS: rfi_cpu_run_experts(&o); break;
     case RF_OP_MIX: rfi_pool_run(pool, rfi_cpu_mix, &o, o.n_rows); break;
     case RF_OP_HEADS: rfi_cpu_run_heads(&o); break;
+    case RF_OP_CONV: rfi_cpu_run_conv(&o); break;
+    case RF_OP_DELTA: rfi_cpu_run_delta(&o); break;
+    case RF_OP_SLICE: rfi_pool_run(pool, rfi_cpu_slice, &o, o.n_rows); break;
     default: break; /* plan_prepare refused it */
     }
 }
@@ -10835,11 +11256,18 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
         [RF_OP_ROUTE] = RF_OP_SIGMOID | RF_OP_CHOSEN | RF_OP_NORMALIZE,
         [RF_OP_EXPERTS] = RF_OP_PER_CHOICE,
         [RF_OP_MIX] = RF_OP_ACCUMULATE | RF_OP_SIGMOID,
+        [RF_OP_DELTA] = RF_OP_CYCLIC,
     };
     if (op->flags & ~flags[op->kind] || (op->kind == RF_OP_EMBED && op->flags == RF_OP_ACCUMULATE))
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u has unknown flags %x", op->kind, op->flags);
     if (op->activation >= RF_ACT_COUNT || (op->activation == RF_ACT_OAI && op->in2 == RF_NONE))
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: activation %u is not supported", op->activation);
+    if (op->kind == RF_OP_CONV && op->activation != RF_ACT_SILU && op->activation != RF_ACT_NONE)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: activation %u of a convolution is not supported",
+                        op->activation);
+    if (op->kind == RF_OP_CONV && (op->n_in > RF_MAX_TAPS || rfi_type_takes_int8(plan->weights[op->weight].type)))
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: a convolution of %u taps with weights of type %s", op->n_in,
+                        rf_type_get(plan->weights[op->weight].type).name);
     if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS && op->kind != RF_OP_HEADS) return RF_OK;
     uint32_t type = plan->weights[op->weight].type;
     if (rfi_matmul_has(rfi_cpu_of(d)->kernels, type)) return RF_OK;
@@ -10855,6 +11283,7 @@ static void rfi_cpu_plan_release(rf_prepared *prepared) {
     rfi_free_aligned(&alloc, p->scratch);
     rfi_free_aligned(&alloc, p->vector);
     rfi_free_aligned(&alloc, p->cos_sin);
+    rfi_free(&alloc, p->firsts);
     rfi_free(&alloc, p->pairs.sorted);
     rfi_free(&alloc, p->pairs.first);
     rfi_free(&alloc, p->pairs.active);
@@ -10872,6 +11301,7 @@ typedef struct rfi_cpu_need {
     uint64_t vector;   /* floats                                  */
     uint64_t n_rot;
     uint32_t n_experts, n_used;
+    int recurrent;
 } rfi_cpu_need;
 
 /* Whether ops a and b multiply the same input in the same format, so that one job can do both. */
@@ -10934,6 +11364,10 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
             need.scratch = rfi_max_u64(
                 need.scratch, rfi_attention_scratch(rfi_cpu_query_heads(op), op->head_dim,
                                                     op->flags & RF_OP_LATENT ? op->head_dim : op->head_dim_v));
+        need.recurrent |= op->kind == RF_OP_CONV || op->kind == RF_OP_DELTA;
+        if (op->kind == RF_OP_CONV) need.vector = rfi_max_u64(need.vector, (uint64_t)op->n_in * op->n_out);
+        if (op->kind == RF_OP_DELTA) need.vector = rfi_max_u64(need.vector, op->n_heads);
+        if (op->kind == RF_OP_DELTA) need.scratch = rfi_max_u64(need.scratch, rfi_delta_scratch(op));
         if (op->kind == RF_OP_MATMUL && i >= next) {
             const int alone = i > 0 && !along; /* the op before was done by itself */
             rfi_cpu_join(plan, i, how);
@@ -11033,7 +11467,8 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
                                                "vector scratch", err);
         p->cos_sin = (float *)rfi_alloc_aligned(&cpu->alloc, bind->n_batch * need.n_rot * sizeof(float), 64,
                                                 "rope scratch", err);
-        if (!p->acts || !p->scratch || !p->vector || !p->cos_sin) r = RF_ERR_MEMORY;
+        if (need.recurrent) p->firsts = (uint32_t *)rfi_alloc(&cpu->alloc, bind->n_batch, 4, "recurrent rows", err);
+        if (!p->acts || !p->scratch || !p->vector || !p->cos_sin || (need.recurrent && !p->firsts)) r = RF_ERR_MEMORY;
         if (r == RF_OK && need.n_used) r = rfi_cpu_prepare_experts(p, &need, err);
     }
     if (r != RF_OK) {
@@ -11053,6 +11488,7 @@ static rf_result rfi_cpu_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t f
     RFI_UNUSED(err);
     memset(ticket, 0, sizeof *ticket);
     if (first == 0) p->rope = NULL;
+    if (first == 0) rfi_cpu_find_firsts(p, step);
     for (uint32_t i = p->segments[first]; i < p->segments[last]; i += 1u + p->how[i].n_along) {
         double start = p->timing ? rfi_now() : 0;
         rfi_cpu_run_op(p, i, step);
@@ -11166,7 +11602,7 @@ static rf_result rfi_null_attention(const rf_plan *plan, uint32_t i, const rf_op
     const rf_plan_state *s = op->state < plan->n_states ? &plan->states[op->state] : NULL;
     const int store = op->kind == RF_OP_KV_STORE, latent = (op->flags & RF_OP_LATENT) != 0;
     if (!s || s->n_kv_heads != op->n_kv_heads || s->head_dim != op->head_dim ||
-        s->head_dim_v != (latent ? 0 : op->head_dim_v) || !op->n_kv_heads ||
+        s->head_dim_v != (latent ? 0 : op->head_dim_v) || !op->n_kv_heads || s->width ||
         (latent && op->head_dim_v > op->head_dim) ||
         (!store && s->window && (!op->window || op->window > s->window)))
         return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: state %u does not fit", i, op->state);
@@ -11216,6 +11652,36 @@ static rf_result rfi_null_experts(const rf_plan *plan, uint32_t i, const rf_op *
     if (r == RF_OK && op->extra2 != RF_NONE) r = rfi_null_weight(plan, i, op->extra2, op->n_experts, 1, err);
     if (r != RF_OK || op->extra == RF_NONE) return r;
     return rfi_null_weight(plan, i, op->extra, op->n_out, op->n_experts, err);
+}
+
+/* CONV, DELTA, SLICE */
+static rf_result rfi_null_recurrent(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
+    const uint64_t n_keys = (uint64_t)op->n_kv_heads * op->head_dim, n_values = (uint64_t)op->n_heads * op->head_dim_v;
+    const uint64_t width = op->state < plan->n_states ? plan->states[op->state].width : 0;
+    rf_result r;
+    if (op->kind == RF_OP_SLICE) {
+        r = rfi_null_buffer(plan, i, "in", op->in, op->rows, (uint64_t)op->n_heads * op->n_in, err);
+        if (r == RF_OK)
+            r = rfi_null_buffer(plan, i, "out", op->out, op->rows, (uint64_t)op->n_heads * op->head_dim, err);
+        if (r != RF_OK || (uint64_t)op->extra_at + op->head_dim <= op->n_in) return r;
+        return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: values %u + %u of %u", i, op->extra_at, op->head_dim,
+                        op->n_in);
+    }
+    const int conv = op->kind == RF_OP_CONV;
+    const uint64_t in = conv ? op->n_out : 2 * n_keys + n_values, out = conv ? op->n_out : n_values,
+                   want = conv ? (op->n_in - 1ull) * op->n_out : n_values * op->head_dim;
+    if (op->rows != RF_ROWS_TOKENS || width == 0 || width != want ||
+        (conv ? op->n_in < 2 || op->n_in > RF_MAX_TAPS : op->n_kv_heads == 0 || op->n_heads % op->n_kv_heads))
+        return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: state %u of %llu values, want %llu, or heads do not fit",
+                        i, op->state, RFI_LLU(width), RFI_LLU(want));
+    r = rfi_null_buffer(plan, i, "in", op->in, op->rows, in, err);
+    if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, op->rows, out, err);
+    if (r != RF_OK) return r;
+    if (conv) return rfi_null_weight(plan, i, op->weight, op->n_in, (uint64_t)op->weight_row + op->n_out, err);
+    r = rfi_null_buffer(plan, i, "in2", op->in2, op->rows, op->n_heads, err);
+    if (r == RF_OK) r = rfi_null_buffer(plan, i, "in3", op->in3, op->rows, op->n_heads, err);
+    if (r == RF_OK) r = rfi_null_weight(plan, i, op->extra, op->n_heads, 1, err);
+    return r == RF_OK ? rfi_null_weight(plan, i, op->extra2, op->n_heads, 1, err) : r;
 }
 
 static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
@@ -11273,6 +11739,9 @@ static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op
     case RF_OP_ROUTE:
     case RF_OP_EXPERTS:
     case RF_OP_MIX: return rfi_null_experts(plan, i, op, err);
+    case RF_OP_CONV:
+    case RF_OP_DELTA:
+    case RF_OP_SLICE: return rfi_null_recurrent(plan, i, op, err);
     default: return rfi_fail(err, RF_ERR_UNSUPPORTED, i, "null: op %u: kind %u is not supported", i, op->kind);
     }
 }
@@ -11286,7 +11755,7 @@ static rf_result rfi_null_check_rows(const rfi_null_plan *p, const rf_step *step
         const rf_step_row *row = &step->rows[i];
         if (row->token >= (int32_t)p->bind.plan->n_vocab || (row->token < 0 && !step->embeddings) ||
             row->seq < 0 || row->seq >= (int32_t)p->bind.n_seq || row->pos < 0 ||
-            row->pos >= (int32_t)p->bind.n_ctx)
+            row->pos >= (int32_t)p->bind.n_ctx || row->from > p->bind.n_slots || row->to > p->bind.n_slots)
             return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: row %u: token %d, sequence %d, position %d", i,
                             row->token, row->seq, row->pos);
     }
@@ -11300,13 +11769,13 @@ static rf_result rfi_null_check_rows(const rfi_null_plan *p, const rf_step *step
 static rf_result rfi_null_run_op(rfi_null_plan *p, uint32_t i, rf_error *err) {
     const rf_op *op = &p->bind.plan->ops[i];
     const uint32_t slots[RFI_OP_SLOTS] = {op->weight, op->extra, op->extra2},
-                   in[3] = {op->in, op->in2, op->flags & RF_OP_ACCUMULATE ? op->out : RF_NONE};
+                   in[4] = {op->in, op->in2, rf_op_in3(op), op->flags & RF_OP_ACCUMULATE ? op->out : RF_NONE};
     for (uint32_t k = 0; k < RFI_OP_SLOTS; k++)
         if (slots[k] != RF_NONE &&
             rfi_null_table_of(p->bind.table)->rows[slots[k]] != p->bind.plan->weights[slots[k]].n_rows)
             return rfi_fail(err, RF_ERR_DEVICE, i, "null: op %u: weight %s is not loaded", i,
                             p->bind.plan->weights[slots[k]].name);
-    for (int k = 0; k < 3; k++)
+    for (int k = 0; k < 4; k++)
         if (in[k] != RF_NONE && !p->written[in[k]])
             return rfi_fail(err, RF_ERR_DEVICE, i, "null: op %u: buffer %s is read before it is written", i,
                             p->bind.plan->buffers[in[k]].name);
@@ -11610,6 +12079,14 @@ struct rf_model {
     _Atomic uint32_t n_sessions;
 };
 
+/* A place for the recurrent states of all layers after the first `pos` tokens of a sequence. */
+typedef struct rfi_snapshot {
+    uint32_t pos;    /* 0: it is free                                     */
+    uint32_t row;    /* of the micro-batch in progress that leaves it     */
+    uint8_t written; /* 1: by one of these rows                           */
+    uint8_t prompt;  /* 1: before the last token of the last prompt       */
+} rfi_snapshot;
+
 struct rf_session {
     rf_model *m;
     rf_session_desc desc; /* resolved: no zeros left     */
@@ -11640,6 +12117,11 @@ struct rf_session {
     uint32_t *lengths;       /* [n_seq_max] tokens held                                         */
     uint32_t *floors;        /* [n_seq_max] the least, but for none, that it can be cut to      */
     uint32_t *ends;          /* [n_seq_max] the same after the eval in progress                 */
+    uint32_t *goals;         /* [n_seq_max] and after all of its rows                           */
+    uint32_t *begins;        /* [n_seq_max] and before the micro-batch in progress              */
+    rfi_snapshot *snapshots; /* [n_seq_max, n_slots] recurrent states; NULL: the model has none */
+    uint32_t n_slots;        /* of a sequence; 0: none                                          */
+    uint32_t hold;           /* tokens of sequence 0 to which rf_forward goes back if it fails  */
     int32_t *tokens;         /* [n_seq_max, n_ctx]; -1 where a row came as floats               */
     rf_step_row *rows;       /* [n_batch]                                                       */
     rf_row *forward_rows;    /* [n_batch] of rf_forward                                         */
@@ -11658,6 +12140,11 @@ static const rf_allocator *rfi_session_allocator(const rf_session *s) { return r
 
 /* ---- sizes ---- */
 
+#define RFI_MAX_SNAPSHOTS 1024u
+
+/* Slots of a sequence: what it keeps, where it was before the eval in progress, and where that has come to. */
+static uint32_t rfi_session_n_slots(const rf_session_desc *d) { return d->n_snapshots + 2; }
+
 static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *desc, rf_session_desc *out,
                                      rf_error *err) {
     if (desc) *out = *desc;
@@ -11674,6 +12161,10 @@ static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *d
     if (m->config.n_positions && out->n_ctx > m->config.n_positions)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: n_ctx %u, the model has learned %u positions", out->n_ctx,
                         m->config.n_positions);
+    if (out->n_snapshots == 0) out->n_snapshots = out->n_seq_max > 1 ? 1 : 4;
+    if (out->n_snapshots > RFI_MAX_SNAPSHOTS)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: n_snapshots %u: at most %u", out->n_snapshots,
+                        RFI_MAX_SNAPSHOTS);
     return rfi_cache_check(&m->plan, out->cache_type, err);
 }
 
@@ -11708,8 +12199,12 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
     for (uint32_t i = 0; i < plan->n_states; i++) {
         const rf_plan_state *s = &plan->states[i];
         uint64_t cells = (uint64_t)rfi_state_cells(d, s) * d->n_seq_max * s->n_kv_heads; /* < 2^31 * 2^14 */
-        fits &= rfi_place(&out->kv_bytes, &at, cells, rf_cache_row_bytes(d->cache_type, s->head_dim), 1);
-        fits &= rfi_place(&out->kv_bytes, &unused, cells, rf_cache_row_bytes(d->cache_type, s->head_dim_v), 1);
+        if (s->width) {
+            fits &= rfi_place(&out->kv_bytes, &at, (uint64_t)rfi_session_n_slots(d) * d->n_seq_max, s->width, 4);
+        } else {
+            fits &= rfi_place(&out->kv_bytes, &at, cells, rf_cache_row_bytes(d->cache_type, s->head_dim), 1);
+            fits &= rfi_place(&out->kv_bytes, &unused, cells, rf_cache_row_bytes(d->cache_type, s->head_dim_v), 1);
+        }
         if (state_offset) state_offset[i] = at;
     }
     fits &= rfi_place(&host, &unused, d->n_logits_max, (uint64_t)plan->n_vocab + 1, sizeof(float));
@@ -11760,6 +12255,9 @@ static void rfi_session_release(rf_session *s) {
     rfi_free(alloc, s->lengths);
     rfi_free(alloc, s->floors);
     rfi_free(alloc, s->ends);
+    rfi_free(alloc, s->goals);
+    rfi_free(alloc, s->begins);
+    rfi_free(alloc, s->snapshots);
     rfi_free_aligned(alloc, s->tokens);
     rfi_free(alloc, s->rows);
     rfi_free(alloc, s->forward_rows);
@@ -11793,6 +12291,14 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
     s->lengths = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->lengths, "sequence lengths", err);
     s->floors = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->floors, "sequence lengths", err);
     s->ends = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->ends, "sequence lengths", err);
+    s->goals = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->goals, "sequence lengths", err);
+    s->begins = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->begins, "sequence lengths", err);
+    if (s->m->config.recurrent.kind) {
+        s->n_slots = rfi_session_n_slots(d);
+        s->snapshots = (rfi_snapshot *)rfi_alloc(alloc, (uint64_t)d->n_seq_max * s->n_slots, sizeof *s->snapshots,
+                                                 "states", err);
+        if (!s->snapshots) return RF_ERR_MEMORY;
+    }
     s->rows = (rf_step_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->rows, "batch rows", err);
     s->forward_rows = (rf_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->forward_rows, "batch rows", err);
     s->logit_rows = (uint32_t *)rfi_alloc(alloc, d->n_batch, sizeof *s->logit_rows, "batch rows", err);
@@ -11800,8 +12306,8 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
                                              "token history", err);
     if (!s->buffer_offset || !s->state_offset || !s->state_cells || !s->segment_first || !s->segment_slots ||
         !s->held || !s->held_streamed || !s->segment_ops || !s->pinned || !s->chosen || !s->is_expert ||
-        !s->rows_of || !s->frames || !s->lengths || !s->floors || !s->ends || !s->rows || !s->forward_rows ||
-        !s->logit_rows || !s->tokens)
+        !s->rows_of || !s->frames || !s->lengths || !s->floors || !s->ends || !s->goals || !s->begins || !s->rows ||
+        !s->forward_rows || !s->logit_rows || !s->tokens)
         return RF_ERR_MEMORY;
     rf_result r =
         api->host_create(s->m->device->dev, (uint64_t)d->n_logits_max * plan->n_vocab * sizeof(float), &p, err);
@@ -11882,6 +12388,7 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
         .n_batch = s->desc.n_batch,
         .n_logits = s->desc.n_logits_max,
         .cache_type = s->desc.cache_type,
+        .n_slots = s->n_slots * s->desc.n_seq_max,
     };
     r = api->plan_prepare(dev, &bind, s->segment_ops, &s->n_segments, &s->prepared, err);
     if (r == RF_OK) rfi_session_segment_slots(s);
@@ -11916,6 +12423,90 @@ ROCMFORGE_API void rf_session_close(rf_session *s) {
     rf_model *m = s->m;
     rfi_session_release(s);
     atomic_fetch_sub(&m->n_sessions, 1);
+}
+
+/* ---- recurrent states ----
+ * Each sequence has a few slots, each the states of all layers behind some number of its tokens. A step reads one and
+ * leaves its own state in others, so that none has to be copied: the state before an eval stays until the eval has
+ * succeeded, and those of earlier evals stay as long as there is room, to go back to. Slot numbers of devices count
+ * from 1, all sequences' in one row. */
+
+#define RFI_SNAPSHOT_TOKENS 256u
+
+static rfi_snapshot *rfi_snapshots_of(const rf_session *s, uint32_t seq) {
+    return s->snapshots + (uint64_t)seq * s->n_slots;
+}
+
+/* Number of the slot behind pos tokens; 0: there is none, or no tokens. */
+static uint32_t rfi_snapshot_find(const rf_session *s, uint32_t seq, uint32_t pos) {
+    for (uint32_t i = 0; pos && i < s->n_slots; i++)
+        if (rfi_snapshots_of(s, seq)[i].pos == pos) return seq * s->n_slots + i + 1;
+    return 0;
+}
+
+/* Bytes into the session's state. */
+static uint64_t rfi_snapshot_offset(const rf_session *s, uint32_t state, uint32_t slot) {
+    return s->state_offset[state] + (slot - 1) * 4ull * s->m->plan.states[state].width;
+}
+
+/* How many of its first n tokens a sequence can go back to; what is behind them is free afterwards. */
+static uint32_t rfi_snapshots_cut(rf_session *s, uint32_t seq, uint32_t n) {
+    uint32_t last = 0;
+    if (!s->snapshots) return n;
+    for (uint32_t i = 0; i < s->n_slots; i++) {
+        rfi_snapshot *slot = &rfi_snapshots_of(s, seq)[i];
+        if (slot->pos > n) memset(slot, 0, sizeof *slot);
+        else if (slot->pos > last) last = slot->pos;
+    }
+    return last;
+}
+
+/* What a sequence loses without the state behind pos tokens: from the one before to the one behind. */
+static uint32_t rfi_snapshot_gap(const rf_session *s, uint32_t seq, uint32_t pos, uint32_t end) {
+    uint32_t before = 0, behind = end;
+    for (uint32_t i = 0; i < s->n_slots; i++) {
+        const uint32_t at = rfi_snapshots_of(s, seq)[i].pos;
+        if (at < pos && at > before) before = at;
+        if (at > pos && at < behind) behind = at;
+    }
+    return behind - before;
+}
+
+/* A slot for the state behind pos tokens, left by a row of the micro-batch that goes on from `begin` tokens: a free
+ * one, or that of the state whose loss leaves the smallest gap, the end of a prompt last of all. Never one that is
+ * needed: where the micro-batch begins, and where the eval goes back to. rfi_session_n_slots leaves one more. */
+static uint32_t rfi_snapshot_take(rf_session *s, uint32_t seq, uint32_t pos, uint32_t begin, uint32_t row) {
+    rfi_snapshot *slots = rfi_snapshots_of(s, seq), *best = NULL;
+    uint64_t least = UINT64_MAX;
+    for (uint32_t i = 0; i < s->n_slots; i++) {
+        const uint32_t at = slots[i].pos;
+        if (at && (at == begin || at == s->lengths[seq] || (seq == 0 && at == s->hold))) continue;
+        const uint64_t loss = at == 0 ? 0 : rfi_snapshot_gap(s, seq, at, pos) + (slots[i].prompt ? 1ull << 32 : 0);
+        if (loss < least) least = loss, best = &slots[i];
+    }
+    if (best->written) s->rows[best->row].to = 0;
+    *best = (rfi_snapshot){.pos = pos, .row = row, .written = 1};
+    return (uint32_t)(best - s->snapshots) + 1;
+}
+
+/* Which states the rows of a micro-batch begin with, and which they leave: each sequence's last, and those worth
+ * keeping on the way. */
+static void rfi_snapshots_plan(rf_session *s, uint32_t n_rows) {
+    if (!s->snapshots) return;
+    for (uint64_t i = 0; i < (uint64_t)s->n_slots * s->desc.n_seq_max; i++) s->snapshots[i].written = 0;
+    for (uint32_t i = 0; i < n_rows; i++) {
+        rf_step_row *row = &s->rows[i];
+        const uint32_t seq = (uint32_t)row->seq, pos = (uint32_t)row->pos + 1;
+        uint32_t begin = s->begins[seq];
+        const int prompt = pos + 1 == s->goals[seq]; /* not its last */
+        if (row->pos == (int32_t)begin) row->from = rfi_snapshot_find(s, seq, begin);
+        if (pos != s->ends[seq] && !prompt && pos % RFI_SNAPSHOT_TOKENS) continue;
+        row->to = rfi_snapshot_take(s, seq, pos, begin, i);
+        for (uint32_t k = 0; prompt && k < s->n_slots; k++) {
+            rfi_snapshot *slot = &rfi_snapshots_of(s, seq)[k];
+            slot->prompt = slot->pos == pos;
+        }
+    }
 }
 
 /* ---- the forward pass ---- */
@@ -12134,10 +12725,11 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_row *rows, uint32_t n_ro
                     .logit_rows = s->logit_rows,
                     .n_rows = n_rows,
                     .first_logits_row = first_logits_row};
+    memcpy(s->begins, s->ends, s->desc.n_seq_max * sizeof *s->begins);
     for (uint32_t i = 0; i < n_rows; i++) {
         uint32_t pos = s->ends[rows[i].seq]++;
         int32_t token = rows[i].embedding ? -1 : rows[i].token;
-        s->rows[i] = (rf_step_row){token, rows[i].seq, (int32_t)pos, -1};
+        s->rows[i] = (rf_step_row){token, rows[i].seq, (int32_t)pos, -1, 0, 0};
         s->tokens[(uint64_t)(uint32_t)rows[i].seq * s->desc.n_ctx + pos] = token;
         if (rows[i].embedding) {
             memcpy(s->embeddings + (uint64_t)i * n_embd, rows[i].embedding, n_embd * sizeof(float));
@@ -12149,6 +12741,7 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_row *rows, uint32_t n_ro
         }
     }
     *n_logits = step.n_logits;
+    rfi_snapshots_plan(s, n_rows);
     rf_ticket ticket = {0};
     rf_result r = RF_OK;
     rfi_stream_walk(s->m->store);
@@ -12178,11 +12771,12 @@ static void rfi_session_raise_floor(rf_session *s, uint32_t seq, uint32_t end) {
     }
 }
 
-/* A sequence is n tokens long, no more than it was; none where it cannot be cut to that, which the text of err, if
- * there is one, then ends with. */
+/* A sequence is n tokens long, no more than it was, or as many of them as it has a state behind; none where it cannot
+ * be cut to that, which the text of err, if there is one, then ends with. */
 static void rfi_session_cut(rf_session *s, uint32_t seq, uint32_t n, rf_error *err) {
-    const int lost = n > 0 && n < s->floors[seq];
-    s->lengths[seq] = lost ? 0 : n;
+    const uint32_t at = rfi_snapshots_cut(s, seq, n);
+    const int lost = at > 0 && at < s->floors[seq];
+    s->lengths[seq] = lost ? rfi_snapshots_cut(s, seq, 0) : at;
     if (s->lengths[seq] == 0) s->floors[seq] = 0;
     if (!lost || !err) return;
     const size_t used = strlen(err->text);
@@ -12218,6 +12812,7 @@ ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_ro
     rf_result r = rfi_eval_check(s, rows, n_rows, err);
     if (r == RF_OK) r = rfi_store_begin(s->m->store, &s->loading_cancels, err);
     if (r != RF_OK) return r;
+    memcpy(s->goals, s->ends, s->desc.n_seq_max * sizeof *s->goals);
     memcpy(s->ends, s->lengths, s->desc.n_seq_max * sizeof *s->ends);
     uint32_t n_logits = 0;
     r = rfi_eval_run(s, rows, n_rows, &n_logits, err);
@@ -12275,6 +12870,7 @@ ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_
                         "rf_forward: %u tokens do not fit: n_ctx is %u, sequence 0 holds %u", n_tokens,
                         s->desc.n_ctx, before);
     rf_result r = RF_OK;
+    s->hold = before;
     for (uint32_t at = 0; r == RF_OK && at < n_tokens;) {
         uint32_t n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_tokens - at);
         for (uint32_t i = 0; i < n; i++)
@@ -12284,6 +12880,7 @@ ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_
         at += n;
     }
     if (r == RF_OK && logits) r = rfi_session_row(s, 0, logits, err);
+    s->hold = 0;
     if (r != RF_OK) s->n_logits = 0;
     if (r != RF_OK && s->lengths[0] > before) rfi_session_cut(s, 0, before, err);
     return r;
@@ -12338,6 +12935,12 @@ ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst,
     for (uint32_t i = 0; i < s->m->plan.n_states; i++) {
         const rf_plan_state *st = &s->m->plan.states[i];
         uint64_t at = s->state_offset[i], k_end = 0, v_at = 0, n_cells = s->state_cells[i];
+        if (st->width && n) {
+            const uint64_t to = rfi_snapshot_offset(s, i, (uint32_t)dst * s->n_slots + 1),
+                           from = rfi_snapshot_offset(s, i, rfi_snapshot_find(s, (uint32_t)src, (uint32_t)n));
+            r = api->mem_copy(s->queue, &s->state, to, &s->state, from, 4ull * st->width, &ticket, err);
+        }
+        if (r != RF_OK) return r;
         rfi_place(&k_end, &v_at, n_cells * s->desc.n_seq_max * st->n_kv_heads, rfi_state_row_bytes(s, st, 0), 1);
         for (uint32_t h = 0; h < st->n_kv_heads * 2 && n; h++) { /* heads of the keys, then of the values */
             int values = h >= st->n_kv_heads;
@@ -12357,6 +12960,7 @@ ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst,
            (size_t)n * sizeof *s->tokens);
     s->lengths[dst] = (uint32_t)n;
     s->floors[dst] = s->floors[src];
+    if (s->snapshots) rfi_snapshots_of(s, (uint32_t)dst)->pos = (uint32_t)n;
     return RF_OK;
 }
 
@@ -12435,7 +13039,8 @@ ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, u
 /* ---- saved sequences ----
  * A header, the token ids (int32), then per state the keys of each head and the values of each head, those of the
  * tokens held and no others, of a state with a window from the first one on that a sequence cut to n_least tokens
- * needs; and a checksum of all of it. Little endian, nothing aligned. */
+ * needs, or, if there are tokens, the recurrent state behind them; and a checksum of all of it. Little endian, nothing
+ * aligned. */
 
 #define RFI_SAVED_MAGIC "rocmforge seq\n"
 enum { RFI_SAVED_VERSION = 2 };
@@ -12477,7 +13082,7 @@ static uint64_t rfi_plan_hash(const rf_plan *p) {
     }
     for (uint32_t i = 0; i < p->n_states; i++) {
         const rf_plan_state *st = &p->states[i];
-        const uint32_t shape[5] = {st->layer, st->n_kv_heads, st->head_dim, st->head_dim_v, st->window};
+        const uint32_t shape[6] = {st->layer, st->n_kv_heads, st->head_dim, st->head_dim_v, st->window, st->width};
         h = rfi_hash_bytes(h, shape, sizeof shape);
     }
     for (uint32_t i = 0; i < p->n_ops; i++) /* keys were rotated by the factors that the session chose */
@@ -12506,6 +13111,8 @@ static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens, uint32
     h.n_least = n_least;
     h.shapes = rfi_plan_hash(p);
     h.total_bytes = sizeof h + 4 * (uint64_t)n_tokens + 8;
+    for (uint32_t i = 0; i < p->n_states; i++)
+        if (n_tokens) h.total_bytes += 4ull * p->states[i].width;
     for (uint32_t i = 0; i < p->n_states; i++)
         for (int v = 0; v < 2; v++)
             h.total_bytes += (n_tokens - rfi_saved_first(&h, &p->states[i])) * p->states[i].n_kv_heads *
@@ -12574,6 +13181,7 @@ static rf_result rfi_saving_body(rfi_saving *w, int32_t seq, const rfi_saved *he
     const uint32_t n = header->n_tokens;
     const rf_plan *p = &s->m->plan;
     int32_t *tokens = s->tokens + (uint64_t)(uint32_t)seq * s->desc.n_ctx;
+    const uint32_t slot = w->loading ? (uint32_t)seq * s->n_slots + 1 : rfi_snapshot_find(s, (uint32_t)seq, n);
     rf_result r = rfi_saving_move(w, tokens, 4 * (uint64_t)n);
     for (uint32_t i = 0; r == RF_OK && w->loading && i < n; i++)
         if (tokens[i] < -1 || tokens[i] >= (int64_t)p->n_vocab)
@@ -12584,6 +13192,7 @@ static rf_result rfi_saving_body(rfi_saving *w, int32_t seq, const rfi_saved *he
         const uint32_t n_cells = s->state_cells[i];
         const rfi_span positions = {rfi_saved_first(header, st), n};
         uint64_t at = s->state_offset[i], cells = (uint64_t)n_cells * s->desc.n_seq_max * st->n_kv_heads;
+        if (st->width && n) r = rfi_saving_bytes(w, rfi_snapshot_offset(s, i, slot), 4ull * st->width);
         for (int values = 0; r == RF_OK && values < 2; values++) {
             uint64_t row = rfi_state_row_bytes(s, st, values), first, end = at;
             rfi_place(&end, &first, cells, row, 1);
@@ -12663,6 +13272,7 @@ ROCMFORGE_API rf_result rf_session_restore(rf_session *s, int32_t seq, const rf_
     s->lengths[seq] = h.n_tokens;
     s->floors[seq] = h.n_least;
     rfi_session_raise_floor(s, (uint32_t)seq, h.n_tokens);
+    if (s->snapshots) rfi_snapshots_of(s, (uint32_t)seq)->pos = h.n_tokens;
     return RF_OK;
 }
 

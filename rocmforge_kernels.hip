@@ -1337,6 +1337,7 @@ template <int WAVE, bool LATENT> static __global__ void RFK_THREADS(RFK_BLOCK) r
 /* An rf_activation. */
 RFK_DEVICE float rfk_activate(uint32_t activation, float x) {
     if (activation == RF_ACT_NONE) return x;
+    if (activation == RF_ACT_SIGMOID) return 1.0f / (1.0f + expf(-x));
     float e = activation == RF_ACT_GELU ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
     return x / (1.0f + expf(-e));
 }
@@ -1551,6 +1552,144 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
     for (uint32_t k = 0; k < a.n_used; k++)
         sum += (a.sigmoid ? 1.0f / (1.0f + expf(-weight[k])) : weight[k]) * in[(size_t)k * a.n];
     *out = (a.accumulate ? *out : 0.0f) + a.scale * sum;
+}
+
+/* ---- recurrent layers ----
+ * A sequence's rows follow each other: threads go through all rows of the step and pass over those of others. */
+
+/* A channel's convolution; its past is in registers.   grid [ceil(n / 256), sequences]   block 256   reads and writes
+ * every value once */
+struct rfk_conv_args {
+    const float *in;
+    const uint8_t *w; /* [n][n_taps]           */
+    float *out, *state; /* [slots][n_taps - 1][n] */
+    const rf_step_row *rows;
+    uint32_t w_type, in_stride, out_stride, n_rows, n, n_taps, activation;
+};
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_conv(rfk_conv_args a) {
+    uint32_t c = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    size_t width = (size_t)(a.n_taps - 1) * a.n;
+    float w[RF_MAX_TAPS], x[RF_MAX_TAPS]; /* the last n_taps count; before them are zeros */
+    bool begun = false;
+    if (c >= a.n) return;
+    RFK_UNROLL(8)
+    for (uint32_t j = 0; j < RF_MAX_TAPS; j++) {
+        uint32_t tap = j + a.n_taps - RF_MAX_TAPS; /* wraps where there is none */
+        w[j] = tap < a.n_taps ? rfk_load_any(a.w, a.w_type, (size_t)c * a.n_taps + tap) : 0.0f;
+        x[j] = 0;
+    }
+    for (uint32_t t = 0; t < a.n_rows; t++) {
+        rf_step_row row = a.rows[t];
+        if (row.seq != (int32_t)blockIdx.y) continue;
+        RFK_UNROLL(8)
+        for (uint32_t j = 1; j < RF_MAX_TAPS; j++) {
+            uint32_t past = j + a.n_taps - RF_MAX_TAPS - 1;
+            if (!begun && row.from && past < a.n_taps - 1)
+                x[j] = a.state[(row.from - 1) * width + (size_t)past * a.n + c];
+        }
+        begun = true;
+        RFK_UNROLL(8)
+        for (uint32_t j = 0; j + 1 < RF_MAX_TAPS; j++) x[j] = x[j + 1];
+        x[RF_MAX_TAPS - 1] = a.in[(size_t)t * a.in_stride + c];
+        float sum = 0;
+        RFK_UNROLL(8)
+        for (uint32_t j = 0; j < RF_MAX_TAPS; j++) sum += w[j] * x[j];
+        a.out[(size_t)t * a.out_stride + c] = rfk_activate(a.activation, sum);
+        RFK_UNROLL(8)
+        for (uint32_t j = 1; j < RF_MAX_TAPS; j++) {
+            uint32_t past = j + a.n_taps - RF_MAX_TAPS - 1;
+            if (row.to && past < a.n_taps - 1) a.state[(row.to - 1) * width + (size_t)past * a.n + c] = x[j];
+        }
+    }
+}
+
+/* RF_OP_DELTA. A wave holds RFK_DELTA_COLS columns of a head's S, each of which is divided over WAVE / RFK_DELTA_COLS
+ * lanes, with every so-manieth of at most DIM values: what a row adds to a column depends on that column alone.
+ *   grid [ceil(head_dim_v / 32), heads, sequences]   block 4 waves   reads a row's q and k once for each wave */
+#define RFK_DELTA_COLS 8u
+struct rfk_delta_args {
+    const float *in, *beta, *alpha;
+    const uint8_t *a, *b; /* [n_heads] */
+    float *out, *state;   /* [slots][n_heads][head_dim][head_dim_v] */
+    const rf_step_row *rows;
+    uint32_t a_type, b_type, in_stride, beta_stride, alpha_stride, out_stride, n_rows, n_heads, n_k_heads, head_dim,
+        head_dim_v, cyclic;
+    float scale, eps;
+};
+/* The sum over the lanes of a column, in each of them. */
+template <int WAVE> RFK_DEVICE float rfk_column_sum(float v) {
+    for (int mask = WAVE / 2; mask >= (int)RFK_DELTA_COLS; mask /= 2) v += rfk_swap<WAVE>(v, mask);
+    return v;
+}
+template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_delta(rfk_delta_args a) {
+    if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
+    const uint32_t lanes = WAVE / RFK_DELTA_COLS, h = blockIdx.y, first = threadIdx.x % WAVE / RFK_DELTA_COLS,
+                   col = (blockIdx.x * 4 + threadIdx.x / WAVE) * RFK_DELTA_COLS + threadIdx.x % RFK_DELTA_COLS,
+                   k_head = a.cyclic ? h % a.n_k_heads : h / (a.n_heads / a.n_k_heads),
+                   n_keys = a.n_k_heads * a.head_dim;
+    const bool inside = col < a.head_dim_v;
+    const float decay_by = rfk_load_any(a.a, a.a_type, h), bias = rfk_load_any(a.b, a.b_type, h);
+    const size_t width = (size_t)a.n_heads * a.head_dim * a.head_dim_v,
+                 at = ((size_t)h * a.head_dim + first) * a.head_dim_v + col, step = (size_t)lanes * a.head_dim_v;
+    float s[DIM * RFK_DELTA_COLS / WAVE], k[DIM * RFK_DELTA_COLS / WAVE];
+    bool begun = false;
+    RFK_UNROLL(64)
+    for (uint32_t m = 0; m < DIM / lanes; m++) s[m] = 0;
+    for (uint32_t t = 0; t < a.n_rows; t++) {
+        rf_step_row row = a.rows[t];
+        if (row.seq != (int32_t)blockIdx.z) continue;
+        RFK_UNROLL(64)
+        for (uint32_t m = 0; m < DIM / lanes; m++)
+            if (!begun && row.from && inside && m * lanes + first < a.head_dim)
+                s[m] = a.state[(row.from - 1) * width + at + m * step];
+        begun = true;
+        const float *in = a.in + (size_t)t * a.in_stride, *q = in + (size_t)k_head * a.head_dim + first;
+        float kk = 0, qq = 0, sk = 0, sq = 0;
+        RFK_UNROLL(64)
+        for (uint32_t m = 0; m < DIM / lanes; m++) {
+            bool there = m * lanes + first < a.head_dim;
+            float x = there ? q[m * lanes] : 0.0f;
+            k[m] = there ? q[n_keys + m * lanes] : 0.0f;
+            qq += x * x;
+            kk += k[m] * k[m];
+        }
+        kk = 1.0f / sqrtf(rfk_column_sum<WAVE>(kk) + a.eps);
+        qq = a.scale / sqrtf(rfk_column_sum<WAVE>(qq) + a.eps);
+        float x = a.alpha[(size_t)t * a.alpha_stride + h] + bias;
+        float decay = expf((x > 20.0f ? x : log1pf(expf(x))) * decay_by);
+        RFK_UNROLL(64)
+        for (uint32_t m = 0; m < DIM / lanes; m++) {
+            s[m] *= decay;
+            k[m] *= kk;
+            sk += s[m] * k[m];
+        }
+        float beta = 1.0f / (1.0f + expf(-a.beta[(size_t)t * a.beta_stride + h]));
+        float d = inside ? beta * (in[2 * (size_t)n_keys + (size_t)h * a.head_dim_v + col] - rfk_column_sum<WAVE>(sk)) : 0;
+        RFK_UNROLL(64)
+        for (uint32_t m = 0; m < DIM / lanes; m++) {
+            s[m] += k[m] * d;
+            sq += m * lanes + first < a.head_dim ? s[m] * q[m * lanes] : 0.0f;
+        }
+        sq = rfk_column_sum<WAVE>(sq) * qq;
+        if (inside && first == 0) a.out[(size_t)t * a.out_stride + (size_t)h * a.head_dim_v + col] = sq;
+        RFK_UNROLL(64)
+        for (uint32_t m = 0; m < DIM / lanes; m++)
+            if (row.to && inside && m * lanes + first < a.head_dim)
+                a.state[(row.to - 1) * width + at + m * step] = s[m];
+    }
+}
+
+/* out[t, head] = part of in[t, head].   grid [ceil(n_heads * dim / 256), rows]   block 256 */
+struct rfk_slice_args {
+    const float *in; /* at the part's first value */
+    float *out;
+    uint32_t in_stride, out_stride, n_heads, width, dim;
+};
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_slice(rfk_slice_args a) {
+    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    if (i < a.n_heads * a.dim)
+        a.out[(size_t)blockIdx.y * a.out_stride + i] =
+            a.in[(size_t)blockIdx.y * a.in_stride + (size_t)(i / a.dim) * a.width + i % a.dim];
 }
 
 /* ==== 4 Matmul ========================================================================================== >>matmul
@@ -4726,9 +4865,9 @@ static void rfk_weight_clear(rf_table *t, uint32_t slot) {
 
 /* An op with its pointers; those of logits buffers are of row 0. */
 struct rfk_bound {
-    float *in, *in2, *out;
-    uint32_t in_stride, in2_stride, out_stride;
-    char *k, *v;       /* of its state */
+    float *in, *in2, *in3, *out;
+    uint32_t in_stride, in2_stride, in3_stride, out_stride;
+    char *k, *v;       /* of its state; k: of a recurrent one */
     uint32_t n_cells;  /* and its cells of a sequence */
     uint32_t
         quantize; /* matmul: its input must be quantized first; norm, glu: quantize the output for what follows */
@@ -4754,7 +4893,7 @@ struct rf_prepared {
     rf_dev *dev;
     rf_table *table;
     const rf_plan *plan;
-    uint32_t n_ctx, n_seq, n_batch, n_logits, cache_type;
+    uint32_t n_ctx, n_seq, n_batch, n_logits, cache_type, n_slots;
     rfk_bound *ops;
     uint32_t *segments; /* [n_segments + 1] first op of each */
     uint32_t n_segments;
@@ -4793,7 +4932,8 @@ struct rf_prepared {
 static const char *rfk_op_name(uint32_t kind) {
     static const char *const names[] = {"embed",    "rms_norm",  "matmul", "rope",
                                         "kv_store", "attention", "glu",    "gather",
-                                        "argmax",   "route",     "experts", "mix", "heads"};
+                                        "argmax",   "route",     "experts", "mix",
+                                        "heads",    "conv",      "delta",   "slice"};
     return kind < RF_OP_KIND_COUNT ? names[kind] : "?";
 }
 
@@ -4855,6 +4995,13 @@ static int rfk_is_known(const rf_op *op) {
         if (op->activation == RF_ACT_CLAMP) rest.softcap = 0;
         return rfk_is_plain(&rest, 0) && op->activation < RF_ACT_COUNT &&
                (op->activation != RF_ACT_OAI || op->in2 != RF_NONE);
+    case RF_OP_CONV:
+        rest.activation = 0;
+        return rfk_is_plain(&rest, 0) && (op->activation == RF_ACT_SILU || op->activation == RF_ACT_NONE);
+    case RF_OP_DELTA:
+        rest.scale = 0;
+        rest.extra2 = RF_NONE;
+        return rfk_is_plain(&rest, RF_OP_CYCLIC);
     default: return rfk_is_plain(op, 0);
     }
 }
@@ -4893,6 +5040,14 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
     if (op->kind == RF_OP_ROUTE)
         return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_experts) ? NULL
                                                                                      : "its bias is no such vector";
+    if (op->kind == RF_OP_CONV)
+        return rfk_is_vector(plan, op->weight, ((uint64_t)op->weight_row + op->n_out) * op->n_in)
+                   ? NULL
+                   : "its weights are no matrix of f32, f16 or bf16 that large";
+    if (op->kind == RF_OP_DELTA)
+        return rfk_is_vector(plan, op->extra, op->n_heads) && rfk_is_vector(plan, op->extra2, op->n_heads)
+                   ? NULL
+                   : "its factors or biases are no such vector";
     if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EMBED && op->kind != RF_OP_EXPERTS && op->kind != RF_OP_HEADS)
         return NULL;
     if (op->weight >= plan->n_weights) return "it has no weight";
@@ -4955,6 +5110,26 @@ static int rfk_experts_fit(const rf_plan *plan, const rf_op *op) {
            rfk_fits(plan, op->out, tokens, n_used * n);
 }
 
+/* CONV, DELTA, SLICE: numbers, buffers and state. */
+static int rfk_recurrent_fits(const rf_plan *plan, const rf_op *op) {
+    const uint32_t tokens = RF_ROWS_TOKENS;
+    const uint64_t width = op->state < plan->n_states ? plan->states[op->state].width : 0,
+                   keys = (uint64_t)op->n_kv_heads * op->head_dim, values = (uint64_t)op->n_heads * op->head_dim_v;
+    if (op->rows != tokens) return 0;
+    if (op->kind == RF_OP_SLICE)
+        return rfk_fits(plan, op->in, tokens, (uint64_t)op->n_heads * op->n_in) && op->in != op->out &&
+               rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * op->head_dim) && op->extra_at <= op->n_in &&
+               op->head_dim <= op->n_in - op->extra_at;
+    if (op->kind == RF_OP_CONV)
+        return op->n_in >= 2 && op->n_in <= RF_MAX_TAPS && rfk_fits(plan, op->in, tokens, op->n_out) &&
+               rfk_fits(plan, op->out, tokens, op->n_out) && width == (op->n_in - 1ull) * op->n_out;
+    return op->n_kv_heads > 0 && op->n_heads % op->n_kv_heads == 0 && op->head_dim > 0 &&
+           op->head_dim <= RFK_MAX_HEAD && width == values * op->head_dim &&
+           rfk_fits(plan, op->in, tokens, 2 * keys + values) && rfk_fits(plan, op->out, tokens, values) &&
+           rfk_fits(plan, op->in2, tokens, op->n_heads) && rfk_fits(plan, op->in3, tokens, op->n_heads) &&
+           op->out != op->in && op->out != op->in2 && op->out != op->in3;
+}
+
 static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err) {
     const uint32_t rows = op->rows, tokens = RF_ROWS_TOKENS;
     const rf_plan_state *s = op->state < plan->n_states ? &plan->states[op->state] : NULL;
@@ -5013,11 +5188,14 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
              (op->n_in == op->head_dim || /* a head's int8 values are made as a row's */
               plan->buffers[op->in].width == (uint64_t)op->n_heads * op->head_dim);
         break;
+    case RF_OP_CONV:
+    case RF_OP_DELTA:
+    case RF_OP_SLICE: ok = rfk_recurrent_fits(plan, op); break;
     default: break;
     }
     if (op->kind == RF_OP_KV_STORE || op->kind == RF_OP_ATTENTION)
         ok = ok && s && s->n_kv_heads == op->n_kv_heads && s->head_dim == op->head_dim &&
-             s->head_dim_v == (op->flags & RF_OP_LATENT ? 0 : op->head_dim_v);
+             s->head_dim_v == (op->flags & RF_OP_LATENT ? 0 : op->head_dim_v) && s->width == 0;
     if (op->kind == RF_OP_ATTENTION && ok && s->window) ok = op->window && op->window <= s->window;
     if (!ok) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its buffers, heads or state do not fit", err);
     if (!rfk_is_known(op) && !rfk_is_plain_experts(op))
@@ -5034,34 +5212,36 @@ static uint64_t rfk_align(uint64_t n) { return (n + 255) & ~(uint64_t)255; }
 static rf_result rfk_bind_op(rf_prepared *p, const rf_plan_bind *bind, uint32_t i, rf_error *err) {
     const rf_plan *plan = p->plan;
     const rf_op *op = &plan->ops[i];
-    const uint32_t ids[3] = {op->in, op->in2, op->out};
-    float **at[3] = {&p->ops[i].in, &p->ops[i].in2, &p->ops[i].out};
-    uint32_t *stride[3] = {&p->ops[i].in_stride, &p->ops[i].in2_stride, &p->ops[i].out_stride};
-    for (int k = 0; k < 3; k++) {
+    rfk_bound *b = &p->ops[i];
+    const uint32_t ids[4] = {op->in, op->in2, rf_op_in3(op), op->out};
+    float **at[4] = {&b->in, &b->in2, &b->in3, &b->out};
+    uint32_t *stride[4] = {&b->in_stride, &b->in2_stride, &b->in3_stride, &b->out_stride};
+    for (int k = 0; k < 4; k++) {
         if (ids[k] >= plan->n_buffers) continue;
-        const rf_plan_buffer *b = &plan->buffers[ids[k]];
-        uint64_t rows = b->rows == RF_ROWS_LOGITS ? bind->n_logits : bind->n_batch,
+        const rf_plan_buffer *buffer = &plan->buffers[ids[k]];
+        uint64_t rows = buffer->rows == RF_ROWS_LOGITS ? bind->n_logits : bind->n_batch,
                  offset = bind->buffer_offset[ids[k]];
-        if (offset % 256 != 0 || rfk_range(&bind->scratch, offset, rows * b->width * 4, "a buffer", NULL) != RF_OK)
+        if (offset % 256 != 0 || rfk_range(&bind->scratch, offset, rows * buffer->width * 4, "a buffer", NULL) != RF_OK)
             return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "a buffer does not lie in the session's memory", err);
         *at[k] = (float *)(void *)((char *)bind->scratch.base + offset);
-        *stride[k] = b->width;
+        *stride[k] = buffer->width;
     }
     if (op->state >= plan->n_states) return RF_OK;
     const rf_plan_state *s = &plan->states[op->state];
-    p->ops[i].n_cells = rf_state_cells(bind, op->state);
-    uint64_t cells = (uint64_t)bind->n_seq * s->n_kv_heads * p->ops[i].n_cells;
+    b->n_cells = rf_state_cells(bind, op->state);
+    uint64_t cells = (uint64_t)bind->n_seq * s->n_kv_heads * b->n_cells;
     if (bind->cache_type > RF_CACHE_Q8_0 ||
-        (bind->cache_type == RF_CACHE_Q8_0 && (op->head_dim % 32 || op->head_dim_v % 32)))
+        (bind->cache_type == RF_CACHE_Q8_0 && s->width == 0 && (op->head_dim % 32 || op->head_dim_v % 32)))
         return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "its cache type, or that of heads of this size", err);
-    if (cells == 0) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its state has too few cells", err);
-    uint64_t offset = bind->state_offset[op->state], k_bytes = rfk_align(cells * rf_cache_row_bytes(bind->cache_type, s->head_dim));
-    if (offset % RF_STATE_ALIGN != 0 ||
-        rfk_range(&bind->state, offset, k_bytes + cells * rf_cache_row_bytes(bind->cache_type, s->head_dim_v), "a state",
-                  NULL) != RF_OK)
+    if (cells == 0 && s->width == 0) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its state has too few cells", err);
+    uint64_t offset = bind->state_offset[op->state],
+             k_bytes = rfk_align(cells * rf_cache_row_bytes(bind->cache_type, s->head_dim)),
+             size = s->width ? (uint64_t)bind->n_slots * s->width * 4
+                             : k_bytes + cells * rf_cache_row_bytes(bind->cache_type, s->head_dim_v);
+    if (offset % RF_STATE_ALIGN != 0 || rfk_range(&bind->state, offset, size, "a state", NULL) != RF_OK)
         return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its state does not lie in the session's memory", err);
-    p->ops[i].k = (char *)bind->state.base + offset;
-    p->ops[i].v = p->ops[i].k + k_bytes;
+    b->k = (char *)bind->state.base + offset;
+    b->v = b->k + k_bytes;
     return RF_OK;
 }
 
@@ -5230,7 +5410,7 @@ static bool rfk_is_other(const rf_plan *plan, uint32_t i) {
 static int rfk_is_dead(const rf_plan *plan, uint32_t i, uint32_t buffer) {
     for (; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
-        if (op->in == buffer || op->in2 == buffer) return 0;
+        if (op->in == buffer || op->in2 == buffer || rf_op_in3(op) == buffer) return 0;
         if (op->out != buffer) continue;
         return op->kind != RF_OP_ROPE && !(op->flags & RF_OP_ACCUMULATE);
     }
@@ -5420,6 +5600,7 @@ static rf_result rfk_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t 
     p->n_batch = bind->n_batch;
     p->n_logits = bind->n_logits;
     p->cache_type = bind->cache_type;
+    p->n_slots = bind->n_slots;
     p->ops = (rfk_bound *)rfk_alloc(&d->allocator, plan->n_ops, sizeof *p->ops, "a prepared plan", err);
     p->segments =
         (uint32_t *)rfk_alloc(&d->allocator, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
@@ -6016,6 +6197,70 @@ static rf_result rfk_run_mix(const rfk_launching *l) {
     return rfk_go(l, rfk_mix, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
 }
 
+static rf_result rfk_run_conv(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    rfk_conv_args a;
+    a.in = l->b.in;
+    a.w = rfk_vector(l->p, op->weight, (uint64_t)op->weight_row * op->n_in, &a.w_type);
+    a.out = l->b.out;
+    a.state = (float *)(void *)l->b.k;
+    a.rows = l->p->rows;
+    a.in_stride = l->b.in_stride;
+    a.out_stride = l->b.out_stride;
+    a.n_rows = l->n_rows;
+    a.n = op->n_out;
+    a.n_taps = op->n_in;
+    a.activation = op->activation;
+    return rfk_go(l, rfk_conv, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->p->n_seq), RFK_BLOCK, a);
+}
+
+typedef void (*rfk_delta_kernel)(rfk_delta_args);
+template <int WAVE> static rfk_delta_kernel rfk_find_delta(uint32_t head_dim) {
+    if (head_dim <= 64) return rfk_delta<WAVE, 64>;
+    return head_dim <= 128 ? rfk_delta<WAVE, 128> : rfk_delta<WAVE, RFK_MAX_HEAD>;
+}
+
+static rf_result rfk_run_delta(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    rfk_delta_args a;
+    a.in = l->b.in;
+    a.beta = l->b.in2;
+    a.alpha = l->b.in3;
+    a.a = rfk_vector(l->p, op->extra, 0, &a.a_type);
+    a.b = rfk_vector(l->p, op->extra2, 0, &a.b_type);
+    a.out = l->b.out;
+    a.state = (float *)(void *)l->b.k;
+    a.rows = l->p->rows;
+    a.in_stride = l->b.in_stride;
+    a.beta_stride = l->b.in2_stride;
+    a.alpha_stride = l->b.in3_stride;
+    a.out_stride = l->b.out_stride;
+    a.n_rows = l->n_rows;
+    a.n_heads = op->n_heads;
+    a.n_k_heads = op->n_kv_heads;
+    a.head_dim = op->head_dim;
+    a.head_dim_v = op->head_dim_v;
+    a.cyclic = (op->flags & RF_OP_CYCLIC) != 0;
+    a.scale = op->scale;
+    a.eps = op->eps;
+    rfk_delta_kernel kernel = RFK_BY_WAVE(l, (rfk_find_delta<32>(a.head_dim)), (rfk_find_delta<64>(a.head_dim)));
+    return rfk_go(l, kernel, dim3(rfk_ceil_div(a.head_dim_v, 4 * RFK_DELTA_COLS), a.n_heads, l->p->n_seq),
+                  4 * l->p->dev->wave, a);
+}
+
+static rf_result rfk_run_slice(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    rfk_slice_args a;
+    a.in = l->b.in + op->extra_at;
+    a.out = l->b.out;
+    a.in_stride = l->b.in_stride;
+    a.out_stride = l->b.out_stride;
+    a.n_heads = op->n_heads;
+    a.width = op->n_in;
+    a.dim = op->head_dim;
+    return rfk_go(l, rfk_slice, dim3(rfk_ceil_div((uint64_t)a.n_heads * a.dim, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+}
+
 /* ---- launches of a decode step ---- */
 
 /* Blocks of the products, about `most` in all, by their bytes. */
@@ -6139,9 +6384,10 @@ static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_er
     for (uint32_t i = 0; i < step->n_rows; i++) {
         const rf_step_row *row = &step->rows[i];
         if (row->seq < 0 || (uint32_t)row->seq >= p->n_seq || row->pos < 0 || (uint32_t)row->pos >= p->n_ctx ||
-            (row->token < 0 && !step->embeddings))
-            return rfk_fail(err, RF_ERR_ARGUMENT, 0, i, "hip: row %u: token %d, sequence %d of %u, position %d of %u",
-                            i, row->token, row->seq, p->n_seq, row->pos, p->n_ctx);
+            (row->token < 0 && !step->embeddings) || row->from > p->n_slots || row->to > p->n_slots)
+            return rfk_fail(err, RF_ERR_ARGUMENT, 0, i,
+                            "hip: row %u: token %d, sequence %d of %u, position %d of %u, slots %u and %u of %u", i,
+                            row->token, row->seq, p->n_seq, row->pos, p->n_ctx, row->from, row->to, p->n_slots);
     }
     for (uint32_t i = 0; i < step->n_logits; i++)
         if (step->logit_rows[i] >= step->n_rows)
@@ -6226,6 +6472,9 @@ static rf_result rfk_run_ops(rf_prepared *p, rf_queue *q, const rf_step *step, u
     case RF_OP_EXPERTS: return rfk_run_experts(&l);
     case RF_OP_MIX: return rfk_run_mix(&l);
     case RF_OP_HEADS: return rfk_run_heads(&l);
+    case RF_OP_CONV: return rfk_run_conv(&l);
+    case RF_OP_DELTA: return rfk_run_delta(&l);
+    case RF_OP_SLICE: return rfk_run_slice(&l);
     default: return rfk_run_argmax(&l);
     }
 }

@@ -941,7 +941,8 @@ static void print_buffer(const rf_plan *p, uint32_t i, const char *before) {
 static const char *op_name(const rf_op *op) {
     static const char *const kinds[RF_OP_KIND_COUNT] = {"embed",    "rms_norm",  "matmul", "rope",  "kv_store",
                                                         "attention", "glu",      "gather", "argmax",
-                                                        "route",     "experts",  "mix",      "heads"};
+                                                        "route",     "experts",  "mix",    "heads", "conv",
+                                                        "delta",     "slice"};
     return op->kind < RF_OP_KIND_COUNT ? kinds[op->kind] : "?";
 }
 
@@ -954,6 +955,7 @@ static void print_op(const rf_plan *p, uint32_t i) {
     if (op->state != RF_NONE) printf(" state %u", op->state);
     print_buffer(p, op->in, op->flags & RF_OP_ACCUMULATE ? " += " : " = ");
     print_buffer(p, op->in2, ", ");
+    print_buffer(p, rf_op_in3(op), ", ");
     if (op->n_heads) printf(" heads %u", op->n_heads);
     if (op->n_kv_heads) printf(" kv heads %u", op->n_kv_heads);
     if (op->n_rot) printf(" rotate %u%s", op->n_rot, op->flags & RF_OP_NEOX ? " neox" : "");
@@ -961,6 +963,8 @@ static void print_op(const rf_plan *p, uint32_t i) {
     if (op->softcap != 0) printf(" softcap %g", (double)op->softcap);
     if (op->temperature != 0) printf(" temperature %g per %u", (double)op->temperature, op->temperature_length);
     if (op->activation == RF_ACT_GELU) printf(" gelu");
+    if (op->activation == RF_ACT_SIGMOID) printf(" sigmoid");
+    if (op->activation == RF_ACT_NONE) printf(" as it is");
     if (op->flags & RF_OP_CENTER) printf(" centred");
     if (op->flags & RF_OP_POSITIONS) printf(" by position");
     if (op->scale != 0 && (op->kind == RF_OP_EMBED || op->kind == RF_OP_MATMUL)) printf(" x %g", (double)op->scale);
@@ -1046,6 +1050,7 @@ static int scan_weight(app *a, const rf_plan_weight *w, uint64_t done_bytes) {
 
 #define CHECK_PROMPT 12u /* rows: more than what devices treat as few */
 #define CHECK_CTX 32u
+#define N_STATES 2u /* slots of recurrent states: behind the prompt, behind one token more */
 #define OP_TOLERANCE 1e-3     /* largest difference over largest value                                  */
 #define LOGITS_TOLERANCE 5e-2 /* inputs rounded to int8: a small difference tips some to the other side */
 
@@ -1123,7 +1128,8 @@ static int place_buffers(app *a, struct comparison *c) {
     for (uint32_t i = 0; i < p->n_states; i++) {
         const rf_plan_state *t = &p->states[i];
         uint64_t cells = (uint64_t)t->n_kv_heads * CHECK_CTX;
-        uint64_t n = align_256(cells * t->head_dim * 2) + align_256(cells * t->head_dim_v * 2);
+        uint64_t n = t->width ? align_256(N_STATES * 4ull * t->width)
+                              : align_256(cells * t->head_dim * 2) + align_256(cells * t->head_dim_v * 2);
         c->state_offset[i] = c->state_bytes;
         c->state_bytes += n;
         if (n > most) most = n;
@@ -1188,7 +1194,7 @@ static int run_op(app *a, struct comparison *c, side *s, uint32_t i, const rf_st
     rf_plan one = *c->p;
     rf_plan_bind bind = {.plan = &one, .table = s->table, .scratch = s->scratch, .state = s->state,
                          .buffer_offset = c->buffer_offset, .state_offset = c->state_offset, .n_ctx = CHECK_CTX,
-                         .n_seq = 1, .n_batch = CHECK_PROMPT, .n_logits = CHECK_PROMPT};
+                         .n_seq = 1, .n_batch = CHECK_PROMPT, .n_logits = CHECK_PROMPT, .n_slots = N_STATES};
     rf_ticket t = {0};
     uint32_t n = 0;
     one.ops += i;
@@ -1284,7 +1290,9 @@ static int check_device(app *a) {
         rf_step_row rows[CHECK_PROMPT];
         uint32_t n = first ? 1 : CHECK_PROMPT, last = n - 1;
         for (uint32_t i = 0; i < n; i++)
-            rows[i] = (rf_step_row){tokens[first + i], 0, (int32_t)(first + i), i == last ? 0 : -1};
+            rows[i] = (rf_step_row){.token = tokens[first + i], .pos = (int32_t)(first + i),
+                                    .logits_row = i == last ? 0 : -1, .from = first != 0,
+                                    .to = i == last ? 1 + (first != 0) : 0};
         rf_step step = {.rows = rows, .logit_rows = &last, .n_rows = n, .n_logits = 1};
         for (uint32_t i = 0; i < c->p->n_ops && !interrupted; i++) TRY(compare_op(a, c, i, &step));
     }

@@ -954,6 +954,7 @@ static void test_glu_gather() {
                 double act = gelu                      ? 0.5 * v * (1 + tanh(u))
                              : r[4] == RF_ACT_NONE  ? v
                              : r[4] == RF_ACT_CLAMP ? limited
+                             : r[4] == RF_ACT_SIGMOID ? 1 / (1 + exp(-v))
                                                     : v / (1 + exp(-v));
                 want[t * (n + 3) + k] = factor * (oai ? cut / (1 + exp(-1.702 * cut)) * up : act * (gated ? with : 1));
             }
