@@ -626,7 +626,7 @@ ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_
 /* Cut a sequence to n_keep tokens (more than it holds: no change). n_keep 0 empties it. *kept (may be NULL) is the
  * length it really has now, and from where the caller evaluates its tokens again: n_keep, or less where that cannot be.
  * If layers of the model have a sliding window and the session keeps no more of them (rf_session_desc.full_cache), what
- * is n_batch or more tokens behind the furthest that the sequence has been may be gone: then it is 0. Sequences that
+ * is more than n_batch tokens behind the furthest that the sequence has been may be gone: then it is 0. Sequences that
  * were never longer than the window can be cut anywhere. A restored one can go back as far as the saved one could.
  * A recurrent model goes back to the last state it has kept; a sequence keeps n_snapshots of them, spread over it: at
  * every 256th token, before the last token of the last rf_eval with several, and of those evaluated one at a time a

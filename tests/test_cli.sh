@@ -105,7 +105,7 @@ greedy_ids=267,261,1012,367,44,376,34,505,268,40,459,725,292,11,513,11,513,288,4
 greedy_ids=$greedy_ids,459,725,292,11,513,11
 printf 'CASSIUS:\nWhere is' >"$t/prompt"
 
-for flags in "" "--threads 1" "--batch 4" "--kv f32" "--isa scalar"; do
+for flags in "" "--threads 1" "--batch 4" "--kv f32" "--full-cache" "--isa scalar"; do
     expect 0 "generate $flags" generate --gguf $model --prompt-file "$t/prompt" --raw --max-tokens 30 --temp 0 $flags
     verdict "generate $flags: the golden text, nothing else" cmp "$t/out" tests/expected_generate.txt
     verdict "generate $flags: one timing line" grep -q '^open .* first token .* decode 30 tokens' "$t/err"
