@@ -193,6 +193,15 @@ template <int WAVE, class T> RFK_DEVICE T rfk_swap(T v, int mask) {
 #endif
 }
 
+/* The value of a lane of the wave. All lanes take part. */
+template <int WAVE, class T> RFK_DEVICE T rfk_from_lane(T v, uint32_t lane) {
+#if defined(RFK_NVIDIA)
+    return __shfl_sync(0xffffffffu, v, (int)lane, WAVE);
+#else
+    return __shfl(v, (int)lane, WAVE);
+#endif
+}
+
 /* Sum over the wave, in every lane, same order in every lane. */
 template <int WAVE> RFK_DEVICE float rfk_wave_sum(float v) {
     for (int mask = WAVE / 2; mask > 0; mask /= 2) v += rfk_swap<WAVE>(v, mask);
@@ -3680,16 +3689,6 @@ template <int WAVE> static __global__ void RFK_THREADS(4 * WAVE) rfk_flash(rfk_a
     }
 }
 
-/* Have the first of so many bytes brought near, by all threads of a block; a hint. */
-RFK_DEVICE void rfk_prefetch(const void *p, size_t n_bytes) {
-#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
-    for (uint32_t i = threadIdx.x; i < 4 * RFK_BLOCK && i * 128u < n_bytes; i += RFK_BLOCK)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char *>(p) + i * 128u));
-#else
-    (void)p, (void)n_bytes;
-#endif
-}
-
 /* ---- one row ----
  * A decode step's attention with what comes before it: norms of the heads, rope, the new key and value. */
 
@@ -3721,7 +3720,7 @@ struct rfk_row_attention_args {
     const float *angles;
     void *k_state, *v_state; /* [seq][kv head][n_ctx][dim] */
     float *out;
-    float *part;       /* [head][splits][head_dim + 2]: sums, maximum, sum of weights       */
+    float *part;       /* [head][splits][head_dim + 4]: sums, maximum, sum of weights       */
     uint32_t *tickets; /* [kv head] splits that are done; 0 between launches                */
     rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted                           */
     const rf_step_row *rows;
@@ -3729,253 +3728,374 @@ struct rfk_row_attention_args {
     float eps[2], scale;
 };
 
-template <int G> struct rfk_row_shared {
-    float x[G + 1][RFK_MAX_HEAD];                  /* the queries, and the new key; later the results   */
-    float join[RFK_BLOCK / 32][RFK_MAX_HEAD + 2];  /* one query's sums, maximum, sum of weights by wave */
-    float largest[G][64], sum[G][64];              /* of the splits                                     */
-    float angles[RFK_MAX_HEAD];                    /* cos, sin of rope's pairs                          */
+/* Eight values of a cached key or value as they lie in memory. */
+template <class KV> struct rfk_row_raw;
+template <> struct rfk_row_raw<uint16_t> {
+    int4 v;
+    __device__ __forceinline__ void clear() { v.x = v.y = v.z = v.w = 0; }
+    __device__ __forceinline__ void load(const uint16_t *p) { v = *reinterpret_cast<const int4 *>(p); }
+    __device__ __forceinline__ void make(const float *p) {
+        int w[4];
+        for (int i = 0; i < 4; i++) w[i] = (int)(rfk_to_half(p[2 * i]) | (uint32_t)rfk_to_half(p[2 * i + 1]) << 16);
+        v.x = w[0], v.y = w[1], v.z = w[2], v.w = w[3];
+    }
+    __device__ __forceinline__ void values(float *x) const {
+        const uint32_t w[4] = {(uint32_t)v.x, (uint32_t)v.y, (uint32_t)v.z, (uint32_t)v.w};
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) {
+            x[2 * i] = rfk_from_half((uint16_t)(w[i] & 0xffff));
+            x[2 * i + 1] = rfk_from_half((uint16_t)(w[i] >> 16));
+        }
+    }
+};
+template <> struct rfk_row_raw<float> {
+    float4 v[2];
+    __device__ __forceinline__ void clear() {
+        v[0].x = v[0].y = v[0].z = v[0].w = 0;
+        v[1] = v[0];
+    }
+    __device__ __forceinline__ void load(const float *p) {
+        v[0] = reinterpret_cast<const float4 *>(p)[0];
+        v[1] = reinterpret_cast<const float4 *>(p)[1];
+    }
+    __device__ __forceinline__ void make(const float *p) { load(p); }
+    __device__ __forceinline__ void values(float *x) const {
+        RFK_UNROLL(2)
+        for (int i = 0; i < 2; i++) x[4 * i] = v[i].x, x[4 * i + 1] = v[i].y, x[4 * i + 2] = v[i].z, x[4 * i + 3] = v[i].w;
+    }
+};
+
+/* PER lanes take a position, eight values each; a block has SLOTS positions at a time, T times. A lane group's scores
+ * are T for each of G queries; they are spread over its lanes, KEPT to each. */
+template <class KV, int G, int PER> struct rfk_row_shape {
+    static const int T = G > 4 || sizeof(KV) > 2 ? 2 : 4, N = G * T, KEPT = N > PER ? N / PER : 1,
+                     COPIES = PER > N ? PER / N : 1, /* lanes with the same score */
+        LANES = PER / G,                             /* lanes of a query          */
+        SLOTS = RFK_BLOCK / PER;
+};
+
+#define RFK_ROW_JOIN 4352 /* floats: eight heads of 64, four of 128, two of 256, from eight waves */
+template <int G, int PER> struct rfk_row_shared {
+    float x[G + 2][PER * 8];          /* the queries, the new key, the new value; later the results             */
+    float join[RFK_ROW_JOIN];         /* by wave and query: weighted sums, maximum, sum of weights              */
+    float largest[G][64], sum[G][64]; /* of the splits                                                          */
     uint32_t is_last;
 };
 
-/* Queries of the kv head, and its new key if this block owns it, to s.x: normed and rotated. */
-template <int WAVE, int G>
-RFK_DEVICE void rfk_row_queries(rfk_row_shared<G> &s, const rfk_row_attention_args &a, uint32_t kv_head,
-                                uint32_t group, bool owns_key) {
-    const uint32_t wave = threadIdx.x / WAVE, lane = threadIdx.x % WAVE, n = group + (owns_key ? 1 : 0),
-                   half = a.n_rot / 2;
-    for (uint32_t h = wave; h < n; h += RFK_BLOCK / WAVE) {
-        const uint32_t which = h == group;
-        const float *from = which ? a.k + (size_t)kv_head * a.head_dim
-                                  : a.q + ((size_t)kv_head * group + h) * a.head_dim;
-        float factor = 1, sum = 0;
-        const uint8_t *norm = which ? a.norm[1] : a.norm[0];
-        if (norm) {
-            for (uint32_t e = lane; e < a.head_dim; e += WAVE) sum += from[e] * from[e];
-            sum = rfk_wave_sum<WAVE>(sum);
-            factor = 1.0f / sqrtf(sum / (float)a.head_dim + (which ? a.eps[1] : a.eps[0]));
-        }
-        for (uint32_t e = lane; e < a.head_dim; e += WAVE)
-            s.x[which ? G : h][e] =
-                norm ? from[e] * factor * rfk_load_any(norm, which ? a.norm_type[1] : a.norm_type[0], e) : from[e];
-    }
-    __syncthreads();
-    for (uint32_t i = threadIdx.x; i < n * half; i += RFK_BLOCK) {
-        uint32_t h = i / half, pair = i % half, first = a.neox ? pair : 2 * pair,
-                 second = a.neox ? pair + half : 2 * pair + 1;
-        float *x = s.x[h == group ? (uint32_t)G : h], c = s.angles[2 * pair], sine = s.angles[2 * pair + 1];
-        float x0 = x[first], x1 = x[second];
-        x[first] = x0 * c - x1 * sine;
-        x[second] = x0 * sine + x1 * c;
-    }
-    __syncthreads();
-}
-
-/* What a lane keeps for each query: eight values of the weighted sum, the maximum and the sum of weights. */
-template <int G> struct rfk_row_sums {
-    float acc[G][8], largest[G], sum[G];
+/* A lane's pairs of a head in s.x's rows: what rope turns, then the rest as it is. */
+template <int WAVE> struct rfk_row_pairs {
+    static const int N = RFK_MAX_HEAD / 2 / WAVE;
+    uint32_t first[N], second[N];
+    float c[N], s[N];
 };
-RFK_DEVICE void rfk_merge(float *acc, float *largest, float *sum, const float *acc2, float largest2, float sum2) {
-    float top = fmaxf(*largest, largest2), keep = expf(*largest - top), add = expf(largest2 - top);
-    for (int e = 0; e < 8; e++) acc[e] = acc[e] * keep + acc2[e] * add;
-    *sum = *sum * keep + sum2 * add;
-    *largest = top;
+template <int WAVE> RFK_DEVICE void rfk_row_pair(rfk_row_pairs<WAVE> &o, const rfk_row_attention_args &a) {
+    const uint32_t half = a.n_rot / 2, lane = threadIdx.x % WAVE;
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < (uint32_t)o.N; k++) {
+        const uint32_t i = lane + k * WAVE;
+        const bool turns = i < half;
+        o.first[k] = turns && a.neox ? i : 2 * i;
+        o.second[k] = turns && a.neox ? i + half : 2 * i + 1;
+        o.c[k] = turns ? a.angles[2 * i] : 1.0f;
+        o.s[k] = turns ? a.angles[2 * i + 1] : 0.0f;
+    }
 }
 
-/* Positions [begin, end): `per` lanes take a position, eight values each, T positions at a time. */
-template <int WAVE, class KV, int G, int T>
-RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G> &s, const rfk_row_attention_args &a, size_t head,
-                                  uint32_t begin, uint32_t end, uint32_t per, rfk_row_sums<G> &o) {
-    const uint32_t lane = threadIdx.x % WAVE, e0 = lane % per * 8, slots = RFK_BLOCK / per;
-    const bool inside = e0 < a.head_dim;
-    const KV *k = (const KV *)a.k_state + head * a.n_ctx * a.head_dim + e0,
-             *v = (const KV *)a.v_state + head * a.n_ctx * a.head_dim + e0;
-    float q[G][8];
-    for (int g = 0; g < G; g++) {
-        o.largest[g] = -3e38f; /* finite: nothing seen yet */
-        o.sum[g] = 0;
-        for (uint32_t e = 0; e < 8; e++) {
-            q[g][e] = inside ? s.x[g][e0 + e] : 0.0f;
-            o.acc[g][e] = 0;
-        }
-    }
-    for (uint32_t first = begin; first < end; first += slots * T) {
-        float kx[T][8], vx[T][8], score[G][T];
+/* Queries of the kv head, normed, rotated and scaled, and the new key and value if this block owns them, to s.x: a wave
+ * each. Scores are powers of 2. */
+template <int WAVE, int G, int PER>
+RFK_DEVICE void rfk_row_queries(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
+                                uint32_t group, bool owns_key, const rfk_row_pairs<WAVE> &pairs) {
+    const uint32_t lane = threadIdx.x % WAVE;
+    for (uint32_t h = threadIdx.x / WAVE; h < (uint32_t)G + 2; h += RFK_BLOCK / WAVE) {
+        const bool key = h == G, value = h == G + 1, wanted = h < G ? h < group : owns_key;
+        const float *from = value ? a.v : key ? a.k : a.q;
+        from += (h < G ? (size_t)kv_head * group + h : kv_head) * a.head_dim;
+        const uint8_t *norm = value ? NULL : key ? a.norm[1] : a.norm[0];
+        float x0[pairs.N], x1[pairs.N], sum = 0, factor = 1;
         RFK_UNROLL(4)
-        for (int t = 0; t < T; t++) {
-            uint32_t pos = first + threadIdx.x / per + (uint32_t)t * slots;
-            for (int e = 0; e < 8; e++) kx[t][e] = vx[t][e] = 0;
-            if (inside && pos < end) {
-                rfk_values8(k + (size_t)pos * a.head_dim, kx[t]);
-                rfk_values8(v + (size_t)pos * a.head_dim, vx[t]);
-            }
+        for (uint32_t k = 0; k < (uint32_t)pairs.N; k++) {
+            bool inside = wanted && 2 * (lane + k * WAVE) < a.head_dim;
+            x0[k] = inside ? from[pairs.first[k]] : 0.0f;
+            x1[k] = inside ? from[pairs.second[k]] : 0.0f;
+            sum += x0[k] * x0[k] + x1[k] * x1[k];
         }
-        RFK_UNROLL(8)
-        for (int g = 0; g < G; g++)
-            for (int t = 0; t < T; t++) {
-                score[g][t] = 0;
-                for (int e = 0; e < 8; e++) score[g][t] += q[g][e] * kx[t][e];
-            }
-        for (uint32_t mask = 1; mask < per; mask *= 2) {
-            RFK_UNROLL(8)
-            for (int g = 0; g < G; g++)
-                for (int t = 0; t < T; t++) score[g][t] += rfk_swap<WAVE>(score[g][t], (int)mask);
+        if (norm) {
+            sum = rfk_wave_sum<WAVE>(sum);
+            factor = 1.0f / sqrtf(sum / (float)a.head_dim + (key ? a.eps[1] : a.eps[0]));
         }
-        RFK_UNROLL(8)
-        for (int g = 0; g < G; g++) {
-            float top = o.largest[g];
-            for (int t = 0; t < T; t++) {
-                bool there = first + threadIdx.x / per + (uint32_t)t * slots < end;
-                score[g][t] = there ? score[g][t] * a.scale : -INFINITY;
-                top = fmaxf(top, score[g][t]);
+        const float scale = h < G ? a.scale * 1.44269504088896341f : 1.0f;
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < (uint32_t)pairs.N; k++) {
+            const uint32_t i = lane + k * WAVE, first = pairs.first[k], second = pairs.second[k];
+            if (i >= PER * 4) continue;
+            if (norm && 2 * i < a.head_dim) {
+                const uint32_t type = key ? a.norm_type[1] : a.norm_type[0];
+                x0[k] = x0[k] * factor * rfk_load_any(norm, type, first);
+                x1[k] = x1[k] * factor * rfk_load_any(norm, type, second);
             }
-            if (top > o.largest[g]) {
-                float keep = expf(o.largest[g] - top);
-                o.largest[g] = top;
-                o.sum[g] *= keep;
-                for (int e = 0; e < 8; e++) o.acc[g][e] *= keep;
-            }
-            for (int t = 0; t < T; t++) {
-                float weight = expf(score[g][t] - top);
-                o.sum[g] += weight;
-                for (int e = 0; e < 8; e++) o.acc[g][e] += weight * vx[t][e];
-            }
+            const float c = value ? 1.0f : pairs.c[k], sine = value ? 0.0f : pairs.s[k];
+            s.x[h][first] = (x0[k] * c - x1[k] * sine) * scale;
+            s.x[h][second] = (x0[k] * sine + x1[k] * c) * scale;
         }
     }
-    for (uint32_t mask = per; mask < WAVE; mask *= 2) {
+}
+
+/* What a lane works on: T positions from `first` on, and what it keeps: eight values of each query's weighted sum; the
+ * maximum and the sum of weights of its own query. */
+template <class KV, int G, int T> struct rfk_row_work {
+    rfk_row_raw<KV> k[T], v[T];
+    float acc[G][8], largest, sum;
+};
+
+/* The values of older positions among the T from `first` on. */
+template <class KV, int T>
+RFK_DEVICE void rfk_row_load(rfk_row_raw<KV> (&to)[T], const KV *from, uint32_t dim, uint32_t first, uint32_t slots,
+                             uint32_t end) {
+    RFK_UNROLL(4)
+    for (uint32_t t = 0; t < (uint32_t)T; t++) {
+        const uint32_t pos = first + t * slots;
+        if (pos < end) to[t].load(from + (size_t)pos * dim);
+        else to[t].clear();
+    }
+}
+
+/* Sums over PER lanes of N values: the halves of the list go to halves of the lanes, until each lane has its own. Value
+ * i is then in lanes i * COPIES .. of the PER, or KEPT of them in a lane. */
+template <int WAVE, int PER, int N> RFK_DEVICE void rfk_row_spread(float (&v)[N]) {
+    const uint32_t lane = threadIdx.x % PER;
+    int n = N;
+    RFK_UNROLL(5)
+    for (int mask = PER / 2; mask > 0; mask /= 2) {
+        const bool upper = (lane & (uint32_t)mask) != 0;
+        if (n > 1) {
+            n /= 2;
+            RFK_UNROLL(16)
+            for (int i = 0; i < N / 2; i++) {
+                if (i >= n) continue;
+                float own = upper ? v[i + n] : v[i], other = upper ? v[i] : v[i + n];
+                v[i] = own + rfk_swap<WAVE>(other, mask);
+            }
+        } else {
+            v[0] += rfk_swap<WAVE>(v[0], mask);
+        }
+    }
+}
+
+/* The T positions from `first` on: scores, weights, weighted sums. The next positions' loads begin as soon as there is
+ * room for them. */
+template <int WAVE, class KV, int G, int PER>
+RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const KV *k, const KV *v, uint32_t dim,
+                                  uint32_t first, uint32_t end, uint32_t last, uint32_t new_pos,
+                                  rfk_row_work<KV, G, rfk_row_shape<KV, G, PER>::T> &o) {
+    typedef rfk_row_shape<KV, G, PER> S;
+    const uint32_t lane = threadIdx.x % PER, wave_lane = threadIdx.x % WAVE, base = wave_lane - lane;
+    float score[S::N], x[8], keep;
+    RFK_UNROLL(4)
+    for (uint32_t t = 0; t < (uint32_t)S::T; t++)
+        if (first + t * S::SLOTS == new_pos) {
+            o.k[t].make(&s.x[G][lane * 8]);
+            o.v[t].make(&s.x[G + 1][lane * 8]);
+        }
+    RFK_UNROLL(4)
+    for (int t = 0; t < S::T; t++) {
+        o.k[t].values(x);
         RFK_UNROLL(8)
         for (int g = 0; g < G; g++) {
-            float acc2[8], largest2 = rfk_swap<WAVE>(o.largest[g], (int)mask),
-                           sum2 = rfk_swap<WAVE>(o.sum[g], (int)mask);
-            for (int e = 0; e < 8; e++) acc2[e] = rfk_swap<WAVE>(o.acc[g][e], (int)mask);
-            if (lane & mask) { /* both lanes add in the same order */
-                float acc1[8];
-                for (int e = 0; e < 8; e++) acc1[e] = o.acc[g][e], o.acc[g][e] = acc2[e];
-                float largest1 = o.largest[g], sum1 = o.sum[g];
-                o.largest[g] = largest2, o.sum[g] = sum2;
-                rfk_merge(o.acc[g], &o.largest[g], &o.sum[g], acc1, largest1, sum1);
-            } else {
-                rfk_merge(o.acc[g], &o.largest[g], &o.sum[g], acc2, largest2, sum2);
-            }
+            const float4 *q = reinterpret_cast<const float4 *>(&s.x[g][lane * 8]);
+            const float4 q0 = q[0], q1 = q[1];
+            score[g * S::T + t] = ((q0.x * x[0] + q0.y * x[1]) + (q0.z * x[2] + q0.w * x[3])) +
+                                  ((q1.x * x[4] + q1.y * x[5]) + (q1.z * x[6] + q1.w * x[7]));
         }
+    }
+    rfk_row_load<KV, S::T>(o.k, k, dim, first + S::T * S::SLOTS, S::SLOTS, last);
+    rfk_row_spread<WAVE, PER, S::N>(score);
+    float top = o.largest;
+    RFK_UNROLL(2)
+    for (uint32_t j = 0; j < (uint32_t)S::KEPT; j++) {
+        const uint32_t t = (lane * S::KEPT / S::COPIES + j) % S::T;
+        if (first + t * S::SLOTS >= end) score[j] = -INFINITY;
+        top = fmaxf(top, score[j]);
+    }
+    for (int mask = 1; mask < S::LANES; mask *= 2) top = fmaxf(top, rfk_swap<WAVE>(top, mask));
+    keep = exp2f(o.largest - top);
+    o.largest = top;
+    o.sum *= keep;
+    RFK_UNROLL(2)
+    for (int j = 0; j < S::KEPT; j++) {
+        score[j] = exp2f(score[j] - top);
+        if (lane % S::COPIES == 0) o.sum += score[j];
+    }
+    RFK_UNROLL(8)
+    for (uint32_t g = 0; g < (uint32_t)G; g++) {
+        const float factor = rfk_from_lane<WAVE>(keep, base + g * S::LANES);
+        RFK_UNROLL(8)
+        for (int e = 0; e < 8; e++) o.acc[g][e] *= factor;
+    }
+    RFK_UNROLL(4)
+    for (uint32_t t = 0; t < (uint32_t)S::T; t++) {
+        o.v[t].values(x);
+        RFK_UNROLL(8)
+        for (uint32_t g = 0; g < (uint32_t)G; g++) {
+            const uint32_t i = g * S::T + t;
+            const float weight = rfk_from_lane<WAVE>(score[i % S::KEPT], base + i * S::COPIES / S::KEPT);
+            RFK_UNROLL(8)
+            for (int e = 0; e < 8; e++) o.acc[g][e] += weight * x[e];
+        }
+    }
+    rfk_row_load<KV, S::T>(o.v, v, dim, first + S::T * S::SLOTS, S::SLOTS, last);
+}
+
+/* Four values of a query's result from `n` parts, `stride` floats apart, that hold weighted sums, and behind them
+ * their maximum and their sum of weights. */
+template <class P>
+RFK_DEVICE void rfk_row_add(const P *part, uint32_t stride, uint32_t n, uint32_t dim, uint32_t e, float *total,
+                            float *largest, float *sum) {
+    *largest = -3e38f, *sum = 0;
+    for (int k = 0; k < 4; k++) total[k] = 0;
+    for (uint32_t i = 0; i < n; i++) *largest = fmaxf(*largest, part[i * stride + dim]);
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < n; i++) {
+        const P *from = part + i * stride;
+        const float weight = exp2f(from[dim] - *largest);
+        *sum += weight * from[dim + 1];
+        for (uint32_t k = 0; k < 4; k++) total[k] += weight * from[e + k];
     }
 }
 
 /* Sums of the block's waves to s.x if it is the only split, else to a.part. */
-template <int WAVE, int G>
-RFK_DEVICE void rfk_row_join(rfk_row_shared<G> &s, const rfk_row_attention_args &a, uint32_t kv_head, uint32_t group,
-                             uint32_t per, bool only, const rfk_row_sums<G> &o) {
-    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, e = threadIdx.x;
+template <int WAVE, class KV, int G, int PER>
+RFK_DEVICE void rfk_row_join(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
+                             uint32_t group, bool only, rfk_row_work<KV, G, rfk_row_shape<KV, G, PER>::T> &o) {
+    typedef rfk_row_shape<KV, G, PER> S;
+    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, waves = RFK_BLOCK / WAVE, dim = a.head_dim,
+                   stride = dim + 4, at_once = RFK_ROW_JOIN / (waves * stride);
+    float largest[G], sum[G], all = o.sum;
+    for (int mask = 1; mask < S::LANES; mask *= 2) all += rfk_swap<WAVE>(all, mask);
     RFK_UNROLL(8)
-    for (uint32_t g = 0; g < (uint32_t)G; g++) { /* unrolled: o stays in registers */
-        float *join = s.join[wave];
-        if (lane < per && lane * 8 < a.head_dim)
-            for (uint32_t i = 0; i < 8; i++) join[lane * 8 + i] = o.acc[g][i];
-        if (lane == 0) join[RFK_MAX_HEAD] = o.largest[g], join[RFK_MAX_HEAD + 1] = o.sum[g];
-        __syncthreads();
-        if (g < group && e < a.head_dim) {
-            float largest = -3e38f, sum = 0, total = 0;
-            for (uint32_t w = 0; w < RFK_BLOCK / WAVE; w++) largest = fmaxf(largest, s.join[w][RFK_MAX_HEAD]);
-            for (uint32_t w = 0; w < RFK_BLOCK / WAVE; w++) {
-                float weight = expf(s.join[w][RFK_MAX_HEAD] - largest);
-                sum += weight * s.join[w][RFK_MAX_HEAD + 1];
-                total += weight * s.join[w][e];
-            }
-            if (only) {
-                s.x[g][e] = total / sum;
-            } else {
-                float *part = a.part + (((size_t)kv_head * group + g) * gridDim.y + blockIdx.y) * (a.head_dim + 2);
-                part[e] = total;
-                if (e == 0) part[a.head_dim] = largest, part[a.head_dim + 1] = sum;
+    for (uint32_t g = 0; g < (uint32_t)G; g++) {
+        const uint32_t from = lane - lane % PER + g * S::LANES;
+        largest[g] = rfk_from_lane<WAVE>(o.largest, from);
+        sum[g] = rfk_from_lane<WAVE>(all, from);
+        for (int mask = PER; mask < WAVE; mask *= 2) {
+            const float other = rfk_swap<WAVE>(largest[g], mask), top = fmaxf(largest[g], other),
+                        factor = exp2f(largest[g] - top);
+            largest[g] = top;
+            sum[g] *= factor;
+            sum[g] += rfk_swap<WAVE>(sum[g], mask);
+            RFK_UNROLL(8)
+            for (int e = 0; e < 8; e++) {
+                o.acc[g][e] *= factor;
+                o.acc[g][e] += rfk_swap<WAVE>(o.acc[g][e], mask);
             }
         }
-        __syncthreads();
     }
+    for (uint32_t g0 = 0; g0 < group; g0 += at_once) {
+        const uint32_t n = group - g0 < at_once ? group - g0 : at_once;
+        __syncthreads();
+        RFK_UNROLL(8)
+        for (uint32_t g = 0; g < (uint32_t)G; g++) {
+            if (g < g0 || g >= g0 + n || lane >= PER || lane * 8 >= dim) continue;
+            float *join = s.join + ((g - g0) * waves + wave) * stride;
+            for (uint32_t e = 0; e < 8; e++) join[lane * 8 + e] = o.acc[g][e];
+            if (lane == 0) join[dim] = largest[g], join[dim + 1] = sum[g];
+        }
+        __syncthreads();
+        for (uint32_t i = threadIdx.x; i < n * dim / 4; i += RFK_BLOCK) {
+            const uint32_t g = i / (dim / 4), e = i % (dim / 4) * 4;
+            float total[4], top, weights;
+            rfk_row_add(s.join + g * waves * stride, stride, waves, dim, e, total, &top, &weights);
+            float *part = a.part + (((size_t)kv_head * group + g0 + g) * gridDim.y + blockIdx.y) * stride;
+            for (uint32_t k = 0; k < 4; k++)
+                if (only) s.x[g0 + g][e + k] = total[k] / weights;
+                else part[e + k] = total[k];
+            if (!only && e == 0) part[dim] = top, part[dim + 1] = weights;
+        }
+    }
+    __syncthreads();
 }
 
 /* The last block of a kv head to get here joins its splits into s.x. 0 for the others. */
-template <int G>
-RFK_DEVICE bool rfk_row_last(rfk_row_shared<G> &s, const rfk_row_attention_args &a, uint32_t kv_head, uint32_t group,
-                             uint32_t n_splits) {
+template <int G, int PER>
+RFK_DEVICE bool rfk_row_last(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
+                             uint32_t group, uint32_t n_splits) {
     __threadfence(); /* what this block wrote, before its ticket */
     __syncthreads();
     if (threadIdx.x == 0) s.is_last = atomicAdd(&a.tickets[kv_head], 1u) == n_splits - 1;
     __syncthreads();
     if (!s.is_last) return false;
     __threadfence();
-    const uint32_t stride = a.head_dim + 2;
+    const uint32_t stride = a.head_dim + 4;
     const volatile float *part = a.part + (size_t)kv_head * group * gridDim.y * stride; /* not from a stale cache */
-    for (uint32_t i = threadIdx.x; i < group * n_splits; i += RFK_BLOCK) {
-        const volatile float *from = part + ((size_t)(i / n_splits) * gridDim.y + i % n_splits) * stride + a.head_dim;
-        s.largest[i / n_splits][i % n_splits] = from[0];
-        s.sum[i / n_splits][i % n_splits] = from[1];
-    }
     if (threadIdx.x == 0) a.tickets[kv_head] = 0;
-    __syncthreads();
-    for (uint32_t i = threadIdx.x; i < group * a.head_dim; i += RFK_BLOCK) {
-        uint32_t g = i / a.head_dim, e = i % a.head_dim;
-        float largest = -3e38f, sum = 0, total = 0;
-        for (uint32_t k = 0; k < n_splits; k++) largest = fmaxf(largest, s.largest[g][k]);
-        for (uint32_t k = 0; k < n_splits; k++) {
-            float weight = expf(s.largest[g][k] - largest);
-            sum += weight * s.sum[g][k];
-            total += weight * part[((size_t)g * gridDim.y + k) * stride + e];
-        }
-        s.x[g][e] = total / sum;
+    for (uint32_t i = threadIdx.x; i < group * a.head_dim / 4; i += RFK_BLOCK) {
+        const uint32_t g = i / (a.head_dim / 4), e = i % (a.head_dim / 4) * 4;
+        float total[4], top, weights;
+        rfk_row_add(part + (size_t)g * gridDim.y * stride, stride, n_splits, a.head_dim, e, total, &top, &weights);
+        for (uint32_t k = 0; k < 4; k++) s.x[g][e + k] = total[k] / weights;
     }
     __syncthreads();
     return true;
 }
 
-/* grid [n_kv_heads, splits]   block 256   LDS up to 21.5 KiB   reads each key and value once for the whole group
+/* grid [n_kv_heads, splits]   block 256   LDS up to 32 KiB   reads each key and value once for the whole group
  * The positions are cut evenly into as many splits as the grid has, of RFK_ROW_CELLS at least; blocks beyond leave. */
-template <int WAVE, class KV, int G>
+template <int WAVE, class KV, int G, int PER>
 #if defined(RFK_NVIDIA)
 static __global__ void __launch_bounds__(RFK_BLOCK, G > 4 ? 1 : 2) rfk_row_attention(rfk_row_attention_args a) {
 #else
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_row_attention(rfk_row_attention_args a) {
 #endif
-    RFK_SHARED(rfk_row_shared<G>, s);
+    typedef rfk_row_shape<KV, G, PER> S;
+    typedef rfk_row_shared<G, PER> shared;
+    RFK_SHARED(shared, s);
     /* written before the kernel before this one began: the step's row, the angles, keys and values of older positions */
     const rf_step_row row = a.rows[0];
     const uint32_t n = (uint32_t)row.pos + 1, kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads;
-    uint32_t cells = (n + gridDim.y - 1) / gridDim.y, per = 1;
+    uint32_t cells = (n + gridDim.y - 1) / gridDim.y;
     cells = cells < RFK_ROW_CELLS ? RFK_ROW_CELLS : (cells + 31) / 32 * 32;
     const uint32_t n_splits = (n + cells - 1) / cells, begin = blockIdx.y * cells;
     if (blockIdx.y >= n_splits) {
         rfk_wait_previous();
         return;
     }
-    const uint32_t end = begin + cells < n ? begin + cells : n;
-    const bool owns_key = end == n;
-    const size_t head = (size_t)row.seq * a.n_kv_heads + kv_head, first = (head * a.n_ctx + begin) * a.head_dim;
-    for (uint32_t i = threadIdx.x; i < a.n_rot; i += RFK_BLOCK) s.angles[i] = a.angles[i];
-    const size_t bytes = (size_t)(end - begin - (owns_key ? 1 : 0)) * a.head_dim * sizeof(KV);
-    rfk_prefetch((const KV *)a.k_state + first, bytes);
-    rfk_prefetch((const KV *)a.v_state + first, bytes);
+    const uint32_t end = begin + cells < n ? begin + cells : n, lane = threadIdx.x % PER, slot = threadIdx.x / PER;
+    const bool owns_key = end == n, inside = lane * 8 < a.head_dim;
+    const size_t head = ((size_t)row.seq * a.n_kv_heads + kv_head) * a.n_ctx * a.head_dim;
+    const KV *k = (const KV *)a.k_state + head + lane * 8, *v = (const KV *)a.v_state + head + lane * 8;
+    const uint32_t last = !inside ? 0 : owns_key ? n - 1 : end; /* older positions end here */
+    rfk_row_work<KV, G, S::T> work;
+    rfk_row_pairs<WAVE> pairs;
+    rfk_row_load<KV, S::T>(work.k, k, a.head_dim, begin + slot, S::SLOTS, last);
+    rfk_row_load<KV, S::T>(work.v, v, a.head_dim, begin + slot, S::SLOTS, last);
+    rfk_row_pair<WAVE>(pairs, a);
+    work.largest = -3e38f; /* finite: nothing seen yet */
+    work.sum = 0;
+    for (int g = 0; g < G; g++)
+        for (int e = 0; e < 8; e++) work.acc[g][e] = 0;
     rfk_wait_previous();
-    rfk_row_queries<WAVE, G>(s, a, kv_head, group, owns_key);
+    rfk_row_queries<WAVE, G, PER>(s, a, kv_head, group, owns_key, pairs);
+    __syncthreads();
     if (owns_key) {
-        size_t cell = (head * a.n_ctx + (size_t)row.pos) * a.head_dim;
+        size_t cell = head + (size_t)row.pos * a.head_dim;
         for (uint32_t e = threadIdx.x; e < a.head_dim; e += RFK_BLOCK) {
             rfk_store_value((KV *)a.k_state + cell + e, s.x[G][e]);
-            rfk_store_value((KV *)a.v_state + cell + e, a.v[(size_t)kv_head * a.head_dim + e]);
+            rfk_store_value((KV *)a.v_state + cell + e, s.x[G + 1][e]);
         }
-        __syncthreads();
     }
-    while (per * 8 < a.head_dim) per *= 2;
-    rfk_row_sums<G> sums;
-    rfk_row_positions<WAVE, KV, G, 2>(s, a, head, begin, end, per, sums);
-    rfk_row_join<WAVE, G>(s, a, kv_head, group, per, n_splits == 1, sums);
-    if (n_splits > 1 && !rfk_row_last<G>(s, a, kv_head, group, n_splits)) return;
+    for (uint32_t first = begin; first < end; first += S::T * S::SLOTS)
+        rfk_row_positions<WAVE, KV, G, PER>(s, k, v, a.head_dim, first + slot, end, last,
+                                            owns_key ? n - 1 : RF_NONE, work);
+    rfk_row_join<WAVE, KV, G, PER>(s, a, kv_head, group, n_splits == 1, work);
+    if (n_splits > 1 && !rfk_row_last<G, PER>(s, a, kv_head, group, n_splits)) return;
     const uint32_t n_values = group * a.head_dim;
-    for (uint32_t i = threadIdx.x; i < n_values; i += RFK_BLOCK)
-        a.out[(size_t)kv_head * n_values + i] = s.x[i / a.head_dim][i % a.head_dim];
-    for (uint32_t first = 0; a.x8.q && first < n_values / 4; first += RFK_BLOCK) {
-        uint32_t i = first + threadIdx.x;
+    for (uint32_t first = 0; first < n_values / 4; first += RFK_BLOCK) {
+        const uint32_t i = first + threadIdx.x, g = 4 * i / a.head_dim, e = 4 * i % a.head_dim;
         float x[4] = {0, 0, 0, 0};
-        for (uint32_t k = 0; i < n_values / 4 && k < 4; k++)
-            x[k] = s.x[(4 * i + k) / a.head_dim][(4 * i + k) % a.head_dim];
-        rfk_quantize4<WAVE>(a.x8, 0, a.n_heads * a.head_dim, kv_head * (n_values / 4) + i, x, i < n_values / 4);
+        for (uint32_t j = 0; i < n_values / 4 && j < 4; j++)
+            a.out[(size_t)kv_head * n_values + 4 * i + j] = x[j] = s.x[g][e + j];
+        if (a.x8.q)
+            rfk_quantize4<WAVE>(a.x8, 0, a.n_heads * a.head_dim, kv_head * (n_values / 4) + i, x, i < n_values / 4);
     }
 }
 
@@ -5348,7 +5468,7 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
         rfk_align(rows * (widest / 32) * sizeof(rfk_group)),
         p->max_splits > 1 ? rfk_align(split_rows * heads * p->max_splits * (dim + 2) * sizeof(float)) : 0,
         rfk_align(p->n_angles * sizeof(float)),
-        p->n_angles ? rfk_align(heads * row_splits * (dim + 2) * sizeof(float)) : 0,
+        p->n_angles ? rfk_align(heads * row_splits * (dim + 4) * sizeof(float)) : 0,
         rfk_align(heads * sizeof(uint32_t)),
         rfk_align(p->dev->graphs == RFK_GRAPHS_CHECKED ? n_vocab * sizeof(float) : 0),
         rfk_align(sizeof(uint32_t)),
@@ -6313,11 +6433,17 @@ static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
     return rfk_go_config(l, kernel, c, a);
 }
 
-template <int WAVE, class KV> static void (*rfk_find_row_attention(uint32_t group))(rfk_row_attention_args) {
-    if (group <= 1) return rfk_row_attention<WAVE, KV, 1>;
-    if (group <= 2) return rfk_row_attention<WAVE, KV, 2>;
-    if (group <= 4) return rfk_row_attention<WAVE, KV, 4>;
-    return rfk_row_attention<WAVE, KV, 8>;
+template <int WAVE, class KV, int PER> static void (*rfk_row_attention_of(uint32_t group))(rfk_row_attention_args) {
+    if (group <= 1) return rfk_row_attention<WAVE, KV, 1, PER>;
+    if (group <= 2) return rfk_row_attention<WAVE, KV, 2, PER>;
+    if (group <= 4) return rfk_row_attention<WAVE, KV, 4, PER>;
+    return rfk_row_attention<WAVE, KV, 8, PER>;
+}
+template <int WAVE, class KV>
+static void (*rfk_find_row_attention(uint32_t group, uint32_t head_dim))(rfk_row_attention_args) {
+    if (head_dim <= 64) return rfk_row_attention_of<WAVE, KV, 8>(group);
+    if (head_dim <= 128) return rfk_row_attention_of<WAVE, KV, 16>(group);
+    return rfk_row_attention_of<WAVE, KV, 32>(group);
 }
 
 static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
@@ -6353,10 +6479,10 @@ static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
     rfk_config c = {dim3(op->n_kv_heads, p->row_splits), dim3(RFK_BLOCK), 0, p->capturing && p->dev->early,
                     l->q->stream};
     uint32_t group = op->n_heads / op->n_kv_heads;
-    void (*half)(rfk_row_attention_args) = RFK_BY_WAVE(l, (rfk_find_row_attention<32, uint16_t>(group)),
-                                                       (rfk_find_row_attention<64, uint16_t>(group)));
+    void (*half)(rfk_row_attention_args) = RFK_BY_WAVE(l, (rfk_find_row_attention<32, uint16_t>(group, a.head_dim)),
+                                                       (rfk_find_row_attention<64, uint16_t>(group, a.head_dim)));
     void (*full)(rfk_row_attention_args) =
-        RFK_BY_WAVE(l, (rfk_find_row_attention<32, float>(group)), (rfk_find_row_attention<64, float>(group)));
+        RFK_BY_WAVE(l, (rfk_find_row_attention<32, float>(group, a.head_dim)), (rfk_find_row_attention<64, float>(group, a.head_dim)));
     return rfk_go_config(l, p->cache_type == RF_CACHE_F32 ? full : half, c, a);
 }
 

@@ -366,6 +366,17 @@ template <class T> static T __shfl_xor(T v, int mask, int width) {
     return v;
 }
 
+template <class T> static T __shfl(T v, int from, int width) {
+    uint64_t bits = 0;
+    memcpy(&bits, &v, sizeof v);
+    unsigned size = hip_emu_here->self->wave->size;
+    const uint64_t *all = hip_emu_exchange(bits, 0x20000u);
+    if (static_cast<unsigned>(width) != size || static_cast<unsigned>(from) >= size)
+        hip_emu_die("a shuffle reads a lane that is not there");
+    memcpy(&v, &all[from], sizeof v);
+    return v;
+}
+
 /* A shared variable of the block: garbage when the first thread asks. key tells the variables apart. */
 static void *hip_emu_shared(const void *key, size_t size_bytes) {
     hip_emu_machine *m = hip_emu_here;
