@@ -12716,9 +12716,10 @@ static uint32_t rfi_eval_end(const rf_session *s, uint32_t segment, uint32_t n_r
     return end;
 }
 
-/* One micro-batch through all segments. s->ends holds where each sequence goes on. */
+/* One micro-batch through all segments; the last one brings the ids of all largest logits. s->ends holds where each
+ * sequence goes on. */
 static rf_result rfi_eval_batch(rf_session *s, const rf_row *rows, uint32_t n_rows, uint32_t first_logits_row,
-                                uint32_t *n_logits, rf_error *err) {
+                                int last, uint32_t *n_logits, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
     uint32_t n_embd = s->m->plan.n_embd;
     rf_step step = {.rows = s->rows,
@@ -12748,6 +12749,12 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_row *rows, uint32_t n_ro
     for (uint32_t segment = 0, end; r == RF_OK && segment < s->n_segments; segment = end) {
         end = rfi_eval_end(s, segment, n_rows);
         r = rfi_eval_segments(s, segment, end, &step, &ticket, err);
+    }
+    if (r == RF_OK && last && first_logits_row + step.n_logits) {
+        rf_ticket read = {0};
+        r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[s->m->plan.argmax], s->argmax,
+                          (first_logits_row + step.n_logits) * sizeof(int32_t), &read, err);
+        if (r == RF_OK) ticket = read;
     }
     /* also after a failure: the step's arrays and the pinned weights are in use until then */
     rf_result waited = api->ticket_wait(&ticket, RFI_WAIT_MS, r == RF_OK ? err : NULL);
@@ -12793,11 +12800,10 @@ static rf_result rfi_eval_run(rf_session *s, const rf_row *rows, uint32_t n_rows
     s->holds_experts = s->route && rfi_store_hold_experts(store);
     for (uint32_t at = 0; r == RF_OK && at < n_rows;) {
         uint32_t n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_rows - at), more = 0;
-        r = rfi_eval_batch(s, rows + at, n, *n_logits, &more, err);
+        r = rfi_eval_batch(s, rows + at, n, *n_logits, at + n == n_rows, &more, err);
         *n_logits += more;
         at += n;
     }
-    if (r == RF_OK && *n_logits) r = rfi_eval_read(s, s->m->plan.argmax, s->argmax, *n_logits, err);
     if (r == RF_OK && store->in_place) r = rfi_gguf_intact(s->m->g, err);
     r = rfi_eval_unpin(s, r, err);
     if (store->n_uses) pthread_mutex_unlock(&store->lane);

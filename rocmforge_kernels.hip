@@ -227,7 +227,8 @@ static hipError_t rfk_launch_config(void (*kernel)(P...), const rfk_config &c,
 #else
     void *list[] = {(void *)&args...};
 #if defined(RFK_NVIDIA)
-    if (c.early) {
+    if (c.early) { /* a multiprocessor divides its memory anew only when it is empty: all ask for the same */
+        (void)cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 50);
         cudaLaunchConfig_t config;
         cudaLaunchAttribute attribute;
         memset(&config, 0, sizeof config);
@@ -1396,13 +1397,22 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_gather(rfk_gather_args a) {
 }
 
 /* out[row] = id of the row's largest value, the smallest one among equals; nan is greater than nothing, -1 if none is
- * greater than -infinity.   grid rows   block 1024   reads every value once */
+ * greater than -infinity.   grid [rows, parts]   block 1024   reads every value once
+ * With several parts, each leaves value and id of its own share in `part`, which a second launch, of the parts alone,
+ * reads. */
 #define RFK_ARGMAX_BLOCK 1024
+#define RFK_ARGMAX_PARTS 32u
+struct rfk_best_value {
+    float value;
+    uint32_t id;
+};
 struct rfk_argmax_args {
     const float *in;
     float *out; /* int32 */
-    uint32_t in_stride, out_stride, n;
+    rfk_best_value *part; /* [rows, parts]; NULL: one part */
+    uint32_t in_stride, out_stride, n, n_parts;
 };
+
 struct rfk_argmax_shared {
     float value[RFK_ARGMAX_BLOCK / 32];
     uint32_t id[RFK_ARGMAX_BLOCK / 32];
@@ -1414,12 +1424,14 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_ARGMAX_BLOCK) rfk_arg
     RFK_SHARED(rfk_argmax_shared, s);
     const float *in = a.in + (size_t)blockIdx.x * a.in_stride;
     float largest = -INFINITY, v[8]; /* eight loads in flight */
+    const uint32_t share = (a.n + gridDim.y - 1) / gridDim.y, begin = share * blockIdx.y,
+                   end = begin + share < a.n ? begin + share : a.n;
     uint32_t id = 0xffffffffu;
-    for (uint32_t first = threadIdx.x; first < a.n; first += 8 * RFK_ARGMAX_BLOCK) {
+    for (uint32_t first = begin + threadIdx.x; first < end; first += 8 * RFK_ARGMAX_BLOCK) {
         RFK_UNROLL(8)
         for (uint32_t k = 0; k < 8; k++) {
             uint32_t i = first + k * RFK_ARGMAX_BLOCK;
-            v[k] = i < a.n ? in[i] : -INFINITY;
+            v[k] = i < end ? in[i] : -INFINITY;
         }
         RFK_UNROLL(8)
         for (uint32_t k = 0; k < 8; k++)
@@ -1434,7 +1446,26 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_ARGMAX_BLOCK) rfk_arg
     __syncthreads();
     if (threadIdx.x != 0) return;
     for (int i = 1; i < RFK_ARGMAX_BLOCK / WAVE; i++) rfk_larger(&largest, &id, s.value[i], s.id[i]);
-    reinterpret_cast<uint32_t *>(a.out)[(size_t)blockIdx.x * a.out_stride] = id;
+    if (!a.part) {
+        reinterpret_cast<uint32_t *>(a.out)[(size_t)blockIdx.x * a.out_stride] = id;
+        return;
+    }
+    rfk_best_value best = {largest, id};
+    a.part[(size_t)blockIdx.x * gridDim.y + blockIdx.y] = best;
+}
+/* grid rows   block WAVE */
+template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_argmax_join(rfk_argmax_args a) {
+    rfk_best_value best = {-INFINITY, 0xffffffffu};
+    for (uint32_t i = threadIdx.x; i < a.n_parts; i += WAVE) {
+        const rfk_best_value other = a.part[(size_t)blockIdx.x * a.n_parts + i];
+        rfk_larger(&best.value, &best.id, other.value, other.id);
+    }
+    for (int mask = WAVE / 2; mask > 0; mask /= 2) {
+        float value = rfk_swap<WAVE>(best.value, mask);
+        uint32_t other = rfk_swap<WAVE>(best.id, mask);
+        rfk_larger(&best.value, &best.id, value, other);
+    }
+    if (threadIdx.x == 0) reinterpret_cast<uint32_t *>(a.out)[(size_t)blockIdx.x * a.out_stride] = best.id;
 }
 
 /* The experts of a row, one wave a row: RF_OP_ROUTE.   grid rows   block WAVE
@@ -1736,13 +1767,16 @@ RFK_DEVICE rfk_product rfk_pick(const rfk_matmul_args &a, uint32_t *block) {
     return p;
 }
 
-RFK_DEVICE void rfk_put(const rfk_product &p, uint32_t row, uint32_t col, float v) {
-    float *out = p.out + (size_t)col * p.out_stride + row;
+/* v, finished, to its place; before: what is there, if that is added to. */
+RFK_DEVICE void rfk_put_on(const rfk_product &p, uint32_t row, uint32_t col, float v, float before) {
     if (p.factor) v *= rfk_load_any(p.factor, p.factor_type, 0);
     if (p.bias) v += rfk_load_any(p.bias, p.bias_type, row);
     v *= p.scale;
     if (p.softcap != 0) v = p.softcap * tanhf(v / p.softcap);
-    *out = p.accumulate ? *out + v : v;
+    p.out[(size_t)col * p.out_stride + row] = p.accumulate ? before + v : v;
+}
+RFK_DEVICE void rfk_put(const rfk_product &p, uint32_t row, uint32_t col, float v) {
+    rfk_put_on(p, row, col, v, p.accumulate ? p.out[(size_t)col * p.out_stride + row] : 0.0f);
 }
 
 /* Dot product of a unit with the column whose values start at q, group. */
@@ -1940,7 +1974,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
  * registers of the last ones are free, and the first ones before the kernel before this one has ended. Which lane adds
  * which products, and in what order, depends on the type and n_in alone. */
 
-#if defined(RFK_NVIDIA)
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 #define RFK_ROWS_BLOCK 1024 /* one block fills half of a multiprocessor: the next kernel's blocks come beside it */
 #define RFK_ROWS_RESIDENT 1
 #else
@@ -1964,6 +1998,7 @@ struct rfk_rows_args {
     rfk_int8_rows x8;
     uint32_t n_in, norm_type, glu;
     float eps;
+    rfk_int8_rows to8; /* glu: the results quantized; NULL: not wanted */
 };
 
 /* The column in strips of 64 values: the strip's four pieces of 16 int8 values, as piece-major arrays, and its scales.
@@ -1999,7 +2034,11 @@ RFK_DEVICE void rfk_put_scale(const rfk_column &c, uint32_t chunk, float d, int 
     }
 }
 
-struct rfk_rows_shared { float sums[RFK_PARTIALS / 32]; };
+#define RFK_ROWS_PASSES 8u /* rows of a wave at most if the block quantizes what it makes */
+struct rfk_rows_shared {
+    alignas(16) float sums[RFK_PARTIALS / 32];
+    float out[RFK_ROWS_PASSES][32];
+};
 
 RFK_DEVICE float rfk_square4(const float4 &v) { return (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w); }
 
@@ -2017,24 +2056,34 @@ RFK_DEVICE float rfk_norm_factor(const rfk_rows_args &a, const float4 &own, rfk_
         if (threadIdx.x % WAVE == 0) s.sums[(first + threadIdx.x) / WAVE] = sum;
     }
     __syncthreads();
-    float total[4] = {0, 0, 0, 0};
+    float4 total = {0, 0, 0, 0};
     RFK_UNROLL(8)
-    for (uint32_t i = 0; i < RFK_PARTIALS / WAVE; i++) total[i % 4] += s.sums[i];
-    return 1.0f / sqrtf(((total[0] + total[1]) + (total[2] + total[3])) / (float)a.n_in + a.eps);
+    for (uint32_t i = 0; i < RFK_PARTIALS / WAVE / 4; i++) {
+        const float4 v = reinterpret_cast<const float4 *>(s.sums)[i];
+        total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+    }
+    return 1.0f / sqrtf(((total.x + total.y) + (total.z + total.w)) / (float)a.n_in + a.eps);
 }
 
-/* Fill the column; at the end it can be read by all. */
-template <int WAVE> RFK_DEVICE void rfk_make_column(const rfk_rows_args &a, const rfk_column &c, rfk_rows_shared &s) {
+/* The norm's weights of a thread's first four values, before anything is waited for. */
+RFK_DEVICE float4 rfk_norm_weights(const rfk_rows_args &a, uint32_t i) {
+    float4 w = {0, 0, 0, 0};
+    if (!a.norm || i >= a.n_in / 4) return w;
+    if (a.norm_type == RF_TYPE_F32) return reinterpret_cast<const float4 *>(a.norm)[i];
+    w.x = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i), w.y = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + 1);
+    w.z = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + 2), w.w = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + 3);
+    return w;
+}
+
+/* Fill the column; at the end it can be read by all. weight: the thread's rfk_norm_weights. */
+template <int WAVE>
+RFK_DEVICE void rfk_make_column(const rfk_rows_args &a, const rfk_column &c, float4 weight, rfk_rows_shared &s) {
     const uint32_t n = a.n_in / 4;
-    float weight[4] = {1, 1, 1, 1};
-    RFK_UNROLL(4)
-    for (uint32_t k = 0; k < 4; k++) /* weights: no need to wait */
-        if (a.norm && threadIdx.x < n) weight[k] = rfk_load_any(a.norm, a.norm_type, 4 * threadIdx.x + k);
     rfk_wait_previous();
     if (!a.x) {
         for (uint32_t chunk = threadIdx.x; chunk < a.n_in / 16; chunk += RFK_ROWS_BLOCK) {
-            int4 v = reinterpret_cast<const int4 *>(a.x8.q)[chunk];
             rfk_group g = a.x8.group[chunk / 2];
+            int4 v = reinterpret_cast<const int4 *>(a.x8.q)[chunk];
             uint32_t piece, strip = rfk_chunk_strip(c, chunk, &piece);
             c.piece[piece * c.n_strips + strip] = v;
             rfk_put_scale(c, chunk, g.d, chunk % 2 ? g.sum[1] : g.sum[0], g.sum[0] + g.sum[1]);
@@ -2045,17 +2094,21 @@ template <int WAVE> RFK_DEVICE void rfk_make_column(const rfk_rows_args &a, cons
     float4 own = {0, 0, 0, 0};
     if (threadIdx.x < n) own = reinterpret_cast<const float4 *>(a.x)[threadIdx.x];
     float factor = a.norm ? rfk_norm_factor<WAVE>(a, own, s) : 1.0f;
+    RFK_UNROLL(1)
     for (uint32_t first = 0; first < n; first += RFK_ROWS_BLOCK) {
         uint32_t i = first + threadIdx.x;
         bool inside = i < n;
-        if (first && inside) own = reinterpret_cast<const float4 *>(a.x)[i];
+        if (first) {
+            if (inside) own = reinterpret_cast<const float4 *>(a.x)[i];
+            weight = rfk_norm_weights(a, i);
+        }
         float v[4] = {own.x, own.y, own.z, own.w}, d;
-        RFK_UNROLL(4)
-        for (uint32_t k = 0; k < 4; k++) {
-            if (!a.norm || !inside) continue;
-            if (first) weight[k] = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + k);
-            v[k] = v[k] * factor * weight[k];
-            if (a.norm_out && blockIdx.x == 0) a.norm_out[4 * (size_t)i + k] = v[k];
+        if (a.norm) {
+            const float w[4] = {weight.x, weight.y, weight.z, weight.w};
+            RFK_UNROLL(4)
+            for (uint32_t k = 0; k < 4; k++) v[k] = v[k] * factor * w[k];
+            if (a.norm_out && blockIdx.x == 0 && inside)
+                for (uint32_t k = 0; k < 4; k++) a.norm_out[4 * (size_t)i + k] = v[k];
         }
         if (!inside) v[0] = v[1] = v[2] = v[3] = 0;
         int sum, packed = rfk_quantize_lane<WAVE>(v, &d, &sum), other = rfk_swap<WAVE>(sum, 4);
@@ -2319,16 +2372,18 @@ template <> __device__ __forceinline__ void rfk_load_x<RFK_OTHER>(const rfk_colu
     x.scale.x = c.scale[4 * strip + odd];
 }
 
-/* Lane 0 of a wave: the sum of a row to its output, or silu(gate) * sum. */
-RFK_DEVICE void rfk_finish_row(const rfk_rows_args &a, const rfk_product &p, uint32_t row, float gate, float sum) {
+/* Lane 0 of a wave: the sum of a row to its output, or silu(gate) * sum; that is the result. `before`: what the output
+ * holds, if that is added to. */
+RFK_DEVICE float rfk_finish_row(const rfk_rows_args &a, const rfk_product &p, uint32_t row, float gate, float sum,
+                                float before) {
     if (!a.glu) {
-        rfk_put(p, row, 0, sum);
-        return;
+        rfk_put_on(p, row, 0, sum, before);
+        return 0;
     }
     if (p.bias) gate += rfk_load_any(p.bias, p.bias_type, row);
     if (a.part[1].bias) sum += rfk_load_any(a.part[1].bias, a.part[1].bias_type, row);
     a.part[1].out[row] = sum;
-    p.out[row] = gate / (1.0f + expf(-gate)) * sum;
+    return p.out[row] = gate / (1.0f + expf(-gate)) * sum;
 }
 
 /* The rows of a block, a wave each; glu: of both products, by turns. U strips are in flight a lane. */
@@ -2340,20 +2395,22 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
                    step = n_blocks * (RFK_ROWS_BLOCK / WAVE);
     const uint32_t mine = lane < n_strips ? (n_strips - lane + WAVE - 1) / WAVE : 0, /* strips of this lane */
         rounds = (n_strips + WAVE * U - 1) / (WAVE * U);
-    uint32_t row = number * (RFK_ROWS_BLOCK / WAVE) + threadIdx.x / WAVE, second = 0, round = 0;
+    uint32_t row = number * (RFK_ROWS_BLOCK / WAVE) + threadIdx.x / WAVE, second = 0, round = 0, pass = 0;
     typename F::loaded raw[U];
     rfk_strips_at at;
     float sum = 0, gate = 0;
     c.q6 = TYPE == RF_TYPE_Q6_K;
     c.has_min = rfk_format<TYPE>::HAS_MIN;
     c.offset = rfk_format<TYPE>::OFFSET;
+    const float4 weight = rfk_norm_weights(a, threadIdx.x);
     F::begin(p.row0 + row, a.n_in, lane, at);
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < (uint32_t)U; k++) {
         if (row < n_out && k < mine) F::fetch(p.w, at, raw[k]);
         F::template next<WAVE>(at);
     }
-    rfk_make_column<WAVE>(a, c, s);
+    rfk_make_column<WAVE>(a, c, weight, s);
+    float before = lane == 0 && p.accumulate && row < n_out ? p.out[row] : 0.0f;
     while (row < n_out) {
         uint32_t next_round = round + 1, next_row = row, next_second = second;
         if (next_round == rounds) { /* of this row: on to the next */
@@ -2379,13 +2436,26 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
         if (next_round == 0) {
             sum = rfk_wave_sum<WAVE>(sum);
             if (next_second) gate = sum;
-            else if (lane == 0) rfk_finish_row(a, p, row, gate, sum);
+            else if (lane == 0) {
+                const float made = rfk_finish_row(a, p, row, gate, sum, before);
+                if (a.to8.q) s.out[pass][threadIdx.x / WAVE] = made;
+                if (p.accumulate && next_row < n_out) before = p.out[next_row];
+            }
+            pass += !next_second;
             sum = 0;
         }
         row = next_row;
         second = next_second;
         round = next_round;
     }
+    if (!a.to8.q) return;
+    __syncthreads();
+    if (threadIdx.x / WAVE >= RFK_ROWS_PASSES) return; /* a wave quantizes the 32 results of a pass */
+    const uint32_t first = number * 32 + threadIdx.x / WAVE * step;
+    const bool inside = lane < 8 && first < n_out;
+    float x[4] = {0, 0, 0, 0};
+    for (uint32_t k = 0; inside && k < 4; k++) x[k] = s.out[threadIdx.x / WAVE][4 * lane + k];
+    rfk_quantize4<WAVE>(a.to8, 0, n_out, first / 4 + lane, x, inside);
 }
 
 /* grid: the blocks of each product   block RFK_ROWS_BLOCK   LDS 1.5 bytes a value of the column   reads W once
@@ -3712,7 +3782,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
     a.out[2 * i + 1] = s * a.scale;
 }
 
-#define RFK_ROW_CELLS 64u /* positions of a split at least */
+#define RFK_ROW_CELLS 128u /* positions of a split at least */
 
 struct rfk_row_attention_args {
     const float *q, *k, *v;
@@ -3776,8 +3846,8 @@ template <class KV, int G, int PER> struct rfk_row_shape {
 
 #define RFK_ROW_JOIN 4352 /* floats: eight heads of 64, four of 128, two of 256, from eight waves */
 template <int G, int PER> struct rfk_row_shared {
-    float x[G + 2][PER * 8];          /* the queries, the new key, the new value; later the results             */
-    float join[RFK_ROW_JOIN];         /* by wave and query: weighted sums, maximum, sum of weights              */
+    alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value; later the results             */
+    alignas(16) float join[RFK_ROW_JOIN]; /* by wave and query: weighted sums, maximum, sum of weights              */
     float largest[G][64], sum[G][64]; /* of the splits                                                          */
     uint32_t is_last;
 };
@@ -3890,7 +3960,7 @@ RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const KV *k, 
                                   rfk_row_work<KV, G, rfk_row_shape<KV, G, PER>::T> &o) {
     typedef rfk_row_shape<KV, G, PER> S;
     const uint32_t lane = threadIdx.x % PER, wave_lane = threadIdx.x % WAVE, base = wave_lane - lane;
-    float score[S::N], x[8], keep;
+    float score[S::N], x[8], keys[S::T][8], keep;
     RFK_UNROLL(4)
     for (uint32_t t = 0; t < (uint32_t)S::T; t++)
         if (first + t * S::SLOTS == new_pos) {
@@ -3898,14 +3968,16 @@ RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const KV *k, 
             o.v[t].make(&s.x[G + 1][lane * 8]);
         }
     RFK_UNROLL(4)
-    for (int t = 0; t < S::T; t++) {
-        o.k[t].values(x);
-        RFK_UNROLL(8)
-        for (int g = 0; g < G; g++) {
-            const float4 *q = reinterpret_cast<const float4 *>(&s.x[g][lane * 8]);
-            const float4 q0 = q[0], q1 = q[1];
-            score[g * S::T + t] = ((q0.x * x[0] + q0.y * x[1]) + (q0.z * x[2] + q0.w * x[3])) +
-                                  ((q1.x * x[4] + q1.y * x[5]) + (q1.z * x[6] + q1.w * x[7]));
+    for (int t = 0; t < S::T; t++) o.k[t].values(keys[t]);
+    RFK_UNROLL(8)
+    for (int g = 0; g < G; g++) { /* queries are read once for all positions */
+        const float4 *q = reinterpret_cast<const float4 *>(&s.x[g][lane * 8]);
+        const float4 q0 = q[0], q1 = q[1];
+        RFK_UNROLL(4)
+        for (int t = 0; t < S::T; t++) {
+            const float *y = keys[t];
+            score[g * S::T + t] = ((q0.x * y[0] + q0.y * y[1]) + (q0.z * y[2] + q0.w * y[3])) +
+                                  ((q1.x * y[4] + q1.y * y[5]) + (q1.z * y[6] + q1.w * y[7]));
         }
     }
     rfk_row_load<KV, S::T>(o.k, k, dim, first + S::T * S::SLOTS, S::SLOTS, last);
@@ -3997,7 +4069,10 @@ RFK_DEVICE void rfk_row_join(rfk_row_shared<G, PER> &s, const rfk_row_attention_
         for (uint32_t g = 0; g < (uint32_t)G; g++) {
             if (g < g0 || g >= g0 + n || lane >= PER || lane * 8 >= dim) continue;
             float *join = s.join + ((g - g0) * waves + wave) * stride;
-            for (uint32_t e = 0; e < 8; e++) join[lane * 8 + e] = o.acc[g][e];
+            for (uint32_t e = 0; e < 8; e += 4) {
+                const float4 v = {o.acc[g][e], o.acc[g][e + 1], o.acc[g][e + 2], o.acc[g][e + 3]};
+                *reinterpret_cast<float4 *>(join + lane * 8 + e) = v;
+            }
             if (lane == 0) join[dim] = largest[g], join[dim + 1] = sum[g];
         }
         __syncthreads();
@@ -5002,7 +5077,8 @@ struct rfk_fused {
     uint32_t kind;
     uint32_t first, n_ops;
     uint32_t norm, gather, products, n_products, glu, is_int8; /* rows; is_int8: the input lies in x8          */
-    uint32_t norms[2], ropes, store, attention, to_int8;       /* attention; to_int8: its output goes to x8 too */
+    uint32_t norms[2], ropes, store, attention;                /* attention                                    */
+    uint32_t to_int8;                                          /* the output of attention or glu goes to x8 too */
 };
 
 #define RFK_MAX_GRAPHS 16u
@@ -5039,6 +5115,7 @@ struct rf_prepared {
     uint32_t n_angles;  /* values of rope's angles: 0 if no fused attention */
     const rf_op *rope;  /* what they are of                          */
     float *angles, *row_part, *kept_logits;
+    rfk_best_value *best; /* [RFK_ARGMAX_PARTS] */
     uint32_t *tickets, *differ;
     hipGraphExec_t graph[RFK_MAX_GRAPHS];
     uint32_t n_graphs, graphs_checked;
@@ -5460,7 +5537,7 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     const uint64_t tile_bytes = rows > RFK_FEW_COLS && (widest || pieces)
                                     ? (uint64_t)p->tile_blocks * RFK_TILE_ROWS * RFK_MANY_TILE * sizeof(float)
                                     : 0;
-    const uint64_t bytes[14] = {
+    const uint64_t bytes[15] = {
         rfk_align(p->n_batch * sizeof(rf_step_row)),
         rfk_align(p->n_logits * sizeof(uint32_t)),
         rfk_align(plan->n_tables * sizeof(float)),
@@ -5474,17 +5551,18 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
         rfk_align(sizeof(uint32_t)),
         rfk_align(tile_bytes),
         rfk_align(rows * pieces * sizeof(uint16_t)),
-        rfk_align(pieces ? rows * sizeof(float) : 0)};
+        rfk_align(pieces ? rows * sizeof(float) : 0),
+        rfk_align(RFK_ARGMAX_PARTS * sizeof(rfk_best_value))};
     uint64_t total = 256;
-    char *part[14];
-    for (int i = 0; i < 14; i++) total += bytes[i];
+    char *part[15];
+    for (int i = 0; i < 15; i++) total += bytes[i];
     rf_result r = rfk_check(p->dev, err, hipMalloc(&p->memory, (size_t)total), "hipMalloc", "a prepared plan", 0);
     if (r != RF_OK) {
         p->memory = NULL;
         return r;
     }
     part[0] = (char *)p->memory;
-    for (int i = 1; i < 14; i++) part[i] = part[i - 1] + bytes[i - 1];
+    for (int i = 1; i < 15; i++) part[i] = part[i - 1] + bytes[i - 1];
     p->rows = (rf_step_row *)(void *)part[0];
     p->logit_rows = (uint32_t *)(void *)part[1];
     p->tables = (float *)(void *)part[2];
@@ -5499,6 +5577,7 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     p->tile_part = (float *)(void *)part[11];
     p->pieces.value = (uint16_t *)(void *)part[12];
     p->pieces.unit = (float *)(void *)part[13];
+    p->best = (rfk_best_value *)(void *)part[14];
     rf_queue *q = NULL;
     rf_ticket ticket;
     rf_mem mem = {p->tables, bytes[2]}, tickets = {p->tickets, bytes[8]};
@@ -5619,6 +5698,15 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
     return ok ? f : none;
 }
 
+/* Blocks of a launch of rows at most. */
+static uint32_t rfk_rows_blocks(const rf_prepared *p) { return p->dev->info.compute_units * RFK_ROWS_RESIDENT; }
+
+/* A block makes 32 results of a glu at a time, and not too often. */
+static int rfk_glu_to_int8(const rf_prepared *p, const rfk_fused *f) {
+    const uint32_t n = p->plan->ops[f->glu].n_out;
+    return RFK_ROWS_BLOCK / p->dev->wave == 32 && n % 32 == 0 && n / 32 <= RFK_ROWS_PASSES * rfk_rows_blocks(p);
+}
+
 /* The launches of a step of one row, found in the plan's ops: what is nothing special is an op of its own. */
 static void rfk_make_fused(rf_prepared *p) {
     const rf_plan *plan = p->plan;
@@ -5649,6 +5737,11 @@ static void rfk_make_fused(rf_prepared *p) {
                 f.to_int8 = rfk_is_matmul(plan, f.attention + 1, end) && next->in == att->out && next->n_in == n &&
                             att->n_heads / att->n_kv_heads * att->head_dim % 32 == 0;
                 if (f.to_int8) int8_buffer = att->out;
+            } else if (f.kind == RFK_FUSED_ROWS && f.glu != RF_NONE) {
+                const rf_op *glu = &plan->ops[f.glu], *next = glu + 1;
+                f.to_int8 = rfk_is_matmul(plan, f.glu + 1, end) && next->in == glu->out && next->n_in == glu->n_out &&
+                            rfk_glu_to_int8(p, &f);
+                if (f.to_int8) int8_buffer = glu->out;
             }
             p->fused[p->n_fused++] = f;
             i += f.n_ops;
@@ -6183,7 +6276,12 @@ static rf_result rfk_run_argmax(const rfk_launching *l) {
     a.in_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
     a.n = l->op->n_in;
-    return rfk_go(l, RFK_BY_WAVE(l, (rfk_argmax<32>), (rfk_argmax<64>)), dim3(l->n_rows), RFK_ARGMAX_BLOCK, a);
+    a.part = l->n_rows == 1 && a.n > RFK_ARGMAX_PARTS * RFK_ARGMAX_BLOCK ? l->p->best : NULL;
+    a.n_parts = a.part ? RFK_ARGMAX_PARTS : 1;
+    rf_result r = rfk_go(l, RFK_BY_WAVE(l, (rfk_argmax<32>), (rfk_argmax<64>)), dim3(l->n_rows, a.n_parts),
+                         RFK_ARGMAX_BLOCK, a);
+    if (r != RF_OK || !a.part) return r;
+    return rfk_go(l, RFK_BY_WAVE(l, (rfk_argmax_join<32>), (rfk_argmax_join<64>)), dim3(1), l->p->dev->wave, a);
 }
 
 static rf_result rfk_run_route(const rfk_launching *l) {
@@ -6423,7 +6521,8 @@ static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
     }
     a.n_in = l->op->n_in;
     a.glu = f->glu != RF_NONE;
-    uint32_t blocks = rfk_divide_blocks(l, &a, p->dev->info.compute_units * RFK_ROWS_RESIDENT);
+    if (f->to_int8) a.to8 = p->x8;
+    uint32_t blocks = rfk_divide_blocks(l, &a, rfk_rows_blocks(p));
     rfk_config c = {dim3(blocks), dim3(RFK_ROWS_BLOCK), a.n_in / 64 * 96, p->capturing && p->dev->early,
                     l->q->stream};
     void (*kernel)(rfk_rows_args) =

@@ -822,7 +822,7 @@ static inline hipError_t hipGetDeviceProperties(hipDeviceProp_t *p, int device) 
     snprintf(p->name, sizeof p->name, "emulated GPU, waves of %d", p->warpSize);
     snprintf(p->gcnArchName, sizeof p->gcnArchName, "%s", device == 0 ? "gfx1100" : "gfx90a:sramecc+:xnack-");
     p->totalGlobalMem = static_cast<size_t>(8) << 30;
-    p->multiProcessorCount = 4;
+    p->multiProcessorCount = 5;
     return hipSuccess;
 }
 static inline hipError_t hipMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
