@@ -317,6 +317,159 @@ static void test_forecast(void) {
     }
 }
 
+/* ---- the ops, against float64 ---- */
+
+enum { ROWS = 7, SLOTS = 4, WIDE = 700, N_STATE = 2 * 6 * 40 * 24 };
+
+/* A plan of one op on the device: x to buffers 0, 1, 2; y from buffer 3; weights as float32 vectors or matrices. */
+typedef struct one_op {
+    rf_op op;
+    rf_plan_state state;
+    rf_plan_weight weights[2];
+    const float *values[2];
+    uint32_t widths[4], n_weights;
+    float x[3][ROWS * WIDE], y[ROWS * WIDE], slots[SLOTS * N_STATE];
+} one_op;
+
+static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
+    rf_dev *dev;
+    rf_device *d = NULL;
+    rf_queue *q = NULL;
+    rf_table *table = NULL;
+    rf_prepared *prepared = NULL;
+    rf_mem scratch, state, w[2];
+    rf_ticket t;
+    uint64_t at[4], state_at = 0;
+    uint32_t segment[2], n_segments, cells = 8;
+    const rf_plan_buffer buffers[4] = {{"a", 0, o->widths[0]}, {"b", 0, o->widths[1]}, {"c", 0, o->widths[2]}, {"y", 0, o->widths[3]}};
+    const rf_plan plan = {.ops = &o->op, .n_ops = 1, .buffers = buffers, .n_buffers = 4, .states = &o->state, .n_states = 1,
+                          .weights = o->weights, .n_weights = o->n_weights, .n_layers = 1, .n_vocab = 1};
+    const rf_step step = {.rows = rows, .n_rows = ROWS};
+    for (int i = 0; i < 4; i++) at[i] = (uint64_t)i * ROWS * WIDE * 4 / 256 * 256 + 256 * (uint64_t)i;
+    rf_result r = rf_device_open(device_name, &(rf_device_desc){.n_threads = 2}, &d, err);
+    if (r != RF_OK) return r;
+    const rf_device_api *api = rf_device_get_api(d, &dev);
+    rf_plan_bind bind = {.plan = &plan, .buffer_offset = at, .state_offset = &state_at, .state_cells = &cells, .n_ctx = 8, .n_seq = 2,
+                         .n_batch = ROWS, .n_logits = 1, .n_slots = SLOTS};
+    r = api->queue_create(dev, &q, err);
+    if (r == RF_OK) r = api->table_create(dev, &plan, &table, err);
+    if (r == RF_OK) r = api->mem_create(dev, 5 * ROWS * WIDE * 4 + 2048, &scratch, err);
+    if (r == RF_OK) r = api->mem_create(dev, sizeof o->slots, &state, err);
+    bind.table = table, bind.scratch = scratch, bind.state = state;
+    for (uint32_t i = 0; r == RF_OK && i < o->n_weights; i++) {
+        rf_weight_part part = {.slot = i, .n_rows = o->weights[i].n_rows, .src = o->values[i], .mem = &w[i]};
+        r = api->mem_create(dev, o->weights[i].size_bytes, &w[i], err);
+        if (r == RF_OK) r = api->weight_write(table, q, &part, &t, err);
+    }
+    if (r == RF_OK) r = api->plan_prepare(dev, &bind, segment, &n_segments, &prepared, err);
+    for (int i = 0; r == RF_OK && i < 3; i++)
+        if (o->widths[i]) r = api->mem_write(q, &scratch, at[i], o->x[i], ROWS * o->widths[i] * 4ull, &t, err);
+    if (r == RF_OK) r = api->mem_write(q, &state, 0, o->slots, sizeof o->slots, &t, err);
+    if (r == RF_OK) r = api->plan_run(prepared, q, 0, n_segments, &step, &t, err);
+    if (r == RF_OK) r = api->mem_read(q, &scratch, at[3], o->y, ROWS * o->widths[3] * 4ull, &t, err);
+    if (r == RF_OK) r = api->mem_read(q, &state, 0, o->slots, sizeof o->slots, &t, err);
+    if (r == RF_OK) r = api->ticket_wait(&t, 60000, err);
+    if (prepared) api->plan_release(prepared);
+    for (uint32_t i = 0; i < o->n_weights; i++) api->weight_clear(table, i), api->mem_release(dev, &w[i]);
+    api->mem_release(dev, &scratch), api->mem_release(dev, &state);
+    api->table_release(table), api->queue_release(q);
+    rf_device_close(d, NULL);
+    return r;
+}
+
+/* Two sequences by turns: one from its start, one from slot 1; a state is left in the middle, and two at the ends. */
+static const rf_step_row turns[ROWS] = {{0, 1, 3, -1, 1, 0}, {0, 0, 0, -1, 0, 0}, {0, 0, 1, -1, 0, 2}, {0, 1, 4, -1, 0, 0},
+                                        {0, 0, 2, -1, 0, 0}, {0, 1, 5, -1, 0, 3}, {0, 0, 3, -1, 0, 4}};
+
+static void fill(float *x, size_t n, uint64_t seed) {
+    mg_rng r = {seed};
+    for (size_t i = 0; i < n; i++) x[i] = (float)mg_below(&r, 2001) / 1000 - 1;
+}
+
+static void agree(const float *found, const double *want, size_t n, const char *what) {
+    double off = 0, most = 0;
+    for (size_t i = 0; i < n; i++) off = fmax(off, fabs((double)found[i] - want[i])), most = fmax(most, fabs(want[i]));
+    CHECK(off <= 2e-6 * most && most > 0, "%s: off by %g of %g", what, off, most);
+}
+
+static void test_conv_op(void) {
+    static one_op o;
+    static double past[2][8][WIDE], want[ROWS * WIDE], left[SLOTS][8 * WIDE];
+    static float w[WIDE * 8];
+    for (uint32_t taps = 2; taps <= 8; taps += 2)
+        for (int silu = 0; silu < 2; silu++) {
+            rf_error err = {0};
+            const uint32_t n = taps == 8 ? 61 : 321;
+            memset(&o, 0, sizeof o), memset(past, 0, sizeof past), memset(left, 0, sizeof left);
+            o.op = (rf_op){.kind = RF_OP_CONV, .in = 0, .in2 = RF_NONE, .out = 3, .extra = RF_NONE, .extra2 = RF_NONE,
+                           .table = RF_NONE, .n_in = taps, .n_out = n, .activation = silu ? RF_ACT_SILU : RF_ACT_NONE};
+            o.state.width = (taps - 1) * n;
+            o.weights[0] = (rf_plan_weight){.name = "w", .type = RF_TYPE_F32, .n_in = taps, .n_rows = n, .size_bytes = 4ull * taps * n};
+            o.values[0] = w, o.n_weights = 1, o.widths[0] = n, o.widths[1] = o.widths[2] = 1, o.widths[3] = n;
+            fill(w, taps * n, taps), fill(o.x[0], ROWS * n, 77), fill(o.slots, SLOTS * N_STATE, 5);
+            for (uint32_t j = 0; j + 1 < taps; j++)
+                for (uint32_t c = 0; c < n; c++) past[1][j][c] = o.slots[j * n + c];
+            for (uint32_t r = 0; r < ROWS; r++)
+                for (uint32_t c = 0; c < n; c++) {
+                    double (*x)[WIDE] = past[turns[r].seq], sum = 0;
+                    x[taps - 1][c] = o.x[0][r * n + c];
+                    for (uint32_t j = 0; j < taps; j++) sum += x[j][c] * w[c * taps + j];
+                    for (uint32_t j = 0; j + 1 < taps; j++) x[j][c] = x[j + 1][c];
+                    want[r * n + c] = silu ? sum / (1 + exp(-sum)) : sum;
+                    for (uint32_t j = 0; turns[r].to && j + 1 < taps; j++) left[turns[r].to - 1][j * n + c] = x[j][c];
+                }
+            CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
+            agree(o.y, want, ROWS * n, "conv");
+            for (uint32_t i = 1; i < SLOTS; i++) agree(o.slots + i * o.state.width, left[i], o.state.width, "state of conv");
+        }
+}
+
+static void test_delta_op(void) {
+    static one_op o;
+    static double s[2][N_STATE], want[ROWS * WIDE], left[SLOTS][N_STATE];
+    enum { DK = 40, DV = 24, HEADS = 6, KEYS = 3, IN = 2 * KEYS * DK + HEADS * DV };
+    for (int cyclic = 0; cyclic < 2; cyclic++) {
+        rf_error err = {0};
+        float a[HEADS], b[HEADS];
+        const double scale = 0.4, eps = 0.03;
+        memset(&o, 0, sizeof o), memset(s, 0, sizeof s);
+        o.op = (rf_op){.kind = RF_OP_DELTA, .flags = cyclic ? RF_OP_CYCLIC : 0, .in = 0, .in2 = 1, .out = 3, .weight = RF_NONE,
+                       .extra = 0, .extra2 = 1, .in3 = 2, .n_heads = HEADS, .n_kv_heads = KEYS, .head_dim = DK, .head_dim_v = DV,
+                       .scale = (float)scale, .eps = (float)eps};
+        o.state.width = HEADS * DK * DV;
+        for (int i = 0; i < 2; i++)
+            o.weights[i] = (rf_plan_weight){.name = "v", .type = RF_TYPE_F32, .n_in = HEADS, .n_rows = 1, .size_bytes = 4 * HEADS};
+        o.values[0] = a, o.values[1] = b, o.n_weights = 2;
+        o.widths[0] = IN, o.widths[1] = o.widths[2] = HEADS, o.widths[3] = HEADS * DV;
+        fill(a, HEADS, 1), fill(b, HEADS, 2), fill(o.x[0], ROWS * IN, 3), fill(o.x[1], ROWS * HEADS, 4), fill(o.x[2], ROWS * HEADS, 5);
+        fill(o.slots, SLOTS * N_STATE, 6);
+        for (int h = 0; h < HEADS; h++) a[h] = -0.2f - fabsf(a[h]);
+        for (uint32_t i = 0; i < o.state.width; i++) s[1][i] = o.slots[i];
+        for (uint32_t r = 0; r < ROWS; r++)
+            for (uint32_t h = 0; h < HEADS; h++) {
+                double *S = s[turns[r].seq] + h * DK * DV, kk = eps, qq = eps;
+                const float *q = o.x[0] + r * IN + (cyclic ? h % KEYS : h / (HEADS / KEYS)) * DK, *k = q + KEYS * DK,
+                            *v = o.x[0] + r * IN + 2 * KEYS * DK + h * DV;
+                const double decay = exp(log1p(exp((double)o.x[2][r * HEADS + h] + b[h])) * a[h]),
+                             beta = 1 / (1 + exp(-(double)o.x[1][r * HEADS + h]));
+                for (int i = 0; i < DK; i++) kk += (double)k[i] * k[i], qq += (double)q[i] * q[i];
+                for (int j = 0; j < DV; j++) {
+                    double d = v[j], out = 0;
+                    for (int i = 0; i < DK; i++) S[i * DV + j] *= decay, d -= S[i * DV + j] * k[i] / sqrt(kk);
+                    for (int i = 0; i < DK; i++) {
+                        S[i * DV + j] += k[i] / sqrt(kk) * beta * d;
+                        out += S[i * DV + j] * q[i] / sqrt(qq) * scale;
+                    }
+                    want[(r * HEADS + h) * DV + j] = out;
+                }
+                if (turns[r].to) memcpy(left[turns[r].to - 1] + h * DK * DV, S, DK * DV * sizeof *S);
+            }
+        CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
+        agree(o.y, want, ROWS * HEADS * DV, "delta");
+        for (uint32_t i = 1; i < SLOTS; i++) agree(o.slots + i * o.state.width, left[i], o.state.width, "state of delta");
+    }
+}
+
 int main(int argc, char **argv) {
     rf_device_info devices[8];
     uint32_t n_devices = 0, n_gpus = 0;
@@ -326,11 +479,15 @@ int main(int argc, char **argv) {
         if (!devices[d].usable || !devices[d].is_gpu) continue;
         n_gpus++;
         device_name = devices[d].name;
+        RUN(test_conv_op);
+        RUN(test_delta_op);
         RUN(test_neighbours);
         RUN(test_play);
     }
     device_name = "cpu";
     if (n_gpus == 0) {
+        RUN(test_conv_op);
+        RUN(test_delta_op);
         RUN(test_batches);
         RUN(test_neighbours);
         RUN(test_cut);
