@@ -3,8 +3,8 @@
  *     spin -a once_cell.pml && cc -O2 -o pan pan.c && ./pan -m1000000          no error, no invalid end state
  *     spin -DPLAIN_LOAD -a ...                                                 a user that only looks, without a pin:
  *                                                                              the assertion in `use` must fail
- *     spin -DFORGET_WAITERS -a ...                                             nobody is woken: an invalid end state
- *     spin -DFORGET_BROKEN -a ...                                              the last pin of a broken cell wakes nobody
+ *     spin -DFORGET_WAITERS -DEVICTOR_RESTS -a ...                             nobody is woken: an invalid end state
+ *     spin -DFORGET_BROKEN -DEVICTOR_RESTS -a ...                              the last pin of a broken cell wakes nobody
  * One atomic{} here is one atomic operation, or one critical section of the lot's mutex, in the code. */
 
 #define UNLOADED 0
@@ -155,8 +155,12 @@ proctype evictor() {
     byte i, j;
     bool claimed;
     do
+#ifdef EVICTOR_RESTS
+    :: break /* for good, at any time: nobody may count on it to be woken */
+#else
     :: users_left == 0 -> break
-    :: else ->
+#endif
+    :: users_left > 0 ->
         atomic {
             claimed = ((state == READY || state == BROKEN) && pins == 0);
             if
