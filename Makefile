@@ -15,7 +15,7 @@ HEADERS  = rocmforge.h $(wildcard tests/*.h)
 PROGRAMS = $(notdir $(EXAMPLES))
 # the kernels on the CPU: any C++11 compiler will do
 HAVE_CXX = $(shell command -v $(CXX))
-EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/rocmforge_cli_emu)
+EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/rocmforge_cli_emu)
 EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
 
 # `make -n` must not run what a + before a command would make it run
@@ -123,6 +123,10 @@ $(B)/test_hip: tests/test_hip.cpp $(B)/kernels_emu.o
 # programs with these kernels
 $(B)/hip_model: tests/hip_model.c
 $(B)/hip_goldens: tests/test_goldens.c
+$(B)/hip_recurrent: tests/test_recurrent.c $(B)/kernels_emu.o
+	$(CC) $(CFLAGS) -DROCMFORGE_NO_SIMD -I. -c $< -o $@.o
+	$(CXX) $(CFLAGS) $@.o $(B)/kernels_emu.o -o $@ $(LIBS)
+
 $(B)/rocmforge_cli_emu: examples/rocmforge_cli.c
 $(B)/hip_model $(B)/hip_goldens $(B)/rocmforge_cli_emu: $(B)/kernels_emu.o $(B)/rocmforge.a
 	$(CC) $(CFLAGS) -DRF_TEST_EMU -DROCMFORGE_IMPLEMENTATION_DONE -I. -c $(filter %.c,$^) -o $@.o
