@@ -431,6 +431,9 @@ typedef struct rf_model_desc {
     uint32_t n_readers;         /* threads that read, while there is something to read; 0 = chosen, max 16  */
     uint64_t expert_cache_bytes;/* of the budget, for experts if they do not all fit; 0 = what others leave */
     uint32_t expert_policy;     /* rf_expert_policy                                                         */
+    uint32_t expert_cpu_below;  /* an expert that is not there and was chosen fewer times of late, as LFRU counts, is
+                                   computed by the CPU, in steps of up to 8 rows; 0 = none. Logits then depend on
+                                   what is there. The file must be mapped                                   */
     uint32_t expert_prefetch;   /* 1: idle readers fill what is empty of the cache, the likeliest first     */
 } rf_model_desc;
 
@@ -518,6 +521,7 @@ typedef struct rf_expert_stats {
     uint64_t misses;        /* the same of those that had to be loaded first                     */
     uint64_t bytes;         /* of experts loaded, reloads included, as stored in the file        */
     uint64_t prefetched;    /* experts loaded before a step chose them                           */
+    uint64_t on_cpu;        /* experts computed by the CPU: neither hits nor misses              */
     uint64_t round_trips;   /* times that the host waited for a device to learn what was chosen  */
 } rf_expert_stats;
 
@@ -3975,7 +3979,7 @@ typedef struct rfi_bank {
     uint32_t layer, n_experts;
     uint32_t first; /* number of its expert 0 among those of all layers */
     uint32_t n_weights, weight[RFI_EXPERT_WEIGHTS];
-    _Atomic uint64_t hits, misses, bytes, prefetched, round_trips;
+    _Atomic uint64_t hits, misses, bytes, prefetched, on_cpu, round_trips;
 } rfi_bank;
 
 /* A place for an expert. Its tensors may be evicted or loading; the frame is theirs until it is given to others. */
@@ -5053,6 +5057,32 @@ static int rfi_cache_begin_ahead(rfi_store *s) { /* lock held, released meanwhil
     atomic_fetch_add(&bank->prefetched, 1);
     rfi_cache_load(s, bank, expert);
     return 1;
+}
+
+/* Of a layer's choice, take out of rows_of what the CPU is to compute: experts that are not there and that were chosen
+ * fewer than `below` times of late, as long as they are no more than n_pairs choices of rows, and but one.
+ *   aside  out  [n_experts] 1: taken out.   Returns how many choices these are. */
+static uint32_t rfi_cache_set_aside(rfi_store *s, rfi_bank *bank, uint32_t *rows_of, uint32_t n_pairs, uint8_t *aside) {
+    rfi_cache *c = &s->cache;
+    uint32_t n = 0, n_left = 0;
+    pthread_mutex_lock(&s->lock);
+    for (uint32_t e = 0; e < bank->n_experts; e++) n_left += rows_of[e] > 0;
+    for (uint32_t e = 0; e < bank->n_experts; e++) {
+        double *score = &c->score[bank->first + e];
+        int there = c->frame_of[bank->first + e] != RF_NONE;
+        for (uint32_t k = 0; there && k < bank->n_weights; k++)
+            there = rfi_cell_is_ready(&s->tensors[rfi_bank_slot(bank, k, e)].cell);
+        aside[e] = rows_of[e] && !there && n_left > 1 && rows_of[e] <= n_pairs - n &&
+                   *score / c->unit + rows_of[e] < s->desc.expert_cpu_below;
+        if (!aside[e]) continue;
+        *score += c->unit * rows_of[e];
+        n += rows_of[e];
+        n_left--;
+        rows_of[e] = 0;
+        atomic_fetch_add(&bank->on_cpu, 1);
+    }
+    pthread_mutex_unlock(&s->lock);
+    return n;
 }
 
 /* No run uses them any more. */
@@ -11489,6 +11519,7 @@ static rf_result rfi_cpu_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t f
     memset(ticket, 0, sizeof *ticket);
     if (first == 0) p->rope = NULL;
     if (first == 0) rfi_cpu_find_firsts(p, step);
+    p->pairs.route = RF_NONE; /* others may have written to it */
     for (uint32_t i = p->segments[first]; i < p->segments[last]; i += 1u + p->how[i].n_along) {
         double start = p->timing ? rfi_now() : 0;
         rfi_cpu_run_op(p, i, step);
@@ -12108,6 +12139,7 @@ struct rf_session {
     uint32_t *rows_of;       /* [most experts] rows that chose each of the layer in progress    */
     uint32_t *frames;        /* [most experts] of the layer in progress, that are held          */
     rfi_bank *held_bank;     /* whose they are; NULL: none are held                             */
+    struct rfi_aside *aside; /* experts on the CPU; NULL: none                                  */
     int holds_experts;       /* all of them, instead of pins                                    */
     int32_t *route;          /* host memory of the device, [n_batch, widest route]; NULL: no experts */
     uint32_t *held;          /* [n_held] slots of these                                         */
@@ -12226,10 +12258,14 @@ ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_de
 
 /* ---- open and close ---- */
 
+static void rfi_aside_close(rf_session *s);
+static rf_result rfi_aside_open(rf_session *s, rf_error *err);
+
 static void rfi_session_release(rf_session *s) {
     const rf_device_api *api = s->m->device->api;
     const rf_allocator *alloc = rfi_session_allocator(s);
     rf_dev *dev = s->m->device->dev;
+    rfi_aside_close(s);
     if (s->prepared) api->plan_release(s->prepared);
     if (s->queue) api->queue_release(s->queue);
     if (s->logits) api->host_release(dev, s->logits);
@@ -12392,6 +12428,7 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
     };
     r = api->plan_prepare(dev, &bind, s->segment_ops, &s->n_segments, &s->prepared, err);
     if (r == RF_OK) rfi_session_segment_slots(s);
+    if (r == RF_OK) r = rfi_aside_open(s, err);
     return r;
 }
 
@@ -12585,6 +12622,207 @@ static rf_result rfi_eval_give_experts(rf_session *s, rf_result r, rf_error *err
     return r;
 }
 
+/* ---- experts computed by the CPU ----
+ * In place of loading an expert that few rows chose, the CPU computes it where the file is mapped. For the device, that
+ * choice becomes one of an expert that it has, with weight 0; what the CPU finds is added to the residual stream before
+ * the device adds the other experts' results to it. */
+
+#define RFI_ASIDE_ROWS  8u  /* of a step                 */
+#define RFI_ASIDE_PAIRS 32u /* of a row and an expert    */
+
+struct rfi_aside {
+    rf_dev *dev; /* a CPU device and on it a plan of the ops between ROUTE and MIX, with one choice for each row */
+    rf_table *table;
+    rf_prepared *prepared;
+    rf_plan plan;
+    rf_op *ops;
+    rf_plan_buffer *buffers;
+    uint64_t *buffer_offset;
+    uint32_t *segment_ops;
+    uint32_t n_segments;
+    rf_mem scratch;
+    float *in, *x; /* host memory of the session's device, [RFI_ASIDE_ROWS, n_embd] */
+    uint8_t is_aside[RF_MAX_EXPERTS];
+    uint32_t row[RFI_ASIDE_PAIRS];
+    rf_step_row rows[RFI_ASIDE_PAIRS];
+};
+
+static void rfi_aside_close(rf_session *s) {
+    struct rfi_aside *a = s->aside;
+    const rf_allocator *alloc = rfi_session_allocator(s);
+    rf_device *d = s->m->device;
+    if (!a) return;
+    if (a->prepared) rfi_cpu_api.plan_release(a->prepared);
+    if (a->table) rfi_cpu_api.table_release(a->table);
+    if (a->scratch.base) rfi_cpu_api.mem_release(a->dev, &a->scratch);
+    if (a->dev) rfi_cpu_api.device_close(a->dev);
+    if (a->in) d->api->host_release(d->dev, a->in);
+    if (a->x) d->api->host_release(d->dev, a->x);
+    rfi_free(alloc, a->ops);
+    rfi_free(alloc, a->buffers);
+    rfi_free(alloc, a->buffer_offset);
+    rfi_free(alloc, a->segment_ops);
+    rfi_free(alloc, a);
+    s->aside = NULL;
+}
+
+/* The ops behind a ROUTE up to its MIX, each row with one choice; 0: they are not such as this can compute. */
+static int rfi_aside_ops(struct rfi_aside *a, const rf_plan *plan, uint32_t route) {
+    const uint32_t n_used = plan->ops[route].n_used, first = a->plan.n_ops;
+    for (uint32_t i = route + 1; i < plan->n_ops; i++) {
+        const uint32_t kind = plan->ops[i].kind;
+        rf_op *op = &a->ops[a->plan.n_ops++];
+        *op = plan->ops[i];
+        if (kind == RF_OP_EXPERTS) {
+            op->n_used = 1;
+            a->buffers[op->out].width = op->n_out;
+            a->buffers[op->in2].width = 2;
+        } else if (kind == RF_OP_GLU) {
+            op->n_out /= n_used;
+        } else {
+            op->n_used = 1;
+            return kind == RF_OP_MIX && op->in2 == plan->ops[route].out && (op->flags & RF_OP_ACCUMULATE) &&
+                   a->ops[first].kind == RF_OP_EXPERTS && plan->buffers[op->out].width == plan->n_embd &&
+                   plan->buffers[a->ops[first].in].width == plan->n_embd;
+        }
+    }
+    return 0;
+}
+
+static rf_result rfi_aside_plan(rf_session *s, rf_error *err) {
+    struct rfi_aside *a = s->aside;
+    const rf_plan *plan = &s->m->plan;
+    int fits = 1;
+    a->plan = *plan;
+    a->plan.ops = a->ops;
+    a->plan.buffers = a->buffers;
+    a->plan.n_ops = a->plan.n_states = 0;
+    memcpy(a->buffers, plan->buffers, plan->n_buffers * sizeof *a->buffers);
+    for (uint32_t i = 0; fits && i < plan->n_ops; i++)
+        if (plan->ops[i].kind == RF_OP_ROUTE) fits = rfi_aside_ops(a, plan, i);
+    if (!fits)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "session: experts of %s models cannot be computed by the CPU apart",
+                        s->m->config.arch->name);
+    for (uint32_t i = 0; i < plan->n_buffers; i++) {
+        const uint64_t row = (uint64_t)a->buffers[i].width * sizeof(float);
+        int used = 0;
+        for (const rf_op *op = a->ops; op < a->ops + a->plan.n_ops; op++)
+            used |= op->in == i || op->in2 == i || op->out == i;
+        a->buffer_offset[i] = a->scratch.size_bytes;
+        if (used) a->scratch.size_bytes += (row * RFI_ASIDE_PAIRS + 255) / 256 * 256;
+    }
+    return RF_OK;
+}
+
+/* The weights where the file is mapped. */
+static rf_result rfi_aside_weights(rf_session *s, rf_error *err) {
+    struct rfi_aside *a = s->aside;
+    rf_result r = RF_OK;
+    for (const rf_op *op = a->ops; r == RF_OK && op < a->ops + a->plan.n_ops; op++) {
+        const uint32_t slots[RFI_OP_SLOTS] = {op->weight, op->extra, op->extra2};
+        for (uint32_t k = 0; r == RF_OK && k < RFI_OP_SLOTS; k++)
+            for (uint32_t e = 0; r == RF_OK && slots[k] != RF_NONE && e < (k ? 1 : rfi_op_matrices(op)); e++) {
+                const uint32_t slot = slots[k] + e;
+                const void *map = rfi_gguf_map(s->m->g, &s->m->store->tensors[slot].info);
+                rf_ticket none;
+                if (!map || (uintptr_t)map % 4)
+                    return rfi_fail(err, RF_ERR_UNSUPPORTED, slot, "%s: expert_cpu_below needs the file mapped",
+                                    rfi_gguf_path(s->m->g));
+                r = rfi_cpu_api.weight_write(a->table, NULL, &(rf_weight_part){.slot = slot, .src = map}, &none, err);
+            }
+    }
+    return r;
+}
+
+/* Have what it takes to compute experts apart, if it is asked for. Starts the threads of a CPU device. */
+static rf_result rfi_aside_open(rf_session *s, rf_error *err) {
+    const rf_allocator *alloc = rfi_session_allocator(s);
+    const rf_plan *plan = &s->m->plan;
+    rf_device *d = s->m->device;
+    const uint64_t bytes = (uint64_t)RFI_ASIDE_ROWS * plan->n_embd * sizeof(float);
+    if (s->m->store->desc.expert_cpu_below == 0 || s->m->store->cache.n_banks == 0) return RF_OK;
+    struct rfi_aside *a = s->aside = (struct rfi_aside *)rfi_alloc(alloc, 1, sizeof *a, "experts on the CPU", err);
+    if (!a) return RF_ERR_MEMORY;
+    a->ops = (rf_op *)rfi_alloc(alloc, plan->n_ops, sizeof *a->ops, "experts on the CPU", err);
+    a->buffers = (rf_plan_buffer *)rfi_alloc(alloc, plan->n_buffers, sizeof *a->buffers, "experts on the CPU", err);
+    a->buffer_offset =
+        (uint64_t *)rfi_alloc(alloc, plan->n_buffers, sizeof *a->buffer_offset, "experts on the CPU", err);
+    a->segment_ops = (uint32_t *)rfi_alloc(alloc, plan->n_ops, sizeof *a->segment_ops, "experts on the CPU", err);
+    if (!a->ops || !a->buffers || !a->buffer_offset || !a->segment_ops) return RF_ERR_MEMORY;
+    void *in = NULL, *x = NULL;
+    rf_result r = rfi_aside_plan(s, err);
+    const uint64_t scratch_bytes = a->scratch.size_bytes;
+    if (r == RF_OK) r = rfi_cpu_api.device_open(0, &(rf_device_desc){.allocator = *alloc}, &a->dev, err);
+    if (r == RF_OK) r = rfi_cpu_api.mem_create(a->dev, scratch_bytes, &a->scratch, err);
+    if (r == RF_OK) r = rfi_cpu_api.table_create(a->dev, &a->plan, &a->table, err);
+    if (r == RF_OK) r = rfi_aside_weights(s, err);
+    if (r == RF_OK) r = d->api->host_create(d->dev, bytes, &in, err);
+    a->in = (float *)in;
+    if (r == RF_OK) r = d->api->host_create(d->dev, bytes, &x, err);
+    a->x = (float *)x;
+    if (r != RF_OK) return r;
+    const rf_plan_bind bind = {.plan = &a->plan, .table = a->table, .scratch = a->scratch, .n_ctx = 1, .n_seq = 1,
+                               .buffer_offset = a->buffer_offset, .n_batch = RFI_ASIDE_PAIRS, .n_logits = 1};
+    return rfi_cpu_api.plan_prepare(a->dev, &bind, a->segment_ops, &a->n_segments, &a->prepared, err);
+}
+
+static float *rfi_aside_row(const struct rfi_aside *a, uint32_t buffer, uint32_t row) {
+    return (float *)(void *)((char *)a->scratch.base + a->buffer_offset[buffer]) +
+           (uint64_t)row * a->buffers[buffer].width;
+}
+
+/* Take the pairs of rows and experts that are the CPU's out of s->route; `stand_in` takes their place, with weight 0. */
+static uint32_t rfi_aside_pairs(rf_session *s, const rf_op *experts, uint32_t n_rows, uint32_t stand_in) {
+    struct rfi_aside *a = s->aside;
+    const uint32_t n_used = experts->n_used, width = s->m->plan.buffers[experts->in2].width;
+    uint32_t n = 0;
+    for (uint32_t row = 0; row < n_rows; row++)
+        for (uint32_t k = 0; k < n_used; k++) {
+            int32_t *id = s->route + row * width + k, *weight = id + n_used;
+            if (!a->is_aside[*id]) continue;
+            float *pair = rfi_aside_row(a, experts->in2, n);
+            memcpy(pair, id, sizeof *id);
+            memcpy(pair + 1, weight, sizeof *weight);
+            a->row[n++] = row;
+            *id = (int32_t)stand_in;
+            *weight = 0; /* the bits of 0.0f */
+        }
+    return n;
+}
+
+/* Compute what was set aside, and give the device the residual stream with it, and the route without it. */
+static rf_result rfi_aside_run(rf_session *s, const rf_op *experts, uint32_t n_rows, rf_error *err) {
+    struct rfi_aside *a = s->aside;
+    const rf_device_api *api = s->m->device->api;
+    const rfi_bank *bank = s->m->store->tensors[experts->weight].bank;
+    const uint32_t segment = (uint32_t)(bank - s->m->store->cache.banks), n_embd = s->m->plan.n_embd,
+                   end = segment + 1 < a->n_segments ? a->segment_ops[segment + 1] : a->plan.n_ops,
+                   x = a->ops[end - 1].out, route_width = s->m->plan.buffers[experts->in2].width;
+    const uint64_t bytes = (uint64_t)n_rows * n_embd * sizeof(float);
+    uint32_t stand_in = 0;
+    rf_ticket ticket = {0};
+    rf_result r = rfi_gguf_unchanged(s->m->g, &s->m->store->tensors[experts->weight].info, err);
+    if (r == RF_OK)
+        r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[experts->in], a->in, bytes, &ticket, err);
+    if (r == RF_OK) r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[x], a->x, bytes, &ticket, err);
+    if (r == RF_OK) r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
+    if (r != RF_OK) return r;
+    while (s->rows_of[stand_in] == 0) stand_in++;
+    const uint32_t n = rfi_aside_pairs(s, experts, n_rows, stand_in);
+    for (uint32_t i = 0; i < n; i++) {
+        memcpy(rfi_aside_row(a, experts->in, i), a->in + (uint64_t)a->row[i] * n_embd, n_embd * sizeof(float));
+        memset(rfi_aside_row(a, x, i), 0, n_embd * sizeof(float));
+    }
+    const rf_step step = {.rows = a->rows, .n_rows = n};
+    r = rfi_cpu_api.plan_run(a->prepared, NULL, segment, segment + 1, &step, &ticket, err);
+    for (uint32_t i = 0; i < n; i++)
+        for (uint32_t k = 0; k < n_embd; k++) a->x[(uint64_t)a->row[i] * n_embd + k] += rfi_aside_row(a, x, i)[k];
+    if (r == RF_OK) r = api->mem_write(s->queue, &s->scratch, s->buffer_offset[x], a->x, bytes, &ticket, err);
+    if (r != RF_OK) return r;
+    return api->mem_write(s->queue, &s->scratch, s->buffer_offset[experts->in2], s->route,
+                          (uint64_t)n_rows * route_width * sizeof *s->route, &ticket, err);
+}
+
 /* What becomes of an op's experts, once s->rows_of is known, before those of its layer are used. */
 static rf_result rfi_eval_take_experts(rf_session *s, const rf_op *op, uint32_t n_rows, rf_error *err) {
     rfi_store *store = s->m->store;
@@ -12593,8 +12831,12 @@ static rf_result rfi_eval_take_experts(rf_session *s, const rf_op *op, uint32_t 
     if (s->m->device->is_gpu) atomic_fetch_add(&bank->round_trips, 1);
     if (store->cache.n_frames) {
         rf_result r = rfi_eval_give_experts(s, RF_OK, err);
+        uint32_t n_aside = 0;
+        if (s->aside && n_rows <= RFI_ASIDE_ROWS)
+            n_aside = rfi_cache_set_aside(store, bank, s->rows_of, RFI_ASIDE_PAIRS, s->aside->is_aside);
         if (r == RF_OK) r = rfi_cache_take(store, bank, s->rows_of, n_rows, s->loading_cancels, s->frames, err);
         if (r == RF_OK) s->held_bank = bank;
+        if (r == RF_OK && n_aside) r = rfi_aside_run(s, op, n_rows, err); /* while others load */
         return r;
     }
     for (uint32_t e = 0; e < op->n_experts; e++) {
@@ -12804,7 +13046,7 @@ static rf_result rfi_eval_run(rf_session *s, const rf_row *rows, uint32_t n_rows
         *n_logits += more;
         at += n;
     }
-    if (r == RF_OK && store->in_place) r = rfi_gguf_intact(s->m->g, err);
+    if (r == RF_OK && (store->in_place || s->aside)) r = rfi_gguf_intact(s->m->g, err);
     r = rfi_eval_unpin(s, r, err);
     if (store->n_uses) pthread_mutex_unlock(&store->lane);
     return r;
@@ -16717,6 +16959,7 @@ ROCMFORGE_API rf_expert_stats rf_model_get_expert_stats(const rf_model *m, uint3
         st.misses = atomic_load(&b->misses);
         st.bytes = atomic_load(&b->bytes);
         st.prefetched = atomic_load(&b->prefetched);
+        st.on_cpu = atomic_load(&b->on_cpu);
         st.round_trips = atomic_load(&b->round_trips);
         for (uint32_t e = 0; e < b->n_experts; e++) {
             uint32_t n = 0;

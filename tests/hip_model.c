@@ -295,6 +295,15 @@ static void test_experts(void) {
             CHECK(rf_model_get_loading_stats(r.m).device_bytes <= md.budget_bytes, "%u %%: beyond the budget", percent);
             rig_close(&r);
         }
+        rig r = {0}; /* experts that are not there computed by the CPU */
+        const rf_model_desc md = {.budget_bytes = all * 30 / 100, .expert_cpu_below = 1000, .load_policy = RF_LOAD_PRELOAD};
+        uint64_t on_cpu = 0;
+        REQUIRE(open_within(&r, &file, device_name(k), &md) == RF_OK && write_within(&r, &got) == RF_OK, "%s", r.err.text);
+        for (uint32_t layer = 0; layer < LAYERS; layer++) on_cpu += rf_model_get_expert_stats(r.m, layer).on_cpu;
+        const double off = distance(got.logits, want.logits, RFI_COUNT(got.logits));
+        CHECK(on_cpu > 0 && off <= INT8_TOLERANCE && memcmp(got.ids, want.ids, sizeof got.ids) == 0, "%llu on the CPU, off by %g", (unsigned long long)on_cpu, off);
+        printf("    %llu experts on the CPU: off by %.2g\n", (unsigned long long)on_cpu, off);
+        rig_close(&r);
     }
     mg_free(&file);
 }

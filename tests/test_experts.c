@@ -200,6 +200,68 @@ static void test_prefetch(void) {
     }
 }
 
+static int write_file(const mg_buf *bytes) {
+    int fd = open(path, O_WRONLY | O_TRUNC | O_CREAT, 0600);
+    int ok = fd >= 0 && write(fd, bytes->data, bytes->n) == (ssize_t)bytes->n;
+    if (fd >= 0) close(fd);
+    return ok;
+}
+
+/* Room for two layers' experts, and those that were chosen fewer than `below` times on the CPU. */
+static void on_cpu(uint32_t below, const float *expected, double tolerance) {
+    static float got[N_OUT];
+    rig r;
+    rf_session *s;
+    uint64_t hits = 0, misses = 0, on_cpu = 0;
+    double worst = 0, most = 0;
+    rf_model_desc md = {.expert_cpu_below = below, .n_readers = 2};
+    REQUIRE(rig_open(&r, MAPPED, NULL, NULL, NULL, &md), "%s", r.err.text);
+    md.expert_cache_bytes = 2 * N_EXPERTS * r.m->store->cache.frame_bytes;
+    rig_close(&r);
+    REQUIRE(rig_open(&r, MAPPED, NULL, NULL, NULL, &md) && rf_session_open(r.m, &short_session, &s, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(run_in(s, 1, got, &r.err) == RF_OK, "%s", r.err.text);
+    for (uint32_t i = 0; i < N_OUT; i++) {
+        worst = fmax(worst, fabs((double)got[i] - (double)expected[i]));
+        most = fmax(most, fabs((double)expected[i]));
+    }
+    CHECK(worst <= tolerance * most, "below %u: off by %g of %g", below, worst, most);
+    for (uint32_t layer = 0; layer < N_LAYERS; layer++) {
+        rf_expert_stats st = rf_model_get_expert_stats(r.m, layer);
+        hits += st.hits, misses += st.misses, on_cpu += st.on_cpu;
+    }
+    CHECK(on_cpu > 0 && misses > 0 && rf_model_get_loading_stats(r.m).loads == r.m->store->n_resident + 3 * misses, "%llu on the CPU", (unsigned long long)on_cpu);
+    printf("    below %u: %llu hits, %llu misses, %llu on the CPU; off by %.2g\n", below, (unsigned long long)hits, (unsigned long long)misses,
+           (unsigned long long)on_cpu, worst / most);
+    rf_session_close(s);
+    check_whole(r.m, "afterwards");
+    rig_close(&r);
+}
+
+/* Experts that were chosen little are computed by the CPU: but for the order of sums the same logits, which tips some keys in
+ * half precision and some int8 inputs of quantized weights to the other side; fewer loads. With all experts there, the same bits. */
+static void test_on_cpu(void) {
+    static float expected[N_OUT], got[N_OUT];
+    mg_buf floats = {0};
+    mg_llama(&floats, &(mg_options){.arch = "qwen3moe", .n_layers = N_LAYERS, .n_experts = N_EXPERTS, .n_used = N_USED, .type = MG_F32, .n_vocab = N_VOCAB, .seed = 5});
+    for (int quantized = 0; quantized < 2; quantized++) {
+        rig r;
+        REQUIRE(write_file(quantized ? &file : &floats), "cannot write %s", path);
+        REQUIRE(rig_open(&r, MAPPED, NULL, NULL, NULL, NULL) && run(r.m, 1, expected, &r.err) == RF_OK, "%s", r.err.text);
+        rig_close(&r);
+        on_cpu(2, expected, quantized ? 2e-2 : 1e-3);
+        on_cpu(1000, expected, quantized ? 2e-2 : 1e-3);
+    }
+    mg_free(&floats);
+    rig r;
+    rf_session *s = NULL;
+    REQUIRE(rig_open(&r, MAPPED, NULL, NULL, NULL, &(rf_model_desc){.expert_cpu_below = 5}), "%s", r.err.text);
+    CHECK(run(r.m, 1, got, &r.err) == RF_OK && memcmp(got, want[MAPPED][1], sizeof got) == 0, "all are there: %s", r.err.text);
+    rig_close(&r);
+    REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, &(rf_model_desc){.expert_cpu_below = 5}), "%s", r.err.text);
+    CHECK(rf_session_open(r.m, NULL, &s, &r.err) == RF_ERR_UNSUPPORTED && strstr(r.err.text, "mapped"), "%s", r.err.text);
+    rig_close(&r);
+}
+
 /* ---- the policies against a simulator: no sums that go on, no units, only lists of what was chosen when ---- */
 
 typedef struct choice { /* of a layer by the rows of a step */
@@ -580,6 +642,7 @@ int main(int argc, char **argv) {
     RUN(test_budgets);
     RUN(test_limits);
     RUN(test_prefetch);
+    RUN(test_on_cpu);
     RUN(test_policy);
     RUN(test_policies_on_favourites);
     RUN(test_held);
