@@ -12771,7 +12771,7 @@ static float *rfi_aside_row(const struct rfi_aside *a, uint32_t buffer, uint32_t
            (uint64_t)row * a->buffers[buffer].width;
 }
 
-/* Take the pairs of rows and experts that are the CPU's out of s->route; `stand_in` takes their place, with weight 0. */
+/* Take the CPU's pairs of a row and an expert out of s->route; `stand_in` takes their place, with weight 0. */
 static uint32_t rfi_aside_pairs(rf_session *s, const rf_op *experts, uint32_t n_rows, uint32_t stand_in) {
     struct rfi_aside *a = s->aside;
     const uint32_t n_used = experts->n_used, width = s->m->plan.buffers[experts->in2].width;

@@ -3,12 +3,13 @@
  * What an expert cache makes of a model with experts: decode speed, hits, and how often the host asks the device what
  * was chosen, with all experts there and with a part of them under each policy.
  *   expertbench FILE [--device D] [--budget PERCENT] [--policies LIST] [--tokens N] [--warm N] [--first ID] [--pinned]
- *               [--prefetch] [--readers N]
+ *               [--prefetch] [--cpu-below N] [--readers N]
  * --budget: percent of the weights' bytes (30). --policies: of all,lfru,lru,static (those four). --pinned keeps the
  * weights beyond the budget in pinned host memory; --prefetch fills the cache while the bus is idle. Tokens are not
  * sampled but fed with ids that count up from --first (512): a model that writes nonsense writes it in circles, which
  * would flatter any cache. --warm (512) of them are not measured, --tokens (1024) are. The last column tells logits
- * that differ in any bit apart. */
+ * that differ in any bit apart. --cpu-below: experts that are not there and were chosen fewer times of late are
+ * computed by the CPU; logits then differ. */
 #define ROCMFORGE_IMPLEMENTATION
 #include "rocmforge.h"
 
@@ -19,7 +20,7 @@
 
 typedef struct options {
     const char *path, *device, *policies;
-    int percent, n_tokens, n_warm, first, pinned, prefetch, n_readers;
+    int percent, n_tokens, n_warm, first, pinned, prefetch, cpu_below, n_readers;
 } options;
 
 static double now(void) {
@@ -44,6 +45,7 @@ static rf_expert_stats all_layers(const rf_model *m) {
         sum.misses += st.misses;
         sum.bytes += st.bytes;
         sum.prefetched += st.prefetched;
+        sum.on_cpu += st.on_cpu;
         sum.round_trips += st.round_trips;
     }
     return sum;
@@ -69,6 +71,7 @@ static void measure(const options *o, rf_gguf *g, rf_device *d, const char *poli
     const int all = strcmp(policy, "all") == 0;
     rf_model_desc md = {.load_policy = RF_LOAD_PRELOAD, .n_readers = (uint32_t)o->n_readers};
     md.expert_prefetch = o->prefetch != 0;
+    md.expert_cpu_below = all ? 0 : (uint32_t)o->cpu_below;
     const rf_session_desc sd = {.n_ctx = (uint32_t)(o->n_warm + o->n_tokens), .n_batch = 1};
     rf_error err;
     rf_model *m;
@@ -90,9 +93,9 @@ static void measure(const options *o, rf_gguf *g, rf_device *d, const char *poli
     const double seconds = now() - start, n = o->n_tokens;
     const rf_expert_stats st = all_layers(m);
     const double hits = (double)(st.hits - before.hits), misses = (double)(st.misses - before.misses);
-    printf("%-7s %8.1f %9.2f %8.2f %9.1f %9.1f %9.2f %9.2f %8u/%u %7.1f %7.1f  %016llx\n", policy, n / seconds,
+    printf("%-7s %8.1f %9.2f %8.2f %9.1f %9.1f %9.2f %9.1f %9.2f %8u/%u %7.1f %7.1f  %016llx\n", policy, n / seconds,
            seconds / n * 1e3, hits + misses > 0 ? 100 * hits / (hits + misses) : 100.0, misses / n,
-           1e-6 * (double)(st.bytes - before.bytes) / n, (double)(st.prefetched - before.prefetched) / n,
+           1e-6 * (double)(st.bytes - before.bytes) / n, (double)(st.prefetched - before.prefetched) / n, (double)(st.on_cpu - before.on_cpu) / n,
            (double)(st.round_trips - before.round_trips) / n, st.n_loaded, st.n_experts, loaded - opened,
            start - loaded, (unsigned long long)fingerprint(rf_session_logits(s, 0), n_vocab));
     fflush(stdout);
@@ -101,7 +104,7 @@ static void measure(const options *o, rf_gguf *g, rf_device *d, const char *poli
 }
 
 int main(int argc, char **argv) {
-    options o = {NULL, NULL, "all,lfru,lru,static", 30, 1024, 512, 512, 0, 0, 0};
+    options o = {NULL, NULL, "all,lfru,lru,static", 30, 1024, 512, 512, 0, 0, 0, 0};
     rf_gguf *g;
     rf_device *d;
     rf_model *m;
@@ -118,12 +121,13 @@ int main(int argc, char **argv) {
         else if (!strcmp(argv[i], "--readers")) o.n_readers = atoi(value), i++;
         else if (!strcmp(argv[i], "--pinned")) o.pinned = 1;
         else if (!strcmp(argv[i], "--prefetch")) o.prefetch = 1;
+        else if (!strcmp(argv[i], "--cpu-below")) o.cpu_below = atoi(value), i++;
         else if (argv[i][0] != '-' && !o.path) o.path = argv[i];
         else o.path = NULL, i = argc;
     }
     if (!o.path || o.percent < 1 || o.n_tokens < 1 || o.n_warm < 0 || o.first < 0)
         return fprintf(stderr, "usage: expertbench FILE [options]; the first lines of expertbench.c list them\n"), 2;
-    if (rf_gguf_open(o.path, &(rf_gguf_desc){.no_map = 1}, &g, &err) != RF_OK) die("open", &err);
+    if (rf_gguf_open(o.path, &(rf_gguf_desc){.no_map = o.cpu_below == 0}, &g, &err) != RF_OK) die("open", &err);
     if (rf_device_open(o.device, NULL, &d, &err) != RF_OK) die("device", &err);
     if (rf_model_open(g, d, NULL, &m, &err) != RF_OK) die("model", &err);
     if (rf_model_forecast(m, &(rf_session_desc){.n_ctx = 512}, &forecast, &err) != RF_OK) die("forecast", &err);
@@ -131,8 +135,8 @@ int main(int argc, char **argv) {
     rf_model_close(m, NULL);
     printf("%s on %s: %.2f GB of weights, budget %d %%, %d tokens behind %d, %s\n", o.path, rf_device_get_info(d).text,
            1e-9 * (double)forecast.weight_bytes, o.percent, o.n_tokens, o.n_warm, o.pinned ? "pinned" : "read anew");
-    printf("%-7s %8s %9s %8s %9s %9s %9s %9s %12s %7s %7s  logits\n", "policy", "tok/s", "ms/tok", "hits %", "miss/tok",
-           "MB/tok", "ahead/tok", "asks/tok", "there/all", "load s", "warm s");
+    printf("%-7s %8s %9s %8s %9s %9s %9s %9s %9s %12s %7s %7s  logits\n", "policy", "tok/s", "ms/tok", "hits %",
+           "miss/tok", "MB/tok", "ahead/tok", "cpu/tok", "asks/tok", "there/all", "load s", "warm s");
     for (const char *at = o.policies; *at;) {
         char policy[16] = {0};
         const size_t n = strcspn(at, ",");
