@@ -95,9 +95,10 @@ static void measure(const options *o, rf_gguf *g, rf_device *d, const char *poli
     const double hits = (double)(st.hits - before.hits), misses = (double)(st.misses - before.misses);
     printf("%-7s %8.1f %9.2f %8.2f %9.1f %9.1f %9.2f %9.1f %9.2f %8u/%u %7.1f %7.1f  %016llx\n", policy, n / seconds,
            seconds / n * 1e3, hits + misses > 0 ? 100 * hits / (hits + misses) : 100.0, misses / n,
-           1e-6 * (double)(st.bytes - before.bytes) / n, (double)(st.prefetched - before.prefetched) / n, (double)(st.on_cpu - before.on_cpu) / n,
-           (double)(st.round_trips - before.round_trips) / n, st.n_loaded, st.n_experts, loaded - opened,
-           start - loaded, (unsigned long long)fingerprint(rf_session_logits(s, 0), n_vocab));
+           1e-6 * (double)(st.bytes - before.bytes) / n, (double)(st.prefetched - before.prefetched) / n,
+           (double)(st.on_cpu - before.on_cpu) / n, (double)(st.round_trips - before.round_trips) / n, st.n_loaded,
+           st.n_experts, loaded - opened, start - loaded,
+           (unsigned long long)fingerprint(rf_session_logits(s, 0), n_vocab));
     fflush(stdout);
     rf_session_close(s);
     if (rf_model_close(m, &err) != RF_OK) die("close", &err);
