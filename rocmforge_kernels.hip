@@ -283,6 +283,7 @@ struct rfk_unit {
     int q[8];   /* 4 bytes each: 0-3 first half, 4-7 second */
     float d[2];
     float m[2]; /* where HAS_MIN */
+    float steps[2], least; /* Q4_K and Q5_K: m = least * steps */
 };
 
 /* The bytes of a unit as they were loaded, so that loads can be issued long before they are used. */
@@ -456,8 +457,11 @@ RFK_DEVICE void rfk_k_scales(const int4 &head, uint32_t c, rfk_unit &o) {
           dmin = rfk_from_half((uint16_t)((uint32_t)head.x >> 16));
     o.d[0] = d * (float)(scale & 255);
     o.d[1] = d * (float)((scale >> 8) & 255);
-    o.m[0] = dmin * (float)(minimum & 255);
-    o.m[1] = dmin * (float)((minimum >> 8) & 255);
+    o.least = dmin;
+    o.steps[0] = (float)(minimum & 255);
+    o.steps[1] = (float)((minimum >> 8) & 255);
+    o.m[0] = dmin * o.steps[0];
+    o.m[1] = dmin * o.steps[1];
 }
 
 template <> struct rfk_format<RF_TYPE_Q4_K> {
@@ -2651,6 +2655,25 @@ RFK_DEVICE void rfk_load_operand(rfk_operand &o, const int4 *rows, uint32_t g, u
     rfk_load_rows<RFK_MATRIX_STRIDE, false>(o, rows, g, lane);
 }
 
+/* The same of 16 columns of the second operand; mma.sync wants the words of eight columns side by side. */
+template <int STRIDE>
+RFK_DEVICE void rfk_load_columns(rfk_operand &o, const int4 *columns, uint32_t g, uint32_t lane) {
+    const uint32_t kind = RFK_MATRIX;
+    if (kind != RFK_MATRIX_SM80) return rfk_load_rows<STRIDE, false>(o, columns, g, lane);
+    o.rows = columns + 2 * g;
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    const int4 *from = columns + 2 * g + (lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2;
+    uint32_t address = (uint32_t)__cvta_generic_to_shared(from);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(o.r[0]), "=r"(o.r[1]), "=r"(o.r[2]), "=r"(o.r[3])
+                 : "r"(address));
+#else
+    const int *word = reinterpret_cast<const int *>(columns + 2 * g);
+    for (uint32_t i = 0; i < 4; i++)
+        o.r[i] = word[(lane / 4 + i / 2 * 8) * (STRIDE * 4) + i % 2 * 4 + lane % 4];
+#endif
+}
+
 /* out = RFK_MATRIX_BIAS + a b over bytes 0-15 (part 0), 16-31 (1) or all (2). All lanes take part. */
 template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk_operand &b, int part, int *out) {
     const uint32_t lane = threadIdx.x % WAVE, kind = RFK_MATRIX;
@@ -2662,21 +2685,21 @@ template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk
 #if defined(ROCMFORGE_HIP_EMU)
             const int av[4] = {part == 1 ? 0 : a.r[0], part == 1 ? 0 : a.r[1], part == 0 ? 0 : a.r[2],
                                part == 0 ? 0 : a.r[3]},
-                      bv[2] = {b.r[n], b.r[2 + n]}, c[4] = {RFK_MATRIX_BIAS, RFK_MATRIX_BIAS, RFK_MATRIX_BIAS,
+                      bv[2] = {b.r[2 * n], b.r[2 * n + 1]}, c[4] = {RFK_MATRIX_BIAS, RFK_MATRIX_BIAS, RFK_MATRIX_BIAS,
                                                             RFK_MATRIX_BIAS};
             hip_emu_mma_m16n8k32_s8(out + 4 * n, av, bv, c);
 #else
             if (part == 2)
-                asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
                              "{%10,%10,%10,%10};"
                              : "=r"(out[4 * n]), "=r"(out[4 * n + 1]), "=r"(out[4 * n + 2]), "=r"(out[4 * n + 3])
-                             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[n]), "r"(b.r[2 + n]),
-                               "r"(RFK_MATRIX_BIAS));
+                             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * n]),
+                      "r"(b.r[2 * n + 1]), "r"(RFK_MATRIX_BIAS));
             else
-                asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+                asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
                              "{%7,%7,%7,%7};"
                              : "=r"(out[4 * n]), "=r"(out[4 * n + 1]), "=r"(out[4 * n + 2]), "=r"(out[4 * n + 3])
-                             : "r"(a.r[2 * part]), "r"(a.r[2 * part + 1]), "r"(b.r[2 * part + n]),
+                             : "r"(a.r[2 * part]), "r"(a.r[2 * part + 1]), "r"(b.r[2 * n + part]),
                                "r"(RFK_MATRIX_BIAS));
 #endif
         }
@@ -2876,7 +2899,7 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
     int dot[3][N];
     float sum[2][N];
     rfk_load_operand(a, s.bytes[0][0], 0, lane);
-    rfk_load_operand(b, s.bytes[1][0], 0, lane);
+    rfk_load_columns<RFK_MATRIX_STRIDE>(b, s.bytes[1][0], 0, lane);
     RFK_UNROLL(3)
     for (int part = 0; part < 3; part++) rfk_multiply<WAVE>(a, b, part, dot[part]);
     RFK_UNROLL(8)
@@ -2900,29 +2923,70 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
 
 /* ---- many columns ---- */
 
-#define RFK_TILE_ROWS 64  /* of W, for a block                     */
-#define RFK_DEPTH 128     /* values of a row in shared memory      */
-#define RFK_FEW_TILE 64   /* columns of the smaller tile           */
-#define RFK_MANY_TILE 128 /* and of the larger one                 */
+#define RFK_TILE_ROWS 128 /* of W, for a block with the larger tile */
+#define RFK_FEW_ROWS 64   /* and with the smaller                   */
+#define RFK_DEPTH 128     /* values of a row in shared memory       */
+#define RFK_FEW_TILE 64   /* columns of the smaller tile            */
+#define RFK_MANY_TILE 128 /* and of the larger one                  */
+/* Q2_K has two minimums for 32 weights: with 128 rows that would be more than 48 KiB; and the types that share kernels
+ * take the registers of a second unit to unpack one. `type`: what a kernel is for. */
+#define RFK_ROWS_OF(type, cols) \
+    ((cols) == RFK_MANY_TILE && (type) < RF_TYPE_COUNT && (type) != RF_TYPE_Q2_K ? RFK_TILE_ROWS : RFK_FEW_ROWS)
+
+#define RFK_HAS_PARTS(type) ((type) == RF_TYPE_Q4_K || (type) == RF_TYPE_Q5_K)
 
 /* What a tile's results go to if its depth is cut into several blocks: [tile][split][column][row]. */
 struct rfk_tiles_args {
     rfk_matmul_args m;
     float *part; /* NULL: one split, results go to the products */
-    uint32_t n_splits, split_units;
+    uint32_t n_splits, split_units, rows, cols;
 };
 
-struct rfk_tile_shared {
-    int4 w[RFK_TILE_ROWS][RFK_MATRIX_STRIDE]; /* int8 values; a word more: neighbouring rows start in other banks */
-    int4 x[RFK_MANY_TILE][RFK_MATRIX_STRIDE];
-    float w_scale[RFK_DEPTH / 16][RFK_TILE_ROWS];    /* d of each 16, or of group g d at [2g] and m at [2g + 1] */
-    float x_scale[RFK_DEPTH / 32][RFK_MANY_TILE][2]; /* d, d * sum                                              */
-    float w_min[RFK_DEPTH / 16][RFK_TILE_ROWS];      /* Q2_K alone: m of each 16                                */
-    float x_sum[RFK_DEPTH / 16][RFK_MANY_TILE];      /* and d * their sum                                       */
+/* A step's depth of a tile. The minimums' arrays are there for types that have them. */
+template <int TYPE, int ROWS, int COLS> struct rfk_tile_shared {
+    static const int GROUPS = RFK_DEPTH / 32, SCALES = rfk_format<TYPE>::SCALES,
+                     MINIMUMS = rfk_format<TYPE>::HAS_MIN ? GROUPS : 1, PARTS = RFK_HAS_PARTS(TYPE) ? COLS : 1,
+                     W_PARTS = RFK_HAS_PARTS(TYPE) ? ROWS : 1;
+    int4 w[ROWS][RFK_MATRIX_STRIDE]; /* int8 values; a word more: neighbouring rows start in other banks */
+    int4 x[COLS][RFK_MATRIX_STRIDE];
+    float w_scale[GROUPS][ROWS][SCALES]; /* d */
+    float x_scale[GROUPS][COLS];         /* d */
+    union {
+        float w_min[MINIMUMS][ROWS][SCALES]; /* m */
+        int4 w_parts[W_PARTS][2];
+    };
+    union {
+        float x_sum[MINIMUMS][SCALES][COLS]; /* d * sum of what a minimum is for */
+        int4 x_parts[PARTS][2];
+    };
 };
+
+/* Minimums on the matrix unit: a step's sum over its groups of (steps of the minimum) * (d * sum) is a product of 16
+ * bfloat16s, four a group. Steps have 6 bits and are exact; d * sum is cut into three parts of 8 bits, which is exact,
+ * too. W's fourth is the bits of the half that steps count, x's is 0. */
+template <int TYPE, int WAVE> RFK_DEVICE bool rfk_takes_parts() {
+    uint32_t kind = RFK_MATRIX;
+    return RFK_HAS_PARTS(TYPE) && WAVE == 32 && kind == RFK_MATRIX_SM80;
+}
+RFK_DEVICE void rfk_store_w_parts(int4 *row, uint32_t g, float steps, float least) {
+    uint32_t bits = rfk_as_bits(steps) >> 16;
+    uint2 words;
+    words.x = bits | bits << 16, words.y = bits | (uint32_t)rfk_to_half(least) << 16;
+    reinterpret_cast<uint2 *>(row)[g] = words;
+}
+RFK_DEVICE void rfk_store_x_parts(int4 *column, uint32_t g, float v) {
+    uint32_t first = rfk_as_bits(v) & 0xffff0000u;
+    v -= rfk_as_float(first);
+    uint32_t second = rfk_as_bits(v) & 0xffff0000u;
+    v -= rfk_as_float(second);
+    uint2 words;
+    words.x = first >> 16 | second, words.y = rfk_as_bits(v) >> 16;
+    reinterpret_cast<uint2 *>(column)[g] = words;
+}
 
 /* A unit of W to shared memory. */
-template <int TYPE> RFK_DEVICE void rfk_tile_unit(rfk_tile_shared &s, uint32_t i, uint32_t u, const rfk_unit &unit) {
+template <int TYPE, int WAVE, class S>
+RFK_DEVICE void rfk_tile_unit(S &s, uint32_t i, uint32_t u, const rfk_unit &unit) {
     typedef rfk_format<TYPE> F;
     const bool scales16 = F::SCALES == 2;
     uint32_t at = rfk_unit_at<TYPE>(u) / 16;
@@ -2936,66 +3000,110 @@ template <int TYPE> RFK_DEVICE void rfk_tile_unit(rfk_tile_shared &s, uint32_t i
             v.z = rfk_subtract4(v.z, F::OFFSET), v.w = rfk_subtract4(v.w, F::OFFSET);
         }
         s.w[i][to] = v;
-        if (scales16) {
-            s.w_scale[to][i] = unit.d[h];
-            if (F::HAS_MIN) s.w_min[to][i] = unit.m[h];
-        } else if (to % 2 == 0) { /* one of the two units with halves in this group */
-            s.w_scale[to][i] = unit.d[h];
-            s.w_scale[to + 1][i] = F::HAS_MIN ? unit.m[h] : 0.0f;
-        }
+        if (!scales16 && to % 2 == 1) continue; /* the other one of the two units with halves in this group stores */
+        s.w_scale[to / 2][i][scales16 ? to % 2 : 0] = unit.d[h];
+        if (rfk_takes_parts<TYPE, WAVE>()) rfk_store_w_parts(s.w_parts[i], to / 2, unit.steps[h], unit.least);
+        else if (F::HAS_MIN) s.w_min[to / 2][i][scales16 ? to % 2 : 0] = unit.m[h];
     }
 }
 
-/* When nobody reads it any more: rows of W and columns of x, values from unit u0 on, to shared memory. Rows and columns beyond the last repeat it; what
- * is beyond a row's end has scales of 0. */
-template <int TYPE, int COLS>
-RFK_DEVICE void rfk_fill_tile(rfk_tile_shared &s, const rfk_matmul_args &a, const rfk_product &p, uint32_t row0,
-                              uint32_t col0, uint32_t u0) {
+/* d of a group of x, and of its sums; `inside`: it is no end's filling. */
+template <int TYPE, int WAVE, class S>
+RFK_DEVICE void rfk_tile_x_group(S &s, uint32_t i, uint32_t g, const rfk_group &group, bool inside) {
     typedef rfk_format<TYPE> F;
-    const uint32_t n_units = a.n_in / 32;
-    const uint32_t i = threadIdx.x / 4, row = row0 + i < p.n_out ? row0 + i : p.n_out - 1, u = u0 + threadIdx.x % 4;
-    uint32_t chunk = u0 * 2 + threadIdx.x % 8;
-    rfk_raw raw;
-    rfk_unit unit;
-    int4 x[COLS / 32]; /* all loads before their first use */
-    F::fetch(p.w, (size_t)(p.row0 + row) * (a.n_in / F::BLOCK), u < n_units ? u : n_units - 1, raw);
+    float d = inside ? group.d : 0.0f;
+    s.x_scale[g][i] = d;
+    if (!F::HAS_MIN) return;
+    if (rfk_takes_parts<TYPE, WAVE>()) rfk_store_x_parts(s.x_parts[i], g, d * (float)(group.sum[0] + group.sum[1]));
+    else if (F::SCALES == 1) s.x_sum[g][0][i] = d * (float)(group.sum[0] + group.sum[1]);
+    else s.x_sum[g][0][i] = d * (float)group.sum[0], s.x_sum[g][F::SCALES - 1][i] = d * (float)group.sum[1];
+}
+
+/* 16 bytes to shared memory, without a register where the hardware can; rfk_wait_copies before others may read. */
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define RFK_ASYNC_COPIES 1
+RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from)
+                 : "memory");
+}
+RFK_DEVICE void rfk_wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+#else
+#define RFK_ASYNC_COPIES 0
+RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) { *to = *from; }
+RFK_DEVICE void rfk_wait_copies() {}
+#endif
+
+/* A thread's 16 bytes of columns col0 to col0 + 31 of x, from unit u0 on. */
+RFK_DEVICE const int4 *rfk_x_chunk(const rfk_matmul_args &a, uint32_t col0, uint32_t u0) {
+    uint32_t col = col0 + threadIdx.x / 8, chunk = u0 * 2 + threadIdx.x % 8;
+    if (col >= a.n_cols) col = a.n_cols - 1;
     if (chunk >= a.n_in / 16) chunk = a.n_in / 16 - 1;
-    RFK_UNROLL(4)
-    for (uint32_t j = 0; j < COLS / 32; j++) {
-        uint32_t col = col0 + threadIdx.x / 8 + 32 * j;
-        if (col >= a.n_cols) col = a.n_cols - 1;
-        x[j] = reinterpret_cast<const int4 *>(a.x8.q + (size_t)col * (a.n_in / 4))[chunk];
+    return reinterpret_cast<const int4 *>(a.x8.q + (size_t)col * (a.n_in / 4)) + chunk;
+}
+
+/* When nobody reads it any more: rows of W and columns of x, values from unit u0 on, to shared memory. Rows and columns
+ * beyond the last repeat it; what is beyond a row's end has scales of 0. */
+template <int TYPE, int WAVE, int ROWS, int COLS>
+RFK_DEVICE void rfk_fill_tile(rfk_tile_shared<TYPE, ROWS, COLS> &s, const rfk_matmul_args &a, const rfk_product &p,
+                              uint32_t row0, uint32_t col0, uint32_t u0) {
+    typedef rfk_format<TYPE> F;
+    const uint32_t n_units = a.n_in / 32, i = threadIdx.x / 4, u = u0 + threadIdx.x % 4;
+    const bool inside = u < n_units;
+    int4 x[COLS / 32]; /* all loads before their first use */
+    rfk_raw raw[ROWS / 64];
+    RFK_UNROLL(2)
+    for (uint32_t j = 0; j < ROWS / 64; j++) {
+        uint32_t row = row0 + i + 64 * j < p.n_out ? row0 + i + 64 * j : p.n_out - 1;
+        F::fetch(p.w, (size_t)(p.row0 + row) * (a.n_in / F::BLOCK), inside ? u : n_units - 1, raw[j]);
     }
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < COLS / 32; j++)
+        if (!RFK_ASYNC_COPIES) x[j] = *rfk_x_chunk(a, col0 + 32 * j, u0);
     rfk_group group[COLS / 64];
     RFK_UNROLL(2)
     for (uint32_t j = 0; j < COLS / 64; j++) {
         uint32_t col = col0 + i + 64 * j < a.n_cols ? col0 + i + 64 * j : a.n_cols - 1;
-        group[j] = a.x8.group[(size_t)col * n_units + (u < n_units ? u : n_units - 1)];
+        group[j] = a.x8.group[(size_t)col * n_units + (inside ? u : n_units - 1)];
     }
     __syncthreads(); /* all are done with what was there */
     RFK_UNROLL(4)
-    for (uint32_t j = 0; j < COLS / 32; j++) s.x[threadIdx.x / 8 + 32 * j][threadIdx.x % 8] = x[j];
-    F::unpack(raw, u, unit);
-    if (u >= n_units) unit.d[0] = unit.d[1] = unit.m[0] = unit.m[1] = 0;
-    rfk_tile_unit<TYPE>(s, i, threadIdx.x % 4, unit);
+    for (uint32_t j = 0; j < COLS / 32; j++)
+        rfk_copy16(&s.x[threadIdx.x / 8 + 32 * j][threadIdx.x % 8],
+                   RFK_ASYNC_COPIES ? rfk_x_chunk(a, col0 + 32 * j, u0) : &x[j]);
     RFK_UNROLL(2)
-    for (uint32_t j = 0; j < COLS / 64; j++) {
-        float *scale = s.x_scale[threadIdx.x % 4][i + 64 * j], d = u < n_units ? group[j].d : 0.0f;
-        scale[0] = d;
-        scale[1] = d * (float)(group[j].sum[0] + group[j].sum[1]);
-        if (F::SCALES == 2 && F::HAS_MIN) {
-            s.x_sum[threadIdx.x % 4 * 2][i + 64 * j] = d * (float)group[j].sum[0];
-            s.x_sum[threadIdx.x % 4 * 2 + 1][i + 64 * j] = d * (float)group[j].sum[1];
-        }
+    for (uint32_t j = 0; j < ROWS / 64; j++) {
+        rfk_unit unit;
+        F::unpack(raw[j], u, unit);
+        if (!inside) unit.d[0] = unit.d[1] = unit.m[0] = unit.m[1] = 0;
+        rfk_tile_unit<TYPE, WAVE>(s, i + 64 * j, threadIdx.x % 4, unit);
     }
+    RFK_UNROLL(2)
+    for (uint32_t j = 0; j < COLS / 64; j++)
+        rfk_tile_x_group<TYPE, WAVE>(s, i + 64 * j, threadIdx.x % 4, group[j], inside);
+    rfk_wait_copies();
+}
+
+/* The values of a lane's columns, of those from `values` on. */
+template <int N> RFK_DEVICE void rfk_lane_values(const float *values, uint32_t lane, float *out) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    RFK_UNROLL(2)
+    for (uint32_t i = 0; i < 2; i++) { /* neighbours */
+        float2 both = *reinterpret_cast<const float2 *>(values + rfk_matrix_col(lane, 2 * i));
+        out[2 * i] = both.x, out[2 * i + 1] = both.y;
+    }
+#else
+    RFK_UNROLL(8)
+    for (uint32_t i = 0; i < RFK_LANE_COLS((uint32_t)N); i++) out[i] = values[rfk_matrix_col(lane, i)];
+#endif
 }
 
 /* Add the products of group g to a wave's results: RT x CT tiles of 16 x 16. */
-template <int TYPE, int WAVE, int RT, int CT>
-RFK_DEVICE void rfk_tile_group(const rfk_tile_shared &s, uint32_t g, uint32_t row0, uint32_t col0,
+template <int TYPE, int WAVE, int RT, int CT, class S>
+RFK_DEVICE void rfk_tile_group(const S &s, uint32_t g, uint32_t row0, uint32_t col0,
                                float (&sum)[RT][CT][256 / WAVE]) {
-    const bool scales16 = rfk_format<TYPE>::SCALES == 2, has_min = rfk_format<TYPE>::HAS_MIN;
-    const int N = 256 / WAVE;
+    const bool scales16 = rfk_format<TYPE>::SCALES == 2,
+               has_min = rfk_format<TYPE>::HAS_MIN && !rfk_takes_parts<TYPE, WAVE>();
+    const int N = 256 / WAVE, LAST = rfk_format<TYPE>::SCALES - 1;
     const uint32_t lane = threadIdx.x % WAVE;
     rfk_operand a[RT], b;
     float d[RT][RFK_LANE_ROWS(N)][4], least[RT][RFK_LANE_ROWS(N)][2];
@@ -3005,107 +3113,155 @@ RFK_DEVICE void rfk_tile_group(const rfk_tile_shared &s, uint32_t g, uint32_t ro
         RFK_UNROLL(8)
         for (uint32_t i = 0; i < RFK_LANE_ROWS((uint32_t)N); i++) {
             uint32_t row = row0 + 16 * (uint32_t)r + rfk_matrix_row(lane, i, N);
-            d[r][i][0] = s.w_scale[2 * g][row];
-            d[r][i][1] = scales16 || has_min ? s.w_scale[2 * g + 1][row] : 0.0f;
-            /* d is a half times at most 8 bits: its product with the start has 21, so that d * result - this is exact */
+            d[r][i][0] = s.w_scale[g][row][0];
+            d[r][i][1] = scales16 ? s.w_scale[g][row][LAST] : 0.0f;
+            /* d is a half times at most 8 bits: its product with the start has 21, d * result - this is exact */
             d[r][i][2] = d[r][i][0] * -12582912.0f;
             d[r][i][3] = scales16 ? d[r][i][1] * -12582912.0f : 0.0f;
-            if (!has_min || !scales16) continue;
-            least[r][i][0] = s.w_min[2 * g][row];
-            least[r][i][1] = s.w_min[2 * g + 1][row];
+            if (!has_min) continue;
+            least[r][i][0] = s.w_min[g][row][0];
+            least[r][i][1] = scales16 ? s.w_min[g][row][LAST] : 0.0f;
         }
     }
-    RFK_UNROLL(4)
+    RFK_UNROLL(8)
     for (int c = 0; c < CT; c++) {
-        float x[RFK_LANE_COLS(N)][2], x_sum[RFK_LANE_COLS(N)][2];
-        rfk_load_operand(b, s.x[col0 + 16 * (uint32_t)c], g, lane);
-        RFK_UNROLL(8)
-        for (uint32_t i = 0; i < RFK_LANE_COLS((uint32_t)N); i++) {
-            uint32_t col = col0 + 16 * (uint32_t)c + rfk_matrix_col(lane, i);
-            x[i][0] = s.x_scale[g][col][0];
-            x[i][1] = has_min ? s.x_scale[g][col][1] : 0.0f;
-            if (!has_min || !scales16) continue;
-            x_sum[i][0] = s.x_sum[2 * g][col];
-            x_sum[i][1] = s.x_sum[2 * g + 1][col];
-        }
+        float x[RFK_LANE_COLS(N)], x_sum[2][RFK_LANE_COLS(N)];
+        const uint32_t col = col0 + 16 * (uint32_t)c;
+        rfk_load_columns<RFK_MATRIX_STRIDE>(b, s.x[col], g, lane);
+        rfk_lane_values<N>(&s.x_scale[g][col], lane, x);
+        if (has_min) rfk_lane_values<N>(&s.x_sum[g][0][col], lane, x_sum[0]);
+        if (has_min && scales16) rfk_lane_values<N>(&s.x_sum[g][LAST][col], lane, x_sum[1]);
         RFK_UNROLL(4)
-        for (int r = 0; r < RT; r++)
-        {
+        for (int r = 0; r < RT; r++) {
             int dot[N], upper[N];
             rfk_multiply<WAVE>(a[r], b, scales16 ? 0 : 2, dot);
             if (scales16) rfk_multiply<WAVE>(a[r], b, 1, upper);
             RFK_UNROLL(8)
             for (int i = 0; i < N; i++) {
-                const float *wd = d[r][RFK_ROW_INDEX(i)], *xd = x[RFK_COL_INDEX(i)];
+                const float *wd = d[r][RFK_ROW_INDEX(i)], *wm = least[r][RFK_ROW_INDEX(i)];
                 float product = fmaf(wd[0], rfk_as_float((uint32_t)dot[i]), wd[2]);
                 if (scales16) product += fmaf(wd[1], rfk_as_float((uint32_t)upper[i]), wd[3]);
-                sum[r][c][i] += product * xd[0];
-                if (has_min && !scales16) sum[r][c][i] -= wd[1] * xd[1];
-                if (!has_min || !scales16) continue;
-                const float *wm = least[r][RFK_ROW_INDEX(i)], *xs = x_sum[RFK_COL_INDEX(i)];
-                sum[r][c][i] -= wm[0] * xs[0];
-                sum[r][c][i] -= wm[1] * xs[1];
+                sum[r][c][i] += product * x[RFK_COL_INDEX(i)];
+                if (has_min) sum[r][c][i] -= wm[0] * x_sum[0][RFK_COL_INDEX(i)];
+                if (has_min && scales16) sum[r][c][i] -= wm[1] * x_sum[1][RFK_COL_INDEX(i)];
             }
         }
     }
 }
 
-/* grid [ceil(cols / COLS), row tiles of all products, splits]   block 256   LDS 39 KiB
- * reads W once per COLS columns and x once per 64 rows */
+/* Take the minimums of a step from a wave's results. */
+template <int TYPE, int WAVE, int RT, int CT, class S>
+RFK_DEVICE void rfk_tile_parts(const S &s, uint32_t row0, uint32_t col0, float (&sum)[RT][CT][256 / WAVE]) {
+    const int N = 256 / WAVE;
+    const uint32_t lane = threadIdx.x % WAVE;
+    rfk_operand a[RT], b;
+    float least[RT][RFK_LANE_ROWS(N)];
+    RFK_UNROLL(4)
+    for (int r = 0; r < RT; r++) {
+        rfk_load_rows<2, true>(a[r], s.w_parts[row0 + 16 * (uint32_t)r], 0, lane);
+        RFK_UNROLL(8)
+        for (uint32_t i = 0; i < RFK_LANE_ROWS((uint32_t)N); i++) {
+            uint32_t row = row0 + 16 * (uint32_t)r + rfk_matrix_row(lane, i, N);
+            least[r][i] = rfk_from_half(reinterpret_cast<const uint16_t *>(s.w_parts[row])[3]);
+        }
+    }
+    RFK_UNROLL(8)
+    for (int c = 0; c < CT; c++) {
+        rfk_load_rows<2, true>(b, s.x_parts[col0 + 16 * (uint32_t)c], 0, lane);
+        RFK_UNROLL(4)
+        for (int r = 0; r < RT; r++) {
+            float out[N];
+            RFK_UNROLL(8)
+            for (int i = 0; i < N; i++) out[i] = 0;
+            rfk_multiply_halves<WAVE, 2, 2, true>(a[r], b, out);
+            RFK_UNROLL(8)
+            for (int i = 0; i < N; i++) sum[r][c][i] -= least[r][RFK_ROW_INDEX(i)] * out[i];
+        }
+    }
+}
+
+/* grid [ceil(cols / COLS), row tiles of all products, splits]   block 256   LDS 48 KiB
+ * reads W once per COLS columns and x once per ROWS rows. Results leave through shared memory: whole lines are written,
+ * and what rfk_put can do takes no registers from the sums. */
 template <int TYPE, int WAVE, int COLS>
 #if defined(RFK_NVIDIA)
-static __global__ void __launch_bounds__(RFK_BLOCK, TYPE < RF_TYPE_COUNT ? 3 : 2) rfk_matmul(rfk_tiles_args t) {
+static __global__ void __launch_bounds__(RFK_BLOCK, 2) rfk_matmul(rfk_tiles_args t) {
 #else
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul(rfk_tiles_args t) {
 #endif
     if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
-    RFK_SHARED(rfk_tile_shared, s);
-    /* waves: 2 x 4 of 32 lanes, or 2 x 2 of 64 */
-    const int N = 256 / WAVE, RT = 2, CT = COLS * WAVE / 2048, ACROSS = 128 / WAVE;
+    /* waves: DOWN x ACROSS */
+    const int ROWS = RFK_ROWS_OF(TYPE, COLS), N = 256 / WAVE, RT = 2, DOWN = ROWS / (16 * RT),
+              ACROSS = RFK_BLOCK / WAVE / DOWN, CT = COLS / ACROSS / 16;
+    typedef rfk_tile_shared<TYPE, ROWS, COLS> shared;
+    const uint32_t PITCH = ROWS + 4, PASSES = COLS * PITCH * sizeof(float) > sizeof(shared) ? 2 : 1,
+                   PER_PASS = COLS / PASSES;
+    union either {
+        shared s;
+        float out[PER_PASS][PITCH];
+    };
+    RFK_SHARED(either, memory);
     const rfk_matmul_args &a = t.m;
     uint32_t number = blockIdx.y, lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE;
     const rfk_product p = rfk_pick(a, &number);
-    const uint32_t row0 = number * RFK_TILE_ROWS, col0 = blockIdx.x * COLS, wave_row = wave / ACROSS * (16 * RT),
+    const uint32_t row0 = number * ROWS, col0 = blockIdx.x * COLS, wave_row = wave / ACROSS * (16 * RT),
                    wave_col = wave % ACROSS * (16 * CT);
     float sum[RT][CT][N];
-    RFK_UNROLL(4)
+    RFK_UNROLL(8)
     for (int r = 0; r < RT; r++)
+        RFK_UNROLL(8)
         for (int c = 0; c < CT; c++)
+            RFK_UNROLL(8)
             for (int i = 0; i < N; i++) sum[r][c][i] = 0;
     uint32_t end = t.split_units * (blockIdx.z + 1) < a.n_in / 32 ? t.split_units * (blockIdx.z + 1) : a.n_in / 32;
+    RFK_UNROLL(1)
     for (uint32_t u0 = t.split_units * blockIdx.z; u0 < end; u0 += RFK_DEPTH / 32) {
-        rfk_fill_tile<TYPE, COLS>(s, a, p, row0, col0, u0);
+        rfk_fill_tile<TYPE, WAVE, ROWS, COLS>(memory.s, a, p, row0, col0, u0);
         __syncthreads();
         RFK_UNROLL(1)
         for (uint32_t g = 0; g < RFK_DEPTH / 32; g++)
-            rfk_tile_group<TYPE, WAVE, RT, CT>(s, g, wave_row, wave_col, sum);
+            rfk_tile_group<TYPE, WAVE, RT, CT>(memory.s, g, wave_row, wave_col, sum);
+        if (rfk_takes_parts<TYPE, WAVE>()) rfk_tile_parts<TYPE, WAVE, RT, CT>(memory.s, wave_row, wave_col, sum);
     }
     float *part = t.part;
-    if (part) part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * RFK_TILE_ROWS * COLS;
-    RFK_UNROLL(4)
-    for (int r = 0; r < RT; r++)
-        RFK_UNROLL(4)
-        for (int c = 0; c < CT; c++)
+    if (part) part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * ROWS * COLS;
+    RFK_UNROLL(2)
+    for (uint32_t pass = 0; pass < PASSES; pass++) {
+        __syncthreads();
+        RFK_UNROLL(8)
+        for (int r = 0; r < RT; r++)
             RFK_UNROLL(8)
-            for (int i = 0; i < N; i++) {
-                uint32_t row = wave_row + 16 * (uint32_t)r + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
-                         col = wave_col + 16 * (uint32_t)c + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
-                if (part) part[col * RFK_TILE_ROWS + row] = sum[r][c][i];
-                else if (row0 + row < p.n_out && col0 + col < a.n_cols)
-                    rfk_put(p, row0 + row, col0 + col, sum[r][c][i]);
-            }
+            for (int c = 0; c < CT; c++)
+                RFK_UNROLL(8)
+                for (int i = 0; i < N; i++) {
+                    uint32_t row = wave_row + 16 * (uint32_t)r + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
+                             first = wave_col + 16 * (uint32_t)c;
+                    if (first / PER_PASS == pass)
+                        memory.out[first % PER_PASS + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i))][row] =
+                            sum[r][c][i];
+                }
+        __syncthreads();
+        const uint32_t row = threadIdx.x % ROWS;
+        RFK_UNROLL(1)
+        for (uint32_t i = threadIdx.x / ROWS; i < PER_PASS; i += RFK_BLOCK / ROWS) {
+            uint32_t col = pass * PER_PASS + i;
+            if (part) part[col * ROWS + row] = memory.out[i][row];
+            else if (row0 + row < p.n_out && col0 + col < a.n_cols)
+                rfk_put(p, row0 + row, col0 + col, memory.out[i][row]);
+        }
+    }
 }
 
 /* Add the splits of a tile, 256 results a block.   grid as rfk_matmul's, but z: results of a tile / 256   block 256 */
-template <int COLS> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_tiles(rfk_tiles_args t) {
-    uint32_t number = blockIdx.y;
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_tiles(rfk_tiles_args t) {
+    uint32_t number = blockIdx.y, results = t.rows * t.cols;
     const rfk_product p = rfk_pick(t.m, &number);
-    const float *part = t.part + ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits * RFK_TILE_ROWS * COLS;
-    uint32_t i = blockIdx.z * RFK_BLOCK + threadIdx.x, row = number * RFK_TILE_ROWS + i % RFK_TILE_ROWS,
-             col = blockIdx.x * COLS + i / RFK_TILE_ROWS;
+    const float *part = t.part + ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits * results;
+    uint32_t i = blockIdx.z * RFK_BLOCK + threadIdx.x, row = number * t.rows + i % t.rows,
+             col = blockIdx.x * t.cols + i / t.rows;
     if (row >= p.n_out || col >= t.m.n_cols) return;
     float sum = 0;
-    for (uint32_t z = 0; z < t.n_splits; z++) sum += part[(size_t)z * RFK_TILE_ROWS * COLS + i];
+    for (uint32_t z = 0; z < t.n_splits; z++) sum += part[(size_t)z * results + i];
     rfk_put(p, row, col, sum);
 }
 
@@ -3216,7 +3372,7 @@ typedef int4 rfk_chunk;
 typedef rfk_int4 rfk_chunk;
 #endif
 template <int PIECES, int COLS> struct rfk_halves_shared {
-    int4 w[RFK_TILE_ROWS][RFK_HALVES_STRIDE], x[PIECES][COLS][RFK_HALVES_STRIDE];
+    int4 w[RFK_FEW_ROWS][RFK_HALVES_STRIDE], x[PIECES][COLS][RFK_HALVES_STRIDE];
 };
 RFK_DEVICE void rfk_put_chunk(int4 *to, const rfk_chunk &v) { *reinterpret_cast<rfk_chunk *>(to) = v; }
 template <int PIECES, int COLS> struct rfk_halves_loads {
@@ -3284,7 +3440,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args 
     const rfk_tiles_args &t = a.t;
     uint32_t number = blockIdx.y, lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE;
     const rfk_product p = rfk_pick(t.m, &number);
-    const uint32_t row0 = number * RFK_TILE_ROWS, col0 = blockIdx.x * COLS, wave_row = wave / ACROSS * (16 * RT),
+    const uint32_t row0 = number * RFK_FEW_ROWS, col0 = blockIdx.x * COLS, wave_row = wave / ACROSS * (16 * RT),
                    wave_col = wave % ACROSS * (16 * CT), first = t.split_units * blockIdx.z * 32,
                    last = first + t.split_units * 32, end = last < t.m.n_in ? last : t.m.n_in;
     rfk_halves_loads<PIECES, COLS> v;
@@ -3305,7 +3461,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args 
         rfk_halves_step<WAVE, RT, CT, BF16, COLS>(s, wave_row, wave_col, sum);
     }
     float *part = t.part;
-    if (part) part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * RFK_TILE_ROWS * COLS;
+    if (part) part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * RFK_FEW_ROWS * COLS;
     RFK_UNROLL(4)
     for (int r = 0; r < RT; r++)
         RFK_UNROLL(4)
@@ -3316,7 +3472,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args 
                          col = wave_col + 16 * (uint32_t)c + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
                 if (col0 + col >= t.m.n_cols) continue;
                 float result = sum[r][c][i] * a.x.unit[col0 + col];
-                if (part) part[col * RFK_TILE_ROWS + row] = result;
+                if (part) part[col * RFK_FEW_ROWS + row] = result;
                 else if (row0 + row < p.n_out) rfk_put(p, row0 + row, col0 + col, result);
             }
 }
@@ -6024,12 +6180,24 @@ static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, ui
     return end;
 }
 
-/* Blocks that cut the depth of so few tiles that compute units would idle: n_splits of split_units groups of 32 values. */
+/* Blocks that share the depth of a tile, `steps` long. Two blocks keep a compute unit busy, one alone is slower; a block
+ * that starts and ends costs about two steps, and joined results a step or two. Measured on an H200. */
+static uint32_t rfk_choose_splits(uint32_t tiles, uint32_t steps, uint32_t compute_units, uint32_t most_blocks) {
+    uint32_t best = 1;
+    float least = 0;
+    for (uint32_t n = 1; n <= RFK_MAX_TILE_SPLITS && (n == 1 || (n <= steps / 4 && tiles * n <= most_blocks)); n++) {
+        uint32_t turns = rfk_ceil_div((uint64_t)tiles * n, compute_units);
+        float time = ((float)turns + 0.4f * (float)(turns % 2)) * ((float)rfk_ceil_div(steps, n) + 2);
+        if (n > 1) time += 2 + 1.5f * (float)(tiles * n) / (float)compute_units;
+        if (n == 1 || time < least) least = time, best = n;
+    }
+    return best;
+}
+
+/* Blocks that share the depth of a tile: n_splits of split_units groups of 32 values. */
 static void rfk_cut_depth(const rf_prepared *p, rfk_tiles_args *t, uint32_t tiles) {
-    const uint32_t units = t->m.n_in / 32, steps = rfk_ceil_div(units, RFK_DEPTH / 32), most = p->tile_blocks / tiles;
-    uint32_t splits = most > steps / 4 ? steps / 4 : most; /* of four steps at least */
-    if (splits > RFK_MAX_TILE_SPLITS) splits = RFK_MAX_TILE_SPLITS;
-    if (splits < 1) splits = 1;
+    const uint32_t units = t->m.n_in / 32, steps = rfk_ceil_div(units, RFK_DEPTH / 32),
+                   splits = rfk_choose_splits(tiles, steps, p->dev->info.compute_units, p->tile_blocks);
     t->split_units = rfk_ceil_div(steps, splits) * (RFK_DEPTH / 32);
     t->n_splits = rfk_ceil_div(units, t->split_units);
     t->part = t->n_splits > 1 ? p->tile_part : NULL;
@@ -6041,9 +6209,10 @@ static rf_result rfk_run_tiles(const rfk_launching *l, const rfk_matmul_args *pr
     rfk_tiles_args t;
     uint32_t type = p->plan->weights[l->op->weight].type;
     t.m = *products;
-    uint32_t row_tiles = rfk_make_products(l, &t.m, RFK_TILE_ROWS);
     bool many = t.m.n_cols > RFK_FEW_TILE;
-    uint32_t col_tiles = rfk_ceil_div(t.m.n_cols, many ? RFK_MANY_TILE : RFK_FEW_TILE);
+    t.cols = many ? RFK_MANY_TILE : RFK_FEW_TILE;
+    t.rows = RFK_ROWS_OF(rfk_kernel_type(type), t.cols);
+    uint32_t row_tiles = rfk_make_products(l, &t.m, t.rows), col_tiles = rfk_ceil_div(t.m.n_cols, t.cols);
     rfk_cut_depth(p, &t, row_tiles * col_tiles);
     rfk_tiles_kernel big = RFK_BY_WAVE(l, (rfk_find_matmul<32, RFK_MANY_TILE>(type)),
                                        (rfk_find_matmul<64, RFK_MANY_TILE>(type)));
@@ -6051,9 +6220,7 @@ static rf_result rfk_run_tiles(const rfk_launching *l, const rfk_matmul_args *pr
                                          (rfk_find_matmul<64, RFK_FEW_TILE>(type)));
     rf_result r = rfk_go(l, many ? big : small, dim3(col_tiles, row_tiles, t.n_splits), RFK_BLOCK, t);
     if (r != RF_OK || t.n_splits == 1) return r;
-    uint32_t results = RFK_TILE_ROWS * (many ? RFK_MANY_TILE : RFK_FEW_TILE);
-    return rfk_go(l, many ? rfk_join_tiles<RFK_MANY_TILE> : rfk_join_tiles<RFK_FEW_TILE>,
-                  dim3(col_tiles, row_tiles, results / RFK_BLOCK), RFK_BLOCK, t);
+    return rfk_go(l, rfk_join_tiles, dim3(col_tiles, row_tiles, t.rows * t.cols / RFK_BLOCK), RFK_BLOCK, t);
 }
 
 typedef void (*rfk_halves_kernel)(rfk_halves_args);
@@ -6062,9 +6229,10 @@ template <bool BF16> static rf_result rfk_run_halves(const rfk_launching *l, con
     rfk_halves_args a;
     a.t.m = *products;
     a.x = p->pieces;
-    const uint32_t n_cols = products->n_cols, row_tiles = rfk_make_products(l, &a.t.m, RFK_TILE_ROWS);
+    const uint32_t n_cols = products->n_cols, row_tiles = rfk_make_products(l, &a.t.m, RFK_FEW_ROWS);
     const bool many = n_cols > RFK_FEW_TILE;
     const uint32_t cols = many ? RFK_MANY_TILE : RFK_FEW_TILE, col_tiles = rfk_ceil_div(n_cols, cols);
+    a.t.rows = RFK_FEW_ROWS, a.t.cols = cols;
     rfk_cut_depth(p, &a.t, row_tiles * col_tiles);
     rfk_split_args split = {products->x, p->pieces, products->x_stride, products->n_in};
     void (*cut)(rfk_split_args) = RFK_BY_WAVE(l, (rfk_split_rows<32, BF16>), (rfk_split_rows<64, BF16>));
@@ -6075,8 +6243,7 @@ template <bool BF16> static rf_result rfk_run_halves(const rfk_launching *l, con
                                           (rfk_matmul_halves<BF16, 64, RFK_FEW_TILE>));
     if (r == RF_OK) r = rfk_go(l, many ? big : small, dim3(col_tiles, row_tiles, a.t.n_splits), RFK_BLOCK, a);
     if (r != RF_OK || a.t.n_splits == 1) return r;
-    return rfk_go(l, many ? rfk_join_tiles<RFK_MANY_TILE> : rfk_join_tiles<RFK_FEW_TILE>,
-                  dim3(col_tiles, row_tiles, RFK_TILE_ROWS * cols / RFK_BLOCK), RFK_BLOCK, a.t);
+    return rfk_go(l, rfk_join_tiles, dim3(col_tiles, row_tiles, RFK_FEW_ROWS * cols / RFK_BLOCK), RFK_BLOCK, a.t);
 }
 
 static rf_result rfk_run_matmul(const rfk_launching *l) {
