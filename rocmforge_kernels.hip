@@ -4017,7 +4017,7 @@ template <int WAVE> struct rfk_row_pairs {
 template <int WAVE> RFK_DEVICE void rfk_row_pair(rfk_row_pairs<WAVE> &o, const rfk_row_attention_args &a) {
     const uint32_t half = a.n_rot / 2, lane = threadIdx.x % WAVE;
     RFK_UNROLL(4)
-    for (uint32_t k = 0; k < (uint32_t)o.N; k++) {
+    for (uint32_t k = 0; k < (uint32_t)rfk_row_pairs<WAVE>::N; k++) {
         const uint32_t i = lane + k * WAVE;
         const bool turns = i < half;
         o.first[k] = turns && a.neox ? i : 2 * i;
@@ -4038,9 +4038,9 @@ RFK_DEVICE void rfk_row_queries(rfk_row_shared<G, PER> &s, const rfk_row_attenti
         const float *from = value ? a.v : key ? a.k : a.q;
         from += (h < G ? (size_t)kv_head * group + h : kv_head) * a.head_dim;
         const uint8_t *norm = value ? NULL : key ? a.norm[1] : a.norm[0];
-        float x0[pairs.N], x1[pairs.N], sum = 0, factor = 1;
+        float x0[rfk_row_pairs<WAVE>::N], x1[rfk_row_pairs<WAVE>::N], sum = 0, factor = 1;
         RFK_UNROLL(4)
-        for (uint32_t k = 0; k < (uint32_t)pairs.N; k++) {
+        for (uint32_t k = 0; k < (uint32_t)rfk_row_pairs<WAVE>::N; k++) {
             bool inside = wanted && 2 * (lane + k * WAVE) < a.head_dim;
             x0[k] = inside ? from[pairs.first[k]] : 0.0f;
             x1[k] = inside ? from[pairs.second[k]] : 0.0f;
@@ -4052,7 +4052,7 @@ RFK_DEVICE void rfk_row_queries(rfk_row_shared<G, PER> &s, const rfk_row_attenti
         }
         const float scale = h < G ? a.scale * 1.44269504088896341f : 1.0f;
         RFK_UNROLL(4)
-        for (uint32_t k = 0; k < (uint32_t)pairs.N; k++) {
+        for (uint32_t k = 0; k < (uint32_t)rfk_row_pairs<WAVE>::N; k++) {
             const uint32_t i = lane + k * WAVE, first = pairs.first[k], second = pairs.second[k];
             if (i >= PER * 4) continue;
             if (norm && 2 * i < a.head_dim) {
