@@ -208,6 +208,13 @@ template <int WAVE> RFK_DEVICE float rfk_wave_sum(float v) {
     return v;
 }
 
+/* Loads stay on their side of this: so many of them at once would not fit into registers. */
+RFK_DEVICE void rfk_in_order() {
+#if !defined(ROCMFORGE_HIP_EMU)
+    asm volatile("" ::: "memory");
+#endif
+}
+
 /* How a kernel is launched. `early`: it may start while the kernel before it in the stream still runs, because it
  * calls rfk_wait_previous before it touches what others write. */
 struct rfk_config {
@@ -1649,8 +1656,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_conv(rfk_conv_args a) {
 
 /* RF_OP_DELTA. A wave holds RFK_DELTA_COLS columns of a head's S, each of which is divided over WAVE / RFK_DELTA_COLS
  * lanes, with every so-manieth of at most DIM values: what a row adds to a column depends on that column alone.
- *   grid [ceil(head_dim_v / 32), heads, sequences]   block 4 waves   reads a row's q and k once for each wave */
-#define RFK_DELTA_COLS 8u
+ *   grid [ceil(head_dim_v / (4 * RFK_DELTA_COLS)), heads, sequences]   block 4 waves
+ *   reads a row's q and k once for each wave */
+#define RFK_DELTA_COLS(wave, dim) ((dim) > 4 * (wave) ? 4u : 8u) /* a lane has registers for 32 values of a column */
 struct rfk_delta_args {
     const float *in, *beta, *alpha;
     const uint8_t *a, *b; /* [n_heads] */
@@ -1661,21 +1669,22 @@ struct rfk_delta_args {
     float scale, eps;
 };
 /* The sum over the lanes of a column, in each of them. */
-template <int WAVE> RFK_DEVICE float rfk_column_sum(float v) {
-    for (int mask = WAVE / 2; mask >= (int)RFK_DELTA_COLS; mask /= 2) v += rfk_swap<WAVE>(v, mask);
+template <int WAVE, int DIM> RFK_DEVICE float rfk_column_sum(float v) {
+    for (int mask = WAVE / 2; mask >= (int)RFK_DELTA_COLS(WAVE, DIM); mask /= 2) v += rfk_swap<WAVE>(v, mask);
     return v;
 }
 template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_delta(rfk_delta_args a) {
     if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
-    const uint32_t lanes = WAVE / RFK_DELTA_COLS, h = blockIdx.y, first = threadIdx.x % WAVE / RFK_DELTA_COLS,
-                   col = (blockIdx.x * 4 + threadIdx.x / WAVE) * RFK_DELTA_COLS + threadIdx.x % RFK_DELTA_COLS,
+    const uint32_t cols = RFK_DELTA_COLS(WAVE, DIM), lanes = WAVE / cols, h = blockIdx.y,
+                   first = threadIdx.x % WAVE / cols,
+                   col = (blockIdx.x * 4 + threadIdx.x / WAVE) * cols + threadIdx.x % cols,
                    k_head = a.cyclic ? h % a.n_k_heads : h / (a.n_heads / a.n_k_heads),
                    n_keys = a.n_k_heads * a.head_dim;
     const bool inside = col < a.head_dim_v;
     const float decay_by = rfk_load_any(a.a, a.a_type, h), bias = rfk_load_any(a.b, a.b_type, h);
     const size_t width = (size_t)a.n_heads * a.head_dim * a.head_dim_v,
                  at = ((size_t)h * a.head_dim + first) * a.head_dim_v + col, step = (size_t)lanes * a.head_dim_v;
-    float s[DIM * RFK_DELTA_COLS / WAVE], k[DIM * RFK_DELTA_COLS / WAVE];
+    float s[DIM * RFK_DELTA_COLS(WAVE, DIM) / WAVE], k[DIM * RFK_DELTA_COLS(WAVE, DIM) / WAVE];
     bool begun = false;
     RFK_UNROLL(64)
     for (uint32_t m = 0; m < DIM / lanes; m++) s[m] = 0;
@@ -1697,8 +1706,8 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
             qq += x * x;
             kk += k[m] * k[m];
         }
-        kk = 1.0f / sqrtf(rfk_column_sum<WAVE>(kk) + a.eps);
-        qq = a.scale / sqrtf(rfk_column_sum<WAVE>(qq) + a.eps);
+        kk = 1.0f / sqrtf(rfk_column_sum<WAVE, DIM>(kk) + a.eps);
+        qq = a.scale / sqrtf(rfk_column_sum<WAVE, DIM>(qq) + a.eps);
         float x = a.alpha[(size_t)t * a.alpha_stride + h] + bias;
         float decay = expf((x > 20.0f ? x : log1pf(expf(x))) * decay_by);
         RFK_UNROLL(64)
@@ -1708,13 +1717,13 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
             sk += s[m] * k[m];
         }
         float beta = 1.0f / (1.0f + expf(-a.beta[(size_t)t * a.beta_stride + h]));
-        float d = inside ? beta * (in[2 * (size_t)n_keys + (size_t)h * a.head_dim_v + col] - rfk_column_sum<WAVE>(sk)) : 0;
+        float d = inside ? beta * (in[2 * (size_t)n_keys + (size_t)h * a.head_dim_v + col] - rfk_column_sum<WAVE, DIM>(sk)) : 0;
         RFK_UNROLL(64)
         for (uint32_t m = 0; m < DIM / lanes; m++) {
             s[m] += k[m] * d;
             sq += m * lanes + first < a.head_dim ? s[m] * q[m * lanes] : 0.0f;
         }
-        sq = rfk_column_sum<WAVE>(sq) * qq;
+        sq = rfk_column_sum<WAVE, DIM>(sq) * qq;
         if (inside && first == 0) a.out[(size_t)t * a.out_stride + (size_t)h * a.head_dim_v + col] = sq;
         RFK_UNROLL(64)
         for (uint32_t m = 0; m < DIM / lanes; m++)
@@ -2069,19 +2078,22 @@ RFK_DEVICE float rfk_norm_factor(const rfk_rows_args &a, const float4 &own, rfk_
     return 1.0f / sqrtf(((total.x + total.y) + (total.z + total.w)) / (float)a.n_in + a.eps);
 }
 
-/* The norm's weights of a thread's first four values, before anything is waited for. */
-RFK_DEVICE float4 rfk_norm_weights(const rfk_rows_args &a, uint32_t i) {
-    float4 w = {0, 0, 0, 0};
-    if (!a.norm || i >= a.n_in / 4) return w;
-    if (a.norm_type == RF_TYPE_F32) return reinterpret_cast<const float4 *>(a.norm)[i];
-    w.x = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i), w.y = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + 1);
-    w.z = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + 2), w.w = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + 3);
-    return w;
+/* The norm's weights of values 4i .. 4i+3; the first ones before anything is waited for. */
+RFK_DEVICE void rfk_norm_weights(const rfk_rows_args &a, uint32_t i, float *w) {
+    w[0] = w[1] = w[2] = w[3] = 0;
+    if (!a.norm || i >= a.n_in / 4) return;
+    if (a.norm_type == RF_TYPE_F32) {
+        const float4 four = reinterpret_cast<const float4 *>(a.norm)[i];
+        w[0] = four.x, w[1] = four.y, w[2] = four.z, w[3] = four.w;
+        return;
+    }
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < 4; k++) w[k] = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + k);
 }
 
-/* Fill the column; at the end it can be read by all. weight: the thread's rfk_norm_weights. */
+/* Fill the column; at the end it can be read by all. weight: the thread's first rfk_norm_weights. */
 template <int WAVE>
-RFK_DEVICE void rfk_make_column(const rfk_rows_args &a, const rfk_column &c, float4 weight, rfk_rows_shared &s) {
+RFK_DEVICE void rfk_make_column(const rfk_rows_args &a, const rfk_column &c, float (&weight)[4], rfk_rows_shared &s) {
     const uint32_t n = a.n_in / 4;
     rfk_wait_previous();
     if (!a.x) {
@@ -2104,15 +2116,16 @@ RFK_DEVICE void rfk_make_column(const rfk_rows_args &a, const rfk_column &c, flo
         bool inside = i < n;
         if (first) {
             if (inside) own = reinterpret_cast<const float4 *>(a.x)[i];
-            weight = rfk_norm_weights(a, i);
+            rfk_norm_weights(a, i, weight);
         }
         float v[4] = {own.x, own.y, own.z, own.w}, d;
         if (a.norm) {
-            const float w[4] = {weight.x, weight.y, weight.z, weight.w};
             RFK_UNROLL(4)
-            for (uint32_t k = 0; k < 4; k++) v[k] = v[k] * factor * w[k];
-            if (a.norm_out && blockIdx.x == 0 && inside)
+            for (uint32_t k = 0; k < 4; k++) v[k] = v[k] * factor * weight[k];
+            if (a.norm_out && blockIdx.x == 0 && inside) {
+                RFK_UNROLL(4)
                 for (uint32_t k = 0; k < 4; k++) a.norm_out[4 * (size_t)i + k] = v[k];
+            }
         }
         if (!inside) v[0] = v[1] = v[2] = v[3] = 0;
         int sum, packed = rfk_quantize_lane<WAVE>(v, &d, &sum), other = rfk_swap<WAVE>(sum, 4);
@@ -2406,7 +2419,8 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
     c.q6 = TYPE == RF_TYPE_Q6_K;
     c.has_min = rfk_format<TYPE>::HAS_MIN;
     c.offset = rfk_format<TYPE>::OFFSET;
-    const float4 weight = rfk_norm_weights(a, threadIdx.x);
+    float weight[4];
+    rfk_norm_weights(a, threadIdx.x, weight);
     F::begin(p.row0 + row, a.n_in, lane, at);
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < (uint32_t)U; k++) {
@@ -2458,7 +2472,9 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
     const uint32_t first = number * 32 + threadIdx.x / WAVE * step;
     const bool inside = lane < 8 && first < n_out;
     float x[4] = {0, 0, 0, 0};
-    for (uint32_t k = 0; inside && k < 4; k++) x[k] = s.out[threadIdx.x / WAVE][4 * lane + k];
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < 4; k++)
+        if (inside) x[k] = s.out[threadIdx.x / WAVE][4 * lane + k];
     rfk_quantize4<WAVE>(a.to8, 0, n_out, first / 4 + lane, x, inside);
 }
 
@@ -3975,19 +3991,20 @@ template <> struct rfk_row_raw<uint16_t> {
     }
 };
 template <> struct rfk_row_raw<float> {
-    float4 v[2];
+    float v[8]; /* not two vectors: they would go to private memory on AMD */
     __device__ __forceinline__ void clear() {
-        v[0].x = v[0].y = v[0].z = v[0].w = 0;
-        v[1] = v[0];
+        RFK_UNROLL(8)
+        for (int i = 0; i < 8; i++) v[i] = 0;
     }
     __device__ __forceinline__ void load(const float *p) {
-        v[0] = reinterpret_cast<const float4 *>(p)[0];
-        v[1] = reinterpret_cast<const float4 *>(p)[1];
+        const float4 a = reinterpret_cast<const float4 *>(p)[0], b = reinterpret_cast<const float4 *>(p)[1];
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+        v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
     }
     __device__ __forceinline__ void make(const float *p) { load(p); }
     __device__ __forceinline__ void values(float *x) const {
-        RFK_UNROLL(2)
-        for (int i = 0; i < 2; i++) x[4 * i] = v[i].x, x[4 * i + 1] = v[i].y, x[4 * i + 2] = v[i].z, x[4 * i + 3] = v[i].w;
+        RFK_UNROLL(8)
+        for (int i = 0; i < 8; i++) x[i] = v[i];
     }
 };
 
@@ -4127,6 +4144,7 @@ RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const KV *k, 
     for (int t = 0; t < S::T; t++) o.k[t].values(keys[t]);
     RFK_UNROLL(8)
     for (int g = 0; g < G; g++) { /* queries are read once for all positions */
+        if (G > 4) rfk_in_order();
         const float4 *q = reinterpret_cast<const float4 *>(&s.x[g][lane * 8]);
         const float4 q0 = q[0], q1 = q[1];
         RFK_UNROLL(4)
@@ -6629,8 +6647,8 @@ static rf_result rfk_run_delta(const rfk_launching *l) {
     a.scale = op->scale;
     a.eps = op->eps;
     rfk_delta_kernel kernel = RFK_BY_WAVE(l, (rfk_find_delta<32>(a.head_dim)), (rfk_find_delta<64>(a.head_dim)));
-    return rfk_go(l, kernel, dim3(rfk_ceil_div(a.head_dim_v, 4 * RFK_DELTA_COLS), a.n_heads, l->p->n_seq),
-                  4 * l->p->dev->wave, a);
+    const uint32_t wave = l->p->dev->wave, cols = RFK_DELTA_COLS(wave, a.head_dim);
+    return rfk_go(l, kernel, dim3(rfk_ceil_div(a.head_dim_v, 4 * cols), a.n_heads, l->p->n_seq), 4 * wave, a);
 }
 
 static rf_result rfk_run_slice(const rfk_launching *l) {
