@@ -300,7 +300,7 @@ static void test_experts(void) {
         uint64_t on_cpu = 0;
         REQUIRE(open_within(&r, &file, device_name(k), &md) == RF_OK && write_within(&r, &got) == RF_OK, "%s", r.err.text);
         for (uint32_t layer = 0; layer < LAYERS; layer++) on_cpu += rf_model_get_expert_stats(r.m, layer).on_cpu;
-        const double off = distance(got.logits, want.logits, RFI_COUNT(got.logits));
+        const double off = distance(got.logits, want.logits, RFT_COUNT(got.logits));
         CHECK(on_cpu > 0 && off <= INT8_TOLERANCE && memcmp(got.ids, want.ids, sizeof got.ids) == 0, "%llu on the CPU, off by %g", (unsigned long long)on_cpu, off);
         printf("    %llu experts on the CPU: off by %.2g\n", (unsigned long long)on_cpu, off);
         rig_close(&r);
