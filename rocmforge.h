@@ -444,7 +444,7 @@ typedef struct rf_model_info {
     uint32_t n_embd;
     uint32_t n_vocab;
     uint32_t n_heads;        /* of layer 0                                                  */
-    uint32_t n_kv_heads;     /* of layer 0                                                  */
+    uint32_t n_kv_heads;     /* of layer 0; 0: it has no attention                          */
     uint32_t head_dim;
     uint32_t n_ctx_train;    /* context the model was trained for, tokens                   */
     uint32_t n_tensors;      /* tensors the plan uses, each expert of one for itself        */
@@ -550,7 +550,8 @@ typedef struct rf_session_desc {
     uint32_t cache_type;   /* rf_cache_type; 0 = f16. Q8_0 wants heads of a multiple of 32 values                */
     uint32_t full_cache;   /* 0: layers with a sliding window keep the positions that the window and the largest
                               batch need, and a sequence cannot be cut back far (rf_session_truncate); 1: all layers
-                              keep n_ctx positions, and it can be cut anywhere. The logits are the same bits.    */
+                              keep n_ctx positions, and it can be cut anywhere, unless it was restored from a
+                              session that kept less. The logits are the same bits.                              */
     uint32_t n_snapshots;  /* recurrent models: older states that a sequence keeps, to be cut back to; 0 = 4, or
                               1 if n_seq_max > 1                                                                 */
 } rf_session_desc;
@@ -621,8 +622,8 @@ ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_
                                    rf_error *err);
 
 /* Make sequence `seq` hold exactly a prefix of `tokens`: keep the longest common prefix with what it holds now, drop
- * the rest. *kept (out) <= n_tokens is the position from which the caller must evaluate: 0 where the sequence cannot be
- * cut back that far (rf_session_truncate). If all of them are held, one is dropped, so that evaluating the last one
+ * the rest. *kept (out) <= n_tokens is the position from which the caller must evaluate: less than that prefix, or 0,
+ * where the sequence cannot be cut back to it (rf_session_truncate). If all of them are held, one is dropped, so that evaluating the last one
  * gives logits again.   Cost O(kept). */
 ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_t *tokens, uint32_t n_tokens,
                                         uint32_t *kept, rf_error *err);
@@ -631,7 +632,8 @@ ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_
  * length it really has now, and from where the caller evaluates its tokens again: n_keep, or less where that cannot be.
  * If layers of the model have a sliding window and the session keeps no more of them (rf_session_desc.full_cache), what
  * is more than n_batch tokens behind the furthest that the sequence has been may be gone: then it is 0. Sequences that
- * were never longer than the window can be cut anywhere. A restored one can go back as far as the saved one could.
+ * were never longer than the window can be cut anywhere. A restored one can go back as far as the saved one could, if the
+ * session's n_batch is no smaller.
  * A recurrent model goes back to the last state it has kept; a sequence keeps n_snapshots of them, spread over it: at
  * every 256th token, before the last token of the last rf_eval with several, and of those evaluated one at a time a
  * few. A restored one has the state that was saved, no older ones.
@@ -4873,7 +4875,7 @@ static void rfi_cache_reset(rfi_cache *c, uint32_t n_frames) {
 static void rfi_cache_count(rfi_cache *c, const rfi_bank *bank, const uint32_t *rows_of, uint32_t n_rows) {
     if (bank == c->banks) {
         c->clock++;
-        c->unit *= exp2(n_rows / RFI_EXPERT_HALF_LIFE);
+        c->unit *= exp2(fmin(n_rows / RFI_EXPERT_HALF_LIFE, 300)); /* stays finite */
     }
     for (uint32_t e = 0; e < bank->n_experts; e++) c->score[bank->first + e] += c->unit * rows_of[e];
     if (c->unit < 1e200) return;
@@ -4992,9 +4994,11 @@ static uint32_t rfi_cache_frame(rfi_store *s, const rfi_bank *bank, uint32_t exp
 /* Have the matrices of an expert loaded into its frame: 1 if they are there. */
 static int rfi_cache_load(rfi_store *s, const rfi_bank *bank, uint32_t expert) { /* lock held, released meanwhile */
     int there = 1;
+    const uint64_t epoch = atomic_load(&s->epoch);
     for (uint32_t k = 0; k < bank->n_weights; k++) {
         rfi_tensor *t = &s->tensors[rfi_bank_slot(bank, k, expert)];
         there &= rfi_cell_is_ready(&t->cell);
+        if (atomic_load(&s->epoch) != epoch) continue; /* cancelled meanwhile: no more of them */
         if (!rfi_cell_try_claim(&t->cell, &s->lot)) continue;
         rfi_tensor_find_home(s, t);
         rfi_job_begin(s, t, 0);
@@ -5470,7 +5474,12 @@ static void rfi_store_free(rfi_store *s) {
     pthread_mutex_unlock(&s->lock);
     for (uint32_t i = 0; i < RFI_MAX_READERS; i++)
         if (s->readers[i].started) pthread_join(s->readers[i].thread, NULL);
-    if (s->tensors) rfi_store_clear(s, 0);
+    if (s->tensors) {
+        pthread_mutex_lock(&s->lock);
+        rfi_loader_cancel(s); /* what a reader began before it saw that it must leave */
+        pthread_mutex_unlock(&s->lock);
+        rfi_store_clear(s, 0);
+    }
     for (uint32_t i = 0; i < s->n_homes; i++) api->host_release(s->device->dev, s->homes[i]);
     if (s->queue) api->queue_release(s->queue);
     if (s->table) api->table_release(s->table);
@@ -5530,6 +5539,8 @@ static void rfi_store_describe(rfi_store *s) {
 static int rfi_bank_add(rfi_store *s, const rf_op *op) {
     rfi_cache *c = &s->cache;
     rfi_bank *b = &c->banks[c->n_banks - 1];
+    for (uint32_t k = 0; k < b->n_weights; k++)
+        if (b->weight[k] == op->weight) return 1; /* gates and what they multiply in one matrix */
     if (b->n_weights == RFI_EXPERT_WEIGHTS || op->n_experts != b->n_experts) return 0;
     b->weight[b->n_weights++] = op->weight;
     for (uint32_t e = 0; e < op->n_experts; e++) {
@@ -6273,6 +6284,9 @@ static rf_result rfi_config_heads(const rf_gguf *g, rfi_config *c, rf_error *err
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_rot, 0, 0, &c->n_rot, err);
     if (r == RF_OK && c->n_rot % 2)
         r = rfi_fail_at_key(g, c->arch, n_rot.suffix, err, "want an even number, found %u", c->n_rot);
+    if (r == RF_OK && c->recurrent.kind == RFI_DELTA_NET && c->head_dim_v != c->head_dim) /* a gate for each value */
+        r = rfi_fail_at_key(g, c->arch, value_length.suffix, err, "want attention.key_length %u, found %u",
+                            c->head_dim, c->head_dim_v);
     if (r == RF_OK) r = rfi_config_local_heads(g, c, err);
     return r;
 }
@@ -12174,8 +12188,9 @@ static const rf_allocator *rfi_session_allocator(const rf_session *s) { return r
 
 #define RFI_MAX_SNAPSHOTS 1024u
 
-/* Slots of a sequence: what it keeps, where it was before the eval in progress, and where that has come to. */
-static uint32_t rfi_session_n_slots(const rf_session_desc *d) { return d->n_snapshots + 2; }
+/* Slots of a sequence: what it keeps, where it was before the eval in progress and before its micro-batch, and where
+ * that has come to. */
+static uint32_t rfi_session_n_slots(const rf_session_desc *d) { return d->n_snapshots + 3; }
 
 static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *desc, rf_session_desc *out,
                                      rf_error *err) {
@@ -12241,7 +12256,7 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
     }
     fits &= rfi_place(&host, &unused, d->n_logits_max, (uint64_t)plan->n_vocab + 1, sizeof(float));
     fits &= rfi_place(&host, &unused, d->n_batch, (uint64_t)plan->n_embd + 8, sizeof(float));
-    fits &= rfi_place(&host, &unused, d->n_seq_max, (uint64_t)d->n_ctx + 3, sizeof(int32_t));
+    fits &= rfi_place(&host, &unused, d->n_seq_max, (uint64_t)d->n_ctx + 5, sizeof(int32_t));
     out->host_bytes = host;
     return fits ? RF_OK : rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: sizes do not fit 64 bits");
 }
@@ -12265,9 +12280,9 @@ static void rfi_session_release(rf_session *s) {
     const rf_device_api *api = s->m->device->api;
     const rf_allocator *alloc = rfi_session_allocator(s);
     rf_dev *dev = s->m->device->dev;
-    rfi_aside_close(s);
     if (s->prepared) api->plan_release(s->prepared);
     if (s->queue) api->queue_release(s->queue);
+    rfi_aside_close(s); /* its copies were the queue's */
     if (s->logits) api->host_release(dev, s->logits);
     if (s->argmax) api->host_release(dev, s->argmax);
     if (s->route) api->host_release(dev, s->route);
@@ -13363,7 +13378,7 @@ static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens, uint32
         if (n_tokens) h.total_bytes += 4ull * p->states[i].width;
     for (uint32_t i = 0; i < p->n_states; i++)
         for (int v = 0; v < 2; v++)
-            h.total_bytes += (n_tokens - rfi_saved_first(&h, &p->states[i])) * p->states[i].n_kv_heads *
+            h.total_bytes += (uint64_t)(n_tokens - rfi_saved_first(&h, &p->states[i])) * p->states[i].n_kv_heads *
                              rfi_state_row_bytes(s, &p->states[i], v);
     return h;
 }

@@ -1178,18 +1178,18 @@ RFK_DEVICE void rfk_quantize4(const rfk_int8_rows &to, size_t row, uint32_t n, u
     }
 }
 
-/* grid [ceil(n / 1024), rows]   block 256 */
+/* grid [rows, ceil(n / 1024)]   block 256 */
 struct rfk_quantize_args {
     const float *in;
     rfk_int8_rows to;
     uint32_t in_stride, n;
 };
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_quantize(rfk_quantize_args a) {
-    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    uint32_t i = blockIdx.y * RFK_BLOCK + threadIdx.x;
     bool inside = i < a.n / 4;
     float x[4] = {0, 0, 0, 0};
-    for (uint32_t k = 0; inside && k < 4; k++) x[k] = a.in[(size_t)blockIdx.y * a.in_stride + 4 * (size_t)i + k];
-    rfk_quantize4<WAVE>(a.to, blockIdx.y, a.n, i, x, inside);
+    for (uint32_t k = 0; inside && k < 4; k++) x[k] = a.in[(size_t)blockIdx.x * a.in_stride + 4 * (size_t)i + k];
+    rfk_quantize4<WAVE>(a.to, blockIdx.x, a.n, i, x, inside);
 }
 
 /* out (+)= x / sqrt(mean(x^2) + eps) * w + b over n values, x = in or in - mean(in), and out quantized for the matmul
@@ -1717,7 +1717,8 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
             sk += s[m] * k[m];
         }
         float beta = 1.0f / (1.0f + expf(-a.beta[(size_t)t * a.beta_stride + h]));
-        float d = inside ? beta * (in[2 * (size_t)n_keys + (size_t)h * a.head_dim_v + col] - rfk_column_sum<WAVE, DIM>(sk)) : 0;
+        const float seen = rfk_column_sum<WAVE, DIM>(sk); /* by all lanes */
+        float d = inside ? beta * (in[2 * (size_t)n_keys + (size_t)h * a.head_dim_v + col] - seen) : 0;
         RFK_UNROLL(64)
         for (uint32_t m = 0; m < DIM / lanes; m++) {
             s[m] += k[m] * d;
@@ -4021,7 +4022,6 @@ template <class KV, int G, int PER> struct rfk_row_shape {
 template <int G, int PER> struct rfk_row_shared {
     alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value; later the results             */
     alignas(16) float join[RFK_ROW_JOIN]; /* by wave and query: weighted sums, maximum, sum of weights              */
-    float largest[G][64], sum[G][64]; /* of the splits                                                          */
     uint32_t is_last;
 };
 
@@ -5021,13 +5021,24 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     d->wave = d->info.wave_size;
 #if defined(RFK_NVIDIA)
     d->graphs = RFK_GRAPHS_ON;
-    d->early = atoi(d->info.arch + 3) >= 90; /* sm_90 */
 #else
     d->graphs = RFK_GRAPHS_CHECKED;
 #endif
     if (r == RF_OK && !d->info.usable)
         r = rfk_fail(err, RF_ERR_UNSUPPORTED, 0, 0, "%s: %s", d->info.name, d->info.note);
     if (r == RF_OK) r = rfk_run_probe(d, err);
+#if defined(RFK_NVIDIA)
+    cudaFuncAttributes kernel;
+    memset(&kernel, 0, sizeof kernel);
+    if (r == RF_OK) { /* the wait is in kernels that were compiled for sm_90; columns of 32,000 values need all of LDS */
+        const void *rows[2] = {(const void *)rfk_rows<32, RFK_ROWS_STRIPS, false>,
+                               (const void *)rfk_rows<32, RFK_ROWS_STRIPS, true>};
+        d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
+        for (int i = 0; i < 2; i++)
+            (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_MAX_COLUMN / 64 * 96);
+        (void)cudaGetLastError();
+    }
+#endif
     if (r != RF_OK) rfk_device_close(d);
     else *out = d;
     return r;
@@ -5860,7 +5871,7 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
              dim % 8 == 0 && dim <= RFK_MAX_HEAD && rope[0].n_rot > 0 &&
              att->n_heads / att->n_kv_heads <= RFK_QUERIES;
     for (int r = 0; r < 2; r++)
-        ok = ok && rope[r].head_dim == dim && rope[r].n_rot == first->n_rot && rope[r].table == first->table &&
+        ok = ok && !(rope[r].flags & RF_OP_LAST) && rope[r].head_dim == dim && rope[r].n_rot == first->n_rot && rope[r].table == first->table &&
              rope[r].extra == first->extra && rope[r].extra_at == first->extra_at && rope[r].scale == first->scale &&
              rope[r].flags == rope[0].flags && rfk_is_known(&rope[r]);
     for (int r = 0; r < 2 && f.norms[r] != RF_NONE; r++) {
@@ -5913,7 +5924,7 @@ static void rfk_make_fused(rf_prepared *p) {
                 if (f.to_int8) int8_buffer = att->out;
             } else if (f.kind == RFK_FUSED_ROWS && f.glu != RF_NONE) {
                 const rf_op *glu = &plan->ops[f.glu], *next = glu + 1;
-                f.to_int8 = rfk_is_matmul(plan, f.glu + 1, end) && next->in == glu->out && next->n_in == glu->n_out &&
+                f.to_int8 = !f.is_int8 && rfk_is_matmul(plan, f.glu + 1, end) && next->in == glu->out && next->n_in == glu->n_out &&
                             rfk_glu_to_int8(p, &f);
                 if (f.to_int8) int8_buffer = glu->out;
             }
@@ -5969,7 +5980,7 @@ static rf_result rfk_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t 
     const rf_plan *plan = bind->plan;
     rf_result r = RF_OK;
     *out = NULL;
-    if (bind->n_ctx == 0 || bind->n_seq == 0 || bind->n_batch == 0 || bind->n_batch > 65535 || bind->n_logits > 65535)
+    if (bind->n_ctx == 0 || bind->n_seq == 0 || (bind->n_slots && bind->n_seq > 65535) || bind->n_batch == 0 || bind->n_batch > 65535 || bind->n_logits > 65535)
         return rfk_fail(
             err, RF_ERR_ARGUMENT, 0, 0,
             "hip: %u sequences of %u cells, %u rows, %u logits: at most 65535 rows of a step, at least 1 of each",
@@ -6281,12 +6292,14 @@ static rf_result rfk_run_matmul(const rfk_launching *l) {
         z.to = l->p->x8;
         z.in_stride = l->b.in_stride;
         z.n = op->n_in;
-        dim3 grid(rfk_ceil_div(op->n_in, 4 * RFK_BLOCK), l->n_rows);
+        dim3 grid(l->n_rows, rfk_ceil_div(op->n_in, 4 * RFK_BLOCK));
         r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), grid, RFK_BLOCK, z);
     }
     if (r != RF_OK) return r;
     bool tiles = a.n_cols > RFK_FEW_COLS;
-    if (!rfk_is_float_type(type) && l->p->dev->wrong_units & RFK_WRONG_BYTES) tiles = false;
+    const uint32_t wrong = l->p->dev->wrong_units;
+    if (!rfk_is_float_type(type) && wrong & RFK_WRONG_BYTES) tiles = false;
+    if (RFK_HAS_PARTS(type) && wrong & RFK_WRONG_HALVES) tiles = false; /* their minimums are such products */
     if (tiles && !rfk_is_float_type(type)) return rfk_run_tiles(l, &a);
     if (tiles && rfk_piece_values(l->p->dev, l->p->plan, op))
         return type == RF_TYPE_F16 ? rfk_run_halves<false>(l, &a) : rfk_run_halves<true>(l, &a);
@@ -6537,7 +6550,7 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
         z.in_stride = l->b.in_stride;
         z.n = (uint32_t)rfk_int8_width(op);
         rf_result r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)),
-                             dim3(rfk_ceil_div(z.n, 4 * RFK_BLOCK), l->n_rows), RFK_BLOCK, z);
+                             dim3(l->n_rows, rfk_ceil_div(z.n, 4 * RFK_BLOCK)), RFK_BLOCK, z);
         if (r != RF_OK) return r;
     }
     return rfk_go(l, RFK_BY_WAVE(l, (rfk_find_experts<32>(type)), (rfk_find_experts<64>(type))),
@@ -6573,7 +6586,7 @@ static rf_result rfk_run_heads(const rfk_launching *l) {
         z.in_stride = rest ? op->head_dim : l->b.in_stride;
         z.n = rest ? op->n_in : op->n_in * op->n_heads;
         r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)),
-                   dim3(rfk_ceil_div(z.n, 4 * RFK_BLOCK), rest ? l->n_rows * op->n_heads : l->n_rows), RFK_BLOCK, z);
+                   dim3(rest ? l->n_rows * op->n_heads : l->n_rows, rfk_ceil_div(z.n, 4 * RFK_BLOCK)), RFK_BLOCK, z);
     }
     if (r == RF_OK)
         r = rfk_go(l, RFK_BY_WAVE(l, (rfk_find_experts<32>(type)), (rfk_find_experts<64>(type))),
