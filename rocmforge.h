@@ -623,8 +623,8 @@ ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_
 
 /* Make sequence `seq` hold exactly a prefix of `tokens`: keep the longest common prefix with what it holds now, drop
  * the rest. *kept (out) <= n_tokens is the position from which the caller must evaluate: less than that prefix, or 0,
- * where the sequence cannot be cut back to it (rf_session_truncate). If all of them are held, one is dropped, so that evaluating the last one
- * gives logits again.   Cost O(kept). */
+ * where the sequence cannot be cut back to it (rf_session_truncate). If all of them are held, one is dropped, so that
+ * evaluating the last one gives logits again.   Cost O(kept). */
 ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_t *tokens, uint32_t n_tokens,
                                         uint32_t *kept, rf_error *err);
 
@@ -632,8 +632,8 @@ ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_
  * length it really has now, and from where the caller evaluates its tokens again: n_keep, or less where that cannot be.
  * If layers of the model have a sliding window and the session keeps no more of them (rf_session_desc.full_cache), what
  * is more than n_batch tokens behind the furthest that the sequence has been may be gone: then it is 0. Sequences that
- * were never longer than the window can be cut anywhere. A restored one can go back as far as the saved one could, if the
- * session's n_batch is no smaller.
+ * were never longer than the window can be cut anywhere. A restored one can go back as far as the saved one could, if
+ * the session's n_batch is no smaller.
  * A recurrent model goes back to the last state it has kept; a sequence keeps n_snapshots of them, spread over it: at
  * every 256th token, before the last token of the last rf_eval with several, and of those evaluated one at a time a
  * few. A restored one has the state that was saved, no older ones.
