@@ -5755,7 +5755,7 @@ typedef struct rfi_arch {
 } rfi_arch;
 
 static const rfi_arch *rfi_arch_find(rf_string name);
-static void rfi_arch_list(char *text, size_t capacity); /* "llama, qwen2, ..." */
+static void rfi_arch_list(char *text, size_t capacity); /* "llama, qwen2, ...", as many as fit */
 
 typedef struct rfi_rope_config {
     double base, factor;
@@ -5923,7 +5923,7 @@ static rf_result rfi_config_arch(const rf_gguf *g, rfi_config *c, rf_error *err)
                         rfi_gguf_path(g));
     c->arch = rfi_arch_find(arch);
     if (c->arch) return RF_OK;
-    char names[400];
+    char names[200]; /* of an error's text, behind a path */
     rfi_arch_list(names, sizeof names);
     return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where,
                     "%s: general.architecture at byte %llu: '%.*s' is not supported (supported: %s)",
@@ -7532,10 +7532,14 @@ static const rfi_arch *rfi_arch_find(rf_string name) {
 }
 
 static void rfi_arch_list(char *text, size_t capacity) {
+    const char *separator = "";
     size_t n = 0;
     text[0] = 0;
-    for (size_t i = 0; i < RFI_COUNT(rfi_archs) && n < capacity; i++)
-        n += (size_t)snprintf(text + n, capacity - n, "%s%s", i ? ", " : "", rfi_archs[i].name);
+    for (size_t i = 0; i < RFI_COUNT(rfi_archs); i++, separator = ", ") {
+        const int fits = n + strlen(rfi_archs[i].name) + sizeof ", , ..." <= capacity;
+        n += (size_t)snprintf(text + n, capacity - n, "%s%s", separator, fits ? rfi_archs[i].name : "...");
+        if (!fits) break;
+    }
 }
 
 static void rfi_plan_free(const rf_allocator *alloc, rf_plan *p) {
