@@ -6208,7 +6208,7 @@ static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *er
         rf_result r = rfi_key_uint(g, c->arch, &heads, il, c->n_blocks, &l->n_heads, err);
         if (r != RF_OK) return r;
         const int conv = c->arch->recurrent && c->arch->recurrent->kind == RFI_SHORT_CONV; /* no heads: recurrent */
-        const rfi_uint_key kv_heads = {"attention.head_count_kv", !conv, 1 << 14, l->n_heads, conv};
+        const rfi_uint_key kv_heads = {"attention.head_count_kv", !conv, 1 << 14, l->n_heads, (uint32_t)conv};
         r = rfi_key_uint(g, c->arch, &kv_heads, il, c->n_blocks, &l->n_kv_heads, err);
         if (r == RF_OK) r = rfi_key_uint(g, c->arch, &ff, il, c->n_blocks, &l->n_ff, err);
         if (r != RF_OK) return r;

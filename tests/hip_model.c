@@ -336,7 +336,7 @@ static rf_result whole_life(rig *r, const mg_buf *file, float *out) {
 static int names_its_object(const char *text) {
     const char *object = strstr(text, " for ");
     if (strncmp(text, "hip", 3) != 0) return 0;
-    if (strstr(text, "hipLaunchKernel")) return strstr(text, "for op ") || strstr(text, "for blk.") || strstr(text, "for output") || strstr(text, "for token_embd") || strstr(text, "for a step") || strstr(text, "for a probe");
+    if (strstr(text, "hipLaunchKernel")) return strstr(text, "for op ") || strstr(text, "for blk.") || strstr(text, "for output") || strstr(text, "for token_embd") || strstr(text, "for a step") || strstr(text, "for a probe") || strstr(text, "for a check of the matrix units");
     return (object && object[5]) || strstr(text, "no usable GPU") != NULL;
 }
 
