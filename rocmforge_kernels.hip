@@ -2947,8 +2947,17 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
 #define RFK_MANY_TILE 128 /* and of the larger one                  */
 /* Q2_K has two minimums for 32 weights: with 128 rows that would be more than 48 KiB; and the types that share kernels
  * take the registers of a second unit to unpack one. `type`: what a kernel is for. */
-#define RFK_ROWS_OF(type, cols) \
-    ((cols) == RFK_MANY_TILE && (type) < RF_TYPE_COUNT && (type) != RF_TYPE_Q2_K ? RFK_TILE_ROWS : RFK_FEW_ROWS)
+#define RFK_ROWS_OF(type, cols)                                                                     \
+    ((cols) == RFK_MANY_TILE && (type) < RF_TYPE_COUNT && (type) != RF_TYPE_Q2_K && !RFK_IS_TIGHT(type) \
+         ? RFK_TILE_ROWS                                                                                \
+         : RFK_FEW_ROWS)
+/* Two scales for 32 weights: AMD's 256 registers do not do for the larger tile, with minimums not even for its columns. */
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+#define RFK_IS_TIGHT(type) 0
+#else
+#define RFK_IS_TIGHT(type) ((type) == RF_TYPE_Q6_K || (type) == RF_TYPE_Q2_K)
+#endif
+#define RFK_COLS_OF(type, cols) (RFK_IS_TIGHT(type) && (type) == RF_TYPE_Q2_K ? RFK_FEW_TILE : (cols))
 
 #define RFK_HAS_PARTS(type) ((type) == RF_TYPE_Q4_K || (type) == RF_TYPE_Q5_K)
 
@@ -6169,7 +6178,7 @@ template <int WAVE, int COLS> static rfk_tiles_kernel rfk_find_matmul(uint32_t t
     case RF_TYPE_Q5_1: return rfk_matmul<RF_TYPE_Q5_1, WAVE, COLS>;
     case RF_TYPE_Q4_K: return rfk_matmul<RF_TYPE_Q4_K, WAVE, COLS>;
     case RF_TYPE_Q5_K: return rfk_matmul<RF_TYPE_Q5_K, WAVE, COLS>;
-    case RF_TYPE_Q2_K: return rfk_matmul<RF_TYPE_Q2_K, WAVE, COLS>;
+    case RF_TYPE_Q2_K: return rfk_matmul<RF_TYPE_Q2_K, WAVE, RFK_COLS_OF(RF_TYPE_Q2_K, COLS)>;
     case RFK_OTHER32: return rfk_matmul<RFK_OTHER32, WAVE, COLS>;
     case RFK_OTHER16: return rfk_matmul<RFK_OTHER16, WAVE, COLS>;
     default: return rfk_matmul<RF_TYPE_Q6_K, WAVE, COLS>;
@@ -6239,7 +6248,7 @@ static rf_result rfk_run_tiles(const rfk_launching *l, const rfk_matmul_args *pr
     uint32_t type = p->plan->weights[l->op->weight].type;
     t.m = *products;
     bool many = t.m.n_cols > RFK_FEW_TILE;
-    t.cols = many ? RFK_MANY_TILE : RFK_FEW_TILE;
+    t.cols = many ? RFK_COLS_OF(type, RFK_MANY_TILE) : RFK_FEW_TILE;
     t.rows = RFK_ROWS_OF(rfk_kernel_type(type), t.cols);
     uint32_t row_tiles = rfk_make_products(l, &t.m, t.rows), col_tiles = rfk_ceil_div(t.m.n_cols, t.cols);
     rfk_cut_depth(p, &t, row_tiles * col_tiles);
