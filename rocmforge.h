@@ -433,7 +433,8 @@ typedef struct rf_model_desc {
     uint32_t expert_policy;     /* rf_expert_policy                                                         */
     uint32_t expert_cpu_below;  /* an expert that is not there and was chosen fewer times of late, as LFRU counts, is
                                    computed by the CPU, in steps of up to 8 rows; 0 = none. Logits then depend on
-                                   what is there. The file must be mapped                                   */
+                                   what is there. The file must be mapped. The first session that asks for
+                                   it starts threads, one per core, for all on the device                   */
     uint32_t expert_prefetch;   /* 1: idle readers fill what is empty of the cache, the likeliest first     */
 } rf_model_desc;
 
@@ -3916,6 +3917,7 @@ struct rf_device {
     rfi_lot lot;             /* guards what follows; wakes when a store becomes idle */
     rfi_store *stores;
     uint64_t clock;          /* counts uses, for "least recently" */
+    rf_dev *beside;          /* a CPU device for experts that the CPU computes; NULL until some are to be */
     uint32_t is_gpu;
 };
 
@@ -4007,6 +4009,7 @@ typedef struct rfi_cache {
     uint32_t n_free;    /* without users, less those that evals are about to take */
     uint32_t n_empty;   /* frames that no expert has had              */
     int watching;       /* a reader waits for a copy to end           */
+    int ahead;          /* no cancel since something was asked for: readers may fill what is empty */
     int wanted;         /* an eval waits for free frames; those behind it wait until it has them */
 } rfi_cache;
 
@@ -4074,6 +4077,8 @@ struct rfi_store {
     uint64_t host_pinned_bytes; /* of these */
     unsigned char *home_at;     /* the free rest of the last one */
     uint64_t home_left;
+    uint64_t home_retry;        /* loads before another try to have more */
+    int home_creating;
     rfi_stage stages[RFI_MAX_STAGES];
     uint32_t n_stages_max;
     rfi_reader readers[RFI_MAX_READERS];
@@ -4272,6 +4277,42 @@ static void rfi_tensor_drop(rfi_store *s, rfi_tensor *t) { /* lock held */
 
 /* ---- loads ---- */
 
+/* Another block of pinned memory in which n bytes find a place: 1. A driver may take a second for it, so that it is
+ * made without the lock, by one thread; others that want a place wait for it, all else goes on. After a failure it is
+ * tried again when as many tensors as there are have been loaded. */
+static int rfi_home_create(rfi_store *s, uint64_t n) { /* lock held, released meanwhile */
+    const uint64_t most = s->desc.pinned_bytes, left = most - s->host_pinned_bytes;
+    const uint64_t size = rfi_min_u64(left, rfi_max_u64(n, rfi_max_u64(RFI_HOME_BLOCK, most / RFI_MAX_HOMES * 2)));
+    void *mem = NULL;
+    if (size < n || s->n_homes == RFI_MAX_HOMES || atomic_load(&s->loads) < s->home_retry) return 0;
+    s->home_creating = 1;
+    pthread_mutex_unlock(&s->lock);
+    const rf_result r = s->device->api->host_create(s->device->dev, size, &mem, NULL);
+    pthread_mutex_lock(&s->lock);
+    s->home_creating = 0;
+    rfi_changed(s);
+    if (r != RF_OK) {
+        s->home_retry = atomic_load(&s->loads) + s->plan.n_weights;
+        return 0;
+    }
+    s->homes[s->n_homes++] = mem;
+    s->host_pinned_bytes += size;
+    s->home_at = (unsigned char *)mem;
+    s->home_left = size;
+    return 1;
+}
+
+/* A place in pinned host memory, for good, for a tensor that will be loaded again; none if there is no more. */
+static void rfi_tensor_find_home(rfi_store *s, rfi_tensor *t) { /* lock held, released meanwhile */
+    const uint64_t n = (t->info.size_bytes + 255) & ~(uint64_t)255;
+    if (t->home || t->in_place || rfi_is_resident(t) || s->desc.pinned_bytes == 0) return;
+    while (s->home_creating) pthread_cond_wait(&s->changed, &s->lock);
+    if (s->home_left < n && !rfi_home_create(s, n)) return;
+    t->home = s->home_at;
+    s->home_at += n;
+    s->home_left -= n;
+}
+
 /* The load of a tensor whose cell this thread has made LOADING. A failure is found in t->err when it ends. */
 static void rfi_job_begin(rfi_store *s, rfi_tensor *t, int demanded) { /* lock held, released meanwhile */
     if (t->bound) { /* a copy failed after READY */
@@ -4289,6 +4330,7 @@ static void rfi_job_begin(rfi_store *s, rfi_tensor *t, int demanded) { /* lock h
     atomic_store(&t->arrived, 0);
     if (s->n_jobs++ == 0) s->busy_since = rfi_now();
     s->n_stream_jobs += t->streamed;
+    rfi_tensor_find_home(s, t);
     if (rfi_gguf_unchanged(s->g, &t->info, &t->err) == RF_OK && rfi_tensor_memory(s, t, &t->err) == RF_OK) {
         t->bound = 1;
         if (!t->in_place) rfi_tensor_slab(s, t)->n_bound++;
@@ -4343,6 +4385,7 @@ static void rfi_job_end_if_over(rfi_store *s, rfi_tensor *t) { /* lock held */
 /* End every load: those at work see it at their next piece. */
 static void rfi_loader_cancel(rfi_store *s) { /* lock held */
     atomic_fetch_add(&s->epoch, 1);
+    s->cache.ahead = 0;
     for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) s->tensors[slot].wanted = 0;
     for (rfi_tensor *t = s->jobs, *next; t; t = next) {
         next = t->next_job;
@@ -4539,29 +4582,6 @@ static rf_result rfi_store_help(rfi_store *s, rfi_tensor *t, rf_error *err) {
     return r;
 }
 
-/* A place in pinned host memory, for good, for a tensor that will be loaded again; none if there is no more. */
-static void rfi_tensor_find_home(rfi_store *s, rfi_tensor *t) { /* lock held */
-    const uint64_t n = (t->info.size_bytes + 255) & ~(uint64_t)255, most = s->desc.pinned_bytes;
-    if (t->home || t->in_place || most == 0) return;
-    if (s->home_left < n) {
-        const uint64_t block = rfi_max_u64(n, rfi_max_u64(RFI_HOME_BLOCK, most / RFI_MAX_HOMES * 2));
-        const uint64_t size = rfi_min_u64(block, most - s->host_pinned_bytes);
-        void *mem = NULL;
-        if (size < n || s->n_homes == RFI_MAX_HOMES) return;
-        if (s->device->api->host_create(s->device->dev, size, &mem, NULL) != RF_OK) {
-            s->desc.pinned_bytes = s->host_pinned_bytes; /* no more can be had */
-            return;
-        }
-        s->homes[s->n_homes++] = mem;
-        s->host_pinned_bytes += size;
-        s->home_at = (unsigned char *)mem;
-        s->home_left = size;
-    }
-    t->home = s->home_at;
-    s->home_at += n;
-    s->home_left -= n;
-}
-
 /* ---- streaming: the ring ---- */
 
 /* A place for n bytes behind the newest of the ring's tensors, which lie there in the order of their loads. */
@@ -4610,7 +4630,6 @@ static int rfi_stream_begin(rfi_store *s) { /* lock held */
             rfi_cell_try_claim(&t->cell, &s->lot)) {
             t->offset = s->use_offset[use] = offset;
             s->stream_loaded++;
-            rfi_tensor_find_home(s, t);
             rfi_job_begin(s, t, 0);
             return 1;
         }
@@ -4691,6 +4710,7 @@ static void rfi_store_want(rfi_store *s, const uint32_t *layers, uint32_t n_laye
         some = 1;
     }
     s->want_at = 0;
+    s->cache.ahead |= go;
     if (some) rfi_loader_start(s);
     pthread_mutex_unlock(&s->lock);
 }
@@ -4862,13 +4882,26 @@ static uint32_t rfi_bank_slot(const rfi_bank *b, uint32_t weight, uint32_t exper
     return b->weight[weight] + expert;
 }
 
-/* No frame has an expert. */
+/* No frame has an expert. What was chosen how often is still known. */
 static void rfi_cache_reset(rfi_cache *c, uint32_t n_frames) {
     c->n_frames = c->n_free = c->n_empty = n_frames;
     for (uint32_t f = 0; f < n_frames; f++) c->frames[f] = (rfi_frame){.rank = -1, .bank = RF_NONE};
-    for (uint32_t e = 0; e < c->n_experts; e++) c->frame_of[e] = RF_NONE, c->score[e] = 0;
-    c->unit = 1;
-    c->clock = 0;
+    for (uint32_t e = 0; e < c->n_experts; e++) c->frame_of[e] = RF_NONE;
+}
+
+/* Frames whose experts were dropped are empty again. */
+static void rfi_cache_forget(rfi_store *s) { /* lock held */
+    rfi_cache *c = &s->cache;
+    for (uint32_t f = 0; f < c->n_frames; f++) {
+        const rfi_bank *bank = c->frames[f].bank == RF_NONE ? NULL : &c->banks[c->frames[f].bank];
+        int there = !bank || c->frames[f].n_users;
+        for (uint32_t k = 0; !there && k < bank->n_weights; k++)
+            there = !rfi_cell_is_unloaded(&s->tensors[rfi_bank_slot(bank, k, c->frames[f].expert)].cell);
+        if (there) continue;
+        c->frame_of[bank->first + c->frames[f].expert] = RF_NONE;
+        c->frames[f] = (rfi_frame){.rank = -1, .bank = RF_NONE};
+        c->n_empty++;
+    }
 }
 
 /* Count the choices of a step's rows. A step begins with the first layer. */
@@ -5000,7 +5033,6 @@ static int rfi_cache_load(rfi_store *s, const rfi_bank *bank, uint32_t expert) {
         there &= rfi_cell_is_ready(&t->cell);
         if (atomic_load(&s->epoch) != epoch) continue; /* cancelled meanwhile: no more of them */
         if (!rfi_cell_try_claim(&t->cell, &s->lot)) continue;
-        rfi_tensor_find_home(s, t);
         rfi_job_begin(s, t, 0);
     }
     return there;
@@ -5016,6 +5048,7 @@ static rf_result rfi_cache_take(rfi_store *s, rfi_bank *bank, const uint32_t *ro
     pthread_mutex_lock(&s->lock);
     rfi_cache_count(c, bank, rows_of, n_rows);
     rf_result r = rfi_cache_reserve(s, bank, rows_of, cancels, err);
+    if (r == RF_OK) c->ahead = 1;
     for (uint32_t e = 0; r == RF_OK && e < bank->n_experts; e++) /* first: none of these gives way */
         if (rows_of[e] && (frames[e] = c->frame_of[bank->first + e]) != RF_NONE) c->frames[frames[e]].n_users++;
     for (uint32_t e = 0; r == RF_OK && e < bank->n_experts; e++) {
@@ -5035,7 +5068,7 @@ static rf_result rfi_cache_take(rfi_store *s, rfi_bank *bank, const uint32_t *ro
 static int rfi_cache_begin_ahead(rfi_store *s) { /* lock held, released meanwhile */
     rfi_cache *c = &s->cache;
     const rf_device_api *api = s->device->api;
-    if (!s->desc.expert_prefetch || c->n_frames == 0 || c->n_empty == 0 || c->n_free == 0 || s->n_jobs ||
+    if (!s->desc.expert_prefetch || !c->ahead || c->n_frames == 0 || c->n_empty == 0 || c->n_free == 0 || s->n_jobs ||
         s->stream_paused || s->quit || c->watching || atomic_load(&s->resident_loaded) < s->n_resident)
         return 0;
     rf_ticket newest = s->newest_copy;
@@ -5253,14 +5286,15 @@ static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement
     a->resident_bytes = s->device_bytes_needed;
     a->ring_bytes = 0;
     a->n_frames = 0;
-    const uint64_t most = s->desc.expert_cache_bytes;
-    const int capped = most && s->cache.n_banks && s->cache.expert_bytes > most;
-    if (a->resident_bytes <= limit && !capped) return RF_OK;
+    const uint64_t most = s->desc.expert_cache_bytes, layer = s->cache.n_frames_least * s->cache.frame_bytes;
+    const uint64_t others = s->device_bytes_needed - s->cache.expert_bytes;
+    const int capped = most && s->cache.n_banks && s->cache.expert_bytes > most, all = a->resident_bytes <= limit;
+    if (all && !capped) return RF_OK;
     if (rfi_arrange_cache(s, limit, a)) return RF_OK;
-    if (capped)
+    if (capped && most < layer && (all || (others <= limit && limit - others >= layer))) /* else the limit is why */
         return rfi_fail(err, RF_ERR_MEMORY, limit,
                         "%s: expert_cache_bytes %llu are too few: at least %llu hold the experts of a layer",
-                        rfi_gguf_path(s->g), RFI_LLU(most), RFI_LLU(s->cache.n_frames_least * s->cache.frame_bytes));
+                        rfi_gguf_path(s->g), RFI_LLU(most), RFI_LLU(layer));
     uint64_t least = 0, ahead = 0;
     for (int keep = s->desc.stream_policy == RF_STREAM_PREFIX ? 2 : 0; keep >= 0; keep--) {
         a->resident_bytes = s->scratch_bytes;
@@ -5337,6 +5371,7 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
     for (uint32_t slot = 0; slot < s->plan.n_weights; slot++)
         if (!s->tensors[slot].streamed) left += !rfi_store_evict(s, slot);
         else left += !rfi_cell_is_unloaded(&s->tensors[slot].cell);
+    rfi_cache_forget(s);
     for (uint32_t i = 0; i < s->n_slabs; i++) rfi_slab_release(s, &s->slabs[i]);
     rfi_slab_release(s, &s->ring);
     rfi_slab_release(s, &s->cache.slab);
@@ -5375,24 +5410,21 @@ static rfi_store *rfi_store_oldest(const rfi_store *s) { /* device.lot held */
 /* Have a share of the device's budget: the least recently used models give way, those in use are waited for, unless
  * there is a cancel since `cancels` was read. */
 static rf_result rfi_store_arrange(rfi_store *s, uint64_t cancels, rf_error *err) { /* device.lot held */
-    uint64_t own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
-    uint64_t want = rfi_min_u64(own, s->device_bytes_needed);
+    const uint64_t own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
     while (!s->arranged) { /* perhaps by another thread meanwhile */
         uint64_t others, limit = rfi_store_limit(s, &others);
+        rf_result r = rfi_arrange(s, rfi_min_u64(own, limit), &s->arrangement, err);
+        if (r != RF_OK) return r; /* alone, too: nobody need give way, and waiting would not help */
+        const uint64_t want = s->arrangement.resident_bytes + s->arrangement.ring_bytes;
         rfi_store *oldest = others && (others > limit || limit - others < want) ? rfi_store_oldest(s) : NULL;
         if (oldest) {
             rfi_store_clear(oldest, 1);
             oldest->arranged = 0;
             continue;
         }
-        rf_error why;
-        rfi_clear(&why);
-        uint64_t share = rfi_min_u64(own, limit > others ? limit - others : 0);
-        if (rfi_arrange(s, share, &s->arrangement, &why) == RF_OK) {
+        const uint64_t share = rfi_min_u64(own, limit > others ? limit - others : 0);
+        if (others == 0 || rfi_arrange(s, share, &s->arrangement, NULL) == RF_OK) {
             rfi_store_apply(s);
-        } else if (others == 0) {
-            if (err && err->code == RF_OK) *err = why;
-            return why.code;
         } else if (atomic_load(&s->cancels) != cancels) {
             return rfi_fail(err, RF_ERR_CANCELLED, 0, "%s: cancelled while it waited for its part of the device",
                             rfi_gguf_path(s->g));
@@ -5578,6 +5610,7 @@ static rf_result rfi_store_find_experts(rfi_store *s, rf_error *err) {
         c->frame_bytes = rfi_max_u64(c->frame_bytes, bytes);
     }
     if (!fit) c->n_banks = 0;
+    c->unit = 1;
     c->frames = (rfi_frame *)rfi_alloc(alloc, c->n_experts, sizeof *c->frames, "an expert cache", err);
     c->frame_of = (uint32_t *)rfi_alloc(alloc, c->n_experts, sizeof *c->frame_of, "an expert cache", err);
     c->score = (double *)rfi_alloc(alloc, c->n_experts, sizeof *c->score, "an expert cache", err);
@@ -12650,7 +12683,7 @@ static rf_result rfi_eval_give_experts(rf_session *s, rf_result r, rf_error *err
 #define RFI_ASIDE_PAIRS 32u /* of a row and an expert    */
 
 struct rfi_aside {
-    rf_dev *dev; /* a CPU device and on it a plan of the ops between ROUTE and MIX, with one choice for each row */
+    rf_dev *dev; /* a CPU device, not its own, and on it the ops between ROUTE and MIX, with one choice for each row */
     rf_table *table;
     rf_prepared *prepared;
     rf_plan plan;
@@ -12674,7 +12707,6 @@ static void rfi_aside_close(rf_session *s) {
     if (a->prepared) rfi_cpu_api.plan_release(a->prepared);
     if (a->table) rfi_cpu_api.table_release(a->table);
     if (a->scratch.base) rfi_cpu_api.mem_release(a->dev, &a->scratch);
-    if (a->dev) rfi_cpu_api.device_close(a->dev);
     if (a->in) d->api->host_release(d->dev, a->in);
     if (a->x) d->api->host_release(d->dev, a->x);
     rfi_free(alloc, a->ops);
@@ -12753,7 +12785,21 @@ static rf_result rfi_aside_weights(rf_session *s, rf_error *err) {
     return r;
 }
 
-/* Have what it takes to compute experts apart, if it is asked for. Starts the threads of a CPU device. */
+/* The CPU device that computes for all sessions on d: d itself, or one made when the first of them asks. */
+static rf_result rfi_device_beside(rf_device *d, rf_dev **out, rf_error *err) {
+    rf_result r = RF_OK;
+    if (d->api->device_open == rfi_cpu_api.device_open) {
+        *out = d->dev;
+        return RF_OK;
+    }
+    pthread_mutex_lock(&d->lot.mutex);
+    if (!d->beside) r = rfi_cpu_api.device_open(0, &(rf_device_desc){.allocator = d->alloc}, &d->beside, err);
+    *out = d->beside;
+    pthread_mutex_unlock(&d->lot.mutex);
+    return r;
+}
+
+/* Have what it takes to compute experts apart, if it is asked for. */
 static rf_result rfi_aside_open(rf_session *s, rf_error *err) {
     const rf_allocator *alloc = rfi_session_allocator(s);
     const rf_plan *plan = &s->m->plan;
@@ -12771,7 +12817,7 @@ static rf_result rfi_aside_open(rf_session *s, rf_error *err) {
     void *in = NULL, *x = NULL;
     rf_result r = rfi_aside_plan(s, err);
     const uint64_t scratch_bytes = a->scratch.size_bytes;
-    if (r == RF_OK) r = rfi_cpu_api.device_open(0, &(rf_device_desc){.allocator = *alloc}, &a->dev, err);
+    if (r == RF_OK) r = rfi_device_beside(d, &a->dev, err);
     if (r == RF_OK) r = rfi_cpu_api.mem_create(a->dev, scratch_bytes, &a->scratch, err);
     if (r == RF_OK) r = rfi_cpu_api.table_create(a->dev, &a->plan, &a->table, err);
     if (r == RF_OK) r = rfi_aside_weights(s, err);
@@ -16684,6 +16730,7 @@ ROCMFORGE_API rf_result rf_device_close(rf_device *d, rf_error *err) {
     if (n) return rfi_fail(err, RF_ERR_BUSY, 0, "device %s: %u models are open on it", d->api->name, n);
     rf_allocator alloc = d->alloc;
     d->api->device_close(d->dev);
+    if (d->beside) rfi_cpu_api.device_close(d->beside);
     rfi_lot_destroy(&d->lot);
     rfi_free(&alloc, d);
     return RF_OK;
@@ -16764,7 +16811,7 @@ static void rfi_model_drop_store(rf_model *m) {
     pthread_mutex_lock(&m->device->lot.mutex);
     int last = --s->n_models == 0;
     while (last && *at != s) at = &(*at)->next;
-    if (last) *at = s->next;
+    if (last) rfi_store_clear(s, 1), *at = s->next; /* in this order: others count with its memory from now on */
     pthread_mutex_unlock(&m->device->lot.mutex);
     if (last) rfi_store_free(s);
 }

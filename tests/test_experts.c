@@ -3,6 +3,8 @@
 #define ROCMFORGE_IMPLEMENTATION
 #include "../rocmforge.h"
 
+#include <dirent.h>
+
 #include "make_gguf.h"
 #include "rf_test.h"
 
@@ -171,6 +173,81 @@ static void test_limits(void) {
     rig_close(&r);
 }
 
+/* A budget that has no room for a layer's experts streams them, whatever is said of the cache. */
+static void test_no_room(void) {
+    static float got[N_OUT];
+    rig r;
+    rf_forecast f;
+    const uint64_t all = needed(COPIED);
+    REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, NULL), "%s", r.err.text);
+    const rfi_store *s = r.m->store;
+    const uint64_t layer = s->cache.frame_bytes * N_EXPERTS, budget = s->device_bytes_needed - s->cache.expert_bytes + layer - 1;
+    rig_close(&r);
+    for (uint64_t cap = 1; cap <= all; cap = cap == 1 ? 2 * layer : cap == 2 * layer ? all : all + 1) {
+        REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, &(rf_model_desc){.budget_bytes = budget, .expert_cache_bytes = cap}), "%s", r.err.text);
+        CHECK(rf_model_forecast(r.m, NULL, &f, &r.err) == RF_OK && f.expert_cache_bytes == 0 && f.streamed_bytes > 0 && f.weight_bytes <= budget, "%s", r.err.text);
+        CHECK(run(r.m, 0, got, &r.err) == RF_OK && memcmp(got, want[COPIED][0], sizeof got) == 0, "%s", r.err.text);
+        CHECK(rf_model_get_loading_stats(r.m).device_bytes <= budget, "beyond the budget");
+        rig_close(&r);
+    }
+}
+
+/* Another model on the device gives way for what one takes, not for all that it has; and not for one that cannot run, which is
+ * told so and does not wait. */
+static void test_neighbours(void) {
+    static float got[N_OUT];
+    rig r, other = {0};
+    REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, NULL), "%s", r.err.text);
+    const uint64_t all = r.m->store->device_bytes_needed, cap = 2 * N_EXPERTS * r.m->store->cache.frame_bytes,
+                   both = 2 * all - r.m->store->cache.expert_bytes + cap;
+    rig_close(&r);
+    const struct { rf_model_desc desc; rf_result result; uint64_t device_bytes; } cases[] = {
+        {{.expert_cache_bytes = cap}, RF_OK, both}, {{.expert_cache_bytes = cap}, RF_OK, 0},
+        {{.budget_bytes = 4096}, RF_ERR_MEMORY, both}, {{.budget_bytes = 4096}, RF_ERR_MEMORY, 0}, {{.expert_cache_bytes = 4096}, RF_ERR_MEMORY, 0}};
+    for (size_t i = 0; i < RFI_COUNT(cases); i++) {
+        REQUIRE(rig_open(&r, COPIED, NULL, &(rf_device_desc){.n_threads = 1, .budget_bytes = cases[i].device_bytes}, NULL, NULL), "%s", r.err.text);
+        REQUIRE(rf_gguf_open(path, &(rf_gguf_desc){.no_map = 1}, &other.g, &r.err) == RF_OK && rf_model_open(other.g, r.d, &cases[i].desc, &other.m, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(run(other.m, 0, got, &r.err) == cases[i].result, "case %zu: %s", i, r.err.text);
+        if (cases[i].result == RF_OK) CHECK(memcmp(got, want[COPIED][0], sizeof got) == 0, "other bits");
+        CHECK(rf_model_get_loading_stats(r.m).evictions == 0 && rf_model_get_loading_stats(r.m).device_bytes == all, "case %zu: it gave way", i);
+        CHECK(rf_model_close(other.m, NULL) == RF_OK && rf_gguf_close(other.g, NULL) == RF_OK, "busy");
+        rig_close(&r);
+    }
+}
+
+/* Wait until the cache is full: 1. */
+static int is_filled(rf_model *m) {
+    for (int i = 0; i < 20000 && loaded_experts(m) < m->store->cache.n_frames; i++) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    return m->store->cache.n_frames > 0 && loaded_experts(m) == m->store->cache.n_frames;
+}
+
+/* The cache is filled again after all was dropped, between calls or during one, and with what was chosen most. */
+static void test_refill(void) {
+    static float got[N_OUT];
+    for (int during = 0; during < 2; during++) {
+        rf_model_desc md = percent_of(needed(COPIED), 30, RF_EXPERTS_LFRU, 2);
+        rig r;
+        uint64_t cancels;
+        double least_there = INFINITY, most_absent = 0;
+        md.expert_prefetch = 1;
+        REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, &md) && run(r.m, 1, got, &r.err) == RF_OK, "%s", r.err.text);
+        const rfi_cache *c = &r.m->store->cache;
+        CHECK(is_filled(r.m), "%u of %u frames", loaded_experts(r.m), c->n_frames);
+        if (during) CHECK(rfi_store_begin(r.m->store, &cancels, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && loaded_experts(r.m) == 0, "clear");
+        if (during) rfi_store_end(r.m->store);
+        CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && is_filled(r.m), "%s: %u of %u frames", r.err.text, loaded_experts(r.m), c->n_frames);
+        for (uint32_t e = 0; e < c->n_experts; e++)
+            if (c->frame_of[e] != RF_NONE) least_there = fmin(least_there, c->score[e]);
+            else most_absent = fmax(most_absent, c->score[e]);
+        CHECK(least_there >= most_absent && most_absent < INFINITY, "one chosen %g is there, one chosen %g is not", least_there, most_absent);
+        check_whole(r.m, "filled again");
+        CHECK(run(r.m, 0, got, &r.err) == RF_OK && memcmp(got, want[COPIED][0], sizeof got) == 0, "%s", r.err.text);
+        rig_close(&r);
+    }
+}
+
 /* Readers with nothing else to do fill the cache, without evicting anything, to the budget; the bits stay. */
 static void test_prefetch(void) {
     static float got[N_OUT];
@@ -182,8 +259,7 @@ static void test_prefetch(void) {
         if (mode == COPIED) CHECK(run(r.m, 1, got, &r.err) == RF_OK && memcmp(got, want[mode][1], sizeof got) == 0, "while it fills: %s", r.err.text);
         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "%s", r.err.text);
         const uint32_t n_frames = r.m->store->cache.n_frames;
-        for (int i = 0; i < 20000 && loaded_experts(r.m) < n_frames; i++) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
-        CHECK(n_frames > 0 && loaded_experts(r.m) == n_frames, "%s: %u of %u frames are full", modes[mode], loaded_experts(r.m), n_frames);
+        CHECK(is_filled(r.m), "%s: %u of %u frames are full", modes[mode], loaded_experts(r.m), n_frames);
         uint64_t prefetched = 0, misses = 0;
         for (uint32_t layer = 0; layer < N_LAYERS; layer++) {
             rf_expert_stats st = rf_model_get_expert_stats(r.m, layer);
@@ -260,6 +336,31 @@ static void test_on_cpu(void) {
     REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, &(rf_model_desc){.expert_cpu_below = 5}), "%s", r.err.text);
     CHECK(rf_session_open(r.m, NULL, &s, &r.err) == RF_ERR_UNSUPPORTED && strstr(r.err.text, "mapped"), "%s", r.err.text);
     rig_close(&r);
+}
+
+static uint32_t count_threads(void) {
+    uint32_t n = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    for (const struct dirent *e; tasks && (e = readdir(tasks)) != NULL;) n += e->d_name[0] != '.';
+    if (tasks) closedir(tasks);
+    return n;
+}
+
+/* Whatever sessions have experts computed by the CPU share its threads: those of their device, or as many as a CPU device has. */
+static void test_threads_on_cpu(void) {
+    for (int null = 0; null < 2; null++) {
+        enum { N = 4 };
+        rf_session *s[N];
+        rig r;
+        const uint32_t before = count_threads(), most = before + (null ? rfi_cpu_count() - 1 : 2);
+        REQUIRE(rig_open(&r, null ? NULLED : MAPPED, &(rf_gguf_desc){0}, &(rf_device_desc){.n_threads = 3}, NULL, &(rf_model_desc){.expert_cpu_below = 2}), "%s", r.err.text);
+        for (uint32_t i = 0; i < N; i++) REQUIRE(rf_session_open(r.m, &short_session, &s[i], &r.err) == RF_OK && s[i]->aside, "%s", r.err.text);
+        const uint32_t now = count_threads();
+        CHECK(now == most, "%s: %u threads, and %u at first; want %u", null ? "null" : "cpu", now, before, most);
+        for (uint32_t i = 0; i < N; i++) rf_session_close(s[i]);
+        rig_close(&r);
+        CHECK(count_threads() == before, "%u threads are left", count_threads() - before);
+    }
 }
 
 /* ---- the policies against a simulator: no sums that go on, no units, only lists of what was chosen when ---- */
@@ -618,6 +719,35 @@ static void test_failing_reads(void) {
     CHECK(failed > 4, "%d failures", failed);
 }
 
+static rf_model *cancelled; /* by a read */
+
+static int64_t read_until_cancel(int64_t handle, uint64_t offset, void *dst, size_t n, void *user) {
+    if (atomic_fetch_add(&n_reads, 1) + 1 == atomic_load(&failing_read)) rf_model_cancel_loading(cancelled);
+    (void)user;
+    return pread((int)handle, dst, n, (off_t)offset);
+}
+
+/* A cancel ends also what nobody waits for, until something is asked for again. */
+static void test_cancelled_prefetch(void) {
+    static float got[N_OUT];
+    const rf_gguf_desc gd = {.no_map = 1, .io = {.open_fn = open_file, .read_fn = read_until_cancel, .close_fn = close_file}};
+    rf_model_desc md = percent_of(needed(COPIED), 30, RF_EXPERTS_LFRU, 1);
+    rig r;
+    md.expert_prefetch = 1;
+    REQUIRE(rig_open(&r, COPIED, &gd, NULL, NULL, &md), "%s", r.err.text);
+    const uint32_t n_resident = rf_model_get_info(r.m).n_tensors - 3 * N_EXPERTS * N_LAYERS;
+    cancelled = r.m;
+    atomic_store(&n_reads, 0);
+    atomic_store(&failing_read, n_resident + 5);
+    CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "%s", r.err.text);
+    for (int i = 0; i < 20000 && atomic_load(&n_reads) < n_resident + 5; i++) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    nanosleep(&(struct timespec){.tv_nsec = 50 * 1000000}, NULL);
+    CHECK(atomic_load(&n_reads) == n_resident + 5 && loaded_experts(r.m) == 1, "%u reads more", (uint32_t)atomic_load(&n_reads) - n_resident - 5);
+    CHECK(run(r.m, 1, got, &r.err) == RF_OK && memcmp(got, want[COPIED][1], sizeof got) == 0 && is_filled(r.m), "%s", r.err.text);
+    check_whole(r.m, "afterwards");
+    rig_close(&r);
+}
+
 /* What every mode gives with all experts there. */
 static void reference(void) {
     for (int mode = MAPPED; mode < N_MODES; mode++) {
@@ -641,14 +771,19 @@ int main(int argc, char **argv) {
     reference();
     RUN(test_budgets);
     RUN(test_limits);
+    RUN(test_no_room);
+    RUN(test_neighbours);
     RUN(test_prefetch);
+    RUN(test_refill);
     RUN(test_on_cpu);
+    RUN(test_threads_on_cpu);
     RUN(test_policy);
     RUN(test_policies_on_favourites);
     RUN(test_held);
     RUN(test_threads);
     RUN(test_failing_device);
     RUN(test_failing_reads);
+    RUN(test_cancelled_prefetch);
     unlink(path);
     mg_free(&file);
     RFT_END();

@@ -142,10 +142,38 @@ static _Atomic uint64_t watched_bytes, watched_blocks; /* of memory that was mad
 static uint64_t watched_weight;                        /* what every weight claims to take; 0: its size */
 static _Atomic int watched_hold, watched_held;         /* the watched_hold-th block waits while it is set */
 
+static _Atomic uint64_t watched_now, watched_peak;     /* bytes that are there                             */
+static _Atomic int watched_keep;                       /* releases take a while                            */
+
+static void watched_mem_release(rf_dev *d, rf_mem *mem) {
+    for (int i = 0; i < 300 && atomic_load(&watched_keep); i++) atomic_store(&watched_held, 1), nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    atomic_fetch_sub(&watched_now, mem->size_bytes);
+    rfi_null_api.mem_release(d, mem);
+}
+
+/* ---- and its pinned memory ---- */
+
+static uint64_t home_bytes;                       /* the size by which a block for tensors is known     */
+static _Atomic int homes_asked, homes_failing;    /* such blocks; the first so many cannot be had       */
+static _Atomic int home_wanted, home_go;          /* one is being made; until this is set, or too long */
+static _Atomic int home_late;
+
+static rf_result watched_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err) {
+    if (home_bytes == 0 || size_bytes != home_bytes) return rfi_null_api.host_create(d, size_bytes, out, err);
+    const int n = atomic_fetch_add(&homes_asked, 1);
+    atomic_store(&home_wanted, 1);
+    for (int i = 0; i < 3000 && !atomic_load(&home_go); i++) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    if (!atomic_load(&home_go)) atomic_store(&home_late, 1);
+    if (n < atomic_load(&homes_failing)) return rfi_fail(err, RF_ERR_MEMORY, 0, "no more pinned memory");
+    return rfi_null_api.host_create(d, size_bytes, out, err);
+}
+
 static rf_result watched_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err) {
     int n = (int)atomic_fetch_add(&watched_blocks, 1) + 1;
     while (atomic_load(&watched_hold) == n) atomic_store(&watched_held, 1), sched_yield();
     atomic_fetch_add(&watched_bytes, size_bytes);
+    uint64_t now = atomic_fetch_add(&watched_now, size_bytes) + size_bytes, peak = atomic_load(&watched_peak);
+    while (now > peak && !atomic_compare_exchange_weak(&watched_peak, &peak, now)) continue;
     return rfi_null_api.mem_create(d, size_bytes, out, err);
 }
 
@@ -159,9 +187,12 @@ static int watched_open(rig *r, const rf_model_desc *md, uint64_t weight) {
     memset(r, 0, sizeof *r);
     watched = rfi_null_api;
     watched.mem_create = watched_mem_create;
+    watched.mem_release = watched_mem_release;
+    watched.host_create = watched_host_create;
     watched.weight_layout = watched_layout;
     watched_weight = weight;
     atomic_store(&watched_bytes, 0), atomic_store(&watched_blocks, 0), atomic_store(&watched_held, 0);
+    atomic_store(&watched_now, 0), atomic_store(&watched_peak, 0);
     rf_result res = rf_gguf_open(path, NULL, &r->g, &r->err);
     if (res == RF_OK) res = rf_device_open("null", NULL, &r->d, &r->err);
     if (res == RF_OK) r->d->api = &watched;
@@ -365,6 +396,63 @@ static void test_threads(void) {
             CHECK(rf_model_close(other.m, NULL) == RF_OK && rf_gguf_close(other.g, NULL) == RF_OK, "busy");
             rig_close(&r);
         }
+}
+
+/* While pinned memory is made other loads go on, and it is made once for all that want a place in it. If it cannot be had
+ * the weights are read anew, and later it is tried again. */
+static void test_pinned(void) {
+    const uint64_t all = needed(NULLED);
+    for (int failing = 0; failing < 2; failing++) {
+        rig r;
+        worker w = {.mode = NULLED, .rounds = 1};
+        pthread_t thread;
+        float got[2 * N_VOCAB];
+        home_bytes = all;
+        atomic_store(&homes_asked, 0), atomic_store(&homes_failing, failing), atomic_store(&home_late, 0);
+        atomic_store(&home_wanted, 0), atomic_store(&home_go, 0);
+        if (!watched_open(&r, &(rf_model_desc){.n_readers = 3, .budget_bytes = all * 7 / 10, .pinned_bytes = all}, 0)) return;
+        w.m = r.m;
+        REQUIRE(pthread_create(&thread, NULL, evaluate, &w) == 0, "thread");
+        while (!atomic_load(&home_wanted)) sched_yield();
+        CHECK(rf_model_load_tensor(r.m, "output_norm.weight", &r.err) == RF_OK && !atomic_load(&home_late), "another load waited: %s", r.err.text);
+        atomic_store(&home_go, 1);
+        pthread_join(thread, NULL);
+        CHECK(w.result == RF_OK, "%s: %s", rf_result_name(w.result), w.err.text);
+        for (int i = 0; i < 2; i++) CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, want[NULLED], sizeof got) == 0, "%s", r.err.text);
+        const uint64_t bytes_read = rf_model_get_loading_stats(r.m).bytes_read;
+        CHECK(run(r.m, got, &r.err) == RF_OK && rf_model_get_loading_stats(r.m).bytes_read == bytes_read, "read anew: %s", r.err.text);
+        CHECK(atomic_load(&homes_asked) == 1 + failing && r.m->store->n_homes == 1, "asked for %d times", atomic_load(&homes_asked));
+        CHECK(rf_model_close(r.m, NULL) == RF_OK && watched_live(&r) == 0, "%lld objects are left", (long long)watched_live(&r));
+        r.m = NULL;
+        rig_close(&r);
+    }
+    home_bytes = 0;
+}
+
+static void *close_model(void *arg) {
+    CHECK(rf_model_close((rf_model *)arg, NULL) == RF_OK, "busy");
+    return NULL;
+}
+
+/* The memory of a model that is being closed is another one's when it has been given back, not before. */
+static void test_closing(void) {
+    const uint64_t all = needed(NULLED);
+    rig r, other = {0};
+    pthread_t thread;
+    if (!watched_open(&r, NULL, 0)) return;
+    r.d->budget_bytes = all + 4096;
+    CHECK(rf_gguf_open(path, NULL, &other.g, &r.err) == RF_OK && rf_model_open(other.g, r.d, NULL, &other.m, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "%s", r.err.text);
+    atomic_store(&watched_keep, 1);
+    REQUIRE(pthread_create(&thread, NULL, close_model, r.m) == 0, "thread");
+    while (!atomic_load(&watched_held)) sched_yield();
+    CHECK(rf_model_preload_all(other.m, &r.err) == RF_OK, "%s", r.err.text);
+    atomic_store(&watched_keep, 0);
+    pthread_join(thread, NULL);
+    CHECK(atomic_load(&watched_peak) <= all + 4096, "%llu bytes at once, of %llu", (unsigned long long)atomic_load(&watched_peak), (unsigned long long)all);
+    r.m = NULL;
+    CHECK(rf_model_close(other.m, NULL) == RF_OK && rf_gguf_close(other.g, NULL) == RF_OK && watched_live(&r) == 0, "busy");
+    rig_close(&r);
 }
 
 /* A model that keeps the device to itself: its first report waits. */
@@ -762,6 +850,8 @@ int main(int argc, char **argv) {
     RUN(test_sharing);
     RUN(test_threads);
     RUN(test_waiting_for_a_share);
+    RUN(test_pinned);
+    RUN(test_closing);
     RUN(test_wide_tensor_behind_the_ring);
     RUN(test_late_failure);
     RUN(test_cancel);
