@@ -719,10 +719,14 @@ static void test_failing_reads(void) {
     CHECK(failed > 4, "%d failures", failed);
 }
 
-static rf_model *cancelled; /* by a read */
+static rf_model *cancelled; /* by a read, when nobody waits for one */
+static _Atomic int nobody_waits;
 
 static int64_t read_until_cancel(int64_t handle, uint64_t offset, void *dst, size_t n, void *user) {
-    if (atomic_fetch_add(&n_reads, 1) + 1 == atomic_load(&failing_read)) rf_model_cancel_loading(cancelled);
+    if (atomic_fetch_add(&n_reads, 1) + 1 == atomic_load(&failing_read)) {
+        while (!atomic_load(&nobody_waits)) sched_yield();
+        rf_model_cancel_loading(cancelled);
+    }
     (void)user;
     return pread((int)handle, dst, n, (off_t)offset);
 }
@@ -740,6 +744,7 @@ static void test_cancelled_prefetch(void) {
     atomic_store(&n_reads, 0);
     atomic_store(&failing_read, n_resident + 5);
     CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "%s", r.err.text);
+    atomic_store(&nobody_waits, 1);
     for (int i = 0; i < 20000 && atomic_load(&n_reads) < n_resident + 5; i++) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
     nanosleep(&(struct timespec){.tv_nsec = 50 * 1000000}, NULL);
     CHECK(atomic_load(&n_reads) == n_resident + 5 && loaded_experts(r.m) == 1, "%u reads more", (uint32_t)atomic_load(&n_reads) - n_resident - 5);
