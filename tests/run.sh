@@ -6,6 +6,15 @@
 build=$1
 shift
 export build
+
+# explain LOG: why a suite ended badly: a sanitizer's first report from its beginning (its end are stacks of where threads were
+# created), and the last lines.
+explain() {
+    awk '/(WARNING|ERROR): [A-Za-z]*Sanitizer|: runtime error: / { n = 40 } n > 0 { print "    " $0; if (--n == 0) exit }' "$1" |
+        cut -c 1-300
+    echo "    last lines:"
+    tail -n 15 "$1" | sed 's/^/    /'
+}
 sh tests/in_parallel.sh '
     log=$build/$(basename "$NAME").log
     start=$(date +%s)
@@ -23,8 +32,8 @@ for suite in "$@"; do
     line=$(tail -n 1 "$log")
     set -- $(echo "$line" | sed -n 's/^.*: \([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p')
     if [ $# -eq 0 ] || { [ "$rc" -ne 0 ] && [ "$2" -eq 0 ]; }; then
-        echo "FAIL $suite: exit status $rc, last lines:"
-        tail -n 15 "$log" | sed 's/^/    /'
+        echo "FAIL $suite: exit status $rc"
+        explain "$log"
         failed=$((failed + 1))
         continue
     fi
