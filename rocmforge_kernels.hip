@@ -1972,6 +1972,61 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts_float(rfk
     if (lane == 0) rfk_put_pair(a, pair, expert, row, sum);
 }
 
+/* Pairs sorted by expert, those of an expert by row and choice, and tiles of up to RFK_PAIR_TILE of them. If the pairs
+ * of an expert are [first, end), its tiles are [first / RFK_PAIR_TILE + expert, end / RFK_PAIR_TILE + expert + 1): as
+ * many as it can need or more, so that no expert has to know how many the others need. Those left have no pairs. */
+#define RFK_PAIR_TILE 64
+struct rfk_pair_tile {
+    uint32_t expert, first, n;
+};
+struct rfk_pair_lists {
+    uint32_t *sorted;    /* [n_pairs]                             */
+    rfk_pair_tile *tile; /* [n_pairs / RFK_PAIR_TILE + n_experts] */
+};
+struct rfk_sort_args {
+    const float *route;
+    rfk_pair_lists to;
+    uint32_t route_stride, n_used, n_pairs;
+};
+struct rfk_sort_shared {
+    uint32_t own[RFK_BLOCK], lower[RFK_BLOCK];
+};
+
+/* grid n_experts   block 256, neighbouring pairs a thread   reads all ids twice (from a cache, they are new) */
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sort_pairs(rfk_sort_args a) {
+    RFK_SHARED(rfk_sort_shared, s);
+    const uint32_t expert = blockIdx.x, i = threadIdx.x, share = (a.n_pairs + RFK_BLOCK - 1) / RFK_BLOCK,
+                   begin = i * share < a.n_pairs ? i * share : a.n_pairs,
+                   end = begin + share < a.n_pairs ? begin + share : a.n_pairs;
+    const uint32_t *ids = reinterpret_cast<const uint32_t *>(a.route);
+    uint32_t own = 0, lower = 0; /* pairs of this expert, and of those before it */
+    for (uint32_t pair = begin; pair < end; pair++) {
+        uint32_t id = ids[(size_t)(pair / a.n_used) * a.route_stride + pair % a.n_used];
+        own += id == expert;
+        lower += id < expert;
+    }
+    s.own[i] = own, s.lower[i] = lower;
+    for (uint32_t step = 1; step < RFK_BLOCK; step *= 2) {
+        __syncthreads();
+        uint32_t more = i >= step ? s.own[i - step] : 0, more_lower = i >= step ? s.lower[i - step] : 0;
+        __syncthreads();
+        s.own[i] += more, s.lower[i] += more_lower;
+    }
+    __syncthreads();
+    const uint32_t first = s.lower[RFK_BLOCK - 1], n = s.own[RFK_BLOCK - 1], tile = first / RFK_PAIR_TILE;
+    uint32_t at = first + s.own[i] - own;
+    for (uint32_t pair = begin; pair < end; pair++)
+        if (ids[(size_t)(pair / a.n_used) * a.route_stride + pair % a.n_used] == expert) a.to.sorted[at++] = pair;
+    for (uint32_t k = i; k <= (first + n) / RFK_PAIR_TILE - tile; k += RFK_BLOCK) {
+        const uint32_t done = k * RFK_PAIR_TILE, left = n > done ? n - done : 0;
+        rfk_pair_tile to;
+        to.expert = expert;
+        to.first = first + done;
+        to.n = left < RFK_PAIR_TILE ? left : RFK_PAIR_TILE;
+        a.to.tile[tile + expert + k] = to;
+    }
+}
+
 /* What the matrices of heads leave of each head: the values of x behind the first n_in, behind the results.
  *   grid [ceil(heads * rest / 256), rows]   block 256 */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
@@ -2940,11 +2995,11 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
 
 /* ---- many columns ---- */
 
-#define RFK_TILE_ROWS 128 /* of W, for a block with the larger tile */
-#define RFK_FEW_ROWS 64   /* and with the smaller                   */
-#define RFK_DEPTH 128     /* values of a row in shared memory       */
-#define RFK_FEW_TILE 64   /* columns of the smaller tile            */
-#define RFK_MANY_TILE 128 /* and of the larger one                  */
+#define RFK_TILE_ROWS 128          /* of W, for a block with the larger tile */
+#define RFK_FEW_ROWS 64            /* and with the smaller                   */
+#define RFK_DEPTH 128              /* values of a row in shared memory       */
+#define RFK_FEW_TILE RFK_PAIR_TILE /* columns of the smaller tile            */
+#define RFK_MANY_TILE 128          /* and of the larger one                  */
 /* Q2_K has two minimums for 32 weights: with 128 rows that would be more than 48 KiB; and the types that share kernels
  * take the registers of a second unit to unpack one. `type`: what a kernel is for. */
 #define RFK_ROWS_OF(type, cols)                                                                     \
@@ -2961,8 +3016,13 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
 
 #define RFK_HAS_PARTS(type) ((type) == RF_TYPE_Q4_K || (type) == RF_TYPE_Q5_K)
 
+/* A tile's columns that are neighbours, and the results in them; those beyond the last repeat it. */
+struct rfk_neighbours {
+    uint32_t first, end;
+};
 /* What a tile's results go to if its depth is cut into several blocks: [tile][split][column][row]. */
 struct rfk_tiles_args {
+    typedef rfk_neighbours columns;
     rfk_matmul_args m;
     float *part; /* NULL: one split, results go to the products */
     uint32_t n_splits, split_units, rows, cols;
@@ -3059,19 +3119,79 @@ RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) { *to = *from; }
 RFK_DEVICE void rfk_wait_copies() {}
 #endif
 
-/* A thread's 16 bytes of columns col0 to col0 + 31 of x, from unit u0 on. */
-RFK_DEVICE const int4 *rfk_x_chunk(const rfk_matmul_args &a, uint32_t col0, uint32_t u0) {
-    uint32_t col = col0 + threadIdx.x / 8, chunk = u0 * 2 + threadIdx.x % 8;
-    if (col >= a.n_cols) col = a.n_cols - 1;
+RFK_DEVICE const rfk_tiles_args &rfk_tiles(const rfk_tiles_args &t) { return t; }
+RFK_DEVICE bool rfk_find_columns(const rfk_tiles_args &t, uint32_t, uint32_t cols, uint32_t *number, rfk_product *p,
+                                 rfk_neighbours *c) {
+    *p = rfk_pick(t.m, number);
+    c->first = blockIdx.x * cols;
+    c->end = t.m.n_cols;
+    return true;
+}
+RFK_DEVICE uint32_t rfk_column(const rfk_neighbours &c, uint32_t i) {
+    return c.first + i < c.end ? c.first + i : c.end - 1;
+}
+RFK_DEVICE void rfk_put_column(const rfk_tiles_args &, const rfk_product &p, const rfk_neighbours &c, uint32_t row,
+                               uint32_t i, float v) {
+    if (c.first + i < c.end) rfk_put(p, row, c.first + i, v);
+}
+
+/* Those of an expert's pairs. Each has its row of x. */
+struct rfk_pair_columns {
+    const uint32_t *x_row; /* in shared memory */
+    rfk_pair_tile tile;
+};
+struct rfk_pair_rows {
+    uint32_t x[RFK_PAIR_TILE];
+};
+struct rfk_pair_tiles_args {
+    typedef rfk_pair_columns columns;
+    rfk_tiles_args t; /* x, n_in, one split; products are in e */
+    rfk_experts_args e;
+    rfk_pair_lists lists;
+};
+RFK_DEVICE const rfk_tiles_args &rfk_tiles(const rfk_pair_tiles_args &a) { return a.t; }
+RFK_DEVICE uint32_t rfk_column(const rfk_pair_columns &c, uint32_t i) { return c.x_row[i]; }
+RFK_DEVICE void rfk_put_column(const rfk_pair_tiles_args &a, const rfk_product &, const rfk_pair_columns &c,
+                               uint32_t row, uint32_t i, float v) {
+    if (i < c.tile.n) rfk_put_pair(a.e, a.lists.sorted[c.tile.first + i], c.tile.expert, row, v);
+}
+/* False: the tile has no columns, or its expert is not there and its results are made NaN. */
+RFK_DEVICE bool rfk_find_columns(const rfk_pair_tiles_args &a, uint32_t rows, uint32_t, uint32_t *number,
+                                 rfk_product *p, rfk_pair_columns *c) {
+    RFK_SHARED(rfk_pair_rows, s);
+    c->tile = a.lists.tile[blockIdx.x];
+    if (c->tile.n == 0) return false;
+    p->w = a.e.w[c->tile.expert];
+    p->row0 = a.e.row0;
+    p->n_out = a.e.n_out;
+    if (!p->w.plane[0]) {
+        for (uint32_t i = threadIdx.x; i < rows * c->tile.n; i += RFK_BLOCK)
+            if (*number * rows + i % rows < p->n_out)
+                rfk_put_column(a, *p, *c, *number * rows + i % rows, i / rows, NAN);
+        return false;
+    }
+    if (threadIdx.x < RFK_PAIR_TILE) {
+        uint32_t pair = a.lists.sorted[c->tile.first + (threadIdx.x < c->tile.n ? threadIdx.x : c->tile.n - 1)];
+        s.x[threadIdx.x] = a.e.per_choice ? pair : pair / a.e.n_used;
+    }
+    c->x_row = s.x;
+    __syncthreads();
+    return true;
+}
+
+/* A thread's 16 bytes of 32 of a tile's columns, from unit u0 on. */
+template <class C>
+RFK_DEVICE const int4 *rfk_x_chunk(const rfk_matmul_args &a, const C &columns, uint32_t first, uint32_t u0) {
+    uint32_t col = rfk_column(columns, first + threadIdx.x / 8), chunk = u0 * 2 + threadIdx.x % 8;
     if (chunk >= a.n_in / 16) chunk = a.n_in / 16 - 1;
     return reinterpret_cast<const int4 *>(a.x8.q + (size_t)col * (a.n_in / 4)) + chunk;
 }
 
 /* When nobody reads it any more: rows of W and columns of x, values from unit u0 on, to shared memory. Rows and columns
  * beyond the last repeat it; what is beyond a row's end has scales of 0. */
-template <int TYPE, int WAVE, int ROWS, int COLS>
+template <int TYPE, int WAVE, int ROWS, int COLS, class C>
 RFK_DEVICE void rfk_fill_tile(rfk_tile_shared<TYPE, ROWS, COLS> &s, const rfk_matmul_args &a, const rfk_product &p,
-                              uint32_t row0, uint32_t col0, uint32_t u0) {
+                              uint32_t row0, const C &columns, uint32_t u0) {
     typedef rfk_format<TYPE> F;
     const uint32_t n_units = a.n_in / 32, i = threadIdx.x / 4, u = u0 + threadIdx.x % 4;
     const bool inside = u < n_units;
@@ -3084,18 +3204,18 @@ RFK_DEVICE void rfk_fill_tile(rfk_tile_shared<TYPE, ROWS, COLS> &s, const rfk_ma
     }
     RFK_UNROLL(4)
     for (uint32_t j = 0; j < COLS / 32; j++)
-        if (!RFK_ASYNC_COPIES) x[j] = *rfk_x_chunk(a, col0 + 32 * j, u0);
+        if (!RFK_ASYNC_COPIES) x[j] = *rfk_x_chunk(a, columns, 32 * j, u0);
     rfk_group group[COLS / 64];
     RFK_UNROLL(2)
     for (uint32_t j = 0; j < COLS / 64; j++) {
-        uint32_t col = col0 + i + 64 * j < a.n_cols ? col0 + i + 64 * j : a.n_cols - 1;
+        uint32_t col = rfk_column(columns, i + 64 * j);
         group[j] = a.x8.group[(size_t)col * n_units + (inside ? u : n_units - 1)];
     }
     __syncthreads(); /* all are done with what was there */
     RFK_UNROLL(4)
     for (uint32_t j = 0; j < COLS / 32; j++)
         rfk_copy16(&s.x[threadIdx.x / 8 + 32 * j][threadIdx.x % 8],
-                   RFK_ASYNC_COPIES ? rfk_x_chunk(a, col0 + 32 * j, u0) : &x[j]);
+                   RFK_ASYNC_COPIES ? rfk_x_chunk(a, columns, 32 * j, u0) : &x[j]);
     RFK_UNROLL(2)
     for (uint32_t j = 0; j < ROWS / 64; j++) {
         rfk_unit unit;
@@ -3206,14 +3326,14 @@ RFK_DEVICE void rfk_tile_parts(const S &s, uint32_t row0, uint32_t col0, float (
     }
 }
 
-/* grid [ceil(cols / COLS), row tiles of all products, splits]   block 256   LDS 48 KiB
+/* grid [ceil(cols / COLS) or tiles of pairs, row tiles of all products, splits]   block 256   LDS 48 KiB
  * reads W once per COLS columns and x once per ROWS rows. Results leave through shared memory: whole lines are written,
  * and what rfk_put can do takes no registers from the sums. */
-template <int TYPE, int WAVE, int COLS>
+template <int TYPE, int WAVE, int COLS, class ARGS>
 #if defined(RFK_NVIDIA)
-static __global__ void __launch_bounds__(RFK_BLOCK, 2) rfk_matmul(rfk_tiles_args t) {
+static __global__ void __launch_bounds__(RFK_BLOCK, 2) rfk_matmul(ARGS args) {
 #else
-static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul(rfk_tiles_args t) {
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul(ARGS args) {
 #endif
     if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
     /* waves: DOWN x ACROSS */
@@ -3227,11 +3347,13 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul(rfk_tiles_args t) {
         float out[PER_PASS][PITCH];
     };
     RFK_SHARED(either, memory);
+    const rfk_tiles_args &t = rfk_tiles(args);
     const rfk_matmul_args &a = t.m;
     uint32_t number = blockIdx.y, lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE;
-    const rfk_product p = rfk_pick(a, &number);
-    const uint32_t row0 = number * ROWS, col0 = blockIdx.x * COLS, wave_row = wave / ACROSS * (16 * RT),
-                   wave_col = wave % ACROSS * (16 * CT);
+    rfk_product p;
+    typename ARGS::columns columns;
+    if (!rfk_find_columns(args, ROWS, COLS, &number, &p, &columns)) return;
+    const uint32_t row0 = number * ROWS, wave_row = wave / ACROSS * (16 * RT), wave_col = wave % ACROSS * (16 * CT);
     float sum[RT][CT][N];
     RFK_UNROLL(8)
     for (int r = 0; r < RT; r++)
@@ -3242,7 +3364,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul(rfk_tiles_args t) {
     uint32_t end = t.split_units * (blockIdx.z + 1) < a.n_in / 32 ? t.split_units * (blockIdx.z + 1) : a.n_in / 32;
     RFK_UNROLL(1)
     for (uint32_t u0 = t.split_units * blockIdx.z; u0 < end; u0 += RFK_DEPTH / 32) {
-        rfk_fill_tile<TYPE, WAVE, ROWS, COLS>(memory.s, a, p, row0, col0, u0);
+        rfk_fill_tile<TYPE, WAVE, ROWS, COLS>(memory.s, a, p, row0, columns, u0);
         __syncthreads();
         RFK_UNROLL(1)
         for (uint32_t g = 0; g < RFK_DEPTH / 32; g++)
@@ -3272,8 +3394,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul(rfk_tiles_args t) {
         for (uint32_t i = threadIdx.x / ROWS; i < PER_PASS; i += RFK_BLOCK / ROWS) {
             uint32_t col = pass * PER_PASS + i;
             if (part) part[col * ROWS + row] = memory.out[i][row];
-            else if (row0 + row < p.n_out && col0 + col < a.n_cols)
-                rfk_put(p, row0 + row, col0 + col, memory.out[i][row]);
+            else if (row0 + row < p.n_out) rfk_put_column(args, p, columns, row0 + row, col, memory.out[i][row]);
         }
     }
 }
@@ -5262,6 +5383,7 @@ struct rfk_bound {
         quantize; /* matmul: its input must be quantized first; norm, glu: quantize the output for what follows */
     uint32_t
         together; /* this op and so many - 1 behind it are one launch                                           */
+    uint32_t sort; /* experts: the pairs of its route must be sorted first, if there are enough for tiles */
 };
 
 /* A launch of a decode step: an op (with those that go with it), a matvec with what is before and behind it, or
@@ -5295,6 +5417,7 @@ struct rf_prepared {
     float *part;
     uint32_t split_cells, max_splits;
     rfk_pieces pieces;    /* of a launch's input, for weights of 16-bit floats */
+    rfk_pair_lists lists; /* of the last route whose pairs were sorted */
     float *tile_part;     /* of tiles whose depth is split over blocks */
     uint32_t tile_blocks; /* blocks of such a launch at most           */
     /* the step whose values are in rows and logit_rows, written through `written_by`; host copies */
@@ -5640,6 +5763,25 @@ static int rfk_takes_int8(const rf_plan *plan, const rf_op *op) {
     return op->kind == RF_OP_MATMUL && !rfk_is_float_type(plan->weights[op->weight].type);
 }
 
+/* The device's tiles of int8 multiply weights of this type. */
+static bool rfk_has_tiles(const rf_dev *d, uint32_t type) {
+    uint32_t needed = RFK_WRONG_BYTES;
+    if (RFK_HAS_PARTS(type)) needed |= RFK_WRONG_HALVES; /* their minimums are such products */
+    return !rfk_is_float_type(type) && !(d->wrong_units & needed);
+}
+
+/* Experts, in tiles: pairs of so many rows, 0 if it is no such op or they are too few. The kernel without tiles reads a
+ * matrix for every pair, tiles read it once for up to RFK_PAIR_TILE pairs of an expert. If each expert is as likely as
+ * the others, 3 pairs an expert leave 5 % of the experts without any: tiles read 0.95 of all matrices, not 3 times all.
+ * That is where a matmul takes to tiles, too: its kernel for few columns would read W a third time. */
+static uint32_t rfk_tile_pairs(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
+    if (op->kind != RF_OP_EXPERTS || !rfk_has_tiles(d, plan->weights[op->weight].type)) return 0;
+    const uint64_t pairs = rows * op->n_used;
+    return pairs >= 3 * (uint64_t)op->n_experts && pairs >> 31 == 0 ? (uint32_t)pairs : 0;
+}
+/* Tiles of so many pairs at most. */
+static uint32_t rfk_pair_tiles(uint32_t pairs, uint32_t n_experts) { return pairs / RFK_PAIR_TILE + n_experts; }
+
 /* An op that reads int8 rows, and how many values each row of the step has. */
 static int rfk_reads_int8(const rf_plan *plan, const rf_op *op) {
     return rfk_takes_int8(plan, op) ||
@@ -5669,6 +5811,7 @@ static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
 static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
     const rf_plan *plan = p->plan;
     uint32_t held = RF_NONE, held_n = 0, held_for = 0; /* what the int8 rows hold, for which kind of op */
+    const rf_op *sorted = NULL;                        /* experts whose pairs are sorted                 */
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i],
                     *next = i + 1 < plan->n_ops && plan->ops[i + 1].layer == op->layer ? op + 1 : NULL;
@@ -5676,11 +5819,18 @@ static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
             segment_ops[p->n_segments] = i;
             p->segments[p->n_segments++] = i;
             held = RF_NONE;
+            sorted = NULL;
         }
         if (rfk_reads_int8(plan, op)) {
             p->ops[i].quantize = held != op->in || held_n != op->n_in || held_for != op->kind;
             held = op->in, held_n = op->n_in, held_for = op->kind;
         }
+        if (rfk_tile_pairs(p->dev, plan, op, p->n_batch)) {
+            p->ops[i].sort = !sorted || sorted->in2 != op->in2 || sorted->n_used != op->n_used ||
+                             sorted->n_experts != op->n_experts;
+            sorted = op;
+        }
+        if (sorted && op->out == sorted->in2) sorted = NULL;
         if (op->out == held || op->kind == RF_OP_ATTENTION || op->kind == RF_OP_HEADS) held = RF_NONE;
         uint32_t made = op->kind == RF_OP_RMS_NORM && op->n_heads == 1 ? op->n_in
                         : op->kind == RF_OP_GLU                        ? op->n_out
@@ -5713,9 +5863,13 @@ static uint64_t rfk_piece_values(const rf_dev *d, const rf_plan *plan, const rf_
 static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     const rf_plan *plan = p->plan;
     uint64_t rows = p->n_batch > p->n_logits ? p->n_batch : p->n_logits, widest = 0, heads = 0, dim = 0,
-             pieces = 0;
+             pieces = 0, pairs = 0, pair_tiles = 0;
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
+        const uint32_t n_pairs = rfk_tile_pairs(p->dev, plan, op, p->n_batch);
+        if (n_pairs > pairs) pairs = n_pairs;
+        if (n_pairs && rfk_pair_tiles(n_pairs, op->n_experts) > pair_tiles)
+            pair_tiles = rfk_pair_tiles(n_pairs, op->n_experts);
         const uint64_t values = rows > RFK_FEW_COLS ? rfk_piece_values(p->dev, plan, op) : 0;
         if (values > pieces) pieces = values;
         if (rfk_reads_int8(plan, op) && rfk_int8_width(op) > widest) widest = rfk_int8_width(op);
@@ -5731,7 +5885,7 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     const uint64_t tile_bytes = rows > RFK_FEW_COLS && (widest || pieces)
                                     ? (uint64_t)p->tile_blocks * RFK_TILE_ROWS * RFK_MANY_TILE * sizeof(float)
                                     : 0;
-    const uint64_t bytes[15] = {
+    const uint64_t bytes[17] = {
         rfk_align(p->n_batch * sizeof(rf_step_row)),
         rfk_align(p->n_logits * sizeof(uint32_t)),
         rfk_align(plan->n_tables * sizeof(float)),
@@ -5746,17 +5900,20 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
         rfk_align(tile_bytes),
         rfk_align(rows * pieces * sizeof(uint16_t)),
         rfk_align(pieces ? rows * sizeof(float) : 0),
-        rfk_align(RFK_ARGMAX_PARTS * sizeof(rfk_best_value))};
+        rfk_align(RFK_ARGMAX_PARTS * sizeof(rfk_best_value)),
+        rfk_align(pairs * sizeof(uint32_t)),
+        rfk_align(pair_tiles * sizeof(rfk_pair_tile))};
+    const int n_parts = (int)(sizeof bytes / sizeof *bytes);
     uint64_t total = 256;
-    char *part[15];
-    for (int i = 0; i < 15; i++) total += bytes[i];
+    char *part[sizeof bytes / sizeof *bytes];
+    for (int i = 0; i < n_parts; i++) total += bytes[i];
     rf_result r = rfk_check(p->dev, err, hipMalloc(&p->memory, (size_t)total), "hipMalloc", "a prepared plan", 0);
     if (r != RF_OK) {
         p->memory = NULL;
         return r;
     }
     part[0] = (char *)p->memory;
-    for (int i = 1; i < 15; i++) part[i] = part[i - 1] + bytes[i - 1];
+    for (int i = 1; i < n_parts; i++) part[i] = part[i - 1] + bytes[i - 1];
     p->rows = (rf_step_row *)(void *)part[0];
     p->logit_rows = (uint32_t *)(void *)part[1];
     p->tables = (float *)(void *)part[2];
@@ -5772,6 +5929,8 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     p->pieces.value = (uint16_t *)(void *)part[12];
     p->pieces.unit = (float *)(void *)part[13];
     p->best = (rfk_best_value *)(void *)part[14];
+    p->lists.sorted = (uint32_t *)(void *)part[15];
+    p->lists.tile = (rfk_pair_tile *)(void *)part[16];
     rf_queue *q = NULL;
     rf_ticket ticket;
     rf_mem mem = {p->tables, bytes[2]}, tickets = {p->tickets, bytes[8]};
@@ -6168,20 +6327,19 @@ static rfk_matmul_kernel rfk_find_matmul_float(uint32_t type) {
     }
 }
 
-typedef void (*rfk_tiles_kernel)(rfk_tiles_args);
-template <int WAVE, int COLS> static rfk_tiles_kernel rfk_find_matmul(uint32_t type) {
+template <class ARGS, int WAVE, int COLS> static void (*rfk_find_matmul(uint32_t type))(ARGS) {
     switch (rfk_kernel_type(type)) {
-    case RF_TYPE_Q8_0: return rfk_matmul<RF_TYPE_Q8_0, WAVE, COLS>;
-    case RF_TYPE_Q4_0: return rfk_matmul<RF_TYPE_Q4_0, WAVE, COLS>;
-    case RF_TYPE_Q4_1: return rfk_matmul<RF_TYPE_Q4_1, WAVE, COLS>;
-    case RF_TYPE_Q5_0: return rfk_matmul<RF_TYPE_Q5_0, WAVE, COLS>;
-    case RF_TYPE_Q5_1: return rfk_matmul<RF_TYPE_Q5_1, WAVE, COLS>;
-    case RF_TYPE_Q4_K: return rfk_matmul<RF_TYPE_Q4_K, WAVE, COLS>;
-    case RF_TYPE_Q5_K: return rfk_matmul<RF_TYPE_Q5_K, WAVE, COLS>;
-    case RF_TYPE_Q2_K: return rfk_matmul<RF_TYPE_Q2_K, WAVE, RFK_COLS_OF(RF_TYPE_Q2_K, COLS)>;
-    case RFK_OTHER32: return rfk_matmul<RFK_OTHER32, WAVE, COLS>;
-    case RFK_OTHER16: return rfk_matmul<RFK_OTHER16, WAVE, COLS>;
-    default: return rfk_matmul<RF_TYPE_Q6_K, WAVE, COLS>;
+    case RF_TYPE_Q8_0: return rfk_matmul<RF_TYPE_Q8_0, WAVE, COLS, ARGS>;
+    case RF_TYPE_Q4_0: return rfk_matmul<RF_TYPE_Q4_0, WAVE, COLS, ARGS>;
+    case RF_TYPE_Q4_1: return rfk_matmul<RF_TYPE_Q4_1, WAVE, COLS, ARGS>;
+    case RF_TYPE_Q5_0: return rfk_matmul<RF_TYPE_Q5_0, WAVE, COLS, ARGS>;
+    case RF_TYPE_Q5_1: return rfk_matmul<RF_TYPE_Q5_1, WAVE, COLS, ARGS>;
+    case RF_TYPE_Q4_K: return rfk_matmul<RF_TYPE_Q4_K, WAVE, COLS, ARGS>;
+    case RF_TYPE_Q5_K: return rfk_matmul<RF_TYPE_Q5_K, WAVE, COLS, ARGS>;
+    case RF_TYPE_Q2_K: return rfk_matmul<RF_TYPE_Q2_K, WAVE, RFK_COLS_OF(RF_TYPE_Q2_K, COLS), ARGS>;
+    case RFK_OTHER32: return rfk_matmul<RFK_OTHER32, WAVE, COLS, ARGS>;
+    case RFK_OTHER16: return rfk_matmul<RFK_OTHER16, WAVE, COLS, ARGS>;
+    default: return rfk_matmul<RF_TYPE_Q6_K, WAVE, COLS, ARGS>;
     }
 }
 
@@ -6252,10 +6410,10 @@ static rf_result rfk_run_tiles(const rfk_launching *l, const rfk_matmul_args *pr
     t.rows = RFK_ROWS_OF(rfk_kernel_type(type), t.cols);
     uint32_t row_tiles = rfk_make_products(l, &t.m, t.rows), col_tiles = rfk_ceil_div(t.m.n_cols, t.cols);
     rfk_cut_depth(p, &t, row_tiles * col_tiles);
-    rfk_tiles_kernel big = RFK_BY_WAVE(l, (rfk_find_matmul<32, RFK_MANY_TILE>(type)),
-                                       (rfk_find_matmul<64, RFK_MANY_TILE>(type)));
-    rfk_tiles_kernel small = RFK_BY_WAVE(l, (rfk_find_matmul<32, RFK_FEW_TILE>(type)),
-                                         (rfk_find_matmul<64, RFK_FEW_TILE>(type)));
+    void (*big)(rfk_tiles_args) = RFK_BY_WAVE(l, (rfk_find_matmul<rfk_tiles_args, 32, RFK_MANY_TILE>(type)),
+                                              (rfk_find_matmul<rfk_tiles_args, 64, RFK_MANY_TILE>(type)));
+    void (*small)(rfk_tiles_args) = RFK_BY_WAVE(l, (rfk_find_matmul<rfk_tiles_args, 32, RFK_FEW_TILE>(type)),
+                                                (rfk_find_matmul<rfk_tiles_args, 64, RFK_FEW_TILE>(type)));
     rf_result r = rfk_go(l, many ? big : small, dim3(col_tiles, row_tiles, t.n_splits), RFK_BLOCK, t);
     if (r != RF_OK || t.n_splits == 1) return r;
     return rfk_go(l, rfk_join_tiles, dim3(col_tiles, row_tiles, t.rows * t.cols / RFK_BLOCK), RFK_BLOCK, t);
@@ -6306,10 +6464,8 @@ static rf_result rfk_run_matmul(const rfk_launching *l) {
     }
     if (r != RF_OK) return r;
     bool tiles = a.n_cols > RFK_FEW_COLS;
-    const uint32_t wrong = l->p->dev->wrong_units;
-    if (!rfk_is_float_type(type) && wrong & RFK_WRONG_BYTES) tiles = false;
-    if (RFK_HAS_PARTS(type) && wrong & RFK_WRONG_HALVES) tiles = false; /* their minimums are such products */
-    if (tiles && !rfk_is_float_type(type)) return rfk_run_tiles(l, &a);
+    if (tiles && rfk_has_tiles(l->p->dev, type)) return rfk_run_tiles(l, &a);
+    if (!rfk_is_float_type(type)) tiles = false;
     if (tiles && rfk_piece_values(l->p->dev, l->p->plan, op))
         return type == RF_TYPE_F16 ? rfk_run_halves<false>(l, &a) : rfk_run_halves<true>(l, &a);
     if (tiles) {
@@ -6528,6 +6684,29 @@ template <int WAVE> static rfk_experts_kernel rfk_find_experts(uint32_t type) {
     }
 }
 
+/* Experts of many pairs. Depths are not cut: a pair's results do not depend on what else is in the step. */
+static rf_result rfk_run_pair_tiles(const rfk_launching *l, const rfk_experts_args *e, uint32_t n_pairs) {
+    const uint32_t type = l->p->plan->weights[l->op->weight].type, n_experts = l->op->n_experts;
+    if (l->b.sort) {
+        rfk_sort_args z = {e->route, l->p->lists, e->route_stride, e->n_used, n_pairs};
+        rf_result r = rfk_go(l, rfk_sort_pairs, dim3(n_experts), RFK_BLOCK, z);
+        if (r != RF_OK) return r;
+    }
+    rfk_pair_tiles_args a;
+    memset(&a, 0, sizeof a);
+    a.e = *e;
+    a.lists = l->p->lists;
+    a.t.m.x8 = e->x8;
+    a.t.m.n_in = e->n_in;
+    a.t.n_splits = 1;
+    a.t.split_units = e->n_in / 32;
+    void (*kernel)(rfk_pair_tiles_args) =
+        RFK_BY_WAVE(l, (rfk_find_matmul<rfk_pair_tiles_args, 32, RFK_PAIR_TILE>(type)),
+                    (rfk_find_matmul<rfk_pair_tiles_args, 64, RFK_PAIR_TILE>(type)));
+    const uint32_t row_tiles = rfk_ceil_div(e->n_out, RFK_ROWS_OF(rfk_kernel_type(type), RFK_PAIR_TILE));
+    return rfk_go(l, kernel, dim3(rfk_pair_tiles(n_pairs, n_experts), row_tiles), RFK_BLOCK, a);
+}
+
 static rf_result rfk_run_experts(const rfk_launching *l) {
     const rf_op *op = l->op;
     rf_prepared *p = l->p;
@@ -6562,6 +6741,8 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
                              dim3(l->n_rows, rfk_ceil_div(z.n, 4 * RFK_BLOCK)), RFK_BLOCK, z);
         if (r != RF_OK) return r;
     }
+    const uint32_t n_pairs = rfk_tile_pairs(p->dev, p->plan, op, l->n_rows);
+    if (n_pairs) return rfk_run_pair_tiles(l, &a, n_pairs);
     return rfk_go(l, RFK_BY_WAVE(l, (rfk_find_experts<32>(type)), (rfk_find_experts<64>(type))),
                   dim3(rfk_ceil_div(a.n_out, RFK_MATVEC_WAVES), a.n_used, l->n_rows),
                   RFK_MATVEC_WAVES * p->dev->wave, a);

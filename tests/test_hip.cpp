@@ -396,6 +396,7 @@ struct Rig {
     rf_table *table;
     rf_prepared *prepared;
     bool own_device, whole; /* whole: all segments in one call */
+    uint32_t missing;       /* a weight that is not written    */
     std::vector<rf_op> ops;
     std::vector<rf_plan_buffer> buffers;
     std::vector<rf_plan_state> states;
@@ -410,7 +411,7 @@ struct Rig {
     rf_error err;
 
     explicit Rig(rf_dev *d) : dev(d), queue(NULL), table(NULL), prepared(NULL), own_device(false),
-                            whole(false) {
+                            whole(false), missing(RF_NONE) {
         memset(&plan, 0, sizeof plan);
         memset(&bind, 0, sizeof bind);
         memset(&err, 0, sizeof err);
@@ -535,7 +536,8 @@ struct Rig {
         if (r == RF_OK && n_state) r = api->mem_create(dev, n_state, &bind.state, &err);
         if (r == RF_OK) r = api->table_create(dev, &plan, &table, &err);
         bind.table = table;
-        for (uint32_t i = 0; r == RF_OK && i < weights.size(); i++) r = write_weight(i);
+        for (uint32_t i = 0; r == RF_OK && i < weights.size(); i++)
+            if (i != missing) r = write_weight(i);
         uint32_t n_segments = 0;
         if (r == RF_OK) r = api->plan_prepare(dev, &bind, segment_ops.data(), &n_segments, &prepared, &err);
         segment_ops.resize(n_segments);
@@ -1094,7 +1096,15 @@ static void test_route() {
 struct ExpertsCase {
     uint32_t type, n_in, n_out, T, n_used, n_experts, device;
     bool per_choice, bias, glu, factor; /* factor: and rows from the second on */
+    bool uneven;                        /* every row chooses the first expert, none the last */
 };
+
+/* Logits of T rows. */
+static std::vector<float> router(uint32_t T, uint32_t n_experts, bool uneven) {
+    std::vector<float> v = values((size_t)T * n_experts);
+    for (uint32_t t = 0; uneven && t < T; t++) v[(size_t)t * n_experts] = 9, v[(size_t)(t + 1) * n_experts - 1] = -9;
+    return v;
+}
 
 /* A route of our making, the product of its experts, behind a GLU that quantizes for it or not; then their mix. */
 static void experts_case(const ExpertsCase &c) {
@@ -1143,7 +1153,8 @@ static void experts_case(const ExpertsCase &c) {
                        before = values((size_t)c.T * (width + 3)), old = values((size_t)c.T * (c.n_out + 1)),
                        shares = values((size_t)c.T * (c.n_used + 1));
     g.set(share, shares);
-    g.set(in, v), g.set(up, u), g.set(y, before), g.set(x, old), g.set(logits, values((size_t)c.T * c.n_experts));
+    g.set(in, v), g.set(up, u), g.set(y, before), g.set(x, old);
+    g.set(logits, router(c.T, c.n_experts, c.uneven));
     REQUIRE(g.run(rows_of(c.T)) == RF_OK, "%s: %s", what, g.err.text);
     std::vector<float> found = g.get(y), again = g.get(twice), chosen = g.get(route), input = g.get(in);
     std::vector<double> wd = decode(c.type, w), want, sum, sum2;
@@ -1178,7 +1189,7 @@ static void experts_case(const ExpertsCase &c) {
 }
 
 static void test_experts() {
-    static const uint32_t outs[] = {1, 3, 64, 130}, Ts[] = {1, 3, 9, 70}, used[] = {1, 2, 5}, counts[] = {1, 3, 16};
+    static const uint32_t outs[] = {1, 3, 64, 130}, Ts[] = {1, 3, 9, 20}, used[] = {1, 2, 5}, counts[] = {1, 3, 16};
     const int n_types = (int)(sizeof types / sizeof types[0]);
     std::vector<Row> list = combinations(std::vector<int>{n_types, 3, 4, 4, 3, 3, 16, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
@@ -1191,7 +1202,63 @@ static void test_experts() {
         c.n_used = used[r[4]] < c.n_experts ? used[r[4]] : c.n_experts;
         c.device = (uint32_t)r[7];
         c.per_choice = r[6] & 1, c.bias = (r[6] & 2) != 0, c.glu = (r[6] & 4) != 0, c.factor = (r[6] & 8) != 0;
+        c.uneven = false;
         experts_case(c);
+    }
+}
+
+/* Enough pairs for tiles: experts of more than a tile, of a part of one, of none; more experts than rows. Wave sizes by
+ * turns. */
+static void test_expert_tiles() {
+    for (uint32_t d = 0; d < devices.size(); d++)
+        for (size_t t = 3; t < N_TYPES; t += stride) {
+            const uint32_t block = block_elements(types[t]), n = block == 32 ? 160 : block;
+            ExpertsCase many = {types[t], n, 65, 70, 2, 3, d, t % 4 < 2, t % 3 == 0, false, t % 3 == 1, true},
+                        few = {types[t], n, 5, 7, 4, 8, d, t % 4 >= 2, t % 3 == 1, true, t % 3 == 2, true};
+            const bool turn = (t + d) % 2 == 0;
+            if (turn || full || devices.size() == 1) experts_case(many);
+            if (!turn || full || devices.size() == 1) experts_case(few);
+        }
+}
+
+/* What a row's experts give is the same bits in a step of other rows, and has no number in it if they are not there. */
+static void test_expert_groups() {
+    static const uint32_t kinds[] = {RF_TYPE_Q4_K, RF_TYPE_Q6_K, RF_TYPE_Q8_0, RF_TYPE_IQ2_S};
+    const uint32_t n_in = 512, n_out = 70, T = 150, part = 40, n_used = 3, n_experts = 6, missing = 0;
+    for (uint32_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        Rig g(devices[i % devices.size()]);
+        uint32_t in = g.buffer(n_in), route = g.buffer(2 * n_used), out = g.buffer(n_used * n_out),
+                 logits = g.buffer(n_experts), absent = 0;
+        rf_op *o = g.op(RF_OP_ROUTE);
+        o->in = logits, o->out = route, o->n_experts = n_experts, o->n_used = n_used;
+        o = g.op(RF_OP_EXPERTS);
+        o->in = in, o->in2 = route, o->out = out, o->n_in = n_in, o->n_out = n_out, o->n_experts = n_experts;
+        o->n_used = n_used, o->weight = 0;
+        for (uint32_t e = 0; e < n_experts; e++) {
+            g.weight(kinds[i], n_in, n_out, random_rows(kinds[i], n_in, n_out));
+            g.weights.back().n_experts = n_experts, g.weights.back().expert = e;
+        }
+        g.missing = missing;
+        REQUIRE(g.open(T, 1, 256) == RF_OK, "%s", g.err.text);
+        std::vector<float> x = values((size_t)T * n_in), scores = router(T, n_experts, true);
+        g.set(in, x), g.set(logits, scores);
+        REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
+        std::vector<float> all = g.get(out), chosen = g.get(route);
+        for (uint32_t p = 0; p < T * n_used; p++) {
+            uint32_t id, numbers = 0;
+            memcpy(&id, &chosen[p / n_used * 2 * n_used + p % n_used], 4);
+            for (uint32_t k = 0; k < n_out; k++) numbers += !std::isnan(all[(size_t)p * n_out + k]);
+            absent += id == missing;
+            CHECK(numbers == (id == missing ? 0 : n_out), "%s, pair %u of expert %u: %u numbers", type_name(kinds[i]),
+                  p, id, numbers);
+        }
+        CHECK(absent == T, "%u pairs of the expert that is not there", absent);
+        g.set(in, std::vector<float>(x.begin() + (T - part) * n_in, x.end()));
+        g.set(logits, std::vector<float>(scores.begin() + (T - part) * n_experts, scores.end()));
+        REQUIRE(g.run(rows_of(part)) == RF_OK, "%s", g.err.text);
+        std::vector<float> again = g.get(out);
+        CHECK(!memcmp(&again[0], &all[(size_t)(T - part) * n_used * n_out], (size_t)part * n_used * n_out * 4),
+              "%s: in other company a row's experts give other bits", type_name(kinds[i]));
     }
 }
 
@@ -2135,8 +2202,11 @@ static void test_matrix_units() {
             uint32_t block = block_elements(types[t]);
             MatmulCase small = {types[t], block == 32 ? 5 * block : 2 * block, 130, 20, 1, (uint32_t)kinds[k][0]};
             MatmulCase large = {types[t], block == 32 ? 9 * block : block, 65, 70, 2, (uint32_t)kinds[k][0]};
+            ExpertsCase experts = {types[t],   large.n_in, 20,    40,   2,   3, large.device,
+                                   k % 2 == 0, true,       false, true, true};
             matmul_case(small);
             matmul_case(large);
+            if ((t + k) % 3 == 0) experts_case(experts);
         }
         for (uint32_t t = 0; t < 2; t++) {
             const uint32_t type = t ? RF_TYPE_BF16 : RF_TYPE_F16, device = (uint32_t)kinds[k][0];
@@ -2172,7 +2242,9 @@ static void test_wrong_units() {
             MatmulCase product = {RF_TYPE_Q6_K, 512, 65, 20, 1, index};
             AttentionCase prompt = {3, 1, 80, 80, 33, 33, RF_CACHE_F16, 0, index, 0, 0};
             MatmulCase halves = {RF_TYPE_F16, 64, 65, 20, 1, index}, bfloats = {RF_TYPE_BF16, 64, 65, 20, 1, index};
+            ExpertsCase experts = {RF_TYPE_Q4_K, 512, 5, 20, 1, 2, index, false, true, false, false, true};
             if (wrong == 1) matmul_case(product);
+            if (wrong) experts_case(experts);
             if (wrong == 2) attention_case(prompt), matmul_case(halves), matmul_case(bfloats);
         }
 }
@@ -2452,6 +2524,8 @@ int main(int argc, char **argv) {
     RUN(test_argmax);
     RUN(test_route);
     RUN(test_experts);
+    RUN(test_expert_tiles);
+    RUN(test_expert_groups);
     RUN(test_kv_store);
     RUN(test_attention);
     RUN(test_wide_attention);
