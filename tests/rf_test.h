@@ -12,6 +12,18 @@
 static int rft_passed, rft_failed, rft_skipped, rft_bad;
 static const char *rft_filter, *rft_suite;
 
+/* 1 where a sanitizer makes the program several times slower and keeps memory that was freed. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define RFT_SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || __has_feature(memory_sanitizer)
+#define RFT_SANITIZED 1
+#endif
+#endif
+#ifndef RFT_SANITIZED
+#define RFT_SANITIZED 0
+#endif
+
 #define RFT_COUNT(array) (sizeof(array) / sizeof((array)[0]))
 
 /* Report and go on; at most 20 reports a test. */

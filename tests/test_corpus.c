@@ -14,17 +14,7 @@
 #include <sys/time.h>
 #include <sys/wait.h>
 
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || __has_feature(memory_sanitizer)
-#define SLOW 6
-#endif
-#endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define SLOW 6
-#endif
-#ifndef SLOW
-#define SLOW 1
-#endif
+#define SLOW (RFT_SANITIZED ? 6 : 1)
 
 /* Seconds after which a file hangs: of the processor, because others may use it; and of the clock, if it waits. */
 #define HANG_SECONDS (2 * SLOW)

@@ -7,18 +7,6 @@
 #include "make_gguf.h"
 #include "rf_test.h"
 
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || __has_feature(memory_sanitizer)
-#define SANITIZED 1
-#endif
-#endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define SANITIZED 1
-#endif
-#ifndef SANITIZED
-#define SANITIZED 0
-#endif
-
 /* ---- hooks: memory that counts and can fail, a file in memory that counts and can fail ---- */
 
 typedef struct memory {
@@ -362,7 +350,7 @@ static int big_write(const big_shape *b, char *path, uint64_t *bytes) {
     return written;
 }
 
-#if defined(__x86_64__) && !SANITIZED
+#if defined(__x86_64__) && !RFT_SANITIZED
 static const double limit_ms = 50; /* the promise; a desktop core takes 25 */
 #else
 static const double limit_ms = 5000; /* sanitized, or perhaps emulated: only that it is not minutes */
@@ -875,7 +863,7 @@ static void test_parallel_sessions(void) {
         CHECK(run(r.m, want, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK, "clear");
         for (int i = 0; i <= N; i++) {
-            w[i] = (worker){.m = r.m, .start = &start, .rounds = SANITIZED ? 10 : 40, .want = want};
+            w[i] = (worker){.m = r.m, .start = &start, .rounds = RFT_SANITIZED ? 10 : 40, .want = want};
             CHECK(pthread_create(&threads[i], NULL, i < N ? evaluate_again : clear_again, &w[i]) == 0, "thread");
         }
         atomic_store(&start, 1);

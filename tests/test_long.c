@@ -11,19 +11,6 @@
 #include "rf_life.h"
 #include "rf_test.h"
 
-/* Sanitizers keep memory that was freed; the allocator's own count tells there. */
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || __has_feature(memory_sanitizer)
-#define KEEPS_FREED 1
-#endif
-#endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define KEEPS_FREED 1
-#endif
-#ifndef KEEPS_FREED
-#define KEEPS_FREED 0
-#endif
-
 static char path[] = "/tmp/rf_long_XXXXXX";
 
 /* ---- what a process holds ---- */
@@ -204,7 +191,7 @@ static void run(uint64_t n, uint64_t seed, int show) {
     CHECK(v.generations == n && v.tokens > n && v.cancelled && v.opened > 10, "%llu generations",
           RFI_LLU(v.generations));
     CHECK(n < 1000 || (v.failed && v.full), "no read failed, or no context was full");
-    CHECK(KEEPS_FREED || now.resident_bytes < first.resident_bytes + (16u << 20), "%llu bytes resident, %llu at first",
+    CHECK(RFT_SANITIZED || now.resident_bytes < first.resident_bytes + (16u << 20), "%llu bytes resident, %llu at first",
           RFI_LLU(now.resident_bytes), RFI_LLU(first.resident_bytes));
 }
 

@@ -5,18 +5,6 @@
 
 #include "rf_test.h"
 
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define SANITIZED 1
-#endif
-#endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define SANITIZED 1
-#endif
-#ifndef SANITIZED
-#define SANITIZED 0
-#endif
-
 #define MAX_THREADS 16
 
 static void sleep_ms(long ms) {
@@ -369,7 +357,7 @@ static void test_pool_threads_take_part(void) {
 }
 
 static void test_pool_many_short_jobs(void) {
-    const int n = SANITIZED ? 3000 : 30000;
+    const int n = RFT_SANITIZED ? 3000 : 30000;
     for (size_t t = 1; t < RFI_COUNT(thread_counts); t++) {
         rfi_pool p;
         REQUIRE(rfi_pool_init(&p, &plain, thread_counts[t], NULL) == RF_OK, "init");
@@ -396,7 +384,7 @@ static void *caller_thread(void *arg) {
 static void test_pool_callers_at_once(void) {
     rfi_pool p;
     pthread_t threads[4];
-    caller c = {.pool = &p, .n = SANITIZED ? 500 : 3000};
+    caller c = {.pool = &p, .n = RFT_SANITIZED ? 500 : 3000};
     REQUIRE(rfi_pool_init(&p, &plain, 3, NULL) == RF_OK, "init");
     for (int i = 0; i < 4; i++) CHECK(pthread_create(&threads[i], NULL, caller_thread, &c) == 0, "thread");
     for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
