@@ -767,7 +767,7 @@ static void reference(void) {
 
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
-    alarm(300); /* a deadlock is a failure too */
+    alarm(RFT_SANITIZED ? 900 : 300); /* a deadlock is a failure too */
     int fd = mkstemp(path);
     mg_llama(&file, &(mg_options){.arch = "qwen3moe", .n_layers = N_LAYERS, .n_experts = N_EXPERTS, .n_used = N_USED, .n_ff_expert = 96, .type = MG_Q8_0, .n_vocab = N_VOCAB, .seed = 3});
     int ok = fd >= 0 && write(fd, file.data, file.n) == (ssize_t)file.n;

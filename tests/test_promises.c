@@ -295,7 +295,7 @@ static void test_texts_are_only_texts(void) {
 
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
-    alarm(300); /* a deadlock is a failure too */
+    alarm(RFT_SANITIZED ? 900 : 300); /* a deadlock is a failure too */
     int fd = mkstemp(path);
     if (fd >= 0) close(fd);
     mg_llama(&file, &(mg_options){.type = MG_Q8_0, .n_layers = 2});

@@ -179,7 +179,7 @@ static rf_result watched_host_create(rf_dev *d, uint64_t size_bytes, void **out,
     if (home_bytes == 0 || size_bytes != home_bytes) return rfi_null_api.host_create(d, size_bytes, out, err);
     const int n = atomic_fetch_add(&homes_asked, 1);
     atomic_store(&home_wanted, 1);
-    for (int i = 0; i < 3000 && !atomic_load(&home_go); i++) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    for (int i = 0; i < 30000 && !atomic_load(&home_go); i++) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
     if (!atomic_load(&home_go)) atomic_store(&home_late, 1);
     if (n < atomic_load(&homes_failing)) return rfi_fail(err, RF_ERR_MEMORY, 0, "no more pinned memory");
     return rfi_null_api.host_create(d, size_bytes, out, err);
@@ -851,7 +851,7 @@ static void reference(void) {
 
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
-    alarm(300); /* a deadlock is a failure too */
+    alarm(RFT_SANITIZED ? 900 : 300); /* a deadlock is a failure too */
     int fd = mkstemp(path);
     if (fd >= 0) close(fd);
     mg_llama(&file, &(mg_options){.type = MG_Q8_0, .n_layers = 8});

@@ -509,7 +509,7 @@ static void test_arguments(void) {
 static void test_hostile(void) {
     const size_t size = 1u << 20;
     char *text = malloc(size + 1);
-    double start = rfi_now();
+    const clock_t start = clock(); /* of the processor: others may use it */
     memset(text, '<', size + 1); /* every byte begins a mark */
     check_name("1 MiB of <", text, size, NULL);
     for (size_t i = 0; i < size; i++) text[i] = "<|im_start|"[i % 11];
@@ -522,7 +522,8 @@ static void test_hostile(void) {
     check_name("1 MiB of NUL", text, size, NULL);
     memcpy(text + 1000, "<|im_start|>\0<|im_end|>", 23);
     check_name("marks between NULs", text, size, "chatml");
-    CHECK(rfi_now() - start < 5, "%.1f seconds for a few MiB", rfi_now() - start);
+    const double seconds = (double)(clock() - start) / CLOCKS_PER_SEC;
+    CHECK(seconds < 5, "%.1f seconds for a few MiB", seconds);
     check_name("phi-3, cut behind the tag", "<|end|><|assistant|>", 20, NULL);
     check_name("phi-3, cut in the newline", "<|end|><|assistant|>' + '\\", 26, NULL);
     check_name("phi-3, NUL behind the tag", "<|end|><|assistant|>\0\n", 22, NULL);

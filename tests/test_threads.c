@@ -226,7 +226,7 @@ static void test_everything_at_once(void) {
 
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
-    alarm(300); /* a deadlock is a failure too */
+    alarm(RFT_SANITIZED ? 900 : 300); /* a deadlock is a failure too */
     mg_buf file = {0};
     int fd = mkstemp(path);
     if (fd >= 0) close(fd);
