@@ -920,7 +920,7 @@ typedef enum rf_op_kind {
                             scale * W[pos] under RF_OP_POSITIONS                                                   */
     RF_OP_RMS_NORM = 1,  /* out[rows, n_heads, n_in] = x / sqrt(mean(x^2 of n_in) + eps) * w[n_in] + b[n_in]; x is in,
                             less its mean under RF_OP_CENTER (LayerNorm); without weight w is 1, without extra b is 0;
-                            out may be in                                                                          */
+                            out may be in; RF_OP_EACH_HEAD: w[n_heads, n_in]                                       */
     RF_OP_MATMUL = 2,    /* out[rows, n_out] = cap(scale * (factor * in[rows, n_in] W^T + bias[n_out])): bias is extra,
                             factor is extra2[1], cap(y) = softcap * tanh(y / softcap), or y if softcap is 0        */
     RF_OP_ROPE = 3,      /* rotate in place out[T, n_heads, head_dim], of each head the first n_rot values, or the last
@@ -959,17 +959,20 @@ typedef enum rf_op_kind {
                             (+ out if RF_OP_ACCUMULATE); a scale of 0 is 1                                         */
     RF_OP_HEADS = 12,    /* a matrix for each head: out[T, n_heads, n_out + head_dim - n_in] = the first n_in values of
                             in[T, n_heads, head_dim] times W[h]^T, behind them its other ones, untouched; W[h] are
-                            rows [h * n_out, + n_out) of the weight                                                */
-    RF_OP_CONV = 13,     /* out[T, n_out] = act(sum over j < n_in of W[c, j] * x[t - n_in + 1 + j, c]), x the rows of
-                            in[T, n_out] and, before the sequence's first one in the step, those in its state
-                            [n_in - 1, n_out], oldest first; W [n_out, n_in] of floats; out may be in              */
+                            n_out rows of the weight from weight_row + h * head_rows on; RF_OP_ACROSS: times W[h], n_in
+                            rows of n_out values, as floats                                                        */
+    RF_OP_CONV = 13,     /* out[T, n_out] = act(sum over j < n_in of W[c, j] * x[t - n_in + 1 + j, c] + bias[c]), x the
+                            rows of in[T, n_out] and, before the sequence's first one in the step, those in its state
+                            [n_in - 1, n_out], oldest first; W [n_out, n_in] of floats; bias is extra, without it 0;
+                            out may be in                                                                          */
     RF_OP_DELTA = 14,    /* gated delta rule, out[T, n_heads, head_dim_v] of in[T, q | k | v], q and k of n_kv_heads
                             heads of head_dim, v of n_heads of head_dim_v. Head h has a state S[head_dim, head_dim_v],
                             and reads q and k of head h / (n_heads / n_kv_heads), or h % n_kv_heads with
                             RF_OP_CYCLIC. In the order of a sequence's rows, x' = x / sqrt(|x|^2 + eps):
                             S *= exp(softplus(in3[h] + b[h]) * a[h]);  d = sigmoid(in2[h]) * (v - S^T k');
                             S += k' d^T;  out = scale * S^T q'. a is extra, b is extra2                            */
-    RF_OP_SLICE = 15,    /* out[T, n_heads, head_dim] = values [extra_at, + head_dim) of in[T, n_heads, n_in]      */
+    RF_OP_SLICE = 15,    /* out[T, n_heads, head_dim] = values [extra_at, + head_dim) of in[T, n_heads, n_in], behind
+                            the first n_out values of a row                                                        */
     RF_OP_KIND_COUNT = 16
 } rf_op_kind;
 
@@ -980,6 +983,8 @@ typedef enum rf_op_kind {
 #define RF_OP_LAST 0x10u     /* ROPE */
 #define RF_OP_LATENT 0x1000u /* KV_STORE, ATTENTION */
 #define RF_OP_CYCLIC 0x2000u /* DELTA */
+#define RF_OP_EACH_HEAD 0x4000u /* RMS_NORM */
+#define RF_OP_ACROSS 0x8000u    /* HEADS    */
 
 #define RF_MAX_TAPS 8u /* n_in of a CONV */
 
@@ -1031,7 +1036,11 @@ typedef struct rf_op {
     uint32_t temperature_length;
     uint32_t window;          /* ATTENTION: positions seen; 0: all      */
     uint32_t activation;      /* GLU, CONV (SILU or NONE): rf_activation */
-    uint32_t n_experts, n_used; /* ROUTE, EXPERTS, MIX */
+    union {
+        uint32_t n_experts;     /* ROUTE, EXPERTS, MIX */
+        uint32_t head_rows;     /* HEADS               */
+    };
+    uint32_t n_used;            /* ROUTE, EXPERTS, MIX */
     uint32_t n_groups, n_groups_used; /* ROUTE */
 } rf_op;
 
@@ -1070,7 +1079,7 @@ static inline uint64_t rf_cache_row_bytes(uint32_t cache_type, uint64_t n) {
 
 /* A weight: one tensor of the file, or the matrix of one expert in it. Matrices are [n_rows, n_in]; of a tensor
  * ne={n_in, n_rows}, or ne={n_in, n_rows, n_experts}: then `expert` begins at byte expert * size_bytes of it; of HEADS
- * ne={n_in, n_rows / n_heads, n_heads}. */
+ * ne={n_in, n_rows / n_heads, n_heads} or ne={n_in, n_rows}. */
 typedef struct rf_plan_weight {
     char name[68];        /* NUL-terminated                                    */
     uint32_t tensor;      /* rf_tensor_info.index                              */
@@ -1189,7 +1198,7 @@ static inline uint32_t rf_state_cells(const rf_plan_bind *bind, uint32_t state) 
     return n == bind->n_ctx || is_ring ? n : 0;
 }
 
-#define RF_DEVICE_API_VERSION 3u
+#define RF_DEVICE_API_VERSION 4u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -5729,6 +5738,7 @@ typedef struct rfi_latent_config {
     uint32_t rank;                 /* kv_lora_rank                                  */
     uint32_t q_rank;               /* q_lora_rank: queries are compressed too; 0: not */
     uint32_t head_dim, head_dim_v; /* of a head before its key and value are compressed */
+    int joined;                    /* attn_kv_b instead of attn_k_b and attn_v_b        */
 } rfi_latent_config;
 
 /* What sets an architecture apart from llama's decoder. A file's tensors say the rest: biases, a fused attn_qkv, a tied
@@ -6324,34 +6334,41 @@ static rf_result rfi_config_heads(const rf_gguf *g, rfi_config *c, rf_error *err
     return r;
 }
 
-/* Attention to compressed keys and values. */
+/* Attention to compressed keys and values. Files of before attn_k_b and attn_v_b tell the sizes of what is compressed,
+ * and a key for each head. */
 static rf_result rfi_config_latent(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key rank = {"attention.kv_lora_rank", 1, 1 << 14, 0, 1},
-                              q_rank = {"attention.q_lora_rank", 0, 1 << 20, 0, 0},
-                              value_length = {"attention.value_length_mla", 1, 1 << 14, 0, 1};
-    const rfi_uint_key key_length = {"attention.key_length_mla", c->n_rot + 1, 1 << 14, 0, 1};
+                              q_rank = {"attention.q_lora_rank", 0, 1 << 20, 0, 0};
     rfi_latent_config *l = &c->latent;
     rf_tensor_info t;
-    if (rf_gguf_find_tensor(g, "blk.0.attn_kv_b.weight", &t) == RF_OK)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, t.where,
-                        "%s: blk.0.attn_kv_b.weight at byte %llu: keys and values in one tensor are not supported "
-                        "(newer files have attn_k_b and attn_v_b)",
-                        rfi_gguf_path(g), RFI_LLU(t.where));
+    l->joined = rf_gguf_find_tensor(g, "blk.0.attn_kv_b.weight", &t) == RF_OK &&
+                rf_gguf_find_tensor(g, "blk.0.attn_k_b.weight", &t) != RF_OK;
+    const rfi_uint_key key_length = {l->joined ? "attention.key_length" : "attention.key_length_mla", c->n_rot + 1,
+                                     1 << 14, 0, 1},
+                       value_length = {l->joined ? "attention.value_length" : "attention.value_length_mla", 1, 1 << 14,
+                                       0, 1};
     rf_result r = rfi_key_uint(g, c->arch, &rank, 0, 0, &l->rank, err);
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &q_rank, 0, 0, &l->q_rank, err);
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &key_length, 0, 0, &l->head_dim, err);
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &value_length, 0, 0, &l->head_dim_v, err);
+    if (r == RF_OK && l->joined) c->head_dim = l->rank + c->n_rot, c->head_dim_v = l->rank;
     if (r != RF_OK) return r;
     if (c->head_dim != l->rank + c->n_rot || c->head_dim_v != l->rank)
         return rfi_fail_at_key(g, c->arch, rank.suffix, err,
                                "%u, and %u rotated values, want attention.key_length %u and value_length %u, found %u "
                                "and %u",
                                l->rank, c->n_rot, l->rank + c->n_rot, l->rank, c->head_dim, c->head_dim_v);
-    for (uint32_t il = 0; il < c->n_layers; il++)
-        if (c->layers[il].n_kv_heads != 1)
+    for (uint32_t il = 0; il < c->n_layers; il++) {
+        rfi_layer_config *layer = &c->layers[il];
+        const uint32_t want = l->joined ? layer->n_heads : 1;
+        if (layer->n_kv_heads != want)
             return rfi_fail_at_key(g, c->arch, rank.suffix, err,
-                                   "one key of all heads, want attention.head_count_kv 1, found %u in layer %u",
-                                   c->layers[il].n_kv_heads, il);
+                                   "%s, want attention.head_count_kv %u, found %u in layer %u",
+                                   l->joined ? "attn_kv_b" : "one key of all heads", want, layer->n_kv_heads, il);
+        layer->n_kv_heads = 1;
+        layer->head_dim = c->head_dim;
+        layer->head_dim_v = c->head_dim_v;
+    }
     return RF_OK;
 }
 
@@ -6458,6 +6475,13 @@ static int rfi_has(const rfi_builder *b, const char *name) {
     rf_tensor_info t;
     rfi_weight_name(b, name, full, sizeof full);
     return rf_gguf_find_tensor(b->g, full, &t) == RF_OK;
+}
+
+/* A tensor that would change the graph, and is not built. */
+static void rfi_refuse(rfi_builder *b, const char *name) {
+    if (b->result == RF_OK && rfi_has(b, name))
+        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.%s: this tensor of a %s model is not supported",
+                             rfi_gguf_path(b->g), (int)b->layer, name, b->c->arch->name);
 }
 
 /* Shape and type; n_experts > 0: so many matrices, or vectors if n_rows is 0. */
@@ -6601,15 +6625,17 @@ static rf_op *rfi_op(rfi_builder *b, uint32_t kind, uint32_t rows) {
 }
 
 /* out = norm(in) of n_groups groups of `width` values, by NAME.weight (and, if the norms are layer norms, NAME.bias);
- * flags RF_OP_ACCUMULATE: += */
+ * flags RF_OP_ACCUMULATE: +=; RF_OP_EACH_HEAD: NAME.weight has a vector for each group, and there is no bias */
 static void rfi_emit_norm(rfi_builder *b, uint32_t rows, uint32_t out, uint32_t in, const char *name, uint64_t width,
                           uint32_t n_groups, uint32_t flags) {
     int center = rfi_is(b->c, RFI_LAYER_NORM);
     char weight[64], bias[64];
     snprintf(weight, sizeof weight, "%s.weight", name);
     snprintf(bias, sizeof bias, "%s.bias", name);
-    uint32_t w = rfi_bind(b, weight, width, 1, 0, NULL).slot;
-    uint32_t extra = center ? rfi_bind(b, bias, width, 1, 1, NULL).slot : RF_NONE;
+    const rfi_wanted vectors = {weight, width, 0, n_groups, 0, NULL, 0};
+    const int each = (flags & RF_OP_EACH_HEAD) != 0;
+    uint32_t w = each ? rfi_bind_wanted(b, &vectors).slot : rfi_bind(b, weight, width, 1, 0, NULL).slot;
+    uint32_t extra = center && !each ? rfi_bind(b, bias, width, 1, 1, NULL).slot : RF_NONE;
     rf_op *op = rfi_op(b, RF_OP_RMS_NORM, rows);
     op->flags = flags | (center ? RF_OP_CENTER : 0);
     op->in = in;
@@ -6717,6 +6743,7 @@ typedef struct rfi_decoder {
     uint32_t q_gate;   /* [T, n_heads, head_dim]                                                 */
     uint32_t conv[3];  /* [T, n_embd] short convolution: b, c, x                                 */
     uint32_t mixed;    /* [T, q | k | v] delta net                                               */
+    uint32_t delta_in; /* [T, n_k_heads, q | k | v | gate] where a layer of the file has them so */
     uint32_t delta_gate; /* [T, n_heads, head_dim_v] of it                                       */
     uint32_t ba, beta, alpha; /* [T, 2 n_heads], [T, n_heads]                                    */
     rfi_rope rope, local_rope;
@@ -6740,9 +6767,9 @@ static rf_op *rfi_emit_glu(rfi_builder *b, uint32_t gate, uint32_t up, uint32_t 
 
 static int rfi_gates_attention(const rfi_config *c) { return c->recurrent.kind == RFI_DELTA_NET; }
 
-/* out[T, n_heads, dim] = values [at, + dim) of each head of in[T, n_heads, width] */
-static void rfi_emit_slice(rfi_builder *b, uint32_t out, uint32_t in, uint32_t n_heads, uint32_t width, uint32_t at,
-                           uint32_t dim) {
+/* out[T, n_heads, dim] = values [at, + dim) of each head of in[T, n_heads, width]. Returns the op. */
+static rf_op *rfi_emit_slice(rfi_builder *b, uint32_t out, uint32_t in, uint32_t n_heads, uint32_t width, uint32_t at,
+                             uint32_t dim) {
     rf_op *op = rfi_op(b, RF_OP_SLICE, RF_ROWS_TOKENS);
     op->in = in;
     op->out = out;
@@ -6750,6 +6777,7 @@ static void rfi_emit_slice(rfi_builder *b, uint32_t out, uint32_t in, uint32_t n
     op->n_in = width;
     op->extra_at = at;
     op->head_dim = dim;
+    return op;
 }
 
 /* q, k, v = in W^T + bias, from three tensors, or from the rows of a fused one. */
@@ -6805,12 +6833,15 @@ static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_lay
     uint32_t dim = l->head_dim, heads[2] = {l->n_heads, l->n_kv_heads}, x[2] = {d->q, d->k};
     const int n = rfi_has_cache(b, l) ? 2 : 1;
     static const char *const names[2] = {"attn_q_norm", "attn_k_norm"};
-    if (rfi_is(b->c, RFI_LAYER_NORM) && rfi_has(b, "attn_q_norm.weight") && b->result == RF_OK)
-        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0,
-                             "%s: blk.%d.attn_q_norm.weight: norms of heads in a %s model are not supported",
-                             rfi_gguf_path(b->g), (int)b->layer, b->c->arch->name);
+    const int each = rfi_is(b->c, RFI_LAYER_NORM) && rfi_has(b, "attn_q_norm.weight");
+    if (each) {
+        rfi_refuse(b, "attn_q_norm.bias");
+        rfi_refuse(b, "attn_k_norm.bias");
+    }
     for (int i = 0; i < n; i++)
-        if (rfi_is(b->c, RFI_QK_NORM_WIDE))
+        if (each)
+            rfi_emit_norm(b, RF_ROWS_TOKENS, x[i], x[i], names[i], dim, heads[i], RF_OP_EACH_HEAD);
+        else if (rfi_is(b->c, RFI_QK_NORM_WIDE))
             rfi_emit_norm(b, RF_ROWS_TOKENS, x[i], x[i], names[i], (uint64_t)heads[i] * dim, 1, 0);
         else if (rfi_is(b->c, RFI_QK_NORM) || (rfi_is(b->c, RFI_QK_NORM_MAYBE) && rfi_has(b, "attn_q_norm.weight")))
             rfi_emit_norm(b, RF_ROWS_TOKENS, x[i], x[i], names[i], dim, heads[i], 0);
@@ -6888,18 +6919,20 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
     rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * l->head_dim_v, "attn_output", "post_attention_norm");
 }
 
-/* out = of each head in in[n_heads, head_dim] the first n_in values by its matrix of NAME, then the others */
-static void rfi_emit_heads(rfi_builder *b, const char *name, uint32_t out, uint32_t in, uint32_t n_heads, uint32_t n_in,
-                           uint32_t head_dim, uint32_t n_out) {
-    rfi_weight w = rfi_bind_heads(b, name, n_in, n_out, n_heads);
+/* out = of each head in in[n_heads, head_dim] the first n_in values by its matrix, then the others; of `heads` the
+ * fields that a HEADS op reads; flags RF_OP_ACROSS */
+static void rfi_emit_heads(rfi_builder *b, const rf_op *heads, uint32_t flags) {
     rf_op *op = rfi_op(b, RF_OP_HEADS, RF_ROWS_TOKENS);
-    op->in = in;
-    op->out = out;
-    op->weight = w.slot;
-    op->n_heads = n_heads;
-    op->n_in = n_in;
-    op->head_dim = head_dim;
-    op->n_out = n_out;
+    op->flags = flags;
+    op->in = heads->in;
+    op->out = heads->out;
+    op->weight = heads->weight;
+    op->weight_row = heads->weight_row;
+    op->head_rows = heads->head_rows;
+    op->n_heads = heads->n_heads;
+    op->n_in = heads->n_in;
+    op->head_dim = heads->head_dim;
+    op->n_out = heads->n_out;
 }
 
 /* Attention to compressed keys and values (arXiv 2405.04434). All heads share k = norm(Wkv in), `rank` values, and v,
@@ -6926,29 +6959,40 @@ static void rfi_emit_latent(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     rfi_emit_norm(b, tokens, d->k, d->k, "attn_kv_a_norm", a->rank, 1, 0);
     rfi_emit_rope(b, d->q, l->n_heads, a->head_dim, &d->rope)->flags |= RF_OP_LAST;
     rfi_emit_rope(b, d->v, 1, c->n_rot, &d->rope);
-    rfi_emit_heads(b, "attn_k_b", d->latent_q, d->q, l->n_heads, nope, a->head_dim, a->rank);
+    rf_op keys = {.in = d->q, .out = d->latent_q, .n_heads = l->n_heads, .n_in = nope, .head_dim = a->head_dim,
+                  .n_out = a->rank, .head_rows = a->rank},
+          values = {.in = d->latent_v, .out = d->att, .n_heads = l->n_heads, .n_in = a->rank, .head_dim = a->rank,
+                    .n_out = a->head_dim_v, .head_rows = a->head_dim_v};
+    if (a->joined) { /* of each head the rows that make its keys, then those that make its values */
+        rfi_refuse(b, "attn_kv_b.scale");
+        keys.head_rows = values.head_rows = nope + a->head_dim_v;
+        keys.weight = values.weight =
+            rfi_bind(b, "attn_kv_b.weight", a->rank, (uint64_t)l->n_heads * keys.head_rows, 0, "attn_k_b.weight").slot;
+        values.weight_row = nope;
+    } else {
+        keys.weight = rfi_bind_heads(b, "attn_k_b", nope, a->rank, l->n_heads).slot;
+    }
+    rfi_emit_heads(b, &keys, a->joined ? RF_OP_ACROSS : 0);
     rfi_emit_attend(b, d, l);
-    rfi_emit_heads(b, "attn_v_b", d->att, d->latent_v, l->n_heads, a->rank, a->rank, a->head_dim_v);
+    if (!a->joined) values.weight = rfi_bind_heads(b, "attn_v_b", a->rank, a->head_dim_v, l->n_heads).slot;
+    rfi_emit_heads(b, &values, 0);
     rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * a->head_dim_v, "attn_output", "post_attention_norm");
 }
 
 /* ---- recurrent layers ---- */
 
-/* A tensor that would change the graph, and is not built. */
-static void rfi_refuse(rfi_builder *b, const char *name) {
-    if (b->result == RF_OK && rfi_has(b, name))
-        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.%s: this tensor of a %s model is not supported",
-                             rfi_gguf_path(b->g), (int)b->layer, name, b->c->arch->name);
-}
-
 static void rfi_emit_conv(rfi_builder *b, uint32_t out, uint32_t in, const char *name, uint32_t n,
                           uint32_t activation) {
     const uint32_t n_taps = b->c->recurrent.n_taps;
-    const rfi_weight w = rfi_bind(b, name, n_taps, n, 0, NULL);
+    char weight[64], bias[64];
+    snprintf(weight, sizeof weight, "%s.weight", name);
+    snprintf(bias, sizeof bias, "%s.bias", name);
+    const rfi_weight w = rfi_bind(b, weight, n_taps, n, 0, NULL), extra = rfi_bind(b, bias, n, 1, 1, NULL);
     rf_op *op = rfi_op(b, RF_OP_CONV, RF_ROWS_TOKENS);
     op->in = in;
     op->out = out;
     op->weight = w.slot;
+    op->extra = extra.slot;
     op->state = rfi_recurrent_state(b, (n_taps - 1ull) * n);
     op->n_in = n_taps;
     op->n_out = n;
@@ -6958,12 +7002,12 @@ static void rfi_emit_conv(rfi_builder *b, uint32_t out, uint32_t in, const char 
 /* x += Wout (c * conv(b * x')); b, c, x' = in Win^T */
 static void rfi_emit_short_conv(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const uint32_t n = b->c->n_embd;
-    const rfi_weight none = {RF_NONE, 0, RF_NONE};
-    rfi_refuse(b, "shortconv.conv.bias");
-    rfi_weight w = rfi_bind_matrix(b, "shortconv.in_proj", n, 3 * (uint64_t)n, NULL);
-    for (int i = 0; i < 3; i++, w.row += n) rfi_emit_matmul(b, RF_ROWS_TOKENS, d->conv[i], in, w, none, n, 0);
+    rfi_weight w = rfi_bind_matrix(b, "shortconv.in_proj", n, 3 * (uint64_t)n, NULL),
+               bias = rfi_bind(b, "shortconv.in_proj.bias", 3 * (uint64_t)n, 1, 1, NULL);
+    for (int i = 0; i < 3; i++, w.row += n, bias.row += n)
+        rfi_emit_matmul(b, RF_ROWS_TOKENS, d->conv[i], in, w, bias, n, 0);
     rfi_emit_glu(b, d->conv[0], d->conv[2], n, RF_ACT_NONE);
-    rfi_emit_conv(b, d->conv[0], d->conv[0], "shortconv.conv.weight", n, RF_ACT_NONE);
+    rfi_emit_conv(b, d->conv[0], d->conv[0], "shortconv.conv", n, RF_ACT_NONE);
     rfi_emit_glu(b, d->conv[0], d->conv[1], n, RF_ACT_NONE);
     rfi_emit_residual(b, d, d->conv[0], n, "shortconv.out_proj", "");
 }
@@ -6984,17 +7028,37 @@ static void rfi_emit_delta_gates(rfi_builder *b, const rfi_decoder *d, uint32_t 
     }
 }
 
-/* x += Wout (norm(delta(silu(conv(Wqkv in)))) * silu(Wz in)) */
-static void rfi_emit_delta(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
+/* Queries, keys and values side by side, and the output's gate. Older qwen3next files have them in one matrix, of each
+ * key head the rows of its query and key, of its values and of their gates. */
+static void rfi_emit_delta_inputs(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const rfi_recurrent_config *t = &b->c->recurrent;
     const uint32_t n_values = t->n_heads * t->head_dim_v, n_embd = b->c->n_embd, rows = RF_ROWS_TOKENS;
     const rfi_weight none = {RF_NONE, 0, RF_NONE};
-    rfi_refuse(b, "ssm_in.weight"); /* of older qwen3next files: all in one, by key head */
-    rfi_emit_matmul(b, rows, d->mixed, in, rfi_bind_matrix(b, "attn_qkv", n_embd, t->n_conv, NULL), none, t->n_conv, 0);
-    rfi_emit_matmul(b, rows, d->delta_gate, in, rfi_bind_matrix(b, "attn_gate", n_embd, n_values, NULL), none, n_values,
-                    0);
+    if (!b->c->arch->recurrent->fused_gates) rfi_refuse(b, "ssm_in.weight");
+    if (!rfi_has(b, "ssm_in.weight")) {
+        const rfi_weight qkv = rfi_bind_matrix(b, "attn_qkv", n_embd, t->n_conv, "ssm_in.weight of the same layer");
+        rfi_emit_matmul(b, rows, d->mixed, in, qkv, none, t->n_conv, 0);
+        rfi_emit_matmul(b, rows, d->delta_gate, in, rfi_bind_matrix(b, "attn_gate", n_embd, n_values, NULL), none,
+                        n_values, 0);
+        return;
+    }
+    const uint32_t values = n_values / t->n_k_heads, of_head = 2 * t->head_dim + 2 * values, all = t->n_conv + n_values;
+    rfi_emit_matmul(b, rows, d->delta_in, in, rfi_bind_matrix(b, "ssm_in", n_embd, all, NULL), none, all, 0);
+    const uint32_t dims[4] = {t->head_dim, t->head_dim, values, values};
+    for (uint32_t i = 0, at = 0; i < 4; at += dims[i++]) {
+        const uint32_t out = i < 3 ? d->mixed : d->delta_gate;
+        rf_op *op = rfi_emit_slice(b, out, d->delta_in, t->n_k_heads, of_head, at, dims[i]);
+        op->n_out = i < 3 ? at * t->n_k_heads : 0;
+    }
+}
+
+/* x += Wout (norm(delta(silu(conv(Wqkv in)))) * silu(Wz in)) */
+static void rfi_emit_delta(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
+    const rfi_recurrent_config *t = &b->c->recurrent;
+    const uint32_t n_values = t->n_heads * t->head_dim_v, rows = RF_ROWS_TOKENS;
+    rfi_emit_delta_inputs(b, d, in);
     rfi_emit_delta_gates(b, d, in);
-    rfi_emit_conv(b, d->mixed, d->mixed, "ssm_conv1d.weight", t->n_conv, RF_ACT_SILU);
+    rfi_emit_conv(b, d->mixed, d->mixed, "ssm_conv1d", t->n_conv, RF_ACT_SILU);
     const uint32_t a = rfi_bind(b, "ssm_a", t->n_heads, 1, 0, NULL).slot,
                    dt = rfi_bind(b, "ssm_dt.bias", t->n_heads, 1, 0, NULL).slot;
     rf_op *op = rfi_op(b, RF_OP_DELTA, rows);
@@ -7294,6 +7358,11 @@ static void rfi_recurrent_buffers(rfi_builder *b, rfi_decoder *d, uint64_t q_wid
     d->mixed = rfi_buffer(b, "mixed", rows, t->n_conv);
     d->delta_gate = rfi_buffer(b, "delta gate", rows, (uint64_t)t->n_heads * t->head_dim_v);
     if (b->c->arch->recurrent->fused_gates) d->ba = rfi_buffer(b, "ba", rows, 2ull * t->n_heads);
+    const int32_t layer = b->layer;
+    int joined = 0;
+    for (b->layer = 0; !joined && b->layer < (int32_t)b->c->n_layers; b->layer++) joined = rfi_has(b, "ssm_in.weight");
+    b->layer = layer;
+    if (joined) d->delta_in = rfi_buffer(b, "delta in", rows, t->n_conv + (uint64_t)t->n_heads * t->head_dim_v);
     d->beta = rfi_buffer(b, "beta", rows, t->n_heads);
     d->alpha = rfi_buffer(b, "alpha", rows, t->n_heads);
 }
@@ -10527,14 +10596,15 @@ static void rfi_cpu_quantize_row(const rfi_cpu_op *o, uint32_t row, const float 
 static void rfi_cpu_norm(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
-    const rfi_norm norm = {.w = o->vector,
-                           .b = o->vector2,
-                           .n = op->n_in,
-                           .eps = op->eps,
-                           .center = (op->flags & RF_OP_CENTER) != 0,
-                           .accumulate = (op->flags & RF_OP_ACCUMULATE) != 0};
+    rfi_norm norm = {.w = o->vector,
+                     .b = o->vector2,
+                     .n = op->n_in,
+                     .eps = op->eps,
+                     .center = (op->flags & RF_OP_CENTER) != 0,
+                     .accumulate = (op->flags & RF_OP_ACCUMULATE) != 0};
+    const uint32_t step = op->flags & RF_OP_EACH_HEAD ? op->n_in : 0;
     RFI_UNUSED(thread);
-    for (uint32_t h = 0; h < op->n_heads; h++)
+    for (uint32_t h = 0; h < op->n_heads; h++, norm.w += step)
         o->k->norm(o->out + chunk * o->out_width + (uint64_t)h * op->n_in,
                    o->in + chunk * o->in_width + (uint64_t)h * op->n_in, &norm);
     if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, o->out + chunk * o->out_width, op->n_in);
@@ -10788,6 +10858,7 @@ static void rfi_cpu_conv(void *ctx, uint32_t chunk, uint32_t thread) {
         float *out = o->out + r * o->out_width + c0;
         memcpy(x + (n_taps - 1) * n, o->in + r * o->in_width + c0, n * sizeof *x);
         o->k->conv(out, x, w, n_taps, n);
+        if (o->vector2) o->k->add(out, o->vector2 + c0, n);
         if (o->op->activation != RF_ACT_NONE) o->k->glu(out, out, NULL, n, o->op->activation);
         memmove(x, x + n, (n_taps - 1) * n * sizeof *x);
         for (uint32_t j = 0; rows[r].to && j + 1 < n_taps; j++)
@@ -10831,7 +10902,7 @@ static void rfi_cpu_slice(void *ctx, uint32_t chunk, uint32_t thread) {
     const rf_op *op = o->op;
     RFI_UNUSED(thread);
     for (uint32_t h = 0; h < op->n_heads; h++)
-        memcpy(o->out + chunk * o->out_width + (uint64_t)h * op->head_dim,
+        memcpy(o->out + chunk * o->out_width + op->n_out + (uint64_t)h * op->head_dim,
                o->in + chunk * o->in_width + (uint64_t)h * op->n_in + op->extra_at, op->head_dim * sizeof *o->out);
 }
 
@@ -10983,6 +11054,9 @@ static void rfi_cpu_run_matmul(rfi_cpu_op *o) {
     rfi_pool_run(pool, rfi_cpu_matmul, o, o->cut.n_big + (rest + o->cut.small - 1) / o->cut.small);
 }
 
+#define RFI_ACROSS_COLS 256u /* columns of a chunk: whole blocks of any type  */
+#define RFI_ACROSS_MOST 1024u /* values that a head's matrix takes at most    */
+
 static void rfi_cpu_quantize_heads(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11000,7 +11074,7 @@ static void rfi_cpu_heads(void *ctx, uint32_t chunk, uint32_t thread) {
     const uint32_t n_blocks = (o->cut.n_units + o->cut.small - 1) / o->cut.small, h = chunk / n_blocks,
                    rest = op->head_dim - op->n_in, row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
                    n_rows = (uint32_t)rfi_min_u64(op->n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
-    const uint8_t *w = o->w + ((uint64_t)h * op->n_out + row0) * o->w_row_bytes;
+    const uint8_t *w = o->w + (op->weight_row + (uint64_t)h * op->head_rows + row0) * o->w_row_bytes;
     const float *in = o->in + (uint64_t)h * op->head_dim;
     float *out = o->out + (uint64_t)h * (op->n_out + rest);
     RFI_UNUSED(thread);
@@ -11017,9 +11091,40 @@ static void rfi_cpu_heads(void *ctx, uint32_t chunk, uint32_t thread) {
         memcpy(out + r * o->out_width + op->n_out, in + r * o->in_width + op->n_in, rest * sizeof *out);
 }
 
+/* Under RF_OP_ACROSS: some columns of one head's matrix, which become rows of floats in the thread's scratch. */
+static void rfi_cpu_heads_across(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_op *op = o->op;
+    const uint32_t n_blocks = (op->n_out + RFI_ACROSS_COLS - 1) / RFI_ACROSS_COLS, h = chunk / n_blocks,
+                   rest = op->head_dim - op->n_in, c0 = chunk % n_blocks * RFI_ACROSS_COLS,
+                   n_cols = (uint32_t)rfi_min_u64(op->n_out - c0, RFI_ACROSS_COLS);
+    const uint8_t *w = o->w + (op->weight_row + (uint64_t)h * op->head_rows) * o->w_row_bytes;
+    const float *in = o->in + (uint64_t)h * op->head_dim;
+    float *out = o->out + (uint64_t)h * (op->n_out + rest), *row = o->p->scratch + thread * o->p->scratch_stride,
+          *columns = row + RFI_ACROSS_COLS;
+    for (uint32_t i = 0; i < op->n_in; i++) {
+        rfi_dequantize_row(o->w_type, w + i * o->w_row_bytes + rfi_row_bytes(o->w_type, c0), n_cols, row);
+        for (uint32_t c = 0; c < n_cols; c++) columns[(uint64_t)c * op->n_in + i] = row[c];
+    }
+    for (uint32_t col0 = 0, n; col0 < o->n_rows; col0 += n) {
+        n = (uint32_t)rfi_min_u64(RFI_CPU_COLS, o->n_rows - col0);
+        rfi_acts x = {.f = in + col0 * o->in_width, .f_stride = o->in_width};
+        const rfi_matmul m = {(const uint8_t *)columns, op->n_in * sizeof *columns, n_cols, op->n_in, &x, n,
+                              out + c0 + col0 * o->out_width, o->out_width};
+        rfi_matmul_run(o->k, RF_TYPE_F32, &m);
+    }
+    for (uint64_t r = 0; c0 == 0 && r < o->n_rows; r++)
+        memcpy(out + r * o->out_width + op->n_out, in + r * o->in_width + op->n_in, rest * sizeof *out);
+}
+
 static void rfi_cpu_run_heads(rfi_cpu_op *o) {
     const rf_op *op = o->op;
     rfi_pool *pool = &o->p->dev->pool;
+    if (op->flags & RF_OP_ACROSS) {
+        const uint32_t n_blocks = (op->n_out + RFI_ACROSS_COLS - 1) / RFI_ACROSS_COLS;
+        rfi_pool_run(pool, rfi_cpu_heads_across, o, op->n_heads * n_blocks);
+        return;
+    }
     o->acts = (rfi_acts){.f = o->in, .f_stride = o->in_width, .q = o->p->acts,
                          .q_stride = rfi_q8_groups(op->n_in) * op->n_heads};
     if (rfi_type_takes_int8(o->w_type)) rfi_pool_run(pool, rfi_cpu_quantize_heads, o, o->n_rows);
@@ -11055,6 +11160,7 @@ static void rfi_cpu_run_conv(rfi_cpu_op *o) {
     const rf_op *op = o->op;
     const uint32_t n_blocks = (op->n_out + RFI_CONV_BLOCK - 1) / RFI_CONV_BLOCK;
     o->vector = rfi_cpu_vector(o->p, op->weight, op->weight_row * op->n_in, op->n_out * op->n_in, 0);
+    o->vector2 = rfi_cpu_vector(o->p, op->extra, 0, op->n_out, 1);
     rfi_pool_run(&o->p->dev->pool, rfi_cpu_conv, o, o->p->n_firsts * n_blocks);
 }
 
@@ -11098,7 +11204,8 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
         rfi_pool_run(pool, op->flags & RF_OP_POSITIONS ? rfi_cpu_embed_position : rfi_cpu_embed, &o, o.n_rows);
         break;
     case RF_OP_RMS_NORM:
-        o.vector = rfi_cpu_vector(p, op->weight, 0, op->n_in, 0);
+        o.vector =
+            rfi_cpu_vector(p, op->weight, 0, op->n_in * (op->flags & RF_OP_EACH_HEAD ? op->n_heads : 1), 0);
         o.vector2 = rfi_cpu_vector(p, op->extra, 0, op->n_in, 1);
         rfi_pool_run(pool, rfi_cpu_norm, &o, o.n_rows);
         break;
@@ -11329,7 +11436,7 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u is not supported", op->kind);
     static const uint32_t flags[RF_OP_KIND_COUNT] = {
         [RF_OP_EMBED] = RF_OP_POSITIONS | RF_OP_ACCUMULATE, /* the second only with the first */
-        [RF_OP_RMS_NORM] = RF_OP_CENTER | RF_OP_ACCUMULATE,
+        [RF_OP_RMS_NORM] = RF_OP_CENTER | RF_OP_ACCUMULATE | RF_OP_EACH_HEAD,
         [RF_OP_MATMUL] = RF_OP_ACCUMULATE,
         [RF_OP_ROPE] = RF_OP_NEOX | RF_OP_LAST,
         [RF_OP_KV_STORE] = RF_OP_LATENT,
@@ -11337,6 +11444,7 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
         [RF_OP_ROUTE] = RF_OP_SIGMOID | RF_OP_CHOSEN | RF_OP_NORMALIZE,
         [RF_OP_EXPERTS] = RF_OP_PER_CHOICE,
         [RF_OP_MIX] = RF_OP_ACCUMULATE | RF_OP_SIGMOID,
+        [RF_OP_HEADS] = RF_OP_ACROSS,
         [RF_OP_DELTA] = RF_OP_CYCLIC,
     };
     if (op->flags & ~flags[op->kind] || (op->kind == RF_OP_EMBED && op->flags == RF_OP_ACCUMULATE))
@@ -11349,6 +11457,9 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
     if (op->kind == RF_OP_CONV && (op->n_in > RF_MAX_TAPS || rfi_type_takes_int8(plan->weights[op->weight].type)))
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: a convolution of %u taps with weights of type %s", op->n_in,
                         rf_type_get(plan->weights[op->weight].type).name);
+    if (op->flags & RF_OP_ACROSS && op->n_in > RFI_ACROSS_MOST)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: attn_kv_b with keys of %u values, at most %u are supported",
+                        op->n_in, RFI_ACROSS_MOST);
     if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS && op->kind != RF_OP_HEADS) return RF_OK;
     uint32_t type = plan->weights[op->weight].type;
     if (rfi_matmul_has(rfi_cpu_of(d)->kernels, type)) return RF_OK;
@@ -11439,6 +11550,8 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
         need.n_rot = rfi_max_u64(need.n_rot, op->n_rot);
         need.vector = rfi_max_u64(need.vector, rfi_max_u64(rfi_max_u64(op->n_in, op->n_out), op->n_experts));
         if (op->kind == RF_OP_ATTENTION) need.vector = rfi_max_u64(need.vector, op->n_heads);
+        if (op->flags & RF_OP_EACH_HEAD) need.vector = rfi_max_u64(need.vector, (uint64_t)op->n_heads * op->n_in);
+        if (op->flags & RF_OP_ACROSS) need.scratch = rfi_max_u64(need.scratch, RFI_ACROSS_COLS * (op->n_in + 1ull));
         need.cells = rfi_max_u64(need.cells, (uint64_t)RFI_ATTENTION_BLOCK * rfi_max_u64(op->head_dim, op->head_dim_v));
         if (op->kind == RF_OP_EMBED) need.scratch = rfi_max_u64(need.scratch, op->n_out);
         if (op->kind == RF_OP_ATTENTION)
@@ -11464,7 +11577,8 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
             rfi_cpu_measure_experts(plan, i, how, &need);
             held = RF_NONE;
         }
-        if (op->kind == RF_OP_HEADS && rfi_type_takes_int8(plan->weights[op->weight].type)) {
+        if (op->kind == RF_OP_HEADS && !(op->flags & RF_OP_ACROSS) &&
+            rfi_type_takes_int8(plan->weights[op->weight].type)) {
             need.groups = rfi_max_u64(need.groups, rfi_q8_groups(op->n_in) * op->n_heads);
             held = RF_NONE;
         }
@@ -11744,7 +11858,8 @@ static rf_result rfi_null_recurrent(const rf_plan *plan, uint32_t i, const rf_op
     if (op->kind == RF_OP_SLICE) {
         r = rfi_null_buffer(plan, i, "in", op->in, op->rows, (uint64_t)op->n_heads * op->n_in, err);
         if (r == RF_OK)
-            r = rfi_null_buffer(plan, i, "out", op->out, op->rows, (uint64_t)op->n_heads * op->head_dim, err);
+            r = rfi_null_buffer(plan, i, "out", op->out, op->rows, op->n_out + (uint64_t)op->n_heads * op->head_dim,
+                                err);
         if (r != RF_OK || (uint64_t)op->extra_at + op->head_dim <= op->n_in) return r;
         return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: values %u + %u of %u", i, op->extra_at, op->head_dim,
                         op->n_in);
@@ -11759,11 +11874,25 @@ static rf_result rfi_null_recurrent(const rf_plan *plan, uint32_t i, const rf_op
     r = rfi_null_buffer(plan, i, "in", op->in, op->rows, in, err);
     if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, op->rows, out, err);
     if (r != RF_OK) return r;
-    if (conv) return rfi_null_weight(plan, i, op->weight, op->n_in, (uint64_t)op->weight_row + op->n_out, err);
+    if (conv) {
+        r = rfi_null_weight(plan, i, op->weight, op->n_in, (uint64_t)op->weight_row + op->n_out, err);
+        return r == RF_OK && op->extra != RF_NONE ? rfi_null_weight(plan, i, op->extra, op->n_out, 1, err) : r;
+    }
     r = rfi_null_buffer(plan, i, "in2", op->in2, op->rows, op->n_heads, err);
     if (r == RF_OK) r = rfi_null_buffer(plan, i, "in3", op->in3, op->rows, op->n_heads, err);
     if (r == RF_OK) r = rfi_null_weight(plan, i, op->extra, op->n_heads, 1, err);
     return r == RF_OK ? rfi_null_weight(plan, i, op->extra2, op->n_heads, 1, err) : r;
+}
+
+/* The matrices of heads. */
+static rf_result rfi_null_heads(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
+    const int across = (op->flags & RF_OP_ACROSS) != 0;
+    const uint32_t n_rows = across ? op->n_in : op->n_out;
+    if (op->head_rows < n_rows || op->n_heads == 0)
+        return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: matrices of %u rows begin every %u", i, n_rows,
+                        op->head_rows);
+    const uint64_t all = op->weight_row + (op->n_heads - 1ull) * op->head_rows + n_rows;
+    return rfi_null_weight(plan, i, op->weight, across ? op->n_out : op->n_in, all, err);
 }
 
 static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
@@ -11777,7 +11906,8 @@ static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op
     case RF_OP_RMS_NORM:
         r = rfi_null_buffer(plan, i, "in", op->in, rows, (uint64_t)op->n_heads * op->n_in, err);
         if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, (uint64_t)op->n_heads * op->n_in, err);
-        if (r == RF_OK && op->weight != RF_NONE) r = rfi_null_weight(plan, i, op->weight, op->n_in, 1, err);
+        if (r == RF_OK && op->weight != RF_NONE)
+            r = rfi_null_weight(plan, i, op->weight, op->n_in, op->flags & RF_OP_EACH_HEAD ? op->n_heads : 1, err);
         return r == RF_OK && op->extra != RF_NONE ? rfi_null_weight(plan, i, op->extra, op->n_in, 1, err) : r;
     case RF_OP_MATMUL:
         r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_in, err);
@@ -11817,7 +11947,7 @@ static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op
         if (r == RF_OK)
             r = rfi_null_buffer(plan, i, "out", op->out, rows,
                                 (uint64_t)op->n_heads * (op->n_out + op->head_dim - op->n_in), err);
-        return r == RF_OK ? rfi_null_weight(plan, i, op->weight, op->n_in, (uint64_t)op->n_heads * op->n_out, err) : r;
+        return r == RF_OK ? rfi_null_heads(plan, i, op, err) : r;
     case RF_OP_ROUTE:
     case RF_OP_EXPERTS:
     case RF_OP_MIX: return rfi_null_experts(plan, i, op, err);

@@ -1200,6 +1200,7 @@ struct rfk_norm_args {
     float *out;
     rfk_int8_rows to;
     uint32_t w_type, b_type, in_stride, out_stride, n, center, accumulate;
+    uint32_t w_head; /* values of w from head to head */
     float eps;
 };
 struct rfk_norm_shared { float sum[2][8]; };
@@ -1216,7 +1217,7 @@ template <int WAVE> RFK_DEVICE float rfk_block_sum(rfk_norm_shared &s, int turn,
 
 RFK_DEVICE float rfk_norm_value(const rfk_norm_args &a, float x, float scale, uint32_t i, const float *out) {
     float y = x * scale;
-    if (a.w) y *= rfk_load_any(a.w, a.w_type, i);
+    if (a.w) y *= rfk_load_any(a.w, a.w_type, (size_t)blockIdx.y * a.w_head + i);
     if (a.b) y += rfk_load_any(a.b, a.b_type, i);
     return a.accumulate ? out[i] + y : y;
 }
@@ -1613,9 +1614,10 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
 struct rfk_conv_args {
     const float *in;
     const uint8_t *w; /* [n][n_taps]           */
+    const uint8_t *bias; /* [n], or NULL       */
     float *out, *state; /* [slots][n_taps - 1][n] */
     const rf_step_row *rows;
-    uint32_t w_type, in_stride, out_stride, n_rows, n, n_taps, activation;
+    uint32_t w_type, bias_type, in_stride, out_stride, n_rows, n, n_taps, activation;
 };
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_conv(rfk_conv_args a) {
     uint32_t c = blockIdx.x * RFK_BLOCK + threadIdx.x;
@@ -1623,6 +1625,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_conv(rfk_conv_args a) {
     float w[RF_MAX_TAPS], x[RF_MAX_TAPS]; /* the last n_taps count; before them are zeros */
     bool begun = false;
     if (c >= a.n) return;
+    const float bias = a.bias ? rfk_load_any(a.bias, a.bias_type, c) : 0.0f;
     RFK_UNROLL(8)
     for (uint32_t j = 0; j < RF_MAX_TAPS; j++) {
         uint32_t tap = j + a.n_taps - RF_MAX_TAPS; /* wraps where there is none */
@@ -1645,7 +1648,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_conv(rfk_conv_args a) {
         float sum = 0;
         RFK_UNROLL(8)
         for (uint32_t j = 0; j < RF_MAX_TAPS; j++) sum += w[j] * x[j];
-        a.out[(size_t)t * a.out_stride + c] = rfk_activate(a.activation, sum);
+        a.out[(size_t)t * a.out_stride + c] = rfk_activate(a.activation, sum + bias);
         RFK_UNROLL(8)
         for (uint32_t j = 1; j < RF_MAX_TAPS; j++) {
             uint32_t past = j + a.n_taps - RF_MAX_TAPS - 1;
@@ -1897,20 +1900,21 @@ struct rfk_experts_args {
     uint32_t per_choice; /* x has a row for each pair */
     uint32_t aligned;    /* as rfk_matmul_args        */
     uint32_t x_choice, out_choice; /* values from choice to choice */
-    uint32_t row0;                 /* of the experts' matrices     */
+    uint32_t row0;                 /* of the matrices              */
     const uint8_t *factor;         /* [n_experts]; NULL: none      */
     uint32_t factor_type;
-    rfk_weight heads;    /* route NULL: choice k takes rows [k * n_out, + n_out) of it */
+    rfk_weight heads;    /* route NULL: choice k takes rows of it from row0 + k * head_rows on */
+    uint32_t head_rows;
 };
 
 /* The matrix of a block's choice, and where its row is in it. */
 RFK_DEVICE rfk_weight rfk_choice(const rfk_experts_args &a, uint32_t *expert, uint32_t *row) {
+    *row += a.row0;
     if (!a.route) {
         *expert = 0;
-        *row += blockIdx.y * a.n_out;
+        *row += blockIdx.y * a.head_rows;
         return a.heads;
     }
-    *row += a.row0;
     *expert = reinterpret_cast<const uint32_t *>(a.route)[(size_t)blockIdx.z * a.route_stride + blockIdx.y];
     return a.w[*expert];
 }
@@ -2025,6 +2029,52 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sort_pairs(rfk_sort_args a) {
         to.n = left < RFK_PAIR_TILE ? left : RFK_PAIR_TILE;
         a.to.tile[tile + expert + k] = to;
     }
+}
+/* Each head's values times its matrix, whose rows they go with (RF_OP_ACROSS). A thread has 32 columns of every 16th row;
+ * the sums of these rows are added in their order.
+ *   grid [ceil(n_out / 512), heads, rows]   block 256   reads a head's matrix once for each row of the step */
+#define RFK_ACROSS_ROWS 16u
+#define RFK_ACROSS_COLS (32 * RFK_BLOCK / RFK_ACROSS_ROWS)
+struct rfk_across_shared { float sum[RFK_BLOCK][4]; };
+template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_across(rfk_experts_args a) {
+    typedef rfk_format<TYPE> F;
+    RFK_SHARED(rfk_across_shared, s);
+    const uint32_t units = RFK_BLOCK / RFK_ACROSS_ROWS, u = blockIdx.x * units + threadIdx.x % units;
+    const float *x = a.x + (size_t)blockIdx.z * a.x_stride + (size_t)blockIdx.y * a.x_choice;
+    float *out = a.out + (size_t)blockIdx.z * a.out_stride + (size_t)blockIdx.y * a.out_choice;
+    float sum[32];
+    RFK_UNROLL(32)
+    for (int k = 0; k < 32; k++) sum[k] = 0;
+    for (uint32_t i = threadIdx.x / units; i < a.n_in && u < a.n_out / 32; i += RFK_ACROSS_ROWS) {
+        rfk_unit unit;
+        rfk_load_unit<TYPE>(a.heads, (size_t)(a.row0 + blockIdx.y * a.head_rows + i) * (a.n_out / F::BLOCK), u, unit);
+        RFK_UNROLL(32)
+        for (int k = 0; k < 32; k++) {
+            float v = unit.d[k / 16] * (float)((int8_t)(unit.q[k / 4] >> (8 * (k % 4))) - F::OFFSET);
+            sum[k] += x[i] * (F::HAS_MIN ? v - unit.m[k / 16] : v);
+        }
+    }
+    RFK_UNROLL(8)
+    for (int k = 0; k < 32; k += 4) {
+        RFK_UNROLL(4)
+        for (int e = 0; e < 4; e++) s.sum[threadIdx.x][e] = sum[k + e];
+        __syncthreads();
+        const uint32_t e = threadIdx.x / units;
+        float all = 0;
+        for (uint32_t row = 0; e < 4 && row < RFK_ACROSS_ROWS; row++) all += s.sum[row * units + threadIdx.x % units][e];
+        if (e < 4 && u < a.n_out / 32) out[rfk_unit_at<TYPE>(u) + k / 16 * F::STRIDE + k % 16 + e] = all;
+        __syncthreads();
+    }
+}
+template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_across_float(rfk_experts_args a) {
+    const uint32_t c = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    if (c >= a.n_out) return;
+    const float *x = a.x + (size_t)blockIdx.z * a.x_stride + (size_t)blockIdx.y * a.x_choice;
+    const size_t first = (size_t)(a.row0 + blockIdx.y * a.head_rows) * a.n_out + c;
+    float sum = 0;
+    for (uint32_t i = 0; i < a.n_in; i++)
+        sum += x[i] * rfk_load1<TYPE>(a.heads.plane[0], first + (size_t)i * a.n_out);
+    a.out[(size_t)blockIdx.z * a.out_stride + (size_t)blockIdx.y * a.out_choice + c] = sum;
 }
 
 /* What the matrices of heads leave of each head: the values of x behind the first n_in, behind the results.
@@ -5494,7 +5544,7 @@ static int rfk_is_known(const rf_op *op) {
     case RF_OP_EMBED:
         rest.scale = 0;
         return rfk_is_plain(&rest, op->flags & RF_OP_POSITIONS ? RF_OP_POSITIONS | RF_OP_ACCUMULATE : 0);
-    case RF_OP_RMS_NORM: return rfk_is_plain(op, RF_OP_CENTER | RF_OP_ACCUMULATE);
+    case RF_OP_RMS_NORM: return rfk_is_plain(op, RF_OP_CENTER | RF_OP_ACCUMULATE | RF_OP_EACH_HEAD);
     case RF_OP_MATMUL: return rfk_is_put(op);
     case RF_OP_ROPE: rest.extra2 = RF_NONE; return rfk_is_plain(&rest, RF_OP_NEOX | RF_OP_LAST);
     case RF_OP_KV_STORE: return rfk_is_plain(op, RF_OP_LATENT);
@@ -5509,6 +5559,7 @@ static int rfk_is_known(const rf_op *op) {
         if (op->activation == RF_ACT_CLAMP) rest.softcap = 0;
         return rfk_is_plain(&rest, 0) && op->activation < RF_ACT_COUNT &&
                (op->activation != RF_ACT_OAI || op->in2 != RF_NONE);
+    case RF_OP_HEADS: rest.head_rows = 0; return rfk_is_plain(&rest, RF_OP_ACROSS);
     case RF_OP_CONV:
         rest.activation = 0;
         return rfk_is_plain(&rest, 0) && (op->activation == RF_ACT_SILU || op->activation == RF_ACT_NONE);
@@ -5538,7 +5589,9 @@ static int rfk_is_vector(const rf_plan *plan, uint32_t slot, uint64_t n) {
 /* What is wrong with an op's weights; NULL if nothing is. */
 static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
     if (op->kind == RF_OP_RMS_NORM)
-        return (op->weight == RF_NONE || rfk_is_vector(plan, op->weight, op->n_in)) &&
+        return (op->weight == RF_NONE ||
+                rfk_is_vector(plan, op->weight,
+                              (uint64_t)op->n_in * (op->flags & RF_OP_EACH_HEAD ? op->n_heads : 1))) &&
                        (op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_in))
                    ? NULL
                    : "its weight or bias is no vector of f32, f16 or bf16 that long";
@@ -5555,9 +5608,10 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
         return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_experts) ? NULL
                                                                                      : "its bias is no such vector";
     if (op->kind == RF_OP_CONV)
-        return rfk_is_vector(plan, op->weight, ((uint64_t)op->weight_row + op->n_out) * op->n_in)
+        return rfk_is_vector(plan, op->weight, ((uint64_t)op->weight_row + op->n_out) * op->n_in) &&
+                       (op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_out))
                    ? NULL
-                   : "its weights are no matrix of f32, f16 or bf16 that large";
+                   : "its weights or bias are no matrix or vector of f32, f16 or bf16 that large";
     if (op->kind == RF_OP_DELTA)
         return rfk_is_vector(plan, op->extra, op->n_heads) && rfk_is_vector(plan, op->extra2, op->n_heads)
                    ? NULL
@@ -5572,10 +5626,13 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
     if (w->n_in == 0 || w->n_in % elements) return "the weight's rows are no whole blocks";
     if (op->kind == RF_OP_EMBED)
         return w->n_in == op->n_out && op->weight_row < w->n_rows ? NULL : "the weight has another shape";
-    if (op->kind == RF_OP_HEADS)
-        return w->n_in == op->n_in && op->weight_row == 0 && w->n_rows == (uint64_t)op->n_heads * op->n_out
+    if (op->kind == RF_OP_HEADS) {
+        const uint32_t n_rows = op->flags & RF_OP_ACROSS ? op->n_in : op->n_out;
+        return w->n_in == (op->flags & RF_OP_ACROSS ? op->n_out : op->n_in) && op->n_heads && op->head_rows >= n_rows &&
+                       op->weight_row + (op->n_heads - 1ull) * op->head_rows + n_rows <= w->n_rows
                    ? NULL
                    : "the weight has another shape";
+    }
     if (op->kind == RF_OP_EXPERTS) {
         for (uint32_t e = 0; e < op->n_experts; e++)
             if (op->n_experts > plan->n_weights - op->weight || w[e].n_in != op->n_in ||
@@ -5632,8 +5689,8 @@ static int rfk_recurrent_fits(const rf_plan *plan, const rf_op *op) {
     if (op->rows != tokens) return 0;
     if (op->kind == RF_OP_SLICE)
         return rfk_fits(plan, op->in, tokens, (uint64_t)op->n_heads * op->n_in) && op->in != op->out &&
-               rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * op->head_dim) && op->extra_at <= op->n_in &&
-               op->head_dim <= op->n_in - op->extra_at;
+               rfk_fits(plan, op->out, tokens, op->n_out + (uint64_t)op->n_heads * op->head_dim) &&
+               op->extra_at <= op->n_in && op->head_dim <= op->n_in - op->extra_at;
     if (op->kind == RF_OP_CONV)
         return op->n_in >= 2 && op->n_in <= RF_MAX_TAPS && rfk_fits(plan, op->in, tokens, op->n_out) &&
                rfk_fits(plan, op->out, tokens, op->n_out) && width == (op->n_in - 1ull) * op->n_out;
@@ -5785,7 +5842,7 @@ static uint32_t rfk_pair_tiles(uint32_t pairs, uint32_t n_experts) { return pair
 /* An op that reads int8 rows, and how many values each row of the step has. */
 static int rfk_reads_int8(const rf_plan *plan, const rf_op *op) {
     return rfk_takes_int8(plan, op) ||
-           ((op->kind == RF_OP_EXPERTS || op->kind == RF_OP_HEADS) &&
+           ((op->kind == RF_OP_EXPERTS || (op->kind == RF_OP_HEADS && !(op->flags & RF_OP_ACROSS))) &&
             !rfk_is_float_type(plan->weights[op->weight].type));
 }
 static uint64_t rfk_int8_width(const rf_op *op) {
@@ -6291,6 +6348,7 @@ static rf_result rfk_run_rms_norm(const rfk_launching *l) {
     a.in_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
     a.n = l->op->n_in;
+    a.w_head = l->op->flags & RF_OP_EACH_HEAD ? a.n : 0;
     a.eps = l->op->eps;
     a.to = l->p->x8;
     if (!l->b.quantize) a.to.q = NULL;
@@ -6748,6 +6806,25 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
                   RFK_MATVEC_WAVES * p->dev->wave, a);
 }
 
+static rfk_experts_kernel rfk_find_across(uint32_t type) {
+    switch (rfk_kernel_type(type)) {
+    case RF_TYPE_F32: return rfk_across_float<RF_TYPE_F32>;
+    case RF_TYPE_F16: return rfk_across_float<RF_TYPE_F16>;
+    case RF_TYPE_BF16: return rfk_across_float<RF_TYPE_BF16>;
+    case RF_TYPE_Q8_0: return rfk_across<RF_TYPE_Q8_0>;
+    case RF_TYPE_Q4_0: return rfk_across<RF_TYPE_Q4_0>;
+    case RF_TYPE_Q4_1: return rfk_across<RF_TYPE_Q4_1>;
+    case RF_TYPE_Q5_0: return rfk_across<RF_TYPE_Q5_0>;
+    case RF_TYPE_Q5_1: return rfk_across<RF_TYPE_Q5_1>;
+    case RF_TYPE_Q4_K: return rfk_across<RF_TYPE_Q4_K>;
+    case RF_TYPE_Q5_K: return rfk_across<RF_TYPE_Q5_K>;
+    case RF_TYPE_Q2_K: return rfk_across<RF_TYPE_Q2_K>;
+    case RFK_OTHER32: return rfk_across<RFK_OTHER32>;
+    case RFK_OTHER16: return rfk_across<RFK_OTHER16>;
+    default: return rfk_across<RF_TYPE_Q6_K>; /* op_supported let only types through that run */
+    }
+}
+
 /* The kernels of experts, for a choice of which each takes its own rows of one matrix. */
 static rf_result rfk_run_heads(const rfk_launching *l) {
     const rf_op *op = l->op;
@@ -6767,6 +6844,8 @@ static rf_result rfk_run_heads(const rfk_launching *l) {
     a.per_choice = 1;
     a.x_choice = op->head_dim;
     a.out_choice = op->n_out + rest;
+    a.row0 = op->weight_row;
+    a.head_rows = op->head_rows;
     a.aligned = op->n_in % 8 == 0 && a.x_stride % 4 == 0 && a.x_choice % 4 == 0 && (size_t)l->b.in % 16 == 0;
     rf_result r = RF_OK;
     if (l->b.quantize) {
@@ -6778,7 +6857,11 @@ static rf_result rfk_run_heads(const rfk_launching *l) {
         r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)),
                    dim3(rest ? l->n_rows * op->n_heads : l->n_rows, rfk_ceil_div(z.n, 4 * RFK_BLOCK)), RFK_BLOCK, z);
     }
-    if (r == RF_OK)
+    if (r == RF_OK && op->flags & RF_OP_ACROSS)
+        r = rfk_go(l, rfk_find_across(type),
+                   dim3(rfk_ceil_div(a.n_out, rfk_is_float_type(type) ? RFK_BLOCK : RFK_ACROSS_COLS), a.n_used,
+                        l->n_rows), RFK_BLOCK, a);
+    else if (r == RF_OK)
         r = rfk_go(l, RFK_BY_WAVE(l, (rfk_find_experts<32>(type)), (rfk_find_experts<64>(type))),
                    dim3(rfk_ceil_div(a.n_out, RFK_MATVEC_WAVES), a.n_used, l->n_rows),
                    RFK_MATVEC_WAVES * p->dev->wave, a);
@@ -6808,6 +6891,7 @@ static rf_result rfk_run_conv(const rfk_launching *l) {
     rfk_conv_args a;
     a.in = l->b.in;
     a.w = rfk_vector(l->p, op->weight, (uint64_t)op->weight_row * op->n_in, &a.w_type);
+    a.bias = rfk_vector(l->p, op->extra, 0, &a.bias_type);
     a.out = l->b.out;
     a.state = (float *)(void *)l->b.k;
     a.rows = l->p->rows;
@@ -6858,7 +6942,7 @@ static rf_result rfk_run_slice(const rfk_launching *l) {
     const rf_op *op = l->op;
     rfk_slice_args a;
     a.in = l->b.in + op->extra_at;
-    a.out = l->b.out;
+    a.out = l->b.out + op->n_out;
     a.in_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
     a.n_heads = op->n_heads;

@@ -187,14 +187,15 @@ def alibi_slopes(n_head, most):
 
 
 def self_attention(m, il, h, pairs, qk_norm=None, window=0, base=None, factors=1.0, grown=1.0):
-    """the usual kind; qk_norm: q and k are normalised "full", over their whole width, or "head", each head by itself;
-    pairs None: no rope, else of this base (None: the file's), with angles divided by factors and results times grown"""
+    """the usual kind; qk_norm: q and k are normalised "full", over their whole width, or "head", each head by itself, or
+    "heads", so with weights of its own, as a layer norm; pairs None: no rope, else of this base (None: the file's), with angles divided by factors and results times grown"""
     b = 'blk.%d.attn_' % il
     q, k, v = linear(m, b + 'q', h), linear(m, b + 'k', h), linear(m, b + 'v', h)
     if qk_norm == 'full': q, k = rms_norm(m, b + 'q_norm', q), rms_norm(m, b + 'k_norm', k)
     n_kv = m.at_layer('attention.head_count_kv', il)
     q, k, v = heads(q, m.get('attention.head_count')), heads(k, n_kv), heads(v, n_kv)
     if qk_norm == 'head': q, k = rms_norm(m, b + 'q_norm', q), rms_norm(m, b + 'k_norm', k)
+    if qk_norm == 'heads': q, k = layer_norm(m, b + 'q_norm', q), layer_norm(m, b + 'k_norm', k)
     n_rot, base = m.get('rope.dimension_count'), base or m.get('rope.freq_base')
     if m.has('rope_freqs.weight'): factors = m.at('rope_freqs.weight')
     if pairs: q, k = rope(q, n_rot, base, pairs, factors) * grown, rope(k, n_rot, base, pairs, factors) * grown
@@ -206,7 +207,8 @@ def conv(m, name, x):
     w = m.at(name + '.weight')
     taps = w.shape[1]
     padded = np.concatenate([np.zeros((taps - 1, x.shape[1])), x])
-    return sum(padded[j:j + len(x)] * w[:, j] for j in range(taps))
+    y = sum(padded[j:j + len(x)] * w[:, j] for j in range(taps))
+    return y + m.at(name + '.bias') if m.has(name + '.bias') else y
 
 
 def short_conv(m, il, h):
@@ -465,14 +467,21 @@ def lfm2_mix(m, il, h):
     return short_conv(m, il, h)
 
 
-def make_lfm2():
-    """filters and attention in turn; the last norm is called token_embd_norm"""
-    m = Model('lfm2', 'lfm2')
+def make_lfm2(bias=False):
+    """filters and attention in turn; the last norm is called token_embd_norm. conv_bias gives the filters and both
+    projections around them biases"""
+    m = Model('lfm2', 'lfm2-bias' if bias else 'lfm2')
     lfm2_keys(m, [0, 2, 0, 2], 64, taps=3)
     for il in range(4):
         put_lfm2_mix(m, il)
         put_ffn(m, il, 64)
+        if bias and il in (0, 2):
+            for part, n in (('in_proj', 3 * N_EMBD), ('conv', N_EMBD), ('out_proj', N_EMBD)):
+                m.vector('blk.%d.shortconv.%s.bias' % (il, part), n)
     return m, lambda m, tokens: pre_norm_decoder(m, tokens, lfm2_mix, gated_ffn, final='token_embd_norm')
+
+
+def make_lfm2_bias(): return make_lfm2(bias=True)
 
 
 def make_lfm2moe():
@@ -629,6 +638,59 @@ def make_cohere2():
             else: mixed = self_attention(m, il, h, 'near', window=m.get('attention.sliding_window'))
             x = x + mixed + gated_ffn(m, il, h)
         return logits(m, layer_norm(m, 'output_norm', x)) * m.get('logit_scale')
+    return m, forward
+
+
+def put_head_norms(m, il):
+    """each head of the queries and of the keys has a vector of its own"""
+    for part, n in (('q', m.get('attention.head_count')), ('k', m.get('attention.head_count_kv'))):
+        m.vector('blk.%d.attn_%s_norm.weight' % (il, part), n, m.get('attention.key_length'), mean=1.0)
+
+
+def make_command_r_plus():
+    """Command R+: attention and ffn side by side, behind one norm without bias; the heads of queries and keys are normed;
+    the logits are scaled"""
+    m = Model('command-r', 'command-r-plus')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=48, base=1000.0)
+    m.f32(attention__layer_norm_epsilon=0.02, logit_scale=0.6)
+    put_embeddings(m, tied=True, gain=8.0)
+    for il in range(2):
+        m.norm('blk.%d.attn_norm' % il, N_EMBD)
+        put_attention(m, il)
+        put_head_norms(m, il)
+        put_ffn(m, il, 48)
+
+    def forward(m, tokens):
+        x = m.at('token_embd.weight')[tokens]
+        for il in range(m.get('block_count')):
+            h = layer_norm(m, 'blk.%d.attn_norm' % il, x)
+            x = x + self_attention(m, il, h, 'near', qk_norm='heads') + gated_ffn(m, il, h)
+        return logits(m, layer_norm(m, 'output_norm', x)) * m.get('logit_scale')
+    return m, forward
+
+
+def make_stablelm_12b():
+    """StableLM 2 12B: as that, with biases of the norms of layers; a quarter of each head turns; a matrix of its own for
+    the logits"""
+    m = Model('stablelm', 'stablelm-12b')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=16, n_ff=48, base=1000.0, n_rot=4)
+    m.f32(attention__layer_norm_epsilon=0.02)
+    m.flag(use_parallel_residual=True)
+    put_embeddings(m)
+    m.vector('output_norm.bias', N_EMBD)
+    for il in range(2):
+        m.norm('blk.%d.attn_norm' % il, N_EMBD)
+        m.vector('blk.%d.attn_norm.bias' % il, N_EMBD)
+        put_attention(m, il)
+        put_head_norms(m, il)
+        put_ffn(m, il, 48)
+
+    def forward(m, tokens):
+        x = m.at('token_embd.weight')[tokens]
+        for il in range(m.get('block_count')):
+            h = layer_norm(m, 'blk.%d.attn_norm' % il, x)
+            x = x + self_attention(m, il, h, 'far', qk_norm='heads') + gated_ffn(m, il, h)
+        return logits(m, layer_norm(m, 'output_norm', x))
     return m, forward
 
 
@@ -1013,7 +1075,8 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_qwen35moe_fused, make_qwen3next, make_qwen3next_legacy, make_cohere2, make_internlm2, make_exaone,
             make_seed_oss, make_mpt, make_bloom, make_gemma4, make_gemma4_moe,
             make_gemma, make_deepseek2_groups, make_deepseek2_lite,
-            make_deepseek2_lite_legacy, make_gemma3_linear, make_olmo3]
+            make_deepseek2_lite_legacy, make_gemma3_linear, make_olmo3, make_lfm2_bias, make_command_r_plus,
+            make_stablelm_12b]
 
 
 # ---- answers ----

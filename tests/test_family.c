@@ -312,7 +312,7 @@ static const struct {
     {{.arch = "olmo2", .has = MG_NO_PRE_NORM | MG_POST_NORM | MG_QK_NORM}, RF_ERR_FORMAT, "blk.0.attn_q_norm.weight"},
     {{.arch = "command-r", .has = MG_NO_FFN_NORM, .more_kv = logit_scale}, RF_ERR_NOT_FOUND, "attention.layer_norm_epsilon"},
     {{.arch = "command-r", .has = MG_LAYER_NORM | MG_NO_FFN_NORM | MG_QK_NORM, .more_kv = logit_scale},
-     RF_ERR_UNSUPPORTED, "blk.0.attn_q_norm.weight"},
+     RF_ERR_FORMAT, "blk.0.attn_q_norm.weight"}, /* one vector for all heads */
     {{.arch = "gptneox", .has = STARCODER | MG_QKV}, RF_ERR_NOT_FOUND, "use_parallel_residual"},
     {{.arch = "gptneox", .has = STARCODER | MG_QKV, .more_kv = parallel_number}, RF_ERR_FORMAT, "use_parallel_residual"},
     {{.arch = "gptneox", .has = STARCODER | MG_QKV | MG_NO_FFN_NORM, .more_kv = parallel}, RF_ERR_NOT_FOUND, "blk.0.ffn_norm.weight"},

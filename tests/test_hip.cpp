@@ -1507,12 +1507,13 @@ static void test_heads() {
                  T, n, rest, (uint32_t)r[6]);
         Rig g(devices[(size_t)r[6]]);
         const uint32_t in_width = n * dim + (rest ? 0 : 3), in = g.buffer(in_width), y = g.buffer(width), twice = g.buffer(width);
-        std::vector<uint8_t> w = random_rows(type, n_in, (uint64_t)n * n_out);
-        const uint32_t weight = g.weight(type, n_in, n * n_out, w);
+        const uint32_t row0 = i % 3, head_rows = n_out + (uint32_t)(i % 2) * 3, n_rows = row0 + n * head_rows;
+        std::vector<uint8_t> w = random_rows(type, n_in, n_rows);
+        const uint32_t weight = g.weight(type, n_in, n_rows, w);
         for (int k = 0; k < 2; k++) {
             rf_op *o = g.op(RF_OP_HEADS);
             o->in = in, o->out = k ? twice : y, o->weight = weight, o->n_heads = n, o->n_in = n_in, o->n_out = n_out,
-            o->head_dim = dim;
+            o->head_dim = dim, o->weight_row = row0, o->head_rows = head_rows;
         }
         REQUIRE(g.open(T, 1, 128) == RF_OK, "%s: %s", what, g.err.text);
         std::vector<float> x = values((size_t)T * in_width), before = values((size_t)T * width);
@@ -1525,7 +1526,7 @@ static void test_heads() {
                 std::vector<double> xd = is_float(type) ? std::vector<double>(xt, xt + n_in) : quantized(xt, n_in);
                 for (uint32_t k = 0; k < n_out; k++) {
                     double dot = 0;
-                    for (uint32_t j = 0; j < n_in; j++) dot += wd[((size_t)h * n_out + k) * n_in + j] * xd[j];
+                    for (uint32_t j = 0; j < n_in; j++) dot += wd[(row0 + (size_t)h * head_rows + k) * n_in + j] * xd[j];
                     want.push_back(dot);
                 }
                 want.insert(want.end(), xt + n_in, xt + dim);
@@ -1534,6 +1535,51 @@ static void test_heads() {
         }
         compare(g.get(y), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
         CHECK(same_bits(g.get(y), g.get(twice)), "%s: the same product gives other bits", what);
+    }
+}
+
+/* The same with matrices whose rows go with the values, which stay floats. */
+static void test_heads_across() {
+    static const uint32_t ins[] = {1, 17, 34}, Ts[] = {1, 3}, counts[] = {1, 3}, blocks32[] = {1, 3, 17}, blocks256[] = {1, 2, 3};
+    const int n_types = (int)(sizeof types / sizeof types[0]);
+    std::vector<Row> list = combinations(std::vector<int>{n_types, 3, 3, 2, 2, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        static const uint32_t odd[] = {1, 40, 600};
+        const uint32_t type = types[r[0]], n_out = is_float(type)                    ? odd[r[1]]
+                                                   : block_elements(type) >= 256 ? block_elements(type) * blocks256[r[1]]
+                                                                                 : block_elements(type) * blocks32[r[1]],
+                       n_in = ins[r[2]], T = Ts[r[3]], n = counts[r[4]], rest = r[5] ? 12 : 0, dim = n_in + rest,
+                       width = n * (n_out + rest) + 1, row0 = i % 3, head_rows = n_in + (uint32_t)(i % 2) * 3,
+                       n_rows = row0 + n * head_rows;
+        char what[128];
+        snprintf(what, sizeof what, "heads across %s n_in %u n_out %u rows %u heads %u rest %u device %u", type_name(type), n_in,
+                 n_out, T, n, rest, (uint32_t)r[6]);
+        Rig g(devices[(size_t)r[6]]);
+        const uint32_t in_width = n * dim + (rest ? 0 : 3), in = g.buffer(in_width), y = g.buffer(width);
+        std::vector<uint8_t> w = random_rows(type, n_out, n_rows);
+        rf_op *o = g.op(RF_OP_HEADS);
+        o->flags = RF_OP_ACROSS;
+        o->in = in, o->out = y, o->weight = g.weight(type, n_out, n_rows, w), o->n_heads = n, o->n_in = n_in, o->n_out = n_out,
+        o->head_dim = dim, o->weight_row = row0, o->head_rows = head_rows;
+        REQUIRE(g.open(T, 1, 128) == RF_OK, "%s: %s", what, g.err.text);
+        std::vector<float> x = values((size_t)T * in_width), before = values((size_t)T * width);
+        g.set(in, x), g.set(y, before);
+        REQUIRE(g.run(rows_of(T)) == RF_OK, "%s: %s", what, g.err.text);
+        std::vector<double> wd = decode(type, w), want;
+        for (uint32_t t = 0; t < T; t++) {
+            for (uint32_t h = 0; h < n; h++) {
+                const float *xt = &x[(size_t)t * in_width + (size_t)h * dim];
+                for (uint32_t k = 0; k < n_out; k++) {
+                    double dot = 0;
+                    for (uint32_t j = 0; j < n_in; j++) dot += wd[(row0 + (size_t)h * head_rows + j) * n_out + k] * xt[j];
+                    want.push_back(dot);
+                }
+                want.insert(want.end(), xt + n_in, xt + dim);
+            }
+            want.push_back(before[(size_t)t * width + width - 1]);
+        }
+        compare(g.get(y), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
     }
 }
 
@@ -2530,6 +2576,7 @@ int main(int argc, char **argv) {
     RUN(test_attention);
     RUN(test_wide_attention);
     RUN(test_heads);
+    RUN(test_heads_across);
     RUN(test_together);
     RUN(test_glu_launch);
     RUN(test_decode_step);

@@ -321,14 +321,14 @@ static void test_forecast(void) {
 
 /* ---- the ops, against float64 ---- */
 
-enum { ROWS = 7, SLOTS = 4, WIDE = 700, N_STATE = 2 * 6 * 40 * 24 };
+enum { ROWS = 7, SLOTS = 4, WIDE = 1100, N_STATE = 2 * 6 * 40 * 24 };
 
-/* A plan of one op on the device: x to buffers 0, 1, 2; y from buffer 3; weights as float32 vectors or matrices. */
+/* A plan of one op on the device: x to buffers 0, 1, 2; y from buffer 3; and weights. */
 typedef struct one_op {
     rf_op op;
     rf_plan_state state;
     rf_plan_weight weights[2];
-    const float *values[2];
+    const void *values[2];
     uint32_t widths[4], n_weights;
     float x[3][ROWS * WIDE], y[ROWS * WIDE], slots[SLOTS * N_STATE];
 } one_op;
@@ -339,7 +339,7 @@ static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
     rf_queue *q = NULL;
     rf_table *table = NULL;
     rf_prepared *prepared = NULL;
-    rf_mem scratch, state, w[2];
+    rf_mem scratch, state, w[2], repack[2] = {{0}};
     rf_ticket t;
     uint64_t at[4], state_at = 0;
     uint32_t segment[2], n_segments, cells = 8;
@@ -359,8 +359,11 @@ static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
     if (r == RF_OK) r = api->mem_create(dev, sizeof o->slots, &state, err);
     bind.table = table, bind.scratch = scratch, bind.state = state;
     for (uint32_t i = 0; r == RF_OK && i < o->n_weights; i++) {
-        rf_weight_part part = {.slot = i, .n_rows = o->weights[i].n_rows, .src = o->values[i], .mem = &w[i]};
-        r = api->mem_create(dev, o->weights[i].size_bytes, &w[i], err);
+        const rf_weight_layout layout = api->weight_layout(dev, &o->weights[i]);
+        rf_weight_part part = {.slot = i, .n_rows = o->weights[i].n_rows, .src = o->values[i], .mem = &w[i],
+                               .scratch = layout.scratch_bytes ? &repack[i] : NULL};
+        r = api->mem_create(dev, layout.size_bytes, &w[i], err);
+        if (r == RF_OK && layout.scratch_bytes) r = api->mem_create(dev, layout.scratch_bytes, &repack[i], err);
         if (r == RF_OK) r = api->weight_write(table, q, &part, &t, err);
     }
     if (r == RF_OK) r = api->plan_prepare(dev, &bind, segment, &n_segments, &prepared, err);
@@ -373,6 +376,8 @@ static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
     if (r == RF_OK) r = api->ticket_wait(&t, 60000, err);
     if (prepared) api->plan_release(prepared);
     for (uint32_t i = 0; i < o->n_weights; i++) api->weight_clear(table, i), api->mem_release(dev, &w[i]);
+    for (uint32_t i = 0; i < 2; i++)
+        if (repack[i].base) api->mem_release(dev, &repack[i]);
     api->mem_release(dev, &scratch), api->mem_release(dev, &state);
     api->table_release(table), api->queue_release(q);
     rf_device_close(d, NULL);
@@ -397,17 +402,19 @@ static void agree(const float *found, const double *want, size_t n, const char *
 static void test_conv_op(void) {
     static one_op o;
     static double past[2][8][WIDE], want[ROWS * WIDE], left[SLOTS][8 * WIDE];
-    static float w[WIDE * 8];
+    static float w[WIDE * 8], bias[WIDE];
+    fill(bias, WIDE, 9);
     for (uint32_t taps = 2; taps <= 8; taps += 2)
         for (int silu = 0; silu < 2; silu++) {
             rf_error err = {0};
-            const uint32_t n = taps == 8 ? 61 : 321;
+            const uint32_t n = taps == 8 ? 61 : 321, biased = taps / 2 % 2;
             memset(&o, 0, sizeof o), memset(past, 0, sizeof past), memset(left, 0, sizeof left);
-            o.op = (rf_op){.kind = RF_OP_CONV, .in = 0, .in2 = RF_NONE, .out = 3, .extra = RF_NONE, .extra2 = RF_NONE,
+            o.op = (rf_op){.kind = RF_OP_CONV, .in = 0, .in2 = RF_NONE, .out = 3, .extra = biased ? 1 : RF_NONE, .extra2 = RF_NONE,
                            .table = RF_NONE, .n_in = taps, .n_out = n, .activation = silu ? RF_ACT_SILU : RF_ACT_NONE};
             o.state.width = (taps - 1) * n;
             o.weights[0] = (rf_plan_weight){.name = "w", .type = RF_TYPE_F32, .n_in = taps, .n_rows = n, .size_bytes = 4ull * taps * n};
-            o.values[0] = w, o.n_weights = 1, o.widths[0] = n, o.widths[1] = o.widths[2] = 1, o.widths[3] = n;
+            o.weights[1] = (rf_plan_weight){.name = "b", .type = RF_TYPE_F32, .n_in = n, .n_rows = 1, .size_bytes = 4ull * n};
+            o.values[0] = w, o.values[1] = bias, o.n_weights = 1 + biased, o.widths[0] = n, o.widths[1] = o.widths[2] = 1, o.widths[3] = n;
             fill(w, taps * n, taps), fill(o.x[0], ROWS * n, 77), fill(o.slots, SLOTS * N_STATE, 5);
             for (uint32_t j = 0; j + 1 < taps; j++)
                 for (uint32_t c = 0; c < n; c++) past[1][j][c] = o.slots[j * n + c];
@@ -416,6 +423,7 @@ static void test_conv_op(void) {
                     double (*x)[WIDE] = past[turns[r].seq], sum = 0;
                     x[taps - 1][c] = o.x[0][r * n + c];
                     for (uint32_t j = 0; j < taps; j++) sum += x[j][c] * w[c * taps + j];
+                    if (biased) sum += bias[c];
                     for (uint32_t j = 0; j + 1 < taps; j++) x[j][c] = x[j + 1][c];
                     want[r * n + c] = silu ? sum / (1 + exp(-sum)) : sum;
                     for (uint32_t j = 0; turns[r].to && j + 1 < taps; j++) left[turns[r].to - 1][j * n + c] = x[j][c];
@@ -472,6 +480,50 @@ static void test_delta_op(void) {
     }
 }
 
+/* Matrices of heads that lie apart in one weight, and such whose rows go with the values: quantized ones as floats. */
+static void test_heads_op(void) {
+    enum { HEADS = 2, REST = 3, ROW0 = 1, MOST = ROW0 + HEADS * 40 };
+    static const struct { uint32_t type, n_in, n_out, across; } cases[] = {
+        {RF_TYPE_F32, 40, 33, 0}, {RF_TYPE_F32, 33, 40, 1}, {RF_TYPE_F16, 17, 300, 1}, {RF_TYPE_Q8_0, 17, 288, 1},
+        {RF_TYPE_Q4_K, 17, 512, 1}, {RF_TYPE_Q6_K, 5, 512, 1}, {RF_TYPE_IQ4_XS, 5, 256, 1}};
+    static one_op o;
+    static uint8_t bytes[MOST * 512 * 4];
+    static float w[MOST * 512];
+    static double want[ROWS * WIDE];
+    for (size_t i = 0; i < RFT_COUNT(cases); i++) {
+        rf_error err = {0};
+        const uint32_t type = cases[i].type, across = cases[i].across, n_in = cases[i].n_in, n_out = cases[i].n_out, dim = n_in + REST,
+                       width = across ? n_out : n_in, head_rows = (across ? n_in : n_out) + 2, n_rows = ROW0 + HEADS * head_rows;
+        const rf_type_info info = rf_type_get(type);
+        const uint64_t n = (uint64_t)n_rows * width, n_bytes = n / info.block_elements * info.block_bytes;
+        mg_rng random = {i};
+        memset(&o, 0, sizeof o);
+        REQUIRE(n_rows <= MOST && HEADS * (n_out + REST) <= WIDE, "case %zu is too large", i);
+        for (uint64_t k = 0; k < n_bytes; k++) bytes[k] = (uint8_t)mg_below(&random, 256);
+        if (type == RF_TYPE_F32) fill((float *)(void *)bytes, n, i);
+        for (uint64_t k = 0; type != RF_TYPE_F32 && k + 1 < n_bytes; k += 2) bytes[k + 1] &= 0xbf; /* scales: no infinity */
+        CHECK(rf_dequantize(type, bytes, n, w, &err) == RF_OK, "%s", err.text);
+        o.op = (rf_op){.kind = RF_OP_HEADS, .flags = across ? RF_OP_ACROSS : 0, .in = 0, .in2 = RF_NONE, .out = 3, .extra = RF_NONE,
+                       .extra2 = RF_NONE, .table = RF_NONE, .weight_row = ROW0, .head_rows = head_rows, .n_in = n_in, .n_out = n_out,
+                       .n_heads = HEADS, .head_dim = dim};
+        o.weights[0] = (rf_plan_weight){.name = "w", .type = type, .n_in = width, .n_rows = n_rows, .size_bytes = n_bytes};
+        o.values[0] = bytes, o.n_weights = 1, o.widths[0] = HEADS * dim, o.widths[1] = o.widths[2] = 1,
+        o.widths[3] = HEADS * (n_out + REST), o.state.width = 1;
+        fill(o.x[0], ROWS * HEADS * dim, 3);
+        for (uint32_t r = 0, at = 0; r < ROWS; r++)
+            for (uint32_t h = 0; h < HEADS; h++) {
+                const float *x = o.x[0] + (r * HEADS + h) * dim, *m = w + (ROW0 + h * head_rows) * (uint64_t)width;
+                for (uint32_t c = 0; c < n_out; c++, at++) {
+                    want[at] = 0;
+                    for (uint32_t k = 0; k < n_in; k++) want[at] += (double)x[k] * m[across ? k * width + c : c * width + k];
+                }
+                for (uint32_t k = n_in; k < dim; k++) want[at++] = x[k];
+            }
+        CHECK(run_one(&o, turns, &err) == RF_OK, "case %zu: %s", i, err.text);
+        agree(o.y, want, ROWS * HEADS * (n_out + REST), info.name);
+    }
+}
+
 int main(int argc, char **argv) {
     rf_device_info devices[8];
     uint32_t n_devices = 0, n_gpus = 0;
@@ -483,6 +535,7 @@ int main(int argc, char **argv) {
         device_name = devices[d].name;
         RUN(test_conv_op);
         RUN(test_delta_op);
+        RUN(test_heads_op);
         if (argc < 2) continue; /* minutes where it is emulated */
         RUN(test_neighbours);
         RUN(test_play);
@@ -491,6 +544,7 @@ int main(int argc, char **argv) {
     if (n_gpus == 0) {
         RUN(test_conv_op);
         RUN(test_delta_op);
+        RUN(test_heads_op);
         RUN(test_batches);
         RUN(test_neighbours);
         RUN(test_cut);
