@@ -2030,6 +2030,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sort_pairs(rfk_sort_args a) {
         a.to.tile[tile + expert + k] = to;
     }
 }
+
 /* Each head's values times its matrix, whose rows they go with (RF_OP_ACROSS). A thread has 32 columns of every 16th row;
  * the sums of these rows are added in their order.
  *   grid [ceil(n_out / 512), heads, rows]   block 256   reads a head's matrix once for each row of the step */
