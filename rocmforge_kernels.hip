@@ -3509,9 +3509,9 @@ struct rfk_pieces {
     float *unit;     /* [cols] what a piece's 1 stands for */
 };
 struct rfk_split_args {
-    const float *in; /* [cols, in_stride] */
+    const float *in; /* [cols / per_row, in_stride], per_row of n values each */
     rfk_pieces to;
-    uint32_t in_stride, n;
+    uint32_t in_stride, per_row, n;
 };
 
 struct rfk_split_shared {
@@ -3525,7 +3525,8 @@ struct rfk_split_shared {
 /* grid cols   block 256   reads x twice (F16) or once, writes 4 or 6 bytes a value */
 template <int WAVE, bool BF16> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_split_rows(rfk_split_args a) {
     RFK_SHARED(rfk_split_shared, s);
-    const float *in = a.in + (size_t)blockIdx.x * a.in_stride;
+    const float *in =
+        a.in + (size_t)(blockIdx.x / a.per_row) * a.in_stride + (size_t)(blockIdx.x % a.per_row) * a.n;
     const size_t piece = (size_t)gridDim.x * a.n;
     uint16_t *to = a.to.value + (size_t)blockIdx.x * a.n;
     if (BF16) {
@@ -3559,8 +3560,9 @@ template <int WAVE, bool BF16> static __global__ void RFK_THREADS(RFK_BLOCK) rfk
     if (threadIdx.x == 0) a.to.unit[blockIdx.x] = rfk_as_float((exponent - 14) << 23);
 }
 
-struct rfk_halves_args {
-    rfk_tiles_args t;
+/* TILES: rfk_tiles_args or rfk_pair_tiles_args; n_cols are rows of x. */
+template <class TILES> struct rfk_halves_args {
+    TILES tiles;
     rfk_pieces x;
 };
 /* 16 bytes on their way to shared memory. AMD's int4 is a class: hipcc would keep arrays of it in memory. */
@@ -3579,17 +3581,16 @@ template <int PIECES, int COLS> struct rfk_halves_loads {
 
 /* A thread's 16 bytes of W and of each 64 columns of each piece, values [k0, + 32): rows and columns beyond the last
  * repeat it. */
-template <int PIECES, int COLS>
-RFK_DEVICE void rfk_fetch_halves(rfk_halves_loads<PIECES, COLS> &v, const rfk_halves_args &a, const rfk_product &p,
-                                 uint32_t row0, uint32_t col0, uint32_t k0) {
-    const uint32_t i = threadIdx.x / 4, chunk = threadIdx.x % 4, n_in = a.t.m.n_in, n_cols = a.t.m.n_cols,
+template <int PIECES, int COLS, class C>
+RFK_DEVICE void rfk_fetch_halves(rfk_halves_loads<PIECES, COLS> &v, const rfk_matmul_args &a, const rfk_pieces &x,
+                                 const rfk_product &p, uint32_t row0, const C &columns, uint32_t k0) {
+    const uint32_t i = threadIdx.x / 4, chunk = threadIdx.x % 4, n_in = a.n_in, n_cols = a.n_cols,
                    row = row0 + i < p.n_out ? row0 + i : p.n_out - 1;
     v.w = reinterpret_cast<const rfk_chunk *>(p.w.plane[0] + 2 * ((size_t)(p.row0 + row) * n_in + k0))[chunk];
     RFK_UNROLL(8)
     for (uint32_t j = 0; j < PIECES * COLS / 64; j++) {
-        uint32_t piece = j / (COLS / 64), col = col0 + i + j % (COLS / 64) * 64;
-        if (col >= n_cols) col = n_cols - 1;
-        v.x[j] = reinterpret_cast<const rfk_chunk *>(a.x.value + ((size_t)piece * n_cols + col) * n_in + k0)[chunk];
+        uint32_t piece = j / (COLS / 64), col = rfk_column(columns, i + j % (COLS / 64) * 64);
+        v.x[j] = reinterpret_cast<const rfk_chunk *>(x.value + ((size_t)piece * n_cols + col) * n_in + k0)[chunk];
     }
 }
 
@@ -3626,19 +3627,21 @@ RFK_DEVICE void rfk_halves_step(const rfk_halves_shared<RFK_PIECES(BF16), COLS> 
             for (int i = 0; i < N; i++) sum[r][c][i] += part[r][c][i];
 }
 
-/* grid [ceil(cols / COLS), row tiles of all products, splits]   block 256   LDS 15 to 36 KiB   n_in % 32 == 0
+/* grid as rfk_matmul's   block 256   LDS 15 to 36 KiB   n_in % 32 == 0
  * reads W once per COLS columns and the pieces of x once per 64 rows */
-template <bool BF16, int WAVE, int COLS>
-static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args a) {
+template <bool BF16, int WAVE, int COLS, class TILES>
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args<TILES> a) {
     if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
     if (!(BF16 ? RFK_UNITS_BF16 : RFK_UNITS_F16)) return; /* never launched */
     const int PIECES = RFK_PIECES(BF16), N = 256 / WAVE, RT = 2, CT = COLS * WAVE / 2048, ACROSS = 128 / WAVE;
     typedef rfk_halves_shared<PIECES, COLS> rfk_shared;
     RFK_SHARED(rfk_shared, s);
-    const rfk_tiles_args &t = a.t;
+    const rfk_tiles_args &t = rfk_tiles(a.tiles);
     uint32_t number = blockIdx.y, lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE;
-    const rfk_product p = rfk_pick(t.m, &number);
-    const uint32_t row0 = number * RFK_FEW_ROWS, col0 = blockIdx.x * COLS, wave_row = wave / ACROSS * (16 * RT),
+    rfk_product p;
+    typename TILES::columns columns;
+    if (!rfk_find_columns(a.tiles, RFK_FEW_ROWS, COLS, &number, &p, &columns)) return;
+    const uint32_t row0 = number * RFK_FEW_ROWS, wave_row = wave / ACROSS * (16 * RT),
                    wave_col = wave % ACROSS * (16 * CT), first = t.split_units * blockIdx.z * 32,
                    last = first + t.split_units * 32, end = last < t.m.n_in ? last : t.m.n_in;
     rfk_halves_loads<PIECES, COLS> v;
@@ -3647,7 +3650,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args 
     for (int r = 0; r < RT; r++)
         for (int c = 0; c < CT; c++)
             for (int i = 0; i < N; i++) sum[r][c][i] = 0;
-    rfk_fetch_halves(v, a, p, row0, col0, first);
+    rfk_fetch_halves(v, t.m, a.x, p, row0, columns, first);
     for (uint32_t k0 = first; k0 < end; k0 += RFK_HALVES_DEPTH) {
         __syncthreads(); /* all are done with what was there */
         rfk_put_chunk(&s.w[threadIdx.x / 4][threadIdx.x % 4], v.w);
@@ -3655,7 +3658,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args 
         for (uint32_t j = 0; j < PIECES * COLS / 64; j++)
             rfk_put_chunk(&s.x[j / (COLS / 64)][threadIdx.x / 4 + j % (COLS / 64) * 64][threadIdx.x % 4], v.x[j]);
         __syncthreads();
-        if (k0 + RFK_HALVES_DEPTH < end) rfk_fetch_halves(v, a, p, row0, col0, k0 + RFK_HALVES_DEPTH);
+        if (k0 + RFK_HALVES_DEPTH < end) rfk_fetch_halves(v, t.m, a.x, p, row0, columns, k0 + RFK_HALVES_DEPTH);
         rfk_halves_step<WAVE, RT, CT, BF16, COLS>(s, wave_row, wave_col, sum);
     }
     float *part = t.part;
@@ -3668,10 +3671,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args 
             for (int i = 0; i < N; i++) {
                 uint32_t row = wave_row + 16 * (uint32_t)r + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
                          col = wave_col + 16 * (uint32_t)c + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
-                if (col0 + col >= t.m.n_cols) continue;
-                float result = sum[r][c][i] * a.x.unit[col0 + col];
+                float result = sum[r][c][i] * a.x.unit[rfk_column(columns, col)];
                 if (part) part[col * RFK_FEW_ROWS + row] = result;
-                else if (row0 + row < p.n_out) rfk_put(p, row0 + row, col0 + col, result);
+                else if (row0 + row < p.n_out) rfk_put_column(a.tiles, p, columns, row0 + row, col, result);
             }
 }
 
@@ -5821,6 +5823,12 @@ static int rfk_takes_int8(const rf_plan *plan, const rf_op *op) {
     return op->kind == RF_OP_MATMUL && !rfk_is_float_type(plan->weights[op->weight].type);
 }
 
+/* Values that a matmul of any kind reads of a row of the step. */
+static uint64_t rfk_row_values(const rf_op *op) {
+    if (op->kind == RF_OP_HEADS) return (uint64_t)op->n_in * op->n_heads;
+    return op->n_in * (op->kind == RF_OP_EXPERTS && op->flags & RF_OP_PER_CHOICE ? (uint64_t)op->n_used : 1);
+}
+
 /* The device's tiles of int8 multiply weights of this type. */
 static bool rfk_has_tiles(const rf_dev *d, uint32_t type) {
     uint32_t needed = RFK_WRONG_BYTES;
@@ -5828,27 +5836,32 @@ static bool rfk_has_tiles(const rf_dev *d, uint32_t type) {
     return !rfk_is_float_type(type) && !(d->wrong_units & needed);
 }
 
+/* Values of the pieces that a row of the op's input is cut into where matrix units multiply it; 0: they do not. */
+static uint64_t rfk_piece_values(const rf_dev *d, const rf_plan *plan, const rf_op *op) {
+    if ((op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS) || op->n_in % RFK_HALVES_DEPTH) return 0;
+    const uint32_t type = plan->weights[op->weight].type;
+    if (type == RF_TYPE_F16 && d->units_f16) return rfk_row_values(op) * RFK_PIECES(false);
+    return type == RF_TYPE_BF16 && d->units_bf16 ? rfk_row_values(op) * RFK_PIECES(true) : 0;
+}
+
 /* Experts, in tiles: pairs of so many rows, 0 if it is no such op or they are too few. The kernel without tiles reads a
  * matrix for every pair, tiles read it once for up to RFK_PAIR_TILE pairs of an expert. If each expert is as likely as
  * the others, 3 pairs an expert leave 5 % of the experts without any: tiles read 0.95 of all matrices, not 3 times all.
  * That is where a matmul takes to tiles, too: its kernel for few columns would read W a third time. */
 static uint32_t rfk_tile_pairs(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
-    if (op->kind != RF_OP_EXPERTS || !rfk_has_tiles(d, plan->weights[op->weight].type)) return 0;
+    if (op->kind != RF_OP_EXPERTS) return 0;
+    if (!rfk_has_tiles(d, plan->weights[op->weight].type) && !rfk_piece_values(d, plan, op)) return 0;
     const uint64_t pairs = rows * op->n_used;
     return pairs >= 3 * (uint64_t)op->n_experts && pairs >> 31 == 0 ? (uint32_t)pairs : 0;
 }
 /* Tiles of so many pairs at most. */
 static uint32_t rfk_pair_tiles(uint32_t pairs, uint32_t n_experts) { return pairs / RFK_PAIR_TILE + n_experts; }
 
-/* An op that reads int8 rows, and how many values each row of the step has. */
+/* An op that reads int8 rows. */
 static int rfk_reads_int8(const rf_plan *plan, const rf_op *op) {
     return rfk_takes_int8(plan, op) ||
            ((op->kind == RF_OP_EXPERTS || (op->kind == RF_OP_HEADS && !(op->flags & RF_OP_ACROSS))) &&
             !rfk_is_float_type(plan->weights[op->weight].type));
-}
-static uint64_t rfk_int8_width(const rf_op *op) {
-    if (op->kind == RF_OP_HEADS) return (uint64_t)op->n_in * op->n_heads;
-    return op->n_in * (op->kind == RF_OP_EXPERTS && op->flags & RF_OP_PER_CHOICE ? (uint64_t)op->n_used : 1);
 }
 
 /* b, right behind a, can be part of its launch: it reads nothing that a writes, and differs in what the kernels take
@@ -5895,7 +5908,7 @@ static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
                                                                        : 0;
         if (op->kind == RF_OP_GLU && next && next->kind == RF_OP_EXPERTS && (i == 0 || op[-1].kind != RF_OP_EXPERTS))
             made = 0; /* it may be part of a matmul's launch */
-        if (made && next && next->kind != RF_OP_HEADS && rfk_reads_int8(plan, next) && next->in == op->out && rfk_int8_width(next) == made) {
+        if (made && next && next->kind != RF_OP_HEADS && rfk_reads_int8(plan, next) && next->in == op->out && rfk_row_values(next) == made) {
             p->ops[i].quantize = 1;
             held = op->out, held_n = next->n_in, held_for = next->kind;
         }
@@ -5909,28 +5922,22 @@ static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
     p->segments[p->n_segments] = plan->n_ops;
 }
 
-/* Values of the pieces that a row of the op's input is cut into where matrix units multiply it; 0: they do not. */
-static uint64_t rfk_piece_values(const rf_dev *d, const rf_plan *plan, const rf_op *op) {
-    if (op->kind != RF_OP_MATMUL || op->n_in % RFK_HALVES_DEPTH) return 0;
-    uint32_t type = plan->weights[op->weight].type;
-    if (type == RF_TYPE_F16 && d->units_f16) return (uint64_t)op->n_in * RFK_PIECES(false);
-    return type == RF_TYPE_BF16 && d->units_bf16 ? (uint64_t)op->n_in * RFK_PIECES(true) : 0;
-}
-
 /* The one allocation of a prepared plan, and rope's tables into it. */
 static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     const rf_plan *plan = p->plan;
     uint64_t rows = p->n_batch > p->n_logits ? p->n_batch : p->n_logits, widest = 0, heads = 0, dim = 0,
-             pieces = 0, pairs = 0, pair_tiles = 0;
+             pieces = 0, units = 0, pairs = 0, pair_tiles = 0;
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
         const uint32_t n_pairs = rfk_tile_pairs(p->dev, plan, op, p->n_batch);
         if (n_pairs > pairs) pairs = n_pairs;
         if (n_pairs && rfk_pair_tiles(n_pairs, op->n_experts) > pair_tiles)
             pair_tiles = rfk_pair_tiles(n_pairs, op->n_experts);
-        const uint64_t values = rows > RFK_FEW_COLS ? rfk_piece_values(p->dev, plan, op) : 0;
+        const uint64_t values =
+            n_pairs || (op->kind == RF_OP_MATMUL && rows > RFK_FEW_COLS) ? rfk_piece_values(p->dev, plan, op) : 0;
         if (values > pieces) pieces = values;
-        if (rfk_reads_int8(plan, op) && rfk_int8_width(op) > widest) widest = rfk_int8_width(op);
+        if (values && rfk_row_values(op) / op->n_in > units) units = rfk_row_values(op) / op->n_in;
+        if (rfk_reads_int8(plan, op) && rfk_row_values(op) > widest) widest = rfk_row_values(op);
         if (op->kind == RF_OP_ATTENTION && op->n_heads > heads) heads = op->n_heads;
         if (op->kind == RF_OP_ATTENTION && op->head_dim_v > dim) dim = op->head_dim_v;
     }
@@ -5957,7 +5964,7 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
         rfk_align(sizeof(uint32_t)),
         rfk_align(tile_bytes),
         rfk_align(rows * pieces * sizeof(uint16_t)),
-        rfk_align(pieces ? rows * sizeof(float) : 0),
+        rfk_align(rows * units * sizeof(float)),
         rfk_align(RFK_ARGMAX_PARTS * sizeof(rfk_best_value)),
         rfk_align(pairs * sizeof(uint32_t)),
         rfk_align(pair_tiles * sizeof(rfk_pair_tile))};
@@ -6478,27 +6485,34 @@ static rf_result rfk_run_tiles(const rfk_launching *l, const rfk_matmul_args *pr
     return rfk_go(l, rfk_join_tiles, dim3(col_tiles, row_tiles, t.rows * t.cols / RFK_BLOCK), RFK_BLOCK, t);
 }
 
-typedef void (*rfk_halves_kernel)(rfk_halves_args);
+/* The input of a launch in pieces: n_cols rows of n values, per_row of them side by side. */
+template <bool BF16>
+static rf_result rfk_run_split(const rfk_launching *l, uint32_t n_cols, uint32_t per_row, uint32_t n) {
+    rfk_split_args z = {l->b.in, l->p->pieces, l->b.in_stride, per_row, n};
+    void (*cut)(rfk_split_args) = RFK_BY_WAVE(l, (rfk_split_rows<32, BF16>), (rfk_split_rows<64, BF16>));
+    return rfk_go(l, cut, dim3(n_cols), RFK_BLOCK, z);
+}
+
 template <bool BF16> static rf_result rfk_run_halves(const rfk_launching *l, const rfk_matmul_args *products) {
     rf_prepared *p = l->p;
-    rfk_halves_args a;
-    a.t.m = *products;
+    rfk_halves_args<rfk_tiles_args> a;
+    rfk_tiles_args *t = &a.tiles;
+    t->m = *products;
     a.x = p->pieces;
-    const uint32_t n_cols = products->n_cols, row_tiles = rfk_make_products(l, &a.t.m, RFK_FEW_ROWS);
+    const uint32_t n_cols = products->n_cols, row_tiles = rfk_make_products(l, &t->m, RFK_FEW_ROWS);
     const bool many = n_cols > RFK_FEW_TILE;
     const uint32_t cols = many ? RFK_MANY_TILE : RFK_FEW_TILE, col_tiles = rfk_ceil_div(n_cols, cols);
-    a.t.rows = RFK_FEW_ROWS, a.t.cols = cols;
-    rfk_cut_depth(p, &a.t, row_tiles * col_tiles);
-    rfk_split_args split = {products->x, p->pieces, products->x_stride, products->n_in};
-    void (*cut)(rfk_split_args) = RFK_BY_WAVE(l, (rfk_split_rows<32, BF16>), (rfk_split_rows<64, BF16>));
-    rf_result r = rfk_go(l, cut, dim3(n_cols), RFK_BLOCK, split);
-    rfk_halves_kernel big = RFK_BY_WAVE(l, (rfk_matmul_halves<BF16, 32, RFK_MANY_TILE>),
-                                        (rfk_matmul_halves<BF16, 64, RFK_MANY_TILE>));
-    rfk_halves_kernel small = RFK_BY_WAVE(l, (rfk_matmul_halves<BF16, 32, RFK_FEW_TILE>),
-                                          (rfk_matmul_halves<BF16, 64, RFK_FEW_TILE>));
-    if (r == RF_OK) r = rfk_go(l, many ? big : small, dim3(col_tiles, row_tiles, a.t.n_splits), RFK_BLOCK, a);
-    if (r != RF_OK || a.t.n_splits == 1) return r;
-    return rfk_go(l, rfk_join_tiles, dim3(col_tiles, row_tiles, RFK_FEW_ROWS * cols / RFK_BLOCK), RFK_BLOCK, a.t);
+    t->rows = RFK_FEW_ROWS, t->cols = cols;
+    rfk_cut_depth(p, t, row_tiles * col_tiles);
+    rf_result r = rfk_run_split<BF16>(l, n_cols, 1, products->n_in);
+    typedef void (*rfk_halves_kernel)(rfk_halves_args<rfk_tiles_args>);
+    rfk_halves_kernel big = RFK_BY_WAVE(l, (rfk_matmul_halves<BF16, 32, RFK_MANY_TILE, rfk_tiles_args>),
+                                        (rfk_matmul_halves<BF16, 64, RFK_MANY_TILE, rfk_tiles_args>));
+    rfk_halves_kernel small = RFK_BY_WAVE(l, (rfk_matmul_halves<BF16, 32, RFK_FEW_TILE, rfk_tiles_args>),
+                                          (rfk_matmul_halves<BF16, 64, RFK_FEW_TILE, rfk_tiles_args>));
+    if (r == RF_OK) r = rfk_go(l, many ? big : small, dim3(col_tiles, row_tiles, t->n_splits), RFK_BLOCK, a);
+    if (r != RF_OK || t->n_splits == 1) return r;
+    return rfk_go(l, rfk_join_tiles, dim3(col_tiles, row_tiles, RFK_FEW_ROWS * cols / RFK_BLOCK), RFK_BLOCK, *t);
 }
 
 static rf_result rfk_run_matmul(const rfk_launching *l) {
@@ -6743,9 +6757,26 @@ template <int WAVE> static rfk_experts_kernel rfk_find_experts(uint32_t type) {
     }
 }
 
+/* Experts with weights of 16-bit floats, of many pairs. */
+template <bool BF16>
+static rf_result rfk_run_pair_halves(const rfk_launching *l, const rfk_pair_tiles_args *tiles, uint32_t n_tiles) {
+    const uint32_t per_row = tiles->e.per_choice ? tiles->e.n_used : 1;
+    rfk_halves_args<rfk_pair_tiles_args> a;
+    a.tiles = *tiles;
+    a.x = l->p->pieces;
+    a.tiles.t.m.n_cols = l->n_rows * per_row;
+    rf_result r = rfk_run_split<BF16>(l, a.tiles.t.m.n_cols, per_row, tiles->e.n_in);
+    if (r != RF_OK) return r;
+    void (*kernel)(rfk_halves_args<rfk_pair_tiles_args>) =
+        RFK_BY_WAVE(l, (rfk_matmul_halves<BF16, 32, RFK_PAIR_TILE, rfk_pair_tiles_args>),
+                    (rfk_matmul_halves<BF16, 64, RFK_PAIR_TILE, rfk_pair_tiles_args>));
+    return rfk_go(l, kernel, dim3(n_tiles, rfk_ceil_div(tiles->e.n_out, RFK_FEW_ROWS)), RFK_BLOCK, a);
+}
+
 /* Experts of many pairs. Depths are not cut: a pair's results do not depend on what else is in the step. */
 static rf_result rfk_run_pair_tiles(const rfk_launching *l, const rfk_experts_args *e, uint32_t n_pairs) {
-    const uint32_t type = l->p->plan->weights[l->op->weight].type, n_experts = l->op->n_experts;
+    const uint32_t type = l->p->plan->weights[l->op->weight].type, n_experts = l->op->n_experts,
+                   n_tiles = rfk_pair_tiles(n_pairs, n_experts);
     if (l->b.sort) {
         rfk_sort_args z = {e->route, l->p->lists, e->route_stride, e->n_used, n_pairs};
         rf_result r = rfk_go(l, rfk_sort_pairs, dim3(n_experts), RFK_BLOCK, z);
@@ -6759,11 +6790,13 @@ static rf_result rfk_run_pair_tiles(const rfk_launching *l, const rfk_experts_ar
     a.t.m.n_in = e->n_in;
     a.t.n_splits = 1;
     a.t.split_units = e->n_in / 32;
+    if (type == RF_TYPE_F16) return rfk_run_pair_halves<false>(l, &a, n_tiles);
+    if (type == RF_TYPE_BF16) return rfk_run_pair_halves<true>(l, &a, n_tiles);
     void (*kernel)(rfk_pair_tiles_args) =
         RFK_BY_WAVE(l, (rfk_find_matmul<rfk_pair_tiles_args, 32, RFK_PAIR_TILE>(type)),
                     (rfk_find_matmul<rfk_pair_tiles_args, 64, RFK_PAIR_TILE>(type)));
     const uint32_t row_tiles = rfk_ceil_div(e->n_out, RFK_ROWS_OF(rfk_kernel_type(type), RFK_PAIR_TILE));
-    return rfk_go(l, kernel, dim3(rfk_pair_tiles(n_pairs, n_experts), row_tiles), RFK_BLOCK, a);
+    return rfk_go(l, kernel, dim3(n_tiles, row_tiles), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_experts(const rfk_launching *l) {
@@ -6795,7 +6828,7 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
         z.in = l->b.in;
         z.to = p->x8;
         z.in_stride = l->b.in_stride;
-        z.n = (uint32_t)rfk_int8_width(op);
+        z.n = (uint32_t)rfk_row_values(op);
         rf_result r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)),
                              dim3(l->n_rows, rfk_ceil_div(z.n, 4 * RFK_BLOCK)), RFK_BLOCK, z);
         if (r != RF_OK) return r;

@@ -1211,8 +1211,8 @@ static void test_experts() {
  * turns. */
 static void test_expert_tiles() {
     for (uint32_t d = 0; d < devices.size(); d++)
-        for (size_t t = 3; t < N_TYPES; t += stride) {
-            const uint32_t block = block_elements(types[t]), n = block == 32 ? 160 : block;
+        for (size_t t = 1; t < N_TYPES; t += stride) {
+            const uint32_t block = block_elements(types[t]), n = block == 1 ? 96 : block == 32 ? 160 : block;
             ExpertsCase many = {types[t], n, 65, 70, 2, 3, d, t % 4 < 2, t % 3 == 0, false, t % 3 == 1, true},
                         few = {types[t], n, 5, 7, 4, 8, d, t % 4 >= 2, t % 3 == 1, true, t % 3 == 2, true};
             const bool turn = (t + d) % 2 == 0;
@@ -1223,8 +1223,8 @@ static void test_expert_tiles() {
 
 /* What a row's experts give is the same bits in a step of other rows, and has no number in it if they are not there. */
 static void test_expert_groups() {
-    static const uint32_t kinds[] = {RF_TYPE_Q4_K, RF_TYPE_Q6_K, RF_TYPE_Q8_0, RF_TYPE_IQ2_S};
-    const uint32_t n_in = 512, n_out = 70, T = 150, part = 40, n_used = 3, n_experts = 6, missing = 0;
+    static const uint32_t kinds[] = {RF_TYPE_Q4_K, RF_TYPE_Q6_K, RF_TYPE_F16, RF_TYPE_BF16, RF_TYPE_IQ2_S};
+    const uint32_t n_in = 256, n_out = 70, T = 150, part = 40, n_used = 3, n_experts = 6, missing = 0;
     for (uint32_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         Rig g(devices[i % devices.size()]);
         uint32_t in = g.buffer(n_in), route = g.buffer(2 * n_used), out = g.buffer(n_used * n_out),
@@ -2260,6 +2260,8 @@ static void test_matrix_units() {
                        deep = {type, 1056, 17, 9, 0, device}; /* whose depth is cut over several blocks */
             matmul_case(rows);
             matmul_case(cols);
+            ExpertsCase experts = {type, 96, 20, 40, 2, 3, device, k % 2 == 0, true, false, true, true};
+            experts_case(experts);
             if (k % 2 == t || stride == 1) matmul_case(deep);
             float_ranges(type, device);
         }
