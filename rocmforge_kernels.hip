@@ -1784,16 +1784,16 @@ RFK_DEVICE rfk_product rfk_pick(const rfk_matmul_args &a, uint32_t *block) {
     return p;
 }
 
-/* v, finished, to its place; before: what is there, if that is added to. */
-RFK_DEVICE void rfk_put_on(const rfk_product &p, uint32_t row, uint32_t col, float v, float before) {
+/* v, finished, to its place, where it is what is returned; before: what is there, if that is added to. */
+RFK_DEVICE float rfk_put_on(const rfk_product &p, uint32_t row, uint32_t col, float v, float before) {
     if (p.factor) v *= rfk_load_any(p.factor, p.factor_type, 0);
     if (p.bias) v += rfk_load_any(p.bias, p.bias_type, row);
     v *= p.scale;
     if (p.softcap != 0) v = p.softcap * tanhf(v / p.softcap);
-    p.out[(size_t)col * p.out_stride + row] = p.accumulate ? before + v : v;
+    return p.out[(size_t)col * p.out_stride + row] = p.accumulate ? before + v : v;
 }
 RFK_DEVICE void rfk_put(const rfk_product &p, uint32_t row, uint32_t col, float v) {
-    rfk_put_on(p, row, col, v, p.accumulate ? p.out[(size_t)col * p.out_stride + row] : 0.0f);
+    (void)rfk_put_on(p, row, col, v, p.accumulate ? p.out[(size_t)col * p.out_stride + row] : 0.0f);
 }
 
 /* Dot product of a unit with the column whose values start at q, group. */
@@ -2108,18 +2108,25 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
 #else
 #define RFK_ROWS_BOUNDS __launch_bounds__(RFK_ROWS_BLOCK)
 #endif
-#define RFK_PARTIALS 1024     /* partial sums of squares of a norm, whatever the block's size */
 
 struct rfk_rows_args {
     rfk_product part[RFK_PRODUCTS]; /* glu: the gates and what they multiply                 */
-    const float *x;                 /* NULL: the column is x8's                              */
-    const uint8_t *norm;            /* NULL: no norm                                         */
-    float *norm_out;                /* the normed values for others; NULL: nobody wants them */
-    rfk_int8_rows x8;
+    const float *x;                 /* x8.q NULL: the column                                     */
+    const uint8_t *norm;            /* NULL: no norm                                             */
+    float *norm_out;                /* the normed values of x for others; NULL: nobody wants any */
+    rfk_int8_rows x8;               /* the column, quantized                                     */
+    const float *squares;           /* [n_in / 32] x8 is half a norm; NULL: it is not            */
     uint32_t n_in, norm_type, glu;
     float eps;
-    rfk_int8_rows to8; /* glu: the results quantized; NULL: not wanted */
+    rfk_int8_rows to8;              /* glu's results, or one product's, quantized; NULL: not wanted */
+    const uint8_t *to_norm;         /* to8 is half a norm, of these weights; NULL: it is not        */
+    float *to_squares;              /* [n_out / 32]                                                 */
+    uint32_t to_norm_type;
 };
+
+/* Half a norm: x * w, quantized, and the sum of squares of x in each group of 32. All that it lacks is a number for the
+ * row, 1 / sqrt(mean(x^2) + eps), by which sums of products with it are multiplied: so who makes x can quantize it,
+ * although no block knows all of it. */
 
 /* The column in strips of 64 values: the strip's four pieces of 16 int8 values, as piece-major arrays, and its scales.
  * Most types have two groups of 32 in a strip: {d, d, e, e}, e being d * sum, or what the sum of products starts from.
@@ -2156,33 +2163,25 @@ RFK_DEVICE void rfk_put_scale(const rfk_column &c, uint32_t chunk, float d, int 
 
 #define RFK_ROWS_PASSES 8u /* rows of a wave at most if the block quantizes what it makes */
 struct rfk_rows_shared {
-    alignas(16) float sums[RFK_PARTIALS / 32];
-    float out[RFK_ROWS_PASSES][32];
+    float factor;                         /* due to the sums of products     */
+    float squares[RFK_MAX_COLUMN / 32];   /* of a norm that is made here     */
+    float out[RFK_ROWS_PASSES][32];       /* results, if they are quantized  */
+    float to_norm[RFK_ROWS_PASSES][32];   /* and what they are multiplied by */
 };
 
-RFK_DEVICE float rfk_square4(const float4 &v) { return (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w); }
+/* The sum of squares of a group that eight neighbouring lanes hold. All lanes of the wave take part. */
+template <int WAVE> RFK_DEVICE float rfk_group_squares(const float (&x)[4]) {
+    float sum = (x[0] * x[0] + x[1] * x[1]) + (x[2] * x[2] + x[3] * x[3]);
+    for (int mask = 1; mask < 8; mask *= 2) sum += rfk_swap<WAVE>(sum, mask);
+    return sum;
+}
 
-/* 1 / sqrt(mean(x^2) + eps). Partial sum p is over the fours of values p, p + RFK_PARTIALS, ...; own: four number
- * threadIdx.x. */
-template <int WAVE>
-RFK_DEVICE float rfk_norm_factor(const rfk_rows_args &a, const float4 &own, rfk_rows_shared &s) {
-    const uint32_t n = a.n_in / 4;
-    RFK_UNROLL(2)
-    for (uint32_t first = 0; first < RFK_PARTIALS; first += RFK_ROWS_BLOCK) {
-        float sum = first ? 0.0f : rfk_square4(own);
-        for (uint32_t i = (first ? first : RFK_PARTIALS) + threadIdx.x; i < n; i += RFK_PARTIALS)
-            sum += rfk_square4(reinterpret_cast<const float4 *>(a.x)[i]);
-        sum = rfk_wave_sum<WAVE>(sum);
-        if (threadIdx.x % WAVE == 0) s.sums[(first + threadIdx.x) / WAVE] = sum;
-    }
-    __syncthreads();
-    float4 total = {0, 0, 0, 0};
-    RFK_UNROLL(8)
-    for (uint32_t i = 0; i < RFK_PARTIALS / WAVE / 4; i++) {
-        const float4 v = reinterpret_cast<const float4 *>(s.sums)[i];
-        total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
-    }
-    return 1.0f / sqrtf(((total.x + total.y) + (total.z + total.w)) / (float)a.n_in + a.eps);
+/* 1 / sqrt(mean(x^2) + eps), by a wave. */
+template <int WAVE> RFK_DEVICE float rfk_norm_factor(const float *squares, uint32_t n, float eps) {
+    float sum = 0;
+    RFK_UNROLL(4)
+    for (uint32_t i = threadIdx.x % WAVE; i < n / 32; i += WAVE) sum += squares[i];
+    return 1.0f / sqrtf(rfk_wave_sum<WAVE>(sum) / (float)n + eps);
 }
 
 /* The norm's weights of values 4i .. 4i+3; the first ones before anything is waited for. */
@@ -2198,50 +2197,64 @@ RFK_DEVICE void rfk_norm_weights(const rfk_rows_args &a, uint32_t i, float *w) {
     for (uint32_t k = 0; k < 4; k++) w[k] = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + k);
 }
 
-/* Fill the column; at the end it can be read by all. weight: the thread's first rfk_norm_weights. */
-template <int WAVE>
-RFK_DEVICE void rfk_make_column(const rfk_rows_args &a, const rfk_column &c, float (&weight)[4], rfk_rows_shared &s) {
-    const uint32_t n = a.n_in / 4;
-    rfk_wait_previous();
-    if (!a.x) {
-        for (uint32_t chunk = threadIdx.x; chunk < a.n_in / 16; chunk += RFK_ROWS_BLOCK) {
-            rfk_group g = a.x8.group[chunk / 2];
-            int4 v = reinterpret_cast<const int4 *>(a.x8.q)[chunk];
-            uint32_t piece, strip = rfk_chunk_strip(c, chunk, &piece);
-            c.piece[piece * c.n_strips + strip] = v;
-            rfk_put_scale(c, chunk, g.d, chunk % 2 ? g.sum[1] : g.sum[0], g.sum[0] + g.sum[1]);
-        }
-        __syncthreads();
-        return;
+/* The column from x8. */
+RFK_DEVICE void rfk_copy_column(const rfk_rows_args &a, const rfk_column &c) {
+    for (uint32_t chunk = threadIdx.x; chunk < a.n_in / 16; chunk += RFK_ROWS_BLOCK) {
+        rfk_group g = a.x8.group[chunk / 2];
+        int4 v = reinterpret_cast<const int4 *>(a.x8.q)[chunk];
+        uint32_t piece, strip = rfk_chunk_strip(c, chunk, &piece);
+        c.piece[piece * c.n_strips + strip] = v;
+        rfk_put_scale(c, chunk, g.d, chunk % 2 ? g.sum[1] : g.sum[0], g.sum[0] + g.sum[1]);
     }
-    float4 own = {0, 0, 0, 0};
-    if (threadIdx.x < n) own = reinterpret_cast<const float4 *>(a.x)[threadIdx.x];
-    float factor = a.norm ? rfk_norm_factor<WAVE>(a, own, s) : 1.0f;
+}
+
+/* The column from x, or half its norm. weight: the thread's first rfk_norm_weights. */
+template <int WAVE>
+RFK_DEVICE void rfk_quantize_column(const rfk_rows_args &a, const rfk_column &c, float (&weight)[4],
+                                    rfk_rows_shared &s) {
+    const uint32_t n = a.n_in / 4;
     RFK_UNROLL(1)
     for (uint32_t first = 0; first < n; first += RFK_ROWS_BLOCK) {
         uint32_t i = first + threadIdx.x;
         bool inside = i < n;
-        if (first) {
-            if (inside) own = reinterpret_cast<const float4 *>(a.x)[i];
-            rfk_norm_weights(a, i, weight);
-        }
+        float4 own = {0, 0, 0, 0};
+        if (inside) own = reinterpret_cast<const float4 *>(a.x)[i];
+        if (first) rfk_norm_weights(a, i, weight);
         float v[4] = {own.x, own.y, own.z, own.w}, d;
         if (a.norm) {
+            float squares = rfk_group_squares<WAVE>(v);
+            if (inside && i % 8 == 0) s.squares[i / 8] = squares;
             RFK_UNROLL(4)
-            for (uint32_t k = 0; k < 4; k++) v[k] = v[k] * factor * weight[k];
-            if (a.norm_out && blockIdx.x == 0 && inside) {
-                RFK_UNROLL(4)
-                for (uint32_t k = 0; k < 4; k++) a.norm_out[4 * (size_t)i + k] = v[k];
-            }
+            for (uint32_t k = 0; k < 4; k++) v[k] *= weight[k];
         }
-        if (!inside) v[0] = v[1] = v[2] = v[3] = 0;
         int sum, packed = rfk_quantize_lane<WAVE>(v, &d, &sum), other = rfk_swap<WAVE>(sum, 4);
         if (!inside) continue;
         uint32_t piece, strip = rfk_chunk_strip(c, i / 4, &piece);
         reinterpret_cast<int *>(c.piece + piece * c.n_strips + strip)[i % 4] = packed;
         if (i % 4 == 0) rfk_put_scale(c, i / 4, d, sum, sum + other);
     }
+}
+
+/* Fill the column; at the end all can read it, and its factor. */
+template <int WAVE>
+RFK_DEVICE void rfk_make_column(const rfk_rows_args &a, const rfk_column &c, float (&weight)[4], rfk_rows_shared &s) {
+    const float *squares = a.squares;
+    if (a.x8.q) rfk_copy_column(a, c);
+    else {
+        rfk_quantize_column<WAVE>(a, c, weight, s);
+        if (a.norm) {
+            squares = s.squares;
+            __syncthreads();
+        }
+    }
+    if (threadIdx.x / WAVE == RFK_ROWS_BLOCK / WAVE - 1) { /* a wave that has little of the column to copy */
+        float factor = squares ? rfk_norm_factor<WAVE>(squares, a.n_in, a.eps) : 1.0f;
+        if (threadIdx.x % WAVE == 0) s.factor = factor;
+    }
     __syncthreads();
+    if (!a.norm_out || blockIdx.x != 0) return;
+    for (uint32_t i = threadIdx.x; i < a.n_in; i += RFK_ROWS_BLOCK)
+        a.norm_out[i] = a.x[i] * s.factor * rfk_load_any(a.norm, a.norm_type, i);
 }
 
 /* A strip of the column in registers. */
@@ -2500,10 +2513,7 @@ template <> __device__ __forceinline__ void rfk_load_x<RFK_OTHER>(const rfk_colu
  * holds, if that is added to. */
 RFK_DEVICE float rfk_finish_row(const rfk_rows_args &a, const rfk_product &p, uint32_t row, float gate, float sum,
                                 float before) {
-    if (!a.glu) {
-        rfk_put_on(p, row, 0, sum, before);
-        return 0;
-    }
+    if (!a.glu) return rfk_put_on(p, row, 0, sum, before);
     if (p.bias) gate += rfk_load_any(p.bias, p.bias_type, row);
     if (a.part[1].bias) sum += rfk_load_any(a.part[1].bias, a.part[1].bias_type, row);
     a.part[1].out[row] = sum;
@@ -2526,14 +2536,19 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
     c.q6 = TYPE == RF_TYPE_Q6_K;
     c.has_min = rfk_format<TYPE>::HAS_MIN;
     c.offset = rfk_format<TYPE>::OFFSET;
-    float weight[4];
+    float weight[4], to_norm = 0;
     rfk_norm_weights(a, threadIdx.x, weight);
+    const uint32_t mine_to = number * 32 + threadIdx.x / 32 * step + threadIdx.x % 32;
+    if (a.to_norm && threadIdx.x < RFK_ROWS_PASSES * 32 && mine_to < n_out)
+        to_norm = rfk_load_any(a.to_norm, a.to_norm_type, mine_to);
     F::begin(p.row0 + row, a.n_in, lane, at);
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < (uint32_t)U; k++) {
         if (row < n_out && k < mine) F::fetch(p.w, at, raw[k]);
         F::template next<WAVE>(at);
     }
+    rfk_wait_previous();
+    if (a.to_norm && threadIdx.x < RFK_ROWS_PASSES * 32) s.to_norm[threadIdx.x / 32][threadIdx.x % 32] = to_norm;
     rfk_make_column<WAVE>(a, c, weight, s);
     float before = lane == 0 && p.accumulate && row < n_out ? p.out[row] : 0.0f;
     while (row < n_out) {
@@ -2562,7 +2577,7 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
             sum = rfk_wave_sum<WAVE>(sum);
             if (next_second) gate = sum;
             else if (lane == 0) {
-                const float made = rfk_finish_row(a, p, row, gate, sum, before);
+                const float made = rfk_finish_row(a, p, row, gate * s.factor, sum * s.factor, before);
                 if (a.to8.q) s.out[pass][threadIdx.x / WAVE] = made;
                 if (p.accumulate && next_row < n_out) before = p.out[next_row];
             }
@@ -2582,6 +2597,13 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < 4; k++)
         if (inside) x[k] = s.out[threadIdx.x / WAVE][4 * lane + k];
+    if (a.to_norm) {
+        float squares = rfk_group_squares<WAVE>(x);
+        if (inside && lane == 0) a.to_squares[first / 32] = squares;
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++)
+            if (inside) x[k] *= s.to_norm[threadIdx.x / WAVE][4 * lane + k];
+    }
     rfk_quantize4<WAVE>(a.to8, 0, n_out, first / 4 + lane, x, inside);
 }
 
@@ -5445,9 +5467,11 @@ enum rfk_fused_kind { RFK_FUSED_OP = 0, RFK_FUSED_ROWS = 1, RFK_FUSED_ATTENTION 
 struct rfk_fused {
     uint32_t kind;
     uint32_t first, n_ops;
-    uint32_t norm, gather, products, n_products, glu, is_int8; /* rows; is_int8: the input lies in x8          */
-    uint32_t norms[2], ropes, store, attention;                /* attention                                    */
-    uint32_t to_int8;                                          /* the output of attention or glu goes to x8 too */
+    uint32_t norm, gather, products, n_products, glu, is_int8; /* rows; is_int8: the input lies in x8           */
+    uint32_t to_norm;                                          /* rows: the norm of the next launch, which reads */
+    uint32_t halved;                                           /* the halved column, if both are in one call     */
+    uint32_t norms[2], ropes, store, attention;                /* attention                                      */
+    uint32_t to_int8;                                          /* the output of attention or glu goes to x8 too  */
 };
 
 #define RFK_MAX_GRAPHS 16u
@@ -5482,6 +5506,10 @@ struct rf_prepared {
     rfk_fused *fused;   /* [n_fused] what they launch, by segment   */
     uint32_t *fused_of; /* [n_segments + 1] first of each           */
     uint32_t n_fused, row_splits;
+    rfk_int8_rows half; /* half a norm, and its sums of squares  */
+    float *half_squares;
+    uint32_t half_of;   /* the launch that finds it there        */
+    uint32_t fused_end; /* launches of this call end there: the weights of others may not be ready */
     uint32_t n_angles;  /* values of rope's angles: 0 if no fused attention */
     const rf_op *rope;  /* what they are of                          */
     float *angles, *row_part, *kept_logits;
@@ -5950,7 +5978,7 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     const uint64_t tile_bytes = rows > RFK_FEW_COLS && (widest || pieces)
                                     ? (uint64_t)p->tile_blocks * RFK_TILE_ROWS * RFK_MANY_TILE * sizeof(float)
                                     : 0;
-    const uint64_t bytes[17] = {
+    const uint64_t bytes[20] = {
         rfk_align(p->n_batch * sizeof(rf_step_row)),
         rfk_align(p->n_logits * sizeof(uint32_t)),
         rfk_align(plan->n_tables * sizeof(float)),
@@ -5967,7 +5995,10 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
         rfk_align(rows * units * sizeof(float)),
         rfk_align(RFK_ARGMAX_PARTS * sizeof(rfk_best_value)),
         rfk_align(pairs * sizeof(uint32_t)),
-        rfk_align(pair_tiles * sizeof(rfk_pair_tile))};
+        rfk_align(pair_tiles * sizeof(rfk_pair_tile)),
+        rfk_align(widest),
+        rfk_align(widest / 32 * sizeof(rfk_group)),
+        rfk_align(widest / 32 * sizeof(float))};
     const int n_parts = (int)(sizeof bytes / sizeof *bytes);
     uint64_t total = 256;
     char *part[sizeof bytes / sizeof *bytes];
@@ -5996,6 +6027,9 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     p->best = (rfk_best_value *)(void *)part[14];
     p->lists.sorted = (uint32_t *)(void *)part[15];
     p->lists.tile = (rfk_pair_tile *)(void *)part[16];
+    p->half.q = (int *)(void *)part[17];
+    p->half.group = (rfk_group *)(void *)part[18];
+    p->half_squares = (float *)(void *)part[19];
     rf_queue *q = NULL;
     rf_ticket ticket;
     rf_mem mem = {p->tables, bytes[2]}, tickets = {p->tickets, bytes[8]};
@@ -6031,7 +6065,7 @@ static int rfk_is_dead(const rf_plan *plan, uint32_t i, uint32_t buffer) {
         if (op->out != buffer) continue;
         return op->kind != RF_OP_ROPE && !(op->flags & RF_OP_ACCUMULATE);
     }
-    return buffer != plan->logits && buffer != plan->argmax;
+    return plan->buffers[buffer].rows != RF_ROWS_LOGITS; /* those the host reads */
 }
 
 /* [gather] [norm] and up to three matmuls of one input [and the glu of two], from op i on. 0 ops: there is no such. */
@@ -6040,7 +6074,7 @@ static rfk_fused rfk_match_rows(const rf_prepared *p, uint32_t i, uint32_t end, 
     const rf_op *ops = plan->ops;
     rfk_fused f, none;
     memset(&none, 0, sizeof none);
-    none.norm = none.gather = none.glu = RF_NONE;
+    none.norm = none.gather = none.glu = none.to_norm = RF_NONE;
     f = none;
     f.kind = RFK_FUSED_ROWS;
     f.first = i;
@@ -6119,9 +6153,8 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
 /* Blocks of a launch of rows at most. */
 static uint32_t rfk_rows_blocks(const rf_prepared *p) { return p->dev->info.compute_units * RFK_ROWS_RESIDENT; }
 
-/* A block makes 32 results of a glu at a time, and not too often. */
-static int rfk_glu_to_int8(const rf_prepared *p, const rfk_fused *f) {
-    const uint32_t n = p->plan->ops[f->glu].n_out;
+/* A block makes 32 of n results at a time, and not too often. */
+static int rfk_rows_to_int8(const rf_prepared *p, uint32_t n) {
     return RFK_ROWS_BLOCK / p->dev->wave == 32 && n % 32 == 0 && n / 32 <= RFK_ROWS_PASSES * rfk_rows_blocks(p);
 }
 
@@ -6158,7 +6191,7 @@ static void rfk_make_fused(rf_prepared *p) {
             } else if (f.kind == RFK_FUSED_ROWS && f.glu != RF_NONE) {
                 const rf_op *glu = &plan->ops[f.glu], *next = glu + 1;
                 f.to_int8 = !f.is_int8 && rfk_is_matmul(plan, f.glu + 1, end) && next->in == glu->out && next->n_in == glu->n_out &&
-                            rfk_glu_to_int8(p, &f);
+                            rfk_rows_to_int8(p, glu->n_out);
                 if (f.to_int8) int8_buffer = glu->out;
             }
             p->fused[p->n_fused++] = f;
@@ -6166,6 +6199,21 @@ static void rfk_make_fused(rf_prepared *p) {
         }
     }
     p->fused_of[p->n_segments] = p->n_fused;
+}
+
+/* Where a launch's norm begins in the launch before it, which makes all of its input. */
+static void rfk_halve_norms(rf_prepared *p) {
+    const rf_op *ops = p->plan->ops;
+    for (uint32_t i = 0; i + 1 < p->n_fused; i++) {
+        rfk_fused *f = &p->fused[i], *next = f + 1;
+        if (f->kind != RFK_FUSED_ROWS || next->kind != RFK_FUSED_ROWS || next->norm == RF_NONE) continue;
+        const rf_op *made = &ops[f->products], *norm = &ops[next->norm];
+        if (f->n_products != 1 || f->halved || made->n_out != norm->n_in || !rfk_rows_to_int8(p, made->n_out) ||
+            made->out != (next->gather == RF_NONE ? norm->in : ops[next->gather].in))
+            continue;
+        f->to_norm = next->norm;
+        next->halved = 1;
+    }
 }
 
 /* Splits of a decode step's attention: two blocks for each compute unit. */
@@ -6247,6 +6295,7 @@ static rf_result rfk_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t 
     if (r == RF_OK) {
         rfk_make_segments(p, segment_ops);
         rfk_make_fused(p);
+        rfk_halve_norms(p);
         rfk_choose_splits(p);
         r = rfk_prepare_memory(p, err);
     }
@@ -7005,6 +7054,21 @@ static uint32_t rfk_divide_blocks(const rfk_launching *l, rfk_rows_args *a, uint
     return end;
 }
 
+/* Half a norm from the launch before this one and for the one behind it. */
+static void rfk_pass_norm(rf_prepared *p, const rfk_fused *f, rfk_rows_args *a) {
+    const uint32_t self = (uint32_t)(f - p->fused);
+    if (f->halved && p->half_of == self) {
+        a->x8 = p->half;
+        a->squares = p->half_squares;
+    }
+    p->half_of = RF_NONE;
+    if (f->to_norm == RF_NONE || self + 1 >= p->fused_end) return;
+    a->to_norm = rfk_vector(p, p->plan->ops[f->to_norm].weight, 0, &a->to_norm_type);
+    a->to8 = p->half;
+    a->to_squares = p->half_squares;
+    p->half_of = self + 1;
+}
+
 static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
     const rf_op *ops = p->plan->ops;
@@ -7017,17 +7081,19 @@ static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
     l->together = f->n_products;
     (void)rfk_make_products(l, &products, 1);
     memcpy(a.part, products.part, sizeof a.part);
-    a.x8 = p->x8;
-    if (!f->is_int8) a.x = rfk_at_step(l, p->ops[source].in, ops[source].in);
+    if (f->is_int8) a.x8 = p->x8;
+    else a.x = rfk_at_step(l, p->ops[source].in, ops[source].in);
     if (f->norm != RF_NONE) {
         const rf_op *norm = &ops[f->norm];
         a.norm = rfk_vector(p, norm->weight, 0, &a.norm_type);
         a.eps = norm->eps;
-        if (norm->out != ops[source].in) a.norm_out = rfk_at_step(l, p->ops[f->norm].out, norm->out);
+        if (norm->out != ops[source].in && !rfk_is_dead(p->plan, f->first + f->n_ops, norm->out))
+            a.norm_out = rfk_at_step(l, p->ops[f->norm].out, norm->out);
     }
     a.n_in = l->op->n_in;
     a.glu = f->glu != RF_NONE;
     if (f->to_int8) a.to8 = p->x8;
+    rfk_pass_norm(p, f, &a);
     uint32_t blocks = rfk_divide_blocks(l, &a, rfk_rows_blocks(p));
     rfk_config c = {dim3(blocks), dim3(RFK_ROWS_BLOCK), a.n_in / 64 * 96, p->capturing && p->dev->early,
                     l->q->stream};
@@ -7235,6 +7301,7 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
 static rf_result rfk_run_segments(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                                   rf_error *err) {
     rf_result r = RF_OK;
+    p->fused_end = p->fused_of[last];
     if (step->n_rows == 1 && step->n_logits <= 1 && !p->events) {
         for (uint32_t i = p->fused_of[first]; r == RF_OK && i < p->fused_of[last]; i++)
             r = rfk_run_fused(p, q, step, i, err);
@@ -7296,6 +7363,7 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     rfk_drop_graphs(p);
     p->graph_generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
     p->capturing = 1;
+    p->fused_end = p->n_fused;
     for (uint32_t i = 0; r == RF_OK && e == hipSuccess && i < p->n_fused;) {
         uint32_t before = p->n_launched;
         e = p->n_graphs < RFK_MAX_GRAPHS ? hipStreamBeginCapture(q->stream, hipStreamCaptureModeThreadLocal)

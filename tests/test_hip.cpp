@@ -1676,6 +1676,8 @@ static void glu_case(uint32_t type, uint32_t n, uint32_t n_out, uint32_t device,
     }
     o = g.op(RF_OP_GLU);
     o->in = o->out = out[0], o->in2 = out[1], o->n_out = n_out;
+    o = g.op(RF_OP_MATMUL); /* a reader of the normed values: without one they need not be there */
+    o->in = xn, o->out = g.buffer(1), o->n_in = n, o->n_out = 1, o->weight = g.vector(values(n));
     REQUIRE(g.open(1) == RF_OK, "%s: %s", what, g.err.text);
     g.set(x, xs);
     REQUIRE(g.run(rows_of(1)) == RF_OK, "%s: %s", what, g.err.text);
