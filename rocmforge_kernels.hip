@@ -3969,7 +3969,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_a
 /* ---- many rows ----
  * A prompt's attention on matrix units. Queries, and the weights of positions, are sums of two halves, so that results
  * are as those of floats. The units of gfx90a take subnormal halves for zero: the lower half of a query counts 2^-11, and
- * weights are 2^14 times what they are, in their sum too, so that only what is too small to matter is subnormal. */
+ * weights are 2^14 times what they are, in their sum too, so that only what is too small to matter is subnormal. Keys and
+ * values of RF_CACHE_Q8_0 are such sums, too. PLAIN: every row sees all positions, and scores are as they are. */
 
 #define RFK_FLASH_ROWS 32  /* queries of a block: all heads of a group for a few tokens */
 #define RFK_FLASH_CELLS 32 /* positions at a time                                       */
@@ -3977,9 +3978,13 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_a
 #define RFK_FLASH_LOWER 2048.0f
 #define RFK_FLASH_WEIGHT 16384.0f
 
-struct rfk_flash_shared {
+/* Keys and values in two halves each: the lower ones of keys lie where those of values will, and the other way round. */
+template <class KV> struct rfk_flash_halves { static const bool TWO = false; };
+template <> struct rfk_flash_halves<rfk_q8> { static const bool TWO = true; };
+
+template <class KV> struct rfk_flash_shared {
     int4 q[2][RFK_FLASH_ROWS][17]; /* upper and lower halves; a word more: other banks */
-    int4 k[RFK_FLASH_CELLS][17];
+    int4 k[RFK_FLASH_CELLS + (rfk_flash_halves<KV>::TWO ? 6 : 0)][17];
     int4 v[RFK_FLASH_HEAD][5];     /* turned: [dim][position]                          */
     int4 p[2][RFK_FLASH_ROWS][5];
     float score[RFK_FLASH_ROWS][RFK_FLASH_CELLS + 1];
@@ -3993,31 +3998,65 @@ RFK_DEVICE uint32_t rfk_two_halves(float x, float scale) {
     return upper | (uint32_t)rfk_to_half((x - rfk_from_half(upper)) * scale) << 16;
 }
 
-/* Keys and values of positions [cell0, cell0 + 32) to shared memory; past the end the last ones again. */
-template <int WAVE>
-RFK_DEVICE void rfk_flash_fill(rfk_flash_shared &s, const uint16_t *k, const uint16_t *v, uint32_t dim, uint32_t cell0,
-                               uint32_t end) {
-    const uint32_t threads = 4 * WAVE, chunks = dim / 8;
-    for (uint32_t i = threadIdx.x; i < RFK_FLASH_CELLS * chunks; i += threads) {
-        uint32_t cell = i / chunks, pos = cell0 + cell < end ? cell0 + cell : end - 1;
-        s.k[cell][i % chunks] = reinterpret_cast<const int4 *>(k + (size_t)pos * dim)[i % chunks];
+/* Eight values of a row as halves, or as two of them. */
+RFK_DEVICE void rfk_flash_chunk(const uint16_t *row, uint32_t dim, uint32_t chunk, int4 *upper, int4 *lower) {
+    (void)dim, (void)lower;
+    *upper = reinterpret_cast<const int4 *>(row)[chunk];
+}
+RFK_DEVICE void rfk_flash_chunk(const rfk_q8 *row, uint32_t dim, uint32_t chunk, int4 *upper, int4 *lower) {
+    float x[8];
+    uint32_t w[8];
+    rfk_kv_values8(row, dim, 8 * chunk, x);
+    RFK_UNROLL(8)
+    for (int e = 0; e < 8; e++) w[e] = rfk_two_halves(x[e], RFK_FLASH_LOWER);
+    const int4 u = {(int)((w[0] & 0xffff) | w[1] << 16), (int)((w[2] & 0xffff) | w[3] << 16),
+                    (int)((w[4] & 0xffff) | w[5] << 16), (int)((w[6] & 0xffff) | w[7] << 16)},
+               l = {(int)(w[0] >> 16 | (w[1] & 0xffff0000u)), (int)(w[2] >> 16 | (w[3] & 0xffff0000u)),
+                    (int)(w[4] >> 16 | (w[5] & 0xffff0000u)), (int)(w[6] >> 16 | (w[7] & 0xffff0000u))};
+    *upper = u;
+    *lower = l;
+}
+
+/* Keys of positions [first, end) of 32 to shared memory. For those before and behind, whose weights are 0, the nearest of
+ * these: there may be no numbers. */
+template <int WAVE, class KV>
+RFK_DEVICE void rfk_flash_keys(rfk_flash_shared<KV> &s, const KV *k, uint32_t dim, uint32_t first, uint32_t end) {
+    const uint32_t chunks = dim / 8;
+    for (uint32_t i = threadIdx.x; i < RFK_FLASH_CELLS * chunks; i += 4 * WAVE) {
+        uint32_t cell = i / chunks, from = cell < end ? cell : end - 1;
+        from = from > first ? from : first;
+        rfk_flash_chunk(rfk_kv_row(k, from, dim), dim, i % chunks, &s.k[cell][i % chunks],
+                        &s.v[0][0] + cell * 17 + i % chunks);
     }
-    for (uint32_t i = threadIdx.x; i < RFK_FLASH_CELLS * chunks; i += threads) {
-        uint32_t cell = i % RFK_FLASH_CELLS, chunk = i / RFK_FLASH_CELLS,
-                 pos = cell0 + cell < end ? cell0 + cell : end - 1;
-        int4 x = reinterpret_cast<const int4 *>(v + (size_t)pos * dim)[chunk];
-        const int words[4] = {x.x, x.y, x.z, x.w};
-        RFK_UNROLL(4)
-        for (uint32_t e = 0; e < 4; e++) {
-            reinterpret_cast<uint16_t *>(s.v[8 * chunk + 2 * e])[cell] = (uint16_t)((uint32_t)words[e] & 0xffff);
-            reinterpret_cast<uint16_t *>(s.v[8 * chunk + 2 * e + 1])[cell] = (uint16_t)((uint32_t)words[e] >> 16);
-        }
+}
+
+/* One of eight values of a position to where its dim has its positions. */
+RFK_DEVICE void rfk_flash_turn(int4 (*to)[5], uint32_t chunk, uint32_t cell, const int4 &x) {
+    const int words[4] = {x.x, x.y, x.z, x.w};
+    RFK_UNROLL(4)
+    for (uint32_t e = 0; e < 4; e++) {
+        reinterpret_cast<uint16_t *>(to[8 * chunk + 2 * e])[cell] = (uint16_t)((uint32_t)words[e] & 0xffff);
+        reinterpret_cast<uint16_t *>(to[8 * chunk + 2 * e + 1])[cell] = (uint16_t)((uint32_t)words[e] >> 16);
+    }
+}
+
+/* Their values. */
+template <int WAVE, class KV>
+RFK_DEVICE void rfk_flash_values(rfk_flash_shared<KV> &s, const KV *v, uint32_t dim, uint32_t first, uint32_t end) {
+    for (uint32_t i = threadIdx.x; i < RFK_FLASH_CELLS * (dim / 8); i += 4 * WAVE) {
+        uint32_t cell = i % RFK_FLASH_CELLS, chunk = i / RFK_FLASH_CELLS, from = cell < end ? cell : end - 1;
+        from = from > first ? from : first;
+        int4 upper, lower;
+        rfk_flash_chunk(rfk_kv_row(v, from, dim), dim, chunk, &upper, &lower);
+        rfk_flash_turn(s.v, chunk, cell, upper);
+        if (rfk_flash_halves<KV>::TWO) rfk_flash_turn(reinterpret_cast<int4(*)[5]>(&s.k[0][0]), chunk, cell, lower);
     }
 }
 
 /* Scores of a row's positions to weights; the row's threads keep its maximum and sum. */
-template <int WAVE>
-RFK_DEVICE void rfk_flash_softmax(rfk_flash_shared &s, uint32_t cell0, float *largest, float *sum) {
+template <int WAVE, class KV, bool PLAIN>
+RFK_DEVICE void rfk_flash_softmax(rfk_flash_shared<KV> &s, const rfk_attention_args &a, uint32_t cell0, float *largest,
+                                  float *sum) {
     const uint32_t per = 4 * WAVE / RFK_FLASH_ROWS, row = threadIdx.x / per, part = threadIdx.x % per;
     const int n = (int)(RFK_FLASH_CELLS / per);
     const int32_t pos = s.pos[row];
@@ -4025,19 +4064,22 @@ RFK_DEVICE void rfk_flash_softmax(rfk_flash_shared &s, uint32_t cell0, float *la
     RFK_UNROLL(8)
     for (int i = 0; i < n; i++) {
         uint32_t cell = part * (uint32_t)n + (uint32_t)i;
-        x[i] = (int32_t)(cell0 + cell) <= pos ? s.score[row][cell] : -INFINITY;
+        const int32_t ago = pos - (int32_t)(cell0 + cell);
+        float score = s.score[row][cell];
+        if (!PLAIN && a.softcap != 0) score = a.softcap * tanhf(score / a.softcap);
+        x[i] = ago >= 0 && (PLAIN || a.window == 0 || (uint32_t)ago < a.window) ? score : -INFINITY;
         top = fmaxf(top, x[i]);
     }
     for (uint32_t mask = 1; mask < per; mask *= 2) top = fmaxf(top, rfk_swap<WAVE>(top, (int)mask));
     float keep = expf(*largest - top);
     RFK_UNROLL(4)
     for (int i = 0; i < n; i += 2) {
-        float a = RFK_FLASH_WEIGHT * expf(x[i] - top), b = RFK_FLASH_WEIGHT * expf(x[i + 1] - top);
-        uint32_t ah = rfk_two_halves(a, 1.0f), bh = rfk_two_halves(b, 1.0f),
+        float w0 = RFK_FLASH_WEIGHT * expf(x[i] - top), w1 = RFK_FLASH_WEIGHT * expf(x[i + 1] - top);
+        uint32_t ah = rfk_two_halves(w0, 1.0f), bh = rfk_two_halves(w1, 1.0f),
                  at = (part * (uint32_t)n + (uint32_t)i) / 2;
         reinterpret_cast<uint32_t *>(s.p[0][row])[at] = (ah & 0xffff) | bh << 16;
         reinterpret_cast<uint32_t *>(s.p[1][row])[at] = ah >> 16 | (bh & 0xffff0000u);
-        total += a + b;
+        total += w0 + w1;
     }
     for (uint32_t mask = 1; mask < per; mask *= 2) total += rfk_swap<WAVE>(total, (int)mask);
     *sum = *sum * keep + total;
@@ -4046,16 +4088,25 @@ RFK_DEVICE void rfk_flash_softmax(rfk_flash_shared &s, uint32_t cell0, float *la
 }
 
 /* The rows of one sequence, tokens [row, end), among those of the block from row0 on. */
-template <int WAVE>
-RFK_DEVICE void rfk_flash_run(rfk_flash_shared &s, const rfk_attention_args &a, uint32_t row0, uint32_t row,
+template <int WAVE, class KV, bool PLAIN>
+RFK_DEVICE void rfk_flash_run(rfk_flash_shared<KV> &s, const rfk_attention_args &a, uint32_t row0, uint32_t row,
                               uint32_t end) {
+    const bool two = rfk_flash_halves<KV>::TWO;
     const int N = 256 / WAVE;
     const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, group = a.n_heads / a.n_kv_heads,
                    row_tile = wave / 2 * 16, dim = a.head_dim, length = (uint32_t)a.rows[end - 1].pos + 1;
     const size_t head = (size_t)a.rows[row].seq * a.n_kv_heads + blockIdx.y;
-    const uint16_t *k = (const uint16_t *)a.k + head * a.n_cells * dim,
-                   *v = (const uint16_t *)a.v + head * a.n_cells * dim;
+    const KV *k = rfk_kv_row((const KV *)a.k, head * a.n_cells, dim),
+             *v = rfk_kv_row((const KV *)a.v, head * a.n_cells, dim);
     float acc[4][N], largest = -3e38f, sum = 0;
+    uint32_t seen = 0; /* the first position that the first row sees, and any of them */
+    if (!PLAIN && a.window) seen = (uint32_t)a.rows[row].pos + 1;
+    seen = seen > a.window ? seen - a.window : 0;
+    if (!PLAIN && a.sinks && threadIdx.x / (4 * WAVE / RFK_FLASH_ROWS) < a.rows_per_block * group) {
+        largest = rfk_load_any(a.sinks, a.sinks_type,
+                               blockIdx.y * group + threadIdx.x / (4 * WAVE / RFK_FLASH_ROWS) % group);
+        sum = RFK_FLASH_WEIGHT;
+    }
     RFK_UNROLL(4)
     for (int j = 0; j < 4; j++)
         RFK_UNROLL(8)
@@ -4065,10 +4116,13 @@ RFK_DEVICE void rfk_flash_run(rfk_flash_shared &s, const rfk_attention_args &a, 
         uint32_t t = row0 + threadIdx.x / group;
         s.pos[threadIdx.x] = t >= row && t < end ? a.rows[t].pos : -1;
     }
-    for (uint32_t cell0 = 0; cell0 < length; cell0 += RFK_FLASH_CELLS) {
+    /* a ring's cells, as those of all positions, begin with a multiple of 32 */
+    for (uint32_t cell0 = seen / RFK_FLASH_CELLS * RFK_FLASH_CELLS; cell0 < length; cell0 += RFK_FLASH_CELLS) {
         rfk_operand x, lower, y;
         float score[N], score_lower[N];
-        rfk_flash_fill<WAVE>(s, k, v, dim, cell0, length);
+        const uint32_t at = PLAIN ? cell0 : cell0 % a.n_cells, first = seen > cell0 ? seen - cell0 : 0;
+        rfk_flash_keys<WAVE>(s, rfk_kv_row(k, at, dim), dim, first, length - cell0);
+        if (!two) rfk_flash_values<WAVE>(s, rfk_kv_row(v, at, dim), dim, first, length - cell0);
         __syncthreads();
         RFK_UNROLL(8)
         for (int i = 0; i < N; i++) score[i] = score_lower[i] = 0;
@@ -4078,6 +4132,9 @@ RFK_DEVICE void rfk_flash_run(rfk_flash_shared &s, const rfk_attention_args &a, 
             rfk_load_rows<17, true>(y, s.k[wave % 2 * 16], g, lane);
             rfk_multiply_halves<WAVE, 17, 17>(x, y, score);
             rfk_multiply_halves<WAVE, 17, 17>(lower, y, score_lower);
+            if (!two) continue;
+            rfk_load_rows<17, true>(y, &s.v[0][0] + wave % 2 * 16 * 17, g, lane);
+            rfk_multiply_halves<WAVE, 17, 17>(x, y, score_lower);
         }
         RFK_UNROLL(8)
         for (int i = 0; i < N; i++)
@@ -4085,7 +4142,8 @@ RFK_DEVICE void rfk_flash_run(rfk_flash_shared &s, const rfk_attention_args &a, 
                    [wave % 2 * 16 + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i))] =
                 score[i] + score_lower[i] * (1 / RFK_FLASH_LOWER);
         __syncthreads();
-        rfk_flash_softmax<WAVE>(s, cell0, &largest, &sum);
+        if (two) rfk_flash_values<WAVE>(s, rfk_kv_row(v, at, dim), dim, first, length - cell0);
+        rfk_flash_softmax<WAVE, KV, PLAIN>(s, a, cell0, &largest, &sum);
         __syncthreads();
         RFK_UNROLL(4)
         for (uint32_t j = 0; j < 4; j++) {
@@ -4102,6 +4160,17 @@ RFK_DEVICE void rfk_flash_run(rfk_flash_shared &s, const rfk_attention_args &a, 
                 rfk_multiply_halves<WAVE, 5, 5>(x, y, acc[j]);
                 rfk_multiply_halves<WAVE, 5, 5>(lower, y, acc[j]);
             }
+            if (!two) continue;
+            RFK_UNROLL(8)
+            for (int i = 0; i < N; i++) score_lower[i] = 0;
+            RFK_UNROLL(2)
+            for (uint32_t g = 0; g < RFK_FLASH_CELLS / 16; g++) {
+                rfk_load_rows<5, true>(x, s.p[0][row_tile], g, lane);
+                rfk_load_rows<5, true>(y, &s.k[0][0] + tile * 16 * 5, g, lane);
+                rfk_multiply_halves<WAVE, 5, 5>(x, y, score_lower);
+            }
+            RFK_UNROLL(8)
+            for (int i = 0; i < N; i++) acc[j][i] += score_lower[i] * (1 / RFK_FLASH_LOWER);
         }
         __syncthreads();
     }
@@ -4117,10 +4186,10 @@ RFK_DEVICE void rfk_flash_run(rfk_flash_shared &s, const rfk_attention_args &a, 
         }
 }
 
-/* grid [ceil(T / rows_per_block), n_kv_heads]   block 4 waves   LDS 45 KiB   rows_per_block = 32 / heads of a group
- * Every block reads the keys and values of its sequence up to its last position. */
-template <int WAVE> static __global__ void RFK_THREADS(4 * WAVE) rfk_flash(rfk_attention_args a) {
-    RFK_SHARED(rfk_flash_shared, s);
+/* grid [ceil(T / rows_per_block), n_kv_heads]   block 4 waves   LDS 45 to 47 KiB   rows_per_block = 32 / heads of a group
+ * Every block reads the keys and values of its sequence that a row of it sees. */
+template <int WAVE, class KV, bool PLAIN> static __global__ void RFK_THREADS(4 * WAVE) rfk_flash(rfk_attention_args a) {
+    RFK_SHARED(rfk_flash_shared<KV>, s);
     const uint32_t group = a.n_heads / a.n_kv_heads, row0 = blockIdx.x * a.rows_per_block,
                    last = row0 + a.rows_per_block < a.n_rows ? row0 + a.rows_per_block : a.n_rows;
     for (uint32_t i = threadIdx.x; i < RFK_FLASH_ROWS * a.head_dim; i += 4 * WAVE) {
@@ -4133,56 +4202,80 @@ template <int WAVE> static __global__ void RFK_THREADS(4 * WAVE) rfk_flash(rfk_a
     }
     for (uint32_t row = row0, end; row < last; row = end) {
         for (end = row + 1; end < last && a.rows[end].seq == a.rows[row].seq;) end++;
-        rfk_flash_run<WAVE>(s, a, row0, row, end);
+        rfk_flash_run<WAVE, KV, PLAIN>(s, a, row0, row, end);
     }
 }
 
 /* ---- one row ----
- * A decode step's attention with what comes before it: norms of the heads, rope, the new key and value. */
+ * A decode step's attention with what comes before it: norms of the heads, rope, the new key and value. PLAIN: all
+ * positions are seen, each has its cell, and scores are as they are. */
 
-/* cos and sin of the pairs of the step's first row.   grid ceil(n_rot / 2 / 256)   block 256 */
-struct rfk_angles_args {
+#define RFK_ROPES 2 /* kinds of rope in a plan: of layers with a window, and of the others */
+
+/* cos and sin of the pairs of the step's first row, of each kind of rope.   grid [ceil(n_rot / 2 / 256), kinds]   block
+ * 256 */
+struct rfk_angles_of {
     const float *table;
     const uint8_t *freqs; /* NULL: none */
-    const rf_step_row *rows;
-    float *out; /* [n_rot / 2][2] */
+    float *out;           /* [n_rot / 2][2] */
     uint32_t freqs_type, n_rot;
     float scale;
 };
+struct rfk_angles_args {
+    rfk_angles_of first, second;
+    const rf_step_row *rows;
+};
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
+    const rfk_angles_of of = blockIdx.y == 0 ? a.first : a.second;
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
-    if (i >= a.n_rot / 2) return;
-    double angle = (double)a.rows[0].pos * (double)a.table[i];
-    if (a.freqs) angle /= (double)rfk_load_any(a.freqs, a.freqs_type, i);
+    if (i >= of.n_rot / 2) return;
+    double angle = (double)a.rows[0].pos * (double)of.table[i];
+    if (of.freqs) angle /= (double)rfk_load_any(of.freqs, of.freqs_type, i);
     float c, s;
     rfk_cos_sin(angle, &c, &s);
-    a.out[2 * i] = c * a.scale;
-    a.out[2 * i + 1] = s * a.scale;
+    of.out[2 * i] = c * of.scale;
+    of.out[2 * i + 1] = s * of.scale;
 }
 
 #define RFK_ROW_CELLS 128u /* positions of a split at least */
+#define RFK_LOG2_E 1.44269504088896341f /* weights are 2^score */
 
 struct rfk_row_attention_args {
     const float *q, *k, *v;
     const uint8_t *norm[2]; /* of queries and keys; NULL: none */
     const float *angles;
-    void *k_state, *v_state; /* [seq][kv head][n_ctx][dim] */
+    const uint8_t *sinks;    /* [n_heads] a score more of each head, without a value; NULL: none */
+    void *k_state, *v_state; /* [seq][kv head][n_cells][dim]: position p in cell p % n_cells     */
     float *out;
     float *part;       /* [head][splits][head_dim + 4]: sums, maximum, sum of weights       */
     uint32_t *tickets; /* [kv head] splits that are done; 0 between launches                */
     rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted                           */
     const rf_step_row *rows;
-    uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_ctx;
-    float eps[2], scale;
+    uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
+    uint32_t window, sinks_type;                  /* window 0: all positions                        */
+    float eps[2], scale, softcap, softcap_factor; /* as rfk_row_cap takes them; softcap 0: none */
 };
 
-/* Eight values of a cached key or value as they lie in memory. */
-template <class KV> struct rfk_row_raw;
-template <> struct rfk_row_raw<uint16_t> {
+/* (byte - 128) * d, as rounded once. */
+RFK_DEVICE float rfk_byte_value(uint32_t byte, float d) {
+#if defined(RFK_NVIDIA)
+    return (rfk_as_float(0x4b000000u | byte) - 8388736.0f) * d; /* 2^23 + byte: conversions are slow */
+#else
+    return ((float)byte - 128.0f) * d;
+#endif
+}
+
+/* A lane's eight values of a cached key or value as they lie in memory, where row() finds those of a cell. new_at: what
+ * make() makes a new row's of, its floats or, PACKED, its bytes. */
+template <class KV, int PER> struct rfk_row_raw;
+template <int PER> struct rfk_row_raw<uint16_t, PER> {
+    static const bool PACKED = false;
     int4 v;
+    static __device__ __forceinline__ size_t row(uint32_t cell, uint32_t dim) { return (size_t)cell * dim; }
     __device__ __forceinline__ void clear() { v.x = v.y = v.z = v.w = 0; }
     __device__ __forceinline__ void load(const uint16_t *p) { v = *reinterpret_cast<const int4 *>(p); }
-    __device__ __forceinline__ void make(const float *p) {
+    __device__ __forceinline__ void make(const float *row) {
+        const float *p = row + threadIdx.x % PER * 8;
         int w[4];
         for (int i = 0; i < 4; i++) w[i] = (int)(rfk_to_half(p[2 * i]) | (uint32_t)rfk_to_half(p[2 * i + 1]) << 16);
         v.x = w[0], v.y = w[1], v.z = w[2], v.w = w[3];
@@ -4196,8 +4289,10 @@ template <> struct rfk_row_raw<uint16_t> {
         }
     }
 };
-template <> struct rfk_row_raw<float> {
+template <int PER> struct rfk_row_raw<float, PER> {
+    static const bool PACKED = false;
     float v[8]; /* not two vectors: they would go to private memory on AMD */
+    static __device__ __forceinline__ size_t row(uint32_t cell, uint32_t dim) { return (size_t)cell * dim; }
     __device__ __forceinline__ void clear() {
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) v[i] = 0;
@@ -4207,17 +4302,48 @@ template <> struct rfk_row_raw<float> {
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
         v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
     }
-    __device__ __forceinline__ void make(const float *p) { load(p); }
+    __device__ __forceinline__ void make(const float *row) { load(row + threadIdx.x % PER * 8); }
     __device__ __forceinline__ void values(float *x) const {
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) x[i] = v[i];
     }
 };
+/* Rows of 8 * PER values, no fewer: then they are whole words, and whole pairs of these but for heads of 64. */
+template <int PER> struct rfk_row_raw<rfk_q8, PER> {
+    static const bool PACKED = true;
+    uint32_t q[2], scale;
+    static __device__ __forceinline__ size_t row(uint32_t cell, uint32_t) { return (size_t)cell * (PER / 4 * 34); }
+    __device__ __forceinline__ void clear() { q[0] = q[1] = scale = 0; }
+    __device__ __forceinline__ void load(const rfk_q8 *p) {
+        const uint32_t lane = threadIdx.x % PER;
+        if (PER > 8) {
+            const uint2 v = *reinterpret_cast<const uint2 *>(p);
+            q[0] = v.x, q[1] = v.y;
+        } else {
+            q[0] = reinterpret_cast<const uint32_t *>(p)[0];
+            q[1] = reinterpret_cast<const uint32_t *>(p)[1];
+        }
+        scale = *reinterpret_cast<const uint16_t *>(p + (PER - lane) * 8 + lane / 4 * 2);
+    }
+    __device__ __forceinline__ void make(const float *row) {
+        load(reinterpret_cast<const rfk_q8 *>(row) + threadIdx.x % PER * 8);
+    }
+    __device__ __forceinline__ void values(float *x) const {
+        const float d = rfk_from_half((uint16_t)scale);
+        RFK_UNROLL(2)
+        for (int i = 0; i < 2; i++) {
+            const uint32_t w = q[i] ^ 0x80808080u; /* q + 128 */
+            RFK_UNROLL(4)
+            for (int k = 0; k < 4; k++) x[4 * i + k] = rfk_byte_value(w >> 8 * k & 255, d);
+        }
+    }
+};
 
 /* PER lanes take a position, eight values each; a block has SLOTS positions at a time, T times. A lane group's scores
  * are T for each of G queries; they are spread over its lanes, KEPT to each. */
-template <class KV, int G, int PER> struct rfk_row_shape {
-    static const int T = G > 4 || sizeof(KV) > 2 ? 2 : 4, N = G * T, KEPT = N > PER ? N / PER : 1,
+template <class KV, bool PLAIN, int G, int PER> struct rfk_row_shape {
+    static const bool FEW = G > 4 || sizeof(KV) > 2 || (G == 4 && sizeof(KV) == 2 && !PLAIN); /* registers are short */
+    static const int T = FEW ? 2 : 4, N = G * T, KEPT = N > PER ? N / PER : 1,
                      COPIES = PER > N ? PER / N : 1, /* lanes with the same score */
         LANES = PER / G,                             /* lanes of a query          */
         SLOTS = RFK_BLOCK / PER;
@@ -4272,7 +4398,7 @@ RFK_DEVICE void rfk_row_queries(rfk_row_shared<G, PER> &s, const rfk_row_attenti
             sum = rfk_wave_sum<WAVE>(sum);
             factor = 1.0f / sqrtf(sum / (float)a.head_dim + (key ? a.eps[1] : a.eps[0]));
         }
-        const float scale = h < G ? a.scale * 1.44269504088896341f : 1.0f;
+        const float scale = h < G ? a.scale * RFK_LOG2_E : 1.0f;
         RFK_UNROLL(4)
         for (uint32_t k = 0; k < (uint32_t)rfk_row_pairs<WAVE>::N; k++) {
             const uint32_t i = lane + k * WAVE, first = pairs.first[k], second = pairs.second[k];
@@ -4291,19 +4417,21 @@ RFK_DEVICE void rfk_row_queries(rfk_row_shared<G, PER> &s, const rfk_row_attenti
 
 /* What a lane works on: T positions from `first` on, and what it keeps: eight values of each query's weighted sum; the
  * maximum and the sum of weights of its own query. */
-template <class KV, int G, int T> struct rfk_row_work {
-    rfk_row_raw<KV> k[T], v[T];
+template <class KV, bool PLAIN, int G, int PER> struct rfk_row_work {
+    rfk_row_raw<KV, PER> k[rfk_row_shape<KV, PLAIN, G, PER>::T], v[rfk_row_shape<KV, PLAIN, G, PER>::T];
     float acc[G][8], largest, sum;
 };
 
-/* The values of older positions among the T from `first` on. */
-template <class KV, int T>
-RFK_DEVICE void rfk_row_load(rfk_row_raw<KV> (&to)[T], const KV *from, uint32_t dim, uint32_t first, uint32_t slots,
-                             uint32_t end) {
+/* The values of older positions among the T from `first` on. Positions are counted as cells that go on behind the ring's
+ * last one, less than twice round. */
+template <class KV, int PER, int T, bool PLAIN>
+RFK_DEVICE void rfk_row_load(rfk_row_raw<KV, PER> (&to)[T], const KV *from, uint32_t n_cells, uint32_t dim,
+                             uint32_t first, uint32_t slots, uint32_t end) {
     RFK_UNROLL(4)
     for (uint32_t t = 0; t < (uint32_t)T; t++) {
         const uint32_t pos = first + t * slots;
-        if (pos < end) to[t].load(from + (size_t)pos * dim);
+        const uint32_t again = pos - n_cells, cell = !PLAIN && again < pos ? again : pos;
+        if (pos < end) to[t].load(from + rfk_row_raw<KV, PER>::row(cell, dim));
         else to[t].clear();
     }
 }
@@ -4330,20 +4458,26 @@ template <int WAVE, int PER, int N> RFK_DEVICE void rfk_row_spread(float (&v)[N]
     }
 }
 
+/* softcap * tanh(score / softcap), with few registers; both are in units of log2(e). */
+RFK_DEVICE float rfk_row_cap(float score, float softcap, float twice_inverse) {
+    return softcap - 2 * softcap / (exp2f(score * twice_inverse) + 1);
+}
+
 /* The T positions from `first` on: scores, weights, weighted sums. The next positions' loads begin as soon as there is
  * room for them. */
-template <int WAVE, class KV, int G, int PER>
-RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const KV *k, const KV *v, uint32_t dim,
-                                  uint32_t first, uint32_t end, uint32_t last, uint32_t new_pos,
-                                  rfk_row_work<KV, G, rfk_row_shape<KV, G, PER>::T> &o) {
-    typedef rfk_row_shape<KV, G, PER> S;
+template <int WAVE, class KV, bool PLAIN, int G, int PER>
+RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, const KV *k,
+                                  const KV *v, uint32_t first, uint32_t end, uint32_t last, uint32_t new_pos,
+                                  rfk_row_work<KV, PLAIN, G, PER> &o) {
+    typedef rfk_row_shape<KV, PLAIN, G, PER> S;
+    const bool packed = rfk_row_raw<KV, PER>::PACKED;
     const uint32_t lane = threadIdx.x % PER, wave_lane = threadIdx.x % WAVE, base = wave_lane - lane;
     float score[S::N], x[8], keys[S::T][8], keep;
     RFK_UNROLL(4)
     for (uint32_t t = 0; t < (uint32_t)S::T; t++)
         if (first + t * S::SLOTS == new_pos) {
-            o.k[t].make(&s.x[G][lane * 8]);
-            o.v[t].make(&s.x[G + 1][lane * 8]);
+            o.k[t].make(packed ? s.join : s.x[G]);
+            o.v[t].make(packed ? s.join + PER * 8 : s.x[G + 1]);
         }
     RFK_UNROLL(4)
     for (int t = 0; t < S::T; t++) o.k[t].values(keys[t]);
@@ -4359,12 +4493,13 @@ RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const KV *k, 
                                   ((q1.x * y[4] + q1.y * y[5]) + (q1.z * y[6] + q1.w * y[7]));
         }
     }
-    rfk_row_load<KV, S::T>(o.k, k, dim, first + S::T * S::SLOTS, S::SLOTS, last);
+    rfk_row_load<KV, PER, S::T, PLAIN>(o.k, k, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS, last);
     rfk_row_spread<WAVE, PER, S::N>(score);
     float top = o.largest;
     RFK_UNROLL(2)
     for (uint32_t j = 0; j < (uint32_t)S::KEPT; j++) {
         const uint32_t t = (lane * S::KEPT / S::COPIES + j) % S::T;
+        if (!PLAIN && a.softcap != 0) score[j] = rfk_row_cap(score[j], a.softcap, a.softcap_factor);
         if (first + t * S::SLOTS >= end) score[j] = -INFINITY;
         top = fmaxf(top, score[j]);
     }
@@ -4394,7 +4529,7 @@ RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const KV *k, 
             for (int e = 0; e < 8; e++) o.acc[g][e] += weight * x[e];
         }
     }
-    rfk_row_load<KV, S::T>(o.v, v, dim, first + S::T * S::SLOTS, S::SLOTS, last);
+    rfk_row_load<KV, PER, S::T, PLAIN>(o.v, v, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS, last);
 }
 
 /* Four values of a query's result from `n` parts, `stride` floats apart, that hold weighted sums, and behind them
@@ -4415,10 +4550,10 @@ RFK_DEVICE void rfk_row_add(const P *part, uint32_t stride, uint32_t n, uint32_t
 }
 
 /* Sums of the block's waves to s.x if it is the only split, else to a.part. */
-template <int WAVE, class KV, int G, int PER>
+template <int WAVE, class KV, bool PLAIN, int G, int PER>
 RFK_DEVICE void rfk_row_join(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
-                             uint32_t group, bool only, rfk_row_work<KV, G, rfk_row_shape<KV, G, PER>::T> &o) {
-    typedef rfk_row_shape<KV, G, PER> S;
+                             uint32_t group, bool only, rfk_row_work<KV, PLAIN, G, PER> &o) {
+    typedef rfk_row_shape<KV, PLAIN, G, PER> S;
     const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, waves = RFK_BLOCK / WAVE, dim = a.head_dim,
                    stride = dim + 4, at_once = RFK_ROW_JOIN / (waves * stride);
     float largest[G], sum[G], all = o.sum;
@@ -4492,55 +4627,95 @@ RFK_DEVICE bool rfk_row_last(rfk_row_shared<G, PER> &s, const rfk_row_attention_
     return true;
 }
 
-/* grid [n_kv_heads, splits]   block 256   LDS up to 32 KiB   reads each key and value once for the whole group
- * The positions are cut evenly into as many splits as the grid has, of RFK_ROW_CELLS at least; blocks beyond leave. */
+/* The new key and value to their cell `row` of the head's, whose first values k and v are. */
 template <int WAVE, class KV, int G, int PER>
+RFK_DEVICE void rfk_row_store(rfk_row_shared<G, PER> &s, KV *k, KV *v, uint32_t cell, uint32_t dim) {
+    const size_t row = (size_t)cell * dim;
+    for (uint32_t e = threadIdx.x; e < dim; e += RFK_BLOCK) {
+        rfk_store_value(k + row + e, s.x[G][e]);
+        rfk_store_value(v + row + e, s.x[G + 1][e]);
+    }
+}
+/* And to s.join, as they lie there: four values a thread. All threads take part. */
+template <int WAVE, class KV, int G, int PER>
+RFK_DEVICE void rfk_row_store(rfk_row_shared<G, PER> &s, rfk_q8 *k, rfk_q8 *v, uint32_t cell, uint32_t dim) {
+    const uint32_t part = threadIdx.x / (2 * PER), i = threadIdx.x % (2 * PER); /* PER * 8 values of each */
+    float x[4] = {0, 0, 0, 0}, d;
+    int sum;
+    (void)dim;
+    RFK_UNROLL(4)
+    for (uint32_t e = 0; e < 4; e++)
+        if (part < 2) x[e] = s.x[G + part][4 * i + e];
+    const uint32_t packed = (uint32_t)rfk_quantize_lane<WAVE>(x, &d, &sum);
+    if (part < 2) {
+        uint32_t *row = reinterpret_cast<uint32_t *>((part ? v : k) + rfk_row_raw<rfk_q8, PER>::row(cell, 0)),
+                 *kept = reinterpret_cast<uint32_t *>(s.join + part * (PER * 8));
+        row[i] = kept[i] = packed;
+        if (i % 8 == 0) {
+            const uint16_t scale = rfk_to_half(d);
+            reinterpret_cast<uint16_t *>(row + 2 * PER)[i / 8] = scale;
+            reinterpret_cast<uint16_t *>(kept + 2 * PER)[i / 8] = scale;
+        }
+    }
+    __syncthreads();
+}
+
+/* grid [n_kv_heads, splits]   block 256   LDS up to 32 KiB   reads each key and value once for the whole group
+ * The positions that are seen are cut evenly into as many splits as the grid has, of RFK_ROW_CELLS at least; blocks
+ * beyond leave. */
+template <int WAVE, class KV, bool PLAIN, int G, int PER>
 #if defined(RFK_NVIDIA)
 static __global__ void __launch_bounds__(RFK_BLOCK, G > 4 ? 1 : 2) rfk_row_attention(rfk_row_attention_args a) {
 #else
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_row_attention(rfk_row_attention_args a) {
 #endif
-    typedef rfk_row_shape<KV, G, PER> S;
+    if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
+    typedef rfk_row_shape<KV, PLAIN, G, PER> S;
     typedef rfk_row_shared<G, PER> shared;
     RFK_SHARED(shared, s);
     /* written before the kernel before this one began: the step's row, the angles, keys and values of older positions */
     const rf_step_row row = a.rows[0];
-    const uint32_t n = (uint32_t)row.pos + 1, kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads;
+    const uint32_t kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads;
+    uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* positions, from the first that is seen, in that cell */
+    if (!PLAIN && a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
     uint32_t cells = (n + gridDim.y - 1) / gridDim.y;
     cells = cells < RFK_ROW_CELLS ? RFK_ROW_CELLS : (cells + 31) / 32 * 32;
-    const uint32_t n_splits = (n + cells - 1) / cells, begin = blockIdx.y * cells;
+    const uint32_t n_splits = (n + cells - 1) / cells, begin = seen + blockIdx.y * cells;
     if (blockIdx.y >= n_splits) {
         rfk_wait_previous();
         return;
     }
-    const uint32_t end = begin + cells < n ? begin + cells : n, lane = threadIdx.x % PER, slot = threadIdx.x / PER;
-    const bool owns_key = end == n, inside = lane * 8 < a.head_dim;
-    const size_t head = ((size_t)row.seq * a.n_kv_heads + kv_head) * a.n_ctx * a.head_dim;
+    const uint32_t all = seen + n, end = begin + cells < all ? begin + cells : all, lane = threadIdx.x % PER,
+                   slot = threadIdx.x / PER;
+    const bool owns_key = end == all, inside = lane * 8 < a.head_dim;
+    const size_t head =
+        rfk_row_raw<KV, PER>::row(1, a.head_dim) * ((size_t)row.seq * a.n_kv_heads + kv_head) * a.n_cells;
     const KV *k = (const KV *)a.k_state + head + lane * 8, *v = (const KV *)a.v_state + head + lane * 8;
-    const uint32_t last = !inside ? 0 : owns_key ? n - 1 : end; /* older positions end here */
-    rfk_row_work<KV, G, S::T> work;
+    const uint32_t last = !inside ? 0 : owns_key ? all - 1 : end; /* older positions end here */
+    rfk_row_work<KV, PLAIN, G, PER> work;
     rfk_row_pairs<WAVE> pairs;
-    rfk_row_load<KV, S::T>(work.k, k, a.head_dim, begin + slot, S::SLOTS, last);
-    rfk_row_load<KV, S::T>(work.v, v, a.head_dim, begin + slot, S::SLOTS, last);
+    rfk_row_load<KV, PER, S::T, PLAIN>(work.k, k, a.n_cells, a.head_dim, begin + slot, S::SLOTS, last);
+    rfk_row_load<KV, PER, S::T, PLAIN>(work.v, v, a.n_cells, a.head_dim, begin + slot, S::SLOTS, last);
     rfk_row_pair<WAVE>(pairs, a);
     work.largest = -3e38f; /* finite: nothing seen yet */
     work.sum = 0;
     for (int g = 0; g < G; g++)
         for (int e = 0; e < 8; e++) work.acc[g][e] = 0;
+    if (!PLAIN && a.sinks && blockIdx.y == 0 && slot == 0 && lane / S::LANES < group) {
+        const uint32_t h = kv_head * group + lane / S::LANES;
+        work.largest = rfk_load_any(a.sinks, a.sinks_type, h) * RFK_LOG2_E;
+        work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
+    }
     rfk_wait_previous();
     rfk_row_queries<WAVE, G, PER>(s, a, kv_head, group, owns_key, pairs);
     __syncthreads();
-    if (owns_key) {
-        size_t cell = head + (size_t)row.pos * a.head_dim;
-        for (uint32_t e = threadIdx.x; e < a.head_dim; e += RFK_BLOCK) {
-            rfk_store_value((KV *)a.k_state + cell + e, s.x[G][e]);
-            rfk_store_value((KV *)a.v_state + cell + e, s.x[G + 1][e]);
-        }
-    }
+    if (owns_key)
+        rfk_row_store<WAVE, KV, G, PER>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
+                                        PLAIN ? (uint32_t)row.pos : (uint32_t)row.pos % a.n_cells, a.head_dim);
     for (uint32_t first = begin; first < end; first += S::T * S::SLOTS)
-        rfk_row_positions<WAVE, KV, G, PER>(s, k, v, a.head_dim, first + slot, end, last,
-                                            owns_key ? n - 1 : RF_NONE, work);
-    rfk_row_join<WAVE, KV, G, PER>(s, a, kv_head, group, n_splits == 1, work);
+        rfk_row_positions<WAVE, KV, PLAIN, G, PER>(s, a, k, v, first + slot, end, last,
+                                                   owns_key ? all - 1 : RF_NONE, work);
+    rfk_row_join<WAVE, KV, PLAIN, G, PER>(s, a, kv_head, group, n_splits == 1, work);
     if (n_splits > 1 && !rfk_row_last<G, PER>(s, a, kv_head, group, n_splits)) return;
     const uint32_t n_values = group * a.head_dim;
     for (uint32_t first = 0; first < n_values / 4; first += RFK_BLOCK) {
@@ -5470,7 +5645,7 @@ struct rfk_fused {
     uint32_t norm, gather, products, n_products, glu, is_int8; /* rows; is_int8: the input lies in x8           */
     uint32_t to_norm;                                          /* rows: the norm of the next launch, which reads */
     uint32_t halved;                                           /* the halved column, if both are in one call     */
-    uint32_t norms[2], ropes, store, attention;                /* attention                                      */
+    uint32_t norms[2], ropes, store, attention, angles;        /* attention; angles: the kind of rope            */
     uint32_t to_int8;                                          /* the output of attention or glu goes to x8 too  */
 };
 
@@ -5510,8 +5685,8 @@ struct rf_prepared {
     float *half_squares;
     uint32_t half_of;   /* the launch that finds it there        */
     uint32_t fused_end; /* launches of this call end there: the weights of others may not be ready */
-    uint32_t n_angles;  /* values of rope's angles: 0 if no fused attention */
-    const rf_op *rope;  /* what they are of                          */
+    const rf_op *ropes[RFK_ROPES]; /* the kinds of rope of fused attention */
+    uint32_t n_ropes;
     float *angles, *row_part, *kept_logits;
     rfk_best_value *best; /* [RFK_ARGMAX_PARTS] */
     uint32_t *tickets, *differ;
@@ -5601,6 +5776,9 @@ static int rfk_is_known(const rf_op *op) {
     default: return rfk_is_plain(op, 0);
     }
 }
+
+/* Attention of all positions, with nothing done to their scores. */
+static int rfk_sees_all(const rf_op *op) { return rfk_is_plain(op, 0) && op->extra == RF_NONE; }
 
 /* A norm as it can go with the ops behind it. */
 static int rfk_is_plain_norm(const rf_op *op) {
@@ -5725,8 +5903,7 @@ static int rfk_recurrent_fits(const rf_plan *plan, const rf_op *op) {
     if (op->kind == RF_OP_CONV)
         return op->n_in >= 2 && op->n_in <= RF_MAX_TAPS && rfk_fits(plan, op->in, tokens, op->n_out) &&
                rfk_fits(plan, op->out, tokens, op->n_out) && width == (op->n_in - 1ull) * op->n_out;
-    return op->n_kv_heads > 0 && op->n_heads % op->n_kv_heads == 0 && op->head_dim > 0 &&
-           op->head_dim <= RFK_MAX_HEAD && width == values * op->head_dim &&
+    return op->n_kv_heads > 0 && op->n_heads % op->n_kv_heads == 0 && op->head_dim > 0 && width == values * op->head_dim &&
            rfk_fits(plan, op->in, tokens, 2 * keys + values) && rfk_fits(plan, op->out, tokens, values) &&
            rfk_fits(plan, op->in2, tokens, op->n_heads) && rfk_fits(plan, op->in3, tokens, op->n_heads) &&
            op->out != op->in && op->out != op->in2 && op->out != op->in3;
@@ -5800,6 +5977,8 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
              s->head_dim_v == (op->flags & RF_OP_LATENT ? 0 : op->head_dim_v) && s->width == 0;
     if (op->kind == RF_OP_ATTENTION && ok && s->window) ok = op->window && op->window <= s->window;
     if (!ok) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its buffers, heads or state do not fit", err);
+    if (op->kind == RF_OP_DELTA && op->head_dim > RFK_MAX_HEAD)
+        return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "keys of heads of more than 256 values", err);
     if (!rfk_is_known(op) && !rfk_is_plain_experts(op))
         return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "a flag or field of it is not supported on this device", err);
     const char *why = rfk_check_weights(plan, op);
@@ -5985,8 +6164,8 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
         rfk_align(rows * widest),
         rfk_align(rows * (widest / 32) * sizeof(rfk_group)),
         p->max_splits > 1 ? rfk_align(split_rows * heads * p->max_splits * (dim + 2) * sizeof(float)) : 0,
-        rfk_align(p->n_angles * sizeof(float)),
-        p->n_angles ? rfk_align(heads * row_splits * (dim + 4) * sizeof(float)) : 0,
+        rfk_align(p->n_ropes * RFK_MAX_HEAD * sizeof(float)),
+        p->n_ropes ? rfk_align(heads * row_splits * (dim + 4) * sizeof(float)) : 0,
         rfk_align(heads * sizeof(uint32_t)),
         rfk_align(p->dev->graphs == RFK_GRAPHS_CHECKED ? n_vocab * sizeof(float) : 0),
         rfk_align(sizeof(uint32_t)),
@@ -6111,6 +6290,20 @@ static rfk_fused rfk_match_rows(const rf_prepared *p, uint32_t i, uint32_t end, 
     return f;
 }
 
+/* What turns the pairs of one turns those of the other. */
+static int rfk_has_same_angles(const rf_op *a, const rf_op *b) {
+    return a->n_rot == b->n_rot && a->table == b->table && a->extra == b->extra && a->extra_at == b->extra_at &&
+           a->scale == b->scale;
+}
+
+/* The attention of one row that goes with what is before it can do this one. */
+static int rfk_row_can_attend(const rf_prepared *p, const rf_op *op) {
+    const uint32_t dim = op->head_dim;
+    return !(op->flags & RF_OP_LATENT) && op->table == RF_NONE && op->temperature == 0 && op->head_dim_v == dim &&
+           op->n_heads / op->n_kv_heads <= RFK_QUERIES &&
+           (p->cache_type == RF_CACHE_Q8_0 ? dim == 64 || dim == 128 || dim == 256 : dim % 8 == 0 && dim <= RFK_MAX_HEAD);
+}
+
 /* [norms of queries and keys] ropes, store and attention, from op i on. */
 static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t end) {
     const rf_plan *plan = p->plan;
@@ -6125,21 +6318,19 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
         f.norms[0] = i++;
         f.norms[1] = i++;
     }
-    if (p->cache_type == RF_CACHE_Q8_0 || i + 4 > end || ops[i].kind != RF_OP_ROPE || ops[i + 1].kind != RF_OP_ROPE ||
+    if (i + 4 > end || ops[i].kind != RF_OP_ROPE || ops[i + 1].kind != RF_OP_ROPE ||
         ops[i + 2].kind != RF_OP_KV_STORE || ops[i + 3].kind != RF_OP_ATTENTION)
         return none;
-    const rf_op *rope = &ops[i], *store = &ops[i + 2], *att = &ops[i + 3], *first = p->rope ? p->rope : rope;
+    const rf_op *rope = &ops[i], *store = &ops[i + 2], *att = &ops[i + 3];
     uint32_t q = att->in, k = store->in, dim = att->head_dim;
     f.ropes = i, f.store = i + 2, f.attention = i + 3;
     f.n_ops = i + 4 - f.first;
-    int ok = rfk_is_plain(store, 0) && rfk_is_plain(att, 0) && att->extra == RF_NONE && rope[0].out == q && rope[1].out == k && rope[0].n_heads == att->n_heads &&
+    while (f.angles < p->n_ropes && !rfk_has_same_angles(rope, p->ropes[f.angles])) f.angles++;
+    int ok = f.angles < RFK_ROPES && rfk_is_plain(store, 0) && rfk_row_can_attend(p, att) && rope[0].out == q && rope[1].out == k && rope[0].n_heads == att->n_heads &&
              rope[1].n_heads == att->n_kv_heads && store->state == att->state && store->in2 != q && store->in2 != k &&
-             q != k && att->out != q && att->out != k && att->out != store->in2 && att->head_dim_v == dim &&
-             dim % 8 == 0 && dim <= RFK_MAX_HEAD && rope[0].n_rot > 0 &&
-             att->n_heads / att->n_kv_heads <= RFK_QUERIES;
+             q != k && att->out != q && att->out != k && att->out != store->in2 && rope[0].n_rot > 0;
     for (int r = 0; r < 2; r++)
-        ok = ok && !(rope[r].flags & RF_OP_LAST) && rope[r].head_dim == dim && rope[r].n_rot == first->n_rot && rope[r].table == first->table &&
-             rope[r].extra == first->extra && rope[r].extra_at == first->extra_at && rope[r].scale == first->scale &&
+        ok = ok && !(rope[r].flags & RF_OP_LAST) && rope[r].head_dim == dim && rfk_has_same_angles(&rope[r], rope) &&
              rope[r].flags == rope[0].flags && rfk_is_known(&rope[r]);
     for (int r = 0; r < 2 && f.norms[r] != RF_NONE; r++) {
         const rf_op *n = &ops[f.norms[r]];
@@ -6184,7 +6375,7 @@ static void rfk_make_fused(rf_prepared *p) {
             if (f.kind == RFK_FUSED_ATTENTION) {
                 const rf_op *att = &plan->ops[f.attention], *next = att + 1;
                 uint32_t n = att->n_heads * att->head_dim;
-                if (!p->rope) p->rope = &plan->ops[f.ropes], p->n_angles = p->rope->n_rot;
+                if (f.angles == p->n_ropes) p->ropes[p->n_ropes++] = &plan->ops[f.ropes];
                 f.to_int8 = rfk_is_matmul(plan, f.attention + 1, end) && next->in == att->out && next->n_in == n &&
                             att->n_heads / att->n_kv_heads * att->head_dim % 32 == 0;
                 if (f.to_int8) int8_buffer = att->out;
@@ -6662,9 +6853,19 @@ static bool rfk_takes_flash(const rfk_launching *l) {
     uint32_t runs = 1;
     if (l->p->dev->wrong_units & RFK_WRONG_HALVES) return false;
     for (uint32_t t = 1; t < l->n_rows; t++) runs += l->step->rows[t].seq != l->step->rows[t - 1].seq;
-    return rfk_is_plain(op, 0) && op->extra == RF_NONE && l->n_rows > RFK_SPLIT_ROWS && l->n_rows >= 8 * runs && l->p->cache_type == RF_CACHE_F16 &&
-           op->head_dim == op->head_dim_v && op->head_dim % 16 == 0 && op->head_dim <= RFK_FLASH_HEAD &&
+    return !(op->flags & RF_OP_LATENT) && op->table == RF_NONE && op->temperature == 0 && l->n_rows > RFK_SPLIT_ROWS &&
+           l->n_rows >= 8 * runs && l->p->cache_type != RF_CACHE_F32 && op->head_dim == op->head_dim_v && op->head_dim % 16 == 0 && op->head_dim <= RFK_FLASH_HEAD &&
            op->n_heads / op->n_kv_heads <= RFK_FLASH_ROWS;
+}
+
+static void (*rfk_find_flash(const rfk_launching *l))(rfk_attention_args) {
+    void (*plain)(rfk_attention_args) =
+        RFK_BY_WAVE(l, (rfk_flash<32, uint16_t, true>), (rfk_flash<64, uint16_t, true>));
+    void (*half)(rfk_attention_args) =
+        RFK_BY_WAVE(l, (rfk_flash<32, uint16_t, false>), (rfk_flash<64, uint16_t, false>));
+    void (*quantized)(rfk_attention_args) =
+        RFK_BY_WAVE(l, (rfk_flash<32, rfk_q8, false>), (rfk_flash<64, rfk_q8, false>));
+    return l->p->cache_type == RF_CACHE_Q8_0 ? quantized : rfk_sees_all(l->op) ? plain : half;
 }
 
 template <uint32_t HEAD> static void (*rfk_find_attention(const rfk_launching *l))(rfk_attention_args) {
@@ -6713,7 +6914,7 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     a.temperature_length = op->temperature_length;
     if (rfk_takes_flash(l)) {
         a.rows_per_block = RFK_FLASH_ROWS / group;
-        return rfk_go(l, RFK_BY_WAVE(l, rfk_flash<32>, rfk_flash<64>),
+        return rfk_go(l, rfk_find_flash(l),
                       dim3(rfk_ceil_div(l->n_rows, a.rows_per_block), op->n_kv_heads), 4 * p->dev->wave, a);
     }
     dim3 grid(rfk_ceil_div(l->n_rows, a.rows_per_block), op->n_kv_heads * rfk_ceil_div(group, a.heads_per_block),
@@ -7104,17 +7305,26 @@ static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
     return rfk_go_config(l, kernel, c, a);
 }
 
-template <int WAVE, class KV, int PER> static void (*rfk_row_attention_of(uint32_t group))(rfk_row_attention_args) {
-    if (group <= 1) return rfk_row_attention<WAVE, KV, 1, PER>;
-    if (group <= 2) return rfk_row_attention<WAVE, KV, 2, PER>;
-    if (group <= 4) return rfk_row_attention<WAVE, KV, 4, PER>;
-    return rfk_row_attention<WAVE, KV, 8, PER>;
+template <int WAVE, class KV, bool PLAIN, int PER>
+static void (*rfk_row_attention_of(uint32_t group))(rfk_row_attention_args) {
+    if (group <= 1) return rfk_row_attention<WAVE, KV, PLAIN, 1, PER>;
+    if (group <= 2) return rfk_row_attention<WAVE, KV, PLAIN, 2, PER>;
+    if (group <= 4) return rfk_row_attention<WAVE, KV, PLAIN, 4, PER>;
+    return rfk_row_attention<WAVE, KV, PLAIN, 8, PER>;
 }
-template <int WAVE, class KV>
-static void (*rfk_find_row_attention(uint32_t group, uint32_t head_dim))(rfk_row_attention_args) {
-    if (head_dim <= 64) return rfk_row_attention_of<WAVE, KV, 8>(group);
-    if (head_dim <= 128) return rfk_row_attention_of<WAVE, KV, 16>(group);
-    return rfk_row_attention_of<WAVE, KV, 32>(group);
+template <int WAVE, class KV, bool PLAIN>
+static void (*rfk_row_attention_by(const rf_op *op))(rfk_row_attention_args) {
+    const uint32_t group = op->n_heads / op->n_kv_heads;
+    if (op->head_dim <= 64) return rfk_row_attention_of<WAVE, KV, PLAIN, 8>(group);
+    if (op->head_dim <= 128) return rfk_row_attention_of<WAVE, KV, PLAIN, 16>(group);
+    return rfk_row_attention_of<WAVE, KV, PLAIN, 32>(group);
+}
+template <int WAVE>
+static void (*rfk_find_row_attention(uint32_t cache_type, const rf_op *op))(rfk_row_attention_args) {
+    if (cache_type == RF_CACHE_F32) return rfk_row_attention_by<WAVE, float, false>(op);
+    if (cache_type == RF_CACHE_Q8_0) return rfk_row_attention_by<WAVE, rfk_q8, false>(op);
+    return rfk_sees_all(op) ? rfk_row_attention_by<WAVE, uint16_t, true>(op)
+                            : rfk_row_attention_by<WAVE, uint16_t, false>(op);
 }
 
 static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
@@ -7131,7 +7341,8 @@ static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
         a.norm[i] = rfk_vector(p, ops[f->norms[i]].weight, 0, &a.norm_type[i]);
         a.eps[i] = ops[f->norms[i]].eps;
     }
-    a.angles = p->angles;
+    a.angles = p->angles + f->angles * RFK_MAX_HEAD;
+    a.sinks = rfk_vector(p, op->extra, 0, &a.sinks_type);
     a.k_state = p->ops[f->attention].k;
     a.v_state = p->ops[f->attention].v;
     a.out = p->ops[f->attention].out;
@@ -7145,31 +7356,35 @@ static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
     a.head_dim = op->head_dim;
     a.n_rot = ops[f->ropes].n_rot;
     a.neox = (ops[f->ropes].flags & RF_OP_NEOX) != 0;
-    a.n_ctx = p->n_ctx;
+    a.n_cells = p->ops[f->attention].n_cells;
+    a.window = op->window;
     a.scale = op->scale;
+    a.softcap = op->softcap * RFK_LOG2_E;
+    a.softcap_factor = op->softcap == 0 ? 0 : 2 / op->softcap; /* 2 log2(e) / (softcap log2(e)) */
     rfk_config c = {dim3(op->n_kv_heads, p->row_splits), dim3(RFK_BLOCK), 0, p->capturing && p->dev->early,
                     l->q->stream};
-    uint32_t group = op->n_heads / op->n_kv_heads;
-    void (*half)(rfk_row_attention_args) = RFK_BY_WAVE(l, (rfk_find_row_attention<32, uint16_t>(group, a.head_dim)),
-                                                       (rfk_find_row_attention<64, uint16_t>(group, a.head_dim)));
-    void (*full)(rfk_row_attention_args) =
-        RFK_BY_WAVE(l, (rfk_find_row_attention<32, float>(group, a.head_dim)), (rfk_find_row_attention<64, float>(group, a.head_dim)));
-    return rfk_go_config(l, p->cache_type == RF_CACHE_F32 ? full : half, c, a);
+    return rfk_go_config(l, RFK_BY_WAVE(l, rfk_find_row_attention<32>(p->cache_type, op), rfk_find_row_attention<64>(p->cache_type, op)), c, a);
 }
 
 static rf_result rfk_run_angles(rfk_launching *l) {
     rf_prepared *p = l->p;
-    const rf_op *op = p->rope;
     rfk_angles_args a;
-    l->op = op;
-    l->index = (uint32_t)(op - p->plan->ops);
-    a.table = p->tables + op->table;
-    a.freqs = rfk_vector(p, op->extra, op->extra_at, &a.freqs_type);
+    uint32_t most = 0;
+    memset(&a, 0, sizeof a);
+    l->op = p->ropes[0];
+    l->index = (uint32_t)(l->op - p->plan->ops);
     a.rows = p->rows;
-    a.out = p->angles;
-    a.n_rot = op->n_rot;
-    a.scale = op->scale;
-    return rfk_go(l, rfk_angles, dim3(rfk_ceil_div(op->n_rot / 2, RFK_BLOCK)), RFK_BLOCK, a);
+    for (uint32_t i = 0; i < p->n_ropes; i++) {
+        const rf_op *op = p->ropes[i];
+        rfk_angles_of *of = i ? &a.second : &a.first;
+        of->table = p->tables + op->table;
+        of->freqs = rfk_vector(p, op->extra, op->extra_at, &of->freqs_type);
+        of->out = p->angles + i * RFK_MAX_HEAD;
+        of->n_rot = op->n_rot;
+        of->scale = op->scale;
+        most = op->n_rot > most ? op->n_rot : most;
+    }
+    return rfk_go(l, rfk_angles, dim3(rfk_ceil_div(most / 2, RFK_BLOCK), p->n_ropes), RFK_BLOCK, a);
 }
 
 static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_error *err) {
@@ -7286,7 +7501,7 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
     l.step = step;
     l.err = err;
     l.n_rows = 1;
-    if (i == 0 && p->rope) { /* early: attention reads them before it waits */
+    if (i == 0 && p->n_ropes) { /* early: attention reads them before it waits */
         rf_result r = rfk_run_angles(&l);
         if (r != RF_OK) return r;
     }

@@ -321,7 +321,7 @@ static void test_forecast(void) {
 
 /* ---- the ops, against float64 ---- */
 
-enum { ROWS = 7, SLOTS = 4, WIDE = 1100, N_STATE = 2 * 6 * 40 * 24 };
+enum { ROWS = 7, SLOTS = 4, WIDE = 1100, N_STATE = 256 * 256 };
 
 /* A plan of one op on the device: x to buffers 0, 1, 2; y from buffer 3; and weights. */
 typedef struct one_op {
@@ -434,48 +434,65 @@ static void test_conv_op(void) {
         }
 }
 
+typedef struct delta_shape { uint32_t dk, dv, heads, keys; int cyclic; } delta_shape;
+
+static void make_delta(one_op *o, const delta_shape *c) {
+    memset(o, 0, sizeof *o);
+    o->op = (rf_op){.kind = RF_OP_DELTA, .flags = c->cyclic ? RF_OP_CYCLIC : 0, .in = 0, .in2 = 1, .out = 3, .weight = RF_NONE,
+                    .extra = 0, .extra2 = 1, .in3 = 2, .n_heads = c->heads, .n_kv_heads = c->keys, .head_dim = c->dk,
+                    .head_dim_v = c->dv, .scale = 0.4f, .eps = 0.03f};
+    o->state.width = c->heads * c->dk * c->dv;
+    for (int i = 0; i < 2; i++)
+        o->weights[i] = (rf_plan_weight){.name = "v", .type = RF_TYPE_F32, .n_in = c->heads, .n_rows = 1, .size_bytes = 4 * c->heads};
+    o->n_weights = 2;
+    o->widths[0] = 2 * c->keys * c->dk + c->heads * c->dv, o->widths[1] = o->widths[2] = c->heads, o->widths[3] = c->heads * c->dv;
+}
+
+/* One row of a head: S, and out[dv]. */
+static void delta_row(const one_op *o, uint32_t r, uint32_t h, double decay_by, double bias, double *S, double *out) {
+    const uint32_t dk = o->op.head_dim, dv = o->op.head_dim_v, keys = o->op.n_kv_heads, heads = o->op.n_heads;
+    const float *row = o->x[0] + r * o->widths[0],
+                *q = row + (o->op.flags & RF_OP_CYCLIC ? h % keys : h / (heads / keys)) * dk, *k = q + keys * dk,
+                *v = row + 2 * keys * dk + h * dv;
+    const double decay = exp(log1p(exp((double)o->x[2][r * heads + h] + bias)) * decay_by),
+                 beta = 1 / (1 + exp(-(double)o->x[1][r * heads + h]));
+    double kk = o->op.eps, qq = o->op.eps;
+    for (uint32_t i = 0; i < dk; i++) kk += (double)k[i] * k[i], qq += (double)q[i] * q[i];
+    for (uint32_t j = 0; j < dv; j++) {
+        double d = v[j];
+        out[j] = 0;
+        for (uint32_t i = 0; i < dk; i++) S[i * dv + j] *= decay, d -= S[i * dv + j] * k[i] / sqrt(kk);
+        for (uint32_t i = 0; i < dk; i++) {
+            S[i * dv + j] += k[i] / sqrt(kk) * beta * d;
+            out[j] += S[i * dv + j] * q[i] / sqrt(qq) * o->op.scale;
+        }
+    }
+}
+
 static void test_delta_op(void) {
+    /* the sizes of models, the largest, and odd ones */
+    static const delta_shape shapes[] = {{40, 24, 6, 3, 0}, {40, 24, 6, 3, 1}, {128, 128, 2, 1, 0}, {256, 256, 1, 1, 1}, {200, 72, 3, 1, 1}};
     static one_op o;
     static double s[2][N_STATE], want[ROWS * WIDE], left[SLOTS][N_STATE];
-    enum { DK = 40, DV = 24, HEADS = 6, KEYS = 3, IN = 2 * KEYS * DK + HEADS * DV };
-    for (int cyclic = 0; cyclic < 2; cyclic++) {
+    for (size_t n = 0; n < RFT_COUNT(shapes); n++) {
+        const delta_shape c = shapes[n];
+        const uint32_t size = c.dk * c.dv;
         rf_error err = {0};
-        float a[HEADS], b[HEADS];
-        const double scale = 0.4, eps = 0.03;
-        memset(&o, 0, sizeof o), memset(s, 0, sizeof s);
-        o.op = (rf_op){.kind = RF_OP_DELTA, .flags = cyclic ? RF_OP_CYCLIC : 0, .in = 0, .in2 = 1, .out = 3, .weight = RF_NONE,
-                       .extra = 0, .extra2 = 1, .in3 = 2, .n_heads = HEADS, .n_kv_heads = KEYS, .head_dim = DK, .head_dim_v = DV,
-                       .scale = (float)scale, .eps = (float)eps};
-        o.state.width = HEADS * DK * DV;
-        for (int i = 0; i < 2; i++)
-            o.weights[i] = (rf_plan_weight){.name = "v", .type = RF_TYPE_F32, .n_in = HEADS, .n_rows = 1, .size_bytes = 4 * HEADS};
-        o.values[0] = a, o.values[1] = b, o.n_weights = 2;
-        o.widths[0] = IN, o.widths[1] = o.widths[2] = HEADS, o.widths[3] = HEADS * DV;
-        fill(a, HEADS, 1), fill(b, HEADS, 2), fill(o.x[0], ROWS * IN, 3), fill(o.x[1], ROWS * HEADS, 4), fill(o.x[2], ROWS * HEADS, 5);
-        fill(o.slots, SLOTS * N_STATE, 6);
-        for (int h = 0; h < HEADS; h++) a[h] = -0.2f - fabsf(a[h]);
+        float a[8], b[8];
+        make_delta(&o, &c), memset(s, 0, sizeof s);
+        o.values[0] = a, o.values[1] = b;
+        fill(a, c.heads, 1), fill(b, c.heads, 2), fill(o.x[0], ROWS * o.widths[0], 3);
+        fill(o.x[1], ROWS * c.heads, 4), fill(o.x[2], ROWS * c.heads, 5), fill(o.slots, SLOTS * N_STATE, 6);
+        for (uint32_t h = 0; h < c.heads; h++) a[h] = -0.2f - fabsf(a[h]);
         for (uint32_t i = 0; i < o.state.width; i++) s[1][i] = o.slots[i];
         for (uint32_t r = 0; r < ROWS; r++)
-            for (uint32_t h = 0; h < HEADS; h++) {
-                double *S = s[turns[r].seq] + h * DK * DV, kk = eps, qq = eps;
-                const float *q = o.x[0] + r * IN + (cyclic ? h % KEYS : h / (HEADS / KEYS)) * DK, *k = q + KEYS * DK,
-                            *v = o.x[0] + r * IN + 2 * KEYS * DK + h * DV;
-                const double decay = exp(log1p(exp((double)o.x[2][r * HEADS + h] + b[h])) * a[h]),
-                             beta = 1 / (1 + exp(-(double)o.x[1][r * HEADS + h]));
-                for (int i = 0; i < DK; i++) kk += (double)k[i] * k[i], qq += (double)q[i] * q[i];
-                for (int j = 0; j < DV; j++) {
-                    double d = v[j], out = 0;
-                    for (int i = 0; i < DK; i++) S[i * DV + j] *= decay, d -= S[i * DV + j] * k[i] / sqrt(kk);
-                    for (int i = 0; i < DK; i++) {
-                        S[i * DV + j] += k[i] / sqrt(kk) * beta * d;
-                        out += S[i * DV + j] * q[i] / sqrt(qq) * scale;
-                    }
-                    want[(r * HEADS + h) * DV + j] = out;
-                }
-                if (turns[r].to) memcpy(left[turns[r].to - 1] + h * DK * DV, S, DK * DV * sizeof *S);
+            for (uint32_t h = 0; h < c.heads; h++) {
+                double *S = s[turns[r].seq] + h * size;
+                delta_row(&o, r, h, a[h], b[h], S, want + (r * c.heads + h) * c.dv);
+                if (turns[r].to) memcpy(left[turns[r].to - 1] + h * size, S, size * sizeof *S);
             }
         CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
-        agree(o.y, want, ROWS * HEADS * DV, "delta");
+        agree(o.y, want, ROWS * c.heads * c.dv, "delta");
         for (uint32_t i = 1; i < SLOTS; i++) agree(o.slots + i * o.state.width, left[i], o.state.width, "state of delta");
     }
 }
@@ -524,6 +541,18 @@ static void test_heads_op(void) {
     }
 }
 
+/* Heads that a device has no kernel for are refused as that: the CPU has one for all. */
+static void test_wide_delta(void) {
+    static one_op o;
+    static const float a[1] = {-0.5f};
+    rf_error err = {0};
+    make_delta(&o, &(delta_shape){264, 8, 1, 1, 0});
+    o.values[0] = o.values[1] = a;
+    const rf_result r = run_one(&o, turns, &err);
+    if (exact()) CHECK(r == RF_OK, "%s", err.text);
+    else CHECK(r == RF_ERR_UNSUPPORTED && strstr(err.text, "delta"), "%d: '%s'", r, err.text);
+}
+
 int main(int argc, char **argv) {
     rf_device_info devices[8];
     uint32_t n_devices = 0, n_gpus = 0;
@@ -536,6 +565,7 @@ int main(int argc, char **argv) {
         RUN(test_conv_op);
         RUN(test_delta_op);
         RUN(test_heads_op);
+        RUN(test_wide_delta);
         if (argc < 2) continue; /* minutes where it is emulated */
         RUN(test_neighbours);
         RUN(test_play);
@@ -545,6 +575,7 @@ int main(int argc, char **argv) {
         RUN(test_conv_op);
         RUN(test_delta_op);
         RUN(test_heads_op);
+        RUN(test_wide_delta);
         RUN(test_batches);
         RUN(test_neighbours);
         RUN(test_cut);
