@@ -1868,9 +1868,8 @@ static void test_decode_step() {
         {RF_TYPE_Q3_K, RF_TYPE_Q5_K, 4, 2, 64, RF_CACHE_F16, true, false, false, 0},
         {RF_TYPE_F32, RF_TYPE_F32, 4, 2, 64, RF_CACHE_F32, true, true, false, 2},
         {RF_TYPE_F16, RF_TYPE_F32, 3, 1, 256, RF_CACHE_F16, false, false, false, 2},
-        {RF_TYPE_F32, RF_TYPE_F32, 8, 1, 80, RF_CACHE_F16, true, true, false, 2},
         {RF_TYPE_Q4_K, RF_TYPE_Q6_K, 4, 2, 64, RF_CACHE_Q8_0, true, true, false, 0},
-        {RF_TYPE_F32, RF_TYPE_F32, 5, 1, 128, RF_CACHE_Q8_0, false, true, false, 2},
+        {RF_TYPE_F32, RF_TYPE_F32, 5, 1, 128, RF_CACHE_Q8_0, false, true, false, 0},
         {RF_TYPE_F32, RF_TYPE_F32, 2, 2, 256, RF_CACHE_Q8_0, true, true, false, 2},
         {RF_TYPE_Q8_0, RF_TYPE_Q8_0, 4, 2, 32, RF_CACHE_Q8_0, false, true, false, 0}, /* heads that are not fused */
     };

@@ -374,12 +374,13 @@ static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
     if (r == RF_OK) r = api->mem_read(q, &scratch, at[3], o->y, ROWS * o->widths[3] * 4ull, &t, err);
     if (r == RF_OK) r = api->mem_read(q, &state, 0, o->slots, sizeof o->slots, &t, err);
     if (r == RF_OK) r = api->ticket_wait(&t, 60000, err);
+    api->queue_release(q); /* waits for its work, which uses the rest */
     if (prepared) api->plan_release(prepared);
     for (uint32_t i = 0; i < o->n_weights; i++) api->weight_clear(table, i), api->mem_release(dev, &w[i]);
     for (uint32_t i = 0; i < 2; i++)
         if (repack[i].base) api->mem_release(dev, &repack[i]);
     api->mem_release(dev, &scratch), api->mem_release(dev, &state);
-    api->table_release(table), api->queue_release(q);
+    api->table_release(table);
     rf_device_close(d, NULL);
     return r;
 }
