@@ -563,6 +563,7 @@ typedef struct rf_forecast {
     uint64_t expert_cache_bytes; /* of weight_bytes, if experts do not all fit: their room */
     uint64_t kv_bytes;       /* keys and values, recurrent states                         */
     uint64_t scratch_bytes;  /* activations and logits                                    */
+    uint64_t plan_bytes;     /* of the device for workspaces: what an op keeps to itself  */
     uint64_t host_bytes;     /* of the session on the host                                */
 } rf_forecast;
 
@@ -579,6 +580,15 @@ ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_de
  * (rf_session_cancel excepted); sessions of one model run in parallel. */
 ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc, rf_session **out, rf_error *err);
 ROCMFORGE_API void rf_session_close(rf_session *s); /* NULL is fine */
+
+typedef struct rf_session_stats {
+    uint64_t launches;     /* kernels that a GPU was given to run, those of graphs included; 0 on the CPU   */
+    uint64_t submissions;  /* calls of its driver that gave them: of a kernel, or of a graph of many        */
+} rf_session_stats;
+
+/* What a session has asked of its device since it was opened, copies not counted. Zeros for NULL.   Memory none.
+ * Cost O(1).   Threads as rf_eval. */
+ROCMFORGE_API rf_session_stats rf_session_get_stats(const rf_session *s);
 
 /* One row of a batch: the next token of a sequence. Rows of one sequence come in the order of their positions. */
 typedef struct rf_row {
@@ -1198,7 +1208,13 @@ static inline uint32_t rf_state_cells(const rf_plan_bind *bind, uint32_t state) 
     return n == bind->n_ctx || is_ring ? n : 0;
 }
 
-#define RF_DEVICE_API_VERSION 4u
+/* What was done with a prepared plan: see rf_session_stats. */
+typedef struct rf_plan_stats {
+    uint64_t launches;
+    uint64_t submissions;
+} rf_plan_stats;
+
+#define RF_DEVICE_API_VERSION 5u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -1240,6 +1256,11 @@ typedef struct rf_device_api {
     rf_result (*mem_fill)(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n,
                           rf_ticket *ticket, rf_error *err);
 
+    /* the uint64 at sum_offset of sum += the n / 8 uint64 of src from offset on, modulo 2^64; n and offset multiples of
+     * 16, sum_offset of 8. All of the device reads, as fast as it can: who times it knows how fast that is. */
+    rf_result (*mem_sum)(rf_queue *q, const rf_mem *src, uint64_t offset, uint64_t n, const rf_mem *sum,
+                         uint64_t sum_offset, rf_ticket *ticket, rf_error *err);
+
     int (*ticket_done)(const rf_ticket *ticket);                                             /* never blocks */
     rf_result (*ticket_wait)(const rf_ticket *ticket, uint32_t timeout_ms,
                              rf_error *err);   /* RF_ERR_DEVICE after it */
@@ -1247,6 +1268,9 @@ typedef struct rf_device_api {
 
     /* RF_OK, or RF_ERR_UNSUPPORTED with what is missing */
     rf_result (*op_supported)(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err);
+    /* *bytes: the device memory that plan_prepare takes for such a plan and such sizes. The memory, table and arrays of
+     * bind are not looked at, and may be NULL. */
+    rf_result (*plan_bytes)(rf_dev *d, const rf_plan_bind *bind, uint64_t *bytes, rf_error *err);
     /* Group the ops into segments and bind memory; no allocation happens in plan_run. segment_ops receives the first
      * op of each of *n_segments segments (room for n_ops). A segment is run as a whole. */
     rf_result (*plan_prepare)(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops, uint32_t *n_segments,
@@ -1256,6 +1280,7 @@ typedef struct rf_device_api {
     rf_result (*plan_run)(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                           rf_ticket *ticket, rf_error *err);
     void (*plan_release)(rf_prepared *p);
+    rf_plan_stats (*plan_stats)(const rf_prepared *p); /* since it was prepared; no plan_run of it is running */
     /* microseconds of each op in the last run that was timed, 0 for one done along with another; us == NULL switches
      * timing on (n = 1) or off (n = 0) */
     rf_result (*times)(rf_prepared *p, float *us, uint32_t n, rf_error *err);
@@ -11412,6 +11437,39 @@ static rf_result rfi_cpu_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offse
     return RF_OK;
 }
 
+/* A sum in progress, in chunks of RFI_SUM_WORDS. */
+#define RFI_SUM_WORDS 131072u
+typedef struct rfi_cpu_sum {
+    const uint64_t *words;
+    uint64_t n_words;
+    _Atomic uint64_t total;
+} rfi_cpu_sum;
+
+static void rfi_cpu_sum_chunk(void *ctx, uint32_t chunk, uint32_t thread) {
+    rfi_cpu_sum *sum = (rfi_cpu_sum *)ctx;
+    const uint64_t first = (uint64_t)chunk * RFI_SUM_WORDS;
+    const uint64_t *w = sum->words + first, n = rfi_min_u64(sum->n_words - first, RFI_SUM_WORDS);
+    uint64_t part[8] = {0}, i = 0;
+    RFI_UNUSED(thread);
+    for (; i + 8 <= n; i += 8)
+        for (int k = 0; k < 8; k++) part[k] += w[i + (uint64_t)k];
+    for (; i < n; i++) part[0] += w[i];
+    for (int k = 1; k < 8; k++) part[0] += part[k];
+    atomic_fetch_add_explicit(&sum->total, part[0], memory_order_relaxed);
+}
+
+static rf_result rfi_cpu_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offset, uint64_t n, const rf_mem *sum,
+                                 uint64_t sum_offset, rf_ticket *ticket, rf_error *err) {
+    rfi_cpu_sum job = {.words = (const uint64_t *)(const void *)((const uint8_t *)src->base + offset), .n_words = n / 8};
+    memset(ticket, 0, sizeof *ticket);
+    if (job.n_words / RFI_SUM_WORDS >= UINT32_MAX)
+        return rfi_fail(err, RF_ERR_ARGUMENT, n, "cpu: mem_sum of %llu bytes", RFI_LLU(n));
+    rfi_pool_run(&rfi_cpu_of((rf_dev *)(void *)q)->pool, rfi_cpu_sum_chunk, &job,
+                 (uint32_t)((job.n_words + RFI_SUM_WORDS - 1) / RFI_SUM_WORDS));
+    *(uint64_t *)(void *)((uint8_t *)sum->base + sum_offset) += atomic_load(&job.total);
+    return RF_OK;
+}
+
 static int rfi_cpu_ticket_done(const rf_ticket *ticket) {
     RFI_UNUSED(ticket);
     return 1;
@@ -11589,7 +11647,29 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
     return need;
 }
 
-static rf_result rfi_cpu_prepare_experts(rfi_cpu_plan *p, const rfi_cpu_need *need, rf_error *err) {
+/* What a plan's workspaces take, in bytes, and how threads share them. */
+typedef struct rfi_cpu_sizes {
+    uint64_t acts, scratch, vector, cos_sin, firsts, gathered, pairs;
+    uint64_t cells_at, scratch_stride, vector_stride; /* of rfi_cpu_plan, in floats */
+} rfi_cpu_sizes;
+
+static rfi_cpu_sizes rfi_cpu_size(const rfi_cpu *cpu, const rf_plan_bind *bind, const rfi_cpu_need *need) {
+    rfi_cpu_sizes n = {.cells_at = (need->scratch + 15) / 16 * 16, /* whole cache lines: threads do not share one */
+                       .vector_stride = (need->vector + 15) / 16 * 16};
+    n.scratch_stride = n.cells_at + (bind->cache_type == RF_CACHE_Q8_0 ? need->cells : 0);
+    n.acts = bind->n_batch * need->groups * sizeof(rfi_q8);
+    n.scratch = cpu->pool.n_threads * n.scratch_stride * sizeof(float);
+    n.vector = RFI_CPU_PARTS * n.vector_stride * sizeof(float);
+    n.cos_sin = bind->n_batch * need->n_rot * sizeof(float);
+    n.firsts = need->recurrent ? (uint64_t)bind->n_batch * sizeof(uint32_t) : 0;
+    if (need->n_used == 0) return n;
+    n.gathered = rfi_max_u64(1, bind->n_batch * need->gathered) * sizeof(float);
+    n.pairs = ((uint64_t)bind->n_batch * need->n_used + 2ull * need->n_experts + 1) * sizeof(uint32_t);
+    return n;
+}
+
+static rf_result rfi_cpu_prepare_experts(rfi_cpu_plan *p, const rfi_cpu_need *need, uint64_t gathered_bytes,
+                                         rf_error *err) {
     const rf_allocator *alloc = &p->dev->alloc;
     const uint64_t n_pairs = (uint64_t)p->bind.n_batch * need->n_used;
     if (n_pairs > INT32_MAX)
@@ -11598,8 +11678,7 @@ static rf_result rfi_cpu_prepare_experts(rfi_cpu_plan *p, const rfi_cpu_need *ne
     p->pairs.sorted = (uint32_t *)rfi_alloc(alloc, n_pairs, sizeof(uint32_t), "experts' rows", err);
     p->pairs.first = (uint32_t *)rfi_alloc(alloc, need->n_experts + 1ull, sizeof(uint32_t), "experts' rows", err);
     p->pairs.active = (uint32_t *)rfi_alloc(alloc, need->n_experts, sizeof(uint32_t), "experts' rows", err);
-    p->gathered = (float *)rfi_alloc_aligned(alloc, rfi_max_u64(1, p->bind.n_batch * need->gathered) * sizeof(float),
-                                             64, "experts' inputs", err);
+    p->gathered = (float *)rfi_alloc_aligned(alloc, gathered_bytes, 64, "experts' inputs", err);
     return p->pairs.sorted && p->pairs.first && p->pairs.active && p->gathered ? RF_OK : RF_ERR_MEMORY;
 }
 
@@ -11626,6 +11705,21 @@ static rf_result rfi_bind_check_cells(const rf_plan_bind *bind, rf_error *err) {
     return RF_OK;
 }
 
+static rf_result rfi_cpu_plan_bytes(rf_dev *d, const rf_plan_bind *bind, uint64_t *bytes, rf_error *err) {
+    const rfi_cpu *cpu = rfi_cpu_of(d);
+    const rf_plan *plan = bind->plan;
+    rfi_cpu_how *how = (rfi_cpu_how *)rfi_alloc(&cpu->alloc, plan->n_ops, sizeof *how, "op flags", err);
+    rf_result r = how ? RF_OK : RF_ERR_MEMORY;
+    for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) r = rfi_cpu_op_supported(d, plan, &plan->ops[i], err);
+    if (r == RF_OK) {
+        const rfi_cpu_need need = rfi_cpu_measure(plan, how);
+        const rfi_cpu_sizes n = rfi_cpu_size(cpu, bind, &need);
+        *bytes = n.acts + n.scratch + n.vector + n.cos_sin + n.firsts + n.gathered + n.pairs;
+    }
+    rfi_free(&cpu->alloc, how);
+    return r;
+}
+
 static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops,
                                       uint32_t *n_segments, rf_prepared **out, rf_error *err) {
     rfi_cpu *cpu = rfi_cpu_of(d);
@@ -11649,22 +11743,17 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
     if (r == RF_OK) {
         rfi_cpu_need need = rfi_cpu_measure(plan, p->how);
         p->segments[p->n_segments] = plan->n_ops;
-        p->cells_at = (need.scratch + 15) / 16 * 16; /* whole cache lines: threads do not share one */
-        p->scratch_stride = p->cells_at + (bind->cache_type == RF_CACHE_Q8_0 ? need.cells : 0);
-        p->acts =
-            (rfi_q8 *)rfi_alloc_aligned(&cpu->alloc, bind->n_batch * need.groups * sizeof *p->acts, 64,
-                                        "quantized activations", err);
-        p->scratch =
-            (float *)rfi_alloc_aligned(&cpu->alloc, cpu->pool.n_threads * p->scratch_stride * sizeof(float), 64,
-                                       "thread scratch", err);
-        p->vector_stride = (need.vector + 15) / 16 * 16;
-        p->vector = (float *)rfi_alloc_aligned(&cpu->alloc, RFI_CPU_PARTS * p->vector_stride * sizeof(float), 64,
-                                               "vector scratch", err);
-        p->cos_sin = (float *)rfi_alloc_aligned(&cpu->alloc, bind->n_batch * need.n_rot * sizeof(float), 64,
-                                                "rope scratch", err);
+        const rfi_cpu_sizes n = rfi_cpu_size(cpu, bind, &need);
+        p->cells_at = n.cells_at;
+        p->scratch_stride = n.scratch_stride;
+        p->vector_stride = n.vector_stride;
+        p->acts = (rfi_q8 *)rfi_alloc_aligned(&cpu->alloc, n.acts, 64, "quantized activations", err);
+        p->scratch = (float *)rfi_alloc_aligned(&cpu->alloc, n.scratch, 64, "thread scratch", err);
+        p->vector = (float *)rfi_alloc_aligned(&cpu->alloc, n.vector, 64, "vector scratch", err);
+        p->cos_sin = (float *)rfi_alloc_aligned(&cpu->alloc, n.cos_sin, 64, "rope scratch", err);
         if (need.recurrent) p->firsts = (uint32_t *)rfi_alloc(&cpu->alloc, bind->n_batch, 4, "recurrent rows", err);
         if (!p->acts || !p->scratch || !p->vector || !p->cos_sin || (need.recurrent && !p->firsts)) r = RF_ERR_MEMORY;
-        if (r == RF_OK && need.n_used) r = rfi_cpu_prepare_experts(p, &need, err);
+        if (r == RF_OK && need.n_used) r = rfi_cpu_prepare_experts(p, &need, n.gathered, err);
     }
     if (r != RF_OK) {
         rfi_cpu_plan_release((rf_prepared *)(void *)p);
@@ -11691,6 +11780,11 @@ static rf_result rfi_cpu_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t f
         if (p->timing) p->times_us[i] = (float)((rfi_now() - start) * 1e6);
     }
     return RF_OK;
+}
+
+static rf_plan_stats rfi_host_plan_stats(const rf_prepared *prepared) {
+    RFI_UNUSED(prepared);
+    return (rf_plan_stats){0, 0};
 }
 
 static rf_result rfi_cpu_times(rf_prepared *prepared, float *us, uint32_t n, rf_error *err) {
@@ -11726,13 +11820,16 @@ static const rf_device_api rfi_cpu_api = {
     .mem_read = rfi_cpu_mem_read,
     .mem_copy = rfi_cpu_mem_copy,
     .mem_fill = rfi_cpu_mem_fill,
+    .mem_sum = rfi_cpu_mem_sum,
     .ticket_done = rfi_cpu_ticket_done,
     .ticket_wait = rfi_cpu_ticket_wait,
     .queue_after = rfi_cpu_queue_after,
     .op_supported = rfi_cpu_op_supported,
+    .plan_bytes = rfi_cpu_plan_bytes,
     .plan_prepare = rfi_cpu_plan_prepare,
     .plan_run = rfi_cpu_plan_run,
     .plan_release = rfi_cpu_plan_release,
+    .plan_stats = rfi_host_plan_stats,
     .times = rfi_cpu_times,
 };
 
@@ -12172,6 +12269,16 @@ static rf_result rfi_null_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offs
     return rfi_null_transfer(q, "mem_fill", dst, offset, n, ticket, err);
 }
 
+/* The sum is not computed, as nothing is. */
+static rf_result rfi_null_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offset, uint64_t n, const rf_mem *sum,
+                                  uint64_t sum_offset, rf_ticket *ticket, rf_error *err) {
+    rf_result r = rfi_null_transfer(q, "mem_sum", src, offset, n, ticket, err);
+    if (r == RF_OK && (offset % 16 || n % 16 || sum_offset % 8 || sum->size_bytes < 8 || sum_offset > sum->size_bytes - 8))
+        r = rfi_fail(err, RF_ERR_ARGUMENT, offset, "null: mem_sum of %llu bytes at %llu to %llu of %llu", RFI_LLU(n),
+                     RFI_LLU(offset), RFI_LLU(sum_offset), RFI_LLU(sum->size_bytes));
+    return r;
+}
+
 static rf_result rfi_null_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err) {
     RFI_UNUSED(d);
     return rfi_null_check(plan, (uint32_t)(op - plan->ops), op, err);
@@ -12184,6 +12291,12 @@ static void rfi_null_plan_release(rf_prepared *prepared) {
     rfi_free(&dev->alloc, p->written);
     rfi_free(&dev->alloc, p);
     atomic_fetch_sub(&dev->n_live, 1);
+}
+
+static rf_result rfi_null_plan_bytes(rf_dev *d, const rf_plan_bind *bind, uint64_t *bytes, rf_error *err) {
+    RFI_UNUSED(bind);
+    *bytes = 0;
+    return rfi_null_call(rfi_null_of(d), "plan_bytes", err);
 }
 
 static rf_result rfi_null_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops,
@@ -12262,13 +12375,16 @@ static const rf_device_api rfi_null_api = {
     .mem_read = rfi_null_mem_read,
     .mem_copy = rfi_null_mem_copy,
     .mem_fill = rfi_null_mem_fill,
+    .mem_sum = rfi_null_mem_sum,
     .ticket_done = rfi_null_ticket_done,
     .ticket_wait = rfi_null_ticket_wait,
     .queue_after = rfi_cpu_queue_after,
     .op_supported = rfi_null_op_supported,
+    .plan_bytes = rfi_null_plan_bytes,
     .plan_prepare = rfi_null_plan_prepare,
     .plan_run = rfi_null_plan_run,
     .plan_release = rfi_null_plan_release,
+    .plan_stats = rfi_host_plan_stats,
     .times = rfi_null_times,
 };
 
@@ -12428,16 +12544,6 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
     return fits ? RF_OK : rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: sizes do not fit 64 bits");
 }
 
-ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_desc *desc, rf_forecast *out,
-                                          rf_error *err) {
-    rf_session_desc d;
-    rfi_clear(err);
-    if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_forecast: model or out is NULL");
-    rf_result r = rfi_session_resolve(m, desc, &d, err);
-    if (r == RF_OK) r = rfi_session_layout(m, &d, NULL, NULL, out, err);
-    return r == RF_OK ? rfi_store_forecast(m->store, out, err) : r;
-}
-
 /* ---- open and close ---- */
 
 static void rfi_aside_close(rf_session *s);
@@ -12561,21 +12667,51 @@ static void rfi_session_segment_slots(rf_session *s) {
 
 /* Rope that has two sets of frequency factors takes the long one if the context, in whole 256 tokens, is longer than
  * what the model was made for: the answer depends on the context asked for, as llama.cpp's does. */
-static rf_result rfi_session_plan(rf_session *s, rf_error *err) {
-    const rf_plan *plan = &s->m->plan;
+static rf_result rfi_session_plan(const rf_model *m, const rf_session_desc *d, rf_plan *out, rf_op **ops,
+                                  rf_error *err) {
+    const rf_plan *plan = &m->plan;
     uint32_t n_choices = 0;
-    s->plan = *plan;
+    *out = *plan;
+    *ops = NULL;
     for (uint32_t i = 0; i < plan->n_ops; i++)
         n_choices += plan->ops[i].kind == RF_OP_ROPE && plan->ops[i].extra2 != RF_NONE;
-    if (((uint64_t)s->desc.n_ctx + 255) / 256 * 256 <= s->m->config.rope_n_ctx_original || n_choices == 0)
-        return RF_OK;
-    s->ops = (rf_op *)rfi_alloc(rfi_session_allocator(s), plan->n_ops, sizeof *s->ops, "the session's ops", err);
-    if (!s->ops) return RF_ERR_MEMORY;
-    memcpy(s->ops, plan->ops, plan->n_ops * sizeof *s->ops);
+    if (((uint64_t)d->n_ctx + 255) / 256 * 256 <= m->config.rope_n_ctx_original || n_choices == 0) return RF_OK;
+    rf_op *own = (rf_op *)rfi_alloc(rfi_gguf_allocator(m->g), plan->n_ops, sizeof *own, "the session's ops", err);
+    if (!own) return RF_ERR_MEMORY;
+    memcpy(own, plan->ops, plan->n_ops * sizeof *own);
     for (uint32_t i = 0; i < plan->n_ops; i++)
-        if (s->ops[i].kind == RF_OP_ROPE && s->ops[i].extra2 != RF_NONE) s->ops[i].extra = s->ops[i].extra2;
-    s->plan.ops = s->ops;
+        if (own[i].kind == RF_OP_ROPE && own[i].extra2 != RF_NONE) own[i].extra = own[i].extra2;
+    out->ops = *ops = own;
     return RF_OK;
+}
+
+/* What every plan_prepare of the session is told, but for its memory. */
+static rf_plan_bind rfi_session_bind(const rf_model *m, const rf_session_desc *d, const rf_plan *plan) {
+    return (rf_plan_bind){.plan = plan,
+                          .n_ctx = d->n_ctx,
+                          .n_seq = d->n_seq_max,
+                          .n_batch = d->n_batch,
+                          .n_logits = d->n_logits_max,
+                          .cache_type = d->cache_type,
+                          .n_slots = m->config.recurrent.kind ? rfi_session_n_slots(d) * d->n_seq_max : 0};
+}
+
+ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_desc *desc, rf_forecast *out,
+                                          rf_error *err) {
+    rf_session_desc d;
+    rf_plan plan;
+    rf_op *ops = NULL;
+    rfi_clear(err);
+    if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_forecast: model or out is NULL");
+    rf_result r = rfi_session_resolve(m, desc, &d, err);
+    if (r == RF_OK) r = rfi_session_layout(m, &d, NULL, NULL, out, err);
+    if (r == RF_OK) r = rfi_session_plan(m, &d, &plan, &ops, err);
+    if (r == RF_OK) {
+        const rf_plan_bind bind = rfi_session_bind(m, &d, &plan);
+        r = m->device->api->plan_bytes(m->device->dev, &bind, &out->plan_bytes, err);
+    }
+    rfi_free(rfi_gguf_allocator(m->g), ops);
+    return r == RF_OK ? rfi_store_forecast(m->store, out, err) : r;
 }
 
 static rf_result rfi_session_build(rf_session *s, rf_error *err) {
@@ -12584,7 +12720,7 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
     rf_dev *dev = m->device->dev;
     rf_forecast size;
     rf_result r = rfi_session_layout(m, &s->desc, NULL, NULL, &size, err);
-    if (r == RF_OK) r = rfi_session_plan(s, err);
+    if (r == RF_OK) r = rfi_session_plan(m, &s->desc, &s->plan, &s->ops, err);
     if (r == RF_OK) r = rfi_session_host_memory(s, err);
     if (r == RF_OK) r = rfi_session_layout(m, &s->desc, s->buffer_offset, s->state_offset, &size, err);
     for (uint32_t i = 0; r == RF_OK && i < m->plan.n_states; i++)
@@ -12593,21 +12729,13 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
     if (r == RF_OK) r = api->mem_create(dev, rfi_max_u64(size.kv_bytes, 1), &s->state, err);
     if (r == RF_OK) r = api->queue_create(dev, &s->queue, err);
     if (r != RF_OK) return r;
-    rf_plan_bind bind = {
-        .plan = &s->plan,
-        .table = m->store->table,
-        .scratch = s->scratch,
-        .state = s->state,
-        .buffer_offset = s->buffer_offset,
-        .state_offset = s->state_offset,
-        .state_cells = s->state_cells,
-        .n_ctx = s->desc.n_ctx,
-        .n_seq = s->desc.n_seq_max,
-        .n_batch = s->desc.n_batch,
-        .n_logits = s->desc.n_logits_max,
-        .cache_type = s->desc.cache_type,
-        .n_slots = s->n_slots * s->desc.n_seq_max,
-    };
+    rf_plan_bind bind = rfi_session_bind(m, &s->desc, &s->plan);
+    bind.table = m->store->table;
+    bind.scratch = s->scratch;
+    bind.state = s->state;
+    bind.buffer_offset = s->buffer_offset;
+    bind.state_offset = s->state_offset;
+    bind.state_cells = s->state_cells;
     r = api->plan_prepare(dev, &bind, s->segment_ops, &s->n_segments, &s->prepared, err);
     if (r == RF_OK) rfi_session_segment_slots(s);
     if (r == RF_OK) r = rfi_aside_open(s, err);
@@ -13294,6 +13422,12 @@ ROCMFORGE_API rf_result rf_session_get_error(const rf_session *s, rf_error *err)
     if (!s) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_get_error: session is NULL");
     if (err) *err = s->logits_error;
     return s->logits_error.code;
+}
+
+ROCMFORGE_API rf_session_stats rf_session_get_stats(const rf_session *s) {
+    rf_plan_stats stats = {0, 0};
+    if (s) stats = s->m->device->api->plan_stats(s->prepared);
+    return (rf_session_stats){stats.launches, stats.submissions};
 }
 
 ROCMFORGE_API int32_t rf_session_argmax(const rf_session *s, uint32_t i) {

@@ -1066,6 +1066,40 @@ static __global__ void rfk_write_expert(rfk_expert_args a) { *a.to = a.w; }
 /* Writes a probe: the host reads it back to know that kernels for this GPU are in the program. */
 static __global__ void rfk_probe(uint32_t *out) { out[threadIdx.x] = threadIdx.x * 3 + 7; }
 
+/* *sum += the 2 n uint64 of src: what the memory can do, for mem_sum.
+ * grid any   block 256   2 KiB of LDS   reads 16 n bytes, eight loads of 16 in flight in each lane */
+struct alignas(16) rfk_sixteen {
+    unsigned long long a, b;
+};
+struct rfk_sum_parts {
+    unsigned long long of[RFK_BLOCK];
+};
+struct rfk_sum_args {
+    const rfk_sixteen *src;
+    unsigned long long *sum;
+    uint64_t n;
+};
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sum(rfk_sum_args a) {
+    RFK_SHARED(rfk_sum_parts, part);
+    const uint64_t stride = (uint64_t)gridDim.x * RFK_BLOCK;
+    unsigned long long total = 0;
+    uint64_t i = (uint64_t)blockIdx.x * RFK_BLOCK + threadIdx.x;
+    for (; i + 7 * stride < a.n; i += 8 * stride) {
+        rfk_sixteen w[8];
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < 8; k++) w[k] = a.src[i + k * stride];
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < 8; k++) total += w[k].a + w[k].b;
+    }
+    for (; i < a.n; i += stride) total += a.src[i].a + a.src[i].b;
+    part.of[threadIdx.x] = total;
+    for (uint32_t half = RFK_BLOCK / 2; half; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) part.of[threadIdx.x] += part.of[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) atomicAdd(a.sum, part.of[0]);
+}
+
 #define RFK_STEP_ROWS 64
 /* Values of a step travel as arguments of launches, which the runtime copies: none is overwritten in flight. */
 struct rfk_step_args {
@@ -5292,6 +5326,31 @@ static rf_result rfk_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, u
     return r;
 }
 
+#define RFK_SUM_BLOCKS 16u /* of each compute unit */
+
+static rf_result rfk_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offset, uint64_t n, const rf_mem *sum,
+                             uint64_t sum_offset, rf_ticket *ticket, rf_error *err) {
+    rfk_no_ticket(ticket);
+    rf_result r = rfk_range(src, offset, n, "mem_sum", err);
+    if (r == RF_OK) r = rfk_range(sum, sum_offset, 8, "mem_sum", err);
+    if (r == RF_OK && (offset % 16 || n % 16 || sum_offset % 8))
+        r = rfk_fail(err, RF_ERR_ARGUMENT, 0, offset, "hip: mem_sum of %llu bytes at %llu: want multiples of 16",
+                     (unsigned long long)n, (unsigned long long)offset);
+    if (r != RF_OK || n == 0) return r;
+    RFK_ENTER_QUEUE(q, err);
+    rfk_sum_args a = {(const rfk_sixteen *)(const void *)((const char *)src->base + offset),
+                      (unsigned long long *)(void *)((char *)sum->base + sum_offset), n / 16};
+    uint32_t blocks = q->dev->info.compute_units * RFK_SUM_BLOCKS;
+    if ((uint64_t)blocks * RFK_BLOCK > a.n) blocks = (uint32_t)rfk_ceil_div(a.n, RFK_BLOCK);
+    pthread_mutex_lock(&q->submit);
+    r = rfk_check(q->dev, err, rfk_launch(rfk_sum, dim3(blocks), dim3(RFK_BLOCK), q->stream, a), "hipLaunchKernel",
+                  "mem_sum", 0);
+    if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
+    r = rfk_settle(q, r);
+    pthread_mutex_unlock(&q->submit);
+    return r;
+}
+
 /* ---- opening ---- */
 
 static void rfk_device_close(rf_dev *d) {
@@ -5693,7 +5752,9 @@ struct rf_prepared {
     hipGraphExec_t graph[RFK_MAX_GRAPHS];
     uint32_t n_graphs, graphs_checked;
     int capturing, no_graphs;
-    uint32_t n_launched; /* kernels, by rfk_go */
+    uint32_t n_launched; /* kernels, by rfk_go, those that were captured included */
+    uint32_t n_captured; /* kernels of the graphs                                 */
+    rf_plan_stats stats;
     uint64_t graph_generation;
     hipEvent_t *events; /* [2 * n_ops] while timing: before and after each op */
     uint8_t *timed;     /* [n_ops] 1: recorded */
@@ -6086,7 +6147,7 @@ static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
  * that
  * makes it if that is a norm or glu; matmuls of one input, and the ropes of queries and keys, go together. Matmuls and
  * experts share no int8 rows: of a decode step the former may be launches that keep theirs to themselves. */
-static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
+static void rfk_make_segments(rf_prepared *p) {
     const rf_plan *plan = p->plan;
     uint32_t held = RF_NONE, held_n = 0, held_for = 0; /* what the int8 rows hold, for which kind of op */
     const rf_op *sorted = NULL;                        /* experts whose pairs are sorted                 */
@@ -6094,7 +6155,6 @@ static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
         const rf_op *op = &plan->ops[i],
                     *next = i + 1 < plan->n_ops && plan->ops[i + 1].layer == op->layer ? op + 1 : NULL;
         if (rf_op_begins_segment(plan, i)) {
-            segment_ops[p->n_segments] = i;
             p->segments[p->n_segments++] = i;
             held = RF_NONE;
             sorted = NULL;
@@ -6129,8 +6189,9 @@ static void rfk_make_segments(rf_prepared *p, uint32_t *segment_ops) {
     p->segments[p->n_segments] = plan->n_ops;
 }
 
-/* The one allocation of a prepared plan, and rope's tables into it. */
-static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
+#define RFK_PARTS 20u
+/* Bytes of the parts of a plan's one allocation, and of it all. */
+static uint64_t rfk_plan_parts(rf_prepared *p, uint64_t *bytes) {
     const rf_plan *plan = p->plan;
     uint64_t rows = p->n_batch > p->n_logits ? p->n_batch : p->n_logits, widest = 0, heads = 0, dim = 0,
              pieces = 0, units = 0, pairs = 0, pair_tiles = 0;
@@ -6157,7 +6218,7 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     const uint64_t tile_bytes = rows > RFK_FEW_COLS && (widest || pieces)
                                     ? (uint64_t)p->tile_blocks * RFK_TILE_ROWS * RFK_MANY_TILE * sizeof(float)
                                     : 0;
-    const uint64_t bytes[20] = {
+    const uint64_t parts[RFK_PARTS] = {
         rfk_align(p->n_batch * sizeof(rf_step_row)),
         rfk_align(p->n_logits * sizeof(uint32_t)),
         rfk_align(plan->n_tables * sizeof(float)),
@@ -6178,17 +6239,24 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
         rfk_align(widest),
         rfk_align(widest / 32 * sizeof(rfk_group)),
         rfk_align(widest / 32 * sizeof(float))};
-    const int n_parts = (int)(sizeof bytes / sizeof *bytes);
     uint64_t total = 256;
-    char *part[sizeof bytes / sizeof *bytes];
-    for (int i = 0; i < n_parts; i++) total += bytes[i];
+    for (uint32_t i = 0; i < RFK_PARTS; i++) total += bytes[i] = parts[i];
+    return total;
+}
+
+/* The one allocation of a prepared plan, and rope's tables into it. */
+static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
+    const rf_plan *plan = p->plan;
+    uint64_t bytes[RFK_PARTS];
+    const uint64_t total = rfk_plan_parts(p, bytes);
+    char *part[RFK_PARTS];
     rf_result r = rfk_check(p->dev, err, hipMalloc(&p->memory, (size_t)total), "hipMalloc", "a prepared plan", 0);
     if (r != RF_OK) {
         p->memory = NULL;
         return r;
     }
     part[0] = (char *)p->memory;
-    for (int i = 1; i < n_parts; i++) part[i] = part[i - 1] + bytes[i - 1];
+    for (uint32_t i = 1; i < RFK_PARTS; i++) part[i] = part[i - 1] + bytes[i - 1];
     p->rows = (rf_step_row *)(void *)part[0];
     p->logit_rows = (uint32_t *)(void *)part[1];
     p->tables = (float *)(void *)part[2];
@@ -6447,19 +6515,19 @@ static void rfk_plan_release(rf_prepared *p) {
     rfk_free(&d->allocator, p);
 }
 
-static rf_result rfk_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops, uint32_t *n_segments,
-                                  rf_prepared **out, rf_error *err) {
+/* A plan that knows what it will launch, and has no memory yet: of bind, what is no memory. */
+static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepared **out, rf_error *err) {
     const rf_plan *plan = bind->plan;
     rf_result r = RF_OK;
     *out = NULL;
-    if (bind->n_ctx == 0 || bind->n_seq == 0 || (bind->n_slots && bind->n_seq > 65535) || bind->n_batch == 0 || bind->n_batch > 65535 || bind->n_logits > 65535)
+    if (bind->n_ctx == 0 || bind->n_seq == 0 || (bind->n_slots && bind->n_seq > 65535) || bind->n_batch == 0 ||
+        bind->n_batch > 65535 || bind->n_logits > 65535)
         return rfk_fail(
             err, RF_ERR_ARGUMENT, 0, 0,
             "hip: %u sequences of %u cells, %u rows, %u logits: at most 65535 rows of a step, at least 1 of each",
             bind->n_seq, bind->n_ctx, bind->n_batch, bind->n_logits);
     for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) r = rfk_op_supported(d, plan, &plan->ops[i], err);
     if (r != RF_OK) return r;
-    RFK_ENTER(d, err);
     rf_prepared *p = (rf_prepared *)rfk_alloc(&d->allocator, 1, sizeof *p, "a prepared plan", err);
     if (!p) return RF_ERR_MEMORY;
     p->dev = d;
@@ -6480,24 +6548,48 @@ static rf_result rfk_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t 
     p->fused = (rfk_fused *)rfk_alloc(&d->allocator, plan->n_ops, sizeof *p->fused, "decode launches", err);
     p->fused_of =
         (uint32_t *)rfk_alloc(&d->allocator, (uint64_t)plan->n_ops + 1, sizeof *p->fused_of, "decode launches", err);
-    if (!p->ops || !p->segments || !p->host_rows || !p->host_logit_rows || !p->fused || !p->fused_of)
-        r = RF_ERR_MEMORY;
-    for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) r = rfk_bind_op(p, bind, i, err);
-    if (r == RF_OK) {
-        rfk_make_segments(p, segment_ops);
-        rfk_make_fused(p);
-        rfk_halve_norms(p);
-        rfk_choose_splits(p);
-        r = rfk_prepare_memory(p, err);
+    if (!p->ops || !p->segments || !p->host_rows || !p->host_logit_rows || !p->fused || !p->fused_of) {
+        rfk_plan_release(p);
+        return RF_ERR_MEMORY;
     }
+    rfk_make_segments(p);
+    rfk_make_fused(p);
+    rfk_halve_norms(p);
+    rfk_choose_splits(p);
+    *out = p;
+    return RF_OK;
+}
+
+static rf_result rfk_plan_bytes(rf_dev *d, const rf_plan_bind *bind, uint64_t *bytes, rf_error *err) {
+    uint64_t parts[RFK_PARTS];
+    rf_prepared *p;
+    rf_result r = rfk_plan_create(d, bind, &p, err);
+    if (r != RF_OK) return r;
+    *bytes = rfk_plan_parts(p, parts);
+    rfk_plan_release(p);
+    return RF_OK;
+}
+
+static rf_result rfk_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops, uint32_t *n_segments,
+                                  rf_prepared **out, rf_error *err) {
+    rf_prepared *p;
+    *out = NULL;
+    RFK_ENTER(d, err);
+    rf_result r = rfk_plan_create(d, bind, &p, err);
+    if (r != RF_OK) return r;
+    for (uint32_t i = 0; r == RF_OK && i < p->plan->n_ops; i++) r = rfk_bind_op(p, bind, i, err);
+    if (r == RF_OK) r = rfk_prepare_memory(p, err);
     if (r != RF_OK) {
         rfk_plan_release(p);
         return r;
     }
+    memcpy(segment_ops, p->segments, p->n_segments * sizeof *segment_ops);
     *n_segments = p->n_segments;
     *out = p;
     return RF_OK;
 }
+
+static rf_plan_stats rfk_plan_stats(const rf_prepared *p) { return p->stats; }
 
 /* ---- launches ---- */
 
@@ -6519,10 +6611,17 @@ struct rfk_launching {
 #define RFK_BY_WAVE(l, k32, k64) ((l)->p->dev->wave == 32 ? k32 : k64)
 #endif
 
+/* The host has given the device so many kernels at once. */
+static void rfk_count(rf_prepared *p, uint32_t n_kernels) {
+    p->stats.launches += n_kernels;
+    p->stats.submissions++;
+}
+
 template <class K, class A>
 static rf_result rfk_go_config(const rfk_launching *l, K kernel, const rfk_config &config, const A &args) {
     hipError_t e = rfk_launch_config(kernel, config, args);
     l->p->n_launched++;
+    if (!l->p->capturing) rfk_count(l->p, 1);
     if (e == hipSuccess) return RF_OK;
     char what[128];
     const rf_plan *plan = l->p->plan;
@@ -7444,6 +7543,7 @@ static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_ste
         rf_result r = rfk_check(p->dev, err, rfk_launch(rfk_write_step, dim3(1), dim3(RFK_STEP_ROWS), q->stream, a),
                                 "hipLaunchKernel", "a step's values", 0);
         if (r != RF_OK) return r;
+        rfk_count(p, 1);
     }
     memcpy(p->host_rows, step->rows, row_bytes);
     if (logit_bytes) memcpy(p->host_logit_rows, step->logit_rows, logit_bytes);
@@ -7579,6 +7679,7 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     p->graph_generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
     p->capturing = 1;
     p->fused_end = p->n_fused;
+    const uint32_t before_all = p->n_launched;
     for (uint32_t i = 0; r == RF_OK && e == hipSuccess && i < p->n_fused;) {
         uint32_t before = p->n_launched;
         e = p->n_graphs < RFK_MAX_GRAPHS ? hipStreamBeginCapture(q->stream, hipStreamCaptureModeThreadLocal)
@@ -7589,6 +7690,7 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
         e = rfk_end_capture(p, q);
     }
     p->capturing = 0;
+    p->n_captured = p->n_launched - before_all;
     if (r == RF_OK && e == hipSuccess) return;
     (void)hipGetLastError();
     rfk_drop_graphs(p);
@@ -7616,6 +7718,7 @@ static rf_result rfk_check_replay(rf_prepared *p, rf_queue *q, const rf_step *st
         r = rfk_check(p->dev, err,
                       rfk_launch(rfk_compare, dim3(rfk_ceil_div(n, RFK_BLOCK)), dim3(RFK_BLOCK), q->stream, a),
                       "hipLaunchKernel", "a check of graphs", 0);
+    if (r == RF_OK) rfk_count(p, 1);
     for (uint32_t i = 0; r == RF_OK && i < 2; i++) r = rfk_bounce_wait(q, i, err);
     if (r == RF_OK)
         r = rfk_check(p->dev, err,
@@ -7638,6 +7741,10 @@ static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, in
     rf_result r = RF_OK;
     for (uint32_t i = 0; r == RF_OK && i < p->n_graphs; i++)
         r = rfk_check(p->dev, err, hipGraphLaunch(p->graph[i], q->stream), "hipGraphLaunch", "a decode step", 0);
+    if (r == RF_OK && *replayed) {
+        p->stats.launches += p->n_captured;
+        p->stats.submissions += p->n_graphs;
+    }
     if (r == RF_OK && *replayed && p->graphs_checked < RFK_GRAPH_CHECKS &&
         __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_CHECKED)
         r = rfk_check_replay(p, q, step, err);
@@ -7705,9 +7812,9 @@ extern "C" const rf_device_api *rocmforge_hip_api(void) {
         rfk_host_create, rfk_host_release, rfk_mem_create, rfk_mem_release,
         rfk_queue_create, rfk_queue_release,
         rfk_table_create, rfk_table_release, rfk_weight_layout, rfk_weight_write, rfk_weight_clear,
-        rfk_mem_write, rfk_mem_read, rfk_mem_copy, rfk_mem_fill,
+        rfk_mem_write, rfk_mem_read, rfk_mem_copy, rfk_mem_fill, rfk_mem_sum,
         rfk_ticket_done, rfk_ticket_wait, rfk_queue_after,
-        rfk_op_supported, rfk_plan_prepare, rfk_plan_run, rfk_plan_release, rfk_times,
+        rfk_op_supported, rfk_plan_bytes, rfk_plan_prepare, rfk_plan_run, rfk_plan_release, rfk_plan_stats, rfk_times,
     };
     return &api;
 }

@@ -38,7 +38,8 @@ enum { DONE = 0, FAILED = 1, USAGE = 2, INTERRUPTED = 130 };
 
 /* Every flag of every command; the table at the end says which command takes which. Switches are 0 or 1. */
 typedef struct options {
-    const char *gguf, *prompt, *prompt_file, *system, *chat_template, *device, *isa, *pre, *type, *tokens, *out;
+    const char *gguf, *prompt, *prompt_file, *system, *chat_template, *device, *isa, *pre, *type, *tokens, *out, *depths;
+    uint64_t budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
     uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
     uint64_t no_bos, raw, json, hex, decode, step, help, pooling, full_cache;
     double temp, top_p, min_p;
@@ -224,7 +225,12 @@ static int open_file(app *a) {
 
 static int open_model(app *a, const char *device) {
     rf_device_desc device_desc = {.n_threads = (uint32_t)a->o.threads, .isa = a->o.isa};
-    rf_model_desc model_desc = {.progress_fn = load_progress, .progress_user = a, .pre_tokenizer = a->o.pre};
+    rf_model_desc model_desc = {.progress_fn = load_progress, .progress_user = a, .pre_tokenizer = a->o.pre,
+                                .budget_bytes = a->o.budget, .pinned_bytes = a->o.pinned,
+                                .expert_cache_bytes = a->o.expert_budget,
+                                .expert_policy = (uint32_t)a->o.expert_policy,
+                                .expert_cpu_below = (uint32_t)a->o.expert_cpu_below,
+                                .expert_prefetch = (uint32_t)a->o.expert_prefetch};
     TRY(open_file(a));
     TRY(lib(a, rf_device_open(device, &device_desc, &a->d, &a->err)));
     double t = now();
@@ -672,49 +678,220 @@ static double median(double *v, size_t n) {
     return (v[(n - 1) / 2] + v[n / 2]) / 2;
 }
 
-/* Seconds for the prompt at once, then for n_decode tokens one by one. */
-static int bench_once(app *a, double *prompt_s, double *decode_s) {
-    const ids *p = &a->prompt;
-    uint32_t n_prompt = (uint32_t)a->o.n_prompt;
-    TRY(lib(a, rf_session_truncate(a->s, 0, 0, NULL, &a->err)));
+#define DEPTHS_MAX 64u
+#define PEAK_LEAST 0.25 /* seconds that reading is tried for */
+
+/* Seconds for n readings of the whole buffer, one behind the other. */
+static int time_reading(app *a, rf_queue *q, const rf_mem *buffer, const rf_mem *sum, uint32_t n, double *seconds) {
+    rf_dev *dev;
+    const rf_device_api *api = rf_device_get_api(a->d, &dev);
+    rf_ticket ticket = {NULL, 0};
     double t = now();
-    if (n_prompt) TRY(lib(a, rf_forward(a->s, p->data, n_prompt, NULL, &a->err)));
-    *prompt_s = now() - t;
-    t = now();
-    for (uint32_t i = n_prompt; i < p->len; i++) TRY(lib(a, rf_forward(a->s, p->data + i, 1, NULL, &a->err)));
-    *decode_s = now() - t;
+    for (uint32_t i = 0; i < n; i++)
+        TRY(lib(a, api->mem_sum(q, buffer, 0, buffer->size_bytes, sum, 0, &ticket, &a->err)));
+    TRY(lib(a, api->ticket_wait(&ticket, 60000, &a->err)));
+    *seconds = now() - t;
     return DONE;
 }
 
-/* Multiplications and additions of the weight matrices for n_tokens tokens at once, of which the last one asks for
- * logits. */
-static double matmul_ops(const rf_model *m, double n_tokens) {
-    const rf_plan *plan = rf_model_get_plan(m);
-    double n = 0;
-    for (uint32_t i = 0; i < plan->n_ops; i++) {
-        const rf_op *op = &plan->ops[i];
-        if (op->kind == RF_OP_MATMUL)
-            n += 2.0 * op->n_in * op->n_out * (op->rows == RF_ROWS_LOGITS ? 1 : n_tokens);
+/* Bytes a second that the device reads of its memory: the best of several rounds, of 10 ms or more if one reading is
+ * shorter. What it has read is compared with what was written, so that nothing can leave the reading out. */
+static int read_peak(app *a, rf_queue *q, const rf_mem *buffer, const rf_mem *sum, double *peak) {
+    rf_dev *dev;
+    const rf_device_api *api = rf_device_get_api(a->d, &dev);
+    rf_ticket ticket = {NULL, 0};
+    uint64_t n_read = 1, want, found = 0;
+    uint32_t n = 1;
+    double seconds;
+    TRY(lib(a, api->mem_fill(q, buffer, 0, 1, buffer->size_bytes, &ticket, &a->err)));
+    TRY(lib(a, api->mem_fill(q, sum, 0, 0, sum->size_bytes, &ticket, &a->err)));
+    TRY(time_reading(a, q, buffer, sum, 1, &seconds)); /* the first one warms up */
+    double start = now();
+    for (int round = 0; round < 3 || now() - start < PEAK_LEAST; round++, n_read += n) {
+        if (round && seconds < 0.01 && n < 1024) n *= 2;
+        TRY(time_reading(a, q, buffer, sum, n, &seconds));
+        *peak = fmax(*peak, rate((double)n * (double)buffer->size_bytes, seconds));
     }
-    return n_tokens > 0 ? n : 0;
+    TRY(lib(a, api->mem_read(q, sum, 0, &found, sizeof found, &ticket, &a->err)));
+    TRY(lib(a, api->ticket_wait(&ticket, 60000, &a->err)));
+    want = n_read * (buffer->size_bytes / 8) * 0x0101010101010101u;
+    if (found != want)
+        return fail(a, FAILED, "the device has read %016llx, want %016llx", LLU(found), LLU(want));
+    return DONE;
 }
 
-static void print_bench(const app *a, double load_s, double prompt_s, double decode_s) {
+/* The same in memory of its own: --peak bytes, or a quarter of what is free. 0: nothing was measured. */
+static int measure_peak(app *a, double *peak) {
+    rf_dev *dev;
+    const rf_device_api *api = rf_device_get_api(a->d, &dev);
+    uint64_t size = rf_device_get_info(a->d).free_bytes / 4;
+    rf_mem buffer = {NULL, 0}, sum = {NULL, 0};
+    rf_queue *q = NULL;
+    *peak = 0;
+    if (size > a->o.peak) size = a->o.peak;
+    size -= size % 256;
+    if (size == 0 || strcmp(api->name, "null") == 0) return DONE;
+    int code = lib(a, api->queue_create(dev, &q, &a->err));
+    if (code == DONE) code = lib(a, api->mem_create(dev, size, &buffer, &a->err));
+    if (code == DONE) code = lib(a, api->mem_create(dev, 256, &sum, &a->err));
+    if (code == DONE) code = read_peak(a, q, &buffer, &sum, peak);
+    if (q) api->queue_release(q);
+    if (buffer.base) api->mem_release(dev, &buffer);
+    if (sum.base) api->mem_release(dev, &sum);
+    return code;
+}
+
+/* Positions that the tokens at [first, first + n) see in all; window 0: each those before it and itself. */
+static double cells_seen(double first, double n, double window) {
+    double all = window > 0 ? fmin(fmax(window - first, 0), n) : n;
+    return all * first + all * (all + 1) / 2 + (n - all) * window;
+}
+
+/* Multiplications and additions of the weights that are used, and of attention, for n tokens at [first, first + n), of
+ * which the last one asks for logits. */
+static double prompt_flop(const rf_plan *plan, double first, double n) {
+    double total = 0;
+    for (uint32_t i = 0; i < plan->n_ops && n > 0; i++) {
+        const rf_op *op = &plan->ops[i];
+        double rows = op->rows == RF_ROWS_LOGITS ? 1 : n, matrix = 2.0 * op->n_in * op->n_out;
+        if (op->kind == RF_OP_MATMUL) total += matrix * rows;
+        if (op->kind == RF_OP_EXPERTS) total += matrix * op->n_used * rows;
+        if (op->kind == RF_OP_HEADS) total += matrix * op->n_heads * rows;
+        if (op->kind == RF_OP_ATTENTION)
+            total += 2.0 * op->n_heads * (op->head_dim + op->head_dim_v) * cells_seen(first, n, op->window);
+    }
+    return total;
+}
+
+/* Bytes that one of n tokens at [first, first + n) reads, on average: weights, of experts those used; keys and values;
+ * recurrent states. */
+static double decode_bytes(const app *a, double first, double n) {
+    const rf_plan *plan = rf_model_get_plan(a->m);
+    double total = (double)a->info.token_bytes;
+    for (uint32_t i = 0; i < plan->n_ops && n > 0; i++) {
+        const rf_op *op = &plan->ops[i];
+        if (op->kind != RF_OP_ATTENTION && op->kind != RF_OP_CONV && op->kind != RF_OP_DELTA) continue;
+        const rf_plan_state *s = &plan->states[op->state];
+        uint64_t cell = rf_cache_row_bytes((uint32_t)a->o.kv, s->head_dim) +
+                        rf_cache_row_bytes((uint32_t)a->o.kv, s->head_dim_v);
+        if (s->width) total += 4.0 * s->width;
+        else total += cells_seen(first, n, op->window) / n * s->n_kv_heads * (double)cell;
+    }
+    return total;
+}
+
+/* All layers' experts; bytes and counts since the model was opened. */
+static rf_expert_stats expert_stats(const app *a) {
+    rf_expert_stats sum = {0};
+    for (uint32_t layer = 0; layer < a->info.n_layers; layer++) {
+        rf_expert_stats x = rf_model_get_expert_stats(a->m, layer);
+        sum.n_experts += x.n_experts;
+        sum.hits += x.hits;
+        sum.misses += x.misses;
+        sum.bytes += x.bytes;
+        sum.prefetched += x.prefetched;
+        sum.on_cpu += x.on_cpu;
+        sum.round_trips += x.round_trips;
+    }
+    return sum;
+}
+
+/* What was found at a depth. */
+typedef struct bench_row {
+    uint32_t depth;
+    double prompt_s[REPEAT_MAX], decode_s[REPEAT_MAX];
+    rf_session_stats device; /* of all decoded tokens */
+    rf_expert_stats experts;
+} bench_row;
+
+/* The session holds the first `depth` tokens: what it had beyond is cut off, what is missing is evaluated. */
+static int bench_fill(app *a, uint32_t depth) {
+    uint32_t kept = 0;
+    TRY(lib(a, rf_session_truncate(a->s, 0, depth, &kept, &a->err)));
+    return kept < depth ? lib(a, forward(a, a->prompt.data + kept, depth - kept)) : DONE;
+}
+
+/* Behind the row's depth: the prompt at once, then n_decode tokens one by one. Run -1 does not count. */
+static int bench_once(app *a, int run, bench_row *row) {
+    uint32_t n_prompt = (uint32_t)a->o.n_prompt, n_decode = (uint32_t)a->o.n_decode;
+    const int32_t *next = a->prompt.data + row->depth;
+    TRY(bench_fill(a, row->depth));
+    double t = now();
+    if (n_prompt) TRY(lib(a, forward(a, next, n_prompt)));
+    double prompt_s = now() - t;
+    rf_session_stats device = rf_session_get_stats(a->s);
+    rf_expert_stats x = expert_stats(a);
+    t = now();
+    for (uint32_t i = 0; i < n_decode; i++) TRY(lib(a, forward(a, next + n_prompt + i, 1)));
+    double decode_s = now() - t;
+    if (run < 0) return DONE;
+    row->prompt_s[run] = prompt_s;
+    row->decode_s[run] = decode_s;
+    rf_session_stats device_now = rf_session_get_stats(a->s);
+    row->device.launches += device_now.launches - device.launches;
+    row->device.submissions += device_now.submissions - device.submissions;
+    rf_expert_stats after = expert_stats(a);
+    row->experts.hits += after.hits - x.hits;
+    row->experts.misses += after.misses - x.misses;
+    row->experts.bytes += after.bytes - x.bytes;
+    row->experts.prefetched += after.prefetched - x.prefetched;
+    row->experts.on_cpu += after.on_cpu - x.on_cpu;
+    row->experts.round_trips += after.round_trips - x.round_trips;
+    return DONE;
+}
+
+typedef struct bench_value {
+    const char *name;
+    int digits; /* -1: it does not apply */
+    double value;
+} bench_value;
+
+#define BENCH_COLUMNS 16
+
+/* A row as numbers; returns how many. */
+static size_t bench_values(app *a, bench_row *row, double peak, bench_value *out) {
+    const options *o = &a->o;
+    const rf_expert_stats *x = &row->experts;
+    double n_prompt = (double)o->n_prompt, n = (double)o->n_decode, all = fmax(1, n * (double)o->n_repeat);
+    double prompt_s = median(row->prompt_s, o->n_repeat), decode_s = median(row->decode_s, o->n_repeat);
+    double bytes = decode_bytes(a, row->depth + n_prompt, n), speed = rate(n * bytes, decode_s);
+    int is_gpu = (int)rf_device_get_info(a->d).is_gpu, has_prompt = n_prompt > 0, decodes = n > 0;
+    const bench_value values[BENCH_COLUMNS] = {
+        {"depth", 0, row->depth},
+        {"prompt_tok_s", has_prompt ? 2 : -1, rate(n_prompt, prompt_s)},
+        {"prompt_tflop_s", has_prompt ? 4 : -1,
+         rate(prompt_flop(rf_model_get_plan(a->m), row->depth, n_prompt), prompt_s) / 1e12},
+        {"decode_tok_s", decodes ? 2 : -1, rate(n, decode_s)},
+        {"decode_ms", decodes ? 4 : -1, decode_s / fmax(1, n) * 1e3},
+        {"decode_bytes", decodes ? 0 : -1, bytes},
+        {"decode_gb_s", decodes ? 3 : -1, speed / 1e9},
+        {"peak_percent", decodes && peak > 0 ? 1 : -1, 100 * rate(speed, peak)},
+        {"launches", decodes && is_gpu ? 1 : -1, (double)row->device.launches / all},
+        {"submissions", decodes && is_gpu ? 1 : -1, (double)row->device.submissions / all},
+        {"expert_hits", decodes ? 2 : -1, (double)x->hits / all},
+        {"expert_misses", decodes ? 2 : -1, (double)x->misses / all},
+        {"expert_mb", decodes ? 3 : -1, (double)x->bytes / all / 1e6},
+        {"expert_ahead", decodes ? 2 : -1, (double)x->prefetched / all},
+        {"expert_on_cpu", decodes ? 2 : -1, (double)x->on_cpu / all},
+        {"round_trips", decodes ? 2 : -1, (double)x->round_trips / all}};
+    memcpy(out, values, sizeof values);
+    return o->budget && expert_stats(a).n_experts ? BENCH_COLUMNS : BENCH_COLUMNS - 6;
+}
+
+/* A header of names and values, then a line for each depth. */
+static void print_bench(app *a, double load_s, double peak, bench_row *rows, uint32_t n_rows) {
     const options *o = &a->o;
     rf_device_info d = rf_device_get_info(a->d);
-    double decode = rate((double)o->n_decode, decode_s);
+    bench_value row[BENCH_COLUMNS];
     const struct { const char *name, *text; } texts[] = {
         {"version", rf_version()}, {"file", o->gguf}, {"arch", a->info.arch}, {"device", d.name},
         {"device_text", d.text}, {"device_arch", d.arch}, {"device_note", d.note}};
-    const struct { const char *name; int digits; double value; } numbers[] = {
+    const bench_value numbers[] = {
         {"weight_bytes", 0, (double)a->info.weight_bytes}, {"token_bytes", 0, (double)a->info.token_bytes},
         {"open_ms", 3, a->open_s * 1e3}, {"plan_ms", 3, a->plan_s * 1e3}, {"load_ms", 3, load_s * 1e3},
+        {"peak_gb_s", peak > 0 ? 3 : -1, peak / 1e9}, {"n_ctx", 0, a->n_ctx}, {"n_ctx_train", 0, a->info.n_ctx_train},
         {"n_repeat", 0, (double)o->n_repeat}, {"n_prompt", 0, (double)o->n_prompt},
-        {"n_decode", 0, (double)o->n_decode}, {"prompt_tok_s", 2, rate((double)o->n_prompt, prompt_s)},
-        {"decode_tok_s", 2, decode},
-        {"decode_gb_s", 3, decode * (double)a->info.token_bytes / 1e9},
-        {"prompt_gops", 1, rate(matmul_ops(a->m, (double)o->n_prompt), prompt_s) / 1e9},
-        {"decode_gops", 1, decode * matmul_ops(a->m, 1) / 1e9}};
+        {"n_decode", 0, (double)o->n_decode}};
     if (o->json) putchar('{');
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         printf(o->json ? "\"%s\": " : "%-14s", texts[i].name);
@@ -722,29 +899,74 @@ static void print_bench(const app *a, double load_s, double prompt_s, double dec
         fputs(o->json ? ", " : "\n", stdout);
     }
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        if (o->json && i) fputs(", ", stdout);
-        printf(o->json ? "\"%s\": %.*f" : "%-14s%.*f\n", numbers[i].name, numbers[i].digits, numbers[i].value);
+        printf(o->json ? "\"%s\": " : "%-14s", numbers[i].name);
+        if (numbers[i].digits < 0) fputs(o->json ? "null" : "not measured", stdout);
+        else printf("%.*f", numbers[i].digits, numbers[i].value);
+        fputs(o->json ? ", " : "\n", stdout);
     }
-    if (o->json) puts("}");
+    if (o->json) fputs("\"results\": [", stdout);
+    for (uint32_t k = 0; k < n_rows; k++) {
+        size_t n = bench_values(a, &rows[k], peak, row);
+        for (size_t i = 0; i < n && k == 0 && !o->json; i++)
+            printf("%s%*s%s", i ? "" : "\n", i ? 2 : 0, "", row[i].name);
+        fputs(o->json ? k ? ", {" : "{" : "\n", stdout);
+        for (size_t i = 0; i < n; i++) {
+            int width = o->json ? 0 : (int)strlen(row[i].name);
+            if (o->json) printf("%s\"%s\": ", i ? ", " : "", row[i].name);
+            else if (i) fputs("  ", stdout);
+            if (row[i].digits < 0) printf("%*s", width, o->json ? "null" : "-");
+            else printf("%*.*f", width, row[i].digits, row[i].value);
+        }
+        if (o->json) putchar('}');
+    }
+    puts(o->json ? "]}" : "");
 }
 
-static int run_bench(app *a) {
-    double prompt_s[REPEAT_MAX], decode_s[REPEAT_MAX];
+/* -d into a->tokens; *deepest is the largest. */
+static int parse_depths(app *a, uint32_t *deepest) {
+    const ids *v = &a->tokens;
+    int good;
+    TRY(parse_ids(a, a->o.depths, &a->tokens, &good));
+    *deepest = 0;
+    for (uint32_t i = 0; i < v->len; i++)
+        if ((uint32_t)v->data[i] > *deepest) *deepest = (uint32_t)v->data[i];
+    if (good && v->len > 0 && v->len <= DEPTHS_MAX && *deepest <= 1 << 24) return DONE;
+    return fail(a, USAGE, "-d: want at most %u depths up to %u, like 0,4096,16384, got \"%s\"", DEPTHS_MAX, 1u << 24,
+                a->o.depths);
+}
+
+static int measure_bench(app *a, bench_row *rows) {
+    uint32_t deepest, n_rows = 0;
+    double peak;
     uint64_t n = a->o.n_prompt + a->o.n_decode;
-    size_t n_repeat = (size_t)a->o.n_repeat;
-    if (n == 0) return fail(a, USAGE, "-p and -n are both 0");
+    TRY(parse_depths(a, &deepest));
+    n += deepest;
     TRY(open_model(a, a->o.device));
+    TRY(measure_peak(a, &peak));
+    if (a->o.ctx == 0) a->o.ctx = n; /* no more than needed: attention may cost what the context could hold */
     TRY(open_session(a, n, n, 1));
     TRY(reserve_ids(a, &a->prompt, n));
     for (; a->prompt.len < n; a->prompt.len++)
         a->prompt.data[a->prompt.len] = (int32_t)((a->prompt.len * 7919u + 1u) % a->info.n_vocab);
     double t = now();
-    TRY(lib(a, rf_forward(a->s, a->prompt.data, 1, NULL, &a->err)));
+    TRY(lib(a, forward(a, a->prompt.data, 1)));
     double load_s = now() - t;
-    for (size_t i = 0; i < n_repeat; i++) TRY(bench_once(a, &prompt_s[i], &decode_s[i]));
+    for (; n_rows < a->tokens.len; n_rows++) {
+        rows[n_rows].depth = (uint32_t)a->tokens.data[n_rows];
+        for (int i = -1; i < (int)a->o.n_repeat; i++) TRY(bench_once(a, i, &rows[n_rows]));
+    }
     print_notes(a);
-    print_bench(a, load_s, median(prompt_s, n_repeat), median(decode_s, n_repeat));
+    print_bench(a, load_s, peak, rows, n_rows);
     return DONE;
+}
+
+static int run_bench(app *a) {
+    if (a->o.n_prompt + a->o.n_decode == 0) return fail(a, USAGE, "-p and -n are both 0");
+    bench_row *rows = calloc(DEPTHS_MAX, sizeof *rows);
+    if (!rows) return no_memory(a);
+    int code = measure_bench(a, rows);
+    free(rows);
+    return code;
 }
 
 /* ---- inspect ---- */
@@ -846,7 +1068,7 @@ static int print_support(app *a, const rf_gguf_info *f, int json) {
     rf_forecast need = {0};
     rf_error err, tokenizer_err;
     rf_kv kv;
-    rf_result r = rf_device_open("null", NULL, &a->d, &err);
+    rf_result r = rf_device_open(a->o.device ? a->o.device : "null", NULL, &a->d, &err);
     if (r == RF_OK) r = rf_model_open(a->g, a->d, NULL, &a->m, &err);
     if (r == RF_OK) a->info = rf_model_get_info(a->m);
     rf_session_desc desc = session_desc(a, 0, 1);
@@ -874,6 +1096,7 @@ static int print_support(app *a, const rf_gguf_info *f, int json) {
         print_count("session_tokens", desc.n_ctx, json);
         print_count("kv_bytes", need.kv_bytes, json);
         print_count("scratch_bytes", need.scratch_bytes, json);
+        if (a->o.device) print_count("plan_bytes", need.plan_bytes, json);
         print_count("host_bytes", need.host_bytes, json);
     }
     if (json) putchar('}');
@@ -985,7 +1208,7 @@ static void print_op(const rf_plan *p, uint32_t i) {
 static int run_plan(app *a) {
     rf_forecast need;
     const rf_model_info *m = &a->info;
-    TRY(open_model(a, "null"));
+    TRY(open_model(a, a->o.device ? a->o.device : "null"));
     const rf_plan *p = rf_model_get_plan(a->m);
     rf_session_desc desc = session_desc(a, 0, 1);
     TRY(lib(a, rf_model_forecast(a->m, &desc, &need, &a->err)));
@@ -995,8 +1218,10 @@ static int run_plan(app *a) {
            m->n_layers, m->n_embd, m->n_vocab, m->n_heads, m->head_dim, m->n_kv_heads, m->n_ctx_train);
     printf("%u ops, %u tensors with %llu weights in %llu bytes, a token reads %llu bytes\n", p->n_ops, m->n_tensors,
            LLU(m->n_params), LLU(m->weight_bytes), LLU(m->token_bytes));
-    printf("a session of %u tokens: %llu bytes of keys and values, %llu of scratch, %llu on the host\n", desc.n_ctx,
+    printf("a session of %u tokens: %llu bytes of keys and values, %llu of scratch, %llu on the host", desc.n_ctx,
            LLU(need.kv_bytes), LLU(need.scratch_bytes), LLU(need.host_bytes));
+    if (a->o.device) printf(", %llu of workspaces of %s", LLU(need.plan_bytes), rf_device_get_info(a->d).name);
+    putchar('\n');
     print_notes(a);
     return DONE;
 }
@@ -1411,7 +1636,7 @@ static const command commands[] = {
     {"dequant", run_dequant, "packed blocks in, float32 out"},
     {"embed", run_embed, "a text to a vector: its hidden states, pooled, as JSON"},
     {"logits", run_logits, "write the logits of every token, float32 [n_tokens, n_vocab]"},
-    {"bench", run_bench, "measure prompt and decode speed, the median of -r runs"},
+    {"bench", run_bench, "measure prompt and decode speed: medians of -r runs, behind one that does not count"},
     {"devices", run_devices, "list the devices"},
 };
 #define N_COMMANDS (sizeof commands / sizeof *commands)
@@ -1425,7 +1650,7 @@ enum { /* in the order of the table above */
     ALL = FILES | DEQUANT | DEVICES
 };
 
-typedef enum kind { SWITCH, TEXT, COUNT, REAL, CHOICE } kind; /* CHOICE: the position in "a|b" */
+typedef enum kind { SWITCH, TEXT, COUNT, BYTES, REAL, CHOICE } kind; /* CHOICE: the position in "a|b" */
 
 typedef struct flag {
     const char *name;
@@ -1456,9 +1681,11 @@ static const flag flags[] = {
     {"--out", TEXT, AT(out), LOGITS, LOGITS, 0, 0, "F", "file to write"},
     {"--step", SWITCH, AT(step), LOGITS, 0, 0, 0, NULL, "evaluate token by token"},
     {"--greedy", COUNT, AT(n_greedy), LOGITS, 0, 0, 1 << 24, "N", "then print the N likeliest next ids as [1,2,3]"},
-    {"-p", COUNT, AT(n_prompt), BENCH, 0, 0, 1 << 24, "N", "prompt tokens (512)"},
-    {"-n", COUNT, AT(n_decode), BENCH, 0, 0, 1 << 24, "N", "tokens one by one (128)"},
+    {"-p", COUNT, AT(n_prompt), BENCH, 0, 0, 1 << 24, "N", "prompt tokens (512); TFLOP/s: weights used and attention"},
+    {"-n", COUNT, AT(n_decode), BENCH, 0, 0, 1 << 24, "N", "tokens one by one (128); GB/s: weights used, keys and values"},
     {"-r", COUNT, AT(n_repeat), BENCH, 0, 1, REPEAT_MAX, "N", "runs (3)"},
+    {"-d", TEXT, AT(depths), BENCH, 0, 0, 0, "0,4096,...", "tokens in the context before, a line for each (0)"},
+    {"--peak", BYTES, AT(peak), BENCH, 0, 0, 0, "N", "read so much at once to measure the memory (1G); 0 = do not"},
     {"--decode", SWITCH, AT(decode), TOKENIZE, 0, 0, 0, NULL, "[1,2,3] in, text out"},
     {"--hex", SWITCH, AT(hex), TOKENIZE, 0, 0, 0, NULL, "text as the hex digits of its bytes"},
     {"--bos", CHOICE, AT(bos), TOKENIZE | EMBED, 0, 0, 0, "0|1", "add bos and eos where the file asks for it (1)"},
@@ -1466,6 +1693,7 @@ static const flag flags[] = {
     {"--type", TEXT, AT(type), DEQUANT, DEQUANT, 0, 0, "T", "tensor type, e.g. q4_K"},
     {"--json", SWITCH, AT(json), INSPECT | BENCH, 0, 0, 0, NULL, "print JSON"},
     {"--device", TEXT, AT(device), RUN, 0, 0, 0, "D", "auto, cpu, null, hip:N (auto)"},
+    {"--device", TEXT, AT(device), PLAN | INSPECT, 0, 0, 0, "D", "also what memory this device needs"},
     {"--device", TEXT, AT(device), CHECK, 0, 0, 0, "D", "compare this device with the CPU, op by op"},
     {"--threads", COUNT, AT(threads), RUN | CHECK, 0, 0, 256, "N", "of the CPU (0 = one per core)"},
     {"--isa", TEXT, AT(isa), RUN | CHECK, 0, 0, 0, "NAME", "kernels: scalar, avx2, avxvnni, avx512, neon, i8mm"},
@@ -1473,6 +1701,13 @@ static const flag flags[] = {
     {"--batch", COUNT, AT(batch), RUN | PLAN | INSPECT, 0, 1, 1 << 16, "N", "rows evaluated at once"},
     {"--kv", CHOICE, AT(kv), RUN | PLAN | INSPECT, 0, 0, 0, "f16|f32|q8_0", "keys and values (f16)"},
     {"--full-cache", SWITCH, AT(full_cache), RUN | PLAN | INSPECT, 0, 0, 0, NULL, "sliding windows keep all positions"},
+    {"--budget", BYTES, AT(budget), RUN, 0, 0, 0, "N", "bytes of weights on the device, e.g. 3G; others are streamed"},
+    {"--pinned", BYTES, AT(pinned), RUN, 0, 0, 0, "N", "GPU: of these, bytes that stay in pinned host memory (0)"},
+    {"--expert-budget", BYTES, AT(expert_budget), RUN, 0, 0, 0, "N", "of --budget, for experts (what others leave)"},
+    {"--expert-policy", CHOICE, AT(expert_policy), RUN, 0, 0, 0, "lfru|lru|static", "which expert gives way (lfru)"},
+    {"--expert-prefetch", SWITCH, AT(expert_prefetch), RUN, 0, 0, 0, NULL, "load likely experts ahead"},
+    {"--expert-cpu", COUNT, AT(expert_cpu_below), RUN, 0, 0, INT32_MAX, "N",
+     "the CPU computes those not loaded and chosen less often"},
     {"--pre", TEXT, AT(pre), TOKENIZE | WRITE | EMBED, 0, 0, 0, "NAME", "pre-tokenizer (the file's)"},
     {"--help", SWITCH, AT(help), ALL, 0, 0, 0, NULL, "this text"},
 };
@@ -1512,6 +1747,19 @@ static int parse_number(app *a, const flag *f, const char *text, uint64_t *count
                 LLU(f->least), LLU(f->most), text);
 }
 
+/* 3000000000, 3000M or 3G. */
+static int parse_bytes(app *a, const flag *f, const char *text, uint64_t *out) {
+    static const char units[] = "kMG";
+    size_t n = strspn(text, "0123456789");
+    const char *at = text[n] ? strchr(units, text[n]) : NULL;
+    uint64_t unit = 1;
+    for (const char *u = units; at && u <= at; u++) unit *= 1000;
+    errno = 0;
+    *out = strtoull(text, NULL, 10);
+    if (n && !errno && (!text[n] || (at && !text[n + 1])) && *out <= UINT64_MAX / unit) return *out *= unit, DONE;
+    return fail(a, USAGE, "%s: want bytes, like 500M or 3G, got \"%s\"", f->name, text);
+}
+
 static int parse_choice(app *a, const flag *f, const char *text, uint64_t *out) {
     size_t n = strlen(text), len;
     *out = 0;
@@ -1527,6 +1775,7 @@ static int parse_flag(app *a, const flag *f, const char *text) {
     uint64_t count = 1;
     double real = 0;
     if (f->kind == COUNT || f->kind == REAL) TRY(parse_number(a, f, text, &count, &real));
+    if (f->kind == BYTES) TRY(parse_bytes(a, f, text, &count));
     if (f->kind == CHOICE) TRY(parse_choice(a, f, text, &count));
     if (f->kind == TEXT) memcpy(target, &text, sizeof text);
     else if (f->kind == REAL) memcpy(target, &real, sizeof real);
@@ -1575,6 +1824,7 @@ static int run(app *a, int argc, char **argv) {
 
 int main(int argc, char **argv) {
     app a = {.o = {.max_tokens = 256, .bos = 1, .n_prompt = 512, .n_decode = 128, .n_repeat = 3,
+                   .depths = "0", .peak = 1 << 30,
                    .temp = -1, .top_k = NOT_GIVEN, .top_p = -1, .min_p = -1}, .start = now()};
     signal(SIGPIPE, SIG_IGN);      /* a closed pipe is a failed write, noticed below */
     for (int fd = 0; fd < 3; fd++) /* a file opened later must not become stdout     */

@@ -30,6 +30,7 @@ typedef struct hip_emu_counts {
     uint64_t calls;    /* of the API since the start */
     uint64_t launches; /* kernels executed           */
     uint64_t replays;  /* graphs launched            */
+    uint64_t bytes;    /* of the allocations         */
 } hip_emu_counts;
 
 void hip_emu_order(int order, uint32_t seed);
@@ -402,8 +403,8 @@ static char hip_emu_dynamic_key;
     T *name = static_cast<T *>(hip_emu_shared(&hip_emu_dynamic_key, hip_emu_here->dynamic_bytes))
 
 /* Blocks run one after the other, and fibers of a block by turns. */
-static inline unsigned atomicAdd(unsigned *p, unsigned v) {
-    unsigned before = *p;
+template <class T> static inline T atomicAdd(T *p, T v) {
+    T before = *p;
     *p = before + v;
     return before;
 }
@@ -1196,9 +1197,12 @@ void hip_emu_stale_graphs(int on) { HIP_EMU_LOCK; hip_emu().stale_graphs = on; }
 hip_emu_counts hip_emu_get_counts(void) {
     HIP_EMU_LOCK;
     hip_emu_state &e = hip_emu();
+    uint64_t bytes = 0;
+    for (std::map<char *, size_t>::iterator i = e.device_memory.begin(); i != e.device_memory.end(); ++i)
+        bytes += i->second;
     hip_emu_counts c = {static_cast<uint32_t>(e.device_memory.size()), static_cast<uint32_t>(e.host_memory.size()),
                         static_cast<uint32_t>(e.streams.size()), e.n_events, e.n_graphs, e.calls, e.launches,
-                        e.replays};
+                        e.replays, bytes};
     return c;
 }
 void hip_emu_guard(void *p, size_t n, int on) {

@@ -2083,6 +2083,47 @@ static void test_times() {
     CHECK(api->times(g.prepared, NULL, 0, &g.err) == RF_OK, "%s", g.err.text);
 }
 
+/* mem_sum against a loop: from one load of 16 bytes to more than what all lanes take at once. */
+static void sum_case(rf_dev *d, uint64_t offset, uint64_t n) {
+    const uint64_t before = 0xfedcba9876543210u;
+    std::vector<uint64_t> words((size_t)(offset + n) / 8 + 2), found(3, before);
+    rf_mem src = {NULL, 0}, sum = {NULL, 0};
+    rf_queue *q = NULL;
+    rf_ticket t;
+    rf_error err;
+    memset(&err, 0, sizeof err);
+    for (size_t i = 0; i < words.size(); i++) words[i] = (uint64_t)rnd() << 33 ^ (uint64_t)rnd() << 11 ^ rnd();
+    uint64_t want = before;
+    for (uint64_t i = 0; i < n / 8; i++) want += words[(size_t)(offset / 8 + i)];
+    rf_result r = api->queue_create(d, &q, &err);
+    if (r == RF_OK) r = api->mem_create(d, words.size() * 8, &src, &err);
+    if (r == RF_OK) r = api->mem_create(d, 24, &sum, &err);
+    if (r == RF_OK) r = api->mem_write(q, &src, 0, words.data(), words.size() * 8, &t, &err);
+    if (r == RF_OK) r = api->mem_write(q, &sum, 0, found.data(), 24, &t, &err);
+    if (r == RF_OK) r = api->mem_sum(q, &src, offset, n, &sum, 8, &t, &err);
+    if (r == RF_OK) r = api->mem_read(q, &sum, 0, found.data(), 24, &t, &err);
+    if (r == RF_OK) r = api->ticket_wait(&t, 60000, &err);
+    CHECK(r == RF_OK && found[1] == want && found[0] == before && found[2] == before,
+          "%llu bytes at %llu: %016llx, want %016llx; %s", (unsigned long long)n, (unsigned long long)offset,
+          (unsigned long long)found[1], (unsigned long long)want, err.text);
+    const struct { uint64_t offset, n, sum_offset; } bad[] = {{8, n, 0}, {offset, n + 8, 0}, {offset, n, 4},
+                                                              {offset, n, 24}, {offset, n + 32, 0}};
+    for (size_t i = 0; i < RFT_COUNT(bad); i++) {
+        err.code = RF_OK;
+        CHECK(api->mem_sum(q, &src, bad[i].offset, bad[i].n, &sum, bad[i].sum_offset, &t, &err) == RF_ERR_ARGUMENT &&
+                  strstr(err.text, "mem_sum"),
+              "bad sum %zu: '%s'", i, err.text);
+    }
+    if (q) api->queue_release(q);
+    if (src.base) api->mem_release(d, &src);
+    if (sum.base) api->mem_release(d, &sum);
+}
+static void test_mem_sum() {
+    const uint64_t sizes[] = {0, 16, 4096, 65552, 3000016};
+    for (size_t d = 0; d < devices.size(); d++)
+        for (size_t i = 0; i < RFT_COUNT(sizes); i++) sum_case(devices[d], i % 2 ? 48 : 0, sizes[i]);
+}
+
 /* More tickets than a queue keeps events for; all of them stay valid. */
 static void test_many_tickets() {
     Rig g(devices[0]);
@@ -2503,6 +2544,41 @@ static void test_failing_work() {
     hip_emu_recover();
 }
 
+/* What a plan takes of the device's memory is known before, to the byte; what it was given to run is counted: prompts,
+ * decode steps by launches, by graphs (when they are captured, checked and replayed), with timing. */
+static void test_plan_accounts() {
+    for (size_t d = 0; d < devices.size(); d++) {
+        Rig g(devices[d]);
+        small_model(g, d ? RF_TYPE_Q4_0 : RF_TYPE_F16);
+        REQUIRE(g.open(12, 2, 600) == RF_OK, "%s", g.err.text);
+        uint64_t forecast = 0, before = hip_emu_get_counts().bytes;
+        rf_plan_bind sizes = g.bind;
+        sizes.scratch.base = sizes.state.base = NULL, sizes.table = NULL;
+        sizes.buffer_offset = sizes.state_offset = NULL, sizes.state_cells = NULL;
+        CHECK(api->plan_bytes(devices[d], &sizes, &forecast, &g.err) == RF_OK && forecast > 0, "%s", g.err.text);
+        CHECK(hip_emu_get_counts().bytes == before, "plan_bytes has taken memory");
+        api->plan_release(g.prepared);
+        CHECK(before - hip_emu_get_counts().bytes == forecast, "%llu bytes, forecast %llu",
+              (unsigned long long)(before - hip_emu_get_counts().bytes), (unsigned long long)forecast);
+        uint32_t n_segments;
+        REQUIRE(api->plan_prepare(g.dev, &g.bind, g.segment_ops.data(), &n_segments, &g.prepared, &g.err) == RF_OK, "%s",
+                g.err.text);
+        uint64_t calls = 0, launches = hip_emu_get_counts().launches, replays = hip_emu_get_counts().replays;
+        g.whole = true;
+        for (int i = 0; i < 8; i++) {
+            std::vector<rf_step_row> rows = i == 0 || i == 5 ? prompt(12, i * 12, 3) : prompt(1, 11 + i, 5 * i);
+            REQUIRE(g.run(rows, std::vector<uint32_t>(1, (uint32_t)rows.size() - 1)) == RF_OK, "%s", g.err.text);
+            rf_plan_stats st = api->plan_stats(g.prepared);
+            uint64_t ran = hip_emu_get_counts().launches - launches, graphs = hip_emu_get_counts().replays - replays;
+            CHECK(st.launches == ran, "step %d: %d launches are counted, %d ran", i, (int)st.launches, (int)ran);
+            CHECK(st.submissions > calls && st.submissions <= st.launches && st.submissions >= graphs &&
+                      (graphs == 0 || st.submissions < st.launches),
+                  "step %d: %d submissions, %d launches, %d graphs", i, (int)st.submissions, (int)ran, (int)graphs);
+            calls = st.submissions;
+        }
+    }
+}
+
 static void test_device_list() {
     rf_device_info info[4];
     rf_error err;
@@ -2627,6 +2703,7 @@ int main(int argc, char **argv) {
     RUN(test_small_model);
     RUN(test_queued_steps);
     RUN(test_times);
+    RUN(test_mem_sum);
     RUN(test_many_tickets);
     RUN(test_refusals);
     RUN(test_threads);
@@ -2638,6 +2715,7 @@ int main(int argc, char **argv) {
     RUN(test_orders);
     RUN(test_failing_calls);
     RUN(test_failing_work);
+    RUN(test_plan_accounts);
     RUN(test_device_list);
     RUN(test_host_memory);
 #endif
