@@ -691,7 +691,7 @@ static int time_reading(app *a, rf_queue *q, const rf_mem *buffer, const rf_mem 
         TRY(lib(a, api->mem_sum(q, buffer, 0, buffer->size_bytes, sum, 0, &ticket, &a->err)));
     TRY(lib(a, api->ticket_wait(&ticket, 60000, &a->err)));
     *seconds = now() - t;
-    return DONE;
+    return interrupted ? fail(a, INTERRUPTED, "interrupted") : DONE;
 }
 
 /* Bytes a second that the device reads of its memory: the best of several rounds, of 10 ms or more if one reading is
@@ -942,6 +942,7 @@ static int measure_bench(app *a, bench_row *rows) {
     TRY(parse_depths(a, &deepest));
     n += deepest;
     TRY(open_model(a, a->o.device));
+    catch_interrupt(NULL); /* before there is a session */
     TRY(measure_peak(a, &peak));
     if (a->o.ctx == 0) a->o.ctx = n; /* no more than needed: attention may cost what the context could hold */
     TRY(open_session(a, n, n, 1));

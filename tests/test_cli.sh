@@ -304,16 +304,63 @@ input=$t/part expect 1 "dequant: part of a block" dequant --type q8_0
 expect 0 "dequant: nothing" dequant --type q4_K
 expect 1 "dequant: a type that does not run" dequant --type q8_K
 
-expect 0 "bench" bench --gguf $model -p 8 -n 4 -r 2
-for speed in prompt_tok_s decode_tok_s decode_gb_s prompt_gops decode_gops; do
-    verdict "bench: $speed" grep -q "^$speed *[0-9.]*[1-9][0-9.]*\$" "$t/out"
+expect 0 "bench" bench --gguf $model -p 8 -n 4 -r 2 --peak 1M
+verdict "bench: the columns" grep -q '^depth  prompt_tok_s  prompt_tflop_s  decode_tok_s  decode_ms  decode_bytes  ' "$t/out"
+verdict "bench: a line" grep -q '^    0  *[0-9.]*[1-9][0-9.]*  *0.0[0-9]*  *[0-9.]*[1-9][0-9.]*  *[0-9.]*[1-9]' "$t/out"
+verdict "bench: the peak" grep -q '^peak_gb_s  *[0-9.]*[1-9][0-9.]*$' "$t/out"
+expect 0 "bench -d" bench --gguf $model -p 0 -n 2 -r 1 -d 5,0,520 --peak 0
+verdict "bench -d: a line for each" [ "$(grep -c '^ *[0-9][0-9]*  *-  *-  *[0-9]' "$t/out")" -eq 3 ]
+verdict "bench -d: no peak" grep -q '^peak_gb_s  *not measured$' "$t/out"
+says "bench -d: more than it was trained for" "above the 512 tokens"
+for v in "" x 1, 1,x -1 16777217 "1 2" "[]"; do
+    expect 2 "bench -d '$v'" bench --gguf $model -d "$v" && says "bench -d '$v'" "\"$v\""
 done
-expect 0 "bench --json" bench --gguf $model -p 8 -n 4 -r 1 --json --device null
+for v in "" x G 1T 1.5G -1 20000000000G; do
+    expect 2 "bench --budget '$v'" bench --gguf $model --budget "$v" && says "bench --budget '$v'" "\"$v\""
+done
+expect 2 "bench of nothing" bench --gguf $model -p 0 -n 0
+expect 1 "bench beyond --ctx" bench --gguf $model -d 100 -p 8 -n 4 --ctx 111 --peak 0 && says "bench beyond --ctx" "112 tokens"
 if have python3; then
-    verdict "bench --json is JSON" python3 -c 'import json, sys; json.load(open(sys.argv[1]))' "$t/out"
+    # by hand: 6 layers with 8 heads of 32 and 4 of keys and values, n_embd 256, feed forward 768, 1024 tokens
+    cat >"$t/bench.py" <<'PY'
+import json, sys
+j = json.load(open(sys.argv[1]))
+null, head_bytes = j['device'] == 'null', int(sys.argv[2])
+def near(a, b, digit): return abs(a - b) <= 0.01 * abs(b) + digit
+assert [r['depth'] for r in j['results']] == [0, 40], j
+assert j['n_ctx'] == 60 and j['n_ctx_train'] == 512 and j['n_prompt'] == 16 and j['n_decode'] == 4
+assert (j['peak_gb_s'] is None) == null
+for r in j['results']:
+    seen = sum(range(r['depth'] + 17, r['depth'] + 21)) / 4
+    assert r['decode_bytes'] == round(j['token_bytes'] + seen * 6 * 2 * 4 * head_bytes), r
+    # every matrix of the layers for 16 tokens, the output's for the last one; attention: scores and values
+    flop = 2 * (16 * 6 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 768) + 256 * 1024)
+    flop += 2 * 6 * 8 * (32 + 32) * sum(range(r['depth'] + 1, r['depth'] + 17))
+    assert r['launches'] is None and r['submissions'] is None and 'expert_hits' not in r
+    if null: continue
+    assert near(r['prompt_tflop_s'], flop / 16 * r['prompt_tok_s'] / 1e12, 6e-5), (r, flop)
+    assert near(r['decode_tok_s'] * r['decode_ms'], 1000, 0.1 * r['decode_ms']), r
+    assert near(r['decode_gb_s'], r['decode_bytes'] / r['decode_ms'] / 1e6, 6e-4), r
+    assert near(r['peak_percent'], 100 * r['decode_gb_s'] / j['peak_gb_s'], 0.2), r
+    assert r['peak_percent'] <= 130, r
+PY
+    for kv in "f16 64" "f32 128" "q8_0 34"; do
+        expect 0 "bench --json ${kv% *}" bench --gguf $model -d 0,40 -p 16 -n 4 -r 1 --json --peak 16M --device cpu --kv "${kv% *}"
+        verdict "bench --json ${kv% *} is right" python3 "$t/bench.py" "$t/out" "${kv#* }"
+    done
+    expect 0 "bench --json null" bench --gguf $model -d 0,40 -p 16 -n 4 -r 1 --json --device null
+    verdict "bench --json null is right" python3 "$t/bench.py" "$t/out" 64
+    # 2 layers choose 3 experts each: hits and misses are six a token
+    expect 0 "bench of experts" bench tests/family/olmoe.gguf -p 4 -n 8 -r 2 --json --peak 0 --device cpu --budget 55k --expert-budget 30k
+    verdict "bench of experts: the numbers" python3 -c '
+import json, sys
+r = json.load(open(sys.argv[1]))["results"][0]
+assert abs(r["expert_hits"] + r["expert_misses"] - 6) < 0.02 and r["expert_misses"] > 0 and r["expert_mb"] > 0, r' "$t/out"
 else
     skip "bench --json" "no python3"
 fi
+expect 0 "inspect --device" inspect $model --device cpu --ctx 256
+verdict "inspect --device: workspaces" grep -q '^plan_bytes  *[1-9][0-9]*$' "$t/out"
 
 # ---- output that cannot be written, Ctrl-C ----
 

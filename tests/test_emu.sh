@@ -34,6 +34,16 @@ embed_near() {
 case_embed_wave32() { embed_near hip:0 mean; }
 case_embed_wave64() { embed_near hip:1 last; }
 
+# A decode step: the step's values, the embedding, rope's angles; of 6 layers norm with q, k and v, attention with rope and
+# store, its output, norm with gate, up and their product, down; the last norm with the output, and its largest: 35 kernels,
+# of which all but the values are a graph.
+launches() {
+    "$cli" bench $model --device "$1" -p 9 -n 3 -r 1 -d 0,3 --peak 1M | tee "$dir/$1.bench"
+    [ "$(grep -c '^ *[03] .* 35[.]0  *2[.]0$' "$dir/$1.bench")" -eq 2 ]
+}
+case_launches_wave32() { launches hip:0; }
+case_launches_wave64() { launches hip:1; }
+
 # ---- check --device: op by op against the CPU ----
 
 case_check_wave32() { "$cli" check $model --device hip:0 | tee "$dir/check.txt" && grep -q '^ok: hip:0 as the CPU: [0-9]* ops' "$dir/check.txt"; }
@@ -43,7 +53,7 @@ case_check_wrong_units() {
     HIP_EMU_WRONG_UNITS=3 "$cli" check $model --device hip:0 | tee "$dir/units.txt"
     grep '^ok: hip:0 as the CPU: [0-9]* ops' "$dir/units.txt"
     grep '^hip:0: matrix units give wrong products of bytes and halves here: dot products are used instead$' "$dir/units.txt"
-    HIP_EMU_WRONG_UNITS=1 "$cli" bench --gguf $model --device hip:1 -p 12 -n 1 -r 1 | tee "$dir/units.txt"
+    HIP_EMU_WRONG_UNITS=1 "$cli" bench --gguf $model --device hip:1 -p 12 -n 1 -r 1 --peak 1M | tee "$dir/units.txt"
     grep '^device_note *"matrix units give wrong products of bytes here' "$dir/units.txt"
 }
 # a kernel that computes one wrong bit: its op is named, and the later the kernel, the later the op
