@@ -11460,7 +11460,8 @@ static void rfi_cpu_sum_chunk(void *ctx, uint32_t chunk, uint32_t thread) {
 
 static rf_result rfi_cpu_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offset, uint64_t n, const rf_mem *sum,
                                  uint64_t sum_offset, rf_ticket *ticket, rf_error *err) {
-    rfi_cpu_sum job = {.words = (const uint64_t *)(const void *)((const uint8_t *)src->base + offset), .n_words = n / 8};
+    rfi_cpu_sum job = {.words = (const uint64_t *)(const void *)((const uint8_t *)src->base + offset),
+                       .n_words = n / 8};
     memset(ticket, 0, sizeof *ticket);
     if (job.n_words / RFI_SUM_WORDS >= UINT32_MAX)
         return rfi_fail(err, RF_ERR_ARGUMENT, n, "cpu: mem_sum of %llu bytes", RFI_LLU(n));
@@ -12273,7 +12274,8 @@ static rf_result rfi_null_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offs
 static rf_result rfi_null_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offset, uint64_t n, const rf_mem *sum,
                                   uint64_t sum_offset, rf_ticket *ticket, rf_error *err) {
     rf_result r = rfi_null_transfer(q, "mem_sum", src, offset, n, ticket, err);
-    if (r == RF_OK && (offset % 16 || n % 16 || sum_offset % 8 || sum->size_bytes < 8 || sum_offset > sum->size_bytes - 8))
+    if (r == RF_OK && (offset % 16 || n % 16 || sum_offset % 8 || sum->size_bytes < 8 ||
+                       sum_offset > sum->size_bytes - 8))
         r = rfi_fail(err, RF_ERR_ARGUMENT, offset, "null: mem_sum of %llu bytes at %llu to %llu of %llu", RFI_LLU(n),
                      RFI_LLU(offset), RFI_LLU(sum_offset), RFI_LLU(sum->size_bytes));
     return r;

@@ -38,7 +38,8 @@ enum { DONE = 0, FAILED = 1, USAGE = 2, INTERRUPTED = 130 };
 
 /* Every flag of every command; the table at the end says which command takes which. Switches are 0 or 1. */
 typedef struct options {
-    const char *gguf, *prompt, *prompt_file, *system, *chat_template, *device, *isa, *pre, *type, *tokens, *out, *depths;
+    const char *gguf, *prompt, *prompt_file, *system, *chat_template, *device, *isa, *pre, *type, *tokens, *out;
+    const char *depths;
     uint64_t budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
     uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
     uint64_t no_bos, raw, json, hex, decode, step, help, pooling, full_cache;
@@ -1683,7 +1684,7 @@ static const flag flags[] = {
     {"--step", SWITCH, AT(step), LOGITS, 0, 0, 0, NULL, "evaluate token by token"},
     {"--greedy", COUNT, AT(n_greedy), LOGITS, 0, 0, 1 << 24, "N", "then print the N likeliest next ids as [1,2,3]"},
     {"-p", COUNT, AT(n_prompt), BENCH, 0, 0, 1 << 24, "N", "prompt tokens (512); TFLOP/s: weights used and attention"},
-    {"-n", COUNT, AT(n_decode), BENCH, 0, 0, 1 << 24, "N", "tokens one by one (128); GB/s: weights used, keys and values"},
+    {"-n", COUNT, AT(n_decode), BENCH, 0, 0, 1 << 24, "N", "tokens one by one (128); GB/s: weights used, k and v"},
     {"-r", COUNT, AT(n_repeat), BENCH, 0, 1, REPEAT_MAX, "N", "runs (3)"},
     {"-d", TEXT, AT(depths), BENCH, 0, 0, 0, "0,4096,...", "tokens in the context before, a line for each (0)"},
     {"--peak", BYTES, AT(peak), BENCH, 0, 0, 0, "N", "read so much at once to measure the memory (1G); 0 = do not"},

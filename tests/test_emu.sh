@@ -38,7 +38,7 @@ case_embed_wave64() { embed_near hip:1 last; }
 # store, its output, norm with gate, up and their product, down; the last norm with the output, and its largest: 35 kernels,
 # of which all but the values are a graph.
 launches() {
-    "$cli" bench $model --device "$1" -p 9 -n 3 -r 1 -d 0,3 --peak 1M | tee "$dir/$1.bench"
+    "$cli" bench $model --device "$1" -p 0 -n 2 -r 1 -d 0,3 --peak 1M | tee "$dir/$1.bench"
     [ "$(grep -c '^ *[03] .* 35[.]0  *2[.]0$' "$dir/$1.bench")" -eq 2 ]
 }
 case_launches_wave32() { launches hip:0; }
