@@ -427,6 +427,45 @@ static void test_forecast(void) {
     }
 }
 
+static uint64_t counted;
+static void *count_alloc(size_t n, void *user) {
+    (void)user;
+    counted += n;
+    return malloc(n);
+}
+static void count_free(void *block, void *user) {
+    (void)user;
+    free(block);
+}
+
+/* What a session asks of the CPU device's allocator is what was forecast, and little beside: of each block its alignment, of
+ * each op some words, and the rows and logits that go back and forth. */
+static void test_cpu_workspaces(void) {
+    static const char *const files[] = {"examples/shakespeare-5m.gguf", "tests/family/olmoe.gguf", "tests/family/qwen35moe.gguf",
+                                        "tests/family/deepseek2-lite.gguf"};
+    static const rf_session_desc descs[] = {{.n_ctx = 64, .n_batch = 1}, {.n_ctx = 128}, {.n_ctx = 2000, .n_batch = 1000, .cache_type = RF_CACHE_F32}};
+    for (size_t i = 0; i < RFI_COUNT(files) * RFI_COUNT(descs); i++) {
+        const char *path = files[i / RFI_COUNT(descs)];
+        const rf_session_desc *sd = &descs[i % RFI_COUNT(descs)];
+        rf_device_desc dd = {.n_threads = 2, .allocator = {count_alloc, count_free, NULL}};
+        rf_forecast f;
+        rig r = {0};
+        rf_result res = rf_gguf_open(path, NULL, &r.g, &r.err);
+        if (res == RF_OK) res = rf_device_open("cpu", &dd, &r.d, &r.err);
+        if (res == RF_OK) res = rf_model_open(r.g, r.d, NULL, &r.m, &r.err);
+        if (res == RF_OK) res = rf_model_forecast(r.m, sd, &f, &r.err);
+        counted = 0;
+        if (res == RF_OK) res = rf_session_open(r.m, sd, &r.s, &r.err);
+        CHECK(res == RF_OK, "%s: %s", path, r.err.text);
+        if (res == RF_OK) {
+            const uint64_t forecast = f.kv_bytes + f.scratch_bytes + f.plan_bytes, beside = 32768 + 64ull * r.m->plan.n_ops;
+            CHECK(f.plan_bytes > 0 && counted >= forecast && counted <= forecast + f.host_bytes + beside,
+                  "%s: %llu bytes, forecast %llu", path, RFI_LLU(counted), RFI_LLU(forecast));
+        }
+        close_rig(&r);
+    }
+}
+
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
     RUN(test_windows);
@@ -439,5 +478,6 @@ int main(int argc, char **argv) {
     RUN(test_forged);
     RUN(test_failing);
     RUN(test_forecast);
+    RUN(test_cpu_workspaces);
     RFT_END();
 }
