@@ -4763,8 +4763,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_row_attention(rfk_row_attentio
 }
 
 /* ==== 6 Device ========================================================================================== >>device
- * Objects of the table: device, queue with its tickets, weight table, memory. Every entry makes its device current
- * for
+ * Objects of the table: device, queue with its tickets, weight table, memory. Every entry makes its device current for
  * the calling thread and puts the old one back. */
 
 #define RFK_EVENTS 32u                             /* tickets of a queue that can be outstanding without waiting   */

@@ -786,7 +786,6 @@ static rf_expert_stats expert_stats(const app *a) {
     rf_expert_stats sum = {0};
     for (uint32_t layer = 0; layer < a->info.n_layers; layer++) {
         rf_expert_stats x = rf_model_get_expert_stats(a->m, layer);
-        sum.n_experts += x.n_experts;
         sum.hits += x.hits;
         sum.misses += x.misses;
         sum.bytes += x.bytes;
@@ -876,7 +875,8 @@ static size_t bench_values(app *a, bench_row *row, double peak, bench_value *out
         {"expert_on_cpu", decodes ? 2 : -1, (double)x->on_cpu / all},
         {"round_trips", decodes ? 2 : -1, (double)x->round_trips / all}};
     memcpy(out, values, sizeof values);
-    return o->budget && expert_stats(a).n_experts ? BENCH_COLUMNS : BENCH_COLUMNS - 6;
+    const rf_expert_stats ever = expert_stats(a);
+    return ever.hits + ever.misses + ever.on_cpu ? BENCH_COLUMNS : BENCH_COLUMNS - 6;
 }
 
 /* A header of names and values, then a line for each depth. */
@@ -1684,7 +1684,7 @@ static const flag flags[] = {
     {"--step", SWITCH, AT(step), LOGITS, 0, 0, 0, NULL, "evaluate token by token"},
     {"--greedy", COUNT, AT(n_greedy), LOGITS, 0, 0, 1 << 24, "N", "then print the N likeliest next ids as [1,2,3]"},
     {"-p", COUNT, AT(n_prompt), BENCH, 0, 0, 1 << 24, "N", "prompt tokens (512); TFLOP/s: weights used and attention"},
-    {"-n", COUNT, AT(n_decode), BENCH, 0, 0, 1 << 24, "N", "tokens one by one (128); GB/s: weights used, k and v"},
+    {"-n", COUNT, AT(n_decode), BENCH, 0, 0, 1 << 24, "N", "tokens one by one (128); GB/s: weights used, k, v, states"},
     {"-r", COUNT, AT(n_repeat), BENCH, 0, 1, REPEAT_MAX, "N", "runs (3)"},
     {"-d", TEXT, AT(depths), BENCH, 0, 0, 0, "0,4096,...", "tokens in the context before, a line for each (0)"},
     {"--peak", BYTES, AT(peak), BENCH, 0, 0, 0, "N", "read so much at once to measure the memory (1G); 0 = do not"},
@@ -1826,7 +1826,7 @@ static int run(app *a, int argc, char **argv) {
 
 int main(int argc, char **argv) {
     app a = {.o = {.max_tokens = 256, .bos = 1, .n_prompt = 512, .n_decode = 128, .n_repeat = 3,
-                   .depths = "0", .peak = 1 << 30,
+                   .depths = "0", .peak = 1000000000,
                    .temp = -1, .top_k = NOT_GIVEN, .top_p = -1, .min_p = -1}, .start = now()};
     signal(SIGPIPE, SIG_IGN);      /* a closed pipe is a failed write, noticed below */
     for (int fd = 0; fd < 3; fd++) /* a file opened later must not become stdout     */

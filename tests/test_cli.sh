@@ -306,7 +306,7 @@ expect 1 "dequant: a type that does not run" dequant --type q8_K
 
 expect 0 "bench" bench --gguf $model -p 8 -n 4 -r 2 --peak 1M
 verdict "bench: the columns" grep -q '^depth  prompt_tok_s  prompt_tflop_s  decode_tok_s  decode_ms  decode_bytes  ' "$t/out"
-verdict "bench: a line" grep -q '^    0  *[0-9.]*[1-9][0-9.]*  *0.0[0-9]*  *[0-9.]*[1-9][0-9.]*  *[0-9.]*[1-9]' "$t/out"
+verdict "bench: a line" grep -q '^    0  *[0-9.]*[1-9][0-9.]*  *[0-9][0-9]*\.[0-9]*  *[0-9.]*[1-9][0-9.]*  *[0-9.]*[1-9]' "$t/out"
 verdict "bench: the peak" grep -q '^peak_gb_s  *[0-9.]*[1-9][0-9.]*$' "$t/out"
 expect 0 "bench -d" bench --gguf $model -p 0 -n 2 -r 1 -d 5,0,520 --peak 0
 verdict "bench -d: a line for each" [ "$(grep -c '^ *[0-9][0-9]*  *-  *-  *[0-9]' "$t/out")" -eq 3 ]
@@ -342,7 +342,6 @@ for r in j['results']:
     assert near(r['decode_tok_s'] * r['decode_ms'], 1000, 0.1 * r['decode_ms']), r
     assert near(r['decode_gb_s'], r['decode_bytes'] / r['decode_ms'] / 1e6, 6e-4), r
     assert near(r['peak_percent'], 100 * r['decode_gb_s'] / j['peak_gb_s'], 0.2), r
-    assert r['peak_percent'] <= 130, r
 PY
     for kv in "f16 64" "f32 128" "q8_0 34"; do
         expect 0 "bench --json ${kv% *}" bench --gguf $model -d 0,40 -p 16 -n 4 -r 1 --json --peak 16M --device cpu --kv "${kv% *}"

@@ -55,10 +55,11 @@ run() {
     hipcc=hipcc
     case $(cat "$block.needs") in *hipcc\>=*) hipcc=${HIPCC_NEW:-hipcc} ;; esac
     compiler cc cc -DROCMFORGE_NO_SIMD
-    compiler hipcc "$hipcc" -DROCMFORGE_NO_SIMD -O1 --cuda-host-only -Wl,--unresolved-symbols=ignore-all
+    compiler hipcc "$hipcc" -DROCMFORGE_NO_SIMD -O1 --cuda-host-only -Wl,--warn-unresolved-symbols
     compiler nvcc nvcc -DROCMFORGE_NO_SIMD -Xcicc -O0 -Xptxas -O0
     bin=$(cd "$dir/bin" && pwd)
-    if (cd "$dir/tree" && PATH=$bin:$PATH sh -ex "$OLDPWD/$2") </dev/null >"$2.log" 2>&1; then pass
+    if (cd "$dir/tree" && PATH=$bin:$PATH sh -ex "$OLDPWD/$2") </dev/null >"$2.log" 2>&1 &&
+        ! grep -E 'undefined (reference|symbol)' "$2.log" | grep -qv __hip_fatbin; then pass
     else fail "$1" "$(grep '^+ ' "$2.log" | tail -n 1)"; tail -n 15 "$2.log" | sed 's/^/    /'
     fi
 }
