@@ -433,8 +433,9 @@ typedef struct rf_model_desc {
     uint32_t expert_policy;     /* rf_expert_policy                                                         */
     uint32_t expert_cpu_below;  /* an expert that is not there and was chosen fewer times of late, as LFRU counts, is
                                    computed by the CPU, in steps of up to 8 rows; 0 = none. Logits then depend on
-                                   what is there. The file must be mapped. The first session that asks for
-                                   it starts threads, one per core, for all on the device                   */
+                                   what is there. The file must be mapped. On a GPU the first session that
+                                   asks for it starts threads, one per core, for all on the device and until
+                                   it is closed; on the CPU they are the device's                           */
     uint32_t expert_prefetch;   /* 1: idle readers fill what is empty of the cache, the likeliest first     */
 } rf_model_desc;
 
@@ -568,7 +569,9 @@ typedef struct rf_forecast {
 } rf_forecast;
 
 /* What a session would need, before anything is allocated. Returns RF_OK; RF_ERR_ARGUMENT (also: sizes overflow);
- * RF_ERR_MEMORY (the budget is too small even for streaming).   Memory O(tensors) during the call.   Threads any. */
+ * RF_ERR_UNSUPPORTED (cache_type, of these heads); RF_ERR_MEMORY (the budget is too small even for streaming, or host
+ * memory ran out); RF_ERR_DEVICE. Not counted: what expert_cpu_below takes on the host.
+ * Memory O(tensors + ops + n_batch) during the call.   Threads any. */
 ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_desc *desc, rf_forecast *out,
                                           rf_error *err);
 
@@ -1268,7 +1271,7 @@ typedef struct rf_device_api {
 
     /* RF_OK, or RF_ERR_UNSUPPORTED with what is missing */
     rf_result (*op_supported)(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err);
-    /* *bytes: the device memory that plan_prepare takes for such a plan and such sizes. The memory, table and arrays of
+    /* *bytes: the device memory that plan_prepare takes for workspaces of such a plan and such sizes. The memory, table and arrays of
      * bind are not looked at, and may be NULL. */
     rf_result (*plan_bytes)(rf_dev *d, const rf_plan_bind *bind, uint64_t *bytes, rf_error *err);
     /* Group the ops into segments and bind memory; no allocation happens in plan_run. segment_ops receives the first
@@ -5089,6 +5092,7 @@ static rf_result rfi_cache_take(rfi_store *s, rfi_bank *bank, const uint32_t *ro
         if (rows_of[e] == 0) continue;
         if (frames[e] == RF_NONE) frames[e] = rfi_cache_frame(s, bank, e);
         c->frames[frames[e]].rank = rfi_cache_rank(s, frames[e]);
+        if (atomic_load(&s->cancels) != cancels) continue; /* nobody will wait for it */
         atomic_fetch_add(rfi_cache_load(s, bank, e) ? &bank->hits : &bank->misses, 1);
     }
     if (s->n_jobs) rfi_changed(s);
@@ -10627,11 +10631,12 @@ static void rfi_cpu_norm(void *ctx, uint32_t chunk, uint32_t thread) {
                      .eps = op->eps,
                      .center = (op->flags & RF_OP_CENTER) != 0,
                      .accumulate = (op->flags & RF_OP_ACCUMULATE) != 0};
-    const uint32_t step = op->flags & RF_OP_EACH_HEAD ? op->n_in : 0;
     RFI_UNUSED(thread);
-    for (uint32_t h = 0; h < op->n_heads; h++, norm.w += step)
+    for (uint32_t h = 0; h < op->n_heads; h++) {
+        if (op->flags & RF_OP_EACH_HEAD) norm.w = o->vector + (uint64_t)h * op->n_in;
         o->k->norm(o->out + chunk * o->out_width + (uint64_t)h * op->n_in,
                    o->in + chunk * o->in_width + (uint64_t)h * op->n_in, &norm);
+    }
     if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, o->out + chunk * o->out_width, op->n_in);
 }
 

@@ -5742,7 +5742,7 @@ struct rf_prepared {
     rfk_int8_rows half; /* half a norm, and its sums of squares  */
     float *half_squares;
     uint32_t half_of;   /* the launch that finds it there        */
-    uint32_t fused_end; /* launches of this call end there: the weights of others may not be ready */
+    uint32_t fused_begin, fused_end; /* launches of this call: the weights of others may not be there */
     const rf_op *ropes[RFK_ROPES]; /* the kinds of rope of fused attention */
     uint32_t n_ropes;
     float *angles, *row_part, *kept_logits;
@@ -6309,7 +6309,7 @@ static int rfk_is_dead(const rf_plan *plan, uint32_t i, uint32_t buffer) {
         const rf_op *op = &plan->ops[i];
         if (op->in == buffer || op->in2 == buffer || rf_op_in3(op) == buffer) return 0;
         if (op->out != buffer) continue;
-        return op->kind != RF_OP_ROPE && !(op->flags & RF_OP_ACCUMULATE);
+        return op->kind != RF_OP_ROPE && op->kind != RF_OP_SLICE && !(op->flags & RF_OP_ACCUMULATE);
     }
     return plan->buffers[buffer].rows != RF_ROWS_LOGITS; /* those the host reads */
 }
@@ -7353,6 +7353,12 @@ static uint32_t rfk_divide_blocks(const rfk_launching *l, rfk_rows_args *a, uint
     return end;
 }
 
+static void rfk_begin_fused(rf_prepared *p, uint32_t begin, uint32_t end) {
+    p->fused_begin = begin;
+    p->fused_end = end;
+    p->half_of = RF_NONE;
+}
+
 /* Half a norm from the launch before this one and for the one behind it. */
 static void rfk_pass_norm(rf_prepared *p, const rfk_fused *f, rfk_rows_args *a) {
     const uint32_t self = (uint32_t)(f - p->fused);
@@ -7464,17 +7470,20 @@ static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
     return rfk_go_config(l, RFK_BY_WAVE(l, rfk_find_row_attention<32>(p->cache_type, op), rfk_find_row_attention<64>(p->cache_type, op)), c, a);
 }
 
+/* The kinds of rope that attention of this call needs: the factors of others may not be there. */
 static rf_result rfk_run_angles(rfk_launching *l) {
     rf_prepared *p = l->p;
     rfk_angles_args a;
     uint32_t most = 0;
     memset(&a, 0, sizeof a);
-    l->op = p->ropes[0];
-    l->index = (uint32_t)(l->op - p->plan->ops);
     a.rows = p->rows;
-    for (uint32_t i = 0; i < p->n_ropes; i++) {
-        const rf_op *op = p->ropes[i];
+    for (uint32_t j = p->fused_begin; j < p->fused_end; j++) {
+        const uint32_t i = p->fused[j].angles;
         rfk_angles_of *of = i ? &a.second : &a.first;
+        if (p->fused[j].kind != RFK_FUSED_ATTENTION || of->n_rot) continue;
+        const rf_op *op = p->ropes[i];
+        l->op = op;
+        l->index = (uint32_t)(op - p->plan->ops);
         of->table = p->tables + op->table;
         of->freqs = rfk_vector(p, op->extra, op->extra_at, &of->freqs_type);
         of->out = p->angles + i * RFK_MAX_HEAD;
@@ -7482,6 +7491,7 @@ static rf_result rfk_run_angles(rfk_launching *l) {
         of->scale = op->scale;
         most = op->n_rot > most ? op->n_rot : most;
     }
+    if (most == 0) return RF_OK;
     return rfk_go(l, rfk_angles, dim3(rfk_ceil_div(most / 2, RFK_BLOCK), p->n_ropes), RFK_BLOCK, a);
 }
 
@@ -7600,7 +7610,7 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
     l.step = step;
     l.err = err;
     l.n_rows = 1;
-    if (i == 0 && p->n_ropes) { /* early: attention reads them before it waits */
+    if (i == p->fused_begin) { /* early: attention reads them before it waits */
         rf_result r = rfk_run_angles(&l);
         if (r != RF_OK) return r;
     }
@@ -7615,7 +7625,7 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
 static rf_result rfk_run_segments(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                                   rf_error *err) {
     rf_result r = RF_OK;
-    p->fused_end = p->fused_of[last];
+    rfk_begin_fused(p, p->fused_of[first], p->fused_of[last]);
     if (step->n_rows == 1 && step->n_logits <= 1 && !p->events) {
         for (uint32_t i = p->fused_of[first]; r == RF_OK && i < p->fused_of[last]; i++)
             r = rfk_run_fused(p, q, step, i, err);
@@ -7677,7 +7687,7 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     rfk_drop_graphs(p);
     p->graph_generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
     p->capturing = 1;
-    p->fused_end = p->n_fused;
+    rfk_begin_fused(p, 0, p->n_fused);
     const uint32_t before_all = p->n_launched;
     for (uint32_t i = 0; r == RF_OK && e == hipSuccess && i < p->n_fused;) {
         uint32_t before = p->n_launched;

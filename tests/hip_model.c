@@ -263,6 +263,30 @@ static void test_budgets(void) {
     mg_free(&file);
 }
 
+/* Weights that leave between two tokens and come back, segment by segment, change no bits; nor does what is not there
+ * when a step begins: rope's factors are wanted by the first layer, behind the embedding. */
+static void test_cleared_between(void) {
+    static float row[2][4 * WITHIN_VOCAB];
+    static const int32_t tokens[] = {5, 17, 9, 30};
+    mg_buf file = {0};
+    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_vocab = WITHIN_VOCAB, .rope_freqs = 1, .seed = 12});
+    for (uint32_t k = 0; device_name(k); k++) {
+        for (int clears = 0; clears < 2; clears++) {
+            rig r = {0};
+            REQUIRE(open_within(&r, &file, device_name(k), NULL) == RF_OK, "%s", r.err.text);
+            for (uint32_t i = 0; i < 4; i++) {
+                float *logits = NULL;
+                REQUIRE(rf_forward(r.s, &tokens[i], 1, &logits, &r.err) == RF_OK, "%s", r.err.text);
+                memcpy(row[clears] + i * WITHIN_VOCAB, logits, WITHIN_VOCAB * sizeof *logits);
+                if (clears) CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK, "clear");
+            }
+            rig_close(&r);
+        }
+        CHECK(memcmp(row[0], row[1], sizeof row[0]) == 0, "%s: other bits", device_name(k));
+    }
+    mg_free(&file);
+}
+
 /* A model whose experts are cached: the same bits with room for all, for a third and for a tenth of the bytes. With all
  * there the host never asks what was chosen; else once for each layer of a step. */
 static void test_experts(void) {
@@ -446,6 +470,7 @@ int main(int argc, char **argv) {
     RUN(test_repeats);
     RUN(test_two_threads);
     RUN(test_budgets);
+    RUN(test_cleared_between);
     RUN(test_experts);
 #ifdef RF_TEST_EMU
     RUN(test_forecast);
