@@ -4223,6 +4223,8 @@ RFK_DEVICE void rfk_flash_run(rfk_flash_shared<KV> &s, const rfk_attention_args 
 /* grid [ceil(T / rows_per_block), n_kv_heads]   block 4 waves   LDS 45 to 47 KiB   rows_per_block = 32 / heads of a group
  * Every block reads the keys and values of its sequence that a row of it sees. */
 template <int WAVE, class KV, bool PLAIN> static __global__ void RFK_THREADS(4 * WAVE) rfk_flash(rfk_attention_args a) {
+    if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
+    if (rfk_flash_halves<KV>::TWO && !RFK_UNITS_F16) return; /* never launched */
     RFK_SHARED(rfk_flash_shared<KV>, s);
     const uint32_t group = a.n_heads / a.n_kv_heads, row0 = blockIdx.x * a.rows_per_block,
                    last = row0 + a.rows_per_block < a.n_rows ? row0 + a.rows_per_block : a.n_rows;
@@ -6945,14 +6947,16 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
                   a);
 }
 
-/* A prompt: tiles of queries and positions pay when the rows of a sequence are many. */
+/* A prompt: tiles of queries and positions pay when the rows of a sequence are many. Quantized keys and values are two
+ * halves each, the second of which may be subnormal. */
 static bool rfk_takes_flash(const rfk_launching *l) {
     const rf_op *op = l->op;
     uint32_t runs = 1;
     if (l->p->dev->wrong_units & RFK_WRONG_HALVES) return false;
     for (uint32_t t = 1; t < l->n_rows; t++) runs += l->step->rows[t].seq != l->step->rows[t - 1].seq;
     return !(op->flags & RF_OP_LATENT) && op->table == RF_NONE && op->temperature == 0 && l->n_rows > RFK_SPLIT_ROWS &&
-           l->n_rows >= 8 * runs && l->p->cache_type != RF_CACHE_F32 && op->head_dim == op->head_dim_v && op->head_dim % 16 == 0 && op->head_dim <= RFK_FLASH_HEAD &&
+           l->n_rows >= 8 * runs && l->p->cache_type != RF_CACHE_F32 && (l->p->cache_type != RF_CACHE_Q8_0 || l->p->dev->units_f16) &&
+           op->head_dim == op->head_dim_v && op->head_dim % 16 == 0 && op->head_dim <= RFK_FLASH_HEAD &&
            op->n_heads / op->n_kv_heads <= RFK_FLASH_ROWS;
 }
 
