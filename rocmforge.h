@@ -1271,8 +1271,8 @@ typedef struct rf_device_api {
 
     /* RF_OK, or RF_ERR_UNSUPPORTED with what is missing */
     rf_result (*op_supported)(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err);
-    /* *bytes: the device memory that plan_prepare takes for workspaces of such a plan and such sizes. The memory, table and arrays of
-     * bind are not looked at, and may be NULL. */
+    /* *bytes: the device memory that plan_prepare takes for workspaces of such a plan and such sizes. The memory, table
+     * and arrays of bind are not looked at, and may be NULL. */
     rf_result (*plan_bytes)(rf_dev *d, const rf_plan_bind *bind, uint64_t *bytes, rf_error *err);
     /* Group the ops into segments and bind memory; no allocation happens in plan_run. segment_ops receives the first
      * op of each of *n_segments segments (room for n_ops). A segment is run as a whole. */
