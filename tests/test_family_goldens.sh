@@ -6,11 +6,11 @@ case_made_again() {
     [ $python != none ] || { echo "install python3-numpy with 'apt-get install python3-numpy' (make deps)"; exit 77; }
     $python tests/make_family_goldens.py --check tests/family
 }
-# each model is one that test_goldens runs, or lists as refused
+# each model is one that test_goldens runs
 case_all_are_tested() {
     for f in tests/family/*.gguf; do
         name=$(basename "$f" .gguf)
-        grep -q "{\"$name\", [01]}" tests/test_goldens.c || { echo "tests/test_goldens.c does not list $name"; exit 1; }
+        grep -q "\"$name\"" tests/test_goldens.c || { echo "tests/test_goldens.c does not list $name"; exit 1; }
     done
 }
 
