@@ -2129,7 +2129,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
  * which products, and in what order, depends on the type and n_in alone. */
 
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
-#define RFK_ROWS_BLOCK 1024 /* one block fills half of a multiprocessor: the next kernel's blocks come beside it */
+#define RFK_ROWS_BLOCK 1024 /* with 64 registers a thread one block fills a multiprocessor */
 #define RFK_ROWS_RESIDENT 1
 #else
 #define RFK_ROWS_BLOCK 512
@@ -2221,7 +2221,7 @@ template <int WAVE> RFK_DEVICE float rfk_norm_factor(const float *squares, uint3
 /* The norm's weights of values 4i .. 4i+3; the first ones before anything is waited for. */
 RFK_DEVICE void rfk_norm_weights(const rfk_rows_args &a, uint32_t i, float *w) {
     w[0] = w[1] = w[2] = w[3] = 0;
-    if (!a.norm || i >= a.n_in / 4) return;
+    if (!a.norm || a.x8.q || i >= a.n_in / 4) return; /* x8 has them in it */
     if (a.norm_type == RF_TYPE_F32) {
         const float4 four = reinterpret_cast<const float4 *>(a.norm)[i];
         w[0] = four.x, w[1] = four.y, w[2] = four.z, w[3] = four.w;
