@@ -647,6 +647,15 @@ def put_head_norms(m, il):
         m.vector('blk.%d.attn_%s_norm.weight' % (il, part), n, m.get('attention.key_length'), mean=1.0)
 
 
+def side_by_side(m, tokens, pairs):
+    """Logits of attention and ffn behind one norm, with normed heads"""
+    x = m.at('token_embd.weight')[tokens]
+    for il in range(m.get('block_count')):
+        h = layer_norm(m, 'blk.%d.attn_norm' % il, x)
+        x = x + self_attention(m, il, h, pairs, qk_norm='heads') + gated_ffn(m, il, h)
+    return logits(m, layer_norm(m, 'output_norm', x))
+
+
 def make_command_r_plus():
     """Command R+: attention and ffn side by side, behind one norm without bias; the heads of queries and keys are normed;
     the logits are scaled"""
@@ -660,13 +669,7 @@ def make_command_r_plus():
         put_head_norms(m, il)
         put_ffn(m, il, 48)
 
-    def forward(m, tokens):
-        x = m.at('token_embd.weight')[tokens]
-        for il in range(m.get('block_count')):
-            h = layer_norm(m, 'blk.%d.attn_norm' % il, x)
-            x = x + self_attention(m, il, h, 'near', qk_norm='heads') + gated_ffn(m, il, h)
-        return logits(m, layer_norm(m, 'output_norm', x)) * m.get('logit_scale')
-    return m, forward
+    return m, lambda m, tokens: side_by_side(m, tokens, 'near') * m.get('logit_scale')
 
 
 def make_stablelm_12b():
@@ -685,13 +688,7 @@ def make_stablelm_12b():
         put_head_norms(m, il)
         put_ffn(m, il, 48)
 
-    def forward(m, tokens):
-        x = m.at('token_embd.weight')[tokens]
-        for il in range(m.get('block_count')):
-            h = layer_norm(m, 'blk.%d.attn_norm' % il, x)
-            x = x + self_attention(m, il, h, 'far', qk_norm='heads') + gated_ffn(m, il, h)
-        return logits(m, layer_norm(m, 'output_norm', x))
-    return m, forward
+    return m, lambda m, tokens: side_by_side(m, tokens, 'far')
 
 
 def plain(arch, pairs, head_dim, factors=False, bias=False, ffn_norm='ffn_norm'):
