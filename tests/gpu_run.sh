@@ -2,7 +2,9 @@
 # gpu_run.sh [BUILD] [ARGUMENTS OF test_hip]: all that needs a real GPU, in under four minutes. The suites that also run
 # under emulation, with the kernels compiled by nvcc or hipcc: every op; whole models, 1,000 runs bit for bit alike, two
 # sessions in two threads; small models of many families against their answers. The shipped model: each op against the
-# CPU, the CPU's greedy text, and compute-sanitizer (memory, leaks, races) where it is installed. Exit status 77 without
+# CPU, the CPU's greedy text. With ../shared/zoo beside the repository: its models against their answers, at once and
+# token by token, and sessions that are cut. compute-sanitizer (memory, leaks, races), where it is installed, on prompts,
+# decoding, experts and attention. All of it side by side; BUILD/NAME.gpu has the output of each. Exit status 77 without
 # a GPU.
 build=${1:-build}
 [ $# -gt 0 ] && shift
@@ -22,50 +24,84 @@ else
 fi
 model=examples/shakespeare-5m.gguf
 cli=$build/rocmforge_cli_gpu
-say() { echo "gpu_run: $(($(date +%s) - start)) s: $*"; }
 start=$(date +%s)
+say() { echo "gpu_run: $(($(date +%s) - start)) s: $*"; }
 
 $compile -c rocmforge_kernels.hip -o "$build/kernels_gpu.o" &
-${CXX:-c++} -std=c++11 -O2 -c tests/test_hip.cpp -o "$build/test_hip_gpu.o"
-${CC:-cc} -O2 -I. -c tests/hip_model.c -o "$build/hip_model_gpu.o"
-${CC:-cc} -O2 -I. -c tests/test_goldens.c -o "$build/hip_goldens_gpu.o"
-${CC:-cc} -O2 -I. -c examples/rocmforge_cli.c -o "$build/cli_gpu.o"
-wait $!
-for program in test_hip hip_model hip_goldens cli; do
-    $link "$build/${program}_gpu.o" "$build/kernels_gpu.o" -o "$build/${program}_gpu" -lm -lpthread
+kernels=$!
+${CXX:-c++} -std=c++11 -O2 -c tests/test_hip.cpp -o "$build/test_hip_gpu.o" &
+suites=$!
+for program in hip_model:tests/hip_model hip_goldens:tests/test_goldens hip_rewind:tests/test_rewind \
+    rocmforge_cli:examples/rocmforge_cli; do
+    ${CC:-cc} -O2 -I. -c "${program#*:}.c" -o "$build/${program%:*}_gpu.o" &
+    suites="$suites $!"
 done
-mv "$build/cli_gpu" "$cli"
+# those that have the implementation themselves take nothing from an archive
+${CC:-cc} -O2 -DROCMFORGE_IMPLEMENTATION -x c -c rocmforge.h -o "$build/rocmforge_gpu.o"
+ar rc "$build/rocmforge_gpu.a" "$build/rocmforge_gpu.o"
+for pid in $kernels $suites; do wait $pid; done
+for program in test_hip hip_model hip_goldens hip_rewind rocmforge_cli; do
+    $link "$build/${program}_gpu.o" "$build/kernels_gpu.o" "$build/rocmforge_gpu.a" -o "$build/${program}_gpu" -lm -lpthread
+done
 say "compiled for $arch"
-"$build/test_hip_gpu" "$@"
-say "every op"
-"$build/hip_model_gpu"
-say "whole models, repeats, threads"
-"$cli" check $model --device hip:0
-for device in cpu hip:0; do
-    "$cli" generate --gguf $model --device $device --prompt "ROMEO:" --max-tokens 64 --temp 0 \
-        >"$build/greedy_${device%:*}.txt"
-done
-cmp "$build/greedy_cpu.txt" "$build/greedy_hip.txt"
-say "the shipped model: ops and greedy text equal to the CPU's"
-"$build/hip_goldens_gpu"
-say "answers in float64 for small models of many families"
 
-# sanitizer TOOL PATTERN OPTIONS: a prompt and some tokens, and each op alone, both with a clean summary
-sanitizer() {
-    tool=$1 pattern=$2
-    shift 2
-    for run in "generate --max-tokens 4 --temp 0 --prompt ROMEO:ROMEO:ROMEO:ROMEO: --gguf $model --device hip:0" \
-        "check $model --device hip:0"; do
-        log=$build/$tool.txt
-        compute-sanitizer --tool "$tool" "$@" "$cli" $run >"$log" 2>&1 && grep "$pattern" "$log" ||
-            { tail -n 40 "$log"; exit 1; }
-    done
-    say "compute-sanitizer $tool"
+# begin NAME COMMAND...: in the background
+names=
+begin() {
+    name=$1
+    names="$names $name"
+    shift
+    (
+        code=0
+        "$@" >"$build/$name.gpu" 2>&1 </dev/null || code=$?
+        echo "$code $(($(date +%s) - start))" >"$build/$name.rc"
+    ) &
 }
+
+# the shipped model: each op as the CPU's, and the same greedy text
+shipped() {
+    "$cli" check $model --device hip:0 || return 1
+    for device in cpu hip:0; do
+        "$cli" generate --gguf $model --device $device --prompt "ROMEO:" --max-tokens 64 --temp 0 \
+            >"$build/greedy_${device%:*}.txt" || return 1
+    done
+    cmp "$build/greedy_cpu.txt" "$build/greedy_hip.txt" && echo "greedy text as the CPU's"
+}
+
+# sanitizers NAME COMMAND...: without errors or leaks, and without races
+sanitizers() {
+    what=$1
+    shift
+    begin "memcheck_$what" sanitizer memcheck 'ERROR SUMMARY: 0 errors' --leak-check full "$@"
+    begin "racecheck_$what" sanitizer racecheck 'RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)' \
+        --racecheck-report all "$@"
+}
+sanitizer() {
+    tool=$1 clean=$2
+    shift 2
+    compute-sanitizer --tool "$tool" --error-exitcode 1 "$@" && grep -qF "$clean" "$build/$name.gpu"
+}
+
+begin ops "$build/test_hip_gpu" "$@"
+begin models "$build/hip_model_gpu"
+begin shipped shipped
+begin goldens "$build/hip_goldens_gpu"
+begin rewind "$build/hip_rewind_gpu"
+begin zoo env CLI="$cli" DEVICE=hip:0 sh tests/test_zoo.sh "$build"
 if command -v compute-sanitizer >/dev/null; then
-    sanitizer memcheck 'ERROR SUMMARY: 0 errors' --leak-check full --error-exitcode 1
-    sanitizer racecheck 'RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)' --racecheck-report all
+    sanitizers generate "$cli" generate --max-tokens 4 --temp 0 --prompt ROMEO:ROMEO:ROMEO:ROMEO: --gguf $model --device hip:0
+    sanitizers check "$cli" check $model --device hip:0
+    sanitizers goldens "$build/hip_goldens_gpu"
+    sanitizers experts "$build/test_hip_gpu" expert
 else
     echo "gpu_run: no compute-sanitizer"
 fi
-say "all passed"
+wait
+failed=0
+for name in $names; do
+    read -r code seconds <"$build/$name.rc"
+    echo "gpu_run: $name, until $seconds s: $(tail -n 1 "$build/$name.gpu")"
+    [ "$code" -eq 0 ] || { failed=$((failed + 1)); echo "gpu_run: FAIL $name, exit status $code"; tail -n 40 "$build/$name.gpu"; }
+done
+say "$failed failed"
+[ $failed -eq 0 ]

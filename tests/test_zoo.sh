@@ -1,9 +1,10 @@
 # test_zoo.sh BUILD: the small models, vocabularies and packed blocks of ../shared/zoo (or $ZOO) against llama.cpp's stored answers,
-# judged by its check.py. Each file is one test: what this version supports must be right, the rest refused by name.
+# judged by its check.py. Each file is one test: what this version supports must be right, the rest refused by name. With a
+# DEVICE only the models, on that device, token by token too (which on the CPU is bit for bit the same); with a CLI by that one.
 . tests/rf_test.sh
 
 zoo=${ZOO:-../shared/zoo}
-cli=$build/rocmforge_cli
+cli=${CLI:-$build/rocmforge_cli}
 architectures='llama qwen2 qwen3 gemma2 gemma3 phi3 glm4 mistral3 smollm3 granite olmo2 command-r stablelm
     starcoder2 phi2 gptneox gpt2 falcon qwen3moe glm4moe granitemoe gpt-oss deepseek2'
 # a choice between experts of nearly equal scores may tip with the rounding of a 16-bit cache
@@ -26,8 +27,10 @@ for python in python3 /usr/bin/python3 none; do $python -c 'import numpy' 2>/dev
 [ -x "$cli" ] || { fail zoo "no $cli"; finish; }
 
 has() { case " $(echo $1) " in *" $2 "*) return 0 ;; esac; return 1; }
-check() { # KIND COMMAND [ONLY]: check.py's lines in $dir/KIND
-    $python "$zoo/check.py" "$1" --cmd "$cli $2" ${3:+--only "$3"} ${4-} >>"$dir/$1" 2>"$dir/$1.err" || fail "check.py $1" "$(tail -n 1 "$dir/$1.err")"
+# check KIND COMMAND [OPTION]: check.py's lines in $dir/KIND
+check() {
+    $python "$zoo/check.py" "$1" --cmd "$cli $2" ${3-} >"$dir/$1" 2>"$dir/$1.err" ||
+        fail "check.py $1" "$(tail -n 1 "$dir/$1.err")"
 }
 # refused NAME TEXT FILE ARGUMENTS...: the CLI fails with exit status 1 and names TEXT (an extended regular expression); FILE
 # is a copy, $dir/refused.gguf, as its name would give the answer
@@ -48,14 +51,26 @@ for f in sorted(glob.glob(sys.argv[1] + '/golden/*.json')):
     j = json.load(open(f))
     print(os.path.basename(f)[:-5], j['model'], j['arch'], ' '.join(j['tensor_types']).lower())
 EOF
-logits='logits --gguf {model} --tokens {tokens} --out {out} --greedy {gen} --ctx {ctx}'
 while read -r name path arch _; do has "$architectures" "$arch" && echo "${name%%-*}- $arch"; done <"$dir/models" | sort -u >"$dir/families"
+# The families side by side: in $dir/KIND.FAMILY.job the options of each, its lines in .out, all lines of a kind in $dir/KIND
 while read -r family arch; do
     kv=
     if has "$experts" "$arch"; then kv=' --kv f32'; fi
-    check logits "$logits$kv" "$family"
-    check long "$logits$kv --batch 100" "$family" # sliding windows then hold less than the prompt
+    echo "$kv" >"$dir/logits.$family.job"
+    echo "$kv --batch 100" >"$dir/long.$family.job" # sliding windows then hold less than the prompt
+    [ -z "${DEVICE-}" ] || echo "$kv --step" >"$dir/step.$family.job"
 done <"$dir/families"
+logits="$cli logits --gguf {model} --tokens {tokens} --out {out} --greedy {gen} --ctx {ctx}${DEVICE:+ --device $DEVICE}"
+export python zoo logits dir
+sh tests/in_parallel.sh '
+    kind=${NAME%%.*}
+    [ $kind != step ] || kind=logits
+    $python "$zoo/check.py" $kind --cmd "$logits$(cat "$dir/$NAME.job")" --only "${NAME#*.}" >"$dir/$NAME.out" 2>"$dir/$NAME.err" ||
+        echo "$?" >"$dir/$NAME.rc"' $(cd "$dir" && basename -s .job -- *.job)
+for kind in logits long step; do cat "$dir/$kind".*.out >"$dir/$kind" 2>/dev/null; done
+for rc in "$dir"/*.rc; do
+    [ ! -f "$rc" ] || fail "check.py $(basename "$rc" .rc)" "$(tail -n 1 "${rc%.rc}.err")"
+done
 
 # ---- models: logits of every position, greedy text; 480-token prompts ----
 while read -r name path arch file_types; do
@@ -66,11 +81,13 @@ while read -r name path arch file_types; do
         refused "$name" "$bad" "$zoo/$path" logits --gguf "$dir/refused.gguf" --tokens 1,2,3 --out "$dir/refused.f32"
         continue
     fi
-    line=$(grep "^$name " "$dir/logits")
-    case $line in
-    "$name "*" A kl "*" bad 0 greedy "*" ok "*) pass ;;
-    *) fail "logits ${line:-$name: no verdict}" ;;
-    esac
+    for kind in logits ${DEVICE:+step}; do
+        line=$(grep "^$name " "$dir/$kind")
+        case $line in
+        "$name "*" A kl "*" bad 0 greedy "*" ok "*) pass ;;
+        *) fail "$kind ${line:-$name: no verdict}" ;;
+        esac
+    done
     [ -f "$zoo/golden/long/$name.json" ] || continue
     line=$(grep "^$name " "$dir/long")
     case $line in
@@ -78,6 +95,7 @@ while read -r name path arch file_types; do
     *) fail "long ${line:-$name: no verdict}" ;;
     esac
 done <"$dir/models"
+[ -z "${DEVICE-}" ] || finish
 
 # ---- packed blocks ----
 check dequant 'dequant --type {type}'
@@ -98,7 +116,7 @@ while read -r name mode equal _ all _; do
     fi
 done <"$dir/tok.lines"
 
-check pre 'tokenize --gguf {vocab} --hex --pre {pre} --bos {bos} --special {special}' '' --all
+check pre 'tokenize --gguf {vocab} --hex --pre {pre} --bos {bos} --special {special}' --all
 sed -n 's/^\(.*\) pre=\([^ ]*\) *\([0-9]*\) \/ \([0-9]*\) equal$/\1 \2 \3 \4/p' "$dir/pre" >"$dir/pre.lines"
 while read -r vocab name equal all; do
     if [ "$equal" = "$all" ]; then pass
