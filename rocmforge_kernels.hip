@@ -1153,6 +1153,25 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed_floa
     rfk_embed_value(a, &a.out[(size_t)blockIdx.y * a.out_stride + i], rfk_load1<TYPE>(a.w.plane[0], row + i));
 }
 
+/* Values 4i .. 4i + 3 of a row, those from n on as 0: in one load where the row's address allows it. */
+RFK_DEVICE void rfk_get4(const float *row, uint32_t i, uint32_t n, float *x) {
+    if ((size_t)row % 16 == 0 && 4 * i + 4 <= n) {
+        const float4 v = reinterpret_cast<const float4 *>(row)[i];
+        x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+        return;
+    }
+    for (uint32_t k = 0; k < 4; k++) x[k] = 4 * i + k < n ? row[4 * i + k] : 0.0f;
+}
+RFK_DEVICE void rfk_set4(float *row, uint32_t i, uint32_t n, const float *x) {
+    if ((size_t)row % 16 == 0 && 4 * i + 4 <= n) {
+        float4 v;
+        v.x = x[0], v.y = x[1], v.z = x[2], v.w = x[3];
+        reinterpret_cast<float4 *>(row)[i] = v;
+        return;
+    }
+    for (uint32_t k = 0; k < 4 && 4 * i + k < n; k++) row[4 * i + k] = x[k];
+}
+
 /* Activations for integer dot products, in groups of 32: x = d * q, and the sums of q over each half. Bit for bit the
  * CPU device's: d = max|x| / 127, q = x * (1 / d) rounded to nearest even; d = 0 and q = 0 if that d < 2^-126;
  * d = nan and q = 0 if an x is infinite or nan. */
@@ -1220,21 +1239,21 @@ struct rfk_quantize_args {
 };
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_quantize(rfk_quantize_args a) {
     uint32_t i = blockIdx.y * RFK_BLOCK + threadIdx.x;
-    bool inside = i < a.n / 4;
-    float x[4] = {0, 0, 0, 0};
-    for (uint32_t k = 0; inside && k < 4; k++) x[k] = a.in[(size_t)blockIdx.x * a.in_stride + 4 * (size_t)i + k];
-    rfk_quantize4<WAVE>(a.to, blockIdx.x, a.n, i, x, inside);
+    float x[4];
+    rfk_get4(a.in + (size_t)blockIdx.x * a.in_stride, i, a.n, x);
+    rfk_quantize4<WAVE>(a.to, blockIdx.x, a.n, i, x, i < a.n / 4);
 }
 
 /* out (+)= x / sqrt(mean(x^2) + eps) * w + b over n values, x = in or in - mean(in), and out quantized for the matmul
- * behind it (then heads is 1 and n a multiple of 32).   grid [rows, heads]   block 256   out may be in */
+ * behind it (then heads is 1 and n a multiple of 32). Out may be in. A team of threads has a row, the block or a wave;
+ * rows of up to KEPT * 4 values a thread are read once.   grid ceil(rows * heads / teams)   block 256 */
 struct rfk_norm_args {
     const uint8_t *w, *b; /* NULL: none */
     const float *in;
-    float *out;
+    float *out;           /* NULL: not wanted */
     rfk_int8_rows to;
     uint32_t w_type, b_type, in_stride, out_stride, n, center, accumulate;
-    uint32_t w_head; /* values of w from head to head */
+    uint32_t n_rows, n_heads, w_head; /* w_head: values of w from head to head */
     float eps;
 };
 struct rfk_norm_shared { float sum[2][8]; };
@@ -1248,41 +1267,101 @@ template <int WAVE> RFK_DEVICE float rfk_block_sum(rfk_norm_shared &s, int turn,
     for (int i = 0; i < RFK_BLOCK / WAVE; i++) v += s.sum[turn][i];
     return v;
 }
-
-RFK_DEVICE float rfk_norm_value(const rfk_norm_args &a, float x, float scale, uint32_t i, const float *out) {
-    float y = x * scale;
-    if (a.w) y *= rfk_load_any(a.w, a.w_type, (size_t)blockIdx.y * a.w_head + i);
-    if (a.b) y += rfk_load_any(a.b, a.b_type, i);
-    return a.accumulate ? out[i] + y : y;
+template <int WAVE, int TEAM> RFK_DEVICE float rfk_team_sum(rfk_norm_shared &s, int turn, float v) {
+    return TEAM == WAVE ? rfk_wave_sum<WAVE>(v) : rfk_block_sum<WAVE>(s, turn, v);
 }
 
-template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(rfk_norm_args a) {
-    RFK_SHARED(rfk_norm_shared, s);
-    const float *in = a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.y * a.n;
-    float *out = a.out + (size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.n;
-    float sum = 0, mean = 0;
-    if (a.center) {
-        for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) mean += in[i];
-        mean = rfk_block_sum<WAVE>(s, 0, mean) / (float)a.n;
-    }
-    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) sum += (in[i] - mean) * (in[i] - mean);
-    sum = rfk_block_sum<WAVE>(s, 1, sum);
-    float scale = 1.0f / sqrtf(sum / (float)a.n + a.eps);
-    if (!a.to.q) {
-        for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK)
-            out[i] = rfk_norm_value(a, in[i] - mean, scale, i, out);
+/* PLAIN: all is aligned for loads of four values, w is float, and nothing comes behind it. */
+template <bool PLAIN> RFK_DEVICE void rfk_norm_get4(const float *row, uint32_t i, uint32_t n, float *x) {
+    if (!PLAIN) {
+        rfk_get4(row, i, n, x);
         return;
     }
-    for (uint32_t first = 0; first < a.n / 4; first += RFK_BLOCK) {
-        uint32_t i = first + threadIdx.x;
-        bool inside = i < a.n / 4;
-        float x[4] = {0, 0, 0, 0};
-        for (uint32_t k = 0; inside && k < 4; k++) {
-            x[k] = rfk_norm_value(a, in[4 * i + k] - mean, scale, 4 * i + k, out);
-            out[4 * i + k] = x[k];
-        }
-        rfk_quantize4<WAVE>(a.to, blockIdx.x, a.n, i, x, inside);
+    float4 v = {0, 0, 0, 0};
+    if (4 * i < n) v = reinterpret_cast<const float4 *>(row)[i];
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+}
+/* Values of a vector of any type; lanes beyond its end get no use of theirs. */
+RFK_DEVICE void rfk_load_any4(const uint8_t *w, uint32_t type, size_t first, uint32_t i, uint32_t n, float *x) {
+    for (uint32_t k = 0; k < 4; k++) x[k] = 4 * i + k < n ? rfk_load_any(w, type, first + 4 * i + k) : 0.0f;
+}
+
+/* Where a row's values come from: where they are. Piece j of x is the four values from 4 * (first + j * TEAM) on. */
+struct rfk_norm_row {
+    const float *in;
+    uint32_t n;
+};
+template <bool PLAIN, int TEAM, int KEPT>
+RFK_DEVICE void rfk_norm_load(const rfk_norm_row &r, uint32_t first, float (&x)[KEPT][4]) {
+    RFK_UNROLL(4)
+    for (int j = 0; j < KEPT; j++) rfk_norm_get4<PLAIN>(r.in, first + (uint32_t)(j * TEAM), r.n, x[j]);
+}
+RFK_DEVICE const rfk_norm_row &rfk_norm_again(const rfk_norm_row &r) { return r; }
+
+/* Four values of a row, normed, to where they are wanted. */
+template <int WAVE, bool PLAIN>
+RFK_DEVICE void rfk_norm_put(const rfk_norm_args &a, uint32_t row, uint32_t head, uint32_t i, float scale, float mean,
+                             float *x) {
+    float *out = a.out ? a.out + (size_t)row * a.out_stride + (size_t)head * a.n : NULL, other[4];
+    for (uint32_t k = 0; k < 4; k++) x[k] = (x[k] - mean) * scale;
+    if (PLAIN) rfk_norm_get4<true>(reinterpret_cast<const float *>(a.w) + (size_t)head * a.w_head, i, a.n, other);
+    else if (a.w) rfk_load_any4(a.w, a.w_type, (size_t)head * a.w_head, i, a.n, other);
+    if (PLAIN || a.w)
+        for (uint32_t k = 0; k < 4; k++) x[k] *= other[k];
+    if (!PLAIN && a.b) {
+        rfk_load_any4(a.b, a.b_type, 0, i, a.n, other);
+        for (uint32_t k = 0; k < 4; k++) x[k] += other[k];
     }
+    if (!PLAIN && a.accumulate) {
+        rfk_get4(out, i, a.n, other);
+        for (uint32_t k = 0; k < 4; k++) x[k] = other[k] + x[k];
+    }
+    if (out) rfk_set4(out, i, a.n, x);
+    if (a.to.q) rfk_quantize4<WAVE>(a.to, row, a.n, i, x, i < a.n / 4);
+}
+
+/* The norm of a row that `r` loads; what it loads last stays in registers, the rest is loaded again. */
+template <int WAVE, int TEAM, int KEPT, bool PLAIN, class R>
+RFK_DEVICE void rfk_norm(const rfk_norm_args &a, uint32_t row, uint32_t head, const R &r, rfk_norm_shared &s) {
+    const uint32_t step = KEPT * TEAM, last = (a.n - 1) / 4 / step * step, own = threadIdx.x % TEAM;
+    float x[KEPT][4], sum = 0, mean = 0;
+    if (!PLAIN && a.center) {
+        for (uint32_t first = 0; first <= last; first += step) {
+            rfk_norm_load<PLAIN, TEAM, KEPT>(r, first + own, x);
+            for (int j = 0; j < KEPT; j++) mean += x[j][0] + x[j][1] + (x[j][2] + x[j][3]);
+        }
+        mean = rfk_team_sum<WAVE, TEAM>(s, 0, mean) / (float)a.n;
+    }
+    for (uint32_t first = 0; first <= last; first += step) {
+        if (PLAIN || !a.center) rfk_norm_load<PLAIN, TEAM, KEPT>(r, first + own, x);
+        else if (last) rfk_norm_load<PLAIN, TEAM, KEPT>(rfk_norm_again(r), first + own, x);
+        RFK_UNROLL(4)
+        for (int j = 0; j < KEPT; j++)
+            for (uint32_t k = 0; k < 4; k++) {
+                const float v = x[j][k] - mean;
+                if (PLAIN || 4 * (first + own + (uint32_t)(j * TEAM)) + k < a.n) sum += v * v;
+            }
+    }
+    sum = rfk_team_sum<WAVE, TEAM>(s, 1, sum);
+    const float scale = 1.0f / sqrtf(sum / (float)a.n + a.eps);
+    for (uint32_t first = last;; first -= step) {
+        if (first != last) rfk_norm_load<PLAIN, TEAM, KEPT>(rfk_norm_again(r), first + own, x);
+        RFK_UNROLL(4)
+        for (int j = 0; j < KEPT; j++)
+            if (4 * (first + (uint32_t)(j * TEAM)) < a.n)
+                rfk_norm_put<WAVE, PLAIN>(a, row, head, first + own + (uint32_t)(j * TEAM), scale, mean, x[j]);
+        if (first == 0) return;
+    }
+}
+
+template <int WAVE, int TEAM, bool PLAIN>
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(rfk_norm_args a) {
+    RFK_SHARED(rfk_norm_shared, s);
+    const uint32_t at = blockIdx.x * (RFK_BLOCK / TEAM) + threadIdx.x / TEAM, row = at / a.n_heads,
+                   head = at % a.n_heads;
+    if (row >= a.n_rows) return;
+    const rfk_norm_row r = {a.in + (size_t)row * a.in_stride + (size_t)head * a.n, a.n};
+    rfk_norm<WAVE, TEAM, TEAM == WAVE ? 2 : 4, PLAIN>(a, row, head, r, s);
 }
 
 /* cos and sin of an angle: the quadrant is taken off in double precision, since pos * frequency is large; the rest by
@@ -1300,8 +1379,10 @@ RFK_DEVICE void rfk_cos_sin(double angle, float *c, float *s) {
     if (turn >= 2) *s = -*s;
 }
 
-/* Rotate pairs of the first n_rot values of each head, in place, in one or two buffers (queries and keys).
- *   grid [ceil(most heads * n_rot / 2 / 256), T, buffers]   block 256 */
+/* Rotate pairs of the first n_rot values of each head, in place, in one or two buffers (queries and keys): a thread
+ * turns its pair of RFK_ROPE_HEADS heads by the same angle.
+ *   grid [T, ceil(heads / (RFK_ROPE_HEADS * heads of a block at once)), ceil(n_rot / 2 / 256)]   block 256 */
+#define RFK_ROPE_HEADS 4u
 struct rfk_rope_args {
     float *x[2];
     uint32_t stride[2], n_heads[2];
@@ -1309,31 +1390,49 @@ struct rfk_rope_args {
     const uint8_t *freqs; /* NULL: none */
     const rf_step_row *rows;
     uint32_t freqs_type, head_dim, n_rot, neox;
+    uint32_t group; /* threads for a head, 256 at most: so many of its pairs at once */
     float scale;
 };
+RFK_DEVICE float *rfk_rope_head(const rfk_rope_args &a, uint32_t head) {
+    if (head < a.n_heads[0]) return a.x[0] + (size_t)blockIdx.x * a.stride[0] + (size_t)head * a.head_dim;
+    return a.x[1] + (size_t)blockIdx.x * a.stride[1] + (size_t)(head - a.n_heads[0]) * a.head_dim;
+}
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rope(rfk_rope_args a) {
-    uint32_t index = blockIdx.x * RFK_BLOCK + threadIdx.x, half = a.n_rot / 2;
-    bool second_buffer = blockIdx.z != 0;
-    if (index >= (second_buffer ? a.n_heads[1] : a.n_heads[0]) * half) return;
-    uint32_t head = index / half, i = index % half;
-    double angle = (double)a.rows[blockIdx.y].pos * (double)a.table[i];
+    const uint32_t half = a.n_rot / 2, i = blockIdx.z * RFK_BLOCK + threadIdx.x % a.group, at_once = RFK_BLOCK / a.group,
+                   own = threadIdx.x / a.group, head = blockIdx.y * (RFK_ROPE_HEADS * at_once) + own,
+                   n_heads = a.n_heads[0] + a.n_heads[1], first = a.neox ? i : 2 * i,
+                   second = a.neox ? i + half : 2 * i + 1;
+    if (i >= half || own >= at_once) return;
+    float x[RFK_ROPE_HEADS][2], c, s;
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < RFK_ROPE_HEADS; j++) {
+        if (head + j * at_once >= n_heads) break;
+        const float *from = rfk_rope_head(a, head + j * at_once);
+        x[j][0] = from[first], x[j][1] = from[second];
+    }
+    double angle = (double)a.rows[blockIdx.x].pos * (double)a.table[i];
     if (a.freqs) angle /= (double)rfk_load_any(a.freqs, a.freqs_type, i);
-    float c, s;
     rfk_cos_sin(angle, &c, &s);
     c *= a.scale, s *= a.scale;
-    float *x = second_buffer ? a.x[1] + (size_t)blockIdx.y * a.stride[1] : a.x[0] + (size_t)blockIdx.y * a.stride[0];
-    x += (size_t)head * a.head_dim;
-    uint32_t first = a.neox ? i : 2 * i, second = a.neox ? i + half : 2 * i + 1;
-    float x0 = x[first], x1 = x[second];
-    x[first] = x0 * c - x1 * s;
-    x[second] = x0 * s + x1 * c;
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < RFK_ROPE_HEADS; j++) {
+        if (head + j * at_once >= n_heads) break;
+        float *to = rfk_rope_head(a, head + j * at_once);
+        to[first] = x[j][0] * c - x[j][1] * s;
+        to[second] = x[j][0] * s + x[j][1] * c;
+    }
 }
 
 RFK_DEVICE void rfk_store_value(uint16_t *p, float v) { *p = rfk_to_half(v); }
 RFK_DEVICE void rfk_store_value(float *p, float v) { *p = v; }
+RFK_DEVICE void rfk_store4(uint16_t *p, const float *x) {
+    uint2 v;
+    v.x = rfk_to_half(x[0]) | (uint32_t)rfk_to_half(x[1]) << 16;
+    v.y = rfk_to_half(x[2]) | (uint32_t)rfk_to_half(x[3]) << 16;
+    *reinterpret_cast<uint2 *>(p) = v;
+}
+RFK_DEVICE void rfk_store4(float *p, const float *x) { rfk_set4(p, 0, 4, x); }
 
-/* Keys and values of a step to their cells, [seq][head][cell][dim].   grid [ceil(heads * (dk + dv) / 256), T]   block
- * 256 */
 struct rfk_store_args {
     const float *k, *v;
     void *k_state, *v_state;
@@ -1354,8 +1453,10 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_latent_sto
     rfk_store_value((KV *)a.k_state + cell * a.head_dim + e, x);
 }
 
-template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_kv_store(rfk_store_args a) {
-    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x, n_k = a.n_kv_heads * a.head_dim;
+/* Keys and values of a step to their cells, [seq][head][cell][dim]: PER values a thread, of which no head has a part.
+ *   grid [ceil(heads * (dk + dv) / (256 * PER)), T]   block 256 */
+template <class KV, int PER> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_kv_store(rfk_store_args a) {
+    uint32_t i = PER * (blockIdx.x * RFK_BLOCK + threadIdx.x), n_k = a.n_kv_heads * a.head_dim;
     rf_step_row row = a.rows[blockIdx.y];
     bool key = i < n_k;
     uint32_t dim = key ? a.head_dim : a.head_dim_v;
@@ -1363,7 +1464,14 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_kv_store(r
     if (i >= a.n_kv_heads * dim) return;
     size_t cell = ((size_t)row.seq * a.n_kv_heads + i / dim) * a.n_cells + (uint32_t)row.pos % a.n_cells;
     const float *src = key ? a.k + (size_t)blockIdx.y * a.k_stride : a.v + (size_t)blockIdx.y * a.v_stride;
-    rfk_store_value((KV *)(key ? a.k_state : a.v_state) + cell * dim + i % dim, src[i]);
+    KV *to = (KV *)(key ? a.k_state : a.v_state) + cell * dim + i % dim;
+    if (PER == 1) {
+        rfk_store_value(to, src[i]);
+        return;
+    }
+    float x[4];
+    rfk_get4(src, i / 4, a.n_kv_heads * dim, x);
+    rfk_store4(to, x);
 }
 
 RFK_DEVICE size_t rfk_q8_bytes(size_t n) { return n / 32 * 34; }
@@ -1409,23 +1517,29 @@ RFK_DEVICE float rfk_activate_oai(float gate, float up) {
 struct rfk_glu_args {
     const float *gate, *up; /* up NULL: out = act(gate) */
     const uint8_t *factor;  /* one value of all results; NULL: none */
-    float *out;
+    float *out;             /* NULL: not wanted                     */
     rfk_int8_rows to;
     uint32_t gate_stride, up_stride, out_stride, n, activation, factor_type;
     float limit;            /* RF_ACT_CLAMP */
 };
+RFK_DEVICE float rfk_glu_value(const rfk_glu_args &a, float gate, float up, float factor) {
+    float x;
+    if (a.activation == RF_ACT_CLAMP) x = (gate > a.limit ? a.limit : gate < -a.limit ? -a.limit : gate) * up;
+    else if (a.activation == RF_ACT_OAI) x = rfk_activate_oai(gate, up);
+    else x = rfk_activate(a.activation, gate) * up;
+    return a.factor ? x * factor : x;
+}
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_glu_args a) {
-    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
-    float x[4] = {0, 0, 0, 0};
-    for (uint32_t k = 0; k < 4; k++) {
-        if (4 * i + k >= a.n) break;
-        float gate = a.gate[(size_t)blockIdx.y * a.gate_stride + 4 * i + k],
-              up = a.up ? a.up[(size_t)blockIdx.y * a.up_stride + 4 * i + k] : 1.0f;
-        x[k] = a.activation == RF_ACT_OAI ? rfk_activate_oai(gate, up) : rfk_activate(a.activation, gate) * up;
-        if (a.activation == RF_ACT_CLAMP) x[k] = (gate > a.limit ? a.limit : gate < -a.limit ? -a.limit : gate) * up;
-        if (a.factor) x[k] *= rfk_load_any(a.factor, a.factor_type, 0);
-        a.out[(size_t)blockIdx.y * a.out_stride + 4 * i + k] = x[k];
-    }
+    const uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    const float factor = a.factor ? rfk_load_any(a.factor, a.factor_type, 0) : 1.0f;
+    float gate[4], up[4] = {1, 1, 1, 1}, x[4];
+    rfk_get4(a.gate + (size_t)blockIdx.y * a.gate_stride, i, a.n, gate);
+    if (a.up) rfk_get4(a.up + (size_t)blockIdx.y * a.up_stride, i, a.n, up);
+    if (a.activation == RF_ACT_SILU) /* what nearly all models have: no branch for each value */
+        for (uint32_t k = 0; k < 4; k++) x[k] = rfk_activate(RF_ACT_SILU, gate[k]) * up[k] * factor;
+    else
+        for (uint32_t k = 0; k < 4; k++) x[k] = rfk_glu_value(a, gate[k], up[k], factor);
+    if (a.out) rfk_set4(a.out + (size_t)blockIdx.y * a.out_stride, i, a.n, x);
     if (a.to.q) rfk_quantize4<WAVE>(a.to, blockIdx.y, a.n, i, x, i < a.n / 4);
 }
 
@@ -1818,16 +1932,27 @@ RFK_DEVICE rfk_product rfk_pick(const rfk_matmul_args &a, uint32_t *block) {
     return p;
 }
 
-/* v, finished, to its place, where it is what is returned; before: what is there, if that is added to. */
-RFK_DEVICE float rfk_put_on(const rfk_product &p, uint32_t row, uint32_t col, float v, float before) {
+RFK_DEVICE float rfk_finish(const rfk_product &p, uint32_t row, float v, float before) {
     if (p.factor) v *= rfk_load_any(p.factor, p.factor_type, 0);
     if (p.bias) v += rfk_load_any(p.bias, p.bias_type, row);
     v *= p.scale;
     if (p.softcap != 0) v = p.softcap * tanhf(v / p.softcap);
-    return p.out[(size_t)col * p.out_stride + row] = p.accumulate ? before + v : v;
+    return p.accumulate ? before + v : v;
+}
+/* v, finished, to its place, where it is what is returned; before: what is there, if that is added to. */
+RFK_DEVICE float rfk_put_on(const rfk_product &p, uint32_t row, uint32_t col, float v, float before) {
+    return p.out[(size_t)col * p.out_stride + row] = rfk_finish(p, row, v, before);
 }
 RFK_DEVICE void rfk_put(const rfk_product &p, uint32_t row, uint32_t col, float v) {
     (void)rfk_put_on(p, row, col, v, p.accumulate ? p.out[(size_t)col * p.out_stride + row] : 0.0f);
+}
+/* The same for rows 4i .. 4i + 3, as far as there are so many; v becomes what is there. */
+RFK_DEVICE void rfk_put4(const rfk_product &p, uint32_t i, uint32_t col, float *v) {
+    float *out = p.out + (size_t)col * p.out_stride, before[4] = {0, 0, 0, 0};
+    if (p.accumulate) rfk_get4(out, i, p.n_out, before);
+    for (uint32_t k = 0; k < 4; k++)
+        if (4 * i + k < p.n_out) v[k] = rfk_finish(p, 4 * i + k, v[k], before[k]);
+    rfk_set4(out, i, p.n_out, v);
 }
 
 /* Dot product of a unit with the column whose values start at q, group. */
@@ -3506,17 +3631,80 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul(ARGS args) {
     }
 }
 
-/* Add the splits of a tile, 256 results a block.   grid as rfk_matmul's, but z: results of a tile / 256   block 256 */
+/* Four neighbouring rows of a column: the sum of the splits, in their order. `tile`: of all tiles, i: of its results. */
+RFK_DEVICE void rfk_join4(const rfk_tiles_args &t, uint32_t tile, uint32_t i, float *sum) {
+    const uint32_t results = t.rows * t.cols;
+    const float4 *part = reinterpret_cast<const float4 *>(t.part + (size_t)tile * t.n_splits * results + i);
+    const float4 first = part[0];
+    sum[0] = first.x, sum[1] = first.y, sum[2] = first.z, sum[3] = first.w;
+    RFK_UNROLL(4)
+    for (uint32_t z = 1; z < t.n_splits; z++) {
+        const float4 v = part[z * (results / 4)];
+        sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+    }
+}
+
+/* Add the splits of a tile, 1024 results a block.   grid as rfk_matmul's, but z: results of a tile / 1024   block 256 */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_tiles(rfk_tiles_args t) {
-    uint32_t number = blockIdx.y, results = t.rows * t.cols;
+    uint32_t number = blockIdx.y;
     const rfk_product p = rfk_pick(t.m, &number);
-    const float *part = t.part + ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits * results;
-    uint32_t i = blockIdx.z * RFK_BLOCK + threadIdx.x, row = number * t.rows + i % t.rows,
-             col = blockIdx.x * t.cols + i / t.rows;
+    const uint32_t i = 4 * (blockIdx.z * RFK_BLOCK + threadIdx.x), row = number * t.rows + i % t.rows,
+                   col = blockIdx.x * t.cols + i / t.rows;
     if (row >= p.n_out || col >= t.m.n_cols) return;
-    float sum = 0;
-    for (uint32_t z = 0; z < t.n_splits; z++) sum += part[(size_t)z * results + i];
-    rfk_put(p, row, col, sum);
+    float sum[4];
+    rfk_join4(t, blockIdx.y * gridDim.x + blockIdx.x, i, sum);
+    rfk_put4(p, row / 4, col, sum);
+}
+
+/* A row of a norm, which is first joined and put to where the results of the product are: only scaled and added. */
+struct rfk_joined_row {
+    const rfk_tiles_args *t;
+    uint32_t col;
+};
+RFK_DEVICE rfk_norm_row rfk_norm_again(const rfk_joined_row &r) {
+    const rfk_product &p = r.t->m.part[0];
+    const rfk_norm_row row = {p.out + (size_t)r.col * p.out_stride, p.n_out};
+    return row;
+}
+template <bool PLAIN, int TEAM, int KEPT>
+RFK_DEVICE void rfk_norm_load(const rfk_joined_row &r, uint32_t first, float (&x)[KEPT][4]) {
+    const rfk_tiles_args &t = *r.t;
+    const rfk_product &p = t.m.part[0];
+    const uint32_t col_tiles = (t.m.n_cols + t.cols - 1) / t.cols, results = t.rows * t.cols;
+    float *out = p.out + (size_t)r.col * p.out_stride, before[KEPT][4];
+    uint32_t from[KEPT];
+    RFK_UNROLL(4)
+    for (int j = 0; j < KEPT; j++) {
+        const uint32_t row = 4 * (first + (uint32_t)(j * TEAM)), tile = row / t.rows * col_tiles + r.col / t.cols;
+        from[j] = tile * t.n_splits * results + r.col % t.cols * t.rows + row % t.rows;
+        for (int k = 0; k < 4; k++) before[j][k] = x[j][k] = 0;
+        if (p.accumulate) rfk_norm_get4<PLAIN>(out, row / 4, p.n_out, before[j]);
+    }
+    RFK_UNROLL(2)
+    for (uint32_t z = 0; z < t.n_splits; z++) {
+        RFK_UNROLL(4)
+        for (int j = 0; j < KEPT; j++) {
+            if (4 * (first + (uint32_t)(j * TEAM)) >= p.n_out) break;
+            const float4 v = *reinterpret_cast<const float4 *>(t.part + from[j] + z * results);
+            x[j][0] += v.x, x[j][1] += v.y, x[j][2] += v.z, x[j][3] += v.w;
+        }
+    }
+    RFK_UNROLL(4)
+    for (int j = 0; j < KEPT; j++) {
+        for (int k = 0; k < 4; k++) x[j][k] = before[j][k] + x[j][k] * p.scale;
+        rfk_set4(out, first + (uint32_t)(j * TEAM), p.n_out, x[j]);
+    }
+}
+
+/* Add the splits of a product's tiles, and norm the results.   grid cols   block 256 */
+struct rfk_join_norm_args {
+    rfk_tiles_args t;
+    rfk_norm_args norm;
+};
+template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_norm(rfk_join_norm_args a) {
+    RFK_SHARED(rfk_norm_shared, s);
+    const rfk_joined_row r = {&a.t, blockIdx.x};
+    rfk_norm<WAVE, RFK_BLOCK, 4, true>(a.norm, blockIdx.x, 0, r, s);
 }
 
 #define RFK_TILE 64 /* rows and columns of a tile of floats */
@@ -5693,6 +5881,7 @@ struct rfk_bound {
         quantize; /* matmul: its input must be quantized first; norm, glu: quantize the output for what follows */
     uint32_t
         together; /* this op and so many - 1 behind it are one launch                                           */
+    uint32_t only_int8; /* norm, glu: nobody reads its output but as it is quantized */
     uint32_t sort; /* experts: the pairs of its route must be sorted first, if there are enough for tiles */
 };
 
@@ -6144,6 +6333,20 @@ static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
            a->head_dim == b->head_dim && a->n_rot == b->n_rot && a->flags == b->flags && a->scale == b->scale;
 }
 
+/* Where op i quantizes its output: nobody reads the values themselves, before they are replaced. */
+static int rfk_read_as_int8(const rf_prepared *p, uint32_t i) {
+    const rf_plan *plan = p->plan;
+    const uint32_t buffer = plan->ops[i].out;
+    if (plan->ops[i].flags & RF_OP_ACCUMULATE || plan->buffers[buffer].rows == RF_ROWS_LOGITS) return 0;
+    for (i++; i < plan->n_ops; i++) {
+        const rf_op *op = &plan->ops[i];
+        if (op->in2 == buffer || rf_op_in3(op) == buffer) return 0;
+        if (op->in == buffer && (!rfk_reads_int8(plan, op) || p->ops[i].quantize)) return 0;
+        if (op->out == buffer) return op->kind != RF_OP_ROPE && op->kind != RF_OP_SLICE && !(op->flags & RF_OP_ACCUMULATE);
+    }
+    return 1;
+}
+
 /* Segments are the ops of one layer. Within one: an input that several matmuls share is quantized once, by the op
  * that
  * makes it if that is a norm or glu; matmuls of one input, and the ropes of queries and keys, go together. Matmuls and
@@ -6188,6 +6391,9 @@ static void rfk_make_segments(rf_prepared *p) {
         p->ops[i].together = n;
     }
     p->segments[p->n_segments] = plan->n_ops;
+    for (uint32_t i = 0; i < plan->n_ops; i++)
+        if ((plan->ops[i].kind == RF_OP_RMS_NORM || plan->ops[i].kind == RF_OP_GLU) && p->ops[i].quantize)
+            p->ops[i].only_int8 = (uint32_t)rfk_read_as_int8(p, i);
 }
 
 #define RFK_PARTS 20u
@@ -6603,6 +6809,8 @@ struct rfk_launching {
     const rf_op *op;
     uint32_t index, n_rows;
     uint32_t together; /* ops of this launch: op, op + 1, ...                */
+    uint32_t end;      /* first op behind this call's                        */
+    uint32_t done;     /* ops of it that are done, `together` or more        */
     rfk_bound b;       /* logits buffers already at the step's first row     */
 };
 
@@ -6685,23 +6893,48 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
     return r;
 }
 
-static rf_result rfk_run_rms_norm(const rfk_launching *l) {
+/* The launches of a step of one row read floats where others read what the op before quantized. */
+static bool rfk_skips_floats(const rfk_launching *l) { return l->b.only_int8 && l->step->n_rows > 1; }
+
+static rfk_norm_args rfk_make_norm(const rfk_launching *l) {
     rfk_norm_args a;
     a.w = rfk_vector(l->p, l->op->weight, 0, &a.w_type);
     a.b = rfk_vector(l->p, l->op->extra, 0, &a.b_type);
     a.center = (l->op->flags & RF_OP_CENTER) != 0;
     a.accumulate = (l->op->flags & RF_OP_ACCUMULATE) != 0;
     a.in = l->b.in;
-    a.out = l->b.out;
+    a.out = rfk_skips_floats(l) ? NULL : l->b.out;
     a.in_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
     a.n = l->op->n_in;
+    a.n_rows = l->n_rows;
+    a.n_heads = l->op->n_heads;
     a.w_head = l->op->flags & RF_OP_EACH_HEAD ? a.n : 0;
     a.eps = l->op->eps;
     a.to = l->p->x8;
     if (!l->b.quantize) a.to.q = NULL;
-    return rfk_go(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), dim3(l->n_rows, l->op->n_heads),
-                  RFK_BLOCK, a);
+    return a;
+}
+
+static bool rfk_is_aligned(const void *p, uint32_t stride) { return ((size_t)p | 4 * (size_t)stride) % 16 == 0; }
+
+/* Its values can be loaded four at a time, and there is nothing to it but its weight. */
+static bool rfk_is_simple_norm(const rfk_norm_args *a) {
+    return a->w && a->w_type == RF_TYPE_F32 && !a->b && !a->center && !a->accumulate && a->n % 4 == 0 &&
+           rfk_is_aligned(a->w, 0) && rfk_is_aligned(a->in, a->in_stride) && rfk_is_aligned(a->out, a->out_stride);
+}
+
+typedef void (*rfk_norm_kernel)(rfk_norm_args);
+template <int WAVE> static rfk_norm_kernel rfk_find_norm(bool wave, bool simple) {
+    if (wave) return simple ? rfk_rms_norm<WAVE, WAVE, true> : rfk_rms_norm<WAVE, WAVE, false>;
+    return simple ? rfk_rms_norm<WAVE, RFK_BLOCK, true> : rfk_rms_norm<WAVE, RFK_BLOCK, false>;
+}
+static rf_result rfk_run_rms_norm(const rfk_launching *l) {
+    const rfk_norm_args a = rfk_make_norm(l);
+    const bool wave = a.n <= 8 * l->p->dev->wave && !a.to.q, simple = rfk_is_simple_norm(&a);
+    const uint32_t teams = wave ? RFK_BLOCK / l->p->dev->wave : 1;
+    return rfk_go(l, RFK_BY_WAVE(l, rfk_find_norm<32>(wave, simple), rfk_find_norm<64>(wave, simple)),
+                  dim3(rfk_ceil_div((uint64_t)a.n_rows * a.n_heads, teams)), RFK_BLOCK, a);
 }
 
 typedef void (*rfk_matmul_kernel)(rfk_matmul_args);
@@ -6755,6 +6988,21 @@ static float *rfk_at_step(const rfk_launching *l, float *base, uint32_t id) {
     return b->rows == RF_ROWS_LOGITS ? base + (size_t)l->step->first_logits_row * b->width : base;
 }
 
+/* `to`, like l but of op i; false: it has no rows. */
+static bool rfk_find_op(const rfk_launching *l, uint32_t i, rfk_launching *to) {
+    const rf_plan *plan = l->p->plan;
+    *to = *l;
+    to->op = &plan->ops[i];
+    to->index = i;
+    to->b = l->p->ops[i];
+    to->n_rows =
+        to->op->rows == RF_ROWS_LOGITS || to->op->kind == RF_OP_GATHER ? l->step->n_logits : l->step->n_rows;
+    if (to->op->in < plan->n_buffers) to->b.in = rfk_at_step(l, to->b.in, to->op->in);
+    if (to->op->in2 < plan->n_buffers) to->b.in2 = rfk_at_step(l, to->b.in2, to->op->in2);
+    if (to->op->out < plan->n_buffers) to->b.out = rfk_at_step(l, to->b.out, to->op->out);
+    return to->n_rows > 0;
+}
+
 /* The products of a launch; `rows` of each are a block's. Returns the blocks of all. */
 static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, uint32_t rows) {
     uint32_t end = 0;
@@ -6805,8 +7053,26 @@ static void rfk_cut_depth(const rf_prepared *p, rfk_tiles_args *t, uint32_t tile
     t->part = t->n_splits > 1 ? p->tile_part : NULL;
 }
 
+/* Add the splits of tiles: with the norm behind the product, if it is a simple one of all its results. */
+static rf_result rfk_run_join(rfk_launching *l, const rfk_tiles_args *t, uint32_t row_tiles, uint32_t col_tiles) {
+    const rfk_product *p = &t->m.part[0];
+    rfk_launching next;
+    if (l->together == 1 && l->index + 1 < l->end && !p->bias && !p->factor && p->softcap == 0 &&
+        rfk_find_op(l, l->index + 1, &next) && next.op->kind == RF_OP_RMS_NORM && next.op->n_heads == 1 &&
+        next.b.in == p->out && next.op->n_in == p->n_out && next.n_rows == t->m.n_cols) {
+        rfk_join_norm_args a;
+        a.t = *t;
+        a.norm = rfk_make_norm(&next);
+        if (rfk_is_simple_norm(&a.norm)) {
+            l->done = 2;
+            return rfk_go(l, RFK_BY_WAVE(l, rfk_join_norm<32>, rfk_join_norm<64>), dim3(t->m.n_cols), RFK_BLOCK, a);
+        }
+    }
+    return rfk_go(l, rfk_join_tiles, dim3(col_tiles, row_tiles, t->rows * t->cols / (4 * RFK_BLOCK)), RFK_BLOCK, *t);
+}
+
 /* Tiles on matrix units, or dot products. */
-static rf_result rfk_run_tiles(const rfk_launching *l, const rfk_matmul_args *products) {
+static rf_result rfk_run_tiles(rfk_launching *l, const rfk_matmul_args *products) {
     rf_prepared *p = l->p;
     rfk_tiles_args t;
     uint32_t type = p->plan->weights[l->op->weight].type;
@@ -6822,7 +7088,7 @@ static rf_result rfk_run_tiles(const rfk_launching *l, const rfk_matmul_args *pr
                                                 (rfk_find_matmul<rfk_tiles_args, 64, RFK_FEW_TILE>(type)));
     rf_result r = rfk_go(l, many ? big : small, dim3(col_tiles, row_tiles, t.n_splits), RFK_BLOCK, t);
     if (r != RF_OK || t.n_splits == 1) return r;
-    return rfk_go(l, rfk_join_tiles, dim3(col_tiles, row_tiles, t.rows * t.cols / RFK_BLOCK), RFK_BLOCK, t);
+    return rfk_run_join(l, &t, row_tiles, col_tiles);
 }
 
 /* The input of a launch in pieces: n_cols rows of n values, per_row of them side by side. */
@@ -6833,7 +7099,7 @@ static rf_result rfk_run_split(const rfk_launching *l, uint32_t n_cols, uint32_t
     return rfk_go(l, cut, dim3(n_cols), RFK_BLOCK, z);
 }
 
-template <bool BF16> static rf_result rfk_run_halves(const rfk_launching *l, const rfk_matmul_args *products) {
+template <bool BF16> static rf_result rfk_run_halves(rfk_launching *l, const rfk_matmul_args *products) {
     rf_prepared *p = l->p;
     rfk_halves_args<rfk_tiles_args> a;
     rfk_tiles_args *t = &a.tiles;
@@ -6852,10 +7118,10 @@ template <bool BF16> static rf_result rfk_run_halves(const rfk_launching *l, con
                                           (rfk_matmul_halves<BF16, 64, RFK_FEW_TILE, rfk_tiles_args>));
     if (r == RF_OK) r = rfk_go(l, many ? big : small, dim3(col_tiles, row_tiles, t->n_splits), RFK_BLOCK, a);
     if (r != RF_OK || t->n_splits == 1) return r;
-    return rfk_go(l, rfk_join_tiles, dim3(col_tiles, row_tiles, RFK_FEW_ROWS * cols / RFK_BLOCK), RFK_BLOCK, *t);
+    return rfk_run_join(l, t, row_tiles, col_tiles);
 }
 
-static rf_result rfk_run_matmul(const rfk_launching *l) {
+static rf_result rfk_run_matmul(rfk_launching *l) {
     const rf_op *op = l->op;
     uint32_t type = l->p->plan->weights[op->weight].type;
     rfk_matmul_args a;
@@ -6895,15 +7161,13 @@ static rf_result rfk_run_matmul(const rfk_launching *l) {
 static rf_result rfk_run_rope(const rfk_launching *l) {
     const rf_op *op = l->op;
     rfk_rope_args a;
-    uint32_t heads = 0;
     if (op->n_rot == 0) return RF_OK;
     for (uint32_t i = 0; i < 2; i++) {
         uint32_t k = i < l->together ? i : 0;
         a.x[i] = rfk_at_step(l, l->p->ops[l->index + k].out, op[k].out);
         if (op->flags & RF_OP_LAST) a.x[i] += op->head_dim - op->n_rot;
         a.stride[i] = l->p->ops[l->index + k].out_stride;
-        a.n_heads[i] = op[k].n_heads;
-        heads = op[k].n_heads > heads ? op[k].n_heads : heads;
+        a.n_heads[i] = i < l->together ? op[k].n_heads : 0;
     }
     a.table = l->p->tables + op->table;
     a.freqs = rfk_vector(l->p, op->extra, op->extra_at, &a.freqs_type);
@@ -6912,7 +7176,9 @@ static rf_result rfk_run_rope(const rfk_launching *l) {
     a.n_rot = op->n_rot;
     a.neox = (op->flags & RF_OP_NEOX) != 0;
     a.scale = op->scale;
-    dim3 grid(rfk_ceil_div((uint64_t)heads * (op->n_rot / 2), RFK_BLOCK), l->n_rows, l->together);
+    a.group = op->n_rot / 2 < RFK_BLOCK ? op->n_rot / 2 : RFK_BLOCK;
+    dim3 grid(l->n_rows, rfk_ceil_div(a.n_heads[0] + (uint64_t)a.n_heads[1], RFK_ROPE_HEADS * (RFK_BLOCK / a.group)),
+              rfk_ceil_div(op->n_rot / 2, RFK_BLOCK));
     return rfk_go(l, rfk_rope, grid, RFK_BLOCK, a);
 }
 
@@ -6942,9 +7208,11 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
         return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? rfk_latent_store<float> : rfk_latent_store<uint16_t>, grid,
                       RFK_BLOCK, a);
     }
-    dim3 grid(rfk_ceil_div((uint64_t)op->n_kv_heads * (op->head_dim + op->head_dim_v), RFK_BLOCK), l->n_rows);
-    return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? rfk_kv_store<float> : rfk_kv_store<uint16_t>, grid, RFK_BLOCK,
-                  a);
+    const uint32_t per = op->head_dim % 4 == 0 && op->head_dim_v % 4 == 0 ? 4 : 1;
+    void (*full)(rfk_store_args) = per == 4 ? rfk_kv_store<float, 4> : rfk_kv_store<float, 1>;
+    void (*half)(rfk_store_args) = per == 4 ? rfk_kv_store<uint16_t, 4> : rfk_kv_store<uint16_t, 1>;
+    dim3 grid(rfk_ceil_div((uint64_t)op->n_kv_heads * (op->head_dim + op->head_dim_v), RFK_BLOCK * per), l->n_rows);
+    return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? full : half, grid, RFK_BLOCK, a);
 }
 
 /* A prompt: tiles of queries and positions pay when the rows of a sequence are many. Quantized keys and values are two
@@ -7042,6 +7310,7 @@ static rf_result rfk_run_glu(const rfk_launching *l) {
     a.n = l->op->n_out;
     a.to = l->p->x8;
     if (!l->b.quantize) a.to.q = NULL;
+    if (rfk_skips_floats(l)) a.out = NULL;
     return rfk_go(l, RFK_BY_WAVE(l, (rfk_glu<32>), (rfk_glu<64>)), dim3(rfk_ceil_div(a.n, 4 * RFK_BLOCK), l->n_rows),
                   RFK_BLOCK, a);
 }
@@ -7566,42 +7835,42 @@ static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_ste
     return RF_OK;
 }
 
-/* Op i and the n - 1 that go with it. */
-static rf_result rfk_run_ops(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, uint32_t n,
+static rf_result rfk_run_kind(rfk_launching *l) {
+    switch (l->op->kind) {
+    case RF_OP_EMBED: return rfk_run_embed(l);
+    case RF_OP_RMS_NORM: return rfk_run_rms_norm(l);
+    case RF_OP_MATMUL: return rfk_run_matmul(l);
+    case RF_OP_ROPE: return rfk_run_rope(l);
+    case RF_OP_KV_STORE: return rfk_run_kv_store(l);
+    case RF_OP_ATTENTION: return rfk_run_attention(l);
+    case RF_OP_GLU: return rfk_run_glu(l);
+    case RF_OP_GATHER: return rfk_run_gather(l);
+    case RF_OP_ROUTE: return rfk_run_route(l);
+    case RF_OP_EXPERTS: return rfk_run_experts(l);
+    case RF_OP_MIX: return rfk_run_mix(l);
+    case RF_OP_HEADS: return rfk_run_heads(l);
+    case RF_OP_CONV: return rfk_run_conv(l);
+    case RF_OP_DELTA: return rfk_run_delta(l);
+    case RF_OP_SLICE: return rfk_run_slice(l);
+    default: return rfk_run_argmax(l);
+    }
+}
+
+/* Op i and those that go with it, at least *n; *n becomes the ops that are done. None of them is `end`. */
+static rf_result rfk_run_ops(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, uint32_t end, uint32_t *n,
                              rf_error *err) {
-    const rf_plan *plan = p->plan;
     rfk_launching l;
+    memset(&l, 0, sizeof l);
     l.p = p;
     l.q = q;
     l.step = step;
     l.err = err;
-    l.op = &plan->ops[i];
-    l.index = i;
-    l.b = p->ops[i];
-    l.n_rows = l.op->rows == RF_ROWS_LOGITS || l.op->kind == RF_OP_GATHER ? step->n_logits : step->n_rows;
-    if (l.n_rows == 0) return RF_OK;
-    l.together = n;
-    if (l.op->in < plan->n_buffers) l.b.in = rfk_at_step(&l, l.b.in, l.op->in);
-    if (l.op->in2 < plan->n_buffers) l.b.in2 = rfk_at_step(&l, l.b.in2, l.op->in2);
-    if (l.op->out < plan->n_buffers) l.b.out = rfk_at_step(&l, l.b.out, l.op->out);
-    switch (l.op->kind) {
-    case RF_OP_EMBED: return rfk_run_embed(&l);
-    case RF_OP_RMS_NORM: return rfk_run_rms_norm(&l);
-    case RF_OP_MATMUL: return rfk_run_matmul(&l);
-    case RF_OP_ROPE: return rfk_run_rope(&l);
-    case RF_OP_KV_STORE: return rfk_run_kv_store(&l);
-    case RF_OP_ATTENTION: return rfk_run_attention(&l);
-    case RF_OP_GLU: return rfk_run_glu(&l);
-    case RF_OP_GATHER: return rfk_run_gather(&l);
-    case RF_OP_ROUTE: return rfk_run_route(&l);
-    case RF_OP_EXPERTS: return rfk_run_experts(&l);
-    case RF_OP_MIX: return rfk_run_mix(&l);
-    case RF_OP_HEADS: return rfk_run_heads(&l);
-    case RF_OP_CONV: return rfk_run_conv(&l);
-    case RF_OP_DELTA: return rfk_run_delta(&l);
-    case RF_OP_SLICE: return rfk_run_slice(&l);
-    default: return rfk_run_argmax(&l);
-    }
+    l.end = end;
+    if (!rfk_find_op(&l, i, &l)) return RF_OK;
+    l.together = l.done = *n;
+    const rf_result r = rfk_run_kind(&l);
+    *n = l.done;
+    return r;
 }
 
 /* A launch of a decode step. */
@@ -7618,7 +7887,8 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
         rf_result r = rfk_run_angles(&l);
         if (r != RF_OK) return r;
     }
-    if (f->kind == RFK_FUSED_OP) return rfk_run_ops(p, q, step, f->first, f->n_ops, err);
+    uint32_t n = f->n_ops;
+    if (f->kind == RFK_FUSED_OP) return rfk_run_ops(p, q, step, f->first, f->first + n, &n, err);
     if (f->kind == RFK_FUSED_ROWS && p->plan->ops[f->products].rows == RF_ROWS_LOGITS && step->n_logits == 0)
         return RF_OK;
     if (f->kind == RFK_FUSED_ROWS) return rfk_run_rows(&l, f);
@@ -7639,7 +7909,7 @@ static rf_result rfk_run_segments(rf_prepared *p, rf_queue *q, uint32_t first, u
         n = p->events ? 1 : p->ops[i].together;
         if (p->events)
             r = rfk_check(p->dev, err, hipEventRecord(p->events[2 * i], q->stream), "hipEventRecord", "timing", i);
-        if (r == RF_OK) r = rfk_run_ops(p, q, step, i, n, err);
+        if (r == RF_OK) r = rfk_run_ops(p, q, step, i, p->events ? i + 1 : p->segments[last], &n, err);
         if (r == RF_OK && p->events)
             r = rfk_check(p->dev, err, hipEventRecord(p->events[2 * i + 1], q->stream), "hipEventRecord", "timing",
                           i);

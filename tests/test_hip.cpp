@@ -844,16 +844,17 @@ static void test_goldens() {
 }
 
 static void test_rms_norm() {
-    static const uint32_t ns[] = {1, 7, 64, 100, 256, 1000}, heads[] = {1, 3}, counts[] = {1, 7, 33};
+    static const uint32_t ns[] = {1, 7, 64, 100, 256, 1000, 4300}, heads[] = {1, 3}, counts[] = {1, 7, 33};
     static const uint32_t w_types[] = {RF_TYPE_F32, RF_TYPE_F16, RF_TYPE_BF16};
-    std::vector<Row> list = combinations(std::vector<int>{6, 2, 3, 3, 2, n_devices, 2, 3, 2});
+    std::vector<Row> list = combinations(std::vector<int>{7, 2, 3, 3, 2, n_devices, 2, 3, 2, 2});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         uint32_t n = ns[r[0]], h = heads[r[1]], T = counts[r[2]];
+        const uint32_t width = n * h + (r[9] ? 4 : 1); /* rows that are aligned, if n is, or are not */
         bool in_place = r[4] == 1, center = r[6] == 1 && n > 1, bias = r[7] == 1, bare = r[7] == 2, adds = r[8] == 1;
         Rig g(devices[(size_t)r[5]]);
-        uint32_t in = g.buffer(n * h + 1), out = in_place ? in : g.buffer(n * h);
-        std::vector<float> w = values(n), x = values((size_t)T * (n * h + 1));
+        uint32_t in = g.buffer(width), out = in_place ? in : g.buffer(n * h);
+        std::vector<float> w = values(n), x = values((size_t)T * width);
         rf_op *o = g.op(RF_OP_RMS_NORM);
         o->in = in, o->out = out, o->n_in = n, o->n_heads = h, o->eps = 1e-5f;
         o->flags = (center ? RF_OP_CENTER : 0) | (adds ? RF_OP_ACCUMULATE : 0);
@@ -868,7 +869,7 @@ static void test_rms_norm() {
         std::vector<double> want;
         for (uint32_t t = 0; t < T; t++) {
             for (uint32_t k = 0; k < h; k++) {
-                const float *p = &x[(size_t)t * (n * h + 1) + (size_t)k * n];
+                const float *p = &x[(size_t)t * width + (size_t)k * n];
                 double sum = 0, mean = 0;
                 for (uint32_t j = 0; j < n; j++) mean += center ? (double)p[j] / n : 0;
                 for (uint32_t j = 0; j < n; j++) sum += (p[j] - mean) * (p[j] - mean);
@@ -876,16 +877,16 @@ static void test_rms_norm() {
                     want.push_back((p[j] - mean) / sqrt(sum / n + (double)1e-5f) * wd[j] + bd[j] +
                                    (adds ? before[want.size()] : 0));
             }
-            if (in_place) want.push_back(x[(size_t)t * (n * h + 1) + n * h]);
+            for (uint32_t j = n * h; in_place && j < width; j++) want.push_back(x[(size_t)t * width + j]);
         }
         compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, "rms_norm");
     }
 }
 
 static void test_rope() {
-    static const uint32_t dims[] = {32, 40, 64, 80, 96, 128, 256}, heads[] = {1, 3, 8};
+    static const uint32_t dims[] = {32, 40, 64, 80, 96, 128, 256, 600}, heads[] = {1, 3, 8};
     static const int32_t firsts[] = {0, 5, 1000, 131000};
-    std::vector<Row> list = combinations(std::vector<int>{7, 3, 4, 2, 2, 2, 2, n_devices});
+    std::vector<Row> list = combinations(std::vector<int>{8, 3, 4, 2, 2, 2, 2, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         uint32_t dim = dims[r[0]], h = heads[r[1]], n_rot = r[4] ? dim / 2 / 2 * 2 : dim, T = 5;
@@ -1586,8 +1587,9 @@ static void test_heads_across() {
 
 /* Ops that become one launch, and inputs that the op before quantizes: x -> norm -> 4 products of one type and one of
  * another; glu -> product. What each reads is read back from the device, so that every result has
- * its own reference. */
-static void together_case(uint32_t type, uint32_t other, uint32_t T, uint32_t device) {
+ * its own reference. `readers`: of the floats that are quantized; without them these need not be there, and the
+ * results are only returned. */
+static std::vector<float> together_case(uint32_t type, uint32_t other, uint32_t T, uint32_t device, bool readers) {
     const uint32_t n = 256, widths[6] = {96, 32, 33, 70, 32, 40};
     char what[96];
     snprintf(what, sizeof what, "together %s %s rows %u device %u", type_name(type), type_name(other), T, device);
@@ -1609,11 +1611,26 @@ static void together_case(uint32_t type, uint32_t other, uint32_t T, uint32_t de
         o->weight = g.weight(t, n, widths[i], random_rows(t, n, widths[i]));
         if (i == 2) o->extra = g.vector(values(widths[i]));
     }
-    REQUIRE(g.open(T, 1, 64) == RF_OK, "%s: %s", what, g.err.text);
+    for (int i = 0; readers && i < 2; i++) {
+        o = g.op(RF_OP_MATMUL);
+        o->in = i ? glu : xn, o->out = g.buffer(1), o->n_in = n, o->n_out = 1,
+        o->weight = g.weight(RF_TYPE_F32, n, 1, std::vector<uint8_t>(4 * n));
+    }
+    std::vector<float> results;
+    rf_result r = g.open(T, 1, 64);
+    CHECK(r == RF_OK, "%s: %s", what, g.err.text);
+    if (r != RF_OK) return results;
     std::vector<float> xs = values((size_t)T * n), a = values((size_t)T * n), b = values((size_t)T * n),
                        old = values((size_t)T * (widths[1] + 1));
     g.set(x, xs), g.set(glu, a), g.set(up, b), g.set(out[1], old);
-    REQUIRE(g.run(rows_of(T)) == RF_OK, "%s: %s", what, g.err.text);
+    r = g.run(rows_of(T));
+    CHECK(r == RF_OK, "%s: %s", what, g.err.text);
+    for (int i = 0; i < 6; i++) {
+        const std::vector<float> y = g.get(out[i]);
+        for (uint32_t t = 0; t < T; t++)
+            results.insert(results.end(), &y[t * (widths[i] + 1)], &y[t * (widths[i] + 1)] + widths[i]);
+    }
+    if (!readers) return results;
     std::vector<float> in[2] = {g.get(xn), g.get(glu)};
     std::vector<double> want_in[2];
     for (uint32_t t = 0; t < T; t++) {
@@ -1644,6 +1661,7 @@ static void together_case(uint32_t type, uint32_t other, uint32_t T, uint32_t de
         }
         compare(packed, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
     }
+    return results;
 }
 static void test_together() {
     static const uint32_t pairs[][2] = {{RF_TYPE_Q8_0, RF_TYPE_Q4_K},
@@ -1654,8 +1672,71 @@ static void test_together() {
                                         {RF_TYPE_Q4_K, RF_TYPE_Q2_K}},
                           rows[] = {1, 3, 33};
     for (uint32_t i = 0; i < 6; i++)
-        for (uint32_t t = 0; t < 3; t++)
-            together_case(pairs[i][0], pairs[i][1], rows[t], (i + t) % (uint32_t)n_devices);
+        for (uint32_t t = 0; t < 3; t++) {
+            const uint32_t d = (i + t) % (uint32_t)n_devices;
+            const uint64_t begin = seed;
+            const std::vector<float> with = together_case(pairs[i][0], pairs[i][1], rows[t], d, true);
+            seed = begin;
+            CHECK(same_bits(with, together_case(pairs[i][0], pairs[i][1], rows[t], d, false)),
+                  "%s %s rows %u: other bits where nobody reads the floats", type_name(pairs[i][0]),
+                  type_name(pairs[i][1]), rows[t]);
+        }
+}
+
+/* product -> norm -> product, where the first is cut in its depth: its tiles and the norm are one launch, if the norm is
+ * a simple one. `kind`: 1: added to what is there; 2: of a bias too; 3: the norm is in place. */
+static void joined_norm_case(uint32_t type, uint32_t n, uint32_t T, uint32_t kind, uint32_t device) {
+    const uint32_t n_in = 2048;
+    char what[96];
+    snprintf(what, sizeof what, "norm behind %s %u rows %u kind %u device %u", type_name(type), n, T, kind, device);
+    Rig g(devices[device]);
+    const uint32_t x = g.buffer(n_in), y = g.buffer(n), yn = kind == 3 ? y : g.buffer(n), z = g.buffer(8);
+    const std::vector<uint8_t> w = random_rows(type, n_in, n), w2 = random_rows(RF_TYPE_F32, n, 8);
+    const std::vector<float> norm = values(n), bias = values(n), xs = values((size_t)T * n_in),
+                             old = values((size_t)T * n);
+    rf_op *o = g.op(RF_OP_MATMUL);
+    o->in = x, o->out = y, o->n_in = n_in, o->n_out = n, o->flags = kind == 1 || kind == 2 ? RF_OP_ACCUMULATE : 0;
+    o->weight = g.weight(type, n_in, n, w);
+    o->scale = 0.25f;
+    if (kind == 2) o->extra = g.vector(bias);
+    o = g.op(RF_OP_RMS_NORM);
+    o->in = y, o->out = yn, o->n_heads = 1, o->n_in = n, o->eps = 1e-5f, o->weight = g.vector(norm);
+    o = g.op(RF_OP_MATMUL);
+    o->in = yn, o->out = z, o->n_in = n, o->n_out = 8, o->weight = g.weight(RF_TYPE_F32, n, 8, w2);
+    REQUIRE(g.open(T, 1, T) == RF_OK, "%s: %s", what, g.err.text);
+    g.set(x, xs), g.set(y, old);
+    const uint32_t before = (uint32_t)api->plan_stats(g.prepared).launches;
+    REQUIRE(g.run(rows_of(T)) == RF_OK, "%s: %s", what, g.err.text);
+    /* the step's values (64 rows a launch), quantize, tiles, join with norm or both, the second product */
+    const uint32_t launches = (uint32_t)api->plan_stats(g.prepared).launches - before - (T + 63) / 64,
+                   want_launches = kind == 2 || n % 4 ? 5 : 4;
+    CHECK(launches == want_launches, "%s: %u launches, want %u", what, launches, want_launches);
+    std::vector<double> wd = decode(type, w), sums, normed;
+    for (uint32_t t = 0; t < T; t++) {
+        const std::vector<double> v = is_float(type) ? std::vector<double>(&xs[t * n_in], &xs[t * n_in] + n_in)
+                                                     : quantized(&xs[t * n_in], n_in);
+        double squares = 0;
+        for (uint32_t i = 0; i < n; i++) {
+            double sum = kind == 2 ? bias[i] : 0;
+            for (uint32_t k = 0; k < n_in; k++) sum += wd[(size_t)i * n_in + k] * v[k];
+            sums.push_back(0.25 * sum + (kind == 1 || kind == 2 ? old[t * n + i] : 0));
+            squares += sums.back() * sums.back();
+        }
+        for (uint32_t i = 0; i < n; i++) normed.push_back(sums[t * n + i] / sqrt(squares / n + 1e-5) * norm[i]);
+    }
+    if (kind != 3) compare(g.get(y), sums, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    compare(g.get(yn), normed, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+}
+static void test_joined_norm() {
+    static const uint32_t list[][4] = {{RF_TYPE_Q8_0, 256, 70, 0}, {RF_TYPE_Q4_K, 192, 9, 1},
+                                       {RF_TYPE_Q4_0, 100, 66, 1}, {RF_TYPE_Q6_K, 64, 9, 2},
+                                       {RF_TYPE_Q8_0, 102, 9, 1},  {RF_TYPE_Q5_K, 96, 70, 3}
+#ifndef RF_TEST_EMU /* whose device is too small to cut so many tiles */
+                                       , {RF_TYPE_Q8_0, 4200, 9, 1}
+#endif
+    };
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++)
+        joined_norm_case(list[i][0], list[i][1], list[i][2], list[i][3], (uint32_t)(i % (size_t)n_devices));
 }
 
 /* x -> norm -> gate, up -> glu, one row: one launch, which also writes the normed values and those of up. */
@@ -2698,6 +2779,7 @@ int main(int argc, char **argv) {
     RUN(test_heads);
     RUN(test_heads_across);
     RUN(test_together);
+    RUN(test_joined_norm);
     RUN(test_glu_launch);
     RUN(test_decode_step);
     RUN(test_small_model);
