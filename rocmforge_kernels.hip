@@ -1398,8 +1398,9 @@ RFK_DEVICE float *rfk_rope_head(const rfk_rope_args &a, uint32_t head) {
     return a.x[1] + (size_t)blockIdx.x * a.stride[1] + (size_t)(head - a.n_heads[0]) * a.head_dim;
 }
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rope(rfk_rope_args a) {
-    const uint32_t half = a.n_rot / 2, i = blockIdx.z * RFK_BLOCK + threadIdx.x % a.group, at_once = RFK_BLOCK / a.group,
-                   own = threadIdx.x / a.group, head = blockIdx.y * (RFK_ROPE_HEADS * at_once) + own,
+    const uint32_t half = a.n_rot / 2, i = blockIdx.z * RFK_BLOCK + threadIdx.x % a.group,
+                   at_once = RFK_BLOCK / a.group, own = threadIdx.x / a.group,
+                   head = blockIdx.y * (RFK_ROPE_HEADS * at_once) + own,
                    n_heads = a.n_heads[0] + a.n_heads[1], first = a.neox ? i : 2 * i,
                    second = a.neox ? i + half : 2 * i + 1;
     if (i >= half || own >= at_once) return;
@@ -3631,7 +3632,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul(ARGS args) {
     }
 }
 
-/* Four neighbouring rows of a column: the sum of the splits, in their order. `tile`: of all tiles, i: of its results. */
+/* Four neighbouring rows of a column: the sum of the splits, in their order. tile: of all tiles, i: of its results. */
 RFK_DEVICE void rfk_join4(const rfk_tiles_args &t, uint32_t tile, uint32_t i, float *sum) {
     const uint32_t results = t.rows * t.cols;
     const float4 *part = reinterpret_cast<const float4 *>(t.part + (size_t)tile * t.n_splits * results + i);
@@ -3644,7 +3645,8 @@ RFK_DEVICE void rfk_join4(const rfk_tiles_args &t, uint32_t tile, uint32_t i, fl
     }
 }
 
-/* Add the splits of a tile, 1024 results a block.   grid as rfk_matmul's, but z: results of a tile / 1024   block 256 */
+/* Add the splits of a tile, 1024 results a block.   grid as rfk_matmul's, but z: results of a tile / 1024   block 256
+ */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_tiles(rfk_tiles_args t) {
     uint32_t number = blockIdx.y;
     const rfk_product p = rfk_pick(t.m, &number);
@@ -6342,7 +6344,8 @@ static int rfk_read_as_int8(const rf_prepared *p, uint32_t i) {
         const rf_op *op = &plan->ops[i];
         if (op->in2 == buffer || rf_op_in3(op) == buffer) return 0;
         if (op->in == buffer && (!rfk_reads_int8(plan, op) || p->ops[i].quantize)) return 0;
-        if (op->out == buffer) return op->kind != RF_OP_ROPE && op->kind != RF_OP_SLICE && !(op->flags & RF_OP_ACCUMULATE);
+        if (op->out == buffer)
+            return op->kind != RF_OP_ROPE && op->kind != RF_OP_SLICE && !(op->flags & RF_OP_ACCUMULATE);
     }
     return 1;
 }

@@ -1683,8 +1683,8 @@ static void test_together() {
         }
 }
 
-/* product -> norm -> product, where the first is cut in its depth: its tiles and the norm are one launch, if the norm is
- * a simple one. `kind`: 1: added to what is there; 2: of a bias too; 3: the norm is in place. */
+/* product -> norm -> product, where the first is cut in its depth: joining its tiles and the norm are one launch, if
+ * the norm is a simple one. `kind`: 1: added to what is there; 2: of a bias too; 3: the norm is in place. */
 static void joined_norm_case(uint32_t type, uint32_t n, uint32_t T, uint32_t kind, uint32_t device) {
     const uint32_t n_in = 2048;
     char what[96];
