@@ -90,26 +90,28 @@ help:    ## this list
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile | expand -t 18
 
 # Where checks are added, vector kernels take a compiler minutes: only the suite of the kernels has them there.
-PORTABLE = -DROCMFORGE_NO_SIMD
-SANITIZED := $(if $(findstring sanitize,$(CFLAGS)),$(PORTABLE))
+SANITIZED := $(if $(findstring sanitize,$(CFLAGS)),-DROCMFORGE_NO_SIMD)
 
-# The implementation, once, in an archive: a program that has its own takes nothing from it.
-$(B)/rocmforge.a: rocmforge.h
-	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) $(SANITIZED) -DROCMFORGE_IMPLEMENTATION -x c -c $< -o $(B)/rocmforge.o
+# The implementation, once, in an archive, its internals visible to suites: these take it from there, with declarations of what
+# is inside (tests/internals.awk). A program that has its own implementation takes nothing from it.
+$(B)/rocmforge.a: rocmforge.h tests/internals.awk
+	@mkdir -p $(B)/inside
+	awk -f tests/internals.awk $< >$(B)/inside/rocmforge.h
+	awk -v bodies=1 -f tests/internals.awk $< >$(B)/inside/rocmforge.c
+	$(CC) $(CFLAGS) $(SANITIZED) -DROCMFORGE_IMPLEMENTATION -c $(B)/inside/rocmforge.c -o $(B)/rocmforge.o
 	rm -f $@ && ar rc $@ $(B)/rocmforge.o
 
 # the examples have their own, for those who build them by hand; here they take the one that is there
 $(B)/%: examples/%.c rocmforge.h $(B)/rocmforge.a
 	$(CC) $(CFLAGS) -DROCMFORGE_IMPLEMENTATION_DONE -I. $< $(B)/rocmforge.a -o $@ $(LIBS)
 
-# Suites that include the implementation, for what is inside, are about neither the vector kernels nor the compiler's work but for
-# these: others compile in a quarter of the time.
-WITH_SIMD = $(B)/test_kernels $(if $(SANITIZED),,$(B)/test_model)
-$(filter-out $(WITH_SIMD),$(TESTS)): private override CFLAGS += $(PORTABLE) $(if $(SANITIZED),,-O1)
+# suites that change macros of the implementation, and in sanitizer builds that of the vector kernels, have their own
+INSIDE = -I$(B)/inside $(SANITIZED)
+$(B)/test_fuzz $(B)/test_limits $(B)/test_stream: INSIDE = -O1 -DROCMFORGE_NO_SIMD
+$(B)/test_kernels: INSIDE = $(if $(SANITIZED),-DROCMFORGE_STATIC,-I$(B)/inside)
 
 $(B)/%: tests/%.c $(HEADERS) $(B)/rocmforge.a
-	$(CC) $(CFLAGS) -I. $< $(B)/rocmforge.a -o $@ $(LIBS)
+	$(CC) $(CFLAGS) $(INSIDE) -I. $< $(B)/rocmforge.a -o $@ $(LIBS)
 
 $(B)/test_fuzz: examples/rocmforge_cli.c
 
@@ -124,12 +126,9 @@ $(B)/test_hip: tests/test_hip.cpp $(B)/kernels_emu.o
 $(B)/hip_model: tests/hip_model.c
 $(B)/hip_goldens: tests/test_goldens.c
 $(B)/hip_rewind: tests/test_rewind.c
-$(B)/hip_recurrent: tests/test_recurrent.c $(B)/kernels_emu.o
-	$(CC) $(CFLAGS) -DROCMFORGE_NO_SIMD -I. -c $< -o $@.o
-	$(CXX) $(CFLAGS) $@.o $(B)/kernels_emu.o -o $@ $(LIBS)
-
+$(B)/hip_recurrent: tests/test_recurrent.c
 $(B)/rocmforge_cli_emu: examples/rocmforge_cli.c
-$(B)/hip_model $(B)/hip_goldens $(B)/hip_rewind $(B)/rocmforge_cli_emu: $(B)/kernels_emu.o $(B)/rocmforge.a
+$(B)/hip_model $(B)/hip_goldens $(B)/hip_rewind $(B)/hip_recurrent $(B)/rocmforge_cli_emu: $(B)/kernels_emu.o $(B)/rocmforge.a
 	$(CC) $(CFLAGS) -DRF_TEST_EMU -DROCMFORGE_IMPLEMENTATION_DONE -I. -c $(filter %.c,$^) -o $@.o
 	$(CXX) $(CFLAGS) $@.o $(filter-out %.c,$^) -o $@ $(LIBS)
 

@@ -51,7 +51,7 @@ build_musl() {
     syntax musl-gcc -std=c11 $strict <"$dir/hello.c"
     musl-gcc $small -std=c11 $strict -I. -static "$dir/hello.c" -o "$dir/hello_musl" $libs
 }
-build_o3() { gcc -O3 -DNDEBUG $strict -I. "$dir/hello.c" -o "$dir/hello_o3" $libs; }
+build_o3() { gcc -O3 -DNDEBUG -DROCMFORGE_NO_SIMD $strict -I. "$dir/hello.c" -o "$dir/hello_o3" $libs; }
 build_undefined() {
     gcc $small -fsanitize=undefined -fno-sanitize-recover=all -I. "$dir/hello.c" -o "$dir/hello_undefined" $libs
 }

@@ -5,7 +5,7 @@
  * one. */
 #define _GNU_SOURCE /* nftw */
 #define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 
 #include "make_gguf.h"
 #include "rf_life.h"

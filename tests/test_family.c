@@ -3,7 +3,7 @@
  *
  * Tolerances are fractions of the largest |logit|, as in test_model.c: float32 rounds to 6e-8, 2e-6 is measured. */
 #define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 
 #include "make_gguf.h"
 #include "ref_model.h"

@@ -3,7 +3,7 @@
  * failures, I/O failures, split files, special files. The corpus of bad files is test_corpus.c's. */
 #define _GNU_SOURCE /* nftw */
 #define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 #include "rf_test.h"
 #include "make_gguf.h"
 #include <ftw.h>

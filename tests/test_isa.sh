@@ -3,9 +3,9 @@
 . tests/rf_test.sh
 
 libs="-lm -pthread"
-emulated="-O2 -DEMULATED -static -I."
+emulated="-O2 -DEMULATED -DROCMFORGE_STATIC -static -I."
 
-build_vnni() { gcc -O2 -DEMULATED -DRFI_VNNI_EVEX -I. tests/test_kernels.c -o "$dir/kernels_vnni" $libs; }
+build_vnni() { gcc -O2 -DEMULATED -DROCMFORGE_STATIC -DRFI_VNNI_EVEX -I. tests/test_kernels.c -o "$dir/kernels_vnni" $libs; }
 build_arm64_gcc() {
     need aarch64-linux-gnu-gcc 'gcc-aarch64-linux-gnu libc6-dev-arm64-cross'
     aarch64-linux-gnu-gcc $emulated tests/test_kernels.c -o "$dir/kernels_gcc" $libs
@@ -19,7 +19,7 @@ build_arm64_clang() {
 build_arm64_clang_o0() {
     need clang clang
     need aarch64-linux-gnu-gcc 'gcc-aarch64-linux-gnu libc6-dev-arm64-cross'
-    clang --target=aarch64-linux-gnu -O0 -I. -c tests/test_kernels.c -o "$dir/kernels_o0.o"
+    clang --target=aarch64-linux-gnu -O0 -DROCMFORGE_STATIC -I. -c tests/test_kernels.c -o "$dir/kernels_o0.o"
 }
 
 # emulate CPU PROGRAM SETS [TEST]: PROGRAM's tests pass on a processor where it finds just these instruction sets

@@ -1,8 +1,7 @@
 /* test_kernels: decoding and the CPU's computing kernels, every instruction set of this machine, against float64 and
  * against decoders written here. */
 #define ROCMFORGE_IMPLEMENTATION
-#define ROCMFORGE_STATIC
-#include "../rocmforge.h"
+#include "rocmforge.h"
 #include "rf_test.h"
 
 static const uint32_t all_types[] = {RF_TYPE_F32,  RF_TYPE_F16,  RF_TYPE_BF16, RF_TYPE_Q8_0, RF_TYPE_Q4_0, RF_TYPE_Q4_1,

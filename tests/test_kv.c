@@ -2,7 +2,7 @@
  * evaluator of ref_family.h, and bit for bit those of a cache that holds everything, across every wrap of the ring; cutting,
  * copying, saving and failing; the forecast against what is asked of the device. And keys and values in q8_0. */
 #define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 
 #include "make_gguf.h"
 #include "ref_model.h"

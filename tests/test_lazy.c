@@ -2,7 +2,7 @@
  * everybody who waited and can be tried again, and whatever fails - a read, an allocation, a device call - leaves
  * nothing behind. */
 #define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 
 #include "make_gguf.h"
 #include "rf_test.h"

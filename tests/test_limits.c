@@ -7,7 +7,7 @@
 #define ROCMFORGE_MAX_ALIGNMENT 64u
 #define ROCMFORGE_MAX_FILES 2u
 #define ROCMFORGE_MAX_LAYERS 3
-#include "../rocmforge.h"
+#include "rocmforge.h"
 
 #include "make_gguf.h"
 #include "rf_test.h"

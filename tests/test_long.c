@@ -3,7 +3,7 @@
  *     test_long            the suite: a few hundred generations
  *     test_long N [SEED]   N of them, with a line of figures for every tenth */
 #define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 
 #include <dirent.h>
 

@@ -6,7 +6,7 @@
  * evaluator simulates; the same tolerance holds as long as no input lies so near to a tie that float32 noise (3e-7 of 127
  * steps: 4e-5) tips it to the other side, so tokens are searched whose inputs all keep INT8_MARGIN steps from a tie. */
 #define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 
 #include "make_gguf.h"
 #include "ref_model.h"

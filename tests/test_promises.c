@@ -2,7 +2,7 @@
  * down, objects after failures, files that change while they are used, weights that are not numbers, and texts of a
  * file that are nothing but texts. */
 #define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 
 #include "make_gguf.h"
 #include "rf_test.h"

@@ -54,9 +54,9 @@ run() {
     mkdir "$dir/bin"
     hipcc=hipcc
     case $(cat "$block.needs") in *hipcc\>=*) hipcc=${HIPCC_NEW:-hipcc} ;; esac
-    compiler cc cc -DROCMFORGE_NO_SIMD
-    compiler hipcc "$hipcc" -DROCMFORGE_NO_SIMD -O1 --cuda-host-only -Wl,--warn-unresolved-symbols
-    compiler nvcc nvcc -DROCMFORGE_NO_SIMD -Xcicc -O0 -Xptxas -O0
+    compiler cc cc -O0 -DROCMFORGE_NO_SIMD
+    compiler hipcc "$hipcc" -O0 -DROCMFORGE_NO_SIMD --cuda-host-only -Wl,--warn-unresolved-symbols
+    compiler nvcc nvcc -O0 -DROCMFORGE_NO_SIMD -Xcicc -O0 -Xptxas -O0
     bin=$(cd "$dir/bin" && pwd)
     if (cd "$dir/tree" && PATH=$bin:$PATH sh -ex "$OLDPWD/$2") </dev/null >"$2.log" 2>&1 &&
         ! grep -E 'undefined (reference|symbol)' "$2.log" | grep -qv __hip_fatbin; then pass

@@ -2,11 +2,12 @@
  * neighbours and the way there; going back, copies, saved sequences, failures. The fresh evaluation of the same tokens,
  * one at a time, is the reference: that it is right is test_goldens.c's business. On the CPU; with the kernels linked, on
  * the GPU, where the bits depend on the number of rows of a step, and less of it, since it may be emulated. */
-#define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 #include "make_gguf.h"
 #include "rf_test.h"
 #include <fcntl.h>
+#include <stdatomic.h>
+#include <unistd.h>
 
 /* Longer than the 256 tokens between two states that are kept. */
 enum { N_VOCAB = 64, MOST = RFT_SANITIZED ? 300 : 600 };
@@ -79,7 +80,7 @@ static int close_to(const float *a, const float *b) {
 
 static void test_batches(void) {
     static const uint32_t sizes[] = {2, 7, 64, 512};
-    for (size_t k = 0; k < RFI_COUNT(models); k++) {
+    for (size_t k = 0; k < RFT_COUNT(models); k++) {
         const uint32_t n = MOST;
         rig r;
         float got[N_VOCAB];
@@ -87,7 +88,7 @@ static void test_batches(void) {
         random_tokens(tokens, n, k);
         reference(&r, tokens, n, want);
         CHECK(!SAME(want[n - 1], want[n - 2]), "%s: all logits are alike", models[k]);
-        for (size_t i = 0; i < RFI_COUNT(sizes); i++) {
+        for (size_t i = 0; i < RFT_COUNT(sizes); i++) {
             rf_session *s = session(&r, &(rf_session_desc){.n_ctx = MOST, .n_batch = sizes[i], .cache_type = RF_CACHE_F32});
             CHECK(feed(s, 0, tokens, 0, n, got, &r.err), "%s", r.err.text);
             CHECK(close_to(got, want[n - 1]), "%s in batches of %u", models[k], sizes[i]);
@@ -99,7 +100,7 @@ static void test_batches(void) {
 
 /* Rows of three sequences mixed in a step are as if each were alone. */
 static void test_neighbours(void) {
-    for (size_t k = 0; k < RFI_COUNT(models); k++) {
+    for (size_t k = 0; k < RFT_COUNT(models); k++) {
         enum { MOST_EACH = 33 };
         static float alone[3][MOST_EACH][N_VOCAB];
         int32_t text[3][MOST_EACH];
@@ -134,13 +135,13 @@ static void test_neighbours(void) {
 /* How far back a cut goes, and that what follows has the bits of a sequence that was never longer. */
 static void test_cut(void) {
     static const uint32_t cuts[] = {MOST - 1, MOST - 2, MOST - 3, MOST - 80, 511, 300, 256, 1, 0};
-    for (size_t k = 0; k < RFI_COUNT(models); k++) {
+    for (size_t k = 0; k < RFT_COUNT(models); k++) {
         rig r;
         float got[N_VOCAB];
         if (!open_rig(&r, models[k], NULL, NULL)) continue;
         random_tokens(tokens, MOST, k + 20);
         reference(&r, tokens, MOST, want);
-        for (size_t i = 0; i < RFI_COUNT(cuts); i++) {
+        for (size_t i = 0; i < RFT_COUNT(cuts); i++) {
             if (cuts[i] >= MOST) continue; /* a sanitizer's sequence is shorter */
             rf_session *s = session(&r, &(rf_session_desc){.n_ctx = MOST, .n_batch = 100, .cache_type = RF_CACHE_F32});
             uint32_t kept = 9999, n = cuts[i];
@@ -229,8 +230,8 @@ static void play_once(play *p, int step) {
 
 static void test_play(void) {
     static const uint32_t snapshots[] = {1, 2, 5};
-    for (size_t k = 0; k < RFI_COUNT(models); k++)
-        for (size_t i = 0; i < (exact() ? RFI_COUNT(snapshots) : 1); i++) {
+    for (size_t k = 0; k < RFT_COUNT(models); k++)
+        for (size_t i = 0; i < (exact() ? RFT_COUNT(snapshots) : 1); i++) {
             play p = {.rng = {99 + i + 10 * k}, .n_ctx = exact() ? N_CTX : 40};
             if (!open_rig(&p.r, models[k], NULL, NULL)) continue;
             random_tokens(tokens, N_CTX, k + 40);
@@ -259,7 +260,7 @@ static void close_file(int64_t handle, void *user) { (void)handle, (void)user; }
 
 static void test_failing_reads(void) {
     enum { BEFORE = 11, ALL = 40 };
-    for (size_t k = 0; k < RFI_COUNT(models); k++) {
+    for (size_t k = 0; k < RFT_COUNT(models); k++) {
         int f = open(models[k], O_RDONLY);
         rig r;
         float got[N_VOCAB];
@@ -293,7 +294,7 @@ static void test_failing_reads(void) {
 
 /* What is said to be needed: keys and values of layers with attention only, and a state for each slot. */
 static void test_forecast(void) {
-    for (size_t k = 0; k < RFI_COUNT(models); k++) {
+    for (size_t k = 0; k < RFT_COUNT(models); k++) {
         rig r;
         rf_forecast one, two;
         if (!open_rig(&r, models[k], NULL, NULL)) continue;

@@ -1,8 +1,8 @@
-/* cc -O2 -o test_sample tests/test_sample.c -lm -pthread && ./test_sample
+/* cc -O2 -I. -o test_sample tests/test_sample.c -lm -pthread && ./test_sample
  * The sampler against a reference that sorts and counts in double, against exact probabilities, and against sequences
  * that an independent program drew. */
 #define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 #include "make_gguf.h"
 #include "rf_test.h"
 

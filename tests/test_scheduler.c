@@ -1,7 +1,7 @@
-/* cc -O2 -o test_scheduler tests/test_scheduler.c -lm -pthread && ./test_scheduler        from the repository root
+/* cc -O2 -I. -o test_scheduler tests/test_scheduler.c -lm -pthread && ./test_scheduler        from the repository root
  * Continuous batching: whatever the slots, the batch and the neighbours, each request gets exactly the tokens that it
  * gets alone, through rf_forward and greedy choice. */
-#include "../rocmforge.h"
+#include "rocmforge.h"
 #include "rf_test.h"
 
 #define MODEL "examples/shakespeare-5m.gguf"

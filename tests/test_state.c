@@ -1,7 +1,7 @@
 /* Hidden states against the float64 model of ref_model.h, pooled and not; sequences saved and restored: the same bits
  * afterwards, damage and other models refused, failing streams and devices. */
 #define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 #include "make_gguf.h"
 #include "ref_model.h"
 #include "rf_test.h"

@@ -21,7 +21,7 @@ static void *map_without_stores(void *at, size_t n, int protection, int flags, i
 #endif
 
 #define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 
 #include "make_gguf.h"
 #include "rf_test.h"

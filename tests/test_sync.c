@@ -1,7 +1,7 @@
 /* The once-cell and the thread pool, alone. Both are made of races, so the tests are too: run them under ThreadSanitizer
  * and AddressSanitizer as well. */
 #define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 
 #include "rf_test.h"
 

@@ -1,7 +1,7 @@
-/* cc -O2 -o test_template tests/test_template.c -lm -pthread && ./test_template
+/* cc -O2 -I. -o test_template tests/test_template.c -lm -pthread && ./test_template
  * Chat templates: what is recognised, what is refused, and the text of every family written out by hand. */
 #define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 #include "make_gguf.h"
 #include "rf_test.h"
 

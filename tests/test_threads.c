@@ -2,7 +2,7 @@
  * opened, run, cancelled and closed, weights loaded, dropped and cancelled, models and tokenizers opened and closed,
  * and what is in use is closed, which must be refused. Whatever the order, every evaluation that succeeds gives the
  * same bits. Meant for ThreadSanitizer; -DRF_ROUNDS=5000 for a long run. */
-#include "../rocmforge.h"
+#include "rocmforge.h"
 
 #include "make_gguf.h"
 #include "rf_test.h"

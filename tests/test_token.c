@@ -2,7 +2,7 @@
  * pre-tokenizer, the streaming decoder, malformed metadata, failing memory, a megabyte of one character; and, where
  * ../shared/zoo lies beside the repository, llama.cpp's ids for 326 strings on its vocabularies. */
 #define ROCMFORGE_IMPLEMENTATION
-#include "../rocmforge.h"
+#include "rocmforge.h"
 
 #include "make_gguf.h"
 #include "rf_test.h"
