@@ -1245,15 +1245,14 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_quantize(r
 }
 
 /* out (+)= x / sqrt(mean(x^2) + eps) * w + b over n values, x = in or in - mean(in), and out quantized for the matmul
- * behind it (then heads is 1 and n a multiple of 32). Out may be in. A team of threads has a row, the block or a wave;
- * rows of up to KEPT * 4 values a thread are read once.   grid ceil(rows * heads / teams)   block 256 */
+ * behind it (then heads is 1 and n a multiple of 32).   grid [rows, heads]   block 256   out may be in */
 struct rfk_norm_args {
     const uint8_t *w, *b; /* NULL: none */
     const float *in;
     float *out;           /* NULL: not wanted */
     rfk_int8_rows to;
     uint32_t w_type, b_type, in_stride, out_stride, n, center, accumulate;
-    uint32_t n_rows, n_heads, w_head; /* w_head: values of w from head to head */
+    uint32_t w_head; /* values of w from head to head */
     float eps;
 };
 struct rfk_norm_shared { float sum[2][8]; };
@@ -1267,101 +1266,103 @@ template <int WAVE> RFK_DEVICE float rfk_block_sum(rfk_norm_shared &s, int turn,
     for (int i = 0; i < RFK_BLOCK / WAVE; i++) v += s.sum[turn][i];
     return v;
 }
-template <int WAVE, int TEAM> RFK_DEVICE float rfk_team_sum(rfk_norm_shared &s, int turn, float v) {
-    return TEAM == WAVE ? rfk_wave_sum<WAVE>(v) : rfk_block_sum<WAVE>(s, turn, v);
+
+RFK_DEVICE float *rfk_norm_out(const rfk_norm_args &a) {
+    return a.out ? a.out + (size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.n : NULL;
 }
 
-/* PLAIN: all is aligned for loads of four values, w is float, and nothing comes behind it. */
-template <bool PLAIN> RFK_DEVICE void rfk_norm_get4(const float *row, uint32_t i, uint32_t n, float *x) {
-    if (!PLAIN) {
-        rfk_get4(row, i, n, x);
+RFK_DEVICE float rfk_norm_value(const rfk_norm_args &a, float x, float scale, uint32_t i, const float *out) {
+    float y = x * scale;
+    if (a.w) y *= rfk_load_any(a.w, a.w_type, (size_t)blockIdx.y * a.w_head + i);
+    if (a.b) y += rfk_load_any(a.b, a.b_type, i);
+    return a.accumulate ? out[i] + y : y;
+}
+
+template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(rfk_norm_args a) {
+    RFK_SHARED(rfk_norm_shared, s);
+    const float *in = a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.y * a.n;
+    float *out = rfk_norm_out(a);
+    float sum = 0, mean = 0;
+    if (a.center) {
+        for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) mean += in[i];
+        mean = rfk_block_sum<WAVE>(s, 0, mean) / (float)a.n;
+    }
+    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) sum += (in[i] - mean) * (in[i] - mean);
+    sum = rfk_block_sum<WAVE>(s, 1, sum);
+    float scale = 1.0f / sqrtf(sum / (float)a.n + a.eps);
+    if (!a.to.q) {
+        for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK)
+            out[i] = rfk_norm_value(a, in[i] - mean, scale, i, out);
         return;
     }
+    for (uint32_t first = 0; first < a.n / 4; first += RFK_BLOCK) {
+        uint32_t i = first + threadIdx.x;
+        bool inside = i < a.n / 4;
+        float x[4] = {0, 0, 0, 0};
+        for (uint32_t k = 0; inside && k < 4; k++) {
+            x[k] = rfk_norm_value(a, in[4 * i + k] - mean, scale, 4 * i + k, out);
+            if (out) out[4 * i + k] = x[k];
+        }
+        rfk_quantize4<WAVE>(a.to, blockIdx.x, a.n, i, x, inside);
+    }
+}
+
+/* The same where there is nothing to it but a weight of floats, and all is aligned for loads of four values. Rows of up
+ * to RFK_NORM_KEPT * 1024 values are read once.   grid [rows, heads]   block 256 */
+#define RFK_NORM_KEPT 4
+/* What a thread holds: piece j is the four values from 4 * (first + j * 256 + thread) on, 0 beyond the row's end. */
+typedef float rfk_norm_part[RFK_NORM_KEPT][4];
+
+RFK_DEVICE void rfk_norm_get4(const float *row, uint32_t i, uint32_t n, float *x) {
     float4 v = {0, 0, 0, 0};
     if (4 * i < n) v = reinterpret_cast<const float4 *>(row)[i];
     x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
 }
-/* Values of a vector of any type; lanes beyond its end get no use of theirs. */
-RFK_DEVICE void rfk_load_any4(const uint8_t *w, uint32_t type, size_t first, uint32_t i, uint32_t n, float *x) {
-    for (uint32_t k = 0; k < 4; k++) x[k] = 4 * i + k < n ? rfk_load_any(w, type, first + 4 * i + k) : 0.0f;
-}
 
-/* Where a row's values come from: where they are. Piece j of x is the four values from 4 * (first + j * TEAM) on. */
+/* Where a row's values come from: where they are. */
 struct rfk_norm_row {
     const float *in;
     uint32_t n;
 };
-template <bool PLAIN, int TEAM, int KEPT>
-RFK_DEVICE void rfk_norm_load(const rfk_norm_row &r, uint32_t first, float (&x)[KEPT][4]) {
+RFK_DEVICE void rfk_norm_load(const rfk_norm_row &r, uint32_t first, rfk_norm_part &x) {
     RFK_UNROLL(4)
-    for (int j = 0; j < KEPT; j++) rfk_norm_get4<PLAIN>(r.in, first + (uint32_t)(j * TEAM), r.n, x[j]);
+    for (uint32_t j = 0; j < RFK_NORM_KEPT; j++) rfk_norm_get4(r.in, first + j * RFK_BLOCK + threadIdx.x, r.n, x[j]);
 }
 RFK_DEVICE const rfk_norm_row &rfk_norm_again(const rfk_norm_row &r) { return r; }
 
-/* Four values of a row, normed, to where they are wanted. */
-template <int WAVE, bool PLAIN>
-RFK_DEVICE void rfk_norm_put(const rfk_norm_args &a, uint32_t row, uint32_t head, uint32_t i, float scale, float mean,
-                             float *x) {
-    float *out = a.out ? a.out + (size_t)row * a.out_stride + (size_t)head * a.n : NULL, other[4];
-    for (uint32_t k = 0; k < 4; k++) x[k] = (x[k] - mean) * scale;
-    if (PLAIN) rfk_norm_get4<true>(reinterpret_cast<const float *>(a.w) + (size_t)head * a.w_head, i, a.n, other);
-    else if (a.w) rfk_load_any4(a.w, a.w_type, (size_t)head * a.w_head, i, a.n, other);
-    if (PLAIN || a.w)
-        for (uint32_t k = 0; k < 4; k++) x[k] *= other[k];
-    if (!PLAIN && a.b) {
-        rfk_load_any4(a.b, a.b_type, 0, i, a.n, other);
-        for (uint32_t k = 0; k < 4; k++) x[k] += other[k];
-    }
-    if (!PLAIN && a.accumulate) {
-        rfk_get4(out, i, a.n, other);
-        for (uint32_t k = 0; k < 4; k++) x[k] = other[k] + x[k];
-    }
-    if (out) rfk_set4(out, i, a.n, x);
-    if (a.to.q) rfk_quantize4<WAVE>(a.to, row, a.n, i, x, i < a.n / 4);
-}
-
 /* The norm of a row that `r` loads; what it loads last stays in registers, the rest is loaded again. */
-template <int WAVE, int TEAM, int KEPT, bool PLAIN, class R>
-RFK_DEVICE void rfk_norm(const rfk_norm_args &a, uint32_t row, uint32_t head, const R &r, rfk_norm_shared &s) {
-    const uint32_t step = KEPT * TEAM, last = (a.n - 1) / 4 / step * step, own = threadIdx.x % TEAM;
-    float x[KEPT][4], sum = 0, mean = 0;
-    if (!PLAIN && a.center) {
-        for (uint32_t first = 0; first <= last; first += step) {
-            rfk_norm_load<PLAIN, TEAM, KEPT>(r, first + own, x);
-            for (int j = 0; j < KEPT; j++) mean += x[j][0] + x[j][1] + (x[j][2] + x[j][3]);
-        }
-        mean = rfk_team_sum<WAVE, TEAM>(s, 0, mean) / (float)a.n;
-    }
+template <int WAVE, class R> RFK_DEVICE void rfk_norm_wide(const rfk_norm_args &a, const R &r, rfk_norm_shared &s) {
+    const uint32_t step = RFK_NORM_KEPT * RFK_BLOCK, last = (a.n - 1) / 4 / step * step;
+    const float *w = reinterpret_cast<const float *>(a.w) + (size_t)blockIdx.y * a.w_head;
+    float *out = rfk_norm_out(a), sum = 0, factor[4];
+    rfk_norm_part x;
     for (uint32_t first = 0; first <= last; first += step) {
-        if (PLAIN || !a.center) rfk_norm_load<PLAIN, TEAM, KEPT>(r, first + own, x);
-        else if (last) rfk_norm_load<PLAIN, TEAM, KEPT>(rfk_norm_again(r), first + own, x);
+        rfk_norm_load(r, first, x);
         RFK_UNROLL(4)
-        for (int j = 0; j < KEPT; j++)
-            for (uint32_t k = 0; k < 4; k++) {
-                const float v = x[j][k] - mean;
-                if (PLAIN || 4 * (first + own + (uint32_t)(j * TEAM)) + k < a.n) sum += v * v;
-            }
+        for (uint32_t j = 0; j < RFK_NORM_KEPT; j++)
+            for (uint32_t k = 0; k < 4; k++) sum += x[j][k] * x[j][k];
     }
-    sum = rfk_team_sum<WAVE, TEAM>(s, 1, sum);
+    sum = rfk_block_sum<WAVE>(s, 1, sum);
     const float scale = 1.0f / sqrtf(sum / (float)a.n + a.eps);
     for (uint32_t first = last;; first -= step) {
-        if (first != last) rfk_norm_load<PLAIN, TEAM, KEPT>(rfk_norm_again(r), first + own, x);
+        if (first != last) rfk_norm_load(rfk_norm_again(r), first, x);
         RFK_UNROLL(4)
-        for (int j = 0; j < KEPT; j++)
-            if (4 * (first + (uint32_t)(j * TEAM)) < a.n)
-                rfk_norm_put<WAVE, PLAIN>(a, row, head, first + own + (uint32_t)(j * TEAM), scale, mean, x[j]);
+        for (uint32_t j = 0; j < RFK_NORM_KEPT; j++) {
+            const uint32_t i = first + j * RFK_BLOCK + threadIdx.x;
+            if (4 * (i - threadIdx.x) >= a.n) break;
+            rfk_norm_get4(w, i, a.n, factor);
+            for (uint32_t k = 0; k < 4; k++) x[j][k] = x[j][k] * scale * factor[k];
+            if (out) rfk_set4(out, i, a.n, x[j]);
+            if (a.to.q) rfk_quantize4<WAVE>(a.to, blockIdx.x, a.n, i, x[j], i < a.n / 4);
+        }
         if (first == 0) return;
     }
 }
 
-template <int WAVE, int TEAM, bool PLAIN>
-static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(rfk_norm_args a) {
+template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm_wide(rfk_norm_args a) {
     RFK_SHARED(rfk_norm_shared, s);
-    const uint32_t at = blockIdx.x * (RFK_BLOCK / TEAM) + threadIdx.x / TEAM, row = at / a.n_heads,
-                   head = at % a.n_heads;
-    if (row >= a.n_rows) return;
-    const rfk_norm_row r = {a.in + (size_t)row * a.in_stride + (size_t)head * a.n, a.n};
-    rfk_norm<WAVE, TEAM, TEAM == WAVE ? 2 : 4, PLAIN>(a, row, head, r, s);
+    const rfk_norm_row r = {a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.y * a.n, a.n};
+    rfk_norm_wide<WAVE>(a, r, s);
 }
 
 /* cos and sin of an angle: the quadrant is taken off in double precision, since pos * frequency is large; the rest by
@@ -3668,33 +3669,34 @@ RFK_DEVICE rfk_norm_row rfk_norm_again(const rfk_joined_row &r) {
     const rfk_norm_row row = {p.out + (size_t)r.col * p.out_stride, p.n_out};
     return row;
 }
-template <bool PLAIN, int TEAM, int KEPT>
-RFK_DEVICE void rfk_norm_load(const rfk_joined_row &r, uint32_t first, float (&x)[KEPT][4]) {
+RFK_DEVICE void rfk_norm_load(const rfk_joined_row &r, uint32_t first, rfk_norm_part &x) {
     const rfk_tiles_args &t = *r.t;
     const rfk_product &p = t.m.part[0];
     const uint32_t col_tiles = (t.m.n_cols + t.cols - 1) / t.cols, results = t.rows * t.cols;
-    float *out = p.out + (size_t)r.col * p.out_stride, before[KEPT][4];
-    uint32_t from[KEPT];
+    float *out = p.out + (size_t)r.col * p.out_stride;
+    rfk_norm_part before;
+    uint32_t from[RFK_NORM_KEPT];
     RFK_UNROLL(4)
-    for (int j = 0; j < KEPT; j++) {
-        const uint32_t row = 4 * (first + (uint32_t)(j * TEAM)), tile = row / t.rows * col_tiles + r.col / t.cols;
+    for (uint32_t j = 0; j < RFK_NORM_KEPT; j++) {
+        const uint32_t row = 4 * (first + j * RFK_BLOCK + threadIdx.x),
+                       tile = row / t.rows * col_tiles + r.col / t.cols;
         from[j] = tile * t.n_splits * results + r.col % t.cols * t.rows + row % t.rows;
         for (int k = 0; k < 4; k++) before[j][k] = x[j][k] = 0;
-        if (p.accumulate) rfk_norm_get4<PLAIN>(out, row / 4, p.n_out, before[j]);
+        if (p.accumulate) rfk_norm_get4(out, row / 4, p.n_out, before[j]);
     }
     RFK_UNROLL(2)
     for (uint32_t z = 0; z < t.n_splits; z++) {
         RFK_UNROLL(4)
-        for (int j = 0; j < KEPT; j++) {
-            if (4 * (first + (uint32_t)(j * TEAM)) >= p.n_out) break;
+        for (uint32_t j = 0; j < RFK_NORM_KEPT; j++) {
+            if (4 * (first + j * RFK_BLOCK + threadIdx.x) >= p.n_out) break;
             const float4 v = *reinterpret_cast<const float4 *>(t.part + from[j] + z * results);
             x[j][0] += v.x, x[j][1] += v.y, x[j][2] += v.z, x[j][3] += v.w;
         }
     }
     RFK_UNROLL(4)
-    for (int j = 0; j < KEPT; j++) {
+    for (uint32_t j = 0; j < RFK_NORM_KEPT; j++) {
         for (int k = 0; k < 4; k++) x[j][k] = before[j][k] + x[j][k] * p.scale;
-        rfk_set4(out, first + (uint32_t)(j * TEAM), p.n_out, x[j]);
+        rfk_set4(out, first + j * RFK_BLOCK + threadIdx.x, p.n_out, x[j]);
     }
 }
 
@@ -3703,10 +3705,15 @@ struct rfk_join_norm_args {
     rfk_tiles_args t;
     rfk_norm_args norm;
 };
-template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_norm(rfk_join_norm_args a) {
+template <int WAVE>
+#if defined(RFK_NVIDIA) /* all rows of 512 at once */
+static __global__ void __launch_bounds__(RFK_BLOCK, 4) rfk_join_norm(rfk_join_norm_args a) {
+#else
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_norm(rfk_join_norm_args a) {
+#endif
     RFK_SHARED(rfk_norm_shared, s);
     const rfk_joined_row r = {&a.t, blockIdx.x};
-    rfk_norm<WAVE, RFK_BLOCK, 4, true>(a.norm, blockIdx.x, 0, r, s);
+    rfk_norm_wide<WAVE>(a.norm, r, s);
 }
 
 #define RFK_TILE 64 /* rows and columns of a tile of floats */
@@ -6910,8 +6917,6 @@ static rfk_norm_args rfk_make_norm(const rfk_launching *l) {
     a.in_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
     a.n = l->op->n_in;
-    a.n_rows = l->n_rows;
-    a.n_heads = l->op->n_heads;
     a.w_head = l->op->flags & RF_OP_EACH_HEAD ? a.n : 0;
     a.eps = l->op->eps;
     a.to = l->p->x8;
@@ -6927,17 +6932,12 @@ static bool rfk_is_simple_norm(const rfk_norm_args *a) {
            rfk_is_aligned(a->w, 0) && rfk_is_aligned(a->in, a->in_stride) && rfk_is_aligned(a->out, a->out_stride);
 }
 
-typedef void (*rfk_norm_kernel)(rfk_norm_args);
-template <int WAVE> static rfk_norm_kernel rfk_find_norm(bool wave, bool simple) {
-    if (wave) return simple ? rfk_rms_norm<WAVE, WAVE, true> : rfk_rms_norm<WAVE, WAVE, false>;
-    return simple ? rfk_rms_norm<WAVE, RFK_BLOCK, true> : rfk_rms_norm<WAVE, RFK_BLOCK, false>;
-}
 static rf_result rfk_run_rms_norm(const rfk_launching *l) {
     const rfk_norm_args a = rfk_make_norm(l);
-    const bool wave = a.n <= 8 * l->p->dev->wave && !a.to.q, simple = rfk_is_simple_norm(&a);
-    const uint32_t teams = wave ? RFK_BLOCK / l->p->dev->wave : 1;
-    return rfk_go(l, RFK_BY_WAVE(l, rfk_find_norm<32>(wave, simple), rfk_find_norm<64>(wave, simple)),
-                  dim3(rfk_ceil_div((uint64_t)a.n_rows * a.n_heads, teams)), RFK_BLOCK, a);
+    const dim3 grid(l->n_rows, l->op->n_heads);
+    if (a.n >= 4 * RFK_BLOCK && rfk_is_simple_norm(&a)) /* four values for every thread */
+        return rfk_go(l, RFK_BY_WAVE(l, (rfk_rms_norm_wide<32>), (rfk_rms_norm_wide<64>)), grid, RFK_BLOCK, a);
+    return rfk_go(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), grid, RFK_BLOCK, a);
 }
 
 typedef void (*rfk_matmul_kernel)(rfk_matmul_args);
