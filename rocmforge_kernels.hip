@@ -2291,11 +2291,14 @@ struct rfk_rows_args {
 
 /* The column in strips of 64 values: the strip's four pieces of 16 int8 values, as piece-major arrays, and its scales.
  * Most types have two groups of 32 in a strip: {d, d, e, e}, e being d * sum, or what the sum of products starts from.
- * Q6_K has pieces of four groups: their d in the first four scales, their starts in the second four. */
+ * Q6_K and Q8_0 have pieces of four groups: their d in the first four scales, their starts in the second four. */
+#define RFK_ORDER_PLAIN 0u /* a strip is 64 values side by side                      */
+#define RFK_ORDER_Q6 1u    /* every other 16 of 128                                  */
+#define RFK_ORDER_TURNS 2u /* 16 values four times, a turn of the wave's lanes apart */
 struct rfk_column {
     int4 *piece;
     float *scale, *start;
-    uint32_t n_strips, q6, has_min;
+    uint32_t n_strips, order, wave, has_min;
     int offset;
 };
 
@@ -2304,15 +2307,29 @@ struct rfk_column {
 #define RFK_DOT_START 0x4b400000
 RFK_DEVICE float rfk_dot_value(int dot) { return rfk_as_float((uint32_t)dot) - 12582912.0f; }
 
+/* Strips of a turn of a wave's lanes, of those that are left of a row. */
+RFK_DEVICE uint32_t rfk_turn(uint32_t left, uint32_t wave) { return left < wave ? left : wave; }
+
 RFK_DEVICE uint32_t rfk_chunk_strip(const rfk_column &c, uint32_t chunk, uint32_t *piece) {
-    *piece = c.q6 ? chunk % 8 / 2 : chunk % 4;
-    return c.q6 ? chunk / 8 * 2 + chunk % 2 : chunk / 4;
+    if (c.order == RFK_ORDER_Q6) {
+        *piece = chunk % 8 / 2;
+        return chunk / 8 * 2 + chunk % 2;
+    }
+    if (c.order == RFK_ORDER_TURNS) {
+        const uint32_t first = chunk / (4 * c.wave) * c.wave, i = chunk % (4 * c.wave),
+                       n = rfk_turn(c.n_strips - first, c.wave);
+        *piece = n == c.wave ? i / c.wave : i / n;
+        return first + i - *piece * n;
+    }
+    *piece = chunk % 4;
+    return chunk / 4;
 }
 
-/* The scales of 16 values: d and sum of their group of 32 for most types, d and their own sum in Q6_K. */
+/* The scales of 16 values: d and sum of their group of 32 for most types, d and their own sum where pieces are of four
+ * groups. */
 RFK_DEVICE void rfk_put_scale(const rfk_column &c, uint32_t chunk, float d, int sum16, int sum32) {
     uint32_t piece, strip = rfk_chunk_strip(c, chunk, &piece);
-    if (c.q6) {
+    if (c.order != RFK_ORDER_PLAIN) {
         c.scale[4 * strip + piece] = d;
         c.start[4 * strip + piece] = rfk_as_float((uint32_t)(RFK_DOT_START - c.offset * sum16));
     } else if (chunk % 2 == 0) {
@@ -2450,24 +2467,24 @@ template <int TYPE> struct rfk_strips;
 
 /* Bytes of a block in planes 0 to 2. */
 template <int TYPE> struct rfk_plane_bytes {
-    static const int P0 = TYPE == RF_TYPE_Q8_0 ? 32 : 16,
+    static const int P0 = 16,
                      P1 = TYPE == RF_TYPE_Q4_1 || TYPE == RF_TYPE_Q5_0 || TYPE == RF_TYPE_Q5_1 ? 4 : 2,
                      P2 = TYPE == RF_TYPE_Q5_0 ? 2 : TYPE == RF_TYPE_Q5_1 ? 4 : 0;
 };
 
 /* Blocks of 32 in planes: a strip is two blocks. */
 template <int TYPE> struct rfk_strips32 {
-    static const int VALUES = 64;
+    static const int VALUES = 64, ORDER = RFK_ORDER_PLAIN;
     typedef rfk_strip loaded;
     typedef rfk_plane_bytes<TYPE> B;
-    RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
+    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
         at.o[0] = row * (n_in / 32) + 2 * lane; /* the block: all planes follow from it */
     }
     RFK_DEVICE void fetch(const rfk_weight &w, const rfk_strips_at &at, rfk_strip &o) {
         const uint8_t *p = w.plane[0] + at.o[0] * B::P0, *p1 = w.plane[1] + at.o[0] * B::P1,
                       *p2 = w.plane[2] + at.o[0] * B::P2;
         RFK_UNROLL(4)
-        for (int i = 0; i < B::P0 / 8; i++) o.q[i] = rfk_load16(p + 16 * i);
+        for (int i = 0; i < 2; i++) o.q[i] = rfk_load16(p + 16 * i);
         if (B::P1 == 2) o.s[0] = rfk_load4(p1);
         else rfk_load8bytes(p1, o.s);
         if (B::P2 == 2) o.s[2] = rfk_load4(p2);
@@ -2480,14 +2497,9 @@ template <int TYPE> struct rfk_strips32 {
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++) {
             int low[4], high[4];
-            if (TYPE == RF_TYPE_Q8_0) {
-                rfk_words(w.q[2 * h], low);
-                rfk_words(w.q[2 * h + 1], high);
-            } else {
-                rfk_words(w.q[h], low);
-                RFK_UNROLL(4)
-                for (int i = 0; i < 4; i++) high[i] = rfk_high4(low[i]), low[i] = rfk_low4(low[i]);
-            }
+            rfk_words(w.q[h], low);
+            RFK_UNROLL(4)
+            for (int i = 0; i < 4; i++) high[i] = rfk_high4(low[i]), low[i] = rfk_low4(low[i]);
             if (TYPE == RF_TYPE_Q5_0 || TYPE == RF_TYPE_Q5_1)
                 RFK_UNROLL(4)
                 for (int i = 0; i < 4; i++) {
@@ -2510,10 +2522,10 @@ template <int TYPE> struct rfk_strips32 {
 
 /* Q4_K and Q5_K: a strip is two groups of a block, whose low and high four bits share 32 bytes. */
 template <int TYPE> struct rfk_strips_k {
-    static const int VALUES = 64;
+    static const int VALUES = 64, ORDER = RFK_ORDER_PLAIN;
     typedef rfk_strip loaded;
     static const int BYTES = TYPE == RF_TYPE_Q4_K ? 144 : 176, QUANTS = TYPE == RF_TYPE_Q4_K ? 16 : 48;
-    RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
+    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
         at.o[0] = (row * (n_in / 256) + lane / 4) * BYTES;
         at.o[1] = at.o[0] + QUANTS + lane % 4 * 32;
     }
@@ -2560,7 +2572,41 @@ template <int TYPE> struct rfk_strips_k {
     }
 };
 
-template <> struct rfk_strips<RF_TYPE_Q8_0> : rfk_strips32<RF_TYPE_Q8_0> {};
+/* Q8_0: lanes take 16 values by turns, so that what a wave loads at once is one piece of memory: strips of 64 side by
+ * side fetch every 32 bytes twice. A strip is four halves of groups. */
+template <> struct rfk_strips<RF_TYPE_Q8_0> {
+    static const int VALUES = 64, ORDER = RFK_ORDER_TURNS;
+    typedef rfk_strip loaded;
+    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
+        at.o[0] = row * (n_in / 16) + lane; /* its first half of a group       */
+        at.o[1] = n_in / 64;                /* strips of the row from here on  */
+        at.o[2] = rfk_turn(at.o[1], WAVE);  /* how far its halves are apart    */
+    }
+    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_strips_at &at, rfk_strip &o) {
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) {
+            const uint32_t half = at.o[0] + k * at.o[2];
+            o.q[k] = rfk_load16(w.plane[0] + half * 16);
+            o.s[k] = rfk_load2(w.plane[1] + half / 2 * 2);
+        }
+    }
+    template <int WAVE> RFK_DEVICE void next(rfk_strips_at &at) {
+        at.o[0] += 4 * WAVE;
+        at.o[1] -= WAVE;
+        at.o[2] = rfk_turn(at.o[1], WAVE);
+    }
+    RFK_DEVICE float dot(const rfk_strip &w, const rfk_strip_x &x, uint32_t lane, float total) {
+        const float xd[4] = {x.scale.x, x.scale.y, x.scale.z, x.scale.w};
+        (void)lane;
+        RFK_UNROLL(4)
+        for (int k = 0; k < 4; k++) {
+            int q[4];
+            rfk_words(w.q[k], q);
+            total += rfk_low_half(w.s[k]) * xd[k] * rfk_dot_value(rfk_dot16(q, x.piece[k], RFK_DOT_START));
+        }
+        return total;
+    }
+};
 template <> struct rfk_strips<RF_TYPE_Q4_0> : rfk_strips32<RF_TYPE_Q4_0> {};
 template <> struct rfk_strips<RF_TYPE_Q4_1> : rfk_strips32<RF_TYPE_Q4_1> {};
 template <> struct rfk_strips<RF_TYPE_Q5_0> : rfk_strips32<RF_TYPE_Q5_0> {};
@@ -2570,9 +2616,9 @@ template <> struct rfk_strips<RF_TYPE_Q5_K> : rfk_strips_k<RF_TYPE_Q5_K> {};
 
 /* Q6_K: a strip is every other 16 values of half a block: they share 16 bytes of upper bits. */
 template <> struct rfk_strips<RF_TYPE_Q6_K> {
-    static const int VALUES = 64;
+    static const int VALUES = 64, ORDER = RFK_ORDER_Q6;
     typedef rfk_strip loaded;
-    RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
+    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
         uint32_t half = row * (n_in / 128) + lane / 2, odd = lane % 2; /* halves of blocks */
         at.o[0] = half * 64 + odd * 16;
         at.o[1] = half * 32 + odd * 16;
@@ -2621,9 +2667,9 @@ template <> struct rfk_format<RFK_OTHER> {
     static const int OFFSET = 0, HAS_MIN = 0;
 };
 template <> struct rfk_strips<RFK_OTHER> {
-    static const int VALUES = 32;
+    static const int VALUES = 32, ORDER = RFK_ORDER_PLAIN;
     typedef rfk_raw loaded;
-    RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
+    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
         at.o[0] = row * (n_in / 32) + lane;
     }
     RFK_DEVICE void fetch(const rfk_weight &w, const rfk_strips_at &at, loaded &r) {
@@ -2694,7 +2740,8 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
     typename F::loaded raw[U];
     rfk_strips_at at;
     float sum = 0, gate = 0;
-    c.q6 = TYPE == RF_TYPE_Q6_K;
+    c.order = F::ORDER;
+    c.wave = WAVE;
     c.has_min = rfk_format<TYPE>::HAS_MIN;
     c.offset = rfk_format<TYPE>::OFFSET;
     float weight[4], to_norm = 0;
@@ -2702,7 +2749,7 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
     const uint32_t mine_to = number * 32 + threadIdx.x / 32 * step + threadIdx.x % 32;
     if (a.to_norm && threadIdx.x < RFK_ROWS_PASSES * 32 && mine_to < n_out)
         to_norm = rfk_load_any(a.to_norm, a.to_norm_type, mine_to);
-    F::begin(p.row0 + row, a.n_in, lane, at);
+    F::template begin<WAVE>(p.row0 + row, a.n_in, lane, at);
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < (uint32_t)U; k++) {
         if (row < n_out && k < mine) F::fetch(p.w, at, raw[k]);
@@ -2718,7 +2765,7 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
             next_round = 0;
             next_second = glu & (second ^ 1);
             if (!next_second) next_row += step;
-            F::begin((next_second ? a.part[1].row0 : p.row0) + next_row, a.n_in, lane, at);
+            F::template begin<WAVE>((next_second ? a.part[1].row0 : p.row0) + next_row, a.n_in, lane, at);
         }
         RFK_UNROLL(4)
         for (uint32_t k = 0; k < (uint32_t)U; k++) {
@@ -2800,7 +2847,7 @@ static __global__ void RFK_ROWS_BOUNDS rfk_rows(rfk_rows_args a) {
 #define RFK_ROWS_CASE(TYPE, most) \
     case TYPE: rfk_block_rows<TYPE, WAVE, (U < most ? U : most)>(a, p, number, n_blocks, c, s); break;
     switch (p.type) {
-        RFK_ROWS_CASE(RF_TYPE_Q8_0, 4)
+        RFK_ROWS_CASE(RF_TYPE_Q8_0, 1) /* two would spill, and a strip is 68 bytes */
         RFK_ROWS_CASE(RF_TYPE_Q4_0, 4)
         RFK_ROWS_CASE(RF_TYPE_Q4_1, 4)
         RFK_ROWS_CASE(RF_TYPE_Q5_0, 4)
