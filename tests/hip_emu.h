@@ -127,7 +127,11 @@ void __tsan_switch_to_fiber(void *fiber, unsigned flags);
 #define __device__
 #define __host__
 #define __launch_bounds__(...)
-#define __forceinline__ inline /* forced, it takes a compiler twice as long */
+#ifdef HIP_EMU_ASAN
+#define __forceinline__ inline /* forced, with checks in it, a compiler takes twice as long and the kernels no less */
+#else
+#define __forceinline__ inline __attribute__((always_inline))
+#endif
 
 struct dim3 {
     unsigned x, y, z;
