@@ -2917,11 +2917,12 @@ typedef int rfk_int8 __attribute__((ext_vector_type(8)));
 
 /* Whether the units multiply weights of 16-bit floats without loss: those of gfx90a take subnormal halves for zero, and
  * those of gfx908 have half the depth in bfloats. */
-#define RFK_UNITS_F16 (RFK_MATRIX != RFK_MATRIX_DOT && RFK_MATRIX != RFK_MATRIX_MFMA2)
+#define RFK_HAS_UNITS (RFK_MATRIX != RFK_MATRIX_DOT)
+#define RFK_UNITS_F16 (RFK_HAS_UNITS && RFK_MATRIX != RFK_MATRIX_MFMA2)
 #if defined(__gfx908__)
 #define RFK_UNITS_BF16 false
 #else
-#define RFK_UNITS_BF16 (RFK_MATRIX != RFK_MATRIX_DOT)
+#define RFK_UNITS_BF16 RFK_HAS_UNITS
 #endif
 
 /* Results of a lane: 256 / WAVE, of RFK_LANE_ROWS rows and RFK_LANE_COLS columns. */
@@ -3010,10 +3011,10 @@ RFK_DEVICE void rfk_load_operand(rfk_operand &o, const int4 *rows, uint32_t g, u
 }
 
 /* The same of 16 columns of the second operand; mma.sync wants the words of eight columns side by side. */
-template <int STRIDE>
+template <int STRIDE, bool HALVES>
 RFK_DEVICE void rfk_load_columns(rfk_operand &o, const int4 *columns, uint32_t g, uint32_t lane) {
     const uint32_t kind = RFK_MATRIX;
-    if (kind != RFK_MATRIX_SM80) return rfk_load_rows<STRIDE, false>(o, columns, g, lane);
+    if (kind != RFK_MATRIX_SM80) return rfk_load_rows<STRIDE, HALVES>(o, columns, g, lane);
     o.rows = columns + 2 * g;
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     const int4 *from = columns + 2 * g + (lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2;
@@ -3126,8 +3127,8 @@ template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk
     }
 }
 
-/* sum += a b over 16 halves, or bfloats (BF16) where RFK_UNITS_BF16 or RFK_MATRIX_DOT; STRIDE_A, STRIDE_B: of the
- * operands' rows. All lanes take part. */
+/* sum += a b, of rfk_load_rows and rfk_load_columns, over 16 halves, or bfloats (BF16) where RFK_UNITS_BF16 or
+ * RFK_MATRIX_DOT; STRIDE_A, STRIDE_B: of the operands' rows. All lanes take part. */
 template <int WAVE, int STRIDE_A, int STRIDE_B, bool BF16 = false>
 RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, float *sum) {
     const uint32_t lane = threadIdx.x % WAVE, kind = RFK_MATRIX;
@@ -3137,7 +3138,7 @@ RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, 
         RFK_UNROLL(2)
         for (int n = 0; n < 2; n++) {
 #if defined(ROCMFORGE_HIP_EMU)
-            const int bv[2] = {b.r[n], b.r[2 + n]};
+            const int bv[2] = {b.r[2 * n], b.r[2 * n + 1]};
             if (BF16) hip_emu_mma_m16n8k16_bf16(sum + 4 * n, a.r, bv);
             else hip_emu_mma_m16n8k16_f16(sum + 4 * n, a.r, bv);
 #else
@@ -3146,12 +3147,12 @@ RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, 
                 asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
                              "{%8,%9}, {%0,%1,%2,%3};"
                              : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[n]), "r"(b.r[2 + n]));
+                             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * n]), "r"(b.r[2 * n + 1]));
             else
                 asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
                              "{%8,%9}, {%0,%1,%2,%3};"
                              : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[n]), "r"(b.r[2 + n]));
+                             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * n]), "r"(b.r[2 * n + 1]));
 #endif
         }
         return;
@@ -3230,7 +3231,7 @@ union rfk_check_result {
 };
 struct rfk_check_results {
     rfk_check_result part[RFK_CHECK_PARTS][256]; /* [row][column]; those of bytes with RFK_MATRIX_BIAS */
-    uint32_t units_f16, units_bf16;              /* 1: as the macros say                               */
+    uint32_t has_units, units_f16, units_bf16;   /* 1: as the macros say                               */
 };
 
 /* grid 1   block a wave   LDS 13.5 KiB */
@@ -3239,7 +3240,8 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
     RFK_SHARED(rfk_check_shared, s);
     const int N = 256 / WAVE;
     const uint32_t lane = threadIdx.x;
-    if (lane == 0) out->units_f16 = RFK_UNITS_F16, out->units_bf16 = RFK_UNITS_BF16;
+    if (lane == 0)
+        out->has_units = RFK_HAS_UNITS, out->units_f16 = RFK_UNITS_F16, out->units_bf16 = RFK_UNITS_BF16;
     for (uint32_t j = lane; j < 2 * 16 * 32; j += WAVE) {
         uint32_t operand = j / 512, i = j / 32 % 16, k = j % 32;
         int v = rfk_check_value(operand, i, k);
@@ -3253,16 +3255,16 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
     int dot[3][N];
     float sum[2][N];
     rfk_load_operand(a, s.bytes[0][0], 0, lane);
-    rfk_load_columns<RFK_MATRIX_STRIDE>(b, s.bytes[1][0], 0, lane);
+    rfk_load_columns<RFK_MATRIX_STRIDE, false>(b, s.bytes[1][0], 0, lane);
     RFK_UNROLL(3)
     for (int part = 0; part < 3; part++) rfk_multiply<WAVE>(a, b, part, dot[part]);
     RFK_UNROLL(8)
     for (int i = 0; i < N; i++) sum[0][i] = sum[1][i] = 0;
     rfk_load_rows<RFK_MATRIX_STRIDE, true>(a, s.halves[0][0], 0, lane);
-    rfk_load_rows<RFK_MATRIX_STRIDE, true>(b, s.halves[1][0], 0, lane);
+    rfk_load_columns<RFK_MATRIX_STRIDE, true>(b, s.halves[1][0], 0, lane);
     rfk_multiply_halves<WAVE, RFK_MATRIX_STRIDE, RFK_MATRIX_STRIDE>(a, b, sum[0]);
     rfk_load_rows<RFK_MATRIX_STRIDE, true>(a, s.bfloats[0][0], 0, lane);
-    rfk_load_rows<RFK_MATRIX_STRIDE, true>(b, s.bfloats[1][0], 0, lane);
+    rfk_load_columns<RFK_MATRIX_STRIDE, true>(b, s.bfloats[1][0], 0, lane);
     if (RFK_UNITS_BF16) rfk_multiply_halves<WAVE, RFK_MATRIX_STRIDE, RFK_MATRIX_STRIDE, true>(a, b, sum[1]);
     RFK_UNROLL(8)
     for (int i = 0; i < N; i++) {
@@ -3555,7 +3557,7 @@ RFK_DEVICE void rfk_tile_group(const S &s, uint32_t g, uint32_t row0, uint32_t c
     for (int c = 0; c < CT; c++) {
         float x[RFK_LANE_COLS(N)], x_sum[2][RFK_LANE_COLS(N)];
         const uint32_t col = col0 + 16 * (uint32_t)c;
-        rfk_load_columns<RFK_MATRIX_STRIDE>(b, s.x[col], g, lane);
+        rfk_load_columns<RFK_MATRIX_STRIDE, false>(b, s.x[col], g, lane);
         rfk_lane_values<N>(&s.x_scale[g][col], lane, x);
         if (has_min) rfk_lane_values<N>(&s.x_sum[g][0][col], lane, x_sum[0]);
         if (has_min && scales16) rfk_lane_values<N>(&s.x_sum[g][LAST][col], lane, x_sum[1]);
@@ -3595,7 +3597,7 @@ RFK_DEVICE void rfk_tile_parts(const S &s, uint32_t row0, uint32_t col0, float (
     }
     RFK_UNROLL(8)
     for (int c = 0; c < CT; c++) {
-        rfk_load_rows<2, true>(b, s.x_parts[col0 + 16 * (uint32_t)c], 0, lane);
+        rfk_load_columns<2, true>(b, s.x_parts[col0 + 16 * (uint32_t)c], 0, lane);
         RFK_UNROLL(4)
         for (int r = 0; r < RT; r++) {
             float out[N];
@@ -3916,7 +3918,7 @@ RFK_DEVICE void rfk_halves_step(const rfk_halves_shared<RFK_PIECES(BF16), COLS> 
         for (int c = 0; c < CT; c++)
             RFK_UNROLL(4)
             for (int piece = PIECES - 1; piece >= 0; piece--) { /* what is small first */
-                rfk_load_rows<RFK_HALVES_STRIDE, true>(b, s.x[piece][col0 + 16 * (uint32_t)c], g, lane);
+                rfk_load_columns<RFK_HALVES_STRIDE, true>(b, s.x[piece][col0 + 16 * (uint32_t)c], g, lane);
                 RFK_UNROLL(4)
                 for (int r = 0; r < RT; r++)
                     rfk_multiply_halves<WAVE, RFK_HALVES_STRIDE, RFK_HALVES_STRIDE, BF16>(a[r], b, part[r][c]);
@@ -4001,6 +4003,7 @@ struct rfk_attention_args {
     uint32_t q_stride, out_stride, n_rows, rows_per_block, heads_per_block, sinks_type;
     uint32_t n_heads, n_kv_heads, head_dim, head_dim_v, n_cells, max_splits, split_cells;
     uint32_t v_row;                      /* values from position to position */
+    uint32_t turn;                       /* of rfk_flash                     */
     uint32_t window, temperature_length; /* window 0: all positions */
     float scale, softcap, temperature;   /* 0: none */
 };
@@ -4246,36 +4249,156 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_a
 }
 
 /* ---- many rows ----
- * A prompt's attention on matrix units. Queries, and the weights of positions, are sums of two halves, so that results
- * are as those of floats. The units of gfx90a take subnormal halves for zero: the lower half of a query counts 2^-11, and
- * weights are 2^14 times what they are, in their sum too, so that only what is too small to matter is subnormal. Keys and
- * values of RF_CACHE_Q8_0 are such sums, too. PLAIN: every row sees all positions, and scores are as they are. */
+ * A prompt's attention on matrix units. A wave takes 16 queries of a group's heads through 32 positions at a time: its
+ * queries, their scores and weights, and its sums stay in registers. Where results of a unit lie as its first operand's
+ * rows do (mma.sync), scores are queries times keys; elsewhere they lie as the columns of its second operand do, so that
+ * all products are taken turned: keys times queries, values times weights.
+ * Queries, and the weights of positions, are sums of two halves, so that results are as those of floats. The units of
+ * gfx90a take subnormal halves for zero: the lower half of a query counts 2^-11, and weights are 2^14 times what they are,
+ * in their sum too, so that only what is too small to matter is subnormal. Keys and values of RF_CACHE_Q8_0 are such
+ * sums, too. */
 
-#define RFK_FLASH_ROWS 32  /* queries of a block: all heads of a group for a few tokens */
 #define RFK_FLASH_CELLS 32 /* positions at a time                                       */
 #define RFK_FLASH_HEAD 128 /* head_dim at most, a multiple of 16                        */
+#define RFK_FLASH_WAVES 4  /* of a block: 64 queries, of all heads of a group for a few tokens */
 #define RFK_FLASH_LOWER 2048.0f
 #define RFK_FLASH_WEIGHT 16384.0f
+#define RFK_FLASH_WEIGHT_LOG2 14.0f
+#define RFK_FLASH_NOTHING -1e30f /* a maximum before the first score */
+#define RFK_LOG2_E 1.44269504088896341f /* weights are 2^score */
 
-/* Keys and values in two halves each: the lower ones of keys lie where those of values will, and the other way round. */
+/* Whether tiles are copied while the ones before them are multiplied. */
+#if RFK_ASYNC_COPIES || defined(ROCMFORGE_HIP_EMU)
+#define RFK_FLASH_AHEAD true
+#else
+#define RFK_FLASH_AHEAD false
+#endif
+
+/* Keys and values in two halves each. */
 template <class KV> struct rfk_flash_halves { static const bool TWO = false; };
 template <> struct rfk_flash_halves<rfk_q8> { static const bool TWO = true; };
 
-template <class KV> struct rfk_flash_shared {
-    int4 q[2][RFK_FLASH_ROWS][17]; /* upper and lower halves; a word more: other banks */
-    int4 k[RFK_FLASH_CELLS + (rfk_flash_halves<KV>::TWO ? 6 : 0)][17];
-    int4 v[RFK_FLASH_HEAD][5];     /* turned: [dim][position]                          */
-    int4 p[2][RFK_FLASH_ROWS][5];
-    float score[RFK_FLASH_ROWS][RFK_FLASH_CELLS + 1];
-    float keep[RFK_FLASH_ROWS], sum[RFK_FLASH_ROWS];
-    int32_t pos[RFK_FLASH_ROWS];   /* -1: not in this run */
+template <int HEAD> struct rfk_flash_tile {
+    static const int STRIDE = HEAD / 8 + 1; /* a word more: other banks */
+    int4 k[RFK_FLASH_CELLS][STRIDE];
+    int4 v[HEAD][5]; /* turned: [dim][position]; mma.sync's loads turn them: as the keys */
+};
+/* Two tiles by turns, or a tile's upper and lower halves. */
+template <class KV, int HEAD> struct rfk_flash_shared {
+    static const bool AHEAD = RFK_FLASH_AHEAD && !rfk_flash_halves<KV>::TWO;
+    rfk_flash_tile<HEAD> tile[AHEAD || rfk_flash_halves<KV>::TWO ? 2 : 1];
 };
 
-/* x as upper + lower / scale, two halves, the upper one in the low bits. */
-RFK_DEVICE uint32_t rfk_two_halves(float x, float scale) {
-    uint16_t upper = rfk_to_half(x);
-    return upper | (uint32_t)rfk_to_half((x - rfk_from_half(upper)) * scale) << 16;
+/* A wave's queries, and what they have come to. A lane has results of one query, of two with mma.sync. */
+template <int WAVE, int HEAD> struct rfk_flash_wave {
+    rfk_operand upper[HEAD / 16], lower[HEAD / 16]; /* with gfx11 `upper` is both: rfk_flash_take */
+    float sum_of[HEAD / 16][256 / WAVE];
+    float largest[2], sum[2];
+    int32_t pos[2];         /* -1: not in this run */
+    uint32_t row[2];        /* of the block, 0 to 16 * waves - 1 */
+    uint32_t kv_head;
+    int32_t lowest, highest; /* position of its queries in this run; -1: there are none */
+};
+
+/* Whether products are taken turned, which of a lane's queries result i belongs to, and its place in the tile. */
+RFK_DEVICE bool rfk_flash_turned() { return RFK_MATRIX != RFK_MATRIX_SM80; }
+RFK_DEVICE uint32_t rfk_flash_which(uint32_t i) { return rfk_flash_turned() ? 0 : i % 4 / 2; }
+template <int WAVE> RFK_DEVICE uint32_t rfk_flash_query(uint32_t lane, uint32_t which) {
+    return rfk_flash_turned() ? lane % 16 : lane / 4 + 8 * which;
 }
+template <int WAVE> RFK_DEVICE uint32_t rfk_flash_place(uint32_t lane, uint32_t i) {
+    return rfk_flash_turned() ? rfk_matrix_row(lane, RFK_ROW_INDEX(i), 256 / WAVE)
+                              : rfk_matrix_col(lane, RFK_COL_INDEX(i));
+}
+/* The lanes that share a query are those whose numbers differ in these bits. */
+template <int WAVE> RFK_DEVICE float rfk_flash_top(float v) {
+    if (!rfk_flash_turned()) v = fmaxf(v, rfk_swap<WAVE>(v, 1));
+    v = fmaxf(v, rfk_swap<WAVE>(v, rfk_flash_turned() ? 16 : 2));
+    return WAVE == 64 ? fmaxf(v, rfk_swap<WAVE>(v, WAVE / 2)) : v;
+}
+template <int WAVE> RFK_DEVICE float rfk_flash_total(float v) {
+    if (!rfk_flash_turned()) v += rfk_swap<WAVE>(v, 1);
+    v += rfk_swap<WAVE>(v, rfk_flash_turned() ? 16 : 2);
+    return WAVE == 64 ? v + rfk_swap<WAVE>(v, WAVE / 2) : v;
+}
+
+/* Nothing is moved past this where registers would not do. */
+RFK_DEVICE void rfk_flash_in_order() {
+#if defined(__AMDGCN__)
+    rfk_in_order();
+    __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+
+/* The value of lane (own ^ 16), of a wave of 32. */
+template <int WAVE> RFK_DEVICE int rfk_other_half(int v) {
+#if defined(__GFX11__) || defined(__GFX12__)
+    return (int)__builtin_amdgcn_permlanex16((uint32_t)v, (uint32_t)v, 0x76543210u, 0xfedcba98u, false, false);
+#else
+    return rfk_swap<WAVE>(v, 16);
+#endif
+}
+
+/* sum += queries (or weights) times keys (or values), either way round. */
+template <int WAVE> RFK_DEVICE void rfk_flash_multiply(const rfk_operand &queries, const rfk_operand &y, float *sum) {
+    if (rfk_flash_turned()) rfk_multiply_halves<WAVE, 1, 1>(y, queries, sum);
+    else rfk_multiply_halves<WAVE, 1, 1>(queries, y, sum);
+}
+
+/* Whether any lane of the wave says so. All lanes take part. */
+template <int WAVE> RFK_DEVICE bool rfk_any(bool mine) {
+#if defined(RFK_NVIDIA)
+    return __any_sync(0xffffffffu, mine);
+#elif defined(ROCMFORGE_HIP_EMU)
+    int any = mine;
+    for (int mask = WAVE / 2; mask > 0; mask /= 2) any |= rfk_swap<WAVE>(any, mask);
+    return any != 0;
+#else
+    return __any(mine);
+#endif
+}
+
+/* 2^x; what would be subnormal may be 0. */
+RFK_DEVICE float rfk_exp2(float x) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}
+
+/* softcap * tanh(score / softcap), with few registers; both are in units of log2(e). */
+RFK_DEVICE float rfk_row_cap(float score, float softcap, float twice_inverse) {
+    return softcap - 2 * softcap / (exp2f(score * twice_inverse) + 1);
+}
+
+/* Two floats as halves, the first in the low bits. */
+RFK_DEVICE uint32_t rfk_pack_halves(float low, float high) {
+#if defined(RFK_NVIDIA)
+    const __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t *>(&both);
+#else
+    return rfk_to_half(low) | (uint32_t)rfk_to_half(high) << 16;
+#endif
+}
+
+/* What two halves leave of the floats a and b, times scale. */
+RFK_DEVICE uint32_t rfk_rest_halves(float a, float b, uint32_t upper, float scale) {
+    return rfk_pack_halves((a - rfk_from_half((uint16_t)(upper & 0xffff))) * scale,
+                           (b - rfk_from_half((uint16_t)(upper >> 16))) * scale);
+}
+
+/* Two values as two halves each: upper ones, and what these leave times scale. */
+RFK_DEVICE void rfk_two_halves(float a, float b, float scale, int *upper, int *lower) {
+    const uint32_t both = rfk_pack_halves(a, b);
+    *upper = (int)both;
+    *lower = (int)rfk_rest_halves(a, b, both, scale);
+}
+
+/* x, but 0 where a half would be subnormal: its lower half is all of it then. */
+RFK_DEVICE float rfk_flash_normal(float x) { return fabsf(x) < 6.103515625e-5f ? 0.0f : x; }
 
 /* Eight values of a row as halves, or as two of them. */
 RFK_DEVICE void rfk_flash_chunk(const uint16_t *row, uint32_t dim, uint32_t chunk, int4 *upper, int4 *lower) {
@@ -4284,29 +4407,11 @@ RFK_DEVICE void rfk_flash_chunk(const uint16_t *row, uint32_t dim, uint32_t chun
 }
 RFK_DEVICE void rfk_flash_chunk(const rfk_q8 *row, uint32_t dim, uint32_t chunk, int4 *upper, int4 *lower) {
     float x[8];
-    uint32_t w[8];
     rfk_kv_values8(row, dim, 8 * chunk, x);
-    RFK_UNROLL(8)
-    for (int e = 0; e < 8; e++) w[e] = rfk_two_halves(x[e], RFK_FLASH_LOWER);
-    const int4 u = {(int)((w[0] & 0xffff) | w[1] << 16), (int)((w[2] & 0xffff) | w[3] << 16),
-                    (int)((w[4] & 0xffff) | w[5] << 16), (int)((w[6] & 0xffff) | w[7] << 16)},
-               l = {(int)(w[0] >> 16 | (w[1] & 0xffff0000u)), (int)(w[2] >> 16 | (w[3] & 0xffff0000u)),
-                    (int)(w[4] >> 16 | (w[5] & 0xffff0000u)), (int)(w[6] >> 16 | (w[7] & 0xffff0000u))};
-    *upper = u;
-    *lower = l;
-}
-
-/* Keys of positions [first, end) of 32 to shared memory. For those before and behind, whose weights are 0, the nearest of
- * these: there may be no numbers. */
-template <int WAVE, class KV>
-RFK_DEVICE void rfk_flash_keys(rfk_flash_shared<KV> &s, const KV *k, uint32_t dim, uint32_t first, uint32_t end) {
-    const uint32_t chunks = dim / 8;
-    for (uint32_t i = threadIdx.x; i < RFK_FLASH_CELLS * chunks; i += 4 * WAVE) {
-        uint32_t cell = i / chunks, from = cell < end ? cell : end - 1;
-        from = from > first ? from : first;
-        rfk_flash_chunk(rfk_kv_row(k, from, dim), dim, i % chunks, &s.k[cell][i % chunks],
-                        &s.v[0][0] + cell * 17 + i % chunks);
-    }
+    rfk_two_halves(x[0], x[1], RFK_FLASH_LOWER, &upper->x, &lower->x);
+    rfk_two_halves(x[2], x[3], RFK_FLASH_LOWER, &upper->y, &lower->y);
+    rfk_two_halves(x[4], x[5], RFK_FLASH_LOWER, &upper->z, &lower->z);
+    rfk_two_halves(x[6], x[7], RFK_FLASH_LOWER, &upper->w, &lower->w);
 }
 
 /* One of eight values of a position to where its dim has its positions. */
@@ -4319,171 +4424,395 @@ RFK_DEVICE void rfk_flash_turn(int4 (*to)[5], uint32_t chunk, uint32_t cell, con
     }
 }
 
-/* Their values. */
-template <int WAVE, class KV>
-RFK_DEVICE void rfk_flash_values(rfk_flash_shared<KV> &s, const KV *v, uint32_t dim, uint32_t first, uint32_t end) {
-    for (uint32_t i = threadIdx.x; i < RFK_FLASH_CELLS * (dim / 8); i += 4 * WAVE) {
-        uint32_t cell = i % RFK_FLASH_CELLS, chunk = i / RFK_FLASH_CELLS, from = cell < end ? cell : end - 1;
-        from = from > first ? from : first;
-        int4 upper, lower;
-        rfk_flash_chunk(rfk_kv_row(v, from, dim), dim, chunk, &upper, &lower);
-        rfk_flash_turn(s.v, chunk, cell, upper);
-        if (rfk_flash_halves<KV>::TWO) rfk_flash_turn(reinterpret_cast<int4(*)[5]>(&s.k[0][0]), chunk, cell, lower);
-    }
+/* The nearest of the positions [first, end). */
+RFK_DEVICE uint32_t rfk_flash_cell(uint32_t cell, uint32_t first, uint32_t end) {
+    cell = cell < end ? cell : end - 1;
+    return cell > first ? cell : first;
 }
 
-/* Scores of a row's positions to weights; the row's threads keep its maximum and sum. */
-template <int WAVE, class KV, bool PLAIN>
-RFK_DEVICE void rfk_flash_softmax(rfk_flash_shared<KV> &s, const rfk_attention_args &a, uint32_t cell0, float *largest,
-                                  float *sum) {
-    const uint32_t per = 4 * WAVE / RFK_FLASH_ROWS, row = threadIdx.x / per, part = threadIdx.x % per;
-    const int n = (int)(RFK_FLASH_CELLS / per);
-    const int32_t pos = s.pos[row];
-    float x[RFK_FLASH_CELLS / (4 * WAVE / RFK_FLASH_ROWS)], top = *largest, total = 0;
-    RFK_UNROLL(8)
-    for (int i = 0; i < n; i++) {
-        uint32_t cell = part * (uint32_t)n + (uint32_t)i;
-        const int32_t ago = pos - (int32_t)(cell0 + cell);
-        float score = s.score[row][cell];
-        if (!PLAIN && a.softcap != 0) score = a.softcap * tanhf(score / a.softcap);
-        x[i] = ago >= 0 && (PLAIN || a.window == 0 || (uint32_t)ago < a.window) ? score : -INFINITY;
-        top = fmaxf(top, x[i]);
-    }
-    for (uint32_t mask = 1; mask < per; mask *= 2) top = fmaxf(top, rfk_swap<WAVE>(top, (int)mask));
-    float keep = expf(*largest - top);
+/* Keys and values of positions [first, end) of 32 to shared memory. For those before and behind, whose weights are 0, the
+ * nearest of these: there may be no numbers. */
+template <int THREADS, class KV, int HEAD>
+RFK_DEVICE void rfk_flash_fetch(rfk_flash_tile<HEAD> *tile, const KV *k, const KV *v, uint32_t dim, uint32_t first,
+                                uint32_t end) {
+    const uint32_t chunks = HEAD / 8, STRIDE = rfk_flash_tile<HEAD>::STRIDE, chunk = threadIdx.x % chunks;
     RFK_UNROLL(4)
-    for (int i = 0; i < n; i += 2) {
-        float w0 = RFK_FLASH_WEIGHT * expf(x[i] - top), w1 = RFK_FLASH_WEIGHT * expf(x[i + 1] - top);
-        uint32_t ah = rfk_two_halves(w0, 1.0f), bh = rfk_two_halves(w1, 1.0f),
-                 at = (part * (uint32_t)n + (uint32_t)i) / 2;
-        reinterpret_cast<uint32_t *>(s.p[0][row])[at] = (ah & 0xffff) | bh << 16;
-        reinterpret_cast<uint32_t *>(s.p[1][row])[at] = ah >> 16 | (bh & 0xffff0000u);
-        total += w0 + w1;
-    }
-    for (uint32_t mask = 1; mask < per; mask *= 2) total += rfk_swap<WAVE>(total, (int)mask);
-    *sum = *sum * keep + total;
-    *largest = top;
-    if (part == 0) s.keep[row] = keep, s.sum[row] = *sum;
-}
-
-/* The rows of one sequence, tokens [row, end), among those of the block from row0 on. */
-template <int WAVE, class KV, bool PLAIN>
-RFK_DEVICE void rfk_flash_run(rfk_flash_shared<KV> &s, const rfk_attention_args &a, uint32_t row0, uint32_t row,
-                              uint32_t end) {
-    const bool two = rfk_flash_halves<KV>::TWO;
-    const int N = 256 / WAVE;
-    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, group = a.n_heads / a.n_kv_heads,
-                   row_tile = wave / 2 * 16, dim = a.head_dim, length = (uint32_t)a.rows[end - 1].pos + 1;
-    const size_t head = (size_t)a.rows[row].seq * a.n_kv_heads + blockIdx.y;
-    const KV *k = rfk_kv_row((const KV *)a.k, head * a.n_cells, dim),
-             *v = rfk_kv_row((const KV *)a.v, head * a.n_cells, dim);
-    float acc[4][N], largest = -3e38f, sum = 0;
-    uint32_t seen = 0; /* the first position that the first row sees, and any of them */
-    if (!PLAIN && a.window) seen = (uint32_t)a.rows[row].pos + 1;
-    seen = seen > a.window ? seen - a.window : 0;
-    if (!PLAIN && a.sinks && threadIdx.x / (4 * WAVE / RFK_FLASH_ROWS) < a.rows_per_block * group) {
-        largest = rfk_load_any(a.sinks, a.sinks_type,
-                               blockIdx.y * group + threadIdx.x / (4 * WAVE / RFK_FLASH_ROWS) % group);
-        sum = RFK_FLASH_WEIGHT;
-    }
-    RFK_UNROLL(4)
-    for (int j = 0; j < 4; j++)
-        RFK_UNROLL(8)
-        for (int i = 0; i < N; i++) acc[j][i] = 0;
-    __syncthreads();
-    if (threadIdx.x < RFK_FLASH_ROWS) {
-        uint32_t t = row0 + threadIdx.x / group;
-        s.pos[threadIdx.x] = t >= row && t < end ? a.rows[t].pos : -1;
-    }
-    /* a ring's cells, as those of all positions, begin with a multiple of 32 */
-    for (uint32_t cell0 = seen / RFK_FLASH_CELLS * RFK_FLASH_CELLS; cell0 < length; cell0 += RFK_FLASH_CELLS) {
-        rfk_operand x, lower, y;
-        float score[N], score_lower[N];
-        const uint32_t at = PLAIN ? cell0 : cell0 % a.n_cells, first = seen > cell0 ? seen - cell0 : 0;
-        rfk_flash_keys<WAVE>(s, rfk_kv_row(k, at, dim), dim, first, length - cell0);
-        if (!two) rfk_flash_values<WAVE>(s, rfk_kv_row(v, at, dim), dim, first, length - cell0);
-        __syncthreads();
-        RFK_UNROLL(8)
-        for (int i = 0; i < N; i++) score[i] = score_lower[i] = 0;
-        for (uint32_t g = 0; g < dim / 16; g++) {
-            rfk_load_rows<17, true>(x, s.q[0][row_tile], g, lane);
-            rfk_load_rows<17, true>(lower, s.q[1][row_tile], g, lane);
-            rfk_load_rows<17, true>(y, s.k[wave % 2 * 16], g, lane);
-            rfk_multiply_halves<WAVE, 17, 17>(x, y, score);
-            rfk_multiply_halves<WAVE, 17, 17>(lower, y, score_lower);
-            if (!two) continue;
-            rfk_load_rows<17, true>(y, &s.v[0][0] + wave % 2 * 16 * 17, g, lane);
-            rfk_multiply_halves<WAVE, 17, 17>(x, y, score_lower);
+    for (uint32_t j = 0; chunk < dim / 8 && j < RFK_FLASH_CELLS * chunks / THREADS; j++) {
+        const uint32_t cell = threadIdx.x / chunks + j * (THREADS / chunks), from = rfk_flash_cell(cell, first, end);
+        const KV *key = rfk_kv_row(k, from, dim), *value = rfk_kv_row(v, from, dim);
+        if (!rfk_flash_halves<KV>::TWO) {
+            rfk_copy16(&tile->k[cell][chunk], reinterpret_cast<const int4 *>(key) + chunk);
+            if (!rfk_flash_turned())
+                rfk_copy16(&tile->v[0][0] + cell * STRIDE + chunk, reinterpret_cast<const int4 *>(value) + chunk);
+            continue;
         }
+        int4 upper, lower;
+        rfk_flash_in_order();
+        rfk_flash_chunk(key, dim, chunk, &tile[0].k[cell][chunk], &tile[1].k[cell][chunk]);
+        if (rfk_flash_turned()) continue;
+        rfk_flash_chunk(value, dim, chunk, &upper, &lower);
+        (&tile[0].v[0][0])[cell * STRIDE + chunk] = upper;
+        (&tile[1].v[0][0])[cell * STRIDE + chunk] = lower;
+    }
+    for (uint32_t i = threadIdx.x; rfk_flash_turned() && i < RFK_FLASH_CELLS * (dim / 8); i += THREADS) {
+        const uint32_t cell = i % RFK_FLASH_CELLS, part = i / RFK_FLASH_CELLS;
+        int4 upper, lower;
+        rfk_flash_chunk(rfk_kv_row(v, rfk_flash_cell(cell, first, end), dim), dim, part, &upper, &lower);
+        rfk_flash_turn(tile[0].v, part, cell, upper);
+        if (rfk_flash_halves<KV>::TWO) rfk_flash_turn(tile[1].v, part, cell, lower);
+    }
+}
+
+/* Values of 16 positions, 16 * half on, and 16 dims, as an operand. */
+template <int HEAD>
+RFK_DEVICE void rfk_flash_values(rfk_operand &o, const rfk_flash_tile<HEAD> &tile, uint32_t half, uint32_t dims,
+                                 uint32_t lane) {
+    const int STRIDE = rfk_flash_tile<HEAD>::STRIDE;
+    if (rfk_flash_turned()) return rfk_load_rows<5, true>(o, tile.v[16 * dims], half, lane);
+    const int4 *values = &tile.v[0][0] + 16 * half * STRIDE + 2 * dims;
+    (void)values;
+    o.rows = NULL;
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    const int4 *from = values + lane / 16 + lane % 16 * STRIDE;
+    uint32_t address = (uint32_t)__cvta_generic_to_shared(from);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(o.r[0]), "=r"(o.r[1]), "=r"(o.r[2]), "=r"(o.r[3])
+                 : "r"(address));
+#elif defined(ROCMFORGE_HIP_EMU)
+    for (uint32_t i = 0; i < 4; i++) {
+        const uint16_t *value =
+            reinterpret_cast<const uint16_t *>(values + (i % 2 * 8 + lane % 4 * 2) * STRIDE) + i / 2 * 8 + lane / 4;
+        o.r[i] = (int)(value[0] | (uint32_t)value[8 * STRIDE] << 16);
+    }
+#endif
+}
+
+/* The queries of a wave as operands. */
+template <int WAVE, int HEAD>
+RFK_DEVICE void rfk_flash_queries(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attention_args &a, uint32_t row0,
+                                  uint32_t last, uint32_t lane) {
+    const uint32_t kind = RFK_MATRIX, group = a.n_heads / a.n_kv_heads,
+                   words = kind == RFK_MATRIX_WMMA11 ? 8 : 128 / WAVE,
+                   first = kind == RFK_MATRIX_SM80     ? lane % 4 * 2
+                           : kind == RFK_MATRIX_WMMA11 ? 0
+                                                       : lane / 16 * (2 * words);
+    const float *q[2];
+    float scale[2];
+    RFK_UNROLL(2)
+    for (int n = 0; n < 2; n++) { /* where there are none: zeros, from what is there */
+        const uint32_t t = row0 + w.row[n] / group;
+        const bool inside = t < last && w.row[n] < a.rows_per_block * group;
+        q[n] = a.q + (size_t)(inside ? t : row0) * a.q_stride +
+               (size_t)(w.kv_head * group + w.row[n] % group) * a.head_dim;
+        scale[n] = inside ? a.scale * RFK_LOG2_E : 0.0f;
+    }
+    RFK_UNROLL(8)
+    for (uint32_t g = 0; g < HEAD / 16; g++) {
+        w.upper[g].rows = w.lower[g].rows = NULL; /* units do not read them */
         RFK_UNROLL(8)
-        for (int i = 0; i < N; i++)
-            s.score[row_tile + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N)]
-                   [wave % 2 * 16 + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i))] =
-                score[i] + score_lower[i] * (1 / RFK_FLASH_LOWER);
-        __syncthreads();
-        if (two) rfk_flash_values<WAVE>(s, rfk_kv_row(v, at, dim), dim, first, length - cell0);
-        rfk_flash_softmax<WAVE, KV, PLAIN>(s, a, cell0, &largest, &sum);
-        __syncthreads();
-        RFK_UNROLL(4)
-        for (uint32_t j = 0; j < 4; j++) {
-            uint32_t tile = wave % 2 + 2 * j; /* of 16 dims */
-            if (tile * 16 >= dim) continue;
+        for (uint32_t i = 0; i < 8; i++) {
+            if (i >= words) continue;
+            const uint32_t n = kind == RFK_MATRIX_SM80 ? i % 2 : 0, from = 16 * g < a.head_dim ? 16 * g : 0,
+                           at = from + first + (kind == RFK_MATRIX_SM80 ? i / 2 * 8 : 2 * i);
+            const float factor = 16 * g < a.head_dim ? scale[n] : 0.0f;
+            const float x0 = factor * q[n][at], x1 = factor * q[n][at + 1];
+            const uint32_t upper = rfk_pack_halves(rfk_flash_normal(x0), rfk_flash_normal(x1));
+            w.upper[g].r[i] = (int)upper;
+            w.lower[g].r[i] = (int)rfk_rest_halves(x0, x1, upper, RFK_FLASH_LOWER);
+            if (kind == RFK_MATRIX_WMMA11 && lane >= 16) w.upper[g].r[i] = w.lower[g].r[i];
+        }
+        rfk_flash_in_order();
+    }
+}
+
+/* Queries' values 16 g on, in halves. Lanes of gfx11 would hold them twice, for which there are not the registers: lanes
+ * 0 to 15 hold the upper ones and the others the lower ones. */
+template <int WAVE, int HEAD>
+RFK_DEVICE void rfk_flash_take(const rfk_flash_wave<WAVE, HEAD> &w, uint32_t g, rfk_operand &upper, rfk_operand &lower) {
+    const bool first = threadIdx.x % WAVE < 16;
+    upper = w.upper[g];
+    lower = w.lower[g];
+    RFK_UNROLL(8)
+    for (int i = 0; RFK_MATRIX == RFK_MATRIX_WMMA11 && i < 8; i++) {
+        const int mine = w.upper[g].r[i], other = rfk_other_half<WAVE>(mine);
+        upper.r[i] = first ? mine : other;
+        lower.r[i] = first ? other : mine;
+    }
+}
+
+/* Weights of 16 positions as an operand: a unit's results, two neighbours to a word, are one but for lanes of gfx11, which
+ * have every other position and want all. */
+template <int WAVE> RFK_DEVICE void rfk_flash_weights(rfk_operand &o, const int *words, uint32_t lane) {
+    o.rows = NULL;
+    RFK_UNROLL(4)
+    for (int i = 0; i < 128 / WAVE; i++) {
+        if (RFK_MATRIX != RFK_MATRIX_WMMA11) {
+            o.r[i] = words[i];
+            continue;
+        }
+        const int other = rfk_other_half<WAVE>(words[i]);
+        const uint32_t even = (uint32_t)(lane < 16 ? words[i] : other), odd = (uint32_t)(lane < 16 ? other : words[i]);
+        o.r[2 * i] = (int)((even & 0xffff) | odd << 16);
+        o.r[2 * i + 1] = (int)(even >> 16 | (odd & 0xffff0000u));
+    }
+}
+
+/* Scores of 32 positions from cell0 on, in units of log 2. */
+template <int WAVE, class KV, int HEAD>
+RFK_DEVICE void rfk_flash_scores(const rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_tile<HEAD> *tile,
+                                 const rfk_attention_args &a, uint32_t cell0, float (&x)[2][256 / WAVE]) {
+    const int N = 256 / WAVE, STRIDE = rfk_flash_tile<HEAD>::STRIDE;
+    const uint32_t lane = threadIdx.x % WAVE;
+    rfk_operand y[2];
+    float low[2][N];
+    RFK_UNROLL(8)
+    for (int i = 0; i < N; i++) x[0][i] = x[1][i] = low[0][i] = low[1][i] = 0;
+    RFK_UNROLL(8)
+    for (uint32_t g = 0; g < HEAD / 16; g++) { /* neighbouring products are to different sums */
+        rfk_operand upper, lower;
+        rfk_flash_in_order();
+        rfk_flash_take(w, g, upper, lower);
+        RFK_UNROLL(2)
+        for (int h = 0; h < 2; h++) rfk_load_columns<STRIDE, true>(y[h], tile[0].k[16 * h], g, lane);
+        RFK_UNROLL(2)
+        for (int h = 0; h < 2; h++) rfk_flash_multiply<WAVE>(upper, y[h], x[h]);
+        RFK_UNROLL(2)
+        for (int h = 0; h < 2; h++) rfk_flash_multiply<WAVE>(lower, y[h], low[h]);
+        if (!rfk_flash_halves<KV>::TWO) continue;
+        rfk_flash_in_order();
+        RFK_UNROLL(2)
+        for (int h = 0; h < 2; h++) rfk_load_columns<STRIDE, true>(y[h], tile[1].k[16 * h], g, lane);
+        RFK_UNROLL(2)
+        for (int h = 0; h < 2; h++) rfk_flash_multiply<WAVE>(upper, y[h], low[h]);
+    }
+    RFK_UNROLL(2)
+    for (int h = 0; h < 2; h++)
+        RFK_UNROLL(8)
+        for (int i = 0; i < N; i++) x[h][i] += low[h][i] * (1 / RFK_FLASH_LOWER);
+    if (a.softcap != 0) {
+        RFK_UNROLL(2)
+        for (int h = 0; h < 2; h++)
             RFK_UNROLL(8)
             for (int i = 0; i < N; i++)
-                acc[j][i] *= s.keep[row_tile + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N)];
-            RFK_UNROLL(2)
-            for (uint32_t g = 0; g < RFK_FLASH_CELLS / 16; g++) {
-                rfk_load_rows<5, true>(x, s.p[0][row_tile], g, lane);
-                rfk_load_rows<5, true>(lower, s.p[1][row_tile], g, lane);
-                rfk_load_rows<5, true>(y, s.v[tile * 16], g, lane);
-                rfk_multiply_halves<WAVE, 5, 5>(x, y, acc[j]);
-                rfk_multiply_halves<WAVE, 5, 5>(lower, y, acc[j]);
-            }
-            if (!two) continue;
-            RFK_UNROLL(8)
-            for (int i = 0; i < N; i++) score_lower[i] = 0;
-            RFK_UNROLL(2)
-            for (uint32_t g = 0; g < RFK_FLASH_CELLS / 16; g++) {
-                rfk_load_rows<5, true>(x, s.p[0][row_tile], g, lane);
-                rfk_load_rows<5, true>(y, &s.k[0][0] + tile * 16 * 5, g, lane);
-                rfk_multiply_halves<WAVE, 5, 5>(x, y, score_lower);
-            }
-            RFK_UNROLL(8)
-            for (int i = 0; i < N; i++) acc[j][i] += score_lower[i] * (1 / RFK_FLASH_LOWER);
-        }
-        __syncthreads();
+                x[h][i] = rfk_row_cap(x[h][i], a.softcap * RFK_LOG2_E, 2 / a.softcap);
     }
-    RFK_UNROLL(4)
-    for (uint32_t j = 0; j < 4; j++)
+    const int32_t end = (int32_t)cell0 + RFK_FLASH_CELLS;
+    if (end <= w.lowest + 1 && (a.window == 0 || w.highest - (int32_t)cell0 < (int32_t)a.window)) return;
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++)
         RFK_UNROLL(8)
-        for (int i = 0; i < N; i++) {
-            uint32_t r = row_tile + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
-                     e = (wave % 2 + 2 * j) * 16 + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
-            if (e < dim && s.pos[r] >= 0)
-                a.out[(size_t)(row0 + r / group) * a.out_stride + (size_t)(blockIdx.y * group + r % group) * dim + e] =
-                    acc[j][i] / s.sum[r];
+        for (uint32_t i = 0; i < (uint32_t)N; i++) {
+            const int32_t ago =
+                w.pos[rfk_flash_which(i)] - (int32_t)(cell0 + 16 * h + rfk_flash_place<WAVE>(lane, i));
+            if (ago < 0 || (a.window && (uint32_t)ago >= a.window)) x[h][i] = -INFINITY;
         }
 }
 
-/* grid [ceil(T / rows_per_block), n_kv_heads]   block 4 waves   LDS 45 to 47 KiB   rows_per_block = 32 / heads of a group
- * Every block reads the keys and values of its sequence that a row of it sees. */
-template <int WAVE, class KV, bool PLAIN> static __global__ void RFK_THREADS(4 * WAVE) rfk_flash(rfk_attention_args a) {
-    if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
-    if (rfk_flash_halves<KV>::TWO && !RFK_UNITS_F16) return; /* never launched */
-    RFK_SHARED(rfk_flash_shared<KV>, s);
-    const uint32_t group = a.n_heads / a.n_kv_heads, row0 = blockIdx.x * a.rows_per_block,
-                   last = row0 + a.rows_per_block < a.n_rows ? row0 + a.rows_per_block : a.n_rows;
-    for (uint32_t i = threadIdx.x; i < RFK_FLASH_ROWS * a.head_dim; i += 4 * WAVE) {
-        uint32_t r = i / a.head_dim, e = i % a.head_dim, t = row0 + r / group;
-        bool inside = t < last && r < a.rows_per_block * group;
-        const float *q = a.q + (size_t)t * a.q_stride + (size_t)(blockIdx.y * group + r % group) * a.head_dim;
-        uint32_t x = inside ? rfk_two_halves(a.scale * q[e], RFK_FLASH_LOWER) : 0;
-        reinterpret_cast<uint16_t *>(s.q[0][r])[e] = (uint16_t)(x & 0xffff);
-        reinterpret_cast<uint16_t *>(s.q[1][r])[e] = (uint16_t)(x >> 16);
+/* Weights of 16 positions of a tile in two halves, and the upper ones for values' lower halves. */
+struct rfk_flash_operands {
+    rfk_operand upper, lower, small;
+};
+
+/* Scores of 16 positions, less what makes weights of them, to these. */
+template <int WAVE, class KV>
+RFK_DEVICE void rfk_flash_weigh(rfk_flash_operands &o, const float (&x)[256 / WAVE], const float (&less)[2],
+                                float (&sum)[2]) {
+    const uint32_t lane = threadIdx.x % WAVE;
+    int words[3][4];
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < 128 / WAVE; i++) {
+        const uint32_t n = rfk_flash_which(2 * i);
+        const float p0 = rfk_exp2(x[2 * i] - less[n]), p1 = rfk_exp2(x[2 * i + 1] - less[n]);
+        sum[n] += p0 + p1;
+        rfk_two_halves(p0, p1, 1.0f, &words[0][i], &words[1][i]);
+        if (rfk_flash_halves<KV>::TWO)
+            words[2][i] = (int)rfk_pack_halves(p0 * (1 / RFK_FLASH_LOWER), p1 * (1 / RFK_FLASH_LOWER));
     }
+    rfk_flash_weights<WAVE>(o.upper, words[0], lane);
+    rfk_flash_weights<WAVE>(o.lower, words[1], lane);
+    if (rfk_flash_halves<KV>::TWO) rfk_flash_weights<WAVE>(o.small, words[2], lane);
+}
+
+/* Weights times the values of 16 positions. */
+template <int WAVE, class KV, int HEAD>
+RFK_DEVICE void rfk_flash_add(rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_tile<HEAD> *tile, uint32_t h,
+                              const rfk_flash_operands &o) {
+    const uint32_t lane = threadIdx.x % WAVE, DIMS = 2; /* neighbouring products are to different sums */
+    RFK_UNROLL(4)
+    for (uint32_t d0 = 0; d0 < HEAD / 16; d0 += DIMS) {
+        rfk_operand y[DIMS];
+        rfk_flash_in_order();
+        RFK_UNROLL(2)
+        for (uint32_t d = 0; d < DIMS; d++) rfk_flash_values(y[d], tile[0], h, d0 + d, lane);
+        RFK_UNROLL(2)
+        for (uint32_t d = 0; d < DIMS; d++) rfk_flash_multiply<WAVE>(o.upper, y[d], w.sum_of[d0 + d]);
+        RFK_UNROLL(2)
+        for (uint32_t d = 0; d < DIMS; d++) rfk_flash_multiply<WAVE>(o.lower, y[d], w.sum_of[d0 + d]);
+        if (!rfk_flash_halves<KV>::TWO) continue;
+        RFK_UNROLL(2)
+        for (uint32_t d = 0; d < DIMS; d++) rfk_flash_values(y[d], tile[1], h, d0 + d, lane);
+        RFK_UNROLL(2)
+        for (uint32_t d = 0; d < DIMS; d++) rfk_flash_multiply<WAVE>(o.small, y[d], w.sum_of[d0 + d]);
+    }
+}
+
+/* A tile for a wave: scores to weights, with a running maximum and sum of each query, and their values' sums. */
+template <int WAVE, class KV, int HEAD>
+RFK_DEVICE void rfk_flash_step(rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_tile<HEAD> *tile,
+                               const rfk_attention_args &a, uint32_t cell0) {
+    const int N = 256 / WAVE;
+    float x[2][N], keep[2], less[2];
+    rfk_flash_scores<WAVE, KV>(w, tile, a, cell0, x);
+    RFK_UNROLL(2)
+    for (uint32_t n = 0; n < 2; n++) {
+        if (n == 1 && rfk_flash_turned()) continue;
+        float top = w.largest[n];
+        RFK_UNROLL(2)
+        for (int h = 0; h < 2; h++)
+            RFK_UNROLL(8)
+            for (uint32_t i = 0; i < (uint32_t)N; i++)
+                if (rfk_flash_which(i) == n) top = fmaxf(top, x[h][i]);
+        top = rfk_flash_top<WAVE>(top);
+        keep[n] = rfk_exp2(w.largest[n] - top);
+        w.largest[n] = top;
+        less[n] = top - RFK_FLASH_WEIGHT_LOG2;
+        w.sum[n] *= keep[n];
+    }
+    if (rfk_any<WAVE>(keep[0] != 1 || (!rfk_flash_turned() && keep[1] != 1))) {
+        RFK_UNROLL(8)
+        for (int d = 0; d < HEAD / 16; d++)
+            RFK_UNROLL(8)
+            for (uint32_t i = 0; i < (uint32_t)N; i++) w.sum_of[d][i] *= keep[rfk_flash_which(i)];
+    }
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++) {
+        rfk_flash_operands o;
+        rfk_flash_weigh<WAVE, KV>(o, x[h], less, w.sum);
+        rfk_flash_add<WAVE, KV>(w, tile, h, o);
+    }
+}
+
+/* Start of a run of tokens [row, end) of one sequence: where a wave's queries are, and nothing summed up. */
+template <int WAVE, int HEAD>
+RFK_DEVICE void rfk_flash_begin(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attention_args &a, uint32_t row0, uint32_t row,
+                                uint32_t end) {
+    const uint32_t lane = threadIdx.x % WAVE, wave_row = threadIdx.x / WAVE * 16, group = a.n_heads / a.n_kv_heads;
+    uint32_t low = row0 + wave_row / group, high = row0 + (wave_row + 15) / group;
+    const bool some = low < end && high >= row && wave_row < a.rows_per_block * group;
+    low = low > row ? low : row;
+    high = high < end ? high : end - 1;
+    w.lowest = some ? a.rows[low].pos : -1;
+    w.highest = some ? a.rows[high].pos : -1;
+    RFK_UNROLL(2)
+    for (int n = 0; n < 2; n++) {
+        const uint32_t t = row0 + w.row[n] / group;
+        const bool inside = t >= row && t < end && w.row[n] < a.rows_per_block * group;
+        const bool first = (rfk_flash_turned() ? lane / 16 : lane % 4) == 0; /* of those that share it */
+        w.pos[n] = inside ? a.rows[t].pos : -1;
+        w.largest[n] = RFK_FLASH_NOTHING;
+        w.sum[n] = 0;
+        if (!a.sinks || !inside) continue;
+        w.largest[n] = RFK_LOG2_E * rfk_load_any(a.sinks, a.sinks_type, w.kv_head * group + w.row[n] % group);
+        w.sum[n] = first ? RFK_FLASH_WEIGHT : 0.0f;
+    }
+    RFK_UNROLL(8)
+    for (int d = 0; d < HEAD / 16; d++)
+        RFK_UNROLL(8)
+        for (int i = 0; i < 256 / WAVE; i++) w.sum_of[d][i] = 0;
+}
+
+/* The results of a run. */
+template <int WAVE, int HEAD>
+RFK_DEVICE void rfk_flash_end(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attention_args &a, uint32_t row0) {
+    const uint32_t lane = threadIdx.x % WAVE, group = a.n_heads / a.n_kv_heads;
+    float *out[2];
+    RFK_UNROLL(2)
+    for (int n = 0; n < 2; n++) {
+        w.sum[n] = 1 / rfk_flash_total<WAVE>(w.sum[n]);
+        out[n] = w.pos[n] < 0 ? NULL
+                              : a.out + (size_t)(row0 + w.row[n] / group) * a.out_stride +
+                                    (size_t)(w.kv_head * group + w.row[n] % group) * a.head_dim;
+    }
+    RFK_UNROLL(8)
+    for (uint32_t d = 0; d < HEAD / 16; d++)
+        RFK_UNROLL(8)
+        for (uint32_t i = 0; i < 256 / WAVE; i++) {
+            const uint32_t n = rfk_flash_which(i);
+            if (out[n] && 16 * d < a.head_dim)
+                out[n][16 * d + rfk_flash_place<WAVE>(lane, i)] = w.sum_of[d][i] * w.sum[n];
+        }
+}
+
+/* Behind the last of the rows from `row` on that belong to its sequence. */
+template <int WAVE>
+RFK_DEVICE uint32_t rfk_flash_run_end(const rf_step_row *rows, uint32_t row, uint32_t last, uint32_t lane) {
+    uint32_t end = last;
+    for (uint32_t t = row + 1 + lane; t < last; t += WAVE)
+        if (rows[t].seq != rows[row].seq && t < end) end = t;
+    RFK_UNROLL(6)
+    for (int mask = WAVE / 2; mask > 0; mask /= 2) {
+        const uint32_t other = rfk_swap<WAVE>(end, mask);
+        end = other < end ? other : end;
+    }
+    return end;
+}
+
+/* grid n_kv_heads * ceil(T / rows_per_block)   block WAVES waves   LDS to 38 KiB   rows_per_block = 16 * WAVES / heads of
+ * a group   Every block reads the keys and values of its sequence that a row of it sees. Those with most of them, the last
+ * rows', come first; from block a.turn on those with fewest, to be neighbours of the first ones. */
+template <int WAVE, int WAVES, class KV, int HEAD>
+static __global__ void RFK_THREADS(WAVES *WAVE) rfk_flash(rfk_attention_args a) {
+    if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
+    if (!RFK_HAS_UNITS || (rfk_flash_halves<KV>::TWO && !RFK_UNITS_F16)) return; /* never launched */
+    typedef rfk_flash_shared<KV, HEAD> rfk_shared;
+    RFK_SHARED(rfk_shared, s);
+    const uint32_t lane = threadIdx.x % WAVE, dim = a.head_dim, blocks = gridDim.x / a.n_kv_heads,
+                   place = blockIdx.x < a.turn ? blockIdx.x : gridDim.x - 1 - (blockIdx.x - a.turn),
+                   row0 = (blocks - 1 - place / a.n_kv_heads) * a.rows_per_block,
+                   last = row0 + a.rows_per_block < a.n_rows ? row0 + a.rows_per_block : a.n_rows;
+    rfk_flash_wave<WAVE, HEAD> w;
+    w.kv_head = place % a.n_kv_heads;
+    for (uint32_t n = 0; n < 2; n++) w.row[n] = threadIdx.x / WAVE * 16 + rfk_flash_query<WAVE>(lane, n);
+    rfk_flash_queries(w, a, row0, last, lane);
+    const int4 zero = {0, 0, 0, 0};
+    for (uint32_t i = threadIdx.x; dim < HEAD && i < RFK_FLASH_CELLS * HEAD / 8; i += WAVES * WAVE)
+        for (size_t t = 0; i % (HEAD / 8) >= dim / 8 && t < sizeof s.tile / sizeof *s.tile; t++)
+            s.tile[t].k[i / (HEAD / 8)][i % (HEAD / 8)] = zero;
     for (uint32_t row = row0, end; row < last; row = end) {
-        for (end = row + 1; end < last && a.rows[end].seq == a.rows[row].seq;) end++;
-        rfk_flash_run<WAVE, KV, PLAIN>(s, a, row0, row, end);
+        end = rfk_flash_run_end<WAVE>(a.rows, row, last, lane);
+        const size_t head = ((size_t)a.rows[row].seq * a.n_kv_heads + w.kv_head) * a.n_cells;
+        const KV *k = rfk_kv_row((const KV *)a.k, head, dim), *v = rfk_kv_row((const KV *)a.v, head, dim);
+        const uint32_t length = (uint32_t)a.rows[end - 1].pos + 1;
+        uint32_t seen = (uint32_t)a.rows[row].pos + 1, tile = 0; /* the first position that any of them sees */
+        seen = a.window && seen > a.window ? seen - a.window : 0;
+        /* a ring's cells, as those of all positions, begin with a multiple of 32 */
+        uint32_t cell0 = seen / RFK_FLASH_CELLS * RFK_FLASH_CELLS, at = cell0 % a.n_cells;
+        if (rfk_shared::AHEAD) {
+            __syncthreads();
+            rfk_flash_fetch<WAVES * WAVE>(s.tile, rfk_kv_row(k, at, dim), rfk_kv_row(v, at, dim), dim, seen - cell0,
+                                          length - cell0);
+        }
+        rfk_flash_begin(w, a, row0, row, end);
+        for (; cell0 < length; cell0 += RFK_FLASH_CELLS) {
+            if (!rfk_shared::AHEAD) {
+                const uint32_t first = seen > cell0 ? seen - cell0 : 0;
+                __syncthreads();
+                rfk_flash_fetch<WAVES * WAVE>(s.tile, rfk_kv_row(k, at, dim), rfk_kv_row(v, at, dim), dim, first,
+                                              length - cell0);
+            }
+            rfk_wait_copies();
+            __syncthreads();
+            const uint32_t next = cell0 + RFK_FLASH_CELLS;
+            at = at + RFK_FLASH_CELLS < a.n_cells ? at + RFK_FLASH_CELLS : 0;
+            if (rfk_shared::AHEAD && next < length) {
+                rfk_flash_fetch<WAVES * WAVE>(s.tile + 1 - tile, rfk_kv_row(k, at, dim), rfk_kv_row(v, at, dim), dim, 0u,
+                                              length - next);
+            }
+            if ((int32_t)cell0 <= w.highest && (a.window == 0 || w.lowest - (int32_t)next < (int32_t)a.window - 1))
+                rfk_flash_step<WAVE, KV>(w, s.tile + tile, a, cell0);
+            if (rfk_shared::AHEAD) tile = 1 - tile;
+        }
+        rfk_flash_end(w, a, row0);
     }
 }
 
@@ -4519,7 +4848,6 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
 }
 
 #define RFK_ROW_CELLS 128u /* positions of a split at least */
-#define RFK_LOG2_E 1.44269504088896341f /* weights are 2^score */
 
 struct rfk_row_attention_args {
     const float *q, *k, *v;
@@ -4737,11 +5065,6 @@ template <int WAVE, int PER, int N> RFK_DEVICE void rfk_row_spread(float (&v)[N]
             v[0] += rfk_swap<WAVE>(v[0], mask);
         }
     }
-}
-
-/* softcap * tanh(score / softcap), with few registers; both are in units of log2(e). */
-RFK_DEVICE float rfk_row_cap(float score, float softcap, float twice_inverse) {
-    return softcap - 2 * softcap / (exp2f(score * twice_inverse) + 1);
 }
 
 /* The T positions from `first` on: scores, weights, weighted sums. The next positions' loads begin as soon as there is
@@ -5035,6 +5358,7 @@ struct rf_dev {
     int graphs;           /* atomic: rfk_graphs */
     int early;            /* kernels of a graph may start before the one before them has ended */
     uint32_t wrong_units; /* RFK_WRONG_...: what the matrix units got wrong when the device was opened */
+    int has_units;
     int units_f16, units_bf16; /* prompts with such weights are multiplied on them                     */
 };
 #define RFK_WRONG_BYTES 1u  /* products of bytes: weights are multiplied without tiles  */
@@ -5674,6 +5998,7 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
                          d->info.arch);
     if (r == RF_OK) {
         d->wrong_units = rfk_judge_matrix(&found.matrix);
+        d->has_units = found.matrix.has_units;
         d->units_f16 = found.matrix.units_f16 && !(d->wrong_units & RFK_WRONG_HALVES);
         d->units_bf16 = found.matrix.units_bf16 && !(d->wrong_units & RFK_WRONG_HALVES);
     }
@@ -7274,19 +7599,18 @@ static bool rfk_takes_flash(const rfk_launching *l) {
     if (l->p->dev->wrong_units & RFK_WRONG_HALVES) return false;
     for (uint32_t t = 1; t < l->n_rows; t++) runs += l->step->rows[t].seq != l->step->rows[t - 1].seq;
     return !(op->flags & RF_OP_LATENT) && op->table == RF_NONE && op->temperature == 0 && l->n_rows > RFK_SPLIT_ROWS &&
-           l->n_rows >= 8 * runs && l->p->cache_type != RF_CACHE_F32 && (l->p->cache_type != RF_CACHE_Q8_0 || l->p->dev->units_f16) &&
+           l->n_rows >= 8 * runs && l->p->cache_type != RF_CACHE_F32 &&
+           (l->p->cache_type == RF_CACHE_Q8_0 ? l->p->dev->units_f16 : l->p->dev->has_units) &&
            op->head_dim == op->head_dim_v && op->head_dim % 16 == 0 && op->head_dim <= RFK_FLASH_HEAD &&
-           op->n_heads / op->n_kv_heads <= RFK_FLASH_ROWS;
+           op->n_heads / op->n_kv_heads <= 16 * RFK_FLASH_WAVES;
 }
 
-static void (*rfk_find_flash(const rfk_launching *l))(rfk_attention_args) {
-    void (*plain)(rfk_attention_args) =
-        RFK_BY_WAVE(l, (rfk_flash<32, uint16_t, true>), (rfk_flash<64, uint16_t, true>));
-    void (*half)(rfk_attention_args) =
-        RFK_BY_WAVE(l, (rfk_flash<32, uint16_t, false>), (rfk_flash<64, uint16_t, false>));
-    void (*quantized)(rfk_attention_args) =
-        RFK_BY_WAVE(l, (rfk_flash<32, rfk_q8, false>), (rfk_flash<64, rfk_q8, false>));
-    return l->p->cache_type == RF_CACHE_Q8_0 ? quantized : rfk_sees_all(l->op) ? plain : half;
+template <int HEAD> static void (*rfk_find_flash(const rfk_launching *l))(rfk_attention_args) {
+    void (*half)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_flash<32, RFK_FLASH_WAVES, uint16_t, HEAD>),
+                                                   (rfk_flash<64, RFK_FLASH_WAVES, uint16_t, HEAD>));
+    void (*quantized)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_flash<32, RFK_FLASH_WAVES, rfk_q8, HEAD>),
+                                                        (rfk_flash<64, RFK_FLASH_WAVES, rfk_q8, HEAD>));
+    return l->p->cache_type == RF_CACHE_Q8_0 ? quantized : half;
 }
 
 template <uint32_t HEAD> static void (*rfk_find_attention(const rfk_launching *l))(rfk_attention_args) {
@@ -7334,9 +7658,12 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     a.temperature = op->temperature;
     a.temperature_length = op->temperature_length;
     if (rfk_takes_flash(l)) {
-        a.rows_per_block = RFK_FLASH_ROWS / group;
-        return rfk_go(l, rfk_find_flash(l),
-                      dim3(rfk_ceil_div(l->n_rows, a.rows_per_block), op->n_kv_heads), 4 * p->dev->wave, a);
+        a.rows_per_block = 16 * RFK_FLASH_WAVES / group;
+        const uint32_t blocks = rfk_ceil_div(l->n_rows, a.rows_per_block) * op->n_kv_heads,
+                       units = p->dev->info.compute_units;
+        a.turn = blocks <= 2 * units ? units : blocks;
+        return rfk_go(l, op->head_dim <= 64 ? rfk_find_flash<64>(l) : rfk_find_flash<RFK_FLASH_HEAD>(l), dim3(blocks),
+                      RFK_FLASH_WAVES * p->dev->wave, a);
     }
     dim3 grid(rfk_ceil_div(l->n_rows, a.rows_per_block), op->n_kv_heads * rfk_ceil_div(group, a.heads_per_block),
               rfk_ceil_div(longest, a.split_cells));
