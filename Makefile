@@ -107,7 +107,7 @@ $(B)/%: examples/%.c rocmforge.h $(B)/rocmforge.a
 
 # suites that change macros of the implementation, and in sanitizer builds that of the vector kernels, have their own
 INSIDE = -I$(B)/inside $(SANITIZED)
-$(B)/test_fuzz $(B)/test_limits $(B)/test_stream: INSIDE = -O1 -DROCMFORGE_NO_SIMD
+$(B)/test_fuzz $(B)/test_limits $(B)/test_stream: INSIDE = -O0 -DROCMFORGE_NO_SIMD
 $(B)/test_kernels: INSIDE = $(if $(SANITIZED),-DROCMFORGE_STATIC,-I$(B)/inside)
 
 $(B)/%: tests/%.c $(HEADERS) $(B)/rocmforge.a
