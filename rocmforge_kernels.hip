@@ -4856,7 +4856,7 @@ struct rfk_row_attention_args {
     const uint8_t *sinks;    /* [n_heads] a score more of each head, without a value; NULL: none */
     void *k_state, *v_state; /* [seq][kv head][n_cells][dim]: position p in cell p % n_cells     */
     float *out;
-    float *part;       /* [head][splits][head_dim + 4]: sums, maximum, sum of weights       */
+    float *part;       /* [kv head][split] parts: rfk_row_part                              */
     uint32_t *tickets; /* [kv head] splits that are done; 0 between launches                */
     rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted                           */
     const rf_step_row *rows;
@@ -4958,23 +4958,26 @@ template <class KV, bool PLAIN, int G, int PER> struct rfk_row_shape {
         SLOTS = RFK_BLOCK / PER;
 };
 
-#define RFK_ROW_JOIN 4352 /* floats: eight heads of 64, four of 128, two of 256, from eight waves */
+#define RFK_ROW_JOIN 4096 /* floats: eight heads of 64, four of 128, two of 256, from eight waves */
+#define RFK_ROW_SPLITS 64u
 template <int G, int PER> struct rfk_row_shared {
     alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value; later the results             */
-    alignas(16) float join[RFK_ROW_JOIN]; /* by wave and query: weighted sums, maximum, sum of weights              */
+    alignas(16) float join[RFK_ROW_JOIN]; /* by query and wave: weighted sums                                       */
+    float peak[G][8][2];                  /* by query and wave: the maximum, the sum of weights                     */
     uint32_t is_last;
 };
 
 /* A lane's pairs of a head in s.x's rows: what rope turns, then the rest as it is. */
-template <int WAVE> struct rfk_row_pairs {
-    static const int N = RFK_MAX_HEAD / 2 / WAVE;
+template <int WAVE, int PER> struct rfk_row_pairs {
+    static const int N = PER * 4 > WAVE ? PER * 4 / WAVE : 1;
     uint32_t first[N], second[N];
     float c[N], s[N];
 };
-template <int WAVE> RFK_DEVICE void rfk_row_pair(rfk_row_pairs<WAVE> &o, const rfk_row_attention_args &a) {
+template <int WAVE, int PER>
+RFK_DEVICE void rfk_row_pair(rfk_row_pairs<WAVE, PER> &o, const rfk_row_attention_args &a) {
     const uint32_t half = a.n_rot / 2, lane = threadIdx.x % WAVE;
     RFK_UNROLL(4)
-    for (uint32_t k = 0; k < (uint32_t)rfk_row_pairs<WAVE>::N; k++) {
+    for (uint32_t k = 0; k < (uint32_t)rfk_row_pairs<WAVE, PER>::N; k++) {
         const uint32_t i = lane + k * WAVE;
         const bool turns = i < half;
         o.first[k] = turns && a.neox ? i : 2 * i;
@@ -4988,16 +4991,17 @@ template <int WAVE> RFK_DEVICE void rfk_row_pair(rfk_row_pairs<WAVE> &o, const r
  * each. Scores are powers of 2. */
 template <int WAVE, int G, int PER>
 RFK_DEVICE void rfk_row_queries(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
-                                uint32_t group, bool owns_key, const rfk_row_pairs<WAVE> &pairs) {
+                                uint32_t group, bool owns_key, const rfk_row_pairs<WAVE, PER> &pairs) {
     const uint32_t lane = threadIdx.x % WAVE;
+    RFK_UNROLL(1)
     for (uint32_t h = threadIdx.x / WAVE; h < (uint32_t)G + 2; h += RFK_BLOCK / WAVE) {
         const bool key = h == G, value = h == G + 1, wanted = h < G ? h < group : owns_key;
         const float *from = value ? a.v : key ? a.k : a.q;
         from += (h < G ? (size_t)kv_head * group + h : kv_head) * a.head_dim;
         const uint8_t *norm = value ? NULL : key ? a.norm[1] : a.norm[0];
-        float x0[rfk_row_pairs<WAVE>::N], x1[rfk_row_pairs<WAVE>::N], sum = 0, factor = 1;
+        float x0[rfk_row_pairs<WAVE, PER>::N], x1[rfk_row_pairs<WAVE, PER>::N], sum = 0, factor = 1;
         RFK_UNROLL(4)
-        for (uint32_t k = 0; k < (uint32_t)rfk_row_pairs<WAVE>::N; k++) {
+        for (uint32_t k = 0; k < (uint32_t)rfk_row_pairs<WAVE, PER>::N; k++) {
             bool inside = wanted && 2 * (lane + k * WAVE) < a.head_dim;
             x0[k] = inside ? from[pairs.first[k]] : 0.0f;
             x1[k] = inside ? from[pairs.second[k]] : 0.0f;
@@ -5009,7 +5013,7 @@ RFK_DEVICE void rfk_row_queries(rfk_row_shared<G, PER> &s, const rfk_row_attenti
         }
         const float scale = h < G ? a.scale * RFK_LOG2_E : 1.0f;
         RFK_UNROLL(4)
-        for (uint32_t k = 0; k < (uint32_t)rfk_row_pairs<WAVE>::N; k++) {
+        for (uint32_t k = 0; k < (uint32_t)rfk_row_pairs<WAVE, PER>::N; k++) {
             const uint32_t i = lane + k * WAVE, first = pairs.first[k], second = pairs.second[k];
             if (i >= PER * 4) continue;
             if (norm && 2 * i < a.head_dim) {
@@ -5136,99 +5140,223 @@ RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const rfk_row
     rfk_row_load<KV, PER, S::T, PLAIN>(o.v, v, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS, last);
 }
 
-/* Four values of a query's result from `n` parts, `stride` floats apart, that hold weighted sums, and behind them
- * their maximum and their sum of weights. */
-template <class P>
-RFK_DEVICE void rfk_row_add(const P *part, uint32_t stride, uint32_t n, uint32_t dim, uint32_t e, float *total,
-                            float *largest, float *sum) {
-    *largest = -3e38f, *sum = 0;
-    for (int k = 0; k < 4; k++) total[k] = 0;
-    for (uint32_t i = 0; i < n; i++) *largest = fmaxf(*largest, part[i * stride + dim]);
-    RFK_UNROLL(4)
-    for (uint32_t i = 0; i < n; i++) {
-        const P *from = part + i * stride;
-        const float weight = exp2f(from[dim] - *largest);
-        *sum += weight * from[dim + 1];
-        for (uint32_t k = 0; k < 4; k++) total[k] += weight * from[e + k];
+/* Four values of a result: those of 4c .. 4c + 3 of a query of the kv head, also quantized. All lanes of the wave take
+ * part. */
+template <int WAVE>
+RFK_DEVICE void rfk_row_out(const rfk_row_attention_args &a, uint32_t query, uint32_t c, const float (&x)[4],
+                            bool inside) {
+    const uint32_t i = query * (a.head_dim / 4) + c;
+    if (inside) {
+        const float4 four = {x[0], x[1], x[2], x[3]};
+        reinterpret_cast<float4 *>(a.out)[i] = four;
     }
+    if (a.x8.q) rfk_quantize4<WAVE>(a.x8, 0, a.n_heads * a.head_dim, i, x, inside);
 }
 
-/* Sums of the block's waves to s.x if it is the only split, else to a.part. */
+/* Where split y of a kv head leaves its weighted sums, [query][head_dim], and behind them each query's maximum and sum
+ * of weights. */
+RFK_DEVICE float *rfk_row_part(const rfk_row_attention_args &a, uint32_t kv_head, uint32_t group, uint32_t y) {
+    return a.part + (size_t)(kv_head * gridDim.y + y) * group * (a.head_dim + 4);
+}
+
+/* What a wave's lanes have, joined: weighted sums in `v`, each lane's share of VALUES of them from the returned one on,
+ * [query][8]; the maximum and the sum of weights to s.peak. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
-RFK_DEVICE void rfk_row_join(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
-                             uint32_t group, bool only, rfk_row_work<KV, PLAIN, G, PER> &o) {
+RFK_DEVICE uint32_t rfk_row_join_wave(rfk_row_shared<G, PER> &s, const rfk_row_work<KV, PLAIN, G, PER> &o,
+                                      float (&v)[G * 8]) {
     typedef rfk_row_shape<KV, PLAIN, G, PER> S;
-    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, waves = RFK_BLOCK / WAVE, dim = a.head_dim,
-                   stride = dim + 4, at_once = RFK_ROW_JOIN / (waves * stride);
-    float largest[G], sum[G], all = o.sum;
-    for (int mask = 1; mask < S::LANES; mask *= 2) all += rfk_swap<WAVE>(all, mask);
+    const uint32_t lane = threadIdx.x % WAVE, base = lane - lane % PER;
+    float top = o.largest, sum = o.sum;
+    for (int mask = 1; mask < S::LANES; mask *= 2) sum += rfk_swap<WAVE>(sum, mask);
+    for (int mask = PER; mask < WAVE; mask *= 2) top = fmaxf(top, rfk_swap<WAVE>(top, mask));
+    const float own = exp2f(o.largest - top);
+    sum *= own;
+    for (int mask = PER; mask < WAVE; mask *= 2) sum += rfk_swap<WAVE>(sum, mask);
+    if (lane < PER && lane % S::LANES == 0) {
+        s.peak[lane / S::LANES][threadIdx.x / WAVE][0] = top;
+        s.peak[lane / S::LANES][threadIdx.x / WAVE][1] = sum;
+    }
     RFK_UNROLL(8)
     for (uint32_t g = 0; g < (uint32_t)G; g++) {
-        const uint32_t from = lane - lane % PER + g * S::LANES;
-        largest[g] = rfk_from_lane<WAVE>(o.largest, from);
-        sum[g] = rfk_from_lane<WAVE>(all, from);
-        for (int mask = PER; mask < WAVE; mask *= 2) {
-            const float other = rfk_swap<WAVE>(largest[g], mask), top = fmaxf(largest[g], other),
-                        factor = exp2f(largest[g] - top);
-            largest[g] = top;
-            sum[g] *= factor;
-            sum[g] += rfk_swap<WAVE>(sum[g], mask);
-            RFK_UNROLL(8)
-            for (int e = 0; e < 8; e++) {
-                o.acc[g][e] *= factor;
-                o.acc[g][e] += rfk_swap<WAVE>(o.acc[g][e], mask);
-            }
-        }
-    }
-    for (uint32_t g0 = 0; g0 < group; g0 += at_once) {
-        const uint32_t n = group - g0 < at_once ? group - g0 : at_once;
-        __syncthreads();
+        const float factor = rfk_from_lane<WAVE>(own, base + g * S::LANES);
         RFK_UNROLL(8)
-        for (uint32_t g = 0; g < (uint32_t)G; g++) {
-            if (g < g0 || g >= g0 + n || lane >= PER || lane * 8 >= dim) continue;
-            float *join = s.join + ((g - g0) * waves + wave) * stride;
-            for (uint32_t e = 0; e < 8; e += 4) {
-                const float4 v = {o.acc[g][e], o.acc[g][e + 1], o.acc[g][e + 2], o.acc[g][e + 3]};
-                *reinterpret_cast<float4 *>(join + lane * 8 + e) = v;
-            }
-            if (lane == 0) join[dim] = largest[g], join[dim + 1] = sum[g];
-        }
-        __syncthreads();
-        for (uint32_t i = threadIdx.x; i < n * dim / 4; i += RFK_BLOCK) {
-            const uint32_t g = i / (dim / 4), e = i % (dim / 4) * 4;
-            float total[4], top, weights;
-            rfk_row_add(s.join + g * waves * stride, stride, waves, dim, e, total, &top, &weights);
-            float *part = a.part + (((size_t)kv_head * group + g0 + g) * gridDim.y + blockIdx.y) * stride;
-            for (uint32_t k = 0; k < 4; k++)
-                if (only) s.x[g0 + g][e + k] = total[k] / weights;
-                else part[e + k] = total[k];
-            if (!only && e == 0) part[dim] = top, part[dim + 1] = weights;
+        for (int e = 0; e < 8; e++) v[g * 8 + e] = o.acc[g][e] * factor;
+    }
+    uint32_t first = 0;
+    int n = G * 8;
+    RFK_UNROLL(3)
+    for (int mask = WAVE / 2; mask >= PER; mask /= 2) { /* halves of the list go to halves of the lanes */
+        const bool upper = (lane & (uint32_t)mask) != 0;
+        n /= 2;
+        first += upper ? (uint32_t)n : 0;
+        RFK_UNROLL(32)
+        for (int i = 0; i < G * 4; i++) {
+            if (i >= n) continue;
+            const float own_half = upper ? v[i + n] : v[i], other = upper ? v[i] : v[i + n];
+            v[i] = own_half + rfk_swap<WAVE>(other, mask);
         }
     }
-    __syncthreads();
+    return first;
 }
 
-/* The last block of a kv head to get here joins its splits into s.x. 0 for the others. */
+/* Sums of the block's waves: the results if it is the only split, else a part. */
+template <int WAVE, class KV, bool PLAIN, int G, int PER>
+RFK_DEVICE void rfk_row_join(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
+                             uint32_t group, bool only, const rfk_row_work<KV, PLAIN, G, PER> &o) {
+    const uint32_t lane = threadIdx.x % PER, wave = threadIdx.x / WAVE;
+    const int waves = RFK_BLOCK / WAVE, row = PER * 8, fit = RFK_ROW_JOIN / (waves * row), at_once = fit < G ? fit : G,
+              n_values = G * 8 * PER / WAVE;
+    float v[G * 8];
+    const uint32_t first = rfk_row_join_wave<WAVE, KV, PLAIN, G, PER>(s, o, v);
+    RFK_UNROLL(1)
+    for (uint32_t g0 = 0; g0 < group; g0 += at_once) {
+        if (g0 || rfk_row_raw<KV, PER>::PACKED) __syncthreads(); /* s.join is still read */
+        RFK_UNROLL(8)
+        for (uint32_t j = 0; j < (uint32_t)(n_values + 7) / 8; j++) {
+            const uint32_t g = first / 8 + j - g0;
+            if (g >= (uint32_t)at_once) continue;
+            float *to = s.join + (g * waves + wave) * row + lane * 8 + first % 8;
+            if (n_values % 4) {
+                for (int e = 0; e < n_values; e++) to[e] = v[e];
+                continue;
+            }
+            for (uint32_t e = 0; e < 8 && e < (uint32_t)n_values; e += 4) {
+                const float4 four = {v[j * 8 + e], v[j * 8 + e + 1], v[j * 8 + e + 2], v[j * 8 + e + 3]};
+                *reinterpret_cast<float4 *>(to + e) = four;
+            }
+        }
+        __syncthreads();
+        const uint32_t g = threadIdx.x / (PER * 2), c = threadIdx.x % (PER * 2), head = g0 + g; /* of the kv head's */
+        const bool inside = g < (uint32_t)at_once && head < group && c * 4 < a.head_dim;
+        float x[4] = {0, 0, 0, 0}, top = -3e38f, weights = 0;
+        if (inside) {
+            RFK_UNROLL(8)
+            for (int i = 0; i < waves; i++) top = fmaxf(top, s.peak[head][i][0]);
+            RFK_UNROLL(8)
+            for (int i = 0; i < waves; i++) {
+                const float weight = exp2f(s.peak[head][i][0] - top);
+                const float4 four = *reinterpret_cast<const float4 *>(s.join + (g * waves + i) * row + c * 4);
+                weights += weight * s.peak[head][i][1];
+                x[0] += weight * four.x, x[1] += weight * four.y, x[2] += weight * four.z, x[3] += weight * four.w;
+            }
+        }
+        if (only) {
+            const float inverse = inside ? 1.0f / weights : 0.0f;
+            RFK_UNROLL(4)
+            for (int k = 0; k < 4; k++) x[k] *= inverse;
+            rfk_row_out<WAVE>(a, kv_head * group + head, c, x, inside);
+        } else if (inside) {
+            float *part = rfk_row_part(a, kv_head, group, blockIdx.y);
+            const float4 four = {x[0], x[1], x[2], x[3]};
+            *reinterpret_cast<float4 *>(part + head * a.head_dim + c * 4) = four;
+            if (c == 0) part[group * a.head_dim + 2 * head] = top, part[group * a.head_dim + 2 * head + 1] = weights;
+        }
+    }
+}
+
+/* True for the last block of a kv head to get here: it sees the others' parts. */
 template <int G, int PER>
 RFK_DEVICE bool rfk_row_last(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
-                             uint32_t group, uint32_t n_splits) {
+                             uint32_t n_splits) {
     __threadfence(); /* what this block wrote, before its ticket */
     __syncthreads();
-    if (threadIdx.x == 0) s.is_last = atomicAdd(&a.tickets[kv_head], 1u) == n_splits - 1;
-    __syncthreads();
-    if (!s.is_last) return false;
-    __threadfence();
-    const uint32_t stride = a.head_dim + 4;
-    const volatile float *part = a.part + (size_t)kv_head * group * gridDim.y * stride; /* not from a stale cache */
-    if (threadIdx.x == 0) a.tickets[kv_head] = 0;
-    for (uint32_t i = threadIdx.x; i < group * a.head_dim / 4; i += RFK_BLOCK) {
-        const uint32_t g = i / (a.head_dim / 4), e = i % (a.head_dim / 4) * 4;
-        float total[4], top, weights;
-        rfk_row_add(part + (size_t)g * gridDim.y * stride, stride, n_splits, a.head_dim, e, total, &top, &weights);
-        for (uint32_t k = 0; k < 4; k++) s.x[g][e + k] = total[k] / weights;
+    if (threadIdx.x == 0) {
+        s.is_last = atomicAdd(&a.tickets[kv_head], 1u) == n_splits - 1;
+        if (s.is_last) a.tickets[kv_head] = 0;
     }
     __syncthreads();
+    if (!s.is_last) return false;
+#if !defined(RFK_NVIDIA)
+    __threadfence();
+#endif
     return true;
+}
+
+/* What other blocks wrote before their tickets: not from a cache that others do not see. */
+RFK_DEVICE float4 rfk_row_load_part(const float *p) {
+#if defined(RFK_NVIDIA)
+    return __ldcg(reinterpret_cast<const float4 *>(p));
+#else
+    return *reinterpret_cast<const float4 *>(p);
+#endif
+}
+
+#define RFK_ROW_PARTS 16 /* of a thread that are loaded at once */
+
+/* The weights of a kv head's parts, by a wave for each query, to s.join: [query][RFK_ROW_SPLITS]. */
+template <int WAVE, int G, int PER>
+RFK_DEVICE void rfk_row_weights(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
+                                uint32_t group, uint32_t n_splits) {
+    const uint32_t lane = threadIdx.x % WAVE;
+    const int n = RFK_ROW_SPLITS / WAVE; /* parts of a lane */
+    RFK_UNROLL(1)
+    for (uint32_t g = threadIdx.x / WAVE; g < group; g += RFK_BLOCK / WAVE) {
+        float largest[n], sum[n], top = -3e38f, all = 0;
+        RFK_UNROLL(2)
+        for (int k = 0; k < n; k++) {
+            const uint32_t y = lane + k * WAVE;
+            largest[k] = -3e38f, sum[k] = 0;
+            if (y < n_splits) {
+                const float *from = rfk_row_part(a, kv_head, group, y) + group * a.head_dim + g / 2 * 4;
+                const float4 two = rfk_row_load_part(from);
+                largest[k] = g % 2 ? two.z : two.x, sum[k] = g % 2 ? two.w : two.y;
+            }
+            top = fmaxf(top, largest[k]);
+        }
+        for (int mask = WAVE / 2; mask > 0; mask /= 2) top = fmaxf(top, rfk_swap<WAVE>(top, mask));
+        RFK_UNROLL(2)
+        for (int k = 0; k < n; k++) largest[k] = exp2f(largest[k] - top), all += largest[k] * sum[k];
+        all = 1.0f / rfk_wave_sum<WAVE>(all);
+        RFK_UNROLL(2)
+        for (int k = 0; k < n; k++) s.join[g * RFK_ROW_SPLITS + lane + k * WAVE] = largest[k] * all;
+    }
+}
+
+/* The results from the splits' parts. Sets of threads have parts by turns. */
+template <int WAVE, int G, int PER>
+RFK_DEVICE void rfk_row_join_splits(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
+                                    uint32_t group, uint32_t n_splits) {
+    const uint32_t all = G * PER * 2, columns = all < RFK_BLOCK ? all : RFK_BLOCK, sets = RFK_BLOCK / columns,
+                   set = threadIdx.x / columns, stride = group * (a.head_dim + 4);
+    float *sums = s.join + G * RFK_ROW_SPLITS;
+    RFK_UNROLL(1)
+    for (uint32_t first = 0; first < all; first += columns) {
+        const uint32_t i = first + threadIdx.x % columns, g = i / (PER * 2), c = i % (PER * 2);
+        const bool inside = g < group && c * 4 < a.head_dim;
+        const float *part = rfk_row_part(a, kv_head, group, 0) + g * a.head_dim + c * 4;
+        float x[4] = {0, 0, 0, 0};
+        RFK_UNROLL(1)
+        for (uint32_t y0 = 0; y0 < n_splits; y0 += sets * RFK_ROW_PARTS) {
+            float v[RFK_ROW_PARTS][4];
+            RFK_UNROLL(16)
+            for (uint32_t k = 0; k < RFK_ROW_PARTS; k++) {
+                const uint32_t y = y0 + set + k * sets;
+                float4 four = {0, 0, 0, 0};
+                if (inside && y < n_splits) four = rfk_row_load_part(part + (size_t)y * stride);
+                v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
+            }
+            if (first == 0 && y0 == 0) {
+                rfk_row_weights<WAVE, G, PER>(s, a, kv_head, group, n_splits);
+                __syncthreads();
+            }
+            RFK_UNROLL(16)
+            for (uint32_t k = 0; k < RFK_ROW_PARTS; k++) {
+                const uint32_t y = y0 + set + k * sets;
+                const float weight = inside && y < n_splits ? s.join[g * RFK_ROW_SPLITS + y] : 0.0f;
+                for (int e = 0; e < 4; e++) x[e] += weight * v[k][e];
+            }
+        }
+        if (sets > 1) {
+            const float4 four = {x[0], x[1], x[2], x[3]};
+            reinterpret_cast<float4 *>(sums)[threadIdx.x] = four;
+            __syncthreads();
+            for (uint32_t k = 1; k < sets && set == 0; k++) {
+                const float4 more = reinterpret_cast<const float4 *>(sums)[k * columns + threadIdx.x];
+                x[0] += more.x, x[1] += more.y, x[2] += more.z, x[3] += more.w;
+            }
+        }
+        rfk_row_out<WAVE>(a, kv_head * group + g, c, x, inside && set == 0);
+    }
 }
 
 /* The new key and value to their cell `row` of the head's, whose first values k and v are. */
@@ -5297,10 +5425,10 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_row_attention(rfk_row_attentio
     const KV *k = (const KV *)a.k_state + head + lane * 8, *v = (const KV *)a.v_state + head + lane * 8;
     const uint32_t last = !inside ? 0 : owns_key ? all - 1 : end; /* older positions end here */
     rfk_row_work<KV, PLAIN, G, PER> work;
-    rfk_row_pairs<WAVE> pairs;
+    rfk_row_pairs<WAVE, PER> pairs;
     rfk_row_load<KV, PER, S::T, PLAIN>(work.k, k, a.n_cells, a.head_dim, begin + slot, S::SLOTS, last);
     rfk_row_load<KV, PER, S::T, PLAIN>(work.v, v, a.n_cells, a.head_dim, begin + slot, S::SLOTS, last);
-    rfk_row_pair<WAVE>(pairs, a);
+    rfk_row_pair<WAVE, PER>(pairs, a);
     work.largest = -3e38f; /* finite: nothing seen yet */
     work.sum = 0;
     for (int g = 0; g < G; g++)
@@ -5316,20 +5444,13 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_row_attention(rfk_row_attentio
     if (owns_key)
         rfk_row_store<WAVE, KV, G, PER>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
                                         PLAIN ? (uint32_t)row.pos : (uint32_t)row.pos % a.n_cells, a.head_dim);
+    RFK_UNROLL(1)
     for (uint32_t first = begin; first < end; first += S::T * S::SLOTS)
         rfk_row_positions<WAVE, KV, PLAIN, G, PER>(s, a, k, v, first + slot, end, last,
                                                    owns_key ? all - 1 : RF_NONE, work);
     rfk_row_join<WAVE, KV, PLAIN, G, PER>(s, a, kv_head, group, n_splits == 1, work);
-    if (n_splits > 1 && !rfk_row_last<G, PER>(s, a, kv_head, group, n_splits)) return;
-    const uint32_t n_values = group * a.head_dim;
-    for (uint32_t first = 0; first < n_values / 4; first += RFK_BLOCK) {
-        const uint32_t i = first + threadIdx.x, g = 4 * i / a.head_dim, e = 4 * i % a.head_dim;
-        float x[4] = {0, 0, 0, 0};
-        for (uint32_t j = 0; i < n_values / 4 && j < 4; j++)
-            a.out[(size_t)kv_head * n_values + 4 * i + j] = x[j] = s.x[g][e + j];
-        if (a.x8.q)
-            rfk_quantize4<WAVE>(a.x8, 0, a.n_heads * a.head_dim, kv_head * (n_values / 4) + i, x, i < n_values / 4);
-    }
+    if (n_splits > 1 && rfk_row_last<G, PER>(s, a, kv_head, n_splits))
+        rfk_row_join_splits<WAVE, G, PER>(s, a, kv_head, group, n_splits);
 }
 
 /* ==== 6 Device ========================================================================================== >>device
@@ -7035,7 +7156,7 @@ static void rfk_make_fused(rf_prepared *p) {
                 uint32_t n = att->n_heads * att->head_dim;
                 if (f.angles == p->n_ropes) p->ropes[p->n_ropes++] = &plan->ops[f.ropes];
                 f.to_int8 = rfk_is_matmul(plan, f.attention + 1, end) && next->in == att->out && next->n_in == n &&
-                            att->n_heads / att->n_kv_heads * att->head_dim % 32 == 0;
+                            att->head_dim % 32 == 0;
                 if (f.to_int8) int8_buffer = att->out;
             } else if (f.kind == RFK_FUSED_ROWS && f.glu != RF_NONE) {
                 const rf_op *glu = &plan->ops[f.glu], *next = glu + 1;
@@ -7072,7 +7193,7 @@ static void rfk_choose_splits(rf_prepared *p) {
         if (p->fused[i].kind == RFK_FUSED_ATTENTION && p->plan->ops[p->fused[i].attention].n_kv_heads > kv_heads)
             kv_heads = p->plan->ops[p->fused[i].attention].n_kv_heads;
     p->row_splits = kv_heads ? rfk_ceil_div(2 * (uint64_t)p->dev->info.compute_units, kv_heads) : 1;
-    if (p->row_splits > RFK_MAX_SPLITS) p->row_splits = RFK_MAX_SPLITS;
+    if (p->row_splits > RFK_ROW_SPLITS) p->row_splits = RFK_ROW_SPLITS;
     if (p->row_splits == 0) p->row_splits = 1;
 }
 
