@@ -4847,7 +4847,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
     of.out[2 * i + 1] = s * of.scale;
 }
 
-#define RFK_ROW_CELLS 128u /* positions of a split at least */
+#define RFK_ROW_CELLS 64u /* positions of a split at least */
 
 struct rfk_row_attention_args {
     const float *q, *k, *v;
@@ -5410,8 +5410,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_row_attention(rfk_row_attentio
     const uint32_t kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads;
     uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* positions, from the first that is seen, in that cell */
     if (!PLAIN && a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
+    const uint32_t pass = S::T * S::SLOTS, least = pass > RFK_ROW_CELLS ? pass : RFK_ROW_CELLS;
     uint32_t cells = (n + gridDim.y - 1) / gridDim.y;
-    cells = cells < RFK_ROW_CELLS ? RFK_ROW_CELLS : (cells + 31) / 32 * 32;
+    cells = cells < least ? least : (cells + 31) / 32 * 32;
     const uint32_t n_splits = (n + cells - 1) / cells, begin = seen + blockIdx.y * cells;
     if (blockIdx.y >= n_splits) {
         rfk_wait_previous();
