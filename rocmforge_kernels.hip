@@ -5192,8 +5192,8 @@ RFK_DEVICE uint32_t rfk_row_join_wave(rfk_row_shared<G, PER> &s, const rfk_row_w
         RFK_UNROLL(32)
         for (int i = 0; i < G * 4; i++) {
             if (i >= n) continue;
-            const float own_half = upper ? v[i + n] : v[i], other = upper ? v[i] : v[i + n];
-            v[i] = own_half + rfk_swap<WAVE>(other, mask);
+            const float low = v[i], high = v[i + n]; /* else v would go to private memory on AMD */
+            v[i] = (upper ? high : low) + rfk_swap<WAVE>(upper ? low : high, mask);
         }
     }
     return first;
