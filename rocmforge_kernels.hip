@@ -4964,7 +4964,7 @@ template <int G, int PER> struct rfk_row_shared {
     alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value; later the results             */
     alignas(16) float join[RFK_ROW_JOIN]; /* by query and wave: weighted sums                                       */
     float peak[G][8][2];                  /* by query and wave: the maximum, the sum of weights                     */
-    uint32_t is_last;
+    uint32_t is_last, n_splits;           /* kept here: registers are short                                         */
 };
 
 /* A lane's pairs of a head in s.x's rows: what rope turns, then the rest as it is. */
@@ -5439,6 +5439,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_row_attention(rfk_row_attentio
         work.largest = rfk_load_any(a.sinks, a.sinks_type, h) * RFK_LOG2_E;
         work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
     }
+    if (threadIdx.x == 0) s.n_splits = n_splits;
     rfk_wait_previous();
     rfk_row_queries<WAVE, G, PER>(s, a, kv_head, group, owns_key, pairs);
     __syncthreads();
@@ -5449,9 +5450,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_row_attention(rfk_row_attentio
     for (uint32_t first = begin; first < end; first += S::T * S::SLOTS)
         rfk_row_positions<WAVE, KV, PLAIN, G, PER>(s, a, k, v, first + slot, end, last,
                                                    owns_key ? all - 1 : RF_NONE, work);
-    rfk_row_join<WAVE, KV, PLAIN, G, PER>(s, a, kv_head, group, n_splits == 1, work);
-    if (n_splits > 1 && rfk_row_last<G, PER>(s, a, kv_head, n_splits))
-        rfk_row_join_splits<WAVE, G, PER>(s, a, kv_head, group, n_splits);
+    rfk_row_join<WAVE, KV, PLAIN, G, PER>(s, a, kv_head, group, s.n_splits == 1, work);
+    if (s.n_splits > 1 && rfk_row_last<G, PER>(s, a, kv_head, s.n_splits))
+        rfk_row_join_splits<WAVE, G, PER>(s, a, kv_head, group, s.n_splits);
 }
 
 /* ==== 6 Device ========================================================================================== >>device
