@@ -4330,6 +4330,14 @@ RFK_DEVICE void rfk_flash_in_order() {
 #endif
 }
 
+/* v, made where it is used: loops would keep what follows from it in registers. */
+RFK_DEVICE uint32_t rfk_flash_here(uint32_t v) {
+#if defined(__AMDGCN__)
+    asm volatile("" : "+v"(v));
+#endif
+    return v;
+}
+
 /* The value of lane (own ^ 16), of a wave of 32. */
 template <int WAVE> RFK_DEVICE int rfk_other_half(int v) {
 #if defined(__GFX11__) || defined(__GFX12__)
@@ -4454,9 +4462,11 @@ RFK_DEVICE void rfk_flash_fetch(rfk_flash_tile<HEAD> *tile, const KV *k, const K
         (&tile[0].v[0][0])[cell * STRIDE + chunk] = upper;
         (&tile[1].v[0][0])[cell * STRIDE + chunk] = lower;
     }
+    RFK_UNROLL(1)
     for (uint32_t i = threadIdx.x; rfk_flash_turned() && i < RFK_FLASH_CELLS * (dim / 8); i += THREADS) {
         const uint32_t cell = i % RFK_FLASH_CELLS, part = i / RFK_FLASH_CELLS;
         int4 upper, lower;
+        rfk_flash_in_order();
         rfk_flash_chunk(rfk_kv_row(v, rfk_flash_cell(cell, first, end), dim), dim, part, &upper, &lower);
         rfk_flash_turn(tile[0].v, part, cell, upper);
         if (rfk_flash_halves<KV>::TWO) rfk_flash_turn(tile[1].v, part, cell, lower);
@@ -4712,7 +4722,8 @@ RFK_DEVICE void rfk_flash_begin(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attenti
         w.largest[n] = RFK_FLASH_NOTHING;
         w.sum[n] = 0;
         if (!a.sinks || !inside) continue;
-        w.largest[n] = RFK_LOG2_E * rfk_load_any(a.sinks, a.sinks_type, w.kv_head * group + w.row[n] % group);
+        const uint32_t query_head = rfk_flash_here(w.kv_head * group + w.row[n] % group);
+        w.largest[n] = RFK_LOG2_E * rfk_load_any(a.sinks, a.sinks_type, query_head);
         w.sum[n] = first ? RFK_FLASH_WEIGHT : 0.0f;
     }
     RFK_UNROLL(8)
