@@ -125,10 +125,9 @@ $(B)/test_hip: tests/test_hip.cpp $(B)/kernels_emu.o
 # programs with these kernels
 $(B)/hip_model: tests/hip_model.c
 $(B)/hip_goldens: tests/test_goldens.c
-$(B)/hip_rewind: tests/test_rewind.c
 $(B)/hip_recurrent: tests/test_recurrent.c
 $(B)/rocmforge_cli_emu: examples/rocmforge_cli.c
-$(B)/hip_model $(B)/hip_goldens $(B)/hip_rewind $(B)/hip_recurrent $(B)/rocmforge_cli_emu: $(B)/kernels_emu.o $(B)/rocmforge.a
+$(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/rocmforge_cli_emu: $(B)/kernels_emu.o $(B)/rocmforge.a
 	$(CC) $(CFLAGS) -DRF_TEST_EMU -DROCMFORGE_IMPLEMENTATION_DONE -I. -c $(filter %.c,$^) -o $@.o
 	$(CXX) $(CFLAGS) $@.o $(filter-out %.c,$^) -o $@ $(LIBS)
 

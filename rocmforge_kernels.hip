@@ -2258,11 +2258,17 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 #define RFK_ROWS_BLOCK 1024 /* with 64 registers a thread one block fills a multiprocessor */
 #define RFK_ROWS_RESIDENT 1
-#define RFK_ROWS_STRIPS 1 /* in flight a lane: two spill, and are slower by 4 to 10 % of a step on an H200 */
 #else
 #define RFK_ROWS_BLOCK 512
 #define RFK_ROWS_RESIDENT 2
-#define RFK_ROWS_STRIPS 2
+#endif
+/* in flight a lane: with 64 registers two spill, and a step is slower by 4 to 10 % on an H200; the emulator has both */
+#if defined(RFK_NVIDIA)
+#define RFK_ROWS_STRIPS(WAVE) 1
+#elif defined(ROCMFORGE_HIP_EMU)
+#define RFK_ROWS_STRIPS(WAVE) ((WAVE) == 32 ? 1 : 2)
+#else
+#define RFK_ROWS_STRIPS(WAVE) 2
 #endif
 #define RFK_MAX_COLUMN 32768u /* values: 1.5 bytes of shared memory each                    */
 #if defined(RFK_NVIDIA)
@@ -4471,6 +4477,9 @@ RFK_DEVICE void rfk_flash_fetch(rfk_flash_tile<HEAD> *tile, const KV *k, const K
         rfk_flash_turn(tile[0].v, part, cell, upper);
         if (rfk_flash_halves<KV>::TWO) rfk_flash_turn(tile[1].v, part, cell, lower);
     }
+#if defined(RFK_NVIDIA)
+    __syncwarp(); /* the products behind take all lanes together, and not all have copied */
+#endif
 }
 
 /* Values of 16 positions, 16 * half on, and 16 dims, as an operand. */
@@ -4723,7 +4732,7 @@ RFK_DEVICE void rfk_flash_begin(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attenti
         w.sum[n] = 0;
         if (!a.sinks || !inside) continue;
         const uint32_t query_head = rfk_flash_here(w.kv_head * group + w.row[n] % group);
-        w.largest[n] = RFK_LOG2_E * rfk_load_any(a.sinks, a.sinks_type, query_head);
+        w.largest[n] = fmaxf(RFK_LOG2_E * rfk_load_any(a.sinks, a.sinks_type, query_head), RFK_FLASH_NOTHING);
         w.sum[n] = first ? RFK_FLASH_WEIGHT : 0.0f;
     }
     RFK_UNROLL(8)
@@ -4972,7 +4981,7 @@ template <class KV, bool PLAIN, int G, int PER> struct rfk_row_shape {
 #define RFK_ROW_JOIN 4096 /* floats: eight heads of 64, four of 128, two of 256, from eight waves */
 #define RFK_ROW_SPLITS 64u
 template <int G, int PER> struct rfk_row_shared {
-    alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value; later the results             */
+    alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value                                */
     alignas(16) float join[RFK_ROW_JOIN]; /* by query and wave: weighted sums                                       */
     float peak[G][8][2];                  /* by query and wave: the maximum, the sum of weights                     */
     uint32_t is_last, n_splits;           /* kept here: registers are short                                         */
@@ -6175,8 +6184,8 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     cudaFuncAttributes kernel;
     memset(&kernel, 0, sizeof kernel);
     if (r == RF_OK) { /* the wait is in kernels that were compiled for sm_90; columns of 32,000 values need all of LDS */
-        const void *rows[2] = {(const void *)rfk_rows<32, RFK_ROWS_STRIPS, false>,
-                               (const void *)rfk_rows<32, RFK_ROWS_STRIPS, true>};
+        const void *rows[2] = {(const void *)rfk_rows<32, RFK_ROWS_STRIPS(32), false>,
+                               (const void *)rfk_rows<32, RFK_ROWS_STRIPS(32), true>};
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
         for (int i = 0; i < 2; i++)
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_MAX_COLUMN / 64 * 96);
@@ -7567,7 +7576,9 @@ static void rfk_cut_depth(const rf_prepared *p, rfk_tiles_args *t, uint32_t tile
 static rf_result rfk_run_join(rfk_launching *l, const rfk_tiles_args *t, uint32_t row_tiles, uint32_t col_tiles) {
     const rfk_product *p = &t->m.part[0];
     rfk_launching next;
-    if (l->together == 1 && l->index + 1 < l->end && !p->bias && !p->factor && p->softcap == 0 &&
+    if (l->together == 1 && l->index + 1 < l->end &&
+        !rf_op_begins_segment(l->p->plan, l->index + 1) && /* calls end there or not: bits must not depend on it */
+        !p->bias && !p->factor && p->softcap == 0 &&
         rfk_find_op(l, l->index + 1, &next) && next.op->kind == RF_OP_RMS_NORM && next.op->n_heads == 1 &&
         next.b.in == p->out && next.op->n_in == p->n_out && next.n_rows == t->m.n_cols) {
         rfk_join_norm_args a;
@@ -8189,8 +8200,8 @@ static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
                     l->q->stream};
     void (*kernel)(rfk_rows_args) =
         rfk_is_other(p->plan, f->products)
-            ? RFK_BY_WAVE(l, (rfk_rows<32, RFK_ROWS_STRIPS, true>), (rfk_rows<64, RFK_ROWS_STRIPS, true>))
-            : RFK_BY_WAVE(l, (rfk_rows<32, RFK_ROWS_STRIPS, false>), (rfk_rows<64, RFK_ROWS_STRIPS, false>));
+            ? RFK_BY_WAVE(l, (rfk_rows<32, RFK_ROWS_STRIPS(32), true>), (rfk_rows<64, RFK_ROWS_STRIPS(64), true>))
+            : RFK_BY_WAVE(l, (rfk_rows<32, RFK_ROWS_STRIPS(32), false>), (rfk_rows<64, RFK_ROWS_STRIPS(64), false>));
     return rfk_go_config(l, kernel, c, a);
 }
 

@@ -47,6 +47,7 @@ say "compiled for $arch"
 
 # begin NAME COMMAND...: in the background
 names=
+rm -f "$build"/*.rc
 begin() {
     name=$1
     names="$names $name"

@@ -43,6 +43,7 @@ void hip_emu_fail_work(uint64_t n);
 void hip_emu_recover(void);
 /* What hipGetDeviceCount answers: n devices, or an error code (100: no device) if it is not 0. */
 void hip_emu_devices(int n, int error);
+void hip_emu_units(int n); /* multiprocessors of devices that are opened from now on; 5 */
 /* 1: kernels are not compiled for the devices; launches fail. */
 void hip_emu_no_kernels(int on);
 /* A wrong kernel: of what the n-th one executed from now changes in device memory, one bit is flipped (the highest of an
@@ -695,11 +696,11 @@ struct hip_emu_state {
     unsigned n_events, n_graphs;
     uint64_t calls, launches, replays, fail_call, fail_work, flip;
     bool fail_forever, broken;
-    int n_devices, count_error, no_kernels, order, stale_graphs;
+    int n_devices, n_units, count_error, no_kernels, order, stale_graphs;
     bool lost[2];
     uint32_t random;
     hip_emu_state() : n_events(0), n_graphs(0), calls(0), launches(0), replays(0), fail_call(0), fail_work(0), flip(0),
-                      fail_forever(false), broken(false), n_devices(2), count_error(0), no_kernels(0),
+                      fail_forever(false), broken(false), n_devices(2), n_units(5), count_error(0), no_kernels(0),
                       order(HIP_EMU_LATE), stale_graphs(0), random(1) {
         lost[0] = lost[1] = false;
         const char *text = getenv("HIP_EMU_FLIP");
@@ -827,7 +828,7 @@ static inline hipError_t hipGetDeviceProperties(hipDeviceProp_t *p, int device) 
     snprintf(p->name, sizeof p->name, "emulated GPU, waves of %d", p->warpSize);
     snprintf(p->gcnArchName, sizeof p->gcnArchName, "%s", device == 0 ? "gfx1100" : "gfx90a:sramecc+:xnack-");
     p->totalGlobalMem = static_cast<size_t>(8) << 30;
-    p->multiProcessorCount = 5;
+    p->multiProcessorCount = hip_emu().n_units;
     return hipSuccess;
 }
 static inline hipError_t hipMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
@@ -1194,6 +1195,7 @@ void hip_emu_fail_work(uint64_t n) { HIP_EMU_LOCK; hip_emu().fail_work = n; }
 void hip_emu_flip_result(uint64_t n) { HIP_EMU_LOCK; hip_emu().flip = n; }
 void hip_emu_recover(void) { HIP_EMU_LOCK; hip_emu().lost[0] = hip_emu().lost[1] = false; }
 void hip_emu_devices(int n, int error) { HIP_EMU_LOCK; hip_emu().n_devices = n; hip_emu().count_error = error; }
+void hip_emu_units(int n) { HIP_EMU_LOCK; hip_emu().n_units = n; }
 void hip_emu_no_kernels(int on) { HIP_EMU_LOCK; hip_emu().no_kernels = on; }
 void hip_emu_matrix_unit(int device, int kind) { HIP_EMU_LOCK; hip_emu_matrix_kind[device] = kind; }
 void hip_emu_wrong_units(int kinds) { HIP_EMU_LOCK; hip_emu_wrong_kinds = kinds; }

@@ -5,5 +5,5 @@ BEGIN { if (bodies) print "#line 1 \"rocmforge.h\"" }
 body { if (/^}/) body = 0; print bodies ? $0 : ""; next }
 /^(static |ROCMFORGE_API )?[a-z][^=([{;]*\(/ && !/^(static inline|typedef) / { head = 1; sub(/^static /, "") }
 head && / \{/ { head = 0; body = !/}$/; if (!bodies) sub(/ \{.*/, ";") }
-head && /);/ { head = 0 }
+head && /\);/ { head = 0 }
 { print }

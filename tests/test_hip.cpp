@@ -1296,7 +1296,7 @@ static bool is_q8_of(const uint8_t *row, const float *x, uint32_t n) {
 }
 
 static void test_kv_store() {
-    static const uint32_t dims[] = {32, 40, 80, 128, 256}, heads[] = {1, 2, 5};
+    static const uint32_t dims[] = {32, 40, 42, 128, 256}, heads[] = {1, 2, 5};
     std::vector<Row> list = combinations(std::vector<int>{5, 5, 3, 3, 2, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
@@ -1589,10 +1589,10 @@ static void test_heads_across() {
  * another; glu -> product. What each reads is read back from the device, so that every result has
  * its own reference. `readers`: of the floats that are quantized; without them these need not be there, and the
  * results are only returned. */
-static std::vector<float> together_case(uint32_t type, uint32_t other, uint32_t T, uint32_t device, bool readers) {
-    const uint32_t n = 256, widths[6] = {96, 32, 33, 70, 32, 40};
+static std::vector<float> together_case(uint32_t type, uint32_t other, uint32_t n, uint32_t T, uint32_t device, bool readers) {
+    const uint32_t widths[6] = {96, 32, 33, 70, 32, 40};
     char what[96];
-    snprintf(what, sizeof what, "together %s %s rows %u device %u", type_name(type), type_name(other), T, device);
+    snprintf(what, sizeof what, "together %s %s %u rows %u device %u", type_name(type), type_name(other), n, T, device);
     Rig g(devices[device]);
     uint32_t x = g.buffer(n), xn = g.buffer(n + 4), glu = g.buffer(n), up = g.buffer(n), out[6];
     std::vector<float> norm = values(n);
@@ -1673,25 +1673,29 @@ static void test_together() {
                           rows[] = {1, 3, 33};
     for (uint32_t i = 0; i < 6; i++)
         for (uint32_t t = 0; t < 3; t++) {
-            const uint32_t d = (i + t) % (uint32_t)n_devices;
+            const uint32_t d = (i + t) % (uint32_t)n_devices, n = i < 2 && t == 2 ? 1280 : 256; /* norms of whole blocks */
             const uint64_t begin = seed;
-            const std::vector<float> with = together_case(pairs[i][0], pairs[i][1], rows[t], d, true);
+            const std::vector<float> with = together_case(pairs[i][0], pairs[i][1], n, rows[t], d, true);
             seed = begin;
-            CHECK(same_bits(with, together_case(pairs[i][0], pairs[i][1], rows[t], d, false)),
+            CHECK(same_bits(with, together_case(pairs[i][0], pairs[i][1], n, rows[t], d, false)),
                   "%s %s rows %u: other bits where nobody reads the floats", type_name(pairs[i][0]),
                   type_name(pairs[i][1]), rows[t]);
         }
 }
 
 /* product -> norm -> product, where the first is cut in its depth: joining its tiles and the norm are one launch, if
- * the norm is a simple one. `kind`: 1: added to what is there; 2: of a bias too; 3: the norm is in place. */
-static void joined_norm_case(uint32_t type, uint32_t n, uint32_t T, uint32_t kind, uint32_t device) {
+ * the norm is a simple one. kind: 1: it is added to what is there; 2: and has a bias; 3: the norm is in place; 4: the
+ * second product reads int8; 5: and another one floats; 6: the norm is another segment's, and not joined, for whether a
+ * call goes on to it depends on what is loaded. Returns the second product. */
+static std::vector<float> joined_norm_case(uint32_t type, uint32_t n, uint32_t T, uint32_t kind, uint32_t device) {
     const uint32_t n_in = 2048;
+    const bool int8 = kind == 4 || kind == 5;
     char what[96];
     snprintf(what, sizeof what, "norm behind %s %u rows %u kind %u device %u", type_name(type), n, T, kind, device);
     Rig g(devices[device]);
+    g.whole = true;
     const uint32_t x = g.buffer(n_in), y = g.buffer(n), yn = kind == 3 ? y : g.buffer(n), z = g.buffer(8);
-    const std::vector<uint8_t> w = random_rows(type, n_in, n), w2 = random_rows(RF_TYPE_F32, n, 8);
+    const std::vector<uint8_t> w = random_rows(type, n_in, n), w2 = random_rows(int8 ? RF_TYPE_Q8_0 : RF_TYPE_F32, n, 8);
     const std::vector<float> norm = values(n), bias = values(n), xs = values((size_t)T * n_in),
                              old = values((size_t)T * n);
     rf_op *o = g.op(RF_OP_MATMUL);
@@ -1701,15 +1705,24 @@ static void joined_norm_case(uint32_t type, uint32_t n, uint32_t T, uint32_t kin
     if (kind == 2) o->extra = g.vector(bias);
     o = g.op(RF_OP_RMS_NORM);
     o->in = y, o->out = yn, o->n_heads = 1, o->n_in = n, o->eps = 1e-5f, o->weight = g.vector(norm);
+    o->layer = kind == 6;
     o = g.op(RF_OP_MATMUL);
-    o->in = yn, o->out = z, o->n_in = n, o->n_out = 8, o->weight = g.weight(RF_TYPE_F32, n, 8, w2);
-    REQUIRE(g.open(T, 1, T) == RF_OK, "%s: %s", what, g.err.text);
+    o->layer = kind == 6;
+    o->in = yn, o->out = z, o->n_in = n, o->n_out = 8, o->weight = g.weight(int8 ? RF_TYPE_Q8_0 : RF_TYPE_F32, n, 8, w2);
+    if (kind == 5) {
+        o = g.op(RF_OP_MATMUL);
+        o->in = yn, o->out = g.buffer(1), o->n_in = n, o->n_out = 1, o->weight = g.vector(values(n));
+    }
+    std::vector<float> none;
+    CHECK(g.open(T, 1, T) == RF_OK, "%s: %s", what, g.err.text);
+    if (rft_bad) return none;
     g.set(x, xs), g.set(y, old);
     const uint32_t before = (uint32_t)api->plan_stats(g.prepared).launches;
-    REQUIRE(g.run(rows_of(T)) == RF_OK, "%s: %s", what, g.err.text);
+    CHECK(g.run(rows_of(T)) == RF_OK, "%s: %s", what, g.err.text);
+    if (rft_bad) return none;
     /* the step's values (64 rows a launch), quantize, tiles, join with norm or both, the second product */
     const uint32_t launches = (uint32_t)api->plan_stats(g.prepared).launches - before - (T + 63) / 64,
-                   want_launches = kind == 2 || n % 4 ? 5 : 4;
+                   want_launches = kind == 2 || kind >= 5 || n % 4 ? 5 : 4;
     CHECK(launches == want_launches, "%s: %u launches, want %u", what, launches, want_launches);
     std::vector<double> wd = decode(type, w), sums, normed;
     for (uint32_t t = 0; t < T; t++) {
@@ -1725,18 +1738,41 @@ static void joined_norm_case(uint32_t type, uint32_t n, uint32_t T, uint32_t kin
         for (uint32_t i = 0; i < n; i++) normed.push_back(sums[t * n + i] / sqrt(squares / n + 1e-5) * norm[i]);
     }
     if (kind != 3) compare(g.get(y), sums, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
-    compare(g.get(yn), normed, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    const std::vector<float> found = g.get(z);
+    if (kind == 4) return found; /* nobody reads its floats */
+    const std::vector<float> made = g.get(yn);
+    compare(made, normed, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    if (!int8) return found;
+    const std::vector<double> w2d = decode(RF_TYPE_Q8_0, w2);
+    std::vector<double> products;
+    for (uint32_t t = 0; t < T; t++) {
+        const std::vector<double> v = quantized(&made[t * n], n);
+        for (uint32_t i = 0; i < 8; i++) {
+            products.push_back(0);
+            for (uint32_t k = 0; k < n; k++) products.back() += w2d[(size_t)i * n + k] * v[k];
+        }
+    }
+    compare(found, products, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    return found;
 }
 static void test_joined_norm() {
     static const uint32_t list[][4] = {{RF_TYPE_Q8_0, 256, 70, 0}, {RF_TYPE_Q4_K, 192, 9, 1},
                                        {RF_TYPE_Q4_0, 100, 66, 1}, {RF_TYPE_Q6_K, 64, 9, 2},
-                                       {RF_TYPE_Q8_0, 102, 9, 1},  {RF_TYPE_Q5_K, 96, 70, 3}
+                                       {RF_TYPE_Q8_0, 102, 9, 1},  {RF_TYPE_Q5_K, 96, 70, 3},
+                                       {RF_TYPE_Q8_0, 288, 9, 5},  {RF_TYPE_Q4_K, 256, 70, 5},
+                                       {RF_TYPE_Q8_0, 256, 9, 6}
 #ifndef RF_TEST_EMU /* whose device is too small to cut so many tiles */
                                        , {RF_TYPE_Q8_0, 4200, 9, 1}
 #endif
     };
-    for (size_t i = 0; i < sizeof list / sizeof *list; i++)
-        joined_norm_case(list[i][0], list[i][1], list[i][2], list[i][3], (uint32_t)(i % (size_t)n_devices));
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        const uint32_t d = (uint32_t)(i % (size_t)n_devices), *c = list[i];
+        seed = 77;
+        const std::vector<float> z = joined_norm_case(c[0], c[1], c[2], c[3], d);
+        if (c[3] != 5) continue;
+        seed = 77;
+        CHECK(same_bits(z, joined_norm_case(c[0], c[1], c[2], 4, d)), "%ux%u: floats that nobody reads change bits", c[1], c[2]);
+    }
 }
 
 /* x -> norm -> gate, up -> glu, one row: one launch, which also writes the normed values and those of up. */
@@ -1798,7 +1834,8 @@ struct DecoderShape {
     uint32_t n_heads, n_kv_heads, dim, cache;
     bool norms, neox;
     bool scaled;    /* and capped matmuls */
-    int windowed;   /* attention of one layer with a window and a cap; 2: in a ring, with sinks and a rope of its own */
+    int windowed;   /* attention of one layer with a window and a cap; 2: in a ring, with sinks and a rope of its own;
+                     * 3: without any of it, in a long context that was there before */
 };
 enum : uint32_t { decoder_n = 256, decoder_vocab = 24, decoder_ring = 256, decoder_window = 150 };
 
@@ -1878,7 +1915,9 @@ static uint32_t decoder_model(Rig &g, const DecoderShape &c) {
 /* The prompt's length, and where the steps behind it are: one by one; with a ring, where it begins again, three times. */
 static std::vector<uint32_t> decoder_places(const DecoderShape &c) {
     static const uint32_t places[] = {70, 70, 71, 72, 73},
-                          around[] = {20, decoder_ring - 1, decoder_ring, 2 * decoder_ring - 1, 2 * decoder_ring + 3, 3 * decoder_ring};
+                          around[] = {20, decoder_ring - 1, decoder_ring, 2 * decoder_ring - 1, 2 * decoder_ring + 3, 3 * decoder_ring},
+                          far[] = {3, 1090, 2112, 4095}; /* more than 16, 32 and 63 splits */
+    if (c.windowed == 3) return std::vector<uint32_t>(far, far + 4);
     return c.windowed == 2 ? std::vector<uint32_t>(around, around + 6) : std::vector<uint32_t>(places, places + 5);
 }
 
@@ -1912,7 +1951,7 @@ static std::vector<float> decoder_run(rf_dev *d, const DecoderShape &c, uint32_t
         CHECK(0, "%s", g.err.text);
         return all;
     }
-    if (c.windowed == 2) fill_states(g, c, n_seq);
+    if (c.windowed >= 2) fill_states(g, c, n_seq);
     for (size_t i = 0; i < places.size(); i++) {
         std::vector<rf_step_row> rows;
         std::vector<uint32_t> last;
@@ -1930,6 +1969,37 @@ static std::vector<float> decoder_run(rf_dev *d, const DecoderShape &c, uint32_t
         all.insert(all.end(), y.begin(), y.begin() + decoder_vocab);
     }
     return all;
+}
+
+/* Decode attention in as many splits as a large GPU has, and last blocks that join them. */
+static void test_many_splits() {
+    static const DecoderShape shapes[] = {
+        {RF_TYPE_F32, RF_TYPE_F32, 8, 1, 128, RF_CACHE_F16, false, true, false, 3},
+        {RF_TYPE_F32, RF_TYPE_F32, 5, 1, 256, RF_CACHE_F32, false, false, false, 3},
+        {RF_TYPE_F32, RF_TYPE_F32, 2, 1, 64, RF_CACHE_Q8_0, false, false, false, 3},
+    };
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (uint32_t index = 0; index < devices.size(); index++) {
+            const DecoderShape &c = shapes[i];
+#ifdef RF_TEST_EMU
+            rf_error err;
+            rf_dev *d = NULL;
+            hip_emu_units(80);
+            const rf_result opened = api->device_open(index, NULL, &d, &err);
+            hip_emu_units(5);
+            REQUIRE(opened == RF_OK, "%s", err.text);
+#else
+            rf_dev *d = devices[index];
+#endif
+            const std::vector<float> ops = decoder_run(d, c, 2, false), one = decoder_run(d, c, 1, false);
+            const std::vector<double> want(ops.begin(), ops.end());
+            const bool exact = c.cache == RF_CACHE_F32;
+            compare(one, want, exact ? 3e-5 : 1e-2, exact ? 1e-9 : 1e-5, "many splits");
+            CHECK(same_bits(one, decoder_run(d, c, 1, true)), "a graph gives other bits: shape %zu", i);
+#ifdef RF_TEST_EMU
+            api->device_close(d);
+#endif
+        }
 }
 
 static void test_decode_step() {
@@ -2782,6 +2852,7 @@ int main(int argc, char **argv) {
     RUN(test_joined_norm);
     RUN(test_glu_launch);
     RUN(test_decode_step);
+    RUN(test_many_splits);
     RUN(test_small_model);
     RUN(test_queued_steps);
     RUN(test_times);
