@@ -78,7 +78,7 @@ static void test_model(void) {
         r.n_vocab = rf_model_get_info(r.model).n_vocab;
         CHECK(r.n_vocab <= MAX_VOCAB, "%u words", r.n_vocab);
         if (!rft_bad) check_cut(&r, 12, 25);
-        if (!rft_bad) check_cut(&r, 230, 444);
+        if (!rft_bad && !RFT_SANITIZED) check_cut(&r, 230, 444);
     }
     rf_model_close(r.model, NULL), rf_gguf_close(r.file, NULL);
 }
