@@ -32,6 +32,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #define RFK_NVIDIA 1
+#pragma nv_diag_suppress 128 /* loops that one instantiation of a template does not reach */
 #define RFK_SHARED(T, name) __shared__ T name
 #define RFK_DYNAMIC(T, name) extern __shared__ T name[]
 #define hipError_t cudaError_t
