@@ -3488,13 +3488,6 @@ static inline uint16_t rfi_f32_to_f16(float f) {
 
 static inline float rfi_bf16_to_f32(uint16_t h) { return rfi_f32_of_bits((uint32_t)h << 16); }
 
-/* Round to nearest even; nan stays nan (quiet). */
-static inline uint16_t rfi_f32_to_bf16(float f) {
-    uint32_t bits = rfi_bits_of_f32(f);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
-    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
 static float rfi_load_f16(const void *p) { return rfi_f16_to_f32(rfi_load_u16(p)); }
 
 /* ---- decoding ---- */
@@ -4127,7 +4120,7 @@ struct rfi_store {
     /* streaming: uses of streamed tensors in plan order, round and round; counts of uses, never reset but together */
     uint32_t *uses;       /* [n_uses] slots, layer by layer */
     uint64_t *use_offset; /* [n_uses] in the ring           */
-    uint32_t n_uses, uses_capacity;
+    uint32_t n_uses;
     uint64_t stream_loaded, stream_used, stream_freed;
     int stream_paused, stream_freeing;
     rf_error stream_err;
@@ -7745,7 +7738,7 @@ typedef struct rfi_q8 {
     int32_t b;       /* -128 * sum of q: undoes the bias of unsigned weights     */
     int32_t b16[2];  /* the same of each half                                    */
     float s16[2];    /* d * sum of q of each half                                */
-    int32_t zero;
+    int32_t zero;    /* to the end of the line                                   */
 } rfi_q8;
 _Static_assert(sizeof(rfi_q8) == 64, "one cache line");
 
@@ -8244,7 +8237,6 @@ static void rfi_attention_all(const rfi_kernels *k, const rfi_attention *a) {
 }
 
 #define RFI_SCORES_PARAMS const void *k, uint32_t n_pos, uint32_t head_dim, const float *q, uint32_t n_cols, float *s
-#define RFI_SCORES_ARGS k, n_pos, head_dim, q, n_cols, s
 #define RFI_SCORES_DIMS 64u /* dimensions of keys that are turned at once */
 
 /* Keys of some positions, the last one again where there are fewer. */

@@ -353,18 +353,13 @@ static void test_f16(void) {
     CHECK(rfi_f32_to_f16(-1e-44f) == 0x8000, "no");
 }
 
-static void test_bf16(void) {
+static void test_bf16(void) { /* the upper half of a float32: 8 bits of exponent, 7 of fraction */
     for (uint32_t h = 0; h < 65536; h++) {
+        const int e = (int)(h >> 7 & 255), m = (int)(h & 127);
+        const double size = e == 0 ? ldexp(m, -133) : e < 255 ? ldexp(128 + m, e - 134) : m ? (double)NAN : (double)INFINITY;
         const float f = rfi_bf16_to_f32((uint16_t)h);
-        CHECK(isnan(f) || rfi_f32_to_bf16(f) == h, "%04x", h);
-        if ((h & 0x7fff) >= 0x7f80) continue;
-        uint32_t bits;
-        memcpy(&bits, &f, 4);
-        float middle = rfi_f32_of_bits(bits | 0x8000u), above = rfi_f32_of_bits(bits | 0x8001u);
-        CHECK(rfi_f32_to_bf16(middle) == (h & 1 ? h + 1 : h), "%04x", h);
-        CHECK(rfi_f32_to_bf16(above) == h + 1, "%04x", h);
+        CHECK(isnan(size) ? isnan(f) : f == (h >> 15 ? -size : size) && !signbit(f) == !(h >> 15), "%04x", h);
     }
-    CHECK(isnan(rfi_bf16_to_f32(rfi_f32_to_bf16(rfi_f32_of_bits(0x7f800001u)))), "no");
 }
 
 static void check_store(const rfi_kernels *k) {
