@@ -1724,6 +1724,7 @@ static const char *rfi_errno_text(int e) {
     case EMFILE: return "too many open files";
     case ELOOP: return "too many symbolic links";
     case EIO: return "input/output error";
+    case ENOSPC: return "no space left on the device";
     case ENOTSUP: return "not a regular file";
     case ENAMETOOLONG: return "name too long";
     case ENOTDIR: return "not a directory";
@@ -3025,7 +3026,8 @@ static rf_result rfi_gguf_add_tensors(rf_gguf *g, rf_error *err) {
     uint64_t n = 0, first = 0;
     for (uint32_t i = 0; i < g->n_parts; i++) n += g->parts[i].n_tensors;
     if (n >= RF_NONE)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "%s: %llu tensors", rfi_path_label(g->path), RFI_LLU(n));
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "%s: %llu tensors, at most %u are supported",
+                        rfi_path_label(g->path), RFI_LLU(n), RF_NONE - 1);
     rf_result rc = rfi_gguf_table_create(g, &g->tensors, n, sizeof(rf_tensor_info), err);
     for (uint32_t i = 0; i < g->n_parts && rc == RF_OK; i++) {
         rfi_gguf_reader r = {.g = g, .part = &g->parts[i], .err = err};
@@ -3305,7 +3307,8 @@ ROCMFORGE_API rf_result rf_gguf_read_tensor(const rf_gguf *g, uint64_t index, ui
     rf_tensor_info t;
     rfi_clear(err);
     if (rf_gguf_get_tensor(g, index, &t) != RF_OK)
-        return rfi_fail(err, RF_ERR_ARGUMENT, index, "rf_gguf_read_tensor: no tensor %llu", RFI_LLU(index));
+        return rfi_fail(err, RF_ERR_ARGUMENT, index, "rf_gguf_read_tensor: tensor %llu of %llu", RFI_LLU(index),
+                        RFI_LLU(rf_gguf_get_info(g).n_tensors));
     if (offset > t.size_bytes || n > t.size_bytes - offset)
         return rfi_fail(err, RF_ERR_ARGUMENT, offset,
                         "rf_gguf_read_tensor: %.*s has %llu bytes, want %llu from %llu on", RFI_STR(t.name),
@@ -4606,7 +4609,8 @@ static rf_result rfi_store_help(rfi_store *s, rfi_tensor *t, rf_error *err) {
     pthread_mutex_lock(&s->lock);
     for (const rfi_piece *p = s->pieces; p && r == RF_OK; p = p->next)
         if (p->t == t && pthread_equal(p->thread, pthread_self()))
-            r = rfi_fail(err, RF_ERR_BUSY, rfi_slot_of(s, t), "this thread is loading it already");
+            r = rfi_fail(err, RF_ERR_BUSY, rfi_slot_of(s, t), "%s: this thread is loading it already",
+                         s->plan.weights[rfi_slot_of(s, t)].name);
     while (r == RF_OK && t->loading && !t->demanded && rfi_piece_take(s, t, &piece)) rfi_piece_run(s, &piece);
     pthread_mutex_unlock(&s->lock);
     return r;
@@ -11461,7 +11465,8 @@ static rf_result rfi_cpu_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offset
                        .n_words = n / 8};
     memset(ticket, 0, sizeof *ticket);
     if (job.n_words / RFI_SUM_WORDS >= UINT32_MAX)
-        return rfi_fail(err, RF_ERR_ARGUMENT, n, "cpu: mem_sum of %llu bytes", RFI_LLU(n));
+        return rfi_fail(err, RF_ERR_ARGUMENT, n, "cpu: mem_sum of %llu bytes: want fewer than %llu", RFI_LLU(n),
+                        RFI_LLU((uint64_t)UINT32_MAX * RFI_SUM_WORDS * 8));
     rfi_pool_run(&rfi_cpu_of((rf_dev *)(void *)q)->pool, rfi_cpu_sum_chunk, &job,
                  (uint32_t)((job.n_words + RFI_SUM_WORDS - 1) / RFI_SUM_WORDS));
     *(uint64_t *)(void *)((uint8_t *)sum->base + sum_offset) += atomic_load(&job.total);
@@ -12257,7 +12262,8 @@ static rf_result rfi_null_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_
                                    uint64_t src_offset, uint64_t n, rf_ticket *ticket, rf_error *err) {
     rf_result r = rfi_null_transfer(q, "mem_copy", dst, dst_offset, n, ticket, err);
     if (r == RF_OK && (src_offset > src->size_bytes || n > src->size_bytes - src_offset))
-        r = rfi_fail(err, RF_ERR_ARGUMENT, src_offset, "null: mem_copy reads past its source");
+        r = rfi_fail(err, RF_ERR_ARGUMENT, src_offset, "null: mem_copy of %llu bytes from %llu on in a block of %llu",
+                     RFI_LLU(n), RFI_LLU(src_offset), RFI_LLU(src->size_bytes));
     return r;
 }
 
@@ -12273,8 +12279,9 @@ static rf_result rfi_null_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offse
     rf_result r = rfi_null_transfer(q, "mem_sum", src, offset, n, ticket, err);
     if (r == RF_OK && (offset % 16 || n % 16 || sum_offset % 8 || sum->size_bytes < 8 ||
                        sum_offset > sum->size_bytes - 8))
-        r = rfi_fail(err, RF_ERR_ARGUMENT, offset, "null: mem_sum of %llu bytes at %llu to %llu of %llu", RFI_LLU(n),
-                     RFI_LLU(offset), RFI_LLU(sum_offset), RFI_LLU(sum->size_bytes));
+        r = rfi_fail(err, RF_ERR_ARGUMENT, offset,
+                     "null: mem_sum of %llu bytes at %llu: want multiples of 16; to %llu of %llu: want one of 8",
+                     RFI_LLU(n), RFI_LLU(offset), RFI_LLU(sum_offset), RFI_LLU(sum->size_bytes));
     return r;
 }
 
@@ -13587,9 +13594,11 @@ static rf_result rfi_embed_add(rf_session *s, float *out, rf_error *err) {
 ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, uint32_t n_tokens, uint32_t pooling,
                                          float *out, rf_error *err) {
     rfi_clear(err);
-    if (!s || !tokens || !out || n_tokens == 0 || pooling > RF_POOL_CLS)
+    if (!s || !tokens || !out || n_tokens == 0)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0,
-                        "rf_session_embed: session, tokens or out is NULL, no tokens, or pooling is not known");
+                        "rf_session_embed: session, tokens or out is NULL, or there are no tokens");
+    if (pooling > RF_POOL_CLS)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_embed: pooling %u is not known", pooling);
     if (n_tokens > s->desc.n_ctx)
         return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0, "rf_session_embed: %u tokens, n_ctx is %u", n_tokens,
                         s->desc.n_ctx);
@@ -13710,12 +13719,13 @@ static rf_result rfi_saving_move(rfi_saving *w, void *data, uint64_t n) {
     if (at < n && got == 0)
         return rfi_fail(w->err, RF_ERR_FORMAT, w->done + at, "saved sequence: ends at byte %llu, want more",
                         RFI_LLU(w->done + at));
-    if (at < n) {
-        rfi_fail(w->err, RF_ERR_IO, w->done + at, "saved sequence: %s failed at byte %llu",
-                 w->loading ? "reading" : "writing", RFI_LLU(w->done + at));
-        if (w->err && got < 0) w->err->sys = (int32_t)-got;
-        return RF_ERR_IO;
-    }
+    if (at < n && got > 0)
+        return rfi_fail(w->err, RF_ERR_IO, w->done + at, "saved sequence: %s of %llu bytes at byte %llu returned %lld",
+                        w->loading ? "read_fn" : "write_fn", RFI_LLU(n - at), RFI_LLU(w->done + at), (long long)got);
+    if (at < n)
+        return rfi_fail_sys(w->err, RF_ERR_IO, rfi_io_errno(got), w->done + at,
+                            "saved sequence: cannot %s %llu bytes at byte %llu: %s", w->loading ? "read" : "write",
+                            RFI_LLU(n - at), RFI_LLU(w->done + at), rfi_errno_text(rfi_io_errno(got)));
     w->hash = rfi_hash_bytes(w->hash, data, n);
     w->done += n;
     return RF_OK;
@@ -13795,7 +13805,8 @@ static rf_result rfi_saved_check(const rfi_saved *h, const rfi_saved *want, uint
         {"hash of the weights' shapes", h->shapes, want->shapes},
         {"cache type", h->cache_type, want->cache_type}};
     if (memcmp(h->magic, want->magic, sizeof h->magic) != 0)
-        return rfi_fail(err, RF_ERR_FORMAT, 0, "saved sequence: it does not begin as one");
+        return rfi_fail(err, RF_ERR_FORMAT, 0, "saved sequence: begins with '%.*s', want '%s'",
+                        (int)sizeof h->magic, h->magic, want->magic);
     if (h->version == want->version && memcmp(h->arch, want->arch, sizeof h->arch) != 0)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "saved sequence: architecture: want %s, found %.32s", want->arch,
                         h->arch);
@@ -16537,7 +16548,8 @@ ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *de
     if (desc) s->desc = *desc;
     rf_sampler_desc *d = &s->desc;
     if (!isfinite(d->temperature) || !isfinite(d->frequency_penalty) || !isfinite(d->presence_penalty))
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: temperature and penalties want finite numbers");
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: temperature, frequency_penalty and presence_penalty: want "
+                        "finite numbers, got %g, %g, %g", (double)d->temperature, (double)d->frequency_penalty, (double)d->presence_penalty);
     if (!isfinite(d->repeat_penalty) || d->repeat_penalty < 0)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: repeat_penalty: want a number >= 0, got %g",
                         (double)d->repeat_penalty);
