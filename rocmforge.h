@@ -16548,8 +16548,9 @@ ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *de
     if (desc) s->desc = *desc;
     rf_sampler_desc *d = &s->desc;
     if (!isfinite(d->temperature) || !isfinite(d->frequency_penalty) || !isfinite(d->presence_penalty))
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: temperature, frequency_penalty and presence_penalty: want "
-                        "finite numbers, got %g, %g, %g", (double)d->temperature, (double)d->frequency_penalty, (double)d->presence_penalty);
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0,
+                        "sampler: temperature and frequency and presence penalty: want finite numbers, got %g, %g, %g",
+                        (double)d->temperature, (double)d->frequency_penalty, (double)d->presence_penalty);
     if (!isfinite(d->repeat_penalty) || d->repeat_penalty < 0)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: repeat_penalty: want a number >= 0, got %g",
                         (double)d->repeat_penalty);
@@ -17342,7 +17343,7 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
 }
 
 /* Changelog
- *   0.1.0  GGUF v2/v3, 11 tensor types, llama / qwen2 / qwen3 on the CPU, BPE and SPM tokenizers, sessions
+ *   0.1.0  the first; README.md says what runs
  *
  * MIT License. Copyright (c) 2026 the rocmforge authors.
  *
