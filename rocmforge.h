@@ -132,7 +132,7 @@ typedef enum rf_result {
     RF_ERR_UNSUPPORTED = -5,  /* well formed, but this version cannot run it                          */
     RF_ERR_CONTEXT_FULL = -6, /* the sequence has no room for these tokens                            */
     RF_ERR_DEVICE = -7,       /* a device call failed; error.sys is its code                          */
-    RF_ERR_CANCELLED = -8,    /* rf_session_cancel or a progress callback asked for it                */
+    RF_ERR_CANCELLED = -8,    /* a call that cancels, a progress callback or a closing scheduler did  */
     RF_ERR_NOT_FOUND = -9,    /* no such key, tensor, device or file                                  */
     RF_ERR_BUSY = -10         /* still in use: close what uses it first                               */
 } rf_result;
@@ -300,23 +300,26 @@ ROCMFORGE_API rf_result rf_gguf_open(const char *path, const rf_gguf_desc *desc,
 ROCMFORGE_API rf_result rf_gguf_open_memory(const void *data, size_t size_bytes, const rf_gguf_desc *desc,
                                             rf_gguf **out, rf_error *err);
 
-/* Close the file. NULL is fine. Returns RF_ERR_BUSY, with the file still open, while a model or tokenizer uses it. */
+/* Close the file. NULL is fine.
+ * Returns RF_OK; RF_ERR_BUSY, with the file still open, while a model or tokenizer uses it.   Threads any one. */
 ROCMFORGE_API rf_result rf_gguf_close(rf_gguf *g, rf_error *err);
 
+/* Facts about an open file, path borrowed until it is closed. Zeros for NULL.   Cost O(files).   Threads any. */
 ROCMFORGE_API rf_gguf_info rf_gguf_get_info(const rf_gguf *g);
 
-/* Key/value by position (0 .. n_kv-1) or by name. Returns RF_OK or RF_ERR_NOT_FOUND, with *out zeroed. O(1). */
+/* Key/value by position (0 .. n_kv-1) or by name; what it points to is borrowed until the file is closed.
+ * Returns RF_OK; RF_ERR_NOT_FOUND, with *out zeroed; RF_ERR_ARGUMENT (out).   Cost O(1).   Threads any. */
 ROCMFORGE_API rf_result rf_gguf_get_kv(const rf_gguf *g, uint64_t index, rf_kv *out);
 ROCMFORGE_API rf_result rf_gguf_find_kv(const rf_gguf *g, const char *key, rf_kv *out);
 
 /* Element i of a value as an integer (any integer type or bool), a real (any number), or a string. Strings of an
  * array lie one behind the other: *cursor_bytes starts at 0 and moves to the next one; pass NULL for a single string.
- * Return RF_OK; RF_ERR_ARGUMENT if the value is of another type, does not fit, or i is out of range. */
+ * Return RF_OK; RF_ERR_ARGUMENT if the value is of another type, does not fit, or i is out of range.   Threads any. */
 ROCMFORGE_API rf_result rf_kv_int(const rf_kv *kv, uint64_t i, int64_t *out);
 ROCMFORGE_API rf_result rf_kv_real(const rf_kv *kv, uint64_t i, double *out);
 ROCMFORGE_API rf_result rf_kv_text(const rf_kv *kv, uint64_t *cursor_bytes, rf_string *out);
 
-/* Tensor by position in the directory (0 .. n_tensors-1) or by name. RF_OK or RF_ERR_NOT_FOUND. O(1). */
+/* Tensor by position in the directory (0 .. n_tensors-1) or by name. Lifetime, Returns, Cost, Threads as above. */
 ROCMFORGE_API rf_result rf_gguf_get_tensor(const rf_gguf *g, uint64_t index, rf_tensor_info *out);
 ROCMFORGE_API rf_result rf_gguf_find_tensor(const rf_gguf *g, const char *name, rf_tensor_info *out);
 
@@ -337,8 +340,7 @@ ROCMFORGE_API rf_result rf_gguf_read_tensor(const rf_gguf *g, uint64_t index, ui
  *   address  in  the address of the fault
  * Returns 1 if the address lies in g's mapping: zeros are there now, from its page to the end of the file, the
  * computing goes on, and that rf_eval and all later ones return RF_ERR_IO with the file and the offset, sequences as
- * before them.
- * Closing and opening the file is the way out. 0 if it is not g's: nothing has changed.
+ * before them. Closing and opening the file is the way out. 0 if it is not g's: nothing has changed.
  * Memory none.   Cost: a system call or two.   Threads any; async-signal-safe on Linux; errno stays. */
 ROCMFORGE_API int rf_gguf_handle_fault(rf_gguf *g, const void *address);
 
@@ -384,9 +386,11 @@ ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, u
  * Memory: the CPU device keeps n_threads - 1 sleeping threads.   Threads any; the object may be shared. */
 ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *desc, rf_device **out, rf_error *err);
 
-/* NULL is fine. Returns RF_ERR_BUSY, with the device still open, while a model uses it. */
+/* Close the device. NULL is fine.
+ * Returns RF_OK; RF_ERR_BUSY, with the device still open, while a model uses it.   Threads any one. */
 ROCMFORGE_API rf_result rf_device_close(rf_device *d, rf_error *err);
 
+/* What it is, and how much memory is free now. Zeros for NULL.   Cost: asks the system.   Threads any. */
 ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d);
 
 /* ---- models ---- */
@@ -466,9 +470,11 @@ typedef struct rf_model_info {
 ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_desc *desc, rf_model **out,
                                       rf_error *err);
 
-/* Release the model and its weights. NULL is fine. RF_ERR_BUSY, with the model still open, while a session is. */
+/* Release the model, and its weights if no other model shares them. NULL is fine.
+ * Returns RF_OK; RF_ERR_BUSY, with the model still open, while a session is.   Threads any one. */
 ROCMFORGE_API rf_result rf_model_close(rf_model *m, rf_error *err);
 
+/* Facts about a model; name is borrowed until its file is closed. Zeros for NULL.   Cost O(tensors).   Threads any. */
 ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m);
 
 /* Load one tensor (or find it loaded). It is loaded once, however many threads ask: those that do not load wait; if it
@@ -568,14 +574,17 @@ typedef struct rf_forecast {
     uint64_t host_bytes;     /* of the session on the host                                */
 } rf_forecast;
 
-/* What a session would need, before anything is allocated. Returns RF_OK; RF_ERR_ARGUMENT (also: sizes overflow);
- * RF_ERR_UNSUPPORTED (cache_type, of these heads); RF_ERR_MEMORY (the budget is too small even for streaming, or host
- * memory ran out); RF_ERR_DEVICE. Not counted: what expert_cpu_below takes on the host.
+/* What a session would need, before anything is allocated.
+ *   desc  in   NULL = defaults
+ * Returns RF_OK; RF_ERR_ARGUMENT (also: sizes overflow); RF_ERR_UNSUPPORTED (cache_type, of these heads);
+ * RF_ERR_MEMORY (the budget is too small even for streaming, or host memory ran out); RF_ERR_DEVICE. Not counted: what
+ * expert_cpu_below takes on the host.
  * Memory O(tensors + ops + n_batch) during the call.   Threads any. */
 ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_desc *desc, rf_forecast *out,
                                           rf_error *err);
 
 /* Open a session: n_seq_max independent sequences with their keys and values, activations and logits.
+ *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
  * Models with two sets of rope factors (longrope) choose by n_ctx, not by the prompt: a longer context may answer
  * otherwise. Learned positions (gpt2) bound n_ctx.
  * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_UNSUPPORTED (cache_type, of these heads); RF_ERR_MEMORY; RF_ERR_DEVICE.
@@ -630,15 +639,17 @@ ROCMFORGE_API int32_t rf_session_argmax(const rf_session *s, uint32_t i);
  * Returns its code.   Memory none. */
 ROCMFORGE_API rf_result rf_session_get_error(const rf_session *s, rf_error *err);
 
-/* The simple way: append n_tokens (>= 1) to sequence 0; *logits receives the last one's logits. NULL: they are not
- * copied (rf_session_argmax and rf_session_sample do without). */
+/* The simple way: append n_tokens (>= 1) to sequence 0; *logits receives the last one's logits, as rf_session_logits
+ * gives them. NULL: they are not copied (rf_session_argmax and rf_session_sample do without).
+ * Returns as rf_eval; *logits is NULL on failure.   Memory none.   Cost that of rf_eval and rf_session_logits. */
 ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits,
                                    rf_error *err);
 
 /* Make sequence `seq` hold exactly a prefix of `tokens`: keep the longest common prefix with what it holds now, drop
  * the rest. *kept (out) <= n_tokens is the position from which the caller must evaluate: less than that prefix, or 0,
  * where the sequence cannot be cut back to it (rf_session_truncate). If all of them are held, one is dropped, so that
- * evaluating the last one gives logits again.   Cost O(kept). */
+ * evaluating the last one gives logits again.
+ * Returns RF_OK; RF_ERR_ARGUMENT (seq, NULL).   Memory none.   Cost O(kept). */
 ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_t *tokens, uint32_t n_tokens,
                                         uint32_t *kept, rf_error *err);
 
@@ -655,11 +666,12 @@ ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_
 ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept,
                                             rf_error *err);
 
-/* dst becomes a copy of src. Cost: copies its keys and values. Of a recurrent model, the state it is in: the copy can
- * be cut back to that and to 0. */
+/* dst becomes a copy of src. Of a recurrent model, of the state it is in: the copy can be cut back to that and to 0.
+ * Returns RF_OK; RF_ERR_ARGUMENT (src, dst); RF_ERR_DEVICE, with dst empty.   Memory none.   Cost: copies its keys and
+ * values, on the device. */
 ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst, rf_error *err);
 
-/* Empty all sequences but this one. */
+/* Empty all sequences but this one. Returns RF_OK; RF_ERR_ARGUMENT (seq).   Memory none.   Cost O(n_seq_max). */
 ROCMFORGE_API rf_result rf_session_keep(rf_session *s, int32_t seq, rf_error *err);
 
 /* Tokens the sequence holds; 0 for a seq out of range. */
@@ -725,14 +737,17 @@ ROCMFORGE_API rf_result rf_session_restore(rf_session *s, int32_t seq, const rf_
 typedef struct rf_tokenizer rf_tokenizer;
 
 /* Build the tokenizer of a file (vocabulary-only files too).
+ *   g    in   stays open as long as the tokenizer (closing it is refused)
  *   pre  in   force this pre-tokenizer name; NULL = tokenizer.ggml.pre. SPM has none and ignores it.
+ *   out  out  the object, NULL on failure
  * Returns RF_OK; RF_ERR_UNSUPPORTED (model or pre-tokenizer, by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND;
  * RF_ERR_MEMORY.
  * Memory and cost O(vocabulary).   Threads any; the object is immutable. */
 ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokenizer **out, rf_error *err);
 ROCMFORGE_API void rf_tokenizer_close(rf_tokenizer *t); /* NULL is fine */
 
-/* The model's own tokenizer, built on first use, owned by the model. */
+/* The model's own tokenizer, built on first use, owned by the model and borrowed until that is closed.
+ * Returns as rf_tokenizer_open; a later call tries again.   Memory, Cost as there, once.   Threads any. */
 ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer **out, rf_error *err);
 
 #define RF_TOKENIZE_SPECIAL 1u /* text may name special tokens ("<|im_end|>"); never for untrusted text     */
@@ -771,12 +786,14 @@ typedef struct rf_tokenizer_info {
     uint32_t add_bos, add_eos;
 } rf_tokenizer_info;
 
+/* Facts about a tokenizer; its texts live as long as the program. "", 0 and -1 for NULL.   Cost O(1).   Threads any. */
 ROCMFORGE_API rf_tokenizer_info rf_tokenizer_get_info(const rf_tokenizer *t);
 
-/* 1 if the token ends a generation (eos, eot, eom, <|im_end|>, ...). */
+/* 1 if the token ends a generation (eos, eot, eom, <|im_end|>, ...); 0 also if out of range.   Threads any. */
 ROCMFORGE_API int rf_token_is_end(const rf_tokenizer *t, int32_t id);
 
-/* The token's text as the vocabulary spells it; empty if out of range. */
+/* The token's text as the vocabulary spells it, borrowed until the file is closed; empty if out of range.
+ * Threads any. */
 ROCMFORGE_API rf_string rf_token_get_text(const rf_tokenizer *t, int32_t id);
 
 /* ---- chat templates ---- */
@@ -822,7 +839,8 @@ ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *c
  * Memory none.   Threads any. */
 ROCMFORGE_API rf_string rf_chat_final(const char *text, size_t n_bytes);
 
-/* Name of the template the file's chat_template is recognised as; NULL if none is or it is not. */
+/* Name of the template the file's chat_template is recognised as, as long as the program lives; NULL if the file has
+ * none or it is not recognised.   Memory none.   Cost O(its length).   Threads any. */
 ROCMFORGE_API const char *rf_chat_template_name(const rf_gguf *g);
 
 /* ---- sampling ---- */
@@ -864,7 +882,10 @@ typedef struct rf_sampler {
  * Memory none.   Threads any. */
 ROCMFORGE_API rf_result rf_sampler_defaults(const rf_gguf *g, rf_sampler_desc *out, rf_error *err);
 
-/* Start a sampler. Returns RF_OK; RF_ERR_ARGUMENT (NaN, negative penalty window, ...).   Memory none. */
+/* Start a sampler.
+ *   s     out  the caller's; nothing is to be released
+ *   desc  in   NULL = greedy; copied, but for the array of biases
+ * Returns RF_OK; RF_ERR_ARGUMENT (a field not finite or out of range, by name).   Memory none.   Threads any. */
 ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *desc, rf_error *err);
 
 /* Choose a token and remember it for the penalties.
@@ -881,7 +902,8 @@ ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t
 ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler *sampler, int32_t *token,
                                           rf_error *err);
 
-/* Remember a token that was not sampled (a prompt's), for the penalties. */
+/* Remember a token that was not sampled (a prompt's), for the penalties.
+ * Memory none.   Threads: one call at a time per sampler. */
 ROCMFORGE_API void rf_sampler_accept(rf_sampler *s, int32_t token);
 
 /* ---- continuous batching ---- */
@@ -890,7 +912,7 @@ typedef struct rf_scheduler rf_scheduler;
 
 /* One request. on_token is called for every token chosen, the end token included, in rf_scheduler_step's thread;
  * nonzero return ends it. on_end is called once, with the reason: RF_OK (end token, max_tokens, on_token asked), or
- * the failure. Both may call rf_scheduler_submit and nothing else of the scheduler or its session. */
+ * the failure. Both may be NULL; both may call rf_scheduler_submit and nothing else of the scheduler or its session. */
 typedef struct rf_request {
     const int32_t *prompt;   /* [n_prompt], borrowed until on_end */
     uint32_t n_prompt;
@@ -902,19 +924,25 @@ typedef struct rf_request {
 } rf_request;
 
 /* Run many requests on one session: each step evaluates the next token of every running sequence and a share of the
- * waiting prompts. The session is borrowed and must not be used otherwise meanwhile.
- *   queue_capacity   requests that may wait
- * Memory O(queue_capacity + n_batch).   Threads: one call at a time. */
+ * waiting prompts.
+ *   s, t            in   borrowed until rf_scheduler_close; the session must not be used otherwise meanwhile
+ *   queue_capacity  in   requests that may wait, >= 1
+ *   out             out  the object, NULL on failure
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_MEMORY.   Memory O(queue_capacity + n_batch).   Threads: one call of these at
+ * a time. */
 ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, uint32_t queue_capacity,
                                           rf_scheduler **out, rf_error *err);
-/* NULL is fine; running requests end with RF_ERR_CANCELLED */
+/* NULL is fine; requests that run or wait end with RF_ERR_CANCELLED. */
 ROCMFORGE_API void rf_scheduler_close(rf_scheduler *sch);
 
-/* Queue a request (copied). RF_ERR_BUSY if the queue is full, RF_ERR_CONTEXT_FULL if the prompt can never fit,
- * RF_ERR_ARGUMENT (a token out of range, no sampler), RF_ERR_CANCELLED while the scheduler closes. */
+/* Queue a request (copied).
+ * Returns RF_OK; RF_ERR_BUSY (the queue is full); RF_ERR_CONTEXT_FULL (the prompt can never fit); RF_ERR_ARGUMENT (a
+ * token out of range, no prompt, no sampler); RF_ERR_CANCELLED while the scheduler closes.   Memory none. */
 ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request *request, rf_error *err);
 
-/* One batch. *n_active (may be NULL): requests running or waiting afterwards. */
+/* One batch. *n_active (may be NULL): requests running or waiting afterwards.
+ * Returns as rf_eval. After RF_ERR_CANCELLED all is as before the step; any other failure ends the requests that run,
+ * with it as the reason, and those that wait come next.   Memory none.   Cost that of rf_eval, n_batch rows at most. */
 ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err);
 
 /* ==== 2 Device API =============================================================================== >>device-api
@@ -927,7 +955,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 
 /* What an op computes. T = rows of the step; L = those of them that want logits; "rows" below is T or L by op.rows.
  * W[slot, row] are weight rows, [n_out, n_in]; all activations are float32, row-major. Scales of 0 are 1.
- * "=" is "+=" under RF_OP_ACCUMULATE, which EMBED by position, RMS_NORM and MATMUL take. */
+ * "=" is "+=" under RF_OP_ACCUMULATE. */
 typedef enum rf_op_kind {
     RF_OP_EMBED = 0,     /* out[T, n_out] = scale * W[token], or the row's float input as it is; of every row
                             scale * W[pos] under RF_OP_POSITIONS                                                   */
@@ -968,8 +996,7 @@ typedef enum rf_op_kind {
                             matrices, the others follow, and only those that were chosen need be there; of each the
                             rows from weight_row on; RF_OP_PER_CHOICE: in[T, n_used, n_in]                         */
     RF_OP_MIX = 11,      /* out[T, n_out] = scale * sum over k of weight[k] * in[T, n_used, n_out], in order of k,
-                            weights in2[T, 1, n_used] of a ROUTE, or sigmoid(in2[T, n_used]) with RF_OP_SIGMOID
-                            (+ out if RF_OP_ACCUMULATE); a scale of 0 is 1                                         */
+                            weights in2[T, 1, n_used] of a ROUTE, or sigmoid(in2[T, n_used]) with RF_OP_SIGMOID    */
     RF_OP_HEADS = 12,    /* a matrix for each head: out[T, n_heads, n_out + head_dim - n_in] = the first n_in values of
                             in[T, n_heads, head_dim] times W[h]^T, behind them its other ones, untouched; W[h] are
                             n_out rows of the weight from weight_row + h * head_rows on; RF_OP_ACROSS: times W[h], n_in
@@ -989,15 +1016,20 @@ typedef enum rf_op_kind {
     RF_OP_KIND_COUNT = 16
 } rf_op_kind;
 
-#define RF_OP_ACCUMULATE 1u
-#define RF_OP_NEOX 2u
-#define RF_OP_CENTER 4u
-#define RF_OP_POSITIONS 8u
-#define RF_OP_LAST 0x10u     /* ROPE */
-#define RF_OP_LATENT 0x1000u /* KV_STORE, ATTENTION */
-#define RF_OP_CYCLIC 0x2000u /* DELTA */
+/* rf_op.flags */
+#define RF_OP_ACCUMULATE 1u     /* EMBED by position, RMS_NORM, MATMUL, MIX */
+#define RF_OP_NEOX 2u           /* ROPE */
+#define RF_OP_CENTER 4u         /* RMS_NORM */
+#define RF_OP_POSITIONS 8u      /* EMBED */
+#define RF_OP_LAST 0x10u        /* ROPE */
+#define RF_OP_SIGMOID 0x100u    /* ROUTE, MIX */
+#define RF_OP_CHOSEN 0x200u     /* ROUTE */
+#define RF_OP_NORMALIZE 0x400u  /* ROUTE */
+#define RF_OP_PER_CHOICE 0x800u /* EXPERTS */
+#define RF_OP_LATENT 0x1000u    /* KV_STORE, ATTENTION */
+#define RF_OP_CYCLIC 0x2000u    /* DELTA */
 #define RF_OP_EACH_HEAD 0x4000u /* RMS_NORM */
-#define RF_OP_ACROSS 0x8000u    /* HEADS    */
+#define RF_OP_ACROSS 0x8000u    /* HEADS */
 
 #define RF_MAX_TAPS 8u /* n_in of a CONV */
 
@@ -1011,10 +1043,6 @@ typedef enum rf_activation {
     RF_ACT_SIGMOID = 5, /* 1 / (1 + e^-x)                                                   */
     RF_ACT_COUNT = 6
 } rf_activation;
-#define RF_OP_SIGMOID 0x100u    /* ROUTE, MIX */
-#define RF_OP_CHOSEN 0x200u     /* ROUTE */
-#define RF_OP_NORMALIZE 0x400u  /* ROUTE */
-#define RF_OP_PER_CHOICE 0x800u /* EXPERTS */
 
 #define RF_MAX_EXPERTS 1024u /* of a layer */
 
@@ -1123,7 +1151,7 @@ static inline int rf_op_begins_segment(const rf_plan *plan, uint32_t i) {
     return i == 0 || plan->ops[i].layer != plan->ops[i - 1].layer || plan->ops[i - 1].kind == RF_OP_ROUTE;
 }
 
-/* The plan of a model: borrowed, immutable, until the model is closed. Threads any. */
+/* The plan of a model: borrowed, immutable, until the model is closed. NULL for NULL. Threads any. */
 ROCMFORGE_API const rf_plan *rf_model_get_plan(const rf_model *m);
 
 /* One row of a step. */
@@ -1191,7 +1219,7 @@ typedef struct rf_plan_bind {
     const rf_plan *plan;
     rf_table *table;
     rf_mem scratch;                /* activations                                            */
-    rf_mem state;                  /* keys and values                                        */
+    rf_mem state;                  /* keys and values, recurrent states                      */
     const uint64_t *buffer_offset; /* [n_buffers] bytes into scratch, multiples of 256       */
     const uint64_t *state_offset;  /* [n_states] bytes into state, multiples of 256          */
     const uint32_t *state_cells;   /* [n_states] cells per sequence; NULL: n_ctx each        */
@@ -11516,8 +11544,9 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: activation %u of a convolution is not supported",
                         op->activation);
     if (op->kind == RF_OP_CONV && (op->n_in > RF_MAX_TAPS || rfi_type_takes_int8(plan->weights[op->weight].type)))
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: a convolution of %u taps with weights of type %s", op->n_in,
-                        rf_type_get(plan->weights[op->weight].type).name);
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: a convolution of %u taps with weights of type %s: "
+                        "want at most %u, of floats", op->n_in, rf_type_get(plan->weights[op->weight].type).name,
+                        RF_MAX_TAPS);
     if (op->flags & RF_OP_ACROSS && op->n_in > RFI_ACROSS_MOST)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: attn_kv_b with keys of %u values, at most %u are supported",
                         op->n_in, RFI_ACROSS_MOST);
