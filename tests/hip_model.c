@@ -12,6 +12,7 @@ enum { REPEATS = 1000, THREAD_REPEATS = 100, DECODED = 12 };
 #endif
 #include "make_gguf.h"
 #include "rf_test.h"
+#include "rf_rig.h"
 #include <pthread.h>
 
 /* Sums of floats in another order, of values rounded to half in the cache: what the project promises is 1e-3. Inputs of
@@ -22,23 +23,8 @@ enum { REPEATS = 1000, THREAD_REPEATS = 100, DECODED = 12 };
 #define MAX_VOCAB 8192u
 #define MAX_STEPS 64
 
-typedef struct rig {
-    rf_gguf *g;
-    rf_device *d;
-    rf_model *m;
-    rf_session *s;
-    rf_error err;
-    uint32_t n_vocab;
-} rig;
-
-static void rig_close(rig *r) {
-    rf_session_close(r->s);
-    CHECK(rf_model_close(r->m, NULL) == RF_OK && rf_device_close(r->d, NULL) == RF_OK && rf_gguf_close(r->g, NULL) == RF_OK, "busy");
-    memset(r, 0, sizeof *r);
-}
-
 /* file NULL: the shipped model. What is open already stays. */
-static rf_result rig_open(rig *r, const mg_buf *file, const char *device, const rf_session_desc *sd) {
+static rf_result open_rig(rig *r, const mg_buf *file, const char *device, const rf_session_desc *sd) {
     rf_result res = RF_OK;
     if (!r->g) res = file ? rf_gguf_open_memory(file->data, file->n, NULL, &r->g, &r->err) : rf_gguf_open("examples/shakespeare-5m.gguf", NULL, &r->g, &r->err);
     if (res == RF_OK && !r->d) res = rf_device_open(device, NULL, &r->d, &r->err);
@@ -100,10 +86,10 @@ static void test_as_cpu(void) {
         mg_llama(&file, &(mg_options){.type = types[t], .arch = archs[t % 3], .seed = 3 + t, .tied = t == 5, .rope_freqs = t == 6});
         make_prompt(prompt, 11, 300, t);
         int int8 = types[t] != MG_F32 && types[t] != MG_F16 && types[t] != MG_BF16;
-        CHECK(rig_open(&c, &file, "cpu", &sd) == RF_OK && write_on(&c, prompt, 11, 4, cpu, cpu_ids) == RF_OK, "%s", c.err.text);
+        CHECK(open_rig(&c, &file, "cpu", &sd) == RF_OK && write_on(&c, prompt, 11, 4, cpu, cpu_ids) == RF_OK, "%s", c.err.text);
         for (uint32_t k = 0; device_name(k); k++) {
             if (t > 10 && device_name(1) && k % 2 != t % 2) continue; /* these are tested as ops by test_hip: by turns */
-            CHECK(rig_open(&r, &file, device_name(k), &sd) == RF_OK && write_on(&r, prompt, 11, 4, gpu, gpu_ids) == RF_OK, "%s", r.err.text);
+            CHECK(open_rig(&r, &file, device_name(k), &sd) == RF_OK && write_on(&r, prompt, 11, 4, gpu, gpu_ids) == RF_OK, "%s", r.err.text);
             double d = distance(gpu, cpu, (size_t)c.n_vocab * 5);
             CHECK(d <= (int8 ? INT8_TOLERANCE : FLOAT_TOLERANCE), "type %u on %s: off by %g", types[t], device_name(k), d);
             CHECK(memcmp(cpu_ids, gpu_ids, sizeof cpu_ids) == 0, "type %u on %s: other ids", types[t], device_name(k));
@@ -133,7 +119,7 @@ static void test_repeats(void) {
     for (uint32_t k = 0; device_name(k); k++) {
         rig r = {0};
         int different = 0;
-        REQUIRE(rig_open(&r, repeated_model(), device_name(k), NULL) == RF_OK && r.n_vocab <= MAX_VOCAB, "%s", r.err.text);
+        REQUIRE(open_rig(&r, repeated_model(), device_name(k), NULL) == RF_OK && r.n_vocab <= MAX_VOCAB, "%s", r.err.text);
         make_prompt(prompt, 20, r.n_vocab, 1);
         for (int i = 0; i < REPEATS; i++) {
             rf_result res = write_on(&r, prompt, 20, DECODED, i ? again : first, ids[i > 0]);
@@ -171,7 +157,7 @@ static void test_two_threads(void) {
         rig shared = {0};
         static writer w[2];
         memset(w, 0, sizeof w);
-        REQUIRE(rig_open(&shared, repeated_model(), device_name(k), NULL) == RF_OK, "%s", shared.err.text);
+        REQUIRE(open_rig(&shared, repeated_model(), device_name(k), NULL) == RF_OK, "%s", shared.err.text);
         for (int i = 0; i < 2; i++) {
             size_t n = (size_t)(DECODED + 1) * shared.n_vocab;
             w[i].r = shared;
@@ -296,7 +282,7 @@ static void test_cleared_between(void) {
             rig r = {0};
             slow_tensor = (rf_tensor_info){0};
             REQUIRE(rf_gguf_open("slow", &gd, &r.g, &r.err) == RF_OK && rf_gguf_find_tensor(r.g, "rope_freqs.weight", &slow_tensor) == RF_OK, "%s", r.err.text);
-            REQUIRE(rig_open(&r, NULL, device_name(k), &sd) == RF_OK, "%s", r.err.text);
+            REQUIRE(open_rig(&r, NULL, device_name(k), &sd) == RF_OK, "%s", r.err.text);
             for (uint32_t i = 0; i < 4; i++) {
                 float *logits = NULL;
                 REQUIRE(rf_forward(r.s, &tokens[i], 1, &logits, &r.err) == RF_OK, "%s", r.err.text);
@@ -367,7 +353,7 @@ static int leaks(hip_emu_counts a, hip_emu_counts b) {
 static rf_result whole_life(rig *r, const mg_buf *file, float *out) {
     static const int32_t tokens[] = {5, 6, 7, 8};
     rf_session_desc sd = {.n_ctx = 16, .n_seq_max = 2, .n_batch = 4};
-    rf_result res = rig_open(r, file, "hip:0", &sd);
+    rf_result res = open_rig(r, file, "hip:0", &sd);
     if (res == RF_OK) res = rf_model_load_tensor(r->m, "blk.0.ffn_up.weight", &r->err);
     if (res == RF_OK) res = rf_session_truncate(r->s, 0, 0, NULL, &r->err);
     if (res == RF_OK) res = rf_forward(r->s, tokens, 3, NULL, &r->err);

@@ -7,47 +7,25 @@
 
 #include "make_gguf.h"
 #include "rf_test.h"
+#include "rf_rig.h"
 
 enum { N_VOCAB = 310, N_LAYERS = 24, N_EXPERTS = 16, N_USED = 2, N_TOKENS = 12, MOST_FRAMES = N_LAYERS * N_EXPERTS };
 
-/* The file used in place, read into memory of the CPU device, read into the null device. */
-enum { MAPPED, COPIED, NULLED, N_MODES };
-static const char *const modes[] = {"mapped", "copied", "null"};
 static const char *const policies[] = {"lfru", "lru", "static"};
 
 static char path[] = "/tmp/rf_experts_XXXXXX";
 static mg_buf file;
 
-typedef struct rig {
-    rf_gguf *g;
-    rf_device *d;
-    rf_model *m;
-    rf_error err;
-} rig;
-
-static void rig_close(rig *r) {
-    CHECK(rf_model_close(r->m, NULL) == RF_OK && rf_device_close(r->d, NULL) == RF_OK && rf_gguf_close(r->g, NULL) == RF_OK, "busy");
-    memset(r, 0, sizeof *r);
-}
-
-/* api: instead of the device's own, or NULL */
-static int rig_open(rig *r, int mode, const rf_gguf_desc *gd, const rf_device_desc *dd, const rf_device_api *api, const rf_model_desc *md) {
-    rf_gguf_desc g = gd ? *gd : (rf_gguf_desc){.no_map = mode != MAPPED};
-    rf_device_desc d = dd ? *dd : (rf_device_desc){.n_threads = 1};
-    memset(r, 0, sizeof *r);
-    rf_result res = rf_gguf_open(path, &g, &r->g, &r->err);
-    if (res == RF_OK) res = rf_device_open(mode == NULLED ? "null" : "cpu", &d, &r->d, &r->err);
-    if (res == RF_OK && api) r->d->api = api;
-    if (res == RF_OK) res = rf_model_open(r->g, r->d, md, &r->m, &r->err);
-    if (res != RF_OK) rig_close(r);
-    return res == RF_OK;
+static int open_rig(rig *r, int mode, const rf_gguf_desc *gd, const rf_device_desc *dd, const rf_model_desc *md) {
+    static const rf_device_desc one_thread = {.n_threads = 1};
+    return rig_try(r, &(rig_how){.path = path, .mode = mode, .gguf = gd, .device_desc = dd ? dd : &one_thread, .model = md}) == RF_OK;
 }
 
 /* Bytes that all weights take there. */
 static uint64_t needed(int mode) {
     rig r;
     rf_forecast f = {0};
-    if (!rig_open(&r, mode, NULL, NULL, NULL, NULL)) return 0;
+    if (!open_rig(&r, mode, NULL, NULL, NULL)) return 0;
     CHECK(rf_model_forecast(r.m, NULL, &f, &r.err) == RF_OK && f.expert_cache_bytes == 0, "%s", r.err.text);
     rig_close(&r);
     return f.weight_bytes;
@@ -121,7 +99,7 @@ static void test_budgets(void) {
                 const rf_model_desc md = percent_of(all, percents[i], policy, i % 2 ? 3 : 0);
                 rig r;
                 rf_forecast f;
-                REQUIRE(rig_open(&r, mode, NULL, NULL, NULL, &md), "%s", r.err.text);
+                REQUIRE(open_rig(&r, mode, NULL, NULL, &md), "%s", r.err.text);
                 CHECK(rf_model_forecast(r.m, NULL, &f, &r.err) == RF_OK && f.weight_bytes <= md.budget_bytes && f.streamed_bytes == 0, "%s", r.err.text);
                 CHECK((f.expert_cache_bytes > 0) == (percents[i] < 100), "%u %%: %llu bytes of cache", percents[i], (unsigned long long)f.expert_cache_bytes);
                 for (uint32_t seed = 0; seed < N_SEEDS; seed++) {
@@ -149,24 +127,24 @@ static void test_limits(void) {
     rig r;
     rf_forecast f;
     const uint64_t all = needed(COPIED);
-    CHECK(!rig_open(&r, COPIED, NULL, NULL, NULL, &(rf_model_desc){.expert_policy = RF_EXPERTS_STATIC + 1}), "an unknown policy");
-    REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, &(rf_model_desc){.expert_cache_bytes = 4096}), "%s", r.err.text);
+    CHECK(!open_rig(&r, COPIED, NULL, NULL, &(rf_model_desc){.expert_policy = RF_EXPERTS_STATIC + 1}), "an unknown policy");
+    REQUIRE(open_rig(&r, COPIED, NULL, NULL, &(rf_model_desc){.expert_cache_bytes = 4096}), "%s", r.err.text);
     CHECK(rf_model_forecast(r.m, NULL, &f, &r.err) == RF_ERR_MEMORY && strstr(r.err.text, "expert_cache_bytes") && strstr(r.err.text, "at least"), "%s", r.err.text);
     const uint64_t least = r.m->store->cache.frame_bytes * N_EXPERTS;
     CHECK(run(r.m, 0, got, &r.err) == RF_ERR_MEMORY && rf_model_get_loading_stats(r.m).device_bytes == 0, "%s", r.err.text);
     rig_close(&r);
     for (uint64_t bytes = least - 1; bytes <= least; bytes++) {
-        REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, &(rf_model_desc){.expert_cache_bytes = bytes}), "%s", r.err.text);
+        REQUIRE(open_rig(&r, COPIED, NULL, NULL, &(rf_model_desc){.expert_cache_bytes = bytes}), "%s", r.err.text);
         CHECK(run(r.m, 0, got, &r.err) == (bytes < least ? RF_ERR_MEMORY : RF_OK), "%llu of %llu bytes: %s", (unsigned long long)bytes, (unsigned long long)least, r.err.text);
         if (bytes == least) CHECK(memcmp(got, want[COPIED][0], sizeof got) == 0 && r.m->store->cache.n_frames == N_EXPERTS, "other bits");
         rig_close(&r);
     }
     /* a cap beyond all experts is none; one below the budget's room is kept */
-    REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, &(rf_model_desc){.expert_cache_bytes = all}), "%s", r.err.text);
+    REQUIRE(open_rig(&r, COPIED, NULL, NULL, &(rf_model_desc){.expert_cache_bytes = all}), "%s", r.err.text);
     CHECK(rf_model_forecast(r.m, NULL, &f, &r.err) == RF_OK && f.expert_cache_bytes == 0 && f.weight_bytes == all, "%s", r.err.text);
     CHECK(rf_model_load_tensor(r.m, "blk.1.ffn_up_exps.weight", &r.err) == RF_OK, "%s", r.err.text);
     rig_close(&r);
-    REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, &(rf_model_desc){.budget_bytes = all / 2, .expert_cache_bytes = 2 * least}), "%s", r.err.text);
+    REQUIRE(open_rig(&r, COPIED, NULL, NULL, &(rf_model_desc){.budget_bytes = all / 2, .expert_cache_bytes = 2 * least}), "%s", r.err.text);
     CHECK(rf_model_forecast(r.m, NULL, &f, &r.err) == RF_OK && f.expert_cache_bytes == 2 * least && f.weight_bytes < all / 4, "%s", r.err.text);
     CHECK(rf_model_load_tensor(r.m, "blk.1.ffn_up_exps.weight", &r.err) == RF_ERR_MEMORY && rf_model_load_tensor(r.m, "blk.1.attn_q.weight", &r.err) == RF_OK, "%s", r.err.text);
     CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && loaded_experts(r.m) == 0 && !rf_model_is_layer_loaded(r.m, 0), "%s", r.err.text);
@@ -179,12 +157,12 @@ static void test_no_room(void) {
     rig r;
     rf_forecast f;
     const uint64_t all = needed(COPIED);
-    REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, NULL), "%s", r.err.text);
+    REQUIRE(open_rig(&r, COPIED, NULL, NULL, NULL), "%s", r.err.text);
     const rfi_store *s = r.m->store;
     const uint64_t layer = s->cache.frame_bytes * N_EXPERTS, budget = s->device_bytes_needed - s->cache.expert_bytes + layer - 1;
     rig_close(&r);
     for (uint64_t cap = 1; cap <= all; cap = cap == 1 ? 2 * layer : cap == 2 * layer ? all : all + 1) {
-        REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, &(rf_model_desc){.budget_bytes = budget, .expert_cache_bytes = cap}), "%s", r.err.text);
+        REQUIRE(open_rig(&r, COPIED, NULL, NULL, &(rf_model_desc){.budget_bytes = budget, .expert_cache_bytes = cap}), "%s", r.err.text);
         CHECK(rf_model_forecast(r.m, NULL, &f, &r.err) == RF_OK && f.expert_cache_bytes == 0 && f.streamed_bytes > 0 && f.weight_bytes <= budget, "%s", r.err.text);
         CHECK(run(r.m, 0, got, &r.err) == RF_OK && memcmp(got, want[COPIED][0], sizeof got) == 0, "%s", r.err.text);
         CHECK(rf_model_get_loading_stats(r.m).device_bytes <= budget, "beyond the budget");
@@ -197,7 +175,7 @@ static void test_no_room(void) {
 static void test_neighbours(void) {
     static float got[N_OUT];
     rig r, other = {0};
-    REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, NULL), "%s", r.err.text);
+    REQUIRE(open_rig(&r, COPIED, NULL, NULL, NULL), "%s", r.err.text);
     const uint64_t all = r.m->store->device_bytes_needed, cap = 2 * N_EXPERTS * r.m->store->cache.frame_bytes,
                    both = 2 * all - r.m->store->cache.expert_bytes + cap;
     rig_close(&r);
@@ -205,7 +183,7 @@ static void test_neighbours(void) {
         {{.expert_cache_bytes = cap}, RF_OK, both}, {{.expert_cache_bytes = cap}, RF_OK, 0},
         {{.budget_bytes = 4096}, RF_ERR_MEMORY, both}, {{.budget_bytes = 4096}, RF_ERR_MEMORY, 0}, {{.expert_cache_bytes = 4096}, RF_ERR_MEMORY, 0}};
     for (size_t i = 0; i < RFI_COUNT(cases); i++) {
-        REQUIRE(rig_open(&r, COPIED, NULL, &(rf_device_desc){.n_threads = 1, .budget_bytes = cases[i].device_bytes}, NULL, NULL), "%s", r.err.text);
+        REQUIRE(open_rig(&r, COPIED, NULL, &(rf_device_desc){.n_threads = 1, .budget_bytes = cases[i].device_bytes}, NULL), "%s", r.err.text);
         REQUIRE(rf_gguf_open(path, &(rf_gguf_desc){.no_map = 1}, &other.g, &r.err) == RF_OK && rf_model_open(other.g, r.d, &cases[i].desc, &other.m, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(run(other.m, 0, got, &r.err) == cases[i].result, "case %zu: %s", i, r.err.text);
@@ -231,7 +209,7 @@ static void test_refill(void) {
         uint64_t cancels;
         double least_there = INFINITY, most_absent = 0;
         md.expert_prefetch = 1;
-        REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, &md) && run(r.m, 1, got, &r.err) == RF_OK, "%s", r.err.text);
+        REQUIRE(open_rig(&r, COPIED, NULL, NULL, &md) && run(r.m, 1, got, &r.err) == RF_OK, "%s", r.err.text);
         const rfi_cache *c = &r.m->store->cache;
         CHECK(is_filled(r.m), "%u of %u frames", loaded_experts(r.m), c->n_frames);
         if (during) CHECK(rfi_store_begin(r.m->store, &cancels, &r.err) == RF_OK, "%s", r.err.text);
@@ -255,7 +233,7 @@ static void test_prefetch(void) {
         rf_model_desc md = percent_of(needed(mode), 30, RF_EXPERTS_LFRU, 2);
         rig r;
         md.expert_prefetch = 1;
-        REQUIRE(rig_open(&r, mode, NULL, NULL, NULL, &md), "%s", r.err.text);
+        REQUIRE(open_rig(&r, mode, NULL, NULL, &md), "%s", r.err.text);
         if (mode == COPIED) CHECK(run(r.m, 1, got, &r.err) == RF_OK && memcmp(got, want[mode][1], sizeof got) == 0, "while it fills: %s", r.err.text);
         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "%s", r.err.text);
         const uint32_t n_frames = r.m->store->cache.n_frames;
@@ -276,13 +254,6 @@ static void test_prefetch(void) {
     }
 }
 
-static int write_file(const mg_buf *bytes) {
-    int fd = open(path, O_WRONLY | O_TRUNC | O_CREAT, 0600);
-    int ok = fd >= 0 && write(fd, bytes->data, bytes->n) == (ssize_t)bytes->n;
-    if (fd >= 0) close(fd);
-    return ok;
-}
-
 /* Room for two layers' experts, and those that were chosen fewer than `below` times on the CPU. */
 static void on_cpu(uint32_t below, const float *expected, double tolerance) {
     static float got[N_OUT];
@@ -291,10 +262,10 @@ static void on_cpu(uint32_t below, const float *expected, double tolerance) {
     uint64_t hits = 0, misses = 0, on_cpu = 0;
     double worst = 0, most = 0;
     rf_model_desc md = {.expert_cpu_below = below, .n_readers = 2};
-    REQUIRE(rig_open(&r, MAPPED, NULL, NULL, NULL, &md), "%s", r.err.text);
+    REQUIRE(open_rig(&r, MAPPED, NULL, NULL, &md), "%s", r.err.text);
     md.expert_cache_bytes = 2 * N_EXPERTS * r.m->store->cache.frame_bytes;
     rig_close(&r);
-    REQUIRE(rig_open(&r, MAPPED, NULL, NULL, NULL, &md) && rf_session_open(r.m, &short_session, &s, &r.err) == RF_OK, "%s", r.err.text);
+    REQUIRE(open_rig(&r, MAPPED, NULL, NULL, &md) && rf_session_open(r.m, &short_session, &s, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(run_in(s, 1, got, &r.err) == RF_OK, "%s", r.err.text);
     for (uint32_t i = 0; i < N_OUT; i++) {
         worst = fmax(worst, fabs((double)got[i] - (double)expected[i]));
@@ -321,8 +292,8 @@ static void test_on_cpu(void) {
     mg_llama(&floats, &(mg_options){.arch = "qwen3moe", .n_layers = N_LAYERS, .n_experts = N_EXPERTS, .n_used = N_USED, .type = MG_F32, .n_vocab = N_VOCAB, .seed = 5});
     for (int quantized = 0; quantized < 2; quantized++) {
         rig r;
-        REQUIRE(write_file(quantized ? &file : &floats), "cannot write %s", path);
-        REQUIRE(rig_open(&r, MAPPED, NULL, NULL, NULL, NULL) && run(r.m, 1, expected, &r.err) == RF_OK, "%s", r.err.text);
+        REQUIRE(mg_write_file(quantized ? &file : &floats, path), "cannot write %s", path);
+        REQUIRE(open_rig(&r, MAPPED, NULL, NULL, NULL) && run(r.m, 1, expected, &r.err) == RF_OK, "%s", r.err.text);
         rig_close(&r);
         on_cpu(2, expected, quantized ? 2e-2 : 1e-3);
         on_cpu(1000, expected, quantized ? 2e-2 : 1e-3);
@@ -330,10 +301,10 @@ static void test_on_cpu(void) {
     mg_free(&floats);
     rig r;
     rf_session *s = NULL;
-    REQUIRE(rig_open(&r, MAPPED, NULL, NULL, NULL, &(rf_model_desc){.expert_cpu_below = 5}), "%s", r.err.text);
+    REQUIRE(open_rig(&r, MAPPED, NULL, NULL, &(rf_model_desc){.expert_cpu_below = 5}), "%s", r.err.text);
     CHECK(run(r.m, 1, got, &r.err) == RF_OK && memcmp(got, want[MAPPED][1], sizeof got) == 0, "all are there: %s", r.err.text);
     rig_close(&r);
-    REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, &(rf_model_desc){.expert_cpu_below = 5}), "%s", r.err.text);
+    REQUIRE(open_rig(&r, COPIED, NULL, NULL, &(rf_model_desc){.expert_cpu_below = 5}), "%s", r.err.text);
     CHECK(rf_session_open(r.m, NULL, &s, &r.err) == RF_ERR_UNSUPPORTED && strstr(r.err.text, "mapped"), "%s", r.err.text);
     rig_close(&r);
 }
@@ -360,7 +331,7 @@ static void test_threads_on_cpu(void) {
         rig r;
         /* ThreadSanitizer has one of its own */
         const uint32_t before = RFT_SANITIZED ? count_threads() : wait_for_threads(1), most = before + (null ? rfi_cpu_count() - 1 : 2);
-        REQUIRE(rig_open(&r, null ? NULLED : MAPPED, &(rf_gguf_desc){0}, &(rf_device_desc){.n_threads = 3}, NULL, &(rf_model_desc){.expert_cpu_below = 2}), "%s", r.err.text);
+        REQUIRE(open_rig(&r, null ? NULLED : MAPPED, &(rf_gguf_desc){0}, &(rf_device_desc){.n_threads = 3}, &(rf_model_desc){.expert_cpu_below = 2}), "%s", r.err.text);
         for (uint32_t i = 0; i < N; i++) REQUIRE(rf_session_open(r.m, &short_session, &s[i], &r.err) == RF_OK && s[i]->aside, "%s", r.err.text);
         const uint32_t now = wait_for_threads(most);
         CHECK(now == most, "%s: %u threads, and %u at first; want %u", null ? "null" : "cpu", now, before, most);
@@ -478,7 +449,8 @@ static void test_policy(void) {
         rig r;
         rf_session *s;
         count sim[N_LAYERS];
-        REQUIRE(rig_open(&r, COPIED, NULL, NULL, &traced, &md) && rf_session_open(r.m, &short_session, &s, &r.err) == RF_OK, "%s", r.err.text);
+        REQUIRE(open_rig(&r, COPIED, NULL, NULL, &md) && rf_session_open(r.m, &short_session, &s, &r.err) == RF_OK, "%s", r.err.text);
+        r.d->api = &traced;
         const rf_plan *plan = rf_model_get_plan(r.m);
         for (uint32_t i = 0; i < plan->n_ops; i++)
             if (plan->ops[i].kind == RF_OP_ROUTE) trace_at = s->buffer_offset[plan->ops[i].out];
@@ -525,7 +497,7 @@ static void test_policies_on_favourites(void) {
         rig r;
         count sim[N_LAYERS];
         uint64_t cancels, hits = 0, misses = 0;
-        REQUIRE(rig_open(&r, NULLED, NULL, NULL, NULL, &md) && rfi_store_begin(r.m->store, &cancels, &r.err) == RF_OK, "%s", r.err.text);
+        REQUIRE(open_rig(&r, NULLED, NULL, NULL, &md) && rfi_store_begin(r.m->store, &cancels, &r.err) == RF_OK, "%s", r.err.text);
         for (uint32_t i = 0; i < n_trace; i++) {
             rfi_bank *bank = &r.m->store->cache.banks[trace[i].layer];
             uint32_t frames[N_EXPERTS];
@@ -582,7 +554,7 @@ static void test_held(void) {
         rig r;
         uint64_t cancels;
         uint32_t frames[N_EXPERTS], rows_of[N_EXPERTS];
-        REQUIRE(rig_open(&r, COPIED, NULL, NULL, NULL, &md) && rfi_store_begin(r.m->store, &cancels, &r.err) == RF_OK, "%s", r.err.text);
+        REQUIRE(open_rig(&r, COPIED, NULL, NULL, &md) && rfi_store_begin(r.m->store, &cancels, &r.err) == RF_OK, "%s", r.err.text);
         rfi_store *s = r.m->store;
         rfi_bank *bank = &s->cache.banks[3];
         for (uint32_t e = 0; e < N_EXPERTS; e++) rows_of[e] = 1;
@@ -645,7 +617,7 @@ static void test_threads(void) {
         worker w[N];
         pthread_t threads[N];
         _Atomic int stop = 0;
-        REQUIRE(rig_open(&r, mode, NULL, NULL, NULL, &md), "%s", r.err.text);
+        REQUIRE(open_rig(&r, mode, NULL, NULL, &md), "%s", r.err.text);
         for (int i = 0; i < N; i++) {
             w[i] = (worker){.m = r.m, .mode = mode, .rounds = 2, .seed = (uint32_t)i % N_SEEDS, .stop = &stop};
             REQUIRE(pthread_create(&threads[i], NULL, i + 1 < N ? evaluate : clear, &w[i]) == 0, "thread");
@@ -671,7 +643,7 @@ static void test_failing_device(void) {
         for (uint64_t n = 4; n < 2500; n += 1 + n / 6) {
             const rf_model_desc md = percent_of(all, 10, RF_EXPERTS_LFRU, n % 2 ? 2 : 0);
             rig r;
-            if (!rig_open(&r, NULLED, NULL, &(rf_device_desc){.fail_call = n, .fail_late = late}, NULL, &md)) continue;
+            if (!open_rig(&r, NULLED, NULL, &(rf_device_desc){.fail_call = n, .fail_late = late}, &md)) continue;
             rf_result res = run(r.m, 1, got, &r.err);
             CHECK(res == RF_OK || (res == RF_ERR_DEVICE && r.err.sys == -1), "call %d: %s", (int)n, r.err.text);
             failed += res != RF_OK;
@@ -713,7 +685,7 @@ static void test_failing_reads(void) {
     for (uint64_t n = 1; n < 400; n += 1 + n) {
         rig r;
         atomic_store(&failing_read, 0);
-        REQUIRE(rig_open(&r, COPIED, &gd, NULL, NULL, &md), "%s", r.err.text);
+        REQUIRE(open_rig(&r, COPIED, &gd, NULL, &md), "%s", r.err.text);
         atomic_store(&n_reads, 0);
         atomic_store(&failing_read, n);
         rf_result res = run(r.m, 0, got, &r.err);
@@ -747,7 +719,7 @@ static void test_cancelled_prefetch(void) {
     rf_model_desc md = percent_of(needed(COPIED), 30, RF_EXPERTS_LFRU, 1);
     rig r;
     md.expert_prefetch = 1;
-    REQUIRE(rig_open(&r, COPIED, &gd, NULL, NULL, &md), "%s", r.err.text);
+    REQUIRE(open_rig(&r, COPIED, &gd, NULL, &md), "%s", r.err.text);
     const uint32_t n_resident = rf_model_get_info(r.m).n_tensors - 3 * N_EXPERTS * N_LAYERS;
     cancelled = r.m;
     atomic_store(&n_reads, 0);
@@ -766,7 +738,7 @@ static void test_cancelled_prefetch(void) {
 static void reference(void) {
     for (int mode = MAPPED; mode < N_MODES; mode++) {
         rig r;
-        if (!rig_open(&r, mode, NULL, NULL, NULL, NULL)) return;
+        if (!open_rig(&r, mode, NULL, NULL, NULL)) return;
         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && loaded_experts(r.m) == N_LAYERS * N_EXPERTS, "%s", r.err.text);
         for (uint32_t seed = 0; seed < N_SEEDS; seed++) CHECK(run(r.m, seed, want[mode][seed], &r.err) == RF_OK, "%s", r.err.text);
         rig_close(&r);

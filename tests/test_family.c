@@ -9,6 +9,7 @@
 #include "ref_model.h"
 #include "ref_family.h"
 #include "rf_test.h"
+#include "rf_rig.h"
 
 #define FLOAT_TOLERANCE 4e-6
 #define INT8_MARGIN 1e-4
@@ -362,28 +363,10 @@ static void test_positions(void) {
     mg_free(&file);
 }
 
-static struct {
-    unsigned char data[1 << 20];
-    size_t n, at;
-} saved;
-static int save_bytes(const void *data, size_t n, void *user) {
-    (void)user;
-    if (n > sizeof saved.data - saved.n) return -1;
-    memcpy(saved.data + saved.n, data, n);
-    saved.n += n;
-    return 0;
-}
-static int64_t restore_bytes(void *data, size_t n, void *user) {
-    (void)user;
-    if (n > saved.n - saved.at) n = saved.n - saved.at;
-    memcpy(data, saved.data + saved.at, n);
-    saved.at += n;
-    return (int64_t)n;
-}
-
 /* Keys of a session with short rope factors are of no use to one with long ones. */
 static void test_saved_longrope(void) {
-    static const rf_session_io io = {save_bytes, restore_bytes, NULL};
+    static saved stream;
+    static const rf_session_io io = {saved_write, saved_read, &stream};
     mg_family f = {.arch = "phi3", .has = MG_QKV | MG_FUSED_GATE | MG_LONG_ROPE, .more_kv = long_rope};
     mg_buf file = {0};
     rf_gguf *g = NULL;
@@ -400,7 +383,7 @@ static void test_saved_longrope(void) {
     CHECK(ok && rf_forward(s[0], tokens, 3, NULL, &err) == RF_OK && rf_session_save(s[0], 0, &io, &err) == RF_OK, "%s", err.text);
     if (ok) {
         CHECK(rf_session_restore(s[1], 0, &io, &err) == RF_OK, "%s", err.text);
-        saved.at = 0;
+        stream.at = 0;
         CHECK(rf_session_restore(s[2], 0, &io, &err) == RF_ERR_UNSUPPORTED, "%s", err.text);
     }
     for (int i = 0; i < 3; i++) rf_session_close(s[i]);

@@ -8,6 +8,7 @@
 #include "ref_model.h"
 #include "ref_family.h"
 #include "rf_test.h"
+#include "rf_rig.h"
 
 enum { N = 600, CTX = 640, VOCAB = 320 };
 #define TOLERANCE 8e-6 /* of the largest logit, as in test_family.c; these contexts are 15 times as long */
@@ -22,28 +23,17 @@ static void local_and_global(mg_gguf *w) { /* three layers, the second one globa
 static const mg_family gemma = {.arch = "gemma3", .has = MG_POST_NORM | MG_QK_NORM, .n_layers = 3, .seed = 5,
                                 .more_kv = local_and_global};
 
-typedef struct rig {
-    mg_buf file;
-    rf_gguf *g;
-    rf_device *d;
-    rf_model *m;
-    rf_session *s;
-    rf_error err;
-} rig;
-
 /* The same with heads of 32 values, which q8_0 can do. */
 static const mg_family wide_gemma = {.arch = "gemma3", .has = MG_POST_NORM | MG_QK_NORM, .n_layers = 3, .n_embd = 128, .seed = 6,
                                      .more_kv = local_and_global};
 
 static int open_model(rig *r, const mg_family *f, uint32_t window) {
-    memset(r, 0, sizeof *r);
+    mg_buf file = {0};
     window_now = window;
-    mg_family_model(&r->file, f);
-    rf_result res = rf_gguf_open_memory(r->file.data, r->file.n, NULL, &r->g, &r->err);
-    if (res == RF_OK) res = rf_device_open("cpu", &(rf_device_desc){.n_threads = 2}, &r->d, &r->err);
-    if (res == RF_OK) res = rf_model_open(r->g, r->d, NULL, &r->m, &r->err);
-    CHECK(res == RF_OK, "%s", r->err.text);
-    return res == RF_OK;
+    mg_family_model(&file, f);
+    const int ok = rig_open(r, &(rig_how){.file = &file});
+    r->file = file;
+    return ok;
 }
 
 /* A session in place of the one before. */
@@ -55,14 +45,6 @@ static int open_session(rig *r, rf_session_desc sd) {
     rf_result res = rf_session_open(r->m, &sd, &r->s, &r->err);
     CHECK(res == RF_OK, "%s", r->err.text);
     return res == RF_OK;
-}
-
-static void close_rig(rig *r) {
-    rf_session_close(r->s);
-    rf_model_close(r->m, NULL);
-    rf_device_close(r->d, NULL);
-    CHECK(rf_gguf_close(r->g, NULL) == RF_OK, "the file is busy");
-    mg_free(&r->file);
 }
 
 static const int32_t *some_tokens(void) {
@@ -96,28 +78,11 @@ static float *all_logits(void) {
 
 /* ---- streams ---- */
 
-static struct {
-    unsigned char data[1 << 20];
-    size_t n, at;
-} saved;
-static int save_bytes(const void *data, size_t n, void *user) {
-    (void)user;
-    if (n > sizeof saved.data - saved.n) return -1;
-    memcpy(saved.data + saved.n, data, n);
-    saved.n += n;
-    return 0;
-}
-static int64_t restore_bytes(void *data, size_t n, void *user) {
-    (void)user;
-    if (n > saved.n - saved.at) n = saved.n - saved.at;
-    memcpy(data, saved.data + saved.at, n);
-    saved.at += n;
-    return (int64_t)n;
-}
-static const rf_session_io saved_io = {save_bytes, restore_bytes, NULL};
+static saved stream;
+static const rf_session_io saved_io = {saved_write, saved_read, &stream};
 
 static rf_result restore(rig *r, int32_t seq) {
-    saved.at = 0;
+    stream.at = 0;
     return rf_session_restore(r->s, seq, &saved_io, &r->err);
 }
 
@@ -147,7 +112,7 @@ static void test_windows(void) {
             CHECK(eval(&r, 0, 0, N, batches[b][1], got), "%s", r.err.text);
             CHECK(!memcmp(got, full, (size_t)N * VOCAB * sizeof *got), "window %u, batches of %u: other bits", windows[w], sd.n_batch);
         }
-        close_rig(&r);
+        rig_close(&r);
     }
     printf("    windows: worst %.2g of the largest logit\n", worst);
     free(full), free(got);
@@ -172,7 +137,7 @@ static void test_neighbours(void) {
         CHECK(!memcmp(got, alone, (size_t)(N - 300) * VOCAB * sizeof *got), "sequence 0: other bits");
         CHECK(!memcmp(got + (size_t)300 * VOCAB, alone + (size_t)300 * VOCAB, (size_t)(N - 310) * VOCAB * sizeof *got), "sequence 2");
     }
-    close_rig(&r);
+    rig_close(&r);
     free(alone), free(got);
 }
 
@@ -206,7 +171,7 @@ static void test_q8(void) {
     printf("    q8_0: worst %.2g of the largest logit; the rounding is %.2g\n", off, without);
     free(want), free(unrounded), free(got);
     ref_close(&ref);
-    close_rig(&r);
+    rig_close(&r);
 }
 
 /* Rings of it have the bits of a cache that holds everything, too; and are copied, saved and forecast. */
@@ -230,17 +195,17 @@ static void test_q8_rings(void) {
           RFI_LLU(f.kv_bytes));
     CHECK(eval(&r, 1, 0, 500, N, NULL) && rf_session_copy(r.s, 1, 0, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(eval(&r, 0, 500, 1, 1, got) && !memcmp(got, full + (size_t)500 * VOCAB, VOCAB * sizeof *got), "a copy: other bits");
-    saved.n = 0;
-    CHECK(rf_session_save(r.s, 1, &saved_io, &r.err) == RF_OK && saved.n == 112 + 4 * 500 + (2 * 256 + 500) * 136, "%zu bytes", saved.n);
+    stream.n = 0;
+    CHECK(rf_session_save(r.s, 1, &saved_io, &r.err) == RF_OK && stream.n == 112 + 4 * 500 + (2 * 256 + 500) * 136, "%zu bytes", stream.n);
     rf_session_truncate(r.s, 0, 0, NULL, NULL);
     CHECK(restore(&r, 0) == RF_OK && eval(&r, 0, 500, 1, 1, got) && !memcmp(got, full + (size_t)500 * VOCAB, VOCAB * sizeof *got), "%s",
           r.err.text);
-    close_rig(&r);
+    rig_close(&r);
     /* heads of 16 values */
     if (!open_model(&r, &gemma, 100)) return;
     CHECK(rf_model_forecast(r.m, &sd, &f, &r.err) == RF_ERR_UNSUPPORTED && rf_session_open(r.m, &sd, &r.s, &r.err) == RF_ERR_UNSUPPORTED &&
               strstr(r.err.text, "multiple of 32 values, layer 0 has 16 and 16"), "%s", r.err.text);
-    close_rig(&r);
+    rig_close(&r);
     free(full), free(got);
 }
 
@@ -273,7 +238,7 @@ static void test_cut(void) {
     CHECK(eval(&r, 0, 3, 254, 64, got) && !memcmp(got, want + 3 * VOCAB, 254 * VOCAB * sizeof *got), "and on");
     CHECK(rf_session_truncate(r.s, 0, 99, &kept, NULL) == RF_OK && kept == 0, "257 cells are one too many: kept %u", kept);
     CHECK(rf_session_truncate(r.s, 0, 0, &kept, NULL) == RF_OK && kept == 0, "kept %u", kept);
-    close_rig(&r);
+    rig_close(&r);
     free(want), free(got);
 }
 
@@ -296,7 +261,7 @@ static void test_copy(void) {
                       !memcmp(want, got, sizeof got), "%u: other bits after a cut", n);
             CHECK(rf_session_truncate(r.s, 0, 20, &kept, NULL) == RF_OK && kept == (full || n < 255 ? 20u : 0u), "%u: kept %u", n, kept);
         }
-    close_rig(&r);
+    rig_close(&r);
 }
 
 /* ---- saving ---- */
@@ -316,10 +281,10 @@ static void test_saved(void) {
         for (size_t from = 0; from < RFI_COUNT(sessions); from++) {
             const uint32_t n = lengths[l];
             if (!open_session(&r, sessions[from])) continue;
-            saved.n = 0;
+            stream.n = 0;
             CHECK(eval(&r, 0, 0, n, N, NULL), "%s", r.err.text);
             const uint64_t bytes = rf_session_save_bytes(r.s, 0);
-            CHECK(rf_session_save(r.s, 0, &saved_io, &r.err) == RF_OK && bytes == saved.n, "%s, %zu bytes", r.err.text, saved.n);
+            CHECK(rf_session_save(r.s, 0, &saved_io, &r.err) == RF_OK && bytes == stream.n, "%s, %zu bytes", r.err.text, stream.n);
             CHECK(eval(&r, 0, n, 2, 2, want), "%s", r.err.text);
             /* 104 of header, 8 of checksum; positions of layers 0 and 2, and of layer 1; 2 heads of 16, keys and values */
             const uint32_t cells = cells_of(&sessions[from]), held = n < cells ? n : cells;
@@ -334,17 +299,17 @@ static void test_saved(void) {
                 CHECK(kept == (n <= cells && n <= to_cells ? 20u : 0u), "%u, %zu to %zu: kept %u", n, from, to, kept);
             }
         }
-    close_rig(&r);
+    rig_close(&r);
 }
 
 /* Headers that lie, with a checksum that holds. */
 static void test_forged(void) {
     rig r;
     if (!open_model(&r, &gemma, 100) || !open_session(&r, (rf_session_desc){.n_batch = 64})) return;
-    saved.n = 0;
+    stream.n = 0;
     CHECK(eval(&r, 0, 0, 300, N, NULL) && rf_session_save(r.s, 0, &saved_io, &r.err) == RF_OK, "%s", r.err.text);
     rfi_saved h, forged;
-    memcpy(&h, saved.data, sizeof h);
+    memcpy(&h, stream.data, sizeof h);
     CHECK(h.n_tokens == 300 && h.n_least == 300 - 256 + 99, "at least %u", h.n_least);
     rf_session_truncate(r.s, 0, 0, NULL, NULL);
     CHECK(restore(&r, 0) == RF_OK, "%s", r.err.text);
@@ -353,12 +318,12 @@ static void test_forged(void) {
     for (size_t i = 0; i < RFI_COUNT(least); i++) {
         forged = h;
         forged.n_least = least[i];
-        memcpy(saved.data, &forged, sizeof forged);
-        uint64_t hash = rfi_hash_bytes(0xcbf29ce484222325u, saved.data, saved.n - 8);
-        memcpy(saved.data + saved.n - 8, &hash, 8);
+        memcpy(stream.data, &forged, sizeof forged);
+        uint64_t hash = rfi_hash_bytes(0xcbf29ce484222325u, stream.data, stream.n - 8);
+        memcpy(stream.data + stream.n - 8, &hash, 8);
         CHECK(restore(&r, 0) == RF_ERR_FORMAT && rf_session_length(r.s, 0) == 0, "at least %u: %s", least[i], r.err.text);
     }
-    close_rig(&r);
+    rig_close(&r);
 }
 
 /* ---- failing ---- */
@@ -396,7 +361,7 @@ static void test_failing(void) {
             if (lost) CHECK(eval(&r, 0, 0, 280, N, NULL), "%s", r.err.text);
             CHECK(eval(&r, 0, 280, 1, 1, got) && !memcmp(got, want + (size_t)280 * VOCAB, sizeof got), "%d: other bits", batches);
         }
-    close_rig(&r);
+    rig_close(&r);
     free(want);
 }
 
@@ -423,7 +388,7 @@ static void test_forecast(void) {
         CHECK(rf_model_forecast(r.m, &sd, &f, &r.err) == RF_OK && rf_session_open(r.m, &sd, &r.s, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(f.kv_bytes == want && r.s && r.s->state.size_bytes == want, "case %zu: %llu bytes, forecast %llu, want %llu", i,
               RFI_LLU(r.s ? r.s->state.size_bytes : 0), RFI_LLU(f.kv_bytes), RFI_LLU(want));
-        close_rig(&r);
+        rig_close(&r);
     }
 }
 
@@ -462,7 +427,7 @@ static void test_cpu_workspaces(void) {
             CHECK(f.plan_bytes > 0 && counted >= forecast && counted <= forecast + f.host_bytes + beside,
                   "%s: %llu bytes, forecast %llu", path, RFI_LLU(counted), RFI_LLU(forecast));
         }
-        close_rig(&r);
+        rig_close(&r);
     }
 }
 

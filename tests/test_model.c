@@ -11,6 +11,7 @@
 #include "make_gguf.h"
 #include "ref_model.h"
 #include "rf_test.h"
+#include "rf_rig.h"
 
 #define FLOAT_TOLERANCE 4e-6
 #define INT8_MARGIN 1e-4
@@ -42,41 +43,16 @@ static void count_free(void *p, void *user) {
 }
 static const rf_allocator counting = {count_alloc, count_free, NULL};
 
-typedef struct rig {
-    rf_gguf *g;
-    rf_device *d;
-    rf_model *m;
-    rf_session *s;
-    rf_error err;
-    uint32_t n_vocab;
-} rig;
-
-static void rig_close(rig *r) {
-    rf_session_close(r->s);
-    CHECK(rf_model_close(r->m, NULL) == RF_OK);
-    CHECK(rf_device_close(r->d, NULL) == RF_OK);
-    CHECK(rf_gguf_close(r->g, NULL) == RF_OK);
-    memset(r, 0, sizeof *r);
+static void close_rig(rig *r) {
+    rig_close(r);
     CHECK(atomic_load(&live_blocks) == 0, "%lld blocks are left", (long long)atomic_load(&live_blocks));
 }
 
 /* 1 if all of it opened; else nothing is left and r->err says why. isa NULL: the best. */
-static int rig_open(rig *r, const mg_buf *file, const char *path, const char *isa, uint32_t n_threads, const rf_session_desc *sd) {
-    rf_gguf_desc gd = {.allocator = counting};
-    rf_device_desc dd = {.allocator = counting, .n_threads = n_threads, .isa = isa};
-    memset(r, 0, sizeof *r);
-    rf_result res = path ? rf_gguf_open(path, &gd, &r->g, &r->err) : rf_gguf_open_memory(file->data, file->n, &gd, &r->g, &r->err);
-    if (res == RF_OK) res = rf_device_open("cpu", &dd, &r->d, &r->err);
-    if (res == RF_OK) res = rf_model_open(r->g, r->d, NULL, &r->m, &r->err);
-    if (res == RF_OK) res = rf_session_open(r->m, sd, &r->s, &r->err);
-    if (res == RF_OK) {
-        r->n_vocab = rf_model_get_info(r->m).n_vocab;
-        return 1;
-    }
-    rf_error err = r->err;
-    rig_close(r);
-    r->err = err;
-    return 0;
+static int open_rig(rig *r, const mg_buf *file, const char *path, const char *isa, uint32_t n_threads, const rf_session_desc *sd) {
+    const rf_gguf_desc gd = {.allocator = counting};
+    const rf_device_desc dd = {.allocator = counting, .n_threads = n_threads, .isa = isa};
+    return rig_try(r, &(rig_how){.path = path, .file = file, .gguf = &gd, .device_desc = &dd, .session = sd}) == RF_OK;
 }
 
 static int have_isa(const char *isa) {
@@ -149,7 +125,7 @@ static double problem_run(const problem *p, uint32_t cache_type, double toleranc
     for (size_t i = 0; i < RFI_COUNT(isas); i++) {
         rig r;
         if (!have_isa(isas[i])) continue;
-        int ok = rig_open(&r, &p->file, NULL, isas[i], 2, &sd);
+        int ok = open_rig(&r, &p->file, NULL, isas[i], 2, &sd);
         CHECK(ok, "%s %s: %s", what, isas[i], r.err.text);
         if (!ok) continue;
         CHECK(r.n_vocab == p->n_vocab);
@@ -158,7 +134,7 @@ static double problem_run(const problem *p, uint32_t cache_type, double toleranc
         double d = ok ? ref_distance(got, p->logits, (size_t)p->n * p->n_vocab) : 0;
         CHECK(d <= tolerance, "%s on %s: logits are off by %.3g of the largest, allowed %.3g", what, isas[i], d, tolerance);
         worst = fmax(worst, d);
-        rig_close(&r);
+        close_rig(&r);
     }
     free(got);
     return worst;
@@ -337,13 +313,13 @@ static void test_experts_steps(void) {
         for (uint32_t threads = 1; threads <= 3; threads++) {
             rig r;
             rf_session_desc sd = {.n_logits_max = n, .n_batch = threads == 3 ? 7 : n};
-            REQUIRE(rig_open(&r, &file, NULL, NULL, threads, &sd), "%s", r.err.text);
+            REQUIRE(open_rig(&r, &file, NULL, NULL, threads, &sd), "%s", r.err.text);
             CHECK(eval_all(&r, tokens, n, threads == 1 ? want : got), "%s", r.err.text);
             CHECK(threads == 1 || !memcmp(want, got, n * 320 * sizeof *want), "%u threads: other bits", threads);
             CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK);
             for (uint32_t i = 0; i < n; i++) CHECK(eval_all(&r, tokens + i, 1, got + i * 320), "%s", r.err.text);
             CHECK(!memcmp(want, got, n * 320 * sizeof *want), "%u threads, one by one: other bits", threads);
-            rig_close(&r);
+            close_rig(&r);
         }
         free(want);
         mg_free(&file);
@@ -462,14 +438,14 @@ static void test_long(void) {
         for (size_t i = 0; i < RFI_COUNT(isas); i++) {
             rig r;
             if (!have_isa(isas[i])) continue;
-            int ok = rig_open(&r, &file, NULL, isas[i], 2, &sd);
+            int ok = open_rig(&r, &file, NULL, isas[i], 2, &sd);
             CHECK(ok, "%s", r.err.text);
             if (!ok) continue;
             ok = eval_all(&r, tokens, 250, got);
             CHECK(ok, "%s", r.err.text);
             double d = ref_distance(got, want, (size_t)250 * 320);
             CHECK(d <= FLOAT_TOLERANCE, "%s on %s: off by %.3g", o.arch, isas[i], d);
-            rig_close(&r);
+            close_rig(&r);
         }
         free(want);
         ref_close(&m);
@@ -526,7 +502,7 @@ static void packings(const mg_buf *file, const char *type, const char *isa) {
     rf_session_desc sd = {.n_ctx = 64, .n_logits_max = N_SESSION, .n_seq_max = 5};
     rig r;
     random_tokens(tokens, N_SESSION, 310, 21);
-    int ok = rig_open(&r, file, NULL, isa, 1, &sd);
+    int ok = open_rig(&r, file, NULL, isa, 1, &sd);
     CHECK(ok, "%s", r.err.text);
     if (!ok) return;
     CHECK(eval_cut(&r, 0, tokens, N_SESSION, N_SESSION, want), "%s", r.err.text);
@@ -541,25 +517,25 @@ static void packings(const mg_buf *file, const char *type, const char *isa) {
         rest[i - 10] = (rf_row){.token = tokens[i], .pos = (int32_t)i, .want_logits = i + 1 == N_SESSION};
     CHECK(rf_eval(r.s, rest, N_SESSION - 10, &r.err) == RF_OK, "%s", r.err.text);
     check_same(rf_session_logits(r.s, 0), want + all - row, row, "after truncating", type, isa);
-    rig_close(&r);
+    close_rig(&r);
 
     for (size_t i = 0; i < RFI_COUNT(batches); i++) {
         sd.n_batch = batches[i];
-        if (!rig_open(&r, file, NULL, isa, 1, &sd)) continue;
+        if (!open_rig(&r, file, NULL, isa, 1, &sd)) continue;
         CHECK(eval_cut(&r, 0, tokens, N_SESSION, N_SESSION, got), "%s", r.err.text);
         check_same(got, want, all, "micro-batches", type, isa);
-        rig_close(&r);
+        close_rig(&r);
     }
     sd.n_batch = 0;
     for (size_t i = 0; i < RFI_COUNT(threads); i++) {
-        if (!rig_open(&r, file, NULL, isa, threads[i], &sd)) continue;
+        if (!open_rig(&r, file, NULL, isa, threads[i], &sd)) continue;
         CHECK(eval_cut(&r, 0, tokens, N_SESSION, N_SESSION, got), "%s", r.err.text);
         check_same(got, want, all, "another number of threads", type, isa);
-        rig_close(&r);
+        close_rig(&r);
     }
     for (uint32_t batch = 0; batch < 8; batch += 7) { /* five sequences in one call, and cut at odd places */
         sd.n_batch = batch;
-        if (!rig_open(&r, file, NULL, isa, 2, &sd)) continue;
+        if (!open_rig(&r, file, NULL, isa, 2, &sd)) continue;
         for (uint32_t s = 0; s < 5; s++) random_tokens(five[s], N_SESSION, 310, s ? 100 + s : 21);
         CHECK(eval_interleaved(&r, five, n_of, outs), "%s", r.err.text);
         for (uint32_t s = 0; s < 5; s++) {
@@ -569,7 +545,7 @@ static void packings(const mg_buf *file, const char *type, const char *isa) {
             check_same(last[s], got + (n_of[s] - 1) * row, row, "five sequences", type, isa);
         }
         check_same(last[0], want + all - row, row, "a sequence among five", type, isa);
-        rig_close(&r);
+        close_rig(&r);
     }
 }
 
@@ -595,7 +571,7 @@ static void test_float_rows(void) {
         rf_tensor_info ti;
         rig r;
         mg_llama(&file, &o);
-        CHECK(rig_open(&r, &file, NULL, NULL, 1, &sd), "%s", r.err.text);
+        CHECK(open_rig(&r, &file, NULL, NULL, 1, &sd), "%s", r.err.text);
         if (!r.s) continue;
         ref_open(&m, r.g);
         const double *embd = ref_tensor(&m, "token_embd.weight", &ti);
@@ -619,7 +595,7 @@ static void test_float_rows(void) {
             check_same(rf_session_logits(r.s, 2 * i + 1), rf_session_logits(r.s, 2 * i), 320, "float rows", types[t].name, "the best");
         ref_close(&m);
         free(raw), free(floats);
-        rig_close(&r);
+        close_rig(&r);
         mg_free(&file);
     }
 }
@@ -628,7 +604,7 @@ static void test_float_rows(void) {
 static int tiny_rig(rig *r, mg_buf *file, const rf_session_desc *sd) {
     mg_options o = {.seed = 9};
     if (!file->n) mg_llama(file, &o);
-    int ok = rig_open(r, file, NULL, NULL, 2, sd);
+    int ok = open_rig(r, file, NULL, NULL, 2, sd);
     CHECK(ok, "%s", r->err.text);
     return ok;
 }
@@ -663,7 +639,7 @@ static void test_sync(void) {
     static const int32_t unnamed[3] = {-1, 4, 5};
     CHECK(rf_eval(r.s, rows, 2, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(rf_session_sync(r.s, 0, unnamed, 3, &kept, &r.err) == RF_OK && kept == 0, "a float row matched: kept %u", kept);
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&file);
 }
 
@@ -696,7 +672,7 @@ static void test_copy_and_keep(void) {
         CHECK(rf_session_keep(r.s, 0, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_session_length(r.s, 0) == 7 && rf_session_length(r.s, 1) == 0 && rf_session_length(r.s, 2) == 0);
         CHECK(rf_session_copy(r.s, 1, 0, &r.err) == RF_OK && rf_session_length(r.s, 0) == 0, "copy of an empty one");
-        rig_close(&r);
+        close_rig(&r);
     }
     mg_free(&file);
 }
@@ -720,7 +696,7 @@ static void test_context_full(void) {
     CHECK(rf_session_length(r.s, 1) == 0 && rf_session_logits(r.s, 0) == NULL, "all or nothing");
     CHECK(rf_eval(r.s, rows, 1, &r.err) == RF_OK && rf_session_length(r.s, 1) == 1, "%s", r.err.text);
     CHECK(rf_session_truncate(r.s, 0, 7, NULL, &r.err) == RF_OK && rf_forward(r.s, tokens + 7, 1, &logits, &r.err) == RF_OK, "room again");
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&file);
 }
 
@@ -781,7 +757,7 @@ static void test_arguments(void) {
     CHECK(rf_session_logits(r.s, 1) == NULL && rf_session_logits(NULL, 0) == NULL, "a row that did not ask");
     rf_session_close(NULL);
     rf_session_cancel(NULL);
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&file);
 }
 
@@ -809,7 +785,7 @@ static void test_logits_rows(void) {
         }
         CHECK(rf_session_logits(r.s, n) == NULL, "mask %x: one too many", mask);
     }
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&file);
 }
 
@@ -875,7 +851,7 @@ static void test_argmax(void) {
     CHECK(rf_session_sample(NULL, 0, &greedy, &id, &r.err) == RF_ERR_ARGUMENT && rf_session_sample(r.s, 0, NULL, &id, &r.err) == RF_ERR_ARGUMENT &&
           rf_session_sample(r.s, 0, &greedy, NULL, NULL) == RF_ERR_ARGUMENT && rf_session_get_error(NULL, &r.err) == RF_ERR_ARGUMENT);
     CHECK(rf_forward(r.s, tokens, 3, NULL, &r.err) == RF_OK && rf_session_argmax(r.s, 0) >= 0 && rf_session_argmax(r.s, 1) == -1, "%s", r.err.text);
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&file);
 }
 
@@ -979,7 +955,7 @@ static void test_cancel(void) {
     res = rf_forward(r.s, tokens, 20, &logits, &r.err); /* it may have asked once more: nobody ran then */
     if (res == RF_ERR_CANCELLED) res = rf_forward(r.s, tokens, 20, &logits, &r.err);
     CHECK(res == RF_OK && memcmp(logits, want, sizeof want) == 0, "%s", r.err.text);
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&file);
 }
 
@@ -1038,7 +1014,7 @@ static void test_session_memory(void) {
     }
     CHECK(rf_session_open(NULL, NULL, &s, &r.err) == RF_ERR_ARGUMENT && rf_session_open(r.m, NULL, NULL, &r.err) == RF_ERR_ARGUMENT, "NULL");
     CHECK(rf_model_forecast(NULL, NULL, &f, &r.err) == RF_ERR_ARGUMENT && rf_model_forecast(r.m, NULL, NULL, &r.err) == RF_ERR_ARGUMENT, "NULL");
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&file);
 }
 
@@ -1105,7 +1081,7 @@ static void test_golden(void) {
             rig r;
             rf_session_desc sd = {.n_ctx = 128, .n_logits_max = 18, .cache_type = cache};
             if (!have_isa(isas[i])) continue;
-            REQUIRE(rig_open(&r, NULL, SHARED "-f16.gguf", isas[i], 2, &sd), "%s", r.err.text);
+            REQUIRE(open_rig(&r, NULL, SHARED "-f16.gguf", isas[i], 2, &sd), "%s", r.err.text);
             CHECK(eval_all(&r, prompt, 18, got), "%s", r.err.text);
             double diff = 0;
             for (size_t k = 0; k < 18 * 1024; k++) diff = fmax(diff, fabs((double)got[k] - want[k]));
@@ -1115,7 +1091,7 @@ static void test_golden(void) {
             int ok = cache == RF_CACHE_F32 || greedy(&r, prompt, 18, mine, 64, NULL);
             CHECK(ok, "%s", r.err.text);
             CHECK(cache == RF_CACHE_F32 || memcmp(mine, ids, sizeof ids) == 0, "%s: the greedy ids differ", isas[i]);
-            rig_close(&r);
+            close_rig(&r);
         }
 }
 
@@ -1125,7 +1101,7 @@ static void test_idle(void) {
     struct timespec before, after, spin = {0, 50000000}, idle = {0, 400000000};
     float *logits;
     rig r;
-    REQUIRE(rig_open(&r, NULL, EXAMPLE, NULL, 4, &(rf_session_desc){.n_ctx = 16}), "%s", r.err.text);
+    REQUIRE(open_rig(&r, NULL, EXAMPLE, NULL, 4, &(rf_session_desc){.n_ctx = 16}), "%s", r.err.text);
     CHECK(rf_forward(r.s, ids, 3, &logits, &r.err) == RF_OK, "%s", r.err.text);
     double used = INFINITY;
     for (int i = 0; i < 5 && used >= 0.004; i++) { /* they look for work for a while first, a long one if others use the cores */
@@ -1136,7 +1112,7 @@ static void test_idle(void) {
         used = (double)(after.tv_sec - before.tv_sec) + 1e-9 * (double)(after.tv_nsec - before.tv_nsec);
     }
     CHECK(used < 0.004, "%.4f s of CPU in 0.4 idle seconds", used);
-    rig_close(&r);
+    close_rig(&r);
 }
 
 /* The example model (Q4_K_M), its greedy text behind "No,". The ids were found with the evaluator; it proves them again
@@ -1161,7 +1137,7 @@ static void test_example(void) {
     for (size_t i = 0; i < RFI_COUNT(isas); i++) {
         rf_session_desc sd = {.n_ctx = 128};
         if (!have_isa(isas[i])) continue;
-        int ok = rig_open(&r, NULL, EXAMPLE, isas[i], 2, &sd);
+        int ok = open_rig(&r, NULL, EXAMPLE, isas[i], 2, &sd);
         CHECK(ok, "%s", r.err.text);
         if (!ok) continue;
         CHECK(greedy(&r, ids, 3, mine, 64, got), "%s", r.err.text);
@@ -1170,7 +1146,7 @@ static void test_example(void) {
         for (size_t k = 0; k < 64 * 1024; k++) diff = fmax(diff, fabs((double)got[k] - want[2 * 1024 + k]));
         CHECK(diff <= tolerance, "%s: off by %.3g", isas[i], diff);
         printf("    example on %s: off by %.2g\n", isas[i], diff);
-        rig_close(&r);
+        close_rig(&r);
     }
     free(want);
     ref_close(&m);
@@ -1463,7 +1439,7 @@ static void test_info(void) {
     rf_error err;
     rig r;
     mg_llama(&file, &o);
-    REQUIRE(rig_open(&r, &file, NULL, NULL, 1, NULL), "%s", r.err.text);
+    REQUIRE(open_rig(&r, &file, NULL, NULL, 1, &(rf_session_desc){0}), "%s", r.err.text);
     rf_model_info info = rf_model_get_info(r.m);
     uint64_t layer = 2 * 64 + 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96, embd = 320 * 64;
     CHECK(!strcmp(info.arch, "llama") && info.name.len == 15 && !memcmp(info.name.data, "tiny test model", 15), "names");
@@ -1474,7 +1450,7 @@ static void test_info(void) {
     CHECK(info.weight_bytes == bytes, "%llu", (unsigned long long)info.weight_bytes);
     CHECK(info.token_bytes == bytes - embd / 32 * 34 + 64 / 32 * 34, "a token reads one row of the embedding: %llu",
           (unsigned long long)info.token_bytes);
-    rig_close(&r);
+    close_rig(&r);
     CHECK(rf_model_get_info(NULL).arch == NULL && rf_model_get_plan(NULL) == NULL, "NULL");
 
     mg_set_u32(&file, mg_find(&file, "llama.block_count", 0) + 8 + strlen("llama.block_count") + 4, 2);

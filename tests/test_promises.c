@@ -6,14 +6,11 @@
 
 #include "make_gguf.h"
 #include "rf_test.h"
+#include "rf_rig.h"
 #include <sys/wait.h>
 
 #define N_VOCAB 320
 static const int32_t some_tokens[5] = {7, 300, 12, 0, 99};
-
-/* The file used in place, read into memory of the CPU device, read into the null device. */
-enum { MAPPED, COPIED, NULLED, N_MODES };
-static const char *const modes[] = {"mapped", "copied", "null"};
 
 static char path[] = "/tmp/rf_promises_XXXXXX";
 static mg_buf file;
@@ -27,36 +24,8 @@ static int put_file(const mg_buf *b, int anew) {
     return ok;
 }
 
-typedef struct rig {
-    rf_gguf *g;
-    rf_device *d;
-    rf_model *m;
-    rf_session *s;
-    rf_error err;
-} rig;
-
-static void rig_close(rig *r) {
-    rf_session_close(r->s);
-    CHECK(rf_model_close(r->m, NULL) == RF_OK && rf_device_close(r->d, NULL) == RF_OK, "busy");
-    CHECK(rf_gguf_close(r->g, NULL) == RF_OK, "busy");
-    memset(r, 0, sizeof *r);
-}
-
-static rf_result rig_try(rig *r, int mode) {
-    memset(r, 0, sizeof *r);
-    rf_result res = rf_gguf_open(path, &(rf_gguf_desc){.no_map = mode != MAPPED}, &r->g, &r->err);
-    rf_device_desc dd = {.n_threads = 2};
-    if (res == RF_OK) res = rf_device_open(mode == NULLED ? "null" : "cpu", &dd, &r->d, &r->err);
-    if (res == RF_OK) res = rf_model_open(r->g, r->d, NULL, &r->m, &r->err);
-    if (res == RF_OK) res = rf_session_open(r->m, &(rf_session_desc){.n_ctx = 64, .n_batch = 2}, &r->s, &r->err);
-    return res;
-}
-
-static int rig_open(rig *r, int mode) {
-    rf_result res = rig_try(r, mode);
-    CHECK(res == RF_OK, "%s: %s", modes[mode], r->err.text);
-    if (res != RF_OK) rig_close(r);
-    return res == RF_OK;
+static int open_rig(rig *r, int mode) {
+    return rig_open(r, &(rig_how){.path = path, .mode = mode, .session = &(rf_session_desc){.n_ctx = 64, .n_batch = 2}});
 }
 
 static rf_result run(rig *r, float *out) {
@@ -128,7 +97,7 @@ static void test_changed_at_every_tensor(void) {
                 mg_buf other = mg_copy(&file);
                 struct timespec later[2] = {{.tv_nsec = UTIME_OMIT}, {.tv_sec = 2000000000}};
                 CHECK(put_file(&file, 1), "cannot write %s", path);
-                if (!rig_open(&r, mode)) return;
+                if (!open_rig(&r, mode)) return;
                 const rf_plan *plan = rf_model_get_plan(r.m);
                 n_weights = plan->n_weights;
                 CHECK(run(&r, want) == RF_OK, "%s", r.err.text);
@@ -156,7 +125,7 @@ static void test_cut_while_generating(void) {
             rig r;
             rf_result res = RF_OK;
             CHECK(put_file(&file, 1), "cannot write %s", path);
-            if (!rig_open(&r, mode)) return;
+            if (!open_rig(&r, mode)) return;
             for (int i = 0; res == RF_OK && i <= n; i++) {
                 if (i == n) CHECK(truncate(path, (off_t)(file.n / 2) + 8 * n) == 0, "truncate");
                 rf_model_clear_gpu_cache(r.m, NULL, NULL);
@@ -180,7 +149,7 @@ static int child_cuts(int mode) {
         rig r;
         int devnull = open("/dev/null", O_WRONLY); /* a sanitizer reports the signal */
         dup2(devnull, 2);
-        if (rig_try(&r, mode) != RF_OK || run(&r, got) != RF_OK || truncate(path, 4096) != 0) _exit(3);
+        if (!open_rig(&r, mode) || run(&r, got) != RF_OK || truncate(path, 4096) != 0) _exit(3);
         _exit(run(&r, got) == RF_OK ? 0 : 4);
     }
     int status = 0;
@@ -222,14 +191,14 @@ static void test_not_numbers(void) {
             float got[N_VOCAB];
             int32_t id = -7;
             CHECK(put_file(&floats, 1), "cannot write %s", path);
-            if (!rig_open(&r, COPIED)) continue;
+            if (!open_rig(&r, COPIED)) continue;
             CHECK(rf_gguf_get_tensor(r.g, i, &t) == RF_OK, "tensor");
             rig_close(&r);
             mg_buf spoilt = mg_copy(&floats);
             for (uint64_t k = 0; k < t.size_bytes / 4; k++) mg_set_u32(&spoilt, t.offset_bytes + 4 * k, patterns[p]);
             CHECK(put_file(&spoilt, 1), "cannot write %s", path);
             mg_free(&spoilt);
-            if (!rig_open(&r, COPIED)) continue;
+            if (!open_rig(&r, COPIED)) continue;
             CHECK(run(&r, got) == RF_OK, "%s", r.err.text);
             int32_t top = rf_session_argmax(r.s, 0);
             CHECK(top >= -1 && top < N_VOCAB, "token %d", top);

@@ -5,6 +5,7 @@
 #include "rocmforge.h"
 #include "make_gguf.h"
 #include "rf_test.h"
+#include "rf_rig.h"
 #include <fcntl.h>
 #include <stdatomic.h>
 #include <unistd.h>
@@ -15,26 +16,9 @@ enum { N_VOCAB = 64, MOST = RFT_SANITIZED ? 300 : 600 };
 static const char *const models[] = {"tests/family/lfm2.gguf", "tests/family/qwen35.gguf"};
 static const char *device_name;
 
-typedef struct rig {
-    rf_gguf *g;
-    rf_device *d;
-    rf_model *m;
-    rf_error err;
-} rig;
-
 static int open_rig(rig *r, const char *path, const rf_gguf_desc *gd, const rf_model_desc *md) {
-    memset(r, 0, sizeof *r);
-    rf_result res = rf_gguf_open(path, gd, &r->g, &r->err);
-    if (res == RF_OK) res = rf_device_open(device_name, &(rf_device_desc){.n_threads = 1}, &r->d, &r->err);
-    if (res == RF_OK) res = rf_model_open(r->g, r->d, md, &r->m, &r->err);
-    CHECK(res == RF_OK, "%s: %s", path, r->err.text);
-    return res == RF_OK;
-}
-
-static void close_rig(rig *r) {
-    CHECK(rf_model_close(r->m, NULL) == RF_OK, "a session is open");
-    rf_device_close(r->d, NULL);
-    rf_gguf_close(r->g, NULL);
+    const rf_device_desc dd = {.n_threads = 1};
+    return rig_open(r, &(rig_how){.path = path, .device = device_name, .gguf = gd, .device_desc = &dd, .model = md});
 }
 
 static rf_session *session(rig *r, const rf_session_desc *desc) {
@@ -94,7 +78,7 @@ static void test_batches(void) {
             CHECK(close_to(got, want[n - 1]), "%s in batches of %u", models[k], sizes[i]);
             rf_session_close(s);
         }
-        close_rig(&r);
+        rig_close(&r);
     }
 }
 
@@ -128,7 +112,7 @@ static void test_neighbours(void) {
                       rows[i].seq, pos[i]);
         }
         rf_session_close(s);
-        close_rig(&r);
+        rig_close(&r);
     }
 }
 
@@ -155,30 +139,11 @@ static void test_cut(void) {
             CHECK(rf_session_sync(s, 0, tokens, MOST, &again, &r.err) == RF_OK && again == MOST - 1, "sync keeps %u", again);
             rf_session_close(s);
         }
-        close_rig(&r);
+        rig_close(&r);
     }
 }
 
 /* ---- whatever happens ---- */
-
-typedef struct saved {
-    unsigned char data[1 << 20];
-    size_t n, at;
-} saved;
-static int save_bytes(const void *data, size_t n, void *user) {
-    saved *f = (saved *)user;
-    if (n > sizeof f->data - f->n) return -1;
-    memcpy(f->data + f->n, data, n);
-    f->n += n;
-    return 0;
-}
-static int64_t restore_bytes(void *data, size_t n, void *user) {
-    saved *f = (saved *)user;
-    if (n > f->n - f->at) n = f->n - f->at;
-    memcpy(data, f->data + f->at, n);
-    f->at += n;
-    return (int64_t)n;
-}
 
 enum { N_SEQ = 3, N_CTX = RFT_SANITIZED ? 120 : 300 };
 typedef struct play {
@@ -191,7 +156,7 @@ typedef struct play {
 
 static void play_saved(play *p, uint32_t q, uint32_t to) {
     static saved file;
-    rf_session_io io = {save_bytes, restore_bytes, &file};
+    rf_session_io io = {saved_write, saved_read, &file};
     file.n = file.at = 0;
     CHECK(rf_session_save(p->s, (int32_t)q, &io, &p->r.err) == RF_OK, "%s", p->r.err.text);
     CHECK(file.n == rf_session_save_bytes(p->s, (int32_t)q), "%zu bytes", file.n);
@@ -240,7 +205,7 @@ static void test_play(void) {
                                                    .cache_type = RF_CACHE_F32});
             for (int step = 0; p.s && step < (!exact() ? 20 : RFT_SANITIZED ? 60 : 400); step++) play_once(&p, step);
             rf_session_close(p.s);
-            close_rig(&p.r);
+            rig_close(&p.r);
         }
 }
 
@@ -287,7 +252,7 @@ static void test_failing_reads(void) {
         CHECK(failures > 10, "only %u failures", failures);
         CHECK(SAME(got, want[ALL - 1]), "%s: other bits after %u failures", models[k], failures);
         rf_session_close(s);
-        close_rig(&r);
+        rig_close(&r);
         close(f);
     }
 }
@@ -316,7 +281,7 @@ static void test_forecast(void) {
               (unsigned long long)one.kv_bytes);
         rf_session *s = NULL;
         CHECK(rf_session_open(r.m, &(rf_session_desc){.n_snapshots = 1025}, &s, &r.err) == RF_ERR_ARGUMENT, "too many");
-        close_rig(&r);
+        rig_close(&r);
     }
 }
 

@@ -5,39 +5,18 @@
 #include "make_gguf.h"
 #include "ref_model.h"
 #include "rf_test.h"
+#include "rf_rig.h"
 
 enum { N = 24, VOCAB = 320 };
 
 /* ---- help ---- */
 
-typedef struct rig {
-    mg_buf file;
-    rf_gguf *g;
-    rf_device *d;
-    rf_model *m;
-    rf_session *s;
-    rf_error err;
-    uint32_t n_embd;
-} rig;
-
 static int open_rig(rig *r, const mg_options *o, const rf_session_desc *sd) {
-    memset(r, 0, sizeof *r);
-    mg_llama(&r->file, o);
-    rf_result res = rf_gguf_open_memory(r->file.data, r->file.n, NULL, &r->g, &r->err);
-    if (res == RF_OK) res = rf_device_open("cpu", &(rf_device_desc){.n_threads = 2}, &r->d, &r->err);
-    if (res == RF_OK) res = rf_model_open(r->g, r->d, NULL, &r->m, &r->err);
-    if (res == RF_OK) res = rf_session_open(r->m, sd, &r->s, &r->err);
-    CHECK(res == RF_OK, "%s", r->err.text);
-    r->n_embd = rf_model_get_info(r->m).n_embd;
-    return res == RF_OK;
-}
-
-static void close_rig(rig *r) {
-    rf_session_close(r->s);
-    rf_model_close(r->m, NULL);
-    rf_device_close(r->d, NULL);
-    CHECK(rf_gguf_close(r->g, NULL) == RF_OK, "the file is busy");
-    mg_free(&r->file);
+    mg_buf file = {0};
+    mg_llama(&file, o);
+    const int ok = rig_open(r, &(rig_how){.file = &file, .session = sd});
+    r->file = file;
+    return ok;
 }
 
 static void random_tokens(int32_t *tokens, uint32_t n, uint64_t seed) {
@@ -89,7 +68,7 @@ static void test_hidden(void) {
         tokens[N - 1] = VOCAB;
         CHECK(rf_session_embed(r.s, tokens, N, 0, got, &r.err) == RF_ERR_ARGUMENT && rf_session_length(r.s, 0) == 0, "token");
         ref_close(&ref);
-        close_rig(&r);
+        rig_close(&r);
         free(got), free(want), free(mean);
     }
 }
@@ -183,7 +162,7 @@ static void test_same_bits(void) {
         CHECK(s.data && rf_session_save(b.s, 1, &io, &b.err) == RF_OK && restore(&b, 1, &s) == RF_OK &&
                   rf_session_length(b.s, 1) == 0, "%s", b.err.text);
         free(s.data);
-        close_rig(&a), close_rig(&b);
+        rig_close(&a), rig_close(&b);
     }
 }
 
@@ -215,7 +194,7 @@ static void test_damage(void) {
     memcpy(want, next(&r, 0, 9), sizeof want);
     CHECK(memcmp(next(&r, 1, 9), want, sizeof want) == 0, "both go on alike");
     free(s.data);
-    close_rig(&r);
+    rig_close(&r);
 }
 
 static void test_other_models(void) {
@@ -238,13 +217,13 @@ static void test_other_models(void) {
         if (!open_rig(&b, &cases[i].o, &cases[i].sd)) continue;
         rf_result res = restore(&b, 0, &s);
         CHECK(res == cases[i].want && strstr(b.err.text, cases[i].says), "case %zu: %s: %s", i, rf_result_name(res), b.err.text);
-        close_rig(&b);
+        rig_close(&b);
     }
     CHECK(restore(&a, 7, &s) == RF_ERR_ARGUMENT && rf_session_restore(a.s, 0, NULL, NULL) == RF_ERR_ARGUMENT &&
               rf_session_save(a.s, 0, &(rf_session_io){0}, NULL) == RF_ERR_ARGUMENT &&
               rf_session_restore(NULL, 0, NULL, NULL) == RF_ERR_ARGUMENT, "arguments");
     free(s.data);
-    close_rig(&a);
+    rig_close(&a);
 }
 
 /* ---- failing streams and devices ---- */
@@ -311,7 +290,7 @@ static void test_faults(void) {
     r.d->api = real_api;
     CHECK(restore(&r, 1, &s) == RF_OK && restore(&r, 0, &s) == RF_OK, "%s", r.err.text);
     free(copy.data), free(s.data);
-    close_rig(&r);
+    rig_close(&r);
 }
 
 int main(int argc, char **argv) {

@@ -25,45 +25,16 @@ static void *map_without_stores(void *at, size_t n, int protection, int flags, i
 
 #include "make_gguf.h"
 #include "rf_test.h"
+#include "rf_rig.h"
 
 #define N_VOCAB 320
 static const int32_t some_tokens[5] = {7, 300, 12, 0, 99};
 
-typedef struct rig {
-    rf_gguf *g;
-    rf_device *d;
-    rf_model *m;
-    rf_error err;
-} rig;
-
-/* The file used in place, read into memory of the CPU device, read into the null device. */
-enum { MAPPED, COPIED, NULLED, N_MODES };
-static const char *const modes[] = {"mapped", "copied", "null"};
-
 static char path[] = "/tmp/rf_stream_XXXXXX";
 static mg_buf file;
 
-static int write_file(void) {
-    int fd = open(path, O_WRONLY | O_TRUNC | O_CREAT, 0600);
-    int ok = fd >= 0 && write(fd, file.data, file.n) == (ssize_t)file.n;
-    if (fd >= 0) close(fd);
-    return ok;
-}
-
-static void rig_close(rig *r) {
-    CHECK(rf_model_close(r->m, NULL) == RF_OK && rf_device_close(r->d, NULL) == RF_OK && rf_gguf_close(r->g, NULL) == RF_OK, "busy");
-    memset(r, 0, sizeof *r);
-}
-
-static int rig_open(rig *r, int mode, const rf_device_desc *dd, const rf_model_desc *md) {
-    memset(r, 0, sizeof *r);
-    rf_device_desc d = dd ? *dd : (rf_device_desc){.n_threads = 2};
-    rf_result res = rf_gguf_open(path, &(rf_gguf_desc){.no_map = mode != MAPPED}, &r->g, &r->err);
-    if (res == RF_OK) res = rf_device_open(mode == NULLED ? "null" : "cpu", &d, &r->d, &r->err);
-    if (res == RF_OK) res = rf_model_open(r->g, r->d, md, &r->m, &r->err);
-    CHECK(res == RF_OK, "%s: %s", modes[mode], r->err.text);
-    if (res != RF_OK) rig_close(r);
-    return res == RF_OK;
+static int open_rig(rig *r, int mode, const rf_device_desc *dd, const rf_model_desc *md) {
+    return rig_open(r, &(rig_how){.path = path, .mode = mode, .device_desc = dd, .model = md});
 }
 
 /* logits of some_tokens' last and of one more token, in a fresh session with micro-batches of 2 */
@@ -89,7 +60,7 @@ static void test_policies(void) {
             for (uint32_t readers = 0; readers <= 16; readers = readers ? readers * 4 : 1) {
                 rig r;
                 float got[2 * N_VOCAB];
-                if (!rig_open(&r, mode, NULL, &(rf_model_desc){.load_policy = policy, .n_readers = readers})) return;
+                if (!open_rig(&r, mode, NULL, &(rf_model_desc){.load_policy = policy, .n_readers = readers})) return;
                 uint32_t n = rf_model_get_info(r.m).n_tensors;
                 rf_loading_stats st = rf_model_get_loading_stats(r.m);
                 CHECK(st.device_bytes == 0 && st.tensors_loaded == 0 && st.device_allocations == 0, "after open");
@@ -111,7 +82,7 @@ static void test_policies(void) {
 static uint64_t needed(int mode) {
     rig r;
     rf_forecast f = {0};
-    if (!rig_open(&r, mode, NULL, NULL)) return 0;
+    if (!open_rig(&r, mode, NULL, NULL)) return 0;
     CHECK(rf_model_forecast(r.m, NULL, &f, &r.err) == RF_OK && f.streamed_bytes == 0, "%s", r.err.text);
     rig_close(&r);
     return f.weight_bytes;
@@ -129,7 +100,7 @@ static void test_budgets(void) {
                     float got[2 * N_VOCAB];
                     rf_model_desc md = {.budget_bytes = all * (uint64_t)percent / 100, .stream_policy = stream, .n_readers = readers,
                                         .pinned_bytes = percent % 20 ? all : 0};
-                    if (!rig_open(&r, mode, NULL, &md)) return;
+                    if (!open_rig(&r, mode, NULL, &md)) return;
                     rf_result res = rf_model_forecast(r.m, NULL, &f, &r.err);
                     if (res == RF_OK) {
                         CHECK(f.weight_bytes <= md.budget_bytes && (f.streamed_bytes > 0) == (percent < 100), "%d %%: %llu bytes", percent, (unsigned long long)f.weight_bytes);
@@ -310,7 +281,7 @@ static void test_sharing(void) {
     rf_model *second;
     float got[2 * N_VOCAB];
     uint64_t all = needed(COPIED);
-    if (!rig_open(&r, COPIED, &(rf_device_desc){.n_threads = 2, .budget_bytes = all * 3 / 2}, NULL)) return;
+    if (!open_rig(&r, COPIED, &(rf_device_desc){.n_threads = 2, .budget_bytes = all * 3 / 2}, NULL)) return;
     CHECK(rf_model_open(r.g, r.d, NULL, &second, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(run(r.m, got, &r.err) == RF_OK, "%s", r.err.text);
     uint64_t loads = rf_model_get_loading_stats(r.m).loads;
@@ -368,7 +339,7 @@ static void test_policies_in_threads(void) {
             rig r;
             worker w[N];
             pthread_t threads[N];
-            if (!rig_open(&r, mode, NULL, &(rf_model_desc){.load_policy = policy, .n_readers = 2})) return;
+            if (!open_rig(&r, mode, NULL, &(rf_model_desc){.load_policy = policy, .n_readers = 2})) return;
             uint32_t n = rf_model_get_info(r.m).n_tensors;
             for (uint32_t again = 1; again <= 2; again++) {
                 for (int i = 0; i < N; i++) {
@@ -397,7 +368,7 @@ static void test_threads(void) {
             pthread_t threads[5];
             _Atomic int stop = 0;
             uint64_t all = needed(mode);
-            if (!rig_open(&r, mode, &(rf_device_desc){.n_threads = 2, .budget_bytes = all * (uint64_t)percent / 100}, &(rf_model_desc){.n_readers = 2})) return;
+            if (!open_rig(&r, mode, &(rf_device_desc){.n_threads = 2, .budget_bytes = all * (uint64_t)percent / 100}, &(rf_model_desc){.n_readers = 2})) return;
             memset(&other, 0, sizeof other);
             CHECK(rf_gguf_open(path, &(rf_gguf_desc){.no_map = 1}, &other.g, &r.err) == RF_OK, "%s", r.err.text);
             CHECK(rf_model_open(other.g, r.d, &(rf_model_desc){.n_readers = 2}, &other.m, &r.err) == RF_OK, "%s", r.err.text);
@@ -515,7 +486,7 @@ static void test_waiting_for_a_share(void) {
         pthread_t threads[2];
         uint64_t all = needed(COPIED);
         rf_model_desc md = {.progress_fn = hold, .progress_user = &h};
-        if (!rig_open(&r, COPIED, &(rf_device_desc){.n_threads = 2, .budget_bytes = all + 4096}, &md)) return;
+        if (!open_rig(&r, COPIED, &(rf_device_desc){.n_threads = 2, .budget_bytes = all + 4096}, &md)) return;
         memset(&other, 0, sizeof other);
         CHECK(rf_gguf_open(path, &(rf_gguf_desc){.no_map = 1}, &other.g, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_model_open(other.g, r.d, NULL, &other.m, &r.err) == RF_OK, "%s", r.err.text);
@@ -586,7 +557,7 @@ static uint32_t count_bits(uint32_t bits) {
 static void experts_on_demand(int mode, const float *bits_want) {
     rig r;
     float got[2 * N_VOCAB];
-    if (!rig_open(&r, mode, NULL, &(rf_model_desc){.n_readers = 0})) return;
+    if (!open_rig(&r, mode, NULL, &(rf_model_desc){.n_readers = 0})) return;
     CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, bits_want, sizeof got) == 0, "%s: %s", modes[mode], r.err.text);
     for (uint32_t layer = 0; layer < 2; layer++) {
         uint32_t gate = loaded_experts(r.m, layer, "gate");
@@ -612,7 +583,7 @@ static void experts_budgets(int mode, const float *bits_want) {
         for (uint32_t readers = 0; readers < 4; readers += 3) {
             rig r;
             float got[2 * N_VOCAB];
-            if (!rig_open(&r, mode, NULL, &(rf_model_desc){.budget_bytes = all * (uint64_t)percent / 100, .n_readers = readers})) return;
+            if (!open_rig(&r, mode, NULL, &(rf_model_desc){.budget_bytes = all * (uint64_t)percent / 100, .n_readers = readers})) return;
             rf_result res = run(r.m, got, &r.err);
             if (res == RF_OK) CHECK(memcmp(got, bits_want, sizeof got) == 0, "%s, %d %%, %u readers: other bits", modes[mode], percent, readers);
             else CHECK(res == RF_ERR_MEMORY && percent < 70 && strstr(r.err.text, "at least"), "%d %%: %s", percent, r.err.text);
@@ -628,11 +599,11 @@ static void test_experts(void) {
     mg_buf dense = file;
     memset(&file, 0, sizeof file);
     mg_llama(&file, &(mg_options){.arch = "qwen3moe", .n_experts = 16, .n_used = 1, .type = MG_Q8_0, .seed = 3});
-    REQUIRE(write_file(), "no file");
+    REQUIRE(mg_write_file(&file, path), "no file");
     for (int mode = MAPPED; mode < N_MODES; mode++) {
         rig r;
         static float all[2 * N_VOCAB], got[2 * N_VOCAB];
-        if (!rig_open(&r, mode, NULL, NULL)) break;
+        if (!open_rig(&r, mode, NULL, NULL)) break;
         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && run(r.m, all, &r.err) == RF_OK, "%s", r.err.text);
         rf_loading_stats st = rf_model_get_loading_stats(r.m);
         uint32_t n_weights = rf_model_get_plan(r.m)->n_weights, n_experts = 2 * 3 * 16, left = 0;
@@ -650,7 +621,7 @@ static void test_experts(void) {
     }
     mg_free(&file);
     file = dense;
-    CHECK(write_file(), "no file");
+    CHECK(mg_write_file(&file, path), "no file");
 }
 
 /* A copy that fails after its tensor was READY: the run fails with the copy's error, and the next one loads it again. */
@@ -662,7 +633,7 @@ static void test_late_failure(void) {
                 rig r;
                 float got[2 * N_VOCAB];
                 uint64_t all = needed(NULLED);
-                if (!rig_open(&r, NULLED, &(rf_device_desc){.fail_call = n, .fail_late = 1}, &(rf_model_desc){.n_readers = readers, .budget_bytes = all * (uint64_t)percent / 100})) continue;
+                if (!open_rig(&r, NULLED, &(rf_device_desc){.fail_call = n, .fail_late = 1}, &(rf_model_desc){.n_readers = readers, .budget_bytes = all * (uint64_t)percent / 100})) continue;
                 rf_result res = run(r.m, got, &r.err);
                 CHECK(res == RF_OK || (res == RF_ERR_DEVICE && r.err.sys == -1), "call %d: %s", (int)n, r.err.text);
                 if (res != RF_OK && strstr(r.err.text, "fails late")) {
@@ -709,7 +680,7 @@ static void test_cancel(void) {
             uint32_t readers = (uint32_t)round % 3;
             cancelling c = {0};
             rf_model_desc md = {.n_readers = readers, .budget_bytes = round & 4 ? all * 7 / 10 : 0, .progress_fn = report, .progress_user = &c};
-            if (!rig_open(&r, mode, NULL, &md)) return;
+            if (!open_rig(&r, mode, NULL, &md)) return;
             c.m = r.m;
             CHECK(pthread_create(&thread, NULL, cancel, &c) == 0, "thread");
             rf_result res = round & 1 ? rf_model_preload_all(r.m, &r.err) : run(r.m, got, &r.err);
@@ -727,8 +698,8 @@ static void test_changed_file(void) {
             rig r;
             float got[2 * N_VOCAB];
             char beside[sizeof path + 4];
-            CHECK(write_file(), "cannot write %s", path);
-            if (!rig_open(&r, mode, NULL, NULL)) return;
+            CHECK(mg_write_file(&file, path), "cannot write %s", path);
+            if (!open_rig(&r, mode, NULL, NULL)) return;
             CHECK(rf_model_preload_layers(r.m, (uint32_t[]){0}, 1, &r.err) == RF_OK, "%s", r.err.text);
             if (how == 0) CHECK(truncate(path, (off_t)file.n / 2) == 0, "truncate");
             if (how == 1) {
@@ -750,7 +721,7 @@ static void test_changed_file(void) {
             else CHECK(rf_model_is_layer_loaded(r.m, 0) && !rf_model_is_layer_loaded(r.m, 1), "what was loaded stays");
             rig_close(&r);
         }
-    CHECK(write_file(), "cannot write %s", path);
+    CHECK(mg_write_file(&file, path), "cannot write %s", path);
 }
 
 static int cut_short(uint64_t done, uint64_t total, rf_string tensor, void *user) {
@@ -766,14 +737,14 @@ static void test_cut_short_while_loading(void) {
             rig r;
             float got[2 * N_VOCAB];
             uint64_t total = file.n;
-            CHECK(write_file(), "cannot write %s", path);
-            if (!rig_open(&r, mode, NULL, &(rf_model_desc){.progress_fn = cut_short, .progress_user = &total})) return;
+            CHECK(mg_write_file(&file, path), "cannot write %s", path);
+            if (!open_rig(&r, mode, NULL, &(rf_model_desc){.progress_fn = cut_short, .progress_user = &total})) return;
             rf_result res = eval ? run(r.m, got, &r.err) : rf_model_preload_all(r.m, &r.err);
             CHECK(res == RF_ERR_IO && r.err.text[0], "%s: %s: %s", modes[mode], rf_result_name(res), r.err.text);
             CHECK(rf_model_get_loading_stats(r.m).failures > 0 && rf_model_get_loading_stats(r.m).tensors_loaded > 0, "what was loaded stays");
             rig_close(&r);
         }
-    CHECK(write_file(), "cannot write %s", path);
+    CHECK(mg_write_file(&file, path), "cannot write %s", path);
 }
 
 /* ---- the mapped file loses its end while it is in use ---- */
@@ -803,7 +774,7 @@ static void test_fault(void) {
     float *logits, got[2 * N_VOCAB];
     struct sigaction action, before;
     const char *name = strrchr(path, '/') + 1;
-    if (!rig_open(&r, MAPPED, NULL, NULL)) return;
+    if (!open_rig(&r, MAPPED, NULL, NULL)) return;
     memset(&action, 0, sizeof action);
     action.sa_sigaction = on_sigbus;
     action.sa_flags = SA_SIGINFO;
@@ -832,7 +803,7 @@ static void test_fault(void) {
     close(fd);
     rig_close(&r);
 
-    CHECK(write_file() && rig_open(&r, MAPPED, NULL, NULL), "open again");
+    CHECK(mg_write_file(&file, path) && open_rig(&r, MAPPED, NULL, NULL), "open again");
     CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, want[MAPPED], sizeof got) == 0, "%s", r.err.text);
     sigaction(SIGBUS, &before, NULL);
     rig_close(&r);
@@ -842,7 +813,7 @@ static void test_fault(void) {
 static void reference(void) {
     for (int mode = MAPPED; mode < N_MODES; mode++) {
         rig r;
-        if (!rig_open(&r, mode, NULL, NULL)) return;
+        if (!open_rig(&r, mode, NULL, NULL)) return;
         CHECK(run(r.m, want[mode], &r.err) == RF_OK, "%s", r.err.text);
         rig_close(&r);
     }
@@ -855,7 +826,7 @@ int main(int argc, char **argv) {
     int fd = mkstemp(path);
     if (fd >= 0) close(fd);
     mg_llama(&file, &(mg_options){.type = MG_Q8_0, .n_layers = 8});
-    if (!write_file()) return printf("cannot write %s\n", path), 1;
+    if (!mg_write_file(&file, path)) return printf("cannot write %s\n", path), 1;
     reference();
     RUN(test_policies);
     RUN(test_policies_in_threads);

@@ -6,6 +6,7 @@
 
 #include "make_gguf.h"
 #include "rf_test.h"
+#include "rf_rig.h"
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -16,10 +17,6 @@
 #endif
 #define N_THREADS 6
 #define N_VOCAB 320
-
-/* The file used in place, read into memory of the CPU device, read into the null device. */
-enum { MAPPED, COPIED, NULLED, N_MODES };
-static const char *const modes[] = {"mapped", "copied", "null"};
 
 static const int32_t some_tokens[5] = {7, 300, 12, 0, 99};
 
