@@ -40,7 +40,7 @@
  *     }
  *
  * Sections (search for the tag)
- *    1 >>api          what you call                          8 >>model     hyperparameters, shapes
+ *    1 >>api          what you call                          8 >>model     hyperparameters
  *    2 >>device-api   the seam between host and devices      9 >>plan      the model as data: op emitters
  *    3 >>base         memory, checked arithmetic, errors    10 >>cpu       the CPU device
  *    4 >>sync         once-cell, thread pool                11 >>null      the device that only checks
@@ -3960,7 +3960,7 @@ ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n
  * uses the file's bytes in place, a piece is a part of the mapping to be paged in. Users pin: what is pinned cannot be
  * evicted. What does not fit the budget is streamed: read in plan order into a ring, ahead of the compute. Experts that
  * do not all fit share the frames of a cache, in which those stay that are chosen often.
- * Locks, in the order in which they may be taken: device.lock, store.lane, store.lock, store.lot. */
+ * Locks, in the order in which they may be taken: device.lot, store.lane, store.lock, store.lot. */
 
 typedef struct rfi_store rfi_store;
 static uint32_t rfi_cpu_count(void);                                   /* section 10 */
@@ -5721,7 +5721,7 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
 
 /* ==== 8 Model ========================================================================================== >>model
  * What the file says the model is: hyperparameters, read through one range-checked table before anything is computed
- * from them, and the binding of weights, where every shape is checked against them. */
+ * from them. What every weight's shape must be follows from them, in the next section. */
 
 #ifndef ROCMFORGE_MAX_LAYERS
 #define ROCMFORGE_MAX_LAYERS 1024
@@ -7875,8 +7875,8 @@ typedef struct rfi_kernels {
     /* n values, a multiple of 32, and their scales: RF_CACHE_Q8_0 */
     void (*f32_to_q8)(int8_t *q, uint16_t *scales, const float *src, uint32_t n);
     void (*q8_to_f32)(float *dst, const int8_t *q, const uint16_t *scales, uint32_t n);
-    /* s[c * s_stride + pos] = q[c] . k[pos], added up in order of the dimensions, for n_pos positions (at most a block;
-     * s has room for a whole one) */
+    /* s[c * RFI_ATTENTION_BLOCK + pos] = q[c] . k[pos], added up in order of the dimensions, for n_pos positions; s has
+     * room for a whole block */
     void (*scores[2])(const void *k, uint32_t n_pos, uint32_t head_dim, const float *q, uint32_t n_cols, float *s);
     /* Carry a softmax on by n scores: *top is the largest so far, at first -inf, *sum of all exp(score - *top), and
      * s[i] = exp(scale * s[i] - *top). Returns what to multiply earlier values by. */
@@ -11866,7 +11866,7 @@ static const rf_device_api rfi_cpu_api = {
 };
 
 /* ==== 11 Null device ==================================================================================== >>null
- * Computes nothing, allocates nothing, checks everything: that a plan's ops name buffers, weights and states that
+ * Computes nothing, has no memory, checks everything: that a plan's ops name buffers, weights and states that
  * exist and are wide enough, that what is read was written, that weights are there when an op runs, that rows fit. It
  * can fail its n-th call, for tests of every error path; logits are zeros. */
 

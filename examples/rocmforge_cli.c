@@ -1301,9 +1301,9 @@ struct comparison {
     const rf_plan *p;
     uint64_t *buffer_offset, *state_offset, scratch_bytes, state_bytes;
     uint32_t *segments;
-    char *out[2];     /* what an op wrote: [most_bytes] */
-    float *values[2]; /* as floats                      */
-    double largest;   /* difference of an op            */
+    char *out[2];     /* what an op wrote           */
+    float *values[2]; /* as floats                  */
+    double largest;   /* difference of an op        */
     uint32_t largest_op;
 };
 
