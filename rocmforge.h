@@ -805,9 +805,9 @@ typedef struct rf_chat_message {
 
 /* A conversation to format. */
 typedef struct rf_chat {
-    /* NULL = recognise the file's tokenizer.chat_template; or "chatml", "llama3", "llama2", "mistral" (it is
-     * "mistral-v3"; also -v0, -v1, -v3-tekken, -v7, -v7-tekken), "zephyr", "phi3", "phi4", "phi4-mini", "gemma",
-     * "glm4", "granite", "deepseek3", "deepseek-r1", "harmony" (gpt-oss), "plain" */
+    /* NULL = recognise the file's tokenizer.chat_template; or "chatml", "llama3", "llama2", "mistral" (its v3),
+     * "mistral-v0", "mistral-v1", "mistral-v3-tekken", "mistral-v7", "mistral-v7-tekken", "zephyr", "phi3", "phi4",
+     * "phi4-mini", "gemma", "glm4", "granite", "deepseek3", "deepseek-r1", "harmony" (gpt-oss), "plain" */
     const char *template_name;
     const rf_chat_message *messages; /* [n_messages] */
     uint32_t n_messages;
@@ -1702,6 +1702,14 @@ static void rfi_clear(rf_error *err) {
         err->where = 0;
         err->text[0] = 0;
     }
+}
+
+/* Append a name to a message's list, "" at first: "a, b", and in place of all that do not fit "...". */
+static void rfi_list_name(char *list, size_t capacity, const char *name) {
+    const size_t n = strlen(list);
+    const int fits = n + strlen(name) + sizeof ", , ..." <= capacity;
+    if (n > 3 && strcmp(list + n - 3, "...") == 0) return;
+    snprintf(list + n, capacity - n, "%s%s", n ? ", " : "", fits ? name : "...");
 }
 
 /* Copy text, bytes outside printable ASCII as \xNN: names come from files and must not reach a terminal raw. */
@@ -7688,14 +7696,8 @@ static const rfi_arch *rfi_arch_find(rf_string name) {
 }
 
 static void rfi_arch_list(char *text, size_t capacity) {
-    const char *separator = "";
-    size_t n = 0;
     text[0] = 0;
-    for (size_t i = 0; i < RFI_COUNT(rfi_archs); i++, separator = ", ") {
-        const int fits = n + strlen(rfi_archs[i].name) + sizeof ", , ..." <= capacity;
-        n += (size_t)snprintf(text + n, capacity - n, "%s%s", separator, fits ? rfi_archs[i].name : "...");
-        if (!fits) break;
-    }
+    for (size_t i = 0; i < RFI_COUNT(rfi_archs); i++) rfi_list_name(text, capacity, rfi_archs[i].name);
 }
 
 static void rfi_plan_free(const rf_allocator *alloc, rf_plan *p) {
@@ -11329,7 +11331,8 @@ static rf_result rfi_cpu_device_open(uint32_t index, const rf_device_desc *desc,
     const rfi_kernels *k = rfi_kernels_find(desc->isa);
     if (!k)
         return rfi_fail(err, RF_ERR_NOT_FOUND, 0,
-                        "cpu: instruction set '%s' is not known, or this machine lacks it", desc->isa);
+                        "cpu: instruction set '%.64s' is not known, or this machine lacks it; its best is %s",
+                        desc->isa, rfi_kernels_find(NULL)->name);
     if (desc->n_threads > RFI_MAX_THREADS)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "cpu: %u threads, at most %d are supported", desc->n_threads,
                         RFI_MAX_THREADS);
@@ -16105,6 +16108,13 @@ static const rfi_chat_family *rfi_chat_by_name(const char *name) {
     return NULL;
 }
 
+static rf_result rfi_chat_unknown(const char *name, rf_error *err) {
+    char names[256] = "";
+    for (size_t i = 0; i < RFI_COUNT(rfi_chat_families); i++)
+        rfi_list_name(names, sizeof names, rfi_chat_families[i].name);
+    return rfi_fail(err, RF_ERR_ARGUMENT, 0, "chat: no template is called '%.64s'; there are: %s", name, names);
+}
+
 /* ---- recognising ---- */
 
 #define RFI_CHAT_TEMPLATE_MAX (1u << 20) /* bytes; real ones have less than 64 KiB */
@@ -16302,7 +16312,7 @@ static rf_result rfi_chat_write(rfi_chat_writer *w, const rf_chat *chat, rf_erro
     const rf_chat_message *messages = chat->messages;
     const uint32_t n = chat->n_messages;
     const rfi_chat_family *f = rfi_chat_by_name(name);
-    if (name && !f) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "chat: no template is called '%.64s'", name);
+    if (name && !f) return rfi_chat_unknown(name, err);
     rf_result r = f ? RF_OK : rfi_chat_of_file(w->g, &f, err);
     if (r != RF_OK) return r;
     for (uint32_t i = 0; i < n; i++) {

@@ -836,6 +836,10 @@ static void test_find(void) {
     const rfi_kernels *best = rfi_kernels_find(NULL), *last = NULL;
     CHECK(rfi_kernels_find("scalar") && !strcmp(rfi_kernels_find("scalar")->name, "scalar"), "no");
     CHECK(!rfi_kernels_find("sse9") && !rfi_kernels_find(""), "no");
+    rf_device *d;
+    rf_error err;
+    CHECK(rf_device_open("cpu", &(rf_device_desc){.isa = "sse9"}, &d, &err) == RF_ERR_NOT_FOUND && strstr(err.text, "'sse9'") &&
+              strstr(err.text, best->name), "%s", err.text);
     for (size_t i = 0; i < RFI_COUNT(all_isas); i++) {
         const rfi_kernels *k = rfi_kernels_find(all_isas[i]);
         if (!k) continue;
