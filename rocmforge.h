@@ -1317,8 +1317,8 @@ typedef struct rf_device_api {
     rf_result (*times)(rf_prepared *p, float *us, uint32_t n, rf_error *err);
 } rf_device_api;
 
-/* The table of an opened device, for programs that run plans themselves; *dev is what its entries take. Both are
- * borrowed until rf_device_close. Threads any. */
+/* The table of an opened device, for programs that run plans themselves; *dev (may be NULL) is what its entries take.
+ * Both are borrowed until rf_device_close. NULL for NULL. Threads any. */
 ROCMFORGE_API const rf_device_api *rf_device_get_api(const rf_device *d, rf_dev **dev);
 
 /* The kernels file's table. Strong in rocmforge_kernels.hip; the implementation below refers to it weakly, so that a
@@ -17052,8 +17052,8 @@ ROCMFORGE_API rf_result rf_device_close(rf_device *d, rf_error *err) {
 }
 
 ROCMFORGE_API const rf_device_api *rf_device_get_api(const rf_device *d, rf_dev **dev) {
-    *dev = d->dev;
-    return d->api;
+    if (dev) *dev = d ? d->dev : NULL;
+    return d ? d->api : NULL;
 }
 
 ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d) {

@@ -21,7 +21,6 @@ enum { REPEATS = 1000, THREAD_REPEATS = 100, DECODED = 12 };
 #define INT8_TOLERANCE 2e-2
 
 #define MAX_VOCAB 8192u
-#define MAX_STEPS 64
 
 /* file NULL: the shipped model. What is open already stays. */
 static rf_result open_rig(rig *r, const mg_buf *file, const char *device, const rf_session_desc *sd) {

@@ -82,6 +82,8 @@ static void test_after_failed_open(void) {
     }
     CHECK(rf_forward(NULL, some_tokens, 5, NULL, &err) == RF_ERR_ARGUMENT, "%s", rf_result_name(err.code));
     CHECK(!rf_session_logits(NULL, 0) && rf_session_length(NULL, 0) == 0, "NULL");
+    rf_dev *dev = (rf_dev *)&file;
+    CHECK(!rf_device_get_api(NULL, &dev) && !dev && !rf_device_get_api(NULL, NULL), "NULL");
 }
 
 /* ---- files that change ---- */
