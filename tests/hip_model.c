@@ -43,11 +43,6 @@ static const char *device_name(uint32_t index) {
     return NULL;
 }
 
-static void make_prompt(int32_t *tokens, uint32_t n, uint32_t n_vocab, uint64_t seed) {
-    mg_rng r = {seed};
-    for (uint32_t i = 0; i < n; i++) tokens[i] = (int32_t)mg_below(&r, n_vocab);
-}
-
 /* A prompt from an empty sequence and greedy steps behind it: the logits of each, and the ids the device chose. */
 static rf_result write_on(rig *r, const int32_t *prompt, uint32_t n, uint32_t steps, float *logits, int32_t *ids) {
     rf_result res = rf_session_truncate(r->s, 0, 0, NULL, &r->err);
@@ -83,7 +78,7 @@ static void test_as_cpu(void) {
         rig r = {0}, c = {0};
         rf_session_desc sd = {.n_ctx = 64, .n_batch = t % 2 ? 4 : 0, .cache_type = t % 3 == 0 ? RF_CACHE_F32 : RF_CACHE_F16};
         mg_llama(&file, &(mg_options){.type = types[t], .arch = archs[t % 3], .seed = 3 + t, .tied = t == 5, .rope_freqs = t == 6});
-        make_prompt(prompt, 11, 300, t);
+        mg_tokens(prompt, 11, 300, t);
         int int8 = types[t] != MG_F32 && types[t] != MG_F16 && types[t] != MG_BF16;
         CHECK(open_rig(&c, &file, "cpu", &sd) == RF_OK && write_on(&c, prompt, 11, 4, cpu, cpu_ids) == RF_OK, "%s", c.err.text);
         for (uint32_t k = 0; device_name(k); k++) {
@@ -119,7 +114,7 @@ static void test_repeats(void) {
         rig r = {0};
         int different = 0;
         REQUIRE(open_rig(&r, repeated_model(), device_name(k), NULL) == RF_OK && r.n_vocab <= MAX_VOCAB, "%s", r.err.text);
-        make_prompt(prompt, 20, r.n_vocab, 1);
+        mg_tokens(prompt, 20, r.n_vocab, 1);
         for (int i = 0; i < REPEATS; i++) {
             rf_result res = write_on(&r, prompt, 20, DECODED, i ? again : first, ids[i > 0]);
             CHECK(res == RF_OK, "run %d: %s", i, r.err.text);
@@ -163,7 +158,7 @@ static void test_two_threads(void) {
             w[i].r.s = NULL;
             w[i].alone = (float *)malloc(n * sizeof(float));
             w[i].found = (float *)malloc(n * sizeof(float));
-            make_prompt(w[i].prompt, 20, shared.n_vocab, 10 + (uint64_t)i);
+            mg_tokens(w[i].prompt, 20, shared.n_vocab, 10 + (uint64_t)i);
             REQUIRE(w[i].alone && w[i].found && rf_session_open(shared.m, NULL, &w[i].r.s, NULL) == RF_OK, "no session");
             CHECK(write_on(&w[i].r, w[i].prompt, 20, DECODED, w[i].alone, w[i].ids) == RF_OK, "%s", w[i].r.err.text);
         }

@@ -219,6 +219,11 @@ MG_FN uint64_t mg_next(mg_rng *r) { /* splitmix64 */
     return z ^ (z >> 31);
 }
 MG_FN uint32_t mg_below(mg_rng *r, uint32_t n) { return (uint32_t)((mg_next(r) >> 32) * n >> 32); }
+/* ids of a vocabulary, the same for the same seed */
+MG_FN void mg_tokens(int32_t *tokens, uint32_t n, uint32_t n_vocab, uint64_t seed) {
+    mg_rng r = {seed};
+    for (uint32_t i = 0; i < n; i++) tokens[i] = (int32_t)mg_below(&r, n_vocab);
+}
 /* uniform in [-1, 1) */
 MG_FN float mg_uniform(mg_rng *r) { return (float)(int32_t)(mg_next(r) >> 40) / 8388608.0f - 1.0f; }
 

@@ -49,8 +49,7 @@ static int open_session(rig *r, rf_session_desc sd) {
 
 static const int32_t *some_tokens(void) {
     static int32_t tokens[CTX + 1];
-    mg_rng r = {11};
-    for (uint32_t i = 0; i <= CTX; i++) tokens[i] = (int32_t)mg_below(&r, 310);
+    mg_tokens(tokens, CTX + 1, 310, 11);
     return tokens;
 }
 

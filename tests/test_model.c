@@ -63,11 +63,6 @@ static int have_isa(const char *isa) {
     return 1;
 }
 
-static void random_tokens(int32_t *tokens, uint32_t n, uint32_t n_vocab, uint64_t seed) {
-    mg_rng r = {seed};
-    for (uint32_t i = 0; i < n; i++) tokens[i] = (int32_t)mg_below(&r, n_vocab);
-}
-
 /* The session's logits of n tokens in sequence 0, all rows asked for. */
 static int eval_all(rig *r, const int32_t *tokens, uint32_t n, float *out) {
     rf_row rows[256] = {{0}};
@@ -101,7 +96,7 @@ static void problem_make(problem *p, const mg_options *o, uint32_t n, int kv_f16
     ref_open(&m, g);
     for (uint64_t seed = 0; (p->margin < INT8_MARGIN || p->choice < CHOICE_MARGIN) && seed < 200; seed++) {
         free(p->logits);
-        random_tokens(p->tokens, n, 310, seed);
+        mg_tokens(p->tokens, n, 310, seed);
         p->logits = ref_eval(&m, p->tokens, n, &ro, &margins);
         p->margin = margins.int8;
         p->choice = margins.choice;
@@ -309,7 +304,7 @@ static void test_experts_steps(void) {
         int32_t tokens[n];
         float *want = (float *)malloc(3 * (size_t)n * 320 * sizeof *want), *got = want + n * 320;
         mg_llama(&file, &(mg_options){.arch = "glm4moe", .type = kinds[t], .n_experts = 16, .n_used = 4, .n_shared = 1});
-        random_tokens(tokens, n, 310, 3);
+        mg_tokens(tokens, n, 310, 3);
         for (uint32_t threads = 1; threads <= 3; threads++) {
             rig r;
             rf_session_desc sd = {.n_logits_max = n, .n_batch = threads == 3 ? 7 : n};
@@ -433,7 +428,7 @@ static void test_long(void) {
         mg_llama(&file, &o);
         rf_gguf_open_memory(file.data, file.n, NULL, &g, NULL);
         ref_open(&m, g);
-        random_tokens(tokens, 250, 310, 8);
+        mg_tokens(tokens, 250, 310, 8);
         double *want = ref_eval(&m, tokens, 250, &(ref_options){0}, NULL);
         for (size_t i = 0; i < RFI_COUNT(isas); i++) {
             rig r;
@@ -501,7 +496,7 @@ static void packings(const mg_buf *file, const char *type, const char *isa) {
     float *outs[5] = {last[0], last[1], last[2], last[3], last[4]};
     rf_session_desc sd = {.n_ctx = 64, .n_logits_max = N_SESSION, .n_seq_max = 5};
     rig r;
-    random_tokens(tokens, N_SESSION, 310, 21);
+    mg_tokens(tokens, N_SESSION, 310, 21);
     int ok = open_rig(&r, file, NULL, isa, 1, &sd);
     CHECK(ok, "%s", r.err.text);
     if (!ok) return;
@@ -536,7 +531,7 @@ static void packings(const mg_buf *file, const char *type, const char *isa) {
     for (uint32_t batch = 0; batch < 8; batch += 7) { /* five sequences in one call, and cut at odd places */
         sd.n_batch = batch;
         if (!open_rig(&r, file, NULL, isa, 2, &sd)) continue;
-        for (uint32_t s = 0; s < 5; s++) random_tokens(five[s], N_SESSION, 310, s ? 100 + s : 21);
+        for (uint32_t s = 0; s < 5; s++) mg_tokens(five[s], N_SESSION, 310, s ? 100 + s : 21);
         CHECK(eval_interleaved(&r, five, n_of, outs), "%s", r.err.text);
         for (uint32_t s = 0; s < 5; s++) {
             CHECK(rf_session_length(r.s, (int32_t)s) == n_of[s]);
@@ -649,7 +644,7 @@ static void test_copy_and_keep(void) {
     rig r;
     float want[320];
     int32_t tokens[12];
-    random_tokens(tokens, 12, 310, 4);
+    mg_tokens(tokens, 12, 310, 4);
     for (sd.cache_type = RF_CACHE_F16; sd.cache_type <= RF_CACHE_F32; sd.cache_type++) {
         if (!tiny_rig(&r, &file, &sd)) break;
         rf_row rows[12] = {{0}}, next[2] = {{.token = 7, .seq = 0, .pos = RF_POS_NEXT, .want_logits = 1}};
@@ -768,7 +763,7 @@ static void test_logits_rows(void) {
     rig r;
     int32_t tokens[12];
     static float want[12 * 320];
-    random_tokens(tokens, 12, 310, 77);
+    mg_tokens(tokens, 12, 310, 77);
     if (!tiny_rig(&r, &file, &sd)) return;
     CHECK(eval_all(&r, tokens, 12, want), "%s", r.err.text);
     for (uint32_t mask = 1; mask < 4096; mask += 137) {
@@ -822,7 +817,7 @@ static void test_argmax(void) {
     rig r;
     int32_t tokens[12], id, want;
     rf_row rows[12] = {{0}};
-    random_tokens(tokens, 12, 310, 78);
+    mg_tokens(tokens, 12, 310, 78);
     if (!tiny_rig(&r, &file, &sd)) return;
     for (uint32_t i = 0; i < 12; i++) rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = i != 3};
     CHECK(rf_sampler_init(&greedy, NULL, NULL) == RF_OK && rf_sampler_init(&other[0], &(rf_sampler_desc){.bias = &bias, .n_bias = 1}, NULL) == RF_OK);
@@ -924,7 +919,7 @@ static void test_cancel(void) {
     rig r;
     int32_t tokens[200];
     float want[320], *logits;
-    random_tokens(tokens, 200, 310, 5);
+    mg_tokens(tokens, 200, 310, 5);
     if (!tiny_rig(&r, &file, &sd)) return;
     CHECK(rf_forward(r.s, tokens, 20, &logits, &r.err) == RF_OK, "%s", r.err.text);
     memcpy(want, logits, sizeof want);
@@ -966,7 +961,7 @@ static void test_session_memory(void) {
     rf_forecast f;
     rf_session *s;
     int32_t tokens[40];
-    random_tokens(tokens, 40, 310, 6);
+    mg_tokens(tokens, 40, 310, 6);
     rf_session_desc sd = {.n_ctx = 64, .n_seq_max = 3, .n_batch = 16, .n_logits_max = 2};
     if (!tiny_rig(&r, &file, &sd)) return;
     CHECK(rf_model_forecast(r.m, &sd, &f, &r.err) == RF_OK, "%s", r.err.text);

@@ -27,11 +27,6 @@ static rf_session *session(rig *r, const rf_session_desc *desc) {
     return s;
 }
 
-static void random_tokens(int32_t *tokens, uint32_t n, uint64_t seed) {
-    mg_rng r = {seed};
-    for (uint32_t i = 0; i < n; i++) tokens[i] = (int32_t)mg_below(&r, N_VOCAB);
-}
-
 /* tokens [from, to) of sequence seq in one call, the last one's logits to out (unless it is NULL) */
 static int feed(rf_session *s, int32_t seq, const int32_t *tokens, uint32_t from, uint32_t to, float *out, rf_error *err) {
     static rf_row rows[MOST];
@@ -69,7 +64,7 @@ static void test_batches(void) {
         rig r;
         float got[N_VOCAB];
         if (!open_rig(&r, models[k], NULL, NULL)) continue;
-        random_tokens(tokens, n, k);
+        mg_tokens(tokens, n, N_VOCAB, k);
         reference(&r, tokens, n, want);
         CHECK(!SAME(want[n - 1], want[n - 2]), "%s: all logits are alike", models[k]);
         for (size_t i = 0; i < RFT_COUNT(sizes); i++) {
@@ -93,7 +88,7 @@ static void test_neighbours(void) {
         mg_rng rng = {k + 7};
         rig r;
         if (!open_rig(&r, models[k], NULL, NULL)) continue;
-        for (uint32_t q = 0; q < 3; q++) random_tokens(text[q], n_each, 50 + 3 * k + q), reference(&r, text[q], n_each, alone[q]);
+        for (uint32_t q = 0; q < 3; q++) mg_tokens(text[q], n_each, N_VOCAB, 50 + 3 * k + q), reference(&r, text[q], n_each, alone[q]);
         rf_session *s = session(&r, &(rf_session_desc){.n_ctx = n_each, .n_seq_max = 3, .n_batch = 5, .n_logits_max = 16,
                                                        .cache_type = RF_CACHE_F32});
         while (at[0] + at[1] + at[2] < 3 * n_each) {
@@ -123,7 +118,7 @@ static void test_cut(void) {
         rig r;
         float got[N_VOCAB];
         if (!open_rig(&r, models[k], NULL, NULL)) continue;
-        random_tokens(tokens, MOST, k + 20);
+        mg_tokens(tokens, MOST, N_VOCAB, k + 20);
         reference(&r, tokens, MOST, want);
         for (size_t i = 0; i < RFT_COUNT(cuts); i++) {
             if (cuts[i] >= MOST) continue; /* a sanitizer's sequence is shorter */
@@ -199,7 +194,7 @@ static void test_play(void) {
         for (size_t i = 0; i < (exact() ? RFT_COUNT(snapshots) : 1); i++) {
             play p = {.rng = {99 + i + 10 * k}, .n_ctx = exact() ? N_CTX : 40};
             if (!open_rig(&p.r, models[k], NULL, NULL)) continue;
-            random_tokens(tokens, N_CTX, k + 40);
+            mg_tokens(tokens, N_CTX, N_VOCAB, k + 40);
             reference(&p.r, tokens, exact() ? N_CTX : 40, want);
             p.s = session(&p.r, &(rf_session_desc){.n_ctx = N_CTX, .n_seq_max = N_SEQ, .n_batch = 9, .n_snapshots = snapshots[i],
                                                    .cache_type = RF_CACHE_F32});
@@ -231,7 +226,7 @@ static void test_failing_reads(void) {
         float got[N_VOCAB];
         REQUIRE(f >= 0, "%s", models[k]);
         const rf_gguf_desc gd = {.io = {open_file, failing_read, NULL, NULL, close_file, &f}, .no_map = 1};
-        random_tokens(tokens, ALL, k + 60);
+        mg_tokens(tokens, ALL, N_VOCAB, k + 60);
         reads_left = INT64_MAX;
         if (!open_rig(&r, models[k], &gd, &(rf_model_desc){.budget_bytes = 60000, .n_readers = 1})) continue;
         reference(&r, tokens, ALL, want);

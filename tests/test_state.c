@@ -19,11 +19,6 @@ static int open_rig(rig *r, const mg_options *o, const rf_session_desc *sd) {
     return ok;
 }
 
-static void random_tokens(int32_t *tokens, uint32_t n, uint64_t seed) {
-    mg_rng r = {seed};
-    for (uint32_t i = 0; i < n; i++) tokens[i] = (int32_t)mg_below(&r, 300);
-}
-
 /* ---- hidden states ---- */
 
 static void test_hidden(void) {
@@ -32,7 +27,7 @@ static void test_hidden(void) {
         rig r;
         ref_model ref;
         int32_t tokens[N];
-        random_tokens(tokens, N, k);
+        mg_tokens(tokens, N, 300, k);
         if (!open_rig(&r, &kinds[k], &(rf_session_desc){.n_logits_max = N, .n_batch = 7, .cache_type = RF_CACHE_F32})) continue;
         uint32_t n_embd = r.n_embd;
         float *got = (float *)calloc(N * (size_t)n_embd, sizeof *got);
@@ -139,7 +134,7 @@ static void test_same_bits(void) {
         int32_t tokens[N];
         float want[VOCAB];
         uint32_t kept;
-        random_tokens(tokens, N, 3);
+        mg_tokens(tokens, N, 300, 3);
         mg_options o = {.type = MG_Q8_0};
         /* another context length, number of sequences and batch size: none of them is part of what is saved */
         rf_session_desc one = {.n_ctx = 64, .n_seq_max = 2, .cache_type = cache},
@@ -172,7 +167,7 @@ static void test_damage(void) {
     rig r;
     stream s;
     int32_t tokens[N];
-    random_tokens(tokens, N, 4);
+    mg_tokens(tokens, N, 300, 4);
     if (!open_rig(&r, &(mg_options){.type = MG_F32}, &(rf_session_desc){.n_ctx = 32, .n_seq_max = 2})) return;
     CHECK(save(&r, 0, tokens, 5, &s), "save");
     size_t n = s.n;
@@ -209,7 +204,7 @@ static void test_other_models(void) {
     rig a;
     stream s;
     int32_t tokens[N];
-    random_tokens(tokens, N, 5);
+    mg_tokens(tokens, N, 300, 5);
     if (!open_rig(&a, &cases[0].o, &cases[0].sd)) return;
     CHECK(save(&a, 0, tokens, 5, &s), "save");
     for (size_t i = 0; i < RFI_COUNT(cases); i++) {
@@ -252,7 +247,7 @@ static void test_faults(void) {
     stream s;
     int32_t tokens[N];
     float out[256];
-    random_tokens(tokens, N, 6);
+    mg_tokens(tokens, N, 300, 6);
     if (!open_rig(&r, &(mg_options){.type = MG_F32}, &(rf_session_desc){.n_ctx = 32, .n_seq_max = 2})) return;
     CHECK(save(&r, 0, tokens, 5, &s), "save");
     int n_writes = s.calls, n_reads;
