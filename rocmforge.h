@@ -593,12 +593,28 @@ ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_de
 ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc, rf_session **out, rf_error *err);
 ROCMFORGE_API void rf_session_close(rf_session *s); /* NULL is fine */
 
+/* How a GPU can do the products of a step of one token. All ways give the same bits; which is fastest is the GPU's. */
+typedef struct rf_decode_way {
+    uint32_t strips;       /* of 64 weights that a lane has in flight at most: 1 or 2                       */
+    uint32_t blocks;       /* of a launch, for each compute unit, at most                                   */
+    float us;              /* of the fastest such step that was timed, in microseconds; 0: none was         */
+} rf_decode_way;
+
+#define RF_DECODE_WAYS 4u
+
 typedef struct rf_session_stats {
     uint64_t launches;     /* kernels that a GPU was given to run, those of graphs included; 0 on the CPU   */
     uint64_t submissions;  /* calls of its driver that gave them: of a kernel, or of a graph of many        */
+    rf_decode_way ways[RF_DECODE_WAYS]; /* [n_ways] the default first                                       */
+    uint32_t n_ways;       /* 0: there is nothing to choose, as on the CPU                                  */
+    uint32_t way;          /* index of the one that steps are done in now                                   */
+    uint32_t way_is_timed; /* 1: way was the fastest, and stays. 0: not all ways are timed yet, or none can be,
+                              and then it is the default                                                    */
 } rf_session_stats;
 
-/* What a session has asked of its device since it was opened, copies not counted. Zeros for NULL.   Memory none.
+/* What a session has asked of its device since it was opened, copies not counted, and how it decodes. The ways are
+ * timed while the first 12 to 30 tokens are decoded one by one, all weights being resident; later sessions on the
+ * device whose models have the same shapes begin with the way that was found. Zeros for NULL.   Memory none.
  * Cost O(1).   Threads as rf_eval. */
 ROCMFORGE_API rf_session_stats rf_session_get_stats(const rf_session *s);
 
@@ -1239,13 +1255,7 @@ static inline uint32_t rf_state_cells(const rf_plan_bind *bind, uint32_t state) 
     return n == bind->n_ctx || is_ring ? n : 0;
 }
 
-/* What was done with a prepared plan: see rf_session_stats. */
-typedef struct rf_plan_stats {
-    uint64_t launches;
-    uint64_t submissions;
-} rf_plan_stats;
-
-#define RF_DEVICE_API_VERSION 5u
+#define RF_DEVICE_API_VERSION 6u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -1311,7 +1321,7 @@ typedef struct rf_device_api {
     rf_result (*plan_run)(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                           rf_ticket *ticket, rf_error *err);
     void (*plan_release)(rf_prepared *p);
-    rf_plan_stats (*plan_stats)(const rf_prepared *p); /* since it was prepared; no plan_run of it is running */
+    rf_session_stats (*plan_stats)(const rf_prepared *p); /* since it was prepared; no plan_run of it is running */
     /* microseconds of each op in the last run that was timed, 0 for one done along with another; us == NULL switches
      * timing on (n = 1) or off (n = 0) */
     rf_result (*times)(rf_prepared *p, float *us, uint32_t n, rf_error *err);
@@ -11817,9 +11827,9 @@ static rf_result rfi_cpu_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t f
     return RF_OK;
 }
 
-static rf_plan_stats rfi_host_plan_stats(const rf_prepared *prepared) {
+static rf_session_stats rfi_host_plan_stats(const rf_prepared *prepared) {
     RFI_UNUSED(prepared);
-    return (rf_plan_stats){0, 0};
+    return (rf_session_stats){0};
 }
 
 static rf_result rfi_cpu_times(rf_prepared *prepared, float *us, uint32_t n, rf_error *err) {
@@ -13463,9 +13473,7 @@ ROCMFORGE_API rf_result rf_session_get_error(const rf_session *s, rf_error *err)
 }
 
 ROCMFORGE_API rf_session_stats rf_session_get_stats(const rf_session *s) {
-    rf_plan_stats stats = {0, 0};
-    if (s) stats = s->m->device->api->plan_stats(s->prepared);
-    return (rf_session_stats){stats.launches, stats.submissions};
+    return s ? s->m->device->api->plan_stats(s->prepared) : (rf_session_stats){0};
 }
 
 ROCMFORGE_API int32_t rf_session_argmax(const rf_session *s, uint32_t i) {

@@ -2263,7 +2263,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
 #define RFK_ROWS_BLOCK 512
 #define RFK_ROWS_RESIDENT 2
 #endif
-/* in flight a lane: with 64 registers two spill, and a step is slower by 4 to 10 % on an H200; the emulator has both */
+/* In flight a lane, 1 or 2, where timing found nothing else (ways of a decode step). With 64 registers two spill, and a
+ * step is slower by 4 to 10 % on an H200. The emulator begins with either. */
 #if defined(RFK_NVIDIA)
 #define RFK_ROWS_STRIPS(WAVE) 1
 #elif defined(ROCMFORGE_HIP_EMU)
@@ -2823,8 +2824,24 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
     rfk_quantize4<WAVE>(a.to8, 0, n_out, first / 4 + lane, x, inside);
 }
 
+/* Types whose rows have a case of their own, and strips of theirs that fit in flight. Two of Q8_0 would spill, a strip
+ * being 68 bytes, and two of Q5_K; the types of RFK_OTHER have one unit in flight. */
+#define RFK_ROWS_TYPES(X)                                                                                            \
+    X(RF_TYPE_Q8_0, 1) X(RF_TYPE_Q4_0, 2) X(RF_TYPE_Q4_1, 2) X(RF_TYPE_Q5_0, 2)                                      \
+    X(RF_TYPE_Q5_1, 2) X(RF_TYPE_Q4_K, 2) X(RF_TYPE_Q5_K, 1) X(RF_TYPE_Q6_K, 2)
+
+static uint32_t rfk_most_strips(uint32_t type) {
+#define RFK_MOST_CASE(TYPE, most) \
+    case TYPE: return most;
+    switch (type) {
+        RFK_ROWS_TYPES(RFK_MOST_CASE)
+    default: return 1;
+    }
+#undef RFK_MOST_CASE
+}
+
 /* grid: the blocks of each product   block RFK_ROWS_BLOCK   LDS 1.5 bytes a value of the column   reads W once
- * U: strips in flight a lane; OTHER: the types are those of RFK_OTHER */
+ * U: strips in flight a lane, fewer where fewer fit; OTHER: the types are those of RFK_OTHER, and U is 1 */
 template <int WAVE, int U, bool OTHER>
 static __global__ void RFK_ROWS_BOUNDS rfk_rows(rfk_rows_args a) {
     RFK_SHARED(rfk_rows_shared, s);
@@ -2849,20 +2866,13 @@ static __global__ void RFK_ROWS_BOUNDS rfk_rows(rfk_rows_args a) {
     c.scale = reinterpret_cast<float *>(column + 4 * c.n_strips);
     c.start = reinterpret_cast<float *>(column + 5 * c.n_strips);
     if (OTHER) {
-        rfk_block_rows<RFK_OTHER, WAVE, 1>(a, p, number, n_blocks, c, s);
+        rfk_block_rows<RFK_OTHER, WAVE, U>(a, p, number, n_blocks, c, s);
         return;
     }
 #define RFK_ROWS_CASE(TYPE, most) \
     case TYPE: rfk_block_rows<TYPE, WAVE, (U < most ? U : most)>(a, p, number, n_blocks, c, s); break;
     switch (p.type) {
-        RFK_ROWS_CASE(RF_TYPE_Q8_0, 1) /* two would spill, and a strip is 68 bytes */
-        RFK_ROWS_CASE(RF_TYPE_Q4_0, 4)
-        RFK_ROWS_CASE(RF_TYPE_Q4_1, 4)
-        RFK_ROWS_CASE(RF_TYPE_Q5_0, 4)
-        RFK_ROWS_CASE(RF_TYPE_Q5_1, 4)
-        RFK_ROWS_CASE(RF_TYPE_Q4_K, 4)
-        RFK_ROWS_CASE(RF_TYPE_Q5_K, 1)
-        RFK_ROWS_CASE(RF_TYPE_Q6_K, 4)
+        RFK_ROWS_TYPES(RFK_ROWS_CASE)
     default: break;
     }
 #undef RFK_ROWS_CASE
@@ -5491,13 +5501,23 @@ struct rfk_pinned {
     uint64_t size_bytes;
 };
 
+/* How decode steps of plans of one shape are done, found by timing them. */
+#define RFK_KNOWN_WAYS 16u
+struct rfk_known_way {
+    uint64_t shape; /* rfk_shape_of such a plan */
+    uint32_t way;
+    float us[RF_DECODE_WAYS];
+};
+
 struct rf_dev {
     rf_allocator allocator;
     int index;
     uint32_t wave;
     rf_device_info info;
-    pthread_mutex_t lock; /* guards pinned */
+    pthread_mutex_t lock; /* guards pinned and known */
     rfk_pinned *pinned;
+    rfk_known_way known[RFK_KNOWN_WAYS]; /* the last ones, in a ring */
+    uint32_t n_known;     /* ever */
     int lost;             /* atomic */
     int graphs;           /* atomic: rfk_graphs */
     int early;            /* kernels of a graph may start before the one before them has ended */
@@ -6185,10 +6205,10 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     cudaFuncAttributes kernel;
     memset(&kernel, 0, sizeof kernel);
     if (r == RF_OK) { /* the wait is in kernels that were compiled for sm_90; columns of 32,000 values need all of LDS */
-        const void *rows[2] = {(const void *)rfk_rows<32, RFK_ROWS_STRIPS(32), false>,
-                               (const void *)rfk_rows<32, RFK_ROWS_STRIPS(32), true>};
+        const void *rows[3] = {(const void *)rfk_rows<32, 1, false>, (const void *)rfk_rows<32, 2, false>,
+                               (const void *)rfk_rows<32, 1, true>};
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
-        for (int i = 0; i < 2; i++)
+        for (int i = 0; i < 3; i++)
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_MAX_COLUMN / 64 * 96);
         (void)cudaGetLastError();
     }
@@ -6428,6 +6448,20 @@ struct rfk_fused {
 #define RFK_GRAPH_NODES 140u /* of a graph where graphs are checked: larger ones are known to go wrong */
 #define RFK_GRAPH_CHECKS 2u  /* steps whose replay must equal their launches                           */
 
+/* The timing of decode steps, while it goes on. */
+struct rfk_tuning {
+    int on;              /* 0: nothing is timed, or no more                          */
+    uint64_t shape;
+    hipEvent_t event[2]; /* before and after a step                                  */
+    uint32_t visit;      /* of ways: each once, and the default once more at the end */
+    uint32_t n_timed;    /* steps of this visit                                      */
+    int replayed;        /* the steps that are timed are graphs                      */
+    int is_warm;         /* a step has been done this way                            */
+    int is_marked;       /* event[1] was recorded behind the last step,              */
+    int is_timed;        /* and event[0] before it                                   */
+    int failed;          /* one of them could not be recorded                        */
+};
+
 struct rf_prepared {
     rf_dev *dev;
     rf_table *table;
@@ -6466,11 +6500,12 @@ struct rf_prepared {
     rfk_best_value *best; /* [RFK_ARGMAX_PARTS] */
     uint32_t *tickets, *differ;
     hipGraphExec_t graph[RFK_MAX_GRAPHS];
-    uint32_t n_graphs, graphs_checked;
+    uint32_t n_graphs, graphs_checked, graph_way;
     int capturing, no_graphs;
+    rfk_tuning tuning;
     uint32_t n_launched; /* kernels, by rfk_go, those that were captured included */
     uint32_t n_captured; /* kernels of the graphs                                 */
-    rf_plan_stats stats;
+    rf_session_stats stats;
     uint64_t graph_generation;
     hipEvent_t *events; /* [2 * n_ops] while timing: before and after each op */
     uint8_t *timed;     /* [n_ops] 1: recorded */
@@ -7143,12 +7178,10 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
     return ok ? f : none;
 }
 
-/* Blocks of a launch of rows at most. */
-static uint32_t rfk_rows_blocks(const rf_prepared *p) { return p->dev->info.compute_units * RFK_ROWS_RESIDENT; }
-
-/* A block makes 32 of n results at a time, and not too often. */
+/* A block makes 32 of n results at a time, and not too often: not with the fewest blocks that a way has, either. */
 static int rfk_rows_to_int8(const rf_prepared *p, uint32_t n) {
-    return RFK_ROWS_BLOCK / p->dev->wave == 32 && n % 32 == 0 && n / 32 <= RFK_ROWS_PASSES * rfk_rows_blocks(p);
+    return RFK_ROWS_BLOCK / p->dev->wave == 32 && n % 32 == 0 &&
+           n / 32 <= RFK_ROWS_PASSES * RFK_ROWS_RESIDENT * p->dev->info.compute_units;
 }
 
 /* The launches of a step of one row, found in the plan's ops: what is nothing special is an op of its own. */
@@ -7220,6 +7253,176 @@ static void rfk_choose_splits(rf_prepared *p) {
     if (p->row_splits == 0) p->row_splits = 1;
 }
 
+/* ---- ways of a decode step ----
+ * What is fastest differs from GPU to GPU, and most were never measured: more strips in flight hide more latency, but
+ * may spill; more blocks than fit at once end closer together, but each makes its column again. The bits are the same in
+ * all ways, so a session's first decode steps are the measurement: no launch is made and nothing waited for to time
+ * them, but where graphs are checked, each way's are. One way for the whole plan, timed over whole steps: timed alone, a
+ * launch is not what it is in a step, where changing from one kernel to another costs microseconds. */
+
+#define RFK_TIMED_STEPS 3u   /* of a visit, behind one that warms up: the fastest counts           */
+#define RFK_TIMED_GAIN 0.99f /* the default stays unless another takes less than so much of its time */
+
+/* The ways that differ for this plan; none if it has no rows. The default is the first. */
+static void rfk_list_ways(rf_prepared *p) {
+    const rf_op *ops = p->plan->ops;
+    rf_session_stats *s = &p->stats;
+    uint32_t most = 0, first = p->dev->wave == 32 ? RFK_ROWS_STRIPS(32) : RFK_ROWS_STRIPS(64);
+    for (uint32_t i = 0; i < p->n_fused; i++) {
+        const rfk_fused *f = &p->fused[i];
+        for (uint32_t k = 0; f->kind == RFK_FUSED_ROWS && k < f->n_products; k++) {
+            const uint32_t strips = rfk_most_strips(p->plan->weights[ops[f->products + k].weight].type);
+            most = strips > most ? strips : most;
+        }
+    }
+    if (first > most) first = most;
+    s->n_ways = 2 * most;
+    for (uint32_t i = 0; i < s->n_ways; i++) {
+        s->ways[i].strips = i < 2 ? first : 3 - first;
+        s->ways[i].blocks = RFK_ROWS_RESIDENT * (1 + i % 2);
+    }
+}
+
+static void rfk_mix_in(uint64_t *hash, uint64_t value) { *hash = (*hash ^ value) * 0x100000001b3u; }
+
+/* Plans whose decode steps launch the same products in the same order have the same shape. */
+static uint64_t rfk_shape_of(const rf_prepared *p) {
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (uint32_t segment = 0; segment < p->n_segments; segment++) {
+        rfk_mix_in(&hash, p->fused_of[segment + 1]);
+        for (uint32_t i = p->fused_of[segment]; i < p->fused_of[segment + 1]; i++) {
+            const rfk_fused *f = &p->fused[i];
+            rfk_mix_in(&hash, f->kind);
+            if (f->kind != RFK_FUSED_ROWS) continue;
+            rfk_mix_in(&hash, (uint64_t)f->n_products << 2 | (uint64_t)(f->glu != RF_NONE) << 1 | (f->norm != RF_NONE));
+            for (uint32_t k = f->products; k < f->products + f->n_products; k++) {
+                const rf_op *op = &p->plan->ops[k];
+                rfk_mix_in(&hash, (uint64_t)p->plan->weights[op->weight].type << 32 | op->n_in);
+                rfk_mix_in(&hash, op->n_out);
+            }
+        }
+    }
+    return hash;
+}
+
+/* What the device knows of a shape; NULL: nothing. Requires d->lock. */
+static const rfk_known_way *rfk_find_known(const rf_dev *d, uint64_t shape) {
+    for (uint32_t i = 0; i < RFK_KNOWN_WAYS && i < d->n_known; i++)
+        if (d->known[i].shape == shape) return &d->known[i];
+    return NULL;
+}
+
+/* From now on steps are done as the device knows it for this shape. 0: it does not. Requires d->lock. */
+static int rfk_take_known(rf_prepared *p) {
+    const rfk_known_way *c = rfk_find_known(p->dev, p->tuning.shape);
+    if (!c) return 0;
+    p->stats.way = c->way;
+    p->stats.way_is_timed = 1;
+    for (uint32_t i = 0; i < RF_DECODE_WAYS; i++) p->stats.ways[i].us = c->us[i];
+    return 1;
+}
+
+static void rfk_stop_tuning(rf_prepared *p) {
+    for (int i = 0; i < 2; i++) {
+        if (p->tuning.event[i]) (void)hipEventDestroy(p->tuning.event[i]);
+        p->tuning.event[i] = NULL;
+    }
+    p->tuning.on = 0;
+}
+
+/* Time the first steps, unless they have no choice or the device knows it. No events: the default it is. */
+static void rfk_start_tuning(rf_prepared *p) {
+    rfk_tuning *t = &p->tuning;
+    if (p->stats.n_ways < 2) return;
+    t->shape = rfk_shape_of(p);
+    pthread_mutex_lock(&p->dev->lock);
+    const int known = rfk_take_known(p);
+    pthread_mutex_unlock(&p->dev->lock);
+    if (known) return;
+    t->on = 1;
+    for (int i = 0; t->on && i < 2; i++)
+        if (hipEventCreateWithFlags(&t->event[i], hipEventDefault) != hipSuccess) {
+            (void)hipGetLastError();
+            t->event[i] = NULL;
+            rfk_stop_tuning(p);
+        }
+}
+
+static void rfk_go_way(rf_prepared *p, uint32_t way) {
+    p->stats.way = way;
+    p->tuning.n_timed = 0;
+    p->tuning.is_warm = 0;
+}
+
+/* All ways are timed: the fastest is this session's and the device's, unless another session was first. */
+static void rfk_choose_way(rf_prepared *p) {
+    rf_dev *d = p->dev;
+    rf_session_stats *s = &p->stats;
+    rfk_known_way c;
+    float least = RFK_TIMED_GAIN * s->ways[0].us;
+    memset(&c, 0, sizeof c);
+    c.shape = p->tuning.shape;
+    for (uint32_t i = 0; i < s->n_ways; i++) {
+        c.us[i] = s->ways[i].us;
+        if (i && c.us[i] > 0 && c.us[i] < least) least = c.us[i], c.way = i;
+    }
+    pthread_mutex_lock(&d->lock);
+    if (!rfk_find_known(d, c.shape)) d->known[d->n_known++ % RFK_KNOWN_WAYS] = c;
+    (void)rfk_take_known(p);
+    pthread_mutex_unlock(&d->lock);
+    rfk_stop_tuning(p);
+}
+
+/* Before a step of all segments: what the last one took, and on to the next way if this one was timed often enough. A
+ * step that still runs is not waited for and its time not taken. So where the way changes, no graph is running. */
+static void rfk_tune(rf_prepared *p, rf_queue *q) {
+    rfk_tuning *t = &p->tuning;
+    rf_decode_way *w = &p->stats.ways[p->stats.way];
+    hipError_t e = hipSuccess;
+    float ms = 0;
+    if (t->is_marked) e = hipEventQuery(t->event[1]);
+    if (e == hipErrorNotReady) {
+        (void)hipGetLastError();
+        t->is_timed = 0;
+        return;
+    }
+    t->is_marked = 0;
+    if (e == hipSuccess && t->is_timed) e = hipEventElapsedTime(&ms, t->event[0], t->event[1]);
+    if (e != hipSuccess || t->failed) { /* if the device is lost, the step will say so */
+        (void)hipStreamSynchronize(q->stream);
+        (void)hipGetLastError();
+        rfk_stop_tuning(p);
+        p->stats.way = 0;
+        return;
+    }
+    if (!t->is_timed) return;
+    t->is_timed = 0;
+    if (w->us == 0 || ms * 1e3f < w->us) w->us = ms * 1e3f;
+    if (++t->n_timed < RFK_TIMED_STEPS) return;
+    if (++t->visit > p->stats.n_ways) rfk_choose_way(p);
+    else rfk_go_way(p, t->visit % p->stats.n_ways);
+}
+
+/* Around a decode step's launches, or its graphs. */
+static void rfk_before_timed(rf_prepared *p, rf_queue *q, int replayed) {
+    rfk_tuning *t = &p->tuning;
+    if (t->replayed != replayed) { /* what was timed before is another thing */
+        t->replayed = replayed;
+        t->visit = 0;
+        rfk_go_way(p, 0);
+        for (uint32_t i = 0; i < p->stats.n_ways; i++) p->stats.ways[i].us = 0;
+    }
+    t->is_timed = t->is_warm;
+    t->is_warm = 1;
+    if (t->is_timed) t->failed |= hipEventRecord(t->event[0], q->stream) != hipSuccess;
+}
+static void rfk_after_timed(rf_prepared *p, rf_queue *q) {
+    rfk_tuning *t = &p->tuning;
+    t->is_marked = 1;
+    t->failed |= hipEventRecord(t->event[1], q->stream) != hipSuccess;
+    if (t->failed) (void)hipGetLastError();
+}
+
 static void rfk_drop_graphs(rf_prepared *p) {
     for (uint32_t i = 0; i < p->n_graphs; i++) (void)hipGraphExecDestroy(p->graph[i]);
     p->n_graphs = 0;
@@ -7238,6 +7441,7 @@ static void rfk_plan_release(rf_prepared *p) {
     rf_dev *d = p->dev;
     rfk_scope scope(d->index);
     rfk_stop_timing(p);
+    rfk_stop_tuning(p);
     rfk_drop_graphs(p);
     if (p->memory) (void)hipFree(p->memory);
     rfk_free(&d->allocator, p->fused);
@@ -7290,6 +7494,7 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     rfk_make_fused(p);
     rfk_halve_norms(p);
     rfk_choose_splits(p);
+    rfk_list_ways(p);
     *out = p;
     return RF_OK;
 }
@@ -7317,13 +7522,14 @@ static rf_result rfk_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t 
         rfk_plan_release(p);
         return r;
     }
+    rfk_start_tuning(p);
     memcpy(segment_ops, p->segments, p->n_segments * sizeof *segment_ops);
     *n_segments = p->n_segments;
     *out = p;
     return RF_OK;
 }
 
-static rf_plan_stats rfk_plan_stats(const rf_prepared *p) { return p->stats; }
+static rf_session_stats rfk_plan_stats(const rf_prepared *p) { return p->stats; }
 
 /* ---- launches ---- */
 
@@ -8171,6 +8377,11 @@ static void rfk_pass_norm(rf_prepared *p, const rfk_fused *f, rfk_rows_args *a) 
     p->half_of = self + 1;
 }
 
+template <int WAVE> static void (*rfk_find_rows(bool other, uint32_t strips))(rfk_rows_args) {
+    if (other) return rfk_rows<WAVE, 1, true>;
+    return strips == 1 ? rfk_rows<WAVE, 1, false> : rfk_rows<WAVE, 2, false>;
+}
+
 static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
     const rf_op *ops = p->plan->ops;
@@ -8196,13 +8407,13 @@ static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
     a.glu = f->glu != RF_NONE;
     if (f->to_int8) a.to8 = p->x8;
     rfk_pass_norm(p, f, &a);
-    uint32_t blocks = rfk_divide_blocks(l, &a, rfk_rows_blocks(p));
+    const rf_decode_way *way = &p->stats.ways[p->stats.way];
+    const bool other = rfk_is_other(p->plan, f->products);
+    uint32_t blocks = rfk_divide_blocks(l, &a, way->blocks * p->dev->info.compute_units);
     rfk_config c = {dim3(blocks), dim3(RFK_ROWS_BLOCK), a.n_in / 64 * 96, p->capturing && p->dev->early,
                     l->q->stream};
     void (*kernel)(rfk_rows_args) =
-        rfk_is_other(p->plan, f->products)
-            ? RFK_BY_WAVE(l, (rfk_rows<32, RFK_ROWS_STRIPS(32), true>), (rfk_rows<64, RFK_ROWS_STRIPS(64), true>))
-            : RFK_BY_WAVE(l, (rfk_rows<32, RFK_ROWS_STRIPS(32), false>), (rfk_rows<64, RFK_ROWS_STRIPS(64), false>));
+        RFK_BY_WAVE(l, rfk_find_rows<32>(other, way->strips), rfk_find_rows<64>(other, way->strips));
     return rfk_go_config(l, kernel, c, a);
 }
 
@@ -8460,6 +8671,12 @@ static int rfk_can_replay(const rf_prepared *p, const rf_step *step) {
            step->n_rows == 1 && step->n_logits == 1 && step->first_logits_row == 0 && step->rows[0].token >= 0;
 }
 
+/* The step is one of those whose launches are timed: decode steps of a plan that is never replayed. */
+static int rfk_times_launches(const rf_prepared *p, const rf_step *step) {
+    return (p->no_graphs || __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_OFF) && !p->events &&
+           step->n_rows == 1 && step->n_logits == 1;
+}
+
 static hipError_t rfk_end_capture(rf_prepared *p, rf_queue *q) {
     hipGraph_t graph = NULL;
     hipGraphExec_t exec = NULL;
@@ -8484,6 +8701,9 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     memset(&ignored, 0, sizeof ignored);
     rfk_drop_graphs(p);
     p->graph_generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
+    if (p->graph_way != p->stats.way) p->graphs_checked = 0; /* other kernels: this driver may be wrong about these */
+    p->graph_way = p->stats.way;
+    p->tuning.is_warm = 0;
     p->capturing = 1;
     rfk_begin_fused(p, 0, p->n_fused);
     const uint32_t before_all = p->n_launched;
@@ -8540,21 +8760,28 @@ static rf_result rfk_check_replay(rf_prepared *p, rf_queue *q, const rf_step *st
     return RF_OK;
 }
 
-/* Replay a decode step, capturing it first if the weights have moved. *replayed = 0: launch it. */
+/* Replay a decode step, capturing it first if weights have moved or the way is another. *replayed = 0: launch it. */
 static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, int *replayed, rf_error *err) {
-    if (p->n_graphs == 0 || p->graph_generation != __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED))
+    if (p->n_graphs == 0 || p->graph_way != p->stats.way ||
+        p->graph_generation != __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED))
         rfk_capture(p, q, step);
     *replayed = p->n_graphs > 0;
     rf_result r = RF_OK;
+    const int checks = p->graphs_checked < RFK_GRAPH_CHECKS &&
+                       __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_CHECKED;
+    const int times = *replayed && !checks && p->tuning.on;
+    if (times) rfk_before_timed(p, q, 1);
     for (uint32_t i = 0; r == RF_OK && i < p->n_graphs; i++)
         r = rfk_check(p->dev, err, hipGraphLaunch(p->graph[i], q->stream), "hipGraphLaunch", "a decode step", 0);
     if (r == RF_OK && *replayed) {
         p->stats.launches += p->n_captured;
         p->stats.submissions += p->n_graphs;
     }
-    if (r == RF_OK && *replayed && p->graphs_checked < RFK_GRAPH_CHECKS &&
-        __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_CHECKED)
+    if (times) rfk_after_timed(p, q);
+    if (r == RF_OK && *replayed && checks) {
+        p->tuning.is_warm = 1;
         r = rfk_check_replay(p, q, step, err);
+    }
     return r;
 }
 
@@ -8570,9 +8797,14 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
     for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++)
         r = rfk_check_run(p, step, &p->plan->ops[i], err);
     if (r == RF_OK) r = rfk_write_step_values(p, q, step, err);
-    int replayed = r == RF_OK && first == 0 && last == p->n_segments && rfk_can_replay(p, step) ? 1 : 0;
+    const int whole = first == 0 && last == p->n_segments;
+    int replayed = r == RF_OK && whole && rfk_can_replay(p, step) ? 1 : 0;
+    if (p->tuning.on && r == RF_OK && whole) rfk_tune(p, q);
+    const int times = p->tuning.on && r == RF_OK && whole && rfk_times_launches(p, step);
     if (replayed) r = rfk_replay(p, q, step, &replayed, err);
+    if (times) rfk_before_timed(p, q, 0);
     if (r == RF_OK && !replayed) r = rfk_run_segments(p, q, first, last, step, err);
+    if (times) rfk_after_timed(p, q);
     if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
     r = rfk_settle(q, r);
     pthread_mutex_unlock(&q->submit);

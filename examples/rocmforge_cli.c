@@ -879,6 +879,26 @@ static size_t bench_values(app *a, bench_row *row, double peak, bench_value *out
     return ever.hits + ever.misses + ever.on_cpu ? BENCH_COLUMNS : BENCH_COLUMNS - 6;
 }
 
+/* The ways a GPU tried to decode in, and which it took. */
+static void print_ways(const app *a) {
+    const rf_session_stats s = rf_session_get_stats(a->s);
+    if (a->o.json) {
+        fputs("\"decode_ways\": [", stdout);
+        for (uint32_t i = 0; i < s.n_ways; i++)
+            printf("%s{\"strips\": %u, \"blocks\": %u, \"us\": %.1f}", i ? ", " : "", s.ways[i].strips,
+                   s.ways[i].blocks, s.ways[i].us);
+        if (s.way_is_timed) printf("], \"decode_way\": %u, ", s.way);
+        else fputs("], \"decode_way\": null, ", stdout);
+        return;
+    }
+    if (s.n_ways == 0) return;
+    const rf_decode_way *w = &s.ways[s.way_is_timed ? s.way : 0];
+    printf("%-14sstrips %u, blocks %u (", "decode_way", w->strips, w->blocks);
+    for (uint32_t i = 0; i < s.n_ways && s.way_is_timed; i++)
+        printf("%s%u, %u: %.1f us", i ? "; " : "", s.ways[i].strips, s.ways[i].blocks, s.ways[i].us);
+    puts(s.way_is_timed ? ")" : "default, not timed)");
+}
+
 /* A header of names and values, then a line for each depth. */
 static void print_bench(app *a, double load_s, double peak, bench_row *rows, uint32_t n_rows) {
     const options *o = &a->o;
@@ -905,6 +925,7 @@ static void print_bench(app *a, double load_s, double peak, bench_row *rows, uin
         else printf("%.*f", numbers[i].digits, numbers[i].value);
         fputs(o->json ? ", " : "\n", stdout);
     }
+    print_ways(a);
     if (o->json) fputs("\"results\": [", stdout);
     for (uint32_t k = 0; k < n_rows; k++) {
         size_t n = bench_values(a, &rows[k], peak, row);

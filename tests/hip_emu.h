@@ -57,6 +57,8 @@ void hip_emu_matrix_unit(int device, int kind);
 /* Matrix units that give each lane another of its results: 1: of bytes, 2: of halves, 3: of both. 0 = right ones; at the
  * start: what the environment variable HIP_EMU_WRONG_UNITS says. */
 void hip_emu_wrong_units(int kinds);
+/* What hipEventElapsedTime answers from now on; below 0, as at the start: what the host's clock says. */
+void hip_emu_elapsed(float ms);
 hip_emu_counts hip_emu_get_counts(void);
 /* 1 while device memory holds [p, p + n): nothing when AddressSanitizer is off. on: make it inaccessible. */
 void hip_emu_guard(void *p, size_t n, int on);
@@ -698,10 +700,11 @@ struct hip_emu_state {
     bool fail_forever, broken;
     int n_devices, n_units, count_error, no_kernels, order, stale_graphs;
     bool lost[2];
+    float elapsed_ms;
     uint32_t random;
     hip_emu_state() : n_events(0), n_graphs(0), calls(0), launches(0), replays(0), fail_call(0), fail_work(0), flip(0),
                       fail_forever(false), broken(false), n_devices(2), n_units(5), count_error(0), no_kernels(0),
-                      order(HIP_EMU_LATE), stale_graphs(0), random(1) {
+                      order(HIP_EMU_LATE), stale_graphs(0), elapsed_ms(-1), random(1) {
         lost[0] = lost[1] = false;
         const char *text = getenv("HIP_EMU_FLIP");
         if (text) flip = strtoull(text, nullptr, 10);
@@ -959,7 +962,7 @@ static inline hipError_t hipEventElapsedTime(float *ms, hipEvent_t a, hipEvent_t
     if (r != hipSuccess) return r;
     if (!a->timed || !b->timed || !a->stream || !b->stream) return hipErrorInvalidHandle;
     if (!hip_emu_reached(a) || !hip_emu_reached(b)) return hipErrorNotReady;
-    *ms = static_cast<float>((*b->time_us - *a->time_us) * 1e-3);
+    *ms = hip_emu().elapsed_ms < 0 ? static_cast<float>((*b->time_us - *a->time_us) * 1e-3) : hip_emu().elapsed_ms;
     return hipSuccess;
 }
 static inline hipError_t hipStreamWaitEvent(hipStream_t s, hipEvent_t e, unsigned flags) {
@@ -1200,6 +1203,7 @@ void hip_emu_no_kernels(int on) { HIP_EMU_LOCK; hip_emu().no_kernels = on; }
 void hip_emu_matrix_unit(int device, int kind) { HIP_EMU_LOCK; hip_emu_matrix_kind[device] = kind; }
 void hip_emu_wrong_units(int kinds) { HIP_EMU_LOCK; hip_emu_wrong_kinds = kinds; }
 void hip_emu_stale_graphs(int on) { HIP_EMU_LOCK; hip_emu().stale_graphs = on; }
+void hip_emu_elapsed(float ms) { HIP_EMU_LOCK; hip_emu().elapsed_ms = ms; }
 hip_emu_counts hip_emu_get_counts(void) {
     HIP_EMU_LOCK;
     hip_emu_state &e = hip_emu();

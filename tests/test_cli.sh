@@ -330,6 +330,7 @@ def near(a, b, digit): return abs(a - b) <= 0.01 * abs(b) + digit
 assert [r['depth'] for r in j['results']] == [0, 40], j
 assert j['n_ctx'] == 60 and j['n_ctx_train'] == 512 and j['n_prompt'] == 16 and j['n_decode'] == 4
 assert (j['peak_gb_s'] is None) == null
+assert j['decode_ways'] == [] and j['decode_way'] is None # nothing to choose without a GPU
 for r in j['results']:
     seen = sum(range(r['depth'] + 17, r['depth'] + 21)) / 4
     assert r['decode_bytes'] == round(j['token_bytes'] + seen * 6 * 2 * 4 * head_bytes), r

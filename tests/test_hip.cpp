@@ -2051,6 +2051,102 @@ static void test_decode_step() {
         }
 }
 
+/* ---- ways of a decode step ---- */
+
+/* norm -> three products; norm -> gate, up -> glu -> down, added to x, and half a norm -> logits. Returns what they write. */
+static std::vector<uint32_t> ways_model(Rig &g, uint32_t type, uint32_t n, uint32_t n_ff) {
+    const uint32_t widths[8] = {1, 33, 70, n_ff, n_ff, n, n, 40}, x = g.buffer(n), xn = g.buffer(n);
+    std::vector<uint32_t> out;
+    rf_op *embed = g.op(RF_OP_EMBED);
+    embed->out = x, embed->n_out = n, embed->weight = g.weight(RF_TYPE_F16, n, 1, random_rows(RF_TYPE_F16, n, 1));
+    for (int i = 0; i < 8; i++) {
+        const uint32_t rows = i < 6 ? RF_ROWS_TOKENS : RF_ROWS_LOGITS;
+        out.push_back(i == 5 ? x : g.buffer(widths[i], rows));
+        if (i == 6) {
+            rf_op *o = g.op(RF_OP_GATHER, rows);
+            o->in = x, o->out = out[6], o->n_out = n;
+        }
+        if (i == 0 || i == 3 || i == 6) {
+            rf_op *o = g.op(RF_OP_RMS_NORM, rows);
+            o->in = i < 6 ? x : out[6], o->out = i < 6 ? xn : out[6], o->n_heads = 1, o->n_in = n, o->eps = 1e-5f;
+            o->weight = g.vector(values(n));
+        }
+        if (i == 6) continue;
+        if (i == 5) {
+            rf_op *o = g.op(RF_OP_GLU);
+            o->in = o->out = out[3], o->in2 = out[4], o->n_out = n_ff;
+        }
+        rf_op *o = g.op(RF_OP_MATMUL, rows);
+        o->in = i < 5 ? xn : i == 5 ? out[3] : out[6], o->out = out.back(), o->n_in = i == 5 ? n_ff : n;
+        o->n_out = widths[i], o->flags = i == 5 ? RF_OP_ACCUMULATE : 0;
+        const uint32_t t = o->n_in % block_elements(type) ? (uint32_t)RF_TYPE_Q4_0 : type;
+        o->weight = g.weight(t, o->n_in, widths[i], random_rows(t, o->n_in, widths[i]));
+    }
+    g.plan.logits = out[7], g.plan.n_vocab = 40;
+    return out;
+}
+
+/* A step again and again, until its ways are timed: the same bits in each of them, of all that it writes. */
+static void ways_case(uint32_t type, uint32_t n, uint32_t n_ff, rf_dev *d, uint32_t wave) {
+    char what[96];
+    snprintf(what, sizeof what, "ways %s %u x %u, waves of %u", type_name(type), n, n_ff, wave);
+    Rig g(d);
+    const std::vector<uint32_t> out = ways_model(g, type, n, n_ff);
+    g.whole = true;
+    REQUIRE(g.open(1) == RF_OK, "%s: %s", what, g.err.text);
+    const uint32_t n_ways = type == RF_TYPE_Q4_0 || type == RF_TYPE_Q4_1 || type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1 ||
+                                    type == RF_TYPE_Q4_K || type == RF_TYPE_Q6_K || n_ff % block_elements(type)
+                                ? 4
+                                : 2;
+    std::vector<float> first;
+    std::set<uint32_t> seen;
+    rf_session_stats st = api->plan_stats(g.prepared);
+    CHECK(st.n_ways == n_ways && st.way == 0 && !st.way_is_timed, "%s: %u ways, way %u", what, st.n_ways, st.way);
+    for (int step = 0; step < 60 && !st.way_is_timed; step++) {
+        for (size_t i = 0; i < out.size(); i++) /* a row that is left out is not that of the step before */
+            g.set(out[i], std::vector<float>(g.size_of(out[i]) / 4, NAN));
+        REQUIRE(g.run(rows_of(1), std::vector<uint32_t>(1, 0)) == RF_OK, "%s: %s", what, g.err.text);
+        std::vector<float> found;
+        for (size_t i = 0; i < out.size(); i++) {
+            if (i == 6) continue; /* the norm's place: a launch may keep it to itself */
+            const std::vector<float> y = g.get(out[i]);
+            found.insert(found.end(), y.begin(), y.end());
+        }
+        st = api->plan_stats(g.prepared);
+        seen.insert(st.way);
+        if (step == 0) first = found;
+        CHECK(same_bits(first, found), "%s: step %d, in way %u, gives other bits", what, step, st.way);
+    }
+    for (size_t i = 0; i < first.size(); i++) REQUIRE(!isnan(first[i]), "%s: value %zu is not written", what, i);
+    CHECK(st.way_is_timed && seen.size() == n_ways, "%s: %zu of %u ways were tried", what, seen.size(), n_ways);
+}
+static void test_ways() {
+    for (uint32_t index = 0; index < devices.size(); index++) {
+        rf_dev *d = devices[index];
+#ifdef RF_TEST_EMU
+        rf_error err;
+        memset(&err, 0, sizeof err);
+        hip_emu_units(2);
+        const rf_result opened = api->device_open(index, NULL, &d, &err);
+        hip_emu_units(5);
+        REQUIRE(opened == RF_OK, "%s", err.text);
+        hip_emu_stale_graphs(index == 1); /* by graphs, and by launches */
+#endif
+        const uint32_t wave = index ? 64 : 32;
+        for (uint32_t k = 3; k < N_TYPES; k += stride) /* those from 11 on share a kernel */
+            if (k < 12 || k == 22 || full) { /* rows of less than a turn of the lanes, and of more than two */
+                ways_case(types[k], 256, 256, d, wave);
+                ways_case(types[k], 64 * (2 * wave + 8), 64, d, wave);
+            }
+#ifdef RF_TEST_EMU
+        rf_device_info info;
+        hip_emu_stale_graphs(0);
+        CHECK(api->device_info(d, &info, &err) == RF_OK && (info.note[0] != 0) == (index == 1), "'%s'", info.note);
+        api->device_close(d);
+#endif
+    }
+}
+
 /* ---- a small model: two layers of everything ---- */
 
 struct Small {
@@ -2410,6 +2506,11 @@ static void test_threads() {
 
 /* ---- what only the emulator can show ---- */
 
+static bool leaks(const hip_emu_counts &a, const hip_emu_counts &b) {
+    return a.allocations != b.allocations || a.host_allocations != b.host_allocations || a.streams != b.streams ||
+           a.events != b.events || a.graphs != b.graphs;
+}
+
 /* Device `index`, opened with another matrix unit, right ones or wrong ones, in the place of the usual one while this
  * lives. */
 struct OtherUnits {
@@ -2557,6 +2658,179 @@ static void test_stale_graphs() {
     api->device_close(d);
 }
 
+/* Two products, and what it takes to decode with them. */
+struct Tuned {
+    Rig g;
+    uint32_t x;
+    std::vector<float> values_of_x;
+    Tuned(rf_dev *d, uint32_t n_out) : g(d) {
+        const uint32_t y = (x = g.buffer(64), g.buffer(64)), yl = g.buffer(64, RF_ROWS_LOGITS), logits = g.buffer(n_out, RF_ROWS_LOGITS);
+        seed = 31;
+        rf_op *o = g.op(RF_OP_MATMUL);
+        o->in = x, o->out = y, o->n_in = o->n_out = 64, o->weight = g.weight(RF_TYPE_Q4_0, 64, 64, random_rows(RF_TYPE_Q4_0, 64, 64));
+        o = g.op(RF_OP_GATHER, RF_ROWS_LOGITS);
+        o->in = y, o->out = yl, o->n_out = 64;
+        o = g.op(RF_OP_MATMUL, RF_ROWS_LOGITS);
+        o->layer = 1;
+        o->in = yl, o->out = logits, o->n_in = 64, o->n_out = n_out;
+        o->weight = g.weight(RF_TYPE_Q4_0, 64, n_out, random_rows(RF_TYPE_Q4_0, 64, n_out));
+        g.plan.logits = logits, g.plan.n_vocab = n_out;
+        values_of_x = values(64);
+        g.whole = true;
+    }
+    rf_result open() {
+        rf_result r = g.open(1);
+        return r == RF_OK ? g.set(x, values_of_x) : r;
+    }
+    rf_session_stats stats() const { return api->plan_stats(g.prepared); }
+    /* A step, the last one having taken ms[its way]. */
+    rf_result step(const float *ms, uint32_t n_logits = 1) {
+        hip_emu_elapsed(ms[stats().way]);
+        const rf_result r = g.run(rows_of(1), std::vector<uint32_t>(n_logits, 0));
+        hip_emu_elapsed(-1);
+        return r;
+    }
+    bool tune(const float *ms, int most = 60) {
+        for (int i = 0; i < most && !stats().way_is_timed; i++)
+            if (step(ms) != RF_OK) return false;
+        return stats().way_is_timed == 1;
+    }
+};
+
+/* Another device of that kind, which knows no shape yet. */
+struct FreshDevice {
+    rf_dev *dev;
+    explicit FreshDevice(uint32_t index) : dev(NULL) {
+        rf_error err;
+        memset(&err, 0, sizeof err);
+        CHECK(api->device_open(index, NULL, &dev, &err) == RF_OK, "%s", err.text);
+    }
+    ~FreshDevice() { api->device_close(dev); }
+    FreshDevice(const FreshDevice &) = delete;
+    FreshDevice &operator=(const FreshDevice &) = delete;
+};
+
+/* The fastest way is taken, and known to later sessions of that shape; with graphs and, where they do not work, without. */
+static void test_fastest_way() {
+    static const struct { float ms[4]; uint32_t way; } list[] = {
+        {{0.5f, 1, 1, 1}, 0}, {{1, 0.5f, 1, 1}, 1}, {{1, 1, 0.5f, 0.6f}, 2}, {{1, 0.7f, 0.9f, 0.6f}, 3},
+        {{1, 1, 1, 1}, 0}, {{1, 0.995f, 0.992f, 1}, 0}, {{1, 0.995f, 1, 0.98f}, 3}, {{0, 0, 0, 0}, 0}, {{1, 0, 1, 1}, 0}};
+    for (uint32_t i = 0; i < RFT_COUNT(list) * 2; i++) {
+        const bool stale = i % 3 == 2;
+        const float *ms = list[i / 2].ms;
+        const uint32_t way = list[i / 2].way;
+        FreshDevice d(i % 2);
+        hip_emu_stale_graphs(stale);
+        {
+            Tuned a(d.dev, 33);
+            REQUIRE(a.open() == RF_OK, "%s", a.g.err.text);
+            const uint32_t events = hip_emu_get_counts().events;
+            REQUIRE(a.tune(ms), "%u: not timed", i);
+            const rf_session_stats st = a.stats();
+            CHECK(st.way == way, "%u: way %u, want %u", i, st.way, way);
+            std::set<std::pair<uint32_t, uint32_t> > ways;
+            for (uint32_t k = 0; k < 4; k++) {
+                CHECK(st.ways[k].us == ms[k] * 1e3f, "%u: way %u took %g us", i, k, (double)st.ways[k].us);
+                ways.insert(std::make_pair(st.ways[k].strips, st.ways[k].blocks));
+            }
+            CHECK(ways.size() == 4, "%u: %zu different ways", i, ways.size());
+            CHECK(hip_emu_get_counts().events + 2 == events, "%u: events are left", i);
+            Tuned same(d.dev, 33), other(d.dev, 34);
+            REQUIRE(same.open() == RF_OK && other.open() == RF_OK, "%s", other.g.err.text);
+            const rf_session_stats known = same.stats(), new_one = other.stats();
+            CHECK(known.way_is_timed && known.way == way && known.ways[3].us == ms[3] * 1e3f, "%u: way %u", i, known.way);
+            CHECK(!new_one.way_is_timed && new_one.way == 0 && new_one.ways[3].us == 0, "%u: way %u", i, new_one.way);
+            REQUIRE(same.step(ms) == RF_OK && a.step(ms) == RF_OK, "%s", same.g.err.text);
+            CHECK(same_bits(same.g.get(3), a.g.get(3)), "%u: other bits", i);
+        }
+        hip_emu_stale_graphs(0);
+    }
+}
+
+/* What is no decode step of the whole plan, or is behind one that still runs, is not timed. Of two sessions the first to end
+ * decides for both. Each way's graphs are checked; old shapes are forgotten. */
+static void test_untimed_ways() {
+    static const float ms[2][4] = {{1, 0.5f, 1, 1}, {1, 1, 1, 0.5f}};
+    FreshDevice d(0);
+    {
+        Tuned a(d.dev, 33), b(d.dev, 33);
+        REQUIRE(a.open() == RF_OK && b.open() == RF_OK, "%s", a.g.err.text);
+        a.g.whole = false;
+        CHECK(!a.tune(ms[0]) && a.stats().ways[0].us == 0, "steps in parts were timed");
+        a.g.whole = true;
+        for (int i = 0; i < 40; i++) REQUIRE(a.step(ms[0], 0) == RF_OK, "%s", a.g.err.text);
+        CHECK(a.stats().ways[0].us == 0, "steps without logits were timed");
+        const std::vector<rf_step_row> rows = rows_of(1);
+        const uint32_t last = 0;
+        rf_step step = {rows.data(), NULL, &last, 1, 1, 0};
+        rf_ticket t;
+        for (int i = 0; i < 40; i++) REQUIRE(api->plan_run(a.g.prepared, a.g.queue, 0, (uint32_t)a.g.segment_ops.size(), &step, &t, &a.g.err) == RF_OK, "%s", a.g.err.text);
+        CHECK(api->ticket_wait(&t, 60000, &a.g.err) == RF_OK && a.stats().ways[0].us == 0 && a.stats().way == 0, "queued steps were timed");
+        REQUIRE(b.step(ms[1]) == RF_OK, "%s", b.g.err.text);
+        CHECK(a.tune(ms[0]) && a.stats().way == 1, "way %u", a.stats().way);
+        CHECK(!b.stats().way_is_timed && b.tune(ms[1]) && b.stats().way == 1, "way %u", b.stats().way);
+        CHECK(same_bits(a.g.get(3), b.g.get(3)), "other bits");
+        for (uint32_t n = 34; n < 49; n++) {
+            Tuned next(d.dev, n);
+            REQUIRE(next.open() == RF_OK && next.tune(ms[1]), "%s", next.g.err.text);
+        }
+        for (int k = 0; k < 2; k++) {
+            Tuned again(d.dev, 33), next(d.dev, 49);
+            REQUIRE(again.open() == RF_OK && again.stats().way_is_timed == (k == 0), "%d: %s", k, again.g.err.text);
+            REQUIRE(next.open() == RF_OK && next.tune(ms[1]), "%s", next.g.err.text);
+        }
+    }
+    rf_device_info info;
+    Tuned late(d.dev, 50);
+    REQUIRE(late.open() == RF_OK, "%s", late.g.err.text);
+    while (late.stats().way == 0) REQUIRE(late.step(ms[0]) == RF_OK && !late.stats().way_is_timed, "%s", late.g.err.text);
+    CHECK(api->device_info(d.dev, &info, &late.g.err) == RF_OK && !info.note[0], "'%s'", info.note);
+    hip_emu_stale_graphs(1);
+    const std::vector<float> want = late.g.get(3), zeros(64, 0);
+    while (late.stats().way == 1) {
+        late.g.set(1, zeros); /* what the kernel that is left out would write */
+        REQUIRE(late.step(ms[0]) == RF_OK, "%s", late.g.err.text);
+    }
+    hip_emu_stale_graphs(0);
+    CHECK(api->device_info(d.dev, &info, &late.g.err) == RF_OK && strstr(info.note, "graphs are off"), "'%s'", info.note);
+    CHECK(same_bits(late.g.get(3), want), "stale replays were used");
+    CHECK(late.tune(ms[0]) && late.stats().way == 1, "way %u", late.stats().way);
+}
+
+/* The n-th call of the runtime fails while ways are timed, for every n: the call says so, or nothing has changed. */
+static void test_failing_ways() {
+    static const float ms[4] = {1, 0.7f, 0.5f, 0.6f};
+    std::vector<float> want;
+    uint64_t calls = 1, untimed = 0, failed = 0;
+    const hip_emu_counts before = hip_emu_get_counts();
+    for (uint64_t n = 0; n <= calls; n += full || n < 20 ? 1 : 5 + n % 11) {
+        FreshDevice d(1);
+        {
+            Tuned a(d.dev, 33);
+            rf_result r = a.open();
+            REQUIRE(r == RF_OK, "%s", a.g.err.text);
+            api->plan_release(a.g.prepared), a.g.prepared = NULL;
+            const uint64_t first = hip_emu_get_counts().calls;
+            uint32_t n_segments;
+            hip_emu_fail_call(n, 0);
+            r = api->plan_prepare(d.dev, &a.g.bind, a.g.segment_ops.data(), &n_segments, &a.g.prepared, &a.g.err);
+            for (int i = 0; i < 30 && r == RF_OK; i++) r = a.step(ms);
+            hip_emu_fail_call(0, 0);
+            if (n == 0) calls = hip_emu_get_counts().calls - first, want = a.g.get(3);
+            failed += r != RF_OK;
+            if (r == RF_OK) { /* without graphs it begins anew */
+                a.tune(ms);
+                const rf_session_stats st = a.stats();
+                untimed += !st.way_is_timed;
+                CHECK(st.way == (st.way_is_timed ? 2 : 0) && st.n_ways == 4, "call %d: way %u", (int)n, st.way);
+                CHECK(same_bits(a.g.get(3), want), "call %d: other bits", (int)n);
+            } else CHECK(a.g.err.code == RF_ERR_DEVICE && strstr(a.g.err.text, "hip"), "call %d: '%s'", (int)n, a.g.err.text);
+        }
+    }
+    CHECK(untimed > 3 && failed > 3, "%d failures of timing, %d of others", (int)untimed, (int)failed);
+    CHECK(!leaks(before, hip_emu_get_counts()), "a leak");
+}
+
 /* A consumer on another queue without queue_after reads garbage under late execution; with it the values
  * are right. */
 static void test_missing_wait() {
@@ -2637,11 +2911,6 @@ static std::vector<float> everything(rf_error *err) {
     }
     api->device_close(d);
     return out;
-}
-
-static bool leaks(const hip_emu_counts &a, const hip_emu_counts &b) {
-    return a.allocations != b.allocations || a.host_allocations != b.host_allocations || a.streams != b.streams ||
-           a.events != b.events || a.graphs != b.graphs;
 }
 
 /* The n-th call of the runtime fails, for every n: a text that names the call, nothing lost, and all works
@@ -2726,7 +2995,7 @@ static void test_plan_accounts() {
         for (int i = 0; i < 8; i++) {
             std::vector<rf_step_row> rows = i == 0 || i == 5 ? prompt(12, i * 12, 3) : prompt(1, 11 + i, 5 * i);
             REQUIRE(g.run(rows, std::vector<uint32_t>(1, (uint32_t)rows.size() - 1)) == RF_OK, "%s", g.err.text);
-            rf_plan_stats st = api->plan_stats(g.prepared);
+            rf_session_stats st = api->plan_stats(g.prepared);
             uint64_t ran = hip_emu_get_counts().launches - launches, graphs = hip_emu_get_counts().replays - replays;
             CHECK(st.launches == ran, "step %d: %d launches are counted, %d ran", i, (int)st.launches, (int)ran);
             CHECK(st.submissions > calls && st.submissions <= st.launches && st.submissions >= graphs &&
@@ -2859,6 +3128,7 @@ int main(int argc, char **argv) {
     RUN(test_joined_norm);
     RUN(test_glu_launch);
     RUN(test_decode_step);
+    RUN(test_ways);
     RUN(test_many_splits);
     RUN(test_small_model);
     RUN(test_queued_steps);
@@ -2871,6 +3141,9 @@ int main(int argc, char **argv) {
     RUN(test_matrix_units);
     RUN(test_wrong_units);
     RUN(test_stale_graphs);
+    RUN(test_fastest_way);
+    RUN(test_untimed_ways);
+    RUN(test_failing_ways);
     RUN(test_missing_wait);
     RUN(test_orders);
     RUN(test_failing_calls);
