@@ -571,7 +571,7 @@ typedef struct rf_forecast {
     uint64_t kv_bytes;       /* keys and values, recurrent states                         */
     uint64_t scratch_bytes;  /* activations and logits                                    */
     uint64_t plan_bytes;     /* of the device for workspaces: what an op keeps to itself  */
-    uint64_t host_bytes;     /* of the session on the host                                */
+    uint64_t host_bytes;     /* of the session on the host, but for some words of each op */
 } rf_forecast;
 
 /* What a session would need, before anything is allocated.
@@ -12561,11 +12561,24 @@ static int rfi_place(uint64_t *end, uint64_t *offset, uint64_t n, uint64_t width
            rfi_align_up(*end, RF_STATE_ALIGN, end);
 }
 
+/* What rfi_session_host_memory takes for rows with logits, rows and sequences; 0 if it does not fit 64 bits. */
+static int rfi_session_host_bytes(const rf_model *m, const rf_session_desc *d, uint64_t *bytes) {
+    const uint64_t choices = m->config.moe.n_experts ? 2ull * m->config.moe.n_used : 0;
+    const uint64_t row_bytes =
+        sizeof(rf_step_row) + sizeof(rf_row) + (1 + choices + m->plan.n_embd) * sizeof(float);
+    const uint64_t n_slots = m->config.recurrent.kind ? rfi_session_n_slots(d) : 0;
+    const uint64_t seq_bytes = (5 + (uint64_t)d->n_ctx) * sizeof(int32_t) + n_slots * sizeof(rfi_snapshot);
+    uint64_t unused;
+    *bytes = 0;
+    return rfi_place(bytes, &unused, d->n_logits_max, (uint64_t)m->plan.n_vocab + 1, sizeof(float)) &&
+           rfi_place(bytes, &unused, d->n_batch, row_bytes, 1) && rfi_place(bytes, &unused, d->n_seq_max, seq_bytes, 1);
+}
+
 /* Offsets of buffers and states (arrays, or NULL), and the totals. */
 static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d, uint64_t *buffer_offset,
                                     uint64_t *state_offset, rf_forecast *out, rf_error *err) {
     const rf_plan *plan = &m->plan;
-    uint64_t at, unused, host = 0;
+    uint64_t at, unused;
     int fits = 1;
     memset(out, 0, sizeof *out);
     for (uint32_t i = 0; i < plan->n_buffers; i++) {
@@ -12585,10 +12598,7 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
         }
         if (state_offset) state_offset[i] = at;
     }
-    fits &= rfi_place(&host, &unused, d->n_logits_max, (uint64_t)plan->n_vocab + 1, sizeof(float));
-    fits &= rfi_place(&host, &unused, d->n_batch, (uint64_t)plan->n_embd + 8, sizeof(float));
-    fits &= rfi_place(&host, &unused, d->n_seq_max, (uint64_t)d->n_ctx + 5, sizeof(int32_t));
-    out->host_bytes = host;
+    fits &= rfi_session_host_bytes(m, d, &out->host_bytes);
     return fits ? RF_OK : rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: sizes do not fit 64 bits");
 }
 

@@ -430,6 +430,35 @@ static void test_cpu_workspaces(void) {
     }
 }
 
+/* What a session takes of the host grows with each of its sizes as the forecast does. The null device takes nothing of its own. */
+static void test_host_memory(void) {
+    static const char *const files[] = {"examples/shakespeare-5m.gguf", "tests/family/olmoe.gguf", "tests/family/qwen35moe.gguf"};
+    static const rf_session_desc least = {.n_ctx = 64, .n_seq_max = 1, .n_batch = 1, .n_logits_max = 1, .n_snapshots = 1};
+    const rf_gguf_desc gd = {.allocator = {count_alloc, count_free, NULL}};
+    const rf_device_desc dd = {.allocator = gd.allocator};
+    for (size_t i = 0; i < RFI_COUNT(files); i++) {
+        uint64_t first = 0, first_forecast = 0;
+        for (int size = 0; size <= 5; size++) {
+            rf_session_desc sd = least;
+            rf_forecast f;
+            rig r;
+            if (size == 1) sd.n_ctx += 5000;
+            if (size == 2) sd.n_seq_max += 1000;
+            if (size == 3) sd.n_batch += 1000;
+            if (size == 4) sd.n_logits_max += 1000;
+            if (size == 5) sd.n_snapshots += 1000;
+            if (!rig_open(&r, &(rig_how){.path = files[i], .device = "null", .gguf = &gd, .device_desc = &dd})) continue;
+            CHECK(rf_model_forecast(r.m, &sd, &f, &r.err) == RF_OK, "%s", r.err.text);
+            counted = 0;
+            CHECK(rf_session_open(r.m, &sd, &r.s, &r.err) == RF_OK, "%s", r.err.text);
+            if (size == 0) first = counted, first_forecast = f.host_bytes;
+            const int64_t more = (int64_t)(counted - first), want = (int64_t)(f.host_bytes - first_forecast);
+            CHECK(llabs(more - want) < 3 * 256, "%s, size %d: %lld bytes more, forecast %lld", files[i], size, (long long)more, (long long)want);
+            rig_close(&r);
+        }
+    }
+}
+
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
     RUN(test_windows);
@@ -443,5 +472,6 @@ int main(int argc, char **argv) {
     RUN(test_failing);
     RUN(test_forecast);
     RUN(test_cpu_workspaces);
+    RUN(test_host_memory);
     RFT_END();
 }
