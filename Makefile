@@ -69,9 +69,9 @@ gpu:    ## build the programs for AMD GPUs as build/*_gpu; GPU_ARCH=gfx1100
 	$(HIPCC) -O3 --offload-arch=$(or $(GPU_ARCH),gfx1100) -c rocmforge_kernels.hip -o $(B)/kernels_gpu.o
 	$(call link_gpu,$(HIPCC))
 
-gpu-nvidia:    ## build the programs for NVIDIA GPUs as build/*_gpu; GPU_ARCH=sm_90
+gpu-nvidia:    ## build the programs for NVIDIA GPUs as build/*_gpu; GPU_ARCH=sm_90a
 	@mkdir -p $(B)
-	$(NVCC) -O3 -arch=$(or $(GPU_ARCH),sm_90) -x cu -c rocmforge_kernels.hip -o $(B)/kernels_gpu.o
+	$(NVCC) -O3 -arch=$(or $(GPU_ARCH),sm_90a) -x cu -c rocmforge_kernels.hip -o $(B)/kernels_gpu.o
 	$(call link_gpu,$(NVCC))
 
 define link_gpu

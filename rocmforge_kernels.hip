@@ -1,7 +1,7 @@
 /* rocmforge_kernels.hip: the GPU device of rocmforge.h. One symbol, rocmforge_hip_api(), gives its table.
  *
  *     hipcc -O3 --offload-arch=gfx1100 -c rocmforge_kernels.hip                  AMD
- *     nvcc -O3 -arch=sm_90 -x cu -c rocmforge_kernels.hip                        NVIDIA
+ *     nvcc -O3 -arch=sm_90a -x cu -c rocmforge_kernels.hip                       NVIDIA (sm_90a: H100, H200)
  *     c++ -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c ...             on the CPU, for tests
  *
  * Reads sections 1 and 2 of rocmforge.h only, and is C++11 without its library. Names: rfk_*. Kernels take WAVE (32
@@ -1183,7 +1183,26 @@ struct rfk_group {
 struct rfk_int8_rows {
     int *q;           /* [rows, n / 4]; NULL: not wanted */
     rfk_group *group; /* [rows, n / 32]                  */
+    uint32_t bfloats; /* not 0: there are so many rows, and q has bfloats of them as rfk_matmul_bfloats wants them */
 };
+
+/* Two floats as bfloats, rounded to nearest even, the first in the lower half. */
+RFK_DEVICE uint32_t rfk_to_bfloats(float low, float high) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    uint32_t both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+#else
+    uint32_t bits[2] = {rfk_as_bits(low), rfk_as_bits(high)};
+    for (int i = 0; i < 2; i++)
+        bits[i] = (bits[i] & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (bits[i] + 0x7fff + (bits[i] >> 16 & 1)) >> 16;
+    return bits[0] | bits[1] << 16;
+#endif
+}
+
+/* A row of 64 bfloats of an operand is 128 bytes; its 16-byte words change places with the row's number, as wgmma wants
+ * them where they are swizzled over 128 bytes: words of one number of 8 rows are in other banks. */
+RFK_DEVICE uint32_t rfk_swizzled(uint32_t row, uint32_t word) { return word ^ row % 8; }
 
 /* Four values of a group of 32 that eight neighbouring lanes hold: packed quants, the group's d, and the sum of q over
  * the lane's half of the group. All lanes of the wave take part. */
@@ -1232,6 +1251,18 @@ RFK_DEVICE void rfk_quantize4(const rfk_int8_rows &to, size_t row, uint32_t n, u
     }
 }
 
+/* The same as int8 or bfloats, whatever the matmul behind takes; as bfloats 64 values of all rows lie together. */
+template <int WAVE>
+RFK_DEVICE void rfk_convert4(const rfk_int8_rows &to, size_t row, uint32_t n, uint32_t i, const float *x, bool inside) {
+    if (!to.bfloats) return rfk_quantize4<WAVE>(to, row, n, i, x, inside);
+    if (!inside) return;
+    uint2 *word = reinterpret_cast<uint2 *>(reinterpret_cast<int4 *>(to.q) + (i / 16 * (size_t)to.bfloats + row) * 8 +
+                                            rfk_swizzled((uint32_t)row, i % 16 / 2));
+    uint2 v;
+    v.x = rfk_to_bfloats(x[0], x[1]), v.y = rfk_to_bfloats(x[2], x[3]);
+    word[i % 2] = v;
+}
+
 /* grid [rows, ceil(n / 1024)]   block 256 */
 struct rfk_quantize_args {
     const float *in;
@@ -1242,7 +1273,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_quantize(r
     uint32_t i = blockIdx.y * RFK_BLOCK + threadIdx.x;
     float x[4];
     rfk_get4(a.in + (size_t)blockIdx.x * a.in_stride, i, a.n, x);
-    rfk_quantize4<WAVE>(a.to, blockIdx.x, a.n, i, x, i < a.n / 4);
+    rfk_convert4<WAVE>(a.to, blockIdx.x, a.n, i, x, i < a.n / 4);
 }
 
 /* out (+)= x / sqrt(mean(x^2) + eps) * w + b over n values, x = in or in - mean(in), and out quantized for the matmul
@@ -1304,7 +1335,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(r
             x[k] = rfk_norm_value(a, in[4 * i + k] - mean, scale, 4 * i + k, out);
             if (out) out[4 * i + k] = x[k];
         }
-        rfk_quantize4<WAVE>(a.to, blockIdx.x, a.n, i, x, inside);
+        rfk_convert4<WAVE>(a.to, blockIdx.x, a.n, i, x, inside);
     }
 }
 
@@ -1354,7 +1385,7 @@ template <int WAVE, class R> RFK_DEVICE void rfk_norm_wide(const rfk_norm_args &
             rfk_norm_get4(w, i, a.n, factor);
             for (uint32_t k = 0; k < 4; k++) x[j][k] = x[j][k] * scale * factor[k];
             if (out) rfk_set4(out, i, a.n, x[j]);
-            if (a.to.q) rfk_quantize4<WAVE>(a.to, blockIdx.x, a.n, i, x[j], i < a.n / 4);
+            if (a.to.q) rfk_convert4<WAVE>(a.to, blockIdx.x, a.n, i, x[j], i < a.n / 4);
         }
         if (first == 0) return;
     }
@@ -1543,7 +1574,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_gl
     else
         for (uint32_t k = 0; k < 4; k++) x[k] = rfk_glu_value(a, gate[k], up[k], factor);
     if (a.out) rfk_set4(a.out + (size_t)blockIdx.y * a.out_stride, i, a.n, x);
-    if (a.to.q) rfk_quantize4<WAVE>(a.to, blockIdx.y, a.n, i, x, i < a.n / 4);
+    if (a.to.q) rfk_convert4<WAVE>(a.to, blockIdx.y, a.n, i, x, i < a.n / 4);
 }
 
 /* out[i] = in[row of the i-th logits].   grid [ceil(n / 256), L]   block 256 */
@@ -3783,6 +3814,349 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_norm(rfk_join_norm_args a
     rfk_norm_wide<WAVE>(a.norm, r, s);
 }
 
+/* ---- many columns, on warpgroups ----
+ * Hopper's wgmma multiplies bfloats that lie in shared memory: 64 rows by 128 columns for four waves, which wait for
+ * nothing but its end. So weights are made bfloats on their way there, by waves that do nothing else, and activations
+ * were made so by the kernel before. A rounding is 2^-8 of a value at most, where that of int8 activations is up to 1 / 254 of
+ * the largest in its group; and what a float can hold does not overflow, as it would in halves.
+ * PTX ISA 8.7, "Asynchronous Warpgroup Level Matrix Instructions", "mbarrier". Here an mbarrier is called a gate: the n-th
+ * wait for it passes when so many arrivals (and bytes) as it counts have come n times. */
+
+#define RFK_WARPGROUP 128u
+#define RFK_WGMMA_ROWS 128u /* of W for a block */
+#define RFK_WGMMA_COLS 128u
+#define RFK_WGMMA_DEPTH 64u /* values of a row in a stage, 128 bytes  */
+#define RFK_WGMMA_STAGES 3u /* two blocks' fit into a multiprocessor  */
+#define RFK_WGMMA_BLOCK (2 * RFK_WARPGROUP)
+#define RFK_WGMMA_RIGHT 1u
+#define RFK_WGMMA_WRONG 2u
+
+struct rfk_wgmma_stage {
+    int4 w[RFK_WGMMA_ROWS][8], x[RFK_WGMMA_COLS][8]; /* rfk_swizzled */
+};
+union rfk_wgmma_shared {
+    rfk_wgmma_stage stage[RFK_WGMMA_STAGES];
+    float out[RFK_WGMMA_COLS][RFK_WGMMA_ROWS + 4]; /* four more: lanes' columns are in other banks */
+};
+/* Bytes asked for by launches; 1024 more, because words change places by bits of their address. */
+#define RFK_WGMMA_BYTES ((uint32_t)sizeof(rfk_wgmma_shared) + 1024)
+#define RFK_WGMMA_CHECK_BYTES ((uint32_t)sizeof(rfk_wgmma_stage) + 1024)
+
+#if defined(ROCMFORGE_HIP_EMU)
+#define RFK_HAS_WGMMA 1
+#define RFK_MAY_WGMMA(index, arch) hip_emu_has_wgmma(index)
+typedef hip_emu_gate rfk_gate;
+#elif defined(RFK_NVIDIA)
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define RFK_HAS_WGMMA 1
+#endif
+#define RFK_MAY_WGMMA(index, arch) (strcmp(arch, "sm_90") == 0)
+typedef uint64_t rfk_gate;
+#else
+#define RFK_MAY_WGMMA(index, arch) false
+#endif
+
+#if defined(RFK_HAS_WGMMA)
+/* full: a stage's W (each wave's lane 0 arrives for it) and x are there; empty: the waves that multiply are done with it. */
+struct rfk_gates {
+    rfk_gate full[RFK_WGMMA_STAGES], empty[RFK_WGMMA_STAGES];
+};
+
+#if defined(ROCMFORGE_HIP_EMU)
+RFK_DEVICE void rfk_gate_make(rfk_gate *g, uint32_t n) { hip_emu_gate_make(g, n); }
+RFK_DEVICE void rfk_gate_arrive(rfk_gate *g) { hip_emu_gate_arrive(g, 0); }
+RFK_DEVICE void rfk_gate_wait(rfk_gate *g, uint32_t n) { hip_emu_gate_wait(g, n & 1); }
+RFK_DEVICE void rfk_gate_copy(rfk_gate *g, void *to, const void *from, uint32_t n_bytes) {
+    hip_emu_gate_arrive(g, n_bytes);
+    hip_emu_gate_copy(g, to, from, n_bytes);
+}
+RFK_DEVICE void rfk_show_stores() {}
+RFK_DEVICE void rfk_meet_wave() { (void)rfk_swap<32>(0, 1); }
+template <int N> RFK_DEVICE void rfk_more_registers() {}
+template <int N> RFK_DEVICE void rfk_fewer_registers() {}
+RFK_DEVICE void rfk_wgmma_begin() {}
+RFK_DEVICE void rfk_wgmma_end() {}
+template <int LEFT> RFK_DEVICE void rfk_wgmma_wait() {}
+RFK_DEVICE void rfk_wgmma(float *sum, const int4 *w, const int4 *x, int add) {
+    hip_emu_wgmma_m64n128k16_bf16(sum, w, x, add);
+}
+#else
+RFK_DEVICE uint32_t rfk_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+/* One thread, before a barrier. */
+RFK_DEVICE void rfk_gate_make(rfk_gate *g, uint32_t n) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(rfk_shared_address(g)), "r"(n) : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+RFK_DEVICE void rfk_gate_arrive(rfk_gate *g) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(rfk_shared_address(g)) : "memory");
+}
+/* The n-th wait, from 0: gates have one bit for it. */
+RFK_DEVICE void rfk_gate_wait(rfk_gate *g, uint32_t n) {
+    asm volatile("{.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
+                 ::"r"(rfk_shared_address(g)), "r"(n & 1) : "memory");
+}
+/* Arrive, and start a copy whose bytes the gate waits for, too. */
+RFK_DEVICE void rfk_gate_copy(rfk_gate *g, void *to, const void *from, uint32_t n_bytes) {
+    const uint32_t gate = rfk_shared_address(g);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(gate), "r"(n_bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(rfk_shared_address(to)), "l"(from), "r"(n_bytes), "r"(gate) : "memory");
+}
+/* What this thread stored in shared memory is there for wgmma, behind the next arrival or barrier. */
+RFK_DEVICE void rfk_show_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+RFK_DEVICE void rfk_meet_wave() { __syncwarp(); }
+/* A warpgroup's registers from here on. Those of a launch are divided evenly first. */
+template <int N> RFK_DEVICE void rfk_more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> RFK_DEVICE void rfk_fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+RFK_DEVICE void rfk_wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+RFK_DEVICE void rfk_wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+/* Until LEFT groups at most, [begin, end), are not done. */
+template <int LEFT> RFK_DEVICE void rfk_wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+/* Address in units of 16 bytes, 1024 bytes from 8 rows to the next, swizzled over 128 bytes. */
+RFK_DEVICE uint64_t rfk_wgmma_operand(const int4 *rows) {
+    return (uint64_t)1 << 62 | (uint64_t)(1024 >> 4) << 32 | 1u << 16 | (rfk_shared_address(rows) & 0x3ffff) >> 4;
+}
+#define RFK_WGMMA_8(s) "+f"((s)[0]), "+f"((s)[1]), "+f"((s)[2]), "+f"((s)[3]), "+f"((s)[4]), "+f"((s)[5]), \
+    "+f"((s)[6]), "+f"((s)[7])
+#define RFK_WGMMA_64(s) RFK_WGMMA_8(s), RFK_WGMMA_8(s + 8), RFK_WGMMA_8(s + 16), RFK_WGMMA_8(s + 24), \
+    RFK_WGMMA_8(s + 32), RFK_WGMMA_8(s + 40), RFK_WGMMA_8(s + 48), RFK_WGMMA_8(s + 56)
+/* sum = (add ? sum : 0) + 64 rows of w by 128 columns of x over 16 values, in the background. A whole warpgroup. */
+RFK_DEVICE void rfk_wgmma(float *sum, const int4 *w, const int4 *x, int add) {
+    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+                 "%64, %65, p, 1, 1, 0, 0;\n}"
+                 : RFK_WGMMA_64(sum)
+                 : "l"(rfk_wgmma_operand(w)), "l"(rfk_wgmma_operand(x)), "r"(add));
+}
+#endif
+
+/* Row and column of a thread's result i. */
+RFK_DEVICE uint32_t rfk_wgmma_row(uint32_t i) { return threadIdx.x % RFK_WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4 + i % 4 / 2 * 8; }
+RFK_DEVICE uint32_t rfk_wgmma_col(uint32_t i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
+/* The products of a stage, in the background: N times 64 rows. */
+template <int N> RFK_DEVICE void rfk_wgmma_step(float (&sum)[N][64], const int4 *w, const int4 *x, bool add) {
+    rfk_wgmma_begin();
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < RFK_WGMMA_DEPTH / 16; k++)
+        RFK_UNROLL(2)
+        for (uint32_t n = 0; n < (uint32_t)N; n++) rfk_wgmma(sum[n], w + 64 * 8 * n + 2 * k, x + 2 * k, k > 0 || add);
+    rfk_wgmma_end();
+}
+
+/* Where nothing is in flight any more: sums may be read behind this. */
+template <int N> RFK_DEVICE void rfk_wgmma_done(float (&sum)[N][64]) {
+    rfk_wgmma_wait<0>();
+#if !defined(ROCMFORGE_HIP_EMU)
+    RFK_UNROLL(2)
+    for (int n = 0; n < N; n++) asm volatile("" : RFK_WGMMA_64(sum[n])::"memory");
+#else
+    (void)sum;
+#endif
+}
+
+template <class T> RFK_DEVICE T &rfk_wgmma_memory(int4 *asked_for) {
+    return *reinterpret_cast<T *>(((size_t)asked_for + 1023) & ~(size_t)1023);
+}
+
+/* 16 weights d * (q - OFFSET) - m to words `word` and the next of row i. A byte above a float's last 8 bits is the float
+ * 32768 + byte, so that one addition takes off what is too much: it rounds by 2^-9 of d at most. */
+template <int OFFSET> RFK_DEVICE void rfk_wgmma_store(int4 *row, uint32_t i, uint32_t word, const int *q, float d, float m) {
+    const float start = fmaf(-d, (float)(32768 + 128 + OFFSET), -m);
+    int to[8];
+    RFK_UNROLL(4)
+    for (int k = 0; k < 4; k++) {
+        const uint32_t bytes = (uint32_t)q[k] ^ 0x80808080u; /* q + 128 */
+        float v[4];
+        RFK_UNROLL(4)
+        for (uint32_t b = 0; b < 4; b++) {
+#if defined(RFK_NVIDIA)
+            const uint32_t bits = __byte_perm(bytes, 0x47000000u, 0x7404u | b << 4);
+#else
+            const uint32_t bits = 0x47000000u | (bytes >> (8 * b) & 255) << 8;
+#endif
+            v[b] = fmaf(d, rfk_as_float(bits), start);
+        }
+        to[2 * k] = (int)rfk_to_bfloats(v[0], v[1]), to[2 * k + 1] = (int)rfk_to_bfloats(v[2], v[3]);
+    }
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++) {
+        int4 v;
+        v.x = to[4 * h], v.y = to[4 * h + 1], v.z = to[4 * h + 2], v.w = to[4 * h + 3];
+        row[rfk_swizzled(i, word + h)] = v;
+    }
+}
+
+/* A warpgroup fills stages, steps [first, end): two lanes do a row. Where a unit's halves are 64 values apart, each
+ * step takes one half of twice the units. Rows beyond the last repeat it. */
+template <int TYPE>
+RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, uint32_t row0, uint32_t col0, uint32_t first,
+                               uint32_t end, rfk_wgmma_shared &s, rfk_gates &gates) {
+    typedef rfk_format<TYPE> F;
+    const uint32_t UNITS = F::STRIDE == 64 ? 2 : 1, N = RFK_WGMMA_ROWS / 64 * UNITS, thread = threadIdx.x % RFK_WARPGROUP,
+                   odd = thread % 2, pair = thread / 2,
+                   /* the words of 8 lanes shall be in all banks: of rows 0-3, or 0, 1, 4 and 5 if they are 2 words apart */
+                   i = F::STRIDE == 16 ? pair : (pair & ~6u) | (pair & 2) << 1 | (pair & 4) >> 1;
+    rfk_raw raw[N];
+    size_t block[N / UNITS];
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < N / UNITS; j++) {
+        const uint32_t row = row0 + i + 64 * j;
+        block[j] = (size_t)(p.row0 + (row < p.n_out ? row : p.n_out - 1)) * (a.n_in / F::BLOCK);
+    }
+    RFK_UNROLL(4)
+    for (uint32_t n = 0; n < N; n++)
+        F::fetch(p.w, block[n / UNITS], UNITS == 2 ? first / 2 * 4 + odd + n % 2 * 2 : 2 * first + odd, raw[n]);
+    RFK_UNROLL(1)
+    for (uint32_t step = first; step < end; step++) {
+        const uint32_t turn = (step - first) / RFK_WGMMA_STAGES, number = (step - first) % RFK_WGMMA_STAGES;
+        rfk_wgmma_stage &stage = s.stage[number];
+        if (turn > 0) rfk_gate_wait(&gates.empty[number], turn - 1);
+        if (thread == 0)
+            rfk_gate_copy(&gates.full[number], stage.x, reinterpret_cast<const int4 *>(a.x8.q) + ((size_t)step * a.n_cols + col0) * 8,
+                          sizeof stage.x);
+        RFK_UNROLL(4)
+        for (uint32_t n = 0; n < N; n++) {
+            const uint32_t row = i + n / UNITS * 64, unit = UNITS == 2 ? step / 2 * 4 + odd + n % 2 * 2 : 2 * step + odd,
+                           next = step + 1 < end ? step + 1 : step;
+            rfk_unit v;
+            F::unpack(raw[n], unit, v);
+            F::fetch(p.w, block[n / UNITS], UNITS == 2 ? next / 2 * 4 + odd + n % 2 * 2 : 2 * next + odd, raw[n]);
+            RFK_UNROLL(2)
+            for (uint32_t h = 0; h < 2; h++) {
+                if (UNITS == 2 && h != step % 2) continue;
+                rfk_wgmma_store<F::OFFSET>(stage.w[row], row, rfk_unit_at<TYPE>(unit) % 64 / 8 + h * (F::STRIDE % 64 / 8),
+                                           v.q + 4 * h, v.d[h], F::HAS_MIN ? v.m[h] : 0.0f);
+            }
+        }
+        rfk_show_stores();
+        rfk_meet_wave();
+        if (thread % 32 == 0) rfk_gate_arrive(&gates.full[number]);
+    }
+}
+
+/* The other one multiplies; the sums replace what is in shared memory. */
+RFK_DEVICE void rfk_wgmma_multiply(uint32_t n_steps, rfk_wgmma_shared &s, rfk_gates &gates) {
+    const uint32_t N = RFK_WGMMA_ROWS / 64;
+    float sum[N][64];
+    RFK_UNROLL(1)
+    for (uint32_t step = 0; step < n_steps; step++) {
+        const uint32_t number = step % RFK_WGMMA_STAGES, last = (step + RFK_WGMMA_STAGES - 1) % RFK_WGMMA_STAGES;
+        rfk_gate_wait(&gates.full[number], step / RFK_WGMMA_STAGES);
+        rfk_wgmma_step(sum, s.stage[number].w[0], s.stage[number].x[0], step > 0);
+        rfk_wgmma_wait<1>(); /* the step before this is done */
+        if (step > 0 && threadIdx.x % 32 == 0) rfk_gate_arrive(&gates.empty[last]);
+    }
+    rfk_wgmma_done(sum);
+    __syncthreads();
+    RFK_UNROLL(2)
+    for (uint32_t n = 0; n < N; n++)
+        RFK_UNROLL(64)
+        for (uint32_t i = 0; i < 64; i++) s.out[rfk_wgmma_col(i)][64 * n + rfk_wgmma_row(i)] = sum[n][i];
+    __syncthreads();
+}
+#endif
+
+/* grid [ceil(cols / 128), row tiles of all products, splits]   block 256   LDS 97 KiB   n_in % 64 == 0
+ * reads W once per 128 columns and x once per 128 rows */
+#if defined(RFK_NVIDIA)
+template <int TYPE> static __global__ void __launch_bounds__(RFK_WGMMA_BLOCK, 2) rfk_matmul_bfloats(rfk_tiles_args t) {
+#else
+template <int TYPE> static __global__ void RFK_THREADS(RFK_WGMMA_BLOCK) rfk_matmul_bfloats(rfk_tiles_args t) {
+#endif
+#if defined(RFK_HAS_WGMMA)
+    RFK_SHARED(rfk_gates, gates);
+    RFK_DYNAMIC(int4, memory);
+    rfk_wgmma_shared &s = rfk_wgmma_memory<rfk_wgmma_shared>(memory);
+    uint32_t number = blockIdx.y;
+    rfk_product p;
+    rfk_neighbours columns;
+    (void)rfk_find_columns(t, RFK_WGMMA_ROWS, RFK_WGMMA_COLS, &number, &p, &columns);
+    const uint32_t row0 = number * RFK_WGMMA_ROWS, first = t.split_units / 2 * blockIdx.z, last = first + t.split_units / 2,
+                   end = last < t.m.n_in / RFK_WGMMA_DEPTH ? last : t.m.n_in / RFK_WGMMA_DEPTH;
+    if (threadIdx.x < RFK_WGMMA_STAGES) {
+        rfk_gate_make(&gates.full[threadIdx.x], RFK_WARPGROUP / 32 + 1); /* one more: who copies x */
+        rfk_gate_make(&gates.empty[threadIdx.x], RFK_WARPGROUP / 32);
+    }
+    __syncthreads();
+    if (threadIdx.x >= RFK_WARPGROUP) {
+        rfk_fewer_registers<88>();
+        rfk_wgmma_fill<TYPE>(t.m, p, row0, columns.first, first, end, s, gates);
+        __syncthreads(); /* those of rfk_wgmma_multiply */
+        __syncthreads();
+        return;
+    }
+    rfk_more_registers<168>();
+    rfk_wgmma_multiply(end - first, s, gates);
+    const uint32_t row = 4 * (threadIdx.x % (RFK_WGMMA_ROWS / 4));
+    const size_t tile = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z;
+    RFK_UNROLL(1)
+    for (uint32_t col = threadIdx.x / (RFK_WGMMA_ROWS / 4); col < RFK_WGMMA_COLS; col += RFK_WARPGROUP / (RFK_WGMMA_ROWS / 4)) {
+        float4 v = *reinterpret_cast<const float4 *>(&s.out[col][row]);
+        float out[4] = {v.x, v.y, v.z, v.w};
+        if (t.part) *reinterpret_cast<float4 *>(t.part + (tile * RFK_WGMMA_COLS + col) * RFK_WGMMA_ROWS + row) = v;
+        else if (row0 + row < p.n_out && columns.first + col < columns.end) rfk_put4(p, (row0 + row) / 4, columns.first + col, out);
+    }
+#else
+    (void)t;
+#endif
+}
+
+static void (*rfk_find_bfloats(uint32_t kernel_type))(rfk_tiles_args) {
+    switch (kernel_type) {
+    case RF_TYPE_Q8_0: return rfk_matmul_bfloats<RF_TYPE_Q8_0>;
+    case RF_TYPE_Q4_0: return rfk_matmul_bfloats<RF_TYPE_Q4_0>;
+    case RF_TYPE_Q4_1: return rfk_matmul_bfloats<RF_TYPE_Q4_1>;
+    case RF_TYPE_Q5_0: return rfk_matmul_bfloats<RF_TYPE_Q5_0>;
+    case RF_TYPE_Q5_1: return rfk_matmul_bfloats<RF_TYPE_Q5_1>;
+    case RF_TYPE_Q4_K: return rfk_matmul_bfloats<RF_TYPE_Q4_K>;
+    case RF_TYPE_Q5_K: return rfk_matmul_bfloats<RF_TYPE_Q5_K>;
+    case RF_TYPE_Q2_K: return rfk_matmul_bfloats<RF_TYPE_Q2_K>;
+    case RFK_OTHER32: return rfk_matmul_bfloats<RFK_OTHER32>;
+    case RFK_OTHER16: return rfk_matmul_bfloats<RFK_OTHER16>;
+    default: return rfk_matmul_bfloats<RF_TYPE_Q6_K>;
+    }
+}
+
+/* Whether a warpgroup multiplies as the kernel expects: RFK_WGMMA_... by each thread of its results, 0: not compiled for it.
+ * Values and sums of integers, exact in any order.   grid 1   block 128 */
+static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out) {
+#if defined(RFK_HAS_WGMMA)
+    RFK_DYNAMIC(int4, memory);
+    rfk_wgmma_stage &s = rfk_wgmma_memory<rfk_wgmma_stage>(memory);
+    for (uint32_t j = threadIdx.x; j < 2 * 128 * RFK_WGMMA_DEPTH; j += RFK_WARPGROUP) {
+        const uint32_t i = j / RFK_WGMMA_DEPTH, k = j % RFK_WGMMA_DEPTH;
+        int4 *row = i < 128 ? s.w[i] : s.x[i - 128];
+        reinterpret_cast<uint16_t *>(row + rfk_swizzled(i, k / 8))[k % 8] =
+            (uint16_t)rfk_to_bfloats((float)rfk_check_value(i / 8, i % 8 * 2 + k / 32, k % 32), 0);
+    }
+    rfk_show_stores();
+    __syncthreads();
+    float sum[2][64];
+    rfk_wgmma_step(sum, s.w[0], s.x[0], false);
+    rfk_wgmma_done(sum);
+    uint32_t found = RFK_WGMMA_RIGHT;
+    RFK_UNROLL(128)
+    for (uint32_t j = 0; j < 128; j++) {
+        const uint32_t i = j % 64, row = j / 64 * 64 + rfk_wgmma_row(i), col = 128 + rfk_wgmma_col(i);
+        int want = 0;
+        RFK_UNROLL(1)
+        for (uint32_t k = 0; k < RFK_WGMMA_DEPTH; k++)
+            want += rfk_check_value(row / 8, row % 8 * 2 + k / 32, k % 32) * rfk_check_value(col / 8, col % 8 * 2 + k / 32, k % 32);
+        if (sum[j / 64][i] != (float)want) found = RFK_WGMMA_WRONG;
+    }
+    out[threadIdx.x] = found;
+#else
+    out[threadIdx.x] = 0;
+#endif
+}
+
 #define RFK_TILE 64 /* rows and columns of a tile of floats */
 #define RFK_FLOAT_DEPTH 16
 struct rfk_float_tile {
@@ -5524,9 +5898,11 @@ struct rf_dev {
     uint32_t wrong_units; /* RFK_WRONG_...: what the matrix units got wrong when the device was opened */
     int has_units;
     int units_f16, units_bf16; /* prompts with such weights are multiplied on them                     */
+    int wgmma;                 /* rfk_matmul_bfloats is there, and right                              */
 };
 #define RFK_WRONG_BYTES 1u  /* products of bytes: weights are multiplied without tiles  */
 #define RFK_WRONG_HALVES 2u /* of halves or bfloats: so are these, and attention        */
+#define RFK_WRONG_WGMMA 4u  /* of a warpgroup: prompts are multiplied as bytes          */
 
 /* Whether decode steps are replayed from graphs: checked against launches first where drivers are known to replay
  * large graphs with stale values. */
@@ -5789,11 +6165,13 @@ static rf_result rfk_device_info(rf_dev *d, rf_device_info *out, rf_error *err) 
     *out = d->info;
     out->lost = (uint32_t)__atomic_load_n(&d->lost, __ATOMIC_RELAXED);
     out->free_bytes = 0;
-    if (d->wrong_units)
+    const uint32_t wrong = d->wrong_units & (RFK_WRONG_BYTES | RFK_WRONG_HALVES);
+    if (wrong)
         rfk_add_note(out, "matrix units give wrong products of %s%s%s here: dot products are used instead",
-                     d->wrong_units & RFK_WRONG_BYTES ? "bytes" : "",
-                     d->wrong_units == (RFK_WRONG_BYTES | RFK_WRONG_HALVES) ? " and " : "",
-                     d->wrong_units & RFK_WRONG_HALVES ? "halves" : "");
+                     wrong & RFK_WRONG_BYTES ? "bytes" : "", wrong == (RFK_WRONG_BYTES | RFK_WRONG_HALVES) ? " and " : "",
+                     wrong & RFK_WRONG_HALVES ? "halves" : "");
+    if (d->wrong_units & RFK_WRONG_WGMMA)
+        rfk_add_note(out, "wgmma gives wrong products here: prompts are multiplied as bytes instead");
     if (__atomic_load_n(&d->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_OFF)
         rfk_add_note(out, "graphs are off: this driver replays them with stale values");
     RFK_ENTER(d, err);
@@ -6107,8 +6485,9 @@ static rf_result rfk_launch_probe(rf_queue *q, const rf_mem *mem, rf_error *err)
     const char *option = "--offload-arch=";
 #endif
     return rfk_fail(err, RF_ERR_DEVICE, code, 0,
-                    "%s is a %s (%s), which rocmforge_kernels.hip was not compiled for: compile it with %s%s (%s)",
-                    d->info.name, d->info.arch, d->info.text, option, d->info.arch, hipGetErrorName(e));
+                    "%s is a %s (%s), which rocmforge_kernels.hip was not compiled for: compile it with %s%s%s (%s)",
+                    d->info.name, d->info.arch, d->info.text, option, d->info.arch,
+                    strcmp(d->info.arch, "sm_90") == 0 ? "a" : "", hipGetErrorName(e)); /* with wgmma */
 }
 
 /* What the device's matrix units got wrong: RFK_WRONG_... */
@@ -6134,9 +6513,10 @@ static uint32_t rfk_judge_matrix(const rfk_check_results *found) {
 struct rfk_probe_results {
     uint32_t probe[32];
     rfk_check_results matrix;
+    uint32_t wgmma[RFK_WARPGROUP];
 };
 
-/* Two launches, and 5 KiB read back. */
+/* Two or three launches, and 6 KiB read back. */
 static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
     rf_queue *q = NULL;
     rf_mem mem;
@@ -6154,6 +6534,12 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
                       rfk_launch(d->wave == 32 ? rfk_check_matrix<32> : rfk_check_matrix<64>, dim3(1), dim3(d->wave),
                                  q->stream, &((rfk_probe_results *)mem.base)->matrix),
                       "hipLaunchKernel", "a check of the matrix units", 0);
+    const bool wgmma = RFK_MAY_WGMMA(d->index, d->info.arch);
+    if (r == RF_OK && wgmma) {
+        const rfk_config c = {dim3(1), dim3(RFK_WARPGROUP), RFK_WGMMA_CHECK_BYTES, 0, q->stream};
+        r = rfk_check(d, err, rfk_launch_config(rfk_check_wgmma, c, ((rfk_probe_results *)mem.base)->wgmma),
+                      "hipLaunchKernel", "a check of the matrix units", 0);
+    }
     if (r == RF_OK) r = rfk_mem_read(q, &mem, 0, &found, sizeof found, &ticket, err);
     for (uint32_t i = 0; r == RF_OK && i < 32; i++)
         if (found.probe[i] != i * 3 + 7)
@@ -6165,6 +6551,11 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
         d->has_units = found.matrix.has_units;
         d->units_f16 = found.matrix.units_f16 && !(d->wrong_units & RFK_WRONG_HALVES);
         d->units_bf16 = found.matrix.units_bf16 && !(d->wrong_units & RFK_WRONG_HALVES);
+        d->wgmma = wgmma;
+        for (uint32_t i = 0; wgmma && i < RFK_WARPGROUP; i++) {
+            if (found.wgmma[i] == RFK_WGMMA_WRONG) d->wrong_units |= RFK_WRONG_WGMMA;
+            if (found.wgmma[i] != RFK_WGMMA_RIGHT) d->wgmma = 0;
+        }
     }
     rfk_queue_release(q);
     rfk_mem_release(d, &mem);
@@ -6210,6 +6601,11 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
         for (int i = 0; i < 3; i++)
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_MAX_COLUMN / 64 * 96);
+        for (uint32_t type = 0; d->wgmma && type <= RFK_OTHER16; type++) {
+            const void *bfloats = (const void *)rfk_find_bfloats(type);
+            (void)cudaFuncSetAttribute(bfloats, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WGMMA_BYTES);
+            (void)cudaFuncSetAttribute(bfloats, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+        }
         (void)cudaGetLastError();
     }
 #endif
@@ -6428,6 +6824,7 @@ struct rfk_bound {
     uint32_t
         together; /* this op and so many - 1 behind it are one launch                                           */
     uint32_t only_int8; /* norm, glu: nobody reads its output but as it is quantized */
+    uint32_t to_matmul; /* norm, glu: what reads it so are matmuls                   */
     uint32_t sort; /* experts: the pairs of its route must be sorted first, if there are enough for tiles */
 };
 
@@ -6943,6 +7340,7 @@ static void rfk_make_segments(rf_prepared *p) {
             made = 0; /* it may be part of a matmul's launch */
         if (made && next && next->kind != RF_OP_HEADS && rfk_reads_int8(plan, next) && next->in == op->out && rfk_row_values(next) == made) {
             p->ops[i].quantize = 1;
+            p->ops[i].to_matmul = next->kind == RF_OP_MATMUL;
             held = op->out, held_n = next->n_in, held_for = next->kind;
         }
         uint32_t most = op->kind == RF_OP_MATMUL ? RFK_PRODUCTS : op->kind == RF_OP_ROPE ? 2 : 1, n = 1;
@@ -6991,7 +7389,8 @@ static uint64_t rfk_plan_parts(rf_prepared *p, uint64_t *bytes) {
         rfk_align(p->n_batch * sizeof(rf_step_row)),
         rfk_align(p->n_logits * sizeof(uint32_t)),
         rfk_align(plan->n_tables * sizeof(float)),
-        rfk_align(rows * widest),
+        p->dev->wgmma ? rfk_align((rows * widest + RFK_WGMMA_COLS * RFK_WGMMA_DEPTH) * sizeof(uint16_t))
+                      : rfk_align(rows * widest),
         rfk_align(rows * (widest / 32) * sizeof(rfk_group)),
         p->max_splits > 1 ? rfk_align(split_rows * heads * p->max_splits * (dim + 2) * sizeof(float)) : 0,
         rfk_align(p->n_ropes * RFK_MAX_HEAD * sizeof(float)),
@@ -7629,6 +8028,19 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
 /* The launches of a step of one row read floats where others read what the op before quantized. */
 static bool rfk_skips_floats(const rfk_launching *l) { return l->b.only_int8 && l->step->n_rows > 1; }
 
+/* Products of so many columns are rfk_matmul_bfloats: one tile of it is half empty with 64. */
+static bool rfk_takes_bfloats(const rf_dev *d, uint32_t n_in, uint32_t n_cols) {
+    return d->wgmma && n_in % RFK_WGMMA_DEPTH == 0 && n_cols > RFK_WGMMA_COLS / 2;
+}
+
+/* Where a norm or glu of n results leaves them for matmuls. */
+static rfk_int8_rows rfk_rows_for_next(const rfk_launching *l, uint32_t n) {
+    rfk_int8_rows to = l->p->x8;
+    if (!l->b.quantize) to.q = NULL;
+    if (l->b.to_matmul && rfk_takes_bfloats(l->p->dev, n, l->n_rows)) to.bfloats = l->n_rows;
+    return to;
+}
+
 static rfk_norm_args rfk_make_norm(const rfk_launching *l) {
     rfk_norm_args a;
     a.w = rfk_vector(l->p, l->op->weight, 0, &a.w_type);
@@ -7642,8 +8054,7 @@ static rfk_norm_args rfk_make_norm(const rfk_launching *l) {
     a.n = l->op->n_in;
     a.w_head = l->op->flags & RF_OP_EACH_HEAD ? a.n : 0;
     a.eps = l->op->eps;
-    a.to = l->p->x8;
-    if (!l->b.quantize) a.to.q = NULL;
+    a.to = rfk_rows_for_next(l, a.n);
     return a;
 }
 
@@ -7819,6 +8230,19 @@ static rf_result rfk_run_tiles(rfk_launching *l, const rfk_matmul_args *products
     return rfk_run_join(l, &t, row_tiles, col_tiles);
 }
 
+/* Tiles of bfloats, on wgmma. */
+static rf_result rfk_run_bfloats(rfk_launching *l, const rfk_matmul_args *products) {
+    rfk_tiles_args t;
+    t.m = *products;
+    t.rows = RFK_WGMMA_ROWS, t.cols = RFK_WGMMA_COLS;
+    const uint32_t row_tiles = rfk_make_products(l, &t.m, t.rows), col_tiles = rfk_ceil_div(t.m.n_cols, t.cols);
+    rfk_cut_depth(l->p, &t, row_tiles * col_tiles);
+    const rfk_config c = {dim3(col_tiles, row_tiles, t.n_splits), dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0, l->q->stream};
+    rf_result r = rfk_go_config(l, rfk_find_bfloats(rfk_kernel_type(l->p->plan->weights[l->op->weight].type)), c, t);
+    if (r != RF_OK || t.n_splits == 1) return r;
+    return rfk_run_join(l, &t, row_tiles, col_tiles);
+}
+
 /* The input of a launch in pieces: n_cols rows of n values, per_row of them side by side. */
 template <bool BF16>
 static rf_result rfk_run_split(const rfk_launching *l, uint32_t n_cols, uint32_t per_row, uint32_t n) {
@@ -7859,17 +8283,20 @@ static rf_result rfk_run_matmul(rfk_launching *l) {
     a.n_in = op->n_in;
     a.n_cols = l->n_rows;
     a.aligned = op->n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
+    const bool bfloats = !rfk_is_float_type(type) && rfk_takes_bfloats(l->p->dev, a.n_in, a.n_cols);
+    if (bfloats) a.x8.bfloats = a.n_cols;
     rf_result r = RF_OK;
     if (l->b.quantize) {
         rfk_quantize_args z;
         z.in = l->b.in;
-        z.to = l->p->x8;
+        z.to = a.x8;
         z.in_stride = l->b.in_stride;
         z.n = op->n_in;
         dim3 grid(l->n_rows, rfk_ceil_div(op->n_in, 4 * RFK_BLOCK));
         r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), grid, RFK_BLOCK, z);
     }
     if (r != RF_OK) return r;
+    if (bfloats) return rfk_run_bfloats(l, &a);
     bool tiles = a.n_cols > RFK_FEW_COLS;
     if (tiles && rfk_has_tiles(l->p->dev, type)) return rfk_run_tiles(l, &a);
     if (!rfk_is_float_type(type)) tiles = false;
@@ -8038,8 +8465,7 @@ static rf_result rfk_run_glu(const rfk_launching *l) {
     a.up_stride = l->b.in2_stride;
     a.out_stride = l->b.out_stride;
     a.n = l->op->n_out;
-    a.to = l->p->x8;
-    if (!l->b.quantize) a.to.q = NULL;
+    a.to = rfk_rows_for_next(l, a.n);
     if (rfk_skips_floats(l)) a.out = NULL;
     return rfk_go(l, RFK_BY_WAVE(l, (rfk_glu<32>), (rfk_glu<64>)), dim3(rfk_ceil_div(a.n, 4 * RFK_BLOCK), l->n_rows),
                   RFK_BLOCK, a);

@@ -52,10 +52,12 @@ void hip_emu_no_kernels(int on);
 void hip_emu_flip_result(uint64_t n);
 /* 1: replays of a graph leave out its first kernel, whose results are then those of an earlier run. */
 void hip_emu_stale_graphs(int on);
-/* The matrix unit of a device: RFK_MATRIX_... of the kernels file. At the start WMMA of gfx11 and MFMA of gfx90a. */
+/* The matrix unit of a device: RFK_MATRIX_... of the kernels file, or HIP_EMU_SM90, that of SM80 and wgmma. At the start
+ * WMMA of gfx11 and MFMA of gfx90a. */
+#define HIP_EMU_SM90 6
 void hip_emu_matrix_unit(int device, int kind);
-/* Matrix units that give each lane another of its results: 1: of bytes, 2: of halves, 3: of both. 0 = right ones; at the
- * start: what the environment variable HIP_EMU_WRONG_UNITS says. */
+/* Matrix units that give each lane another of its results: 1: of bytes, 2: of halves, 3: of both, 4: of wgmma. 0 = right
+ * ones; at the start: what the environment variable HIP_EMU_WRONG_UNITS says. */
 void hip_emu_wrong_units(int kinds);
 /* What hipEventElapsedTime answers from now on; below 0, as at the start: what the host's clock says. */
 void hip_emu_elapsed(float ms);
@@ -385,6 +387,9 @@ template <class T> static T __shfl(T v, int from, int width) {
     return v;
 }
 
+static int hip_emu_matrix_kind[2] = {4, 2}; /* of devices 0 and 1: RFK_MATRIX_... of the kernels, or HIP_EMU_SM90 */
+static inline bool hip_emu_has_wgmma(int device) { return hip_emu_matrix_kind[device] == HIP_EMU_SM90; }
+
 /* A shared variable of the block: garbage when the first thread asks. key tells the variables apart. */
 static void *hip_emu_shared(const void *key, size_t size_bytes) {
     hip_emu_machine *m = hip_emu_here;
@@ -393,7 +398,7 @@ static void *hip_emu_shared(const void *key, size_t size_bytes) {
         if (m->shared[i].key == key) return m->shared[i].memory;
         total += m->shared[i].size_bytes;
     }
-    if (total > 48 * 1024) hip_emu_die("more than 48 KiB of shared memory in a block");
+    if (total > (hip_emu_has_wgmma(0) ? 227 : 48) * 1024) hip_emu_die("more shared memory in a block than there is");
     hip_emu_shared_block s = {key, nullptr, size_bytes};
     if (posix_memalign(&s.memory, 16, size_bytes)) hip_emu_die("out of memory");
     memset(s.memory, 0xff, size_bytes);
@@ -579,9 +584,9 @@ HIP_EMU_UNCHECKED static void hip_emu_product(R *d, const void *a, const void *b
     }
 }
 
-static int hip_emu_matrix_kind[2] = {4, 2}; /* of devices 0 and 1: RFK_MATRIX_... of the kernels */
 static inline uint32_t hip_emu_matrix() {
-    return static_cast<uint32_t>(hip_emu_matrix_kind[hip_emu_here->self->wave->size == 64]);
+    int kind = hip_emu_matrix_kind[hip_emu_here->self->wave->size == 64];
+    return static_cast<uint32_t>(kind == HIP_EMU_SM90 ? 1 : kind);
 }
 
 static inline void hip_emu_mma_m16n8k32_s8(int *d, const int *a, const int *b, const int *c) {
@@ -644,6 +649,55 @@ static inline hip_emu_float8 __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(hi
                                                                               hip_emu_float8 c) {
     hip_emu_product<hip_emu_wmma12<2>, hip_emu_f16<true> >(c.v, a.v, b.v, c.v);
     return c;
+}
+
+/* wgmma.mma_async.m64n128k16 with .bf16, A and B with rows (columns) of k in shared memory, 128-byte swizzle: row r begins
+ * r / 8 * 1024 + r % 8 * 128 bytes behind the operand's address, and of every byte's address bits 4 to 6 are xored with bits 7
+ * to 9 (PTX ISA 8.7, "Shared Memory Matrix Layout", "Register Fragments and Shared Memory Matrix Layouts"). Lane l of warp w has
+ * of row 16 w + l / 4 (and + 8) columns 2 (l % 4) and the next of each eight. */
+HIP_EMU_UNCHECKED static float hip_emu_wgmma_value(const void *operand, unsigned row, unsigned k) {
+    uintptr_t at = reinterpret_cast<uintptr_t>(operand) + row / 8 * 1024 + row % 8 * 128 + 2 * k;
+    at ^= (at >> 7 & 7) << 4;
+    return static_cast<float>(hip_emu_bf16<true>::value(*reinterpret_cast<const uint16_t *>(at), 0));
+}
+HIP_EMU_UNCHECKED static void hip_emu_wgmma_m64n128k16_bf16(float *d, const void *a, const void *b, int add) {
+    const unsigned thread = hip_emu_here->self->thread.x % 128, lane = thread % 32;
+    float rows[2][16], column[16];
+    for (unsigned i = 0; i < 32; i++)
+        rows[i / 16][i % 16] = hip_emu_wgmma_value(a, thread / 32 * 16 + lane / 4 + i / 16 * 8, i % 16);
+    for (unsigned c = 0; c < 32; c++) {
+        for (unsigned k = 0; k < 16; k++) column[k] = hip_emu_wgmma_value(b, c / 2 * 8 + lane % 4 * 2 + c % 2, k);
+        for (unsigned r = 0; r < 2; r++) {
+            double sum = 0;
+            for (unsigned k = 0; k < 16; k++) sum += static_cast<double>(rows[r][k]) * column[k];
+            float *to = &d[c / 2 * 4 + (hip_emu_wrong_kinds & 4 ? 1 - r : r) * 2 + c % 2];
+            *to = (add ? *to : 0) + static_cast<float>(sum);
+        }
+    }
+}
+
+/* An mbarrier, and copies whose bytes it counts; a wait is for the phase of that parity. */
+struct hip_emu_gate { unsigned count, left, phase, bytes; };
+static void hip_emu_gate_pass(hip_emu_gate *g) {
+    hip_emu_here->idle = 0;
+    if (g->left || g->bytes) return;
+    g->left = g->count;
+    g->phase++;
+}
+static inline void hip_emu_gate_make(hip_emu_gate *g, unsigned count) { g->count = g->left = count, g->phase = g->bytes = 0; }
+static inline void hip_emu_gate_arrive(hip_emu_gate *g, unsigned bytes) {
+    if (!g->left) hip_emu_die("more arrivals at an mbarrier than it counts");
+    g->left--, g->bytes += bytes;
+    hip_emu_gate_pass(g);
+}
+static inline void hip_emu_gate_copy(hip_emu_gate *g, void *to, const void *from, unsigned bytes) {
+    if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16) hip_emu_die("a bulk copy that is not aligned");
+    memcpy(to, from, bytes);
+    g->bytes -= bytes;
+    hip_emu_gate_pass(g);
+}
+HIP_EMU_UNCHECKED static inline void hip_emu_gate_wait(hip_emu_gate *g, unsigned parity) {
+    while ((g->phase & 1) == parity) hip_emu_yield();
 }
 
 /* ---- the runtime ---- */

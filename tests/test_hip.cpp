@@ -629,6 +629,55 @@ static bool same_bits(const std::vector<float> &a, const std::vector<float> &b) 
 
 /* ---- ops ---- */
 
+static double to_bfloat(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+/* Whether matmuls of many columns and quantized weights round both to bfloats: a weight of 1 in every row picks one
+ * activation, and that is what comes out. */
+static bool has_bfloats(uint32_t device) {
+    const uint32_t n = 64, T = 65;
+    std::vector<uint8_t> w(n * (n / 32) * 34, 0);
+    for (uint32_t i = 0; i < n; i++) put_half(&w[(2 * i + i / 32) * 34], 1), w[(2 * i + i / 32) * 34 + 2 + i % 32] = 1;
+    Rig g(devices[device]);
+    const uint32_t in = g.buffer(n), out = g.buffer(n);
+    rf_op *o = g.op(RF_OP_MATMUL);
+    o->in = in, o->out = out, o->n_in = n, o->n_out = n;
+    o->weight = g.weight(RF_TYPE_Q8_0, n, n, w);
+    std::vector<float> x;
+    for (uint32_t i = 0; i < n * T; i++) x.push_back((float)(i % 1021) / 7);
+    CHECK(g.open(T, 1, T) == RF_OK, "%s", g.err.text);
+    g.set(in, x);
+    CHECK(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
+    const std::vector<float> y = g.get(out);
+    for (size_t i = 0; i < x.size(); i++)
+        if (y[i] != (float)to_bfloat(x[i])) return false;
+    return true;
+}
+
+/* What a matmul sees of its input, [T, n], and how near its results must be to exact sums of that: bfloats of weights are
+ * up to 2^-8 off, each by itself: a sum's error is at most that part of it, as both add up as squares. */
+struct Seen {
+    std::vector<double> x;
+    double tolerance, nmse;
+    Seen(uint32_t device, uint32_t type, const float *from, uint32_t n, uint32_t T, uint32_t stride)
+        : tolerance(FLOAT_TOLERANCE), nmse(NMSE_TOLERANCE) {
+        const bool rounded = !is_float(type) && n % 64 == 0 && T > 64 && has_bfloats(device);
+        if (rounded) tolerance = ldexp(1, -7), nmse = ldexp(1, -16);
+        for (uint32_t t = 0; t < T; t++) {
+            const float *row = from + (size_t)t * stride;
+            std::vector<double> v(row, row + n);
+            if (!is_float(type)) v = quantized(row, n);
+            for (uint32_t k = 0; rounded && k < n; k++) v[k] = to_bfloat(row[k]);
+            x.insert(x.end(), v.begin(), v.end());
+        }
+    }
+};
+
 struct MatmulCase {
     uint32_t type, n_in, n_out, n_rows, variant, device;
 };
@@ -656,7 +705,7 @@ static void matmul_case(const MatmulCase &c) {
     if (factor) o->extra2 = g.vector(std::vector<float>(1, 1.5f), c.device ? RF_TYPE_F32 : RF_TYPE_F16);
     if (factor || capped) o->scale = scale;
     if (capped) o->softcap = cap;
-    rf_result r = g.open(logits ? 1 : c.n_rows, logits ? c.n_rows + first : 1, 128);
+    rf_result r = g.open(logits ? 1 : c.n_rows, logits ? c.n_rows + first : 1, c.n_rows < 128 ? 128 : c.n_rows);
     REQUIRE(r == RF_OK, "%s: %s", what, g.err.text);
     std::vector<float> x = values((size_t)c.n_rows * (c.n_in + pad_in)),
                        before = values((size_t)c.n_rows * (c.n_out + pad_out));
@@ -670,9 +719,9 @@ static void matmul_case(const MatmulCase &c) {
     std::vector<float> y = g.get(out);
     y.erase(y.begin(), y.begin() + (ptrdiff_t)(first * (c.n_out + pad_out)));
     std::vector<double> wd = decode(c.type, w), want;
+    const Seen seen(c.device, c.type, x.data(), c.n_in, c.n_rows, c.n_in + pad_in);
     for (uint32_t t = 0; t < c.n_rows; t++) {
-        const float *xt = &x[(size_t)t * (c.n_in + pad_in)];
-        std::vector<double> xd = is_float(c.type) ? std::vector<double>(xt, xt + c.n_in) : quantized(xt, c.n_in);
+        const double *xd = &seen.x[(size_t)t * c.n_in];
         for (uint32_t i = 0; i < c.n_out + pad_out; i++) {
             double sum = 0, old = before[(size_t)t * (c.n_out + pad_out) + i];
             for (uint32_t k = 0; i < c.n_out && k < c.n_in; k++) sum += wd[(size_t)(row0 + i) * c.n_in + k] * xd[k];
@@ -683,7 +732,7 @@ static void matmul_case(const MatmulCase &c) {
             want.push_back(i < c.n_out ? sum + (accumulate ? old : 0) : old);
         }
     }
-    compare(y, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    compare(y, want, seen.tolerance, seen.nmse, what);
     if (accumulate) return;
     r = logits ? g.run(rows_of(1), std::vector<uint32_t>(c.n_rows, 0), first) : g.run(rows_of(c.n_rows));
     std::vector<float> again = g.get(out);
@@ -1624,7 +1673,7 @@ static std::vector<float> together_case(uint32_t type, uint32_t other, uint32_t 
         o->weight = g.weight(RF_TYPE_F32, n, 1, std::vector<uint8_t>(4 * n));
     }
     std::vector<float> results;
-    rf_result r = g.open(T, 1, 64);
+    rf_result r = g.open(T, 1, T < 64 ? 64 : T);
     CHECK(r == RF_OK, "%s: %s", what, g.err.text);
     if (r != RF_OK) return results;
     std::vector<float> xs = values((size_t)T * n), a = values((size_t)T * n), b = values((size_t)T * n),
@@ -1655,10 +1704,9 @@ static std::vector<float> together_case(uint32_t type, uint32_t other, uint32_t 
         std::vector<double> w = decode(g.weights[slot].type, g.weight_bytes[slot]), bias, want;
         if (i == 2) bias = decode(RF_TYPE_F32, g.weight_bytes[slot + 1]);
         std::vector<float> y = g.get(out[i]), packed;
+        const Seen seen(device, g.weights[slot].type, in[i == 5].data(), n, T, n);
         for (uint32_t t = 0; t < T; t++) {
-            const float *row = &in[i == 5][(size_t)t * n];
-            std::vector<double> v =
-                is_float(g.weights[slot].type) ? std::vector<double>(row, row + n) : quantized(row, n);
+            const double *v = &seen.x[(size_t)t * n];
             for (uint32_t k = 0; k < widths[i]; k++) {
                 double sum = i == 1 ? old[t * (widths[1] + 1) + k] : i == 2 ? bias[k] : 0;
                 for (uint32_t j = 0; j < n; j++) sum += w[(size_t)k * n + j] * v[j];
@@ -1666,7 +1714,7 @@ static std::vector<float> together_case(uint32_t type, uint32_t other, uint32_t 
                 packed.push_back(y[t * (widths[i] + 1) + k]);
             }
         }
-        compare(packed, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+        compare(packed, want, seen.tolerance, seen.nmse, what);
     }
     return results;
 }
@@ -1732,9 +1780,9 @@ static std::vector<float> joined_norm_case(uint32_t type, uint32_t n, uint32_t T
                    want_launches = kind == 2 || kind >= 5 || n % 4 ? 5 : 4;
     CHECK(launches == want_launches, "%s: %u launches, want %u", what, launches, want_launches);
     std::vector<double> wd = decode(type, w), sums, normed;
+    const Seen seen(device, type, xs.data(), n_in, T, n_in);
     for (uint32_t t = 0; t < T; t++) {
-        const std::vector<double> v = is_float(type) ? std::vector<double>(&xs[t * n_in], &xs[t * n_in] + n_in)
-                                                     : quantized(&xs[t * n_in], n_in);
+        const double *v = &seen.x[(size_t)t * n_in];
         double squares = 0;
         for (uint32_t i = 0; i < n; i++) {
             double sum = kind == 2 ? bias[i] : 0;
@@ -1744,22 +1792,21 @@ static std::vector<float> joined_norm_case(uint32_t type, uint32_t n, uint32_t T
         }
         for (uint32_t i = 0; i < n; i++) normed.push_back(sums[t * n + i] / sqrt(squares / n + 1e-5) * norm[i]);
     }
-    if (kind != 3) compare(g.get(y), sums, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    if (kind != 3) compare(g.get(y), sums, seen.tolerance, seen.nmse, what);
     const std::vector<float> found = g.get(z);
     if (kind == 4) return found; /* nobody reads its floats */
     const std::vector<float> made = g.get(yn);
-    compare(made, normed, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    compare(made, normed, seen.tolerance, seen.nmse, what);
     if (!int8) return found;
     const std::vector<double> w2d = decode(RF_TYPE_Q8_0, w2);
     std::vector<double> products;
-    for (uint32_t t = 0; t < T; t++) {
-        const std::vector<double> v = quantized(&made[t * n], n);
+    const Seen again(device, RF_TYPE_Q8_0, made.data(), n, T, n);
+    for (uint32_t t = 0; t < T; t++)
         for (uint32_t i = 0; i < 8; i++) {
             products.push_back(0);
-            for (uint32_t k = 0; k < n; k++) products.back() += w2d[(size_t)i * n + k] * v[k];
+            for (uint32_t k = 0; k < n; k++) products.back() += w2d[(size_t)i * n + k] * again.x[t * n + k];
         }
-    }
-    compare(found, products, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    compare(found, products, again.tolerance, again.nmse, what);
     return found;
 }
 static void test_joined_norm() {
@@ -1781,6 +1828,34 @@ static void test_joined_norm() {
         CHECK(same_bits(z, joined_norm_case(c[0], c[1], c[2], 4, d)), "%ux%u: floats that nobody reads change bits", c[1], c[2]);
     }
 }
+
+/* Many columns of every quantized type on wgmma: rows and columns that fill no tile, depths of one step, of a few and of
+ * several blocks; products that share a launch, and a norm and a glu that leave bfloats. */
+static void bfloats_cases(uint32_t device) {
+    static const uint32_t depths[] = {64, 256, 1280}, outs[] = {5, 130, 257}, rows[] = {65, 70, 200};
+    for (size_t t = 3; t < N_TYPES; t++) {
+        const uint32_t block = block_elements(types[t]), n = depths[t % 3] < block ? block : depths[t % 3];
+        MatmulCase c = {types[t], n, outs[t / 3 % 3], rows[t / 2 % 3], (uint32_t)t % 7, device};
+        matmul_case(c);
+    }
+    MatmulCase odd = {RF_TYPE_Q8_0, 96, 20, 70, 0, device}; /* half a step: int8 */
+    matmul_case(odd);
+    together_case(RF_TYPE_Q4_K, RF_TYPE_Q6_K, 256, 66, device, true);
+    for (uint32_t kind = 0; kind < 7; kind++)
+        joined_norm_case(kind % 2 ? RF_TYPE_Q4_K : RF_TYPE_Q6_K, 256, 70, kind, device);
+}
+#ifndef RF_TEST_EMU
+static void test_bfloats() { /* and as many steps as models have */
+    for (uint32_t d = 0; d < (uint32_t)n_devices; d++) {
+        const MatmulCase large[] = {{RF_TYPE_Q4_K, 4096, 1000, 150, 2, d}, {RF_TYPE_Q6_K, 14336, 130, 200, 0, d},
+                                    {RF_TYPE_Q8_0, 2048, 2500, 70, 1, d}};
+        const bool bfloats = has_bfloats(d);
+        printf("    device %u: %s\n", d, bfloats ? "bfloats" : "no bfloats");
+        if (bfloats) bfloats_cases(d);
+        for (int i = 0; bfloats && i < 3; i++) matmul_case(large[i]);
+    }
+}
+#endif
 
 /* x -> norm -> gate, up -> glu, one row: one launch, which also writes the normed values and those of up. */
 static void glu_case(uint32_t type, uint32_t n, uint32_t n_out, uint32_t device, bool bias) {
@@ -2614,6 +2689,12 @@ static void test_matrix_units() {
     }
 }
 
+static void test_bfloats() {
+    OtherUnits units(0, HIP_EMU_SM90, 0);
+    CHECK(has_bfloats(0), "no bfloats");
+    bfloats_cases(0);
+}
+
 /* Units that give lanes the results of others: found when the device is opened, for every instruction there is; products
  * and attention are right without them, and the device says so. */
 static void test_wrong_units() {
@@ -2637,6 +2718,15 @@ static void test_wrong_units() {
             if (wrong) experts_case(experts);
             if (wrong == 2) attention_case(prompt), matmul_case(halves), matmul_case(bfloats);
         }
+    OtherUnits units(0, HIP_EMU_SM90, 4);
+    rf_error err;
+    rf_device_info info;
+    memset(&err, 0, sizeof err);
+    REQUIRE(api->device_info(devices[0], &info, &err) == RF_OK, "%s", err.text);
+    CHECK(strstr(info.note, "wgmma gives wrong products") && !strstr(info.note, "matrix"), "'%s'", info.note);
+    MatmulCase product = {RF_TYPE_Q6_K, 512, 65, 70, 1, 0};
+    CHECK(!has_bfloats(0), "wrong products were used");
+    matmul_case(product);
 }
 
 /* A driver that replays graphs with old values: found at the first replay, results are right, the device says so. */
@@ -3137,6 +3227,7 @@ int main(int argc, char **argv) {
     RUN(test_many_tickets);
     RUN(test_refusals);
     RUN(test_threads);
+    RUN(test_bfloats);
 #ifdef RF_TEST_EMU
     RUN(test_matrix_units);
     RUN(test_wrong_units);
