@@ -63,8 +63,9 @@
  *            scheduler take one call at a time. Threads are started in the CPU device, where they sleep, and to load
  *            weights, as long as there is something to load or to stream.
  *   Errors   every function that can fail returns an rf_result (0 = ok) and fills the rf_error its caller brought.
- *   Bits     the same input gives the same bits, for any number of threads, load order and batch neighbours, on one
- *            device model and CPU instruction set.
+ *   Bits     the same input gives the same bits, for any number of threads, load order and budget, on one device model
+ *            and CPU instruction set; on the CPU whatever else is in a batch and however a prompt is cut, while a GPU
+ *            takes kernels that suit the number of rows in a step, which round in other places.
  *
  * Security
  *   Untrusted   every byte of a GGUF file, also while others change it; texts, token ids and chat messages; and that
