@@ -1181,9 +1181,9 @@ struct rfk_group {
     int16_t sum[2];
 };
 struct rfk_int8_rows {
-    int *q;           /* [rows, n / 4]; NULL: not wanted */
+    int *q;           /* [rows, n / 4], or bfloats; NULL: not wanted */
     rfk_group *group; /* [rows, n / 32]                  */
-    uint32_t bfloats; /* not 0: there are so many rows, and q has bfloats of them as rfk_matmul_bfloats wants them */
+    uint32_t bfloats; /* not 0: there are so many rows, and q is [n / 64, rows, 64] bfloats, each 64 rfk_swizzled */
 };
 
 /* Two floats as bfloats, rounded to nearest even, the first in the lower half. */
@@ -1933,7 +1933,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_slice(rfk_slice_args a) {
 
 /* ==== 4 Matmul ========================================================================================== >>matmul
  * out[cols, n_out] = x[cols, n_in] W^T. Few columns: a wave reads a row of W once and keeps one sum per column. Many:
- * tiles of 64 x 64 through shared memory. Quantized weights take int8 activations, the others float ones. */
+ * tiles of 64 x 64 through shared memory. Quantized weights take int8 activations (more than 64 columns on Hopper: both
+ * are made bfloats), the others float ones. */
 
 /* One product. A launch does up to three that share their input and weight type: each has the blocks
  * [previous end, end_block) of grid.x. */
@@ -1948,7 +1949,7 @@ struct rfk_product {
 struct rfk_matmul_args {
     rfk_product part[RFK_PRODUCTS];
     const float *x;   /* [cols, x_stride], weights of type F32, F16, BF16; for the others: */
-    rfk_int8_rows x8; /* [cols, n_in]                                                      */
+    rfk_int8_rows x8; /* [cols, n_in], or as its bfloats say                               */
     uint32_t x_stride, n_in, n_cols;
     uint32_t aligned; /* rows of W and x allow 16-byte loads */
 };
@@ -3966,7 +3967,8 @@ template <class T> RFK_DEVICE T &rfk_wgmma_memory(int4 *asked_for) {
 }
 
 /* 16 weights d * (q - OFFSET) - m to words `word` and the next of row i. A byte above a float's last 8 bits is the float
- * 32768 + byte, so that one addition takes off what is too much: it rounds by 2^-9 of d at most. */
+ * 32768 + byte, so that one addition takes off what is too much: it rounds by about 2^-9 of d. A d of 2^113, which MXFP4
+ * alone can say, is too much for it. */
 template <int OFFSET> RFK_DEVICE void rfk_wgmma_store(int4 *row, uint32_t i, uint32_t word, const int *q, float d, float m) {
     const float start = fmaf(-d, (float)(32768 + 128 + OFFSET), -m);
     int to[8];
@@ -6171,7 +6173,7 @@ static rf_result rfk_device_info(rf_dev *d, rf_device_info *out, rf_error *err) 
                      wrong & RFK_WRONG_BYTES ? "bytes" : "", wrong == (RFK_WRONG_BYTES | RFK_WRONG_HALVES) ? " and " : "",
                      wrong & RFK_WRONG_HALVES ? "halves" : "");
     if (d->wrong_units & RFK_WRONG_WGMMA)
-        rfk_add_note(out, "wgmma gives wrong products here: prompts are multiplied as bytes instead");
+        rfk_add_note(out, "wgmma gives wrong products here: prompts do without");
     if (__atomic_load_n(&d->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_OFF)
         rfk_add_note(out, "graphs are off: this driver replays them with stale values");
     RFK_ENTER(d, err);
@@ -6596,6 +6598,7 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     cudaFuncAttributes kernel;
     memset(&kernel, 0, sizeof kernel);
     if (r == RF_OK) { /* the wait is in kernels that were compiled for sm_90; columns of 32,000 values need all of LDS */
+        rfk_scope scope(d->index); /* attributes are the current device's */
         const void *rows[3] = {(const void *)rfk_rows<32, 1, false>, (const void *)rfk_rows<32, 2, false>,
                                (const void *)rfk_rows<32, 1, true>};
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
@@ -6603,7 +6606,9 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_MAX_COLUMN / 64 * 96);
         for (uint32_t type = 0; d->wgmma && type <= RFK_OTHER16; type++) {
             const void *bfloats = (const void *)rfk_find_bfloats(type);
-            (void)cudaFuncSetAttribute(bfloats, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WGMMA_BYTES);
+            if (cudaFuncSetAttribute(bfloats, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WGMMA_BYTES) != cudaSuccess)
+                d->wgmma = 0;
+            /* for two blocks */
             (void)cudaFuncSetAttribute(bfloats, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
         }
         (void)cudaGetLastError();
@@ -6823,7 +6828,7 @@ struct rfk_bound {
         quantize; /* matmul: its input must be quantized first; norm, glu: quantize the output for what follows */
     uint32_t
         together; /* this op and so many - 1 behind it are one launch                                           */
-    uint32_t only_int8; /* norm, glu: nobody reads its output but as it is quantized */
+    uint32_t only_int8; /* norm, glu: nobody reads its output but as it is quantized, or made bfloats */
     uint32_t to_matmul; /* norm, glu: what reads it so are matmuls                   */
     uint32_t sort; /* experts: the pairs of its route must be sorted first, if there are enough for tiles */
 };

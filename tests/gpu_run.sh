@@ -11,8 +11,9 @@ build=${1:-build}
 mkdir -p "$build" || exit 1
 set -e
 if command -v nvcc >/dev/null && command -v nvidia-smi >/dev/null; then
-    arch=${GPU_ARCH:-sm_$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)}
+    arch=sm_$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
     [ "$arch" = sm_90 ] && arch=sm_90a # wgmma
+    arch=${GPU_ARCH:-$arch}
     compile="nvcc -O3 -lineinfo -arch=$arch -x cu"
     link="nvcc -arch=$arch"
 elif command -v hipcc >/dev/null && [ -e /dev/kfd ]; then

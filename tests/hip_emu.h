@@ -390,15 +390,19 @@ template <class T> static T __shfl(T v, int from, int width) {
 static int hip_emu_matrix_kind[2] = {4, 2}; /* of devices 0 and 1: RFK_MATRIX_... of the kernels, or HIP_EMU_SM90 */
 static inline bool hip_emu_has_wgmma(int device) { return hip_emu_matrix_kind[device] == HIP_EMU_SM90; }
 
+static char hip_emu_dynamic_key; /* of the memory that the launch asked for; more of that there can be on request */
+
 /* A shared variable of the block: garbage when the first thread asks. key tells the variables apart. */
 static void *hip_emu_shared(const void *key, size_t size_bytes) {
     hip_emu_machine *m = hip_emu_here;
-    size_t total = size_bytes;
+    size_t total = size_bytes, fixed = key == &hip_emu_dynamic_key ? 0 : size_bytes;
     for (size_t i = 0; i < m->shared.size(); i++) {
         if (m->shared[i].key == key) return m->shared[i].memory;
         total += m->shared[i].size_bytes;
+        if (m->shared[i].key != &hip_emu_dynamic_key) fixed += m->shared[i].size_bytes;
     }
-    if (total > (hip_emu_has_wgmma(0) ? 227 : 48) * 1024) hip_emu_die("more shared memory in a block than there is");
+    if (fixed > 48 * 1024 || total > (hip_emu_has_wgmma(0) ? 227 : 48) * 1024)
+        hip_emu_die("more shared memory in a block than there is");
     hip_emu_shared_block s = {key, nullptr, size_bytes};
     if (posix_memalign(&s.memory, 16, size_bytes)) hip_emu_die("out of memory");
     memset(s.memory, 0xff, size_bytes);
@@ -410,7 +414,6 @@ static void *hip_emu_shared(const void *key, size_t size_bytes) {
     T &name = *static_cast<T *>(hip_emu_shared(&name##_key, sizeof(T)))
 
 /* The shared memory that the launch asked for, as an array of T. */
-static char hip_emu_dynamic_key;
 #define HIP_EMU_DYNAMIC(T, name) \
     T *name = static_cast<T *>(hip_emu_shared(&hip_emu_dynamic_key, hip_emu_here->dynamic_bytes))
 
