@@ -608,15 +608,16 @@ typedef struct rf_session_stats {
     uint64_t submissions;  /* calls of its driver that gave them: of a kernel, or of a graph of many        */
     rf_decode_way ways[RF_DECODE_WAYS]; /* [n_ways] the default first                                       */
     uint32_t n_ways;       /* 0: there is nothing to choose, as on the CPU                                  */
-    uint32_t way;          /* index of the one that steps are done in now                                   */
-    uint32_t way_is_timed; /* 1: way was the fastest, and stays. 0: not all ways are timed yet, or none can be,
-                              and then it is the default                                                    */
+    uint32_t way;          /* of ways: the one that steps of one token are done in now                      */
+    uint32_t way_is_timed; /* 1: way was the fastest, or is the default and no other was 1 % faster; it stays.
+                              0: not all ways are timed yet                                                 */
 } rf_session_stats;
 
 /* What a session has asked of its device since it was opened, copies not counted, and how it decodes. The ways are
- * timed while the first 12 to 30 tokens are decoded one by one, all weights being resident; later sessions on the
- * device whose models have the same shapes begin with the way that was found. Zeros for NULL.   Memory none.
- * Cost O(1).   Threads as rf_eval. */
+ * timed while the first tokens are decoded one by one with their logits, 12 to 30 or, where other work disturbs, three
+ * times as many, all weights being resident; later sessions on the device whose models have the same shapes begin with
+ * the way that was found (the last 16 shapes are kept until it is closed). Zeros for NULL.
+ * Memory none.   Cost O(1).   Threads as rf_eval. */
 ROCMFORGE_API rf_session_stats rf_session_get_stats(const rf_session *s);
 
 /* One row of a batch: the next token of a sequence. Rows of one sequence come in the order of their positions. */

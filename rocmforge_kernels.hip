@@ -6852,16 +6852,14 @@ struct rfk_fused {
 
 /* The timing of decode steps, while it goes on. */
 struct rfk_tuning {
-    int on;              /* 0: nothing is timed, or no more                          */
+    hipEvent_t event[2]; /* before and after a step; NULL: nothing is timed, or no more */
     uint64_t shape;
-    hipEvent_t event[2]; /* before and after a step                                  */
-    uint32_t visit;      /* of ways: each once, and the default once more at the end */
-    uint32_t n_timed;    /* steps of this visit                                      */
-    int replayed;        /* the steps that are timed are graphs                      */
-    int is_warm;         /* a step has been done this way                            */
-    int is_marked;       /* event[1] was recorded behind the last step,              */
-    int is_timed;        /* and event[0] before it                                   */
-    int failed;          /* one of them could not be recorded                        */
+    uint32_t visit;      /* of ways: each once, and the default once more at the end    */
+    uint32_t n_steps;    /* of this visit: one that warms up, and those that were timed */
+    uint32_t n_rounds;   /* of visits                                                   */
+    float first_us;      /* of the default's first visit                                */
+    int replayed;        /* the steps that are timed are graphs                         */
+    int is_timed;        /* the last step is: what it took is not read yet              */
 };
 
 struct rf_prepared {
@@ -7665,6 +7663,8 @@ static void rfk_choose_splits(rf_prepared *p) {
  * launch is not what it is in a step, where changing from one kernel to another costs microseconds. */
 
 #define RFK_TIMED_STEPS 3u   /* of a visit, behind one that warms up: the fastest counts           */
+#define RFK_TIMED_ROUNDS 3u  /* of visits at most, until the default's                             */
+#define RFK_TIMED_CHANGE 0.05f /* two differ by no more than so much of its time                   */
 #define RFK_TIMED_GAIN 0.99f /* the default stays unless another takes less than so much of its time */
 
 /* The ways that differ for this plan; none if it has no rows. The default is the first. */
@@ -7719,7 +7719,7 @@ static const rfk_known_way *rfk_find_known(const rf_dev *d, uint64_t shape) {
 /* From now on steps are done as the device knows it for this shape. 0: it does not. Requires d->lock. */
 static int rfk_take_known(rf_prepared *p) {
     const rfk_known_way *c = rfk_find_known(p->dev, p->tuning.shape);
-    if (!c) return 0;
+    if (!c || c->way >= p->stats.n_ways) return 0; /* the latter: of another shape with this hash */
     p->stats.way = c->way;
     p->stats.way_is_timed = 1;
     for (uint32_t i = 0; i < RF_DECODE_WAYS; i++) p->stats.ways[i].us = c->us[i];
@@ -7731,7 +7731,6 @@ static void rfk_stop_tuning(rf_prepared *p) {
         if (p->tuning.event[i]) (void)hipEventDestroy(p->tuning.event[i]);
         p->tuning.event[i] = NULL;
     }
-    p->tuning.on = 0;
 }
 
 /* Time the first steps, unless they have no choice or the device knows it. No events: the default it is. */
@@ -7743,19 +7742,18 @@ static void rfk_start_tuning(rf_prepared *p) {
     const int known = rfk_take_known(p);
     pthread_mutex_unlock(&p->dev->lock);
     if (known) return;
-    t->on = 1;
-    for (int i = 0; t->on && i < 2; i++)
+    for (int i = 0; i < 2; i++)
         if (hipEventCreateWithFlags(&t->event[i], hipEventDefault) != hipSuccess) {
             (void)hipGetLastError();
             t->event[i] = NULL;
             rfk_stop_tuning(p);
+            return;
         }
 }
 
 static void rfk_go_way(rf_prepared *p, uint32_t way) {
     p->stats.way = way;
-    p->tuning.n_timed = 0;
-    p->tuning.is_warm = 0;
+    p->tuning.n_steps = 0;
 }
 
 /* All ways are timed: the fastest is this session's and the device's, unless another session was first. */
@@ -7777,34 +7775,36 @@ static void rfk_choose_way(rf_prepared *p) {
     rfk_stop_tuning(p);
 }
 
-/* Before a step of all segments: what the last one took, and on to the next way if this one was timed often enough. A
- * step that still runs is not waited for and its time not taken. So where the way changes, no graph is running. */
-static void rfk_tune(rf_prepared *p, rf_queue *q) {
+/* A visit is over: on to the next way. If the default's second one does not find what its first one found, more has changed
+ * than the way, and all begins again; the last round counts whatever it finds. */
+static void rfk_next_way(rf_prepared *p) {
     rfk_tuning *t = &p->tuning;
-    rf_decode_way *w = &p->stats.ways[p->stats.way];
-    hipError_t e = hipSuccess;
-    float ms = 0;
-    if (t->is_marked) e = hipEventQuery(t->event[1]);
-    if (e == hipErrorNotReady) {
-        (void)hipGetLastError();
-        t->is_timed = 0;
-        return;
+    rf_session_stats *s = &p->stats;
+    float *us = &s->ways[0].us;
+    if (t->visit++ == 0) t->first_us = *us, *us = 0;
+    if (t->visit <= s->n_ways) return rfk_go_way(p, t->visit % s->n_ways);
+    if (fabsf(*us - t->first_us) <= RFK_TIMED_CHANGE * t->first_us || ++t->n_rounds == RFK_TIMED_ROUNDS) {
+        *us = fminf(*us, t->first_us);
+        return rfk_choose_way(p);
     }
-    t->is_marked = 0;
-    if (e == hipSuccess && t->is_timed) e = hipEventElapsedTime(&ms, t->event[0], t->event[1]);
-    if (e != hipSuccess || t->failed) { /* if the device is lost, the step will say so */
-        (void)hipStreamSynchronize(q->stream);
-        (void)hipGetLastError();
-        rfk_stop_tuning(p);
-        p->stats.way = 0;
-        return;
-    }
+    for (uint32_t i = 0; i < s->n_ways; i++) s->ways[i].us = 0;
+    t->visit = 0;
+    rfk_go_way(p, 0);
+}
+
+/* Before a decode step: what the last one took, and on to the next way if this one was timed often enough. A step that
+ * still runs is not waited for and its time not taken. So where the way changes, no graph is running. */
+static void rfk_tune(rf_prepared *p) {
+    rfk_tuning *t = &p->tuning;
+    float *us = &p->stats.ways[p->stats.way].us, ms = 0;
     if (!t->is_timed) return;
     t->is_timed = 0;
-    if (w->us == 0 || ms * 1e3f < w->us) w->us = ms * 1e3f;
-    if (++t->n_timed < RFK_TIMED_STEPS) return;
-    if (++t->visit > p->stats.n_ways) rfk_choose_way(p);
-    else rfk_go_way(p, t->visit % p->stats.n_ways);
+    if (hipEventElapsedTime(&ms, t->event[0], t->event[1]) != hipSuccess) { /* if it failed, the step will say so */
+        (void)hipGetLastError();
+        return;
+    }
+    if (*us == 0 || ms * 1e3f < *us) *us = ms * 1e3f;
+    if (++t->n_steps > RFK_TIMED_STEPS) rfk_next_way(p);
 }
 
 /* Around a decode step's launches, or its graphs. */
@@ -7816,15 +7816,15 @@ static void rfk_before_timed(rf_prepared *p, rf_queue *q, int replayed) {
         rfk_go_way(p, 0);
         for (uint32_t i = 0; i < p->stats.n_ways; i++) p->stats.ways[i].us = 0;
     }
-    t->is_timed = t->is_warm;
-    t->is_warm = 1;
-    if (t->is_timed) t->failed |= hipEventRecord(t->event[0], q->stream) != hipSuccess;
+    t->is_timed = t->n_steps > 0 && hipEventRecord(t->event[0], q->stream) == hipSuccess;
+    if (!t->is_timed) (void)hipGetLastError();
+    if (t->n_steps == 0) t->n_steps = 1;
 }
-static void rfk_after_timed(rf_prepared *p, rf_queue *q) {
+static void rfk_after_timed(rf_prepared *p, rf_queue *q, rf_result r) {
     rfk_tuning *t = &p->tuning;
-    t->is_marked = 1;
-    t->failed |= hipEventRecord(t->event[1], q->stream) != hipSuccess;
-    if (t->failed) (void)hipGetLastError();
+    if (!t->is_timed) return;
+    t->is_timed = r == RF_OK && hipEventRecord(t->event[1], q->stream) == hipSuccess;
+    if (!t->is_timed) (void)hipGetLastError();
 }
 
 static void rfk_drop_graphs(rf_prepared *p) {
@@ -9096,16 +9096,17 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_compare(rfk_compare_args a) {
     if (i < a.n && a.a[i] != a.b[i]) a.differ[0] = 1;
 }
 
-/* The step's launches are the same for every token: one row, one row of logits at the start of their buffer. */
-static int rfk_can_replay(const rf_prepared *p, const rf_step *step) {
-    return __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) != RFK_GRAPHS_OFF && !p->no_graphs && !p->events &&
-           step->n_rows == 1 && step->n_logits == 1 && step->first_logits_row == 0 && step->rows[0].token >= 0;
+/* A decode step, whose launches can be timed. */
+static int rfk_is_decode(const rf_prepared *p, const rf_step *step) {
+    return !p->events && step->n_rows == 1 && step->n_logits == 1;
+}
+static int rfk_has_graphs(const rf_prepared *p) {
+    return __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) != RFK_GRAPHS_OFF && !p->no_graphs;
 }
 
-/* The step is one of those whose launches are timed: decode steps of a plan that is never replayed. */
-static int rfk_times_launches(const rf_prepared *p, const rf_step *step) {
-    return (p->no_graphs || __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_OFF) && !p->events &&
-           step->n_rows == 1 && step->n_logits == 1;
+/* The step's launches are the same for every token: one row, one row of logits at the start of their buffer. */
+static int rfk_can_replay(const rf_prepared *p, const rf_step *step) {
+    return rfk_has_graphs(p) && step->first_logits_row == 0 && step->rows[0].token >= 0;
 }
 
 static hipError_t rfk_end_capture(rf_prepared *p, rf_queue *q) {
@@ -9125,7 +9126,7 @@ static hipError_t rfk_end_capture(rf_prepared *p, rf_queue *q) {
 
 /* Capture the launches of a decode step; p->n_graphs is 0 if that does not work. */
 static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
-    const uint32_t most = p->dev->graphs == RFK_GRAPHS_ON ? 0xffffffffu : RFK_GRAPH_NODES;
+    const uint32_t most = __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_ON ? 0xffffffffu : RFK_GRAPH_NODES;
     rf_error ignored;
     rf_result r = RF_OK;
     hipError_t e = hipSuccess;
@@ -9134,7 +9135,7 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     p->graph_generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
     if (p->graph_way != p->stats.way) p->graphs_checked = 0; /* other kernels: this driver may be wrong about these */
     p->graph_way = p->stats.way;
-    p->tuning.is_warm = 0;
+    p->tuning.n_steps = 0; /* a graph's first replay is not like the next */
     p->capturing = 1;
     rfk_begin_fused(p, 0, p->n_fused);
     const uint32_t before_all = p->n_launched;
@@ -9200,7 +9201,7 @@ static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, in
     rf_result r = RF_OK;
     const int checks = p->graphs_checked < RFK_GRAPH_CHECKS &&
                        __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_CHECKED;
-    const int times = *replayed && !checks && p->tuning.on;
+    const int times = *replayed && !checks && p->tuning.event[0];
     if (times) rfk_before_timed(p, q, 1);
     for (uint32_t i = 0; r == RF_OK && i < p->n_graphs; i++)
         r = rfk_check(p->dev, err, hipGraphLaunch(p->graph[i], q->stream), "hipGraphLaunch", "a decode step", 0);
@@ -9208,11 +9209,8 @@ static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, in
         p->stats.launches += p->n_captured;
         p->stats.submissions += p->n_graphs;
     }
-    if (times) rfk_after_timed(p, q);
-    if (r == RF_OK && *replayed && checks) {
-        p->tuning.is_warm = 1;
-        r = rfk_check_replay(p, q, step, err);
-    }
+    if (times) rfk_after_timed(p, q, r);
+    if (r == RF_OK && *replayed && checks) r = rfk_check_replay(p, q, step, err);
     return r;
 }
 
@@ -9228,14 +9226,14 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
     for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++)
         r = rfk_check_run(p, step, &p->plan->ops[i], err);
     if (r == RF_OK) r = rfk_write_step_values(p, q, step, err);
-    const int whole = first == 0 && last == p->n_segments;
-    int replayed = r == RF_OK && whole && rfk_can_replay(p, step) ? 1 : 0;
-    if (p->tuning.on && r == RF_OK && whole) rfk_tune(p, q);
-    const int times = p->tuning.on && r == RF_OK && whole && rfk_times_launches(p, step);
+    const int decode = r == RF_OK && first == 0 && last == p->n_segments && rfk_is_decode(p, step);
+    int replayed = decode && rfk_can_replay(p, step);
+    if (decode) rfk_tune(p);
+    const int times = decode && p->tuning.event[0] && !rfk_has_graphs(p);
     if (replayed) r = rfk_replay(p, q, step, &replayed, err);
     if (times) rfk_before_timed(p, q, 0);
     if (r == RF_OK && !replayed) r = rfk_run_segments(p, q, first, last, step, err);
-    if (times) rfk_after_timed(p, q);
+    if (times) rfk_after_timed(p, q, r);
     if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
     r = rfk_settle(q, r);
     pthread_mutex_unlock(&q->submit);

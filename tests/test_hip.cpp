@@ -2842,6 +2842,34 @@ static void test_fastest_way() {
     }
 }
 
+/* A step whose launch fails is not timed; what the default's second visit shows to have been slowed by something else is
+ * timed again. */
+static void test_disturbed_ways() {
+    static const float ms[4] = {1, 0.7f, 0.5f, 0.6f}, slow[4] = {4, 2.8f, 2, 2.4f}, less[4] = {1, 0.7f, 0.4f, 0.6f},
+                       none[4] = {0.001f, 0.001f, 0.001f, 0.001f};
+    uint32_t n_failed = 0;
+    for (uint32_t call = 0; call < 8; call++) {
+        FreshDevice d(0);
+        Tuned a(d.dev, 33);
+        REQUIRE(a.open() == RF_OK, "%s", a.g.err.text);
+        while (a.stats().way < 2 || a.stats().ways[2].us == 0) REQUIRE(a.step(call ? ms : slow) == RF_OK, "%s", a.g.err.text);
+        const uint64_t replays = hip_emu_get_counts().replays;
+        if (call) {
+            hip_emu_fail_call(call, 0);
+            const bool failed = a.step(less) != RF_OK;
+            hip_emu_fail_call(0, 0);
+            /* after the time of the step before was taken, and before this one ran */
+            if (!failed || a.stats().ways[2].us != 400 || hip_emu_get_counts().replays != replays) continue;
+            n_failed++;
+            REQUIRE(a.step(none) == RF_OK, "%s", a.g.err.text);
+        }
+        REQUIRE(a.tune(ms) && a.stats().way == 2, "%u: way %u", call, a.stats().way);
+        for (uint32_t k = 0; k < 4; k++)
+            CHECK(a.stats().ways[k].us == (call ? less : ms)[k] * 1e3f, "%u: way %u took %g us", call, k, (double)a.stats().ways[k].us);
+    }
+    CHECK(n_failed == 1, "%u launches failed", n_failed);
+}
+
 /* What is no decode step of the whole plan, or is behind one that still runs, is not timed. Of two sessions the first to end
  * decides for both. Each way's graphs are checked; old shapes are forgotten. */
 static void test_untimed_ways() {
@@ -2922,7 +2950,7 @@ static void test_failing_ways() {
             } else CHECK(a.g.err.code == RF_ERR_DEVICE && strstr(a.g.err.text, "hip"), "call %d: '%s'", (int)n, a.g.err.text);
         }
     }
-    CHECK(untimed > 3 && failed > 3, "%d failures of timing, %d of others", (int)untimed, (int)failed);
+    CHECK(untimed > 0 && failed > 3, "%d failures of timing, %d of others", (int)untimed, (int)failed);
     CHECK(!leaks(before, hip_emu_get_counts()), "a leak");
 }
 
@@ -3238,6 +3266,7 @@ int main(int argc, char **argv) {
     RUN(test_wrong_units);
     RUN(test_stale_graphs);
     RUN(test_fastest_way);
+    RUN(test_disturbed_ways);
     RUN(test_untimed_ways);
     RUN(test_failing_ways);
     RUN(test_missing_wait);
