@@ -83,11 +83,10 @@
  *               is tokenized without RF_TOKENIZE_SPECIAL, or it can forge control tokens.
  *
  * MIT licence, at the end of this file. */
-#ifndef ROCMFORGE_H
-#define ROCMFORGE_H
 
 /* The implementation uses POSIX beyond strict C11. In gnu modes (the compilers' default) nothing is needed; under
- * -std=c11 this file must come first or the build must define _GNU_SOURCE, because libc reads it only once. */
+ * -std=c11 this file must come first or the build must define _GNU_SOURCE, because libc reads it only once. Looked at
+ * for every inclusion: another header may have included this one before, for its declarations. */
 #if defined(ROCMFORGE_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_GNU_SOURCE)
 #ifdef _FEATURES_H
 #error "rocmforge.h: under -std=c11 include it before every other header, or compile with -D_GNU_SOURCE"
@@ -96,6 +95,9 @@
 #define _GNU_SOURCE 1
 #endif
 #endif
+
+#ifndef ROCMFORGE_H
+#define ROCMFORGE_H
 
 #include <stddef.h>
 #include <stdint.h>
@@ -267,7 +269,7 @@ typedef struct rf_tensor_info {
 } rf_tensor_info;
 
 typedef struct rf_gguf_desc {
-    rf_allocator allocator;
+    rf_allocator allocator; /* also of models, tokenizers, sessions and schedulers that are made from the file      */
     rf_io io;
     rf_log_fn log_fn;   /* NULL: silent                                                                         */
     void *log_user;
@@ -428,12 +430,14 @@ typedef struct rf_model_desc {
     void *progress_user;
     const char *pre_tokenizer;  /* force this pre-tokenizer instead of tokenizer.ggml.pre; NULL = file's    */
     uint64_t budget_bytes;      /* for weights on the device; 0 = no limit but the device's. CPU: of the
-                                   mapping, resident, and as many pages more as tensors have ends           */
+                                   mapping, resident, and as many pages more as tensors have ends. Too few even
+                                   to stream are RF_ERR_MEMORY of the first load, or rf_eval: rf_model_forecast
+                                   says it before                                                           */
     uint32_t load_policy;       /* rf_load_policy                                                           */
     uint32_t stream_policy;     /* rf_stream_policy                                                         */
     uint64_t pinned_bytes;      /* GPU: host memory in which weights beyond the budget are kept; 0 = read them
                                    anew                                                                     */
-    uint32_t n_readers;         /* threads that read, while there is something to read; 0 = chosen, max 16  */
+    uint32_t n_readers;         /* threads that read, while there is something to; 0 = chosen; 16 run at most */
     uint64_t expert_cache_bytes;/* of the budget, for experts if they do not all fit; 0 = what others leave */
     uint32_t expert_policy;     /* rf_expert_policy                                                         */
     uint32_t expert_cpu_below;  /* an expert that is not there and was chosen fewer times of late, as LFRU counts, is
@@ -464,7 +468,8 @@ typedef struct rf_model_info {
  * tensor byte is read: weights load on first use, or by the calls below.
  *   g, d  in   stay open as long as the model (closing them is refused)
  * Returns RF_OK; RF_ERR_UNSUPPORTED (architecture, tensor type, feature: by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND
- * (a tensor or key is missing: the text lists the names tried); RF_ERR_MEMORY; RF_ERR_DEVICE.
+ * (a tensor or key is missing: the text lists the names tried); RF_ERR_ARGUMENT (a policy); RF_ERR_MEMORY;
+ * RF_ERR_DEVICE. A pre-tokenizer is not looked at before rf_model_get_tokenizer.
  * Models of one rf_gguf on one device share their weights, and what the first one's desc says about loading.
  * Memory at most 32 x metadata bytes + 256 KiB, with file and tokenizer, whatever the file claims.   Cost O(metadata).
  * Threads any. The model is shared by any number of threads. */
@@ -696,7 +701,7 @@ ROCMFORGE_API rf_result rf_session_keep(rf_session *s, int32_t seq, rf_error *er
 ROCMFORGE_API uint32_t rf_session_length(const rf_session *s, int32_t seq);
 
 /* Ask the running rf_eval (or, if none runs, the next one) to return RF_ERR_CANCELLED: it looks between layers and
- * between micro-batches. Threads any. */
+ * between micro-batches. Threads any; async-signal-safe. */
 ROCMFORGE_API void rf_session_cancel(rf_session *s);
 
 /* Hidden states of rows of the last rf_eval or rf_forward that asked for logits: what the output matrix is multiplied
@@ -717,9 +722,9 @@ typedef enum rf_pooling {
  * pooled. The vector is not normalised.
  *   tokens  in   [n_tokens], 1 to n_ctx
  *   out     out  [n_embd] float32, the caller's
- * Returns as rf_eval, and RF_ERR_ARGUMENT (pooling); on failure sequence 0 is empty.   Memory none.   Cost that of
- * rf_eval with logits for the rows it pools, at most n_logits_max at once: open the session with n_logits_max =
- * n_batch for RF_POOL_MEAN. */
+ * Returns as rf_eval, and RF_ERR_ARGUMENT (pooling). On failure sequence 0 is empty, or as it was if the call was
+ * refused for NULL, pooling or n_tokens.   Memory none.   Cost that of rf_eval with logits for the rows it pools, at
+ * most n_logits_max at once: open the session with n_logits_max = n_batch for RF_POOL_MEAN. */
 ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, uint32_t n_tokens, uint32_t pooling,
                                          float *out, rf_error *err);
 
@@ -1639,6 +1644,8 @@ const rf_device_api *rocmforge_hip_api(void);
 #error "rocmforge.h supports little-endian machines"
 #elif !defined(__STDC_VERSION__) || __STDC_VERSION__ < 201112L || defined(__STDC_NO_ATOMICS__)
 #error "rocmforge.h needs C11 with atomics"
+#elif defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error "rocmforge.h rounds and looks for NaN and infinity: compile it without -ffast-math"
 #elif defined(ROCMFORGE_MALLOC) != defined(ROCMFORGE_FREE)
 #error "rocmforge.h: define both ROCMFORGE_MALLOC(size) and ROCMFORGE_FREE(ptr), or none"
 #else
@@ -3020,7 +3027,7 @@ static rf_result rfi_gguf_add_file(rf_gguf *g, char *path, rfi_split *split, rf_
     if (part->handle < 0) {
         int sys = rfi_io_errno(part->handle);
         rf_result rc = rfi_fail_sys(err, sys == ENOENT ? RF_ERR_NOT_FOUND : RF_ERR_IO, sys, 0,
-                                    "%s: cannot open%s: %s", rfi_path_tail(path, 300),
+                                    "%s: cannot open%s: %s", *path ? rfi_path_tail(path, 300) : "''",
                                     g->n_parts ? " (a part of the split file)" : "", rfi_errno_text(sys));
         part->path = NULL;
         rfi_free(&g->allocator, path);
@@ -3354,6 +3361,7 @@ ROCMFORGE_API rf_result rf_gguf_read_tensor(const rf_gguf *g, uint64_t index, ui
                                             rf_error *err) {
     rf_tensor_info t;
     rfi_clear(err);
+    if (!g) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_gguf_read_tensor: file is NULL");
     if (rf_gguf_get_tensor(g, index, &t) != RF_OK)
         return rfi_fail(err, RF_ERR_ARGUMENT, index, "rf_gguf_read_tensor: tensor %llu of %llu", RFI_LLU(index),
                         RFI_LLU(rf_gguf_get_info(g).n_tensors));

@@ -1854,6 +1854,7 @@ static int run(app *a, int argc, char **argv) {
     if (strcmp(name, "--help") == 0) return print_help(NULL);
     for (size_t i = 0; i < N_COMMANDS; i++)
         if (strcmp(commands[i].name, name) == 0) a->cmd = &commands[i];
+    if (argc < 2) return fail(a, USAGE, "want a command (see rocmforge_cli --help)");
     if (!a->cmd) return fail(a, USAGE, "unknown command \"%s\" (see rocmforge_cli --help)", name);
     TRY(parse(a, argc, argv));
     return a->o.help ? print_help(a->cmd) : a->cmd->run(a);

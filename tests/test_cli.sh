@@ -43,7 +43,7 @@ for c in generate chat inspect plan check tokenize dequant embed logits bench; d
     expect 0 "$c --help" $c --help
     verdict "$c --help on stdout only" [ -s "$t/out" ] && verdict "$c --help: stderr" [ ! -s "$t/err" ]
 done
-expect 2 "no command"
+expect 2 "no command" && says "no command" "want a command"
 expect 2 "unknown command" frobnicate && says "unknown command" frobnicate
 expect 2 "unknown flag" generate --gguf $model --prompt a --frobnicate && says "unknown flag" --frobnicate
 expect 2 "flag of another command" inspect $model --temp 1 && says "flag of another command" --temp

@@ -127,6 +127,25 @@ case_c11_after_stdio_is_refused() {
             first_errors 1 'under -std=c11 include it before every other header' $cc -std=c11 -x c
     done
 }
+# a project's own header brought the declarations, and libc with them
+case_c11_after_declarations_is_refused() {
+    for cc in gcc clang; do
+        need $cc $cc
+        { cat "$dir/decl.c"; cat "$dir/impl.c"; } |
+            first_errors 1 'under -std=c11 include it before every other header' $cc -std=c11 -x c
+        { cat "$dir/decl.c"; cat "$dir/impl.c"; } | syntax $cc -std=c11 -D_GNU_SOURCE $strict
+        { cat "$dir/impl.c"; cat "$dir/impl.c"; } | syntax $cc -std=c11 -Wall -Wextra -Werror
+    done
+}
+case_fast_math_is_refused() {
+    for cc in gcc clang; do
+        need $cc $cc
+        for flag in -ffast-math -Ofast -ffinite-math-only; do
+            first_errors 1 'compile it without -ffast-math' $cc $flag -x c <"$dir/impl.c"
+            syntax $cc $flag $strict <"$dir/decl.c"
+        done
+    done
+}
 case_c17() { syntax gcc -std=c17 $strict <"$dir/impl.c"; }
 case_declarations_c11() {
     for cc in gcc clang; do

@@ -60,6 +60,7 @@ static void test_hidden(void) {
         CHECK(rf_session_embed(r.s, tokens, N, 3, got, &r.err) == RF_ERR_ARGUMENT, "pooling");
         CHECK(rf_session_embed(r.s, tokens, 0, 0, got, &r.err) == RF_ERR_ARGUMENT, "no tokens");
         CHECK(rf_session_embed(r.s, tokens, 5000, 0, got, &r.err) == RF_ERR_CONTEXT_FULL, "too many");
+        CHECK(rf_session_length(r.s, 0) == N, "refused: the sequence stays");
         tokens[N - 1] = VOCAB;
         CHECK(rf_session_embed(r.s, tokens, N, 0, got, &r.err) == RF_ERR_ARGUMENT && rf_session_length(r.s, 0) == 0, "token");
         ref_close(&ref);
