@@ -3193,8 +3193,8 @@ ROCMFORGE_API rf_result rf_gguf_close(rf_gguf *g, rf_error *err) {
     if (!g) return RF_OK;
     unsigned n_users = atomic_load(&g->n_users);
     if (n_users)
-        return rfi_fail(err, RF_ERR_BUSY, 0, "%s: still used by %u models or tokenizers", rfi_path_label(g->path),
-                        n_users);
+        return rfi_fail(err, RF_ERR_BUSY, 0, "%s: still used by %u models or tokenizers, those of models counted",
+                        rfi_path_label(g->path), n_users);
     rfi_gguf_release(g);
     return RF_OK;
 }
@@ -13863,7 +13863,7 @@ static rf_result rfi_saved_check(const rfi_saved *h, const rfi_saved *want, uint
         {"weights", h->n_weights, want->n_weights}, {"layers with keys", h->n_states, want->n_states},
         {"n_embd", h->n_embd, want->n_embd},        {"n_vocab", h->n_vocab, want->n_vocab},
         {"hash of the weights' shapes", h->shapes, want->shapes},
-        {"cache type", h->cache_type, want->cache_type}};
+        {"rf_cache_type", h->cache_type, want->cache_type}};
     if (memcmp(h->magic, want->magic, sizeof h->magic) != 0)
         return rfi_fail(err, RF_ERR_FORMAT, 0, "saved sequence: begins with '%.*s', want '%s'",
                         (int)sizeof h->magic, h->magic, want->magic);

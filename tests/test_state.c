@@ -200,7 +200,7 @@ static void test_other_models(void) {
         {{.type = MG_F32, .n_layers = 3}, {.n_ctx = 32}, RF_ERR_UNSUPPORTED, "weights: want 30, found 21"},
         {{.type = MG_F16}, {.n_ctx = 32}, RF_ERR_UNSUPPORTED, "hash of the weights' shapes"},
         {{.type = MG_F32, .n_ff = 128}, {.n_ctx = 32}, RF_ERR_UNSUPPORTED, "hash of the weights' shapes"},
-        {{.type = MG_F32}, {.n_ctx = 32, .cache_type = RF_CACHE_F32}, RF_ERR_UNSUPPORTED, "cache type: want 1, found 0"},
+        {{.type = MG_F32}, {.n_ctx = 32, .cache_type = RF_CACHE_F32}, RF_ERR_UNSUPPORTED, "rf_cache_type: want 1, found 0"},
         {{.type = MG_F32}, {.n_ctx = 4}, RF_ERR_CONTEXT_FULL, "5 tokens, n_ctx is 4"}};
     rig a;
     stream s;
