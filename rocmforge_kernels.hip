@@ -39,12 +39,9 @@
 #define hipEvent_t cudaEvent_t
 #define hipStream_t cudaStream_t
 #define hipDeviceProp_t cudaDeviceProp
-#define hipMemcpyKind cudaMemcpyKind
 #define hipSuccess cudaSuccess
 #define hipErrorNotReady cudaErrorNotReady
 #define hipErrorOutOfMemory cudaErrorMemoryAllocation
-#define hipErrorIllegalAddress cudaErrorIllegalAddress
-#define hipErrorLaunchFailure cudaErrorLaunchFailure
 #define hipMemcpyHostToDevice cudaMemcpyHostToDevice
 #define hipMemcpyDeviceToHost cudaMemcpyDeviceToHost
 #define hipMemcpyDeviceToDevice cudaMemcpyDeviceToDevice
@@ -99,14 +96,20 @@
 #define RFK_UNROLL(n)
 #endif
 
-/* Threads of a block. NVIDIA's compiler is told that one block a multiprocessor is enough: it would rather spill. */
+/* Threads of a block, and the blocks for which NVIDIA's compiler leaves registers on a multiprocessor: one where nothing
+ * else is said, for it would rather spill. */
 #if defined(RFK_NVIDIA)
-#define RFK_THREADS(n) __launch_bounds__(n, 1)
+#define RFK_RESIDENT(n, blocks) __launch_bounds__(n, blocks)
 #else
-#define RFK_THREADS(n) __launch_bounds__(n)
+#define RFK_RESIDENT(n, blocks) __launch_bounds__(n)
 #endif
+#define RFK_THREADS(n) RFK_RESIDENT(n, 1)
 
 #define RFK_DEVICE static __device__ __forceinline__
+
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define RFK_SM80 1 /* device code with the instructions of sm_80 */
+#endif
 
 /* Lanes of a wave of the GPU that is being compiled for, 0 where that is not known: kernels for the other size are never
  * launched there and stay empty, so that their registers are nobody's concern. */
@@ -1188,7 +1191,7 @@ struct rfk_int8_rows {
 
 /* Two floats as bfloats, rounded to nearest even, the first in the lower half. */
 RFK_DEVICE uint32_t rfk_to_bfloats(float low, float high) {
-#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#if defined(RFK_SM80)
     uint32_t both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
@@ -2305,11 +2308,6 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
 #define RFK_ROWS_STRIPS(WAVE) 2
 #endif
 #define RFK_MAX_COLUMN 32768u /* values: 1.5 bytes of shared memory each                    */
-#if defined(RFK_NVIDIA)
-#define RFK_ROWS_BOUNDS __launch_bounds__(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT)
-#else
-#define RFK_ROWS_BOUNDS __launch_bounds__(RFK_ROWS_BLOCK)
-#endif
 
 struct rfk_rows_args {
     rfk_product part[RFK_PRODUCTS]; /* glu: the gates and what they multiply                 */
@@ -2875,7 +2873,7 @@ static uint32_t rfk_most_strips(uint32_t type) {
 /* grid: the blocks of each product   block RFK_ROWS_BLOCK   LDS 1.5 bytes a value of the column   reads W once
  * U: strips in flight a lane, fewer where fewer fit; OTHER: the types are those of RFK_OTHER, and U is 1 */
 template <int WAVE, int U, bool OTHER>
-static __global__ void RFK_ROWS_BOUNDS rfk_rows(rfk_rows_args a) {
+static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(rfk_rows_args a) {
     RFK_SHARED(rfk_rows_shared, s);
     RFK_DYNAMIC(int4, column);
     uint32_t number = blockIdx.x, n_blocks = a.part[0].end_block, which = 0;
@@ -2912,11 +2910,10 @@ static __global__ void RFK_ROWS_BOUNDS rfk_rows(rfk_rows_args a) {
 
 /* ---- matrix units ----
  * A wave multiplies 16 rows by 16 columns over 32 bytes each. An operand is the 16 rows (or columns) as the unit wants
- * them spread over the lanes; the results come back as RFK_MATRIX_BIAS + sum, which read as a float is 12582912 + sum.
+ * them spread over the lanes; the results come back as RFK_DOT_START + sum, which read as a float is 12582912 + sum.
  * Layouts: PTX ISA 8.0, "Matrix fragments for mma.m16n8k32"; AMD Instinct MI200 and MI300 ISA, "Matrix core
  * instructions"; AMD RDNA3 and RDNA4 ISA, "WMMA". */
 
-#define RFK_MATRIX_BIAS 0x4b400000
 #define RFK_MATRIX_DOT 0    /* none: dot products of four bytes               */
 #define RFK_MATRIX_SM80 1   /* mma.sync m16n8k32                              */
 #define RFK_MATRIX_MFMA2 2  /* gfx908, gfx90a: v_mfma_i32_16x16x16i8          */
@@ -2926,7 +2923,7 @@ static __global__ void RFK_ROWS_BOUNDS rfk_rows(rfk_rows_args a) {
 
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_MATRIX hip_emu_matrix()
-#elif defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#elif defined(RFK_SM80)
 #define RFK_MATRIX RFK_MATRIX_SM80
 #elif defined(__gfx908__) || defined(__gfx90a__)
 #define RFK_MATRIX RFK_MATRIX_MFMA2
@@ -2939,6 +2936,13 @@ static __global__ void RFK_ROWS_BOUNDS rfk_rows(rfk_rows_args a) {
 #define RFK_MATRIX RFK_MATRIX_WMMA12
 #else
 #define RFK_MATRIX RFK_MATRIX_DOT
+#endif
+
+/* Whether code for these units is compiled: the emulator has all of them. */
+#if defined(ROCMFORGE_HIP_EMU)
+#define RFK_MAY_BE(units) 1
+#else
+#define RFK_MAY_BE(units) (RFK_MATRIX == (units))
 #endif
 
 #if defined(ROCMFORGE_HIP_EMU)
@@ -2980,7 +2984,7 @@ typedef int rfk_int8 __attribute__((ext_vector_type(8)));
 #define RFK_LANE_COLS(n) (n)
 #define RFK_ROW_INDEX(i) (i)
 #define RFK_COL_INDEX(i) (i)
-#elif defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#elif defined(RFK_SM80)
 #define RFK_LANE_ROWS(n) 2
 #define RFK_LANE_COLS(n) 4
 #define RFK_ROW_INDEX(i) ((i) % 4 / 2)
@@ -3017,6 +3021,15 @@ struct rfk_operand {
 };
 #define RFK_MATRIX_STRIDE 9 /* 16-byte words from row to row of a tile of bytes in shared memory */
 
+#if defined(RFK_SM80)
+/* Four matrices of 8 rows of 16 bytes, a row's address in each lane. */
+RFK_DEVICE void rfk_load_matrices(rfk_operand &o, const int4 *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(o.r[0]), "=r"(o.r[1]), "=r"(o.r[2]), "=r"(o.r[3])
+                 : "r"((uint32_t)__cvta_generic_to_shared(row)));
+}
+#endif
+
 /* Bytes [32 * g, + 32) of 16 rows, which are STRIDE 16-byte words apart: 32 bytes, or 16 halves (HALVES). */
 template <int STRIDE, bool HALVES>
 RFK_DEVICE void rfk_load_rows(rfk_operand &o, const int4 *rows, uint32_t g, uint32_t lane) {
@@ -3025,12 +3038,8 @@ RFK_DEVICE void rfk_load_rows(rfk_operand &o, const int4 *rows, uint32_t g, uint
     o.rows = rows;
     const int *word = reinterpret_cast<const int *>(rows);
     if (kind == RFK_MATRIX_SM80) {
-#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-        const int4 *from = rows + lane % 16 * STRIDE + lane / 16;
-        uint32_t address = (uint32_t)__cvta_generic_to_shared(from);
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(o.r[0]), "=r"(o.r[1]), "=r"(o.r[2]), "=r"(o.r[3])
-                     : "r"(address));
+#if defined(RFK_SM80)
+        rfk_load_matrices(o, rows + lane % 16 * STRIDE + lane / 16);
 #else
         for (uint32_t i = 0; i < 4; i++)
             o.r[i] = word[(lane / 4 + i % 2 * 8) * (STRIDE * 4) + i / 2 * 4 + lane % 4];
@@ -3055,22 +3064,14 @@ RFK_DEVICE void rfk_load_rows(rfk_operand &o, const int4 *rows, uint32_t g, uint
     }
 }
 
-RFK_DEVICE void rfk_load_operand(rfk_operand &o, const int4 *rows, uint32_t g, uint32_t lane) {
-    rfk_load_rows<RFK_MATRIX_STRIDE, false>(o, rows, g, lane);
-}
-
 /* The same of 16 columns of the second operand; mma.sync wants the words of eight columns side by side. */
 template <int STRIDE, bool HALVES>
 RFK_DEVICE void rfk_load_columns(rfk_operand &o, const int4 *columns, uint32_t g, uint32_t lane) {
     const uint32_t kind = RFK_MATRIX;
     if (kind != RFK_MATRIX_SM80) return rfk_load_rows<STRIDE, HALVES>(o, columns, g, lane);
     o.rows = columns + 2 * g;
-#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    const int4 *from = columns + 2 * g + (lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2;
-    uint32_t address = (uint32_t)__cvta_generic_to_shared(from);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(o.r[0]), "=r"(o.r[1]), "=r"(o.r[2]), "=r"(o.r[3])
-                 : "r"(address));
+#if defined(RFK_SM80)
+    rfk_load_matrices(o, columns + 2 * g + (lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2);
 #else
     const int *word = reinterpret_cast<const int *>(columns + 2 * g);
     for (uint32_t i = 0; i < 4; i++)
@@ -3078,19 +3079,19 @@ RFK_DEVICE void rfk_load_columns(rfk_operand &o, const int4 *columns, uint32_t g
 #endif
 }
 
-/* out = RFK_MATRIX_BIAS + a b over bytes 0-15 (part 0), 16-31 (1) or all (2). All lanes take part. */
+/* out = RFK_DOT_START + a b over bytes 0-15 (part 0), 16-31 (1) or all (2). All lanes take part. */
 template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk_operand &b, int part, int *out) {
     const uint32_t lane = threadIdx.x % WAVE, kind = RFK_MATRIX;
     (void)lane, (void)kind;
-#if (defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800) || defined(ROCMFORGE_HIP_EMU)
+#if RFK_MAY_BE(RFK_MATRIX_SM80)
     if (WAVE == 32 && kind == RFK_MATRIX_SM80) {
         RFK_UNROLL(2)
         for (int n = 0; n < 2; n++) {
 #if defined(ROCMFORGE_HIP_EMU)
             const int av[4] = {part == 1 ? 0 : a.r[0], part == 1 ? 0 : a.r[1], part == 0 ? 0 : a.r[2],
                                part == 0 ? 0 : a.r[3]},
-                      bv[2] = {b.r[2 * n], b.r[2 * n + 1]}, c[4] = {RFK_MATRIX_BIAS, RFK_MATRIX_BIAS, RFK_MATRIX_BIAS,
-                                                            RFK_MATRIX_BIAS};
+                      bv[2] = {b.r[2 * n], b.r[2 * n + 1]}, c[4] = {RFK_DOT_START, RFK_DOT_START, RFK_DOT_START,
+                                                            RFK_DOT_START};
             hip_emu_mma_m16n8k32_s8(out + 4 * n, av, bv, c);
 #else
             if (part == 2)
@@ -3098,31 +3099,30 @@ template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk
                              "{%10,%10,%10,%10};"
                              : "=r"(out[4 * n]), "=r"(out[4 * n + 1]), "=r"(out[4 * n + 2]), "=r"(out[4 * n + 3])
                              : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * n]),
-                      "r"(b.r[2 * n + 1]), "r"(RFK_MATRIX_BIAS));
+                      "r"(b.r[2 * n + 1]), "r"(RFK_DOT_START));
             else
                 asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
                              "{%7,%7,%7,%7};"
                              : "=r"(out[4 * n]), "=r"(out[4 * n + 1]), "=r"(out[4 * n + 2]), "=r"(out[4 * n + 3])
                              : "r"(a.r[2 * part]), "r"(a.r[2 * part + 1]), "r"(b.r[2 * n + part]),
-                               "r"(RFK_MATRIX_BIAS));
+                               "r"(RFK_DOT_START));
 #endif
         }
         return;
     }
 #endif
-#if defined(__gfx908__) || defined(__gfx90a__) || defined(ROCMFORGE_HIP_EMU)
+#if RFK_MAY_BE(RFK_MATRIX_MFMA2)
     if (WAVE == 64 && kind == RFK_MATRIX_MFMA2) {
-        rfk_int4 c = {RFK_MATRIX_BIAS, RFK_MATRIX_BIAS, RFK_MATRIX_BIAS, RFK_MATRIX_BIAS};
+        rfk_int4 c = {RFK_DOT_START, RFK_DOT_START, RFK_DOT_START, RFK_DOT_START};
         if (part != 1) c = __builtin_amdgcn_mfma_i32_16x16x16i8(a.r[0], b.r[0], c, 0, 0, 0);
         if (part != 0) c = __builtin_amdgcn_mfma_i32_16x16x16i8(a.r[1], b.r[1], c, 0, 0, 0);
         for (int i = 0; i < 4; i++) out[i] = c[i];
         return;
     }
 #endif
-#if defined(__gfx940__) || defined(__gfx941__) || defined(__gfx942__) || defined(__gfx950__) ||                     \
-    defined(ROCMFORGE_HIP_EMU)
+#if RFK_MAY_BE(RFK_MATRIX_MFMA3)
     if (WAVE == 64 && kind == RFK_MATRIX_MFMA3) { /* half of the bytes: lanes of the other half give 0 */
-        rfk_int4 c = {RFK_MATRIX_BIAS, RFK_MATRIX_BIAS, RFK_MATRIX_BIAS, RFK_MATRIX_BIAS};
+        rfk_int4 c = {RFK_DOT_START, RFK_DOT_START, RFK_DOT_START, RFK_DOT_START};
         bool counts = part == 2 || (int)(lane / 32) == part;
         uint64_t av = counts ? (uint32_t)a.r[0] | (uint64_t)(uint32_t)a.r[1] << 32 : 0,
                  bv = (uint32_t)b.r[0] | (uint64_t)(uint32_t)b.r[1] << 32;
@@ -3131,11 +3131,10 @@ template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk
         return;
     }
 #endif
-#if defined(__GFX11__) || defined(__gfx1100__) || defined(__gfx1101__) || defined(__gfx1102__) ||                   \
-    defined(__gfx1103__) || defined(__gfx1150__) || defined(__gfx1151__) || defined(ROCMFORGE_HIP_EMU)
+#if RFK_MAY_BE(RFK_MATRIX_WMMA11)
     if (WAVE == 32 && kind == RFK_MATRIX_WMMA11) {
         rfk_int8 c;
-        for (int i = 0; i < 8; i++) c[i] = RFK_MATRIX_BIAS;
+        for (int i = 0; i < 8; i++) c[i] = RFK_DOT_START;
         for (int h = 0; h < 2; h++) {
             if (part == 1 - h) continue;
             rfk_int4 av = {a.r[4 * h], a.r[4 * h + 1], a.r[4 * h + 2], a.r[4 * h + 3]},
@@ -3146,10 +3145,10 @@ template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk
         return;
     }
 #endif
-#if defined(__GFX12__) || defined(__gfx1200__) || defined(__gfx1201__) || defined(ROCMFORGE_HIP_EMU)
+#if RFK_MAY_BE(RFK_MATRIX_WMMA12)
     if (WAVE == 32 && kind == RFK_MATRIX_WMMA12) {
         rfk_int8 c;
-        for (int i = 0; i < 8; i++) c[i] = RFK_MATRIX_BIAS;
+        for (int i = 0; i < 8; i++) c[i] = RFK_DOT_START;
         for (int h = 0; h < 2; h++) {
             if (part == 1 - h) continue;
             rfk_int2 av = {a.r[2 * h], a.r[2 * h + 1]}, bv = {b.r[2 * h], b.r[2 * h + 1]};
@@ -3159,11 +3158,11 @@ template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk
         return;
     }
 #endif
-    __asm__ volatile("" ::: "memory"); /* no loads for several tiles at once: there are not the registers for them */
+    rfk_in_order(); /* no loads for several tiles at once: there are not the registers for them */
     for (uint32_t i = 0; i < 256 / WAVE; i++) {
         const int4 *row = a.rows + rfk_matrix_row(lane, i, 256 / WAVE) * RFK_MATRIX_STRIDE,
                    *col = b.rows + rfk_matrix_col(lane, i) * RFK_MATRIX_STRIDE;
-        int sum = RFK_MATRIX_BIAS;
+        int sum = RFK_DOT_START;
         for (int h = 0; h < 2; h++) {
             if (part == 1 - h) continue;
             int4 x = row[h], y = col[h];
@@ -3182,7 +3181,7 @@ template <int WAVE, int STRIDE_A, int STRIDE_B, bool BF16 = false>
 RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, float *sum) {
     const uint32_t lane = threadIdx.x % WAVE, kind = RFK_MATRIX;
     (void)lane, (void)kind;
-#if (defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800) || defined(ROCMFORGE_HIP_EMU)
+#if RFK_MAY_BE(RFK_MATRIX_SM80)
     if (WAVE == 32 && kind == RFK_MATRIX_SM80) {
         RFK_UNROLL(2)
         for (int n = 0; n < 2; n++) {
@@ -3207,8 +3206,7 @@ RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, 
         return;
     }
 #endif
-#if defined(__gfx908__) || defined(__gfx90a__) || defined(__gfx940__) || defined(__gfx941__) ||                     \
-    defined(__gfx942__) || defined(__gfx950__) || defined(ROCMFORGE_HIP_EMU)
+#if RFK_MAY_BE(RFK_MATRIX_MFMA2) || RFK_MAY_BE(RFK_MATRIX_MFMA3)
     if (WAVE == 64 && (kind == RFK_MATRIX_MFMA2 || kind == RFK_MATRIX_MFMA3)) {
         union { int i[2]; rfk_half4 h; rfk_short4 b; } av, bv;
         RFK_UNROLL(8)
@@ -3222,8 +3220,7 @@ RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, 
         return;
     }
 #endif
-#if defined(__GFX11__) || defined(__gfx1100__) || defined(__gfx1101__) || defined(__gfx1102__) ||                   \
-    defined(__gfx1103__) || defined(__gfx1150__) || defined(__gfx1151__) || defined(ROCMFORGE_HIP_EMU)
+#if RFK_MAY_BE(RFK_MATRIX_WMMA11)
     if (WAVE == 32 && kind == RFK_MATRIX_WMMA11) {
         union { int i[8]; rfk_half16 h; rfk_short16 b; } av, bv;
         RFK_UNROLL(8)
@@ -3235,7 +3232,7 @@ RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, 
         return;
     }
 #endif
-#if defined(__GFX12__) || defined(__gfx1200__) || defined(__gfx1201__) || defined(ROCMFORGE_HIP_EMU)
+#if RFK_MAY_BE(RFK_MATRIX_WMMA12)
     if (WAVE == 32 && kind == RFK_MATRIX_WMMA12) {
         union { int i[4]; rfk_half8 h; rfk_short8 b; } av, bv;
         RFK_UNROLL(8)
@@ -3279,7 +3276,7 @@ union rfk_check_result {
     float sum;
 };
 struct rfk_check_results {
-    rfk_check_result part[RFK_CHECK_PARTS][256]; /* [row][column]; those of bytes with RFK_MATRIX_BIAS */
+    rfk_check_result part[RFK_CHECK_PARTS][256]; /* [row][column]; those of bytes with RFK_DOT_START */
     uint32_t has_units, units_f16, units_bf16;   /* 1: as the macros say                               */
 };
 
@@ -3303,7 +3300,7 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
     rfk_operand a, b;
     int dot[3][N];
     float sum[2][N];
-    rfk_load_operand(a, s.bytes[0][0], 0, lane);
+    rfk_load_rows<RFK_MATRIX_STRIDE, false>(a, s.bytes[0][0], 0, lane);
     rfk_load_columns<RFK_MATRIX_STRIDE, false>(b, s.bytes[1][0], 0, lane);
     RFK_UNROLL(3)
     for (int part = 0; part < 3; part++) rfk_multiply<WAVE>(a, b, part, dot[part]);
@@ -3439,7 +3436,7 @@ RFK_DEVICE void rfk_tile_x_group(S &s, uint32_t i, uint32_t g, const rfk_group &
 }
 
 /* 16 bytes to shared memory, without a register where the hardware can; rfk_wait_copies before others may read. */
-#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#if defined(RFK_SM80)
 #define RFK_ASYNC_COPIES 1
 RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from)
@@ -3564,7 +3561,7 @@ RFK_DEVICE void rfk_fill_tile(rfk_tile_shared<TYPE, ROWS, COLS> &s, const rfk_ma
 
 /* The values of a lane's columns, of those from `values` on. */
 template <int N> RFK_DEVICE void rfk_lane_values(const float *values, uint32_t lane, float *out) {
-#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#if defined(RFK_SM80)
     RFK_UNROLL(2)
     for (uint32_t i = 0; i < 2; i++) { /* neighbours */
         float2 both = *reinterpret_cast<const float2 *>(values + rfk_matrix_col(lane, 2 * i));
@@ -3588,7 +3585,7 @@ RFK_DEVICE void rfk_tile_group(const S &s, uint32_t g, uint32_t row0, uint32_t c
     float d[RT][RFK_LANE_ROWS(N)][4], least[RT][RFK_LANE_ROWS(N)][2];
     RFK_UNROLL(4)
     for (int r = 0; r < RT; r++) {
-        rfk_load_operand(a[r], s.w[row0 + 16 * (uint32_t)r], g, lane);
+        rfk_load_rows<RFK_MATRIX_STRIDE, false>(a[r], s.w[row0 + 16 * (uint32_t)r], g, lane);
         RFK_UNROLL(8)
         for (uint32_t i = 0; i < RFK_LANE_ROWS((uint32_t)N); i++) {
             uint32_t row = row0 + 16 * (uint32_t)r + rfk_matrix_row(lane, i, N);
@@ -3663,11 +3660,7 @@ RFK_DEVICE void rfk_tile_parts(const S &s, uint32_t row0, uint32_t col0, float (
  * reads W once per COLS columns and x once per ROWS rows. Results leave through shared memory: whole lines are written,
  * and what rfk_put can do takes no registers from the sums. */
 template <int TYPE, int WAVE, int COLS, class ARGS>
-#if defined(RFK_NVIDIA)
-static __global__ void __launch_bounds__(RFK_BLOCK, 2) rfk_matmul(ARGS args) {
-#else
-static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul(ARGS args) {
-#endif
+static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_matmul(ARGS args) {
     if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
     /* waves: DOWN x ACROSS */
     const int ROWS = RFK_ROWS_OF(TYPE, COLS), N = 256 / WAVE, RT = 2, DOWN = ROWS / (16 * RT),
@@ -3799,17 +3792,13 @@ RFK_DEVICE void rfk_norm_load(const rfk_joined_row &r, uint32_t first, rfk_norm_
     }
 }
 
-/* Add the splits of a product's tiles, and norm the results.   grid cols   block 256 */
+/* Add the splits of a product's tiles, and norm the results.   grid cols   block 256, four of which share a
+ * multiprocessor: all rows of 512 run at once */
 struct rfk_join_norm_args {
     rfk_tiles_args t;
     rfk_norm_args norm;
 };
-template <int WAVE>
-#if defined(RFK_NVIDIA) /* all rows of 512 at once */
-static __global__ void __launch_bounds__(RFK_BLOCK, 4) rfk_join_norm(rfk_join_norm_args a) {
-#else
-static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_norm(rfk_join_norm_args a) {
-#endif
+template <int WAVE> static __global__ void RFK_RESIDENT(RFK_BLOCK, 4) rfk_join_norm(rfk_join_norm_args a) {
     RFK_SHARED(rfk_norm_shared, s);
     const rfk_joined_row r = {&a.t, blockIdx.x};
     rfk_norm_wide<WAVE>(a.norm, r, s);
@@ -4067,11 +4056,7 @@ RFK_DEVICE void rfk_wgmma_multiply(uint32_t n_steps, rfk_wgmma_shared &s, rfk_ga
 
 /* grid [ceil(cols / 128), row tiles of all products, splits]   block 256   LDS 97 KiB   n_in % 64 == 0
  * reads W once per 128 columns and x once per 128 rows */
-#if defined(RFK_NVIDIA)
-template <int TYPE> static __global__ void __launch_bounds__(RFK_WGMMA_BLOCK, 2) rfk_matmul_bfloats(rfk_tiles_args t) {
-#else
-template <int TYPE> static __global__ void RFK_THREADS(RFK_WGMMA_BLOCK) rfk_matmul_bfloats(rfk_tiles_args t) {
-#endif
+template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_matmul_bfloats(rfk_tiles_args t) {
 #if defined(RFK_HAS_WGMMA)
     RFK_SHARED(rfk_gates, gates);
     RFK_DYNAMIC(int4, memory);
@@ -4688,7 +4673,7 @@ template <int WAVE, int HEAD> struct rfk_flash_wave {
     float sum_of[HEAD / 16][256 / WAVE];
     float largest[2], sum[2];
     int32_t pos[2];         /* -1: not in this run */
-    uint32_t row[2];        /* of the block, 0 to 16 * waves - 1 */
+    uint32_t row[2];        /* of the block, 0 to 16 * RFK_FLASH_WAVES - 1 */
     uint32_t kv_head;
     int32_t lowest, highest; /* position of its queries in this run; -1: there are none */
 };
@@ -4696,7 +4681,7 @@ template <int WAVE, int HEAD> struct rfk_flash_wave {
 /* Whether products are taken turned, which of a lane's queries result i belongs to, and its place in the tile. */
 RFK_DEVICE bool rfk_flash_turned() { return RFK_MATRIX != RFK_MATRIX_SM80; }
 RFK_DEVICE uint32_t rfk_flash_which(uint32_t i) { return rfk_flash_turned() ? 0 : i % 4 / 2; }
-template <int WAVE> RFK_DEVICE uint32_t rfk_flash_query(uint32_t lane, uint32_t which) {
+RFK_DEVICE uint32_t rfk_flash_query(uint32_t lane, uint32_t which) {
     return rfk_flash_turned() ? lane % 16 : lane / 4 + 8 * which;
 }
 template <int WAVE> RFK_DEVICE uint32_t rfk_flash_place(uint32_t lane, uint32_t i) {
@@ -4878,7 +4863,7 @@ RFK_DEVICE void rfk_flash_values(rfk_operand &o, const rfk_flash_tile<HEAD> &til
     const int4 *values = &tile.v[0][0] + 16 * half * STRIDE + 2 * dims;
     (void)values;
     o.rows = NULL;
-#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#if defined(RFK_SM80)
     const int4 *from = values + lane / 16 + lane % 16 * STRIDE;
     uint32_t address = (uint32_t)__cvta_generic_to_shared(from);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -5164,25 +5149,26 @@ RFK_DEVICE uint32_t rfk_flash_run_end(const rf_step_row *rows, uint32_t row, uin
     return end;
 }
 
-/* grid n_kv_heads * ceil(T / rows_per_block)   block WAVES waves   LDS to 38 KiB   rows_per_block = 16 * WAVES / heads of
- * a group   Every block reads the keys and values of its sequence that a row of it sees. Those with most of them, the last
+/* grid n_kv_heads * ceil(T / rows_per_block)   block RFK_FLASH_WAVES waves   LDS to 38 KiB
+ * rows_per_block = 16 * RFK_FLASH_WAVES / heads of a group   Every block reads the keys and values of its sequence that a row of it sees. Those with most of them, the last
  * rows', come first; from block a.turn on those with fewest, to be neighbours of the first ones. */
-template <int WAVE, int WAVES, class KV, int HEAD>
-static __global__ void RFK_THREADS(WAVES *WAVE) rfk_flash(rfk_attention_args a) {
+template <int WAVE, class KV, int HEAD>
+static __global__ void RFK_THREADS(RFK_FLASH_WAVES *WAVE) rfk_flash(rfk_attention_args a) {
     if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
     if (!RFK_HAS_UNITS || (rfk_flash_halves<KV>::TWO && !RFK_UNITS_F16)) return; /* never launched */
     typedef rfk_flash_shared<KV, HEAD> rfk_shared;
     RFK_SHARED(rfk_shared, s);
+    const int THREADS = RFK_FLASH_WAVES * WAVE;
     const uint32_t lane = threadIdx.x % WAVE, dim = a.head_dim, blocks = gridDim.x / a.n_kv_heads,
                    place = blockIdx.x < a.turn ? blockIdx.x : gridDim.x - 1 - (blockIdx.x - a.turn),
                    row0 = (blocks - 1 - place / a.n_kv_heads) * a.rows_per_block,
                    last = row0 + a.rows_per_block < a.n_rows ? row0 + a.rows_per_block : a.n_rows;
     rfk_flash_wave<WAVE, HEAD> w;
     w.kv_head = place % a.n_kv_heads;
-    for (uint32_t n = 0; n < 2; n++) w.row[n] = threadIdx.x / WAVE * 16 + rfk_flash_query<WAVE>(lane, n);
+    for (uint32_t n = 0; n < 2; n++) w.row[n] = threadIdx.x / WAVE * 16 + rfk_flash_query(lane, n);
     rfk_flash_queries(w, a, row0, last, lane);
     const int4 zero = {0, 0, 0, 0};
-    for (uint32_t i = threadIdx.x; dim < HEAD && i < RFK_FLASH_CELLS * HEAD / 8; i += WAVES * WAVE)
+    for (uint32_t i = threadIdx.x; dim < HEAD && i < RFK_FLASH_CELLS * HEAD / 8; i += THREADS)
         for (size_t t = 0; i % (HEAD / 8) >= dim / 8 && t < sizeof s.tile / sizeof *s.tile; t++)
             s.tile[t].k[i / (HEAD / 8)][i % (HEAD / 8)] = zero;
     for (uint32_t row = row0, end; row < last; row = end) {
@@ -5196,7 +5182,7 @@ static __global__ void RFK_THREADS(WAVES *WAVE) rfk_flash(rfk_attention_args a) 
         uint32_t cell0 = seen / RFK_FLASH_CELLS * RFK_FLASH_CELLS, at = cell0 % a.n_cells;
         if (rfk_shared::AHEAD) {
             __syncthreads();
-            rfk_flash_fetch<WAVES * WAVE>(s.tile, rfk_kv_row(k, at, dim), rfk_kv_row(v, at, dim), dim, seen - cell0,
+            rfk_flash_fetch<THREADS>(s.tile, rfk_kv_row(k, at, dim), rfk_kv_row(v, at, dim), dim, seen - cell0,
                                           length - cell0);
         }
         rfk_flash_begin(w, a, row0, row, end);
@@ -5204,7 +5190,7 @@ static __global__ void RFK_THREADS(WAVES *WAVE) rfk_flash(rfk_attention_args a) 
             if (!rfk_shared::AHEAD) {
                 const uint32_t first = seen > cell0 ? seen - cell0 : 0;
                 __syncthreads();
-                rfk_flash_fetch<WAVES * WAVE>(s.tile, rfk_kv_row(k, at, dim), rfk_kv_row(v, at, dim), dim, first,
+                rfk_flash_fetch<THREADS>(s.tile, rfk_kv_row(k, at, dim), rfk_kv_row(v, at, dim), dim, first,
                                               length - cell0);
             }
             rfk_wait_copies();
@@ -5212,7 +5198,7 @@ static __global__ void RFK_THREADS(WAVES *WAVE) rfk_flash(rfk_attention_args a) 
             const uint32_t next = cell0 + RFK_FLASH_CELLS;
             at = at + RFK_FLASH_CELLS < a.n_cells ? at + RFK_FLASH_CELLS : 0;
             if (rfk_shared::AHEAD && next < length) {
-                rfk_flash_fetch<WAVES * WAVE>(s.tile + 1 - tile, rfk_kv_row(k, at, dim), rfk_kv_row(v, at, dim), dim, 0u,
+                rfk_flash_fetch<THREADS>(s.tile + 1 - tile, rfk_kv_row(k, at, dim), rfk_kv_row(v, at, dim), dim, 0u,
                                               length - next);
             }
             if ((int32_t)cell0 <= w.highest && (a.window == 0 || w.lowest - (int32_t)next < (int32_t)a.window - 1))
@@ -5767,7 +5753,7 @@ RFK_DEVICE void rfk_row_join_splits(rfk_row_shared<G, PER> &s, const rfk_row_att
 }
 
 /* The new key and value to their cell `row` of the head's, whose first values k and v are. */
-template <int WAVE, class KV, int G, int PER>
+template <int WAVE, int G, int PER, class KV>
 RFK_DEVICE void rfk_row_store(rfk_row_shared<G, PER> &s, KV *k, KV *v, uint32_t cell, uint32_t dim) {
     const size_t row = (size_t)cell * dim;
     for (uint32_t e = threadIdx.x; e < dim; e += RFK_BLOCK) {
@@ -5776,7 +5762,7 @@ RFK_DEVICE void rfk_row_store(rfk_row_shared<G, PER> &s, KV *k, KV *v, uint32_t 
     }
 }
 /* And to s.join, as they lie there: four values a thread. All threads take part. */
-template <int WAVE, class KV, int G, int PER>
+template <int WAVE, int G, int PER>
 RFK_DEVICE void rfk_row_store(rfk_row_shared<G, PER> &s, rfk_q8 *k, rfk_q8 *v, uint32_t cell, uint32_t dim) {
     const uint32_t part = threadIdx.x / (2 * PER), i = threadIdx.x % (2 * PER); /* PER * 8 values of each */
     float x[4] = {0, 0, 0, 0}, d;
@@ -5803,11 +5789,7 @@ RFK_DEVICE void rfk_row_store(rfk_row_shared<G, PER> &s, rfk_q8 *k, rfk_q8 *v, u
  * The positions that are seen are cut evenly into as many splits as the grid has, of RFK_ROW_CELLS at least; blocks
  * beyond leave. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
-#if defined(RFK_NVIDIA)
-static __global__ void __launch_bounds__(RFK_BLOCK, G > 4 ? 1 : 2) rfk_row_attention(rfk_row_attention_args a) {
-#else
-static __global__ void RFK_THREADS(RFK_BLOCK) rfk_row_attention(rfk_row_attention_args a) {
-#endif
+static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_row_attention(rfk_row_attention_args a) {
     if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
     typedef rfk_row_shape<KV, PLAIN, G, PER> S;
     typedef rfk_row_shared<G, PER> shared;
@@ -5851,8 +5833,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_row_attention(rfk_row_attentio
     rfk_row_queries<WAVE, G, PER>(s, a, kv_head, group, owns_key, pairs);
     __syncthreads();
     if (owns_key)
-        rfk_row_store<WAVE, KV, G, PER>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
-                                        PLAIN ? (uint32_t)row.pos : (uint32_t)row.pos % a.n_cells, a.head_dim);
+        rfk_row_store<WAVE>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
+                            PLAIN ? (uint32_t)row.pos : (uint32_t)row.pos % a.n_cells, a.head_dim);
     RFK_UNROLL(1)
     for (uint32_t first = begin; first < end; first += S::T * S::SLOTS)
         rfk_row_positions<WAVE, KV, PLAIN, G, PER>(s, a, k, v, first + slot, end, last,
@@ -6500,9 +6482,9 @@ static uint32_t rfk_judge_matrix(const rfk_check_results *found) {
             const uint32_t at = row * 16 + col;
             int half[2] = {0, 0};
             for (uint32_t k = 0; k < 32; k++) half[k / 16] += rfk_check_value(0, row, k) * rfk_check_value(1, col, k);
-            if (found->part[0][at].dot != RFK_MATRIX_BIAS + half[0] ||
-                found->part[1][at].dot != RFK_MATRIX_BIAS + half[1] ||
-                found->part[2][at].dot != RFK_MATRIX_BIAS + half[0] + half[1])
+            if (found->part[0][at].dot != RFK_DOT_START + half[0] ||
+                found->part[1][at].dot != RFK_DOT_START + half[1] ||
+                found->part[2][at].dot != RFK_DOT_START + half[0] + half[1])
                 wrong |= RFK_WRONG_BYTES;
             /* exact in any order of additions */
             if (found->part[3][at].sum != (float)half[0]) wrong |= RFK_WRONG_HALVES;
@@ -8390,10 +8372,10 @@ static bool rfk_takes_flash(const rfk_launching *l) {
 }
 
 template <int HEAD> static void (*rfk_find_flash(const rfk_launching *l))(rfk_attention_args) {
-    void (*half)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_flash<32, RFK_FLASH_WAVES, uint16_t, HEAD>),
-                                                   (rfk_flash<64, RFK_FLASH_WAVES, uint16_t, HEAD>));
-    void (*quantized)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_flash<32, RFK_FLASH_WAVES, rfk_q8, HEAD>),
-                                                        (rfk_flash<64, RFK_FLASH_WAVES, rfk_q8, HEAD>));
+    void (*half)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_flash<32, uint16_t, HEAD>),
+                                                   (rfk_flash<64, uint16_t, HEAD>));
+    void (*quantized)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_flash<32, rfk_q8, HEAD>),
+                                                        (rfk_flash<64, rfk_q8, HEAD>));
     return l->p->cache_type == RF_CACHE_Q8_0 ? quantized : half;
 }
 
