@@ -4,8 +4,7 @@
  *     nvcc -O3 -arch=sm_90a -x cu -c rocmforge_kernels.hip                       NVIDIA (sm_90a: H100, H200)
  *     c++ -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c ...             on the CPU, for tests
  *
- * Reads sections 1 and 2 of rocmforge.h only, and is C++11 without its library. Names: rfk_*. Kernels take WAVE (32
- * or
+ * Reads sections 1 and 2 of rocmforge.h only, and is C++11 without its library. Names: rfk_*. Kernels take WAVE (32 or
  * 64) as a template parameter that the host chooses from the device's properties; sums have a fixed order and no
  * atomics, so that a run repeated gives the same bits. */
 
@@ -96,8 +95,8 @@
 #define RFK_UNROLL(n)
 #endif
 
-/* Threads of a block, and the blocks for which NVIDIA's compiler leaves registers on a multiprocessor: one where nothing
- * else is said, for it would rather spill. */
+/* Threads of a block, and the blocks for which NVIDIA's compiler leaves registers on a multiprocessor: one where
+ * nothing else is said, for it would rather spill. */
 #if defined(RFK_NVIDIA)
 #define RFK_RESIDENT(n, blocks) __launch_bounds__(n, blocks)
 #else
@@ -111,8 +110,8 @@
 #define RFK_SM80 1 /* device code with the instructions of sm_80 */
 #endif
 
-/* Lanes of a wave of the GPU that is being compiled for, 0 where that is not known: kernels for the other size are never
- * launched there and stay empty, so that their registers are nobody's concern. */
+/* Lanes of a wave of the GPU that is being compiled for, 0 where that is not known: kernels for the other size are
+ * never launched there and stay empty, so that their registers are nobody's concern. */
 #if defined(__GFX9__)
 #define RFK_TARGET_WAVE 64
 #elif defined(__GFX10__) || defined(__GFX11__) || defined(__GFX12__)
@@ -283,7 +282,8 @@ static uint32_t rfk_ceil_div(uint64_t a, uint32_t b) { return (uint32_t)((a + b 
  * A quantized row is read in units of 32 weights: two halves of 16, which lie side by side in some types and STRIDE
  * apart in others, because that is what a 16-byte load of packed bytes holds. A weight is d * (q - OFFSET) - m with
  * q a signed byte. Q4_K and Q5_K blocks are multiples of 16 bytes, those of IQ1_M of 8, and stay as they are; the other
- * types are repacked when they are written: the same bytes, but all first fields of the tensor, then all second fields, and so on. */
+ * types are repacked when they are written: the same bytes, but all first fields of the tensor, then all second fields,
+ * and so on. */
 
 struct rfk_weight {
     const uint8_t *plane[4]; /* the fields' arrays; [0] alone if not repacked */
@@ -563,8 +563,8 @@ RFK_DEVICE void rfk_look_up(const rfk_codebook &c, int nibbles, int *low, int *h
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
     const uint32_t s = v & 0x77777777u, upper = ((v & 0x88888888u) >> 1) | 0x32103210u;
     const uint32_t a = __byte_perm(__byte_perm(c.word[0], c.word[1], s), __byte_perm(c.word[2], c.word[3], s), upper),
-                   b = __byte_perm(__byte_perm(c.word[0], c.word[1], s >> 16), __byte_perm(c.word[2], c.word[3], s >> 16),
-                                   upper >> 16);
+                   b = __byte_perm(__byte_perm(c.word[0], c.word[1], s >> 16),
+                                   __byte_perm(c.word[2], c.word[3], s >> 16), upper >> 16);
     *low = (int)__byte_perm(a, b, 0x6420);
     *high = (int)__byte_perm(a, b, 0x7531);
 #elif defined(__HIP_DEVICE_COMPILE__)
@@ -613,7 +613,7 @@ static __device__ const uint16_t rfk_grid_iq2_xxs[256] = {RF_GRID_IQ2_XXS}, rfk_
                                  rfk_grid_iq2_s[1024] = {RF_GRID_IQ2_S}, rfk_grid_iq1[2048] = {RF_GRID_IQ1},
                                  rfk_grid_iq3_xxs[256] = {RF_GRID_IQ3_XXS}, rfk_grid_iq3_s[512] = {RF_GRID_IQ3_S};
 
-/* Eight weights of an entry of each family. */
+/* Eight weights of an entry of each family; `down`: 1 less than 8 times the entry, else 1 more. */
 RFK_DEVICE void rfk_grid2(uint32_t entry, uint32_t signs, int *q) {
     RFK_UNROLL(2)
     for (int i = 0; i < 2; i++) {
@@ -621,7 +621,7 @@ RFK_DEVICE void rfk_grid2(uint32_t entry, uint32_t signs, int *q) {
         q[i] = rfk_negate4(0x08080808u + c * 17 + ((c >> 1) & 0x01010101u), signs >> (4 * i));
     }
 }
-RFK_DEVICE void rfk_grid1(uint32_t entry, uint32_t down, int *q) { /* down: 1 less than 8 times the entry, else 1 more */
+RFK_DEVICE void rfk_grid1(uint32_t entry, uint32_t down, int *q) {
     RFK_UNROLL(2)
     for (int i = 0; i < 2; i++)
         q[i] = rfk_subtract4((int)(rfk_spread2((entry >> (8 * i)) & 255) << 3), (int)(7 + 2 * (down & 1)));
@@ -799,7 +799,8 @@ template <> struct rfk_format<RF_TYPE_IQ2_XXS> {
         (void)u;
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++)
-            rfk_grid2(rfk_grid_iq2_xxs[(r.more[0] >> (8 * i)) & 255], rfk_even_signs(r.more[1] >> (7 * i)), o.q + 2 * i);
+            rfk_grid2(rfk_grid_iq2_xxs[(r.more[0] >> (8 * i)) & 255], rfk_even_signs(r.more[1] >> (7 * i)),
+                      o.q + 2 * i);
         o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c) * (0.5f + (float)(r.more[1] >> 28)) * 0.25f;
     }
 };
@@ -882,8 +883,8 @@ template <> struct rfk_format<RF_TYPE_IQ1_M> {
     }
 };
 
-/* Digits of three values, the first highest: digit n of a byte b, taken as a fraction of 256, is the whole part of three
- * times what is left of b * 3^n. */
+/* Digits of three values, the first highest: digit n of a byte b, taken as a fraction of 256, is the whole part of
+ * three times what is left of b * 3^n. */
 RFK_DEVICE int rfk_digits3(uint32_t bytes, uint32_t n) {
     uint32_t power = n < 4 ? 0x1b090301u >> (8 * n) & 255 : 81, even = bytes & 0x00ff00ffu,
              odd = (bytes >> 8) & 0x00ff00ffu;
@@ -1067,7 +1068,7 @@ static __global__ void rfk_write_expert(rfk_expert_args a) { *a.to = a.w; }
 /* ==== 3 Rows ============================================================================================== >>rows
  * Norms, element-wise ops, quantization, rope, the KV store, and the values of a step. */
 
-/* Writes a probe: the host reads it back to know that kernels for this GPU are in the program. */
+/* Writes a probe: the host reads it back to know that kernels for this GPU are in the program.   grid 1   block 32 */
 static __global__ void rfk_probe(uint32_t *out) { out[threadIdx.x] = threadIdx.x * 3 + 7; }
 
 /* *sum += the 2 n uint64 of src: what the memory can do, for mem_sum.
@@ -1104,8 +1105,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sum(rfk_sum_args a) {
     if (threadIdx.x == 0) atomicAdd(a.sum, part.of[0]);
 }
 
+/* Values of a step travel as arguments of launches, which the runtime copies: none is overwritten in flight.
+ *   grid 1   block 64 */
 #define RFK_STEP_ROWS 64
-/* Values of a step travel as arguments of launches, which the runtime copies: none is overwritten in flight. */
 struct rfk_step_args {
     rf_step_row row[RFK_STEP_ROWS];
     uint32_t logit_row[RFK_STEP_ROWS];
@@ -1236,7 +1238,7 @@ template <int WAVE> RFK_DEVICE int rfk_quantize_lane(const float *x, float *d_ou
     return packed;
 }
 
-/* Values 4i .. 4i+3 of a row of n: eight threads are a group. All lanes of the wave take part;
+/* Values 4i .. 4i + 3 of a row of n: eight threads are a group. All lanes of the wave take part;
  * `inside`: i < n / 4. */
 template <int WAVE>
 RFK_DEVICE void rfk_quantize4(const rfk_int8_rows &to, size_t row, uint32_t n, uint32_t i, const float *x,
@@ -1266,7 +1268,7 @@ RFK_DEVICE void rfk_convert4(const rfk_int8_rows &to, size_t row, uint32_t n, ui
     word[i % 2] = v;
 }
 
-/* grid [rows, ceil(n / 1024)]   block 256 */
+/* Rows of floats as matmuls take them.   grid [rows, ceil(n / 1024)]   block 256 */
 struct rfk_quantize_args {
     const float *in;
     rfk_int8_rows to;
@@ -1476,8 +1478,8 @@ struct rfk_store_args {
     const rf_step_row *rows;
     uint32_t k_stride, v_stride, n_kv_heads, head_dim, head_dim_v, n_cells;
 };
-/* Keys of a first part k, head_dim_v values, and a second part v: RF_OP_LATENT.   grid [ceil(heads * dk / 256), T]
- * block 256 */
+/* Keys of a first part k, head_dim_v values, and a second part v: RF_OP_LATENT.
+ *   grid [ceil(heads * dk / 256), T]   block 256 */
 template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_latent_store(rfk_store_args a) {
     const uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x, head = i / a.head_dim, e = i % a.head_dim,
                    rest = a.head_dim - a.head_dim_v;
@@ -1594,9 +1596,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_gather(rfk_gather_args a) {
 }
 
 /* out[row] = id of the row's largest value, the smallest one among equals; nan is greater than nothing, -1 if none is
- * greater than -infinity.   grid [rows, parts]   block 1024   reads every value once
- * With several parts, each leaves value and id of its own share in `part`, which a second launch, of the parts alone,
- * reads. */
+ * greater than -infinity. With several parts, each leaves value and id of its own share in `part`, for
+ * rfk_argmax_join.   grid [rows, parts]   block 1024   reads every value once */
 #define RFK_ARGMAX_BLOCK 1024
 #define RFK_ARGMAX_PARTS 32u
 struct rfk_best_value {
@@ -1650,7 +1651,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_ARGMAX_BLOCK) rfk_arg
     rfk_best_value best = {largest, id};
     a.part[(size_t)blockIdx.x * gridDim.y + blockIdx.y] = best;
 }
-/* grid rows   block WAVE */
+/* The best of the parts.   grid rows   block WAVE */
 template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_argmax_join(rfk_argmax_args a) {
     rfk_best_value best = {-INFINITY, 0xffffffffu};
     for (uint32_t i = threadIdx.x; i < a.n_parts; i += WAVE) {
@@ -1794,8 +1795,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
 /* ---- recurrent layers ----
  * A sequence's rows follow each other: threads go through all rows of the step and pass over those of others. */
 
-/* A channel's convolution; its past is in registers.   grid [ceil(n / 256), sequences]   block 256   reads and writes
- * every value once */
+/* A channel's convolution; its past is in registers.
+ *   grid [ceil(n / 256), sequences]   block 256   reads and writes every value once */
 struct rfk_conv_args {
     const float *in;
     const uint8_t *w; /* [n][n_taps]           */
@@ -1843,7 +1844,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_conv(rfk_conv_args a) {
 }
 
 /* RF_OP_DELTA. A wave holds RFK_DELTA_COLS columns of a head's S, each of which is divided over WAVE / RFK_DELTA_COLS
- * lanes, with every so-manieth of at most DIM values: what a row adds to a column depends on that column alone.
+ * lanes, which take its at most DIM values by turns: what a row adds to a column depends on that column alone.
  *   grid [ceil(head_dim_v / (4 * RFK_DELTA_COLS)), heads, sequences]   block 4 waves
  *   reads a row's q and k once for each wave */
 #define RFK_DELTA_COLS(wave, dim) ((dim) > 4 * (wave) ? 4u : 8u) /* a lane has registers for 32 values of a column */
@@ -1936,8 +1937,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_slice(rfk_slice_args a) {
 
 /* ==== 4 Matmul ========================================================================================== >>matmul
  * out[cols, n_out] = x[cols, n_in] W^T. Few columns: a wave reads a row of W once and keeps one sum per column. Many:
- * tiles of 64 x 64 through shared memory. Quantized weights take int8 activations (more than 64 columns on Hopper: both
- * are made bfloats), the others float ones. */
+ * tiles of 64 or 128 rows by as many columns through shared memory. Quantized weights take int8 activations (more than
+ * 64 columns on Hopper: both are made bfloats), the others float ones. */
 
 /* One product. A launch does up to three that share their input and weight type: each has the blocks
  * [previous end, end_block) of grid.x. */
@@ -2046,6 +2047,7 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec(rfk_matmul
     }
 }
 
+/* The same with weights of floats. */
 template <int TYPE, int WAVE, int COLS>
 static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_matmul_args a) {
     uint32_t number = blockIdx.x;
@@ -2145,6 +2147,7 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts(rfk_exper
     if (lane == 0) rfk_put_pair(a, pair, expert, row, sum);
 }
 
+/* The same with weights of floats. */
 template <int TYPE, int WAVE>
 static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts_float(rfk_experts_args a) {
     const uint32_t lane = threadIdx.x % WAVE, row = blockIdx.x * RFK_MATVEC_WAVES + threadIdx.x / WAVE,
@@ -2228,8 +2231,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sort_pairs(rfk_sort_args a) {
     }
 }
 
-/* Each head's values times its matrix, whose rows they go with (RF_OP_ACROSS). A thread has 32 columns of every 16th row;
- * the sums of these rows are added in their order.
+/* Each head's values times its matrix, whose rows they go with (RF_OP_ACROSS). A thread has 32 columns of every 16th
+ * row; the sums of these rows are added in their order.
  *   grid [ceil(n_out / 512), heads, rows]   block 256   reads a head's matrix once for each row of the step */
 #define RFK_ACROSS_ROWS 16u
 #define RFK_ACROSS_COLS (32 * RFK_BLOCK / RFK_ACROSS_ROWS)
@@ -2259,11 +2262,13 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_across(rfk
         __syncthreads();
         const uint32_t e = threadIdx.x / units;
         float all = 0;
-        for (uint32_t row = 0; e < 4 && row < RFK_ACROSS_ROWS; row++) all += s.sum[row * units + threadIdx.x % units][e];
+        for (uint32_t row = 0; e < 4 && row < RFK_ACROSS_ROWS; row++)
+            all += s.sum[row * units + threadIdx.x % units][e];
         if (e < 4 && u < a.n_out / 32) out[rfk_unit_at<TYPE>(u) + k / 16 * F::STRIDE + k % 16 + e] = all;
         __syncthreads();
     }
 }
+/* The same with weights of floats, a column a thread.   grid [ceil(n_out / 256), heads, rows]   block 256 */
 template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_across_float(rfk_experts_args a) {
     const uint32_t c = blockIdx.x * RFK_BLOCK + threadIdx.x;
     if (c >= a.n_out) return;
@@ -2307,7 +2312,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
 #else
 #define RFK_ROWS_STRIPS(WAVE) 2
 #endif
-#define RFK_MAX_COLUMN 32768u /* values: 1.5 bytes of shared memory each                    */
+#define RFK_MAX_COLUMN 32768u /* values: 1.5 bytes of shared memory each */
 
 struct rfk_rows_args {
     rfk_product part[RFK_PRODUCTS]; /* glu: the gates and what they multiply                 */
@@ -2341,8 +2346,8 @@ struct rfk_column {
     int offset;
 };
 
-/* The sum of products of bytes starts at 1.5 * 2^23 as a float's bits, less what is due to the weights' offset, so that it
- * is a float when it ends, for conversions are slow. It stays below 2^22. */
+/* The sum of products of bytes starts at 1.5 * 2^23 as a float's bits, less what is due to the weights' offset, so that
+ * it is a float when it ends, for conversions are slow. It stays below 2^22. */
 #define RFK_DOT_START 0x4b400000
 RFK_DEVICE float rfk_dot_value(int dot) { return rfk_as_float((uint32_t)dot) - 12582912.0f; }
 
@@ -2500,8 +2505,8 @@ RFK_DEVICE int rfk_high4(int v) { return (v >> 4) & 0x0f0f0f0f; }
 RFK_DEVICE float rfk_low_half(uint32_t v) { return rfk_from_half((uint16_t)(v & 0xffff)); }
 RFK_DEVICE float rfk_high_half(uint32_t v) { return rfk_from_half((uint16_t)(v >> 16)); }
 
-/* How a lane reads a type. VALUES: of a strip; loaded: its registers; begin: where its first strip of a row is, lane being the strip's number; fetch: its loads;
- * next: to the lane's next strip; dot: add the strip's products to total. */
+/* How a lane reads a type. VALUES: of a strip; loaded: its registers; begin: where its first strip of a row is, lane
+ * being the strip's number; fetch: its loads; next: to the lane's next; dot: add the strip's products to total. */
 template <int TYPE> struct rfk_strips;
 
 /* Bytes of a block in planes 0 to 2. */
@@ -2870,7 +2875,8 @@ static uint32_t rfk_most_strips(uint32_t type) {
 #undef RFK_MOST_CASE
 }
 
-/* grid: the blocks of each product   block RFK_ROWS_BLOCK   LDS 1.5 bytes a value of the column   reads W once
+/* grid: the blocks of each product   block RFK_ROWS_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
+ * reads W once
  * U: strips in flight a lane, fewer where fewer fit; OTHER: the types are those of RFK_OTHER, and U is 1 */
 template <int WAVE, int U, bool OTHER>
 static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(rfk_rows_args a) {
@@ -3090,22 +3096,20 @@ template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk
 #if defined(ROCMFORGE_HIP_EMU)
             const int av[4] = {part == 1 ? 0 : a.r[0], part == 1 ? 0 : a.r[1], part == 0 ? 0 : a.r[2],
                                part == 0 ? 0 : a.r[3]},
-                      bv[2] = {b.r[2 * n], b.r[2 * n + 1]}, c[4] = {RFK_DOT_START, RFK_DOT_START, RFK_DOT_START,
-                                                            RFK_DOT_START};
+                      bv[2] = {b.r[2 * n], b.r[2 * n + 1]},
+                      c[4] = {RFK_DOT_START, RFK_DOT_START, RFK_DOT_START, RFK_DOT_START};
             hip_emu_mma_m16n8k32_s8(out + 4 * n, av, bv, c);
 #else
             if (part == 2)
                 asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                             "{%10,%10,%10,%10};"
-                             : "=r"(out[4 * n]), "=r"(out[4 * n + 1]), "=r"(out[4 * n + 2]), "=r"(out[4 * n + 3])
-                             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * n]),
-                      "r"(b.r[2 * n + 1]), "r"(RFK_DOT_START));
+                    "{%10,%10,%10,%10};"
+                    : "=r"(out[4 * n]), "=r"(out[4 * n + 1]), "=r"(out[4 * n + 2]), "=r"(out[4 * n + 3])
+                    : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * n]), "r"(b.r[2 * n + 1]),
+                      "r"(RFK_DOT_START));
             else
-                asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
-                             "{%7,%7,%7,%7};"
-                             : "=r"(out[4 * n]), "=r"(out[4 * n + 1]), "=r"(out[4 * n + 2]), "=r"(out[4 * n + 3])
-                             : "r"(a.r[2 * part]), "r"(a.r[2 * part + 1]), "r"(b.r[2 * n + part]),
-                               "r"(RFK_DOT_START));
+                asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+                    : "=r"(out[4 * n]), "=r"(out[4 * n + 1]), "=r"(out[4 * n + 2]), "=r"(out[4 * n + 3])
+                    : "r"(a.r[2 * part]), "r"(a.r[2 * part + 1]), "r"(b.r[2 * n + part]), "r"(RFK_DOT_START));
 #endif
         }
         return;
@@ -3195,12 +3199,14 @@ RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, 
                 asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
                              "{%8,%9}, {%0,%1,%2,%3};"
                              : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * n]), "r"(b.r[2 * n + 1]));
+                             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * n]),
+                               "r"(b.r[2 * n + 1]));
             else
                 asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
                              "{%8,%9}, {%0,%1,%2,%3};"
                              : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * n]), "r"(b.r[2 * n + 1]));
+                             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * n]),
+                               "r"(b.r[2 * n + 1]));
 #endif
         }
         return;
@@ -3336,7 +3342,7 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
     ((cols) == RFK_MANY_TILE && (type) < RF_TYPE_COUNT && (type) != RF_TYPE_Q2_K && !RFK_IS_TIGHT(type) \
          ? RFK_TILE_ROWS                                                                                \
          : RFK_FEW_ROWS)
-/* Two scales for 32 weights: AMD's 256 registers do not do for the larger tile, with minimums not even for its columns. */
+/* Two scales for 32 weights: AMD's 256 registers do not do for the larger tile, with minimums not for its columns. */
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 #define RFK_IS_TIGHT(type) 0
 #else
@@ -3656,7 +3662,7 @@ RFK_DEVICE void rfk_tile_parts(const S &s, uint32_t row0, uint32_t col0, float (
     }
 }
 
-/* grid [ceil(cols / COLS) or tiles of pairs, row tiles of all products, splits]   block 256   LDS 48 KiB
+/* grid [ceil(cols / COLS) or tiles of pairs, row tiles of all products, splits]   block 256   LDS 48 KiB at most
  * reads W once per COLS columns and x once per ROWS rows. Results leave through shared memory: whole lines are written,
  * and what rfk_put can do takes no registers from the sums. */
 template <int TYPE, int WAVE, int COLS, class ARGS>
@@ -3738,8 +3744,8 @@ RFK_DEVICE void rfk_join4(const rfk_tiles_args &t, uint32_t tile, uint32_t i, fl
     }
 }
 
-/* Add the splits of a tile, 1024 results a block.   grid as rfk_matmul's, but z: results of a tile / 1024   block 256
- */
+/* Add the splits of a tile, 1024 results a block.
+ *   grid as rfk_matmul's, but z: results of a tile / 1024   block 256 */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_tiles(rfk_tiles_args t) {
     uint32_t number = blockIdx.y;
     const rfk_product p = rfk_pick(t.m, &number);
@@ -3807,10 +3813,10 @@ template <int WAVE> static __global__ void RFK_RESIDENT(RFK_BLOCK, 4) rfk_join_n
 /* ---- many columns, on warpgroups ----
  * Hopper's wgmma multiplies bfloats that lie in shared memory: 64 rows by 128 columns for four waves, which wait for
  * nothing but its end. So weights are made bfloats on their way there, by waves that do nothing else, and activations
- * were made so by the kernel before. A rounding is 2^-8 of a value at most, where that of int8 activations is up to 1 / 254 of
- * the largest in its group; and what a float can hold does not overflow, as it would in halves.
- * PTX ISA 8.7, "Asynchronous Warpgroup Level Matrix Instructions", "mbarrier". Here an mbarrier is called a gate: the n-th
- * wait for it passes when so many arrivals (and bytes) as it counts have come n times. */
+ * were made so by the kernel before. A rounding is 2^-8 of a value at most, where that of int8 activations is up to
+ * 1 / 254 of the largest in its group; and what a float can hold does not overflow, as it would in halves.
+ * PTX ISA 8.7, "Asynchronous Warpgroup Level Matrix Instructions", "mbarrier". Here an mbarrier is called a gate: the
+ * n-th wait for it passes when so many arrivals (and bytes) as it counts have come n times. */
 
 #define RFK_WARPGROUP 128u
 #define RFK_WGMMA_ROWS 128u /* of W for a block */
@@ -3847,9 +3853,9 @@ typedef uint64_t rfk_gate;
 #endif
 
 #if defined(RFK_HAS_WGMMA)
-/* full: a stage's W (each wave's lane 0 arrives for it) and x are there; empty: the waves that multiply are done with it. */
 struct rfk_gates {
-    rfk_gate full[RFK_WGMMA_STAGES], empty[RFK_WGMMA_STAGES];
+    rfk_gate full[RFK_WGMMA_STAGES];  /* a stage's W (each wave's lane 0 arrives for it) and x are there */
+    rfk_gate empty[RFK_WGMMA_STAGES]; /* the waves that multiply are done with it                        */
 };
 
 #if defined(ROCMFORGE_HIP_EMU)
@@ -3927,7 +3933,9 @@ RFK_DEVICE void rfk_wgmma(float *sum, const int4 *w, const int4 *x, int add) {
 #endif
 
 /* Row and column of a thread's result i. */
-RFK_DEVICE uint32_t rfk_wgmma_row(uint32_t i) { return threadIdx.x % RFK_WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4 + i % 4 / 2 * 8; }
+RFK_DEVICE uint32_t rfk_wgmma_row(uint32_t i) {
+    return threadIdx.x % RFK_WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4 + i % 4 / 2 * 8;
+}
 RFK_DEVICE uint32_t rfk_wgmma_col(uint32_t i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
 /* The products of a stage, in the background: N times 64 rows. */
@@ -3951,14 +3959,16 @@ template <int N> RFK_DEVICE void rfk_wgmma_done(float (&sum)[N][64]) {
 #endif
 }
 
+/* The shared memory that a launch asked for, from a multiple of 1024 bytes on. */
 template <class T> RFK_DEVICE T &rfk_wgmma_memory(int4 *asked_for) {
     return *reinterpret_cast<T *>(((size_t)asked_for + 1023) & ~(size_t)1023);
 }
 
-/* 16 weights d * (q - OFFSET) - m to words `word` and the next of row i. A byte above a float's last 8 bits is the float
- * 32768 + byte, so that one addition takes off what is too much: it rounds by about 2^-9 of d. A d of 2^113, which MXFP4
- * alone can say, is too much for it. */
-template <int OFFSET> RFK_DEVICE void rfk_wgmma_store(int4 *row, uint32_t i, uint32_t word, const int *q, float d, float m) {
+/* 16 weights d * (q - OFFSET) - m to words `word` and the next of row i. A byte above a float's last 8 bits is the
+ * float 32768 + byte, so that one addition takes off what is too much: it rounds by about 2^-9 of d. A d of 2^113,
+ * which MXFP4 alone can say, is too much for it. */
+template <int OFFSET>
+RFK_DEVICE void rfk_wgmma_store(int4 *row, uint32_t i, uint32_t word, const int *q, float d, float m) {
     const float start = fmaf(-d, (float)(32768 + 128 + OFFSET), -m);
     int to[8];
     RFK_UNROLL(4)
@@ -3987,13 +3997,13 @@ template <int OFFSET> RFK_DEVICE void rfk_wgmma_store(int4 *row, uint32_t i, uin
 /* A warpgroup fills stages, steps [first, end): two lanes do a row. Where a unit's halves are 64 values apart, each
  * step takes one half of twice the units. Rows beyond the last repeat it. */
 template <int TYPE>
-RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, uint32_t row0, uint32_t col0, uint32_t first,
-                               uint32_t end, rfk_wgmma_shared &s, rfk_gates &gates) {
+RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, uint32_t row0, uint32_t col0,
+                               uint32_t first, uint32_t end, rfk_wgmma_shared &s, rfk_gates &gates) {
     typedef rfk_format<TYPE> F;
-    const uint32_t UNITS = F::STRIDE == 64 ? 2 : 1, N = RFK_WGMMA_ROWS / 64 * UNITS, thread = threadIdx.x % RFK_WARPGROUP,
-                   odd = thread % 2, pair = thread / 2,
-                   /* the words of 8 lanes shall be in all banks: of rows 0-3, or 0, 1, 4 and 5 if they are 2 words apart */
-                   i = F::STRIDE == 16 ? pair : (pair & ~6u) | (pair & 2) << 1 | (pair & 4) >> 1;
+    const uint32_t UNITS = F::STRIDE == 64 ? 2 : 1, N = RFK_WGMMA_ROWS / 64 * UNITS,
+                   thread = threadIdx.x % RFK_WARPGROUP, odd = thread % 2, pair = thread / 2;
+    /* the words of 8 lanes shall be in all banks: of rows 0-3, or 0, 1, 4 and 5 if they are 2 words apart */
+    const uint32_t i = F::STRIDE == 16 ? pair : (pair & ~6u) | (pair & 2) << 1 | (pair & 4) >> 1;
     rfk_raw raw[N];
     size_t block[N / UNITS];
     RFK_UNROLL(4)
@@ -4010,11 +4020,13 @@ RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, u
         rfk_wgmma_stage &stage = s.stage[number];
         if (turn > 0) rfk_gate_wait(&gates.empty[number], turn - 1);
         if (thread == 0)
-            rfk_gate_copy(&gates.full[number], stage.x, reinterpret_cast<const int4 *>(a.x8.q) + ((size_t)step * a.n_cols + col0) * 8,
+            rfk_gate_copy(&gates.full[number], stage.x,
+                          reinterpret_cast<const int4 *>(a.x8.q) + ((size_t)step * a.n_cols + col0) * 8,
                           sizeof stage.x);
         RFK_UNROLL(4)
         for (uint32_t n = 0; n < N; n++) {
-            const uint32_t row = i + n / UNITS * 64, unit = UNITS == 2 ? step / 2 * 4 + odd + n % 2 * 2 : 2 * step + odd,
+            const uint32_t row = i + n / UNITS * 64,
+                           unit = UNITS == 2 ? step / 2 * 4 + odd + n % 2 * 2 : 2 * step + odd,
                            next = step + 1 < end ? step + 1 : step;
             rfk_unit v;
             F::unpack(raw[n], unit, v);
@@ -4022,7 +4034,8 @@ RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, u
             RFK_UNROLL(2)
             for (uint32_t h = 0; h < 2; h++) {
                 if (UNITS == 2 && h != step % 2) continue;
-                rfk_wgmma_store<F::OFFSET>(stage.w[row], row, rfk_unit_at<TYPE>(unit) % 64 / 8 + h * (F::STRIDE % 64 / 8),
+                rfk_wgmma_store<F::OFFSET>(stage.w[row], row,
+                                           rfk_unit_at<TYPE>(unit) % 64 / 8 + h * (F::STRIDE % 64 / 8),
                                            v.q + 4 * h, v.d[h], F::HAS_MIN ? v.m[h] : 0.0f);
             }
         }
@@ -4065,7 +4078,8 @@ template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_
     rfk_product p;
     rfk_neighbours columns;
     (void)rfk_find_columns(t, RFK_WGMMA_ROWS, RFK_WGMMA_COLS, &number, &p, &columns);
-    const uint32_t row0 = number * RFK_WGMMA_ROWS, first = t.split_units / 2 * blockIdx.z, last = first + t.split_units / 2,
+    const uint32_t row0 = number * RFK_WGMMA_ROWS, first = t.split_units / 2 * blockIdx.z,
+                   last = first + t.split_units / 2,
                    end = last < t.m.n_in / RFK_WGMMA_DEPTH ? last : t.m.n_in / RFK_WGMMA_DEPTH;
     if (threadIdx.x < RFK_WGMMA_STAGES) {
         rfk_gate_make(&gates.full[threadIdx.x], RFK_WARPGROUP / 32 + 1); /* one more: who copies x */
@@ -4081,14 +4095,15 @@ template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_
     }
     rfk_more_registers<168>();
     rfk_wgmma_multiply(end - first, s, gates);
-    const uint32_t row = 4 * (threadIdx.x % (RFK_WGMMA_ROWS / 4));
+    const uint32_t fours = RFK_WGMMA_ROWS / 4, row = 4 * (threadIdx.x % fours);
     const size_t tile = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z;
     RFK_UNROLL(1)
-    for (uint32_t col = threadIdx.x / (RFK_WGMMA_ROWS / 4); col < RFK_WGMMA_COLS; col += RFK_WARPGROUP / (RFK_WGMMA_ROWS / 4)) {
+    for (uint32_t col = threadIdx.x / fours; col < RFK_WGMMA_COLS; col += RFK_WARPGROUP / fours) {
         float4 v = *reinterpret_cast<const float4 *>(&s.out[col][row]);
         float out[4] = {v.x, v.y, v.z, v.w};
         if (t.part) *reinterpret_cast<float4 *>(t.part + (tile * RFK_WGMMA_COLS + col) * RFK_WGMMA_ROWS + row) = v;
-        else if (row0 + row < p.n_out && columns.first + col < columns.end) rfk_put4(p, (row0 + row) / 4, columns.first + col, out);
+        else if (row0 + row < p.n_out && columns.first + col < columns.end)
+            rfk_put4(p, (row0 + row) / 4, columns.first + col, out);
     }
 #else
     (void)t;
@@ -4111,8 +4126,8 @@ static void (*rfk_find_bfloats(uint32_t kernel_type))(rfk_tiles_args) {
     }
 }
 
-/* Whether a warpgroup multiplies as the kernel expects: RFK_WGMMA_... by each thread of its results, 0: not compiled for it.
- * Values and sums of integers, exact in any order.   grid 1   block 128 */
+/* Whether a warpgroup multiplies as the kernel expects: RFK_WGMMA_... by each thread of its results, 0: not compiled
+ * for it. Values and sums of integers, exact in any order.   grid 1   block 128   LDS 33 KiB */
 static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out) {
 #if defined(RFK_HAS_WGMMA)
     RFK_DYNAMIC(int4, memory);
@@ -4135,7 +4150,8 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
         int want = 0;
         RFK_UNROLL(1)
         for (uint32_t k = 0; k < RFK_WGMMA_DEPTH; k++)
-            want += rfk_check_value(row / 8, row % 8 * 2 + k / 32, k % 32) * rfk_check_value(col / 8, col % 8 * 2 + k / 32, k % 32);
+            want += rfk_check_value(row / 8, row % 8 * 2 + k / 32, k % 32) *
+                    rfk_check_value(col / 8, col % 8 * 2 + k / 32, k % 32);
         if (sum[j / 64][i] != (float)want) found = RFK_WGMMA_WRONG;
     }
     out[threadIdx.x] = found;
@@ -4144,6 +4160,8 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
 #endif
 }
 
+/* Weights of floats where no unit multiplies them.
+ *   grid [row tiles of all products, ceil(cols / 64)]   block 256, 4 x 4 results a thread   LDS 8.1 KiB */
 #define RFK_TILE 64 /* rows and columns of a tile of floats */
 #define RFK_FLOAT_DEPTH 16
 struct rfk_float_tile {
@@ -4180,10 +4198,10 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_flo
 }
 
 /* ---- many columns, weights of 16-bit floats ----
- * On matrix units, as exact as float32: a row of x is cut into pieces of the weights' type whose sum it is. Halves: two,
- * after a multiplication by a power of two that brings the row's largest value near 2^14, so that what the second one
- * leaves is 2^-22 of a value or 2^-38 of the largest. Bfloats: three, which are all of a float's bits. Products of 32
- * values are added up by the unit, and those sums as floats: units may cut bits off where they add. */
+ * On matrix units, as exact as float32: a row of x is cut into pieces of the weights' type whose sum it is. Halves:
+ * two, after a multiplication by a power of two that brings the row's largest value near 2^14, so that what the second
+ * one leaves is 2^-22 of a value or 2^-38 of the largest. Bfloats: three, which are all of a float's bits. Products of
+ * 32 values are added up by the unit, and those sums as floats: units may cut bits off where they add. */
 
 struct rfk_pieces {
     uint16_t *value; /* [piece][cols][n_in] */
@@ -4359,8 +4377,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args<
 }
 
 /* ==== 5 Attention ==================================================================================== >>attention
- * A block takes up to 8 queries (heads of one kv head, and neighbouring rows of one sequence) through 64 positions
- * at a
+ * A block takes up to 8 queries (heads of one kv head, and neighbouring rows of one sequence) through 64 positions at a
  * time with a running maximum and sum: scores never leave shared memory. When a step has few rows, a sequence is cut
  * into splits of split_cells positions, whose results a second kernel joins; where a split begins depends on n_ctx
  * alone. */
@@ -4578,7 +4595,8 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_ar
     }
 }
 
-/* grid [ceil(T / rows_per_block), n_kv_heads * ceil(group / heads_per_block), splits]   block 256   LDS 12.1 KiB, or 22.1
+/* grid [ceil(T / rows_per_block), n_kv_heads * ceil(group / heads_per_block), splits]   block 256
+ * LDS 12.1 KiB, with RFK_LATENT_HEAD 22.1
  * Every block reads the keys and values of its split once for up to 8 queries. */
 template <int WAVE, class KV, uint32_t HEAD>
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a) {
@@ -4602,7 +4620,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a
         r.seen = (uint32_t)a.rows[r.row0].pos + 1; /* by the first row: no row looks further back */
         r.seen = a.window && r.seen > a.window ? r.seen - a.window : 0;
         if (r.begin >= length) continue;
-        if (r.seen > r.begin) r.begin += (r.seen - r.begin) / RFK_CELLS * RFK_CELLS; /* as if it had, and seen nothing */
+        if (r.seen > r.begin) /* as if it had begun before, and seen nothing */
+            r.begin += (r.seen - r.begin) / RFK_CELLS * RFK_CELLS;
         if (r.begin > r.end) r.begin = r.end;
         rfk_attend<WAVE, KV, HEAD>(s, a, r);
     }
@@ -4629,12 +4648,12 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_a
 /* ---- many rows ----
  * A prompt's attention on matrix units. A wave takes 16 queries of a group's heads through 32 positions at a time: its
  * queries, their scores and weights, and its sums stay in registers. Where results of a unit lie as its first operand's
- * rows do (mma.sync), scores are queries times keys; elsewhere they lie as the columns of its second operand do, so that
- * all products are taken turned: keys times queries, values times weights.
+ * rows do (mma.sync), scores are queries times keys; elsewhere they lie as the columns of its second operand do, so
+ * that all products are taken turned: keys times queries, values times weights.
  * Queries, and the weights of positions, are sums of two halves, so that results are as those of floats. The units of
- * gfx90a take subnormal halves for zero: the lower half of a query counts 2^-11, and weights are 2^14 times what they are,
- * in their sum too, so that only what is too small to matter is subnormal. Keys and values of RF_CACHE_Q8_0 are such
- * sums, too. */
+ * gfx90a take subnormal halves for zero: the lower half of a query counts 2^-11, and weights are 2^14 times what they
+ * are, in their sum too, so that only what is too small to matter is subnormal. Keys and values of RF_CACHE_Q8_0 are
+ * such sums, too. */
 
 #define RFK_FLASH_CELLS 32 /* positions at a time                                       */
 #define RFK_FLASH_HEAD 128 /* head_dim at most, a multiple of 16                        */
@@ -4816,8 +4835,8 @@ RFK_DEVICE uint32_t rfk_flash_cell(uint32_t cell, uint32_t first, uint32_t end) 
     return cell > first ? cell : first;
 }
 
-/* Keys and values of positions [first, end) of 32 to shared memory. For those before and behind, whose weights are 0, the
- * nearest of these: there may be no numbers. */
+/* Keys and values of positions [first, end) of 32 to shared memory. For those before and behind, whose weights are 0,
+ * the nearest of these: there may be no numbers. */
 template <int THREADS, class KV, int HEAD>
 RFK_DEVICE void rfk_flash_fetch(rfk_flash_tile<HEAD> *tile, const KV *k, const KV *v, uint32_t dim, uint32_t first,
                                 uint32_t end) {
@@ -4916,10 +4935,11 @@ RFK_DEVICE void rfk_flash_queries(rfk_flash_wave<WAVE, HEAD> &w, const rfk_atten
     }
 }
 
-/* Queries' values 16 g on, in halves. Lanes of gfx11 would hold them twice, for which there are not the registers: lanes
- * 0 to 15 hold the upper ones and the others the lower ones. */
+/* Queries' values 16 g on, in halves. Lanes of gfx11 would hold them twice, for which there are not the registers:
+ * lanes 0 to 15 hold the upper ones and the others the lower ones. */
 template <int WAVE, int HEAD>
-RFK_DEVICE void rfk_flash_take(const rfk_flash_wave<WAVE, HEAD> &w, uint32_t g, rfk_operand &upper, rfk_operand &lower) {
+RFK_DEVICE void rfk_flash_take(const rfk_flash_wave<WAVE, HEAD> &w, uint32_t g, rfk_operand &upper,
+                               rfk_operand &lower) {
     const bool first = threadIdx.x % WAVE < 16;
     upper = w.upper[g];
     lower = w.lower[g];
@@ -4931,8 +4951,8 @@ RFK_DEVICE void rfk_flash_take(const rfk_flash_wave<WAVE, HEAD> &w, uint32_t g, 
     }
 }
 
-/* Weights of 16 positions as an operand: a unit's results, two neighbours to a word, are one but for lanes of gfx11, which
- * have every other position and want all. */
+/* Weights of 16 positions as an operand: a unit's results, two neighbours to a word, are one but for lanes of gfx11,
+ * which have every other position and want all. */
 template <int WAVE> RFK_DEVICE void rfk_flash_weights(rfk_operand &o, const int *words, uint32_t lane) {
     o.rows = NULL;
     RFK_UNROLL(4)
@@ -5150,8 +5170,9 @@ RFK_DEVICE uint32_t rfk_flash_run_end(const rf_step_row *rows, uint32_t row, uin
 }
 
 /* grid n_kv_heads * ceil(T / rows_per_block)   block RFK_FLASH_WAVES waves   LDS to 38 KiB
- * rows_per_block = 16 * RFK_FLASH_WAVES / heads of a group   Every block reads the keys and values of its sequence that a row of it sees. Those with most of them, the last
- * rows', come first; from block a.turn on those with fewest, to be neighbours of the first ones. */
+ * rows_per_block = 16 * RFK_FLASH_WAVES / heads of a group
+ * Every block reads the keys and values of its sequence that a row of it sees. Those with most of them, the last rows',
+ * come first; from block a.turn on those with fewest, to be neighbours of the first ones. */
 template <int WAVE, class KV, int HEAD>
 static __global__ void RFK_THREADS(RFK_FLASH_WAVES *WAVE) rfk_flash(rfk_attention_args a) {
     if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
@@ -5215,8 +5236,8 @@ static __global__ void RFK_THREADS(RFK_FLASH_WAVES *WAVE) rfk_flash(rfk_attentio
 
 #define RFK_ROPES 2 /* kinds of rope in a plan: of layers with a window, and of the others */
 
-/* cos and sin of the pairs of the step's first row, of each kind of rope.   grid [ceil(n_rot / 2 / 256), kinds]   block
- * 256 */
+/* cos and sin of the pairs of the step's first row, of each kind of rope.
+ *   grid [ceil(n_rot / 2 / 256), kinds]   block 256 */
 struct rfk_angles_of {
     const float *table;
     const uint8_t *freqs; /* NULL: none */
@@ -5428,8 +5449,8 @@ template <class KV, bool PLAIN, int G, int PER> struct rfk_row_work {
     float acc[G][8], largest, sum;
 };
 
-/* The values of older positions among the T from `first` on. Positions are counted as cells that go on behind the ring's
- * last one, less than twice round. */
+/* The values of older positions among the T from `first` on. Positions are counted as cells that go on behind the
+ * ring's last one, less than twice round. */
 template <class KV, int PER, int T, bool PLAIN>
 RFK_DEVICE void rfk_row_load(rfk_row_raw<KV, PER> (&to)[T], const KV *from, uint32_t n_cells, uint32_t dim,
                              uint32_t first, uint32_t slots, uint32_t end) {
@@ -5794,7 +5815,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_row_attentio
     typedef rfk_row_shape<KV, PLAIN, G, PER> S;
     typedef rfk_row_shared<G, PER> shared;
     RFK_SHARED(shared, s);
-    /* written before the kernel before this one began: the step's row, the angles, keys and values of older positions */
+    /* written before the kernel before this one began: the step's row, angles, keys and values of older positions */
     const rf_step_row row = a.rows[0];
     const uint32_t kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads;
     uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* positions, from the first that is seen, in that cell */
@@ -6152,7 +6173,8 @@ static rf_result rfk_device_info(rf_dev *d, rf_device_info *out, rf_error *err) 
     const uint32_t wrong = d->wrong_units & (RFK_WRONG_BYTES | RFK_WRONG_HALVES);
     if (wrong)
         rfk_add_note(out, "matrix units give wrong products of %s%s%s here: dot products are used instead",
-                     wrong & RFK_WRONG_BYTES ? "bytes" : "", wrong == (RFK_WRONG_BYTES | RFK_WRONG_HALVES) ? " and " : "",
+                     wrong & RFK_WRONG_BYTES ? "bytes" : "",
+                     wrong == (RFK_WRONG_BYTES | RFK_WRONG_HALVES) ? " and " : "",
                      wrong & RFK_WRONG_HALVES ? "halves" : "");
     if (d->wrong_units & RFK_WRONG_WGMMA)
         rfk_add_note(out, "wgmma gives wrong products here: prompts do without");
@@ -6579,7 +6601,7 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
 #if defined(RFK_NVIDIA)
     cudaFuncAttributes kernel;
     memset(&kernel, 0, sizeof kernel);
-    if (r == RF_OK) { /* the wait is in kernels that were compiled for sm_90; columns of 32,000 values need all of LDS */
+    if (r == RF_OK) { /* the wait is in kernels compiled for sm_90; long columns, more than 48 KiB of LDS */
         rfk_scope scope(d->index); /* attributes are the current device's */
         const void *rows[3] = {(const void *)rfk_rows<32, 1, false>, (const void *)rfk_rows<32, 2, false>,
                                (const void *)rfk_rows<32, 1, true>};
@@ -6588,7 +6610,8 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_MAX_COLUMN / 64 * 96);
         for (uint32_t type = 0; d->wgmma && type <= RFK_OTHER16; type++) {
             const void *bfloats = (const void *)rfk_find_bfloats(type);
-            if (cudaFuncSetAttribute(bfloats, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WGMMA_BYTES) != cudaSuccess)
+            if (cudaFuncSetAttribute(bfloats, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WGMMA_BYTES) !=
+                cudaSuccess)
                 d->wgmma = 0;
             /* for two blocks */
             (void)cudaFuncSetAttribute(bfloats, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
@@ -6791,7 +6814,7 @@ static void rfk_weight_clear(rf_table *t, uint32_t slot) {
 
 /* ==== 7 Plan ================================================================================================ >>plan
  * A plan bound to a session's memory, and its launches. Everything that ops need beside the session's buffers (the
- * step's values, rope tables, quantized inputs, the splits of attention) is one allocation, made when it
+ * step's values, rope tables, quantized inputs, splits of tiles and of attention) is one allocation, made when the plan
  * is prepared. */
 
 #define RFK_FEW_COLS 8u   /* matvec up to here, tiles beyond            */
@@ -6806,13 +6829,11 @@ struct rfk_bound {
     uint32_t in_stride, in2_stride, in3_stride, out_stride;
     char *k, *v;       /* of its state; k: of a recurrent one */
     uint32_t n_cells;  /* and its cells of a sequence */
-    uint32_t
-        quantize; /* matmul: its input must be quantized first; norm, glu: quantize the output for what follows */
-    uint32_t
-        together; /* this op and so many - 1 behind it are one launch                                           */
-    uint32_t only_int8; /* norm, glu: nobody reads its output but as it is quantized, or made bfloats */
-    uint32_t to_matmul; /* norm, glu: what reads it so are matmuls                   */
-    uint32_t sort; /* experts: the pairs of its route must be sorted first, if there are enough for tiles */
+    uint32_t quantize;  /* matmul: quantize its input first; norm, glu: quantize the output for what follows    */
+    uint32_t together;  /* this op and so many - 1 behind it are one launch                                     */
+    uint32_t only_int8; /* norm, glu: nobody reads its output but as it is quantized, or made bfloats           */
+    uint32_t to_matmul; /* norm, glu: what reads it so are matmuls                                              */
+    uint32_t sort;      /* experts: the pairs of its route must be sorted first, if there are enough for tiles  */
 };
 
 /* A launch of a decode step: an op (with those that go with it), a matvec with what is before and behind it, or
@@ -7039,7 +7060,8 @@ static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
     if (op->kind == RF_OP_EXPERTS) {
         for (uint32_t e = 0; e < op->n_experts; e++)
             if (op->n_experts > plan->n_weights - op->weight || w[e].n_in != op->n_in ||
-                op->weight_row > w[e].n_rows || op->n_out > w[e].n_rows - op->weight_row || w[e].type != w->type || !w[e].n_experts)
+                op->weight_row > w[e].n_rows || op->n_out > w[e].n_rows - op->weight_row || w[e].type != w->type ||
+                !w[e].n_experts)
                 return "the weights of its experts have another shape";
         if (op->extra != RF_NONE && !rfk_is_vector(plan, op->extra, (uint64_t)op->n_experts * op->n_out))
             return "its bias is no such vector";
@@ -7097,8 +7119,9 @@ static int rfk_recurrent_fits(const rf_plan *plan, const rf_op *op) {
     if (op->kind == RF_OP_CONV)
         return op->n_in >= 2 && op->n_in <= RF_MAX_TAPS && rfk_fits(plan, op->in, tokens, op->n_out) &&
                rfk_fits(plan, op->out, tokens, op->n_out) && width == (op->n_in - 1ull) * op->n_out;
-    return op->n_kv_heads > 0 && op->n_heads % op->n_kv_heads == 0 && op->head_dim > 0 && width == values * op->head_dim &&
-           rfk_fits(plan, op->in, tokens, 2 * keys + values) && rfk_fits(plan, op->out, tokens, values) &&
+    return op->n_kv_heads > 0 && op->n_heads % op->n_kv_heads == 0 && op->head_dim > 0 &&
+           width == values * op->head_dim && rfk_fits(plan, op->in, tokens, 2 * keys + values) &&
+           rfk_fits(plan, op->out, tokens, values) &&
            rfk_fits(plan, op->in2, tokens, op->n_heads) && rfk_fits(plan, op->in3, tokens, op->n_heads) &&
            op->out != op->in && op->out != op->in2 && op->out != op->in3;
 }
@@ -7291,8 +7314,7 @@ static int rfk_read_as_int8(const rf_prepared *p, uint32_t i) {
     return 1;
 }
 
-/* Segments are the ops of one layer. Within one: an input that several matmuls share is quantized once, by the op
- * that
+/* Segments are the ops of one layer. Within one: an input that several matmuls share is quantized once, by the op that
  * makes it if that is a norm or glu; matmuls of one input, and the ropes of queries and keys, go together. Matmuls and
  * experts share no int8 rows: of a decode step the former may be launches that keep theirs to themselves. */
 static void rfk_make_segments(rf_prepared *p) {
@@ -7323,7 +7345,8 @@ static void rfk_make_segments(rf_prepared *p) {
                                                                        : 0;
         if (op->kind == RF_OP_GLU && next && next->kind == RF_OP_EXPERTS && (i == 0 || op[-1].kind != RF_OP_EXPERTS))
             made = 0; /* it may be part of a matmul's launch */
-        if (made && next && next->kind != RF_OP_HEADS && rfk_reads_int8(plan, next) && next->in == op->out && rfk_row_values(next) == made) {
+        if (made && next && next->kind != RF_OP_HEADS && rfk_reads_int8(plan, next) && next->in == op->out &&
+            rfk_row_values(next) == made) {
             p->ops[i].quantize = 1;
             p->ops[i].to_matmul = next->kind == RF_OP_MATMUL;
             held = op->out, held_n = next->n_in, held_for = next->kind;
@@ -7446,9 +7469,11 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
 
 /* ---- what a decode step launches ---- */
 
-static int rfk_is_matmul(const rf_plan *plan, uint32_t i, uint32_t end) {
-    return i < end && rfk_takes_int8(plan, &plan->ops[i]) && rfk_is_put(&plan->ops[i]) && plan->ops[i].n_in <= RFK_MAX_COLUMN &&
-           plan->ops[i].n_in % 64 == 0 && rfk_weight_bytes(&plan->weights[plan->ops[i].weight]) >> 32 == 0;
+/* Op i is before `end`, and a product that rfk_rows can do. */
+static int rfk_takes_column(const rf_plan *plan, uint32_t i, uint32_t end) {
+    const rf_op *op = &plan->ops[i];
+    return i < end && rfk_takes_int8(plan, op) && rfk_is_put(op) && op->n_in <= RFK_MAX_COLUMN && op->n_in % 64 == 0 &&
+           rfk_weight_bytes(&plan->weights[op->weight]) >> 32 == 0;
 }
 
 /* The type of op i's weight is one of RFK_OTHER. */
@@ -7483,12 +7508,12 @@ static rfk_fused rfk_match_rows(const rf_prepared *p, uint32_t i, uint32_t end, 
         ops[i + 1].n_in == ops[i].n_out)
         f.gather = i++;
     if (i < end && rfk_is_plain_norm(&ops[i]) && ops[i].n_heads == 1) f.norm = i++;
-    if (!rfk_is_matmul(plan, i, end)) return none;
+    if (!rfk_takes_column(plan, i, end)) return none;
     const rf_op *m = &ops[i];
     uint32_t source = f.gather != RF_NONE ? ops[f.gather].in : f.norm != RF_NONE ? ops[f.norm].in : m->in;
     if (f.norm != RF_NONE && (m->in != ops[f.norm].out || m->n_in != ops[f.norm].n_in)) return none;
     f.products = i;
-    while (rfk_is_matmul(plan, i, end) && f.n_products < RFK_PRODUCTS) {
+    while (rfk_takes_column(plan, i, end) && f.n_products < RFK_PRODUCTS) {
         const rf_op *op = &ops[i];
         int joins = op->in == m->in && op->n_in == m->n_in && op->rows == m->rows && op->out != source &&
                     rfk_is_other(plan, i) == rfk_is_other(plan, f.products);
@@ -7522,7 +7547,8 @@ static int rfk_row_can_attend(const rf_prepared *p, const rf_op *op) {
     const uint32_t dim = op->head_dim;
     return !(op->flags & RF_OP_LATENT) && op->table == RF_NONE && op->temperature == 0 && op->head_dim_v == dim &&
            op->n_heads / op->n_kv_heads <= RFK_QUERIES &&
-           (p->cache_type == RF_CACHE_Q8_0 ? dim == 64 || dim == 128 || dim == 256 : dim % 8 == 0 && dim <= RFK_MAX_HEAD);
+           (p->cache_type == RF_CACHE_Q8_0 ? dim == 64 || dim == 128 || dim == 256
+                                           : dim % 8 == 0 && dim <= RFK_MAX_HEAD);
 }
 
 /* [norms of queries and keys] ropes, store and attention, from op i on. */
@@ -7547,9 +7573,10 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
     f.ropes = i, f.store = i + 2, f.attention = i + 3;
     f.n_ops = i + 4 - f.first;
     while (f.angles < p->n_ropes && !rfk_has_same_angles(rope, p->ropes[f.angles])) f.angles++;
-    int ok = f.angles < RFK_ROPES && rfk_is_plain(store, 0) && rfk_row_can_attend(p, att) && rope[0].out == q && rope[1].out == k && rope[0].n_heads == att->n_heads &&
-             rope[1].n_heads == att->n_kv_heads && store->state == att->state && store->in2 != q && store->in2 != k &&
-             q != k && att->out != q && att->out != k && att->out != store->in2 && rope[0].n_rot > 0;
+    int ok = f.angles < RFK_ROPES && rfk_is_plain(store, 0) && rfk_row_can_attend(p, att) && rope[0].out == q &&
+             rope[1].out == k && rope[0].n_heads == att->n_heads && rope[1].n_heads == att->n_kv_heads &&
+             store->state == att->state && store->in2 != q && store->in2 != k && q != k && att->out != q &&
+             att->out != k && att->out != store->in2 && rope[0].n_rot > 0;
     for (int r = 0; r < 2; r++)
         ok = ok && !(rope[r].flags & RF_OP_LAST) && rope[r].head_dim == dim && rfk_has_same_angles(&rope[r], rope) &&
              rope[r].flags == rope[0].flags && rfk_is_known(&rope[r]);
@@ -7574,7 +7601,7 @@ static void rfk_make_fused(rf_prepared *p) {
     uint32_t int8_buffer = RF_NONE; /* what x8 holds */
     int wide = 0;                   /* matmuls that read x8 as ops of their own: x8 must be as without fusion */
     for (uint32_t i = 0; i < plan->n_ops; i++)
-        wide = wide || (rfk_takes_int8(plan, &plan->ops[i]) && !rfk_is_matmul(plan, i, plan->n_ops));
+        wide = wide || (rfk_takes_int8(plan, &plan->ops[i]) && !rfk_takes_column(plan, i, plan->n_ops));
     p->n_fused = 0;
     for (uint32_t segment = 0; segment < p->n_segments; segment++) {
         uint32_t end = p->segments[segment + 1];
@@ -7595,13 +7622,13 @@ static void rfk_make_fused(rf_prepared *p) {
                 const rf_op *att = &plan->ops[f.attention], *next = att + 1;
                 uint32_t n = att->n_heads * att->head_dim;
                 if (f.angles == p->n_ropes) p->ropes[p->n_ropes++] = &plan->ops[f.ropes];
-                f.to_int8 = rfk_is_matmul(plan, f.attention + 1, end) && next->in == att->out && next->n_in == n &&
+                f.to_int8 = rfk_takes_column(plan, f.attention + 1, end) && next->in == att->out && next->n_in == n &&
                             att->head_dim % 32 == 0;
                 if (f.to_int8) int8_buffer = att->out;
             } else if (f.kind == RFK_FUSED_ROWS && f.glu != RF_NONE) {
                 const rf_op *glu = &plan->ops[f.glu], *next = glu + 1;
-                f.to_int8 = !f.is_int8 && rfk_is_matmul(plan, f.glu + 1, end) && next->in == glu->out && next->n_in == glu->n_out &&
-                            rfk_rows_to_int8(p, glu->n_out);
+                f.to_int8 = !f.is_int8 && rfk_takes_column(plan, f.glu + 1, end) && next->in == glu->out &&
+                            next->n_in == glu->n_out && rfk_rows_to_int8(p, glu->n_out);
                 if (f.to_int8) int8_buffer = glu->out;
             }
             p->fused[p->n_fused++] = f;
@@ -7627,7 +7654,7 @@ static void rfk_halve_norms(rf_prepared *p) {
 }
 
 /* Splits of a decode step's attention: two blocks for each compute unit. */
-static void rfk_choose_splits(rf_prepared *p) {
+static void rfk_choose_row_splits(rf_prepared *p) {
     uint32_t kv_heads = 0;
     for (uint32_t i = 0; i < p->n_fused; i++)
         if (p->fused[i].kind == RFK_FUSED_ATTENTION && p->plan->ops[p->fused[i].attention].n_kv_heads > kv_heads)
@@ -7639,15 +7666,15 @@ static void rfk_choose_splits(rf_prepared *p) {
 
 /* ---- ways of a decode step ----
  * What is fastest differs from GPU to GPU, and most were never measured: more strips in flight hide more latency, but
- * may spill; more blocks than fit at once end closer together, but each makes its column again. The bits are the same in
- * all ways, so a session's first decode steps are the measurement: no launch is made and nothing waited for to time
- * them, but where graphs are checked, each way's are. One way for the whole plan, timed over whole steps: timed alone, a
- * launch is not what it is in a step, where changing from one kernel to another costs microseconds. */
+ * may spill; more blocks than fit at once end closer together, but each makes its column again. The bits are the same
+ * in all ways, so a session's first decode steps are the measurement: no launch is made and nothing waited for to time
+ * them, but where graphs are checked, each way's are. One way for the whole plan, timed over whole steps: timed alone,
+ * a launch is not what it is in a step, where changing from one kernel to another costs microseconds. */
 
-#define RFK_TIMED_STEPS 3u   /* of a visit, behind one that warms up: the fastest counts           */
-#define RFK_TIMED_ROUNDS 3u  /* of visits at most, until the default's                             */
-#define RFK_TIMED_CHANGE 0.05f /* two differ by no more than so much of its time                   */
-#define RFK_TIMED_GAIN 0.99f /* the default stays unless another takes less than so much of its time */
+#define RFK_TIMED_STEPS 3u     /* of a visit, behind one that warms up: the fastest counts             */
+#define RFK_TIMED_ROUNDS 3u    /* of visits at most, until the default's                               */
+#define RFK_TIMED_CHANGE 0.05f /* two differ by no more than so much of its time                       */
+#define RFK_TIMED_GAIN 0.99f   /* the default stays unless another takes less than so much of its time */
 
 /* The ways that differ for this plan; none if it has no rows. The default is the first. */
 static void rfk_list_ways(rf_prepared *p) {
@@ -7757,8 +7784,8 @@ static void rfk_choose_way(rf_prepared *p) {
     rfk_stop_tuning(p);
 }
 
-/* A visit is over: on to the next way. If the default's second one does not find what its first one found, more has changed
- * than the way, and all begins again; the last round counts whatever it finds. */
+/* A visit is over: on to the next way. If the default's second one does not find what its first one found, more has
+ * changed than the way, and all begins again; the last round counts whatever it finds. */
 static void rfk_next_way(rf_prepared *p) {
     rfk_tuning *t = &p->tuning;
     rf_session_stats *s = &p->stats;
@@ -7879,7 +7906,7 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     rfk_make_segments(p);
     rfk_make_fused(p);
     rfk_halve_norms(p);
-    rfk_choose_splits(p);
+    rfk_choose_row_splits(p);
     rfk_list_ways(p);
     *out = p;
     return RF_OK;
@@ -8154,9 +8181,9 @@ static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, ui
     return end;
 }
 
-/* Blocks that share the depth of a tile, `steps` long. Two blocks keep a compute unit busy, one alone is slower; a block
- * that starts and ends costs about two steps, and joined results a step or two. Measured on an H200. */
-static uint32_t rfk_choose_splits(uint32_t tiles, uint32_t steps, uint32_t compute_units, uint32_t most_blocks) {
+/* Blocks that share the depth of a tile, `steps` long. Two blocks keep a compute unit busy, one alone is slower; a
+ * block that starts and ends costs about two steps, and joined results a step or two. Measured on an H200. */
+static uint32_t rfk_choose_tile_splits(uint32_t tiles, uint32_t steps, uint32_t compute_units, uint32_t most_blocks) {
     uint32_t best = 1;
     float least = 0;
     for (uint32_t n = 1; n <= RFK_MAX_TILE_SPLITS && (n == 1 || (n <= steps / 4 && tiles * n <= most_blocks)); n++) {
@@ -8171,7 +8198,7 @@ static uint32_t rfk_choose_splits(uint32_t tiles, uint32_t steps, uint32_t compu
 /* Blocks that share the depth of a tile: n_splits of split_units groups of 32 values. */
 static void rfk_cut_depth(const rf_prepared *p, rfk_tiles_args *t, uint32_t tiles) {
     const uint32_t units = t->m.n_in / 32, steps = rfk_ceil_div(units, RFK_DEPTH / 32),
-                   splits = rfk_choose_splits(tiles, steps, p->dev->info.compute_units, p->tile_blocks);
+                   splits = rfk_choose_tile_splits(tiles, steps, p->dev->info.compute_units, p->tile_blocks);
     t->split_units = rfk_ceil_div(steps, splits) * (RFK_DEPTH / 32);
     t->n_splits = rfk_ceil_div(units, t->split_units);
     t->part = t->n_splits > 1 ? p->tile_part : NULL;
@@ -8224,7 +8251,8 @@ static rf_result rfk_run_bfloats(rfk_launching *l, const rfk_matmul_args *produc
     t.rows = RFK_WGMMA_ROWS, t.cols = RFK_WGMMA_COLS;
     const uint32_t row_tiles = rfk_make_products(l, &t.m, t.rows), col_tiles = rfk_ceil_div(t.m.n_cols, t.cols);
     rfk_cut_depth(l->p, &t, row_tiles * col_tiles);
-    const rfk_config c = {dim3(col_tiles, row_tiles, t.n_splits), dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0, l->q->stream};
+    const rfk_config c = {dim3(col_tiles, row_tiles, t.n_splits), dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0,
+                          l->q->stream};
     rf_result r = rfk_go_config(l, rfk_find_bfloats(rfk_kernel_type(l->p->plan->weights[l->op->weight].type)), c, t);
     if (r != RF_OK || t.n_splits == 1) return r;
     return rfk_run_join(l, &t, row_tiles, col_tiles);
@@ -8888,7 +8916,9 @@ static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
     a.softcap_factor = op->softcap == 0 ? 0 : 2 / op->softcap; /* 2 log2(e) / (softcap log2(e)) */
     rfk_config c = {dim3(op->n_kv_heads, p->row_splits), dim3(RFK_BLOCK), 0, p->capturing && p->dev->early,
                     l->q->stream};
-    return rfk_go_config(l, RFK_BY_WAVE(l, rfk_find_row_attention<32>(p->cache_type, op), rfk_find_row_attention<64>(p->cache_type, op)), c, a);
+    void (*kernel)(rfk_row_attention_args) = RFK_BY_WAVE(l, rfk_find_row_attention<32>(p->cache_type, op),
+                                                         rfk_find_row_attention<64>(p->cache_type, op));
+    return rfk_go_config(l, kernel, c, a);
 }
 
 /* The kinds of rope that attention of this call needs: the factors of others may not be there. */
@@ -8939,7 +8969,8 @@ static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_er
 
 /* The weights an op reads are there, and its tokens are rows of them. */
 static rf_result rfk_check_run(const rf_prepared *p, const rf_step *step, const rf_op *op, rf_error *err) {
-    const uint32_t slots[3] = {op->kind == RF_OP_EXPERTS ? RF_NONE : op->weight, op->extra, op->kind == RF_OP_ROPE ? RF_NONE : op->extra2};
+    const uint32_t slots[3] = {op->kind == RF_OP_EXPERTS ? RF_NONE : op->weight, op->extra,
+                               op->kind == RF_OP_ROPE ? RF_NONE : op->extra2};
     for (int k = 0; k < 3; k++)
         if (slots[k] < p->plan->n_weights && !p->table->slots[slots[k]].ready)
             return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a weight it reads is not written", err);
@@ -9108,7 +9139,8 @@ static hipError_t rfk_end_capture(rf_prepared *p, rf_queue *q) {
 
 /* Capture the launches of a decode step; p->n_graphs is 0 if that does not work. */
 static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
-    const uint32_t most = __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_ON ? 0xffffffffu : RFK_GRAPH_NODES;
+    const uint32_t most =
+        __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_ON ? 0xffffffffu : RFK_GRAPH_NODES;
     rf_error ignored;
     rf_result r = RF_OK;
     hipError_t e = hipSuccess;
