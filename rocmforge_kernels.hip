@@ -965,6 +965,12 @@ enum { RFK_OTHER32 = RF_TYPE_COUNT, RFK_OTHER16, RFK_OTHER };
 #define RFK_OTHER16_TYPES(X) \
     X(RF_TYPE_Q3_K) X(RF_TYPE_NVFP4) X(RF_TYPE_IQ2_XS) X(RF_TYPE_IQ2_S) X(RF_TYPE_IQ1_M)
 
+/* Whose rows are floats, and quantized: each has kernels of its own. */
+#define RFK_FLOAT_TYPES(X) X(RF_TYPE_F32) X(RF_TYPE_F16) X(RF_TYPE_BF16)
+#define RFK_QUANTIZED_TYPES(X)                                                                                       \
+    X(RF_TYPE_Q8_0) X(RF_TYPE_Q4_0) X(RF_TYPE_Q4_1) X(RF_TYPE_Q5_0) X(RF_TYPE_Q5_1) X(RF_TYPE_Q4_K) X(RF_TYPE_Q5_K)  \
+    X(RF_TYPE_Q6_K) X(RF_TYPE_Q2_K) X(RFK_OTHER32) X(RFK_OTHER16)
+
 /* What tells apart the kernels that take a type: the type itself, or the class it belongs to. */
 static uint32_t rfk_kernel_type(uint32_t type) {
 #define RFK_CLASS_CASE(TYPE) case TYPE:
@@ -4111,19 +4117,12 @@ template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_
 }
 
 static void (*rfk_find_bfloats(uint32_t kernel_type))(rfk_tiles_args) {
+#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matmul_bfloats<TYPE>;
     switch (kernel_type) {
-    case RF_TYPE_Q8_0: return rfk_matmul_bfloats<RF_TYPE_Q8_0>;
-    case RF_TYPE_Q4_0: return rfk_matmul_bfloats<RF_TYPE_Q4_0>;
-    case RF_TYPE_Q4_1: return rfk_matmul_bfloats<RF_TYPE_Q4_1>;
-    case RF_TYPE_Q5_0: return rfk_matmul_bfloats<RF_TYPE_Q5_0>;
-    case RF_TYPE_Q5_1: return rfk_matmul_bfloats<RF_TYPE_Q5_1>;
-    case RF_TYPE_Q4_K: return rfk_matmul_bfloats<RF_TYPE_Q4_K>;
-    case RF_TYPE_Q5_K: return rfk_matmul_bfloats<RF_TYPE_Q5_K>;
-    case RF_TYPE_Q2_K: return rfk_matmul_bfloats<RF_TYPE_Q2_K>;
-    case RFK_OTHER32: return rfk_matmul_bfloats<RFK_OTHER32>;
-    case RFK_OTHER16: return rfk_matmul_bfloats<RFK_OTHER16>;
-    default: return rfk_matmul_bfloats<RF_TYPE_Q6_K>;
+        RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
+    default: return NULL; /* of floats, or no type */
     }
+#undef RFK_QUANTIZED_CASE
 }
 
 /* Whether a warpgroup multiplies as the kernel expects: RFK_WGMMA_... by each thread of its results, 0: not compiled
@@ -6265,6 +6264,14 @@ static rf_result rfk_ticket_record(rf_queue *q, rf_ticket *ticket, rf_error *err
     return r;
 }
 
+/* The end of an entry that added work: its ticket, unless r is a failure, and q->submit is given up. */
+static rf_result rfk_end_submit(rf_queue *q, rf_result r, rf_ticket *ticket, rf_error *err) {
+    if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
+    r = rfk_settle(q, r);
+    pthread_mutex_unlock(&q->submit);
+    return r;
+}
+
 /* hipSuccess, hipErrorNotReady, or how the work failed. The event of an old ticket may stand for a later one by now:
  * then the old one is known to be done. */
 static hipError_t rfk_ticket_query(const rf_ticket *ticket) {
@@ -6377,10 +6384,7 @@ static rf_result rfk_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, 
     RFK_ENTER_QUEUE(q, err);
     pthread_mutex_lock(&q->submit);
     r = rfk_copy_in(q, (char *)dst->base + offset, src, n, "mem_write", err);
-    if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
-    r = rfk_settle(q, r);
-    pthread_mutex_unlock(&q->submit);
-    return r;
+    return rfk_end_submit(q, r, ticket, err);
 }
 
 static rf_result rfk_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n,
@@ -6394,8 +6398,8 @@ static rf_result rfk_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, v
     if (rfk_is_pinned(q->dev, dst, n)) {
         r = rfk_check(q->dev, err, hipMemcpyAsync(dst, from, (size_t)n, hipMemcpyDeviceToHost, q->stream),
                       "hipMemcpyAsync", "mem_read", 0);
-        if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
     } else { /* finished when the call returns */
+        ticket = NULL;
         for (int i = 0; r == RF_OK && i < 2; i++) r = rfk_bounce_wait(q, (uint32_t)i, err);
         for (uint64_t at = 0; r == RF_OK && at < n; at += RFK_BOUNCE_BYTES) {
             size_t bytes = (size_t)(n - at < RFK_BOUNCE_BYTES ? n - at : RFK_BOUNCE_BYTES);
@@ -6406,9 +6410,7 @@ static rf_result rfk_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, v
             if (r == RF_OK) memcpy((char *)dst + at, q->bounce, bytes);
         }
     }
-    r = rfk_settle(q, r);
-    pthread_mutex_unlock(&q->submit);
-    return r;
+    return rfk_end_submit(q, r, ticket, err);
 }
 
 static rf_result rfk_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src,
@@ -6423,10 +6425,7 @@ static rf_result rfk_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offse
                   hipMemcpyAsync((char *)dst->base + dst_offset, (const char *)src->base + src_offset, (size_t)n,
                                  hipMemcpyDeviceToDevice, q->stream),
                   "hipMemcpyAsync", "mem_copy", 0);
-    if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
-    r = rfk_settle(q, r);
-    pthread_mutex_unlock(&q->submit);
-    return r;
+    return rfk_end_submit(q, r, ticket, err);
 }
 
 static rf_result rfk_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n,
@@ -6438,10 +6437,7 @@ static rf_result rfk_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, u
     pthread_mutex_lock(&q->submit);
     r = rfk_check(q->dev, err, hipMemsetAsync((char *)dst->base + offset, value, (size_t)n, q->stream),
                   "hipMemsetAsync", "mem_fill", 0);
-    if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
-    r = rfk_settle(q, r);
-    pthread_mutex_unlock(&q->submit);
-    return r;
+    return rfk_end_submit(q, r, ticket, err);
 }
 
 #define RFK_SUM_BLOCKS 16u /* of each compute unit */
@@ -6459,14 +6455,11 @@ static rf_result rfk_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offset, ui
     rfk_sum_args a = {(const rfk_sixteen *)(const void *)((const char *)src->base + offset),
                       (unsigned long long *)(void *)((char *)sum->base + sum_offset), n / 16};
     uint32_t blocks = q->dev->info.compute_units * RFK_SUM_BLOCKS;
-    if ((uint64_t)blocks * RFK_BLOCK > a.n) blocks = (uint32_t)rfk_ceil_div(a.n, RFK_BLOCK);
+    if ((uint64_t)blocks * RFK_BLOCK > a.n) blocks = rfk_ceil_div(a.n, RFK_BLOCK);
     pthread_mutex_lock(&q->submit);
     r = rfk_check(q->dev, err, rfk_launch(rfk_sum, dim3(blocks), dim3(RFK_BLOCK), q->stream, a), "hipLaunchKernel",
                   "mem_sum", 0);
-    if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
-    r = rfk_settle(q, r);
-    pthread_mutex_unlock(&q->submit);
-    return r;
+    return rfk_end_submit(q, r, ticket, err);
 }
 
 /* ---- opening ---- */
@@ -6610,6 +6603,7 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_MAX_COLUMN / 64 * 96);
         for (uint32_t type = 0; d->wgmma && type <= RFK_OTHER16; type++) {
             const void *bfloats = (const void *)rfk_find_bfloats(type);
+            if (!bfloats) continue;
             if (cudaFuncSetAttribute(bfloats, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WGMMA_BYTES) !=
                 cudaSuccess)
                 d->wgmma = 0;
@@ -6795,9 +6789,7 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part
         r = rfk_check(q->dev, err, rfk_launch(rfk_write_expert, dim3(1), dim3(1), q->stream, a), "hipLaunchKernel",
                       w->name, 0);
     }
-    if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
-    r = rfk_settle(q, r);
-    pthread_mutex_unlock(&q->submit);
+    r = rfk_end_submit(q, r, ticket, err);
     if (r == RF_OK && row0 + n_rows == w->n_rows) {
         t->slots[slot].w = rfk_planes(w, base);
         t->slots[slot].ready = 1;
@@ -7299,6 +7291,11 @@ static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
            a->head_dim == b->head_dim && a->n_rot == b->n_rot && a->flags == b->flags && a->scale == b->scale;
 }
 
+/* Nothing of what was in the op's output stays. */
+static int rfk_replaces(const rf_op *op) {
+    return op->kind != RF_OP_ROPE && op->kind != RF_OP_SLICE && !(op->flags & RF_OP_ACCUMULATE);
+}
+
 /* Where op i quantizes its output: nobody reads the values themselves, before they are replaced. */
 static int rfk_read_as_int8(const rf_prepared *p, uint32_t i) {
     const rf_plan *plan = p->plan;
@@ -7308,8 +7305,7 @@ static int rfk_read_as_int8(const rf_prepared *p, uint32_t i) {
         const rf_op *op = &plan->ops[i];
         if (op->in2 == buffer || rf_op_in3(op) == buffer) return 0;
         if (op->in == buffer && (!rfk_reads_int8(plan, op) || p->ops[i].quantize)) return 0;
-        if (op->out == buffer)
-            return op->kind != RF_OP_ROPE && op->kind != RF_OP_SLICE && !(op->flags & RF_OP_ACCUMULATE);
+        if (op->out == buffer) return rfk_replaces(op);
     }
     return 1;
 }
@@ -7487,8 +7483,7 @@ static int rfk_is_dead(const rf_plan *plan, uint32_t i, uint32_t buffer) {
     for (; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
         if (op->in == buffer || op->in2 == buffer || rf_op_in3(op) == buffer) return 0;
-        if (op->out != buffer) continue;
-        return op->kind != RF_OP_ROPE && op->kind != RF_OP_SLICE && !(op->flags & RF_OP_ACCUMULATE);
+        if (op->out == buffer) return rfk_replaces(op);
     }
     return plan->buffers[buffer].rows != RF_ROWS_LOGITS; /* those the host reads */
 }
@@ -8000,9 +7995,20 @@ static const uint8_t *rfk_vector(const rf_prepared *p, uint32_t slot, uint64_t a
     return p->table->slots[slot].w.plane[0] + at * (*type == RF_TYPE_F32 ? 4 : 2);
 }
 
+static void (*rfk_find_embed(uint32_t type))(rfk_embed_args) {
+#define RFK_FLOAT_CASE(TYPE) case TYPE: return rfk_embed_float<TYPE>;
+#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_embed<TYPE>;
+    switch (rfk_kernel_type(type)) {
+        RFK_FLOAT_TYPES(RFK_FLOAT_CASE)
+        RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
+    default: return NULL; /* op_supported lets none through */
+    }
+#undef RFK_FLOAT_CASE
+#undef RFK_QUANTIZED_CASE
+}
+
 static rf_result rfk_run_embed(const rfk_launching *l) {
-    void (*kernel)(rfk_embed_args) = NULL;
-    uint32_t type = l->p->plan->weights[l->op->weight].type;
+    const uint32_t type = l->p->plan->weights[l->op->weight].type;
     rfk_embed_args a;
     a.w = l->p->table->slots[l->op->weight].w;
     a.rows = l->p->rows;
@@ -8013,24 +8019,8 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
     a.by_position = (l->op->flags & RF_OP_POSITIONS) != 0;
     a.accumulate = (l->op->flags & RF_OP_ACCUMULATE) != 0;
     a.scale = l->op->scale != 0 ? l->op->scale : 1.0f;
-    switch (rfk_kernel_type(type)) {
-    case RF_TYPE_F32: kernel = rfk_embed_float<RF_TYPE_F32>; break;
-    case RF_TYPE_F16: kernel = rfk_embed_float<RF_TYPE_F16>; break;
-    case RF_TYPE_BF16: kernel = rfk_embed_float<RF_TYPE_BF16>; break;
-    case RF_TYPE_Q8_0: kernel = rfk_embed<RF_TYPE_Q8_0>; break;
-    case RF_TYPE_Q4_0: kernel = rfk_embed<RF_TYPE_Q4_0>; break;
-    case RF_TYPE_Q4_1: kernel = rfk_embed<RF_TYPE_Q4_1>; break;
-    case RF_TYPE_Q5_0: kernel = rfk_embed<RF_TYPE_Q5_0>; break;
-    case RF_TYPE_Q5_1: kernel = rfk_embed<RF_TYPE_Q5_1>; break;
-    case RF_TYPE_Q4_K: kernel = rfk_embed<RF_TYPE_Q4_K>; break;
-    case RF_TYPE_Q5_K: kernel = rfk_embed<RF_TYPE_Q5_K>; break;
-    case RF_TYPE_Q2_K: kernel = rfk_embed<RF_TYPE_Q2_K>; break;
-    case RFK_OTHER32: kernel = rfk_embed<RFK_OTHER32>; break;
-    case RFK_OTHER16: kernel = rfk_embed<RFK_OTHER16>; break;
-    default: kernel = rfk_embed<RF_TYPE_Q6_K>; break; /* op_supported let only types through that run */
-    }
     uint32_t n = rfk_is_float_type(type) ? a.n_out : a.n_out / 32;
-    rf_result r = rfk_go(l, kernel, dim3(rfk_ceil_div(n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    rf_result r = rfk_go(l, rfk_find_embed(type), dim3(rfk_ceil_div(n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
     for (uint32_t t = 0; r == RF_OK && !a.by_position && t < l->n_rows; t++) /* rows that bring their own values */
         if (l->step->rows[t].token < 0)
             r = rfk_copy_in(l->q, (char *)(l->b.out + (size_t)t * l->b.out_stride),
@@ -8088,25 +8078,26 @@ static rf_result rfk_run_rms_norm(const rfk_launching *l) {
     return rfk_go(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), grid, RFK_BLOCK, a);
 }
 
+/* n_rows rows of n floats of the op's input as its matmul takes them. */
+static rf_result rfk_run_quantize(const rfk_launching *l, rfk_int8_rows to, uint32_t n_rows, uint32_t stride,
+                                  uint32_t n) {
+    const rfk_quantize_args a = {l->b.in, to, stride, n};
+    const dim3 grid(n_rows, rfk_ceil_div(n, 4 * RFK_BLOCK));
+    return rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), grid, RFK_BLOCK, a);
+}
+
 typedef void (*rfk_matmul_kernel)(rfk_matmul_args);
 
 template <int WAVE, int COLS> static rfk_matmul_kernel rfk_find_matvec(uint32_t type) {
+#define RFK_FLOAT_CASE(TYPE) case TYPE: return rfk_matvec_float<TYPE, WAVE, COLS>;
+#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matvec<TYPE, WAVE, COLS>;
     switch (rfk_kernel_type(type)) {
-    case RF_TYPE_F32: return rfk_matvec_float<RF_TYPE_F32, WAVE, COLS>;
-    case RF_TYPE_F16: return rfk_matvec_float<RF_TYPE_F16, WAVE, COLS>;
-    case RF_TYPE_BF16: return rfk_matvec_float<RF_TYPE_BF16, WAVE, COLS>;
-    case RF_TYPE_Q8_0: return rfk_matvec<RF_TYPE_Q8_0, WAVE, COLS>;
-    case RF_TYPE_Q4_0: return rfk_matvec<RF_TYPE_Q4_0, WAVE, COLS>;
-    case RF_TYPE_Q4_1: return rfk_matvec<RF_TYPE_Q4_1, WAVE, COLS>;
-    case RF_TYPE_Q5_0: return rfk_matvec<RF_TYPE_Q5_0, WAVE, COLS>;
-    case RF_TYPE_Q5_1: return rfk_matvec<RF_TYPE_Q5_1, WAVE, COLS>;
-    case RF_TYPE_Q4_K: return rfk_matvec<RF_TYPE_Q4_K, WAVE, COLS>;
-    case RF_TYPE_Q5_K: return rfk_matvec<RF_TYPE_Q5_K, WAVE, COLS>;
-    case RF_TYPE_Q2_K: return rfk_matvec<RF_TYPE_Q2_K, WAVE, COLS>;
-    case RFK_OTHER32: return rfk_matvec<RFK_OTHER32, WAVE, COLS>;
-    case RFK_OTHER16: return rfk_matvec<RFK_OTHER16, WAVE, COLS>;
-    default: return rfk_matvec<RF_TYPE_Q6_K, WAVE, COLS>;
+        RFK_FLOAT_TYPES(RFK_FLOAT_CASE)
+        RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
+    default: return NULL; /* op_supported lets none through */
     }
+#undef RFK_FLOAT_CASE
+#undef RFK_QUANTIZED_CASE
 }
 
 static rfk_matmul_kernel rfk_find_matmul_float(uint32_t type) {
@@ -8118,19 +8109,12 @@ static rfk_matmul_kernel rfk_find_matmul_float(uint32_t type) {
 }
 
 template <class ARGS, int WAVE, int COLS> static void (*rfk_find_matmul(uint32_t type))(ARGS) {
+#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matmul<TYPE, WAVE, RFK_COLS_OF((int)TYPE, COLS), ARGS>;
     switch (rfk_kernel_type(type)) {
-    case RF_TYPE_Q8_0: return rfk_matmul<RF_TYPE_Q8_0, WAVE, COLS, ARGS>;
-    case RF_TYPE_Q4_0: return rfk_matmul<RF_TYPE_Q4_0, WAVE, COLS, ARGS>;
-    case RF_TYPE_Q4_1: return rfk_matmul<RF_TYPE_Q4_1, WAVE, COLS, ARGS>;
-    case RF_TYPE_Q5_0: return rfk_matmul<RF_TYPE_Q5_0, WAVE, COLS, ARGS>;
-    case RF_TYPE_Q5_1: return rfk_matmul<RF_TYPE_Q5_1, WAVE, COLS, ARGS>;
-    case RF_TYPE_Q4_K: return rfk_matmul<RF_TYPE_Q4_K, WAVE, COLS, ARGS>;
-    case RF_TYPE_Q5_K: return rfk_matmul<RF_TYPE_Q5_K, WAVE, COLS, ARGS>;
-    case RF_TYPE_Q2_K: return rfk_matmul<RF_TYPE_Q2_K, WAVE, RFK_COLS_OF(RF_TYPE_Q2_K, COLS), ARGS>;
-    case RFK_OTHER32: return rfk_matmul<RFK_OTHER32, WAVE, COLS, ARGS>;
-    case RFK_OTHER16: return rfk_matmul<RFK_OTHER16, WAVE, COLS, ARGS>;
-    default: return rfk_matmul<RF_TYPE_Q6_K, WAVE, COLS, ARGS>;
+        RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
+    default: return NULL; /* op_supported lets none through */
     }
+#undef RFK_QUANTIZED_CASE
 }
 
 /* Buffer `id` of width floats a row, at the step's first row. */
@@ -8301,15 +8285,7 @@ static rf_result rfk_run_matmul(rfk_launching *l) {
     const bool bfloats = !rfk_is_float_type(type) && rfk_takes_bfloats(l->p->dev, a.n_in, a.n_cols);
     if (bfloats) a.x8.bfloats = a.n_cols;
     rf_result r = RF_OK;
-    if (l->b.quantize) {
-        rfk_quantize_args z;
-        z.in = l->b.in;
-        z.to = a.x8;
-        z.in_stride = l->b.in_stride;
-        z.n = op->n_in;
-        dim3 grid(l->n_rows, rfk_ceil_div(op->n_in, 4 * RFK_BLOCK));
-        r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), grid, RFK_BLOCK, z);
-    }
+    if (l->b.quantize) r = rfk_run_quantize(l, a.x8, l->n_rows, l->b.in_stride, op->n_in);
     if (r != RF_OK) return r;
     if (bfloats) return rfk_run_bfloats(l, &a);
     bool tiles = a.n_cols > RFK_FEW_COLS;
@@ -8526,27 +8502,20 @@ static rf_result rfk_run_route(const rfk_launching *l) {
     a.n_groups_used = op->n_groups_used;
     a.flags = op->flags;
     a.scale = op->scale;
-    return rfk_go(l, RFK_BY_WAVE(l, rfk_route<32>, rfk_route<64>), dim3(l->n_rows), (uint32_t)l->p->dev->wave, a);
+    return rfk_go(l, RFK_BY_WAVE(l, rfk_route<32>, rfk_route<64>), dim3(l->n_rows), l->p->dev->wave, a);
 }
 
 typedef void (*rfk_experts_kernel)(rfk_experts_args);
 template <int WAVE> static rfk_experts_kernel rfk_find_experts(uint32_t type) {
+#define RFK_FLOAT_CASE(TYPE) case TYPE: return rfk_experts_float<TYPE, WAVE>;
+#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_experts<TYPE, WAVE>;
     switch (rfk_kernel_type(type)) {
-    case RF_TYPE_F32: return rfk_experts_float<RF_TYPE_F32, WAVE>;
-    case RF_TYPE_F16: return rfk_experts_float<RF_TYPE_F16, WAVE>;
-    case RF_TYPE_BF16: return rfk_experts_float<RF_TYPE_BF16, WAVE>;
-    case RF_TYPE_Q8_0: return rfk_experts<RF_TYPE_Q8_0, WAVE>;
-    case RF_TYPE_Q4_0: return rfk_experts<RF_TYPE_Q4_0, WAVE>;
-    case RF_TYPE_Q4_1: return rfk_experts<RF_TYPE_Q4_1, WAVE>;
-    case RF_TYPE_Q5_0: return rfk_experts<RF_TYPE_Q5_0, WAVE>;
-    case RF_TYPE_Q5_1: return rfk_experts<RF_TYPE_Q5_1, WAVE>;
-    case RF_TYPE_Q4_K: return rfk_experts<RF_TYPE_Q4_K, WAVE>;
-    case RF_TYPE_Q5_K: return rfk_experts<RF_TYPE_Q5_K, WAVE>;
-    case RF_TYPE_Q2_K: return rfk_experts<RF_TYPE_Q2_K, WAVE>;
-    case RFK_OTHER32: return rfk_experts<RFK_OTHER32, WAVE>;
-    case RFK_OTHER16: return rfk_experts<RFK_OTHER16, WAVE>;
-    default: return rfk_experts<RF_TYPE_Q6_K, WAVE>;
+        RFK_FLOAT_TYPES(RFK_FLOAT_CASE)
+        RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
+    default: return NULL; /* op_supported lets none through */
     }
+#undef RFK_FLOAT_CASE
+#undef RFK_QUANTIZED_CASE
 }
 
 /* Experts with weights of 16-bit floats, of many pairs. */
@@ -8616,13 +8585,7 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
     memset(&a.heads, 0, sizeof a.heads);
     a.aligned = op->n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
     if (l->b.quantize) {
-        rfk_quantize_args z;
-        z.in = l->b.in;
-        z.to = p->x8;
-        z.in_stride = l->b.in_stride;
-        z.n = (uint32_t)rfk_row_values(op);
-        rf_result r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)),
-                             dim3(l->n_rows, rfk_ceil_div(z.n, 4 * RFK_BLOCK)), RFK_BLOCK, z);
+        rf_result r = rfk_run_quantize(l, p->x8, l->n_rows, l->b.in_stride, (uint32_t)rfk_row_values(op));
         if (r != RF_OK) return r;
     }
     const uint32_t n_pairs = rfk_tile_pairs(p->dev, p->plan, op, l->n_rows);
@@ -8633,22 +8596,15 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
 }
 
 static rfk_experts_kernel rfk_find_across(uint32_t type) {
+#define RFK_FLOAT_CASE(TYPE) case TYPE: return rfk_across_float<TYPE>;
+#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_across<TYPE>;
     switch (rfk_kernel_type(type)) {
-    case RF_TYPE_F32: return rfk_across_float<RF_TYPE_F32>;
-    case RF_TYPE_F16: return rfk_across_float<RF_TYPE_F16>;
-    case RF_TYPE_BF16: return rfk_across_float<RF_TYPE_BF16>;
-    case RF_TYPE_Q8_0: return rfk_across<RF_TYPE_Q8_0>;
-    case RF_TYPE_Q4_0: return rfk_across<RF_TYPE_Q4_0>;
-    case RF_TYPE_Q4_1: return rfk_across<RF_TYPE_Q4_1>;
-    case RF_TYPE_Q5_0: return rfk_across<RF_TYPE_Q5_0>;
-    case RF_TYPE_Q5_1: return rfk_across<RF_TYPE_Q5_1>;
-    case RF_TYPE_Q4_K: return rfk_across<RF_TYPE_Q4_K>;
-    case RF_TYPE_Q5_K: return rfk_across<RF_TYPE_Q5_K>;
-    case RF_TYPE_Q2_K: return rfk_across<RF_TYPE_Q2_K>;
-    case RFK_OTHER32: return rfk_across<RFK_OTHER32>;
-    case RFK_OTHER16: return rfk_across<RFK_OTHER16>;
-    default: return rfk_across<RF_TYPE_Q6_K>; /* op_supported let only types through that run */
+        RFK_FLOAT_TYPES(RFK_FLOAT_CASE)
+        RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
+    default: return NULL; /* op_supported lets none through */
     }
+#undef RFK_FLOAT_CASE
+#undef RFK_QUANTIZED_CASE
 }
 
 /* The kernels of experts, for a choice of which each takes its own rows of one matrix. */
@@ -8674,15 +8630,8 @@ static rf_result rfk_run_heads(const rfk_launching *l) {
     a.head_rows = op->head_rows;
     a.aligned = op->n_in % 8 == 0 && a.x_stride % 4 == 0 && a.x_choice % 4 == 0 && (size_t)l->b.in % 16 == 0;
     rf_result r = RF_OK;
-    if (l->b.quantize) {
-        rfk_quantize_args z;
-        z.in = l->b.in;
-        z.to = p->x8;
-        z.in_stride = rest ? op->head_dim : l->b.in_stride;
-        z.n = rest ? op->n_in : op->n_in * op->n_heads;
-        r = rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)),
-                   dim3(rest ? l->n_rows * op->n_heads : l->n_rows, rfk_ceil_div(z.n, 4 * RFK_BLOCK)), RFK_BLOCK, z);
-    }
+    if (l->b.quantize && rest) r = rfk_run_quantize(l, p->x8, l->n_rows * op->n_heads, op->head_dim, op->n_in);
+    else if (l->b.quantize) r = rfk_run_quantize(l, p->x8, l->n_rows, l->b.in_stride, op->n_in * op->n_heads);
     if (r == RF_OK && op->flags & RF_OP_ACROSS)
         r = rfk_go(l, rfk_find_across(type),
                    dim3(rfk_ceil_div(a.n_out, rfk_is_float_type(type) ? RFK_BLOCK : RFK_ACROSS_COLS), a.n_used,
@@ -9035,15 +8984,20 @@ static rf_result rfk_run_kind(rfk_launching *l) {
     }
 }
 
-/* Op i and those that go with it, at least *n; *n becomes the ops that are done. None of them is `end`. */
-static rf_result rfk_run_ops(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, uint32_t end, uint32_t *n,
-                             rf_error *err) {
+static rfk_launching rfk_begin_launch(rf_prepared *p, rf_queue *q, const rf_step *step, rf_error *err) {
     rfk_launching l;
     memset(&l, 0, sizeof l);
     l.p = p;
     l.q = q;
     l.step = step;
     l.err = err;
+    return l;
+}
+
+/* Op i and those that go with it, at least *n; *n becomes the ops that are done. None of them is `end`. */
+static rf_result rfk_run_ops(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, uint32_t end, uint32_t *n,
+                             rf_error *err) {
+    rfk_launching l = rfk_begin_launch(p, q, step, err);
     l.end = end;
     if (!rfk_find_op(&l, i, &l)) return RF_OK;
     l.together = l.done = *n;
@@ -9055,12 +9009,7 @@ static rf_result rfk_run_ops(rf_prepared *p, rf_queue *q, const rf_step *step, u
 /* A launch of a decode step. */
 static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, rf_error *err) {
     const rfk_fused *f = &p->fused[i];
-    rfk_launching l;
-    memset(&l, 0, sizeof l);
-    l.p = p;
-    l.q = q;
-    l.step = step;
-    l.err = err;
+    rfk_launching l = rfk_begin_launch(p, q, step, err);
     l.n_rows = 1;
     if (i == p->fused_begin) { /* early: attention reads them before it waits */
         rf_result r = rfk_run_angles(&l);
@@ -9248,10 +9197,7 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
     if (times) rfk_before_timed(p, q, 0);
     if (r == RF_OK && !replayed) r = rfk_run_segments(p, q, first, last, step, err);
     if (times) rfk_after_timed(p, q, r);
-    if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
-    r = rfk_settle(q, r);
-    pthread_mutex_unlock(&q->submit);
-    return r;
+    return rfk_end_submit(q, r, ticket, err);
 }
 
 static rf_result rfk_times(rf_prepared *p, float *us, uint32_t n, rf_error *err) {
