@@ -211,6 +211,12 @@ template <int WAVE> RFK_DEVICE float rfk_wave_sum(float v) {
     return v;
 }
 
+/* The largest value of the wave, in every lane. */
+template <int WAVE> RFK_DEVICE float rfk_wave_max(float v) {
+    for (int mask = WAVE / 2; mask > 0; mask /= 2) v = fmaxf(v, rfk_swap<WAVE>(v, mask));
+    return v;
+}
+
 /* Loads stay on their side of this: so many of them at once would not fit into registers. */
 RFK_DEVICE void rfk_in_order() {
 #if !defined(ROCMFORGE_HIP_EMU)
@@ -1753,7 +1759,7 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
     float *out = a.out + (size_t)blockIdx.x * a.out_stride, top = -INFINITY, sum = 0;
     const bool sigmoid = (a.flags & RF_OP_SIGMOID) != 0, softmax = !sigmoid && !(a.flags & RF_OP_CHOSEN);
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) top = in[i] > top ? in[i] : top;
-    for (int mask = WAVE / 2; mask > 0; mask /= 2) top = fmaxf(top, rfk_swap<WAVE>(top, mask));
+    top = rfk_wave_max<WAVE>(top);
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) {
         s.p[i] = softmax ? expf(in[i] - top) : sigmoid ? 1.0f / (1.0f + expf(-in[i])) : in[i];
         sum += s.p[i];
@@ -4242,7 +4248,7 @@ template <int WAVE, bool BF16> static __global__ void RFK_THREADS(RFK_BLOCK) rfk
     }
     float top = 0;
     for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) top = fmaxf(top, fabsf(in[i]));
-    for (int mask = WAVE / 2; mask > 0; mask /= 2) top = fmaxf(top, rfk_swap<WAVE>(top, mask));
+    top = rfk_wave_max<WAVE>(top);
     if (threadIdx.x % WAVE == 0) s.largest[threadIdx.x / WAVE] = top;
     __syncthreads();
     for (uint32_t w = 0; w < RFK_BLOCK / WAVE; w++) top = fmaxf(top, s.largest[w]);
@@ -4325,7 +4331,7 @@ RFK_DEVICE void rfk_halves_step(const rfk_halves_shared<RFK_PIECES(BF16), COLS> 
             for (int i = 0; i < N; i++) sum[r][c][i] += part[r][c][i];
 }
 
-/* grid as rfk_matmul's   block 256   LDS 15 to 36 KiB   n_in % 32 == 0
+/* grid as rfk_matmul's   block 256   LDS 15 to 35 KiB   n_in % 32 == 0
  * reads W once per COLS columns and the pieces of x once per 64 rows */
 template <bool BF16, int WAVE, int COLS, class TILES>
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args<TILES> a) {
@@ -5168,7 +5174,7 @@ RFK_DEVICE uint32_t rfk_flash_run_end(const rf_step_row *rows, uint32_t row, uin
     return end;
 }
 
-/* grid n_kv_heads * ceil(T / rows_per_block)   block RFK_FLASH_WAVES waves   LDS to 38 KiB
+/* grid n_kv_heads * ceil(T / rows_per_block)   block RFK_FLASH_WAVES waves   LDS up to 37 KiB
  * rows_per_block = 16 * RFK_FLASH_WAVES / heads of a group
  * Every block reads the keys and values of its sequence that a row of it sees. Those with most of them, the last rows',
  * come first; from block a.turn on those with fewest, to be neighbours of the first ones. */
@@ -5293,7 +5299,7 @@ template <class KV, int PER> struct rfk_row_raw;
 template <int PER> struct rfk_row_raw<uint16_t, PER> {
     static const bool PACKED = false;
     int4 v;
-    static __device__ __forceinline__ size_t row(uint32_t cell, uint32_t dim) { return (size_t)cell * dim; }
+    RFK_DEVICE size_t row(uint32_t cell, uint32_t dim) { return (size_t)cell * dim; }
     __device__ __forceinline__ void clear() { v.x = v.y = v.z = v.w = 0; }
     __device__ __forceinline__ void load(const uint16_t *p) { v = *reinterpret_cast<const int4 *>(p); }
     __device__ __forceinline__ void make(const float *row) {
@@ -5314,7 +5320,7 @@ template <int PER> struct rfk_row_raw<uint16_t, PER> {
 template <int PER> struct rfk_row_raw<float, PER> {
     static const bool PACKED = false;
     float v[8]; /* not two vectors: they would go to private memory on AMD */
-    static __device__ __forceinline__ size_t row(uint32_t cell, uint32_t dim) { return (size_t)cell * dim; }
+    RFK_DEVICE size_t row(uint32_t cell, uint32_t dim) { return (size_t)cell * dim; }
     __device__ __forceinline__ void clear() {
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) v[i] = 0;
@@ -5334,7 +5340,7 @@ template <int PER> struct rfk_row_raw<float, PER> {
 template <int PER> struct rfk_row_raw<rfk_q8, PER> {
     static const bool PACKED = true;
     uint32_t q[2], scale;
-    static __device__ __forceinline__ size_t row(uint32_t cell, uint32_t) { return (size_t)cell * (PER / 4 * 34); }
+    RFK_DEVICE size_t row(uint32_t cell, uint32_t) { return (size_t)cell * (PER / 4 * 34); }
     __device__ __forceinline__ void clear() { q[0] = q[1] = scale = 0; }
     __device__ __forceinline__ void load(const rfk_q8 *p) {
         const uint32_t lane = threadIdx.x % PER;
@@ -5716,7 +5722,7 @@ RFK_DEVICE void rfk_row_weights(rfk_row_shared<G, PER> &s, const rfk_row_attenti
             }
             top = fmaxf(top, largest[k]);
         }
-        for (int mask = WAVE / 2; mask > 0; mask /= 2) top = fmaxf(top, rfk_swap<WAVE>(top, mask));
+        top = rfk_wave_max<WAVE>(top);
         RFK_UNROLL(2)
         for (int k = 0; k < n; k++) largest[k] = exp2f(largest[k] - top), all += largest[k] * sum[k];
         all = 1.0f / rfk_wave_sum<WAVE>(all);
@@ -5805,7 +5811,7 @@ RFK_DEVICE void rfk_row_store(rfk_row_shared<G, PER> &s, rfk_q8 *k, rfk_q8 *v, u
     __syncthreads();
 }
 
-/* grid [n_kv_heads, splits]   block 256   LDS up to 32 KiB   reads each key and value once for the whole group
+/* grid [n_kv_heads, splits]   block 256   LDS up to 27 KiB   reads each key and value once for the whole group
  * The positions that are seen are cut evenly into as many splits as the grid has, of RFK_ROW_CELLS at least; blocks
  * beyond leave. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
@@ -6893,7 +6899,8 @@ struct rf_prepared {
     uint32_t n_ropes;
     float *angles, *row_part, *kept_logits;
     rfk_best_value *best; /* [RFK_ARGMAX_PARTS] */
-    uint32_t *tickets, *differ;
+    uint32_t *tickets, n_tickets; /* of fused attention: one for each of its kv heads, or more */
+    uint32_t *differ;
     hipGraphExec_t graph[RFK_MAX_GRAPHS];
     uint32_t n_graphs, graphs_checked, graph_way;
     int capturing, no_graphs;
@@ -7360,9 +7367,15 @@ static void rfk_make_segments(rf_prepared *p) {
             p->ops[i].only_int8 = (uint32_t)rfk_read_as_int8(p, i);
 }
 
-#define RFK_PARTS 20u
-/* Bytes of the parts of a plan's one allocation, and of it all. */
-static uint64_t rfk_plan_parts(rf_prepared *p, uint64_t *bytes) {
+/* `out` to the next n_bytes from *at on, rounded up to 256. */
+template <class T> static void rfk_take_part(uintptr_t *at, T **out, uint64_t n_bytes) {
+    *out = (T *)*at;
+    *at += (uintptr_t)rfk_align(n_bytes);
+}
+
+/* Point a plan at the parts of its one allocation, which begins at `memory`; without one, this is to know its bytes,
+ * which are returned. */
+static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     const rf_plan *plan = p->plan;
     uint64_t rows = p->n_batch > p->n_logits ? p->n_batch : p->n_logits, widest = 0, heads = 0, dim = 0,
              pieces = 0, units = 0, pairs = 0, pair_tiles = 0;
@@ -7384,79 +7397,60 @@ static uint64_t rfk_plan_parts(rf_prepared *p, uint64_t *bytes) {
     if (p->split_cells < RFK_SPLIT_CELLS) p->split_cells = RFK_SPLIT_CELLS;
     p->max_splits = rfk_ceil_div(p->n_ctx, p->split_cells);
     uint64_t split_rows = p->n_batch < RFK_SPLIT_ROWS ? p->n_batch : RFK_SPLIT_ROWS;
-    const uint64_t row_splits = p->row_splits, n_vocab = plan->logits < plan->n_buffers ? plan->n_vocab : 0;
+    const uint64_t n_kept = __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_CHECKED &&
+                                    plan->logits < plan->n_buffers
+                                ? plan->n_vocab
+                                : 0; /* never more than the last time: checks end, and do not begin again */
     p->tile_blocks = 3 * p->dev->info.compute_units;
     const uint64_t tile_bytes = rows > RFK_FEW_COLS && (widest || pieces)
                                     ? (uint64_t)p->tile_blocks * RFK_TILE_ROWS * RFK_MANY_TILE * sizeof(float)
                                     : 0;
-    const uint64_t parts[RFK_PARTS] = {
-        rfk_align(p->n_batch * sizeof(rf_step_row)),
-        rfk_align(p->n_logits * sizeof(uint32_t)),
-        rfk_align(plan->n_tables * sizeof(float)),
-        p->dev->wgmma ? rfk_align((rows * widest + RFK_WGMMA_COLS * RFK_WGMMA_DEPTH) * sizeof(uint16_t))
-                      : rfk_align(rows * widest),
-        rfk_align(rows * (widest / 32) * sizeof(rfk_group)),
-        p->max_splits > 1 ? rfk_align(split_rows * heads * p->max_splits * (dim + 2) * sizeof(float)) : 0,
-        rfk_align(p->n_ropes * RFK_MAX_HEAD * sizeof(float)),
-        p->n_ropes ? rfk_align(heads * row_splits * (dim + 4) * sizeof(float)) : 0,
-        rfk_align(heads * sizeof(uint32_t)),
-        rfk_align(p->dev->graphs == RFK_GRAPHS_CHECKED ? n_vocab * sizeof(float) : 0),
-        rfk_align(sizeof(uint32_t)),
-        rfk_align(tile_bytes),
-        rfk_align(rows * pieces * sizeof(uint16_t)),
-        rfk_align(rows * units * sizeof(float)),
-        rfk_align(RFK_ARGMAX_PARTS * sizeof(rfk_best_value)),
-        rfk_align(pairs * sizeof(uint32_t)),
-        rfk_align(pair_tiles * sizeof(rfk_pair_tile)),
-        rfk_align(widest),
-        rfk_align(widest / 32 * sizeof(rfk_group)),
-        rfk_align(widest / 32 * sizeof(float))};
-    uint64_t total = 256;
-    for (uint32_t i = 0; i < RFK_PARTS; i++) total += bytes[i] = parts[i];
-    return total;
+    uintptr_t at = (uintptr_t)memory;
+    rfk_take_part(&at, &p->rows, p->n_batch * sizeof *p->rows);
+    rfk_take_part(&at, &p->logit_rows, p->n_logits * sizeof *p->logit_rows);
+    rfk_take_part(&at, &p->tables, plan->n_tables * sizeof *p->tables);
+    rfk_take_part(&at, &p->x8.q, p->dev->wgmma ? (rows * widest + RFK_WGMMA_COLS * RFK_WGMMA_DEPTH) * sizeof(uint16_t)
+                                               : rows * widest);
+    rfk_take_part(&at, &p->x8.group, rows * (widest / 32) * sizeof *p->x8.group);
+    rfk_take_part(&at, &p->part,
+                  p->max_splits > 1 ? split_rows * heads * p->max_splits * (dim + 2) * sizeof *p->part : 0);
+    rfk_take_part(&at, &p->angles, p->n_ropes * RFK_MAX_HEAD * sizeof *p->angles);
+    rfk_take_part(&at, &p->row_part, p->n_ropes ? heads * p->row_splits * (dim + 4) * sizeof *p->row_part : 0);
+    rfk_take_part(&at, &p->tickets, heads * sizeof *p->tickets);
+    rfk_take_part(&at, &p->kept_logits, n_kept * sizeof *p->kept_logits);
+    rfk_take_part(&at, &p->differ, sizeof *p->differ);
+    rfk_take_part(&at, &p->tile_part, tile_bytes);
+    rfk_take_part(&at, &p->pieces.value, rows * pieces * sizeof *p->pieces.value);
+    rfk_take_part(&at, &p->pieces.unit, rows * units * sizeof *p->pieces.unit);
+    rfk_take_part(&at, &p->best, RFK_ARGMAX_PARTS * sizeof *p->best);
+    rfk_take_part(&at, &p->lists.sorted, pairs * sizeof *p->lists.sorted);
+    rfk_take_part(&at, &p->lists.tile, pair_tiles * sizeof *p->lists.tile);
+    rfk_take_part(&at, &p->half.q, widest);
+    rfk_take_part(&at, &p->half.group, widest / 32 * sizeof *p->half.group);
+    rfk_take_part(&at, &p->half_squares, widest / 32 * sizeof *p->half_squares);
+    if (n_kept == 0) p->kept_logits = NULL;
+    p->n_tickets = (uint32_t)heads;
+    return at - (uintptr_t)memory + 256;
 }
 
-/* The one allocation of a prepared plan, and rope's tables into it. */
+/* The one allocation of a prepared plan, rope's tables into it, and tickets that count from 0. */
 static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     const rf_plan *plan = p->plan;
-    uint64_t bytes[RFK_PARTS];
-    const uint64_t total = rfk_plan_parts(p, bytes);
-    char *part[RFK_PARTS];
+    const uint64_t total = rfk_divide_memory(p, NULL);
     rf_result r = rfk_check(p->dev, err, hipMalloc(&p->memory, (size_t)total), "hipMalloc", "a prepared plan", 0);
     if (r != RF_OK) {
         p->memory = NULL;
         return r;
     }
-    part[0] = (char *)p->memory;
-    for (uint32_t i = 1; i < RFK_PARTS; i++) part[i] = part[i - 1] + bytes[i - 1];
-    p->rows = (rf_step_row *)(void *)part[0];
-    p->logit_rows = (uint32_t *)(void *)part[1];
-    p->tables = (float *)(void *)part[2];
-    p->x8.q = (int *)(void *)part[3];
-    p->x8.group = (rfk_group *)(void *)part[4];
-    p->part = (float *)(void *)part[5];
-    p->angles = (float *)(void *)part[6];
-    p->row_part = (float *)(void *)part[7];
-    p->tickets = (uint32_t *)(void *)part[8];
-    p->kept_logits = bytes[9] ? (float *)(void *)part[9] : NULL;
-    p->differ = (uint32_t *)(void *)part[10];
-    p->tile_part = (float *)(void *)part[11];
-    p->pieces.value = (uint16_t *)(void *)part[12];
-    p->pieces.unit = (float *)(void *)part[13];
-    p->best = (rfk_best_value *)(void *)part[14];
-    p->lists.sorted = (uint32_t *)(void *)part[15];
-    p->lists.tile = (rfk_pair_tile *)(void *)part[16];
-    p->half.q = (int *)(void *)part[17];
-    p->half.group = (rfk_group *)(void *)part[18];
-    p->half_squares = (float *)(void *)part[19];
+    (void)rfk_divide_memory(p, p->memory);
     rf_queue *q = NULL;
     rf_ticket ticket;
-    rf_mem mem = {p->tables, bytes[2]}, tickets = {p->tickets, bytes[8]};
+    rf_mem tables = {p->tables, plan->n_tables * sizeof *p->tables},
+           tickets = {p->tickets, p->n_tickets * sizeof *p->tickets};
     r = rfk_queue_create(p->dev, &q, err);
     if (r != RF_OK) return r;
-    r = rfk_mem_fill(q, &tickets, 0, 0, bytes[8], &ticket, err);
-    if (r == RF_OK && plan->n_tables)
-        r = rfk_mem_write(q, &mem, 0, plan->tables, plan->n_tables * sizeof(float), &ticket, err);
+    r = rfk_mem_fill(q, &tickets, 0, 0, tickets.size_bytes, &ticket, err);
+    if (r == RF_OK) r = rfk_mem_write(q, &tables, 0, plan->tables, tables.size_bytes, &ticket, err);
     if (r == RF_OK)
         r = rfk_check(p->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "rope tables", 0);
     rfk_queue_release(q);
@@ -7908,11 +7902,10 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
 }
 
 static rf_result rfk_plan_bytes(rf_dev *d, const rf_plan_bind *bind, uint64_t *bytes, rf_error *err) {
-    uint64_t parts[RFK_PARTS];
     rf_prepared *p;
     rf_result r = rfk_plan_create(d, bind, &p, err);
     if (r != RF_OK) return r;
-    *bytes = rfk_plan_parts(p, parts);
+    *bytes = rfk_divide_memory(p, NULL);
     rfk_plan_release(p);
     return RF_OK;
 }
