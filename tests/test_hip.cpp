@@ -2182,7 +2182,7 @@ static void ways_case(uint32_t type, uint32_t n, uint32_t n_ff, rf_dev *d, uint3
     std::set<uint32_t> seen;
     rf_session_stats st = api->plan_stats(g.prepared);
     CHECK(st.n_ways == n_ways && st.way == 0 && !st.way_is_timed, "%s: %u ways, way %u", what, st.n_ways, st.way);
-    for (int step = 0; step < 60 && !st.way_is_timed; step++) {
+    for (int step = 0; step < 120 && !st.way_is_timed; step++) { /* three rounds of five visits of six steps, and some */
         for (size_t i = 0; i < out.size(); i++) /* a row that is left out is not that of the step before */
             g.set(out[i], std::vector<float>(g.size_of(out[i]) / 4, NAN));
         REQUIRE(g.run(rows_of(1), std::vector<uint32_t>(1, 0)) == RF_OK, "%s: %s", what, g.err.text);
@@ -2211,6 +2211,7 @@ static void test_ways() {
         hip_emu_units(5);
         REQUIRE(opened == RF_OK, "%s", err.text);
         hip_emu_stale_graphs(index == 1); /* by graphs, and by launches */
+        hip_emu_elapsed(1); /* one round will do */
 #endif
         const uint32_t wave = index ? 64 : 32;
         for (uint32_t k = 3; k < N_TYPES; k += stride) /* those from 11 on share a kernel */
@@ -2220,6 +2221,7 @@ static void test_ways() {
             }
 #ifdef RF_TEST_EMU
         rf_device_info info;
+        hip_emu_elapsed(-1);
         hip_emu_stale_graphs(0);
         CHECK(api->device_info(d, &info, &err) == RF_OK && (info.note[0] != 0) == (index == 1), "'%s'", info.note);
         api->device_close(d);
