@@ -1,5 +1,5 @@
 #!/bin/sh
-# gpu_run.sh [BUILD] [ARGUMENTS OF test_hip]: all that needs a real GPU, in under four minutes. The suites that also run
+# gpu_run.sh [BUILD] [ARGUMENTS OF test_hip]: all that needs a real GPU, in about five minutes. The suites that also run
 # under emulation, with the kernels compiled by nvcc or hipcc: every op; whole models, 1,000 runs bit for bit alike, two
 # sessions in two threads; small models of many families against their answers. The shipped model: each op against the
 # CPU, the CPU's greedy text. With ../shared/zoo beside the repository: its models against their answers, at once and
