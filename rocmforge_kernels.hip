@@ -4,6 +4,12 @@
  *     nvcc -O3 -arch=sm_90a -x cu -c rocmforge_kernels.hip                       NVIDIA (sm_90a: H100, H200)
  *     c++ -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c ...             on the CPU, for tests
  *
+ * Sections (search for the tag)
+ *    1 >>config       what the compilers call differently    5 >>attention    softmax of scores times values
+ *    2 >>weights      quantized blocks to floats             6 >>device       memory, streams, events
+ *    3 >>rows         norms, rope, elementwise ops           7 >>plan         from a plan to launches
+ *    4 >>matmul       matrix times columns                   8 >>table        rocmforge_hip_api
+ *
  * Reads sections 1 and 2 of rocmforge.h only, and is C++11 without its library. Names: rfk_*. Kernels take WAVE (32 or
  * 64) as a template parameter that the host chooses from the device's properties; sums have a fixed order and no
  * atomics, so that a run repeated gives the same bits. */

@@ -7,7 +7,7 @@ root=${1:?make_hipcc.sh DIR}
 command -v debootstrap >/dev/null || { echo "make_hipcc: install debootstrap with 'apt-get install debootstrap'"; exit 77; }
 # what debootstrap mounts is gone with this mount namespace
 unshare -m sh -e -c '
-    debootstrap --variant=minbase unstable "$0" "${DEBIAN_MIRROR:-http://deb.debian.org/debian}"
+    debootstrap --variant=minbase unstable "$0" ${DEBIAN_MIRROR-}
     mount --rbind /proc "$0/proc"
     chroot "$0" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends hipcc gcc libc6-dev' "$root"
 mkdir -p "$root/host"

@@ -1,9 +1,10 @@
 # test_layout.sh BUILD: the shape of the repository: sections, line and function lengths, words the library must not use.
 . tests/rf_test.sh
 
-columns=120 lines=120 parameters=8
-code="rocmforge.h $(ls examples/*.c)"
-tests="$(ls tests/*.c tests/*.h tests/*.sh)"
+columns=120 lines=120 parameters=12
+library="rocmforge.h rocmforge_kernels.hip"
+code="$library $(ls examples/*.c)"
+tests="$(ls tests/*.c tests/*.cpp tests/*.h tests/*.sh)"
 
 # strip comments|strings FILE: the file without (comments and) what its string and character literals hold; same lines
 strip() {
@@ -28,22 +29,27 @@ strip() {
     }' "$2"
 }
 
-# "number tag" of every section: as the table in the head promises, and as the banners say
-case_sections() {
-    sed -n '1,/^#ifndef ROCMFORGE_H/p' rocmforge.h | awk '
+# sections FILE: the table of sections in the head of the file lists its banners ("number tag"), and under each banner stands a
+# paragraph that says what the section owns.
+sections() {
+    awk '
+        !/^( \*|\/\*)/ { exit }
         / Sections / { on = 1; next }
         on && /^ \*$/ { exit }
-        on { for (i = 1; i <= NF; i++) if ($i ~ /^[0-9]+$/) n = $i; else if (sub(/^>>/, "", $i)) print n, $i }' |
-        sort -n -s -k 1,1 >"$dir/table"
-    sed -n 's,^/\* ==== \([0-9]*\)[a-z]* .* =* >>\([a-z-]*\)$,\1 \2,p' rocmforge.h >"$dir/banners"
-    grep -c . "$dir/table"
-    diff "$dir/table" "$dir/banners"
-    grep -q '^1 api$' "$dir/banners"
-    grep -q ' public$' "$dir/banners"
-    # under each banner a paragraph: what the section owns, and why
-    awk '/^\/\* ==== .*>>/ { getline; if ($0 !~ /^ \* [A-Z]/) { print FILENAME ":" FNR ": no paragraph under the banner"; bad = 1 } }
-         END { exit bad }' rocmforge.h
+        on { for (i = 1; i <= NF; i++) if ($i ~ /^[0-9]+$/) n = $i; else if (sub(/^>>/, "", $i)) print n, $i }' "$1" |
+        sort -n -s -k 1,1 >"$dir/$1.table"
+    sed -n 's,^/\* ==== \([0-9]*\)[a-z]* .* =* >>\([a-z-]*\)$,\1 \2,p' "$1" >"$dir/$1.banners"
+    grep -c . "$dir/$1.table"
+    diff "$dir/$1.table" "$dir/$1.banners"
+    awk '/^\/\* ==== .*>>/ { getline; if ($0 !~ /^ \* [A-Za-z]/) { print FILENAME ":" FNR ": no paragraph under the banner"; bad = 1 } }
+         END { exit bad }' "$1"
 }
+case_sections_of_the_header() {
+    sections rocmforge.h
+    grep -q '^1 api$' "$dir/rocmforge.h.banners"
+    grep -q ' public$' "$dir/rocmforge.h.banners"
+}
+case_sections_of_the_kernels() { sections rocmforge_kernels.hip; }
 case_stop_here() { [ "$(grep -c 'Stop here if you only call the library' rocmforge.h)" -eq 1 ]; }
 case_columns() {
     awk -v max=$columns 'length($0) > max { print FILENAME ":" FNR ": " length($0) " columns"; bad = 1 } END { exit bad }' $code
@@ -53,34 +59,69 @@ case_white_space() {
     ! grep -n -e " \$" -e "$tab" $code $tests README.md
 }
 case_ascii() {
-    for f in $code $(ls tests/*.c tests/*.h); do
+    for f in $code $(ls tests/*.c tests/*.cpp tests/*.h); do
         strip strings "$f" | LC_ALL=C grep -n '[^ -~]' | sed "s,^,$f:," | grep . && return 1
     done
     return 0
 }
+# Functions and function-like macros: their lines and parameters. A macro in a list of parameters counts as what it stands for.
 case_functions() {
     need ctags universal-ctags
     ctags --version | grep -q 'Universal Ctags' || { echo "install universal-ctags with 'apt-get install universal-ctags' (make deps)"; exit 77; }
-    ctags --language-force=C --kinds-C=f --fields=+neS -f - $code | awk -F'\t' -v lines=$lines -v parameters=$parameters '
-    {
-        from = to = 0; signature = ""
-        for (i = 4; i <= NF; i++) {
-            if (sub(/^line:/, "", $i)) from = $i
-            else if (sub(/^end:/, "", $i)) to = $i
-            else if (sub(/^signature:/, "", $i)) signature = $i
+    rm -f "$dir/long"
+    for f in $code; do
+        language=C
+        [ "$f" = "${f%.hip}" ] || language=C++
+        # names in capitals are macros, and stand for no function
+        macros=$(sed -n 's/^#define \([A-Z][A-Z0-9_]*\)(.*/\1+/p' "$f" | sort -u | paste -s -d , -)
+        ctags --language-force=$language -I "none,$macros" --kinds-$language=df --fields=+neSK -f - "$f" >"$dir/tags"
+        awk -F'\t' -v max_lines=$lines -v max_parameters=$parameters '
+        function commas(text,    i, c, depth, n) {
+            for (i = 1; i <= length(text); i++) {
+                c = substr(text, i, 1)
+                if (c ~ /[(<{]/) depth++
+                if (c ~ /[)>}]/) depth--
+                if (c == "," && depth == 0) n++
+            }
+            return n + 0
         }
-        n = 1; depth = 0
-        for (i = 1; i <= length(signature); i++) {
-            c = substr(signature, i, 1)
-            if (c == "(") depth++
-            if (c == ")") depth--
-            if (c == "," && depth == 1) n++
+        function judge(line, name, n_lines, n) {
+            if (n_lines > max_lines) { print file ":" line ": " name " has " n_lines " lines"; bad = 1 }
+            if (n > max_parameters) { print file ":" line ": " name " has " n " parameters"; bad = 1 }
         }
-        count++
-        if (to - from >= lines) { print $2 ":" from ": " $1 " has " to - from + 1 " lines"; bad = 1 }
-        if (n > parameters) { print $2 ":" from ": " $1 " has " n " parameters"; bad = 1 }
-    }
-    END { print count " functions"; exit bad || count < 100 }'
+        NR == FNR { # the file itself: macros with their bodies
+            file = FILENAME
+            if (!in_macro && match($0, /^[ \t]*#[ \t]*define[ \t]+[A-Za-z0-9_]+/)) {
+                macro = substr($0, RSTART, RLENGTH); sub(/.*[ \t]/, "", macro)
+                body[macro] = substr($0, RSTART + RLENGTH); macro_line = FNR; in_macro = 1
+            } else if (in_macro) body[macro] = body[macro] " " $0
+            if (in_macro && !/\\$/) {
+                if (body[macro] ~ /^\(/) { macros++; judge(macro_line, macro, FNR - macro_line + 1, 1) }
+                in_macro = 0
+            }
+            next
+        }
+        {
+            kind = $4; from = to = 0; signature = ""
+            for (i = 5; i <= NF; i++) {
+                if (sub(/^line:/, "", $i)) from = $i
+                else if (sub(/^end:/, "", $i)) to = $i
+                else if (sub(/^signature:/, "", $i)) signature = $i
+            }
+            if (signature == "") next
+            sub(/^\(/, "", signature); sub(/\)[^)]*$/, "", signature)
+            n = 1 + commas(signature)
+            if (kind ~ /^f/) {
+                functions++
+                if ($1 !~ /[a-z]/) { print file ":" from ": " $1 ": a macro that ctags took for a function: its definition is not found"; bad = 1 }
+                words = split(signature, word, /[^A-Za-z0-9_]+/)
+                for (i = 1; i <= words; i++) if (word[i] in body && body[word[i]] !~ /^\(/) n += commas(body[word[i]])
+            }
+            judge(from, $1, kind ~ /^f/ ? to - from + 1 : 1, n)
+        }
+        END { print file ": " functions " functions, " macros + 0 " macros"; exit bad || !functions }' "$f" "$dir/tags" || echo "$f" >>"$dir/long"
+    done
+    [ ! -e "$dir/long" ]
 }
 # The library neither ends the process nor prints, reads the environment or uses unbounded string functions; libc headers
 # of the implementation come before it, HIP headers never.
