@@ -1902,7 +1902,7 @@ static void rfi_log_text(const rfi_log *log, rf_log_level level, const char *for
 
 /* ==== 4 Synchronisation =============================================================================== >>sync
  * The once-cell behind every lazy object, and the pool of threads that computes. A cell is one atomic word: state and
- * pins together, because a plain "is it loaded" followed by a use would race with eviction. Waiters sleep on a lot
+ * pins together, because a plain "is it loaded" followed by a use would race with eviction. Waiters sleep on a monitor
  * (one mutex and condition for all cells of an owner; only loads, failures and evictions touch it). */
 
 enum {
@@ -1922,30 +1922,30 @@ typedef struct rfi_waiter {
     rf_error err;
 } rfi_waiter;
 
-typedef struct rfi_lot {
+typedef struct rfi_monitor {
     pthread_mutex_t mutex;
     pthread_cond_t wake;
-} rfi_lot;
+} rfi_monitor;
 
 /* Zeroed = UNLOADED. */
 typedef struct rfi_cell {
     _Atomic uint64_t word;
-    rfi_waiter *waiters; /* guarded by the lot                                       */
+    rfi_waiter *waiters; /* guarded by the monitor                                       */
     pthread_t owner;     /* the thread that makes the load in progress, if ...       */
-    int owned;           /* one thread does; both guarded by the lot                 */
+    int owned;           /* one thread does; both guarded by the monitor                 */
 } rfi_cell;
 
 typedef rf_result (*rfi_load_fn)(void *ctx, rf_error *err);
 
-static rf_result rfi_lot_init(rfi_lot *lot, rf_error *err) {
-    int e = pthread_mutex_init(&lot->mutex, NULL);
-    if (e == 0 && (e = pthread_cond_init(&lot->wake, NULL)) != 0) pthread_mutex_destroy(&lot->mutex);
+static rf_result rfi_monitor_init(rfi_monitor *monitor, rf_error *err) {
+    int e = pthread_mutex_init(&monitor->mutex, NULL);
+    if (e == 0 && (e = pthread_cond_init(&monitor->wake, NULL)) != 0) pthread_mutex_destroy(&monitor->mutex);
     return e ? rfi_fail_sys(err, RF_ERR_MEMORY, e, 0, "cannot create a mutex: error %d", e) : RF_OK;
 }
 
-static void rfi_lot_destroy(rfi_lot *lot) {
-    pthread_cond_destroy(&lot->wake);
-    pthread_mutex_destroy(&lot->mutex);
+static void rfi_monitor_destroy(rfi_monitor *monitor) {
+    pthread_cond_destroy(&monitor->wake);
+    pthread_mutex_destroy(&monitor->mutex);
 }
 
 static int rfi_cell_is_ready(const rfi_cell *c) {
@@ -1957,34 +1957,34 @@ static int rfi_cell_is_unloaded(const rfi_cell *c) {
 }
 
 /* The last pin of a BROKEN cell wakes those who want to load it anew. */
-static void rfi_cell_unpin(rfi_cell *c, rfi_lot *lot) {
+static void rfi_cell_unpin(rfi_cell *c, rfi_monitor *monitor) {
     uint64_t word = atomic_fetch_sub_explicit(&c->word, RFI_PIN, memory_order_release);
     if (word != RFI_BROKEN + RFI_PIN) return;
-    pthread_mutex_lock(&lot->mutex);
-    pthread_cond_broadcast(&lot->wake);
-    pthread_mutex_unlock(&lot->mutex);
+    pthread_mutex_lock(&monitor->mutex);
+    pthread_cond_broadcast(&monitor->wake);
+    pthread_mutex_unlock(&monitor->mutex);
 }
 
 /* Pin if READY: the add is the claim, so an evictor that comes later sees it and one that came earlier is seen. */
-static int rfi_cell_try_pin(rfi_cell *c, rfi_lot *lot) {
+static int rfi_cell_try_pin(rfi_cell *c, rfi_monitor *monitor) {
     uint64_t word = atomic_fetch_add_explicit(&c->word, RFI_PIN, memory_order_acquire);
     if ((word & RFI_STATE_MASK) == RFI_READY) return 1;
-    rfi_cell_unpin(c, lot);
+    rfi_cell_unpin(c, monitor);
     return 0;
 }
 
 /* End a load or eviction: change the state by `delta` (other bits are pins, which come and go meanwhile) and give every
  * waiter the outcome. */
-static void rfi_cell_settle(rfi_cell *c, rfi_lot *lot, uint64_t delta, const rf_error *outcome) {
-    pthread_mutex_lock(&lot->mutex);
+static void rfi_cell_settle(rfi_cell *c, rfi_monitor *monitor, uint64_t delta, const rf_error *outcome) {
+    pthread_mutex_lock(&monitor->mutex);
     atomic_fetch_add_explicit(&c->word, delta, memory_order_release);
     for (rfi_waiter *w = c->waiters; w; w = w->next) {
         w->err = *outcome;
         w->done = 1;
     }
     c->waiters = NULL;
-    pthread_cond_broadcast(&lot->wake);
-    pthread_mutex_unlock(&lot->mutex);
+    pthread_cond_broadcast(&monitor->wake);
+    pthread_mutex_unlock(&monitor->mutex);
 }
 
 /* UNLOADED, or BROKEN without pins, becomes LOADING, and this thread its loader: 1. */
@@ -1998,19 +1998,19 @@ static int rfi_cell_claim_word(rfi_cell *c) {
 }
 
 /* Make an UNLOADED cell LOADING (1), or leave it alone (0). The load is nobody's own: who settles the cell ends it. */
-static int rfi_cell_try_claim(rfi_cell *c, rfi_lot *lot) {
+static int rfi_cell_try_claim(rfi_cell *c, rfi_monitor *monitor) {
     int claim = 0;
-    pthread_mutex_lock(&lot->mutex);
+    pthread_mutex_lock(&monitor->mutex);
     if (rfi_cell_is_unloaded(c)) claim = rfi_cell_claim_word(c);
     if (claim) c->owned = 0;
-    pthread_mutex_unlock(&lot->mutex);
+    pthread_mutex_unlock(&monitor->mutex);
     return claim;
 }
 
 /* One step towards a loaded cell that found it not READY: become its loader (1), or sleep until the attempt in progress
  * ends (0, look again; or its failure in err, -1). */
-static int rfi_cell_claim(rfi_cell *c, rfi_lot *lot, rf_error *err) {
-    pthread_mutex_lock(&lot->mutex);
+static int rfi_cell_claim(rfi_cell *c, rfi_monitor *monitor, rf_error *err) {
+    pthread_mutex_lock(&monitor->mutex);
     int claim = rfi_cell_claim_word(c);
     uint64_t word = atomic_load_explicit(&c->word, memory_order_acquire);
     if (claim) {
@@ -2020,39 +2020,39 @@ static int rfi_cell_claim(rfi_cell *c, rfi_lot *lot, rf_error *err) {
         rfi_fail(err, RF_ERR_BUSY, 0, "this thread is loading it already");
         claim = -1;
     } else if ((word & RFI_STATE_MASK) == RFI_BROKEN) {
-        if (word != RFI_BROKEN) pthread_cond_wait(&lot->wake, &lot->mutex); /* for the pins to go, or spuriously */
+        if (word != RFI_BROKEN) pthread_cond_wait(&monitor->wake, &monitor->mutex); /* until it is unpinned */
     } else if ((word & RFI_STATE_MASK) != RFI_READY) {
         rfi_waiter w = {.next = c->waiters};
         c->waiters = &w;
-        while (!w.done) pthread_cond_wait(&lot->wake, &lot->mutex);
+        while (!w.done) pthread_cond_wait(&monitor->wake, &monitor->mutex);
         if (w.err.code != RF_OK) {
             if (err && err->code == RF_OK) *err = w.err;
             claim = -1;
         }
     }
-    pthread_mutex_unlock(&lot->mutex);
+    pthread_mutex_unlock(&monitor->mutex);
     return claim;
 }
 
 /* Get-or-try-init: returns with the cell READY and pinned, or with the error of the attempt this call made or waited
  * for; then it is UNLOADED again and a later call may retry. `load` runs in exactly one thread at a time. *loaded
  * (may be NULL): 1 if this call did it. */
-static rf_result rfi_cell_acquire(rfi_cell *c, rfi_lot *lot, rfi_load_fn load, void *ctx, int *loaded,
+static rf_result rfi_cell_acquire(rfi_cell *c, rfi_monitor *monitor, rfi_load_fn load, void *ctx, int *loaded,
                                   rf_error *err) {
     rf_error own;
     if (loaded) *loaded = 0;
     for (;;) {
-        if (rfi_cell_try_pin(c, lot)) return RF_OK;
+        if (rfi_cell_try_pin(c, monitor)) return RF_OK;
         rfi_clear(&own);
-        int claim = rfi_cell_claim(c, lot, &own);
+        int claim = rfi_cell_claim(c, monitor, &own);
         if (claim > 0) {
             if (load(ctx, &own) == RF_OK) {
                 rfi_clear(&own);
                 if (loaded) *loaded = 1;
-                rfi_cell_settle(c, lot, (uint64_t)RFI_READY - RFI_LOADING + RFI_PIN, &own);
+                rfi_cell_settle(c, monitor, (uint64_t)RFI_READY - RFI_LOADING + RFI_PIN, &own);
                 return RF_OK;
             }
-            rfi_cell_settle(c, lot, (uint64_t)0 - RFI_LOADING, &own);
+            rfi_cell_settle(c, monitor, (uint64_t)0 - RFI_LOADING, &own);
         }
         if (claim != 0) {
             if (err && err->code == RF_OK) *err = own;
@@ -2082,10 +2082,10 @@ static int rfi_cell_break(rfi_cell *c) {
     return 0;
 }
 
-static void rfi_cell_evicted(rfi_cell *c, rfi_lot *lot) {
+static void rfi_cell_evicted(rfi_cell *c, rfi_monitor *monitor) {
     rf_error ok;
     rfi_clear(&ok);
-    rfi_cell_settle(c, lot, (uint64_t)0 - RFI_EVICTING, &ok);
+    rfi_cell_settle(c, monitor, (uint64_t)0 - RFI_EVICTING, &ok);
 }
 
 /* ---- thread pool ----
@@ -2115,7 +2115,7 @@ struct rfi_pool {
     uint32_t n_started;
     rfi_worker *workers;
     pthread_mutex_t busy; /* held by the caller whose job runs            */
-    rfi_lot lot;          /* sleeping workers                             */
+    rfi_monitor monitor;          /* sleeping workers                             */
     _Atomic uint32_t n_sleeping;
     _Atomic int quit;
     _Atomic uint64_t job;
@@ -2151,16 +2151,16 @@ static void rfi_pool_wait(rfi_pool *p, uint64_t last) {
             rfi_pause();
         }
     } while (rfi_now() < until);
-    pthread_mutex_lock(&p->lot.mutex);
+    pthread_mutex_lock(&p->monitor.mutex);
     atomic_fetch_add(&p->n_sleeping,
                      1); /* before the look at job: the caller stores job, then looks at n_sleeping */
     for (;;) {
         uint64_t job = atomic_load(&p->job);
         if (((job & RFI_JOB_OPEN) && job / RFI_JOB_OPEN != last) || atomic_load(&p->quit)) break;
-        pthread_cond_wait(&p->lot.wake, &p->lot.mutex);
+        pthread_cond_wait(&p->monitor.wake, &p->monitor.mutex);
     }
     atomic_fetch_sub(&p->n_sleeping, 1);
-    pthread_mutex_unlock(&p->lot.mutex);
+    pthread_mutex_unlock(&p->monitor.mutex);
 }
 
 static void *rfi_pool_thread(void *arg) {
@@ -2196,9 +2196,9 @@ static void rfi_pool_run(rfi_pool *p, rfi_chunk_fn fn, void *ctx, uint32_t n_chu
     uint64_t number = atomic_load_explicit(&p->job, memory_order_relaxed) / RFI_JOB_OPEN;
     atomic_store(&p->job, (number + 3) * RFI_JOB_OPEN);
     if (atomic_load(&p->n_sleeping)) {
-        pthread_mutex_lock(&p->lot.mutex);
-        pthread_cond_broadcast(&p->lot.wake);
-        pthread_mutex_unlock(&p->lot.mutex);
+        pthread_mutex_lock(&p->monitor.mutex);
+        pthread_cond_broadcast(&p->monitor.wake);
+        pthread_mutex_unlock(&p->monitor.mutex);
     }
     rfi_pool_work(p, 0);
     uint64_t job = atomic_fetch_and_explicit(&p->job, ~RFI_JOB_OPEN, memory_order_acquire);
@@ -2211,10 +2211,10 @@ static void rfi_pool_run(rfi_pool *p, rfi_chunk_fn fn, void *ctx, uint32_t n_chu
 }
 
 static void rfi_pool_stop(rfi_pool *p) {
-    pthread_mutex_lock(&p->lot.mutex);
+    pthread_mutex_lock(&p->monitor.mutex);
     atomic_store(&p->quit, 1);
-    pthread_cond_broadcast(&p->lot.wake);
-    pthread_mutex_unlock(&p->lot.mutex);
+    pthread_cond_broadcast(&p->monitor.wake);
+    pthread_mutex_unlock(&p->monitor.mutex);
     for (uint32_t i = 0; i < p->n_started; i++) pthread_join(p->workers[i].thread, NULL);
     p->n_started = 0;
 }
@@ -2222,7 +2222,7 @@ static void rfi_pool_stop(rfi_pool *p) {
 static void rfi_pool_destroy(rfi_pool *p) {
     rfi_pool_stop(p);
     rfi_free(&p->alloc, p->workers);
-    rfi_lot_destroy(&p->lot);
+    rfi_monitor_destroy(&p->monitor);
     pthread_mutex_destroy(&p->busy);
 }
 
@@ -2238,7 +2238,7 @@ static rf_result rfi_pool_init(rfi_pool *p, const rf_allocator *alloc, uint32_t 
         rfi_free(alloc, p->workers);
         return rfi_fail_sys(err, RF_ERR_MEMORY, e, 0, "cannot create a mutex: error %d", e);
     }
-    rf_result r = rfi_lot_init(&p->lot, err);
+    rf_result r = rfi_monitor_init(&p->monitor, err);
     if (r != RF_OK) {
         pthread_mutex_destroy(&p->busy);
         rfi_free(alloc, p->workers);
@@ -3988,7 +3988,7 @@ ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n
  * uses the file's bytes in place, a piece is a part of the mapping to be paged in. Users pin: what is pinned cannot be
  * evicted. What does not fit the budget is streamed: read in plan order into a ring, ahead of the compute. Experts that
  * do not all fit share the frames of a cache, in which those stay that are chosen often.
- * Locks, in the order in which they may be taken: device.lot, store.lane, store.lock, store.lot. */
+ * Locks, in the order in which they may be taken: device.monitor, store.stream_lock, store.lock, store.cell_monitor. */
 
 typedef struct rfi_store rfi_store;
 static uint32_t rfi_cpu_count(void);                                   /* section 10 */
@@ -4003,10 +4003,10 @@ struct rf_device {
     _Atomic uint32_t n_held; /* models on it                      */
     uint64_t budget_bytes;   /* for weights; 0 = what is free     */
     _Atomic uint64_t weight_bytes; /* allocated for weights now   */
-    rfi_lot lot;             /* guards what follows; wakes when a store becomes idle */
+    rfi_monitor monitor;             /* guards what follows; wakes when a store becomes idle */
     rfi_store *stores;
     uint64_t clock;          /* counts uses, for "least recently" */
-    rf_dev *beside;          /* a CPU device for experts that the CPU computes; NULL until some are to be */
+    rf_dev *fallback_dev;          /* a CPU device for experts that the CPU computes; NULL until some are to be */
     uint32_t is_gpu;
 };
 
@@ -4014,10 +4014,10 @@ struct rf_device {
 #define RFI_WAIT_MS 120000u
 
 #define RFI_STAGING_BYTES ((uint64_t)2 << 20) /* of a piece; more only if a row is longer. 1 to 8 MiB were tried */
-#define RFI_HOME_BYTES    ((uint64_t)32 << 20) /* of a piece that is in pinned memory already              */
+#define RFI_PINNED_PIECE_BYTES    ((uint64_t)32 << 20) /* of a piece that is in pinned memory already              */
 #define RFI_MAX_READERS   16u
-#define RFI_HOME_BLOCK   ((uint64_t)128 << 20) /* of pinned memory for tensors, or so much that there are ...  */
-#define RFI_MAX_HOMES     512u                 /* ... half as many                                             */
+#define RFI_PINNED_BLOCK_BYTES   ((uint64_t)128 << 20) /* of pinned memory, or so much that there are ... */
+#define RFI_MAX_PINNED_BLOCKS 512u /* ... half as many */
 #define RFI_MAX_STAGES   (2 * RFI_MAX_READERS)
 #define RFI_SLAB_BYTES    ((uint64_t)1 << 30) /* a device allocation for weights, or an eighth of them    */
 #define RFI_SLABS         8u
@@ -4032,13 +4032,13 @@ typedef struct rfi_tensor {
     uint32_t slab;
     uint8_t streamed;        /* 1: lives in the ring                                                      */
     uint8_t cached;          /* 1: lives in frames of the expert cache                                    */
-    struct rfi_bank *bank;   /* of an expert's matrix, else NULL                                          */
+    struct rfi_expert_layer *expert_layer; /* of an expert's matrix, else NULL */
     uint8_t wanted;          /* 1: readers shall load it                                                  */
     uint8_t bound;           /* 1: memory and slot are taken: LOADING, READY, BROKEN, EVICTING            */
-    uint8_t home_filled;
-    void *home;              /* a copy in pinned host memory, for streaming                               */
+    uint8_t pinned_filled;
+    void *pinned;              /* a copy in pinned host memory, for streaming                               */
     rf_ticket written;       /* the last of its copies; fixed when READY                                  */
-    rf_ticket last_use;      /* of a streamed tensor; written by the thread in the lane                   */
+    rf_ticket last_use;      /* of a streamed tensor; written by the thread in stream_lock                   */
     _Atomic uint8_t arrived; /* the copy is known to be done                                              */
     /* the load in progress, guarded by store.lock */
     struct rfi_tensor *next_job;
@@ -4058,34 +4058,34 @@ typedef struct rfi_slab {
 } rfi_slab;
 
 /* What stays on the device, and what goes through the ring. */
-typedef struct rfi_arrangement {
+typedef struct rfi_placement {
     uint8_t *streamed; /* [n_weights]                              */
     uint32_t *slots;   /* [2 * n_ops] of a layer, while it is made */
     uint64_t resident_bytes, ring_bytes; /* scratch for repacking is resident, too */
     uint32_t n_frames; /* of the expert cache; 0: none             */
-} rfi_arrangement;
+} rfi_placement;
 
 #define RFI_EXPERT_WEIGHTS 4u /* matrices of an expert at most */
 
 /* The experts of a layer. Expert e of it is the matrices weight[0] + e, weight[1] + e, ... */
-typedef struct rfi_bank {
+typedef struct rfi_expert_layer {
     uint32_t layer, n_experts;
     uint32_t first; /* number of its expert 0 among those of all layers */
     uint32_t n_weights, weight[RFI_EXPERT_WEIGHTS];
     _Atomic uint64_t hits, misses, bytes, prefetched, on_cpu, round_trips;
-} rfi_bank;
+} rfi_expert_layer;
 
 /* A place for an expert. Its tensors may be evicted or loading; the frame is theirs until it is given to others. */
 typedef struct rfi_frame {
     double rank;      /* the least one gives way; negative: empty  */
-    uint32_t bank, expert;
+    uint32_t expert_layer, expert;
     uint32_t n_users; /* evals whose layer in progress needs it    */
 } rfi_frame;
 
 /* The expert cache of a store, guarded by its lock. */
 typedef struct rfi_cache {
-    rfi_bank *banks; /* [n_banks], in the order of the plan; 0: no experts, or not such that they can be cached */
-    uint32_t n_banks, n_experts;  /* of all layers                            */
+    rfi_expert_layer *layers; /* [n_layers] in plan order; 0: no experts, or none that can be cached */
+    uint32_t n_layers, n_experts;  /* of all layers                            */
     uint64_t frame_bytes;         /* of the largest expert                    */
     uint64_t expert_bytes;        /* of all experts on the device             */
     uint32_t n_frames_least;      /* any step finds room for a layer's choice */
@@ -4126,7 +4126,7 @@ struct rfi_store {
     rf_table *table;
     rf_queue *queue; /* for copies */
     rf_ticket newest_copy; /* guarded by lock */
-    rfi_lot lot;     /* of the cells */
+    rfi_monitor cell_monitor; /* of the cells */
     rfi_tensor *tensors;  /* [n_weights], by slot                                          */
     uint64_t total_bytes; /* as stored in the file                                         */
     uint64_t device_bytes_needed; /* if everything is resident, with scratch               */
@@ -4135,14 +4135,14 @@ struct rfi_store {
     const void *progress_owner; /* the model whose callback it is */
     int in_place; /* some tensor's bytes are used where the file is mapped */
 
-    /* guarded by device.lot */
+    /* guarded by device.monitor */
     uint32_t n_models, n_active;
     uint64_t allotment; /* bytes of the budget that are ours, if arranged */
     uint64_t last_used;
-    int arranged;
-    rfi_arrangement arrangement;
+    int placed;
+    rfi_placement placement;
 
-    pthread_mutex_t lane; /* held by the eval that streams */
+    pthread_mutex_t stream_lock; /* held by the eval that streams */
 
     pthread_mutex_t lock; /* guards what follows, and the lower part of every tensor */
     pthread_cond_t changed;
@@ -4161,13 +4161,13 @@ struct rfi_store {
     _Atomic uint64_t cancels; /* asked for by the user: these end calls, too */
     uint32_t n_creating;      /* slabs */
     struct rfi_piece *pieces; /* that threads work at now */
-    void *homes[RFI_MAX_HOMES]; /* blocks of pinned host memory in which tensors have homes */
-    uint32_t n_homes;
+    void *pinned_blocks[RFI_MAX_PINNED_BLOCKS]; /* blocks of pinned host memory in which tensors have pinned_blocks */
+    uint32_t n_pinned_blocks;
     uint64_t host_pinned_bytes; /* of these */
-    unsigned char *home_at;     /* the free rest of the last one */
-    uint64_t home_left;
-    uint64_t home_retry;        /* loads before another try to have more */
-    int home_creating;
+    unsigned char *pinned_at;     /* the free rest of the last one */
+    uint64_t pinned_left;
+    uint64_t pinned_retry;        /* loads before another try to have more */
+    int pinned_creating;
     rfi_stage stages[RFI_MAX_STAGES];
     uint32_t n_stages_max;
     rfi_reader readers[RFI_MAX_READERS];
@@ -4190,10 +4190,23 @@ struct rfi_store {
     uint32_t n_holding;
     uint64_t held_stamp; /* of rfi_store_stamp, when all were found there; 0: never */
 
-    uint32_t n_resident; /* tensors that are neither streamed nor cached; guarded by device.lot, as arranged */
+    uint32_t n_resident; /* tensors that are neither streamed nor cached; guarded by device.monitor, as arranged */
     _Atomic uint64_t resident_loaded, tensors_loaded, bytes_loaded, bytes_total, bytes_read, device_bytes, hits, misses,
         loads, failures, evictions, device_allocations, wait_ns, load_ns;
 };
+
+/* 1: some weights go through the ring. */
+static int rfi_store_streams(const rfi_store *s) { return s->n_uses > 0; }
+static int rfi_store_all_loaded(const rfi_store *s) { return atomic_load(&s->tensors_loaded) == s->plan.n_weights; }
+static int rfi_store_residents_loaded(const rfi_store *s) { return atomic_load(&s->resident_loaded) >= s->n_resident; }
+
+/* Around an eval, if it streams: the ring serves one at a time. */
+static void rfi_stream_lock(rfi_store *s) {
+    if (rfi_store_streams(s)) pthread_mutex_lock(&s->stream_lock);
+}
+static void rfi_stream_unlock(rfi_store *s) {
+    if (rfi_store_streams(s)) pthread_mutex_unlock(&s->stream_lock);
+}
 
 static void rfi_changed(rfi_store *s) { /* lock held */
     s->n_changes++;
@@ -4369,37 +4382,38 @@ static void rfi_tensor_drop(rfi_store *s, rfi_tensor *t) { /* lock held */
 /* Another block of pinned memory in which n bytes find a place: 1. A driver may take a second for it, so that it is
  * made without the lock, by one thread; others that want a place wait for it, all else goes on. After a failure it is
  * tried again when as many tensors as there are have been loaded. */
-static int rfi_home_create(rfi_store *s, uint64_t n) { /* lock held, released meanwhile */
+static int rfi_pinned_block_create(rfi_store *s, uint64_t n) { /* lock held, released meanwhile */
     const uint64_t most = s->desc.pinned_bytes, left = most - s->host_pinned_bytes;
-    const uint64_t size = rfi_min_u64(left, rfi_max_u64(n, rfi_max_u64(RFI_HOME_BLOCK, most / RFI_MAX_HOMES * 2)));
+    const uint64_t block = rfi_max_u64(RFI_PINNED_BLOCK_BYTES, most / RFI_MAX_PINNED_BLOCKS * 2);
+    const uint64_t size = rfi_min_u64(left, rfi_max_u64(n, block));
     void *mem = NULL;
-    if (size < n || s->n_homes == RFI_MAX_HOMES || atomic_load(&s->loads) < s->home_retry) return 0;
-    s->home_creating = 1;
+    if (size < n || s->n_pinned_blocks == RFI_MAX_PINNED_BLOCKS || atomic_load(&s->loads) < s->pinned_retry) return 0;
+    s->pinned_creating = 1;
     pthread_mutex_unlock(&s->lock);
     const rf_result r = s->device->api->host_create(s->device->dev, size, &mem, NULL);
     pthread_mutex_lock(&s->lock);
-    s->home_creating = 0;
+    s->pinned_creating = 0;
     rfi_changed(s);
     if (r != RF_OK) {
-        s->home_retry = atomic_load(&s->loads) + s->plan.n_weights;
+        s->pinned_retry = atomic_load(&s->loads) + s->plan.n_weights;
         return 0;
     }
-    s->homes[s->n_homes++] = mem;
+    s->pinned_blocks[s->n_pinned_blocks++] = mem;
     s->host_pinned_bytes += size;
-    s->home_at = (unsigned char *)mem;
-    s->home_left = size;
+    s->pinned_at = (unsigned char *)mem;
+    s->pinned_left = size;
     return 1;
 }
 
 /* A place in pinned host memory, for good, for a tensor that will be loaded again; none if there is no more. */
-static void rfi_tensor_find_home(rfi_store *s, rfi_tensor *t) { /* lock held, released meanwhile */
+static void rfi_tensor_find_pinned(rfi_store *s, rfi_tensor *t) { /* lock held, released meanwhile */
     const uint64_t n = (t->info.size_bytes + 255) & ~(uint64_t)255;
-    if (t->home || t->in_place || rfi_is_resident(t) || s->desc.pinned_bytes == 0) return;
-    while (s->home_creating) pthread_cond_wait(&s->changed, &s->lock);
-    if (s->home_left < n && !rfi_home_create(s, n)) return;
-    t->home = s->home_at;
-    s->home_at += n;
-    s->home_left -= n;
+    if (t->pinned || t->in_place || rfi_is_resident(t) || s->desc.pinned_bytes == 0) return;
+    while (s->pinned_creating) pthread_cond_wait(&s->changed, &s->lock);
+    if (s->pinned_left < n && !rfi_pinned_block_create(s, n)) return;
+    t->pinned = s->pinned_at;
+    s->pinned_at += n;
+    s->pinned_left -= n;
 }
 
 /* The load of a tensor whose cell this thread has made LOADING. A failure is found in t->err when it ends. */
@@ -4419,7 +4433,7 @@ static void rfi_job_begin(rfi_store *s, rfi_tensor *t, int demanded) { /* lock h
     atomic_store(&t->arrived, 0);
     if (s->n_jobs++ == 0) s->busy_since = rfi_now();
     s->n_stream_jobs += t->streamed;
-    rfi_tensor_find_home(s, t);
+    rfi_tensor_find_pinned(s, t);
     if (rfi_gguf_unchanged(s->g, &t->info, &t->err) == RF_OK && rfi_tensor_memory(s, t, &t->err) == RF_OK) {
         t->bound = 1;
         if (!t->in_place) rfi_tensor_slab(s, t)->n_bound++;
@@ -4457,15 +4471,15 @@ static void rfi_job_end_if_over(rfi_store *s, rfi_tensor *t) { /* lock held */
         if (t->streamed && s->stream_err.code == RF_OK) s->stream_err = t->err;
     } else {
         atomic_store(&t->arrived, (uint8_t)(t->written.value == 0));
-        t->home_filled = t->home != NULL;
+        t->pinned_filled = t->pinned != NULL;
         rfi_store_count_tensor(s, t, 1);
-        if (t->bank) atomic_fetch_add(&t->bank->bytes, w->size_bytes);
+        if (t->expert_layer) atomic_fetch_add(&t->expert_layer->bytes, w->size_bytes);
         atomic_fetch_add(&s->bytes_total, w->size_bytes);
         atomic_fetch_add(&s->loads, 1);
         if (!t->demanded) rfi_report(s, t);
     }
     if (!t->demanded)
-        rfi_cell_settle(&t->cell, &s->lot,
+        rfi_cell_settle(&t->cell, &s->cell_monitor,
                         t->err.code == RF_OK ? (uint64_t)RFI_READY - RFI_LOADING : (uint64_t)0 - RFI_LOADING,
                         &t->err);
     rfi_changed(s);
@@ -4581,7 +4595,7 @@ static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, rfi_piece *out) 
         if (only && t != only) continue;
         rfi_job_end_if_over(s, t);
         if (!t->loading || t->err.code != RF_OK || t->next_row >= w->n_rows) continue;
-        uint64_t most = t->home_filled ? RFI_HOME_BYTES : RFI_STAGING_BYTES;
+        uint64_t most = t->pinned_filled ? RFI_PINNED_PIECE_BYTES : RFI_STAGING_BYTES;
         uint64_t n = rfi_max_u64(1, most / (w->size_bytes / w->n_rows));
         *out = (rfi_piece){.t = t, .row0 = t->next_row, .n_rows = (uint32_t)rfi_min_u64(n, w->n_rows - t->next_row)};
         t->next_row += out->n_rows;
@@ -4599,11 +4613,11 @@ static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *tic
     uint64_t row_bytes = w->size_bytes / w->n_rows, at = p->row0 * row_bytes, n = p->n_rows * row_bytes;
     const rfi_slab *slab = rfi_tensor_slab(s, t);
     rfi_stage *b = NULL;
-    rf_result r = t->home ? RF_OK : rfi_stage_take(s, &b, err);
+    rf_result r = t->pinned ? RF_OK : rfi_stage_take(s, &b, err);
     if (r != RF_OK) return r;
     pthread_mutex_unlock(&s->lock);
-    void *src = b ? b->mem : (void *)((unsigned char *)t->home + at);
-    if (!t->home_filled) {
+    void *src = b ? b->mem : (void *)((unsigned char *)t->pinned + at);
+    if (!t->pinned_filled) {
         r = rf_gguf_read_tensor(s->g, w->tensor, w->expert * w->size_bytes + at, src, (size_t)n, err);
         if (r == RF_OK) atomic_fetch_add(&s->bytes_read, n);
     }
@@ -4717,7 +4731,7 @@ static int rfi_stream_begin(rfi_store *s) { /* lock held */
         rfi_tensor *t = &s->tensors[s->uses[use]];
         uint64_t offset;
         if (s->stream_loaded - s->stream_freed < s->n_uses && rfi_ring_place(s, t->bytes, &offset) &&
-            rfi_cell_try_claim(&t->cell, &s->lot)) {
+            rfi_cell_try_claim(&t->cell, &s->cell_monitor)) {
             t->offset = s->use_offset[use] = offset;
             s->stream_loaded++;
             rfi_job_begin(s, t, 0);
@@ -4738,7 +4752,7 @@ static int rfi_loader_next(rfi_store *s, int is_reader, rfi_piece *out) { /* loc
         rfi_tensor *t = NULL;
         while (is_reader && !t && s->want_at < s->plan.n_weights) {
             t = &s->tensors[s->order[s->want_at++]];
-            if (!t->wanted || !rfi_is_resident(t) || !rfi_cell_try_claim(&t->cell, &s->lot)) t = NULL;
+            if (!t->wanted || !rfi_is_resident(t) || !rfi_cell_try_claim(&t->cell, &s->cell_monitor)) t = NULL;
         }
         if (t) {
             rfi_job_begin(s, t, 0);
@@ -4840,12 +4854,12 @@ static rf_result rfi_tensor_load(void *ctx, rf_error *err) {
     return r;
 }
 
-static void rfi_store_unpin(rfi_store *s, uint32_t slot) { rfi_cell_unpin(&s->tensors[slot].cell, &s->lot); }
+static void rfi_store_unpin(rfi_store *s, uint32_t slot) { rfi_cell_unpin(&s->tensors[slot].cell, &s->cell_monitor); }
 
 /* Pin a resident tensor, loading it if needed. A cancel since `cancels` was read ends the call; loaded tensors stay. */
 static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf_error *err) {
     rfi_tensor *t = &s->tensors[slot];
-    if (rfi_cell_try_pin(&t->cell, &s->lot)) {
+    if (rfi_cell_try_pin(&t->cell, &s->cell_monitor)) {
         atomic_fetch_add_explicit(&s->hits, 1, memory_order_relaxed);
         return RF_OK;
     }
@@ -4856,7 +4870,7 @@ static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf
     do { /* again if the cancel that ended the load is older than this call */
         rfi_clear(err);
         r = atomic_load(&s->cancels) == cancels ? rfi_store_help(s, t, err) : rfi_fail_cancelled(s, t, err);
-        if (r == RF_OK) r = rfi_cell_acquire(&t->cell, &s->lot, rfi_tensor_load, &load, &loaded, err);
+        if (r == RF_OK) r = rfi_cell_acquire(&t->cell, &s->cell_monitor, rfi_tensor_load, &load, &loaded, err);
     } while (r == RF_ERR_CANCELLED && atomic_load(&s->cancels) == cancels);
     atomic_fetch_add(&s->misses, 1);
     atomic_fetch_add(&s->wait_ns, (uint64_t)((rfi_now() - start) * 1e9));
@@ -4874,7 +4888,7 @@ static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf
 }
 
 /* Pin the tensor of the stream's next use but n_held, working at it and what comes behind it meanwhile. What the ring
- * still holds from the last walk through the plan does not count: it may go any time. Requires the lane. */
+ * still holds from the last walk through the plan does not count: it may go any time. Requires stream_lock. */
 static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, uint64_t cancels,
                                 rf_error *err) {
     rfi_tensor *t = &s->tensors[slot];
@@ -4883,7 +4897,8 @@ static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, ui
     double start = rfi_now();
     int waited = 0;
     pthread_mutex_lock(&s->lock);
-    while (r == RF_OK && !(s->stream_loaded > s->stream_used + n_held && rfi_cell_try_pin(&t->cell, &s->lot))) {
+    while (r == RF_OK &&
+           !(s->stream_loaded > s->stream_used + n_held && rfi_cell_try_pin(&t->cell, &s->cell_monitor))) {
         waited = 1;
         if (atomic_load(&s->cancels) != cancels) {
             r = rfi_fail_cancelled(s, t, err);
@@ -4926,7 +4941,7 @@ static int rfi_store_evict(rfi_store *s, uint32_t slot) { /* lock held */
     rfi_tensor_drop(s, t);
     rfi_store_count_tensor(s, t, 0);
     atomic_fetch_add(&s->evictions, 1);
-    rfi_cell_evicted(&t->cell, &s->lot);
+    rfi_cell_evicted(&t->cell, &s->cell_monitor);
     return 1;
 }
 
@@ -4968,14 +4983,14 @@ static void rfi_store_let_go(rfi_store *s) {
  * 128 70.1, 512 63.6; LRU 63.9. Where it never changes, longer ones gain a little. */
 #define RFI_EXPERT_HALF_LIFE 48.0
 
-static uint32_t rfi_bank_slot(const rfi_bank *b, uint32_t weight, uint32_t expert) {
+static uint32_t rfi_expert_slot(const rfi_expert_layer *b, uint32_t weight, uint32_t expert) {
     return b->weight[weight] + expert;
 }
 
 /* No frame has an expert. What was chosen how often is still known. */
 static void rfi_cache_reset(rfi_cache *c, uint32_t n_frames) {
     c->n_frames = c->n_free = c->n_empty = n_frames;
-    for (uint32_t f = 0; f < n_frames; f++) c->frames[f] = (rfi_frame){.rank = -1, .bank = RF_NONE};
+    for (uint32_t f = 0; f < n_frames; f++) c->frames[f] = (rfi_frame){.rank = -1, .expert_layer = RF_NONE};
     for (uint32_t e = 0; e < c->n_experts; e++) c->frame_of[e] = RF_NONE;
 }
 
@@ -4983,24 +4998,25 @@ static void rfi_cache_reset(rfi_cache *c, uint32_t n_frames) {
 static void rfi_cache_forget(rfi_store *s) { /* lock held */
     rfi_cache *c = &s->cache;
     for (uint32_t f = 0; f < c->n_frames; f++) {
-        const rfi_bank *bank = c->frames[f].bank == RF_NONE ? NULL : &c->banks[c->frames[f].bank];
-        int there = !bank || c->frames[f].n_users;
-        for (uint32_t k = 0; !there && k < bank->n_weights; k++)
-            there = !rfi_cell_is_unloaded(&s->tensors[rfi_bank_slot(bank, k, c->frames[f].expert)].cell);
+        const uint32_t index = c->frames[f].expert_layer;
+        const rfi_expert_layer *layer = index == RF_NONE ? NULL : &c->layers[index];
+        int there = !layer || c->frames[f].n_users;
+        for (uint32_t k = 0; !there && k < layer->n_weights; k++)
+            there = !rfi_cell_is_unloaded(&s->tensors[rfi_expert_slot(layer, k, c->frames[f].expert)].cell);
         if (there) continue;
-        c->frame_of[bank->first + c->frames[f].expert] = RF_NONE;
-        c->frames[f] = (rfi_frame){.rank = -1, .bank = RF_NONE};
+        c->frame_of[layer->first + c->frames[f].expert] = RF_NONE;
+        c->frames[f] = (rfi_frame){.rank = -1, .expert_layer = RF_NONE};
         c->n_empty++;
     }
 }
 
 /* Count the choices of a step's rows. A step begins with the first layer. */
-static void rfi_cache_count(rfi_cache *c, const rfi_bank *bank, const uint32_t *rows_of, uint32_t n_rows) {
-    if (bank == c->banks) {
+static void rfi_cache_count(rfi_cache *c, const rfi_expert_layer *layer, const uint32_t *rows_of, uint32_t n_rows) {
+    if (layer == c->layers) {
         c->clock++;
         c->unit *= exp2(fmin(n_rows / RFI_EXPERT_HALF_LIFE, 300)); /* stays finite */
     }
-    for (uint32_t e = 0; e < bank->n_experts; e++) c->score[bank->first + e] += c->unit * rows_of[e];
+    for (uint32_t e = 0; e < layer->n_experts; e++) c->score[layer->first + e] += c->unit * rows_of[e];
     if (c->unit < 1e200) return;
     for (uint32_t e = 0; e < c->n_experts; e++) c->score[e] /= c->unit;
     for (uint32_t f = 0; f < c->n_frames; f++)
@@ -5012,15 +5028,15 @@ static void rfi_cache_count(rfi_cache *c, const rfi_bank *bank, const uint32_t *
 static double rfi_cache_rank(const rfi_store *s, uint32_t f) {
     const rfi_cache *c = &s->cache;
     const rfi_frame *frame = &c->frames[f];
-    if (s->desc.expert_policy == RF_EXPERTS_LFRU) return c->score[c->banks[frame->bank].first + frame->expert];
+    if (s->desc.expert_policy == RF_EXPERTS_LFRU) return c->score[c->layers[frame->expert_layer].first + frame->expert];
     if (s->desc.expert_policy == RF_EXPERTS_STATIC && f < c->n_frames - c->n_frames_least) return INFINITY;
     return c->clock;
 }
 
 static int rfi_frame_is_loading(const rfi_store *s, const rfi_frame *frame) {
     int loading = 0;
-    for (uint32_t k = 0; frame->bank != RF_NONE && k < s->cache.banks[frame->bank].n_weights; k++)
-        loading |= s->tensors[rfi_bank_slot(&s->cache.banks[frame->bank], k, frame->expert)].loading;
+    for (uint32_t k = 0; frame->expert_layer != RF_NONE && k < s->cache.layers[frame->expert_layer].n_weights; k++)
+        loading |= s->tensors[rfi_expert_slot(&s->cache.layers[frame->expert_layer], k, frame->expert)].loading;
     return loading;
 }
 
@@ -5036,24 +5052,24 @@ static uint32_t rfi_cache_victim(const rfi_store *s) { /* lock held */
 }
 
 /* Give frame f to an expert that has none. 0: somebody uses what is in it. */
-static int rfi_cache_assign(rfi_store *s, uint32_t f, const rfi_bank *bank, uint32_t expert) { /* lock held */
+static int rfi_cache_assign(rfi_store *s, uint32_t f, const rfi_expert_layer *layer, uint32_t expert) { /* lock held */
     rfi_cache *c = &s->cache;
     rfi_frame *frame = &c->frames[f];
     int evicted = 1;
-    if (frame->bank != RF_NONE) {
-        const rfi_bank *old = &c->banks[frame->bank];
+    if (frame->expert_layer != RF_NONE) {
+        const rfi_expert_layer *old = &c->layers[frame->expert_layer];
         for (uint32_t k = 0; k < old->n_weights; k++)
-            evicted &= rfi_store_evict(s, rfi_bank_slot(old, k, frame->expert));
+            evicted &= rfi_store_evict(s, rfi_expert_slot(old, k, frame->expert));
         if (!evicted) return 0;
         c->frame_of[old->first + frame->expert] = RF_NONE;
     } else {
         c->n_empty--;
     }
-    *frame = (rfi_frame){.rank = 0, .bank = (uint32_t)(bank - c->banks), .expert = expert};
-    c->frame_of[bank->first + expert] = f;
+    *frame = (rfi_frame){.rank = 0, .expert_layer = (uint32_t)(layer - c->layers), .expert = expert};
+    c->frame_of[layer->first + expert] = f;
     uint64_t at = f * c->frame_bytes;
-    for (uint32_t k = 0; k < bank->n_weights; k++) {
-        rfi_tensor *t = &s->tensors[rfi_bank_slot(bank, k, expert)];
+    for (uint32_t k = 0; k < layer->n_weights; k++) {
+        rfi_tensor *t = &s->tensors[rfi_expert_slot(layer, k, expert)];
         t->offset = at;
         at += t->bytes;
     }
@@ -5061,28 +5077,28 @@ static int rfi_cache_assign(rfi_store *s, uint32_t f, const rfi_bank *bank, uint
 }
 
 /* Frames without users that a choice takes: of experts that have one, and for those that have none. */
-static uint32_t rfi_cache_need(const rfi_cache *c, const rfi_bank *bank, const uint32_t *rows_of) {
+static uint32_t rfi_cache_need(const rfi_cache *c, const rfi_expert_layer *layer, const uint32_t *rows_of) {
     uint32_t n = 0;
-    for (uint32_t e = 0; e < bank->n_experts; e++) {
-        const uint32_t f = c->frame_of[bank->first + e];
+    for (uint32_t e = 0; e < layer->n_experts; e++) {
+        const uint32_t f = c->frame_of[layer->first + e];
         n += rows_of[e] && (f == RF_NONE || c->frames[f].n_users == 0);
     }
     return n;
 }
 
 /* Wait until there are frames enough for a choice, and claim them. */
-static rf_result rfi_cache_reserve(rfi_store *s, const rfi_bank *bank, const uint32_t *rows_of, uint64_t cancels,
-                                   rf_error *err) { /* lock held, released meanwhile */
+static rf_result rfi_cache_reserve(rfi_store *s, const rfi_expert_layer *layer, const uint32_t *rows_of,
+                                   uint64_t cancels, rf_error *err) { /* lock held, released meanwhile */
     rfi_cache *c = &s->cache;
     int first = 0;
     rf_result r = RF_OK;
     for (;;) {
         if (atomic_load(&s->cancels) != cancels) {
-            r = rfi_fail_cancelled(s, &s->tensors[bank->weight[0]], err);
+            r = rfi_fail_cancelled(s, &s->tensors[layer->weight[0]], err);
             break;
         }
         if (first || !c->wanted) {
-            const uint32_t need = rfi_cache_need(c, bank, rows_of);
+            const uint32_t need = rfi_cache_need(c, layer, rows_of);
             if (need <= c->n_free) {
                 c->n_free -= need;
                 break;
@@ -5099,14 +5115,14 @@ static rf_result rfi_cache_reserve(rfi_store *s, const rfi_bank *bank, const uin
 }
 
 /* An expert's frame for this eval, which has claimed one for it. The lock is held, and released meanwhile. */
-static uint32_t rfi_cache_frame(rfi_store *s, const rfi_bank *bank, uint32_t expert) {
+static uint32_t rfi_cache_frame(rfi_store *s, const rfi_expert_layer *layer, uint32_t expert) {
     rfi_cache *c = &s->cache;
     uint32_t f;
-    while ((f = c->frame_of[bank->first + expert]) == RF_NONE) {
+    while ((f = c->frame_of[layer->first + expert]) == RF_NONE) {
         const uint64_t seen = s->n_changes;
         const uint32_t victim = rfi_cache_victim(s);
         rfi_piece piece;
-        if (victim != RF_NONE && rfi_cache_assign(s, victim, bank, expert)) continue;
+        if (victim != RF_NONE && rfi_cache_assign(s, victim, layer, expert)) continue;
         if (rfi_piece_take(s, NULL, &piece)) rfi_piece_run(s, &piece);
         else rfi_wait_change(s, seen);
     }
@@ -5115,14 +5131,15 @@ static uint32_t rfi_cache_frame(rfi_store *s, const rfi_bank *bank, uint32_t exp
 }
 
 /* Have the matrices of an expert loaded into its frame: 1 if they are there. */
-static int rfi_cache_load(rfi_store *s, const rfi_bank *bank, uint32_t expert) { /* lock held, released meanwhile */
+static int rfi_cache_load(rfi_store *s, const rfi_expert_layer *layer,
+                          uint32_t expert) { /* lock held, released meanwhile */
     int there = 1;
     const uint64_t epoch = atomic_load(&s->epoch);
-    for (uint32_t k = 0; k < bank->n_weights; k++) {
-        rfi_tensor *t = &s->tensors[rfi_bank_slot(bank, k, expert)];
+    for (uint32_t k = 0; k < layer->n_weights; k++) {
+        rfi_tensor *t = &s->tensors[rfi_expert_slot(layer, k, expert)];
         there &= rfi_cell_is_ready(&t->cell);
         if (atomic_load(&s->epoch) != epoch) continue; /* cancelled meanwhile: no more of them */
-        if (!rfi_cell_try_claim(&t->cell, &s->lot)) continue;
+        if (!rfi_cell_try_claim(&t->cell, &s->cell_monitor)) continue;
         rfi_job_begin(s, t, 0);
     }
     return there;
@@ -5131,22 +5148,22 @@ static int rfi_cache_load(rfi_store *s, const rfi_bank *bank, uint32_t expert) {
 /* Take the frames of a layer's experts, of which expert e was chosen by rows_of[e] of n_rows rows, and have what is not
  * in them loaded.
  *   frames  out  [n_experts], to be given back; RF_NONE of those not chosen */
-static rf_result rfi_cache_take(rfi_store *s, rfi_bank *bank, const uint32_t *rows_of, uint32_t n_rows,
+static rf_result rfi_cache_take(rfi_store *s, rfi_expert_layer *layer, const uint32_t *rows_of, uint32_t n_rows,
                                 uint64_t cancels, uint32_t *frames, rf_error *err) {
     rfi_cache *c = &s->cache;
-    for (uint32_t e = 0; e < bank->n_experts; e++) frames[e] = RF_NONE;
+    for (uint32_t e = 0; e < layer->n_experts; e++) frames[e] = RF_NONE;
     pthread_mutex_lock(&s->lock);
-    rfi_cache_count(c, bank, rows_of, n_rows);
-    rf_result r = rfi_cache_reserve(s, bank, rows_of, cancels, err);
+    rfi_cache_count(c, layer, rows_of, n_rows);
+    rf_result r = rfi_cache_reserve(s, layer, rows_of, cancels, err);
     if (r == RF_OK) c->ahead = 1;
-    for (uint32_t e = 0; r == RF_OK && e < bank->n_experts; e++) /* first: none of these gives way */
-        if (rows_of[e] && (frames[e] = c->frame_of[bank->first + e]) != RF_NONE) c->frames[frames[e]].n_users++;
-    for (uint32_t e = 0; r == RF_OK && e < bank->n_experts; e++) {
+    for (uint32_t e = 0; r == RF_OK && e < layer->n_experts; e++) /* first: none of these gives way */
+        if (rows_of[e] && (frames[e] = c->frame_of[layer->first + e]) != RF_NONE) c->frames[frames[e]].n_users++;
+    for (uint32_t e = 0; r == RF_OK && e < layer->n_experts; e++) {
         if (rows_of[e] == 0) continue;
-        if (frames[e] == RF_NONE) frames[e] = rfi_cache_frame(s, bank, e);
+        if (frames[e] == RF_NONE) frames[e] = rfi_cache_frame(s, layer, e);
         c->frames[frames[e]].rank = rfi_cache_rank(s, frames[e]);
         if (atomic_load(&s->cancels) != cancels) continue; /* nobody will wait for it */
-        atomic_fetch_add(rfi_cache_load(s, bank, e) ? &bank->hits : &bank->misses, 1);
+        atomic_fetch_add(rfi_cache_load(s, layer, e) ? &layer->hits : &layer->misses, 1);
     }
     if (s->n_jobs) rfi_changed(s);
     pthread_mutex_unlock(&s->lock);
@@ -5172,34 +5189,36 @@ static int rfi_cache_begin_ahead(rfi_store *s) { /* lock held, released meanwhil
         rfi_changed(s);
         return 1;
     }
-    rfi_bank *bank = NULL;
+    rfi_expert_layer *layer = NULL;
     uint32_t expert = 0;
-    for (rfi_bank *b = c->banks; b < c->banks + c->n_banks; b++)
+    for (rfi_expert_layer *b = c->layers; b < c->layers + c->n_layers; b++)
         for (uint32_t e = 0; e < b->n_experts; e++)
             if (c->frame_of[b->first + e] == RF_NONE &&
-                (!bank || c->score[b->first + e] > c->score[bank->first + expert]))
-                bank = b, expert = e;
+                (!layer || c->score[b->first + e] > c->score[layer->first + expert]))
+                layer = b, expert = e;
     const uint32_t f = rfi_cache_victim(s);
-    if (!bank || f == RF_NONE || c->frames[f].bank != RF_NONE || !rfi_cache_assign(s, f, bank, expert)) return 0;
+    if (!layer || f == RF_NONE || c->frames[f].expert_layer != RF_NONE) return 0;
+    if (!rfi_cache_assign(s, f, layer, expert)) return 0;
     c->frames[f].rank = rfi_cache_rank(s, f);
-    atomic_fetch_add(&bank->prefetched, 1);
-    rfi_cache_load(s, bank, expert);
+    atomic_fetch_add(&layer->prefetched, 1);
+    rfi_cache_load(s, layer, expert);
     return 1;
 }
 
 /* Of a layer's choice, take out of rows_of what the CPU is to compute: experts that are not there and that were chosen
  * fewer than `below` times of late, as long as they are no more than n_pairs choices of rows, and but one.
  *   aside  out  [n_experts] 1: taken out.   Returns how many choices these are. */
-static uint32_t rfi_cache_set_aside(rfi_store *s, rfi_bank *bank, uint32_t *rows_of, uint32_t n_pairs, uint8_t *aside) {
+static uint32_t rfi_cache_take_fallback(rfi_store *s, rfi_expert_layer *layer, uint32_t *rows_of, uint32_t n_pairs,
+                                        uint8_t *aside) {
     rfi_cache *c = &s->cache;
     uint32_t n = 0, n_left = 0;
     pthread_mutex_lock(&s->lock);
-    for (uint32_t e = 0; e < bank->n_experts; e++) n_left += rows_of[e] > 0;
-    for (uint32_t e = 0; e < bank->n_experts; e++) {
-        double *score = &c->score[bank->first + e];
-        int there = c->frame_of[bank->first + e] != RF_NONE;
-        for (uint32_t k = 0; there && k < bank->n_weights; k++)
-            there = rfi_cell_is_ready(&s->tensors[rfi_bank_slot(bank, k, e)].cell);
+    for (uint32_t e = 0; e < layer->n_experts; e++) n_left += rows_of[e] > 0;
+    for (uint32_t e = 0; e < layer->n_experts; e++) {
+        double *score = &c->score[layer->first + e];
+        int there = c->frame_of[layer->first + e] != RF_NONE;
+        for (uint32_t k = 0; there && k < layer->n_weights; k++)
+            there = rfi_cell_is_ready(&s->tensors[rfi_expert_slot(layer, k, e)].cell);
         aside[e] = rows_of[e] && !there && n_left > 1 && rows_of[e] <= n_pairs - n &&
                    *score / c->unit + rows_of[e] < s->desc.expert_cpu_below;
         if (!aside[e]) continue;
@@ -5207,23 +5226,23 @@ static uint32_t rfi_cache_set_aside(rfi_store *s, rfi_bank *bank, uint32_t *rows
         n += rows_of[e];
         n_left--;
         rows_of[e] = 0;
-        atomic_fetch_add(&bank->on_cpu, 1);
+        atomic_fetch_add(&layer->on_cpu, 1);
     }
     pthread_mutex_unlock(&s->lock);
     return n;
 }
 
 /* No run uses them any more. */
-static void rfi_cache_give(rfi_store *s, const rfi_bank *bank, uint32_t *frames) {
+static void rfi_cache_give(rfi_store *s, const rfi_expert_layer *layer, uint32_t *frames) {
     rfi_cache *c = &s->cache;
     pthread_mutex_lock(&s->lock);
-    for (uint32_t e = 0; e < bank->n_experts; e++)
+    for (uint32_t e = 0; e < layer->n_experts; e++)
         if (frames[e] != RF_NONE && --c->frames[frames[e]].n_users == 0) c->n_free++;
     if (c->wanted) rfi_changed(s);
     pthread_mutex_unlock(&s->lock);
 }
 
-/* Empty the ring: the next use is the first of the plan. Requires the lane, and no pins on streamed tensors. */
+/* Empty the ring: the next use is the first of the plan. Requires stream_lock, and no pins on streamed tensors. */
 static void rfi_stream_reset(rfi_store *s) { /* lock held, released meanwhile */
     s->stream_paused = 1;
     while (s->n_stream_jobs || s->stream_freeing) {
@@ -5321,7 +5340,7 @@ static uint32_t rfi_layer_slots(const rf_plan *plan, uint32_t *at, uint32_t *slo
 /* The least ring that lets the streamed weights of a layer be there together, wherever the ring has come to. *ahead:
  * what keeps copies going while such a layer computes. A GPU computes a layer in a small part of the time in which it
  * arrives, so that room for one more weight does; a CPU may take as long as the file, so that it wants a layer. */
-static uint64_t rfi_ring_least(const rfi_store *s, const rfi_arrangement *a, uint64_t *ahead) {
+static uint64_t rfi_ring_least(const rfi_store *s, const rfi_placement *a, uint64_t *ahead) {
     const uint8_t *streamed = a->streamed;
     uint32_t *slots = a->slots;
     uint64_t least = 0;
@@ -5345,7 +5364,7 @@ static uint64_t rfi_ring_least(const rfi_store *s, const rfi_arrangement *a, uin
 /* What stays whatever else is streamed, if it can. keep 0: vectors, which are small. 1: also the weights of the last
  * layer and those of two layers (tied embeddings), the widest: the ring must hold the widest layer. 2: also the weights
  * of which a token reads a few rows only. */
-static int rfi_arrange_keeps(const rf_plan *plan, uint32_t slot, int keep) {
+static int rfi_place_keeps(const rf_plan *plan, uint32_t slot, int keep) {
     const rf_plan_weight *w = &plan->weights[slot];
     if (w->n_rows == 1 || (keep > 1 && w->row_reads)) return 1;
     int wide = w->layer == plan->ops[plan->n_ops - 1].layer;
@@ -5355,10 +5374,10 @@ static int rfi_arrange_keeps(const rf_plan *plan, uint32_t slot, int keep) {
 }
 
 /* All weights but experts stay, and what they leave of the limit is frames. 0: too few for a layer. */
-static int rfi_arrange_cache(const rfi_store *s, uint64_t limit, rfi_arrangement *a) {
+static int rfi_place_cache(const rfi_store *s, uint64_t limit, rfi_placement *a) {
     const rfi_cache *c = &s->cache;
     const uint64_t others = s->device_bytes_needed - c->expert_bytes;
-    if (c->n_banks == 0 || others > limit) return 0;
+    if (c->n_layers == 0 || others > limit) return 0;
     uint64_t bytes = limit - others, n;
     if (s->desc.expert_cache_bytes) bytes = rfi_min_u64(bytes, s->desc.expert_cache_bytes);
     n = rfi_min_u64(bytes / c->frame_bytes, c->n_experts);
@@ -5371,7 +5390,7 @@ static int rfi_arrange_cache(const rfi_store *s, uint64_t limit, rfi_arrangement
 /* Decide for `limit` bytes. Dense models read every weight for every token, so which ones stay does not matter for the
  * bytes that are streamed; a prefix of the plan lets a token begin while the ring fills. What the ring takes is
  * streamed in addition, so that it is no larger than it must be. */
-static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement *a, rf_error *err) {
+static rf_result rfi_place_weights(const rfi_store *s, uint64_t limit, rfi_placement *a, rf_error *err) {
     const rf_plan *plan = &s->plan;
     memset(a->streamed, 0, plan->n_weights);
     a->resident_bytes = s->device_bytes_needed;
@@ -5379,9 +5398,9 @@ static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement
     a->n_frames = 0;
     const uint64_t most = s->desc.expert_cache_bytes, layer = s->cache.n_frames_least * s->cache.frame_bytes;
     const uint64_t others = s->device_bytes_needed - s->cache.expert_bytes;
-    const int capped = most && s->cache.n_banks && s->cache.expert_bytes > most, all = a->resident_bytes <= limit;
+    const int capped = most && s->cache.n_layers && s->cache.expert_bytes > most, all = a->resident_bytes <= limit;
     if (all && !capped) return RF_OK;
-    if (rfi_arrange_cache(s, limit, a)) return RF_OK;
+    if (rfi_place_cache(s, limit, a)) return RF_OK;
     if (capped && most < layer && (all || (others <= limit && limit - others >= layer))) /* else the limit is why */
         return rfi_fail(err, RF_ERR_MEMORY, limit,
                         "%s: expert_cache_bytes %llu are too few: at least %llu hold the experts of a layer",
@@ -5390,7 +5409,7 @@ static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement
     for (int keep = s->desc.stream_policy == RF_STREAM_PREFIX ? 2 : 0; keep >= 0; keep--) {
         a->resident_bytes = s->scratch_bytes;
         for (uint32_t i = 0; i < plan->n_weights; i++) {
-            a->streamed[i] = (uint8_t)!rfi_arrange_keeps(plan, i, keep);
+            a->streamed[i] = (uint8_t)!rfi_place_keeps(plan, i, keep);
             if (!a->streamed[i]) a->resident_bytes += s->tensors[i].bytes;
         }
         least = rfi_ring_least(s, a, &ahead);
@@ -5412,9 +5431,9 @@ static rf_result rfi_arrange(const rfi_store *s, uint64_t limit, rfi_arrangement
     return RF_OK;
 }
 
-/* Put an arrangement into effect; nothing is loaded. */
+/* Put a placement into effect; nothing is loaded. */
 static void rfi_store_apply(rfi_store *s) {
-    const rfi_arrangement *a = &s->arrangement;
+    const rfi_placement *a = &s->placement;
     uint32_t *slots = a->slots;
     pthread_mutex_lock(&s->lock);
     s->n_uses = 0;
@@ -5422,7 +5441,7 @@ static void rfi_store_apply(rfi_store *s) {
     for (uint32_t i = 0; i < s->plan.n_weights; i++) {
         rfi_tensor *t = &s->tensors[i];
         t->streamed = a->streamed[i];
-        t->cached = a->n_frames && t->bank;
+        t->cached = a->n_frames && t->expert_layer;
         s->n_resident += (uint32_t)rfi_is_resident(t);
     }
     rfi_cache_reset(&s->cache, a->n_frames);
@@ -5438,7 +5457,7 @@ static void rfi_store_apply(rfi_store *s) {
     uint32_t slabs = a->ring_bytes ? RFI_SLABS - 1 : RFI_SLABS;
     rfi_slabs_place(s, RF_NONE, rfi_max_u64(RFI_SLAB_BYTES, (a->resident_bytes - cache_bytes + slabs - 1) / slabs));
     s->allotment = a->resident_bytes + a->ring_bytes;
-    s->arranged = 1;
+    s->placed = 1;
     pthread_mutex_unlock(&s->lock);
 }
 
@@ -5446,14 +5465,14 @@ static void rfi_store_apply(rfi_store *s) {
  * reading ahead can be stopped. Returns the tensors left. */
 static uint32_t rfi_store_clear(rfi_store *s, int idle) {
     uint32_t left = 0;
-    int in_lane = pthread_mutex_trylock(&s->lane) == 0; /* else an eval streams: the ring is in use */
+    int ring_is_ours = pthread_mutex_trylock(&s->stream_lock) == 0; /* else an eval streams: the ring is in use */
     pthread_mutex_lock(&s->lock);
     if (idle) {
         s->stream_paused = 1;
         rfi_loader_cancel(s);
         while (s->n_jobs || s->n_creating) pthread_cond_wait(&s->changed, &s->lock); /* a slab may be made ahead */
     }
-    if (in_lane && s->n_uses) rfi_stream_reset(s);
+    if (ring_is_ours && s->n_uses) rfi_stream_reset(s);
     if (idle) { /* until it is arranged anew; readers end */
         s->n_uses = s->cache.n_frames = 0;
         s->stream_paused = 0;
@@ -5469,18 +5488,18 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
     if (s->n_jobs == 0 && s->n_running == 0) rfi_stages_release(s);
     if (left == 0) rfi_scratch_release(s);
     pthread_mutex_unlock(&s->lock);
-    if (in_lane) pthread_mutex_unlock(&s->lane);
+    if (ring_is_ours) pthread_mutex_unlock(&s->stream_lock);
     return left;
 }
 
 /* Bytes for weights that the device can give to s: a budget, or what is free, less what others hold. */
-static uint64_t rfi_store_limit(const rfi_store *s, uint64_t *others) { /* device.lot held */
+static uint64_t rfi_store_limit(const rfi_store *s, uint64_t *others) { /* device.monitor held */
     const rf_device *d = s->device;
     uint64_t limit = d->budget_bytes;
     rf_device_info info;
     *others = 0;
     for (const rfi_store *o = d->stores; o; o = o->next)
-        if (o != s && o->arranged) *others += o->allotment;
+        if (o != s && o->placed) *others += o->allotment;
     if (limit == 0) {
         memset(&info, 0, sizeof info);
         limit = UINT64_MAX;
@@ -5491,36 +5510,36 @@ static uint64_t rfi_store_limit(const rfi_store *s, uint64_t *others) { /* devic
 }
 
 /* The store on the device that was used longest ago, is idle and holds memory. */
-static rfi_store *rfi_store_oldest(const rfi_store *s) { /* device.lot held */
+static rfi_store *rfi_store_oldest(const rfi_store *s) { /* device.monitor held */
     rfi_store *oldest = NULL;
     for (rfi_store *o = s->device->stores; o; o = o->next)
-        if (o != s && o->arranged && o->n_active == 0 && (!oldest || o->last_used < oldest->last_used)) oldest = o;
+        if (o != s && o->placed && o->n_active == 0 && (!oldest || o->last_used < oldest->last_used)) oldest = o;
     return oldest;
 }
 
 /* Have a share of the device's budget: the least recently used models give way, those in use are waited for, unless
  * there is a cancel since `cancels` was read. */
-static rf_result rfi_store_arrange(rfi_store *s, uint64_t cancels, rf_error *err) { /* device.lot held */
+static rf_result rfi_store_place(rfi_store *s, uint64_t cancels, rf_error *err) { /* device.monitor held */
     const uint64_t own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
-    while (!s->arranged) { /* perhaps by another thread meanwhile */
+    while (!s->placed) { /* perhaps by another thread meanwhile */
         uint64_t others, limit = rfi_store_limit(s, &others);
-        rf_result r = rfi_arrange(s, rfi_min_u64(own, limit), &s->arrangement, err);
+        rf_result r = rfi_place_weights(s, rfi_min_u64(own, limit), &s->placement, err);
         if (r != RF_OK) return r; /* alone, too: nobody need give way, and waiting would not help */
-        const uint64_t want = s->arrangement.resident_bytes + s->arrangement.ring_bytes;
+        const uint64_t want = s->placement.resident_bytes + s->placement.ring_bytes;
         rfi_store *oldest = others && (others > limit || limit - others < want) ? rfi_store_oldest(s) : NULL;
         if (oldest) {
             rfi_store_clear(oldest, 1);
-            oldest->arranged = 0;
+            oldest->placed = 0;
             continue;
         }
         const uint64_t share = rfi_min_u64(own, limit > others ? limit - others : 0);
-        if (others == 0 || rfi_arrange(s, share, &s->arrangement, NULL) == RF_OK) {
+        if (others == 0 || rfi_place_weights(s, share, &s->placement, NULL) == RF_OK) {
             rfi_store_apply(s);
         } else if (atomic_load(&s->cancels) != cancels) {
             return rfi_fail(err, RF_ERR_CANCELLED, 0, "%s: cancelled while it waited for its part of the device",
                             rfi_gguf_path(s->g));
         } else {
-            pthread_cond_wait(&s->device->lot.wake, &s->device->lot.mutex); /* until a model in use becomes idle */
+            pthread_cond_wait(&s->device->monitor.wake, &s->device->monitor.mutex); /* until one becomes idle */
         }
     }
     return RF_OK;
@@ -5530,15 +5549,15 @@ static rf_result rfi_store_arrange(rfi_store *s, uint64_t cancels, rf_error *err
 static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_error *err) {
     const rf_allocator *alloc = rfi_gguf_allocator(s->g);
     uint64_t others, own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
-    rfi_arrangement a = {0};
+    rfi_placement a = {0};
     a.streamed = (uint8_t *)rfi_alloc(alloc, s->plan.n_weights, 1, "a forecast", err);
     a.slots = (uint32_t *)rfi_alloc(alloc, rfi_plan_uses(&s->plan), sizeof *a.slots, "a forecast", err);
     rf_result r = a.streamed && a.slots ? RF_OK : RF_ERR_MEMORY;
     if (r == RF_OK) {
-        pthread_mutex_lock(&s->device->lot.mutex);
+        pthread_mutex_lock(&s->device->monitor.mutex);
         uint64_t limit = rfi_store_limit(s, &others);
-        pthread_mutex_unlock(&s->device->lot.mutex);
-        r = rfi_arrange(s, rfi_min_u64(own, limit), &a, err);
+        pthread_mutex_unlock(&s->device->monitor.mutex);
+        r = rfi_place_weights(s, rfi_min_u64(own, limit), &a, err);
     }
     for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++)
         if (a.streamed[i]) out->streamed_bytes += s->tensors[i].bytes;
@@ -5552,18 +5571,18 @@ static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_err
 /* Around everything that loads or uses weights. *cancels: a cancel after it was read ends the call. */
 static rf_result rfi_store_begin(rfi_store *s, uint64_t *cancels, rf_error *err) {
     *cancels = atomic_load(&s->cancels);
-    pthread_mutex_lock(&s->device->lot.mutex);
-    rf_result r = rfi_store_arrange(s, *cancels, err);
+    pthread_mutex_lock(&s->device->monitor.mutex);
+    rf_result r = rfi_store_place(s, *cancels, err);
     if (r == RF_OK) s->n_active++;
     s->last_used = ++s->device->clock;
-    pthread_mutex_unlock(&s->device->lot.mutex);
+    pthread_mutex_unlock(&s->device->monitor.mutex);
     return r;
 }
 
 static void rfi_store_end(rfi_store *s) {
-    pthread_mutex_lock(&s->device->lot.mutex);
-    if (--s->n_active == 0) pthread_cond_broadcast(&s->device->lot.wake);
-    pthread_mutex_unlock(&s->device->lot.mutex);
+    pthread_mutex_lock(&s->device->monitor.mutex);
+    if (--s->n_active == 0) pthread_cond_broadcast(&s->device->monitor.wake);
+    pthread_mutex_unlock(&s->device->monitor.mutex);
 }
 
 /* Load the tensors of some layers (NULL: all of them) and wait for them; those that are not to stay are left out. */
@@ -5603,24 +5622,24 @@ static void rfi_store_free(rfi_store *s) {
         pthread_mutex_unlock(&s->lock);
         rfi_store_clear(s, 0);
     }
-    for (uint32_t i = 0; i < s->n_homes; i++) api->host_release(s->device->dev, s->homes[i]);
+    for (uint32_t i = 0; i < s->n_pinned_blocks; i++) api->host_release(s->device->dev, s->pinned_blocks[i]);
     if (s->queue) api->queue_release(s->queue);
     if (s->table) api->table_release(s->table);
     rfi_free(alloc, s->tensors);
     rfi_free(alloc, s->order);
     rfi_free(alloc, s->uses);
     rfi_free(alloc, s->use_offset);
-    rfi_free(alloc, s->arrangement.streamed);
-    rfi_free(alloc, s->arrangement.slots);
-    rfi_free(alloc, s->cache.banks);
+    rfi_free(alloc, s->placement.streamed);
+    rfi_free(alloc, s->placement.slots);
+    rfi_free(alloc, s->cache.layers);
     rfi_free(alloc, s->cache.frames);
     rfi_free(alloc, s->cache.frame_of);
     rfi_free(alloc, s->cache.score);
     rfi_plan_free(alloc, &s->plan);
     pthread_cond_destroy(&s->changed);
     pthread_mutex_destroy(&s->lock);
-    pthread_mutex_destroy(&s->lane);
-    rfi_lot_destroy(&s->lot);
+    pthread_mutex_destroy(&s->stream_lock);
+    rfi_monitor_destroy(&s->cell_monitor);
     rfi_free(alloc, s);
 }
 
@@ -5657,19 +5676,19 @@ static void rfi_store_describe(rfi_store *s) {
     s->n_stages_max = 2 * (uint32_t)rfi_max_u64(s->n_readers_max, 1);
 }
 
-/* Enter an op's experts in the bank of its layer, the last one: 0 if they are not such that an expert of the layer is
+/* Enter an op's experts in the layer of its layer, the last one: 0 if they are not such that an expert of the layer is
  * one matrix of each of a few ops. */
-static int rfi_bank_add(rfi_store *s, const rf_op *op) {
+static int rfi_expert_layer_add(rfi_store *s, const rf_op *op) {
     rfi_cache *c = &s->cache;
-    rfi_bank *b = &c->banks[c->n_banks - 1];
+    rfi_expert_layer *b = &c->layers[c->n_layers - 1];
     for (uint32_t k = 0; k < b->n_weights; k++)
         if (b->weight[k] == op->weight) return 1; /* gates and what they multiply in one matrix */
     if (b->n_weights == RFI_EXPERT_WEIGHTS || op->n_experts != b->n_experts) return 0;
     b->weight[b->n_weights++] = op->weight;
     for (uint32_t e = 0; e < op->n_experts; e++) {
         rfi_tensor *t = &s->tensors[op->weight + e];
-        if (t->bank) return 0;
-        t->bank = b;
+        if (t->expert_layer) return 0;
+        t->expert_layer = b;
         c->expert_bytes += t->bytes;
     }
     return 1;
@@ -5683,24 +5702,24 @@ static rf_result rfi_store_find_experts(rfi_store *s, rf_error *err) {
     int fit = 1;
     for (uint32_t i = 0; i < s->plan.n_ops; i++) n_ops += s->plan.ops[i].kind == RF_OP_EXPERTS;
     if (n_ops == 0) return RF_OK;
-    c->banks = (rfi_bank *)rfi_alloc(alloc, n_ops, sizeof *c->banks, "banks of experts", err);
-    if (!c->banks) return RF_ERR_MEMORY;
+    c->layers = (rfi_expert_layer *)rfi_alloc(alloc, n_ops, sizeof *c->layers, "expert layers", err);
+    if (!c->layers) return RF_ERR_MEMORY;
     for (const rf_op *op = s->plan.ops; op < s->plan.ops + s->plan.n_ops; op++) {
         if (op->kind != RF_OP_EXPERTS) continue;
-        if (c->n_banks == 0 || c->banks[c->n_banks - 1].layer != (uint32_t)op->layer) {
-            rfi_bank *b = &c->banks[c->n_banks++];
-            *b = (rfi_bank){.layer = (uint32_t)op->layer, .n_experts = op->n_experts, .first = c->n_experts};
+        if (c->n_layers == 0 || c->layers[c->n_layers - 1].layer != (uint32_t)op->layer) {
+            rfi_expert_layer *b = &c->layers[c->n_layers++];
+            *b = (rfi_expert_layer){.layer = (uint32_t)op->layer, .n_experts = op->n_experts, .first = c->n_experts};
             c->n_experts += op->n_experts;
             if (c->n_frames_least < op->n_experts) c->n_frames_least = op->n_experts;
         }
-        fit &= rfi_bank_add(s, op);
+        fit &= rfi_expert_layer_add(s, op);
     }
-    for (const rfi_bank *b = c->banks; b < c->banks + c->n_banks; b++) {
+    for (const rfi_expert_layer *b = c->layers; b < c->layers + c->n_layers; b++) {
         uint64_t bytes = 0;
         for (uint32_t k = 0; k < b->n_weights; k++) bytes += s->tensors[b->weight[k]].bytes;
         c->frame_bytes = rfi_max_u64(c->frame_bytes, bytes);
     }
-    if (!fit) c->n_banks = 0;
+    if (!fit) c->n_layers = 0;
     c->unit = 1;
     c->frames = (rfi_frame *)rfi_alloc(alloc, c->n_experts, sizeof *c->frames, "an expert cache", err);
     c->frame_of = (uint32_t *)rfi_alloc(alloc, c->n_experts, sizeof *c->frame_of, "an expert cache", err);
@@ -5714,13 +5733,13 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
                                 rf_error *err) {
     const rf_allocator *alloc = rfi_gguf_allocator(g);
     rfi_store *s = (rfi_store *)rfi_alloc(alloc, 1, sizeof *s, "lazy tensors", err);
-    rf_result r = s ? rfi_lot_init(&s->lot, err) : RF_ERR_MEMORY;
+    rf_result r = s ? rfi_monitor_init(&s->cell_monitor, err) : RF_ERR_MEMORY;
     if (r != RF_OK) {
         rfi_plan_free(alloc, plan);
         rfi_free(alloc, s);
         return r;
     }
-    pthread_mutex_init(&s->lane, NULL); /* default mutexes and conditions cannot fail on Linux */
+    pthread_mutex_init(&s->stream_lock, NULL); /* default mutexes and conditions cannot fail on Linux */
     pthread_mutex_init(&s->lock, NULL);
     pthread_cond_init(&s->changed, NULL);
     s->g = g;
@@ -5733,7 +5752,7 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     s->uses = (uint32_t *)rfi_alloc(alloc, rfi_plan_uses(plan), sizeof *s->uses, "lazy tensors", err);
     s->use_offset =
         (uint64_t *)rfi_alloc(alloc, rfi_plan_uses(plan), sizeof *s->use_offset, "lazy tensors", err);
-    rfi_arrangement *a = &s->arrangement;
+    rfi_placement *a = &s->placement;
     a->streamed = (uint8_t *)rfi_alloc(alloc, plan->n_weights, sizeof *a->streamed, "lazy tensors", err);
     a->slots =
         (uint32_t *)rfi_alloc(alloc, rfi_plan_uses(plan), sizeof *a->slots, "lazy tensors", err);
@@ -5745,6 +5764,109 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     if (r != RF_OK) rfi_store_free(s);
     else *out = s;
     return r;
+}
+
+/* ---- what models call ---- */
+
+/* Cancel loading for the user: calls in progress end, too. */
+static void rfi_store_cancel(rfi_store *s) {
+    pthread_mutex_lock(&s->lock);
+    atomic_fetch_add(&s->cancels, 1);
+    rfi_loader_cancel(s);
+    pthread_mutex_unlock(&s->lock);
+    pthread_mutex_lock(&s->device->monitor.mutex); /* who waits for a share of the budget looks again */
+    pthread_cond_broadcast(&s->device->monitor.wake);
+    pthread_mutex_unlock(&s->device->monitor.mutex);
+}
+
+/* Clear what no call uses; if none is in progress, also give up the share of the budget. Returns the tensors left. */
+static uint32_t rfi_store_clear_unused(rfi_store *s) {
+    pthread_mutex_lock(&s->device->monitor.mutex); /* so that nobody begins to use it meanwhile */
+    const int idle = s->n_active == 0;
+    const uint32_t left = rfi_store_clear(s, idle);
+    if (idle) s->placed = 0;
+    pthread_mutex_unlock(&s->device->monitor.mutex);
+    return left;
+}
+
+static void rfi_store_get_stats(rfi_store *s, rf_loading_stats *out) {
+    out->tensors_loaded = atomic_load(&s->tensors_loaded);
+    out->bytes_loaded = atomic_load(&s->bytes_loaded);
+    out->device_bytes = atomic_load(&s->device_bytes);
+    out->hits = atomic_load(&s->hits);
+    out->misses = atomic_load(&s->misses);
+    out->loads = atomic_load(&s->loads);
+    out->failures = atomic_load(&s->failures);
+    out->evictions = atomic_load(&s->evictions);
+    out->device_allocations = atomic_load(&s->device_allocations);
+    out->wait_seconds = 1e-9 * (double)atomic_load(&s->wait_ns);
+    pthread_mutex_lock(&s->lock);
+    const double busy = s->n_jobs ? rfi_now() - s->busy_since : 0;
+    pthread_mutex_unlock(&s->lock);
+    out->load_seconds = 1e-9 * (double)atomic_load(&s->load_ns) + busy;
+    out->bytes_read = atomic_load(&s->bytes_read);
+    if (out->load_seconds > 0) out->gb_per_second = 1e-9 * (double)atomic_load(&s->bytes_total) / out->load_seconds;
+}
+
+static void rfi_cache_get_stats(const rfi_store *s, uint32_t layer, rf_expert_stats *out) {
+    for (uint32_t i = 0; i < s->cache.n_layers; i++) {
+        const rfi_expert_layer *l = &s->cache.layers[i];
+        if (l->layer != layer) continue;
+        out->n_experts = l->n_experts;
+        out->hits = atomic_load(&l->hits);
+        out->misses = atomic_load(&l->misses);
+        out->bytes = atomic_load(&l->bytes);
+        out->prefetched = atomic_load(&l->prefetched);
+        out->on_cpu = atomic_load(&l->on_cpu);
+        out->round_trips = atomic_load(&l->round_trips);
+        for (uint32_t e = 0; e < l->n_experts; e++) {
+            uint32_t n = 0;
+            for (uint32_t k = 0; k < l->n_weights; k++)
+                n += (uint32_t)rfi_cell_is_ready(&s->tensors[rfi_expert_slot(l, k, e)].cell);
+            out->n_loaded += n == l->n_weights;
+        }
+    }
+}
+
+/* The store of this file's weights on this device: another model's, or a new one, whose progress callback is `owner`'s.
+ * The plan becomes the store's, or is freed. */
+static rf_result rfi_device_get_store(rf_device *d, rf_gguf *g, rf_plan *plan, const rf_model_desc *desc,
+                                      const rf_model *owner, rfi_store **out, rf_error *err) {
+    rf_result r = RF_OK;
+    pthread_mutex_lock(&d->monitor.mutex);
+    rfi_store *s = d->stores;
+    while (s && s->g != g) s = s->next;
+    if (s) {
+        rfi_plan_free(rfi_gguf_allocator(g), plan);
+    } else if ((r = rfi_store_open(g, d, plan, desc, &s, err)) == RF_OK) {
+        s->progress_owner = owner;
+        s->next = d->stores;
+        d->stores = s;
+    }
+    if (r == RF_OK) {
+        s->n_models++;
+        *out = s;
+    }
+    pthread_mutex_unlock(&d->monitor.mutex);
+    return r;
+}
+
+/* A model of the store is closed; the last one frees it. */
+static void rfi_device_put_store(rfi_store *s, const rf_model *owner) {
+    rf_device *d = s->device;
+    rfi_store **at = &d->stores;
+    if (s->progress_owner == owner) { /* its callback ends with it; one that runs is waited for */
+        pthread_mutex_lock(&s->lock);
+        s->desc.progress_fn = NULL;
+        while (s->report_running) pthread_cond_wait(&s->changed, &s->lock);
+        pthread_mutex_unlock(&s->lock);
+    }
+    pthread_mutex_lock(&d->monitor.mutex);
+    const int last = --s->n_models == 0;
+    while (last && *at != s) at = &(*at)->next;
+    if (last) rfi_store_clear(s, 1), *at = s->next; /* in this order: others count with its memory from now on */
+    pthread_mutex_unlock(&d->monitor.mutex);
+    if (last) rfi_store_free(s);
 }
 
 /* ==== 8 Model ========================================================================================== >>model
@@ -12493,7 +12615,7 @@ struct rf_session {
     uint8_t *chosen;         /* [n_weights] of experts: the segment in progress needs it        */
     uint32_t *rows_of;       /* [most experts] rows that chose each of the layer in progress    */
     uint32_t *frames;        /* [most experts] of the layer in progress, that are held          */
-    rfi_bank *held_bank;     /* whose they are; NULL: none are held                             */
+    rfi_expert_layer *held_layer;     /* whose they are; NULL: none are held                             */
     struct rfi_aside *aside; /* experts on the CPU; NULL: none                                  */
     int holds_experts;       /* all of them, instead of pins                                    */
     int32_t *route;          /* host memory of the device, [n_batch, widest route]; NULL: no experts */
@@ -12983,11 +13105,11 @@ static rf_result rfi_eval_read_route(rf_session *s, const rf_op *op, uint32_t n_
 /* The experts that the eval holds in frames: no run uses them any more. Finds copies that failed. */
 static rf_result rfi_eval_give_experts(rf_session *s, rf_result r, rf_error *err) {
     rfi_store *store = s->m->store;
-    rfi_bank *bank = s->held_bank;
-    if (!bank) return r;
-    for (uint32_t e = 0; e < bank->n_experts; e++)
-        for (uint32_t k = 0; s->frames[e] != RF_NONE && k < bank->n_weights; k++) {
-            const uint32_t slot = rfi_bank_slot(bank, k, e);
+    rfi_expert_layer *layer = s->held_layer;
+    if (!layer) return r;
+    for (uint32_t e = 0; e < layer->n_experts; e++)
+        for (uint32_t k = 0; s->frames[e] != RF_NONE && k < layer->n_weights; k++) {
+            const uint32_t slot = rfi_expert_slot(layer, k, e);
             s->chosen[slot] = 0;
             if (!s->pinned[slot]) continue;
             rf_result arrived = rfi_store_arrived(store, slot, r == RF_OK ? err : NULL);
@@ -12995,8 +13117,8 @@ static rf_result rfi_eval_give_experts(rf_session *s, rf_result r, rf_error *err
             rfi_store_unpin(store, slot);
             s->pinned[slot] = 0;
         }
-    rfi_cache_give(store, bank, s->frames);
-    s->held_bank = NULL;
+    rfi_cache_give(store, layer, s->frames);
+    s->held_layer = NULL;
     return r;
 }
 
@@ -13118,10 +13240,11 @@ static rf_result rfi_device_beside(rf_device *d, rf_dev **out, rf_error *err) {
         *out = d->dev;
         return RF_OK;
     }
-    pthread_mutex_lock(&d->lot.mutex);
-    if (!d->beside) r = rfi_cpu_api.device_open(0, &(rf_device_desc){.allocator = d->alloc}, &d->beside, err);
-    *out = d->beside;
-    pthread_mutex_unlock(&d->lot.mutex);
+    pthread_mutex_lock(&d->monitor.mutex);
+    const rf_device_desc desc = {.allocator = d->alloc};
+    if (!d->fallback_dev) r = rfi_cpu_api.device_open(0, &desc, &d->fallback_dev, err);
+    *out = d->fallback_dev;
+    pthread_mutex_unlock(&d->monitor.mutex);
     return r;
 }
 
@@ -13131,7 +13254,7 @@ static rf_result rfi_aside_open(rf_session *s, rf_error *err) {
     const rf_plan *plan = &s->m->plan;
     rf_device *d = s->m->device;
     const uint64_t bytes = (uint64_t)RFI_ASIDE_ROWS * plan->n_embd * sizeof(float);
-    if (s->m->store->desc.expert_cpu_below == 0 || s->m->store->cache.n_banks == 0) return RF_OK;
+    if (s->m->store->desc.expert_cpu_below == 0 || s->m->store->cache.n_layers == 0) return RF_OK;
     struct rfi_aside *a = s->aside = (struct rfi_aside *)rfi_alloc(alloc, 1, sizeof *a, "experts on the CPU", err);
     if (!a) return RF_ERR_MEMORY;
     a->ops = (rf_op *)rfi_alloc(alloc, plan->n_ops, sizeof *a->ops, "experts on the CPU", err);
@@ -13185,8 +13308,8 @@ static uint32_t rfi_aside_pairs(rf_session *s, const rf_op *experts, uint32_t n_
 static rf_result rfi_aside_run(rf_session *s, const rf_op *experts, uint32_t n_rows, rf_error *err) {
     struct rfi_aside *a = s->aside;
     const rf_device_api *api = s->m->device->api;
-    const rfi_bank *bank = s->m->store->tensors[experts->weight].bank;
-    const uint32_t segment = (uint32_t)(bank - s->m->store->cache.banks), n_embd = s->m->plan.n_embd,
+    const rfi_expert_layer *layer = s->m->store->tensors[experts->weight].expert_layer;
+    const uint32_t segment = (uint32_t)(layer - s->m->store->cache.layers), n_embd = s->m->plan.n_embd,
                    end = segment + 1 < a->n_segments ? a->segment_ops[segment + 1] : a->plan.n_ops,
                    x = a->ops[end - 1].out, route_width = s->m->plan.buffers[experts->in2].width;
     const uint64_t bytes = (uint64_t)n_rows * n_embd * sizeof(float);
@@ -13217,24 +13340,24 @@ static rf_result rfi_aside_run(rf_session *s, const rf_op *experts, uint32_t n_r
 /* What becomes of an op's experts, once s->rows_of is known, before those of its layer are used. */
 static rf_result rfi_eval_take_experts(rf_session *s, const rf_op *op, uint32_t n_rows, rf_error *err) {
     rfi_store *store = s->m->store;
-    rfi_bank *bank = store->tensors[op->weight].bank;
-    if (!bank) return RF_OK;
-    if (s->m->device->is_gpu) atomic_fetch_add(&bank->round_trips, 1);
+    rfi_expert_layer *layer = store->tensors[op->weight].expert_layer;
+    if (!layer) return RF_OK;
+    if (s->m->device->is_gpu) atomic_fetch_add(&layer->round_trips, 1);
     if (store->cache.n_frames) {
         rf_result r = rfi_eval_give_experts(s, RF_OK, err);
         uint32_t n_aside = 0;
         if (s->aside && n_rows <= RFI_ASIDE_ROWS)
-            n_aside = rfi_cache_set_aside(store, bank, s->rows_of, RFI_ASIDE_PAIRS, s->aside->is_aside);
-        if (r == RF_OK) r = rfi_cache_take(store, bank, s->rows_of, n_rows, s->loading_cancels, s->frames, err);
-        if (r == RF_OK) s->held_bank = bank;
+            n_aside = rfi_cache_take_fallback(store, layer, s->rows_of, RFI_ASIDE_PAIRS, s->aside->is_aside);
+        if (r == RF_OK) r = rfi_cache_take(store, layer, s->rows_of, n_rows, s->loading_cancels, s->frames, err);
+        if (r == RF_OK) s->held_layer = layer;
         if (r == RF_OK && n_aside) r = rfi_aside_run(s, op, n_rows, err); /* while others load */
         return r;
     }
     for (uint32_t e = 0; e < op->n_experts; e++) {
         int there = 1;
-        for (uint32_t k = 0; s->rows_of[e] && k < bank->n_weights; k++)
-            there &= rfi_cell_is_ready(&store->tensors[rfi_bank_slot(bank, k, e)].cell);
-        if (s->rows_of[e]) atomic_fetch_add(there ? &bank->hits : &bank->misses, 1);
+        for (uint32_t k = 0; s->rows_of[e] && k < layer->n_weights; k++)
+            there &= rfi_cell_is_ready(&store->tensors[rfi_expert_slot(layer, k, e)].cell);
+        if (s->rows_of[e]) atomic_fetch_add(there ? &layer->hits : &layer->misses, 1);
     }
     return RF_OK;
 }
@@ -13277,7 +13400,7 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
     rf_result r = RF_OK;
     for (uint32_t i = s->segment_first[segment]; r == RF_OK && i < s->segment_first[segment + 1]; i++) {
         uint32_t slot = s->segment_slots[i];
-        if (s->is_expert[slot] && !s->chosen[slot] && store->n_uses == 0) continue; /* or held */
+        if (s->is_expert[slot] && !s->chosen[slot] && !rfi_store_streams(store)) continue; /* or held */
         rfi_tensor *t = &store->tensors[slot];
         if (t->streamed) {
             r = rfi_stream_pin(store, slot, s->n_held_streamed, s->loading_cancels, err);
@@ -13343,8 +13466,8 @@ static uint32_t rfi_eval_end(const rf_session *s, uint32_t segment, uint32_t n_r
     const int whole = segment == 0 && n_rows <= RFI_WHOLE_STEP_ROWS;
     uint32_t end = segment + 1;
     if (!s->m->device->is_gpu) return end;
-    if (whole && atomic_load(&store->tensors_loaded) == s->m->plan.n_weights) return s->n_segments;
-    if (store->cache.n_frames && atomic_load(&store->resident_loaded) == store->n_resident)
+    if (whole && rfi_store_all_loaded(store)) return s->n_segments;
+    if (store->cache.n_frames && rfi_store_residents_loaded(store))
         while (end < s->n_segments && s->m->plan.ops[s->segment_ops[end] - 1].kind != RF_OP_ROUTE) end++;
     return end;
 }
@@ -13427,8 +13550,8 @@ static void rfi_session_cut(rf_session *s, uint32_t seq, uint32_t n, rf_error *e
 static rf_result rfi_eval_run(rf_session *s, const rf_row *rows, uint32_t n_rows, uint32_t *n_logits, rf_error *err) {
     rfi_store *store = s->m->store;
     rf_result r = RF_OK;
-    if (store->n_uses) pthread_mutex_lock(&store->lane);
-    if (store->n_uses || atomic_load(&store->resident_loaded) < store->n_resident)
+    rfi_stream_lock(store);
+    if (rfi_store_streams(store) || !rfi_store_residents_loaded(store))
         rfi_store_want(store, NULL, 0, s->loading_cancels);
     s->holds_experts = s->route && rfi_store_hold_experts(store);
     for (uint32_t at = 0; r == RF_OK && at < n_rows;) {
@@ -13439,7 +13562,7 @@ static rf_result rfi_eval_run(rf_session *s, const rf_row *rows, uint32_t n_rows
     }
     if (r == RF_OK && (store->in_place || s->aside)) r = rfi_gguf_intact(s->m->g, err);
     r = rfi_eval_unpin(s, r, err);
-    if (store->n_uses) pthread_mutex_unlock(&store->lane);
+    rfi_stream_unlock(store);
     return r;
 }
 
@@ -17049,7 +17172,7 @@ ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *d
     if (!d) return RF_ERR_MEMORY;
     d->alloc = resolved.allocator;
     d->budget_bytes = resolved.budget_bytes;
-    r = rfi_lot_init(&d->lot, err);
+    r = rfi_monitor_init(&d->monitor, err);
     if (r != RF_OK) {
         rfi_free(&resolved.allocator, d);
         return r;
@@ -17057,7 +17180,7 @@ ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *d
     r = !name || strcmp(name, "auto") == 0 ? rfi_device_open_auto(d, &resolved, err)
                                            : rfi_device_open_named(d, name, &resolved, err);
     if (r != RF_OK) {
-        rfi_lot_destroy(&d->lot);
+        rfi_monitor_destroy(&d->monitor);
         rfi_free(&resolved.allocator, d);
         return r;
     }
@@ -17073,8 +17196,8 @@ ROCMFORGE_API rf_result rf_device_close(rf_device *d, rf_error *err) {
     if (n) return rfi_fail(err, RF_ERR_BUSY, 0, "device %s: %u models are open on it", d->api->name, n);
     rf_allocator alloc = d->alloc;
     d->api->device_close(d->dev);
-    if (d->beside) rfi_cpu_api.device_close(d->beside);
-    rfi_lot_destroy(&d->lot);
+    if (d->fallback_dev) rfi_cpu_api.device_close(d->fallback_dev);
+    rfi_monitor_destroy(&d->monitor);
     rfi_free(&alloc, d);
     return RF_OK;
 }
@@ -17120,43 +17243,10 @@ static rf_result rfi_model_store(rf_model *m, const rf_model_desc *desc, rf_erro
     if (r != RF_OK) return r;
     for (uint32_t i = 0; r == RF_OK && i < plan.n_ops; i++)
         r = d->api->op_supported(d->dev, &plan, &plan.ops[i], err);
-    pthread_mutex_lock(&d->lot.mutex);
-    rfi_store *s = d->stores;
-    while (s && s->g != m->g) s = s->next;
-    if (r != RF_OK || s) {
-        rfi_plan_free(rfi_gguf_allocator(m->g), &plan);
-    } else {
-        r = rfi_store_open(m->g, d, &plan, desc, &s, err);
-        if (r == RF_OK) {
-            s->progress_owner = m;
-            s->next = d->stores;
-            d->stores = s;
-        }
-    }
-    if (r == RF_OK) {
-        s->n_models++;
-        m->store = s;
-        m->plan = s->plan;
-    }
-    pthread_mutex_unlock(&d->lot.mutex);
+    if (r == RF_OK) r = rfi_device_get_store(d, m->g, &plan, desc, m, &m->store, err);
+    else rfi_plan_free(rfi_gguf_allocator(m->g), &plan);
+    if (r == RF_OK) m->plan = m->store->plan;
     return r;
-}
-
-static void rfi_model_drop_store(rf_model *m) {
-    rfi_store *s = m->store, **at = &m->device->stores;
-    if (!s) return;
-    if (s->progress_owner == m) { /* its callback ends with it; one that runs is waited for */
-        pthread_mutex_lock(&s->lock);
-        s->desc.progress_fn = NULL;
-        while (s->report_running) pthread_cond_wait(&s->changed, &s->lock);
-        pthread_mutex_unlock(&s->lock);
-    }
-    pthread_mutex_lock(&m->device->lot.mutex);
-    int last = --s->n_models == 0;
-    while (last && *at != s) at = &(*at)->next;
-    if (last) rfi_store_clear(s, 1), *at = s->next; /* in this order: others count with its memory from now on */
-    pthread_mutex_unlock(&m->device->lot.mutex);
-    if (last) rfi_store_free(s);
 }
 
 static rf_result rfi_model_build(rf_model *m, const rf_model_desc *desc, rf_error *err) {
@@ -17180,7 +17270,7 @@ static rf_result rfi_model_build(rf_model *m, const rf_model_desc *desc, rf_erro
 
 static void rfi_model_free(rf_model *m) {
     const rf_allocator *alloc = rfi_gguf_allocator(m->g);
-    rfi_model_drop_store(m);
+    if (m->store) rfi_device_put_store(m->store, m);
     rfi_free(alloc, m->config.layers);
     rfi_free(alloc, m->pre_tokenizer);
     rfi_free(alloc, m);
@@ -17323,72 +17413,27 @@ ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err) {
 
 ROCMFORGE_API void rf_model_cancel_loading(rf_model *m) {
     if (!m) return;
-    rfi_store *s = m->store;
-    pthread_mutex_lock(&s->lock);
-    atomic_fetch_add(&s->cancels, 1);
-    rfi_loader_cancel(s);
-    pthread_mutex_unlock(&s->lock);
-    pthread_mutex_lock(&s->device->lot.mutex); /* who waits for a part of the device looks again */
-    pthread_cond_broadcast(&s->device->lot.wake);
-    pthread_mutex_unlock(&s->device->lot.mutex);
+    rfi_store_cancel(m->store);
 }
 
 ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m) {
     rf_loading_stats st;
     memset(&st, 0, sizeof st);
-    if (!m) return st;
-    const rfi_store *s = m->store;
-    st.tensors_loaded = atomic_load(&s->tensors_loaded);
-    st.bytes_loaded = atomic_load(&s->bytes_loaded);
-    st.device_bytes = atomic_load(&s->device_bytes);
-    st.hits = atomic_load(&s->hits);
-    st.misses = atomic_load(&s->misses);
-    st.loads = atomic_load(&s->loads);
-    st.failures = atomic_load(&s->failures);
-    st.evictions = atomic_load(&s->evictions);
-    st.device_allocations = atomic_load(&s->device_allocations);
-    st.wait_seconds = 1e-9 * (double)atomic_load(&s->wait_ns);
-    pthread_mutex_lock(&m->store->lock);
-    double busy = s->n_jobs ? rfi_now() - s->busy_since : 0;
-    pthread_mutex_unlock(&m->store->lock);
-    st.load_seconds = 1e-9 * (double)atomic_load(&s->load_ns) + busy;
-    st.bytes_read = atomic_load(&s->bytes_read);
-    if (st.load_seconds > 0) st.gb_per_second = 1e-9 * (double)atomic_load(&s->bytes_total) / st.load_seconds;
+    if (m) rfi_store_get_stats(m->store, &st);
     return st;
 }
 
 ROCMFORGE_API rf_expert_stats rf_model_get_expert_stats(const rf_model *m, uint32_t layer) {
     rf_expert_stats st;
     memset(&st, 0, sizeof st);
-    const rfi_cache *c = m ? &m->store->cache : NULL;
-    for (const rfi_bank *b = c ? c->banks : NULL; b && b < c->banks + c->n_banks; b++) {
-        if (b->layer != layer) continue;
-        st.n_experts = b->n_experts;
-        st.hits = atomic_load(&b->hits);
-        st.misses = atomic_load(&b->misses);
-        st.bytes = atomic_load(&b->bytes);
-        st.prefetched = atomic_load(&b->prefetched);
-        st.on_cpu = atomic_load(&b->on_cpu);
-        st.round_trips = atomic_load(&b->round_trips);
-        for (uint32_t e = 0; e < b->n_experts; e++) {
-            uint32_t n = 0;
-            for (uint32_t k = 0; k < b->n_weights; k++)
-                n += (uint32_t)rfi_cell_is_ready(&m->store->tensors[rfi_bank_slot(b, k, e)].cell);
-            st.n_loaded += n == b->n_weights;
-        }
-    }
+    if (m) rfi_cache_get_stats(m->store, layer, &st);
     return st;
 }
 
 ROCMFORGE_API rf_result rf_model_clear_gpu_cache(rf_model *m, uint32_t *left, rf_error *err) {
     rfi_clear(err);
     if (!m) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_clear_gpu_cache: model is NULL");
-    rfi_store *s = m->store;
-    pthread_mutex_lock(&s->device->lot.mutex); /* so that nobody begins to use it meanwhile */
-    int idle = s->n_active == 0;
-    uint32_t n = rfi_store_clear(s, idle);
-    if (idle) s->arranged = 0; /* and its share of the budget is free */
-    pthread_mutex_unlock(&s->device->lot.mutex);
+    const uint32_t n = rfi_store_clear_unused(m->store);
     if (left) *left = n;
     return RF_OK;
 }
@@ -17402,9 +17447,9 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
     rfi_clear(err);
     if (out) *out = NULL;
     if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_get_tokenizer: model or out is NULL");
-    rf_result r = rfi_cell_acquire(&m->tokenizer_cell, &m->store->lot, rfi_model_tokenizer_load, m, NULL, err);
+    rf_result r = rfi_cell_acquire(&m->tokenizer_cell, &m->store->cell_monitor, rfi_model_tokenizer_load, m, NULL, err);
     if (r != RF_OK) return r;
-    rfi_cell_unpin(&m->tokenizer_cell, &m->store->lot); /* it is never evicted */
+    rfi_cell_unpin(&m->tokenizer_cell, &m->store->cell_monitor); /* it is never evicted */
     *out = m->tokenizer;
     return RF_OK;
 }

@@ -5,7 +5,7 @@
  *                                                                              the assertion in `use` must fail
  *     spin -DFORGET_WAITERS -DEVICTOR_RESTS -a ...                             nobody is woken: an invalid end state
  *     spin -DFORGET_BROKEN -DEVICTOR_RESTS -a ...                              the last pin of a broken cell wakes nobody
- * One atomic{} here is one atomic operation, or one critical section of the lot's mutex, in the code. */
+ * One atomic{} here is one atomic operation, or one critical section of the monitor's mutex, in the code. */
 
 #define UNLOADED 0
 #define LOADING 1
@@ -26,7 +26,7 @@ bool bytes = false;    /* the tensor's memory is there                          
 byte loaders = 0;      /* loads in progress                                                    */
 bool waiting[USERS];   /* rfi_waiter, linked to the cell                                       */
 bool failed[USERS];    /* outcome of the attempt the waiter waited for                         */
-bool sleeping[USERS];  /* on the lot, for the pins of a BROKEN cell to go                      */
+bool sleeping[USERS];  /* on the monitor, for the pins of a BROKEN cell to go                      */
 byte users_left = USERS;
 
 /* rfi_cell_unpin: the last pin of a BROKEN cell wakes those who want to load it anew */
@@ -42,7 +42,7 @@ inline unpin() {
     }
 }
 
-/* a broadcast on the lot */
+/* a broadcast on the monitor */
 inline wake() {
     j = 0;
     do
@@ -105,7 +105,7 @@ again:
 #endif
             round++
         :: else ->
-            /* rfi_cell_claim, in the lot's mutex */
+            /* rfi_cell_claim, in the monitor's mutex */
             atomic {
                 if
                 :: state == UNLOADED || (state == BROKEN && pins == 0) -> state = LOADING; got = true

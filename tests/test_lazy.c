@@ -706,7 +706,7 @@ static void test_cancel_before_a_load(void) {
     rfi_load late = {s, t, atomic_load(&s->cancels)};
     int loaded = 0;
     rf_model_cancel_loading(r.m);
-    rf_result res = rfi_cell_acquire(&t->cell, &s->lot, rfi_tensor_load, &late, &loaded, &r.err);
+    rf_result res = rfi_cell_acquire(&t->cell, &s->cell_monitor, rfi_tensor_load, &late, &loaded, &r.err);
     CHECK(res == RF_ERR_CANCELLED && !loaded, "%s: %s", rf_result_name(res), r.err.text);
     rfi_store_want(s, NULL, 0, late.cancels);
     for (uint32_t i = 0; i < s->plan.n_weights; i++) CHECK(!s->tensors[i].wanted, "tensor %u is wanted", i);
@@ -899,9 +899,9 @@ static void *load_one(void *arg) {
 
 static int n_waiters(rfi_store *s, uint32_t slot) {
     int n = 0;
-    pthread_mutex_lock(&s->lot.mutex);
+    pthread_mutex_lock(&s->cell_monitor.mutex);
     for (rfi_waiter *w = s->tensors[slot].cell.waiters; w; w = w->next) n++;
-    pthread_mutex_unlock(&s->lot.mutex);
+    pthread_mutex_unlock(&s->cell_monitor.mutex);
     return n;
 }
 

@@ -409,7 +409,7 @@ static void test_pinned(void) {
         for (int i = 0; i < 2; i++) CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, want[NULLED], sizeof got) == 0, "%s", r.err.text);
         const uint64_t bytes_read = rf_model_get_loading_stats(r.m).bytes_read;
         CHECK(run(r.m, got, &r.err) == RF_OK && rf_model_get_loading_stats(r.m).bytes_read == bytes_read, "read anew: %s", r.err.text);
-        CHECK(atomic_load(&homes_asked) == 1 + failing && r.m->store->n_homes == 1, "asked for %d times", atomic_load(&homes_asked));
+        CHECK(atomic_load(&homes_asked) == 1 + failing && r.m->store->n_pinned_blocks == 1, "asked for %d times", atomic_load(&homes_asked));
         CHECK(rf_model_close(r.m, NULL) == RF_OK && watched_live(&r) == 0, "%lld objects are left", (long long)watched_live(&r));
         r.m = NULL;
         rig_close(&r);

@@ -19,7 +19,7 @@ static void sleep_ms(long ms) {
 
 typedef struct object {
     rfi_cell cell;
-    rfi_lot lot;
+    rfi_monitor monitor;
     uint64_t *value;         /* owned by whoever moves the cell */
     _Atomic int64_t loads, failures, evictions;
     _Atomic int blocked;     /* loads wait while this is set    */
@@ -32,11 +32,11 @@ typedef struct object {
 
 static void object_open(object *o) {
     memset(o, 0, sizeof *o);
-    CHECK(rfi_lot_init(&o->lot, NULL) == RF_OK, "no mutex");
+    CHECK(rfi_monitor_init(&o->monitor, NULL) == RF_OK, "no mutex");
 }
 static void object_close(object *o) {
     free(o->value);
-    rfi_lot_destroy(&o->lot);
+    rfi_monitor_destroy(&o->monitor);
 }
 
 static rf_result object_load(void *ctx, rf_error *err) {
@@ -44,7 +44,7 @@ static rf_result object_load(void *ctx, rf_error *err) {
     CHECK(atomic_fetch_add(&o->loading, 1) == 0, "two loads at once");
     int64_t n = atomic_fetch_add(&o->loads, 1) + 1;
     while (atomic_load(&o->blocked)) sched_yield();
-    if (o->reenter) o->inner = rfi_cell_acquire(&o->cell, &o->lot, object_load, o, NULL, err);
+    if (o->reenter) o->inner = rfi_cell_acquire(&o->cell, &o->monitor, object_load, o, NULL, err);
     rf_result r = o->outcome;
     if (o->fail_one_in && n % o->fail_one_in == 0) r = RF_ERR_IO;
     if (r == RF_OK) {
@@ -61,7 +61,7 @@ static rf_result object_load(void *ctx, rf_error *err) {
 
 static rf_result object_acquire(object *o, int *loaded, rf_error *err) {
     rfi_clear(err);
-    return rfi_cell_acquire(&o->cell, &o->lot, object_load, o, loaded, err);
+    return rfi_cell_acquire(&o->cell, &o->monitor, object_load, o, loaded, err);
 }
 
 static int object_evict(object *o) {
@@ -70,7 +70,7 @@ static int object_evict(object *o) {
     free(o->value);
     o->value = NULL;
     atomic_fetch_add(&o->evictions, 1);
-    rfi_cell_evicted(&o->cell, &o->lot);
+    rfi_cell_evicted(&o->cell, &o->monitor);
     return 1;
 }
 
@@ -78,9 +78,9 @@ static uint64_t pins(const object *o) { return atomic_load(&o->cell.word) / RFI_
 
 static int n_waiters(object *o) {
     int n = 0;
-    pthread_mutex_lock(&o->lot.mutex);
+    pthread_mutex_lock(&o->monitor.mutex);
     for (rfi_waiter *w = o->cell.waiters; w; w = w->next) n++;
-    pthread_mutex_unlock(&o->lot.mutex);
+    pthread_mutex_unlock(&o->monitor.mutex);
     return n;
 }
 
@@ -89,7 +89,7 @@ static void test_cell_error_then_success(void) {
     rf_error err;
     int loaded = 9;
     object_open(&o);
-    CHECK(!rfi_cell_is_ready(&o.cell) && !rfi_cell_try_pin(&o.cell, &o.lot) && atomic_load(&o.cell.word) == 0, "a new cell");
+    CHECK(!rfi_cell_is_ready(&o.cell) && !rfi_cell_try_pin(&o.cell, &o.monitor) && atomic_load(&o.cell.word) == 0, "a new cell");
     CHECK(!rfi_cell_try_evict(&o.cell), "nothing to evict");
     o.outcome = RF_ERR_IO;
     for (int i = 1; i <= 3; i++) {
@@ -102,8 +102,8 @@ static void test_cell_error_then_success(void) {
     CHECK(object_acquire(&o, &loaded, &err) == RF_OK && loaded && err.code == RF_OK, "%s", err.text);
     CHECK(rfi_cell_is_ready(&o.cell) && pins(&o) == 1 && atomic_load(&o.loads) == 5, "loaded and pinned once");
     CHECK(object_acquire(&o, &loaded, &err) == RF_OK && !loaded && pins(&o) == 2 && atomic_load(&o.loads) == 5, "found loaded");
-    rfi_cell_unpin(&o.cell, &o.lot);
-    rfi_cell_unpin(&o.cell, &o.lot);
+    rfi_cell_unpin(&o.cell, &o.monitor);
+    rfi_cell_unpin(&o.cell, &o.monitor);
     CHECK(pins(&o) == 0 && rfi_cell_is_ready(&o.cell), "unpinned and there");
     object_close(&o);
 }
@@ -113,15 +113,15 @@ static void test_cell_pins_block_eviction(void) {
     rf_error err;
     int loaded;
     object_open(&o);
-    CHECK(object_acquire(&o, NULL, &err) == RF_OK && rfi_cell_try_pin(&o.cell, &o.lot), "%s", err.text);
+    CHECK(object_acquire(&o, NULL, &err) == RF_OK && rfi_cell_try_pin(&o.cell, &o.monitor), "%s", err.text);
     CHECK(!object_evict(&o), "two pins");
-    rfi_cell_unpin(&o.cell, &o.lot);
+    rfi_cell_unpin(&o.cell, &o.monitor);
     CHECK(!object_evict(&o), "one pin");
-    rfi_cell_unpin(&o.cell, &o.lot);
+    rfi_cell_unpin(&o.cell, &o.monitor);
     CHECK(object_evict(&o) && !rfi_cell_is_ready(&o.cell) && !object_evict(&o), "no pin");
-    CHECK(!rfi_cell_try_pin(&o.cell, &o.lot) && atomic_load(&o.cell.word) == 0, "a failed pin leaves nothing");
+    CHECK(!rfi_cell_try_pin(&o.cell, &o.monitor) && atomic_load(&o.cell.word) == 0, "a failed pin leaves nothing");
     CHECK(object_acquire(&o, &loaded, &err) == RF_OK && loaded && atomic_load(&o.loads) == 2, "loads again");
-    rfi_cell_unpin(&o.cell, &o.lot);
+    rfi_cell_unpin(&o.cell, &o.monitor);
     object_close(&o);
 }
 
@@ -132,7 +132,7 @@ static void test_cell_reentry(void) {
     o.reenter = 1;
     CHECK(object_acquire(&o, NULL, &err) == RF_OK && o.inner == RF_ERR_BUSY, "%s: %s", rf_result_name(o.inner), err.text);
     CHECK(atomic_load(&o.loads) == 1 && pins(&o) == 1, "loaded once");
-    rfi_cell_unpin(&o.cell, &o.lot);
+    rfi_cell_unpin(&o.cell, &o.monitor);
     object_close(&o);
 }
 
@@ -177,7 +177,7 @@ static void test_cell_one_load(void) {
         loaded += u[i].loaded;
     }
     CHECK(loaded == 1 && atomic_load(&o.loads) == 1 && pins(&o) == MAX_THREADS, "%d loaded, %llu pins", loaded, (unsigned long long)pins(&o));
-    for (int i = 0; i < MAX_THREADS; i++) rfi_cell_unpin(&o.cell, &o.lot);
+    for (int i = 0; i < MAX_THREADS; i++) rfi_cell_unpin(&o.cell, &o.monitor);
     CHECK(object_evict(&o), "nobody holds it");
     object_close(&o);
 }
@@ -196,7 +196,7 @@ static void test_cell_waiters_get_the_error(void) {
     o.outcome = RF_OK;
     many_ask(&o, u, 4);
     CHECK(u[0].result == RF_OK && u[3].result == RF_OK && pins(&o) == 4, "then it works");
-    for (int i = 0; i < 4; i++) rfi_cell_unpin(&o.cell, &o.lot);
+    for (int i = 0; i < 4; i++) rfi_cell_unpin(&o.cell, &o.monitor);
     object_close(&o);
 }
 
@@ -207,18 +207,18 @@ static void test_cell_during_eviction(void) {
     pthread_t thread;
     object_open(&o);
     CHECK(object_acquire(&o, NULL, NULL) == RF_OK, "load");
-    rfi_cell_unpin(&o.cell, &o.lot);
+    rfi_cell_unpin(&o.cell, &o.monitor);
     CHECK(rfi_cell_try_evict(&o.cell), "evict");
-    CHECK(!rfi_cell_is_ready(&o.cell) && !rfi_cell_try_pin(&o.cell, &o.lot) && !rfi_cell_try_evict(&o.cell), "neither pinned nor evicted twice");
+    CHECK(!rfi_cell_is_ready(&o.cell) && !rfi_cell_try_pin(&o.cell, &o.monitor) && !rfi_cell_try_evict(&o.cell), "neither pinned nor evicted twice");
     CHECK(pthread_create(&thread, NULL, user_acquire, &u) == 0, "thread");
     while (n_waiters(&o) < 1) sched_yield();
     CHECK(atomic_load(&o.loads) == 1, "it does not load yet");
     free(o.value);
     o.value = NULL;
-    rfi_cell_evicted(&o.cell, &o.lot);
+    rfi_cell_evicted(&o.cell, &o.monitor);
     pthread_join(thread, NULL);
     CHECK(u.result == RF_OK && u.loaded && atomic_load(&o.loads) == 2 && pins(&o) == 1, "%s", u.err.text);
-    rfi_cell_unpin(&o.cell, &o.lot);
+    rfi_cell_unpin(&o.cell, &o.monitor);
     object_close(&o);
 }
 
@@ -243,7 +243,7 @@ static void *user_race(void *arg) {
         for (int i = 0; i < 4; i++) CHECK(*o->value == CANARY, "evicted under its user");
         if ((x >> 50 & 63) == 0) sched_yield();
         CHECK(*o->value == CANARY, "evicted under its user");
-        rfi_cell_unpin(&o->cell, &o->lot);
+        rfi_cell_unpin(&o->cell, &o->monitor);
         u->n_used++;
     }
     return NULL;
