@@ -42,7 +42,7 @@ typedef struct options {
     const char *depths;
     uint64_t budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
     uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
-    uint64_t no_bos, raw, json, hex, decode, step, help, pooling, full_cache;
+    uint64_t no_bos, raw, echo, json, hex, decode, step, help, pooling, full_cache;
     double temp, top_p, min_p;
 } options;
 
@@ -511,8 +511,10 @@ static int run_generate(app *a) {
     if (a->prompt.len == 0) return fail(a, FAILED, "the prompt is empty");
     uint64_t need = a->prompt.len + o->max_tokens, trained = a->info.n_ctx_train;
     TRY(open_session(a, need < trained ? need : trained, a->prompt.len, 1));
+    if (o->echo) TRY(emit(a, a->line.data, a->line.len));
     TRY(generate(a, 0, &x));
-    if (isatty(STDOUT_FILENO)) TRY(emit(a, "\n", 1));
+    int open_line = a->text.len && a->text.data[a->text.len - 1] != '\n';
+    if (open_line && (o->echo || isatty(STDOUT_FILENO))) TRY(emit(a, "\n", 1));
     print_timing(a, &x);
     return interrupted ? INTERRUPTED : DONE;
 }
@@ -1703,6 +1705,7 @@ static const flag flags[] = {
     {"--gguf", TEXT, AT(gguf), FILES, FILES, 0, 0, "F", "the model; F alone will do"},
     {"--prompt", TEXT, AT(prompt), GENERATE | EMBED, 0, 0, 0, "S", "the text"},
     {"--prompt-file", TEXT, AT(prompt_file), GENERATE | EMBED, 0, 0, 0, "F", "the same from a file (- = stdin)"},
+    {"--echo", SWITCH, AT(echo), GENERATE, 0, 0, 0, NULL, "print the prompt first, and end with a newline"},
     {"--raw", SWITCH, AT(raw), GENERATE, 0, 0, 0, NULL, "the prompt as it is: no chat template"},
     {"--template", TEXT, AT(chat_template), WRITE, 0, 0, 0, "NAME", "chat template, e.g. chatml (the file's)"},
     {"--system", TEXT, AT(system), CHAT, 0, 0, 0, "S", "system message"},

@@ -111,10 +111,21 @@ for flags in "" "--threads 1" "--batch 4" "--kv f32" "--full-cache" "--isa scala
     verdict "generate $flags: one timing line" grep -q '^open .* first token .* decode 30 tokens' "$t/err"
     verdict "generate $flags: no escape codes" sh -c "! cat '$t/out' '$t/err' | grep -q '$esc'"
 done
+# what `make run` writes, with each instruction set that this machine has
+run_command=$(make -n -s --no-print-directory run B="$build" | sed -n '/^printf/,$p')
+for isa in scalar avx2 avxvnni avx512 neon i8mm; do
+    "$cli" generate --gguf $model --prompt a --max-tokens 1 --isa $isa >"$t/out" 2>"$t/err" || continue
+    sh -c "$run_command --isa $isa" >"$t/out" 2>"$t/err"
+    verdict "make run, $isa: the text, after its prompt" cmp "$t/out" tests/expected_run.txt
+    verdict "make run, $isa: one line of figures" [ "$(grep -c '^open .* decode 93 tokens' "$t/err")" -eq "$(wc -l <"$t/err")" ]
+done
 expect 0 "generate --max-tokens 0" generate --gguf $model --prompt a --max-tokens 0
 verdict "generate --max-tokens 0 says nothing" [ ! -s "$t/out" ]
 expect 0 "context full" generate --gguf $model --prompt-file "$t/prompt" --ctx 20 --max-tokens 30
 verdict "context full is said" grep -q 'stopped: context full' "$t/err"
+expect 0 "echo" generate --gguf $model --prompt-file "$t/prompt" --raw --max-tokens 30 --temp 0 --echo
+{ cat "$t/prompt" tests/expected_generate.txt; echo; } >"$t/want"
+verdict "echo: the prompt, the text, a newline" cmp "$t/out" "$t/want"
 for seed in 1 1 2; do
     expect 0 "seed $seed" generate --gguf $model --prompt-file "$t/prompt" --temp 1 --top-k 40 --top-p 0.95 \
         --min-p 0.02 --seed $seed --max-tokens 32
