@@ -1,4 +1,4 @@
-/* rocmforge.h - runs GGUF language models; one file, C11                                                    v0.1.0
+/* rocmforge.h - runs GGUF language models; one file, C11                                                    v0.2.0
  *
  *     #define ROCMFORGE_IMPLEMENTATION        in exactly one C file, before the include; nowhere else
  *     #include "rocmforge.h"
@@ -30,12 +30,12 @@
  *             rf_model_open(file, device, NULL, &model, &err) || rf_session_open(model, NULL, &session, &err) ||
  *             rf_model_get_tokenizer(model, &tok, &err) || rf_sampler_init(&greedy, &(rf_sampler_desc){0}, &err) ||
  *             rf_tokenize(tok, "ROMEO:\n", 7, RF_TOKENIZE_ADD, ids, 64, &n, &err)) return puts(err.text), 1;
- *         for (int i = 0; i < 64 && rf_forward(session, ids, n, &logits, &err) == RF_OK; i++, n = 1) {
+ *         for (int i = 0; i < 64 && rf_session_forward(session, ids, n, &logits, &err) == RF_OK; i++, n = 1) {
  *             rf_sampler_sample(&greedy, logits, rf_model_get_info(model).n_vocab, ids, &err);
  *             rf_detokenize(tok, &state, ids[0], 0, text, sizeof text, &bytes, &err);
  *             fwrite(text, 1, bytes, stdout);
  *         }
- *         rf_session_close(session), rf_model_close(model, NULL), rf_device_close(device, NULL);
+ *         rf_session_close(session, NULL), rf_model_close(model, NULL), rf_device_close(device, NULL);
  *         return rf_gguf_close(file, NULL) != RF_OK;
  *     }
  *
@@ -108,7 +108,7 @@
  * order of a GGUF file is meant (contiguous dimension first) it reads ne={...}. */
 
 #define RF_VERSION_MAJOR 0
-#define RF_VERSION_MINOR 1
+#define RF_VERSION_MINOR 2
 #define RF_VERSION_PATCH 0
 
 #ifndef ROCMFORGE_API
@@ -137,7 +137,8 @@ typedef enum rf_result {
     RF_ERR_DEVICE = -7,       /* a device call failed; error.sys is its code                          */
     RF_ERR_CANCELLED = -8,    /* a call that cancels, a progress callback or a closing scheduler did  */
     RF_ERR_NOT_FOUND = -9,    /* no such key, tensor, device or file                                  */
-    RF_ERR_BUSY = -10         /* still in use: close what uses it first                               */
+    RF_ERR_BUSY = -10,        /* still in use: close what uses it first                               */
+    RF_ERR_CAPACITY = -11     /* the caller's buffer is too small; *count is the size needed          */
 } rf_result;
 
 #define RF_ERROR_TEXT_BYTES 480
@@ -154,7 +155,7 @@ typedef struct rf_error {
 /* Name of a result ("RF_ERR_IO"); never NULL. Threads any. */
 ROCMFORGE_API const char *rf_result_name(rf_result code);
 
-/* Library version as "0.1.0": compare with RF_VERSION_* to notice a stale object file. Threads any. */
+/* Library version as "0.2.0": compare with RF_VERSION_* to notice a stale object file. Threads any. */
 ROCMFORGE_API const char *rf_version(void);
 
 /* ---- memory, log and file hooks ---- */
@@ -311,20 +312,21 @@ ROCMFORGE_API rf_result rf_gguf_close(rf_gguf *g, rf_error *err);
 ROCMFORGE_API rf_gguf_info rf_gguf_get_info(const rf_gguf *g);
 
 /* Key/value by position (0 .. n_kv-1) or by name; what it points to is borrowed until the file is closed.
- * Returns RF_OK; RF_ERR_NOT_FOUND, with *out zeroed; RF_ERR_ARGUMENT (out).   Cost O(1).   Threads any. */
-ROCMFORGE_API rf_result rf_gguf_get_kv(const rf_gguf *g, uint64_t index, rf_kv *out);
-ROCMFORGE_API rf_result rf_gguf_find_kv(const rf_gguf *g, const char *key, rf_kv *out);
+ * Returns RF_OK; RF_ERR_NOT_FOUND, with *out zeroed; RF_ERR_ARGUMENT (out).   Cost O(1); with err NULL an absent key
+ * costs no message.   Threads any. */
+ROCMFORGE_API rf_result rf_gguf_get_kv(const rf_gguf *g, uint64_t index, rf_kv *out, rf_error *err);
+ROCMFORGE_API rf_result rf_gguf_find_kv(const rf_gguf *g, const char *key, rf_kv *out, rf_error *err);
 
 /* Element i of a value as an integer (any integer type or bool), a real (any number), or a string. Strings of an
  * array lie one behind the other: *cursor_bytes starts at 0 and moves to the next one; pass NULL for a single string.
  * Return RF_OK; RF_ERR_ARGUMENT if the value is of another type, does not fit, or i is out of range.   Threads any. */
-ROCMFORGE_API rf_result rf_kv_int(const rf_kv *kv, uint64_t i, int64_t *out);
-ROCMFORGE_API rf_result rf_kv_real(const rf_kv *kv, uint64_t i, double *out);
-ROCMFORGE_API rf_result rf_kv_text(const rf_kv *kv, uint64_t *cursor_bytes, rf_string *out);
+ROCMFORGE_API rf_result rf_kv_int(const rf_kv *kv, uint64_t i, int64_t *out, rf_error *err);
+ROCMFORGE_API rf_result rf_kv_real(const rf_kv *kv, uint64_t i, double *out, rf_error *err);
+ROCMFORGE_API rf_result rf_kv_text(const rf_kv *kv, uint64_t *cursor_bytes, rf_string *out, rf_error *err);
 
 /* Tensor by position in the directory (0 .. n_tensors-1) or by name. Lifetime, Returns, Cost, Threads as above. */
-ROCMFORGE_API rf_result rf_gguf_get_tensor(const rf_gguf *g, uint64_t index, rf_tensor_info *out);
-ROCMFORGE_API rf_result rf_gguf_find_tensor(const rf_gguf *g, const char *name, rf_tensor_info *out);
+ROCMFORGE_API rf_result rf_gguf_get_tensor(const rf_gguf *g, uint64_t index, rf_tensor_info *out, rf_error *err);
+ROCMFORGE_API rf_result rf_gguf_find_tensor(const rf_gguf *g, const char *name, rf_tensor_info *out, rf_error *err);
 
 /* Read n bytes of a tensor's data, starting `offset` bytes into it, to dst.
  * Returns RF_OK; RF_ERR_ARGUMENT (range); RF_ERR_IO (also when the file has become shorter).   Threads any. */
@@ -342,8 +344,8 @@ ROCMFORGE_API rf_result rf_gguf_read_tensor(const rf_gguf *g, uint64_t index, ui
  *   g        in  an open file (NULL: none); it may not be closed while the handler can run
  *   address  in  the address of the fault
  * Returns 1 if the address lies in g's mapping: zeros are there now, from its page to the end of the file, the
- * computing goes on, and that rf_eval and all later ones return RF_ERR_IO with the file and the offset, sequences as
- * before them. Closing and opening the file is the way out. 0 if it is not g's: nothing has changed.
+ * computing goes on, and that rf_session_eval and all later ones return RF_ERR_IO with the file and the offset,
+ * sequences as before them. Closing and opening the file is the way out. 0 if it is not g's: nothing has changed.
  * Memory none.   Cost: a system call or two.   Threads any; async-signal-safe on Linux; errno stays. */
 ROCMFORGE_API int rf_gguf_handle_fault(rf_gguf *g, const void *address);
 
@@ -401,13 +403,13 @@ ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d);
 typedef struct rf_model rf_model;
 
 /* A tensor was loaded. done_bytes of total_bytes are now. Return nonzero to cancel, as rf_model_cancel_loading does.
- * Called from a thread that loads, which may be inside rf_eval, one call at a time. It may use its own model's loading
- * calls below, but not evaluate, nor close what is in use. */
+ * Called from a thread that loads, which may be inside rf_session_eval, one call at a time. It may use its own model's
+ * loading calls below, but not evaluate, nor close what is in use. */
 typedef int (*rf_progress_fn)(uint64_t done_bytes, uint64_t total_bytes, rf_string tensor, void *user);
 
 /* When weights are loaded. */
 typedef enum rf_load_policy {
-    RF_LOAD_LAZY = 0,           /* the first rf_eval starts it, in plan order, and computes behind it       */
+    RF_LOAD_LAZY = 0,           /* the first rf_session_eval starts it, in plan order, and computes behind it       */
     RF_LOAD_PRELOAD = 1,        /* rf_session_open loads all of them before it returns                      */
     RF_LOAD_CRITICAL_FIRST = 2  /* as lazy, with the embedding and the output before the layers             */
 } rf_load_policy;
@@ -431,7 +433,7 @@ typedef struct rf_model_desc {
     const char *pre_tokenizer;  /* force this pre-tokenizer instead of tokenizer.ggml.pre; NULL = file's    */
     uint64_t budget_bytes;      /* for weights on the device; 0 = no limit but the device's. CPU: of the
                                    mapping, resident, and as many pages more as tensors have ends. Too few even
-                                   to stream are RF_ERR_MEMORY of the first load, or rf_eval: rf_model_forecast
+                                   to stream are RF_ERR_MEMORY of the first load, or rf_session_eval: rf_model_forecast
                                    says it before                                                           */
     uint32_t load_policy;       /* rf_load_policy                                                           */
     uint32_t stream_policy;     /* rf_stream_policy                                                         */
@@ -488,7 +490,8 @@ ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m);
  *   name  in   of a tensor that the plan uses
  * Returns RF_OK; RF_ERR_NOT_FOUND; RF_ERR_IO (also: the file was shortened or rewritten since it was opened, which is
  * looked at before each load; replacing it by rename does no harm); RF_ERR_DEVICE; RF_ERR_MEMORY (also: it is beyond
- * the budget, rf_eval streams it); RF_ERR_CANCELLED; RF_ERR_BUSY when called from a hook that this tensor's load calls.
+ * the budget, rf_session_eval streams it); RF_ERR_CANCELLED; RF_ERR_BUSY when called from a hook that this tensor's
+ * load calls.
  * Memory of the device: a slab of tensors at a time.   Cost: its bytes, once.   Threads any. */
 ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_error *err);
 
@@ -547,6 +550,9 @@ ROCMFORGE_API rf_expert_stats rf_model_get_expert_stats(const rf_model *m, uint3
 /* Drop every loaded weight that no running call uses, and free its memory; handles and sessions stay valid and load
  * again on use. On the CPU: take it out of the process; the page cache keeps the file. *left (may be NULL) receives
  * the number of tensors that were in use. Returns RF_OK.   Threads any. */
+ROCMFORGE_API rf_result rf_model_clear_device_cache(rf_model *m, uint32_t *left, rf_error *err);
+
+/* The same by its old name. */
 ROCMFORGE_API rf_result rf_model_clear_gpu_cache(rf_model *m, uint32_t *left, rf_error *err);
 
 /* ---- sessions ---- */
@@ -560,9 +566,9 @@ typedef struct rf_session_desc {
     uint32_t n_ctx;        /* tokens each sequence can hold; 0 = min(n_ctx_train, 4096)                          */
     uint32_t n_seq_max;    /* sequences; 0 = 1                                                                   */
     uint32_t n_batch;      /* rows evaluated at once, longer calls are cut; 0 = 512, or n_ctx*n_seq_max if less  */
-    uint32_t n_logits_max; /* rows of one rf_eval that may ask for logits; 0 = n_seq_max                         */
+    uint32_t n_logits_max; /* rows of one rf_session_eval that may ask for logits; 0 = n_seq_max                 */
     uint32_t cache_type;   /* rf_cache_type; 0 = f16. Q8_0 wants heads of a multiple of 32 values                */
-    uint32_t full_cache;   /* 0: layers with a sliding window keep the positions that the window and the largest
+    uint32_t swa_full;   /* 0: layers with a sliding window keep the positions that the window and the largest
                               batch need, and a sequence cannot be cut back far (rf_session_truncate); 1: all layers
                               keep n_ctx positions, and it can be cut anywhere, unless it was restored from a
                               session that kept less. The logits are the same bits.                              */
@@ -597,42 +603,19 @@ ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_de
  * Memory: all of it, now; no later call on the session allocates.   Threads: one call at a time per session
  * (rf_session_cancel excepted); sessions of one model run in parallel. */
 ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc, rf_session **out, rf_error *err);
-ROCMFORGE_API void rf_session_close(rf_session *s); /* NULL is fine */
 
-/* How a GPU can do the products of a step of one token. All ways give the same bits; which is fastest is the GPU's. */
-typedef struct rf_decode_way {
-    uint32_t strips;       /* of 64 weights that a lane has in flight at most: 1 or 2                       */
-    uint32_t blocks;       /* of a launch, for each compute unit, at most                                   */
-    float us;              /* of the fastest such step that was timed, in microseconds; 0: none was         */
-} rf_decode_way;
-
-#define RF_DECODE_WAYS 4u
-
-typedef struct rf_session_stats {
-    uint64_t launches;     /* kernels that a GPU was given to run, those of graphs included; 0 on the CPU   */
-    uint64_t submissions;  /* calls of its driver that gave them: of a kernel, or of a graph of many        */
-    rf_decode_way ways[RF_DECODE_WAYS]; /* [n_ways] the default first                                       */
-    uint32_t n_ways;       /* 0: there is nothing to choose, as on the CPU                                  */
-    uint32_t way;          /* of ways: the one that steps of one token are done in now                      */
-    uint32_t way_is_timed; /* 1: way was the fastest, or is the default and no other was 1 % faster; it stays.
-                              0: not all ways are timed yet                                                 */
-} rf_session_stats;
-
-/* What a session has asked of its device since it was opened, copies not counted, and how it decodes. The ways are
- * timed while the first tokens are decoded one by one with their logits, 12 to 30 or, where other work disturbs, three
- * times as many, all weights being resident; later sessions on the device whose models have the same shapes begin with
- * the way that was found (the last 16 shapes are kept until it is closed). Zeros for NULL.
- * Memory none.   Cost O(1).   Threads as rf_eval. */
-ROCMFORGE_API rf_session_stats rf_session_get_stats(const rf_session *s);
+/* Close the session. NULL is fine.
+ * Returns RF_OK; RF_ERR_BUSY, with the session still open, while a scheduler uses it.   Threads any one. */
+ROCMFORGE_API rf_result rf_session_close(rf_session *s, rf_error *err);
 
 /* One row of a batch: the next token of a sequence. Rows of one sequence come in the order of their positions. */
-typedef struct rf_row {
+typedef struct rf_token_row {
     int32_t token;         /* 0 .. n_vocab-1; ignored if embedding is given                                */
     int32_t seq;           /* 0 .. n_seq_max-1                                                             */
     int32_t pos;           /* must be the sequence's length; RF_POS_NEXT = that                            */
     int32_t want_logits;   /* 1: keep this row's logits                                                    */
     const float *embedding;/* [n_embd] instead of a token, or NULL; read during the call only              */
-} rf_row;
+} rf_token_row;
 
 #define RF_POS_NEXT (-1)
 
@@ -642,30 +625,30 @@ typedef struct rf_row {
  * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_CONTEXT_FULL; RF_ERR_CANCELLED; errors of loading a weight; RF_ERR_DEVICE.
  *         On failure every sequence is as long as before the call, and no logits are kept. A sequence of which this
  *         call had added more than n_batch rows by then may be empty instead, where layers keep a window only
- *         (rf_session_desc.full_cache): the text says so.
+ *         (rf_session_desc.swa_full): the text says so.
  * Memory none.   Cost: every weight is read once per micro-batch, attention reads each sequence's keys and values. */
-ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_rows, rf_error *err);
+ROCMFORGE_API rf_result rf_session_eval(rf_session *s, const rf_token_row *rows, uint32_t n_rows, rf_error *err);
 
-/* Logits of the i-th row of the last rf_eval that asked for them: [n_vocab] float32, host memory, valid and writable
- * (to mask tokens, say) until the next rf_eval or rf_forward. NULL if there is no such row, or if the device fails
- * to copy them: rf_session_get_error says which.   Memory none.   Cost: the first call after an rf_eval copies the
- * logits of all its rows from the device; a program that needs the largest only asks rf_session_argmax instead. */
-ROCMFORGE_API float *rf_session_logits(rf_session *s, uint32_t i);
+/* Logits of a row of the last rf_session_eval or rf_session_forward.
+ *   i       in   0 .. rows that asked for logits - 1, in their order
+ *   logits  out  borrowed [n_vocab] float32 in host memory, valid and writable (to mask tokens, say) until the next
+ *                rf_session_eval or rf_session_forward; NULL on failure
+ * Returns RF_OK; RF_ERR_ARGUMENT (no such row); RF_ERR_DEVICE (the copy failed; it may be tried again).   Memory none.
+ * Cost: the first call after an eval copies the logits of all its rows from the device; if the largest alone is wanted,
+ * rf_session_get_argmax copies none. */
+ROCMFORGE_API rf_result rf_session_get_logits(rf_session *s, uint32_t i, float **logits, rf_error *err);
 
-/* Id of the largest logit of that row, the smallest one among equals, found by the device: what is written to
- * rf_session_logits does not change it. -1 if there is no such row, or if none of its logits is greater than
- * -infinity.   Memory none.   Cost O(1): no logits are copied. */
-ROCMFORGE_API int32_t rf_session_argmax(const rf_session *s, uint32_t i);
+/* Id of the largest logit of that row, found by the device; of equal ones the smallest id. What is written to the
+ * logits of rf_session_get_logits does not change it.
+ *   token  out  -1 if no logit is greater than -infinity, and on failure
+ * Returns RF_OK; RF_ERR_ARGUMENT (no such row).   Memory none.   Cost O(1): no logits are copied. */
+ROCMFORGE_API rf_result rf_session_get_argmax(const rf_session *s, uint32_t i, int32_t *token, rf_error *err);
 
-/* Why the last rf_session_logits returned NULL.
- *   err  out  the failure; code RF_OK if there was none
- * Returns its code.   Memory none. */
-ROCMFORGE_API rf_result rf_session_get_error(const rf_session *s, rf_error *err);
-
-/* The simple way: append n_tokens (>= 1) to sequence 0; *logits receives the last one's logits, as rf_session_logits
- * gives them. NULL: they are not copied (rf_session_argmax and rf_session_sample do without).
- * Returns as rf_eval; *logits is NULL on failure.   Memory none.   Cost that of rf_eval and rf_session_logits. */
-ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits,
+/* The simple way: append n_tokens (>= 1) to sequence 0; *logits receives the last one's logits, as
+ * rf_session_get_logits gives them. NULL: they are not copied (rf_session_get_argmax and rf_session_sample do without).
+ * Returns as rf_session_eval; *logits is NULL on failure.   Memory none.   Cost that of rf_session_eval and
+ * rf_session_get_logits. */
+ROCMFORGE_API rf_result rf_session_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits,
                                    rf_error *err);
 
 /* Make sequence `seq` hold exactly a prefix of `tokens`: keep the longest common prefix with what it holds now, drop
@@ -678,13 +661,13 @@ ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_
 
 /* Cut a sequence to n_keep tokens (more than it holds: no change). n_keep 0 empties it. *kept (may be NULL) is the
  * length it really has now, and from where the caller evaluates its tokens again: n_keep, or less where that cannot be.
- * If layers of the model have a sliding window and the session keeps no more of them (rf_session_desc.full_cache), what
+ * If layers of the model have a sliding window and the session keeps no more of them (rf_session_desc.swa_full), what
  * is more than n_batch tokens behind the furthest that the sequence has been may be gone: then it is 0. Sequences that
  * were never longer than the window can be cut anywhere. A restored one can go back as far as the saved one could, if
  * the session's n_batch is no smaller.
  * A recurrent model goes back to the last state it has kept; a sequence keeps n_snapshots of them, spread over it: at
- * every 256th token, before the last token of the last rf_eval with several, and of those evaluated one at a time a
- * few. A restored one has the state that was saved, no older ones.
+ * every 256th token, before the last token of the last rf_session_eval with several, and of those evaluated one at a
+ * time a few. A restored one has the state that was saved, no older ones.
  * Returns RF_OK; RF_ERR_ARGUMENT (seq).   Memory none.   Cost O(1). */
 ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept,
                                             rf_error *err);
@@ -700,13 +683,13 @@ ROCMFORGE_API rf_result rf_session_keep(rf_session *s, int32_t seq, rf_error *er
 /* Tokens the sequence holds; 0 for a seq out of range. */
 ROCMFORGE_API uint32_t rf_session_length(const rf_session *s, int32_t seq);
 
-/* Ask the running rf_eval (or, if none runs, the next one) to return RF_ERR_CANCELLED: it looks between layers and
- * between micro-batches. Threads any; async-signal-safe. */
+/* Ask the running rf_session_eval (or, if none runs, the next one) to return RF_ERR_CANCELLED: it looks between layers
+ * and between micro-batches. Threads any; async-signal-safe. */
 ROCMFORGE_API void rf_session_cancel(rf_session *s);
 
-/* Hidden states of rows of the last rf_eval or rf_forward that asked for logits: what the output matrix is multiplied
- * with, after the final norm.
- *   first, n  in   which of these rows, as in rf_session_logits
+/* Hidden states of rows of the last rf_session_eval or rf_session_forward that asked for logits: what the output matrix
+ * is multiplied with, after the final norm.
+ *   first, n  in   which of these rows, as in rf_session_get_logits
  *   out       out  [n, n_embd] float32, the caller's
  * Returns RF_OK; RF_ERR_ARGUMENT (no such rows); RF_ERR_DEVICE.   Memory none.   Cost: the copy from the device; who
  * does not call it pays nothing. */
@@ -722,9 +705,9 @@ typedef enum rf_pooling {
  * pooled. The vector is not normalised.
  *   tokens  in   [n_tokens], 1 to n_ctx
  *   out     out  [n_embd] float32, the caller's
- * Returns as rf_eval, and RF_ERR_ARGUMENT (pooling). On failure sequence 0 is empty, or as it was if the call was
- * refused for NULL, pooling or n_tokens.   Memory none.   Cost that of rf_eval with logits for the rows it pools, at
- * most n_logits_max at once: open the session with n_logits_max = n_batch for RF_POOL_MEAN. */
+ * Returns as rf_session_eval, and RF_ERR_ARGUMENT (pooling). On failure sequence 0 is empty, or as it was if the call
+ * was refused for NULL, pooling or n_tokens.   Memory none.   Cost that of rf_session_eval with logits for the rows it
+ * pools, at most n_logits_max at once: open the session with n_logits_max = n_batch for RF_POOL_MEAN. */
 ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, uint32_t n_tokens, uint32_t pooling,
                                          float *out, rf_error *err);
 
@@ -767,7 +750,10 @@ typedef struct rf_tokenizer rf_tokenizer;
  * RF_ERR_MEMORY.
  * Memory and cost O(vocabulary).   Threads any; the object is immutable. */
 ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokenizer **out, rf_error *err);
-ROCMFORGE_API void rf_tokenizer_close(rf_tokenizer *t); /* NULL is fine */
+
+/* Close a tokenizer from rf_tokenizer_open. NULL is fine.
+ * Returns RF_OK; RF_ERR_BUSY, with the tokenizer still open, while a scheduler uses it.   Threads any one. */
+ROCMFORGE_API rf_result rf_tokenizer_close(rf_tokenizer *t, rf_error *err);
 
 /* The model's own tokenizer, built on first use, owned by the model and borrowed until that is closed.
  * Returns as rf_tokenizer_open; a later call tries again.   Memory, Cost as there, once.   Threads any. */
@@ -779,7 +765,7 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
 /* Turn text into token ids.
  *   text   in   [n_bytes] any bytes; malformed UTF-8 is not an error
  *   out    out  [capacity], may be NULL with capacity 0;   count  out  ids there are, also when they do not fit
- * Returns RF_OK; RF_ERR_ARGUMENT if capacity < *count (out holds the first ones); RF_ERR_MEMORY.
+ * Returns RF_OK; RF_ERR_CAPACITY if capacity < *count (out holds the first ones); RF_ERR_ARGUMENT; RF_ERR_MEMORY.
  * Memory O(n_bytes) during the call.   Cost O(n log n).   Threads any. */
 ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags,
                                     int32_t *out, uint32_t capacity, uint32_t *count, rf_error *err);
@@ -797,7 +783,8 @@ typedef struct rf_detokenizer {
 /* Text of the next token. Only whole UTF-8 characters are given out: an unfinished one is held for the next call.
  *   id     in   a token, or -1 for none (with RF_DETOKENIZE_FINISH)
  *   out    out  [capacity] bytes, no NUL;   count  out  bytes there are
- * Returns RF_OK; RF_ERR_ARGUMENT (id, or capacity < *count with the state unchanged).   Threads any. */
+ * Returns RF_OK; RF_ERR_CAPACITY if capacity < *count, with the state unchanged; RF_ERR_ARGUMENT (id).   Threads any.
+ * */
 ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *state, int32_t id, uint32_t flags,
                                       char *out, size_t capacity, size_t *count, rf_error *err);
 
@@ -841,8 +828,8 @@ typedef struct rf_chat {
  *   g     in   the file; NULL if chat names the template
  *   out   out  [capacity] bytes, no NUL; may be NULL with capacity 0;   count  out  bytes there are
  * Returns RF_OK; RF_ERR_UNSUPPORTED (template not recognised: format it yourself or name one); RF_ERR_NOT_FOUND (no
- * template in the file); RF_ERR_ARGUMENT (name, role, system text the template has no place for, or capacity <
- * *count).   Memory none.   Threads any. */
+ * template in the file); RF_ERR_ARGUMENT (name, role, system text the template has no place for); RF_ERR_CAPACITY.
+ * Memory none.   Threads any. */
 ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const rf_chat *chat, char *out, size_t capacity,
                                        size_t *count, rf_error *err);
 
@@ -918,10 +905,10 @@ ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *de
 ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t n_vocab, int32_t *token,
                                           rf_error *err);
 
-/* The same from the i-th row of the session's last rf_eval. A greedy sampler without bias and penalties takes
- * rf_session_argmax, unless rf_session_logits has given out the logits: then these count, as they are by now.
+/* The same from the i-th row of the session's last rf_session_eval. A greedy sampler without bias and penalties takes
+ * rf_session_get_argmax, unless rf_session_get_logits has given out the logits: then these count, as they are by now.
  * Returns RF_OK; RF_ERR_ARGUMENT (no such row, no logit greater than -infinity); RF_ERR_DEVICE (copying the logits).
- * Memory none.   Cost O(1), or that of rf_session_logits and rf_sampler_sample.   Threads as both. */
+ * Memory none.   Cost O(1), or that of rf_session_get_logits and rf_sampler_sample.   Threads as both. */
 ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler *sampler, int32_t *token,
                                           rf_error *err);
 
@@ -955,8 +942,10 @@ typedef struct rf_request {
  * a time. */
 ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, uint32_t queue_capacity,
                                           rf_scheduler **out, rf_error *err);
-/* NULL is fine; requests that run or wait end with RF_ERR_CANCELLED. */
-ROCMFORGE_API void rf_scheduler_close(rf_scheduler *sch);
+
+/* Close the scheduler: requests that run or wait end with RF_ERR_CANCELLED. NULL is fine.
+ * Returns RF_OK; RF_ERR_BUSY, with the scheduler still open, from one of its own callbacks.   Threads as above. */
+ROCMFORGE_API rf_result rf_scheduler_close(rf_scheduler *sch, rf_error *err);
 
 /* Queue a request (copied).
  * Returns RF_OK; RF_ERR_BUSY (the queue is full); RF_ERR_CONTEXT_FULL (the prompt can never fit); RF_ERR_ARGUMENT (a
@@ -964,8 +953,9 @@ ROCMFORGE_API void rf_scheduler_close(rf_scheduler *sch);
 ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request *request, rf_error *err);
 
 /* One batch. *n_active (may be NULL): requests running or waiting afterwards.
- * Returns as rf_eval. After RF_ERR_CANCELLED all is as before the step; any other failure ends the requests that run,
- * with it as the reason, and those that wait come next.   Memory none.   Cost that of rf_eval, n_batch rows at most. */
+ * Returns as rf_session_eval. After RF_ERR_CANCELLED all is as before the step; any other failure ends the requests
+ * that run, with it as the reason, and those that wait come next.   Memory none.   Cost that of rf_session_eval,
+ * n_batch rows at most. */
 ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err);
 
 /* ==== 2 Device API =============================================================================== >>device-api
@@ -1262,6 +1252,26 @@ static inline uint32_t rf_state_cells(const rf_plan_bind *bind, uint32_t state) 
     return n == bind->n_ctx || is_ring ? n : 0;
 }
 
+/* How a GPU launches the matrix products of a decode step (one token). All launch configs give the same bits; which
+ * is fastest depends on the GPU. */
+typedef struct rf_launch_config {
+    uint32_t in_flight;     /* pieces of 64 weights that a lane has in flight at most: 1 or 2           */
+    uint32_t blocks_per_cu; /* blocks of a launch per compute unit, at most                             */
+    float us;               /* of the fastest step that was timed, in microseconds; 0: none was         */
+} rf_launch_config;
+
+#define RF_LAUNCH_CONFIGS 4u
+
+typedef struct rf_session_stats {
+    uint64_t launches;     /* kernels that a GPU was given to run, those of graphs included; 0 on the CPU   */
+    uint64_t submissions;  /* calls of its driver that gave them: of a kernel, or of a graph of many        */
+    rf_launch_config configs[RF_LAUNCH_CONFIGS]; /* [n_configs] the default first                           */
+    uint32_t n_configs;    /* 0: there is nothing to choose, as on the CPU                                  */
+    uint32_t config;       /* index of the one that decode steps use now                                    */
+    uint32_t config_is_timed; /* 1: config was the fastest, or is the default and no other was 1 % faster; it stays.
+                              0: not all are timed yet                                                      */
+} rf_session_stats;
+
 #define RF_DEVICE_API_VERSION 6u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
@@ -1337,6 +1347,13 @@ typedef struct rf_device_api {
 /* The table of an opened device, for programs that run plans themselves; *dev (may be NULL) is what its entries take.
  * Both are borrowed until rf_device_close. NULL for NULL. Threads any. */
 ROCMFORGE_API const rf_device_api *rf_device_get_api(const rf_device *d, rf_dev **dev);
+
+/* What a session has asked of its device since it was opened, copies not counted, and its launch config. Configs are
+ * timed while the first tokens are decoded one by one with their logits and all weights are resident: 12 to 30 steps,
+ * or three times as many if other work disturbs the timing. Later sessions on the device whose models have the same
+ * shapes begin with the config that was found (the last 16 shapes are kept until the device is closed). Zeros for NULL.
+ * Memory none.   Cost O(1).   Threads: as rf_session_eval. */
+ROCMFORGE_API rf_session_stats rf_session_get_stats(const rf_session *s);
 
 /* The kernels file's table. Strong in rocmforge_kernels.hip; the implementation below refers to it weakly, so that a
  * program links without that file and then has no GPU. `#define ROCMFORGE_HIP 1` makes the reference strong: needed
@@ -2951,7 +2968,7 @@ static int rfi_gguf_split_key(rfi_gguf_reader *r, const rfi_gguf_table *keys, co
     *out = absent;
     if (!kv) return 1;
     rfi_gguf_resume(r, kv->key);
-    if (kv->type == RF_KV_ARRAY || rf_kv_int(kv, 0, out) != RF_OK)
+    if (kv->type == RF_KV_ARRAY || rf_kv_int(kv, 0, out, NULL) != RF_OK)
         return rfi_gguf_bad(r, RF_ERR_FORMAT, kv->where, "value type is %u, want an integer", kv->type);
     if (*out < lo || *out > hi)
         return rfi_gguf_bad(r, RF_ERR_FORMAT, kv->where, "value is %lld, want %lld..%lld", (long long)*out,
@@ -3336,25 +3353,33 @@ ROCMFORGE_API rf_gguf_info rf_gguf_get_info(const rf_gguf *g) {
     return info;
 }
 
-/* Copy a row, or zeros for none, to out. */
-static rf_result rfi_gguf_give(const void *row, void *out, size_t row_bytes) {
-    if (!out) return RF_ERR_ARGUMENT;
+/* Copy a row to out, or zeros if there is none; the error says what was looked for: a name, or (NULL) an index. */
+static rf_result rfi_gguf_give(const void *row, void *out, size_t row_bytes, const char *what, const char *name,
+                               uint64_t index, rf_error *err) {
+    rfi_clear(err);
+    if (!out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "want a place for a %s, out is NULL", what);
     if (row) memcpy(out, row, row_bytes);
     else memset(out, 0, row_bytes);
-    return row ? RF_OK : RF_ERR_NOT_FOUND;
+    if (row) return RF_OK;
+    if (name) return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "the file has no %s '%.96s'", what, name);
+    return rfi_fail(err, RF_ERR_NOT_FOUND, index, "the file has no %s %llu", what, RFI_LLU(index));
 }
 
-ROCMFORGE_API rf_result rf_gguf_get_kv(const rf_gguf *g, uint64_t index, rf_kv *out) {
-    return rfi_gguf_give(g && index < g->keys.n ? g->keys.rows + index * sizeof *out : NULL, out, sizeof *out);
+ROCMFORGE_API rf_result rf_gguf_get_kv(const rf_gguf *g, uint64_t index, rf_kv *out, rf_error *err) {
+    const void *row = g && index < g->keys.n ? g->keys.rows + index * sizeof *out : NULL;
+    return rfi_gguf_give(row, out, sizeof *out, "key", NULL, index, err);
 }
-ROCMFORGE_API rf_result rf_gguf_find_kv(const rf_gguf *g, const char *key, rf_kv *out) {
-    return rfi_gguf_give(g ? rfi_gguf_find(&g->keys, key) : NULL, out, sizeof *out);
+ROCMFORGE_API rf_result rf_gguf_find_kv(const rf_gguf *g, const char *key, rf_kv *out, rf_error *err) {
+    const void *row = g ? rfi_gguf_find(&g->keys, key) : NULL;
+    return rfi_gguf_give(row, out, sizeof *out, "key", key ? key : "", 0, err);
 }
-ROCMFORGE_API rf_result rf_gguf_get_tensor(const rf_gguf *g, uint64_t index, rf_tensor_info *out) {
-    return rfi_gguf_give(g && index < g->tensors.n ? g->tensors.rows + index * sizeof *out : NULL, out, sizeof *out);
+ROCMFORGE_API rf_result rf_gguf_get_tensor(const rf_gguf *g, uint64_t index, rf_tensor_info *out, rf_error *err) {
+    const void *row = g && index < g->tensors.n ? g->tensors.rows + index * sizeof *out : NULL;
+    return rfi_gguf_give(row, out, sizeof *out, "tensor", NULL, index, err);
 }
-ROCMFORGE_API rf_result rf_gguf_find_tensor(const rf_gguf *g, const char *name, rf_tensor_info *out) {
-    return rfi_gguf_give(g ? rfi_gguf_find(&g->tensors, name) : NULL, out, sizeof *out);
+ROCMFORGE_API rf_result rf_gguf_find_tensor(const rf_gguf *g, const char *name, rf_tensor_info *out, rf_error *err) {
+    const void *row = g ? rfi_gguf_find(&g->tensors, name) : NULL;
+    return rfi_gguf_give(row, out, sizeof *out, "tensor", name ? name : "", 0, err);
 }
 
 ROCMFORGE_API rf_result rf_gguf_read_tensor(const rf_gguf *g, uint64_t index, uint64_t offset, void *dst, size_t n,
@@ -3362,7 +3387,7 @@ ROCMFORGE_API rf_result rf_gguf_read_tensor(const rf_gguf *g, uint64_t index, ui
     rf_tensor_info t;
     rfi_clear(err);
     if (!g) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_gguf_read_tensor: file is NULL");
-    if (rf_gguf_get_tensor(g, index, &t) != RF_OK)
+    if (rf_gguf_get_tensor(g, index, &t, NULL) != RF_OK)
         return rfi_fail(err, RF_ERR_ARGUMENT, index, "rf_gguf_read_tensor: tensor %llu of %llu", RFI_LLU(index),
                         RFI_LLU(rf_gguf_get_info(g).n_tensors));
     if (offset > t.size_bytes || n > t.size_bytes - offset)
@@ -3379,8 +3404,15 @@ ROCMFORGE_API rf_result rf_gguf_read_tensor(const rf_gguf *g, uint64_t index, ui
 
 /* ---- values ---- */
 
-ROCMFORGE_API rf_result rf_kv_int(const rf_kv *kv, uint64_t i, int64_t *out) {
-    if (!kv || !out || i >= kv->count) return RF_ERR_ARGUMENT;
+static rf_result rfi_kv_fail(const rf_kv *kv, uint64_t i, const char *want, rf_error *err) {
+    if (!kv) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "want %s, the value is NULL", want);
+    return rfi_fail(err, RF_ERR_ARGUMENT, kv->where, "%.*s: element %llu of %llu: want %s and a place for it",
+                    RFI_STR(kv->key), RFI_LLU(i), RFI_LLU(kv->count), want);
+}
+
+ROCMFORGE_API rf_result rf_kv_int(const rf_kv *kv, uint64_t i, int64_t *out, rf_error *err) {
+    rfi_clear(err);
+    if (!kv || !out || i >= kv->count) return rfi_kv_fail(kv, i, "an integer", err);
     const unsigned char *p = (const unsigned char *)kv->data;
     uint64_t v;
     switch (kv->element_type) {
@@ -3394,16 +3426,17 @@ ROCMFORGE_API rf_result rf_kv_int(const rf_kv *kv, uint64_t i, int64_t *out) {
     case RF_KV_I64: *out = (int64_t)rfi_load_u64(p + 8 * i); return RF_OK;
     case RF_KV_U64:
         v = rfi_load_u64(p + 8 * i);
-        if (v > INT64_MAX) return RF_ERR_ARGUMENT;
+        if (v > INT64_MAX) return rfi_kv_fail(kv, i, "an integer below 2^63", err);
         *out = (int64_t)v;
         return RF_OK;
-    default: return RF_ERR_ARGUMENT;
+    default: return rfi_kv_fail(kv, i, "an integer", err);
     }
 }
 
-ROCMFORGE_API rf_result rf_kv_real(const rf_kv *kv, uint64_t i, double *out) {
+ROCMFORGE_API rf_result rf_kv_real(const rf_kv *kv, uint64_t i, double *out, rf_error *err) {
     int64_t v;
-    if (!kv || !out || i >= kv->count || kv->element_type == RF_KV_BOOL) return RF_ERR_ARGUMENT;
+    rfi_clear(err);
+    if (!kv || !out || i >= kv->count || kv->element_type == RF_KV_BOOL) return rfi_kv_fail(kv, i, "a number", err);
     const unsigned char *p = (const unsigned char *)kv->data;
     if (kv->element_type == RF_KV_F32) {
         *out = (double)rfi_load_f32(p + 4 * i);
@@ -3417,18 +3450,21 @@ ROCMFORGE_API rf_result rf_kv_real(const rf_kv *kv, uint64_t i, double *out) {
         *out = (double)rfi_load_u64(p + 8 * i);
         return RF_OK;
     }
-    if (rf_kv_int(kv, i, &v) != RF_OK) return RF_ERR_ARGUMENT;
+    if (rf_kv_int(kv, i, &v, NULL) != RF_OK) return rfi_kv_fail(kv, i, "a number", err);
     *out = (double)v;
     return RF_OK;
 }
 
-ROCMFORGE_API rf_result rf_kv_text(const rf_kv *kv, uint64_t *cursor_bytes, rf_string *out) {
-    uint64_t at = cursor_bytes ? *cursor_bytes : 0;
+ROCMFORGE_API rf_result rf_kv_text(const rf_kv *kv, uint64_t *cursor_bytes, rf_string *out, rf_error *err) {
+    uint64_t at = cursor_bytes ? *cursor_bytes : 0, len = 0;
+    rfi_clear(err);
     if (!kv || !out || kv->element_type != RF_KV_STRING || (!cursor_bytes && kv->type != RF_KV_STRING))
-        return RF_ERR_ARGUMENT;
-    if (at > kv->size_bytes || kv->size_bytes - at < 8) return RF_ERR_ARGUMENT;
-    uint64_t len = rfi_load_u64((const unsigned char *)kv->data + at);
-    if (len > kv->size_bytes - at - 8) return RF_ERR_ARGUMENT; /* not at the start of a string */
+        return rfi_kv_fail(kv, 0, "a string, or an array of them and a cursor", err);
+    const int fits = at <= kv->size_bytes && kv->size_bytes - at >= 8;
+    if (fits) len = rfi_load_u64((const unsigned char *)kv->data + at);
+    if (!fits || len > kv->size_bytes - at - 8)
+        return rfi_fail(err, RF_ERR_ARGUMENT, kv->where, "%.*s: no string begins at byte %llu of its %llu",
+                        RFI_STR(kv->key), RFI_LLU(at), RFI_LLU(kv->size_bytes));
     out->data = (const char *)kv->data + at + 8;
     out->len = len;
     if (cursor_bytes) *cursor_bytes = at + 8 + len;
@@ -5652,7 +5688,7 @@ static void rfi_store_describe(rfi_store *s) {
         const rf_plan_weight *w = &s->plan.weights[slot];
         rfi_tensor *t = &s->tensors[slot];
         rf_weight_layout layout = api->weight_layout(s->device->dev, w);
-        rf_gguf_get_tensor(s->g, w->tensor, &t->info);
+        rf_gguf_get_tensor(s->g, w->tensor, &t->info, NULL);
         t->info.offset_bytes += w->expert * w->size_bytes;
         t->info.size_bytes = w->size_bytes;
         const void *map = rfi_gguf_map(s->g, &t->info);
@@ -6050,7 +6086,7 @@ static int rfi_kv_is_uint(uint32_t type) {
 static int rfi_key_find(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_kv *kv, char *name,
                         size_t capacity) {
     snprintf(name, capacity, "%s%s%s", arch ? arch->name : "", arch ? "." : "", suffix);
-    return rf_gguf_find_kv(g, name, kv) == RF_OK;
+    return rf_gguf_find_kv(g, name, kv, NULL) == RF_OK;
 }
 
 /* A key that is there does not fit the others: "FILE: KEY at byte N: what is wrong". */
@@ -6094,7 +6130,7 @@ static rf_result rfi_key_uint(const rf_gguf *g, const rfi_arch *arch, const rfi_
         return rfi_fail(err, RF_ERR_FORMAT, kv.where,
                         "%s: %s at byte %llu: want %llu elements, one per layer, found %llu", rfi_gguf_path(g),
                         name, RFI_LLU(kv.where), RFI_LLU(n_layers), RFI_LLU(kv.count));
-    if (rf_kv_int(&kv, per_layer ? il : 0, &v) != RF_OK || v < 0 || v < key->min || v > key->max)
+    if (rf_kv_int(&kv, per_layer ? il : 0, &v, NULL) != RF_OK || v < 0 || v < key->min || v > key->max)
         return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want %u to %u, found %lld",
                         rfi_gguf_path(g), name, RFI_LLU(kv.where), key->min, key->max, (long long)v);
     *out = (uint32_t)v;
@@ -6114,7 +6150,7 @@ static rf_result rfi_key_real(const rf_gguf *g, const rfi_arch *arch, const char
     if (kv.type != RF_KV_F32 && kv.type != RF_KV_F64)
         return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a real number, found %s",
                         rfi_gguf_path(g), name, RFI_LLU(kv.where), rfi_kv_type_name(kv.type));
-    rf_kv_real(&kv, 0, out);
+    rf_kv_real(&kv, 0, out, NULL);
     if (!isfinite(*out) || *out < min)
         return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a finite number >= %g, found %g",
                         rfi_gguf_path(g), name, RFI_LLU(kv.where), min, *out);
@@ -6143,7 +6179,7 @@ static rf_result rfi_key_bool(const rf_gguf *g, const rfi_arch *arch, const char
     if (kv.type != RF_KV_BOOL)
         return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a truth value, found %s",
                         rfi_gguf_path(g), name, RFI_LLU(kv.where), rfi_kv_type_name(kv.type));
-    rf_kv_int(&kv, 0, &v);
+    rf_kv_int(&kv, 0, &v, NULL);
     *out = v != 0;
     return RF_OK;
 }
@@ -6157,7 +6193,7 @@ static rf_result rfi_key_text(const rf_gguf *g, const rfi_arch *arch, const char
     if (kv->type != RF_KV_STRING)
         return rfi_fail(err, RF_ERR_FORMAT, kv->where, "%s: %s at byte %llu: want a string, found %s",
                         rfi_gguf_path(g), name, RFI_LLU(kv->where), rfi_kv_type_name(kv->type));
-    return rf_kv_text(kv, NULL, out);
+    return rf_kv_text(kv, NULL, out, NULL);
 }
 
 static rf_result rfi_config_arch(const rf_gguf *g, rfi_config *c, rf_error *err) {
@@ -6248,7 +6284,7 @@ static rf_result rfi_config_window(const rf_gguf *g, rfi_config *c, rf_error *er
                             c->n_layers);
     for (uint32_t il = 0; r == RF_OK && window && il < c->n_layers; il++) {
         int64_t local = period == 0 || il % period < period - 1;
-        if (list) rf_kv_int(&kv, il, &local);
+        if (list) rf_kv_int(&kv, il, &local, NULL);
         c->layers[il].local = local != 0;
         c->layers[il].window = local ? window : 0;
         if (!local && rfi_is(c, RFI_LOCAL_ROPE)) c->layers[il].rope = 0;
@@ -6296,7 +6332,7 @@ static rf_result rfi_config_scales(const rf_gguf *g, rfi_config *c, rf_error *er
 static rf_result rfi_config_vocab(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key vocab = {"vocab_size", 1, INT32_MAX, 0, 1};
     rf_kv kv;
-    if (rf_gguf_find_kv(g, "tokenizer.ggml.tokens", &kv) != RF_OK)
+    if (rf_gguf_find_kv(g, "tokenizer.ggml.tokens", &kv, NULL) != RF_OK)
         return rfi_key_uint(g, c->arch, &vocab, 0, 0, &c->n_vocab, err);
     if (kv.type != RF_KV_ARRAY || kv.element_type != RF_KV_STRING || kv.count == 0 || kv.count > INT32_MAX)
         return rfi_fail(
@@ -6385,7 +6421,7 @@ static rf_result rfi_config_refuse(const rf_gguf *g, const rfi_config *c, rf_err
                         "%s: %s.expert_count is %u: mixture of experts is not supported in this architecture",
                         rfi_gguf_path(g), c->arch->name, n_experts);
     if (rfi_key_find(g, c->arch, "attention.causal", &kv, name, sizeof name) &&
-        rf_kv_int(&kv, 0, &causal) == RF_OK && !causal)
+        rf_kv_int(&kv, 0, &causal, NULL) == RF_OK && !causal)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where,
                         "%s: %s at byte %llu is false: attention without a causal mask is not supported",
                         rfi_gguf_path(g), name, RFI_LLU(kv.where));
@@ -6405,7 +6441,7 @@ static rf_result rfi_config_delta_layers(const rf_gguf *g, rfi_config *c, rf_err
         r = rfi_fail_at_key(g, c->arch, list_key, err, "want %u truth values, one per layer", c->n_blocks);
     for (uint32_t il = 0; r == RF_OK && il < c->n_layers; il++) {
         int64_t recurrent = (il + 1) % interval != 0;
-        if (list) rf_kv_int(&kv, il, &recurrent);
+        if (list) rf_kv_int(&kv, il, &recurrent, NULL);
         c->layers[il].recurrent = recurrent != 0;
     }
     return r;
@@ -6545,8 +6581,8 @@ static rf_result rfi_config_latent(const rf_gguf *g, rfi_config *c, rf_error *er
                               q_rank = {"attention.q_lora_rank", 0, 1 << 20, 0, 0};
     rfi_latent_config *l = &c->latent;
     rf_tensor_info t;
-    l->joined = rf_gguf_find_tensor(g, "blk.0.attn_kv_b.weight", &t) == RF_OK &&
-                rf_gguf_find_tensor(g, "blk.0.attn_k_b.weight", &t) != RF_OK;
+    l->joined = rf_gguf_find_tensor(g, "blk.0.attn_kv_b.weight", &t, NULL) == RF_OK &&
+                rf_gguf_find_tensor(g, "blk.0.attn_k_b.weight", &t, NULL) != RF_OK;
     const rfi_uint_key key_length = {l->joined ? "attention.key_length" : "attention.key_length_mla", c->n_rot + 1,
                                      1 << 14, 0, 1},
                        value_length = {l->joined ? "attention.value_length" : "attention.value_length_mla", 1, 1 << 14,
@@ -6678,7 +6714,7 @@ static int rfi_has(const rfi_builder *b, const char *name) {
     char full[64];
     rf_tensor_info t;
     rfi_weight_name(b, name, full, sizeof full);
-    return rf_gguf_find_tensor(b->g, full, &t) == RF_OK;
+    return rf_gguf_find_tensor(b->g, full, &t, NULL) == RF_OK;
 }
 
 /* A tensor that would change the graph, and is not built. */
@@ -6727,7 +6763,7 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
     rfi_weight none = {RF_NONE, 0, RF_NONE};
     if (b->result != RF_OK) return none;
     rfi_weight_name(b, want->name, full, sizeof full);
-    if (rf_gguf_find_tensor(b->g, full, &t) != RF_OK) {
+    if (rf_gguf_find_tensor(b->g, full, &t, NULL) != RF_OK) {
         if (!want->optional)
             b->result = rfi_fail(b->err, RF_ERR_NOT_FOUND, 0, "%s: tensor %s is missing (tried: %s%s%s)",
                                  rfi_gguf_path(b->g), full, full, also ? ", " : "", also ? also : "");
@@ -12570,8 +12606,8 @@ static const rf_device_api rfi_null_api = {
 
 /* ==== 12 Model and session ============================================================================ >>session
  * A model is a file, its plan and its weights on one device. A session is the memory in which the plan runs: keys and
- * values of n_seq_max sequences, activations, logits. Everything is allocated at open; rf_eval turns rows into steps
- * and walks the plan's segments: load what the segment needs, run it, look for a cancel. */
+ * values of n_seq_max sequences, activations, logits. Everything is allocated at open; rf_session_eval turns rows into
+ * steps and walks the plan's segments: load what the segment needs, run it, look for a cancel. */
 
 struct rf_model {
     rf_gguf *g;
@@ -12630,17 +12666,17 @@ struct rf_session {
     uint32_t *begins;        /* [n_seq_max] and before the micro-batch in progress              */
     rfi_snapshot *snapshots; /* [n_seq_max, n_slots] recurrent states; NULL: the model has none */
     uint32_t n_slots;        /* of a sequence; 0: none                                          */
-    uint32_t hold;           /* tokens of sequence 0 to which rf_forward goes back if it fails  */
+    uint32_t hold;           /* tokens of sequence 0 to which rf_session_forward goes back if it fails  */
     int32_t *tokens;         /* [n_seq_max, n_ctx]; -1 where a row came as floats               */
     rf_step_row *rows;       /* [n_batch]                                                       */
-    rf_row *forward_rows;    /* [n_batch] of rf_forward                                         */
+    rf_token_row *forward_rows;    /* [n_batch] of rf_session_forward                                         */
     uint32_t *logit_rows;    /* [n_batch]                                                       */
     float *embeddings;       /* host memory of the device, [n_batch, n_embd]                    */
     float *logits;           /* host memory of the device, [n_logits_max, n_vocab]              */
     int32_t *argmax;         /* host memory of the device, [n_logits_max]                       */
     uint32_t n_logits;       /* rows of the last eval that asked for logits                     */
     uint32_t logits_copied;  /* 1: logits holds them, too                                       */
-    rf_error logits_error;   /* of the last rf_session_logits                                   */
+    _Atomic uint32_t n_users; /* schedulers                                                     */
     _Atomic int cancel;
 };
 
@@ -12682,7 +12718,7 @@ static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *d
 static uint32_t rfi_state_cells(const rf_session_desc *d, const rf_plan_state *s) {
     const uint64_t needed = (uint64_t)s->window + d->n_batch - 1;
     const uint64_t n = (needed + RF_STATE_CELLS - 1) / RF_STATE_CELLS * RF_STATE_CELLS;
-    return s->window == 0 || d->full_cache || n >= d->n_ctx ? d->n_ctx : (uint32_t)n;
+    return s->window == 0 || d->swa_full || n >= d->n_ctx ? d->n_ctx : (uint32_t)n;
 }
 
 /* Place `n` x `width` elements behind *end, aligned to 256; 0 if it does not fit 64 bits. */
@@ -12697,7 +12733,7 @@ static int rfi_place(uint64_t *end, uint64_t *offset, uint64_t n, uint64_t width
 static int rfi_session_host_bytes(const rf_model *m, const rf_session_desc *d, uint64_t *bytes) {
     const uint64_t choices = m->config.moe.n_experts ? 2ull * m->config.moe.n_used : 0;
     const uint64_t row_bytes =
-        sizeof(rf_step_row) + sizeof(rf_row) + (1 + choices + m->plan.n_embd) * sizeof(float);
+        sizeof(rf_step_row) + sizeof(rf_token_row) + (1 + choices + m->plan.n_embd) * sizeof(float);
     const uint64_t n_slots = m->config.recurrent.kind ? rfi_session_n_slots(d) : 0;
     const uint64_t seq_bytes = (5 + (uint64_t)d->n_ctx) * sizeof(int32_t) + n_slots * sizeof(rfi_snapshot);
     uint64_t unused;
@@ -12814,7 +12850,7 @@ static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
         if (!s->snapshots) return RF_ERR_MEMORY;
     }
     s->rows = (rf_step_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->rows, "batch rows", err);
-    s->forward_rows = (rf_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->forward_rows, "batch rows", err);
+    s->forward_rows = (rf_token_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->forward_rows, "batch rows", err);
     s->logit_rows = (uint32_t *)rfi_alloc(alloc, d->n_batch, sizeof *s->logit_rows, "batch rows", err);
     s->tokens = (int32_t *)rfi_alloc_aligned(alloc, (uint64_t)d->n_seq_max * d->n_ctx * sizeof *s->tokens, 64,
                                              "token history", err);
@@ -12955,11 +12991,15 @@ ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc
     return RF_OK;
 }
 
-ROCMFORGE_API void rf_session_close(rf_session *s) {
-    if (!s) return;
+ROCMFORGE_API rf_result rf_session_close(rf_session *s, rf_error *err) {
+    rfi_clear(err);
+    if (!s) return RF_OK;
     rf_model *m = s->m;
+    if (atomic_load(&s->n_users))
+        return rfi_fail(err, RF_ERR_BUSY, 0, "session of %s: a scheduler uses it", rfi_gguf_path(m->g));
     rfi_session_release(s);
     atomic_fetch_sub(&m->n_sessions, 1);
+    return RF_OK;
 }
 
 /* ---- recurrent states ----
@@ -13049,35 +13089,37 @@ static void rfi_snapshots_plan(rf_session *s, uint32_t n_rows) {
 /* ---- the forward pass ---- */
 
 /* Check every row before anything changes; s->ends receives the lengths afterwards. */
-static rf_result rfi_eval_check(rf_session *s, const rf_row *rows, uint32_t n_rows, rf_error *err) {
+static rf_result rfi_eval_check(rf_session *s, const rf_token_row *rows, uint32_t n_rows, rf_error *err) {
     const rf_session_desc *d = &s->desc;
     uint32_t n_logits = 0, n_vocab = s->m->plan.n_vocab;
     memcpy(s->ends, s->lengths, d->n_seq_max * sizeof *s->ends);
     for (uint32_t i = 0; i < n_rows; i++) {
-        const rf_row *row = &rows[i];
+        const rf_token_row *row = &rows[i];
         if (row->seq < 0 || (uint32_t)row->seq >= d->n_seq_max)
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_eval: row %u: sequence %d, want 0 to %u", i, row->seq,
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_session_eval: row %u: sequence %d, want 0 to %u", i, row->seq,
                             d->n_seq_max - 1);
         if (!row->embedding && (row->token < 0 || (uint32_t)row->token >= n_vocab))
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_eval: row %u: token %d, want 0 to %u", i, row->token,
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_session_eval: row %u: token %d, want 0 to %u", i, row->token,
                             n_vocab - 1);
         if (row->embedding && s->m->config.n_layer_input)
             return rfi_fail(err, RF_ERR_UNSUPPORTED, i,
-                            "rf_eval: row %u: every layer of this model looks up the token, an embedding has none", i);
+                            "rf_session_eval: row %u: every layer of this model looks up the token, "
+                            "an embedding has none",
+                            i);
         if (row->pos != RF_POS_NEXT && (row->pos < 0 || (uint32_t)row->pos != s->ends[row->seq]))
             return rfi_fail(err, RF_ERR_ARGUMENT, i,
-                            "rf_eval: row %u: position %d, want %u, the length of sequence %d", i, row->pos,
+                            "rf_session_eval: row %u: position %d, want %u, the length of sequence %d", i, row->pos,
                             s->ends[row->seq], row->seq);
         if (s->ends[row->seq] >= d->n_ctx)
             return rfi_fail(
                 err, RF_ERR_CONTEXT_FULL, i,
-                "rf_eval: row %u: sequence %d is full: n_ctx is %u, it holds %u and these rows add more", i,
+                "rf_session_eval: row %u: sequence %d is full: n_ctx is %u, it holds %u and these rows add more", i,
                 row->seq, d->n_ctx, s->lengths[row->seq]);
         s->ends[row->seq]++;
         n_logits += row->want_logits != 0;
     }
     if (n_logits > d->n_logits_max)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_eval: %u rows want logits, n_logits_max is %u", n_logits,
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_eval: %u rows want logits, n_logits_max is %u", n_logits,
                         d->n_logits_max);
     return RF_OK;
 }
@@ -13444,7 +13486,7 @@ static rf_result rfi_eval_segments(rf_session *s, uint32_t first, uint32_t last,
                                    rf_ticket *ticket, rf_error *err) {
     rf_result r = RF_OK;
     if (atomic_load_explicit(&s->cancel, memory_order_relaxed) && atomic_exchange(&s->cancel, 0))
-        return rfi_fail(err, RF_ERR_CANCELLED, first, "rf_eval: cancelled by rf_session_cancel");
+        return rfi_fail(err, RF_ERR_CANCELLED, first, "rf_session_eval: cancelled by rf_session_cancel");
     for (uint32_t segment = first; r == RF_OK && segment < last; segment++) {
         if (s->route && !s->holds_experts)
             r = rfi_eval_choose(s, segment, step->n_rows, last - first == s->n_segments, err);
@@ -13474,7 +13516,7 @@ static uint32_t rfi_eval_end(const rf_session *s, uint32_t segment, uint32_t n_r
 
 /* One micro-batch through all segments; the last one brings the ids of all largest logits. s->ends holds where each
  * sequence goes on. */
-static rf_result rfi_eval_batch(rf_session *s, const rf_row *rows, uint32_t n_rows, uint32_t first_logits_row,
+static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_t n_rows, uint32_t first_logits_row,
                                 int last, uint32_t *n_logits, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
     uint32_t n_embd = s->m->plan.n_embd;
@@ -13547,7 +13589,8 @@ static void rfi_session_cut(rf_session *s, uint32_t seq, uint32_t n, rf_error *e
 }
 
 /* All micro-batches, and the ids of the largest logits. */
-static rf_result rfi_eval_run(rf_session *s, const rf_row *rows, uint32_t n_rows, uint32_t *n_logits, rf_error *err) {
+static rf_result rfi_eval_run(rf_session *s, const rf_token_row *rows, uint32_t n_rows, uint32_t *n_logits,
+                              rf_error *err) {
     rfi_store *store = s->m->store;
     rf_result r = RF_OK;
     rfi_stream_lock(store);
@@ -13566,10 +13609,10 @@ static rf_result rfi_eval_run(rf_session *s, const rf_row *rows, uint32_t n_rows
     return r;
 }
 
-ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_rows, rf_error *err) {
+ROCMFORGE_API rf_result rf_session_eval(rf_session *s, const rf_token_row *rows, uint32_t n_rows, rf_error *err) {
     rfi_clear(err);
     if (!s || !rows || n_rows == 0)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_eval: session or rows is NULL, or there are no rows");
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_eval: session or rows is NULL, or there are no rows");
     s->n_logits = s->logits_copied = 0;
     rf_result r = rfi_eval_check(s, rows, n_rows, err);
     if (r == RF_OK) r = rfi_store_begin(s->m->store, &s->loading_cancels, err);
@@ -13592,7 +13635,7 @@ ROCMFORGE_API rf_result rf_eval(rf_session *s, const rf_row *rows, uint32_t n_ro
 static rf_result rfi_session_row(rf_session *s, uint32_t i, float **out, rf_error *err) {
     *out = NULL;
     if (i >= s->n_logits)
-        return rfi_fail(err, RF_ERR_ARGUMENT, i, "logits row %u: the last rf_eval gave %u", i, s->n_logits);
+        return rfi_fail(err, RF_ERR_ARGUMENT, i, "logits row %u: the last rf_session_eval gave %u", i, s->n_logits);
     rf_result r = s->logits_copied ? RF_OK : rfi_eval_read(s, s->m->plan.logits, s->logits, s->n_logits, err);
     if (r != RF_OK) return r;
     s->logits_copied = 1;
@@ -13600,40 +13643,39 @@ static rf_result rfi_session_row(rf_session *s, uint32_t i, float **out, rf_erro
     return RF_OK;
 }
 
-ROCMFORGE_API float *rf_session_logits(rf_session *s, uint32_t i) {
-    float *logits;
-    if (!s) return NULL;
-    rfi_clear(&s->logits_error);
-    rfi_session_row(s, i, &logits, &s->logits_error);
-    return logits;
-}
-
-ROCMFORGE_API rf_result rf_session_get_error(const rf_session *s, rf_error *err) {
+ROCMFORGE_API rf_result rf_session_get_logits(rf_session *s, uint32_t i, float **logits, rf_error *err) {
     rfi_clear(err);
-    if (!s) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_get_error: session is NULL");
-    if (err) *err = s->logits_error;
-    return s->logits_error.code;
+    if (logits) *logits = NULL;
+    if (!s || !logits) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_get_logits: session or logits is NULL");
+    return rfi_session_row(s, i, logits, err);
 }
 
 ROCMFORGE_API rf_session_stats rf_session_get_stats(const rf_session *s) {
     return s ? s->m->device->api->plan_stats(s->prepared) : (rf_session_stats){0};
 }
 
-ROCMFORGE_API int32_t rf_session_argmax(const rf_session *s, uint32_t i) {
-    return s && i < s->n_logits ? s->argmax[i] : -1;
+ROCMFORGE_API rf_result rf_session_get_argmax(const rf_session *s, uint32_t i, int32_t *token, rf_error *err) {
+    rfi_clear(err);
+    if (token) *token = -1;
+    if (!s || !token) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_get_argmax: session or token is NULL");
+    if (i >= s->n_logits)
+        return rfi_fail(err, RF_ERR_ARGUMENT, i, "logits row %u: the last rf_session_eval gave %u", i, s->n_logits);
+    *token = s->argmax[i];
+    return RF_OK;
 }
 
-ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits,
+ROCMFORGE_API rf_result rf_session_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits,
                                    rf_error *err) {
     rfi_clear(err);
     if (logits) *logits = NULL;
     if (!s || !tokens || n_tokens == 0)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_forward: session or tokens is NULL, or there are no tokens");
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0,
+                        "rf_session_forward: session or tokens is NULL, or there are no tokens");
     uint32_t before = s->lengths[0];
     s->n_logits = 0;
     if (n_tokens > s->desc.n_ctx - before)
         return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0,
-                        "rf_forward: %u tokens do not fit: n_ctx is %u, sequence 0 holds %u", n_tokens,
+                        "rf_session_forward: %u tokens do not fit: n_ctx is %u, sequence 0 holds %u", n_tokens,
                         s->desc.n_ctx, before);
     rf_result r = RF_OK;
     s->hold = before;
@@ -13641,8 +13683,8 @@ ROCMFORGE_API rf_result rf_forward(rf_session *s, const int32_t *tokens, uint32_
         uint32_t n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_tokens - at);
         for (uint32_t i = 0; i < n; i++)
             s->forward_rows[i] =
-                (rf_row){.token = tokens[at + i], .pos = RF_POS_NEXT, .want_logits = at + i + 1 == n_tokens};
-        r = rf_eval(s, s->forward_rows, n, err);
+                (rf_token_row){.token = tokens[at + i], .pos = RF_POS_NEXT, .want_logits = at + i + 1 == n_tokens};
+        r = rf_session_eval(s, s->forward_rows, n, err);
         at += n;
     }
     if (r == RF_OK && logits) r = rfi_session_row(s, 0, logits, err);
@@ -13753,8 +13795,9 @@ ROCMFORGE_API rf_result rf_session_hidden(rf_session *s, uint32_t first, uint32_
     rfi_clear(err);
     if (!s || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_hidden: session or out is NULL");
     if (first > s->n_logits || n > s->n_logits - first)
-        return rfi_fail(err, RF_ERR_ARGUMENT, first, "rf_session_hidden: %u rows from %u on, the last rf_eval gave %u",
-                        n, first, s->n_logits);
+        return rfi_fail(err, RF_ERR_ARGUMENT, first,
+                        "rf_session_hidden: %u rows from %u on, the last rf_session_eval gave %u", n, first,
+                        s->n_logits);
     uint32_t n_embd = s->m->plan.n_embd;
     rf_result r = RF_OK;
     for (uint32_t at = 0, part; r == RF_OK && at < n; at += part) {
@@ -13793,9 +13836,9 @@ ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, u
         uint32_t n = (uint32_t)rfi_min_u64(most, n_tokens - at);
         for (uint32_t i = 0; i < n; i++) {
             int want = pooling == RF_POOL_MEAN || (pooling == RF_POOL_CLS ? at + i == 0 : at + i + 1 == n_tokens);
-            s->forward_rows[i] = (rf_row){.token = tokens[at + i], .pos = RF_POS_NEXT, .want_logits = want};
+            s->forward_rows[i] = (rf_token_row){.token = tokens[at + i], .pos = RF_POS_NEXT, .want_logits = want};
         }
-        r = rf_eval(s, s->forward_rows, n, err);
+        r = rf_session_eval(s, s->forward_rows, n, err);
         if (r == RF_OK) r = rfi_embed_add(s, out, err);
         at += n;
     }
@@ -14192,6 +14235,7 @@ struct rf_tokenizer {
     uint32_t special_first[257];  /* where in special a first byte starts                                    */
     int32_t bos, eos, eot, eom, unknown, padding; /* -1: the file names none                                 */
     uint32_t add_bos, add_eos, add_space;
+    _Atomic uint32_t n_users;     /* schedulers                                                              */
 };
 
 static const char rfi_spm_space[] = "\xe2\x96\x81"; /* U+2581 stands for a space in SPM vocabularies */
@@ -14331,7 +14375,7 @@ static uint32_t rfi_merge_slot_of(const rf_tokenizer *t, uint64_t key) {
 /* An array key: *out has count 0 if it is absent and not required. n_want 0: any length. */
 static rf_result rfi_tok_array(const rf_gguf *g, const char *key, uint32_t type, uint64_t n_want, int required,
                                rf_kv *out, rf_error *err) {
-    if (rf_gguf_find_kv(g, key, out) != RF_OK) {
+    if (rf_gguf_find_kv(g, key, out, NULL) != RF_OK) {
         if (!required) return RF_OK;
         return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), key);
     }
@@ -14350,19 +14394,19 @@ static rf_result rfi_tok_text(const rf_gguf *g, const char *key, rf_string *out,
     rf_kv kv;
     memset(out, 0, sizeof *out);
     *where = 0;
-    if (rf_gguf_find_kv(g, key, &kv) != RF_OK) return RF_OK;
+    if (rf_gguf_find_kv(g, key, &kv, NULL) != RF_OK) return RF_OK;
     *where = kv.where;
     if (kv.type != RF_KV_STRING)
         return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, kv.where, "want a string, found %s",
                             rfi_kv_type_name(kv.type));
-    return rf_kv_text(&kv, NULL, out);
+    return rf_kv_text(&kv, NULL, out, NULL);
 }
 
 static rf_result rfi_tok_bool(const rf_gguf *g, const char *key, uint32_t *out, rf_error *err) {
     rf_kv kv;
     int64_t v = 0;
-    if (rf_gguf_find_kv(g, key, &kv) != RF_OK) return RF_OK;
-    if (kv.type != RF_KV_BOOL || rf_kv_int(&kv, 0, &v) != RF_OK)
+    if (rf_gguf_find_kv(g, key, &kv, NULL) != RF_OK) return RF_OK;
+    if (kv.type != RF_KV_BOOL || rf_kv_int(&kv, 0, &v, NULL) != RF_OK)
         return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, kv.where, "want a bool, found %s", rfi_kv_type_name(kv.type));
     *out = v != 0;
     return RF_OK;
@@ -14374,8 +14418,8 @@ static rf_result rfi_tok_id(const rf_gguf *g, const char *key, uint32_t n_vocab,
     rf_kv kv;
     int64_t v = 0;
     *out = -1;
-    if (rf_gguf_find_kv(g, key, &kv) != RF_OK) return RF_OK;
-    int is_int = kv.type != RF_KV_ARRAY && kv.type != RF_KV_BOOL && rf_kv_int(&kv, 0, &v) == RF_OK;
+    if (rf_gguf_find_kv(g, key, &kv, NULL) != RF_OK) return RF_OK;
+    int is_int = kv.type != RF_KV_ARRAY && kv.type != RF_KV_BOOL && rf_kv_int(&kv, 0, &v, NULL) == RF_OK;
     if (is_int && v >= 0 && v < n_vocab) return *out = (int32_t)v, RF_OK;
     if (is_int && lax) return RF_OK;
     if (is_int)
@@ -14447,7 +14491,7 @@ static rf_result rfi_tok_open_tokens(rf_tokenizer *t, rf_error *err) {
     t->attr = (uint8_t *)rfi_alloc(&t->allocator, t->n_vocab, 1, "token types", err);
     if (!t->text || !t->attr) return RF_ERR_MEMORY;
     for (uint32_t i = 0; i < t->n_vocab; i++) {
-        r = rf_kv_text(&tokens, &cursor, &t->text[i]);
+        r = rf_kv_text(&tokens, &cursor, &t->text[i], NULL);
         if (r != RF_OK)
             return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, RFI_TOK "tokens", tokens.where, "cannot read element %u", i);
         uint32_t type = types.count ? rfi_load_u32((const char *)types.data + 4 * (size_t)i) : RFI_TOKEN_NORMAL;
@@ -14681,7 +14725,7 @@ static rf_result rfi_tok_open_merges(rf_tokenizer *t, rf_error *err) {
     if (!t->merges || !joined) r = RF_ERR_MEMORY;
     for (uint32_t i = 0; r == RF_OK && i < kv.count; i++) {
         rf_string s = {"", 0}, left, right;
-        r = rf_kv_text(&kv, &cursor, &s);
+        r = rf_kv_text(&kv, &cursor, &s, NULL);
         const char *space = s.len ? (const char *)memchr(s.data, ' ', (size_t)s.len) : NULL;
         left = (rf_string){s.data, space ? (uint64_t)(space - s.data) : 0};
         right = (rf_string){space ? space + 1 : s.data, space ? s.len - left.len - 1 : 0};
@@ -14719,13 +14763,16 @@ ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokeni
     if (r == RF_OK) r = rfi_tok_open_texts(t, err);
     if (r == RF_OK) rfi_tok_find_bytes(t);
     if (r == RF_OK && t->pre) r = rfi_tok_open_merges(t, err);
-    if (r != RF_OK) rf_tokenizer_close(t);
+    if (r != RF_OK) rf_tokenizer_close(t, NULL);
     else *out = t;
     return r;
 }
 
-ROCMFORGE_API void rf_tokenizer_close(rf_tokenizer *t) {
-    if (!t) return;
+ROCMFORGE_API rf_result rf_tokenizer_close(rf_tokenizer *t, rf_error *err) {
+    rfi_clear(err);
+    if (!t) return RF_OK;
+    if (atomic_load(&t->n_users))
+        return rfi_fail(err, RF_ERR_BUSY, 0, "tokenizer of %s: a scheduler uses it", rfi_gguf_path(t->g));
     rf_allocator a = t->allocator;
     rfi_free(&a, t->text);
     rfi_free(&a, t->attr);
@@ -14735,6 +14782,7 @@ ROCMFORGE_API void rf_tokenizer_close(rf_tokenizer *t) {
     rfi_free(&a, t->special);
     rfi_gguf_drop(t->g);
     rfi_free(&a, t);
+    return RF_OK;
 }
 
 /* ---- text to ids: what one call works with ---- */
@@ -15632,7 +15680,7 @@ static rf_result rfi_tokenize(rfi_tokenizing *w, const unsigned char *p, uint32_
     rfi_free(&t->allocator, w->symbols);
     rfi_free(&t->allocator, w->word);
     if (r != RF_OK || w->count <= w->capacity) return r;
-    return rfi_fail(w->err, RF_ERR_ARGUMENT, 0, "rf_tokenize: want room for %u ids, got %u", w->count, w->capacity);
+    return rfi_fail(w->err, RF_ERR_CAPACITY, 0, "rf_tokenize: want room for %u ids, got %u", w->count, w->capacity);
 }
 
 ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags,
@@ -15742,7 +15790,7 @@ ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *sta
     }
     *count = d.count;
     if (d.count > capacity)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_detokenize: want room for %llu bytes, got %llu",
+        return rfi_fail(err, RF_ERR_CAPACITY, 0, "rf_detokenize: want room for %llu bytes, got %llu",
                         (unsigned long long)d.count, (unsigned long long)capacity);
     *state = d.state;
     return RF_OK;
@@ -16356,9 +16404,9 @@ static rf_result rfi_chat_of_file(const rf_gguf *g, const rfi_chat_family **out,
     rf_kv kv;
     rf_string t;
     *out = NULL;
-    if (rf_gguf_find_kv(g, "tokenizer.chat_template", &kv) != RF_OK)
+    if (rf_gguf_find_kv(g, "tokenizer.chat_template", &kv, NULL) != RF_OK)
         return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "chat: the file has no tokenizer.chat_template: name one");
-    if (kv.type == RF_KV_STRING && rf_kv_text(&kv, NULL, &t) == RF_OK && t.len <= RFI_CHAT_TEMPLATE_MAX)
+    if (kv.type == RF_KV_STRING && rf_kv_text(&kv, NULL, &t, NULL) == RF_OK && t.len <= RFI_CHAT_TEMPLATE_MAX)
         *out = rfi_chat_by_name(rfi_chat_recognise(t));
     if (*out) return RF_OK;
     return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where, "chat: the file's chat template is of no family known here: "
@@ -16392,9 +16440,10 @@ static void rfi_chat_put_token(rfi_chat_writer *w, const char *key, const char *
         rf_kv id_kv, tokens;
         uint64_t cursor = 0;
         int64_t id;
-        int found = w->g && rf_gguf_find_kv(w->g, key, &id_kv) == RF_OK && rf_kv_int(&id_kv, 0, &id) == RF_OK &&
-                    rf_gguf_find_kv(w->g, "tokenizer.ggml.tokens", &tokens) == RF_OK && id >= 0;
-        for (int64_t i = 0; found && i <= id; i++) found = rf_kv_text(&tokens, &cursor, text) == RF_OK;
+        int found = w->g && rf_gguf_find_kv(w->g, key, &id_kv, NULL) == RF_OK &&
+                    rf_kv_int(&id_kv, 0, &id, NULL) == RF_OK &&
+                    rf_gguf_find_kv(w->g, "tokenizer.ggml.tokens", &tokens, NULL) == RF_OK && id >= 0;
+        for (int64_t i = 0; found && i <= id; i++) found = rf_kv_text(&tokens, &cursor, text, NULL) == RF_OK;
         if (!found) *text = (rf_string){otherwise, strlen(otherwise)};
     }
     rfi_chat_put(w, text->data, (size_t)text->len);
@@ -16495,7 +16544,7 @@ ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const rf_chat *chat, ch
     if (r != RF_OK) return r;
     *count = w.count;
     if (w.count <= capacity) return RF_OK;
-    return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_format: the text has %llu bytes, capacity is %llu",
+    return rfi_fail(err, RF_ERR_CAPACITY, 0, "rf_chat_format: the text has %llu bytes, capacity is %llu",
                     (unsigned long long)w.count, (unsigned long long)capacity);
 }
 
@@ -16691,11 +16740,11 @@ static rf_result rfi_sampling_key(const rf_gguf *g, const char *name, double lo,
                                   int *found, rf_error *err) {
     rf_kv kv;
     int64_t n = 0;
-    *found = rf_gguf_find_kv(g, name, &kv) == RF_OK;
+    *found = rf_gguf_find_kv(g, name, &kv, NULL) == RF_OK;
     if (!*found) return RF_OK;
     int is_number = kv.type != RF_KV_ARRAY && kv.type != RF_KV_BOOL;
-    if (is_number && rf_kv_int(&kv, 0, &n) == RF_OK) *out = (double)n;
-    else if (!is_number || whole || rf_kv_real(&kv, 0, out) != RF_OK)
+    if (is_number && rf_kv_int(&kv, 0, &n, NULL) == RF_OK) *out = (double)n;
+    else if (!is_number || whole || rf_kv_real(&kv, 0, out, NULL) != RF_OK)
         return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a %snumber, found %s",
                         rfi_gguf_path(g), name, (unsigned long long)kv.where, whole ? "whole " : "",
                         rfi_kv_type_name(kv.type));
@@ -16894,13 +16943,13 @@ typedef struct rfi_slot {
 struct rf_scheduler {
     rf_session *session;
     const rf_session_desc *desc; /* the session's                                      */
-    const rf_tokenizer *tokenizer;
+    rf_tokenizer *tokenizer;     /* not const: it counts its users                     */
     rf_request *queue;           /* [capacity] ring                                    */
     uint32_t capacity, first, n_waiting;
     rfi_slot *slots;             /* [n_slots] running ones, oldest first, then idle    */
     uint32_t n_slots, n_running, n_vocab;
-    rf_row *rows;                /* [n_batch]                                          */
-    int closing;
+    rf_token_row *rows;                /* [n_batch]                                          */
+    int closing, in_callbacks;   /* 1: in rf_scheduler_close; in a call that runs callbacks */
 };
 
 ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, uint32_t queue_capacity,
@@ -16913,15 +16962,17 @@ ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, 
     rf_scheduler *sch = (rf_scheduler *)rfi_alloc(alloc, 1, sizeof *sch, "a scheduler", err);
     if (!sch) return RF_ERR_MEMORY;
     const rf_session_desc *d = sch->desc = rfi_session_desc(s);
-    sch->session = s, sch->tokenizer = t;
+    sch->session = s, sch->tokenizer = (rf_tokenizer *)(uintptr_t)t;
+    atomic_fetch_add(&sch->session->n_users, 1);
+    atomic_fetch_add(&sch->tokenizer->n_users, 1);
     sch->n_vocab = rf_model_get_info(s->m).n_vocab;
     sch->n_slots = (uint32_t)rfi_min_u64(d->n_seq_max, rfi_min_u64(d->n_batch, d->n_logits_max));
     sch->capacity = queue_capacity;
     sch->queue = (rf_request *)rfi_alloc(alloc, queue_capacity, sizeof *sch->queue, "waiting requests", err);
     sch->slots = (rfi_slot *)rfi_alloc(alloc, sch->n_slots, sizeof *sch->slots, "running requests", err);
-    sch->rows = (rf_row *)rfi_alloc(alloc, d->n_batch, sizeof *sch->rows, "a batch of rows", err);
+    sch->rows = (rf_token_row *)rfi_alloc(alloc, d->n_batch, sizeof *sch->rows, "a batch of rows", err);
     if (!sch->queue || !sch->slots || !sch->rows) {
-        rf_scheduler_close(sch);
+        rf_scheduler_close(sch, NULL);
         return RF_ERR_MEMORY;
     }
     for (uint32_t i = 0; i < sch->n_slots; i++) sch->slots[i].seq = (int32_t)i;
@@ -16947,15 +16998,20 @@ static rf_result rfi_scheduler_admit(rf_scheduler *sch, rf_error *err) {
     return rf_session_truncate(sch->session, slot->seq, 0, NULL, err);
 }
 
-ROCMFORGE_API void rf_scheduler_close(rf_scheduler *sch) {
-    if (!sch) return;
+ROCMFORGE_API rf_result rf_scheduler_close(rf_scheduler *sch, rf_error *err) {
+    rfi_clear(err);
+    if (!sch) return RF_OK;
+    if (sch->in_callbacks) return rfi_fail(err, RF_ERR_BUSY, 0, "rf_scheduler_close: called from a callback");
     const rf_allocator *alloc = rfi_session_allocator(sch->session);
-    sch->closing = 1;
+    sch->closing = sch->in_callbacks = 1;
     while (sch->n_running || sch->n_waiting) {
         if (!sch->n_running) rfi_scheduler_admit(sch, NULL);
         rfi_scheduler_end(sch, 0, RF_ERR_CANCELLED);
     }
+    atomic_fetch_sub(&sch->session->n_users, 1);
+    atomic_fetch_sub(&sch->tokenizer->n_users, 1);
     rfi_free(alloc, sch->queue), rfi_free(alloc, sch->slots), rfi_free(alloc, sch->rows), rfi_free(alloc, sch);
+    return RF_OK;
 }
 
 ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request *request, rf_error *err) {
@@ -16989,7 +17045,7 @@ static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
             slot->n_new = end - slot->n_held < room ? end - slot->n_held : room;
             slot->logits_row = slot->n_held + slot->n_new == end ? (int32_t)n_logits++ : -1;
             for (uint32_t at = slot->n_held; at < slot->n_held + slot->n_new; at++)
-                sch->rows[n_rows++] = (rf_row){.token = prompts ? request->prompt[at] : slot->next,
+                sch->rows[n_rows++] = (rf_token_row){.token = prompts ? request->prompt[at] : slot->next,
                                                .seq = slot->seq, .pos = RF_POS_NEXT, .want_logits = at + 1 == end};
         }
     return n_rows;
@@ -17011,7 +17067,8 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
     if (!sch) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_step: scheduler is NULL");
     rf_result r = RF_OK;
     while (r == RF_OK && sch->n_waiting && sch->n_running < sch->n_slots) r = rfi_scheduler_admit(sch, err);
-    if (r == RF_OK && sch->n_running) r = rf_eval(sch->session, sch->rows, rfi_scheduler_fill(sch), err);
+    if (r == RF_OK && sch->n_running) r = rf_session_eval(sch->session, sch->rows, rfi_scheduler_fill(sch), err);
+    sch->in_callbacks = 1;
     /* Cancelled: all is as before the step. Any other failure concerns the batch: it ends every request in it. */
     for (uint32_t i = 0; i < sch->n_running && r != RF_ERR_CANCELLED;) {
         rfi_slot *slot = &sch->slots[i];
@@ -17022,6 +17079,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
         if (ends) rfi_scheduler_end(sch, i, reason);
         else i++;
     }
+    sch->in_callbacks = 0;
     if (n_active) *n_active = sch->n_running + sch->n_waiting;
     return r;
 }
@@ -17042,6 +17100,7 @@ ROCMFORGE_API const char *rf_result_name(rf_result code) {
     case RF_ERR_CANCELLED: return "RF_ERR_CANCELLED";
     case RF_ERR_NOT_FOUND: return "RF_ERR_NOT_FOUND";
     case RF_ERR_BUSY: return "RF_ERR_BUSY";
+    case RF_ERR_CAPACITY: return "RF_ERR_CAPACITY";
     }
     return "unknown result";
 }
@@ -17228,7 +17287,7 @@ static void rfi_model_report_unused(const rf_model *m) {
     for (uint64_t i = 0; i < info.n_tensors; i++) {
         int used = 0;
         for (uint32_t w = 0; w < m->plan.n_weights && !used; w++) used = m->plan.weights[w].tensor == i;
-        if (used || rf_gguf_get_tensor(m->g, i, &t) != RF_OK) continue;
+        if (used || rf_gguf_get_tensor(m->g, i, &t, NULL) != RF_OK) continue;
         rfi_log_text(&m->log, RF_LOG_WARNING, "%s: %llu tensors are not used, the first is %.*s",
                      rfi_gguf_path(m->g), (unsigned long long)unused, RFI_STR(t.name));
         return;
@@ -17306,7 +17365,8 @@ ROCMFORGE_API rf_result rf_model_close(rf_model *m, rf_error *err) {
     if (n) return rfi_fail(err, RF_ERR_BUSY, 0, "model %s: %u sessions are open", rfi_gguf_path(m->g), n);
     rf_gguf *g = m->g;
     rf_device *d = m->device;
-    rf_tokenizer_close(m->tokenizer);
+    rf_result r = rf_tokenizer_close(m->tokenizer, err);
+    if (r != RF_OK) return r; /* a scheduler on another model's session uses it */
     rfi_model_free(m);
     rfi_gguf_drop(g);
     atomic_fetch_sub(&d->n_held, 1);
@@ -17343,7 +17403,7 @@ ROCMFORGE_API const rf_plan *rf_model_get_plan(const rf_model *m) { return m ? &
 /* Slot of a tensor by name; RF_NONE if the plan does not use it. */
 static uint32_t rfi_model_slot(const rf_model *m, const char *name) {
     rf_tensor_info t;
-    if (!m || !name || rf_gguf_find_tensor(m->g, name, &t) != RF_OK) return RF_NONE;
+    if (!m || !name || rf_gguf_find_tensor(m->g, name, &t, NULL) != RF_OK) return RF_NONE;
     for (uint32_t i = 0; i < m->plan.n_weights; i++)
         if (m->plan.weights[i].tensor == t.index) return i;
     return RF_NONE;
@@ -17366,7 +17426,8 @@ ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_e
     if (r != RF_OK) return r;
     for (; r == RF_OK && slot != RF_NONE; slot = rfi_model_next_slot(m, slot)) {
         if (!rfi_is_resident(&m->store->tensors[slot]))
-            r = rfi_fail(err, RF_ERR_MEMORY, slot, "%s is beyond the budget: rf_eval loads it as it is needed", name);
+            r = rfi_fail(err, RF_ERR_MEMORY, slot, "%s is beyond the budget: rf_session_eval loads it as it is needed",
+                         name);
         else r = rfi_store_pin(m->store, slot, cancels, err);
         if (r == RF_OK) {
             r = rfi_store_arrived(m->store, slot, err);
@@ -17430,12 +17491,16 @@ ROCMFORGE_API rf_expert_stats rf_model_get_expert_stats(const rf_model *m, uint3
     return st;
 }
 
-ROCMFORGE_API rf_result rf_model_clear_gpu_cache(rf_model *m, uint32_t *left, rf_error *err) {
+ROCMFORGE_API rf_result rf_model_clear_device_cache(rf_model *m, uint32_t *left, rf_error *err) {
     rfi_clear(err);
-    if (!m) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_clear_gpu_cache: model is NULL");
+    if (!m) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_clear_device_cache: model is NULL");
     const uint32_t n = rfi_store_clear_unused(m->store);
     if (left) *left = n;
     return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_model_clear_gpu_cache(rf_model *m, uint32_t *left, rf_error *err) {
+    return rf_model_clear_device_cache(m, left, err);
 }
 
 static rf_result rfi_model_tokenizer_load(void *ctx, rf_error *err) {
@@ -17454,8 +17519,22 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
     return RF_OK;
 }
 
-/* Changelog
- *   0.1.0  the first; README.md says what runs
+/* Changes
+ *   0.2.0  Renames and one rule for each kind of call; old -> new:
+ *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
+ *            rf_row                              -> rf_token_row
+ *            rf_session_logits, _get_error       -> rf_session_get_logits, which returns an rf_result
+ *            rf_session_argmax                   -> rf_session_get_argmax, likewise
+ *            rf_model_clear_gpu_cache            -> rf_model_clear_device_cache; the old name works, too
+ *            rf_session_desc.full_cache          -> swa_full; the command's --full-cache -> --swa-full
+ *            rf_decode_way, rf_session_stats.way -> rf_launch_config, .config; section 2
+ *          Every close returns an rf_result, takes an rf_error, and is RF_ERR_BUSY while the object is in use:
+ *            rf_session_close(s) -> rf_session_close(s, NULL); likewise tokenizers and schedulers.
+ *          The last parameter is an rf_error, NULL if it is not wanted: rf_gguf_get_kv, rf_gguf_find_kv, rf_kv_int,
+ *            rf_kv_real, rf_kv_text, rf_gguf_get_tensor, rf_gguf_find_tensor.
+ *          A buffer that is too small: RF_ERR_ARGUMENT -> RF_ERR_CAPACITY.
+ *          The command's --max-tokens 0: no tokens -> no limit but the context, as rf_request.max_tokens.
+ *   0.1.0  The first version.
  *
  * MIT License. Copyright (c) 2026 the rocmforge authors.
  *

@@ -5896,7 +5896,7 @@ struct rfk_pinned {
 struct rfk_known_way {
     uint64_t shape; /* rfk_shape_of such a plan */
     uint32_t way;
-    float us[RF_DECODE_WAYS];
+    float us[RF_LAUNCH_CONFIGS];
 };
 
 struct rf_dev {
@@ -7684,10 +7684,10 @@ static void rfk_list_ways(rf_prepared *p) {
         }
     }
     if (first > most) first = most;
-    s->n_ways = 2 * most;
-    for (uint32_t i = 0; i < s->n_ways; i++) {
-        s->ways[i].strips = i < 2 ? first : 3 - first;
-        s->ways[i].blocks = RFK_ROWS_RESIDENT * (1 + i % 2);
+    s->n_configs = 2 * most;
+    for (uint32_t i = 0; i < s->n_configs; i++) {
+        s->configs[i].in_flight = i < 2 ? first : 3 - first;
+        s->configs[i].blocks_per_cu = RFK_ROWS_RESIDENT * (1 + i % 2);
     }
 }
 
@@ -7723,10 +7723,10 @@ static const rfk_known_way *rfk_find_known(const rf_dev *d, uint64_t shape) {
 /* From now on steps are done as the device knows it for this shape. 0: it does not. Requires d->lock. */
 static int rfk_take_known(rf_prepared *p) {
     const rfk_known_way *c = rfk_find_known(p->dev, p->tuning.shape);
-    if (!c || c->way >= p->stats.n_ways) return 0; /* the latter: of another shape with this hash */
-    p->stats.way = c->way;
-    p->stats.way_is_timed = 1;
-    for (uint32_t i = 0; i < RF_DECODE_WAYS; i++) p->stats.ways[i].us = c->us[i];
+    if (!c || c->way >= p->stats.n_configs) return 0; /* the latter: of another shape with this hash */
+    p->stats.config = c->way;
+    p->stats.config_is_timed = 1;
+    for (uint32_t i = 0; i < RF_LAUNCH_CONFIGS; i++) p->stats.configs[i].us = c->us[i];
     return 1;
 }
 
@@ -7740,7 +7740,7 @@ static void rfk_stop_tuning(rf_prepared *p) {
 /* Time the first steps, unless they have no choice or the device knows it. No events: the default it is. */
 static void rfk_start_tuning(rf_prepared *p) {
     rfk_tuning *t = &p->tuning;
-    if (p->stats.n_ways < 2) return;
+    if (p->stats.n_configs < 2) return;
     t->shape = rfk_shape_of(p);
     pthread_mutex_lock(&p->dev->lock);
     const int known = rfk_take_known(p);
@@ -7756,7 +7756,7 @@ static void rfk_start_tuning(rf_prepared *p) {
 }
 
 static void rfk_go_way(rf_prepared *p, uint32_t way) {
-    p->stats.way = way;
+    p->stats.config = way;
     p->tuning.n_steps = 0;
 }
 
@@ -7765,11 +7765,11 @@ static void rfk_choose_way(rf_prepared *p) {
     rf_dev *d = p->dev;
     rf_session_stats *s = &p->stats;
     rfk_known_way c;
-    float least = RFK_TIMED_GAIN * s->ways[0].us;
+    float least = RFK_TIMED_GAIN * s->configs[0].us;
     memset(&c, 0, sizeof c);
     c.shape = p->tuning.shape;
-    for (uint32_t i = 0; i < s->n_ways; i++) {
-        c.us[i] = s->ways[i].us;
+    for (uint32_t i = 0; i < s->n_configs; i++) {
+        c.us[i] = s->configs[i].us;
         if (i && c.us[i] > 0 && c.us[i] < least) least = c.us[i], c.way = i;
     }
     pthread_mutex_lock(&d->lock);
@@ -7784,14 +7784,14 @@ static void rfk_choose_way(rf_prepared *p) {
 static void rfk_next_way(rf_prepared *p) {
     rfk_tuning *t = &p->tuning;
     rf_session_stats *s = &p->stats;
-    float *us = &s->ways[0].us;
+    float *us = &s->configs[0].us;
     if (t->visit++ == 0) t->first_us = *us, *us = 0;
-    if (t->visit <= s->n_ways) return rfk_go_way(p, t->visit % s->n_ways);
+    if (t->visit <= s->n_configs) return rfk_go_way(p, t->visit % s->n_configs);
     if (fabsf(*us - t->first_us) <= RFK_TIMED_CHANGE * t->first_us || ++t->n_rounds == RFK_TIMED_ROUNDS) {
         *us = fminf(*us, t->first_us);
         return rfk_choose_way(p);
     }
-    for (uint32_t i = 0; i < s->n_ways; i++) s->ways[i].us = 0;
+    for (uint32_t i = 0; i < s->n_configs; i++) s->configs[i].us = 0;
     t->visit = 0;
     rfk_go_way(p, 0);
 }
@@ -7800,7 +7800,7 @@ static void rfk_next_way(rf_prepared *p) {
  * still runs is not waited for and its time not taken. So where the way changes, no graph is running. */
 static void rfk_tune(rf_prepared *p) {
     rfk_tuning *t = &p->tuning;
-    float *us = &p->stats.ways[p->stats.way].us, ms = 0;
+    float *us = &p->stats.configs[p->stats.config].us, ms = 0;
     if (!t->is_timed) return;
     t->is_timed = 0;
     if (hipEventElapsedTime(&ms, t->event[0], t->event[1]) != hipSuccess) { /* if it failed, the step will say so */
@@ -7818,7 +7818,7 @@ static void rfk_before_timed(rf_prepared *p, rf_queue *q, int replayed) {
         t->replayed = replayed;
         t->visit = 0;
         rfk_go_way(p, 0);
-        for (uint32_t i = 0; i < p->stats.n_ways; i++) p->stats.ways[i].us = 0;
+        for (uint32_t i = 0; i < p->stats.n_configs; i++) p->stats.configs[i].us = 0;
     }
     t->is_timed = t->n_steps > 0 && hipEventRecord(t->event[0], q->stream) == hipSuccess;
     if (!t->is_timed) (void)hipGetLastError();
@@ -8796,13 +8796,13 @@ static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
     a.glu = f->glu != RF_NONE;
     if (f->to_int8) a.to8 = p->x8;
     rfk_pass_norm(p, f, &a);
-    const rf_decode_way *way = &p->stats.ways[p->stats.way];
+    const rf_launch_config *way = &p->stats.configs[p->stats.config];
     const bool other = rfk_is_other(p->plan, f->products);
-    uint32_t blocks = rfk_divide_blocks(l, &a, way->blocks * p->dev->info.compute_units);
+    uint32_t blocks = rfk_divide_blocks(l, &a, way->blocks_per_cu * p->dev->info.compute_units);
     rfk_config c = {dim3(blocks), dim3(RFK_ROWS_BLOCK), a.n_in / 64 * 96, p->capturing && p->dev->early,
                     l->q->stream};
     void (*kernel)(rfk_rows_args) =
-        RFK_BY_WAVE(l, rfk_find_rows<32>(other, way->strips), rfk_find_rows<64>(other, way->strips));
+        RFK_BY_WAVE(l, rfk_find_rows<32>(other, way->in_flight), rfk_find_rows<64>(other, way->in_flight));
     return rfk_go_config(l, kernel, c, a);
 }
 
@@ -9095,8 +9095,8 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     memset(&ignored, 0, sizeof ignored);
     rfk_drop_graphs(p);
     p->graph_generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
-    if (p->graph_way != p->stats.way) p->graphs_checked = 0; /* other kernels: this driver may be wrong about these */
-    p->graph_way = p->stats.way;
+    if (p->graph_way != p->stats.config) p->graphs_checked = 0; /* other kernels: this driver may be wrong about these */
+    p->graph_way = p->stats.config;
     p->tuning.n_steps = 0; /* a graph's first replay is not like the next */
     p->capturing = 1;
     rfk_begin_fused(p, 0, p->n_fused);
@@ -9156,7 +9156,7 @@ static rf_result rfk_check_replay(rf_prepared *p, rf_queue *q, const rf_step *st
 
 /* Replay a decode step, capturing it first if weights have moved or the way is another. *replayed = 0: launch it. */
 static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, int *replayed, rf_error *err) {
-    if (p->n_graphs == 0 || p->graph_way != p->stats.way ||
+    if (p->n_graphs == 0 || p->graph_way != p->stats.config ||
         p->graph_generation != __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED))
         rfk_capture(p, q, step);
     *replayed = p->n_graphs > 0;

@@ -54,7 +54,7 @@ static rf_expert_stats all_layers(const rf_model *m) {
 static void decode(rf_session *s, const options *o, int32_t *id, int n, uint32_t n_vocab) {
     rf_error err;
     for (int i = 0; i < n; i++) {
-        if (rf_forward(s, id, 1, NULL, &err) != RF_OK) die("decode", &err);
+        if (rf_session_forward(s, id, 1, NULL, &err) != RF_OK) die("decode", &err);
         *id = *id + 1 < (int32_t)n_vocab ? *id + 1 : o->first;
     }
 }
@@ -92,15 +92,17 @@ static void measure(const options *o, rf_gguf *g, rf_device *d, const char *poli
     decode(s, o, &id, o->n_tokens, n_vocab);
     const double seconds = now() - start, n = o->n_tokens;
     const rf_expert_stats st = all_layers(m);
+    float *logits;
+    if (rf_session_get_logits(s, 0, &logits, &err) != RF_OK) die("logits", &err);
     const double hits = (double)(st.hits - before.hits), misses = (double)(st.misses - before.misses);
     printf("%-7s %8.1f %9.2f %8.2f %9.1f %9.1f %9.2f %9.1f %9.2f %8u/%u %7.1f %7.1f  %016llx\n", policy, n / seconds,
            seconds / n * 1e3, hits + misses > 0 ? 100 * hits / (hits + misses) : 100.0, misses / n,
            1e-6 * (double)(st.bytes - before.bytes) / n, (double)(st.prefetched - before.prefetched) / n,
            (double)(st.on_cpu - before.on_cpu) / n, (double)(st.round_trips - before.round_trips) / n, st.n_loaded,
            st.n_experts, loaded - opened, start - loaded,
-           (unsigned long long)fingerprint(rf_session_logits(s, 0), n_vocab));
+           (unsigned long long)fingerprint(logits, n_vocab));
     fflush(stdout);
-    rf_session_close(s);
+    if (rf_session_close(s, &err) != RF_OK) die("close", &err);
     if (rf_model_close(m, &err) != RF_OK) die("close", &err);
 }
 

@@ -27,13 +27,16 @@ int main(int argc, char **argv) { /* hello [MODEL.gguf]: a prompt and its most l
         char text[256];
         float *logits;
         size_t n_bytes = 0;
-        r = rf_forward(session, ids, n, &logits, &err); /* the prompt, then the token chosen last */
+        r = rf_session_forward(session, ids, n, &logits, &err); /* the prompt, then the token chosen last */
         if (!r) r = rf_sampler_sample(&sampler, logits, rf_model_get_info(model).n_vocab, &ids[0], &err);
         if (r || rf_token_is_end(tokenizer, ids[0])) break;
         r = rf_detokenize(tokenizer, &state, ids[0], 0, text, sizeof text, &n_bytes, &err);
         printf("%s%.*s", i ? "" : prompt, (int)n_bytes, text);
     }
     fprintf(r ? stderr : stdout, "%s\n", err.text);
-    rf_session_close(session), rf_model_close(model, NULL), rf_device_close(device, NULL), rf_gguf_close(file, NULL);
+    rf_session_close(session, NULL); /* NULL is fine, in this order */
+    rf_model_close(model, NULL);
+    rf_device_close(device, NULL);
+    rf_gguf_close(file, NULL);
     return r != RF_OK;
 }

@@ -37,17 +37,17 @@ int main(int argc, char **argv) {
     if (!r) show("preload_layers {0}", model);
 
     if (!r) r = rf_session_open(model, NULL, &session, &err);
-    if (!r) r = rf_forward(session, &token, 1, &logits, &err); /* loads the rest, layer by layer */
+    if (!r) r = rf_session_forward(session, &token, 1, &logits, &err); /* loads the rest, layer by layer */
     if (!r) show("forward", model);
 
-    if (!r) r = rf_model_clear_gpu_cache(model, &n_in_use, &err);
-    if (!r) show(n_in_use ? "clear_gpu_cache (some in use)" : "clear_gpu_cache", model);
+    if (!r) r = rf_model_clear_device_cache(model, &n_in_use, &err);
+    if (!r) show(n_in_use ? "clear_device_cache (some in use)" : "clear_device_cache", model);
 
-    if (!r) r = rf_forward(session, &token, 1, &logits, &err); /* the session is still valid: loads again */
+    if (!r) r = rf_session_forward(session, &token, 1, &logits, &err); /* the session is still valid: loads again */
     if (!r) show("forward again", model);
 
     if (r) fprintf(stderr, "lazy: %s\n", err.text);
-    rf_session_close(session);
+    rf_session_close(session, NULL);
     rf_model_close(model, NULL);
     rf_device_close(device, NULL);
     rf_gguf_close(file, NULL);

@@ -146,8 +146,9 @@ int main(int argc, char **argv) {
     if (cancel_ms >= 0) load_and_cancel(m, cancel_ms);
 
     const int32_t prompt[16] = {1, 20, 300, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160};
-    if (rf_forward(s, prompt, (uint32_t)n_prompt, NULL, &err) != RF_OK) die("first token", &err);
-    int32_t token = rf_session_argmax(s, 0);
+    if (rf_session_forward(s, prompt, (uint32_t)n_prompt, NULL, &err) != RF_OK) die("first token", &err);
+    int32_t token = -1;
+    if (rf_session_get_argmax(s, 0, &token, &err) != RF_OK) die("first token", &err);
     say("first token", m);
     if (rf_model_preload_all(m, &err) != RF_OK) die("preload", &err);
     say("all loaded", m);
@@ -155,8 +156,8 @@ int main(int argc, char **argv) {
     uint64_t read_before = st.bytes_read;
     double decode = now_ms();
     for (int i = 0; i < n_tokens; i++) {
-        if (rf_forward(s, &token, 1, NULL, &err) != RF_OK) die("decode", &err);
-        token = rf_session_argmax(s, 0);
+        if (rf_session_forward(s, &token, 1, NULL, &err) || rf_session_get_argmax(s, 0, &token, &err))
+            die("decode", &err);
     }
     decode = now_ms() - decode;
     say("decode", m);
@@ -168,11 +169,12 @@ int main(int argc, char **argv) {
         printf("streaming %.2f GB/s of %.3f GB a token; %.2f GB read from the file while decoding\n",
                1e-6 * (double)forecast.streamed_bytes * n_tokens / decode, 1e-9 * (double)forecast.streamed_bytes,
                1e-9 * (double)(st.bytes_read - read_before));
-    const float *logits = rf_session_logits(s, 0);
+    float *logits;
+    if (rf_session_get_logits(s, 0, &logits, &err) != RF_OK) die("logits", &err);
     printf("last token %d, logits %016llx\n", token,
-           (unsigned long long)(logits ? fingerprint(logits, rf_model_get_info(m).n_vocab) : 0));
-    rf_session_close(s);
-    if (rf_model_clear_gpu_cache(m, NULL, &err) != RF_OK) die("clear", &err);
+           (unsigned long long)fingerprint(logits, rf_model_get_info(m).n_vocab));
+    if (rf_session_close(s, &err) != RF_OK) die("close", &err);
+    if (rf_model_clear_device_cache(m, NULL, &err) != RF_OK) die("clear", &err);
     say("clear", m);
     if (rf_model_close(m, &err) != RF_OK || rf_device_close(d, &err) != RF_OK || rf_gguf_close(g, &err) != RF_OK)
         die("close", &err);

@@ -42,7 +42,7 @@ typedef struct options {
     const char *depths;
     uint64_t budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
     uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
-    uint64_t no_bos, raw, echo, json, hex, decode, step, help, pooling, full_cache;
+    uint64_t no_bos, raw, echo, json, hex, decode, step, help, pooling, swa_full;
     double temp, top_p, min_p;
 } options;
 
@@ -59,6 +59,7 @@ typedef struct ids {
 } ids;
 
 #define MESSAGES_MAX 4096
+#define DEFAULT_CTX 4096u /* tokens, without --ctx */
 
 typedef struct command command;
 
@@ -244,12 +245,12 @@ static int open_model(app *a, const char *device) {
 /* --ctx; else the context the model was trained for, at most 4096, or `need` tokens if that is more. */
 static rf_session_desc session_desc(const app *a, uint64_t need, uint32_t n_logits) {
     uint32_t trained = a->info.n_ctx_train;
-    uint64_t n_ctx = trained && trained < 4096 ? trained : 4096;
+    uint64_t n_ctx = trained && trained < DEFAULT_CTX ? trained : DEFAULT_CTX;
     if (need > n_ctx) n_ctx = need < INT32_MAX ? need : INT32_MAX;
     if (a->o.ctx) n_ctx = a->o.ctx;
     return (rf_session_desc){.n_ctx = (uint32_t)n_ctx, .n_batch = (uint32_t)a->o.batch, .n_logits_max = n_logits,
                              .cache_type = (uint32_t)a->o.kv,
-                             .full_cache = (uint32_t)a->o.full_cache};
+                             .swa_full = (uint32_t)a->o.swa_full};
 }
 
 static int too_long(app *a, uint64_t n_tokens) {
@@ -275,10 +276,10 @@ static void close_comparison(struct comparison *c);
 static void close_all(app *a) {
     running = NULL;
     close_comparison(a->comparison);
-    rf_session_close(a->s);
+    rf_session_close(a->s, NULL);
     rf_model_close(a->m, NULL);
     rf_device_close(a->d, NULL);
-    rf_tokenizer_close(a->own);
+    rf_tokenizer_close(a->own, NULL);
     if (a->g) rf_gguf_close(a->g, NULL);
     if (a->out) fclose(a->out);
     forget(a, 0);
@@ -384,8 +385,8 @@ typedef struct answer {
 
 /* A Ctrl-C after the previous answer's last evaluation must not stop this one: then it is asked for again. */
 static rf_result forward(app *a, const int32_t *tokens, uint32_t n) {
-    rf_result r = rf_forward(a->s, tokens, n, NULL, &a->err);
-    return r == RF_ERR_CANCELLED && !interrupted ? rf_forward(a->s, tokens, n, NULL, &a->err) : r;
+    rf_result r = rf_session_forward(a->s, tokens, n, NULL, &a->err);
+    return r == RF_ERR_CANCELLED && !interrupted ? rf_session_forward(a->s, tokens, n, NULL, &a->err) : r;
 }
 
 /* Print the continuation of a->prompt, whose first `kept` tokens the session holds, and collect it in a->text. */
@@ -394,7 +395,7 @@ static int generate(app *a, uint32_t kept, answer *out) {
     uint32_t pos = a->prompt.len;
     int32_t id;
     double t = now();
-    *out = (answer){.n_prompt = pos - kept, .stopped = a->o.max_tokens ? NULL : "max tokens"};
+    *out = (answer){.n_prompt = pos - kept};
     a->text.len = 0;
     rf_result r = forward(a, a->prompt.data + kept, out->n_prompt);
     out->prefill_s = now() - t;
@@ -451,7 +452,7 @@ static int open_writer(app *a) {
 static const char *find_template(app *a) {
     rf_kv kv;
     const char *name = a->o.chat_template ? a->o.chat_template : rf_chat_template_name(a->g);
-    if (!name && rf_gguf_find_kv(a->g, "tokenizer.chat_template", &kv) == RF_OK)
+    if (!name && rf_gguf_find_kv(a->g, "tokenizer.chat_template", &kv, NULL) == RF_OK)
         note(RF_LOG_WARNING, "note: the file's chat template is not recognised (see --template)", a);
     return name;
 }
@@ -473,7 +474,7 @@ static int encode_messages(app *a, const char *name) {
     const rf_chat chat = {name, a->messages, a->n_messages, 1};
     uint32_t flags = a->o.no_bos ? 0 : RF_TOKENIZE_ADD;
     rf_result r = rf_chat_tokenize(a->t, &chat, flags, p->data, p->capacity, &p->len, &a->err);
-    if (r == RF_ERR_ARGUMENT && p->len > p->capacity) {
+    if (r == RF_ERR_CAPACITY) {
         TRY(reserve_ids(a, p, p->len));
         r = rf_chat_tokenize(a->t, &chat, flags, p->data, p->capacity, &p->len, &a->err);
     }
@@ -509,7 +510,7 @@ static int run_generate(app *a) {
         TRY(encode(a, a->line.data, a->line.len, tokenize, &a->prompt));
     }
     if (a->prompt.len == 0) return fail(a, FAILED, "the prompt is empty");
-    uint64_t need = a->prompt.len + o->max_tokens, trained = a->info.n_ctx_train;
+    uint64_t need = a->prompt.len + (o->max_tokens ? o->max_tokens : DEFAULT_CTX), trained = a->info.n_ctx_train;
     TRY(open_session(a, need < trained ? need : trained, a->prompt.len, 1));
     if (o->echo) TRY(emit(a, a->line.data, a->line.len));
     TRY(generate(a, 0, &x));
@@ -563,15 +564,15 @@ static int run_chat(app *a) {
 
 /* Evaluate n tokens and write the logits of each. */
 static int write_logits(app *a, const int32_t *tokens, uint32_t n) {
-    rf_row rows[LOGITS_ROWS];
+    rf_token_row rows[LOGITS_ROWS];
     size_t n_vocab = a->info.n_vocab;
     memset(rows, 0, sizeof rows);
     for (uint32_t i = 0; i < n; i++)
-        rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = 1};
-    TRY(lib(a, rf_eval(a->s, rows, n, &a->err)));
+        rows[i] = (rf_token_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = 1};
+    TRY(lib(a, rf_session_eval(a->s, rows, n, &a->err)));
     for (uint32_t i = 0; i < n; i++) {
-        const float *logits = rf_session_logits(a->s, i);
-        if (!logits) return lib(a, rf_session_get_error(a->s, &a->err));
+        float *logits;
+        TRY(lib(a, rf_session_get_logits(a->s, i, &logits, &a->err)));
         if (fwrite(logits, sizeof(float), n_vocab, a->out) != n_vocab) return fail_errno(a, a->o.out);
     }
     return DONE;
@@ -584,7 +585,7 @@ static int continue_greedily(app *a, uint32_t i) {
     TRY(lib(a, rf_sampler_init(&a->sampler, &greedy, &a->err)));
     while (a->tokens.len < a->o.n_greedy) {
         int32_t *id = &a->tokens.data[a->tokens.len];
-        if (a->tokens.len++) TRY(lib(a, rf_forward(a->s, id - 1, 1, NULL, &a->err)));
+        if (a->tokens.len++) TRY(lib(a, rf_session_forward(a->s, id - 1, 1, NULL, &a->err)));
         TRY(lib(a, rf_session_sample(a->s, i, &a->sampler, id, &a->err)));
         i = 0;
     }
@@ -881,24 +882,24 @@ static size_t bench_values(app *a, bench_row *row, double peak, bench_value *out
     return ever.hits + ever.misses + ever.on_cpu ? BENCH_COLUMNS : BENCH_COLUMNS - 6;
 }
 
-/* The ways a GPU tried to decode in, and which it took. */
-static void print_ways(const app *a) {
+/* The launch configs that a GPU tried for decode steps, and which it took. */
+static void print_launch_configs(const app *a) {
     const rf_session_stats s = rf_session_get_stats(a->s);
     if (a->o.json) {
-        fputs("\"decode_ways\": [", stdout);
-        for (uint32_t i = 0; i < s.n_ways; i++)
-            printf("%s{\"strips\": %u, \"blocks\": %u, \"us\": %.1f}", i ? ", " : "", s.ways[i].strips,
-                   s.ways[i].blocks, s.ways[i].us);
-        if (s.way_is_timed) printf("], \"decode_way\": %u, ", s.way);
-        else fputs("], \"decode_way\": null, ", stdout);
+        fputs("\"launch_configs\": [", stdout);
+        for (uint32_t i = 0; i < s.n_configs; i++)
+            printf("%s{\"in_flight\": %u, \"blocks_per_cu\": %u, \"us\": %.1f}", i ? ", " : "", s.configs[i].in_flight,
+                   s.configs[i].blocks_per_cu, s.configs[i].us);
+        if (s.config_is_timed) printf("], \"launch_config\": %u, ", s.config);
+        else fputs("], \"launch_config\": null, ", stdout);
         return;
     }
-    if (s.n_ways == 0) return;
-    const rf_decode_way *w = &s.ways[s.way];
-    printf("%-14sstrips %u, blocks %u (", "decode_way", w->strips, w->blocks);
-    for (uint32_t i = 0; i < s.n_ways && s.way_is_timed; i++)
-        printf("%s%u, %u: %.1f us", i ? "; " : "", s.ways[i].strips, s.ways[i].blocks, s.ways[i].us);
-    puts(s.way_is_timed ? ")" : "not timed)");
+    if (s.n_configs == 0) return;
+    const rf_launch_config *used = &s.configs[s.config];
+    printf("%-14sin flight %u, blocks per CU %u (", "launch_config", used->in_flight, used->blocks_per_cu);
+    for (uint32_t i = 0; i < s.n_configs && s.config_is_timed; i++)
+        printf("%s%u, %u: %.1f us", i ? "; " : "", s.configs[i].in_flight, s.configs[i].blocks_per_cu, s.configs[i].us);
+    puts(s.config_is_timed ? ")" : "not timed)");
 }
 
 /* A header of names and values, then a line for each depth. */
@@ -927,7 +928,7 @@ static void print_bench(app *a, double load_s, double peak, bench_row *rows, uin
         else printf("%.*f", numbers[i].digits, numbers[i].value);
         fputs(o->json ? ", " : "\n", stdout);
     }
-    print_ways(a);
+    print_launch_configs(a);
     if (o->json) fputs("\"results\": [", stdout);
     for (uint32_t k = 0; k < n_rows; k++) {
         size_t n = bench_values(a, &rows[k], peak, row);
@@ -959,15 +960,15 @@ static int parse_depths(app *a, uint32_t *deepest) {
                 a->o.depths);
 }
 
-/* Tokens that do not count, until a GPU has timed its ways to decode, or eight of them have brought nothing new. */
-static int choose_way(app *a) {
+/* Tokens that do not count, until a GPU has timed its launch configs, or eight of them have brought nothing new. */
+static int time_launch_configs(app *a) {
     rf_session_stats s = rf_session_get_stats(a->s);
-    for (int idle = 0; a->o.n_decode && s.n_ways && !s.way_is_timed && idle < 8;) {
+    for (int idle = 0; a->o.n_decode && s.n_configs && !s.config_is_timed && idle < 8;) {
         const rf_session_stats before = s;
         TRY(bench_fill(a, 0));
         TRY(lib(a, forward(a, a->prompt.data, 1)));
         s = rf_session_get_stats(a->s);
-        idle = s.way == before.way && memcmp(s.ways, before.ways, sizeof s.ways) == 0 ? idle + 1 : 0;
+        idle = s.config == before.config && memcmp(s.configs, before.configs, sizeof s.configs) == 0 ? idle + 1 : 0;
     }
     return DONE;
 }
@@ -989,7 +990,7 @@ static int measure_bench(app *a, bench_row *rows) {
     double t = now();
     TRY(lib(a, forward(a, a->prompt.data, 1)));
     double load_s = now() - t;
-    TRY(choose_way(a));
+    TRY(time_launch_configs(a));
     for (; n_rows < a->tokens.len; n_rows++) {
         rows[n_rows].depth = (uint32_t)a->tokens.data[n_rows];
         for (int i = -1; i < (int)a->o.n_repeat; i++) TRY(bench_once(a, i, &rows[n_rows]));
@@ -1020,13 +1021,13 @@ static void print_element(const rf_kv *kv, uint64_t i, uint64_t *cursor, int jso
     uint64_t bits = 0;
     switch (kv->element_type) {
     case RF_KV_STRING:
-        rf_kv_text(kv, kv->type == RF_KV_ARRAY ? cursor : NULL, &s);
+        rf_kv_text(kv, kv->type == RF_KV_ARRAY ? cursor : NULL, &s, NULL);
         put_json(s.data, json || s.len < TEXT_SHOWN ? s.len : TEXT_SHOWN);
         if (!json && s.len > TEXT_SHOWN) printf("... (%llu bytes)", LLU(s.len));
         break;
     case RF_KV_F32:
     case RF_KV_F64:
-        rf_kv_real(kv, i, &real);
+        rf_kv_real(kv, i, &real, NULL);
         if (json && !isfinite(real)) printf("null"); /* JSON has no such numbers */
         else printf("%.*g", kv->element_type == RF_KV_F32 ? 9 : 17, real);
         break;
@@ -1035,7 +1036,7 @@ static void print_element(const rf_kv *kv, uint64_t i, uint64_t *cursor, int jso
         printf("%llu", LLU(bits));
         break;
     default:
-        if (rf_kv_int(kv, i, &value)) printf("null");
+        if (rf_kv_int(kv, i, &value, NULL)) printf("null");
         else if (kv->element_type == RF_KV_BOOL) printf("%s", value ? "true" : "false");
         else printf("%lld", (long long)value);
     }
@@ -1091,7 +1092,7 @@ static int unsupported_types(app *a, uint64_t n_tensors) {
     rf_tensor_info t;
     a->text.len = 0;
     for (uint64_t i = 0; i < n_tensors; i++)
-        if (rf_gguf_get_tensor(a->g, i, &t) == RF_OK && !rf_type_get(t.type).runs) counts[t.type]++;
+        if (rf_gguf_get_tensor(a->g, i, &t, NULL) == RF_OK && !rf_type_get(t.type).runs) counts[t.type]++;
     for (uint32_t type = 0; type < RF_TYPE_COUNT; type++) {
         if (!counts[type]) continue;
         TRY(reserve(a, &a->text, 64));
@@ -1115,10 +1116,10 @@ static int print_support(app *a, const rf_gguf_info *f, int json) {
     int runs = r == RF_OK, tokenizes = rf_tokenizer_open(a->g, a->o.pre, &a->own, &tokenizer_err) == RF_OK;
     rf_tokenizer_info t = rf_tokenizer_get_info(a->own);
     const char *name = rf_chat_template_name(a->g);
-    if (!name && rf_gguf_find_kv(a->g, "tokenizer.chat_template", &kv) == RF_OK) name = "not recognised";
+    if (!name && rf_gguf_find_kv(a->g, "tokenizer.chat_template", &kv, NULL) == RF_OK) name = "not recognised";
     rf_string arch = {0};
-    if (rf_gguf_find_kv(a->g, "general.architecture", &kv) == RF_OK && kv.type == RF_KV_STRING)
-        rf_kv_text(&kv, NULL, &arch);
+    if (rf_gguf_find_kv(a->g, "general.architecture", &kv, NULL) == RF_OK && kv.type == RF_KV_STRING)
+        rf_kv_text(&kv, NULL, &arch, NULL);
     TRY(unsupported_types(a, f->n_tensors));
     printf(json ? "],\n\"support\": {\"runs\": %s" : "\nsupported           %s\n",
            json ? (runs ? "true" : "false") : runs ? "yes" : "no");
@@ -1154,14 +1155,14 @@ static int run_inspect(app *a) {
            f.version, f.n_files, f.alignment, LLU(f.file_bytes), LLU(f.data_bytes));
     for (uint64_t i = 0; i < f.n_kv; i++) {
         rf_kv kv;
-        rf_gguf_get_kv(a->g, i, &kv);
+        rf_gguf_get_kv(a->g, i, &kv, NULL);
         if (json && i) putchar(',');
         print_kv(&kv, json);
     }
     if (json) printf("],\n\"tensors\": [\n");
     for (uint64_t i = 0; i < f.n_tensors; i++) {
         rf_tensor_info t;
-        rf_gguf_get_tensor(a->g, i, &t);
+        rf_gguf_get_tensor(a->g, i, &t, NULL);
         if (json && i) putchar(',');
         print_tensor(&t, json);
     }
@@ -1362,7 +1363,7 @@ static void close_comparison(struct comparison *c) {
     for (int i = 0; c && i < 2; i++) {
         side *s = &c->sides[i];
         drop_op(s);
-        rf_session_close(s->s);
+        rf_session_close(s->s, NULL);
         if (i) rf_model_close(s->m, NULL);
         if (s->queue) s->api->queue_release(s->queue);
         if (s->table) s->api->table_release(s->table);
@@ -1530,7 +1531,7 @@ static int compare_sessions(app *a, struct comparison *c, const int32_t *tokens,
     for (int k = 0; k < 2; k++) TRY(lib(a, rf_session_open(c->sides[k].m, &desc, &c->sides[k].s, &a->err)));
     for (uint32_t n = CHECK_PROMPT; n; n = n > 1) { /* the prompt, then one */
         const int32_t *from = n > 1 ? tokens : tokens + CHECK_PROMPT;
-        for (int k = 0; k < 2; k++) TRY(lib(a, rf_forward(c->sides[k].s, from, n, &logits[k], &a->err)));
+        for (int k = 0; k < 2; k++) TRY(lib(a, rf_session_forward(c->sides[k].s, from, n, &logits[k], &a->err)));
         *d = fmax(*d, difference(logits[0], logits[1], a->info.n_vocab));
     }
     if (*d <= LOGITS_TOLERANCE) return DONE;
@@ -1710,7 +1711,7 @@ static const flag flags[] = {
     {"--template", TEXT, AT(chat_template), WRITE, 0, 0, 0, "NAME", "chat template, e.g. chatml (the file's)"},
     {"--system", TEXT, AT(system), CHAT, 0, 0, 0, "S", "system message"},
     {"--no-bos", SWITCH, AT(no_bos), WRITE, 0, 0, 0, NULL, "do not add the tokens that the file asks for"},
-    {"--max-tokens", COUNT, AT(max_tokens), WRITE, 0, 0, INT32_MAX, "N", "tokens of an answer (256)"},
+    {"--max-tokens", COUNT, AT(max_tokens), WRITE, 0, 0, INT32_MAX, "N", "tokens of an answer, 0: no limit (256)"},
     {"--temp", REAL, AT(temp), WRITE, 0, 0, 100, "T", "temperature; 0 takes the likeliest token (the file's, or 0)"},
     {"--top-k", COUNT, AT(top_k), WRITE, 0, 0, INT32_MAX, "K", "choose among the K likeliest; 0 = off (the file's)"},
     {"--top-p", REAL, AT(top_p), WRITE, 0, 0, 1, "P", "choose among the likeliest that sum to P; 1 = off (the file's)"},
@@ -1740,7 +1741,7 @@ static const flag flags[] = {
     {"--ctx", COUNT, AT(ctx), RUN | PLAN | INSPECT, 0, 1, 1 << 24, "N", "tokens the context holds"},
     {"--batch", COUNT, AT(batch), RUN | PLAN | INSPECT, 0, 1, 1 << 16, "N", "rows evaluated at once"},
     {"--kv", CHOICE, AT(kv), RUN | PLAN | INSPECT, 0, 0, 0, "f16|f32|q8_0", "keys and values (f16)"},
-    {"--full-cache", SWITCH, AT(full_cache), RUN | PLAN | INSPECT, 0, 0, 0, NULL, "sliding windows keep all positions"},
+    {"--swa-full", SWITCH, AT(swa_full), RUN | PLAN | INSPECT, 0, 0, 0, NULL, "sliding windows keep all positions"},
     {"--budget", BYTES, AT(budget), RUN, 0, 0, 0, "N", "bytes of weights on the device, e.g. 3G; others are streamed"},
     {"--pinned", BYTES, AT(pinned), RUN, 0, 0, 0, "N", "GPU: of these, bytes that stay in pinned host memory (0)"},
     {"--expert-budget", BYTES, AT(expert_budget), RUN, 0, 0, 0, "N", "of --budget, for experts (what others leave)"},

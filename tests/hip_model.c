@@ -48,8 +48,8 @@ static rf_result write_on(rig *r, const int32_t *prompt, uint32_t n, uint32_t st
     rf_result res = rf_session_truncate(r->s, 0, 0, NULL, &r->err);
     for (uint32_t i = 0; res == RF_OK && i <= steps; i++) {
         float *row = NULL;
-        res = i ? rf_forward(r->s, &ids[i - 1], 1, &row, &r->err) : rf_forward(r->s, prompt, n, &row, &r->err);
-        ids[i] = rf_session_argmax(r->s, 0);
+        res = i ? rf_session_forward(r->s, &ids[i - 1], 1, &row, &r->err) : rf_session_forward(r->s, prompt, n, &row, &r->err);
+        ids[i] = rft_argmax(r->s, 0);
         if (res == RF_OK) memcpy(logits + (size_t)i * r->n_vocab, row, r->n_vocab * sizeof *row);
     }
     return res;
@@ -163,14 +163,14 @@ static void test_two_threads(void) {
             CHECK(write_on(&w[i].r, w[i].prompt, 20, DECODED, w[i].alone, w[i].ids) == RF_OK, "%s", w[i].r.err.text);
         }
         CHECK(memcmp(w[0].alone, w[1].alone, shared.n_vocab * sizeof(float)) != 0, "both threads do the same");
-        CHECK(rf_model_clear_gpu_cache(shared.m, NULL, NULL) == RF_OK, "clear"); /* both load at once, too */
+        CHECK(rf_model_clear_device_cache(shared.m, NULL, NULL) == RF_OK, "clear"); /* both load at once, too */
         pthread_t id[2];
         for (int i = 0; i < 2; i++) REQUIRE(pthread_create(&id[i], NULL, writer_main, &w[i]) == 0, "thread");
         for (int i = 0; i < 2; i++) pthread_join(id[i], NULL);
         for (int i = 0; i < 2; i++) {
             CHECK(w[i].res == RF_OK && w[i].n_different == 0, "%s thread %d: %d of %d runs differ from the session alone: %s", device_name(k), i,
                   w[i].n_different, THREAD_REPEATS, w[i].r.err.text);
-            rf_session_close(w[i].r.s);
+            rf_session_close(w[i].r.s, NULL);
             free(w[i].alone), free(w[i].found);
         }
         rig_close(&shared);
@@ -235,7 +235,7 @@ static void test_budgets(void) {
                 rf_loading_stats st = rf_model_get_loading_stats(r.m);
                 CHECK(st.device_bytes == f.weight_bytes && st.device_bytes <= md.budget_bytes, "%u %%: %llu bytes", percent, (unsigned long long)st.device_bytes);
                 CHECK((st.evictions > 0) == (percent < 100 || again), "%u %%: %llu evictions", percent, (unsigned long long)st.evictions);
-                CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "clear");
+                CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "clear");
             }
             rig_close(&r);
         }
@@ -275,13 +275,13 @@ static void test_cleared_between(void) {
         for (int clears = 0; clears < 2; clears++) {
             rig r = {0};
             slow_tensor = (rf_tensor_info){0};
-            REQUIRE(rf_gguf_open("slow", &gd, &r.g, &r.err) == RF_OK && rf_gguf_find_tensor(r.g, "rope_freqs.weight", &slow_tensor) == RF_OK, "%s", r.err.text);
+            REQUIRE(rf_gguf_open("slow", &gd, &r.g, &r.err) == RF_OK && rf_gguf_find_tensor(r.g, "rope_freqs.weight", &slow_tensor, NULL) == RF_OK, "%s", r.err.text);
             REQUIRE(open_rig(&r, NULL, device_name(k), &sd) == RF_OK, "%s", r.err.text);
             for (uint32_t i = 0; i < 4; i++) {
                 float *logits = NULL;
-                REQUIRE(rf_forward(r.s, &tokens[i], 1, &logits, &r.err) == RF_OK, "%s", r.err.text);
+                REQUIRE(rf_session_forward(r.s, &tokens[i], 1, &logits, &r.err) == RF_OK, "%s", r.err.text);
                 memcpy(row[clears] + i * WITHIN_VOCAB, logits, WITHIN_VOCAB * sizeof *logits);
-                if (clears) CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK, "clear");
+                if (clears) CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK, "clear");
             }
             rig_close(&r);
         }
@@ -350,13 +350,14 @@ static rf_result whole_life(rig *r, const mg_buf *file, float *out) {
     rf_result res = open_rig(r, file, "hip:0", &sd);
     if (res == RF_OK) res = rf_model_load_tensor(r->m, "blk.0.ffn_up.weight", &r->err);
     if (res == RF_OK) res = rf_session_truncate(r->s, 0, 0, NULL, &r->err);
-    if (res == RF_OK) res = rf_forward(r->s, tokens, 3, NULL, &r->err);
-    if (res == RF_OK) res = rf_forward(r->s, tokens + 3, 1, NULL, &r->err);
+    if (res == RF_OK) res = rf_session_forward(r->s, tokens, 3, NULL, &r->err);
+    if (res == RF_OK) res = rf_session_forward(r->s, tokens + 3, 1, NULL, &r->err);
     if (res == RF_OK) res = rf_session_copy(r->s, 0, 1, &r->err);
     if (res != RF_OK) return res;
-    float *logits = rf_session_logits(r->s, 0);
-    if (logits) memcpy(out, logits, r->n_vocab * sizeof *out);
-    return logits ? RF_OK : rf_session_get_error(r->s, &r->err);
+    float *logits;
+    res = rf_session_get_logits(r->s, 0, &logits, &r->err);
+    if (res == RF_OK) memcpy(out, logits, r->n_vocab * sizeof *out);
+    return res;
 }
 
 /* What failed is named: the op, the weight, or what was asked for. */
@@ -450,7 +451,7 @@ static void forecast_case(const char *path, const char *device, const rf_session
     CHECK(rf_session_open(r.m, sd, &r.s, &r.err) == RF_OK, "%s: %s", path, r.err.text);
     const uint64_t taken = hip_emu_get_counts().bytes - before, want = f.kv_bytes + f.scratch_bytes + f.plan_bytes;
     CHECK(taken == want, "%s on %s: %llu bytes, forecast %llu", path, device, (unsigned long long)taken, (unsigned long long)want);
-    rf_session_close(r.s), r.s = NULL;
+    rf_session_close(r.s, NULL), r.s = NULL;
     CHECK(hip_emu_get_counts().bytes == before, "%s: memory is left", path);
     rig_close(&r);
 }

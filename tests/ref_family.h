@@ -81,7 +81,7 @@ REF_FN uint32_t ref_window(const ref_model *m, uint32_t il) {
     if (!period) return 0;
     w = (uint32_t)ref_key(m, "attention.sliding_window", 0, ref_is(m, "gemma2") ? 4096 : 0);
     snprintf(name, sizeof name, "%s.attention.sliding_window_pattern", m->arch);
-    if (rf_gguf_find_kv(m->g, name, &kv) == RF_OK && kv.type == RF_KV_ARRAY)
+    if (rf_gguf_find_kv(m->g, name, &kv, NULL) == RF_OK && kv.type == RF_KV_ARRAY)
         return ref_key(m, "attention.sliding_window_pattern", il, NAN) != 0 ? w : 0;
     period = (uint32_t)ref_key(m, "attention.sliding_window_pattern", 0, period);
     return period == 0 || (il + 1) % period ? w : 0;
@@ -94,7 +94,7 @@ REF_FN ref_rotation ref_rotation_of(ref_model *m, uint32_t il, uint32_t n_ctx) {
     rf_kv kv;
     rf_string type = {"", 0};
     snprintf(name, sizeof name, "%s.rope.scaling.type", m->arch);
-    if (rf_gguf_find_kv(m->g, name, &kv) == RF_OK) rf_kv_text(&kv, NULL, &type);
+    if (rf_gguf_find_kv(m->g, name, &kv, NULL) == RF_OK) rf_kv_text(&kv, NULL, &type, NULL);
     t.neox = ref_is(m, "gemma2 gemma3 phi3 olmo2 stablelm starcoder2 phi2 gptneox falcon");
     t.yarn = type.len == 4 && !memcmp(type.data, "yarn", 4);
     t.magnitude = ref_key(m, "rope.scaling.attn_factor", 0, 1);

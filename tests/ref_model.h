@@ -165,7 +165,7 @@ REF_FN void ref_open(ref_model *m, const rf_gguf *g) {
     memset(m, 0, sizeof *m);
     m->g = g;
     m->data = (double **)calloc(rf_gguf_get_info(g).n_tensors + 1, sizeof *m->data);
-    if (!m->data || rf_gguf_find_kv(g, "general.architecture", &kv) != RF_OK || rf_kv_text(&kv, NULL, &s) != RF_OK)
+    if (!m->data || rf_gguf_find_kv(g, "general.architecture", &kv, NULL) != RF_OK || rf_kv_text(&kv, NULL, &s, NULL) != RF_OK)
         ref_die("no architecture");
     snprintf(m->arch, sizeof m->arch, "%.*s", (int)s.len, s.data);
 }
@@ -182,20 +182,20 @@ REF_FN double ref_key(const ref_model *m, const char *suffix, uint32_t il, doubl
     int64_t i;
     double v;
     snprintf(name, sizeof name, "%s.%s", m->arch, suffix);
-    if (rf_gguf_find_kv(m->g, name, &kv) != RF_OK) {
+    if (rf_gguf_find_kv(m->g, name, &kv, NULL) != RF_OK) {
         if (isnan(absent)) ref_die("no key %s", name);
         return absent;
     }
     if (kv.type != RF_KV_ARRAY) il = 0;
-    if (rf_kv_int(&kv, il, &i) == RF_OK) return (double)i;
-    if (rf_kv_real(&kv, il, &v) == RF_OK) return v;
+    if (rf_kv_int(&kv, il, &i, NULL) == RF_OK) return (double)i;
+    if (rf_kv_real(&kv, il, &v, NULL) == RF_OK) return v;
     ref_die("key %s", name);
 }
 
 REF_FN const double *ref_tensor(ref_model *m, const char *name, rf_tensor_info *t) {
     rf_tensor_info info;
     if (!t) t = &info;
-    if (rf_gguf_find_tensor(m->g, name, t) != RF_OK) return NULL;
+    if (rf_gguf_find_tensor(m->g, name, t, NULL) != RF_OK) return NULL;
     double **data = &m->data[t->index];
     if (!*data) {
         rf_type_info type = rf_type_get(t->type);
@@ -283,7 +283,7 @@ REF_FN void ref_rope(ref_model *m, double *x, uint32_t n, uint32_t n_heads, uint
     rf_kv kv;
     rf_string type = {"", 0};
     snprintf(name, sizeof name, "%s.rope.scaling.type", m->arch);
-    if (rf_gguf_find_kv(m->g, name, &kv) == RF_OK) rf_kv_text(&kv, NULL, &type);
+    if (rf_gguf_find_kv(m->g, name, &kv, NULL) == RF_OK) rf_kv_text(&kv, NULL, &type, NULL);
     yarn = type.len == 4 && memcmp(type.data, "yarn", 4) == 0;
     none = type.len == 4 && memcmp(type.data, "none", 4) == 0;
     if (f == 0) f = ref_key(m, "rope.scale_linear", 0, 1);

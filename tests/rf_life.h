@@ -72,20 +72,20 @@ static void life_touch(life *l, const rf_gguf *g) {
     for (uint64_t i = 0; i < info.n_kv; i++) {
         rf_kv kv;
         uint64_t cursor = 0;
-        if (rf_gguf_get_kv(g, i, &kv) != RF_OK) continue;
+        if (rf_gguf_get_kv(g, i, &kv, NULL) != RF_OK) continue;
         for (uint64_t k = 0; k < kv.count && k < 1000; k++) {
             int64_t v = 0;
             double real = 0;
             rf_string s = {0};
-            if (rf_kv_int(&kv, k, &v) == RF_OK) l->touched += (uint64_t)v;
-            if (rf_kv_real(&kv, k, &real) == RF_OK) l->touched += real > 0;
-            if (rf_kv_text(&kv, &cursor, &s) == RF_OK && s.len) l->touched += (unsigned char)s.data[s.len - 1];
+            if (rf_kv_int(&kv, k, &v, NULL) == RF_OK) l->touched += (uint64_t)v;
+            if (rf_kv_real(&kv, k, &real, NULL) == RF_OK) l->touched += real > 0;
+            if (rf_kv_text(&kv, &cursor, &s, NULL) == RF_OK && s.len) l->touched += (unsigned char)s.data[s.len - 1];
         }
     }
     for (uint64_t i = 0; i < info.n_tensors; i++) {
         rf_tensor_info t;
         unsigned char last;
-        if (rf_gguf_get_tensor(g, i, &t) != RF_OK || t.size_bytes == 0) continue;
+        if (rf_gguf_get_tensor(g, i, &t, NULL) != RF_OK || t.size_bytes == 0) continue;
         if (rf_gguf_read_tensor(g, i, t.size_bytes - 1, &last, 1, NULL) == RF_OK) l->touched += last;
     }
 }
@@ -101,7 +101,7 @@ static rf_result life_text(life *l, const rf_gguf *g, const rf_tokenizer *t, con
     uint32_t n_ids = 0;
     size_t bytes = 0;
     rf_result r = rf_tokenize(t, text, n, RF_TOKENIZE_SPECIAL | RF_TOKENIZE_ADD, ids, 512, &n_ids, &l->err);
-    if (r == RF_ERR_ARGUMENT && n_ids > 512) n_ids = 512, r = RF_OK;
+    if (r == RF_ERR_CAPACITY && n_ids > 512) n_ids = 512, r = RF_OK;
     if (r != RF_OK) return r;
     for (uint32_t i = 0; i < n_ids; i++) {
         if (ids[i] < 0 || (uint32_t)ids[i] >= info.n_vocab) abort(); /* a broken promise, not a refusal */
@@ -116,22 +116,22 @@ static rf_result life_text(life *l, const rf_gguf *g, const rf_tokenizer *t, con
 
 static rf_result life_generate(life *l, rf_model *m) {
     const rf_session_desc sd = {.n_ctx = 8, .n_batch = 4};
-    const rf_row rows[] = {{.token = 0, .pos = RF_POS_NEXT}, {.token = 0, .pos = RF_POS_NEXT, .want_logits = 1}};
+    const rf_token_row rows[] = {{.token = 0, .pos = RF_POS_NEXT}, {.token = 0, .pos = RF_POS_NEXT, .want_logits = 1}};
     rf_session *s = NULL;
     rf_sampler sampler;
     rf_result r = rf_session_open(m, &sd, &s, &l->err);
-    if (r == RF_OK) r = rf_eval(s, rows, 2, &l->err);
+    if (r == RF_OK) r = rf_session_eval(s, rows, 2, &l->err);
     const rf_sampler_desc desc = {.temperature = 0.8f, .top_k = 20, .top_p = 0.9f};
     if (r == RF_OK) r = rf_sampler_init(&sampler, &desc, &l->err);
     if (r == RF_OK) {
-        l->token = rf_session_argmax(s, 0);
+        rf_session_get_argmax(s, 0, &l->token, NULL);
         int32_t drawn = -1;
         rf_result sampled = rf_session_sample(s, 0, &sampler, &drawn, NULL);
         uint32_t n_vocab = rf_model_get_info(m).n_vocab;
         if (l->token < -1 || (l->token >= 0 && (uint32_t)l->token >= n_vocab)) abort();
         if (sampled == RF_OK && (drawn < 0 || (uint32_t)drawn >= n_vocab)) abort();
     }
-    rf_session_close(s);
+    rf_session_close(s, NULL);
     return r;
 }
 

@@ -34,7 +34,7 @@ typedef struct rig_how {
 } rig_how;
 
 RIG_FN void rig_close(rig *r) {
-    rf_session_close(r->s);
+    rf_session_close(r->s, NULL);
     CHECK(rf_model_close(r->m, NULL) == RF_OK && rf_device_close(r->d, NULL) == RF_OK && rf_gguf_close(r->g, NULL) == RF_OK, "busy");
     mg_free(&r->file);
     memset(r, 0, sizeof *r);

@@ -69,4 +69,18 @@ static void rft_run(const char *name, void (*test)(void)) {
         return rft_failed != 0;                                                       \
     } while (0)
 
+#ifdef ROCMFORGE_H
+/* Logits of a row of the last eval, or NULL; the id of its largest one, or -1. */
+__attribute__((unused)) static float *rft_logits(rf_session *s, uint32_t i) {
+    float *logits = NULL;
+    rf_session_get_logits(s, i, &logits, NULL);
+    return logits;
+}
+__attribute__((unused)) static int32_t rft_argmax(const rf_session *s, uint32_t i) {
+    int32_t token = -1;
+    rf_session_get_argmax(s, i, &token, NULL);
+    return token;
+}
+#endif
+
 #endif

@@ -105,7 +105,7 @@ greedy_ids=267,261,1012,367,44,376,34,505,268,40,459,725,292,11,513,11,513,288,4
 greedy_ids=$greedy_ids,459,725,292,11,513,11
 printf 'CASSIUS:\nWhere is' >"$t/prompt"
 
-for flags in "" "--threads 1" "--batch 4" "--kv f32" "--full-cache" "--isa scalar"; do
+for flags in "" "--threads 1" "--batch 4" "--kv f32" "--swa-full" "--isa scalar"; do
     expect 0 "generate $flags" generate --gguf $model --prompt-file "$t/prompt" --raw --max-tokens 30 --temp 0 $flags
     verdict "generate $flags: the golden text, nothing else" cmp "$t/out" tests/expected_generate.txt
     verdict "generate $flags: one timing line" grep -q '^open .* first token .* decode 30 tokens' "$t/err"
@@ -119,8 +119,8 @@ for isa in scalar avx2 avxvnni avx512 neon i8mm; do
     verdict "make run, $isa: the text, after its prompt" cmp "$t/out" tests/expected_run.txt
     verdict "make run, $isa: one line of figures" [ "$(grep -c '^open .* decode 93 tokens' "$t/err")" -eq "$(wc -l <"$t/err")" ]
 done
-expect 0 "generate --max-tokens 0" generate --gguf $model --prompt a --max-tokens 0
-verdict "generate --max-tokens 0 says nothing" [ ! -s "$t/out" ]
+expect 0 "generate --max-tokens 0" generate --gguf $model --prompt a --max-tokens 0 --ctx 40
+verdict "generate --max-tokens 0 fills the context" grep -q 'decode 39 tokens .* stopped: context full' "$t/err"
 expect 0 "context full" generate --gguf $model --prompt-file "$t/prompt" --ctx 20 --max-tokens 30
 verdict "context full is said" grep -q 'stopped: context full' "$t/err"
 expect 0 "echo" generate --gguf $model --prompt-file "$t/prompt" --raw --max-tokens 30 --temp 0 --echo
@@ -341,7 +341,7 @@ def near(a, b, digit): return abs(a - b) <= 0.01 * abs(b) + digit
 assert [r['depth'] for r in j['results']] == [0, 40], j
 assert j['n_ctx'] == 60 and j['n_ctx_train'] == 512 and j['n_prompt'] == 16 and j['n_decode'] == 4
 assert (j['peak_gb_s'] is None) == null
-assert j['decode_ways'] == [] and j['decode_way'] is None # nothing to choose without a GPU
+assert j['launch_configs'] == [] and j['launch_config'] is None # nothing to choose without a GPU
 for r in j['results']:
     seen = sum(range(r['depth'] + 17, r['depth'] + 21)) / 4
     assert r['decode_bytes'] == round(j['token_bytes'] + seen * 6 * 2 * 4 * head_bytes), r

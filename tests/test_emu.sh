@@ -40,14 +40,14 @@ case_embed_wave64() { embed_near hip:1 last; }
 launches() {
     "$cli" bench $model --device "$1" -p 0 -n 2 -r 1 -d 3 --peak 1M | tee "$dir/$1.bench"
     grep '^ *3 .* 35[.]0  *2[.]0$' "$dir/$1.bench"
-    grep "^decode_way  *strips [12], blocks [12] ($2: [0-9.]* us\(; [12], [12]: [0-9.]* us\)\{3\})$" "$dir/$1.bench"
+    grep "^launch_config *in flight [12], blocks per CU [12] ($2: [0-9.]* us\(; [12], [12]: [0-9.]* us\)\{3\})$" "$dir/$1.bench"
 }
 case_launches_wave32() { launches hip:0 "1, 1"; }
 case_launches_wave64() { launches hip:1 "2, 1"; }
 case_way_untimed() {
-    "$cli" bench $model --device hip:0 -p 0 -n 1 -r 1 --budget 2M --peak 0 | grep '^decode_way  *strips 1, blocks 1 (not timed)$'
+    "$cli" bench $model --device hip:0 -p 0 -n 1 -r 1 --budget 2M --peak 0 | grep '^launch_config *in flight 1, blocks per CU 1 (not timed)$'
     "$cli" bench $model --device hip:1 -p 0 -n 1 -r 1 --budget 2M --peak 0 --json |
-        grep '"decode_ways": \[{"strips": 2, "blocks": 1, "us": [0-9.]*}, .*], "decode_way": null, '
+        grep '"launch_configs": \[{"in_flight": 2, "blocks_per_cu": 1, "us": [0-9.]*}, .*], "launch_config": null, '
 }
 
 # ---- check --device: op by op against the CPU ----

@@ -44,7 +44,7 @@ static rf_result run_in(rf_session *s, uint32_t seed, float *out, rf_error *err)
     for (uint32_t i = 0; i < N_TOKENS; i++) tokens[i] = token_at(seed, i);
     rf_result r = rf_session_truncate(s, 0, 0, NULL, err);
     for (uint32_t i = 9; r == RF_OK && i <= N_TOKENS; i++) {
-        r = i == 9 ? rf_forward(s, tokens, 9, &logits, err) : rf_forward(s, tokens + i - 1, 1, &logits, err);
+        r = i == 9 ? rf_session_forward(s, tokens, 9, &logits, err) : rf_session_forward(s, tokens + i - 1, 1, &logits, err);
         if (r == RF_OK) memcpy(out + (i - 9) * N_VOCAB, logits, N_VOCAB * sizeof *out);
     }
     return r;
@@ -57,7 +57,7 @@ static rf_result run(rf_model *m, uint32_t seed, float *out, rf_error *err) {
     rf_session *s = NULL;
     rf_result r = rf_session_open(m, &short_session, &s, err);
     if (r == RF_OK) r = run_in(s, seed, out, err);
-    rf_session_close(s);
+    rf_session_close(s, NULL);
     return r;
 }
 
@@ -114,7 +114,7 @@ static void test_budgets(void) {
                 if (percents[i] < 100) CHECK(loaded_experts(r.m) <= n_frames && st.loads == r.m->store->n_resident + 3 * misses,
                                              "%llu loads, %llu misses", (unsigned long long)st.loads, (unsigned long long)misses);
                 check_whole(r.m, "afterwards");
-                CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0 && loaded_experts(r.m) == 0, "clear");
+                CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0 && loaded_experts(r.m) == 0, "clear");
                 CHECK(run(r.m, 0, got, &r.err) == RF_OK && memcmp(got, want[mode][0], sizeof got) == 0, "after clear: %s", r.err.text);
                 rig_close(&r);
             }
@@ -213,7 +213,7 @@ static void test_refill(void) {
         const rfi_cache *c = &r.m->store->cache;
         CHECK(is_filled(r.m), "%u of %u frames", loaded_experts(r.m), c->n_frames);
         if (during) CHECK(rfi_store_begin(r.m->store, &cancels, &r.err) == RF_OK, "%s", r.err.text);
-        CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && loaded_experts(r.m) == 0, "clear");
+        CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK && loaded_experts(r.m) == 0, "clear");
         if (during) rfi_store_end(r.m->store);
         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && is_filled(r.m), "%s: %u of %u frames", r.err.text, loaded_experts(r.m), c->n_frames);
         for (uint32_t e = 0; e < c->n_experts; e++)
@@ -248,7 +248,7 @@ static void test_prefetch(void) {
         CHECK(run(r.m, 0, got, &r.err) == RF_OK && memcmp(got, want[mode][0], sizeof got) == 0, "%s: %s", modes[mode], r.err.text);
         CHECK(rf_model_get_loading_stats(r.m).device_bytes <= md.budget_bytes, "beyond the budget");
         check_whole(r.m, "afterwards");
-        CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "clear");
+        CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "clear");
         CHECK(run(r.m, 0, got, &r.err) == RF_OK && memcmp(got, want[mode][0], sizeof got) == 0, "after clear: %s", r.err.text);
         rig_close(&r);
     }
@@ -279,7 +279,7 @@ static void on_cpu(uint32_t below, const float *expected, double tolerance) {
     CHECK(on_cpu > 0 && misses > 0 && rf_model_get_loading_stats(r.m).loads == r.m->store->n_resident + 3 * misses, "%llu on the CPU", (unsigned long long)on_cpu);
     printf("    below %u: %llu hits, %llu misses, %llu on the CPU; off by %.2g\n", below, (unsigned long long)hits, (unsigned long long)misses,
            (unsigned long long)on_cpu, worst / most);
-    rf_session_close(s);
+    rf_session_close(s, NULL);
     check_whole(r.m, "afterwards");
     rig_close(&r);
 }
@@ -335,7 +335,7 @@ static void test_threads_on_cpu(void) {
         for (uint32_t i = 0; i < N; i++) REQUIRE(rf_session_open(r.m, &short_session, &s[i], &r.err) == RF_OK && s[i]->aside, "%s", r.err.text);
         const uint32_t now = wait_for_threads(most);
         CHECK(now == most, "%s: %u threads, and %u at first; want %u", null ? "null" : "cpu", now, before, most);
-        for (uint32_t i = 0; i < N; i++) rf_session_close(s[i]);
+        for (uint32_t i = 0; i < N; i++) rf_session_close(s[i], NULL);
         rig_close(&r);
         const uint32_t left = wait_for_threads(before);
         CHECK(left == before, "%u threads are left", left - before);
@@ -464,7 +464,7 @@ static void test_policy(void) {
         CHECK(n == expected, "%llu choices, want %llu", (unsigned long long)n, (unsigned long long)expected);
         simulate(policy, r.m->store->cache.n_frames, N_EXPERTS, sim);
         check_counts(r.m, sim, policies[policy]);
-        rf_session_close(s);
+        rf_session_close(s, NULL);
         rig_close(&r);
     }
 }
@@ -601,7 +601,7 @@ static void test_held(void) {
 static void *clear(void *arg) {
     worker *w = (worker *)arg;
     while (!atomic_load(w->stop)) {
-        rf_model_clear_gpu_cache(w->m, NULL, NULL);
+        rf_model_clear_device_cache(w->m, NULL, NULL);
         nanosleep(&(struct timespec){.tv_nsec = 2000000}, NULL);
     }
     return NULL;

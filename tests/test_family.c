@@ -125,7 +125,7 @@ static int logits_of(const mg_buf *file, const int32_t *tokens, uint32_t n, uint
     rf_device *d = NULL;
     rf_model *m = NULL;
     rf_session *s = NULL;
-    rf_row rows[N_TOKENS] = {{0}};
+    rf_token_row rows[N_TOKENS] = {{0}};
     rf_device_desc dd = {.n_threads = 2};
     rf_session_desc sd = {.n_ctx = n_ctx, .n_logits_max = n_call, .cache_type = RF_CACHE_F32};
     int ok = rf_gguf_open_memory(file->data, file->n, NULL, &g, err) == RF_OK && rf_device_open("cpu", &dd, &d, err) == RF_OK &&
@@ -133,12 +133,12 @@ static int logits_of(const mg_buf *file, const int32_t *tokens, uint32_t n, uint
     for (uint32_t at = 0; ok && at < n; at += n_call) {
         const uint32_t k = n - at < n_call ? n - at : n_call, n_vocab = rf_model_get_info(m).n_vocab;
         for (uint32_t i = 0; i < k; i++)
-            rows[i] = (rf_row){.token = tokens[at + i], .pos = RF_POS_NEXT, .want_logits = 1};
-        ok = rf_eval(s, rows, k, err) == RF_OK;
+            rows[i] = (rf_token_row){.token = tokens[at + i], .pos = RF_POS_NEXT, .want_logits = 1};
+        ok = rf_session_eval(s, rows, k, err) == RF_OK;
         for (uint32_t i = 0; ok && i < k; i++)
-            memcpy(out + (size_t)(at + i) * n_vocab, rf_session_logits(s, i), n_vocab * sizeof *out);
+            memcpy(out + (size_t)(at + i) * n_vocab, rft_logits(s, i), n_vocab * sizeof *out);
     }
-    rf_session_close(s);
+    rf_session_close(s, NULL);
     rf_model_close(m, NULL);
     rf_device_close(d, NULL);
     rf_gguf_close(g, NULL);
@@ -380,13 +380,13 @@ static void test_saved_longrope(void) {
              rf_model_open(g, d, NULL, &m, &err) == RF_OK;
     for (uint32_t i = 0; ok && i < 3; i++)
         ok = rf_session_open(m, &(rf_session_desc){.n_ctx = 100 + 100 * i}, &s[i], &err) == RF_OK;
-    CHECK(ok && rf_forward(s[0], tokens, 3, NULL, &err) == RF_OK && rf_session_save(s[0], 0, &io, &err) == RF_OK, "%s", err.text);
+    CHECK(ok && rf_session_forward(s[0], tokens, 3, NULL, &err) == RF_OK && rf_session_save(s[0], 0, &io, &err) == RF_OK, "%s", err.text);
     if (ok) {
         CHECK(rf_session_restore(s[1], 0, &io, &err) == RF_OK, "%s", err.text);
         stream.at = 0;
         CHECK(rf_session_restore(s[2], 0, &io, &err) == RF_ERR_UNSUPPORTED, "%s", err.text);
     }
-    for (int i = 0; i < 3; i++) rf_session_close(s[i]);
+    for (int i = 0; i < 3; i++) rf_session_close(s[i], NULL);
     rf_model_close(m, NULL);
     rf_device_close(d, NULL);
     rf_gguf_close(g, NULL);

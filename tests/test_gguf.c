@@ -155,27 +155,27 @@ static uint64_t touch_all(const rf_gguf *g) {
     for (uint64_t i = 0; i < info.n_kv; i++) {
         rf_kv kv, same;
         char key[256];
-        CHECK(rf_gguf_get_kv(g, i, &kv) == RF_OK, "kv %llu", RFI_LLU(i));
+        CHECK(rf_gguf_get_kv(g, i, &kv, NULL) == RF_OK, "kv %llu", RFI_LLU(i));
         uint64_t cursor = 0;
         for (uint64_t k = 0; k < kv.count && k < 1000; k++) {
             int64_t v = 0;
             double r = 0;
             rf_string s = {0};
-            if (rf_kv_int(&kv, k, &v) == RF_OK) sum += (uint64_t)v;
-            if (rf_kv_real(&kv, k, &r) == RF_OK) sum += r > 0;
-            if (rf_kv_text(&kv, &cursor, &s) == RF_OK) sum += s.len ? (unsigned char)s.data[s.len - 1] : 1;
+            if (rf_kv_int(&kv, k, &v, NULL) == RF_OK) sum += (uint64_t)v;
+            if (rf_kv_real(&kv, k, &r, NULL) == RF_OK) sum += r > 0;
+            if (rf_kv_text(&kv, &cursor, &s, NULL) == RF_OK) sum += s.len ? (unsigned char)s.data[s.len - 1] : 1;
         }
         if (kv.key.len >= sizeof key) continue;
         snprintf(key, sizeof key, "%.*s", (int)kv.key.len, kv.key.data);
-        CHECK(rf_gguf_find_kv(g, key, &same) == RF_OK && same.data == kv.data, "find %s", key);
+        CHECK(rf_gguf_find_kv(g, key, &same, NULL) == RF_OK && same.data == kv.data, "find %s", key);
     }
     for (uint64_t i = 0; i < info.n_tensors; i++) {
         rf_tensor_info t, same;
         unsigned char bytes[64];
         char name[80];
-        CHECK(rf_gguf_get_tensor(g, i, &t) == RF_OK && t.index == i, "tensor %llu", RFI_LLU(i));
+        CHECK(rf_gguf_get_tensor(g, i, &t, NULL) == RF_OK && t.index == i, "tensor %llu", RFI_LLU(i));
         snprintf(name, sizeof name, "%.*s", (int)t.name.len, t.name.data);
-        CHECK(rf_gguf_find_tensor(g, name, &same) == RF_OK && same.index == i, "find %s", name);
+        CHECK(rf_gguf_find_tensor(g, name, &same, NULL) == RF_OK && same.index == i, "find %s", name);
         size_t n = t.size_bytes < sizeof bytes ? (size_t)t.size_bytes : sizeof bytes;
         CHECK(rf_gguf_read_tensor(g, i, t.size_bytes - n, bytes, n, NULL) == RF_OK, "read %s", name);
         for (size_t k = 0; k < n; k++) sum += bytes[k];
@@ -191,20 +191,20 @@ static void check_int(const rf_gguf *g, const char *key, uint64_t i, int64_t wan
     rf_kv kv;
     int64_t v = 0;
     double r = 0;
-    CHECK(rf_gguf_find_kv(g, key, &kv) == RF_OK, "%s", key);
-    CHECK(rf_kv_int(&kv, i, &v) == RF_OK && v == want, "%s[%llu] is %lld", key, RFI_LLU(i), (long long)v);
+    CHECK(rf_gguf_find_kv(g, key, &kv, NULL) == RF_OK, "%s", key);
+    CHECK(rf_kv_int(&kv, i, &v, NULL) == RF_OK && v == want, "%s[%llu] is %lld", key, RFI_LLU(i), (long long)v);
     if (kv.element_type != RF_KV_BOOL)
-        CHECK(rf_kv_real(&kv, i, &r) == RF_OK && r == (double)want, "%s[%llu] is %g", key, RFI_LLU(i), r);
-    CHECK(rf_kv_int(&kv, kv.count, &v) == RF_ERR_ARGUMENT, "%s has no such element", key);
+        CHECK(rf_kv_real(&kv, i, &r, NULL) == RF_OK && r == (double)want, "%s[%llu] is %g", key, RFI_LLU(i), r);
+    CHECK(rf_kv_int(&kv, kv.count, &v, NULL) == RF_ERR_ARGUMENT, "%s has no such element", key);
 }
 
 static void check_real(const rf_gguf *g, const char *key, uint64_t i, double want) {
     rf_kv kv;
     int64_t v = 0;
     double r = 0;
-    CHECK(rf_gguf_find_kv(g, key, &kv) == RF_OK, "%s", key);
-    CHECK(rf_kv_real(&kv, i, &r) == RF_OK && r == want, "%s[%llu] is %g", key, RFI_LLU(i), r);
-    CHECK(rf_kv_int(&kv, i, &v) == RF_ERR_ARGUMENT, "%s is no integer", key);
+    CHECK(rf_gguf_find_kv(g, key, &kv, NULL) == RF_OK, "%s", key);
+    CHECK(rf_kv_real(&kv, i, &r, NULL) == RF_OK && r == want, "%s[%llu] is %g", key, RFI_LLU(i), r);
+    CHECK(rf_kv_int(&kv, i, &v, NULL) == RF_ERR_ARGUMENT, "%s is no integer", key);
 }
 
 static void check_small(const rf_gguf *g, const mg_buf *file, uint32_t version) {
@@ -231,39 +231,39 @@ static void check_small(const rf_gguf *g, const mg_buf *file, uint32_t version) 
     rf_string s;
     int64_t v;
     double r;
-    CHECK(rf_gguf_find_kv(g, "u64s", &kv) == RF_OK && rf_kv_int(&kv, 1, &v) == RF_ERR_ARGUMENT,
+    CHECK(rf_gguf_find_kv(g, "u64s", &kv, NULL) == RF_OK && rf_kv_int(&kv, 1, &v, NULL) == RF_ERR_ARGUMENT,
           "2^64-1 does not fit");
-    CHECK(rf_kv_real(&kv, 1, &r) == RF_OK && r == 18446744073709551615.0, "but is a real");
-    CHECK(rf_gguf_find_kv(g, "bool", &kv) == RF_OK && rf_kv_real(&kv, 0, &r) == RF_ERR_ARGUMENT,
+    CHECK(rf_kv_real(&kv, 1, &r, NULL) == RF_OK && r == 18446744073709551615.0, "but is a real");
+    CHECK(rf_gguf_find_kv(g, "bool", &kv, NULL) == RF_OK && rf_kv_real(&kv, 0, &r, NULL) == RF_ERR_ARGUMENT,
           "a bool is no number");
-    CHECK(rf_kv_text(&kv, NULL, &s) == RF_ERR_ARGUMENT, "nor a text");
-    CHECK(rf_gguf_find_kv(g, "str", &kv) == RF_OK && rf_kv_text(&kv, NULL, &s) == RF_OK && rfi_str_equal(s, "text"),
+    CHECK(rf_kv_text(&kv, NULL, &s, NULL) == RF_ERR_ARGUMENT, "nor a text");
+    CHECK(rf_gguf_find_kv(g, "str", &kv, NULL) == RF_OK && rf_kv_text(&kv, NULL, &s, NULL) == RF_OK && rfi_str_equal(s, "text"),
           " ");
-    CHECK(rf_kv_int(&kv, 0, &v) == RF_ERR_ARGUMENT, "a text is no integer");
-    CHECK(rf_gguf_find_kv(g, "empty", &kv) == RF_OK && rf_kv_text(&kv, NULL, &s) == RF_OK && s.len == 0, "empty");
-    CHECK(rf_gguf_find_kv(g, "nothing", &kv) == RF_OK && kv.count == 0 && kv.type == RF_KV_ARRAY &&
+    CHECK(rf_kv_int(&kv, 0, &v, NULL) == RF_ERR_ARGUMENT, "a text is no integer");
+    CHECK(rf_gguf_find_kv(g, "empty", &kv, NULL) == RF_OK && rf_kv_text(&kv, NULL, &s, NULL) == RF_OK && s.len == 0, "empty");
+    CHECK(rf_gguf_find_kv(g, "nothing", &kv, NULL) == RF_OK && kv.count == 0 && kv.type == RF_KV_ARRAY &&
               kv.element_type == RF_KV_U64,
           "empty array");
-    CHECK(rf_gguf_find_kv(g, "strs", &kv) == RF_OK && kv.count == 3, "strs");
-    CHECK(rf_kv_text(&kv, NULL, &s) == RF_ERR_ARGUMENT, "an array needs a cursor");
+    CHECK(rf_gguf_find_kv(g, "strs", &kv, NULL) == RF_OK && kv.count == 3, "strs");
+    CHECK(rf_kv_text(&kv, NULL, &s, NULL) == RF_ERR_ARGUMENT, "an array needs a cursor");
     uint64_t cursor = 0;
-    CHECK(rf_kv_text(&kv, &cursor, &s) == RF_OK && s.len == 0, "strs[0]");
-    CHECK(rf_kv_text(&kv, &cursor, &s) == RF_OK && rfi_str_equal(s, "a"), "strs[1]");
-    CHECK(rf_kv_text(&kv, &cursor, &s) == RF_OK && rfi_str_equal(s, "h\xc3\xa9llo"), "strs[2]");
-    CHECK(rf_kv_text(&kv, &cursor, &s) == RF_ERR_ARGUMENT, "the end");
+    CHECK(rf_kv_text(&kv, &cursor, &s, NULL) == RF_OK && s.len == 0, "strs[0]");
+    CHECK(rf_kv_text(&kv, &cursor, &s, NULL) == RF_OK && rfi_str_equal(s, "a"), "strs[1]");
+    CHECK(rf_kv_text(&kv, &cursor, &s, NULL) == RF_OK && rfi_str_equal(s, "h\xc3\xa9llo"), "strs[2]");
+    CHECK(rf_kv_text(&kv, &cursor, &s, NULL) == RF_ERR_ARGUMENT, "the end");
     cursor = 3; /* inside a length field: garbage, but never outside the value */
-    if (rf_kv_text(&kv, &cursor, &s) == RF_OK) CHECK(cursor <= kv.size_bytes, "cursor %llu", RFI_LLU(cursor));
+    if (rf_kv_text(&kv, &cursor, &s, NULL) == RF_OK) CHECK(cursor <= kv.size_bytes, "cursor %llu", RFI_LLU(cursor));
     cursor = UINT64_MAX;
-    CHECK(rf_kv_text(&kv, &cursor, &s) == RF_ERR_ARGUMENT, "a wild cursor");
+    CHECK(rf_kv_text(&kv, &cursor, &s, NULL) == RF_ERR_ARGUMENT, "a wild cursor");
     memset(&kv, 1, sizeof kv);
-    CHECK(rf_gguf_find_kv(g, "absent", &kv) == RF_ERR_NOT_FOUND && kv.data == NULL && kv.count == 0, "zeroed");
-    CHECK(rf_gguf_get_kv(g, 28, &kv) == RF_ERR_NOT_FOUND, "28 keys");
-    CHECK(rf_gguf_get_kv(g, 1, &kv) == RF_OK && rfi_str_equal(kv.key, "u8"), "in the order of the file");
+    CHECK(rf_gguf_find_kv(g, "absent", &kv, NULL) == RF_ERR_NOT_FOUND && kv.data == NULL && kv.count == 0, "zeroed");
+    CHECK(rf_gguf_get_kv(g, 28, &kv, NULL) == RF_ERR_NOT_FOUND, "28 keys");
+    CHECK(rf_gguf_get_kv(g, 1, &kv, NULL) == RF_OK && rfi_str_equal(kv.key, "u8"), "in the order of the file");
     CHECK(kv.where == mg_find(file, "u8", 0) + 8 + 2 + 4, "where %llu", RFI_LLU(kv.where));
 
     rf_tensor_info t;
     unsigned char bytes[272];
-    CHECK(rf_gguf_find_tensor(g, "b.weight", &t) == RF_OK && t.index == 1 && t.type == RF_TYPE_Q8_0, "b.weight");
+    CHECK(rf_gguf_find_tensor(g, "b.weight", &t, NULL) == RF_OK && t.index == 1 && t.type == RF_TYPE_Q8_0, "b.weight");
     CHECK(t.n_dims == 3 && t.ne[0] == 64 && t.ne[1] == 2 && t.ne[2] == 2 && t.ne[3] == 1, "ne");
     CHECK(t.size_bytes == 272 && t.where == mg_find(file, "b.weight", 0) && t.file_index == 0, "size, where");
     CHECK(rf_gguf_read_tensor(g, 1, 0, bytes, 272, NULL) == RF_OK && bytes[0] == 1 &&
@@ -279,10 +279,10 @@ static void check_small(const rf_gguf *g, const mg_buf *file, uint32_t version) 
     CHECK(rf_gguf_read_tensor(g, 4, 0, bytes, 1, NULL) == RF_ERR_ARGUMENT, "no such tensor");
     rf_error err;
     CHECK(rf_gguf_read_tensor(NULL, 0, 0, bytes, 1, &err) == RF_ERR_ARGUMENT && strstr(err.text, "file is NULL"), "%s", err.text);
-    CHECK(rf_gguf_get_tensor(g, 2, &t) == RF_OK && rfi_str_equal(t.name, "cc") && t.ne[3] == 4 && t.size_bytes == 48,
+    CHECK(rf_gguf_get_tensor(g, 2, &t, NULL) == RF_OK && rfi_str_equal(t.name, "cc") && t.ne[3] == 4 && t.size_bytes == 48,
           "c");
-    CHECK(rf_gguf_get_tensor(g, 4, &t) == RF_ERR_NOT_FOUND && t.name.data == NULL, "4 tensors");
-    CHECK(rf_gguf_find_tensor(g, "", &t) == RF_ERR_NOT_FOUND && rf_gguf_find_tensor(g, NULL, &t) == RF_ERR_NOT_FOUND,
+    CHECK(rf_gguf_get_tensor(g, 4, &t, NULL) == RF_ERR_NOT_FOUND && t.name.data == NULL, "4 tensors");
+    CHECK(rf_gguf_find_tensor(g, "", &t, NULL) == RF_ERR_NOT_FOUND && rf_gguf_find_tensor(g, NULL, &t, NULL) == RF_ERR_NOT_FOUND,
           " ");
     touch_all(g);
 }
@@ -305,7 +305,7 @@ static void test_round_trip(void) {
             CHECK(strcmp(rf_gguf_get_info(g).path, path) == 0, "path");
             CHECK(rf_gguf_get_info(g).mapped == !no_map, "mapped");
             rf_tensor_info t;
-            CHECK(rf_gguf_get_tensor(g, 0, &t) == RF_OK && (rfi_gguf_map(g, &t) != NULL) == !no_map, "map");
+            CHECK(rf_gguf_get_tensor(g, 0, &t, NULL) == RF_OK && (rfi_gguf_map(g, &t) != NULL) == !no_map, "map");
             CHECK(rfi_gguf_populate(g, &t, 0, t.size_bytes, &err) == RF_OK, "%s", err.text);
             rfi_gguf_release_pages(g, &t);
             check_small(g, &b, version);
@@ -332,7 +332,7 @@ static void test_models(void) {
         rf_tensor_info t;
         mg_llama(&b, &o);
         REQUIRE(open_buf(&b, &g, &err) == RF_OK, "type %u: %s", types[i], err.text);
-        CHECK(rf_gguf_find_tensor(g, "blk.1.ffn_down.weight", &t) == RF_OK && t.type == types[i] && t.n_dims == 2,
+        CHECK(rf_gguf_find_tensor(g, "blk.1.ffn_down.weight", &t, NULL) == RF_OK && t.type == types[i] && t.n_dims == 2,
               "type");
         CHECK(rf_gguf_get_info(g).alignment == (i % 2 ? 64 : 32), "alignment");
         touch_all(g);
@@ -365,10 +365,10 @@ static void test_arguments(void) {
     }
     CHECK(rf_gguf_close(NULL, &err) == RF_OK && err.code == RF_OK, "NULL is fine");
     CHECK(rf_gguf_get_info(NULL).n_kv == 0, "NULL has nothing");
-    CHECK(rf_gguf_get_kv(NULL, 0, &kv) == RF_ERR_NOT_FOUND && rf_gguf_find_kv(NULL, "a", &kv) == RF_ERR_NOT_FOUND,
+    CHECK(rf_gguf_get_kv(NULL, 0, &kv, NULL) == RF_ERR_NOT_FOUND && rf_gguf_find_kv(NULL, "a", &kv, NULL) == RF_ERR_NOT_FOUND,
           "NULL");
     REQUIRE(open_buf(&b, &g, NULL) == RF_OK, "err may be NULL");
-    CHECK(rf_gguf_get_kv(g, 0, NULL) == RF_ERR_ARGUMENT && rf_gguf_get_tensor(g, 0, NULL) == RF_ERR_ARGUMENT, "out");
+    CHECK(rf_gguf_get_kv(g, 0, NULL, NULL) == RF_ERR_ARGUMENT && rf_gguf_get_tensor(g, 0, NULL, NULL) == RF_ERR_ARGUMENT, "out");
     rf_gguf_close(g, NULL);
     b.data[0] = 'g';
     CHECK(open_buf(&b, &g, NULL) == RF_ERR_FORMAT && g == NULL, "without an err to fill");
@@ -683,7 +683,7 @@ static void test_odd_but_valid(void) {
     mg_set_u64(&b, row_at(&b, "cc", ROW_OFFSET, 0), a); /* a: 60 bytes, c: 48: both slots hold 64 */
     mg_set_u64(&b, row_at(&b, "aa", ROW_OFFSET, 0), c);
     REQUIRE(open_buf(&b, &g, &err) == RF_OK, "data in another order: %s", err.text);
-    CHECK(rf_gguf_find_tensor(g, "cc", &t) == RF_OK && t.offset_bytes % 32 == 0 && t.offset_bytes < t.where + 200,
+    CHECK(rf_gguf_find_tensor(g, "cc", &t, NULL) == RF_OK && t.offset_bytes % 32 == 0 && t.offset_bytes < t.where + 200,
           " ");
     rf_gguf_close(g, NULL);
     big = mg_copy(&b);
@@ -721,7 +721,7 @@ static void test_odd_but_valid(void) {
     mg_finish(&w, &b);
     REQUIRE(b.n == 24 && open_buf(&b, &g, &err) == RF_OK, "24 bytes: %s", err.text);
     rf_kv kv;
-    CHECK(rf_gguf_find_kv(g, "x", &kv) == RF_ERR_NOT_FOUND && rf_gguf_find_tensor(g, "x", &t) == RF_ERR_NOT_FOUND,
+    CHECK(rf_gguf_find_kv(g, "x", &kv, NULL) == RF_ERR_NOT_FOUND && rf_gguf_find_tensor(g, "x", &t, NULL) == RF_ERR_NOT_FOUND,
           "empty");
     rf_gguf_close(g, NULL);
     mg_free(&b);
@@ -780,8 +780,8 @@ static void test_many(void) {
         if (rc == RF_OK) {
             rf_kv kv;
             rf_tensor_info t;
-            if (which == 0) CHECK(rf_gguf_find_kv(g, "1869f", &kv) == RF_OK, "the last key");
-            if (which == 2) CHECK(rf_gguf_find_tensor(g, "4e1f", &t) == RF_OK && t.index == 19999, "the last tensor");
+            if (which == 0) CHECK(rf_gguf_find_kv(g, "1869f", &kv, NULL) == RF_OK, "the last key");
+            if (which == 2) CHECK(rf_gguf_find_tensor(g, "4e1f", &t, NULL) == RF_OK && t.index == 19999, "the last tensor");
             CHECK(rf_gguf_close(g, NULL) == RF_OK, "close");
         }
         mg_free(&b);
@@ -931,7 +931,7 @@ static void test_split(void) {
                 char name[32];
                 float v[8];
                 snprintf(name, sizeof name, "t%u.%u", i / 2, i % 2);
-                REQUIRE(rf_gguf_find_tensor(g, name, &t) == RF_OK, "%s", name);
+                REQUIRE(rf_gguf_find_tensor(g, name, &t, NULL) == RF_OK, "%s", name);
                 CHECK(t.index == i && t.file_index == i / 2, "%s is %u in part %u", name, t.index, t.file_index);
                 CHECK(rf_gguf_read_tensor(g, i, 0, v, sizeof v, &err) == RF_OK, "%s", err.text);
                 CHECK(v[0] == (float)(100 * (i / 2) + 10 * (i % 2)) && v[7] == v[0] + 7, "%s: %g", name,
@@ -939,7 +939,7 @@ static void test_split(void) {
                 CHECK(no_map || memcmp(rfi_gguf_map(g, &t), v, sizeof v) == 0, "%s mapped", name);
             }
             rf_kv kv;
-            CHECK(rf_gguf_find_kv(g, "general.alignment", &kv) == RF_ERR_NOT_FOUND, "keys are the first part's");
+            CHECK(rf_gguf_find_kv(g, "general.alignment", &kv, NULL) == RF_ERR_NOT_FOUND, "keys are the first part's");
             CHECK(rf_gguf_close(g, NULL) == RF_OK && c.live == 0, "close");
         }
         CHECK(rf_gguf_open(tmp_path(second), NULL, &g, &err) == RF_ERR_ARGUMENT && strstr(err.text, first), "%s",
@@ -1116,7 +1116,7 @@ static void test_file_changes(void) {
     REQUIRE(rf_gguf_open(path, NULL, &g, &err) == RF_OK, "%s", err.text);
     CHECK(truncate(path, (off_t)(b.n - 200)) == 0, "truncate");
     rf_kv kv;
-    CHECK(rf_gguf_find_kv(g, "u8", &kv) == RF_OK, "metadata is ours");
+    CHECK(rf_gguf_find_kv(g, "u8", &kv, NULL) == RF_OK, "metadata is ours");
     CHECK(rf_gguf_read_tensor(g, 1, 0, bytes, 272, &err) == RF_ERR_IO && strstr(err.text, "shortened") &&
               strstr(err.text, "changes.gguf"),
           "%s", err.text);

@@ -60,7 +60,7 @@ static int read_golden(const char *path, golden *g) {
 }
 
 static void end(running *r) {
-    rf_session_close(r->session);
+    rf_session_close(r->session, NULL);
     rf_model_close(r->model, NULL), rf_device_close(r->device, NULL), rf_gguf_close(r->file, NULL);
 }
 
@@ -76,12 +76,12 @@ static rf_result begin(running *r, const char *path, rf_error *err) {
 /* tokens from..to-1 in one call, with the logits of all of them in out[from..] */
 static rf_result eval(rf_session *s, const golden *g, uint32_t from, uint32_t to, float (*out)[N_VOCAB],
                       rf_error *err) {
-    rf_row rows[MAX_TOKENS] = {{0}};
+    rf_token_row rows[MAX_TOKENS] = {{0}};
     for (uint32_t i = from; i < to; i++) {
-        rows[i - from] = (rf_row){.token = g->tokens[i], .pos = (int32_t)i, .want_logits = 1};
+        rows[i - from] = (rf_token_row){.token = g->tokens[i], .pos = (int32_t)i, .want_logits = 1};
     }
-    rf_result code = rf_eval(s, rows, to - from, err);
-    for (uint32_t i = from; !code && i < to; i++) memcpy(out[i], rf_session_logits(s, i - from), sizeof out[i]);
+    rf_result code = rf_session_eval(s, rows, to - from, err);
+    for (uint32_t i = from; !code && i < to; i++) memcpy(out[i], rft_logits(s, i - from), sizeof out[i]);
     return code;
 }
 
@@ -98,11 +98,11 @@ static double distance(const golden *g, float (*logits)[N_VOCAB], uint32_t from)
 
 static void check_greedy(rf_session *s, const golden *g) {
     rf_error err = {0};
-    int32_t id = rf_session_argmax(s, g->n_tokens - 1);
+    int32_t id = rft_argmax(s, g->n_tokens - 1);
     for (uint32_t i = 0; i < g->n_greedy; i++) {
         REQUIRE(id == g->greedy[i], "step %u: %d, want %d", i, id, g->greedy[i]);
-        REQUIRE(rf_forward(s, &id, 1, NULL, &err) == RF_OK, "%s", err.text);
-        id = rf_session_argmax(s, 0);
+        REQUIRE(rf_session_forward(s, &id, 1, NULL, &err) == RF_OK, "%s", err.text);
+        id = rft_argmax(s, 0);
     }
 }
 

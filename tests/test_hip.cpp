@@ -2181,8 +2181,8 @@ static void ways_case(uint32_t type, uint32_t n, uint32_t n_ff, rf_dev *d, uint3
     std::vector<float> first;
     std::set<uint32_t> seen;
     rf_session_stats st = api->plan_stats(g.prepared);
-    CHECK(st.n_ways == n_ways && st.way == 0 && !st.way_is_timed, "%s: %u ways, way %u", what, st.n_ways, st.way);
-    for (int step = 0; step < 120 && !st.way_is_timed; step++) { /* three rounds of five visits of six steps, and some */
+    CHECK(st.n_configs == n_ways && st.config == 0 && !st.config_is_timed, "%s: %u ways, way %u", what, st.n_configs, st.config);
+    for (int step = 0; step < 120 && !st.config_is_timed; step++) { /* three rounds of five visits of six steps, and some */
         for (size_t i = 0; i < out.size(); i++) /* a row that is left out is not that of the step before */
             g.set(out[i], std::vector<float>(g.size_of(out[i]) / 4, NAN));
         REQUIRE(g.run(rows_of(1), std::vector<uint32_t>(1, 0)) == RF_OK, "%s: %s", what, g.err.text);
@@ -2193,12 +2193,12 @@ static void ways_case(uint32_t type, uint32_t n, uint32_t n_ff, rf_dev *d, uint3
             found.insert(found.end(), y.begin(), y.end());
         }
         st = api->plan_stats(g.prepared);
-        seen.insert(st.way);
+        seen.insert(st.config);
         if (step == 0) first = found;
-        CHECK(same_bits(first, found), "%s: step %d, in way %u, gives other bits", what, step, st.way);
+        CHECK(same_bits(first, found), "%s: step %d, in way %u, gives other bits", what, step, st.config);
     }
     for (size_t i = 0; i < first.size(); i++) REQUIRE(!isnan(first[i]), "%s: value %zu is not written", what, i);
-    CHECK(st.way_is_timed && seen.size() == n_ways, "%s: %zu of %u ways were tried", what, seen.size(), n_ways);
+    CHECK(st.config_is_timed && seen.size() == n_ways, "%s: %zu of %u ways were tried", what, seen.size(), n_ways);
 }
 static void test_ways() {
     for (uint32_t index = 0; index < devices.size(); index++) {
@@ -2782,15 +2782,15 @@ struct Tuned {
     rf_session_stats stats() const { return api->plan_stats(g.prepared); }
     /* A step, the last one having taken ms[its way]. */
     rf_result step(const float *ms, uint32_t n_logits = 1) {
-        hip_emu_elapsed(ms[stats().way]);
+        hip_emu_elapsed(ms[stats().config]);
         const rf_result r = g.run(rows_of(1), std::vector<uint32_t>(n_logits, 0));
         hip_emu_elapsed(-1);
         return r;
     }
     bool tune(const float *ms, int most = 60) {
-        for (int i = 0; i < most && !stats().way_is_timed; i++)
+        for (int i = 0; i < most && !stats().config_is_timed; i++)
             if (step(ms) != RF_OK) return false;
-        return stats().way_is_timed == 1;
+        return stats().config_is_timed == 1;
     }
 };
 
@@ -2824,19 +2824,19 @@ static void test_fastest_way() {
             const uint32_t events = hip_emu_get_counts().events;
             REQUIRE(a.tune(ms), "%u: not timed", i);
             const rf_session_stats st = a.stats();
-            CHECK(st.way == way, "%u: way %u, want %u", i, st.way, way);
+            CHECK(st.config == way, "%u: way %u, want %u", i, st.config, way);
             std::set<std::pair<uint32_t, uint32_t> > ways;
             for (uint32_t k = 0; k < 4; k++) {
-                CHECK(st.ways[k].us == ms[k] * 1e3f, "%u: way %u took %g us", i, k, (double)st.ways[k].us);
-                ways.insert(std::make_pair(st.ways[k].strips, st.ways[k].blocks));
+                CHECK(st.configs[k].us == ms[k] * 1e3f, "%u: way %u took %g us", i, k, (double)st.configs[k].us);
+                ways.insert(std::make_pair(st.configs[k].in_flight, st.configs[k].blocks_per_cu));
             }
             CHECK(ways.size() == 4, "%u: %zu different ways", i, ways.size());
             CHECK(hip_emu_get_counts().events + 2 == events, "%u: events are left", i);
             Tuned same(d.dev, 33), other(d.dev, 34);
             REQUIRE(same.open() == RF_OK && other.open() == RF_OK, "%s", other.g.err.text);
             const rf_session_stats known = same.stats(), new_one = other.stats();
-            CHECK(known.way_is_timed && known.way == way && known.ways[3].us == ms[3] * 1e3f, "%u: way %u", i, known.way);
-            CHECK(!new_one.way_is_timed && new_one.way == 0 && new_one.ways[3].us == 0, "%u: way %u", i, new_one.way);
+            CHECK(known.config_is_timed && known.config == way && known.configs[3].us == ms[3] * 1e3f, "%u: way %u", i, known.config);
+            CHECK(!new_one.config_is_timed && new_one.config == 0 && new_one.configs[3].us == 0, "%u: way %u", i, new_one.config);
             REQUIRE(same.step(ms) == RF_OK && a.step(ms) == RF_OK, "%s", same.g.err.text);
             CHECK(same_bits(same.g.get(3), a.g.get(3)), "%u: other bits", i);
         }
@@ -2854,20 +2854,20 @@ static void test_disturbed_ways() {
         FreshDevice d(0);
         Tuned a(d.dev, 33);
         REQUIRE(a.open() == RF_OK, "%s", a.g.err.text);
-        while (a.stats().way < 2 || a.stats().ways[2].us == 0) REQUIRE(a.step(call ? ms : slow) == RF_OK, "%s", a.g.err.text);
+        while (a.stats().config < 2 || a.stats().configs[2].us == 0) REQUIRE(a.step(call ? ms : slow) == RF_OK, "%s", a.g.err.text);
         const uint64_t replays = hip_emu_get_counts().replays;
         if (call) {
             hip_emu_fail_call(call, 0);
             const bool failed = a.step(less) != RF_OK;
             hip_emu_fail_call(0, 0);
             /* after the time of the step before was taken, and before this one ran */
-            if (!failed || a.stats().ways[2].us != 400 || hip_emu_get_counts().replays != replays) continue;
+            if (!failed || a.stats().configs[2].us != 400 || hip_emu_get_counts().replays != replays) continue;
             n_failed++;
             REQUIRE(a.step(none) == RF_OK, "%s", a.g.err.text);
         }
-        REQUIRE(a.tune(ms) && a.stats().way == 2, "%u: way %u", call, a.stats().way);
+        REQUIRE(a.tune(ms) && a.stats().config == 2, "%u: way %u", call, a.stats().config);
         for (uint32_t k = 0; k < 4; k++)
-            CHECK(a.stats().ways[k].us == (call ? less : ms)[k] * 1e3f, "%u: way %u took %g us", call, k, (double)a.stats().ways[k].us);
+            CHECK(a.stats().configs[k].us == (call ? less : ms)[k] * 1e3f, "%u: way %u took %g us", call, k, (double)a.stats().configs[k].us);
     }
     CHECK(n_failed == 1, "%u launches failed", n_failed);
 }
@@ -2881,19 +2881,19 @@ static void test_untimed_ways() {
         Tuned a(d.dev, 33), b(d.dev, 33);
         REQUIRE(a.open() == RF_OK && b.open() == RF_OK, "%s", a.g.err.text);
         a.g.whole = false;
-        CHECK(!a.tune(ms[0]) && a.stats().ways[0].us == 0, "steps in parts were timed");
+        CHECK(!a.tune(ms[0]) && a.stats().configs[0].us == 0, "steps in parts were timed");
         a.g.whole = true;
         for (int i = 0; i < 40; i++) REQUIRE(a.step(ms[0], 0) == RF_OK, "%s", a.g.err.text);
-        CHECK(a.stats().ways[0].us == 0, "steps without logits were timed");
+        CHECK(a.stats().configs[0].us == 0, "steps without logits were timed");
         const std::vector<rf_step_row> rows = rows_of(1);
         const uint32_t last = 0;
         rf_step step = {rows.data(), NULL, &last, 1, 1, 0};
         rf_ticket t;
         for (int i = 0; i < 40; i++) REQUIRE(api->plan_run(a.g.prepared, a.g.queue, 0, (uint32_t)a.g.segment_ops.size(), &step, &t, &a.g.err) == RF_OK, "%s", a.g.err.text);
-        CHECK(api->ticket_wait(&t, 60000, &a.g.err) == RF_OK && a.stats().ways[0].us == 0 && a.stats().way == 0, "queued steps were timed");
+        CHECK(api->ticket_wait(&t, 60000, &a.g.err) == RF_OK && a.stats().configs[0].us == 0 && a.stats().config == 0, "queued steps were timed");
         REQUIRE(b.step(ms[1]) == RF_OK, "%s", b.g.err.text);
-        CHECK(a.tune(ms[0]) && a.stats().way == 1, "way %u", a.stats().way);
-        CHECK(!b.stats().way_is_timed && b.tune(ms[1]) && b.stats().way == 1, "way %u", b.stats().way);
+        CHECK(a.tune(ms[0]) && a.stats().config == 1, "way %u", a.stats().config);
+        CHECK(!b.stats().config_is_timed && b.tune(ms[1]) && b.stats().config == 1, "way %u", b.stats().config);
         CHECK(same_bits(a.g.get(3), b.g.get(3)), "other bits");
         for (uint32_t n = 34; n < 49; n++) {
             Tuned next(d.dev, n);
@@ -2901,25 +2901,25 @@ static void test_untimed_ways() {
         }
         for (int k = 0; k < 2; k++) {
             Tuned again(d.dev, 33), next(d.dev, 49);
-            REQUIRE(again.open() == RF_OK && again.stats().way_is_timed == (k == 0), "%d: %s", k, again.g.err.text);
+            REQUIRE(again.open() == RF_OK && again.stats().config_is_timed == (k == 0), "%d: %s", k, again.g.err.text);
             REQUIRE(next.open() == RF_OK && next.tune(ms[1]), "%s", next.g.err.text);
         }
     }
     rf_device_info info;
     Tuned late(d.dev, 50);
     REQUIRE(late.open() == RF_OK, "%s", late.g.err.text);
-    while (late.stats().way == 0) REQUIRE(late.step(ms[0]) == RF_OK && !late.stats().way_is_timed, "%s", late.g.err.text);
+    while (late.stats().config == 0) REQUIRE(late.step(ms[0]) == RF_OK && !late.stats().config_is_timed, "%s", late.g.err.text);
     CHECK(api->device_info(d.dev, &info, &late.g.err) == RF_OK && !info.note[0], "'%s'", info.note);
     hip_emu_stale_graphs(1);
     const std::vector<float> want = late.g.get(3), zeros(64, 0);
-    while (late.stats().way == 1) {
+    while (late.stats().config == 1) {
         late.g.set(1, zeros); /* what the kernel that is left out would write */
         REQUIRE(late.step(ms[0]) == RF_OK, "%s", late.g.err.text);
     }
     hip_emu_stale_graphs(0);
     CHECK(api->device_info(d.dev, &info, &late.g.err) == RF_OK && strstr(info.note, "graphs are off"), "'%s'", info.note);
     CHECK(same_bits(late.g.get(3), want), "stale replays were used");
-    CHECK(late.tune(ms[0]) && late.stats().way == 1, "way %u", late.stats().way);
+    CHECK(late.tune(ms[0]) && late.stats().config == 1, "way %u", late.stats().config);
 }
 
 /* The n-th call of the runtime fails while ways are timed, for every n: the call says so, or nothing has changed. */
@@ -2946,8 +2946,8 @@ static void test_failing_ways() {
             if (r == RF_OK) { /* without graphs it begins anew */
                 a.tune(ms);
                 const rf_session_stats st = a.stats();
-                untimed += !st.way_is_timed;
-                CHECK(st.way == (st.way_is_timed ? 2 : 0) && st.n_ways == 4, "call %d: way %u", (int)n, st.way);
+                untimed += !st.config_is_timed;
+                CHECK(st.config == (st.config_is_timed ? 2 : 0) && st.n_configs == 4, "call %d: way %u", (int)n, st.config);
                 CHECK(same_bits(a.g.get(3), want), "call %d: other bits", (int)n);
             } else CHECK(a.g.err.code == RF_ERR_DEVICE && strstr(a.g.err.text, "hip"), "call %d: '%s'", (int)n, a.g.err.text);
         }

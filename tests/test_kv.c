@@ -40,7 +40,7 @@ static int open_model(rig *r, const mg_family *f, uint32_t window) {
 static int open_session(rig *r, rf_session_desc sd) {
     sd.n_ctx = sd.n_ctx ? sd.n_ctx : CTX;
     sd.n_logits_max = sd.n_logits_max ? sd.n_logits_max : N;
-    rf_session_close(r->s);
+    rf_session_close(r->s, NULL);
     r->s = NULL;
     rf_result res = rf_session_open(r->m, &sd, &r->s, &r->err);
     CHECK(res == RF_OK, "%s", r->err.text);
@@ -55,16 +55,16 @@ static const int32_t *some_tokens(void) {
 
 /* Tokens [first, first + n) to a sequence, n_call at a time; logits of all of them unless out is NULL. */
 static int eval(rig *r, int32_t seq, uint32_t first, uint32_t n, uint32_t n_call, float *out) {
-    static rf_row rows[N];
+    static rf_token_row rows[N];
     const int32_t *tokens = some_tokens();
     rf_result res = RF_OK;
     for (uint32_t at = 0, k; res == RF_OK && at < n; at += k) {
         k = n - at < n_call ? n - at : n_call;
         for (uint32_t i = 0; i < k; i++)
-            rows[i] = (rf_row){.token = tokens[first + at + i], .seq = seq, .pos = (int32_t)(first + at + i), .want_logits = out != NULL};
-        res = rf_eval(r->s, rows, k, &r->err);
+            rows[i] = (rf_token_row){.token = tokens[first + at + i], .seq = seq, .pos = (int32_t)(first + at + i), .want_logits = out != NULL};
+        res = rf_session_eval(r->s, rows, k, &r->err);
         for (uint32_t i = 0; res == RF_OK && out && i < k; i++)
-            memcpy(out + (size_t)(at + i) * VOCAB, rf_session_logits(r->s, i), VOCAB * sizeof *out);
+            memcpy(out + (size_t)(at + i) * VOCAB, rft_logits(r->s, i), VOCAB * sizeof *out);
     }
     return res == RF_OK;
 }
@@ -99,7 +99,7 @@ static void test_windows(void) {
         ref_open(&ref, r.g);
         double *want = ref_family_eval(&ref, some_tokens(), N, CTX, &(ref_options){0}, NULL);
         ref_close(&ref);
-        if (!open_session(&r, (rf_session_desc){.cache_type = RF_CACHE_F32, .full_cache = 1})) continue;
+        if (!open_session(&r, (rf_session_desc){.cache_type = RF_CACHE_F32, .swa_full = 1})) continue;
         CHECK(eval(&r, 0, 0, N, N, full), "%s", r.err.text);
         const double off = ref_distance(full, want, (size_t)N * VOCAB);
         CHECK(off <= TOLERANCE, "window %u: logits are off by %.3g", windows[w], off);
@@ -122,16 +122,16 @@ static void test_neighbours(void) {
     float *alone = all_logits(), *got = all_logits();
     rig r;
     if (!open_model(&r, &gemma, 100)) return;
-    if (open_session(&r, (rf_session_desc){.full_cache = 1})) CHECK(eval(&r, 0, 0, N, N, alone), "%s", r.err.text);
+    if (open_session(&r, (rf_session_desc){.swa_full = 1})) CHECK(eval(&r, 0, 0, N, N, alone), "%s", r.err.text);
     if (open_session(&r, (rf_session_desc){.n_seq_max = 3, .n_batch = 50})) {
         CHECK(eval(&r, 2, 0, 300, N, NULL) && eval(&r, 0, 0, 10, N, got), "%s", r.err.text);
-        rf_row rows[2];
+        rf_token_row rows[2];
         for (uint32_t i = 10; i < N - 300; i++) {
             for (int k = 0; k < 2; k++)
-                rows[k] = (rf_row){.token = some_tokens()[i + (k ? 290 : 0)], .seq = k ? 2 : 0, .pos = RF_POS_NEXT, .want_logits = 1};
-            CHECK(rf_eval(r.s, rows, 2, &r.err) == RF_OK, "%s", r.err.text);
+                rows[k] = (rf_token_row){.token = some_tokens()[i + (k ? 290 : 0)], .seq = k ? 2 : 0, .pos = RF_POS_NEXT, .want_logits = 1};
+            CHECK(rf_session_eval(r.s, rows, 2, &r.err) == RF_OK, "%s", r.err.text);
             for (uint32_t k = 0; k < 2; k++)
-                memcpy(got + (size_t)(i + (k ? 290 : 0)) * VOCAB, rf_session_logits(r.s, k), VOCAB * sizeof *got);
+                memcpy(got + (size_t)(i + (k ? 290 : 0)) * VOCAB, rft_logits(r.s, k), VOCAB * sizeof *got);
         }
         CHECK(!memcmp(got, alone, (size_t)(N - 300) * VOCAB * sizeof *got), "sequence 0: other bits");
         CHECK(!memcmp(got + (size_t)300 * VOCAB, alone + (size_t)300 * VOCAB, (size_t)(N - 310) * VOCAB * sizeof *got), "sequence 2");
@@ -161,10 +161,10 @@ static void test_q8(void) {
     }
     CHECK(margins.int8 >= 1e-4, "no tokens keep away from ties");
     double *unrounded = ref_family_eval(&ref, tokens, FEW, CTX, &(ref_options){0}, NULL);
-    rf_row rows[FEW];
-    for (uint32_t i = 0; i < FEW; i++) rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = 1};
-    CHECK(rf_eval(r.s, rows, FEW, &r.err) == RF_OK, "%s", r.err.text);
-    for (uint32_t i = 0; i < FEW; i++) memcpy(got + (size_t)i * VOCAB, rf_session_logits(r.s, i), VOCAB * sizeof *got);
+    rf_token_row rows[FEW];
+    for (uint32_t i = 0; i < FEW; i++) rows[i] = (rf_token_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = 1};
+    CHECK(rf_session_eval(r.s, rows, FEW, &r.err) == RF_OK, "%s", r.err.text);
+    for (uint32_t i = 0; i < FEW; i++) memcpy(got + (size_t)i * VOCAB, rft_logits(r.s, i), VOCAB * sizeof *got);
     const double off = ref_distance(got, want, FEW * VOCAB), without = ref_distance(got, unrounded, FEW * VOCAB);
     CHECK(off <= TOLERANCE && without > 100 * TOLERANCE, "off by %.3g, and by %.3g of what is not rounded", off, without);
     printf("    q8_0: worst %.2g of the largest logit; the rounding is %.2g\n", off, without);
@@ -181,7 +181,7 @@ static void test_q8_rings(void) {
     rf_forecast f;
     rig r;
     if (!open_model(&r, &wide_gemma, 100)) return;
-    if (!open_session(&r, (rf_session_desc){.cache_type = RF_CACHE_Q8_0, .full_cache = 1})) return;
+    if (!open_session(&r, (rf_session_desc){.cache_type = RF_CACHE_Q8_0, .swa_full = 1})) return;
     CHECK(eval(&r, 0, 0, N, N, full), "%s", r.err.text);
     for (size_t b = 0; b < RFI_COUNT(batches); b++) {
         if (!open_session(&r, (rf_session_desc){.cache_type = RF_CACHE_Q8_0, .n_batch = batches[b][0]})) continue;
@@ -218,7 +218,7 @@ static void test_cut(void) {
     uint32_t kept;
     rig r;
     if (!open_model(&r, &gemma, 100)) return;
-    if (!open_session(&r, (rf_session_desc){.full_cache = 1}) || !eval(&r, 0, 0, N, N, want)) return;
+    if (!open_session(&r, (rf_session_desc){.swa_full = 1}) || !eval(&r, 0, 0, N, N, want)) return;
     for (uint32_t n = N; n > 0; n -= 100) { /* a cache that holds everything is cut anywhere */
         CHECK(rf_session_truncate(r.s, 0, n - 100, &kept, &r.err) == RF_OK && kept == n - 100, "kept %u", kept);
         CHECK(eval(&r, 0, n - 100, 50, N, got) && !memcmp(got, want + (size_t)(n - 100) * VOCAB, 50 * VOCAB * sizeof *got), "at %u", n);
@@ -250,7 +250,7 @@ static void test_copy(void) {
     for (uint32_t full = 0; full < 2; full++)
         for (size_t i = 0; i < RFI_COUNT(lengths); i++) {
             const uint32_t n = lengths[i];
-            if (!open_session(&r, (rf_session_desc){.n_seq_max = 3, .n_batch = 64, .full_cache = full})) continue;
+            if (!open_session(&r, (rf_session_desc){.n_seq_max = 3, .n_batch = 64, .swa_full = full})) continue;
             CHECK(eval(&r, 1, 0, n, N, NULL) && eval(&r, 0, 0, 300, N, NULL), "%s", r.err.text);
             CHECK(rf_session_copy(r.s, 1, 0, &r.err) == RF_OK && rf_session_length(r.s, 0) == n, "%s", r.err.text);
             CHECK(eval(&r, 1, n, 1, 1, want) && eval(&r, 0, n, 1, 1, got) && !memcmp(want, got, sizeof got), "%u: other bits", n);
@@ -265,12 +265,12 @@ static void test_copy(void) {
 
 /* ---- saving ---- */
 
-static uint32_t cells_of(const rf_session_desc *d) { return d->full_cache ? CTX : d->n_batch > 157 ? 512 : 256; }
+static uint32_t cells_of(const rf_session_desc *d) { return d->swa_full ? CTX : d->n_batch > 157 ? 512 : 256; }
 
 static void test_saved(void) {
     /* into rings of other sizes, and caches that hold everything; and from such ones */
     static const rf_session_desc sessions[] = {{.n_batch = 64}, {.n_batch = 1}, {.n_batch = 200, .n_seq_max = 2},
-                                               {.n_batch = 64, .full_cache = 1}, {.n_batch = 64, .n_ctx = 562}};
+                                               {.n_batch = 64, .swa_full = 1}, {.n_batch = 64, .n_ctx = 562}};
     static const uint32_t lengths[] = {40, 257, 560};
     float want[2 * VOCAB], got[2 * VOCAB];
     uint32_t kept;
@@ -351,7 +351,7 @@ static void test_failing(void) {
             CHECK(eval(&r, 0, 0, 280, N, NULL) && eval(&r, 1, 0, 5, N, NULL), "%s", r.err.text);
             r.d->api = &failing;
             runs_left = batches;
-            if (forward) CHECK(rf_forward(r.s, some_tokens() + 280, 320, NULL, &r.err) == RF_ERR_DEVICE, "%s", r.err.text);
+            if (forward) CHECK(rf_session_forward(r.s, some_tokens() + 280, 320, NULL, &r.err) == RF_ERR_DEVICE, "%s", r.err.text);
             else CHECK(!eval(&r, 0, 280, 320, N, NULL) && r.err.code == RF_ERR_DEVICE, "%s", r.err.text);
             r.d->api = real_api;
             CHECK(rf_session_length(r.s, 0) == (lost ? 0u : 280u) && rf_session_length(r.s, 1) == 5, "%d: %u tokens", batches,
@@ -373,7 +373,7 @@ static void test_forecast(void) {
         {{.n_ctx = 4096, .n_batch = 158}, 100, {512, 4096}},
         {{.n_ctx = 4096, .n_batch = 1}, 256, {256, 4096}},
         {{.n_ctx = 4096, .n_batch = 1}, 257, {512, 4096}},
-        {{.n_ctx = 4096, .full_cache = 1}, 100, {4096, 4096}},
+        {{.n_ctx = 4096, .swa_full = 1}, 100, {4096, 4096}},
         {{.n_ctx = 600, .n_batch = 512}, 100, {600, 600}},
         {{.n_ctx = 4096, .n_seq_max = 3, .cache_type = RF_CACHE_F32}, 1, {512, 4096}},
         {{.n_ctx = 4096}, 100000, {4096, 4096}}};

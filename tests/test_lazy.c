@@ -106,7 +106,7 @@ enum { MAPPED = 0, COPIED = 1, NULLED = 2 };
 static const char *const modes[] = {"mapped", "copied", "null"};
 
 static void rig_close(rig *r) {
-    rf_session_close(r->s);
+    rf_session_close(r->s, NULL);
     CHECK(rf_model_close(r->m, NULL) == RF_OK, "the model stays busy");
     if (r->d && strcmp(r->d->api->name, "null") == 0)
         CHECK(atomic_load(&rfi_null_of(r->d->dev)->n_live) == 0, "%lld objects are left on the device",
@@ -143,9 +143,9 @@ static rf_result run(rf_model *m, float *out, rf_error *err) {
     rf_session *s;
     float *logits;
     rf_result r = rf_session_open(m, NULL, &s, err);
-    if (r == RF_OK) r = rf_forward(s, some_tokens, 5, &logits, err);
+    if (r == RF_OK) r = rf_session_forward(s, some_tokens, 5, &logits, err);
     if (r == RF_OK) memcpy(out, logits, N_VOCAB * sizeof *out);
-    rf_session_close(s);
+    rf_session_close(s, NULL);
     return r;
 }
 
@@ -164,11 +164,11 @@ static void test_no_read_before_use(void) {
         CHECK(rf_model_forecast(r.m, NULL, &f, &r.err) == RF_OK && rf_session_open(r.m, NULL, &r.s, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(atomic_load(&dk.data_reads) == 0, "%s: %llu bytes of tensors were read", modes[mode], (unsigned long long)atomic_load(&dk.data_bytes));
         CHECK(rf_model_get_loading_stats(r.m).loads == 0 && rf_model_get_loading_stats(r.m).tensors_loaded == 0, "stats");
-        CHECK(rf_forward(r.s, some_tokens, 5, NULL, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(rf_session_forward(r.s, some_tokens, 5, NULL, &r.err) == RF_OK, "%s", r.err.text);
         uint64_t want = rf_gguf_get_info(r.g).data_bytes;
         CHECK(atomic_load(&dk.data_bytes) == want, "%s: %llu bytes were read, the tensors have %llu", modes[mode],
               (unsigned long long)atomic_load(&dk.data_bytes), (unsigned long long)want);
-        CHECK(rf_forward(r.s, some_tokens, 5, NULL, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(rf_session_forward(r.s, some_tokens, 5, NULL, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(atomic_load(&dk.data_bytes) == want, "%s: read again", modes[mode]);
         rig_close(&r);
         CHECK(atomic_load(&dk.n_open) == 0, "%d handles are left", atomic_load(&dk.n_open));
@@ -434,7 +434,7 @@ static void test_big_file(void) {
     CHECK(rss >= layer && rss <= limit + layer + (1 << 20), "%lld bytes resident, the layer has %lld", (long long)rss, (long long)layer);
     rf_loading_stats st = rf_model_get_loading_stats(m);
     CHECK(st.tensors_loaded == 10 && st.device_bytes == 0 && st.device_allocations == 0, "used in place");
-    rf_session_close(s);
+    rf_session_close(s, NULL);
     CHECK(rf_model_close(m, NULL) == RF_OK && rf_device_close(d, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "busy");
     unlink(path);
 }
@@ -463,7 +463,7 @@ static void test_budget_in_place(void) {
         CHECK(percent == 100 || memcmp(got, want, sizeof got) == 0, "%d %%: other logits", percent);
         int64_t rss = resident(path);
         CHECK(rss <= budget + (1 << 20) /* pages at edges */ && rss >= budget / 2, "%d %%: %lld bytes resident, the budget was %lld", percent, (long long)rss, (long long)budget);
-        CHECK(rf_model_clear_gpu_cache(m, NULL, NULL) == RF_OK && resident(path) <= 256 * 1024, "%lld bytes resident after", (long long)resident(path));
+        CHECK(rf_model_clear_device_cache(m, NULL, NULL) == RF_OK && resident(path) <= 256 * 1024, "%lld bytes resident after", (long long)resident(path));
         CHECK(rf_model_close(m, NULL) == RF_OK, "busy");
     }
     CHECK(rf_device_close(d, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "busy");
@@ -515,16 +515,16 @@ static void test_loading(void) {
         CHECK(rf_model_load_tensor(r.m, NULL, &r.err) == RF_ERR_ARGUMENT && rf_model_load_tensor(NULL, "x", &r.err) == RF_ERR_ARGUMENT, "NULL");
         CHECK(!rf_model_is_tensor_loaded(r.m, "no.such.tensor") && !rf_model_is_tensor_loaded(r.m, NULL) && !rf_model_is_tensor_loaded(NULL, "x"), "no");
         CHECK(!rf_model_is_layer_loaded(r.m, 2) && !rf_model_is_layer_loaded(r.m, UINT32_MAX) && !rf_model_is_layer_loaded(NULL, 0), "no layer");
-        CHECK(rf_model_preload_all(NULL, &r.err) == RF_ERR_ARGUMENT && rf_model_clear_gpu_cache(NULL, &left, &r.err) == RF_ERR_ARGUMENT, "NULL");
+        CHECK(rf_model_preload_all(NULL, &r.err) == RF_ERR_ARGUMENT && rf_model_clear_device_cache(NULL, &left, &r.err) == RF_ERR_ARGUMENT, "NULL");
         CHECK(rf_model_get_loading_stats(NULL).loads == 0, "NULL");
 
         CHECK(run(r.m, before, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_session_open(r.m, NULL, &r.s, &r.err) == RF_OK, "%s", r.err.text); /* an idle session holds no weight */
-        CHECK(rf_model_clear_gpu_cache(r.m, &left, &r.err) == RF_OK && left == 0, "%u left", left);
+        CHECK(rf_model_clear_device_cache(r.m, &left, &r.err) == RF_OK && left == 0, "%u left", left);
         st = rf_model_get_loading_stats(r.m);
         EXPECT(tensors_loaded, 0), EXPECT(bytes_loaded, 0), EXPECT(device_bytes, 0), EXPECT(evictions, 21), EXPECT(loads, 21);
         CHECK(!rf_model_is_tensor_loaded(r.m, "blk.1.ffn_up.weight"), "dropped");
-        CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).evictions == 21, "nothing to drop");
+        CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).evictions == 21, "nothing to drop");
         CHECK(run(r.m, after, &r.err) == RF_OK && memcmp(before, after, sizeof after) == 0, "after clearing: %s", r.err.text);
         st = rf_model_get_loading_stats(r.m);
         EXPECT(loads, 42), EXPECT(tensors_loaded, 21), EXPECT(device_bytes, mode == MAPPED ? 0 : all);
@@ -546,7 +546,7 @@ static void test_large_tensor(void) {
         atomic_store(&dk.data_bytes, 0);
         if (!rig_open(&r, &dk, mode, NULL)) continue;
         rf_result res = rf_session_open(r.m, NULL, &r.s, &r.err);
-        if (res == RF_OK) res = rf_forward(r.s, tokens, 4, &logits, &r.err);
+        if (res == RF_OK) res = rf_session_forward(r.s, tokens, 4, &logits, &r.err);
         CHECK(res == RF_OK, "%s: %s", modes[mode], r.err.text);
         if (mode == MAPPED && logits) memcpy(want, logits, sizeof want);
         if (mode == COPIED && logits) CHECK(memcmp(logits, want, sizeof want) == 0, "the copied weights give other bits");
@@ -613,20 +613,20 @@ static void test_progress(void) {
         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && p.n == (int)plan->n_weights, "what is loaded is not reported again");
 
         /* cancelled at the 4th: it stays loaded, the rest is not; then the rest */
-        rf_model_clear_gpu_cache(r.m, NULL, NULL);
+        rf_model_clear_device_cache(r.m, NULL, NULL);
         p.n = 0, p.cancel_at = 4;
         CHECK(rf_model_preload_all(r.m, &r.err) == RF_ERR_CANCELLED && strstr(r.err.text, plan->weights[3].name), "%s", r.err.text);
         CHECK(rf_model_get_loading_stats(r.m).tensors_loaded == 4 && rf_model_is_tensor_loaded(r.m, plan->weights[3].name), "after cancelling");
         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && p.n == (int)plan->n_weights, "%s, %d calls", r.err.text, p.n);
         /* the same inside an evaluation */
-        rf_model_clear_gpu_cache(r.m, NULL, NULL);
+        rf_model_clear_device_cache(r.m, NULL, NULL);
         p.n = 0, p.cancel_at = 7;
         CHECK(rf_session_open(r.m, NULL, &r.s, &r.err) == RF_OK, "%s", r.err.text);
-        CHECK(rf_forward(r.s, some_tokens, 5, NULL, &r.err) == RF_ERR_CANCELLED && rf_session_length(r.s, 0) == 0, "%s", r.err.text);
+        CHECK(rf_session_forward(r.s, some_tokens, 5, NULL, &r.err) == RF_ERR_CANCELLED && rf_session_length(r.s, 0) == 0, "%s", r.err.text);
         uint32_t left = 99;
-        CHECK(rf_model_clear_gpu_cache(r.m, &left, NULL) == RF_OK && left == 0, "%u tensors are still in use", left);
+        CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == 0, "%u tensors are still in use", left);
         p.cancel_at = 0;
-        CHECK(rf_forward(r.s, some_tokens, 5, NULL, &r.err) == RF_OK && rf_session_length(r.s, 0) == 5, "%s", r.err.text);
+        CHECK(rf_session_forward(r.s, some_tokens, 5, NULL, &r.err) == RF_OK && rf_session_length(r.s, 0) == 5, "%s", r.err.text);
         rig_close(&r);
         mg_free(&dk.file);
     }
@@ -724,7 +724,7 @@ static void inside_progress(progress *p, const char *name) {
     CHECK(rf_model_load_tensor(p->m, name, &err) == RF_OK, "%s: %s", name, err.text);
     if (p->n == 3) CHECK(rf_model_load_tensor(p->m, "blk.1.ffn_down.weight", &err) == RF_OK, "%s", err.text); /* calls back again */
     if (p->n == 6) {
-        CHECK(rf_model_clear_gpu_cache(p->m, &left, &err) == RF_OK && left == 1, "only the one being reported is in use: %u", left);
+        CHECK(rf_model_clear_device_cache(p->m, &left, &err) == RF_OK && left == 1, "only the one being reported is in use: %u", left);
         CHECK(rf_model_is_tensor_loaded(p->m, name), "%s was dropped under its user", name);
     }
     rf_loading_stats st = rf_model_get_loading_stats(p->m);
@@ -847,7 +847,7 @@ static void *clear_again(void *arg) {
     worker *w = (worker *)arg;
     while (!atomic_load(w->start)) sched_yield();
     while (atomic_load(w->start) == 1 && w->result == RF_OK) {
-        w->result = rf_model_clear_gpu_cache(w->m, NULL, &w->err);
+        w->result = rf_model_clear_device_cache(w->m, NULL, &w->err);
         w->clears++;
         sched_yield();
     }
@@ -867,7 +867,7 @@ static void test_parallel_sessions(void) {
         disk_make(&dk, &(mg_options){.type = MG_Q4_0});
         if (!rig_open(&r, &dk, mode, NULL)) continue;
         CHECK(run(r.m, want, &r.err) == RF_OK, "%s", r.err.text);
-        CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK, "clear");
+        CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK, "clear");
         for (int i = 0; i <= N; i++) {
             w[i] = (worker){.m = r.m, .start = &start, .rounds = RFT_SANITIZED ? 10 : 40, .want = want};
             CHECK(pthread_create(&threads[i], NULL, i < N ? evaluate_again : clear_again, &w[i]) == 0, "thread");
@@ -882,7 +882,7 @@ static void test_parallel_sessions(void) {
         CHECK(st.loads - st.evictions == st.tensors_loaded, "%llu loads, %llu evictions, %llu loaded", (unsigned long long)st.loads,
               (unsigned long long)st.evictions, (unsigned long long)st.tensors_loaded);
         uint32_t left = 99;
-        CHECK(rf_model_clear_gpu_cache(r.m, &left, NULL) == RF_OK && left == 0, "%u tensors are still in use", left);
+        CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == 0, "%u tensors are still in use", left);
         CHECK(rf_model_get_loading_stats(r.m).bytes_loaded == 0 && rf_model_get_loading_stats(r.m).device_bytes == 0, "bytes");
         rig_close(&r);
         mg_free(&dk.file);
@@ -949,14 +949,14 @@ static void test_every_read_failure(void) {
     CHECK(rf_session_open(r.m, NULL, &r.s, &r.err) == RF_OK, "%s", r.err.text);
     for (uint64_t n = 1; n <= n_reads; n++) {
         float *logits;
-        rf_model_clear_gpu_cache(r.m, NULL, NULL);
+        rf_model_clear_device_cache(r.m, NULL, NULL);
         rf_session_truncate(r.s, 0, 0, NULL, NULL);
         atomic_store(&dk.data_reads, 0);
         atomic_store(&dk.fail_read, n);
-        rf_result res = rf_forward(r.s, some_tokens, 5, &logits, &r.err);
+        rf_result res = rf_session_forward(r.s, some_tokens, 5, &logits, &r.err);
         CHECK(res == RF_ERR_IO && r.err.sys == EIO && !logits, "read %llu: %s: %s", (unsigned long long)n, rf_result_name(res), r.err.text);
         CHECK(rf_session_length(r.s, 0) == 0, "read %llu changed the sequence", (unsigned long long)n);
-        res = rf_forward(r.s, some_tokens, 5, &logits, &r.err);
+        res = rf_session_forward(r.s, some_tokens, 5, &logits, &r.err);
         CHECK(res == RF_OK && memcmp(logits, want, sizeof want) == 0, "read %llu, again: %s: %s", (unsigned long long)n, rf_result_name(res), r.err.text);
     }
     CHECK(rf_model_get_loading_stats(r.m).failures == n_reads, "failures");
@@ -998,11 +998,11 @@ static rf_result whole_life(rig *r, disk *dk, const char *device, const rf_devic
     if (res == RF_OK) res = rf_model_get_tokenizer(r->m, &t, &r->err);
     if (res == RF_OK) res = rf_model_preload_all(r->m, &r->err);
     if (res == RF_OK && !r->s) res = rf_session_open(r->m, &sd, &r->s, &r->err);
-    if (res == RF_OK) res = rf_forward(r->s, some_tokens, 5, NULL, &r->err);
+    if (res == RF_OK) res = rf_session_forward(r->s, some_tokens, 5, NULL, &r->err);
     if (res == RF_OK) res = rf_session_copy(r->s, 0, 1, &r->err);
-    if (res == RF_OK) res = rf_model_clear_gpu_cache(r->m, NULL, &r->err);
-    if (res == RF_OK) res = rf_forward(r->s, some_tokens, 1, NULL, &r->err);
-    if (res == RF_OK && !rf_session_logits(r->s, 0)) res = rf_session_get_error(r->s, &r->err);
+    if (res == RF_OK) res = rf_model_clear_device_cache(r->m, NULL, &r->err);
+    if (res == RF_OK) res = rf_session_forward(r->s, some_tokens, 1, NULL, &r->err);
+    if (res == RF_OK) res = rf_session_get_logits(r->s, 0, &(float *){NULL}, &r->err);
     return res;
 }
 
@@ -1097,7 +1097,7 @@ static void test_every_device_failure(void) {
             CHECK(res == RF_OK || (res == RF_ERR_DEVICE && strstr(r.err.text, call) && r.err.where == n), "call %llu: %s: %s",
                   (unsigned long long)n, rf_result_name(res), r.err.text);
             if (res != RF_OK && forever && r.s)
-                CHECK(rf_eval(r.s, &(rf_row){.token = 1, .pos = RF_POS_NEXT}, 1, &r.err) == RF_ERR_DEVICE, "call %llu: %s", (unsigned long long)n, r.err.text);
+                CHECK(rf_session_eval(r.s, &(rf_token_row){.token = 1, .pos = RF_POS_NEXT}, 1, &r.err) == RF_ERR_DEVICE, "call %llu: %s", (unsigned long long)n, r.err.text);
             if (res != RF_OK) after_failure(&r, &dk, device, 0, (int)forever, n);
             rig_close(&r);
         }
@@ -1121,16 +1121,16 @@ static void test_busy(void) {
     CHECK(rf_gguf_close(r.g, &r.err) == RF_ERR_BUSY && r.err.text[0], "%s", r.err.text);
     CHECK(rf_device_close(r.d, &r.err) == RF_ERR_BUSY && strstr(r.err.text, "2"), "%s", r.err.text);
     CHECK(rf_model_close(r.m, &r.err) == RF_ERR_BUSY && strstr(r.err.text, "1"), "%s", r.err.text);
-    CHECK(rf_forward(r.s, some_tokens, 5, NULL, &r.err) == RF_OK, "still usable: %s", r.err.text);
+    CHECK(rf_session_forward(r.s, some_tokens, 5, NULL, &r.err) == RF_OK, "still usable: %s", r.err.text);
     CHECK(rf_model_close(second, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(rf_device_close(r.d, &r.err) == RF_ERR_BUSY && rf_gguf_close(r.g, &r.err) == RF_ERR_BUSY, "%s", r.err.text);
-    rf_session_close(r.s);
+    rf_session_close(r.s, NULL);
     r.s = NULL;
     CHECK(rf_model_close(r.m, &r.err) == RF_OK, "%s", r.err.text);
     r.m = NULL;
     CHECK(rf_tokenizer_open(r.g, NULL, &t, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(rf_gguf_close(r.g, &r.err) == RF_ERR_BUSY, "a tokenizer uses it");
-    rf_tokenizer_close(t);
+    rf_tokenizer_close(t, NULL);
     CHECK(rf_gguf_close(NULL, &r.err) == RF_OK && rf_device_close(NULL, &r.err) == RF_OK && rf_model_close(NULL, &r.err) == RF_OK, "NULL");
     CHECK(rf_model_open(NULL, r.d, NULL, &second, &r.err) == RF_ERR_ARGUMENT && !second, "NULL");
     CHECK(rf_model_open(r.g, NULL, NULL, &second, &r.err) == RF_ERR_ARGUMENT && rf_model_open(r.g, r.d, NULL, NULL, &r.err) == RF_ERR_ARGUMENT, "NULL");

@@ -63,7 +63,7 @@ static int64_t flaky_read(int64_t handle, uint64_t offset, void *dst, size_t n, 
 }
 
 static void close_all(server *v) {
-    rf_session_close(v->s);
+    rf_session_close(v->s, NULL);
     CHECK(rf_model_close(v->m, NULL) == RF_OK && rf_device_close(v->d, NULL) == RF_OK, "busy");
     CHECK(rf_gguf_close(v->g, NULL) == RF_OK, "busy");
     v->s = NULL, v->m = NULL, v->d = NULL, v->g = NULL;
@@ -75,7 +75,7 @@ static int open_session(server *v) {
     rf_error err;
     rf_session_desc sd = {.n_ctx = 48 + mg_below(&v->rng, 64), .n_seq_max = 1 + mg_below(&v->rng, 3),
                           .n_batch = 1 + mg_below(&v->rng, 16), .cache_type = mg_below(&v->rng, 2)};
-    rf_session_close(v->s);
+    rf_session_close(v->s, NULL);
     v->s = NULL;
     rf_result r = rf_session_open(v->m, &sd, &v->s, &err);
     CHECK(r == RF_OK, "%s", err.text);
@@ -120,12 +120,12 @@ static int interlude(server *v) {
     case 3: return open_session(v);
     case 4:
     case 5:
-    case 6: return rf_model_clear_gpu_cache(v->m, &left, NULL) == RF_OK;
+    case 6: return rf_model_clear_device_cache(v->m, &left, NULL) == RF_OK;
     case 7: rf_model_cancel_loading(v->m); return 1;
     case 8: rf_session_cancel(v->s); return 1;
     case 9: /* and the weights are loaded again, which fails */
         v->fail_in = 1 + (int)mg_below(&v->rng, 12);
-        return rf_model_clear_gpu_cache(v->m, &left, NULL) == RF_OK;
+        return rf_model_clear_device_cache(v->m, &left, NULL) == RF_OK;
     default: return 1;
     }
 }
@@ -158,7 +158,7 @@ static void generate(server *v) {
     if (r == RF_OK && mg_below(&v->rng, 3)) r = rf_session_truncate(v->s, 0, mg_below(&v->rng, 8), NULL, &err);
     int peek = (int)mg_below(&v->rng, 2);
     for (uint32_t i = 0; r == RF_OK && i < n_more; i++, n = 1) {
-        r = rf_forward(v->s, ids, n, peek ? &logits : NULL, &err);
+        r = rf_session_forward(v->s, ids, n, peek ? &logits : NULL, &err);
         if (r == RF_OK) r = rf_session_sample(v->s, 0, &sampler, &ids[0], &err);
         if (r == RF_OK) rf_detokenize(v->t, &state, ids[0], 0, out, sizeof out, &n_out, NULL), v->tokens++;
         if (i == 3 && mg_below(&v->rng, 16) == 0) rf_session_cancel(v->s);

@@ -65,11 +65,11 @@ static int have_isa(const char *isa) {
 
 /* The session's logits of n tokens in sequence 0, all rows asked for. */
 static int eval_all(rig *r, const int32_t *tokens, uint32_t n, float *out) {
-    rf_row rows[256] = {{0}};
+    rf_token_row rows[256] = {{0}};
     if (n > 256) return 0;
-    for (uint32_t i = 0; i < n; i++) rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = 1};
-    if (rf_eval(r->s, rows, n, &r->err) != RF_OK) return 0;
-    for (uint32_t i = 0; i < n; i++) memcpy(out + (size_t)i * r->n_vocab, rf_session_logits(r->s, i), r->n_vocab * sizeof *out);
+    for (uint32_t i = 0; i < n; i++) rows[i] = (rf_token_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = 1};
+    if (rf_session_eval(r->s, rows, n, &r->err) != RF_OK) return 0;
+    for (uint32_t i = 0; i < n; i++) memcpy(out + (size_t)i * r->n_vocab, rft_logits(r->s, i), r->n_vocab * sizeof *out);
     return 1;
 }
 
@@ -455,14 +455,14 @@ static void test_long(void) {
 
 /* Logits of tokens in sequence `seq`, cut into calls of n_call rows. */
 static int eval_cut(rig *r, int32_t seq, const int32_t *tokens, uint32_t n, uint32_t n_call, float *out) {
-    rf_row rows[256] = {{0}};
+    rf_token_row rows[256] = {{0}};
     for (uint32_t at = 0; at < n; at += n_call) {
         uint32_t k = n - at < n_call ? n - at : n_call;
         for (uint32_t i = 0; i < k; i++)
-            rows[i] = (rf_row){.token = tokens[at + i], .seq = seq, .pos = (int32_t)(at + i), .want_logits = 1};
-        if (rf_eval(r->s, rows, k, &r->err) != RF_OK) return 0;
+            rows[i] = (rf_token_row){.token = tokens[at + i], .seq = seq, .pos = (int32_t)(at + i), .want_logits = 1};
+        if (rf_session_eval(r->s, rows, k, &r->err) != RF_OK) return 0;
         for (uint32_t i = 0; i < k; i++)
-            memcpy(out + (size_t)(at + i) * r->n_vocab, rf_session_logits(r->s, i), r->n_vocab * sizeof *out);
+            memcpy(out + (size_t)(at + i) * r->n_vocab, rft_logits(r->s, i), r->n_vocab * sizeof *out);
     }
     return 1;
 }
@@ -473,17 +473,17 @@ static void check_same(const float *got, const float *want, size_t n, const char
 
 /* Rows of five sequences in turn, lengths as in n_of; out[s] gets the logits of the last row of each. */
 static int eval_interleaved(rig *r, int32_t tokens[5][N_SESSION], const uint32_t *n_of, float *out[5]) {
-    rf_row rows[5 * N_SESSION];
+    rf_token_row rows[5 * N_SESSION];
     uint32_t n = 0, order[5], n_last = 0;
     for (uint32_t pos = 0; pos < N_SESSION; pos++)
         for (uint32_t q = 0; q < 5; q++) {
             uint32_t s = (q * 3 + pos) % 5; /* another order at every position */
             if (pos >= n_of[s]) continue;
-            rows[n++] = (rf_row){.token = tokens[s][pos], .seq = (int32_t)s, .pos = RF_POS_NEXT, .want_logits = pos + 1 == n_of[s]};
+            rows[n++] = (rf_token_row){.token = tokens[s][pos], .seq = (int32_t)s, .pos = RF_POS_NEXT, .want_logits = pos + 1 == n_of[s]};
             if (pos + 1 == n_of[s]) order[n_last++] = s;
         }
-    if (rf_eval(r->s, rows, n, &r->err) != RF_OK) return 0;
-    for (uint32_t i = 0; i < 5; i++) memcpy(out[order[i]], rf_session_logits(r->s, i), r->n_vocab * sizeof(float));
+    if (rf_session_eval(r->s, rows, n, &r->err) != RF_OK) return 0;
+    for (uint32_t i = 0; i < 5; i++) memcpy(out[order[i]], rft_logits(r->s, i), r->n_vocab * sizeof(float));
     return 1;
 }
 
@@ -507,11 +507,11 @@ static void packings(const mg_buf *file, const char *type, const char *isa) {
     }
     uint32_t kept = 99; /* cut back and run the rest again */
     CHECK(rf_session_truncate(r.s, 0, 10, &kept, &r.err) == RF_OK && kept == 10, "kept %u", kept);
-    rf_row rest[N_SESSION - 10] = {{0}};
+    rf_token_row rest[N_SESSION - 10] = {{0}};
     for (uint32_t i = 10; i < N_SESSION; i++)
-        rest[i - 10] = (rf_row){.token = tokens[i], .pos = (int32_t)i, .want_logits = i + 1 == N_SESSION};
-    CHECK(rf_eval(r.s, rest, N_SESSION - 10, &r.err) == RF_OK, "%s", r.err.text);
-    check_same(rf_session_logits(r.s, 0), want + all - row, row, "after truncating", type, isa);
+        rest[i - 10] = (rf_token_row){.token = tokens[i], .pos = (int32_t)i, .want_logits = i + 1 == N_SESSION};
+    CHECK(rf_session_eval(r.s, rest, N_SESSION - 10, &r.err) == RF_OK, "%s", r.err.text);
+    check_same(rft_logits(r.s, 0), want + all - row, row, "after truncating", type, isa);
     close_rig(&r);
 
     for (size_t i = 0; i < RFI_COUNT(batches); i++) {
@@ -574,7 +574,7 @@ static void test_float_rows(void) {
         uint64_t n_embd = ti.ne[0], row_bytes = n_embd / type.block_elements * type.block_bytes;
         uint8_t *raw = (uint8_t *)malloc(row_bytes);
         float *floats = (float *)malloc(6 * n_embd * sizeof *floats);
-        rf_row rows[12] = {{0}};
+        rf_token_row rows[12] = {{0}};
         for (uint32_t i = 0; i < 6; i++) {
             float *row = floats + i * n_embd;
             const double *exact = embd + (uint32_t)tokens[i] * n_embd;
@@ -582,12 +582,12 @@ static void test_float_rows(void) {
             CHECK(rf_dequantize(ti.type, raw, n_embd, row, NULL) == RF_OK);
             for (uint64_t k = 0; k < n_embd; k++) /* float32, values of about 1 */
                 CHECK(fabs(row[k] - exact[k]) <= 1e-6, "%s: row %d: %.9g, want %.9g", types[t].name, tokens[i], (double)row[k], exact[k]);
-            rows[2 * i] = (rf_row){.token = tokens[i], .seq = 0, .pos = RF_POS_NEXT, .want_logits = 1};
-            rows[2 * i + 1] = (rf_row){.token = -12345, .seq = 1, .pos = RF_POS_NEXT, .want_logits = 1, .embedding = row};
+            rows[2 * i] = (rf_token_row){.token = tokens[i], .seq = 0, .pos = RF_POS_NEXT, .want_logits = 1};
+            rows[2 * i + 1] = (rf_token_row){.token = -12345, .seq = 1, .pos = RF_POS_NEXT, .want_logits = 1, .embedding = row};
         }
-        CHECK(rf_eval(r.s, rows, 12, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(rf_session_eval(r.s, rows, 12, &r.err) == RF_OK, "%s", r.err.text);
         for (uint32_t i = 0; i < 6; i++)
-            check_same(rf_session_logits(r.s, 2 * i + 1), rf_session_logits(r.s, 2 * i), 320, "float rows", types[t].name, "the best");
+            check_same(rft_logits(r.s, 2 * i + 1), rft_logits(r.s, 2 * i), 320, "float rows", types[t].name, "the best");
         ref_close(&m);
         free(raw), free(floats);
         close_rig(&r);
@@ -613,26 +613,26 @@ static void test_sync(void) {
     uint32_t kept = 99;
     if (!tiny_rig(&r, &file, &sd)) return;
     CHECK(rf_session_sync(r.s, 0, abc, 6, &kept, &r.err) == RF_OK && kept == 0, "nothing held: kept %u", kept);
-    CHECK(rf_forward(r.s, abc, 6, &logits, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_session_forward(r.s, abc, 6, &logits, &r.err) == RF_OK, "%s", r.err.text);
     memcpy(want, logits, sizeof want);
     CHECK(rf_session_sync(r.s, 0, abc, 6, &kept, &r.err) == RF_OK && kept == 5, "all held: one is dropped, kept %u", kept);
     CHECK(rf_session_length(r.s, 0) == 5);
-    CHECK(rf_forward(r.s, abc + 5, 1, &logits, &r.err) == RF_OK && memcmp(logits, want, sizeof want) == 0, "the last again");
+    CHECK(rf_session_forward(r.s, abc + 5, 1, &logits, &r.err) == RF_OK && memcmp(logits, want, sizeof want) == 0, "the last again");
     CHECK(rf_session_sync(r.s, 0, abc, 3, &kept, &r.err) == RF_OK && kept == 2, "a prefix: kept %u", kept);
-    CHECK(rf_forward(r.s, abc + 2, 4, NULL, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_session_forward(r.s, abc + 2, 4, NULL, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(rf_session_sync(r.s, 0, abx, 4, &kept, &r.err) == RF_OK && kept == 2, "differs at 2: kept %u", kept);
     CHECK(rf_session_length(r.s, 0) == 2);
-    CHECK(rf_forward(r.s, abx + 2, 2, NULL, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_session_forward(r.s, abx + 2, 2, NULL, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(rf_session_sync(r.s, 0, abc, 6, &kept, &r.err) == RF_OK && kept == 2, "what was replaced is gone: kept %u", kept);
-    CHECK(rf_forward(r.s, abc + 2, 4, &logits, &r.err) == RF_OK && memcmp(logits, want, sizeof want) == 0, "back again");
+    CHECK(rf_session_forward(r.s, abc + 2, 4, &logits, &r.err) == RF_OK && memcmp(logits, want, sizeof want) == 0, "back again");
     CHECK(rf_session_sync(r.s, 1, abc, 6, &kept, &r.err) == RF_OK && kept == 0, "another sequence holds nothing: %u", kept);
     CHECK(rf_session_length(r.s, 0) == 6);
     CHECK(rf_session_sync(r.s, 0, NULL, 0, &kept, &r.err) == RF_OK && kept == 0 && rf_session_length(r.s, 0) == 0, "to nothing");
     /* rows that came as floats are no token, whatever the caller calls them */
     float row[64] = {0};
-    rf_row rows[2] = {{.pos = RF_POS_NEXT, .embedding = row}, {.token = 4, .pos = RF_POS_NEXT}};
+    rf_token_row rows[2] = {{.pos = RF_POS_NEXT, .embedding = row}, {.token = 4, .pos = RF_POS_NEXT}};
     static const int32_t unnamed[3] = {-1, 4, 5};
-    CHECK(rf_eval(r.s, rows, 2, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_session_eval(r.s, rows, 2, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(rf_session_sync(r.s, 0, unnamed, 3, &kept, &r.err) == RF_OK && kept == 0, "a float row matched: kept %u", kept);
     close_rig(&r);
     mg_free(&file);
@@ -647,17 +647,17 @@ static void test_copy_and_keep(void) {
     mg_tokens(tokens, 12, 310, 4);
     for (sd.cache_type = RF_CACHE_F16; sd.cache_type <= RF_CACHE_F32; sd.cache_type++) {
         if (!tiny_rig(&r, &file, &sd)) break;
-        rf_row rows[12] = {{0}}, next[2] = {{.token = 7, .seq = 0, .pos = RF_POS_NEXT, .want_logits = 1}};
-        for (int i = 0; i < 12; i++) rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .seq = i % 2 ? 0 : 2};
-        CHECK(rf_eval(r.s, rows, 12, &r.err) == RF_OK, "%s", r.err.text);
+        rf_token_row rows[12] = {{0}}, next[2] = {{.token = 7, .seq = 0, .pos = RF_POS_NEXT, .want_logits = 1}};
+        for (int i = 0; i < 12; i++) rows[i] = (rf_token_row){.token = tokens[i], .pos = RF_POS_NEXT, .seq = i % 2 ? 0 : 2};
+        CHECK(rf_session_eval(r.s, rows, 12, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_session_copy(r.s, 0, 1, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_session_length(r.s, 1) == 6 && rf_session_length(r.s, 0) == 6);
         next[1] = next[0], next[1].seq = 1;
-        CHECK(rf_eval(r.s, next, 2, &r.err) == RF_OK, "%s", r.err.text);
-        memcpy(want, rf_session_logits(r.s, 0), sizeof want);
-        CHECK(memcmp(rf_session_logits(r.s, 1), want, sizeof want) == 0, "the copy goes on like the original");
+        CHECK(rf_session_eval(r.s, next, 2, &r.err) == RF_OK, "%s", r.err.text);
+        memcpy(want, rft_logits(r.s, 0), sizeof want);
+        CHECK(memcmp(rft_logits(r.s, 1), want, sizeof want) == 0, "the copy goes on like the original");
         next[1].token = 8; /* they are apart now */
-        CHECK(rf_eval(r.s, next + 1, 1, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(rf_session_eval(r.s, next + 1, 1, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_session_length(r.s, 1) == 8 && rf_session_length(r.s, 0) == 7);
         /* the copied tokens count for sync */
         int32_t held[7] = {tokens[1], tokens[3], tokens[5], tokens[7], tokens[9], tokens[11], 7};
@@ -679,18 +679,18 @@ static void test_context_full(void) {
     float *logits;
     static const int32_t tokens[9] = {1, 2, 3, 4, 5, 6, 7, 8, 9};
     if (!tiny_rig(&r, &file, &sd)) return;
-    CHECK(rf_forward(r.s, tokens, 9, &logits, &r.err) == RF_ERR_CONTEXT_FULL && !logits, "%s", r.err.text);
+    CHECK(rf_session_forward(r.s, tokens, 9, &logits, &r.err) == RF_ERR_CONTEXT_FULL && !logits, "%s", r.err.text);
     CHECK(strstr(r.err.text, "8") != NULL, "%s", r.err.text);
     CHECK(rf_session_length(r.s, 0) == 0);
-    CHECK(rf_forward(r.s, tokens, 8, &logits, &r.err) == RF_OK && logits, "exactly full: %s", r.err.text);
-    CHECK(rf_session_logits(r.s, 0) == logits, "its logits");
-    CHECK(rf_forward(r.s, tokens, 1, &logits, &r.err) == RF_ERR_CONTEXT_FULL, "one more");
-    CHECK(rf_session_length(r.s, 0) == 8 && rf_session_logits(r.s, 0) == NULL, "a failure keeps no logits");
-    rf_row rows[3] = {{.token = 1, .seq = 1, .pos = RF_POS_NEXT, .want_logits = 1}, {.token = 1, .seq = 0, .pos = RF_POS_NEXT}};
-    CHECK(rf_eval(r.s, rows, 2, &r.err) == RF_ERR_CONTEXT_FULL && r.err.where == 1, "%s", r.err.text);
-    CHECK(rf_session_length(r.s, 1) == 0 && rf_session_logits(r.s, 0) == NULL, "all or nothing");
-    CHECK(rf_eval(r.s, rows, 1, &r.err) == RF_OK && rf_session_length(r.s, 1) == 1, "%s", r.err.text);
-    CHECK(rf_session_truncate(r.s, 0, 7, NULL, &r.err) == RF_OK && rf_forward(r.s, tokens + 7, 1, &logits, &r.err) == RF_OK, "room again");
+    CHECK(rf_session_forward(r.s, tokens, 8, &logits, &r.err) == RF_OK && logits, "exactly full: %s", r.err.text);
+    CHECK(rft_logits(r.s, 0) == logits, "its logits");
+    CHECK(rf_session_forward(r.s, tokens, 1, &logits, &r.err) == RF_ERR_CONTEXT_FULL, "one more");
+    CHECK(rf_session_length(r.s, 0) == 8 && rft_logits(r.s, 0) == NULL, "a failure keeps no logits");
+    rf_token_row rows[3] = {{.token = 1, .seq = 1, .pos = RF_POS_NEXT, .want_logits = 1}, {.token = 1, .seq = 0, .pos = RF_POS_NEXT}};
+    CHECK(rf_session_eval(r.s, rows, 2, &r.err) == RF_ERR_CONTEXT_FULL && r.err.where == 1, "%s", r.err.text);
+    CHECK(rf_session_length(r.s, 1) == 0 && rft_logits(r.s, 0) == NULL, "all or nothing");
+    CHECK(rf_session_eval(r.s, rows, 1, &r.err) == RF_OK && rf_session_length(r.s, 1) == 1, "%s", r.err.text);
+    CHECK(rf_session_truncate(r.s, 0, 7, NULL, &r.err) == RF_OK && rf_session_forward(r.s, tokens + 7, 1, &logits, &r.err) == RF_OK, "room again");
     close_rig(&r);
     mg_free(&file);
 }
@@ -705,7 +705,7 @@ static void test_arguments(void) {
     static const int32_t tokens[3] = {1, 2, 3};
     static const struct {
         const char *what;
-        rf_row row;
+        rf_token_row row;
         rf_result code;
         const char *text;
     } cases[] = {
@@ -719,28 +719,28 @@ static void test_arguments(void) {
         {"position -2", {.pos = -2}, RF_ERR_ARGUMENT, "position -2"},
     };
     if (!tiny_rig(&r, &file, &sd)) return;
-    CHECK(rf_forward(r.s, tokens, 3, &logits, &r.err) == RF_OK, "%s", r.err.text);
-    rf_row next = {.token = 4, .pos = 3, .want_logits = 1};
-    CHECK(rf_eval(r.s, &next, 1, &r.err) == RF_OK, "%s", r.err.text);
-    memcpy(want, rf_session_logits(r.s, 0), sizeof want);
+    CHECK(rf_session_forward(r.s, tokens, 3, &logits, &r.err) == RF_OK, "%s", r.err.text);
+    rf_token_row next = {.token = 4, .pos = 3, .want_logits = 1};
+    CHECK(rf_session_eval(r.s, &next, 1, &r.err) == RF_OK, "%s", r.err.text);
+    memcpy(want, rft_logits(r.s, 0), sizeof want);
     rf_session_truncate(r.s, 0, 3, NULL, NULL);
     for (size_t i = 0; i < RFI_COUNT(cases); i++)
         for (int second = 0; second < 2; second++) { /* alone, and behind a right row of the other sequence */
-            rf_row rows[2] = {{.token = 1, .seq = 1, .pos = 0, .want_logits = 1}, cases[i].row};
-            rf_result res = rf_eval(r.s, rows + !second, second ? 2 : 1, &r.err);
+            rf_token_row rows[2] = {{.token = 1, .seq = 1, .pos = 0, .want_logits = 1}, cases[i].row};
+            rf_result res = rf_session_eval(r.s, rows + !second, second ? 2 : 1, &r.err);
             CHECK(res == cases[i].code && r.err.code == res && strstr(r.err.text, cases[i].text), "%s: %s: %s", cases[i].what,
                   rf_result_name(res), r.err.text);
             CHECK(r.err.where == (uint64_t)second, "%s: row %llu", cases[i].what, (unsigned long long)r.err.where);
             CHECK(rf_session_length(r.s, 0) == 3 && rf_session_length(r.s, 1) == 0, "%s changed a sequence", cases[i].what);
-            CHECK(rf_session_logits(r.s, 0) == NULL, "%s left logits", cases[i].what);
+            CHECK(rft_logits(r.s, 0) == NULL, "%s left logits", cases[i].what);
         }
-    rf_row three[3] = {{.token = 1, .pos = -1, .want_logits = 1}, {.token = 1, .pos = -1, .want_logits = 1}, {.token = 1, .pos = -1, .want_logits = 1}};
-    CHECK(rf_eval(r.s, three, 3, &r.err) == RF_ERR_ARGUMENT && strstr(r.err.text, "n_logits_max"), "%s", r.err.text);
-    CHECK(rf_eval(r.s, three, 0, &r.err) == RF_ERR_ARGUMENT && rf_eval(r.s, NULL, 1, &r.err) == RF_ERR_ARGUMENT, "no rows");
-    CHECK(rf_eval(NULL, three, 1, &r.err) == RF_ERR_ARGUMENT && rf_eval(NULL, three, 1, NULL) == RF_ERR_ARGUMENT, "no session");
-    CHECK(rf_forward(r.s, NULL, 1, &logits, &r.err) == RF_ERR_ARGUMENT && rf_forward(r.s, tokens, 0, &logits, &r.err) == RF_ERR_ARGUMENT, "forward");
+    rf_token_row three[3] = {{.token = 1, .pos = -1, .want_logits = 1}, {.token = 1, .pos = -1, .want_logits = 1}, {.token = 1, .pos = -1, .want_logits = 1}};
+    CHECK(rf_session_eval(r.s, three, 3, &r.err) == RF_ERR_ARGUMENT && strstr(r.err.text, "n_logits_max"), "%s", r.err.text);
+    CHECK(rf_session_eval(r.s, three, 0, &r.err) == RF_ERR_ARGUMENT && rf_session_eval(r.s, NULL, 1, &r.err) == RF_ERR_ARGUMENT, "no rows");
+    CHECK(rf_session_eval(NULL, three, 1, &r.err) == RF_ERR_ARGUMENT && rf_session_eval(NULL, three, 1, NULL) == RF_ERR_ARGUMENT, "no session");
+    CHECK(rf_session_forward(r.s, NULL, 1, &logits, &r.err) == RF_ERR_ARGUMENT && rf_session_forward(r.s, tokens, 0, &logits, &r.err) == RF_ERR_ARGUMENT, "forward");
     static const int32_t bad[2] = {1, 320};
-    CHECK(rf_forward(r.s, bad, 2, &logits, &r.err) == RF_ERR_ARGUMENT && !logits, "%s", r.err.text);
+    CHECK(rf_session_forward(r.s, bad, 2, &logits, &r.err) == RF_ERR_ARGUMENT && !logits, "%s", r.err.text);
     CHECK(rf_session_truncate(r.s, 2, 0, &kept, &r.err) == RF_ERR_ARGUMENT && rf_session_truncate(r.s, -1, 0, &kept, &r.err) == RF_ERR_ARGUMENT, "truncate");
     CHECK(rf_session_copy(r.s, 0, 2, &r.err) == RF_ERR_ARGUMENT && rf_session_copy(r.s, -1, 0, &r.err) == RF_ERR_ARGUMENT, "copy");
     CHECK(rf_session_keep(r.s, 7, &r.err) == RF_ERR_ARGUMENT && rf_session_sync(r.s, 2, tokens, 3, &kept, &r.err) == RF_ERR_ARGUMENT, "keep, sync");
@@ -748,9 +748,9 @@ static void test_arguments(void) {
     CHECK(rf_session_length(r.s, -1) == 0 && rf_session_length(r.s, 2) == 0 && rf_session_length(NULL, 0) == 0, "length");
     CHECK(rf_session_truncate(r.s, 0, 100, &kept, &r.err) == RF_OK && kept == 3, "more than it holds: no change");
     CHECK(rf_session_length(r.s, 0) == 3 && rf_session_length(r.s, 1) == 0, "wrong calls changed a sequence");
-    CHECK(rf_eval(r.s, &next, 1, &r.err) == RF_OK && memcmp(rf_session_logits(r.s, 0), want, sizeof want) == 0, "the logits after all that");
-    CHECK(rf_session_logits(r.s, 1) == NULL && rf_session_logits(NULL, 0) == NULL, "a row that did not ask");
-    rf_session_close(NULL);
+    CHECK(rf_session_eval(r.s, &next, 1, &r.err) == RF_OK && memcmp(rft_logits(r.s, 0), want, sizeof want) == 0, "the logits after all that");
+    CHECK(rft_logits(r.s, 1) == NULL && rft_logits(NULL, 0) == NULL, "a row that did not ask");
+    rf_session_close(NULL, NULL);
     rf_session_cancel(NULL);
     close_rig(&r);
     mg_free(&file);
@@ -767,18 +767,18 @@ static void test_logits_rows(void) {
     if (!tiny_rig(&r, &file, &sd)) return;
     CHECK(eval_all(&r, tokens, 12, want), "%s", r.err.text);
     for (uint32_t mask = 1; mask < 4096; mask += 137) {
-        rf_row rows[12] = {{0}};
+        rf_token_row rows[12] = {{0}};
         uint32_t n = 0;
         rf_session_truncate(r.s, 0, 0, NULL, NULL);
-        for (uint32_t i = 0; i < 12; i++) rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = mask >> i & 1};
-        CHECK(rf_eval(r.s, rows, 12, &r.err) == RF_OK, "%s", r.err.text);
+        for (uint32_t i = 0; i < 12; i++) rows[i] = (rf_token_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = mask >> i & 1};
+        CHECK(rf_session_eval(r.s, rows, 12, &r.err) == RF_OK, "%s", r.err.text);
         for (uint32_t i = 0; i < 12; i++) {
             if (!(mask >> i & 1)) continue;
-            float *row = rf_session_logits(r.s, n++);
+            float *row = rft_logits(r.s, n++);
             CHECK(row && memcmp(row, want + i * 320, 320 * sizeof *row) == 0, "mask %x: row %u", mask, i);
             if (row) row[0] = -INFINITY; /* theirs to write */
         }
-        CHECK(rf_session_logits(r.s, n) == NULL, "mask %x: one too many", mask);
+        CHECK(rft_logits(r.s, n) == NULL, "mask %x: one too many", mask);
     }
     close_rig(&r);
     mg_free(&file);
@@ -816,36 +816,40 @@ static void test_argmax(void) {
     mg_buf file = {0};
     rig r;
     int32_t tokens[12], id, want;
-    rf_row rows[12] = {{0}};
+    rf_token_row rows[12] = {{0}};
     mg_tokens(tokens, 12, 310, 78);
     if (!tiny_rig(&r, &file, &sd)) return;
-    for (uint32_t i = 0; i < 12; i++) rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = i != 3};
+    for (uint32_t i = 0; i < 12; i++) rows[i] = (rf_token_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = i != 3};
     CHECK(rf_sampler_init(&greedy, NULL, NULL) == RF_OK && rf_sampler_init(&other[0], &(rf_sampler_desc){.bias = &bias, .n_bias = 1}, NULL) == RF_OK);
     for (uint32_t i = 0; i < 11; i++) {
         rf_session_truncate(r.s, 0, 0, NULL, NULL);
-        CHECK(rf_eval(r.s, rows, 12, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(rf_session_eval(r.s, rows, 12, &r.err) == RF_OK, "%s", r.err.text);
         for (int k = 1; k < 3; k++)
             rf_sampler_init(&other[k], &(rf_sampler_desc){.temperature = 1, .seed = i, .repeat_penalty = 1.5f}, NULL);
-        int32_t early = rf_session_argmax(r.s, i);
+        int32_t early = rft_argmax(r.s, i);
         CHECK(rf_session_sample(r.s, i, &greedy, &id, &r.err) == RF_OK && id == early, "row %u: %d, argmax %d", i, id, early);
         CHECK(rf_session_sample(r.s, i, &other[0], &id, &r.err) == RF_OK && id == 7, "row %u: a bias of 1e9 chose %d", i, id);
         rf_session_truncate(r.s, 0, 0, NULL, NULL);
-        CHECK(rf_eval(r.s, rows, 12, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(rf_session_eval(r.s, rows, 12, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_session_sample(r.s, i, &other[1], &id, &r.err) == RF_OK, "%s", r.err.text);
-        float *logits = rf_session_logits(r.s, i);
-        REQUIRE(logits && rf_session_get_error(r.s, &r.err) == RF_OK, "%s", r.err.text);
+        float *logits;
+        REQUIRE(rf_session_get_logits(r.s, i, &logits, &r.err) == RF_OK && logits, "%s", r.err.text);
         CHECK(largest(logits, r.n_vocab) == early, "row %u: argmax %d, the logits say %d", i, early, largest(logits, r.n_vocab));
         CHECK(rf_sampler_sample(&other[2], logits, r.n_vocab, &want, &r.err) == RF_OK && id == want, "row %u: %d, want %d", i, id, want);
         logits[early] = -INFINITY; /* what is written counts for the sampler, not for the device */
         CHECK(rf_session_sample(r.s, i, &greedy, &id, &r.err) == RF_OK && id == largest(logits, r.n_vocab) && id != early, "row %u: %d", i, id);
-        CHECK(rf_session_argmax(r.s, i) == early, "row %u: writing changed argmax", i);
+        CHECK(rft_argmax(r.s, i) == early, "row %u: writing changed argmax", i);
     }
-    CHECK(rf_session_argmax(r.s, 11) == -1 && rf_session_argmax(NULL, 0) == -1, "a row that is not there");
-    CHECK(rf_session_logits(r.s, 11) == NULL && rf_session_get_error(r.s, &r.err) == RF_ERR_ARGUMENT && strstr(r.err.text, "row 11"), "%s", r.err.text);
+    float *none = &(float){0};
+    id = 7;
+    CHECK(rf_session_get_argmax(r.s, 11, &id, &r.err) == RF_ERR_ARGUMENT && id == -1 && strstr(r.err.text, "row 11"), "%s", r.err.text);
+    CHECK(rf_session_get_argmax(NULL, 0, &id, &r.err) == RF_ERR_ARGUMENT && rf_session_get_argmax(r.s, 0, NULL, NULL) == RF_ERR_ARGUMENT);
+    CHECK(rf_session_get_logits(r.s, 11, &none, &r.err) == RF_ERR_ARGUMENT && !none && strstr(r.err.text, "row 11"), "%s", r.err.text);
+    CHECK(rf_session_get_logits(NULL, 0, &none, &r.err) == RF_ERR_ARGUMENT && rf_session_get_logits(r.s, 0, NULL, NULL) == RF_ERR_ARGUMENT);
     CHECK(rf_session_sample(r.s, 11, &greedy, &id, &r.err) == RF_ERR_ARGUMENT && strstr(r.err.text, "row 11"), "%s", r.err.text);
     CHECK(rf_session_sample(NULL, 0, &greedy, &id, &r.err) == RF_ERR_ARGUMENT && rf_session_sample(r.s, 0, NULL, &id, &r.err) == RF_ERR_ARGUMENT &&
-          rf_session_sample(r.s, 0, &greedy, NULL, NULL) == RF_ERR_ARGUMENT && rf_session_get_error(NULL, &r.err) == RF_ERR_ARGUMENT);
-    CHECK(rf_forward(r.s, tokens, 3, NULL, &r.err) == RF_OK && rf_session_argmax(r.s, 0) >= 0 && rf_session_argmax(r.s, 1) == -1, "%s", r.err.text);
+          rf_session_sample(r.s, 0, &greedy, NULL, NULL) == RF_ERR_ARGUMENT);
+    CHECK(rf_session_forward(r.s, tokens, 3, NULL, &r.err) == RF_OK && rft_argmax(r.s, 0) >= 0 && rft_argmax(r.s, 1) == -1, "%s", r.err.text);
     close_rig(&r);
     mg_free(&file);
 }
@@ -868,30 +872,31 @@ static void test_logits_copy_fails(void) {
         rf_result res = rf_device_open("null", &(rf_device_desc){.fail_call = n}, &d, &err);
         if (res == RF_OK) res = rf_model_open(g, d, NULL, &m, &err);
         if (res == RF_OK) res = rf_session_open(m, NULL, &s, &err);
-        if (res == RF_OK) res = rf_forward(s, (int32_t[]){1, 2}, 2, NULL, &err);
+        if (res == RF_OK) res = rf_session_forward(s, (int32_t[]){1, 2}, 2, NULL, &err);
         if (res == RF_OK) {
-            float *logits = rf_session_logits(s, 0);
-            done = logits != NULL && failed;
-            if (!logits) {
+            float *logits;
+            res = rf_session_get_logits(s, 0, &logits, &err);
+            done = res == RF_OK && failed;
+            if (res != RF_OK) {
                 failed++;
-                CHECK(rf_session_get_error(s, &err) == RF_ERR_DEVICE && strstr(err.text, "mem_read"), "%s", err.text);
-                CHECK(rf_session_argmax(s, 0) == 0 && rf_session_length(s, 0) == 2, "a failed copy changed the session");
-                CHECK(rf_session_logits(s, 0) && rf_session_get_error(s, &err) == RF_OK, "not tried again");
+                CHECK(res == RF_ERR_DEVICE && !logits && strstr(err.text, "mem_read"), "%s", err.text);
+                CHECK(rft_argmax(s, 0) == 0 && rf_session_length(s, 0) == 2, "a failed copy changed the session");
+                CHECK(rf_session_get_logits(s, 0, &logits, &err) == RF_OK && logits, "not tried again");
             }
         }
-        rf_session_close(s), rf_model_close(m, NULL), rf_device_close(d, NULL);
+        rf_session_close(s, NULL), rf_model_close(m, NULL), rf_device_close(d, NULL);
         res = rf_device_open("null", &(rf_device_desc){.fail_call = n}, &d, &err); /* the same for the other two callers */
         if (res == RF_OK) res = rf_model_open(g, d, NULL, &m, &err);
         if (res == RF_OK) res = rf_session_open(m, NULL, &s, &err);
         if (res == RF_OK) {
             float *logits;
-            res = n % 2 ? rf_forward(s, (int32_t[]){1, 2}, 2, &logits, &err) : rf_forward(s, (int32_t[]){1, 2}, 2, NULL, &err);
-            CHECK(res == RF_OK || rf_session_length(s, 0) == 0, "a failed rf_forward kept tokens");
+            res = n % 2 ? rf_session_forward(s, (int32_t[]){1, 2}, 2, &logits, &err) : rf_session_forward(s, (int32_t[]){1, 2}, 2, NULL, &err);
+            CHECK(res == RF_OK || rf_session_length(s, 0) == 0, "a failed rf_session_forward kept tokens");
             if (res == RF_OK) res = rf_session_sample(s, 0, &warm, &id, &err);
         }
         CHECK(res == RF_OK || (!done && res == RF_ERR_DEVICE && err.code == res), "call %d: %s", (int)n, err.text);
         n_failed += res != RF_OK;
-        rf_session_close(s), rf_model_close(m, NULL), rf_device_close(d, NULL);
+        rf_session_close(s, NULL), rf_model_close(m, NULL), rf_device_close(d, NULL);
     }
     CHECK(failed == 1 && n_failed > 20, "%d copies, %d calls failed", failed, n_failed);
     rf_gguf_close(g, NULL);
@@ -921,34 +926,34 @@ static void test_cancel(void) {
     float want[320], *logits;
     mg_tokens(tokens, 200, 310, 5);
     if (!tiny_rig(&r, &file, &sd)) return;
-    CHECK(rf_forward(r.s, tokens, 20, &logits, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_session_forward(r.s, tokens, 20, &logits, &r.err) == RF_OK, "%s", r.err.text);
     memcpy(want, logits, sizeof want);
     rf_session_truncate(r.s, 0, 10, NULL, NULL);
     rf_session_cancel(r.s); /* before: the next call gets it, once */
-    CHECK(rf_forward(r.s, tokens + 10, 10, &logits, &r.err) == RF_ERR_CANCELLED && !logits, "%s", r.err.text);
-    CHECK(rf_session_length(r.s, 0) == 10 && rf_session_logits(r.s, 0) == NULL);
-    CHECK(rf_forward(r.s, tokens + 10, 10, &logits, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_session_forward(r.s, tokens + 10, 10, &logits, &r.err) == RF_ERR_CANCELLED && !logits, "%s", r.err.text);
+    CHECK(rf_session_length(r.s, 0) == 10 && rft_logits(r.s, 0) == NULL);
+    CHECK(rf_session_forward(r.s, tokens + 10, 10, &logits, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(memcmp(logits, want, sizeof want) == 0, "after a cancelled call the bits are the same");
     rf_session_truncate(r.s, 0, 10, NULL, NULL);
     /* from another thread, in the middle of 100 micro-batches; then the same rows again */
     canceller c = {.s = r.s};
     pthread_t thread;
-    rf_row rows[200] = {{0}};
-    for (int i = 0; i < 200; i++) rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = i == 9};
+    rf_token_row rows[200] = {{0}};
+    for (int i = 0; i < 200; i++) rows[i] = (rf_token_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = i == 9};
     rf_session_truncate(r.s, 0, 0, NULL, NULL);
     CHECK(pthread_create(&thread, NULL, cancel_thread, &c) == 0, "no thread");
     atomic_store(&c.go, 1);
     rf_result res = RF_OK;
     for (int i = 0; i < 1000 && res == RF_OK; i++) {
         rf_session_truncate(r.s, 0, 0, NULL, NULL);
-        res = rf_eval(r.s, rows, 200, &r.err);
+        res = rf_session_eval(r.s, rows, 200, &r.err);
     }
     CHECK(res == RF_ERR_CANCELLED, "%s: %s", rf_result_name(res), r.err.text);
-    CHECK(rf_session_length(r.s, 0) == 0 && rf_session_logits(r.s, 0) == NULL, "a cancelled call changes nothing");
+    CHECK(rf_session_length(r.s, 0) == 0 && rft_logits(r.s, 0) == NULL, "a cancelled call changes nothing");
     atomic_store(&c.stop, 1);
     pthread_join(thread, NULL);
-    res = rf_forward(r.s, tokens, 20, &logits, &r.err); /* it may have asked once more: nobody ran then */
-    if (res == RF_ERR_CANCELLED) res = rf_forward(r.s, tokens, 20, &logits, &r.err);
+    res = rf_session_forward(r.s, tokens, 20, &logits, &r.err); /* it may have asked once more: nobody ran then */
+    if (res == RF_ERR_CANCELLED) res = rf_session_forward(r.s, tokens, 20, &logits, &r.err);
     CHECK(res == RF_OK && memcmp(logits, want, sizeof want) == 0, "%s", r.err.text);
     close_rig(&r);
     mg_free(&file);
@@ -977,19 +982,19 @@ static void test_session_memory(void) {
     CHECK(rf_model_forecast(r.m, &sd, &f32, &r.err) == RF_OK && f32.kv_bytes == 2 * f.kv_bytes, "%s", r.err.text);
     CHECK(rf_model_forecast(r.m, NULL, &f, &r.err) == RF_OK && f.kv_bytes == 2 * 2 * 256 * 2 * 16 * 2, "default n_ctx is the model's");
 
-    rf_row rows[40] = {{0}};
-    for (int i = 0; i < 40; i++) rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = i >= 38};
-    CHECK(rf_eval(r.s, rows, 40, &r.err) == RF_OK, "%s", r.err.text);
+    rf_token_row rows[40] = {{0}};
+    for (int i = 0; i < 40; i++) rows[i] = (rf_token_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = i >= 38};
+    CHECK(rf_session_eval(r.s, rows, 40, &r.err) == RF_OK, "%s", r.err.text);
     int64_t calls = atomic_load(&alloc_calls);
     uint32_t kept;
-    CHECK(rf_eval(r.s, rows, 5, &r.err) == RF_OK && rf_forward(r.s, tokens, 10, NULL, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_session_eval(r.s, rows, 5, &r.err) == RF_OK && rf_session_forward(r.s, tokens, 10, NULL, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(rf_session_copy(r.s, 0, 2, &r.err) == RF_OK && rf_session_sync(r.s, 0, tokens, 9, &kept, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(atomic_load(&alloc_calls) == calls, "calls on an open session allocated %lld times", (long long)(atomic_load(&alloc_calls) - calls));
 
     /* two sessions of one model do not disturb each other */
     CHECK(rf_session_open(r.m, NULL, &s, &r.err) == RF_OK, "%s", r.err.text);
-    CHECK(rf_session_length(s, 0) == 0 && rf_forward(s, tokens, 3, NULL, &r.err) == RF_OK && rf_session_length(r.s, 0) == 8, "%s", r.err.text);
-    rf_session_close(s);
+    CHECK(rf_session_length(s, 0) == 0 && rf_session_forward(s, tokens, 3, NULL, &r.err) == RF_OK && rf_session_length(r.s, 0) == 8, "%s", r.err.text);
+    rf_session_close(s, NULL);
     static const struct {
         const char *what;
         rf_session_desc d;
@@ -1034,11 +1039,11 @@ static int32_t argmax(const float *x, uint32_t n) {
 /* n greedy ids behind a prompt; logits (may be NULL) receives [n][n_vocab] */
 static int greedy(rig *r, const int32_t *prompt, uint32_t n_prompt, int32_t *ids, uint32_t n, float *logits) {
     float *row;
-    rf_result res = rf_forward(r->s, prompt, n_prompt, &row, &r->err);
+    rf_result res = rf_session_forward(r->s, prompt, n_prompt, &row, &r->err);
     for (uint32_t i = 0; i < n && res == RF_OK; i++) {
         if (logits) memcpy(logits + (size_t)i * r->n_vocab, row, r->n_vocab * sizeof *row);
         ids[i] = argmax(row, r->n_vocab);
-        if (i + 1 < n) res = rf_forward(r->s, ids + i, 1, &row, &r->err);
+        if (i + 1 < n) res = rf_session_forward(r->s, ids + i, 1, &row, &r->err);
     }
     return res == RF_OK;
 }
@@ -1097,7 +1102,7 @@ static void test_idle(void) {
     float *logits;
     rig r;
     REQUIRE(open_rig(&r, NULL, EXAMPLE, NULL, 4, &(rf_session_desc){.n_ctx = 16}), "%s", r.err.text);
-    CHECK(rf_forward(r.s, ids, 3, &logits, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_session_forward(r.s, ids, 3, &logits, &r.err) == RF_OK, "%s", r.err.text);
     double used = INFINITY;
     for (int i = 0; i < 5 && used >= 0.004; i++) { /* they look for work for a while first, a long one if others use the cores */
         nanosleep(&spin, NULL);
@@ -1194,7 +1199,7 @@ static int entry_get(const mg_buf *file, uint64_t index, entry *e) {
     rf_gguf *g;
     rf_tensor_info t;
     if (rf_gguf_open_memory(file->data, file->n, NULL, &g, NULL) != RF_OK) return 0;
-    int ok = rf_gguf_get_tensor(g, index, &t) == RF_OK;
+    int ok = rf_gguf_get_tensor(g, index, &t, NULL) == RF_OK;
     if (ok) {
         snprintf(e->name, sizeof e->name, "%.*s", (int)t.name.len, t.name.data);
         e->n_dims = t.n_dims;
@@ -1472,9 +1477,9 @@ static void test_null_device(void) {
         if (r == RF_OK) r = rf_device_open("null", NULL, &d, &err);
         if (r == RF_OK) r = rf_model_open(g, d, NULL, &m, &err);
         if (r == RF_OK) r = rf_session_open(m, NULL, &s, &err);
-        if (r == RF_OK) r = rf_forward(s, (int32_t[]){1, 2, 3}, 3, &logits, &err);
+        if (r == RF_OK) r = rf_session_forward(s, (int32_t[]){1, 2, 3}, 3, &logits, &err);
         CHECK(r == RF_OK && logits && logits[0] == 0 && logits[309] == 0, "graph %zu: %s", i, err.text);
-        rf_session_close(s);
+        rf_session_close(s, NULL);
         CHECK(rf_model_close(m, NULL) == RF_OK && rf_device_close(d, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "busy");
         mg_free(&file);
     }

@@ -31,7 +31,7 @@ static int open_rig(rig *r, int mode) {
 static rf_result run(rig *r, float *out) {
     float *logits;
     rf_result res = rf_session_truncate(r->s, 0, 0, NULL, &r->err);
-    if (res == RF_OK) res = rf_forward(r->s, some_tokens, 5, &logits, &r->err);
+    if (res == RF_OK) res = rf_session_forward(r->s, some_tokens, 5, &logits, &r->err);
     if (res == RF_OK) memcpy(out, logits, N_VOCAB * sizeof *out);
     return res;
 }
@@ -78,10 +78,10 @@ static void test_after_failed_open(void) {
     for (int twice = 0; twice < 2; twice++) {
         CHECK(rf_gguf_close(g, &err) == RF_OK && rf_device_close(d, &err) == RF_OK, "NULL");
         CHECK(rf_model_close(m, &err) == RF_OK, "NULL");
-        rf_session_close(s), rf_tokenizer_close(t), rf_scheduler_close(sch);
+        rf_session_close(s, NULL), rf_tokenizer_close(t, NULL), rf_scheduler_close(sch, NULL);
     }
-    CHECK(rf_forward(NULL, some_tokens, 5, NULL, &err) == RF_ERR_ARGUMENT, "%s", rf_result_name(err.code));
-    CHECK(!rf_session_logits(NULL, 0) && rf_session_length(NULL, 0) == 0, "NULL");
+    CHECK(rf_session_forward(NULL, some_tokens, 5, NULL, &err) == RF_ERR_ARGUMENT, "%s", rf_result_name(err.code));
+    CHECK(!rft_logits(NULL, 0) && rf_session_length(NULL, 0) == 0, "NULL");
     rf_dev *dev = (rf_dev *)&file;
     CHECK(!rf_device_get_api(NULL, &dev) && !dev && !rf_device_get_api(NULL, NULL), "NULL");
 }
@@ -103,7 +103,7 @@ static void test_changed_at_every_tensor(void) {
                 const rf_plan *plan = rf_model_get_plan(r.m);
                 n_weights = plan->n_weights;
                 CHECK(run(&r, want) == RF_OK, "%s", r.err.text);
-                rf_model_clear_gpu_cache(r.m, NULL, NULL);
+                rf_model_clear_device_cache(r.m, NULL, NULL);
                 for (uint32_t i = 0; i < n; i++)
                     CHECK(rf_model_load_tensor(r.m, plan->weights[i].name, &r.err) == RF_OK, "%s", r.err.text);
                 memset(other.data + other.n / 2, 0x55, other.n / 2); /* later tensors are others */
@@ -130,8 +130,8 @@ static void test_cut_while_generating(void) {
             if (!open_rig(&r, mode)) return;
             for (int i = 0; res == RF_OK && i <= n; i++) {
                 if (i == n) CHECK(truncate(path, (off_t)(file.n / 2) + 8 * n) == 0, "truncate");
-                rf_model_clear_gpu_cache(r.m, NULL, NULL);
-                res = rf_forward(r.s, some_tokens, 1, NULL, &r.err);
+                rf_model_clear_device_cache(r.m, NULL, NULL);
+                res = rf_session_forward(r.s, some_tokens, 1, NULL, &r.err);
                 CHECK(i == n || res == RF_OK, "%s: %s", modes[mode], r.err.text);
             }
             CHECK(res == RF_ERR_IO && strstr(r.err.text, "was changed meanwhile"), "%s, after %d: %s: %s", modes[mode],
@@ -194,7 +194,7 @@ static void test_not_numbers(void) {
             int32_t id = -7;
             CHECK(put_file(&floats, 1), "cannot write %s", path);
             if (!open_rig(&r, COPIED)) continue;
-            CHECK(rf_gguf_get_tensor(r.g, i, &t) == RF_OK, "tensor");
+            CHECK(rf_gguf_get_tensor(r.g, i, &t, NULL) == RF_OK, "tensor");
             rig_close(&r);
             mg_buf spoilt = mg_copy(&floats);
             for (uint64_t k = 0; k < t.size_bytes / 4; k++) mg_set_u32(&spoilt, t.offset_bytes + 4 * k, patterns[p]);
@@ -202,7 +202,7 @@ static void test_not_numbers(void) {
             mg_free(&spoilt);
             if (!open_rig(&r, COPIED)) continue;
             CHECK(run(&r, got) == RF_OK, "%s", r.err.text);
-            int32_t top = rf_session_argmax(r.s, 0);
+            int32_t top = rft_argmax(r.s, 0);
             CHECK(top >= -1 && top < N_VOCAB, "token %d", top);
             const rf_sampler_desc desc = {.temperature = 1, .top_k = 5, .top_p = 0.5f};
             CHECK(rf_sampler_init(&sampler, &desc, &r.err) == RF_OK, "init");

@@ -29,11 +29,11 @@ static rf_session *session(rig *r, const rf_session_desc *desc) {
 
 /* tokens [from, to) of sequence seq in one call, the last one's logits to out (unless it is NULL) */
 static int feed(rf_session *s, int32_t seq, const int32_t *tokens, uint32_t from, uint32_t to, float *out, rf_error *err) {
-    static rf_row rows[MOST];
+    static rf_token_row rows[MOST];
     for (uint32_t i = from; i < to; i++)
-        rows[i - from] = (rf_row){.token = tokens[i], .seq = seq, .pos = (int32_t)i, .want_logits = i + 1 == to};
-    if (rf_eval(s, rows, to - from, err) != RF_OK) return 0;
-    if (out) memcpy(out, rf_session_logits(s, 0), N_VOCAB * sizeof *out);
+        rows[i - from] = (rf_token_row){.token = tokens[i], .seq = seq, .pos = (int32_t)i, .want_logits = i + 1 == to};
+    if (rf_session_eval(s, rows, to - from, err) != RF_OK) return 0;
+    if (out) memcpy(out, rft_logits(s, 0), N_VOCAB * sizeof *out);
     return 1;
 }
 
@@ -41,7 +41,7 @@ static int feed(rf_session *s, int32_t seq, const int32_t *tokens, uint32_t from
 static void reference(rig *r, const int32_t *tokens, uint32_t n, float (*out)[N_VOCAB]) {
     rf_session *s = session(r, &(rf_session_desc){.n_ctx = MOST, .n_batch = 1, .cache_type = RF_CACHE_F32});
     for (uint32_t i = 0; i < n; i++) CHECK(feed(s, 0, tokens, i, i + 1, out[i], &r->err), "%s", r->err.text);
-    rf_session_close(s);
+    rf_session_close(s, NULL);
 }
 
 #define SAME(a, b) (memcmp(a, b, N_VOCAB * sizeof(float)) == 0)
@@ -71,7 +71,7 @@ static void test_batches(void) {
             rf_session *s = session(&r, &(rf_session_desc){.n_ctx = MOST, .n_batch = sizes[i], .cache_type = RF_CACHE_F32});
             CHECK(feed(s, 0, tokens, 0, n, got, &r.err), "%s", r.err.text);
             CHECK(close_to(got, want[n - 1]), "%s in batches of %u", models[k], sizes[i]);
-            rf_session_close(s);
+            rf_session_close(s, NULL);
         }
         rig_close(&r);
     }
@@ -92,21 +92,21 @@ static void test_neighbours(void) {
         rf_session *s = session(&r, &(rf_session_desc){.n_ctx = n_each, .n_seq_max = 3, .n_batch = 5, .n_logits_max = 16,
                                                        .cache_type = RF_CACHE_F32});
         while (at[0] + at[1] + at[2] < 3 * n_each) {
-            rf_row rows[16];
+            rf_token_row rows[16];
             uint32_t n = 0, pos[16];
             for (uint32_t left = 1 + mg_below(&rng, 16); left; left--) {
                 const uint32_t q = mg_below(&rng, 3);
                 if (at[q] == n_each) continue;
                 pos[n] = at[q];
-                rows[n++] = (rf_row){.token = text[q][at[q]++], .seq = (int32_t)q, .pos = RF_POS_NEXT, .want_logits = 1};
+                rows[n++] = (rf_token_row){.token = text[q][at[q]++], .seq = (int32_t)q, .pos = RF_POS_NEXT, .want_logits = 1};
             }
             if (n == 0) continue;
-            CHECK(rf_eval(s, rows, n, &r.err) == RF_OK, "%s", r.err.text);
+            CHECK(rf_session_eval(s, rows, n, &r.err) == RF_OK, "%s", r.err.text);
             for (uint32_t i = 0; i < n; i++)
-                CHECK(close_to(rf_session_logits(s, i), alone[rows[i].seq][pos[i]]), "%s: sequence %d, token %u", models[k],
+                CHECK(close_to(rft_logits(s, i), alone[rows[i].seq][pos[i]]), "%s: sequence %d, token %u", models[k],
                       rows[i].seq, pos[i]);
         }
-        rf_session_close(s);
+        rf_session_close(s, NULL);
         rig_close(&r);
     }
 }
@@ -132,7 +132,7 @@ static void test_cut(void) {
             CHECK(feed(s, 0, tokens, kept, MOST, got, &r.err) && SAME(got, want[MOST - 1]), "after a cut to %u", n);
             uint32_t again = 0;
             CHECK(rf_session_sync(s, 0, tokens, MOST, &again, &r.err) == RF_OK && again == MOST - 1, "sync keeps %u", again);
-            rf_session_close(s);
+            rf_session_close(s, NULL);
         }
         rig_close(&r);
     }
@@ -199,13 +199,13 @@ static void test_play(void) {
             p.s = session(&p.r, &(rf_session_desc){.n_ctx = N_CTX, .n_seq_max = N_SEQ, .n_batch = 9, .n_snapshots = snapshots[i],
                                                    .cache_type = RF_CACHE_F32});
             for (int step = 0; p.s && step < (!exact() ? 20 : RFT_SANITIZED ? 60 : 400); step++) play_once(&p, step);
-            rf_session_close(p.s);
+            rf_session_close(p.s, NULL);
             rig_close(&p.r);
         }
 }
 
 /* Reading the file fails at each of its reads in turn, in the middle of an eval of several micro-batches, each of which
- * streams the weights anew: the sequence is as it was, and rf_forward goes back over several evals. */
+ * streams the weights anew: the sequence is as it was, and rf_session_forward goes back over several evals. */
 static _Atomic int64_t reads_left; /* may be read by several threads */
 static int64_t failing_read(int64_t handle, uint64_t offset, void *dst, size_t n, void *user) {
     (void)handle;
@@ -237,7 +237,7 @@ static void test_failing_reads(void) {
             float *logits = NULL;
             reads_left = n;
             const int ok = n / 3 % 2 ? feed(s, 0, tokens, BEFORE, ALL, got, &r.err)
-                                     : rf_forward(s, tokens + BEFORE, ALL - BEFORE, &logits, &r.err) == RF_OK;
+                                     : rf_session_forward(s, tokens + BEFORE, ALL - BEFORE, &logits, &r.err) == RF_OK;
             if (ok && logits) memcpy(got, logits, sizeof got);
             reads_left = INT64_MAX;
             if (ok) break;
@@ -246,7 +246,7 @@ static void test_failing_reads(void) {
         }
         CHECK(failures > 10, "only %u failures", failures);
         CHECK(SAME(got, want[ALL - 1]), "%s: other bits after %u failures", models[k], failures);
-        rf_session_close(s);
+        rf_session_close(s, NULL);
         rig_close(&r);
         close(f);
     }

@@ -30,7 +30,7 @@ static int32_t token_at(const running *r, uint32_t position, uint32_t text) {
 static rf_result feed(const running *r, uint32_t from, uint32_t to, uint32_t text, rf_error *err) {
     int32_t tokens[CTX];
     for (uint32_t i = from; i < to; i++) tokens[i - from] = token_at(r, i, text);
-    return rf_forward(r->session, tokens, to - from, NULL, err);
+    return rf_session_forward(r->session, tokens, to - from, NULL, err);
 }
 
 /* From position `from` to the cut, from there to the end in a call of its own, and some tokens one by one. */
@@ -38,7 +38,7 @@ static rf_result write_on(const running *r, uint32_t from, uint32_t cut, uint32_
     rf_result code = from < cut ? feed(r, from, cut, 0, err) : RF_OK;
     if (!code) code = feed(r, cut, end, 0, err);
     for (uint32_t i = 0; !code && i < LOGITS; i++) {
-        memcpy(a->logits[i], rf_session_logits(r->session, 0), r->n_vocab * sizeof(float));
+        memcpy(a->logits[i], rft_logits(r->session, 0), r->n_vocab * sizeof(float));
         if (i + 1 < LOGITS) code = feed(r, end + i, end + i + 1, 0, err);
     }
     return code;
@@ -63,7 +63,7 @@ static void check_cut(running *r, uint32_t cut, uint32_t end) {
         CHECK(memcmp(fresh.logits[i], again.logits[i], r->n_vocab * sizeof(float)) == 0,
               "cut to %u of %u, %u kept: other logits %u tokens behind", cut, end, kept, i);
     }
-    rf_session_close(r->session);
+    rf_session_close(r->session, NULL);
     r->session = NULL;
 }
 

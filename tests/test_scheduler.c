@@ -1,6 +1,6 @@
 /* cc -O2 -I. -o test_scheduler tests/test_scheduler.c -lm -pthread && ./test_scheduler        from the repository root
  * Continuous batching: whatever the slots, the batch and the neighbours, each request gets exactly the tokens that it
- * gets alone, through rf_forward and greedy choice. */
+ * gets alone, through rf_session_forward and greedy choice. */
 #include "rocmforge.h"
 #include "rf_test.h"
 
@@ -76,17 +76,17 @@ static void run_alone(job *j) {
     rf_session *s = open_session(512, 1, 0, 0);
     uint32_t n_vocab = rf_model_get_info(model).n_vocab;
     float *logits;
-    rf_result r = rf_forward(s, j->prompt, j->n_prompt, &logits, NULL);
+    rf_result r = rf_session_forward(s, j->prompt, j->n_prompt, &logits, NULL);
     while (r == RF_OK) {
         int32_t best = 0;
         for (uint32_t i = 1; i < n_vocab; i++)
             if (logits[i] > logits[best]) best = (int32_t)i;
         j->tokens[j->n_tokens++] = best;
         if (j->n_tokens == j->max_tokens || rf_token_is_end(tokenizer, best)) break;
-        r = rf_forward(s, &best, 1, &logits, NULL);
+        r = rf_session_forward(s, &best, 1, &logits, NULL);
     }
     j->reason = r;
-    rf_session_close(s);
+    rf_session_close(s, NULL);
 }
 
 static int open_all(void) {
@@ -154,8 +154,8 @@ static void test_same_as_alone(void) {
         for (int i = 0; i < N_REQUESTS; i++) CHECK(submit(sch, &jobs[i], &err) == RF_OK, "%s", err.text);
         run_all(sch, N_REQUESTS);
         for (int i = 0; i < N_REQUESTS; i++) check_same(i);
-        rf_scheduler_close(sch);
-        rf_session_close(s);
+        rf_scheduler_close(sch, NULL);
+        rf_session_close(s, NULL);
     }
 }
 
@@ -177,8 +177,8 @@ static void test_arrivals(void) {
         REQUIRE(rf_scheduler_step(sch, &active, &err) == RF_OK, "%s", err.text);
     }
     for (int i = 0; i < N_REQUESTS; i++) check_same(i);
-    rf_scheduler_close(sch);
-    rf_session_close(s);
+    rf_scheduler_close(sch, NULL);
+    rf_session_close(s, NULL);
 }
 
 /* First come, first served: with one slot the ends come in the order of submission, through a ring that wraps. */
@@ -199,8 +199,8 @@ static void test_order(void) {
             CHECK(jobs[i].n_tokens == 0, "request %d got a token before request %d ended", i, ended);
     }
     for (int i = 0; i < N_REQUESTS; i++) check_same(i);
-    rf_scheduler_close(sch);
-    rf_session_close(s);
+    rf_scheduler_close(sch, NULL);
+    rf_session_close(s, NULL);
 }
 
 /* How a request can end: asked by on_token, by its limit, by the end of the context. */
@@ -229,8 +229,8 @@ static void test_ends(void) {
                   jobs[i].n_tokens == n_ctx - jobs[i].n_prompt + 1,
               "request %d: %s, %u tokens behind %u", i, rf_result_name(jobs[i].reason), jobs[i].n_tokens,
               jobs[i].n_prompt);
-    rf_scheduler_close(sch);
-    rf_session_close(s);
+    rf_scheduler_close(sch, NULL);
+    rf_session_close(s, NULL);
 }
 
 /* A cancelled step leaves everything as it was. */
@@ -250,8 +250,36 @@ static void test_cancel(void) {
     }
     CHECK(n_cancelled > 5 && active == 0, "%u steps cancelled", n_cancelled);
     for (int i = 0; i < N_REQUESTS; i++) check_same(i);
-    rf_scheduler_close(sch);
-    rf_session_close(s);
+    rf_scheduler_close(sch, NULL);
+    rf_session_close(s, NULL);
+}
+
+static int close_from_token(int32_t token, void *user) {
+    rf_error err;
+    (void)token;
+    CHECK(rf_scheduler_close(((job *)user)->scheduler, &err) == RF_ERR_BUSY && strstr(err.text, "callback"), "%s", err.text);
+    return ++((job *)user)->n_tokens == 3;
+}
+
+/* What is in use stays open, and says so. */
+static void test_busy(void) {
+    rf_session *s = open_session(64, 1, 8, 0);
+    rf_scheduler *sch = NULL;
+    rf_tokenizer *own = NULL;
+    rf_error err;
+    uint32_t active = 1;
+    REQUIRE(rf_tokenizer_open(file, NULL, &own, &err) == RF_OK && rf_scheduler_open(s, own, 1, &sch, &err) == RF_OK, "%s", err.text);
+    CHECK(rf_session_close(s, &err) == RF_ERR_BUSY && err.code == RF_ERR_BUSY && strstr(err.text, "scheduler"), "%s", err.text);
+    CHECK(rf_tokenizer_close(own, &err) == RF_ERR_BUSY && strstr(err.text, "scheduler"), "%s", err.text);
+    set_job(&jobs[0], prompts[0], 0);
+    jobs[0].scheduler = sch;
+    rf_request r = {.prompt = jobs[0].prompt, .n_prompt = jobs[0].n_prompt, .sampler = &jobs[0].sampler,
+                    .on_token = close_from_token, .user = &jobs[0]};
+    CHECK(rf_scheduler_submit(sch, &r, &err) == RF_OK, "%s", err.text);
+    while (active) REQUIRE(rf_scheduler_step(sch, &active, &err) == RF_OK, "%s", err.text);
+    CHECK(jobs[0].n_tokens == 3, "%u tokens", jobs[0].n_tokens);
+    CHECK(rf_scheduler_close(sch, &err) == RF_OK && rf_tokenizer_close(own, &err) == RF_OK && rf_session_close(s, &err) == RF_OK,
+          "%s", err.text);
 }
 
 static void end_and_submit(rf_result reason, void *user) {
@@ -277,12 +305,12 @@ static void test_close(void) {
     }
     for (int i = 0; i < 4; i++) CHECK(rf_scheduler_step(sch, &active, &err) == RF_OK && active == 6, "%u active",
                                       active);
-    rf_scheduler_close(sch);
+    rf_scheduler_close(sch, NULL);
     for (int i = 0; i < 6; i++)
         CHECK(jobs[i].n_ends == 1 && jobs[i].reason == RF_ERR_CANCELLED, "request %d: %d ends, %s", i, jobs[i].n_ends,
               rf_result_name(jobs[i].reason));
-    rf_session_close(s);
-    rf_scheduler_close(NULL);
+    rf_session_close(s, NULL);
+    rf_scheduler_close(NULL, NULL);
 }
 
 static void test_arguments(void) {
@@ -314,8 +342,8 @@ static void test_arguments(void) {
     CHECK(rf_scheduler_submit(sch, &good, &err) == RF_OK, "%s", err.text);
     CHECK(rf_scheduler_submit(sch, &good, &err) == RF_ERR_BUSY);
     run_all(sch, 1); /* without callbacks */
-    rf_scheduler_close(sch);
-    rf_session_close(s);
+    rf_scheduler_close(sch, NULL);
+    rf_session_close(s, NULL);
 }
 
 /* ---- failures ---- */
@@ -364,10 +392,10 @@ static void test_device_failure(void) {
                 }
                 CHECK(n_ended > 0 && n_ended <= 2, "%d requests ended by %s", n_ended, rf_result_name(r));
             }
-            rf_scheduler_close(sch);
+            rf_scheduler_close(sch, NULL);
             for (int i = 0; i < 4; i++) CHECK(jobs[i].n_ends == 1, "request %d: %d ends", i, jobs[i].n_ends);
         }
-        rf_session_close(s);
+        rf_session_close(s, NULL);
         rf_model_close(m, NULL);
         rf_device_close(null_device, NULL);
     }
@@ -402,8 +430,8 @@ static void test_memory(void) {
     run_all(sch, 4);
     CHECK(n_allocations == 0, "%d allocations after rf_scheduler_open", n_allocations);
     fail_at = 0;
-    rf_scheduler_close(sch);
-    rf_session_close(s);
+    rf_scheduler_close(sch, NULL);
+    rf_session_close(s, NULL);
     rf_model_close(m, NULL);
     rf_gguf_close(g, NULL);
 }
@@ -417,6 +445,7 @@ int main(int argc, char **argv) {
     RUN_IF(have, test_order, "no " MODEL);
     RUN_IF(have, test_ends, "no " MODEL);
     RUN_IF(have, test_cancel, "no " MODEL);
+    RUN_IF(have, test_busy, "no " MODEL);
     RUN_IF(have, test_close, "no " MODEL);
     RUN_IF(have, test_arguments, "no " MODEL);
     RUN_IF(have, test_device_failure, "no " MODEL);

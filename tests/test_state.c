@@ -36,10 +36,10 @@ static void test_hidden(void) {
         ref_open(&ref, r.g);
         ref.hidden = want;
         free(ref_eval(&ref, tokens, N, &(ref_options){0}, NULL));
-        rf_row rows[N];
-        for (uint32_t i = 0; i < N; i++) rows[i] = (rf_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = 1};
+        rf_token_row rows[N];
+        for (uint32_t i = 0; i < N; i++) rows[i] = (rf_token_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = 1};
         CHECK(rf_session_hidden(r.s, 0, 1, got, &r.err) == RF_ERR_ARGUMENT, "no eval yet");
-        CHECK(rf_eval(r.s, rows, N, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(rf_session_eval(r.s, rows, N, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_session_hidden(r.s, 0, N, got, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(ref_distance(got, want, N * (size_t)n_embd) < 1e-4, "off by %g", ref_distance(got, want, N * (size_t)n_embd));
         CHECK(rf_session_hidden(r.s, 5, 1, got, &r.err) == RF_OK && ref_distance(got, want + 5 * n_embd, n_embd) < 1e-4, "one");
@@ -47,7 +47,7 @@ static void test_hidden(void) {
                   rf_session_hidden(r.s, 1, N, got, &r.err) == RF_ERR_ARGUMENT &&
                   rf_session_hidden(r.s, 2, UINT32_MAX, got, &r.err) == RF_ERR_ARGUMENT &&
                   rf_session_hidden(r.s, 0, 1, NULL, &r.err) == RF_ERR_ARGUMENT, "arguments");
-        const float *logits = rf_session_logits(r.s, N - 1); /* still there, and the same ones */
+        const float *logits = rft_logits(r.s, N - 1); /* still there, and the same ones */
         CHECK(logits && isfinite(logits[0]), "logits");
         for (uint32_t i = 0; i < N; i++)
             for (uint32_t c = 0; c < n_embd; c++) mean[c] += want[(size_t)i * n_embd + c] / N;
@@ -105,11 +105,11 @@ static rf_result restore(rig *r, int32_t seq, stream *s) {
 
 /* The first n tokens in sequence seq, saved. */
 static int save(rig *r, int32_t seq, const int32_t *tokens, uint32_t n, stream *out) {
-    rf_row rows[N];
+    rf_token_row rows[N];
     rf_session_io io = io_of(out);
     memset(out, 0, sizeof *out);
-    for (uint32_t i = 0; i < n; i++) rows[i] = (rf_row){.token = tokens[i], .seq = seq, .pos = RF_POS_NEXT};
-    CHECK(rf_eval(r->s, rows, n, &r->err) == RF_OK, "%s", r->err.text);
+    for (uint32_t i = 0; i < n; i++) rows[i] = (rf_token_row){.token = tokens[i], .seq = seq, .pos = RF_POS_NEXT};
+    CHECK(rf_session_eval(r->s, rows, n, &r->err) == RF_OK, "%s", r->err.text);
     out->capacity = (size_t)rf_session_save_bytes(r->s, seq);
     out->data = (unsigned char *)malloc(out->capacity + 1);
     if (!out->data) return 0;
@@ -121,9 +121,9 @@ static int save(rig *r, int32_t seq, const int32_t *tokens, uint32_t n, stream *
 
 /* Logits of one more token of a sequence. */
 static const float *next(rig *r, int32_t seq, int32_t token) {
-    rf_row row = {.token = token, .seq = seq, .pos = RF_POS_NEXT, .want_logits = 1};
-    CHECK(rf_eval(r->s, &row, 1, &r->err) == RF_OK, "%s", r->err.text);
-    return rf_session_logits(r->s, 0);
+    rf_token_row row = {.token = token, .seq = seq, .pos = RF_POS_NEXT, .want_logits = 1};
+    CHECK(rf_session_eval(r->s, &row, 1, &r->err) == RF_OK, "%s", r->err.text);
+    return rft_logits(r->s, 0);
 }
 
 /* ---- saved sequences ---- */

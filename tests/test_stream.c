@@ -43,11 +43,11 @@ static rf_result run(rf_model *m, float *out, rf_error *err) {
     float *logits;
     rf_result r = rf_session_open(m, &(rf_session_desc){.n_ctx = 16, .n_batch = 2}, &s, err);
     if (r != RF_OK) return r;
-    r = rf_forward(s, some_tokens, 5, &logits, err);
+    r = rf_session_forward(s, some_tokens, 5, &logits, err);
     if (r == RF_OK) memcpy(out, logits, N_VOCAB * sizeof *out);
-    if (r == RF_OK) r = rf_forward(s, some_tokens, 1, &logits, err);
+    if (r == RF_OK) r = rf_session_forward(s, some_tokens, 1, &logits, err);
     if (r == RF_OK) memcpy(out + N_VOCAB, logits, N_VOCAB * sizeof *out);
-    rf_session_close(s);
+    rf_session_close(s, NULL);
     return r;
 }
 
@@ -71,7 +71,7 @@ static void test_policies(void) {
                     CHECK(st.loads == n * (uint64_t)(again + 1) && st.tensors_loaded == n && st.failures == 0, "%llu loads of %u tensors",
                           (unsigned long long)st.loads, n);
                     CHECK(mode == MAPPED || st.bytes_read == rf_model_get_info(r.m).weight_bytes * (uint64_t)(again + 1), "read twice");
-                    CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK, "clear");
+                    CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK, "clear");
                     st = rf_model_get_loading_stats(r.m);
                     CHECK(st.tensors_loaded == 0 && st.device_bytes == 0 && st.bytes_loaded == 0, "clear left %llu bytes", (unsigned long long)st.device_bytes);
                 }
@@ -112,7 +112,7 @@ static void test_budgets(void) {
                         CHECK(percent == 100 ? st.evictions == 0 : st.evictions > 0, "%llu evictions", (unsigned long long)st.evictions);
                         if (mode != MAPPED && md.pinned_bytes) CHECK(st.bytes_read <= rf_model_get_info(r.m).weight_bytes, "pinned bytes are read again");
                         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "%s", r.err.text);
-                        CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "clear");
+                        CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "clear");
                         CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, want[mode], sizeof got) == 0, "after clear: %s", r.err.text);
                     } else {
                         CHECK(res == RF_ERR_MEMORY && percent < 60 && strstr(r.err.text, "at least"), "%d %%: %s", percent, r.err.text);
@@ -202,9 +202,9 @@ static void test_forecast(void) {
     CHECK(atomic_load(&watched_bytes) == 0, "opening or asking took %llu bytes", (unsigned long long)atomic_load(&watched_bytes));
     CHECK(rf_session_open(r.m, &sd, &s, &r.err) == RF_OK && atomic_load(&watched_bytes) == f.kv_bytes + f.scratch_bytes, "%llu bytes, want %llu",
           (unsigned long long)atomic_load(&watched_bytes), (unsigned long long)(f.kv_bytes + f.scratch_bytes));
-    CHECK(rf_forward(s, some_tokens, 5, NULL, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_session_forward(s, some_tokens, 5, NULL, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(atomic_load(&watched_bytes) == f.kv_bytes + f.scratch_bytes + f.weight_bytes, "%llu bytes", (unsigned long long)atomic_load(&watched_bytes));
-    rf_session_close(s);
+    rf_session_close(s, NULL);
     rig_close(&r);
 }
 
@@ -232,11 +232,11 @@ static void test_clear_waits_for_memory(void) {
     rfi_store_want(r.m->store, (uint32_t[]){0}, 1, 0);
     rfi_store_end(r.m->store);
     while (!atomic_load(&watched_held)) sched_yield();
-    CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && atomic_load(&released), "cleared under a reader");
+    CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK && atomic_load(&released), "cleared under a reader");
     pthread_join(thread, NULL);
-    CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "bytes");
+    CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "bytes");
     CHECK(run(r.m, got, &r.err) == RF_OK, "%s", r.err.text);
-    CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "bytes");
+    CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "bytes");
     CHECK(rf_model_close(r.m, NULL) == RF_OK && watched_live(&r) == 0, "%lld objects are left", (long long)watched_live(&r));
     r.m = NULL;
     rig_close(&r);
@@ -325,7 +325,7 @@ static void *evaluate(void *arg) {
 static void *clear(void *arg) {
     worker *w = (worker *)arg;
     while (!atomic_load(w->stop)) {
-        rf_model_clear_gpu_cache(w->m, NULL, NULL);
+        rf_model_clear_device_cache(w->m, NULL, NULL);
         sched_yield();
     }
     return NULL;
@@ -353,7 +353,7 @@ static void test_policies_in_threads(void) {
                 rf_loading_stats st = rf_model_get_loading_stats(r.m);
                 CHECK(st.loads == again * (uint64_t)n && st.tensors_loaded == n && st.failures == 0, "%s, policy %u: %llu loads of %u tensors",
                       modes[mode], policy, (unsigned long long)st.loads, n);
-                CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).tensors_loaded == 0, "clear");
+                CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).tensors_loaded == 0, "clear");
             }
             rig_close(&r);
         }
@@ -497,7 +497,7 @@ static void test_waiting_for_a_share(void) {
         for (int i = 0; cancel ? !atomic_load(&a.done) : i < 20; i++) { /* it may not be waiting yet */
             nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
             if (cancel) rf_model_cancel_loading(other.m);
-            else rf_model_clear_gpu_cache(other.m, NULL, NULL);
+            else rf_model_clear_device_cache(other.m, NULL, NULL);
         }
         CHECK(!atomic_load(&h.go) && atomic_load(&a.done) == cancel, "it did not wait");
         atomic_store(&h.go, 1);
@@ -526,9 +526,9 @@ static void test_wide_tensor_behind_the_ring(void) {
     for (uint32_t i = 0; i < 150; i++) {
         const rf_model_desc md = {.budget_bytes = all.weight_bytes - 200000, .n_readers = 1 + i % 3};
         REQUIRE(rf_model_open(g, d, &md, &m, &err) == RF_OK && rf_session_open(m, &(rf_session_desc){.n_ctx = 16}, &s, &err) == RF_OK, "%s", err.text);
-        rf_result res = rf_forward(s, some_tokens, 1, NULL, &err);
+        rf_result res = rf_session_forward(s, some_tokens, 1, NULL, &err);
         CHECK(res == RF_OK && rf_model_get_loading_stats(m).evictions > 0, "round %u: %s: %s", i, rf_result_name(res), err.text);
-        rf_session_close(s);
+        rf_session_close(s, NULL);
         CHECK(rf_model_close(m, NULL) == RF_OK, "busy");
     }
     CHECK(rf_device_close(d, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "busy");
@@ -571,7 +571,7 @@ static void experts_on_demand(int mode, const float *bits_want) {
     CHECK(rf_model_is_tensor_loaded(r.m, "blk.1.ffn_up_exps.weight"), "not loaded");
     CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, bits_want, sizeof got) == 0, "again: %s", r.err.text);
     uint32_t left = 1;
-    CHECK(rf_model_clear_gpu_cache(r.m, &left, NULL) == RF_OK && left == 0 && loaded_experts(r.m, 0, "gate") == 0, "%u are left", left);
+    CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == 0 && loaded_experts(r.m, 0, "gate") == 0, "%u are left", left);
     CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, bits_want, sizeof got) == 0, "after clear: %s", r.err.text);
     rig_close(&r);
 }
@@ -611,9 +611,9 @@ static void test_experts(void) {
         CHECK(run(r.m, got, &r.err) == RF_OK && !memcmp(all, got, sizeof got), "%s", r.err.text);
         CHECK(rf_model_get_loading_stats(r.m).hits - st.hits == 4 * (uint64_t)(n_weights - n_experts), "experts are pinned one by one"); /* four evals */
         CHECK(r.m->store->n_holding == 0 && rfi_store_hold_experts(r.m->store), "not all are there");
-        CHECK(rf_model_clear_gpu_cache(r.m, &left, NULL) == RF_OK && left == n_experts, "%u are left", left);
+        CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == n_experts, "%u are left", left);
         rfi_store_let_go(r.m->store);
-        CHECK(rf_model_clear_gpu_cache(r.m, &left, NULL) == RF_OK && left == 0 && !rfi_store_hold_experts(r.m->store), "%u are left", left);
+        CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == 0 && !rfi_store_hold_experts(r.m->store), "%u are left", left);
         CHECK(run(r.m, got, &r.err) == RF_OK && !memcmp(all, got, sizeof got), "%s", r.err.text);
         rig_close(&r);
         experts_on_demand(mode, all);
@@ -781,18 +781,18 @@ static void test_fault(void) {
     guarded = r.g;
     REQUIRE(sigaction(SIGBUS, &action, &before) == 0, "sigaction");
     CHECK(rf_session_open(r.m, &(rf_session_desc){.n_ctx = 16}, &s, &r.err) == RF_OK, "%s", r.err.text);
-    CHECK(rf_forward(s, some_tokens, 5, &logits, &r.err) == RF_OK && memcmp(logits, want[MAPPED], N_VOCAB * sizeof *logits) == 0, "%s", r.err.text);
-    CHECK(!rf_gguf_handle_fault(r.g, &r) && !rf_gguf_handle_fault(NULL, &r) && rf_forward(s, some_tokens, 1, NULL, &r.err) == RF_OK, "not ours: %s", r.err.text);
+    CHECK(rf_session_forward(s, some_tokens, 5, &logits, &r.err) == RF_OK && memcmp(logits, want[MAPPED], N_VOCAB * sizeof *logits) == 0, "%s", r.err.text);
+    CHECK(!rf_gguf_handle_fault(r.g, &r) && !rf_gguf_handle_fault(NULL, &r) && rf_session_forward(s, some_tokens, 1, NULL, &r.err) == RF_OK, "not ours: %s", r.err.text);
     CHECK(rf_session_truncate(s, 0, 5, NULL, NULL) == RF_OK && truncate(path, (off_t)file.n - 1) == 0, "truncate");
-    CHECK(rf_forward(s, some_tokens, 1, NULL, &r.err) == RF_ERR_IO && r.err.where == file.n - 1 && atomic_load(&n_handled) == 0, "no page is gone: %s", r.err.text);
+    CHECK(rf_session_forward(s, some_tokens, 1, NULL, &r.err) == RF_ERR_IO && r.err.where == file.n - 1 && atomic_load(&n_handled) == 0, "no page is gone: %s", r.err.text);
     CHECK(truncate(path, (off_t)file.n / 2) == 0, "truncate");
-    rf_result res = rf_forward(s, some_tokens, 1, &logits, &r.err);
+    rf_result res = rf_session_forward(s, some_tokens, 1, &logits, &r.err);
     CHECK(res == RF_ERR_IO && !logits && strstr(r.err.text, name), "%s: %s", rf_result_name(res), r.err.text);
     CHECK(r.err.where >= file.n / 2 && r.err.where < file.n && atomic_load(&n_handled) > 0, "at byte %llu of %zu", (unsigned long long)r.err.where, file.n / 2);
-    CHECK(rf_session_length(s, 0) == 5 && rf_session_argmax(s, 0) == -1, "the sequence changed");
-    CHECK(rf_forward(s, some_tokens, 1, NULL, &r.err) == RF_ERR_IO, "later: %s", r.err.text);
-    CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_preload_all(r.m, &r.err) == RF_ERR_IO, "reloaded: %s", r.err.text);
-    rf_session_close(s);
+    CHECK(rf_session_length(s, 0) == 5 && rft_argmax(s, 0) == -1, "the sequence changed");
+    CHECK(rf_session_forward(s, some_tokens, 1, NULL, &r.err) == RF_ERR_IO, "later: %s", r.err.text);
+    CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK && rf_model_preload_all(r.m, &r.err) == RF_ERR_IO, "reloaded: %s", r.err.text);
+    rf_session_close(s, NULL);
 
     int fd = open(path, O_RDONLY);
     volatile char *other = (volatile char *)mmap(NULL, file.n, PROT_READ, MAP_SHARED, fd, 0);

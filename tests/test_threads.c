@@ -60,9 +60,9 @@ static rf_result evaluate(rf_model *m, float *out, rf_error *err) {
     rf_session *s = NULL;
     float *logits;
     rf_result r = rf_session_open(m, &(rf_session_desc){.n_ctx = 16, .n_batch = 2}, &s, err);
-    if (r == RF_OK) r = rf_forward(s, some_tokens, 5, &logits, err);
+    if (r == RF_OK) r = rf_session_forward(s, some_tokens, 5, &logits, err);
     if (r == RF_OK) memcpy(out, logits, N_VOCAB * sizeof *out);
-    rf_session_close(s);
+    rf_session_close(s, NULL);
     return r;
 }
 
@@ -95,7 +95,7 @@ static int own_tokenizer(worker *w, mg_rng *rng) {
     rf_result r = rf_model_get_tokenizer(w->all->m, &t, &err); /* the first one builds it */
     if (r == RF_OK && mg_below(rng, 2)) r = rf_tokenizer_open(w->all->g, NULL, &mine, &err), t = mine;
     if (r == RF_OK) r = rf_tokenize(t, text, sizeof text - 1, RF_TOKENIZE_ADD, ids, 32, &n, &err);
-    rf_tokenizer_close(mine);
+    rf_tokenizer_close(mine, NULL);
     return passes(w, "tokenizer", r, &err) && n > 0;
 }
 
@@ -107,13 +107,13 @@ static int cancelled_session(worker *w) {
     rf_result r = rf_session_open(w->all->m, &(rf_session_desc){.n_ctx = 16}, &s, &err);
     if (passes(w, "rf_session_open", r, &err)) {
         rf_session_cancel(s);
-        r = rf_forward(s, some_tokens, 5, &logits, &err);
+        r = rf_session_forward(s, some_tokens, 5, &logits, &err);
         if (r != RF_ERR_CANCELLED || rf_session_length(s, 0) != 0) wrong(w, "cancelled: %s", rf_result_name(r));
-        r = rf_forward(s, some_tokens, 5, &logits, &err);
+        r = rf_session_forward(s, some_tokens, 5, &logits, &err);
         if (passes(w, "after a cancel", r, &err) && memcmp(logits, w->all->want, sizeof w->all->want) != 0)
             wrong(w, "other bits after a cancel");
     }
-    rf_session_close(s);
+    rf_session_close(s, NULL);
     return r == RF_OK;
 }
 
@@ -162,7 +162,7 @@ static int act(worker *w, int action, mg_rng *rng) {
     case LOAD_TENSOR: return load_tensor(w, name);
     case LOAD_LAYER: return passes(w, "rf_model_preload_layers", rf_model_preload_layers(m, &layer, 1, &err), &err);
     case LOAD_ALL: return passes(w, "rf_model_preload_all", rf_model_preload_all(m, &err), &err);
-    case CLEAR: return passes(w, "rf_model_clear_gpu_cache", rf_model_clear_gpu_cache(m, &left, &err), &err);
+    case CLEAR: return passes(w, "rf_model_clear_device_cache", rf_model_clear_device_cache(m, &left, &err), &err);
     case CANCEL_LOADING: return rf_model_cancel_loading(m), 1;
     case CLOSE_IN_USE: return close_in_use(w);
     default: return look(w, rng);
@@ -209,8 +209,8 @@ static void everything_at_once(int mode, uint64_t budget_percent) {
     for (int a = 0; a < N_ACTIONS; a++)
         CHECK(atomic_load(&all.done[a]) > 0, "%s: nobody did action %d", modes[mode], a);
     CHECK(evaluate(all.m, all.want, &err) == RF_OK, "afterwards: %s", err.text);
-    rf_session_close(all.s);
-    rf_model_clear_gpu_cache(all.m, NULL, NULL);
+    rf_session_close(all.s, NULL);
+    rf_model_clear_device_cache(all.m, NULL, NULL);
     CHECK(rf_model_get_loading_stats(all.m).device_bytes == 0, "device memory is left");
     CHECK(rf_model_close(all.m, &err) == RF_OK && rf_device_close(all.d, &err) == RF_OK, "%s", err.text);
     CHECK(rf_gguf_close(all.g, &err) == RF_OK, "%s", err.text);
