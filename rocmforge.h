@@ -52,6 +52,8 @@
  *   ROCMFORGE_STATIC          implementation: functions become static, private to that C file
  *   ROCMFORGE_API             everywhere: what stands before each declaration (default extern)
  *   ROCMFORGE_HIP             implementation: refer to the kernels file strongly (static archives)
+ *   ROCMFORGE_TYPES           implementation, kernels file: tensor types that get kernels, names of RF_TYPE_TABLE, e.g.
+ *                             Q4_K,Q6_K,Q8_0,F16 (F32 is always in; default all): quicker to compile
  *   ROCMFORGE_NO_SIMD         implementation: portable C kernels only, slow to run, six times faster to compile
  *   ROCMFORGE_MALLOC/_FREE    implementation: default allocator, both or none (default malloc, free)
  *   ROCMFORGE_MAX_LAYERS ...  implementation: limits for files, named beside their checks
@@ -212,11 +214,36 @@ typedef enum rf_type {
     RF_TYPE_COUNT = 43 /* ids are < this; the holes are types that ggml removed */
 } rf_type;
 
+/* Sets of types, bit rf_type each, constant expressions: those that run, and those that kernels are compiled for.
+ * ROCMFORGE_TYPES is a comma list of names of RF_TYPE_TABLE: read four at a time, padded with F32, always in. */
+#define RF_TYPE_RUNS_BIT(NAME, id, text, elements, bytes, runs) | (uint64_t)(runs) << (id)
+#define RF_TYPES_RUN ((uint64_t)0 RF_TYPE_TABLE(RF_TYPE_RUNS_BIT))
+#if defined(ROCMFORGE_TYPES)
+#define RF_TYPE_BIT(NAME) ((uint64_t)1 << RF_TYPE_##NAME)
+#define RF_TYPE_BITS_4(a, b, c, d) (RF_TYPE_BIT(a) | RF_TYPE_BIT(b) | RF_TYPE_BIT(c) | RF_TYPE_BIT(d))
+#define RF_TYPE_BITS_A(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_B(__VA_ARGS__))
+#define RF_TYPE_BITS_B(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_C(__VA_ARGS__))
+#define RF_TYPE_BITS_C(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_D(__VA_ARGS__))
+#define RF_TYPE_BITS_D(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_E(__VA_ARGS__))
+#define RF_TYPE_BITS_E(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_F(__VA_ARGS__))
+#define RF_TYPE_BITS_F(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_G(__VA_ARGS__))
+#define RF_TYPE_BITS_G(a, b, c, d, ...) RF_TYPE_BITS_4(a, b, c, d)
+#define RF_TYPE_BITS(...) RF_TYPE_BITS_A(__VA_ARGS__)
+#define RF_TYPES_BUILT \
+    RF_TYPE_BITS(ROCMFORGE_TYPES, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, \
+                 F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32)
+#else
+#define RF_TYPES_BUILT RF_TYPES_RUN
+#endif
+/* 1 or 0; a constant expression where type is one. type < RF_TYPE_COUNT */
+#define RF_TYPE_IS_BUILT(type) (RF_TYPES_BUILT >> (type) & 1)
+
 typedef struct rf_type_info {
     const char *name;        /* ggml's name, e.g. "q4_K"; NULL for an id that is no type */
     uint32_t block_elements; /* values per block                                         */
     uint32_t block_bytes;
-    uint32_t runs;           /* 1 if this version computes with it                       */
+    uint32_t runs;           /* 1 if this version computes with it, unless a device's build
+                                leaves it out (ROCMFORGE_TYPES): its op_supported says so */
 } rf_type_info;
 
 /* Facts about a type id; a zeroed struct (name NULL) for an unknown id. Threads any. */
@@ -225,7 +252,8 @@ ROCMFORGE_API rf_type_info rf_type_get(uint32_t type);
 /* Decode n values of packed blocks to float32.
  *   type  in   rf_type that runs;   src  in  blocks, any alignment;   n  a multiple of the block's elements
  *   dst   out  [n] float32
- * Returns RF_OK; RF_ERR_ARGUMENT (n); RF_ERR_UNSUPPORTED (type).   Memory none.   Threads any.
+ * Returns RF_OK; RF_ERR_ARGUMENT (n); RF_ERR_UNSUPPORTED (type, or it is not among ROCMFORGE_TYPES).
+ * Memory none.   Threads any.
  * Source: ggml's dequantize_row_*; bit-identical to it for every type that runs. */
 ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n, float *dst, rf_error *err);
 
@@ -3954,9 +3982,13 @@ RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, const 
 RFI_EXPANDED_TYPES(RFI_PORTABLE_EXPANDER)
 #undef RFI_PORTABLE_EXPANDER
 
+#define RFI_IF_BUILT(TYPE, f) (RF_TYPE_IS_BUILT(RF_TYPE_##TYPE) ? (f) : NULL)
+_Static_assert((RF_TYPES_BUILT & ~RF_TYPES_RUN) == 0, "ROCMFORGE_TYPES: want types that run");
+
 /* How a type is expanded, and to which RFI_TYPE_EXPANDED_*; 0 and NULL for those that are not. */
 static const struct { rfi_expand_fn expand; uint32_t kind; } rfi_expansions[RF_TYPE_COUNT] = {
-#define RFI_EXPANSION(TYPE, kind) [RF_TYPE_##TYPE] = {rfi_portable_expand_##TYPE, RFI_TYPE_##kind},
+#define RFI_EXPANSION(TYPE, kind) \
+    [RF_TYPE_##TYPE] = {RFI_IF_BUILT(TYPE, rfi_portable_expand_##TYPE), RFI_TYPE_##kind},
     RFI_EXPANDED_TYPES(RFI_EXPANSION)
 #undef RFI_EXPANSION
 };
@@ -4008,6 +4040,8 @@ ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n
     rfi_clear(err);
     if (!t.name) return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "dequantize: type %u is no tensor type", (unsigned)type);
     if (!t.runs) return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "dequantize: type %s is not supported", t.name);
+    if (!RF_TYPE_IS_BUILT(type))
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "dequantize: type %s is not among ROCMFORGE_TYPES", t.name);
     if (n % t.block_elements)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "dequantize %s: want a multiple of %u values, got %llu", t.name,
                         (unsigned)t.block_elements, (unsigned long long)n);
@@ -8818,12 +8852,17 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
     static void rfi_attention_##isa(const rfi_attention *a) { rfi_attention_all(&rfi_kernels_##isa, a); }             \
     static const rfi_kernels rfi_kernels_##isa = {                                                                    \
         .name = #isa, .arch_text = text, .quantize = rfi_quantize_##base,                                             \
-        .matmul = {[RF_TYPE_F32] = rfi_##base##_matmul_F32, [RF_TYPE_F16] = rfi_##base##_matmul_F16,                  \
-                   [RF_TYPE_BF16] = rfi_##base##_matmul_BF16, [RF_TYPE_Q8_0] = rfi_##isa##_matmul_Q8_0,               \
-                   [RF_TYPE_Q4_0] = rfi_##isa##_matmul_Q4_0, [RF_TYPE_Q4_1] = rfi_##isa##_matmul_Q4_1,                \
-                   [RF_TYPE_Q5_0] = rfi_##isa##_matmul_Q5_0, [RF_TYPE_Q5_1] = rfi_##isa##_matmul_Q5_1,                \
-                   [RF_TYPE_Q4_K] = rfi_##isa##_matmul_Q4_K, [RF_TYPE_Q5_K] = rfi_##isa##_matmul_Q5_K,                \
-                   [RF_TYPE_Q6_K] = rfi_##isa##_matmul_Q6_K},                                                         \
+        .matmul = {[RF_TYPE_F32] = rfi_##base##_matmul_F32,                                                           \
+                   [RF_TYPE_F16] = RFI_IF_BUILT(F16, rfi_##base##_matmul_F16),                                        \
+                   [RF_TYPE_BF16] = RFI_IF_BUILT(BF16, rfi_##base##_matmul_BF16),                                     \
+                   [RF_TYPE_Q8_0] = RFI_IF_BUILT(Q8_0, rfi_##isa##_matmul_Q8_0),                                      \
+                   [RF_TYPE_Q4_0] = RFI_IF_BUILT(Q4_0, rfi_##isa##_matmul_Q4_0),                                      \
+                   [RF_TYPE_Q4_1] = RFI_IF_BUILT(Q4_1, rfi_##isa##_matmul_Q4_1),                                      \
+                   [RF_TYPE_Q5_0] = RFI_IF_BUILT(Q5_0, rfi_##isa##_matmul_Q5_0),                                      \
+                   [RF_TYPE_Q5_1] = RFI_IF_BUILT(Q5_1, rfi_##isa##_matmul_Q5_1),                                      \
+                   [RF_TYPE_Q4_K] = RFI_IF_BUILT(Q4_K, rfi_##isa##_matmul_Q4_K),                                      \
+                   [RF_TYPE_Q5_K] = RFI_IF_BUILT(Q5_K, rfi_##isa##_matmul_Q5_K),                                      \
+                   [RF_TYPE_Q6_K] = RFI_IF_BUILT(Q6_K, rfi_##isa##_matmul_Q6_K)},                                     \
         .matmul_expanded = rfi_##isa##_matmul_expanded,                                                               \
         .norm = rfi_norm_##base, .glu = rfi_glu_##base, .add = rfi_add_##base,                                        \
         .scale = rfi_scale_##base, .softcap = rfi_softcap_##base,                                                     \
@@ -9108,7 +9147,7 @@ RFI_256_EXPANDER(Q2_0, EXPANDED_32)
 
 static rfi_expand_fn rfi_256_expander(uint32_t type) {
     static const rfi_expand_fn expand[RF_TYPE_COUNT] = {
-#define RFI_EXPANSION(TYPE, kind) [RF_TYPE_##TYPE] = rfi_256_expand_##TYPE,
+#define RFI_EXPANSION(TYPE, kind) [RF_TYPE_##TYPE] = RFI_IF_BUILT(TYPE, rfi_256_expand_##TYPE),
         RFI_EXPANDED_TYPES(RFI_EXPANSION)
 #undef RFI_EXPANSION
     };
@@ -10587,7 +10626,7 @@ static const rfi_kernels *rfi_kernels_find(const char *isa) {
 }
 
 static int rfi_matmul_has(const rfi_kernels *k, uint32_t type) {
-    return type < RF_TYPE_COUNT && (k->matmul[type] || rfi_expansions[type].kind);
+    return type < RF_TYPE_COUNT && (k->matmul[type] || rfi_expansions[type].expand);
 }
 
 /* ---- experts ---- */
@@ -11704,6 +11743,13 @@ static rf_result rfi_cpu_queue_after(rf_queue *q, const rf_ticket *ticket, rf_er
 static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err) {
     if (op->kind >= RF_OP_KIND_COUNT)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u is not supported", op->kind);
+    const uint32_t slots[3] = {op->weight, op->extra, op->extra2};
+    for (int i = 0; i < 3; i++) {
+        const rf_plan_weight *w = slots[i] == RF_NONE ? NULL : &plan->weights[slots[i]];
+        if (w && !RF_TYPE_IS_BUILT(w->type))
+            return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: %s is of type %s, which is not among ROCMFORGE_TYPES",
+                            w->name, rf_type_get(w->type).name);
+    }
     static const uint32_t flags[RF_OP_KIND_COUNT] = {
         [RF_OP_EMBED] = RF_OP_POSITIONS | RF_OP_ACCUMULATE, /* the second only with the first */
         [RF_OP_RMS_NORM] = RF_OP_CENTER | RF_OP_ACCUMULATE | RF_OP_EACH_HEAD,

@@ -97,6 +97,9 @@ build_shared() {
         "$dir/impl.c" -o "$dir/librocmforge.so" $libs
     gcc -I. -DROCMFORGE_API=extern "$dir/hello_decl.c" -o "$dir/hello_shared" -L"$dir" -lrocmforge '-Wl,-rpath,$ORIGIN'
 }
+# kernels of the model's types, and of types of which it has too few
+build_types_used() { $quick $small $strict -I. -DROCMFORGE_TYPES=Q4_K,Q6_K "$dir/hello.c" -o "$dir/hello_types_used" $libs; }
+build_types_other() { $quick $small $strict -I. -DROCMFORGE_TYPES=Q6_K,F16 "$dir/hello.c" -o "$dir/hello_types_other" $libs; }
 build_hip() { $quick $small -DROCMFORGE_HIP=1 $strict -I. -c "$dir/impl.c" -o "$dir/hip.o"; }
 
 # ---- language modes ----
@@ -212,6 +215,17 @@ case_run_static() {
 case_run_shared() {
     nm -D --defined-only "$dir/librocmforge.so" | grep -v ' T rf_' && return 1
     same_text shared
+}
+# ROCMFORGE_TYPES: a model of these types gives the same text, one of others is refused by tensor and type
+case_run_types() {
+    same_text types_used
+    if "$dir/hello_types_other" $model >"$dir/types_other.txt"; then return 1; fi
+    cat "$dir/types_other.txt"
+    grep -q 'cpu: [a-z0-9_.]*weight is of type q4_K, which is not among ROCMFORGE_TYPES' "$dir/types_other.txt"
+}
+case_wrong_types_are_refused() {
+    first_errors any 'RF_TYPE_Q4K' gcc -DROCMFORGE_TYPES=Q4K -x c <"$dir/impl.c"
+    first_errors any 'want types that run' gcc -DROCMFORGE_TYPES=Q8_K -x c <"$dir/impl.c"
 }
 case_run_musl() { need musl-gcc musl-tools; same_text musl; }
 case_run_arm64() {
