@@ -46,7 +46,7 @@
  *    4 >>sync         once-cell, thread pool                11 >>null      the device that only checks
  *    5 >>gguf         the file format                       12 >>session   the forward pass
  *    6 >>quant        tensor types                          13 >>token >>template >>sample >>scheduler
- *    7 >>tensor       lazy tensors                          14 >>public    thin bodies
+ *    7 >>tensor >>loader >>stream >>experts >>budget >>store    14 >>public    thin bodies
  *
  * Macros, all optional, defined before the include
  *   ROCMFORGE_STATIC          implementation: functions become static, private to that C file
@@ -1992,6 +1992,12 @@ static void rfi_monitor_destroy(rfi_monitor *monitor) {
     pthread_cond_destroy(&monitor->wake);
     pthread_mutex_destroy(&monitor->mutex);
 }
+
+static void rfi_monitor_lock(rfi_monitor *m) { pthread_mutex_lock(&m->mutex); }
+static void rfi_monitor_unlock(rfi_monitor *m) { pthread_mutex_unlock(&m->mutex); }
+/* Sleep until a wake, or spuriously; the mutex is released meanwhile. */
+static void rfi_monitor_wait(rfi_monitor *m) { pthread_cond_wait(&m->wake, &m->mutex); }
+static void rfi_monitor_wake(rfi_monitor *m) { pthread_cond_broadcast(&m->wake); }
 
 static int rfi_cell_is_ready(const rfi_cell *c) {
     return (atomic_load_explicit(&c->word, memory_order_acquire) & RFI_STATE_MASK) == RFI_READY;
@@ -4051,14 +4057,25 @@ ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n
 }
 
 /* ==== 7 Lazy tensors ================================================================================== >>tensor
- * The weights of a file on a device, shared by the models of that file there. A tensor is UNLOADED until somebody
- * needs it; its cell makes one thread start the load and lets the others sleep. A load is cut into pieces; readers, and
- * whoever waits for this tensor, take pieces until none is left: file -> pinned staging -> asynchronous copy. READY
- * means that the address is fixed and the copy is on its way: the device waits for it, not the host. On a device that
- * uses the file's bytes in place, a piece is a part of the mapping to be paged in. Users pin: what is pinned cannot be
- * evicted. What does not fit the budget is streamed: read in plan order into a ring, ahead of the compute. Experts that
- * do not all fit share the frames of a cache, in which those stay that are chosen often.
- * Locks, in the order in which they may be taken: device.monitor, store.stream_lock, store.lock, store.cell_monitor. */
+ * The weights of a file on a device, one store for all models of that file there. Nothing is read before somebody needs
+ * it: a tensor's once-cell makes one thread start the load and lets the others sleep. The rooms of this section:
+ *   >>tensor   the objects and their locks; device memory; evicting a tensor
+ *   >>loader   file -> pinned staging buffer -> asynchronous copy, cut into pieces that readers and waiters take
+ *   >>stream   weights that do not fit the budget go through a ring buffer, in plan order, ahead of the compute
+ *   >>experts  the cache of experts (mixture of experts) where a part of them fits
+ *   >>budget   what stays resident, what is streamed or cached; sharing a device's memory between stores
+ *   >>store    open, close, statistics
+ * READY means: the address is fixed and the copy is enqueued. The device waits for the copy, not the host. Where the
+ * device uses the file's bytes in place, a piece is a part of the mapping to be paged in. Users pin: what is pinned is
+ * not evicted.
+ *
+ * Locks, in the order in which they may be taken. Each object below says which one guards it.
+ *   device.monitor       the list of stores and their shares of the budget; wakes when a store becomes idle
+ *   store.stream_lock    held by the eval that streams: the ring serves one eval at a time
+ *   store.monitor        everything else of a store; wakes at every change
+ *   store.cell_monitor   the waiters of the tensors' once-cells
+ * Behind a function's head, "locked" means that the caller holds store.monitor, "locked, yields" that the function
+ * releases it for a while: look again at everything that it guards. */
 
 typedef struct rfi_store rfi_store;
 static uint32_t rfi_cpu_count(void);                                   /* section 10 */
@@ -4069,118 +4086,127 @@ struct rf_device {
     rf_allocator alloc;
     const rf_device_api *api;
     rf_dev *dev;
-    char note[160];          /* why "auto" chose this one         */
-    _Atomic uint32_t n_held; /* models on it                      */
-    uint64_t budget_bytes;   /* for weights; 0 = what is free     */
-    _Atomic uint64_t weight_bytes; /* allocated for weights now   */
-    rfi_monitor monitor;             /* guards what follows; wakes when a store becomes idle */
-    rfi_store *stores;
-    uint64_t clock;          /* counts uses, for "least recently" */
-    rf_dev *fallback_dev;          /* a CPU device for experts that the CPU computes; NULL until some are to be */
+    char note[160];                /* why "auto" chose this one                                              */
     uint32_t is_gpu;
+    uint64_t budget_bytes;         /* for weights; 0 = what is free                                          */
+    _Atomic uint32_t n_held;       /* models on it                                                           */
+    _Atomic uint64_t weight_bytes; /* allocated for weights now                                              */
+    rfi_monitor monitor;           /* guards what follows                                                    */
+    rfi_store *stores;
+    uint64_t clock;                /* counts uses of stores, for LRU                                         */
+    rf_dev *fallback_dev;          /* CPU device for experts that the CPU computes; NULL until some are      */
 };
 
 /* A device that has not finished by then is reported as failed instead of hanging the caller. */
 #define RFI_WAIT_MS 120000u
 
+#define RFI_SLAB_BYTES ((uint64_t)1 << 30) /* of a device allocation for weights, at least; or an eighth of them */
+#define RFI_SLABS      8u
+#define RFI_MAX_SLABS  64u                 /* an allocation that fails is tried in halves up to so many          */
+
 #define RFI_STAGING_BYTES ((uint64_t)2 << 20) /* of a piece; more only if a row is longer. 1 to 8 MiB were tried */
-#define RFI_PINNED_PIECE_BYTES    ((uint64_t)32 << 20) /* of a piece that is in pinned memory already              */
 #define RFI_MAX_READERS   16u
-#define RFI_PINNED_BLOCK_BYTES   ((uint64_t)128 << 20) /* of pinned memory, or so much that there are ... */
-#define RFI_MAX_PINNED_BLOCKS 512u /* ... half as many */
-#define RFI_MAX_STAGES   (2 * RFI_MAX_READERS)
-#define RFI_SLAB_BYTES    ((uint64_t)1 << 30) /* a device allocation for weights, or an eighth of them    */
-#define RFI_SLABS         8u
-#define RFI_MAX_SLABS     64u                 /* if allocations fail they are halved                      */
+#define RFI_MAX_STAGING   (2 * RFI_MAX_READERS) /* buffers: one is filled while another's copy is in flight */
 
-typedef struct rfi_tensor {
-    rfi_cell cell;
-    rf_tensor_info info;
-    const void *in_place;    /* the file's bytes, if the device uses them where they are                  */
-    uint64_t bytes;          /* on the device, or of the mapping                                          */
-    uint64_t offset;         /* in its slab, or in the ring                                               */
-    uint32_t slab;
-    uint8_t streamed;        /* 1: lives in the ring                                                      */
-    uint8_t cached;          /* 1: lives in frames of the expert cache                                    */
-    struct rfi_expert_layer *expert_layer; /* of an expert's matrix, else NULL */
-    uint8_t wanted;          /* 1: readers shall load it                                                  */
-    uint8_t bound;           /* 1: memory and slot are taken: LOADING, READY, BROKEN, EVICTING            */
-    uint8_t pinned_filled;
-    void *pinned;              /* a copy in pinned host memory, for streaming                               */
-    rf_ticket written;       /* the last of its copies; fixed when READY                                  */
-    rf_ticket last_use;      /* of a streamed tensor; written by the thread in stream_lock                   */
-    _Atomic uint8_t arrived; /* the copy is known to be done                                              */
-    /* the load in progress, guarded by store.lock */
-    struct rfi_tensor *next_job;
-    struct rfi_tensor *next_report;
-    uint8_t loading, demanded, reporting;
-    uint32_t next_row, n_busy; /* rows not taken begin here; threads in a piece */
-    uint32_t n_loads;
-    uint64_t epoch;
-    rf_error err;
-} rfi_tensor;
-
-typedef struct rfi_slab {
-    rf_mem mem;
-    uint64_t size_bytes;
-    uint32_t n_bound;
-    int creating;
-} rfi_slab;
-
-/* What stays on the device, and what goes through the ring. */
-typedef struct rfi_placement {
-    uint8_t *streamed; /* [n_weights]                              */
-    uint32_t *slots;   /* [2 * n_ops] of a layer, while it is made */
-    uint64_t resident_bytes, ring_bytes; /* scratch for repacking is resident, too */
-    uint32_t n_frames; /* of the expert cache; 0: none             */
-} rfi_placement;
+#define RFI_PINNED_PIECE_BYTES ((uint64_t)32 << 20)  /* of a piece that has a pinned copy already                */
+#define RFI_PINNED_BLOCK_BYTES ((uint64_t)128 << 20) /* of an allocation for pinned copies, at least ...         */
+#define RFI_MAX_PINNED_BLOCKS  512u                  /* ... and so large that there are half as many at most     */
 
 #define RFI_EXPERT_WEIGHTS 4u /* matrices of an expert at most */
 
-/* The experts of a layer. Expert e of it is the matrices weight[0] + e, weight[1] + e, ... */
-typedef struct rfi_expert_layer {
-    uint32_t layer, n_experts;
-    uint32_t first; /* number of its expert 0 among those of all layers */
-    uint32_t n_weights, weight[RFI_EXPERT_WEIGHTS];
-    _Atomic uint64_t hits, misses, bytes, prefetched, on_cpu, round_trips;
-} rfi_expert_layer;
+typedef struct rfi_tensor {
+    rfi_cell cell;
+    /* fixed when the store is open */
+    rf_tensor_info info;
+    const void *in_place; /* the file's bytes, if the device uses them where they are              */
+    uint64_t bytes;       /* on the device, or of the mapping                                      */
+    struct rfi_expert_layer *expert_layer; /* of an expert's matrix, else NULL                     */
+    /* by the placement: changes only while no call is active */
+    uint32_t slab;
+    uint8_t streamed;     /* 1: lives in the ring                                                  */
+    uint8_t cached;       /* 1: lives in a frame of the expert cache                               */
+    /* guarded by store.monitor; fixed while READY and pinned */
+    uint8_t bound;        /* 1: has memory and a slot of the table: LOADING, READY, BROKEN, EVICTING */
+    uint64_t offset;      /* in its slab, in the ring or in the cache                              */
+    rf_ticket written;    /* of the last of its copies                                             */
+    _Atomic uint8_t arrived; /* 1: the copies are known to have succeeded                          */
+    /* guarded by store.monitor */
+    rf_ticket last_use;   /* of a streamed tensor                                                  */
+    void *pinned;         /* a copy in pinned host memory, for tensors that are loaded again       */
+    uint8_t pinned_filled, reporting;
+    uint8_t prefetch;     /* 1: readers shall load it                                              */
+    struct rfi_tensor *next_report;
+    uint32_t n_loads;
+    /* guarded by store.monitor: the load in progress */
+    struct rfi_tensor *next_job;
+    uint8_t loading;
+    uint8_t demanded;     /* 1: by a thread that waits and settles the cell; 0: by readers         */
+    uint32_t next_row;    /* rows before it are taken by threads                                   */
+    uint32_t n_busy;      /* threads at work on a piece                                            */
+    uint64_t epoch;       /* of the loader, when the load began                                    */
+    rf_error err;
+} rfi_tensor;
 
-/* A place for an expert. Its tensors may be evicted or loading; the frame is theirs until it is given to others. */
-typedef struct rfi_frame {
-    double rank;      /* the least one gives way; negative: empty  */
-    uint32_t expert_layer, expert;
-    uint32_t n_users; /* evals whose layer in progress needs it    */
-} rfi_frame;
+/* ---- objects of a store that store.monitor guards ---- */
 
-/* The expert cache of a store, guarded by its lock. */
-typedef struct rfi_cache {
-    rfi_expert_layer *layers; /* [n_layers] in plan order; 0: no experts, or none that can be cached */
-    uint32_t n_layers, n_experts;  /* of all layers                            */
-    uint64_t frame_bytes;         /* of the largest expert                    */
-    uint64_t expert_bytes;        /* of all experts on the device             */
-    uint32_t n_frames_least;      /* any step finds room for a layer's choice */
-    rfi_slab slab;
-    rfi_frame *frames;  /* [n_frames]                                         */
-    uint32_t *frame_of; /* [n_experts] RF_NONE: has none                      */
-    double *score;      /* [n_experts] choices, each worth `unit` when it was made */
-    double unit, clock; /* of a choice now; steps                             */
-    uint32_t n_frames;  /* 0: all experts are resident, or streamed           */
-    uint32_t n_free;    /* without users, less those that evals are about to take */
-    uint32_t n_empty;   /* frames that no expert has had              */
-    int watching;       /* a reader waits for a copy to end           */
-    int ahead;          /* no cancel since something was asked for: readers may fill what is empty */
-    int wanted;         /* an eval waits for free frames; those behind it wait until it has them */
-} rfi_cache;
+/* A block of device memory in which tensors lie. */
+typedef struct rfi_slab {
+    rf_mem mem;
+    uint64_t size_bytes;
+    uint32_t n_bound; /* tensors in it */
+    int creating;
+} rfi_slab;
 
-typedef enum rfi_stage_state { RFI_STAGE_ABSENT, RFI_STAGE_FREE, RFI_STAGE_FILLING, RFI_STAGE_FLYING } rfi_stage_state;
+/* Device memory of resident weights. */
+typedef struct rfi_memory {
+    rfi_slab slabs[RFI_MAX_SLABS];
+    uint32_t n_slabs;
+    uint32_t n_creating; /* slabs                                                          */
+    rf_mem scratch;      /* in which the device repacks: copies run one after another and share it */
+} rfi_memory;
 
-/* A staging buffer. FLYING: a copy reads it until its ticket. */
-typedef struct rfi_stage {
+typedef enum rfi_staging_state {
+    RFI_STAGING_ABSENT,
+    RFI_STAGING_FREE,
+    RFI_STAGING_FILLING,
+    RFI_STAGING_IN_FLIGHT /* a copy reads it until its ticket */
+} rfi_staging_state;
+
+/* A buffer in pinned host memory between file and device. */
+typedef struct rfi_staging {
     void *mem;
-    rfi_stage_state state;
+    rfi_staging_state state;
     rf_ticket ticket;
-    uint32_t slot, load; /* whose piece it holds: of which of the tensor's loads */
-} rfi_stage;
+    uint32_t slot, load; /* what it holds is of this load of this tensor */
+} rfi_staging;
+
+/* Pinned host memory for copies of tensors that are loaded again and again. */
+typedef struct rfi_pinned_pool {
+    void *blocks[RFI_MAX_PINNED_BLOCKS];
+    uint32_t n_blocks;
+    uint64_t size_bytes;
+    unsigned char *free_at; /* what is free of the last block        */
+    uint64_t free_bytes;
+    uint64_t retry_at;      /* number of loads before another try    */
+    int creating;
+} rfi_pinned_pool;
+
+/* The progress callback: one call at a time, with nothing locked, so that it may call the library. */
+typedef struct rfi_reports {
+    rf_progress_fn fn;
+    void *user;
+    const rf_model *owner;    /* whose callback it is                    */
+    rfi_tensor *first, **end; /* loaded tensors that it has not seen     */
+    int running;
+} rfi_reports;
+
+/* Rows of a load. On the stack of the thread that works on them. */
+typedef struct rfi_piece {
+    rfi_tensor *t;
+    uint32_t row0, n_rows;
+    pthread_t thread;
+    struct rfi_piece *next;
+} rfi_piece;
 
 typedef struct rfi_reader {
     pthread_t thread;
@@ -4188,233 +4214,266 @@ typedef struct rfi_reader {
     int started, ended;
 } rfi_reader;
 
-struct rfi_store {
-    rfi_store *next;
-    rf_gguf *g;
-    rf_device *device;
-    rf_plan plan;
-    rf_table *table;
-    rf_queue *queue; /* for copies */
-    rf_ticket newest_copy; /* guarded by lock */
-    rfi_monitor cell_monitor; /* of the cells */
-    rfi_tensor *tensors;  /* [n_weights], by slot                                          */
-    uint64_t total_bytes; /* as stored in the file                                         */
-    uint64_t device_bytes_needed; /* if everything is resident, with scratch               */
-    uint64_t row_bytes_max;
-    rf_model_desc desc;
-    const void *progress_owner; /* the model whose callback it is */
-    int in_place; /* some tensor's bytes are used where the file is mapped */
-
-    /* guarded by device.monitor */
-    uint32_t n_models, n_active;
-    uint64_t allotment; /* bytes of the budget that are ours, if arranged */
-    uint64_t last_used;
-    int placed;
-    rfi_placement placement;
-
-    pthread_mutex_t stream_lock; /* held by the eval that streams */
-
-    pthread_mutex_t lock; /* guards what follows, and the lower part of every tensor */
-    pthread_cond_t changed;
-    uint64_t n_changes; /* of what loader and waiters look at: who released the lock sees here what it missed */
-    rfi_slab slabs[RFI_MAX_SLABS];
-    uint32_t n_slabs;
-    rfi_slab ring;
-    rf_mem scratch; /* for repacking: copies run one behind the other and share it */
-    uint64_t scratch_bytes;
+/* The loads in progress and the threads that read. */
+typedef struct rfi_loader {
     rfi_tensor *jobs;
-    uint32_t n_jobs, n_stream_jobs;
+    uint32_t n_jobs, n_stream_jobs; /* also those that are about to be in the list                 */
     double busy_since;
-    uint32_t want_at;  /* wanted slots below are loaded or loading */
-    uint32_t *order;   /* [n_weights] in which wanted slots are taken */
-    _Atomic uint64_t epoch;   /* a cancel ends the loads of earlier ones */
-    _Atomic uint64_t cancels; /* asked for by the user: these end calls, too */
-    uint32_t n_creating;      /* slabs */
-    struct rfi_piece *pieces; /* that threads work at now */
-    void *pinned_blocks[RFI_MAX_PINNED_BLOCKS]; /* blocks of pinned host memory in which tensors have pinned_blocks */
-    uint32_t n_pinned_blocks;
-    uint64_t host_pinned_bytes; /* of these */
-    unsigned char *pinned_at;     /* the free rest of the last one */
-    uint64_t pinned_left;
-    uint64_t pinned_retry;        /* loads before another try to have more */
-    int pinned_creating;
-    rfi_stage stages[RFI_MAX_STAGES];
-    uint32_t n_stages_max;
+    rfi_piece *pieces;              /* that threads work on now                                    */
+    rf_ticket newest_copy;
+    uint64_t epoch;                 /* a cancel ends the loads of earlier epochs                   */
+    uint32_t prefetch_at;           /* order[0 .. prefetch_at) needs no look for prefetches        */
+    rfi_staging staging[RFI_MAX_STAGING];
+    uint32_t n_staging_max;
     rfi_reader readers[RFI_MAX_READERS];
     uint32_t n_readers_max, n_running;
     int quit;
-    rfi_tensor *reports, **reports_end; /* loaded tensors that the progress callback has not seen */
-    int report_running;
+} rfi_loader;
 
-    /* streaming: uses of streamed tensors in plan order, round and round; counts of uses, never reset but together */
-    uint32_t *uses;       /* [n_uses] slots, layer by layer */
-    uint64_t *use_offset; /* [n_uses] in the ring           */
-    uint32_t n_uses;
-    uint64_t stream_loaded, stream_used, stream_freed;
-    int stream_paused, stream_freeing;
-    rf_error stream_err;
+/* The ring of streamed tensors, in the order of their uses by the plan, round and round. Counts are of uses since the
+ * last reset: n_freed <= n_used <= n_loaded. */
+typedef struct rfi_stream {
+    uint32_t *uses;   /* [n_uses] slots, layer by layer */
+    uint64_t *offset; /* [n_uses] in the ring           */
+    uint32_t n_uses;  /* 0: nothing is streamed         */
+    uint64_t n_loaded, n_used, n_freed;
+    int paused, freeing;
+    rf_error err;
+    rfi_slab ring;
+} rfi_stream;
 
+/* The experts of a layer. The matrices of expert e are in the slots weight[0] + e, weight[1] + e, ... */
+typedef struct rfi_expert_layer {
+    uint32_t layer, n_experts;
+    uint32_t first; /* number of its expert 0 among those of all layers */
+    uint32_t n_weights, weight[RFI_EXPERT_WEIGHTS];
+    _Atomic uint64_t hits, misses, bytes, prefetched, on_cpu, round_trips;
+} rfi_expert_layer;
+
+/* Room for one expert. Its tensors may be evicted or loading; the frame is theirs until another expert gets it. */
+typedef struct rfi_frame {
+    double rank;      /* the frame of lowest rank is the victim; negative: empty */
+    uint32_t expert_layer, expert;
+    uint32_t n_users; /* evals whose current layer needs it                      */
+} rfi_frame;
+
+/* The expert cache. */
+typedef struct rfi_cache {
+    rfi_expert_layer *layers;     /* [n_layers] in plan order; 0: no experts, or none that can be cached */
+    uint32_t n_layers, n_experts; /* experts of all layers                                   */
+    uint64_t frame_bytes;         /* of the largest expert                                   */
+    uint64_t expert_bytes;        /* of all experts on the device                            */
+    uint32_t n_frames_min;        /* with so many, any step finds room for a layer's experts */
+    rfi_slab slab;
+    rfi_frame *frames;            /* [n_frames]                                              */
+    uint32_t *frame_of;           /* [n_experts] RF_NONE: has none                           */
+    double *score;                /* [n_experts] choices, each weighted with `unit` of its time */
+    double unit, clock;           /* weight of a choice now; steps                           */
+    uint32_t n_frames;            /* 0: all experts are resident, or streamed                */
+    uint32_t n_free;              /* without users, less those that evals have reserved      */
+    uint32_t n_empty;             /* that hold no expert                                    */
+    int prefetching;              /* no cancel since the last request: readers may fill empty frames */
+    int reader_waits;             /* a reader waits for a copy to end                        */
+    int eval_waits;               /* an eval waits for free frames; others queue after it    */
+} rfi_cache;
+
+/* Evals that need no pins on experts, because all are there and none may be evicted. */
+typedef struct rfi_expert_hold {
+    uint32_t n_evals;
+    uint64_t stamp; /* rfi_store_stamp when all were found there; 0: never */
+} rfi_expert_hold;
+
+/* ---- objects of a store with other guards ---- */
+
+/* What stays on the device, what goes through the ring, and how large the expert cache is. */
+typedef struct rfi_placement {
+    uint8_t *streamed; /* [n_weights]                                */
+    uint32_t *slots;   /* scratch, of a layer                        */
+    uint64_t resident_bytes, ring_bytes; /* scratch for repacking counts as resident */
+    uint32_t n_frames; /* of the expert cache; 0: none               */
+} rfi_placement;
+
+/* A store's part of the device's budget. Guarded by device.monitor. */
+typedef struct rfi_share {
+    uint32_t n_models, n_active; /* calls in progress                                     */
+    uint64_t last_used;          /* device.clock                                          */
+    int placed;                  /* the placement is in effect and counts as our share    */
+    uint64_t size_bytes;
+    rfi_placement placement;
+} rfi_share;
+
+/* Counters, without a lock. */
+typedef struct rfi_stats {
+    _Atomic uint64_t tensors_loaded, residents_loaded, bytes_loaded; /* now                       */
+    _Atomic uint64_t loads, failures, evictions, hits, misses;       /* ever                      */
+    _Atomic uint64_t bytes_total, bytes_read;                        /* of all loads; of the file */
+    _Atomic uint64_t device_bytes, device_allocations;
+    _Atomic uint64_t wait_ns, load_ns;
+} rfi_stats;
+
+struct rfi_store {
+    /* fixed when the store is open */
+    rf_gguf *g;
+    rf_device *device;
+    rf_plan plan;
+    rf_model_desc desc;
+    rf_table *table;
+    rf_queue *queue;     /* for copies                                                 */
+    rfi_tensor *tensors; /* [n_weights], by slot                                       */
+    uint32_t *order;     /* [n_weights] slots in the order of the load policy          */
+    uint64_t total_bytes, device_bytes_needed; /* in the file; if all is resident, with scratch */
+    uint64_t row_bytes_max, scratch_bytes;
+    int in_place;        /* some tensor's bytes are used where the file is mapped      */
+
+    rfi_store *next;     /* guarded by device.monitor                                  */
+    rfi_share share;
+
+    /* by the placement: change only while no call is active, so that calls read them without a lock. So do
+     * stream.n_uses and cache.n_frames. */
+    uint32_t n_resident; /* tensors neither streamed nor cached                        */
+
+    pthread_mutex_t stream_lock;
+
+    rfi_monitor monitor; /* guards from here ...                                       */
+    uint64_t n_changes;  /* who released the monitor sees here that it missed one      */
+    rfi_memory memory;
+    rfi_loader loader;
+    rfi_pinned_pool pinned;
+    rfi_reports reports;
+    rfi_stream stream;
     rfi_cache cache;
+    rfi_expert_hold hold; /* ... to here                                               */
 
-    /* evals that need no pins on experts, because all are there and stay there */
-    uint32_t n_holding;
-    uint64_t held_stamp; /* of rfi_store_stamp, when all were found there; 0: never */
-
-    uint32_t n_resident; /* tensors that are neither streamed nor cached; guarded by device.monitor, as arranged */
-    _Atomic uint64_t resident_loaded, tensors_loaded, bytes_loaded, bytes_total, bytes_read, device_bytes, hits, misses,
-        loads, failures, evictions, device_allocations, wait_ns, load_ns;
+    rfi_monitor cell_monitor;
+    _Atomic uint64_t cancels; /* by the user: a call ends if it changes meanwhile      */
+    rfi_stats stats;
 };
 
-/* 1: some weights go through the ring. */
-static int rfi_store_streams(const rfi_store *s) { return s->n_uses > 0; }
-static int rfi_store_all_loaded(const rfi_store *s) { return atomic_load(&s->tensors_loaded) == s->plan.n_weights; }
-static int rfi_store_residents_loaded(const rfi_store *s) { return atomic_load(&s->resident_loaded) >= s->n_resident; }
-
-/* Around an eval, if it streams: the ring serves one at a time. */
-static void rfi_stream_lock(rfi_store *s) {
-    if (rfi_store_streams(s)) pthread_mutex_lock(&s->stream_lock);
-}
-static void rfi_stream_unlock(rfi_store *s) {
-    if (rfi_store_streams(s)) pthread_mutex_unlock(&s->stream_lock);
-}
-
-static void rfi_changed(rfi_store *s) { /* lock held */
+/* Something changed for which the loader or a waiter may wait. */
+static void rfi_store_changed(rfi_store *s) { /* locked */
     s->n_changes++;
-    pthread_cond_broadcast(&s->changed);
+    rfi_monitor_wake(&s->monitor);
 }
 
 /* Sleep until something changes, unless it has since n_changes was `seen`. */
-static void rfi_wait_change(rfi_store *s, uint64_t seen) { /* lock held, released meanwhile */
-    if (s->n_changes == seen) pthread_cond_wait(&s->changed, &s->lock);
+static void rfi_store_wait_change(rfi_store *s, uint64_t seen) { /* locked, yields */
+    if (s->n_changes == seen) rfi_monitor_wait(&s->monitor);
 }
 
-static uint32_t rfi_slot_of(const rfi_store *s, const rfi_tensor *t) { return (uint32_t)(t - s->tensors); }
+static uint32_t rfi_tensor_slot(const rfi_store *s, const rfi_tensor *t) { return (uint32_t)(t - s->tensors); }
+static const rf_plan_weight *rfi_tensor_weight(const rfi_store *s, const rfi_tensor *t) {
+    return &s->plan.weights[t - s->tensors];
+}
 
-/* It stays where it is once loaded, unless somebody clears. */
+/* 1: stays where it is once loaded, unless the user clears. */
 static int rfi_is_resident(const rfi_tensor *t) { return !t->streamed && !t->cached; }
 
-/* The block of device memory a tensor lies in. */
-static rfi_slab *rfi_tensor_slab(rfi_store *s, const rfi_tensor *t) {
-    return t->streamed ? &s->ring : t->cached ? &s->cache.slab : &s->slabs[t->slab];
+static int rfi_store_streams(const rfi_store *s) { return s->stream.n_uses > 0; }
+static int rfi_store_all_loaded(const rfi_store *s) {
+    return atomic_load(&s->stats.tensors_loaded) == s->plan.n_weights;
+}
+static int rfi_store_residents_loaded(const rfi_store *s) {
+    return atomic_load(&s->stats.residents_loaded) >= s->n_resident;
 }
 
-/* A tensor has been loaded, or is no more. */
-static void rfi_store_count_tensor(rfi_store *s, const rfi_tensor *t, int came) {
-    const uint64_t one = came ? 1 : 0 - (uint64_t)1;
-    atomic_fetch_add(&s->tensors_loaded, one);
-    if (rfi_is_resident(t)) atomic_fetch_add(&s->resident_loaded, one);
-    atomic_fetch_add(&s->bytes_loaded, came ? t->info.size_bytes : 0 - t->info.size_bytes);
+/* A tensor has been loaded, or is gone. */
+static void rfi_stats_count_tensor(rfi_store *s, const rfi_tensor *t, int loaded) {
+    const uint64_t one = loaded ? 1 : 0 - (uint64_t)1;
+    atomic_fetch_add(&s->stats.tensors_loaded, one);
+    if (rfi_is_resident(t)) atomic_fetch_add(&s->stats.residents_loaded, one);
+    atomic_fetch_add(&s->stats.bytes_loaded, loaded ? t->info.size_bytes : 0 - t->info.size_bytes);
 }
 
-/* ---- progress: one callback at a time, nothing locked; it may call the library ---- */
-
-static void rfi_report(rfi_store *s, rfi_tensor *t) { /* lock held */
-    if (!s->desc.progress_fn || t->reporting) return;
-    t->reporting = 1;
-    t->next_report = NULL;
-    *s->reports_end = t;
-    s->reports_end = &t->next_report;
+/* Device memory has been created or released. */
+static void rfi_stats_count_memory(rfi_store *s, uint64_t size_bytes, int created) {
+    atomic_fetch_add(&s->stats.device_allocations, created ? 1 : 0);
+    atomic_fetch_add(&s->stats.device_bytes, created ? size_bytes : 0 - size_bytes);
+    atomic_fetch_add(&s->device->weight_bytes, created ? size_bytes : 0 - size_bytes);
 }
 
-static void rfi_loader_cancel(rfi_store *s);
-static int rfi_store_evict(rfi_store *s, uint32_t slot);
+/* Differs whenever a tensor was loaded, evicted or broken meanwhile. */
+static uint64_t rfi_store_stamp(const rfi_store *s) {
+    const rfi_stats *n = &s->stats;
+    return 1 + atomic_load(&n->loads) + atomic_load(&n->evictions) + atomic_load(&n->failures);
+}
 
-/* Give out the reports. A thread that finds another one (or itself, further up) at it leaves them to that one. */
-static void rfi_reports_give(rfi_store *s) { /* lock held, released meanwhile */
-    if (s->report_running) return;
-    s->report_running = 1;
-    while (s->reports) {
-        rfi_tensor *t = s->reports;
-        s->reports = t->next_report;
-        if (!s->reports) s->reports_end = &s->reports;
-        t->reporting = 0;
-        rf_progress_fn fn = s->desc.progress_fn;
-        void *user = s->desc.progress_user;
-        pthread_mutex_unlock(&s->lock);
-        int cancel = fn ? fn(atomic_load(&s->bytes_loaded), s->total_bytes, t->info.name, user) : 0;
-        pthread_mutex_lock(&s->lock);
-        if (cancel) {
-            atomic_fetch_add(&s->cancels, 1);
-            rfi_loader_cancel(s);
-        }
-    }
-    s->report_running = 0;
-    rfi_changed(s);
+static rf_result rfi_fail_cancelled(const rfi_store *s, const rfi_tensor *t, rf_error *err) {
+    return rfi_fail(err, RF_ERR_CANCELLED, rfi_tensor_slot(s, t), "loading of %s was cancelled",
+                    rfi_tensor_weight(s, t)->name);
 }
 
 /* ---- device memory ---- */
 
-/* Device memory of our share came or went. */
-static void rfi_store_count(rfi_store *s, uint64_t size_bytes, int came) {
-    atomic_fetch_add(&s->device_allocations, came ? 1 : 0);
-    atomic_fetch_add(&s->device_bytes, came ? size_bytes : 0 - size_bytes);
-    atomic_fetch_add(&s->device->weight_bytes, came ? size_bytes : 0 - size_bytes);
+/* The slab in which a tensor lies. */
+static rfi_slab *rfi_tensor_slab(rfi_store *s, const rfi_tensor *t) {
+    return t->streamed ? &s->stream.ring : t->cached ? &s->cache.slab : &s->memory.slabs[t->slab];
 }
 
-/* Have the slab's memory; without the lock, since a driver may take milliseconds for it. */
-static rf_result rfi_slab_create(rfi_store *s, rfi_slab *slab, rf_error *err) { /* lock held, released meanwhile */
+/* Allocate the slab's memory, unless it has some. Unlocked meanwhile, since a driver may take milliseconds for it. */
+static rf_result rfi_slab_create(rfi_store *s, rfi_slab *slab, rf_error *err) { /* locked, yields */
     rf_mem mem = {0};
-    while (slab->creating) pthread_cond_wait(&s->changed, &s->lock);
+    while (slab->creating) rfi_monitor_wait(&s->monitor);
     if (slab->mem.base) return RF_OK;
     slab->creating = 1;
-    s->n_creating++;
-    pthread_mutex_unlock(&s->lock);
+    s->memory.n_creating++;
+    rfi_monitor_unlock(&s->monitor);
     rf_result r = s->device->api->mem_create(s->device->dev, slab->size_bytes, &mem, err);
-    pthread_mutex_lock(&s->lock);
+    rfi_monitor_lock(&s->monitor);
     slab->creating = 0;
-    s->n_creating--;
-    rfi_changed(s);
+    s->memory.n_creating--;
+    rfi_store_changed(s);
     if (r != RF_OK) return r;
     slab->mem = mem;
-    rfi_store_count(s, slab->size_bytes, 1);
+    rfi_stats_count_memory(s, slab->size_bytes, 1);
     return RF_OK;
 }
 
-static void rfi_slab_release(rfi_store *s, rfi_slab *slab) {
+static void rfi_slab_release(rfi_store *s, rfi_slab *slab) { /* locked */
     if (!slab->mem.base || slab->n_bound) return;
     s->device->api->mem_release(s->device->dev, &slab->mem);
     memset(&slab->mem, 0, sizeof slab->mem);
-    rfi_store_count(s, slab->size_bytes, 0);
+    rfi_stats_count_memory(s, slab->size_bytes, 0);
 }
 
-/* The memory in which a device repacks, once for all. */
-static rf_result rfi_scratch_create(rfi_store *s, rf_error *err) { /* lock held */
-    if (!s->scratch_bytes || s->scratch.base) return RF_OK;
-    rf_result r = s->device->api->mem_create(s->device->dev, s->scratch_bytes, &s->scratch, err);
-    if (r == RF_OK) rfi_store_count(s, s->scratch_bytes, 1);
+static rf_result rfi_scratch_create(rfi_store *s, rf_error *err) { /* locked */
+    if (!s->scratch_bytes || s->memory.scratch.base) return RF_OK;
+    rf_result r = s->device->api->mem_create(s->device->dev, s->scratch_bytes, &s->memory.scratch, err);
+    if (r == RF_OK) rfi_stats_count_memory(s, s->scratch_bytes, 1);
     return r;
 }
 
-static void rfi_scratch_release(rfi_store *s) { /* lock held */
-    if (!s->scratch.base) return;
-    s->device->api->mem_release(s->device->dev, &s->scratch);
-    memset(&s->scratch, 0, sizeof s->scratch);
-    rfi_store_count(s, s->scratch_bytes, 0);
+static void rfi_scratch_release(rfi_store *s) { /* locked */
+    if (!s->memory.scratch.base) return;
+    s->device->api->mem_release(s->device->dev, &s->memory.scratch);
+    memset(&s->memory.scratch, 0, sizeof s->memory.scratch);
+    rfi_stats_count_memory(s, s->scratch_bytes, 0);
 }
 
-/* Give the tensors of slab `from` (or, RF_NONE, all resident ones) places in slabs of about `target` bytes. */
-static void rfi_slabs_place(rfi_store *s, uint32_t from, uint64_t target) {
+/* Place the tensors of slab `from` (RF_NONE: all resident ones) anew in slabs of about `target` bytes. */
+static void rfi_memory_place(rfi_store *s, uint32_t from, uint64_t target) { /* locked */
+    rfi_memory *m = &s->memory;
     uint32_t at = from;
-    if (from == RF_NONE) at = s->n_slabs = 0;
-    else s->slabs[from].size_bytes = 0;
+    if (from == RF_NONE) at = m->n_slabs = 0;
+    else m->slabs[from].size_bytes = 0;
     for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
         rfi_tensor *t = &s->tensors[slot];
         if (t->in_place || !rfi_is_resident(t) || (from != RF_NONE && t->slab != from)) continue;
-        uint64_t size = s->n_slabs ? s->slabs[at].size_bytes : target;
-        int full = from == RF_NONE ? size >= target : size && size + t->bytes > target; /* more than one are cut anew */
-        if (full && s->n_slabs < RFI_MAX_SLABS) {
-            at = s->n_slabs++;
-            memset(&s->slabs[at], 0, sizeof s->slabs[at]);
+        uint64_t size = m->n_slabs ? m->slabs[at].size_bytes : target;
+        /* a slab that is cut in halves must not stay as large as it was */
+        int full = from == RF_NONE ? size >= target : size && size + t->bytes > target;
+        if (full && m->n_slabs < RFI_MAX_SLABS) {
+            at = m->n_slabs++;
+            memset(&m->slabs[at], 0, sizeof m->slabs[at]);
         }
         t->slab = at;
-        t->offset = s->slabs[at].size_bytes;
-        s->slabs[at].size_bytes += t->bytes;
+        t->offset = m->slabs[at].size_bytes;
+        m->slabs[at].size_bytes += t->bytes;
     }
 }
 
-/* The memory of a tensor that is about to load. A slab that cannot be had is cut into smaller ones; the first failure
- * is the one that is told. */
-static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) {
+/* Have the memory of a tensor that is about to load. A slab that cannot be allocated is cut into smaller ones; the
+ * first failure is the one reported. */
+static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) { /* locked, yields */
     rf_error why;
     rfi_clear(&why);
     if (t->in_place) return RF_OK;
@@ -4424,224 +4483,319 @@ static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) {
         if (slab != rfi_tensor_slab(s, t)) continue; /* another thread has cut it meanwhile */
         if (r == RF_OK) r = rfi_scratch_create(s, &why);
         if (r == RF_OK) return RF_OK;
-        if (!rfi_is_resident(t) || slab->mem.base || slab->size_bytes == t->bytes || s->n_slabs == RFI_MAX_SLABS) {
+        if (!rfi_is_resident(t) || slab->mem.base || slab->size_bytes == t->bytes ||
+            s->memory.n_slabs == RFI_MAX_SLABS) {
             if (err && err->code == RF_OK) *err = why;
             return r;
         }
-        rfi_slabs_place(s, t->slab, slab->size_bytes / 2);
+        rfi_memory_place(s, t->slab, slab->size_bytes / 2);
     }
 }
 
-/* Undo a load: nothing uses the tensor and no copy to it is running any more. */
-static void rfi_tensor_drop(rfi_store *s, rfi_tensor *t) { /* lock held */
+/* ---- the end of a tensor ---- */
+
+/* Undo a load, once the copies and the last use are done. Nobody may have it pinned. */
+static void rfi_tensor_drop(rfi_store *s, rfi_tensor *t) { /* locked */
     const rf_device_api *api = s->device->api;
     if (!t->bound) return;
     if (!atomic_load(&t->arrived)) api->ticket_wait(&t->written, RFI_WAIT_MS, NULL);
     api->ticket_wait(&t->last_use, RFI_WAIT_MS, NULL);
-    api->weight_clear(s->table, rfi_slot_of(s, t));
+    api->weight_clear(s->table, rfi_tensor_slot(s, t));
     if (t->in_place) rfi_gguf_release_pages(s->g, &t->info);
     else rfi_tensor_slab(s, t)->n_bound--;
     t->bound = 0;
-    t->n_loads++; /* what a staging buffer still learns of its copy concerns nobody */
+    t->n_loads++; /* a staging buffer's copy that fails from now on is of no interest */
     memset(&t->written, 0, sizeof t->written);
     memset(&t->last_use, 0, sizeof t->last_use);
 }
 
-/* ---- loads ---- */
-
-/* Another block of pinned memory in which n bytes find a place: 1. A driver may take a second for it, so that it is
- * made without the lock, by one thread; others that want a place wait for it, all else goes on. After a failure it is
- * tried again when as many tensors as there are have been loaded. */
-static int rfi_pinned_block_create(rfi_store *s, uint64_t n) { /* lock held, released meanwhile */
-    const uint64_t most = s->desc.pinned_bytes, left = most - s->host_pinned_bytes;
-    const uint64_t block = rfi_max_u64(RFI_PINNED_BLOCK_BYTES, most / RFI_MAX_PINNED_BLOCKS * 2);
-    const uint64_t size = rfi_min_u64(left, rfi_max_u64(n, block));
-    void *mem = NULL;
-    if (size < n || s->n_pinned_blocks == RFI_MAX_PINNED_BLOCKS || atomic_load(&s->loads) < s->pinned_retry) return 0;
-    s->pinned_creating = 1;
-    pthread_mutex_unlock(&s->lock);
-    const rf_result r = s->device->api->host_create(s->device->dev, size, &mem, NULL);
-    pthread_mutex_lock(&s->lock);
-    s->pinned_creating = 0;
-    rfi_changed(s);
-    if (r != RF_OK) {
-        s->pinned_retry = atomic_load(&s->loads) + s->plan.n_weights;
-        return 0;
-    }
-    s->pinned_blocks[s->n_pinned_blocks++] = mem;
-    s->host_pinned_bytes += size;
-    s->pinned_at = (unsigned char *)mem;
-    s->pinned_left = size;
+/* Evict a tensor: 1 if it is unloaded now (or was), 0 if it is in use or loading. */
+static int rfi_tensor_evict(rfi_store *s, uint32_t slot) { /* locked */
+    rfi_tensor *t = &s->tensors[slot];
+    if (s->hold.n_evals && s->plan.weights[slot].n_experts) return rfi_cell_is_unloaded(&t->cell);
+    if (!rfi_cell_try_evict(&t->cell)) return rfi_cell_is_unloaded(&t->cell);
+    rfi_tensor_drop(s, t);
+    rfi_stats_count_tensor(s, t, 0);
+    atomic_fetch_add(&s->stats.evictions, 1);
+    rfi_cell_evicted(&t->cell, &s->cell_monitor);
     return 1;
 }
 
-/* A place in pinned host memory, for good, for a tensor that will be loaded again; none if there is no more. */
-static void rfi_tensor_find_pinned(rfi_store *s, rfi_tensor *t) { /* lock held, released meanwhile */
-    const uint64_t n = (t->info.size_bytes + 255) & ~(uint64_t)255;
-    if (t->pinned || t->in_place || rfi_is_resident(t) || s->desc.pinned_bytes == 0) return;
-    while (s->pinned_creating) pthread_cond_wait(&s->changed, &s->lock);
-    if (s->pinned_left < n && !rfi_pinned_block_create(s, n)) return;
-    t->pinned = s->pinned_at;
-    s->pinned_at += n;
-    s->pinned_left -= n;
+/* A copy of a READY tensor failed: nobody can pin it any more, its users learn it from the failed run. */
+static void rfi_tensor_break(rfi_store *s, uint32_t slot, const rf_error *why) { /* locked */
+    rfi_tensor *t = &s->tensors[slot];
+    if (t->loading && t->err.code == RF_OK) t->err = *why;
+    if (t->streamed && s->stream.err.code == RF_OK) s->stream.err = *why;
+    if (!t->loading && rfi_cell_break(&t->cell)) atomic_fetch_add(&s->stats.failures, 1);
+    rfi_store_changed(s);
 }
 
-/* The load of a tensor whose cell this thread has made LOADING. A failure is found in t->err when it ends. */
-static void rfi_job_begin(rfi_store *s, rfi_tensor *t, int demanded) { /* lock held, released meanwhile */
+/* Did the copy of a READY tensor succeed? Asked when a run that waited for it has finished. */
+static rf_result rfi_tensor_arrived(rfi_store *s, uint32_t slot, rf_error *err) {
+    rfi_tensor *t = &s->tensors[slot];
+    rf_error own;
+    rfi_clear(&own);
+    if (atomic_load_explicit(&t->arrived, memory_order_acquire)) return RF_OK;
+    if (s->device->api->ticket_wait(&t->written, RFI_WAIT_MS, &own) == RF_OK) {
+        atomic_store_explicit(&t->arrived, 1, memory_order_release);
+        return RF_OK;
+    }
+    rfi_monitor_lock(&s->monitor);
+    rfi_tensor_break(s, slot, &own);
+    rfi_monitor_unlock(&s->monitor);
+    return rfi_fail_sys(err, own.code, own.sys, slot, "%.*s (the copy of %s)", RF_ERROR_TEXT_BYTES - 96, own.text,
+                        s->plan.weights[slot].name);
+}
+
+/* ==== 7b Loading ====================================================================================== >>loader
+ * A load is a job: cut into pieces of whole rows, which readers, and threads that wait for the tensor, take until none
+ * is left. A piece is read into a staging buffer, or into the tensor's pinned copy if it has one, and its copy to the
+ * device is enqueued. The thread that finishes the last piece ends the job. */
+
+static void rfi_loader_cancel(rfi_store *s);
+static int rfi_stream_load_next(rfi_store *s);
+static int rfi_cache_prefetch(rfi_store *s);
+
+/* ---- progress ---- */
+
+static void rfi_report(rfi_store *s, rfi_tensor *t) { /* locked */
+    rfi_reports *q = &s->reports;
+    if (!q->fn || t->reporting) return;
+    t->reporting = 1;
+    t->next_report = NULL;
+    *q->end = t;
+    q->end = &t->next_report;
+}
+
+/* Call the callback for each report. A thread that finds another one at it (or itself, in the callback) leaves the
+ * reports to that one. */
+static void rfi_reports_deliver(rfi_store *s) { /* locked, yields */
+    rfi_reports *q = &s->reports;
+    if (q->running) return;
+    q->running = 1;
+    while (q->first) {
+        rfi_tensor *t = q->first;
+        q->first = t->next_report;
+        if (!q->first) q->end = &q->first;
+        t->reporting = 0;
+        rf_progress_fn fn = q->fn;
+        void *user = q->user;
+        rfi_monitor_unlock(&s->monitor);
+        int cancel = fn ? fn(atomic_load(&s->stats.bytes_loaded), s->total_bytes, t->info.name, user) : 0;
+        rfi_monitor_lock(&s->monitor);
+        if (cancel) {
+            atomic_fetch_add(&s->cancels, 1);
+            rfi_loader_cancel(s);
+        }
+    }
+    q->running = 0;
+    rfi_store_changed(s);
+}
+
+/* No calls of the owner's callback any more; one in progress is waited for. */
+static void rfi_reports_stop(rfi_store *s, const rf_model *owner) {
+    rfi_monitor_lock(&s->monitor);
+    if (s->reports.owner == owner) {
+        s->reports.fn = NULL;
+        while (s->reports.running) rfi_monitor_wait(&s->monitor);
+    }
+    rfi_monitor_unlock(&s->monitor);
+}
+
+/* ---- pinned copies ---- */
+
+/* Allocate another block of pinned memory, with room for n bytes: 1. A driver may take a second for it, so that one
+ * thread does it unlocked; others that want a pinned copy wait for it. After a failure the next try is when as many
+ * tensors as there are have been loaded. */
+static int rfi_pinned_create(rfi_store *s, uint64_t n) { /* locked, yields */
+    rfi_pinned_pool *p = &s->pinned;
+    const uint64_t max = s->desc.pinned_bytes, left = max - p->size_bytes;
+    const uint64_t block = rfi_max_u64(RFI_PINNED_BLOCK_BYTES, max / RFI_MAX_PINNED_BLOCKS * 2);
+    const uint64_t size = rfi_min_u64(left, rfi_max_u64(n, block));
+    void *mem = NULL;
+    if (size < n || p->n_blocks == RFI_MAX_PINNED_BLOCKS || atomic_load(&s->stats.loads) < p->retry_at) return 0;
+    p->creating = 1;
+    rfi_monitor_unlock(&s->monitor);
+    const rf_result r = s->device->api->host_create(s->device->dev, size, &mem, NULL);
+    rfi_monitor_lock(&s->monitor);
+    p->creating = 0;
+    rfi_store_changed(s);
+    if (r != RF_OK) {
+        p->retry_at = atomic_load(&s->stats.loads) + s->plan.n_weights;
+        return 0;
+    }
+    p->blocks[p->n_blocks++] = mem;
+    p->size_bytes += size;
+    p->free_at = (unsigned char *)mem;
+    p->free_bytes = size;
+    return 1;
+}
+
+/* Give a tensor that will be loaded again room for a pinned copy, for good, if there is some. */
+static void rfi_tensor_pinned_copy(rfi_store *s, rfi_tensor *t) { /* locked, yields */
+    rfi_pinned_pool *p = &s->pinned;
+    const uint64_t n = (t->info.size_bytes + 255) & ~(uint64_t)255;
+    if (t->pinned || t->in_place || rfi_is_resident(t) || s->desc.pinned_bytes == 0) return;
+    while (p->creating) rfi_monitor_wait(&s->monitor);
+    if (p->free_bytes < n && !rfi_pinned_create(s, n)) return;
+    t->pinned = p->free_at;
+    p->free_at += n;
+    p->free_bytes -= n;
+}
+
+/* ---- jobs ---- */
+
+/* Begin the load of a tensor whose cell this thread has made LOADING. A failure is found in t->err when it ends. */
+static void rfi_job_begin(rfi_store *s, rfi_tensor *t, int demanded) { /* locked, yields */
+    rfi_loader *l = &s->loader;
+    const rf_plan_weight *w = rfi_tensor_weight(s, t);
     if (t->bound) { /* a copy failed after READY */
         rfi_tensor_drop(s, t);
-        rfi_store_count_tensor(s, t, 0);
+        rfi_stats_count_tensor(s, t, 0);
     }
     rfi_clear(&t->err);
     t->demanded = (uint8_t)demanded;
-    t->wanted = 0;
+    t->prefetch = 0;
     t->loading = 1;
     t->n_loads++;
     t->n_busy = 0;
     t->next_row = 0;
-    t->epoch = atomic_load(&s->epoch);
+    t->epoch = l->epoch;
     atomic_store(&t->arrived, 0);
-    if (s->n_jobs++ == 0) s->busy_since = rfi_now();
-    s->n_stream_jobs += t->streamed;
-    rfi_tensor_find_pinned(s, t);
+    if (l->n_jobs++ == 0) l->busy_since = rfi_now();
+    l->n_stream_jobs += t->streamed;
+    rfi_tensor_pinned_copy(s, t);
     if (rfi_gguf_unchanged(s->g, &t->info, &t->err) == RF_OK && rfi_tensor_memory(s, t, &t->err) == RF_OK) {
         t->bound = 1;
         if (!t->in_place) rfi_tensor_slab(s, t)->n_bound++;
     }
-    if (t->in_place && s->plan.weights[rfi_slot_of(s, t)].row_reads) /* a few rows are looked up: no read ahead */
-        t->next_row = s->plan.weights[rfi_slot_of(s, t)].n_rows;
+    if (t->in_place && w->row_reads) t->next_row = w->n_rows; /* a few rows are looked up: no read ahead */
     t->next_job = NULL;
-    rfi_tensor **end = &s->jobs;
+    rfi_tensor **end = &l->jobs;
     while (*end) end = &(*end)->next_job;
     *end = t;
 }
 
-/* End a load if nobody works at it and nothing is left to do, or it failed. */
-static void rfi_job_end_if_over(rfi_store *s, rfi_tensor *t) { /* lock held */
-    uint32_t slot = rfi_slot_of(s, t);
-    const rf_plan_weight *w = &s->plan.weights[slot];
-    if (t->err.code == RF_OK && t->next_row < w->n_rows && t->epoch != atomic_load(&s->epoch))
-        rfi_fail(&t->err, RF_ERR_CANCELLED, slot, "loading of %s was cancelled", w->name);
-    if (!t->loading || t->n_busy || (t->err.code == RF_OK && t->next_row < w->n_rows)) return;
-    if (t->err.code == RF_OK && t->in_place) {
-        rf_ticket none = {0};
-        s->device->api->weight_write(
-            s->table, s->queue, &(rf_weight_part){.slot = slot, .n_rows = w->n_rows, .src = t->in_place}, &none,
-            &t->err);
-    }
-    rfi_tensor **at = &s->jobs;
+/* Take a job off the list and tell the outcome, t->err, to those who wait for it. */
+static void rfi_job_end(rfi_store *s, rfi_tensor *t) { /* locked */
+    rfi_loader *l = &s->loader;
+    const int ok = t->err.code == RF_OK;
+    rfi_tensor **at = &l->jobs;
     while (*at != t) at = &(*at)->next_job;
     *at = t->next_job;
     t->loading = 0;
-    s->n_stream_jobs -= t->streamed;
-    if (--s->n_jobs == 0) atomic_fetch_add(&s->load_ns, (uint64_t)((rfi_now() - s->busy_since) * 1e9));
-    if (t->err.code != RF_OK) {
+    l->n_stream_jobs -= t->streamed;
+    if (--l->n_jobs == 0) atomic_fetch_add(&s->stats.load_ns, (uint64_t)((rfi_now() - l->busy_since) * 1e9));
+    if (!ok) {
         rfi_tensor_drop(s, t);
-        atomic_fetch_add(&s->failures, 1);
-        if (t->streamed && s->stream_err.code == RF_OK) s->stream_err = t->err;
+        atomic_fetch_add(&s->stats.failures, 1);
+        if (t->streamed && s->stream.err.code == RF_OK) s->stream.err = t->err;
     } else {
         atomic_store(&t->arrived, (uint8_t)(t->written.value == 0));
         t->pinned_filled = t->pinned != NULL;
-        rfi_store_count_tensor(s, t, 1);
-        if (t->expert_layer) atomic_fetch_add(&t->expert_layer->bytes, w->size_bytes);
-        atomic_fetch_add(&s->bytes_total, w->size_bytes);
-        atomic_fetch_add(&s->loads, 1);
+        rfi_stats_count_tensor(s, t, 1);
+        if (t->expert_layer) atomic_fetch_add(&t->expert_layer->bytes, t->info.size_bytes);
+        atomic_fetch_add(&s->stats.bytes_total, t->info.size_bytes);
+        atomic_fetch_add(&s->stats.loads, 1);
         if (!t->demanded) rfi_report(s, t);
     }
     if (!t->demanded)
-        rfi_cell_settle(&t->cell, &s->cell_monitor,
-                        t->err.code == RF_OK ? (uint64_t)RFI_READY - RFI_LOADING : (uint64_t)0 - RFI_LOADING,
-                        &t->err);
-    rfi_changed(s);
+        rfi_cell_settle(&t->cell, &s->cell_monitor, (ok ? (uint64_t)RFI_READY : 0) - RFI_LOADING, &t->err);
+    rfi_store_changed(s);
 }
 
-/* End every load: those at work see it at their next piece. */
-static void rfi_loader_cancel(rfi_store *s) { /* lock held */
-    atomic_fetch_add(&s->epoch, 1);
-    s->cache.ahead = 0;
-    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) s->tensors[slot].wanted = 0;
-    for (rfi_tensor *t = s->jobs, *next; t; t = next) {
-        next = t->next_job;
-        rfi_job_end_if_over(s, t);
+/* End a job if no thread works on it and it has no piece left, has failed or was cancelled. */
+static void rfi_job_end_if_done(rfi_store *s, rfi_tensor *t) { /* locked */
+    const rf_plan_weight *w = rfi_tensor_weight(s, t);
+    if (t->err.code == RF_OK && t->next_row < w->n_rows && t->epoch != s->loader.epoch)
+        rfi_fail_cancelled(s, t, &t->err);
+    if (!t->loading || t->n_busy || (t->err.code == RF_OK && t->next_row < w->n_rows)) return;
+    if (t->err.code == RF_OK && t->in_place) {
+        const rf_weight_part all = {.slot = rfi_tensor_slot(s, t), .n_rows = w->n_rows, .src = t->in_place};
+        rf_ticket none = {0};
+        s->device->api->weight_write(s->table, s->queue, &all, &none, &t->err);
     }
-    rfi_changed(s);
+    rfi_job_end(s, t);
 }
 
-/* ---- staging ---- */
-
-/* A copy that was READY failed: the tensor is unusable, its users learn it from the failed run. */
-static void rfi_tensor_break(rfi_store *s, uint32_t slot, const rf_error *why) { /* lock held */
-    rfi_tensor *t = &s->tensors[slot];
-    if (t->loading && t->err.code == RF_OK) t->err = *why;
-    if (t->streamed && s->stream_err.code == RF_OK) s->stream_err = *why;
-    if (!t->loading && rfi_cell_break(&t->cell)) atomic_fetch_add(&s->failures, 1);
-    rfi_changed(s);
+/* End every load: threads at work see it at their next piece. */
+static void rfi_loader_cancel(rfi_store *s) { /* locked */
+    s->loader.epoch++;
+    s->cache.prefetching = 0;
+    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) s->tensors[slot].prefetch = 0;
+    for (rfi_tensor *t = s->loader.jobs, *next; t; t = next) {
+        next = t->next_job;
+        rfi_job_end_if_done(s, t);
+    }
+    rfi_store_changed(s);
 }
 
-/* Wait for the copy that reads a staging buffer. */
-static void rfi_stage_land(rfi_store *s, rfi_stage *b) { /* lock held, released meanwhile */
+/* ---- staging buffers ---- */
+
+/* Wait for the copy that reads a staging buffer, and have the buffer. */
+static void rfi_staging_finish(rfi_store *s, rfi_staging *b) { /* locked, yields */
     rf_error own;
     rfi_clear(&own);
-    b->state = RFI_STAGE_FILLING;
-    pthread_mutex_unlock(&s->lock);
+    b->state = RFI_STAGING_FILLING;
+    rfi_monitor_unlock(&s->monitor);
     rf_result r = s->device->api->ticket_wait(&b->ticket, RFI_WAIT_MS, &own);
-    pthread_mutex_lock(&s->lock);
+    rfi_monitor_lock(&s->monitor);
     if (r != RF_OK && b->load == s->tensors[b->slot].n_loads) rfi_tensor_break(s, b->slot, &own);
 }
 
-/* A buffer to fill: a free one, one whose copy is done, a new one, or the one whose copy ends next. If no more can be
- * had, those that there are must do. */
-static rf_result rfi_stage_take(rfi_store *s, rfi_stage **out, rf_error *err) { /* lock held, released meanwhile */
+/* Have a buffer to fill: one that is free, or whose copy is done, or a new one, or the one whose copy ends next. If no
+ * more can be allocated, those that there are must do. */
+static rf_result rfi_staging_take(rfi_store *s, rfi_staging **out, rf_error *err) { /* locked, yields */
     const rf_device_api *api = s->device->api;
-    uint64_t bytes = rfi_max_u64(RFI_STAGING_BYTES, s->row_bytes_max);
+    const uint64_t bytes = rfi_max_u64(RFI_STAGING_BYTES, s->row_bytes_max);
     rf_error why;
     rfi_clear(&why);
     for (;;) {
-        rfi_stage *oldest = NULL, *absent = NULL;
-        uint32_t n_busy = 0;
-        for (uint32_t i = 0; i < s->n_stages_max; i++) {
-            rfi_stage *b = &s->stages[i];
-            n_busy += b->state == RFI_STAGE_FILLING;
-            if (b->state == RFI_STAGE_ABSENT && why.code == RF_OK) absent = b;
-            if (b->state == RFI_STAGE_FREE) {
-                b->state = RFI_STAGE_FILLING;
+        rfi_staging *oldest = NULL, *absent = NULL;
+        uint32_t n_filling = 0;
+        for (uint32_t i = 0; i < s->loader.n_staging_max; i++) {
+            rfi_staging *b = &s->loader.staging[i];
+            n_filling += b->state == RFI_STAGING_FILLING;
+            if (b->state == RFI_STAGING_ABSENT && why.code == RF_OK) absent = b;
+            if (b->state == RFI_STAGING_FREE) {
+                b->state = RFI_STAGING_FILLING;
                 *out = b;
                 return RF_OK;
             }
-            if (b->state == RFI_STAGE_FLYING && (!oldest || b->ticket.value < oldest->ticket.value)) oldest = b;
+            if (b->state == RFI_STAGING_IN_FLIGHT && (!oldest || b->ticket.value < oldest->ticket.value)) oldest = b;
         }
         if (oldest && (!absent || api->ticket_done(&oldest->ticket))) {
-            rfi_stage_land(s, oldest);
+            rfi_staging_finish(s, oldest);
             *out = oldest;
             return RF_OK;
         }
         if (absent) {
-            absent->state = RFI_STAGE_FILLING;
-            pthread_mutex_unlock(&s->lock);
+            absent->state = RFI_STAGING_FILLING;
+            rfi_monitor_unlock(&s->monitor);
             rf_result r = api->host_create(s->device->dev, bytes, &absent->mem, &why);
-            pthread_mutex_lock(&s->lock);
+            rfi_monitor_lock(&s->monitor);
             *out = absent;
             if (r == RF_OK) return RF_OK;
-            absent->state = RFI_STAGE_ABSENT;
-        } else if (n_busy == 0) {
+            absent->state = RFI_STAGING_ABSENT;
+        } else if (n_filling == 0) {
             if (err && err->code == RF_OK) *err = why;
             return why.code;
         } else {
-            pthread_cond_wait(&s->changed, &s->lock);
+            rfi_monitor_wait(&s->monitor);
         }
     }
 }
 
-/* Free the staging memory that nobody fills: 1 if there was any. */
-static int rfi_stages_release(rfi_store *s) { /* lock held, released meanwhile */
+/* Release the staging buffers that nobody fills: 1 if there were any. */
+static int rfi_staging_release(rfi_store *s) { /* locked, yields */
     int some = 0;
-    for (uint32_t i = 0; i < s->n_stages_max; i++) {
-        rfi_stage *b = &s->stages[i];
-        if (b->state == RFI_STAGE_FLYING) rfi_stage_land(s, b);
-        else if (b->state != RFI_STAGE_FREE) continue;
+    for (uint32_t i = 0; i < s->loader.n_staging_max; i++) {
+        rfi_staging *b = &s->loader.staging[i];
+        if (b->state == RFI_STAGING_IN_FLIGHT) rfi_staging_finish(s, b);
+        else if (b->state != RFI_STAGING_FREE) continue;
         s->device->api->host_release(s->device->dev, b->mem);
         memset(b, 0, sizeof *b);
-        rfi_changed(s); /* who found it taken may make it anew */
+        rfi_store_changed(s); /* who waits for a buffer may allocate it anew */
         some = 1;
     }
     return some;
@@ -4649,24 +4803,16 @@ static int rfi_stages_release(rfi_store *s) { /* lock held, released meanwhile *
 
 /* ---- pieces ---- */
 
-/* Rows of a load. On the stack of the thread that works at them. */
-typedef struct rfi_piece {
-    rfi_tensor *t;
-    uint32_t row0, n_rows;
-    pthread_t thread;
-    struct rfi_piece *next;
-} rfi_piece;
-
-/* The next piece of a load in progress (of `only`, or NULL: of any). */
-static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, rfi_piece *out) { /* lock held */
-    for (rfi_tensor *t = s->jobs, *next; t; t = next) {
-        const rf_plan_weight *w = &s->plan.weights[rfi_slot_of(s, t)];
+/* Take the next piece of a job (`only`, or NULL: any). */
+static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, rfi_piece *out) { /* locked */
+    for (rfi_tensor *t = s->loader.jobs, *next; t; t = next) {
+        const rf_plan_weight *w = rfi_tensor_weight(s, t);
         next = t->next_job;
         if (only && t != only) continue;
-        rfi_job_end_if_over(s, t);
+        rfi_job_end_if_done(s, t);
         if (!t->loading || t->err.code != RF_OK || t->next_row >= w->n_rows) continue;
-        uint64_t most = t->pinned_filled ? RFI_PINNED_PIECE_BYTES : RFI_STAGING_BYTES;
-        uint64_t n = rfi_max_u64(1, most / (w->size_bytes / w->n_rows));
+        uint64_t bytes = t->pinned_filled ? RFI_PINNED_PIECE_BYTES : RFI_STAGING_BYTES;
+        uint64_t n = rfi_max_u64(1, bytes / (w->size_bytes / w->n_rows));
         *out = (rfi_piece){.t = t, .row0 = t->next_row, .n_rows = (uint32_t)rfi_min_u64(n, w->n_rows - t->next_row)};
         t->next_row += out->n_rows;
         t->n_busy++;
@@ -4675,218 +4821,155 @@ static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, rfi_piece *out) 
     return 0;
 }
 
-/* Read a piece and put its copy on the way. The lock is held, and released meanwhile. */
-static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *ticket, rf_error *err) {
+/* Read a piece and enqueue its copy. */
+static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *ticket,
+                                rf_error *err) { /* locked, yields */
     rfi_tensor *t = p->t;
-    uint32_t slot = rfi_slot_of(s, t);
-    const rf_plan_weight *w = &s->plan.weights[slot];
-    uint64_t row_bytes = w->size_bytes / w->n_rows, at = p->row0 * row_bytes, n = p->n_rows * row_bytes;
-    const rfi_slab *slab = rfi_tensor_slab(s, t);
-    rfi_stage *b = NULL;
-    rf_result r = t->pinned ? RF_OK : rfi_stage_take(s, &b, err);
+    const rf_plan_weight *w = rfi_tensor_weight(s, t);
+    const uint64_t row_bytes = w->size_bytes / w->n_rows, at = p->row0 * row_bytes, n = p->n_rows * row_bytes;
+    rf_weight_part part = {.slot = rfi_tensor_slot(s, t), .row0 = p->row0, .n_rows = p->n_rows, .offset = t->offset,
+                           .mem = &rfi_tensor_slab(s, t)->mem,
+                           .scratch = s->memory.scratch.base ? &s->memory.scratch : NULL};
+    rfi_staging *b = NULL;
+    rf_result r = t->pinned ? RF_OK : rfi_staging_take(s, &b, err);
     if (r != RF_OK) return r;
-    pthread_mutex_unlock(&s->lock);
+    rfi_monitor_unlock(&s->monitor);
     void *src = b ? b->mem : (void *)((unsigned char *)t->pinned + at);
+    part.src = src;
     if (!t->pinned_filled) {
         r = rf_gguf_read_tensor(s->g, w->tensor, w->expert * w->size_bytes + at, src, (size_t)n, err);
-        if (r == RF_OK) atomic_fetch_add(&s->bytes_read, n);
+        if (r == RF_OK) atomic_fetch_add(&s->stats.bytes_read, n);
     }
-    if (r == RF_OK)
-        r = s->device->api->weight_write(s->table, s->queue,
-                                         &(rf_weight_part){.slot = slot, .row0 = p->row0, .n_rows = p->n_rows,
-                                                           .src = src, .mem = &slab->mem, .offset = t->offset,
-                                                           .scratch = s->scratch.base ? &s->scratch : NULL},
-                                         ticket, err);
-    pthread_mutex_lock(&s->lock);
-    if (ticket->value > s->newest_copy.value) s->newest_copy = *ticket;
+    if (r == RF_OK) r = s->device->api->weight_write(s->table, s->queue, &part, ticket, err);
+    rfi_monitor_lock(&s->monitor);
+    if (ticket->value > s->loader.newest_copy.value) s->loader.newest_copy = *ticket;
     if (b) {
-        b->slot = slot;
+        b->slot = part.slot;
         b->load = t->n_loads;
         b->ticket = *ticket;
-        b->state = ticket->value ? RFI_STAGE_FLYING : RFI_STAGE_FREE;
+        b->state = ticket->value ? RFI_STAGING_IN_FLIGHT : RFI_STAGING_FREE;
     }
     return r;
 }
 
-static void rfi_piece_work(rfi_store *s, rfi_piece *p) { /* lock held, released meanwhile */
+static void rfi_piece_load(rfi_store *s, rfi_piece *p) { /* locked, yields */
     rfi_tensor *t = p->t;
-    const rf_plan_weight *w = &s->plan.weights[rfi_slot_of(s, t)];
+    const rf_plan_weight *w = rfi_tensor_weight(s, t);
     rf_error err;
     rf_ticket ticket = {0};
     rf_result r;
     rfi_clear(&err);
     p->thread = pthread_self();
-    p->next = s->pieces;
-    s->pieces = p;
+    p->next = s->loader.pieces;
+    s->loader.pieces = p;
     if (t->in_place) {
         uint64_t row_bytes = w->size_bytes / w->n_rows;
-        pthread_mutex_unlock(&s->lock);
+        rfi_monitor_unlock(&s->monitor);
         r = rfi_gguf_populate(s->g, &t->info, p->row0 * row_bytes, p->n_rows * row_bytes, &err);
-        pthread_mutex_lock(&s->lock);
+        rfi_monitor_lock(&s->monitor);
     } else {
         r = rfi_piece_copy(s, p, &ticket, &err);
     }
-    rfi_piece **at = &s->pieces;
+    rfi_piece **at = &s->loader.pieces;
     while (*at != p) at = &(*at)->next;
     *at = p->next;
     if (r != RF_OK && t->err.code == RF_OK) t->err = err;
     if (ticket.value > t->written.value) t->written = ticket;
     t->n_busy--;
-    rfi_job_end_if_over(s, t);
-    rfi_changed(s);
+    rfi_job_end_if_done(s, t);
+    rfi_store_changed(s);
 }
 
-static void rfi_piece_run(rfi_store *s, rfi_piece *p) { /* lock held, released meanwhile */
-    rfi_piece_work(s, p);
-    rfi_reports_give(s);
-}
-
-/* Before this thread sleeps until a load has ended that readers began: work at it, there may be no reader left. A read
- * hook that waits for the tensor it is reading for would never return. */
-static rf_result rfi_store_help(rfi_store *s, rfi_tensor *t, rf_error *err) {
-    rfi_piece piece;
-    rf_result r = RF_OK;
-    pthread_mutex_lock(&s->lock);
-    for (const rfi_piece *p = s->pieces; p && r == RF_OK; p = p->next)
-        if (p->t == t && pthread_equal(p->thread, pthread_self()))
-            r = rfi_fail(err, RF_ERR_BUSY, rfi_slot_of(s, t), "%s: this thread is loading it already",
-                         s->plan.weights[rfi_slot_of(s, t)].name);
-    while (r == RF_OK && t->loading && !t->demanded && rfi_piece_take(s, t, &piece)) rfi_piece_run(s, &piece);
-    pthread_mutex_unlock(&s->lock);
-    return r;
-}
-
-/* ---- streaming: the ring ---- */
-
-/* A place for n bytes behind the newest of the ring's tensors, which lie there in the order of their loads. */
-static int rfi_ring_place(const rfi_store *s, uint64_t n, uint64_t *offset) {
-    if (s->stream_loaded == s->stream_freed) {
-        *offset = 0;
-        return n <= s->ring.size_bytes;
-    }
-    uint32_t newest = (uint32_t)((s->stream_loaded - 1) % s->n_uses), oldest = (uint32_t)(s->stream_freed % s->n_uses);
-    uint64_t head = s->use_offset[newest] + s->tensors[s->uses[newest]].bytes, tail = s->use_offset[oldest];
-    uint64_t end = head > tail ? s->ring.size_bytes : tail;
-    *offset = head;
-    if (n <= end - head) return 1;
-    *offset = 0;
-    return head > tail && n <= tail;
-}
-
-/* Take the oldest tensor out of the ring, if its uses have begun; waits for them to end. 0: it is still to be used. */
-static int rfi_ring_free_one(rfi_store *s) { /* lock held, released meanwhile */
-    if (s->stream_freed == s->stream_used || s->stream_freeing) return 0;
-    rfi_tensor *t = &s->tensors[s->uses[s->stream_freed % s->n_uses]];
-    rf_error err;
-    rfi_clear(&err);
-    s->stream_freeing = 1;
-    pthread_mutex_unlock(&s->lock);
-    const rf_device_api *api = s->device->api;
-    rf_result r = api->ticket_wait(&t->last_use, RFI_WAIT_MS, &err);
-    if (r == RF_OK) r = api->ticket_wait(&t->written, RFI_WAIT_MS, &err);
-    pthread_mutex_lock(&s->lock);
-    s->stream_freeing = 0;
-    if (r != RF_OK && s->stream_err.code == RF_OK) s->stream_err = err;
-    int freed = rfi_store_evict(s, rfi_slot_of(s, t));
-    s->stream_freed += (uint64_t)freed;
-    if (freed) rfi_changed(s);
-    else pthread_cond_broadcast(&s->changed); /* no change worth another try: rfi_stream_release will be one */
-    return freed;
-}
-
-/* Begin the load of the next use, if there is room for it. */
-static int rfi_stream_begin(rfi_store *s) { /* lock held */
-    while (s->n_uses && !s->stream_paused && s->stream_err.code == RF_OK) {
-        uint32_t use = (uint32_t)(s->stream_loaded % s->n_uses);
-        rfi_tensor *t = &s->tensors[s->uses[use]];
-        uint64_t offset;
-        if (s->stream_loaded - s->stream_freed < s->n_uses && rfi_ring_place(s, t->bytes, &offset) &&
-            rfi_cell_try_claim(&t->cell, &s->cell_monitor)) {
-            t->offset = s->use_offset[use] = offset;
-            s->stream_loaded++;
-            rfi_job_begin(s, t, 0);
-            return 1;
-        }
-        if (!rfi_ring_free_one(s)) break;
-    }
-    return 0;
-}
-
-static int rfi_cache_begin_ahead(rfi_store *s);
-
-/* Any piece of work: of a load in progress, of a tensor that is wanted, of the stream. A thread that is no reader
- * leaves what is wanted alone: it may go away in the middle of it. */
-static int rfi_loader_next(rfi_store *s, int is_reader, rfi_piece *out) { /* lock held, released meanwhile */
-    for (;;) {
-        if (rfi_piece_take(s, NULL, out)) return 1;
-        rfi_tensor *t = NULL;
-        while (is_reader && !t && s->want_at < s->plan.n_weights) {
-            t = &s->tensors[s->order[s->want_at++]];
-            if (!t->wanted || !rfi_is_resident(t) || !rfi_cell_try_claim(&t->cell, &s->cell_monitor)) t = NULL;
-        }
-        if (t) {
-            rfi_job_begin(s, t, 0);
-            uint32_t ahead = t->slab + 1; /* while others read: the next slab's memory, which takes a driver a while */
-            if (!t->in_place && ahead < s->n_slabs && !s->slabs[ahead].creating)
-                rfi_slab_create(s, &s->slabs[ahead], NULL);
-        } else if (!rfi_stream_begin(s) && !(is_reader && rfi_cache_begin_ahead(s))) {
-            return 0;
-        }
-    }
+static void rfi_piece_run(rfi_store *s, rfi_piece *p) { /* locked, yields */
+    rfi_piece_load(s, p);
+    rfi_reports_deliver(s);
 }
 
 /* ---- readers ---- */
 
+/* Begin the load of the next tensor to prefetch: 1. */
+static int rfi_loader_prefetch(rfi_store *s) { /* locked, yields */
+    rfi_tensor *t = NULL;
+    while (!t && s->loader.prefetch_at < s->plan.n_weights) {
+        t = &s->tensors[s->order[s->loader.prefetch_at++]];
+        if (!t->prefetch || !rfi_is_resident(t) || !rfi_cell_try_claim(&t->cell, &s->cell_monitor)) t = NULL;
+    }
+    if (!t) return 0;
+    rfi_job_begin(s, t, 0);
+    uint32_t next = t->slab + 1; /* while others read, allocate the next slab, which takes a driver a while */
+    if (!t->in_place && next < s->memory.n_slabs && !s->memory.slabs[next].creating)
+        rfi_slab_create(s, &s->memory.slabs[next], NULL);
+    return 1;
+}
+
+/* Find a piece of work: of a job, of a tensor to prefetch, of the stream. A thread that is no reader leaves prefetches
+ * alone: it may go away in the middle of one. */
+static int rfi_loader_next(rfi_store *s, int is_reader, rfi_piece *out) { /* locked, yields */
+    for (;;) {
+        if (rfi_piece_take(s, NULL, out)) return 1;
+        if (is_reader && rfi_loader_prefetch(s)) continue;
+        if (!rfi_stream_load_next(s) && !(is_reader && rfi_cache_prefetch(s))) return 0;
+    }
+}
+
 static void *rfi_reader_run(void *arg) {
     rfi_reader *reader = (rfi_reader *)arg;
     rfi_store *s = reader->store;
+    rfi_loader *l = &s->loader;
     rfi_piece piece;
-    pthread_mutex_lock(&s->lock);
-    while (!s->quit) {
+    rfi_monitor_lock(&s->monitor);
+    while (!l->quit) {
         uint64_t seen = s->n_changes;
         if (rfi_loader_next(s, 1, &piece)) rfi_piece_run(s, &piece);
-        else if (s->n_jobs || s->n_uses || s->cache.n_frames) rfi_wait_change(s, seen);
-        else if (s->n_running > 1 || !rfi_stages_release(s)) break; /* the last one looks once more for work */
+        else if (l->n_jobs || rfi_store_streams(s) || s->cache.n_frames) rfi_store_wait_change(s, seen);
+        else if (l->n_running > 1 || !rfi_staging_release(s)) break; /* the last one looks once more for work */
     }
-    s->n_running--;
+    l->n_running--;
     reader->ended = 1;
-    rfi_changed(s);
-    pthread_mutex_unlock(&s->lock);
+    rfi_store_changed(s);
+    rfi_monitor_unlock(&s->monitor);
     return NULL;
 }
 
 /* Have all readers running. A machine that refuses threads is not an error: who waits for a tensor reads it. */
-static void rfi_loader_start(rfi_store *s) { /* lock held */
-    for (uint32_t i = 0; i < s->n_readers_max && !s->quit; i++) {
-        rfi_reader *reader = &s->readers[i];
+static void rfi_loader_start(rfi_store *s) { /* locked */
+    rfi_loader *l = &s->loader;
+    for (uint32_t i = 0; i < l->n_readers_max && !l->quit; i++) {
+        rfi_reader *reader = &l->readers[i];
         if (reader->started && !reader->ended) continue;
         if (reader->started) pthread_join(reader->thread, NULL); /* it has ended but for its return */
         *reader = (rfi_reader){.store = s};
         if (pthread_create(&reader->thread, NULL, rfi_reader_run, reader) != 0) break;
         reader->started = 1;
-        s->n_running++;
+        l->n_running++;
     }
-    rfi_changed(s);
+    rfi_store_changed(s);
 }
 
-/* Have the readers load the tensors of some layers (or, layers == NULL, all), in the order of the policy, unless there
- * was a cancel since `cancels` was read. */
-static void rfi_store_want(rfi_store *s, const uint32_t *layers, uint32_t n_layers, uint64_t cancels) {
-    pthread_mutex_lock(&s->lock);
+/* Resident, and of one of some layers (NULL: of any). */
+static int rfi_store_selects(const rfi_store *s, uint32_t slot, const uint32_t *layers, uint32_t n_layers) {
+    int selected = layers == NULL;
+    for (uint32_t i = 0; i < n_layers && !selected; i++)
+        selected = s->plan.weights[slot].layer == (int32_t)layers[i];
+    return selected && rfi_is_resident(&s->tensors[slot]);
+}
+
+/* Have the readers load the resident tensors of some layers (NULL: of all), in the order of the load policy, unless
+ * there was a cancel since `cancels` was read. Also starts them for the stream and the expert cache. */
+static void rfi_store_prefetch(rfi_store *s, const uint32_t *layers, uint32_t n_layers, uint64_t cancels) {
+    rfi_monitor_lock(&s->monitor);
     const int go = atomic_load(&s->cancels) == cancels;
-    int some = go && (s->n_uses || s->cache.n_frames);
+    int some = go && (rfi_store_streams(s) || s->cache.n_frames);
     for (uint32_t slot = 0; go && slot < s->plan.n_weights; slot++) {
         rfi_tensor *t = &s->tensors[slot];
-        int in = layers == NULL;
-        for (uint32_t i = 0; i < n_layers && !in; i++) in = s->plan.weights[slot].layer == (int32_t)layers[i];
-        if (!in || !rfi_is_resident(t) || t->wanted || rfi_cell_is_ready(&t->cell)) continue;
-        t->wanted = 1;
+        if (!rfi_store_selects(s, slot, layers, n_layers) || t->prefetch || rfi_cell_is_ready(&t->cell)) continue;
+        t->prefetch = 1;
         some = 1;
     }
-    s->want_at = 0;
-    s->cache.ahead |= go;
+    s->loader.prefetch_at = 0;
+    s->cache.prefetching |= go;
     if (some) rfi_loader_start(s);
-    pthread_mutex_unlock(&s->lock);
+    rfi_monitor_unlock(&s->monitor);
 }
 
 /* ---- pins ---- */
@@ -4897,40 +4980,50 @@ typedef struct rfi_load {
     uint64_t cancels; /* when its call began */
 } rfi_load;
 
-static rf_result rfi_fail_cancelled(rfi_store *s, const rfi_tensor *t, rf_error *err) {
-    const uint32_t slot = rfi_slot_of(s, t);
-    return rfi_fail(err, RF_ERR_CANCELLED, slot, "loading of %s was cancelled", s->plan.weights[slot].name);
-}
-
-/* The load function of the cells: the calling thread works at its tensor until the load has ended. */
+/* The load function of the cells: the calling thread works on its tensor until the load has ended. */
 static rf_result rfi_tensor_load(void *ctx, rf_error *err) {
     const rfi_load *load = (const rfi_load *)ctx;
     rfi_tensor *t = load->t;
     rfi_store *s = load->store;
     rfi_piece piece;
-    pthread_mutex_lock(&s->lock);
+    rfi_monitor_lock(&s->monitor);
     if (atomic_load(&s->cancels) != load->cancels) {
-        pthread_mutex_unlock(&s->lock);
+        rfi_monitor_unlock(&s->monitor);
         return rfi_fail_cancelled(s, t, err);
     }
     rfi_job_begin(s, t, 1);
     while (t->loading) {
         if (rfi_piece_take(s, t, &piece)) rfi_piece_run(s, &piece);
-        else if (t->loading) pthread_cond_wait(&s->changed, &s->lock);
+        else if (t->loading) rfi_monitor_wait(&s->monitor);
     }
     if (t->err.code != RF_OK && err) *err = t->err;
     rf_result r = t->err.code;
-    pthread_mutex_unlock(&s->lock);
+    rfi_monitor_unlock(&s->monitor);
+    return r;
+}
+
+/* Before this thread sleeps until a load has ended that readers began: work on it, there may be no reader left. A read
+ * hook that waits for the tensor it is reading for would never return. */
+static rf_result rfi_tensor_help(rfi_store *s, rfi_tensor *t, rf_error *err) {
+    rfi_piece piece;
+    rf_result r = RF_OK;
+    rfi_monitor_lock(&s->monitor);
+    for (const rfi_piece *p = s->loader.pieces; p && r == RF_OK; p = p->next)
+        if (p->t == t && pthread_equal(p->thread, pthread_self()))
+            r = rfi_fail(err, RF_ERR_BUSY, rfi_tensor_slot(s, t), "%s: this thread is loading it already",
+                         rfi_tensor_weight(s, t)->name);
+    while (r == RF_OK && t->loading && !t->demanded && rfi_piece_take(s, t, &piece)) rfi_piece_run(s, &piece);
+    rfi_monitor_unlock(&s->monitor);
     return r;
 }
 
 static void rfi_store_unpin(rfi_store *s, uint32_t slot) { rfi_cell_unpin(&s->tensors[slot].cell, &s->cell_monitor); }
 
-/* Pin a resident tensor, loading it if needed. A cancel since `cancels` was read ends the call; loaded tensors stay. */
+/* Pin a resident tensor, loading it if needed. A cancel since `cancels` was read ends the call. */
 static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf_error *err) {
     rfi_tensor *t = &s->tensors[slot];
     if (rfi_cell_try_pin(&t->cell, &s->cell_monitor)) {
-        atomic_fetch_add_explicit(&s->hits, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&s->stats.hits, 1, memory_order_relaxed);
         return RF_OK;
     }
     rfi_load load = {s, t, cancels};
@@ -4939,16 +5032,16 @@ static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf
     rf_result r;
     do { /* again if the cancel that ended the load is older than this call */
         rfi_clear(err);
-        r = atomic_load(&s->cancels) == cancels ? rfi_store_help(s, t, err) : rfi_fail_cancelled(s, t, err);
+        r = atomic_load(&s->cancels) == cancels ? rfi_tensor_help(s, t, err) : rfi_fail_cancelled(s, t, err);
         if (r == RF_OK) r = rfi_cell_acquire(&t->cell, &s->cell_monitor, rfi_tensor_load, &load, &loaded, err);
     } while (r == RF_ERR_CANCELLED && atomic_load(&s->cancels) == cancels);
-    atomic_fetch_add(&s->misses, 1);
-    atomic_fetch_add(&s->wait_ns, (uint64_t)((rfi_now() - start) * 1e9));
+    atomic_fetch_add(&s->stats.misses, 1);
+    atomic_fetch_add(&s->stats.wait_ns, (uint64_t)((rfi_now() - start) * 1e9));
     if (loaded) { /* not before its cell was settled: the callback may use the tensor */
-        pthread_mutex_lock(&s->lock);
+        rfi_monitor_lock(&s->monitor);
         rfi_report(s, t);
-        rfi_reports_give(s);
-        pthread_mutex_unlock(&s->lock);
+        rfi_reports_deliver(s);
+        rfi_monitor_unlock(&s->monitor);
     }
     if (r == RF_OK && atomic_load(&s->cancels) != cancels) {
         rfi_store_unpin(s, slot);
@@ -4957,18 +5050,88 @@ static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf
     return r;
 }
 
-/* Pin the tensor of the stream's next use but n_held, working at it and what comes behind it meanwhile. What the ring
- * still holds from the last walk through the plan does not count: it may go any time. Requires stream_lock. */
-static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, uint64_t cancels,
-                                rf_error *err) {
+/* ==== 7c Streaming ==================================================================================== >>stream
+ * Weights that do not fit the budget live in a ring buffer of device memory. Readers load them in the order in which
+ * the plan uses them, as far ahead as the ring has room; when the device is past the last use of the oldest, its place
+ * is free again. Every forward pass of an eval goes through all uses once. An error stops the stream until a reset. */
+
+/* Around an eval, if the store streams. */
+static void rfi_stream_lock(rfi_store *s) {
+    if (rfi_store_streams(s)) pthread_mutex_lock(&s->stream_lock);
+}
+static void rfi_stream_unlock(rfi_store *s) {
+    if (rfi_store_streams(s)) pthread_mutex_unlock(&s->stream_lock);
+}
+
+/* A place for n bytes after the newest of the ring's tensors, which lie there in the order of their loads. */
+static int rfi_stream_place(const rfi_store *s, uint64_t n, uint64_t *offset) { /* locked */
+    const rfi_stream *q = &s->stream;
+    if (q->n_loaded == q->n_freed) {
+        *offset = 0;
+        return n <= q->ring.size_bytes;
+    }
+    uint32_t newest = (uint32_t)((q->n_loaded - 1) % q->n_uses), oldest = (uint32_t)(q->n_freed % q->n_uses);
+    uint64_t head = q->offset[newest] + s->tensors[q->uses[newest]].bytes, tail = q->offset[oldest];
+    uint64_t end = head > tail ? q->ring.size_bytes : tail;
+    *offset = head;
+    if (n <= end - head) return 1;
+    *offset = 0;
+    return head > tail && n <= tail;
+}
+
+/* Take the oldest tensor out of the ring, if its use has begun; waits for the use to end. 0: it is still to be used. */
+static int rfi_stream_free_oldest(rfi_store *s) { /* locked, yields */
+    rfi_stream *q = &s->stream;
+    if (q->n_freed == q->n_used || q->freeing) return 0;
+    rfi_tensor *t = &s->tensors[q->uses[q->n_freed % q->n_uses]];
+    rf_error err;
+    rfi_clear(&err);
+    q->freeing = 1;
+    rfi_monitor_unlock(&s->monitor);
+    const rf_device_api *api = s->device->api;
+    rf_result r = api->ticket_wait(&t->last_use, RFI_WAIT_MS, &err);
+    if (r == RF_OK) r = api->ticket_wait(&t->written, RFI_WAIT_MS, &err);
+    rfi_monitor_lock(&s->monitor);
+    q->freeing = 0;
+    if (r != RF_OK && q->err.code == RF_OK) q->err = err;
+    int freed = rfi_tensor_evict(s, rfi_tensor_slot(s, t));
+    q->n_freed += (uint64_t)freed;
+    if (freed) rfi_store_changed(s);
+    else rfi_monitor_wake(&s->monitor); /* no change worth another try: rfi_stream_release will be one */
+    return freed;
+}
+
+/* Begin the load of the next use, if there is room for it: 1. */
+static int rfi_stream_load_next(rfi_store *s) { /* locked, yields */
+    rfi_stream *q = &s->stream;
+    while (q->n_uses && !q->paused && q->err.code == RF_OK) {
+        uint32_t use = (uint32_t)(q->n_loaded % q->n_uses);
+        rfi_tensor *t = &s->tensors[q->uses[use]];
+        uint64_t offset;
+        if (q->n_loaded - q->n_freed < q->n_uses && rfi_stream_place(s, t->bytes, &offset) &&
+            rfi_cell_try_claim(&t->cell, &s->cell_monitor)) {
+            t->offset = q->offset[use] = offset;
+            q->n_loaded++;
+            rfi_job_begin(s, t, 0);
+            return 1;
+        }
+        if (!rfi_stream_free_oldest(s)) break;
+    }
+    return 0;
+}
+
+/* Pin the tensor of the stream's next use after n_held that are pinned already; until it is there this thread loads
+ * it and what comes after it. What the ring still holds of the last pass does not count: it may be freed at any time.
+ * Requires stream_lock. */
+static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, uint64_t cancels, rf_error *err) {
+    rfi_stream *q = &s->stream;
     rfi_tensor *t = &s->tensors[slot];
     rfi_piece piece;
     rf_result r = RF_OK;
     double start = rfi_now();
     int waited = 0;
-    pthread_mutex_lock(&s->lock);
-    while (r == RF_OK &&
-           !(s->stream_loaded > s->stream_used + n_held && rfi_cell_try_pin(&t->cell, &s->cell_monitor))) {
+    rfi_monitor_lock(&s->monitor);
+    while (r == RF_OK && !(q->n_loaded > q->n_used + n_held && rfi_cell_try_pin(&t->cell, &s->cell_monitor))) {
         waited = 1;
         if (atomic_load(&s->cancels) != cancels) {
             r = rfi_fail_cancelled(s, t, err);
@@ -4977,110 +5140,131 @@ static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, ui
         uint64_t seen = s->n_changes;
         int working = rfi_loader_next(s, 0, &piece);
         if (working) rfi_piece_run(s, &piece);
-        if (s->stream_err.code != RF_OK) {
-            if (err && err->code == RF_OK) *err = s->stream_err;
-            r = s->stream_err.code;
-        } else if (!working && !(s->stream_loaded > s->stream_used + n_held && rfi_cell_is_ready(&t->cell))) {
-            rfi_wait_change(s, seen);
+        if (q->err.code != RF_OK) {
+            if (err && err->code == RF_OK) *err = q->err;
+            r = q->err.code;
+        } else if (!working && !(q->n_loaded > q->n_used + n_held && rfi_cell_is_ready(&t->cell))) {
+            rfi_store_wait_change(s, seen);
         }
     }
-    pthread_mutex_unlock(&s->lock);
-    atomic_fetch_add_explicit(waited ? &s->misses : &s->hits, 1, memory_order_relaxed);
-    if (waited) atomic_fetch_add(&s->wait_ns, (uint64_t)((rfi_now() - start) * 1e9));
+    rfi_monitor_unlock(&s->monitor);
+    atomic_fetch_add_explicit(waited ? &s->stats.misses : &s->stats.hits, 1, memory_order_relaxed);
+    if (waited) atomic_fetch_add(&s->stats.wait_ns, (uint64_t)((rfi_now() - start) * 1e9));
     return r;
 }
 
-/* The uses of n streamed tensors are on the way, until `last_use`: unpin them, the ring may take their place. */
+/* Unpin n streamed tensors. last_use: the ticket of the run that uses them, after which the ring may have their place;
+ * NULL: there was none. */
 static void rfi_stream_release(rfi_store *s, const uint32_t *slots, uint32_t n, const rf_ticket *last_use) {
     if (n == 0) return;
-    pthread_mutex_lock(&s->lock);
+    rfi_monitor_lock(&s->monitor);
     for (uint32_t i = 0; i < n; i++) {
         if (last_use) s->tensors[slots[i]].last_use = *last_use;
         rfi_store_unpin(s, slots[i]);
     }
-    if (last_use) s->stream_used += n;
-    rfi_changed(s);
-    pthread_mutex_unlock(&s->lock);
+    if (last_use) s->stream.n_used += n;
+    rfi_store_changed(s);
+    rfi_monitor_unlock(&s->monitor);
 }
 
-/* Free what slot holds: 1 if it is unloaded now (or was), 0 if it is in use or loading. */
-static int rfi_store_evict(rfi_store *s, uint32_t slot) { /* lock held */
-    rfi_tensor *t = &s->tensors[slot];
-    if (s->n_holding && s->plan.weights[slot].n_experts) return rfi_cell_is_unloaded(&t->cell);
-    if (!rfi_cell_try_evict(&t->cell)) return rfi_cell_is_unloaded(&t->cell);
-    rfi_tensor_drop(s, t);
-    rfi_store_count_tensor(s, t, 0);
-    atomic_fetch_add(&s->evictions, 1);
-    rfi_cell_evicted(&t->cell, &s->cell_monitor);
-    return 1;
+/* Empty the ring: the next use is the first of the plan. Requires stream_lock, and no pins on streamed tensors. */
+static void rfi_stream_reset(rfi_store *s) { /* locked, yields */
+    rfi_stream *q = &s->stream;
+    q->paused = 1;
+    while (s->loader.n_stream_jobs || q->freeing) {
+        rfi_piece piece; /* no reports: who clears holds device.monitor, which a callback may want */
+        if (rfi_piece_take(s, NULL, &piece)) rfi_piece_load(s, &piece);
+        else if (s->loader.n_stream_jobs || q->freeing) rfi_monitor_wait(&s->monitor);
+    }
+    for (uint64_t use = q->n_freed; use < q->n_loaded; use++) rfi_tensor_evict(s, q->uses[use % q->n_uses]);
+    q->n_loaded = q->n_used = q->n_freed = 0;
+    rfi_clear(&q->err);
+    q->paused = 0;
+    rfi_store_changed(s);
 }
 
-/* Differs whenever a tensor has come, gone or broken meanwhile. */
-static uint64_t rfi_store_stamp(const rfi_store *s) {
-    return 1 + atomic_load(&s->loads) + atomic_load(&s->evictions) + atomic_load(&s->failures);
+/* A forward pass begins: if the last one was not finished, start over. Requires stream_lock. */
+static void rfi_stream_begin_pass(rfi_store *s) {
+    if (!rfi_store_streams(s)) return;
+    rfi_monitor_lock(&s->monitor);
+    if (s->stream.n_used % s->stream.n_uses || s->stream.err.code != RF_OK) rfi_stream_reset(s);
+    rfi_monitor_unlock(&s->monitor);
 }
 
-/* Hold all experts at once, if all are there with their copies done: thousands of pins for each token would take longer
- * than some kernels. 1: until rfi_store_let_go none is evicted. */
-static int rfi_store_hold_experts(rfi_store *s) {
-    pthread_mutex_lock(&s->lock);
-    const uint64_t stamp = rfi_store_stamp(s);
-    int all = s->n_uses == 0 && atomic_load(&s->tensors_loaded) == s->plan.n_weights;
-    for (uint32_t slot = 0; all && s->held_stamp != stamp && slot < s->plan.n_weights; slot++)
-        all = !s->plan.weights[slot].n_experts ||
-              (rfi_cell_is_ready(&s->tensors[slot].cell) && atomic_load(&s->tensors[slot].arrived));
-    if (all) s->held_stamp = stamp;
-    s->n_holding += (uint32_t)all;
-    pthread_mutex_unlock(&s->lock);
-    return all;
+/* As rfi_tensor_arrived, for all that the ring held during an eval that has finished, with `r`. The eval's queue may
+ * be gone hereafter. */
+static rf_result rfi_stream_arrived(rfi_store *s, rf_result r, rf_error *err) {
+    rfi_stream *q = &s->stream;
+    if (!rfi_store_streams(s)) return r;
+    rfi_monitor_lock(&s->monitor);
+    while (q->freeing) rfi_monitor_wait(&s->monitor);
+    for (uint64_t use = q->n_freed; use < q->n_used; use++) {
+        rfi_tensor *t = &s->tensors[q->uses[use % q->n_uses]];
+        memset(&t->last_use, 0, sizeof t->last_use);
+        if (q->err.code == RF_OK) s->device->api->ticket_wait(&t->written, RFI_WAIT_MS, &q->err);
+    }
+    if (r == RF_OK && q->err.code != RF_OK) {
+        r = q->err.code;
+        if (err && err->code == RF_OK) *err = q->err;
+    }
+    rfi_monitor_unlock(&s->monitor);
+    return r;
 }
 
-static void rfi_store_let_go(rfi_store *s) {
-    pthread_mutex_lock(&s->lock);
-    s->n_holding--;
-    pthread_mutex_unlock(&s->lock);
-}
+/* ==== 7d Expert cache ================================================================================ >>experts
+ * Where the budget leaves room for a part of the experts, that room is cut into frames, each as large as the largest
+ * expert with all its matrices. Before the experts of a layer run, the host learns which ones the rows chose and
+ * acquires their frames, all at once: an eval that waits for frames holds none, so that no two wait for each other. It
+ * releases them when its queue is past the layer. Of the frames without users the one of lowest rank is the victim.
+ * Nothing in here changes what is computed. */
 
-/* ---- the expert cache ----
- * Where a budget leaves room for a part of the experts, that room is cut into frames, each as large as the largest
- * expert with all its matrices. Before a layer's experts run, the host learns which ones the rows chose and takes their
- * frames, all at once: an eval that waits for frames holds none, so that no two wait for each other. It gives them back
- * when its queue is past the layer. A frame without users goes to another expert in the order of ranks. Nothing in here
- * changes what is computed. */
-
-/* Choices count half as much after so many rows. Simulated with 48 layers of 128 experts and room for a quarter of
+/* A choice counts half as much after so many rows. Simulated with 48 layers of 128 experts and room for a quarter of
  * them, where the tenth that gets 60 % of the choices changes every 512 rows: 16 gives 73.0 % hits, 32 73.7, 64 72.5,
- * 128 70.1, 512 63.6; LRU 63.9. Where it never changes, longer ones gain a little. */
+ * 128 70.1, 512 63.6; LRU 63.9. Where it never changes, longer half-lives gain a little. */
 #define RFI_EXPERT_HALF_LIFE 48.0
 
-static uint32_t rfi_expert_slot(const rfi_expert_layer *b, uint32_t weight, uint32_t expert) {
-    return b->weight[weight] + expert;
+static uint32_t rfi_expert_slot(const rfi_expert_layer *layer, uint32_t weight, uint32_t expert) {
+    return layer->weight[weight] + expert;
 }
 
-/* No frame has an expert. What was chosen how often is still known. */
-static void rfi_cache_reset(rfi_cache *c, uint32_t n_frames) {
+/* All matrices of an expert are READY. */
+static int rfi_expert_is_ready(const rfi_store *s, const rfi_expert_layer *layer, uint32_t expert) {
+    int ready = 1;
+    for (uint32_t k = 0; ready && k < layer->n_weights; k++)
+        ready = rfi_cell_is_ready(&s->tensors[rfi_expert_slot(layer, k, expert)].cell);
+    return ready;
+}
+
+/* Empty all frames. What was chosen how often is still known. */
+static void rfi_cache_reset(rfi_cache *c, uint32_t n_frames) { /* locked */
     c->n_frames = c->n_free = c->n_empty = n_frames;
     for (uint32_t f = 0; f < n_frames; f++) c->frames[f] = (rfi_frame){.rank = -1, .expert_layer = RF_NONE};
     for (uint32_t e = 0; e < c->n_experts; e++) c->frame_of[e] = RF_NONE;
 }
 
-/* Frames whose experts were dropped are empty again. */
-static void rfi_cache_forget(rfi_store *s) { /* lock held */
+/* The layer of a frame's expert; NULL: the frame is empty. */
+static const rfi_expert_layer *rfi_frame_layer(const rfi_cache *c, const rfi_frame *frame) {
+    return frame->expert_layer == RF_NONE ? NULL : &c->layers[frame->expert_layer];
+}
+
+/* Frames whose experts were evicted are empty again. */
+static void rfi_cache_drop_evicted(rfi_store *s) { /* locked */
     rfi_cache *c = &s->cache;
     for (uint32_t f = 0; f < c->n_frames; f++) {
-        const uint32_t index = c->frames[f].expert_layer;
-        const rfi_expert_layer *layer = index == RF_NONE ? NULL : &c->layers[index];
-        int there = !layer || c->frames[f].n_users;
-        for (uint32_t k = 0; !there && k < layer->n_weights; k++)
-            there = !rfi_cell_is_unloaded(&s->tensors[rfi_expert_slot(layer, k, c->frames[f].expert)].cell);
-        if (there) continue;
-        c->frame_of[layer->first + c->frames[f].expert] = RF_NONE;
-        c->frames[f] = (rfi_frame){.rank = -1, .expert_layer = RF_NONE};
+        rfi_frame *frame = &c->frames[f];
+        const rfi_expert_layer *layer = rfi_frame_layer(c, frame);
+        int keep = !layer || frame->n_users;
+        for (uint32_t k = 0; !keep && k < layer->n_weights; k++)
+            keep = !rfi_cell_is_unloaded(&s->tensors[rfi_expert_slot(layer, k, frame->expert)].cell);
+        if (keep) continue;
+        c->frame_of[layer->first + frame->expert] = RF_NONE;
+        *frame = (rfi_frame){.rank = -1, .expert_layer = RF_NONE};
         c->n_empty++;
     }
 }
 
-/* Count the choices of a step's rows. A step begins with the first layer. */
+/* Count the choices of a step's rows. A step begins with the first layer. Instead of decaying all scores, each choice
+ * is worth more than those before. */
 static void rfi_cache_count(rfi_cache *c, const rfi_expert_layer *layer, const uint32_t *rows_of, uint32_t n_rows) {
     if (layer == c->layers) {
         c->clock++;
@@ -5098,20 +5282,21 @@ static void rfi_cache_count(rfi_cache *c, const rfi_expert_layer *layer, const u
 static double rfi_cache_rank(const rfi_store *s, uint32_t f) {
     const rfi_cache *c = &s->cache;
     const rfi_frame *frame = &c->frames[f];
-    if (s->desc.expert_policy == RF_EXPERTS_LFRU) return c->score[c->layers[frame->expert_layer].first + frame->expert];
-    if (s->desc.expert_policy == RF_EXPERTS_STATIC && f < c->n_frames - c->n_frames_least) return INFINITY;
+    if (s->desc.expert_policy == RF_EXPERTS_LFRU) return c->score[rfi_frame_layer(c, frame)->first + frame->expert];
+    if (s->desc.expert_policy == RF_EXPERTS_STATIC && f < c->n_frames - c->n_frames_min) return INFINITY;
     return c->clock;
 }
 
 static int rfi_frame_is_loading(const rfi_store *s, const rfi_frame *frame) {
+    const rfi_expert_layer *layer = rfi_frame_layer(&s->cache, frame);
     int loading = 0;
-    for (uint32_t k = 0; frame->expert_layer != RF_NONE && k < s->cache.layers[frame->expert_layer].n_weights; k++)
-        loading |= s->tensors[rfi_expert_slot(&s->cache.layers[frame->expert_layer], k, frame->expert)].loading;
+    for (uint32_t k = 0; layer && k < layer->n_weights; k++)
+        loading |= s->tensors[rfi_expert_slot(layer, k, frame->expert)].loading;
     return loading;
 }
 
 /* The frame to give to another expert; RF_NONE: all that have no users are loading. */
-static uint32_t rfi_cache_victim(const rfi_store *s) { /* lock held */
+static uint32_t rfi_cache_victim(const rfi_store *s) { /* locked */
     const rfi_cache *c = &s->cache;
     uint32_t best = RF_NONE;
     for (uint32_t f = 0; f < c->n_frames; f++)
@@ -5121,20 +5306,17 @@ static uint32_t rfi_cache_victim(const rfi_store *s) { /* lock held */
     return best;
 }
 
-/* Give frame f to an expert that has none. 0: somebody uses what is in it. */
-static int rfi_cache_assign(rfi_store *s, uint32_t f, const rfi_expert_layer *layer, uint32_t expert) { /* lock held */
+/* Give frame f to an expert that has none. 0: what is in it is in use. */
+static int rfi_cache_assign(rfi_store *s, uint32_t f, const rfi_expert_layer *layer, uint32_t expert) { /* locked */
     rfi_cache *c = &s->cache;
     rfi_frame *frame = &c->frames[f];
+    const rfi_expert_layer *old = rfi_frame_layer(c, frame);
     int evicted = 1;
-    if (frame->expert_layer != RF_NONE) {
-        const rfi_expert_layer *old = &c->layers[frame->expert_layer];
-        for (uint32_t k = 0; k < old->n_weights; k++)
-            evicted &= rfi_store_evict(s, rfi_expert_slot(old, k, frame->expert));
-        if (!evicted) return 0;
-        c->frame_of[old->first + frame->expert] = RF_NONE;
-    } else {
-        c->n_empty--;
-    }
+    for (uint32_t k = 0; old && k < old->n_weights; k++)
+        evicted &= rfi_tensor_evict(s, rfi_expert_slot(old, k, frame->expert));
+    if (!evicted) return 0;
+    if (old) c->frame_of[old->first + frame->expert] = RF_NONE;
+    else c->n_empty--;
     *frame = (rfi_frame){.rank = 0, .expert_layer = (uint32_t)(layer - c->layers), .expert = expert};
     c->frame_of[layer->first + expert] = f;
     uint64_t at = f * c->frame_bytes;
@@ -5146,7 +5328,7 @@ static int rfi_cache_assign(rfi_store *s, uint32_t f, const rfi_expert_layer *la
     return 1;
 }
 
-/* Frames without users that a choice takes: of experts that have one, and for those that have none. */
+/* Free frames that a choice takes: of experts that have one without users, and for those that have none. */
 static uint32_t rfi_cache_need(const rfi_cache *c, const rfi_expert_layer *layer, const uint32_t *rows_of) {
     uint32_t n = 0;
     for (uint32_t e = 0; e < layer->n_experts; e++) {
@@ -5156,9 +5338,9 @@ static uint32_t rfi_cache_need(const rfi_cache *c, const rfi_expert_layer *layer
     return n;
 }
 
-/* Wait until there are frames enough for a choice, and claim them. */
+/* Wait until there are enough free frames for a choice, and reserve them. First come, first served. */
 static rf_result rfi_cache_reserve(rfi_store *s, const rfi_expert_layer *layer, const uint32_t *rows_of,
-                                   uint64_t cancels, rf_error *err) { /* lock held, released meanwhile */
+                                   uint64_t cancels, rf_error *err) { /* locked, yields */
     rfi_cache *c = &s->cache;
     int first = 0;
     rf_result r = RF_OK;
@@ -5167,25 +5349,25 @@ static rf_result rfi_cache_reserve(rfi_store *s, const rfi_expert_layer *layer, 
             r = rfi_fail_cancelled(s, &s->tensors[layer->weight[0]], err);
             break;
         }
-        if (first || !c->wanted) {
+        if (first || !c->eval_waits) {
             const uint32_t need = rfi_cache_need(c, layer, rows_of);
             if (need <= c->n_free) {
                 c->n_free -= need;
                 break;
             }
-            c->wanted = first = 1;
+            c->eval_waits = first = 1;
         }
-        pthread_cond_wait(&s->changed, &s->lock);
+        rfi_monitor_wait(&s->monitor);
     }
     if (first) {
-        c->wanted = 0;
-        rfi_changed(s);
+        c->eval_waits = 0;
+        rfi_store_changed(s);
     }
     return r;
 }
 
-/* An expert's frame for this eval, which has claimed one for it. The lock is held, and released meanwhile. */
-static uint32_t rfi_cache_frame(rfi_store *s, const rfi_expert_layer *layer, uint32_t expert) {
+/* An expert's frame for this eval, which has reserved one for it. */
+static uint32_t rfi_cache_frame(rfi_store *s, const rfi_expert_layer *layer, uint32_t expert) { /* locked, yields */
     rfi_cache *c = &s->cache;
     uint32_t f;
     while ((f = c->frame_of[layer->first + expert]) == RF_NONE) {
@@ -5194,39 +5376,37 @@ static uint32_t rfi_cache_frame(rfi_store *s, const rfi_expert_layer *layer, uin
         rfi_piece piece;
         if (victim != RF_NONE && rfi_cache_assign(s, victim, layer, expert)) continue;
         if (rfi_piece_take(s, NULL, &piece)) rfi_piece_run(s, &piece);
-        else rfi_wait_change(s, seen);
+        else rfi_store_wait_change(s, seen);
     }
     if (c->frames[f].n_users++) c->n_free++; /* another eval has brought it meanwhile */
     return f;
 }
 
-/* Have the matrices of an expert loaded into its frame: 1 if they are there. */
-static int rfi_cache_load(rfi_store *s, const rfi_expert_layer *layer,
-                          uint32_t expert) { /* lock held, released meanwhile */
-    int there = 1;
-    const uint64_t epoch = atomic_load(&s->epoch);
+/* Have the matrices of an expert loaded into its frame: 1 if they are there already. */
+static int rfi_cache_load(rfi_store *s, const rfi_expert_layer *layer, uint32_t expert) { /* locked, yields */
+    int ready = 1;
+    const uint64_t epoch = s->loader.epoch;
     for (uint32_t k = 0; k < layer->n_weights; k++) {
         rfi_tensor *t = &s->tensors[rfi_expert_slot(layer, k, expert)];
-        there &= rfi_cell_is_ready(&t->cell);
-        if (atomic_load(&s->epoch) != epoch) continue; /* cancelled meanwhile: no more of them */
-        if (!rfi_cell_try_claim(&t->cell, &s->cell_monitor)) continue;
-        rfi_job_begin(s, t, 0);
+        ready &= rfi_cell_is_ready(&t->cell);
+        if (s->loader.epoch != epoch) continue; /* cancelled meanwhile: no more of them */
+        if (rfi_cell_try_claim(&t->cell, &s->cell_monitor)) rfi_job_begin(s, t, 0);
     }
-    return there;
+    return ready;
 }
 
-/* Take the frames of a layer's experts, of which expert e was chosen by rows_of[e] of n_rows rows, and have what is not
- * in them loaded.
- *   frames  out  [n_experts], to be given back; RF_NONE of those not chosen */
-static rf_result rfi_cache_take(rfi_store *s, rfi_expert_layer *layer, const uint32_t *rows_of, uint32_t n_rows,
-                                uint64_t cancels, uint32_t *frames, rf_error *err) {
+/* Acquire the frames of a layer's experts, of which expert e was chosen by rows_of[e] of n_rows rows, and begin to load
+ * what is not in them.
+ *   frames  out  [n_experts], to be released; RF_NONE of those not chosen */
+static rf_result rfi_cache_acquire(rfi_store *s, rfi_expert_layer *layer, const uint32_t *rows_of, uint32_t n_rows,
+                                   uint64_t cancels, uint32_t *frames, rf_error *err) {
     rfi_cache *c = &s->cache;
     for (uint32_t e = 0; e < layer->n_experts; e++) frames[e] = RF_NONE;
-    pthread_mutex_lock(&s->lock);
+    rfi_monitor_lock(&s->monitor);
     rfi_cache_count(c, layer, rows_of, n_rows);
     rf_result r = rfi_cache_reserve(s, layer, rows_of, cancels, err);
-    if (r == RF_OK) c->ahead = 1;
-    for (uint32_t e = 0; r == RF_OK && e < layer->n_experts; e++) /* first: none of these gives way */
+    if (r == RF_OK) c->prefetching = 1;
+    for (uint32_t e = 0; r == RF_OK && e < layer->n_experts; e++) /* first, so that none of these is a victim */
         if (rows_of[e] && (frames[e] = c->frame_of[layer->first + e]) != RF_NONE) c->frames[frames[e]].n_users++;
     for (uint32_t e = 0; r == RF_OK && e < layer->n_experts; e++) {
         if (rows_of[e] == 0) continue;
@@ -5235,37 +5415,47 @@ static rf_result rfi_cache_take(rfi_store *s, rfi_expert_layer *layer, const uin
         if (atomic_load(&s->cancels) != cancels) continue; /* nobody will wait for it */
         atomic_fetch_add(rfi_cache_load(s, layer, e) ? &layer->hits : &layer->misses, 1);
     }
-    if (s->n_jobs) rfi_changed(s);
-    pthread_mutex_unlock(&s->lock);
+    if (s->loader.n_jobs) rfi_store_changed(s);
+    rfi_monitor_unlock(&s->monitor);
     return r;
 }
 
-/* With nothing to load and no copy on its way: begin to fill an empty frame with the expert that was chosen most of
- * those that have none. To go on and put such experts in the place of ones that were chosen less gains three in ten
- * thousand hits in the simulation above, for three experts a token on the bus. */
-static int rfi_cache_begin_ahead(rfi_store *s) { /* lock held, released meanwhile */
+/* No run uses these frames any more. */
+static void rfi_cache_release(rfi_store *s, const rfi_expert_layer *layer, const uint32_t *frames) {
+    rfi_cache *c = &s->cache;
+    rfi_monitor_lock(&s->monitor);
+    for (uint32_t e = 0; e < layer->n_experts; e++)
+        if (frames[e] != RF_NONE && --c->frames[frames[e]].n_users == 0) c->n_free++;
+    if (c->eval_waits) rfi_store_changed(s);
+    rfi_monitor_unlock(&s->monitor);
+}
+
+/* A reader with nothing to load and no copy in flight begins to fill an empty frame with the expert of highest score
+ * that has none: 1. To go on and replace experts of lower score gains three in ten thousand hits in the simulation
+ * above, for three experts a token on the bus. */
+static int rfi_cache_prefetch(rfi_store *s) { /* locked, yields */
     rfi_cache *c = &s->cache;
     const rf_device_api *api = s->device->api;
-    if (!s->desc.expert_prefetch || !c->ahead || c->n_frames == 0 || c->n_empty == 0 || c->n_free == 0 || s->n_jobs ||
-        s->stream_paused || s->quit || c->watching || atomic_load(&s->resident_loaded) < s->n_resident)
+    if (!s->desc.expert_prefetch || !c->prefetching || c->n_frames == 0 || c->n_empty == 0 || c->n_free == 0 ||
+        s->loader.n_jobs || s->stream.paused || s->loader.quit || c->reader_waits || !rfi_store_residents_loaded(s))
         return 0;
-    rf_ticket newest = s->newest_copy;
+    rf_ticket newest = s->loader.newest_copy;
     if (!api->ticket_done(&newest)) { /* one reader waits for it, and looks again for what has come meanwhile */
-        c->watching = 1;
-        pthread_mutex_unlock(&s->lock);
+        c->reader_waits = 1;
+        rfi_monitor_unlock(&s->monitor);
         api->ticket_wait(&newest, RFI_WAIT_MS, NULL);
-        pthread_mutex_lock(&s->lock);
-        c->watching = 0;
-        rfi_changed(s);
+        rfi_monitor_lock(&s->monitor);
+        c->reader_waits = 0;
+        rfi_store_changed(s);
         return 1;
     }
     rfi_expert_layer *layer = NULL;
     uint32_t expert = 0;
-    for (rfi_expert_layer *b = c->layers; b < c->layers + c->n_layers; b++)
-        for (uint32_t e = 0; e < b->n_experts; e++)
-            if (c->frame_of[b->first + e] == RF_NONE &&
-                (!layer || c->score[b->first + e] > c->score[layer->first + expert]))
-                layer = b, expert = e;
+    for (rfi_expert_layer *l = c->layers; l < c->layers + c->n_layers; l++)
+        for (uint32_t e = 0; e < l->n_experts; e++)
+            if (c->frame_of[l->first + e] == RF_NONE &&
+                (!layer || c->score[l->first + e] > c->score[layer->first + expert]))
+                layer = l, expert = e;
     const uint32_t f = rfi_cache_victim(s);
     if (!layer || f == RF_NONE || c->frames[f].expert_layer != RF_NONE) return 0;
     if (!rfi_cache_assign(s, f, layer, expert)) return 0;
@@ -5275,607 +5465,51 @@ static int rfi_cache_begin_ahead(rfi_store *s) { /* lock held, released meanwhil
     return 1;
 }
 
-/* Of a layer's choice, take out of rows_of what the CPU is to compute: experts that are not there and that were chosen
- * fewer than `below` times of late, as long as they are no more than n_pairs choices of rows, and but one.
- *   aside  out  [n_experts] 1: taken out.   Returns how many choices these are. */
-static uint32_t rfi_cache_take_fallback(rfi_store *s, rfi_expert_layer *layer, uint32_t *rows_of, uint32_t n_pairs,
-                                        uint8_t *aside) {
+/* Take those experts out of a layer's choice that the CPU is to compute: not loaded, chosen fewer than expert_cpu_below
+ * times of late (scores decay), no more than max_pairs choices in all, and never all experts of the choice.
+ *   rows_of   in, out  [n_experts]
+ *   fallback  out      [n_experts] 1: taken out.   Returns how many choices these are. */
+static uint32_t rfi_cache_pick_fallback(rfi_store *s, rfi_expert_layer *layer, uint32_t *rows_of, uint32_t max_pairs,
+                                        uint8_t *fallback) {
     rfi_cache *c = &s->cache;
     uint32_t n = 0, n_left = 0;
-    pthread_mutex_lock(&s->lock);
+    rfi_monitor_lock(&s->monitor);
     for (uint32_t e = 0; e < layer->n_experts; e++) n_left += rows_of[e] > 0;
     for (uint32_t e = 0; e < layer->n_experts; e++) {
         double *score = &c->score[layer->first + e];
-        int there = c->frame_of[layer->first + e] != RF_NONE;
-        for (uint32_t k = 0; there && k < layer->n_weights; k++)
-            there = rfi_cell_is_ready(&s->tensors[rfi_expert_slot(layer, k, e)].cell);
-        aside[e] = rows_of[e] && !there && n_left > 1 && rows_of[e] <= n_pairs - n &&
-                   *score / c->unit + rows_of[e] < s->desc.expert_cpu_below;
-        if (!aside[e]) continue;
+        const int ready = c->frame_of[layer->first + e] != RF_NONE && rfi_expert_is_ready(s, layer, e);
+        fallback[e] = rows_of[e] && !ready && n_left > 1 && rows_of[e] <= max_pairs - n &&
+                      *score / c->unit + rows_of[e] < s->desc.expert_cpu_below;
+        if (!fallback[e]) continue;
         *score += c->unit * rows_of[e];
         n += rows_of[e];
         n_left--;
         rows_of[e] = 0;
         atomic_fetch_add(&layer->on_cpu, 1);
     }
-    pthread_mutex_unlock(&s->lock);
+    rfi_monitor_unlock(&s->monitor);
     return n;
 }
 
-/* No run uses them any more. */
-static void rfi_cache_give(rfi_store *s, const rfi_expert_layer *layer, uint32_t *frames) {
-    rfi_cache *c = &s->cache;
-    pthread_mutex_lock(&s->lock);
-    for (uint32_t e = 0; e < layer->n_experts; e++)
-        if (frames[e] != RF_NONE && --c->frames[frames[e]].n_users == 0) c->n_free++;
-    if (c->wanted) rfi_changed(s);
-    pthread_mutex_unlock(&s->lock);
+/* Hold all experts at once, if all are loaded and their copies done: 1, and until rfi_store_release_experts none is
+ * evicted. Thousands of pins for each token would take longer than some kernels. */
+static int rfi_store_hold_experts(rfi_store *s) {
+    rfi_monitor_lock(&s->monitor);
+    const uint64_t stamp = rfi_store_stamp(s);
+    int all = !rfi_store_streams(s) && rfi_store_all_loaded(s);
+    for (uint32_t slot = 0; all && s->hold.stamp != stamp && slot < s->plan.n_weights; slot++)
+        all = !s->plan.weights[slot].n_experts ||
+              (rfi_cell_is_ready(&s->tensors[slot].cell) && atomic_load(&s->tensors[slot].arrived));
+    if (all) s->hold.stamp = stamp;
+    s->hold.n_evals += (uint32_t)all;
+    rfi_monitor_unlock(&s->monitor);
+    return all;
 }
 
-/* Empty the ring: the next use is the first of the plan. Requires stream_lock, and no pins on streamed tensors. */
-static void rfi_stream_reset(rfi_store *s) { /* lock held, released meanwhile */
-    s->stream_paused = 1;
-    while (s->n_stream_jobs || s->stream_freeing) {
-        rfi_piece piece; /* no reports: who clears holds the device's lock, which a callback may want */
-        if (rfi_piece_take(s, NULL, &piece)) rfi_piece_work(s, &piece);
-        else if (s->n_stream_jobs || s->stream_freeing) pthread_cond_wait(&s->changed, &s->lock);
-    }
-    for (uint64_t use = s->stream_freed; use < s->stream_loaded; use++)
-        rfi_store_evict(s, s->uses[use % s->n_uses]);
-    s->stream_loaded = s->stream_used = s->stream_freed = 0;
-    rfi_clear(&s->stream_err);
-    s->stream_paused = 0;
-    rfi_changed(s);
-}
-
-/* The walk through the plan begins. */
-static void rfi_stream_walk(rfi_store *s) {
-    if (s->n_uses == 0) return;
-    pthread_mutex_lock(&s->lock);
-    if (s->stream_used % s->n_uses || s->stream_err.code != RF_OK) rfi_stream_reset(s);
-    pthread_mutex_unlock(&s->lock);
-}
-
-/* The copy of a READY tensor that a finished run has waited for: did it succeed? */
-static rf_result rfi_store_arrived(rfi_store *s, uint32_t slot, rf_error *err) {
-    rfi_tensor *t = &s->tensors[slot];
-    rf_error own;
-    rfi_clear(&own);
-    if (atomic_load_explicit(&t->arrived, memory_order_acquire)) return RF_OK;
-    if (s->device->api->ticket_wait(&t->written, RFI_WAIT_MS, &own) == RF_OK) {
-        atomic_store_explicit(&t->arrived, 1, memory_order_release);
-        return RF_OK;
-    }
-    pthread_mutex_lock(&s->lock);
-    rfi_tensor_break(s, slot, &own);
-    pthread_mutex_unlock(&s->lock);
-    return rfi_fail_sys(err, own.code, own.sys, slot, "%.*s (the copy of %s)", RF_ERROR_TEXT_BYTES - 96, own.text,
-                        s->plan.weights[slot].name);
-}
-
-/* The same for what the ring held during an eval that has finished, with `r`; its queue may be gone hereafter. */
-static rf_result rfi_stream_arrived(rfi_store *s, rf_result r, rf_error *err) {
-    if (s->n_uses == 0) return r;
-    pthread_mutex_lock(&s->lock);
-    while (s->stream_freeing) pthread_cond_wait(&s->changed, &s->lock);
-    for (uint64_t use = s->stream_freed; use < s->stream_used; use++) {
-        rfi_tensor *t = &s->tensors[s->uses[use % s->n_uses]];
-        memset(&t->last_use, 0, sizeof t->last_use);
-        if (s->stream_err.code == RF_OK)
-            s->device->api->ticket_wait(&t->written, RFI_WAIT_MS, &s->stream_err);
-    }
-    if (r == RF_OK && s->stream_err.code != RF_OK) {
-        r = s->stream_err.code;
-        if (err && err->code == RF_OK) *err = s->stream_err;
-    }
-    pthread_mutex_unlock(&s->lock);
-    return r;
-}
-
-/* ---- budget: what is resident, what is streamed ---- */
-
-#define RFI_OP_SLOTS 3u /* weights of an op at most */
-
-/* Slots from op.weight on that an op uses. */
-static uint32_t rfi_op_matrices(const rf_op *op) { return op->kind == RF_OP_EXPERTS ? op->n_experts : 1; }
-
-/* Weights of all ops, those that several use as often. */
-static uint64_t rfi_plan_uses(const rf_plan *plan) {
-    uint64_t n = 0;
-    for (uint32_t i = 0; i < plan->n_ops; i++) n += RFI_OP_SLOTS - 1 + rfi_op_matrices(&plan->ops[i]);
-    return n;
-}
-
-/* The weights of ops [first, end), every one once, into slots (room for rfi_plan_uses of them): how many. */
-static uint32_t rfi_ops_slots(const rf_plan *plan, uint32_t first, uint32_t end, uint32_t *slots) {
-    uint32_t n = 0;
-    for (const rf_op *op = plan->ops + first; op < plan->ops + end; op++) {
-        const uint32_t all[RFI_OP_SLOTS] = {op->weight, op->extra, op->extra2};
-        for (uint32_t k = 0; k < RFI_OP_SLOTS; k++) {
-            int known = all[k] == RF_NONE;
-            for (uint32_t j = 0; j < n && !known; j++) known = slots[j] == all[k];
-            for (uint32_t e = 0; !known && e < (k ? 1 : rfi_op_matrices(op)); e++) slots[n++] = all[k] + e;
-        }
-    }
-    return n;
-}
-
-/* The same of the next layer, from op *at on. */
-static uint32_t rfi_layer_slots(const rf_plan *plan, uint32_t *at, uint32_t *slots) {
-    const uint32_t first = *at;
-    while (*at < plan->n_ops && plan->ops[*at].layer == plan->ops[first].layer) ++*at;
-    return rfi_ops_slots(plan, first, *at, slots);
-}
-
-/* The least ring that lets the streamed weights of a layer be there together, wherever the ring has come to. *ahead:
- * what keeps copies going while such a layer computes. A GPU computes a layer in a small part of the time in which it
- * arrives, so that room for one more weight does; a CPU may take as long as the file, so that it wants a layer. */
-static uint64_t rfi_ring_least(const rfi_store *s, const rfi_placement *a, uint64_t *ahead) {
-    const uint8_t *streamed = a->streamed;
-    uint32_t *slots = a->slots;
-    uint64_t least = 0;
-    *ahead = 0;
-    for (uint32_t at = 0; at < s->plan.n_ops;) {
-        uint32_t n = rfi_layer_slots(&s->plan, &at, slots), n_streamed = 0;
-        uint64_t sum = 0, most = 0;
-        for (uint32_t i = 0; i < n; i++) {
-            if (!streamed[slots[i]]) continue;
-            uint64_t bytes = s->tensors[slots[i]].bytes;
-            sum += bytes;
-            most = rfi_max_u64(most, bytes);
-            n_streamed++;
-        }
-        least = rfi_max_u64(least, n_streamed > 1 ? sum + most : sum); /* + most: a gap where the ring begins anew */
-        *ahead = rfi_max_u64(*ahead, s->device->is_gpu ? most : sum);
-    }
-    return least;
-}
-
-/* What stays whatever else is streamed, if it can. keep 0: vectors, which are small. 1: also the weights of the last
- * layer and those of two layers (tied embeddings), the widest: the ring must hold the widest layer. 2: also the weights
- * of which a token reads a few rows only. */
-static int rfi_place_keeps(const rf_plan *plan, uint32_t slot, int keep) {
-    const rf_plan_weight *w = &plan->weights[slot];
-    if (w->n_rows == 1 || (keep > 1 && w->row_reads)) return 1;
-    int wide = w->layer == plan->ops[plan->n_ops - 1].layer;
-    for (uint32_t k = 0; k < plan->n_ops && !w->n_experts; k++)
-        wide |= plan->ops[k].weight == slot && plan->ops[k].layer != w->layer;
-    return keep && wide;
-}
-
-/* All weights but experts stay, and what they leave of the limit is frames. 0: too few for a layer. */
-static int rfi_place_cache(const rfi_store *s, uint64_t limit, rfi_placement *a) {
-    const rfi_cache *c = &s->cache;
-    const uint64_t others = s->device_bytes_needed - c->expert_bytes;
-    if (c->n_layers == 0 || others > limit) return 0;
-    uint64_t bytes = limit - others, n;
-    if (s->desc.expert_cache_bytes) bytes = rfi_min_u64(bytes, s->desc.expert_cache_bytes);
-    n = rfi_min_u64(bytes / c->frame_bytes, c->n_experts);
-    if (n < c->n_frames_least) return 0;
-    a->n_frames = (uint32_t)n;
-    a->resident_bytes = others + n * c->frame_bytes;
-    return 1;
-}
-
-/* Decide for `limit` bytes. Dense models read every weight for every token, so which ones stay does not matter for the
- * bytes that are streamed; a prefix of the plan lets a token begin while the ring fills. What the ring takes is
- * streamed in addition, so that it is no larger than it must be. */
-static rf_result rfi_place_weights(const rfi_store *s, uint64_t limit, rfi_placement *a, rf_error *err) {
-    const rf_plan *plan = &s->plan;
-    memset(a->streamed, 0, plan->n_weights);
-    a->resident_bytes = s->device_bytes_needed;
-    a->ring_bytes = 0;
-    a->n_frames = 0;
-    const uint64_t most = s->desc.expert_cache_bytes, layer = s->cache.n_frames_least * s->cache.frame_bytes;
-    const uint64_t others = s->device_bytes_needed - s->cache.expert_bytes;
-    const int capped = most && s->cache.n_layers && s->cache.expert_bytes > most, all = a->resident_bytes <= limit;
-    if (all && !capped) return RF_OK;
-    if (rfi_place_cache(s, limit, a)) return RF_OK;
-    if (capped && most < layer && (all || (others <= limit && limit - others >= layer))) /* else the limit is why */
-        return rfi_fail(err, RF_ERR_MEMORY, limit,
-                        "%s: expert_cache_bytes %llu are too few: at least %llu hold the experts of a layer",
-                        rfi_gguf_path(s->g), RFI_LLU(most), RFI_LLU(layer));
-    uint64_t least = 0, ahead = 0;
-    for (int keep = s->desc.stream_policy == RF_STREAM_PREFIX ? 2 : 0; keep >= 0; keep--) {
-        a->resident_bytes = s->scratch_bytes;
-        for (uint32_t i = 0; i < plan->n_weights; i++) {
-            a->streamed[i] = (uint8_t)!rfi_place_keeps(plan, i, keep);
-            if (!a->streamed[i]) a->resident_bytes += s->tensors[i].bytes;
-        }
-        least = rfi_ring_least(s, a, &ahead);
-        if (least <= limit && a->resident_bytes <= limit - least) break;
-    }
-    if (least > limit || a->resident_bytes > limit - least)
-        return rfi_fail(err, RF_ERR_MEMORY, limit,
-                        "%s: %llu bytes for weights are too few: at least %llu are needed to stream it",
-                        rfi_gguf_path(s->g), RFI_LLU(limit), RFI_LLU(a->resident_bytes + least));
-    uint64_t ring = rfi_min_u64(least + ahead, limit - a->resident_bytes);
-    if (s->desc.stream_policy == RF_STREAM_LRU) ring = limit - a->resident_bytes;
-    for (uint32_t i = 0; i < plan->n_weights; i++) {
-        uint64_t bytes = s->tensors[i].bytes;
-        if (!a->streamed[i] || bytes > limit - a->resident_bytes - ring) continue;
-        a->streamed[i] = 0;
-        a->resident_bytes += bytes;
-    }
-    a->ring_bytes = limit - a->resident_bytes;
-    return RF_OK;
-}
-
-/* Put a placement into effect; nothing is loaded. */
-static void rfi_store_apply(rfi_store *s) {
-    const rfi_placement *a = &s->placement;
-    uint32_t *slots = a->slots;
-    pthread_mutex_lock(&s->lock);
-    s->n_uses = 0;
-    s->n_resident = 0;
-    for (uint32_t i = 0; i < s->plan.n_weights; i++) {
-        rfi_tensor *t = &s->tensors[i];
-        t->streamed = a->streamed[i];
-        t->cached = a->n_frames && t->expert_layer;
-        s->n_resident += (uint32_t)rfi_is_resident(t);
-    }
-    rfi_cache_reset(&s->cache, a->n_frames);
-    const uint64_t cache_bytes = a->n_frames * s->cache.frame_bytes;
-    s->cache.slab = (rfi_slab){.size_bytes = cache_bytes};
-    for (uint32_t at = 0; at < s->plan.n_ops && a->ring_bytes;) {
-        uint32_t n = rfi_layer_slots(&s->plan, &at, slots);
-        for (uint32_t i = 0; i < n; i++)
-            if (a->streamed[slots[i]]) s->uses[s->n_uses++] = slots[i];
-    }
-    s->stream_loaded = s->stream_used = s->stream_freed = 0;
-    s->ring = (rfi_slab){.size_bytes = a->ring_bytes};
-    uint32_t slabs = a->ring_bytes ? RFI_SLABS - 1 : RFI_SLABS;
-    rfi_slabs_place(s, RF_NONE, rfi_max_u64(RFI_SLAB_BYTES, (a->resident_bytes - cache_bytes + slabs - 1) / slabs));
-    s->allotment = a->resident_bytes + a->ring_bytes;
-    s->placed = 1;
-    pthread_mutex_unlock(&s->lock);
-}
-
-/* Drop what is loaded and not in use, and give back the memory that is free then. idle: no call uses the store, so that
- * reading ahead can be stopped. Returns the tensors left. */
-static uint32_t rfi_store_clear(rfi_store *s, int idle) {
-    uint32_t left = 0;
-    int ring_is_ours = pthread_mutex_trylock(&s->stream_lock) == 0; /* else an eval streams: the ring is in use */
-    pthread_mutex_lock(&s->lock);
-    if (idle) {
-        s->stream_paused = 1;
-        rfi_loader_cancel(s);
-        while (s->n_jobs || s->n_creating) pthread_cond_wait(&s->changed, &s->lock); /* a slab may be made ahead */
-    }
-    if (ring_is_ours && s->n_uses) rfi_stream_reset(s);
-    if (idle) { /* until it is arranged anew; readers end */
-        s->n_uses = s->cache.n_frames = 0;
-        s->stream_paused = 0;
-        rfi_changed(s);
-    }
-    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++)
-        if (!s->tensors[slot].streamed) left += !rfi_store_evict(s, slot);
-        else left += !rfi_cell_is_unloaded(&s->tensors[slot].cell);
-    rfi_cache_forget(s);
-    for (uint32_t i = 0; i < s->n_slabs; i++) rfi_slab_release(s, &s->slabs[i]);
-    rfi_slab_release(s, &s->ring);
-    rfi_slab_release(s, &s->cache.slab);
-    if (s->n_jobs == 0 && s->n_running == 0) rfi_stages_release(s);
-    if (left == 0) rfi_scratch_release(s);
-    pthread_mutex_unlock(&s->lock);
-    if (ring_is_ours) pthread_mutex_unlock(&s->stream_lock);
-    return left;
-}
-
-/* Bytes for weights that the device can give to s: a budget, or what is free, less what others hold. */
-static uint64_t rfi_store_limit(const rfi_store *s, uint64_t *others) { /* device.monitor held */
-    const rf_device *d = s->device;
-    uint64_t limit = d->budget_bytes;
-    rf_device_info info;
-    *others = 0;
-    for (const rfi_store *o = d->stores; o; o = o->next)
-        if (o != s && o->placed) *others += o->allotment;
-    if (limit == 0) {
-        memset(&info, 0, sizeof info);
-        limit = UINT64_MAX;
-        if (d->api->device_info(d->dev, &info, NULL) == RF_OK && info.is_gpu && info.free_bytes)
-            limit = (info.free_bytes + atomic_load(&d->weight_bytes)) / 32 * 31; /* a little stays for the driver */
-    }
-    return limit;
-}
-
-/* The store on the device that was used longest ago, is idle and holds memory. */
-static rfi_store *rfi_store_oldest(const rfi_store *s) { /* device.monitor held */
-    rfi_store *oldest = NULL;
-    for (rfi_store *o = s->device->stores; o; o = o->next)
-        if (o != s && o->placed && o->n_active == 0 && (!oldest || o->last_used < oldest->last_used)) oldest = o;
-    return oldest;
-}
-
-/* Have a share of the device's budget: the least recently used models give way, those in use are waited for, unless
- * there is a cancel since `cancels` was read. */
-static rf_result rfi_store_place(rfi_store *s, uint64_t cancels, rf_error *err) { /* device.monitor held */
-    const uint64_t own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
-    while (!s->placed) { /* perhaps by another thread meanwhile */
-        uint64_t others, limit = rfi_store_limit(s, &others);
-        rf_result r = rfi_place_weights(s, rfi_min_u64(own, limit), &s->placement, err);
-        if (r != RF_OK) return r; /* alone, too: nobody need give way, and waiting would not help */
-        const uint64_t want = s->placement.resident_bytes + s->placement.ring_bytes;
-        rfi_store *oldest = others && (others > limit || limit - others < want) ? rfi_store_oldest(s) : NULL;
-        if (oldest) {
-            rfi_store_clear(oldest, 1);
-            oldest->placed = 0;
-            continue;
-        }
-        const uint64_t share = rfi_min_u64(own, limit > others ? limit - others : 0);
-        if (others == 0 || rfi_place_weights(s, share, &s->placement, NULL) == RF_OK) {
-            rfi_store_apply(s);
-        } else if (atomic_load(&s->cancels) != cancels) {
-            return rfi_fail(err, RF_ERR_CANCELLED, 0, "%s: cancelled while it waited for its part of the device",
-                            rfi_gguf_path(s->g));
-        } else {
-            pthread_cond_wait(&s->device->monitor.wake, &s->device->monitor.mutex); /* until one becomes idle */
-        }
-    }
-    return RF_OK;
-}
-
-/* What the weights would take of the device now, if all others gave way. */
-static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_error *err) {
-    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
-    uint64_t others, own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
-    rfi_placement a = {0};
-    a.streamed = (uint8_t *)rfi_alloc(alloc, s->plan.n_weights, 1, "a forecast", err);
-    a.slots = (uint32_t *)rfi_alloc(alloc, rfi_plan_uses(&s->plan), sizeof *a.slots, "a forecast", err);
-    rf_result r = a.streamed && a.slots ? RF_OK : RF_ERR_MEMORY;
-    if (r == RF_OK) {
-        pthread_mutex_lock(&s->device->monitor.mutex);
-        uint64_t limit = rfi_store_limit(s, &others);
-        pthread_mutex_unlock(&s->device->monitor.mutex);
-        r = rfi_place_weights(s, rfi_min_u64(own, limit), &a, err);
-    }
-    for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++)
-        if (a.streamed[i]) out->streamed_bytes += s->tensors[i].bytes;
-    out->weight_bytes = a.resident_bytes + a.ring_bytes;
-    out->expert_cache_bytes = a.n_frames * s->cache.frame_bytes;
-    rfi_free(alloc, a.streamed);
-    rfi_free(alloc, a.slots);
-    return r;
-}
-
-/* Around everything that loads or uses weights. *cancels: a cancel after it was read ends the call. */
-static rf_result rfi_store_begin(rfi_store *s, uint64_t *cancels, rf_error *err) {
-    *cancels = atomic_load(&s->cancels);
-    pthread_mutex_lock(&s->device->monitor.mutex);
-    rf_result r = rfi_store_place(s, *cancels, err);
-    if (r == RF_OK) s->n_active++;
-    s->last_used = ++s->device->clock;
-    pthread_mutex_unlock(&s->device->monitor.mutex);
-    return r;
-}
-
-static void rfi_store_end(rfi_store *s) {
-    pthread_mutex_lock(&s->device->monitor.mutex);
-    if (--s->n_active == 0) pthread_cond_broadcast(&s->device->monitor.wake);
-    pthread_mutex_unlock(&s->device->monitor.mutex);
-}
-
-/* Load the tensors of some layers (NULL: all of them) and wait for them; those that are not to stay are left out. */
-static rf_result rfi_store_preload(rfi_store *s, const uint32_t *layers, uint32_t n_layers, rf_error *err) {
-    uint64_t cancels;
-    rf_result r = rfi_store_begin(s, &cancels, err);
-    if (r != RF_OK) return r;
-    rfi_store_want(s, layers, n_layers, cancels);
-    for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++) {
-        uint32_t slot = s->order[i];
-        int in = layers == NULL;
-        for (uint32_t k = 0; k < n_layers && !in; k++) in = s->plan.weights[slot].layer == (int32_t)layers[k];
-        if (!in || !rfi_is_resident(&s->tensors[slot])) continue;
-        r = rfi_store_pin(s, slot, cancels, err);
-        if (r == RF_OK) r = rfi_store_arrived(s, slot, err);
-        else continue;
-        rfi_store_unpin(s, slot);
-    }
-    rfi_store_end(s);
-    return r;
-}
-
-/* ---- open and close ---- */
-
-static void rfi_store_free(rfi_store *s) {
-    const rf_device_api *api = s->device->api;
-    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
-    pthread_mutex_lock(&s->lock);
-    s->quit = 1;
-    if (s->tensors) rfi_loader_cancel(s);
-    pthread_mutex_unlock(&s->lock);
-    for (uint32_t i = 0; i < RFI_MAX_READERS; i++)
-        if (s->readers[i].started) pthread_join(s->readers[i].thread, NULL);
-    if (s->tensors) {
-        pthread_mutex_lock(&s->lock);
-        rfi_loader_cancel(s); /* what a reader began before it saw that it must leave */
-        pthread_mutex_unlock(&s->lock);
-        rfi_store_clear(s, 0);
-    }
-    for (uint32_t i = 0; i < s->n_pinned_blocks; i++) api->host_release(s->device->dev, s->pinned_blocks[i]);
-    if (s->queue) api->queue_release(s->queue);
-    if (s->table) api->table_release(s->table);
-    rfi_free(alloc, s->tensors);
-    rfi_free(alloc, s->order);
-    rfi_free(alloc, s->uses);
-    rfi_free(alloc, s->use_offset);
-    rfi_free(alloc, s->placement.streamed);
-    rfi_free(alloc, s->placement.slots);
-    rfi_free(alloc, s->cache.layers);
-    rfi_free(alloc, s->cache.frames);
-    rfi_free(alloc, s->cache.frame_of);
-    rfi_free(alloc, s->cache.score);
-    rfi_plan_free(alloc, &s->plan);
-    pthread_cond_destroy(&s->changed);
-    pthread_mutex_destroy(&s->lock);
-    pthread_mutex_destroy(&s->stream_lock);
-    rfi_monitor_destroy(&s->cell_monitor);
-    rfi_free(alloc, s);
-}
-
-/* What each tensor needs on the device, and the order of loading. */
-static void rfi_store_describe(rfi_store *s) {
-    const rf_device_api *api = s->device->api;
-    uint32_t n = 0, n_layers = s->plan.n_layers;
-    int critical_first = s->desc.load_policy == RF_LOAD_CRITICAL_FIRST;
-    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
-        const rf_plan_weight *w = &s->plan.weights[slot];
-        rfi_tensor *t = &s->tensors[slot];
-        rf_weight_layout layout = api->weight_layout(s->device->dev, w);
-        rf_gguf_get_tensor(s->g, w->tensor, &t->info, NULL);
-        t->info.offset_bytes += w->expert * w->size_bytes;
-        t->info.size_bytes = w->size_bytes;
-        const void *map = rfi_gguf_map(s->g, &t->info);
-        if (layout.in_place && map && ((uintptr_t)map & (layout.align - 1)) == 0) t->in_place = map;
-        s->in_place |= t->in_place != NULL;
-        t->bytes = (layout.size_bytes + 255) & ~(uint64_t)255;
-        s->total_bytes += w->size_bytes;
-        s->device_bytes_needed += t->bytes;
-        s->row_bytes_max = rfi_max_u64(s->row_bytes_max, t->in_place ? 0 : w->size_bytes / w->n_rows);
-        s->scratch_bytes = rfi_max_u64(s->scratch_bytes, layout.scratch_bytes);
-    }
-    s->device_bytes_needed += s->scratch_bytes;
-    for (int pass = critical_first ? 0 : 1; pass < 2; pass++)
-        for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
-            int32_t layer = s->plan.weights[slot].layer;
-            int critical = layer < 0 || layer >= (int32_t)n_layers;
-            if (!critical_first || critical == (pass == 0)) s->order[n++] = slot;
-        }
-    uint64_t readers = rfi_min_u64(rfi_min_u64(8, rfi_cpu_count()), s->total_bytes / (4 * RFI_STAGING_BYTES));
-    s->n_readers_max = (uint32_t)rfi_min_u64(s->desc.n_readers ? s->desc.n_readers : readers, RFI_MAX_READERS);
-    s->n_stages_max = 2 * (uint32_t)rfi_max_u64(s->n_readers_max, 1);
-}
-
-/* Enter an op's experts in the layer of its layer, the last one: 0 if they are not such that an expert of the layer is
- * one matrix of each of a few ops. */
-static int rfi_expert_layer_add(rfi_store *s, const rf_op *op) {
-    rfi_cache *c = &s->cache;
-    rfi_expert_layer *b = &c->layers[c->n_layers - 1];
-    for (uint32_t k = 0; k < b->n_weights; k++)
-        if (b->weight[k] == op->weight) return 1; /* gates and what they multiply in one matrix */
-    if (b->n_weights == RFI_EXPERT_WEIGHTS || op->n_experts != b->n_experts) return 0;
-    b->weight[b->n_weights++] = op->weight;
-    for (uint32_t e = 0; e < op->n_experts; e++) {
-        rfi_tensor *t = &s->tensors[op->weight + e];
-        if (t->expert_layer) return 0;
-        t->expert_layer = b;
-        c->expert_bytes += t->bytes;
-    }
-    return 1;
-}
-
-/* The experts of each layer, and memory for as many frames as there are experts. */
-static rf_result rfi_store_find_experts(rfi_store *s, rf_error *err) {
-    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
-    rfi_cache *c = &s->cache;
-    uint32_t n_ops = 0;
-    int fit = 1;
-    for (uint32_t i = 0; i < s->plan.n_ops; i++) n_ops += s->plan.ops[i].kind == RF_OP_EXPERTS;
-    if (n_ops == 0) return RF_OK;
-    c->layers = (rfi_expert_layer *)rfi_alloc(alloc, n_ops, sizeof *c->layers, "expert layers", err);
-    if (!c->layers) return RF_ERR_MEMORY;
-    for (const rf_op *op = s->plan.ops; op < s->plan.ops + s->plan.n_ops; op++) {
-        if (op->kind != RF_OP_EXPERTS) continue;
-        if (c->n_layers == 0 || c->layers[c->n_layers - 1].layer != (uint32_t)op->layer) {
-            rfi_expert_layer *b = &c->layers[c->n_layers++];
-            *b = (rfi_expert_layer){.layer = (uint32_t)op->layer, .n_experts = op->n_experts, .first = c->n_experts};
-            c->n_experts += op->n_experts;
-            if (c->n_frames_least < op->n_experts) c->n_frames_least = op->n_experts;
-        }
-        fit &= rfi_expert_layer_add(s, op);
-    }
-    for (const rfi_expert_layer *b = c->layers; b < c->layers + c->n_layers; b++) {
-        uint64_t bytes = 0;
-        for (uint32_t k = 0; k < b->n_weights; k++) bytes += s->tensors[b->weight[k]].bytes;
-        c->frame_bytes = rfi_max_u64(c->frame_bytes, bytes);
-    }
-    if (!fit) c->n_layers = 0;
-    c->unit = 1;
-    c->frames = (rfi_frame *)rfi_alloc(alloc, c->n_experts, sizeof *c->frames, "an expert cache", err);
-    c->frame_of = (uint32_t *)rfi_alloc(alloc, c->n_experts, sizeof *c->frame_of, "an expert cache", err);
-    c->score = (double *)rfi_alloc(alloc, c->n_experts, sizeof *c->score, "an expert cache", err);
-    return c->frames && c->frame_of && c->score ? RF_OK : RF_ERR_MEMORY;
-}
-
-/* Make the store of a plan's weights: every tensor unloaded, nothing of the file read. The plan becomes the store's,
- * also if it fails; then nothing is left. */
-static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const rf_model_desc *desc, rfi_store **out,
-                                rf_error *err) {
-    const rf_allocator *alloc = rfi_gguf_allocator(g);
-    rfi_store *s = (rfi_store *)rfi_alloc(alloc, 1, sizeof *s, "lazy tensors", err);
-    rf_result r = s ? rfi_monitor_init(&s->cell_monitor, err) : RF_ERR_MEMORY;
-    if (r != RF_OK) {
-        rfi_plan_free(alloc, plan);
-        rfi_free(alloc, s);
-        return r;
-    }
-    pthread_mutex_init(&s->stream_lock, NULL); /* default mutexes and conditions cannot fail on Linux */
-    pthread_mutex_init(&s->lock, NULL);
-    pthread_cond_init(&s->changed, NULL);
-    s->g = g;
-    s->device = d;
-    s->plan = *plan;
-    s->desc = *desc;
-    s->reports_end = &s->reports;
-    s->tensors = (rfi_tensor *)rfi_alloc(alloc, plan->n_weights, sizeof *s->tensors, "lazy tensors", err);
-    s->order = (uint32_t *)rfi_alloc(alloc, plan->n_weights, sizeof *s->order, "lazy tensors", err);
-    s->uses = (uint32_t *)rfi_alloc(alloc, rfi_plan_uses(plan), sizeof *s->uses, "lazy tensors", err);
-    s->use_offset =
-        (uint64_t *)rfi_alloc(alloc, rfi_plan_uses(plan), sizeof *s->use_offset, "lazy tensors", err);
-    rfi_placement *a = &s->placement;
-    a->streamed = (uint8_t *)rfi_alloc(alloc, plan->n_weights, sizeof *a->streamed, "lazy tensors", err);
-    a->slots =
-        (uint32_t *)rfi_alloc(alloc, rfi_plan_uses(plan), sizeof *a->slots, "lazy tensors", err);
-    r = s->tensors && s->order && s->uses && s->use_offset && a->streamed && a->slots ? RF_OK : RF_ERR_MEMORY;
-    if (r == RF_OK) r = d->api->table_create(d->dev, &s->plan, &s->table, err);
-    if (r == RF_OK) r = d->api->queue_create(d->dev, &s->queue, err);
-    if (r == RF_OK) rfi_store_describe(s);
-    if (r == RF_OK) r = rfi_store_find_experts(s, err);
-    if (r != RF_OK) rfi_store_free(s);
-    else *out = s;
-    return r;
-}
-
-/* ---- what models call ---- */
-
-/* Cancel loading for the user: calls in progress end, too. */
-static void rfi_store_cancel(rfi_store *s) {
-    pthread_mutex_lock(&s->lock);
-    atomic_fetch_add(&s->cancels, 1);
-    rfi_loader_cancel(s);
-    pthread_mutex_unlock(&s->lock);
-    pthread_mutex_lock(&s->device->monitor.mutex); /* who waits for a share of the budget looks again */
-    pthread_cond_broadcast(&s->device->monitor.wake);
-    pthread_mutex_unlock(&s->device->monitor.mutex);
-}
-
-/* Clear what no call uses; if none is in progress, also give up the share of the budget. Returns the tensors left. */
-static uint32_t rfi_store_clear_unused(rfi_store *s) {
-    pthread_mutex_lock(&s->device->monitor.mutex); /* so that nobody begins to use it meanwhile */
-    const int idle = s->n_active == 0;
-    const uint32_t left = rfi_store_clear(s, idle);
-    if (idle) s->placed = 0;
-    pthread_mutex_unlock(&s->device->monitor.mutex);
-    return left;
-}
-
-static void rfi_store_get_stats(rfi_store *s, rf_loading_stats *out) {
-    out->tensors_loaded = atomic_load(&s->tensors_loaded);
-    out->bytes_loaded = atomic_load(&s->bytes_loaded);
-    out->device_bytes = atomic_load(&s->device_bytes);
-    out->hits = atomic_load(&s->hits);
-    out->misses = atomic_load(&s->misses);
-    out->loads = atomic_load(&s->loads);
-    out->failures = atomic_load(&s->failures);
-    out->evictions = atomic_load(&s->evictions);
-    out->device_allocations = atomic_load(&s->device_allocations);
-    out->wait_seconds = 1e-9 * (double)atomic_load(&s->wait_ns);
-    pthread_mutex_lock(&s->lock);
-    const double busy = s->n_jobs ? rfi_now() - s->busy_since : 0;
-    pthread_mutex_unlock(&s->lock);
-    out->load_seconds = 1e-9 * (double)atomic_load(&s->load_ns) + busy;
-    out->bytes_read = atomic_load(&s->bytes_read);
-    if (out->load_seconds > 0) out->gb_per_second = 1e-9 * (double)atomic_load(&s->bytes_total) / out->load_seconds;
+static void rfi_store_release_experts(rfi_store *s) {
+    rfi_monitor_lock(&s->monitor);
+    s->hold.n_evals--;
+    rfi_monitor_unlock(&s->monitor);
 }
 
 static void rfi_cache_get_stats(const rfi_store *s, uint32_t layer, rf_expert_stats *out) {
@@ -5889,54 +5523,570 @@ static void rfi_cache_get_stats(const rfi_store *s, uint32_t layer, rf_expert_st
         out->prefetched = atomic_load(&l->prefetched);
         out->on_cpu = atomic_load(&l->on_cpu);
         out->round_trips = atomic_load(&l->round_trips);
-        for (uint32_t e = 0; e < l->n_experts; e++) {
-            uint32_t n = 0;
-            for (uint32_t k = 0; k < l->n_weights; k++)
-                n += (uint32_t)rfi_cell_is_ready(&s->tensors[rfi_expert_slot(l, k, e)].cell);
-            out->n_loaded += n == l->n_weights;
-        }
+        for (uint32_t e = 0; e < l->n_experts; e++) out->n_loaded += (uint32_t)rfi_expert_is_ready(s, l, e);
     }
 }
 
-/* The store of this file's weights on this device: another model's, or a new one, whose progress callback is `owner`'s.
- * The plan becomes the store's, or is freed. */
+/* ---- finding the experts of a plan ---- */
+
+/* Add an op's experts to the last expert layer: 0 if an expert of the layer is not one matrix of each of a few ops. */
+static int rfi_expert_layer_add(rfi_store *s, const rf_op *op) {
+    rfi_cache *c = &s->cache;
+    rfi_expert_layer *l = &c->layers[c->n_layers - 1];
+    for (uint32_t k = 0; k < l->n_weights; k++)
+        if (l->weight[k] == op->weight) return 1; /* gates and what they multiply in one matrix */
+    if (l->n_weights == RFI_EXPERT_WEIGHTS || op->n_experts != l->n_experts) return 0;
+    l->weight[l->n_weights++] = op->weight;
+    for (uint32_t e = 0; e < op->n_experts; e++) {
+        rfi_tensor *t = &s->tensors[op->weight + e];
+        if (t->expert_layer) return 0;
+        t->expert_layer = l;
+        c->expert_bytes += t->bytes;
+    }
+    return 1;
+}
+
+/* Find the experts of each layer, and allocate as many frames as there are experts. */
+static rf_result rfi_cache_create(rfi_store *s, rf_error *err) {
+    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
+    rfi_cache *c = &s->cache;
+    uint32_t n_ops = 0;
+    int fit = 1;
+    for (uint32_t i = 0; i < s->plan.n_ops; i++) n_ops += s->plan.ops[i].kind == RF_OP_EXPERTS;
+    if (n_ops == 0) return RF_OK;
+    c->layers = (rfi_expert_layer *)rfi_alloc(alloc, n_ops, sizeof *c->layers, "expert layers", err);
+    if (!c->layers) return RF_ERR_MEMORY;
+    for (const rf_op *op = s->plan.ops; op < s->plan.ops + s->plan.n_ops; op++) {
+        if (op->kind != RF_OP_EXPERTS) continue;
+        if (c->n_layers == 0 || c->layers[c->n_layers - 1].layer != (uint32_t)op->layer) {
+            rfi_expert_layer *l = &c->layers[c->n_layers++];
+            *l = (rfi_expert_layer){.layer = (uint32_t)op->layer, .n_experts = op->n_experts, .first = c->n_experts};
+            c->n_experts += op->n_experts;
+            if (c->n_frames_min < op->n_experts) c->n_frames_min = op->n_experts;
+        }
+        fit &= rfi_expert_layer_add(s, op);
+    }
+    for (const rfi_expert_layer *l = c->layers; l < c->layers + c->n_layers; l++) {
+        uint64_t bytes = 0;
+        for (uint32_t k = 0; k < l->n_weights; k++) bytes += s->tensors[l->weight[k]].bytes;
+        c->frame_bytes = rfi_max_u64(c->frame_bytes, bytes);
+    }
+    if (!fit) c->n_layers = 0;
+    c->unit = 1;
+    c->frames = (rfi_frame *)rfi_alloc(alloc, c->n_experts, sizeof *c->frames, "an expert cache", err);
+    c->frame_of = (uint32_t *)rfi_alloc(alloc, c->n_experts, sizeof *c->frame_of, "an expert cache", err);
+    c->score = (double *)rfi_alloc(alloc, c->n_experts, sizeof *c->score, "an expert cache", err);
+    return c->frames && c->frame_of && c->score ? RF_OK : RF_ERR_MEMORY;
+}
+
+static void rfi_cache_destroy(rfi_store *s) {
+    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
+    rfi_free(alloc, s->cache.layers);
+    rfi_free(alloc, s->cache.frames);
+    rfi_free(alloc, s->cache.frame_of);
+    rfi_free(alloc, s->cache.score);
+}
+
+/* ==== 7e Budget ======================================================================================= >>budget
+ * How a store uses its share of the device's memory. If everything fits, all weights are resident. Else the weights
+ * outside of experts are resident and the rest is the expert cache; if that is too little for a layer's experts, or
+ * there are none, some weights are streamed. Stores of one device share its budget: the least recently used one that
+ * is idle is cleared for another; those in use are waited for. */
+
+#define RFI_OP_SLOTS 3u /* weights of an op at most */
+
+/* Slots from op.weight on that an op uses. */
+static uint32_t rfi_op_matrices(const rf_op *op) { return op->kind == RF_OP_EXPERTS ? op->n_experts : 1; }
+
+/* Weights of all ops; those that several ops use count for each. */
+static uint64_t rfi_plan_uses(const rf_plan *plan) {
+    uint64_t n = 0;
+    for (uint32_t i = 0; i < plan->n_ops; i++) n += RFI_OP_SLOTS - 1 + rfi_op_matrices(&plan->ops[i]);
+    return n;
+}
+
+/* The weights of ops [first, end), each once, into slots (room for rfi_plan_uses of them): how many. */
+static uint32_t rfi_ops_slots(const rf_plan *plan, uint32_t first, uint32_t end, uint32_t *slots) {
+    uint32_t n = 0;
+    for (const rf_op *op = plan->ops + first; op < plan->ops + end; op++) {
+        const uint32_t all[RFI_OP_SLOTS] = {op->weight, op->extra, op->extra2};
+        for (uint32_t k = 0; k < RFI_OP_SLOTS; k++) {
+            int known = all[k] == RF_NONE;
+            for (uint32_t j = 0; j < n && !known; j++) known = slots[j] == all[k];
+            for (uint32_t e = 0; !known && e < (k ? 1 : rfi_op_matrices(op)); e++) slots[n++] = all[k] + e;
+        }
+    }
+    return n;
+}
+
+/* The same of the layer that begins with op *at; *at moves to the next layer. */
+static uint32_t rfi_layer_slots(const rf_plan *plan, uint32_t *at, uint32_t *slots) {
+    const uint32_t first = *at;
+    while (*at < plan->n_ops && plan->ops[*at].layer == plan->ops[first].layer) ++*at;
+    return rfi_ops_slots(plan, first, *at, slots);
+}
+
+/* ---- placement ---- */
+
+/* Bytes of the smallest ring that holds the streamed weights of any layer together, wherever in the ring they begin.
+ * *ahead: what keeps copies going while such a layer computes. A GPU computes a layer in a small part of the time in
+ * which it arrives, so that room for one more weight does; a CPU may take as long as the file, so that it wants a
+ * layer. */
+static uint64_t rfi_stream_min_bytes(const rfi_store *s, const rfi_placement *p, uint64_t *ahead) {
+    uint64_t min = 0;
+    *ahead = 0;
+    for (uint32_t at = 0; at < s->plan.n_ops;) {
+        uint32_t n = rfi_layer_slots(&s->plan, &at, p->slots), n_streamed = 0;
+        uint64_t sum = 0, max = 0;
+        for (uint32_t i = 0; i < n; i++) {
+            if (!p->streamed[p->slots[i]]) continue;
+            uint64_t bytes = s->tensors[p->slots[i]].bytes;
+            sum += bytes;
+            max = rfi_max_u64(max, bytes);
+            n_streamed++;
+        }
+        min = rfi_max_u64(min, n_streamed > 1 ? sum + max : sum); /* + max: a gap where the ring wraps around */
+        *ahead = rfi_max_u64(*ahead, s->device->is_gpu ? max : sum);
+    }
+    return min;
+}
+
+/* 1: the weight is resident whatever else is streamed, if it can be. keep 0: vectors, which are small. 1: also weights
+ * of the last layer and those of two layers (tied embeddings), the widest: the ring must hold the widest layer. 2: also
+ * weights of which a token reads a few rows only. */
+static int rfi_placement_keeps(const rf_plan *plan, uint32_t slot, int keep) {
+    const rf_plan_weight *w = &plan->weights[slot];
+    if (w->n_rows == 1 || (keep > 1 && w->row_reads)) return 1;
+    int wide = w->layer == plan->ops[plan->n_ops - 1].layer;
+    for (uint32_t k = 0; k < plan->n_ops && !w->n_experts; k++)
+        wide |= plan->ops[k].weight == slot && plan->ops[k].layer != w->layer;
+    return keep && wide;
+}
+
+/* All weights but experts are resident, and what they leave of the limit is frames. 0: too few for a layer. */
+static int rfi_placement_caches(const rfi_store *s, uint64_t limit, rfi_placement *p) {
+    const rfi_cache *c = &s->cache;
+    const uint64_t others = s->device_bytes_needed - c->expert_bytes;
+    if (c->n_layers == 0 || others > limit) return 0;
+    uint64_t bytes = limit - others, n;
+    if (s->desc.expert_cache_bytes) bytes = rfi_min_u64(bytes, s->desc.expert_cache_bytes);
+    n = rfi_min_u64(bytes / c->frame_bytes, c->n_experts);
+    if (n < c->n_frames_min) return 0;
+    p->n_frames = (uint32_t)n;
+    p->resident_bytes = others + n * c->frame_bytes;
+    return 1;
+}
+
+/* Choose what is streamed within `limit` bytes. Dense models read every weight for every token, so which ones are
+ * resident does not matter for the bytes that are streamed; a prefix of the plan lets a token begin while the ring
+ * fills. What the ring takes is streamed in addition, so that it is no larger than it must be. */
+static rf_result rfi_placement_streams(const rfi_store *s, uint64_t limit, rfi_placement *p, rf_error *err) {
+    const rf_plan *plan = &s->plan;
+    uint64_t min = 0, ahead = 0;
+    for (int keep = s->desc.stream_policy == RF_STREAM_PREFIX ? 2 : 0; keep >= 0; keep--) {
+        p->resident_bytes = s->scratch_bytes;
+        for (uint32_t i = 0; i < plan->n_weights; i++) {
+            p->streamed[i] = (uint8_t)!rfi_placement_keeps(plan, i, keep);
+            if (!p->streamed[i]) p->resident_bytes += s->tensors[i].bytes;
+        }
+        min = rfi_stream_min_bytes(s, p, &ahead);
+        if (min <= limit && p->resident_bytes <= limit - min) break;
+    }
+    if (min > limit || p->resident_bytes > limit - min)
+        return rfi_fail(err, RF_ERR_MEMORY, limit,
+                        "%s: %llu bytes for weights are too few: at least %llu are needed to stream it",
+                        rfi_gguf_path(s->g), RFI_LLU(limit), RFI_LLU(p->resident_bytes + min));
+    uint64_t ring = rfi_min_u64(min + ahead, limit - p->resident_bytes);
+    if (s->desc.stream_policy == RF_STREAM_LRU) ring = limit - p->resident_bytes;
+    for (uint32_t i = 0; i < plan->n_weights; i++) {
+        uint64_t bytes = s->tensors[i].bytes;
+        if (!p->streamed[i] || bytes > limit - p->resident_bytes - ring) continue;
+        p->streamed[i] = 0;
+        p->resident_bytes += bytes;
+    }
+    p->ring_bytes = limit - p->resident_bytes;
+    return RF_OK;
+}
+
+/* Choose a placement within `limit` bytes. */
+static rf_result rfi_placement_choose(const rfi_store *s, uint64_t limit, rfi_placement *p, rf_error *err) {
+    memset(p->streamed, 0, s->plan.n_weights);
+    p->resident_bytes = s->device_bytes_needed;
+    p->ring_bytes = 0;
+    p->n_frames = 0;
+    const uint64_t max = s->desc.expert_cache_bytes, layer = s->cache.n_frames_min * s->cache.frame_bytes;
+    const uint64_t others = s->device_bytes_needed - s->cache.expert_bytes;
+    const int capped = max && s->cache.n_layers && s->cache.expert_bytes > max, all = p->resident_bytes <= limit;
+    if (all && !capped) return RF_OK;
+    if (rfi_placement_caches(s, limit, p)) return RF_OK;
+    if (capped && max < layer && (all || (others <= limit && limit - others >= layer))) /* else the limit is why */
+        return rfi_fail(err, RF_ERR_MEMORY, limit,
+                        "%s: expert_cache_bytes %llu are too few: at least %llu hold the experts of a layer",
+                        rfi_gguf_path(s->g), RFI_LLU(max), RFI_LLU(layer));
+    return rfi_placement_streams(s, limit, p, err);
+}
+
+/* Put the store's placement into effect; nothing is loaded. */
+static void rfi_placement_apply(rfi_store *s) { /* device.monitor held, no call active */
+    const rfi_placement *p = &s->share.placement;
+    const uint64_t cache_bytes = p->n_frames * s->cache.frame_bytes;
+    rfi_stream *q = &s->stream;
+    rfi_monitor_lock(&s->monitor);
+    s->n_resident = 0;
+    for (uint32_t i = 0; i < s->plan.n_weights; i++) {
+        rfi_tensor *t = &s->tensors[i];
+        t->streamed = p->streamed[i];
+        t->cached = p->n_frames && t->expert_layer;
+        s->n_resident += (uint32_t)rfi_is_resident(t);
+    }
+    rfi_cache_reset(&s->cache, p->n_frames);
+    s->cache.slab = (rfi_slab){.size_bytes = cache_bytes};
+    q->n_uses = 0;
+    for (uint32_t at = 0; at < s->plan.n_ops && p->ring_bytes;) {
+        uint32_t n = rfi_layer_slots(&s->plan, &at, p->slots);
+        for (uint32_t i = 0; i < n; i++)
+            if (p->streamed[p->slots[i]]) q->uses[q->n_uses++] = p->slots[i];
+    }
+    q->n_loaded = q->n_used = q->n_freed = 0;
+    q->ring = (rfi_slab){.size_bytes = p->ring_bytes};
+    uint32_t slabs = p->ring_bytes ? RFI_SLABS - 1 : RFI_SLABS;
+    rfi_memory_place(s, RF_NONE, rfi_max_u64(RFI_SLAB_BYTES, (p->resident_bytes - cache_bytes + slabs - 1) / slabs));
+    rfi_monitor_unlock(&s->monitor);
+    s->share.size_bytes = p->resident_bytes + p->ring_bytes;
+    s->share.placed = 1;
+}
+
+/* Evict what is loaded and not in use, and release the memory that is free then. idle: no call is active, so that
+ * prefetching can be stopped, and readers end. Returns the tensors left. */
+static uint32_t rfi_store_clear(rfi_store *s, int idle) {
+    uint32_t left = 0;
+    const int ring_is_ours = pthread_mutex_trylock(&s->stream_lock) == 0; /* else an eval streams */
+    rfi_monitor_lock(&s->monitor);
+    if (idle) {
+        s->stream.paused = 1;
+        rfi_loader_cancel(s);
+        while (s->loader.n_jobs || s->memory.n_creating) rfi_monitor_wait(&s->monitor);
+    }
+    if (ring_is_ours && rfi_store_streams(s)) rfi_stream_reset(s);
+    if (idle) { /* until it is placed anew */
+        s->stream.n_uses = s->cache.n_frames = 0;
+        s->stream.paused = 0;
+        rfi_store_changed(s);
+    }
+    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++)
+        if (!s->tensors[slot].streamed) left += !rfi_tensor_evict(s, slot);
+        else left += !rfi_cell_is_unloaded(&s->tensors[slot].cell);
+    rfi_cache_drop_evicted(s);
+    for (uint32_t i = 0; i < s->memory.n_slabs; i++) rfi_slab_release(s, &s->memory.slabs[i]);
+    rfi_slab_release(s, &s->stream.ring);
+    rfi_slab_release(s, &s->cache.slab);
+    if (s->loader.n_jobs == 0 && s->loader.n_running == 0) rfi_staging_release(s);
+    if (left == 0) rfi_scratch_release(s);
+    rfi_monitor_unlock(&s->monitor);
+    if (ring_is_ours) pthread_mutex_unlock(&s->stream_lock);
+    return left;
+}
+
+/* ---- the device's budget ---- */
+
+/* Bytes for weights that the device can give to all stores: its budget, or what is free. *others: what it has given
+ * to other stores. */
+static uint64_t rfi_budget_limit(const rfi_store *s, uint64_t *others) { /* device.monitor held */
+    const rf_device *d = s->device;
+    uint64_t limit = d->budget_bytes;
+    rf_device_info info;
+    *others = 0;
+    for (const rfi_store *o = d->stores; o; o = o->next)
+        if (o != s && o->share.placed) *others += o->share.size_bytes;
+    if (limit == 0) {
+        memset(&info, 0, sizeof info);
+        limit = UINT64_MAX;
+        if (d->api->device_info(d->dev, &info, NULL) == RF_OK && info.is_gpu && info.free_bytes)
+            limit = (info.free_bytes + atomic_load(&d->weight_bytes)) / 32 * 31; /* a little stays for the driver */
+    }
+    return limit;
+}
+
+/* The least recently used store on the device that is idle and has a share. */
+static rfi_store *rfi_budget_lru(const rfi_store *s) { /* device.monitor held */
+    rfi_store *lru = NULL;
+    for (rfi_store *o = s->device->stores; o; o = o->next)
+        if (o != s && o->share.placed && o->share.n_active == 0 && (!lru || o->share.last_used < lru->share.last_used))
+            lru = o;
+    return lru;
+}
+
+/* Have a share of the device's budget. A cancel since `cancels` was read ends the wait for models in use. */
+static rf_result rfi_budget_acquire(rfi_store *s, uint64_t cancels, rf_error *err) { /* device.monitor held, yields */
+    const uint64_t own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
+    rfi_placement *p = &s->share.placement;
+    while (!s->share.placed) { /* perhaps by another thread meanwhile */
+        uint64_t others, limit = rfi_budget_limit(s, &others);
+        rf_result r = rfi_placement_choose(s, rfi_min_u64(own, limit), p, err);
+        if (r != RF_OK) return r; /* even alone: clearing others or waiting would not help */
+        const uint64_t want = p->resident_bytes + p->ring_bytes;
+        rfi_store *lru = others && (others > limit || limit - others < want) ? rfi_budget_lru(s) : NULL;
+        if (lru) {
+            rfi_store_clear(lru, 1);
+            lru->share.placed = 0;
+            continue;
+        }
+        const uint64_t rest = rfi_min_u64(own, limit > others ? limit - others : 0);
+        if (others == 0 || rfi_placement_choose(s, rest, p, NULL) == RF_OK) {
+            rfi_placement_apply(s);
+        } else if (atomic_load(&s->cancels) != cancels) {
+            return rfi_fail(err, RF_ERR_CANCELLED, 0, "%s: cancelled while it waited for its part of the device",
+                            rfi_gguf_path(s->g));
+        } else {
+            rfi_monitor_wait(&s->device->monitor); /* until a store becomes idle */
+        }
+    }
+    return RF_OK;
+}
+
+/* What the weights would take of the device now, if all other stores were cleared. */
+static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_error *err) {
+    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
+    uint64_t others, own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
+    rfi_placement p = {0};
+    p.streamed = (uint8_t *)rfi_alloc(alloc, s->plan.n_weights, 1, "a forecast", err);
+    p.slots = (uint32_t *)rfi_alloc(alloc, rfi_plan_uses(&s->plan), sizeof *p.slots, "a forecast", err);
+    rf_result r = p.streamed && p.slots ? RF_OK : RF_ERR_MEMORY;
+    if (r == RF_OK) {
+        rfi_monitor_lock(&s->device->monitor);
+        uint64_t limit = rfi_budget_limit(s, &others);
+        rfi_monitor_unlock(&s->device->monitor);
+        r = rfi_placement_choose(s, rfi_min_u64(own, limit), &p, err);
+    }
+    for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++)
+        if (p.streamed[i]) out->streamed_bytes += s->tensors[i].bytes;
+    out->weight_bytes = p.resident_bytes + p.ring_bytes;
+    out->expert_cache_bytes = p.n_frames * s->cache.frame_bytes;
+    rfi_free(alloc, p.streamed);
+    rfi_free(alloc, p.slots);
+    return r;
+}
+
+/* Around every call that loads or uses weights. *cancels: a cancel after it was read ends the call. */
+static rf_result rfi_store_begin(rfi_store *s, uint64_t *cancels, rf_error *err) {
+    *cancels = atomic_load(&s->cancels);
+    rfi_monitor_lock(&s->device->monitor);
+    rf_result r = rfi_budget_acquire(s, *cancels, err);
+    if (r == RF_OK) s->share.n_active++;
+    s->share.last_used = ++s->device->clock;
+    rfi_monitor_unlock(&s->device->monitor);
+    return r;
+}
+
+static void rfi_store_end(rfi_store *s) {
+    rfi_monitor_lock(&s->device->monitor);
+    if (--s->share.n_active == 0) rfi_monitor_wake(&s->device->monitor);
+    rfi_monitor_unlock(&s->device->monitor);
+}
+
+/* ==== 7f The store ===================================================================================== >>store
+ * Open and close, and what models call. Models of one file on one device share a store; the first opens it, the last
+ * frees it. */
+
+static void rfi_store_free(rfi_store *s) {
+    const rf_device_api *api = s->device->api;
+    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
+    rfi_loader *l = &s->loader;
+    rfi_monitor_lock(&s->monitor);
+    l->quit = 1;
+    if (s->tensors) rfi_loader_cancel(s);
+    rfi_monitor_unlock(&s->monitor);
+    for (uint32_t i = 0; i < RFI_MAX_READERS; i++)
+        if (l->readers[i].started) pthread_join(l->readers[i].thread, NULL);
+    if (s->tensors) {
+        rfi_monitor_lock(&s->monitor);
+        rfi_loader_cancel(s); /* what a reader began before it saw that it must leave */
+        rfi_monitor_unlock(&s->monitor);
+        rfi_store_clear(s, 0);
+    }
+    for (uint32_t i = 0; i < s->pinned.n_blocks; i++) api->host_release(s->device->dev, s->pinned.blocks[i]);
+    if (s->queue) api->queue_release(s->queue);
+    if (s->table) api->table_release(s->table);
+    rfi_free(alloc, s->tensors);
+    rfi_free(alloc, s->order);
+    rfi_free(alloc, s->stream.uses);
+    rfi_free(alloc, s->stream.offset);
+    rfi_free(alloc, s->share.placement.streamed);
+    rfi_free(alloc, s->share.placement.slots);
+    rfi_cache_destroy(s);
+    rfi_plan_free(alloc, &s->plan);
+    rfi_monitor_destroy(&s->monitor);
+    rfi_monitor_destroy(&s->cell_monitor);
+    pthread_mutex_destroy(&s->stream_lock);
+    rfi_free(alloc, s);
+}
+
+/* What a tensor needs on the device. */
+static void rfi_tensor_describe(rfi_store *s, uint32_t slot) {
+    const rf_plan_weight *w = &s->plan.weights[slot];
+    rfi_tensor *t = &s->tensors[slot];
+    const rf_weight_layout layout = s->device->api->weight_layout(s->device->dev, w);
+    rf_gguf_get_tensor(s->g, w->tensor, &t->info, NULL);
+    t->info.offset_bytes += w->expert * w->size_bytes;
+    t->info.size_bytes = w->size_bytes;
+    const void *map = rfi_gguf_map(s->g, &t->info);
+    if (layout.in_place && map && ((uintptr_t)map & (layout.align - 1)) == 0) t->in_place = map;
+    t->bytes = (layout.size_bytes + 255) & ~(uint64_t)255;
+    s->in_place |= t->in_place != NULL;
+    s->total_bytes += w->size_bytes;
+    s->device_bytes_needed += t->bytes;
+    s->row_bytes_max = rfi_max_u64(s->row_bytes_max, t->in_place ? 0 : w->size_bytes / w->n_rows);
+    s->scratch_bytes = rfi_max_u64(s->scratch_bytes, layout.scratch_bytes);
+}
+
+/* All tensors, the order of loading, and the number of readers. */
+static void rfi_store_describe(rfi_store *s) {
+    const int critical_first = s->desc.load_policy == RF_LOAD_CRITICAL_FIRST;
+    rfi_loader *l = &s->loader;
+    uint32_t n = 0;
+    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) rfi_tensor_describe(s, slot);
+    s->device_bytes_needed += s->scratch_bytes;
+    for (int pass = critical_first ? 0 : 1; pass < 2; pass++)
+        for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
+            int32_t layer = s->plan.weights[slot].layer;
+            int critical = layer < 0 || layer >= (int32_t)s->plan.n_layers;
+            if (!critical_first || critical == (pass == 0)) s->order[n++] = slot;
+        }
+    uint64_t readers = rfi_min_u64(rfi_min_u64(8, rfi_cpu_count()), s->total_bytes / (4 * RFI_STAGING_BYTES));
+    l->n_readers_max = (uint32_t)rfi_min_u64(s->desc.n_readers ? s->desc.n_readers : readers, RFI_MAX_READERS);
+    l->n_staging_max = 2 * (uint32_t)rfi_max_u64(l->n_readers_max, 1);
+}
+
+/* Make the store of a plan's weights: every tensor unloaded, nothing of the file read. The plan becomes the store's,
+ * also if this fails; then nothing is left. */
+static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const rf_model_desc *desc, rfi_store **out,
+                                rf_error *err) {
+    const rf_allocator *alloc = rfi_gguf_allocator(g);
+    const uint64_t n_weights = plan->n_weights, n_uses = rfi_plan_uses(plan);
+    rfi_store *s = (rfi_store *)rfi_alloc(alloc, 1, sizeof *s, "lazy tensors", err);
+    rf_result r = s ? rfi_monitor_init(&s->cell_monitor, err) : RF_ERR_MEMORY;
+    if (r == RF_OK && (r = rfi_monitor_init(&s->monitor, err)) != RF_OK) rfi_monitor_destroy(&s->cell_monitor);
+    if (r != RF_OK) {
+        rfi_plan_free(alloc, plan);
+        rfi_free(alloc, s);
+        return r;
+    }
+    pthread_mutex_init(&s->stream_lock, NULL); /* a default mutex cannot fail on Linux */
+    s->g = g;
+    s->device = d;
+    s->plan = *plan;
+    s->desc = *desc;
+    s->reports = (rfi_reports){.fn = desc->progress_fn, .user = desc->progress_user, .end = &s->reports.first};
+    rfi_placement *p = &s->share.placement;
+    s->tensors = (rfi_tensor *)rfi_alloc(alloc, n_weights, sizeof *s->tensors, "lazy tensors", err);
+    s->order = (uint32_t *)rfi_alloc(alloc, n_weights, sizeof *s->order, "lazy tensors", err);
+    s->stream.uses = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *s->stream.uses, "lazy tensors", err);
+    s->stream.offset = (uint64_t *)rfi_alloc(alloc, n_uses, sizeof *s->stream.offset, "lazy tensors", err);
+    p->streamed = (uint8_t *)rfi_alloc(alloc, n_weights, sizeof *p->streamed, "lazy tensors", err);
+    p->slots = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *p->slots, "lazy tensors", err);
+    r = s->tensors && s->order && s->stream.uses && s->stream.offset && p->streamed && p->slots ? RF_OK : RF_ERR_MEMORY;
+    if (r == RF_OK) r = d->api->table_create(d->dev, &s->plan, &s->table, err);
+    if (r == RF_OK) r = d->api->queue_create(d->dev, &s->queue, err);
+    if (r == RF_OK) rfi_store_describe(s);
+    if (r == RF_OK) r = rfi_cache_create(s, err);
+    if (r != RF_OK) rfi_store_free(s);
+    else *out = s;
+    return r;
+}
+
+/* Have the store of this file's weights on this device: another model's, or a new one, whose progress callback is
+ * `owner`'s. The plan becomes the store's, or is freed. */
 static rf_result rfi_device_get_store(rf_device *d, rf_gguf *g, rf_plan *plan, const rf_model_desc *desc,
                                       const rf_model *owner, rfi_store **out, rf_error *err) {
     rf_result r = RF_OK;
-    pthread_mutex_lock(&d->monitor.mutex);
+    rfi_monitor_lock(&d->monitor);
     rfi_store *s = d->stores;
     while (s && s->g != g) s = s->next;
     if (s) {
         rfi_plan_free(rfi_gguf_allocator(g), plan);
     } else if ((r = rfi_store_open(g, d, plan, desc, &s, err)) == RF_OK) {
-        s->progress_owner = owner;
+        s->reports.owner = owner;
         s->next = d->stores;
         d->stores = s;
     }
     if (r == RF_OK) {
-        s->n_models++;
+        s->share.n_models++;
         *out = s;
     }
-    pthread_mutex_unlock(&d->monitor.mutex);
+    rfi_monitor_unlock(&d->monitor);
     return r;
 }
 
-/* A model of the store is closed; the last one frees it. */
+/* A model gives its store up; the last one frees it. */
 static void rfi_device_put_store(rfi_store *s, const rf_model *owner) {
     rf_device *d = s->device;
     rfi_store **at = &d->stores;
-    if (s->progress_owner == owner) { /* its callback ends with it; one that runs is waited for */
-        pthread_mutex_lock(&s->lock);
-        s->desc.progress_fn = NULL;
-        while (s->report_running) pthread_cond_wait(&s->changed, &s->lock);
-        pthread_mutex_unlock(&s->lock);
-    }
-    pthread_mutex_lock(&d->monitor.mutex);
-    const int last = --s->n_models == 0;
+    rfi_reports_stop(s, owner);
+    rfi_monitor_lock(&d->monitor);
+    const int last = --s->share.n_models == 0;
     while (last && *at != s) at = &(*at)->next;
     if (last) rfi_store_clear(s, 1), *at = s->next; /* in this order: others count with its memory from now on */
-    pthread_mutex_unlock(&d->monitor.mutex);
+    rfi_monitor_unlock(&d->monitor);
     if (last) rfi_store_free(s);
+}
+
+/* Load the resident tensors of some layers (NULL: of all) and wait for them. */
+static rf_result rfi_store_preload(rfi_store *s, const uint32_t *layers, uint32_t n_layers, rf_error *err) {
+    uint64_t cancels;
+    rf_result r = rfi_store_begin(s, &cancels, err);
+    if (r != RF_OK) return r;
+    rfi_store_prefetch(s, layers, n_layers, cancels);
+    for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++) {
+        const uint32_t slot = s->order[i];
+        if (!rfi_store_selects(s, slot, layers, n_layers)) continue;
+        r = rfi_store_pin(s, slot, cancels, err);
+        if (r != RF_OK) break;
+        r = rfi_tensor_arrived(s, slot, err);
+        rfi_store_unpin(s, slot);
+    }
+    rfi_store_end(s);
+    return r;
+}
+
+/* Cancel loading for the user: calls in progress end, too. */
+static void rfi_store_cancel(rfi_store *s) {
+    rfi_monitor_lock(&s->monitor);
+    atomic_fetch_add(&s->cancels, 1);
+    rfi_loader_cancel(s);
+    rfi_monitor_unlock(&s->monitor);
+    rfi_monitor_lock(&s->device->monitor); /* who waits for a share of the budget looks again */
+    rfi_monitor_wake(&s->device->monitor);
+    rfi_monitor_unlock(&s->device->monitor);
+}
+
+/* Clear what no call uses; if none is active, also give up the share of the budget. Returns the tensors left. */
+static uint32_t rfi_store_clear_unused(rfi_store *s) {
+    rfi_monitor_lock(&s->device->monitor); /* so that no call begins meanwhile */
+    const int idle = s->share.n_active == 0;
+    const uint32_t left = rfi_store_clear(s, idle);
+    if (idle) s->share.placed = 0;
+    rfi_monitor_unlock(&s->device->monitor);
+    return left;
+}
+
+static void rfi_store_get_stats(rfi_store *s, rf_loading_stats *out) {
+    const rfi_stats *n = &s->stats;
+    out->tensors_loaded = atomic_load(&n->tensors_loaded);
+    out->bytes_loaded = atomic_load(&n->bytes_loaded);
+    out->device_bytes = atomic_load(&n->device_bytes);
+    out->hits = atomic_load(&n->hits);
+    out->misses = atomic_load(&n->misses);
+    out->loads = atomic_load(&n->loads);
+    out->failures = atomic_load(&n->failures);
+    out->evictions = atomic_load(&n->evictions);
+    out->device_allocations = atomic_load(&n->device_allocations);
+    out->bytes_read = atomic_load(&n->bytes_read);
+    out->wait_seconds = 1e-9 * (double)atomic_load(&n->wait_ns);
+    rfi_monitor_lock(&s->monitor);
+    const double busy = s->loader.n_jobs ? rfi_now() - s->loader.busy_since : 0;
+    rfi_monitor_unlock(&s->monitor);
+    out->load_seconds = 1e-9 * (double)atomic_load(&n->load_ns) + busy;
+    if (out->load_seconds > 0) out->gb_per_second = 1e-9 * (double)atomic_load(&n->bytes_total) / out->load_seconds;
 }
 
 /* ==== 8 Model ========================================================================================== >>model
@@ -13200,12 +13350,12 @@ static rf_result rfi_eval_give_experts(rf_session *s, rf_result r, rf_error *err
             const uint32_t slot = rfi_expert_slot(layer, k, e);
             s->chosen[slot] = 0;
             if (!s->pinned[slot]) continue;
-            rf_result arrived = rfi_store_arrived(store, slot, r == RF_OK ? err : NULL);
+            rf_result arrived = rfi_tensor_arrived(store, slot, r == RF_OK ? err : NULL);
             if (r == RF_OK) r = arrived;
             rfi_store_unpin(store, slot);
             s->pinned[slot] = 0;
         }
-    rfi_cache_give(store, layer, s->frames);
+    rfi_cache_release(store, layer, s->frames);
     s->held_layer = NULL;
     return r;
 }
@@ -13435,8 +13585,8 @@ static rf_result rfi_eval_take_experts(rf_session *s, const rf_op *op, uint32_t 
         rf_result r = rfi_eval_give_experts(s, RF_OK, err);
         uint32_t n_aside = 0;
         if (s->aside && n_rows <= RFI_ASIDE_ROWS)
-            n_aside = rfi_cache_take_fallback(store, layer, s->rows_of, RFI_ASIDE_PAIRS, s->aside->is_aside);
-        if (r == RF_OK) r = rfi_cache_take(store, layer, s->rows_of, n_rows, s->loading_cancels, s->frames, err);
+            n_aside = rfi_cache_pick_fallback(store, layer, s->rows_of, RFI_ASIDE_PAIRS, s->aside->is_aside);
+        if (r == RF_OK) r = rfi_cache_acquire(store, layer, s->rows_of, n_rows, s->loading_cancels, s->frames, err);
         if (r == RF_OK) s->held_layer = layer;
         if (r == RF_OK && n_aside) r = rfi_aside_run(s, op, n_rows, err); /* while others load */
         return r;
@@ -13513,7 +13663,7 @@ static rf_result rfi_eval_unpin(rf_session *s, rf_result r, rf_error *err) {
     rfi_store *store = s->m->store;
     rfi_stream_release(store, s->held_streamed, s->n_held_streamed, NULL);
     for (uint32_t i = 0; i < s->n_held; i++) {
-        rf_result arrived = rfi_store_arrived(store, s->held[i], r == RF_OK ? err : NULL);
+        rf_result arrived = rfi_tensor_arrived(store, s->held[i], r == RF_OK ? err : NULL);
         if (r == RF_OK) r = arrived;
         rfi_store_unpin(store, s->held[i]);
         s->pinned[s->held[i]] = 0;
@@ -13521,7 +13671,7 @@ static rf_result rfi_eval_unpin(rf_session *s, rf_result r, rf_error *err) {
     r = rfi_eval_give_experts(s, r, err);
     r = rfi_stream_arrived(store, r, err);
     if (s->route) memset(s->chosen, 0, store->plan.n_weights);
-    if (s->holds_experts) rfi_store_let_go(store);
+    if (s->holds_experts) rfi_store_release_experts(store);
     s->holds_experts = 0;
     s->n_held = s->n_held_streamed = 0;
     return r;
@@ -13589,7 +13739,7 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
     rfi_snapshots_plan(s, n_rows);
     rf_ticket ticket = {0};
     rf_result r = RF_OK;
-    rfi_stream_walk(s->m->store);
+    rfi_stream_begin_pass(s->m->store);
     for (uint32_t segment = 0, end; r == RF_OK && segment < s->n_segments; segment = end) {
         end = rfi_eval_end(s, segment, n_rows);
         r = rfi_eval_segments(s, segment, end, &step, &ticket, err);
@@ -13641,7 +13791,7 @@ static rf_result rfi_eval_run(rf_session *s, const rf_token_row *rows, uint32_t 
     rf_result r = RF_OK;
     rfi_stream_lock(store);
     if (rfi_store_streams(store) || !rfi_store_residents_loaded(store))
-        rfi_store_want(store, NULL, 0, s->loading_cancels);
+        rfi_store_prefetch(store, NULL, 0, s->loading_cancels);
     s->holds_experts = s->route && rfi_store_hold_experts(store);
     for (uint32_t at = 0; r == RF_OK && at < n_rows;) {
         uint32_t n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_rows - at), more = 0;
@@ -17476,7 +17626,7 @@ ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_e
                          name);
         else r = rfi_store_pin(m->store, slot, cancels, err);
         if (r == RF_OK) {
-            r = rfi_store_arrived(m->store, slot, err);
+            r = rfi_tensor_arrived(m->store, slot, err);
             rfi_store_unpin(m->store, slot);
         }
     }

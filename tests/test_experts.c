@@ -68,7 +68,7 @@ static float want[N_MODES][N_SEEDS][N_OUT];
 static void check_whole(rf_model *m, const char *when) {
     const rfi_cache *c = &m->store->cache;
     uint32_t used = 0;
-    pthread_mutex_lock(&m->store->lock);
+    pthread_mutex_lock(&m->store->monitor.mutex);
     for (uint32_t f = 0; f < c->n_frames; f++) {
         used += c->frames[f].n_users;
         if (c->frames[f].expert_layer == RF_NONE) continue;
@@ -76,10 +76,10 @@ static void check_whole(rf_model *m, const char *when) {
     }
     for (uint32_t e = 0; c->n_frames && e < c->n_experts; e++)
         CHECK(c->frame_of[e] == RF_NONE || c->layers[c->frames[c->frame_of[e]].expert_layer].first + c->frames[c->frame_of[e]].expert == e, "%s: expert %u", when, e);
-    CHECK(used == 0 && (c->n_frames == 0 || c->n_free == c->n_frames) && !c->wanted, "%s: %u uses are left, %u of %u frames are free", when, used, c->n_free, c->n_frames);
+    CHECK(used == 0 && (c->n_frames == 0 || c->n_free == c->n_frames) && !c->eval_waits, "%s: %u uses are left, %u of %u frames are free", when, used, c->n_free, c->n_frames);
     for (uint32_t slot = 0; slot < m->store->plan.n_weights; slot++)
         CHECK(atomic_load(&m->store->tensors[slot].cell.word) / RFI_PIN == 0, "%s: %s is pinned", when, m->store->plan.weights[slot].name);
-    pthread_mutex_unlock(&m->store->lock);
+    pthread_mutex_unlock(&m->store->monitor.mutex);
 }
 
 static uint32_t loaded_experts(rf_model *m) {
@@ -501,13 +501,13 @@ static void test_policies_on_favourites(void) {
         for (uint32_t i = 0; i < n_trace; i++) {
             rfi_expert_layer *layer = &r.m->store->cache.layers[trace[i].layer];
             uint32_t frames[N_EXPERTS];
-            REQUIRE(rfi_cache_take(r.m->store, layer, trace[i].rows_of, 1, cancels, frames, &r.err) == RF_OK, "%s", r.err.text);
+            REQUIRE(rfi_cache_acquire(r.m->store, layer, trace[i].rows_of, 1, cancels, frames, &r.err) == RF_OK, "%s", r.err.text);
             for (uint32_t e = 0; e < N_EXPERTS; e++)
                 for (uint32_t k = 0; trace[i].rows_of[e] && k < layer->n_weights; k++) {
                     CHECK(rfi_store_pin(r.m->store, rfi_expert_slot(layer, k, e), cancels, &r.err) == RF_OK, "%s", r.err.text);
                     rfi_store_unpin(r.m->store, rfi_expert_slot(layer, k, e));
                 }
-            rfi_cache_give(r.m->store, layer, frames);
+            rfi_cache_release(r.m->store, layer, frames);
         }
         rfi_store_end(r.m->store);
         simulate(policy, r.m->store->cache.n_frames, N_EXPERTS, sim);
@@ -559,21 +559,21 @@ static void test_held(void) {
         rfi_expert_layer *layer = &s->cache.layers[3];
         for (uint32_t e = 0; e < N_EXPERTS; e++) rows_of[e] = 1;
         REQUIRE(s->cache.n_frames < 3 * N_EXPERTS, "%u frames", s->cache.n_frames);
-        REQUIRE(rfi_cache_take(s, layer, rows_of, 1, cancels, frames, &r.err) == RF_OK, "%s", r.err.text);
+        REQUIRE(rfi_cache_acquire(s, layer, rows_of, 1, cancels, frames, &r.err) == RF_OK, "%s", r.err.text);
         for (uint32_t e = 0; e < N_EXPERTS; e++) REQUIRE(rfi_store_pin(s, rfi_expert_slot(layer, 0, e), cancels, &r.err) == RF_OK, "%s", r.err.text);
         uint64_t offset = s->tensors[rfi_expert_slot(layer, 0, 5)].offset;
         worker w = {.m = r.m, .mode = COPIED, .rounds = 2, .seed = 1};
         uint32_t more[N_EXPERTS], n_left = s->cache.n_free, some[N_EXPERTS] = {0};
         REQUIRE(n_left < N_EXPERTS, "%u are left", n_left);
         for (uint32_t e = 0; e + 1 < n_left; e++) some[e] = 1; /* one is left: no step can run */
-        if (n_left > 1) REQUIRE(rfi_cache_take(s, layer + 1, some, 1, cancels, more, &r.err) == RF_OK, "%s", r.err.text);
+        if (n_left > 1) REQUIRE(rfi_cache_acquire(s, layer + 1, some, 1, cancels, more, &r.err) == RF_OK, "%s", r.err.text);
         pthread_t thread;
         REQUIRE(pthread_create(&thread, NULL, evaluate, &w) == 0, "thread");
         int waiting = 0;
         while (!waiting && !atomic_load(&w.done)) {
-            pthread_mutex_lock(&s->lock);
-            waiting = s->cache.wanted;
-            pthread_mutex_unlock(&s->lock);
+            pthread_mutex_lock(&s->monitor.mutex);
+            waiting = s->cache.eval_waits;
+            pthread_mutex_unlock(&s->monitor.mutex);
             sched_yield();
         }
         CHECK(waiting && !atomic_load(&w.done), "it ran without frames: %s", w.err.text);
@@ -588,8 +588,8 @@ static void test_held(void) {
             CHECK(w.result == RF_ERR_CANCELLED, "%s", w.err.text);
         }
         for (uint32_t e = 0; e < N_EXPERTS; e++) rfi_store_unpin(s, rfi_expert_slot(layer, 0, e));
-        rfi_cache_give(s, layer, frames);
-        if (n_left > 1) rfi_cache_give(s, layer + 1, more);
+        rfi_cache_release(s, layer, frames);
+        if (n_left > 1) rfi_cache_release(s, layer + 1, more);
         if (!cancel) pthread_join(thread, NULL);
         if (!cancel) CHECK(w.result == RF_OK, "%s: %s", rf_result_name(w.result), w.err.text);
         rfi_store_end(s);

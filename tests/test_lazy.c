@@ -665,9 +665,9 @@ static int cancel_in_callback(uint64_t done, uint64_t total, rf_string tensor, v
 }
 
 static uint32_t n_jobs(rfi_store *s) {
-    pthread_mutex_lock(&s->lock);
-    uint32_t n = s->n_jobs;
-    pthread_mutex_unlock(&s->lock);
+    pthread_mutex_lock(&s->monitor.mutex);
+    uint32_t n = s->loader.n_jobs;
+    pthread_mutex_unlock(&s->monitor.mutex);
     return n;
 }
 
@@ -708,9 +708,9 @@ static void test_cancel_before_a_load(void) {
     rf_model_cancel_loading(r.m);
     rf_result res = rfi_cell_acquire(&t->cell, &s->cell_monitor, rfi_tensor_load, &late, &loaded, &r.err);
     CHECK(res == RF_ERR_CANCELLED && !loaded, "%s: %s", rf_result_name(res), r.err.text);
-    rfi_store_want(s, NULL, 0, late.cancels);
-    for (uint32_t i = 0; i < s->plan.n_weights; i++) CHECK(!s->tensors[i].wanted, "tensor %u is wanted", i);
-    CHECK(!s->n_running && !atomic_load(&dk.data_reads), "%u data reads", (unsigned)atomic_load(&dk.data_reads));
+    rfi_store_prefetch(s, NULL, 0, late.cancels);
+    for (uint32_t i = 0; i < s->plan.n_weights; i++) CHECK(!s->tensors[i].prefetch, "tensor %u is to be loaded", i);
+    CHECK(!s->loader.n_running && !atomic_load(&dk.data_reads), "%u data reads", (unsigned)atomic_load(&dk.data_reads));
     CHECK(rf_model_load_tensor(r.m, s->plan.weights[0].name, &r.err) == RF_OK, "%s", r.err.text);
     rig_close(&r);
     mg_free(&dk.file);

@@ -229,7 +229,7 @@ static void test_clear_waits_for_memory(void) {
     CHECK(pthread_create(&thread, NULL, release_soon, &released) == 0, "thread");
     uint64_t cancels; /* layer 0 is loaded ahead, and the thread that asked for it is gone */
     CHECK(rfi_store_begin(r.m->store, &cancels, &r.err) == RF_OK, "%s", r.err.text);
-    rfi_store_want(r.m->store, (uint32_t[]){0}, 1, 0);
+    rfi_store_prefetch(r.m->store, (uint32_t[]){0}, 1, 0);
     rfi_store_end(r.m->store);
     while (!atomic_load(&watched_held)) sched_yield();
     CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK && atomic_load(&released), "cleared under a reader");
@@ -409,7 +409,7 @@ static void test_pinned(void) {
         for (int i = 0; i < 2; i++) CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, want[NULLED], sizeof got) == 0, "%s", r.err.text);
         const uint64_t bytes_read = rf_model_get_loading_stats(r.m).bytes_read;
         CHECK(run(r.m, got, &r.err) == RF_OK && rf_model_get_loading_stats(r.m).bytes_read == bytes_read, "read anew: %s", r.err.text);
-        CHECK(atomic_load(&homes_asked) == 1 + failing && r.m->store->n_pinned_blocks == 1, "asked for %d times", atomic_load(&homes_asked));
+        CHECK(atomic_load(&homes_asked) == 1 + failing && r.m->store->pinned.n_blocks == 1, "asked for %d times", atomic_load(&homes_asked));
         CHECK(rf_model_close(r.m, NULL) == RF_OK && watched_live(&r) == 0, "%lld objects are left", (long long)watched_live(&r));
         r.m = NULL;
         rig_close(&r);
@@ -610,9 +610,9 @@ static void test_experts(void) {
         CHECK(st.loads == n_weights, "a second load");
         CHECK(run(r.m, got, &r.err) == RF_OK && !memcmp(all, got, sizeof got), "%s", r.err.text);
         CHECK(rf_model_get_loading_stats(r.m).hits - st.hits == 4 * (uint64_t)(n_weights - n_experts), "experts are pinned one by one"); /* four evals */
-        CHECK(r.m->store->n_holding == 0 && rfi_store_hold_experts(r.m->store), "not all are there");
+        CHECK(r.m->store->hold.n_evals == 0 && rfi_store_hold_experts(r.m->store), "not all are there");
         CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == n_experts, "%u are left", left);
-        rfi_store_let_go(r.m->store);
+        rfi_store_release_experts(r.m->store);
         CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == 0 && !rfi_store_hold_experts(r.m->store), "%u are left", left);
         CHECK(run(r.m, got, &r.err) == RF_OK && !memcmp(all, got, sizeof got), "%s", r.err.text);
         rig_close(&r);
