@@ -4,10 +4,11 @@
  *     #include "rocmforge.h"
  *
  *     CPU   cc -O2 example.c -lm -pthread
- *     GPU   hipcc example.c rocmforge_kernels.hip                          (hipcc >= 5.7; README.md has 5.2 and nvcc)
+ *     GPU   hipcc example.c rocmforge_kernels.hip      hipcc >= 5.7; README.md has 5.2 and nvcc. AMD is proven by
+ *                                                      emulation and not yet on a card; NVIDIA is tested on H200.
  *
- * The point is lazy loading: opening a model reads metadata only, a weight is read when the forward pass first needs
- * it, exactly once, whatever the number of threads. Opening costs O(metadata) and models larger than memory run.
+ * The point is lazy loading: opening a model reads metadata only; a weight is read when the forward pass first needs
+ * it, exactly once, whatever the number of threads. Opening costs O(metadata), and models larger than memory run.
  *
  * rocmforge does NOT
  *   - train, fine-tune, quantize or convert models, read anything but GGUF, or download files
@@ -16,28 +17,79 @@
  *   - print, exit, abort, read environment variables, install signal handlers or keep global state
  *   - support big-endian or 32-bit machines, or systems other than Linux
  *
- * A complete program:
+ * A complete program (examples/hello.c):
  *
  *     #define ROCMFORGE_IMPLEMENTATION
  *     #include "rocmforge.h"
  *     #include <stdio.h>
+ *     #include <string.h>
+ *
  *     int main(int argc, char **argv) {
- *         rf_gguf *file; rf_device *device; rf_model *model; rf_session *session; rf_error err; float *logits;
- *         const rf_tokenizer *tok; rf_detokenizer state = {0}; rf_sampler greedy; int32_t ids[64];
- *         uint32_t n; size_t bytes; char text[256];
- *         if (argc < 2) return 2;
- *         if (rf_gguf_open(argv[1], NULL, &file, &err) || rf_device_open("auto", NULL, &device, &err) ||
- *             rf_model_open(file, device, NULL, &model, &err) || rf_session_open(model, NULL, &session, &err) ||
- *             rf_model_get_tokenizer(model, &tok, &err) || rf_sampler_init(&greedy, &(rf_sampler_desc){0}, &err) ||
- *             rf_tokenize(tok, "ROMEO:\n", 7, RF_TOKENIZE_ADD, ids, 64, &n, &err)) return puts(err.text), 1;
- *         for (int i = 0; i < 64 && rf_session_forward(session, ids, n, &logits, &err) == RF_OK; i++, n = 1) {
- *             rf_sampler_sample(&greedy, logits, rf_model_get_info(model).n_vocab, ids, &err);
- *             rf_detokenize(tok, &state, ids[0], 0, text, sizeof text, &bytes, &err);
- *             fwrite(text, 1, bytes, stdout);
+ *         const char *path = argc > 1 ? argv[1] : "examples/shakespeare-5m.gguf", *prompt = "ROMEO:\n";
+ *         rf_gguf *file = NULL;
+ *         rf_device *device = NULL;
+ *         rf_model *model = NULL;
+ *         rf_session *session = NULL;
+ *         const rf_tokenizer *tokenizer = NULL;
+ *         rf_sampler sampler;
+ *         rf_detokenizer state = {0};
+ *         rf_error err = {0};
+ *         int32_t ids[64];
+ *         uint32_t n = 0;
+ *
+ *         rf_result r = rf_gguf_open(path, NULL, &file, &err);
+ *         if (!r) r = rf_device_open("auto", NULL, &device, &err); // the first GPU, else the CPU
+ *         if (!r) r = rf_model_open(file, device, NULL, &model, &err);
+ *         if (!r) r = rf_session_open(model, NULL, &session, &err);
+ *         if (!r) r = rf_model_get_tokenizer(model, &tokenizer, &err);
+ *         if (!r) r = rf_sampler_init(&sampler, NULL, &err); // greedy
+ *         if (!r) r = rf_tokenize(tokenizer, prompt, strlen(prompt), RF_TOKENIZE_ADD, ids, 64, &n, &err);
+ *
+ *         for (int i = 0; !r && i < 64; i++, n = 1) {
+ *             char text[256];
+ *             size_t n_bytes = 0;
+ *             r = rf_session_forward(session, ids, n, NULL, &err); // the prompt, then one token at a time
+ *             if (!r) r = rf_session_sample(session, 0, &sampler, &ids[0], &err);
+ *             if (r || rf_token_is_end(tokenizer, ids[0])) break;
+ *             r = rf_detokenize(tokenizer, &state, ids[0], 0, text, sizeof text, &n_bytes, &err);
+ *             fwrite(text, 1, n_bytes, stdout);
  *         }
- *         rf_session_close(session, NULL), rf_model_close(model, NULL), rf_device_close(device, NULL);
- *         return rf_gguf_close(file, NULL) != RF_OK;
+ *         if (r) fprintf(stderr, "%s\n", err.text);
+ *
+ *         rf_session_close(session, NULL);
+ *         rf_model_close(model, NULL);
+ *         rf_device_close(device, NULL);
+ *         rf_gguf_close(file, NULL);
+ *         return r != RF_OK;
  *     }
+ *
+ * Recipes: what to look up for
+ *   text, token by token               the program above; rf_detokenize gives out whole UTF-8 characters only
+ *   chat                               rf_chat_tokenize; rf_session_sync keeps the shared prefix; rocmforge_cli chat
+ *   stop at the end of the answer      rf_token_is_end
+ *   stop text                          search in what rf_detokenize gave out so far, and evaluate no further token
+ *   hide thoughts                      rf_chat_final on the text so far
+ *   limit or ban tokens, JSON          rf_sampler_desc.bias, or write -INFINITY into rf_session_get_logits' row
+ *   the same text again                rf_sampler_desc.seed; temperature 0 is greedy
+ *   log probabilities, perplexity      rf_session_eval with rf_token_row.want_logits, then rf_session_get_logits
+ *   embed a text                       rf_session_embed; rf_session_hidden for each token
+ *   give floats instead of tokens      rf_token_row.embedding
+ *   many users at once                 rf_scheduler_open (continuous batching), or a session per thread of one model
+ *   one system prompt, many answers    evaluate it once, then rf_session_copy
+ *   edit or undo                       rf_session_sync, rf_session_truncate
+ *   save a sequence                    rf_session_save, rf_session_restore
+ *   will it fit                        rf_model_forecast, before anything is allocated
+ *   a model larger than memory         rf_model_desc.budget_bytes; for experts expert_cache_bytes and what follows it
+ *   load ahead, progress bar           rf_model_preload_all; rf_model_desc.progress_fn; examples/lazy.c
+ *   free GPU memory, keep the model    rf_model_clear_device_cache
+ *   cancel an answer                   rf_session_cancel, from any thread or a signal handler
+ *   cancel a load                      rf_model_cancel_loading from any thread; from a signal handler set a flag of
+ *                                      type volatile sig_atomic_t that progress_fn returns
+ *   two GPUs                           for each a device ("hip:0", "hip:1"), a model and a session; one rf_gguf will do
+ *   a model inside the program         rf_gguf_open_memory; rf_io for files of your own kind
+ *   what is in a file                  rf_gguf_get_kv, rf_gguf_get_tensor; rocmforge_cli inspect
+ *   a file that is cut short           rf_gguf_desc.no_map or rf_gguf_handle_fault
+ *   does this GPU compute right        rocmforge_cli check: every op against the CPU
  *
  * Sections (search for the tag)
  *    1 >>api          what you call                          8 >>model     hyperparameters
@@ -59,15 +111,17 @@
  *   ROCMFORGE_MAX_LAYERS ...  implementation: limits for files, named beside their checks
  *
  * Rules
- *   Memory   every object is closed by its own close; descs are zero-initialised for defaults; pointers that are
- *            handed out are borrowed, and a comment says until when. After rf_session_open nothing is allocated.
+ *   Memory   every object has its own close; a zeroed desc means defaults; pointers that are handed out are borrowed,
+ *            and a comment says until when. After rf_session_open a session allocates nothing.
  *   Threads  files, models, devices and tokenizers may be shared by any number of threads; a session, a sampler and a
- *            scheduler take one call at a time. Threads are started in the CPU device, where they sleep, and to load
- *            weights, as long as there is something to load or to stream.
- *   Errors   every function that can fail returns an rf_result (0 = ok) and fills the rf_error its caller brought.
- *   Bits     the same input gives the same bits, for any number of threads, load order and budget, on one device model
- *            and CPU instruction set; on the CPU whatever else is in a batch and however a prompt is cut, while a GPU
- *            takes kernels that suit the number of rows in a step, which round in other places.
+ *            scheduler take one call at a time. The library starts threads in two places: in the CPU device, where
+ *            they sleep between calls, and to load weights, while there is something to load or to stream.
+ *   Errors   every function that can fail returns an rf_result (0 = ok); its last argument is the caller's rf_error,
+ *            which receives the text, or NULL. Every close is RF_ERR_BUSY while something uses the object.
+ *   Signals  async-signal-safe: rf_session_cancel and, on Linux, rf_gguf_handle_fault. Nothing else is.
+ *   Bits     the same input gives the same logits, bit for bit, for any number of threads, load order and budget, on
+ *            one device model and CPU instruction set. On the CPU also whatever else is in a batch and however a prompt
+ *            is cut; a GPU chooses kernels by the number of rows in a step, and these round in other places.
  *
  * Security
  *   Untrusted   every byte of a GGUF file, also while others change it; texts, token ids and chat messages; and that

@@ -14,7 +14,7 @@ command -v clang >/dev/null && quick=clang
 # a translation unit that is only the implementation; one that only includes the header.
 sources() {
     sed -n '/A complete program/,/^ \*     }$/s/^ \*     //p' rocmforge.h |
-        sed 's/"ROMEO:\\n", 7/"CASSIUS:\\nWhere is", 17/' >"$dir/hello.c.new"
+        sed 's/"ROMEO:\\n"/"CASSIUS:\\nWhere is"/' >"$dir/hello.c.new"
     sed '/define ROCMFORGE_IMPLEMENTATION/d' "$dir/hello.c.new" >"$dir/hello_decl.c.new"
     printf '#define ROCMFORGE_IMPLEMENTATION\n#include "rocmforge.h"\n' >"$dir/impl.c.new"
     printf '#include "rocmforge.h"\nint n_layers(const rf_model *m);\nint n_layers(const rf_model *m) {

@@ -49,6 +49,13 @@ case_sections_of_the_header() {
     grep -q '^1 api$' "$dir/rocmforge.h.banners"
     grep -q ' public$' "$dir/rocmforge.h.banners"
 }
+# the recipes and rules on the first page name functions and fields that there are
+case_names_of_the_first_page() {
+    awk '/\*\/$/ { exit } { print }' rocmforge.h | grep -oE '\brf_[a-z0-9_]+' | sort -u >"$dir/names"
+    grep -q rf_session_eval "$dir/names"
+    awk 'body; /\*\/$/ { body = 1 }' rocmforge.h | grep -oE '\brf_[a-z0-9_]+' | sort -u >"$dir/known"
+    ! comm -23 "$dir/names" "$dir/known" | grep .
+}
 case_sections_of_the_kernels() { sections rocmforge_kernels.hip; }
 case_stop_here() { [ "$(grep -c 'Stop here if you only call the library' rocmforge.h)" -eq 1 ]; }
 case_columns() {
