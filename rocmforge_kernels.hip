@@ -9095,7 +9095,7 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     memset(&ignored, 0, sizeof ignored);
     rfk_drop_graphs(p);
     p->graph_generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
-    if (p->graph_way != p->stats.config) p->graphs_checked = 0; /* other kernels: this driver may be wrong about these */
+    if (p->graph_way != p->stats.config) p->graphs_checked = 0; /* other kernels: the driver may be wrong about these */
     p->graph_way = p->stats.config;
     p->tuning.n_steps = 0; /* a graph's first replay is not like the next */
     p->capturing = 1;
