@@ -159,10 +159,9 @@
 #include <stdint.h>
 
 /* ==== 1 API ============================================================================================= >>api
- * What a program calls, in the order in which it calls it. Each comment says what the function needs, returns,
- * allocates and costs, and which threads may call it ("any one": any thread, one at a time). "Memory none" means that
- * the call allocates nothing. Shapes are row-major [rows, cols], the last index contiguous; where the order of a GGUF
- * file is meant (contiguous dimension first) it reads ne={...}. */
+ * What a program calls, in the order in which it calls it. Every function says what it needs, returns, allocates and
+ * costs, and who may call it from where. Shapes are row-major [rows, cols], the last index contiguous; where the
+ * order of a GGUF file is meant (contiguous dimension first) it reads ne={...}. */
 
 #define RF_VERSION_MAJOR 0
 #define RF_VERSION_MINOR 2
@@ -182,17 +181,17 @@ extern "C" {
 
 /* ---- results and errors ---- */
 
-/* Grouped by what the caller can do about it. 0 is success, every failure is negative, everywhere in this file. */
+/* What the caller can do about a failure. 0 is success, every failure is negative, everywhere in this file. */
 typedef enum rf_result {
     RF_OK = 0,
     RF_ERR_ARGUMENT = -1,     /* the call is wrong: fix the program                                   */
-    RF_ERR_MEMORY = -2,       /* too little host memory, or too small a budget for weights            */
+    RF_ERR_MEMORY = -2,       /* host memory                                                          */
     RF_ERR_IO = -3,           /* the operating system could not read; error.sys is errno              */
     RF_ERR_FORMAT = -4,       /* the file is malformed; error.where is a byte offset                  */
     RF_ERR_UNSUPPORTED = -5,  /* well formed, but this version cannot run it                          */
     RF_ERR_CONTEXT_FULL = -6, /* the sequence has no room for these tokens                            */
     RF_ERR_DEVICE = -7,       /* a device call failed; error.sys is its code                          */
-    RF_ERR_CANCELLED = -8,    /* by a call that cancels, a progress callback or a closing scheduler   */
+    RF_ERR_CANCELLED = -8,    /* a call that cancels, a progress callback or a closing scheduler did  */
     RF_ERR_NOT_FOUND = -9,    /* no such key, tensor, device or file                                  */
     RF_ERR_BUSY = -10,        /* still in use: close what uses it first                               */
     RF_ERR_CAPACITY = -11     /* the caller's buffer is too small; *count is the size needed          */
@@ -333,16 +332,16 @@ typedef struct rf_kv {
     uint32_t type;         /* rf_kv_type                                              */
     uint32_t element_type; /* of an array; equal to type otherwise                    */
     uint64_t count;        /* elements of an array; 1 otherwise                       */
-    const void *data;      /* first element, little endian, unaligned; a string is a
-                              u64 length and its bytes: read it with rf_kv_text       */
+    const void *data;      /* first element, little endian, unaligned; strings are a
+                              u64 length and bytes: read them with rf_kv_text         */
     uint64_t size_bytes;   /* of all elements                                         */
     uint64_t where;        /* byte offset of the value in the file, for messages      */
 } rf_kv;
 
-/* One entry of the tensor directory. ne[0] is the contiguous dimension; unused dimensions are 1. */
+/* One row of the tensor directory. ne[0] is the contiguous dimension; unused dimensions are 1. */
 typedef struct rf_tensor_info {
     rf_string name;
-    uint32_t type;          /* rf_type, a known one                                     */
+    uint32_t type;          /* rf_type, known                                           */
     uint32_t n_dims;        /* 1..4                                                     */
     uint64_t ne[4];
     uint32_t file_index;    /* which part of a split file                               */
@@ -353,12 +352,12 @@ typedef struct rf_tensor_info {
 } rf_tensor_info;
 
 typedef struct rf_gguf_desc {
-    rf_allocator allocator; /* also of models, tokenizers, sessions and schedulers made from the file               */
+    rf_allocator allocator; /* also of models, tokenizers, sessions and schedulers that are made from the file      */
     rf_io io;
     rf_log_fn log_fn;   /* NULL: silent                                                                         */
     void *log_user;
-    uint32_t no_map;    /* 1: never map tensor bytes, read them. A file that is truncated meanwhile is then an
-                           error; a mapping raises SIGBUS (see rf_gguf_handle_fault)                            */
+    uint32_t no_map;    /* 1: never map tensor bytes, read them (a file truncated meanwhile is then an error,
+                           where a mapping would raise SIGBUS: see rf_gguf_handle_fault)                        */
 } rf_gguf_desc;
 
 typedef struct rf_gguf_info {
@@ -391,23 +390,23 @@ ROCMFORGE_API rf_result rf_gguf_open_memory(const void *data, size_t size_bytes,
  * Returns RF_OK; RF_ERR_BUSY, with the file still open, while a model or tokenizer uses it.   Threads any one. */
 ROCMFORGE_API rf_result rf_gguf_close(rf_gguf *g, rf_error *err);
 
-/* Facts about an open file; path is borrowed until it is closed. Zeros for NULL.   Cost O(files).   Threads any. */
+/* Facts about an open file, path borrowed until it is closed. Zeros for NULL.   Cost O(files).   Threads any. */
 ROCMFORGE_API rf_gguf_info rf_gguf_get_info(const rf_gguf *g);
 
-/* A key/value by position (0 .. n_kv-1) or by name; what it points to is borrowed until the file is closed.
- * Returns RF_OK; RF_ERR_NOT_FOUND, with *out zeroed; RF_ERR_ARGUMENT (out).   Memory none.   Cost O(1).
- * Threads any. */
+/* Key/value by position (0 .. n_kv-1) or by name; what it points to is borrowed until the file is closed.
+ * Returns RF_OK; RF_ERR_NOT_FOUND, with *out zeroed; RF_ERR_ARGUMENT (out).   Cost O(1); with err NULL an absent key
+ * costs no message.   Threads any. */
 ROCMFORGE_API rf_result rf_gguf_get_kv(const rf_gguf *g, uint64_t index, rf_kv *out, rf_error *err);
 ROCMFORGE_API rf_result rf_gguf_find_kv(const rf_gguf *g, const char *key, rf_kv *out, rf_error *err);
 
-/* Element i of a value as an integer (of any integer type or bool), a real (of any number), or a string. The strings
- * of an array are read in order: *cursor_bytes starts at 0 and each call moves it to the next; NULL for one string.
- * Returns RF_OK; RF_ERR_ARGUMENT if the value has another type, does not fit, or i is out of range.   Threads any. */
+/* Element i of a value as an integer (any integer type or bool), a real (any number), or a string. Strings of an
+ * array lie one behind the other: *cursor_bytes starts at 0 and moves to the next one; pass NULL for a single string.
+ * Return RF_OK; RF_ERR_ARGUMENT if the value is of another type, does not fit, or i is out of range.   Threads any. */
 ROCMFORGE_API rf_result rf_kv_int(const rf_kv *kv, uint64_t i, int64_t *out, rf_error *err);
 ROCMFORGE_API rf_result rf_kv_real(const rf_kv *kv, uint64_t i, double *out, rf_error *err);
 ROCMFORGE_API rf_result rf_kv_text(const rf_kv *kv, uint64_t *cursor_bytes, rf_string *out, rf_error *err);
 
-/* A tensor by position in the directory (0 .. n_tensors-1) or by name. Lifetime, Returns, Cost, Threads as above. */
+/* Tensor by position in the directory (0 .. n_tensors-1) or by name. Lifetime, Returns, Cost, Threads as above. */
 ROCMFORGE_API rf_result rf_gguf_get_tensor(const rf_gguf *g, uint64_t index, rf_tensor_info *out, rf_error *err);
 ROCMFORGE_API rf_result rf_gguf_find_tensor(const rf_gguf *g, const char *name, rf_tensor_info *out, rf_error *err);
 
@@ -416,20 +415,20 @@ ROCMFORGE_API rf_result rf_gguf_find_tensor(const rf_gguf *g, const char *name, 
 ROCMFORGE_API rf_result rf_gguf_read_tensor(const rf_gguf *g, uint64_t index, uint64_t offset, void *dst, size_t n,
                                             rf_error *err);
 
-/* Turn a SIGBUS into an error. The CPU uses weights where the file is mapped; if somebody truncates the file, or its
- * disk fails, the system raises SIGBUS in the thread that computes. The library installs no signal handler; a program
- * that wants an error instead of the signal calls this in its own:
+/* What a program's own SIGBUS handler asks for a file of which the CPU uses weights where they are mapped. Somebody
+ * may cut such a file short after its tensors were loaded, or its disk may fail; the system then raises SIGBUS in the
+ * thread that computes. A program that wants an error instead installs a handler (the library installs none and keeps
+ * no list of files: what is done about signals is the program's to say) and calls this in it:
  *     static void on_sigbus(int number, siginfo_t *info, void *context) {
  *         if (rf_gguf_handle_fault(file, info->si_addr)) return;
  *         ...                                                       what the program does about other addresses
  *     }
- *   g        in  an open file (NULL: none); it must not be closed while the handler can run
+ *   g        in  an open file (NULL: none); it may not be closed while the handler can run
  *   address  in  the address of the fault
- * Returns 1 if the address lies in g's mapping: the mapping now reads as zeros from its page to the end of the file,
- * the computation goes on, and that rf_session_eval and all later ones return RF_ERR_IO with the file and the offset,
- * their sequences unchanged. Close and open the file to recover. 0 if the address is not g's: nothing has changed.
- * Memory none.   Cost: two system calls.   Threads any; async-signal-safe on Linux (atomics, sysconf, mmap; errno
- * is kept). */
+ * Returns 1 if the address lies in g's mapping: zeros are there now, from its page to the end of the file, the
+ * computing goes on, and that rf_session_eval and all later ones return RF_ERR_IO with the file and the offset,
+ * sequences as before them. Closing and opening the file is the way out. 0 if it is not g's: nothing has changed.
+ * Memory none.   Cost: a system call or two.   Threads any; async-signal-safe on Linux; errno stays. */
 ROCMFORGE_API int rf_gguf_handle_fault(rf_gguf *g, const void *address);
 
 /* ---- devices ---- */
@@ -443,7 +442,7 @@ typedef struct rf_device_info {
     char note[160];         /* why it cannot be used, or what is unusual; empty if nothing is     */
     uint32_t usable;        /* 1 if rf_device_open may succeed                                    */
     uint32_t is_gpu;
-    uint32_t wave_size;     /* lanes per wave (warp); 1 on the CPU                                */
+    uint32_t wave_size;     /* lanes per wave; 1 on the CPU                                       */
     uint32_t compute_units; /* or threads of the CPU device                                       */
     uint64_t total_bytes;   /* memory                                                             */
     uint64_t free_bytes;
@@ -454,23 +453,22 @@ typedef struct rf_device_desc {
     rf_allocator allocator;
     uint32_t n_threads;     /* CPU: threads that compute, the caller's included; 0 = one per core allowed (max 256) */
     const char *isa;        /* CPU: "scalar", "avx2", "avxvnni", "avx512", "neon", "i8mm"; NULL = the best. For tests
-                               and for equal bits on different machines. */
+                               and for equal bits on unequal machines. */
     uint64_t budget_bytes;  /* for the weights of all models on it; 0 = what is free on a GPU, no limit on the CPU. The
-                               least recently used model gives way. */
+                               model used longest ago gives way. */
     uint64_t fail_call;     /* null device: the n-th call fails (1 = the first); 0 = none */
     uint32_t fail_forever;  /* null device: so do all later ones                          */
     uint32_t fail_late;     /* null device: a weight_write fails at its ticket, not at once */
 } rf_device_desc;
 
-/* List the devices. A kernels file that is not linked appears as an unusable entry that says so.
- *   out    out  [capacity], the first ones; may be NULL with capacity 0;   count  out  devices there are
- * Returns RF_OK, also if there are more than capacity; RF_ERR_ARGUMENT.   Memory none.   Threads any. */
+/* List the devices: out receives up to `capacity` entries, *count the number there are. A kernels file that is not
+ * linked appears as an unusable entry that says so. Returns RF_OK; RF_ERR_ARGUMENT.   Threads any. */
 ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, uint32_t *count, rf_error *err);
 
 /* Open a device.
  *   name  in   "auto" or NULL (the first usable GPU, else the CPU; rf_device_get_info says which and, in note, why
- *              not a GPU), "cpu", "null", "hip:N" (also NVIDIA)
- *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
+ *              not a GPU), "cpu", "null", "hip:N"
+ *   desc  in   NULL = defaults
  * Returns RF_OK; RF_ERR_NOT_FOUND (no such device: the text lists what there is); RF_ERR_DEVICE; RF_ERR_MEMORY.
  * Memory: the CPU device keeps n_threads - 1 sleeping threads.   Threads any; the object may be shared. */
 ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *desc, rf_device **out, rf_error *err);
@@ -479,59 +477,59 @@ ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *d
  * Returns RF_OK; RF_ERR_BUSY, with the device still open, while a model uses it.   Threads any one. */
 ROCMFORGE_API rf_result rf_device_close(rf_device *d, rf_error *err);
 
-/* What it is, and how much memory is free now. Zeros for NULL.   Cost: asks the driver.   Threads any. */
+/* What it is, and how much memory is free now. Zeros for NULL.   Cost: asks the system.   Threads any. */
 ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d);
 
 /* ---- models ---- */
 
 typedef struct rf_model rf_model;
 
-/* A tensor was loaded: done_bytes of total_bytes are on the device now. Return nonzero to cancel, as
- * rf_model_cancel_loading does. Called from a thread that loads, which may be inside rf_session_eval, one call at a
- * time. It may use its own model's loading calls below, but not evaluate, nor close what is in use. */
+/* A tensor was loaded. done_bytes of total_bytes are now. Return nonzero to cancel, as rf_model_cancel_loading does.
+ * Called from a thread that loads, which may be inside rf_session_eval, one call at a time. It may use its own model's
+ * loading calls below, but not evaluate, nor close what is in use. */
 typedef int (*rf_progress_fn)(uint64_t done_bytes, uint64_t total_bytes, rf_string tensor, void *user);
 
 /* When weights are loaded. */
 typedef enum rf_load_policy {
-    RF_LOAD_LAZY = 0,           /* the first rf_session_eval starts it, in plan order; compute overlaps it  */
+    RF_LOAD_LAZY = 0,           /* the first rf_session_eval starts it, in plan order, and computes behind it       */
     RF_LOAD_PRELOAD = 1,        /* rf_session_open loads all of them before it returns                      */
     RF_LOAD_CRITICAL_FIRST = 2  /* as lazy, with the embedding and the output before the layers             */
 } rf_load_policy;
 
 /* What happens to weights beyond the budget. */
 typedef enum rf_stream_policy {
-    RF_STREAM_PREFIX = 0,       /* as many as fit stay resident, the others are streamed anew for each token */
-    RF_STREAM_LRU = 1           /* all are streamed, the least recently used is evicted: for comparison only */
+    RF_STREAM_PREFIX = 0,       /* as many as fit stay, the others are read anew for every token            */
+    RF_STREAM_LRU = 1           /* none stays longer than it takes to need its place: for comparison only   */
 } rf_stream_policy;
 
-/* Which expert is evicted from the expert cache, where the budget leaves room for some experts only. */
+/* Which expert gives way to one that is not on the device, where a budget leaves room for some of them only. */
 typedef enum rf_expert_policy {
-    RF_EXPERTS_LFRU = 0,        /* the least frequently chosen, old choices counting for less               */
-    RF_EXPERTS_LRU = 1,         /* the least recently chosen: for comparison only                           */
-    RF_EXPERTS_STATIC = 2       /* those chosen first stay, the others take turns: for comparison only      */
+    RF_EXPERTS_LFRU = 0,        /* the one chosen least often, choices of long ago counting for less        */
+    RF_EXPERTS_LRU = 1,         /* the one chosen longest ago: for comparison only                          */
+    RF_EXPERTS_STATIC = 2       /* those chosen first stay, others take turns: for comparison only          */
 } rf_expert_policy;
 
 typedef struct rf_model_desc {
     rf_progress_fn progress_fn; /* NULL: none                                                               */
     void *progress_user;
-    const char *pre_tokenizer;  /* use this pre-tokenizer instead of tokenizer.ggml.pre; NULL = the file's  */
-    uint64_t budget_bytes;      /* for weights on the device; 0 = no limit but the device's. CPU: bytes of the
-                                   mapping that stay resident, and up to a page more for each end of a tensor.
-                                   Too few even to stream: the first load or rf_session_eval returns
-                                   RF_ERR_MEMORY, and rf_model_forecast does before                         */
+    const char *pre_tokenizer;  /* force this pre-tokenizer instead of tokenizer.ggml.pre; NULL = file's    */
+    uint64_t budget_bytes;      /* for weights on the device; 0 = no limit but the device's. CPU: of the
+                                   mapping, resident, and as many pages more as tensors have ends. Too few even
+                                   to stream are RF_ERR_MEMORY of the first load, or rf_session_eval: rf_model_forecast
+                                   says it before                                                           */
     uint32_t load_policy;       /* rf_load_policy                                                           */
     uint32_t stream_policy;     /* rf_stream_policy                                                         */
-    uint64_t pinned_bytes;      /* GPU: pinned host memory in which weights beyond the budget are kept; 0 = read
-                                   them from the file each time                                             */
-    uint32_t n_readers;         /* threads that read while there is something to read; 0 = chosen; max 16   */
+    uint64_t pinned_bytes;      /* GPU: host memory in which weights beyond the budget are kept; 0 = read them
+                                   anew                                                                     */
+    uint32_t n_readers;         /* threads that read, while there is something to; 0 = chosen; 16 run at most */
     uint64_t expert_cache_bytes;/* of the budget, for experts if they do not all fit; 0 = what others leave */
     uint32_t expert_policy;     /* rf_expert_policy                                                         */
-    uint32_t expert_cpu_below;  /* CPU fallback: an expert that is not on the device and was chosen fewer times of
-                                   late, as LFRU counts, is computed by the CPU, in steps of up to 8 rows; 0 = never.
-                                   The logits then depend on which experts are loaded. The file must be mapped. On a
-                                   GPU the first session that asks for it starts one thread per core, for all
-                                   sessions and until the device is closed; on the CPU the device's threads do it */
-    uint32_t expert_prefetch;   /* 1: idle readers fill free room in the expert cache, the likeliest first  */
+    uint32_t expert_cpu_below;  /* an expert that is not there and was chosen fewer times of late, as LFRU counts, is
+                                   computed by the CPU, in steps of up to 8 rows; 0 = none. Logits then depend on
+                                   what is there. The file must be mapped. On a GPU the first session that
+                                   asks for it starts threads, one per core, for all on the device and until
+                                   it is closed; on the CPU they are the device's                           */
+    uint32_t expert_prefetch;   /* 1: idle readers fill what is empty of the cache, the likeliest first     */
 } rf_model_desc;
 
 typedef struct rf_model_info {
@@ -541,60 +539,58 @@ typedef struct rf_model_info {
     uint32_t n_embd;
     uint32_t n_vocab;
     uint32_t n_heads;        /* of layer 0                                                  */
-    uint32_t n_kv_heads;     /* of layer 0, < n_heads with GQA; 0: it has no attention      */
+    uint32_t n_kv_heads;     /* of layer 0; 0: it has no attention                          */
     uint32_t head_dim;
     uint32_t n_ctx_train;    /* context the model was trained for, tokens                   */
-    uint32_t n_tensors;      /* weights that the plan uses; each expert counts              */
-    uint64_t n_params;       /* values in those                                             */
+    uint32_t n_tensors;      /* tensors the plan uses, each expert of one for itself        */
+    uint64_t n_params;       /* weights in those                                            */
     uint64_t weight_bytes;   /* as stored in the file                                       */
-    uint64_t token_bytes;    /* weight bytes that one token reads: of experts, those chosen */
+    uint64_t token_bytes;    /* weight bytes that one token reads: of experts those chosen  */
 } rf_model_info;
 
 /* Make a model of a file on a device: read hyperparameters, check the shape of every tensor, build the plan. No
  * tensor byte is read: weights load on first use, or by the calls below.
  *   g, d  in   stay open as long as the model (closing them is refused)
- *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
  * Returns RF_OK; RF_ERR_UNSUPPORTED (architecture, tensor type, feature: by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND
  * (a tensor or key is missing: the text lists the names tried); RF_ERR_ARGUMENT (a policy); RF_ERR_MEMORY;
- * RF_ERR_DEVICE. The pre-tokenizer is not checked before rf_model_get_tokenizer.
- * Models of one rf_gguf on one device share their weights, and the loading fields of the first one's desc.
+ * RF_ERR_DEVICE. A pre-tokenizer is not looked at before rf_model_get_tokenizer.
+ * Models of one rf_gguf on one device share their weights, and what the first one's desc says about loading.
  * Memory at most 32 x metadata bytes + 256 KiB, with file and tokenizer, whatever the file claims.   Cost O(metadata).
- * Threads any. The model may be shared by any number of threads. */
+ * Threads any. The model is shared by any number of threads. */
 ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_desc *desc, rf_model **out,
                                       rf_error *err);
 
-/* Close the model, and release its weights if no other model shares them. NULL is fine.
- * Returns RF_OK; RF_ERR_BUSY, with the model still open, while a session is open or a scheduler uses its tokenizer.
- * Threads any one. */
+/* Release the model, and its weights if no other model shares them. NULL is fine.
+ * Returns RF_OK; RF_ERR_BUSY, with the model still open, while a session is.   Threads any one. */
 ROCMFORGE_API rf_result rf_model_close(rf_model *m, rf_error *err);
 
 /* Facts about a model; name is borrowed until its file is closed. Zeros for NULL.   Cost O(tensors).   Threads any. */
 ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m);
 
-/* Load one tensor, unless it is loaded. Any number of threads may ask: one loads, the others wait; if it fails all of
- * them get the error, and a later call tries again.
+/* Load one tensor (or find it loaded). It is loaded once, however many threads ask: those that do not load wait; if it
+ * fails all of them get the error and a later call tries again.
  *   name  in   of a tensor that the plan uses
- * Returns RF_OK; RF_ERR_NOT_FOUND; RF_ERR_IO (also if the file was shortened or rewritten since it was opened, which is
- * checked before each load; replacing it by rename does no harm); RF_ERR_DEVICE; RF_ERR_MEMORY (also if it is beyond
- * the budget: rf_session_eval streams it); RF_ERR_CANCELLED; RF_ERR_BUSY from a hook that this tensor's load calls.
- * Memory: device memory, a slab of tensors at a time.   Cost: its bytes, once.   Threads any. */
+ * Returns RF_OK; RF_ERR_NOT_FOUND; RF_ERR_IO (also: the file was shortened or rewritten since it was opened, which is
+ * looked at before each load; replacing it by rename does no harm); RF_ERR_DEVICE; RF_ERR_MEMORY (also: it is beyond
+ * the budget, rf_session_eval streams it); RF_ERR_CANCELLED; RF_ERR_BUSY when called from a hook that this tensor's
+ * load calls.
+ * Memory of the device: a slab of tensors at a time.   Cost: its bytes, once.   Threads any. */
 ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_error *err);
 
-/* 1 if the tensor, or every tensor of the layer, is loaded now; 0 if not, or if the plan uses no such tensor. Another
- * thread may evict it right after. Never blocks. Threads any. */
+/* 1 if it is loaded now, or all tensors of the layer are; 0 if not, or if the plan uses no tensor of this name. Another
+ * thread may drop it right after. Never blocks. Threads any. */
 ROCMFORGE_API int rf_model_is_tensor_loaded(const rf_model *m, const char *name);
 ROCMFORGE_API int rf_model_is_layer_loaded(const rf_model *m, uint32_t layer);
 
 /* Load the weights of these layers (each < n_layers), or all weights of the plan, with all readers, and wait until they
- * are on the device. Weights beyond the budget, which are streamed, are left out.
+ * are on the device. What the budget leaves to streaming is left out.
  * Returns as rf_model_load_tensor; RF_ERR_ARGUMENT (a layer).   Memory, Cost as there.   Threads any. */
 ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *layers, uint32_t n_layers,
                                                 rf_error *err);
 ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err);
 
 /* Stop loading: calls that wait for weights, or for memory that another model holds, return RF_ERR_CANCELLED, within
- * the time of one read of a few MiB. What is loaded stays, and a later call loads the rest.
- * Threads any; not async-signal-safe, it takes locks: in a signal handler set a flag that progress_fn returns. */
+ * the time of one read of a few MiB. What is loaded stays, and a later call loads the rest. Threads any. */
 ROCMFORGE_API void rf_model_cancel_loading(rf_model *m);
 
 typedef struct rf_loading_stats {
@@ -607,7 +603,7 @@ typedef struct rf_loading_stats {
     uint64_t failures;           /* loads that failed                                         */
     uint64_t evictions;
     uint64_t device_allocations;
-    uint64_t bytes_read;         /* from the file, reloads included; mapped in place: none    */
+    uint64_t bytes_read;         /* from the file, reloads included; in place: none           */
     double wait_seconds;         /* that threads waited for tensors                           */
     double load_seconds;         /* in which something was being loaded                       */
     double gb_per_second;        /* loaded, reloads included, per load_seconds, in 10^9 bytes */
@@ -620,45 +616,44 @@ ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m);
 typedef struct rf_expert_stats {
     uint32_t n_experts;     /* of the layer; 0: it has none                                      */
     uint32_t n_loaded;      /* of these now, with all their matrices                             */
-    uint64_t hits;          /* chosen experts that were loaded, each once per step               */
-    uint64_t misses;        /* chosen experts that had to be loaded first                        */
+    uint64_t hits;          /* experts chosen by a step that were loaded, each once a step       */
+    uint64_t misses;        /* the same of those that had to be loaded first                     */
     uint64_t bytes;         /* of experts loaded, reloads included, as stored in the file        */
     uint64_t prefetched;    /* experts loaded before a step chose them                           */
     uint64_t on_cpu;        /* experts computed by the CPU: neither hits nor misses              */
-    uint64_t round_trips;   /* times that the host waited for a GPU to learn what was chosen     */
+    uint64_t round_trips;   /* times that the host waited for a device to learn what was chosen  */
 } rf_expert_stats;
 
-/* The same for the experts of one layer. Choices are counted where the host must know them; a GPU that holds all
- * experts of the layer is never asked. Zeros for NULL and for a layer without experts.   Cost O(experts of a layer).
- * Threads any. */
+/* The same for the experts of one layer. Choices are counted where the host must know them: not on a GPU that holds all
+ * experts of the layer, where it never asks. Zeros for NULL and for a layer without experts.   Cost O(experts of a
+ * layer).   Threads any. */
 ROCMFORGE_API rf_expert_stats rf_model_get_expert_stats(const rf_model *m, uint32_t layer);
 
-/* Evict every loaded weight that no running call uses, and free its memory; handles and sessions stay valid, and
- * weights load again on use. On the CPU the pages leave the process; the page cache keeps the file.
- *   left  out  tensors that were in use and stay loaded; may be NULL
- * Returns RF_OK; RF_ERR_ARGUMENT (NULL).   Threads any. */
+/* Drop every loaded weight that no running call uses, and free its memory; handles and sessions stay valid and load
+ * again on use. On the CPU: take it out of the process; the page cache keeps the file. *left (may be NULL) receives
+ * the number of tensors that were in use. Returns RF_OK.   Threads any. */
 ROCMFORGE_API rf_result rf_model_clear_device_cache(rf_model *m, uint32_t *left, rf_error *err);
 
-/* The old name of rf_model_clear_device_cache. */
+/* The same by its old name. */
 ROCMFORGE_API rf_result rf_model_clear_gpu_cache(rf_model *m, uint32_t *left, rf_error *err);
 
 /* ---- sessions ---- */
 
 typedef struct rf_session rf_session;
 
-/* How the KV cache stores keys and values. Q8_0 takes 17 bytes where f16 takes 32: 32 int8 and one f16 scale. */
+/* How keys and values are kept. Q8_0 takes 17 bytes where f16 takes 32: int8, and a scale for 32 of them. */
 typedef enum rf_cache_type { RF_CACHE_F16 = 0, RF_CACHE_F32 = 1, RF_CACHE_Q8_0 = 2 } rf_cache_type;
 
 typedef struct rf_session_desc {
-    uint32_t n_ctx;        /* tokens that each sequence can hold; 0 = min(n_ctx_train, 4096)                     */
+    uint32_t n_ctx;        /* tokens each sequence can hold; 0 = min(n_ctx_train, 4096)                          */
     uint32_t n_seq_max;    /* sequences; 0 = 1                                                                   */
-    uint32_t n_batch;      /* rows of a micro-batch, longer calls are cut; 0 = 512, or n_ctx*n_seq_max if less   */
+    uint32_t n_batch;      /* rows evaluated at once, longer calls are cut; 0 = 512, or n_ctx*n_seq_max if less  */
     uint32_t n_logits_max; /* rows of one rf_session_eval that may ask for logits; 0 = n_seq_max                 */
-    uint32_t cache_type;   /* rf_cache_type; 0 = f16. Q8_0 needs head_dim to be a multiple of 32                 */
-    uint32_t swa_full;     /* Layers with sliding-window attention (SWA): 0 = keep the positions that the window and
-                              the largest batch need; a sequence cannot be cut back far (rf_session_truncate). 1 = keep
-                              n_ctx positions; it can be cut back to any, unless it was restored from a session that
-                              kept fewer. The logits are the same bits.                                          */
+    uint32_t cache_type;   /* rf_cache_type; 0 = f16. Q8_0 wants heads of a multiple of 32 values                */
+    uint32_t swa_full;   /* 0: layers with a sliding window keep the positions that the window and the largest
+                              batch need, and a sequence cannot be cut back far (rf_session_truncate); 1: all layers
+                              keep n_ctx positions, and it can be cut anywhere, unless it was restored from a
+                              session that kept less. The logits are the same bits.                              */
     uint32_t n_snapshots;  /* recurrent models: older states that a sequence keeps, to be cut back to; 0 = 4, or
                               1 if n_seq_max > 1                                                                 */
 } rf_session_desc;
@@ -666,27 +661,27 @@ typedef struct rf_session_desc {
 typedef struct rf_forecast {
     uint64_t weight_bytes;   /* of the device when loaded: resident, ring, for repacking  */
     uint64_t streamed_bytes; /* weights read anew for every token, beyond the budget      */
-    uint64_t expert_cache_bytes; /* part of weight_bytes, if experts do not all fit       */
-    uint64_t kv_bytes;       /* KV cache and recurrent states                             */
+    uint64_t expert_cache_bytes; /* of weight_bytes, if experts do not all fit: their room */
+    uint64_t kv_bytes;       /* keys and values, recurrent states                         */
     uint64_t scratch_bytes;  /* activations and logits                                    */
-    uint64_t plan_bytes;     /* of the device, for workspaces of ops                      */
+    uint64_t plan_bytes;     /* of the device for workspaces: what an op keeps to itself  */
     uint64_t host_bytes;     /* of the session on the host, but for some words of each op */
 } rf_forecast;
 
 /* What a session would need, before anything is allocated.
  *   desc  in   NULL = defaults
- * Returns RF_OK; RF_ERR_ARGUMENT (also: sizes overflow); RF_ERR_UNSUPPORTED (cache_type, with this head_dim);
- * RF_ERR_MEMORY (the budget is too small even for streaming, or host memory ran out); RF_ERR_DEVICE. Host memory for
- * expert_cpu_below is not counted.
+ * Returns RF_OK; RF_ERR_ARGUMENT (also: sizes overflow); RF_ERR_UNSUPPORTED (cache_type, of these heads);
+ * RF_ERR_MEMORY (the budget is too small even for streaming, or host memory ran out); RF_ERR_DEVICE. Not counted: what
+ * expert_cpu_below takes on the host.
  * Memory O(tensors + ops + n_batch) during the call.   Threads any. */
 ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_desc *desc, rf_forecast *out,
                                           rf_error *err);
 
-/* Open a session: n_seq_max independent sequences with their KV cache, activations and logits.
+/* Open a session: n_seq_max independent sequences with their keys and values, activations and logits.
  *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
- * Models with two sets of rope factors (longrope) choose by n_ctx, not by the prompt: another n_ctx may give another
- * answer. Learned positions (gpt2) limit n_ctx.
- * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_UNSUPPORTED (cache_type, with this head_dim); RF_ERR_MEMORY; RF_ERR_DEVICE.
+ * Models with two sets of rope factors (longrope) choose by n_ctx, not by the prompt: a longer context may answer
+ * otherwise. Learned positions (gpt2) bound n_ctx.
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_UNSUPPORTED (cache_type, of these heads); RF_ERR_MEMORY; RF_ERR_DEVICE.
  * Memory: all of it, now; no later call on the session allocates.   Threads: one call at a time per session
  * (rf_session_cancel excepted); sessions of one model run in parallel. */
 ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc, rf_session **out, rf_error *err);
@@ -706,14 +701,14 @@ typedef struct rf_token_row {
 
 #define RF_POS_NEXT (-1)
 
-/* Run rows through the model; each is appended to its sequence. Prefill (a prompt), decode (one token), and continuous
- * batching (one token of each of many sequences) are all this call; it is cut into micro-batches of n_batch rows.
+/* Run rows through the model: each is appended to its sequence. A prompt, one token, and one token of each of many
+ * sequences are all this call; it is cut into micro-batches of n_batch rows.
  *   rows    in   [n_rows], n_rows >= 1, at most n_logits_max of them with want_logits
  * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_CONTEXT_FULL; RF_ERR_CANCELLED; errors of loading a weight; RF_ERR_DEVICE.
- *         On failure every sequence is as long as before the call, and no logits are kept. One exception, where layers
- *         keep a window only (rf_session_desc.swa_full): a sequence to which the call had added more than n_batch rows
- *         may be empty instead; the text says so.
- * Memory none.   Cost: each weight is read once per micro-batch; attention reads each sequence's KV cache. */
+ *         On failure every sequence is as long as before the call, and no logits are kept. A sequence of which this
+ *         call had added more than n_batch rows by then may be empty instead, where layers keep a window only
+ *         (rf_session_desc.swa_full): the text says so.
+ * Memory none.   Cost: every weight is read once per micro-batch, attention reads each sequence's keys and values. */
 ROCMFORGE_API rf_result rf_session_eval(rf_session *s, const rf_token_row *rows, uint32_t n_rows, rf_error *err);
 
 /* Logits of a row of the last rf_session_eval or rf_session_forward.
@@ -731,80 +726,76 @@ ROCMFORGE_API rf_result rf_session_get_logits(rf_session *s, uint32_t i, float *
  * Returns RF_OK; RF_ERR_ARGUMENT (no such row).   Memory none.   Cost O(1): no logits are copied. */
 ROCMFORGE_API rf_result rf_session_get_argmax(const rf_session *s, uint32_t i, int32_t *token, rf_error *err);
 
-/* The simple form of rf_session_eval: append tokens to sequence 0 and keep the last one's logits.
- *   tokens  in   [n_tokens], n_tokens >= 1
- *   logits  out  as rf_session_get_logits; NULL: they are not copied (rf_session_get_argmax and rf_session_sample do
- *                without)
- * Returns as rf_session_eval.   Memory none.   Cost: rf_session_eval and, with logits, rf_session_get_logits. */
+/* The simple way: append n_tokens (>= 1) to sequence 0; *logits receives the last one's logits, as
+ * rf_session_get_logits gives them. NULL: they are not copied (rf_session_get_argmax and rf_session_sample do without).
+ * Returns as rf_session_eval; *logits is NULL on failure.   Memory none.   Cost that of rf_session_eval and
+ * rf_session_get_logits. */
 ROCMFORGE_API rf_result rf_session_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits,
-                                           rf_error *err);
+                                   rf_error *err);
 
-/* Reuse a prefix: make sequence `seq` hold exactly a prefix of `tokens`, the longest that it has in common with what it
- * holds now, and drop the rest.
- *   kept  out  <= n_tokens: the caller evaluates tokens[kept] and what follows. Less than the common prefix, or 0,
- *              where the sequence cannot be cut back to that (rf_session_truncate). If all tokens are held, the last
- *              one is dropped, so that evaluating it gives logits again.
+/* Make sequence `seq` hold exactly a prefix of `tokens`: keep the longest common prefix with what it holds now, drop
+ * the rest. *kept (out) <= n_tokens is the position from which the caller must evaluate: less than that prefix, or 0,
+ * where the sequence cannot be cut back to it (rf_session_truncate). If all of them are held, one is dropped, so that
+ * evaluating the last one gives logits again.
  * Returns RF_OK; RF_ERR_ARGUMENT (seq, NULL).   Memory none.   Cost O(kept). */
 ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_t *tokens, uint32_t n_tokens,
                                         uint32_t *kept, rf_error *err);
 
-/* Cut a sequence to its first n_keep tokens (if it holds no more: no change); 0 empties it.
- *   kept  out  tokens that it holds now: n_keep, or less where it cannot be cut to that; may be NULL
- * Sliding windows (SWA), without rf_session_desc.swa_full: positions more than n_batch tokens before the furthest one
- * that the sequence ever had may be gone; then *kept is 0. A sequence that was never longer than the window can be cut
- * anywhere. A restored one can be cut back as far as the saved one could, if the session's n_batch is no smaller.
- * Recurrent models: the sequence goes back to the last state that it kept. It keeps n_snapshots of them, spread over
- * its length: at every 256th token, before the last token of the last rf_session_eval with several, and a few of those
- * evaluated one at a time. A restored sequence has the state that was saved, no older ones.
+/* Cut a sequence to n_keep tokens (more than it holds: no change). n_keep 0 empties it. *kept (may be NULL) is the
+ * length it really has now, and from where the caller evaluates its tokens again: n_keep, or less where that cannot be.
+ * If layers of the model have a sliding window and the session keeps no more of them (rf_session_desc.swa_full), what
+ * is more than n_batch tokens behind the furthest that the sequence has been may be gone: then it is 0. Sequences that
+ * were never longer than the window can be cut anywhere. A restored one can go back as far as the saved one could, if
+ * the session's n_batch is no smaller.
+ * A recurrent model goes back to the last state it has kept; a sequence keeps n_snapshots of them, spread over it: at
+ * every 256th token, before the last token of the last rf_session_eval with several, and of those evaluated one at a
+ * time a few. A restored one has the state that was saved, no older ones.
  * Returns RF_OK; RF_ERR_ARGUMENT (seq).   Memory none.   Cost O(1). */
 ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept,
                                             rf_error *err);
 
-/* Make sequence dst a copy of src. Of a recurrent model only the current state is copied: dst can be cut back to that
- * and to 0.
- * Returns RF_OK; RF_ERR_ARGUMENT (src, dst); RF_ERR_DEVICE, with dst empty.   Memory none.   Cost: copies its KV cache
- * on the device. */
+/* dst becomes a copy of src. Of a recurrent model, of the state it is in: the copy can be cut back to that and to 0.
+ * Returns RF_OK; RF_ERR_ARGUMENT (src, dst); RF_ERR_DEVICE, with dst empty.   Memory none.   Cost: copies its keys and
+ * values, on the device. */
 ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst, rf_error *err);
 
 /* Empty all sequences but this one. Returns RF_OK; RF_ERR_ARGUMENT (seq).   Memory none.   Cost O(n_seq_max). */
 ROCMFORGE_API rf_result rf_session_keep(rf_session *s, int32_t seq, rf_error *err);
 
-/* Tokens that the sequence holds; 0 for a seq out of range. */
+/* Tokens the sequence holds; 0 for a seq out of range. */
 ROCMFORGE_API uint32_t rf_session_length(const rf_session *s, int32_t seq);
 
-/* Ask the running rf_session_eval or rf_session_forward, or if none runs the next one, to return RF_ERR_CANCELLED. They
- * look between layers and between micro-batches.
- * Threads any; async-signal-safe (one atomic store). */
+/* Ask the running rf_session_eval (or, if none runs, the next one) to return RF_ERR_CANCELLED: it looks between layers
+ * and between micro-batches. Threads any; async-signal-safe. */
 ROCMFORGE_API void rf_session_cancel(rf_session *s);
 
-/* Hidden states of rows of the last rf_session_eval or rf_session_forward that asked for logits: the input of the
- * output matrix, after the final norm.
+/* Hidden states of rows of the last rf_session_eval or rf_session_forward that asked for logits: what the output matrix
+ * is multiplied with, after the final norm.
  *   first, n  in   which of these rows, as in rf_session_get_logits
  *   out       out  [n, n_embd] float32, the caller's
- * Returns RF_OK; RF_ERR_ARGUMENT (no such rows); RF_ERR_DEVICE.   Memory none.   Cost: the copy from the device. */
+ * Returns RF_OK; RF_ERR_ARGUMENT (no such rows); RF_ERR_DEVICE.   Memory none.   Cost: the copy from the device; who
+ * does not call it pays nothing. */
 ROCMFORGE_API rf_result rf_session_hidden(rf_session *s, uint32_t first, uint32_t n, float *out, rf_error *err);
 
 typedef enum rf_pooling {
     RF_POOL_MEAN = 0, /* average of all tokens' rows                                          */
-    RF_POOL_LAST = 1, /* the last token's row: for causal attention                           */
+    RF_POOL_LAST = 1, /* the last token's row: what a model that reads left to right has seen */
     RF_POOL_CLS = 2   /* the first token's row                                                */
 } rf_pooling;
 
-/* Embed a text as one vector: empty sequence 0, evaluate the tokens in it, pool their hidden states. The vector is not
- * normalised.
- *   tokens   in   [n_tokens], 1 to n_ctx
- *   pooling  in   rf_pooling
- *   out      out  [n_embd] float32, the caller's
- * Returns as rf_session_eval, and RF_ERR_ARGUMENT (pooling). On failure sequence 0 is empty, or unchanged if the call
- * was refused for NULL, pooling or n_tokens.
- * Memory none.   Cost: rf_session_eval with logits for the pooled rows, at most n_logits_max at once: open the session
- * with n_logits_max = n_batch for RF_POOL_MEAN. */
+/* One vector for a text: its tokens are evaluated as sequence 0, which is emptied before, and their hidden states are
+ * pooled. The vector is not normalised.
+ *   tokens  in   [n_tokens], 1 to n_ctx
+ *   out     out  [n_embd] float32, the caller's
+ * Returns as rf_session_eval, and RF_ERR_ARGUMENT (pooling). On failure sequence 0 is empty, or as it was if the call
+ * was refused for NULL, pooling or n_tokens.   Memory none.   Cost that of rf_session_eval with logits for the rows it
+ * pools, at most n_logits_max at once: open the session with n_logits_max = n_batch for RF_POOL_MEAN. */
 ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, uint32_t n_tokens, uint32_t pooling,
                                          float *out, rf_error *err);
 
-/* Where a saved sequence goes to or comes from: a file, a buffer, a socket. Called in order, never from two threads.
- *   write_fn  takes all n bytes; returns 0, or a negative errno value
- *   read_fn   gives up to n bytes; returns how many (0 = end), or a negative errno value */
+/* Where a saved sequence goes to, or comes from: a file, a buffer, a socket. Called in order, never from two threads.
+ *   write_fn  takes all n bytes; 0, or a negative errno value
+ *   read_fn   gives up to n bytes; bytes given (0 = end), or a negative errno value */
 typedef struct rf_session_io {
     int (*write_fn)(const void *data, size_t n, void *user);
     int64_t (*read_fn)(void *data, size_t n, void *user);
@@ -814,28 +805,28 @@ typedef struct rf_session_io {
 /* Bytes that rf_session_save would write; 0 for a seq out of range.   Memory none.   Cost O(layers). */
 ROCMFORGE_API uint64_t rf_session_save_bytes(const rf_session *s, int32_t seq);
 
-/* Save a sequence: its tokens, its KV cache (of layers with a sliding window what the session still needs, to go on or
- * to be cut back) or its recurrent state, what identifies the model, and a checksum.
- * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_IO (write_fn); RF_ERR_DEVICE. The sequence is unchanged.   Memory none.
- * Cost: copies its KV cache from the device. */
+/* Write a sequence: its tokens, and the keys and values of these (of layers with a sliding window as many as the
+ * session still needs to go on, or to be cut back) or the state behind them, with what tells the model and a checksum.
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_IO (write_fn); RF_ERR_DEVICE. The sequence stays as it is.   Memory none.
+ * Cost: copies its keys and values from the device. */
 ROCMFORGE_API rf_result rf_session_save(rf_session *s, int32_t seq, const rf_session_io *io, rf_error *err);
 
-/* Restore a saved sequence into one that is empty. On the same device model what follows has the same bits as without
- * saving; others get the same keys and values. What is read is untrusted: a forged one can at worst make the model
+/* Read a saved sequence into one that is empty. On the same device model what follows has the same bits as without
+ * saving; others get the same keys and values. What is read may be hostile: a forged one can at worst make the model
  * write other text.
  * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_BUSY (the sequence holds tokens: rf_session_truncate it); RF_ERR_FORMAT
  * (damaged, or cut short); RF_ERR_UNSUPPORTED (another version, model, or cache type: expected and found are named);
  * RF_ERR_CONTEXT_FULL (more tokens than n_ctx); RF_ERR_IO (read_fn); RF_ERR_DEVICE. On failure the sequence is empty,
- * and all others are unchanged.   Memory none. */
+ * and all others are as they were.   Memory none. */
 ROCMFORGE_API rf_result rf_session_restore(rf_session *s, int32_t seq, const rf_session_io *io, rf_error *err);
 
 /* ---- tokens and text ---- */
 
 typedef struct rf_tokenizer rf_tokenizer;
 
-/* Build the tokenizer of a file (vocabulary-only files too): BPE, SentencePiece (SPM) or WordPiece (WPM).
+/* Build the tokenizer of a file (vocabulary-only files too).
  *   g    in   stays open as long as the tokenizer (closing it is refused)
- *   pre  in   use this pre-tokenizer name; NULL = tokenizer.ggml.pre. SPM has none and ignores it.
+ *   pre  in   force this pre-tokenizer name; NULL = tokenizer.ggml.pre. SPM has none and ignores it.
  *   out  out  the object, NULL on failure
  * Returns RF_OK; RF_ERR_UNSUPPORTED (model or pre-tokenizer, by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND;
  * RF_ERR_MEMORY.
@@ -855,9 +846,8 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
 
 /* Turn text into token ids.
  *   text   in   [n_bytes] any bytes; malformed UTF-8 is not an error
- *   flags  in   RF_TOKENIZE_*
- *   out    out  [capacity], may be NULL with capacity 0;   count  out  size needed, also if capacity is too small
- * Returns RF_OK; RF_ERR_CAPACITY (out holds the first ones); RF_ERR_ARGUMENT; RF_ERR_MEMORY.
+ *   out    out  [capacity], may be NULL with capacity 0;   count  out  ids there are, also when they do not fit
+ * Returns RF_OK; RF_ERR_CAPACITY if capacity < *count (out holds the first ones); RF_ERR_ARGUMENT; RF_ERR_MEMORY.
  * Memory O(n_bytes) during the call.   Cost O(n log n).   Threads any. */
 ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags,
                                     int32_t *out, uint32_t capacity, uint32_t *count, rf_error *err);
@@ -866,22 +856,22 @@ ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, siz
 typedef struct rf_detokenizer {
     uint8_t held[4];      /* bytes of an unfinished UTF-8 character              */
     uint8_t n_held;
-    uint8_t started;      /* 1: not the start of a text, so SPM's leading space stays; set it to continue a prompt */
+    uint8_t started;      /* 1: not the start of a text, so SPM's leading space stays; set it when a prompt goes on */
 } rf_detokenizer;
 
-#define RF_DETOKENIZE_SPECIAL 1u /* show special tokens as text, instead of nothing   */
-#define RF_DETOKENIZE_FINISH 2u  /* no token follows: give out held bytes too         */
+#define RF_DETOKENIZE_SPECIAL 1u /* show special tokens as text, instead of nothing */
+#define RF_DETOKENIZE_FINISH 2u  /* no further token: give out held bytes too       */
 
 /* Text of the next token. Only whole UTF-8 characters are given out: an unfinished one is held for the next call.
  *   id     in   a token, or -1 for none (with RF_DETOKENIZE_FINISH)
- *   out    out  [capacity] bytes, no NUL;   count  out  size needed, also if capacity is too small
- * Returns RF_OK; RF_ERR_CAPACITY, with the state unchanged; RF_ERR_ARGUMENT (id).   Memory none.
- * Threads any, one call at a time per state. */
+ *   out    out  [capacity] bytes, no NUL;   count  out  bytes there are
+ * Returns RF_OK; RF_ERR_CAPACITY if capacity < *count, with the state unchanged; RF_ERR_ARGUMENT (id).   Threads any.
+ * */
 ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *state, int32_t id, uint32_t flags,
                                       char *out, size_t capacity, size_t *count, rf_error *err);
 
 typedef struct rf_tokenizer_info {
-    const char *model;      /* "llama" (SPM), "gpt2", "gemma4" (BPE), "bert" (WPM)  */
+    const char *model;      /* "llama" (SPM), "gpt2", "gemma4" (BPE), "bert" (WPM) */
     const char *pre;        /* pre-tokenizer in use; "" for SPM                     */
     uint32_t n_vocab;
     int32_t bos, eos, eot, unknown, padding; /* -1 if the file names none           */
@@ -913,36 +903,36 @@ typedef struct rf_chat {
     const char *template_name;
     const rf_chat_message *messages; /* [n_messages] */
     uint32_t n_messages;
-    uint32_t open_answer;      /* 1: end with the opening of the assistant's answer (a generation prompt) */
+    uint32_t open_answer;      /* 1: end with the opening of the assistant's answer */
 } rf_chat;
 
 /* Format a conversation as the model's template would. The template in the file is recognised, never executed.
  *   g     in   the file; NULL if chat names the template
- *   out   out  [capacity] bytes, no NUL; may be NULL with capacity 0;   count  out  size needed
- * Returns RF_OK; RF_ERR_CAPACITY; RF_ERR_UNSUPPORTED (template not recognised: format it yourself or name one);
- * RF_ERR_NOT_FOUND (no template in the file); RF_ERR_ARGUMENT (name, role, system text the template has no place for).
+ *   out   out  [capacity] bytes, no NUL; may be NULL with capacity 0;   count  out  bytes there are
+ * Returns RF_OK; RF_ERR_UNSUPPORTED (template not recognised: format it yourself or name one); RF_ERR_NOT_FOUND (no
+ * template in the file); RF_ERR_ARGUMENT (name, role, system text the template has no place for); RF_ERR_CAPACITY.
  * Memory none.   Threads any. */
 ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const rf_chat *chat, char *out, size_t capacity,
                                        size_t *count, rf_error *err);
 
 /* Format a conversation and turn it into token ids. What the template writes may name special tokens; the messages
  * may not, whatever they hold. Words are cut and merged as in the text that rf_chat_format gives.
- *   t      in   the tokenizer; its file's template is used if chat names none
+ *   t      in   also the file whose template counts if chat names none
  *   flags  in   RF_TOKENIZE_ADD, or 0
- *   out    out  [capacity], may be NULL with capacity 0;   count  out  size needed, also if capacity is too small
- * Returns as rf_chat_format and rf_tokenize.   Memory O(text) during the call.   Threads any. */
+ *   out    out  [capacity], may be NULL with capacity 0;   count  out  ids there are, also when they do not fit
+ * Returns RF_OK; as rf_chat_format and rf_tokenize.   Memory O(text) during the call.   Threads any. */
 ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *chat, uint32_t flags, int32_t *out,
                                          uint32_t capacity, uint32_t *count, rf_error *err);
 
-/* The part of an answer that is meant for the reader, without the reasoning before it: what follows "</think>", or
+/* The part of an answer that is meant for the reader, without the thoughts before it: behind "</think>", or in
  * gpt-oss's final channel. All of it if it has neither; empty if an answer in channels has no final one yet. Points
  * into text.
  *   text  in  [n_bytes] what the model wrote, control tokens that are shown included
  * Memory none.   Threads any. */
 ROCMFORGE_API rf_string rf_chat_final(const char *text, size_t n_bytes);
 
-/* Name of the template that the file's chat_template is recognised as, valid as long as the program runs; NULL if the
- * file has none or it is not recognised.   Memory none.   Cost O(its length).   Threads any. */
+/* Name of the template the file's chat_template is recognised as, as long as the program lives; NULL if the file has
+ * none or it is not recognised.   Memory none.   Cost O(its length).   Threads any. */
 ROCMFORGE_API const char *rf_chat_template_name(const rf_gguf *g);
 
 /* ---- sampling ---- */
@@ -954,7 +944,7 @@ typedef struct rf_logit_bias {
     float bias; /* added to the logit */
 } rf_logit_bias;
 
-/* Zero = greedy. Applied in this order: bias, penalties, top-k, top-p, min-p, temperature. */
+/* Zero = greedy. Applied in this order: bias, penalties, top_k, top_p, min_p, temperature. */
 typedef struct rf_sampler_desc {
     float temperature;       /* <= 0: greedy (the largest logit, the smallest id among equals)                   */
     uint32_t top_k;          /* 0: off                                                                           */
@@ -965,20 +955,20 @@ typedef struct rf_sampler_desc {
     float presence_penalty;  /* subtracted once                                                                  */
     uint32_t penalty_last_n; /* how many recent tokens; 0 = 64, at most RF_SAMPLER_HISTORY                       */
     uint64_t seed;           /* the same seed gives the same choices                                             */
-    const rf_logit_bias *bias; /* [n_bias], borrowed as long as the sampler is used; ids out of range are ignored */
+    const rf_logit_bias *bias; /* [n_bias], borrowed as long as the sampler is used; ids outside are ignored     */
     uint32_t n_bias;
 } rf_sampler_desc;
 
 typedef struct rf_sampler {
     rf_sampler_desc desc;
     uint64_t rng[2];
-    int32_t history[RF_SAMPLER_HISTORY]; /* ring buffer of accepted tokens */
-    uint32_t n_history;                  /* accepted in all                */
+    int32_t history[RF_SAMPLER_HISTORY]; /* ring of accepted tokens */
+    uint32_t n_history;                  /* accepted in all         */
 } rf_sampler;
 
 /* What the file recommends: general.sampling.temp, .top_k, .top_p, .min_p, .penalty_repeat, .penalty_last_n.
- *   out  out  zero (greedy) but for what the file says: change what you like and pass it to rf_sampler_init. A
- *             penalty_last_n above RF_SAMPLER_HISTORY, or unlimited (-1), becomes RF_SAMPLER_HISTORY.
+ *   out  out  zero (greedy) but for what the file says: change what you like and give it to rf_sampler_init. A window
+ *             of penalties that is longer than RF_SAMPLER_HISTORY, or unlimited (-1), becomes that long.
  * Returns RF_OK, also if the file says nothing; RF_ERR_FORMAT (a value out of range or of another type, by key; *out
  * is zero); RF_ERR_ARGUMENT. Other keys of the group (xtc, mirostat, sequence) are ignored: they have no field.
  * Memory none.   Threads any. */
@@ -997,10 +987,10 @@ ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *de
 ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t n_vocab, int32_t *token,
                                           rf_error *err);
 
-/* The same from row i of the session's last rf_session_eval. A greedy sampler without bias and penalties takes
- * rf_session_get_argmax, unless rf_session_get_logits has handed out the logits: then it reads these, as they are now.
+/* The same from the i-th row of the session's last rf_session_eval. A greedy sampler without bias and penalties takes
+ * rf_session_get_argmax, unless rf_session_get_logits has given out the logits: then these count, as they are by now.
  * Returns RF_OK; RF_ERR_ARGUMENT (no such row, no logit greater than -infinity); RF_ERR_DEVICE (copying the logits).
- * Memory none.   Cost O(1), or rf_session_get_logits and rf_sampler_sample.   Threads as both. */
+ * Memory none.   Cost O(1), or that of rf_session_get_logits and rf_sampler_sample.   Threads as both. */
 ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler *sampler, int32_t *token,
                                           rf_error *err);
 
@@ -1012,28 +1002,26 @@ ROCMFORGE_API void rf_sampler_accept(rf_sampler *s, int32_t token);
 
 typedef struct rf_scheduler rf_scheduler;
 
-/* One request. on_token is called for each token chosen, the end token included, in rf_scheduler_step's thread; a
- * nonzero return ends the request. on_end is called once, with the reason: RF_OK (end token, max_tokens, on_token
- * asked), or the failure. Both may be NULL; both may call rf_scheduler_submit and nothing else of the scheduler or its
- * session. */
+/* One request. on_token is called for every token chosen, the end token included, in rf_scheduler_step's thread;
+ * nonzero return ends it. on_end is called once, with the reason: RF_OK (end token, max_tokens, on_token asked), or
+ * the failure. Both may be NULL; both may call rf_scheduler_submit and nothing else of the scheduler or its session. */
 typedef struct rf_request {
-    const int32_t *prompt;   /* [n_prompt], borrowed until on_end     */
+    const int32_t *prompt;   /* [n_prompt], borrowed until on_end */
     uint32_t n_prompt;
-    uint32_t max_tokens;     /* to choose; 0: no limit but the context */
-    rf_sampler *sampler;     /* borrowed until on_end                 */
+    uint32_t max_tokens;     /* 0: no limit                       */
+    rf_sampler *sampler;     /* borrowed until on_end             */
     int (*on_token)(int32_t token, void *user);
     void (*on_end)(rf_result reason, void *user);
     void *user;
 } rf_request;
 
-/* Serve many requests with one session: each step evaluates the next token of every running sequence and a share of the
+/* Run many requests on one session: each step evaluates the next token of every running sequence and a share of the
  * waiting prompts.
- *   s, t            in   borrowed until rf_scheduler_close (closing them is refused); no other call may use the session
- *                        meanwhile, rf_session_cancel excepted
+ *   s, t            in   borrowed until rf_scheduler_close; the session must not be used otherwise meanwhile
  *   queue_capacity  in   requests that may wait, >= 1
  *   out             out  the object, NULL on failure
- * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_MEMORY.   Memory O(queue_capacity + n_batch).   Threads: one call at a time
- * per scheduler. */
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_MEMORY.   Memory O(queue_capacity + n_batch).   Threads: one call of these at
+ * a time. */
 ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, uint32_t queue_capacity,
                                           rf_scheduler **out, rf_error *err);
 
@@ -1043,15 +1031,13 @@ ROCMFORGE_API rf_result rf_scheduler_close(rf_scheduler *sch, rf_error *err);
 
 /* Queue a request (copied).
  * Returns RF_OK; RF_ERR_BUSY (the queue is full); RF_ERR_CONTEXT_FULL (the prompt can never fit); RF_ERR_ARGUMENT (a
- * token out of range, no prompt, no sampler); RF_ERR_CANCELLED while the scheduler closes.   Memory none.   Threads as
- * above. */
+ * token out of range, no prompt, no sampler); RF_ERR_CANCELLED while the scheduler closes.   Memory none. */
 ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request *request, rf_error *err);
 
-/* Run one batch.
- *   n_active  out  requests that run or wait afterwards; may be NULL
+/* One batch. *n_active (may be NULL): requests running or waiting afterwards.
  * Returns as rf_session_eval. After RF_ERR_CANCELLED all is as before the step; any other failure ends the requests
- * that run, with it as the reason, and those that wait come next.   Memory none.   Cost: rf_session_eval of at most
- * n_batch rows.   Threads as above. */
+ * that run, with it as the reason, and those that wait come next.   Memory none.   Cost that of rf_session_eval,
+ * n_batch rows at most. */
 ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err);
 
 /* ==== 2 Device API =============================================================================== >>device-api
@@ -1764,7 +1750,7 @@ const rf_device_api *rocmforge_hip_api(void);
 #else
 
 /* ==== 3 Base ============================================================================================== >>base
- * Platform, allocation, checked arithmetic, errors and log: what every later section leans on. */
+ * Platform, allocation, checked arithmetic, errors and log: what every later section uses. */
 
 #include <errno.h>
 #include <fcntl.h>
@@ -1806,8 +1792,8 @@ _Static_assert(sizeof(rf_op) <= 128, "rf_op stays small: a plan is copied to dev
 static uint64_t rfi_min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static uint64_t rfi_max_u64(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
-/* Checked arithmetic: 1 and *out on success, 0 if the result does not fit. No number of a file is added or multiplied
- * in any other way. */
+/* Checked arithmetic: 1 and *out, or 0 if the result does not fit. Numbers of a file are added and multiplied only by
+ * these. */
 static int rfi_add(uint64_t a, uint64_t b, uint64_t *out) { return !__builtin_add_overflow(a, b, out); }
 static int rfi_mul(uint64_t a, uint64_t b, uint64_t *out) { return !__builtin_mul_overflow(a, b, out); }
 /* Round up to a multiple of a power of two. */
@@ -1817,7 +1803,7 @@ static int rfi_align_up(uint64_t a, uint64_t align, uint64_t *out) {
     return 1;
 }
 
-/* Seconds of a clock that never goes back. */
+/* Monotonic clock, in seconds. */
 static double rfi_now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -1826,7 +1812,7 @@ static double rfi_now(void) {
 
 /* ---- errors ---- */
 
-/* Every public function starts with this, so that "first cause kept" holds within one call. */
+/* Every public function begins with this; after it the first failure is kept. */
 static void rfi_clear(rf_error *err) {
     if (err) {
         err->code = RF_OK;
@@ -1836,7 +1822,7 @@ static void rfi_clear(rf_error *err) {
     }
 }
 
-/* Append a name to a message's list, "" at first: "a, b", and in place of all that do not fit "...". */
+/* Append a name to a list in a message, "a, b"; "..." stands for all names that do not fit. */
 static void rfi_list_name(char *list, size_t capacity, const char *name) {
     const size_t n = strlen(list);
     const int fits = n + strlen(name) + sizeof ", , ..." <= capacity;
@@ -1844,7 +1830,7 @@ static void rfi_list_name(char *list, size_t capacity, const char *name) {
     snprintf(list + n, capacity - n, "%s%s", n ? ", " : "", fits ? name : "...");
 }
 
-/* Copy text, bytes outside printable ASCII as \xNN: names come from files and must not reach a terminal raw. */
+/* Copy text with bytes outside printable ASCII as \xNN: names of files must not reach a terminal raw. */
 static void rfi_escape(char *dst, size_t capacity, const char *src) {
     static const char hex[] = "0123456789abcdef";
     size_t n = 0;
@@ -1852,16 +1838,13 @@ static void rfi_escape(char *dst, size_t capacity, const char *src) {
         unsigned char c = (unsigned char)*src;
         int plain = c >= 0x20 && c < 0x7f;
         if (n + (plain ? 1u : 4u) >= capacity) break;
-        if (plain) {
-            dst[n++] = (char)c;
-        } else {
-            dst[n++] = '\\', dst[n++] = 'x', dst[n++] = hex[c >> 4], dst[n++] = hex[c & 15];
-        }
+        if (plain) dst[n++] = (char)c;
+        else dst[n++] = '\\', dst[n++] = 'x', dst[n++] = hex[c >> 4], dst[n++] = hex[c & 15];
     }
     dst[n] = 0;
 }
 
-/* Record a failure and return its code. The first one stays: later ones are consequences. */
+/* Record a failure and return its code. The first one is kept: later ones are its consequences. */
 __attribute__((format(printf, 5, 6)))
 static rf_result rfi_fail_sys(rf_error *err, rf_result code, int sys, uint64_t where, const char *format, ...) {
     if (err && err->code == RF_OK) {
@@ -1928,8 +1911,8 @@ static void *rfi_alloc(const rf_allocator *a, uint64_t n, uint64_t element_bytes
         if (p) memset(p, 0, (size_t)bytes);
     }
     if (!p)
-        rfi_fail(err, RF_ERR_MEMORY, 0, "out of memory: %llu x %llu bytes for %s", (unsigned long long)n,
-                 (unsigned long long)element_bytes, what);
+        rfi_fail(err, RF_ERR_MEMORY, 0, "out of memory: %llu x %llu bytes for %s", RFI_LLU(n), RFI_LLU(element_bytes),
+                 what);
     return p;
 }
 
@@ -1937,15 +1920,14 @@ static void rfi_free(const rf_allocator *a, void *block) {
     if (block) a->free_fn(block, a->user);
 }
 
-/* Uninitialised memory aligned to a power of two >= 16: the block's start is kept just before it. */
-static void *rfi_alloc_aligned(const rf_allocator *a, uint64_t bytes, uint64_t align, const char *what,
-                               rf_error *err) {
+/* Uninitialised memory aligned to a power of two >= 16. The allocator's block is remembered just before it. */
+static void *rfi_alloc_aligned(const rf_allocator *a, uint64_t bytes, uint64_t align, const char *what, rf_error *err) {
     uint64_t total;
     char *block = NULL;
     if (rfi_add(bytes, align + sizeof(void *), &total) && total < (uint64_t)PTRDIFF_MAX)
         block = (char *)a->alloc_fn((size_t)total, a->user);
     if (!block) {
-        rfi_fail(err, RF_ERR_MEMORY, 0, "out of memory: %llu bytes for %s", (unsigned long long)bytes, what);
+        rfi_fail(err, RF_ERR_MEMORY, 0, "out of memory: %llu bytes for %s", RFI_LLU(bytes), what);
         return NULL;
     }
     uintptr_t at = ((uintptr_t)block + sizeof(void *) + align - 1) & ~(uintptr_t)(align - 1);
@@ -1962,22 +1944,28 @@ static void rfi_free_aligned(const rf_allocator *a, void *p) {
     }
 }
 
-/* ---- text helpers ---- */
+static char *rfi_copy_text(const rf_allocator *a, const char *text, const char *what, rf_error *err) {
+    const size_t n = strlen(text);
+    char *copy = (char *)rfi_alloc(a, n + 1, 1, what, err);
+    if (copy) memcpy(copy, text, n);
+    return copy;
+}
+
+/* ---- values ---- */
 
 static int rfi_str_equal(rf_string s, const char *text) {
     size_t n = strlen(text);
     return s.len == n && (n == 0 || memcmp(s.data, text, n) == 0);
 }
 
-/* ---- little-endian values at any alignment ---- */
-
+/* little-endian, at any alignment */
 static uint16_t rfi_load_u16(const void *p) { uint16_t v; memcpy(&v, p, sizeof v); return v; }
 static uint32_t rfi_load_u32(const void *p) { uint32_t v; memcpy(&v, p, sizeof v); return v; }
 static uint64_t rfi_load_u64(const void *p) { uint64_t v; memcpy(&v, p, sizeof v); return v; }
 static float rfi_load_f32(const void *p) { float v; memcpy(&v, p, sizeof v); return v; }
 
-/* Hash by folded 64 x 64 -> 128 bit products, with a seed: the address of the table's owner, so that a file cannot be
- * built to collide. */
+/* Hash of folded 64 x 64 -> 128 bit products. The seed is the address of the table's owner, so that no file can be made
+ * to collide. */
 __extension__ typedef unsigned __int128 rfi_u128;
 
 static uint64_t rfi_fold(uint64_t a, uint64_t b) {
@@ -2014,27 +2002,28 @@ static void rfi_log_text(const rfi_log *log, rf_log_level level, const char *for
 }
 
 /* ==== 4 Synchronisation =============================================================================== >>sync
- * The once-cell behind every lazy object, and the pool of threads that computes. A cell is one atomic word: state and
- * pins together, because a plain "is it loaded" followed by a use would race with eviction. Waiters sleep on a monitor
- * (one mutex and condition for all cells of an owner; only loads, failures and evictions touch it). */
+ * The once-cell of every lazy object, and the pool of threads that computes. A cell is one atomic word that holds state
+ * and pins together: a plain "is it loaded" followed by a use would race with eviction. Waiters sleep on a monitor, one
+ * for all cells of an owner, which only loads, failures and evictions touch. tests/once_cell.pml is its model. */
 
 enum {
     RFI_UNLOADED = 0,
     RFI_LOADING = 1,
     RFI_READY = 2,
     RFI_EVICTING = 3,
-    RFI_BROKEN = 4, /* was READY, and its bytes turned out bad: no new pins; loaded anew when the old ones are gone */
+    RFI_BROKEN = 4, /* was READY, then its copy failed: no new pins; can be loaded again when the old ones are gone */
     RFI_STATE_MASK = 7
 };
-#define RFI_PIN ((uint64_t)1 << 32) /* pins are counted in the upper half of the word */
+#define RFI_PIN ((uint64_t)1 << 32) /* the upper half of the word counts pins */
 
-/* A sleeping thread, on its own stack: it gets the outcome of the very attempt it waited for. */
+/* A sleeping thread, on its own stack: it gets the outcome of the attempt that it waited for. */
 typedef struct rfi_waiter {
     struct rfi_waiter *next;
     int done;
     rf_error err;
 } rfi_waiter;
 
+/* A mutex and the condition that what it guards has changed. */
 typedef struct rfi_monitor {
     pthread_mutex_t mutex;
     pthread_cond_t wake;
@@ -2043,11 +2032,12 @@ typedef struct rfi_monitor {
 /* Zeroed = UNLOADED. */
 typedef struct rfi_cell {
     _Atomic uint64_t word;
-    rfi_waiter *waiters; /* guarded by the monitor                                       */
-    pthread_t owner;     /* the thread that makes the load in progress, if ...       */
-    int owned;           /* one thread does; both guarded by the monitor                 */
+    rfi_waiter *waiters; /* guarded by the monitor, as what follows                */
+    pthread_t owner;     /* the thread that makes the load in progress, if ...     */
+    int owned;           /* ... one thread does                                    */
 } rfi_cell;
 
+/* Loads what a cell stands for; runs without a lock. */
 typedef rf_result (*rfi_load_fn)(void *ctx, rf_error *err);
 
 static rf_result rfi_monitor_init(rfi_monitor *monitor, rf_error *err) {
@@ -2075,16 +2065,16 @@ static int rfi_cell_is_unloaded(const rfi_cell *c) {
     return (atomic_load_explicit(&c->word, memory_order_acquire) & RFI_STATE_MASK) == RFI_UNLOADED;
 }
 
-/* The last pin of a BROKEN cell wakes those who want to load it anew. */
+/* The last unpin of a BROKEN cell wakes those who want to load it again. */
 static void rfi_cell_unpin(rfi_cell *c, rfi_monitor *monitor) {
     uint64_t word = atomic_fetch_sub_explicit(&c->word, RFI_PIN, memory_order_release);
     if (word != RFI_BROKEN + RFI_PIN) return;
-    pthread_mutex_lock(&monitor->mutex);
-    pthread_cond_broadcast(&monitor->wake);
-    pthread_mutex_unlock(&monitor->mutex);
+    rfi_monitor_lock(monitor);
+    rfi_monitor_wake(monitor);
+    rfi_monitor_unlock(monitor);
 }
 
-/* Pin if READY: the add is the claim, so an evictor that comes later sees it and one that came earlier is seen. */
+/* Pin if READY. The pin is added first: an evictor that comes later sees it, one that came earlier is seen here. */
 static int rfi_cell_try_pin(rfi_cell *c, rfi_monitor *monitor) {
     uint64_t word = atomic_fetch_add_explicit(&c->word, RFI_PIN, memory_order_acquire);
     if ((word & RFI_STATE_MASK) == RFI_READY) return 1;
@@ -2092,21 +2082,20 @@ static int rfi_cell_try_pin(rfi_cell *c, rfi_monitor *monitor) {
     return 0;
 }
 
-/* End a load or eviction: change the state by `delta` (other bits are pins, which come and go meanwhile) and give every
- * waiter the outcome. */
+/* End a load or eviction: give every waiter the outcome. The state changes by addition: pins come and go meanwhile. */
 static void rfi_cell_settle(rfi_cell *c, rfi_monitor *monitor, uint64_t delta, const rf_error *outcome) {
-    pthread_mutex_lock(&monitor->mutex);
+    rfi_monitor_lock(monitor);
     atomic_fetch_add_explicit(&c->word, delta, memory_order_release);
     for (rfi_waiter *w = c->waiters; w; w = w->next) {
         w->err = *outcome;
         w->done = 1;
     }
     c->waiters = NULL;
-    pthread_cond_broadcast(&monitor->wake);
-    pthread_mutex_unlock(&monitor->mutex);
+    rfi_monitor_wake(monitor);
+    rfi_monitor_unlock(monitor);
 }
 
-/* UNLOADED, or BROKEN without pins, becomes LOADING, and this thread its loader: 1. */
+/* UNLOADED, or BROKEN without pins, becomes LOADING: 1. */
 static int rfi_cell_claim_word(rfi_cell *c) {
     uint64_t word = atomic_load_explicit(&c->word, memory_order_acquire);
     while ((word & RFI_STATE_MASK) == RFI_UNLOADED || word == RFI_BROKEN)
@@ -2116,20 +2105,20 @@ static int rfi_cell_claim_word(rfi_cell *c) {
     return 0;
 }
 
-/* Make an UNLOADED cell LOADING (1), or leave it alone (0). The load is nobody's own: who settles the cell ends it. */
+/* UNLOADED becomes LOADING: 1. No thread owns the load; it ends when some thread settles the cell. */
 static int rfi_cell_try_claim(rfi_cell *c, rfi_monitor *monitor) {
     int claim = 0;
-    pthread_mutex_lock(&monitor->mutex);
+    rfi_monitor_lock(monitor);
     if (rfi_cell_is_unloaded(c)) claim = rfi_cell_claim_word(c);
     if (claim) c->owned = 0;
-    pthread_mutex_unlock(&monitor->mutex);
+    rfi_monitor_unlock(monitor);
     return claim;
 }
 
-/* One step towards a loaded cell that found it not READY: become its loader (1), or sleep until the attempt in progress
- * ends (0, look again; or its failure in err, -1). */
+/* After try_pin has failed: become the cell's loader (1); or sleep until the attempt in progress ends (0: try to pin
+ * again; -1: it failed, with err). */
 static int rfi_cell_claim(rfi_cell *c, rfi_monitor *monitor, rf_error *err) {
-    pthread_mutex_lock(&monitor->mutex);
+    rfi_monitor_lock(monitor);
     int claim = rfi_cell_claim_word(c);
     uint64_t word = atomic_load_explicit(&c->word, memory_order_acquire);
     if (claim) {
@@ -2139,23 +2128,22 @@ static int rfi_cell_claim(rfi_cell *c, rfi_monitor *monitor, rf_error *err) {
         rfi_fail(err, RF_ERR_BUSY, 0, "this thread is loading it already");
         claim = -1;
     } else if ((word & RFI_STATE_MASK) == RFI_BROKEN) {
-        if (word != RFI_BROKEN) pthread_cond_wait(&monitor->wake, &monitor->mutex); /* until it is unpinned */
+        if (word != RFI_BROKEN) rfi_monitor_wait(monitor); /* until it is unpinned */
     } else if ((word & RFI_STATE_MASK) != RFI_READY) {
         rfi_waiter w = {.next = c->waiters};
         c->waiters = &w;
-        while (!w.done) pthread_cond_wait(&monitor->wake, &monitor->mutex);
+        while (!w.done) rfi_monitor_wait(monitor);
         if (w.err.code != RF_OK) {
             if (err && err->code == RF_OK) *err = w.err;
             claim = -1;
         }
     }
-    pthread_mutex_unlock(&monitor->mutex);
+    rfi_monitor_unlock(monitor);
     return claim;
 }
 
-/* Get-or-try-init: returns with the cell READY and pinned, or with the error of the attempt this call made or waited
- * for; then it is UNLOADED again and a later call may retry. `load` runs in exactly one thread at a time. *loaded
- * (may be NULL): 1 if this call did it. */
+/* Get or load: returns with the cell READY and pinned, or with the error of the attempt that this call made or waited
+ * for; a later call may try again. One thread at a time runs `load`. *loaded (may be NULL): 1 if this call loaded. */
 static rf_result rfi_cell_acquire(rfi_cell *c, rfi_monitor *monitor, rfi_load_fn load, void *ctx, int *loaded,
                                   rf_error *err) {
     rf_error own;
@@ -2180,7 +2168,7 @@ static rf_result rfi_cell_acquire(rfi_cell *c, rfi_monitor *monitor, rfi_load_fn
     }
 }
 
-/* Claim a READY or BROKEN cell without pins for eviction: 1, and the caller frees what it holds, then calls evicted. */
+/* READY or BROKEN without pins becomes EVICTING: 1; the caller frees what the cell stands for, then calls evicted. */
 static int rfi_cell_try_evict(rfi_cell *c) {
     uint64_t word = RFI_READY;
     if (atomic_compare_exchange_strong_explicit(&c->word, &word, RFI_EVICTING, memory_order_acquire,
@@ -2191,7 +2179,7 @@ static int rfi_cell_try_evict(rfi_cell *c) {
                                                    memory_order_relaxed);
 }
 
-/* READY becomes BROKEN, pins stay: 1. */
+/* READY becomes BROKEN and keeps its pins: 1. */
 static int rfi_cell_break(rfi_cell *c) {
     uint64_t word = atomic_load_explicit(&c->word, memory_order_relaxed);
     while ((word & RFI_STATE_MASK) == RFI_READY)
@@ -2208,9 +2196,9 @@ static void rfi_cell_evicted(rfi_cell *c, rfi_monitor *monitor) {
 }
 
 /* ---- thread pool ----
- * One job at a time: numbered chunks, taken by an atomic counter. Results never depend on who computes which chunk. A
- * worker joins a job while it is open; the caller closes it when the chunks run out and waits only for those who
- * joined, so a worker that sleeps costs nothing. Workers look for work for RFI_SPIN_SECONDS, then sleep. */
+ * One job at a time: numbered chunks, taken by an atomic counter. Results never depend on which thread computes which
+ * chunk. A worker joins a job while it is open; the caller closes it when the chunks run out and waits only for those
+ * who joined, so a sleeping worker costs nothing. Workers spin for RFI_SPIN_SECONDS, then sleep. */
 
 #define RFI_MAX_THREADS  256
 #define RFI_SPIN_SECONDS 100e-6
@@ -2218,7 +2206,7 @@ static void rfi_cell_evicted(rfi_cell *c, rfi_monitor *monitor) {
 typedef void (*rfi_chunk_fn)(void *ctx, uint32_t chunk, uint32_t thread);
 
 #define RFI_JOB_OPEN   ((uint64_t)1 << 31)
-#define RFI_JOB_INSIDE (RFI_JOB_OPEN - 1) /* mask: workers inside; above the open bit: number of the job */
+#define RFI_JOB_INSIDE (RFI_JOB_OPEN - 1) /* mask: workers that joined; above the open bit: number of the job */
 
 typedef struct rfi_pool rfi_pool;
 
@@ -2234,7 +2222,7 @@ struct rfi_pool {
     uint32_t n_started;
     rfi_worker *workers;
     pthread_mutex_t busy; /* held by the caller whose job runs            */
-    rfi_monitor monitor;          /* sleeping workers                             */
+    rfi_monitor monitor;  /* of the workers that sleep                    */
     _Atomic uint32_t n_sleeping;
     _Atomic int quit;
     _Atomic uint64_t job;
@@ -2260,26 +2248,26 @@ static void rfi_pool_work(rfi_pool *p, uint32_t thread) {
     }
 }
 
-/* Wait until there is an open job that is not number `last`, or quit: spin a while, then sleep. */
+/* There is an open job other than number `last`, or the pool is to stop. */
+static int rfi_pool_has_work(const rfi_pool *p, uint64_t last) {
+    const uint64_t job = atomic_load(&p->job);
+    return ((job & RFI_JOB_OPEN) && job / RFI_JOB_OPEN != last) || atomic_load(&p->quit);
+}
+
+/* Wait for work: spin for a while, then sleep. */
 static void rfi_pool_wait(rfi_pool *p, uint64_t last) {
     double until = rfi_now() + RFI_SPIN_SECONDS;
     do {
         for (int i = 0; i < 64; i++) {
-            uint64_t job = atomic_load_explicit(&p->job, memory_order_acquire);
-            if (((job & RFI_JOB_OPEN) && job / RFI_JOB_OPEN != last) || atomic_load(&p->quit)) return;
+            if (rfi_pool_has_work(p, last)) return;
             rfi_pause();
         }
     } while (rfi_now() < until);
-    pthread_mutex_lock(&p->monitor.mutex);
-    atomic_fetch_add(&p->n_sleeping,
-                     1); /* before the look at job: the caller stores job, then looks at n_sleeping */
-    for (;;) {
-        uint64_t job = atomic_load(&p->job);
-        if (((job & RFI_JOB_OPEN) && job / RFI_JOB_OPEN != last) || atomic_load(&p->quit)) break;
-        pthread_cond_wait(&p->monitor.wake, &p->monitor.mutex);
-    }
+    rfi_monitor_lock(&p->monitor);
+    atomic_fetch_add(&p->n_sleeping, 1); /* before the look at job: the caller stores job, then looks at n_sleeping */
+    while (!rfi_pool_has_work(p, last)) rfi_monitor_wait(&p->monitor);
     atomic_fetch_sub(&p->n_sleeping, 1);
-    pthread_mutex_unlock(&p->monitor.mutex);
+    rfi_monitor_unlock(&p->monitor);
 }
 
 static void *rfi_pool_thread(void *arg) {
@@ -2300,8 +2288,8 @@ static void *rfi_pool_thread(void *arg) {
     return NULL;
 }
 
-/* Run fn for chunks 0 .. n_chunks-1, in any order, on the pool's threads and the caller's. If another caller's job
- * runs, this one runs in its own thread alone. */
+/* Run fn for chunks 0 .. n_chunks-1, in any order, on the pool's threads and the caller's. While another caller's job
+ * runs, the caller's thread does all of it. */
 static void rfi_pool_run(rfi_pool *p, rfi_chunk_fn fn, void *ctx, uint32_t n_chunks) {
     if (n_chunks <= 1 || p->n_started == 0 || pthread_mutex_trylock(&p->busy) != 0) {
         for (uint32_t i = 0; i < n_chunks; i++) fn(ctx, i, 0);
@@ -2315,9 +2303,9 @@ static void rfi_pool_run(rfi_pool *p, rfi_chunk_fn fn, void *ctx, uint32_t n_chu
     uint64_t number = atomic_load_explicit(&p->job, memory_order_relaxed) / RFI_JOB_OPEN;
     atomic_store(&p->job, (number + 3) * RFI_JOB_OPEN);
     if (atomic_load(&p->n_sleeping)) {
-        pthread_mutex_lock(&p->monitor.mutex);
-        pthread_cond_broadcast(&p->monitor.wake);
-        pthread_mutex_unlock(&p->monitor.mutex);
+        rfi_monitor_lock(&p->monitor);
+        rfi_monitor_wake(&p->monitor);
+        rfi_monitor_unlock(&p->monitor);
     }
     rfi_pool_work(p, 0);
     uint64_t job = atomic_fetch_and_explicit(&p->job, ~RFI_JOB_OPEN, memory_order_acquire);
@@ -2330,10 +2318,10 @@ static void rfi_pool_run(rfi_pool *p, rfi_chunk_fn fn, void *ctx, uint32_t n_chu
 }
 
 static void rfi_pool_stop(rfi_pool *p) {
-    pthread_mutex_lock(&p->monitor.mutex);
+    rfi_monitor_lock(&p->monitor);
     atomic_store(&p->quit, 1);
-    pthread_cond_broadcast(&p->monitor.wake);
-    pthread_mutex_unlock(&p->monitor.mutex);
+    rfi_monitor_wake(&p->monitor);
+    rfi_monitor_unlock(&p->monitor);
     for (uint32_t i = 0; i < p->n_started; i++) pthread_join(p->workers[i].thread, NULL);
     p->n_started = 0;
 }
@@ -2374,14 +2362,14 @@ static rf_result rfi_pool_init(rfi_pool *p, const rf_allocator *alloc, uint32_t 
 }
 
 /* ==== 5 GGUF ============================================================================================== >>gguf
- * Reads header, key/values and tensor directory of a file, whole or split in parts; owns a copy of that metadata, one
- * table of keys, one of tensors, and the mappings of the tensor bytes, which are not touched here.
+ * Reads header, key/value pairs and tensor directory of a file, whole or split in parts. Owns a copy of that metadata,
+ * tables of keys and of tensors, and the mappings of the tensor bytes, which are not touched here.
  * Metadata is read, never parsed from a mapping: nobody can change it between a check and its use, and a file that
  * shrinks is an error instead of a SIGBUS. Each part is scanned twice: the first pass checks every number against the
- * file and finds where the metadata ends, the second fills tables whose sizes are then facts. So no allocation is
+ * file and finds where the metadata ends, the second fills tables whose sizes are known by then. So no allocation is
  * sized by a number that the file merely claims, and memory stays within 8 x metadata + 64 KiB. */
 
-/* Limits, each with the reason for its default. A file beyond one is refused by name. */
+/* Limits, each with the reason for its default. A file beyond one is refused, and the error names the limit. */
 #ifndef ROCMFORGE_MAX_KEY_BYTES
 #define ROCMFORGE_MAX_KEY_BYTES 65535u /* the specification's */
 #endif
@@ -2400,8 +2388,6 @@ static rf_result rfi_pool_init(rfi_pool *p, const rf_allocator *alloc, uint32_t 
 
 _Static_assert(ROCMFORGE_MAX_NAME_BYTES < sizeof(((rf_plan_weight *)0)->name), "names fit rf_plan_weight");
 _Static_assert(ROCMFORGE_MAX_METADATA_BYTES <= UINT32_MAX, "rows of a table are numbered in 32 bits");
-
-/* for "%llu" */
 
 #define RFI_GGUF_HEADER_BYTES 24u
 #define RFI_GGUF_KV_BYTES 14u      /* smallest pair: length, one byte of key, type, one byte of value        */
@@ -2427,12 +2413,12 @@ typedef struct rfi_gguf_part {
     uint64_t size_bytes;
     struct stat as_opened;     /* of a file of the operating system                   */
     const unsigned char *meta; /* [n_loaded] the file's first bytes                   */
-    unsigned char *owned;      /* meta, if it is ours                                 */
+    unsigned char *owned;      /* meta, if we allocated it                            */
     uint64_t n_loaded;
     uint64_t tensors_at;       /* where the directory begins                          */
-    uint64_t meta_bytes;       /* and ends, once it has been scanned                  */
+    uint64_t meta_bytes;       /* where the directory ends, once it has been scanned  */
     const unsigned char *map;  /* [size_bytes] the whole file, or NULL                */
-    _Atomic uint64_t fault;    /* 1 + where the map has turned out to have no bytes   */
+    _Atomic uint64_t fault;    /* 1 + first mapped byte that raised SIGBUS; 0: none   */
     uint64_t n_kv, n_tensors;
     uint32_t version, alignment;
 } rfi_gguf_part;
@@ -2458,7 +2444,7 @@ static rf_string rfi_gguf_row_name(const rfi_gguf_table *t, uint64_t row) {
     return name;
 }
 
-/* The slot that holds the name, or the empty one where it belongs. Some slot is empty, so the walk ends. */
+/* The slot that holds the name, or the empty one where it belongs. Some slot is empty, so probing ends. */
 static uint64_t rfi_gguf_slot(const rfi_gguf_table *t, rf_string name) {
     uint64_t i = rfi_hash(name.data, name.len, t->seed) & (t->n_slots - 1);
     for (; t->slots[i]; i = (i + 1) & (t->n_slots - 1)) {
@@ -2483,7 +2469,7 @@ static uint32_t rfi_gguf_insert(rfi_gguf_table *t, uint32_t row) {
     return RF_NONE;
 }
 
-/* requires: n rows are known to be in the file, so n * 33 fits easily */
+/* requires: n rows are known to be in the file, so that n * 33 does not overflow */
 static rf_result rfi_gguf_table_create(rf_gguf *g, rfi_gguf_table *t, uint64_t n, uint64_t row_bytes, rf_error *err) {
     t->row_bytes = row_bytes;
     t->n = n;
@@ -2529,7 +2515,7 @@ static int64_t rfi_os_read(int64_t handle, uint64_t offset, void *dst, size_t n,
     return got < 0 ? -(int64_t)errno : (int64_t)got;
 }
 
-/* Shared and read-only: the page cache itself, also among processes, and nothing is set aside for copies. */
+/* Shared and read-only: processes share the page cache, and no memory is reserved for copies. */
 static void *rfi_os_map(int64_t handle, uint64_t size_bytes, void *user) {
     RFI_UNUSED(user);
     void *base = mmap(NULL, (size_t)size_bytes, PROT_READ, MAP_SHARED, (int)handle, 0);
@@ -2562,7 +2548,7 @@ static rf_result rfi_check_io(const rf_io *io, rf_io *out, rf_error *err) {
     return RF_OK;
 }
 
-/* errno of a callback's negative result */
+/* The errno in a callback's negative result. */
 static int rfi_io_errno(int64_t result) { return result < -4095 ? EIO : (int)-result; }
 
 /* The end of a path, for messages. */
@@ -2603,17 +2589,17 @@ static rf_result rfi_gguf_read(const rf_gguf *g, const rfi_gguf_part *part, uint
 
 /* ---- the cursor ---- */
 
-/* Where the scan of a part stands and what it is reading, for messages. The object's name is kept as an offset
- * because the metadata buffer moves when it grows. The scanning functions return 1, or 0 with rc and err set. */
+/* The scan of a part: its position, and what it is reading, for messages. Names are kept as offsets because the
+ * metadata buffer moves when it grows. The scanning functions return 1, or 0 with rc and err set. */
 typedef struct rfi_gguf_reader {
     rf_gguf *g;
     rfi_gguf_part *part;
     uint64_t at;                /* offset of the next byte                        */
     const char *object;         /* "header", "key", "tensor"                      */
-    int64_t index;              /* which key or tensor, while it has no name; -1  */
+    int64_t index;              /* of the key or tensor; -1: neither              */
     uint64_t name_at, name_len; /* its name; len 0: not read yet                  */
-    uint64_t last_at, last_len; /* the name before it; len 0: none                */
-    uint64_t element;           /* of an array, plus 1; 0 outside                 */
+    uint64_t last_at, last_len; /* name of the previous one; len 0: none          */
+    uint64_t element;           /* 1 + index in an array; 0: not in an array      */
     rf_result rc;
     rf_error *err;
 } rfi_gguf_reader;
@@ -2640,7 +2626,7 @@ static int rfi_gguf_bad(rfi_gguf_reader *r, rf_result code, uint64_t where, cons
     if (r->name_len) rfi_gguf_show(name, r->part, r->name_at, r->name_len);
     else if (r->index < 0) snprintf(name, sizeof name, "%s", r->object);
     else snprintf(name, sizeof name, "%s %lld", r->object, (long long)r->index);
-    /* a wrong length shows in what comes after it */
+    /* a wrong length is often noticed only in the object after it */
     rfi_gguf_show(last, r->part, r->last_at, unnamed ? r->last_len : 0);
     if (r->element) snprintf(element, sizeof element, "[%llu]", RFI_LLU(r->element) - 1);
     r->rc = rfi_fail(r->err, code, where, "%s: %s%s%s%s%s at byte %llu: %s", rfi_path_label(r->part->path), name,
@@ -2659,17 +2645,17 @@ static void rfi_gguf_begin(rfi_gguf_reader *r, const char *object, int64_t index
     r->element = 0;
 }
 
-/* Take up an object read before, to say something about it. */
+/* Go back to an object read before, to report an error in it. */
 static void rfi_gguf_resume(rfi_gguf_reader *r, rf_string name) {
     rfi_gguf_begin(r, "", -1);
     r->name_at = (uint64_t)((const unsigned char *)name.data - r->part->meta);
     r->name_len = name.len;
 }
 
-/* Bytes of metadata there can still be. */
+/* Bytes that the file has after the cursor. */
 static uint64_t rfi_gguf_left(const rfi_gguf_reader *r) { return r->part->size_bytes - r->at; }
 
-/* Make the part's first `need` bytes present. Doubling: no more than 3 x need is held meanwhile. */
+/* Have the part's first `need` bytes in memory. The buffer doubles: both buffers together hold at most 3 x need. */
 static int rfi_gguf_load(rfi_gguf_reader *r, uint64_t need) {
     rfi_gguf_part *part = r->part;
     uint64_t n = rfi_max_u64(rfi_max_u64(need, part->n_loaded * 2), RFI_GGUF_FIRST_READ);
@@ -2684,8 +2670,8 @@ static int rfi_gguf_load(rfi_gguf_reader *r, uint64_t need) {
     return r->rc == RF_OK;
 }
 
-/* The only function that moves the cursor. Compares by subtraction: at + n can wrap. The pointer is good until the
- * next call. */
+/* The only function that moves the cursor. It compares by subtraction, since at + n can wrap. The pointer is valid
+ * until the next call. */
 static const unsigned char *rfi_gguf_take(rfi_gguf_reader *r, uint64_t n, const char *what) {
     if (n > rfi_gguf_left(r)) {
         rfi_gguf_bad(r, RF_ERR_FORMAT, r->at, "%s needs %llu bytes, the file has %llu left", what, RFI_LLU(n),
@@ -2714,18 +2700,18 @@ static int rfi_gguf_u64(rfi_gguf_reader *r, const char *what, uint64_t *out) {
     return p != NULL;
 }
 
-/* A name whose length is wrong: the printable bytes where it begins usually say which one it is. */
+/* Report a name whose length is wrong, with the printable bytes that it begins with: they usually identify it. */
 static int rfi_gguf_bad_name(rfi_gguf_reader *r, const char *what, uint64_t at, uint64_t len, uint64_t max) {
     char begins[RFI_GGUF_SHOW_BYTES];
-    uint64_t n = 0, most = rfi_min_u64(rfi_min_u64(len, rfi_gguf_left(r)), 64);
-    if (!rfi_gguf_take(r, most, what)) return 0;
-    while (n < most && r->part->meta[at + n] >= 0x20 && r->part->meta[at + n] < 0x7f) n++;
+    uint64_t n = 0, max_shown = rfi_min_u64(rfi_min_u64(len, rfi_gguf_left(r)), 64);
+    if (!rfi_gguf_take(r, max_shown, what)) return 0;
+    while (n < max_shown && r->part->meta[at + n] >= 0x20 && r->part->meta[at + n] < 0x7f) n++;
     rfi_gguf_show(begins, r->part, at, n);
     return rfi_gguf_bad(r, RF_ERR_FORMAT, at - 8, "%s length is %llu, want 1..%llu%s%s%s", what, RFI_LLU(len),
                         RFI_LLU(max), n ? ": '" : "", begins, n ? "'" : "");
 }
 
-/* Length and bytes of a string; *at is where the bytes begin. max 0: any length; else 1..max. */
+/* Read a string: *at is where its bytes begin. max 0: any length; else 1..max. */
 static int rfi_gguf_string(rfi_gguf_reader *r, const char *what, uint64_t max, uint64_t *at, uint64_t *len) {
     if (!rfi_gguf_u64(r, what, len)) return 0;
     *at = r->at;
@@ -2736,7 +2722,7 @@ static int rfi_gguf_string(rfi_gguf_reader *r, const char *what, uint64_t max, u
     return rfi_gguf_take(r, *len, what) != NULL;
 }
 
-/* The name of a key or tensor. A NUL would make two names equal for whoever reads them as C strings. */
+/* Read the name of a key or tensor. A NUL would make different names equal as C strings. */
 static int rfi_gguf_name(rfi_gguf_reader *r, const char *what, uint64_t max) {
     uint64_t at, len;
     if (!rfi_gguf_string(r, what, max, &at, &len)) return 0;
@@ -2778,11 +2764,11 @@ static int rfi_gguf_header(rfi_gguf_reader *r) {
     return 1;
 }
 
-/* Bytes of one value by rf_kv_type; of a string its length field, the least it takes; 0 for an array. */
+/* Minimum bytes of a value, by rf_kv_type: of a string its length field; 0 for an array. */
 static const uint8_t rfi_kv_bytes[] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 0, 8, 8, 8};
 #define RFI_KV_TYPES RFI_COUNT(rfi_kv_bytes)
 
-/* Walk over n values, which the caller knows to be in the file if they are as short as can be. */
+/* Check n values. The caller knows that the file has room for n values of the minimum size. */
 static int rfi_gguf_values(rfi_gguf_reader *r, uint32_t type, uint64_t n, int in_array) {
     if (type == RF_KV_STRING) {
         for (uint64_t i = 0; i < n; i++) {
@@ -2804,7 +2790,7 @@ static int rfi_gguf_values(rfi_gguf_reader *r, uint32_t type, uint64_t n, int in
     return p != NULL;
 }
 
-/* One key/value pair. The pointers in *out are good if all metadata is loaded. */
+/* Read a key/value pair. The pointers in *out stay valid if all metadata is loaded. */
 static int rfi_gguf_kv(rfi_gguf_reader *r, uint64_t index, rf_kv *out) {
     memset(out, 0, sizeof *out);
     rfi_gguf_begin(r, "key", (int64_t)index);
@@ -2821,10 +2807,10 @@ static int rfi_gguf_kv(rfi_gguf_reader *r, uint64_t index, rf_kv *out) {
         if (out->element_type == RF_KV_ARRAY) /* legal, used by no model: refused, so that nothing here recurses */
             return rfi_gguf_bad(r, RF_ERR_UNSUPPORTED, r->at - 4, "is an array of arrays, which is not supported");
         if (!rfi_gguf_u64(r, "element count", &out->count)) return 0;
-        uint64_t most = rfi_gguf_left(r) / rfi_kv_bytes[out->element_type];
-        if (out->count > most)
+        uint64_t max = rfi_gguf_left(r) / rfi_kv_bytes[out->element_type];
+        if (out->count > max)
             return rfi_gguf_bad(r, RF_ERR_FORMAT, r->at - 8, "element count is %llu, at most %llu fit in the file",
-                                RFI_LLU(out->count), RFI_LLU(most));
+                                RFI_LLU(out->count), RFI_LLU(max));
     }
     uint64_t first = r->at;
     if (!rfi_gguf_values(r, out->element_type, out->count, out->type == RF_KV_ARRAY)) return 0;
@@ -2835,8 +2821,7 @@ static int rfi_gguf_kv(rfi_gguf_reader *r, uint64_t index, rf_kv *out) {
     return 1;
 }
 
-/* Bytes of the tensor: rows of whole blocks. Divides first and multiplies checked: element counts and byte counts
- * wrap in different places. */
+/* The tensor's size_bytes: rows of whole blocks. Element counts and byte counts are both checked for overflow. */
 static int rfi_gguf_tensor_size(rfi_gguf_reader *r, rf_tensor_info *t) {
     rf_type_info type = rf_type_get(t->type);
     uint64_t n = 1, where = t->where + 8 + t->name.len + 4;
@@ -2863,7 +2848,7 @@ static int rfi_gguf_tensor_size(rfi_gguf_reader *r, rf_tensor_info *t) {
     return 1;
 }
 
-/* One row of the tensor directory; offset_bytes is still relative to the part's data. */
+/* Read a row of the tensor directory; offset_bytes is still relative to the part's data. */
 static int rfi_gguf_tensor(rfi_gguf_reader *r, uint64_t index, rf_tensor_info *out) {
     memset(out, 0, sizeof *out);
     rfi_gguf_begin(r, "tensor", (int64_t)index);
@@ -2883,7 +2868,7 @@ static int rfi_gguf_tensor(rfi_gguf_reader *r, uint64_t index, rf_tensor_info *o
 
 /* ---- one part ---- */
 
-/* First pass: check everything that stands alone, load the metadata and cut the buffer to it. */
+/* First pass: check everything that can be checked by itself, load the metadata and shrink the buffer to it. */
 static int rfi_gguf_scan(rfi_gguf_reader *r) {
     rfi_gguf_part *part = r->part;
     rf_kv kv;
@@ -2940,12 +2925,12 @@ static int rfi_gguf_alignment(rfi_gguf_reader *r, const rfi_gguf_table *keys) {
     return 1;
 }
 
-/* Where the tensor's offset field stands. */
+/* Position of the tensor's offset field in the file. */
 static uint64_t rfi_gguf_offset_at(const rf_tensor_info *t) {
     return t->where + 8 + t->name.len + 4 + 8 * t->n_dims + 4;
 }
 
-/* Let the heap below `root` of order[0, n) have the largest data offset on top. */
+/* Sift order[root] down, so that order[0, n) is a max-heap of data offsets below `root`. */
 static void rfi_gguf_sift(const rf_tensor_info *rows, uint32_t *order, uint64_t root, uint64_t n) {
     for (uint64_t child; (child = 2 * root + 1) < n; root = child) {
         uint32_t t = order[root];
@@ -2956,8 +2941,8 @@ static void rfi_gguf_sift(const rf_tensor_info *rows, uint32_t *order, uint64_t 
     }
 }
 
-/* No two of the part's tensors overlap; gaps and any order are fine. A heap sort: n log n whatever the file, and
- * unlike libc's qsort it allocates nothing behind the caller's allocator. */
+/* Check that no two of the part's tensors overlap; gaps and any order are fine. Heap sort takes n log n for any file,
+ * and unlike libc's qsort it never allocates. */
 static int rfi_gguf_disjoint(rfi_gguf_reader *r, const rf_tensor_info *rows, uint64_t n) {
     uint32_t *order = (uint32_t *)rfi_alloc(&r->g->allocator, n, sizeof *order, "the order of tensors", r->err);
     if (!order) return r->rc = RF_ERR_MEMORY, 0;
@@ -2987,7 +2972,7 @@ static int rfi_gguf_disjoint(rfi_gguf_reader *r, const rf_tensor_info *rows, uin
     return ok;
 }
 
-/* Turn the data offset into a place in the file and check that the tensor lies inside it. */
+/* Make offset_bytes relative to the file, and check that the tensor lies inside it. */
 static int rfi_gguf_place(rfi_gguf_reader *r, rf_tensor_info *t) {
     const rfi_gguf_part *part = r->part;
     uint64_t where = rfi_gguf_offset_at(t), offset = t->offset_bytes, start = 0;
@@ -3031,7 +3016,7 @@ static int rfi_gguf_index_tensors(rfi_gguf_reader *r, uint32_t file_index, uint6
 
 /* ---- split files ---- */
 
-/* 1 if the path ends in "-NNNNN-of-NNNNN.gguf"; the number counts from 1. */
+/* 1 if the path ends in "-NNNNN-of-NNNNN.gguf". The number counts from 1. */
 static int rfi_split_parse(const char *path, uint32_t *number, uint32_t *count) {
     static const char form[] = "-00000-of-00000.gguf"; /* 0 stands for a digit */
     size_t n = strlen(path);
@@ -3063,7 +3048,7 @@ static char *rfi_split_path(const rf_gguf *g, const char *path, uint32_t number,
     return other;
 }
 
-/* An integer key in lo..hi; `absent` if it is not there. */
+/* Read an integer key in lo..hi; `absent` if the file has none. */
 static int rfi_gguf_split_key(rfi_gguf_reader *r, const rfi_gguf_table *keys, const char *key, int64_t lo, int64_t hi,
                               int64_t absent, int64_t *out) {
     const rf_kv *kv = (const rf_kv *)rfi_gguf_find(keys, key);
@@ -3083,7 +3068,7 @@ typedef struct rfi_split {
     int64_t n_tensors; /* over all parts; -1: not stated        */
 } rfi_split;
 
-/* Read the keys split.* of a part and hold them against its name. The keys decide: a plain file may have any name. */
+/* Read the keys split.* of a part and compare them with its name. A file without them may have any name. */
 static int rfi_gguf_split(rfi_gguf_reader *r, const rfi_gguf_table *keys, rfi_split *s) {
     uint32_t number = 0, count = 0;
     if (!rfi_gguf_split_key(r, keys, "split.count", 0, UINT16_MAX, 1, &s->count)) return 0;
@@ -3123,13 +3108,13 @@ static rf_result rfi_gguf_parse(rf_gguf *g, rfi_gguf_part *part, rfi_gguf_table 
     return r.rc;
 }
 
-/* A file of the operating system, with its descriptor. */
+/* 1: the handle is a file descriptor that we opened. */
 static int rfi_gguf_is_os_file(const rf_gguf *g, const rfi_gguf_part *part) {
     return part->handle >= 0 && g->io.open_fn == rfi_os_open;
 }
 
-/* Open and parse one more part; path is taken over. Keys of the first part are kept; those of others must say what
- * the first part's `split` says. */
+/* Open and parse one more part; takes ownership of path. Keys of the first part are kept; those of others must agree
+ * with the first part's `split`. */
 static rf_result rfi_gguf_add_file(rf_gguf *g, char *path, rfi_split *split, rf_error *err) {
     if (g->n_parts == g->parts_capacity) {
         uint32_t n = g->parts_capacity ? g->parts_capacity * 2 : 1;
@@ -3168,12 +3153,11 @@ static rf_result rfi_gguf_add_file(rf_gguf *g, char *path, rfi_split *split, rf_
     return rc;
 }
 
-/* Open all parts of the file, one by one. */
+/* Open all parts of the file. */
 static rf_result rfi_gguf_add_files(rf_gguf *g, rf_error *err) {
     rfi_split split = {0, 1, -1};
-    char *path = (char *)rfi_alloc(&g->allocator, strlen(g->path) + 1, 1, "a path", err);
+    char *path = rfi_copy_text(&g->allocator, g->path, "a path", err);
     if (!path) return RF_ERR_MEMORY;
-    memcpy(path, g->path, strlen(g->path));
     rf_result rc = rfi_gguf_add_file(g, path, &split, err);
     if (rc == RF_OK && split.no != 0) {
         char *first = rfi_split_path(g, g->path, 1, (uint32_t)split.count, err);
@@ -3230,7 +3214,7 @@ static void rfi_gguf_release(rf_gguf *g) {
     rfi_free(&a, g);
 }
 
-/* An empty object with checked hooks. */
+/* A file object without parts, its hooks checked. */
 static rf_result rfi_gguf_create(const char *path, const rf_gguf_desc *desc, rf_gguf **out, rf_error *err) {
     static const rf_gguf_desc defaults = {.no_map = 0};
     rf_allocator allocator;
@@ -3247,9 +3231,8 @@ static rf_result rfi_gguf_create(const char *path, const rf_gguf_desc *desc, rf_
     g->log.fn = desc->log_fn;
     g->log.user = desc->log_user;
     atomic_init(&g->n_users, 0);
-    g->path = (char *)rfi_alloc(&allocator, strlen(path) + 1, 1, "a path", err);
+    g->path = rfi_copy_text(&allocator, path, "a path", err);
     if (!g->path) return rfi_gguf_release(g), RF_ERR_MEMORY;
-    memcpy(g->path, path, strlen(path));
     *out = g;
     return RF_OK;
 }
@@ -3290,9 +3273,8 @@ ROCMFORGE_API rf_result rf_gguf_open_memory(const void *data, size_t size_bytes,
     rf_result rc = rfi_gguf_create("(memory)", desc, &g, err);
     if (rc != RF_OK) return rc;
     g->parts = (rfi_gguf_part *)rfi_alloc(&g->allocator, 1, sizeof *g->parts, "parts of a file", err);
-    char *path = g->parts ? (char *)rfi_alloc(&g->allocator, sizeof "(memory)", 1, "a path", err) : NULL;
+    char *path = g->parts ? rfi_copy_text(&g->allocator, g->path, "a path", err) : NULL;
     if (!path) return rfi_gguf_release(g), RF_ERR_MEMORY;
-    memcpy(path, "(memory)", sizeof "(memory)");
     g->parts[0] = (rfi_gguf_part){.path = path,
                                   .handle = -1,
                                   .size_bytes = size_bytes,
@@ -3324,21 +3306,21 @@ static void rfi_gguf_hold(rf_gguf *g) { atomic_fetch_add(&g->n_users, 1u); }
 static void rfi_gguf_drop(rf_gguf *g) { atomic_fetch_sub(&g->n_users, 1u); }
 static const rf_allocator *rfi_gguf_allocator(const rf_gguf *g) { return &g->allocator; }
 static const rfi_log *rfi_gguf_log(const rf_gguf *g) { return &g->log; }
-/* The file in messages: its name only, so that a long path leaves room for what is wrong. */
+/* The file's name for messages, without folders: a long path would leave no room for what is wrong. */
 static const char *rfi_gguf_path(const rf_gguf *g) { return rfi_path_label(g->path); }
 
-/* The tensor's bytes where they are mapped or in memory; NULL if they must be read. */
+/* The tensor's bytes in a mapping or in the caller's memory; NULL if they must be read. */
 static const void *rfi_gguf_map(const rf_gguf *g, const rf_tensor_info *t) {
     const unsigned char *map = g->parts[t->file_index].map;
     return map ? map + t->offset_bytes : NULL;
 }
 
-/* The system maps it for us: the bytes are pages of the file. */
+/* 1: we mapped a file, so that the bytes are pages of it. */
 static int rfi_gguf_is_mapped(const rf_gguf *g, const rfi_gguf_part *part) {
     return part->map && rfi_gguf_is_os_file(g, part) && g->io.map_fn == rfi_os_map;
 }
 
-/* No handler has put zeros in the place of mapped bytes. */
+/* Fails if rf_gguf_handle_fault has put zeros in the place of mapped bytes. */
 static rf_result rfi_gguf_check_fault(const rfi_gguf_part *part, rf_error *err) {
     uint64_t fault = atomic_load(&part->fault);
     if (!fault) return RF_OK;
@@ -3348,8 +3330,8 @@ static rf_result rfi_gguf_check_fault(const rfi_gguf_part *part, rf_error *err) 
                     rfi_path_label(part->path), RFI_LLU(fault - 1));
 }
 
-/* What was computed from mapped bytes was computed from the file's: it is as long as ever. Behind a new end that lies
- * in the last page there are zeros, without a signal. */
+/* Fails if mapped bytes that were computed with may not have been the file's: it was shortened. Between a new end and
+ * the end of its page a mapping has zeros, and raises no signal. */
 static rf_result rfi_gguf_intact(const rf_gguf *g, rf_error *err) {
     struct stat now;
     rf_result r = RF_OK;
@@ -3365,8 +3347,8 @@ static rf_result rfi_gguf_intact(const rf_gguf *g, rf_error *err) {
     return r;
 }
 
-/* The file is still the one that was opened: nobody has shortened or rewritten it. Replacing it under its name (rename)
- * does no harm, the open file stays. */
+/* Fails if the file was shortened or rewritten after it was opened. Replacing it under its name (rename) does no harm:
+ * the open file stays. */
 static rf_result rfi_gguf_unchanged(const rf_gguf *g, const rf_tensor_info *t, rf_error *err) {
     const rfi_gguf_part *part = &g->parts[t->file_index];
     const struct stat *then = &part->as_opened;
@@ -3387,7 +3369,7 @@ static rf_result rfi_gguf_unchanged(const rf_gguf *g, const rf_tensor_info *t, r
     return RF_OK;
 }
 
-/* The pages of bytes [offset, + *n) of a mapped tensor; *n grows to count from the first page's beginning. */
+/* First page of bytes [offset, offset + *n) of a mapped tensor; *n then counts from the page's beginning. */
 static void *rfi_gguf_pages(const rf_gguf *g, const rf_tensor_info *t, uint64_t offset, uint64_t *n) {
     const rfi_gguf_part *part = &g->parts[t->file_index];
     if (!rfi_gguf_is_mapped(g, part)) return NULL;
@@ -3398,7 +3380,7 @@ static void *rfi_gguf_pages(const rf_gguf *g, const rf_tensor_info *t, uint64_t 
 
 #define RFI_MADV_POPULATE_READ 22 /* Linux 5.14; not in older libraries' headers */
 
-/* Have bytes [offset, + n) of a mapped tensor in memory. */
+/* Page in bytes [offset, offset + n) of a mapped tensor. */
 static rf_result rfi_gguf_populate(const rf_gguf *g, const rf_tensor_info *t, uint64_t offset, uint64_t n,
                                    rf_error *err) {
     uint64_t at = t->offset_bytes + offset;
@@ -3412,7 +3394,7 @@ static rf_result rfi_gguf_populate(const rf_gguf *g, const rf_tensor_info *t, ui
     return RF_OK;
 }
 
-/* Take a mapped tensor out of the process; the page cache keeps it. */
+/* Unmap a tensor's pages from the process; the page cache keeps them. */
 static void rfi_gguf_release_pages(const rf_gguf *g, const rf_tensor_info *t) {
     uint64_t n = t->size_bytes;
     void *pages = rfi_gguf_pages(g, t, 0, &n);
@@ -3426,7 +3408,7 @@ ROCMFORGE_API int rf_gguf_handle_fault(rf_gguf *g, const void *address) {
         uint64_t at = (uint64_t)((uintptr_t)address - (uintptr_t)part->map), none = 0;
         if (!rfi_gguf_is_mapped(g, part) || at >= part->size_bytes) continue;
         uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = at / page * page;
-        atomic_compare_exchange_strong(&part->fault, &none, at + 1); /* first: nobody may use zeros unnoticed */
+        atomic_compare_exchange_strong(&part->fault, &none, at + 1); /* first, so that no use of zeros goes unnoticed */
         handled = mmap((void *)(uintptr_t)(part->map + first), (size_t)(part->size_bytes - first), PROT_READ,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != MAP_FAILED;
     }
@@ -3540,17 +3522,11 @@ ROCMFORGE_API rf_result rf_kv_real(const rf_kv *kv, uint64_t i, double *out, rf_
     rfi_clear(err);
     if (!kv || !out || i >= kv->count || kv->element_type == RF_KV_BOOL) return rfi_kv_fail(kv, i, "a number", err);
     const unsigned char *p = (const unsigned char *)kv->data;
-    if (kv->element_type == RF_KV_F32) {
-        *out = (double)rfi_load_f32(p + 4 * i);
-        return RF_OK;
-    }
-    if (kv->element_type == RF_KV_F64) {
-        memcpy(out, p + 8 * i, sizeof *out);
-        return RF_OK;
-    }
-    if (kv->element_type == RF_KV_U64) {
-        *out = (double)rfi_load_u64(p + 8 * i);
-        return RF_OK;
+    switch (kv->element_type) {
+    case RF_KV_F32: *out = (double)rfi_load_f32(p + 4 * i); return RF_OK;
+    case RF_KV_F64: memcpy(out, p + 8 * i, sizeof *out); return RF_OK;
+    case RF_KV_U64: *out = (double)rfi_load_u64(p + 8 * i); return RF_OK;
+    default: break;
     }
     if (rf_kv_int(kv, i, &v, NULL) != RF_OK) return rfi_kv_fail(kv, i, "a number", err);
     *out = (double)v;
@@ -4125,25 +4101,19 @@ ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n
 }
 
 /* ==== 7 Lazy tensors ================================================================================== >>tensor
- * The weights of a file on a device, one store for all models of that file there. Nothing is read before somebody needs
- * it: a tensor's once-cell makes one thread start the load and lets the others sleep. The rooms of this section:
- *   >>tensor   the objects and their locks; device memory; evicting a tensor
- *   >>loader   file -> pinned staging buffer -> asynchronous copy, cut into pieces that readers and waiters take
- *   >>stream   weights that do not fit the budget go through a ring buffer, in plan order, ahead of the compute
- *   >>experts  the cache of experts (mixture of experts) where a part of them fits
- *   >>budget   what stays resident, what is streamed or cached; sharing a device's memory between stores
- *   >>store    open, close, statistics
- * READY means: the address is fixed and the copy is enqueued. The device waits for the copy, not the host. Where the
- * device uses the file's bytes in place, a piece is a part of the mapping to be paged in. Users pin: what is pinned is
- * not evicted.
+ * The weights of a file on a device, in one store for all models of that file there. Nothing is read before somebody
+ * needs it: a tensor's once-cell makes one thread start the load and lets the others sleep. READY means: the address is
+ * fixed and the copy is enqueued; the device waits for the copy, not the host. Where the device uses the file's bytes
+ * in place, loading pages in a part of the mapping. Users pin: what is pinned is not evicted.
+ * This room has the objects and their locks, device memory, and eviction; the next ones have all else.
  *
- * Locks, in the order in which they may be taken. Each object below says which one guards it.
+ * Locks, in the order in which they may be taken; each object says which one guards it:
  *   device.monitor       the list of stores and their shares of the budget; wakes when a store becomes idle
  *   store.stream_lock    held by the eval that streams: the ring serves one eval at a time
  *   store.monitor        everything else of a store; wakes at every change
  *   store.cell_monitor   the waiters of the tensors' once-cells
- * Behind a function's head, "locked" means that the caller holds store.monitor, "locked, yields" that the function
- * releases it for a while: look again at everything that it guards. */
+ * "locked" after a function's head means that the caller holds store.monitor, "locked, yields" that the function also
+ * releases it for a while: what it guards may have changed afterwards. */
 
 typedef struct rfi_store rfi_store;
 static uint32_t rfi_cpu_count(void);                                   /* section 10 */
@@ -4230,21 +4200,16 @@ typedef struct rfi_memory {
     rfi_slab slabs[RFI_MAX_SLABS];
     uint32_t n_slabs;
     uint32_t n_creating; /* slabs                                                          */
-    rf_mem scratch;      /* in which the device repacks: copies run one after another and share it */
+    rfi_slab scratch;    /* in which the device repacks: copies run one after another and share it */
 } rfi_memory;
 
-typedef enum rfi_staging_state {
-    RFI_STAGING_ABSENT,
-    RFI_STAGING_FREE,
-    RFI_STAGING_FILLING,
-    RFI_STAGING_IN_FLIGHT /* a copy reads it until its ticket */
-} rfi_staging_state;
+enum { RFI_STAGING_ABSENT, RFI_STAGING_FREE, RFI_STAGING_FILLING, RFI_STAGING_IN_FLIGHT };
 
 /* A buffer in pinned host memory between file and device. */
 typedef struct rfi_staging {
     void *mem;
-    rfi_staging_state state;
-    rf_ticket ticket;
+    int state;
+    rf_ticket ticket;    /* IN_FLIGHT: a copy reads it until then        */
     uint32_t slot, load; /* what it holds is of this load of this tensor */
 } rfi_staging;
 
@@ -4343,13 +4308,9 @@ typedef struct rfi_cache {
     int prefetching;              /* no cancel since the last request: readers may fill empty frames */
     int reader_waits;             /* a reader waits for a copy to end                        */
     int eval_waits;               /* an eval waits for free frames; others queue after it    */
+    uint32_t n_holding;           /* evals that need no pins: all experts are there, and none may be evicted */
+    uint64_t held_stamp;          /* rfi_store_stamp when all were found there; 0: never     */
 } rfi_cache;
-
-/* Evals that need no pins on experts, because all are there and none may be evicted. */
-typedef struct rfi_expert_hold {
-    uint32_t n_evals;
-    uint64_t stamp; /* rfi_store_stamp when all were found there; 0: never */
-} rfi_expert_hold;
 
 /* ---- objects of a store with other guards ---- */
 
@@ -4390,7 +4351,7 @@ struct rfi_store {
     rfi_tensor *tensors; /* [n_weights], by slot                                       */
     uint32_t *order;     /* [n_weights] slots in the order of the load policy          */
     uint64_t total_bytes, device_bytes_needed; /* in the file; if all is resident, with scratch */
-    uint64_t row_bytes_max, scratch_bytes;
+    uint64_t row_bytes_max;
     int in_place;        /* some tensor's bytes are used where the file is mapped      */
 
     rfi_store *next;     /* guarded by device.monitor                                  */
@@ -4409,8 +4370,7 @@ struct rfi_store {
     rfi_pinned_pool pinned;
     rfi_reports reports;
     rfi_stream stream;
-    rfi_cache cache;
-    rfi_expert_hold hold; /* ... to here                                               */
+    rfi_cache cache;     /* ... to here                                                */
 
     rfi_monitor cell_monitor;
     _Atomic uint64_t cancels; /* by the user: a call ends if it changes meanwhile      */
@@ -4503,20 +4463,6 @@ static void rfi_slab_release(rfi_store *s, rfi_slab *slab) { /* locked */
     rfi_stats_count_memory(s, slab->size_bytes, 0);
 }
 
-static rf_result rfi_scratch_create(rfi_store *s, rf_error *err) { /* locked */
-    if (!s->scratch_bytes || s->memory.scratch.base) return RF_OK;
-    rf_result r = s->device->api->mem_create(s->device->dev, s->scratch_bytes, &s->memory.scratch, err);
-    if (r == RF_OK) rfi_stats_count_memory(s, s->scratch_bytes, 1);
-    return r;
-}
-
-static void rfi_scratch_release(rfi_store *s) { /* locked */
-    if (!s->memory.scratch.base) return;
-    s->device->api->mem_release(s->device->dev, &s->memory.scratch);
-    memset(&s->memory.scratch, 0, sizeof s->memory.scratch);
-    rfi_stats_count_memory(s, s->scratch_bytes, 0);
-}
-
 /* Place the tensors of slab `from` (RF_NONE: all resident ones) anew in slabs of about `target` bytes. */
 static void rfi_memory_place(rfi_store *s, uint32_t from, uint64_t target) { /* locked */
     rfi_memory *m = &s->memory;
@@ -4545,11 +4491,12 @@ static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) {
     rf_error why;
     rfi_clear(&why);
     if (t->in_place) return RF_OK;
+    rf_result r = s->memory.scratch.size_bytes ? rfi_slab_create(s, &s->memory.scratch, err) : RF_OK;
+    if (r != RF_OK) return r;
     for (;;) {
         rfi_slab *slab = rfi_tensor_slab(s, t);
-        rf_result r = rfi_slab_create(s, slab, &why);
+        r = rfi_slab_create(s, slab, &why);
         if (slab != rfi_tensor_slab(s, t)) continue; /* another thread has cut it meanwhile */
-        if (r == RF_OK) r = rfi_scratch_create(s, &why);
         if (r == RF_OK) return RF_OK;
         if (!rfi_is_resident(t) || slab->mem.base || slab->size_bytes == t->bytes ||
             s->memory.n_slabs == RFI_MAX_SLABS) {
@@ -4580,7 +4527,7 @@ static void rfi_tensor_drop(rfi_store *s, rfi_tensor *t) { /* locked */
 /* Evict a tensor: 1 if it is unloaded now (or was), 0 if it is in use or loading. */
 static int rfi_tensor_evict(rfi_store *s, uint32_t slot) { /* locked */
     rfi_tensor *t = &s->tensors[slot];
-    if (s->hold.n_evals && s->plan.weights[slot].n_experts) return rfi_cell_is_unloaded(&t->cell);
+    if (s->cache.n_holding && s->plan.weights[slot].n_experts) return rfi_cell_is_unloaded(&t->cell);
     if (!rfi_cell_try_evict(&t->cell)) return rfi_cell_is_unloaded(&t->cell);
     rfi_tensor_drop(s, t);
     rfi_stats_count_tensor(s, t, 0);
@@ -4897,7 +4844,7 @@ static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *tic
     const uint64_t row_bytes = w->size_bytes / w->n_rows, at = p->row0 * row_bytes, n = p->n_rows * row_bytes;
     rf_weight_part part = {.slot = rfi_tensor_slot(s, t), .row0 = p->row0, .n_rows = p->n_rows, .offset = t->offset,
                            .mem = &rfi_tensor_slab(s, t)->mem,
-                           .scratch = s->memory.scratch.base ? &s->memory.scratch : NULL};
+                           .scratch = s->memory.scratch.mem.base ? &s->memory.scratch.mem : NULL};
     rfi_staging *b = NULL;
     rf_result r = t->pinned ? RF_OK : rfi_staging_take(s, &b, err);
     if (r != RF_OK) return r;
@@ -5565,18 +5512,18 @@ static int rfi_store_hold_experts(rfi_store *s) {
     rfi_monitor_lock(&s->monitor);
     const uint64_t stamp = rfi_store_stamp(s);
     int all = !rfi_store_streams(s) && rfi_store_all_loaded(s);
-    for (uint32_t slot = 0; all && s->hold.stamp != stamp && slot < s->plan.n_weights; slot++)
+    for (uint32_t slot = 0; all && s->cache.held_stamp != stamp && slot < s->plan.n_weights; slot++)
         all = !s->plan.weights[slot].n_experts ||
               (rfi_cell_is_ready(&s->tensors[slot].cell) && atomic_load(&s->tensors[slot].arrived));
-    if (all) s->hold.stamp = stamp;
-    s->hold.n_evals += (uint32_t)all;
+    if (all) s->cache.held_stamp = stamp;
+    s->cache.n_holding += (uint32_t)all;
     rfi_monitor_unlock(&s->monitor);
     return all;
 }
 
 static void rfi_store_release_experts(rfi_store *s) {
     rfi_monitor_lock(&s->monitor);
-    s->hold.n_evals--;
+    s->cache.n_holding--;
     rfi_monitor_unlock(&s->monitor);
 }
 
@@ -5752,7 +5699,7 @@ static rf_result rfi_placement_streams(const rfi_store *s, uint64_t limit, rfi_p
     const rf_plan *plan = &s->plan;
     uint64_t min = 0, ahead = 0;
     for (int keep = s->desc.stream_policy == RF_STREAM_PREFIX ? 2 : 0; keep >= 0; keep--) {
-        p->resident_bytes = s->scratch_bytes;
+        p->resident_bytes = s->memory.scratch.size_bytes;
         for (uint32_t i = 0; i < plan->n_weights; i++) {
             p->streamed[i] = (uint8_t)!rfi_placement_keeps(plan, i, keep);
             if (!p->streamed[i]) p->resident_bytes += s->tensors[i].bytes;
@@ -5849,7 +5796,7 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
     rfi_slab_release(s, &s->stream.ring);
     rfi_slab_release(s, &s->cache.slab);
     if (s->loader.n_jobs == 0 && s->loader.n_running == 0) rfi_staging_release(s);
-    if (left == 0) rfi_scratch_release(s);
+    if (left == 0) rfi_slab_release(s, &s->memory.scratch);
     rfi_monitor_unlock(&s->monitor);
     if (ring_is_ours) pthread_mutex_unlock(&s->stream_lock);
     return left;
@@ -6004,7 +5951,7 @@ static void rfi_tensor_describe(rfi_store *s, uint32_t slot) {
     s->total_bytes += w->size_bytes;
     s->device_bytes_needed += t->bytes;
     s->row_bytes_max = rfi_max_u64(s->row_bytes_max, t->in_place ? 0 : w->size_bytes / w->n_rows);
-    s->scratch_bytes = rfi_max_u64(s->scratch_bytes, layout.scratch_bytes);
+    s->memory.scratch.size_bytes = rfi_max_u64(s->memory.scratch.size_bytes, layout.scratch_bytes);
 }
 
 /* All tensors, the order of loading, and the number of readers. */
@@ -6013,7 +5960,7 @@ static void rfi_store_describe(rfi_store *s) {
     rfi_loader *l = &s->loader;
     uint32_t n = 0;
     for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) rfi_tensor_describe(s, slot);
-    s->device_bytes_needed += s->scratch_bytes;
+    s->device_bytes_needed += s->memory.scratch.size_bytes;
     for (int pass = critical_first ? 0 : 1; pass < 2; pass++)
         for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
             int32_t layer = s->plan.weights[slot].layer;
@@ -13659,12 +13606,8 @@ static rf_result rfi_eval_take_experts(rf_session *s, const rf_op *op, uint32_t 
         if (r == RF_OK && n_aside) r = rfi_aside_run(s, op, n_rows, err); /* while others load */
         return r;
     }
-    for (uint32_t e = 0; e < op->n_experts; e++) {
-        int there = 1;
-        for (uint32_t k = 0; s->rows_of[e] && k < layer->n_weights; k++)
-            there &= rfi_cell_is_ready(&store->tensors[rfi_expert_slot(layer, k, e)].cell);
-        if (s->rows_of[e]) atomic_fetch_add(there ? &layer->hits : &layer->misses, 1);
-    }
+    for (uint32_t e = 0; e < op->n_experts; e++)
+        if (s->rows_of[e]) atomic_fetch_add(rfi_expert_is_ready(store, layer, e) ? &layer->hits : &layer->misses, 1);
     return RF_OK;
 }
 
