@@ -159,9 +159,10 @@
 #include <stdint.h>
 
 /* ==== 1 API ============================================================================================= >>api
- * What a program calls, in the order in which it calls it. Every function says what it needs, returns, allocates and
- * costs, and who may call it from where. Shapes are row-major [rows, cols], the last index contiguous; where the
- * order of a GGUF file is meant (contiguous dimension first) it reads ne={...}. */
+ * What a program calls, in the order in which it calls it. Each comment says what the function needs, returns,
+ * allocates and costs, and which threads may call it ("any one": any thread, one at a time). "Memory none" means that
+ * the call allocates nothing. Shapes are row-major [rows, cols], the last index contiguous; where the order of a GGUF
+ * file is meant (contiguous dimension first) it reads ne={...}. */
 
 #define RF_VERSION_MAJOR 0
 #define RF_VERSION_MINOR 2
@@ -181,17 +182,17 @@ extern "C" {
 
 /* ---- results and errors ---- */
 
-/* What the caller can do about a failure. 0 is success, every failure is negative, everywhere in this file. */
+/* Grouped by what the caller can do about it. 0 is success, every failure is negative, everywhere in this file. */
 typedef enum rf_result {
     RF_OK = 0,
     RF_ERR_ARGUMENT = -1,     /* the call is wrong: fix the program                                   */
-    RF_ERR_MEMORY = -2,       /* host memory                                                          */
+    RF_ERR_MEMORY = -2,       /* too little host memory, or too small a budget for weights            */
     RF_ERR_IO = -3,           /* the operating system could not read; error.sys is errno              */
     RF_ERR_FORMAT = -4,       /* the file is malformed; error.where is a byte offset                  */
     RF_ERR_UNSUPPORTED = -5,  /* well formed, but this version cannot run it                          */
     RF_ERR_CONTEXT_FULL = -6, /* the sequence has no room for these tokens                            */
     RF_ERR_DEVICE = -7,       /* a device call failed; error.sys is its code                          */
-    RF_ERR_CANCELLED = -8,    /* a call that cancels, a progress callback or a closing scheduler did  */
+    RF_ERR_CANCELLED = -8,    /* by a call that cancels, a progress callback or a closing scheduler   */
     RF_ERR_NOT_FOUND = -9,    /* no such key, tensor, device or file                                  */
     RF_ERR_BUSY = -10,        /* still in use: close what uses it first                               */
     RF_ERR_CAPACITY = -11     /* the caller's buffer is too small; *count is the size needed          */
@@ -332,16 +333,16 @@ typedef struct rf_kv {
     uint32_t type;         /* rf_kv_type                                              */
     uint32_t element_type; /* of an array; equal to type otherwise                    */
     uint64_t count;        /* elements of an array; 1 otherwise                       */
-    const void *data;      /* first element, little endian, unaligned; strings are a
-                              u64 length and bytes: read them with rf_kv_text         */
+    const void *data;      /* first element, little endian, unaligned; a string is a
+                              u64 length and its bytes: read it with rf_kv_text       */
     uint64_t size_bytes;   /* of all elements                                         */
     uint64_t where;        /* byte offset of the value in the file, for messages      */
 } rf_kv;
 
-/* One row of the tensor directory. ne[0] is the contiguous dimension; unused dimensions are 1. */
+/* One entry of the tensor directory. ne[0] is the contiguous dimension; unused dimensions are 1. */
 typedef struct rf_tensor_info {
     rf_string name;
-    uint32_t type;          /* rf_type, known                                           */
+    uint32_t type;          /* rf_type, a known one                                     */
     uint32_t n_dims;        /* 1..4                                                     */
     uint64_t ne[4];
     uint32_t file_index;    /* which part of a split file                               */
@@ -352,12 +353,12 @@ typedef struct rf_tensor_info {
 } rf_tensor_info;
 
 typedef struct rf_gguf_desc {
-    rf_allocator allocator; /* also of models, tokenizers, sessions and schedulers that are made from the file      */
+    rf_allocator allocator; /* also of models, tokenizers, sessions and schedulers made from the file               */
     rf_io io;
     rf_log_fn log_fn;   /* NULL: silent                                                                         */
     void *log_user;
-    uint32_t no_map;    /* 1: never map tensor bytes, read them (a file truncated meanwhile is then an error,
-                           where a mapping would raise SIGBUS: see rf_gguf_handle_fault)                        */
+    uint32_t no_map;    /* 1: never map tensor bytes, read them. A file that is truncated meanwhile is then an
+                           error; a mapping raises SIGBUS (see rf_gguf_handle_fault)                            */
 } rf_gguf_desc;
 
 typedef struct rf_gguf_info {
@@ -390,23 +391,23 @@ ROCMFORGE_API rf_result rf_gguf_open_memory(const void *data, size_t size_bytes,
  * Returns RF_OK; RF_ERR_BUSY, with the file still open, while a model or tokenizer uses it.   Threads any one. */
 ROCMFORGE_API rf_result rf_gguf_close(rf_gguf *g, rf_error *err);
 
-/* Facts about an open file, path borrowed until it is closed. Zeros for NULL.   Cost O(files).   Threads any. */
+/* Facts about an open file; path is borrowed until it is closed. Zeros for NULL.   Cost O(files).   Threads any. */
 ROCMFORGE_API rf_gguf_info rf_gguf_get_info(const rf_gguf *g);
 
-/* Key/value by position (0 .. n_kv-1) or by name; what it points to is borrowed until the file is closed.
- * Returns RF_OK; RF_ERR_NOT_FOUND, with *out zeroed; RF_ERR_ARGUMENT (out).   Cost O(1); with err NULL an absent key
- * costs no message.   Threads any. */
+/* A key/value by position (0 .. n_kv-1) or by name; what it points to is borrowed until the file is closed.
+ * Returns RF_OK; RF_ERR_NOT_FOUND, with *out zeroed; RF_ERR_ARGUMENT (out).   Memory none.   Cost O(1).
+ * Threads any. */
 ROCMFORGE_API rf_result rf_gguf_get_kv(const rf_gguf *g, uint64_t index, rf_kv *out, rf_error *err);
 ROCMFORGE_API rf_result rf_gguf_find_kv(const rf_gguf *g, const char *key, rf_kv *out, rf_error *err);
 
-/* Element i of a value as an integer (any integer type or bool), a real (any number), or a string. Strings of an
- * array lie one behind the other: *cursor_bytes starts at 0 and moves to the next one; pass NULL for a single string.
- * Return RF_OK; RF_ERR_ARGUMENT if the value is of another type, does not fit, or i is out of range.   Threads any. */
+/* Element i of a value as an integer (of any integer type or bool), a real (of any number), or a string. The strings
+ * of an array are read in order: *cursor_bytes starts at 0 and each call moves it to the next; NULL for one string.
+ * Returns RF_OK; RF_ERR_ARGUMENT if the value has another type, does not fit, or i is out of range.   Threads any. */
 ROCMFORGE_API rf_result rf_kv_int(const rf_kv *kv, uint64_t i, int64_t *out, rf_error *err);
 ROCMFORGE_API rf_result rf_kv_real(const rf_kv *kv, uint64_t i, double *out, rf_error *err);
 ROCMFORGE_API rf_result rf_kv_text(const rf_kv *kv, uint64_t *cursor_bytes, rf_string *out, rf_error *err);
 
-/* Tensor by position in the directory (0 .. n_tensors-1) or by name. Lifetime, Returns, Cost, Threads as above. */
+/* A tensor by position in the directory (0 .. n_tensors-1) or by name. Lifetime, Returns, Cost, Threads as above. */
 ROCMFORGE_API rf_result rf_gguf_get_tensor(const rf_gguf *g, uint64_t index, rf_tensor_info *out, rf_error *err);
 ROCMFORGE_API rf_result rf_gguf_find_tensor(const rf_gguf *g, const char *name, rf_tensor_info *out, rf_error *err);
 
@@ -415,20 +416,20 @@ ROCMFORGE_API rf_result rf_gguf_find_tensor(const rf_gguf *g, const char *name, 
 ROCMFORGE_API rf_result rf_gguf_read_tensor(const rf_gguf *g, uint64_t index, uint64_t offset, void *dst, size_t n,
                                             rf_error *err);
 
-/* What a program's own SIGBUS handler asks for a file of which the CPU uses weights where they are mapped. Somebody
- * may cut such a file short after its tensors were loaded, or its disk may fail; the system then raises SIGBUS in the
- * thread that computes. A program that wants an error instead installs a handler (the library installs none and keeps
- * no list of files: what is done about signals is the program's to say) and calls this in it:
+/* Turn a SIGBUS into an error. The CPU uses weights where the file is mapped; if somebody truncates the file, or its
+ * disk fails, the system raises SIGBUS in the thread that computes. The library installs no signal handler; a program
+ * that wants an error instead of the signal calls this in its own:
  *     static void on_sigbus(int number, siginfo_t *info, void *context) {
  *         if (rf_gguf_handle_fault(file, info->si_addr)) return;
  *         ...                                                       what the program does about other addresses
  *     }
- *   g        in  an open file (NULL: none); it may not be closed while the handler can run
+ *   g        in  an open file (NULL: none); it must not be closed while the handler can run
  *   address  in  the address of the fault
- * Returns 1 if the address lies in g's mapping: zeros are there now, from its page to the end of the file, the
- * computing goes on, and that rf_session_eval and all later ones return RF_ERR_IO with the file and the offset,
- * sequences as before them. Closing and opening the file is the way out. 0 if it is not g's: nothing has changed.
- * Memory none.   Cost: a system call or two.   Threads any; async-signal-safe on Linux; errno stays. */
+ * Returns 1 if the address lies in g's mapping: the mapping now reads as zeros from its page to the end of the file,
+ * the computation goes on, and that rf_session_eval and all later ones return RF_ERR_IO with the file and the offset,
+ * their sequences unchanged. Close and open the file to recover. 0 if the address is not g's: nothing has changed.
+ * Memory none.   Cost: two system calls.   Threads any; async-signal-safe on Linux (atomics, sysconf, mmap; errno
+ * is kept). */
 ROCMFORGE_API int rf_gguf_handle_fault(rf_gguf *g, const void *address);
 
 /* ---- devices ---- */
@@ -442,7 +443,7 @@ typedef struct rf_device_info {
     char note[160];         /* why it cannot be used, or what is unusual; empty if nothing is     */
     uint32_t usable;        /* 1 if rf_device_open may succeed                                    */
     uint32_t is_gpu;
-    uint32_t wave_size;     /* lanes per wave; 1 on the CPU                                       */
+    uint32_t wave_size;     /* lanes per wave (warp); 1 on the CPU                                */
     uint32_t compute_units; /* or threads of the CPU device                                       */
     uint64_t total_bytes;   /* memory                                                             */
     uint64_t free_bytes;
@@ -453,22 +454,23 @@ typedef struct rf_device_desc {
     rf_allocator allocator;
     uint32_t n_threads;     /* CPU: threads that compute, the caller's included; 0 = one per core allowed (max 256) */
     const char *isa;        /* CPU: "scalar", "avx2", "avxvnni", "avx512", "neon", "i8mm"; NULL = the best. For tests
-                               and for equal bits on unequal machines. */
+                               and for equal bits on different machines. */
     uint64_t budget_bytes;  /* for the weights of all models on it; 0 = what is free on a GPU, no limit on the CPU. The
-                               model used longest ago gives way. */
+                               least recently used model gives way. */
     uint64_t fail_call;     /* null device: the n-th call fails (1 = the first); 0 = none */
     uint32_t fail_forever;  /* null device: so do all later ones                          */
     uint32_t fail_late;     /* null device: a weight_write fails at its ticket, not at once */
 } rf_device_desc;
 
-/* List the devices: out receives up to `capacity` entries, *count the number there are. A kernels file that is not
- * linked appears as an unusable entry that says so. Returns RF_OK; RF_ERR_ARGUMENT.   Threads any. */
+/* List the devices. A kernels file that is not linked appears as an unusable entry that says so.
+ *   out    out  [capacity], the first ones; may be NULL with capacity 0;   count  out  devices there are
+ * Returns RF_OK, also if there are more than capacity; RF_ERR_ARGUMENT.   Memory none.   Threads any. */
 ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, uint32_t *count, rf_error *err);
 
 /* Open a device.
  *   name  in   "auto" or NULL (the first usable GPU, else the CPU; rf_device_get_info says which and, in note, why
- *              not a GPU), "cpu", "null", "hip:N"
- *   desc  in   NULL = defaults
+ *              not a GPU), "cpu", "null", "hip:N" (also NVIDIA)
+ *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
  * Returns RF_OK; RF_ERR_NOT_FOUND (no such device: the text lists what there is); RF_ERR_DEVICE; RF_ERR_MEMORY.
  * Memory: the CPU device keeps n_threads - 1 sleeping threads.   Threads any; the object may be shared. */
 ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *desc, rf_device **out, rf_error *err);
@@ -477,59 +479,59 @@ ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *d
  * Returns RF_OK; RF_ERR_BUSY, with the device still open, while a model uses it.   Threads any one. */
 ROCMFORGE_API rf_result rf_device_close(rf_device *d, rf_error *err);
 
-/* What it is, and how much memory is free now. Zeros for NULL.   Cost: asks the system.   Threads any. */
+/* What it is, and how much memory is free now. Zeros for NULL.   Cost: asks the driver.   Threads any. */
 ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d);
 
 /* ---- models ---- */
 
 typedef struct rf_model rf_model;
 
-/* A tensor was loaded. done_bytes of total_bytes are now. Return nonzero to cancel, as rf_model_cancel_loading does.
- * Called from a thread that loads, which may be inside rf_session_eval, one call at a time. It may use its own model's
- * loading calls below, but not evaluate, nor close what is in use. */
+/* A tensor was loaded: done_bytes of total_bytes are on the device now. Return nonzero to cancel, as
+ * rf_model_cancel_loading does. Called from a thread that loads, which may be inside rf_session_eval, one call at a
+ * time. It may use its own model's loading calls below, but not evaluate, nor close what is in use. */
 typedef int (*rf_progress_fn)(uint64_t done_bytes, uint64_t total_bytes, rf_string tensor, void *user);
 
 /* When weights are loaded. */
 typedef enum rf_load_policy {
-    RF_LOAD_LAZY = 0,           /* the first rf_session_eval starts it, in plan order, and computes behind it       */
+    RF_LOAD_LAZY = 0,           /* the first rf_session_eval starts it, in plan order; compute overlaps it  */
     RF_LOAD_PRELOAD = 1,        /* rf_session_open loads all of them before it returns                      */
     RF_LOAD_CRITICAL_FIRST = 2  /* as lazy, with the embedding and the output before the layers             */
 } rf_load_policy;
 
 /* What happens to weights beyond the budget. */
 typedef enum rf_stream_policy {
-    RF_STREAM_PREFIX = 0,       /* as many as fit stay, the others are read anew for every token            */
-    RF_STREAM_LRU = 1           /* none stays longer than it takes to need its place: for comparison only   */
+    RF_STREAM_PREFIX = 0,       /* as many as fit stay resident, the others are streamed anew for each token */
+    RF_STREAM_LRU = 1           /* all are streamed, the least recently used is evicted: for comparison only */
 } rf_stream_policy;
 
-/* Which expert gives way to one that is not on the device, where a budget leaves room for some of them only. */
+/* Which expert is evicted from the expert cache, where the budget leaves room for some experts only. */
 typedef enum rf_expert_policy {
-    RF_EXPERTS_LFRU = 0,        /* the one chosen least often, choices of long ago counting for less        */
-    RF_EXPERTS_LRU = 1,         /* the one chosen longest ago: for comparison only                          */
-    RF_EXPERTS_STATIC = 2       /* those chosen first stay, others take turns: for comparison only          */
+    RF_EXPERTS_LFRU = 0,        /* the least frequently chosen, old choices counting for less               */
+    RF_EXPERTS_LRU = 1,         /* the least recently chosen: for comparison only                           */
+    RF_EXPERTS_STATIC = 2       /* those chosen first stay, the others take turns: for comparison only      */
 } rf_expert_policy;
 
 typedef struct rf_model_desc {
     rf_progress_fn progress_fn; /* NULL: none                                                               */
     void *progress_user;
-    const char *pre_tokenizer;  /* force this pre-tokenizer instead of tokenizer.ggml.pre; NULL = file's    */
-    uint64_t budget_bytes;      /* for weights on the device; 0 = no limit but the device's. CPU: of the
-                                   mapping, resident, and as many pages more as tensors have ends. Too few even
-                                   to stream are RF_ERR_MEMORY of the first load, or rf_session_eval: rf_model_forecast
-                                   says it before                                                           */
+    const char *pre_tokenizer;  /* use this pre-tokenizer instead of tokenizer.ggml.pre; NULL = the file's  */
+    uint64_t budget_bytes;      /* for weights on the device; 0 = no limit but the device's. CPU: bytes of the
+                                   mapping that stay resident, and up to a page more for each end of a tensor.
+                                   Too few even to stream: the first load or rf_session_eval returns
+                                   RF_ERR_MEMORY, and rf_model_forecast does before                         */
     uint32_t load_policy;       /* rf_load_policy                                                           */
     uint32_t stream_policy;     /* rf_stream_policy                                                         */
-    uint64_t pinned_bytes;      /* GPU: host memory in which weights beyond the budget are kept; 0 = read them
-                                   anew                                                                     */
-    uint32_t n_readers;         /* threads that read, while there is something to; 0 = chosen; 16 run at most */
+    uint64_t pinned_bytes;      /* GPU: pinned host memory in which weights beyond the budget are kept; 0 = read
+                                   them from the file each time                                             */
+    uint32_t n_readers;         /* threads that read while there is something to read; 0 = chosen; max 16   */
     uint64_t expert_cache_bytes;/* of the budget, for experts if they do not all fit; 0 = what others leave */
     uint32_t expert_policy;     /* rf_expert_policy                                                         */
-    uint32_t expert_cpu_below;  /* an expert that is not there and was chosen fewer times of late, as LFRU counts, is
-                                   computed by the CPU, in steps of up to 8 rows; 0 = none. Logits then depend on
-                                   what is there. The file must be mapped. On a GPU the first session that
-                                   asks for it starts threads, one per core, for all on the device and until
-                                   it is closed; on the CPU they are the device's                           */
-    uint32_t expert_prefetch;   /* 1: idle readers fill what is empty of the cache, the likeliest first     */
+    uint32_t expert_cpu_below;  /* CPU fallback: an expert that is not on the device and was chosen fewer times of
+                                   late, as LFRU counts, is computed by the CPU, in steps of up to 8 rows; 0 = never.
+                                   The logits then depend on which experts are loaded. The file must be mapped. On a
+                                   GPU the first session that asks for it starts one thread per core, for all
+                                   sessions and until the device is closed; on the CPU the device's threads do it */
+    uint32_t expert_prefetch;   /* 1: idle readers fill free room in the expert cache, the likeliest first  */
 } rf_model_desc;
 
 typedef struct rf_model_info {
@@ -539,58 +541,60 @@ typedef struct rf_model_info {
     uint32_t n_embd;
     uint32_t n_vocab;
     uint32_t n_heads;        /* of layer 0                                                  */
-    uint32_t n_kv_heads;     /* of layer 0; 0: it has no attention                          */
+    uint32_t n_kv_heads;     /* of layer 0, < n_heads with GQA; 0: it has no attention      */
     uint32_t head_dim;
     uint32_t n_ctx_train;    /* context the model was trained for, tokens                   */
-    uint32_t n_tensors;      /* tensors the plan uses, each expert of one for itself        */
-    uint64_t n_params;       /* weights in those                                            */
+    uint32_t n_tensors;      /* weights that the plan uses; each expert counts              */
+    uint64_t n_params;       /* values in those                                             */
     uint64_t weight_bytes;   /* as stored in the file                                       */
-    uint64_t token_bytes;    /* weight bytes that one token reads: of experts those chosen  */
+    uint64_t token_bytes;    /* weight bytes that one token reads: of experts, those chosen */
 } rf_model_info;
 
 /* Make a model of a file on a device: read hyperparameters, check the shape of every tensor, build the plan. No
  * tensor byte is read: weights load on first use, or by the calls below.
  *   g, d  in   stay open as long as the model (closing them is refused)
+ *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
  * Returns RF_OK; RF_ERR_UNSUPPORTED (architecture, tensor type, feature: by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND
  * (a tensor or key is missing: the text lists the names tried); RF_ERR_ARGUMENT (a policy); RF_ERR_MEMORY;
- * RF_ERR_DEVICE. A pre-tokenizer is not looked at before rf_model_get_tokenizer.
- * Models of one rf_gguf on one device share their weights, and what the first one's desc says about loading.
+ * RF_ERR_DEVICE. The pre-tokenizer is not checked before rf_model_get_tokenizer.
+ * Models of one rf_gguf on one device share their weights, and the loading fields of the first one's desc.
  * Memory at most 32 x metadata bytes + 256 KiB, with file and tokenizer, whatever the file claims.   Cost O(metadata).
- * Threads any. The model is shared by any number of threads. */
+ * Threads any. The model may be shared by any number of threads. */
 ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_desc *desc, rf_model **out,
                                       rf_error *err);
 
-/* Release the model, and its weights if no other model shares them. NULL is fine.
- * Returns RF_OK; RF_ERR_BUSY, with the model still open, while a session is.   Threads any one. */
+/* Close the model, and release its weights if no other model shares them. NULL is fine.
+ * Returns RF_OK; RF_ERR_BUSY, with the model still open, while a session is open or a scheduler uses its tokenizer.
+ * Threads any one. */
 ROCMFORGE_API rf_result rf_model_close(rf_model *m, rf_error *err);
 
 /* Facts about a model; name is borrowed until its file is closed. Zeros for NULL.   Cost O(tensors).   Threads any. */
 ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m);
 
-/* Load one tensor (or find it loaded). It is loaded once, however many threads ask: those that do not load wait; if it
- * fails all of them get the error and a later call tries again.
+/* Load one tensor, unless it is loaded. Any number of threads may ask: one loads, the others wait; if it fails all of
+ * them get the error, and a later call tries again.
  *   name  in   of a tensor that the plan uses
- * Returns RF_OK; RF_ERR_NOT_FOUND; RF_ERR_IO (also: the file was shortened or rewritten since it was opened, which is
- * looked at before each load; replacing it by rename does no harm); RF_ERR_DEVICE; RF_ERR_MEMORY (also: it is beyond
- * the budget, rf_session_eval streams it); RF_ERR_CANCELLED; RF_ERR_BUSY when called from a hook that this tensor's
- * load calls.
- * Memory of the device: a slab of tensors at a time.   Cost: its bytes, once.   Threads any. */
+ * Returns RF_OK; RF_ERR_NOT_FOUND; RF_ERR_IO (also if the file was shortened or rewritten since it was opened, which is
+ * checked before each load; replacing it by rename does no harm); RF_ERR_DEVICE; RF_ERR_MEMORY (also if it is beyond
+ * the budget: rf_session_eval streams it); RF_ERR_CANCELLED; RF_ERR_BUSY from a hook that this tensor's load calls.
+ * Memory: device memory, a slab of tensors at a time.   Cost: its bytes, once.   Threads any. */
 ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_error *err);
 
-/* 1 if it is loaded now, or all tensors of the layer are; 0 if not, or if the plan uses no tensor of this name. Another
- * thread may drop it right after. Never blocks. Threads any. */
+/* 1 if the tensor, or every tensor of the layer, is loaded now; 0 if not, or if the plan uses no such tensor. Another
+ * thread may evict it right after. Never blocks. Threads any. */
 ROCMFORGE_API int rf_model_is_tensor_loaded(const rf_model *m, const char *name);
 ROCMFORGE_API int rf_model_is_layer_loaded(const rf_model *m, uint32_t layer);
 
 /* Load the weights of these layers (each < n_layers), or all weights of the plan, with all readers, and wait until they
- * are on the device. What the budget leaves to streaming is left out.
+ * are on the device. Weights beyond the budget, which are streamed, are left out.
  * Returns as rf_model_load_tensor; RF_ERR_ARGUMENT (a layer).   Memory, Cost as there.   Threads any. */
 ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *layers, uint32_t n_layers,
                                                 rf_error *err);
 ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err);
 
 /* Stop loading: calls that wait for weights, or for memory that another model holds, return RF_ERR_CANCELLED, within
- * the time of one read of a few MiB. What is loaded stays, and a later call loads the rest. Threads any. */
+ * the time of one read of a few MiB. What is loaded stays, and a later call loads the rest.
+ * Threads any; not async-signal-safe, it takes locks: in a signal handler set a flag that progress_fn returns. */
 ROCMFORGE_API void rf_model_cancel_loading(rf_model *m);
 
 typedef struct rf_loading_stats {
@@ -603,7 +607,7 @@ typedef struct rf_loading_stats {
     uint64_t failures;           /* loads that failed                                         */
     uint64_t evictions;
     uint64_t device_allocations;
-    uint64_t bytes_read;         /* from the file, reloads included; in place: none           */
+    uint64_t bytes_read;         /* from the file, reloads included; mapped in place: none    */
     double wait_seconds;         /* that threads waited for tensors                           */
     double load_seconds;         /* in which something was being loaded                       */
     double gb_per_second;        /* loaded, reloads included, per load_seconds, in 10^9 bytes */
@@ -616,44 +620,45 @@ ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m);
 typedef struct rf_expert_stats {
     uint32_t n_experts;     /* of the layer; 0: it has none                                      */
     uint32_t n_loaded;      /* of these now, with all their matrices                             */
-    uint64_t hits;          /* experts chosen by a step that were loaded, each once a step       */
-    uint64_t misses;        /* the same of those that had to be loaded first                     */
+    uint64_t hits;          /* chosen experts that were loaded, each once per step               */
+    uint64_t misses;        /* chosen experts that had to be loaded first                        */
     uint64_t bytes;         /* of experts loaded, reloads included, as stored in the file        */
     uint64_t prefetched;    /* experts loaded before a step chose them                           */
     uint64_t on_cpu;        /* experts computed by the CPU: neither hits nor misses              */
-    uint64_t round_trips;   /* times that the host waited for a device to learn what was chosen  */
+    uint64_t round_trips;   /* times that the host waited for a GPU to learn what was chosen     */
 } rf_expert_stats;
 
-/* The same for the experts of one layer. Choices are counted where the host must know them: not on a GPU that holds all
- * experts of the layer, where it never asks. Zeros for NULL and for a layer without experts.   Cost O(experts of a
- * layer).   Threads any. */
+/* The same for the experts of one layer. Choices are counted where the host must know them; a GPU that holds all
+ * experts of the layer is never asked. Zeros for NULL and for a layer without experts.   Cost O(experts of a layer).
+ * Threads any. */
 ROCMFORGE_API rf_expert_stats rf_model_get_expert_stats(const rf_model *m, uint32_t layer);
 
-/* Drop every loaded weight that no running call uses, and free its memory; handles and sessions stay valid and load
- * again on use. On the CPU: take it out of the process; the page cache keeps the file. *left (may be NULL) receives
- * the number of tensors that were in use. Returns RF_OK.   Threads any. */
+/* Evict every loaded weight that no running call uses, and free its memory; handles and sessions stay valid, and
+ * weights load again on use. On the CPU the pages leave the process; the page cache keeps the file.
+ *   left  out  tensors that were in use and stay loaded; may be NULL
+ * Returns RF_OK; RF_ERR_ARGUMENT (NULL).   Threads any. */
 ROCMFORGE_API rf_result rf_model_clear_device_cache(rf_model *m, uint32_t *left, rf_error *err);
 
-/* The same by its old name. */
+/* The old name of rf_model_clear_device_cache. */
 ROCMFORGE_API rf_result rf_model_clear_gpu_cache(rf_model *m, uint32_t *left, rf_error *err);
 
 /* ---- sessions ---- */
 
 typedef struct rf_session rf_session;
 
-/* How keys and values are kept. Q8_0 takes 17 bytes where f16 takes 32: int8, and a scale for 32 of them. */
+/* How the KV cache stores keys and values. Q8_0 takes 17 bytes where f16 takes 32: 32 int8 and one f16 scale. */
 typedef enum rf_cache_type { RF_CACHE_F16 = 0, RF_CACHE_F32 = 1, RF_CACHE_Q8_0 = 2 } rf_cache_type;
 
 typedef struct rf_session_desc {
-    uint32_t n_ctx;        /* tokens each sequence can hold; 0 = min(n_ctx_train, 4096)                          */
+    uint32_t n_ctx;        /* tokens that each sequence can hold; 0 = min(n_ctx_train, 4096)                     */
     uint32_t n_seq_max;    /* sequences; 0 = 1                                                                   */
-    uint32_t n_batch;      /* rows evaluated at once, longer calls are cut; 0 = 512, or n_ctx*n_seq_max if less  */
+    uint32_t n_batch;      /* rows of a micro-batch, longer calls are cut; 0 = 512, or n_ctx*n_seq_max if less   */
     uint32_t n_logits_max; /* rows of one rf_session_eval that may ask for logits; 0 = n_seq_max                 */
-    uint32_t cache_type;   /* rf_cache_type; 0 = f16. Q8_0 wants heads of a multiple of 32 values                */
-    uint32_t swa_full;   /* 0: layers with a sliding window keep the positions that the window and the largest
-                              batch need, and a sequence cannot be cut back far (rf_session_truncate); 1: all layers
-                              keep n_ctx positions, and it can be cut anywhere, unless it was restored from a
-                              session that kept less. The logits are the same bits.                              */
+    uint32_t cache_type;   /* rf_cache_type; 0 = f16. Q8_0 needs head_dim to be a multiple of 32                 */
+    uint32_t swa_full;     /* Layers with sliding-window attention (SWA): 0 = keep the positions that the window and
+                              the largest batch need; a sequence cannot be cut back far (rf_session_truncate). 1 = keep
+                              n_ctx positions; it can be cut back to any, unless it was restored from a session that
+                              kept fewer. The logits are the same bits.                                          */
     uint32_t n_snapshots;  /* recurrent models: older states that a sequence keeps, to be cut back to; 0 = 4, or
                               1 if n_seq_max > 1                                                                 */
 } rf_session_desc;
@@ -661,27 +666,27 @@ typedef struct rf_session_desc {
 typedef struct rf_forecast {
     uint64_t weight_bytes;   /* of the device when loaded: resident, ring, for repacking  */
     uint64_t streamed_bytes; /* weights read anew for every token, beyond the budget      */
-    uint64_t expert_cache_bytes; /* of weight_bytes, if experts do not all fit: their room */
-    uint64_t kv_bytes;       /* keys and values, recurrent states                         */
+    uint64_t expert_cache_bytes; /* part of weight_bytes, if experts do not all fit       */
+    uint64_t kv_bytes;       /* KV cache and recurrent states                             */
     uint64_t scratch_bytes;  /* activations and logits                                    */
-    uint64_t plan_bytes;     /* of the device for workspaces: what an op keeps to itself  */
+    uint64_t plan_bytes;     /* of the device, for workspaces of ops                      */
     uint64_t host_bytes;     /* of the session on the host, but for some words of each op */
 } rf_forecast;
 
 /* What a session would need, before anything is allocated.
  *   desc  in   NULL = defaults
- * Returns RF_OK; RF_ERR_ARGUMENT (also: sizes overflow); RF_ERR_UNSUPPORTED (cache_type, of these heads);
- * RF_ERR_MEMORY (the budget is too small even for streaming, or host memory ran out); RF_ERR_DEVICE. Not counted: what
- * expert_cpu_below takes on the host.
+ * Returns RF_OK; RF_ERR_ARGUMENT (also: sizes overflow); RF_ERR_UNSUPPORTED (cache_type, with this head_dim);
+ * RF_ERR_MEMORY (the budget is too small even for streaming, or host memory ran out); RF_ERR_DEVICE. Host memory for
+ * expert_cpu_below is not counted.
  * Memory O(tensors + ops + n_batch) during the call.   Threads any. */
 ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_desc *desc, rf_forecast *out,
                                           rf_error *err);
 
-/* Open a session: n_seq_max independent sequences with their keys and values, activations and logits.
+/* Open a session: n_seq_max independent sequences with their KV cache, activations and logits.
  *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
- * Models with two sets of rope factors (longrope) choose by n_ctx, not by the prompt: a longer context may answer
- * otherwise. Learned positions (gpt2) bound n_ctx.
- * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_UNSUPPORTED (cache_type, of these heads); RF_ERR_MEMORY; RF_ERR_DEVICE.
+ * Models with two sets of rope factors (longrope) choose by n_ctx, not by the prompt: another n_ctx may give another
+ * answer. Learned positions (gpt2) limit n_ctx.
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_UNSUPPORTED (cache_type, with this head_dim); RF_ERR_MEMORY; RF_ERR_DEVICE.
  * Memory: all of it, now; no later call on the session allocates.   Threads: one call at a time per session
  * (rf_session_cancel excepted); sessions of one model run in parallel. */
 ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc, rf_session **out, rf_error *err);
@@ -701,14 +706,14 @@ typedef struct rf_token_row {
 
 #define RF_POS_NEXT (-1)
 
-/* Run rows through the model: each is appended to its sequence. A prompt, one token, and one token of each of many
- * sequences are all this call; it is cut into micro-batches of n_batch rows.
+/* Run rows through the model; each is appended to its sequence. Prefill (a prompt), decode (one token), and continuous
+ * batching (one token of each of many sequences) are all this call; it is cut into micro-batches of n_batch rows.
  *   rows    in   [n_rows], n_rows >= 1, at most n_logits_max of them with want_logits
  * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_CONTEXT_FULL; RF_ERR_CANCELLED; errors of loading a weight; RF_ERR_DEVICE.
- *         On failure every sequence is as long as before the call, and no logits are kept. A sequence of which this
- *         call had added more than n_batch rows by then may be empty instead, where layers keep a window only
- *         (rf_session_desc.swa_full): the text says so.
- * Memory none.   Cost: every weight is read once per micro-batch, attention reads each sequence's keys and values. */
+ *         On failure every sequence is as long as before the call, and no logits are kept. One exception, where layers
+ *         keep a window only (rf_session_desc.swa_full): a sequence to which the call had added more than n_batch rows
+ *         may be empty instead; the text says so.
+ * Memory none.   Cost: each weight is read once per micro-batch; attention reads each sequence's KV cache. */
 ROCMFORGE_API rf_result rf_session_eval(rf_session *s, const rf_token_row *rows, uint32_t n_rows, rf_error *err);
 
 /* Logits of a row of the last rf_session_eval or rf_session_forward.
@@ -726,76 +731,80 @@ ROCMFORGE_API rf_result rf_session_get_logits(rf_session *s, uint32_t i, float *
  * Returns RF_OK; RF_ERR_ARGUMENT (no such row).   Memory none.   Cost O(1): no logits are copied. */
 ROCMFORGE_API rf_result rf_session_get_argmax(const rf_session *s, uint32_t i, int32_t *token, rf_error *err);
 
-/* The simple way: append n_tokens (>= 1) to sequence 0; *logits receives the last one's logits, as
- * rf_session_get_logits gives them. NULL: they are not copied (rf_session_get_argmax and rf_session_sample do without).
- * Returns as rf_session_eval; *logits is NULL on failure.   Memory none.   Cost that of rf_session_eval and
- * rf_session_get_logits. */
+/* The simple form of rf_session_eval: append tokens to sequence 0 and keep the last one's logits.
+ *   tokens  in   [n_tokens], n_tokens >= 1
+ *   logits  out  as rf_session_get_logits; NULL: they are not copied (rf_session_get_argmax and rf_session_sample do
+ *                without)
+ * Returns as rf_session_eval.   Memory none.   Cost: rf_session_eval and, with logits, rf_session_get_logits. */
 ROCMFORGE_API rf_result rf_session_forward(rf_session *s, const int32_t *tokens, uint32_t n_tokens, float **logits,
-                                   rf_error *err);
+                                           rf_error *err);
 
-/* Make sequence `seq` hold exactly a prefix of `tokens`: keep the longest common prefix with what it holds now, drop
- * the rest. *kept (out) <= n_tokens is the position from which the caller must evaluate: less than that prefix, or 0,
- * where the sequence cannot be cut back to it (rf_session_truncate). If all of them are held, one is dropped, so that
- * evaluating the last one gives logits again.
+/* Reuse a prefix: make sequence `seq` hold exactly a prefix of `tokens`, the longest that it has in common with what it
+ * holds now, and drop the rest.
+ *   kept  out  <= n_tokens: the caller evaluates tokens[kept] and what follows. Less than the common prefix, or 0,
+ *              where the sequence cannot be cut back to that (rf_session_truncate). If all tokens are held, the last
+ *              one is dropped, so that evaluating it gives logits again.
  * Returns RF_OK; RF_ERR_ARGUMENT (seq, NULL).   Memory none.   Cost O(kept). */
 ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_t *tokens, uint32_t n_tokens,
                                         uint32_t *kept, rf_error *err);
 
-/* Cut a sequence to n_keep tokens (more than it holds: no change). n_keep 0 empties it. *kept (may be NULL) is the
- * length it really has now, and from where the caller evaluates its tokens again: n_keep, or less where that cannot be.
- * If layers of the model have a sliding window and the session keeps no more of them (rf_session_desc.swa_full), what
- * is more than n_batch tokens behind the furthest that the sequence has been may be gone: then it is 0. Sequences that
- * were never longer than the window can be cut anywhere. A restored one can go back as far as the saved one could, if
- * the session's n_batch is no smaller.
- * A recurrent model goes back to the last state it has kept; a sequence keeps n_snapshots of them, spread over it: at
- * every 256th token, before the last token of the last rf_session_eval with several, and of those evaluated one at a
- * time a few. A restored one has the state that was saved, no older ones.
+/* Cut a sequence to its first n_keep tokens (if it holds no more: no change); 0 empties it.
+ *   kept  out  tokens that it holds now: n_keep, or less where it cannot be cut to that; may be NULL
+ * Sliding windows (SWA), without rf_session_desc.swa_full: positions more than n_batch tokens before the furthest one
+ * that the sequence ever had may be gone; then *kept is 0. A sequence that was never longer than the window can be cut
+ * anywhere. A restored one can be cut back as far as the saved one could, if the session's n_batch is no smaller.
+ * Recurrent models: the sequence goes back to the last state that it kept. It keeps n_snapshots of them, spread over
+ * its length: at every 256th token, before the last token of the last rf_session_eval with several, and a few of those
+ * evaluated one at a time. A restored sequence has the state that was saved, no older ones.
  * Returns RF_OK; RF_ERR_ARGUMENT (seq).   Memory none.   Cost O(1). */
 ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept,
                                             rf_error *err);
 
-/* dst becomes a copy of src. Of a recurrent model, of the state it is in: the copy can be cut back to that and to 0.
- * Returns RF_OK; RF_ERR_ARGUMENT (src, dst); RF_ERR_DEVICE, with dst empty.   Memory none.   Cost: copies its keys and
- * values, on the device. */
+/* Make sequence dst a copy of src. Of a recurrent model only the current state is copied: dst can be cut back to that
+ * and to 0.
+ * Returns RF_OK; RF_ERR_ARGUMENT (src, dst); RF_ERR_DEVICE, with dst empty.   Memory none.   Cost: copies its KV cache
+ * on the device. */
 ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst, rf_error *err);
 
 /* Empty all sequences but this one. Returns RF_OK; RF_ERR_ARGUMENT (seq).   Memory none.   Cost O(n_seq_max). */
 ROCMFORGE_API rf_result rf_session_keep(rf_session *s, int32_t seq, rf_error *err);
 
-/* Tokens the sequence holds; 0 for a seq out of range. */
+/* Tokens that the sequence holds; 0 for a seq out of range. */
 ROCMFORGE_API uint32_t rf_session_length(const rf_session *s, int32_t seq);
 
-/* Ask the running rf_session_eval (or, if none runs, the next one) to return RF_ERR_CANCELLED: it looks between layers
- * and between micro-batches. Threads any; async-signal-safe. */
+/* Ask the running rf_session_eval or rf_session_forward, or if none runs the next one, to return RF_ERR_CANCELLED. They
+ * look between layers and between micro-batches.
+ * Threads any; async-signal-safe (one atomic store). */
 ROCMFORGE_API void rf_session_cancel(rf_session *s);
 
-/* Hidden states of rows of the last rf_session_eval or rf_session_forward that asked for logits: what the output matrix
- * is multiplied with, after the final norm.
+/* Hidden states of rows of the last rf_session_eval or rf_session_forward that asked for logits: the input of the
+ * output matrix, after the final norm.
  *   first, n  in   which of these rows, as in rf_session_get_logits
  *   out       out  [n, n_embd] float32, the caller's
- * Returns RF_OK; RF_ERR_ARGUMENT (no such rows); RF_ERR_DEVICE.   Memory none.   Cost: the copy from the device; who
- * does not call it pays nothing. */
+ * Returns RF_OK; RF_ERR_ARGUMENT (no such rows); RF_ERR_DEVICE.   Memory none.   Cost: the copy from the device. */
 ROCMFORGE_API rf_result rf_session_hidden(rf_session *s, uint32_t first, uint32_t n, float *out, rf_error *err);
 
 typedef enum rf_pooling {
     RF_POOL_MEAN = 0, /* average of all tokens' rows                                          */
-    RF_POOL_LAST = 1, /* the last token's row: what a model that reads left to right has seen */
+    RF_POOL_LAST = 1, /* the last token's row: for causal attention                           */
     RF_POOL_CLS = 2   /* the first token's row                                                */
 } rf_pooling;
 
-/* One vector for a text: its tokens are evaluated as sequence 0, which is emptied before, and their hidden states are
- * pooled. The vector is not normalised.
- *   tokens  in   [n_tokens], 1 to n_ctx
- *   out     out  [n_embd] float32, the caller's
- * Returns as rf_session_eval, and RF_ERR_ARGUMENT (pooling). On failure sequence 0 is empty, or as it was if the call
- * was refused for NULL, pooling or n_tokens.   Memory none.   Cost that of rf_session_eval with logits for the rows it
- * pools, at most n_logits_max at once: open the session with n_logits_max = n_batch for RF_POOL_MEAN. */
+/* Embed a text as one vector: empty sequence 0, evaluate the tokens in it, pool their hidden states. The vector is not
+ * normalised.
+ *   tokens   in   [n_tokens], 1 to n_ctx
+ *   pooling  in   rf_pooling
+ *   out      out  [n_embd] float32, the caller's
+ * Returns as rf_session_eval, and RF_ERR_ARGUMENT (pooling). On failure sequence 0 is empty, or unchanged if the call
+ * was refused for NULL, pooling or n_tokens.
+ * Memory none.   Cost: rf_session_eval with logits for the pooled rows, at most n_logits_max at once: open the session
+ * with n_logits_max = n_batch for RF_POOL_MEAN. */
 ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, uint32_t n_tokens, uint32_t pooling,
                                          float *out, rf_error *err);
 
-/* Where a saved sequence goes to, or comes from: a file, a buffer, a socket. Called in order, never from two threads.
- *   write_fn  takes all n bytes; 0, or a negative errno value
- *   read_fn   gives up to n bytes; bytes given (0 = end), or a negative errno value */
+/* Where a saved sequence goes to or comes from: a file, a buffer, a socket. Called in order, never from two threads.
+ *   write_fn  takes all n bytes; returns 0, or a negative errno value
+ *   read_fn   gives up to n bytes; returns how many (0 = end), or a negative errno value */
 typedef struct rf_session_io {
     int (*write_fn)(const void *data, size_t n, void *user);
     int64_t (*read_fn)(void *data, size_t n, void *user);
@@ -805,28 +814,28 @@ typedef struct rf_session_io {
 /* Bytes that rf_session_save would write; 0 for a seq out of range.   Memory none.   Cost O(layers). */
 ROCMFORGE_API uint64_t rf_session_save_bytes(const rf_session *s, int32_t seq);
 
-/* Write a sequence: its tokens, and the keys and values of these (of layers with a sliding window as many as the
- * session still needs to go on, or to be cut back) or the state behind them, with what tells the model and a checksum.
- * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_IO (write_fn); RF_ERR_DEVICE. The sequence stays as it is.   Memory none.
- * Cost: copies its keys and values from the device. */
+/* Save a sequence: its tokens, its KV cache (of layers with a sliding window what the session still needs, to go on or
+ * to be cut back) or its recurrent state, what identifies the model, and a checksum.
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_IO (write_fn); RF_ERR_DEVICE. The sequence is unchanged.   Memory none.
+ * Cost: copies its KV cache from the device. */
 ROCMFORGE_API rf_result rf_session_save(rf_session *s, int32_t seq, const rf_session_io *io, rf_error *err);
 
-/* Read a saved sequence into one that is empty. On the same device model what follows has the same bits as without
- * saving; others get the same keys and values. What is read may be hostile: a forged one can at worst make the model
+/* Restore a saved sequence into one that is empty. On the same device model what follows has the same bits as without
+ * saving; others get the same keys and values. What is read is untrusted: a forged one can at worst make the model
  * write other text.
  * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_BUSY (the sequence holds tokens: rf_session_truncate it); RF_ERR_FORMAT
  * (damaged, or cut short); RF_ERR_UNSUPPORTED (another version, model, or cache type: expected and found are named);
  * RF_ERR_CONTEXT_FULL (more tokens than n_ctx); RF_ERR_IO (read_fn); RF_ERR_DEVICE. On failure the sequence is empty,
- * and all others are as they were.   Memory none. */
+ * and all others are unchanged.   Memory none. */
 ROCMFORGE_API rf_result rf_session_restore(rf_session *s, int32_t seq, const rf_session_io *io, rf_error *err);
 
 /* ---- tokens and text ---- */
 
 typedef struct rf_tokenizer rf_tokenizer;
 
-/* Build the tokenizer of a file (vocabulary-only files too).
+/* Build the tokenizer of a file (vocabulary-only files too): BPE, SentencePiece (SPM) or WordPiece (WPM).
  *   g    in   stays open as long as the tokenizer (closing it is refused)
- *   pre  in   force this pre-tokenizer name; NULL = tokenizer.ggml.pre. SPM has none and ignores it.
+ *   pre  in   use this pre-tokenizer name; NULL = tokenizer.ggml.pre. SPM has none and ignores it.
  *   out  out  the object, NULL on failure
  * Returns RF_OK; RF_ERR_UNSUPPORTED (model or pre-tokenizer, by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND;
  * RF_ERR_MEMORY.
@@ -846,8 +855,9 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
 
 /* Turn text into token ids.
  *   text   in   [n_bytes] any bytes; malformed UTF-8 is not an error
- *   out    out  [capacity], may be NULL with capacity 0;   count  out  ids there are, also when they do not fit
- * Returns RF_OK; RF_ERR_CAPACITY if capacity < *count (out holds the first ones); RF_ERR_ARGUMENT; RF_ERR_MEMORY.
+ *   flags  in   RF_TOKENIZE_*
+ *   out    out  [capacity], may be NULL with capacity 0;   count  out  size needed, also if capacity is too small
+ * Returns RF_OK; RF_ERR_CAPACITY (out holds the first ones); RF_ERR_ARGUMENT; RF_ERR_MEMORY.
  * Memory O(n_bytes) during the call.   Cost O(n log n).   Threads any. */
 ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags,
                                     int32_t *out, uint32_t capacity, uint32_t *count, rf_error *err);
@@ -856,22 +866,22 @@ ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, siz
 typedef struct rf_detokenizer {
     uint8_t held[4];      /* bytes of an unfinished UTF-8 character              */
     uint8_t n_held;
-    uint8_t started;      /* 1: not the start of a text, so SPM's leading space stays; set it when a prompt goes on */
+    uint8_t started;      /* 1: not the start of a text, so SPM's leading space stays; set it to continue a prompt */
 } rf_detokenizer;
 
-#define RF_DETOKENIZE_SPECIAL 1u /* show special tokens as text, instead of nothing */
-#define RF_DETOKENIZE_FINISH 2u  /* no further token: give out held bytes too       */
+#define RF_DETOKENIZE_SPECIAL 1u /* show special tokens as text, instead of nothing   */
+#define RF_DETOKENIZE_FINISH 2u  /* no token follows: give out held bytes too         */
 
 /* Text of the next token. Only whole UTF-8 characters are given out: an unfinished one is held for the next call.
  *   id     in   a token, or -1 for none (with RF_DETOKENIZE_FINISH)
- *   out    out  [capacity] bytes, no NUL;   count  out  bytes there are
- * Returns RF_OK; RF_ERR_CAPACITY if capacity < *count, with the state unchanged; RF_ERR_ARGUMENT (id).   Threads any.
- * */
+ *   out    out  [capacity] bytes, no NUL;   count  out  size needed, also if capacity is too small
+ * Returns RF_OK; RF_ERR_CAPACITY, with the state unchanged; RF_ERR_ARGUMENT (id).   Memory none.
+ * Threads any, one call at a time per state. */
 ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *state, int32_t id, uint32_t flags,
                                       char *out, size_t capacity, size_t *count, rf_error *err);
 
 typedef struct rf_tokenizer_info {
-    const char *model;      /* "llama" (SPM), "gpt2", "gemma4" (BPE), "bert" (WPM) */
+    const char *model;      /* "llama" (SPM), "gpt2", "gemma4" (BPE), "bert" (WPM)  */
     const char *pre;        /* pre-tokenizer in use; "" for SPM                     */
     uint32_t n_vocab;
     int32_t bos, eos, eot, unknown, padding; /* -1 if the file names none           */
@@ -903,36 +913,36 @@ typedef struct rf_chat {
     const char *template_name;
     const rf_chat_message *messages; /* [n_messages] */
     uint32_t n_messages;
-    uint32_t open_answer;      /* 1: end with the opening of the assistant's answer */
+    uint32_t open_answer;      /* 1: end with the opening of the assistant's answer (a generation prompt) */
 } rf_chat;
 
 /* Format a conversation as the model's template would. The template in the file is recognised, never executed.
  *   g     in   the file; NULL if chat names the template
- *   out   out  [capacity] bytes, no NUL; may be NULL with capacity 0;   count  out  bytes there are
- * Returns RF_OK; RF_ERR_UNSUPPORTED (template not recognised: format it yourself or name one); RF_ERR_NOT_FOUND (no
- * template in the file); RF_ERR_ARGUMENT (name, role, system text the template has no place for); RF_ERR_CAPACITY.
+ *   out   out  [capacity] bytes, no NUL; may be NULL with capacity 0;   count  out  size needed
+ * Returns RF_OK; RF_ERR_CAPACITY; RF_ERR_UNSUPPORTED (template not recognised: format it yourself or name one);
+ * RF_ERR_NOT_FOUND (no template in the file); RF_ERR_ARGUMENT (name, role, system text the template has no place for).
  * Memory none.   Threads any. */
 ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const rf_chat *chat, char *out, size_t capacity,
                                        size_t *count, rf_error *err);
 
 /* Format a conversation and turn it into token ids. What the template writes may name special tokens; the messages
  * may not, whatever they hold. Words are cut and merged as in the text that rf_chat_format gives.
- *   t      in   also the file whose template counts if chat names none
+ *   t      in   the tokenizer; its file's template is used if chat names none
  *   flags  in   RF_TOKENIZE_ADD, or 0
- *   out    out  [capacity], may be NULL with capacity 0;   count  out  ids there are, also when they do not fit
- * Returns RF_OK; as rf_chat_format and rf_tokenize.   Memory O(text) during the call.   Threads any. */
+ *   out    out  [capacity], may be NULL with capacity 0;   count  out  size needed, also if capacity is too small
+ * Returns as rf_chat_format and rf_tokenize.   Memory O(text) during the call.   Threads any. */
 ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *chat, uint32_t flags, int32_t *out,
                                          uint32_t capacity, uint32_t *count, rf_error *err);
 
-/* The part of an answer that is meant for the reader, without the thoughts before it: behind "</think>", or in
+/* The part of an answer that is meant for the reader, without the reasoning before it: what follows "</think>", or
  * gpt-oss's final channel. All of it if it has neither; empty if an answer in channels has no final one yet. Points
  * into text.
  *   text  in  [n_bytes] what the model wrote, control tokens that are shown included
  * Memory none.   Threads any. */
 ROCMFORGE_API rf_string rf_chat_final(const char *text, size_t n_bytes);
 
-/* Name of the template the file's chat_template is recognised as, as long as the program lives; NULL if the file has
- * none or it is not recognised.   Memory none.   Cost O(its length).   Threads any. */
+/* Name of the template that the file's chat_template is recognised as, valid as long as the program runs; NULL if the
+ * file has none or it is not recognised.   Memory none.   Cost O(its length).   Threads any. */
 ROCMFORGE_API const char *rf_chat_template_name(const rf_gguf *g);
 
 /* ---- sampling ---- */
@@ -944,7 +954,7 @@ typedef struct rf_logit_bias {
     float bias; /* added to the logit */
 } rf_logit_bias;
 
-/* Zero = greedy. Applied in this order: bias, penalties, top_k, top_p, min_p, temperature. */
+/* Zero = greedy. Applied in this order: bias, penalties, top-k, top-p, min-p, temperature. */
 typedef struct rf_sampler_desc {
     float temperature;       /* <= 0: greedy (the largest logit, the smallest id among equals)                   */
     uint32_t top_k;          /* 0: off                                                                           */
@@ -955,20 +965,20 @@ typedef struct rf_sampler_desc {
     float presence_penalty;  /* subtracted once                                                                  */
     uint32_t penalty_last_n; /* how many recent tokens; 0 = 64, at most RF_SAMPLER_HISTORY                       */
     uint64_t seed;           /* the same seed gives the same choices                                             */
-    const rf_logit_bias *bias; /* [n_bias], borrowed as long as the sampler is used; ids outside are ignored     */
+    const rf_logit_bias *bias; /* [n_bias], borrowed as long as the sampler is used; ids out of range are ignored */
     uint32_t n_bias;
 } rf_sampler_desc;
 
 typedef struct rf_sampler {
     rf_sampler_desc desc;
     uint64_t rng[2];
-    int32_t history[RF_SAMPLER_HISTORY]; /* ring of accepted tokens */
-    uint32_t n_history;                  /* accepted in all         */
+    int32_t history[RF_SAMPLER_HISTORY]; /* ring buffer of accepted tokens */
+    uint32_t n_history;                  /* accepted in all                */
 } rf_sampler;
 
 /* What the file recommends: general.sampling.temp, .top_k, .top_p, .min_p, .penalty_repeat, .penalty_last_n.
- *   out  out  zero (greedy) but for what the file says: change what you like and give it to rf_sampler_init. A window
- *             of penalties that is longer than RF_SAMPLER_HISTORY, or unlimited (-1), becomes that long.
+ *   out  out  zero (greedy) but for what the file says: change what you like and pass it to rf_sampler_init. A
+ *             penalty_last_n above RF_SAMPLER_HISTORY, or unlimited (-1), becomes RF_SAMPLER_HISTORY.
  * Returns RF_OK, also if the file says nothing; RF_ERR_FORMAT (a value out of range or of another type, by key; *out
  * is zero); RF_ERR_ARGUMENT. Other keys of the group (xtc, mirostat, sequence) are ignored: they have no field.
  * Memory none.   Threads any. */
@@ -987,10 +997,10 @@ ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *de
 ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t n_vocab, int32_t *token,
                                           rf_error *err);
 
-/* The same from the i-th row of the session's last rf_session_eval. A greedy sampler without bias and penalties takes
- * rf_session_get_argmax, unless rf_session_get_logits has given out the logits: then these count, as they are by now.
+/* The same from row i of the session's last rf_session_eval. A greedy sampler without bias and penalties takes
+ * rf_session_get_argmax, unless rf_session_get_logits has handed out the logits: then it reads these, as they are now.
  * Returns RF_OK; RF_ERR_ARGUMENT (no such row, no logit greater than -infinity); RF_ERR_DEVICE (copying the logits).
- * Memory none.   Cost O(1), or that of rf_session_get_logits and rf_sampler_sample.   Threads as both. */
+ * Memory none.   Cost O(1), or rf_session_get_logits and rf_sampler_sample.   Threads as both. */
 ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler *sampler, int32_t *token,
                                           rf_error *err);
 
@@ -1002,26 +1012,28 @@ ROCMFORGE_API void rf_sampler_accept(rf_sampler *s, int32_t token);
 
 typedef struct rf_scheduler rf_scheduler;
 
-/* One request. on_token is called for every token chosen, the end token included, in rf_scheduler_step's thread;
- * nonzero return ends it. on_end is called once, with the reason: RF_OK (end token, max_tokens, on_token asked), or
- * the failure. Both may be NULL; both may call rf_scheduler_submit and nothing else of the scheduler or its session. */
+/* One request. on_token is called for each token chosen, the end token included, in rf_scheduler_step's thread; a
+ * nonzero return ends the request. on_end is called once, with the reason: RF_OK (end token, max_tokens, on_token
+ * asked), or the failure. Both may be NULL; both may call rf_scheduler_submit and nothing else of the scheduler or its
+ * session. */
 typedef struct rf_request {
-    const int32_t *prompt;   /* [n_prompt], borrowed until on_end */
+    const int32_t *prompt;   /* [n_prompt], borrowed until on_end     */
     uint32_t n_prompt;
-    uint32_t max_tokens;     /* 0: no limit                       */
-    rf_sampler *sampler;     /* borrowed until on_end             */
+    uint32_t max_tokens;     /* to choose; 0: no limit but the context */
+    rf_sampler *sampler;     /* borrowed until on_end                 */
     int (*on_token)(int32_t token, void *user);
     void (*on_end)(rf_result reason, void *user);
     void *user;
 } rf_request;
 
-/* Run many requests on one session: each step evaluates the next token of every running sequence and a share of the
+/* Serve many requests with one session: each step evaluates the next token of every running sequence and a share of the
  * waiting prompts.
- *   s, t            in   borrowed until rf_scheduler_close; the session must not be used otherwise meanwhile
+ *   s, t            in   borrowed until rf_scheduler_close (closing them is refused); no other call may use the session
+ *                        meanwhile, rf_session_cancel excepted
  *   queue_capacity  in   requests that may wait, >= 1
  *   out             out  the object, NULL on failure
- * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_MEMORY.   Memory O(queue_capacity + n_batch).   Threads: one call of these at
- * a time. */
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_MEMORY.   Memory O(queue_capacity + n_batch).   Threads: one call at a time
+ * per scheduler. */
 ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, uint32_t queue_capacity,
                                           rf_scheduler **out, rf_error *err);
 
@@ -1031,13 +1043,15 @@ ROCMFORGE_API rf_result rf_scheduler_close(rf_scheduler *sch, rf_error *err);
 
 /* Queue a request (copied).
  * Returns RF_OK; RF_ERR_BUSY (the queue is full); RF_ERR_CONTEXT_FULL (the prompt can never fit); RF_ERR_ARGUMENT (a
- * token out of range, no prompt, no sampler); RF_ERR_CANCELLED while the scheduler closes.   Memory none. */
+ * token out of range, no prompt, no sampler); RF_ERR_CANCELLED while the scheduler closes.   Memory none.   Threads as
+ * above. */
 ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request *request, rf_error *err);
 
-/* One batch. *n_active (may be NULL): requests running or waiting afterwards.
+/* Run one batch.
+ *   n_active  out  requests that run or wait afterwards; may be NULL
  * Returns as rf_session_eval. After RF_ERR_CANCELLED all is as before the step; any other failure ends the requests
- * that run, with it as the reason, and those that wait come next.   Memory none.   Cost that of rf_session_eval,
- * n_batch rows at most. */
+ * that run, with it as the reason, and those that wait come next.   Memory none.   Cost: rf_session_eval of at most
+ * n_batch rows.   Threads as above. */
 ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err);
 
 /* ==== 2 Device API =============================================================================== >>device-api
