@@ -1060,142 +1060,338 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
  * it once per model; the CPU, null and HIP devices execute it behind the table below. Callers of the library need
  * only rf_model_get_plan from here, to look at a plan. */
 
-#define RF_NONE 0xffffffffu /* no buffer, weight, state or table */
+#define RF_NONE 0xffffffffu /* no buffer, weight slot, state or table */
 
-/* What an op computes. T = rows of the step; L = those of them that want logits; "rows" below is T or L by op.rows.
- * W[slot, row] are weight rows, [n_out, n_in]; all activations are float32, row-major. Scales of 0 are 1.
- * "=" is "+=" under RF_OP_ACCUMULATE. */
-typedef enum rf_op_kind {
-    RF_OP_EMBED = 0,     /* out[T, n_out] = scale * W[token], or the row's float input as it is; of every row
-                            scale * W[pos] under RF_OP_POSITIONS                                                   */
-    RF_OP_RMS_NORM = 1,  /* out[rows, n_heads, n_in] = x / sqrt(mean(x^2 of n_in) + eps) * w[n_in] + b[n_in]; x is in,
-                            less its mean under RF_OP_CENTER (LayerNorm); without weight w is 1, without extra b is 0;
-                            out may be in; RF_OP_EACH_HEAD: w[n_heads, n_in]                                       */
-    RF_OP_MATMUL = 2,    /* out[rows, n_out] = cap(scale * (factor * in[rows, n_in] W^T + bias[n_out])): bias is extra,
-                            factor is extra2[1], cap(y) = softcap * tanh(y / softcap), or y if softcap is 0        */
-    RF_OP_ROPE = 3,      /* rotate in place out[T, n_heads, head_dim], of each head the first n_rot values, or the last
-                            ones with RF_OP_LAST: angle = pos * table[i] / (freqs ? freqs[i] : 1), i < n_rot/2;
-                            cos and sin times scale; pairs (2i, 2i+1), or (i, i + n_rot/2) with RF_OP_NEOX; freqs are
-                            extra, and extra2 in sessions of a long context: rf_session_open decides, devices look
-                            at extra only                                                                          */
-    RF_OP_KV_STORE = 4,  /* state K[seq][head][pos] = in[T, n_kv_heads, head_dim], V = in2[.., head_dim_v]; with
-                            RF_OP_LATENT K = in[T, n_kv_heads, head_dim_v], behind it in2[.., head_dim - head_dim_v],
-                            and no V                                                                               */
-    RF_OP_ATTENTION = 5, /* out[T, n_heads, head_dim_v] = softmax(cap(t * in . K * scale)) V over positions p <= pos,
-                            with window != 0 only those > pos - window; cap as above;
-                            t = 1 + temperature * ln(1 + floor(pos / temperature_length));
-                            query head h reads kv head h / (n_heads / n_kv_heads); with extra the softmax of head h
-                            has one score more, extra[h], whose value is 0; with RF_OP_LATENT V are the first
-                            head_dim_v values of K; with a table, table[h] * (p - pos) is added to scores of head h */
-    RF_OP_GLU = 6,       /* out[rows, n_out] = factor * act(in) * in2, in2 from its value extra_at on; without in2
-                            factor * act(in); factor is extra[0], without extra 1; out may be in                   */
-    RF_OP_GATHER = 7,    /* out[L, n_out] = the rows of in[T, n_out] that want logits, in order                    */
-    RF_OP_ARGMAX = 8,    /* out[rows] = id of the largest of in[rows, n_in] as int32: the smallest one among equals, nan
-                            never, -1 if none is greater than -infinity                                            */
-    RF_OP_ROUTE = 9,     /* out[T, 2, n_used] = ids (int32) of the experts chosen for each row, best first, and the
-                            weights of their results. From logits in[T, n_experts]:
-                            p = softmax(in), or sigmoid(in) with RF_OP_SIGMOID, or in with RF_OP_CHOSEN;
-                            s = p + bias[n_experts] (extra; or none); with n_groups > 1, s of the groups (equal runs
-                            of experts) with the n_groups_used largest sums of their two largest s alone;
-                            ids = the n_used largest s, the smaller id among equals, nan behind all numbers;
-                            weights = p[ids], with RF_OP_CHOSEN softmax(p[ids]); with RF_OP_NORMALIZE divided by
-                            max(their sum, 2^-14); times scale, unless that is 0                                   */
-    RF_OP_EXPERTS = 10,  /* out[T, n_used, n_out] = factor[id] * in[T, n_in] W[id]^T (+ bias[id][n_out]), without extra2
-                            factor is 1, id = in2[T, 0, n_used] of a ROUTE; weight is the slot of the first of n_experts
-                            matrices, the others follow, and only those that were chosen need be there; of each the
-                            rows from weight_row on; RF_OP_PER_CHOICE: in[T, n_used, n_in]                         */
-    RF_OP_MIX = 11,      /* out[T, n_out] = scale * sum over k of weight[k] * in[T, n_used, n_out], in order of k,
-                            weights in2[T, 1, n_used] of a ROUTE, or sigmoid(in2[T, n_used]) with RF_OP_SIGMOID    */
-    RF_OP_HEADS = 12,    /* a matrix for each head: out[T, n_heads, n_out + head_dim - n_in] = the first n_in values of
-                            in[T, n_heads, head_dim] times W[h]^T, behind them its other ones, untouched; W[h] are
-                            n_out rows of the weight from weight_row + h * head_rows on; RF_OP_ACROSS: times W[h], n_in
-                            rows of n_out values, as floats                                                        */
-    RF_OP_CONV = 13,     /* out[T, n_out] = act(sum over j < n_in of W[c, j] * x[t - n_in + 1 + j, c] + bias[c]), x the
-                            rows of in[T, n_out] and, before the sequence's first one in the step, those in its state
-                            [n_in - 1, n_out], oldest first; W [n_out, n_in] of floats; bias is extra, without it 0;
-                            out may be in                                                                          */
-    RF_OP_DELTA = 14,    /* gated delta rule, out[T, n_heads, head_dim_v] of in[T, q | k | v], q and k of n_kv_heads
-                            heads of head_dim, v of n_heads of head_dim_v. Head h has a state S[head_dim, head_dim_v],
-                            and reads q and k of head h / (n_heads / n_kv_heads), or h % n_kv_heads with
-                            RF_OP_CYCLIC. In the order of a sequence's rows, x' = x / sqrt(|x|^2 + eps):
-                            S *= exp(softplus(in3[h] + b[h]) * a[h]);  d = sigmoid(in2[h]) * (v - S^T k');
-                            S += k' d^T;  out = scale * S^T q'. a is extra, b is extra2                            */
-    RF_OP_SLICE = 15,    /* out[T, n_heads, head_dim] = values [extra_at, + head_dim) of in[T, n_heads, n_in], behind
-                            the first n_out values of a row                                                        */
-    RF_OP_KIND_COUNT = 16
-} rf_op_kind;
+/* ---- ops ----
+ * T = rows of the step, L = those of them that want logits; "rows" is T or L, by rf_op.rows. Activations are float32,
+ * row-major. W is a weight [n_rows, n_in]; "=" is "+=" under RF_OP_ACCUMULATE; a scale of 0 is 1. Buffers are in, in2,
+ * in3 and out; weight, bias and factor are weight slots, any of which may be RF_NONE where the op can do without.
+ *
+ * To add an op: a struct of its parameters here, a row of RF_OP_TABLE below, and its kernels. Names, checks of plans and
+ * `rocmforge_cli plan` come from the row. */
 
-/* rf_op.flags */
-#define RF_OP_ACCUMULATE 1u     /* EMBED by position, RMS_NORM, MATMUL, MIX */
-#define RF_OP_NEOX 2u           /* ROPE */
-#define RF_OP_CENTER 4u         /* RMS_NORM */
-#define RF_OP_POSITIONS 8u      /* EMBED */
-#define RF_OP_LAST 0x10u        /* ROPE */
-#define RF_OP_SIGMOID 0x100u    /* ROUTE, MIX */
-#define RF_OP_CHOSEN 0x200u     /* ROUTE */
-#define RF_OP_NORMALIZE 0x400u  /* ROUTE */
-#define RF_OP_PER_CHOICE 0x800u /* EXPERTS */
-#define RF_OP_LATENT 0x1000u    /* KV_STORE, ATTENTION */
-#define RF_OP_CYCLIC 0x2000u    /* DELTA */
-#define RF_OP_EACH_HEAD 0x4000u /* RMS_NORM */
-#define RF_OP_ACROSS 0x8000u    /* HEADS */
+/* rf_op.flags; which kinds take which: RF_OP_TABLE */
+#define RF_OP_ACCUMULATE 1u     /* add to out                                                                       */
+#define RF_OP_NEOX 2u           /* ROPE: rotate pairs (i, i + n_rot/2) instead of (2i, 2i+1)                        */
+#define RF_OP_CENTER 4u         /* RMS_NORM: subtract the mean first (LayerNorm)                                    */
+#define RF_OP_POSITIONS 8u      /* EMBED: look up the row's position instead of its token                           */
+#define RF_OP_LAST 0x10u        /* ROPE: rotate the last n_rot values of a head instead of the first                */
+#define RF_OP_SIGMOID 0x100u    /* ROUTE: probabilities by sigmoid; MIX: weights are sigmoid(in2)                   */
+#define RF_OP_CHOSEN 0x200u     /* ROUTE: softmax over the chosen experts only                                      */
+#define RF_OP_NORMALIZE 0x400u  /* ROUTE: weights of the chosen experts add up to 1                                 */
+#define RF_OP_PER_CHOICE 0x800u /* EXPERTS: every chosen expert has an input row of its own                         */
+#define RF_OP_LATENT 0x1000u    /* KV_STORE, ATTENTION: MLA, one compressed key for all heads, values are part of it */
+#define RF_OP_CYCLIC 0x2000u    /* DELTA: head h reads key head h % n_k_heads                                       */
+#define RF_OP_EACH_HEAD 0x4000u /* RMS_NORM: weight [n_groups, n], one vector per group                             */
+#define RF_OP_ACROSS 0x8000u    /* HEADS: multiply by W[h] instead of its transpose, dequantized                    */
 
-#define RF_MAX_TAPS 8u /* n_in of a CONV */
-
-typedef enum rf_activation {
-    RF_ACT_SILU = 0, /* x / (1 + e^-x)                                                */
-    RF_ACT_GELU = 1, /* x / (1 + e^-2u), u = sqrt(2 / pi) * (x + 0.044715 x^3): gelu's tanh form */
-    RF_ACT_OAI = 2,  /* x / (1 + e^-1.702x) of x = min(in, 7), times 1 + in2 in place of in2, in2 cut to -7 .. 7; needs
-                        in2                                                           */
-    RF_ACT_NONE = 3,    /* x                                                                */
-    RF_ACT_CLAMP = 4,   /* x cut to -softcap .. softcap                                     */
-    RF_ACT_SIGMOID = 5, /* 1 / (1 + e^-x)                                                   */
-    RF_ACT_COUNT = 6
-} rf_activation;
-
-#define RF_MAX_EXPERTS 1024u /* of a layer */
+#define RF_MAX_TAPS 8u       /* of a CONV    */
+#define RF_MAX_EXPERTS 1024u /* of a layer   */
 
 typedef enum rf_op_rows { RF_ROWS_TOKENS = 0, RF_ROWS_LOGITS = 1 } rf_op_rows;
 
-/* One op. Fixed-width fields only, at most 128 bytes; unused ones are 0, or RF_NONE where they name something. */
-typedef struct rf_op {
-    uint32_t kind;       /* rf_op_kind                                            */
-    uint32_t rows;       /* rf_op_rows                                            */
-    uint32_t flags;
-    int32_t layer;       /* -1: before the first; n_layers: after the last        */
-    uint32_t in, in2;    /* buffers                                               */
-    uint32_t out;        /* buffer                                                */
-    uint32_t state;      /* KV_STORE, ATTENTION, CONV, DELTA                      */
-    uint32_t weight;     /* slot                                                  */
-    uint32_t weight_row; /* first row of it: fused tensors are row ranges         */
-    uint32_t extra;      /* slot of the bias, of rope's freqs, of attention's sinks, of a GLU's factor */
-    uint32_t extra2;     /* slot of a matmul's or of experts' factors, rope's other freqs, delta's b */
-    uint32_t extra_at;   /* first element of extra, a GLU's in2, a SLICE's heads */
-    union {
-        uint32_t table;  /* index into rf_plan.tables (float), ROPE, ATTENTION    */
-        uint32_t in3;    /* buffer, DELTA                                         */
-    };
-    uint32_t n_in, n_out;
-    uint32_t n_heads, n_kv_heads;
-    uint32_t head_dim, head_dim_v;
-    uint32_t n_rot;
-    float eps;
-    float scale;
-    float softcap;            /* MATMUL, ATTENTION, 0: none; RF_ACT_CLAMP */
-    float temperature;        /* ATTENTION; 0: none                     */
-    uint32_t temperature_length;
-    uint32_t window;          /* ATTENTION: positions seen; 0: all      */
-    uint32_t activation;      /* GLU, CONV (SILU or NONE): rf_activation */
-    union {
-        uint32_t n_experts;     /* ROUTE, EXPERTS, MIX */
-        uint32_t head_rows;     /* HEADS               */
-    };
-    uint32_t n_used;            /* ROUTE, EXPERTS, MIX */
-    uint32_t n_groups, n_groups_used; /* ROUTE */
-} rf_op;
+typedef enum rf_activation {
+    RF_ACT_SILU = 0,    /* x / (1 + e^-x)                                                                            */
+    RF_ACT_GELU = 1,    /* tanh form: x / (1 + e^-2u), u = sqrt(2 / pi) * (x + 0.044715 x^3)                         */
+    RF_ACT_OAI = 2,     /* gpt-oss: x / (1 + e^-1.702x) * (1 + y), x = min(in, 7), y = in2 clamped to -7 .. 7        */
+    RF_ACT_NONE = 3,    /* x                                                                                         */
+    RF_ACT_CLAMP = 4,   /* x clamped to -limit .. limit                                                              */
+    RF_ACT_SIGMOID = 5, /* 1 / (1 + e^-x)                                                                            */
+    RF_ACT_COUNT = 6
+} rf_activation;
 
-/* Its third buffer of inputs, or RF_NONE. */
-static inline uint32_t rf_op_in3(const rf_op *op) { return op->kind == RF_OP_DELTA ? op->in3 : RF_NONE; }
+/* EMBED: out[T, n] = scale * W[token], or the row's own embedding if it has no token. Under RF_OP_POSITIONS:
+ * out (+)= scale * W[pos]. */
+typedef struct rf_embed_params {
+    uint32_t n;
+    float scale;
+} rf_embed_params;
+
+/* RMS_NORM: out[rows, n_groups, n] = x / sqrt(mean(x^2) + eps) * weight[n] + bias[n], mean over the n values of a group,
+ * x = in, less its mean under RF_OP_CENTER. Without weight 1, without bias 0. out may be in. */
+typedef struct rf_norm_params {
+    uint32_t n_groups, n;
+    float eps;
+} rf_norm_params;
+
+/* MATMUL: out[rows, n_out] = cap(scale * (factor * in[rows, n_in] W^T + bias)), W and bias from first_row on (a fused
+ * tensor holds several matrices); cap(y) = softcap * tanh(y / softcap), or y if softcap is 0. */
+typedef struct rf_matmul_params {
+    uint32_t n_in, n_out;
+    uint32_t first_row;
+    float scale, softcap;
+} rf_matmul_params;
+
+/* ROPE: rotate n_rot values of each head of in[T, n_heads, head_dim], in place, by the angles
+ * pos * table[i] / weight[i], i < n_rot / 2 (without weight: / 1), cos and sin times scale. factor, if there is one, is
+ * the weight for sessions of a long context: rf_session_open chooses, devices read weight only. */
+typedef struct rf_rope_params {
+    uint32_t n_heads, head_dim, n_rot;
+    uint32_t table; /* [n_rot / 2] floats, index into rf_plan.tables */
+    float scale;
+} rf_rope_params;
+
+/* KV_STORE: K[seq][head][pos] = in[T, n_kv_heads, head_dim], V[seq][head][pos] = in2[T, n_kv_heads, head_dim_v]. Under
+ * RF_OP_LATENT a key is in[.., head_dim_v], then in2[.., head_dim - head_dim_v], and there is no V. */
+typedef struct rf_kv_store_params {
+    uint32_t n_kv_heads, head_dim, head_dim_v;
+} rf_kv_store_params;
+
+/* ATTENTION: out[T, n_heads, head_dim_v] = softmax(cap(t * in K^T * scale) + slopes[h] * (p - pos)) V, over the positions
+ * p <= pos of the row's sequence; with a sliding window (SWA) only those > pos - window. GQA: head h reads KV head
+ * h / (n_heads / n_kv_heads). cap as in MATMUL; t = 1 + temperature * ln(1 + floor(pos / temperature_length)). weight
+ * [n_heads] are attention sinks: one more score per head, whose value is 0. Under RF_OP_LATENT (MLA) the values are the
+ * first head_dim_v elements of the keys. */
+typedef struct rf_attention_params {
+    uint32_t n_heads, n_kv_heads, head_dim, head_dim_v;
+    uint32_t window;      /* positions seen, the row's own included; 0: all                     */
+    uint32_t slopes;      /* ALiBi: [n_heads] floats, index into rf_plan.tables; RF_NONE: none  */
+    float scale, softcap; /* softcap 0: none                                                    */
+    float temperature;    /* 0: none                                                            */
+    uint32_t temperature_length;
+} rf_attention_params;
+
+/* GLU: out[rows, n] = factor * act(in) * in2[in2_at ..]; without in2 factor * act(in); factor is one number. out may be
+ * in. */
+typedef struct rf_glu_params {
+    uint32_t n, in2_at;
+    uint32_t activation; /* rf_activation   */
+    float limit;         /* of RF_ACT_CLAMP */
+} rf_glu_params;
+
+/* GATHER: out[L, n] = the rows of in[T, n] that want logits, in order. */
+typedef struct rf_gather_params {
+    uint32_t n;
+} rf_gather_params;
+
+/* ARGMAX: out[rows] = id (int32) of the largest of in[rows, n]; the smallest id among equals; NaN never wins; -1 if
+ * nothing is greater than -infinity. */
+typedef struct rf_argmax_params {
+    uint32_t n;
+} rf_argmax_params;
+
+/* ROUTE, the router of a mixture of experts: out[T, 2, n_used] = ids (int32) of the top-k experts, best first, and
+ * their weights. From the logits in[T, n_experts]:
+ *   p = softmax(in), or sigmoid(in) under RF_OP_SIGMOID, or in under RF_OP_CHOSEN;   s = p + bias[n_experts]
+ *   n_groups > 1: experts form equal groups; only the n_groups_used groups with the largest sum of their two largest s
+ *   take part.   ids = the n_used largest s, the smaller id among equals, NaN last
+ *   weights = p[ids], softmax(p[ids]) under RF_OP_CHOSEN; under RF_OP_NORMALIZE / max(sum, 2^-14); times scale */
+typedef struct rf_route_params {
+    uint32_t n_experts, n_used, n_groups, n_groups_used;
+    float scale;
+} rf_route_params;
+
+/* EXPERTS: out[T, n_used, n_out] = factor[id] * in[T, n_in] W[id]^T + bias[id][n_out], id from a ROUTE's output in2.
+ * weight is the first of n_experts consecutive slots; only chosen experts need be loaded. Of each matrix the rows from
+ * first_row on. Under RF_OP_PER_CHOICE in[T, n_used, n_in]. */
+typedef struct rf_experts_params {
+    uint32_t n_in, n_out, first_row;
+    uint32_t n_experts, n_used;
+} rf_experts_params;
+
+/* MIX: out[T, n] = scale * sum over k of weight[k] * in[T, n_used, n], in order of k; weights from a ROUTE's output
+ * in2, or sigmoid(in2[T, n_used]) under RF_OP_SIGMOID. */
+typedef struct rf_mix_params {
+    uint32_t n, n_used;
+    float scale;
+} rf_mix_params;
+
+/* HEADS, a matrix per head (MLA): out[T, n_heads, n_out + rest] = first n_in values of each head of
+ * in[T, n_heads, head_dim] times W[h]^T, then the other rest = head_dim - n_in values unchanged. W[h] are n_out rows
+ * from row first_row + h * head_rows on. Under RF_OP_ACROSS: times W[h], n_in rows of n_out values. */
+typedef struct rf_heads_params {
+    uint32_t n_heads, head_dim, n_in, n_out;
+    uint32_t first_row, head_rows;
+} rf_heads_params;
+
+/* CONV, a causal depthwise convolution: out[T, n] = act(sum over j < n_taps of W[c, j] * x[t - n_taps + 1 + j, c] +
+ * bias[c]). x = rows of in[T, n], before them the sequence's state [n_taps - 1, n], oldest first. W is [n, n_taps] of
+ * floats. act is RF_ACT_SILU or RF_ACT_NONE. out may be in. */
+typedef struct rf_conv_params {
+    uint32_t n, n_taps;
+    uint32_t activation;
+} rf_conv_params;
+
+/* DELTA, the gated delta rule (arXiv 2412.06464): out[T, n_heads, head_dim_v] of in[T, q | k | v], q and k of n_k_heads
+ * heads, v of n_heads. Head h has a state S[head_dim, head_dim_v] and reads q and k of head h / (n_heads / n_k_heads),
+ * or h % n_k_heads under RF_OP_CYCLIC. Row by row of a sequence, with x' = x / sqrt(|x|^2 + eps):
+ *   S *= exp(softplus(in3[h] + bias[h]) * weight[h]);   d = sigmoid(in2[h]) * (v - S^T k')
+ *   S += k' d^T;   out = scale * S^T q' */
+typedef struct rf_delta_params {
+    uint32_t n_heads, n_k_heads, head_dim, head_dim_v;
+    float scale, eps;
+} rf_delta_params;
+
+/* SLICE: out[T, out_at .., n_heads, n] = values at .. at + n of each head of in[T, n_heads, head_dim]. What is before
+ * out_at in a row of out stays. */
+typedef struct rf_slice_params {
+    uint32_t n_heads, head_dim, at, n, out_at;
+} rf_slice_params;
+
+/* The one table of ops: X(KIND, id, member, rows, flags, operands).
+ *   member    of rf_op's union, also the op's name       rows   RF_OP_ANY_ROWS, or the only rf_op_rows there may be
+ *   flags     that the kind takes
+ *   operands  what an op reads and writes, as calls on the rf_op_spec *s, from its rf_op *op and its parameters *p:
+ *     rf_op_in, rf_op_in_if, rf_op_out   a buffer (_if: unless RF_NONE) and the values of a row
+ *     rf_op_matrix    a weight slot, how many consecutive ones, n_in, and the rows it must have
+ *     rf_op_vector, rf_op_vector_if      a weight slot of at least so many floats (_if: unless RF_NONE)
+ *     rf_op_kv, rf_op_recurrent          the op's state; rf_op_need: what must hold besides */
+#define RF_OP_TABLE(X) \
+    X(EMBED, 0, embed, RF_ROWS_TOKENS, RF_OP_POSITIONS | RF_OP_ACCUMULATE, { \
+        rf_op_out(s, p->n); \
+        rf_op_matrix(s, op->weight, 1, p->n, op->flags & RF_OP_POSITIONS ? 1 : plan->n_vocab); \
+        rf_op_need(s, op->flags != RF_OP_ACCUMULATE, "only positions are added"); \
+    }) \
+    X(RMS_NORM, 1, norm, RF_OP_ANY_ROWS, RF_OP_CENTER | RF_OP_ACCUMULATE | RF_OP_EACH_HEAD, { \
+        rf_op_in(s, op->in, (uint64_t)p->n_groups * p->n); \
+        rf_op_out(s, (uint64_t)p->n_groups * p->n); \
+        rf_op_vector_if(s, op->weight, (op->flags & RF_OP_EACH_HEAD ? (uint64_t)p->n_groups : 1) * p->n); \
+        rf_op_vector_if(s, op->bias, p->n); \
+    }) \
+    X(MATMUL, 2, matmul, RF_OP_ANY_ROWS, RF_OP_ACCUMULATE, { \
+        rf_op_in(s, op->in, p->n_in); \
+        rf_op_out(s, p->n_out); \
+        rf_op_matrix(s, op->weight, 1, p->n_in, (uint64_t)p->first_row + p->n_out); \
+        rf_op_vector_if(s, op->bias, (uint64_t)p->first_row + p->n_out); \
+        rf_op_vector_if(s, op->factor, 1); \
+        rf_op_need(s, op->in != op->out, "out must not be in"); \
+    }) \
+    X(ROPE, 3, rope, RF_ROWS_TOKENS, RF_OP_NEOX | RF_OP_LAST, { \
+        rf_op_in(s, op->in, (uint64_t)p->n_heads * p->head_dim); \
+        rf_op_out(s, (uint64_t)p->n_heads * p->head_dim); \
+        rf_op_vector_if(s, op->weight, p->n_rot / 2); \
+        rf_op_vector_if(s, op->factor, p->n_rot / 2); \
+        rf_op_need(s, op->in == op->out, "out must be in"); \
+        rf_op_need(s, p->n_rot <= p->head_dim && p->n_rot % 2 == 0, "n_rot must be even, and a head's at most"); \
+        rf_op_need(s, (uint64_t)p->table + p->n_rot / 2 <= plan->n_tables, "the table is too short"); \
+    }) \
+    X(KV_STORE, 4, kv_store, RF_ROWS_TOKENS, RF_OP_LATENT, { \
+        const int mla = (op->flags & RF_OP_LATENT) != 0; \
+        const uint32_t rest = p->head_dim - p->head_dim_v; \
+        rf_op_need(s, !mla || p->head_dim_v < p->head_dim, "a latent key must be longer than its values"); \
+        rf_op_in(s, op->in, (uint64_t)p->n_kv_heads * (mla ? p->head_dim_v : p->head_dim)); \
+        rf_op_in(s, op->in2, (uint64_t)p->n_kv_heads * (mla ? rest : p->head_dim_v)); \
+        rf_op_kv(s, p->n_kv_heads, p->head_dim, mla ? 0 : p->head_dim_v); \
+    }) \
+    X(ATTENTION, 5, attention, RF_ROWS_TOKENS, RF_OP_LATENT, { \
+        const int mla = (op->flags & RF_OP_LATENT) != 0; \
+        rf_op_in(s, op->in, (uint64_t)p->n_heads * p->head_dim); \
+        rf_op_out(s, (uint64_t)p->n_heads * p->head_dim_v); \
+        rf_op_vector_if(s, op->weight, p->n_heads); \
+        rf_op_kv(s, p->n_kv_heads, p->head_dim, mla ? 0 : p->head_dim_v); \
+        s->window = p->window; \
+        rf_op_need(s, !mla || p->head_dim_v < p->head_dim, "a latent key must be longer than its values"); \
+        rf_op_need(s, p->n_kv_heads > 0 && p->n_heads % p->n_kv_heads == 0, "n_heads must be a multiple of n_kv_heads"); \
+        rf_op_need(s, p->temperature == 0 || p->temperature_length > 0, "a temperature needs its length"); \
+        rf_op_need(s, p->slopes == RF_NONE || (uint64_t)p->slopes + p->n_heads <= plan->n_tables, \
+                   "the table of slopes is too short"); \
+    }) \
+    X(GLU, 6, glu, RF_OP_ANY_ROWS, 0, { \
+        rf_op_in(s, op->in, p->n); \
+        rf_op_in_if(s, op->in2, (uint64_t)p->in2_at + p->n); \
+        rf_op_out(s, p->n); \
+        rf_op_vector_if(s, op->factor, 1); \
+        rf_op_need(s, p->activation < RF_ACT_COUNT, "the activation is unknown"); \
+        rf_op_need(s, p->activation != RF_ACT_OAI || op->in2 != RF_NONE, "this activation needs in2"); \
+    }) \
+    X(GATHER, 7, gather, RF_ROWS_LOGITS, 0, { \
+        rf_op_in(s, op->in, p->n); \
+        s->in[0].rows = RF_ROWS_TOKENS; \
+        rf_op_out(s, p->n); \
+    }) \
+    X(ARGMAX, 8, argmax, RF_OP_ANY_ROWS, 0, { \
+        rf_op_in(s, op->in, p->n); \
+        rf_op_out(s, 1); \
+    }) \
+    X(ROUTE, 9, route, RF_ROWS_TOKENS, RF_OP_SIGMOID | RF_OP_CHOSEN | RF_OP_NORMALIZE, { \
+        rf_op_in(s, op->in, p->n_experts); \
+        rf_op_out(s, 2 * (uint64_t)p->n_used); \
+        rf_op_vector_if(s, op->bias, p->n_experts); \
+        rf_op_need_experts(s, p->n_used, p->n_experts); \
+        rf_op_need(s, p->n_groups <= 1 || (p->n_experts % p->n_groups == 0 && p->n_groups_used <= p->n_groups && \
+                                           (uint64_t)p->n_experts / p->n_groups * p->n_groups_used >= p->n_used), \
+                   "the groups of experts do not fit"); \
+    }) \
+    X(EXPERTS, 10, experts, RF_ROWS_TOKENS, RF_OP_PER_CHOICE, { \
+        rf_op_in(s, op->in, (op->flags & RF_OP_PER_CHOICE ? (uint64_t)p->n_used : 1) * p->n_in); \
+        rf_op_in(s, op->in2, 2 * (uint64_t)p->n_used); \
+        rf_op_out(s, (uint64_t)p->n_used * p->n_out); \
+        rf_op_need_experts(s, p->n_used, p->n_experts); \
+        rf_op_matrix(s, op->weight, p->n_experts, p->n_in, (uint64_t)p->first_row + p->n_out); \
+        rf_op_vector_if(s, op->bias, (uint64_t)p->n_experts * p->n_out); \
+        rf_op_vector_if(s, op->factor, p->n_experts); \
+        rf_op_need(s, op->in != op->out, "out must not be in"); \
+    }) \
+    X(MIX, 11, mix, RF_ROWS_TOKENS, RF_OP_ACCUMULATE | RF_OP_SIGMOID, { \
+        rf_op_in(s, op->in, (uint64_t)p->n_used * p->n); \
+        rf_op_in(s, op->in2, (op->flags & RF_OP_SIGMOID ? 1 : 2) * (uint64_t)p->n_used); \
+        rf_op_out(s, p->n); \
+        rf_op_need_experts(s, p->n_used, RF_MAX_EXPERTS); \
+        rf_op_need(s, op->in != op->out, "out must not be in"); \
+    }) \
+    X(HEADS, 12, heads, RF_ROWS_TOKENS, RF_OP_ACROSS, { \
+        const int across = (op->flags & RF_OP_ACROSS) != 0; \
+        const uint32_t n_rows = across ? p->n_in : p->n_out; \
+        rf_op_need(s, p->n_heads > 0 && p->n_in <= p->head_dim && p->head_rows >= n_rows, "the heads do not fit"); \
+        rf_op_need(s, op->in != op->out, "out must not be in"); \
+        rf_op_in(s, op->in, (uint64_t)p->n_heads * p->head_dim); \
+        rf_op_out(s, (uint64_t)p->n_heads * ((uint64_t)p->n_out + p->head_dim - p->n_in)); \
+        rf_op_matrix(s, op->weight, 1, across ? p->n_out : p->n_in, \
+                     p->first_row + (p->n_heads - 1ull) * p->head_rows + n_rows); \
+    }) \
+    X(CONV, 13, conv, RF_ROWS_TOKENS, 0, { \
+        rf_op_in(s, op->in, p->n); \
+        rf_op_out(s, p->n); \
+        rf_op_vector(s, op->weight, (uint64_t)p->n * p->n_taps); \
+        rf_op_vector_if(s, op->bias, p->n); \
+        rf_op_recurrent(s, (p->n_taps - 1ull) * p->n); \
+        rf_op_need(s, p->n_taps >= 2 && p->n_taps <= RF_MAX_TAPS, "there must be 2 to 8 taps"); \
+        rf_op_need(s, p->activation == RF_ACT_SILU || p->activation == RF_ACT_NONE, "the activation is unknown"); \
+    }) \
+    X(DELTA, 14, delta, RF_ROWS_TOKENS, RF_OP_CYCLIC, { \
+        const uint64_t n_values = (uint64_t)p->n_heads * p->head_dim_v; \
+        rf_op_in(s, op->in, 2 * (uint64_t)p->n_k_heads * p->head_dim + n_values); \
+        rf_op_in(s, op->in2, p->n_heads); \
+        rf_op_in(s, op->in3, p->n_heads); \
+        rf_op_out(s, n_values); \
+        rf_op_vector(s, op->weight, p->n_heads); \
+        rf_op_vector(s, op->bias, p->n_heads); \
+        rf_op_recurrent(s, n_values * p->head_dim); \
+        rf_op_need(s, p->n_k_heads > 0 && p->n_heads % p->n_k_heads == 0, "n_heads must be a multiple of n_k_heads"); \
+        rf_op_need(s, op->out != op->in && op->out != op->in2 && op->out != op->in3, "out must not be an input"); \
+    }) \
+    X(SLICE, 15, slice, RF_ROWS_TOKENS, 0, { \
+        rf_op_in(s, op->in, (uint64_t)p->n_heads * p->head_dim); \
+        rf_op_out(s, p->out_at + (uint64_t)p->n_heads * p->n); \
+        rf_op_need(s, (uint64_t)p->at + p->n <= p->head_dim, "the slice is beyond its head"); \
+        rf_op_need(s, op->in != op->out, "out must not be in"); \
+    })
+
+#define RF_OP_ANY_ROWS 0xffu
+
+typedef enum rf_op_kind {
+#define RF_OP_ENUM(KIND, id, member, rows, flags, operands) RF_OP_##KIND = id,
+    RF_OP_TABLE(RF_OP_ENUM)
+#undef RF_OP_ENUM
+    RF_OP_KIND_COUNT
+} rf_op_kind;
+
+/* One op: plain data, so that plans can be printed, hashed and compared. Unused fields are 0, or RF_NONE where they name
+ * something. */
+typedef struct rf_op {
+    uint32_t kind;  /* rf_op_kind                                            */
+    uint32_t rows;  /* rf_op_rows                                            */
+    uint32_t flags;
+    int32_t layer;  /* -1: before the first; n_layers: after the last        */
+    uint32_t in, in2, in3, out;    /* buffers                                */
+    uint32_t state;                /* KV_STORE, ATTENTION, CONV, DELTA       */
+    uint32_t weight, bias, factor; /* slots                                  */
+    union {
+#define RF_OP_MEMBER(KIND, id, member, rows, flags, operands) rf_##member##_params member;
+        RF_OP_TABLE(RF_OP_MEMBER)
+#undef RF_OP_MEMBER
+    };
+} rf_op;
 
 /* An activation buffer: float32 [rows, width], int32 where ARGMAX and, in the first half of a row, ROUTE write. */
 typedef struct rf_plan_buffer {
@@ -1253,6 +1449,149 @@ typedef struct rf_plan {
     uint32_t logits;               /* buffer that holds them    */
     uint32_t argmax;               /* and that of their largest */
 } rf_plan;
+
+/* ---- what an op needs: RF_OP_TABLE's operands, as data ---- */
+
+/* A buffer that an op reads or writes. */
+typedef struct rf_op_buffer {
+    uint32_t id, rows; /* RF_NONE: the op has none; rf_op_rows */
+    uint64_t width;    /* values of a row, at least            */
+} rf_op_buffer;
+
+/* A weight, or n_slots consecutive ones: matrices whose rows are n_in long, of which there are n_rows at least; or a
+ * vector (n_in 0) of n_rows floats at least. */
+typedef struct rf_op_weight {
+    uint32_t slot, n_slots;
+    uint64_t n_in, n_rows;
+} rf_op_weight;
+
+#define RF_OP_INS 3u
+#define RF_OP_WEIGHTS 3u
+
+typedef struct rf_op_spec {
+    const char *name;
+    uint32_t rows, flags;  /* as in RF_OP_TABLE                          */
+    uint32_t n_in, n_weights;
+    rf_op_buffer in[RF_OP_INS], out;
+    rf_op_weight weight[RF_OP_WEIGHTS];
+    uint32_t n_kv_heads, head_dim, head_dim_v, window; /* of its KV cache; n_kv_heads 0: none */
+    uint64_t state_width;                              /* of its recurrent state; 0: none     */
+    const char *unmet;     /* the first rf_op_need that does not hold; NULL: all do */
+} rf_op_spec;
+
+static inline void rf_op_need(rf_op_spec *s, int holds, const char *what) {
+    if (!holds && !s->unmet) s->unmet = what;
+}
+static inline void rf_op_need_experts(rf_op_spec *s, uint32_t n_used, uint32_t n_experts) {
+    rf_op_need(s, n_used > 0 && n_used <= n_experts && n_experts <= RF_MAX_EXPERTS, "too few or too many experts");
+}
+static inline void rf_op_in_if(rf_op_spec *s, uint32_t id, uint64_t width) {
+    const rf_op_buffer in = {id, s->out.rows, width};
+    if (id != RF_NONE) s->in[s->n_in++] = in;
+}
+static inline void rf_op_in(rf_op_spec *s, uint32_t id, uint64_t width) {
+    rf_op_in_if(s, id, width);
+    rf_op_need(s, id != RF_NONE, "an input is missing");
+}
+static inline void rf_op_out(rf_op_spec *s, uint64_t width) { s->out.width = width; }
+static inline void rf_op_matrix(rf_op_spec *s, uint32_t slot, uint32_t n_slots, uint64_t n_in, uint64_t n_rows) {
+    const rf_op_weight w = {slot, n_slots, n_in, n_rows};
+    if (slot != RF_NONE) s->weight[s->n_weights++] = w;
+    rf_op_need(s, slot != RF_NONE, "its weight is missing");
+}
+static inline void rf_op_vector_if(rf_op_spec *s, uint32_t slot, uint64_t n) {
+    const rf_op_weight w = {slot, 1, 0, n};
+    if (slot != RF_NONE) s->weight[s->n_weights++] = w;
+}
+static inline void rf_op_vector(rf_op_spec *s, uint32_t slot, uint64_t n) {
+    rf_op_vector_if(s, slot, n);
+    rf_op_need(s, slot != RF_NONE, "its weight is missing");
+}
+static inline void rf_op_kv(rf_op_spec *s, uint32_t n_kv_heads, uint32_t head_dim, uint32_t head_dim_v) {
+    s->n_kv_heads = n_kv_heads;
+    s->head_dim = head_dim;
+    s->head_dim_v = head_dim_v;
+    rf_op_need(s, n_kv_heads > 0, "it has no KV heads");
+}
+static inline void rf_op_recurrent(rf_op_spec *s, uint64_t width) {
+    s->state_width = width;
+    rf_op_need(s, width > 0, "its state has no values");
+}
+
+/* Name of a kind ("matmul"), "?" for an unknown one. */
+static inline const char *rf_op_name(uint32_t kind) {
+    static const char *const names[] = {
+#define RF_OP_NAME(KIND, id, member, rows, flags, operands) #member,
+        RF_OP_TABLE(RF_OP_NAME)
+#undef RF_OP_NAME
+    };
+    return kind < RF_OP_KIND_COUNT ? names[kind] : "?";
+}
+
+/* What op needs, by its row of the table. Numbers in it are not checked yet: rf_op_check. */
+static inline rf_op_spec rf_op_get_spec(const rf_plan *plan, const rf_op *op) {
+    const rf_op_buffer none = {RF_NONE, 0, 0}, out = {op->out, op->rows, 0};
+    const rf_op_weight no_weight = {RF_NONE, 0, 0, 0};
+    rf_op_spec spec = {rf_op_name(op->kind), 0, 0, 0, 0, {none, none, none}, out, {no_weight, no_weight, no_weight},
+                       0, 0, 0, 0, 0, NULL}, *s = &spec;
+    switch (op->kind) {
+#define RF_OP_CASE(KIND, id, member, rows_, flags_, operands) \
+    case RF_OP_##KIND: { \
+        const rf_##member##_params *p = &op->member; \
+        s->rows = rows_; \
+        s->flags = flags_; \
+        operands \
+        break; \
+    }
+        RF_OP_TABLE(RF_OP_CASE)
+#undef RF_OP_CASE
+    default: rf_op_need(s, 0, "its kind is unknown");
+    }
+    return spec;
+}
+
+static inline int rf_op_buffer_fits(const rf_plan *plan, const rf_op_buffer *b) {
+    return b->id < plan->n_buffers && plan->buffers[b->id].rows == b->rows && b->width > 0 &&
+           b->width <= plan->buffers[b->id].width;
+}
+
+static inline int rf_op_weight_fits(const rf_plan *plan, const rf_op_weight *want) {
+    if (want->slot >= plan->n_weights || want->n_slots > plan->n_weights - want->slot) return 0;
+    for (uint32_t i = 0; i < want->n_slots; i++) {
+        const rf_plan_weight *w = &plan->weights[want->slot + i];
+        const uint64_t n = (uint64_t)w->n_in * w->n_rows;
+        if (want->n_in == 0 && (n < want->n_rows || (w->type != RF_TYPE_F32 && w->type != RF_TYPE_F16 &&
+                                                     w->type != RF_TYPE_BF16)))
+            return 0;
+        if (want->n_in && (w->n_in != want->n_in || w->n_rows < want->n_rows || w->type != w[-(int64_t)i].type)) return 0;
+    }
+    return 1;
+}
+
+static inline int rf_op_state_fits(const rf_plan *plan, const rf_op *op, const rf_op_spec *s) {
+    if (s->n_kv_heads == 0 && s->state_width == 0) return 1;
+    if (op->state >= plan->n_states) return 0;
+    const rf_plan_state *state = &plan->states[op->state];
+    if (s->state_width) return state->width == s->state_width;
+    return state->width == 0 && state->n_kv_heads == s->n_kv_heads && state->head_dim == s->head_dim &&
+           state->head_dim_v == s->head_dim_v &&
+           (op->kind != RF_OP_ATTENTION || state->window == 0 || (s->window && s->window <= state->window));
+}
+
+/* NULL if the op is one that this version knows, its numbers fit together, and its buffers, weights and state are there
+ * and large enough; else what is wrong. What a device can do besides is the device's to say. */
+static inline const char *rf_op_check(const rf_plan *plan, const rf_op *op) {
+    const rf_op_spec s = rf_op_get_spec(plan, op);
+    if (s.unmet) return s.unmet;
+    if (op->flags & ~s.flags) return "it has a flag that its kind does not take";
+    if (op->rows > RF_ROWS_LOGITS || (s.rows != RF_OP_ANY_ROWS && op->rows != s.rows)) return "it has the wrong rows";
+    for (uint32_t i = 0; i < s.n_in; i++)
+        if (!rf_op_buffer_fits(plan, &s.in[i])) return "an input is no buffer of its rows that is wide enough";
+    if (s.out.width && !rf_op_buffer_fits(plan, &s.out)) return "out is no buffer of its rows that is wide enough";
+    for (uint32_t i = 0; i < s.n_weights; i++)
+        if (!rf_op_weight_fits(plan, &s.weight[i])) return "a weight has another shape or type";
+    return rf_op_state_fits(plan, op, &s) ? NULL : "its state does not fit";
+}
 
 /* Segments of a plan are the ops of a layer, cut behind a ROUTE, after which the host knows which experts it must have
  * loaded: 1 if op i is the first of one. */
@@ -1801,7 +2140,6 @@ const rf_device_api *rocmforge_hip_api(void);
 #define RFI_LLU(x) ((unsigned long long)(x)) /* for %llu */
 
 _Static_assert(sizeof(void *) == 8, "64-bit pointers");
-_Static_assert(sizeof(rf_op) <= 128, "rf_op stays small: a plan is copied to devices");
 
 static uint64_t rfi_min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static uint64_t rfi_max_u64(uint64_t a, uint64_t b) { return a > b ? a : b; }
@@ -5564,9 +5902,9 @@ static int rfi_expert_layer_add(rfi_store *s, const rf_op *op) {
     rfi_expert_layer *l = &c->layers[c->n_layers - 1];
     for (uint32_t k = 0; k < l->n_weights; k++)
         if (l->weight[k] == op->weight) return 1; /* gates and what they multiply in one matrix */
-    if (l->n_weights == RFI_EXPERT_WEIGHTS || op->n_experts != l->n_experts) return 0;
+    if (l->n_weights == RFI_EXPERT_WEIGHTS || op->experts.n_experts != l->n_experts) return 0;
     l->weight[l->n_weights++] = op->weight;
-    for (uint32_t e = 0; e < op->n_experts; e++) {
+    for (uint32_t e = 0; e < op->experts.n_experts; e++) {
         rfi_tensor *t = &s->tensors[op->weight + e];
         if (t->expert_layer) return 0;
         t->expert_layer = l;
@@ -5589,9 +5927,10 @@ static rf_result rfi_cache_create(rfi_store *s, rf_error *err) {
         if (op->kind != RF_OP_EXPERTS) continue;
         if (c->n_layers == 0 || c->layers[c->n_layers - 1].layer != (uint32_t)op->layer) {
             rfi_expert_layer *l = &c->layers[c->n_layers++];
-            *l = (rfi_expert_layer){.layer = (uint32_t)op->layer, .n_experts = op->n_experts, .first = c->n_experts};
-            c->n_experts += op->n_experts;
-            if (c->n_frames_min < op->n_experts) c->n_frames_min = op->n_experts;
+            *l = (rfi_expert_layer){
+                .layer = (uint32_t)op->layer, .n_experts = op->experts.n_experts, .first = c->n_experts};
+            c->n_experts += op->experts.n_experts;
+            if (c->n_frames_min < op->experts.n_experts) c->n_frames_min = op->experts.n_experts;
         }
         fit &= rfi_expert_layer_add(s, op);
     }
@@ -5622,15 +5961,14 @@ static void rfi_cache_destroy(rfi_store *s) {
  * there are none, some weights are streamed. Stores of one device share its budget: the least recently used one that
  * is idle is cleared for another; those in use are waited for. */
 
-#define RFI_OP_SLOTS 3u /* weights of an op at most */
 
 /* Slots from op.weight on that an op uses. */
-static uint32_t rfi_op_matrices(const rf_op *op) { return op->kind == RF_OP_EXPERTS ? op->n_experts : 1; }
+static uint32_t rfi_op_matrices(const rf_op *op) { return op->kind == RF_OP_EXPERTS ? op->experts.n_experts : 1; }
 
 /* Weights of all ops; those that several ops use count for each. */
 static uint64_t rfi_plan_uses(const rf_plan *plan) {
     uint64_t n = 0;
-    for (uint32_t i = 0; i < plan->n_ops; i++) n += RFI_OP_SLOTS - 1 + rfi_op_matrices(&plan->ops[i]);
+    for (uint32_t i = 0; i < plan->n_ops; i++) n += RF_OP_WEIGHTS - 1 + rfi_op_matrices(&plan->ops[i]);
     return n;
 }
 
@@ -5638,8 +5976,8 @@ static uint64_t rfi_plan_uses(const rf_plan *plan) {
 static uint32_t rfi_ops_slots(const rf_plan *plan, uint32_t first, uint32_t end, uint32_t *slots) {
     uint32_t n = 0;
     for (const rf_op *op = plan->ops + first; op < plan->ops + end; op++) {
-        const uint32_t all[RFI_OP_SLOTS] = {op->weight, op->extra, op->extra2};
-        for (uint32_t k = 0; k < RFI_OP_SLOTS; k++) {
+        const uint32_t all[RF_OP_WEIGHTS] = {op->weight, op->bias, op->factor};
+        for (uint32_t k = 0; k < RF_OP_WEIGHTS; k++) {
             int known = all[k] == RF_NONE;
             for (uint32_t j = 0; j < n && !known; j++) known = slots[j] == all[k];
             for (uint32_t e = 0; !known && e < (k ? 1 : rfi_op_matrices(op)); e++) slots[n++] = all[k] + e;
@@ -6133,7 +6471,7 @@ typedef struct rfi_layer_config {
     uint32_t head_dim, head_dim_v;
     uint32_t cache_layer; /* whose keys and values it reads; its own, or those of an earlier one */
     uint32_t window; /* positions its attention sees; 0: all              */
-    int local;       /* one of the layers that a sliding window is for    */
+    int swa;         /* one of the layers that a sliding window is for    */
     int recurrent;   /* it has no attention but a state                   */
     int rope;        /* 0: its queries and keys are not rotated           */
 } rfi_layer_config;
@@ -6187,67 +6525,71 @@ typedef struct rfi_moe_config {
 
 /* Attention to a compressed key and value, `rank` values and n_rot rotated ones for all heads: head_dim is both, and
  * head_dim_v the rank. */
-typedef struct rfi_latent_config {
-    uint32_t rank;                 /* kv_lora_rank                                  */
-    uint32_t q_rank;               /* q_lora_rank: queries are compressed too; 0: not */
+typedef struct rfi_mla_config {
+    uint32_t kv_lora_rank;                 /* kv_lora_rank                                  */
+    uint32_t q_lora_rank;               /* q_lora_rank: queries are compressed too; 0: not */
     uint32_t head_dim, head_dim_v; /* of a head before its key and value are compressed */
     int joined;                    /* attn_kv_b instead of attn_k_b and attn_v_b        */
-} rfi_latent_config;
+} rfi_mla_config;
 
-/* What sets an architecture apart from llama's decoder. A file's tensors say the rest: biases, a fused attn_qkv, a tied
- * output, rope_freqs are taken where they are. */
-enum {
-    RFI_NEOX = 1 << 0,           /* rope pairs (i, i + n_rot/2) instead of (2i, 2i+1)                        */
-    RFI_QK_NORM = 1 << 1,        /* each query and key head is normed before rope                            */
-    RFI_QK_NORM_WIDE = 1 << 2,   /* all heads of the queries, and of the keys, as one                        */
-    RFI_NO_PRE_NORM = 1 << 3,    /* attention and ffn read x itself                                          */
-    RFI_POST_NORM = 1 << 4,      /* what attention and ffn add to x is normed: post_attention_norm, post_ffw_norm */
-    RFI_LAYER_NORM = 1 << 5,     /* all norms take off the mean and may have a bias                          */
-    RFI_PARALLEL = 1 << 6,       /* the ffn reads what attention reads: x += attention + ffn                 */
-    RFI_PARALLEL_KEY = 1 << 7,   /* so if use_parallel_residual says it                                      */
-    RFI_PARALLEL_BARE = 1 << 8,  /* so if there is no ffn_norm                                               */
-    RFI_GELU = 1 << 9,           /* instead of silu                                                          */
-    RFI_FUSED_GATE = 1 << 10,    /* ffn_up holds the gate's rows, then its own                               */
-    RFI_NO_GATE = 1 << 11,       /* ffn: down act(up x)                                                      */
-    RFI_POSITIONS = 1 << 12,     /* learned position embeddings, no rope                                     */
-    RFI_EMBED_SQRT = 1 << 13,    /* embeddings times sqrt(n_embd)                                            */
-    RFI_SCALES = 1 << 14,        /* embedding_, residual_, logit_scale (divides), attention.scale are read   */
-    RFI_LOGITS_TIMES = 1 << 15,  /* logit_scale is read (multiplies)                                         */
-    RFI_SOFTCAPS = 1 << 16,      /* attn_ and final_logit_softcapping are read, 50 and 30 if absent          */
-    RFI_FINAL_SOFTCAP = 1 << 17, /* final_logit_softcapping is read                                          */
-    RFI_LONGROPE = 1 << 18,      /* rope_factors_long and _short are read                                    */
-    RFI_TEMPERATURE = 1 << 19,   /* attention.temperature_scale and yarn's betas are read                    */
-    RFI_ROPE_SWITCH = 1 << 20,   /* no rope if rope.scaling.finetuned is false                               */
-    RFI_QK_NORM_MAYBE = 1 << 21, /* as RFI_QK_NORM, in layers with attn_q_norm                               */
-    RFI_FFN_NORM_POST = 1 << 22, /* the norm before the ffn is post_attention_norm                           */
-    RFI_SINKS = 1 << 23,         /* attn_sinks: a score of each head; scores are scaled by 1/sqrt(n_rot)     */
-    RFI_OAI = 1 << 24,           /* experts: RF_ACT_OAI instead of silu                                      */
-    RFI_LOCAL_YARN = 1 << 25,    /* yarn in layers with a window, too                                        */
-    RFI_LATENT = 1 << 26,        /* attention to one compressed key and value of all heads                   */
-    RFI_LOCAL_ROPE = 1 << 27,    /* rope in layers with a window only                                        */
-    RFI_LOCAL_HEADS = 1 << 28,   /* layers with a window have heads of their own sizes, and no rope_freqs    */
-    RFI_V_NORM = 1 << 29,        /* values are normed, too; without attn_v they are made of attn_k           */
-    RFI_LAYER_INPUTS = 1 << 30   /* a row of embeddings for each layer; the last layers read earlier ones' keys
-                                    and values; layer_output_scale                                           */
-};
-
-/* An architecture, and the function that emits its plan (section 9). */
-typedef struct rfi_builder rfi_builder;
+/* An architecture: how it differs from llama's decoder; zero is llama. What a file's tensors show by being there needs
+ * no field: biases, a fused attn_qkv, a tied output, rope_freqs. */
 typedef struct rfi_arch {
     const char *name;
-    uint32_t traits;
-    void (*emit)(rfi_builder *b);
-    uint32_t window_period;  /* n: a sliding window in all layers but every n-th, unless the file says else; 0: none */
-    uint32_t window;         /* its positions if the file does not say                                 */
-    uint32_t no_rope_period; /* n: every n-th layer does without rope                                  */
-    float window_rope_base;  /* rope of layers with a window, unscaled; 0: as the others               */
-    float alibi;             /* no rope: scores fall with the distance, at most by 2^(-alibi / heads); 0: no */
-    int alibi_keys;          /* attention.max_alibi_bias and clamp_kqv are read                        */
-    int embedding_norm;      /* token_embd_norm                                                        */
-    float score_scale;       /* of attention; 0: 1/sqrt(head_dim)                                      */
-    uint32_t wide_layers;    /* a model of so many layers scales scores by 1/sqrt(n_embd / n_heads)    */
-    const rfi_moe_arch *moe; /* NULL: no experts                                                       */
-    const rfi_recurrent_arch *recurrent; /* NULL: all layers have attention                            */
+
+    /* norms */
+    uint8_t layer_norm;       /* all norms subtract the mean and may have a bias                              */
+    uint8_t no_pre_norm;      /* attention and FFN read x itself                                              */
+    uint8_t post_norm;        /* the outputs of attention and FFN are normed: post_attention_norm, post_ffw_norm */
+    uint8_t ffn_norm_is_post_attention; /* the norm before the FFN is named post_attention_norm               */
+    uint8_t embedding_norm;   /* token_embd_norm after the embedding                                          */
+    uint8_t qk_norm;          /* each query and key head is normed before rope                                */
+    uint8_t qk_norm_wide;     /* one norm over all query heads, one over all key heads                        */
+    uint8_t qk_norm_optional; /* as qk_norm, in layers that have attn_q_norm                                  */
+    uint8_t v_norm;           /* values are normed, too; a layer without attn_v takes attn_k's output as values */
+
+    /* residual stream */
+    uint8_t parallel;         /* x += attention + FFN of the same x                                           */
+    uint8_t parallel_key;     /* the same if use_parallel_residual says so                                    */
+    uint8_t parallel_without_ffn_norm; /* the same in layers without ffn_norm                                 */
+    uint8_t embed_sqrt;       /* embeddings times sqrt(n_embd)                                                */
+    uint8_t learned_positions; /* position_embd instead of rope                                               */
+    uint8_t layer_inputs;     /* an embedding row for every layer, layers that share the keys and values of earlier
+                                 ones, layer_output_scale                                                     */
+
+    /* keys that are read */
+    uint8_t scale_keys;       /* embedding_scale, residual_scale, logit_scale (divides), attention.scale      */
+    uint8_t logit_scale_multiplies; /* logit_scale                                                            */
+    uint8_t attn_softcap;     /* attn_ and final_logit_softcapping, 50 and 30 if absent                       */
+    uint8_t final_softcap;    /* final_logit_softcapping                                                      */
+    uint8_t attn_temperature; /* attention.temperature_scale and yarn's betas                                 */
+    uint8_t alibi_keys;       /* attention.max_alibi_bias and clamp_kqv                                       */
+
+    /* rope and attention */
+    uint8_t rope_neox;        /* rope pairs (i, i + n_rot/2) instead of (2i, 2i+1)                            */
+    uint8_t rope_switch;      /* no rope if rope.scaling.finetuned is false                                   */
+    uint8_t longrope;         /* rope_factors_long and rope_factors_short                                     */
+    uint8_t attn_sinks;       /* attn_sinks; scores are scaled by 1/sqrt(n_rot)                               */
+    uint8_t mla;              /* multi-head latent attention: one compressed key and value for all heads      */
+    uint8_t swa_yarn;         /* layers with a sliding window (SWA) use yarn, too                             */
+    uint8_t swa_rope_only;    /* only they have rope                                                          */
+    uint8_t swa_heads;        /* they have head sizes of their own, and no rope_freqs                         */
+    uint32_t swa_period;      /* n: SWA in all layers but every n-th, unless the file says else; 0: none      */
+    uint32_t swa_window;      /* positions a window holds if the file does not say                            */
+    float swa_rope_base;      /* rope base of SWA layers, unscaled; 0: as the others                          */
+    uint32_t no_rope_period;  /* n: every n-th layer has no rope                                              */
+    float alibi;              /* ALiBi instead of rope, the steepest slope is 2^(-alibi / heads); 0: rope     */
+    float attn_scale;         /* of scores; 0: 1/sqrt(head_dim)                                               */
+    uint32_t wide_layers;     /* a model of so many layers scales scores by 1/sqrt(n_embd / n_heads)          */
+
+    /* FFN */
+    uint8_t gelu;             /* instead of SiLU                                                              */
+    uint8_t no_gate;          /* FFN: down act(up x)                                                          */
+    uint8_t fused_gate_up;    /* ffn_up holds the gate's rows, then its own                                   */
+    uint8_t swiglu_oai;       /* experts: RF_ACT_OAI instead of SiLU                                          */
+
+    const rfi_moe_arch *moe;             /* NULL: no experts                */
+    const rfi_recurrent_arch *recurrent; /* NULL: all layers have attention */
 } rfi_arch;
 
 static const rfi_arch *rfi_arch_find(rf_string name);
@@ -6267,7 +6609,7 @@ typedef struct rfi_config {
     uint32_t n_layer_input;               /* RFI_LAYER_INPUTS: values of the row for a layer; 0: none     */
     uint32_t n_positions; /* learned ones; 0: there is no limit */
     double norm_eps;
-    rfi_rope_config rope, local_rope; /* of local layers */
+    rfi_rope_config rope, swa_rope; /* of local layers */
     double yarn_log_multiplier, yarn_beta_fast, yarn_beta_slow;
     uint32_t rope_n_ctx_original;
     int parallel;                     /* x += attention + ffn of the same x */
@@ -6278,11 +6620,9 @@ typedef struct rfi_config {
     uint32_t n_blocks;        /* layers of the file; behind n_layers are some that predict further tokens, unused */
     rfi_layer_config *layers; /* [n_layers] */
     rfi_moe_config moe;
-    rfi_latent_config latent; /* RFI_LATENT */
+    rfi_mla_config mla;    /* RFI_LATENT */
     rfi_recurrent_config recurrent;
 } rfi_config;
-
-static int rfi_is(const rfi_config *c, uint32_t trait) { return (c->arch->traits & trait) != 0; }
 
 static const char *rfi_kv_type_name(uint32_t type) {
     static const char *const names[] = {"u8",   "i8",     "u16",   "i16", "u32", "i32", "f32",
@@ -6451,7 +6791,7 @@ static rf_result rfi_config_rope_scaling(const rf_gguf *g, rfi_config *c, rf_err
 
 static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key original = {"rope.scaling.original_context_length", 1, INT32_MAX, 0, 0};
-    const double local_base = (double)c->arch->window_rope_base;
+    const double swa_base = (double)c->arch->swa_rope_base;
     rf_result r = rfi_key_real(g, c->arch, "rope.freq_base", FLT_MIN, 10000.0, 0, &c->rope.base, err);
     if (r == RF_OK) r = rfi_config_rope_scaling(g, c, err);
     if (r == RF_OK)
@@ -6461,46 +6801,46 @@ static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err)
     if (c->rope_n_ctx_original == 0) c->rope_n_ctx_original = c->n_ctx_train;
     c->yarn_beta_fast = 32;
     c->yarn_beta_slow = 1;
-    if (r == RF_OK && rfi_is(c, RFI_TEMPERATURE)) {
+    if (r == RF_OK && c->arch->attn_temperature) {
         r = rfi_key_real(g, c->arch, "rope.scaling.yarn_beta_fast", FLT_MIN, 32, 0, &c->yarn_beta_fast, err);
         if (r == RF_OK)
             r = rfi_key_real(g, c->arch, "rope.scaling.yarn_beta_slow", FLT_MIN, 1, 0, &c->yarn_beta_slow, err);
     }
-    const uint32_t n_rot_local = c->local_rope.n_rot; /* rfi_config_heads knew */
+    const uint32_t swa_n_rot = c->swa_rope.n_rot; /* rfi_config_heads knew */
     c->rope.n_rot = c->n_rot;
-    c->local_rope = c->rope;
-    c->local_rope.n_rot = n_rot_local;
-    if (local_base > 0) c->local_rope.base = local_base;
-    if (local_base > 0 || (c->rope.scaling == RFI_ROPE_YARN && !rfi_is(c, RFI_LOCAL_YARN))) /* for long contexts */
-        c->local_rope = (rfi_rope_config){c->local_rope.base, 1, 0, RFI_ROPE_NONE, c->local_rope.n_rot};
-    if (r == RF_OK && c->arch->window_period)
-        r = rfi_key_real(g, c->arch, "rope.freq_base_swa", FLT_MIN, c->local_rope.base, 0, &c->local_rope.base, err);
+    c->swa_rope = c->rope;
+    c->swa_rope.n_rot = swa_n_rot;
+    if (swa_base > 0) c->swa_rope.base = swa_base;
+    if (swa_base > 0 || (c->rope.scaling == RFI_ROPE_YARN && !c->arch->swa_yarn)) /* for long contexts */
+        c->swa_rope = (rfi_rope_config){c->swa_rope.base, 1, 0, RFI_ROPE_NONE, c->swa_rope.n_rot};
+    if (r == RF_OK && c->arch->swa_period)
+        r = rfi_key_real(g, c->arch, "rope.freq_base_swa", FLT_MIN, c->swa_rope.base, 0, &c->swa_rope.base, err);
     return r;
 }
 
 /* Which layers have a sliding window: all but every n-th (0: all), or a list of truth values, one per layer. */
 static rf_result rfi_config_window(const rf_gguf *g, rfi_config *c, rf_error *err) {
-    const rfi_uint_key window_key = {"attention.sliding_window", 0, INT32_MAX, c->arch->window, 0},
+    const rfi_uint_key window_key = {"attention.sliding_window", 0, INT32_MAX, c->arch->swa_window, 0},
                        period_key = {"attention.sliding_window_pattern", 0, ROCMFORGE_MAX_LAYERS, 0, 0};
     char name[96];
     rf_kv kv;
-    uint32_t window = 0, period = c->arch->window_period;
+    uint32_t window = 0, period = c->arch->swa_period;
     if (period == 0) return RF_OK;
     rf_result r = rfi_key_uint(g, c->arch, &window_key, 0, 0, &window, err);
     int there = rfi_key_find(g, c->arch, period_key.suffix, &kv, name, sizeof name);
     int list = there && kv.type == RF_KV_ARRAY;
-    if (r == RF_OK && !there && rfi_is(c, RFI_LOCAL_HEADS))
+    if (r == RF_OK && !there && c->arch->swa_heads)
         return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), name);
     if (r == RF_OK && there && !list) r = rfi_key_uint(g, c->arch, &period_key, 0, 0, &period, err);
     if (r == RF_OK && list && (kv.count != c->n_layers || kv.element_type != RF_KV_BOOL))
         r = rfi_fail_at_key(g, c->arch, period_key.suffix, err, "want a number, or %u truth values, one per layer",
                             c->n_layers);
     for (uint32_t il = 0; r == RF_OK && window && il < c->n_layers; il++) {
-        int64_t local = period == 0 || il % period < period - 1;
-        if (list) rf_kv_int(&kv, il, &local, NULL);
-        c->layers[il].local = local != 0;
-        c->layers[il].window = local ? window : 0;
-        if (!local && rfi_is(c, RFI_LOCAL_ROPE)) c->layers[il].rope = 0;
+        int64_t swa = period == 0 || il % period < period - 1;
+        if (list) rf_kv_int(&kv, il, &swa, NULL);
+        c->layers[il].swa = swa != 0;
+        c->layers[il].window = swa ? window : 0;
+        if (!swa && c->arch->swa_rope_only) c->layers[il].rope = 0;
     }
     return r;
 }
@@ -6509,7 +6849,7 @@ static rf_result rfi_config_window(const rf_gguf *g, rfi_config *c, rf_error *er
 static rf_result rfi_config_scales(const rf_gguf *g, rfi_config *c, rf_error *err) {
     const rfi_arch *arch = c->arch;
     rf_result r = RF_OK;
-    if (rfi_is(c, RFI_EMBED_SQRT)) c->embedding_scale = sqrt((double)c->n_embd);
+    if (c->arch->embed_sqrt) c->embedding_scale = sqrt((double)c->n_embd);
     if (arch->wide_layers == c->n_layers) c->attention_scale = 1 / sqrt((double)c->n_embd / c->layers[0].n_heads);
     c->alibi = (double)arch->alibi;
     if (arch->alibi_keys) {
@@ -6517,26 +6857,26 @@ static rf_result rfi_config_scales(const rf_gguf *g, rfi_config *c, rf_error *er
         if (r == RF_OK) r = rfi_key_scale(g, arch, "attention.clamp_kqv", 0, 0, &c->clamp, err);
         if (r != RF_OK) return r;
     }
-    if (arch->score_scale > 0) c->attention_scale = (double)arch->score_scale;
-    if (rfi_is(c, RFI_LATENT)) { /* yarn's magnitude is of the scores: keys are not all rotated */
+    if (arch->attn_scale > 0) c->attention_scale = (double)arch->attn_scale;
+    if (c->arch->mla) { /* yarn's magnitude is of the scores: keys are not all rotated */
         const double f = c->rope.scaling == RFI_ROPE_YARN ? fmax(1, c->rope.factor) : 1;
         const double magnitude = 1 + c->yarn_log_multiplier * log(f);
-        c->attention_scale = magnitude * magnitude / sqrt(c->latent.head_dim);
+        c->attention_scale = magnitude * magnitude / sqrt(c->mla.head_dim);
     }
-    if (rfi_is(c, RFI_SCALES)) {
+    if (c->arch->scale_keys) {
         r = rfi_key_scale(g, arch, "embedding_scale", 0, 0, &c->embedding_scale, err);
         if (r == RF_OK) r = rfi_key_scale(g, arch, "residual_scale", 0, 0, &c->residual_scale, err);
         if (r == RF_OK) r = rfi_key_scale(g, arch, "attention.scale", 0, 0, &c->attention_scale, err);
     }
-    if (r == RF_OK && rfi_is(c, RFI_SCALES | RFI_LOGITS_TIMES))
+    if (r == RF_OK && (c->arch->scale_keys || c->arch->logit_scale_multiplies))
         r = rfi_key_scale(g, arch, "logit_scale", 0, 1, &c->logit_scale, err);
-    if (rfi_is(c, RFI_SCALES) && c->logit_scale != 0) c->logit_scale = 1 / c->logit_scale;
-    if (r == RF_OK && rfi_is(c, RFI_SOFTCAPS))
+    if (c->arch->scale_keys && c->logit_scale != 0) c->logit_scale = 1 / c->logit_scale;
+    if (r == RF_OK && c->arch->attn_softcap)
         r = rfi_key_scale(g, arch, "attn_logit_softcapping", 50, 0, &c->attention_softcap, err);
-    if (r == RF_OK && rfi_is(c, RFI_SOFTCAPS | RFI_FINAL_SOFTCAP))
-        r = rfi_key_scale(g, arch, "final_logit_softcapping", rfi_is(c, RFI_SOFTCAPS) ? 30 : 0, 0, &c->logit_softcap,
+    if (r == RF_OK && (c->arch->attn_softcap || c->arch->final_softcap))
+        r = rfi_key_scale(g, arch, "final_logit_softcapping", c->arch->attn_softcap ? 30 : 0, 0, &c->logit_softcap,
                           err);
-    if (r == RF_OK && rfi_is(c, RFI_TEMPERATURE))
+    if (r == RF_OK && c->arch->attn_temperature)
         r = rfi_key_scale(g, arch, "attention.temperature_scale", 0, 0, &c->temperature, err);
     return r;
 }
@@ -6573,7 +6913,7 @@ static rf_result rfi_config_gating(const rf_gguf *g, rfi_config *c, rf_error *er
                         "%s: %s.expert_gating_func is %u: not supported (supported: 1, 2, 3)",
                         rfi_gguf_path(g), c->arch->name, function);
     if (function) m->gating = function;
-    else if (rfi_is(c, RFI_LATENT) && c->n_vocab == 154880 && (c->n_blocks == 47 || c->n_blocks == 48))
+    else if (c->arch->mla && c->n_vocab == 154880 && (c->n_blocks == 47 || c->n_blocks == 48))
         m->gating = RFI_GATING_SIGMOID; /* files of GLM-4.7-Flash do not say so */
     if (n_groups <= 1) return RF_OK;
     if (!c->arch->moe->groups)
@@ -6693,8 +7033,8 @@ static rf_result rfi_config_recurrent(const rf_gguf *g, rfi_config *c, rf_error 
 static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key heads = {"attention.head_count", 1, 1 << 14, 0, 1},
                               ff = {"feed_forward_length", 1, 1 << 24, 0, 1};
-    int rotate = !rfi_is(c, RFI_POSITIONS) && c->arch->alibi == 0;
-    if (rfi_is(c, RFI_ROPE_SWITCH)) {
+    int rotate = !c->arch->learned_positions && c->arch->alibi == 0;
+    if (c->arch->rope_switch) {
         rf_result r = rfi_key_bool(g, c->arch, "rope.scaling.finetuned", 1, 0, &rotate, err);
         if (r != RF_OK) return r;
     }
@@ -6718,24 +7058,24 @@ static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *er
 }
 
 /* The same of each layer: those with a window may have their own. */
-static rf_result rfi_config_local_heads(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static rf_result rfi_config_swa_heads(const rf_gguf *g, rfi_config *c, rf_error *err) {
     const rfi_uint_key key_length = {"attention.key_length_swa", 1, 1 << 14, c->head_dim, 0},
                        value_length = {"attention.value_length_swa", 1, 1 << 14, c->head_dim_v, 0};
     uint32_t dim = c->head_dim, dim_v = c->head_dim_v;
     rf_result r = RF_OK;
-    c->local_rope.n_rot = c->n_rot;
-    if (rfi_is(c, RFI_LOCAL_HEADS)) {
+    c->swa_rope.n_rot = c->n_rot;
+    if (c->arch->swa_heads) {
         r = rfi_key_uint(g, c->arch, &key_length, 0, 0, &dim, err);
         if (r == RF_OK) r = rfi_key_uint(g, c->arch, &value_length, 0, 0, &dim_v, err);
         const rfi_uint_key n_rot = {"rope.dimension_count_swa", 2, dim, dim & ~1u, 0};
-        if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_rot, 0, 0, &c->local_rope.n_rot, err);
-        if (r == RF_OK && c->local_rope.n_rot % 2)
-            r = rfi_fail_at_key(g, c->arch, n_rot.suffix, err, "want an even number, found %u", c->local_rope.n_rot);
+        if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_rot, 0, 0, &c->swa_rope.n_rot, err);
+        if (r == RF_OK && c->swa_rope.n_rot % 2)
+            r = rfi_fail_at_key(g, c->arch, n_rot.suffix, err, "want an even number, found %u", c->swa_rope.n_rot);
     }
     for (uint32_t il = 0; il < c->n_layers; il++) {
         rfi_layer_config *l = &c->layers[il];
-        l->head_dim = l->local ? dim : c->head_dim;
-        l->head_dim_v = l->local ? dim_v : c->head_dim_v;
+        l->head_dim = l->swa ? dim : c->head_dim;
+        l->head_dim_v = l->swa ? dim_v : c->head_dim_v;
         l->cache_layer = il;
     }
     return r;
@@ -6752,9 +7092,9 @@ static rf_result rfi_config_layer_inputs(const rf_gguf *g, rfi_config *c, rf_err
     const uint32_t from = c->n_layers - n_shared;
     for (uint32_t il = from; r == RF_OK && il < c->n_layers; il++) {
         rfi_layer_config *l = &c->layers[il];
-        const uint32_t back = l->local ? 2 : 1;
+        const uint32_t back = l->swa ? 2 : 1;
         const rfi_layer_config *of = from >= back ? &c->layers[from - back] : NULL;
-        if (!of || of->local != l->local || l->n_heads % of->n_kv_heads)
+        if (!of || of->swa != l->swa || l->n_heads % of->n_kv_heads)
             return rfi_fail_at_key(g, c->arch, shared.suffix, err,
                                    "layer %u finds no earlier layer of its kind whose keys it could read", il);
         l->cache_layer = from - back;
@@ -6783,16 +7123,16 @@ static rf_result rfi_config_heads(const rf_gguf *g, rfi_config *c, rf_error *err
     if (r == RF_OK && c->recurrent.kind == RFI_DELTA_NET && c->head_dim_v != c->head_dim) /* a gate for each value */
         r = rfi_fail_at_key(g, c->arch, value_length.suffix, err, "want attention.key_length %u, found %u",
                             c->head_dim, c->head_dim_v);
-    if (r == RF_OK) r = rfi_config_local_heads(g, c, err);
+    if (r == RF_OK) r = rfi_config_swa_heads(g, c, err);
     return r;
 }
 
 /* Attention to compressed keys and values. Files of before attn_k_b and attn_v_b tell the sizes of what is compressed,
  * and a key for each head. */
-static rf_result rfi_config_latent(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static rf_result rfi_config_mla(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key rank = {"attention.kv_lora_rank", 1, 1 << 14, 0, 1},
-                              q_rank = {"attention.q_lora_rank", 0, 1 << 20, 0, 0};
-    rfi_latent_config *l = &c->latent;
+                              q_lora_rank = {"attention.q_lora_rank", 0, 1 << 20, 0, 0};
+    rfi_mla_config *l = &c->mla;
     rf_tensor_info t;
     l->joined = rf_gguf_find_tensor(g, "blk.0.attn_kv_b.weight", &t, NULL) == RF_OK &&
                 rf_gguf_find_tensor(g, "blk.0.attn_k_b.weight", &t, NULL) != RF_OK;
@@ -6800,17 +7140,17 @@ static rf_result rfi_config_latent(const rf_gguf *g, rfi_config *c, rf_error *er
                                      1 << 14, 0, 1},
                        value_length = {l->joined ? "attention.value_length" : "attention.value_length_mla", 1, 1 << 14,
                                        0, 1};
-    rf_result r = rfi_key_uint(g, c->arch, &rank, 0, 0, &l->rank, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &q_rank, 0, 0, &l->q_rank, err);
+    rf_result r = rfi_key_uint(g, c->arch, &rank, 0, 0, &l->kv_lora_rank, err);
+    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &q_lora_rank, 0, 0, &l->q_lora_rank, err);
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &key_length, 0, 0, &l->head_dim, err);
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &value_length, 0, 0, &l->head_dim_v, err);
-    if (r == RF_OK && l->joined) c->head_dim = l->rank + c->n_rot, c->head_dim_v = l->rank;
+    if (r == RF_OK && l->joined) c->head_dim = l->kv_lora_rank + c->n_rot, c->head_dim_v = l->kv_lora_rank;
     if (r != RF_OK) return r;
-    if (c->head_dim != l->rank + c->n_rot || c->head_dim_v != l->rank)
+    if (c->head_dim != l->kv_lora_rank + c->n_rot || c->head_dim_v != l->kv_lora_rank)
         return rfi_fail_at_key(g, c->arch, rank.suffix, err,
                                "%u, and %u rotated values, want attention.key_length %u and value_length %u, found %u "
                                "and %u",
-                               l->rank, c->n_rot, l->rank + c->n_rot, l->rank, c->head_dim, c->head_dim_v);
+                               l->kv_lora_rank, c->n_rot, l->kv_lora_rank + c->n_rot, l->kv_lora_rank, c->head_dim, c->head_dim_v);
     for (uint32_t il = 0; il < c->n_layers; il++) {
         rfi_layer_config *layer = &c->layers[il];
         const uint32_t want = l->joined ? layer->n_heads : 1;
@@ -6839,17 +7179,17 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     c->n_layers = c->n_blocks - n_next;
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_embd, 0, 0, &c->n_embd, err);
     if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_ctx, 0, 0, &c->n_ctx_train, err);
-    const char *eps = r == RF_OK && rfi_is(c, RFI_LAYER_NORM) ? "attention.layer_norm_epsilon"
+    const char *eps = r == RF_OK && c->arch->layer_norm ? "attention.layer_norm_epsilon"
                                                               : "attention.layer_norm_rms_epsilon";
     if (r == RF_OK) r = rfi_key_real(g, c->arch, eps, 0, 0, 1, &c->norm_eps, err);
-    c->parallel = r == RF_OK && rfi_is(c, RFI_PARALLEL);
-    if (r == RF_OK && rfi_is(c, RFI_PARALLEL_KEY))
+    c->parallel = r == RF_OK && c->arch->parallel;
+    if (r == RF_OK && c->arch->parallel_key)
         r = rfi_key_bool(g, c->arch, "use_parallel_residual", 0, 1, &c->parallel, err);
     if (r == RF_OK) r = rfi_config_vocab(g, c, err);
     if (r == RF_OK) r = rfi_config_refuse(g, c, err);
     if (r != RF_OK) return r;
     if (c->n_ctx_train > INT32_MAX) c->n_ctx_train = INT32_MAX;
-    if (rfi_is(c, RFI_POSITIONS)) c->n_positions = c->n_ctx_train;
+    if (c->arch->learned_positions) c->n_positions = c->n_ctx_train;
     c->layers = (rfi_layer_config *)rfi_alloc(rfi_gguf_allocator(g), c->n_layers, sizeof *c->layers,
                                               "layer hyperparameters", err);
     if (!c->layers) return RF_ERR_MEMORY;
@@ -6860,8 +7200,8 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     if (r != RF_OK) return r;
 
     r = rfi_config_heads(g, c, err);
-    if (r == RF_OK && rfi_is(c, RFI_LATENT)) r = rfi_config_latent(g, c, err);
-    if (r == RF_OK && rfi_is(c, RFI_LAYER_INPUTS)) r = rfi_config_layer_inputs(g, c, err);
+    if (r == RF_OK && c->arch->mla) r = rfi_config_mla(g, c, err);
+    if (r == RF_OK && c->arch->layer_inputs) r = rfi_config_layer_inputs(g, c, err);
     if (r == RF_OK) r = rfi_config_rope(g, c, err);
     return r == RF_OK ? rfi_config_scales(g, c, err) : r;
 }
@@ -6871,18 +7211,19 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
  * T is the rows of a step, L those that want logits. Weights are bound by name here and their shapes checked, so that
  * everything that can be wrong with a file's directory is found before the first byte of a tensor is read. */
 
-/* A bound weight: slot, first row of a fused tensor, and the slot of what its products are multiplied by. slot RF_NONE:
- * optional and absent; factor RF_NONE: nothing. */
+/* A bound weight: its slot and, of a matrix, the first row used (fused tensors hold several), and the slots of its bias
+ * and of the factor that its products are multiplied by. RF_NONE: optional and absent. */
 typedef struct rfi_weight {
-    uint32_t slot, row, factor;
+    uint32_t slot, row, bias, factor;
 } rfi_weight;
+static const rfi_weight rfi_no_weight = {RF_NONE, 0, RF_NONE, RF_NONE};
 
 typedef struct rfi_array {
     void *items;
     uint32_t n, capacity;
 } rfi_array;
 
-struct rfi_builder {
+typedef struct rfi_builder {
     const rf_gguf *g;
     const rf_allocator *alloc;
     const rfi_config *c;
@@ -6892,7 +7233,7 @@ struct rfi_builder {
     rf_op dropped;    /* where emitters write after a failure, so they need no checks */
     int32_t layer;    /* being emitted                                             */
     uint32_t logits, argmax; /* buffers                                            */
-};
+} rfi_builder;
 
 /* Room for `more` items behind the last; NULL once the builder failed. Grows by doubling. */
 static void *rfi_array_push(rfi_builder *b, rfi_array *a, uint32_t more, size_t item_bytes) {
@@ -6973,17 +7314,16 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
     const char *also = want->also;
     char full[64];
     rf_tensor_info t;
-    rfi_weight none = {RF_NONE, 0, RF_NONE};
-    if (b->result != RF_OK) return none;
+    if (b->result != RF_OK) return rfi_no_weight;
     rfi_weight_name(b, want->name, full, sizeof full);
     if (rf_gguf_find_tensor(b->g, full, &t, NULL) != RF_OK) {
         if (!want->optional)
             b->result = rfi_fail(b->err, RF_ERR_NOT_FOUND, 0, "%s: tensor %s is missing (tried: %s%s%s)",
                                  rfi_gguf_path(b->g), full, full, also ? ", " : "", also ? also : "");
-        return none;
+        return rfi_no_weight;
     }
     rfi_bind_check(b, full, &t, want->n_in, want->n_rows, want->n_experts);
-    if (b->result != RF_OK) return none;
+    if (b->result != RF_OK) return rfi_no_weight;
     const int matrices = want->n_rows && want->n_experts && !want->joined;
     const uint32_t n = matrices ? (uint32_t)want->n_experts : 1;
     const uint64_t in_one = want->joined ? want->n_experts : 1;
@@ -7001,7 +7341,7 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
         w[i].n_experts = matrices ? n : 0;
         w[i].expert = i;
     }
-    return w ? (rfi_weight){b->weights.n - n, 0, RF_NONE} : none;
+    return w ? (rfi_weight){b->weights.n - n, 0, RF_NONE, RF_NONE} : rfi_no_weight;
 }
 
 /* Bind a tensor of shape [n_rows, n_in] (a vector: n_rows 1). Absent: RF_NONE, an error unless optional.
@@ -7012,13 +7352,23 @@ static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint
     return rfi_bind_wanted(b, &want);
 }
 
-/* NAME.weight of a matmul, and NAME.scale. */
+/* A vector of n floats that the model must have, or may have. */
+static uint32_t rfi_bind_vector(rfi_builder *b, const char *name, uint64_t n) {
+    return rfi_bind(b, name, n, 1, 0, NULL).slot;
+}
+static uint32_t rfi_bind_optional(rfi_builder *b, const char *name, uint64_t n) {
+    return rfi_bind(b, name, n, 1, 1, NULL).slot;
+}
+
+/* NAME.weight, and NAME.scale and NAME.bias if they are there. */
 static rfi_weight rfi_bind_matrix(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, const char *also) {
     char full[64];
     snprintf(full, sizeof full, "%s.weight", name);
     rfi_weight w = rfi_bind(b, full, n_in, n_rows, 0, also);
     snprintf(full, sizeof full, "%s.scale", name);
-    w.factor = rfi_bind(b, full, 1, 1, 1, NULL).slot;
+    w.factor = rfi_bind_optional(b, full, 1);
+    snprintf(full, sizeof full, "%s.bias", name);
+    w.bias = rfi_bind_optional(b, full, n_rows);
     return w;
 }
 
@@ -7054,7 +7404,7 @@ static uint32_t rfi_state(rfi_builder *b, const rfi_layer_config *l) {
     rf_plan_state *p = (rf_plan_state *)rfi_array_push(b, &b->states, 1, sizeof *p);
     if (!p) return 0;
     *p = (rf_plan_state){(uint32_t)b->layer, l->n_kv_heads, l->head_dim,
-                         rfi_is(b->c, RFI_LATENT) ? 0 : l->head_dim_v, l->window, 0};
+                         b->c->arch->mla ? 0 : l->head_dim_v, l->window, 0};
     return b->states.n - 1;
 }
 
@@ -7065,6 +7415,11 @@ static uint32_t rfi_recurrent_state(rfi_builder *b, uint64_t width) {
     return b->states.n - 1;
 }
 
+/* rf_op_rows of a buffer */
+static uint32_t rfi_rows_of(const rfi_builder *b, uint32_t buffer) {
+    return b->result == RF_OK ? ((const rf_plan_buffer *)b->buffers.items)[buffer].rows : 0;
+}
+
 /* Append an op with everything unused set to nothing; valid until the next one. */
 static rf_op *rfi_op(rfi_builder *b, uint32_t kind, uint32_t rows) {
     rf_op *op = (rf_op *)rfi_array_push(b, &b->ops, 1, sizeof *op);
@@ -7073,48 +7428,42 @@ static rf_op *rfi_op(rfi_builder *b, uint32_t kind, uint32_t rows) {
     op->kind = kind;
     op->rows = rows;
     op->layer = b->layer;
-    op->in = op->in2 = op->out = op->state = op->weight = op->extra = op->extra2 = op->table = RF_NONE;
+    op->in = op->in2 = op->in3 = op->out = op->state = op->weight = op->bias = op->factor = RF_NONE;
     return op;
 }
 
-/* out = norm(in) of n_groups groups of `width` values, by NAME.weight (and, if the norms are layer norms, NAME.bias);
- * flags RF_OP_ACCUMULATE: +=; RF_OP_EACH_HEAD: NAME.weight has a vector for each group, and there is no bias */
-static void rfi_emit_norm(rfi_builder *b, uint32_t rows, uint32_t out, uint32_t in, const char *name, uint64_t width,
-                          uint32_t n_groups, uint32_t flags) {
-    int center = rfi_is(b->c, RFI_LAYER_NORM);
+/* out = norm(in) of n_groups groups of n values, by NAME.weight and, of a LayerNorm, NAME.bias. Flags
+ * RF_OP_ACCUMULATE: +=; RF_OP_EACH_HEAD: NAME.weight has a vector for each group, and there is no bias. */
+static void rfi_emit_norm(rfi_builder *b, uint32_t out, uint32_t in, const char *name, uint64_t n, uint32_t n_groups,
+                          uint32_t flags) {
+    const int each = (flags & RF_OP_EACH_HEAD) != 0, center = b->c->arch->layer_norm;
     char weight[64], bias[64];
     snprintf(weight, sizeof weight, "%s.weight", name);
     snprintf(bias, sizeof bias, "%s.bias", name);
-    const rfi_wanted vectors = {weight, width, 0, n_groups, 0, NULL, 0};
-    const int each = (flags & RF_OP_EACH_HEAD) != 0;
-    uint32_t w = each ? rfi_bind_wanted(b, &vectors).slot : rfi_bind(b, weight, width, 1, 0, NULL).slot;
-    uint32_t extra = center && !each ? rfi_bind(b, bias, width, 1, 1, NULL).slot : RF_NONE;
-    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, rows);
+    const rfi_wanted vectors = {weight, n, 0, n_groups, 0, NULL, 0};
+    const uint32_t w = each ? rfi_bind_wanted(b, &vectors).slot : rfi_bind_vector(b, weight, n),
+                   w_bias = center && !each ? rfi_bind_optional(b, bias, n) : RF_NONE;
+    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, rfi_rows_of(b, out));
     op->flags = flags | (center ? RF_OP_CENTER : 0);
     op->in = in;
     op->out = out;
     op->weight = w;
-    op->extra = extra;
-    op->n_heads = n_groups;
-    op->n_in = (uint32_t)width;
-    op->eps = (float)b->c->norm_eps;
+    op->bias = w_bias;
+    op->norm = (rf_norm_params){n_groups, (uint32_t)n, (float)b->c->norm_eps};
 }
 
-/* out[rows, n_out] = in[rows, n_in] W^T + bias; flags RF_OP_ACCUMULATE: +=. The op, for what else is to be set. */
-static rf_op *rfi_emit_matmul(rfi_builder *b, uint32_t rows, uint32_t out, uint32_t in, rfi_weight w,
-                            rfi_weight bias, uint32_t n_out, uint32_t flags) {
-    const rf_plan_weight *weight = (const rf_plan_weight *)b->weights.items;
-    rf_op *op = rfi_op(b, RF_OP_MATMUL, rows);
+/* out[rows, n_out] = in[rows, n_in] W^T + bias; flags RF_OP_ACCUMULATE: +=. Returns the op, for its scale and so on. */
+static rf_op *rfi_emit_matmul(rfi_builder *b, uint32_t out, uint32_t in, rfi_weight w, uint32_t n_out, uint32_t flags) {
+    rf_op *op = rfi_op(b, RF_OP_MATMUL, rfi_rows_of(b, out));
     op->flags = flags;
     op->in = in;
     op->out = out;
     op->weight = w.slot;
-    op->weight_row = w.row;
-    op->extra = bias.slot;
-    op->extra_at = bias.row;
-    op->extra2 = w.factor;
-    op->n_in = b->result == RF_OK ? weight[w.slot].n_in : 0;
-    op->n_out = n_out;
+    op->bias = w.bias;
+    op->factor = w.factor;
+    op->matmul.n_in = b->result == RF_OK ? ((const rf_plan_weight *)b->weights.items)[w.slot].n_in : 0;
+    op->matmul.n_out = n_out;
+    op->matmul.first_row = w.row;
     return op;
 }
 
@@ -7128,15 +7477,11 @@ typedef struct rfi_rope {
 
 static rf_op *rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, uint32_t head_dim, const rfi_rope *rope) {
     rf_op *op = rfi_op(b, RF_OP_ROPE, RF_ROWS_TOKENS);
-    op->flags = rfi_is(b->c, RFI_NEOX) ? RF_OP_NEOX : 0;
+    op->flags = b->c->arch->rope_neox ? RF_OP_NEOX : 0;
     op->in = op->out = x;
-    op->extra = rope->freqs;
-    op->extra2 = rope->long_freqs;
-    op->table = rope->table;
-    op->n_heads = n_heads;
-    op->head_dim = head_dim;
-    op->n_rot = rope->n_rot;
-    op->scale = rope->magnitude;
+    op->weight = rope->freqs;
+    op->factor = rope->long_freqs;
+    op->rope = (rf_rope_params){n_heads, head_dim, rope->n_rot, rope->table, rope->magnitude};
     return op;
 }
 
@@ -7164,7 +7509,7 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
         }
         table[i] = (float)(theta * keep);
     }
-    if (yarn && f > 1 && !rfi_is(c, RFI_LATENT))
+    if (yarn && f > 1 && !c->arch->mla)
         rope.magnitude *= (float)((0.1 * log(f) + 1) / (0.1 * c->yarn_log_multiplier * log(f) + 1));
     return rope;
 }
@@ -7179,9 +7524,9 @@ typedef struct rfi_decoder {
     uint32_t q;        /* [T, n_heads, head_dim]    */
     uint32_t k, v;     /* [T, n_kv_heads, ...]      */
     uint32_t att;      /* [T, n_heads, head_dim_v]  */
-    uint32_t q_rank;   /* [T, latent.q_rank]: what queries are made of */
-    uint32_t latent_q; /* [T, n_heads, head_dim]: queries of compressed keys    */
-    uint32_t latent_v; /* [T, n_heads, head_dim_v]: sums of compressed values   */
+    uint32_t q_lora_rank;   /* [T, latent.q_lora_rank]: what queries are made of */
+    uint32_t mla_q; /* [T, n_heads, head_dim]: queries of compressed keys    */
+    uint32_t mla_v; /* [T, n_heads, head_dim_v]: sums of compressed values   */
     uint32_t gate, up; /* [T, n_ff]                 */
     uint32_t xl;       /* [L, n_embd]               */
     uint32_t router;   /* [T, n_experts]            */
@@ -7199,7 +7544,7 @@ typedef struct rfi_decoder {
     uint32_t delta_in; /* [T, n_k_heads, q | k | v | gate] where a layer of the file has them so */
     uint32_t delta_gate; /* [T, n_heads, head_dim_v] of it                                       */
     uint32_t ba, beta, alpha; /* [T, 2 n_heads], [T, n_heads]                                    */
-    rfi_rope rope, local_rope;
+    rfi_rope rope, swa_rope;
     uint32_t slopes;   /* table: of each head of the layers; RF_NONE: none */
 } rfi_decoder;
 
@@ -7213,8 +7558,8 @@ static rf_op *rfi_emit_glu(rfi_builder *b, uint32_t gate, uint32_t up, uint32_t 
     rf_op *op = rfi_op(b, RF_OP_GLU, RF_ROWS_TOKENS);
     op->in = op->out = gate;
     op->in2 = up;
-    op->n_out = n;
-    op->activation = activation;
+    op->glu.n = n;
+    op->glu.activation = activation;
     return op;
 }
 
@@ -7226,10 +7571,7 @@ static rf_op *rfi_emit_slice(rfi_builder *b, uint32_t out, uint32_t in, uint32_t
     rf_op *op = rfi_op(b, RF_OP_SLICE, RF_ROWS_TOKENS);
     op->in = in;
     op->out = out;
-    op->n_heads = n_heads;
-    op->n_in = width;
-    op->extra_at = at;
-    op->head_dim = dim;
+    op->slice = (rf_slice_params){n_heads, width, at, dim, 0};
     return op;
 }
 
@@ -7243,24 +7585,20 @@ static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     if (!gated && rfi_has(b, "attn_qkv.weight")) {
         uint64_t all = (uint64_t)rows[0] + rows[1] + rows[2];
         rfi_weight w = rfi_bind_matrix(b, "attn_qkv", n_embd, all, NULL);
-        rfi_weight bias = rfi_bind(b, "attn_qkv.bias", all, 1, 1, NULL);
         for (int i = 0; i < 3; i++) {
-            rfi_emit_matmul(b, RF_ROWS_TOKENS, out[i], in, w, bias, rows[i], 0);
+            rfi_emit_matmul(b, out[i], in, w, rows[i], 0);
             w.row += rows[i];
-            bias.row += rows[i];
         }
         return;
     }
-    static const char *const names[3][2] = {{"attn_q", "attn_q.bias"}, {"attn_k", "attn_k.bias"},
-                                            {"attn_v", "attn_v.bias"}};
+    static const char *const names[3] = {"attn_q", "attn_k", "attn_v"};
     if (gated) rows[0] *= 2, out[0] = d->qg;
-    rfi_weight w, bias;
+    rfi_weight w = rfi_no_weight;
     for (int i = 0; i < n; i++) {
-        if (i < 2 || !rfi_is(b->c, RFI_V_NORM) || rfi_has(b, "attn_v.weight") || rows[1] != rows[2]) {
-            w = rfi_bind_matrix(b, names[i][0], n_embd, rows[i], "attn_qkv.weight of the same layer");
-            bias = rfi_bind(b, names[i][1], rows[i], 1, 1, NULL);
+        if (i < 2 || !b->c->arch->v_norm || rfi_has(b, "attn_v.weight") || rows[1] != rows[2]) {
+            w = rfi_bind_matrix(b, names[i], n_embd, rows[i], "attn_qkv.weight of the same layer");
         } /* else the values are the keys, before these are normed */
-        rfi_emit_matmul(b, RF_ROWS_TOKENS, out[i], in, w, bias, rows[i], 0);
+        rfi_emit_matmul(b, out[i], in, w, rows[i], 0);
     }
     const uint32_t dim = l->head_dim;
     if (gated) rfi_emit_slice(b, d->q, d->qg, l->n_heads, 2 * dim, 0, dim);
@@ -7271,14 +7609,11 @@ static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
 static void rfi_emit_residual(rfi_builder *b, const rfi_decoder *d, uint32_t in, uint64_t n_in, const char *name,
                               const char *post_norm) {
     const rfi_config *c = b->c;
-    char bias[64];
-    snprintf(bias, sizeof bias, "%s.bias", name);
-    int normed = rfi_is(c, RFI_POST_NORM);
+    int normed = c->arch->post_norm;
     rfi_weight w = rfi_bind_matrix(b, name, n_in, c->n_embd, NULL);
-    rf_op *op = rfi_emit_matmul(b, RF_ROWS_TOKENS, normed ? d->y : d->x, in, w,
-                                rfi_bind(b, bias, c->n_embd, 1, 1, NULL), c->n_embd, normed ? 0 : RF_OP_ACCUMULATE);
-    op->scale = (float)c->residual_scale;
-    if (normed) rfi_emit_norm(b, RF_ROWS_TOKENS, d->x, d->y, post_norm, c->n_embd, 1, RF_OP_ACCUMULATE);
+    rf_op *op = rfi_emit_matmul(b, normed ? d->y : d->x, in, w, c->n_embd, normed ? 0 : RF_OP_ACCUMULATE);
+    op->matmul.scale = (float)c->residual_scale;
+    if (normed) rfi_emit_norm(b, d->x, d->y, post_norm, c->n_embd, 1, RF_OP_ACCUMULATE);
 }
 
 /* Norms of the queries and keys, by head or all heads of each as one. */
@@ -7286,75 +7621,69 @@ static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_lay
     uint32_t dim = l->head_dim, heads[2] = {l->n_heads, l->n_kv_heads}, x[2] = {d->q, d->k};
     const int n = rfi_has_cache(b, l) ? 2 : 1;
     static const char *const names[2] = {"attn_q_norm", "attn_k_norm"};
-    const int each = rfi_is(b->c, RFI_LAYER_NORM) && rfi_has(b, "attn_q_norm.weight");
+    const int each = b->c->arch->layer_norm && rfi_has(b, "attn_q_norm.weight");
     if (each) {
         rfi_refuse(b, "attn_q_norm.bias");
         rfi_refuse(b, "attn_k_norm.bias");
     }
     for (int i = 0; i < n; i++)
         if (each)
-            rfi_emit_norm(b, RF_ROWS_TOKENS, x[i], x[i], names[i], dim, heads[i], RF_OP_EACH_HEAD);
-        else if (rfi_is(b->c, RFI_QK_NORM_WIDE))
-            rfi_emit_norm(b, RF_ROWS_TOKENS, x[i], x[i], names[i], (uint64_t)heads[i] * dim, 1, 0);
-        else if (rfi_is(b->c, RFI_QK_NORM) || (rfi_is(b->c, RFI_QK_NORM_MAYBE) && rfi_has(b, "attn_q_norm.weight")))
-            rfi_emit_norm(b, RF_ROWS_TOKENS, x[i], x[i], names[i], dim, heads[i], 0);
-    if (!rfi_is(b->c, RFI_V_NORM) || n == 1) return;
+            rfi_emit_norm(b, x[i], x[i], names[i], dim, heads[i], RF_OP_EACH_HEAD);
+        else if (b->c->arch->qk_norm_wide)
+            rfi_emit_norm(b, x[i], x[i], names[i], (uint64_t)heads[i] * dim, 1, 0);
+        else if (b->c->arch->qk_norm || (b->c->arch->qk_norm_optional && rfi_has(b, "attn_q_norm.weight")))
+            rfi_emit_norm(b, x[i], x[i], names[i], dim, heads[i], 0);
+    if (!b->c->arch->v_norm || n == 1) return;
     rf_op *op = rfi_op(b, RF_OP_RMS_NORM, RF_ROWS_TOKENS);
     op->in = op->out = d->v;
-    op->n_heads = l->n_kv_heads;
-    op->n_in = l->head_dim_v;
-    op->eps = (float)b->c->norm_eps;
+    op->norm = (rf_norm_params){l->n_kv_heads, l->head_dim_v, (float)b->c->norm_eps};
 }
 
 static void rfi_emit_clamp(rfi_builder *b, uint32_t x, uint32_t n) {
-    rf_op *op = rfi_op(b, RF_OP_GLU, RF_ROWS_TOKENS);
-    op->in = op->out = x;
-    op->n_out = n;
-    op->activation = RF_ACT_CLAMP;
-    op->softcap = (float)b->c->clamp;
+    rfi_emit_glu(b, x, RF_NONE, n, RF_ACT_CLAMP)->glu.limit = (float)b->c->clamp;
 }
 
 /* att = attention of queries q to the keys k and values v, which are stored first */
 static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
-    const int latent = rfi_is(c, RFI_LATENT);
+    const int mla = c->arch->mla;
     rf_op *op;
     if (rfi_has_cache(b, l)) {
         op = rfi_op(b, RF_OP_KV_STORE, RF_ROWS_TOKENS);
-        op->flags = latent ? RF_OP_LATENT : 0;
+        op->flags = mla ? RF_OP_LATENT : 0;
         op->in = d->k;
         op->in2 = d->v;
         op->state = rfi_state(b, l);
-        op->n_kv_heads = l->n_kv_heads;
-        op->head_dim = l->head_dim;
-        op->head_dim_v = l->head_dim_v;
+        op->kv_store = (rf_kv_store_params){l->n_kv_heads, l->head_dim, l->head_dim_v};
     }
     const rf_plan_state *states = (const rf_plan_state *)b->states.items;
     uint32_t state = 0;
     while (b->result == RF_OK && states[state].layer != l->cache_layer) state++;
-    uint32_t sinks = rfi_is(c, RFI_SINKS) ? rfi_bind(b, "attn_sinks.weight", l->n_heads, 1, 0, NULL).slot : RF_NONE;
+    uint32_t sinks = c->arch->attn_sinks ? rfi_bind_vector(b, "attn_sinks.weight", l->n_heads) : RF_NONE;
     op = rfi_op(b, RF_OP_ATTENTION, RF_ROWS_TOKENS);
-    op->flags = latent ? RF_OP_LATENT : 0;
-    op->extra = sinks;
-    op->in = latent ? d->latent_q : d->q;
-    op->out = latent ? d->latent_v : d->att;
+    op->flags = mla ? RF_OP_LATENT : 0;
+    op->in = mla ? d->mla_q : d->q;
+    op->out = mla ? d->mla_v : d->att;
     op->state = state;
-    op->n_heads = l->n_heads;
-    op->n_kv_heads = l->n_kv_heads;
-    op->head_dim = l->head_dim;
-    op->head_dim_v = l->head_dim_v;
-    op->scale = (float)(c->attention_scale != 0 ? c->attention_scale
-                                                : 1 / sqrt(rfi_is(c, RFI_SINKS) ? c->n_rot : l->head_dim));
-    op->softcap = (float)c->attention_softcap;
-    op->window = l->window;
-    op->temperature = (float)c->temperature;
-    op->temperature_length = c->temperature != 0 ? c->rope_n_ctx_original : 0;
-    op->table = d->slopes;
+    op->weight = sinks;
+    op->attention = (rf_attention_params){
+        .n_heads = l->n_heads,
+        .n_kv_heads = l->n_kv_heads,
+        .head_dim = l->head_dim,
+        .head_dim_v = l->head_dim_v,
+        .window = l->window,
+        .slopes = d->slopes,
+        .scale = (float)(c->attention_scale != 0 ? c->attention_scale
+                                                 : 1 / sqrt(c->arch->attn_sinks ? c->n_rot : l->head_dim)),
+        .softcap = (float)c->attention_softcap,
+        .temperature = (float)c->temperature,
+        .temperature_length = c->temperature != 0 ? c->rope_n_ctx_original : 0,
+    };
 }
 
 /* x += Wo attention(rope(q), rope(k), v); q, k, v are made of `in` */
 static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
-    const rfi_rope *rope = l->local ? &d->local_rope : &d->rope;
+    const rfi_rope *rope = l->swa ? &d->swa_rope : &d->rope;
     rfi_emit_qkv(b, d, l, in);
     if (b->c->clamp != 0) {
         rfi_emit_clamp(b, d->q, l->n_heads * l->head_dim);
@@ -7372,63 +7701,55 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
     rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * l->head_dim_v, "attn_output", "post_attention_norm");
 }
 
-/* out = of each head in in[n_heads, head_dim] the first n_in values by its matrix, then the others; of `heads` the
- * fields that a HEADS op reads; flags RF_OP_ACROSS */
-static void rfi_emit_heads(rfi_builder *b, const rf_op *heads, uint32_t flags) {
+static void rfi_emit_heads(rfi_builder *b, uint32_t out, uint32_t in, uint32_t weight, const rf_heads_params *heads,
+                           uint32_t flags) {
     rf_op *op = rfi_op(b, RF_OP_HEADS, RF_ROWS_TOKENS);
     op->flags = flags;
-    op->in = heads->in;
-    op->out = heads->out;
-    op->weight = heads->weight;
-    op->weight_row = heads->weight_row;
-    op->head_rows = heads->head_rows;
-    op->n_heads = heads->n_heads;
-    op->n_in = heads->n_in;
-    op->head_dim = heads->head_dim;
-    op->n_out = heads->n_out;
+    op->in = in;
+    op->out = out;
+    op->weight = weight;
+    op->heads = *heads;
 }
 
 /* Attention to compressed keys and values (arXiv 2405.04434). All heads share k = norm(Wkv in), `rank` values, and v,
  * n_rot rotated ones: what is kept of a token. Instead of every key and value being decompressed by Wk and Wv of each
  * head, the queries are brought to the compressed keys, and the sums of compressed values are decompressed. */
-static void rfi_emit_latent(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
+static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_config *c = b->c;
-    const rfi_latent_config *a = &c->latent;
-    const uint32_t tokens = RF_ROWS_TOKENS, nope = a->head_dim - c->n_rot;
+    const rfi_mla_config *a = &c->mla;
+    const uint32_t nope = a->head_dim - c->n_rot;
     const uint64_t n_q = (uint64_t)l->n_heads * a->head_dim;
-    const rfi_weight none = {RF_NONE, 0, RF_NONE};
-    const uint64_t n_first = a->q_rank ? a->q_rank : n_q;
-    rfi_weight first = rfi_bind_matrix(b, a->q_rank ? "attn_q_a" : "attn_q", c->n_embd, n_first, NULL);
-    rfi_emit_matmul(b, tokens, a->q_rank ? d->q_rank : d->q, in, first, none, (uint32_t)n_first, 0);
+    const uint64_t n_first = a->q_lora_rank ? a->q_lora_rank : n_q;
+    rfi_weight first = rfi_bind_matrix(b, a->q_lora_rank ? "attn_q_a" : "attn_q", c->n_embd, n_first, NULL);
+    rfi_emit_matmul(b, a->q_lora_rank ? d->q_lora_rank : d->q, in, first, (uint32_t)n_first, 0);
     rfi_weight kv = rfi_bind_matrix(b, "attn_kv_a_mqa", c->n_embd, c->head_dim, NULL);
-    rfi_emit_matmul(b, tokens, d->k, in, kv, none, a->rank, 0);
-    kv.row = a->rank;
-    rfi_emit_matmul(b, tokens, d->v, in, kv, none, c->n_rot, 0);
-    if (a->q_rank) {
-        rfi_emit_norm(b, tokens, d->q_rank, d->q_rank, "attn_q_a_norm", a->q_rank, 1, 0);
-        rfi_emit_matmul(b, tokens, d->q, d->q_rank, rfi_bind_matrix(b, "attn_q_b", a->q_rank, n_q, NULL), none,
-                        (uint32_t)n_q, 0);
+    rfi_emit_matmul(b, d->k, in, kv, a->kv_lora_rank, 0);
+    kv.row = a->kv_lora_rank;
+    rfi_emit_matmul(b, d->v, in, kv, c->n_rot, 0);
+    if (a->q_lora_rank) {
+        rfi_emit_norm(b, d->q_lora_rank, d->q_lora_rank, "attn_q_a_norm", a->q_lora_rank, 1, 0);
+        rfi_emit_matmul(b, d->q, d->q_lora_rank, rfi_bind_matrix(b, "attn_q_b", a->q_lora_rank, n_q, NULL), (uint32_t)n_q, 0);
     }
-    rfi_emit_norm(b, tokens, d->k, d->k, "attn_kv_a_norm", a->rank, 1, 0);
+    rfi_emit_norm(b, d->k, d->k, "attn_kv_a_norm", a->kv_lora_rank, 1, 0);
     rfi_emit_rope(b, d->q, l->n_heads, a->head_dim, &d->rope)->flags |= RF_OP_LAST;
     rfi_emit_rope(b, d->v, 1, c->n_rot, &d->rope);
-    rf_op keys = {.in = d->q, .out = d->latent_q, .n_heads = l->n_heads, .n_in = nope, .head_dim = a->head_dim,
-                  .n_out = a->rank, .head_rows = a->rank},
-          values = {.in = d->latent_v, .out = d->att, .n_heads = l->n_heads, .n_in = a->rank, .head_dim = a->rank,
-                    .n_out = a->head_dim_v, .head_rows = a->head_dim_v};
+    rf_heads_params keys = {l->n_heads, a->head_dim, nope, a->kv_lora_rank, 0, a->kv_lora_rank},
+                    values = {l->n_heads, a->kv_lora_rank, a->kv_lora_rank, a->head_dim_v, 0, a->head_dim_v};
+    uint32_t wk, wv;
     if (a->joined) { /* of each head the rows that make its keys, then those that make its values */
         rfi_refuse(b, "attn_kv_b.scale");
         keys.head_rows = values.head_rows = nope + a->head_dim_v;
-        keys.weight = values.weight =
-            rfi_bind(b, "attn_kv_b.weight", a->rank, (uint64_t)l->n_heads * keys.head_rows, 0, "attn_k_b.weight").slot;
-        values.weight_row = nope;
+        wk = wv =
+            rfi_bind(b, "attn_kv_b.weight", a->kv_lora_rank, (uint64_t)l->n_heads * keys.head_rows, 0, "attn_k_b.weight").slot;
+        values.first_row = nope;
     } else {
-        keys.weight = rfi_bind_heads(b, "attn_k_b", nope, a->rank, l->n_heads).slot;
+        wk = rfi_bind_heads(b, "attn_k_b", nope, a->kv_lora_rank, l->n_heads).slot;
+        wv = RF_NONE;
     }
-    rfi_emit_heads(b, &keys, a->joined ? RF_OP_ACROSS : 0);
+    rfi_emit_heads(b, d->mla_q, d->q, wk, &keys, a->joined ? RF_OP_ACROSS : 0);
     rfi_emit_attend(b, d, l);
-    if (!a->joined) values.weight = rfi_bind_heads(b, "attn_v_b", a->rank, a->head_dim_v, l->n_heads).slot;
-    rfi_emit_heads(b, &values, 0);
+    if (!a->joined) wv = rfi_bind_heads(b, "attn_v_b", a->kv_lora_rank, a->head_dim_v, l->n_heads).slot;
+    rfi_emit_heads(b, d->att, d->mla_v, wv, &values, 0);
     rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * a->head_dim_v, "attn_output", "post_attention_norm");
 }
 
@@ -7440,25 +7761,23 @@ static void rfi_emit_conv(rfi_builder *b, uint32_t out, uint32_t in, const char 
     char weight[64], bias[64];
     snprintf(weight, sizeof weight, "%s.weight", name);
     snprintf(bias, sizeof bias, "%s.bias", name);
-    const rfi_weight w = rfi_bind(b, weight, n_taps, n, 0, NULL), extra = rfi_bind(b, bias, n, 1, 1, NULL);
+    const rfi_weight w = rfi_bind(b, weight, n_taps, n, 0, NULL);
+    const uint32_t b_slot = rfi_bind_optional(b, bias, n);
     rf_op *op = rfi_op(b, RF_OP_CONV, RF_ROWS_TOKENS);
     op->in = in;
     op->out = out;
     op->weight = w.slot;
-    op->extra = extra.slot;
+    op->bias = b_slot;
     op->state = rfi_recurrent_state(b, (n_taps - 1ull) * n);
-    op->n_in = n_taps;
-    op->n_out = n;
-    op->activation = activation;
+    op->conv = (rf_conv_params){n, n_taps, activation};
 }
 
 /* x += Wout (c * conv(b * x')); b, c, x' = in Win^T */
 static void rfi_emit_short_conv(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const uint32_t n = b->c->n_embd;
-    rfi_weight w = rfi_bind_matrix(b, "shortconv.in_proj", n, 3 * (uint64_t)n, NULL),
-               bias = rfi_bind(b, "shortconv.in_proj.bias", 3 * (uint64_t)n, 1, 1, NULL);
-    for (int i = 0; i < 3; i++, w.row += n, bias.row += n)
-        rfi_emit_matmul(b, RF_ROWS_TOKENS, d->conv[i], in, w, bias, n, 0);
+    rfi_weight w = rfi_bind_matrix(b, "shortconv.in_proj", n, 3 * (uint64_t)n, NULL);
+    for (int i = 0; i < 3; i++, w.row += n)
+        rfi_emit_matmul(b, d->conv[i], in, w, n, 0);
     rfi_emit_glu(b, d->conv[0], d->conv[2], n, RF_ACT_NONE);
     rfi_emit_conv(b, d->conv[0], d->conv[0], "shortconv.conv", n, RF_ACT_NONE);
     rfi_emit_glu(b, d->conv[0], d->conv[1], n, RF_ACT_NONE);
@@ -7469,15 +7788,13 @@ static void rfi_emit_short_conv(rfi_builder *b, const rfi_decoder *d, uint32_t i
 static void rfi_emit_delta_gates(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const rfi_recurrent_config *t = &b->c->recurrent;
     const uint32_t n = t->n_heads, n_embd = b->c->n_embd, each = n / t->n_k_heads;
-    const rfi_weight none = {RF_NONE, 0, RF_NONE};
     if (b->c->arch->recurrent->fused_gates) {
-        rfi_emit_matmul(b, RF_ROWS_TOKENS, d->ba, in, rfi_bind_matrix(b, "ssm_ba", n_embd, 2 * (uint64_t)n, NULL), none,
-                        2 * n, 0);
+        rfi_emit_matmul(b, d->ba, in, rfi_bind_matrix(b, "ssm_ba", n_embd, 2 * (uint64_t)n, NULL), 2 * n, 0);
         rfi_emit_slice(b, d->beta, d->ba, t->n_k_heads, 2 * each, 0, each);
         rfi_emit_slice(b, d->alpha, d->ba, t->n_k_heads, 2 * each, each, each);
     } else {
-        rfi_emit_matmul(b, RF_ROWS_TOKENS, d->beta, in, rfi_bind_matrix(b, "ssm_beta", n_embd, n, NULL), none, n, 0);
-        rfi_emit_matmul(b, RF_ROWS_TOKENS, d->alpha, in, rfi_bind_matrix(b, "ssm_alpha", n_embd, n, NULL), none, n, 0);
+        rfi_emit_matmul(b, d->beta, in, rfi_bind_matrix(b, "ssm_beta", n_embd, n, NULL), n, 0);
+        rfi_emit_matmul(b, d->alpha, in, rfi_bind_matrix(b, "ssm_alpha", n_embd, n, NULL), n, 0);
     }
 }
 
@@ -7485,23 +7802,21 @@ static void rfi_emit_delta_gates(rfi_builder *b, const rfi_decoder *d, uint32_t 
  * key head the rows of its query and key, of its values and of their gates. */
 static void rfi_emit_delta_inputs(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const rfi_recurrent_config *t = &b->c->recurrent;
-    const uint32_t n_values = t->n_heads * t->head_dim_v, n_embd = b->c->n_embd, rows = RF_ROWS_TOKENS;
-    const rfi_weight none = {RF_NONE, 0, RF_NONE};
+    const uint32_t n_values = t->n_heads * t->head_dim_v, n_embd = b->c->n_embd;
     if (!b->c->arch->recurrent->fused_gates) rfi_refuse(b, "ssm_in.weight");
     if (!rfi_has(b, "ssm_in.weight")) {
         const rfi_weight qkv = rfi_bind_matrix(b, "attn_qkv", n_embd, t->n_conv, "ssm_in.weight of the same layer");
-        rfi_emit_matmul(b, rows, d->mixed, in, qkv, none, t->n_conv, 0);
-        rfi_emit_matmul(b, rows, d->delta_gate, in, rfi_bind_matrix(b, "attn_gate", n_embd, n_values, NULL), none,
-                        n_values, 0);
+        rfi_emit_matmul(b, d->mixed, in, qkv, t->n_conv, 0);
+        rfi_emit_matmul(b, d->delta_gate, in, rfi_bind_matrix(b, "attn_gate", n_embd, n_values, NULL), n_values, 0);
         return;
     }
     const uint32_t values = n_values / t->n_k_heads, of_head = 2 * t->head_dim + 2 * values, all = t->n_conv + n_values;
-    rfi_emit_matmul(b, rows, d->delta_in, in, rfi_bind_matrix(b, "ssm_in", n_embd, all, NULL), none, all, 0);
+    rfi_emit_matmul(b, d->delta_in, in, rfi_bind_matrix(b, "ssm_in", n_embd, all, NULL), all, 0);
     const uint32_t dims[4] = {t->head_dim, t->head_dim, values, values};
     for (uint32_t i = 0, at = 0; i < 4; at += dims[i++]) {
         const uint32_t out = i < 3 ? d->mixed : d->delta_gate;
         rf_op *op = rfi_emit_slice(b, out, d->delta_in, t->n_k_heads, of_head, at, dims[i]);
-        op->n_out = i < 3 ? at * t->n_k_heads : 0;
+        op->slice.out_at = i < 3 ? at * t->n_k_heads : 0;
     }
 }
 
@@ -7512,24 +7827,24 @@ static void rfi_emit_delta(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     rfi_emit_delta_inputs(b, d, in);
     rfi_emit_delta_gates(b, d, in);
     rfi_emit_conv(b, d->mixed, d->mixed, "ssm_conv1d", t->n_conv, RF_ACT_SILU);
-    const uint32_t a = rfi_bind(b, "ssm_a", t->n_heads, 1, 0, NULL).slot,
-                   dt = rfi_bind(b, "ssm_dt.bias", t->n_heads, 1, 0, NULL).slot;
+    const uint32_t a = rfi_bind_vector(b, "ssm_a", t->n_heads),
+                   dt = rfi_bind_vector(b, "ssm_dt.bias", t->n_heads);
     rf_op *op = rfi_op(b, RF_OP_DELTA, rows);
     op->flags = b->c->arch->recurrent->cyclic ? RF_OP_CYCLIC : 0;
     op->in = d->mixed;
     op->in2 = d->beta;
     op->in3 = d->alpha;
     op->out = d->att;
-    op->extra = a;
-    op->extra2 = dt;
+    op->weight = a;
+    op->bias = dt;
     op->state = rfi_recurrent_state(b, (uint64_t)n_values * t->head_dim);
-    op->n_heads = t->n_heads;
-    op->n_kv_heads = t->n_k_heads;
-    op->head_dim = t->head_dim;
-    op->head_dim_v = t->head_dim_v;
-    op->scale = (float)(1 / sqrt(t->head_dim));
-    op->eps = (float)b->c->norm_eps;
-    rfi_emit_norm(b, rows, d->att, d->att, "ssm_norm", t->head_dim_v, t->n_heads, 0);
+    op->delta = (rf_delta_params){.n_heads = t->n_heads,
+                                  .n_k_heads = t->n_k_heads,
+                                  .head_dim = t->head_dim,
+                                  .head_dim_v = t->head_dim_v,
+                                  .scale = (float)(1 / sqrt(t->head_dim)),
+                                  .eps = (float)b->c->norm_eps};
+    rfi_emit_norm(b, d->att, d->att, "ssm_norm", t->head_dim_v, t->n_heads, 0);
     rfi_emit_glu(b, d->delta_gate, d->att, n_values, RF_ACT_SILU);
     rfi_emit_residual(b, d, d->delta_gate, n_values, "ssm_out", "");
 }
@@ -7538,30 +7853,23 @@ static void rfi_emit_delta(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
 static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_config *c = b->c;
     uint32_t n_ff = l->n_ff;
-    int fused = rfi_is(c, RFI_FUSED_GATE), gated = !rfi_is(c, RFI_NO_GATE);
-    rfi_weight up = {RF_NONE, 0, RF_NONE}, up_bias = up;
+    int fused = c->arch->fused_gate_up, gated = !c->arch->no_gate;
+    rfi_weight up;
     if (fused) {
         up = rfi_bind_matrix(b, "ffn_up", c->n_embd, 2 * (uint64_t)n_ff, NULL);
-        up_bias = rfi_bind(b, "ffn_up.bias", 2 * (uint64_t)n_ff, 1, 1, NULL);
-        rfi_emit_matmul(b, RF_ROWS_TOKENS, d->gate, in, up, up_bias, n_ff, 0);
-        up.row = up_bias.row = n_ff;
-    } else if (gated) {
-        rfi_weight gate = rfi_bind_matrix(b, "ffn_gate", c->n_embd, n_ff, NULL);
-        rfi_emit_matmul(b, RF_ROWS_TOKENS, d->gate, in, gate, rfi_bind(b, "ffn_gate.bias", n_ff, 1, 1, NULL), n_ff, 0);
-    }
-    if (!fused) {
+        rfi_emit_matmul(b, d->gate, in, up, n_ff, 0);
+        up.row = n_ff;
+    } else {
+        if (gated)
+            rfi_emit_matmul(b, d->gate, in, rfi_bind_matrix(b, "ffn_gate", c->n_embd, n_ff, NULL), n_ff, 0);
         up = rfi_bind_matrix(b, "ffn_up", c->n_embd, n_ff, NULL);
-        up_bias = rfi_bind(b, "ffn_up.bias", n_ff, 1, 1, NULL);
     }
     if (b->result == RF_OK && rfi_has(b, "ffn_act.scales"))
         b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.ffn_act.scales is not supported",
                              rfi_gguf_path(b->g), (int)b->layer);
-    rfi_emit_matmul(b, RF_ROWS_TOKENS, d->up, in, up, up_bias, n_ff, 0);
-    rf_op *op = rfi_op(b, RF_OP_GLU, RF_ROWS_TOKENS);
-    op->in = op->out = gated ? d->gate : d->up;
-    if (gated) op->in2 = d->up;
-    op->n_out = n_ff;
-    op->activation = rfi_is(c, RFI_GELU) ? RF_ACT_GELU : RF_ACT_SILU;
+    rfi_emit_matmul(b, d->up, in, up, n_ff, 0);
+    rfi_emit_glu(b, gated ? d->gate : d->up, gated ? d->up : RF_NONE, n_ff,
+                 c->arch->gelu ? RF_ACT_GELU : RF_ACT_SILU);
     return gated ? d->gate : d->up;
 }
 
@@ -7572,20 +7880,18 @@ static void rfi_emit_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
 
 /* The experts' matrices of NAME, with n_rows rows each, and what goes with them. */
 typedef struct rfi_experts {
-    uint32_t n_in;
-    rfi_weight weight, bias; /* bias, factor: slots RF_NONE if there is none */
-    rfi_weight factor;
+    uint32_t n_in, weight, bias, factor; /* slots; bias, factor: RF_NONE if there is none */
 } rfi_experts;
 
 static rfi_experts rfi_bind_expert_set(rfi_builder *b, const char *name, uint32_t n_in, uint32_t n_rows) {
     char full[64];
     rfi_experts e = {.n_in = n_in};
     snprintf(full, sizeof full, "%s.weight", name);
-    e.weight = rfi_bind_experts(b, full, n_in, n_rows);
+    e.weight = rfi_bind_experts(b, full, n_in, n_rows).slot;
     snprintf(full, sizeof full, "%s.bias", name);
-    e.bias = rfi_bind_experts(b, full, n_rows, 0);
+    e.bias = rfi_bind_experts(b, full, n_rows, 0).slot;
     snprintf(full, sizeof full, "%s.scale", name);
-    e.factor = rfi_bind(b, full, b->c->moe.n_experts, 1, 1, NULL);
+    e.factor = rfi_bind_optional(b, full, b->c->moe.n_experts);
     return e;
 }
 
@@ -7597,37 +7903,29 @@ static void rfi_emit_experts(rfi_builder *b, const rfi_decoder *d, const rfi_exp
     op->in = in_out[0];
     op->in2 = d->route;
     op->out = in_out[1];
-    op->weight = e->weight.slot;
-    op->weight_row = row;
-    op->extra = e->bias.slot;
-    op->extra2 = e->factor.slot;
-    op->n_in = e->n_in;
-    op->n_out = n_out;
-    op->n_experts = b->c->moe.n_experts;
-    op->n_used = b->c->moe.n_used;
+    op->weight = e->weight;
+    op->bias = e->bias;
+    op->factor = e->factor;
+    op->experts = (rf_experts_params){e->n_in, n_out, row, b->c->moe.n_experts, b->c->moe.n_used};
 }
 
 /* route = the experts of each row of xn */
 static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d) {
     const rfi_moe_config *m = &b->c->moe;
-    rfi_weight w = rfi_bind(b, "ffn_gate_inp.weight", b->c->n_embd, m->n_experts, 0, NULL),
-               bias = rfi_bind(b, "ffn_gate_inp.bias", m->n_experts, 1, 1, NULL);
-    rf_op *op = rfi_emit_matmul(b, RF_ROWS_TOKENS, d->router, d->xn, w, bias, m->n_experts, 0);
-    if (b->c->arch->moe->beside) op->scale = (float)(1 / sqrt((double)b->c->n_embd));
-    bias = rfi_bind(b, "exp_probs_b.bias", m->n_experts, 1, 1, NULL);
+    rfi_weight w = rfi_bind(b, "ffn_gate_inp.weight", b->c->n_embd, m->n_experts, 0, NULL);
+    w.bias = rfi_bind_optional(b, "ffn_gate_inp.bias", m->n_experts);
+    rf_op *op = rfi_emit_matmul(b, d->router, d->xn, w, m->n_experts, 0);
+    if (b->c->arch->moe->beside) op->matmul.scale = (float)(1 / sqrt((double)b->c->n_embd));
+    const uint32_t bias = rfi_bind_optional(b, "exp_probs_b.bias", m->n_experts);
     op = rfi_op(b, RF_OP_ROUTE, RF_ROWS_TOKENS);
     op->in = d->router;
     op->out = d->route;
-    op->extra = bias.slot;
+    op->bias = bias;
     op->flags = (m->gating == RFI_GATING_SIGMOID  ? RF_OP_SIGMOID
                  : m->gating == RFI_GATING_CHOSEN ? RF_OP_CHOSEN
                                                   : 0) |
                 (m->normalize ? RF_OP_NORMALIZE : 0);
-    op->scale = (float)m->scale;
-    op->n_experts = m->n_experts;
-    op->n_used = m->n_used;
-    op->n_groups = m->n_groups;
-    op->n_groups_used = m->n_groups_used;
+    op->route = (rf_route_params){m->n_experts, m->n_used, m->n_groups, m->n_groups_used, (float)m->scale};
 }
 
 /* out = (+= RF_OP_ACCUMULATE) the sum of n_used results in `in`, by the weights in in2 */
@@ -7637,17 +7935,15 @@ static rf_op *rfi_emit_mix(rfi_builder *b, uint32_t out, uint32_t in, uint32_t i
     op->in2 = in2;
     op->out = out;
     op->flags = flags;
-    op->n_out = b->c->n_embd;
-    op->n_experts = b->c->moe.n_experts;
-    op->n_used = n_used;
+    op->mix.n = b->c->n_embd;
+    op->mix.n_used = n_used;
     return op;
 }
 
 /* x += Wdown (silu(Wgate xn) * Wup xn) of the shared experts, all or as much as their gate says */
 static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
-    const uint32_t tokens = RF_ROWS_TOKENS, n_embd = c->n_embd, n_ff = c->moe.n_ff_shared;
-    const rfi_weight none = {RF_NONE, 0, RF_NONE};
+    const uint32_t n_embd = c->n_embd, n_ff = c->moe.n_ff_shared;
     if (!n_ff && rfi_has(b, "ffn_up_shexp.weight") && b->result == RF_OK)
         b->result = rfi_fail(b->err, RF_ERR_NOT_FOUND, 0,
                              "%s: blk.%d.ffn_up_shexp.weight: no key of %s says how wide it is", rfi_gguf_path(b->g),
@@ -7655,8 +7951,8 @@ static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d) {
     if (!n_ff) return;
     rfi_weight gate = rfi_bind_matrix(b, "ffn_gate_shexp", n_embd, n_ff, NULL),
                up = rfi_bind_matrix(b, "ffn_up_shexp", n_embd, n_ff, NULL);
-    rfi_emit_matmul(b, tokens, d->gate, d->xn, gate, none, n_ff, 0);
-    rfi_emit_matmul(b, tokens, d->up, d->xn, up, none, n_ff, 0);
+    rfi_emit_matmul(b, d->gate, d->xn, gate, n_ff, 0);
+    rfi_emit_matmul(b, d->up, d->xn, up, n_ff, 0);
     rfi_emit_glu(b, d->gate, d->up, n_ff, RF_ACT_SILU);
     if (!c->arch->moe->gate) {
         rfi_emit_residual(b, d, d->gate, n_ff, "ffn_down_shexp", "post_ffw_norm");
@@ -7664,10 +7960,10 @@ static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d) {
     }
     rfi_weight down = rfi_bind_matrix(b, "ffn_down_shexp", n_ff, n_embd, NULL),
                share = rfi_bind(b, "ffn_gate_inp_shexp.weight", n_embd, 1, 0, NULL);
-    rfi_emit_matmul(b, tokens, d->y, d->gate, down, none, n_embd, 0);
-    rfi_emit_matmul(b, tokens, d->share, d->xn, share, none, 1, 0);
+    rfi_emit_matmul(b, d->y, d->gate, down, n_embd, 0);
+    rfi_emit_matmul(b, d->share, d->xn, share, 1, 0);
     rf_op *op = rfi_emit_mix(b, d->x, d->y, d->share, 1, RF_OP_ACCUMULATE | RF_OP_SIGMOID);
-    op->scale = (float)c->residual_scale;
+    op->mix.scale = (float)c->residual_scale;
 }
 
 /* downs = Wdown (act(Wgate xn) * Wup xn) of each of the chosen experts */
@@ -7679,7 +7975,7 @@ static void rfi_emit_chosen(rfi_builder *b, const rfi_decoder *d) {
     rfi_experts e;
     if (rfi_has(b, "ffn_gate_up_exps.weight")) { /* the gate's rows, then those of what it multiplies */
         e = rfi_bind_expert_set(b, "ffn_gate_up_exps", n_embd, 2 * n_ff);
-        if (e.bias.slot != RF_NONE && b->result == RF_OK)
+        if (e.bias != RF_NONE && b->result == RF_OK)
             b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.ffn_gate_up_exps.bias is not supported",
                                  rfi_gguf_path(b->g), (int)b->layer);
         rfi_emit_experts(b, d, &e, gate, 0, n_ff, 0);
@@ -7691,7 +7987,7 @@ static void rfi_emit_chosen(rfi_builder *b, const rfi_decoder *d) {
         rfi_emit_experts(b, d, &e, up, 0, n_ff, 0);
     }
     rfi_emit_glu(b, d->gates, d->ups, m->n_used * n_ff,
-                 rfi_is(c, RFI_OAI) ? RF_ACT_OAI : rfi_is(c, RFI_GELU) ? RF_ACT_GELU : RF_ACT_SILU);
+                 c->arch->swiglu_oai ? RF_ACT_OAI : c->arch->gelu ? RF_ACT_GELU : RF_ACT_SILU);
     e = rfi_bind_expert_set(b, "ffn_down_exps", n_ff, n_embd);
     rfi_emit_experts(b, d, &e, down, 0, n_embd, RF_OP_PER_CHOICE);
 }
@@ -7701,7 +7997,7 @@ static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d) {
     rfi_emit_route(b, d);
     rfi_emit_chosen(b, d);
     rf_op *op = rfi_emit_mix(b, d->x, d->downs, d->route, b->c->moe.n_used, RF_OP_ACCUMULATE);
-    op->scale = (float)b->c->residual_scale;
+    op->mix.scale = (float)b->c->residual_scale;
     rfi_emit_shared(b, d);
 }
 
@@ -7709,24 +8005,20 @@ static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d) {
 static void rfi_emit_beside(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
     const uint32_t tokens = RF_ROWS_TOKENS, n_embd = c->n_embd, hidden = rfi_emit_hidden(b, d, l, d->xn);
-    rfi_weight down = rfi_bind_matrix(b, "ffn_down", l->n_ff, n_embd, NULL),
-               bias = rfi_bind(b, "ffn_down.bias", n_embd, 1, 1, NULL);
-    rfi_emit_matmul(b, tokens, d->y, hidden, down, bias, n_embd, 0);
-    rfi_emit_norm(b, tokens, d->y, d->y, "post_ffw_norm_1", n_embd, 1, 0);
+    rfi_emit_matmul(b, d->y, hidden, rfi_bind_matrix(b, "ffn_down", l->n_ff, n_embd, NULL), n_embd, 0);
+    rfi_emit_norm(b, d->y, d->y, "post_ffw_norm_1", n_embd, 1, 0);
     rf_op *op = rfi_op(b, RF_OP_RMS_NORM, tokens);
     op->in = d->x;
     op->out = d->xn;
-    op->n_heads = 1;
-    op->n_in = n_embd;
-    op->eps = (float)c->norm_eps;
-    const uint32_t scale = rfi_bind(b, "ffn_gate_inp.scale", n_embd, 1, 0, NULL).slot;
+    op->norm = (rf_norm_params){1, n_embd, (float)c->norm_eps};
+    const uint32_t scale = rfi_bind_vector(b, "ffn_gate_inp.scale", n_embd);
     if (b->result == RF_OK) op->weight = scale;
     rfi_emit_route(b, d);
-    rfi_emit_norm(b, tokens, d->xn, d->x, "pre_ffw_norm_2", n_embd, 1, 0);
+    rfi_emit_norm(b, d->xn, d->x, "pre_ffw_norm_2", n_embd, 1, 0);
     rfi_emit_chosen(b, d);
     rfi_emit_mix(b, d->z, d->downs, d->route, c->moe.n_used, 0);
-    rfi_emit_norm(b, tokens, d->y, d->z, "post_ffw_norm_2", n_embd, 1, RF_OP_ACCUMULATE);
-    rfi_emit_norm(b, tokens, d->x, d->y, "post_ffw_norm", n_embd, 1, RF_OP_ACCUMULATE);
+    rfi_emit_norm(b, d->y, d->z, "post_ffw_norm_2", n_embd, 1, RF_OP_ACCUMULATE);
+    rfi_emit_norm(b, d->x, d->y, "post_ffw_norm", n_embd, 1, RF_OP_ACCUMULATE);
 }
 
 /* inputs = for each layer a row of an embedding, and a part of a product of x, normed. Their sum is to be divided by
@@ -7734,35 +8026,32 @@ static void rfi_emit_beside(rfi_builder *b, const rfi_decoder *d, const rfi_laye
 static void rfi_emit_layer_inputs(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
     const uint32_t tokens = RF_ROWS_TOKENS, n = c->n_layer_input, all = n * c->n_layers;
-    const rfi_weight none = {RF_NONE, 0, RF_NONE};
     rfi_weight table = rfi_bind(b, "per_layer_token_embd.weight", all, c->n_vocab, 0, NULL);
     rf_op *op = rfi_op(b, RF_OP_EMBED, tokens);
     op->out = d->inputs;
     op->weight = table.slot;
-    op->n_out = all;
-    op->scale = (float)sqrt(n);
+    op->embed = (rf_embed_params){all, (float)sqrt(n)};
     if (b->result == RF_OK) ((rf_plan_weight *)b->weights.items)[table.slot].row_reads = 1;
     rfi_weight w = rfi_bind_matrix(b, "per_layer_model_proj", c->n_embd, all, NULL);
-    op = rfi_emit_matmul(b, tokens, d->input_parts, d->x, w, none, all, 0);
-    op->scale = (float)(1 / sqrt((double)c->n_embd));
-    rfi_emit_norm(b, tokens, d->inputs, d->input_parts, "per_layer_proj_norm", n, c->n_layers, RF_OP_ACCUMULATE);
+    op = rfi_emit_matmul(b, d->input_parts, d->x, w, all, 0);
+    op->matmul.scale = (float)(1 / sqrt((double)c->n_embd));
+    rfi_emit_norm(b, d->inputs, d->input_parts, "per_layer_proj_norm", n, c->n_layers, RF_OP_ACCUMULATE);
 }
 
 /* x += norm(Wproj (gelu(Wgate x) * the layer's input)); x *= layer_output_scale */
 static void rfi_emit_layer_end(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
-    const uint32_t tokens = RF_ROWS_TOKENS, n = c->n_layer_input;
-    const rfi_weight none = {RF_NONE, 0, RF_NONE};
+    const uint32_t n = c->n_layer_input;
     if (n) {
         rfi_weight gate = rfi_bind_matrix(b, "inp_gate", c->n_embd, n, NULL),
                    proj = rfi_bind_matrix(b, "proj", n, c->n_embd, NULL);
-        rfi_emit_matmul(b, tokens, d->input_gate, d->x, gate, none, n, 0);
-        rfi_emit_glu(b, d->input_gate, d->inputs, n, RF_ACT_GELU)->extra_at = (uint32_t)b->layer * n;
-        rfi_emit_matmul(b, tokens, d->y, d->input_gate, proj, none, c->n_embd, 0)->scale = (float)sqrt(0.5);
-        rfi_emit_norm(b, tokens, d->x, d->y, "post_norm", c->n_embd, 1, RF_OP_ACCUMULATE);
+        rfi_emit_matmul(b, d->input_gate, d->x, gate, n, 0);
+        rfi_emit_glu(b, d->input_gate, d->inputs, n, RF_ACT_GELU)->glu.in2_at = (uint32_t)b->layer * n;
+        rfi_emit_matmul(b, d->y, d->input_gate, proj, c->n_embd, 0)->matmul.scale = (float)sqrt(0.5);
+        rfi_emit_norm(b, d->x, d->y, "post_norm", c->n_embd, 1, RF_OP_ACCUMULATE);
     }
-    const uint32_t factor = rfi_bind(b, "layer_output_scale.weight", 1, 1, 1, NULL).slot;
-    if (factor != RF_NONE) rfi_emit_glu(b, d->x, RF_NONE, c->n_embd, RF_ACT_NONE)->extra = factor;
+    const uint32_t factor = rfi_bind_optional(b, "layer_output_scale.weight", 1);
+    if (factor != RF_NONE) rfi_emit_glu(b, d->x, RF_NONE, c->n_embd, RF_ACT_NONE)->factor = factor;
 }
 
 static int rfi_layer_has_experts(const rfi_config *c, uint32_t il) {
@@ -7772,30 +8061,30 @@ static int rfi_layer_has_experts(const rfi_config *c, uint32_t il) {
 /* One layer: what attention and ffn read, and both. In parallel the ffn's input is made before attention adds to x. */
 static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
-    const uint32_t rows = RF_ROWS_TOKENS, n_embd = c->n_embd;
-    const char *ffn_norm = rfi_is(c, RFI_FFN_NORM_POST) ? "post_attention_norm" : "ffn_norm";
+    const uint32_t n_embd = c->n_embd;
+    const char *ffn_norm = c->arch->ffn_norm_is_post_attention ? "post_attention_norm" : "ffn_norm";
     int has_ffn_norm = rfi_has(b, "ffn_norm.weight");
-    int parallel = c->parallel || (rfi_is(c, RFI_PARALLEL_BARE) && !has_ffn_norm);
+    int parallel = c->parallel || (c->arch->parallel_without_ffn_norm && !has_ffn_norm);
     uint32_t attention_in = d->xn, ffn_in = d->xn;
-    if (rfi_is(c, RFI_NO_PRE_NORM)) attention_in = ffn_in = d->x;
-    else rfi_emit_norm(b, rows, d->xn, d->x, "attn_norm", n_embd, 1, 0);
+    if (c->arch->no_pre_norm) attention_in = ffn_in = d->x;
+    else rfi_emit_norm(b, d->xn, d->x, "attn_norm", n_embd, 1, 0);
     if (c->parallel && rfi_has(b, "attn_norm_2.weight")) { /* attention has a norm of its own */
-        rfi_emit_norm(b, rows, d->xn2, d->x, "attn_norm_2", n_embd, 1, 0);
+        rfi_emit_norm(b, d->xn2, d->x, "attn_norm_2", n_embd, 1, 0);
         attention_in = d->xn2;
-    } else if (c->parallel && rfi_is(c, RFI_PARALLEL_KEY)) {
-        rfi_emit_norm(b, rows, d->xn2, d->x, "ffn_norm", n_embd, 1, 0);
+    } else if (c->parallel && c->arch->parallel_key) {
+        rfi_emit_norm(b, d->xn2, d->x, "ffn_norm", n_embd, 1, 0);
         ffn_in = d->xn2;
     }
-    if (rfi_is(c, RFI_LATENT)) rfi_emit_latent(b, d, l, attention_in);
+    if (c->arch->mla) rfi_emit_mla(b, d, l, attention_in);
     else if (!l->recurrent) rfi_emit_attention(b, d, l, attention_in);
     else if (c->recurrent.kind == RFI_SHORT_CONV) rfi_emit_short_conv(b, d, attention_in);
     else rfi_emit_delta(b, d, attention_in);
-    if (!parallel && ffn_in != d->x) rfi_emit_norm(b, rows, d->xn, d->x, ffn_norm, n_embd, 1, 0);
+    if (!parallel && ffn_in != d->x) rfi_emit_norm(b, d->xn, d->x, ffn_norm, n_embd, 1, 0);
     const int experts = rfi_layer_has_experts(c, (uint32_t)b->layer);
     if (experts && c->arch->moe->beside) rfi_emit_beside(b, d, l);
     else if (experts) rfi_emit_moe(b, d);
     else rfi_emit_ffn(b, d, l, ffn_in);
-    if (rfi_is(c, RFI_LAYER_INPUTS)) rfi_emit_layer_end(b, d);
+    if (c->arch->layer_inputs) rfi_emit_layer_end(b, d);
 }
 
 /* Those of models with recurrent layers. */
@@ -7840,19 +8129,19 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     if (c->parallel) d.xn2 = rfi_buffer(b, "xn2", RF_ROWS_TOKENS, c->n_embd);
     const int gated_share = c->moe.n_ff_shared && c->arch->moe->gate;
     if (gated_share) d.share = rfi_buffer(b, "share", RF_ROWS_TOKENS, 1);
-    if (rfi_is(c, RFI_POST_NORM) || gated_share) d.y = rfi_buffer(b, "y", RF_ROWS_TOKENS, c->n_embd);
-    const int latent = rfi_is(c, RFI_LATENT);
-    d.q = rfi_buffer(b, "q", RF_ROWS_TOKENS, latent ? heads * c->latent.head_dim : q);
-    d.k = rfi_buffer(b, "k", RF_ROWS_TOKENS, latent ? c->latent.rank : k);
-    d.v = rfi_buffer(b, "v", RF_ROWS_TOKENS, latent ? c->n_rot : v);
+    if (c->arch->post_norm || gated_share) d.y = rfi_buffer(b, "y", RF_ROWS_TOKENS, c->n_embd);
+    const int mla = c->arch->mla;
+    d.q = rfi_buffer(b, "q", RF_ROWS_TOKENS, mla ? heads * c->mla.head_dim : q);
+    d.k = rfi_buffer(b, "k", RF_ROWS_TOKENS, mla ? c->mla.kv_lora_rank : k);
+    d.v = rfi_buffer(b, "v", RF_ROWS_TOKENS, mla ? c->n_rot : v);
     d.att = rfi_buffer(b, "att", RF_ROWS_TOKENS,
-                       rfi_max_u64(latent ? heads * c->latent.head_dim_v : att,
+                       rfi_max_u64(mla ? heads * c->mla.head_dim_v : att,
                                    (uint64_t)c->recurrent.n_heads * c->recurrent.head_dim_v));
     rfi_recurrent_buffers(b, &d, q);
-    if (latent) d.latent_q = rfi_buffer(b, "latent q", RF_ROWS_TOKENS, q);
-    if (latent) d.latent_v = rfi_buffer(b, "latent v", RF_ROWS_TOKENS, att);
-    if (c->latent.q_rank) d.q_rank = rfi_buffer(b, "q rank", RF_ROWS_TOKENS, c->latent.q_rank);
-    if (!rfi_is(c, RFI_NO_GATE)) d.gate = rfi_buffer(b, "gate", RF_ROWS_TOKENS, ff);
+    if (mla) d.mla_q = rfi_buffer(b, "latent q", RF_ROWS_TOKENS, q);
+    if (mla) d.mla_v = rfi_buffer(b, "latent v", RF_ROWS_TOKENS, att);
+    if (c->mla.q_lora_rank) d.q_lora_rank = rfi_buffer(b, "q rank", RF_ROWS_TOKENS, c->mla.q_lora_rank);
+    if (!c->arch->no_gate) d.gate = rfi_buffer(b, "gate", RF_ROWS_TOKENS, ff);
     d.up = rfi_buffer(b, "up", RF_ROWS_TOKENS, ff);
     d.xl = rfi_buffer(b, "xl", RF_ROWS_LOGITS, c->n_embd);
     b->logits = rfi_buffer(b, "logits", RF_ROWS_LOGITS, c->n_vocab);
@@ -7876,16 +8165,16 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
 /* Tables and factors of rope; layers with a sliding window may have their own. */
 static void rfi_emit_rope_tables(rfi_builder *b, rfi_decoder *d) {
     const rfi_config *c = b->c;
-    const rfi_rope_config *r = &c->rope, *local = &c->local_rope;
-    uint32_t n_local = 0, half = c->n_rot / 2;
-    for (uint32_t il = 0; il < c->n_layers; il++) n_local += c->layers[il].local != 0;
-    d->rope = d->local_rope = rfi_rope_table(b, r);
-    if (n_local && (r->base != local->base || r->scaling != local->scaling || r->n_rot != local->n_rot))
-        d->local_rope = rfi_rope_table(b, local);
-    d->rope.freqs = rfi_bind(b, "rope_freqs.weight", half, 1, 1, NULL).slot;
-    if (!rfi_is(c, RFI_LOCAL_HEADS)) d->local_rope.freqs = d->rope.freqs;
-    if (!rfi_is(c, RFI_LONGROPE) || d->rope.freqs != RF_NONE) return;
-    d->rope.freqs = rfi_bind(b, "rope_factors_short.weight", half, 1, 1, NULL).slot;
+    const rfi_rope_config *r = &c->rope, *swa = &c->swa_rope;
+    uint32_t n_swa = 0, half = c->n_rot / 2;
+    for (uint32_t il = 0; il < c->n_layers; il++) n_swa += c->layers[il].swa != 0;
+    d->rope = d->swa_rope = rfi_rope_table(b, r);
+    if (n_swa && (r->base != swa->base || r->scaling != swa->scaling || r->n_rot != swa->n_rot))
+        d->swa_rope = rfi_rope_table(b, swa);
+    d->rope.freqs = rfi_bind_optional(b, "rope_freqs.weight", half);
+    if (!c->arch->swa_heads) d->swa_rope.freqs = d->rope.freqs;
+    if (!c->arch->longrope || d->rope.freqs != RF_NONE) return;
+    d->rope.freqs = rfi_bind_optional(b, "rope_factors_short.weight", half);
     d->rope.long_freqs = rfi_bind(b, "rope_factors_long.weight", half, 1, d->rope.freqs == RF_NONE, NULL).slot;
 }
 
@@ -7915,16 +8204,15 @@ static rfi_weight rfi_emit_embedding(rfi_builder *b, const rfi_decoder *d) {
     rf_op *op = rfi_op(b, RF_OP_EMBED, RF_ROWS_TOKENS);
     op->out = d->x;
     op->weight = embedding.slot;
-    op->n_out = c->n_embd;
-    op->scale = (float)c->embedding_scale;
-    if (c->arch->embedding_norm) rfi_emit_norm(b, RF_ROWS_TOKENS, d->x, d->x, "token_embd_norm", c->n_embd, 1, 0);
-    if (!rfi_is(c, RFI_POSITIONS)) return embedding;
+    op->embed = (rf_embed_params){c->n_embd, (float)c->embedding_scale};
+    if (c->arch->embedding_norm) rfi_emit_norm(b, d->x, d->x, "token_embd_norm", c->n_embd, 1, 0);
+    if (!c->arch->learned_positions) return embedding;
     rfi_weight positions = rfi_bind(b, "position_embd.weight", c->n_embd, c->n_positions, 0, NULL);
     op = rfi_op(b, RF_OP_EMBED, RF_ROWS_TOKENS);
     op->flags = RF_OP_POSITIONS | RF_OP_ACCUMULATE;
     op->out = d->x;
     op->weight = positions.slot;
-    op->n_out = c->n_embd;
+    op->embed.n = c->n_embd;
     return embedding;
 }
 
@@ -7945,19 +8233,19 @@ static void rfi_emit_decoder(rfi_builder *b) {
     rf_op *op = rfi_op(b, RF_OP_GATHER, RF_ROWS_LOGITS);
     op->in = d.x;
     op->out = d.xl;
-    op->n_out = c->n_embd;
+    op->gather.n = c->n_embd;
     const char *output_norm = c->recurrent.kind == RFI_SHORT_CONV ? "token_embd_norm" : "output_norm";
-    rfi_emit_norm(b, RF_ROWS_LOGITS, d.xl, d.xl, output_norm, c->n_embd, 1, 0);
+    rfi_emit_norm(b, d.xl, d.xl, output_norm, c->n_embd, 1, 0);
     int tied = !rfi_has(b, "output.weight");
     rfi_weight output = tied ? embedding : rfi_bind_matrix(b, "output", c->n_embd, c->n_vocab, NULL);
-    op = rfi_emit_matmul(b, RF_ROWS_LOGITS, b->logits, d.xl, output, rfi_bind(b, "output.bias", c->n_vocab, 1, 1, NULL),
-                         c->n_vocab, 0);
-    op->scale = (float)c->logit_scale;
-    op->softcap = (float)c->logit_softcap;
+    if (tied) output.bias = rfi_bind_optional(b, "output.bias", c->n_vocab);
+    op = rfi_emit_matmul(b, b->logits, d.xl, output, c->n_vocab, 0);
+    op->matmul.scale = (float)c->logit_scale;
+    op->matmul.softcap = (float)c->logit_softcap;
     op = rfi_op(b, RF_OP_ARGMAX, RF_ROWS_LOGITS);
     op->in = b->logits;
     op->out = b->argmax;
-    op->n_in = c->n_vocab;
+    op->argmax.n = c->n_vocab;
     if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.slot].row_reads = 1;
 }
 
@@ -7979,105 +8267,58 @@ static const rfi_moe_arch rfi_moe_lfm2 = {.gating = RFI_GATING_SIGMOID, .normali
 static const rfi_recurrent_arch rfi_qwen3next = {.kind = RFI_DELTA_NET, .fused_gates = 1};
 static const rfi_recurrent_arch rfi_lfm2 = {.kind = RFI_SHORT_CONV};
 static const rfi_recurrent_arch rfi_qwen35 = {.kind = RFI_DELTA_NET, .cyclic = 1};
+/* A new architecture is a row here.
+ *  1. Compare its graph with llama's and find the fields of rfi_arch that say how it differs.
+ *  2. Add the row. Keys and tensors follow from the fields; those of the wrong shape are refused by name.
+ *  3. What no field says yet becomes a field: read it in section 8, act on it in this one.
+ *  4. `rocmforge_cli plan FILE` prints the graph; tests/make_family_goldens.py writes its answers in float64. */
 static const rfi_arch rfi_archs[] = {
-    {.name = "llama", .emit = rfi_emit_decoder, .moe = &rfi_moe_mixtral},
-    {.name = "qwen2", .traits = RFI_NEOX, .emit = rfi_emit_decoder},
-    {.name = "qwen3", .traits = RFI_NEOX | RFI_QK_NORM, .emit = rfi_emit_decoder},
-    {.name = "gemma", .traits = RFI_NEOX | RFI_GELU | RFI_EMBED_SQRT, .emit = rfi_emit_decoder},
-    {.name = "gemma2",
-     .traits = RFI_NEOX | RFI_POST_NORM | RFI_GELU | RFI_EMBED_SQRT | RFI_SOFTCAPS,
-     .emit = rfi_emit_decoder,
-     .window_period = 2,
-     .window = 4096,
-     .wide_layers = 46},
-    {.name = "gemma3",
-     .traits = RFI_NEOX | RFI_QK_NORM | RFI_POST_NORM | RFI_GELU | RFI_EMBED_SQRT | RFI_FINAL_SOFTCAP,
-     .emit = rfi_emit_decoder,
-     .window_period = 6,
-     .window_rope_base = 10000,
-     .wide_layers = 62},
-    {.name = "gemma4",
-     .traits = RFI_NEOX | RFI_QK_NORM | RFI_POST_NORM | RFI_GELU | RFI_EMBED_SQRT | RFI_FINAL_SOFTCAP |
-               RFI_LOCAL_HEADS | RFI_V_NORM | RFI_LAYER_INPUTS,
-     .emit = rfi_emit_decoder,
-     .window_period = 6,
-     .window_rope_base = 10000,
-     .score_scale = 1,
-     .moe = &rfi_moe_gemma4},
-    {.name = "phi3", .traits = RFI_NEOX | RFI_FUSED_GATE | RFI_LONGROPE, .emit = rfi_emit_decoder},
-    {.name = "glm4", .traits = RFI_POST_NORM | RFI_FUSED_GATE, .emit = rfi_emit_decoder},
-    {.name = "mistral3", .traits = RFI_TEMPERATURE, .emit = rfi_emit_decoder},
-    {.name = "smollm3", .emit = rfi_emit_decoder, .no_rope_period = 4},
-    {.name = "granite", .traits = RFI_SCALES | RFI_ROPE_SWITCH, .emit = rfi_emit_decoder},
-    {.name = "olmo2",
-     .traits = RFI_NEOX | RFI_QK_NORM_WIDE | RFI_NO_PRE_NORM | RFI_POST_NORM,
-     .emit = rfi_emit_decoder,
-     .window_period = 4},
-    {.name = "command-r", .traits = RFI_LAYER_NORM | RFI_PARALLEL | RFI_LOGITS_TIMES, .emit = rfi_emit_decoder},
-    {.name = "cohere2",
-     .traits = RFI_LAYER_NORM | RFI_PARALLEL | RFI_LOGITS_TIMES | RFI_LOCAL_ROPE,
-     .emit = rfi_emit_decoder,
-     .window_period = 4,
-     .window = 4096},
-    {.name = "internlm2", .emit = rfi_emit_decoder},
-    {.name = "exaone", .traits = RFI_NEOX, .emit = rfi_emit_decoder},
-    {.name = "seed_oss", .traits = RFI_NEOX | RFI_FFN_NORM_POST, .emit = rfi_emit_decoder},
-    {.name = "stablelm", .traits = RFI_NEOX | RFI_LAYER_NORM | RFI_PARALLEL_BARE, .emit = rfi_emit_decoder},
-    {.name = "starcoder2", .traits = RFI_NEOX | RFI_LAYER_NORM | RFI_GELU | RFI_NO_GATE, .emit = rfi_emit_decoder},
-    {.name = "phi2",
-     .traits = RFI_NEOX | RFI_LAYER_NORM | RFI_PARALLEL | RFI_GELU | RFI_NO_GATE,
-     .emit = rfi_emit_decoder},
-    {.name = "gptneox",
-     .traits = RFI_NEOX | RFI_LAYER_NORM | RFI_PARALLEL_KEY | RFI_GELU | RFI_NO_GATE,
-     .emit = rfi_emit_decoder},
-    {.name = "gpt2", .traits = RFI_LAYER_NORM | RFI_POSITIONS | RFI_GELU | RFI_NO_GATE, .emit = rfi_emit_decoder},
-    {.name = "falcon",
-     .traits = RFI_NEOX | RFI_LAYER_NORM | RFI_PARALLEL | RFI_GELU | RFI_NO_GATE,
-     .emit = rfi_emit_decoder},
-    {.name = "mpt",
-     .traits = RFI_LAYER_NORM | RFI_GELU | RFI_NO_GATE,
-     .emit = rfi_emit_decoder,
-     .alibi = 8,
-     .alibi_keys = 1},
-    {.name = "bloom",
-     .traits = RFI_LAYER_NORM | RFI_GELU | RFI_NO_GATE,
-     .emit = rfi_emit_decoder,
-     .alibi = 8,
-     .embedding_norm = 1},
-    {.name = "qwen3moe", .traits = RFI_NEOX | RFI_QK_NORM, .emit = rfi_emit_decoder, .moe = &rfi_moe_qwen3},
-    {.name = "qwen2moe", .traits = RFI_NEOX, .emit = rfi_emit_decoder, .moe = &rfi_moe_qwen2},
-    {.name = "olmoe", .traits = RFI_NEOX | RFI_QK_NORM_WIDE, .emit = rfi_emit_decoder, .moe = &rfi_moe_olmo},
-    {.name = "granitemoe", .traits = RFI_SCALES | RFI_ROPE_SWITCH, .emit = rfi_emit_decoder, .moe = &rfi_moe_granite},
-    {.name = "gpt-oss",
-     .traits = RFI_NEOX | RFI_FFN_NORM_POST | RFI_SINKS | RFI_OAI | RFI_LOCAL_YARN,
-     .emit = rfi_emit_decoder,
-     .window_period = 2,
-     .moe = &rfi_moe_oss},
-    {.name = "glm4moe",
-     .traits = RFI_NEOX | RFI_QK_NORM_MAYBE | RFI_FFN_NORM_POST,
-     .emit = rfi_emit_decoder,
-     .moe = &rfi_moe_glm4},
-    {.name = "deepseek2", .traits = RFI_LATENT, .emit = rfi_emit_decoder, .moe = &rfi_moe_deepseek2},
-    {.name = "lfm2", .traits = RFI_NEOX | RFI_QK_NORM, .emit = rfi_emit_decoder, .recurrent = &rfi_lfm2},
-    {.name = "qwen35",
-     .traits = RFI_NEOX | RFI_QK_NORM | RFI_FFN_NORM_POST,
-     .emit = rfi_emit_decoder,
+    {.name = "llama", .moe = &rfi_moe_mixtral},
+    {.name = "qwen2", .rope_neox = 1},
+    {.name = "qwen3", .qk_norm = 1, .rope_neox = 1},
+    {.name = "gemma", .embed_sqrt = 1, .rope_neox = 1, .gelu = 1},
+    {.name = "gemma2", .post_norm = 1, .embed_sqrt = 1, .attn_softcap = 1, .rope_neox = 1, .swa_period = 2,
+     .swa_window = 4096, .wide_layers = 46, .gelu = 1},
+    {.name = "gemma3", .post_norm = 1, .qk_norm = 1, .embed_sqrt = 1, .final_softcap = 1, .rope_neox = 1,
+     .swa_period = 6, .swa_rope_base = 10000, .wide_layers = 62, .gelu = 1},
+    {.name = "gemma4", .post_norm = 1, .qk_norm = 1, .v_norm = 1, .embed_sqrt = 1, .layer_inputs = 1,
+     .final_softcap = 1, .rope_neox = 1, .swa_heads = 1, .swa_period = 6, .swa_rope_base = 10000, .attn_scale = 1,
+     .gelu = 1, .moe = &rfi_moe_gemma4},
+    {.name = "phi3", .rope_neox = 1, .longrope = 1, .fused_gate_up = 1},
+    {.name = "glm4", .post_norm = 1, .fused_gate_up = 1},
+    {.name = "mistral3", .attn_temperature = 1},
+    {.name = "smollm3", .no_rope_period = 4},
+    {.name = "granite", .scale_keys = 1, .rope_switch = 1},
+    {.name = "olmo2", .no_pre_norm = 1, .post_norm = 1, .qk_norm_wide = 1, .rope_neox = 1, .swa_period = 4},
+    {.name = "command-r", .layer_norm = 1, .parallel = 1, .logit_scale_multiplies = 1},
+    {.name = "cohere2", .layer_norm = 1, .parallel = 1, .logit_scale_multiplies = 1, .swa_rope_only = 1,
+     .swa_period = 4, .swa_window = 4096},
+    {.name = "internlm2"},
+    {.name = "exaone", .rope_neox = 1},
+    {.name = "seed_oss", .ffn_norm_is_post_attention = 1, .rope_neox = 1},
+    {.name = "stablelm", .layer_norm = 1, .parallel_without_ffn_norm = 1, .rope_neox = 1},
+    {.name = "starcoder2", .layer_norm = 1, .rope_neox = 1, .gelu = 1, .no_gate = 1},
+    {.name = "phi2", .layer_norm = 1, .parallel = 1, .rope_neox = 1, .gelu = 1, .no_gate = 1},
+    {.name = "gptneox", .layer_norm = 1, .parallel_key = 1, .rope_neox = 1, .gelu = 1, .no_gate = 1},
+    {.name = "gpt2", .layer_norm = 1, .learned_positions = 1, .gelu = 1, .no_gate = 1},
+    {.name = "falcon", .layer_norm = 1, .parallel = 1, .rope_neox = 1, .gelu = 1, .no_gate = 1},
+    {.name = "mpt", .layer_norm = 1, .alibi_keys = 1, .alibi = 8, .gelu = 1, .no_gate = 1},
+    {.name = "bloom", .layer_norm = 1, .embedding_norm = 1, .alibi = 8, .gelu = 1, .no_gate = 1},
+    {.name = "qwen3moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_qwen3},
+    {.name = "qwen2moe", .rope_neox = 1, .moe = &rfi_moe_qwen2},
+    {.name = "olmoe", .qk_norm_wide = 1, .rope_neox = 1, .moe = &rfi_moe_olmo},
+    {.name = "granitemoe", .scale_keys = 1, .rope_switch = 1, .moe = &rfi_moe_granite},
+    {.name = "gpt-oss", .ffn_norm_is_post_attention = 1, .rope_neox = 1, .attn_sinks = 1, .swa_yarn = 1,
+     .swa_period = 2, .swiglu_oai = 1, .moe = &rfi_moe_oss},
+    {.name = "glm4moe", .ffn_norm_is_post_attention = 1, .qk_norm_optional = 1, .rope_neox = 1, .moe = &rfi_moe_glm4},
+    {.name = "deepseek2", .mla = 1, .moe = &rfi_moe_deepseek2},
+    {.name = "lfm2", .qk_norm = 1, .rope_neox = 1, .recurrent = &rfi_lfm2},
+    {.name = "qwen35", .ffn_norm_is_post_attention = 1, .qk_norm = 1, .rope_neox = 1, .recurrent = &rfi_qwen35},
+    {.name = "qwen35moe", .ffn_norm_is_post_attention = 1, .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_qwen35,
      .recurrent = &rfi_qwen35},
-    {.name = "qwen35moe",
-     .traits = RFI_NEOX | RFI_QK_NORM | RFI_FFN_NORM_POST,
-     .emit = rfi_emit_decoder,
-     .moe = &rfi_moe_qwen35,
-     .recurrent = &rfi_qwen35},
-    {.name = "qwen3next",
-     .traits = RFI_NEOX | RFI_QK_NORM | RFI_FFN_NORM_POST,
-     .emit = rfi_emit_decoder,
-     .moe = &rfi_moe_qwen35,
+    {.name = "qwen3next", .ffn_norm_is_post_attention = 1, .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_qwen35,
      .recurrent = &rfi_qwen3next},
-    {.name = "lfm2moe",
-     .traits = RFI_NEOX | RFI_QK_NORM,
-     .emit = rfi_emit_decoder,
-     .moe = &rfi_moe_lfm2,
-     .recurrent = &rfi_lfm2},
+    {.name = "lfm2moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_lfm2, .recurrent = &rfi_lfm2},
 };
 
 static const rfi_arch *rfi_arch_find(rf_string name) {
@@ -8108,7 +8349,7 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
     b.alloc = rfi_gguf_allocator(g);
     b.c = c;
     b.err = err;
-    c->arch->emit(&b);
+    rfi_emit_decoder(&b);
     *out = (rf_plan){
         .ops = (const rf_op *)b.ops.items,
         .buffers = (const rf_plan_buffer *)b.buffers.items,
@@ -8128,6 +8369,15 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
     };
     if (b.result != RF_OK) rfi_plan_free(b.alloc, out);
     return b.result;
+}
+
+/* An op of a plan that some device is to run: what the table of ops asks of it. */
+static rf_result rfi_check_op(const char *device, const rf_plan *plan, const rf_op *op, rf_error *err) {
+    const char *why = rf_op_check(plan, op), *name = op->weight < plan->n_weights ? plan->weights[op->weight].name : "";
+    if (!why) return RF_OK;
+    return rfi_fail(err, op->kind < RF_OP_KIND_COUNT ? RF_ERR_ARGUMENT : RF_ERR_UNSUPPORTED,
+                    (uint64_t)(op - plan->ops), "%s: op %u (%s%s%s): %s", device, (uint32_t)(op - plan->ops),
+                    rf_op_name(op->kind), *name ? " " : "", name, why);
 }
 
 /* ==== 10 CPU device ======================================================================================== >>cpu
@@ -10823,10 +11073,10 @@ static uint32_t rfi_route_best(const float *score, const uint8_t *taken, uint32_
 
 /* Take all experts but those of the groups whose two best scores have the largest sums. */
 static void rfi_route_groups(const rf_op *op, const float *score, uint8_t *taken) {
-    const uint32_t size = op->n_experts / op->n_groups;
+    const uint32_t size = op->route.n_experts / op->route.n_groups;
     float sum[RF_MAX_EXPERTS];
     uint8_t kept[RF_MAX_EXPERTS] = {0};
-    for (uint32_t g = 0; g < op->n_groups; g++) {
+    for (uint32_t g = 0; g < op->route.n_groups; g++) {
         const float *s = score + g * size;
         uint8_t *t = taken + g * size;
         const uint32_t first = rfi_route_best(s, t, size);
@@ -10835,8 +11085,8 @@ static void rfi_route_groups(const rf_op *op, const float *score, uint8_t *taken
         t[first] = 0;
         sum[g] = second < size ? s[first] + s[second] : s[first];
     }
-    for (uint32_t i = 0; i < op->n_groups_used; i++) kept[rfi_route_best(sum, kept, op->n_groups)] = 1;
-    for (uint32_t i = 0; i < op->n_experts; i++) taken[i] = !kept[i / size];
+    for (uint32_t i = 0; i < op->route.n_groups_used; i++) kept[rfi_route_best(sum, kept, op->route.n_groups)] = 1;
+    for (uint32_t i = 0; i < op->route.n_experts; i++) taken[i] = !kept[i / size];
 }
 
 /* p = softmax(x), sums in order */
@@ -10849,7 +11099,7 @@ static void rfi_route_softmax(const float *x, uint32_t n, float *p) {
 
 /* One row of ROUTE. bias may be NULL. */
 static void rfi_route_row(const rf_op *op, const float *logits, const float *bias, int32_t *ids, float *weights) {
-    const uint32_t n = op->n_experts, n_used = op->n_used;
+    const uint32_t n = op->route.n_experts, n_used = op->route.n_used;
     float p[RF_MAX_EXPERTS], score[RF_MAX_EXPERTS], sum = 0;
     uint8_t taken[RF_MAX_EXPERTS] = {0};
     if (op->flags & RF_OP_SIGMOID)
@@ -10857,7 +11107,7 @@ static void rfi_route_row(const rf_op *op, const float *logits, const float *bia
     else if (op->flags & RF_OP_CHOSEN) memcpy(p, logits, n * sizeof *p);
     else rfi_route_softmax(logits, n, p);
     for (uint32_t i = 0; i < n; i++) score[i] = bias ? p[i] + bias[i] : p[i];
-    if (op->n_groups > 1) rfi_route_groups(op, score, taken);
+    if (op->route.n_groups > 1) rfi_route_groups(op, score, taken);
     for (uint32_t k = 0; k < n_used; k++) {
         const uint32_t id = rfi_route_best(score, taken, n);
         taken[id] = 1;
@@ -10869,21 +11119,21 @@ static void rfi_route_row(const rf_op *op, const float *logits, const float *bia
     if (!(sum > 0x1p-14f)) sum = 0x1p-14f;
     for (uint32_t k = 0; k < n_used; k++) {
         if (op->flags & RF_OP_NORMALIZE) weights[k] /= sum;
-        if (op->scale != 0) weights[k] *= op->scale;
+        if (op->route.scale != 0) weights[k] *= op->route.scale;
     }
 }
 
 /* One row of MIX. */
 static void rfi_mix_row(const rf_op *op, const float *in, const float *weights, float *out) {
     const int sigmoid = (op->flags & RF_OP_SIGMOID) != 0;
-    const float scale = op->scale != 0 ? op->scale : 1;
+    const float scale = op->mix.scale != 0 ? op->mix.scale : 1;
     float sum[256];
-    for (uint32_t at = 0; at < op->n_out; at += RFI_COUNT(sum)) {
-        const uint32_t n = (uint32_t)rfi_min_u64(RFI_COUNT(sum), op->n_out - at);
+    for (uint32_t at = 0; at < op->mix.n; at += RFI_COUNT(sum)) {
+        const uint32_t n = (uint32_t)rfi_min_u64(RFI_COUNT(sum), op->mix.n - at);
         memset(sum, 0, sizeof sum);
-        for (uint32_t k = 0; k < op->n_used; k++) {
+        for (uint32_t k = 0; k < op->mix.n_used; k++) {
             const float weight = sigmoid ? 1 / (1 + expf(-weights[k])) : weights[k];
-            for (uint32_t i = 0; i < n; i++) sum[i] += weight * in[(uint64_t)k * op->n_out + at + i];
+            for (uint32_t i = 0; i < n; i++) sum[i] += weight * in[(uint64_t)k * op->mix.n + at + i];
         }
         for (uint32_t i = 0; i < n; i++)
             out[at + i] = (op->flags & RF_OP_ACCUMULATE ? out[at + i] : 0.0f) + scale * sum[i];
@@ -11023,9 +11273,9 @@ static void rfi_cpu_embed(void *ctx, uint32_t chunk, uint32_t thread) {
     float *out = o->out + chunk * o->out_width;
     RFI_UNUSED(thread);
     if (row->token < 0)
-        memcpy(out, o->step->embeddings + (uint64_t)chunk * o->op->n_out, o->op->n_out * sizeof *out);
-    else rfi_dequantize_row(o->w_type, o->w + (uint64_t)row->token * o->w_row_bytes, o->op->n_out, out);
-    if (row->token >= 0 && o->op->scale != 0) o->k->scale(out, o->op->n_out, o->op->scale);
+        memcpy(out, o->step->embeddings + (uint64_t)chunk * o->op->embed.n, o->op->embed.n * sizeof *out);
+    else rfi_dequantize_row(o->w_type, o->w + (uint64_t)row->token * o->w_row_bytes, o->op->embed.n, out);
+    if (row->token >= 0 && o->op->embed.scale != 0) o->k->scale(out, o->op->embed.n, o->op->embed.scale);
 }
 
 /* out (+)= scale * W[pos]; rows are decoded to the thread's scratch */
@@ -11033,10 +11283,10 @@ static void rfi_cpu_embed_position(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
     float *out = o->out + chunk * o->out_width, *y = o->p->scratch + thread * o->p->scratch_stride;
-    rfi_dequantize_row(o->w_type, o->w + (uint64_t)(uint32_t)o->step->rows[chunk].pos * o->w_row_bytes, op->n_out, y);
-    if (op->scale != 0) o->k->scale(y, op->n_out, op->scale);
-    if (op->flags & RF_OP_ACCUMULATE) o->k->add(out, y, op->n_out);
-    else memcpy(out, y, op->n_out * sizeof *out);
+    rfi_dequantize_row(o->w_type, o->w + (uint64_t)(uint32_t)o->step->rows[chunk].pos * o->w_row_bytes, op->embed.n, y);
+    if (op->embed.scale != 0) o->k->scale(y, op->embed.n, op->embed.scale);
+    if (op->flags & RF_OP_ACCUMULATE) o->k->add(out, y, op->embed.n);
+    else memcpy(out, y, op->embed.n * sizeof *out);
 }
 
 /* Where the matmul behind a norm or GLU finds row `row` quantized. */
@@ -11049,23 +11299,23 @@ static void rfi_cpu_norm(void *ctx, uint32_t chunk, uint32_t thread) {
     const rf_op *op = o->op;
     rfi_norm norm = {.w = o->vector,
                      .b = o->vector2,
-                     .n = op->n_in,
-                     .eps = op->eps,
+                     .n = op->norm.n,
+                     .eps = op->norm.eps,
                      .center = (op->flags & RF_OP_CENTER) != 0,
                      .accumulate = (op->flags & RF_OP_ACCUMULATE) != 0};
     RFI_UNUSED(thread);
-    for (uint32_t h = 0; h < op->n_heads; h++) {
-        if (op->flags & RF_OP_EACH_HEAD) norm.w = o->vector + (uint64_t)h * op->n_in;
-        o->k->norm(o->out + chunk * o->out_width + (uint64_t)h * op->n_in,
-                   o->in + chunk * o->in_width + (uint64_t)h * op->n_in, &norm);
+    for (uint32_t h = 0; h < op->norm.n_groups; h++) {
+        if (op->flags & RF_OP_EACH_HEAD) norm.w = o->vector + (uint64_t)h * op->norm.n;
+        o->k->norm(o->out + chunk * o->out_width + (uint64_t)h * op->norm.n,
+                   o->in + chunk * o->in_width + (uint64_t)h * op->norm.n, &norm);
     }
-    if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, o->out + chunk * o->out_width, op->n_in);
+    if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, o->out + chunk * o->out_width, op->norm.n);
 }
 
 static void rfi_cpu_quantize(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     RFI_UNUSED(thread);
-    rfi_cpu_quantize_row(o, chunk, o->in + chunk * o->in_width, o->op->n_in);
+    rfi_cpu_quantize_row(o, chunk, o->in + chunk * o->in_width, o->op->matmul.n_in);
 }
 
 /* Rows [row0, + n_rows) of a part times columns [col0, + n_cols). */
@@ -11079,14 +11329,14 @@ static void rfi_cpu_tile(const rfi_cpu_op *o, const rfi_cpu_part *part, uint32_t
     x.f += col0 * x.f_stride;
     x.q += col0 * x.q_stride;
     const uint8_t *w = part->w + row0 * part->w_row_bytes;
-    const rfi_matmul m = {w, part->w_row_bytes, n_rows, part->op->n_in, &x, n_cols, y, y_stride};
+    const rfi_matmul m = {w, part->w_row_bytes, n_rows, part->op->matmul.n_in, &x, n_cols, y, y_stride};
     rfi_matmul_run(o->k, part->w_type, &m);
     for (uint32_t j = 0; j < n_cols; j++) {
         float *column = y + j * y_stride;
         if (part->factor != 1) o->k->scale(column, n_rows, part->factor);
         if (part->bias) o->k->add(column, part->bias + row0, n_rows);
-        if (part->op->scale != 0) o->k->scale(column, n_rows, part->op->scale);
-        if (part->op->softcap != 0) o->k->softcap(column, n_rows, part->op->softcap);
+        if (part->op->matmul.scale != 0) o->k->scale(column, n_rows, part->op->matmul.scale);
+        if (part->op->matmul.softcap != 0) o->k->softcap(column, n_rows, part->op->matmul.softcap);
         if (accumulate) o->k->add(out + j * part->out_width, column, n_rows);
     }
 }
@@ -11096,7 +11346,7 @@ static void rfi_cpu_tile(const rfi_cpu_op *o, const rfi_cpu_part *part, uint32_t
 static void rfi_cpu_units(const rfi_cpu_op *o, uint32_t first, uint32_t u, uint32_t u_end, uint32_t thread) {
     const rfi_cpu_part *part = &o->parts[first], *up = part + 1;
     const uint32_t row0 = u * RFI_CPU_UNIT;
-    const uint32_t n_rows = (uint32_t)rfi_min_u64(part->op->n_out, (uint64_t)u_end * RFI_CPU_UNIT) - row0;
+    const uint32_t n_rows = (uint32_t)rfi_min_u64(part->op->matmul.n_out, (uint64_t)u_end * RFI_CPU_UNIT) - row0;
     for (uint32_t col0 = 0; col0 < o->n_rows; col0 += RFI_CPU_COLS) {
         const uint32_t n_cols = (uint32_t)rfi_min_u64(RFI_CPU_COLS, o->n_rows - col0);
         rfi_cpu_tile(o, part, row0, n_rows, col0, n_cols, thread);
@@ -11104,12 +11354,12 @@ static void rfi_cpu_units(const rfi_cpu_op *o, uint32_t first, uint32_t u, uint3
         rfi_cpu_tile(o, up, row0, n_rows, col0, n_cols, thread);
         for (uint32_t j = col0; j < col0 + n_cols; j++)
             o->k->glu(o->out + j * o->out_width + row0, part->out + j * part->out_width + row0,
-                      up->out + j * up->out_width + row0, n_rows, part->op[2].activation);
+                      up->out + j * up->out_width + row0, n_rows, part->op[2].glu.activation);
     }
 }
 
 static uint32_t rfi_cpu_part_units(const rfi_cpu_part *part) {
-    return (part->op->n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
+    return (part->op->matmul.n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
 }
 
 static void rfi_cpu_matmul(void *ctx, uint32_t chunk, uint32_t thread) {
@@ -11137,15 +11387,15 @@ static rfi_cpu_cut rfi_cpu_cut_units(uint32_t n_units, uint32_t n_threads, uint3
 /* cos and sin of every row's position, once per step */
 static void rfi_cpu_cos_sin(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
-    uint32_t n = o->op->n_rot / 2;
+    uint32_t n = o->op->rope.n_rot / 2;
     float *out = o->p->cos_sin + (uint64_t)chunk * n * 2;
-    const float *table = o->p->plan->tables + o->op->table;
+    const float *table = o->p->plan->tables + o->op->rope.table;
     RFI_UNUSED(thread);
     for (uint32_t i = 0; i < n; i++) {
         double angle =
             (double)o->step->rows[chunk].pos * (double)table[i] / (o->vector ? (double)o->vector[i] : 1.0);
-        out[2 * i] = (float)cos(angle) * o->op->scale;
-        out[2 * i + 1] = (float)sin(angle) * o->op->scale;
+        out[2 * i] = (float)cos(angle) * o->op->rope.scale;
+        out[2 * i + 1] = (float)sin(angle) * o->op->rope.scale;
     }
 }
 
@@ -11153,10 +11403,10 @@ static void rfi_cpu_rope(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
     RFI_UNUSED(thread);
-    const uint32_t first = op->flags & RF_OP_LAST ? op->head_dim - op->n_rot : 0;
-    for (uint32_t h = 0; h < op->n_heads; h++)
-        o->k->rope(o->out + chunk * o->out_width + (uint64_t)h * op->head_dim + first,
-                   o->p->cos_sin + (uint64_t)chunk * op->n_rot, op->n_rot, (op->flags & RF_OP_NEOX) != 0);
+    const uint32_t first = op->flags & RF_OP_LAST ? op->rope.head_dim - op->rope.n_rot : 0;
+    for (uint32_t h = 0; h < op->rope.n_heads; h++)
+        o->k->rope(o->out + chunk * o->out_width + (uint64_t)h * op->rope.head_dim + first,
+                   o->p->cos_sin + (uint64_t)chunk * op->rope.n_rot, op->rope.n_rot, (op->flags & RF_OP_NEOX) != 0);
 }
 
 /* First byte of the keys (or values) of one head of one sequence; dim is their width. */
@@ -11179,11 +11429,11 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
     const int latent = (op->flags & RF_OP_LATENT) != 0;
     RFI_UNUSED(thread);
     for (int second = 0; second < 2; second++) { /* keys and values, or the two parts of the keys */
-        const uint32_t first_dim = latent ? op->head_dim_v : op->head_dim,
-                       dim = !second ? first_dim : latent ? op->head_dim - first_dim : op->head_dim_v,
-                       cell = latent ? op->head_dim : dim;
+        const uint32_t first_dim = latent ? op->kv_store.head_dim_v : op->kv_store.head_dim,
+                       dim = !second ? first_dim : latent ? op->kv_store.head_dim - first_dim : op->kv_store.head_dim_v,
+                       cell = latent ? op->kv_store.head_dim : dim;
         const float *src = second ? o->in2 + chunk * o->in2_width : o->in + chunk * o->in_width;
-        for (uint32_t h = 0; h < op->n_kv_heads; h++) {
+        for (uint32_t h = 0; h < op->kv_store.n_kv_heads; h++) {
             uint8_t *head = rfi_cpu_state(o->p, op->state, second && !latent, row->seq, h);
             const uint32_t type = o->p->bind.cache_type, at = second && latent ? first_dim : 0;
             uint8_t *to = head + pos * rf_cache_row_bytes(type, cell);
@@ -11199,7 +11449,7 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
 
 /* Query heads of one chunk of attention: those of a kv head, unless they are so many that threads better share them. */
 static uint32_t rfi_cpu_query_heads(const rf_op *op) {
-    return (uint32_t)rfi_min_u64(op->n_heads / op->n_kv_heads, 16);
+    return (uint32_t)rfi_min_u64(op->attention.n_heads / op->attention.n_kv_heads, 16);
 }
 
 /* A chunk is one kv head, with query heads that read it, for some rows: those that follow each other in one sequence
@@ -11207,18 +11457,18 @@ static uint32_t rfi_cpu_query_heads(const rf_op *op) {
 static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
-    const uint32_t group = op->n_heads / op->n_kv_heads, most = rfi_cpu_query_heads(op),
+    const uint32_t group = op->attention.n_heads / op->attention.n_kv_heads, most = rfi_cpu_query_heads(op),
                    parts = (group + most - 1) / most, n_tokens = rfi_attention_tokens(most),
-                   piece = chunk % (op->n_kv_heads * parts), head = piece / parts, first = piece % parts * most,
+                   piece = chunk % (op->attention.n_kv_heads * parts), head = piece / parts, first = piece % parts * most,
                    q_head = head * group + first;
     const int latent = (op->flags & RF_OP_LATENT) != 0;
-    uint32_t r = chunk / (op->n_kv_heads * parts) * n_tokens;
+    uint32_t r = chunk / (op->attention.n_kv_heads * parts) * n_tokens;
     uint32_t end = (uint32_t)rfi_min_u64(o->n_rows, r + n_tokens);
     for (uint32_t n = 1; r < end; r += n, n = 1) {
         const rf_step_row *row = &o->step->rows[r];
         while (r + n < end && row[n].seq == row->seq && row[n].pos == row->pos + (int32_t)n) n++;
         rfi_attention a = {
-            .q = o->in + r * o->in_width + (uint64_t)q_head * op->head_dim,
+            .q = o->in + r * o->in_width + (uint64_t)q_head * op->attention.head_dim,
             .q_stride = o->in_width,
             .k = rfi_cpu_state(o->p, op->state, 0, row->seq, head),
             .v = rfi_cpu_state(o->p, op->state, !latent, row->seq, head),
@@ -11227,19 +11477,19 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .n_tokens = n,
             .n_pos = (uint32_t)row->pos + 1,
             .n_group = (uint32_t)rfi_min_u64(most, group - first),
-            .head_dim = op->head_dim,
-            .head_dim_v = latent ? op->head_dim : op->head_dim_v,
-            .v_rest = latent ? op->head_dim - op->head_dim_v : 0,
+            .head_dim = op->attention.head_dim,
+            .head_dim_v = latent ? op->attention.head_dim : op->attention.head_dim_v,
+            .v_rest = latent ? op->attention.head_dim - op->attention.head_dim_v : 0,
             .sinks = o->vector ? o->vector + q_head : NULL,
-            .slopes = op->table != RF_NONE ? o->p->plan->tables + op->table + q_head : NULL,
-            .window = op->window,
-            .scale = op->scale,
-            .softcap = op->softcap,
-            .temperature = op->temperature,
-            .temperature_length = op->temperature_length,
+            .slopes = op->attention.slopes != RF_NONE ? o->p->plan->tables + op->attention.slopes + q_head : NULL,
+            .window = op->attention.window,
+            .scale = op->attention.scale,
+            .softcap = op->attention.softcap,
+            .temperature = op->attention.temperature,
+            .temperature_length = op->attention.temperature_length,
             .scratch = o->p->scratch + thread * o->p->scratch_stride,
             .cells = o->p->scratch + thread * o->p->scratch_stride + o->p->cells_at,
-            .out = o->out + r * o->out_width + (uint64_t)q_head * op->head_dim_v,
+            .out = o->out + r * o->out_width + (uint64_t)q_head * op->attention.head_dim_v,
             .out_stride = o->out_width,
         };
         o->k->attention(&a);
@@ -11247,9 +11497,9 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
 }
 
 static void rfi_clamp_row(const rf_op *op, const float *in, const float *in2, float *out) {
-    for (uint32_t i = 0; i < op->n_out; i++) {
-        const float low = rfi_choose(in[i] < -op->softcap, -op->softcap, in[i]);
-        out[i] = rfi_choose(low > op->softcap, op->softcap, low) * (in2 ? in2[i] : 1.0f);
+    for (uint32_t i = 0; i < op->glu.n; i++) {
+        const float low = rfi_choose(in[i] < -op->glu.limit, -op->glu.limit, in[i]);
+        out[i] = rfi_choose(low > op->glu.limit, op->glu.limit, low) * (in2 ? in2[i] : 1.0f);
     }
 }
 
@@ -11258,17 +11508,17 @@ static void rfi_cpu_glu(void *ctx, uint32_t chunk, uint32_t thread) {
     RFI_UNUSED(thread);
     float *out = o->out + chunk * o->out_width;
     const float *in = o->in + chunk * o->in_width,
-                *in2 = o->in2 ? o->in2 + chunk * o->in2_width + o->op->extra_at : NULL;
-    if (o->op->activation == RF_ACT_CLAMP) rfi_clamp_row(o->op, in, in2, out);
-    else o->k->glu(out, in, in2, o->op->n_out, o->op->activation);
-    if (o->vector) o->k->scale(out, o->op->n_out, o->vector[0]);
-    if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, out, o->op->n_out);
+                *in2 = o->in2 ? o->in2 + chunk * o->in2_width + o->op->glu.in2_at : NULL;
+    if (o->op->glu.activation == RF_ACT_CLAMP) rfi_clamp_row(o->op, in, in2, out);
+    else o->k->glu(out, in, in2, o->op->glu.n, o->op->glu.activation);
+    if (o->vector) o->k->scale(out, o->op->glu.n, o->vector[0]);
+    if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, out, o->op->glu.n);
 }
 
 static void rfi_cpu_gather(rfi_cpu_op *o) {
     for (uint32_t i = 0; i < o->n_rows; i++)
         memcpy(o->out + i * o->out_width, o->in + o->step->logit_rows[i] * o->in_width,
-               o->op->n_out * sizeof(float));
+               o->op->gather.n * sizeof(float));
 }
 
 /* nan is greater than nothing, and -infinity not than itself */
@@ -11278,7 +11528,7 @@ static void rfi_cpu_argmax(void *ctx, uint32_t chunk, uint32_t thread) {
     float largest = -INFINITY;
     int32_t id = -1;
     RFI_UNUSED(thread);
-    for (uint32_t i = 0; i < o->op->n_in; i++)
+    for (uint32_t i = 0; i < o->op->argmax.n; i++)
         if (in[i] > largest) largest = in[i], id = (int32_t)i;
     memcpy(o->out + chunk * o->out_width, &id, sizeof id);
 }
@@ -11295,7 +11545,7 @@ static float *rfi_cpu_slot(const rfi_cpu_op *o, uint32_t slot) {
 /* A chunk is a block of channels, for all rows of one sequence. */
 static void rfi_cpu_conv(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
-    const uint32_t n_taps = o->op->n_in, n_out = o->op->n_out, n_blocks = (n_out + RFI_CONV_BLOCK - 1) / RFI_CONV_BLOCK,
+    const uint32_t n_taps = o->op->conv.n_taps, n_out = o->op->conv.n, n_blocks = (n_out + RFI_CONV_BLOCK - 1) / RFI_CONV_BLOCK,
                    first = o->p->firsts[chunk / n_blocks], c0 = chunk % n_blocks * RFI_CONV_BLOCK,
                    n = (uint32_t)rfi_min_u64(RFI_CONV_BLOCK, n_out - c0);
     const rf_step_row *rows = o->step->rows;
@@ -11311,7 +11561,7 @@ static void rfi_cpu_conv(void *ctx, uint32_t chunk, uint32_t thread) {
         memcpy(x + (n_taps - 1) * n, o->in + r * o->in_width + c0, n * sizeof *x);
         o->k->conv(out, x, w, n_taps, n);
         if (o->vector2) o->k->add(out, o->vector2 + c0, n);
-        if (o->op->activation != RF_ACT_NONE) o->k->glu(out, out, NULL, n, o->op->activation);
+        if (o->op->conv.activation != RF_ACT_NONE) o->k->glu(out, out, NULL, n, o->op->conv.activation);
         memmove(x, x + n, (n_taps - 1) * n * sizeof *x);
         for (uint32_t j = 0; rows[r].to && j + 1 < n_taps; j++)
             memcpy(rfi_cpu_slot(o, rows[r].to) + j * n_out + c0, x + j * n, n * sizeof *x);
@@ -11321,29 +11571,29 @@ static void rfi_cpu_conv(void *ctx, uint32_t chunk, uint32_t thread) {
 /* log(1 + e^x) */
 static float rfi_softplus(float x) { return x > 20.0f ? x : log1pf(rfi_exp(x)); }
 
-static uint64_t rfi_delta_scratch(const rf_op *op) { return (op->head_dim + 1ull) * op->head_dim_v; }
+static uint64_t rfi_delta_scratch(const rf_op *op) { return (op->delta.head_dim + 1ull) * op->delta.head_dim_v; }
 
 /* A chunk is a head, for all rows of one sequence. */
 static void rfi_cpu_delta(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
-    const uint32_t h = chunk % op->n_heads, first = o->p->firsts[chunk / op->n_heads],
-                   k_head = op->flags & RF_OP_CYCLIC ? h % op->n_kv_heads : h / (op->n_heads / op->n_kv_heads);
-    const uint64_t n_keys = (uint64_t)op->n_kv_heads * op->head_dim, n_s = (uint64_t)op->head_dim * op->head_dim_v;
+    const uint32_t h = chunk % op->delta.n_heads, first = o->p->firsts[chunk / op->delta.n_heads],
+                   k_head = op->flags & RF_OP_CYCLIC ? h % op->delta.n_k_heads : h / (op->delta.n_heads / op->delta.n_k_heads);
+    const uint64_t n_keys = (uint64_t)op->delta.n_k_heads * op->delta.head_dim, n_s = (uint64_t)op->delta.head_dim * op->delta.head_dim_v;
     const rf_step_row *rows = o->step->rows;
-    rfi_delta a = {.scale = op->scale, .eps = op->eps, .head_dim = op->head_dim, .head_dim_v = op->head_dim_v};
+    rfi_delta a = {.scale = op->delta.scale, .eps = op->delta.eps, .head_dim = op->delta.head_dim, .head_dim_v = op->delta.head_dim_v};
     a.s = o->p->scratch + thread * o->p->scratch_stride;
     a.d = a.s + n_s;
     if (rows[first].from) memcpy(a.s, rfi_cpu_slot(o, rows[first].from) + h * n_s, n_s * sizeof *a.s);
     else memset(a.s, 0, n_s * sizeof *a.s);
     for (uint32_t r = first; r < o->n_rows; r++) {
         if (rows[r].seq != rows[first].seq) continue;
-        a.q = o->in + r * o->in_width + (uint64_t)k_head * op->head_dim;
+        a.q = o->in + r * o->in_width + (uint64_t)k_head * op->delta.head_dim;
         a.k = a.q + n_keys;
-        a.v = o->in + r * o->in_width + 2 * n_keys + (uint64_t)h * op->head_dim_v;
+        a.v = o->in + r * o->in_width + 2 * n_keys + (uint64_t)h * op->delta.head_dim_v;
         a.beta = 1.0f / (1.0f + rfi_exp(-o->in2[r * o->in2_width + h]));
         a.decay = rfi_exp(rfi_softplus(o->in3[r * o->in3_width + h] + o->vector2[h]) * o->vector[h]);
-        a.out = o->out + r * o->out_width + (uint64_t)h * op->head_dim_v;
+        a.out = o->out + r * o->out_width + (uint64_t)h * op->delta.head_dim_v;
         o->k->delta(&a);
         if (rows[r].to) memcpy(rfi_cpu_slot(o, rows[r].to) + h * n_s, a.s, n_s * sizeof *a.s);
     }
@@ -11353,9 +11603,9 @@ static void rfi_cpu_slice(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
     RFI_UNUSED(thread);
-    for (uint32_t h = 0; h < op->n_heads; h++)
-        memcpy(o->out + chunk * o->out_width + op->n_out + (uint64_t)h * op->head_dim,
-               o->in + chunk * o->in_width + (uint64_t)h * op->n_in + op->extra_at, op->head_dim * sizeof *o->out);
+    for (uint32_t h = 0; h < op->slice.n_heads; h++)
+        memcpy(o->out + chunk * o->out_width + op->slice.out_at + (uint64_t)h * op->slice.n,
+               o->in + chunk * o->in_width + (uint64_t)h * op->slice.head_dim + op->slice.at, op->slice.n * sizeof *o->out);
 }
 
 /* The first row of each sequence in a step. */
@@ -11374,7 +11624,7 @@ static void rfi_cpu_route(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     float *out = o->out + chunk * o->out_width;
     RFI_UNUSED(thread);
-    rfi_route_row(o->op, o->in + chunk * o->in_width, o->vector, (int32_t *)(void *)out, out + o->op->n_used);
+    rfi_route_row(o->op, o->in + chunk * o->in_width, o->vector, (int32_t *)(void *)out, out + o->op->route.n_used);
 }
 
 /* The k-th expert of a row of a route. */
@@ -11391,17 +11641,17 @@ static void rfi_cpu_sort_pairs(rfi_cpu_plan *p, const rf_op *op, uint32_t buffer
     if (s->route == buffer) return;
     s->route = buffer;
     s->n_active = 0;
-    memset(s->first, 0, (op->n_experts + 1) * sizeof *s->first);
+    memset(s->first, 0, (op->experts.n_experts + 1) * sizeof *s->first);
     for (uint32_t row = 0; row < n_rows; row++)
-        for (uint32_t k = 0; k < op->n_used; k++) s->first[rfi_route_id(route + row * width, k) + 1]++;
-    for (uint32_t e = 0; e < op->n_experts; e++) {
+        for (uint32_t k = 0; k < op->experts.n_used; k++) s->first[rfi_route_id(route + row * width, k) + 1]++;
+    for (uint32_t e = 0; e < op->experts.n_experts; e++) {
         if (s->first[e + 1]) s->active[s->n_active++] = e;
         s->first[e + 1] += s->first[e];
     }
     for (uint32_t row = 0; row < n_rows; row++)
-        for (uint32_t k = 0; k < op->n_used; k++)
-            s->sorted[s->first[rfi_route_id(route + row * width, k)]++] = row * op->n_used + k;
-    for (uint32_t e = op->n_experts; e > 0; e--) s->first[e] = s->first[e - 1]; /* each had moved to the next one's */
+        for (uint32_t k = 0; k < op->experts.n_used; k++)
+            s->sorted[s->first[rfi_route_id(route + row * width, k)]++] = row * op->experts.n_used + k;
+    for (uint32_t e = op->experts.n_experts; e > 0; e--) s->first[e] = s->first[e - 1]; /* each had moved to the next one's */
     s->first[0] = 0;
 }
 
@@ -11409,11 +11659,11 @@ static void rfi_cpu_sort_pairs(rfi_cpu_plan *p, const rf_op *op, uint32_t buffer
 static void rfi_cpu_gather_pair(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
-    const uint32_t pair = o->p->pairs.sorted[chunk], row = pair / op->n_used, k = pair % op->n_used;
-    const float *x = o->in + row * o->in_width + (op->flags & RF_OP_PER_CHOICE ? (uint64_t)k * op->n_in : 0);
+    const uint32_t pair = o->p->pairs.sorted[chunk], row = pair / op->experts.n_used, k = pair % op->experts.n_used;
+    const float *x = o->in + row * o->in_width + (op->flags & RF_OP_PER_CHOICE ? (uint64_t)k * op->experts.n_in : 0);
     RFI_UNUSED(thread);
-    if (rfi_type_takes_int8(o->w_type)) rfi_cpu_quantize_row(o, chunk, x, op->n_in);
-    else memcpy(o->p->gathered + (uint64_t)chunk * op->n_in, x, op->n_in * sizeof *x);
+    if (rfi_type_takes_int8(o->w_type)) rfi_cpu_quantize_row(o, chunk, x, op->experts.n_in);
+    else memcpy(o->p->gathered + (uint64_t)chunk * op->experts.n_in, x, op->experts.n_in * sizeof *x);
 }
 
 /* Some rows of one expert for all pairs that chose it; cut.small are the units of a chunk. */
@@ -11423,22 +11673,22 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_pairs *s = &o->p->pairs;
     const uint32_t n_blocks = (o->cut.n_units + o->cut.small - 1) / o->cut.small, e = s->active[chunk / n_blocks],
                    row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
-                   n_rows = (uint32_t)rfi_min_u64(op->n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
+                   n_rows = (uint32_t)rfi_min_u64(op->experts.n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
     const uint8_t *w = (const uint8_t *)rfi_cpu_table_of(o->p->bind.table)->weights[op->weight + e];
-    w += (op->weight_row + row0) * o->w_row_bytes;
+    w += (op->experts.first_row + row0) * o->w_row_bytes;
     float *y = o->p->scratch + thread * o->p->scratch_stride;
     for (uint32_t at = s->first[e], n; at < s->first[e + 1]; at += n) {
         rfi_acts x = o->acts;
         n = (uint32_t)rfi_min_u64(RFI_CPU_COLS, s->first[e + 1] - at);
         x.f += at * x.f_stride;
         x.q += at * x.q_stride;
-        const rfi_matmul m = {w, o->w_row_bytes, n_rows, op->n_in, &x, n, y, n_rows};
+        const rfi_matmul m = {w, o->w_row_bytes, n_rows, op->experts.n_in, &x, n, y, n_rows};
         rfi_matmul_run(o->k, o->w_type, &m);
         for (uint32_t j = 0; j < n; j++) {
             const uint32_t pair = s->sorted[at + j];
-            float *out = o->out + pair / op->n_used * o->out_width + (uint64_t)(pair % op->n_used) * op->n_out + row0;
+            float *out = o->out + pair / op->experts.n_used * o->out_width + (uint64_t)(pair % op->experts.n_used) * op->experts.n_out + row0;
             if (o->vector2) o->k->scale(y + (uint64_t)j * n_rows, n_rows, o->vector2[e]);
-            if (o->vector) o->k->add(y + (uint64_t)j * n_rows, o->vector + (uint64_t)e * op->n_out + row0, n_rows);
+            if (o->vector) o->k->add(y + (uint64_t)j * n_rows, o->vector + (uint64_t)e * op->experts.n_out + row0, n_rows);
             memcpy(out, y + (uint64_t)j * n_rows, n_rows * sizeof *out);
         }
     }
@@ -11447,7 +11697,7 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
 static void rfi_cpu_mix(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     RFI_UNUSED(thread);
-    const uint32_t first = o->op->flags & RF_OP_SIGMOID ? 0 : o->op->n_used; /* behind the ids of a route */
+    const uint32_t first = o->op->flags & RF_OP_SIGMOID ? 0 : o->op->mix.n_used; /* behind the ids of a route */
     rfi_mix_row(o->op, o->in + chunk * o->in_width, o->in2 + chunk * o->in2_width + first,
                 o->out + chunk * o->out_width);
 }
@@ -11491,14 +11741,14 @@ static void rfi_cpu_run_matmul(rfi_cpu_op *o) {
         part->w_type = w->type;
         part->w_row_bytes = rfi_row_bytes(w->type, w->n_in);
         part->w = (const uint8_t *)rfi_cpu_table_of(p->bind.table)->weights[op[i].weight];
-        part->w += op[i].weight_row * part->w_row_bytes;
-        part->bias = rfi_cpu_vector(p, op[i].extra, op[i].extra_at, op[i].n_out, i);
-        part->factor = rfi_cpu_scalar(p, op[i].extra2);
+        part->w += op[i].matmul.first_row * part->w_row_bytes;
+        part->bias = rfi_cpu_vector(p, op[i].bias, op[i].matmul.first_row, op[i].matmul.n_out, i);
+        part->factor = rfi_cpu_scalar(p, op[i].factor);
         part->out = rfi_cpu_buffer(p, o->step, op[i].out, &part->out_width);
         if (i == 0 || !o->how->then_glu) n_units += rfi_cpu_part_units(part);
     }
     if (o->how->then_glu) o->out = rfi_cpu_buffer(p, o->step, op[2].out, &o->out_width);
-    o->acts = (rfi_acts){.f = o->in, .f_stride = o->in_width, .q = p->acts, .q_stride = rfi_q8_groups(op->n_in)};
+    o->acts = (rfi_acts){.f = o->in, .f_stride = o->in_width, .q = p->acts, .q_stride = rfi_q8_groups(op->matmul.n_in)};
     if (rfi_type_takes_int8(o->parts[0].w_type) && !o->how->has_acts)
         rfi_pool_run(pool, rfi_cpu_quantize, o, o->n_rows);
     o->cut = rfi_cpu_cut_units(n_units, pool->n_threads, o->n_rows);
@@ -11513,9 +11763,9 @@ static void rfi_cpu_quantize_heads(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
     RFI_UNUSED(thread);
-    for (uint32_t h = 0; h < op->n_heads; h++)
-        rfi_cpu_quantize_row(o, chunk * op->n_heads + h, o->in + chunk * o->in_width + (uint64_t)h * op->head_dim,
-                             op->n_in);
+    for (uint32_t h = 0; h < op->heads.n_heads; h++)
+        rfi_cpu_quantize_row(o, chunk * op->heads.n_heads + h, o->in + chunk * o->in_width + (uint64_t)h * op->heads.head_dim,
+                             op->heads.n_in);
 }
 
 /* Some rows of one head's matrix for all rows of the step; cut.small are the units of a chunk. The first chunk of a
@@ -11524,70 +11774,70 @@ static void rfi_cpu_heads(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
     const uint32_t n_blocks = (o->cut.n_units + o->cut.small - 1) / o->cut.small, h = chunk / n_blocks,
-                   rest = op->head_dim - op->n_in, row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
-                   n_rows = (uint32_t)rfi_min_u64(op->n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
-    const uint8_t *w = o->w + (op->weight_row + (uint64_t)h * op->head_rows + row0) * o->w_row_bytes;
-    const float *in = o->in + (uint64_t)h * op->head_dim;
-    float *out = o->out + (uint64_t)h * (op->n_out + rest);
+                   rest = op->heads.head_dim - op->heads.n_in, row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
+                   n_rows = (uint32_t)rfi_min_u64(op->heads.n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
+    const uint8_t *w = o->w + (op->heads.first_row + (uint64_t)h * op->heads.head_rows + row0) * o->w_row_bytes;
+    const float *in = o->in + (uint64_t)h * op->heads.head_dim;
+    float *out = o->out + (uint64_t)h * (op->heads.n_out + rest);
     RFI_UNUSED(thread);
     for (uint32_t col0 = 0, n; col0 < o->n_rows; col0 += n) {
         n = (uint32_t)rfi_min_u64(RFI_CPU_COLS, o->n_rows - col0);
         rfi_acts x = o->acts;
         x.f = in + col0 * x.f_stride;
-        x.q += h * rfi_q8_groups(op->n_in) + col0 * x.q_stride;
-        const rfi_matmul m = {w, o->w_row_bytes, n_rows, op->n_in, &x, n, out + row0 + col0 * o->out_width,
+        x.q += h * rfi_q8_groups(op->heads.n_in) + col0 * x.q_stride;
+        const rfi_matmul m = {w, o->w_row_bytes, n_rows, op->heads.n_in, &x, n, out + row0 + col0 * o->out_width,
                               o->out_width};
         rfi_matmul_run(o->k, o->w_type, &m);
     }
     for (uint64_t r = 0; row0 == 0 && r < o->n_rows; r++)
-        memcpy(out + r * o->out_width + op->n_out, in + r * o->in_width + op->n_in, rest * sizeof *out);
+        memcpy(out + r * o->out_width + op->heads.n_out, in + r * o->in_width + op->heads.n_in, rest * sizeof *out);
 }
 
 /* Under RF_OP_ACROSS: some columns of one head's matrix, which become rows of floats in the thread's scratch. */
 static void rfi_cpu_heads_across(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
-    const uint32_t n_blocks = (op->n_out + RFI_ACROSS_COLS - 1) / RFI_ACROSS_COLS, h = chunk / n_blocks,
-                   rest = op->head_dim - op->n_in, c0 = chunk % n_blocks * RFI_ACROSS_COLS,
-                   n_cols = (uint32_t)rfi_min_u64(op->n_out - c0, RFI_ACROSS_COLS);
-    const uint8_t *w = o->w + (op->weight_row + (uint64_t)h * op->head_rows) * o->w_row_bytes;
-    const float *in = o->in + (uint64_t)h * op->head_dim;
-    float *out = o->out + (uint64_t)h * (op->n_out + rest), *row = o->p->scratch + thread * o->p->scratch_stride,
+    const uint32_t n_blocks = (op->heads.n_out + RFI_ACROSS_COLS - 1) / RFI_ACROSS_COLS, h = chunk / n_blocks,
+                   rest = op->heads.head_dim - op->heads.n_in, c0 = chunk % n_blocks * RFI_ACROSS_COLS,
+                   n_cols = (uint32_t)rfi_min_u64(op->heads.n_out - c0, RFI_ACROSS_COLS);
+    const uint8_t *w = o->w + (op->heads.first_row + (uint64_t)h * op->heads.head_rows) * o->w_row_bytes;
+    const float *in = o->in + (uint64_t)h * op->heads.head_dim;
+    float *out = o->out + (uint64_t)h * (op->heads.n_out + rest), *row = o->p->scratch + thread * o->p->scratch_stride,
           *columns = row + RFI_ACROSS_COLS;
-    for (uint32_t i = 0; i < op->n_in; i++) {
+    for (uint32_t i = 0; i < op->heads.n_in; i++) {
         rfi_dequantize_row(o->w_type, w + i * o->w_row_bytes + rfi_row_bytes(o->w_type, c0), n_cols, row);
-        for (uint32_t c = 0; c < n_cols; c++) columns[(uint64_t)c * op->n_in + i] = row[c];
+        for (uint32_t c = 0; c < n_cols; c++) columns[(uint64_t)c * op->heads.n_in + i] = row[c];
     }
     for (uint32_t col0 = 0, n; col0 < o->n_rows; col0 += n) {
         n = (uint32_t)rfi_min_u64(RFI_CPU_COLS, o->n_rows - col0);
         rfi_acts x = {.f = in + col0 * o->in_width, .f_stride = o->in_width};
-        const rfi_matmul m = {(const uint8_t *)columns, op->n_in * sizeof *columns, n_cols, op->n_in, &x, n,
+        const rfi_matmul m = {(const uint8_t *)columns, op->heads.n_in * sizeof *columns, n_cols, op->heads.n_in, &x, n,
                               out + c0 + col0 * o->out_width, o->out_width};
         rfi_matmul_run(o->k, RF_TYPE_F32, &m);
     }
     for (uint64_t r = 0; c0 == 0 && r < o->n_rows; r++)
-        memcpy(out + r * o->out_width + op->n_out, in + r * o->in_width + op->n_in, rest * sizeof *out);
+        memcpy(out + r * o->out_width + op->heads.n_out, in + r * o->in_width + op->heads.n_in, rest * sizeof *out);
 }
 
 static void rfi_cpu_run_heads(rfi_cpu_op *o) {
     const rf_op *op = o->op;
     rfi_pool *pool = &o->p->dev->pool;
     if (op->flags & RF_OP_ACROSS) {
-        const uint32_t n_blocks = (op->n_out + RFI_ACROSS_COLS - 1) / RFI_ACROSS_COLS;
-        rfi_pool_run(pool, rfi_cpu_heads_across, o, op->n_heads * n_blocks);
+        const uint32_t n_blocks = (op->heads.n_out + RFI_ACROSS_COLS - 1) / RFI_ACROSS_COLS;
+        rfi_pool_run(pool, rfi_cpu_heads_across, o, op->heads.n_heads * n_blocks);
         return;
     }
     o->acts = (rfi_acts){.f = o->in, .f_stride = o->in_width, .q = o->p->acts,
-                         .q_stride = rfi_q8_groups(op->n_in) * op->n_heads};
+                         .q_stride = rfi_q8_groups(op->heads.n_in) * op->heads.n_heads};
     if (rfi_type_takes_int8(o->w_type)) rfi_pool_run(pool, rfi_cpu_quantize_heads, o, o->n_rows);
-    o->cut.n_units = (op->n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
-    const uint64_t share = (uint64_t)o->cut.n_units * op->n_heads / ((uint64_t)pool->n_threads * 4);
+    o->cut.n_units = (op->heads.n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
+    const uint64_t share = (uint64_t)o->cut.n_units * op->heads.n_heads / ((uint64_t)pool->n_threads * 4);
     o->cut.small = (uint32_t)rfi_max_u64(2, rfi_min_u64(RFI_CPU_ROWS / RFI_CPU_UNIT, share));
-    rfi_pool_run(pool, rfi_cpu_heads, o, op->n_heads * ((o->cut.n_units + o->cut.small - 1) / o->cut.small));
+    rfi_pool_run(pool, rfi_cpu_heads, o, op->heads.n_heads * ((o->cut.n_units + o->cut.small - 1) / o->cut.small));
 }
 
 static void rfi_cpu_run_route(rfi_cpu_op *o) {
-    o->vector = rfi_cpu_vector(o->p, o->op->extra, 0, o->op->n_experts, 0);
+    o->vector = rfi_cpu_vector(o->p, o->op->bias, 0, o->op->route.n_experts, 0);
     rfi_pool_run(&o->p->dev->pool, rfi_cpu_route, o, o->n_rows);
     if (o->p->pairs.route == o->op->out) o->p->pairs.route = RF_NONE;
 }
@@ -11597,11 +11847,11 @@ static void rfi_cpu_run_experts(rfi_cpu_op *o) {
     const rf_op *op = o->op;
     rfi_pool *pool = &p->dev->pool;
     rfi_cpu_sort_pairs(p, op, op->in2, o->in2, o->in2_width, o->n_rows);
-    o->vector = rfi_cpu_vector(p, op->extra, 0, op->n_experts * op->n_out, 0);
-    o->vector2 = rfi_cpu_vector(p, op->extra2, 0, op->n_experts, 1);
-    o->acts = (rfi_acts){.f = p->gathered, .f_stride = op->n_in, .q = p->acts, .q_stride = rfi_q8_groups(op->n_in)};
-    if (!o->how->has_acts) rfi_pool_run(pool, rfi_cpu_gather_pair, o, o->n_rows * op->n_used);
-    o->cut.n_units = (op->n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
+    o->vector = rfi_cpu_vector(p, op->bias, 0, op->experts.n_experts * op->experts.n_out, 0);
+    o->vector2 = rfi_cpu_vector(p, op->factor, 0, op->experts.n_experts, 1);
+    o->acts = (rfi_acts){.f = p->gathered, .f_stride = op->experts.n_in, .q = p->acts, .q_stride = rfi_q8_groups(op->experts.n_in)};
+    if (!o->how->has_acts) rfi_pool_run(pool, rfi_cpu_gather_pair, o, o->n_rows * op->experts.n_used);
+    o->cut.n_units = (op->experts.n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
     const uint64_t share = (uint64_t)o->cut.n_units * p->pairs.n_active / ((uint64_t)pool->n_threads * 4);
     o->cut.small = (uint32_t)rfi_max_u64(2, rfi_min_u64(RFI_CPU_ROWS / RFI_CPU_UNIT, share));
     rfi_pool_run(pool, rfi_cpu_experts, o,
@@ -11610,25 +11860,25 @@ static void rfi_cpu_run_experts(rfi_cpu_op *o) {
 
 static void rfi_cpu_run_conv(rfi_cpu_op *o) {
     const rf_op *op = o->op;
-    const uint32_t n_blocks = (op->n_out + RFI_CONV_BLOCK - 1) / RFI_CONV_BLOCK;
-    o->vector = rfi_cpu_vector(o->p, op->weight, op->weight_row * op->n_in, op->n_out * op->n_in, 0);
-    o->vector2 = rfi_cpu_vector(o->p, op->extra, 0, op->n_out, 1);
+    const uint32_t n_blocks = (op->conv.n + RFI_CONV_BLOCK - 1) / RFI_CONV_BLOCK;
+    o->vector = rfi_cpu_vector(o->p, op->weight, 0, op->conv.n * op->conv.n_taps, 0);
+    o->vector2 = rfi_cpu_vector(o->p, op->bias, 0, op->conv.n, 1);
     rfi_pool_run(&o->p->dev->pool, rfi_cpu_conv, o, o->p->n_firsts * n_blocks);
 }
 
 static void rfi_cpu_run_delta(rfi_cpu_op *o) {
     o->in3 = rfi_cpu_buffer(o->p, o->step, o->op->in3, &o->in3_width);
-    o->vector = rfi_cpu_vector(o->p, o->op->extra, 0, o->op->n_heads, 0);
-    o->vector2 = rfi_cpu_vector(o->p, o->op->extra2, 0, o->op->n_heads, 1);
-    rfi_pool_run(&o->p->dev->pool, rfi_cpu_delta, o, o->p->n_firsts * o->op->n_heads);
+    o->vector = rfi_cpu_vector(o->p, o->op->weight, 0, o->op->delta.n_heads, 0);
+    o->vector2 = rfi_cpu_vector(o->p, o->op->bias, 0, o->op->delta.n_heads, 1);
+    rfi_pool_run(&o->p->dev->pool, rfi_cpu_delta, o, o->p->n_firsts * o->op->delta.n_heads);
 }
 
 static void rfi_cpu_run_rope(rfi_cpu_op *o) {
     rfi_cpu_plan *p = o->p;
     const rf_op *held = p->rope;
-    if (!held || held->table != o->op->table || held->extra != o->op->extra || held->n_rot != o->op->n_rot ||
-        memcmp(&held->scale, &o->op->scale, sizeof held->scale)) {
-        o->vector = rfi_cpu_vector(p, o->op->extra, 0, o->op->n_rot / 2, 0);
+    if (!held || held->rope.table != o->op->rope.table || held->weight != o->op->weight || held->rope.n_rot != o->op->rope.n_rot ||
+        memcmp(&held->rope.scale, &o->op->rope.scale, sizeof held->rope.scale)) {
+        o->vector = rfi_cpu_vector(p, o->op->weight, 0, o->op->rope.n_rot / 2, 0);
         rfi_pool_run(&p->dev->pool, rfi_cpu_cos_sin, o, o->n_rows);
         p->rope = o->op;
     }
@@ -11656,9 +11906,9 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
         rfi_pool_run(pool, op->flags & RF_OP_POSITIONS ? rfi_cpu_embed_position : rfi_cpu_embed, &o, o.n_rows);
         break;
     case RF_OP_RMS_NORM:
-        o.vector =
-            rfi_cpu_vector(p, op->weight, 0, op->n_in * (op->flags & RF_OP_EACH_HEAD ? op->n_heads : 1), 0);
-        o.vector2 = rfi_cpu_vector(p, op->extra, 0, op->n_in, 1);
+        o.vector = rfi_cpu_vector(p, op->weight, 0,
+                                  op->norm.n * (op->flags & RF_OP_EACH_HEAD ? op->norm.n_groups : 1), 0);
+        o.vector2 = rfi_cpu_vector(p, op->bias, 0, op->norm.n, 1);
         rfi_pool_run(pool, rfi_cpu_norm, &o, o.n_rows);
         break;
     case RF_OP_MATMUL: rfi_cpu_run_matmul(&o); break;
@@ -11666,13 +11916,14 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_KV_STORE: rfi_pool_run(pool, rfi_cpu_kv_store, &o, o.n_rows); break;
     case RF_OP_ATTENTION: {
         const uint32_t most = rfi_cpu_query_heads(op), n_tokens = rfi_attention_tokens(most);
-        const uint32_t parts = (op->n_heads / op->n_kv_heads + most - 1) / most;
-        o.vector = rfi_cpu_vector(p, op->extra, 0, op->n_heads, 0);
-        rfi_pool_run(pool, rfi_cpu_attention, &o, (o.n_rows + n_tokens - 1) / n_tokens * op->n_kv_heads * parts);
+        const uint32_t n_kv_heads = op->attention.n_kv_heads, group = op->attention.n_heads / n_kv_heads;
+        o.vector = rfi_cpu_vector(p, op->weight, 0, op->attention.n_heads, 0);
+        rfi_pool_run(pool, rfi_cpu_attention, &o,
+                     (o.n_rows + n_tokens - 1) / n_tokens * n_kv_heads * ((group + most - 1) / most));
         break;
     }
     case RF_OP_GLU:
-        o.vector = rfi_cpu_vector(p, op->extra, 0, 1, 0);
+        o.vector = rfi_cpu_vector(p, op->factor, 0, 1, 0);
         rfi_pool_run(pool, rfi_cpu_glu, &o, o.n_rows);
         break;
     case RF_OP_GATHER: rfi_cpu_gather(&o); break;
@@ -11920,42 +12171,18 @@ static rf_result rfi_cpu_queue_after(rf_queue *q, const rf_ticket *ticket, rf_er
 }
 
 static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err) {
-    if (op->kind >= RF_OP_KIND_COUNT)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u is not supported", op->kind);
-    const uint32_t slots[3] = {op->weight, op->extra, op->extra2};
-    for (int i = 0; i < 3; i++) {
-        const rf_plan_weight *w = slots[i] == RF_NONE ? NULL : &plan->weights[slots[i]];
-        if (w && !RF_TYPE_IS_BUILT(w->type))
+    const rf_result r = rfi_check_op("cpu", plan, op, err);
+    if (r != RF_OK) return r;
+    const rf_op_spec spec = rf_op_get_spec(plan, op);
+    for (uint32_t k = 0; k < spec.n_weights; k++) {
+        const rf_plan_weight *w = &plan->weights[spec.weight[k].slot];
+        if (!RF_TYPE_IS_BUILT(w->type))
             return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: %s is of type %s, which is not among ROCMFORGE_TYPES",
                             w->name, rf_type_get(w->type).name);
     }
-    static const uint32_t flags[RF_OP_KIND_COUNT] = {
-        [RF_OP_EMBED] = RF_OP_POSITIONS | RF_OP_ACCUMULATE, /* the second only with the first */
-        [RF_OP_RMS_NORM] = RF_OP_CENTER | RF_OP_ACCUMULATE | RF_OP_EACH_HEAD,
-        [RF_OP_MATMUL] = RF_OP_ACCUMULATE,
-        [RF_OP_ROPE] = RF_OP_NEOX | RF_OP_LAST,
-        [RF_OP_KV_STORE] = RF_OP_LATENT,
-        [RF_OP_ATTENTION] = RF_OP_LATENT,
-        [RF_OP_ROUTE] = RF_OP_SIGMOID | RF_OP_CHOSEN | RF_OP_NORMALIZE,
-        [RF_OP_EXPERTS] = RF_OP_PER_CHOICE,
-        [RF_OP_MIX] = RF_OP_ACCUMULATE | RF_OP_SIGMOID,
-        [RF_OP_HEADS] = RF_OP_ACROSS,
-        [RF_OP_DELTA] = RF_OP_CYCLIC,
-    };
-    if (op->flags & ~flags[op->kind] || (op->kind == RF_OP_EMBED && op->flags == RF_OP_ACCUMULATE))
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: op kind %u has unknown flags %x", op->kind, op->flags);
-    if (op->activation >= RF_ACT_COUNT || (op->activation == RF_ACT_OAI && op->in2 == RF_NONE))
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: activation %u is not supported", op->activation);
-    if (op->kind == RF_OP_CONV && op->activation != RF_ACT_SILU && op->activation != RF_ACT_NONE)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: activation %u of a convolution is not supported",
-                        op->activation);
-    if (op->kind == RF_OP_CONV && (op->n_in > RF_MAX_TAPS || rfi_type_takes_int8(plan->weights[op->weight].type)))
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: a convolution of %u taps with weights of type %s: "
-                        "want at most %u, of floats", op->n_in, rf_type_get(plan->weights[op->weight].type).name,
-                        RF_MAX_TAPS);
-    if (op->flags & RF_OP_ACROSS && op->n_in > RFI_ACROSS_MOST)
+    if (op->flags & RF_OP_ACROSS && op->kind == RF_OP_HEADS && op->heads.n_in > RFI_ACROSS_MOST)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: attn_kv_b with keys of %u values, at most %u are supported",
-                        op->n_in, RFI_ACROSS_MOST);
+                        op->heads.n_in, RFI_ACROSS_MOST);
     if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS && op->kind != RF_OP_HEADS) return RF_OK;
     uint32_t type = plan->weights[op->weight].type;
     if (rfi_matmul_has(rfi_cpu_of(d)->kernels, type)) return RF_OK;
@@ -11994,7 +12221,7 @@ typedef struct rfi_cpu_need {
 
 /* Whether ops a and b multiply the same input in the same format, so that one job can do both. */
 static int rfi_cpu_same_input(const rf_plan *plan, const rf_op *a, const rf_op *b) {
-    return b->kind == RF_OP_MATMUL && a->in == b->in && a->n_in == b->n_in && a->rows == b->rows &&
+    return b->kind == RF_OP_MATMUL && a->in == b->in && a->matmul.n_in == b->matmul.n_in && a->rows == b->rows &&
            a->layer == b->layer && a->out != b->out && a->out != a->in &&
            rfi_type_takes_int8(plan->weights[a->weight].type) == rfi_type_takes_int8(plan->weights[b->weight].type);
 }
@@ -12006,10 +12233,10 @@ static void rfi_cpu_join(const rf_plan *plan, uint32_t i, rfi_cpu_how *how) {
     while (n < RFI_CPU_PARTS && i + n < plan->n_ops && rfi_cpu_same_input(plan, &op[n - 1], &op[n])) n++;
     how[i].n_parts = (uint8_t)n;
     how[i].n_along = (uint8_t)(n - 1);
-    if (n != 2 || i + 2 >= plan->n_ops || op[0].n_out != op[1].n_out) return;
+    if (n != 2 || i + 2 >= plan->n_ops || op[0].matmul.n_out != op[1].matmul.n_out) return;
     if (op[2].kind != RF_OP_GLU || op[2].in != op[0].out || op[2].in2 != op[1].out || op[2].rows != op->rows ||
-        op[2].n_out != op->n_out || op[2].layer != op->layer || op[2].extra != RF_NONE || op[2].extra_at ||
-        op[2].activation == RF_ACT_CLAMP)
+        op[2].glu.n != op->matmul.n_out || op[2].layer != op->layer || op[2].factor != RF_NONE || op[2].glu.in2_at ||
+        op[2].glu.activation == RF_ACT_CLAMP)
         return;
     how[i].then_glu = 1;
     how[i].n_along = 2;
@@ -12018,7 +12245,7 @@ static void rfi_cpu_join(const rf_plan *plan, uint32_t i, rfi_cpu_how *how) {
 /* Whether op `before` makes whole rows of the input of matmul op. */
 static int rfi_cpu_can_quantize(const rf_op *before, const rf_op *op) {
     return before->out == op->in && before->rows == op->rows && before->layer == op->layer &&
-           ((before->kind == RF_OP_RMS_NORM && before->n_heads == 1) || before->kind == RF_OP_GLU);
+           ((before->kind == RF_OP_RMS_NORM && before->norm.n_groups == 1) || before->kind == RF_OP_GLU);
 }
 
 /* What a matmul of experts needs. The gate and up of a layer share their gathered input. */
@@ -12026,13 +12253,32 @@ static void rfi_cpu_measure_experts(const rf_plan *plan, uint32_t i, rfi_cpu_how
     const rf_op *op = &plan->ops[i], *before = i ? op - 1 : op;
     const int int8 = rfi_type_takes_int8(plan->weights[op->weight].type);
     how[i].has_acts = before->kind == RF_OP_EXPERTS && i > 0 && before->layer == op->layer && before->in == op->in &&
-                      before->in2 == op->in2 && before->out != op->in && before->n_in == op->n_in &&
+                      before->in2 == op->in2 && before->out != op->in && before->experts.n_in == op->experts.n_in &&
                       before->flags == op->flags && int8 == rfi_type_takes_int8(plan->weights[before->weight].type);
-    if (int8) need->groups = rfi_max_u64(need->groups, rfi_q8_groups(op->n_in) * op->n_used);
-    else need->gathered = rfi_max_u64(need->gathered, (uint64_t)op->n_in * op->n_used);
-    if (op->extra != RF_NONE) need->vector = rfi_max_u64(need->vector, (uint64_t)op->n_out * op->n_experts);
-    if (need->n_experts < op->n_experts) need->n_experts = op->n_experts;
-    if (need->n_used < op->n_used) need->n_used = op->n_used;
+    if (int8) need->groups = rfi_max_u64(need->groups, rfi_q8_groups(op->experts.n_in) * op->experts.n_used);
+    else need->gathered = rfi_max_u64(need->gathered, (uint64_t)op->experts.n_in * op->experts.n_used);
+    if (need->n_experts < op->experts.n_experts) need->n_experts = op->experts.n_experts;
+    if (need->n_used < op->experts.n_used) need->n_used = op->experts.n_used;
+}
+
+/* The memory that an op needs by itself. */
+static void rfi_cpu_measure_op(const rf_plan *plan, const rf_op *op, rfi_cpu_need *need) {
+    const rf_op_spec spec = rf_op_get_spec(plan, op);
+    uint64_t scratch = 0;
+    for (uint32_t k = 0; k < spec.n_weights; k++)
+        if (spec.weight[k].n_in == 0) need->vector = rfi_max_u64(need->vector, spec.weight[k].n_rows);
+    if (op->kind == RF_OP_EMBED) scratch = op->embed.n;
+    if (op->kind == RF_OP_ROPE) need->n_rot = rfi_max_u64(need->n_rot, op->rope.n_rot);
+    if (op->kind == RF_OP_HEADS && op->flags & RF_OP_ACROSS) scratch = RFI_ACROSS_COLS * (op->heads.n_in + 1ull);
+    if (op->kind == RF_OP_DELTA) scratch = rfi_delta_scratch(op);
+    need->recurrent |= op->kind == RF_OP_CONV || op->kind == RF_OP_DELTA;
+    if (op->kind == RF_OP_ATTENTION) {
+        const rf_attention_params *a = &op->attention;
+        const uint32_t dim_v = op->flags & RF_OP_LATENT ? a->head_dim : a->head_dim_v;
+        scratch = rfi_attention_scratch(rfi_cpu_query_heads(op), a->head_dim, dim_v);
+        need->cells = rfi_max_u64(need->cells, (uint64_t)RFI_ATTENTION_BLOCK * rfi_max_u64(a->head_dim, dim_v));
+    }
+    need->scratch = rfi_max_u64(need->scratch, scratch);
 }
 
 /* Walk the ops: what they need, which go together, and which matmuls find their quantized input in place. */
@@ -12043,26 +12289,12 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
     int along = 0;           /* the op before was done along with an earlier one */
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
-        need.n_rot = rfi_max_u64(need.n_rot, op->n_rot);
-        need.vector = rfi_max_u64(need.vector, rfi_max_u64(rfi_max_u64(op->n_in, op->n_out), op->n_experts));
-        if (op->kind == RF_OP_ATTENTION) need.vector = rfi_max_u64(need.vector, op->n_heads);
-        if (op->flags & RF_OP_EACH_HEAD) need.vector = rfi_max_u64(need.vector, (uint64_t)op->n_heads * op->n_in);
-        if (op->flags & RF_OP_ACROSS) need.scratch = rfi_max_u64(need.scratch, RFI_ACROSS_COLS * (op->n_in + 1ull));
-        need.cells = rfi_max_u64(need.cells, (uint64_t)RFI_ATTENTION_BLOCK * rfi_max_u64(op->head_dim, op->head_dim_v));
-        if (op->kind == RF_OP_EMBED) need.scratch = rfi_max_u64(need.scratch, op->n_out);
-        if (op->kind == RF_OP_ATTENTION)
-            need.scratch = rfi_max_u64(
-                need.scratch, rfi_attention_scratch(rfi_cpu_query_heads(op), op->head_dim,
-                                                    op->flags & RF_OP_LATENT ? op->head_dim : op->head_dim_v));
-        need.recurrent |= op->kind == RF_OP_CONV || op->kind == RF_OP_DELTA;
-        if (op->kind == RF_OP_CONV) need.vector = rfi_max_u64(need.vector, (uint64_t)op->n_in * op->n_out);
-        if (op->kind == RF_OP_DELTA) need.vector = rfi_max_u64(need.vector, op->n_heads);
-        if (op->kind == RF_OP_DELTA) need.scratch = rfi_max_u64(need.scratch, rfi_delta_scratch(op));
+        rfi_cpu_measure_op(plan, op, &need);
         if (op->kind == RF_OP_MATMUL && i >= next) {
             const int alone = i > 0 && !along; /* the op before was done by itself */
             rfi_cpu_join(plan, i, how);
             if (rfi_type_takes_int8(plan->weights[op->weight].type)) {
-                need.groups = rfi_max_u64(need.groups, rfi_q8_groups(op->n_in));
+                need.groups = rfi_max_u64(need.groups, rfi_q8_groups(op->matmul.n_in));
                 how[i].has_acts = held == op->in;
                 if (!how[i].has_acts && alone && rfi_cpu_can_quantize(op - 1, op))
                     how[i - 1].then_quantize = how[i].has_acts = 1;
@@ -12075,7 +12307,7 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
         }
         if (op->kind == RF_OP_HEADS && !(op->flags & RF_OP_ACROSS) &&
             rfi_type_takes_int8(plan->weights[op->weight].type)) {
-            need.groups = rfi_max_u64(need.groups, rfi_q8_groups(op->n_in) * op->n_heads);
+            need.groups = rfi_max_u64(need.groups, rfi_q8_groups(op->heads.n_in) * op->heads.n_heads);
             held = RF_NONE;
         }
         along = i < next;
@@ -12125,10 +12357,10 @@ static rf_result rfi_cache_check(const rf_plan *plan, uint32_t cache_type, rf_er
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: cache_type %u is not known", cache_type);
     for (uint32_t i = 0; cache_type == RF_CACHE_Q8_0 && i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
-        if (op->kind == RF_OP_KV_STORE && (op->head_dim % 32 || op->head_dim_v % 32))
+        if (op->kind == RF_OP_KV_STORE && (op->kv_store.head_dim % 32 || op->kv_store.head_dim_v % 32))
             return rfi_fail(err, RF_ERR_UNSUPPORTED, i,
                             "keys and values in q8_0: want heads of a multiple of 32 values, layer %d has %u and %u",
-                            (int)op->layer, op->head_dim, op->head_dim_v);
+                            (int)op->layer, op->kv_store.head_dim, op->kv_store.head_dim_v);
     }
     return RF_OK;
 }
@@ -12313,186 +12545,6 @@ static rf_result rfi_null_call(rfi_null *d, const char *what, rf_error *err) {
 
 /* ---- checks of a plan ---- */
 
-static rf_result rfi_null_buffer(const rf_plan *plan, uint32_t index, const char *role, uint32_t id,
-                                 uint32_t rows, uint64_t width, rf_error *err) {
-    if (id < plan->n_buffers && plan->buffers[id].rows == rows && plan->buffers[id].width >= width) return RF_OK;
-    return rfi_fail(err, RF_ERR_ARGUMENT, index,
-                    "null: op %u: %s is buffer %u, which is not a buffer of its rows with width >= %llu", index,
-                    role, id, RFI_LLU(width));
-}
-
-static rf_result rfi_null_weight(const rf_plan *plan, uint32_t index, uint32_t slot, uint64_t n_in,
-                                 uint64_t last_row, rf_error *err) {
-    if (slot < plan->n_weights && plan->weights[slot].n_in >= n_in && plan->weights[slot].n_rows >= last_row)
-        return RF_OK;
-    return rfi_fail(err, RF_ERR_ARGUMENT, index, "null: op %u: weight slot %u is not a weight of %llu x %llu",
-                    index, slot, RFI_LLU(last_row), RFI_LLU(n_in));
-}
-
-static rf_result rfi_null_attention(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
-    const rf_plan_state *s = op->state < plan->n_states ? &plan->states[op->state] : NULL;
-    const int store = op->kind == RF_OP_KV_STORE, latent = (op->flags & RF_OP_LATENT) != 0;
-    if (!s || s->n_kv_heads != op->n_kv_heads || s->head_dim != op->head_dim ||
-        s->head_dim_v != (latent ? 0 : op->head_dim_v) || !op->n_kv_heads || s->width ||
-        (latent && op->head_dim_v > op->head_dim) ||
-        (!store && s->window && (!op->window || op->window > s->window)))
-        return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: state %u does not fit", i, op->state);
-    const uint64_t heads = store ? op->n_kv_heads : op->n_heads,
-                   first = store && latent ? op->head_dim_v : op->head_dim,
-                   second = latent ? op->head_dim - op->head_dim_v : op->head_dim_v;
-    rf_result r = rfi_null_buffer(plan, i, "in", op->in, op->rows, heads * first, err);
-    if (r != RF_OK) return r;
-    if (store) return rfi_null_buffer(plan, i, "in2", op->in2, op->rows, heads * second, err);
-    if (op->n_heads % op->n_kv_heads)
-        return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u heads on %u", i, op->n_heads, op->n_kv_heads);
-    if (op->table != RF_NONE && (uint64_t)op->table + op->n_heads > plan->n_tables)
-        return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: table %u of %u heads", i, op->table, op->n_heads);
-    r = rfi_null_buffer(plan, i, "out", op->out, op->rows, heads * op->head_dim_v, err);
-    if (r != RF_OK || op->extra == RF_NONE) return r;
-    return rfi_null_weight(plan, i, op->extra, op->n_heads, 1, err);
-}
-
-/* ROUTE, EXPERTS, MIX */
-static rf_result rfi_null_experts(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
-    const uint32_t rows = op->rows;
-    const uint64_t n_used = op->n_used;
-    rf_result r = RF_OK;
-    if (op->n_used == 0 || op->n_used > op->n_experts || op->n_experts > RF_MAX_EXPERTS)
-        return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u of %u experts", i, op->n_used, op->n_experts);
-    if (op->kind == RF_OP_ROUTE) {
-        if (op->n_groups > 1 && (op->n_experts % op->n_groups || op->n_groups_used > op->n_groups ||
-                                 op->n_experts / op->n_groups * op->n_groups_used < op->n_used))
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u of %u groups for %u of %u experts", i,
-                            op->n_groups_used, op->n_groups, op->n_used, op->n_experts);
-        r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_experts, err);
-        if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, 2 * n_used, err);
-        if (r != RF_OK || op->extra == RF_NONE) return r;
-        return rfi_null_weight(plan, i, op->extra, op->n_experts, 1, err);
-    }
-    r = rfi_null_buffer(plan, i, "in2", op->in2, rows, (op->flags & RF_OP_SIGMOID ? 1 : 2) * n_used, err);
-    if (op->kind == RF_OP_MIX) {
-        if (r == RF_OK) r = rfi_null_buffer(plan, i, "in", op->in, rows, n_used * op->n_out, err);
-        return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err) : r;
-    }
-    if (r == RF_OK)
-        r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_in * (op->flags & RF_OP_PER_CHOICE ? n_used : 1), err);
-    if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, n_used * op->n_out, err);
-    for (uint32_t e = 0; r == RF_OK && e < op->n_experts; e++)
-        r = rfi_null_weight(plan, i, op->weight > RF_NONE - e ? RF_NONE : op->weight + e, op->n_in,
-                            (uint64_t)op->weight_row + op->n_out, err);
-    if (r == RF_OK && op->extra2 != RF_NONE) r = rfi_null_weight(plan, i, op->extra2, op->n_experts, 1, err);
-    if (r != RF_OK || op->extra == RF_NONE) return r;
-    return rfi_null_weight(plan, i, op->extra, op->n_out, op->n_experts, err);
-}
-
-/* CONV, DELTA, SLICE */
-static rf_result rfi_null_recurrent(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
-    const uint64_t n_keys = (uint64_t)op->n_kv_heads * op->head_dim, n_values = (uint64_t)op->n_heads * op->head_dim_v;
-    const uint64_t width = op->state < plan->n_states ? plan->states[op->state].width : 0;
-    rf_result r;
-    if (op->kind == RF_OP_SLICE) {
-        r = rfi_null_buffer(plan, i, "in", op->in, op->rows, (uint64_t)op->n_heads * op->n_in, err);
-        if (r == RF_OK)
-            r = rfi_null_buffer(plan, i, "out", op->out, op->rows, op->n_out + (uint64_t)op->n_heads * op->head_dim,
-                                err);
-        if (r != RF_OK || (uint64_t)op->extra_at + op->head_dim <= op->n_in) return r;
-        return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: values %u + %u of %u", i, op->extra_at, op->head_dim,
-                        op->n_in);
-    }
-    const int conv = op->kind == RF_OP_CONV;
-    const uint64_t in = conv ? op->n_out : 2 * n_keys + n_values, out = conv ? op->n_out : n_values,
-                   want = conv ? (op->n_in - 1ull) * op->n_out : n_values * op->head_dim;
-    if (op->rows != RF_ROWS_TOKENS || width == 0 || width != want ||
-        (conv ? op->n_in < 2 || op->n_in > RF_MAX_TAPS : op->n_kv_heads == 0 || op->n_heads % op->n_kv_heads))
-        return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: state %u of %llu values, want %llu, or heads do not fit",
-                        i, op->state, RFI_LLU(width), RFI_LLU(want));
-    r = rfi_null_buffer(plan, i, "in", op->in, op->rows, in, err);
-    if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, op->rows, out, err);
-    if (r != RF_OK) return r;
-    if (conv) {
-        r = rfi_null_weight(plan, i, op->weight, op->n_in, (uint64_t)op->weight_row + op->n_out, err);
-        return r == RF_OK && op->extra != RF_NONE ? rfi_null_weight(plan, i, op->extra, op->n_out, 1, err) : r;
-    }
-    r = rfi_null_buffer(plan, i, "in2", op->in2, op->rows, op->n_heads, err);
-    if (r == RF_OK) r = rfi_null_buffer(plan, i, "in3", op->in3, op->rows, op->n_heads, err);
-    if (r == RF_OK) r = rfi_null_weight(plan, i, op->extra, op->n_heads, 1, err);
-    return r == RF_OK ? rfi_null_weight(plan, i, op->extra2, op->n_heads, 1, err) : r;
-}
-
-/* The matrices of heads. */
-static rf_result rfi_null_heads(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
-    const int across = (op->flags & RF_OP_ACROSS) != 0;
-    const uint32_t n_rows = across ? op->n_in : op->n_out;
-    if (op->head_rows < n_rows || op->n_heads == 0)
-        return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: matrices of %u rows begin every %u", i, n_rows,
-                        op->head_rows);
-    const uint64_t all = op->weight_row + (op->n_heads - 1ull) * op->head_rows + n_rows;
-    return rfi_null_weight(plan, i, op->weight, across ? op->n_out : op->n_in, all, err);
-}
-
-static rf_result rfi_null_check(const rf_plan *plan, uint32_t i, const rf_op *op, rf_error *err) {
-    rf_result r = RF_OK;
-    uint32_t rows = op->rows;
-    switch (op->kind) {
-    case RF_OP_EMBED:
-        r = rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err);
-        if (r != RF_OK) return r;
-        return rfi_null_weight(plan, i, op->weight, op->n_out, op->flags & RF_OP_POSITIONS ? 1 : plan->n_vocab, err);
-    case RF_OP_RMS_NORM:
-        r = rfi_null_buffer(plan, i, "in", op->in, rows, (uint64_t)op->n_heads * op->n_in, err);
-        if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, (uint64_t)op->n_heads * op->n_in, err);
-        if (r == RF_OK && op->weight != RF_NONE)
-            r = rfi_null_weight(plan, i, op->weight, op->n_in, op->flags & RF_OP_EACH_HEAD ? op->n_heads : 1, err);
-        return r == RF_OK && op->extra != RF_NONE ? rfi_null_weight(plan, i, op->extra, op->n_in, 1, err) : r;
-    case RF_OP_MATMUL:
-        r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_in, err);
-        if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err);
-        if (r == RF_OK)
-            r = rfi_null_weight(plan, i, op->weight, op->n_in, (uint64_t)op->weight_row + op->n_out, err);
-        if (r == RF_OK && op->extra2 != RF_NONE) r = rfi_null_weight(plan, i, op->extra2, 1, 1, err);
-        if (r != RF_OK || op->extra == RF_NONE) return r;
-        return rfi_null_weight(plan, i, op->extra, (uint64_t)op->extra_at + op->n_out, 1, err);
-    case RF_OP_ROPE:
-        r = rfi_null_buffer(plan, i, "out", op->out, rows, (uint64_t)op->n_heads * op->head_dim, err);
-        if (r == RF_OK && (op->n_rot > op->head_dim || op->n_rot % 2 || op->in != op->out ||
-                           (uint64_t)op->table + op->n_rot / 2 > plan->n_tables))
-            r = rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: rope of %u out of %u values, table %u", i,
-                         op->n_rot, op->head_dim, op->table);
-        if (r != RF_OK || op->extra == RF_NONE) return r;
-        return rfi_null_weight(plan, i, op->extra, op->n_rot / 2, 1, err);
-    case RF_OP_KV_STORE:
-    case RF_OP_ATTENTION: return rfi_null_attention(plan, i, op, err);
-    case RF_OP_GLU:
-        r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_out, err);
-        if (r == RF_OK && (op->in2 != RF_NONE || op->activation == RF_ACT_OAI))
-            r = rfi_null_buffer(plan, i, "in2", op->in2, rows, (uint64_t)op->extra_at + op->n_out, err);
-        if (r == RF_OK) r = rfi_null_buffer(plan, i, "out", op->out, rows, op->n_out, err);
-        return r == RF_OK && op->extra != RF_NONE ? rfi_null_weight(plan, i, op->extra, 1, 1, err) : r;
-    case RF_OP_GATHER:
-        r = rfi_null_buffer(plan, i, "in", op->in, RF_ROWS_TOKENS, op->n_out, err);
-        return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, RF_ROWS_LOGITS, op->n_out, err) : r;
-    case RF_OP_ARGMAX:
-        r = rfi_null_buffer(plan, i, "in", op->in, rows, op->n_in, err);
-        return r == RF_OK ? rfi_null_buffer(plan, i, "out", op->out, rows, 1, err) : r;
-    case RF_OP_HEADS:
-        if (op->n_in > op->head_dim || op->in == op->out)
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "null: op %u: %u of %u values of a head", i, op->n_in,
-                            op->head_dim);
-        r = rfi_null_buffer(plan, i, "in", op->in, rows, (uint64_t)op->n_heads * op->head_dim, err);
-        if (r == RF_OK)
-            r = rfi_null_buffer(plan, i, "out", op->out, rows,
-                                (uint64_t)op->n_heads * (op->n_out + op->head_dim - op->n_in), err);
-        return r == RF_OK ? rfi_null_heads(plan, i, op, err) : r;
-    case RF_OP_ROUTE:
-    case RF_OP_EXPERTS:
-    case RF_OP_MIX: return rfi_null_experts(plan, i, op, err);
-    case RF_OP_CONV:
-    case RF_OP_DELTA:
-    case RF_OP_SLICE: return rfi_null_recurrent(plan, i, op, err);
-    default: return rfi_fail(err, RF_ERR_UNSUPPORTED, i, "null: op %u: kind %u is not supported", i, op->kind);
-    }
-}
-
 static rf_result rfi_null_check_rows(const rfi_null_plan *p, const rf_step *step, rf_error *err) {
     if (step->n_rows == 0 || step->n_rows > p->bind.n_batch ||
         step->first_logits_row + step->n_logits > p->bind.n_logits)
@@ -12515,9 +12567,9 @@ static rf_result rfi_null_check_rows(const rfi_null_plan *p, const rf_step *step
 /* What an op reads was written before it, and its weights are there. */
 static rf_result rfi_null_run_op(rfi_null_plan *p, uint32_t i, rf_error *err) {
     const rf_op *op = &p->bind.plan->ops[i];
-    const uint32_t slots[RFI_OP_SLOTS] = {op->weight, op->extra, op->extra2},
-                   in[4] = {op->in, op->in2, rf_op_in3(op), op->flags & RF_OP_ACCUMULATE ? op->out : RF_NONE};
-    for (uint32_t k = 0; k < RFI_OP_SLOTS; k++)
+    const uint32_t slots[RF_OP_WEIGHTS] = {op->weight, op->bias, op->factor},
+                   in[4] = {op->in, op->in2, op->in3, op->flags & RF_OP_ACCUMULATE ? op->out : RF_NONE};
+    for (uint32_t k = 0; k < RF_OP_WEIGHTS; k++)
         if (slots[k] != RF_NONE &&
             rfi_null_table_of(p->bind.table)->rows[slots[k]] != p->bind.plan->weights[slots[k]].n_rows)
             return rfi_fail(err, RF_ERR_DEVICE, i, "null: op %u: weight %s is not loaded", i,
@@ -12722,7 +12774,7 @@ static rf_result rfi_null_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offse
 
 static rf_result rfi_null_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err) {
     RFI_UNUSED(d);
-    return rfi_null_check(plan, (uint32_t)(op - plan->ops), op, err);
+    return rfi_check_op("null", plan, op, err);
 }
 
 static void rfi_null_plan_release(rf_prepared *prepared) {
@@ -12745,7 +12797,7 @@ static rf_result rfi_null_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint
     rfi_null *dev = rfi_null_of(d);
     const rf_plan *plan = bind->plan;
     rf_result r = rfi_null_call(dev, "plan_prepare", err);
-    for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) r = rfi_null_check(plan, i, &plan->ops[i], err);
+    for (uint32_t i = 0; r == RF_OK && i < plan->n_ops; i++) r = rfi_check_op("null", plan, &plan->ops[i], err);
     if (r == RF_OK) r = rfi_bind_check_cells(bind, err);
     if (r != RF_OK) return r;
     rfi_null_plan *p = (rfi_null_plan *)rfi_alloc(&dev->alloc, 1, sizeof *p, "a prepared plan", err);
@@ -13125,13 +13177,13 @@ static rf_result rfi_session_plan(const rf_model *m, const rf_session_desc *d, r
     *out = *plan;
     *ops = NULL;
     for (uint32_t i = 0; i < plan->n_ops; i++)
-        n_choices += plan->ops[i].kind == RF_OP_ROPE && plan->ops[i].extra2 != RF_NONE;
+        n_choices += plan->ops[i].kind == RF_OP_ROPE && plan->ops[i].factor != RF_NONE;
     if (((uint64_t)d->n_ctx + 255) / 256 * 256 <= m->config.rope_n_ctx_original || n_choices == 0) return RF_OK;
     rf_op *own = (rf_op *)rfi_alloc(rfi_gguf_allocator(m->g), plan->n_ops, sizeof *own, "the session's ops", err);
     if (!own) return RF_ERR_MEMORY;
     memcpy(own, plan->ops, plan->n_ops * sizeof *own);
     for (uint32_t i = 0; i < plan->n_ops; i++)
-        if (own[i].kind == RF_OP_ROPE && own[i].extra2 != RF_NONE) own[i].extra = own[i].extra2;
+        if (own[i].kind == RF_OP_ROPE && own[i].factor != RF_NONE) own[i].weight = own[i].factor;
     out->ops = *ops = own;
     return RF_OK;
 }
@@ -13358,12 +13410,12 @@ static rf_result rfi_eval_read_route(rf_session *s, const rf_op *op, uint32_t n_
     rf_result r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[op->in2], s->route,
                                 (uint64_t)n_rows * width * sizeof *s->route, &ticket, err);
     if (r == RF_OK) r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
-    memset(s->rows_of, 0, op->n_experts * sizeof *s->rows_of);
-    for (uint64_t k = 0; r == RF_OK && k < (uint64_t)n_rows * op->n_used; k++) {
-        const int32_t id = s->route[k / op->n_used * width + k % op->n_used];
-        if (id < 0 || (uint32_t)id >= op->n_experts)
+    memset(s->rows_of, 0, op->experts.n_experts * sizeof *s->rows_of);
+    for (uint64_t k = 0; r == RF_OK && k < (uint64_t)n_rows * op->experts.n_used; k++) {
+        const int32_t id = s->route[k / op->experts.n_used * width + k % op->experts.n_used];
+        if (id < 0 || (uint32_t)id >= op->experts.n_experts)
             return rfi_fail(err, RF_ERR_DEVICE, (uint64_t)(op - s->m->plan.ops), "op %u: expert %d of %u was chosen",
-                            (uint32_t)(op - s->m->plan.ops), id, op->n_experts);
+                            (uint32_t)(op - s->m->plan.ops), id, op->experts.n_experts);
         s->rows_of[id]++;
     }
     return r;
@@ -13434,19 +13486,19 @@ static void rfi_aside_close(rf_session *s) {
 
 /* The ops behind a ROUTE up to its MIX, each row with one choice; 0: they are not such as this can compute. */
 static int rfi_aside_ops(struct rfi_aside *a, const rf_plan *plan, uint32_t route) {
-    const uint32_t n_used = plan->ops[route].n_used, first = a->plan.n_ops;
+    const uint32_t n_used = plan->ops[route].route.n_used, first = a->plan.n_ops;
     for (uint32_t i = route + 1; i < plan->n_ops; i++) {
         const uint32_t kind = plan->ops[i].kind;
         rf_op *op = &a->ops[a->plan.n_ops++];
         *op = plan->ops[i];
         if (kind == RF_OP_EXPERTS) {
-            op->n_used = 1;
-            a->buffers[op->out].width = op->n_out;
+            op->experts.n_used = 1;
+            a->buffers[op->out].width = op->experts.n_out;
             a->buffers[op->in2].width = 2;
         } else if (kind == RF_OP_GLU) {
-            op->n_out /= n_used;
+            op->glu.n /= n_used;
         } else {
-            op->n_used = 1;
+            op->mix.n_used = 1; /* of another kind it is not run */
             return kind == RF_OP_MIX && op->in2 == plan->ops[route].out && (op->flags & RF_OP_ACCUMULATE) &&
                    a->ops[first].kind == RF_OP_EXPERTS && plan->buffers[op->out].width == plan->n_embd &&
                    plan->buffers[a->ops[first].in].width == plan->n_embd;
@@ -13485,8 +13537,8 @@ static rf_result rfi_aside_weights(rf_session *s, rf_error *err) {
     struct rfi_aside *a = s->aside;
     rf_result r = RF_OK;
     for (const rf_op *op = a->ops; r == RF_OK && op < a->ops + a->plan.n_ops; op++) {
-        const uint32_t slots[RFI_OP_SLOTS] = {op->weight, op->extra, op->extra2};
-        for (uint32_t k = 0; r == RF_OK && k < RFI_OP_SLOTS; k++)
+        const uint32_t slots[RF_OP_WEIGHTS] = {op->weight, op->bias, op->factor};
+        for (uint32_t k = 0; r == RF_OK && k < RF_OP_WEIGHTS; k++)
             for (uint32_t e = 0; r == RF_OK && slots[k] != RF_NONE && e < (k ? 1 : rfi_op_matrices(op)); e++) {
                 const uint32_t slot = slots[k] + e;
                 const void *map = rfi_gguf_map(s->m->g, &s->m->store->tensors[slot].info);
@@ -13555,7 +13607,7 @@ static float *rfi_aside_row(const struct rfi_aside *a, uint32_t buffer, uint32_t
 /* Take the CPU's pairs of a row and an expert out of s->route; `stand_in` takes their place, with weight 0. */
 static uint32_t rfi_aside_pairs(rf_session *s, const rf_op *experts, uint32_t n_rows, uint32_t stand_in) {
     struct rfi_aside *a = s->aside;
-    const uint32_t n_used = experts->n_used, width = s->m->plan.buffers[experts->in2].width;
+    const uint32_t n_used = experts->experts.n_used, width = s->m->plan.buffers[experts->in2].width;
     uint32_t n = 0;
     for (uint32_t row = 0; row < n_rows; row++)
         for (uint32_t k = 0; k < n_used; k++) {
@@ -13620,7 +13672,7 @@ static rf_result rfi_eval_take_experts(rf_session *s, const rf_op *op, uint32_t 
         if (r == RF_OK && n_aside) r = rfi_aside_run(s, op, n_rows, err); /* while others load */
         return r;
     }
-    for (uint32_t e = 0; e < op->n_experts; e++)
+    for (uint32_t e = 0; e < op->experts.n_experts; e++)
         if (s->rows_of[e]) atomic_fetch_add(rfi_expert_is_ready(store, layer, e) ? &layer->hits : &layer->misses, 1);
     return RF_OK;
 }
@@ -13636,10 +13688,10 @@ static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_row
         if (op->kind != RF_OP_EXPERTS) continue;
         /* on a GPU a read is a wait: not for weights that are there and stay */
         int all = whole || (s->m->device->is_gpu && store->cache.n_frames == 0);
-        for (uint32_t e = 0; all && !whole && e < op->n_experts; e++)
+        for (uint32_t e = 0; all && !whole && e < op->experts.n_experts; e++)
             all = s->pinned[op->weight + e] || rfi_cell_is_ready(&store->tensors[op->weight + e].cell);
         if (all) {
-            memset(s->chosen + op->weight, 1, op->n_experts);
+            memset(s->chosen + op->weight, 1, op->experts.n_experts);
             continue;
         }
         rf_result r = RF_OK;
@@ -13649,7 +13701,7 @@ static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_row
         }
         if (r != RF_OK) return r;
         read = op->in2;
-        for (uint32_t e = 0; e < op->n_experts; e++)
+        for (uint32_t e = 0; e < op->experts.n_experts; e++)
             if (s->rows_of[e]) s->chosen[op->weight + e] = 1;
     }
     return RF_OK;
@@ -14118,8 +14170,8 @@ static uint64_t rfi_plan_hash(const rf_plan *p) {
         h = rfi_hash_bytes(h, shape, sizeof shape);
     }
     for (uint32_t i = 0; i < p->n_ops; i++) /* keys were rotated by the factors that the session chose */
-        if (p->ops[i].kind == RF_OP_ROPE && p->ops[i].extra2 != RF_NONE)
-            h = rfi_hash_bytes(h, &p->ops[i].extra, sizeof p->ops[i].extra);
+        if (p->ops[i].kind == RF_OP_ROPE && p->ops[i].factor != RF_NONE)
+            h = rfi_hash_bytes(h, &p->ops[i].weight, sizeof p->ops[i].weight);
     return h;
 }
 

@@ -1144,7 +1144,7 @@ struct rfk_embed_args {
     rfk_weight w;
     const rf_step_row *rows;
     float *out;
-    uint32_t out_stride, n_out, weight_row, by_position, accumulate;
+    uint32_t out_stride, n_out, by_position, accumulate;
     float scale;
 };
 RFK_DEVICE int32_t rfk_embed_row(const rfk_embed_args &a) {
@@ -1160,7 +1160,7 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed(rfk_
     int32_t token = rfk_embed_row(a);
     if (token < 0 || u >= a.n_out / 32) return;
     rfk_unit unit;
-    rfk_load_unit<TYPE>(a.w, (size_t)(a.weight_row + (uint32_t)token) * (a.n_out / F::BLOCK), u, unit);
+    rfk_load_unit<TYPE>(a.w, (size_t)token * (a.n_out / F::BLOCK), u, unit);
     float *out = a.out + (size_t)blockIdx.y * a.out_stride + rfk_unit_at<TYPE>(u);
     RFK_UNROLL(8)
     for (int i = 0; i < 8; i++)
@@ -1173,7 +1173,7 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed_floa
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
     int32_t token = rfk_embed_row(a);
     if (token < 0 || i >= a.n_out) return;
-    size_t row = (size_t)(a.weight_row + (uint32_t)token) * a.n_out;
+    size_t row = (size_t)token * a.n_out;
     rfk_embed_value(a, &a.out[(size_t)blockIdx.y * a.out_stride + i], rfk_load1<TYPE>(a.w.plane[0], row + i));
 }
 
@@ -6919,291 +6919,48 @@ struct rf_prepared {
     uint8_t *timed;     /* [n_ops] 1: recorded */
 };
 
-static const char *rfk_op_name(uint32_t kind) {
-    static const char *const names[] = {"embed",    "rms_norm",  "matmul", "rope",
-                                        "kv_store", "attention", "glu",    "gather",
-                                        "argmax",   "route",     "experts", "mix",
-                                        "heads",    "conv",      "delta",   "slice"};
-    return kind < RF_OP_KIND_COUNT ? names[kind] : "?";
-}
-
 /* ---- checks ---- */
 
+/* "op 7 (matmul blk.0.attn_q.weight)" */
+static void rfk_describe_op(const rf_plan *plan, const rf_op *op, char *out, size_t capacity) {
+    const int has_weight = op->weight < plan->n_weights;
+    snprintf(out, capacity, "op %u (%s%s%s)", (uint32_t)(op - plan->ops), rf_op_name(op->kind), has_weight ? " " : "",
+             has_weight ? plan->weights[op->weight].name : "");
+}
+
 static rf_result rfk_bad_op(const rf_plan *plan, const rf_op *op, rf_result code, const char *why, rf_error *err) {
-    uint32_t i = (uint32_t)(op - plan->ops);
-    return rfk_fail(err, code, 0, i, "hip: op %u (%s%s%s): %s", i, rfk_op_name(op->kind),
-                    op->weight < plan->n_weights ? " " : "",
-                    op->weight < plan->n_weights ? plan->weights[op->weight].name : "", why);
+    char what[128];
+    rfk_describe_op(plan, op, what, sizeof what);
+    return rfk_fail(err, code, 0, (uint64_t)(op - plan->ops), "hip: %s: %s", what, why);
 }
 
-/* An op has no flags but these, and in none of the fields that not every kernel of its kind knows anything is set. What
- * is new in rf_op and not cleared here makes it not plain. */
-static int rfk_is_plain(const rf_op *op, uint32_t flags) {
-    rf_op rest = *op, plain;
-    memset(&plain, 0, sizeof plain);
-    plain.extra2 = RF_NONE;
-    rest.kind = rest.rows = 0;
-    rest.flags &= ~flags;
-    rest.layer = 0;
-    rest.in = rest.in2 = rest.out = rest.state = rest.weight = rest.weight_row = rest.extra = rest.extra_at = 0;
-    rest.table = rest.n_in = rest.n_out = rest.n_heads = rest.n_kv_heads = rest.head_dim = rest.head_dim_v = 0;
-    rest.n_rot = 0;
-    rest.eps = 0;
-    if (op->kind == RF_OP_ROPE || op->kind == RF_OP_ATTENTION) rest.scale = 0;
-    if (op->kind == RF_OP_GLU && (op->extra != RF_NONE || op->extra_at)) return 0;
-    if (op->kind == RF_OP_ATTENTION && op->table != RF_NONE) return 0;
-    return memcmp(&rest, &plain, sizeof rest) == 0;
-}
-
-/* A matmul whose results rfk_put finishes, all it can do allowed. */
-static int rfk_is_put(const rf_op *op) {
-    rf_op rest = *op;
-    rest.scale = rest.softcap = 0;
-    rest.extra2 = RF_NONE;
-    return rfk_is_plain(&rest, RF_OP_ACCUMULATE);
-}
-
-/* The kernels of ops of their own know all that is set. */
-static int rfk_is_known(const rf_op *op) {
-    rf_op rest = *op;
-    switch (op->kind) {
-    case RF_OP_EMBED:
-        rest.scale = 0;
-        return rfk_is_plain(&rest, op->flags & RF_OP_POSITIONS ? RF_OP_POSITIONS | RF_OP_ACCUMULATE : 0);
-    case RF_OP_RMS_NORM: return rfk_is_plain(op, RF_OP_CENTER | RF_OP_ACCUMULATE | RF_OP_EACH_HEAD);
-    case RF_OP_MATMUL: return rfk_is_put(op);
-    case RF_OP_ROPE: rest.extra2 = RF_NONE; return rfk_is_plain(&rest, RF_OP_NEOX | RF_OP_LAST);
-    case RF_OP_KV_STORE: return rfk_is_plain(op, RF_OP_LATENT);
-    case RF_OP_ATTENTION:
-        rest.softcap = rest.temperature = 0;
-        rest.window = rest.temperature_length = 0;
-        rest.table = RF_NONE;
-        return rfk_is_plain(&rest, RF_OP_LATENT) && (op->temperature == 0 || op->temperature_length > 0);
-    case RF_OP_GLU:
-        rest.activation = rest.extra_at = 0;
-        rest.extra = RF_NONE;
-        if (op->activation == RF_ACT_CLAMP) rest.softcap = 0;
-        return rfk_is_plain(&rest, 0) && op->activation < RF_ACT_COUNT &&
-               (op->activation != RF_ACT_OAI || op->in2 != RF_NONE);
-    case RF_OP_HEADS: rest.head_rows = 0; return rfk_is_plain(&rest, RF_OP_ACROSS);
-    case RF_OP_CONV:
-        rest.activation = 0;
-        return rfk_is_plain(&rest, 0) && (op->activation == RF_ACT_SILU || op->activation == RF_ACT_NONE);
-    case RF_OP_DELTA:
-        rest.scale = 0;
-        rest.extra2 = RF_NONE;
-        return rfk_is_plain(&rest, RF_OP_CYCLIC);
-    default: return rfk_is_plain(op, 0);
+/* NULL if the kernels can do an op that rf_op_check found right; else why not. */
+static const char *rfk_why_unsupported(const rf_plan *plan, const rf_op *op) {
+    const rf_op_spec s = rf_op_get_spec(plan, op);
+    for (uint32_t i = 0; i < s.n_weights; i++) {
+        const rf_plan_weight *w = &plan->weights[s.weight[i].slot];
+        uint32_t elements, bytes;
+        if (s.weight[i].n_in == 0) continue; /* a vector, of floats */
+        if (!rfk_runs(w->type)) return "the weight's type does not run on this device";
+        rfk_block_of(w->type, &elements, &bytes);
+        if (w->n_in % elements) return "the weight's rows are no whole blocks";
+        for (uint32_t e = 0; op->kind == RF_OP_EXPERTS && e < s.weight[i].n_slots; e++)
+            if (!w[e].n_experts) return "its weights are no experts"; /* kernels would not find them */
     }
-}
-
-/* Attention of all positions, with nothing done to their scores. */
-static int rfk_sees_all(const rf_op *op) { return rfk_is_plain(op, 0) && op->extra == RF_NONE; }
-
-/* A norm as it can go with the ops behind it. */
-static int rfk_is_plain_norm(const rf_op *op) {
-    return op->kind == RF_OP_RMS_NORM && op->weight != RF_NONE && op->extra == RF_NONE && rfk_is_plain(op, 0);
-}
-
-static int rfk_fits(const rf_plan *plan, uint32_t buffer, uint32_t rows, uint64_t width) {
-    return buffer < plan->n_buffers && plan->buffers[buffer].rows == rows && width > 0 &&
-           width <= plan->buffers[buffer].width;
-}
-
-static int rfk_is_vector(const rf_plan *plan, uint32_t slot, uint64_t n) {
-    return slot < plan->n_weights && rfk_is_float_type(plan->weights[slot].type) &&
-           n <= (uint64_t)plan->weights[slot].n_in * plan->weights[slot].n_rows;
-}
-
-/* What is wrong with an op's weights; NULL if nothing is. */
-static const char *rfk_check_weights(const rf_plan *plan, const rf_op *op) {
-    if (op->kind == RF_OP_RMS_NORM)
-        return (op->weight == RF_NONE ||
-                rfk_is_vector(plan, op->weight,
-                              (uint64_t)op->n_in * (op->flags & RF_OP_EACH_HEAD ? op->n_heads : 1))) &&
-                       (op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_in))
-                   ? NULL
-                   : "its weight or bias is no vector of f32, f16 or bf16 that long";
-    if (op->kind == RF_OP_ROPE)
-        return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_rot / 2)
-                   ? NULL
-                   : "its factors are no such vector";
-    if (op->kind == RF_OP_ATTENTION)
-        return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_heads) ? NULL
-                                                                                   : "its sinks are no such vector";
-    if (op->kind == RF_OP_GLU)
-        return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, 1) ? NULL : "its factor is no such vector";
-    if (op->kind == RF_OP_ROUTE)
-        return op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_experts) ? NULL
-                                                                                     : "its bias is no such vector";
-    if (op->kind == RF_OP_CONV)
-        return rfk_is_vector(plan, op->weight, ((uint64_t)op->weight_row + op->n_out) * op->n_in) &&
-                       (op->extra == RF_NONE || rfk_is_vector(plan, op->extra, op->n_out))
-                   ? NULL
-                   : "its weights or bias are no matrix or vector of f32, f16 or bf16 that large";
-    if (op->kind == RF_OP_DELTA)
-        return rfk_is_vector(plan, op->extra, op->n_heads) && rfk_is_vector(plan, op->extra2, op->n_heads)
-                   ? NULL
-                   : "its factors or biases are no such vector";
-    if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EMBED && op->kind != RF_OP_EXPERTS && op->kind != RF_OP_HEADS)
-        return NULL;
-    if (op->weight >= plan->n_weights) return "it has no weight";
-    const rf_plan_weight *w = &plan->weights[op->weight];
-    uint32_t elements, bytes;
-    if (!rfk_runs(w->type)) return "the weight's type does not run on this device";
-    rfk_block_of(w->type, &elements, &bytes);
-    if (w->n_in == 0 || w->n_in % elements) return "the weight's rows are no whole blocks";
-    if (op->kind == RF_OP_EMBED)
-        return w->n_in == op->n_out && op->weight_row < w->n_rows ? NULL : "the weight has another shape";
-    if (op->kind == RF_OP_HEADS) {
-        const uint32_t n_rows = op->flags & RF_OP_ACROSS ? op->n_in : op->n_out;
-        return w->n_in == (op->flags & RF_OP_ACROSS ? op->n_out : op->n_in) && op->n_heads && op->head_rows >= n_rows &&
-                       op->weight_row + (op->n_heads - 1ull) * op->head_rows + n_rows <= w->n_rows
-                   ? NULL
-                   : "the weight has another shape";
-    }
-    if (op->kind == RF_OP_EXPERTS) {
-        for (uint32_t e = 0; e < op->n_experts; e++)
-            if (op->n_experts > plan->n_weights - op->weight || w[e].n_in != op->n_in ||
-                op->weight_row > w[e].n_rows || op->n_out > w[e].n_rows - op->weight_row || w[e].type != w->type ||
-                !w[e].n_experts)
-                return "the weights of its experts have another shape";
-        if (op->extra != RF_NONE && !rfk_is_vector(plan, op->extra, (uint64_t)op->n_experts * op->n_out))
-            return "its bias is no such vector";
-        if (op->extra2 != RF_NONE && !rfk_is_vector(plan, op->extra2, op->n_experts))
-            return "its factors are no such vector";
-        return NULL;
-    }
-    if (w->n_in != op->n_in || op->weight_row > w->n_rows || op->n_out > w->n_rows - op->weight_row)
-        return "the weight has another shape";
-    if (op->extra != RF_NONE && !rfk_is_vector(plan, op->extra, (uint64_t)op->extra_at + op->n_out))
-        return "its bias is no such vector";
-    if (op->extra2 != RF_NONE && !rfk_is_vector(plan, op->extra2, 1)) return "its factor is no such vector";
+    if (op->kind == RF_OP_ATTENTION &&
+        (op->attention.head_dim > RFK_LATENT_HEAD || op->attention.head_dim_v > 2 * RFK_BLOCK))
+        return "heads of more than 576 values, or 512 summed ones";
+    if (op->kind == RF_OP_DELTA && op->delta.head_dim > RFK_MAX_HEAD) return "keys of heads of more than 256 values";
+    if (op->kind == RF_OP_HEADS && op->heads.n_in != op->heads.head_dim && plan->buffers[op->in].width != s.in[0].width)
+        return "rows of parts of heads must hold nothing else"; /* heads are quantized as rows */
     return NULL;
 }
 
-/* ROUTE, EXPERTS, MIX with nothing else set than what these know. */
-static int rfk_is_plain_experts(const rf_op *op) {
-    rf_op rest = *op;
-    rest.scale = 0;
-    rest.n_experts = rest.n_used = rest.n_groups = rest.n_groups_used = 0;
-    switch (op->kind) {
-    case RF_OP_ROUTE: return rfk_is_plain(&rest, RF_OP_SIGMOID | RF_OP_CHOSEN | RF_OP_NORMALIZE);
-    case RF_OP_EXPERTS: rest.extra2 = RF_NONE; return rfk_is_plain(&rest, RF_OP_PER_CHOICE) && op->scale == 0;
-    case RF_OP_MIX: return rfk_is_plain(&rest, RF_OP_ACCUMULATE | RF_OP_SIGMOID);
-    default: return 0;
-    }
-}
-
-/* ROUTE, EXPERTS, MIX: numbers and buffers. */
-static int rfk_experts_fit(const rf_plan *plan, const rf_op *op) {
-    const uint32_t tokens = RF_ROWS_TOKENS;
-    const uint64_t n_used = op->n_used, n = op->n_out;
-    if (op->rows != tokens || n_used == 0 || n_used > op->n_experts || op->n_experts > RF_MAX_EXPERTS) return 0;
-    if (op->kind == RF_OP_ROUTE)
-        return rfk_fits(plan, op->in, tokens, op->n_experts) && rfk_fits(plan, op->out, tokens, 2 * n_used) &&
-               (op->n_groups <= 1 ||
-                (op->n_experts % op->n_groups == 0 && op->n_groups_used <= op->n_groups &&
-                 (uint64_t)op->n_experts / op->n_groups * op->n_groups_used >= n_used));
-    if (!rfk_fits(plan, op->in2, tokens, (op->flags & RF_OP_SIGMOID ? 1 : 2) * n_used) || op->in == op->out) return 0;
-    if (op->kind == RF_OP_MIX) return rfk_fits(plan, op->in, tokens, n_used * n) && rfk_fits(plan, op->out, tokens, n);
-    return rfk_fits(plan, op->in, tokens, op->n_in * (op->flags & RF_OP_PER_CHOICE ? n_used : 1)) &&
-           rfk_fits(plan, op->out, tokens, n_used * n);
-}
-
-/* CONV, DELTA, SLICE: numbers, buffers and state. */
-static int rfk_recurrent_fits(const rf_plan *plan, const rf_op *op) {
-    const uint32_t tokens = RF_ROWS_TOKENS;
-    const uint64_t width = op->state < plan->n_states ? plan->states[op->state].width : 0,
-                   keys = (uint64_t)op->n_kv_heads * op->head_dim, values = (uint64_t)op->n_heads * op->head_dim_v;
-    if (op->rows != tokens) return 0;
-    if (op->kind == RF_OP_SLICE)
-        return rfk_fits(plan, op->in, tokens, (uint64_t)op->n_heads * op->n_in) && op->in != op->out &&
-               rfk_fits(plan, op->out, tokens, op->n_out + (uint64_t)op->n_heads * op->head_dim) &&
-               op->extra_at <= op->n_in && op->head_dim <= op->n_in - op->extra_at;
-    if (op->kind == RF_OP_CONV)
-        return op->n_in >= 2 && op->n_in <= RF_MAX_TAPS && rfk_fits(plan, op->in, tokens, op->n_out) &&
-               rfk_fits(plan, op->out, tokens, op->n_out) && width == (op->n_in - 1ull) * op->n_out;
-    return op->n_kv_heads > 0 && op->n_heads % op->n_kv_heads == 0 && op->head_dim > 0 &&
-           width == values * op->head_dim && rfk_fits(plan, op->in, tokens, 2 * keys + values) &&
-           rfk_fits(plan, op->out, tokens, values) &&
-           rfk_fits(plan, op->in2, tokens, op->n_heads) && rfk_fits(plan, op->in3, tokens, op->n_heads) &&
-           op->out != op->in && op->out != op->in2 && op->out != op->in3;
-}
-
 static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err) {
-    const uint32_t rows = op->rows, tokens = RF_ROWS_TOKENS;
-    const rf_plan_state *s = op->state < plan->n_states ? &plan->states[op->state] : NULL;
-    int ok = 0;
     (void)d;
-    if (op->kind >= RF_OP_KIND_COUNT)
-        return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "no such op on this device", err);
-    switch (op->kind) {
-    case RF_OP_EMBED: ok = rows == tokens && rfk_fits(plan, op->out, tokens, op->n_out); break;
-    case RF_OP_RMS_NORM:
-        ok = rfk_fits(plan, op->in, rows, (uint64_t)op->n_heads * op->n_in) &&
-             rfk_fits(plan, op->out, rows, (uint64_t)op->n_heads * op->n_in);
-        break;
-    case RF_OP_MATMUL:
-        ok = rfk_fits(plan, op->in, rows, op->n_in) && rfk_fits(plan, op->out, rows, op->n_out) && op->in != op->out;
-        break;
-    case RF_OP_ROPE:
-        ok = rows == tokens && rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * op->head_dim) &&
-             op->n_rot % 2 == 0 && op->n_rot <= op->head_dim && op->n_rot / 2 <= plan->n_tables &&
-             op->table <= plan->n_tables - op->n_rot / 2;
-        break;
-    case RF_OP_KV_STORE:
-        ok = rows == tokens && op->n_kv_heads > 0;
-        if (op->flags & RF_OP_LATENT)
-            ok = ok && op->head_dim_v < op->head_dim &&
-                 rfk_fits(plan, op->in, tokens, (uint64_t)op->n_kv_heads * op->head_dim_v) &&
-                 rfk_fits(plan, op->in2, tokens, (uint64_t)op->n_kv_heads * (op->head_dim - op->head_dim_v));
-        else
-            ok = ok && rfk_fits(plan, op->in, tokens, (uint64_t)op->n_kv_heads * op->head_dim) &&
-                 rfk_fits(plan, op->in2, tokens, (uint64_t)op->n_kv_heads * op->head_dim_v);
-        break;
-    case RF_OP_ATTENTION:
-        ok = rows == tokens && op->n_kv_heads > 0 && op->n_heads % op->n_kv_heads == 0 &&
-             (op->table == RF_NONE || (op->n_heads <= plan->n_tables && op->table <= plan->n_tables - op->n_heads)) &&
-             rfk_fits(plan, op->in, tokens, (uint64_t)op->n_heads * op->head_dim) &&
-             rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * op->head_dim_v) &&
-             (!(op->flags & RF_OP_LATENT) || op->head_dim_v < op->head_dim);
-        if (ok && (op->head_dim > RFK_LATENT_HEAD || op->head_dim_v > 2 * RFK_BLOCK))
-            return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "heads of more than 576 values, or 512 summed ones", err);
-        break;
-    case RF_OP_GLU:
-        ok = rfk_fits(plan, op->in, rows, op->n_out) && rfk_fits(plan, op->out, rows, op->n_out) &&
-             (op->in2 == RF_NONE || rfk_fits(plan, op->in2, rows, (uint64_t)op->extra_at + op->n_out));
-        break;
-    case RF_OP_GATHER:
-        ok = rfk_fits(plan, op->in, tokens, op->n_out) && rfk_fits(plan, op->out, RF_ROWS_LOGITS, op->n_out);
-        break;
-    case RF_OP_ARGMAX: ok = rfk_fits(plan, op->in, rows, op->n_in) && rfk_fits(plan, op->out, rows, 1); break;
-    case RF_OP_ROUTE:
-    case RF_OP_EXPERTS:
-    case RF_OP_MIX: ok = rfk_experts_fit(plan, op); break;
-    case RF_OP_HEADS:
-        ok = rows == tokens && op->in != op->out && op->n_in <= op->head_dim &&
-             rfk_fits(plan, op->in, tokens, (uint64_t)op->n_heads * op->head_dim) &&
-             rfk_fits(plan, op->out, tokens, (uint64_t)op->n_heads * (op->n_out + (uint64_t)op->head_dim - op->n_in)) &&
-             (op->n_in == op->head_dim || /* a head's int8 values are made as a row's */
-              plan->buffers[op->in].width == (uint64_t)op->n_heads * op->head_dim);
-        break;
-    case RF_OP_CONV:
-    case RF_OP_DELTA:
-    case RF_OP_SLICE: ok = rfk_recurrent_fits(plan, op); break;
-    default: break;
-    }
-    if (op->kind == RF_OP_KV_STORE || op->kind == RF_OP_ATTENTION)
-        ok = ok && s && s->n_kv_heads == op->n_kv_heads && s->head_dim == op->head_dim &&
-             s->head_dim_v == (op->flags & RF_OP_LATENT ? 0 : op->head_dim_v) && s->width == 0;
-    if (op->kind == RF_OP_ATTENTION && ok && s->window) ok = op->window && op->window <= s->window;
-    if (!ok) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its buffers, heads or state do not fit", err);
-    if (op->kind == RF_OP_DELTA && op->head_dim > RFK_MAX_HEAD)
-        return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "keys of heads of more than 256 values", err);
-    if (!rfk_is_known(op) && !rfk_is_plain_experts(op))
-        return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "a flag or field of it is not supported on this device", err);
-    const char *why = rfk_check_weights(plan, op);
+    const char *why = rf_op_check(plan, op);
+    if (why) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, why, err);
+    why = rfk_why_unsupported(plan, op);
     return why ? rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, why, err) : RF_OK;
 }
 
@@ -7211,12 +6968,19 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
 
 static uint64_t rfk_align(uint64_t n) { return (n + 255) & ~(uint64_t)255; }
 
+/* Keys and values of the op's heads are whole groups of RF_CACHE_Q8_0. */
+static int rfk_has_q8_heads(const rf_op *op) {
+    const uint32_t dim = op->kind == RF_OP_KV_STORE ? op->kv_store.head_dim : op->attention.head_dim,
+                   dim_v = op->kind == RF_OP_KV_STORE ? op->kv_store.head_dim_v : op->attention.head_dim_v;
+    return dim % 32 == 0 && dim_v % 32 == 0;
+}
+
 /* Point an op at the session's memory; the buffers must lie inside it. */
 static rf_result rfk_bind_op(rf_prepared *p, const rf_plan_bind *bind, uint32_t i, rf_error *err) {
     const rf_plan *plan = p->plan;
     const rf_op *op = &plan->ops[i];
     rfk_bound *b = &p->ops[i];
-    const uint32_t ids[4] = {op->in, op->in2, rf_op_in3(op), op->out};
+    const uint32_t ids[4] = {op->in, op->in2, op->in3, op->out};
     float **at[4] = {&b->in, &b->in2, &b->in3, &b->out};
     uint32_t *stride[4] = {&b->in_stride, &b->in2_stride, &b->in3_stride, &b->out_stride};
     for (int k = 0; k < 4; k++) {
@@ -7234,7 +6998,7 @@ static rf_result rfk_bind_op(rf_prepared *p, const rf_plan_bind *bind, uint32_t 
     b->n_cells = rf_state_cells(bind, op->state);
     uint64_t cells = (uint64_t)bind->n_seq * s->n_kv_heads * b->n_cells;
     if (bind->cache_type > RF_CACHE_Q8_0 ||
-        (bind->cache_type == RF_CACHE_Q8_0 && s->width == 0 && (op->head_dim % 32 || op->head_dim_v % 32)))
+        (bind->cache_type == RF_CACHE_Q8_0 && s->width == 0 && !rfk_has_q8_heads(op)))
         return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "its cache type, or that of heads of this size", err);
     if (cells == 0 && s->width == 0) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its state has too few cells", err);
     uint64_t offset = bind->state_offset[op->state],
@@ -7252,11 +7016,16 @@ static int rfk_takes_int8(const rf_plan *plan, const rf_op *op) {
     return op->kind == RF_OP_MATMUL && !rfk_is_float_type(plan->weights[op->weight].type);
 }
 
-/* Values that a matmul of any kind reads of a row of the step. */
-static uint64_t rfk_row_values(const rf_op *op) {
-    if (op->kind == RF_OP_HEADS) return (uint64_t)op->n_in * op->n_heads;
-    return op->n_in * (op->kind == RF_OP_EXPERTS && op->flags & RF_OP_PER_CHOICE ? (uint64_t)op->n_used : 1);
+/* Of a MATMUL, EXPERTS or HEADS: n_in, and how many such vectors it reads of a row of the step. */
+static uint32_t rfk_n_in(const rf_op *op) {
+    if (op->kind == RF_OP_HEADS) return op->heads.n_in;
+    return op->kind == RF_OP_EXPERTS ? op->experts.n_in : op->matmul.n_in;
 }
+static uint32_t rfk_n_vectors(const rf_op *op) {
+    if (op->kind == RF_OP_HEADS) return op->heads.n_heads;
+    return op->kind == RF_OP_EXPERTS && op->flags & RF_OP_PER_CHOICE ? op->experts.n_used : 1;
+}
+static uint64_t rfk_row_values(const rf_op *op) { return (uint64_t)rfk_n_in(op) * rfk_n_vectors(op); }
 
 /* The device's tiles of int8 multiply weights of this type. */
 static bool rfk_has_tiles(const rf_dev *d, uint32_t type) {
@@ -7267,7 +7036,7 @@ static bool rfk_has_tiles(const rf_dev *d, uint32_t type) {
 
 /* Values of the pieces that a row of the op's input is cut into where matrix units multiply it; 0: they do not. */
 static uint64_t rfk_piece_values(const rf_dev *d, const rf_plan *plan, const rf_op *op) {
-    if ((op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS) || op->n_in % RFK_HALVES_DEPTH) return 0;
+    if ((op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS) || rfk_n_in(op) % RFK_HALVES_DEPTH) return 0;
     const uint32_t type = plan->weights[op->weight].type;
     if (type == RF_TYPE_F16 && d->units_f16) return rfk_row_values(op) * RFK_PIECES(false);
     return type == RF_TYPE_BF16 && d->units_bf16 ? rfk_row_values(op) * RFK_PIECES(true) : 0;
@@ -7280,8 +7049,8 @@ static uint64_t rfk_piece_values(const rf_dev *d, const rf_plan *plan, const rf_
 static uint32_t rfk_tile_pairs(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
     if (op->kind != RF_OP_EXPERTS) return 0;
     if (!rfk_has_tiles(d, plan->weights[op->weight].type) && !rfk_piece_values(d, plan, op)) return 0;
-    const uint64_t pairs = rows * op->n_used;
-    return pairs >= 3 * (uint64_t)op->n_experts && pairs >> 31 == 0 ? (uint32_t)pairs : 0;
+    const uint64_t pairs = rows * op->experts.n_used;
+    return pairs >= 3 * (uint64_t)op->experts.n_experts && pairs >> 31 == 0 ? (uint32_t)pairs : 0;
 }
 /* Tiles of so many pairs at most. */
 static uint32_t rfk_pair_tiles(uint32_t pairs, uint32_t n_experts) { return pairs / RFK_PAIR_TILE + n_experts; }
@@ -7293,15 +7062,21 @@ static int rfk_reads_int8(const rf_plan *plan, const rf_op *op) {
             !rfk_is_float_type(plan->weights[op->weight].type));
 }
 
+/* Two ropes turn pairs by the same angles. */
+static int rfk_has_same_angles(const rf_op *a, const rf_op *b) {
+    return a->rope.n_rot == b->rope.n_rot && a->rope.table == b->rope.table && a->weight == b->weight &&
+           a->rope.scale == b->rope.scale;
+}
+
 /* b, right behind a, can be part of its launch: it reads nothing that a writes, and differs in what the kernels take
  * per part. */
 static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
     if (a->kind != b->kind || a->layer != b->layer || a->rows != b->rows || a->out == b->out) return 0;
     if (a->kind == RF_OP_MATMUL)
-        return a->in == b->in && a->n_in == b->n_in &&
+        return a->in == b->in && a->matmul.n_in == b->matmul.n_in &&
                plan->weights[a->weight].type == plan->weights[b->weight].type;
-    return a->kind == RF_OP_ROPE && a->table == b->table && a->extra == b->extra && a->extra_at == b->extra_at &&
-           a->head_dim == b->head_dim && a->n_rot == b->n_rot && a->flags == b->flags && a->scale == b->scale;
+    return a->kind == RF_OP_ROPE && rfk_has_same_angles(a, b) && a->rope.head_dim == b->rope.head_dim &&
+           a->flags == b->flags;
 }
 
 /* Nothing of what was in the op's output stays. */
@@ -7316,7 +7091,7 @@ static int rfk_read_as_int8(const rf_prepared *p, uint32_t i) {
     if (plan->ops[i].flags & RF_OP_ACCUMULATE || plan->buffers[buffer].rows == RF_ROWS_LOGITS) return 0;
     for (i++; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
-        if (op->in2 == buffer || rf_op_in3(op) == buffer) return 0;
+        if (op->in2 == buffer || op->in3 == buffer) return 0;
         if (op->in == buffer && (!rfk_reads_int8(plan, op) || p->ops[i].quantize)) return 0;
         if (op->out == buffer) return rfk_replaces(op);
     }
@@ -7339,26 +7114,26 @@ static void rfk_make_segments(rf_prepared *p) {
             sorted = NULL;
         }
         if (rfk_reads_int8(plan, op)) {
-            p->ops[i].quantize = held != op->in || held_n != op->n_in || held_for != op->kind;
-            held = op->in, held_n = op->n_in, held_for = op->kind;
+            p->ops[i].quantize = held != op->in || held_n != rfk_n_in(op) || held_for != op->kind;
+            held = op->in, held_n = rfk_n_in(op), held_for = op->kind;
         }
         if (rfk_tile_pairs(p->dev, plan, op, p->n_batch)) {
-            p->ops[i].sort = !sorted || sorted->in2 != op->in2 || sorted->n_used != op->n_used ||
-                             sorted->n_experts != op->n_experts;
+            p->ops[i].sort = !sorted || sorted->in2 != op->in2 || sorted->experts.n_used != op->experts.n_used ||
+                             sorted->experts.n_experts != op->experts.n_experts;
             sorted = op;
         }
         if (sorted && op->out == sorted->in2) sorted = NULL;
         if (op->out == held || op->kind == RF_OP_ATTENTION || op->kind == RF_OP_HEADS) held = RF_NONE;
-        uint32_t made = op->kind == RF_OP_RMS_NORM && op->n_heads == 1 ? op->n_in
-                        : op->kind == RF_OP_GLU                        ? op->n_out
-                                                                       : 0;
+        uint32_t made = op->kind == RF_OP_RMS_NORM && op->norm.n_groups == 1 ? op->norm.n
+                        : op->kind == RF_OP_GLU                             ? op->glu.n
+                                                                            : 0;
         if (op->kind == RF_OP_GLU && next && next->kind == RF_OP_EXPERTS && (i == 0 || op[-1].kind != RF_OP_EXPERTS))
             made = 0; /* it may be part of a matmul's launch */
         if (made && next && next->kind != RF_OP_HEADS && rfk_reads_int8(plan, next) && next->in == op->out &&
             rfk_row_values(next) == made) {
             p->ops[i].quantize = 1;
             p->ops[i].to_matmul = next->kind == RF_OP_MATMUL;
-            held = op->out, held_n = next->n_in, held_for = next->kind;
+            held = op->out, held_n = rfk_n_in(next), held_for = next->kind;
         }
         uint32_t most = op->kind == RF_OP_MATMUL ? RFK_PRODUCTS : op->kind == RF_OP_ROPE ? 2 : 1, n = 1;
         for (int joins = 1; joins && n < most && i + n < plan->n_ops;) {
@@ -7389,15 +7164,16 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
         const rf_op *op = &plan->ops[i];
         const uint32_t n_pairs = rfk_tile_pairs(p->dev, plan, op, p->n_batch);
         if (n_pairs > pairs) pairs = n_pairs;
-        if (n_pairs && rfk_pair_tiles(n_pairs, op->n_experts) > pair_tiles)
-            pair_tiles = rfk_pair_tiles(n_pairs, op->n_experts);
+        if (n_pairs && rfk_pair_tiles(n_pairs, op->experts.n_experts) > pair_tiles)
+            pair_tiles = rfk_pair_tiles(n_pairs, op->experts.n_experts);
         const uint64_t values =
             n_pairs || (op->kind == RF_OP_MATMUL && rows > RFK_FEW_COLS) ? rfk_piece_values(p->dev, plan, op) : 0;
         if (values > pieces) pieces = values;
-        if (values && rfk_row_values(op) / op->n_in > units) units = rfk_row_values(op) / op->n_in;
+        if (values && rfk_n_vectors(op) > units) units = rfk_n_vectors(op);
         if (rfk_reads_int8(plan, op) && rfk_row_values(op) > widest) widest = rfk_row_values(op);
-        if (op->kind == RF_OP_ATTENTION && op->n_heads > heads) heads = op->n_heads;
-        if (op->kind == RF_OP_ATTENTION && op->head_dim_v > dim) dim = op->head_dim_v;
+        if (op->kind != RF_OP_ATTENTION) continue;
+        if (op->attention.n_heads > heads) heads = op->attention.n_heads;
+        if (op->attention.head_dim_v > dim) dim = op->attention.head_dim_v;
     }
     p->split_cells = rfk_ceil_div(rfk_ceil_div(p->n_ctx, RFK_MAX_SPLITS), RFK_CELLS) * RFK_CELLS;
     if (p->split_cells < RFK_SPLIT_CELLS) p->split_cells = RFK_SPLIT_CELLS;
@@ -7468,7 +7244,7 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
 /* Op i is before `end`, and a product that rfk_rows can do. */
 static int rfk_takes_column(const rf_plan *plan, uint32_t i, uint32_t end) {
     const rf_op *op = &plan->ops[i];
-    return i < end && rfk_takes_int8(plan, op) && rfk_is_put(op) && op->n_in <= RFK_MAX_COLUMN && op->n_in % 64 == 0 &&
+    return i < end && rfk_takes_int8(plan, op) && op->matmul.n_in <= RFK_MAX_COLUMN && op->matmul.n_in % 64 == 0 &&
            rfk_weight_bytes(&plan->weights[op->weight]) >> 32 == 0;
 }
 
@@ -7482,10 +7258,28 @@ static bool rfk_is_other(const rf_plan *plan, uint32_t i) {
 static int rfk_is_dead(const rf_plan *plan, uint32_t i, uint32_t buffer) {
     for (; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
-        if (op->in == buffer || op->in2 == buffer || rf_op_in3(op) == buffer) return 0;
+        if (op->in == buffer || op->in2 == buffer || op->in3 == buffer) return 0;
         if (op->out == buffer) return rfk_replaces(op);
     }
     return plan->buffers[buffer].rows != RF_ROWS_LOGITS; /* those the host reads */
+}
+
+/* A norm as it can go with the ops behind it: in * weight / rms. */
+static int rfk_is_plain_norm(const rf_op *op) {
+    return op->kind == RF_OP_RMS_NORM && op->flags == 0 && op->weight != RF_NONE && op->bias == RF_NONE;
+}
+
+/* W in + bias. */
+static int rfk_is_plain_matmul(const rf_op *op) {
+    return op->flags == 0 && op->factor == RF_NONE && op->matmul.scale == 0 && op->matmul.softcap == 0;
+}
+
+/* g is silu(a) * b of the results of two products with weights of one type. */
+static int rfk_is_plain_glu(const rf_plan *plan, const rf_op *g, const rf_op *a, const rf_op *b) {
+    return g->kind == RF_OP_GLU && g->in == a->out && g->in2 == b->out && g->out == a->out && g->rows == a->rows &&
+           g->glu.n == a->matmul.n_out && g->glu.n == b->matmul.n_out && g->glu.in2_at == 0 &&
+           g->glu.activation == RF_ACT_SILU && g->factor == RF_NONE && rfk_is_plain_matmul(a) &&
+           rfk_is_plain_matmul(b) && plan->weights[a->weight].type == plan->weights[b->weight].type;
 }
 
 /* [gather] [norm] and up to three matmuls of one input [and the glu of two], from op i on. 0 ops: there is no such. */
@@ -7498,19 +7292,19 @@ static rfk_fused rfk_match_rows(const rf_prepared *p, uint32_t i, uint32_t end, 
     f = none;
     f.kind = RFK_FUSED_ROWS;
     f.first = i;
-    if (i + 1 < end && ops[i].kind == RF_OP_GATHER && rfk_is_plain(&ops[i], 0) && rfk_is_plain_norm(&ops[i + 1]) &&
-        ops[i + 1].in == ops[i].out && ops[i + 1].out == ops[i].out && ops[i + 1].n_heads == 1 &&
-        ops[i + 1].n_in == ops[i].n_out)
+    if (i + 1 < end && ops[i].kind == RF_OP_GATHER && rfk_is_plain_norm(&ops[i + 1]) &&
+        ops[i + 1].in == ops[i].out && ops[i + 1].out == ops[i].out && ops[i + 1].norm.n_groups == 1 &&
+        ops[i + 1].norm.n == ops[i].gather.n)
         f.gather = i++;
-    if (i < end && rfk_is_plain_norm(&ops[i]) && ops[i].n_heads == 1) f.norm = i++;
+    if (i < end && rfk_is_plain_norm(&ops[i]) && ops[i].norm.n_groups == 1) f.norm = i++;
     if (!rfk_takes_column(plan, i, end)) return none;
     const rf_op *m = &ops[i];
     uint32_t source = f.gather != RF_NONE ? ops[f.gather].in : f.norm != RF_NONE ? ops[f.norm].in : m->in;
-    if (f.norm != RF_NONE && (m->in != ops[f.norm].out || m->n_in != ops[f.norm].n_in)) return none;
+    if (f.norm != RF_NONE && (m->in != ops[f.norm].out || m->matmul.n_in != ops[f.norm].norm.n)) return none;
     f.products = i;
     while (rfk_takes_column(plan, i, end) && f.n_products < RFK_PRODUCTS) {
         const rf_op *op = &ops[i];
-        int joins = op->in == m->in && op->n_in == m->n_in && op->rows == m->rows && op->out != source &&
+        int joins = op->in == m->in && op->matmul.n_in == m->matmul.n_in && op->rows == m->rows && op->out != source &&
                     rfk_is_other(plan, i) == rfk_is_other(plan, f.products);
         for (uint32_t k = f.products; k < i; k++) joins = joins && ops[k].out != op->out;
         if (!joins) break;
@@ -7518,12 +7312,7 @@ static rfk_fused rfk_match_rows(const rf_prepared *p, uint32_t i, uint32_t end, 
         i++;
     }
     if (f.n_products == 0) return none;
-    const rf_op *g = i < end && ops[i].kind == RF_OP_GLU ? &ops[i] : NULL;
-    if (g && f.n_products == 2 && g->in == m->out && g->in2 == m[1].out && g->out == m->out &&
-        g->n_out == m->n_out && m[1].n_out == m->n_out && g->rows == m->rows && rfk_is_plain(g, 0) &&
-        rfk_is_plain(m, 0) && rfk_is_plain(&m[1], 0) &&
-        plan->weights[m->weight].type == plan->weights[m[1].weight].type)
-        f.glu = i++;
+    if (f.n_products == 2 && i < end && rfk_is_plain_glu(plan, &ops[i], m, m + 1)) f.glu = i++;
     /* a norm in place would overwrite what other blocks still read: then nobody else may want it */
     if (f.norm != RF_NONE && ops[f.norm].out == source && !rfk_is_dead(plan, i, source)) return none;
     f.is_int8 = f.norm == RF_NONE && source == int8_buffer;
@@ -7531,19 +7320,19 @@ static rfk_fused rfk_match_rows(const rf_prepared *p, uint32_t i, uint32_t end, 
     return f;
 }
 
-/* What turns the pairs of one turns those of the other. */
-static int rfk_has_same_angles(const rf_op *a, const rf_op *b) {
-    return a->n_rot == b->n_rot && a->table == b->table && a->extra == b->extra && a->extra_at == b->extra_at &&
-           a->scale == b->scale;
-}
-
 /* The attention of one row that goes with what is before it can do this one. */
 static int rfk_row_can_attend(const rf_prepared *p, const rf_op *op) {
-    const uint32_t dim = op->head_dim;
-    return !(op->flags & RF_OP_LATENT) && op->table == RF_NONE && op->temperature == 0 && op->head_dim_v == dim &&
-           op->n_heads / op->n_kv_heads <= RFK_QUERIES &&
+    const rf_attention_params *a = &op->attention;
+    const uint32_t dim = a->head_dim;
+    return !(op->flags & RF_OP_LATENT) && a->slopes == RF_NONE && a->temperature == 0 && a->head_dim_v == dim &&
+           a->n_heads / a->n_kv_heads <= RFK_QUERIES &&
            (p->cache_type == RF_CACHE_Q8_0 ? dim == 64 || dim == 128 || dim == 256
                                            : dim % 8 == 0 && dim <= RFK_MAX_HEAD);
+}
+
+/* Of what it can do, this needs nothing: no window, no softcap, no sinks. */
+static int rfk_is_plain_attention(const rf_op *op) {
+    return op->attention.window == 0 && op->attention.softcap == 0 && op->weight == RF_NONE;
 }
 
 /* [norms of queries and keys] ropes, store and attention, from op i on. */
@@ -7564,21 +7353,21 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
         ops[i + 2].kind != RF_OP_KV_STORE || ops[i + 3].kind != RF_OP_ATTENTION)
         return none;
     const rf_op *rope = &ops[i], *store = &ops[i + 2], *att = &ops[i + 3];
-    uint32_t q = att->in, k = store->in, dim = att->head_dim;
+    const rf_attention_params *a = &att->attention;
+    const uint32_t q = att->in, k = store->in, n_heads[2] = {a->n_heads, a->n_kv_heads};
     f.ropes = i, f.store = i + 2, f.attention = i + 3;
     f.n_ops = i + 4 - f.first;
     while (f.angles < p->n_ropes && !rfk_has_same_angles(rope, p->ropes[f.angles])) f.angles++;
-    int ok = f.angles < RFK_ROPES && rfk_is_plain(store, 0) && rfk_row_can_attend(p, att) && rope[0].out == q &&
-             rope[1].out == k && rope[0].n_heads == att->n_heads && rope[1].n_heads == att->n_kv_heads &&
-             store->state == att->state && store->in2 != q && store->in2 != k && q != k && att->out != q &&
-             att->out != k && att->out != store->in2 && rope[0].n_rot > 0;
+    int ok = f.angles < RFK_ROPES && !(store->flags & RF_OP_LATENT) && rfk_row_can_attend(p, att) && rope[0].out == q &&
+             rope[1].out == k && store->state == att->state && store->in2 != q && store->in2 != k && q != k &&
+             att->out != q && att->out != k && att->out != store->in2 && rope->rope.n_rot > 0;
     for (int r = 0; r < 2; r++)
-        ok = ok && !(rope[r].flags & RF_OP_LAST) && rope[r].head_dim == dim && rfk_has_same_angles(&rope[r], rope) &&
-             rope[r].flags == rope[0].flags && rfk_is_known(&rope[r]);
+        ok = ok && !(rope[r].flags & RF_OP_LAST) && rope[r].rope.head_dim == a->head_dim &&
+             rope[r].rope.n_heads == n_heads[r] && rfk_has_same_angles(&rope[r], rope) && rope[r].flags == rope->flags;
     for (int r = 0; r < 2 && f.norms[r] != RF_NONE; r++) {
         const rf_op *n = &ops[f.norms[r]];
-        ok = ok && n->in == (r ? k : q) && n->out == n->in && n->n_in == dim &&
-             n->n_heads == (r ? att->n_kv_heads : att->n_heads);
+        ok = ok && n->in == (r ? k : q) && n->out == n->in && n->norm.n == a->head_dim &&
+             n->norm.n_groups == n_heads[r];
     }
     ok = ok && rfk_is_dead(plan, i + 4, q) && rfk_is_dead(plan, i + 4, k);
     return ok ? f : none;
@@ -7615,15 +7404,15 @@ static void rfk_make_fused(rf_prepared *p) {
             int8_buffer = RF_NONE;
             if (f.kind == RFK_FUSED_ATTENTION) {
                 const rf_op *att = &plan->ops[f.attention], *next = att + 1;
-                uint32_t n = att->n_heads * att->head_dim;
                 if (f.angles == p->n_ropes) p->ropes[p->n_ropes++] = &plan->ops[f.ropes];
-                f.to_int8 = rfk_takes_column(plan, f.attention + 1, end) && next->in == att->out && next->n_in == n &&
-                            att->head_dim % 32 == 0;
+                f.to_int8 = rfk_takes_column(plan, f.attention + 1, end) && next->in == att->out &&
+                            next->matmul.n_in == att->attention.n_heads * att->attention.head_dim &&
+                            att->attention.head_dim % 32 == 0;
                 if (f.to_int8) int8_buffer = att->out;
             } else if (f.kind == RFK_FUSED_ROWS && f.glu != RF_NONE) {
                 const rf_op *glu = &plan->ops[f.glu], *next = glu + 1;
                 f.to_int8 = !f.is_int8 && rfk_takes_column(plan, f.glu + 1, end) && next->in == glu->out &&
-                            next->n_in == glu->n_out && rfk_rows_to_int8(p, glu->n_out);
+                            next->matmul.n_in == glu->glu.n && rfk_rows_to_int8(p, glu->glu.n);
                 if (f.to_int8) int8_buffer = glu->out;
             }
             p->fused[p->n_fused++] = f;
@@ -7640,7 +7429,8 @@ static void rfk_halve_norms(rf_prepared *p) {
         rfk_fused *f = &p->fused[i], *next = f + 1;
         if (f->kind != RFK_FUSED_ROWS || next->kind != RFK_FUSED_ROWS || next->norm == RF_NONE) continue;
         const rf_op *made = &ops[f->products], *norm = &ops[next->norm];
-        if (f->n_products != 1 || f->halved || made->n_out != norm->n_in || !rfk_rows_to_int8(p, made->n_out) ||
+        const uint32_t n = norm->norm.n;
+        if (f->n_products != 1 || f->halved || made->matmul.n_out != n || !rfk_rows_to_int8(p, n) ||
             made->out != (next->gather == RF_NONE ? norm->in : ops[next->gather].in))
             continue;
         f->to_norm = next->norm;
@@ -7651,9 +7441,11 @@ static void rfk_halve_norms(rf_prepared *p) {
 /* Splits of a decode step's attention: two blocks for each compute unit. */
 static void rfk_choose_row_splits(rf_prepared *p) {
     uint32_t kv_heads = 0;
-    for (uint32_t i = 0; i < p->n_fused; i++)
-        if (p->fused[i].kind == RFK_FUSED_ATTENTION && p->plan->ops[p->fused[i].attention].n_kv_heads > kv_heads)
-            kv_heads = p->plan->ops[p->fused[i].attention].n_kv_heads;
+    for (uint32_t i = 0; i < p->n_fused; i++) {
+        if (p->fused[i].kind != RFK_FUSED_ATTENTION) continue;
+        const rf_attention_params *a = &p->plan->ops[p->fused[i].attention].attention;
+        if (a->n_kv_heads > kv_heads) kv_heads = a->n_kv_heads;
+    }
     p->row_splits = kv_heads ? rfk_ceil_div(2 * (uint64_t)p->dev->info.compute_units, kv_heads) : 1;
     if (p->row_splits > RFK_ROW_SPLITS) p->row_splits = RFK_ROW_SPLITS;
     if (p->row_splits == 0) p->row_splits = 1;
@@ -7705,8 +7497,8 @@ static uint64_t rfk_shape_of(const rf_prepared *p) {
             rfk_mix_in(&hash, (uint64_t)f->n_products << 2 | (uint64_t)(f->glu != RF_NONE) << 1 | (f->norm != RF_NONE));
             for (uint32_t k = f->products; k < f->products + f->n_products; k++) {
                 const rf_op *op = &p->plan->ops[k];
-                rfk_mix_in(&hash, (uint64_t)p->plan->weights[op->weight].type << 32 | op->n_in);
-                rfk_mix_in(&hash, op->n_out);
+                rfk_mix_in(&hash, (uint64_t)p->plan->weights[op->weight].type << 32 | op->matmul.n_in);
+                rfk_mix_in(&hash, op->matmul.n_out);
             }
         }
     }
@@ -7973,10 +7765,7 @@ static rf_result rfk_go_config(const rfk_launching *l, K kernel, const rfk_confi
     if (!l->p->capturing) rfk_count(l->p, 1);
     if (e == hipSuccess) return RF_OK;
     char what[128];
-    const rf_plan *plan = l->p->plan;
-    snprintf(what, sizeof what, "op %u (%s%s%s)", l->index, rfk_op_name(l->op->kind),
-             l->op->weight < plan->n_weights ? " " : "",
-             l->op->weight < plan->n_weights ? plan->weights[l->op->weight].name : "");
+    rfk_describe_op(l->p->plan, l->op, what, sizeof what);
     return rfk_check(l->p->dev, l->err, e, "hipLaunchKernel", what, l->index);
 }
 
@@ -8013,11 +7802,10 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
     a.rows = l->p->rows;
     a.out = l->b.out;
     a.out_stride = l->b.out_stride;
-    a.n_out = l->op->n_out;
-    a.weight_row = l->op->weight_row;
+    a.n_out = l->op->embed.n;
     a.by_position = (l->op->flags & RF_OP_POSITIONS) != 0;
     a.accumulate = (l->op->flags & RF_OP_ACCUMULATE) != 0;
-    a.scale = l->op->scale != 0 ? l->op->scale : 1.0f;
+    a.scale = l->op->embed.scale != 0 ? l->op->embed.scale : 1.0f;
     uint32_t n = rfk_is_float_type(type) ? a.n_out : a.n_out / 32;
     rf_result r = rfk_go(l, rfk_find_embed(type), dim3(rfk_ceil_div(n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
     for (uint32_t t = 0; r == RF_OK && !a.by_position && t < l->n_rows; t++) /* rows that bring their own values */
@@ -8047,16 +7835,16 @@ static rfk_int8_rows rfk_rows_for_next(const rfk_launching *l, uint32_t n) {
 static rfk_norm_args rfk_make_norm(const rfk_launching *l) {
     rfk_norm_args a;
     a.w = rfk_vector(l->p, l->op->weight, 0, &a.w_type);
-    a.b = rfk_vector(l->p, l->op->extra, 0, &a.b_type);
+    a.b = rfk_vector(l->p, l->op->bias, 0, &a.b_type);
     a.center = (l->op->flags & RF_OP_CENTER) != 0;
     a.accumulate = (l->op->flags & RF_OP_ACCUMULATE) != 0;
     a.in = l->b.in;
     a.out = rfk_skips_floats(l) ? NULL : l->b.out;
     a.in_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
-    a.n = l->op->n_in;
+    a.n = l->op->norm.n;
     a.w_head = l->op->flags & RF_OP_EACH_HEAD ? a.n : 0;
-    a.eps = l->op->eps;
+    a.eps = l->op->norm.eps;
     a.to = rfk_rows_for_next(l, a.n);
     return a;
 }
@@ -8071,7 +7859,7 @@ static bool rfk_is_simple_norm(const rfk_norm_args *a) {
 
 static rf_result rfk_run_rms_norm(const rfk_launching *l) {
     const rfk_norm_args a = rfk_make_norm(l);
-    const dim3 grid(l->n_rows, l->op->n_heads);
+    const dim3 grid(l->n_rows, l->op->norm.n_groups);
     if (a.n >= 4 * RFK_BLOCK && rfk_is_simple_norm(&a)) /* four values for every thread */
         return rfk_go(l, RFK_BY_WAVE(l, (rfk_rms_norm_wide<32>), (rfk_rms_norm_wide<64>)), grid, RFK_BLOCK, a);
     return rfk_go(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), grid, RFK_BLOCK, a);
@@ -8129,8 +7917,7 @@ static bool rfk_find_op(const rfk_launching *l, uint32_t i, rfk_launching *to) {
     to->op = &plan->ops[i];
     to->index = i;
     to->b = l->p->ops[i];
-    to->n_rows =
-        to->op->rows == RF_ROWS_LOGITS || to->op->kind == RF_OP_GATHER ? l->step->n_logits : l->step->n_rows;
+    to->n_rows = to->op->rows == RF_ROWS_LOGITS ? l->step->n_logits : l->step->n_rows;
     if (to->op->in < plan->n_buffers) to->b.in = rfk_at_step(l, to->b.in, to->op->in);
     if (to->op->in2 < plan->n_buffers) to->b.in2 = rfk_at_step(l, to->b.in2, to->op->in2);
     if (to->op->out < plan->n_buffers) to->b.out = rfk_at_step(l, to->b.out, to->op->out);
@@ -8148,16 +7935,16 @@ static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, ui
             const rfk_bound *b = &l->p->ops[l->index + i];
             p->w = l->p->table->slots[op->weight].w;
             p->type = l->p->plan->weights[op->weight].type;
-            p->bias = rfk_vector(l->p, op->extra, op->extra_at, &p->bias_type);
-            p->factor = rfk_vector(l->p, op->extra2, 0, &p->factor_type);
-            p->scale = op->scale != 0 ? op->scale : 1.0f;
-            p->softcap = op->softcap;
+            p->bias = rfk_vector(l->p, op->bias, op->matmul.first_row, &p->bias_type);
+            p->factor = rfk_vector(l->p, op->factor, 0, &p->factor_type);
+            p->scale = op->matmul.scale != 0 ? op->matmul.scale : 1.0f;
+            p->softcap = op->matmul.softcap;
             p->out = rfk_at_step(l, b->out, op->out);
             p->out_stride = b->out_stride;
-            p->row0 = op->weight_row;
-            p->n_out = op->n_out;
+            p->row0 = op->matmul.first_row;
+            p->n_out = op->matmul.n_out;
             p->accumulate = (op->flags & RF_OP_ACCUMULATE) != 0;
-            end += rfk_ceil_div(op->n_out, rows);
+            end += rfk_ceil_div(op->matmul.n_out, rows);
         }
         p->end_block = end;
     }
@@ -8194,8 +7981,8 @@ static rf_result rfk_run_join(rfk_launching *l, const rfk_tiles_args *t, uint32_
     if (l->together == 1 && l->index + 1 < l->end &&
         !rf_op_begins_segment(l->p->plan, l->index + 1) && /* calls end there or not: bits must not depend on it */
         !p->bias && !p->factor && p->softcap == 0 &&
-        rfk_find_op(l, l->index + 1, &next) && next.op->kind == RF_OP_RMS_NORM && next.op->n_heads == 1 &&
-        next.b.in == p->out && next.op->n_in == p->n_out && next.n_rows == t->m.n_cols) {
+        rfk_find_op(l, l->index + 1, &next) && next.op->kind == RF_OP_RMS_NORM && next.op->norm.n_groups == 1 &&
+        next.b.in == p->out && next.op->norm.n == p->n_out && next.n_rows == t->m.n_cols) {
         rfk_join_norm_args a;
         a.t = *t;
         a.norm = rfk_make_norm(&next);
@@ -8278,13 +8065,13 @@ static rf_result rfk_run_matmul(rfk_launching *l) {
     a.x = l->b.in;
     a.x8 = l->p->x8;
     a.x_stride = l->b.in_stride;
-    a.n_in = op->n_in;
+    a.n_in = op->matmul.n_in;
     a.n_cols = l->n_rows;
-    a.aligned = op->n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
+    a.aligned = op->matmul.n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
     const bool bfloats = !rfk_is_float_type(type) && rfk_takes_bfloats(l->p->dev, a.n_in, a.n_cols);
     if (bfloats) a.x8.bfloats = a.n_cols;
     rf_result r = RF_OK;
-    if (l->b.quantize) r = rfk_run_quantize(l, a.x8, l->n_rows, l->b.in_stride, op->n_in);
+    if (l->b.quantize) r = rfk_run_quantize(l, a.x8, l->n_rows, l->b.in_stride, op->matmul.n_in);
     if (r != RF_OK) return r;
     if (bfloats) return rfk_run_bfloats(l, &a);
     bool tiles = a.n_cols > RFK_FEW_COLS;
@@ -8305,30 +8092,32 @@ static rf_result rfk_run_matmul(rfk_launching *l) {
 
 static rf_result rfk_run_rope(const rfk_launching *l) {
     const rf_op *op = l->op;
+    const rf_rope_params *r = &op->rope;
     rfk_rope_args a;
-    if (op->n_rot == 0) return RF_OK;
+    if (r->n_rot == 0) return RF_OK;
     for (uint32_t i = 0; i < 2; i++) {
         uint32_t k = i < l->together ? i : 0;
         a.x[i] = rfk_at_step(l, l->p->ops[l->index + k].out, op[k].out);
-        if (op->flags & RF_OP_LAST) a.x[i] += op->head_dim - op->n_rot;
+        if (op->flags & RF_OP_LAST) a.x[i] += r->head_dim - r->n_rot;
         a.stride[i] = l->p->ops[l->index + k].out_stride;
-        a.n_heads[i] = i < l->together ? op[k].n_heads : 0;
+        a.n_heads[i] = i < l->together ? op[k].rope.n_heads : 0;
     }
-    a.table = l->p->tables + op->table;
-    a.freqs = rfk_vector(l->p, op->extra, op->extra_at, &a.freqs_type);
+    a.table = l->p->tables + r->table;
+    a.freqs = rfk_vector(l->p, op->weight, 0, &a.freqs_type);
     a.rows = l->p->rows;
-    a.head_dim = op->head_dim;
-    a.n_rot = op->n_rot;
+    a.head_dim = r->head_dim;
+    a.n_rot = r->n_rot;
     a.neox = (op->flags & RF_OP_NEOX) != 0;
-    a.scale = op->scale;
-    a.group = op->n_rot / 2 < RFK_BLOCK ? op->n_rot / 2 : RFK_BLOCK;
+    a.scale = r->scale;
+    a.group = r->n_rot / 2 < RFK_BLOCK ? r->n_rot / 2 : RFK_BLOCK;
     dim3 grid(l->n_rows, rfk_ceil_div(a.n_heads[0] + (uint64_t)a.n_heads[1], RFK_ROPE_HEADS * (RFK_BLOCK / a.group)),
-              rfk_ceil_div(op->n_rot / 2, RFK_BLOCK));
+              rfk_ceil_div(r->n_rot / 2, RFK_BLOCK));
     return rfk_go(l, rfk_rope, grid, RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_kv_store(const rfk_launching *l) {
     const rf_op *op = l->op;
+    const rf_kv_store_params *s = &op->kv_store;
     rfk_store_args a;
     a.k = l->b.in;
     a.v = l->b.in2;
@@ -8337,41 +8126,41 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
     a.rows = l->p->rows;
     a.k_stride = l->b.in_stride;
     a.v_stride = l->b.in2_stride;
-    a.n_kv_heads = op->n_kv_heads;
-    a.head_dim = op->head_dim;
-    a.head_dim_v = op->head_dim_v;
+    a.n_kv_heads = s->n_kv_heads;
+    a.head_dim = s->head_dim;
+    a.head_dim_v = s->head_dim_v;
     a.n_cells = l->b.n_cells;
     if (l->p->cache_type == RF_CACHE_Q8_0) {
         const bool latent = op->flags & RF_OP_LATENT;
-        const uint64_t n = (uint64_t)op->n_kv_heads * (op->head_dim + (latent ? 0 : op->head_dim_v));
+        const uint64_t n = (uint64_t)s->n_kv_heads * (s->head_dim + (latent ? 0 : s->head_dim_v));
         void (*rows)(rfk_store_args) = RFK_BY_WAVE(l, (rfk_q8_store<32, false>), (rfk_q8_store<64, false>));
         void (*keys)(rfk_store_args) = RFK_BY_WAVE(l, (rfk_q8_store<32, true>), (rfk_q8_store<64, true>));
         return rfk_go(l, latent ? keys : rows, dim3(rfk_ceil_div(n, 4 * RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
     }
     if (op->flags & RF_OP_LATENT) {
-        dim3 grid(rfk_ceil_div((uint64_t)op->n_kv_heads * op->head_dim, RFK_BLOCK), l->n_rows);
+        dim3 grid(rfk_ceil_div((uint64_t)s->n_kv_heads * s->head_dim, RFK_BLOCK), l->n_rows);
         return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? rfk_latent_store<float> : rfk_latent_store<uint16_t>, grid,
                       RFK_BLOCK, a);
     }
-    const uint32_t per = op->head_dim % 4 == 0 && op->head_dim_v % 4 == 0 ? 4 : 1;
+    const uint32_t per = s->head_dim % 4 == 0 && s->head_dim_v % 4 == 0 ? 4 : 1;
     void (*full)(rfk_store_args) = per == 4 ? rfk_kv_store<float, 4> : rfk_kv_store<float, 1>;
     void (*half)(rfk_store_args) = per == 4 ? rfk_kv_store<uint16_t, 4> : rfk_kv_store<uint16_t, 1>;
-    dim3 grid(rfk_ceil_div((uint64_t)op->n_kv_heads * (op->head_dim + op->head_dim_v), RFK_BLOCK * per), l->n_rows);
+    dim3 grid(rfk_ceil_div((uint64_t)s->n_kv_heads * (s->head_dim + s->head_dim_v), RFK_BLOCK * per), l->n_rows);
     return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? full : half, grid, RFK_BLOCK, a);
 }
 
 /* A prompt: tiles of queries and positions pay when the rows of a sequence are many. Quantized keys and values are two
  * halves each, the second of which may be subnormal. */
 static bool rfk_takes_flash(const rfk_launching *l) {
-    const rf_op *op = l->op;
+    const rf_attention_params *a = &l->op->attention;
     uint32_t runs = 1;
     if (l->p->dev->wrong_units & RFK_WRONG_HALVES) return false;
     for (uint32_t t = 1; t < l->n_rows; t++) runs += l->step->rows[t].seq != l->step->rows[t - 1].seq;
-    return !(op->flags & RF_OP_LATENT) && op->table == RF_NONE && op->temperature == 0 && l->n_rows > RFK_SPLIT_ROWS &&
-           l->n_rows >= 8 * runs && l->p->cache_type != RF_CACHE_F32 &&
+    return !(l->op->flags & RF_OP_LATENT) && a->slopes == RF_NONE && a->temperature == 0 &&
+           l->n_rows > RFK_SPLIT_ROWS && l->n_rows >= 8 * runs && l->p->cache_type != RF_CACHE_F32 &&
            (l->p->cache_type == RF_CACHE_Q8_0 ? l->p->dev->units_f16 : l->p->dev->has_units) &&
-           op->head_dim == op->head_dim_v && op->head_dim % 16 == 0 && op->head_dim <= RFK_FLASH_HEAD &&
-           op->n_heads / op->n_kv_heads <= 16 * RFK_FLASH_WAVES;
+           a->head_dim == a->head_dim_v && a->head_dim % 16 == 0 && a->head_dim <= RFK_FLASH_HEAD &&
+           a->n_heads / a->n_kv_heads <= 16 * RFK_FLASH_WAVES;
 }
 
 template <int HEAD> static void (*rfk_find_flash(const rfk_launching *l))(rfk_attention_args) {
@@ -8394,8 +8183,9 @@ template <uint32_t HEAD> static void (*rfk_find_attention(const rfk_launching *l
 
 static rf_result rfk_run_attention(const rfk_launching *l) {
     const rf_op *op = l->op;
+    const rf_attention_params *att = &op->attention;
     rf_prepared *p = l->p;
-    uint32_t longest = 0, group = op->n_heads / op->n_kv_heads;
+    uint32_t longest = 0, group = att->n_heads / att->n_kv_heads;
     for (uint32_t t = 0; t < l->n_rows; t++)
         if ((uint32_t)l->step->rows[t].pos + 1 > longest) longest = (uint32_t)l->step->rows[t].pos + 1;
     bool split = l->n_rows <= RFK_SPLIT_ROWS && longest > p->split_cells;
@@ -8403,58 +8193,58 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     a.q = l->b.in;
     a.k = l->b.k;
     a.v = op->flags & RF_OP_LATENT ? l->b.k : l->b.v;
-    a.v_row = op->flags & RF_OP_LATENT ? op->head_dim : op->head_dim_v;
+    a.v_row = op->flags & RF_OP_LATENT ? att->head_dim : att->head_dim_v;
     a.out = l->b.out;
     a.part = split ? p->part : NULL;
-    a.slopes = op->table == RF_NONE ? NULL : p->tables + op->table;
-    a.sinks = rfk_vector(p, op->extra, 0, &a.sinks_type);
+    a.slopes = att->slopes == RF_NONE ? NULL : p->tables + att->slopes;
+    a.sinks = rfk_vector(p, op->weight, 0, &a.sinks_type);
     a.rows = p->rows;
     a.q_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
     a.n_rows = l->n_rows;
     a.heads_per_block = group < RFK_QUERIES ? group : RFK_QUERIES;
     a.rows_per_block = RFK_QUERIES / a.heads_per_block;
-    a.n_heads = op->n_heads;
-    a.n_kv_heads = op->n_kv_heads;
-    a.head_dim = op->head_dim;
-    a.head_dim_v = op->head_dim_v;
+    a.n_heads = att->n_heads;
+    a.n_kv_heads = att->n_kv_heads;
+    a.head_dim = att->head_dim;
+    a.head_dim_v = att->head_dim_v;
     a.n_cells = l->b.n_cells;
     a.max_splits = p->max_splits;
     a.split_cells = split ? p->split_cells : p->n_ctx;
-    a.scale = op->scale;
-    a.softcap = op->softcap;
-    a.window = op->window;
-    a.temperature = op->temperature;
-    a.temperature_length = op->temperature_length;
+    a.scale = att->scale;
+    a.softcap = att->softcap;
+    a.window = att->window;
+    a.temperature = att->temperature;
+    a.temperature_length = att->temperature_length;
     if (rfk_takes_flash(l)) {
         a.rows_per_block = 16 * RFK_FLASH_WAVES / group;
-        const uint32_t blocks = rfk_ceil_div(l->n_rows, a.rows_per_block) * op->n_kv_heads,
+        const uint32_t blocks = rfk_ceil_div(l->n_rows, a.rows_per_block) * att->n_kv_heads,
                        units = p->dev->info.compute_units;
         a.turn = blocks <= 2 * units ? units : blocks;
-        return rfk_go(l, op->head_dim <= 64 ? rfk_find_flash<64>(l) : rfk_find_flash<RFK_FLASH_HEAD>(l), dim3(blocks),
+        return rfk_go(l, att->head_dim <= 64 ? rfk_find_flash<64>(l) : rfk_find_flash<RFK_FLASH_HEAD>(l), dim3(blocks),
                       RFK_FLASH_WAVES * p->dev->wave, a);
     }
-    dim3 grid(rfk_ceil_div(l->n_rows, a.rows_per_block), op->n_kv_heads * rfk_ceil_div(group, a.heads_per_block),
+    dim3 grid(rfk_ceil_div(l->n_rows, a.rows_per_block), att->n_kv_heads * rfk_ceil_div(group, a.heads_per_block),
               rfk_ceil_div(longest, a.split_cells));
-    bool wide = op->head_dim > RFK_MAX_HEAD || op->head_dim_v > RFK_MAX_HEAD;
+    bool wide = att->head_dim > RFK_MAX_HEAD || att->head_dim_v > RFK_MAX_HEAD;
     rf_result r = rfk_go(l, wide ? rfk_find_attention<RFK_LATENT_HEAD>(l) : rfk_find_attention<RFK_MAX_HEAD>(l), grid,
                          RFK_BLOCK, a);
-    if (r == RF_OK && split) r = rfk_go(l, rfk_attention_join, dim3(l->n_rows, op->n_heads), RFK_BLOCK, a);
+    if (r == RF_OK && split) r = rfk_go(l, rfk_attention_join, dim3(l->n_rows, att->n_heads), RFK_BLOCK, a);
     return r;
 }
 
 static rf_result rfk_run_glu(const rfk_launching *l) {
     rfk_glu_args a;
     a.gate = l->b.in;
-    a.up = l->op->in2 == RF_NONE ? NULL : l->b.in2 + l->op->extra_at;
-    a.factor = rfk_vector(l->p, l->op->extra, 0, &a.factor_type);
-    a.limit = l->op->softcap;
-    a.activation = l->op->activation;
+    a.up = l->op->in2 == RF_NONE ? NULL : l->b.in2 + l->op->glu.in2_at;
+    a.factor = rfk_vector(l->p, l->op->factor, 0, &a.factor_type);
+    a.limit = l->op->glu.limit;
+    a.activation = l->op->glu.activation;
     a.out = l->b.out;
     a.gate_stride = l->b.in_stride;
     a.up_stride = l->b.in2_stride;
     a.out_stride = l->b.out_stride;
-    a.n = l->op->n_out;
+    a.n = l->op->glu.n;
     a.to = rfk_rows_for_next(l, a.n);
     if (rfk_skips_floats(l)) a.out = NULL;
     return rfk_go(l, RFK_BY_WAVE(l, (rfk_glu<32>), (rfk_glu<64>)), dim3(rfk_ceil_div(a.n, 4 * RFK_BLOCK), l->n_rows),
@@ -8468,7 +8258,7 @@ static rf_result rfk_run_gather(const rfk_launching *l) {
     a.logit_rows = l->p->logit_rows;
     a.in_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
-    a.n = l->op->n_out;
+    a.n = l->op->gather.n;
     return rfk_go(l, rfk_gather, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
 }
 
@@ -8478,7 +8268,7 @@ static rf_result rfk_run_argmax(const rfk_launching *l) {
     a.out = l->b.out;
     a.in_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
-    a.n = l->op->n_in;
+    a.n = l->op->argmax.n;
     a.part = l->n_rows == 1 && a.n > RFK_ARGMAX_PARTS * RFK_ARGMAX_BLOCK ? l->p->best : NULL;
     a.n_parts = a.part ? RFK_ARGMAX_PARTS : 1;
     rf_result r = rfk_go(l, RFK_BY_WAVE(l, (rfk_argmax<32>), (rfk_argmax<64>)), dim3(l->n_rows, a.n_parts),
@@ -8491,16 +8281,16 @@ static rf_result rfk_run_route(const rfk_launching *l) {
     const rf_op *op = l->op;
     rfk_route_args a;
     a.logits = l->b.in;
-    a.bias = rfk_vector(l->p, op->extra, 0, &a.bias_type);
+    a.bias = rfk_vector(l->p, op->bias, 0, &a.bias_type);
     a.out = l->b.out;
     a.in_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
-    a.n_experts = op->n_experts;
-    a.n_used = op->n_used;
-    a.n_groups = op->n_groups;
-    a.n_groups_used = op->n_groups_used;
+    a.n_experts = op->route.n_experts;
+    a.n_used = op->route.n_used;
+    a.n_groups = op->route.n_groups;
+    a.n_groups_used = op->route.n_groups_used;
     a.flags = op->flags;
-    a.scale = op->scale;
+    a.scale = op->route.scale;
     return rfk_go(l, RFK_BY_WAVE(l, rfk_route<32>, rfk_route<64>), dim3(l->n_rows), l->p->dev->wave, a);
 }
 
@@ -8535,7 +8325,7 @@ static rf_result rfk_run_pair_halves(const rfk_launching *l, const rfk_pair_tile
 
 /* Experts of many pairs. Depths are not cut: a pair's results do not depend on what else is in the step. */
 static rf_result rfk_run_pair_tiles(const rfk_launching *l, const rfk_experts_args *e, uint32_t n_pairs) {
-    const uint32_t type = l->p->plan->weights[l->op->weight].type, n_experts = l->op->n_experts,
+    const uint32_t type = l->p->plan->weights[l->op->weight].type, n_experts = l->op->experts.n_experts,
                    n_tiles = rfk_pair_tiles(n_pairs, n_experts);
     if (l->b.sort) {
         rfk_sort_args z = {e->route, l->p->lists, e->route_stride, e->n_used, n_pairs};
@@ -8565,9 +8355,9 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
     const uint32_t type = p->plan->weights[op->weight].type;
     rfk_experts_args a;
     a.w = p->table->experts + op->weight;
-    a.bias = rfk_vector(p, op->extra, 0, &a.bias_type);
-    a.factor = rfk_vector(p, op->extra2, 0, &a.factor_type);
-    a.row0 = op->weight_row;
+    a.bias = rfk_vector(p, op->bias, 0, &a.bias_type);
+    a.factor = rfk_vector(p, op->factor, 0, &a.factor_type);
+    a.row0 = op->experts.first_row;
     a.x = l->b.in;
     a.route = l->b.in2;
     a.x8 = p->x8;
@@ -8575,14 +8365,14 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
     a.x_stride = l->b.in_stride;
     a.route_stride = l->b.in2_stride;
     a.out_stride = l->b.out_stride;
-    a.n_in = op->n_in;
-    a.n_out = op->n_out;
-    a.n_used = op->n_used;
+    a.n_in = op->experts.n_in;
+    a.n_out = op->experts.n_out;
+    a.n_used = op->experts.n_used;
     a.per_choice = (op->flags & RF_OP_PER_CHOICE) != 0;
-    a.x_choice = op->n_in;
-    a.out_choice = op->n_out;
+    a.x_choice = op->experts.n_in;
+    a.out_choice = op->experts.n_out;
     memset(&a.heads, 0, sizeof a.heads);
-    a.aligned = op->n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
+    a.aligned = op->experts.n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
     if (l->b.quantize) {
         rf_result r = rfk_run_quantize(l, p->x8, l->n_rows, l->b.in_stride, (uint32_t)rfk_row_values(op));
         if (r != RF_OK) return r;
@@ -8609,8 +8399,9 @@ static rfk_experts_kernel rfk_find_across(uint32_t type) {
 /* The kernels of experts, for a choice of which each takes its own rows of one matrix. */
 static rf_result rfk_run_heads(const rfk_launching *l) {
     const rf_op *op = l->op;
+    const rf_heads_params *h = &op->heads;
     rf_prepared *p = l->p;
-    const uint32_t type = p->plan->weights[op->weight].type, rest = op->head_dim - op->n_in;
+    const uint32_t type = p->plan->weights[op->weight].type, rest = h->head_dim - h->n_in;
     rfk_experts_args a;
     memset(&a, 0, sizeof a);
     a.heads = p->table->slots[op->weight].w;
@@ -8619,18 +8410,18 @@ static rf_result rfk_run_heads(const rfk_launching *l) {
     a.out = l->b.out;
     a.x_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
-    a.n_in = op->n_in;
-    a.n_out = op->n_out;
-    a.n_used = op->n_heads;
+    a.n_in = h->n_in;
+    a.n_out = h->n_out;
+    a.n_used = h->n_heads;
     a.per_choice = 1;
-    a.x_choice = op->head_dim;
-    a.out_choice = op->n_out + rest;
-    a.row0 = op->weight_row;
-    a.head_rows = op->head_rows;
-    a.aligned = op->n_in % 8 == 0 && a.x_stride % 4 == 0 && a.x_choice % 4 == 0 && (size_t)l->b.in % 16 == 0;
+    a.x_choice = h->head_dim;
+    a.out_choice = h->n_out + rest;
+    a.row0 = h->first_row;
+    a.head_rows = h->head_rows;
+    a.aligned = h->n_in % 8 == 0 && a.x_stride % 4 == 0 && a.x_choice % 4 == 0 && (size_t)l->b.in % 16 == 0;
     rf_result r = RF_OK;
-    if (l->b.quantize && rest) r = rfk_run_quantize(l, p->x8, l->n_rows * op->n_heads, op->head_dim, op->n_in);
-    else if (l->b.quantize) r = rfk_run_quantize(l, p->x8, l->n_rows, l->b.in_stride, op->n_in * op->n_heads);
+    if (l->b.quantize && rest) r = rfk_run_quantize(l, p->x8, l->n_rows * h->n_heads, h->head_dim, h->n_in);
+    else if (l->b.quantize) r = rfk_run_quantize(l, p->x8, l->n_rows, l->b.in_stride, h->n_in * h->n_heads);
     if (r == RF_OK && op->flags & RF_OP_ACROSS)
         r = rfk_go(l, rfk_find_across(type),
                    dim3(rfk_ceil_div(a.n_out, rfk_is_float_type(type) ? RFK_BLOCK : RFK_ACROSS_COLS), a.n_used,
@@ -8640,11 +8431,12 @@ static rf_result rfk_run_heads(const rfk_launching *l) {
                    dim3(rfk_ceil_div(a.n_out, RFK_MATVEC_WAVES), a.n_used, l->n_rows),
                    RFK_MATVEC_WAVES * p->dev->wave, a);
     if (r != RF_OK || rest == 0) return r;
-    return rfk_go(l, rfk_rest, dim3(rfk_ceil_div((uint64_t)rest * op->n_heads, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    return rfk_go(l, rfk_rest, dim3(rfk_ceil_div((uint64_t)rest * h->n_heads, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_mix(const rfk_launching *l) {
     const rf_op *op = l->op;
+    const rf_mix_params *m = &op->mix;
     rfk_mix_args a;
     a.in = l->b.in;
     a.route = l->b.in2;
@@ -8652,11 +8444,11 @@ static rf_result rfk_run_mix(const rfk_launching *l) {
     a.in_stride = l->b.in_stride;
     a.route_stride = l->b.in2_stride;
     a.out_stride = l->b.out_stride;
-    a.n = op->n_out;
-    a.n_used = op->n_used;
+    a.n = m->n;
+    a.n_used = m->n_used;
     a.accumulate = (op->flags & RF_OP_ACCUMULATE) != 0;
     a.sigmoid = (op->flags & RF_OP_SIGMOID) != 0;
-    a.scale = op->scale != 0 ? op->scale : 1;
+    a.scale = m->scale != 0 ? m->scale : 1;
     return rfk_go(l, rfk_mix, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
 }
 
@@ -8664,17 +8456,17 @@ static rf_result rfk_run_conv(const rfk_launching *l) {
     const rf_op *op = l->op;
     rfk_conv_args a;
     a.in = l->b.in;
-    a.w = rfk_vector(l->p, op->weight, (uint64_t)op->weight_row * op->n_in, &a.w_type);
-    a.bias = rfk_vector(l->p, op->extra, 0, &a.bias_type);
+    a.w = rfk_vector(l->p, op->weight, 0, &a.w_type);
+    a.bias = rfk_vector(l->p, op->bias, 0, &a.bias_type);
     a.out = l->b.out;
     a.state = (float *)(void *)l->b.k;
     a.rows = l->p->rows;
     a.in_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
     a.n_rows = l->n_rows;
-    a.n = op->n_out;
-    a.n_taps = op->n_in;
-    a.activation = op->activation;
+    a.n = op->conv.n;
+    a.n_taps = op->conv.n_taps;
+    a.activation = op->conv.activation;
     return rfk_go(l, rfk_conv, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->p->n_seq), RFK_BLOCK, a);
 }
 
@@ -8690,8 +8482,8 @@ static rf_result rfk_run_delta(const rfk_launching *l) {
     a.in = l->b.in;
     a.beta = l->b.in2;
     a.alpha = l->b.in3;
-    a.a = rfk_vector(l->p, op->extra, 0, &a.a_type);
-    a.b = rfk_vector(l->p, op->extra2, 0, &a.b_type);
+    a.a = rfk_vector(l->p, op->weight, 0, &a.a_type);
+    a.b = rfk_vector(l->p, op->bias, 0, &a.b_type);
     a.out = l->b.out;
     a.state = (float *)(void *)l->b.k;
     a.rows = l->p->rows;
@@ -8700,28 +8492,28 @@ static rf_result rfk_run_delta(const rfk_launching *l) {
     a.alpha_stride = l->b.in3_stride;
     a.out_stride = l->b.out_stride;
     a.n_rows = l->n_rows;
-    a.n_heads = op->n_heads;
-    a.n_k_heads = op->n_kv_heads;
-    a.head_dim = op->head_dim;
-    a.head_dim_v = op->head_dim_v;
+    a.n_heads = op->delta.n_heads;
+    a.n_k_heads = op->delta.n_k_heads;
+    a.head_dim = op->delta.head_dim;
+    a.head_dim_v = op->delta.head_dim_v;
     a.cyclic = (op->flags & RF_OP_CYCLIC) != 0;
-    a.scale = op->scale;
-    a.eps = op->eps;
+    a.scale = op->delta.scale;
+    a.eps = op->delta.eps;
     rfk_delta_kernel kernel = RFK_BY_WAVE(l, (rfk_find_delta<32>(a.head_dim)), (rfk_find_delta<64>(a.head_dim)));
     const uint32_t wave = l->p->dev->wave, cols = RFK_DELTA_COLS(wave, a.head_dim);
     return rfk_go(l, kernel, dim3(rfk_ceil_div(a.head_dim_v, 4 * cols), a.n_heads, l->p->n_seq), 4 * wave, a);
 }
 
 static rf_result rfk_run_slice(const rfk_launching *l) {
-    const rf_op *op = l->op;
+    const rf_slice_params *s = &l->op->slice;
     rfk_slice_args a;
-    a.in = l->b.in + op->extra_at;
-    a.out = l->b.out + op->n_out;
+    a.in = l->b.in + s->at;
+    a.out = l->b.out + s->out_at;
     a.in_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
-    a.n_heads = op->n_heads;
-    a.width = op->n_in;
-    a.dim = op->head_dim;
+    a.n_heads = s->n_heads;
+    a.width = s->head_dim;
+    a.dim = s->n;
     return rfk_go(l, rfk_slice, dim3(rfk_ceil_div((uint64_t)a.n_heads * a.dim, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
 }
 
@@ -8788,11 +8580,11 @@ static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
     if (f->norm != RF_NONE) {
         const rf_op *norm = &ops[f->norm];
         a.norm = rfk_vector(p, norm->weight, 0, &a.norm_type);
-        a.eps = norm->eps;
+        a.eps = norm->norm.eps;
         if (norm->out != ops[source].in && !rfk_is_dead(p->plan, f->first + f->n_ops, norm->out))
             a.norm_out = rfk_at_step(l, p->ops[f->norm].out, norm->out);
     }
-    a.n_in = l->op->n_in;
+    a.n_in = l->op->matmul.n_in;
     a.glu = f->glu != RF_NONE;
     if (f->to_int8) a.to8 = p->x8;
     rfk_pass_norm(p, f, &a);
@@ -8815,22 +8607,23 @@ static void (*rfk_row_attention_of(uint32_t group))(rfk_row_attention_args) {
 }
 template <int WAVE, class KV, bool PLAIN>
 static void (*rfk_row_attention_by(const rf_op *op))(rfk_row_attention_args) {
-    const uint32_t group = op->n_heads / op->n_kv_heads;
-    if (op->head_dim <= 64) return rfk_row_attention_of<WAVE, KV, PLAIN, 8>(group);
-    if (op->head_dim <= 128) return rfk_row_attention_of<WAVE, KV, PLAIN, 16>(group);
+    const uint32_t group = op->attention.n_heads / op->attention.n_kv_heads;
+    if (op->attention.head_dim <= 64) return rfk_row_attention_of<WAVE, KV, PLAIN, 8>(group);
+    if (op->attention.head_dim <= 128) return rfk_row_attention_of<WAVE, KV, PLAIN, 16>(group);
     return rfk_row_attention_of<WAVE, KV, PLAIN, 32>(group);
 }
 template <int WAVE>
 static void (*rfk_find_row_attention(uint32_t cache_type, const rf_op *op))(rfk_row_attention_args) {
     if (cache_type == RF_CACHE_F32) return rfk_row_attention_by<WAVE, float, false>(op);
     if (cache_type == RF_CACHE_Q8_0) return rfk_row_attention_by<WAVE, rfk_q8, false>(op);
-    return rfk_sees_all(op) ? rfk_row_attention_by<WAVE, uint16_t, true>(op)
-                            : rfk_row_attention_by<WAVE, uint16_t, false>(op);
+    return rfk_is_plain_attention(op) ? rfk_row_attention_by<WAVE, uint16_t, true>(op)
+                                      : rfk_row_attention_by<WAVE, uint16_t, false>(op);
 }
 
 static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
     const rf_op *ops = p->plan->ops, *op = &ops[f->attention];
+    const rf_attention_params *att = &op->attention;
     rfk_row_attention_args a;
     memset(&a, 0, sizeof a);
     l->op = op;
@@ -8840,10 +8633,10 @@ static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
     a.v = p->ops[f->store].in2;
     for (int i = 0; i < 2 && f->norms[i] != RF_NONE; i++) {
         a.norm[i] = rfk_vector(p, ops[f->norms[i]].weight, 0, &a.norm_type[i]);
-        a.eps[i] = ops[f->norms[i]].eps;
+        a.eps[i] = ops[f->norms[i]].norm.eps;
     }
     a.angles = p->angles + f->angles * RFK_MAX_HEAD;
-    a.sinks = rfk_vector(p, op->extra, 0, &a.sinks_type);
+    a.sinks = rfk_vector(p, op->weight, 0, &a.sinks_type);
     a.k_state = p->ops[f->attention].k;
     a.v_state = p->ops[f->attention].v;
     a.out = p->ops[f->attention].out;
@@ -8852,17 +8645,17 @@ static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
     a.x8 = p->x8;
     if (!f->to_int8) a.x8.q = NULL;
     a.rows = p->rows;
-    a.n_heads = op->n_heads;
-    a.n_kv_heads = op->n_kv_heads;
-    a.head_dim = op->head_dim;
-    a.n_rot = ops[f->ropes].n_rot;
+    a.n_heads = att->n_heads;
+    a.n_kv_heads = att->n_kv_heads;
+    a.head_dim = att->head_dim;
+    a.n_rot = ops[f->ropes].rope.n_rot;
     a.neox = (ops[f->ropes].flags & RF_OP_NEOX) != 0;
     a.n_cells = p->ops[f->attention].n_cells;
-    a.window = op->window;
-    a.scale = op->scale;
-    a.softcap = op->softcap * RFK_LOG2_E;
-    a.softcap_factor = op->softcap == 0 ? 0 : 2 / op->softcap; /* 2 log2(e) / (softcap log2(e)) */
-    rfk_config c = {dim3(op->n_kv_heads, p->row_splits), dim3(RFK_BLOCK), 0, p->capturing && p->dev->early,
+    a.window = att->window;
+    a.scale = att->scale;
+    a.softcap = att->softcap * RFK_LOG2_E;
+    a.softcap_factor = att->softcap == 0 ? 0 : 2 / att->softcap; /* 2 log2(e) / (softcap log2(e)) */
+    rfk_config c = {dim3(att->n_kv_heads, p->row_splits), dim3(RFK_BLOCK), 0, p->capturing && p->dev->early,
                     l->q->stream};
     void (*kernel)(rfk_row_attention_args) = RFK_BY_WAVE(l, rfk_find_row_attention<32>(p->cache_type, op),
                                                          rfk_find_row_attention<64>(p->cache_type, op));
@@ -8883,12 +8676,12 @@ static rf_result rfk_run_angles(rfk_launching *l) {
         const rf_op *op = p->ropes[i];
         l->op = op;
         l->index = (uint32_t)(op - p->plan->ops);
-        of->table = p->tables + op->table;
-        of->freqs = rfk_vector(p, op->extra, op->extra_at, &of->freqs_type);
+        of->table = p->tables + op->rope.table;
+        of->freqs = rfk_vector(p, op->weight, 0, &of->freqs_type);
         of->out = p->angles + i * RFK_MAX_HEAD;
-        of->n_rot = op->n_rot;
-        of->scale = op->scale;
-        most = op->n_rot > most ? op->n_rot : most;
+        of->n_rot = op->rope.n_rot;
+        of->scale = op->rope.scale;
+        most = op->rope.n_rot > most ? op->rope.n_rot : most;
     }
     if (most == 0) return RF_OK;
     return rfk_go(l, rfk_angles, dim3(rfk_ceil_div(most / 2, RFK_BLOCK), p->n_ropes), RFK_BLOCK, a);
@@ -8917,14 +8710,14 @@ static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_er
 
 /* The weights an op reads are there, and its tokens are rows of them. */
 static rf_result rfk_check_run(const rf_prepared *p, const rf_step *step, const rf_op *op, rf_error *err) {
-    const uint32_t slots[3] = {op->kind == RF_OP_EXPERTS ? RF_NONE : op->weight, op->extra,
-                               op->kind == RF_OP_ROPE ? RF_NONE : op->extra2};
+    const uint32_t slots[3] = {op->kind == RF_OP_EXPERTS ? RF_NONE : op->weight, op->bias,
+                               op->kind == RF_OP_ROPE ? RF_NONE : op->factor};
     for (int k = 0; k < 3; k++)
         if (slots[k] < p->plan->n_weights && !p->table->slots[slots[k]].ready)
             return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a weight it reads is not written", err);
     for (uint32_t t = 0; op->kind == RF_OP_EMBED && t < step->n_rows; t++) {
         int32_t row = op->flags & RF_OP_POSITIONS ? step->rows[t].pos : step->rows[t].token;
-        if (row >= 0 && (uint32_t)row >= p->plan->weights[op->weight].n_rows - op->weight_row)
+        if (row >= 0 && (uint32_t)row >= p->plan->weights[op->weight].n_rows)
             return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a token or position is none of the weight's rows", err);
     }
     return RF_OK;

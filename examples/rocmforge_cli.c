@@ -757,12 +757,14 @@ static double prompt_flop(const rf_plan *plan, double first, double n) {
     double total = 0;
     for (uint32_t i = 0; i < plan->n_ops && n > 0; i++) {
         const rf_op *op = &plan->ops[i];
-        double rows = op->rows == RF_ROWS_LOGITS ? 1 : n, matrix = 2.0 * op->n_in * op->n_out;
-        if (op->kind == RF_OP_MATMUL) total += matrix * rows;
-        if (op->kind == RF_OP_EXPERTS) total += matrix * op->n_used * rows;
-        if (op->kind == RF_OP_HEADS) total += matrix * op->n_heads * rows;
+        const rf_experts_params *e = &op->experts;
+        const rf_attention_params *t = &op->attention;
+        double rows = op->rows == RF_ROWS_LOGITS ? 1 : n;
+        if (op->kind == RF_OP_MATMUL) total += 2.0 * op->matmul.n_in * op->matmul.n_out * rows;
+        if (op->kind == RF_OP_EXPERTS) total += 2.0 * e->n_in * e->n_out * e->n_used * rows;
+        if (op->kind == RF_OP_HEADS) total += 2.0 * op->heads.n_in * op->heads.n_out * op->heads.n_heads * rows;
         if (op->kind == RF_OP_ATTENTION)
-            total += 2.0 * op->n_heads * (op->head_dim + op->head_dim_v) * cells_seen(first, n, op->window);
+            total += 2.0 * t->n_heads * (t->head_dim + t->head_dim_v) * cells_seen(first, n, t->window);
     }
     return total;
 }
@@ -779,7 +781,7 @@ static double decode_bytes(const app *a, double first, double n) {
         uint64_t cell = rf_cache_row_bytes((uint32_t)a->o.kv, s->head_dim) +
                         rf_cache_row_bytes((uint32_t)a->o.kv, s->head_dim_v);
         if (s->width) total += 4.0 * s->width;
-        else total += cells_seen(first, n, op->window) / n * s->n_kv_heads * (double)cell;
+        else total += cells_seen(first, n, op->attention.window) / n * s->n_kv_heads * (double)cell;
     }
     return total;
 }
@@ -1174,23 +1176,17 @@ static int run_inspect(app *a) {
 
 /* ---- plan ---- */
 
-enum { N_OP_WEIGHTS = 3 };
-static uint32_t op_weight(const rf_op *op, int k) { return k == 0 ? op->weight : k == 1 ? op->extra : op->extra2; }
-/* Slots from there on. */
-static uint32_t op_matrices(const rf_op *op, int k) { return !k && op->kind == RF_OP_EXPERTS ? op->n_experts : 1; }
-
-/* Weight bytes that one row of an op reads: a matrix's rows, one row of the embedding, a vector's values. */
+/* Bytes of weights that one row of an op reads: of a matrix the rows it multiplies, or looks up; of a vector its values. */
 static uint64_t op_bytes(const rf_plan *p, const rf_op *op) {
+    const rf_op_spec spec = rf_op_get_spec(p, op);
+    const uint32_t first_row = op->kind == RF_OP_MATMUL ? op->matmul.first_row : 0;
     uint64_t n = 0;
-    int matmul = op->kind == RF_OP_MATMUL;
-    if (op->kind == RF_OP_EXPERTS) return p->weights[op->weight].size_bytes * op->n_used;
-    if (op->weight < p->n_weights) {
-        const rf_plan_weight *w = &p->weights[op->weight];
-        n += w->size_bytes / w->n_rows * (matmul ? op->n_out : 1);
-    }
-    if (op->extra < p->n_weights) {
-        const rf_plan_weight *w = &p->weights[op->extra];
-        n += w->size_bytes / w->n_in * (matmul ? op->n_out : w->n_in);
+    if (op->kind == RF_OP_EMBED) return p->weights[op->weight].size_bytes / p->weights[op->weight].n_rows;
+    if (op->kind == RF_OP_EXPERTS) return p->weights[op->weight].size_bytes * op->experts.n_used;
+    for (uint32_t k = 0; k < spec.n_weights; k++) {
+        const rf_plan_weight *w = &p->weights[spec.weight[k].slot];
+        const uint64_t rows = spec.weight[k].n_rows - (spec.weight[k].n_rows > first_row ? first_row : 0);
+        n += w->size_bytes / (spec.weight[k].n_in ? w->n_rows : (uint64_t)w->n_in * w->n_rows) * rows;
     }
     return n;
 }
@@ -1201,45 +1197,61 @@ static void print_buffer(const rf_plan *p, uint32_t i, const char *before) {
     printf("%s%s[%c,%u]", before, b->name, b->rows == RF_ROWS_TOKENS ? 'T' : 'L', b->width);
 }
 
-static const char *op_name(const rf_op *op) {
-    static const char *const kinds[RF_OP_KIND_COUNT] = {"embed",    "rms_norm",  "matmul", "rope",  "kv_store",
-                                                        "attention", "glu",      "gather", "argmax",
-                                                        "route",     "experts",  "mix",    "heads", "conv",
-                                                        "delta",     "slice"};
-    return op->kind < RF_OP_KIND_COUNT ? kinds[op->kind] : "?";
+/* The numbers of an op that its buffers and weights do not show. */
+static void print_params(const rf_op *op) {
+    static const char *const activations[RF_ACT_COUNT] = {"silu", "gelu", "oai", "none", "clamp", "sigmoid"};
+    const rf_attention_params *t = &op->attention;
+    switch (op->kind) {
+    case RF_OP_EMBED:
+        if (op->flags & RF_OP_POSITIONS) printf(" by position");
+        if (op->embed.scale != 0) printf(" x %g", (double)op->embed.scale);
+        break;
+    case RF_OP_RMS_NORM:
+        if (op->norm.n_groups > 1) printf(" groups %u", op->norm.n_groups);
+        if (op->flags & RF_OP_CENTER) printf(" centred");
+        break;
+    case RF_OP_MATMUL:
+        if (op->matmul.first_row) printf(" from row %u", op->matmul.first_row);
+        if (op->matmul.scale != 0) printf(" x %g", (double)op->matmul.scale);
+        if (op->matmul.softcap != 0) printf(" softcap %g", (double)op->matmul.softcap);
+        break;
+    case RF_OP_ROPE:
+        printf(" heads %u rotate %u%s", op->rope.n_heads, op->rope.n_rot, op->flags & RF_OP_NEOX ? " neox" : "");
+        break;
+    case RF_OP_ATTENTION:
+        printf(" heads %u kv heads %u", t->n_heads, t->n_kv_heads);
+        if (t->window) printf(" window %u", t->window);
+        if (t->softcap != 0) printf(" softcap %g", (double)t->softcap);
+        if (t->temperature != 0) printf(" temperature %g per %u", (double)t->temperature, t->temperature_length);
+        break;
+    case RF_OP_GLU: printf(" %s", activations[op->glu.activation]); break;
+    case RF_OP_ROUTE: printf(" top %u of %u", op->route.n_used, op->route.n_experts); break;
+    case RF_OP_EXPERTS: printf(" %u of %u experts", op->experts.n_used, op->experts.n_experts); break;
+    case RF_OP_HEADS: printf(" heads %u", op->heads.n_heads); break;
+    case RF_OP_CONV: printf(" taps %u %s", op->conv.n_taps, activations[op->conv.activation]); break;
+    case RF_OP_DELTA: printf(" heads %u key heads %u", op->delta.n_heads, op->delta.n_k_heads); break;
+    case RF_OP_SLICE: printf(" heads %u values %u + %u", op->slice.n_heads, op->slice.at, op->slice.n); break;
+    default: break;
+    }
 }
 
 /* "  12     0 matmul     q[T,256] = xn[T,256]  blk.0.attn_q.weight f16 [256,256]  131072 bytes" */
 static void print_op(const rf_plan *p, uint32_t i) {
     const rf_op *op = &p->ops[i];
+    const rf_op_spec spec = rf_op_get_spec(p, op);
     uint64_t n = op_bytes(p, op);
-    printf("%4u %5d %-9s", i, op->layer, op_name(op));
+    printf("%4u %5d %-9s", i, op->layer, spec.name);
     print_buffer(p, op->out, " ");
     if (op->state != RF_NONE) printf(" state %u", op->state);
-    print_buffer(p, op->in, op->flags & RF_OP_ACCUMULATE ? " += " : " = ");
-    print_buffer(p, op->in2, ", ");
-    print_buffer(p, rf_op_in3(op), ", ");
-    if (op->n_heads) printf(" heads %u", op->n_heads);
-    if (op->n_kv_heads) printf(" kv heads %u", op->n_kv_heads);
-    if (op->n_rot) printf(" rotate %u%s", op->n_rot, op->flags & RF_OP_NEOX ? " neox" : "");
-    if (op->window) printf(" window %u", op->window);
-    if (op->softcap != 0) printf(" softcap %g", (double)op->softcap);
-    if (op->temperature != 0) printf(" temperature %g per %u", (double)op->temperature, op->temperature_length);
-    if (op->activation == RF_ACT_GELU) printf(" gelu");
-    if (op->activation == RF_ACT_SIGMOID) printf(" sigmoid");
-    if (op->activation == RF_ACT_NONE) printf(" as it is");
-    if (op->flags & RF_OP_CENTER) printf(" centred");
-    if (op->flags & RF_OP_POSITIONS) printf(" by position");
-    if (op->scale != 0 && (op->kind == RF_OP_EMBED || op->kind == RF_OP_MATMUL)) printf(" x %g", (double)op->scale);
-    for (int k = 0; k < N_OP_WEIGHTS; k++) {
-        uint32_t slot = op_weight(op, k);
-        if (slot >= p->n_weights) continue;
-        const rf_plan_weight *w = &p->weights[slot];
+    for (uint32_t k = 0; k < spec.n_in; k++)
+        print_buffer(p, spec.in[k].id, k ? ", " : op->flags & RF_OP_ACCUMULATE ? " += " : " = ");
+    print_params(op);
+    for (uint32_t k = 0; k < spec.n_weights; k++) {
+        const rf_plan_weight *w = &p->weights[spec.weight[k].slot];
         printf("  ");
         put_escaped(stdout, w->name, strlen(w->name));
         printf(" %s [%u,%u]", rf_type_get(w->type).name, w->n_rows, w->n_in);
-        if (op_matrices(op, k) > 1) printf(" and those of %u experts in all", op->n_experts);
-        if (!k && op->kind == RF_OP_MATMUL && op->n_out != w->n_rows) printf(" from row %u", op->weight_row);
+        if (spec.weight[k].n_slots > 1) printf(" x %u", spec.weight[k].n_slots);
     }
     if (n) printf("  %llu bytes", LLU(n));
     putchar('\n');
@@ -1326,9 +1338,9 @@ typedef struct side {
     rf_table *table;
     rf_prepared *prepared;
     rf_mem scratch, state;
-    rf_mem weight[N_OP_WEIGHTS], repack; /* of the op that runs */
-    void *bytes[N_OP_WEIGHTS];           /* of the file         */
-    uint32_t slot[N_OP_WEIGHTS], n_slots[N_OP_WEIGHTS];
+    rf_mem weight[RF_OP_WEIGHTS], repack; /* of the op that runs */
+    void *bytes[RF_OP_WEIGHTS];           /* of the file         */
+    uint32_t slot[RF_OP_WEIGHTS], n_slots[RF_OP_WEIGHTS];
     rf_model *m;              /* for the run as a whole                    */
     rf_session *s;
 } side;
@@ -1350,7 +1362,7 @@ static uint64_t align_256(uint64_t n) { return (n + 255) & ~(uint64_t)255; }
 static void drop_op(side *s) {
     if (s->prepared) s->api->plan_release(s->prepared);
     s->prepared = NULL;
-    for (int k = 0; k < N_OP_WEIGHTS; k++) {
+    for (uint32_t k = 0; k < RF_OP_WEIGHTS; k++) {
         for (uint32_t i = 0; s->bytes[k] && i < s->n_slots[k]; i++) s->api->weight_clear(s->table, s->slot[k] + i);
         if (s->weight[k].base) s->api->mem_release(s->dev, &s->weight[k]);
         free(s->bytes[k]);
@@ -1424,8 +1436,8 @@ static int open_side(app *a, struct comparison *c, side *s, const rf_device *d) 
     return wait_for(a, s, &t);
 }
 
-static int load_weight(app *a, struct comparison *c, side *s, int k, uint32_t slot, uint32_t n) {
-    if (slot == RF_NONE) return DONE;
+static int load_weight(app *a, struct comparison *c, side *s, uint32_t k, const rf_op_weight *weight) {
+    const uint32_t slot = weight->slot, n = weight->n_slots;
     const rf_plan_weight *w = &c->p->weights[slot];
     rf_weight_layout layout = s->api->weight_layout(s->dev, w);
     rf_ticket t = {0};
@@ -1464,7 +1476,8 @@ static int run_op(app *a, struct comparison *c, side *s, uint32_t i, const rf_st
     uint32_t n = 0;
     one.ops += i;
     one.n_ops = 1;
-    for (int k = 0; k < N_OP_WEIGHTS; k++) TRY(load_weight(a, c, s, k, op_weight(one.ops, k), op_matrices(one.ops, k)));
+    const rf_op_spec spec = rf_op_get_spec(c->p, one.ops);
+    for (uint32_t k = 0; k < spec.n_weights; k++) TRY(load_weight(a, c, s, k, &spec.weight[k]));
     TRY(lib(a, s->api->plan_prepare(s->dev, &bind, c->segments, &n, &s->prepared, &a->err)));
     TRY(lib(a, s->api->plan_run(s->prepared, s->queue, 0, n, step, &t, &a->err)));
     TRY(wait_for(a, s, &t));
@@ -1488,7 +1501,8 @@ static double difference(const float *x, const float *y, uint64_t n) {
 static double different_experts(const struct comparison *c, const rf_op *op, uint32_t rows) {
     const size_t row_bytes = c->p->buffers[op->out].width * sizeof(float);
     for (uint32_t i = 0; i < rows; i++)
-        if (memcmp((const char *)c->out[0] + i * row_bytes, (const char *)c->out[1] + i * row_bytes, op->n_used * 4))
+        if (memcmp((const char *)c->out[0] + i * row_bytes, (const char *)c->out[1] + i * row_bytes,
+                   op->route.n_used * 4))
             return INFINITY;
     return 0;
 }
@@ -1515,7 +1529,7 @@ static int compare_op(app *a, struct comparison *c, uint32_t i, const rf_step *s
     if (d > c->largest) c->largest = d, c->largest_op = i;
     if (!(d <= OP_TOLERANCE))
         return fail(a, FAILED, "%s and the CPU differ: op %u of layer %d (%s%s%s), %u rows: by %.2g of the largest "
-                    "value", rf_device_get_info(a->d).name, i, op->layer, op_name(op), op->weight == RF_NONE ? "" : " ",
+                    "value", rf_device_get_info(a->d).name, i, op->layer, rf_op_name(op->kind), op->weight == RF_NONE ? "" : " ",
                     op->weight == RF_NONE ? "" : c->p->weights[op->weight].name, rows, d);
     const side *s = &c->sides[0];
     TRY(lib(a, s->api->mem_write(s->queue, stores ? &s->state : &s->scratch, at, c->out[1], bytes, &t, &a->err)));
@@ -1565,7 +1579,7 @@ static int check_device(app *a) {
     const rf_op *op = &c->p->ops[c->largest_op];
     rf_device_info d = rf_device_get_info(a->d);
     printf("ok: %s as the CPU: %u ops, by at most %.2g of the largest value (op %u, %s), logits by %.2g\n", d.name,
-           c->p->n_ops, c->largest, c->largest_op, op_name(op), whole);
+           c->p->n_ops, c->largest, c->largest_op, rf_op_name(op->kind), whole);
     if (d.note[0]) printf("%s: %s\n", d.name, d.note);
     return DONE;
 }

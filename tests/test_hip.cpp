@@ -451,9 +451,54 @@ struct Rig {
         memset(&o, 0, sizeof o);
         o.kind = kind;
         o.rows = rows;
-        o.in = o.in2 = o.out = o.state = o.weight = o.extra = o.extra2 = o.table = RF_NONE;
+        o.in = o.in2 = o.in3 = o.out = o.state = o.weight = o.bias = o.factor = RF_NONE;
         ops.push_back(o);
         return &ops.back();
+    }
+    /* The ops that most plans are made of, with as many rows as out has. */
+    rf_op *matmul(uint32_t in, uint32_t out, uint32_t n_in, uint32_t n_out, uint32_t weight) {
+        rf_op *o = op(RF_OP_MATMUL, buffers[out].rows);
+        o->in = in, o->out = out, o->weight = weight, o->matmul.n_in = n_in, o->matmul.n_out = n_out;
+        return o;
+    }
+    rf_op *norm(uint32_t in, uint32_t out, uint32_t n_groups, uint32_t n, uint32_t weight) {
+        rf_op *o = op(RF_OP_RMS_NORM, buffers[out].rows);
+        o->in = in, o->out = out, o->weight = weight, o->norm.n_groups = n_groups, o->norm.n = n, o->norm.eps = 1e-5f;
+        return o;
+    }
+    rf_op *glu(uint32_t in, uint32_t in2, uint32_t out, uint32_t n) {
+        rf_op *o = op(RF_OP_GLU, buffers[out].rows);
+        o->in = in, o->in2 = in2, o->out = out, o->glu.n = n;
+        return o;
+    }
+    rf_op *gather(uint32_t in, uint32_t out, uint32_t n) {
+        rf_op *o = op(RF_OP_GATHER, RF_ROWS_LOGITS);
+        o->in = in, o->out = out, o->gather.n = n;
+        return o;
+    }
+    rf_op *embed(uint32_t out, uint32_t n, uint32_t weight) {
+        rf_op *o = op(RF_OP_EMBED);
+        o->out = out, o->weight = weight, o->embed.n = n;
+        return o;
+    }
+    rf_op *rope(uint32_t x, uint32_t n_heads, uint32_t head_dim, uint32_t n_rot, float scale) {
+        rf_op *o = op(RF_OP_ROPE);
+        o->in = o->out = x, o->rope.n_heads = n_heads, o->rope.head_dim = head_dim, o->rope.n_rot = n_rot;
+        o->rope.scale = scale;
+        return o;
+    }
+    rf_op *kv_store(uint32_t k, uint32_t v, uint32_t state, uint32_t n_kv_heads, uint32_t head_dim, uint32_t head_dim_v) {
+        rf_op *o = op(RF_OP_KV_STORE);
+        o->in = k, o->in2 = v, o->state = state, o->kv_store.n_kv_heads = n_kv_heads;
+        o->kv_store.head_dim = head_dim, o->kv_store.head_dim_v = head_dim_v;
+        return o;
+    }
+    rf_op *attention(uint32_t in, uint32_t out, uint32_t state, uint32_t n_heads, uint32_t n_kv_heads, uint32_t head_dim) {
+        rf_op *o = op(RF_OP_ATTENTION);
+        o->in = in, o->out = out, o->state = state, o->attention.n_heads = n_heads, o->attention.n_kv_heads = n_kv_heads;
+        o->attention.head_dim = o->attention.head_dim_v = head_dim, o->attention.slopes = RF_NONE;
+        o->attention.scale = 1 / sqrtf((float)head_dim);
+        return o;
     }
     uint32_t state(uint32_t n_kv_heads, uint32_t dk, uint32_t dv, uint32_t window = 0) {
         rf_plan_state s = {0, n_kv_heads, dk, dv, window};
@@ -645,9 +690,7 @@ static bool has_bfloats(uint32_t device) {
     for (uint32_t i = 0; i < n; i++) put_half(&w[(2 * i + i / 32) * 34], 1), w[(2 * i + i / 32) * 34 + 2 + i % 32] = 1;
     Rig g(devices[device]);
     const uint32_t in = g.buffer(n), out = g.buffer(n);
-    rf_op *o = g.op(RF_OP_MATMUL);
-    o->in = in, o->out = out, o->n_in = n, o->n_out = n;
-    o->weight = g.weight(RF_TYPE_Q8_0, n, n, w);
+    g.matmul(in, out, n, n, g.weight(RF_TYPE_Q8_0, n, n, w));
     std::vector<float> x;
     for (uint32_t i = 0; i < n * T; i++) x.push_back((float)(i % 1021) / 7);
     CHECK(g.open(T, 1, T) == RF_OK, "%s", g.err.text);
@@ -696,15 +739,14 @@ static void matmul_case(const MatmulCase &c) {
     uint32_t rows = logits ? (uint32_t)RF_ROWS_LOGITS : (uint32_t)RF_ROWS_TOKENS;
     uint32_t in = g.buffer(c.n_in + pad_in, rows), out = g.buffer(c.n_out + pad_out, rows);
     std::vector<uint8_t> w = random_rows(c.type, c.n_in, c.n_out + row0 + range);
-    rf_op *o = g.op(RF_OP_MATMUL, rows);
-    o->in = in, o->out = out, o->n_in = c.n_in, o->n_out = c.n_out, o->weight_row = row0;
+    rf_op *o = g.matmul(in, out, c.n_in, c.n_out, g.weight(c.type, c.n_in, c.n_out + row0 + range, w));
+    o->matmul.first_row = row0;
     o->flags = accumulate ? RF_OP_ACCUMULATE : 0;
-    o->weight = g.weight(c.type, c.n_in, c.n_out + row0 + range, w);
     std::vector<float> b = values(c.n_out + row0);
-    if (bias) o->extra = g.vector(b, RF_TYPE_F32), o->extra_at = row0;
-    if (factor) o->extra2 = g.vector(std::vector<float>(1, 1.5f), c.device ? RF_TYPE_F32 : RF_TYPE_F16);
-    if (factor || capped) o->scale = scale;
-    if (capped) o->softcap = cap;
+    if (bias) o->bias = g.vector(b, RF_TYPE_F32);
+    if (factor) o->factor = g.vector(std::vector<float>(1, 1.5f), c.device ? RF_TYPE_F32 : RF_TYPE_F16);
+    if (factor || capped) o->matmul.scale = scale;
+    if (capped) o->matmul.softcap = cap;
     rf_result r = g.open(logits ? 1 : c.n_rows, logits ? c.n_rows + first : 1, c.n_rows < 128 ? 128 : c.n_rows);
     REQUIRE(r == RF_OK, "%s: %s", what, g.err.text);
     std::vector<float> x = values((size_t)c.n_rows * (c.n_in + pad_in)),
@@ -767,9 +809,7 @@ static void test_quantize_bits() {
         }
         Rig g(devices[(size_t)d]);
         uint32_t in = g.buffer(n), out = g.buffer(n);
-        rf_op *o = g.op(RF_OP_MATMUL);
-        o->in = in, o->out = out, o->n_in = n, o->n_out = n;
-        o->weight = g.weight(RF_TYPE_Q8_0, n, n, w);
+        g.matmul(in, out, n, n, g.weight(RF_TYPE_Q8_0, n, n, w));
         REQUIRE(g.open(8) == RF_OK, "%s", g.err.text);
         for (int round = 0; round < 20; round++) {
             std::vector<float> x = values(8 * n);
@@ -807,15 +847,10 @@ static void test_embed() {
         uint32_t out = g.buffer(n), n_positions = 5 + T;
         const bool positions = i % 2, scaled = i / 2 % 2;
         std::vector<uint8_t> at = random_rows(type, n, n_positions);
-        rf_op *o = g.op(RF_OP_EMBED);
-        o->out = out, o->n_out = n;
-        o->weight = g.weight(type, n, vocab, w);
-        if (scaled) o->scale = 1.5f;
+        g.embed(out, n, g.weight(type, n, vocab, w))->embed.scale = scaled ? 1.5f : 0;
         if (positions) {
-            o = g.op(RF_OP_EMBED);
-            o->out = out, o->n_out = n, o->flags = RF_OP_POSITIONS | RF_OP_ACCUMULATE;
-            o->weight = g.weight(type, n, n_positions, at);
-            if (scaled) o->scale = 0.5f;
+            rf_op *o = g.embed(out, n, g.weight(type, n, n_positions, at));
+            o->flags = RF_OP_POSITIONS | RF_OP_ACCUMULATE, o->embed.scale = scaled ? 0.5f : 0;
         }
         REQUIRE(g.open(T, 1, 64) == RF_OK, "%s", g.err.text);
         std::vector<rf_step_row> rows = rows_of(T, 5);
@@ -872,12 +907,8 @@ static void test_goldens() {
             uint32_t n = block_elements(type) == 1 ? 16 : block_elements(type), vocab = (uint32_t)(mine.size() / n);
             Rig g(devices[(size_t)d]);
             uint32_t out = g.buffer(n);
-            rf_op *o = g.op(RF_OP_EMBED);
-            o->out = out, o->n_out = n;
-            o->weight = g.weight(
-                type, n, vocab,
-                std::vector<uint8_t>(raw.begin(), raw.begin() + (ptrdiff_t)((size_t)vocab * n / block_elements(type) *
-                                                                            block_bytes(type))));
+            const size_t n_bytes = (size_t)vocab * n / block_elements(type) * block_bytes(type);
+            g.embed(out, n, g.weight(type, n, vocab, std::vector<uint8_t>(raw.begin(), raw.begin() + (ptrdiff_t)n_bytes)));
             REQUIRE(g.open(vocab, 1, vocab) == RF_OK, "%s", g.err.text);
             std::vector<rf_step_row> rows = rows_of(vocab);
             for (uint32_t t = 0; t < vocab; t++) rows[t].token = (int32_t)t;
@@ -906,12 +937,11 @@ static void test_rms_norm() {
         Rig g(devices[(size_t)r[5]]);
         uint32_t in = g.buffer(width), out = in_place ? in : g.buffer(n * h);
         std::vector<float> w = values(n), x = values((size_t)T * width);
-        rf_op *o = g.op(RF_OP_RMS_NORM);
-        o->in = in, o->out = out, o->n_in = n, o->n_heads = h, o->eps = 1e-5f;
+        rf_op *o = g.norm(in, out, h, n, RF_NONE);
         o->flags = (center ? RF_OP_CENTER : 0) | (adds ? RF_OP_ACCUMULATE : 0);
         std::vector<double> wd(n, 1), bd(n, 0);
         if (!bare) o->weight = g.vector(w, w_types[r[3]]), wd = decode(w_types[r[3]], g.weight_bytes[0]);
-        if (bias) o->extra = g.vector(values(n), w_types[r[3]]), bd = decode(w_types[r[3]], g.weight_bytes[1]);
+        if (bias) o->bias = g.vector(values(n), w_types[r[3]]), bd = decode(w_types[r[3]], g.weight_bytes[1]);
         REQUIRE(g.open(T, 1, 64) == RF_OK, "%s", g.err.text);
         std::vector<float> before = in_place ? x : values((size_t)T * n * h);
         if (!in_place) g.set(out, before);
@@ -949,10 +979,10 @@ static void test_rope() {
             g.tables.push_back((float)pow(10000.0, k < 3 ? 0 : -2.0 * (k - 3) / n_rot));
         std::vector<float> f(n_rot / 2), v = values((size_t)T * (dim * h + 2));
         for (size_t k = 0; k < f.size(); k++) f[k] = uniform(1, 8);
-        rf_op *o = g.op(RF_OP_ROPE);
-        o->in = o->out = x, o->n_heads = h, o->head_dim = dim, o->n_rot = n_rot, o->scale = 1.25f, o->table = 3;
+        rf_op *o = g.rope(x, h, dim, n_rot, 1.25f);
+        o->rope.table = 3;
         o->flags = (neox ? RF_OP_NEOX : 0) | (r[6] ? RF_OP_LAST : 0);
-        if (freqs) o->extra = g.vector(f);
+        if (freqs) o->weight = g.vector(f);
         REQUIRE(g.open(T, 1, 140000) == RF_OK, "%s", g.err.text);
         g.set(x, v);
         REQUIRE(g.run(rows_of(T, firsts[r[2]])) == RF_OK, "%s", g.err.text);
@@ -983,14 +1013,11 @@ static void test_glu_gather() {
         Rig g(devices[(size_t)r[3]]);
         uint32_t a = g.buffer(n + 3), b = g.buffer(nb), out = r[2] ? a : g.buffer(n + 3),
                  l = g.buffer(n + 1, RF_ROWS_LOGITS);
-        rf_op *o = g.op(RF_OP_GLU);
-        o->in = a, o->out = out, o->n_out = n, o->activation = (uint32_t)r[4];
-        if (gated) o->in2 = b, o->extra_at = begin;
-        if (r[4] == RF_ACT_CLAMP) o->softcap = 0.5f;
-        if (r[6]) o->extra = g.vector(std::vector<float>(1, factor));
-        o = g.op(RF_OP_GATHER, RF_ROWS_LOGITS);
-        o->in = out, o->out = l, o->n_out = n;
-        o->layer = 1; /* another segment */
+        rf_op *o = g.glu(a, gated ? b : RF_NONE, out, n);
+        o->glu.in2_at = gated ? begin : 0, o->glu.activation = (uint32_t)r[4];
+        if (r[4] == RF_ACT_CLAMP) o->glu.limit = 0.5f;
+        if (r[6]) o->factor = g.vector(std::vector<float>(1, factor));
+        g.gather(out, l, n)->layer = 1; /* another segment */
         REQUIRE(g.open(T, L + first, 64) == RF_OK && g.segment_ops.size() == 2, "%s", g.err.text);
         std::vector<float> x = values((size_t)T * (n + 3)), y = values((size_t)T * nb),
                            nothing((size_t)(L + first) * (n + 1), -5);
@@ -1031,7 +1058,7 @@ static void test_argmax() {
         Rig g(devices[(size_t)r[3]]);
         uint32_t in = g.buffer(n + 1, RF_ROWS_LOGITS), out = g.buffer(2, RF_ROWS_LOGITS);
         rf_op *o = g.op(RF_OP_ARGMAX, RF_ROWS_LOGITS);
-        o->in = in, o->out = out, o->n_in = n;
+        o->in = in, o->out = out, o->argmax.n = n;
         REQUIRE(g.open(1, L + 1) == RF_OK, "%s", g.err.text);
         std::vector<float> x((size_t)L * (n + 1));
         for (size_t k = 0; k < x.size(); k++) /* the last of a row is not part of it */
@@ -1069,7 +1096,8 @@ static std::vector<uint32_t> ranked(const std::vector<double> &score) {
 
 /* ROUTE in float64: ids, then weights. */
 static std::vector<double> routed(const rf_op &op, const float *logits, const float *bias) {
-    uint32_t n = op.n_experts, groups = op.n_groups > 1 ? op.n_groups : 1, size = n / groups;
+    const rf_route_params &r = op.route;
+    uint32_t n = r.n_experts, groups = r.n_groups > 1 ? r.n_groups : 1, size = n / groups;
     std::vector<double> p(logits, logits + n), score, sums, out;
     double top = -INFINITY, sum = 0;
     for (uint32_t i = 0; i < n; i++) top = fmax(top, p[i]);
@@ -1085,19 +1113,19 @@ static std::vector<double> routed(const rf_op &op, const float *logits, const fl
         sums.push_back(own[best[0]] + (size > 1 ? own[best[1]] : 0));
     }
     std::vector<uint32_t> order = ranked(sums), all = ranked(score);
-    std::set<uint32_t> kept(order.begin(), order.begin() + (groups > 1 ? op.n_groups_used : 1));
-    for (size_t i = 0; i < all.size() && out.size() < op.n_used; i++)
+    std::set<uint32_t> kept(order.begin(), order.begin() + (groups > 1 ? r.n_groups_used : 1));
+    for (size_t i = 0; i < all.size() && out.size() < r.n_used; i++)
         if (kept.count(all[i] / size)) out.push_back(all[i]);
     sum = 0, top = -INFINITY;
-    for (uint32_t k = 0; k < op.n_used; k++) top = fmax(top, p[(size_t)out[k]]);
-    for (uint32_t k = 0; k < op.n_used; k++) {
+    for (uint32_t k = 0; k < r.n_used; k++) top = fmax(top, p[(size_t)out[k]]);
+    for (uint32_t k = 0; k < r.n_used; k++) {
         double w = p[(size_t)out[k]];
         out.push_back(op.flags & RF_OP_CHOSEN ? exp(w - top) : w);
         sum += out.back();
     }
-    for (uint32_t k = op.n_used; k < 2 * op.n_used; k++) {
+    for (uint32_t k = r.n_used; k < 2 * r.n_used; k++) {
         double chosen = op.flags & RF_OP_CHOSEN ? sum : 1, whole = op.flags & RF_OP_CHOSEN ? 1 : sum;
-        out[k] = out[k] / chosen / (op.flags & RF_OP_NORMALIZE ? fmax(whole, 1.0 / 16384) : 1) * op.scale;
+        out[k] = out[k] / chosen / (op.flags & RF_OP_NORMALIZE ? fmax(whole, 1.0 / 16384) : 1) * (r.scale != 0 ? r.scale : 1);
     }
     return out;
 }
@@ -1113,13 +1141,13 @@ static void test_route() {
         uint32_t in = g.buffer(n + pad), out = g.buffer(2 * n_used + pad);
         std::vector<float> bias = values(n);
         rf_op *o = g.op(RF_OP_ROUTE);
-        o->in = in, o->out = out, o->n_experts = n, o->n_used = n_used, o->scale = r[5] ? 2.5f : 0;
-        o->n_groups = n % groups[r[3]] ? 1 : groups[r[3]], o->n_groups_used = o->n_groups;
-        if (o->n_groups > 1 && n / o->n_groups * (o->n_groups - 1) >= n_used) o->n_groups_used--;
+        const uint32_t n_groups = n % groups[r[3]] ? 1 : groups[r[3]];
+        o->in = in, o->out = out, o->route.n_experts = n, o->route.n_used = n_used, o->route.scale = r[5] ? 2.5f : 0;
+        o->route.n_groups = n_groups;
+        o->route.n_groups_used = n_groups > 1 && n / n_groups * (n_groups - 1) >= n_used ? n_groups - 1 : n_groups;
         o->flags = gating[r[4]] | (r[5] ? (uint32_t)RF_OP_NORMALIZE : 0);
-        if (r[6] & 1) o->extra = g.vector(bias);
-        rf_op op = *o;
-        if (op.scale == 0) op.scale = 1;
+        if (r[6] & 1) o->bias = g.vector(bias);
+        const rf_op op = *o;
         REQUIRE(g.open(T) == RF_OK, "%s", g.err.text);
         std::vector<float> x = values((size_t)T * (n + pad)), before((size_t)T * (2 * n_used + pad), -7);
         for (size_t k = 0; r[6] == 2 && k < x.size(); k++) x[k] = (float)(int)(rnd() % 7) - 3; /* ties */
@@ -1137,7 +1165,7 @@ static void test_route() {
                 double w = want[n_used + k];
                 memcpy(&id, &y[t * (2 * n_used + pad) + k], 4);
                 CHECK(id == want[k], "route of %u, %u used, %u groups, flags %x: choice %u is %u, want %g", n, n_used,
-                      op.n_groups, op.flags, k, id, want[k]);
+                      n_groups, op.flags, k, id, want[k]);
                 CHECK(nan ? std::isnan(w) == std::isnan(found) : fabs(found - w) <= 3e-6 * fmax(1, fabs(w)),
                       "route of %u, flags %x: weight %u is %g, want %g", n, op.flags, k, (double)found, w);
             }
@@ -1173,7 +1201,7 @@ static void experts_case(const ExpertsCase &c) {
     std::vector<uint8_t> w = random_rows(c.type, c.n_in, n_rows * c.n_experts);
     std::vector<float> b = values((size_t)c.n_experts * c.n_out), factors = values(c.n_experts);
     rf_op *o = g.op(RF_OP_ROUTE);
-    o->in = logits, o->out = route, o->n_experts = c.n_experts, o->n_used = c.n_used;
+    o->in = logits, o->out = route, o->route.n_experts = c.n_experts, o->route.n_used = c.n_used;
     uint32_t weight = (uint32_t)g.weights.size(), twice = g.buffer(width);
     for (uint32_t e = 0; e < c.n_experts; e++) {
         size_t bytes = w.size() / c.n_experts;
@@ -1183,19 +1211,17 @@ static void experts_case(const ExpertsCase &c) {
     uint32_t bias = g.weight(RF_TYPE_F32, c.n_out, c.n_experts, std::vector<uint8_t>((uint8_t *)b.data(), (uint8_t *)(b.data() + b.size())));
     const uint32_t factor = c.factor ? g.vector(factors) : RF_NONE;
     for (int k = 0; k < 2; k++) { /* the second finds the input as the first left it */
-        if (k == 0 && c.glu) {
-            o = g.op(RF_OP_GLU);
-            o->in = o->out = in, o->in2 = up, o->n_out = width_in;
-        }
+        if (k == 0 && c.glu) g.glu(in, up, in, width_in);
         o = g.op(RF_OP_EXPERTS);
-        o->in = in, o->in2 = route, o->out = k ? twice : y, o->weight = weight, o->n_in = c.n_in, o->n_out = c.n_out;
-        o->n_experts = c.n_experts, o->n_used = c.n_used, o->flags = c.per_choice ? (uint32_t)RF_OP_PER_CHOICE : 0;
-        if (c.bias) o->extra = bias;
-        if (c.factor) o->extra2 = factor, o->weight_row = row0;
+        o->in = in, o->in2 = route, o->out = k ? twice : y, o->weight = weight, o->factor = factor;
+        o->experts.n_in = c.n_in, o->experts.n_out = c.n_out, o->experts.first_row = row0;
+        o->experts.n_experts = c.n_experts, o->experts.n_used = c.n_used;
+        o->flags = c.per_choice ? (uint32_t)RF_OP_PER_CHOICE : 0;
+        if (c.bias) o->bias = bias;
     }
     o = g.op(RF_OP_MIX);
-    o->in = twice, o->in2 = route, o->out = x, o->n_out = c.n_out, o->n_used = c.n_used, o->n_experts = c.n_experts;
-    o->scale = c.bias ? 0.5f : 0, o->flags = c.bias ? (uint32_t)RF_OP_ACCUMULATE : 0;
+    o->in = twice, o->in2 = route, o->out = x, o->mix.n = c.n_out, o->mix.n_used = c.n_used;
+    o->mix.scale = c.bias ? 0.5f : 0, o->flags = c.bias ? (uint32_t)RF_OP_ACCUMULATE : 0;
     rf_op mix = *o;
     o = g.op(RF_OP_MIX); /* the same by weights that are no route's */
     *o = mix;
@@ -1289,10 +1315,10 @@ static void test_expert_groups() {
         uint32_t in = g.buffer(n_in), route = g.buffer(2 * n_used), out = g.buffer(n_used * n_out),
                  logits = g.buffer(n_experts), absent = 0;
         rf_op *o = g.op(RF_OP_ROUTE);
-        o->in = logits, o->out = route, o->n_experts = n_experts, o->n_used = n_used;
+        o->in = logits, o->out = route, o->route.n_experts = n_experts, o->route.n_used = n_used;
         o = g.op(RF_OP_EXPERTS);
-        o->in = in, o->in2 = route, o->out = out, o->n_in = n_in, o->n_out = n_out, o->n_experts = n_experts;
-        o->n_used = n_used, o->weight = 0;
+        o->in = in, o->in2 = route, o->out = out, o->weight = 0, o->experts.n_in = n_in, o->experts.n_out = n_out;
+        o->experts.n_experts = n_experts, o->experts.n_used = n_used;
         for (uint32_t e = 0; e < n_experts; e++) {
             g.weight(kinds[i], n_in, n_out, random_rows(kinds[i], n_in, n_out));
             g.weights.back().n_experts = n_experts, g.weights.back().expert = e;
@@ -1364,10 +1390,8 @@ static void test_kv_store() {
         const bool latent = r[4]; /* k and v are parts of one key */
         Rig g(devices[(size_t)r[5]]);
         uint32_t k = g.buffer(h * dk + 1), v = g.buffer(h * dv);
-        rf_op *o = g.op(RF_OP_KV_STORE);
-        o->in = k, o->in2 = v, o->n_kv_heads = h, o->head_dim = dk, o->head_dim_v = dv;
-        if (latent) o->head_dim = dk + dv, o->head_dim_v = dk, o->flags = RF_OP_LATENT;
-        o->state = latent ? g.state(h, dk + dv, 0, ring ? 3 : 0) : g.state(h, dk, dv, ring ? 3 : 0);
+        if (latent) g.kv_store(k, v, g.state(h, dk + dv, 0, ring ? 3 : 0), h, dk + dv, dk)->flags = RF_OP_LATENT;
+        else g.kv_store(k, v, g.state(h, dk, dv, ring ? 3 : 0), h, dk, dv);
         std::vector<rf_step_row> rows;
         static const int32_t places[][2] = {{0, 0}, {2, 7}, {2, 8}, {1, 3}, {0, 8}};
         for (size_t t = 0; t < 5; t++) {
@@ -1426,17 +1450,15 @@ static void attention_case(const AttentionCase &c) {
     uint32_t heads = c.group * c.n_kv_heads, n_ctx = c.length, n_seq = c.mixed ? 2 : 1;
     Rig g(devices[c.device]);
     uint32_t q = g.buffer(heads * c.dk + 1), out = g.buffer(heads * c.dv + 2);
-    rf_op *o = g.op(RF_OP_ATTENTION);
-    o->in = q, o->out = out, o->n_heads = heads, o->n_kv_heads = c.n_kv_heads, o->head_dim = c.dk,
-    o->head_dim_v = c.dv;
-    o->scale = 1.0f / sqrtf((float)c.dk), o->state = g.state(c.n_kv_heads, c.dk, c.latent ? 0 : c.dv, c.window);
-    o->window = c.window;
+    const uint32_t kept = g.state(c.n_kv_heads, c.dk, c.latent ? 0 : c.dv, c.window);
+    rf_op *o = g.attention(q, out, kept, heads, c.n_kv_heads, c.dk);
+    o->attention.head_dim_v = c.dv, o->attention.window = c.window;
     if (c.latent) o->flags = RF_OP_LATENT;
-    if (c.special & 1) o->softcap = 2.5f;
-    if (c.special & 2) o->temperature = 0.3f, o->temperature_length = 20;
+    if (c.special & 1) o->attention.softcap = 2.5f;
+    if (c.special & 2) o->attention.temperature = 0.3f, o->attention.temperature_length = 20;
     std::vector<float> sinks = values(heads);
-    if (c.special & 4) o->extra = g.vector(sinks);
-    if (c.special & 8) o->table = 0;
+    if (c.special & 4) o->weight = g.vector(sinks);
+    if (c.special & 8) o->attention.slopes = 0;
     for (uint32_t h = 0; h < heads; h++) g.tables.push_back(ldexpf(1, -(int)(h % 9)));
     /* rows: the last positions of sequence 0, or two sequences by turns of three rows */
     std::vector<rf_step_row> rows;
@@ -1481,7 +1503,7 @@ static void attention_case(const AttentionCase &c) {
                 for (uint32_t k = 0; k < c.dk; k++)
                     p[i] += (double)x[(size_t)t * (heads * c.dk + 1) + (size_t)h * c.dk + k] *
                             state_value(state, 0, cell0 + i % n_cells, c.dk, k, c.cache);
-                p[i] *= o->scale;
+                p[i] *= o->attention.scale;
                 if (c.special & 2) p[i] *= 1 + (double)0.3f * log(1 + floor(rows[t].pos / 20.0));
                 if (c.special & 1) p[i] = 2.5 * tanh(p[i] / 2.5);
                 if (c.special & 8) p[i] -= g.tables[h] * (n - 1.0 - i);
@@ -1571,8 +1593,8 @@ static void test_heads() {
         const uint32_t weight = g.weight(type, n_in, n_rows, w);
         for (int k = 0; k < 2; k++) {
             rf_op *o = g.op(RF_OP_HEADS);
-            o->in = in, o->out = k ? twice : y, o->weight = weight, o->n_heads = n, o->n_in = n_in, o->n_out = n_out,
-            o->head_dim = dim, o->weight_row = row0, o->head_rows = head_rows;
+            o->in = in, o->out = k ? twice : y, o->weight = weight;
+            o->heads = rf_heads_params{n, dim, n_in, n_out, row0, head_rows};
         }
         REQUIRE(g.open(T, 1, 128) == RF_OK, "%s: %s", what, g.err.text);
         std::vector<float> x = values((size_t)T * in_width), before = values((size_t)T * width);
@@ -1619,8 +1641,8 @@ static void test_heads_across() {
         std::vector<uint8_t> w = random_rows(type, n_out, n_rows);
         rf_op *o = g.op(RF_OP_HEADS);
         o->flags = RF_OP_ACROSS;
-        o->in = in, o->out = y, o->weight = g.weight(type, n_out, n_rows, w), o->n_heads = n, o->n_in = n_in, o->n_out = n_out,
-        o->head_dim = dim, o->weight_row = row0, o->head_rows = head_rows;
+        o->in = in, o->out = y, o->weight = g.weight(type, n_out, n_rows, w);
+        o->heads = rf_heads_params{n, dim, n_in, n_out, row0, head_rows};
         REQUIRE(g.open(T, 1, 128) == RF_OK, "%s: %s", what, g.err.text);
         std::vector<float> x = values((size_t)T * in_width), before = values((size_t)T * width);
         g.set(in, x), g.set(y, before);
@@ -1653,26 +1675,17 @@ static std::vector<float> together_case(uint32_t type, uint32_t other, uint32_t 
     Rig g(devices[device]);
     uint32_t x = g.buffer(n), xn = g.buffer(n + 4), glu = g.buffer(n), up = g.buffer(n), out[6];
     std::vector<float> norm = values(n);
-    rf_op *o = g.op(RF_OP_RMS_NORM);
-    o->in = x, o->out = xn, o->n_heads = 1, o->n_in = n, o->eps = 1e-5f, o->weight = g.vector(norm);
+    g.norm(x, xn, 1, n, g.vector(norm));
     for (int i = 0; i < 6; i++) {
-        if (i == 5) {
-            o = g.op(RF_OP_GLU);
-            o->in = glu, o->in2 = up, o->out = glu, o->n_out = n;
-        }
+        if (i == 5) g.glu(glu, up, glu, n);
         uint32_t t = i == 4 ? other : type;
         out[i] = g.buffer(widths[i] + 1);
-        o = g.op(RF_OP_MATMUL);
-        o->in = i == 5 ? glu : xn, o->out = out[i], o->n_in = n, o->n_out = widths[i],
+        rf_op *o = g.matmul(i == 5 ? glu : xn, out[i], n, widths[i], g.weight(t, n, widths[i], random_rows(t, n, widths[i])));
         o->flags = i == 1 ? RF_OP_ACCUMULATE : 0;
-        o->weight = g.weight(t, n, widths[i], random_rows(t, n, widths[i]));
-        if (i == 2) o->extra = g.vector(values(widths[i]));
+        if (i == 2) o->bias = g.vector(values(widths[i]));
     }
-    for (int i = 0; readers && i < 2; i++) {
-        o = g.op(RF_OP_MATMUL);
-        o->in = i ? glu : xn, o->out = g.buffer(1), o->n_in = n, o->n_out = 1,
-        o->weight = g.weight(RF_TYPE_F32, n, 1, std::vector<uint8_t>(4 * n));
-    }
+    for (int i = 0; readers && i < 2; i++)
+        g.matmul(i ? glu : xn, g.buffer(1), n, 1, g.weight(RF_TYPE_F32, n, 1, std::vector<uint8_t>(4 * n)));
     std::vector<float> results;
     rf_result r = g.open(T, 1, T < 64 ? 64 : T);
     CHECK(r == RF_OK, "%s: %s", what, g.err.text);
@@ -1754,21 +1767,13 @@ static std::vector<float> joined_norm_case(uint32_t type, uint32_t n, uint32_t T
     const std::vector<uint8_t> w = random_rows(type, n_in, n), w2 = random_rows(int8 ? RF_TYPE_Q8_0 : RF_TYPE_F32, n, 8);
     const std::vector<float> norm = values(n), bias = values(n), xs = values((size_t)T * n_in),
                              old = values((size_t)T * n);
-    rf_op *o = g.op(RF_OP_MATMUL);
-    o->in = x, o->out = y, o->n_in = n_in, o->n_out = n, o->flags = kind == 1 || kind == 2 ? RF_OP_ACCUMULATE : 0;
-    o->weight = g.weight(type, n_in, n, w);
-    o->scale = 0.25f;
-    if (kind == 2) o->extra = g.vector(bias);
-    o = g.op(RF_OP_RMS_NORM);
-    o->in = y, o->out = yn, o->n_heads = 1, o->n_in = n, o->eps = 1e-5f, o->weight = g.vector(norm);
-    o->layer = kind == 6;
-    o = g.op(RF_OP_MATMUL);
-    o->layer = kind == 6;
-    o->in = yn, o->out = z, o->n_in = n, o->n_out = 8, o->weight = g.weight(int8 ? RF_TYPE_Q8_0 : RF_TYPE_F32, n, 8, w2);
-    if (kind == 5) {
-        o = g.op(RF_OP_MATMUL);
-        o->in = yn, o->out = g.buffer(1), o->n_in = n, o->n_out = 1, o->weight = g.vector(values(n));
-    }
+    rf_op *o = g.matmul(x, y, n_in, n, g.weight(type, n_in, n, w));
+    o->flags = kind == 1 || kind == 2 ? RF_OP_ACCUMULATE : 0;
+    o->matmul.scale = 0.25f;
+    if (kind == 2) o->bias = g.vector(bias);
+    g.norm(y, yn, 1, n, g.vector(norm))->layer = kind == 6;
+    g.matmul(yn, z, n, 8, g.weight(int8 ? RF_TYPE_Q8_0 : RF_TYPE_F32, n, 8, w2))->layer = kind == 6;
+    if (kind == 5) g.matmul(yn, g.buffer(1), n, 1, g.vector(values(n)));
     std::vector<float> none;
     CHECK(g.open(T, 1, T) == RF_OK, "%s: %s", what, g.err.text);
     if (rft_bad) return none;
@@ -1866,19 +1871,15 @@ static void glu_case(uint32_t type, uint32_t n, uint32_t n_out, uint32_t device,
     uint32_t x = g.buffer(n), xn = g.buffer(n), out[2] = {g.buffer(n_out + 1), g.buffer(n_out)};
     std::vector<float> norm = values(n), xs = values(n), b[2] = {values(n_out), values(n_out)};
     std::vector<double> w[2], want_xn, sums[2];
-    rf_op *o = g.op(RF_OP_RMS_NORM);
-    o->in = x, o->out = xn, o->n_heads = 1, o->n_in = n, o->eps = 1e-5f, o->weight = g.vector(norm);
+    g.norm(x, xn, 1, n, g.vector(norm));
     for (int i = 0; i < 2; i++) {
         std::vector<uint8_t> bytes = random_rows(type, n, n_out);
         w[i] = decode(type, bytes);
-        o = g.op(RF_OP_MATMUL);
-        o->in = xn, o->out = out[i], o->n_in = n, o->n_out = n_out, o->weight = g.weight(type, n, n_out, bytes);
-        if (bias) o->extra = g.vector(b[i]);
+        rf_op *o = g.matmul(xn, out[i], n, n_out, g.weight(type, n, n_out, bytes));
+        if (bias) o->bias = g.vector(b[i]);
     }
-    o = g.op(RF_OP_GLU);
-    o->in = o->out = out[0], o->in2 = out[1], o->n_out = n_out;
-    o = g.op(RF_OP_MATMUL); /* a reader of the normed values: without one they need not be there */
-    o->in = xn, o->out = g.buffer(1), o->n_in = n, o->n_out = 1, o->weight = g.vector(values(n));
+    g.glu(out[0], out[1], out[0], n_out);
+    g.matmul(xn, g.buffer(1), n, 1, g.vector(values(n))); /* without a reader the normed values need not be there */
     REQUIRE(g.open(1) == RF_OK, "%s: %s", what, g.err.text);
     g.set(x, xs);
     REQUIRE(g.run(rows_of(1)) == RF_OK, "%s: %s", what, g.err.text);
@@ -1929,68 +1930,48 @@ static uint32_t decoder_model(Rig &g, const DecoderShape &c) {
              att = g.buffer(nq), gate = g.buffer(2 * n), up = g.buffer(2 * n), xl = g.buffer(n, RF_ROWS_LOGITS),
              logits = g.buffer(decoder_vocab, RF_ROWS_LOGITS), top = g.buffer(1, RF_ROWS_LOGITS);
     for (uint32_t i = 0; i < c.dim; i++) g.tables.push_back(powf(i < c.dim / 2 ? 1000.0f : 50.0f, -(float)(i % (c.dim / 2)) / (float)(c.dim / 2)));
-    rf_op *o = g.op(RF_OP_EMBED);
-    o->out = x, o->n_out = n, o->layer = -1;
-    o->weight = g.weight(RF_TYPE_F16, n, decoder_vocab, random_rows(RF_TYPE_F16, n, decoder_vocab));
+    const uint32_t table = g.weight(RF_TYPE_F16, n, decoder_vocab, random_rows(RF_TYPE_F16, n, decoder_vocab));
+    g.embed(x, n, table)->layer = -1;
     for (int32_t il = 0; il < 3; il++) {
         size_t first = g.ops.size();
         const bool ring = c.windowed == 2 && il == 1;
-        const uint32_t rows = il < 2 ? RF_ROWS_TOKENS : RF_ROWS_LOGITS;
-        if (il == 2) {
-            o = g.op(RF_OP_GATHER, RF_ROWS_LOGITS);
-            o->in = x, o->out = xl, o->n_out = n;
-        }
+        if (il == 2) g.gather(x, xl, n);
         const uint32_t ins[6] = {xn, xn, xn, att, xn, xn}, outs[6] = {q, k, v, x, gate, up},
                        widths[6] = {nq, nk, nk, n, 2 * n, 2 * n};
         for (int i = 0; i < 6; i++) {
-            if (i == 0 || i == 4) {
-                o = g.op(RF_OP_RMS_NORM, rows);
-                o->in = il < 2 ? x : xl, o->out = il < 2 ? xn : xl, o->n_heads = 1, o->n_in = n, o->eps = 1e-5f;
-                o->weight = g.vector(values(n));
-            }
+            if (i == 0 || i == 4) g.norm(il < 2 ? x : xl, il < 2 ? xn : xl, 1, n, g.vector(values(n)));
             if (il == 2) break;
             if (i == 3) { /* between the projections and the output */
-                for (int h = 0; c.norms && h < 2; h++) {
-                    o = g.op(RF_OP_RMS_NORM);
-                    o->in = o->out = h ? k : q, o->n_heads = h ? c.n_kv_heads : c.n_heads, o->n_in = c.dim;
-                    o->eps = 1e-5f, o->weight = g.vector(values(c.dim));
-                }
+                for (int h = 0; c.norms && h < 2; h++)
+                    g.norm(h ? k : q, h ? k : q, h ? c.n_kv_heads : c.n_heads, c.dim, g.vector(values(c.dim)));
                 for (int h = 0; h < 2; h++) {
-                    o = g.op(RF_OP_ROPE);
-                    o->in = o->out = h ? k : q, o->n_heads = h ? c.n_kv_heads : c.n_heads, o->head_dim = c.dim;
-                    o->n_rot = c.dim, o->scale = ring ? 1 : 1.5f, o->table = ring ? c.dim / 2 : 0, o->flags = c.neox ? RF_OP_NEOX : 0;
+                    rf_op *o = g.rope(h ? k : q, h ? c.n_kv_heads : c.n_heads, c.dim, c.dim, ring ? 1 : 1.5f);
+                    o->rope.table = ring ? c.dim / 2 : 0, o->flags = c.neox ? RF_OP_NEOX : 0;
                 }
                 uint32_t state = g.state(c.n_kv_heads, c.dim, c.dim, ring ? (uint32_t)decoder_window : 0);
-                o = g.op(RF_OP_KV_STORE);
-                o->in = k, o->in2 = v, o->state = state, o->n_kv_heads = c.n_kv_heads;
-                o->head_dim = o->head_dim_v = c.dim;
-                o = g.op(RF_OP_ATTENTION);
-                o->in = q, o->out = att, o->state = state, o->n_heads = c.n_heads, o->n_kv_heads = c.n_kv_heads;
-                o->head_dim = o->head_dim_v = c.dim, o->scale = 1 / sqrtf((float)c.dim);
-                if (c.windowed && il == 1) o->window = ring ? (uint32_t)decoder_window : 20, o->softcap = 5;
-                if (ring) o->extra = g.vector(values(c.n_heads));
+                g.kv_store(k, v, state, c.n_kv_heads, c.dim, c.dim);
+                rf_op *o = g.attention(q, att, state, c.n_heads, c.n_kv_heads, c.dim);
+                if (c.windowed && il == 1)
+                    o->attention.window = ring ? (uint32_t)decoder_window : 20, o->attention.softcap = 5;
+                if (ring) o->weight = g.vector(values(c.n_heads));
             }
             uint32_t type = i == 2 ? c.more : c.type, n_in = i == 3 ? nq : n;
-            o = g.op(RF_OP_MATMUL);
-            o->in = ins[i], o->out = outs[i], o->n_in = n_in, o->n_out = widths[i];
+            rf_op *o = g.matmul(ins[i], outs[i], n_in, widths[i],
+                                g.weight(type, n_in, widths[i], random_rows(type, n_in, widths[i])));
             o->flags = i == 3 ? RF_OP_ACCUMULATE : 0;
-            o->weight = g.weight(type, n_in, widths[i], random_rows(type, n_in, widths[i]));
-            if (c.scaled && i == 3) o->scale = 0.4f;
-            if (i < 2) o->extra = g.vector(values(widths[i]));
+            if (c.scaled && i == 3) o->matmul.scale = 0.4f;
+            if (i < 2) o->bias = g.vector(values(widths[i]));
         }
-        if (il < 2) {
-            o = g.op(RF_OP_GLU);
-            o->in = o->out = gate, o->in2 = up, o->n_out = 2 * n;
-        }
-        o = g.op(RF_OP_MATMUL, rows);
-        o->in = il < 2 ? gate : xl, o->out = il < 2 ? x : logits, o->n_in = il < 2 ? 2 * n : n;
-        o->n_out = il < 2 ? (uint32_t)decoder_n : (uint32_t)decoder_vocab, o->flags = il < 2 ? RF_OP_ACCUMULATE : 0;
-        if (c.scaled) o->scale = 0.7f, o->softcap = il < 2 ? 0 : 2.0f;
-        o->weight = g.weight(c.more, o->n_in, o->n_out, random_rows(c.more, o->n_in, o->n_out));
+        if (il < 2) g.glu(gate, up, gate, 2 * n);
+        const uint32_t n_in = il < 2 ? 2 * n : n, n_out = il < 2 ? (uint32_t)decoder_n : (uint32_t)decoder_vocab;
+        rf_op *o = g.matmul(il < 2 ? gate : xl, il < 2 ? x : logits, n_in, n_out,
+                            g.weight(c.more, n_in, n_out, random_rows(c.more, n_in, n_out)));
+        o->flags = il < 2 ? RF_OP_ACCUMULATE : 0;
+        if (c.scaled) o->matmul.scale = 0.7f, o->matmul.softcap = il < 2 ? 0 : 2.0f;
         for (size_t i = first; i < g.ops.size(); i++) g.ops[i].layer = il;
     }
-    o = g.op(RF_OP_ARGMAX, RF_ROWS_LOGITS);
-    o->in = logits, o->out = top, o->n_in = decoder_vocab, o->layer = 2;
+    rf_op *o = g.op(RF_OP_ARGMAX, RF_ROWS_LOGITS);
+    o->in = logits, o->out = top, o->argmax.n = decoder_vocab, o->layer = 2;
     g.plan.logits = logits, g.plan.argmax = top, g.plan.n_vocab = decoder_vocab;
     return logits;
 }
@@ -2137,32 +2118,19 @@ static void test_decode_step() {
 static std::vector<uint32_t> ways_model(Rig &g, uint32_t type, uint32_t n, uint32_t n_ff) {
     const uint32_t widths[8] = {1, 33, 70, n_ff, n_ff, n, n, 40}, x = g.buffer(n), xn = g.buffer(n);
     std::vector<uint32_t> out;
-    rf_op *embed = g.op(RF_OP_EMBED);
-    embed->out = x, embed->n_out = n, embed->weight = g.weight(RF_TYPE_F16, n, 1, random_rows(RF_TYPE_F16, n, 1));
+    g.embed(x, n, g.weight(RF_TYPE_F16, n, widths[7], random_rows(RF_TYPE_F16, n, widths[7])));
     for (int i = 0; i < 8; i++) {
-        const uint32_t rows = i < 6 ? RF_ROWS_TOKENS : RF_ROWS_LOGITS;
-        out.push_back(i == 5 ? x : g.buffer(widths[i], rows));
-        if (i == 6) {
-            rf_op *o = g.op(RF_OP_GATHER, rows);
-            o->in = x, o->out = out[6], o->n_out = n;
-        }
-        if (i == 0 || i == 3 || i == 6) {
-            rf_op *o = g.op(RF_OP_RMS_NORM, rows);
-            o->in = i < 6 ? x : out[6], o->out = i < 6 ? xn : out[6], o->n_heads = 1, o->n_in = n, o->eps = 1e-5f;
-            o->weight = g.vector(values(n));
-        }
+        out.push_back(i == 5 ? x : g.buffer(widths[i], i < 6 ? RF_ROWS_TOKENS : RF_ROWS_LOGITS));
+        if (i == 6) g.gather(x, out[6], n);
+        if (i == 0 || i == 3 || i == 6) g.norm(i < 6 ? x : out[6], i < 6 ? xn : out[6], 1, n, g.vector(values(n)));
         if (i == 6) continue;
-        if (i == 5) {
-            rf_op *o = g.op(RF_OP_GLU);
-            o->in = o->out = out[3], o->in2 = out[4], o->n_out = n_ff;
-        }
-        rf_op *o = g.op(RF_OP_MATMUL, rows);
-        o->in = i < 5 ? xn : i == 5 ? out[3] : out[6], o->out = out.back(), o->n_in = i == 5 ? n_ff : n;
-        o->n_out = widths[i], o->flags = i == 5 ? RF_OP_ACCUMULATE : 0;
-        const uint32_t t = o->n_in % block_elements(type) ? (uint32_t)RF_TYPE_Q4_0 : type;
-        o->weight = g.weight(t, o->n_in, widths[i], random_rows(t, o->n_in, widths[i]));
+        if (i == 5) g.glu(out[3], out[4], out[3], n_ff);
+        const uint32_t n_in = i == 5 ? n_ff : n, t = n_in % block_elements(type) ? (uint32_t)RF_TYPE_Q4_0 : type;
+        g.matmul(i < 5 ? xn : i == 5 ? out[3] : out[6], out.back(), n_in, widths[i],
+                 g.weight(t, n_in, widths[i], random_rows(t, n_in, widths[i])))
+            ->flags = i == 5 ? RF_OP_ACCUMULATE : 0;
     }
-    g.plan.logits = out[7], g.plan.n_vocab = 40;
+    g.plan.logits = out[7], g.plan.n_vocab = widths[7];
     return out;
 }
 
@@ -2243,38 +2211,20 @@ static Small small_model(Rig &g, uint32_t type) {
              v = g.buffer(n / 2), att = g.buffer(n), up = g.buffer(n);
     uint32_t xl = g.buffer(n, RF_ROWS_LOGITS), out = g.buffer(Small::vocab, RF_ROWS_LOGITS), st = g.state(2, 16, 16);
     for (uint32_t i = 0; i < 8; i++) g.tables.push_back(powf(100.0f, -(float)i / 8));
-    rf_op *o = g.op(RF_OP_EMBED);
-    o->out = x, o->n_out = n, o->layer = -1,
-    o->weight = g.weight(RF_TYPE_F16, n, Small::vocab, random_rows(RF_TYPE_F16, n, Small::vocab));
-    o = g.op(RF_OP_RMS_NORM);
-    o->in = x, o->out = xn, o->n_heads = 1, o->n_in = n, o->eps = 1e-5f, o->weight = g.vector(values(n));
+    g.embed(x, n, g.weight(RF_TYPE_F16, n, Small::vocab, random_rows(RF_TYPE_F16, n, Small::vocab)))->layer = -1;
+    g.norm(x, xn, 1, n, g.vector(values(n)));
     uint32_t outs[4] = {q, k, v, up}, widths[4] = {n, n / 2, n / 2, n};
-    for (int i = 0; i < 4; i++) {
-        o = g.op(RF_OP_MATMUL);
-        o->in = xn, o->out = outs[i], o->n_in = n, o->n_out = widths[i],
-        o->weight = g.weight(type, n, widths[i], random_rows(type, n, widths[i]));
-    }
-    for (int i = 0; i < 2; i++) {
-        o = g.op(RF_OP_ROPE);
-        o->in = o->out = i ? k : q, o->n_heads = i ? 2 : 4, o->head_dim = 16, o->n_rot = 16, o->scale = 1,
-        o->table = 0;
-    }
-    o = g.op(RF_OP_KV_STORE);
-    o->in = k, o->in2 = v, o->state = st, o->n_kv_heads = 2, o->head_dim = o->head_dim_v = 16;
-    o = g.op(RF_OP_ATTENTION);
-    o->in = q, o->out = att, o->state = st, o->n_heads = 4, o->n_kv_heads = 2, o->head_dim = o->head_dim_v = 16,
-    o->scale = 0.25f;
-    o = g.op(RF_OP_GLU);
-    o->in = att, o->in2 = up, o->out = att, o->n_out = n;
-    o = g.op(RF_OP_MATMUL);
-    o->in = att, o->out = x, o->n_in = n, o->n_out = n, o->flags = RF_OP_ACCUMULATE,
-    o->weight = g.weight(type, n, n, random_rows(type, n, n));
-    o->extra = g.vector(values(n));
-    o = g.op(RF_OP_GATHER, RF_ROWS_LOGITS);
-    o->in = x, o->out = xl, o->n_out = n, o->layer = 1;
-    o = g.op(RF_OP_MATMUL, RF_ROWS_LOGITS);
-    o->in = xl, o->out = out, o->n_in = n, o->n_out = Small::vocab, o->layer = 1,
-    o->weight = g.weight(type, n, Small::vocab, random_rows(type, n, Small::vocab));
+    for (int i = 0; i < 4; i++)
+        g.matmul(xn, outs[i], n, widths[i], g.weight(type, n, widths[i], random_rows(type, n, widths[i])));
+    g.rope(q, 4, 16, 16, 1);
+    g.rope(k, 2, 16, 16, 1);
+    g.kv_store(k, v, st, 2, 16, 16);
+    g.attention(q, att, st, 4, 2, 16);
+    g.glu(att, up, att, n);
+    rf_op *o = g.matmul(att, x, n, n, g.weight(type, n, n, random_rows(type, n, n)));
+    o->flags = RF_OP_ACCUMULATE, o->bias = g.vector(values(n));
+    g.gather(x, xl, n)->layer = 1;
+    g.matmul(xl, out, n, Small::vocab, g.weight(type, n, Small::vocab, random_rows(type, n, Small::vocab)))->layer = 1;
     s.x = x, s.out = out;
     return s;
 }
@@ -2479,43 +2429,42 @@ static void test_refusals() {
     rf_error err;
     for (int kind = 0; kind < 10; kind++) {
         Rig g(devices[0]);
-        uint32_t in = g.buffer(64), out = g.buffer(64);
-        rf_op *o = g.op(kind != 8 ? RF_OP_MATMUL : 77);
-        uint32_t type = RF_TYPE_Q4_0;
-        o->in = in, o->out = out, o->n_in = 64, o->n_out = 64;
-        if (kind == 0) o->n_out = 65;
+        uint32_t in = g.buffer(64), out = g.buffer(64), type = kind == 2 ? RF_TYPE_Q8_1 : RF_TYPE_Q4_0;
+        rf_op *o = g.matmul(in, out, 64, 64, g.weight(type, 64, 64, std::vector<uint8_t>(64 * 36)));
+        if (kind == 0) o->matmul.n_out = 65;
         if (kind == 1) o->in = 9;
-        if (kind == 2) type = RF_TYPE_Q8_1;
-        if (kind == 3) o->weight_row = 1;
-        if (kind == 4) o->weight_row = 0xffffffffu;
+        if (kind == 3) o->matmul.first_row = 1;
+        if (kind == 4) o->matmul.first_row = 0xffffffffu;
         if (kind == 5) o->rows = RF_ROWS_LOGITS;
-        o->weight = g.weight(type, 64, 64, std::vector<uint8_t>(64 * 36));
         if (kind == 6) o->weight = 5;
+        if (kind == 7) o->bias = g.vector(values(63));
+        if (kind == 8) o->kind = 77;
         if (kind == 9) o->out = o->in;
-        if (kind == 7) o->extra = g.vector(values(63));
         g.plan.ops = g.ops.data(), g.plan.n_ops = 1, g.plan.buffers = g.buffers.data(), g.plan.n_buffers = 2;
         g.plan.weights = g.weights.data(), g.plan.n_weights = (uint32_t)g.weights.size();
         memset(&err, 0, sizeof err);
-        rf_result r = api->op_supported(g.dev, &g.plan, &g.ops[0], &err);
-        CHECK((r == RF_ERR_ARGUMENT || r == RF_ERR_UNSUPPORTED) && err.code == r && strstr(err.text, "op 0"),
-              "kind %d: %d '%s'", kind, r, err.text);
+        rf_result r = api->op_supported(g.dev, &g.plan, &g.ops[0], &err), want = kind == 2 ? RF_ERR_UNSUPPORTED : RF_ERR_ARGUMENT;
+        CHECK(r == want && err.code == r && strstr(err.text, "op 0"), "kind %d: %d '%s'", kind, r, err.text);
     }
-    { /* what no kernel knows: further flags, activations, and fields of other ops */
+    { /* what no kernel knows: further flags and activations, and flags of other kinds */
         Rig g(devices[0]);
         small_model(g, RF_TYPE_Q8_0);
         REQUIRE(g.open(4, 1, 8) == RF_OK, "%s", g.err.text);
-        for (size_t i = 0; i < g.ops.size(); i++)
-            for (int how = 0; how < 4; how++) {
-                rf_op saved = g.ops[i];
-                if (how == 0) g.ops[i].flags |= 1u << 31;
-                if (how == 1) g.ops[i].activation = 99;
-                if (how == 2 && saved.kind != RF_OP_ATTENTION) g.ops[i].window = 5;
-                if (how == 3 && saved.kind != RF_OP_ATTENTION) g.ops[i].temperature = 1;
-                bool same = memcmp(&saved, &g.ops[i], sizeof saved) == 0;
+        for (size_t i = 0; i < g.ops.size(); i++) {
+            const rf_op saved = g.ops[i];
+            const rf_op_spec spec = rf_op_get_spec(&g.plan, &saved);
+            for (uint32_t bit = 0; bit < 32; bit++) {
+                if (spec.flags >> bit & 1) continue;
+                g.ops[i].flags = saved.flags | 1u << bit;
                 rf_result r = api->op_supported(g.dev, &g.plan, &g.ops[i], &err);
-                CHECK(r == (same ? RF_OK : RF_ERR_UNSUPPORTED), "op %zu, %d: %d '%s'", i, how, r, err.text);
-                g.ops[i] = saved;
+                CHECK(r == RF_ERR_ARGUMENT, "op %zu, flag %u: %d '%s'", i, bit, r, err.text);
             }
+            g.ops[i] = saved;
+            if (saved.kind == RF_OP_GLU) g.ops[i].glu.activation = 99;
+            rf_result r = api->op_supported(g.dev, &g.plan, &g.ops[i], &err);
+            CHECK(r == (saved.kind == RF_OP_GLU ? RF_ERR_ARGUMENT : RF_OK), "op %zu: %d '%s'", i, r, err.text);
+            g.ops[i] = saved;
+        }
     }
     Rig g(devices[0]);
     small_model(g, RF_TYPE_Q8_0);
@@ -2550,12 +2499,11 @@ static void *thread_main(void *arg) {
     Thread *t = static_cast<Thread *>(arg);
     Rig g(t->dev);
     uint32_t in = g.buffer(64), out = g.buffer(32);
-    rf_op *o = g.op(RF_OP_MATMUL);
     uint64_t own = 12345;
     std::vector<uint8_t> w(32 * 2 * 34);
     for (size_t i = 0; i < w.size(); i++) own = own * 6364136223846793005u + 1, w[i] = (uint8_t)(own >> 40);
     for (size_t i = 0; i < w.size(); i += 34) put_half(&w[i], 0.01);
-    o->in = in, o->out = out, o->n_in = 64, o->n_out = 32, o->weight = g.weight(RF_TYPE_Q8_0, 64, 32, w);
+    g.matmul(in, out, 64, 32, g.weight(RF_TYPE_Q8_0, 64, 32, w));
     if (g.open(3) != RF_OK) return NULL;
     std::vector<float> x(3 * 64);
     for (size_t i = 0; i < x.size(); i++) x[i] = (float)(int)(i * 37 % 101) - 50;
@@ -2633,9 +2581,7 @@ static void float_ranges(uint32_t type, uint32_t device) {
         uint32_t row = (uint32_t)(i / n_in);
         x[i] = row == 5 ? 0 : ldexpf(i % n_in == row ? 1e4f * x[i] : x[i], 18 * ((int)row - 5));
     }
-    rf_op *o = g.op(RF_OP_MATMUL);
-    o->in = in, o->out = out, o->n_in = n_in, o->n_out = n_out;
-    o->weight = g.weight(type, n_in, n_out, w);
+    g.matmul(in, out, n_in, n_out, g.weight(type, n_in, n_out, w));
     REQUIRE(g.open(n_rows) == RF_OK, "%s", g.err.text);
     g.set(in, x);
     REQUIRE(g.run(rows_of(n_rows)) == RF_OK, "%s", g.err.text);
@@ -2763,14 +2709,10 @@ struct Tuned {
     Tuned(rf_dev *d, uint32_t n_out) : g(d) {
         const uint32_t y = (x = g.buffer(64), g.buffer(64)), yl = g.buffer(64, RF_ROWS_LOGITS), logits = g.buffer(n_out, RF_ROWS_LOGITS);
         seed = 31;
-        rf_op *o = g.op(RF_OP_MATMUL);
-        o->in = x, o->out = y, o->n_in = o->n_out = 64, o->weight = g.weight(RF_TYPE_Q4_0, 64, 64, random_rows(RF_TYPE_Q4_0, 64, 64));
-        o = g.op(RF_OP_GATHER, RF_ROWS_LOGITS);
-        o->in = y, o->out = yl, o->n_out = 64;
-        o = g.op(RF_OP_MATMUL, RF_ROWS_LOGITS);
-        o->layer = 1;
-        o->in = yl, o->out = logits, o->n_in = 64, o->n_out = n_out;
-        o->weight = g.weight(RF_TYPE_Q4_0, 64, n_out, random_rows(RF_TYPE_Q4_0, 64, n_out));
+        g.matmul(x, y, 64, 64, g.weight(RF_TYPE_Q4_0, 64, 64, random_rows(RF_TYPE_Q4_0, 64, 64)));
+        g.gather(y, yl, 64);
+        const uint32_t weight = g.weight(RF_TYPE_Q4_0, 64, n_out, random_rows(RF_TYPE_Q4_0, 64, n_out));
+        g.matmul(yl, logits, 64, n_out, weight)->layer = 1;
         g.plan.logits = logits, g.plan.n_vocab = n_out;
         values_of_x = values(64);
         g.whole = true;

@@ -332,23 +332,23 @@ static void rank_scores(const double *score, uint32_t n, uint32_t *ids) {
 }
 
 /* ids and weights of the best n_used by flags, in float64; scores are the logits, so that ties are ties. */
-static void route_rows_want(const rf_op *op, const float *logits, const float *bias, uint32_t *ids, double *weights) {
+static void route_rows_want(const rf_route_params *r, const float *logits, const float *bias, uint32_t *ids, double *weights) {
     double score[256], sum[256], top = -INFINITY, total = 0;
-    uint32_t n = op->n_experts, size = n / op->n_groups, ranked[256], kept = 0;
+    uint32_t n = r->n_experts, size = n / r->n_groups, ranked[256], kept = 0;
     for (uint32_t i = 0; i < n; i++) score[i] = (double)logits[i] + (bias ? bias[i] : 0);
-    for (uint32_t g = 0; g < op->n_groups; g++) {
+    for (uint32_t g = 0; g < r->n_groups; g++) {
         rank_scores(score + g * size, size, ranked);
         sum[g] = score[g * size + ranked[0]] + (size > 1 ? score[g * size + ranked[1]] : 0);
     }
-    rank_scores(sum, op->n_groups, ranked);
+    rank_scores(sum, r->n_groups, ranked);
     uint32_t place[256];
-    for (uint32_t g = 0; g < op->n_groups; g++) place[ranked[g]] = g;
+    for (uint32_t g = 0; g < r->n_groups; g++) place[ranked[g]] = g;
     rank_scores(score, n, ranked);
-    for (uint32_t i = 0; i < n && kept < op->n_used; i++)
-        if (op->n_groups == 1 || place[ranked[i] / size] < op->n_groups_used) ids[kept++] = ranked[i];
+    for (uint32_t i = 0; i < n && kept < r->n_used; i++)
+        if (r->n_groups == 1 || place[ranked[i] / size] < r->n_groups_used) ids[kept++] = ranked[i];
     for (uint32_t k = 0; k < kept; k++) top = fmax(top, logits[ids[k]]);
     for (uint32_t k = 0; k < kept; k++) total += weights[k] = exp(logits[ids[k]] - top);
-    for (uint32_t k = 0; k < kept; k++) weights[k] = weights[k] / total * op->scale;
+    for (uint32_t k = 0; k < kept; k++) weights[k] = weights[k] / total * r->scale;
 }
 
 static void test_route_rows(void) {
@@ -360,19 +360,20 @@ static void test_route_rows(void) {
         uint32_t want[256], n = counts[mg_below(&rng, RFI_COUNT(counts))], groups = 1u << mg_below(&rng, 3);
         int32_t ids[256];
         double want_weights[256];
-        rf_op op = {.kind = RF_OP_ROUTE, .flags = RF_OP_CHOSEN, .n_experts = n, .scale = 1.5f};
-        op.n_groups = n % groups ? 1 : groups;
-        op.n_groups_used = 1 + mg_below(&rng, op.n_groups);
-        op.n_used = 1 + mg_below(&rng, n / op.n_groups * op.n_groups_used);
+        rf_op op = {.kind = RF_OP_ROUTE, .flags = RF_OP_CHOSEN, .route = {.n_experts = n, .scale = 1.5f}};
+        rf_route_params *r = &op.route;
+        r->n_groups = n % groups ? 1 : groups;
+        r->n_groups_used = 1 + mg_below(&rng, r->n_groups);
+        r->n_used = 1 + mg_below(&rng, n / r->n_groups * r->n_groups_used);
         for (uint32_t k = 0; k < n; k++) {
             logits[k] = i % 3 == 0 && mg_below(&rng, 4) == 0 ? odd[mg_below(&rng, 5)] : (float)mg_below(&rng, 9) - 4;
             bias[k] = (float)mg_below(&rng, 5);
         }
         rfi_route_row(&op, logits, i % 2 ? bias : NULL, ids, weights);
-        route_rows_want(&op, logits, i % 2 ? bias : NULL, want, want_weights);
-        for (uint32_t k = 0; k < op.n_used; k++) {
-            CHECK(ids[k] == (int32_t)want[k], "%u of %u experts, %u of %u groups: choice %u is %d, want %u", op.n_used, n,
-                  op.n_groups_used, op.n_groups, k, ids[k], want[k]);
+        route_rows_want(r, logits, i % 2 ? bias : NULL, want, want_weights);
+        for (uint32_t k = 0; k < r->n_used; k++) {
+            CHECK(ids[k] == (int32_t)want[k], "%u of %u experts, %u of %u groups: choice %u is %d, want %u", r->n_used, n,
+                  r->n_groups_used, r->n_groups, k, ids[k], want[k]);
             CHECK(isnan(want_weights[k]) ? isnan(weights[k]) : fabs(weights[k] - want_weights[k]) < 1e-6, "weight %g, want %g",
                   weights[k], want_weights[k]);
         }
@@ -801,7 +802,7 @@ static void test_argmax_op(void) {
             int32_t found = 77;
             for (uint32_t i = 0; i < n; i++)
                 v[i] = kind < 10 ? odd[kind] : kind < 25 ? odd[mg_below(&rng, 10)] : (float)mg_below(&rng, 9) - 12;
-            rf_op op = {.kind = RF_OP_ARGMAX, .n_in = n};
+            rf_op op = {.kind = RF_OP_ARGMAX, .argmax = {.n = n}};
             rfi_cpu_op o = {.op = &op, .in = v, .in_width = n, .out = (float *)(void *)&found, .out_width = 1, .n_rows = 1};
             rfi_cpu_argmax(&o, 0, 0);
             CHECK(found == largest(v, n), "%u values of kind %u: %d, want %d", n, kind, found, largest(v, n));

@@ -371,8 +371,9 @@ static void test_conv_op(void) {
             rf_error err = {0};
             const uint32_t n = taps == 8 ? 61 : 321, biased = taps / 2 % 2;
             memset(&o, 0, sizeof o), memset(past, 0, sizeof past), memset(left, 0, sizeof left);
-            o.op = (rf_op){.kind = RF_OP_CONV, .in = 0, .in2 = RF_NONE, .out = 3, .extra = biased ? 1 : RF_NONE, .extra2 = RF_NONE,
-                           .table = RF_NONE, .n_in = taps, .n_out = n, .activation = silu ? RF_ACT_SILU : RF_ACT_NONE};
+            o.op = (rf_op){.kind = RF_OP_CONV, .in = 0, .in2 = RF_NONE, .in3 = RF_NONE, .out = 3, .weight = 0,
+                           .bias = biased ? 1 : RF_NONE, .factor = RF_NONE,
+                           .conv = {.n = n, .n_taps = taps, .activation = silu ? RF_ACT_SILU : RF_ACT_NONE}};
             o.state.width = (taps - 1) * n;
             o.weights[0] = (rf_plan_weight){.name = "w", .type = RF_TYPE_F32, .n_in = taps, .n_rows = n, .size_bytes = 4ull * taps * n};
             o.weights[1] = (rf_plan_weight){.name = "b", .type = RF_TYPE_F32, .n_in = n, .n_rows = 1, .size_bytes = 4ull * n};
@@ -400,9 +401,10 @@ typedef struct delta_shape { uint32_t dk, dv, heads, keys; int cyclic; } delta_s
 
 static void make_delta(one_op *o, const delta_shape *c) {
     memset(o, 0, sizeof *o);
-    o->op = (rf_op){.kind = RF_OP_DELTA, .flags = c->cyclic ? RF_OP_CYCLIC : 0, .in = 0, .in2 = 1, .out = 3, .weight = RF_NONE,
-                    .extra = 0, .extra2 = 1, .in3 = 2, .n_heads = c->heads, .n_kv_heads = c->keys, .head_dim = c->dk,
-                    .head_dim_v = c->dv, .scale = 0.4f, .eps = 0.03f};
+    o->op = (rf_op){.kind = RF_OP_DELTA, .flags = c->cyclic ? RF_OP_CYCLIC : 0, .in = 0, .in2 = 1, .in3 = 2, .out = 3,
+                    .weight = 0, .bias = 1, .factor = RF_NONE,
+                    .delta = {.n_heads = c->heads, .n_k_heads = c->keys, .head_dim = c->dk, .head_dim_v = c->dv,
+                              .scale = 0.4f, .eps = 0.03f}};
     o->state.width = c->heads * c->dk * c->dv;
     for (int i = 0; i < 2; i++)
         o->weights[i] = (rf_plan_weight){.name = "v", .type = RF_TYPE_F32, .n_in = c->heads, .n_rows = 1, .size_bytes = 4 * c->heads};
@@ -412,13 +414,14 @@ static void make_delta(one_op *o, const delta_shape *c) {
 
 /* One row of a head: S, and out[dv]. */
 static void delta_row(const one_op *o, uint32_t r, uint32_t h, double decay_by, double bias, double *S, double *out) {
-    const uint32_t dk = o->op.head_dim, dv = o->op.head_dim_v, keys = o->op.n_kv_heads, heads = o->op.n_heads;
+    const rf_delta_params *p = &o->op.delta;
+    const uint32_t dk = p->head_dim, dv = p->head_dim_v, keys = p->n_k_heads, heads = p->n_heads;
     const float *row = o->x[0] + r * o->widths[0],
                 *q = row + (o->op.flags & RF_OP_CYCLIC ? h % keys : h / (heads / keys)) * dk, *k = q + keys * dk,
                 *v = row + 2 * keys * dk + h * dv;
     const double decay = exp(log1p(exp((double)o->x[2][r * heads + h] + bias)) * decay_by),
                  beta = 1 / (1 + exp(-(double)o->x[1][r * heads + h]));
-    double kk = o->op.eps, qq = o->op.eps;
+    double kk = p->eps, qq = p->eps;
     for (uint32_t i = 0; i < dk; i++) kk += (double)k[i] * k[i], qq += (double)q[i] * q[i];
     for (uint32_t j = 0; j < dv; j++) {
         double d = v[j];
@@ -426,7 +429,7 @@ static void delta_row(const one_op *o, uint32_t r, uint32_t h, double decay_by, 
         for (uint32_t i = 0; i < dk; i++) S[i * dv + j] *= decay, d -= S[i * dv + j] * k[i] / sqrt(kk);
         for (uint32_t i = 0; i < dk; i++) {
             S[i * dv + j] += k[i] / sqrt(kk) * beta * d;
-            out[j] += S[i * dv + j] * q[i] / sqrt(qq) * o->op.scale;
+            out[j] += S[i * dv + j] * q[i] / sqrt(qq) * p->scale;
         }
     }
 }
@@ -482,9 +485,10 @@ static void test_heads_op(void) {
         if (type == RF_TYPE_F32) fill((float *)(void *)bytes, n, i);
         for (uint64_t k = 0; type != RF_TYPE_F32 && k + 1 < n_bytes; k += 2) bytes[k + 1] &= 0xbf; /* scales: no infinity */
         CHECK(rf_dequantize(type, bytes, n, w, &err) == RF_OK, "%s", err.text);
-        o.op = (rf_op){.kind = RF_OP_HEADS, .flags = across ? RF_OP_ACROSS : 0, .in = 0, .in2 = RF_NONE, .out = 3, .extra = RF_NONE,
-                       .extra2 = RF_NONE, .table = RF_NONE, .weight_row = ROW0, .head_rows = head_rows, .n_in = n_in, .n_out = n_out,
-                       .n_heads = HEADS, .head_dim = dim};
+        o.op = (rf_op){.kind = RF_OP_HEADS, .flags = across ? RF_OP_ACROSS : 0, .in = 0, .in2 = RF_NONE, .in3 = RF_NONE, .out = 3,
+                       .state = RF_NONE, .weight = 0, .bias = RF_NONE, .factor = RF_NONE,
+                       .heads = {.n_heads = HEADS, .head_dim = dim, .n_in = n_in, .n_out = n_out, .first_row = ROW0,
+                                 .head_rows = head_rows}};
         o.weights[0] = (rf_plan_weight){.name = "w", .type = type, .n_in = width, .n_rows = n_rows, .size_bytes = n_bytes};
         o.values[0] = bytes, o.n_weights = 1, o.widths[0] = HEADS * dim, o.widths[1] = o.widths[2] = 1,
         o.widths[3] = HEADS * (n_out + REST), o.state.width = 1;
