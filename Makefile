@@ -18,6 +18,10 @@ HAVE_CXX = $(shell command -v $(CXX))
 EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/rocmforge_cli_emu)
 EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
 
+# as many jobs as there are cores, unless -j says otherwise
+ifeq ($(MAKELEVEL),0)
+MAKEFLAGS += -j$(shell getconf _NPROCESSORS_ONLN)
+endif
 # `make -n` must not run what a + before a command would make it run
 JOBS = $(if $(findstring n,$(firstword -$(MAKEFLAGS))),,+)
 
@@ -27,11 +31,18 @@ run: $(B)/rocmforge_cli    ## write some Shakespeare with the model in examples/
 	printf 'ROMEO:\n' | ./$(B)/rocmforge_cli generate --gguf examples/shakespeare-5m.gguf --prompt-file - --echo \
 	  --max-tokens 93 --temp 0.7 --seed 18
 
-# the longest first
-test: programs    ## run all tests; a suite whose tool is missing is counted as skipped
-	$(JOBS)sh tests/run.sh $(B) $(EMULATED_TESTS) $(SCRIPTS) $(TESTS)
+# Nearly everything that a change can break shows in `make test`. `make test-all` runs the rest: the many combinations, and what
+# needs other compilers, emulators and checkers. @quick and @slow are parts of a suite. The longest first.
+SLOW  = tests/test_sanitizers.sh tests/test_hipcc.sh tests/test_isa.sh tests/test_emu.sh tests/test_once_cell.sh
+PARTS = tests/test_readme.sh tests/test_compile.sh
+test: programs    ## run the tests (3 minutes on two cores); a suite whose tool is missing is counted as skipped
+	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(B)/test_hip@quick $(B)/hip_goldens $(B)/hip_recurrent) \
+	  $(PARTS:=@quick) $(filter-out $(SLOW) $(PARTS),$(SCRIPTS)) $(TESTS)
 
-programs: $(EMULATED) $(EXAMPLES) $(TESTS)    ## build all that `make test` runs
+test-all: programs    ## run the tests that `make test` leaves out (make deps installs their tools)
+	$(JOBS)sh tests/run.sh $(B) $(SLOW) $(if $(HAVE_CXX),$(B)/test_hip@slow $(B)/hip_model) $(PARTS:=@slow)
+
+programs: $(EMULATED) $(EXAMPLES) $(TESTS)    ## build all that the tests run
 
 test-emu: $(EMULATED)    ## test the GPU kernels on the CPU: every pair of type, shape, wave size, and so on
 	$(JOBS)sh tests/run.sh $(B) $(EMULATED_TESTS) tests/test_emu.sh
@@ -82,7 +93,7 @@ endef
 
 deps:    ## install what the optional suites need (Debian packages; run as root)
 	apt-get install -y gcc g++ clang libclang-rt-14-dev valgrind libc6-dbg spin python3 python3-numpy musl-tools \
-	  gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user universal-ctags hipcc debootstrap
+	  gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user universal-ctags hipcc debootstrap cmake
 
 clean:    ## remove build/
 	rm -rf $(B)
@@ -116,7 +127,7 @@ $(B)/%: tests/%.c $(HEADERS) $(B)/rocmforge.a
 
 $(B)/test_fuzz: examples/rocmforge_cli.c
 
-$(B)/kernels_emu.o: rocmforge_kernels.hip $(HEADERS)
+$(B)/kernels_emu.o: rocmforge_kernels.hip rocmforge.h tests/hip_emu.h
 	@mkdir -p $(@D)
 	$(CXX) -std=c++11 $(CFLAGS) -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c $< -o $@
 

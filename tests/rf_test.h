@@ -1,7 +1,8 @@
 /* rf_test.h: the smallest test frame. A test is a function; it passes if no CHECK in it failed.
  *     static void test_add(void) { CHECK(1 + 1 == 2, "got %d", 1 + 1); }
  *     int main(int argc, char **argv) { RFT_BEGIN(argc, argv); RUN(test_add); RUN_IF(have_zoo, test_zoo, "no zoo"); RFT_END(); }
- * `program SUBSTR` runs only the tests whose name contains SUBSTR. The last line is "suite: N passed, N failed, N skipped". */
+ * `program SUBSTR` runs only the tests whose name contains SUBSTR; `program slow` those of RUN_SLOW, `program quick` the others.
+ * The last line is "suite: N passed, N failed, N skipped". */
 #ifndef RF_TEST_H
 #define RF_TEST_H
 
@@ -45,19 +46,26 @@ static const char *rft_filter, *rft_suite;
         }                                                                             \
     } while (0)
 
-static void rft_run(const char *name, void (*test)(void)) {
-    if (rft_filter && !strstr(name, rft_filter)) return;
+static int rft_wanted(const char *name, int slow) {
+    if (!rft_filter) return 1;
+    if (!strcmp(rft_filter, "slow")) return slow;
+    if (!strcmp(rft_filter, "quick")) return !slow;
+    return strstr(name, rft_filter) != NULL;
+}
+static void rft_run(const char *name, void (*test)(void), int slow) {
+    if (!rft_wanted(name, slow)) return;
     rft_bad = 0;
     test();
     if (rft_bad) rft_failed++, printf("  FAIL %s (%d)\n", name, rft_bad);
     else rft_passed++;
     fflush(stdout);
 }
-#define RUN(test) rft_run(#test, test)
+#define RUN(test) rft_run(#test, test, 0)
+#define RUN_SLOW(test) rft_run(#test, test, 1)
 #define RUN_IF(available, test, why)                                                  \
     do {                                                                              \
         if (available) RUN(test);                                                     \
-        else rft_skipped++, printf("  skip %s: %s\n", #test, why);                    \
+        else if (rft_wanted(#test, 0)) rft_skipped++, printf("  skip %s: %s\n", #test, why); \
     } while (0)
 
 #define RFT_BEGIN(argc, argv) (rft_suite = (argv)[0], rft_filter = (argc) > 1 ? (argv)[1] : NULL)

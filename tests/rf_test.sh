@@ -1,14 +1,17 @@
 # rf_test.sh: the test frame of the shell suites. A suite sources it, defines functions case_NAME and ends with
 #     run_cases "$@"
-# so that `sh tests/test_X.sh BUILD` runs all cases, as many at a time as there are cores (or as the make above says), and
-# `sh tests/test_X.sh BUILD NAME` runs one in the open. A case runs in a process of its own under `set -e`: exit status 0 passes,
-# 77 skips (the last line of its output says why), anything else fails. Functions build_NAME are cases that run before all others
-# and leave files in $dir. A suite may instead call pass, fail and skip itself and end with `finish`.
+# `sh tests/test_X.sh BUILD` runs all cases in parallel: as many at a time as there are cores (or as the make above says).
+# `sh tests/test_X.sh BUILD NAME` runs one function and shows its output. A suite may name slow functions in $slow: then BUILD slow
+# runs these and BUILD quick the others.
+# A case is a process of its own under `set -e`: exit status 0 passes, 77 skips (the last line of its output says why), anything
+# else fails. Functions build_NAME are cases that run before all others and leave files in $dir. A suite may instead call pass, fail
+# and skip itself and end with `finish`.
 build=${1:-build}
 suite=$(basename "$0" .sh)
 dir=$build/$suite.d
 passed=0 failed=0 skipped=0
-[ -n "${2-}" ] || rm -rf "$dir"
+slow=
+case ${2-} in '' | quick | slow) rm -rf "$dir" ;; esac
 mkdir -p "$dir"
 
 pass() { passed=$((passed + 1)); }
@@ -27,17 +30,22 @@ need() {
     exit 77
 }
 
-# run_cases BUILD [NAME]
+# run_cases BUILD [NAME|quick|slow]
 run_cases() {
-    if [ -n "${2-}" ]; then
-        set -e
-        "$2"
-        exit
-    fi
+    part=${2-all}
+    case $part in
+    all | quick | slow) ;;
+    *) set -e; "$part"; exit ;;
+    esac
+    for name in $slow; do grep -q "^$name() " "$0" || fail "$name" "in \$slow, but no function"; done
     suite_file=$0
     export suite_file build dir
     for kind in build case; do
-        names=$(sed -n "s/^\(${kind}_[a-z0-9_]*\)() .*/\1/p" "$0")
+        names=
+        for name in $(sed -n "s/^\(${kind}_[a-z0-9_]*\)() .*/\1/p" "$0"); do
+            case " $(echo $slow) " in *" $name "*) speed=slow ;; *) speed=quick ;; esac
+            case $part in all | $speed) names="$names $name" ;; esac
+        done
         [ -z "$names" ] || sh tests/in_parallel.sh '
             sh "$suite_file" "$build" "$NAME" >"$dir/$NAME.log" 2>&1 </dev/null
             echo $? >"$dir/$NAME.rc"' $names

@@ -1,14 +1,13 @@
 #!/bin/sh
-# run.sh BUILD SUITE...: run the suites (programs, or scripts that take BUILD) from the repository root, as many at a time as
-# there are cores (or as the make above says), and add up their last lines "name: N passed, N failed, N skipped". A suite that
-# ends otherwise counts as one failure. What a suite printed is kept in BUILD/NAME.log; failures and skips are shown. The times
-# are those of the clock and of the processors.
+# run.sh BUILD SUITE...: run the suites from the repository root and add up their last lines "name: N passed, N failed, N skipped".
+# A suite is a program, or a script that takes BUILD; SUITE@ARGUMENT gives it one more argument. As many run at a time as there are
+# cores (or as the make above says). A suite that ends otherwise counts as one failure. Its output is kept in BUILD/NAME.log;
+# failures and skips are shown, with the seconds that it took by the clock and by the processors.
 build=$1
 shift
 export build
 
-# explain LOG: why a suite ended badly: a sanitizer's first report from its beginning (its end are stacks of where threads were
-# created), and the last lines.
+# explain LOG: why a suite failed: the first 40 lines of a sanitizer's first report, and the last lines.
 explain() {
     awk '/(WARNING|ERROR): [A-Za-z]*Sanitizer|: runtime error: / { n = 40 } n > 0 { print "    " $0; if (--n == 0) exit }' "$1" |
         cut -c 1-300
@@ -16,11 +15,12 @@ explain() {
     tail -n 15 "$1" | sed 's/^/    /'
 }
 sh tests/in_parallel.sh '
-    log=$build/$(basename "$NAME").log
+    log=$build/$(basename "$NAME").log suite=${NAME%%@*} argument=
+    [ "$suite" = "$NAME" ] || argument=${NAME#*@}
     start=$(date +%s)
-    case $NAME in
-    *.sh) sh "$NAME" "$build" ;;
-    *) "./$NAME" ;;
+    case $suite in
+    *.sh) sh "$suite" "$build" $argument ;;
+    *) "./$suite" $argument ;;
     esac >"$log" 2>&1 </dev/null
     echo "$? $(($(date +%s) - start))" >"$log.rc"
     times >"$log.times"' "$@"

@@ -38,10 +38,15 @@ first_errors() {
 }
 name=${2-}
 
+slow="build_gcc_o2 build_clang_o2 build_arm64 build_musl build_o3 build_undefined case_gcc_o2 case_clang_o2 case_objects_o2
+    case_run_o3 case_run_undefined case_run_musl case_run_arm64"
+
 # ---- whole compilations: gcc and clang see more warnings when they generate code ----
 
-build_gcc() { gcc -O2 -std=c11 $strict -I. -c "$dir/impl.c" -o "$dir/gcc.o"; }
-build_clang() { need clang clang; clang -O2 -std=c11 $strict -I. -c "$dir/impl.c" -o "$dir/clang.o"; }
+build_gcc() { gcc $small -std=c11 $strict -I. -c "$dir/impl.c" -o "$dir/gcc.o"; }
+build_clang() { need clang clang; clang $small -std=c11 $strict -I. -c "$dir/impl.c" -o "$dir/clang.o"; }
+build_gcc_o2() { gcc -O2 -std=c11 $strict -I. -c "$dir/impl.c" -o "$dir/gcc_o2.o"; }
+build_clang_o2() { need clang clang; clang -O2 -std=c11 $strict -I. -c "$dir/impl.c" -o "$dir/clang_o2.o"; }
 build_arm64() {
     need aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu
     aarch64-linux-gnu-gcc -O2 $strict -I. -static examples/rocmforge_cli.c -o "$dir/cli_arm64" $libs
@@ -195,13 +200,14 @@ same_text() {
     head -c "$(wc -c <tests/expected_generate.txt)" "$dir/$1.txt" | cmp - tests/expected_generate.txt
 }
 # declarations in one file, the implementation in another, by another compiler
-case_two_files() {
-    gcc -O2 $strict -I. "$dir/hello_decl.c" "$dir/gcc.o" -o "$dir/hello_gcc" $libs
-    same_text gcc
-    need clang clang
-    gcc -I. "$dir/hello_decl.c" "$dir/clang.o" -o "$dir/hello_clang" $libs
-    same_text clang
+linked() {
+    gcc -O2 $strict -I. "$dir/hello_decl.c" "$dir/$1.o" -o "$dir/hello_$1" $libs
+    same_text "$1"
 }
+case_two_files() { linked gcc; }
+case_two_compilers() { need clang clang; linked clang; }
+case_gcc_o2() { linked gcc_o2; }
+case_clang_o2() { need clang clang; linked clang_o2; }
 case_run_o3() { same_text o3; }
 case_run_undefined() { same_text undefined; }
 case_run_allocator() {
@@ -231,15 +237,17 @@ case_run_musl() { need musl-gcc musl-tools; same_text musl; }
 case_run_arm64() {
     need aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu
     need qemu-aarch64 qemu-user
-    printf 'CASSIUS:\nWhere is' >"$dir/prompt"
-    qemu-aarch64 "$dir/cli_arm64" generate --gguf $model --prompt-file "$dir/prompt" --raw --max-tokens 30 --temp 0 >"$dir/arm64.txt"
-    cat "$dir/arm64.txt"
-    cmp "$dir/arm64.txt" tests/expected_generate.txt
+    for isa in scalar neon i8mm; do
+        printf 'ROMEO:\n' | qemu-aarch64 -cpu max "$dir/cli_arm64" generate --gguf $model --prompt-file - --echo --max-tokens 93 \
+            --temp 0.7 --seed 18 --isa $isa >"$dir/arm64.txt"
+        cat "$dir/arm64.txt"
+        cmp "$dir/arm64.txt" tests/expected_run.txt
+    done
 }
 
 # ---- object files ----
 
-objects() { ls "$dir/gcc.o" "$dir/clang.o" 2>/dev/null; }
+objects() { for o in gcc clang gcc_o2 clang_o2; do ls "$dir/$o.o" 2>/dev/null || true; done; }
 # what the implementation defines is what the declarations promise, no more and no less
 case_exported_symbols() {
     sed -n '/>>base$/q; s/^ROCMFORGE_API[^(]*\b\(rf_[a-z0-9_]*\)(.*/\1/p' rocmforge.h | sort >"$dir/declared"
@@ -272,6 +280,8 @@ case_no_writable_data() {
     done
     return 0
 }
+
+case_objects_o2() { case_exported_symbols && case_imported_symbols && case_no_writable_data; }
 
 # ---- the kernels file is missing, or of another version ----
 

@@ -155,7 +155,7 @@ int main(int argc, char **argv) {
         if (n_gpus) device = devices[i % n_gpus];
         else snprintf(device.name, sizeof device.name, "cpu");
         snprintf(name, sizeof name, "%s %s", device.name, current);
-        rft_run(name, test_golden);
+        rft_run(name, test_golden, 0);
     }
     RFT_END();
 }

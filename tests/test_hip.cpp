@@ -2,7 +2,7 @@
  * References are float64 loops of this file; quantized weights are decoded here from the format descriptions, and
  * activations are quantized here. Linked with the emulated kernels (-DRF_TEST_EMU: waves 32 and 64, late execution,
  * injected failures) or with those of a real GPU.
- *     test_hip [--full] [SUBSTR]     --full: every combination instead of every pair of values */
+ *     test_hip [--full] [SUBSTR|quick|slow]     --full: every combination instead of every pair of values */
 #include "../rocmforge.h"
 #ifdef RF_TEST_EMU
 #include "hip_emu.h"
@@ -3183,7 +3183,7 @@ int main(int argc, char **argv) {
     RUN(test_glu_gather);
     RUN(test_argmax);
     RUN(test_route);
-    RUN(test_experts);
+    RUN_SLOW(test_experts);
     RUN(test_expert_tiles);
     RUN(test_expert_groups);
     RUN(test_kv_store);
@@ -3194,9 +3194,9 @@ int main(int argc, char **argv) {
     RUN(test_together);
     RUN(test_joined_norm);
     RUN(test_glu_launch);
-    RUN(test_decode_step);
-    RUN(test_ways);
-    RUN(test_many_splits);
+    RUN_SLOW(test_decode_step);
+    RUN_SLOW(test_ways);
+    RUN_SLOW(test_many_splits);
     RUN(test_small_model);
     RUN(test_queued_steps);
     RUN(test_times);
@@ -3206,13 +3206,13 @@ int main(int argc, char **argv) {
     RUN(test_threads);
     RUN(test_bfloats);
 #ifdef RF_TEST_EMU
-    RUN(test_matrix_units);
+    RUN_SLOW(test_matrix_units);
     RUN(test_wrong_units);
     RUN(test_stale_graphs);
     RUN(test_fastest_way);
     RUN(test_disturbed_ways);
     RUN(test_untimed_ways);
-    RUN(test_failing_ways);
+    RUN_SLOW(test_failing_ways);
     RUN(test_missing_wait);
     RUN(test_orders);
     RUN(test_failing_calls);

@@ -103,7 +103,7 @@ case_functions() {
                 body[macro] = substr($0, RSTART + RLENGTH); macro_line = FNR; in_macro = 1
             } else if (in_macro) body[macro] = body[macro] " " $0
             if (in_macro && !/\\$/) {
-                if (body[macro] ~ /^\(/) { macros++; judge(macro_line, macro, FNR - macro_line + 1, 1) }
+                if (body[macro] ~ /^\(/ && body[macro] !~ /^\(X\)/) { # (X): a table macros++; judge(macro_line, macro, FNR - macro_line + 1, 1) }
                 in_macro = 0
             }
             next

@@ -1,8 +1,9 @@
-# test_readme.sh BUILD: every command and program of README.md works. It runs in a copy of the tree, block after block in the
-# order of the page: ```sh blocks as scripts that stop at the first failure (make test and make deps only as make -n). A ```c
-# block must pass the compiler's warnings; a complete program becomes example.c, and a later block must build and run it.
+# test_readme.sh BUILD [quick|slow]: every command and program of README.md works. It runs in a copy of the tree, block after block in
+# the order of the page: ```sh blocks as scripts that stop at the first failure (make test and make deps only as make -n). A ```c or
+# ```cpp block must pass the compiler's warnings; a complete program becomes example.c or example.cpp, and a later block must build
+# and run it. A ```cmake block becomes CMakeLists.txt.
 # `<!-- needs: ITEM... -->` above a block names what it needs: a tool, tool>=version, or a file of the repository. HIPCC_NEW
-# may name the hipcc for blocks that want a version of it (tests/make_hipcc.sh).
+# may name the hipcc for blocks that want a version of it (tests/make_hipcc.sh). Blocks that need a GPU's compiler are slow.
 . tests/rf_test.sh
 
 [ -f README.md ] || { fail README.md "there is none"; finish; }
@@ -12,10 +13,11 @@ list_files | tar -cf - -T - | tar -xf - -C "$dir/tree"
 mkdir -p "$dir/tree/build"
 find "$build" -maxdepth 1 -type f \( -perm -u+x -o -name '*.a' \) -exec cp -p {} "$dir/tree/build/" \;
 
-# blocks/NN.sh, blocks/NN.c; their needs in NN.needs, their place in NN.line
+part=${2-all}
+# blocks/NN.sh, NN.c, NN.cpp, NN.cmake; their needs in NN.needs, their place in NN.line
 awk -v out="$dir/blocks/" '
     /^<!-- needs: .* -->$/ { needs = $0; sub(/^<!-- needs: /, "", needs); sub(/ -->$/, "", needs); next }
-    /^```(sh|c)$/ { name = sprintf("%s%02d", out, ++n); file = name "." substr($0, 4)
+    /^```(sh|c|cpp|cmake)$/ { name = sprintf("%s%02d", out, ++n); file = name "." substr($0, 4)
                     print needs >(name ".needs"); print FNR >(name ".line"); printf "" >file; next }
     /^```/ { if (file) close(file); file = ""; needs = ""; next }
     file { print >file; next }
@@ -28,7 +30,7 @@ missing() {
     [ ! -e "$dir/tree/$tool" ] || return 1
     case $tool in
     hipcc | nvcc) name="no GPU compiler ($1)" ;;
-    *.hip) name="no GPU kernels yet ($1)" ;;
+    c++) name="install g++ with 'apt-get install g++'" ;;
     *) name="install $tool with 'apt-get install $tool'" ;;
     esac
     if command -v "$command" >/dev/null 2>&1; then
@@ -75,22 +77,34 @@ commands=0 programs=0
 for line_file in "$dir"/blocks/*.line; do
     block=${line_file%.line}
     label="README.md:$(cat "$line_file")"
-    why=
+    why= speed=quick
+    case $(cat "$block.needs") in *hipcc* | *nvcc*) speed=slow ;; esac
+    case $part in all | $speed) ;; *) speed=other ;; esac
     for item in $(cat "$block.needs"); do [ -n "$why" ] || why=$(missing "$item") || why=; done
-    if [ -n "$why" ]; then skip "$label" "$why"; continue; fi
+    if [ -n "$why" ]; then [ $speed = other ] || skip "$label" "$why"; continue; fi
+    for file in example.c:c example.cpp:cpp CMakeLists.txt:cmake; do
+        source=$block.${file#*:}
+        if [ -f "$source" ] && { [ "${file#*:}" = cmake ] || grep -q 'int main' "$source"; }; then
+            cp "$source" "$dir/tree/${file%:*}"
+        fi
+    done
+    [ $speed != other ] || continue
     if [ -f "$block.sh" ]; then
         commands=$((commands + 1))
         # what would recurse or install is only looked up
-        sed -e 's/^make \(test\|check-c\|deps\)/make -n \1/' -e 's|^\(\./\)*\.ci/run|test -x .ci/run|' "$block.sh" >"$block.run"
+        sed -e 's/^make \(test\|test-all\|check-c\|deps\)/make -n \1/' -e 's|^\(\./\)*\.ci/run|test -x .ci/run|' "$block.sh" >"$block.run"
         run "$label" "$block.run"
-    elif grep -q 'int main' "$block.c"; then
+    elif [ -f "$block.cmake" ]; then
+        if grep -q '^cmake --build' "$dir"/blocks/*.sh; then pass; else fail "$label" "no commands build it"; fi
+    elif grep -q 'int main' "$block".c*; then
         programs=$((programs + 1))
-        cp "$block.c" "$dir/tree/example.c"
-        echo 'cc -O2 -I. -Wall -Wextra -Werror -fsyntax-only example.c' >"$block.run"
+        example=example.c cc=cc
+        [ -f "$block.c" ] || { example=example.cpp; cc=c++; }
+        echo "$cc -O2 -I. -Wall -Wextra -Werror -fsyntax-only $example" >"$block.run"
         run "$label" "$block.run"
-        if cat "$dir"/blocks/*.sh | grep -A 5 '^cc -O2 .*example\.c .*-lm -pthread' | grep -q '^\./[a-z.]* examples/shakespeare-5m.gguf'
+        if cat "$dir"/blocks/*.sh | grep -A 5 "^$cc -O2 .*$example .*-lm -pthread" | grep -q '^\./[a-z._]* examples/shakespeare-5m.gguf'
         then pass
-        else fail "$label" "no commands build example.c and run it on examples/shakespeare-5m.gguf"
+        else fail "$label" "no commands build $example and run it on examples/shakespeare-5m.gguf"
         fi
     else
         cp "$block.c" "$dir/tree/fragment.c"
@@ -98,5 +112,7 @@ for line_file in "$dir"/blocks/*.line; do
         run "$label" "$block.run"
     fi
 done
-[ $commands -gt 0 ] && [ $programs -gt 0 ] && pass || fail README.md "$commands sh blocks and $programs complete c programs; want some of both"
+if [ $part = slow ] || { [ $commands -gt 0 ] && [ $programs -gt 0 ]; }; then pass
+else fail README.md "$commands sh blocks and $programs complete programs; want some of both"
+fi
 finish

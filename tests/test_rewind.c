@@ -113,7 +113,7 @@ int main(int argc, char **argv) {
     if (!find_models(&models)) printf("  skip test_model: no ../shared/zoo\n"), rft_skipped++;
     for (size_t i = 0; i < models.gl_pathc; i++) {
         path = models.gl_pathv[i], device = opened[i % n_opened];
-        rft_run(path, test_model);
+        rft_run(path, test_model, 0);
     }
     printf("    on %u devices; %u models refused, %u cuts left nothing\n", n_opened, n_refused, n_emptied);
     if (models.gl_pathc && n_emptied >= models.gl_pathc) printf("  FAIL cuts keep nothing\n"), rft_failed++;

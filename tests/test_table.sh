@@ -13,7 +13,7 @@ case_every_promise_has_a_test() {
 case_every_test_exists() {
     grep '^[a-z]' tests/promises.txt | while read -r suite name; do
         case $name in
-        test_*) grep -qE "RUN(_IF)?\\((.*, *)?$name[,)]" "tests/$suite" ;;
+        test_*) grep -qE "RUN(_IF|_SLOW)?\\((.*, *)?$name[,)]" "tests/$suite" ;;
         case_*) grep -q "^$name()" "tests/$suite" ;;
         *) text=${name#?}; grep -qF -- "${text%?}" "tests/$suite" ;;
         esac || { echo "tests/$suite has no $name"; exit 1; }
