@@ -71,7 +71,7 @@ case_ascii() {
     done
     return 0
 }
-# Functions and function-like macros: their lines and parameters. A macro in a list of parameters counts as what it stands for.
+# Functions and function-like macros but for tables (X): their lines and parameters. A macro in a list of parameters counts as what it stands for.
 case_functions() {
     need ctags universal-ctags
     ctags --version | grep -q 'Universal Ctags' || { echo "install universal-ctags with 'apt-get install universal-ctags' (make deps)"; exit 77; }
@@ -103,7 +103,7 @@ case_functions() {
                 body[macro] = substr($0, RSTART + RLENGTH); macro_line = FNR; in_macro = 1
             } else if (in_macro) body[macro] = body[macro] " " $0
             if (in_macro && !/\\$/) {
-                if (body[macro] ~ /^\(/ && body[macro] !~ /^\(X\)/) { # (X): a table macros++; judge(macro_line, macro, FNR - macro_line + 1, 1) }
+                if (body[macro] ~ /^\(/ && body[macro] !~ /^\(X\)/) { macros++; judge(macro_line, macro, FNR - macro_line + 1, 1) }
                 in_macro = 0
             }
             next
