@@ -93,7 +93,7 @@
  *
  * Sections (search for the tag)
  *    1 >>api          what you call                          8 >>model     hyperparameters
- *    2 >>device-api   the seam between host and devices      9 >>plan      the model as data: op emitters
+ *    2 >>device-api   ops, plans, what a device is           9 >>plan      the model as data: op emitters
  *    3 >>base         memory, checked arithmetic, errors    10 >>cpu       the CPU device
  *    4 >>sync         once-cell, thread pool                11 >>null      the device that only checks
  *    5 >>gguf         the file format                       12 >>session   the forward pass
@@ -268,30 +268,6 @@ typedef enum rf_type {
 #undef RF_TYPE_ENUM
     RF_TYPE_COUNT = 43 /* ids are < this; the holes are types that ggml removed */
 } rf_type;
-
-/* Sets of types, bit rf_type each, constant expressions: those that run, and those that kernels are compiled for.
- * ROCMFORGE_TYPES is a comma list of names of RF_TYPE_TABLE: read four at a time, padded with F32, always in. */
-#define RF_TYPE_RUNS_BIT(NAME, id, text, elements, bytes, runs) | (uint64_t)(runs) << (id)
-#define RF_TYPES_RUN ((uint64_t)0 RF_TYPE_TABLE(RF_TYPE_RUNS_BIT))
-#if defined(ROCMFORGE_TYPES)
-#define RF_TYPE_BIT(NAME) ((uint64_t)1 << RF_TYPE_##NAME)
-#define RF_TYPE_BITS_4(a, b, c, d) (RF_TYPE_BIT(a) | RF_TYPE_BIT(b) | RF_TYPE_BIT(c) | RF_TYPE_BIT(d))
-#define RF_TYPE_BITS_A(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_B(__VA_ARGS__))
-#define RF_TYPE_BITS_B(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_C(__VA_ARGS__))
-#define RF_TYPE_BITS_C(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_D(__VA_ARGS__))
-#define RF_TYPE_BITS_D(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_E(__VA_ARGS__))
-#define RF_TYPE_BITS_E(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_F(__VA_ARGS__))
-#define RF_TYPE_BITS_F(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_G(__VA_ARGS__))
-#define RF_TYPE_BITS_G(a, b, c, d, ...) RF_TYPE_BITS_4(a, b, c, d)
-#define RF_TYPE_BITS(...) RF_TYPE_BITS_A(__VA_ARGS__)
-#define RF_TYPES_BUILT \
-    RF_TYPE_BITS(ROCMFORGE_TYPES, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, \
-                 F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32)
-#else
-#define RF_TYPES_BUILT RF_TYPES_RUN
-#endif
-/* 1 or 0; a constant expression where type is one. type < RF_TYPE_COUNT */
-#define RF_TYPE_IS_BUILT(type) (RF_TYPES_BUILT >> (type) & 1)
 
 typedef struct rf_type_info {
     const char *name;        /* ggml's name, e.g. "q4_K"; NULL for an id that is no type */
@@ -1054,11 +1030,39 @@ ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request 
  * n_batch rows.   Threads as above. */
 ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err);
 
+/* ---------------------------------------------------------------------------------------------------------------
+ * Stop here if you only call the library.
+ * ------------------------------------------------------------------------------------------------------------ */
+
 /* ==== 2 Device API =============================================================================== >>device-api
- * The seam between the host code and a device, and the only part that rocmforge_kernels.hip reads (with the tensor
- * types of section 1). A plan is data: a flat array of ops over numbered buffers, weights and states. Builders emit
- * it once per model; the CPU, null and HIP devices execute it behind the table below. Callers of the library need
- * only rf_model_get_plan from here, to look at a plan. */
+ * What rocmforge.h and rocmforge_kernels.hip share: ops, plans, and the table of functions that a device is. A plan
+ * is data: a flat array of ops over numbered buffers, weights and states, built once per model and run by the CPU, the
+ * null device or a GPU. Programs that look at plans or run them start at rf_model_get_plan and rf_device_get_api. */
+
+/* ---- tensor types that kernels are compiled for ----
+ * Sets of types as constant expressions, bit rf_type each: all that run, and those of ROCMFORGE_TYPES, a comma list of
+ * names of RF_TYPE_TABLE. It is read four names at a time, padded with F32, which is always in. */
+#define RF_TYPE_RUNS_BIT(NAME, id, text, elements, bytes, runs) | (uint64_t)(runs) << (id)
+#define RF_TYPES_RUN ((uint64_t)0 RF_TYPE_TABLE(RF_TYPE_RUNS_BIT))
+#if defined(ROCMFORGE_TYPES)
+#define RF_TYPE_BIT(NAME) ((uint64_t)1 << RF_TYPE_##NAME)
+#define RF_TYPE_BITS_4(a, b, c, d) (RF_TYPE_BIT(a) | RF_TYPE_BIT(b) | RF_TYPE_BIT(c) | RF_TYPE_BIT(d))
+#define RF_TYPE_BITS_A(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_B(__VA_ARGS__))
+#define RF_TYPE_BITS_B(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_C(__VA_ARGS__))
+#define RF_TYPE_BITS_C(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_D(__VA_ARGS__))
+#define RF_TYPE_BITS_D(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_E(__VA_ARGS__))
+#define RF_TYPE_BITS_E(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_F(__VA_ARGS__))
+#define RF_TYPE_BITS_F(a, b, c, d, ...) (RF_TYPE_BITS_4(a, b, c, d) | RF_TYPE_BITS_G(__VA_ARGS__))
+#define RF_TYPE_BITS_G(a, b, c, d, ...) RF_TYPE_BITS_4(a, b, c, d)
+#define RF_TYPE_BITS(...) RF_TYPE_BITS_A(__VA_ARGS__)
+#define RF_TYPES_BUILT \
+    RF_TYPE_BITS(ROCMFORGE_TYPES, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, \
+                 F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32)
+#else
+#define RF_TYPES_BUILT RF_TYPES_RUN
+#endif
+/* 1 or 0; a constant expression where type is one. type < RF_TYPE_COUNT */
+#define RF_TYPE_IS_BUILT(type) (RF_TYPES_BUILT >> (type) & 1)
 
 #define RF_NONE 0xffffffffu /* no buffer, weight slot, state or table */
 
@@ -1067,8 +1071,8 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
  * row-major. W is a weight [n_rows, n_in]; "=" is "+=" under RF_OP_ACCUMULATE; a scale of 0 is 1. Buffers are in, in2,
  * in3 and out; weight, bias and factor are weight slots, any of which may be RF_NONE where the op can do without.
  *
- * To add an op: a struct of its parameters here, a row of RF_OP_TABLE below, and its kernels. Names, checks of plans and
- * `rocmforge_cli plan` come from the row. */
+ * To add an op: a struct of its parameters here, a row of RF_OP_TABLE below, and its kernels. Names, checks of plans
+ * and `rocmforge_cli plan` come from the row. */
 
 /* rf_op.flags; which kinds take which: RF_OP_TABLE */
 #define RF_OP_ACCUMULATE 1u     /* add to out                                                                       */
@@ -1080,7 +1084,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 #define RF_OP_CHOSEN 0x200u     /* ROUTE: softmax over the chosen experts only                                      */
 #define RF_OP_NORMALIZE 0x400u  /* ROUTE: weights of the chosen experts add up to 1                                 */
 #define RF_OP_PER_CHOICE 0x800u /* EXPERTS: every chosen expert has an input row of its own                         */
-#define RF_OP_LATENT 0x1000u    /* KV_STORE, ATTENTION: MLA, one compressed key for all heads, values are part of it */
+#define RF_OP_MLA 0x1000u    /* KV_STORE, ATTENTION: MLA, one compressed key for all heads, values are part of it */
 #define RF_OP_CYCLIC 0x2000u    /* DELTA: head h reads key head h % n_k_heads                                       */
 #define RF_OP_EACH_HEAD 0x4000u /* RMS_NORM: weight [n_groups, n], one vector per group                             */
 #define RF_OP_ACROSS 0x8000u    /* HEADS: multiply by W[h] instead of its transpose, dequantized                    */
@@ -1107,8 +1111,8 @@ typedef struct rf_embed_params {
     float scale;
 } rf_embed_params;
 
-/* RMS_NORM: out[rows, n_groups, n] = x / sqrt(mean(x^2) + eps) * weight[n] + bias[n], mean over the n values of a group,
- * x = in, less its mean under RF_OP_CENTER. Without weight 1, without bias 0. out may be in. */
+/* RMS_NORM: out[rows, n_groups, n] = x / sqrt(mean(x^2) + eps) * weight[n] + bias[n], mean over the n values of a
+ * group, x = in, less its mean under RF_OP_CENTER. Without weight 1, without bias 0. out may be in. */
 typedef struct rf_norm_params {
     uint32_t n_groups, n;
     float eps;
@@ -1132,15 +1136,15 @@ typedef struct rf_rope_params {
 } rf_rope_params;
 
 /* KV_STORE: K[seq][head][pos] = in[T, n_kv_heads, head_dim], V[seq][head][pos] = in2[T, n_kv_heads, head_dim_v]. Under
- * RF_OP_LATENT a key is in[.., head_dim_v], then in2[.., head_dim - head_dim_v], and there is no V. */
+ * RF_OP_MLA a key is in[.., head_dim_v], then in2[.., head_dim - head_dim_v], and there is no V. */
 typedef struct rf_kv_store_params {
     uint32_t n_kv_heads, head_dim, head_dim_v;
 } rf_kv_store_params;
 
-/* ATTENTION: out[T, n_heads, head_dim_v] = softmax(cap(t * in K^T * scale) + slopes[h] * (p - pos)) V, over the positions
- * p <= pos of the row's sequence; with a sliding window (SWA) only those > pos - window. GQA: head h reads KV head
- * h / (n_heads / n_kv_heads). cap as in MATMUL; t = 1 + temperature * ln(1 + floor(pos / temperature_length)). weight
- * [n_heads] are attention sinks: one more score per head, whose value is 0. Under RF_OP_LATENT (MLA) the values are the
+/* ATTENTION: out[T, n_heads, head_dim_v] = softmax(cap(t * in K^T * scale) + slopes[h] * (p - pos)) V, over the
+ * positions p <= pos of the row's sequence; with a sliding window (SWA) only those > pos - window. GQA: head h reads
+ * KV head h / (n_heads / n_kv_heads). cap as in MATMUL; t = 1 + temperature * ln(1 + floor(pos / temperature_length)).
+ * weight [n_heads] are attention sinks: one more score per head, whose value is 0. Under RF_OP_MLA the values are the
  * first head_dim_v elements of the keys. */
 typedef struct rf_attention_params {
     uint32_t n_heads, n_kv_heads, head_dim, head_dim_v;
@@ -1265,23 +1269,23 @@ typedef struct rf_slice_params {
         rf_op_need(s, p->n_rot <= p->head_dim && p->n_rot % 2 == 0, "n_rot must be even, and a head's at most"); \
         rf_op_need(s, (uint64_t)p->table + p->n_rot / 2 <= plan->n_tables, "the table is too short"); \
     }) \
-    X(KV_STORE, 4, kv_store, RF_ROWS_TOKENS, RF_OP_LATENT, { \
-        const int mla = (op->flags & RF_OP_LATENT) != 0; \
+    X(KV_STORE, 4, kv_store, RF_ROWS_TOKENS, RF_OP_MLA, { \
+        const int mla = (op->flags & RF_OP_MLA) != 0; \
         const uint32_t rest = p->head_dim - p->head_dim_v; \
         rf_op_need(s, !mla || p->head_dim_v < p->head_dim, "a latent key must be longer than its values"); \
         rf_op_in(s, op->in, (uint64_t)p->n_kv_heads * (mla ? p->head_dim_v : p->head_dim)); \
         rf_op_in(s, op->in2, (uint64_t)p->n_kv_heads * (mla ? rest : p->head_dim_v)); \
         rf_op_kv(s, p->n_kv_heads, p->head_dim, mla ? 0 : p->head_dim_v); \
     }) \
-    X(ATTENTION, 5, attention, RF_ROWS_TOKENS, RF_OP_LATENT, { \
-        const int mla = (op->flags & RF_OP_LATENT) != 0; \
+    X(ATTENTION, 5, attention, RF_ROWS_TOKENS, RF_OP_MLA, { \
+        const int mla = (op->flags & RF_OP_MLA) != 0; \
         rf_op_in(s, op->in, (uint64_t)p->n_heads * p->head_dim); \
         rf_op_out(s, (uint64_t)p->n_heads * p->head_dim_v); \
         rf_op_vector_if(s, op->weight, p->n_heads); \
         rf_op_kv(s, p->n_kv_heads, p->head_dim, mla ? 0 : p->head_dim_v); \
         s->window = p->window; \
         rf_op_need(s, !mla || p->head_dim_v < p->head_dim, "a latent key must be longer than its values"); \
-        rf_op_need(s, p->n_kv_heads > 0 && p->n_heads % p->n_kv_heads == 0, "n_heads must be a multiple of n_kv_heads"); \
+        rf_op_need(s, p->n_kv_heads > 0 && p->n_heads % p->n_kv_heads == 0, "n_heads is no multiple of n_kv_heads"); \
         rf_op_need(s, p->temperature == 0 || p->temperature_length > 0, "a temperature needs its length"); \
         rf_op_need(s, p->slopes == RF_NONE || (uint64_t)p->slopes + p->n_heads <= plan->n_tables, \
                    "the table of slopes is too short"); \
@@ -1357,7 +1361,7 @@ typedef struct rf_slice_params {
         rf_op_vector(s, op->weight, p->n_heads); \
         rf_op_vector(s, op->bias, p->n_heads); \
         rf_op_recurrent(s, n_values * p->head_dim); \
-        rf_op_need(s, p->n_k_heads > 0 && p->n_heads % p->n_k_heads == 0, "n_heads must be a multiple of n_k_heads"); \
+        rf_op_need(s, p->n_k_heads > 0 && p->n_heads % p->n_k_heads == 0, "n_heads is no multiple of n_k_heads"); \
         rf_op_need(s, op->out != op->in && op->out != op->in2 && op->out != op->in3, "out must not be an input"); \
     }) \
     X(SLICE, 15, slice, RF_ROWS_TOKENS, 0, { \
@@ -1376,8 +1380,8 @@ typedef enum rf_op_kind {
     RF_OP_KIND_COUNT
 } rf_op_kind;
 
-/* One op: plain data, so that plans can be printed, hashed and compared. Unused fields are 0, or RF_NONE where they name
- * something. */
+/* One op: plain data, so that plans can be printed, hashed and compared. Unused fields are 0, or RF_NONE where they
+ * name something. */
 typedef struct rf_op {
     uint32_t kind;  /* rf_op_kind                                            */
     uint32_t rows;  /* rf_op_rows                                            */
@@ -1393,39 +1397,45 @@ typedef struct rf_op {
     };
 } rf_op;
 
-/* An activation buffer: float32 [rows, width], int32 where ARGMAX and, in the first half of a row, ROUTE write. */
+/* Whether two ROPE ops rotate by the same angles. */
+static inline int rf_op_same_angles(const rf_op *a, const rf_op *b) {
+    return a->rope.n_rot == b->rope.n_rot && a->rope.table == b->rope.table && a->weight == b->weight &&
+           a->rope.scale == b->rope.scale;
+}
+
+/* An activation buffer: float32 [rows, width]; ARGMAX, and ROUTE in the first half of a row, write int32. */
 typedef struct rf_plan_buffer {
     const char *name;
     uint32_t rows;  /* rf_op_rows: as many rows as the step, or as logits, at most */
     uint32_t width;
 } rf_plan_buffer;
 
-/* Memory of a layer that outlives a step. Layout: K [n_seq][n_kv_heads][cells][head_dim], behind it, aligned to
- * RF_STATE_ALIGN, V [n_seq][n_kv_heads][cells][head_dim_v], elements of the session's cache type. head_dim_v is 0 where
- * the ops are RF_OP_LATENT. Position p lies in cell p % cells. There are n_ctx cells; or, with a window, as few as the
- * window and a step's rows need, in multiples of RF_STATE_CELLS: so many positions from a multiple of it on always lie
- * side by side. Or, with a width, a recurrent state, what a sequence leaves behind: [n_slots][width] float32, of CONV
- * and DELTA as these say (DELTA: S of each head). */
+/* A layer's KV cache or recurrent state: memory that outlives a step.
+ * KV cache: K [n_seq][n_kv_heads][cells][head_dim], then, aligned to RF_STATE_ALIGN, V [n_seq][n_kv_heads][cells]
+ * [head_dim_v], elements of the session's cache type. Position p is in cell p % cells. cells is n_ctx; or, with a
+ * sliding window, a ring of as many as the window and a step's rows need, a multiple of RF_STATE_CELLS, so that
+ * RF_STATE_CELLS positions from a multiple of it on are always contiguous. head_dim_v is 0 under RF_OP_MLA.
+ * Recurrent state (width > 0): [n_slots][width] float32, as CONV and DELTA say (DELTA: S of every head). */
 typedef struct rf_plan_state {
     uint32_t layer;
     uint32_t n_kv_heads;
     uint32_t head_dim, head_dim_v;
-    uint32_t window; /* positions that its ATTENTION ops see at most, a row's own included; 0: all */
-    uint32_t width;  /* of a recurrent state; 0: keys and values                                   */
+    uint32_t window; /* the most positions its ATTENTION ops see, the row's own included; 0: all   */
+    uint32_t width;  /* floats of a recurrent state; 0: a KV cache                                 */
 } rf_plan_state;
 
 #define RF_STATE_ALIGN 256u
 #define RF_STATE_CELLS 256u
 
-/* Bytes of n values side by side in a state. Of RF_CACHE_Q8_0: n int8 q, then n / 32 scales as f16, and value i is
- * q[i] * scale[i / 32]. The scale is the largest |x| of its 32 divided by 127; q is x divided by that, to nearest. */
+/* Bytes of n consecutive values in a KV cache. RF_CACHE_Q8_0: n int8 q, then n / 32 scales as f16; value i is
+ * q[i] * scale[i / 32], the scale is max |x| of the 32 divided by 127, and q is x / scale, rounded to nearest. */
 static inline uint64_t rf_cache_row_bytes(uint32_t cache_type, uint64_t n) {
     return cache_type == RF_CACHE_F32 ? 4 * n : cache_type == RF_CACHE_F16 ? 2 * n : n / 32 * 34;
 }
 
-/* A weight: one tensor of the file, or the matrix of one expert in it. Matrices are [n_rows, n_in]; of a tensor
- * ne={n_in, n_rows}, or ne={n_in, n_rows, n_experts}: then `expert` begins at byte expert * size_bytes of it; of HEADS
- * ne={n_in, n_rows / n_heads, n_heads} or ne={n_in, n_rows}. */
+/* A weight: a tensor of the file, or one expert's matrix of it. Matrices are [n_rows, n_in]. The tensor is
+ * ne={n_in, n_rows}; of experts ne={n_in, n_rows, n_experts}, matrix `expert` beginning at byte expert * size_bytes; of
+ * HEADS also ne={n_in, n_rows / n_heads, n_heads}. */
 typedef struct rf_plan_weight {
     char name[68];        /* NUL-terminated                                    */
     uint32_t tensor;      /* rf_tensor_info.index                              */
@@ -1433,9 +1443,9 @@ typedef struct rf_plan_weight {
     uint32_t n_in;
     uint32_t n_rows;      /* 1 for a vector                                    */
     int32_t layer;        /* as rf_op.layer                                    */
-    uint32_t row_reads;   /* 1: single rows are looked up (embedding)          */
+    uint32_t row_reads;   /* 1: only single rows are read (embedding)          */
     uint64_t size_bytes;  /* as stored in the file                             */
-    uint32_t n_experts, expert; /* it is one of so many matrices of its tensor; else 0 */
+    uint32_t n_experts, expert; /* matrices of the tensor, and which one; 0: not of experts */
 } rf_plan_weight;
 
 typedef struct rf_plan {
@@ -1446,8 +1456,7 @@ typedef struct rf_plan {
     const float *tables;
     uint32_t n_ops, n_buffers, n_states, n_weights, n_tables;
     uint32_t n_layers, n_embd, n_vocab;
-    uint32_t logits;               /* buffer that holds them    */
-    uint32_t argmax;               /* and that of their largest */
+    uint32_t logits, argmax;       /* buffers                   */
 } rf_plan;
 
 /* ---- what an op needs: RF_OP_TABLE's operands, as data ---- */
@@ -1557,13 +1566,13 @@ static inline int rf_op_buffer_fits(const rf_plan *plan, const rf_op_buffer *b) 
 
 static inline int rf_op_weight_fits(const rf_plan *plan, const rf_op_weight *want) {
     if (want->slot >= plan->n_weights || want->n_slots > plan->n_weights - want->slot) return 0;
-    for (uint32_t i = 0; i < want->n_slots; i++) {
-        const rf_plan_weight *w = &plan->weights[want->slot + i];
+    const rf_plan_weight *first = &plan->weights[want->slot];
+    for (const rf_plan_weight *w = first; w < first + want->n_slots; w++) {
         const uint64_t n = (uint64_t)w->n_in * w->n_rows;
         if (want->n_in == 0 && (n < want->n_rows || (w->type != RF_TYPE_F32 && w->type != RF_TYPE_F16 &&
                                                      w->type != RF_TYPE_BF16)))
             return 0;
-        if (want->n_in && (w->n_in != want->n_in || w->n_rows < want->n_rows || w->type != w[-(int64_t)i].type)) return 0;
+        if (want->n_in && (w->n_in != want->n_in || w->n_rows < want->n_rows || w->type != first->type)) return 0;
     }
     return 1;
 }
@@ -1593,8 +1602,8 @@ static inline const char *rf_op_check(const rf_plan *plan, const rf_op *op) {
     return rf_op_state_fits(plan, op, &s) ? NULL : "its state does not fit";
 }
 
-/* Segments of a plan are the ops of a layer, cut behind a ROUTE, after which the host knows which experts it must have
- * loaded: 1 if op i is the first of one. */
+/* 1 if op i is the first of a segment. A segment is the ops of a layer, cut after each ROUTE: then the host knows which
+ * experts must be loaded. */
 static inline int rf_op_begins_segment(const rf_plan *plan, uint32_t i) {
     return i == 0 || plan->ops[i].layer != plan->ops[i - 1].layer || plan->ops[i - 1].kind == RF_OP_ROUTE;
 }
@@ -1608,13 +1617,13 @@ typedef struct rf_step_row {
     int32_t seq;
     int32_t pos;
     int32_t logits_row;/* row of the logits buffer, -1 for none         */
-    /* slots of recurrent states, from 1 on: where the sequence's first row in the step finds what was before it (0: it
-     * is its first at all), and where a row leaves the state behind it (0: nowhere). Rows leave to different slots. */
+    /* Slots of recurrent states, 1 and up. from: where the sequence's first row of the step reads its state, 0 if it is
+     * the first row of all. to: where this row's state is saved, 0 for nowhere; no two rows save to the same slot. */
     uint32_t from, to;
 } rf_step_row;
 
-/* What varies from call to call. Host memory, read during plan_run only. Where a sequence keeps a position follows from
- * both (rf_plan_state), so that rows say all. Rows of one sequence have ascending positions, one after the other. */
+/* What varies from call to call; host memory, read only during plan_run. Rows of one sequence have consecutive,
+ * ascending positions. */
 typedef struct rf_step {
     const rf_step_row *rows;
     const float *embeddings;    /* [n_rows, n_embd], or NULL                        */
@@ -1636,14 +1645,14 @@ typedef struct rf_mem {
     uint64_t size_bytes;
 } rf_mem;
 
-/* A point in a queue's work. value 0: done already. */
+/* A point in a queue's work; value 0: already reached. */
 typedef struct rf_ticket {
     rf_queue *queue;
     uint64_t value;
 } rf_ticket;
 
-/* How a device stores a weight. in_place: it can use the file's bytes where they are (host memory, aligned to
- * `align`, alive until weight_clear); bytes is then what a copy would need. */
+/* How a device stores a weight. in_place: it can use the file's bytes where they are (host memory, aligned to `align`,
+ * valid until weight_clear); size_bytes is then what a copy would need. */
 typedef struct rf_weight_layout {
     uint64_t size_bytes;
     uint64_t scratch_bytes; /* device memory needed while writing, for repacking */
@@ -1651,8 +1660,8 @@ typedef struct rf_weight_layout {
     uint32_t in_place;
 } rf_weight_layout;
 
-/* Rows [row0, row0 + n_rows) of a weight on their way to a device. src is pinned host memory, or the device copies
- * before it returns. In place: mem is NULL, src the file's bytes, all rows. */
+/* Rows [row0, row0 + n_rows) of a weight to upload. src is pinned host memory, or the device copies it before
+ * weight_write returns. In place: mem is NULL, src are the file's bytes, all rows. */
 typedef struct rf_weight_part {
     uint32_t slot;
     uint32_t row0, n_rows;
@@ -1749,8 +1758,8 @@ typedef struct rf_device_api {
     rf_result (*mem_fill)(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n,
                           rf_ticket *ticket, rf_error *err);
 
-    /* the uint64 at sum_offset of sum += the n / 8 uint64 of src from offset on, modulo 2^64; n and offset multiples of
-     * 16, sum_offset of 8. All of the device reads, as fast as it can: who times it knows how fast that is. */
+    /* Reads n bytes at full speed, to measure bandwidth: *sum += the n / 8 uint64 of src from offset on, modulo 2^64,
+     * *sum the uint64 at sum_offset of sum. n and offset are multiples of 16, sum_offset of 8. */
     rf_result (*mem_sum)(rf_queue *q, const rf_mem *src, uint64_t offset, uint64_t n, const rf_mem *sum,
                          uint64_t sum_offset, rf_ticket *ticket, rf_error *err);
 
@@ -1795,11 +1804,11 @@ ROCMFORGE_API rf_session_stats rf_session_get_stats(const rf_session *s);
  * when the kernels come in a static archive, whose members a weak reference does not pull in. */
 const rf_device_api *rocmforge_hip_api(void);
 
-/* ---- grids ----
- * The runs of weights that the types IQ1, IQ2 and IQ3 choose from, as lists of numbers in ascending order: what their
- * indices count. IQ2 and IQ1: eight codes of 2 bits, of the first weight in the lowest; IQ3: four of 3 bits. Code c is
- *     IQ2 8 + 17c + (c >> 1)    IQ1 c - 1    IQ3_XXS 4 + 8c + 2 if c is 7    IQ3_S 2c + 1
- * Facts of the format: ggml's tables. */
+/* ---- grids of the IQ types ----
+ * IQ1, IQ2 and IQ3 store indices into fixed lists of weight groups, in ascending order: eight weights of 2-bit codes
+ * (IQ1, IQ2), or four of 3-bit codes (IQ3), the first weight in the lowest bits. The weight of code c:
+ *     IQ2 8 + 17c + (c >> 1)    IQ1 c - 1    IQ3_XXS 4 + 8c, + 2 if c is 7    IQ3_S 2c + 1
+ * Source: ggml's tables. */
 
 #define RF_GRID_IQ2_XXS \
     0, 2, 5, 8, 10, 17, 20, 32, 34, 40, 42, 65, 68, 80, 88, 97, 100, 128, 130, 138, 162, 257, 260, 272, 277, 320, 388, \
@@ -2080,10 +2089,6 @@ const rf_device_api *rocmforge_hip_api(void);
 }
 #endif
 #endif /* ROCMFORGE_H */
-
-/* ---------------------------------------------------------------------------------------------------------------
- * Stop here if you only call the library.
- * ------------------------------------------------------------------------------------------------------------ */
 
 #if defined(ROCMFORGE_IMPLEMENTATION) && !defined(ROCMFORGE_IMPLEMENTATION_DONE)
 #define ROCMFORGE_IMPLEMENTATION_DONE 1
@@ -7150,7 +7155,8 @@ static rf_result rfi_config_mla(const rf_gguf *g, rfi_config *c, rf_error *err) 
         return rfi_fail_at_key(g, c->arch, rank.suffix, err,
                                "%u, and %u rotated values, want attention.key_length %u and value_length %u, found %u "
                                "and %u",
-                               l->kv_lora_rank, c->n_rot, l->kv_lora_rank + c->n_rot, l->kv_lora_rank, c->head_dim, c->head_dim_v);
+                               l->kv_lora_rank, c->n_rot, l->kv_lora_rank + c->n_rot, l->kv_lora_rank, c->head_dim,
+                               c->head_dim_v);
     for (uint32_t il = 0; il < c->n_layers; il++) {
         rfi_layer_config *layer = &c->layers[il];
         const uint32_t want = l->joined ? layer->n_heads : 1;
@@ -7650,7 +7656,7 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     rf_op *op;
     if (rfi_has_cache(b, l)) {
         op = rfi_op(b, RF_OP_KV_STORE, RF_ROWS_TOKENS);
-        op->flags = mla ? RF_OP_LATENT : 0;
+        op->flags = mla ? RF_OP_MLA : 0;
         op->in = d->k;
         op->in2 = d->v;
         op->state = rfi_state(b, l);
@@ -7661,7 +7667,7 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     while (b->result == RF_OK && states[state].layer != l->cache_layer) state++;
     uint32_t sinks = c->arch->attn_sinks ? rfi_bind_vector(b, "attn_sinks.weight", l->n_heads) : RF_NONE;
     op = rfi_op(b, RF_OP_ATTENTION, RF_ROWS_TOKENS);
-    op->flags = mla ? RF_OP_LATENT : 0;
+    op->flags = mla ? RF_OP_MLA : 0;
     op->in = mla ? d->mla_q : d->q;
     op->out = mla ? d->mla_v : d->att;
     op->state = state;
@@ -7728,7 +7734,8 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     rfi_emit_matmul(b, d->v, in, kv, c->n_rot, 0);
     if (a->q_lora_rank) {
         rfi_emit_norm(b, d->q_lora_rank, d->q_lora_rank, "attn_q_a_norm", a->q_lora_rank, 1, 0);
-        rfi_emit_matmul(b, d->q, d->q_lora_rank, rfi_bind_matrix(b, "attn_q_b", a->q_lora_rank, n_q, NULL), (uint32_t)n_q, 0);
+        rfi_weight w = rfi_bind_matrix(b, "attn_q_b", a->q_lora_rank, n_q, NULL);
+        rfi_emit_matmul(b, d->q, d->q_lora_rank, w, (uint32_t)n_q, 0);
     }
     rfi_emit_norm(b, d->k, d->k, "attn_kv_a_norm", a->kv_lora_rank, 1, 0);
     rfi_emit_rope(b, d->q, l->n_heads, a->head_dim, &d->rope)->flags |= RF_OP_LAST;
@@ -7739,8 +7746,8 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     if (a->joined) { /* of each head the rows that make its keys, then those that make its values */
         rfi_refuse(b, "attn_kv_b.scale");
         keys.head_rows = values.head_rows = nope + a->head_dim_v;
-        wk = wv =
-            rfi_bind(b, "attn_kv_b.weight", a->kv_lora_rank, (uint64_t)l->n_heads * keys.head_rows, 0, "attn_k_b.weight").slot;
+        const uint64_t n_rows = (uint64_t)l->n_heads * keys.head_rows;
+        wk = wv = rfi_bind(b, "attn_kv_b.weight", a->kv_lora_rank, n_rows, 0, "attn_k_b.weight").slot;
         values.first_row = nope;
     } else {
         wk = rfi_bind_heads(b, "attn_k_b", nope, a->kv_lora_rank, l->n_heads).slot;
@@ -11297,19 +11304,20 @@ static void rfi_cpu_quantize_row(const rfi_cpu_op *o, uint32_t row, const float 
 static void rfi_cpu_norm(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
+    const rf_norm_params *par = &op->norm;
     rfi_norm norm = {.w = o->vector,
                      .b = o->vector2,
-                     .n = op->norm.n,
-                     .eps = op->norm.eps,
+                     .n = par->n,
+                     .eps = par->eps,
                      .center = (op->flags & RF_OP_CENTER) != 0,
                      .accumulate = (op->flags & RF_OP_ACCUMULATE) != 0};
     RFI_UNUSED(thread);
-    for (uint32_t h = 0; h < op->norm.n_groups; h++) {
-        if (op->flags & RF_OP_EACH_HEAD) norm.w = o->vector + (uint64_t)h * op->norm.n;
-        o->k->norm(o->out + chunk * o->out_width + (uint64_t)h * op->norm.n,
-                   o->in + chunk * o->in_width + (uint64_t)h * op->norm.n, &norm);
+    for (uint32_t h = 0; h < par->n_groups; h++) {
+        if (op->flags & RF_OP_EACH_HEAD) norm.w = o->vector + (uint64_t)h * par->n;
+        o->k->norm(o->out + chunk * o->out_width + (uint64_t)h * par->n,
+                   o->in + chunk * o->in_width + (uint64_t)h * par->n, &norm);
     }
-    if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, o->out + chunk * o->out_width, op->norm.n);
+    if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, o->out + chunk * o->out_width, par->n);
 }
 
 static void rfi_cpu_quantize(void *ctx, uint32_t chunk, uint32_t thread) {
@@ -11387,26 +11395,28 @@ static rfi_cpu_cut rfi_cpu_cut_units(uint32_t n_units, uint32_t n_threads, uint3
 /* cos and sin of every row's position, once per step */
 static void rfi_cpu_cos_sin(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
-    uint32_t n = o->op->rope.n_rot / 2;
+    const rf_rope_params *par = &o->op->rope;
+    uint32_t n = par->n_rot / 2;
     float *out = o->p->cos_sin + (uint64_t)chunk * n * 2;
-    const float *table = o->p->plan->tables + o->op->rope.table;
+    const float *table = o->p->plan->tables + par->table;
     RFI_UNUSED(thread);
     for (uint32_t i = 0; i < n; i++) {
         double angle =
             (double)o->step->rows[chunk].pos * (double)table[i] / (o->vector ? (double)o->vector[i] : 1.0);
-        out[2 * i] = (float)cos(angle) * o->op->rope.scale;
-        out[2 * i + 1] = (float)sin(angle) * o->op->rope.scale;
+        out[2 * i] = (float)cos(angle) * par->scale;
+        out[2 * i + 1] = (float)sin(angle) * par->scale;
     }
 }
 
 static void rfi_cpu_rope(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
+    const rf_rope_params *par = &op->rope;
     RFI_UNUSED(thread);
-    const uint32_t first = op->flags & RF_OP_LAST ? op->rope.head_dim - op->rope.n_rot : 0;
-    for (uint32_t h = 0; h < op->rope.n_heads; h++)
-        o->k->rope(o->out + chunk * o->out_width + (uint64_t)h * op->rope.head_dim + first,
-                   o->p->cos_sin + (uint64_t)chunk * op->rope.n_rot, op->rope.n_rot, (op->flags & RF_OP_NEOX) != 0);
+    const uint32_t first = op->flags & RF_OP_LAST ? par->head_dim - par->n_rot : 0;
+    for (uint32_t h = 0; h < par->n_heads; h++)
+        o->k->rope(o->out + chunk * o->out_width + (uint64_t)h * par->head_dim + first,
+                   o->p->cos_sin + (uint64_t)chunk * par->n_rot, par->n_rot, (op->flags & RF_OP_NEOX) != 0);
 }
 
 /* First byte of the keys (or values) of one head of one sequence; dim is their width. */
@@ -11424,16 +11434,17 @@ static uint8_t *rfi_cpu_state(const rfi_cpu_plan *p, uint32_t state, int values,
 static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
+    const rf_kv_store_params *par = &op->kv_store;
     const rf_step_row *row = &o->step->rows[chunk];
     const uint32_t pos = (uint32_t)row->pos % rf_state_cells(&o->p->bind, op->state);
-    const int latent = (op->flags & RF_OP_LATENT) != 0;
+    const int latent = (op->flags & RF_OP_MLA) != 0;
     RFI_UNUSED(thread);
     for (int second = 0; second < 2; second++) { /* keys and values, or the two parts of the keys */
-        const uint32_t first_dim = latent ? op->kv_store.head_dim_v : op->kv_store.head_dim,
-                       dim = !second ? first_dim : latent ? op->kv_store.head_dim - first_dim : op->kv_store.head_dim_v,
-                       cell = latent ? op->kv_store.head_dim : dim;
+        const uint32_t first_dim = latent ? par->head_dim_v : par->head_dim,
+                       dim = !second ? first_dim : latent ? par->head_dim - first_dim : par->head_dim_v,
+                       cell = latent ? par->head_dim : dim;
         const float *src = second ? o->in2 + chunk * o->in2_width : o->in + chunk * o->in_width;
-        for (uint32_t h = 0; h < op->kv_store.n_kv_heads; h++) {
+        for (uint32_t h = 0; h < par->n_kv_heads; h++) {
             uint8_t *head = rfi_cpu_state(o->p, op->state, second && !latent, row->seq, h);
             const uint32_t type = o->p->bind.cache_type, at = second && latent ? first_dim : 0;
             uint8_t *to = head + pos * rf_cache_row_bytes(type, cell);
@@ -11457,18 +11468,19 @@ static uint32_t rfi_cpu_query_heads(const rf_op *op) {
 static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
-    const uint32_t group = op->attention.n_heads / op->attention.n_kv_heads, most = rfi_cpu_query_heads(op),
+    const rf_attention_params *par = &op->attention;
+    const uint32_t group = par->n_heads / par->n_kv_heads, most = rfi_cpu_query_heads(op),
                    parts = (group + most - 1) / most, n_tokens = rfi_attention_tokens(most),
-                   piece = chunk % (op->attention.n_kv_heads * parts), head = piece / parts, first = piece % parts * most,
+                   piece = chunk % (par->n_kv_heads * parts), head = piece / parts, first = piece % parts * most,
                    q_head = head * group + first;
-    const int latent = (op->flags & RF_OP_LATENT) != 0;
-    uint32_t r = chunk / (op->attention.n_kv_heads * parts) * n_tokens;
+    const int latent = (op->flags & RF_OP_MLA) != 0;
+    uint32_t r = chunk / (par->n_kv_heads * parts) * n_tokens;
     uint32_t end = (uint32_t)rfi_min_u64(o->n_rows, r + n_tokens);
     for (uint32_t n = 1; r < end; r += n, n = 1) {
         const rf_step_row *row = &o->step->rows[r];
         while (r + n < end && row[n].seq == row->seq && row[n].pos == row->pos + (int32_t)n) n++;
         rfi_attention a = {
-            .q = o->in + r * o->in_width + (uint64_t)q_head * op->attention.head_dim,
+            .q = o->in + r * o->in_width + (uint64_t)q_head * par->head_dim,
             .q_stride = o->in_width,
             .k = rfi_cpu_state(o->p, op->state, 0, row->seq, head),
             .v = rfi_cpu_state(o->p, op->state, !latent, row->seq, head),
@@ -11477,19 +11489,19 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .n_tokens = n,
             .n_pos = (uint32_t)row->pos + 1,
             .n_group = (uint32_t)rfi_min_u64(most, group - first),
-            .head_dim = op->attention.head_dim,
-            .head_dim_v = latent ? op->attention.head_dim : op->attention.head_dim_v,
-            .v_rest = latent ? op->attention.head_dim - op->attention.head_dim_v : 0,
+            .head_dim = par->head_dim,
+            .head_dim_v = latent ? par->head_dim : par->head_dim_v,
+            .v_rest = latent ? par->head_dim - par->head_dim_v : 0,
             .sinks = o->vector ? o->vector + q_head : NULL,
-            .slopes = op->attention.slopes != RF_NONE ? o->p->plan->tables + op->attention.slopes + q_head : NULL,
-            .window = op->attention.window,
-            .scale = op->attention.scale,
-            .softcap = op->attention.softcap,
-            .temperature = op->attention.temperature,
-            .temperature_length = op->attention.temperature_length,
+            .slopes = par->slopes != RF_NONE ? o->p->plan->tables + par->slopes + q_head : NULL,
+            .window = par->window,
+            .scale = par->scale,
+            .softcap = par->softcap,
+            .temperature = par->temperature,
+            .temperature_length = par->temperature_length,
             .scratch = o->p->scratch + thread * o->p->scratch_stride,
             .cells = o->p->scratch + thread * o->p->scratch_stride + o->p->cells_at,
-            .out = o->out + r * o->out_width + (uint64_t)q_head * op->attention.head_dim_v,
+            .out = o->out + r * o->out_width + (uint64_t)q_head * par->head_dim_v,
             .out_stride = o->out_width,
         };
         o->k->attention(&a);
@@ -11545,7 +11557,8 @@ static float *rfi_cpu_slot(const rfi_cpu_op *o, uint32_t slot) {
 /* A chunk is a block of channels, for all rows of one sequence. */
 static void rfi_cpu_conv(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
-    const uint32_t n_taps = o->op->conv.n_taps, n_out = o->op->conv.n, n_blocks = (n_out + RFI_CONV_BLOCK - 1) / RFI_CONV_BLOCK,
+    const rf_conv_params *par = &o->op->conv;
+    const uint32_t n_taps = par->n_taps, n_out = par->n, n_blocks = (n_out + RFI_CONV_BLOCK - 1) / RFI_CONV_BLOCK,
                    first = o->p->firsts[chunk / n_blocks], c0 = chunk % n_blocks * RFI_CONV_BLOCK,
                    n = (uint32_t)rfi_min_u64(RFI_CONV_BLOCK, n_out - c0);
     const rf_step_row *rows = o->step->rows;
@@ -11561,7 +11574,7 @@ static void rfi_cpu_conv(void *ctx, uint32_t chunk, uint32_t thread) {
         memcpy(x + (n_taps - 1) * n, o->in + r * o->in_width + c0, n * sizeof *x);
         o->k->conv(out, x, w, n_taps, n);
         if (o->vector2) o->k->add(out, o->vector2 + c0, n);
-        if (o->op->conv.activation != RF_ACT_NONE) o->k->glu(out, out, NULL, n, o->op->conv.activation);
+        if (par->activation != RF_ACT_NONE) o->k->glu(out, out, NULL, n, par->activation);
         memmove(x, x + n, (n_taps - 1) * n * sizeof *x);
         for (uint32_t j = 0; rows[r].to && j + 1 < n_taps; j++)
             memcpy(rfi_cpu_slot(o, rows[r].to) + j * n_out + c0, x + j * n, n * sizeof *x);
@@ -11577,23 +11590,24 @@ static uint64_t rfi_delta_scratch(const rf_op *op) { return (op->delta.head_dim 
 static void rfi_cpu_delta(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
-    const uint32_t h = chunk % op->delta.n_heads, first = o->p->firsts[chunk / op->delta.n_heads],
-                   k_head = op->flags & RF_OP_CYCLIC ? h % op->delta.n_k_heads : h / (op->delta.n_heads / op->delta.n_k_heads);
-    const uint64_t n_keys = (uint64_t)op->delta.n_k_heads * op->delta.head_dim, n_s = (uint64_t)op->delta.head_dim * op->delta.head_dim_v;
+    const rf_delta_params *par = &op->delta;
+    const uint32_t h = chunk % par->n_heads, first = o->p->firsts[chunk / par->n_heads],
+                   k_head = op->flags & RF_OP_CYCLIC ? h % par->n_k_heads : h / (par->n_heads / par->n_k_heads);
+    const uint64_t n_keys = (uint64_t)par->n_k_heads * par->head_dim, n_s = (uint64_t)par->head_dim * par->head_dim_v;
     const rf_step_row *rows = o->step->rows;
-    rfi_delta a = {.scale = op->delta.scale, .eps = op->delta.eps, .head_dim = op->delta.head_dim, .head_dim_v = op->delta.head_dim_v};
+    rfi_delta a = {.scale = par->scale, .eps = par->eps, .head_dim = par->head_dim, .head_dim_v = par->head_dim_v};
     a.s = o->p->scratch + thread * o->p->scratch_stride;
     a.d = a.s + n_s;
     if (rows[first].from) memcpy(a.s, rfi_cpu_slot(o, rows[first].from) + h * n_s, n_s * sizeof *a.s);
     else memset(a.s, 0, n_s * sizeof *a.s);
     for (uint32_t r = first; r < o->n_rows; r++) {
         if (rows[r].seq != rows[first].seq) continue;
-        a.q = o->in + r * o->in_width + (uint64_t)k_head * op->delta.head_dim;
+        a.q = o->in + r * o->in_width + (uint64_t)k_head * par->head_dim;
         a.k = a.q + n_keys;
-        a.v = o->in + r * o->in_width + 2 * n_keys + (uint64_t)h * op->delta.head_dim_v;
+        a.v = o->in + r * o->in_width + 2 * n_keys + (uint64_t)h * par->head_dim_v;
         a.beta = 1.0f / (1.0f + rfi_exp(-o->in2[r * o->in2_width + h]));
         a.decay = rfi_exp(rfi_softplus(o->in3[r * o->in3_width + h] + o->vector2[h]) * o->vector[h]);
-        a.out = o->out + r * o->out_width + (uint64_t)h * op->delta.head_dim_v;
+        a.out = o->out + r * o->out_width + (uint64_t)h * par->head_dim_v;
         o->k->delta(&a);
         if (rows[r].to) memcpy(rfi_cpu_slot(o, rows[r].to) + h * n_s, a.s, n_s * sizeof *a.s);
     }
@@ -11602,10 +11616,11 @@ static void rfi_cpu_delta(void *ctx, uint32_t chunk, uint32_t thread) {
 static void rfi_cpu_slice(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
+    const rf_slice_params *par = &op->slice;
     RFI_UNUSED(thread);
-    for (uint32_t h = 0; h < op->slice.n_heads; h++)
-        memcpy(o->out + chunk * o->out_width + op->slice.out_at + (uint64_t)h * op->slice.n,
-               o->in + chunk * o->in_width + (uint64_t)h * op->slice.head_dim + op->slice.at, op->slice.n * sizeof *o->out);
+    for (uint32_t h = 0; h < par->n_heads; h++)
+        memcpy(o->out + chunk * o->out_width + par->out_at + (uint64_t)h * par->n,
+               o->in + chunk * o->in_width + (uint64_t)h * par->head_dim + par->at, par->n * sizeof *o->out);
 }
 
 /* The first row of each sequence in a step. */
@@ -11637,21 +11652,22 @@ static uint32_t rfi_route_id(const float *row, uint32_t k) {
 /* Sort the pairs of a route by expert, unless they are; those of one expert stay in order. */
 static void rfi_cpu_sort_pairs(rfi_cpu_plan *p, const rf_op *op, uint32_t buffer, const float *route, uint64_t width,
                                uint32_t n_rows) {
+    const rf_experts_params *par = &op->experts;
     rfi_cpu_pairs *s = &p->pairs;
     if (s->route == buffer) return;
     s->route = buffer;
     s->n_active = 0;
-    memset(s->first, 0, (op->experts.n_experts + 1) * sizeof *s->first);
+    memset(s->first, 0, (par->n_experts + 1) * sizeof *s->first);
     for (uint32_t row = 0; row < n_rows; row++)
-        for (uint32_t k = 0; k < op->experts.n_used; k++) s->first[rfi_route_id(route + row * width, k) + 1]++;
-    for (uint32_t e = 0; e < op->experts.n_experts; e++) {
+        for (uint32_t k = 0; k < par->n_used; k++) s->first[rfi_route_id(route + row * width, k) + 1]++;
+    for (uint32_t e = 0; e < par->n_experts; e++) {
         if (s->first[e + 1]) s->active[s->n_active++] = e;
         s->first[e + 1] += s->first[e];
     }
     for (uint32_t row = 0; row < n_rows; row++)
-        for (uint32_t k = 0; k < op->experts.n_used; k++)
-            s->sorted[s->first[rfi_route_id(route + row * width, k)]++] = row * op->experts.n_used + k;
-    for (uint32_t e = op->experts.n_experts; e > 0; e--) s->first[e] = s->first[e - 1]; /* each had moved to the next one's */
+        for (uint32_t k = 0; k < par->n_used; k++)
+            s->sorted[s->first[rfi_route_id(route + row * width, k)]++] = row * par->n_used + k;
+    for (uint32_t e = par->n_experts; e > 0; e--) s->first[e] = s->first[e - 1]; /* each had moved to the next one's */
     s->first[0] = 0;
 }
 
@@ -11659,36 +11675,39 @@ static void rfi_cpu_sort_pairs(rfi_cpu_plan *p, const rf_op *op, uint32_t buffer
 static void rfi_cpu_gather_pair(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
-    const uint32_t pair = o->p->pairs.sorted[chunk], row = pair / op->experts.n_used, k = pair % op->experts.n_used;
-    const float *x = o->in + row * o->in_width + (op->flags & RF_OP_PER_CHOICE ? (uint64_t)k * op->experts.n_in : 0);
+    const rf_experts_params *par = &op->experts;
+    const uint32_t pair = o->p->pairs.sorted[chunk], row = pair / par->n_used, k = pair % par->n_used;
+    const float *x = o->in + row * o->in_width + (op->flags & RF_OP_PER_CHOICE ? (uint64_t)k * par->n_in : 0);
     RFI_UNUSED(thread);
-    if (rfi_type_takes_int8(o->w_type)) rfi_cpu_quantize_row(o, chunk, x, op->experts.n_in);
-    else memcpy(o->p->gathered + (uint64_t)chunk * op->experts.n_in, x, op->experts.n_in * sizeof *x);
+    if (rfi_type_takes_int8(o->w_type)) rfi_cpu_quantize_row(o, chunk, x, par->n_in);
+    else memcpy(o->p->gathered + (uint64_t)chunk * par->n_in, x, par->n_in * sizeof *x);
 }
 
 /* Some rows of one expert for all pairs that chose it; cut.small are the units of a chunk. */
 static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
+    const rf_experts_params *par = &op->experts;
     const rfi_cpu_pairs *s = &o->p->pairs;
     const uint32_t n_blocks = (o->cut.n_units + o->cut.small - 1) / o->cut.small, e = s->active[chunk / n_blocks],
                    row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
-                   n_rows = (uint32_t)rfi_min_u64(op->experts.n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
+                   n_rows = (uint32_t)rfi_min_u64(par->n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
     const uint8_t *w = (const uint8_t *)rfi_cpu_table_of(o->p->bind.table)->weights[op->weight + e];
-    w += (op->experts.first_row + row0) * o->w_row_bytes;
+    w += (par->first_row + row0) * o->w_row_bytes;
     float *y = o->p->scratch + thread * o->p->scratch_stride;
     for (uint32_t at = s->first[e], n; at < s->first[e + 1]; at += n) {
         rfi_acts x = o->acts;
         n = (uint32_t)rfi_min_u64(RFI_CPU_COLS, s->first[e + 1] - at);
         x.f += at * x.f_stride;
         x.q += at * x.q_stride;
-        const rfi_matmul m = {w, o->w_row_bytes, n_rows, op->experts.n_in, &x, n, y, n_rows};
+        const rfi_matmul m = {w, o->w_row_bytes, n_rows, par->n_in, &x, n, y, n_rows};
         rfi_matmul_run(o->k, o->w_type, &m);
         for (uint32_t j = 0; j < n; j++) {
             const uint32_t pair = s->sorted[at + j];
-            float *out = o->out + pair / op->experts.n_used * o->out_width + (uint64_t)(pair % op->experts.n_used) * op->experts.n_out + row0;
+            float *out = o->out + pair / par->n_used * o->out_width;
+            out += (uint64_t)(pair % par->n_used) * par->n_out + row0;
             if (o->vector2) o->k->scale(y + (uint64_t)j * n_rows, n_rows, o->vector2[e]);
-            if (o->vector) o->k->add(y + (uint64_t)j * n_rows, o->vector + (uint64_t)e * op->experts.n_out + row0, n_rows);
+            if (o->vector) o->k->add(y + (uint64_t)j * n_rows, o->vector + (uint64_t)e * par->n_out + row0, n_rows);
             memcpy(out, y + (uint64_t)j * n_rows, n_rows * sizeof *out);
         }
     }
@@ -11762,10 +11781,11 @@ static void rfi_cpu_run_matmul(rfi_cpu_op *o) {
 static void rfi_cpu_quantize_heads(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
+    const rf_heads_params *par = &op->heads;
     RFI_UNUSED(thread);
-    for (uint32_t h = 0; h < op->heads.n_heads; h++)
-        rfi_cpu_quantize_row(o, chunk * op->heads.n_heads + h, o->in + chunk * o->in_width + (uint64_t)h * op->heads.head_dim,
-                             op->heads.n_in);
+    for (uint32_t h = 0; h < par->n_heads; h++)
+        rfi_cpu_quantize_row(o, chunk * par->n_heads + h, o->in + chunk * o->in_width + (uint64_t)h * par->head_dim,
+                             par->n_in);
 }
 
 /* Some rows of one head's matrix for all rows of the step; cut.small are the units of a chunk. The first chunk of a
@@ -11773,67 +11793,70 @@ static void rfi_cpu_quantize_heads(void *ctx, uint32_t chunk, uint32_t thread) {
 static void rfi_cpu_heads(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
+    const rf_heads_params *par = &op->heads;
     const uint32_t n_blocks = (o->cut.n_units + o->cut.small - 1) / o->cut.small, h = chunk / n_blocks,
-                   rest = op->heads.head_dim - op->heads.n_in, row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
-                   n_rows = (uint32_t)rfi_min_u64(op->heads.n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
-    const uint8_t *w = o->w + (op->heads.first_row + (uint64_t)h * op->heads.head_rows + row0) * o->w_row_bytes;
-    const float *in = o->in + (uint64_t)h * op->heads.head_dim;
-    float *out = o->out + (uint64_t)h * (op->heads.n_out + rest);
+                   rest = par->head_dim - par->n_in, row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
+                   n_rows = (uint32_t)rfi_min_u64(par->n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
+    const uint8_t *w = o->w + (par->first_row + (uint64_t)h * par->head_rows + row0) * o->w_row_bytes;
+    const float *in = o->in + (uint64_t)h * par->head_dim;
+    float *out = o->out + (uint64_t)h * (par->n_out + rest);
     RFI_UNUSED(thread);
     for (uint32_t col0 = 0, n; col0 < o->n_rows; col0 += n) {
         n = (uint32_t)rfi_min_u64(RFI_CPU_COLS, o->n_rows - col0);
         rfi_acts x = o->acts;
         x.f = in + col0 * x.f_stride;
-        x.q += h * rfi_q8_groups(op->heads.n_in) + col0 * x.q_stride;
-        const rfi_matmul m = {w, o->w_row_bytes, n_rows, op->heads.n_in, &x, n, out + row0 + col0 * o->out_width,
+        x.q += h * rfi_q8_groups(par->n_in) + col0 * x.q_stride;
+        const rfi_matmul m = {w, o->w_row_bytes, n_rows, par->n_in, &x, n, out + row0 + col0 * o->out_width,
                               o->out_width};
         rfi_matmul_run(o->k, o->w_type, &m);
     }
     for (uint64_t r = 0; row0 == 0 && r < o->n_rows; r++)
-        memcpy(out + r * o->out_width + op->heads.n_out, in + r * o->in_width + op->heads.n_in, rest * sizeof *out);
+        memcpy(out + r * o->out_width + par->n_out, in + r * o->in_width + par->n_in, rest * sizeof *out);
 }
 
 /* Under RF_OP_ACROSS: some columns of one head's matrix, which become rows of floats in the thread's scratch. */
 static void rfi_cpu_heads_across(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
-    const uint32_t n_blocks = (op->heads.n_out + RFI_ACROSS_COLS - 1) / RFI_ACROSS_COLS, h = chunk / n_blocks,
-                   rest = op->heads.head_dim - op->heads.n_in, c0 = chunk % n_blocks * RFI_ACROSS_COLS,
-                   n_cols = (uint32_t)rfi_min_u64(op->heads.n_out - c0, RFI_ACROSS_COLS);
-    const uint8_t *w = o->w + (op->heads.first_row + (uint64_t)h * op->heads.head_rows) * o->w_row_bytes;
-    const float *in = o->in + (uint64_t)h * op->heads.head_dim;
-    float *out = o->out + (uint64_t)h * (op->heads.n_out + rest), *row = o->p->scratch + thread * o->p->scratch_stride,
+    const rf_heads_params *par = &op->heads;
+    const uint32_t n_blocks = (par->n_out + RFI_ACROSS_COLS - 1) / RFI_ACROSS_COLS, h = chunk / n_blocks,
+                   rest = par->head_dim - par->n_in, c0 = chunk % n_blocks * RFI_ACROSS_COLS,
+                   n_cols = (uint32_t)rfi_min_u64(par->n_out - c0, RFI_ACROSS_COLS);
+    const uint8_t *w = o->w + (par->first_row + (uint64_t)h * par->head_rows) * o->w_row_bytes;
+    const float *in = o->in + (uint64_t)h * par->head_dim;
+    float *out = o->out + (uint64_t)h * (par->n_out + rest), *row = o->p->scratch + thread * o->p->scratch_stride,
           *columns = row + RFI_ACROSS_COLS;
-    for (uint32_t i = 0; i < op->heads.n_in; i++) {
+    for (uint32_t i = 0; i < par->n_in; i++) {
         rfi_dequantize_row(o->w_type, w + i * o->w_row_bytes + rfi_row_bytes(o->w_type, c0), n_cols, row);
-        for (uint32_t c = 0; c < n_cols; c++) columns[(uint64_t)c * op->heads.n_in + i] = row[c];
+        for (uint32_t c = 0; c < n_cols; c++) columns[(uint64_t)c * par->n_in + i] = row[c];
     }
     for (uint32_t col0 = 0, n; col0 < o->n_rows; col0 += n) {
         n = (uint32_t)rfi_min_u64(RFI_CPU_COLS, o->n_rows - col0);
         rfi_acts x = {.f = in + col0 * o->in_width, .f_stride = o->in_width};
-        const rfi_matmul m = {(const uint8_t *)columns, op->heads.n_in * sizeof *columns, n_cols, op->heads.n_in, &x, n,
+        const rfi_matmul m = {(const uint8_t *)columns, par->n_in * sizeof *columns, n_cols, par->n_in, &x, n,
                               out + c0 + col0 * o->out_width, o->out_width};
         rfi_matmul_run(o->k, RF_TYPE_F32, &m);
     }
     for (uint64_t r = 0; c0 == 0 && r < o->n_rows; r++)
-        memcpy(out + r * o->out_width + op->heads.n_out, in + r * o->in_width + op->heads.n_in, rest * sizeof *out);
+        memcpy(out + r * o->out_width + par->n_out, in + r * o->in_width + par->n_in, rest * sizeof *out);
 }
 
 static void rfi_cpu_run_heads(rfi_cpu_op *o) {
     const rf_op *op = o->op;
+    const rf_heads_params *par = &op->heads;
     rfi_pool *pool = &o->p->dev->pool;
     if (op->flags & RF_OP_ACROSS) {
-        const uint32_t n_blocks = (op->heads.n_out + RFI_ACROSS_COLS - 1) / RFI_ACROSS_COLS;
-        rfi_pool_run(pool, rfi_cpu_heads_across, o, op->heads.n_heads * n_blocks);
+        const uint32_t n_blocks = (par->n_out + RFI_ACROSS_COLS - 1) / RFI_ACROSS_COLS;
+        rfi_pool_run(pool, rfi_cpu_heads_across, o, par->n_heads * n_blocks);
         return;
     }
     o->acts = (rfi_acts){.f = o->in, .f_stride = o->in_width, .q = o->p->acts,
-                         .q_stride = rfi_q8_groups(op->heads.n_in) * op->heads.n_heads};
+                         .q_stride = rfi_q8_groups(par->n_in) * par->n_heads};
     if (rfi_type_takes_int8(o->w_type)) rfi_pool_run(pool, rfi_cpu_quantize_heads, o, o->n_rows);
-    o->cut.n_units = (op->heads.n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
-    const uint64_t share = (uint64_t)o->cut.n_units * op->heads.n_heads / ((uint64_t)pool->n_threads * 4);
+    o->cut.n_units = (par->n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
+    const uint64_t share = (uint64_t)o->cut.n_units * par->n_heads / ((uint64_t)pool->n_threads * 4);
     o->cut.small = (uint32_t)rfi_max_u64(2, rfi_min_u64(RFI_CPU_ROWS / RFI_CPU_UNIT, share));
-    rfi_pool_run(pool, rfi_cpu_heads, o, op->heads.n_heads * ((o->cut.n_units + o->cut.small - 1) / o->cut.small));
+    rfi_pool_run(pool, rfi_cpu_heads, o, par->n_heads * ((o->cut.n_units + o->cut.small - 1) / o->cut.small));
 }
 
 static void rfi_cpu_run_route(rfi_cpu_op *o) {
@@ -11845,13 +11868,14 @@ static void rfi_cpu_run_route(rfi_cpu_op *o) {
 static void rfi_cpu_run_experts(rfi_cpu_op *o) {
     rfi_cpu_plan *p = o->p;
     const rf_op *op = o->op;
+    const rf_experts_params *par = &op->experts;
     rfi_pool *pool = &p->dev->pool;
     rfi_cpu_sort_pairs(p, op, op->in2, o->in2, o->in2_width, o->n_rows);
-    o->vector = rfi_cpu_vector(p, op->bias, 0, op->experts.n_experts * op->experts.n_out, 0);
-    o->vector2 = rfi_cpu_vector(p, op->factor, 0, op->experts.n_experts, 1);
-    o->acts = (rfi_acts){.f = p->gathered, .f_stride = op->experts.n_in, .q = p->acts, .q_stride = rfi_q8_groups(op->experts.n_in)};
-    if (!o->how->has_acts) rfi_pool_run(pool, rfi_cpu_gather_pair, o, o->n_rows * op->experts.n_used);
-    o->cut.n_units = (op->experts.n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
+    o->vector = rfi_cpu_vector(p, op->bias, 0, par->n_experts * par->n_out, 0);
+    o->vector2 = rfi_cpu_vector(p, op->factor, 0, par->n_experts, 1);
+    o->acts = (rfi_acts){.f = p->gathered, .f_stride = par->n_in, .q = p->acts, .q_stride = rfi_q8_groups(par->n_in)};
+    if (!o->how->has_acts) rfi_pool_run(pool, rfi_cpu_gather_pair, o, o->n_rows * par->n_used);
+    o->cut.n_units = (par->n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
     const uint64_t share = (uint64_t)o->cut.n_units * p->pairs.n_active / ((uint64_t)pool->n_threads * 4);
     o->cut.small = (uint32_t)rfi_max_u64(2, rfi_min_u64(RFI_CPU_ROWS / RFI_CPU_UNIT, share));
     rfi_pool_run(pool, rfi_cpu_experts, o,
@@ -11860,9 +11884,10 @@ static void rfi_cpu_run_experts(rfi_cpu_op *o) {
 
 static void rfi_cpu_run_conv(rfi_cpu_op *o) {
     const rf_op *op = o->op;
-    const uint32_t n_blocks = (op->conv.n + RFI_CONV_BLOCK - 1) / RFI_CONV_BLOCK;
-    o->vector = rfi_cpu_vector(o->p, op->weight, 0, op->conv.n * op->conv.n_taps, 0);
-    o->vector2 = rfi_cpu_vector(o->p, op->bias, 0, op->conv.n, 1);
+    const rf_conv_params *par = &op->conv;
+    const uint32_t n_blocks = (par->n + RFI_CONV_BLOCK - 1) / RFI_CONV_BLOCK;
+    o->vector = rfi_cpu_vector(o->p, op->weight, 0, par->n * par->n_taps, 0);
+    o->vector2 = rfi_cpu_vector(o->p, op->bias, 0, par->n, 1);
     rfi_pool_run(&o->p->dev->pool, rfi_cpu_conv, o, o->p->n_firsts * n_blocks);
 }
 
@@ -11875,9 +11900,7 @@ static void rfi_cpu_run_delta(rfi_cpu_op *o) {
 
 static void rfi_cpu_run_rope(rfi_cpu_op *o) {
     rfi_cpu_plan *p = o->p;
-    const rf_op *held = p->rope;
-    if (!held || held->rope.table != o->op->rope.table || held->weight != o->op->weight || held->rope.n_rot != o->op->rope.n_rot ||
-        memcmp(&held->rope.scale, &o->op->rope.scale, sizeof held->rope.scale)) {
+    if (!p->rope || !rf_op_same_angles(p->rope, o->op)) {
         o->vector = rfi_cpu_vector(p, o->op->weight, 0, o->op->rope.n_rot / 2, 0);
         rfi_pool_run(&p->dev->pool, rfi_cpu_cos_sin, o, o->n_rows);
         p->rope = o->op;
@@ -12251,14 +12274,15 @@ static int rfi_cpu_can_quantize(const rf_op *before, const rf_op *op) {
 /* What a matmul of experts needs. The gate and up of a layer share their gathered input. */
 static void rfi_cpu_measure_experts(const rf_plan *plan, uint32_t i, rfi_cpu_how *how, rfi_cpu_need *need) {
     const rf_op *op = &plan->ops[i], *before = i ? op - 1 : op;
+    const rf_experts_params *par = &op->experts;
     const int int8 = rfi_type_takes_int8(plan->weights[op->weight].type);
     how[i].has_acts = before->kind == RF_OP_EXPERTS && i > 0 && before->layer == op->layer && before->in == op->in &&
-                      before->in2 == op->in2 && before->out != op->in && before->experts.n_in == op->experts.n_in &&
+                      before->in2 == op->in2 && before->out != op->in && before->experts.n_in == par->n_in &&
                       before->flags == op->flags && int8 == rfi_type_takes_int8(plan->weights[before->weight].type);
-    if (int8) need->groups = rfi_max_u64(need->groups, rfi_q8_groups(op->experts.n_in) * op->experts.n_used);
-    else need->gathered = rfi_max_u64(need->gathered, (uint64_t)op->experts.n_in * op->experts.n_used);
-    if (need->n_experts < op->experts.n_experts) need->n_experts = op->experts.n_experts;
-    if (need->n_used < op->experts.n_used) need->n_used = op->experts.n_used;
+    if (int8) need->groups = rfi_max_u64(need->groups, rfi_q8_groups(par->n_in) * par->n_used);
+    else need->gathered = rfi_max_u64(need->gathered, (uint64_t)par->n_in * par->n_used);
+    if (need->n_experts < par->n_experts) need->n_experts = par->n_experts;
+    if (need->n_used < par->n_used) need->n_used = par->n_used;
 }
 
 /* The memory that an op needs by itself. */
@@ -12274,7 +12298,7 @@ static void rfi_cpu_measure_op(const rf_plan *plan, const rf_op *op, rfi_cpu_nee
     need->recurrent |= op->kind == RF_OP_CONV || op->kind == RF_OP_DELTA;
     if (op->kind == RF_OP_ATTENTION) {
         const rf_attention_params *a = &op->attention;
-        const uint32_t dim_v = op->flags & RF_OP_LATENT ? a->head_dim : a->head_dim_v;
+        const uint32_t dim_v = op->flags & RF_OP_MLA ? a->head_dim : a->head_dim_v;
         scratch = rfi_attention_scratch(rfi_cpu_query_heads(op), a->head_dim, dim_v);
         need->cells = rfi_max_u64(need->cells, (uint64_t)RFI_ATTENTION_BLOCK * rfi_max_u64(a->head_dim, dim_v));
     }

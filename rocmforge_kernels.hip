@@ -1496,7 +1496,7 @@ struct rfk_store_args {
     const rf_step_row *rows;
     uint32_t k_stride, v_stride, n_kv_heads, head_dim, head_dim_v, n_cells;
 };
-/* Keys of a first part k, head_dim_v values, and a second part v: RF_OP_LATENT.
+/* Keys of a first part k, head_dim_v values, and a second part v: RF_OP_MLA.
  *   grid [ceil(heads * dk / 256), T]   block 256 */
 template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_latent_store(rfk_store_args a) {
     const uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x, head = i / a.head_dim, e = i % a.head_dim,
@@ -7062,12 +7062,6 @@ static int rfk_reads_int8(const rf_plan *plan, const rf_op *op) {
             !rfk_is_float_type(plan->weights[op->weight].type));
 }
 
-/* Two ropes turn pairs by the same angles. */
-static int rfk_has_same_angles(const rf_op *a, const rf_op *b) {
-    return a->rope.n_rot == b->rope.n_rot && a->rope.table == b->rope.table && a->weight == b->weight &&
-           a->rope.scale == b->rope.scale;
-}
-
 /* b, right behind a, can be part of its launch: it reads nothing that a writes, and differs in what the kernels take
  * per part. */
 static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
@@ -7075,7 +7069,7 @@ static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
     if (a->kind == RF_OP_MATMUL)
         return a->in == b->in && a->matmul.n_in == b->matmul.n_in &&
                plan->weights[a->weight].type == plan->weights[b->weight].type;
-    return a->kind == RF_OP_ROPE && rfk_has_same_angles(a, b) && a->rope.head_dim == b->rope.head_dim &&
+    return a->kind == RF_OP_ROPE && rf_op_same_angles(a, b) && a->rope.head_dim == b->rope.head_dim &&
            a->flags == b->flags;
 }
 
@@ -7324,7 +7318,7 @@ static rfk_fused rfk_match_rows(const rf_prepared *p, uint32_t i, uint32_t end, 
 static int rfk_row_can_attend(const rf_prepared *p, const rf_op *op) {
     const rf_attention_params *a = &op->attention;
     const uint32_t dim = a->head_dim;
-    return !(op->flags & RF_OP_LATENT) && a->slopes == RF_NONE && a->temperature == 0 && a->head_dim_v == dim &&
+    return !(op->flags & RF_OP_MLA) && a->slopes == RF_NONE && a->temperature == 0 && a->head_dim_v == dim &&
            a->n_heads / a->n_kv_heads <= RFK_QUERIES &&
            (p->cache_type == RF_CACHE_Q8_0 ? dim == 64 || dim == 128 || dim == 256
                                            : dim % 8 == 0 && dim <= RFK_MAX_HEAD);
@@ -7357,13 +7351,13 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
     const uint32_t q = att->in, k = store->in, n_heads[2] = {a->n_heads, a->n_kv_heads};
     f.ropes = i, f.store = i + 2, f.attention = i + 3;
     f.n_ops = i + 4 - f.first;
-    while (f.angles < p->n_ropes && !rfk_has_same_angles(rope, p->ropes[f.angles])) f.angles++;
-    int ok = f.angles < RFK_ROPES && !(store->flags & RF_OP_LATENT) && rfk_row_can_attend(p, att) && rope[0].out == q &&
+    while (f.angles < p->n_ropes && !rf_op_same_angles(rope, p->ropes[f.angles])) f.angles++;
+    int ok = f.angles < RFK_ROPES && !(store->flags & RF_OP_MLA) && rfk_row_can_attend(p, att) && rope[0].out == q &&
              rope[1].out == k && store->state == att->state && store->in2 != q && store->in2 != k && q != k &&
              att->out != q && att->out != k && att->out != store->in2 && rope->rope.n_rot > 0;
     for (int r = 0; r < 2; r++)
         ok = ok && !(rope[r].flags & RF_OP_LAST) && rope[r].rope.head_dim == a->head_dim &&
-             rope[r].rope.n_heads == n_heads[r] && rfk_has_same_angles(&rope[r], rope) && rope[r].flags == rope->flags;
+             rope[r].rope.n_heads == n_heads[r] && rf_op_same_angles(&rope[r], rope) && rope[r].flags == rope->flags;
     for (int r = 0; r < 2 && f.norms[r] != RF_NONE; r++) {
         const rf_op *n = &ops[f.norms[r]];
         ok = ok && n->in == (r ? k : q) && n->out == n->in && n->norm.n == a->head_dim &&
@@ -8131,13 +8125,13 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
     a.head_dim_v = s->head_dim_v;
     a.n_cells = l->b.n_cells;
     if (l->p->cache_type == RF_CACHE_Q8_0) {
-        const bool latent = op->flags & RF_OP_LATENT;
+        const bool latent = op->flags & RF_OP_MLA;
         const uint64_t n = (uint64_t)s->n_kv_heads * (s->head_dim + (latent ? 0 : s->head_dim_v));
         void (*rows)(rfk_store_args) = RFK_BY_WAVE(l, (rfk_q8_store<32, false>), (rfk_q8_store<64, false>));
         void (*keys)(rfk_store_args) = RFK_BY_WAVE(l, (rfk_q8_store<32, true>), (rfk_q8_store<64, true>));
         return rfk_go(l, latent ? keys : rows, dim3(rfk_ceil_div(n, 4 * RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
     }
-    if (op->flags & RF_OP_LATENT) {
+    if (op->flags & RF_OP_MLA) {
         dim3 grid(rfk_ceil_div((uint64_t)s->n_kv_heads * s->head_dim, RFK_BLOCK), l->n_rows);
         return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? rfk_latent_store<float> : rfk_latent_store<uint16_t>, grid,
                       RFK_BLOCK, a);
@@ -8156,7 +8150,7 @@ static bool rfk_takes_flash(const rfk_launching *l) {
     uint32_t runs = 1;
     if (l->p->dev->wrong_units & RFK_WRONG_HALVES) return false;
     for (uint32_t t = 1; t < l->n_rows; t++) runs += l->step->rows[t].seq != l->step->rows[t - 1].seq;
-    return !(l->op->flags & RF_OP_LATENT) && a->slopes == RF_NONE && a->temperature == 0 &&
+    return !(l->op->flags & RF_OP_MLA) && a->slopes == RF_NONE && a->temperature == 0 &&
            l->n_rows > RFK_SPLIT_ROWS && l->n_rows >= 8 * runs && l->p->cache_type != RF_CACHE_F32 &&
            (l->p->cache_type == RF_CACHE_Q8_0 ? l->p->dev->units_f16 : l->p->dev->has_units) &&
            a->head_dim == a->head_dim_v && a->head_dim % 16 == 0 && a->head_dim <= RFK_FLASH_HEAD &&
@@ -8192,8 +8186,8 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     rfk_attention_args a;
     a.q = l->b.in;
     a.k = l->b.k;
-    a.v = op->flags & RF_OP_LATENT ? l->b.k : l->b.v;
-    a.v_row = op->flags & RF_OP_LATENT ? att->head_dim : att->head_dim_v;
+    a.v = op->flags & RF_OP_MLA ? l->b.k : l->b.v;
+    a.v_row = op->flags & RF_OP_MLA ? att->head_dim : att->head_dim_v;
     a.out = l->b.out;
     a.part = split ? p->part : NULL;
     a.slopes = att->slopes == RF_NONE ? NULL : p->tables + att->slopes;

@@ -1390,7 +1390,7 @@ static void test_kv_store() {
         const bool latent = r[4]; /* k and v are parts of one key */
         Rig g(devices[(size_t)r[5]]);
         uint32_t k = g.buffer(h * dk + 1), v = g.buffer(h * dv);
-        if (latent) g.kv_store(k, v, g.state(h, dk + dv, 0, ring ? 3 : 0), h, dk + dv, dk)->flags = RF_OP_LATENT;
+        if (latent) g.kv_store(k, v, g.state(h, dk + dv, 0, ring ? 3 : 0), h, dk + dv, dk)->flags = RF_OP_MLA;
         else g.kv_store(k, v, g.state(h, dk, dv, ring ? 3 : 0), h, dk, dv);
         std::vector<rf_step_row> rows;
         static const int32_t places[][2] = {{0, 0}, {2, 7}, {2, 8}, {1, 3}, {0, 8}};
@@ -1453,7 +1453,7 @@ static void attention_case(const AttentionCase &c) {
     const uint32_t kept = g.state(c.n_kv_heads, c.dk, c.latent ? 0 : c.dv, c.window);
     rf_op *o = g.attention(q, out, kept, heads, c.n_kv_heads, c.dk);
     o->attention.head_dim_v = c.dv, o->attention.window = c.window;
-    if (c.latent) o->flags = RF_OP_LATENT;
+    if (c.latent) o->flags = RF_OP_MLA;
     if (c.special & 1) o->attention.softcap = 2.5f;
     if (c.special & 2) o->attention.temperature = 0.3f, o->attention.temperature_length = 20;
     std::vector<float> sinks = values(heads);
