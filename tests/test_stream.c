@@ -141,18 +141,18 @@ static void watched_mem_release(rf_dev *d, rf_mem *mem) {
 
 /* ---- and its pinned memory ---- */
 
-static uint64_t home_bytes;                       /* the size by which a block for tensors is known     */
-static _Atomic int homes_asked, homes_failing;    /* such blocks; the first so many cannot be had       */
-static _Atomic int home_wanted, home_go;          /* one is being made; until this is set, or too long */
-static _Atomic int home_late;
+static uint64_t pinned_bytes;                       /* the size by which a block for tensors is known     */
+static _Atomic int pinned_asked, pinned_failing;    /* such blocks; the first so many cannot be had       */
+static _Atomic int pinned_wanted, pinned_go;          /* one is being made; until this is set, or too long */
+static _Atomic int pinned_late;
 
 static rf_result watched_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err) {
-    if (home_bytes == 0 || size_bytes != home_bytes) return rfi_null_api.host_create(d, size_bytes, out, err);
-    const int n = atomic_fetch_add(&homes_asked, 1);
-    atomic_store(&home_wanted, 1);
-    for (int i = 0; i < 30000 && !atomic_load(&home_go); i++) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
-    if (!atomic_load(&home_go)) atomic_store(&home_late, 1);
-    if (n < atomic_load(&homes_failing)) return rfi_fail(err, RF_ERR_MEMORY, 0, "no more pinned memory");
+    if (pinned_bytes == 0 || size_bytes != pinned_bytes) return rfi_null_api.host_create(d, size_bytes, out, err);
+    const int n = atomic_fetch_add(&pinned_asked, 1);
+    atomic_store(&pinned_wanted, 1);
+    for (int i = 0; i < 30000 && !atomic_load(&pinned_go); i++) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    if (!atomic_load(&pinned_go)) atomic_store(&pinned_late, 1);
+    if (n < atomic_load(&pinned_failing)) return rfi_fail(err, RF_ERR_MEMORY, 0, "no more pinned memory");
     return rfi_null_api.host_create(d, size_bytes, out, err);
 }
 
@@ -395,26 +395,26 @@ static void test_pinned(void) {
         worker w = {.mode = NULLED, .rounds = 1};
         pthread_t thread;
         float got[2 * N_VOCAB];
-        home_bytes = all;
-        atomic_store(&homes_asked, 0), atomic_store(&homes_failing, failing), atomic_store(&home_late, 0);
-        atomic_store(&home_wanted, 0), atomic_store(&home_go, 0);
+        pinned_bytes = all;
+        atomic_store(&pinned_asked, 0), atomic_store(&pinned_failing, failing), atomic_store(&pinned_late, 0);
+        atomic_store(&pinned_wanted, 0), atomic_store(&pinned_go, 0);
         if (!watched_open(&r, &(rf_model_desc){.n_readers = 3, .budget_bytes = all * 7 / 10, .pinned_bytes = all}, 0)) return;
         w.m = r.m;
         REQUIRE(pthread_create(&thread, NULL, evaluate, &w) == 0, "thread");
-        while (!atomic_load(&home_wanted)) sched_yield();
-        CHECK(rf_model_load_tensor(r.m, "output_norm.weight", &r.err) == RF_OK && !atomic_load(&home_late), "another load waited: %s", r.err.text);
-        atomic_store(&home_go, 1);
+        while (!atomic_load(&pinned_wanted)) sched_yield();
+        CHECK(rf_model_load_tensor(r.m, "output_norm.weight", &r.err) == RF_OK && !atomic_load(&pinned_late), "another load waited: %s", r.err.text);
+        atomic_store(&pinned_go, 1);
         pthread_join(thread, NULL);
         CHECK(w.result == RF_OK, "%s: %s", rf_result_name(w.result), w.err.text);
         for (int i = 0; i < 2; i++) CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, want[NULLED], sizeof got) == 0, "%s", r.err.text);
         const uint64_t bytes_read = rf_model_get_loading_stats(r.m).bytes_read;
         CHECK(run(r.m, got, &r.err) == RF_OK && rf_model_get_loading_stats(r.m).bytes_read == bytes_read, "read anew: %s", r.err.text);
-        CHECK(atomic_load(&homes_asked) == 1 + failing && r.m->store->pinned.n_blocks == 1, "asked for %d times", atomic_load(&homes_asked));
+        CHECK(atomic_load(&pinned_asked) == 1 + failing && r.m->store->pinned.n_blocks == 1, "asked for %d times", atomic_load(&pinned_asked));
         CHECK(rf_model_close(r.m, NULL) == RF_OK && watched_live(&r) == 0, "%lld objects are left", (long long)watched_live(&r));
         r.m = NULL;
         rig_close(&r);
     }
-    home_bytes = 0;
+    pinned_bytes = 0;
 }
 
 static void *close_model(void *arg) {
