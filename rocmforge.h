@@ -2363,6 +2363,28 @@ static void rfi_log_text(const rfi_log *log, rf_log_level level, const char *for
  * and pins together: a plain "is it loaded" followed by a use would race with eviction. Waiters sleep on a monitor, one
  * for all cells of an owner, which only loads, failures and evictions touch. tests/once_cell.pml is its model. */
 
+/* A mutex, and the condition that what it guards has changed. */
+typedef struct rfi_monitor {
+    pthread_mutex_t mutex;
+    pthread_cond_t wake;
+} rfi_monitor;
+
+static void rfi_monitor_init(rfi_monitor *m) { /* with default attributes neither call fails on Linux */
+    pthread_mutex_init(&m->mutex, NULL);
+    pthread_cond_init(&m->wake, NULL);
+}
+static void rfi_monitor_destroy(rfi_monitor *m) {
+    pthread_cond_destroy(&m->wake);
+    pthread_mutex_destroy(&m->mutex);
+}
+static void rfi_monitor_lock(rfi_monitor *m) { pthread_mutex_lock(&m->mutex); }
+static void rfi_monitor_unlock(rfi_monitor *m) { pthread_mutex_unlock(&m->mutex); }
+/* Sleep until a wake, or spuriously; the mutex is released meanwhile. */
+static void rfi_monitor_wait(rfi_monitor *m) { pthread_cond_wait(&m->wake, &m->mutex); }
+static void rfi_monitor_wake(rfi_monitor *m) { pthread_cond_broadcast(&m->wake); }
+
+/* ---- once-cell ---- */
+
 enum {
     RFI_UNLOADED = 0,
     RFI_LOADING = 1,
@@ -2380,12 +2402,6 @@ typedef struct rfi_waiter {
     rf_error err;
 } rfi_waiter;
 
-/* A mutex and the condition that what it guards has changed. */
-typedef struct rfi_monitor {
-    pthread_mutex_t mutex;
-    pthread_cond_t wake;
-} rfi_monitor;
-
 /* Zeroed = UNLOADED. */
 typedef struct rfi_cell {
     _Atomic uint64_t word;
@@ -2397,30 +2413,11 @@ typedef struct rfi_cell {
 /* Loads what a cell stands for; runs without a lock. */
 typedef rf_result (*rfi_load_fn)(void *ctx, rf_error *err);
 
-static rf_result rfi_monitor_init(rfi_monitor *monitor, rf_error *err) {
-    int e = pthread_mutex_init(&monitor->mutex, NULL);
-    if (e == 0 && (e = pthread_cond_init(&monitor->wake, NULL)) != 0) pthread_mutex_destroy(&monitor->mutex);
-    return e ? rfi_fail_sys(err, RF_ERR_MEMORY, e, 0, "cannot create a mutex: error %d", e) : RF_OK;
+static uint64_t rfi_cell_state(const rfi_cell *c) {
+    return atomic_load_explicit(&c->word, memory_order_acquire) & RFI_STATE_MASK;
 }
-
-static void rfi_monitor_destroy(rfi_monitor *monitor) {
-    pthread_cond_destroy(&monitor->wake);
-    pthread_mutex_destroy(&monitor->mutex);
-}
-
-static void rfi_monitor_lock(rfi_monitor *m) { pthread_mutex_lock(&m->mutex); }
-static void rfi_monitor_unlock(rfi_monitor *m) { pthread_mutex_unlock(&m->mutex); }
-/* Sleep until a wake, or spuriously; the mutex is released meanwhile. */
-static void rfi_monitor_wait(rfi_monitor *m) { pthread_cond_wait(&m->wake, &m->mutex); }
-static void rfi_monitor_wake(rfi_monitor *m) { pthread_cond_broadcast(&m->wake); }
-
-static int rfi_cell_is_ready(const rfi_cell *c) {
-    return (atomic_load_explicit(&c->word, memory_order_acquire) & RFI_STATE_MASK) == RFI_READY;
-}
-
-static int rfi_cell_is_unloaded(const rfi_cell *c) {
-    return (atomic_load_explicit(&c->word, memory_order_acquire) & RFI_STATE_MASK) == RFI_UNLOADED;
-}
+static int rfi_cell_is_ready(const rfi_cell *c) { return rfi_cell_state(c) == RFI_READY; }
+static int rfi_cell_is_unloaded(const rfi_cell *c) { return rfi_cell_state(c) == RFI_UNLOADED; }
 
 /* The last unpin of a BROKEN cell wakes those who want to load it again. */
 static void rfi_cell_unpin(rfi_cell *c, rfi_monitor *monitor) {
@@ -2439,12 +2436,13 @@ static int rfi_cell_try_pin(rfi_cell *c, rfi_monitor *monitor) {
     return 0;
 }
 
-/* End a load or eviction: give every waiter the outcome. The state changes by addition: pins come and go meanwhile. */
+/* End a load or eviction and give every waiter the outcome (NULL: success). The state changes by addition, since pins
+ * come and go meanwhile. */
 static void rfi_cell_settle(rfi_cell *c, rfi_monitor *monitor, uint64_t delta, const rf_error *outcome) {
     rfi_monitor_lock(monitor);
     atomic_fetch_add_explicit(&c->word, delta, memory_order_release);
     for (rfi_waiter *w = c->waiters; w; w = w->next) {
-        w->err = *outcome;
+        if (outcome) w->err = *outcome;
         w->done = 1;
     }
     c->waiters = NULL;
@@ -2511,9 +2509,8 @@ static rf_result rfi_cell_acquire(rfi_cell *c, rfi_monitor *monitor, rfi_load_fn
         int claim = rfi_cell_claim(c, monitor, &own);
         if (claim > 0) {
             if (load(ctx, &own) == RF_OK) {
-                rfi_clear(&own);
                 if (loaded) *loaded = 1;
-                rfi_cell_settle(c, monitor, (uint64_t)RFI_READY - RFI_LOADING + RFI_PIN, &own);
+                rfi_cell_settle(c, monitor, (uint64_t)RFI_READY - RFI_LOADING + RFI_PIN, NULL);
                 return RF_OK;
             }
             rfi_cell_settle(c, monitor, (uint64_t)0 - RFI_LOADING, &own);
@@ -2547,9 +2544,7 @@ static int rfi_cell_break(rfi_cell *c) {
 }
 
 static void rfi_cell_evicted(rfi_cell *c, rfi_monitor *monitor) {
-    rf_error ok;
-    rfi_clear(&ok);
-    rfi_cell_settle(c, monitor, (uint64_t)0 - RFI_EVICTING, &ok);
+    rfi_cell_settle(c, monitor, (uint64_t)0 - RFI_EVICTING, NULL);
 }
 
 /* ---- thread pool ----
@@ -2697,17 +2692,8 @@ static rf_result rfi_pool_init(rfi_pool *p, const rf_allocator *alloc, uint32_t 
     p->n_threads = n_threads;
     p->workers = (rfi_worker *)rfi_alloc(alloc, n_threads, sizeof *p->workers, "worker threads", err);
     if (!p->workers) return RF_ERR_MEMORY;
-    int e = pthread_mutex_init(&p->busy, NULL);
-    if (e) {
-        rfi_free(alloc, p->workers);
-        return rfi_fail_sys(err, RF_ERR_MEMORY, e, 0, "cannot create a mutex: error %d", e);
-    }
-    rf_result r = rfi_monitor_init(&p->monitor, err);
-    if (r != RF_OK) {
-        pthread_mutex_destroy(&p->busy);
-        rfi_free(alloc, p->workers);
-        return r;
-    }
+    pthread_mutex_init(&p->busy, NULL);
+    rfi_monitor_init(&p->monitor);
     for (uint32_t i = 0; i + 1 < n_threads; i++) {
         rfi_worker *w = &p->workers[i];
         w->pool = p;
@@ -4513,32 +4499,33 @@ typedef struct rfi_tensor {
     rfi_cell cell;
     /* fixed when the store is open */
     rf_tensor_info info;
-    const void *in_place; /* the file's bytes, if the device uses them where they are              */
-    uint64_t bytes;       /* on the device, or of the mapping                                      */
-    struct rfi_expert_layer *expert_layer; /* of an expert's matrix, else NULL                     */
-    /* by the placement: changes only while no call is active */
+    const void *in_place;    /* the file's bytes, if the device uses them where they are              */
+    uint64_t bytes;          /* on the device, or of the mapping                                      */
+    struct rfi_expert_layer *expert_layer; /* of an expert's matrix, else NULL                        */
+    /* by the placement: change only while no call is active */
     uint32_t slab;
-    uint8_t streamed;     /* 1: lives in the ring                                                  */
-    uint8_t cached;       /* 1: lives in a frame of the expert cache                               */
-    /* guarded by store.monitor; fixed while READY and pinned */
-    uint8_t bound;        /* 1: has memory and a slot of the table: LOADING, READY, BROKEN, EVICTING */
-    uint64_t offset;      /* in its slab, in the ring or in the cache                              */
-    rf_ticket written;    /* of the last of its copies                                             */
-    _Atomic uint8_t arrived; /* 1: the copies are known to have succeeded                          */
+    uint8_t streamed;        /* 1: lives in the ring                                                  */
+    uint8_t cached;          /* 1: lives in a frame of the expert cache                               */
+    /* guarded by store.monitor; fixed while the tensor is READY and pinned */
+    uint8_t bound;           /* 1: has memory: LOADING, READY, BROKEN, EVICTING                       */
+    uint64_t offset;         /* in its slab, in the ring or in the cache                              */
+    rf_ticket written;       /* of the last of its copies                                             */
+    _Atomic uint8_t arrived; /* 1: the copies are known to have succeeded                             */
     /* guarded by store.monitor */
-    rf_ticket last_use;   /* of a streamed tensor                                                  */
-    void *pinned;         /* a copy in pinned host memory, for tensors that are loaded again       */
-    uint8_t pinned_filled, reporting;
-    uint8_t prefetch;     /* 1: readers shall load it                                              */
+    rf_ticket last_use;      /* of a streamed tensor                                                  */
+    void *pinned;            /* a copy in pinned host memory, if it may be loaded again               */
+    uint8_t pinned_filled;
+    uint8_t prefetch;        /* 1: readers shall load it                                              */
+    uint8_t reporting;       /* 1: in the list of reports                                             */
     struct rfi_tensor *next_report;
     uint32_t n_loads;
     /* guarded by store.monitor: the load in progress */
     struct rfi_tensor *next_job;
     uint8_t loading;
-    uint8_t demanded;     /* 1: by a thread that waits and settles the cell; 0: by readers         */
-    uint32_t next_row;    /* rows before it are taken by threads                                   */
-    uint32_t n_busy;      /* threads at work on a piece                                            */
-    uint64_t epoch;       /* of the loader, when the load began                                    */
+    uint8_t demanded;        /* 1: by a thread that waits and settles the cell; 0: by readers         */
+    uint32_t next_row;       /* threads have taken the rows before it                                 */
+    uint32_t n_busy;         /* threads at work on a piece                                            */
+    uint64_t epoch;          /* of the loader, when the load began                                    */
     rf_error err;
 } rfi_tensor;
 
@@ -4556,7 +4543,7 @@ typedef struct rfi_slab {
 typedef struct rfi_memory {
     rfi_slab slabs[RFI_MAX_SLABS];
     uint32_t n_slabs;
-    uint32_t n_creating; /* slabs                                                          */
+    uint32_t n_creating; /* slabs that are being allocated                                         */
     rfi_slab scratch;    /* in which the device repacks: copies run one after another and share it */
 } rfi_memory;
 
@@ -4575,9 +4562,9 @@ typedef struct rfi_pinned_pool {
     void *blocks[RFI_MAX_PINNED_BLOCKS];
     uint32_t n_blocks;
     uint64_t size_bytes;
-    unsigned char *free_at; /* what is free of the last block        */
+    unsigned char *free_at; /* the free rest of the last block       */
     uint64_t free_bytes;
-    uint64_t retry_at;      /* number of loads before another try    */
+    uint64_t retry_at;      /* stats.loads at which to try again     */
     int creating;
 } rfi_pinned_pool;
 
@@ -4607,12 +4594,12 @@ typedef struct rfi_reader {
 /* The loads in progress and the threads that read. */
 typedef struct rfi_loader {
     rfi_tensor *jobs;
-    uint32_t n_jobs, n_stream_jobs; /* also those that are about to be in the list                 */
-    double busy_since;
-    rfi_piece *pieces;              /* that threads work on now                                    */
+    uint32_t n_jobs, n_stream_jobs; /* with those that are not in the list yet   */
+    double busy_since;              /* when n_jobs became 1                      */
+    rfi_piece *pieces;              /* that threads work on now                  */
     rf_ticket newest_copy;
-    uint64_t epoch;                 /* a cancel ends the loads of earlier epochs                   */
-    uint32_t prefetch_at;           /* order[0 .. prefetch_at) needs no look for prefetches        */
+    uint64_t epoch;                 /* a cancel ends the loads of earlier epochs */
+    uint32_t prefetch_at;           /* readers have been through store.order up to here */
     rfi_staging staging[RFI_MAX_STAGING];
     uint32_t n_staging_max;
     rfi_reader readers[RFI_MAX_READERS];
@@ -4657,11 +4644,11 @@ typedef struct rfi_cache {
     rfi_slab slab;
     rfi_frame *frames;            /* [n_frames]                                              */
     uint32_t *frame_of;           /* [n_experts] RF_NONE: has none                           */
-    double *score;                /* [n_experts] choices, each weighted with `unit` of its time */
+    double *score;                /* [n_experts] choices, each worth the `unit` of its time  */
     double unit, clock;           /* weight of a choice now; steps                           */
     uint32_t n_frames;            /* 0: all experts are resident, or streamed                */
     uint32_t n_free;              /* without users, less those that evals have reserved      */
-    uint32_t n_empty;             /* that hold no expert                                    */
+    uint32_t n_empty;             /* that hold no expert                                     */
     int prefetching;              /* no cancel since the last request: readers may fill empty frames */
     int reader_waits;             /* a reader waits for a copy to end                        */
     int eval_waits;               /* an eval waits for free frames; others queue after it    */
@@ -4673,17 +4660,19 @@ typedef struct rfi_cache {
 
 /* What stays on the device, what goes through the ring, and how large the expert cache is. */
 typedef struct rfi_placement {
-    uint8_t *streamed; /* [n_weights]                                */
-    uint32_t *slots;   /* scratch, of a layer                        */
-    uint64_t resident_bytes, ring_bytes; /* scratch for repacking counts as resident */
-    uint32_t n_frames; /* of the expert cache; 0: none               */
+    uint8_t *streamed;       /* [n_weights]                                  */
+    uint32_t *slots;         /* the weights of a layer, while it is made     */
+    uint64_t resident_bytes; /* with the expert cache and scratch            */
+    uint64_t ring_bytes;
+    uint32_t n_frames;       /* of the expert cache; 0: none                 */
 } rfi_placement;
 
 /* A store's part of the device's budget. Guarded by device.monitor. */
 typedef struct rfi_share {
-    uint32_t n_models, n_active; /* calls in progress                                     */
-    uint64_t last_used;          /* device.clock                                          */
-    int placed;                  /* the placement is in effect and counts as our share    */
+    uint32_t n_models;
+    uint32_t n_active;  /* calls in progress                     */
+    uint64_t last_used; /* device.clock at the last call's begin */
+    int placed;         /* the placement is in effect            */
     uint64_t size_bytes;
     rfi_placement placement;
 } rfi_share;
@@ -4704,33 +4693,37 @@ struct rfi_store {
     rf_plan plan;
     rf_model_desc desc;
     rf_table *table;
-    rf_queue *queue;     /* for copies                                                 */
-    rfi_tensor *tensors; /* [n_weights], by slot                                       */
-    uint32_t *order;     /* [n_weights] slots in the order of the load policy          */
-    uint64_t total_bytes, device_bytes_needed; /* in the file; if all is resident, with scratch */
+    rf_queue *queue;              /* for copies                                              */
+    rfi_tensor *tensors;          /* [n_weights], by slot                                    */
+    uint32_t *order;              /* [n_weights] slots in the order of the load policy       */
+    uint64_t total_bytes;         /* in the file                                             */
+    uint64_t device_bytes_needed; /* if all is resident, with scratch                        */
     uint64_t row_bytes_max;
-    int in_place;        /* some tensor's bytes are used where the file is mapped      */
+    int in_place;                 /* some tensor's bytes are used where the file is mapped   */
 
-    rfi_store *next;     /* guarded by device.monitor                                  */
+    /* guarded by device.monitor */
+    rfi_store *next;
     rfi_share share;
 
-    /* by the placement: change only while no call is active, so that calls read them without a lock. So do
-     * stream.n_uses and cache.n_frames. */
-    uint32_t n_resident; /* tensors neither streamed nor cached                        */
+    /* By the placement: changes only while no call is active, so that calls read it without a lock; as do stream.n_uses
+     * and cache.n_frames. */
+    uint32_t n_resident; /* tensors neither streamed nor cached                              */
 
     pthread_mutex_t stream_lock;
 
-    rfi_monitor monitor; /* guards from here ...                                       */
-    uint64_t n_changes;  /* who released the monitor sees here that it missed one      */
+    /* guarded by store.monitor */
+    rfi_monitor monitor;
+    uint64_t n_changes;  /* a thread that had released the monitor sees that it missed one   */
     rfi_memory memory;
     rfi_loader loader;
     rfi_pinned_pool pinned;
     rfi_reports reports;
     rfi_stream stream;
-    rfi_cache cache;     /* ... to here                                                */
+    rfi_cache cache;
 
+    /* without a lock, or with their own */
     rfi_monitor cell_monitor;
-    _Atomic uint64_t cancels; /* by the user: a call ends if it changes meanwhile      */
+    _Atomic uint64_t cancels; /* by the user: a call ends if this changes meanwhile          */
     rfi_stats stats;
 };
 
@@ -6336,14 +6329,10 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     const rf_allocator *alloc = rfi_gguf_allocator(g);
     const uint64_t n_weights = plan->n_weights, n_uses = rfi_plan_uses(plan);
     rfi_store *s = (rfi_store *)rfi_alloc(alloc, 1, sizeof *s, "lazy tensors", err);
-    rf_result r = s ? rfi_monitor_init(&s->cell_monitor, err) : RF_ERR_MEMORY;
-    if (r == RF_OK && (r = rfi_monitor_init(&s->monitor, err)) != RF_OK) rfi_monitor_destroy(&s->cell_monitor);
-    if (r != RF_OK) {
-        rfi_plan_free(alloc, plan);
-        rfi_free(alloc, s);
-        return r;
-    }
-    pthread_mutex_init(&s->stream_lock, NULL); /* a default mutex cannot fail on Linux */
+    if (!s) return rfi_plan_free(alloc, plan), RF_ERR_MEMORY;
+    rfi_monitor_init(&s->monitor);
+    rfi_monitor_init(&s->cell_monitor);
+    pthread_mutex_init(&s->stream_lock, NULL);
     s->g = g;
     s->device = d;
     s->plan = *plan;
@@ -6356,7 +6345,8 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     s->stream.offset = (uint64_t *)rfi_alloc(alloc, n_uses, sizeof *s->stream.offset, "lazy tensors", err);
     p->streamed = (uint8_t *)rfi_alloc(alloc, n_weights, sizeof *p->streamed, "lazy tensors", err);
     p->slots = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *p->slots, "lazy tensors", err);
-    r = s->tensors && s->order && s->stream.uses && s->stream.offset && p->streamed && p->slots ? RF_OK : RF_ERR_MEMORY;
+    const int all = s->tensors && s->order && s->stream.uses && s->stream.offset && p->streamed && p->slots;
+    rf_result r = all ? RF_OK : RF_ERR_MEMORY;
     if (r == RF_OK) r = d->api->table_create(d->dev, &s->plan, &s->table, err);
     if (r == RF_OK) r = d->api->queue_create(d->dev, &s->queue, err);
     if (r == RF_OK) rfi_store_describe(s);
@@ -17528,11 +17518,7 @@ ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *d
     if (!d) return RF_ERR_MEMORY;
     d->alloc = resolved.allocator;
     d->budget_bytes = resolved.budget_bytes;
-    r = rfi_monitor_init(&d->monitor, err);
-    if (r != RF_OK) {
-        rfi_free(&resolved.allocator, d);
-        return r;
-    }
+    rfi_monitor_init(&d->monitor);
     r = !name || strcmp(name, "auto") == 0 ? rfi_device_open_auto(d, &resolved, err)
                                            : rfi_device_open_named(d, name, &resolved, err);
     if (r != RF_OK) {

@@ -32,7 +32,7 @@ typedef struct object {
 
 static void object_open(object *o) {
     memset(o, 0, sizeof *o);
-    CHECK(rfi_monitor_init(&o->monitor, NULL) == RF_OK, "no mutex");
+    rfi_monitor_init(&o->monitor);
 }
 static void object_close(object *o) {
     free(o->value);
