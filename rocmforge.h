@@ -12896,9 +12896,10 @@ static const rf_device_api rfi_null_api = {
 };
 
 /* ==== 12 Model and session ============================================================================ >>session
- * A model is a file, its plan and its weights on one device. A session is the memory in which the plan runs: keys and
- * values of n_seq_max sequences, activations, logits. Everything is allocated at open; rf_session_eval turns rows into
- * steps and walks the plan's segments: load what the segment needs, run it, look for a cancel. */
+ * A model is a file, its plan and its weights on one device. A session is the memory in which the plan runs: KV cache
+ * and recurrent states of n_seq_max sequences, activations, logits. Everything is allocated at open. rf_session_eval
+ * cuts rows into micro-batches and walks the plan's segments: load the segment's weights, run it, check for a cancel.
+ * */
 
 struct rf_model {
     rf_gguf *g;
@@ -12914,61 +12915,76 @@ struct rf_model {
     _Atomic uint32_t n_sessions;
 };
 
-/* A place for the recurrent states of all layers after the first `pos` tokens of a sequence. */
+typedef struct rfi_fallback rfi_fallback; /* experts computed by the CPU, below */
+
+/* A slot that holds the recurrent states of all layers after the first `pos` tokens of a sequence. */
 typedef struct rfi_snapshot {
-    uint32_t pos;    /* 0: it is free                                     */
-    uint32_t row;    /* of the micro-batch in progress that leaves it     */
-    uint8_t written; /* 1: by one of these rows                           */
-    uint8_t prompt;  /* 1: before the last token of the last prompt       */
+    uint32_t pos;    /* 0: free                                               */
+    uint32_t row;    /* row of the micro-batch in progress that writes it     */
+    uint8_t written; /* 1: one of these rows writes it                        */
+    uint8_t prompt;  /* 1: the state before the last token of the last prompt */
 } rfi_snapshot;
+
+/* Where an array of a session lies: zeroed or raw memory of the allocator, or pinned memory of the device. Raw memory
+ * costs no page until it is used. */
+enum { RFI_ZEROED, RFI_RAW, RFI_PINNED };
+
+/* The arrays of a session in host memory: where, type, member, elements of model m under desc d. This list declares,
+ * sizes, allocates and frees them. */
+#define RFI_SESSION_ARRAYS(X)                                                                                          \
+    X(RFI_ZEROED, uint64_t, buffer_offset, m->plan.n_buffers) /* bytes into scratch                                */  \
+    X(RFI_ZEROED, uint64_t, state_offset, m->plan.n_states)   /* bytes into state                                  */  \
+    X(RFI_ZEROED, uint32_t, state_cells, m->plan.n_states)    /* KV cache cells of a sequence                      */  \
+    X(RFI_ZEROED, uint32_t, segment_ops, m->plan.n_ops + 1ull)   /* [n_segments + 1] first op                      */  \
+    X(RFI_ZEROED, uint32_t, segment_first, m->plan.n_ops + 1ull) /* [n_segments + 1] first of segment_slots        */  \
+    X(RFI_ZEROED, uint32_t, segment_slots, rfi_plan_uses(&m->plan)) /* weight slots, segment after segment         */  \
+    /* weights that the eval in progress holds */                                                                      \
+    X(RFI_ZEROED, uint8_t, is_expert, m->plan.n_weights) /* 1: of an expert                                        */  \
+    X(RFI_ZEROED, uint8_t, pinned, m->plan.n_weights)    /* 1: resident, and pinned by the eval                    */  \
+    X(RFI_ZEROED, uint8_t, chosen, m->plan.n_weights)    /* 1: of an expert that the segment in progress needs     */  \
+    X(RFI_ZEROED, uint32_t, held, rfi_plan_uses(&m->plan))          /* [n_held] resident slots                     */  \
+    X(RFI_ZEROED, uint32_t, held_streamed, rfi_plan_uses(&m->plan)) /* [n_held_streamed] slots of the segment      */  \
+    X(RFI_ZEROED, uint32_t, rows_of, m->config.moe.n_experts) /* rows that chose each expert of the layer          */  \
+    X(RFI_ZEROED, uint32_t, frames, m->config.moe.n_experts)  /* frames held of held_layer's experts, or RF_NONE   */  \
+    X(RFI_PINNED, int32_t, route, rfi_route_width(m) * d->n_batch) /* ids, weights of a ROUTE; NULL: no experts    */  \
+    /* sequences */                                                                                                    \
+    X(RFI_RAW, int32_t, tokens, (uint64_t)d->n_seq_max * d->n_ctx) /* -1 where a row came as floats                */  \
+    X(RFI_ZEROED, uint32_t, lengths, d->n_seq_max)      /* tokens held                                             */  \
+    X(RFI_ZEROED, uint32_t, min_keep, d->n_seq_max)     /* shortest length, but for 0, that it can be cut to       */  \
+    X(RFI_ZEROED, uint32_t, eval_lengths, d->n_seq_max) /* lengths as the eval in progress goes on                 */  \
+    X(RFI_ZEROED, uint32_t, eval_ends, d->n_seq_max)    /* lengths after all rows of that eval                     */  \
+    X(RFI_ZEROED, uint32_t, batch_begins, d->n_seq_max) /* lengths before its micro-batch in progress              */  \
+    X(RFI_ZEROED, rfi_snapshot, snapshots, (uint64_t)d->n_seq_max * rfi_session_n_slots(m, d))                         \
+    /* rows of a micro-batch and what comes back */                                                                    \
+    X(RFI_ZEROED, rf_step_row, rows, d->n_batch)                                                                       \
+    X(RFI_ZEROED, rf_token_row, forward_rows, d->n_batch)        /* of rf_session_forward                          */  \
+    X(RFI_ZEROED, uint32_t, logit_rows, d->n_batch)              /* [n_logits of the step] its rows                */  \
+    X(RFI_PINNED, float, embeddings, (uint64_t)d->n_batch * m->plan.n_embd) /* [n_batch, n_embd], staging as well  */  \
+    X(RFI_PINNED, float, logits, (uint64_t)d->n_logits_max * m->plan.n_vocab)                                          \
+    X(RFI_PINNED, int32_t, argmax, d->n_logits_max)
 
 struct rf_session {
     rf_model *m;
-    rf_session_desc desc; /* resolved: no zeros left     */
-    rf_plan plan;     /* the model's, but for ops that depend on n_ctx */
-    rf_op *ops;       /* its ops, or NULL: the model's                 */
+    rf_session_desc desc; /* resolved: no zeros left                                         */
+    rf_plan plan;         /* the model's, but for ops that depend on n_ctx                   */
+    rf_op *ops;           /* its ops; NULL: the model's                                      */
     rf_mem scratch, state;
-    uint64_t *buffer_offset; /* [n_buffers]                 */
-    uint64_t *state_offset;  /* [n_states]                  */
-    uint32_t *state_cells;   /* [n_states] per sequence     */
     rf_queue *queue;
     rf_prepared *prepared;
-    uint32_t n_segments;
-    uint32_t *segment_slots; /* slots of segment i: [segment_first[i], segment_first[i + 1])    */
-    uint32_t *segment_first; /* [n_segments + 1]                                                */
-    uint32_t *segment_ops;   /* [n_segments + 1] first op                                       */
-    uint8_t *pinned;         /* [n_weights] 1: resident, and held by the eval in progress       */
-    uint8_t *is_expert;      /* [n_weights] 1: of an expert                                     */
-    uint8_t *chosen;         /* [n_weights] of experts: the segment in progress needs it        */
-    uint32_t *rows_of;       /* [most experts] rows that chose each of the layer in progress    */
-    uint32_t *frames;        /* [most experts] of the layer in progress, that are held          */
-    rfi_expert_layer *held_layer;     /* whose they are; NULL: none are held                             */
-    struct rfi_aside *aside; /* experts on the CPU; NULL: none                                  */
-    int holds_experts;       /* all of them, instead of pins                                    */
-    int32_t *route;          /* host memory of the device, [n_batch, widest route]; NULL: no experts */
-    uint32_t *held;          /* [n_held] slots of these                                         */
-    uint32_t *held_streamed; /* [n_held_streamed] slots of the segment in progress              */
-    uint32_t n_held, n_held_streamed;
-    uint64_t loading_cancels; /* of the store, when the eval in progress began                   */
-    uint32_t *lengths;       /* [n_seq_max] tokens held                                         */
-    uint32_t *floors;        /* [n_seq_max] the least, but for none, that it can be cut to      */
-    uint32_t *ends;          /* [n_seq_max] the same after the eval in progress                 */
-    uint32_t *goals;         /* [n_seq_max] and after all of its rows                           */
-    uint32_t *begins;        /* [n_seq_max] and before the micro-batch in progress              */
-    rfi_snapshot *snapshots; /* [n_seq_max, n_slots] recurrent states; NULL: the model has none */
-    uint32_t n_slots;        /* of a sequence; 0: none                                          */
-    uint32_t hold;           /* tokens of sequence 0 to which rf_session_forward goes back if it fails  */
-    int32_t *tokens;         /* [n_seq_max, n_ctx]; -1 where a row came as floats               */
-    rf_step_row *rows;       /* [n_batch]                                                       */
-    rf_token_row *forward_rows;    /* [n_batch] of rf_session_forward                                         */
-    uint32_t *logit_rows;    /* [n_batch]                                                       */
-    float *embeddings;       /* host memory of the device, [n_batch, n_embd]                    */
-    float *logits;           /* host memory of the device, [n_logits_max, n_vocab]              */
-    int32_t *argmax;         /* host memory of the device, [n_logits_max]                       */
-    uint32_t n_logits;       /* rows of the last eval that asked for logits                     */
-    uint32_t logits_copied;  /* 1: logits holds them, too                                       */
-    _Atomic uint32_t n_users; /* schedulers                                                     */
+    uint32_t n_segments, n_held, n_held_streamed;
+    uint32_t n_slots;             /* snapshots of a sequence; 0: the model is not recurrent  */
+    rfi_expert_layer *held_layer; /* whose frames are held; NULL: none are                   */
+    int holds_experts;            /* 1: all experts are held, so none is pinned              */
+    rfi_fallback *fallback;       /* experts on the CPU; NULL: none                          */
+    uint64_t loading_cancels;     /* of the store, when the eval in progress began           */
+    uint32_t rollback;            /* length of sequence 0 if rf_session_forward fails        */
+    uint32_t n_logits;            /* rows of the last eval that asked for logits             */
+    uint32_t logits_copied;       /* 1: logits holds them                                    */
+    _Atomic uint32_t n_users;     /* schedulers                                              */
     _Atomic int cancel;
+#define RFI_SESSION_MEMBER(where, type, name, count) type *name;
+    RFI_SESSION_ARRAYS(RFI_SESSION_MEMBER)
+#undef RFI_SESSION_MEMBER
 };
 
 static const rf_session_desc *rfi_session_desc(const rf_session *s) { return &s->desc; }
@@ -12978,10 +12994,18 @@ static const rf_allocator *rfi_session_allocator(const rf_session *s) { return r
 
 #define RFI_MAX_SNAPSHOTS 1024u
 
-/* Slots of a sequence: what it keeps, where it was before the eval in progress and before its micro-batch, and where
- * that has come to. */
-static uint32_t rfi_session_n_slots(const rf_session_desc *d) { return d->n_snapshots + 3; }
+/* Snapshot slots of a sequence: those that it keeps, and three that are in use: the state before the eval in progress,
+ * the one before its micro-batch, and the one that this leaves. */
+static uint32_t rfi_session_n_slots(const rf_model *m, const rf_session_desc *d) {
+    return m->config.recurrent.kind ? d->n_snapshots + 3 : 0;
+}
 
+/* Values of a row of the widest ROUTE: ids and weights. */
+static uint64_t rfi_route_width(const rf_model *m) {
+    return m->config.moe.n_experts ? 2ull * m->config.moe.n_used : 0;
+}
+
+/* Fill in the defaults of a desc. */
 static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *desc, rf_session_desc *out,
                                      rf_error *err) {
     if (desc) *out = *desc;
@@ -13005,14 +13029,15 @@ static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *d
     return rfi_cache_check(&m->plan, out->cache_type, err);
 }
 
-/* Cells that a sequence has of a state: a ring holds what a batch's first row sees when its last row is written. */
-static uint32_t rfi_state_cells(const rf_session_desc *d, const rf_plan_state *s) {
+/* KV cache cells of a sequence in a state. With a sliding window they are a ring buffer, which still holds what the
+ * first row of a micro-batch sees after its last row is written. */
+static uint32_t rfi_session_state_cells(const rf_session_desc *d, const rf_plan_state *s) {
     const uint64_t needed = (uint64_t)s->window + d->n_batch - 1;
     const uint64_t n = (needed + RF_STATE_CELLS - 1) / RF_STATE_CELLS * RF_STATE_CELLS;
     return s->window == 0 || d->swa_full || n >= d->n_ctx ? d->n_ctx : (uint32_t)n;
 }
 
-/* Place `n` x `width` elements behind *end, aligned to 256; 0 if it does not fit 64 bits. */
+/* Reserve `n` x `width` elements at *end, which moves on to a multiple of 256; 0 if it does not fit 64 bits. */
 static int rfi_place(uint64_t *end, uint64_t *offset, uint64_t n, uint64_t width, uint64_t element_bytes) {
     uint64_t bytes;
     *offset = *end;
@@ -13020,20 +13045,19 @@ static int rfi_place(uint64_t *end, uint64_t *offset, uint64_t n, uint64_t width
            rfi_align_up(*end, RF_STATE_ALIGN, end);
 }
 
-/* What rfi_session_host_memory takes for rows with logits, rows and sequences; 0 if it does not fit 64 bits. */
+/* Bytes of a session's arrays in host memory; 0 if they do not fit 64 bits. */
 static int rfi_session_host_bytes(const rf_model *m, const rf_session_desc *d, uint64_t *bytes) {
-    const uint64_t choices = m->config.moe.n_experts ? 2ull * m->config.moe.n_used : 0;
-    const uint64_t row_bytes =
-        sizeof(rf_step_row) + sizeof(rf_token_row) + (1 + choices + m->plan.n_embd) * sizeof(float);
-    const uint64_t n_slots = m->config.recurrent.kind ? rfi_session_n_slots(d) : 0;
-    const uint64_t seq_bytes = (5 + (uint64_t)d->n_ctx) * sizeof(int32_t) + n_slots * sizeof(rfi_snapshot);
-    uint64_t unused;
+    uint64_t n;
+    int fits = 1;
     *bytes = 0;
-    return rfi_place(bytes, &unused, d->n_logits_max, (uint64_t)m->plan.n_vocab + 1, sizeof(float)) &&
-           rfi_place(bytes, &unused, d->n_batch, row_bytes, 1) && rfi_place(bytes, &unused, d->n_seq_max, seq_bytes, 1);
+#define RFI_SESSION_BYTES(where, type, name, count) \
+    fits = fits && rfi_mul(count, sizeof(type), &n) && rfi_add(*bytes, n, bytes);
+    RFI_SESSION_ARRAYS(RFI_SESSION_BYTES)
+#undef RFI_SESSION_BYTES
+    return fits;
 }
 
-/* Offsets of buffers and states (arrays, or NULL), and the totals. */
+/* Offsets of buffers and states (arrays, or NULL), and the bytes of all in out. */
 static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d, uint64_t *buffer_offset,
                                     uint64_t *state_offset, rf_forecast *out, rf_error *err) {
     const rf_plan *plan = &m->plan;
@@ -13048,9 +13072,9 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
     }
     for (uint32_t i = 0; i < plan->n_states; i++) {
         const rf_plan_state *s = &plan->states[i];
-        uint64_t cells = (uint64_t)rfi_state_cells(d, s) * d->n_seq_max * s->n_kv_heads; /* < 2^31 * 2^14 */
+        uint64_t cells = (uint64_t)rfi_session_state_cells(d, s) * d->n_seq_max * s->n_kv_heads; /* < 2^31 * 2^14 */
         if (s->width) {
-            fits &= rfi_place(&out->kv_bytes, &at, (uint64_t)rfi_session_n_slots(d) * d->n_seq_max, s->width, 4);
+            fits &= rfi_place(&out->kv_bytes, &at, (uint64_t)rfi_session_n_slots(m, d) * d->n_seq_max, s->width, 4);
         } else {
             fits &= rfi_place(&out->kv_bytes, &at, cells, rf_cache_row_bytes(d->cache_type, s->head_dim), 1);
             fits &= rfi_place(&out->kv_bytes, &unused, cells, rf_cache_row_bytes(d->cache_type, s->head_dim_v), 1);
@@ -13063,113 +13087,58 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
 
 /* ---- open and close ---- */
 
-static void rfi_aside_close(rf_session *s);
-static rf_result rfi_aside_open(rf_session *s, rf_error *err);
+static void rfi_fallback_close(rf_session *s);
+static rf_result rfi_fallback_open(rf_session *s, rf_error *err);
 
-static void rfi_session_release(rf_session *s) {
-    const rf_device_api *api = s->m->device->api;
+static rf_result rfi_session_alloc(rf_session *s, int where, uint64_t n, uint64_t element_bytes, const char *what,
+                                   void **out, rf_error *err) {
     const rf_allocator *alloc = rfi_session_allocator(s);
-    rf_dev *dev = s->m->device->dev;
-    if (s->prepared) api->plan_release(s->prepared);
-    if (s->queue) api->queue_release(s->queue);
-    rfi_aside_close(s); /* its copies were the queue's */
-    if (s->logits) api->host_release(dev, s->logits);
-    if (s->argmax) api->host_release(dev, s->argmax);
-    if (s->route) api->host_release(dev, s->route);
-    if (s->embeddings) api->host_release(dev, s->embeddings);
-    if (s->state.base) api->mem_release(dev, &s->state);
-    if (s->scratch.base) api->mem_release(dev, &s->scratch);
-    rfi_free(alloc, s->ops);
-    rfi_free(alloc, s->buffer_offset);
-    rfi_free(alloc, s->state_offset);
-    rfi_free(alloc, s->state_cells);
-    rfi_free(alloc, s->segment_slots);
-    rfi_free(alloc, s->held);
-    rfi_free(alloc, s->held_streamed);
-    rfi_free(alloc, s->segment_first);
-    rfi_free(alloc, s->segment_ops);
-    rfi_free(alloc, s->pinned);
-    rfi_free(alloc, s->chosen);
-    rfi_free(alloc, s->is_expert);
-    rfi_free(alloc, s->rows_of);
-    rfi_free(alloc, s->frames);
-    rfi_free(alloc, s->lengths);
-    rfi_free(alloc, s->floors);
-    rfi_free(alloc, s->ends);
-    rfi_free(alloc, s->goals);
-    rfi_free(alloc, s->begins);
-    rfi_free(alloc, s->snapshots);
-    rfi_free_aligned(alloc, s->tokens);
-    rfi_free(alloc, s->rows);
-    rfi_free(alloc, s->forward_rows);
-    rfi_free(alloc, s->logit_rows);
-    rfi_free(alloc, s);
+    const uint64_t bytes = n * element_bytes; /* rfi_session_host_bytes has checked it */
+    if (where == RFI_PINNED) return n ? s->m->device->api->host_create(s->m->device->dev, bytes, out, err) : RF_OK;
+    *out = where == RFI_RAW ? rfi_alloc_aligned(alloc, bytes, 64, what, err)
+                            : rfi_alloc(alloc, n, element_bytes, what, err);
+    return *out ? RF_OK : RF_ERR_MEMORY;
 }
 
-static rf_result rfi_session_host_memory(rf_session *s, rf_error *err) {
-    const rf_allocator *alloc = rfi_session_allocator(s);
-    const rf_device_api *api = s->m->device->api;
-    const rf_plan *plan = &s->m->plan;
+static rf_result rfi_session_alloc_arrays(rf_session *s, rf_error *err) {
+    const rf_model *m = s->m;
     const rf_session_desc *d = &s->desc;
-    const uint64_t n_uses = rfi_plan_uses(plan);
-    void *p = NULL;
-    s->buffer_offset =
-        (uint64_t *)rfi_alloc(alloc, plan->n_buffers, sizeof *s->buffer_offset, "buffer offsets", err);
-    s->state_offset = (uint64_t *)rfi_alloc(alloc, plan->n_states, sizeof *s->state_offset, "state offsets", err);
-    s->state_cells = (uint32_t *)rfi_alloc(alloc, plan->n_states, sizeof *s->state_cells, "state cells", err);
-    s->segment_first =
-        (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops + 1, sizeof *s->segment_first, "segments", err);
-    s->segment_ops =
-        (uint32_t *)rfi_alloc(alloc, (uint64_t)plan->n_ops + 1, sizeof *s->segment_ops, "segments", err);
-    s->segment_slots = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *s->segment_slots, "segments", err);
-    s->held = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *s->held, "segments", err);
-    s->held_streamed = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *s->held_streamed, "segments", err);
-    s->pinned = (uint8_t *)rfi_alloc(alloc, plan->n_weights, 1, "segments", err);
-    s->chosen = (uint8_t *)rfi_alloc(alloc, plan->n_weights, 1, "segments", err);
-    s->is_expert = (uint8_t *)rfi_alloc(alloc, plan->n_weights, 1, "segments", err);
-    s->rows_of = (uint32_t *)rfi_alloc(alloc, s->m->config.moe.n_experts, sizeof *s->rows_of, "chosen experts", err);
-    s->frames = (uint32_t *)rfi_alloc(alloc, s->m->config.moe.n_experts, sizeof *s->frames, "chosen experts", err);
-    s->lengths = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->lengths, "sequence lengths", err);
-    s->floors = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->floors, "sequence lengths", err);
-    s->ends = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->ends, "sequence lengths", err);
-    s->goals = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->goals, "sequence lengths", err);
-    s->begins = (uint32_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *s->begins, "sequence lengths", err);
-    if (s->m->config.recurrent.kind) {
-        s->n_slots = rfi_session_n_slots(d);
-        s->snapshots = (rfi_snapshot *)rfi_alloc(alloc, (uint64_t)d->n_seq_max * s->n_slots, sizeof *s->snapshots,
-                                                 "states", err);
-        if (!s->snapshots) return RF_ERR_MEMORY;
+    rf_result r = RF_OK;
+#define RFI_SESSION_ALLOC(where, type, name, count)                                           \
+    if (r == RF_OK) {                                                                         \
+        void *p = NULL;                                                                       \
+        r = rfi_session_alloc(s, where, count, sizeof(type), "the session's " #name, &p, err); \
+        s->name = (type *)p;                                                                  \
     }
-    s->rows = (rf_step_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->rows, "batch rows", err);
-    s->forward_rows = (rf_token_row *)rfi_alloc(alloc, d->n_batch, sizeof *s->forward_rows, "batch rows", err);
-    s->logit_rows = (uint32_t *)rfi_alloc(alloc, d->n_batch, sizeof *s->logit_rows, "batch rows", err);
-    s->tokens = (int32_t *)rfi_alloc_aligned(alloc, (uint64_t)d->n_seq_max * d->n_ctx * sizeof *s->tokens, 64,
-                                             "token history", err);
-    if (!s->buffer_offset || !s->state_offset || !s->state_cells || !s->segment_first || !s->segment_slots ||
-        !s->held || !s->held_streamed || !s->segment_ops || !s->pinned || !s->chosen || !s->is_expert ||
-        !s->rows_of || !s->frames || !s->lengths || !s->floors || !s->ends || !s->goals || !s->begins || !s->rows ||
-        !s->forward_rows || !s->logit_rows || !s->tokens)
-        return RF_ERR_MEMORY;
-    rf_result r =
-        api->host_create(s->m->device->dev, (uint64_t)d->n_logits_max * plan->n_vocab * sizeof(float), &p, err);
-    s->logits = (float *)p;
-    p = NULL;
-    if (r == RF_OK)
-        r = api->host_create(s->m->device->dev, (uint64_t)d->n_batch * plan->n_embd * sizeof(float), &p, err);
-    s->embeddings = (float *)p;
-    p = NULL;
-    if (r == RF_OK)
-        r = api->host_create(s->m->device->dev, (uint64_t)d->n_logits_max * sizeof(int32_t), &p, err);
-    s->argmax = (int32_t *)p;
-    p = NULL;
-    if (r == RF_OK && s->m->config.moe.n_experts)
-        r = api->host_create(s->m->device->dev,
-                             (uint64_t)d->n_batch * 2 * s->m->config.moe.n_used * sizeof(int32_t), &p, err);
-    s->route = (int32_t *)p;
+    RFI_SESSION_ARRAYS(RFI_SESSION_ALLOC)
+#undef RFI_SESSION_ALLOC
+    s->n_slots = rfi_session_n_slots(m, d);
     return r;
 }
 
-/* Which weights each segment needs, every one once. No weight is in two segments of one layer. */
+static void rfi_session_free(rf_session *s, int where, void *p) {
+    const rf_allocator *alloc = rfi_session_allocator(s);
+    if (where == RFI_RAW) rfi_free_aligned(alloc, p);
+    else if (where == RFI_ZEROED) rfi_free(alloc, p);
+    else if (p) s->m->device->api->host_release(s->m->device->dev, p);
+}
+
+static void rfi_session_release(rf_session *s) {
+    const rf_device_api *api = s->m->device->api;
+    rf_dev *dev = s->m->device->dev;
+    if (s->prepared) api->plan_release(s->prepared);
+    if (s->queue) api->queue_release(s->queue);
+    rfi_fallback_close(s); /* after the queue, which copies from and to its memory */
+    if (s->state.base) api->mem_release(dev, &s->state);
+    if (s->scratch.base) api->mem_release(dev, &s->scratch);
+#define RFI_SESSION_FREE(where, type, name, count) rfi_session_free(s, where, s->name);
+    RFI_SESSION_ARRAYS(RFI_SESSION_FREE)
+#undef RFI_SESSION_FREE
+    rfi_free(rfi_session_allocator(s), s->ops);
+    rfi_free(rfi_session_allocator(s), s);
+}
+
+/* List the weights that each segment needs, each once. No weight is in two segments of one layer. */
 static void rfi_session_segment_slots(rf_session *s) {
     uint32_t n = 0;
     for (uint32_t slot = 0; slot < s->m->plan.n_weights; slot++)
@@ -13182,8 +13151,8 @@ static void rfi_session_segment_slots(rf_session *s) {
     s->segment_first[s->n_segments] = n;
 }
 
-/* Rope that has two sets of frequency factors takes the long one if the context, in whole 256 tokens, is longer than
- * what the model was made for: the answer depends on the context asked for, as llama.cpp's does. */
+/* Choose the rope factors. A model with two sets (longrope) takes the long one if n_ctx, rounded up to 256, is longer
+ * than its original context: the answer depends on n_ctx, as llama.cpp's does. */
 static rf_result rfi_session_plan(const rf_model *m, const rf_session_desc *d, rf_plan *out, rf_op **ops,
                                   rf_error *err) {
     const rf_plan *plan = &m->plan;
@@ -13202,7 +13171,7 @@ static rf_result rfi_session_plan(const rf_model *m, const rf_session_desc *d, r
     return RF_OK;
 }
 
-/* What every plan_prepare of the session is told, but for its memory. */
+/* The arguments of plan_prepare that do not depend on the session's memory. */
 static rf_plan_bind rfi_session_bind(const rf_model *m, const rf_session_desc *d, const rf_plan *plan) {
     return (rf_plan_bind){.plan = plan,
                           .n_ctx = d->n_ctx,
@@ -13210,7 +13179,7 @@ static rf_plan_bind rfi_session_bind(const rf_model *m, const rf_session_desc *d
                           .n_batch = d->n_batch,
                           .n_logits = d->n_logits_max,
                           .cache_type = d->cache_type,
-                          .n_slots = m->config.recurrent.kind ? rfi_session_n_slots(d) * d->n_seq_max : 0};
+                          .n_slots = rfi_session_n_slots(m, d) * d->n_seq_max};
 }
 
 ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_desc *desc, rf_forecast *out,
@@ -13238,10 +13207,10 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
     rf_forecast size;
     rf_result r = rfi_session_layout(m, &s->desc, NULL, NULL, &size, err);
     if (r == RF_OK) r = rfi_session_plan(m, &s->desc, &s->plan, &s->ops, err);
-    if (r == RF_OK) r = rfi_session_host_memory(s, err);
+    if (r == RF_OK) r = rfi_session_alloc_arrays(s, err);
     if (r == RF_OK) r = rfi_session_layout(m, &s->desc, s->buffer_offset, s->state_offset, &size, err);
     for (uint32_t i = 0; r == RF_OK && i < m->plan.n_states; i++)
-        s->state_cells[i] = rfi_state_cells(&s->desc, &m->plan.states[i]);
+        s->state_cells[i] = rfi_session_state_cells(&s->desc, &m->plan.states[i]);
     if (r == RF_OK) r = api->mem_create(dev, size.scratch_bytes, &s->scratch, err);
     if (r == RF_OK) r = api->mem_create(dev, rfi_max_u64(size.kv_bytes, 1), &s->state, err);
     if (r == RF_OK) r = api->queue_create(dev, &s->queue, err);
@@ -13255,7 +13224,7 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
     bind.state_cells = s->state_cells;
     r = api->plan_prepare(dev, &bind, s->segment_ops, &s->n_segments, &s->prepared, err);
     if (r == RF_OK) rfi_session_segment_slots(s);
-    if (r == RF_OK) r = rfi_aside_open(s, err);
+    if (r == RF_OK) r = rfi_fallback_open(s, err);
     return r;
 }
 
@@ -13294,10 +13263,10 @@ ROCMFORGE_API rf_result rf_session_close(rf_session *s, rf_error *err) {
 }
 
 /* ---- recurrent states ----
- * Each sequence has a few slots, each the states of all layers behind some number of its tokens. A step reads one and
- * leaves its own state in others, so that none has to be copied: the state before an eval stays until the eval has
- * succeeded, and those of earlier evals stay as long as there is room, to go back to. Slot numbers of devices count
- * from 1, all sequences' in one row. */
+ * A sequence has n_slots snapshot slots; each holds the states of all layers after some number of its tokens. A step
+ * reads one slot and writes others, so that no state has to be copied: the state before an eval stays until the eval
+ * has succeeded, and those of earlier evals stay as long as there is room, to be cut back to. Devices number the slots
+ * of all sequences from 1. */
 
 #define RFI_SNAPSHOT_TOKENS 256u
 
@@ -13305,22 +13274,22 @@ static rfi_snapshot *rfi_snapshots_of(const rf_session *s, uint32_t seq) {
     return s->snapshots + (uint64_t)seq * s->n_slots;
 }
 
-/* Number of the slot behind pos tokens; 0: there is none, or no tokens. */
+/* Number of the slot that holds the state after pos tokens; 0: none does, or pos is 0. */
 static uint32_t rfi_snapshot_find(const rf_session *s, uint32_t seq, uint32_t pos) {
     for (uint32_t i = 0; pos && i < s->n_slots; i++)
         if (rfi_snapshots_of(s, seq)[i].pos == pos) return seq * s->n_slots + i + 1;
     return 0;
 }
 
-/* Bytes into the session's state. */
+/* Offset of a slot in the session's state memory, bytes. */
 static uint64_t rfi_snapshot_offset(const rf_session *s, uint32_t state, uint32_t slot) {
     return s->state_offset[state] + (slot - 1) * 4ull * s->m->plan.states[state].width;
 }
 
-/* How many of its first n tokens a sequence can go back to; what is behind them is free afterwards. */
+/* Free the slots after n tokens. Returns the length, at most n, that the sequence can be cut back to. */
 static uint32_t rfi_snapshots_cut(rf_session *s, uint32_t seq, uint32_t n) {
     uint32_t last = 0;
-    if (!s->snapshots) return n;
+    if (s->n_slots == 0) return n;
     for (uint32_t i = 0; i < s->n_slots; i++) {
         rfi_snapshot *slot = &rfi_snapshots_of(s, seq)[i];
         if (slot->pos > n) memset(slot, 0, sizeof *slot);
@@ -13329,46 +13298,46 @@ static uint32_t rfi_snapshots_cut(rf_session *s, uint32_t seq, uint32_t n) {
     return last;
 }
 
-/* What a sequence loses without the state behind pos tokens: from the one before to the one behind. */
+/* Tokens between the neighbours of the state after pos tokens: the gap that its loss would leave. */
 static uint32_t rfi_snapshot_gap(const rf_session *s, uint32_t seq, uint32_t pos, uint32_t end) {
-    uint32_t before = 0, behind = end;
+    uint32_t before = 0, after = end;
     for (uint32_t i = 0; i < s->n_slots; i++) {
         const uint32_t at = rfi_snapshots_of(s, seq)[i].pos;
         if (at < pos && at > before) before = at;
-        if (at > pos && at < behind) behind = at;
+        if (at > pos && at < after) after = at;
     }
-    return behind - before;
+    return after - before;
 }
 
-/* A slot for the state behind pos tokens, left by a row of the micro-batch that goes on from `begin` tokens: a free
- * one, or that of the state whose loss leaves the smallest gap, the end of a prompt last of all. Never one that is
- * needed: where the micro-batch begins, and where the eval goes back to. rfi_session_n_slots leaves one more. */
+/* Choose a slot for the state after pos tokens, which a row of the micro-batch that begins at `begin` tokens will
+ * write: a free one, else the one whose loss leaves the smallest gap; the end of a prompt goes last. Never one that is
+ * needed: where the micro-batch begins, and where the eval rolls back to. rfi_session_n_slots leaves one more. */
 static uint32_t rfi_snapshot_take(rf_session *s, uint32_t seq, uint32_t pos, uint32_t begin, uint32_t row) {
     rfi_snapshot *slots = rfi_snapshots_of(s, seq), *best = NULL;
-    uint64_t least = UINT64_MAX;
+    uint64_t min_loss = UINT64_MAX;
     for (uint32_t i = 0; i < s->n_slots; i++) {
         const uint32_t at = slots[i].pos;
-        if (at && (at == begin || at == s->lengths[seq] || (seq == 0 && at == s->hold))) continue;
+        if (at && (at == begin || at == s->lengths[seq] || (seq == 0 && at == s->rollback))) continue;
         const uint64_t loss = at == 0 ? 0 : rfi_snapshot_gap(s, seq, at, pos) + (slots[i].prompt ? 1ull << 32 : 0);
-        if (loss < least) least = loss, best = &slots[i];
+        if (loss < min_loss) min_loss = loss, best = &slots[i];
     }
     if (best->written) s->rows[best->row].to = 0;
     *best = (rfi_snapshot){.pos = pos, .row = row, .written = 1};
     return (uint32_t)(best - s->snapshots) + 1;
 }
 
-/* Which states the rows of a micro-batch begin with, and which they leave: each sequence's last, and those worth
- * keeping on the way. */
+/* Choose the slots that the rows of a micro-batch read and write: each sequence's last state, and those worth keeping
+ * before it. */
 static void rfi_snapshots_plan(rf_session *s, uint32_t n_rows) {
-    if (!s->snapshots) return;
+    if (s->n_slots == 0) return;
     for (uint64_t i = 0; i < (uint64_t)s->n_slots * s->desc.n_seq_max; i++) s->snapshots[i].written = 0;
     for (uint32_t i = 0; i < n_rows; i++) {
         rf_step_row *row = &s->rows[i];
         const uint32_t seq = (uint32_t)row->seq, pos = (uint32_t)row->pos + 1;
-        uint32_t begin = s->begins[seq];
-        const int prompt = pos + 1 == s->goals[seq]; /* not its last */
+        uint32_t begin = s->batch_begins[seq];
+        const int prompt = pos + 1 == s->eval_ends[seq]; /* not its last */
         if (row->pos == (int32_t)begin) row->from = rfi_snapshot_find(s, seq, begin);
-        if (pos != s->ends[seq] && !prompt && pos % RFI_SNAPSHOT_TOKENS) continue;
+        if (pos != s->eval_lengths[seq] && !prompt && pos % RFI_SNAPSHOT_TOKENS) continue;
         row->to = rfi_snapshot_take(s, seq, pos, begin, i);
         for (uint32_t k = 0; prompt && k < s->n_slots; k++) {
             rfi_snapshot *slot = &rfi_snapshots_of(s, seq)[k];
@@ -13379,11 +13348,11 @@ static void rfi_snapshots_plan(rf_session *s, uint32_t n_rows) {
 
 /* ---- the forward pass ---- */
 
-/* Check every row before anything changes; s->ends receives the lengths afterwards. */
+/* Check every row before anything changes. s->eval_lengths receives the lengths that sequences will have. */
 static rf_result rfi_eval_check(rf_session *s, const rf_token_row *rows, uint32_t n_rows, rf_error *err) {
     const rf_session_desc *d = &s->desc;
     uint32_t n_logits = 0, n_vocab = s->m->plan.n_vocab;
-    memcpy(s->ends, s->lengths, d->n_seq_max * sizeof *s->ends);
+    memcpy(s->eval_lengths, s->lengths, d->n_seq_max * sizeof *s->eval_lengths);
     for (uint32_t i = 0; i < n_rows; i++) {
         const rf_token_row *row = &rows[i];
         if (row->seq < 0 || (uint32_t)row->seq >= d->n_seq_max)
@@ -13397,16 +13366,16 @@ static rf_result rfi_eval_check(rf_session *s, const rf_token_row *rows, uint32_
                             "rf_session_eval: row %u: every layer of this model looks up the token, "
                             "an embedding has none",
                             i);
-        if (row->pos != RF_POS_NEXT && (row->pos < 0 || (uint32_t)row->pos != s->ends[row->seq]))
+        if (row->pos != RF_POS_NEXT && (row->pos < 0 || (uint32_t)row->pos != s->eval_lengths[row->seq]))
             return rfi_fail(err, RF_ERR_ARGUMENT, i,
                             "rf_session_eval: row %u: position %d, want %u, the length of sequence %d", i, row->pos,
-                            s->ends[row->seq], row->seq);
-        if (s->ends[row->seq] >= d->n_ctx)
+                            s->eval_lengths[row->seq], row->seq);
+        if (s->eval_lengths[row->seq] >= d->n_ctx)
             return rfi_fail(
                 err, RF_ERR_CONTEXT_FULL, i,
                 "rf_session_eval: row %u: sequence %d is full: n_ctx is %u, it holds %u and these rows add more", i,
                 row->seq, d->n_ctx, s->lengths[row->seq]);
-        s->ends[row->seq]++;
+        s->eval_lengths[row->seq]++;
         n_logits += row->want_logits != 0;
     }
     if (n_logits > d->n_logits_max)
@@ -13415,8 +13384,8 @@ static rf_result rfi_eval_check(rf_session *s, const rf_token_row *rows, uint32_
     return RF_OK;
 }
 
-/* How many of the step's rows chose each expert of an op, into s->rows_of. The route is made by the segment before,
- * which is on the way: this waits for it, and so for all that the queue has got before. */
+/* Count how many of the step's rows chose each expert of an op, into s->rows_of. Reading the route waits for the
+ * segment before, which computes it, and so for everything submitted to the queue so far. */
 static rf_result rfi_eval_read_route(rf_session *s, const rf_op *op, uint32_t n_rows, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
     const uint32_t width = s->m->plan.buffers[op->in2].width;
@@ -13435,8 +13404,9 @@ static rf_result rfi_eval_read_route(rf_session *s, const rf_op *op, uint32_t n_
     return r;
 }
 
-/* The experts that the eval holds in frames: no run uses them any more. Finds copies that failed. */
-static rf_result rfi_eval_give_experts(rf_session *s, rf_result r, rf_error *err) {
+/* Release the experts that the eval holds in frames of the expert cache: no run uses them any more. Reports copies that
+ * failed. */
+static rf_result rfi_eval_release_experts(rf_session *s, rf_result r, rf_error *err) {
     rfi_store *store = s->m->store;
     rfi_expert_layer *layer = s->held_layer;
     if (!layer) return r;
@@ -13455,33 +13425,33 @@ static rf_result rfi_eval_give_experts(rf_session *s, rf_result r, rf_error *err
     return r;
 }
 
-/* ---- experts computed by the CPU ----
- * In place of loading an expert that few rows chose, the CPU computes it where the file is mapped. For the device, that
- * choice becomes one of an expert that it has, with weight 0; what the CPU finds is added to the residual stream before
- * the device adds the other experts' results to it. */
+/* ---- experts computed by the CPU: the fallback ----
+ * An expert that is not loaded and that few rows chose is computed by the CPU, where the file is mapped, in place of
+ * being loaded. For the device such a choice becomes one of an expert that is loaded, with weight 0. The CPU's result
+ * is added to the residual stream before the device adds the results of the other experts to it. */
 
-#define RFI_ASIDE_ROWS  8u  /* of a step                 */
-#define RFI_ASIDE_PAIRS 32u /* of a row and an expert    */
+#define RFI_FALLBACK_ROWS  8u  /* of a step, at most              */
+#define RFI_FALLBACK_PAIRS 32u /* of a row and an expert, at most */
 
-struct rfi_aside {
-    rf_dev *dev; /* a CPU device, not its own, and on it the ops between ROUTE and MIX, with one choice for each row */
+struct rfi_fallback {
+    rf_dev *dev; /* CPU device, not ours */
     rf_table *table;
     rf_prepared *prepared;
-    rf_plan plan;
+    rf_plan plan; /* the ops from each ROUTE to its MIX, with one choice for each row */
     rf_op *ops;
     rf_plan_buffer *buffers;
     uint64_t *buffer_offset;
     uint32_t *segment_ops;
     uint32_t n_segments;
     rf_mem scratch;
-    float *in, *x; /* host memory of the session's device, [RFI_ASIDE_ROWS, n_embd] */
-    uint8_t is_aside[RF_MAX_EXPERTS];
-    uint32_t row[RFI_ASIDE_PAIRS];
-    rf_step_row rows[RFI_ASIDE_PAIRS];
+    float *in, *x; /* pinned, [RFI_FALLBACK_ROWS, n_embd]: input of the experts, residual stream */
+    uint8_t is_fallback[RF_MAX_EXPERTS]; /* 1: the CPU computes it in this step */
+    uint32_t row[RFI_FALLBACK_PAIRS];    /* of the step, for each pair          */
+    rf_step_row rows[RFI_FALLBACK_PAIRS];
 };
 
-static void rfi_aside_close(rf_session *s) {
-    struct rfi_aside *a = s->aside;
+static void rfi_fallback_close(rf_session *s) {
+    rfi_fallback *a = s->fallback;
     const rf_allocator *alloc = rfi_session_allocator(s);
     rf_device *d = s->m->device;
     if (!a) return;
@@ -13495,11 +13465,11 @@ static void rfi_aside_close(rf_session *s) {
     rfi_free(alloc, a->buffer_offset);
     rfi_free(alloc, a->segment_ops);
     rfi_free(alloc, a);
-    s->aside = NULL;
+    s->fallback = NULL;
 }
 
-/* The ops behind a ROUTE up to its MIX, each row with one choice; 0: they are not such as this can compute. */
-static int rfi_aside_ops(struct rfi_aside *a, const rf_plan *plan, uint32_t route) {
+/* Append the ops after a ROUTE up to its MIX, with one choice for each row. 0: their form is not supported. */
+static int rfi_fallback_ops(rfi_fallback *a, const rf_plan *plan, uint32_t route) {
     const uint32_t n_used = plan->ops[route].route.n_used, first = a->plan.n_ops;
     for (uint32_t i = route + 1; i < plan->n_ops; i++) {
         const uint32_t kind = plan->ops[i].kind;
@@ -13521,8 +13491,8 @@ static int rfi_aside_ops(struct rfi_aside *a, const rf_plan *plan, uint32_t rout
     return 0;
 }
 
-static rf_result rfi_aside_plan(rf_session *s, rf_error *err) {
-    struct rfi_aside *a = s->aside;
+static rf_result rfi_fallback_plan(rf_session *s, rf_error *err) {
+    rfi_fallback *a = s->fallback;
     const rf_plan *plan = &s->m->plan;
     int fits = 1;
     a->plan = *plan;
@@ -13531,7 +13501,7 @@ static rf_result rfi_aside_plan(rf_session *s, rf_error *err) {
     a->plan.n_ops = a->plan.n_states = 0;
     memcpy(a->buffers, plan->buffers, plan->n_buffers * sizeof *a->buffers);
     for (uint32_t i = 0; fits && i < plan->n_ops; i++)
-        if (plan->ops[i].kind == RF_OP_ROUTE) fits = rfi_aside_ops(a, plan, i);
+        if (plan->ops[i].kind == RF_OP_ROUTE) fits = rfi_fallback_ops(a, plan, i);
     if (!fits)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "session: experts of %s models cannot be computed by the CPU apart",
                         s->m->config.arch->name);
@@ -13541,14 +13511,14 @@ static rf_result rfi_aside_plan(rf_session *s, rf_error *err) {
         for (const rf_op *op = a->ops; op < a->ops + a->plan.n_ops; op++)
             used |= op->in == i || op->in2 == i || op->out == i;
         a->buffer_offset[i] = a->scratch.size_bytes;
-        if (used) a->scratch.size_bytes += (row * RFI_ASIDE_PAIRS + 255) / 256 * 256;
+        if (used) a->scratch.size_bytes += (row * RFI_FALLBACK_PAIRS + 255) / 256 * 256;
     }
     return RF_OK;
 }
 
-/* The weights where the file is mapped. */
-static rf_result rfi_aside_weights(rf_session *s, rf_error *err) {
-    struct rfi_aside *a = s->aside;
+/* Bind the weights where the file is mapped. */
+static rf_result rfi_fallback_weights(rf_session *s, rf_error *err) {
+    rfi_fallback *a = s->fallback;
     rf_result r = RF_OK;
     for (const rf_op *op = a->ops; r == RF_OK && op < a->ops + a->plan.n_ops; op++) {
         const uint32_t slots[RF_OP_WEIGHTS] = {op->weight, op->bias, op->factor};
@@ -13566,8 +13536,8 @@ static rf_result rfi_aside_weights(rf_session *s, rf_error *err) {
     return r;
 }
 
-/* The CPU device that computes for all sessions on d: d itself, or one made when the first of them asks. */
-static rf_result rfi_device_beside(rf_device *d, rf_dev **out, rf_error *err) {
+/* The CPU device that computes for all sessions on d: d itself, or one opened when the first session asks. */
+static rf_result rfi_device_fallback(rf_device *d, rf_dev **out, rf_error *err) {
     rf_result r = RF_OK;
     if (d->api->device_open == rfi_cpu_api.device_open) {
         *out = d->dev;
@@ -13581,14 +13551,14 @@ static rf_result rfi_device_beside(rf_device *d, rf_dev **out, rf_error *err) {
     return r;
 }
 
-/* Have what it takes to compute experts apart, if it is asked for. */
-static rf_result rfi_aside_open(rf_session *s, rf_error *err) {
+/* Open the fallback if the model asks for it (rf_model_desc.expert_cpu_below). */
+static rf_result rfi_fallback_open(rf_session *s, rf_error *err) {
     const rf_allocator *alloc = rfi_session_allocator(s);
     const rf_plan *plan = &s->m->plan;
     rf_device *d = s->m->device;
-    const uint64_t bytes = (uint64_t)RFI_ASIDE_ROWS * plan->n_embd * sizeof(float);
+    const uint64_t bytes = (uint64_t)RFI_FALLBACK_ROWS * plan->n_embd * sizeof(float);
     if (s->m->store->desc.expert_cpu_below == 0 || s->m->store->cache.n_layers == 0) return RF_OK;
-    struct rfi_aside *a = s->aside = (struct rfi_aside *)rfi_alloc(alloc, 1, sizeof *a, "experts on the CPU", err);
+    rfi_fallback *a = s->fallback = (rfi_fallback *)rfi_alloc(alloc, 1, sizeof *a, "experts on the CPU", err);
     if (!a) return RF_ERR_MEMORY;
     a->ops = (rf_op *)rfi_alloc(alloc, plan->n_ops, sizeof *a->ops, "experts on the CPU", err);
     a->buffers = (rf_plan_buffer *)rfi_alloc(alloc, plan->n_buffers, sizeof *a->buffers, "experts on the CPU", err);
@@ -13597,37 +13567,37 @@ static rf_result rfi_aside_open(rf_session *s, rf_error *err) {
     a->segment_ops = (uint32_t *)rfi_alloc(alloc, plan->n_ops, sizeof *a->segment_ops, "experts on the CPU", err);
     if (!a->ops || !a->buffers || !a->buffer_offset || !a->segment_ops) return RF_ERR_MEMORY;
     void *in = NULL, *x = NULL;
-    rf_result r = rfi_aside_plan(s, err);
+    rf_result r = rfi_fallback_plan(s, err);
     const uint64_t scratch_bytes = a->scratch.size_bytes;
-    if (r == RF_OK) r = rfi_device_beside(d, &a->dev, err);
+    if (r == RF_OK) r = rfi_device_fallback(d, &a->dev, err);
     if (r == RF_OK) r = rfi_cpu_api.mem_create(a->dev, scratch_bytes, &a->scratch, err);
     if (r == RF_OK) r = rfi_cpu_api.table_create(a->dev, &a->plan, &a->table, err);
-    if (r == RF_OK) r = rfi_aside_weights(s, err);
+    if (r == RF_OK) r = rfi_fallback_weights(s, err);
     if (r == RF_OK) r = d->api->host_create(d->dev, bytes, &in, err);
     a->in = (float *)in;
     if (r == RF_OK) r = d->api->host_create(d->dev, bytes, &x, err);
     a->x = (float *)x;
     if (r != RF_OK) return r;
     const rf_plan_bind bind = {.plan = &a->plan, .table = a->table, .scratch = a->scratch, .n_ctx = 1, .n_seq = 1,
-                               .buffer_offset = a->buffer_offset, .n_batch = RFI_ASIDE_PAIRS, .n_logits = 1};
+                               .buffer_offset = a->buffer_offset, .n_batch = RFI_FALLBACK_PAIRS, .n_logits = 1};
     return rfi_cpu_api.plan_prepare(a->dev, &bind, a->segment_ops, &a->n_segments, &a->prepared, err);
 }
 
-static float *rfi_aside_row(const struct rfi_aside *a, uint32_t buffer, uint32_t row) {
+static float *rfi_fallback_row(const rfi_fallback *a, uint32_t buffer, uint32_t row) {
     return (float *)(void *)((char *)a->scratch.base + a->buffer_offset[buffer]) +
            (uint64_t)row * a->buffers[buffer].width;
 }
 
-/* Take the CPU's pairs of a row and an expert out of s->route; `stand_in` takes their place, with weight 0. */
-static uint32_t rfi_aside_pairs(rf_session *s, const rf_op *experts, uint32_t n_rows, uint32_t stand_in) {
-    struct rfi_aside *a = s->aside;
+/* Move the CPU's pairs of a row and an expert out of s->route; `stand_in` takes their place, with weight 0. */
+static uint32_t rfi_fallback_take_pairs(rf_session *s, const rf_op *experts, uint32_t n_rows, uint32_t stand_in) {
+    rfi_fallback *a = s->fallback;
     const uint32_t n_used = experts->experts.n_used, width = s->m->plan.buffers[experts->in2].width;
     uint32_t n = 0;
     for (uint32_t row = 0; row < n_rows; row++)
         for (uint32_t k = 0; k < n_used; k++) {
             int32_t *id = s->route + row * width + k, *weight = id + n_used;
-            if (!a->is_aside[*id]) continue;
-            float *pair = rfi_aside_row(a, experts->in2, n);
+            if (!a->is_fallback[*id]) continue;
+            float *pair = rfi_fallback_row(a, experts->in2, n);
             memcpy(pair, id, sizeof *id);
             memcpy(pair + 1, weight, sizeof *weight);
             a->row[n++] = row;
@@ -13637,9 +13607,9 @@ static uint32_t rfi_aside_pairs(rf_session *s, const rf_op *experts, uint32_t n_
     return n;
 }
 
-/* Compute what was set aside, and give the device the residual stream with it, and the route without it. */
-static rf_result rfi_aside_run(rf_session *s, const rf_op *experts, uint32_t n_rows, rf_error *err) {
-    struct rfi_aside *a = s->aside;
+/* Compute the fallback's pairs, and write back the residual stream with their results and the route without them. */
+static rf_result rfi_fallback_run(rf_session *s, const rf_op *experts, uint32_t n_rows, rf_error *err) {
+    rfi_fallback *a = s->fallback;
     const rf_device_api *api = s->m->device->api;
     const rfi_expert_layer *layer = s->m->store->tensors[experts->weight].expert_layer;
     const uint32_t segment = (uint32_t)(layer - s->m->store->cache.layers), n_embd = s->m->plan.n_embd,
@@ -13655,35 +13625,37 @@ static rf_result rfi_aside_run(rf_session *s, const rf_op *experts, uint32_t n_r
     if (r == RF_OK) r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
     if (r != RF_OK) return r;
     while (s->rows_of[stand_in] == 0) stand_in++;
-    const uint32_t n = rfi_aside_pairs(s, experts, n_rows, stand_in);
+    const uint32_t n = rfi_fallback_take_pairs(s, experts, n_rows, stand_in);
     for (uint32_t i = 0; i < n; i++) {
-        memcpy(rfi_aside_row(a, experts->in, i), a->in + (uint64_t)a->row[i] * n_embd, n_embd * sizeof(float));
-        memset(rfi_aside_row(a, x, i), 0, n_embd * sizeof(float));
+        memcpy(rfi_fallback_row(a, experts->in, i), a->in + (uint64_t)a->row[i] * n_embd, n_embd * sizeof(float));
+        memset(rfi_fallback_row(a, x, i), 0, n_embd * sizeof(float));
     }
     const rf_step step = {.rows = a->rows, .n_rows = n};
     r = rfi_cpu_api.plan_run(a->prepared, NULL, segment, segment + 1, &step, &ticket, err);
     for (uint32_t i = 0; i < n; i++)
-        for (uint32_t k = 0; k < n_embd; k++) a->x[(uint64_t)a->row[i] * n_embd + k] += rfi_aside_row(a, x, i)[k];
+        for (uint32_t k = 0; k < n_embd; k++) a->x[(uint64_t)a->row[i] * n_embd + k] += rfi_fallback_row(a, x, i)[k];
     if (r == RF_OK) r = api->mem_write(s->queue, &s->scratch, s->buffer_offset[x], a->x, bytes, &ticket, err);
     if (r != RF_OK) return r;
     return api->mem_write(s->queue, &s->scratch, s->buffer_offset[experts->in2], s->route,
                           (uint64_t)n_rows * route_width * sizeof *s->route, &ticket, err);
 }
 
-/* What becomes of an op's experts, once s->rows_of is known, before those of its layer are used. */
-static rf_result rfi_eval_take_experts(rf_session *s, const rf_op *op, uint32_t n_rows, rf_error *err) {
+/* Acquire the experts of an op that s->rows_of counts, before the first op of their layer runs: from the expert cache,
+ * computed by the CPU, or only counted where all experts are resident. */
+static rf_result rfi_eval_acquire_experts(rf_session *s, const rf_op *op, uint32_t n_rows, rf_error *err) {
     rfi_store *store = s->m->store;
     rfi_expert_layer *layer = store->tensors[op->weight].expert_layer;
     if (!layer) return RF_OK;
     if (s->m->device->is_gpu) atomic_fetch_add(&layer->round_trips, 1);
     if (store->cache.n_frames) {
-        rf_result r = rfi_eval_give_experts(s, RF_OK, err);
-        uint32_t n_aside = 0;
-        if (s->aside && n_rows <= RFI_ASIDE_ROWS)
-            n_aside = rfi_cache_pick_fallback(store, layer, s->rows_of, RFI_ASIDE_PAIRS, s->aside->is_aside);
+        rf_result r = rfi_eval_release_experts(s, RF_OK, err);
+        uint32_t n_fallback = 0;
+        if (s->fallback && n_rows <= RFI_FALLBACK_ROWS)
+            n_fallback =
+                rfi_cache_pick_fallback(store, layer, s->rows_of, RFI_FALLBACK_PAIRS, s->fallback->is_fallback);
         if (r == RF_OK) r = rfi_cache_acquire(store, layer, s->rows_of, n_rows, s->loading_cancels, s->frames, err);
         if (r == RF_OK) s->held_layer = layer;
-        if (r == RF_OK && n_aside) r = rfi_aside_run(s, op, n_rows, err); /* while others load */
+        if (r == RF_OK && n_fallback) r = rfi_fallback_run(s, op, n_rows, err); /* while others load */
         return r;
     }
     for (uint32_t e = 0; e < op->experts.n_experts; e++)
@@ -13691,8 +13663,8 @@ static rf_result rfi_eval_take_experts(rf_session *s, const rf_op *op, uint32_t 
     return RF_OK;
 }
 
-/* Which experts the segment's rows have chosen, into s->chosen; all of them where that costs nothing, or the step runs
- * as a whole. */
+/* Mark the experts that the segment's rows chose in s->chosen; all of them where that costs nothing, or if the step
+ * runs as a whole. */
 static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_rows, int whole, rf_error *err) {
     const rf_plan *plan = &s->m->plan;
     const rfi_store *store = s->m->store;
@@ -13711,7 +13683,7 @@ static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_row
         rf_result r = RF_OK;
         if (read != op->in2) {
             r = rfi_eval_read_route(s, op, n_rows, err);
-            if (r == RF_OK) r = rfi_eval_take_experts(s, op, n_rows, err);
+            if (r == RF_OK) r = rfi_eval_acquire_experts(s, op, n_rows, err);
         }
         if (r != RF_OK) return r;
         read = op->in2;
@@ -13721,8 +13693,8 @@ static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_row
     return RF_OK;
 }
 
-/* Pin the weights of a segment, loading what is missing; the session's queue waits for copies that are on their way. Of
- * experts those in s->chosen, and those of the stream, which come in their order. */
+/* Pin the weights of a segment, loading what is missing; the session's queue waits for copies in flight. Of experts pin
+ * those in s->chosen, and all that are streamed, because the stream comes in order. */
 static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
     rfi_store *store = s->m->store;
     rf_ticket written = {0}; /* the last of these copies: they are all in one queue */
@@ -13749,7 +13721,7 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
     return r == RF_OK && written.value ? s->m->device->api->queue_after(s->queue, &written, err) : r;
 }
 
-/* Nothing of the eval is running: find copies that failed, unpin everything. */
+/* Unpin everything after the eval, when nothing of it is running, and report copies that failed. */
 static rf_result rfi_eval_unpin(rf_session *s, rf_result r, rf_error *err) {
     rfi_store *store = s->m->store;
     rfi_stream_release(store, s->held_streamed, s->n_held_streamed, NULL);
@@ -13759,7 +13731,7 @@ static rf_result rfi_eval_unpin(rf_session *s, rf_result r, rf_error *err) {
         rfi_store_unpin(store, s->held[i]);
         s->pinned[s->held[i]] = 0;
     }
-    r = rfi_eval_give_experts(s, r, err);
+    r = rfi_eval_release_experts(s, r, err);
     r = rfi_stream_arrived(store, r, err);
     if (s->route) memset(s->chosen, 0, store->plan.n_weights);
     if (s->holds_experts) rfi_store_release_experts(store);
@@ -13768,7 +13740,7 @@ static rf_result rfi_eval_unpin(rf_session *s, rf_result r, rf_error *err) {
     return r;
 }
 
-/* Segments [first, last): cancel, pin, run. */
+/* Run segments [first, last): check for a cancel, pin their weights, submit. */
 static rf_result rfi_eval_segments(rf_session *s, uint32_t first, uint32_t last, const rf_step *step,
                                    rf_ticket *ticket, rf_error *err) {
     rf_result r = RF_OK;
@@ -13788,8 +13760,9 @@ static rf_result rfi_eval_segments(rf_session *s, uint32_t first, uint32_t last,
 
 #define RFI_WHOLE_STEP_ROWS 8u
 
-/* Where the run that begins with a segment ends. On a GPU: if everything is loaded and there are few rows, with the
- * step, which the device may run as a graph; if everything but experts is, where the host must know what was chosen. */
+/* Where the run that begins with a segment ends. On a GPU: if everything is loaded and there are few rows, at the end
+ * of the step, which the device may replay as a graph; if everything but experts is loaded, after the next ROUTE,
+ * because the host must learn what was chosen. */
 static uint32_t rfi_eval_end(const rf_session *s, uint32_t segment, uint32_t n_rows) {
     const rfi_store *store = s->m->store;
     const int whole = segment == 0 && n_rows <= RFI_WHOLE_STEP_ROWS;
@@ -13801,8 +13774,8 @@ static uint32_t rfi_eval_end(const rf_session *s, uint32_t segment, uint32_t n_r
     return end;
 }
 
-/* One micro-batch through all segments; the last one brings the ids of all largest logits. s->ends holds where each
- * sequence goes on. */
+/* Run one micro-batch through all segments; the last one also reads the argmax of all logits rows. s->eval_lengths says
+ * where each sequence continues. */
 static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_t n_rows, uint32_t first_logits_row,
                                 int last, uint32_t *n_logits, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
@@ -13811,9 +13784,9 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
                     .logit_rows = s->logit_rows,
                     .n_rows = n_rows,
                     .first_logits_row = first_logits_row};
-    memcpy(s->begins, s->ends, s->desc.n_seq_max * sizeof *s->begins);
+    memcpy(s->batch_begins, s->eval_lengths, s->desc.n_seq_max * sizeof *s->batch_begins);
     for (uint32_t i = 0; i < n_rows; i++) {
-        uint32_t pos = s->ends[rows[i].seq]++;
+        uint32_t pos = s->eval_lengths[rows[i].seq]++;
         int32_t token = rows[i].embedding ? -1 : rows[i].token;
         s->rows[i] = (rf_step_row){token, rows[i].seq, (int32_t)pos, -1, 0, 0};
         s->tokens[(uint64_t)(uint32_t)rows[i].seq * s->desc.n_ctx + pos] = token;
@@ -13846,7 +13819,7 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
     return r == RF_OK ? waited : r;
 }
 
-/* The rows of a logits buffer that the last eval filled, to the host. */
+/* Read the rows of a logits buffer that the last eval filled. */
 static rf_result rfi_eval_read(rf_session *s, uint32_t buffer, void *dst, uint32_t n_rows, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
     uint64_t row_bytes = (uint64_t)s->m->plan.buffers[buffer].width * sizeof(float);
@@ -13855,27 +13828,27 @@ static rf_result rfi_eval_read(rf_session *s, uint32_t buffer, void *dst, uint32
     return r == RF_OK ? api->ticket_wait(&ticket, RFI_WAIT_MS, err) : r;
 }
 
-/* Positions up to `end` were written: what the next token of a shorter sequence needs may have been overwritten. */
-static void rfi_session_raise_floor(rf_session *s, uint32_t seq, uint32_t end) {
+/* Positions up to `end` were written: a ring may have overwritten what a shorter sequence would need. */
+static void rfi_session_raise_min_keep(rf_session *s, uint32_t seq, uint32_t end) {
     for (uint32_t i = 0; i < s->m->plan.n_states; i++) {
         const uint32_t n_cells = s->state_cells[i], window = s->m->plan.states[i].window;
-        if (end > n_cells) s->floors[seq] = (uint32_t)rfi_max_u64(s->floors[seq], end - n_cells + window - 1);
+        if (end > n_cells) s->min_keep[seq] = (uint32_t)rfi_max_u64(s->min_keep[seq], end - n_cells + window - 1);
     }
 }
 
-/* A sequence is n tokens long, no more than it was, or as many of them as it has a state behind; none where it cannot
- * be cut to that, which the text of err, if there is one, then ends with. */
+/* Cut a sequence to n tokens, or to the last snapshot before. If its window does not reach back that far it becomes
+ * empty, and the text of err, if there is one, says so. */
 static void rfi_session_cut(rf_session *s, uint32_t seq, uint32_t n, rf_error *err) {
     const uint32_t at = rfi_snapshots_cut(s, seq, n);
-    const int lost = at > 0 && at < s->floors[seq];
+    const int lost = at > 0 && at < s->min_keep[seq];
     s->lengths[seq] = lost ? rfi_snapshots_cut(s, seq, 0) : at;
-    if (s->lengths[seq] == 0) s->floors[seq] = 0;
+    if (s->lengths[seq] == 0) s->min_keep[seq] = 0;
     if (!lost || !err) return;
     const size_t used = strlen(err->text);
     snprintf(err->text + used, sizeof err->text - used, "; sequence %u is empty now: its window has moved on", seq);
 }
 
-/* All micro-batches, and the ids of the largest logits. */
+/* Run all micro-batches of an eval. */
 static rf_result rfi_eval_run(rf_session *s, const rf_token_row *rows, uint32_t n_rows, uint32_t *n_logits,
                               rf_error *err) {
     rfi_store *store = s->m->store;
@@ -13890,7 +13863,7 @@ static rf_result rfi_eval_run(rf_session *s, const rf_token_row *rows, uint32_t 
         *n_logits += more;
         at += n;
     }
-    if (r == RF_OK && (store->in_place || s->aside)) r = rfi_gguf_intact(s->m->g, err);
+    if (r == RF_OK && (store->in_place || s->fallback)) r = rfi_gguf_intact(s->m->g, err);
     r = rfi_eval_unpin(s, r, err);
     rfi_stream_unlock(store);
     return r;
@@ -13904,21 +13877,21 @@ ROCMFORGE_API rf_result rf_session_eval(rf_session *s, const rf_token_row *rows,
     rf_result r = rfi_eval_check(s, rows, n_rows, err);
     if (r == RF_OK) r = rfi_store_begin(s->m->store, &s->loading_cancels, err);
     if (r != RF_OK) return r;
-    memcpy(s->goals, s->ends, s->desc.n_seq_max * sizeof *s->goals);
-    memcpy(s->ends, s->lengths, s->desc.n_seq_max * sizeof *s->ends);
+    memcpy(s->eval_ends, s->eval_lengths, s->desc.n_seq_max * sizeof *s->eval_ends);
+    memcpy(s->eval_lengths, s->lengths, s->desc.n_seq_max * sizeof *s->eval_lengths);
     uint32_t n_logits = 0;
     r = rfi_eval_run(s, rows, n_rows, &n_logits, err);
     rfi_store_end(s->m->store);
     for (uint32_t i = 0; i < s->desc.n_seq_max; i++)
-        if (s->ends[i] > s->lengths[i]) rfi_session_raise_floor(s, i, s->ends[i]);
+        if (s->eval_lengths[i] > s->lengths[i]) rfi_session_raise_min_keep(s, i, s->eval_lengths[i]);
     for (uint32_t i = 0; r != RF_OK && i < s->desc.n_seq_max; i++) rfi_session_cut(s, i, s->lengths[i], err);
     if (r != RF_OK) return r;
-    memcpy(s->lengths, s->ends, s->desc.n_seq_max * sizeof *s->lengths);
+    memcpy(s->lengths, s->eval_lengths, s->desc.n_seq_max * sizeof *s->lengths);
     s->n_logits = n_logits;
     return RF_OK;
 }
 
-/* The i-th row's logits; all rows' are copied if they are not yet. */
+/* Row i's logits; the first call after an eval copies all rows. */
 static rf_result rfi_session_row(rf_session *s, uint32_t i, float **out, rf_error *err) {
     *out = NULL;
     if (i >= s->n_logits)
@@ -13965,7 +13938,7 @@ ROCMFORGE_API rf_result rf_session_forward(rf_session *s, const int32_t *tokens,
                         "rf_session_forward: %u tokens do not fit: n_ctx is %u, sequence 0 holds %u", n_tokens,
                         s->desc.n_ctx, before);
     rf_result r = RF_OK;
-    s->hold = before;
+    s->rollback = before;
     for (uint32_t at = 0; r == RF_OK && at < n_tokens;) {
         uint32_t n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_tokens - at);
         for (uint32_t i = 0; i < n; i++)
@@ -13975,7 +13948,7 @@ ROCMFORGE_API rf_result rf_session_forward(rf_session *s, const int32_t *tokens,
         at += n;
     }
     if (r == RF_OK && logits) r = rfi_session_row(s, 0, logits, err);
-    s->hold = 0;
+    s->rollback = 0;
     if (r != RF_OK) s->n_logits = 0;
     if (r != RF_OK && s->lengths[0] > before) rfi_session_cut(s, 0, before, err);
     return r;
@@ -14009,8 +13982,8 @@ ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_
     if ((!tokens && n_tokens) || !kept)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_sync: tokens or kept is NULL");
     const int32_t *held = s->tokens + (uint64_t)(uint32_t)seq * s->desc.n_ctx;
-    uint32_t n = 0, most = (uint32_t)rfi_min_u64(s->lengths[seq], n_tokens ? n_tokens - 1 : 0);
-    while (n < most && held[n] == tokens[n] && held[n] >= 0) n++; /* a row of floats is like no token */
+    uint32_t n = 0, max = (uint32_t)rfi_min_u64(s->lengths[seq], n_tokens ? n_tokens - 1 : 0);
+    while (n < max && held[n] == tokens[n] && held[n] >= 0) n++; /* -1, a row of floats, equals no token */
     return rf_session_truncate(s, seq, n, kept, err);
 }
 
@@ -14054,21 +14027,21 @@ ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst,
     memcpy(s->tokens + (uint64_t)(uint32_t)dst * s->desc.n_ctx, s->tokens + (uint64_t)(uint32_t)src * s->desc.n_ctx,
            (size_t)n * sizeof *s->tokens);
     s->lengths[dst] = (uint32_t)n;
-    s->floors[dst] = s->floors[src];
-    if (s->snapshots) rfi_snapshots_of(s, (uint32_t)dst)->pos = (uint32_t)n;
+    s->min_keep[dst] = s->min_keep[src];
+    if (s->n_slots) rfi_snapshots_of(s, (uint32_t)dst)->pos = (uint32_t)n;
     return RF_OK;
 }
 
 /* ---- hidden states ---- */
 
-/* The buffer that the output matrix reads. */
+/* The buffer that the output matrix reads, which holds the hidden states. */
 static uint32_t rfi_plan_hidden(const rf_plan *p) {
     for (uint32_t i = p->n_ops; i-- > 0;)
         if (p->ops[i].kind == RF_OP_MATMUL && p->ops[i].out == p->logits) return p->ops[i].in;
     return RF_NONE;
 }
 
-/* At most n_batch of these rows, in s->embeddings, which copies can write and no eval is using. */
+/* Read n <= n_batch hidden rows into s->embeddings, which is pinned and not in use between evals. */
 static rf_result rfi_session_hidden_part(rf_session *s, uint32_t first, uint32_t n, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
     uint64_t row_bytes = (uint64_t)s->m->plan.n_embd * sizeof(float);
@@ -14095,7 +14068,7 @@ ROCMFORGE_API rf_result rf_session_hidden(rf_session *s, uint32_t first, uint32_
     return r;
 }
 
-/* The rows of the last eval, at most n_batch, added to out one after the other. */
+/* Add the hidden rows of the last eval, at most n_batch, to out, in order. */
 static rf_result rfi_embed_add(rf_session *s, float *out, rf_error *err) {
     uint32_t n_embd = s->m->plan.n_embd;
     rf_result r = s->n_logits ? rfi_session_hidden_part(s, 0, s->n_logits, err) : RF_OK;
@@ -14115,12 +14088,13 @@ ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, u
     if (n_tokens > s->desc.n_ctx)
         return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0, "rf_session_embed: %u tokens, n_ctx is %u", n_tokens,
                         s->desc.n_ctx);
-    uint32_t most = (uint32_t)rfi_min_u64(s->desc.n_batch, pooling == RF_POOL_MEAN ? s->desc.n_logits_max : n_tokens);
+    uint32_t max_rows = pooling == RF_POOL_MEAN ? s->desc.n_logits_max : n_tokens;
+    if (max_rows > s->desc.n_batch) max_rows = s->desc.n_batch;
     rf_result r = RF_OK;
     rfi_session_cut(s, 0, 0, NULL);
     memset(out, 0, (size_t)s->m->plan.n_embd * sizeof *out);
     for (uint32_t at = 0; r == RF_OK && at < n_tokens;) {
-        uint32_t n = (uint32_t)rfi_min_u64(most, n_tokens - at);
+        uint32_t n = (uint32_t)rfi_min_u64(max_rows, n_tokens - at);
         for (uint32_t i = 0; i < n; i++) {
             int want = pooling == RF_POOL_MEAN || (pooling == RF_POOL_CLS ? at + i == 0 : at + i + 1 == n_tokens);
             s->forward_rows[i] = (rf_token_row){.token = tokens[at + i], .pos = RF_POS_NEXT, .want_logits = want};
@@ -14135,10 +14109,9 @@ ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, u
 }
 
 /* ---- saved sequences ----
- * A header, the token ids (int32), then per state the keys of each head and the values of each head, those of the
- * tokens held and no others, of a state with a window from the first one on that a sequence cut to n_least tokens
- * needs, or, if there are tokens, the recurrent state behind them; and a checksum of all of it. Little endian, nothing
- * aligned. */
+ * A header; the token ids (int32); for each state the keys, then the values, head by head, of the positions held (with
+ * a sliding window from the first position that the sequence needs after a cut to min_keep tokens), or the recurrent
+ * state after the last token; and a checksum of all of it. Little endian, nothing aligned. */
 
 #define RFI_SAVED_MAGIC "rocmforge seq\n"
 enum { RFI_SAVED_VERSION = 2 };
@@ -14148,22 +14121,22 @@ typedef struct rfi_saved {
     uint32_t version, header_bytes;
     char arch[32];
     uint32_t n_weights, n_states, n_embd, n_vocab, cache_type, n_tokens;
-    uint32_t n_least, zero; /* the least, but for 0, that it can be cut to */
+    uint32_t min_keep, zero; /* shortest length, but for 0, to cut it to */
     uint64_t shapes;      /* hash of the weights' names, types, sizes */
     uint64_t total_bytes; /* with the checksum                        */
 } rfi_saved;
 _Static_assert(sizeof(rfi_saved) == 104, "no padding in what is written");
 
-/* One transfer; errors name what it was for. */
+/* One save or restore in progress. */
 typedef struct rfi_saving {
     rf_session *s;
     const rf_session_io *io;
     rf_error *err;
-    uint64_t hash, done; /* of and in bytes so far */
-    int loading;
+    uint64_t hash, done; /* checksum and count of the bytes so far */
+    int loading;         /* 1: restore */
 } rfi_saving;
 
-/* FNV-1a: finds damage, not forgery. */
+/* FNV-1a: detects damage, not forgery. */
 static uint64_t rfi_hash_bytes(uint64_t hash, const void *data, uint64_t n) {
     for (uint64_t i = 0; i < n; i++) hash = (hash ^ ((const uint8_t *)data)[i]) * 0x100000001b3u;
     return hash;
@@ -14189,13 +14162,13 @@ static uint64_t rfi_plan_hash(const rf_plan *p) {
     return h;
 }
 
-/* The first position of a state that is saved. */
+/* First saved position of a state. */
 static uint32_t rfi_saved_first(const rfi_saved *h, const rf_plan_state *st) {
-    return st->window && h->n_least >= st->window ? h->n_least - st->window + 1 : 0;
+    return st->window && h->min_keep >= st->window ? h->min_keep - st->window + 1 : 0;
 }
 
-/* The header that this session writes, or wants to read, for n_tokens tokens, n_least of them or more. */
-static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens, uint32_t n_least) {
+/* The header that this session writes, or expects to read, for n_tokens tokens. */
+static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens, uint32_t min_keep) {
     const rf_plan *p = &s->plan;
     rfi_saved h;
     memset(&h, 0, sizeof h);
@@ -14206,7 +14179,7 @@ static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens, uint32
     h.n_weights = p->n_weights, h.n_states = p->n_states, h.n_embd = p->n_embd, h.n_vocab = p->n_vocab;
     h.cache_type = s->desc.cache_type;
     h.n_tokens = n_tokens;
-    h.n_least = n_least;
+    h.min_keep = min_keep;
     h.shapes = rfi_plan_hash(p);
     h.total_bytes = sizeof h + 4 * (uint64_t)n_tokens + 8;
     for (uint32_t i = 0; i < p->n_states; i++)
@@ -14218,7 +14191,7 @@ static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens, uint32
     return h;
 }
 
-/* n bytes through the caller's function: all of them, or an error. */
+/* Move n bytes through the caller's function: all of them, or an error. */
 static rf_result rfi_saving_move(rfi_saving *w, void *data, uint64_t n) {
     int64_t got = 0;
     uint64_t at = 0;
@@ -14244,7 +14217,7 @@ static rf_result rfi_saving_move(rfi_saving *w, void *data, uint64_t n) {
     return RF_OK;
 }
 
-/* Bytes of a state, between the device and the file, in pieces of the staging memory. */
+/* Move bytes of the state memory between device and caller, through s->embeddings as the staging buffer. */
 static rf_result rfi_saving_bytes(rfi_saving *w, uint64_t offset, uint64_t n_bytes) {
     rf_session *s = w->s;
     const rf_device_api *api = s->m->device->api;
@@ -14263,8 +14236,8 @@ static rf_result rfi_saving_bytes(rfi_saving *w, uint64_t offset, uint64_t n_byt
     return r;
 }
 
-/* The rows of some positions of one head of a sequence, whose cells begin at an offset: in order, so that of those that
- * share a cell here the last one stays. */
+/* Move the rows of some positions of one head, whose cells begin at an offset. In order of position: of those that
+ * share a cell of this session's ring the last one stays. */
 static rf_result rfi_saving_head(rfi_saving *w, uint64_t offset, uint64_t row, uint32_t n_cells, rfi_span positions) {
     rf_result r = RF_OK;
     for (uint32_t n, pos = positions.begin; r == RF_OK && pos < positions.end; pos += n) {
@@ -14274,7 +14247,7 @@ static rf_result rfi_saving_head(rfi_saving *w, uint64_t offset, uint64_t row, u
     return r;
 }
 
-/* Tokens, keys and values, and the checksum. */
+/* Move tokens, KV cache, recurrent states and checksum. */
 static rf_result rfi_saving_body(rfi_saving *w, int32_t seq, const rfi_saved *header) {
     rf_session *s = w->s;
     const uint32_t n = header->n_tokens;
@@ -14309,7 +14282,7 @@ static rf_result rfi_saving_body(rfi_saving *w, int32_t seq, const rfi_saved *he
     return r;
 }
 
-/* Is the header that was read the one this session wants? */
+/* Check that the header that was read is the one this session expects. */
 static rf_result rfi_saved_check(const rfi_saved *h, const rfi_saved *want, uint32_t n_ctx, rf_error *err) {
     const struct { const char *what; uint64_t found, want; } numbers[] = {
         {"version", h->version, want->version},     {"header bytes", h->header_bytes, want->header_bytes},
@@ -14327,8 +14300,8 @@ static rf_result rfi_saved_check(const rfi_saved *h, const rfi_saved *want, uint
         if (numbers[i].found != numbers[i].want)
             return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "saved sequence: %s: want %llu, found %llu", numbers[i].what,
                             RFI_LLU(numbers[i].want), RFI_LLU(numbers[i].found));
-    if (h->n_least > h->n_tokens)
-        return rfi_fail(err, RF_ERR_FORMAT, 0, "saved sequence: at least %u tokens of %u", h->n_least, h->n_tokens);
+    if (h->min_keep > h->n_tokens)
+        return rfi_fail(err, RF_ERR_FORMAT, 0, "saved sequence: at least %u tokens of %u", h->min_keep, h->n_tokens);
     if (h->total_bytes != want->total_bytes)
         return rfi_fail(err, RF_ERR_FORMAT, 0, "saved sequence: %llu bytes, want %llu for %u tokens",
                         RFI_LLU(h->total_bytes), RFI_LLU(want->total_bytes), h->n_tokens);
@@ -14339,7 +14312,7 @@ static rf_result rfi_saved_check(const rfi_saved *h, const rfi_saved *want, uint
 
 ROCMFORGE_API uint64_t rf_session_save_bytes(const rf_session *s, int32_t seq) {
     if (rfi_session_check_seq(s, seq, "", NULL) != RF_OK) return 0;
-    return rfi_saved_header(s, s->lengths[seq], s->floors[seq]).total_bytes;
+    return rfi_saved_header(s, s->lengths[seq], s->min_keep[seq]).total_bytes;
 }
 
 ROCMFORGE_API rf_result rf_session_save(rf_session *s, int32_t seq, const rf_session_io *io, rf_error *err) {
@@ -14347,7 +14320,7 @@ ROCMFORGE_API rf_result rf_session_save(rf_session *s, int32_t seq, const rf_ses
     rf_result r = rfi_session_check_seq(s, seq, "rf_session_save", err);
     if (r != RF_OK) return r;
     if (!io || !io->write_fn) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_save: no write_fn");
-    rfi_saved h = rfi_saved_header(s, s->lengths[seq], s->floors[seq]);
+    rfi_saved h = rfi_saved_header(s, s->lengths[seq], s->min_keep[seq]);
     rfi_saving w = {.s = s, .io = io, .err = err, .hash = 0xcbf29ce484222325u};
     r = rfi_saving_move(&w, &h, sizeof h);
     return r == RF_OK ? rfi_saving_body(&w, seq, &h) : r;
@@ -14365,14 +14338,14 @@ ROCMFORGE_API rf_result rf_session_restore(rf_session *s, int32_t seq, const rf_
     rfi_saving w = {.s = s, .io = io, .err = err, .hash = 0xcbf29ce484222325u, .loading = 1};
     r = rfi_saving_move(&w, &h, sizeof h);
     if (r != RF_OK) return r;
-    rfi_saved want = rfi_saved_header(s, h.n_tokens, h.n_least);
+    rfi_saved want = rfi_saved_header(s, h.n_tokens, h.min_keep);
     r = rfi_saved_check(&h, &want, s->desc.n_ctx, err);
     if (r == RF_OK) r = rfi_saving_body(&w, seq, &h);
     if (r != RF_OK) return r;
     s->lengths[seq] = h.n_tokens;
-    s->floors[seq] = h.n_least;
-    rfi_session_raise_floor(s, (uint32_t)seq, h.n_tokens);
-    if (s->snapshots) rfi_snapshots_of(s, (uint32_t)seq)->pos = h.n_tokens;
+    s->min_keep[seq] = h.min_keep;
+    rfi_session_raise_min_keep(s, (uint32_t)seq, h.n_tokens);
+    if (s->n_slots) rfi_snapshots_of(s, (uint32_t)seq)->pos = h.n_tokens;
     return RF_OK;
 }
 
