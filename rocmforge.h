@@ -646,7 +646,7 @@ typedef struct rf_forecast {
     uint64_t kv_bytes;       /* KV cache and recurrent states                             */
     uint64_t scratch_bytes;  /* activations and logits                                    */
     uint64_t plan_bytes;     /* of the device, for workspaces of ops                      */
-    uint64_t host_bytes;     /* of the session on the host, but for some words of each op */
+    uint64_t host_bytes;     /* of the session on the host, pinned memory included        */
 } rf_forecast;
 
 /* What a session would need, before anything is allocated.

@@ -332,7 +332,7 @@ static void test_threads_on_cpu(void) {
         /* ThreadSanitizer has one of its own */
         const uint32_t before = RFT_SANITIZED ? count_threads() : wait_for_threads(1), most = before + (null ? rfi_cpu_count() - 1 : 2);
         REQUIRE(open_rig(&r, null ? NULLED : MAPPED, &(rf_gguf_desc){0}, &(rf_device_desc){.n_threads = 3}, &(rf_model_desc){.expert_cpu_below = 2}), "%s", r.err.text);
-        for (uint32_t i = 0; i < N; i++) REQUIRE(rf_session_open(r.m, &short_session, &s[i], &r.err) == RF_OK && s[i]->aside, "%s", r.err.text);
+        for (uint32_t i = 0; i < N; i++) REQUIRE(rf_session_open(r.m, &short_session, &s[i], &r.err) == RF_OK && s[i]->fallback, "%s", r.err.text);
         const uint32_t now = wait_for_threads(most);
         CHECK(now == most, "%s: %u threads, and %u at first; want %u", null ? "null" : "cpu", now, before, most);
         for (uint32_t i = 0; i < N; i++) rf_session_close(s[i], NULL);
