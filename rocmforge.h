@@ -6452,8 +6452,8 @@ static void rfi_store_get_stats(rfi_store *s, rf_loading_stats *out) {
 }
 
 /* ==== 8 Model ========================================================================================== >>model
- * What the file says the model is: hyperparameters, read through one range-checked table before anything is computed
- * from them. What every weight's shape must be follows from them, in the next section. */
+ * The hyperparameters of a file, each read with a range check before anything is computed from it. The next section
+ * derives the shape of every weight from them. */
 
 #ifndef ROCMFORGE_MAX_LAYERS
 #define ROCMFORGE_MAX_LAYERS 1024
@@ -6464,11 +6464,11 @@ typedef enum rfi_rope_scaling { RFI_ROPE_NONE = 0, RFI_ROPE_LINEAR = 1, RFI_ROPE
 typedef struct rfi_layer_config {
     uint32_t n_heads, n_kv_heads, n_ff;
     uint32_t head_dim, head_dim_v;
-    uint32_t cache_layer; /* whose keys and values it reads; its own, or those of an earlier one */
-    uint32_t window; /* positions its attention sees; 0: all              */
-    int swa;         /* one of the layers that a sliding window is for    */
-    int recurrent;   /* it has no attention but a state                   */
-    int rope;        /* 0: its queries and keys are not rotated           */
+    uint32_t cache_layer; /* the layer whose KV cache it reads: itself, or an earlier one */
+    uint32_t window;      /* positions its attention sees; 0: all                         */
+    int swa;              /* 1: a layer with a sliding window                             */
+    int recurrent;        /* 1: a recurrent state instead of attention                    */
+    int rope;             /* 0: queries and keys are not rotated                          */
 } rfi_layer_config;
 
 typedef enum rfi_gating {
@@ -6477,35 +6477,35 @@ typedef enum rfi_gating {
     RFI_GATING_CHOSEN = 3
 } rfi_gating;
 
-/* How an architecture mixes experts, and which keys it listens to. */
+/* The mixture of experts of an architecture, and the keys that may change it. */
 typedef struct rfi_moe_arch {
     rfi_gating gating;
-    int normalize;  /* the weights of the chosen add up to 1                                        */
-    int keys;       /* expert_gating_func, expert_weights_norm and _scale may say otherwise         */
-    int n_ff_is_ff; /* without expert_feed_forward_length an expert is feed_forward_length wide     */
-    int groups;     /* expert_group_count and _used_count are read                                  */
-    int beside;     /* the dense ffn is there, too, and each of both is normed                      */
-    int optional;   /* without expert_count there are none                                          */
-    int gate;       /* the shared experts' result is multiplied by sigmoid(ffn_gate_inp_shexp . x)  */
-    int dense_lead; /* leading_dense_block_count layers have no experts                             */
-    int shared;     /* experts that every row takes: their width is expert_feed_forward_length times
-                       expert_shared_count, or expert_shared_feed_forward_length                    */
+    int normalize;    /* the weights of the chosen experts add up to 1                                       */
+    int keys;         /* expert_gating_func, expert_weights_norm and _scale are read                         */
+    int n_ff_is_ff;   /* expert_feed_forward_length defaults to feed_forward_length                          */
+    int groups;       /* expert_group_count and _used_count are read                                         */
+    int dense_beside; /* the dense FFN runs beside the experts; both outputs are normed and added            */
+    int optional;     /* a file without expert_count has no experts                                          */
+    int shared_gate;  /* the shared experts' output is multiplied by sigmoid(ffn_gate_inp_shexp . x)         */
+    int dense_lead;   /* the first leading_dense_block_count layers have no experts                          */
+    int shared;       /* shared experts, as wide as expert_feed_forward_length times expert_shared_count, or
+                         expert_shared_feed_forward_length                                                   */
 } rfi_moe_arch;
 
-/* What the layers without attention do instead, and how they are told apart. */
+/* What recurrent layers are. */
 typedef enum rfi_recurrence { RFI_RECURRENCE_NONE = 0, RFI_SHORT_CONV = 1, RFI_DELTA_NET = 2 } rfi_recurrence;
 typedef struct rfi_recurrent_arch {
     rfi_recurrence kind;
-    int cyclic;      /* DELTA_NET: head h reads the key head h % n_k_heads instead of h / (n_heads / n_k_heads) */
-    int fused_gates; /* ssm_ba, [beta of a key head's heads | alpha of these], instead of ssm_beta and ssm_alpha */
+    int cyclic;      /* DELTA_NET: head h reads key head h % n_k_heads instead of h / (n_heads / n_k_heads) */
+    int fused_gates; /* ssm_ba (per key head: the betas of its heads, then their alphas) instead of ssm_beta, ssm_alpha */
 } rfi_recurrent_arch;
 
 /* Recurrent layers of a model; kind 0: none. */
 typedef struct rfi_recurrent_config {
     rfi_recurrence kind;
-    uint32_t n_taps;                                /* of convolutions */
-    uint32_t n_k_heads, n_heads, head_dim, head_dim_v; /* DELTA_NET       */
-    uint32_t n_conv;                                /* channels of its convolution: q, k, v */
+    uint32_t n_taps;                                   /* of its convolutions                   */
+    uint32_t n_k_heads, n_heads, head_dim, head_dim_v; /* DELTA_NET                             */
+    uint32_t n_conv;                                   /* DELTA_NET: channels q, k, v together  */
 } rfi_recurrent_config;
 
 /* Experts of a model; n_experts 0: none. */
@@ -6513,18 +6513,18 @@ typedef struct rfi_moe_config {
     uint32_t n_experts, n_used, n_ff, n_ff_shared;
     uint32_t n_dense; /* layers before the first with experts */
     uint32_t gating;
-    uint32_t n_groups, n_groups_used; /* as rf_op */
+    uint32_t n_groups, n_groups_used; /* as rf_route_params */
     int normalize;
     double scale;
 } rfi_moe_config;
 
-/* Attention to a compressed key and value, `rank` values and n_rot rotated ones for all heads: head_dim is both, and
- * head_dim_v the rank. */
+/* Multi-head latent attention (MLA): all heads share one key of kv_lora_rank values and n_rot rotated ones. The layers'
+ * head_dim is the sum of both, their head_dim_v is kv_lora_rank. */
 typedef struct rfi_mla_config {
-    uint32_t kv_lora_rank;                 /* kv_lora_rank                                  */
-    uint32_t q_lora_rank;               /* q_lora_rank: queries are compressed too; 0: not */
-    uint32_t head_dim, head_dim_v; /* of a head before its key and value are compressed */
-    int joined;                    /* attn_kv_b instead of attn_k_b and attn_v_b        */
+    uint32_t kv_lora_rank;
+    uint32_t q_lora_rank;          /* 0: queries are not compressed                          */
+    uint32_t head_dim, head_dim_v; /* of a head's key and value before compression           */
+    int joined;                    /* the file has attn_kv_b instead of attn_k_b, attn_v_b   */
 } rfi_mla_config;
 
 /* An architecture: how it differs from llama's decoder; zero is llama. What a file's tensors show by being there needs
@@ -6592,7 +6592,7 @@ static void rfi_arch_list(char *text, size_t capacity); /* "llama, qwen2, ...", 
 
 typedef struct rfi_rope_config {
     double base, factor;
-    double magnitude; /* of cos and sin, beside yarn's */
+    double magnitude; /* factor of cos and sin besides yarn's */
     rfi_rope_scaling scaling;
     uint32_t n_rot; /* values of a head that are rotated */
 } rfi_rope_config;
@@ -6600,22 +6600,23 @@ typedef struct rfi_rope_config {
 typedef struct rfi_config {
     const rfi_arch *arch;
     uint32_t n_layers, n_embd, n_vocab, n_ctx_train;
-    uint32_t head_dim, head_dim_v, n_rot; /* of layers without a window, if those with one have their own */
-    uint32_t n_layer_input;               /* RFI_LAYER_INPUTS: values of the row for a layer; 0: none     */
-    uint32_t n_positions; /* learned ones; 0: there is no limit */
+    uint32_t head_dim, head_dim_v, n_rot; /* of layers without SWA, where SWA layers have sizes of their own */
+    uint32_t n_layer_input;           /* values of a layer's embedding row; 0: none */
+    uint32_t n_positions;             /* learned ones; 0: no limit                  */
     double norm_eps;
-    rfi_rope_config rope, swa_rope; /* of local layers */
+    rfi_rope_config rope, swa_rope;
     double yarn_log_multiplier, yarn_beta_fast, yarn_beta_slow;
     uint32_t rope_n_ctx_original;
-    int parallel;                     /* x += attention + ffn of the same x */
-    double embedding_scale, residual_scale, logit_scale, attention_scale; /* 0: none; of scores: 1/sqrt(head_dim) */
-    double attention_softcap, logit_softcap;                              /* 0: none */
-    double temperature;                                                   /* 0: none */
-    double alibi, clamp;                                                  /* 0: none; of queries, keys and values */
-    uint32_t n_blocks;        /* layers of the file; behind n_layers are some that predict further tokens, unused */
-    rfi_layer_config *layers; /* [n_layers] */
+    int parallel;                     /* x += attention + FFN of the same x         */
+    double embedding_scale, residual_scale, logit_scale; /* 0: none              */
+    double attention_scale;           /* of scores; 0: 1/sqrt(head_dim)             */
+    double attention_softcap, logit_softcap, temperature; /* 0: none             */
+    double alibi;                     /* 0: rope                                    */
+    double clamp;                     /* of queries, keys and values; 0: none       */
+    uint32_t n_blocks;                /* layers in the file: n_layers, then those of multi-token prediction (MTP), unused */
+    rfi_layer_config *layers;         /* [n_layers]                                 */
     rfi_moe_config moe;
-    rfi_mla_config mla;    /* RFI_LATENT */
+    rfi_mla_config mla;
     rfi_recurrent_config recurrent;
 } rfi_config;
 
@@ -6630,14 +6631,14 @@ static int rfi_kv_is_uint(uint32_t type) {
            type == RF_KV_I16 || type == RF_KV_I32 || type == RF_KV_I64;
 }
 
-/* Find "<arch>.<suffix>", or suffix itself if arch is NULL: 1 if it is there. */
+/* Find "<arch>.<suffix>", or suffix itself if arch is NULL. Returns 1 if the file has it. */
 static int rfi_key_find(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_kv *kv, char *name,
                         size_t capacity) {
     snprintf(name, capacity, "%s%s%s", arch ? arch->name : "", arch ? "." : "", suffix);
     return rf_gguf_find_kv(g, name, kv, NULL) == RF_OK;
 }
 
-/* A key that is there does not fit the others: "FILE: KEY at byte N: what is wrong". */
+/* A key contradicts others: "FILE: KEY at byte N: what is wrong". */
 __attribute__((format(printf, 5, 6)))
 static rf_result rfi_fail_at_key(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_error *err,
                                  const char *format, ...) {
@@ -6652,8 +6653,7 @@ static rf_result rfi_fail_at_key(const rf_gguf *g, const rfi_arch *arch, const c
                     RFI_LLU(kv.where), what);
 }
 
-/* One unsigned hyperparameter (element `il` if the file gives an array with one per layer). Absent: `absent`, or an
- * error if `required`. */
+/* An unsigned hyperparameter; element `il` of an array with one per layer. Absent: `absent`, or an error if required. */
 typedef struct rfi_uint_key {
     const char *suffix;
     uint32_t min, max, absent, required;
@@ -6685,7 +6685,7 @@ static rf_result rfi_key_uint(const rf_gguf *g, const rfi_arch *arch, const rfi_
     return RF_OK;
 }
 
-/* One real hyperparameter, finite and >= min. */
+/* A real hyperparameter, finite and >= min. */
 static rf_result rfi_key_real(const rf_gguf *g, const rfi_arch *arch, const char *suffix, double min,
                               double absent, int required, double *out, rf_error *err) {
     char name[96];
@@ -6705,7 +6705,7 @@ static rf_result rfi_key_real(const rf_gguf *g, const rfi_arch *arch, const char
     return RF_OK;
 }
 
-/* A factor, softcap or temperature: 0 (none), or within what float32 multiplies without surprise. */
+/* A factor, softcap or temperature: 0 (none), or 1e-9 to 1e9, so that products neither overflow nor vanish. */
 static rf_result rfi_key_scale(const rf_gguf *g, const rfi_arch *arch, const char *suffix, double absent, int required,
                                double *out, rf_error *err) {
     rf_result r = rfi_key_real(g, arch, suffix, 0, absent, required, out, err);
@@ -6761,7 +6761,7 @@ static rf_result rfi_config_arch(const rf_gguf *g, rfi_config *c, rf_error *err)
                     rfi_gguf_path(g), RFI_LLU(kv.where), RFI_STR(arch), names);
 }
 
-/* How rope is scaled. A factor without a type means linear; rope.scale_linear is its old name. */
+/* Rope scaling. A factor without a type means linear; rope.scale_linear is the old name of the factor. */
 static rf_result rfi_config_rope_scaling(const rf_gguf *g, rfi_config *c, rf_error *err) {
     rf_string type;
     rf_kv kv;
@@ -6801,7 +6801,7 @@ static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err)
         if (r == RF_OK)
             r = rfi_key_real(g, c->arch, "rope.scaling.yarn_beta_slow", FLT_MIN, 1, 0, &c->yarn_beta_slow, err);
     }
-    const uint32_t swa_n_rot = c->swa_rope.n_rot; /* rfi_config_heads knew */
+    const uint32_t swa_n_rot = c->swa_rope.n_rot; /* set by rfi_config_heads */
     c->rope.n_rot = c->n_rot;
     c->swa_rope = c->rope;
     c->swa_rope.n_rot = swa_n_rot;
@@ -6813,7 +6813,7 @@ static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err)
     return r;
 }
 
-/* Which layers have a sliding window: all but every n-th (0: all), or a list of truth values, one per layer. */
+/* The layers with a sliding window: all but every n-th (0: all), or a list of booleans, one per layer. */
 static rf_result rfi_config_window(const rf_gguf *g, rfi_config *c, rf_error *err) {
     const rfi_uint_key window_key = {"attention.sliding_window", 0, INT32_MAX, c->arch->swa_window, 0},
                        period_key = {"attention.sliding_window_pattern", 0, ROCMFORGE_MAX_LAYERS, 0, 0};
@@ -6840,7 +6840,7 @@ static rf_result rfi_config_window(const rf_gguf *g, rfi_config *c, rf_error *er
     return r;
 }
 
-/* Constants of the graph. Factors of 0 are none, as for llama.cpp. */
+/* Scales, softcaps and slopes; 0 is none, as in llama.cpp. */
 static rf_result rfi_config_scales(const rf_gguf *g, rfi_config *c, rf_error *err) {
     const rfi_arch *arch = c->arch;
     rf_result r = RF_OK;
@@ -6853,7 +6853,7 @@ static rf_result rfi_config_scales(const rf_gguf *g, rfi_config *c, rf_error *er
         if (r != RF_OK) return r;
     }
     if (arch->attn_scale > 0) c->attention_scale = (double)arch->attn_scale;
-    if (c->arch->mla) { /* yarn's magnitude is of the scores: keys are not all rotated */
+    if (c->arch->mla) { /* keys are rotated in part only, so yarn's magnitude applies to the scores */
         const double f = c->rope.scaling == RFI_ROPE_YARN ? fmax(1, c->rope.factor) : 1;
         const double magnitude = 1 + c->yarn_log_multiplier * log(f);
         c->attention_scale = magnitude * magnitude / sqrt(c->mla.head_dim);
@@ -6891,7 +6891,7 @@ static rf_result rfi_config_vocab(const rf_gguf *g, rfi_config *c, rf_error *err
     return RF_OK;
 }
 
-/* How the chosen experts are weighted, where the file has a say. */
+/* Gating of the experts, where keys of the file decide. */
 static rf_result rfi_config_gating(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key groups = {"expert_group_count", 0, RF_MAX_EXPERTS, 0, 0},
                               groups_used = {"expert_group_used_count", 0, RF_MAX_EXPERTS, 0, 0},
@@ -6976,7 +6976,7 @@ static rf_result rfi_config_refuse(const rf_gguf *g, const rfi_config *c, rf_err
     return RF_OK;
 }
 
-/* Layers with attention are every full_attention_interval-th, unless a list says which are recurrent. */
+/* Every full_attention_interval-th layer has attention, unless a list says which layers are recurrent. */
 static rf_result rfi_config_delta_layers(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key interval_key = {"full_attention_interval", 1, ROCMFORGE_MAX_LAYERS, 4, 0};
     static const char *const list_key = "attention.recurrent_layers";
@@ -7024,7 +7024,7 @@ static rf_result rfi_config_recurrent(const rf_gguf *g, rfi_config *c, rf_error 
     return rfi_config_delta_layers(g, c, err);
 }
 
-/* Per layer: heads, kv heads, ff width; plain numbers or arrays. */
+/* Heads, KV heads and FFN width of every layer; keys are numbers or arrays. */
 static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key heads = {"attention.head_count", 1, 1 << 14, 0, 1},
                               ff = {"feed_forward_length", 1, 1 << 24, 0, 1};
@@ -7052,7 +7052,7 @@ static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *er
     return RF_OK;
 }
 
-/* The same of each layer: those with a window may have their own. */
+/* Head sizes of every layer; SWA layers may have their own. */
 static rf_result rfi_config_swa_heads(const rf_gguf *g, rfi_config *c, rf_error *err) {
     const rfi_uint_key key_length = {"attention.key_length_swa", 1, 1 << 14, c->head_dim, 0},
                        value_length = {"attention.value_length_swa", 1, 1 << 14, c->head_dim_v, 0};
@@ -7076,8 +7076,8 @@ static rf_result rfi_config_swa_heads(const rf_gguf *g, rfi_config *c, rf_error 
     return r;
 }
 
-/* Rows of embeddings for every layer, and layers without keys and values of their own: they read those of the last
- * layer of their kind that has some. */
+/* Embedding rows for every layer, and layers that share a KV cache: they read that of the last layer of their kind
+ * that has one. */
 static rf_result rfi_config_layer_inputs(const rf_gguf *g, rfi_config *c, rf_error *err) {
     const rfi_uint_key input = {"embedding_length_per_layer_input", 0, 1 << 16, 0, 0},
                        shared = {"attention.shared_kv_layers", 0, c->n_layers - 1, 0, 0};
@@ -7098,7 +7098,7 @@ static rf_result rfi_config_layer_inputs(const rf_gguf *g, rfi_config *c, rf_err
     return r;
 }
 
-/* Widths of a head, and of what is rotated of it. */
+/* Head sizes, and how much of a head is rotated. */
 static rf_result rfi_config_heads(const rf_gguf *g, rfi_config *c, rf_error *err) {
     uint32_t n_heads = c->layers[0].n_heads;
     uint32_t by_width = c->n_embd % n_heads ? 0 : c->n_embd / n_heads; /* 0: then the file must say */
@@ -7122,8 +7122,7 @@ static rf_result rfi_config_heads(const rf_gguf *g, rfi_config *c, rf_error *err
     return r;
 }
 
-/* Attention to compressed keys and values. Files of before attn_k_b and attn_v_b tell the sizes of what is compressed,
- * and a key for each head. */
+/* MLA. Older files, with attn_kv_b, give the sizes before compression and as many KV heads as heads. */
 static rf_result rfi_config_mla(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key rank = {"attention.kv_lora_rank", 1, 1 << 14, 0, 1},
                               q_lora_rank = {"attention.q_lora_rank", 0, 1 << 20, 0, 0};
@@ -7203,12 +7202,12 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
 }
 
 /* ==== 9 Plan ============================================================================================ >>plan
- * The model as data: emitters append ops, nothing runs. A new architecture is a new emitter, not a new kernel path.
- * T is the rows of a step, L those that want logits. Weights are bound by name here and their shapes checked, so that
- * everything that can be wrong with a file's directory is found before the first byte of a tensor is read. */
+ * The model as data: emitters append ops, nothing runs. Weights are found by name here and their shapes checked, so that
+ * every fault of a file's tensor directory is found before a tensor is read. T is the rows of a step, L those that want
+ * logits. */
 
-/* A bound weight: its slot and, of a matrix, the first row used (fused tensors hold several), and the slots of its bias
- * and of the factor that its products are multiplied by. RF_NONE: optional and absent. */
+/* A bound weight: its slot; of a matrix also the first row used (a fused tensor holds several matrices) and the slots of
+ * its bias and of the factor of its products. RF_NONE: absent. */
 typedef struct rfi_weight {
     uint32_t slot, row, bias, factor;
 } rfi_weight;
@@ -7225,13 +7224,13 @@ typedef struct rfi_builder {
     const rfi_config *c;
     rfi_array ops, buffers, states, weights, tables;
     rf_error *err;
-    rf_result result; /* the first failure: from then on nothing is appended       */
-    rf_op dropped;    /* where emitters write after a failure, so they need no checks */
-    int32_t layer;    /* being emitted                                             */
+    rf_result result; /* the first failure; after it nothing is appended               */
+    rf_op dropped;    /* emitters write here after a failure, and so need no checks    */
+    int32_t layer;    /* being emitted                                                 */
     uint32_t logits, argmax; /* buffers                                            */
 } rfi_builder;
 
-/* Room for `more` items behind the last; NULL once the builder failed. Grows by doubling. */
+/* Append room for `more` items, growing by doubling; NULL once the builder failed. */
 static void *rfi_array_push(rfi_builder *b, rfi_array *a, uint32_t more, size_t item_bytes) {
     if (b->result != RF_OK) return NULL;
     if (!a->items || a->capacity - a->n < more) {
@@ -7267,14 +7266,14 @@ static int rfi_has(const rfi_builder *b, const char *name) {
     return rf_gguf_find_tensor(b->g, full, &t, NULL) == RF_OK;
 }
 
-/* A tensor that would change the graph, and is not built. */
+/* Fail if a tensor is there that would change the graph in a way that is not built. */
 static void rfi_refuse(rfi_builder *b, const char *name) {
     if (b->result == RF_OK && rfi_has(b, name))
         b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.%s: this tensor of a %s model is not supported",
                              rfi_gguf_path(b->g), (int)b->layer, name, b->c->arch->name);
 }
 
-/* Shape and type; n_experts > 0: so many matrices, or vectors if n_rows is 0. */
+/* Check shape and type: a matrix [n_rows, n_in]; with n_experts as many of them, or as many vectors if n_rows is 0. */
 static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_info *t, uint64_t n_in,
                            uint64_t n_rows, uint64_t n_experts) {
     rf_type_info type = rf_type_get(t->type);
@@ -7302,8 +7301,8 @@ typedef struct rfi_wanted {
     const char *name;
     uint64_t n_in, n_rows, n_experts; /* as rfi_bind_check */
     int optional;
-    const char *also; /* another name that would have done, for the message; or NULL */
-    int joined;       /* the matrices are rows of one weight                         */
+    const char *also; /* an alternative name, for the message; or NULL */
+    int joined;       /* all matrices make one weight                  */
 } rfi_wanted;
 
 static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
@@ -7340,15 +7339,14 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
     return w ? (rfi_weight){b->weights.n - n, 0, RF_NONE, RF_NONE} : rfi_no_weight;
 }
 
-/* Bind a tensor of shape [n_rows, n_in] (a vector: n_rows 1). Absent: RF_NONE, an error unless optional.
- * `also` (may be NULL): another name that would have done, for the message. */
+/* Bind a tensor [n_rows, n_in] (a vector: n_rows 1). Absent: RF_NONE, and an error unless optional. */
 static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, int optional,
                            const char *also) {
     const rfi_wanted want = {name, n_in, n_rows, 0, optional, also, 0};
     return rfi_bind_wanted(b, &want);
 }
 
-/* A vector of n floats that the model must have, or may have. */
+/* Bind a vector of n floats; returns its slot. */
 static uint32_t rfi_bind_vector(rfi_builder *b, const char *name, uint64_t n) {
     return rfi_bind(b, name, n, 1, 0, NULL).slot;
 }
@@ -7368,13 +7366,13 @@ static rfi_weight rfi_bind_matrix(rfi_builder *b, const char *name, uint64_t n_i
     return w;
 }
 
-/* The matrices of all experts, [n_experts, n_rows, n_in], and with n_rows 0 vectors, which may be absent. */
+/* The matrices of all experts, [n_experts, n_rows, n_in]; n_rows 0: their vectors [n_experts, n_in], optional. */
 static rfi_weight rfi_bind_experts(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows) {
     const rfi_wanted want = {name, n_in, n_rows, b->c->moe.n_experts, n_rows == 0, NULL, 0};
     return rfi_bind_wanted(b, &want);
 }
 
-/* NAME.weight of a matrix for each head, [n_heads, n_rows, n_in], as one of n_heads * n_rows rows. */
+/* NAME.weight with a matrix per head, [n_heads, n_rows, n_in], as one matrix of n_heads * n_rows rows. */
 static rfi_weight rfi_bind_heads(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, uint64_t n_heads) {
     char full[64];
     snprintf(full, sizeof full, "%s.weight", name);
@@ -7411,20 +7409,20 @@ static uint32_t rfi_recurrent_state(rfi_builder *b, uint64_t width) {
     return b->states.n - 1;
 }
 
-/* rf_op_rows of a buffer */
-static uint32_t rfi_rows_of(const rfi_builder *b, uint32_t buffer) {
-    return b->result == RF_OK ? ((const rf_plan_buffer *)b->buffers.items)[buffer].rows : 0;
-}
-
-/* Append an op with everything unused set to nothing; valid until the next one. */
-static rf_op *rfi_op(rfi_builder *b, uint32_t kind, uint32_t rows) {
+/* Append an op from buffer `in` to buffer `out`, with the rows of `out`; all else is 0 or RF_NONE. Valid until the next
+ * op is appended. */
+static rf_op *rfi_op(rfi_builder *b, uint32_t kind, uint32_t out, uint32_t in) {
     rf_op *op = (rf_op *)rfi_array_push(b, &b->ops, 1, sizeof *op);
+    const int is_logits =
+        op && out != RF_NONE && ((const rf_plan_buffer *)b->buffers.items)[out].rows == RF_ROWS_LOGITS;
     if (!op) op = &b->dropped;
     memset(op, 0, sizeof *op);
     op->kind = kind;
-    op->rows = rows;
+    op->rows = is_logits ? RF_ROWS_LOGITS : RF_ROWS_TOKENS;
     op->layer = b->layer;
-    op->in = op->in2 = op->in3 = op->out = op->state = op->weight = op->bias = op->factor = RF_NONE;
+    op->in = in;
+    op->out = out;
+    op->in2 = op->in3 = op->state = op->weight = op->bias = op->factor = RF_NONE;
     return op;
 }
 
@@ -7439,10 +7437,8 @@ static void rfi_emit_norm(rfi_builder *b, uint32_t out, uint32_t in, const char 
     const rfi_wanted vectors = {weight, n, 0, n_groups, 0, NULL, 0};
     const uint32_t w = each ? rfi_bind_wanted(b, &vectors).slot : rfi_bind_vector(b, weight, n),
                    w_bias = center && !each ? rfi_bind_optional(b, bias, n) : RF_NONE;
-    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, rfi_rows_of(b, out));
+    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, out, in);
     op->flags = flags | (center ? RF_OP_CENTER : 0);
-    op->in = in;
-    op->out = out;
     op->weight = w;
     op->bias = w_bias;
     op->norm = (rf_norm_params){n_groups, (uint32_t)n, (float)b->c->norm_eps};
@@ -7450,10 +7446,8 @@ static void rfi_emit_norm(rfi_builder *b, uint32_t out, uint32_t in, const char 
 
 /* out[rows, n_out] = in[rows, n_in] W^T + bias; flags RF_OP_ACCUMULATE: +=. Returns the op, for its scale and so on. */
 static rf_op *rfi_emit_matmul(rfi_builder *b, uint32_t out, uint32_t in, rfi_weight w, uint32_t n_out, uint32_t flags) {
-    rf_op *op = rfi_op(b, RF_OP_MATMUL, rfi_rows_of(b, out));
+    rf_op *op = rfi_op(b, RF_OP_MATMUL, out, in);
     op->flags = flags;
-    op->in = in;
-    op->out = out;
     op->weight = w.slot;
     op->bias = w.bias;
     op->factor = w.factor;
@@ -7463,26 +7457,25 @@ static rf_op *rfi_emit_matmul(rfi_builder *b, uint32_t out, uint32_t in, rfi_wei
     return op;
 }
 
-/* Rope of some layers: its table, what cos and sin are multiplied by, and the frequency factors. */
+/* The rope of some layers. */
 typedef struct rfi_rope {
     uint32_t table;
     float magnitude;
     uint32_t n_rot;
-    uint32_t freqs, long_freqs; /* slots; long_freqs: in sessions of a long context */
+    uint32_t freqs, long_freqs; /* slots of the frequency factors; long_freqs: for long contexts */
 } rfi_rope;
 
 static rf_op *rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, uint32_t head_dim, const rfi_rope *rope) {
-    rf_op *op = rfi_op(b, RF_OP_ROPE, RF_ROWS_TOKENS);
+    rf_op *op = rfi_op(b, RF_OP_ROPE, x, x);
     op->flags = b->c->arch->rope_neox ? RF_OP_NEOX : 0;
-    op->in = op->out = x;
     op->weight = rope->freqs;
     op->factor = rope->long_freqs;
     op->rope = (rf_rope_params){n_heads, head_dim, rope->n_rot, rope->table, rope->magnitude};
     return op;
 }
 
-/* A table: angle per position of rope pair i, base^(-2i/n_rot), scaled. Yarn (arXiv 2309.00071, betas 32 and 1 if the
- * file does not say) divides slow pairs by the factor, leaves fast ones and blends between. */
+/* Make the table: angle per position of rope pair i, base^(-2i/n_rot), scaled. YaRN (arXiv 2309.00071) divides the
+ * frequency of slow pairs by the factor, leaves fast pairs and blends between them. */
 static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
     const rfi_config *c = b->c;
     const double pi = 3.14159265358979323846, n_rot = r->n_rot, f = r->factor;
@@ -7512,61 +7505,59 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
 
 /* ---- the decoder ---- */
 
-/* Its buffers; widths are the largest of any layer. */
+/* Buffers of the decoder, as wide as the widest layer needs. */
 typedef struct rfi_decoder {
-    uint32_t x, xn;    /* [T, n_embd]               */
-    uint32_t xn2;      /* [T, n_embd] where the inputs of attention and ffn are normed apart, but at once */
-    uint32_t y;        /* [T, n_embd] what a norm adds to x                                                */
-    uint32_t q;        /* [T, n_heads, head_dim]    */
-    uint32_t k, v;     /* [T, n_kv_heads, ...]      */
-    uint32_t att;      /* [T, n_heads, head_dim_v]  */
-    uint32_t q_lora_rank;   /* [T, latent.q_lora_rank]: what queries are made of */
-    uint32_t mla_q; /* [T, n_heads, head_dim]: queries of compressed keys    */
-    uint32_t mla_v; /* [T, n_heads, head_dim_v]: sums of compressed values   */
-    uint32_t gate, up; /* [T, n_ff]                 */
-    uint32_t xl;       /* [L, n_embd]               */
-    uint32_t router;   /* [T, n_experts]            */
-    uint32_t route;    /* [T, 2, n_used]            */
-    uint32_t gates, ups; /* [T, n_used, n_ff]       */
-    uint32_t downs;    /* [T, n_used, n_embd]       */
-    uint32_t z;        /* [T, n_embd]: of the experts, where another ffn is beside them */
-    uint32_t inputs, input_parts; /* [T, n_layers, n_layer_input] */
-    uint32_t input_gate; /* [T, n_layer_input]      */
-    uint32_t share;    /* [T, 1]: how much of the shared experts' result is taken, before its sigmoid */
-    uint32_t qg;       /* [T, n_heads, 2, head_dim] queries and what their attention is gated by */
-    uint32_t q_gate;   /* [T, n_heads, head_dim]                                                 */
-    uint32_t conv[3];  /* [T, n_embd] short convolution: b, c, x                                 */
-    uint32_t mixed;    /* [T, q | k | v] delta net                                               */
-    uint32_t delta_in; /* [T, n_k_heads, q | k | v | gate] where a layer of the file has them so */
-    uint32_t delta_gate; /* [T, n_heads, head_dim_v] of it                                       */
-    uint32_t ba, beta, alpha; /* [T, 2 n_heads], [T, n_heads]                                    */
+    uint32_t x, xn;               /* [T, n_embd] residual stream, its norm                                   */
+    uint32_t xn2;                 /* [T, n_embd] the FFN's norm, where it is parallel to attention           */
+    uint32_t y;                   /* [T, n_embd] what is normed before it is added to x                      */
+    uint32_t q;                   /* [T, n_heads, head_dim]                                                  */
+    uint32_t k, v;                /* [T, n_kv_heads, head_dim or head_dim_v]                                 */
+    uint32_t att;                 /* [T, n_heads, head_dim_v]                                                */
+    uint32_t q_lora;              /* [T, q_lora_rank] MLA: compressed queries                                */
+    uint32_t mla_q;               /* [T, n_heads, head_dim] MLA: queries against compressed keys             */
+    uint32_t mla_v;               /* [T, n_heads, head_dim_v] MLA: attention's sums of compressed values     */
+    uint32_t gate, up;            /* [T, n_ff]                                                               */
+    uint32_t xl;                  /* [L, n_embd]                                                             */
+    uint32_t router;              /* [T, n_experts] logits                                                   */
+    uint32_t route;               /* [T, 2, n_used] ids and weights of the chosen experts                    */
+    uint32_t gates, ups;          /* [T, n_used, n_ff]                                                       */
+    uint32_t downs;               /* [T, n_used, n_embd]                                                     */
+    uint32_t z;                   /* [T, n_embd] the experts' sum, where a dense FFN is beside them          */
+    uint32_t inputs, input_parts; /* [T, n_layers, n_layer_input]                                            */
+    uint32_t input_gate;          /* [T, n_layer_input]                                                      */
+    uint32_t share;               /* [T, 1] gate of the shared experts, before its sigmoid                   */
+    uint32_t qg;                  /* [T, n_heads, 2, head_dim] queries and the gates of attention            */
+    uint32_t q_gate;              /* [T, n_heads, head_dim] those gates                                      */
+    uint32_t conv[3];             /* [T, n_embd] short convolution: b, c, x                                  */
+    uint32_t mixed;               /* [T, q | k | v] delta net                                                */
+    uint32_t delta_in;            /* [T, n_k_heads, q | k | v | gate] where the file has one matrix for them */
+    uint32_t delta_gate;          /* [T, n_heads, head_dim_v]                                                */
+    uint32_t ba, beta, alpha;     /* [T, 2 n_heads], [T, n_heads], [T, n_heads]                              */
     rfi_rope rope, swa_rope;
-    uint32_t slopes;   /* table: of each head of the layers; RF_NONE: none */
+    uint32_t slopes;              /* ALiBi: index of the table; RF_NONE: none                                */
 } rfi_decoder;
 
-/* It makes keys and values, and keeps them. */
+/* Whether the layer has a KV cache of its own. */
 static int rfi_has_cache(const rfi_builder *b, const rfi_layer_config *l) {
     return l->cache_layer == (uint32_t)b->layer;
 }
 
-/* gate = act(gate) * up; the op, for what else is to be set */
+/* gate = act(gate) * up. Returns the op. */
 static rf_op *rfi_emit_glu(rfi_builder *b, uint32_t gate, uint32_t up, uint32_t n, uint32_t activation) {
-    rf_op *op = rfi_op(b, RF_OP_GLU, RF_ROWS_TOKENS);
-    op->in = op->out = gate;
+    rf_op *op = rfi_op(b, RF_OP_GLU, gate, gate);
     op->in2 = up;
     op->glu.n = n;
     op->glu.activation = activation;
     return op;
 }
 
+/* Delta nets gate the output of attention, by values that attn_q makes beside the queries. */
 static int rfi_gates_attention(const rfi_config *c) { return c->recurrent.kind == RFI_DELTA_NET; }
 
 /* out[T, n_heads, dim] = values [at, + dim) of each head of in[T, n_heads, width]. Returns the op. */
 static rf_op *rfi_emit_slice(rfi_builder *b, uint32_t out, uint32_t in, uint32_t n_heads, uint32_t width, uint32_t at,
                              uint32_t dim) {
-    rf_op *op = rfi_op(b, RF_OP_SLICE, RF_ROWS_TOKENS);
-    op->in = in;
-    op->out = out;
+    rf_op *op = rfi_op(b, RF_OP_SLICE, out, in);
     op->slice = (rf_slice_params){n_heads, width, at, dim, 0};
     return op;
 }
@@ -7577,7 +7568,7 @@ static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     uint32_t out[3] = {d->q, d->k, d->v};
     const int n = rfi_has_cache(b, l) ? 3 : 1;
     uint64_t n_embd = b->c->n_embd;
-    const int gated = rfi_gates_attention(b->c); /* attn_q: of each head the query, then the gate */
+    const int gated = rfi_gates_attention(b->c); /* attn_q: per head the query, then the gate */
     if (!gated && rfi_has(b, "attn_qkv.weight")) {
         uint64_t all = (uint64_t)rows[0] + rows[1] + rows[2];
         rfi_weight w = rfi_bind_matrix(b, "attn_qkv", n_embd, all, NULL);
@@ -7593,7 +7584,7 @@ static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     for (int i = 0; i < n; i++) {
         if (i < 2 || !b->c->arch->v_norm || rfi_has(b, "attn_v.weight") || rows[1] != rows[2]) {
             w = rfi_bind_matrix(b, names[i], n_embd, rows[i], "attn_qkv.weight of the same layer");
-        } /* else the values are the keys, before these are normed */
+        } /* else the values are the keys before their norm */
         rfi_emit_matmul(b, out[i], in, w, rows[i], 0);
     }
     const uint32_t dim = l->head_dim;
@@ -7601,7 +7592,7 @@ static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     if (gated) rfi_emit_slice(b, d->q_gate, d->qg, l->n_heads, 2 * dim, dim, dim);
 }
 
-/* x += W in + bias, scaled or normed as the architecture has it: the end of attention and of the ffn. */
+/* x += W in + bias, scaled or normed as the architecture says: the end of attention and of the FFN. */
 static void rfi_emit_residual(rfi_builder *b, const rfi_decoder *d, uint32_t in, uint64_t n_in, const char *name,
                               const char *post_norm) {
     const rfi_config *c = b->c;
@@ -7612,7 +7603,7 @@ static void rfi_emit_residual(rfi_builder *b, const rfi_decoder *d, uint32_t in,
     if (normed) rfi_emit_norm(b, d->x, d->y, post_norm, c->n_embd, 1, RF_OP_ACCUMULATE);
 }
 
-/* Norms of the queries and keys, by head or all heads of each as one. */
+/* Norms of queries and keys: per head, or over all heads. */
 static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     uint32_t dim = l->head_dim, heads[2] = {l->n_heads, l->n_kv_heads}, x[2] = {d->q, d->k};
     const int n = rfi_has_cache(b, l) ? 2 : 1;
@@ -7630,8 +7621,7 @@ static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_lay
         else if (b->c->arch->qk_norm || (b->c->arch->qk_norm_optional && rfi_has(b, "attn_q_norm.weight")))
             rfi_emit_norm(b, x[i], x[i], names[i], dim, heads[i], 0);
     if (!b->c->arch->v_norm || n == 1) return;
-    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, RF_ROWS_TOKENS);
-    op->in = op->out = d->v;
+    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, d->v, d->v);
     op->norm = (rf_norm_params){l->n_kv_heads, l->head_dim_v, (float)b->c->norm_eps};
 }
 
@@ -7639,15 +7629,14 @@ static void rfi_emit_clamp(rfi_builder *b, uint32_t x, uint32_t n) {
     rfi_emit_glu(b, x, RF_NONE, n, RF_ACT_CLAMP)->glu.limit = (float)b->c->clamp;
 }
 
-/* att = attention of queries q to the keys k and values v, which are stored first */
+/* Store keys k and values v, then att = attention of the queries q. */
 static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
     const int mla = c->arch->mla;
     rf_op *op;
     if (rfi_has_cache(b, l)) {
-        op = rfi_op(b, RF_OP_KV_STORE, RF_ROWS_TOKENS);
+        op = rfi_op(b, RF_OP_KV_STORE, RF_NONE, d->k);
         op->flags = mla ? RF_OP_MLA : 0;
-        op->in = d->k;
         op->in2 = d->v;
         op->state = rfi_state(b, l);
         op->kv_store = (rf_kv_store_params){l->n_kv_heads, l->head_dim, l->head_dim_v};
@@ -7656,10 +7645,8 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     uint32_t state = 0;
     while (b->result == RF_OK && states[state].layer != l->cache_layer) state++;
     uint32_t sinks = c->arch->attn_sinks ? rfi_bind_vector(b, "attn_sinks.weight", l->n_heads) : RF_NONE;
-    op = rfi_op(b, RF_OP_ATTENTION, RF_ROWS_TOKENS);
+    op = rfi_op(b, RF_OP_ATTENTION, mla ? d->mla_v : d->att, mla ? d->mla_q : d->q);
     op->flags = mla ? RF_OP_MLA : 0;
-    op->in = mla ? d->mla_q : d->q;
-    op->out = mla ? d->mla_v : d->att;
     op->state = state;
     op->weight = sinks;
     op->attention = (rf_attention_params){
@@ -7677,7 +7664,7 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     };
 }
 
-/* x += Wo attention(rope(q), rope(k), v); q, k, v are made of `in` */
+/* x += Wo attention(rope(q), rope(k), v), with q, k, v from `in` */
 static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_rope *rope = l->swa ? &d->swa_rope : &d->rope;
     rfi_emit_qkv(b, d, l, in);
@@ -7699,17 +7686,15 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
 
 static void rfi_emit_heads(rfi_builder *b, uint32_t out, uint32_t in, uint32_t weight, const rf_heads_params *heads,
                            uint32_t flags) {
-    rf_op *op = rfi_op(b, RF_OP_HEADS, RF_ROWS_TOKENS);
+    rf_op *op = rfi_op(b, RF_OP_HEADS, out, in);
     op->flags = flags;
-    op->in = in;
-    op->out = out;
     op->weight = weight;
     op->heads = *heads;
 }
 
-/* Attention to compressed keys and values (arXiv 2405.04434). All heads share k = norm(Wkv in), `rank` values, and v,
- * n_rot rotated ones: what is kept of a token. Instead of every key and value being decompressed by Wk and Wv of each
- * head, the queries are brought to the compressed keys, and the sums of compressed values are decompressed. */
+/* Multi-head latent attention (arXiv 2405.04434). All heads share k = norm(Wkv in), kv_lora_rank values, and n_rot
+ * rotated ones: that is the KV cache. Keys and values are never decompressed: queries are multiplied by Wk of their head
+ * instead, and the sums of compressed values by Wv. */
 static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_config *c = b->c;
     const rfi_mla_config *a = &c->mla;
@@ -7717,15 +7702,15 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     const uint64_t n_q = (uint64_t)l->n_heads * a->head_dim;
     const uint64_t n_first = a->q_lora_rank ? a->q_lora_rank : n_q;
     rfi_weight first = rfi_bind_matrix(b, a->q_lora_rank ? "attn_q_a" : "attn_q", c->n_embd, n_first, NULL);
-    rfi_emit_matmul(b, a->q_lora_rank ? d->q_lora_rank : d->q, in, first, (uint32_t)n_first, 0);
+    rfi_emit_matmul(b, a->q_lora_rank ? d->q_lora : d->q, in, first, (uint32_t)n_first, 0);
     rfi_weight kv = rfi_bind_matrix(b, "attn_kv_a_mqa", c->n_embd, c->head_dim, NULL);
     rfi_emit_matmul(b, d->k, in, kv, a->kv_lora_rank, 0);
     kv.row = a->kv_lora_rank;
     rfi_emit_matmul(b, d->v, in, kv, c->n_rot, 0);
     if (a->q_lora_rank) {
-        rfi_emit_norm(b, d->q_lora_rank, d->q_lora_rank, "attn_q_a_norm", a->q_lora_rank, 1, 0);
+        rfi_emit_norm(b, d->q_lora, d->q_lora, "attn_q_a_norm", a->q_lora_rank, 1, 0);
         rfi_weight w = rfi_bind_matrix(b, "attn_q_b", a->q_lora_rank, n_q, NULL);
-        rfi_emit_matmul(b, d->q, d->q_lora_rank, w, (uint32_t)n_q, 0);
+        rfi_emit_matmul(b, d->q, d->q_lora, w, (uint32_t)n_q, 0);
     }
     rfi_emit_norm(b, d->k, d->k, "attn_kv_a_norm", a->kv_lora_rank, 1, 0);
     rfi_emit_rope(b, d->q, l->n_heads, a->head_dim, &d->rope)->flags |= RF_OP_LAST;
@@ -7733,7 +7718,7 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     rf_heads_params keys = {l->n_heads, a->head_dim, nope, a->kv_lora_rank, 0, a->kv_lora_rank},
                     values = {l->n_heads, a->kv_lora_rank, a->kv_lora_rank, a->head_dim_v, 0, a->head_dim_v};
     uint32_t wk, wv;
-    if (a->joined) { /* of each head the rows that make its keys, then those that make its values */
+    if (a->joined) { /* rows per head: first those of its key, then those of its value */
         rfi_refuse(b, "attn_kv_b.scale");
         keys.head_rows = values.head_rows = nope + a->head_dim_v;
         const uint64_t n_rows = (uint64_t)l->n_heads * keys.head_rows;
@@ -7760,9 +7745,7 @@ static void rfi_emit_conv(rfi_builder *b, uint32_t out, uint32_t in, const char 
     snprintf(bias, sizeof bias, "%s.bias", name);
     const rfi_weight w = rfi_bind(b, weight, n_taps, n, 0, NULL);
     const uint32_t b_slot = rfi_bind_optional(b, bias, n);
-    rf_op *op = rfi_op(b, RF_OP_CONV, RF_ROWS_TOKENS);
-    op->in = in;
-    op->out = out;
+    rf_op *op = rfi_op(b, RF_OP_CONV, out, in);
     op->weight = w.slot;
     op->bias = b_slot;
     op->state = rfi_recurrent_state(b, (n_taps - 1ull) * n);
@@ -7781,7 +7764,7 @@ static void rfi_emit_short_conv(rfi_builder *b, const rfi_decoder *d, uint32_t i
     rfi_emit_residual(b, d, d->conv[0], n, "shortconv.out_proj", "");
 }
 
-/* Logits of the update's strength and inputs of the decay, one of each for a head. */
+/* beta and alpha, one of each per head: the strength of the update before its sigmoid, the input of the decay. */
 static void rfi_emit_delta_gates(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const rfi_recurrent_config *t = &b->c->recurrent;
     const uint32_t n = t->n_heads, n_embd = b->c->n_embd, each = n / t->n_k_heads;
@@ -7795,8 +7778,8 @@ static void rfi_emit_delta_gates(rfi_builder *b, const rfi_decoder *d, uint32_t 
     }
 }
 
-/* Queries, keys and values side by side, and the output's gate. Older qwen3next files have them in one matrix, of each
- * key head the rows of its query and key, of its values and of their gates. */
+/* mixed = queries, keys and values; delta_gate = the gate of the output. Older qwen3next files have one matrix for both:
+ * per key head the rows of its query, key, values and gates. */
 static void rfi_emit_delta_inputs(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const rfi_recurrent_config *t = &b->c->recurrent;
     const uint32_t n_values = t->n_heads * t->head_dim_v, n_embd = b->c->n_embd;
@@ -7820,18 +7803,16 @@ static void rfi_emit_delta_inputs(rfi_builder *b, const rfi_decoder *d, uint32_t
 /* x += Wout (norm(delta(silu(conv(Wqkv in)))) * silu(Wz in)) */
 static void rfi_emit_delta(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const rfi_recurrent_config *t = &b->c->recurrent;
-    const uint32_t n_values = t->n_heads * t->head_dim_v, rows = RF_ROWS_TOKENS;
+    const uint32_t n_values = t->n_heads * t->head_dim_v;
     rfi_emit_delta_inputs(b, d, in);
     rfi_emit_delta_gates(b, d, in);
     rfi_emit_conv(b, d->mixed, d->mixed, "ssm_conv1d", t->n_conv, RF_ACT_SILU);
     const uint32_t a = rfi_bind_vector(b, "ssm_a", t->n_heads),
                    dt = rfi_bind_vector(b, "ssm_dt.bias", t->n_heads);
-    rf_op *op = rfi_op(b, RF_OP_DELTA, rows);
+    rf_op *op = rfi_op(b, RF_OP_DELTA, d->att, d->mixed);
     op->flags = b->c->arch->recurrent->cyclic ? RF_OP_CYCLIC : 0;
-    op->in = d->mixed;
     op->in2 = d->beta;
     op->in3 = d->alpha;
-    op->out = d->att;
     op->weight = a;
     op->bias = dt;
     op->state = rfi_recurrent_state(b, (uint64_t)n_values * t->head_dim);
@@ -7870,12 +7851,12 @@ static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_
     return gated ? d->gate : d->up;
 }
 
-/* x += Wdown of that */
+/* x += Wdown (act(Wgate in) * Wup in) */
 static void rfi_emit_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     rfi_emit_residual(b, d, rfi_emit_hidden(b, d, l, in), l->n_ff, "ffn_down", "post_ffw_norm");
 }
 
-/* The experts' matrices of NAME, with n_rows rows each, and what goes with them. */
+/* NAME.weight, .bias and .scale of all experts; matrices [n_rows, n_in]. */
 typedef struct rfi_experts {
     uint32_t n_in, weight, bias, factor; /* slots; bias, factor: RF_NONE if there is none */
 } rfi_experts;
@@ -7892,31 +7873,27 @@ static rfi_experts rfi_bind_expert_set(rfi_builder *b, const char *name, uint32_
     return e;
 }
 
-/* out[T, n_used, n_out] = factor[expert] * in W[expert]^T + bias[expert], of the matrices' rows from `row` on */
+/* out[T, n_used, n_out] = factor[expert] * in W[expert]^T + bias[expert], rows of W from `row` on; in_out: {in, out} */
 static void rfi_emit_experts(rfi_builder *b, const rfi_decoder *d, const rfi_experts *e, const uint32_t in_out[2],
                              uint32_t row, uint32_t n_out, uint32_t flags) {
-    rf_op *op = rfi_op(b, RF_OP_EXPERTS, RF_ROWS_TOKENS);
+    rf_op *op = rfi_op(b, RF_OP_EXPERTS, in_out[1], in_out[0]);
     op->flags = flags;
-    op->in = in_out[0];
     op->in2 = d->route;
-    op->out = in_out[1];
     op->weight = e->weight;
     op->bias = e->bias;
     op->factor = e->factor;
     op->experts = (rf_experts_params){e->n_in, n_out, row, b->c->moe.n_experts, b->c->moe.n_used};
 }
 
-/* route = the experts of each row of xn */
+/* route = the router's choice of experts for each row of xn */
 static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d) {
     const rfi_moe_config *m = &b->c->moe;
     rfi_weight w = rfi_bind(b, "ffn_gate_inp.weight", b->c->n_embd, m->n_experts, 0, NULL);
     w.bias = rfi_bind_optional(b, "ffn_gate_inp.bias", m->n_experts);
     rf_op *op = rfi_emit_matmul(b, d->router, d->xn, w, m->n_experts, 0);
-    if (b->c->arch->moe->beside) op->matmul.scale = (float)(1 / sqrt((double)b->c->n_embd));
+    if (b->c->arch->moe->dense_beside) op->matmul.scale = (float)(1 / sqrt((double)b->c->n_embd));
     const uint32_t bias = rfi_bind_optional(b, "exp_probs_b.bias", m->n_experts);
-    op = rfi_op(b, RF_OP_ROUTE, RF_ROWS_TOKENS);
-    op->in = d->router;
-    op->out = d->route;
+    op = rfi_op(b, RF_OP_ROUTE, d->route, d->router);
     op->bias = bias;
     op->flags = (m->gating == RFI_GATING_SIGMOID  ? RF_OP_SIGMOID
                  : m->gating == RFI_GATING_CHOSEN ? RF_OP_CHOSEN
@@ -7925,19 +7902,17 @@ static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d) {
     op->route = (rf_route_params){m->n_experts, m->n_used, m->n_groups, m->n_groups_used, (float)m->scale};
 }
 
-/* out = (+= RF_OP_ACCUMULATE) the sum of n_used results in `in`, by the weights in in2 */
+/* out = sum of the n_used results in `in`, weighted by in2; flags RF_OP_ACCUMULATE: += */
 static rf_op *rfi_emit_mix(rfi_builder *b, uint32_t out, uint32_t in, uint32_t in2, uint32_t n_used, uint32_t flags) {
-    rf_op *op = rfi_op(b, RF_OP_MIX, RF_ROWS_TOKENS);
-    op->in = in;
+    rf_op *op = rfi_op(b, RF_OP_MIX, out, in);
     op->in2 = in2;
-    op->out = out;
     op->flags = flags;
     op->mix.n = b->c->n_embd;
     op->mix.n_used = n_used;
     return op;
 }
 
-/* x += Wdown (silu(Wgate xn) * Wup xn) of the shared experts, all or as much as their gate says */
+/* x += Wdown (silu(Wgate xn) * Wup xn) of the shared experts, times their gate if there is one */
 static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
     const uint32_t n_embd = c->n_embd, n_ff = c->moe.n_ff_shared;
@@ -7951,7 +7926,7 @@ static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d) {
     rfi_emit_matmul(b, d->gate, d->xn, gate, n_ff, 0);
     rfi_emit_matmul(b, d->up, d->xn, up, n_ff, 0);
     rfi_emit_glu(b, d->gate, d->up, n_ff, RF_ACT_SILU);
-    if (!c->arch->moe->gate) {
+    if (!c->arch->moe->shared_gate) {
         rfi_emit_residual(b, d, d->gate, n_ff, "ffn_down_shexp", "post_ffw_norm");
         return;
     }
@@ -7970,7 +7945,7 @@ static void rfi_emit_chosen(rfi_builder *b, const rfi_decoder *d) {
     const uint32_t n_embd = c->n_embd, n_ff = m->n_ff, gate[2] = {d->xn, d->gates}, up[2] = {d->xn, d->ups},
                    down[2] = {d->gates, d->downs};
     rfi_experts e;
-    if (rfi_has(b, "ffn_gate_up_exps.weight")) { /* the gate's rows, then those of what it multiplies */
+    if (rfi_has(b, "ffn_gate_up_exps.weight")) { /* rows of the gate, then of up */
         e = rfi_bind_expert_set(b, "ffn_gate_up_exps", n_embd, 2 * n_ff);
         if (e.bias != RF_NONE && b->result == RF_OK)
             b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.ffn_gate_up_exps.bias is not supported",
@@ -7989,7 +7964,7 @@ static void rfi_emit_chosen(rfi_builder *b, const rfi_decoder *d) {
     rfi_emit_experts(b, d, &e, down, 0, n_embd, RF_OP_PER_CHOICE);
 }
 
-/* x += sum over the chosen experts of weight * Wdown (act(Wgate xn) * Wup xn), + the same of the shared experts */
+/* x += sum over the chosen experts of weight * Wdown (act(Wgate xn) * Wup xn), then the shared experts */
 static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d) {
     rfi_emit_route(b, d);
     rfi_emit_chosen(b, d);
@@ -7998,15 +7973,13 @@ static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d) {
     rfi_emit_shared(b, d);
 }
 
-/* x += norm(norm1(ffn(xn)) + norm2(experts(pre_norm2(x)))); the router reads x, normed by weights of its own */
+/* x += norm(norm1(FFN(xn)) + norm2(experts(pre_norm2(x)))); the router reads x with a norm of its own */
 static void rfi_emit_beside(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
-    const uint32_t tokens = RF_ROWS_TOKENS, n_embd = c->n_embd, hidden = rfi_emit_hidden(b, d, l, d->xn);
+    const uint32_t n_embd = c->n_embd, hidden = rfi_emit_hidden(b, d, l, d->xn);
     rfi_emit_matmul(b, d->y, hidden, rfi_bind_matrix(b, "ffn_down", l->n_ff, n_embd, NULL), n_embd, 0);
     rfi_emit_norm(b, d->y, d->y, "post_ffw_norm_1", n_embd, 1, 0);
-    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, tokens);
-    op->in = d->x;
-    op->out = d->xn;
+    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, d->xn, d->x);
     op->norm = (rf_norm_params){1, n_embd, (float)c->norm_eps};
     const uint32_t scale = rfi_bind_vector(b, "ffn_gate_inp.scale", n_embd);
     if (b->result == RF_OK) op->weight = scale;
@@ -8018,14 +7991,12 @@ static void rfi_emit_beside(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     rfi_emit_norm(b, d->x, d->y, "post_ffw_norm", n_embd, 1, RF_OP_ACCUMULATE);
 }
 
-/* inputs = for each layer a row of an embedding, and a part of a product of x, normed. Their sum is to be divided by
- * sqrt(2), which rfi_emit_layer_end does. */
+/* inputs = for every layer an embedding row + norm(a part of Wproj x). rfi_emit_layer_end divides by sqrt(2). */
 static void rfi_emit_layer_inputs(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
-    const uint32_t tokens = RF_ROWS_TOKENS, n = c->n_layer_input, all = n * c->n_layers;
+    const uint32_t n = c->n_layer_input, all = n * c->n_layers;
     rfi_weight table = rfi_bind(b, "per_layer_token_embd.weight", all, c->n_vocab, 0, NULL);
-    rf_op *op = rfi_op(b, RF_OP_EMBED, tokens);
-    op->out = d->inputs;
+    rf_op *op = rfi_op(b, RF_OP_EMBED, d->inputs, RF_NONE);
     op->weight = table.slot;
     op->embed = (rf_embed_params){all, (float)sqrt(n)};
     if (b->result == RF_OK) ((rf_plan_weight *)b->weights.items)[table.slot].row_reads = 1;
@@ -8055,7 +8026,7 @@ static int rfi_layer_has_experts(const rfi_config *c, uint32_t il) {
     return c->moe.n_experts && il >= c->moe.n_dense;
 }
 
-/* One layer: what attention and ffn read, and both. In parallel the ffn's input is made before attention adds to x. */
+/* One layer. With parallel FFN its input is made before attention adds to x. */
 static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
     const uint32_t n_embd = c->n_embd;
@@ -8065,7 +8036,7 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     uint32_t attention_in = d->xn, ffn_in = d->xn;
     if (c->arch->no_pre_norm) attention_in = ffn_in = d->x;
     else rfi_emit_norm(b, d->xn, d->x, "attn_norm", n_embd, 1, 0);
-    if (c->parallel && rfi_has(b, "attn_norm_2.weight")) { /* attention has a norm of its own */
+    if (c->parallel && rfi_has(b, "attn_norm_2.weight")) { /* attention has its own norm */
         rfi_emit_norm(b, d->xn2, d->x, "attn_norm_2", n_embd, 1, 0);
         attention_in = d->xn2;
     } else if (c->parallel && c->arch->parallel_key) {
@@ -8078,13 +8049,13 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     else rfi_emit_delta(b, d, attention_in);
     if (!parallel && ffn_in != d->x) rfi_emit_norm(b, d->xn, d->x, ffn_norm, n_embd, 1, 0);
     const int experts = rfi_layer_has_experts(c, (uint32_t)b->layer);
-    if (experts && c->arch->moe->beside) rfi_emit_beside(b, d, l);
+    if (experts && c->arch->moe->dense_beside) rfi_emit_beside(b, d, l);
     else if (experts) rfi_emit_moe(b, d);
     else rfi_emit_ffn(b, d, l, ffn_in);
     if (c->arch->layer_inputs) rfi_emit_layer_end(b, d);
 }
 
-/* Those of models with recurrent layers. */
+/* Buffers of recurrent layers. */
 static void rfi_recurrent_buffers(rfi_builder *b, rfi_decoder *d, uint64_t q_width) {
     const rfi_recurrent_config *t = &b->c->recurrent;
     static const char *const names[3] = {"b", "c", "conv"};
@@ -8108,10 +8079,10 @@ static void rfi_recurrent_buffers(rfi_builder *b, rfi_decoder *d, uint64_t q_wid
 
 static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     const rfi_config *c = b->c;
-    uint64_t heads = 0, q = 0, k = 0, v = 0, att = 0, ff = 0; /* the widest layers' */
+    uint64_t heads = 0, q = 0, k = 0, v = 0, att = 0, ff = 0; /* of the widest layers */
     for (uint32_t il = 0; il < c->n_layers; il++) {
         const rfi_layer_config *l = &c->layers[il];
-        const int experts = rfi_layer_has_experts(c, il) && !c->arch->moe->beside;
+        const int experts = rfi_layer_has_experts(c, il) && !c->arch->moe->dense_beside;
         heads = rfi_max_u64(heads, l->n_heads);
         q = rfi_max_u64(q, (uint64_t)l->n_heads * l->head_dim);
         k = rfi_max_u64(k, (uint64_t)l->n_kv_heads * l->head_dim);
@@ -8124,7 +8095,7 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     d.x = rfi_buffer(b, "x", RF_ROWS_TOKENS, c->n_embd);
     d.xn = rfi_buffer(b, "xn", RF_ROWS_TOKENS, c->n_embd);
     if (c->parallel) d.xn2 = rfi_buffer(b, "xn2", RF_ROWS_TOKENS, c->n_embd);
-    const int gated_share = c->moe.n_ff_shared && c->arch->moe->gate;
+    const int gated_share = c->moe.n_ff_shared && c->arch->moe->shared_gate;
     if (gated_share) d.share = rfi_buffer(b, "share", RF_ROWS_TOKENS, 1);
     if (c->arch->post_norm || gated_share) d.y = rfi_buffer(b, "y", RF_ROWS_TOKENS, c->n_embd);
     const int mla = c->arch->mla;
@@ -8137,7 +8108,7 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     rfi_recurrent_buffers(b, &d, q);
     if (mla) d.mla_q = rfi_buffer(b, "latent q", RF_ROWS_TOKENS, q);
     if (mla) d.mla_v = rfi_buffer(b, "latent v", RF_ROWS_TOKENS, att);
-    if (c->mla.q_lora_rank) d.q_lora_rank = rfi_buffer(b, "q rank", RF_ROWS_TOKENS, c->mla.q_lora_rank);
+    if (c->mla.q_lora_rank) d.q_lora = rfi_buffer(b, "q rank", RF_ROWS_TOKENS, c->mla.q_lora_rank);
     if (!c->arch->no_gate) d.gate = rfi_buffer(b, "gate", RF_ROWS_TOKENS, ff);
     d.up = rfi_buffer(b, "up", RF_ROWS_TOKENS, ff);
     d.xl = rfi_buffer(b, "xl", RF_ROWS_LOGITS, c->n_embd);
@@ -8150,7 +8121,7 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
         d.input_gate = rfi_buffer(b, "input gate", RF_ROWS_TOKENS, c->n_layer_input);
     }
     if (c->moe.n_experts == 0) return d;
-    if (c->arch->moe->beside) d.z = rfi_buffer(b, "z", RF_ROWS_TOKENS, c->n_embd);
+    if (c->arch->moe->dense_beside) d.z = rfi_buffer(b, "z", RF_ROWS_TOKENS, c->n_embd);
     d.router = rfi_buffer(b, "router", RF_ROWS_TOKENS, c->moe.n_experts);
     d.route = rfi_buffer(b, "route", RF_ROWS_TOKENS, 2ull * c->moe.n_used);
     d.gates = rfi_buffer(b, "gates", RF_ROWS_TOKENS, (uint64_t)c->moe.n_used * c->moe.n_ff);
@@ -8159,7 +8130,7 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     return d;
 }
 
-/* Tables and factors of rope; layers with a sliding window may have their own. */
+/* Rope tables and frequency factors; SWA layers may have their own. */
 static void rfi_emit_rope_tables(rfi_builder *b, rfi_decoder *d) {
     const rfi_config *c = b->c;
     const rfi_rope_config *r = &c->rope, *swa = &c->swa_rope;
@@ -8175,8 +8146,8 @@ static void rfi_emit_rope_tables(rfi_builder *b, rfi_decoder *d) {
     d->rope.long_freqs = rfi_bind(b, "rope_factors_long.weight", half, 1, d->rope.freqs == RF_NONE, NULL).slot;
 }
 
-/* By how much scores of each head fall with every position of distance (arXiv 2108.12409): powers of 2^(-alibi / n), n
- * being the largest power of two up to the number of heads; those that are more take odd powers of its root. */
+/* ALiBi slopes (arXiv 2108.12409): powers of 2^(-alibi / n), n the largest power of two <= n_heads; heads from n on take
+ * the odd powers of its square root. */
 static uint32_t rfi_slope_table(rfi_builder *b) {
     const uint32_t n_heads = b->c->layers[0].n_heads, first = b->tables.n;
     uint32_t n = 1;
@@ -8194,26 +8165,24 @@ static uint32_t rfi_slope_table(rfi_builder *b) {
     return first;
 }
 
-/* x = embeddings of the tokens, and of their positions where these are learned */
+/* x = token embeddings, + learned position embeddings */
 static rfi_weight rfi_emit_embedding(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
     rfi_weight embedding = rfi_bind(b, "token_embd.weight", c->n_embd, c->n_vocab, 0, NULL);
-    rf_op *op = rfi_op(b, RF_OP_EMBED, RF_ROWS_TOKENS);
-    op->out = d->x;
+    rf_op *op = rfi_op(b, RF_OP_EMBED, d->x, RF_NONE);
     op->weight = embedding.slot;
     op->embed = (rf_embed_params){c->n_embd, (float)c->embedding_scale};
     if (c->arch->embedding_norm) rfi_emit_norm(b, d->x, d->x, "token_embd_norm", c->n_embd, 1, 0);
     if (!c->arch->learned_positions) return embedding;
     rfi_weight positions = rfi_bind(b, "position_embd.weight", c->n_embd, c->n_positions, 0, NULL);
-    op = rfi_op(b, RF_OP_EMBED, RF_ROWS_TOKENS);
+    op = rfi_op(b, RF_OP_EMBED, d->x, RF_NONE);
     op->flags = RF_OP_POSITIONS | RF_OP_ACCUMULATE;
-    op->out = d->x;
     op->weight = positions.slot;
     op->embed.n = c->n_embd;
     return embedding;
 }
 
-/* The decoder of llama, and of all that differ from it by what rfi_arch says: read it next to the paper. */
+/* The decoder of all architectures: llama's graph, changed by the fields of rfi_arch. */
 static void rfi_emit_decoder(rfi_builder *b) {
     const rfi_config *c = b->c;
     rfi_decoder d = rfi_decoder_buffers(b);
@@ -8227,9 +8196,7 @@ static void rfi_emit_decoder(rfi_builder *b) {
         rfi_emit_layer(b, &d, &c->layers[il]);
     }
     b->layer = (int32_t)c->n_layers;
-    rf_op *op = rfi_op(b, RF_OP_GATHER, RF_ROWS_LOGITS);
-    op->in = d.x;
-    op->out = d.xl;
+    rf_op *op = rfi_op(b, RF_OP_GATHER, d.xl, d.x);
     op->gather.n = c->n_embd;
     const char *output_norm = c->recurrent.kind == RFI_SHORT_CONV ? "token_embd_norm" : "output_norm";
     rfi_emit_norm(b, d.xl, d.xl, output_norm, c->n_embd, 1, 0);
@@ -8239,9 +8206,7 @@ static void rfi_emit_decoder(rfi_builder *b) {
     op = rfi_emit_matmul(b, b->logits, d.xl, output, c->n_vocab, 0);
     op->matmul.scale = (float)c->logit_scale;
     op->matmul.softcap = (float)c->logit_softcap;
-    op = rfi_op(b, RF_OP_ARGMAX, RF_ROWS_LOGITS);
-    op->in = b->logits;
-    op->out = b->argmax;
+    op = rfi_op(b, RF_OP_ARGMAX, b->argmax, b->logits);
     op->argmax.n = c->n_vocab;
     if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.slot].row_reads = 1;
 }
@@ -8255,11 +8220,11 @@ static const rfi_moe_arch rfi_moe_deepseek2 = {
 static const rfi_moe_arch rfi_moe_mixtral = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .optional = 1};
 static const rfi_moe_arch rfi_moe_gemma4 = {
-    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .beside = 1, .optional = 1};
-static const rfi_moe_arch rfi_moe_qwen2 = {.gating = RFI_GATING_SOFTMAX, .shared = 1, .gate = 1};
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .dense_beside = 1, .optional = 1};
+static const rfi_moe_arch rfi_moe_qwen2 = {.gating = RFI_GATING_SOFTMAX, .shared = 1, .shared_gate = 1};
 static const rfi_moe_arch rfi_moe_olmo = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1};
 static const rfi_moe_arch rfi_moe_oss = {.gating = RFI_GATING_CHOSEN};
-static const rfi_moe_arch rfi_moe_qwen35 = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .shared = 1, .gate = 1};
+static const rfi_moe_arch rfi_moe_qwen35 = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .shared = 1, .shared_gate = 1};
 static const rfi_moe_arch rfi_moe_lfm2 = {.gating = RFI_GATING_SIGMOID, .normalize = 1, .keys = 1, .dense_lead = 1};
 static const rfi_recurrent_arch rfi_qwen3next = {.kind = RFI_DELTA_NET, .fused_gates = 1};
 static const rfi_recurrent_arch rfi_lfm2 = {.kind = RFI_SHORT_CONV};
@@ -8368,7 +8333,7 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
     return b.result;
 }
 
-/* An op of a plan that some device is to run: what the table of ops asks of it. */
+/* Check an op against the table of ops; the error names the device. */
 static rf_result rfi_check_op(const char *device, const rf_plan *plan, const rf_op *op, rf_error *err) {
     const char *why = rf_op_check(plan, op), *name = op->weight < plan->n_weights ? plan->weights[op->weight].name : "";
     if (!why) return RF_OK;
