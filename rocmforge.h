@@ -1502,11 +1502,14 @@ static inline void rf_op_in(rf_op_spec *s, uint32_t id, uint64_t width) {
     rf_op_in_if(s, id, width);
     rf_op_need(s, id != RF_NONE, "an input is missing");
 }
-static inline void rf_op_out(rf_op_spec *s, uint64_t width) { s->out.width = width; }
+static inline void rf_op_out(rf_op_spec *s, uint64_t width) {
+    s->out.width = width;
+    rf_op_need(s, width > 0, "it has no results");
+}
 static inline void rf_op_matrix(rf_op_spec *s, uint32_t slot, uint32_t n_slots, uint64_t n_in, uint64_t n_rows) {
     const rf_op_weight w = {slot, n_slots, n_in, n_rows};
     if (slot != RF_NONE) s->weight[s->n_weights++] = w;
-    rf_op_need(s, slot != RF_NONE, "its weight is missing");
+    rf_op_need(s, slot != RF_NONE && n_in > 0, "its weight is missing, or its rows are empty");
 }
 static inline void rf_op_vector_if(rf_op_spec *s, uint32_t slot, uint64_t n) {
     const rf_op_weight w = {slot, 1, 0, n};

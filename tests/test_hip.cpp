@@ -2446,6 +2446,20 @@ static void test_refusals() {
         rf_result r = api->op_supported(g.dev, &g.plan, &g.ops[0], &err), want = kind == 2 ? RF_ERR_UNSUPPORTED : RF_ERR_ARGUMENT;
         CHECK(r == want && err.code == r && strstr(err.text, "op 0"), "kind %d: %d '%s'", kind, r, err.text);
     }
+    for (uint32_t kind = 0; kind < RF_OP_KIND_COUNT; kind++) { /* buffers and a weight, but no sizes */
+        Rig g(devices[0]);
+        const uint32_t rows = rf_op_get_spec(&g.plan, g.op(kind)).rows == RF_ROWS_LOGITS ? RF_ROWS_LOGITS : RF_ROWS_TOKENS;
+        rf_op *o = &g.ops[0];
+        o->in = o->in2 = o->in3 = g.buffer(64), o->out = g.buffer(64, rows), o->rows = rows;
+        o->state = 0, g.state(1, 64, 64), g.states[0].width = 0;
+        o->weight = o->bias = g.vector(values(64));
+        g.plan.ops = g.ops.data(), g.plan.n_ops = 1, g.plan.buffers = g.buffers.data(), g.plan.n_buffers = 2;
+        g.plan.weights = g.weights.data(), g.plan.n_weights = 1, g.plan.states = g.states.data(), g.plan.n_states = 1;
+        memset(&err, 0, sizeof err);
+        const rf_result r = api->op_supported(g.dev, &g.plan, o, &err);
+        CHECK(r == RF_ERR_ARGUMENT && strstr(err.text, rf_op_name(kind)), "%s of nothing: %d '%s'", rf_op_name(kind), r,
+              err.text);
+    }
     { /* what no kernel knows: further flags and activations, and flags of other kinds */
         Rig g(devices[0]);
         small_model(g, RF_TYPE_Q8_0);
