@@ -14334,29 +14334,29 @@ ROCMFORGE_API void rf_session_cancel(rf_session *s) {
 }
 
 /* ==== 13 Tokens and text ================================================================================ >>token
- * Text to token ids and back, for the vocabularies of language models: SPM ("llama": merges by score, spaces as
- * U+2581, bytes as <0xHH>) and BPE ("gpt2": a pre-tokenizer, then merges by rank over GPT-2's alphabet of bytes;
- * "gemma4": lines, then merges by rank, spaces and bytes as SPM); and WPM of embedding models ("bert": longest tokens
- * of each word, letters without accents and capitals). A tokenizer is read once, checked while it is read, and
- * immutable. Token texts point into the metadata of the file, which it holds. Text is hostile: nothing recurses, and
- * time is O(n log n) in its length.
+ * Tokenizers: text to token ids and back. SPM (SentencePiece, "llama") merges pairs by score; spaces are U+2581, bytes
+ * <0xHH>. BPE ("gpt2") cuts text into words with a pre-tokenizer, then merges pairs by rank over GPT-2's byte alphabet;
+ * "gemma4" is BPE over lines, with spaces and bytes as in SPM. WPM (WordPiece, "bert", embedding models) takes the
+ * longest tokens of each word, letters without accents and capitals. A tokenizer is checked while it is read, and then
+ * immutable. Token texts point into the metadata of its file, which it keeps open. Text is untrusted: nothing recurses,
+ * and time is O(n log n) in its length.
  * Reference for every choice: what llama.cpp answers, except that plain text never becomes a control token. */
 
-/* tokenizer.ggml.token_type, and what we add to it. */
+/* tokenizer.ggml.token_type, and flags that we add. */
 enum {
     RFI_TOKEN_UNDEFINED = 0, RFI_TOKEN_NORMAL = 1, RFI_TOKEN_UNKNOWN = 2, RFI_TOKEN_CONTROL = 3, RFI_TOKEN_USER = 4,
     RFI_TOKEN_UNUSED = 5, RFI_TOKEN_BYTE = 6,
     RFI_TOKEN_TYPE = 7,     /* mask of the above                                                    */
     RFI_TOKEN_END = 8,      /* ends a generation                                                    */
-    RFI_TOKEN_STRIP = 16,   /* eats the whitespace that follows it in text (Phi-3)                  */
-    RFI_TOKEN_PLAIN = 32,   /* what plain text may become: it is in the index of texts              */
+    RFI_TOKEN_STRIP = 16,   /* drops the whitespace that follows it in text (Phi-3)                 */
+    RFI_TOKEN_PLAIN = 32,   /* plain text may become it: it is in the index of texts                */
     RFI_TOKEN_SHOWN = 64    /* control token that is part of the text: gpt-oss's channels           */
 };
 
-enum { RFI_TEXT_MAX_BYTES = 1 << 30 };  /* of one rf_tokenize: three symbols a byte stay below 2^32 */
+enum { RFI_TEXT_MAX_BYTES = 1 << 30 };  /* of one rf_tokenize: three symbols per byte stay below 2^32 */
 enum { RFI_SPECIAL_MAX_BYTES = 1024 };  /* longer special tokens are not looked for in text         */
 
-/* How BPE cuts text into words before it merges: the rules of >>token "cutting text into words". */
+/* How BPE cuts text into words before it merges: see "BPE: cutting text into words". */
 typedef enum rfi_pre_rule {
     RFI_PRE_LLAMA3, RFI_PRE_JAIS2, RFI_PRE_MINICPM5, RFI_PRE_QWEN2, RFI_PRE_QWEN35, RFI_PRE_UFAKZEKA,
     RFI_PRE_SEED_CODER, RFI_PRE_LAGUNA, RFI_PRE_TEKKEN, RFI_PRE_GPT4O, RFI_PRE_GRANITE97M, RFI_PRE_TINY_AYA,
@@ -14367,10 +14367,10 @@ typedef enum rfi_pre_rule {
 } rfi_pre_rule;
 
 enum {
-    RFI_PRE_WHOLE = 1,    /* a word that is a token is not merged up to it                     */
-    RFI_PRE_BOS = 2,      /* bos is added unless the file says no                              */
-    RFI_PRE_RAW = 4,      /* no byte alphabet: spaces as U+2581, other bytes as <0xHH>         */
-    RFI_PRE_FORCE_BOS = 8 /* bos is added, whatever the file says                              */
+    RFI_PRE_WHOLE = 1,    /* a word that is a token is taken whole, without merging            */
+    RFI_PRE_BOS = 2,      /* add bos unless the file says no                                   */
+    RFI_PRE_RAW = 4,      /* no byte alphabet: spaces are U+2581, other bytes <0xHH>           */
+    RFI_PRE_FORCE_BOS = 8 /* add bos, whatever the file says                                   */
 };
 
 typedef struct rfi_pre {
@@ -14379,8 +14379,8 @@ typedef struct rfi_pre {
     uint32_t flags; /* RFI_PRE_* above */
 } rfi_pre;
 
-/* tokenizer.ggml.pre. A name is here only if its rule is known to be one of ours: on one vocabulary other rules can
- * look the same, and a wrong rule is a silent error. */
+/* Values of tokenizer.ggml.pre. A name is listed only if its rule is known: on one vocabulary two rules can look the
+ * same, and a wrong rule is a silent error. */
 static const rfi_pre rfi_pres[] = {
     {"default", RFI_PRE_DEFAULT, 0},             {"falcon", RFI_PRE_FALCON, 0},
     {"llama3", RFI_PRE_LLAMA3, 3},               {"llama-v3", RFI_PRE_LLAMA3, 3},
@@ -14431,7 +14431,7 @@ static const rfi_pre rfi_pres[] = {
     {"mmbert", RFI_PRE_LINES, RFI_PRE_RAW | RFI_PRE_FORCE_BOS},
 };
 
-/* Open-addressing slots. id and rank are stored + 1, so that zeroed memory is an empty table. */
+/* Slots of hash tables with open addressing. id and rank are stored + 1, so that zeroed memory is an empty table. */
 typedef struct rfi_text_slot {
     uint32_t hash, id1;
 } rfi_text_slot;
@@ -14443,24 +14443,24 @@ typedef struct rfi_merge_slot {
 
 struct rf_tokenizer {
     rf_allocator allocator;
-    rf_gguf *g;                   /* held                                                                    */
+    rf_gguf *g;                   /* kept open                                                               */
     const char *model;            /* "llama", "gpt2", "gemma4", "bert"                                       */
     const rfi_pre *pre;           /* BPE; NULL: SPM, WPM                                                     */
-    uint32_t is_wpm, lower, strip; /* WPM: capitals become small, accents go                                 */
+    uint32_t is_wpm, lower, strip; /* WPM: make capitals small, drop accents                                 */
     uint32_t n_vocab;
     rf_string *text;              /* [n_vocab] as the vocabulary spells it                                   */
     uint8_t *attr;                /* [n_vocab] RFI_TOKEN_*                                                   */
     const unsigned char *scores;  /* [n_vocab] float32 in the metadata, unaligned; NULL: all 0               */
-    rfi_text_slot *texts;         /* [n_texts] text -> id of what plain text may become                      */
+    rfi_text_slot *texts;         /* [n_texts] hash table: text -> id of plain tokens                        */
     uint32_t n_texts;
     uint64_t *hash;               /* [n_vocab] of the text; 0: no plain token                                */
-    uint32_t plain_max_bytes;     /* longest of these                                                        */
-    rfi_merge_slot *merges;       /* [n_merges] BPE: (left, right) -> rank, result                           */
+    uint32_t plain_max_bytes;     /* longest plain token                                                     */
+    rfi_merge_slot *merges;       /* [n_merges] BPE hash table: (left, right) -> rank, result                */
     uint32_t n_merges;
     int32_t byte_id[256];         /* token of a byte, -1: it cannot be written                               */
     int32_t *special;             /* [n_special] control, unknown and user-defined tokens, sorted by text    */
     uint32_t n_special, n_user;
-    uint32_t special_first[257];  /* where in special a first byte starts                                    */
+    uint32_t special_first[257];  /* index in special of the first token that begins with a byte             */
     int32_t bos, eos, eot, eom, unknown, padding; /* -1: the file names none                                 */
     uint32_t add_bos, add_eos, add_space;
     _Atomic uint32_t n_users;     /* schedulers                                                              */
@@ -14483,7 +14483,7 @@ static uint32_t rfi_class(uint32_t cp) {
     if ((cp | 32) - 'a' < 26) return RFI_LETTER;
     if (cp - '0' < 10) return RFI_NUMBER;
     if (cp == ' ') return RFI_SPACE;
-    if (cp < 128) { /* a bit per character, as in the table */
+    if (cp < 128) { /* one bit per character, as in the table */
         static const uint64_t spaces = 0x100003e00u, punct[2] = {0x8c00f7ee00000000u, 0x28000000b8000001u},
                               symbols[2] = {0x7000081000000000u, 0x5000000140000000u};
         uint64_t bit = (uint64_t)1 << (cp & 63);
@@ -14494,14 +14494,14 @@ static uint32_t rfi_class(uint32_t cp) {
 }
 
 typedef struct rfi_char {
-    uint32_t cp, n_bytes; /* a bad byte is U+FFFD of one byte */
+    uint32_t cp, n_bytes; /* a malformed byte counts as U+FFFD of one byte */
     uint32_t is_bad;
 } rfi_char;
 
-/* First character of n >= 1 bytes. Overlong forms, cut ones and those above U+10FFFF are bad; surrogates are not,
+/* Decode the first character of n >= 1 bytes. Overlong, truncated and above U+10FFFF are malformed; surrogates are not,
  * they pass as three bytes. */
 static rfi_char rfi_utf8(const unsigned char *p, uint64_t n) {
-    static const uint32_t least[5] = {0, 0, 0x80, 0x800, 0x10000};
+    static const uint32_t min_cp[5] = {0, 0, 0x80, 0x800, 0x10000};
     uint32_t len = p[0] < 0x80 ? 1 : p[0] < 0xc0 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf8 ? 4 : 0;
     rfi_char bad = {0xfffd, 1, 1}, c = {p[0], len, 0};
     if (len == 1) return c;
@@ -14511,7 +14511,7 @@ static rfi_char rfi_utf8(const unsigned char *p, uint64_t n) {
         if ((p[i] & 0xc0) != 0x80) return bad;
         c.cp = c.cp << 6 | (p[i] & 0x3f);
     }
-    return c.cp < least[len] || c.cp > 0x10ffff ? bad : c;
+    return c.cp < min_cp[len] || c.cp > 0x10ffff ? bad : c;
 }
 
 /* GPT-2's byte alphabet writes byte b as the character cp: printable Latin-1 as itself, the 68 others from U+0100 on
@@ -14522,7 +14522,7 @@ static uint32_t rfi_byte_char(uint32_t b) {
     return b == 173 ? 256 + 67 : b;
 }
 
-/* The byte that cp stands for, or -1. */
+/* The byte that cp stands for in that alphabet, or -1. */
 static int rfi_char_byte(uint32_t cp) {
     if (cp >= 256 + 68) return -1;
     if (cp >= 256) return cp < 256 + 33 ? (int)cp - 256 : cp == 256 + 67 ? 173 : (int)cp - 256 - 33 + 127;
@@ -14542,13 +14542,13 @@ static uint32_t rfi_byte_utf8(uint32_t b, char out[2]) {
 
 static uint32_t rfi_token_type(const rf_tokenizer *t, uint32_t id) { return t->attr[id] & RFI_TOKEN_TYPE; }
 
-/* Slots for n entries: two thirds full at most, and never full, so that every search ends. */
+/* Slots of a hash table for n entries: at most two thirds are used, so that every search ends. */
 static uint32_t rfi_slot_count(uint64_t n) { return (uint32_t)(n + n / 2 + 1); }
 
-/* Where in a table the search for a hash starts. */
-static uint32_t rfi_home(uint64_t hash, uint32_t n_slots) { return (uint32_t)((hash >> 32) * n_slots >> 32); }
+/* Slot at which the search for a hash starts. */
+static uint32_t rfi_first_slot(uint64_t hash, uint32_t n_slots) { return (uint32_t)((hash >> 32) * n_slots >> 32); }
 
-/* Eight bytes a step. The seed is the tokenizer's address: a file cannot be built to collide. */
+/* Hash eight bytes at a time. The seed is the tokenizer's address: a file cannot be built to collide. */
 static uint64_t rfi_text_hash(const rf_tokenizer *t, const char *s, uint64_t n) {
     uint64_t h = (uint64_t)(uintptr_t)t ^ n;
     for (uint64_t at = 0; at < n; at += 8) {
@@ -14561,9 +14561,9 @@ static uint64_t rfi_text_hash(const rf_tokenizer *t, const char *s, uint64_t n) 
     return h ^ h >> 32;
 }
 
-/* Slot of a text: its own, or the empty one where it would go. */
+/* Slot that holds a text, or the empty one where it belongs. */
 static uint32_t rfi_text_slot_of(const rf_tokenizer *t, const char *s, uint64_t n, uint64_t hash) {
-    uint32_t i = rfi_home(hash, t->n_texts);
+    uint32_t i = rfi_first_slot(hash, t->n_texts);
     for (; t->texts[i].id1; i = i + 1 < t->n_texts ? i + 1 : 0) {
         const rf_string *text = &t->text[t->texts[i].id1 - 1];
         if (t->texts[i].hash == (uint32_t)hash && text->len == n && memcmp(text->data, s, (size_t)n) == 0) break;
@@ -14577,16 +14577,16 @@ static int32_t rfi_token_find(const rf_tokenizer *t, const char *s, uint64_t n) 
     return (int32_t)t->texts[rfi_text_slot_of(t, s, n, rfi_text_hash(t, s, n))].id1 - 1;
 }
 
-/* A pair of texts as 64 bits. Merges are compared by this alone: reading the 280 000 merges of a large vocabulary
- * then needs no search for their parts, and two of them are mistaken for each other once in 10^8 files. */
+/* Hash a pair of texts to 64 bits. Merges are compared by this alone: reading the 280 000 merges of a large vocabulary
+ * then needs no search for their parts, and two merges collide in one of 10^8 files. */
 static uint64_t rfi_merge_key(uint64_t left, uint64_t right) {
     uint64_t h = (left * 0x9e3779b97f4a7c15u ^ right) * 0xd6e8feb86659fd93u;
     return h ^ h >> 32;
 }
 
-/* Slot of a merge: its own, or the empty one where it would go. */
+/* Slot that holds a merge, or the empty one where it belongs. */
 static uint32_t rfi_merge_slot_of(const rf_tokenizer *t, uint64_t key) {
-    uint32_t i = rfi_home(key, t->n_merges);
+    uint32_t i = rfi_first_slot(key, t->n_merges);
     while (t->merges[i].rank1 && t->merges[i].key != key) i = i + 1 < t->n_merges ? i + 1 : 0;
     return i;
 }
@@ -14600,7 +14600,7 @@ static uint32_t rfi_merge_slot_of(const rf_tokenizer *t, uint64_t key) {
     rfi_fail(err, code, where, "%s: %s at byte %llu: " format, rfi_gguf_path(g), key, (unsigned long long)(where), \
              __VA_ARGS__)
 
-/* An array key: *out has count 0 if it is absent and not required. n_want 0: any length. */
+/* Get an array key; *out has count 0 if it is absent and not required. n_want 0: any length. */
 static rf_result rfi_tok_array(const rf_gguf *g, const char *key, uint32_t type, uint64_t n_want, int required,
                                rf_kv *out, rf_error *err) {
     if (rf_gguf_find_kv(g, key, out, NULL) != RF_OK) {
@@ -14617,7 +14617,7 @@ static rf_result rfi_tok_array(const rf_gguf *g, const char *key, uint32_t type,
     return RF_OK;
 }
 
-/* A string key; empty if absent. */
+/* Get a string key; empty if absent. */
 static rf_result rfi_tok_text(const rf_gguf *g, const char *key, rf_string *out, uint64_t *where, rf_error *err) {
     rf_kv kv;
     memset(out, 0, sizeof *out);
@@ -14640,7 +14640,7 @@ static rf_result rfi_tok_bool(const rf_gguf *g, const char *key, uint32_t *out, 
     return RF_OK;
 }
 
-/* A token id. Out of range is an error; for keys that many files have wrong and nothing depends on, it is none. */
+/* Get a token id. Out of range is an error, or -1 for keys that many files have wrong and nothing depends on. */
 static rf_result rfi_tok_id(const rf_gguf *g, const char *key, uint32_t n_vocab, int lax, int32_t *out,
                             rf_error *err) {
     rf_kv kv;
@@ -14656,7 +14656,7 @@ static rf_result rfi_tok_id(const rf_gguf *g, const char *key, uint32_t n_vocab,
     return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, kv.where, "want a token id, found %s", rfi_kv_type_name(kv.type));
 }
 
-/* Which algorithm and, for BPE, which pre-tokenizer. */
+/* Choose the algorithm and, for BPE, the pre-tokenizer. */
 static rf_result rfi_tok_open_model(rf_tokenizer *t, const char *force_pre, rf_error *err) {
     rf_string name;
     uint64_t where;
@@ -14701,7 +14701,7 @@ static int rfi_byte_token(rf_string s) {
     return high < 0 || low < 0 ? -1 : high << 4 | low;
 }
 
-/* tokens, scores and token_type, every element checked. */
+/* Read tokens, scores and token_type; every element is checked. */
 static rf_result rfi_tok_open_tokens(rf_tokenizer *t, rf_error *err) {
     rf_kv tokens, scores, types;
     const rf_gguf *g = t->g;
@@ -14735,8 +14735,8 @@ static rf_result rfi_tok_open_tokens(rf_tokenizer *t, rf_error *err) {
     return RF_OK;
 }
 
-/* Named ids and flags. Without add_* keys SPM adds bos and a leading space, BPE bos if its pre-tokenizer says so, WPM
- * bos and eos, which its files call cls and separator. */
+/* Read named ids and flags. Without add_* keys SPM adds bos and a leading space, BPE bos if its pre-tokenizer says so,
+ * WPM bos and eos, which its files call cls and separator. */
 static rf_result rfi_tok_open_ids(rf_tokenizer *t, rf_error *err) {
     const rf_gguf *g = t->g;
     t->add_bos = t->pre ? (t->pre->flags & (RFI_PRE_BOS | RFI_PRE_FORCE_BOS)) != 0 : 1;
@@ -14777,9 +14777,10 @@ static void rfi_tok_mark(rf_tokenizer *t, const char *const *texts, size_t n, ui
     }
 }
 
-/* Tokens that end a generation: those the file names, and the known texts, whose type many files have wrong, so that
- * they become control tokens. Two exceptions. gpt-oss and solar-open, known by their tokens for calls: <|end|> only
- * ends a message there, and what frames a message is shown. gemma4, known by <|tool_response>: </s> is text. */
+/* Mark the tokens that end a generation: those the file names, and known texts, which become control tokens because
+ * many files give them the wrong type. Two exceptions. gpt-oss and solar-open, recognised by their tokens for calls:
+ * <|end|> only ends a message, and the tokens around a message are shown. gemma4, recognised by <|tool_response>: </s>
+ * is text. */
 static void rfi_tok_find_ends(rf_tokenizer *t) {
     enum { END, RETURN, CALL, CALLS, FLUSH, TOOL_RESPONSE, S };
     static const char *const ends[] = {
@@ -14799,7 +14800,7 @@ static void rfi_tok_find_ends(rf_tokenizer *t) {
         if (named[k] >= 0) t->attr[named[k]] |= RFI_TOKEN_END;
 }
 
-/* Order of the special tokens: by text; of equal texts the user-defined first, then the smaller id. */
+/* Order of special tokens: by text; of equal texts the user-defined first, then the smaller id. */
 static int rfi_special_less(const rf_tokenizer *t, int32_t a, int32_t b) {
     rf_string x = t->text[a], y = t->text[b];
     int c = memcmp(x.data, y.data, (size_t)rfi_min_u64(x.len, y.len));
@@ -14809,7 +14810,7 @@ static int rfi_special_less(const rf_tokenizer *t, int32_t a, int32_t b) {
     return ux != uy ? ux : a < b;
 }
 
-/* Does the model's name say Phi-3? Its special tokens, but three, eat the whitespace after them; no key says so. */
+/* Does the name say Phi-3? All but three of its special tokens drop the whitespace after them; no key says so. */
 static int rfi_tok_is_phi3(const rf_gguf *g) {
     rf_string name;
     uint64_t where;
@@ -14822,7 +14823,7 @@ static int rfi_tok_is_phi3(const rf_gguf *g) {
     return 0;
 }
 
-/* Collect, sort and index the tokens that are looked for in text before anything else. */
+/* Collect, sort and index the special tokens, which are searched in text before anything else. */
 static rf_result rfi_tok_open_special(rf_tokenizer *t, rf_error *err) {
     uint32_t n = 0, phi3 = (uint32_t)rfi_tok_is_phi3(t->g);
     for (int pass = 0; pass < 2; pass++) {
@@ -14839,7 +14840,7 @@ static rf_result rfi_tok_open_special(rf_tokenizer *t, rf_error *err) {
     }
     uint32_t gap = 1;
     while (gap < n / 3) gap = 3 * gap + 1;
-    for (; gap > 0; gap /= 3) /* Shell's sort: in place, no recursion, and few files have over a thousand of them */
+    for (; gap > 0; gap /= 3) /* Shell sort: in place, no recursion; few files have over a thousand of them */
         for (uint32_t i = gap; i < n; i++) {
             int32_t id = t->special[i];
             uint32_t k = i;
@@ -14862,8 +14863,8 @@ static rf_result rfi_tok_open_special(rf_tokenizer *t, rf_error *err) {
     return RF_OK;
 }
 
-/* text -> id, for what plain text may become: control, unknown and byte tokens come from flags and from bytes only.
- * Of equal texts the first id wins. */
+/* Index the texts of plain tokens. Control, unknown and byte tokens are none: plain text cannot become them. Of equal
+ * texts the first id wins. */
 static rf_result rfi_tok_open_texts(rf_tokenizer *t, rf_error *err) {
     t->n_texts = rfi_slot_count(t->n_vocab);
     t->texts = (rfi_text_slot *)rfi_alloc(&t->allocator, t->n_texts, sizeof *t->texts, "vocabulary index", err);
@@ -14887,21 +14888,21 @@ static rf_result rfi_tok_open_texts(rf_tokenizer *t, rf_error *err) {
 
 static int rfi_tok_is_raw(const rf_tokenizer *t) { return t->pre && t->pre->flags & RFI_PRE_RAW; }
 
-/* The token of each byte. BPE: the letter of GPT-2's alphabet; a byte without one is dropped from text, as by
- * llama.cpp. SPM, and BPE without that alphabet: the byte token; without one its text as a plain token; then, SPM
+/* Find the token of each byte. BPE: its character in GPT-2's alphabet; a byte without a token is dropped from text, as
+ * llama.cpp does. SPM, and BPE without that alphabet: the byte token; without one its text as a plain token; then, SPM
  * only, the byte itself, then unknown. */
 static void rfi_tok_find_bytes(rf_tokenizer *t) {
     static const char hex[] = "0123456789ABCDEF";
-    int spelt_out = !t->pre || rfi_tok_is_raw(t);
+    int is_spelled = !t->pre || rfi_tok_is_raw(t);
     for (uint32_t b = 0; b < 256; b++) {
-        char byte = (char)b, spelt[6] = {'<', '0', 'x', hex[b >> 4], hex[b & 15], '>'}, letter[2];
-        if (spelt_out) t->byte_id[b] = rfi_token_find(t, spelt, sizeof spelt);
+        char byte = (char)b, spelled[6] = {'<', '0', 'x', hex[b >> 4], hex[b & 15], '>'}, letter[2];
+        if (is_spelled) t->byte_id[b] = rfi_token_find(t, spelled, sizeof spelled);
         else t->byte_id[b] = rfi_token_find(t, letter, rfi_byte_utf8(b, letter));
         if (t->pre) continue;
         if (t->byte_id[b] < 0) t->byte_id[b] = rfi_token_find(t, &byte, 1);
         if (t->byte_id[b] < 0) t->byte_id[b] = t->unknown;
     }
-    for (uint32_t i = spelt_out ? t->n_vocab : 0; i-- > 0;)
+    for (uint32_t i = is_spelled ? t->n_vocab : 0; i-- > 0;)
         if (rfi_token_type(t, i) == RFI_TOKEN_BYTE) t->byte_id[rfi_byte_token(t->text[i])] = (int32_t)i;
 }
 
@@ -14914,7 +14915,7 @@ static int rfi_merge_makes(const rf_tokenizer *t, rf_string left, rf_string righ
 }
 
 /* The token that a merge makes, or -1. Files list merges in the order of their results, so the last result and the
- * one behind it are tried first. `joined` has room for the longest plain token. */
+ * id after it are tried first. `joined` has room for the longest plain token. */
 static int32_t rfi_merge_result(const rf_tokenizer *t, rf_string left, rf_string right, uint32_t last, char *joined) {
     if (rfi_merge_makes(t, left, right, last)) return (int32_t)last;
     if (rfi_merge_makes(t, left, right, last + 1)) return (int32_t)last + 1;
@@ -14924,10 +14925,10 @@ static int32_t rfi_merge_result(const rf_tokenizer *t, rf_string left, rf_string
     return rfi_token_find(t, joined, left.len + right.len);
 }
 
-/* Put a group of merges into the table, and empty it; the first of equals counts. The table is larger than caches
- * are, so all slots of the group are asked for before the first is needed. */
+/* Insert a group of merges into the table and empty the group; the first of equals counts. The table is larger than
+ * the caches, so all slots of the group are prefetched before the first is needed. */
 static void rfi_merges_insert(rf_tokenizer *t, const rfi_merge_slot *group, uint32_t *n) {
-    for (uint32_t i = 0; i < *n; i++) __builtin_prefetch(&t->merges[rfi_home(group[i].key, t->n_merges)], 1);
+    for (uint32_t i = 0; i < *n; i++) __builtin_prefetch(&t->merges[rfi_first_slot(group[i].key, t->n_merges)], 1);
     for (uint32_t i = 0; i < *n; i++) {
         rfi_merge_slot *slot = &t->merges[rfi_merge_slot_of(t, group[i].key)];
         if (slot->rank1 == 0) *slot = group[i];
@@ -14935,7 +14936,7 @@ static void rfi_merges_insert(rf_tokenizer *t, const rfi_merge_slot *group, uint
     *n = 0;
 }
 
-/* "left right" -> rank and result. A merge that makes no token is left out: pruned vocabularies have them. */
+/* Read the merges, "left right". A merge that makes no token is left out: pruned vocabularies have such. */
 static rf_result rfi_tok_open_merges(rf_tokenizer *t, rf_error *err) {
     rf_kv kv;
     rf_result r = rfi_tok_array(t->g, RFI_TOK "merges", RF_KV_STRING, 0, 1, &kv, err);
@@ -15013,9 +15014,9 @@ ROCMFORGE_API rf_result rf_tokenizer_close(rf_tokenizer *t, rf_error *err) {
     return RF_OK;
 }
 
-/* ---- text to ids: what one call works with ---- */
+/* ---- text to ids: the state of one call ---- */
 
-/* A piece of what is being merged. Merged pieces leave the chain with id DEAD. */
+/* A piece of the word that is being merged. Merged pieces leave the linked list with id DEAD. */
 typedef struct rfi_symbol {
     int32_t id;        /* token, -1: none */
     uint32_t start;    /* SPM: byte in the word; BPE: the byte itself */
@@ -15025,9 +15026,9 @@ typedef struct rfi_symbol {
 enum { RFI_SYMBOL_DEAD = -2 };
 
 typedef struct rfi_heap_item {
-    uint64_t key;    /* smallest first; the low half is a place in the text, so that the leftmost of equals wins */
-    uint32_t end;    /* merges: symbol behind the pair                                                           */
-    int32_t id;      /* merges: what the pair becomes                                                            */
+    uint64_t key;    /* smallest first; the low half is a position, so that the leftmost of equals wins */
+    uint32_t end;    /* merges: symbol after the pair                                                    */
+    int32_t id;      /* merges: token that the pair becomes                                              */
 } rfi_heap_item;
 
 typedef struct rfi_tokenizing {
@@ -15041,7 +15042,7 @@ typedef struct rfi_tokenizing {
     uint64_t symbol_capacity;
     char *word;             /* the word as the vocabulary spells it      */
     uint64_t word_capacity;
-    const size_t *borders;  /* [n_borders] start and end of texts in which no control token is looked for */
+    const size_t *borders;  /* [n_borders] start and end of texts in which control tokens are not searched */
     uint32_t n_borders;
 } rfi_tokenizing;
 
@@ -15051,7 +15052,7 @@ static void rfi_put_id(rfi_tokenizing *w, int32_t id) {
     w->count++;
 }
 
-/* The block with room for n elements, its first n_kept in place; NULL (and the old one stays) if memory is short. */
+/* Grow a block to n elements and keep the first n_kept; NULL, with the old block intact, if memory is short. */
 static void *rfi_grow(const rfi_tokenizing *w, void *block, uint64_t *capacity, uint64_t n, uint64_t n_kept,
                       uint64_t element_bytes, const char *what) {
     if (n <= *capacity) return block;
@@ -15119,7 +15120,7 @@ static rf_result rfi_merge_try(rfi_tokenizing *w, uint32_t left, uint32_t n) {
         uint32_t start = w->symbols[left].start;
         item.id = rfi_token_find(t, w->word + start, w->symbols[item.end].start - start);
         if (item.id < 0) return RF_OK;
-        /* A float's bits, turned so that they sort as integers; NaN counts as the lowest score, -0 as 0. */
+        /* Maps float bits to ints in the same order; NaN counts as the lowest score, -0 as 0. */
         float score = t->scores ? rfi_load_f32(t->scores + 4 * (size_t)item.id) + 0.0f : 0.0f;
         uint32_t bits;
         if (score != score) score = -INFINITY;
@@ -15130,7 +15131,7 @@ static rf_result rfi_merge_try(rfi_tokenizing *w, uint32_t left, uint32_t n) {
     return rfi_heap_push(w, item);
 }
 
-/* Merge the n symbols of a word, best pair first, until none makes a token. */
+/* Merge the n symbols of a word, best pair first, until no pair makes a token. */
 static rf_result rfi_merge(rfi_tokenizing *w, uint32_t n) {
     rf_result r = RF_OK;
     w->n_heap = 0;
@@ -15139,7 +15140,7 @@ static rf_result rfi_merge(rfi_tokenizing *w, uint32_t n) {
     while (r == RF_OK && w->n_heap > 0) {
         rfi_heap_item item = rfi_heap_pop(w);
         uint32_t left = (uint32_t)item.key, right = w->symbols[left].next;
-        /* The pair is as it was queued if it still is two symbols that end where it ended: symbols only grow. */
+        /* The pair is still as queued if its two symbols end where they ended: symbols only grow. */
         if (w->symbols[left].id == RFI_SYMBOL_DEAD || right == n || w->symbols[right].next != item.end) continue;
         w->symbols[left].id = item.id;
         w->symbols[left].next = item.end;
@@ -15151,7 +15152,7 @@ static rf_result rfi_merge(rfi_tokenizing *w, uint32_t n) {
     return r;
 }
 
-/* Merge n symbols of w->word, and give out what they became; what is no token as its bytes. */
+/* Merge n symbols of w->word and give out the ids; what is no token is given out as its bytes. */
 static rf_result rfi_merge_spelt(rfi_tokenizing *w, uint32_t n) {
     rf_result r = rfi_merge(w, n);
     for (uint32_t i = 0; r == RF_OK && i < n; i = w->symbols[i].next) {
@@ -15164,8 +15165,8 @@ static rf_result rfi_merge_spelt(rfi_tokenizing *w, uint32_t n) {
 
 /* ---- SPM ---- */
 
-/* One stretch of plain text: spaces become U+2581, then everything merges at once. What is no token is given as its
- * bytes. Characters are cut by their first byte alone, as by llama.cpp: a bad one takes what follows with it. */
+/* Tokenize plain text: spaces become U+2581, then everything merges at once. What is no token is given out as its
+ * bytes. Characters are cut by their first byte alone, as llama.cpp does: a malformed one includes what follows. */
 static rf_result rfi_spm_text(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes, int add_space) {
     uint64_t n_word = 0;
     uint32_t n = 0;
@@ -15191,9 +15192,9 @@ static rf_result rfi_spm_text(rfi_tokenizing *w, const unsigned char *text, uint
 
 /* ---- WPM ---- */
 
-enum { RFI_WPM_TOKEN_MAX = 256 }; /* bytes: longer tokens are not looked for, or a vocabulary could make text slow */
+enum { RFI_WPM_TOKEN_MAX = 256 }; /* bytes: longer tokens are not searched, or a vocabulary could make text slow */
 
-/* Ideographs, which are words each. Source: BERT's tokenizer, as tokenizers has it. */
+/* Ideographs: each is a word. Source: BERT's tokenizer in Hugging Face's tokenizers. */
 static int rfi_wpm_is_word(uint32_t cp) {
     static const uint32_t ranges[][2] = {{0x3400, 0x4dbf},   {0x4e00, 0x9fff},   {0xf900, 0xfaff},   {0x20000, 0x2a6df},
                                          {0x2a700, 0x2b81f}, {0x2b920, 0x2ceaf}, {0x2f800, 0x2fa1f}};
@@ -15212,8 +15213,8 @@ static uint32_t rfi_put_utf8(uint32_t cp, char *out) {
     return n;
 }
 
-/* The word in w->word, its U+2581 before it: the longest token that fits, again and again; if one is missing, the whole
- * word is unknown. */
+/* Tokenize the word in w->word, which begins with U+2581: take the longest token that fits, until the end; if none
+ * fits, the whole word is unknown. */
 static void rfi_wpm_word(rfi_tokenizing *w, uint64_t n) {
     uint32_t before = w->count, longest = (uint32_t)rfi_min_u64(w->t->plain_max_bytes, RFI_WPM_TOKEN_MAX);
     int32_t id = 0;
@@ -15230,7 +15231,7 @@ static void rfi_wpm_word(rfi_tokenizing *w, uint64_t n) {
     rfi_put_id(w, w->t->unknown);
 }
 
-/* Text to words: spaces part them, control characters go, punctuation and ideographs are words of their own. */
+/* Cut text into words: at spaces; control characters are dropped; punctuation and ideographs are words. */
 static rf_result rfi_wpm_text(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes) {
     rf_result r = rfi_need_word(w, 3 * (uint64_t)n_bytes + 8);
     if (r != RF_OK) return r;
@@ -15254,18 +15255,18 @@ static rf_result rfi_wpm_text(rfi_tokenizing *w, const unsigned char *text, uint
 }
 
 /* ---- BPE: cutting text into words ----
- * The rules are regular expressions with a fixed meaning; these scanners are that meaning, written out. A rule is a
- * list of passes, each of which cuts the pieces that the one before left: what a pass matches becomes a piece, and so
- * does what lies between its matches. A pass sees nothing beyond its piece. Where expressions of other programs are
- * told apart by \p{Lu} or \p{Ll}, these go by A-Z and a-z alone, as llama.cpp's do. */
+ * Each rule is a regular expression of some program; these scanners are hand-written matchers for them. A rule is a
+ * list of passes. A pass cuts the pieces that the pass before left: each match becomes a piece, and so does the text
+ * between matches. A pass sees nothing outside its piece. Where other programs' expressions distinguish \p{Lu} and
+ * \p{Ll}, these distinguish A-Z and a-z alone, as llama.cpp's do. */
 
-/* One pass at work. No character is looked at more than a few times, or long runs would cost the square of their
- * length: where a match depends on the end of a run, that end is kept. */
+/* One pass in progress. No character is read more than a few times, or long runs would cost the square of their length:
+ * where a match depends on the end of a run, that end is kept. */
 typedef struct rfi_scan {
     const unsigned char *text;
     uint32_t end;     /* of the piece                                               */
-    uint32_t skip;    /* set by a pass that finds nothing: no match starts before   */
-    uint32_t run_end; /* end of the run (of digits, of spaces) that was looked at   */
+    uint32_t skip;    /* set by a pass without a match: none starts before it       */
+    uint32_t run_end; /* end of the run (of digits, of spaces) that was read        */
 } rfi_scan;
 
 typedef struct rfi_scan_char {
@@ -15303,7 +15304,7 @@ static uint32_t rfi_scan_contraction(const rfi_scan *s, uint32_t pos, int any_ca
     return pos;
 }
 
-/* \s*[\r\n]+ (if newlines) | \s+(?!\S) | \s+ : spaces before a word leave it their last one. */
+/* \s*[\r\n]+ (if newlines) | \s+(?!\S) | \s+ : of spaces before a word the last one is left to the word. */
 static uint32_t rfi_scan_spaces(const rfi_scan *s, uint32_t pos, int newlines) {
     uint32_t start = pos, last = pos, newline_end = 0;
     rfi_scan_char c;
@@ -15318,14 +15319,14 @@ static uint32_t rfi_scan_spaces(const rfi_scan *s, uint32_t pos, int newlines) {
 
 /* \s*[\r\n]+ | \s{512}(?!\S) | \s{256}(?!\S) | ... | \s{8}(?!\S) | \s{4}(?!\S) | \s{1,2}(?!\S) | \s */
 static uint32_t rfi_scan_space_sizes(rfi_scan *s, uint32_t pos) {
-    if (pos >= s->run_end) { /* else it is known to hold no newline */
+    if (pos >= s->run_end) { /* else the run is known to have no newline */
         uint32_t newline_end = 0, end = pos;
         for (rfi_scan_char c; (c = rfi_scan_at(s, end)).class & RFI_SPACE; end = c.next)
             if (rfi_is_newline(c.cp)) newline_end = c.next;
         if (newline_end) return newline_end;
         s->run_end = end;
     }
-    uint32_t ends[514], n = 0; /* ends[i]: behind i characters */
+    uint32_t ends[514], n = 0; /* ends[i]: position after i characters */
     for (ends[0] = pos; n < 513 && ends[n] < s->run_end; n++) ends[n + 1] = rfi_scan_at(s, ends[n]).next;
     if (n == 0) return pos;
     for (uint32_t size = 512; size > 0; size /= 2)
@@ -15351,13 +15352,13 @@ static const rfi_range rfi_set_asian[] = {{0xe40, 0xeff},     {0x1000, 0x109f}, 
                                           {0xff65, 0xff9f}};
 static const rfi_range rfi_set_han[] = {{0x3400, 0x4dbf},   {0x4e00, 0x9fff},   {0xf900, 0xfaff},
                                         {0x20000, 0x2a6df}, {0x2a700, 0x2ebef}, {0x2f800, 0x2fa1f}};
-/* ( ) | . , ! ? and six of their like: what poro-chat leaves between words */
+/* ( ) | . , ! ? and six similar: what poro-chat leaves between words */
 static const rfi_range rfi_set_poro_between[] = {{'!', '!'},     {'(', ')'},     {',', ','},     {'.', '.'},
                                                  {'?', '?'},     {'|', '|'},     {0x60c, 0x60c}, {0x6d4, 0x6d4},
                                                  {0x964, 0x964}, {0x2026, 0x2026}, {0x3001, 0x3002}, {0xff0c, 0xff0c}};
 static const rfi_range rfi_set_deepseek_punct[] = {{'!', '/'},       {':', '~'},       {0x2018, 0x201f},
                                                    {0x3000, 0x3002}, {0xff01, 0xff0f}, {0xff1a, 0xff5e}};
-/* The letters with case of deepseek-llm's expression. */
+/* Letters with case, as in deepseek-llm's expression. */
 static const rfi_range rfi_set_deepseek_letters[] = {
     {0x41, 0x5a},     {0x61, 0x7a},     {0xb5, 0xb5},     {0xc0, 0xd6},     {0xd8, 0xf6},     {0xf8, 0x1ba},
     {0x1bc, 0x1bf},   {0x1c4, 0x293},   {0x295, 0x2af},   {0x370, 0x373},   {0x376, 0x377},   {0x37b, 0x37d},
@@ -15378,10 +15379,10 @@ static const rfi_range rfi_set_deepseek_letters[] = {
 enum {
     RFI_SET_CJK_OLD, RFI_SET_CJK, RFI_SET_HANGUL, RFI_SET_BOPOMOFO, RFI_SET_CJK_PUNCT, RFI_SET_ASIAN, RFI_SET_HAN,
     RFI_SET_PORO_BETWEEN, RFI_SET_DEEPSEEK_PUNCT, RFI_SET_DEEPSEEK_LETTERS,
-    RFI_SET_SPACE = 64 /* with a set, or classes: one space may lead */
+    RFI_SET_SPACE = 64 /* with a set, or classes: one space may come first */
 };
 
-/* Is cp in the set? Spaces beyond ASCII are in none. */
+/* Is cp in the set? Spaces beyond ASCII are in no set. */
 static int rfi_in_set(const rfi_scan_char *c, uint32_t set) {
 #define RFI_SET(ranges) {ranges, RFI_COUNT(ranges)}
     static const struct { const rfi_range *ranges; size_t n; } sets[] = {
@@ -15399,7 +15400,7 @@ static int rfi_in_set(const rfi_scan_char *c, uint32_t set) {
     return lo < sets[set].n && sets[set].ranges[lo][0] <= c->cp;
 }
 
-/* ---- passes: end of what matches at pos, or pos ---- */
+/* ---- passes: each returns the end of the match at pos, or pos ---- */
 
 /* [set]+ , with RFI_SET_SPACE: \s?[set]+ */
 static uint32_t rfi_scan_set(rfi_scan *s, uint32_t pos, uint32_t how) {
@@ -15418,10 +15419,10 @@ static uint32_t rfi_scan_classes(rfi_scan *s, uint32_t pos, uint32_t how) {
     return end > from ? end : pos;
 }
 
-/* \p{N}{1,most} */
-static uint32_t rfi_scan_number(rfi_scan *s, uint32_t pos, uint32_t most) {
+/* \p{N}{1,max} */
+static uint32_t rfi_scan_number(rfi_scan *s, uint32_t pos, uint32_t max) {
     rfi_scan_char c;
-    for (uint32_t n = 0; n < most && (c = rfi_scan_at(s, pos)).class & RFI_NUMBER; n++) pos = c.next;
+    for (uint32_t n = 0; n < max && (c = rfi_scan_at(s, pos)).class & RFI_NUMBER; n++) pos = c.next;
     return pos;
 }
 
@@ -15480,23 +15481,23 @@ enum {
     RFI_WORDS_MARKS_ONLY_SO = 32, /* ... and as nothing else                                              */
     RFI_WORDS_CASE = 64,          /* a new word starts where a-z is followed by A-Z                       */
     RFI_WORDS_FIRST = 128,        /* contractions are words                                               */
-    RFI_WORDS_AFTER = 256,        /* contractions stay with the word before                               */
-    RFI_WORDS_HAN = 512,          /* runs of Han characters are words, and no part of others              */
-    RFI_WORDS_SPACED = 1024,      /* words with single spaces between stay together                       */
-    RFI_WORDS_SLASH = 2048,       /* newlines and slashes follow the rest; else newlines                  */
-    RFI_WORDS_ONE = 4096,         /* one of these at most                                                 */
-    RFI_WORDS_NONE = 8192,        /* or none                                                              */
-    RFI_WORDS_SPACE_SIZES = 16384 /* spaces come by 512, 256, ...                                         */
+    RFI_WORDS_AFTER = 256,        /* contractions belong to the word before                               */
+    RFI_WORDS_HAN = 512,          /* runs of Han characters are words of their own                        */
+    RFI_WORDS_SPACED = 1024,      /* words with single spaces between them are one word                   */
+    RFI_WORDS_SLASH = 2048,       /* newlines and slashes may end punctuation; else newlines              */
+    RFI_WORDS_ONE = 4096,         /* at most one of them                                                  */
+    RFI_WORDS_NONE = 8192,        /* none of them                                                         */
+    RFI_WORDS_SPACE_SIZES = 16384 /* runs of spaces are cut into 512, 256, ...                            */
 };
 
-/* End of the letters from pos, where one stands. */
+/* End of the letters at pos, which is one. */
 static uint32_t rfi_scan_letters(const rfi_scan *s, uint32_t pos, uint32_t how) {
     uint32_t letters = RFI_LETTER | (how & RFI_WORDS_MARKS ? RFI_MARK : 0), start = pos, lower = pos;
     rfi_scan_char c;
-    if (how & RFI_WORDS_CASE) { /* U*W+|U+W* , U: letters but a-z, W: letters but A-Z */
+    if (how & RFI_WORDS_CASE) { /* U*W+|U+W* with U: letters but a-z, W: letters but A-Z */
         for (; (c = rfi_scan_at(s, pos)).class & letters && c.cp - 'a' >= 26; pos = c.next)
             if (c.cp - 'A' >= 26) lower = c.next;
-        if (!(c.class & letters)) return lower > start ? lower : pos; /* W+ must be found in what U* took */
+        if (!(c.class & letters)) return lower > start ? lower : pos; /* backtrack: W+ must match inside U* */
         while ((c = rfi_scan_at(s, pos)).class & letters && c.cp - 'A' >= 26) pos = c.next;
         return pos;
     }
@@ -15510,7 +15511,7 @@ static uint32_t rfi_scan_letters(const rfi_scan *s, uint32_t pos, uint32_t how) 
     return pos;
 }
 
-/* Words as llama-3 knows them, and what others made of these:
+/* Words of llama-3 and its variants:
  *     C|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
  * with C = the contractions in any case */
 static uint32_t rfi_scan_words(rfi_scan *s, uint32_t pos, uint32_t how) {
@@ -15558,7 +15559,7 @@ static uint32_t rfi_scan_deepseek(rfi_scan *s, uint32_t pos, uint32_t unused) {
     return end;
 }
 
-/* Everything up to the end of the next 1 to 3 digits: of a run of numbers, those that leave a multiple of 3. */
+/* Everything up to the end of the next 1 to 3 digits; the rest of that run of digits is a multiple of 3 long. */
 static uint32_t rfi_scan_afmoe_digits(rfi_scan *s, uint32_t pos, uint32_t unused) {
     (void)unused;
     uint32_t n = 3;
@@ -15572,7 +15573,7 @@ static uint32_t rfi_scan_afmoe_digits(rfi_scan *s, uint32_t pos, uint32_t unused
     return rfi_scan_number(s, pos, n);
 }
 
-/* How many of 0-9 there are from pos on. */
+/* Length of the run of 0-9 at pos. */
 static uint32_t rfi_scan_digits_left(rfi_scan *s, uint32_t pos) {
     if (pos >= s->run_end)
         for (s->run_end = pos; s->run_end < s->end && rfi_is_digit(s->text[s->run_end]);) s->run_end++;
@@ -15583,13 +15584,13 @@ static uint32_t rfi_scan_digits_left(rfi_scan *s, uint32_t pos) {
 static uint32_t rfi_scan_aya_digits(rfi_scan *s, uint32_t pos, uint32_t unused) {
     (void)unused;
     uint32_t n = rfi_scan_digits_left(s, pos);
-    unsigned char behind = s->run_end < s->end ? s->text[s->run_end] : ' ';
+    unsigned char after = s->run_end < s->end ? s->text[s->run_end] : ' ';
     s->skip = pos + n;
-    if (n == 0 || behind == '_' || rfi_is_ascii_letter(behind)) return pos;
+    if (n == 0 || after == '_' || rfi_is_ascii_letter(after)) return pos;
     return pos + (n % 3 ? n % 3 : 3);
 }
 
-/* (?=(\d{3})+(?!\d)): up to the next place that a multiple of 3 digits follows. */
+/* (?=(\d{3})+(?!\d)): up to the next position that a multiple of 3 digits follows. */
 static uint32_t rfi_scan_superbpe_digits(rfi_scan *s, uint32_t pos, uint32_t unused) {
     (void)unused;
     while ((pos = rfi_scan_at(s, pos).next) < s->end)
@@ -15597,7 +15598,7 @@ static uint32_t rfi_scan_superbpe_digits(rfi_scan *s, uint32_t pos, uint32_t unu
     return s->end;
 }
 
-/*  ?[^(\s|.,!?...)]+ : words between the signs of a set */
+/*  ?[^(\s|.,!?...)]+ : words between the punctuation of a set */
 static uint32_t rfi_scan_poro(rfi_scan *s, uint32_t pos, uint32_t unused) {
     (void)unused;
     uint32_t from = s->text[pos] == ' ' ? pos + 1 : pos, end = from;
@@ -15615,7 +15616,7 @@ static uint32_t rfi_scan_youtu_sets(rfi_scan *s, uint32_t pos, uint32_t unused) 
     return end;
 }
 
-/* End of the literal if it stands at pos, or pos. */
+/* End of a literal at pos, or pos. */
 static uint32_t rfi_scan_literal(const rfi_scan *s, uint32_t pos, const char *literal) {
     size_t n = strlen(literal);
     return s->end - pos >= n && memcmp(s->text + pos, literal, n) == 0 ? pos + (uint32_t)n : pos;
@@ -15693,7 +15694,7 @@ static const rfi_pass rfi_rules[RFI_PRE_RULES][RFI_PASSES_MAX] = {
     [RFI_PRE_LINES] = {{rfi_scan_lines, 0}},
 };
 
-/* A text and where its pieces end, a pass each. */
+/* A text, and where the current piece of each pass ends. */
 typedef struct rfi_cutter {
     const rfi_pass *passes;
     uint32_t n_passes, n_bytes;
@@ -15710,7 +15711,7 @@ static rfi_cutter rfi_cut(const rfi_pre *pre, const unsigned char *text, uint32_
     return c;
 }
 
-/* End of the piece that starts at pos: a match, or what lies before the next one. */
+/* End of the piece that starts at pos: a match, or the text before the next match. */
 static uint32_t rfi_cut_piece(const rfi_pass *pass, rfi_scan *s, uint32_t start) {
     uint32_t pos = start;
     while (pos < s->end) {
@@ -15723,7 +15724,7 @@ static uint32_t rfi_cut_piece(const rfi_pass *pass, rfi_scan *s, uint32_t start)
     return pos;
 }
 
-/* End of the word that starts at pos: pos 0, or where the last one ended. */
+/* End of the word that starts at pos: 0, or where the last word ended. */
 static uint32_t rfi_cut_next(rfi_cutter *c, uint32_t pos) {
     uint32_t i = c->n_passes, end = c->n_bytes;
     while (i > 0 && c->ends[i - 1] <= pos) i--; /* the passes whose piece is over */
@@ -15737,7 +15738,7 @@ static uint32_t rfi_cut_next(rfi_cutter *c, uint32_t pos) {
 
 /* ---- BPE: one word ---- */
 
-/* The n symbols' bytes, spelt in the byte alphabet, as one token: its id or -1. */
+/* Id of the token that the bytes of n symbols spell in the byte alphabet, or -1. */
 static rf_result rfi_bpe_whole(rfi_tokenizing *w, uint32_t n, int32_t *id) {
     uint64_t len = 0;
     *id = -1;
@@ -15749,9 +15750,10 @@ static rf_result rfi_bpe_whole(rfi_tokenizing *w, uint32_t n, int32_t *id) {
     return RF_OK;
 }
 
-static const unsigned char rfi_replacement[3] = {0xef, 0xbf, 0xbd}; /* U+FFFD, what a bad byte is read as */
+static const unsigned char rfi_replacement[3] = {0xef, 0xbf, 0xbd}; /* U+FFFD, for a malformed byte */
 
-/* A line without the byte alphabet: spaces become U+2581, characters merge. Newlines are one token if there is one. */
+/* Tokenize a line without the byte alphabet: spaces become U+2581, characters merge; newlines are one token if the
+ * vocabulary has it. */
 static rf_result rfi_raw_word(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes) {
     uint32_t n = 0, at_word = 0;
     rf_result r = rfi_need_word(w, 3 * (uint64_t)n_bytes);
@@ -15796,25 +15798,25 @@ static rf_result rfi_bpe_word(rfi_tokenizing *w, const unsigned char *text, uint
 
 /* ---- special tokens in text ---- */
 
-/* First of the special tokens [lo, hi), which share their first n bytes and are longer, whose byte n is >= least. */
-static uint32_t rfi_special_bound(const rf_tokenizer *t, uint32_t lo, uint32_t hi, uint32_t n, uint32_t least) {
-    if (lo < hi && (unsigned char)t->text[t->special[hi - 1]].data[n] < least) return hi; /* mostly all of them ... */
-    if (lo < hi && (unsigned char)t->text[t->special[lo]].data[n] >= least) return lo;    /* ... or none */
+/* First of the special tokens [lo, hi) whose byte n is >= min; they share their first n bytes and are longer. */
+static uint32_t rfi_special_bound(const rf_tokenizer *t, uint32_t lo, uint32_t hi, uint32_t n, uint32_t min) {
+    if (lo < hi && (unsigned char)t->text[t->special[hi - 1]].data[n] < min) return hi; /* often all of them ... */
+    if (lo < hi && (unsigned char)t->text[t->special[lo]].data[n] >= min) return lo;    /* ... or none */
     while (lo < hi) {
         uint32_t mid = lo + (hi - lo) / 2;
-        if ((unsigned char)t->text[t->special[mid]].data[n] < least) lo = mid + 1;
+        if ((unsigned char)t->text[t->special[mid]].data[n] < min) lo = mid + 1;
         else hi = mid;
     }
     return lo;
 }
 
-/* The longest special token that p starts with, of at most limit >= 1 bytes, or -1: the sorted list is narrowed byte
- * by byte. `all`: control and unknown tokens too. */
+/* The longest special token of at most limit >= 1 bytes that p starts with, or -1: the sorted list is narrowed byte by
+ * byte. `all`: control and unknown tokens too. */
 static int32_t rfi_special_longest(const rf_tokenizer *t, const unsigned char *p, uint32_t limit, int all) {
     uint32_t lo = t->special_first[p[0]], hi = t->special_first[p[0] + 1];
     int32_t best = -1;
     for (uint32_t n = 1; lo < hi; n++) {
-        int32_t id = t->special[lo]; /* of those that start with these n bytes the shortest: it may end here */
+        int32_t id = t->special[lo]; /* the shortest that starts with these n bytes: it may end here */
         if (t->text[id].len == n) {
             if (all || rfi_token_type(t, (uint32_t)id) == RFI_TOKEN_USER) best = id;
             lo++;
@@ -15826,11 +15828,11 @@ static int32_t rfi_special_longest(const rf_tokenizer *t, const unsigned char *p
     return best;
 }
 
-/* Queue the longest special token at pos of at most limit bytes. It ends where its part of the text does: what the
- * template writes, or a message, in which `all` does not hold. */
+/* Queue the longest special token at pos of at most limit bytes. It must lie inside one part of the text: the
+ * template's or a message's, and in a message `all` is off. */
 static rf_result rfi_special_push(rfi_tokenizing *w, const unsigned char *text, uint32_t pos, uint32_t limit,
                                   int all) {
-    uint32_t lo = 0, hi = w->n_borders; /* the first border behind pos */
+    uint32_t lo = 0, hi = w->n_borders; /* the first border after pos */
     while (lo < hi) {
         uint32_t mid = lo + (hi - lo) / 2;
         if (w->borders[mid] <= pos) lo = mid + 1;
@@ -15845,8 +15847,8 @@ static rf_result rfi_special_push(rfi_tokenizing *w, const unsigned char *text, 
 
 static int rfi_is_ascii_space(unsigned char c) { return c == ' ' || (c >= 9 && c <= 13); }
 
-/* Find the special tokens: of all places the longest first, then the leftmost. (*marks)[pos] becomes 1 + id where one
- * starts and -1 on the other bytes it takes; NULL if there is none. */
+/* Find the special tokens: the longest first, of equals the leftmost. (*marks)[pos] becomes 1 + id where one starts and
+ * -1 on its other bytes; NULL if there is none. */
 static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, uint32_t n, int all,
                                   int32_t **marks) {
     const rf_tokenizer *t = w->t;
@@ -15862,7 +15864,7 @@ static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, 
         rfi_heap_item item = rfi_heap_pop(w);
         uint32_t pos = (uint32_t)item.key, len = (uint32_t)t->text[item.id].len, room = 0;
         while (room < len && mark[pos + room] == 0) room++;
-        if (room < len) { /* what it needs is partly taken: a shorter one may fit */
+        if (room < len) { /* some of its bytes are taken: a shorter one may fit */
             if (room > 0) r = rfi_special_push(w, text, pos, room, all);
             continue;
         }
@@ -15875,7 +15877,7 @@ static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, 
 
 /* ---- public: text to ids ---- */
 
-/* Plain text between special tokens. SPM writes a space before it, at the start and after each special token. */
+/* Tokenize plain text between special tokens. SPM adds a space before it, at the start and after special tokens. */
 static rf_result rfi_plain_text(rfi_tokenizing *w, const unsigned char *text, uint32_t n) {
     rf_result r = RF_OK;
     if (w->t->is_wpm) return rfi_wpm_text(w, text, n);
@@ -15890,7 +15892,7 @@ static rf_result rfi_plain_text(rfi_tokenizing *w, const unsigned char *text, ui
     return r;
 }
 
-/* The ids of a text, counted and, as far as there is room, stored. Leaves nothing allocated. */
+/* Tokenize a text: count the ids, store as many as there is room for, free all memory of the call. */
 static rf_result rfi_tokenize(rfi_tokenizing *w, const unsigned char *p, uint32_t n, uint32_t flags) {
     const rf_tokenizer *t = w->t;
     int32_t *marks = NULL;
@@ -15951,8 +15953,8 @@ static int rfi_detok_fits(const rf_detokenizer *s, unsigned char b) {
     return b >= low && b <= high;
 }
 
-/* Bytes come in, characters go out: the output is always well-formed UTF-8. Each longest start of a character that
- * breaks off, and each byte that starts none, becomes one U+FFFD (the Unicode Standard, section 3.9). */
+/* Add a byte; whole characters are given out, so that the output is always well-formed UTF-8. A truncated character, as
+ * far as it is valid, and a byte that starts none become one U+FFFD each (the Unicode Standard, section 3.9). */
 static void rfi_detok_byte(rfi_detokenizing *d, unsigned char b) {
     rf_detokenizer *s = &d->state;
     if (s->n_held > 0 && rfi_detok_fits(s, b)) {
@@ -15970,15 +15972,15 @@ static void rfi_detok_byte(rfi_detokenizing *d, unsigned char b) {
     else s->held[s->n_held++] = b;
 }
 
-/* One byte of the text. The first space of SPM text is the one that rf_tokenize wrote. */
+/* Add one byte of the text. The first space of SPM text is the one that rf_tokenize added, and is dropped. */
 static void rfi_detok_text(const rf_tokenizer *t, rfi_detokenizing *d, unsigned char b) {
     int skip = !d->state.started && t->add_space && b == ' ';
     d->state.started = 1;
     if (!skip) rfi_detok_byte(d, b);
 }
 
-/* A token as bytes: a byte token its byte, a normal one decoded, a user-defined one as it is spelt; control and
- * unknown tokens only on request, unused ones never. */
+/* Add the bytes of a token: of a byte token its byte, a normal token decoded, a user-defined one as spelled; control
+ * and unknown tokens only on request, unused ones never. */
 static void rfi_detok_token(const rf_tokenizer *t, rfi_detokenizing *d, uint32_t id, uint32_t flags) {
     rf_string s = t->text[id];
     const unsigned char *p = (const unsigned char *)s.data;
@@ -16052,14 +16054,14 @@ ROCMFORGE_API rf_string rf_token_get_text(const rf_tokenizer *t, int32_t id) {
 }
 
 /* ---- the Unicode table ----
- * First character of every run of one class, shifted left by 3, with the class in the low bits, and the run of the
- * first of each 256 characters, so that few are searched. Made by tests/make_unicode.py; the reference strings hold
- * no character that is younger than this version. */
+ * Runs of characters of one class: the first character shifted left by 3, the class in the low bits; and the index of
+ * the run at each 256th character, so that few runs are searched. Made by tests/make_unicode.py; the reference strings
+ * have no character newer than this version. */
 
 typedef struct rfi_lower {
     uint32_t first; /* capital letters first, first + step, ... */
     uint16_t n, step;
-    int32_t add;    /* makes them small                         */
+    int32_t add;    /* to the small letter                      */
 } rfi_lower;
 
 /* Unicode 14.0.0, 15654 bytes. */
@@ -16429,7 +16431,7 @@ static int rfi_unicode_is_control(uint32_t cp) { return rfi_unicode_code(cp) == 
 /* The small letter of a capital one, its first if there are several; others as they are. */
 static uint32_t rfi_unicode_to_lower(uint32_t cp) {
     size_t lo = 0, hi = RFI_COUNT(rfi_unicode_lower);
-    while (lo < hi) { /* behind the last run that starts at or before cp */
+    while (lo < hi) { /* after the last run that starts at or before cp */
         size_t mid = lo + (hi - lo) / 2;
         if (rfi_unicode_lower[mid].first <= cp) lo = mid + 1;
         else hi = mid;
@@ -16453,23 +16455,22 @@ static uint32_t rfi_unicode_base(uint32_t cp) {
 }
 
 /* ==== 13b Chat templates ============================================================================== >>template
- * The chat_template of a file is a program (Jinja). It is never run: its bytes are searched for the marks of the
- * families below, and the family's own rules format the conversation. A template with the marks of no family, of two,
- * or of one that is known but not built in, is refused: a wrong format gives bad answers and no error. Two things
- * differ from the templates by intent. A default system text that some add (Qwen2, Llama 3.1 with its dates) is not
- * added; and Mistral's system text goes into the next user turn, where v3 moves it to the last one, so that a longer
- * conversation starts with the same text. Content is copied as it is: where the result is tokenized with
- * RF_TOKENIZE_SPECIAL, a control token spelled out in a message becomes one; rf_chat_tokenize knows them apart. */
+ * The chat_template of a file is a program (Jinja). It is never run: the text is searched for the markers of the
+ * families below, and the family's own rules format the conversation. A template with markers of no family, of two, or
+ * of one that is known but not built in, is refused: a wrong format gives bad answers and no error. Two things differ
+ * from the templates on purpose. A default system text that some add (Qwen2, Llama 3.1 with its dates) is not added;
+ * and Mistral's system text goes into the next user turn, where v3 moves it to the last one, so that a longer
+ * conversation begins with the same tokens. Content is copied as it is: where the result is tokenized with
+ * RF_TOKENIZE_SPECIAL, a control token spelled out in a message becomes one; rf_chat_tokenize keeps them apart. */
 
-/* In the texts below these two bytes stand for the file's own tokens. The bos at the very start is left to the
- * tokenizer. */
+/* In the texts below these two bytes stand for the file's own tokens. The tokenizer adds the bos at the very start. */
 #define RFI_CHAT_BOS "\1"
 #define RFI_CHAT_EOS "\2"
 
-/* Whose content loses the white space around it; what else is special. */
+/* Whose content is trimmed, and other properties of a family. */
 enum {
     RFI_TRIM_SYSTEM = 1, RFI_TRIM_USER = 2, RFI_TRIM_ANSWER = 4,
-    RFI_CHAT_FINAL = 8,       /* finished answers lose their thoughts                    */
+    RFI_CHAT_FINAL = 8,       /* finished answers lose their reasoning                   */
     RFI_CHAT_SYSTEM_FIRST = 16 /* system text is at the start only, parts joined by "\n\n" */
 };
 
@@ -16546,7 +16547,7 @@ static rf_result rfi_chat_unknown(const char *name, rf_error *err) {
 
 #define RFI_CHAT_TEMPLATE_MAX (1u << 20) /* bytes; real ones have less than 64 KiB */
 
-/* The text from the first place of a mark on; empty if it is not there. */
+/* The text from the first occurrence of a marker on; empty if there is none. */
 static rf_string rfi_chat_find(rf_string t, const char *mark) {
     size_t n = strlen(mark);
     if (t.len < n) return (rf_string){NULL, 0};
@@ -16575,7 +16576,7 @@ static const char *rfi_chat_recognise_inst(rf_string t) {
 static const char *rfi_chat_recognise_roles(rf_string t) {
     rf_string p = rfi_chat_find(t, "<|assistant|>");
     if (rfi_chat_has(t, "<|end|>")) {
-        uint64_t i = strlen("<|assistant|>"); /* behind it '\n' or ' + '\n, as the character or spelled */
+        uint64_t i = strlen("<|assistant|>"); /* then '\n' or ' + '\n, as the character or spelled */
         while (i < p.len && p.data[i] && strchr("'\"+ ", p.data[i])) i++;
         if (i < p.len && p.data[i] == '\n') return "phi3";
         if (p.len - i >= 2 && memcmp(p.data + i, "\\n", 2) == 0) return "phi3";
@@ -16587,7 +16588,7 @@ static const char *rfi_chat_recognise_roles(rf_string t) {
     return eos ? "zephyr" : NULL;
 }
 
-/* R1 opens its answer with a thought; a choice between thinking and not (V3.1) is not built in. */
+/* R1 opens its answer with reasoning; a choice between reasoning and none (V3.1) is not built in. */
 static const char *rfi_chat_recognise_deepseek(rf_string t) {
     rf_string p = rfi_chat_find(t, RFI_CHAT_BAR("Assistant") "<think>");
     size_t n = strlen(RFI_CHAT_BAR("Assistant") "<think>");
@@ -16662,7 +16663,7 @@ static void rfi_chat_put(rfi_chat_writer *w, const char *data, size_t n) {
     w->count += n;
 }
 
-/* Text of the token that `key` names, kept in *text: finding it walks the vocabulary. */
+/* Text of the token that `key` names, cached in *text: finding it walks the vocabulary. */
 static void rfi_chat_put_token(rfi_chat_writer *w, const char *key, const char *otherwise, rf_string *text) {
     if (!text->data) {
         rf_kv id_kv, tokens;
@@ -16692,7 +16693,7 @@ ROCMFORGE_API rf_string rf_chat_final(const char *text, size_t n_bytes) {
             t.data = found.data + strlen(marks[i]);
             t.len = found.len - strlen(marks[i]);
         }
-    if (rfi_chat_has(t, "<|channel|>")) t.len = 0; /* a thought, so far */
+    if (rfi_chat_has(t, "<|channel|>")) t.len = 0; /* only reasoning so far */
     return t;
 }
 
@@ -16712,7 +16713,7 @@ static int rfi_chat_role(const rf_chat_message *m) {
     return -1;
 }
 
-/* Message i, with the system messages just before it where they belong into it. */
+/* Write message i, with the system messages just before it where they belong into it. */
 static void rfi_chat_put_message(rfi_chat_writer *w, const rfi_chat_family *f, const rf_chat_message *messages,
                                  uint32_t i) {
     int role = rfi_chat_role(&messages[i]);
@@ -16806,9 +16807,9 @@ ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *c
 }
 
 /* ==== 13c Sampling ======================================================================================= >>sample
- * From logits to one token, without memory of its own and without sorting. A float maps to a uint32 key of the same
- * order, so "the best k" and "the best tokens that hold p of the probability" are both a cut in key space, found by
- * three histogram passes (11 + 11 + 10 bits) over 24 KiB of stack. Exact: among equal logits the smaller ids stay.
+ * Sampling: from logits to one token, without allocating and without sorting. Temperature, top-k, top-p, min-p and
+ * penalties. A float maps to a uint32 key of the same order, so that top-k and top-p are both a cut in key space, found
+ * by three histogram passes (11 + 11 + 10 bits) over 24 KiB of stack. Exact: among equal logits the smaller ids stay.
  * The draw walks the ids in order, adds in double and needs no exp of the C library, so that the same seed and logits
  * give the same token on every machine (but for a last bit where a compiler fuses multiply and add). */
 
@@ -16816,8 +16817,8 @@ ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *c
 #define RFI_KEY_INFINITY 0xff800000u
 #define RFI_CHOICE_BLOCKS 256u
 
-/* The tokens still in the choice: those with a key above `key`, and the first `ties` ids whose key equals it. The
- * best key of each block of ids lets a pass skip the blocks that have nothing left, which soon are most of them. */
+/* The tokens that can still be chosen: those with a key above `key`, and the first `ties` ids whose key equals it. The
+ * largest key of each block of ids lets a pass skip blocks without any, which soon are most of them. */
 typedef struct rfi_choice {
     const float *logits; /* [n]               */
     float max;           /* the largest logit */
@@ -16834,7 +16835,7 @@ static uint32_t rfi_logit_key(float logit) {
     return key + (key == 0x7fffffffu);
 }
 
-/* Everything greater than -infinity. Returns the id of the largest logit, the smallest one among equals. */
+/* Start with every token above -infinity. Returns the id of the largest logit, the smallest id among equals. */
 static uint32_t rfi_choice_begin(rfi_choice *c, const float *logits, uint32_t n) {
     uint32_t token = 0, key = RFI_KEY_NONE;
     *c = (rfi_choice){.logits = logits, .n = n, .block_size = n / RFI_CHOICE_BLOCKS + 1, .key = RFI_KEY_NONE};
@@ -16851,7 +16852,7 @@ static uint32_t rfi_choice_begin(rfi_choice *c, const float *logits, uint32_t n)
     return token;
 }
 
-/* Is the token with this key in? Ids are asked in rising order; *ties counts down from c->ties. */
+/* Can the token with this key be chosen? Ask in rising order of ids; *ties counts down from c->ties. */
 static int rfi_choice_has(const rfi_choice *c, uint32_t key, uint32_t *ties) {
     if (key != c->key) return key > c->key;
     if (*ties == 0) return 0;
@@ -16859,8 +16860,8 @@ static int rfi_choice_has(const rfi_choice *c, uint32_t key, uint32_t *ties) {
     return 1;
 }
 
-/* e^x for x <= 0, to 1e-8; 0 below -700. 2^whole goes into the exponent, the rest is a Taylor series, added in pairs
- * that do not wait for each other. */
+/* e^x for x <= 0, to 1e-8; 0 below -700. 2^whole goes into the exponent, the rest is a Taylor series, summed in
+ * independent pairs. */
 static inline double rfi_sample_exp(double x) {
     if (!(x > -700)) return 0;
     double log2 = x * 1.4426950408889634, scale;
@@ -16872,12 +16873,12 @@ static inline double rfi_sample_exp(double x) {
     return scale * ((1 + t) + tt * (0.5 + t * (1.0 / 6)) + tt * tt * high);
 }
 
-/* Probability relative to the most probable token's. The comparison keeps infinity - infinity out. */
+/* Probability relative to the most likely token's. The comparison avoids infinity - infinity. */
 static double rfi_choice_weight(const rfi_choice *c, float logit, double inverse_temperature) {
     return logit == c->max ? 1.0 : rfi_sample_exp(((double)logit - (double)c->max) * inverse_temperature);
 }
 
-/* Drop most of what cannot be among the best top_k: if that many blocks have a best key >= x, so have as many ids. */
+/* Drop most of what cannot be in the top k: if k blocks have a largest key >= x, so have k ids. */
 static void rfi_choice_skim(rfi_choice *c, uint32_t top_k) {
     uint32_t sorted[RFI_CHOICE_BLOCKS], n = 0;
     if (top_k > c->n_blocks) return;
@@ -16889,11 +16890,11 @@ static void rfi_choice_skim(rfi_choice *c, uint32_t top_k) {
     if (sorted[top_k - 1] > c->key) c->key = sorted[top_k - 1] - 1, c->ties = 0;
 }
 
-/* Tighten the choice to the smallest set of best tokens that holds
+/* Cut to the smallest set of the most likely tokens that holds
  *   top_k > 0   that many tokens
- *   top_k == 0  at least the share top_p of the choice's probability, at temperature 1
- * and at least one token. Both are one search: a token measures 1 or its weight, the buckets are walked from the best
- * one down until the target is reached, then the bucket that reached it is split by the next bits of the key. */
+ *   top_k == 0  at least top_p of the probability, at temperature 1
+ * and at least one token. Both are one search: a token counts 1 or its weight; histogram buckets are added from the
+ * largest key down until the target is reached; that bucket is then split by the next bits of the key. */
 static void rfi_choice_tighten(rfi_choice *c, uint32_t top_k, double top_p) {
     static const uint32_t bits[3] = {11, 11, 10};
     if (top_k) rfi_choice_skim(c, top_k);
@@ -16963,7 +16964,7 @@ static double rfi_random(uint64_t state[2]) {
 
 /* ---- the sampler ---- */
 
-/* A number of general.sampling: lo to hi, whole if it is so; *found is 0 if there is none. */
+/* Read a number of general.sampling: lo to hi, an integer if `whole`; *found is 0 if there is none. */
 static rf_result rfi_sampling_key(const rf_gguf *g, const char *name, double lo, double hi, int whole, double *out,
                                   int *found, rf_error *err) {
     rf_kv kv;
@@ -16999,7 +17000,7 @@ ROCMFORGE_API rf_result rf_sampler_defaults(const rf_gguf *g, rf_sampler_desc *o
     out->temperature = (float)v[TEMP];
     out->top_k = v[TOP_K] > 0 ? (uint32_t)v[TOP_K] : 0; /* 0 and less: all tokens */
     out->top_p = (float)v[TOP_P];
-    if (found[TOP_P] && v[TOP_P] == 0) out->top_k = 1;  /* our 0 is off; theirs leaves the likeliest */
+    if (found[TOP_P] && v[TOP_P] == 0) out->top_k = 1;  /* ours: 0 is off; the file's: keep the likeliest */
     out->min_p = (float)v[MIN_P];
     if (found[LAST_N] && v[LAST_N] == 0) return RF_OK;  /* no penalties */
     out->repeat_penalty = (float)v[PENALTY];
@@ -17039,11 +17040,11 @@ ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *de
 ROCMFORGE_API void rf_sampler_accept(rf_sampler *s, int32_t token) {
     if (!s) return;
     s->history[s->n_history % RF_SAMPLER_HISTORY] = token;
-    /* The counter stays a full ring when it wraps: 2^32 is a multiple of the ring's size. */
+    /* The counter may wrap: 2^32 is a multiple of the ring buffer's size. */
     if (++s->n_history == 0) s->n_history = RF_SAMPLER_HISTORY;
 }
 
-/* Bias and penalties, in place. A biased or remembered token outside the vocabulary changes nothing.
+/* Apply bias and penalties in place. A biased or remembered token outside the vocabulary changes nothing.
  * Source: the repeat penalty of Keskar et al. 2019, multiplying where the logit is negative; the other two as in
  * OpenAI's API. */
 static void rfi_sampler_adjust(const rf_sampler *s, float *logits, uint32_t n_vocab) {
@@ -17071,8 +17072,8 @@ static void rfi_sampler_adjust(const rf_sampler *s, float *logits, uint32_t n_vo
     }
 }
 
-/* Draw among the tokens of the choice whose logit is at least `floor`. Weights are summed by blocks of ids, so that
- * only the block that holds the drawn point is walked a second time. */
+/* Draw among the tokens of the choice whose logit is at least `floor` (min-p). Weights are summed by blocks of ids, so
+ * that only the block that holds the drawn point is walked a second time. */
 static uint32_t rfi_sampler_draw(rf_sampler *s, const rfi_choice *c, float floor) {
     double sums[RFI_CHOICE_BLOCKS], total = 0;
     uint32_t ties_at[RFI_CHOICE_BLOCKS], ties = c->ties;
@@ -17154,15 +17155,15 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
 }
 
 /* ==== 13d Continuous batching ========================================================================= >>scheduler
- * Requests wait in a ring and run in slots, each with a sequence of the session. There are never more slots than one
- * batch has rows and logits, so every decoding request advances in every step and none starves. What they leave of a
- * batch goes to prompts, the oldest first. Callbacks may submit requests, nothing else. */
+ * The scheduler. Requests wait in a ring buffer and run in slots, each with a sequence of the session. There are never
+ * more slots than a batch has rows and logits, so every request in decode advances in every step and none starves. The
+ * rest of a batch goes to prompts (prefill), the oldest first. Callbacks may submit requests, nothing else. */
 
 typedef struct rfi_slot {
     rf_request request;
     int32_t seq;
-    uint32_t n_held;    /* tokens evaluated; the prompt comes first           */
-    uint32_t n_new;     /* of them in the current batch                       */
+    uint32_t n_held;    /* tokens evaluated, the prompt's first               */
+    uint32_t n_new;     /* tokens in the current batch                        */
     uint32_t n_chosen;
     int32_t next;       /* chosen last, evaluated next                        */
     int32_t logits_row; /* of the current batch, -1 if the prompt goes on     */
@@ -17172,11 +17173,11 @@ struct rf_scheduler {
     rf_session *session;
     const rf_session_desc *desc; /* the session's                                      */
     rf_tokenizer *tokenizer;     /* not const: it counts its users                     */
-    rf_request *queue;           /* [capacity] ring                                    */
+    rf_request *queue;           /* [capacity] ring buffer                             */
     uint32_t capacity, first, n_waiting;
     rfi_slot *slots;             /* [n_slots] running ones, oldest first, then idle    */
     uint32_t n_slots, n_running, n_vocab;
-    rf_token_row *rows;                /* [n_batch]                                          */
+    rf_token_row *rows;          /* [n_batch]                                          */
     int closing, in_callbacks;   /* 1: in rf_scheduler_close; in a call that runs callbacks */
 };
 
@@ -17208,7 +17209,7 @@ ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, 
     return RF_OK;
 }
 
-/* End the i-th running request: give its slot back, then tell. */
+/* End the i-th running request: free its slot, then call on_end. */
 static void rfi_scheduler_end(rf_scheduler *sch, uint32_t i, rf_result reason) {
     const rfi_slot ended = sch->slots[i];
     sch->n_running--;
@@ -17250,7 +17251,7 @@ ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request 
     if (request->n_prompt > sch->desc->n_ctx)
         return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0, "rf_scheduler_submit: prompt of %u tokens, a sequence holds %u",
                         request->n_prompt, sch->desc->n_ctx);
-    for (uint32_t i = 0; i < request->n_prompt; i++) /* now, since in a batch it would fail its neighbours too */
+    for (uint32_t i = 0; i < request->n_prompt; i++) /* here, because in a batch it would fail the others too */
         if (request->prompt[i] < 0 || (uint32_t)request->prompt[i] >= sch->n_vocab)
             return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_scheduler_submit: prompt[%u] is token %d, want 0 to %u", i,
                             request->prompt[i], sch->n_vocab - 1);
@@ -17260,8 +17261,8 @@ ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request 
     return RF_OK;
 }
 
-/* Write the batch: a row of each decoding request, then prompts while there is room. Changes no request's state but
- * what describes this batch, so that a failed or cancelled batch can be written again. */
+/* Fill the batch: a row of each request in decode, then prompts while there is room. Changes only what describes this
+ * batch, so that a cancelled batch can be filled again. */
 static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
     uint32_t n_rows = 0, n_logits = 0;
     for (int prompts = 0; prompts < 2; prompts++)
@@ -17279,7 +17280,7 @@ static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
     return n_rows;
 }
 
-/* Choose a request's next token. Returns 1 if that was its last, with the reason. */
+/* Sample a request's next token. Returns 1, with the reason, if that was its last. */
 static int rfi_scheduler_choose(rf_scheduler *sch, rfi_slot *slot, rf_result *reason) {
     const rf_request *request = &slot->request;
     *reason = rf_session_sample(sch->session, (uint32_t)slot->logits_row, request->sampler, &slot->next, NULL);
@@ -17297,7 +17298,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
     while (r == RF_OK && sch->n_waiting && sch->n_running < sch->n_slots) r = rfi_scheduler_admit(sch, err);
     if (r == RF_OK && sch->n_running) r = rf_session_eval(sch->session, sch->rows, rfi_scheduler_fill(sch), err);
     sch->in_callbacks = 1;
-    /* Cancelled: all is as before the step. Any other failure concerns the batch: it ends every request in it. */
+    /* Cancelled: nothing has changed. Any other failure ends every request that runs. */
     for (uint32_t i = 0; i < sch->n_running && r != RF_ERR_CANCELLED;) {
         rfi_slot *slot = &sch->slots[i];
         rf_result reason = r;
@@ -17313,7 +17314,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 }
 
 /* ==== 14 Public ======================================================================================== >>public
- * Bodies of section 1 that have no home above: results, devices, models. Arguments are checked here. */
+ * Functions of section 1 that belong to no section above: results, devices, models. Arguments are checked here. */
 
 ROCMFORGE_API const char *rf_result_name(rf_result code) {
     switch (code) {
@@ -17406,7 +17407,7 @@ static int rfi_hip_index(const char *name) {
     return digits ? n : -1;
 }
 
-/* The first usable GPU; integrated ones are skipped by the list's `usable`. Why not, in note. */
+/* Open the first usable GPU, else the CPU; d->note says why not a GPU. The list marks integrated GPUs as not usable. */
 static rf_result rfi_device_open_auto(rf_device *d, const rf_device_desc *desc, rf_error *err) {
     rf_error why;
     rf_device_info info[16];
@@ -17501,7 +17502,7 @@ ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d) {
 
 /* ---- models ---- */
 
-/* Tensors of the file that the plan does not use are worth a word: a missing bias gives a model that runs wrong. */
+/* Warn about tensors that the plan does not use: a model without its bias would run, and wrong. */
 static void rfi_model_report_unused(const rf_model *m) {
     rf_gguf_info info = rf_gguf_get_info(m->g);
     rf_tensor_info t;
@@ -17518,7 +17519,7 @@ static void rfi_model_report_unused(const rf_model *m) {
     }
 }
 
-/* The store of this file's weights on this device: another model's, or a new one. */
+/* Find the store of this file's weights on this device (another model may have it open), or open one. */
 static rf_result rfi_model_store(rf_model *m, const rf_model_desc *desc, rf_error *err) {
     rf_device *d = m->device;
     rf_plan plan;
@@ -17633,7 +17634,7 @@ static uint32_t rfi_model_slot(const rf_model *m, const char *name) {
     return RF_NONE;
 }
 
-/* The next matrix of the tensor that `slot` is of, RF_NONE behind the last. */
+/* Slot of the tensor's next matrix, RF_NONE after the last. */
 static uint32_t rfi_model_next_slot(const rf_model *m, uint32_t slot) {
     const rf_plan_weight *w = &m->plan.weights[slot];
     return w->expert + 1 < w->n_experts ? slot + 1 : RF_NONE;
