@@ -11243,7 +11243,7 @@ static void rfi_cpu_embed(void *ctx, uint32_t chunk, uint32_t thread) {
     if (row->token >= 0 && o->op->embed.scale != 0) o->k->scale(out, o->op->embed.n, o->op->embed.scale);
 }
 
-/* out (+)= scale * W[pos]; rows are decoded to the thread's scratch */
+/* out (+)= scale * W[pos]; rows are dequantized into the thread's scratch */
 static void rfi_cpu_embed_position(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11254,7 +11254,7 @@ static void rfi_cpu_embed_position(void *ctx, uint32_t chunk, uint32_t thread) {
     else memcpy(out, y, op->embed.n * sizeof *out);
 }
 
-/* Where the matmul behind a norm or GLU finds row `row` quantized. */
+/* Quantize row `row` of n values for the next matmul. */
 static void rfi_cpu_quantize_row(const rfi_cpu_op *o, uint32_t row, const float *x, uint32_t n) {
     o->k->quantize(x, n, o->p->acts + row * rfi_q8_groups(n));
 }
@@ -11284,7 +11284,7 @@ static void rfi_cpu_quantize(void *ctx, uint32_t chunk, uint32_t thread) {
     rfi_cpu_quantize_row(o, chunk, o->in + chunk * o->in_width, o->op->matmul.n_in);
 }
 
-/* Rows [row0, + n_rows) of a part times columns [col0, + n_cols). */
+/* One tile of a matmul: rows [row0, + n_rows) of its weight times columns [col0, + n_cols). */
 static void rfi_cpu_tile(const rfi_cpu_op *o, const rfi_cpu_part *part, uint32_t row0, uint32_t n_rows, uint32_t col0,
                          uint32_t n_cols, uint32_t thread) {
     const int accumulate = (part->op->flags & RF_OP_ACCUMULATE) != 0;
@@ -11307,7 +11307,7 @@ static void rfi_cpu_tile(const rfi_cpu_op *o, const rfi_cpu_part *part, uint32_t
     }
 }
 
-/* Units [u, u_end) of part `first` (and, under a GLU, of the next), all columns in tiles that stay in the second-level
+/* Units [u, u_end) of matmul `first` (with a fused GLU, of the next one, too) times all columns, in tiles that fit the L2
  * cache. */
 static void rfi_cpu_units(const rfi_cpu_op *o, uint32_t first, uint32_t u, uint32_t u_end, uint32_t thread) {
     const rfi_cpu_part *part = &o->parts[first], *up = part + 1;
@@ -11341,7 +11341,8 @@ static void rfi_cpu_matmul(void *ctx, uint32_t chunk, uint32_t thread) {
     }
 }
 
-/* Large chunks for three quarters of the work, then small ones. With many columns the panel kernels want 32 rows. */
+/* Load balancing: large chunks for three quarters of the work, then small ones. With many columns the panel kernels need
+ * 32 rows. */
 static rfi_cpu_cut rfi_cpu_cut_units(uint32_t n_units, uint32_t n_threads, uint32_t n_cols) {
     rfi_cpu_cut c = {.n_units = n_units, .small = n_cols > 1 ? 2 : 1};
     const uint64_t share = n_units / ((uint64_t)n_threads * 4) / c.small * c.small;
@@ -11377,7 +11378,7 @@ static void rfi_cpu_rope(void *ctx, uint32_t chunk, uint32_t thread) {
                    o->p->cos_sin + (uint64_t)chunk * par->n_rot, par->n_rot, (op->flags & RF_OP_NEOX) != 0);
 }
 
-/* First byte of the keys (or values) of one head of one sequence; dim is their width. */
+/* First byte of the keys (or values) of one KV head of one sequence. */
 static uint8_t *rfi_cpu_state(const rfi_cpu_plan *p, uint32_t state, int values, int32_t seq, uint32_t head) {
     const rf_plan_state *s = &p->plan->states[state];
     uint64_t n_cells = rf_state_cells(&p->bind, state), row = rf_cache_row_bytes(p->bind.cache_type, s->head_dim);
@@ -11397,7 +11398,7 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
     const uint32_t pos = (uint32_t)row->pos % rf_state_cells(&o->p->bind, op->state);
     const int latent = (op->flags & RF_OP_MLA) != 0;
     RFI_UNUSED(thread);
-    for (int second = 0; second < 2; second++) { /* keys and values, or the two parts of the keys */
+    for (int second = 0; second < 2; second++) { /* keys, then values; of MLA the two parts of the key */
         const uint32_t first_dim = latent ? par->head_dim_v : par->head_dim,
                        dim = !second ? first_dim : latent ? par->head_dim - first_dim : par->head_dim_v,
                        cell = latent ? par->head_dim : dim;
@@ -11416,13 +11417,13 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
     }
 }
 
-/* Query heads of one chunk of attention: those of a kv head, unless they are so many that threads better share them. */
+/* Query heads per chunk of attention: all of a KV head (GQA), but at most 16, so that threads share the rest. */
 static uint32_t rfi_cpu_query_heads(const rf_op *op) {
     return (uint32_t)rfi_min_u64(op->attention.n_heads / op->attention.n_kv_heads, 16);
 }
 
-/* A chunk is one kv head, with query heads that read it, for some rows: those that follow each other in one sequence
- * share a pass over its keys and values. */
+/* A chunk is one KV head with some of its query heads, for some rows; consecutive rows of a sequence share one pass over
+ * keys and values. */
 static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11491,7 +11492,7 @@ static void rfi_cpu_gather(rfi_cpu_op *o) {
                o->op->gather.n * sizeof(float));
 }
 
-/* nan is greater than nothing, and -infinity not than itself */
+/* NaN never compares greater, and -infinity is no result */
 static void rfi_cpu_argmax(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const float *in = o->in + chunk * o->in_width;
@@ -11505,7 +11506,7 @@ static void rfi_cpu_argmax(void *ctx, uint32_t chunk, uint32_t thread) {
 
 /* ---- recurrent layers ---- */
 
-#define RFI_CONV_BLOCK 256u /* channels of a chunk: they, their past and weights stay in the caches */
+#define RFI_CONV_BLOCK 256u /* channels of a chunk, so that inputs, state and weights fit the L1 cache */
 
 static float *rfi_cpu_slot(const rfi_cpu_op *o, uint32_t slot) {
     uint8_t *base = (uint8_t *)o->p->bind.state.base + o->p->bind.state_offset[o->op->state];
@@ -11600,14 +11601,14 @@ static void rfi_cpu_route(void *ctx, uint32_t chunk, uint32_t thread) {
     rfi_route_row(o->op, o->in + chunk * o->in_width, o->vector, (int32_t *)(void *)out, out + o->op->route.n_used);
 }
 
-/* The k-th expert of a row of a route. */
+/* The k-th chosen expert of a ROUTE's output row. */
 static uint32_t rfi_route_id(const float *row, uint32_t k) {
     uint32_t id;
     memcpy(&id, row + k, sizeof id);
     return id;
 }
 
-/* Sort the pairs of a route by expert, unless they are; those of one expert stay in order. */
+/* Counting sort of the (row, choice) pairs of a ROUTE by expert, stable; kept until another ROUTE runs. */
 static void rfi_cpu_sort_pairs(rfi_cpu_plan *p, const rf_op *op, uint32_t buffer, const float *route, uint64_t width,
                                uint32_t n_rows) {
     const rf_experts_params *par = &op->experts;
@@ -11625,11 +11626,11 @@ static void rfi_cpu_sort_pairs(rfi_cpu_plan *p, const rf_op *op, uint32_t buffer
     for (uint32_t row = 0; row < n_rows; row++)
         for (uint32_t k = 0; k < par->n_used; k++)
             s->sorted[s->first[rfi_route_id(route + row * width, k)]++] = row * par->n_used + k;
-    for (uint32_t e = par->n_experts; e > 0; e--) s->first[e] = s->first[e - 1]; /* each had moved to the next one's */
+    for (uint32_t e = par->n_experts; e > 0; e--) s->first[e] = s->first[e - 1]; /* sorting moved each to the start of the next */
     s->first[0] = 0;
 }
 
-/* The input of the chunk-th sorted pair to where the kernels read it. */
+/* Gather the input of a sorted pair, quantized if the weights are. */
 static void rfi_cpu_gather_pair(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11641,7 +11642,7 @@ static void rfi_cpu_gather_pair(void *ctx, uint32_t chunk, uint32_t thread) {
     else memcpy(o->p->gathered + (uint64_t)chunk * par->n_in, x, par->n_in * sizeof *x);
 }
 
-/* Some rows of one expert for all pairs that chose it; cut.small are the units of a chunk. */
+/* A chunk is cut.small units of rows of one expert, for all pairs that chose it. */
 static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11674,12 +11675,12 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
 static void rfi_cpu_mix(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     RFI_UNUSED(thread);
-    const uint32_t first = o->op->flags & RF_OP_SIGMOID ? 0 : o->op->mix.n_used; /* behind the ids of a route */
+    const uint32_t first = o->op->flags & RF_OP_SIGMOID ? 0 : o->op->mix.n_used; /* after the ids of a ROUTE */
     rfi_mix_row(o->op, o->in + chunk * o->in_width, o->in2 + chunk * o->in2_width + first,
                 o->out + chunk * o->out_width);
 }
 
-/* A vector weight (norm, bias of a part, rope freqs) as aligned float32: in place if it is. */
+/* A vector weight as float32: in place if it is f32, else converted into vector buffer `part`. */
 static const float *rfi_cpu_vector(const rfi_cpu_plan *p, uint32_t slot, uint32_t first, uint32_t n, uint32_t part) {
     if (slot == RF_NONE) return NULL;
     const rf_plan_weight *w = &p->plan->weights[slot];
@@ -11691,7 +11692,7 @@ static const float *rfi_cpu_vector(const rfi_cpu_plan *p, uint32_t slot, uint32_
     return out;
 }
 
-/* The one value of a weight; 1 if there is none. */
+/* A weight of one value; 1 if there is none. */
 static float rfi_cpu_scalar(const rfi_cpu_plan *p, uint32_t slot) {
     float v = 1;
     if (slot == RF_NONE) return v;
@@ -11734,7 +11735,7 @@ static void rfi_cpu_run_matmul(rfi_cpu_op *o) {
 }
 
 #define RFI_ACROSS_COLS 256u /* columns of a chunk: whole blocks of any type  */
-#define RFI_ACROSS_MOST 1024u /* values that a head's matrix takes at most    */
+#define RFI_ACROSS_MAX 1024u  /* n_in at most                                 */
 
 static void rfi_cpu_quantize_heads(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
@@ -11746,8 +11747,8 @@ static void rfi_cpu_quantize_heads(void *ctx, uint32_t chunk, uint32_t thread) {
                              par->n_in);
 }
 
-/* Some rows of one head's matrix for all rows of the step; cut.small are the units of a chunk. The first chunk of a
- * head copies what its matrix leaves. */
+/* A chunk is cut.small units of rows of one head's matrix, for all rows of the step. The first chunk of a head also copies
+ * the values that its matrix does not multiply. */
 static void rfi_cpu_heads(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11772,7 +11773,7 @@ static void rfi_cpu_heads(void *ctx, uint32_t chunk, uint32_t thread) {
         memcpy(out + r * o->out_width + par->n_out, in + r * o->in_width + par->n_in, rest * sizeof *out);
 }
 
-/* Under RF_OP_ACROSS: some columns of one head's matrix, which become rows of floats in the thread's scratch. */
+/* RF_OP_ACROSS: a chunk is RFI_ACROSS_COLS columns of one head's matrix, transposed as floats in the thread's scratch. */
 static void rfi_cpu_heads_across(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11877,7 +11878,7 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     if (op->out != RF_NONE) o.out = rfi_cpu_buffer(p, step, op->out, &o.out_width);
     if (op->weight != RF_NONE) {
         const rf_plan_weight *w = &p->plan->weights[op->weight];
-        if (op->kind != RF_OP_EXPERTS) /* of these, only what was chosen is there */
+        if (op->kind != RF_OP_EXPERTS) /* only chosen experts are loaded */
             o.w = (const uint8_t *)rfi_cpu_table_of(p->bind.table)->weights[op->weight];
         o.w_type = w->type;
         o.w_row_bytes = rfi_row_bytes(w->type, w->n_in);
@@ -11922,12 +11923,12 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
 
 /* ---- the table ---- */
 
-/* Cores this process may run on. */
+/* Number of cores this process may run on. */
 static uint32_t rfi_cpu_count(void) {
     unsigned long mask[64];
     uint32_t n = 0;
     long bytes =
-        syscall(SYS_sched_getaffinity, 0, sizeof mask, mask); /* the libc wrapper hides behind _GNU_SOURCE */
+        syscall(SYS_sched_getaffinity, 0, sizeof mask, mask); /* the libc wrapper needs _GNU_SOURCE */
     for (long i = 0; i < bytes / (long)sizeof mask[0]; i++) n += (uint32_t)__builtin_popcountl(mask[i]);
     return n == 0 ? 1 : n > RFI_MAX_THREADS ? RFI_MAX_THREADS : n;
 }
@@ -12005,7 +12006,7 @@ static void rfi_cpu_mem_release(rf_dev *d, rf_mem *mem) {
 
 static rf_result rfi_cpu_queue_create(rf_dev *d, rf_queue **out, rf_error *err) {
     RFI_UNUSED(err);
-    *out = (rf_queue *)(void *)d; /* nothing to keep, but not NULL */
+    *out = (rf_queue *)(void *)d; /* queues have no state, but are not NULL */
     return RF_OK;
 }
 
@@ -12097,7 +12098,7 @@ static rf_result rfi_cpu_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offse
     return RF_OK;
 }
 
-/* A sum in progress, in chunks of RFI_SUM_WORDS. */
+/* mem_sum in chunks of RFI_SUM_WORDS. */
 #define RFI_SUM_WORDS 131072u
 typedef struct rfi_cpu_sum {
     const uint64_t *words;
@@ -12161,9 +12162,9 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
             return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: %s is of type %s, which is not among ROCMFORGE_TYPES",
                             w->name, rf_type_get(w->type).name);
     }
-    if (op->flags & RF_OP_ACROSS && op->kind == RF_OP_HEADS && op->heads.n_in > RFI_ACROSS_MOST)
+    if (op->flags & RF_OP_ACROSS && op->kind == RF_OP_HEADS && op->heads.n_in > RFI_ACROSS_MAX)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: attn_kv_b with keys of %u values, at most %u are supported",
-                        op->heads.n_in, RFI_ACROSS_MOST);
+                        op->heads.n_in, RFI_ACROSS_MAX);
     if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS && op->kind != RF_OP_HEADS) return RF_OK;
     uint32_t type = plan->weights[op->weight].type;
     if (rfi_matmul_has(rfi_cpu_of(d)->kernels, type)) return RF_OK;
@@ -12188,26 +12189,26 @@ static void rfi_cpu_plan_release(rf_prepared *prepared) {
     rfi_free(&alloc, p);
 }
 
-/* Sizes of the scratch memory an execution of the plan needs on this device. */
+/* What the ops of a plan need of workspaces. */
 typedef struct rfi_cpu_need {
-    uint64_t groups;   /* of quantized inputs, for each row       */
-    uint64_t gathered; /* floats of experts' inputs, for each row */
-    uint64_t scratch;  /* floats per thread                       */
-    uint64_t cells;    /* floats per thread, of rows in q8_0      */
-    uint64_t vector;   /* floats                                  */
+    uint64_t groups;   /* q8 groups of quantized inputs, per row      */
+    uint64_t gathered; /* floats of gathered expert inputs, per row   */
+    uint64_t scratch;  /* floats per thread                           */
+    uint64_t cells;    /* floats per thread, to dequantize a KV block */
+    uint64_t vector;   /* floats of converted vectors                 */
     uint64_t n_rot;
     uint32_t n_experts, n_used;
     int recurrent;
 } rfi_cpu_need;
 
-/* Whether ops a and b multiply the same input in the same format, so that one job can do both. */
+/* Whether matmuls a and b read the same input in the same format, so that one parallel job does both. */
 static int rfi_cpu_same_input(const rf_plan *plan, const rf_op *a, const rf_op *b) {
     return b->kind == RF_OP_MATMUL && a->in == b->in && a->matmul.n_in == b->matmul.n_in && a->rows == b->rows &&
            a->layer == b->layer && a->out != b->out && a->out != a->in &&
            rfi_type_takes_int8(plan->weights[a->weight].type) == rfi_type_takes_int8(plan->weights[b->weight].type);
 }
 
-/* The matmuls that go along with op i, and the GLU of a gate and up behind them. */
+/* Fuse matmul i with those that follow, and gate and up with their GLU. */
 static void rfi_cpu_join(const rf_plan *plan, uint32_t i, rfi_cpu_how *how) {
     const rf_op *op = &plan->ops[i];
     uint32_t n = 1;
@@ -12223,13 +12224,13 @@ static void rfi_cpu_join(const rf_plan *plan, uint32_t i, rfi_cpu_how *how) {
     how[i].n_along = 2;
 }
 
-/* Whether op `before` makes whole rows of the input of matmul op. */
+/* Whether op `before` makes whole input rows of matmul op, and so can quantize them. */
 static int rfi_cpu_can_quantize(const rf_op *before, const rf_op *op) {
     return before->out == op->in && before->rows == op->rows && before->layer == op->layer &&
            ((before->kind == RF_OP_RMS_NORM && before->norm.n_groups == 1) || before->kind == RF_OP_GLU);
 }
 
-/* What a matmul of experts needs. The gate and up of a layer share their gathered input. */
+/* The needs of an EXPERTS op. Gate and up of a layer share their gathered input. */
 static void rfi_cpu_measure_experts(const rf_plan *plan, uint32_t i, rfi_cpu_how *how, rfi_cpu_need *need) {
     const rf_op *op = &plan->ops[i], *before = i ? op - 1 : op;
     const rf_experts_params *par = &op->experts;
@@ -12243,7 +12244,7 @@ static void rfi_cpu_measure_experts(const rf_plan *plan, uint32_t i, rfi_cpu_how
     if (need->n_used < par->n_used) need->n_used = par->n_used;
 }
 
-/* The memory that an op needs by itself. */
+/* The needs of any op. */
 static void rfi_cpu_measure_op(const rf_plan *plan, const rf_op *op, rfi_cpu_need *need) {
     const rf_op_spec spec = rf_op_get_spec(plan, op);
     uint64_t scratch = 0;
@@ -12263,17 +12264,17 @@ static void rfi_cpu_measure_op(const rf_plan *plan, const rf_op *op, rfi_cpu_nee
     need->scratch = rfi_max_u64(need->scratch, scratch);
 }
 
-/* Walk the ops: what they need, which go together, and which matmuls find their quantized input in place. */
+/* Walk the ops: their needs, which are fused, and which matmuls find their input quantized already. */
 static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
     rfi_cpu_need need = {.scratch = (uint64_t)RFI_CPU_COLS * RFI_CPU_ROWS};
-    uint32_t held = RF_NONE; /* buffer that acts hold                    */
-    uint32_t next = 0;       /* first op that is not done along with others      */
-    int along = 0;           /* the op before was done along with an earlier one */
+    uint32_t held = RF_NONE; /* buffer whose rows are quantized in acts     */
+    uint32_t next = 0;       /* first op after the fused ones               */
+    int along = 0;           /* the op before was fused with an earlier one */
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
         rfi_cpu_measure_op(plan, op, &need);
         if (op->kind == RF_OP_MATMUL && i >= next) {
-            const int alone = i > 0 && !along; /* the op before was done by itself */
+            const int alone = i > 0 && !along;
             rfi_cpu_join(plan, i, how);
             if (rfi_type_takes_int8(plan->weights[op->weight].type)) {
                 need.groups = rfi_max_u64(need.groups, rfi_q8_groups(op->matmul.n_in));
@@ -12299,14 +12300,14 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
     return need;
 }
 
-/* What a plan's workspaces take, in bytes, and how threads share them. */
+/* Sizes of a plan's workspaces in bytes, and the shares of threads. */
 typedef struct rfi_cpu_sizes {
     uint64_t acts, scratch, vector, cos_sin, firsts, gathered, pairs;
     uint64_t cells_at, scratch_stride, vector_stride; /* of rfi_cpu_plan, in floats */
 } rfi_cpu_sizes;
 
 static rfi_cpu_sizes rfi_cpu_size(const rfi_cpu *cpu, const rf_plan_bind *bind, const rfi_cpu_need *need) {
-    rfi_cpu_sizes n = {.cells_at = (need->scratch + 15) / 16 * 16, /* whole cache lines: threads do not share one */
+    rfi_cpu_sizes n = {.cells_at = (need->scratch + 15) / 16 * 16, /* whole cache lines, against false sharing */
                        .vector_stride = (need->vector + 15) / 16 * 16};
     n.scratch_stride = n.cells_at + (bind->cache_type == RF_CACHE_Q8_0 ? need->cells : 0);
     n.acts = bind->n_batch * need->groups * sizeof(rfi_q8);
@@ -12425,7 +12426,7 @@ static rf_result rfi_cpu_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t f
     memset(ticket, 0, sizeof *ticket);
     if (first == 0) p->rope = NULL;
     if (first == 0) rfi_cpu_find_firsts(p, step);
-    p->pairs.route = RF_NONE; /* others may have written to it */
+    p->pairs.route = RF_NONE; /* another step may have changed it */
     for (uint32_t i = p->segments[first]; i < p->segments[last]; i += 1u + p->how[i].n_along) {
         double start = p->timing ? rfi_now() : 0;
         rfi_cpu_run_op(p, i, step);
@@ -12486,9 +12487,9 @@ static const rf_device_api rfi_cpu_api = {
 };
 
 /* ==== 11 Null device ==================================================================================== >>null
- * Computes nothing, has no memory, checks everything: that a plan's ops name buffers, weights and states that
- * exist and are wide enough, that what is read was written, that weights are there when an op runs, that rows fit. It
- * can fail its n-th call, for tests of every error path; logits are zeros. */
+ * Computes nothing and checks everything: ops against the table of ops, that every buffer is written before it is read,
+ * that weights are loaded when an op runs, that the rows of a step fit. It has no memory, logits are zeros, and it can
+ * fail its n-th call, so that tests reach every error path. */
 
 typedef struct rfi_null {
     rf_allocator alloc;
@@ -12516,7 +12517,7 @@ static rfi_null *rfi_null_of(rf_dev *d) { return (rfi_null *)(void *)d; }
 static rfi_null_table *rfi_null_table_of(rf_table *t) { return (rfi_null_table *)(void *)t; }
 static rfi_null_plan *rfi_null_plan_of(rf_prepared *p) { return (rfi_null_plan *)(void *)p; }
 
-/* Count a call; the chosen one fails. */
+/* Count a call; the one to fail fails. */
 static rf_result rfi_null_call(rfi_null *d, const char *what, rf_error *err) {
     uint64_t n = atomic_fetch_add(&d->n_calls, 1) + 1;
     if (d->fail_call && (n == d->fail_call || (d->fail_forever && n > d->fail_call)))
@@ -12546,7 +12547,7 @@ static rf_result rfi_null_check_rows(const rfi_null_plan *p, const rf_step *step
     return RF_OK;
 }
 
-/* What an op reads was written before it, and its weights are there. */
+/* "Run" an op: its inputs were written, its weights are loaded. */
 static rf_result rfi_null_run_op(rfi_null_plan *p, uint32_t i, rf_error *err) {
     const rf_op *op = &p->bind.plan->ops[i];
     const uint32_t slots[RF_OP_WEIGHTS] = {op->weight, op->bias, op->factor},
@@ -12619,7 +12620,7 @@ static void rfi_null_host_release(rf_dev *d, void *host) {
 static rf_result rfi_null_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err) {
     rf_result r = rfi_null_call(rfi_null_of(d), "mem_create", err);
     if (r != RF_OK) return r;
-    *out = (rf_mem){d, size_bytes}; /* nobody follows base */
+    *out = (rf_mem){d, size_bytes}; /* base is never dereferenced */
     atomic_fetch_add(&rfi_null_of(d)->n_live, 1);
     return RF_OK;
 }
@@ -12681,7 +12682,7 @@ static rf_result rfi_null_weight_write(rf_table *table, rf_queue *q, const rf_we
     rfi_clear(&late);
     rf_result r = rfi_null_call(t->dev, "weight_write", t->dev->fail_late ? &late : err);
     if (r != RF_OK && !t->dev->fail_late) return r;
-    if (r != RF_OK) { /* a ticket that is not done and will fail */
+    if (r != RF_OK) { /* a ticket that fails when waited for */
         *ticket = (rf_ticket){q, late.where};
     }
     const rf_plan_weight *w = part->slot < t->plan->n_weights ? &t->plan->weights[part->slot] : NULL;
@@ -12742,7 +12743,7 @@ static rf_result rfi_null_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offs
     return rfi_null_transfer(q, "mem_fill", dst, offset, n, ticket, err);
 }
 
-/* The sum is not computed, as nothing is. */
+/* Checks its arguments only. */
 static rf_result rfi_null_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offset, uint64_t n, const rf_mem *sum,
                                   uint64_t sum_offset, rf_ticket *ticket, rf_error *err) {
     rf_result r = rfi_null_transfer(q, "mem_sum", src, offset, n, ticket, err);
