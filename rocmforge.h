@@ -6500,7 +6500,7 @@ typedef enum rfi_recurrence { RFI_RECURRENCE_NONE = 0, RFI_SHORT_CONV = 1, RFI_D
 typedef struct rfi_recurrent_arch {
     rfi_recurrence kind;
     int cyclic;      /* DELTA_NET: head h reads key head h % n_k_heads instead of h / (n_heads / n_k_heads) */
-    int fused_gates; /* ssm_ba (per key head: the betas of its heads, then their alphas) instead of ssm_beta, ssm_alpha */
+    int fused_gates; /* ssm_ba (per key head the betas of its heads, then their alphas) instead of ssm_beta, _alpha */
 } rfi_recurrent_arch;
 
 /* Recurrent layers of a model; kind 0: none. */
@@ -6616,7 +6616,7 @@ typedef struct rfi_config {
     double attention_softcap, logit_softcap, temperature; /* 0: none             */
     double alibi;                     /* 0: rope                                    */
     double clamp;                     /* of queries, keys and values; 0: none       */
-    uint32_t n_blocks;                /* layers in the file: n_layers, then those of multi-token prediction (MTP), unused */
+    uint32_t n_blocks;                /* layers in the file: n_layers, then unused MTP layers */
     rfi_layer_config *layers;         /* [n_layers]                                 */
     rfi_moe_config moe;
     rfi_mla_config mla;
@@ -6656,7 +6656,7 @@ static rf_result rfi_fail_at_key(const rf_gguf *g, const rfi_arch *arch, const c
                     RFI_LLU(kv.where), what);
 }
 
-/* An unsigned hyperparameter; element `il` of an array with one per layer. Absent: `absent`, or an error if required. */
+/* An unsigned hyperparameter; of an array with one per layer element il. Absent: `absent`, or an error if required. */
 typedef struct rfi_uint_key {
     const char *suffix;
     uint32_t min, max, absent, required;
@@ -7205,12 +7205,12 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
 }
 
 /* ==== 9 Plan ============================================================================================ >>plan
- * The model as data: emitters append ops, nothing runs. Weights are found by name here and their shapes checked, so that
- * every fault of a file's tensor directory is found before a tensor is read. T is the rows of a step, L those that want
- * logits. */
+ * The model as data: emitters append ops, nothing runs. Weights are found by name here and their shapes checked, so
+ * that every fault of a file's tensor directory is found before a tensor is read. T is the rows of a step, L those that
+ * want logits. */
 
-/* A bound weight: its slot; of a matrix also the first row used (a fused tensor holds several matrices) and the slots of
- * its bias and of the factor of its products. RF_NONE: absent. */
+/* A bound weight: its slot; of a matrix also the first row used (a fused tensor holds several matrices) and the slots
+ * of its bias and of the factor of its products. RF_NONE: absent. */
 typedef struct rfi_weight {
     uint32_t slot, row, bias, factor;
 } rfi_weight;
@@ -7696,8 +7696,8 @@ static void rfi_emit_heads(rfi_builder *b, uint32_t out, uint32_t in, uint32_t w
 }
 
 /* Multi-head latent attention (arXiv 2405.04434). All heads share k = norm(Wkv in), kv_lora_rank values, and n_rot
- * rotated ones: that is the KV cache. Keys and values are never decompressed: queries are multiplied by Wk of their head
- * instead, and the sums of compressed values by Wv. */
+ * rotated ones: that is the KV cache. Keys and values are never decompressed: queries are multiplied by Wk of their
+ * head instead, and the sums of compressed values by Wv. */
 static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_config *c = b->c;
     const rfi_mla_config *a = &c->mla;
@@ -7781,8 +7781,8 @@ static void rfi_emit_delta_gates(rfi_builder *b, const rfi_decoder *d, uint32_t 
     }
 }
 
-/* mixed = queries, keys and values; delta_gate = the gate of the output. Older qwen3next files have one matrix for both:
- * per key head the rows of its query, key, values and gates. */
+/* mixed = queries, keys and values; delta_gate = the gate of the output. Older qwen3next files have one matrix for
+ * both: per key head the rows of its query, key, values and gates. */
 static void rfi_emit_delta_inputs(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const rfi_recurrent_config *t = &b->c->recurrent;
     const uint32_t n_values = t->n_heads * t->head_dim_v, n_embd = b->c->n_embd;
@@ -8149,8 +8149,8 @@ static void rfi_emit_rope_tables(rfi_builder *b, rfi_decoder *d) {
     d->rope.long_freqs = rfi_bind(b, "rope_factors_long.weight", half, 1, d->rope.freqs == RF_NONE, NULL).slot;
 }
 
-/* ALiBi slopes (arXiv 2108.12409): powers of 2^(-alibi / n), n the largest power of two <= n_heads; heads from n on take
- * the odd powers of its square root. */
+/* ALiBi slopes (arXiv 2108.12409): powers of 2^(-alibi / n), n the largest power of two <= n_heads; heads from n on
+ * take the odd powers of its square root. */
 static uint32_t rfi_slope_table(rfi_builder *b) {
     const uint32_t n_heads = b->c->layers[0].n_heads, first = b->tables.n;
     uint32_t n = 1;
@@ -8227,7 +8227,8 @@ static const rfi_moe_arch rfi_moe_gemma4 = {
 static const rfi_moe_arch rfi_moe_qwen2 = {.gating = RFI_GATING_SOFTMAX, .shared = 1, .shared_gate = 1};
 static const rfi_moe_arch rfi_moe_olmo = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1};
 static const rfi_moe_arch rfi_moe_oss = {.gating = RFI_GATING_CHOSEN};
-static const rfi_moe_arch rfi_moe_qwen35 = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .shared = 1, .shared_gate = 1};
+static const rfi_moe_arch rfi_moe_qwen35 = {
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .shared = 1, .shared_gate = 1};
 static const rfi_moe_arch rfi_moe_lfm2 = {.gating = RFI_GATING_SIGMOID, .normalize = 1, .keys = 1, .dense_lead = 1};
 static const rfi_recurrent_arch rfi_qwen3next = {.kind = RFI_DELTA_NET, .fused_gates = 1};
 static const rfi_recurrent_arch rfi_lfm2 = {.kind = RFI_SHORT_CONV};
@@ -11307,8 +11308,8 @@ static void rfi_cpu_tile(const rfi_cpu_op *o, const rfi_cpu_part *part, uint32_t
     }
 }
 
-/* Units [u, u_end) of matmul `first` (with a fused GLU, of the next one, too) times all columns, in tiles that fit the L2
- * cache. */
+/* Units [u, u_end) of matmul `first` (with a fused GLU, of the next one, too) times all columns, in tiles that fit the
+ * L2 cache. */
 static void rfi_cpu_units(const rfi_cpu_op *o, uint32_t first, uint32_t u, uint32_t u_end, uint32_t thread) {
     const rfi_cpu_part *part = &o->parts[first], *up = part + 1;
     const uint32_t row0 = u * RFI_CPU_UNIT;
@@ -11341,8 +11342,8 @@ static void rfi_cpu_matmul(void *ctx, uint32_t chunk, uint32_t thread) {
     }
 }
 
-/* Load balancing: large chunks for three quarters of the work, then small ones. With many columns the panel kernels need
- * 32 rows. */
+/* Load balancing: large chunks for three quarters of the work, then small ones. With many columns the panel kernels
+ * need 32 rows. */
 static rfi_cpu_cut rfi_cpu_cut_units(uint32_t n_units, uint32_t n_threads, uint32_t n_cols) {
     rfi_cpu_cut c = {.n_units = n_units, .small = n_cols > 1 ? 2 : 1};
     const uint64_t share = n_units / ((uint64_t)n_threads * 4) / c.small * c.small;
@@ -11422,8 +11423,8 @@ static uint32_t rfi_cpu_query_heads(const rf_op *op) {
     return (uint32_t)rfi_min_u64(op->attention.n_heads / op->attention.n_kv_heads, 16);
 }
 
-/* A chunk is one KV head with some of its query heads, for some rows; consecutive rows of a sequence share one pass over
- * keys and values. */
+/* A chunk is one KV head with some of its query heads, for some rows; consecutive rows of a sequence share one pass
+ * over keys and values. */
 static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11626,7 +11627,7 @@ static void rfi_cpu_sort_pairs(rfi_cpu_plan *p, const rf_op *op, uint32_t buffer
     for (uint32_t row = 0; row < n_rows; row++)
         for (uint32_t k = 0; k < par->n_used; k++)
             s->sorted[s->first[rfi_route_id(route + row * width, k)]++] = row * par->n_used + k;
-    for (uint32_t e = par->n_experts; e > 0; e--) s->first[e] = s->first[e - 1]; /* sorting moved each to the start of the next */
+    for (uint32_t e = par->n_experts; e > 0; e--) s->first[e] = s->first[e - 1]; /* undo what sorting moved */
     s->first[0] = 0;
 }
 
@@ -11747,8 +11748,8 @@ static void rfi_cpu_quantize_heads(void *ctx, uint32_t chunk, uint32_t thread) {
                              par->n_in);
 }
 
-/* A chunk is cut.small units of rows of one head's matrix, for all rows of the step. The first chunk of a head also copies
- * the values that its matrix does not multiply. */
+/* A chunk is cut.small units of rows of one head's matrix, for all rows of the step. The first chunk of a head also
+ * copies the values that its matrix does not multiply. */
 static void rfi_cpu_heads(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11773,7 +11774,7 @@ static void rfi_cpu_heads(void *ctx, uint32_t chunk, uint32_t thread) {
         memcpy(out + r * o->out_width + par->n_out, in + r * o->in_width + par->n_in, rest * sizeof *out);
 }
 
-/* RF_OP_ACROSS: a chunk is RFI_ACROSS_COLS columns of one head's matrix, transposed as floats in the thread's scratch. */
+/* RF_OP_ACROSS: a chunk is RFI_ACROSS_COLS columns of one head's matrix, as floats in the thread's scratch. */
 static void rfi_cpu_heads_across(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -12867,8 +12868,8 @@ static const rf_device_api rfi_null_api = {
 /* ==== 12 Model and session ============================================================================ >>session
  * A model is a file, its plan and its weights on one device. A session is the memory in which the plan runs: KV cache
  * and recurrent states of n_seq_max sequences, activations, logits. Everything is allocated at open. rf_session_eval
- * cuts rows into micro-batches and walks the plan's segments: load the segment's weights, run it, check for a cancel.
- * */
+ * cuts rows into micro-batches and walks the plan's segments: load the segment's weights, run it,
+ * check for a cancel. */
 
 struct rf_model {
     rf_gguf *g;
