@@ -4493,8 +4493,8 @@ struct rf_device {
 #define RFI_MAX_STAGING   (2 * RFI_MAX_READERS) /* buffers: one is filled while another's copy is in flight */
 
 #define RFI_PINNED_PIECE_BYTES ((uint64_t)32 << 20)  /* of a piece that has a pinned copy already                */
-#define RFI_PINNED_BLOCK_BYTES ((uint64_t)128 << 20) /* of an allocation for pinned copies, at least ...         */
-#define RFI_MAX_PINNED_BLOCKS  512u                  /* ... and so large that there are half as many at most     */
+#define RFI_PINNED_BLOCK_BYTES ((uint64_t)128 << 20) /* of an allocation for pinned copies; more if pinned_bytes */
+#define RFI_MAX_PINNED_BLOCKS  512u                  /* would take more than half of these                       */
 
 #define RFI_EXPERT_WEIGHTS 4u /* matrices of an expert at most */
 
@@ -4597,7 +4597,7 @@ typedef struct rfi_reader {
 /* The loads in progress and the threads that read. */
 typedef struct rfi_loader {
     rfi_tensor *jobs;
-    uint32_t n_jobs, n_stream_jobs; /* with those that are not in the list yet   */
+    uint32_t n_jobs, n_stream_jobs; /* counted before they are in the list       */
     double busy_since;              /* when n_jobs became 1                      */
     rfi_piece *pieces;              /* that threads work on now                  */
     rf_ticket newest_copy;
@@ -5111,8 +5111,8 @@ static void rfi_staging_finish(rfi_store *s, rfi_staging *b) { /* locked, yields
     if (r != RF_OK && b->load == s->tensors[b->slot].n_loads) rfi_tensor_break(s, b->slot, &own);
 }
 
-/* Have a buffer to fill: one that is free, or whose copy is done, or a new one, or the one whose copy ends next. If no
- * more can be allocated, those that there are must do. */
+/* Have a buffer to fill: one that is free, or whose copy is done, or a new one, or the one whose copy ends next. A
+ * failed allocation is an error only if there is no buffer at all. */
 static rf_result rfi_staging_take(rfi_store *s, rfi_staging **out, rf_error *err) { /* locked, yields */
     const rf_device_api *api = s->device->api;
     const uint64_t bytes = rfi_max_u64(RFI_STAGING_BYTES, s->row_bytes_max);
@@ -5696,7 +5696,7 @@ static int rfi_cache_assign(rfi_store *s, uint32_t f, const rfi_expert_layer *la
     return 1;
 }
 
-/* Free frames that a choice takes: of experts that have one without users, and for those that have none. */
+/* How many free frames a choice takes: one for each chosen expert that has none, or whose frame has no users. */
 static uint32_t rfi_cache_need(const rfi_cache *c, const rfi_expert_layer *layer, const uint32_t *rows_of) {
     uint32_t n = 0;
     for (uint32_t e = 0; e < layer->n_experts; e++) {
@@ -5706,7 +5706,8 @@ static uint32_t rfi_cache_need(const rfi_cache *c, const rfi_expert_layer *layer
     return n;
 }
 
-/* Wait until there are enough free frames for a choice, and reserve them. First come, first served. */
+/* Wait until there are enough free frames for a choice, and reserve them. Later evals wait until the first one that
+ * waits has its frames, so that it cannot starve. */
 static rf_result rfi_cache_reserve(rfi_store *s, const rfi_expert_layer *layer, const uint32_t *rows_of,
                                    uint64_t cancels, rf_error *err) { /* locked, yields */
     rfi_cache *c = &s->cache;
@@ -5966,7 +5967,7 @@ static void rfi_cache_destroy(rfi_store *s) {
 /* Slots from op.weight on that an op uses. */
 static uint32_t rfi_op_matrices(const rf_op *op) { return op->kind == RF_OP_EXPERTS ? op->experts.n_experts : 1; }
 
-/* Weights of all ops; those that several ops use count for each. */
+/* At most so many uses of weights do all ops have. */
 static uint64_t rfi_plan_uses(const rf_plan *plan) {
     uint64_t n = 0;
     for (uint32_t i = 0; i < plan->n_ops; i++) n += RF_OP_WEIGHTS - 1 + rfi_op_matrices(&plan->ops[i]);
@@ -13513,11 +13514,11 @@ static rf_result rfi_device_fallback(rf_device *d, rf_dev **out, rf_error *err) 
         *out = d->dev;
         return RF_OK;
     }
-    pthread_mutex_lock(&d->monitor.mutex);
+    rfi_monitor_lock(&d->monitor);
     const rf_device_desc desc = {.allocator = d->alloc};
     if (!d->fallback_dev) r = rfi_cpu_api.device_open(0, &desc, &d->fallback_dev, err);
     *out = d->fallback_dev;
-    pthread_mutex_unlock(&d->monitor.mutex);
+    rfi_monitor_unlock(&d->monitor);
     return r;
 }
 
