@@ -4613,9 +4613,8 @@ typedef struct rfi_loader {
 /* The ring of streamed tensors, in the order of their uses by the plan, round and round. Counts are of uses since the
  * last reset: n_freed <= n_used <= n_loaded. */
 typedef struct rfi_stream {
-    uint32_t *uses;   /* [n_uses] slots, layer by layer */
-    uint64_t *offset; /* [n_uses] in the ring           */
-    uint32_t n_uses;  /* 0: nothing is streamed         */
+    uint32_t *uses;  /* [n_uses] slots, layer by layer */
+    uint32_t n_uses; /* 0: nothing is streamed         */
     uint64_t n_loaded, n_used, n_freed;
     int paused, freeing;
     rf_error err;
@@ -5438,9 +5437,10 @@ static int rfi_stream_place(const rfi_store *s, uint64_t n, uint64_t *offset) { 
         *offset = 0;
         return n <= q->ring.size_bytes;
     }
-    uint32_t newest = (uint32_t)((q->n_loaded - 1) % q->n_uses), oldest = (uint32_t)(q->n_freed % q->n_uses);
-    uint64_t head = q->offset[newest] + s->tensors[q->uses[newest]].bytes, tail = q->offset[oldest];
-    uint64_t end = head > tail ? q->ring.size_bytes : tail;
+    const rfi_tensor *newest = &s->tensors[q->uses[(q->n_loaded - 1) % q->n_uses]];
+    const rfi_tensor *oldest = &s->tensors[q->uses[q->n_freed % q->n_uses]];
+    const uint64_t head = newest->offset + newest->bytes, tail = oldest->offset;
+    const uint64_t end = head > tail ? q->ring.size_bytes : tail;
     *offset = head;
     if (n <= end - head) return 1;
     *offset = 0;
@@ -5473,12 +5473,11 @@ static int rfi_stream_free_oldest(rfi_store *s) { /* locked, yields */
 static int rfi_stream_load_next(rfi_store *s) { /* locked, yields */
     rfi_stream *q = &s->stream;
     while (q->n_uses && !q->paused && q->err.code == RF_OK) {
-        uint32_t use = (uint32_t)(q->n_loaded % q->n_uses);
-        rfi_tensor *t = &s->tensors[q->uses[use]];
+        rfi_tensor *t = &s->tensors[q->uses[q->n_loaded % q->n_uses]];
         uint64_t offset;
         if (q->n_loaded - q->n_freed < q->n_uses && rfi_stream_place(s, t->bytes, &offset) &&
             rfi_cell_try_claim(&t->cell, &s->cell_monitor)) {
-            t->offset = q->offset[use] = offset;
+            t->offset = offset;
             q->n_loaded++;
             rfi_job_begin(s, t, 0);
             return 1;
@@ -6279,7 +6278,6 @@ static void rfi_store_free(rfi_store *s) {
     rfi_free(alloc, s->tensors);
     rfi_free(alloc, s->order);
     rfi_free(alloc, s->stream.uses);
-    rfi_free(alloc, s->stream.offset);
     rfi_free(alloc, s->share.placement.streamed);
     rfi_free(alloc, s->share.placement.slots);
     rfi_cache_destroy(s);
@@ -6346,10 +6344,9 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     s->tensors = (rfi_tensor *)rfi_alloc(alloc, n_weights, sizeof *s->tensors, "lazy tensors", err);
     s->order = (uint32_t *)rfi_alloc(alloc, n_weights, sizeof *s->order, "lazy tensors", err);
     s->stream.uses = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *s->stream.uses, "lazy tensors", err);
-    s->stream.offset = (uint64_t *)rfi_alloc(alloc, n_uses, sizeof *s->stream.offset, "lazy tensors", err);
     p->streamed = (uint8_t *)rfi_alloc(alloc, n_weights, sizeof *p->streamed, "lazy tensors", err);
     p->slots = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *p->slots, "lazy tensors", err);
-    const int all = s->tensors && s->order && s->stream.uses && s->stream.offset && p->streamed && p->slots;
+    const int all = s->tensors && s->order && s->stream.uses && p->streamed && p->slots;
     rf_result r = all ? RF_OK : RF_ERR_MEMORY;
     if (r == RF_OK) r = d->api->table_create(d->dev, &s->plan, &s->table, err);
     if (r == RF_OK) r = d->api->queue_create(d->dev, &s->queue, err);
