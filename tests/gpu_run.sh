@@ -1,7 +1,7 @@
 #!/bin/sh
 # gpu_run.sh [BUILD] [ARGUMENTS OF test_hip]: all that needs a real GPU, in about five minutes. The suites that also run
 # under emulation, with the kernels compiled by nvcc or hipcc: every op; whole models, 1,000 runs bit for bit alike, two
-# sessions in two threads; small models of many families against their answers. The shipped model: each op against the
+# sessions in two threads; sessions with recurrent states; small models of many families against their answers. The shipped model: each op against the
 # CPU, the CPU's greedy text. With ../shared/zoo beside the repository: its models against their answers, at once and
 # token by token, and sessions that are cut. compute-sanitizer (memory, leaks, races), where it is installed, on prompts,
 # decoding, experts and attention. All of it side by side; BUILD/NAME.gpu has the output of each. Exit status 77 without
@@ -34,7 +34,7 @@ kernels=$!
 ${CXX:-c++} -std=c++11 -O2 -c tests/test_hip.cpp -o "$build/test_hip_gpu.o" &
 suites=$!
 for program in hip_model:tests/hip_model hip_goldens:tests/test_goldens hip_rewind:tests/test_rewind \
-    rocmforge_cli:examples/rocmforge_cli; do
+    hip_recurrent:tests/test_recurrent rocmforge_cli:examples/rocmforge_cli; do
     ${CC:-cc} -O2 -I. -c "${program#*:}.c" -o "$build/${program%:*}_gpu.o" &
     suites="$suites $!"
 done
@@ -42,7 +42,7 @@ done
 ${CC:-cc} -O2 -DROCMFORGE_IMPLEMENTATION -x c -c rocmforge.h -o "$build/rocmforge_gpu.o"
 ar rc "$build/rocmforge_gpu.a" "$build/rocmforge_gpu.o"
 for pid in $kernels $suites; do wait $pid; done
-for program in test_hip hip_model hip_goldens hip_rewind rocmforge_cli; do
+for program in test_hip hip_model hip_goldens hip_rewind hip_recurrent rocmforge_cli; do
     $link "$build/${program}_gpu.o" "$build/kernels_gpu.o" "$build/rocmforge_gpu.a" -o "$build/${program}_gpu" -lm -lpthread
 done
 say "compiled for $arch"
@@ -90,6 +90,7 @@ begin models "$build/hip_model_gpu"
 begin shipped shipped
 begin goldens "$build/hip_goldens_gpu"
 begin rewind "$build/hip_rewind_gpu"
+begin recurrent "$build/hip_recurrent_gpu"
 begin zoo env CLI="$cli" DEVICE=hip:0 sh tests/test_zoo.sh "$build"
 if command -v compute-sanitizer >/dev/null; then
     sanitizers generate "$cli" generate --max-tokens 4 --temp 0 --prompt ROMEO:ROMEO:ROMEO:ROMEO: --gguf $model --device hip:0

@@ -6,40 +6,7 @@
 #ifndef RF_LIFE_H
 #define RF_LIFE_H
 
-#include <stdlib.h>
-#include <string.h>
-
-/* ---- memory that is counted ---- */
-
-typedef struct life_memory {
-    _Atomic uint64_t now, peak;  /* bytes                                                  */
-    _Atomic uint64_t live;       /* blocks                                                 */
-    _Atomic uint64_t calls;
-    uint64_t limit;              /* an allocation that would exceed it fails; 0 = no limit */
-} life_memory;
-
-static void *life_alloc(size_t n, void *user) {
-    life_memory *m = (life_memory *)user;
-    uint64_t size = n;
-    atomic_fetch_add(&m->calls, 1);
-    if (m->limit && (n > m->limit || atomic_load(&m->now) > m->limit - n)) return NULL;
-    unsigned char *p = (unsigned char *)malloc(n + 16);
-    if (!p) return NULL;
-    memcpy(p, &size, sizeof size);
-    uint64_t now = atomic_fetch_add(&m->now, size) + size, peak = atomic_load(&m->peak);
-    while (now > peak && !atomic_compare_exchange_weak(&m->peak, &peak, now)) continue;
-    atomic_fetch_add(&m->live, 1);
-    return p + 16;
-}
-
-static void life_free(void *block, void *user) {
-    life_memory *m = (life_memory *)user;
-    uint64_t size;
-    memcpy(&size, (unsigned char *)block - 16, sizeof size);
-    atomic_fetch_sub(&m->now, size);
-    atomic_fetch_sub(&m->live, 1);
-    free((unsigned char *)block - 16);
-}
+#include "rf_memory.h"
 
 /* ---- a life ---- */
 
@@ -62,7 +29,7 @@ typedef struct life {
     int32_t token;       /* generated; -1 if no logit is a number                              */
     uint64_t touched;    /* a sum over what was read, so that no reading is optimised out      */
     uint64_t left;       /* blocks that were not freed: none                                   */
-    life_memory mem;
+    memory mem;
 } life;
 
 /* Read whatever the accessors reach. */
@@ -139,7 +106,7 @@ static rf_result life_generate(life *l, rf_model *m) {
 __attribute__((unused))
 static void life_run(life *l, const life_file *f, int full) {
     static const char text[] = "Hello w\xc3\xb6rld, 123 <|im_start|> the <s>\xff\xe2\x96\x81 \n\n\tend";
-    rf_allocator a = {life_alloc, life_free, &l->mem};
+    rf_allocator a = memory_allocator(&l->mem);
     rf_gguf_desc gd = {.allocator = a, .no_map = f->no_map};
     rf_device_desc dd = {.allocator = a, .n_threads = 1};
     const rf_tokenizer *t = NULL;
@@ -150,14 +117,14 @@ static void life_run(life *l, const life_file *f, int full) {
     l->stage = LIFE_OPEN;
     rf_result r = f->path ? rf_gguf_open(f->path, &gd, &g, &l->err)
                           : rf_gguf_open_memory(f->data, f->size_bytes, &gd, &g, &l->err);
-    l->open_peak = atomic_load(&l->mem.peak);
+    l->open_peak = (uint64_t)memory_read(&l->mem.peak);
     if (r == RF_OK) {
         life_touch(l, g);
         l->stage = LIFE_PLAN;
         r = rf_device_open("cpu", &dd, &d, &l->err);
         if (r == RF_OK) r = rf_model_open(g, d, NULL, &m, &l->err);
         if (r == RF_OK) r = rf_model_get_tokenizer(m, &t, &l->err);
-        l->plan_peak = atomic_load(&l->mem.peak);
+        l->plan_peak = (uint64_t)memory_read(&l->mem.peak);
     }
     if (r == RF_OK && full) {
         l->stage = LIFE_LOAD;
@@ -174,7 +141,7 @@ static void life_run(life *l, const life_file *f, int full) {
     if (r == RF_OK) l->stage = LIFE_DONE;
     if (rf_model_close(m, NULL) != RF_OK || rf_device_close(d, NULL) != RF_OK || rf_gguf_close(g, NULL) != RF_OK)
         abort();
-    l->left = atomic_load(&l->mem.live);
+    l->left = (uint64_t)memory_read(&l->mem.live);
 }
 
 #endif

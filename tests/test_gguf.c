@@ -5,6 +5,7 @@
 #define ROCMFORGE_IMPLEMENTATION
 #include "rocmforge.h"
 #include "rf_test.h"
+#include "rf_memory.h"
 #include "make_gguf.h"
 #include <ftw.h>
 
@@ -23,38 +24,7 @@ static int remove_entry(const char *path, const struct stat *st, int type, struc
     return remove(path);
 }
 
-/* ---- hooks that count and fail ---- */
-
-typedef struct counting {
-    uint64_t now, peak; /* bytes                                   */
-    uint64_t live;      /* blocks                                  */
-    uint64_t calls;
-    uint64_t fail_at;   /* the n-th call fails; 0 none             */
-    int forever;        /* so do all later ones                    */
-} counting;
-
-static void *counting_alloc(size_t n, void *user) {
-    counting *c = (counting *)user;
-    c->calls++;
-    if (c->fail_at && (c->calls == c->fail_at || (c->forever && c->calls > c->fail_at))) return NULL;
-    unsigned char *p = (unsigned char *)malloc(n + 16);
-    if (!p) return NULL;
-    uint64_t size = n;
-    memcpy(p, &size, sizeof size);
-    c->now += n;
-    c->live++;
-    if (c->now > c->peak) c->peak = c->now;
-    return p + 16;
-}
-
-static void counting_free(void *block, void *user) {
-    counting *c = (counting *)user;
-    uint64_t size;
-    memcpy(&size, (unsigned char *)block - 16, sizeof size);
-    c->now -= size;
-    c->live--;
-    free((unsigned char *)block - 16);
-}
+/* ---- files that count and fail ---- */
 
 typedef struct shaky {
     uint64_t calls, fail_at;
@@ -351,7 +321,7 @@ static void test_arguments(void) {
     CHECK(rf_gguf_open("x", NULL, NULL, &err) == RF_ERR_ARGUMENT, "out");
     CHECK(rf_gguf_open_memory(NULL, 8, NULL, &g, &err) == RF_ERR_ARGUMENT, "data");
     CHECK(rf_gguf_open_memory(b.data, b.n, NULL, NULL, NULL) == RF_ERR_ARGUMENT, "out");
-    rf_gguf_desc desc = {.allocator = {.alloc_fn = counting_alloc}};
+    rf_gguf_desc desc = {.allocator = {.alloc_fn = memory_alloc}};
     CHECK(rf_gguf_open_memory(b.data, b.n, &desc, &g, &err) == RF_ERR_ARGUMENT && g == NULL, "half an allocator");
     shaky s = {0};
     for (int i = 0; i < 5; i++) {
@@ -833,15 +803,15 @@ static void test_memory_bound(void) {
         }
         REQUIRE(mg_write_file(&b, path), "write");
         for (int way = 0; way < 2; way++) {
-            counting c = {0};
-            rf_gguf_desc desc = {.allocator = {counting_alloc, counting_free, &c}};
+            memory c = {0};
+            rf_gguf_desc desc = {.allocator = memory_allocator(&c)};
             rf_gguf *g;
             rf_error err;
             rf_result rc =
                 way ? rf_gguf_open_memory(b.data, b.n, &desc, &g, &err) : rf_gguf_open(path, &desc, &g, &err);
             REQUIRE(rc == RF_OK, "%d: %s", which, err.text);
             uint64_t head = rf_gguf_get_info(g).metadata_bytes;
-            CHECK(c.peak <= 8 * head + 65536, "file %d: %llu bytes for %llu of metadata", which, RFI_LLU(c.peak),
+            CHECK((uint64_t)c.peak <= 8 * head + 65536, "file %d: %llu bytes for %llu of metadata", which, RFI_LLU(c.peak),
                   RFI_LLU(head));
             if (!way && head > 100000)
                 printf("    %llu KB of metadata: peak %.2f x, kept %.2f x\n", RFI_LLU(head / 1024),
@@ -853,14 +823,14 @@ static void test_memory_bound(void) {
     }
     for (int i = 0; i < BAD_COUNT; i++) {
         mg_buf b = {0};
-        counting c = {0};
-        rf_gguf_desc desc = {.allocator = {counting_alloc, counting_free, &c}};
+        memory c = {0};
+        rf_gguf_desc desc = {.allocator = memory_allocator(&c)};
         rf_gguf *g;
         small_file(&b, 3);
         spoil(&b, i);
         REQUIRE(mg_write_file(&b, path), "write");
         CHECK(rf_gguf_open(path, &desc, &g, NULL) != RF_OK, "%s", bad_files[i].what);
-        CHECK(c.live == 0 && c.peak <= 8 * b.n + 65536, "%s: %llu blocks left, peak %llu", bad_files[i].what,
+        CHECK(c.live == 0 && (uint64_t)c.peak <= 8 * b.n + 65536, "%s: %llu blocks left, peak %llu", bad_files[i].what,
               RFI_LLU(c.live), RFI_LLU(c.peak));
         mg_free(&b);
     }
@@ -919,13 +889,13 @@ static void test_split(void) {
         snprintf(second, sizeof second, "m-00002-of-%05u.gguf", count);
         write_split("m", count);
         for (uint32_t no_map = 0; no_map < 2; no_map++) {
-            counting c = {0};
-            rf_gguf_desc desc = {.no_map = no_map, .allocator = {counting_alloc, counting_free, &c}};
+            memory c = {0};
+            rf_gguf_desc desc = {.no_map = no_map, .allocator = memory_allocator(&c)};
             REQUIRE(rf_gguf_open(tmp_path(first), &desc, &g, &err) == RF_OK, "%s", err.text);
             rf_gguf_info info = rf_gguf_get_info(g);
             CHECK(info.n_files == count && info.n_tensors == 2 * count && info.n_kv == 4, "%u files", info.n_files);
             CHECK(info.data_bytes == 64 * count && info.mapped == !no_map, "data, mapped");
-            CHECK(c.peak <= 8 * info.metadata_bytes + 65536, "peak %llu", RFI_LLU(c.peak));
+            CHECK((uint64_t)c.peak <= 8 * info.metadata_bytes + 65536, "peak %llu", RFI_LLU(c.peak));
             for (unsigned i = 0; i < 2 * count; i++) {
                 rf_tensor_info t;
                 char name[32];
@@ -1001,12 +971,12 @@ static void test_alloc_failure(void) {
             uint64_t n = 1;
             for (; n < 1000; n++) {
                 shaky s = {0};
-                counting c = {.fail_at = n, .forever = forever};
-                rf_gguf_desc desc = {.allocator = {counting_alloc, counting_free, &c}, .io = shaky_io(&s)};
+                memory c = {.fail_at = (int64_t)n, .forever = forever};
+                rf_gguf_desc desc = {.allocator = memory_allocator(&c), .io = shaky_io(&s)};
                 rf_result rc = way == 2 ? rf_gguf_open_memory(b.data, b.n, &desc, &g, &err)
                                         : rf_gguf_open(path, &desc, &g, &err);
                 if (rc == RF_OK) {
-                    CHECK(c.calls < n, "allocation %llu failed unnoticed", RFI_LLU(n));
+                    CHECK((uint64_t)c.calls < n, "allocation %llu failed unnoticed", RFI_LLU(n));
                     CHECK(rf_gguf_close(g, NULL) == RF_OK, "close");
                 } else {
                     CHECK(rc == RF_ERR_MEMORY && err.code == rc && g == NULL, "%llu: %d %s", RFI_LLU(n), rc,
@@ -1034,10 +1004,10 @@ static void test_io_failure(void) {
         const char *path = tmp_path(way % 2 ? "small.gguf" : "f-00001-of-00003.gguf");
         uint64_t failed = 0, unmapped = 0;
         for (uint64_t n = 1; n < 1000; n++) {
-            counting c = {0};
+            memory c = {0};
             shaky s = {
                 .fail_at = n, .error = way < 6 ? -EIO : INT32_MIN, .chunk = way < 4 ? 0 : 50, .forever = way & 2};
-            rf_gguf_desc desc = {.allocator = {counting_alloc, counting_free, &c}, .io = shaky_io(&s)};
+            rf_gguf_desc desc = {.allocator = memory_allocator(&c), .io = shaky_io(&s)};
             rf_result rc = rf_gguf_open(path, &desc, &g, &err);
             if (rc == RF_OK) {
                 unmapped += !rf_gguf_get_info(g).mapped;
@@ -1182,8 +1152,8 @@ static void test_sparse(void) {
         mg_gguf w;
         rf_gguf *g;
         rf_error err;
-        counting c = {0};
-        rf_gguf_desc desc = {.allocator = {counting_alloc, counting_free, &c}};
+        memory c = {0};
+        rf_gguf_desc desc = {.allocator = memory_allocator(&c)};
         mg_begin(&w, 3);
         mg_kv_str(&w, "text", "short");
         mg_tensor(&w, "t", 24 /* I8 */, 1, (uint64_t[]){tib - 4096}, NULL, 0);

@@ -8,6 +8,7 @@
 #include "ref_model.h"
 #include "ref_family.h"
 #include "rf_test.h"
+#include "rf_memory.h"
 #include "rf_rig.h"
 
 enum { N = 600, CTX = 640, VOCAB = 320 };
@@ -391,16 +392,7 @@ static void test_forecast(void) {
     }
 }
 
-static uint64_t counted;
-static void *count_alloc(size_t n, void *user) {
-    (void)user;
-    counted += n;
-    return malloc(n);
-}
-static void count_free(void *block, void *user) {
-    (void)user;
-    free(block);
-}
+static memory mem;
 
 /* What a session asks of the CPU device's allocator is what was forecast, and little beside: of each block its alignment, of
  * each op some words, and the rows and logits that go back and forth. */
@@ -411,20 +403,20 @@ static void test_cpu_workspaces(void) {
     for (size_t i = 0; i < RFI_COUNT(files) * RFI_COUNT(descs); i++) {
         const char *path = files[i / RFI_COUNT(descs)];
         const rf_session_desc *sd = &descs[i % RFI_COUNT(descs)];
-        rf_device_desc dd = {.n_threads = 2, .allocator = {count_alloc, count_free, NULL}};
+        rf_device_desc dd = {.n_threads = 2, .allocator = memory_allocator(&mem)};
         rf_forecast f;
         rig r = {0};
         rf_result res = rf_gguf_open(path, NULL, &r.g, &r.err);
         if (res == RF_OK) res = rf_device_open("cpu", &dd, &r.d, &r.err);
         if (res == RF_OK) res = rf_model_open(r.g, r.d, NULL, &r.m, &r.err);
         if (res == RF_OK) res = rf_model_forecast(r.m, sd, &f, &r.err);
-        counted = 0;
+        mem.total = 0;
         if (res == RF_OK) res = rf_session_open(r.m, sd, &r.s, &r.err);
         CHECK(res == RF_OK, "%s: %s", path, r.err.text);
         if (res == RF_OK) {
             const uint64_t forecast = f.kv_bytes + f.scratch_bytes + f.plan_bytes, beside = 32768 + 64ull * r.m->plan.n_ops;
-            CHECK(f.plan_bytes > 0 && counted >= forecast && counted <= forecast + f.host_bytes + beside,
-                  "%s: %llu bytes, forecast %llu", path, RFI_LLU(counted), RFI_LLU(forecast));
+            CHECK(f.plan_bytes > 0 && (uint64_t)mem.total >= forecast && (uint64_t)mem.total <= forecast + f.host_bytes + beside,
+                  "%s: %llu bytes, forecast %llu", path, RFI_LLU((uint64_t)mem.total), RFI_LLU(forecast));
         }
         rig_close(&r);
     }
@@ -434,7 +426,7 @@ static void test_cpu_workspaces(void) {
 static void test_host_memory(void) {
     static const char *const files[] = {"examples/shakespeare-5m.gguf", "tests/family/olmoe.gguf", "tests/family/qwen35moe.gguf"};
     static const rf_session_desc least = {.n_ctx = 64, .n_seq_max = 1, .n_batch = 1, .n_logits_max = 1, .n_snapshots = 1};
-    const rf_gguf_desc gd = {.allocator = {count_alloc, count_free, NULL}};
+    const rf_gguf_desc gd = {.allocator = memory_allocator(&mem)};
     const rf_device_desc dd = {.allocator = gd.allocator};
     for (size_t i = 0; i < RFI_COUNT(files); i++) {
         uint64_t first = 0, first_forecast = 0;
@@ -449,11 +441,11 @@ static void test_host_memory(void) {
             if (size == 5) sd.n_snapshots += 1000;
             if (!rig_open(&r, &(rig_how){.path = files[i], .device = "null", .gguf = &gd, .device_desc = &dd})) continue;
             CHECK(rf_model_forecast(r.m, &sd, &f, &r.err) == RF_OK, "%s", r.err.text);
-            counted = 0;
+            mem.total = 0;
             CHECK(rf_session_open(r.m, &sd, &r.s, &r.err) == RF_OK, "%s", r.err.text);
-            if (size == 0) first = counted, first_forecast = f.host_bytes;
-            CHECK(counted >= f.host_bytes && counted <= f.host_bytes + 16384, "%s, size %d: %llu bytes, forecast %llu", files[i], size, RFI_LLU(counted), RFI_LLU(f.host_bytes));
-            const int64_t more = (int64_t)(counted - first), want = (int64_t)(f.host_bytes - first_forecast);
+            if (size == 0) first = (uint64_t)mem.total, first_forecast = f.host_bytes;
+            CHECK((uint64_t)mem.total >= f.host_bytes && (uint64_t)mem.total <= f.host_bytes + 16384, "%s, size %d: %llu bytes, forecast %llu", files[i], size, RFI_LLU((uint64_t)mem.total), RFI_LLU(f.host_bytes));
+            const int64_t more = (int64_t)((uint64_t)mem.total - first), want = (int64_t)(f.host_bytes - first_forecast);
             CHECK(llabs(more - want) < 3 * 256, "%s, size %d: %lld bytes more, forecast %lld", files[i], size, (long long)more, (long long)want);
             rig_close(&r);
         }

@@ -5,30 +5,10 @@
 #include "rocmforge.h"
 
 #include "make_gguf.h"
+#include "rf_memory.h"
 #include "rf_test.h"
 
-/* ---- hooks: memory that counts and can fail, a file in memory that counts and can fail ---- */
-
-typedef struct memory {
-    _Atomic int64_t live, calls;
-    _Atomic int64_t bytes; /* allocated in all               */
-    int64_t fail_call;     /* this call fails; 0: none       */
-    int forever;           /* and so do all later ones       */
-} memory;
-
-static void *memory_alloc(size_t n, void *user) {
-    memory *m = (memory *)user;
-    int64_t call = atomic_fetch_add(&m->calls, 1) + 1;
-    if (call == m->fail_call || (m->forever && call > m->fail_call)) return NULL;
-    void *p = malloc(n);
-    atomic_fetch_add(&m->bytes, (int64_t)n);
-    if (p) atomic_fetch_add(&m->live, 1);
-    return p;
-}
-static void memory_free(void *p, void *user) {
-    atomic_fetch_sub(&((memory *)user)->live, 1);
-    free(p);
-}
+/* ---- a file in memory that counts and can fail ---- */
 
 typedef struct disk {
     mg_buf file;
@@ -114,13 +94,13 @@ static void rig_close(rig *r) {
     CHECK(rf_device_close(r->d, NULL) == RF_OK, "the device stays busy");
     CHECK(rf_gguf_close(r->g, NULL) == RF_OK, "the file stays busy");
     r->s = NULL, r->m = NULL, r->d = NULL, r->g = NULL;
-    CHECK(atomic_load(&r->mem.live) == 0, "%lld blocks are left", (long long)atomic_load(&r->mem.live));
+    CHECK(memory_read(&r->mem.live) == 0, "%lld blocks are left", (long long)memory_read(&r->mem.live));
 }
 
 /* File, device and model; the session is the test's to open. 0 after a report. */
 static int rig_open(rig *r, disk *dk, int mode, const rf_model_desc *md) {
     memset(r, 0, sizeof *r);
-    rf_allocator a = {memory_alloc, memory_free, &r->mem};
+    rf_allocator a = memory_allocator(&r->mem);
     rf_gguf_desc gd = {.allocator = a, .io = disk_io, .no_map = 1};
     rf_device_desc dd = {.allocator = a, .n_threads = 2};
     gd.io.user = dk;
@@ -203,7 +183,7 @@ static void test_no_touch_before_use(void) {
     rig_close(&r);
 
     memset(&r, 0, sizeof r);
-    rf_gguf_desc gd = {.allocator = {memory_alloc, memory_free, &r.mem}, .io = disk_io};
+    rf_gguf_desc gd = {.allocator = memory_allocator(&r.mem), .io = disk_io};
     gd.io.user = &dk, gd.io.map_fn = guard_map, gd.io.unmap_fn = guard_unmap;
     atomic_store(&dk.counting, 0);
     CHECK(rf_gguf_open("disk", &gd, &r.g, &r.err) == RF_OK && rf_gguf_get_info(r.g).mapped, "%s", r.err.text);
@@ -231,7 +211,7 @@ static void test_odd_address(void) {
     mg_put(&shifted, "x", 1);
     mg_put(&shifted, dk.file.data, dk.file.n);
     memset(&r, 0, sizeof r);
-    CHECK(rf_gguf_open_memory(shifted.data + 1, dk.file.n, &(rf_gguf_desc){.allocator = {memory_alloc, memory_free, &r.mem}}, &r.g, &r.err) == RF_OK,
+    CHECK(rf_gguf_open_memory(shifted.data + 1, dk.file.n, &(rf_gguf_desc){.allocator = memory_allocator(&r.mem)}, &r.g, &r.err) == RF_OK,
           "%s", r.err.text);
     CHECK(rf_device_open("cpu", NULL, &r.d, &r.err) == RF_OK && rf_model_open(r.g, r.d, NULL, &r.m, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, want, sizeof got) == 0, "%s", r.err.text);
@@ -367,7 +347,7 @@ static void test_big_plan(void) {
     rf_forecast f;
     memory mem = {0};
     double best = 1e9;
-    const rf_gguf_desc gd = {.allocator = {memory_alloc, memory_free, &mem}};
+    const rf_gguf_desc gd = {.allocator = memory_allocator(&mem)};
     REQUIRE(big_write(&shape_70b, path, &bytes), "cannot write a sparse file of %llu bytes in /tmp", (unsigned long long)bytes);
     REQUIRE(rf_gguf_open(path, &gd, &g, &err) == RF_OK && rf_device_open("null", NULL, &d, &err) == RF_OK, "%s", err.text);
     for (int i = 0; i < 20 && best >= limit_ms; i++) { /* once, more often where others share the caches */
@@ -382,19 +362,19 @@ static void test_big_plan(void) {
         best = fmin(best, cpu_ms() - cpu);
         CHECK(rf_model_forecast(m, NULL, &f, &err) == RF_OK && f.weight_bytes > (uint64_t)40e9, "%s", err.text);
         if (i < 2) CHECK(rf_model_close(m, NULL) == RF_OK, "busy");
-        if (i == 0) atomic_store(&mem.bytes, 0), rf_gguf_close(g, NULL), rf_gguf_open(path, &gd, &g, &err); /* count one of each */
+        if (i == 0) mem.total = 0, rf_gguf_close(g, NULL), rf_gguf_open(path, &gd, &g, &err); /* count one of each */
     }
     rf_gguf_info info = rf_gguf_get_info(g);
     int64_t most = 8 * (int64_t)info.metadata_bytes + (1 << 20);
     printf("    %.1f GB, %u tensors: plan %.1f ms of CPU, %.1f MB allocated for %.1f MB of metadata\n", (double)bytes * 1e-9, rf_model_get_info(m).n_tensors, best,
-           (double)atomic_load(&mem.bytes) * 1e-6, (double)info.metadata_bytes * 1e-6);
+           (double)memory_read(&mem.total) * 1e-6, (double)info.metadata_bytes * 1e-6);
     CHECK(best < limit_ms, "the plan took %.1f ms of CPU", best);
-    CHECK(atomic_load(&mem.bytes) <= most, "%lld bytes allocated", (long long)atomic_load(&mem.bytes));
+    CHECK(memory_read(&mem.total) <= most, "%lld bytes allocated", (long long)memory_read(&mem.total));
     CHECK(resident(path) <= (int64_t)info.metadata_bytes + 128 * 1024, "%lld bytes resident", (long long)resident(path));
     rf_loading_stats st = rf_model_get_loading_stats(m);
     CHECK(st.device_bytes == 0 && st.bytes_read == 0 && st.device_allocations == 0, "opening loads");
     CHECK(rf_model_close(m, NULL) == RF_OK && rf_device_close(d, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "busy");
-    CHECK(atomic_load(&mem.live) == 0, "%lld blocks are left", (long long)atomic_load(&mem.live));
+    CHECK(memory_read(&mem.live) == 0, "%lld blocks are left", (long long)memory_read(&mem.live));
     unlink(path);
 }
 
@@ -975,7 +955,7 @@ static rf_device_api repacking;
 /* File, device, model, tokenizer, all weights, session, an evaluation of three micro-batches, a copy, everything evicted,
  * a token, which loads again. The first failure ends it; called again, it goes on with what there is. */
 static rf_result whole_life(rig *r, disk *dk, const char *device, const rf_device_desc *more, int map) {
-    rf_allocator a = {memory_alloc, memory_free, &r->mem};
+    rf_allocator a = memory_allocator(&r->mem);
     rf_gguf_desc gd = {.allocator = a, .io = disk_io, .no_map = 1};
     rf_device_desc dd = *more;
     rf_session_desc sd = {.n_ctx = 32, .n_seq_max = 2, .n_batch = 2};
@@ -1029,13 +1009,13 @@ static void test_every_allocation_failure(void) {
         for (int64_t calls = 1; n <= calls && n < 2000; n++) {
             rig r;
             memset(&r, 0, sizeof r);
-            r.mem.fail_call = n;
+            r.mem.fail_at = n;
             r.mem.forever = forever;
             rf_result res = whole_life(&r, &dk, "cpu", &(rf_device_desc){.n_threads = 2}, map);
             CHECK(res == RF_OK || (res == RF_ERR_MEMORY && r.err.code == res && r.err.text[0]), "allocation %lld: %s: %s", (long long)n,
                   rf_result_name(res), r.err.text);
             failed += res != RF_OK;
-            calls = res != RF_OK ? n + 1 : atomic_load(&r.mem.calls); /* after a failure there may be more */
+            calls = res != RF_OK ? n + 1 : memory_read(&r.mem.calls); /* after a failure there may be more */
             if (res != RF_OK) after_failure(&r, &dk, "cpu", map, forever, (uint64_t)n);
             rig_close(&r);
         }

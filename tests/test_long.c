@@ -45,7 +45,7 @@ static held measure(void) {
 /* ---- a server's life ---- */
 
 typedef struct server {
-    life_memory mem;
+    memory mem;
     mg_rng rng;
     rf_gguf *g;
     rf_device *d;
@@ -67,7 +67,7 @@ static void close_all(server *v) {
     CHECK(rf_model_close(v->m, NULL) == RF_OK && rf_device_close(v->d, NULL) == RF_OK, "busy");
     CHECK(rf_gguf_close(v->g, NULL) == RF_OK, "busy");
     v->s = NULL, v->m = NULL, v->d = NULL, v->g = NULL;
-    CHECK(atomic_load(&v->mem.live) == 0, "%llu blocks are left", RFI_LLU(atomic_load(&v->mem.live)));
+    CHECK(memory_read(&v->mem.live) == 0, "%llu blocks are left", RFI_LLU(memory_read(&v->mem.live)));
 }
 
 /* A session of any shape; 0 after a report. */
@@ -84,7 +84,7 @@ static int open_session(server *v) {
 
 /* File, device, model and session in one of the ways that there are; 0 after a report. */
 static int open_all(server *v) {
-    rf_allocator a = {life_alloc, life_free, &v->mem};
+    rf_allocator a = memory_allocator(&v->mem);
     rf_gguf_desc gd = {.allocator = a, .no_map = mg_below(&v->rng, 2)};
     rf_device_desc dd = {.allocator = a, .n_threads = 1 + mg_below(&v->rng, 3)};
     rf_model_desc md = {.load_policy = 2 * mg_below(&v->rng, 2), .n_readers = mg_below(&v->rng, 3)};

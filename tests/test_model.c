@@ -11,6 +11,7 @@
 #include "make_gguf.h"
 #include "ref_model.h"
 #include "rf_test.h"
+#include "rf_memory.h"
 #include "rf_rig.h"
 
 #define FLOAT_TOLERANCE 4e-6
@@ -27,31 +28,17 @@ static const struct {
 
 /* ---- a model and everything below it ---- */
 
-static _Atomic int64_t live_blocks, alloc_calls;
-
-static void *count_alloc(size_t n, void *user) {
-    void *p = malloc(n);
-    (void)user;
-    if (p) atomic_fetch_add(&live_blocks, 1);
-    atomic_fetch_add(&alloc_calls, 1);
-    return p;
-}
-static void count_free(void *p, void *user) {
-    (void)user;
-    atomic_fetch_sub(&live_blocks, 1);
-    free(p);
-}
-static const rf_allocator counting = {count_alloc, count_free, NULL};
+static memory counted;
 
 static void close_rig(rig *r) {
     rig_close(r);
-    CHECK(atomic_load(&live_blocks) == 0, "%lld blocks are left", (long long)atomic_load(&live_blocks));
+    CHECK(memory_read(&counted.live) == 0, "%lld blocks are left", (long long)memory_read(&counted.live));
 }
 
 /* 1 if all of it opened; else nothing is left and r->err says why. isa NULL: the best. */
 static int open_rig(rig *r, const mg_buf *file, const char *path, const char *isa, uint32_t n_threads, const rf_session_desc *sd) {
-    const rf_gguf_desc gd = {.allocator = counting};
-    const rf_device_desc dd = {.allocator = counting, .n_threads = n_threads, .isa = isa};
+    const rf_gguf_desc gd = {.allocator = memory_allocator(&counted)};
+    const rf_device_desc dd = {.allocator = memory_allocator(&counted), .n_threads = n_threads, .isa = isa};
     return rig_try(r, &(rig_how){.path = path, .file = file, .gguf = &gd, .device_desc = &dd, .session = sd}) == RF_OK;
 }
 
@@ -986,11 +973,11 @@ static void test_session_memory(void) {
     rf_token_row rows[40] = {{0}};
     for (int i = 0; i < 40; i++) rows[i] = (rf_token_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = i >= 38};
     CHECK(rf_session_eval(r.s, rows, 40, &r.err) == RF_OK, "%s", r.err.text);
-    int64_t calls = atomic_load(&alloc_calls);
+    int64_t calls = memory_read(&counted.calls);
     uint32_t kept;
     CHECK(rf_session_eval(r.s, rows, 5, &r.err) == RF_OK && rf_session_forward(r.s, tokens, 10, NULL, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(rf_session_copy(r.s, 0, 2, &r.err) == RF_OK && rf_session_sync(r.s, 0, tokens, 9, &kept, &r.err) == RF_OK, "%s", r.err.text);
-    CHECK(atomic_load(&alloc_calls) == calls, "calls on an open session allocated %lld times", (long long)(atomic_load(&alloc_calls) - calls));
+    CHECK(memory_read(&counted.calls) == calls, "calls on an open session allocated %lld times", (long long)(memory_read(&counted.calls) - calls));
 
     /* two sessions of one model do not disturb each other */
     CHECK(rf_session_open(r.m, NULL, &s, &r.err) == RF_OK, "%s", r.err.text);
@@ -1166,10 +1153,10 @@ static void keep_log(rf_log_level level, const char *text, void *user) {
 
 /* Open and close a model of these bytes; nothing may be left of it. */
 static rf_result try_model(rf_device *d, const mg_buf *file, rf_error *err) {
-    rf_gguf_desc gd = {.allocator = counting, .log_fn = keep_log};
+    rf_gguf_desc gd = {.allocator = memory_allocator(&counted), .log_fn = keep_log};
     rf_gguf *g;
     rf_model *m;
-    int64_t before = atomic_load(&live_blocks);
+    int64_t before = memory_read(&counted.live);
     n_logs = 0;
     rf_result r = rf_gguf_open_memory(file->data, file->n, &gd, &g, err);
     CHECK(r == RF_OK, "the file itself: %s", err->text);
@@ -1178,12 +1165,12 @@ static rf_result try_model(rf_device *d, const mg_buf *file, rf_error *err) {
     CHECK(r == err->code && (r == RF_OK) == (m != NULL), "%s, code %d", rf_result_name(r), err->code);
     CHECK(rf_model_close(m, NULL) == RF_OK, "the model stays busy");
     CHECK(rf_gguf_close(g, NULL) == RF_OK, "the file stays busy");
-    CHECK(atomic_load(&live_blocks) == before, "%lld blocks are left", (long long)(atomic_load(&live_blocks) - before));
+    CHECK(memory_read(&counted.live) == before, "%lld blocks are left", (long long)(memory_read(&counted.live) - before));
     return r;
 }
 
 static rf_device *counted_device(void) {
-    rf_device_desc dd = {.allocator = counting, .n_threads = 1};
+    rf_device_desc dd = {.allocator = memory_allocator(&counted), .n_threads = 1};
     rf_device *d = NULL;
     CHECK(rf_device_open("cpu", &dd, &d, NULL) == RF_OK, "no cpu");
     return d;
@@ -1283,7 +1270,7 @@ static void test_tensor_errors(void) {
     rf_device *d = counted_device();
     for (size_t i = 0; d && i < RFI_COUNT(models); i++) tensor_errors(d, &models[i]);
     CHECK(rf_device_close(d, NULL) == RF_OK, "the device stays busy");
-    CHECK(atomic_load(&live_blocks) == 0, "%lld blocks are left", (long long)atomic_load(&live_blocks));
+    CHECK(memory_read(&counted.live) == 0, "%lld blocks are left", (long long)memory_read(&counted.live));
 }
 
 static void experts(mg_gguf *w) { mg_kv_u32(w, "qwen2.expert_count", 8); }
@@ -1430,7 +1417,7 @@ static void test_key_errors(void) {
         mg_free(&file);
     }
     CHECK(rf_device_close(d, NULL) == RF_OK, "the device stays busy");
-    CHECK(atomic_load(&live_blocks) == 0, "%lld blocks are left", (long long)atomic_load(&live_blocks));
+    CHECK(memory_read(&counted.live) == 0, "%lld blocks are left", (long long)memory_read(&counted.live));
 }
 
 /* Fewer layers than the file has run, with a word about the rest; and what the model says of itself. */

@@ -2,6 +2,7 @@
  * Continuous batching: whatever the slots, the batch and the neighbours, each request gets exactly the tokens that it
  * gets alone, through rf_session_forward and greedy choice. */
 #include "rocmforge.h"
+#include "rf_memory.h"
 #include "rf_test.h"
 
 #define MODEL "examples/shakespeare-5m.gguf"
@@ -349,16 +350,6 @@ static void test_arguments(void) {
 /* ---- failures ---- */
 
 /* An allocator that counts and fails the n-th call. */
-static int n_allocations, fail_at;
-static void *counting_alloc(size_t n, void *user) {
-    (void)user;
-    return ++n_allocations == fail_at ? NULL : malloc(n);
-}
-static void counting_free(void *p, void *user) {
-    (void)user;
-    free(p);
-}
-
 /* Device calls fail one after the other: the requests in the batch end with the code, each once; nothing leaks. */
 static void test_device_failure(void) {
     int n_failed_steps = 0;
@@ -404,7 +395,8 @@ static void test_device_failure(void) {
 
 /* Each allocation of rf_scheduler_open fails once; after a successful one nothing is allocated any more. */
 static void test_memory(void) {
-    rf_gguf_desc gd = {.allocator = {counting_alloc, counting_free, NULL}};
+    memory mem = {0};
+    rf_gguf_desc gd = {.allocator = memory_allocator(&mem)};
     rf_gguf *g = NULL;
     rf_model *m = NULL;
     rf_session *s = NULL;
@@ -415,21 +407,19 @@ static void test_memory(void) {
                 rf_session_open(m, &sd, &s, &err) == RF_OK, "%s", err.text);
     int n_failures = 0;
     for (int n = 1; n < 20 && !sch; n++) {
-        n_allocations = 0;
-        fail_at = n;
+        mem.calls = 0, mem.fail_at = n;
         rf_result r = rf_scheduler_open(s, tokenizer, 4, &sch, &err);
         CHECK(r == RF_OK || (r == RF_ERR_MEMORY && !sch && err.text[0]), "%s", rf_result_name(r));
         n_failures += r != RF_OK;
     }
     REQUIRE(sch && n_failures >= 4, "%d allocations", n_failures);
     rf_model_preload_all(m, NULL);
-    n_allocations = 0;
-    fail_at = 1;
+    mem.calls = 0, mem.fail_at = 1;
     reset_jobs();
     for (int i = 0; i < 4; i++) CHECK(submit(sch, &jobs[i], &err) == RF_OK, "%s", err.text);
     run_all(sch, 4);
-    CHECK(n_allocations == 0, "%d allocations after rf_scheduler_open", n_allocations);
-    fail_at = 0;
+    CHECK(mem.calls == 0, "%d allocations after rf_scheduler_open", (int)mem.calls);
+    mem.fail_at = 0;
     rf_scheduler_close(sch, NULL);
     rf_session_close(s, NULL);
     rf_model_close(m, NULL);

@@ -3,6 +3,7 @@
 #define ROCMFORGE_IMPLEMENTATION
 #include "rocmforge.h"
 
+#include "rf_memory.h"
 #include "rf_test.h"
 
 #define MAX_THREADS 16
@@ -449,30 +450,16 @@ static void test_pool_destroy(void) {
     }
 }
 
-static int64_t blocks;
-static void *no_memory(size_t n, void *user) {
-    (void)n, (void)user;
-    return NULL;
-}
-static void *count_alloc(size_t n, void *user) {
-    (void)user;
-    blocks++;
-    return malloc(n);
-}
-static void count_free(void *p, void *user) {
-    (void)user;
-    blocks--;
-    free(p);
-}
-
 static void test_pool_memory(void) {
     rfi_pool p;
+    memory none = {.fail_at = 1, .forever = 1}, mem = {0};
+    const rf_allocator fails = memory_allocator(&none), counts = memory_allocator(&mem);
     rf_error err;
     rfi_clear(&err);
-    CHECK(rfi_pool_init(&p, &(rf_allocator){no_memory, count_free, NULL}, 4, &err) == RF_ERR_MEMORY && err.code == RF_ERR_MEMORY, "%s", err.text);
-    CHECK(rfi_pool_init(&p, &(rf_allocator){count_alloc, count_free, NULL}, 4, &err) == RF_OK, "init");
+    CHECK(rfi_pool_init(&p, &fails, 4, &err) == RF_ERR_MEMORY && err.code == RF_ERR_MEMORY, "%s", err.text);
+    CHECK(rfi_pool_init(&p, &counts, 4, &err) == RF_OK, "init");
     rfi_pool_destroy(&p);
-    CHECK(blocks == 0, "%lld blocks are left", (long long)blocks);
+    CHECK(mem.live == 0, "%lld blocks are left", (long long)mem.live);
 }
 
 int main(int argc, char **argv) {

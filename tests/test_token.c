@@ -5,6 +5,7 @@
 #include "rocmforge.h"
 
 #include "make_gguf.h"
+#include "rf_memory.h"
 #include "rf_test.h"
 
 #define SP MG_SPACE
@@ -13,20 +14,7 @@
 
 /* ---- help ---- */
 
-static int64_t live_blocks, alloc_calls, alloc_fail_at;
-
-static void *count_alloc(size_t n, void *user) {
-    (void)user;
-    if (++alloc_calls == alloc_fail_at) return NULL;
-    void *p = malloc(n);
-    live_blocks += p != NULL;
-    return p;
-}
-static void count_free(void *p, void *user) {
-    (void)user;
-    live_blocks -= p != NULL;
-    free(p);
-}
+static memory mem; /* of all files and tokenizers */
 
 static void *get(size_t n) {
     void *p = calloc(n ? n : 1, 1);
@@ -43,7 +31,7 @@ typedef struct opened {
 
 /* Finish the file and open its tokenizer; o->t is NULL and o->err filled if that is refused. */
 static void open_file(opened *o, mg_gguf *w, const char *pre) {
-    rf_gguf_desc desc = {.allocator = {count_alloc, count_free, NULL}};
+    rf_gguf_desc desc = {.allocator = memory_allocator(&mem)};
     memset(o, 0, sizeof *o);
     mg_finish(w, &o->file);
     if (rf_gguf_open_memory(o->file.data, o->file.n, &desc, &o->g, &o->err) == RF_OK)
@@ -54,8 +42,8 @@ static void close_file(opened *o) {
     rf_result r = rf_gguf_close(o->g, NULL);
     CHECK(r == RF_OK, "the tokenizer still holds its file: %d", r);
     mg_free(&o->file);
-    CHECK(live_blocks == 0, "%lld blocks leak", (long long)live_blocks);
-    live_blocks = 0;
+    CHECK(mem.live == 0, "%lld blocks leak", (long long)mem.live);
+    mem.live = 0;
 }
 
 /* The vocabularies of make_gguf.h: SPM, or BPE under a pre-tokenizer. */
@@ -871,28 +859,26 @@ static void test_no_memory(void) {
         REQUIRE(rf_tokenize(o.t, text, sizeof text - 1, 3, want, 64, &n_want, NULL) == RF_OK, "tokenize");
         rf_tokenizer_close(o.t, NULL);
         o.t = NULL;
-        int64_t before = live_blocks, fails = 0;
+        int64_t before = mem.live, fails = 0;
         for (int64_t at = 1; at < 100 && r == RF_ERR_MEMORY; at++, fails++) {
-            alloc_calls = 0;
-            alloc_fail_at = at;
+            mem.calls = 0, mem.fail_at = at;
             r = rf_tokenizer_open(o.g, NULL, &o.t, &o.err);
             if (r == RF_OK) break;
-            CHECK(r == RF_ERR_MEMORY && !o.t && o.err.code == RF_ERR_MEMORY && live_blocks == before, "%s",
+            CHECK(r == RF_ERR_MEMORY && !o.t && o.err.code == RF_ERR_MEMORY && mem.live == before, "%s",
                   o.err.text);
         }
         CHECK(r == RF_OK && fails >= 5, "%d after %d failures", r, (int)fails);
-        before = live_blocks;
+        before = mem.live;
         r = RF_ERR_MEMORY;
         fails = 0;
         for (int64_t at = 1; o.t && at < 100 && r == RF_ERR_MEMORY; at++, fails++) {
-            alloc_calls = 0;
-            alloc_fail_at = at;
+            mem.calls = 0, mem.fail_at = at;
             r = rf_tokenize(o.t, text, sizeof text - 1, 3, ids, 64, &n, &o.err);
-            CHECK(live_blocks == before, "%lld blocks leak", (long long)(live_blocks - before));
+            CHECK(mem.live == before, "%lld blocks leak", (long long)(mem.live - before));
             if (r == RF_OK) break;
             CHECK(r == RF_ERR_MEMORY && o.err.code == RF_ERR_MEMORY && n == 0, "%d %s", r, o.err.text);
         }
-        alloc_fail_at = 0;
+        mem.fail_at = 0;
         CHECK(r == RF_OK && fails >= 3 && n == n_want && memcmp(ids, want, n * sizeof *ids) == 0, "%d after %d", r,
               (int)fails);
         close_file(&o);
