@@ -1502,11 +1502,14 @@ static inline void rf_op_in(rf_op_spec *s, uint32_t id, uint64_t width) {
     rf_op_in_if(s, id, width);
     rf_op_need(s, id != RF_NONE, "an input is missing");
 }
-static inline void rf_op_out(rf_op_spec *s, uint64_t width) { s->out.width = width; }
+static inline void rf_op_out(rf_op_spec *s, uint64_t width) {
+    s->out.width = width;
+    rf_op_need(s, width > 0, "it has no results");
+}
 static inline void rf_op_matrix(rf_op_spec *s, uint32_t slot, uint32_t n_slots, uint64_t n_in, uint64_t n_rows) {
     const rf_op_weight w = {slot, n_slots, n_in, n_rows};
     if (slot != RF_NONE) s->weight[s->n_weights++] = w;
-    rf_op_need(s, slot != RF_NONE, "its weight is missing");
+    rf_op_need(s, slot != RF_NONE && n_in > 0, "its weight is missing, or its rows are empty");
 }
 static inline void rf_op_vector_if(rf_op_spec *s, uint32_t slot, uint64_t n) {
     const rf_op_weight w = {slot, 1, 0, n};
@@ -4490,8 +4493,8 @@ struct rf_device {
 #define RFI_MAX_STAGING   (2 * RFI_MAX_READERS) /* buffers: one is filled while another's copy is in flight */
 
 #define RFI_PINNED_PIECE_BYTES ((uint64_t)32 << 20)  /* of a piece that has a pinned copy already                */
-#define RFI_PINNED_BLOCK_BYTES ((uint64_t)128 << 20) /* of an allocation for pinned copies, at least ...         */
-#define RFI_MAX_PINNED_BLOCKS  512u                  /* ... and so large that there are half as many at most     */
+#define RFI_PINNED_BLOCK_BYTES ((uint64_t)128 << 20) /* of an allocation for pinned copies; more if pinned_bytes */
+#define RFI_MAX_PINNED_BLOCKS  512u                  /* would take more than half of these                       */
 
 #define RFI_EXPERT_WEIGHTS 4u /* matrices of an expert at most */
 
@@ -4594,7 +4597,7 @@ typedef struct rfi_reader {
 /* The loads in progress and the threads that read. */
 typedef struct rfi_loader {
     rfi_tensor *jobs;
-    uint32_t n_jobs, n_stream_jobs; /* with those that are not in the list yet   */
+    uint32_t n_jobs, n_stream_jobs; /* counted before they are in the list       */
     double busy_since;              /* when n_jobs became 1                      */
     rfi_piece *pieces;              /* that threads work on now                  */
     rf_ticket newest_copy;
@@ -4610,9 +4613,8 @@ typedef struct rfi_loader {
 /* The ring of streamed tensors, in the order of their uses by the plan, round and round. Counts are of uses since the
  * last reset: n_freed <= n_used <= n_loaded. */
 typedef struct rfi_stream {
-    uint32_t *uses;   /* [n_uses] slots, layer by layer */
-    uint64_t *offset; /* [n_uses] in the ring           */
-    uint32_t n_uses;  /* 0: nothing is streamed         */
+    uint32_t *uses;  /* [n_uses] slots, layer by layer */
+    uint32_t n_uses; /* 0: nothing is streamed         */
     uint64_t n_loaded, n_used, n_freed;
     int paused, freeing;
     rf_error err;
@@ -5108,8 +5110,8 @@ static void rfi_staging_finish(rfi_store *s, rfi_staging *b) { /* locked, yields
     if (r != RF_OK && b->load == s->tensors[b->slot].n_loads) rfi_tensor_break(s, b->slot, &own);
 }
 
-/* Have a buffer to fill: one that is free, or whose copy is done, or a new one, or the one whose copy ends next. If no
- * more can be allocated, those that there are must do. */
+/* Have a buffer to fill: one that is free, or whose copy is done, or a new one, or the one whose copy ends next. A
+ * failed allocation is an error only if there is no buffer at all. */
 static rf_result rfi_staging_take(rfi_store *s, rfi_staging **out, rf_error *err) { /* locked, yields */
     const rf_device_api *api = s->device->api;
     const uint64_t bytes = rfi_max_u64(RFI_STAGING_BYTES, s->row_bytes_max);
@@ -5435,9 +5437,10 @@ static int rfi_stream_place(const rfi_store *s, uint64_t n, uint64_t *offset) { 
         *offset = 0;
         return n <= q->ring.size_bytes;
     }
-    uint32_t newest = (uint32_t)((q->n_loaded - 1) % q->n_uses), oldest = (uint32_t)(q->n_freed % q->n_uses);
-    uint64_t head = q->offset[newest] + s->tensors[q->uses[newest]].bytes, tail = q->offset[oldest];
-    uint64_t end = head > tail ? q->ring.size_bytes : tail;
+    const rfi_tensor *newest = &s->tensors[q->uses[(q->n_loaded - 1) % q->n_uses]];
+    const rfi_tensor *oldest = &s->tensors[q->uses[q->n_freed % q->n_uses]];
+    const uint64_t head = newest->offset + newest->bytes, tail = oldest->offset;
+    const uint64_t end = head > tail ? q->ring.size_bytes : tail;
     *offset = head;
     if (n <= end - head) return 1;
     *offset = 0;
@@ -5470,12 +5473,11 @@ static int rfi_stream_free_oldest(rfi_store *s) { /* locked, yields */
 static int rfi_stream_load_next(rfi_store *s) { /* locked, yields */
     rfi_stream *q = &s->stream;
     while (q->n_uses && !q->paused && q->err.code == RF_OK) {
-        uint32_t use = (uint32_t)(q->n_loaded % q->n_uses);
-        rfi_tensor *t = &s->tensors[q->uses[use]];
+        rfi_tensor *t = &s->tensors[q->uses[q->n_loaded % q->n_uses]];
         uint64_t offset;
         if (q->n_loaded - q->n_freed < q->n_uses && rfi_stream_place(s, t->bytes, &offset) &&
             rfi_cell_try_claim(&t->cell, &s->cell_monitor)) {
-            t->offset = q->offset[use] = offset;
+            t->offset = offset;
             q->n_loaded++;
             rfi_job_begin(s, t, 0);
             return 1;
@@ -5693,7 +5695,7 @@ static int rfi_cache_assign(rfi_store *s, uint32_t f, const rfi_expert_layer *la
     return 1;
 }
 
-/* Free frames that a choice takes: of experts that have one without users, and for those that have none. */
+/* How many free frames a choice takes: one for each chosen expert that has none, or whose frame has no users. */
 static uint32_t rfi_cache_need(const rfi_cache *c, const rfi_expert_layer *layer, const uint32_t *rows_of) {
     uint32_t n = 0;
     for (uint32_t e = 0; e < layer->n_experts; e++) {
@@ -5703,7 +5705,8 @@ static uint32_t rfi_cache_need(const rfi_cache *c, const rfi_expert_layer *layer
     return n;
 }
 
-/* Wait until there are enough free frames for a choice, and reserve them. First come, first served. */
+/* Wait until there are enough free frames for a choice, and reserve them. Later evals wait until the first one that
+ * waits has its frames, so that it cannot starve. */
 static rf_result rfi_cache_reserve(rfi_store *s, const rfi_expert_layer *layer, const uint32_t *rows_of,
                                    uint64_t cancels, rf_error *err) { /* locked, yields */
     rfi_cache *c = &s->cache;
@@ -5963,7 +5966,7 @@ static void rfi_cache_destroy(rfi_store *s) {
 /* Slots from op.weight on that an op uses. */
 static uint32_t rfi_op_matrices(const rf_op *op) { return op->kind == RF_OP_EXPERTS ? op->experts.n_experts : 1; }
 
-/* Weights of all ops; those that several ops use count for each. */
+/* At most so many uses of weights do all ops have. */
 static uint64_t rfi_plan_uses(const rf_plan *plan) {
     uint64_t n = 0;
     for (uint32_t i = 0; i < plan->n_ops; i++) n += RF_OP_WEIGHTS - 1 + rfi_op_matrices(&plan->ops[i]);
@@ -6275,7 +6278,6 @@ static void rfi_store_free(rfi_store *s) {
     rfi_free(alloc, s->tensors);
     rfi_free(alloc, s->order);
     rfi_free(alloc, s->stream.uses);
-    rfi_free(alloc, s->stream.offset);
     rfi_free(alloc, s->share.placement.streamed);
     rfi_free(alloc, s->share.placement.slots);
     rfi_cache_destroy(s);
@@ -6342,10 +6344,9 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     s->tensors = (rfi_tensor *)rfi_alloc(alloc, n_weights, sizeof *s->tensors, "lazy tensors", err);
     s->order = (uint32_t *)rfi_alloc(alloc, n_weights, sizeof *s->order, "lazy tensors", err);
     s->stream.uses = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *s->stream.uses, "lazy tensors", err);
-    s->stream.offset = (uint64_t *)rfi_alloc(alloc, n_uses, sizeof *s->stream.offset, "lazy tensors", err);
     p->streamed = (uint8_t *)rfi_alloc(alloc, n_weights, sizeof *p->streamed, "lazy tensors", err);
     p->slots = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *p->slots, "lazy tensors", err);
-    const int all = s->tensors && s->order && s->stream.uses && s->stream.offset && p->streamed && p->slots;
+    const int all = s->tensors && s->order && s->stream.uses && p->streamed && p->slots;
     rf_result r = all ? RF_OK : RF_ERR_MEMORY;
     if (r == RF_OK) r = d->api->table_create(d->dev, &s->plan, &s->table, err);
     if (r == RF_OK) r = d->api->queue_create(d->dev, &s->queue, err);
@@ -6452,8 +6453,8 @@ static void rfi_store_get_stats(rfi_store *s, rf_loading_stats *out) {
 }
 
 /* ==== 8 Model ========================================================================================== >>model
- * What the file says the model is: hyperparameters, read through one range-checked table before anything is computed
- * from them. What every weight's shape must be follows from them, in the next section. */
+ * The hyperparameters of a file, each read with a range check before anything is computed from it. The next section
+ * derives the shape of every weight from them. */
 
 #ifndef ROCMFORGE_MAX_LAYERS
 #define ROCMFORGE_MAX_LAYERS 1024
@@ -6464,11 +6465,11 @@ typedef enum rfi_rope_scaling { RFI_ROPE_NONE = 0, RFI_ROPE_LINEAR = 1, RFI_ROPE
 typedef struct rfi_layer_config {
     uint32_t n_heads, n_kv_heads, n_ff;
     uint32_t head_dim, head_dim_v;
-    uint32_t cache_layer; /* whose keys and values it reads; its own, or those of an earlier one */
-    uint32_t window; /* positions its attention sees; 0: all              */
-    int swa;         /* one of the layers that a sliding window is for    */
-    int recurrent;   /* it has no attention but a state                   */
-    int rope;        /* 0: its queries and keys are not rotated           */
+    uint32_t cache_layer; /* the layer whose KV cache it reads: itself, or an earlier one */
+    uint32_t window;      /* positions its attention sees; 0: all                         */
+    int swa;              /* 1: a layer with a sliding window                             */
+    int recurrent;        /* 1: a recurrent state instead of attention                    */
+    int rope;             /* 0: queries and keys are not rotated                          */
 } rfi_layer_config;
 
 typedef enum rfi_gating {
@@ -6477,35 +6478,35 @@ typedef enum rfi_gating {
     RFI_GATING_CHOSEN = 3
 } rfi_gating;
 
-/* How an architecture mixes experts, and which keys it listens to. */
+/* The mixture of experts of an architecture, and the keys that may change it. */
 typedef struct rfi_moe_arch {
     rfi_gating gating;
-    int normalize;  /* the weights of the chosen add up to 1                                        */
-    int keys;       /* expert_gating_func, expert_weights_norm and _scale may say otherwise         */
-    int n_ff_is_ff; /* without expert_feed_forward_length an expert is feed_forward_length wide     */
-    int groups;     /* expert_group_count and _used_count are read                                  */
-    int beside;     /* the dense ffn is there, too, and each of both is normed                      */
-    int optional;   /* without expert_count there are none                                          */
-    int gate;       /* the shared experts' result is multiplied by sigmoid(ffn_gate_inp_shexp . x)  */
-    int dense_lead; /* leading_dense_block_count layers have no experts                             */
-    int shared;     /* experts that every row takes: their width is expert_feed_forward_length times
-                       expert_shared_count, or expert_shared_feed_forward_length                    */
+    int normalize;    /* the weights of the chosen experts add up to 1                                       */
+    int keys;         /* expert_gating_func, expert_weights_norm and _scale are read                         */
+    int n_ff_is_ff;   /* expert_feed_forward_length defaults to feed_forward_length                          */
+    int groups;       /* expert_group_count and _used_count are read                                         */
+    int dense_beside; /* the dense FFN runs beside the experts; both outputs are normed and added            */
+    int optional;     /* a file without expert_count has no experts                                          */
+    int shared_gate;  /* the shared experts' output is multiplied by sigmoid(ffn_gate_inp_shexp . x)         */
+    int dense_lead;   /* the first leading_dense_block_count layers have no experts                          */
+    int shared;       /* shared experts, as wide as expert_feed_forward_length times expert_shared_count, or
+                         expert_shared_feed_forward_length                                                   */
 } rfi_moe_arch;
 
-/* What the layers without attention do instead, and how they are told apart. */
+/* What recurrent layers are. */
 typedef enum rfi_recurrence { RFI_RECURRENCE_NONE = 0, RFI_SHORT_CONV = 1, RFI_DELTA_NET = 2 } rfi_recurrence;
 typedef struct rfi_recurrent_arch {
     rfi_recurrence kind;
-    int cyclic;      /* DELTA_NET: head h reads the key head h % n_k_heads instead of h / (n_heads / n_k_heads) */
-    int fused_gates; /* ssm_ba, [beta of a key head's heads | alpha of these], instead of ssm_beta and ssm_alpha */
+    int cyclic;      /* DELTA_NET: head h reads key head h % n_k_heads instead of h / (n_heads / n_k_heads) */
+    int fused_gates; /* ssm_ba (per key head the betas of its heads, then their alphas) instead of ssm_beta, _alpha */
 } rfi_recurrent_arch;
 
 /* Recurrent layers of a model; kind 0: none. */
 typedef struct rfi_recurrent_config {
     rfi_recurrence kind;
-    uint32_t n_taps;                                /* of convolutions */
-    uint32_t n_k_heads, n_heads, head_dim, head_dim_v; /* DELTA_NET       */
-    uint32_t n_conv;                                /* channels of its convolution: q, k, v */
+    uint32_t n_taps;                                   /* of its convolutions                   */
+    uint32_t n_k_heads, n_heads, head_dim, head_dim_v; /* DELTA_NET                             */
+    uint32_t n_conv;                                   /* DELTA_NET: channels q, k, v together  */
 } rfi_recurrent_config;
 
 /* Experts of a model; n_experts 0: none. */
@@ -6513,18 +6514,18 @@ typedef struct rfi_moe_config {
     uint32_t n_experts, n_used, n_ff, n_ff_shared;
     uint32_t n_dense; /* layers before the first with experts */
     uint32_t gating;
-    uint32_t n_groups, n_groups_used; /* as rf_op */
+    uint32_t n_groups, n_groups_used; /* as rf_route_params */
     int normalize;
     double scale;
 } rfi_moe_config;
 
-/* Attention to a compressed key and value, `rank` values and n_rot rotated ones for all heads: head_dim is both, and
- * head_dim_v the rank. */
+/* Multi-head latent attention (MLA): all heads share one key of kv_lora_rank values and n_rot rotated ones. The layers'
+ * head_dim is the sum of both, their head_dim_v is kv_lora_rank. */
 typedef struct rfi_mla_config {
-    uint32_t kv_lora_rank;                 /* kv_lora_rank                                  */
-    uint32_t q_lora_rank;               /* q_lora_rank: queries are compressed too; 0: not */
-    uint32_t head_dim, head_dim_v; /* of a head before its key and value are compressed */
-    int joined;                    /* attn_kv_b instead of attn_k_b and attn_v_b        */
+    uint32_t kv_lora_rank;
+    uint32_t q_lora_rank;          /* 0: queries are not compressed                          */
+    uint32_t head_dim, head_dim_v; /* of a head's key and value before compression           */
+    int joined;                    /* the file has attn_kv_b instead of attn_k_b, attn_v_b   */
 } rfi_mla_config;
 
 /* An architecture: how it differs from llama's decoder; zero is llama. What a file's tensors show by being there needs
@@ -6592,7 +6593,7 @@ static void rfi_arch_list(char *text, size_t capacity); /* "llama, qwen2, ...", 
 
 typedef struct rfi_rope_config {
     double base, factor;
-    double magnitude; /* of cos and sin, beside yarn's */
+    double magnitude; /* factor of cos and sin besides yarn's */
     rfi_rope_scaling scaling;
     uint32_t n_rot; /* values of a head that are rotated */
 } rfi_rope_config;
@@ -6600,22 +6601,23 @@ typedef struct rfi_rope_config {
 typedef struct rfi_config {
     const rfi_arch *arch;
     uint32_t n_layers, n_embd, n_vocab, n_ctx_train;
-    uint32_t head_dim, head_dim_v, n_rot; /* of layers without a window, if those with one have their own */
-    uint32_t n_layer_input;               /* RFI_LAYER_INPUTS: values of the row for a layer; 0: none     */
-    uint32_t n_positions; /* learned ones; 0: there is no limit */
+    uint32_t head_dim, head_dim_v, n_rot; /* of layers without SWA, where SWA layers have sizes of their own */
+    uint32_t n_layer_input;           /* values of a layer's embedding row; 0: none */
+    uint32_t n_positions;             /* learned ones; 0: no limit                  */
     double norm_eps;
-    rfi_rope_config rope, swa_rope; /* of local layers */
+    rfi_rope_config rope, swa_rope;
     double yarn_log_multiplier, yarn_beta_fast, yarn_beta_slow;
     uint32_t rope_n_ctx_original;
-    int parallel;                     /* x += attention + ffn of the same x */
-    double embedding_scale, residual_scale, logit_scale, attention_scale; /* 0: none; of scores: 1/sqrt(head_dim) */
-    double attention_softcap, logit_softcap;                              /* 0: none */
-    double temperature;                                                   /* 0: none */
-    double alibi, clamp;                                                  /* 0: none; of queries, keys and values */
-    uint32_t n_blocks;        /* layers of the file; behind n_layers are some that predict further tokens, unused */
-    rfi_layer_config *layers; /* [n_layers] */
+    int parallel;                     /* x += attention + FFN of the same x         */
+    double embedding_scale, residual_scale, logit_scale; /* 0: none              */
+    double attention_scale;           /* of scores; 0: 1/sqrt(head_dim)             */
+    double attention_softcap, logit_softcap, temperature; /* 0: none             */
+    double alibi;                     /* 0: rope                                    */
+    double clamp;                     /* of queries, keys and values; 0: none       */
+    uint32_t n_blocks;                /* layers in the file: n_layers, then unused MTP layers */
+    rfi_layer_config *layers;         /* [n_layers]                                 */
     rfi_moe_config moe;
-    rfi_mla_config mla;    /* RFI_LATENT */
+    rfi_mla_config mla;
     rfi_recurrent_config recurrent;
 } rfi_config;
 
@@ -6630,14 +6632,14 @@ static int rfi_kv_is_uint(uint32_t type) {
            type == RF_KV_I16 || type == RF_KV_I32 || type == RF_KV_I64;
 }
 
-/* Find "<arch>.<suffix>", or suffix itself if arch is NULL: 1 if it is there. */
+/* Find "<arch>.<suffix>", or suffix itself if arch is NULL. Returns 1 if the file has it. */
 static int rfi_key_find(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_kv *kv, char *name,
                         size_t capacity) {
     snprintf(name, capacity, "%s%s%s", arch ? arch->name : "", arch ? "." : "", suffix);
     return rf_gguf_find_kv(g, name, kv, NULL) == RF_OK;
 }
 
-/* A key that is there does not fit the others: "FILE: KEY at byte N: what is wrong". */
+/* A key contradicts others: "FILE: KEY at byte N: what is wrong". */
 __attribute__((format(printf, 5, 6)))
 static rf_result rfi_fail_at_key(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_error *err,
                                  const char *format, ...) {
@@ -6652,8 +6654,7 @@ static rf_result rfi_fail_at_key(const rf_gguf *g, const rfi_arch *arch, const c
                     RFI_LLU(kv.where), what);
 }
 
-/* One unsigned hyperparameter (element `il` if the file gives an array with one per layer). Absent: `absent`, or an
- * error if `required`. */
+/* An unsigned hyperparameter; of an array with one per layer element il. Absent: `absent`, or an error if required. */
 typedef struct rfi_uint_key {
     const char *suffix;
     uint32_t min, max, absent, required;
@@ -6685,7 +6686,7 @@ static rf_result rfi_key_uint(const rf_gguf *g, const rfi_arch *arch, const rfi_
     return RF_OK;
 }
 
-/* One real hyperparameter, finite and >= min. */
+/* A real hyperparameter, finite and >= min. */
 static rf_result rfi_key_real(const rf_gguf *g, const rfi_arch *arch, const char *suffix, double min,
                               double absent, int required, double *out, rf_error *err) {
     char name[96];
@@ -6705,7 +6706,7 @@ static rf_result rfi_key_real(const rf_gguf *g, const rfi_arch *arch, const char
     return RF_OK;
 }
 
-/* A factor, softcap or temperature: 0 (none), or within what float32 multiplies without surprise. */
+/* A factor, softcap or temperature: 0 (none), or 1e-9 to 1e9, so that products neither overflow nor vanish. */
 static rf_result rfi_key_scale(const rf_gguf *g, const rfi_arch *arch, const char *suffix, double absent, int required,
                                double *out, rf_error *err) {
     rf_result r = rfi_key_real(g, arch, suffix, 0, absent, required, out, err);
@@ -6761,7 +6762,7 @@ static rf_result rfi_config_arch(const rf_gguf *g, rfi_config *c, rf_error *err)
                     rfi_gguf_path(g), RFI_LLU(kv.where), RFI_STR(arch), names);
 }
 
-/* How rope is scaled. A factor without a type means linear; rope.scale_linear is its old name. */
+/* Rope scaling. A factor without a type means linear; rope.scale_linear is the old name of the factor. */
 static rf_result rfi_config_rope_scaling(const rf_gguf *g, rfi_config *c, rf_error *err) {
     rf_string type;
     rf_kv kv;
@@ -6801,7 +6802,7 @@ static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err)
         if (r == RF_OK)
             r = rfi_key_real(g, c->arch, "rope.scaling.yarn_beta_slow", FLT_MIN, 1, 0, &c->yarn_beta_slow, err);
     }
-    const uint32_t swa_n_rot = c->swa_rope.n_rot; /* rfi_config_heads knew */
+    const uint32_t swa_n_rot = c->swa_rope.n_rot; /* set by rfi_config_heads */
     c->rope.n_rot = c->n_rot;
     c->swa_rope = c->rope;
     c->swa_rope.n_rot = swa_n_rot;
@@ -6813,7 +6814,7 @@ static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err)
     return r;
 }
 
-/* Which layers have a sliding window: all but every n-th (0: all), or a list of truth values, one per layer. */
+/* The layers with a sliding window: all but every n-th (0: all), or a list of booleans, one per layer. */
 static rf_result rfi_config_window(const rf_gguf *g, rfi_config *c, rf_error *err) {
     const rfi_uint_key window_key = {"attention.sliding_window", 0, INT32_MAX, c->arch->swa_window, 0},
                        period_key = {"attention.sliding_window_pattern", 0, ROCMFORGE_MAX_LAYERS, 0, 0};
@@ -6840,7 +6841,7 @@ static rf_result rfi_config_window(const rf_gguf *g, rfi_config *c, rf_error *er
     return r;
 }
 
-/* Constants of the graph. Factors of 0 are none, as for llama.cpp. */
+/* Scales, softcaps and slopes; 0 is none, as in llama.cpp. */
 static rf_result rfi_config_scales(const rf_gguf *g, rfi_config *c, rf_error *err) {
     const rfi_arch *arch = c->arch;
     rf_result r = RF_OK;
@@ -6853,7 +6854,7 @@ static rf_result rfi_config_scales(const rf_gguf *g, rfi_config *c, rf_error *er
         if (r != RF_OK) return r;
     }
     if (arch->attn_scale > 0) c->attention_scale = (double)arch->attn_scale;
-    if (c->arch->mla) { /* yarn's magnitude is of the scores: keys are not all rotated */
+    if (c->arch->mla) { /* keys are rotated in part only, so yarn's magnitude applies to the scores */
         const double f = c->rope.scaling == RFI_ROPE_YARN ? fmax(1, c->rope.factor) : 1;
         const double magnitude = 1 + c->yarn_log_multiplier * log(f);
         c->attention_scale = magnitude * magnitude / sqrt(c->mla.head_dim);
@@ -6891,7 +6892,7 @@ static rf_result rfi_config_vocab(const rf_gguf *g, rfi_config *c, rf_error *err
     return RF_OK;
 }
 
-/* How the chosen experts are weighted, where the file has a say. */
+/* Gating of the experts, where keys of the file decide. */
 static rf_result rfi_config_gating(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key groups = {"expert_group_count", 0, RF_MAX_EXPERTS, 0, 0},
                               groups_used = {"expert_group_used_count", 0, RF_MAX_EXPERTS, 0, 0},
@@ -6976,7 +6977,7 @@ static rf_result rfi_config_refuse(const rf_gguf *g, const rfi_config *c, rf_err
     return RF_OK;
 }
 
-/* Layers with attention are every full_attention_interval-th, unless a list says which are recurrent. */
+/* Every full_attention_interval-th layer has attention, unless a list says which layers are recurrent. */
 static rf_result rfi_config_delta_layers(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key interval_key = {"full_attention_interval", 1, ROCMFORGE_MAX_LAYERS, 4, 0};
     static const char *const list_key = "attention.recurrent_layers";
@@ -7024,7 +7025,7 @@ static rf_result rfi_config_recurrent(const rf_gguf *g, rfi_config *c, rf_error 
     return rfi_config_delta_layers(g, c, err);
 }
 
-/* Per layer: heads, kv heads, ff width; plain numbers or arrays. */
+/* Heads, KV heads and FFN width of every layer; keys are numbers or arrays. */
 static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key heads = {"attention.head_count", 1, 1 << 14, 0, 1},
                               ff = {"feed_forward_length", 1, 1 << 24, 0, 1};
@@ -7052,7 +7053,7 @@ static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *er
     return RF_OK;
 }
 
-/* The same of each layer: those with a window may have their own. */
+/* Head sizes of every layer; SWA layers may have their own. */
 static rf_result rfi_config_swa_heads(const rf_gguf *g, rfi_config *c, rf_error *err) {
     const rfi_uint_key key_length = {"attention.key_length_swa", 1, 1 << 14, c->head_dim, 0},
                        value_length = {"attention.value_length_swa", 1, 1 << 14, c->head_dim_v, 0};
@@ -7076,8 +7077,8 @@ static rf_result rfi_config_swa_heads(const rf_gguf *g, rfi_config *c, rf_error 
     return r;
 }
 
-/* Rows of embeddings for every layer, and layers without keys and values of their own: they read those of the last
- * layer of their kind that has some. */
+/* Embedding rows for every layer, and layers that share a KV cache: they read that of the last layer of their kind
+ * that has one. */
 static rf_result rfi_config_layer_inputs(const rf_gguf *g, rfi_config *c, rf_error *err) {
     const rfi_uint_key input = {"embedding_length_per_layer_input", 0, 1 << 16, 0, 0},
                        shared = {"attention.shared_kv_layers", 0, c->n_layers - 1, 0, 0};
@@ -7098,7 +7099,7 @@ static rf_result rfi_config_layer_inputs(const rf_gguf *g, rfi_config *c, rf_err
     return r;
 }
 
-/* Widths of a head, and of what is rotated of it. */
+/* Head sizes, and how much of a head is rotated. */
 static rf_result rfi_config_heads(const rf_gguf *g, rfi_config *c, rf_error *err) {
     uint32_t n_heads = c->layers[0].n_heads;
     uint32_t by_width = c->n_embd % n_heads ? 0 : c->n_embd / n_heads; /* 0: then the file must say */
@@ -7122,8 +7123,7 @@ static rf_result rfi_config_heads(const rf_gguf *g, rfi_config *c, rf_error *err
     return r;
 }
 
-/* Attention to compressed keys and values. Files of before attn_k_b and attn_v_b tell the sizes of what is compressed,
- * and a key for each head. */
+/* MLA. Older files, with attn_kv_b, give the sizes before compression and as many KV heads as heads. */
 static rf_result rfi_config_mla(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key rank = {"attention.kv_lora_rank", 1, 1 << 14, 0, 1},
                               q_lora_rank = {"attention.q_lora_rank", 0, 1 << 20, 0, 0};
@@ -7203,12 +7203,12 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
 }
 
 /* ==== 9 Plan ============================================================================================ >>plan
- * The model as data: emitters append ops, nothing runs. A new architecture is a new emitter, not a new kernel path.
- * T is the rows of a step, L those that want logits. Weights are bound by name here and their shapes checked, so that
- * everything that can be wrong with a file's directory is found before the first byte of a tensor is read. */
+ * The model as data: emitters append ops, nothing runs. Weights are found by name here and their shapes checked, so
+ * that every fault of a file's tensor directory is found before a tensor is read. T is the rows of a step, L those that
+ * want logits. */
 
-/* A bound weight: its slot and, of a matrix, the first row used (fused tensors hold several), and the slots of its bias
- * and of the factor that its products are multiplied by. RF_NONE: optional and absent. */
+/* A bound weight: its slot; of a matrix also the first row used (a fused tensor holds several matrices) and the slots
+ * of its bias and of the factor of its products. RF_NONE: absent. */
 typedef struct rfi_weight {
     uint32_t slot, row, bias, factor;
 } rfi_weight;
@@ -7225,13 +7225,13 @@ typedef struct rfi_builder {
     const rfi_config *c;
     rfi_array ops, buffers, states, weights, tables;
     rf_error *err;
-    rf_result result; /* the first failure: from then on nothing is appended       */
-    rf_op dropped;    /* where emitters write after a failure, so they need no checks */
-    int32_t layer;    /* being emitted                                             */
+    rf_result result; /* the first failure; after it nothing is appended               */
+    rf_op dropped;    /* emitters write here after a failure, and so need no checks    */
+    int32_t layer;    /* being emitted                                                 */
     uint32_t logits, argmax; /* buffers                                            */
 } rfi_builder;
 
-/* Room for `more` items behind the last; NULL once the builder failed. Grows by doubling. */
+/* Append room for `more` items, growing by doubling; NULL once the builder failed. */
 static void *rfi_array_push(rfi_builder *b, rfi_array *a, uint32_t more, size_t item_bytes) {
     if (b->result != RF_OK) return NULL;
     if (!a->items || a->capacity - a->n < more) {
@@ -7267,14 +7267,14 @@ static int rfi_has(const rfi_builder *b, const char *name) {
     return rf_gguf_find_tensor(b->g, full, &t, NULL) == RF_OK;
 }
 
-/* A tensor that would change the graph, and is not built. */
+/* Fail if a tensor is there that would change the graph in a way that is not built. */
 static void rfi_refuse(rfi_builder *b, const char *name) {
     if (b->result == RF_OK && rfi_has(b, name))
         b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.%s: this tensor of a %s model is not supported",
                              rfi_gguf_path(b->g), (int)b->layer, name, b->c->arch->name);
 }
 
-/* Shape and type; n_experts > 0: so many matrices, or vectors if n_rows is 0. */
+/* Check shape and type: a matrix [n_rows, n_in]; with n_experts as many of them, or as many vectors if n_rows is 0. */
 static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_info *t, uint64_t n_in,
                            uint64_t n_rows, uint64_t n_experts) {
     rf_type_info type = rf_type_get(t->type);
@@ -7302,8 +7302,8 @@ typedef struct rfi_wanted {
     const char *name;
     uint64_t n_in, n_rows, n_experts; /* as rfi_bind_check */
     int optional;
-    const char *also; /* another name that would have done, for the message; or NULL */
-    int joined;       /* the matrices are rows of one weight                         */
+    const char *also; /* an alternative name, for the message; or NULL */
+    int joined;       /* all matrices make one weight                  */
 } rfi_wanted;
 
 static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
@@ -7340,15 +7340,14 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
     return w ? (rfi_weight){b->weights.n - n, 0, RF_NONE, RF_NONE} : rfi_no_weight;
 }
 
-/* Bind a tensor of shape [n_rows, n_in] (a vector: n_rows 1). Absent: RF_NONE, an error unless optional.
- * `also` (may be NULL): another name that would have done, for the message. */
+/* Bind a tensor [n_rows, n_in] (a vector: n_rows 1). Absent: RF_NONE, and an error unless optional. */
 static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, int optional,
                            const char *also) {
     const rfi_wanted want = {name, n_in, n_rows, 0, optional, also, 0};
     return rfi_bind_wanted(b, &want);
 }
 
-/* A vector of n floats that the model must have, or may have. */
+/* Bind a vector of n floats; returns its slot. */
 static uint32_t rfi_bind_vector(rfi_builder *b, const char *name, uint64_t n) {
     return rfi_bind(b, name, n, 1, 0, NULL).slot;
 }
@@ -7368,13 +7367,13 @@ static rfi_weight rfi_bind_matrix(rfi_builder *b, const char *name, uint64_t n_i
     return w;
 }
 
-/* The matrices of all experts, [n_experts, n_rows, n_in], and with n_rows 0 vectors, which may be absent. */
+/* The matrices of all experts, [n_experts, n_rows, n_in]; n_rows 0: their vectors [n_experts, n_in], optional. */
 static rfi_weight rfi_bind_experts(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows) {
     const rfi_wanted want = {name, n_in, n_rows, b->c->moe.n_experts, n_rows == 0, NULL, 0};
     return rfi_bind_wanted(b, &want);
 }
 
-/* NAME.weight of a matrix for each head, [n_heads, n_rows, n_in], as one of n_heads * n_rows rows. */
+/* NAME.weight with a matrix per head, [n_heads, n_rows, n_in], as one matrix of n_heads * n_rows rows. */
 static rfi_weight rfi_bind_heads(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, uint64_t n_heads) {
     char full[64];
     snprintf(full, sizeof full, "%s.weight", name);
@@ -7411,20 +7410,20 @@ static uint32_t rfi_recurrent_state(rfi_builder *b, uint64_t width) {
     return b->states.n - 1;
 }
 
-/* rf_op_rows of a buffer */
-static uint32_t rfi_rows_of(const rfi_builder *b, uint32_t buffer) {
-    return b->result == RF_OK ? ((const rf_plan_buffer *)b->buffers.items)[buffer].rows : 0;
-}
-
-/* Append an op with everything unused set to nothing; valid until the next one. */
-static rf_op *rfi_op(rfi_builder *b, uint32_t kind, uint32_t rows) {
+/* Append an op from buffer `in` to buffer `out`, with the rows of `out`; all else is 0 or RF_NONE. Valid until the next
+ * op is appended. */
+static rf_op *rfi_op(rfi_builder *b, uint32_t kind, uint32_t out, uint32_t in) {
     rf_op *op = (rf_op *)rfi_array_push(b, &b->ops, 1, sizeof *op);
+    const int is_logits =
+        op && out != RF_NONE && ((const rf_plan_buffer *)b->buffers.items)[out].rows == RF_ROWS_LOGITS;
     if (!op) op = &b->dropped;
     memset(op, 0, sizeof *op);
     op->kind = kind;
-    op->rows = rows;
+    op->rows = is_logits ? RF_ROWS_LOGITS : RF_ROWS_TOKENS;
     op->layer = b->layer;
-    op->in = op->in2 = op->in3 = op->out = op->state = op->weight = op->bias = op->factor = RF_NONE;
+    op->in = in;
+    op->out = out;
+    op->in2 = op->in3 = op->state = op->weight = op->bias = op->factor = RF_NONE;
     return op;
 }
 
@@ -7439,10 +7438,8 @@ static void rfi_emit_norm(rfi_builder *b, uint32_t out, uint32_t in, const char 
     const rfi_wanted vectors = {weight, n, 0, n_groups, 0, NULL, 0};
     const uint32_t w = each ? rfi_bind_wanted(b, &vectors).slot : rfi_bind_vector(b, weight, n),
                    w_bias = center && !each ? rfi_bind_optional(b, bias, n) : RF_NONE;
-    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, rfi_rows_of(b, out));
+    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, out, in);
     op->flags = flags | (center ? RF_OP_CENTER : 0);
-    op->in = in;
-    op->out = out;
     op->weight = w;
     op->bias = w_bias;
     op->norm = (rf_norm_params){n_groups, (uint32_t)n, (float)b->c->norm_eps};
@@ -7450,10 +7447,8 @@ static void rfi_emit_norm(rfi_builder *b, uint32_t out, uint32_t in, const char 
 
 /* out[rows, n_out] = in[rows, n_in] W^T + bias; flags RF_OP_ACCUMULATE: +=. Returns the op, for its scale and so on. */
 static rf_op *rfi_emit_matmul(rfi_builder *b, uint32_t out, uint32_t in, rfi_weight w, uint32_t n_out, uint32_t flags) {
-    rf_op *op = rfi_op(b, RF_OP_MATMUL, rfi_rows_of(b, out));
+    rf_op *op = rfi_op(b, RF_OP_MATMUL, out, in);
     op->flags = flags;
-    op->in = in;
-    op->out = out;
     op->weight = w.slot;
     op->bias = w.bias;
     op->factor = w.factor;
@@ -7463,26 +7458,25 @@ static rf_op *rfi_emit_matmul(rfi_builder *b, uint32_t out, uint32_t in, rfi_wei
     return op;
 }
 
-/* Rope of some layers: its table, what cos and sin are multiplied by, and the frequency factors. */
+/* The rope of some layers. */
 typedef struct rfi_rope {
     uint32_t table;
     float magnitude;
     uint32_t n_rot;
-    uint32_t freqs, long_freqs; /* slots; long_freqs: in sessions of a long context */
+    uint32_t freqs, long_freqs; /* slots of the frequency factors; long_freqs: for long contexts */
 } rfi_rope;
 
 static rf_op *rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, uint32_t head_dim, const rfi_rope *rope) {
-    rf_op *op = rfi_op(b, RF_OP_ROPE, RF_ROWS_TOKENS);
+    rf_op *op = rfi_op(b, RF_OP_ROPE, x, x);
     op->flags = b->c->arch->rope_neox ? RF_OP_NEOX : 0;
-    op->in = op->out = x;
     op->weight = rope->freqs;
     op->factor = rope->long_freqs;
     op->rope = (rf_rope_params){n_heads, head_dim, rope->n_rot, rope->table, rope->magnitude};
     return op;
 }
 
-/* A table: angle per position of rope pair i, base^(-2i/n_rot), scaled. Yarn (arXiv 2309.00071, betas 32 and 1 if the
- * file does not say) divides slow pairs by the factor, leaves fast ones and blends between. */
+/* Make the table: angle per position of rope pair i, base^(-2i/n_rot), scaled. YaRN (arXiv 2309.00071) divides the
+ * frequency of slow pairs by the factor, leaves fast pairs and blends between them. */
 static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
     const rfi_config *c = b->c;
     const double pi = 3.14159265358979323846, n_rot = r->n_rot, f = r->factor;
@@ -7512,61 +7506,59 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
 
 /* ---- the decoder ---- */
 
-/* Its buffers; widths are the largest of any layer. */
+/* Buffers of the decoder, as wide as the widest layer needs. */
 typedef struct rfi_decoder {
-    uint32_t x, xn;    /* [T, n_embd]               */
-    uint32_t xn2;      /* [T, n_embd] where the inputs of attention and ffn are normed apart, but at once */
-    uint32_t y;        /* [T, n_embd] what a norm adds to x                                                */
-    uint32_t q;        /* [T, n_heads, head_dim]    */
-    uint32_t k, v;     /* [T, n_kv_heads, ...]      */
-    uint32_t att;      /* [T, n_heads, head_dim_v]  */
-    uint32_t q_lora_rank;   /* [T, latent.q_lora_rank]: what queries are made of */
-    uint32_t mla_q; /* [T, n_heads, head_dim]: queries of compressed keys    */
-    uint32_t mla_v; /* [T, n_heads, head_dim_v]: sums of compressed values   */
-    uint32_t gate, up; /* [T, n_ff]                 */
-    uint32_t xl;       /* [L, n_embd]               */
-    uint32_t router;   /* [T, n_experts]            */
-    uint32_t route;    /* [T, 2, n_used]            */
-    uint32_t gates, ups; /* [T, n_used, n_ff]       */
-    uint32_t downs;    /* [T, n_used, n_embd]       */
-    uint32_t z;        /* [T, n_embd]: of the experts, where another ffn is beside them */
-    uint32_t inputs, input_parts; /* [T, n_layers, n_layer_input] */
-    uint32_t input_gate; /* [T, n_layer_input]      */
-    uint32_t share;    /* [T, 1]: how much of the shared experts' result is taken, before its sigmoid */
-    uint32_t qg;       /* [T, n_heads, 2, head_dim] queries and what their attention is gated by */
-    uint32_t q_gate;   /* [T, n_heads, head_dim]                                                 */
-    uint32_t conv[3];  /* [T, n_embd] short convolution: b, c, x                                 */
-    uint32_t mixed;    /* [T, q | k | v] delta net                                               */
-    uint32_t delta_in; /* [T, n_k_heads, q | k | v | gate] where a layer of the file has them so */
-    uint32_t delta_gate; /* [T, n_heads, head_dim_v] of it                                       */
-    uint32_t ba, beta, alpha; /* [T, 2 n_heads], [T, n_heads]                                    */
+    uint32_t x, xn;               /* [T, n_embd] residual stream, its norm                                   */
+    uint32_t xn2;                 /* [T, n_embd] the FFN's norm, where it is parallel to attention           */
+    uint32_t y;                   /* [T, n_embd] what is normed before it is added to x                      */
+    uint32_t q;                   /* [T, n_heads, head_dim]                                                  */
+    uint32_t k, v;                /* [T, n_kv_heads, head_dim or head_dim_v]                                 */
+    uint32_t att;                 /* [T, n_heads, head_dim_v]                                                */
+    uint32_t q_lora;              /* [T, q_lora_rank] MLA: compressed queries                                */
+    uint32_t mla_q;               /* [T, n_heads, head_dim] MLA: queries against compressed keys             */
+    uint32_t mla_v;               /* [T, n_heads, head_dim_v] MLA: attention's sums of compressed values     */
+    uint32_t gate, up;            /* [T, n_ff]                                                               */
+    uint32_t xl;                  /* [L, n_embd]                                                             */
+    uint32_t router;              /* [T, n_experts] logits                                                   */
+    uint32_t route;               /* [T, 2, n_used] ids and weights of the chosen experts                    */
+    uint32_t gates, ups;          /* [T, n_used, n_ff]                                                       */
+    uint32_t downs;               /* [T, n_used, n_embd]                                                     */
+    uint32_t z;                   /* [T, n_embd] the experts' sum, where a dense FFN is beside them          */
+    uint32_t inputs, input_parts; /* [T, n_layers, n_layer_input]                                            */
+    uint32_t input_gate;          /* [T, n_layer_input]                                                      */
+    uint32_t share;               /* [T, 1] gate of the shared experts, before its sigmoid                   */
+    uint32_t qg;                  /* [T, n_heads, 2, head_dim] queries and the gates of attention            */
+    uint32_t q_gate;              /* [T, n_heads, head_dim] those gates                                      */
+    uint32_t conv[3];             /* [T, n_embd] short convolution: b, c, x                                  */
+    uint32_t mixed;               /* [T, q | k | v] delta net                                                */
+    uint32_t delta_in;            /* [T, n_k_heads, q | k | v | gate] where the file has one matrix for them */
+    uint32_t delta_gate;          /* [T, n_heads, head_dim_v]                                                */
+    uint32_t ba, beta, alpha;     /* [T, 2 n_heads], [T, n_heads], [T, n_heads]                              */
     rfi_rope rope, swa_rope;
-    uint32_t slopes;   /* table: of each head of the layers; RF_NONE: none */
+    uint32_t slopes;              /* ALiBi: index of the table; RF_NONE: none                                */
 } rfi_decoder;
 
-/* It makes keys and values, and keeps them. */
+/* Whether the layer has a KV cache of its own. */
 static int rfi_has_cache(const rfi_builder *b, const rfi_layer_config *l) {
     return l->cache_layer == (uint32_t)b->layer;
 }
 
-/* gate = act(gate) * up; the op, for what else is to be set */
+/* gate = act(gate) * up. Returns the op. */
 static rf_op *rfi_emit_glu(rfi_builder *b, uint32_t gate, uint32_t up, uint32_t n, uint32_t activation) {
-    rf_op *op = rfi_op(b, RF_OP_GLU, RF_ROWS_TOKENS);
-    op->in = op->out = gate;
+    rf_op *op = rfi_op(b, RF_OP_GLU, gate, gate);
     op->in2 = up;
     op->glu.n = n;
     op->glu.activation = activation;
     return op;
 }
 
+/* Delta nets gate the output of attention, by values that attn_q makes beside the queries. */
 static int rfi_gates_attention(const rfi_config *c) { return c->recurrent.kind == RFI_DELTA_NET; }
 
 /* out[T, n_heads, dim] = values [at, + dim) of each head of in[T, n_heads, width]. Returns the op. */
 static rf_op *rfi_emit_slice(rfi_builder *b, uint32_t out, uint32_t in, uint32_t n_heads, uint32_t width, uint32_t at,
                              uint32_t dim) {
-    rf_op *op = rfi_op(b, RF_OP_SLICE, RF_ROWS_TOKENS);
-    op->in = in;
-    op->out = out;
+    rf_op *op = rfi_op(b, RF_OP_SLICE, out, in);
     op->slice = (rf_slice_params){n_heads, width, at, dim, 0};
     return op;
 }
@@ -7577,7 +7569,7 @@ static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     uint32_t out[3] = {d->q, d->k, d->v};
     const int n = rfi_has_cache(b, l) ? 3 : 1;
     uint64_t n_embd = b->c->n_embd;
-    const int gated = rfi_gates_attention(b->c); /* attn_q: of each head the query, then the gate */
+    const int gated = rfi_gates_attention(b->c); /* attn_q: per head the query, then the gate */
     if (!gated && rfi_has(b, "attn_qkv.weight")) {
         uint64_t all = (uint64_t)rows[0] + rows[1] + rows[2];
         rfi_weight w = rfi_bind_matrix(b, "attn_qkv", n_embd, all, NULL);
@@ -7593,7 +7585,7 @@ static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     for (int i = 0; i < n; i++) {
         if (i < 2 || !b->c->arch->v_norm || rfi_has(b, "attn_v.weight") || rows[1] != rows[2]) {
             w = rfi_bind_matrix(b, names[i], n_embd, rows[i], "attn_qkv.weight of the same layer");
-        } /* else the values are the keys, before these are normed */
+        } /* else the values are the keys before their norm */
         rfi_emit_matmul(b, out[i], in, w, rows[i], 0);
     }
     const uint32_t dim = l->head_dim;
@@ -7601,7 +7593,7 @@ static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     if (gated) rfi_emit_slice(b, d->q_gate, d->qg, l->n_heads, 2 * dim, dim, dim);
 }
 
-/* x += W in + bias, scaled or normed as the architecture has it: the end of attention and of the ffn. */
+/* x += W in + bias, scaled or normed as the architecture says: the end of attention and of the FFN. */
 static void rfi_emit_residual(rfi_builder *b, const rfi_decoder *d, uint32_t in, uint64_t n_in, const char *name,
                               const char *post_norm) {
     const rfi_config *c = b->c;
@@ -7612,7 +7604,7 @@ static void rfi_emit_residual(rfi_builder *b, const rfi_decoder *d, uint32_t in,
     if (normed) rfi_emit_norm(b, d->x, d->y, post_norm, c->n_embd, 1, RF_OP_ACCUMULATE);
 }
 
-/* Norms of the queries and keys, by head or all heads of each as one. */
+/* Norms of queries and keys: per head, or over all heads. */
 static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     uint32_t dim = l->head_dim, heads[2] = {l->n_heads, l->n_kv_heads}, x[2] = {d->q, d->k};
     const int n = rfi_has_cache(b, l) ? 2 : 1;
@@ -7630,8 +7622,7 @@ static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_lay
         else if (b->c->arch->qk_norm || (b->c->arch->qk_norm_optional && rfi_has(b, "attn_q_norm.weight")))
             rfi_emit_norm(b, x[i], x[i], names[i], dim, heads[i], 0);
     if (!b->c->arch->v_norm || n == 1) return;
-    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, RF_ROWS_TOKENS);
-    op->in = op->out = d->v;
+    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, d->v, d->v);
     op->norm = (rf_norm_params){l->n_kv_heads, l->head_dim_v, (float)b->c->norm_eps};
 }
 
@@ -7639,15 +7630,14 @@ static void rfi_emit_clamp(rfi_builder *b, uint32_t x, uint32_t n) {
     rfi_emit_glu(b, x, RF_NONE, n, RF_ACT_CLAMP)->glu.limit = (float)b->c->clamp;
 }
 
-/* att = attention of queries q to the keys k and values v, which are stored first */
+/* Store keys k and values v, then att = attention of the queries q. */
 static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
     const int mla = c->arch->mla;
     rf_op *op;
     if (rfi_has_cache(b, l)) {
-        op = rfi_op(b, RF_OP_KV_STORE, RF_ROWS_TOKENS);
+        op = rfi_op(b, RF_OP_KV_STORE, RF_NONE, d->k);
         op->flags = mla ? RF_OP_MLA : 0;
-        op->in = d->k;
         op->in2 = d->v;
         op->state = rfi_state(b, l);
         op->kv_store = (rf_kv_store_params){l->n_kv_heads, l->head_dim, l->head_dim_v};
@@ -7656,10 +7646,8 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     uint32_t state = 0;
     while (b->result == RF_OK && states[state].layer != l->cache_layer) state++;
     uint32_t sinks = c->arch->attn_sinks ? rfi_bind_vector(b, "attn_sinks.weight", l->n_heads) : RF_NONE;
-    op = rfi_op(b, RF_OP_ATTENTION, RF_ROWS_TOKENS);
+    op = rfi_op(b, RF_OP_ATTENTION, mla ? d->mla_v : d->att, mla ? d->mla_q : d->q);
     op->flags = mla ? RF_OP_MLA : 0;
-    op->in = mla ? d->mla_q : d->q;
-    op->out = mla ? d->mla_v : d->att;
     op->state = state;
     op->weight = sinks;
     op->attention = (rf_attention_params){
@@ -7677,7 +7665,7 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     };
 }
 
-/* x += Wo attention(rope(q), rope(k), v); q, k, v are made of `in` */
+/* x += Wo attention(rope(q), rope(k), v), with q, k, v from `in` */
 static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_rope *rope = l->swa ? &d->swa_rope : &d->rope;
     rfi_emit_qkv(b, d, l, in);
@@ -7699,17 +7687,15 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
 
 static void rfi_emit_heads(rfi_builder *b, uint32_t out, uint32_t in, uint32_t weight, const rf_heads_params *heads,
                            uint32_t flags) {
-    rf_op *op = rfi_op(b, RF_OP_HEADS, RF_ROWS_TOKENS);
+    rf_op *op = rfi_op(b, RF_OP_HEADS, out, in);
     op->flags = flags;
-    op->in = in;
-    op->out = out;
     op->weight = weight;
     op->heads = *heads;
 }
 
-/* Attention to compressed keys and values (arXiv 2405.04434). All heads share k = norm(Wkv in), `rank` values, and v,
- * n_rot rotated ones: what is kept of a token. Instead of every key and value being decompressed by Wk and Wv of each
- * head, the queries are brought to the compressed keys, and the sums of compressed values are decompressed. */
+/* Multi-head latent attention (arXiv 2405.04434). All heads share k = norm(Wkv in), kv_lora_rank values, and n_rot
+ * rotated ones: that is the KV cache. Keys and values are never decompressed: queries are multiplied by Wk of their
+ * head instead, and the sums of compressed values by Wv. */
 static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_config *c = b->c;
     const rfi_mla_config *a = &c->mla;
@@ -7717,15 +7703,15 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     const uint64_t n_q = (uint64_t)l->n_heads * a->head_dim;
     const uint64_t n_first = a->q_lora_rank ? a->q_lora_rank : n_q;
     rfi_weight first = rfi_bind_matrix(b, a->q_lora_rank ? "attn_q_a" : "attn_q", c->n_embd, n_first, NULL);
-    rfi_emit_matmul(b, a->q_lora_rank ? d->q_lora_rank : d->q, in, first, (uint32_t)n_first, 0);
+    rfi_emit_matmul(b, a->q_lora_rank ? d->q_lora : d->q, in, first, (uint32_t)n_first, 0);
     rfi_weight kv = rfi_bind_matrix(b, "attn_kv_a_mqa", c->n_embd, c->head_dim, NULL);
     rfi_emit_matmul(b, d->k, in, kv, a->kv_lora_rank, 0);
     kv.row = a->kv_lora_rank;
     rfi_emit_matmul(b, d->v, in, kv, c->n_rot, 0);
     if (a->q_lora_rank) {
-        rfi_emit_norm(b, d->q_lora_rank, d->q_lora_rank, "attn_q_a_norm", a->q_lora_rank, 1, 0);
+        rfi_emit_norm(b, d->q_lora, d->q_lora, "attn_q_a_norm", a->q_lora_rank, 1, 0);
         rfi_weight w = rfi_bind_matrix(b, "attn_q_b", a->q_lora_rank, n_q, NULL);
-        rfi_emit_matmul(b, d->q, d->q_lora_rank, w, (uint32_t)n_q, 0);
+        rfi_emit_matmul(b, d->q, d->q_lora, w, (uint32_t)n_q, 0);
     }
     rfi_emit_norm(b, d->k, d->k, "attn_kv_a_norm", a->kv_lora_rank, 1, 0);
     rfi_emit_rope(b, d->q, l->n_heads, a->head_dim, &d->rope)->flags |= RF_OP_LAST;
@@ -7733,7 +7719,7 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     rf_heads_params keys = {l->n_heads, a->head_dim, nope, a->kv_lora_rank, 0, a->kv_lora_rank},
                     values = {l->n_heads, a->kv_lora_rank, a->kv_lora_rank, a->head_dim_v, 0, a->head_dim_v};
     uint32_t wk, wv;
-    if (a->joined) { /* of each head the rows that make its keys, then those that make its values */
+    if (a->joined) { /* rows per head: first those of its key, then those of its value */
         rfi_refuse(b, "attn_kv_b.scale");
         keys.head_rows = values.head_rows = nope + a->head_dim_v;
         const uint64_t n_rows = (uint64_t)l->n_heads * keys.head_rows;
@@ -7760,9 +7746,7 @@ static void rfi_emit_conv(rfi_builder *b, uint32_t out, uint32_t in, const char 
     snprintf(bias, sizeof bias, "%s.bias", name);
     const rfi_weight w = rfi_bind(b, weight, n_taps, n, 0, NULL);
     const uint32_t b_slot = rfi_bind_optional(b, bias, n);
-    rf_op *op = rfi_op(b, RF_OP_CONV, RF_ROWS_TOKENS);
-    op->in = in;
-    op->out = out;
+    rf_op *op = rfi_op(b, RF_OP_CONV, out, in);
     op->weight = w.slot;
     op->bias = b_slot;
     op->state = rfi_recurrent_state(b, (n_taps - 1ull) * n);
@@ -7781,7 +7765,7 @@ static void rfi_emit_short_conv(rfi_builder *b, const rfi_decoder *d, uint32_t i
     rfi_emit_residual(b, d, d->conv[0], n, "shortconv.out_proj", "");
 }
 
-/* Logits of the update's strength and inputs of the decay, one of each for a head. */
+/* beta and alpha, one of each per head: the strength of the update before its sigmoid, the input of the decay. */
 static void rfi_emit_delta_gates(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const rfi_recurrent_config *t = &b->c->recurrent;
     const uint32_t n = t->n_heads, n_embd = b->c->n_embd, each = n / t->n_k_heads;
@@ -7795,8 +7779,8 @@ static void rfi_emit_delta_gates(rfi_builder *b, const rfi_decoder *d, uint32_t 
     }
 }
 
-/* Queries, keys and values side by side, and the output's gate. Older qwen3next files have them in one matrix, of each
- * key head the rows of its query and key, of its values and of their gates. */
+/* mixed = queries, keys and values; delta_gate = the gate of the output. Older qwen3next files have one matrix for
+ * both: per key head the rows of its query, key, values and gates. */
 static void rfi_emit_delta_inputs(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const rfi_recurrent_config *t = &b->c->recurrent;
     const uint32_t n_values = t->n_heads * t->head_dim_v, n_embd = b->c->n_embd;
@@ -7820,18 +7804,16 @@ static void rfi_emit_delta_inputs(rfi_builder *b, const rfi_decoder *d, uint32_t
 /* x += Wout (norm(delta(silu(conv(Wqkv in)))) * silu(Wz in)) */
 static void rfi_emit_delta(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const rfi_recurrent_config *t = &b->c->recurrent;
-    const uint32_t n_values = t->n_heads * t->head_dim_v, rows = RF_ROWS_TOKENS;
+    const uint32_t n_values = t->n_heads * t->head_dim_v;
     rfi_emit_delta_inputs(b, d, in);
     rfi_emit_delta_gates(b, d, in);
     rfi_emit_conv(b, d->mixed, d->mixed, "ssm_conv1d", t->n_conv, RF_ACT_SILU);
     const uint32_t a = rfi_bind_vector(b, "ssm_a", t->n_heads),
                    dt = rfi_bind_vector(b, "ssm_dt.bias", t->n_heads);
-    rf_op *op = rfi_op(b, RF_OP_DELTA, rows);
+    rf_op *op = rfi_op(b, RF_OP_DELTA, d->att, d->mixed);
     op->flags = b->c->arch->recurrent->cyclic ? RF_OP_CYCLIC : 0;
-    op->in = d->mixed;
     op->in2 = d->beta;
     op->in3 = d->alpha;
-    op->out = d->att;
     op->weight = a;
     op->bias = dt;
     op->state = rfi_recurrent_state(b, (uint64_t)n_values * t->head_dim);
@@ -7870,12 +7852,12 @@ static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_
     return gated ? d->gate : d->up;
 }
 
-/* x += Wdown of that */
+/* x += Wdown (act(Wgate in) * Wup in) */
 static void rfi_emit_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     rfi_emit_residual(b, d, rfi_emit_hidden(b, d, l, in), l->n_ff, "ffn_down", "post_ffw_norm");
 }
 
-/* The experts' matrices of NAME, with n_rows rows each, and what goes with them. */
+/* NAME.weight, .bias and .scale of all experts; matrices [n_rows, n_in]. */
 typedef struct rfi_experts {
     uint32_t n_in, weight, bias, factor; /* slots; bias, factor: RF_NONE if there is none */
 } rfi_experts;
@@ -7892,31 +7874,27 @@ static rfi_experts rfi_bind_expert_set(rfi_builder *b, const char *name, uint32_
     return e;
 }
 
-/* out[T, n_used, n_out] = factor[expert] * in W[expert]^T + bias[expert], of the matrices' rows from `row` on */
+/* out[T, n_used, n_out] = factor[expert] * in W[expert]^T + bias[expert], rows of W from `row` on; in_out: {in, out} */
 static void rfi_emit_experts(rfi_builder *b, const rfi_decoder *d, const rfi_experts *e, const uint32_t in_out[2],
                              uint32_t row, uint32_t n_out, uint32_t flags) {
-    rf_op *op = rfi_op(b, RF_OP_EXPERTS, RF_ROWS_TOKENS);
+    rf_op *op = rfi_op(b, RF_OP_EXPERTS, in_out[1], in_out[0]);
     op->flags = flags;
-    op->in = in_out[0];
     op->in2 = d->route;
-    op->out = in_out[1];
     op->weight = e->weight;
     op->bias = e->bias;
     op->factor = e->factor;
     op->experts = (rf_experts_params){e->n_in, n_out, row, b->c->moe.n_experts, b->c->moe.n_used};
 }
 
-/* route = the experts of each row of xn */
+/* route = the router's choice of experts for each row of xn */
 static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d) {
     const rfi_moe_config *m = &b->c->moe;
     rfi_weight w = rfi_bind(b, "ffn_gate_inp.weight", b->c->n_embd, m->n_experts, 0, NULL);
     w.bias = rfi_bind_optional(b, "ffn_gate_inp.bias", m->n_experts);
     rf_op *op = rfi_emit_matmul(b, d->router, d->xn, w, m->n_experts, 0);
-    if (b->c->arch->moe->beside) op->matmul.scale = (float)(1 / sqrt((double)b->c->n_embd));
+    if (b->c->arch->moe->dense_beside) op->matmul.scale = (float)(1 / sqrt((double)b->c->n_embd));
     const uint32_t bias = rfi_bind_optional(b, "exp_probs_b.bias", m->n_experts);
-    op = rfi_op(b, RF_OP_ROUTE, RF_ROWS_TOKENS);
-    op->in = d->router;
-    op->out = d->route;
+    op = rfi_op(b, RF_OP_ROUTE, d->route, d->router);
     op->bias = bias;
     op->flags = (m->gating == RFI_GATING_SIGMOID  ? RF_OP_SIGMOID
                  : m->gating == RFI_GATING_CHOSEN ? RF_OP_CHOSEN
@@ -7925,19 +7903,17 @@ static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d) {
     op->route = (rf_route_params){m->n_experts, m->n_used, m->n_groups, m->n_groups_used, (float)m->scale};
 }
 
-/* out = (+= RF_OP_ACCUMULATE) the sum of n_used results in `in`, by the weights in in2 */
+/* out = sum of the n_used results in `in`, weighted by in2; flags RF_OP_ACCUMULATE: += */
 static rf_op *rfi_emit_mix(rfi_builder *b, uint32_t out, uint32_t in, uint32_t in2, uint32_t n_used, uint32_t flags) {
-    rf_op *op = rfi_op(b, RF_OP_MIX, RF_ROWS_TOKENS);
-    op->in = in;
+    rf_op *op = rfi_op(b, RF_OP_MIX, out, in);
     op->in2 = in2;
-    op->out = out;
     op->flags = flags;
     op->mix.n = b->c->n_embd;
     op->mix.n_used = n_used;
     return op;
 }
 
-/* x += Wdown (silu(Wgate xn) * Wup xn) of the shared experts, all or as much as their gate says */
+/* x += Wdown (silu(Wgate xn) * Wup xn) of the shared experts, times their gate if there is one */
 static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
     const uint32_t n_embd = c->n_embd, n_ff = c->moe.n_ff_shared;
@@ -7951,7 +7927,7 @@ static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d) {
     rfi_emit_matmul(b, d->gate, d->xn, gate, n_ff, 0);
     rfi_emit_matmul(b, d->up, d->xn, up, n_ff, 0);
     rfi_emit_glu(b, d->gate, d->up, n_ff, RF_ACT_SILU);
-    if (!c->arch->moe->gate) {
+    if (!c->arch->moe->shared_gate) {
         rfi_emit_residual(b, d, d->gate, n_ff, "ffn_down_shexp", "post_ffw_norm");
         return;
     }
@@ -7970,7 +7946,7 @@ static void rfi_emit_chosen(rfi_builder *b, const rfi_decoder *d) {
     const uint32_t n_embd = c->n_embd, n_ff = m->n_ff, gate[2] = {d->xn, d->gates}, up[2] = {d->xn, d->ups},
                    down[2] = {d->gates, d->downs};
     rfi_experts e;
-    if (rfi_has(b, "ffn_gate_up_exps.weight")) { /* the gate's rows, then those of what it multiplies */
+    if (rfi_has(b, "ffn_gate_up_exps.weight")) { /* rows of the gate, then of up */
         e = rfi_bind_expert_set(b, "ffn_gate_up_exps", n_embd, 2 * n_ff);
         if (e.bias != RF_NONE && b->result == RF_OK)
             b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.ffn_gate_up_exps.bias is not supported",
@@ -7989,7 +7965,7 @@ static void rfi_emit_chosen(rfi_builder *b, const rfi_decoder *d) {
     rfi_emit_experts(b, d, &e, down, 0, n_embd, RF_OP_PER_CHOICE);
 }
 
-/* x += sum over the chosen experts of weight * Wdown (act(Wgate xn) * Wup xn), + the same of the shared experts */
+/* x += sum over the chosen experts of weight * Wdown (act(Wgate xn) * Wup xn), then the shared experts */
 static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d) {
     rfi_emit_route(b, d);
     rfi_emit_chosen(b, d);
@@ -7998,15 +7974,13 @@ static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d) {
     rfi_emit_shared(b, d);
 }
 
-/* x += norm(norm1(ffn(xn)) + norm2(experts(pre_norm2(x)))); the router reads x, normed by weights of its own */
+/* x += norm(norm1(FFN(xn)) + norm2(experts(pre_norm2(x)))); the router reads x with a norm of its own */
 static void rfi_emit_beside(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
-    const uint32_t tokens = RF_ROWS_TOKENS, n_embd = c->n_embd, hidden = rfi_emit_hidden(b, d, l, d->xn);
+    const uint32_t n_embd = c->n_embd, hidden = rfi_emit_hidden(b, d, l, d->xn);
     rfi_emit_matmul(b, d->y, hidden, rfi_bind_matrix(b, "ffn_down", l->n_ff, n_embd, NULL), n_embd, 0);
     rfi_emit_norm(b, d->y, d->y, "post_ffw_norm_1", n_embd, 1, 0);
-    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, tokens);
-    op->in = d->x;
-    op->out = d->xn;
+    rf_op *op = rfi_op(b, RF_OP_RMS_NORM, d->xn, d->x);
     op->norm = (rf_norm_params){1, n_embd, (float)c->norm_eps};
     const uint32_t scale = rfi_bind_vector(b, "ffn_gate_inp.scale", n_embd);
     if (b->result == RF_OK) op->weight = scale;
@@ -8018,14 +7992,12 @@ static void rfi_emit_beside(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     rfi_emit_norm(b, d->x, d->y, "post_ffw_norm", n_embd, 1, RF_OP_ACCUMULATE);
 }
 
-/* inputs = for each layer a row of an embedding, and a part of a product of x, normed. Their sum is to be divided by
- * sqrt(2), which rfi_emit_layer_end does. */
+/* inputs = for every layer an embedding row + norm(a part of Wproj x). rfi_emit_layer_end divides by sqrt(2). */
 static void rfi_emit_layer_inputs(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
-    const uint32_t tokens = RF_ROWS_TOKENS, n = c->n_layer_input, all = n * c->n_layers;
+    const uint32_t n = c->n_layer_input, all = n * c->n_layers;
     rfi_weight table = rfi_bind(b, "per_layer_token_embd.weight", all, c->n_vocab, 0, NULL);
-    rf_op *op = rfi_op(b, RF_OP_EMBED, tokens);
-    op->out = d->inputs;
+    rf_op *op = rfi_op(b, RF_OP_EMBED, d->inputs, RF_NONE);
     op->weight = table.slot;
     op->embed = (rf_embed_params){all, (float)sqrt(n)};
     if (b->result == RF_OK) ((rf_plan_weight *)b->weights.items)[table.slot].row_reads = 1;
@@ -8055,7 +8027,7 @@ static int rfi_layer_has_experts(const rfi_config *c, uint32_t il) {
     return c->moe.n_experts && il >= c->moe.n_dense;
 }
 
-/* One layer: what attention and ffn read, and both. In parallel the ffn's input is made before attention adds to x. */
+/* One layer. With parallel FFN its input is made before attention adds to x. */
 static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
     const uint32_t n_embd = c->n_embd;
@@ -8065,7 +8037,7 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     uint32_t attention_in = d->xn, ffn_in = d->xn;
     if (c->arch->no_pre_norm) attention_in = ffn_in = d->x;
     else rfi_emit_norm(b, d->xn, d->x, "attn_norm", n_embd, 1, 0);
-    if (c->parallel && rfi_has(b, "attn_norm_2.weight")) { /* attention has a norm of its own */
+    if (c->parallel && rfi_has(b, "attn_norm_2.weight")) { /* attention has its own norm */
         rfi_emit_norm(b, d->xn2, d->x, "attn_norm_2", n_embd, 1, 0);
         attention_in = d->xn2;
     } else if (c->parallel && c->arch->parallel_key) {
@@ -8078,13 +8050,13 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     else rfi_emit_delta(b, d, attention_in);
     if (!parallel && ffn_in != d->x) rfi_emit_norm(b, d->xn, d->x, ffn_norm, n_embd, 1, 0);
     const int experts = rfi_layer_has_experts(c, (uint32_t)b->layer);
-    if (experts && c->arch->moe->beside) rfi_emit_beside(b, d, l);
+    if (experts && c->arch->moe->dense_beside) rfi_emit_beside(b, d, l);
     else if (experts) rfi_emit_moe(b, d);
     else rfi_emit_ffn(b, d, l, ffn_in);
     if (c->arch->layer_inputs) rfi_emit_layer_end(b, d);
 }
 
-/* Those of models with recurrent layers. */
+/* Buffers of recurrent layers. */
 static void rfi_recurrent_buffers(rfi_builder *b, rfi_decoder *d, uint64_t q_width) {
     const rfi_recurrent_config *t = &b->c->recurrent;
     static const char *const names[3] = {"b", "c", "conv"};
@@ -8108,10 +8080,10 @@ static void rfi_recurrent_buffers(rfi_builder *b, rfi_decoder *d, uint64_t q_wid
 
 static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     const rfi_config *c = b->c;
-    uint64_t heads = 0, q = 0, k = 0, v = 0, att = 0, ff = 0; /* the widest layers' */
+    uint64_t heads = 0, q = 0, k = 0, v = 0, att = 0, ff = 0; /* of the widest layers */
     for (uint32_t il = 0; il < c->n_layers; il++) {
         const rfi_layer_config *l = &c->layers[il];
-        const int experts = rfi_layer_has_experts(c, il) && !c->arch->moe->beside;
+        const int experts = rfi_layer_has_experts(c, il) && !c->arch->moe->dense_beside;
         heads = rfi_max_u64(heads, l->n_heads);
         q = rfi_max_u64(q, (uint64_t)l->n_heads * l->head_dim);
         k = rfi_max_u64(k, (uint64_t)l->n_kv_heads * l->head_dim);
@@ -8124,7 +8096,7 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     d.x = rfi_buffer(b, "x", RF_ROWS_TOKENS, c->n_embd);
     d.xn = rfi_buffer(b, "xn", RF_ROWS_TOKENS, c->n_embd);
     if (c->parallel) d.xn2 = rfi_buffer(b, "xn2", RF_ROWS_TOKENS, c->n_embd);
-    const int gated_share = c->moe.n_ff_shared && c->arch->moe->gate;
+    const int gated_share = c->moe.n_ff_shared && c->arch->moe->shared_gate;
     if (gated_share) d.share = rfi_buffer(b, "share", RF_ROWS_TOKENS, 1);
     if (c->arch->post_norm || gated_share) d.y = rfi_buffer(b, "y", RF_ROWS_TOKENS, c->n_embd);
     const int mla = c->arch->mla;
@@ -8137,7 +8109,7 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     rfi_recurrent_buffers(b, &d, q);
     if (mla) d.mla_q = rfi_buffer(b, "latent q", RF_ROWS_TOKENS, q);
     if (mla) d.mla_v = rfi_buffer(b, "latent v", RF_ROWS_TOKENS, att);
-    if (c->mla.q_lora_rank) d.q_lora_rank = rfi_buffer(b, "q rank", RF_ROWS_TOKENS, c->mla.q_lora_rank);
+    if (c->mla.q_lora_rank) d.q_lora = rfi_buffer(b, "q rank", RF_ROWS_TOKENS, c->mla.q_lora_rank);
     if (!c->arch->no_gate) d.gate = rfi_buffer(b, "gate", RF_ROWS_TOKENS, ff);
     d.up = rfi_buffer(b, "up", RF_ROWS_TOKENS, ff);
     d.xl = rfi_buffer(b, "xl", RF_ROWS_LOGITS, c->n_embd);
@@ -8150,7 +8122,7 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
         d.input_gate = rfi_buffer(b, "input gate", RF_ROWS_TOKENS, c->n_layer_input);
     }
     if (c->moe.n_experts == 0) return d;
-    if (c->arch->moe->beside) d.z = rfi_buffer(b, "z", RF_ROWS_TOKENS, c->n_embd);
+    if (c->arch->moe->dense_beside) d.z = rfi_buffer(b, "z", RF_ROWS_TOKENS, c->n_embd);
     d.router = rfi_buffer(b, "router", RF_ROWS_TOKENS, c->moe.n_experts);
     d.route = rfi_buffer(b, "route", RF_ROWS_TOKENS, 2ull * c->moe.n_used);
     d.gates = rfi_buffer(b, "gates", RF_ROWS_TOKENS, (uint64_t)c->moe.n_used * c->moe.n_ff);
@@ -8159,7 +8131,7 @@ static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     return d;
 }
 
-/* Tables and factors of rope; layers with a sliding window may have their own. */
+/* Rope tables and frequency factors; SWA layers may have their own. */
 static void rfi_emit_rope_tables(rfi_builder *b, rfi_decoder *d) {
     const rfi_config *c = b->c;
     const rfi_rope_config *r = &c->rope, *swa = &c->swa_rope;
@@ -8175,8 +8147,8 @@ static void rfi_emit_rope_tables(rfi_builder *b, rfi_decoder *d) {
     d->rope.long_freqs = rfi_bind(b, "rope_factors_long.weight", half, 1, d->rope.freqs == RF_NONE, NULL).slot;
 }
 
-/* By how much scores of each head fall with every position of distance (arXiv 2108.12409): powers of 2^(-alibi / n), n
- * being the largest power of two up to the number of heads; those that are more take odd powers of its root. */
+/* ALiBi slopes (arXiv 2108.12409): powers of 2^(-alibi / n), n the largest power of two <= n_heads; heads from n on
+ * take the odd powers of its square root. */
 static uint32_t rfi_slope_table(rfi_builder *b) {
     const uint32_t n_heads = b->c->layers[0].n_heads, first = b->tables.n;
     uint32_t n = 1;
@@ -8194,26 +8166,24 @@ static uint32_t rfi_slope_table(rfi_builder *b) {
     return first;
 }
 
-/* x = embeddings of the tokens, and of their positions where these are learned */
+/* x = token embeddings, + learned position embeddings */
 static rfi_weight rfi_emit_embedding(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
     rfi_weight embedding = rfi_bind(b, "token_embd.weight", c->n_embd, c->n_vocab, 0, NULL);
-    rf_op *op = rfi_op(b, RF_OP_EMBED, RF_ROWS_TOKENS);
-    op->out = d->x;
+    rf_op *op = rfi_op(b, RF_OP_EMBED, d->x, RF_NONE);
     op->weight = embedding.slot;
     op->embed = (rf_embed_params){c->n_embd, (float)c->embedding_scale};
     if (c->arch->embedding_norm) rfi_emit_norm(b, d->x, d->x, "token_embd_norm", c->n_embd, 1, 0);
     if (!c->arch->learned_positions) return embedding;
     rfi_weight positions = rfi_bind(b, "position_embd.weight", c->n_embd, c->n_positions, 0, NULL);
-    op = rfi_op(b, RF_OP_EMBED, RF_ROWS_TOKENS);
+    op = rfi_op(b, RF_OP_EMBED, d->x, RF_NONE);
     op->flags = RF_OP_POSITIONS | RF_OP_ACCUMULATE;
-    op->out = d->x;
     op->weight = positions.slot;
     op->embed.n = c->n_embd;
     return embedding;
 }
 
-/* The decoder of llama, and of all that differ from it by what rfi_arch says: read it next to the paper. */
+/* The decoder of all architectures: llama's graph, changed by the fields of rfi_arch. */
 static void rfi_emit_decoder(rfi_builder *b) {
     const rfi_config *c = b->c;
     rfi_decoder d = rfi_decoder_buffers(b);
@@ -8227,9 +8197,7 @@ static void rfi_emit_decoder(rfi_builder *b) {
         rfi_emit_layer(b, &d, &c->layers[il]);
     }
     b->layer = (int32_t)c->n_layers;
-    rf_op *op = rfi_op(b, RF_OP_GATHER, RF_ROWS_LOGITS);
-    op->in = d.x;
-    op->out = d.xl;
+    rf_op *op = rfi_op(b, RF_OP_GATHER, d.xl, d.x);
     op->gather.n = c->n_embd;
     const char *output_norm = c->recurrent.kind == RFI_SHORT_CONV ? "token_embd_norm" : "output_norm";
     rfi_emit_norm(b, d.xl, d.xl, output_norm, c->n_embd, 1, 0);
@@ -8239,9 +8207,7 @@ static void rfi_emit_decoder(rfi_builder *b) {
     op = rfi_emit_matmul(b, b->logits, d.xl, output, c->n_vocab, 0);
     op->matmul.scale = (float)c->logit_scale;
     op->matmul.softcap = (float)c->logit_softcap;
-    op = rfi_op(b, RF_OP_ARGMAX, RF_ROWS_LOGITS);
-    op->in = b->logits;
-    op->out = b->argmax;
+    op = rfi_op(b, RF_OP_ARGMAX, b->argmax, b->logits);
     op->argmax.n = c->n_vocab;
     if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.slot].row_reads = 1;
 }
@@ -8255,11 +8221,12 @@ static const rfi_moe_arch rfi_moe_deepseek2 = {
 static const rfi_moe_arch rfi_moe_mixtral = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .optional = 1};
 static const rfi_moe_arch rfi_moe_gemma4 = {
-    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .beside = 1, .optional = 1};
-static const rfi_moe_arch rfi_moe_qwen2 = {.gating = RFI_GATING_SOFTMAX, .shared = 1, .gate = 1};
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .dense_beside = 1, .optional = 1};
+static const rfi_moe_arch rfi_moe_qwen2 = {.gating = RFI_GATING_SOFTMAX, .shared = 1, .shared_gate = 1};
 static const rfi_moe_arch rfi_moe_olmo = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1};
 static const rfi_moe_arch rfi_moe_oss = {.gating = RFI_GATING_CHOSEN};
-static const rfi_moe_arch rfi_moe_qwen35 = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .shared = 1, .gate = 1};
+static const rfi_moe_arch rfi_moe_qwen35 = {
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .shared = 1, .shared_gate = 1};
 static const rfi_moe_arch rfi_moe_lfm2 = {.gating = RFI_GATING_SIGMOID, .normalize = 1, .keys = 1, .dense_lead = 1};
 static const rfi_recurrent_arch rfi_qwen3next = {.kind = RFI_DELTA_NET, .fused_gates = 1};
 static const rfi_recurrent_arch rfi_lfm2 = {.kind = RFI_SHORT_CONV};
@@ -8368,7 +8335,7 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
     return b.result;
 }
 
-/* An op of a plan that some device is to run: what the table of ops asks of it. */
+/* Check an op against the table of ops; the error names the device. */
 static rf_result rfi_check_op(const char *device, const rf_plan *plan, const rf_op *op, rf_error *err) {
     const char *why = rf_op_check(plan, op), *name = op->weight < plan->n_weights ? plan->weights[op->weight].name : "";
     if (!why) return RF_OK;
@@ -11275,7 +11242,7 @@ static void rfi_cpu_embed(void *ctx, uint32_t chunk, uint32_t thread) {
     if (row->token >= 0 && o->op->embed.scale != 0) o->k->scale(out, o->op->embed.n, o->op->embed.scale);
 }
 
-/* out (+)= scale * W[pos]; rows are decoded to the thread's scratch */
+/* out (+)= scale * W[pos]; rows are dequantized into the thread's scratch */
 static void rfi_cpu_embed_position(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11286,7 +11253,7 @@ static void rfi_cpu_embed_position(void *ctx, uint32_t chunk, uint32_t thread) {
     else memcpy(out, y, op->embed.n * sizeof *out);
 }
 
-/* Where the matmul behind a norm or GLU finds row `row` quantized. */
+/* Quantize row `row` of n values for the next matmul. */
 static void rfi_cpu_quantize_row(const rfi_cpu_op *o, uint32_t row, const float *x, uint32_t n) {
     o->k->quantize(x, n, o->p->acts + row * rfi_q8_groups(n));
 }
@@ -11316,7 +11283,7 @@ static void rfi_cpu_quantize(void *ctx, uint32_t chunk, uint32_t thread) {
     rfi_cpu_quantize_row(o, chunk, o->in + chunk * o->in_width, o->op->matmul.n_in);
 }
 
-/* Rows [row0, + n_rows) of a part times columns [col0, + n_cols). */
+/* One tile of a matmul: rows [row0, + n_rows) of its weight times columns [col0, + n_cols). */
 static void rfi_cpu_tile(const rfi_cpu_op *o, const rfi_cpu_part *part, uint32_t row0, uint32_t n_rows, uint32_t col0,
                          uint32_t n_cols, uint32_t thread) {
     const int accumulate = (part->op->flags & RF_OP_ACCUMULATE) != 0;
@@ -11339,8 +11306,8 @@ static void rfi_cpu_tile(const rfi_cpu_op *o, const rfi_cpu_part *part, uint32_t
     }
 }
 
-/* Units [u, u_end) of part `first` (and, under a GLU, of the next), all columns in tiles that stay in the second-level
- * cache. */
+/* Units [u, u_end) of matmul `first` (with a fused GLU, of the next one, too) times all columns, in tiles that fit the
+ * L2 cache. */
 static void rfi_cpu_units(const rfi_cpu_op *o, uint32_t first, uint32_t u, uint32_t u_end, uint32_t thread) {
     const rfi_cpu_part *part = &o->parts[first], *up = part + 1;
     const uint32_t row0 = u * RFI_CPU_UNIT;
@@ -11373,7 +11340,8 @@ static void rfi_cpu_matmul(void *ctx, uint32_t chunk, uint32_t thread) {
     }
 }
 
-/* Large chunks for three quarters of the work, then small ones. With many columns the panel kernels want 32 rows. */
+/* Load balancing: large chunks for three quarters of the work, then small ones. With many columns the panel kernels
+ * need 32 rows. */
 static rfi_cpu_cut rfi_cpu_cut_units(uint32_t n_units, uint32_t n_threads, uint32_t n_cols) {
     rfi_cpu_cut c = {.n_units = n_units, .small = n_cols > 1 ? 2 : 1};
     const uint64_t share = n_units / ((uint64_t)n_threads * 4) / c.small * c.small;
@@ -11409,7 +11377,7 @@ static void rfi_cpu_rope(void *ctx, uint32_t chunk, uint32_t thread) {
                    o->p->cos_sin + (uint64_t)chunk * par->n_rot, par->n_rot, (op->flags & RF_OP_NEOX) != 0);
 }
 
-/* First byte of the keys (or values) of one head of one sequence; dim is their width. */
+/* First byte of the keys (or values) of one KV head of one sequence. */
 static uint8_t *rfi_cpu_state(const rfi_cpu_plan *p, uint32_t state, int values, int32_t seq, uint32_t head) {
     const rf_plan_state *s = &p->plan->states[state];
     uint64_t n_cells = rf_state_cells(&p->bind, state), row = rf_cache_row_bytes(p->bind.cache_type, s->head_dim);
@@ -11429,7 +11397,7 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
     const uint32_t pos = (uint32_t)row->pos % rf_state_cells(&o->p->bind, op->state);
     const int latent = (op->flags & RF_OP_MLA) != 0;
     RFI_UNUSED(thread);
-    for (int second = 0; second < 2; second++) { /* keys and values, or the two parts of the keys */
+    for (int second = 0; second < 2; second++) { /* keys, then values; of MLA the two parts of the key */
         const uint32_t first_dim = latent ? par->head_dim_v : par->head_dim,
                        dim = !second ? first_dim : latent ? par->head_dim - first_dim : par->head_dim_v,
                        cell = latent ? par->head_dim : dim;
@@ -11448,13 +11416,13 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
     }
 }
 
-/* Query heads of one chunk of attention: those of a kv head, unless they are so many that threads better share them. */
+/* Query heads per chunk of attention: all of a KV head (GQA), but at most 16, so that threads share the rest. */
 static uint32_t rfi_cpu_query_heads(const rf_op *op) {
     return (uint32_t)rfi_min_u64(op->attention.n_heads / op->attention.n_kv_heads, 16);
 }
 
-/* A chunk is one kv head, with query heads that read it, for some rows: those that follow each other in one sequence
- * share a pass over its keys and values. */
+/* A chunk is one KV head with some of its query heads, for some rows; consecutive rows of a sequence share one pass
+ * over keys and values. */
 static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11523,7 +11491,7 @@ static void rfi_cpu_gather(rfi_cpu_op *o) {
                o->op->gather.n * sizeof(float));
 }
 
-/* nan is greater than nothing, and -infinity not than itself */
+/* NaN never compares greater, and -infinity is no result */
 static void rfi_cpu_argmax(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const float *in = o->in + chunk * o->in_width;
@@ -11537,7 +11505,7 @@ static void rfi_cpu_argmax(void *ctx, uint32_t chunk, uint32_t thread) {
 
 /* ---- recurrent layers ---- */
 
-#define RFI_CONV_BLOCK 256u /* channels of a chunk: they, their past and weights stay in the caches */
+#define RFI_CONV_BLOCK 256u /* channels of a chunk, so that inputs, state and weights fit the L1 cache */
 
 static float *rfi_cpu_slot(const rfi_cpu_op *o, uint32_t slot) {
     uint8_t *base = (uint8_t *)o->p->bind.state.base + o->p->bind.state_offset[o->op->state];
@@ -11632,14 +11600,14 @@ static void rfi_cpu_route(void *ctx, uint32_t chunk, uint32_t thread) {
     rfi_route_row(o->op, o->in + chunk * o->in_width, o->vector, (int32_t *)(void *)out, out + o->op->route.n_used);
 }
 
-/* The k-th expert of a row of a route. */
+/* The k-th chosen expert of a ROUTE's output row. */
 static uint32_t rfi_route_id(const float *row, uint32_t k) {
     uint32_t id;
     memcpy(&id, row + k, sizeof id);
     return id;
 }
 
-/* Sort the pairs of a route by expert, unless they are; those of one expert stay in order. */
+/* Counting sort of the (row, choice) pairs of a ROUTE by expert, stable; kept until another ROUTE runs. */
 static void rfi_cpu_sort_pairs(rfi_cpu_plan *p, const rf_op *op, uint32_t buffer, const float *route, uint64_t width,
                                uint32_t n_rows) {
     const rf_experts_params *par = &op->experts;
@@ -11657,11 +11625,11 @@ static void rfi_cpu_sort_pairs(rfi_cpu_plan *p, const rf_op *op, uint32_t buffer
     for (uint32_t row = 0; row < n_rows; row++)
         for (uint32_t k = 0; k < par->n_used; k++)
             s->sorted[s->first[rfi_route_id(route + row * width, k)]++] = row * par->n_used + k;
-    for (uint32_t e = par->n_experts; e > 0; e--) s->first[e] = s->first[e - 1]; /* each had moved to the next one's */
+    for (uint32_t e = par->n_experts; e > 0; e--) s->first[e] = s->first[e - 1]; /* undo what sorting moved */
     s->first[0] = 0;
 }
 
-/* The input of the chunk-th sorted pair to where the kernels read it. */
+/* Gather the input of a sorted pair, quantized if the weights are. */
 static void rfi_cpu_gather_pair(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11673,7 +11641,7 @@ static void rfi_cpu_gather_pair(void *ctx, uint32_t chunk, uint32_t thread) {
     else memcpy(o->p->gathered + (uint64_t)chunk * par->n_in, x, par->n_in * sizeof *x);
 }
 
-/* Some rows of one expert for all pairs that chose it; cut.small are the units of a chunk. */
+/* A chunk is cut.small units of rows of one expert, for all pairs that chose it. */
 static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11706,12 +11674,12 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
 static void rfi_cpu_mix(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     RFI_UNUSED(thread);
-    const uint32_t first = o->op->flags & RF_OP_SIGMOID ? 0 : o->op->mix.n_used; /* behind the ids of a route */
+    const uint32_t first = o->op->flags & RF_OP_SIGMOID ? 0 : o->op->mix.n_used; /* after the ids of a ROUTE */
     rfi_mix_row(o->op, o->in + chunk * o->in_width, o->in2 + chunk * o->in2_width + first,
                 o->out + chunk * o->out_width);
 }
 
-/* A vector weight (norm, bias of a part, rope freqs) as aligned float32: in place if it is. */
+/* A vector weight as float32: in place if it is f32, else converted into vector buffer `part`. */
 static const float *rfi_cpu_vector(const rfi_cpu_plan *p, uint32_t slot, uint32_t first, uint32_t n, uint32_t part) {
     if (slot == RF_NONE) return NULL;
     const rf_plan_weight *w = &p->plan->weights[slot];
@@ -11723,7 +11691,7 @@ static const float *rfi_cpu_vector(const rfi_cpu_plan *p, uint32_t slot, uint32_
     return out;
 }
 
-/* The one value of a weight; 1 if there is none. */
+/* A weight of one value; 1 if there is none. */
 static float rfi_cpu_scalar(const rfi_cpu_plan *p, uint32_t slot) {
     float v = 1;
     if (slot == RF_NONE) return v;
@@ -11766,7 +11734,7 @@ static void rfi_cpu_run_matmul(rfi_cpu_op *o) {
 }
 
 #define RFI_ACROSS_COLS 256u /* columns of a chunk: whole blocks of any type  */
-#define RFI_ACROSS_MOST 1024u /* values that a head's matrix takes at most    */
+#define RFI_ACROSS_MAX 1024u  /* n_in at most                                 */
 
 static void rfi_cpu_quantize_heads(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
@@ -11778,8 +11746,8 @@ static void rfi_cpu_quantize_heads(void *ctx, uint32_t chunk, uint32_t thread) {
                              par->n_in);
 }
 
-/* Some rows of one head's matrix for all rows of the step; cut.small are the units of a chunk. The first chunk of a
- * head copies what its matrix leaves. */
+/* A chunk is cut.small units of rows of one head's matrix, for all rows of the step. The first chunk of a head also
+ * copies the values that its matrix does not multiply. */
 static void rfi_cpu_heads(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11804,7 +11772,7 @@ static void rfi_cpu_heads(void *ctx, uint32_t chunk, uint32_t thread) {
         memcpy(out + r * o->out_width + par->n_out, in + r * o->in_width + par->n_in, rest * sizeof *out);
 }
 
-/* Under RF_OP_ACROSS: some columns of one head's matrix, which become rows of floats in the thread's scratch. */
+/* RF_OP_ACROSS: a chunk is RFI_ACROSS_COLS columns of one head's matrix, as floats in the thread's scratch. */
 static void rfi_cpu_heads_across(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -11909,7 +11877,7 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     if (op->out != RF_NONE) o.out = rfi_cpu_buffer(p, step, op->out, &o.out_width);
     if (op->weight != RF_NONE) {
         const rf_plan_weight *w = &p->plan->weights[op->weight];
-        if (op->kind != RF_OP_EXPERTS) /* of these, only what was chosen is there */
+        if (op->kind != RF_OP_EXPERTS) /* only chosen experts are loaded */
             o.w = (const uint8_t *)rfi_cpu_table_of(p->bind.table)->weights[op->weight];
         o.w_type = w->type;
         o.w_row_bytes = rfi_row_bytes(w->type, w->n_in);
@@ -11954,12 +11922,12 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
 
 /* ---- the table ---- */
 
-/* Cores this process may run on. */
+/* Number of cores this process may run on. */
 static uint32_t rfi_cpu_count(void) {
     unsigned long mask[64];
     uint32_t n = 0;
     long bytes =
-        syscall(SYS_sched_getaffinity, 0, sizeof mask, mask); /* the libc wrapper hides behind _GNU_SOURCE */
+        syscall(SYS_sched_getaffinity, 0, sizeof mask, mask); /* the libc wrapper needs _GNU_SOURCE */
     for (long i = 0; i < bytes / (long)sizeof mask[0]; i++) n += (uint32_t)__builtin_popcountl(mask[i]);
     return n == 0 ? 1 : n > RFI_MAX_THREADS ? RFI_MAX_THREADS : n;
 }
@@ -12037,7 +12005,7 @@ static void rfi_cpu_mem_release(rf_dev *d, rf_mem *mem) {
 
 static rf_result rfi_cpu_queue_create(rf_dev *d, rf_queue **out, rf_error *err) {
     RFI_UNUSED(err);
-    *out = (rf_queue *)(void *)d; /* nothing to keep, but not NULL */
+    *out = (rf_queue *)(void *)d; /* queues have no state, but are not NULL */
     return RF_OK;
 }
 
@@ -12129,7 +12097,7 @@ static rf_result rfi_cpu_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offse
     return RF_OK;
 }
 
-/* A sum in progress, in chunks of RFI_SUM_WORDS. */
+/* mem_sum in chunks of RFI_SUM_WORDS. */
 #define RFI_SUM_WORDS 131072u
 typedef struct rfi_cpu_sum {
     const uint64_t *words;
@@ -12193,9 +12161,9 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
             return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: %s is of type %s, which is not among ROCMFORGE_TYPES",
                             w->name, rf_type_get(w->type).name);
     }
-    if (op->flags & RF_OP_ACROSS && op->kind == RF_OP_HEADS && op->heads.n_in > RFI_ACROSS_MOST)
+    if (op->flags & RF_OP_ACROSS && op->kind == RF_OP_HEADS && op->heads.n_in > RFI_ACROSS_MAX)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: attn_kv_b with keys of %u values, at most %u are supported",
-                        op->heads.n_in, RFI_ACROSS_MOST);
+                        op->heads.n_in, RFI_ACROSS_MAX);
     if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS && op->kind != RF_OP_HEADS) return RF_OK;
     uint32_t type = plan->weights[op->weight].type;
     if (rfi_matmul_has(rfi_cpu_of(d)->kernels, type)) return RF_OK;
@@ -12220,26 +12188,26 @@ static void rfi_cpu_plan_release(rf_prepared *prepared) {
     rfi_free(&alloc, p);
 }
 
-/* Sizes of the scratch memory an execution of the plan needs on this device. */
+/* What the ops of a plan need of workspaces. */
 typedef struct rfi_cpu_need {
-    uint64_t groups;   /* of quantized inputs, for each row       */
-    uint64_t gathered; /* floats of experts' inputs, for each row */
-    uint64_t scratch;  /* floats per thread                       */
-    uint64_t cells;    /* floats per thread, of rows in q8_0      */
-    uint64_t vector;   /* floats                                  */
+    uint64_t groups;   /* q8 groups of quantized inputs, per row      */
+    uint64_t gathered; /* floats of gathered expert inputs, per row   */
+    uint64_t scratch;  /* floats per thread                           */
+    uint64_t cells;    /* floats per thread, to dequantize a KV block */
+    uint64_t vector;   /* floats of converted vectors                 */
     uint64_t n_rot;
     uint32_t n_experts, n_used;
     int recurrent;
 } rfi_cpu_need;
 
-/* Whether ops a and b multiply the same input in the same format, so that one job can do both. */
+/* Whether matmuls a and b read the same input in the same format, so that one parallel job does both. */
 static int rfi_cpu_same_input(const rf_plan *plan, const rf_op *a, const rf_op *b) {
     return b->kind == RF_OP_MATMUL && a->in == b->in && a->matmul.n_in == b->matmul.n_in && a->rows == b->rows &&
            a->layer == b->layer && a->out != b->out && a->out != a->in &&
            rfi_type_takes_int8(plan->weights[a->weight].type) == rfi_type_takes_int8(plan->weights[b->weight].type);
 }
 
-/* The matmuls that go along with op i, and the GLU of a gate and up behind them. */
+/* Fuse matmul i with those that follow, and gate and up with their GLU. */
 static void rfi_cpu_join(const rf_plan *plan, uint32_t i, rfi_cpu_how *how) {
     const rf_op *op = &plan->ops[i];
     uint32_t n = 1;
@@ -12255,13 +12223,13 @@ static void rfi_cpu_join(const rf_plan *plan, uint32_t i, rfi_cpu_how *how) {
     how[i].n_along = 2;
 }
 
-/* Whether op `before` makes whole rows of the input of matmul op. */
+/* Whether op `before` makes whole input rows of matmul op, and so can quantize them. */
 static int rfi_cpu_can_quantize(const rf_op *before, const rf_op *op) {
     return before->out == op->in && before->rows == op->rows && before->layer == op->layer &&
            ((before->kind == RF_OP_RMS_NORM && before->norm.n_groups == 1) || before->kind == RF_OP_GLU);
 }
 
-/* What a matmul of experts needs. The gate and up of a layer share their gathered input. */
+/* The needs of an EXPERTS op. Gate and up of a layer share their gathered input. */
 static void rfi_cpu_measure_experts(const rf_plan *plan, uint32_t i, rfi_cpu_how *how, rfi_cpu_need *need) {
     const rf_op *op = &plan->ops[i], *before = i ? op - 1 : op;
     const rf_experts_params *par = &op->experts;
@@ -12275,7 +12243,7 @@ static void rfi_cpu_measure_experts(const rf_plan *plan, uint32_t i, rfi_cpu_how
     if (need->n_used < par->n_used) need->n_used = par->n_used;
 }
 
-/* The memory that an op needs by itself. */
+/* The needs of any op. */
 static void rfi_cpu_measure_op(const rf_plan *plan, const rf_op *op, rfi_cpu_need *need) {
     const rf_op_spec spec = rf_op_get_spec(plan, op);
     uint64_t scratch = 0;
@@ -12295,17 +12263,17 @@ static void rfi_cpu_measure_op(const rf_plan *plan, const rf_op *op, rfi_cpu_nee
     need->scratch = rfi_max_u64(need->scratch, scratch);
 }
 
-/* Walk the ops: what they need, which go together, and which matmuls find their quantized input in place. */
+/* Walk the ops: their needs, which are fused, and which matmuls find their input quantized already. */
 static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
     rfi_cpu_need need = {.scratch = (uint64_t)RFI_CPU_COLS * RFI_CPU_ROWS};
-    uint32_t held = RF_NONE; /* buffer that acts hold                    */
-    uint32_t next = 0;       /* first op that is not done along with others      */
-    int along = 0;           /* the op before was done along with an earlier one */
+    uint32_t held = RF_NONE; /* buffer whose rows are quantized in acts     */
+    uint32_t next = 0;       /* first op after the fused ones               */
+    int along = 0;           /* the op before was fused with an earlier one */
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
         rfi_cpu_measure_op(plan, op, &need);
         if (op->kind == RF_OP_MATMUL && i >= next) {
-            const int alone = i > 0 && !along; /* the op before was done by itself */
+            const int alone = i > 0 && !along;
             rfi_cpu_join(plan, i, how);
             if (rfi_type_takes_int8(plan->weights[op->weight].type)) {
                 need.groups = rfi_max_u64(need.groups, rfi_q8_groups(op->matmul.n_in));
@@ -12331,14 +12299,14 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
     return need;
 }
 
-/* What a plan's workspaces take, in bytes, and how threads share them. */
+/* Sizes of a plan's workspaces in bytes, and the shares of threads. */
 typedef struct rfi_cpu_sizes {
     uint64_t acts, scratch, vector, cos_sin, firsts, gathered, pairs;
     uint64_t cells_at, scratch_stride, vector_stride; /* of rfi_cpu_plan, in floats */
 } rfi_cpu_sizes;
 
 static rfi_cpu_sizes rfi_cpu_size(const rfi_cpu *cpu, const rf_plan_bind *bind, const rfi_cpu_need *need) {
-    rfi_cpu_sizes n = {.cells_at = (need->scratch + 15) / 16 * 16, /* whole cache lines: threads do not share one */
+    rfi_cpu_sizes n = {.cells_at = (need->scratch + 15) / 16 * 16, /* whole cache lines, against false sharing */
                        .vector_stride = (need->vector + 15) / 16 * 16};
     n.scratch_stride = n.cells_at + (bind->cache_type == RF_CACHE_Q8_0 ? need->cells : 0);
     n.acts = bind->n_batch * need->groups * sizeof(rfi_q8);
@@ -12457,7 +12425,7 @@ static rf_result rfi_cpu_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t f
     memset(ticket, 0, sizeof *ticket);
     if (first == 0) p->rope = NULL;
     if (first == 0) rfi_cpu_find_firsts(p, step);
-    p->pairs.route = RF_NONE; /* others may have written to it */
+    p->pairs.route = RF_NONE; /* another step may have changed it */
     for (uint32_t i = p->segments[first]; i < p->segments[last]; i += 1u + p->how[i].n_along) {
         double start = p->timing ? rfi_now() : 0;
         rfi_cpu_run_op(p, i, step);
@@ -12518,9 +12486,9 @@ static const rf_device_api rfi_cpu_api = {
 };
 
 /* ==== 11 Null device ==================================================================================== >>null
- * Computes nothing, has no memory, checks everything: that a plan's ops name buffers, weights and states that
- * exist and are wide enough, that what is read was written, that weights are there when an op runs, that rows fit. It
- * can fail its n-th call, for tests of every error path; logits are zeros. */
+ * Computes nothing and checks everything: ops against the table of ops, that every buffer is written before it is read,
+ * that weights are loaded when an op runs, that the rows of a step fit. It has no memory, logits are zeros, and it can
+ * fail its n-th call, so that tests reach every error path. */
 
 typedef struct rfi_null {
     rf_allocator alloc;
@@ -12548,7 +12516,7 @@ static rfi_null *rfi_null_of(rf_dev *d) { return (rfi_null *)(void *)d; }
 static rfi_null_table *rfi_null_table_of(rf_table *t) { return (rfi_null_table *)(void *)t; }
 static rfi_null_plan *rfi_null_plan_of(rf_prepared *p) { return (rfi_null_plan *)(void *)p; }
 
-/* Count a call; the chosen one fails. */
+/* Count a call; the one to fail fails. */
 static rf_result rfi_null_call(rfi_null *d, const char *what, rf_error *err) {
     uint64_t n = atomic_fetch_add(&d->n_calls, 1) + 1;
     if (d->fail_call && (n == d->fail_call || (d->fail_forever && n > d->fail_call)))
@@ -12578,7 +12546,7 @@ static rf_result rfi_null_check_rows(const rfi_null_plan *p, const rf_step *step
     return RF_OK;
 }
 
-/* What an op reads was written before it, and its weights are there. */
+/* "Run" an op: its inputs were written, its weights are loaded. */
 static rf_result rfi_null_run_op(rfi_null_plan *p, uint32_t i, rf_error *err) {
     const rf_op *op = &p->bind.plan->ops[i];
     const uint32_t slots[RF_OP_WEIGHTS] = {op->weight, op->bias, op->factor},
@@ -12651,7 +12619,7 @@ static void rfi_null_host_release(rf_dev *d, void *host) {
 static rf_result rfi_null_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err) {
     rf_result r = rfi_null_call(rfi_null_of(d), "mem_create", err);
     if (r != RF_OK) return r;
-    *out = (rf_mem){d, size_bytes}; /* nobody follows base */
+    *out = (rf_mem){d, size_bytes}; /* base is never dereferenced */
     atomic_fetch_add(&rfi_null_of(d)->n_live, 1);
     return RF_OK;
 }
@@ -12713,7 +12681,7 @@ static rf_result rfi_null_weight_write(rf_table *table, rf_queue *q, const rf_we
     rfi_clear(&late);
     rf_result r = rfi_null_call(t->dev, "weight_write", t->dev->fail_late ? &late : err);
     if (r != RF_OK && !t->dev->fail_late) return r;
-    if (r != RF_OK) { /* a ticket that is not done and will fail */
+    if (r != RF_OK) { /* a ticket that fails when waited for */
         *ticket = (rf_ticket){q, late.where};
     }
     const rf_plan_weight *w = part->slot < t->plan->n_weights ? &t->plan->weights[part->slot] : NULL;
@@ -12774,7 +12742,7 @@ static rf_result rfi_null_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offs
     return rfi_null_transfer(q, "mem_fill", dst, offset, n, ticket, err);
 }
 
-/* The sum is not computed, as nothing is. */
+/* Checks its arguments only. */
 static rf_result rfi_null_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offset, uint64_t n, const rf_mem *sum,
                                   uint64_t sum_offset, rf_ticket *ticket, rf_error *err) {
     rf_result r = rfi_null_transfer(q, "mem_sum", src, offset, n, ticket, err);
@@ -12898,8 +12866,8 @@ static const rf_device_api rfi_null_api = {
 /* ==== 12 Model and session ============================================================================ >>session
  * A model is a file, its plan and its weights on one device. A session is the memory in which the plan runs: KV cache
  * and recurrent states of n_seq_max sequences, activations, logits. Everything is allocated at open. rf_session_eval
- * cuts rows into micro-batches and walks the plan's segments: load the segment's weights, run it, check for a cancel.
- * */
+ * cuts rows into micro-batches and walks the plan's segments: load the segment's weights, run it,
+ * check for a cancel. */
 
 struct rf_model {
     rf_gguf *g;
@@ -13543,11 +13511,11 @@ static rf_result rfi_device_fallback(rf_device *d, rf_dev **out, rf_error *err) 
         *out = d->dev;
         return RF_OK;
     }
-    pthread_mutex_lock(&d->monitor.mutex);
+    rfi_monitor_lock(&d->monitor);
     const rf_device_desc desc = {.allocator = d->alloc};
     if (!d->fallback_dev) r = rfi_cpu_api.device_open(0, &desc, &d->fallback_dev, err);
     *out = d->fallback_dev;
-    pthread_mutex_unlock(&d->monitor.mutex);
+    rfi_monitor_unlock(&d->monitor);
     return r;
 }
 
@@ -14366,29 +14334,29 @@ ROCMFORGE_API void rf_session_cancel(rf_session *s) {
 }
 
 /* ==== 13 Tokens and text ================================================================================ >>token
- * Text to token ids and back, for the vocabularies of language models: SPM ("llama": merges by score, spaces as
- * U+2581, bytes as <0xHH>) and BPE ("gpt2": a pre-tokenizer, then merges by rank over GPT-2's alphabet of bytes;
- * "gemma4": lines, then merges by rank, spaces and bytes as SPM); and WPM of embedding models ("bert": longest tokens
- * of each word, letters without accents and capitals). A tokenizer is read once, checked while it is read, and
- * immutable. Token texts point into the metadata of the file, which it holds. Text is hostile: nothing recurses, and
- * time is O(n log n) in its length.
+ * Tokenizers: text to token ids and back. SPM (SentencePiece, "llama") merges pairs by score; spaces are U+2581, bytes
+ * <0xHH>. BPE ("gpt2") cuts text into words with a pre-tokenizer, then merges pairs by rank over GPT-2's byte alphabet;
+ * "gemma4" is BPE over lines, with spaces and bytes as in SPM. WPM (WordPiece, "bert", embedding models) takes the
+ * longest tokens of each word, letters without accents and capitals. A tokenizer is checked while it is read, and then
+ * immutable. Token texts point into the metadata of its file, which it keeps open. Text is untrusted: nothing recurses,
+ * and time is O(n log n) in its length.
  * Reference for every choice: what llama.cpp answers, except that plain text never becomes a control token. */
 
-/* tokenizer.ggml.token_type, and what we add to it. */
+/* tokenizer.ggml.token_type, and flags that we add. */
 enum {
     RFI_TOKEN_UNDEFINED = 0, RFI_TOKEN_NORMAL = 1, RFI_TOKEN_UNKNOWN = 2, RFI_TOKEN_CONTROL = 3, RFI_TOKEN_USER = 4,
     RFI_TOKEN_UNUSED = 5, RFI_TOKEN_BYTE = 6,
     RFI_TOKEN_TYPE = 7,     /* mask of the above                                                    */
     RFI_TOKEN_END = 8,      /* ends a generation                                                    */
-    RFI_TOKEN_STRIP = 16,   /* eats the whitespace that follows it in text (Phi-3)                  */
-    RFI_TOKEN_PLAIN = 32,   /* what plain text may become: it is in the index of texts              */
+    RFI_TOKEN_STRIP = 16,   /* drops the whitespace that follows it in text (Phi-3)                 */
+    RFI_TOKEN_PLAIN = 32,   /* plain text may become it: it is in the index of texts                */
     RFI_TOKEN_SHOWN = 64    /* control token that is part of the text: gpt-oss's channels           */
 };
 
-enum { RFI_TEXT_MAX_BYTES = 1 << 30 };  /* of one rf_tokenize: three symbols a byte stay below 2^32 */
+enum { RFI_TEXT_MAX_BYTES = 1 << 30 };  /* of one rf_tokenize: three symbols per byte stay below 2^32 */
 enum { RFI_SPECIAL_MAX_BYTES = 1024 };  /* longer special tokens are not looked for in text         */
 
-/* How BPE cuts text into words before it merges: the rules of >>token "cutting text into words". */
+/* How BPE cuts text into words before it merges: see "BPE: cutting text into words". */
 typedef enum rfi_pre_rule {
     RFI_PRE_LLAMA3, RFI_PRE_JAIS2, RFI_PRE_MINICPM5, RFI_PRE_QWEN2, RFI_PRE_QWEN35, RFI_PRE_UFAKZEKA,
     RFI_PRE_SEED_CODER, RFI_PRE_LAGUNA, RFI_PRE_TEKKEN, RFI_PRE_GPT4O, RFI_PRE_GRANITE97M, RFI_PRE_TINY_AYA,
@@ -14399,10 +14367,10 @@ typedef enum rfi_pre_rule {
 } rfi_pre_rule;
 
 enum {
-    RFI_PRE_WHOLE = 1,    /* a word that is a token is not merged up to it                     */
-    RFI_PRE_BOS = 2,      /* bos is added unless the file says no                              */
-    RFI_PRE_RAW = 4,      /* no byte alphabet: spaces as U+2581, other bytes as <0xHH>         */
-    RFI_PRE_FORCE_BOS = 8 /* bos is added, whatever the file says                              */
+    RFI_PRE_WHOLE = 1,    /* a word that is a token is taken whole, without merging            */
+    RFI_PRE_BOS = 2,      /* add bos unless the file says no                                   */
+    RFI_PRE_RAW = 4,      /* no byte alphabet: spaces are U+2581, other bytes <0xHH>           */
+    RFI_PRE_FORCE_BOS = 8 /* add bos, whatever the file says                                   */
 };
 
 typedef struct rfi_pre {
@@ -14411,8 +14379,8 @@ typedef struct rfi_pre {
     uint32_t flags; /* RFI_PRE_* above */
 } rfi_pre;
 
-/* tokenizer.ggml.pre. A name is here only if its rule is known to be one of ours: on one vocabulary other rules can
- * look the same, and a wrong rule is a silent error. */
+/* Values of tokenizer.ggml.pre. A name is listed only if its rule is known: on one vocabulary two rules can look the
+ * same, and a wrong rule is a silent error. */
 static const rfi_pre rfi_pres[] = {
     {"default", RFI_PRE_DEFAULT, 0},             {"falcon", RFI_PRE_FALCON, 0},
     {"llama3", RFI_PRE_LLAMA3, 3},               {"llama-v3", RFI_PRE_LLAMA3, 3},
@@ -14463,7 +14431,7 @@ static const rfi_pre rfi_pres[] = {
     {"mmbert", RFI_PRE_LINES, RFI_PRE_RAW | RFI_PRE_FORCE_BOS},
 };
 
-/* Open-addressing slots. id and rank are stored + 1, so that zeroed memory is an empty table. */
+/* Slots of hash tables with open addressing. id and rank are stored + 1, so that zeroed memory is an empty table. */
 typedef struct rfi_text_slot {
     uint32_t hash, id1;
 } rfi_text_slot;
@@ -14475,24 +14443,24 @@ typedef struct rfi_merge_slot {
 
 struct rf_tokenizer {
     rf_allocator allocator;
-    rf_gguf *g;                   /* held                                                                    */
+    rf_gguf *g;                   /* kept open                                                               */
     const char *model;            /* "llama", "gpt2", "gemma4", "bert"                                       */
     const rfi_pre *pre;           /* BPE; NULL: SPM, WPM                                                     */
-    uint32_t is_wpm, lower, strip; /* WPM: capitals become small, accents go                                 */
+    uint32_t is_wpm, lower, strip; /* WPM: make capitals small, drop accents                                 */
     uint32_t n_vocab;
     rf_string *text;              /* [n_vocab] as the vocabulary spells it                                   */
     uint8_t *attr;                /* [n_vocab] RFI_TOKEN_*                                                   */
     const unsigned char *scores;  /* [n_vocab] float32 in the metadata, unaligned; NULL: all 0               */
-    rfi_text_slot *texts;         /* [n_texts] text -> id of what plain text may become                      */
+    rfi_text_slot *texts;         /* [n_texts] hash table: text -> id of plain tokens                        */
     uint32_t n_texts;
     uint64_t *hash;               /* [n_vocab] of the text; 0: no plain token                                */
-    uint32_t plain_max_bytes;     /* longest of these                                                        */
-    rfi_merge_slot *merges;       /* [n_merges] BPE: (left, right) -> rank, result                           */
+    uint32_t plain_max_bytes;     /* longest plain token                                                     */
+    rfi_merge_slot *merges;       /* [n_merges] BPE hash table: (left, right) -> rank, result                */
     uint32_t n_merges;
     int32_t byte_id[256];         /* token of a byte, -1: it cannot be written                               */
     int32_t *special;             /* [n_special] control, unknown and user-defined tokens, sorted by text    */
     uint32_t n_special, n_user;
-    uint32_t special_first[257];  /* where in special a first byte starts                                    */
+    uint32_t special_first[257];  /* index in special of the first token that begins with a byte             */
     int32_t bos, eos, eot, eom, unknown, padding; /* -1: the file names none                                 */
     uint32_t add_bos, add_eos, add_space;
     _Atomic uint32_t n_users;     /* schedulers                                                              */
@@ -14515,7 +14483,7 @@ static uint32_t rfi_class(uint32_t cp) {
     if ((cp | 32) - 'a' < 26) return RFI_LETTER;
     if (cp - '0' < 10) return RFI_NUMBER;
     if (cp == ' ') return RFI_SPACE;
-    if (cp < 128) { /* a bit per character, as in the table */
+    if (cp < 128) { /* one bit per character, as in the table */
         static const uint64_t spaces = 0x100003e00u, punct[2] = {0x8c00f7ee00000000u, 0x28000000b8000001u},
                               symbols[2] = {0x7000081000000000u, 0x5000000140000000u};
         uint64_t bit = (uint64_t)1 << (cp & 63);
@@ -14526,14 +14494,14 @@ static uint32_t rfi_class(uint32_t cp) {
 }
 
 typedef struct rfi_char {
-    uint32_t cp, n_bytes; /* a bad byte is U+FFFD of one byte */
+    uint32_t cp, n_bytes; /* a malformed byte counts as U+FFFD of one byte */
     uint32_t is_bad;
 } rfi_char;
 
-/* First character of n >= 1 bytes. Overlong forms, cut ones and those above U+10FFFF are bad; surrogates are not,
+/* Decode the first character of n >= 1 bytes. Overlong, truncated and above U+10FFFF are malformed; surrogates are not,
  * they pass as three bytes. */
 static rfi_char rfi_utf8(const unsigned char *p, uint64_t n) {
-    static const uint32_t least[5] = {0, 0, 0x80, 0x800, 0x10000};
+    static const uint32_t min_cp[5] = {0, 0, 0x80, 0x800, 0x10000};
     uint32_t len = p[0] < 0x80 ? 1 : p[0] < 0xc0 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf8 ? 4 : 0;
     rfi_char bad = {0xfffd, 1, 1}, c = {p[0], len, 0};
     if (len == 1) return c;
@@ -14543,7 +14511,7 @@ static rfi_char rfi_utf8(const unsigned char *p, uint64_t n) {
         if ((p[i] & 0xc0) != 0x80) return bad;
         c.cp = c.cp << 6 | (p[i] & 0x3f);
     }
-    return c.cp < least[len] || c.cp > 0x10ffff ? bad : c;
+    return c.cp < min_cp[len] || c.cp > 0x10ffff ? bad : c;
 }
 
 /* GPT-2's byte alphabet writes byte b as the character cp: printable Latin-1 as itself, the 68 others from U+0100 on
@@ -14554,7 +14522,7 @@ static uint32_t rfi_byte_char(uint32_t b) {
     return b == 173 ? 256 + 67 : b;
 }
 
-/* The byte that cp stands for, or -1. */
+/* The byte that cp stands for in that alphabet, or -1. */
 static int rfi_char_byte(uint32_t cp) {
     if (cp >= 256 + 68) return -1;
     if (cp >= 256) return cp < 256 + 33 ? (int)cp - 256 : cp == 256 + 67 ? 173 : (int)cp - 256 - 33 + 127;
@@ -14574,13 +14542,13 @@ static uint32_t rfi_byte_utf8(uint32_t b, char out[2]) {
 
 static uint32_t rfi_token_type(const rf_tokenizer *t, uint32_t id) { return t->attr[id] & RFI_TOKEN_TYPE; }
 
-/* Slots for n entries: two thirds full at most, and never full, so that every search ends. */
+/* Slots of a hash table for n entries: at most two thirds are used, so that every search ends. */
 static uint32_t rfi_slot_count(uint64_t n) { return (uint32_t)(n + n / 2 + 1); }
 
-/* Where in a table the search for a hash starts. */
-static uint32_t rfi_home(uint64_t hash, uint32_t n_slots) { return (uint32_t)((hash >> 32) * n_slots >> 32); }
+/* Slot at which the search for a hash starts. */
+static uint32_t rfi_first_slot(uint64_t hash, uint32_t n_slots) { return (uint32_t)((hash >> 32) * n_slots >> 32); }
 
-/* Eight bytes a step. The seed is the tokenizer's address: a file cannot be built to collide. */
+/* Hash eight bytes at a time. The seed is the tokenizer's address: a file cannot be built to collide. */
 static uint64_t rfi_text_hash(const rf_tokenizer *t, const char *s, uint64_t n) {
     uint64_t h = (uint64_t)(uintptr_t)t ^ n;
     for (uint64_t at = 0; at < n; at += 8) {
@@ -14593,9 +14561,9 @@ static uint64_t rfi_text_hash(const rf_tokenizer *t, const char *s, uint64_t n) 
     return h ^ h >> 32;
 }
 
-/* Slot of a text: its own, or the empty one where it would go. */
+/* Slot that holds a text, or the empty one where it belongs. */
 static uint32_t rfi_text_slot_of(const rf_tokenizer *t, const char *s, uint64_t n, uint64_t hash) {
-    uint32_t i = rfi_home(hash, t->n_texts);
+    uint32_t i = rfi_first_slot(hash, t->n_texts);
     for (; t->texts[i].id1; i = i + 1 < t->n_texts ? i + 1 : 0) {
         const rf_string *text = &t->text[t->texts[i].id1 - 1];
         if (t->texts[i].hash == (uint32_t)hash && text->len == n && memcmp(text->data, s, (size_t)n) == 0) break;
@@ -14609,16 +14577,16 @@ static int32_t rfi_token_find(const rf_tokenizer *t, const char *s, uint64_t n) 
     return (int32_t)t->texts[rfi_text_slot_of(t, s, n, rfi_text_hash(t, s, n))].id1 - 1;
 }
 
-/* A pair of texts as 64 bits. Merges are compared by this alone: reading the 280 000 merges of a large vocabulary
- * then needs no search for their parts, and two of them are mistaken for each other once in 10^8 files. */
+/* Hash a pair of texts to 64 bits. Merges are compared by this alone: reading the 280 000 merges of a large vocabulary
+ * then needs no search for their parts, and two merges collide in one of 10^8 files. */
 static uint64_t rfi_merge_key(uint64_t left, uint64_t right) {
     uint64_t h = (left * 0x9e3779b97f4a7c15u ^ right) * 0xd6e8feb86659fd93u;
     return h ^ h >> 32;
 }
 
-/* Slot of a merge: its own, or the empty one where it would go. */
+/* Slot that holds a merge, or the empty one where it belongs. */
 static uint32_t rfi_merge_slot_of(const rf_tokenizer *t, uint64_t key) {
-    uint32_t i = rfi_home(key, t->n_merges);
+    uint32_t i = rfi_first_slot(key, t->n_merges);
     while (t->merges[i].rank1 && t->merges[i].key != key) i = i + 1 < t->n_merges ? i + 1 : 0;
     return i;
 }
@@ -14632,7 +14600,7 @@ static uint32_t rfi_merge_slot_of(const rf_tokenizer *t, uint64_t key) {
     rfi_fail(err, code, where, "%s: %s at byte %llu: " format, rfi_gguf_path(g), key, (unsigned long long)(where), \
              __VA_ARGS__)
 
-/* An array key: *out has count 0 if it is absent and not required. n_want 0: any length. */
+/* Get an array key; *out has count 0 if it is absent and not required. n_want 0: any length. */
 static rf_result rfi_tok_array(const rf_gguf *g, const char *key, uint32_t type, uint64_t n_want, int required,
                                rf_kv *out, rf_error *err) {
     if (rf_gguf_find_kv(g, key, out, NULL) != RF_OK) {
@@ -14649,7 +14617,7 @@ static rf_result rfi_tok_array(const rf_gguf *g, const char *key, uint32_t type,
     return RF_OK;
 }
 
-/* A string key; empty if absent. */
+/* Get a string key; empty if absent. */
 static rf_result rfi_tok_text(const rf_gguf *g, const char *key, rf_string *out, uint64_t *where, rf_error *err) {
     rf_kv kv;
     memset(out, 0, sizeof *out);
@@ -14672,7 +14640,7 @@ static rf_result rfi_tok_bool(const rf_gguf *g, const char *key, uint32_t *out, 
     return RF_OK;
 }
 
-/* A token id. Out of range is an error; for keys that many files have wrong and nothing depends on, it is none. */
+/* Get a token id. Out of range is an error, or -1 for keys that many files have wrong and nothing depends on. */
 static rf_result rfi_tok_id(const rf_gguf *g, const char *key, uint32_t n_vocab, int lax, int32_t *out,
                             rf_error *err) {
     rf_kv kv;
@@ -14688,7 +14656,7 @@ static rf_result rfi_tok_id(const rf_gguf *g, const char *key, uint32_t n_vocab,
     return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, kv.where, "want a token id, found %s", rfi_kv_type_name(kv.type));
 }
 
-/* Which algorithm and, for BPE, which pre-tokenizer. */
+/* Choose the algorithm and, for BPE, the pre-tokenizer. */
 static rf_result rfi_tok_open_model(rf_tokenizer *t, const char *force_pre, rf_error *err) {
     rf_string name;
     uint64_t where;
@@ -14733,7 +14701,7 @@ static int rfi_byte_token(rf_string s) {
     return high < 0 || low < 0 ? -1 : high << 4 | low;
 }
 
-/* tokens, scores and token_type, every element checked. */
+/* Read tokens, scores and token_type; every element is checked. */
 static rf_result rfi_tok_open_tokens(rf_tokenizer *t, rf_error *err) {
     rf_kv tokens, scores, types;
     const rf_gguf *g = t->g;
@@ -14767,8 +14735,8 @@ static rf_result rfi_tok_open_tokens(rf_tokenizer *t, rf_error *err) {
     return RF_OK;
 }
 
-/* Named ids and flags. Without add_* keys SPM adds bos and a leading space, BPE bos if its pre-tokenizer says so, WPM
- * bos and eos, which its files call cls and separator. */
+/* Read named ids and flags. Without add_* keys SPM adds bos and a leading space, BPE bos if its pre-tokenizer says so,
+ * WPM bos and eos, which its files call cls and separator. */
 static rf_result rfi_tok_open_ids(rf_tokenizer *t, rf_error *err) {
     const rf_gguf *g = t->g;
     t->add_bos = t->pre ? (t->pre->flags & (RFI_PRE_BOS | RFI_PRE_FORCE_BOS)) != 0 : 1;
@@ -14809,9 +14777,10 @@ static void rfi_tok_mark(rf_tokenizer *t, const char *const *texts, size_t n, ui
     }
 }
 
-/* Tokens that end a generation: those the file names, and the known texts, whose type many files have wrong, so that
- * they become control tokens. Two exceptions. gpt-oss and solar-open, known by their tokens for calls: <|end|> only
- * ends a message there, and what frames a message is shown. gemma4, known by <|tool_response>: </s> is text. */
+/* Mark the tokens that end a generation: those the file names, and known texts, which become control tokens because
+ * many files give them the wrong type. Two exceptions. gpt-oss and solar-open, recognised by their tokens for calls:
+ * <|end|> only ends a message, and the tokens around a message are shown. gemma4, recognised by <|tool_response>: </s>
+ * is text. */
 static void rfi_tok_find_ends(rf_tokenizer *t) {
     enum { END, RETURN, CALL, CALLS, FLUSH, TOOL_RESPONSE, S };
     static const char *const ends[] = {
@@ -14831,7 +14800,7 @@ static void rfi_tok_find_ends(rf_tokenizer *t) {
         if (named[k] >= 0) t->attr[named[k]] |= RFI_TOKEN_END;
 }
 
-/* Order of the special tokens: by text; of equal texts the user-defined first, then the smaller id. */
+/* Order of special tokens: by text; of equal texts the user-defined first, then the smaller id. */
 static int rfi_special_less(const rf_tokenizer *t, int32_t a, int32_t b) {
     rf_string x = t->text[a], y = t->text[b];
     int c = memcmp(x.data, y.data, (size_t)rfi_min_u64(x.len, y.len));
@@ -14841,7 +14810,7 @@ static int rfi_special_less(const rf_tokenizer *t, int32_t a, int32_t b) {
     return ux != uy ? ux : a < b;
 }
 
-/* Does the model's name say Phi-3? Its special tokens, but three, eat the whitespace after them; no key says so. */
+/* Does the name say Phi-3? All but three of its special tokens drop the whitespace after them; no key says so. */
 static int rfi_tok_is_phi3(const rf_gguf *g) {
     rf_string name;
     uint64_t where;
@@ -14854,7 +14823,7 @@ static int rfi_tok_is_phi3(const rf_gguf *g) {
     return 0;
 }
 
-/* Collect, sort and index the tokens that are looked for in text before anything else. */
+/* Collect, sort and index the special tokens, which are searched in text before anything else. */
 static rf_result rfi_tok_open_special(rf_tokenizer *t, rf_error *err) {
     uint32_t n = 0, phi3 = (uint32_t)rfi_tok_is_phi3(t->g);
     for (int pass = 0; pass < 2; pass++) {
@@ -14871,7 +14840,7 @@ static rf_result rfi_tok_open_special(rf_tokenizer *t, rf_error *err) {
     }
     uint32_t gap = 1;
     while (gap < n / 3) gap = 3 * gap + 1;
-    for (; gap > 0; gap /= 3) /* Shell's sort: in place, no recursion, and few files have over a thousand of them */
+    for (; gap > 0; gap /= 3) /* Shell sort: in place, no recursion; few files have over a thousand of them */
         for (uint32_t i = gap; i < n; i++) {
             int32_t id = t->special[i];
             uint32_t k = i;
@@ -14894,8 +14863,8 @@ static rf_result rfi_tok_open_special(rf_tokenizer *t, rf_error *err) {
     return RF_OK;
 }
 
-/* text -> id, for what plain text may become: control, unknown and byte tokens come from flags and from bytes only.
- * Of equal texts the first id wins. */
+/* Index the texts of plain tokens. Control, unknown and byte tokens are none: plain text cannot become them. Of equal
+ * texts the first id wins. */
 static rf_result rfi_tok_open_texts(rf_tokenizer *t, rf_error *err) {
     t->n_texts = rfi_slot_count(t->n_vocab);
     t->texts = (rfi_text_slot *)rfi_alloc(&t->allocator, t->n_texts, sizeof *t->texts, "vocabulary index", err);
@@ -14919,21 +14888,21 @@ static rf_result rfi_tok_open_texts(rf_tokenizer *t, rf_error *err) {
 
 static int rfi_tok_is_raw(const rf_tokenizer *t) { return t->pre && t->pre->flags & RFI_PRE_RAW; }
 
-/* The token of each byte. BPE: the letter of GPT-2's alphabet; a byte without one is dropped from text, as by
- * llama.cpp. SPM, and BPE without that alphabet: the byte token; without one its text as a plain token; then, SPM
+/* Find the token of each byte. BPE: its character in GPT-2's alphabet; a byte without a token is dropped from text, as
+ * llama.cpp does. SPM, and BPE without that alphabet: the byte token; without one its text as a plain token; then, SPM
  * only, the byte itself, then unknown. */
 static void rfi_tok_find_bytes(rf_tokenizer *t) {
     static const char hex[] = "0123456789ABCDEF";
-    int spelt_out = !t->pre || rfi_tok_is_raw(t);
+    int is_spelled = !t->pre || rfi_tok_is_raw(t);
     for (uint32_t b = 0; b < 256; b++) {
-        char byte = (char)b, spelt[6] = {'<', '0', 'x', hex[b >> 4], hex[b & 15], '>'}, letter[2];
-        if (spelt_out) t->byte_id[b] = rfi_token_find(t, spelt, sizeof spelt);
+        char byte = (char)b, spelled[6] = {'<', '0', 'x', hex[b >> 4], hex[b & 15], '>'}, letter[2];
+        if (is_spelled) t->byte_id[b] = rfi_token_find(t, spelled, sizeof spelled);
         else t->byte_id[b] = rfi_token_find(t, letter, rfi_byte_utf8(b, letter));
         if (t->pre) continue;
         if (t->byte_id[b] < 0) t->byte_id[b] = rfi_token_find(t, &byte, 1);
         if (t->byte_id[b] < 0) t->byte_id[b] = t->unknown;
     }
-    for (uint32_t i = spelt_out ? t->n_vocab : 0; i-- > 0;)
+    for (uint32_t i = is_spelled ? t->n_vocab : 0; i-- > 0;)
         if (rfi_token_type(t, i) == RFI_TOKEN_BYTE) t->byte_id[rfi_byte_token(t->text[i])] = (int32_t)i;
 }
 
@@ -14946,7 +14915,7 @@ static int rfi_merge_makes(const rf_tokenizer *t, rf_string left, rf_string righ
 }
 
 /* The token that a merge makes, or -1. Files list merges in the order of their results, so the last result and the
- * one behind it are tried first. `joined` has room for the longest plain token. */
+ * id after it are tried first. `joined` has room for the longest plain token. */
 static int32_t rfi_merge_result(const rf_tokenizer *t, rf_string left, rf_string right, uint32_t last, char *joined) {
     if (rfi_merge_makes(t, left, right, last)) return (int32_t)last;
     if (rfi_merge_makes(t, left, right, last + 1)) return (int32_t)last + 1;
@@ -14956,10 +14925,10 @@ static int32_t rfi_merge_result(const rf_tokenizer *t, rf_string left, rf_string
     return rfi_token_find(t, joined, left.len + right.len);
 }
 
-/* Put a group of merges into the table, and empty it; the first of equals counts. The table is larger than caches
- * are, so all slots of the group are asked for before the first is needed. */
+/* Insert a group of merges into the table and empty the group; the first of equals counts. The table is larger than
+ * the caches, so all slots of the group are prefetched before the first is needed. */
 static void rfi_merges_insert(rf_tokenizer *t, const rfi_merge_slot *group, uint32_t *n) {
-    for (uint32_t i = 0; i < *n; i++) __builtin_prefetch(&t->merges[rfi_home(group[i].key, t->n_merges)], 1);
+    for (uint32_t i = 0; i < *n; i++) __builtin_prefetch(&t->merges[rfi_first_slot(group[i].key, t->n_merges)], 1);
     for (uint32_t i = 0; i < *n; i++) {
         rfi_merge_slot *slot = &t->merges[rfi_merge_slot_of(t, group[i].key)];
         if (slot->rank1 == 0) *slot = group[i];
@@ -14967,7 +14936,7 @@ static void rfi_merges_insert(rf_tokenizer *t, const rfi_merge_slot *group, uint
     *n = 0;
 }
 
-/* "left right" -> rank and result. A merge that makes no token is left out: pruned vocabularies have them. */
+/* Read the merges, "left right". A merge that makes no token is left out: pruned vocabularies have such. */
 static rf_result rfi_tok_open_merges(rf_tokenizer *t, rf_error *err) {
     rf_kv kv;
     rf_result r = rfi_tok_array(t->g, RFI_TOK "merges", RF_KV_STRING, 0, 1, &kv, err);
@@ -15045,9 +15014,9 @@ ROCMFORGE_API rf_result rf_tokenizer_close(rf_tokenizer *t, rf_error *err) {
     return RF_OK;
 }
 
-/* ---- text to ids: what one call works with ---- */
+/* ---- text to ids: the state of one call ---- */
 
-/* A piece of what is being merged. Merged pieces leave the chain with id DEAD. */
+/* A piece of the word that is being merged. Merged pieces leave the linked list with id DEAD. */
 typedef struct rfi_symbol {
     int32_t id;        /* token, -1: none */
     uint32_t start;    /* SPM: byte in the word; BPE: the byte itself */
@@ -15057,9 +15026,9 @@ typedef struct rfi_symbol {
 enum { RFI_SYMBOL_DEAD = -2 };
 
 typedef struct rfi_heap_item {
-    uint64_t key;    /* smallest first; the low half is a place in the text, so that the leftmost of equals wins */
-    uint32_t end;    /* merges: symbol behind the pair                                                           */
-    int32_t id;      /* merges: what the pair becomes                                                            */
+    uint64_t key;    /* smallest first; the low half is a position, so that the leftmost of equals wins */
+    uint32_t end;    /* merges: symbol after the pair                                                    */
+    int32_t id;      /* merges: token that the pair becomes                                              */
 } rfi_heap_item;
 
 typedef struct rfi_tokenizing {
@@ -15073,7 +15042,7 @@ typedef struct rfi_tokenizing {
     uint64_t symbol_capacity;
     char *word;             /* the word as the vocabulary spells it      */
     uint64_t word_capacity;
-    const size_t *borders;  /* [n_borders] start and end of texts in which no control token is looked for */
+    const size_t *borders;  /* [n_borders] start and end of texts in which control tokens are not searched */
     uint32_t n_borders;
 } rfi_tokenizing;
 
@@ -15083,7 +15052,7 @@ static void rfi_put_id(rfi_tokenizing *w, int32_t id) {
     w->count++;
 }
 
-/* The block with room for n elements, its first n_kept in place; NULL (and the old one stays) if memory is short. */
+/* Grow a block to n elements and keep the first n_kept; NULL, with the old block intact, if memory is short. */
 static void *rfi_grow(const rfi_tokenizing *w, void *block, uint64_t *capacity, uint64_t n, uint64_t n_kept,
                       uint64_t element_bytes, const char *what) {
     if (n <= *capacity) return block;
@@ -15151,7 +15120,7 @@ static rf_result rfi_merge_try(rfi_tokenizing *w, uint32_t left, uint32_t n) {
         uint32_t start = w->symbols[left].start;
         item.id = rfi_token_find(t, w->word + start, w->symbols[item.end].start - start);
         if (item.id < 0) return RF_OK;
-        /* A float's bits, turned so that they sort as integers; NaN counts as the lowest score, -0 as 0. */
+        /* Maps float bits to ints in the same order; NaN counts as the lowest score, -0 as 0. */
         float score = t->scores ? rfi_load_f32(t->scores + 4 * (size_t)item.id) + 0.0f : 0.0f;
         uint32_t bits;
         if (score != score) score = -INFINITY;
@@ -15162,7 +15131,7 @@ static rf_result rfi_merge_try(rfi_tokenizing *w, uint32_t left, uint32_t n) {
     return rfi_heap_push(w, item);
 }
 
-/* Merge the n symbols of a word, best pair first, until none makes a token. */
+/* Merge the n symbols of a word, best pair first, until no pair makes a token. */
 static rf_result rfi_merge(rfi_tokenizing *w, uint32_t n) {
     rf_result r = RF_OK;
     w->n_heap = 0;
@@ -15171,7 +15140,7 @@ static rf_result rfi_merge(rfi_tokenizing *w, uint32_t n) {
     while (r == RF_OK && w->n_heap > 0) {
         rfi_heap_item item = rfi_heap_pop(w);
         uint32_t left = (uint32_t)item.key, right = w->symbols[left].next;
-        /* The pair is as it was queued if it still is two symbols that end where it ended: symbols only grow. */
+        /* The pair is still as queued if its two symbols end where they ended: symbols only grow. */
         if (w->symbols[left].id == RFI_SYMBOL_DEAD || right == n || w->symbols[right].next != item.end) continue;
         w->symbols[left].id = item.id;
         w->symbols[left].next = item.end;
@@ -15183,7 +15152,7 @@ static rf_result rfi_merge(rfi_tokenizing *w, uint32_t n) {
     return r;
 }
 
-/* Merge n symbols of w->word, and give out what they became; what is no token as its bytes. */
+/* Merge n symbols of w->word and give out the ids; what is no token is given out as its bytes. */
 static rf_result rfi_merge_spelt(rfi_tokenizing *w, uint32_t n) {
     rf_result r = rfi_merge(w, n);
     for (uint32_t i = 0; r == RF_OK && i < n; i = w->symbols[i].next) {
@@ -15196,8 +15165,8 @@ static rf_result rfi_merge_spelt(rfi_tokenizing *w, uint32_t n) {
 
 /* ---- SPM ---- */
 
-/* One stretch of plain text: spaces become U+2581, then everything merges at once. What is no token is given as its
- * bytes. Characters are cut by their first byte alone, as by llama.cpp: a bad one takes what follows with it. */
+/* Tokenize plain text: spaces become U+2581, then everything merges at once. What is no token is given out as its
+ * bytes. Characters are cut by their first byte alone, as llama.cpp does: a malformed one includes what follows. */
 static rf_result rfi_spm_text(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes, int add_space) {
     uint64_t n_word = 0;
     uint32_t n = 0;
@@ -15223,9 +15192,9 @@ static rf_result rfi_spm_text(rfi_tokenizing *w, const unsigned char *text, uint
 
 /* ---- WPM ---- */
 
-enum { RFI_WPM_TOKEN_MAX = 256 }; /* bytes: longer tokens are not looked for, or a vocabulary could make text slow */
+enum { RFI_WPM_TOKEN_MAX = 256 }; /* bytes: longer tokens are not searched, or a vocabulary could make text slow */
 
-/* Ideographs, which are words each. Source: BERT's tokenizer, as tokenizers has it. */
+/* Ideographs: each is a word. Source: BERT's tokenizer in Hugging Face's tokenizers. */
 static int rfi_wpm_is_word(uint32_t cp) {
     static const uint32_t ranges[][2] = {{0x3400, 0x4dbf},   {0x4e00, 0x9fff},   {0xf900, 0xfaff},   {0x20000, 0x2a6df},
                                          {0x2a700, 0x2b81f}, {0x2b920, 0x2ceaf}, {0x2f800, 0x2fa1f}};
@@ -15244,8 +15213,8 @@ static uint32_t rfi_put_utf8(uint32_t cp, char *out) {
     return n;
 }
 
-/* The word in w->word, its U+2581 before it: the longest token that fits, again and again; if one is missing, the whole
- * word is unknown. */
+/* Tokenize the word in w->word, which begins with U+2581: take the longest token that fits, until the end; if none
+ * fits, the whole word is unknown. */
 static void rfi_wpm_word(rfi_tokenizing *w, uint64_t n) {
     uint32_t before = w->count, longest = (uint32_t)rfi_min_u64(w->t->plain_max_bytes, RFI_WPM_TOKEN_MAX);
     int32_t id = 0;
@@ -15262,7 +15231,7 @@ static void rfi_wpm_word(rfi_tokenizing *w, uint64_t n) {
     rfi_put_id(w, w->t->unknown);
 }
 
-/* Text to words: spaces part them, control characters go, punctuation and ideographs are words of their own. */
+/* Cut text into words: at spaces; control characters are dropped; punctuation and ideographs are words. */
 static rf_result rfi_wpm_text(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes) {
     rf_result r = rfi_need_word(w, 3 * (uint64_t)n_bytes + 8);
     if (r != RF_OK) return r;
@@ -15286,18 +15255,18 @@ static rf_result rfi_wpm_text(rfi_tokenizing *w, const unsigned char *text, uint
 }
 
 /* ---- BPE: cutting text into words ----
- * The rules are regular expressions with a fixed meaning; these scanners are that meaning, written out. A rule is a
- * list of passes, each of which cuts the pieces that the one before left: what a pass matches becomes a piece, and so
- * does what lies between its matches. A pass sees nothing beyond its piece. Where expressions of other programs are
- * told apart by \p{Lu} or \p{Ll}, these go by A-Z and a-z alone, as llama.cpp's do. */
+ * Each rule is a regular expression of some program; these scanners are hand-written matchers for them. A rule is a
+ * list of passes. A pass cuts the pieces that the pass before left: each match becomes a piece, and so does the text
+ * between matches. A pass sees nothing outside its piece. Where other programs' expressions distinguish \p{Lu} and
+ * \p{Ll}, these distinguish A-Z and a-z alone, as llama.cpp's do. */
 
-/* One pass at work. No character is looked at more than a few times, or long runs would cost the square of their
- * length: where a match depends on the end of a run, that end is kept. */
+/* One pass in progress. No character is read more than a few times, or long runs would cost the square of their length:
+ * where a match depends on the end of a run, that end is kept. */
 typedef struct rfi_scan {
     const unsigned char *text;
     uint32_t end;     /* of the piece                                               */
-    uint32_t skip;    /* set by a pass that finds nothing: no match starts before   */
-    uint32_t run_end; /* end of the run (of digits, of spaces) that was looked at   */
+    uint32_t skip;    /* set by a pass without a match: none starts before it       */
+    uint32_t run_end; /* end of the run (of digits, of spaces) that was read        */
 } rfi_scan;
 
 typedef struct rfi_scan_char {
@@ -15335,7 +15304,7 @@ static uint32_t rfi_scan_contraction(const rfi_scan *s, uint32_t pos, int any_ca
     return pos;
 }
 
-/* \s*[\r\n]+ (if newlines) | \s+(?!\S) | \s+ : spaces before a word leave it their last one. */
+/* \s*[\r\n]+ (if newlines) | \s+(?!\S) | \s+ : of spaces before a word the last one is left to the word. */
 static uint32_t rfi_scan_spaces(const rfi_scan *s, uint32_t pos, int newlines) {
     uint32_t start = pos, last = pos, newline_end = 0;
     rfi_scan_char c;
@@ -15350,14 +15319,14 @@ static uint32_t rfi_scan_spaces(const rfi_scan *s, uint32_t pos, int newlines) {
 
 /* \s*[\r\n]+ | \s{512}(?!\S) | \s{256}(?!\S) | ... | \s{8}(?!\S) | \s{4}(?!\S) | \s{1,2}(?!\S) | \s */
 static uint32_t rfi_scan_space_sizes(rfi_scan *s, uint32_t pos) {
-    if (pos >= s->run_end) { /* else it is known to hold no newline */
+    if (pos >= s->run_end) { /* else the run is known to have no newline */
         uint32_t newline_end = 0, end = pos;
         for (rfi_scan_char c; (c = rfi_scan_at(s, end)).class & RFI_SPACE; end = c.next)
             if (rfi_is_newline(c.cp)) newline_end = c.next;
         if (newline_end) return newline_end;
         s->run_end = end;
     }
-    uint32_t ends[514], n = 0; /* ends[i]: behind i characters */
+    uint32_t ends[514], n = 0; /* ends[i]: position after i characters */
     for (ends[0] = pos; n < 513 && ends[n] < s->run_end; n++) ends[n + 1] = rfi_scan_at(s, ends[n]).next;
     if (n == 0) return pos;
     for (uint32_t size = 512; size > 0; size /= 2)
@@ -15383,13 +15352,13 @@ static const rfi_range rfi_set_asian[] = {{0xe40, 0xeff},     {0x1000, 0x109f}, 
                                           {0xff65, 0xff9f}};
 static const rfi_range rfi_set_han[] = {{0x3400, 0x4dbf},   {0x4e00, 0x9fff},   {0xf900, 0xfaff},
                                         {0x20000, 0x2a6df}, {0x2a700, 0x2ebef}, {0x2f800, 0x2fa1f}};
-/* ( ) | . , ! ? and six of their like: what poro-chat leaves between words */
+/* ( ) | . , ! ? and six similar: what poro-chat leaves between words */
 static const rfi_range rfi_set_poro_between[] = {{'!', '!'},     {'(', ')'},     {',', ','},     {'.', '.'},
                                                  {'?', '?'},     {'|', '|'},     {0x60c, 0x60c}, {0x6d4, 0x6d4},
                                                  {0x964, 0x964}, {0x2026, 0x2026}, {0x3001, 0x3002}, {0xff0c, 0xff0c}};
 static const rfi_range rfi_set_deepseek_punct[] = {{'!', '/'},       {':', '~'},       {0x2018, 0x201f},
                                                    {0x3000, 0x3002}, {0xff01, 0xff0f}, {0xff1a, 0xff5e}};
-/* The letters with case of deepseek-llm's expression. */
+/* Letters with case, as in deepseek-llm's expression. */
 static const rfi_range rfi_set_deepseek_letters[] = {
     {0x41, 0x5a},     {0x61, 0x7a},     {0xb5, 0xb5},     {0xc0, 0xd6},     {0xd8, 0xf6},     {0xf8, 0x1ba},
     {0x1bc, 0x1bf},   {0x1c4, 0x293},   {0x295, 0x2af},   {0x370, 0x373},   {0x376, 0x377},   {0x37b, 0x37d},
@@ -15410,10 +15379,10 @@ static const rfi_range rfi_set_deepseek_letters[] = {
 enum {
     RFI_SET_CJK_OLD, RFI_SET_CJK, RFI_SET_HANGUL, RFI_SET_BOPOMOFO, RFI_SET_CJK_PUNCT, RFI_SET_ASIAN, RFI_SET_HAN,
     RFI_SET_PORO_BETWEEN, RFI_SET_DEEPSEEK_PUNCT, RFI_SET_DEEPSEEK_LETTERS,
-    RFI_SET_SPACE = 64 /* with a set, or classes: one space may lead */
+    RFI_SET_SPACE = 64 /* with a set, or classes: one space may come first */
 };
 
-/* Is cp in the set? Spaces beyond ASCII are in none. */
+/* Is cp in the set? Spaces beyond ASCII are in no set. */
 static int rfi_in_set(const rfi_scan_char *c, uint32_t set) {
 #define RFI_SET(ranges) {ranges, RFI_COUNT(ranges)}
     static const struct { const rfi_range *ranges; size_t n; } sets[] = {
@@ -15431,7 +15400,7 @@ static int rfi_in_set(const rfi_scan_char *c, uint32_t set) {
     return lo < sets[set].n && sets[set].ranges[lo][0] <= c->cp;
 }
 
-/* ---- passes: end of what matches at pos, or pos ---- */
+/* ---- passes: each returns the end of the match at pos, or pos ---- */
 
 /* [set]+ , with RFI_SET_SPACE: \s?[set]+ */
 static uint32_t rfi_scan_set(rfi_scan *s, uint32_t pos, uint32_t how) {
@@ -15450,10 +15419,10 @@ static uint32_t rfi_scan_classes(rfi_scan *s, uint32_t pos, uint32_t how) {
     return end > from ? end : pos;
 }
 
-/* \p{N}{1,most} */
-static uint32_t rfi_scan_number(rfi_scan *s, uint32_t pos, uint32_t most) {
+/* \p{N}{1,max} */
+static uint32_t rfi_scan_number(rfi_scan *s, uint32_t pos, uint32_t max) {
     rfi_scan_char c;
-    for (uint32_t n = 0; n < most && (c = rfi_scan_at(s, pos)).class & RFI_NUMBER; n++) pos = c.next;
+    for (uint32_t n = 0; n < max && (c = rfi_scan_at(s, pos)).class & RFI_NUMBER; n++) pos = c.next;
     return pos;
 }
 
@@ -15512,23 +15481,23 @@ enum {
     RFI_WORDS_MARKS_ONLY_SO = 32, /* ... and as nothing else                                              */
     RFI_WORDS_CASE = 64,          /* a new word starts where a-z is followed by A-Z                       */
     RFI_WORDS_FIRST = 128,        /* contractions are words                                               */
-    RFI_WORDS_AFTER = 256,        /* contractions stay with the word before                               */
-    RFI_WORDS_HAN = 512,          /* runs of Han characters are words, and no part of others              */
-    RFI_WORDS_SPACED = 1024,      /* words with single spaces between stay together                       */
-    RFI_WORDS_SLASH = 2048,       /* newlines and slashes follow the rest; else newlines                  */
-    RFI_WORDS_ONE = 4096,         /* one of these at most                                                 */
-    RFI_WORDS_NONE = 8192,        /* or none                                                              */
-    RFI_WORDS_SPACE_SIZES = 16384 /* spaces come by 512, 256, ...                                         */
+    RFI_WORDS_AFTER = 256,        /* contractions belong to the word before                               */
+    RFI_WORDS_HAN = 512,          /* runs of Han characters are words of their own                        */
+    RFI_WORDS_SPACED = 1024,      /* words with single spaces between them are one word                   */
+    RFI_WORDS_SLASH = 2048,       /* newlines and slashes may end punctuation; else newlines              */
+    RFI_WORDS_ONE = 4096,         /* at most one of them                                                  */
+    RFI_WORDS_NONE = 8192,        /* none of them                                                         */
+    RFI_WORDS_SPACE_SIZES = 16384 /* runs of spaces are cut into 512, 256, ...                            */
 };
 
-/* End of the letters from pos, where one stands. */
+/* End of the letters at pos, which is one. */
 static uint32_t rfi_scan_letters(const rfi_scan *s, uint32_t pos, uint32_t how) {
     uint32_t letters = RFI_LETTER | (how & RFI_WORDS_MARKS ? RFI_MARK : 0), start = pos, lower = pos;
     rfi_scan_char c;
-    if (how & RFI_WORDS_CASE) { /* U*W+|U+W* , U: letters but a-z, W: letters but A-Z */
+    if (how & RFI_WORDS_CASE) { /* U*W+|U+W* with U: letters but a-z, W: letters but A-Z */
         for (; (c = rfi_scan_at(s, pos)).class & letters && c.cp - 'a' >= 26; pos = c.next)
             if (c.cp - 'A' >= 26) lower = c.next;
-        if (!(c.class & letters)) return lower > start ? lower : pos; /* W+ must be found in what U* took */
+        if (!(c.class & letters)) return lower > start ? lower : pos; /* backtrack: W+ must match inside U* */
         while ((c = rfi_scan_at(s, pos)).class & letters && c.cp - 'A' >= 26) pos = c.next;
         return pos;
     }
@@ -15542,7 +15511,7 @@ static uint32_t rfi_scan_letters(const rfi_scan *s, uint32_t pos, uint32_t how) 
     return pos;
 }
 
-/* Words as llama-3 knows them, and what others made of these:
+/* Words of llama-3 and its variants:
  *     C|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
  * with C = the contractions in any case */
 static uint32_t rfi_scan_words(rfi_scan *s, uint32_t pos, uint32_t how) {
@@ -15590,7 +15559,7 @@ static uint32_t rfi_scan_deepseek(rfi_scan *s, uint32_t pos, uint32_t unused) {
     return end;
 }
 
-/* Everything up to the end of the next 1 to 3 digits: of a run of numbers, those that leave a multiple of 3. */
+/* Everything up to the end of the next 1 to 3 digits; the rest of that run of digits is a multiple of 3 long. */
 static uint32_t rfi_scan_afmoe_digits(rfi_scan *s, uint32_t pos, uint32_t unused) {
     (void)unused;
     uint32_t n = 3;
@@ -15604,7 +15573,7 @@ static uint32_t rfi_scan_afmoe_digits(rfi_scan *s, uint32_t pos, uint32_t unused
     return rfi_scan_number(s, pos, n);
 }
 
-/* How many of 0-9 there are from pos on. */
+/* Length of the run of 0-9 at pos. */
 static uint32_t rfi_scan_digits_left(rfi_scan *s, uint32_t pos) {
     if (pos >= s->run_end)
         for (s->run_end = pos; s->run_end < s->end && rfi_is_digit(s->text[s->run_end]);) s->run_end++;
@@ -15615,13 +15584,13 @@ static uint32_t rfi_scan_digits_left(rfi_scan *s, uint32_t pos) {
 static uint32_t rfi_scan_aya_digits(rfi_scan *s, uint32_t pos, uint32_t unused) {
     (void)unused;
     uint32_t n = rfi_scan_digits_left(s, pos);
-    unsigned char behind = s->run_end < s->end ? s->text[s->run_end] : ' ';
+    unsigned char after = s->run_end < s->end ? s->text[s->run_end] : ' ';
     s->skip = pos + n;
-    if (n == 0 || behind == '_' || rfi_is_ascii_letter(behind)) return pos;
+    if (n == 0 || after == '_' || rfi_is_ascii_letter(after)) return pos;
     return pos + (n % 3 ? n % 3 : 3);
 }
 
-/* (?=(\d{3})+(?!\d)): up to the next place that a multiple of 3 digits follows. */
+/* (?=(\d{3})+(?!\d)): up to the next position that a multiple of 3 digits follows. */
 static uint32_t rfi_scan_superbpe_digits(rfi_scan *s, uint32_t pos, uint32_t unused) {
     (void)unused;
     while ((pos = rfi_scan_at(s, pos).next) < s->end)
@@ -15629,7 +15598,7 @@ static uint32_t rfi_scan_superbpe_digits(rfi_scan *s, uint32_t pos, uint32_t unu
     return s->end;
 }
 
-/*  ?[^(\s|.,!?...)]+ : words between the signs of a set */
+/*  ?[^(\s|.,!?...)]+ : words between the punctuation of a set */
 static uint32_t rfi_scan_poro(rfi_scan *s, uint32_t pos, uint32_t unused) {
     (void)unused;
     uint32_t from = s->text[pos] == ' ' ? pos + 1 : pos, end = from;
@@ -15647,7 +15616,7 @@ static uint32_t rfi_scan_youtu_sets(rfi_scan *s, uint32_t pos, uint32_t unused) 
     return end;
 }
 
-/* End of the literal if it stands at pos, or pos. */
+/* End of a literal at pos, or pos. */
 static uint32_t rfi_scan_literal(const rfi_scan *s, uint32_t pos, const char *literal) {
     size_t n = strlen(literal);
     return s->end - pos >= n && memcmp(s->text + pos, literal, n) == 0 ? pos + (uint32_t)n : pos;
@@ -15725,7 +15694,7 @@ static const rfi_pass rfi_rules[RFI_PRE_RULES][RFI_PASSES_MAX] = {
     [RFI_PRE_LINES] = {{rfi_scan_lines, 0}},
 };
 
-/* A text and where its pieces end, a pass each. */
+/* A text, and where the current piece of each pass ends. */
 typedef struct rfi_cutter {
     const rfi_pass *passes;
     uint32_t n_passes, n_bytes;
@@ -15742,7 +15711,7 @@ static rfi_cutter rfi_cut(const rfi_pre *pre, const unsigned char *text, uint32_
     return c;
 }
 
-/* End of the piece that starts at pos: a match, or what lies before the next one. */
+/* End of the piece that starts at pos: a match, or the text before the next match. */
 static uint32_t rfi_cut_piece(const rfi_pass *pass, rfi_scan *s, uint32_t start) {
     uint32_t pos = start;
     while (pos < s->end) {
@@ -15755,7 +15724,7 @@ static uint32_t rfi_cut_piece(const rfi_pass *pass, rfi_scan *s, uint32_t start)
     return pos;
 }
 
-/* End of the word that starts at pos: pos 0, or where the last one ended. */
+/* End of the word that starts at pos: 0, or where the last word ended. */
 static uint32_t rfi_cut_next(rfi_cutter *c, uint32_t pos) {
     uint32_t i = c->n_passes, end = c->n_bytes;
     while (i > 0 && c->ends[i - 1] <= pos) i--; /* the passes whose piece is over */
@@ -15769,7 +15738,7 @@ static uint32_t rfi_cut_next(rfi_cutter *c, uint32_t pos) {
 
 /* ---- BPE: one word ---- */
 
-/* The n symbols' bytes, spelt in the byte alphabet, as one token: its id or -1. */
+/* Id of the token that the bytes of n symbols spell in the byte alphabet, or -1. */
 static rf_result rfi_bpe_whole(rfi_tokenizing *w, uint32_t n, int32_t *id) {
     uint64_t len = 0;
     *id = -1;
@@ -15781,9 +15750,10 @@ static rf_result rfi_bpe_whole(rfi_tokenizing *w, uint32_t n, int32_t *id) {
     return RF_OK;
 }
 
-static const unsigned char rfi_replacement[3] = {0xef, 0xbf, 0xbd}; /* U+FFFD, what a bad byte is read as */
+static const unsigned char rfi_replacement[3] = {0xef, 0xbf, 0xbd}; /* U+FFFD, for a malformed byte */
 
-/* A line without the byte alphabet: spaces become U+2581, characters merge. Newlines are one token if there is one. */
+/* Tokenize a line without the byte alphabet: spaces become U+2581, characters merge; newlines are one token if the
+ * vocabulary has it. */
 static rf_result rfi_raw_word(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes) {
     uint32_t n = 0, at_word = 0;
     rf_result r = rfi_need_word(w, 3 * (uint64_t)n_bytes);
@@ -15828,25 +15798,25 @@ static rf_result rfi_bpe_word(rfi_tokenizing *w, const unsigned char *text, uint
 
 /* ---- special tokens in text ---- */
 
-/* First of the special tokens [lo, hi), which share their first n bytes and are longer, whose byte n is >= least. */
-static uint32_t rfi_special_bound(const rf_tokenizer *t, uint32_t lo, uint32_t hi, uint32_t n, uint32_t least) {
-    if (lo < hi && (unsigned char)t->text[t->special[hi - 1]].data[n] < least) return hi; /* mostly all of them ... */
-    if (lo < hi && (unsigned char)t->text[t->special[lo]].data[n] >= least) return lo;    /* ... or none */
+/* First of the special tokens [lo, hi) whose byte n is >= min; they share their first n bytes and are longer. */
+static uint32_t rfi_special_bound(const rf_tokenizer *t, uint32_t lo, uint32_t hi, uint32_t n, uint32_t min) {
+    if (lo < hi && (unsigned char)t->text[t->special[hi - 1]].data[n] < min) return hi; /* often all of them ... */
+    if (lo < hi && (unsigned char)t->text[t->special[lo]].data[n] >= min) return lo;    /* ... or none */
     while (lo < hi) {
         uint32_t mid = lo + (hi - lo) / 2;
-        if ((unsigned char)t->text[t->special[mid]].data[n] < least) lo = mid + 1;
+        if ((unsigned char)t->text[t->special[mid]].data[n] < min) lo = mid + 1;
         else hi = mid;
     }
     return lo;
 }
 
-/* The longest special token that p starts with, of at most limit >= 1 bytes, or -1: the sorted list is narrowed byte
- * by byte. `all`: control and unknown tokens too. */
+/* The longest special token of at most limit >= 1 bytes that p starts with, or -1: the sorted list is narrowed byte by
+ * byte. `all`: control and unknown tokens too. */
 static int32_t rfi_special_longest(const rf_tokenizer *t, const unsigned char *p, uint32_t limit, int all) {
     uint32_t lo = t->special_first[p[0]], hi = t->special_first[p[0] + 1];
     int32_t best = -1;
     for (uint32_t n = 1; lo < hi; n++) {
-        int32_t id = t->special[lo]; /* of those that start with these n bytes the shortest: it may end here */
+        int32_t id = t->special[lo]; /* the shortest that starts with these n bytes: it may end here */
         if (t->text[id].len == n) {
             if (all || rfi_token_type(t, (uint32_t)id) == RFI_TOKEN_USER) best = id;
             lo++;
@@ -15858,11 +15828,11 @@ static int32_t rfi_special_longest(const rf_tokenizer *t, const unsigned char *p
     return best;
 }
 
-/* Queue the longest special token at pos of at most limit bytes. It ends where its part of the text does: what the
- * template writes, or a message, in which `all` does not hold. */
+/* Queue the longest special token at pos of at most limit bytes. It must lie inside one part of the text: the
+ * template's or a message's, and in a message `all` is off. */
 static rf_result rfi_special_push(rfi_tokenizing *w, const unsigned char *text, uint32_t pos, uint32_t limit,
                                   int all) {
-    uint32_t lo = 0, hi = w->n_borders; /* the first border behind pos */
+    uint32_t lo = 0, hi = w->n_borders; /* the first border after pos */
     while (lo < hi) {
         uint32_t mid = lo + (hi - lo) / 2;
         if (w->borders[mid] <= pos) lo = mid + 1;
@@ -15877,8 +15847,8 @@ static rf_result rfi_special_push(rfi_tokenizing *w, const unsigned char *text, 
 
 static int rfi_is_ascii_space(unsigned char c) { return c == ' ' || (c >= 9 && c <= 13); }
 
-/* Find the special tokens: of all places the longest first, then the leftmost. (*marks)[pos] becomes 1 + id where one
- * starts and -1 on the other bytes it takes; NULL if there is none. */
+/* Find the special tokens: the longest first, of equals the leftmost. (*marks)[pos] becomes 1 + id where one starts and
+ * -1 on its other bytes; NULL if there is none. */
 static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, uint32_t n, int all,
                                   int32_t **marks) {
     const rf_tokenizer *t = w->t;
@@ -15894,7 +15864,7 @@ static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, 
         rfi_heap_item item = rfi_heap_pop(w);
         uint32_t pos = (uint32_t)item.key, len = (uint32_t)t->text[item.id].len, room = 0;
         while (room < len && mark[pos + room] == 0) room++;
-        if (room < len) { /* what it needs is partly taken: a shorter one may fit */
+        if (room < len) { /* some of its bytes are taken: a shorter one may fit */
             if (room > 0) r = rfi_special_push(w, text, pos, room, all);
             continue;
         }
@@ -15907,7 +15877,7 @@ static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, 
 
 /* ---- public: text to ids ---- */
 
-/* Plain text between special tokens. SPM writes a space before it, at the start and after each special token. */
+/* Tokenize plain text between special tokens. SPM adds a space before it, at the start and after special tokens. */
 static rf_result rfi_plain_text(rfi_tokenizing *w, const unsigned char *text, uint32_t n) {
     rf_result r = RF_OK;
     if (w->t->is_wpm) return rfi_wpm_text(w, text, n);
@@ -15922,7 +15892,7 @@ static rf_result rfi_plain_text(rfi_tokenizing *w, const unsigned char *text, ui
     return r;
 }
 
-/* The ids of a text, counted and, as far as there is room, stored. Leaves nothing allocated. */
+/* Tokenize a text: count the ids, store as many as there is room for, free all memory of the call. */
 static rf_result rfi_tokenize(rfi_tokenizing *w, const unsigned char *p, uint32_t n, uint32_t flags) {
     const rf_tokenizer *t = w->t;
     int32_t *marks = NULL;
@@ -15983,8 +15953,8 @@ static int rfi_detok_fits(const rf_detokenizer *s, unsigned char b) {
     return b >= low && b <= high;
 }
 
-/* Bytes come in, characters go out: the output is always well-formed UTF-8. Each longest start of a character that
- * breaks off, and each byte that starts none, becomes one U+FFFD (the Unicode Standard, section 3.9). */
+/* Add a byte; whole characters are given out, so that the output is always well-formed UTF-8. A truncated character, as
+ * far as it is valid, and a byte that starts none become one U+FFFD each (the Unicode Standard, section 3.9). */
 static void rfi_detok_byte(rfi_detokenizing *d, unsigned char b) {
     rf_detokenizer *s = &d->state;
     if (s->n_held > 0 && rfi_detok_fits(s, b)) {
@@ -16002,15 +15972,15 @@ static void rfi_detok_byte(rfi_detokenizing *d, unsigned char b) {
     else s->held[s->n_held++] = b;
 }
 
-/* One byte of the text. The first space of SPM text is the one that rf_tokenize wrote. */
+/* Add one byte of the text. The first space of SPM text is the one that rf_tokenize added, and is dropped. */
 static void rfi_detok_text(const rf_tokenizer *t, rfi_detokenizing *d, unsigned char b) {
     int skip = !d->state.started && t->add_space && b == ' ';
     d->state.started = 1;
     if (!skip) rfi_detok_byte(d, b);
 }
 
-/* A token as bytes: a byte token its byte, a normal one decoded, a user-defined one as it is spelt; control and
- * unknown tokens only on request, unused ones never. */
+/* Add the bytes of a token: of a byte token its byte, a normal token decoded, a user-defined one as spelled; control
+ * and unknown tokens only on request, unused ones never. */
 static void rfi_detok_token(const rf_tokenizer *t, rfi_detokenizing *d, uint32_t id, uint32_t flags) {
     rf_string s = t->text[id];
     const unsigned char *p = (const unsigned char *)s.data;
@@ -16084,14 +16054,14 @@ ROCMFORGE_API rf_string rf_token_get_text(const rf_tokenizer *t, int32_t id) {
 }
 
 /* ---- the Unicode table ----
- * First character of every run of one class, shifted left by 3, with the class in the low bits, and the run of the
- * first of each 256 characters, so that few are searched. Made by tests/make_unicode.py; the reference strings hold
- * no character that is younger than this version. */
+ * Runs of characters of one class: the first character shifted left by 3, the class in the low bits; and the index of
+ * the run at each 256th character, so that few runs are searched. Made by tests/make_unicode.py; the reference strings
+ * have no character newer than this version. */
 
 typedef struct rfi_lower {
     uint32_t first; /* capital letters first, first + step, ... */
     uint16_t n, step;
-    int32_t add;    /* makes them small                         */
+    int32_t add;    /* to the small letter                      */
 } rfi_lower;
 
 /* Unicode 14.0.0, 15654 bytes. */
@@ -16461,7 +16431,7 @@ static int rfi_unicode_is_control(uint32_t cp) { return rfi_unicode_code(cp) == 
 /* The small letter of a capital one, its first if there are several; others as they are. */
 static uint32_t rfi_unicode_to_lower(uint32_t cp) {
     size_t lo = 0, hi = RFI_COUNT(rfi_unicode_lower);
-    while (lo < hi) { /* behind the last run that starts at or before cp */
+    while (lo < hi) { /* after the last run that starts at or before cp */
         size_t mid = lo + (hi - lo) / 2;
         if (rfi_unicode_lower[mid].first <= cp) lo = mid + 1;
         else hi = mid;
@@ -16485,23 +16455,22 @@ static uint32_t rfi_unicode_base(uint32_t cp) {
 }
 
 /* ==== 13b Chat templates ============================================================================== >>template
- * The chat_template of a file is a program (Jinja). It is never run: its bytes are searched for the marks of the
- * families below, and the family's own rules format the conversation. A template with the marks of no family, of two,
- * or of one that is known but not built in, is refused: a wrong format gives bad answers and no error. Two things
- * differ from the templates by intent. A default system text that some add (Qwen2, Llama 3.1 with its dates) is not
- * added; and Mistral's system text goes into the next user turn, where v3 moves it to the last one, so that a longer
- * conversation starts with the same text. Content is copied as it is: where the result is tokenized with
- * RF_TOKENIZE_SPECIAL, a control token spelled out in a message becomes one; rf_chat_tokenize knows them apart. */
+ * The chat_template of a file is a program (Jinja). It is never run: the text is searched for the markers of the
+ * families below, and the family's own rules format the conversation. A template with markers of no family, of two, or
+ * of one that is known but not built in, is refused: a wrong format gives bad answers and no error. Two things differ
+ * from the templates on purpose. A default system text that some add (Qwen2, Llama 3.1 with its dates) is not added;
+ * and Mistral's system text goes into the next user turn, where v3 moves it to the last one, so that a longer
+ * conversation begins with the same tokens. Content is copied as it is: where the result is tokenized with
+ * RF_TOKENIZE_SPECIAL, a control token spelled out in a message becomes one; rf_chat_tokenize keeps them apart. */
 
-/* In the texts below these two bytes stand for the file's own tokens. The bos at the very start is left to the
- * tokenizer. */
+/* In the texts below these two bytes stand for the file's own tokens. The tokenizer adds the bos at the very start. */
 #define RFI_CHAT_BOS "\1"
 #define RFI_CHAT_EOS "\2"
 
-/* Whose content loses the white space around it; what else is special. */
+/* Whose content is trimmed, and other properties of a family. */
 enum {
     RFI_TRIM_SYSTEM = 1, RFI_TRIM_USER = 2, RFI_TRIM_ANSWER = 4,
-    RFI_CHAT_FINAL = 8,       /* finished answers lose their thoughts                    */
+    RFI_CHAT_FINAL = 8,       /* finished answers lose their reasoning                   */
     RFI_CHAT_SYSTEM_FIRST = 16 /* system text is at the start only, parts joined by "\n\n" */
 };
 
@@ -16578,7 +16547,7 @@ static rf_result rfi_chat_unknown(const char *name, rf_error *err) {
 
 #define RFI_CHAT_TEMPLATE_MAX (1u << 20) /* bytes; real ones have less than 64 KiB */
 
-/* The text from the first place of a mark on; empty if it is not there. */
+/* The text from the first occurrence of a marker on; empty if there is none. */
 static rf_string rfi_chat_find(rf_string t, const char *mark) {
     size_t n = strlen(mark);
     if (t.len < n) return (rf_string){NULL, 0};
@@ -16607,7 +16576,7 @@ static const char *rfi_chat_recognise_inst(rf_string t) {
 static const char *rfi_chat_recognise_roles(rf_string t) {
     rf_string p = rfi_chat_find(t, "<|assistant|>");
     if (rfi_chat_has(t, "<|end|>")) {
-        uint64_t i = strlen("<|assistant|>"); /* behind it '\n' or ' + '\n, as the character or spelled */
+        uint64_t i = strlen("<|assistant|>"); /* then '\n' or ' + '\n, as the character or spelled */
         while (i < p.len && p.data[i] && strchr("'\"+ ", p.data[i])) i++;
         if (i < p.len && p.data[i] == '\n') return "phi3";
         if (p.len - i >= 2 && memcmp(p.data + i, "\\n", 2) == 0) return "phi3";
@@ -16619,7 +16588,7 @@ static const char *rfi_chat_recognise_roles(rf_string t) {
     return eos ? "zephyr" : NULL;
 }
 
-/* R1 opens its answer with a thought; a choice between thinking and not (V3.1) is not built in. */
+/* R1 opens its answer with reasoning; a choice between reasoning and none (V3.1) is not built in. */
 static const char *rfi_chat_recognise_deepseek(rf_string t) {
     rf_string p = rfi_chat_find(t, RFI_CHAT_BAR("Assistant") "<think>");
     size_t n = strlen(RFI_CHAT_BAR("Assistant") "<think>");
@@ -16694,7 +16663,7 @@ static void rfi_chat_put(rfi_chat_writer *w, const char *data, size_t n) {
     w->count += n;
 }
 
-/* Text of the token that `key` names, kept in *text: finding it walks the vocabulary. */
+/* Text of the token that `key` names, cached in *text: finding it walks the vocabulary. */
 static void rfi_chat_put_token(rfi_chat_writer *w, const char *key, const char *otherwise, rf_string *text) {
     if (!text->data) {
         rf_kv id_kv, tokens;
@@ -16724,7 +16693,7 @@ ROCMFORGE_API rf_string rf_chat_final(const char *text, size_t n_bytes) {
             t.data = found.data + strlen(marks[i]);
             t.len = found.len - strlen(marks[i]);
         }
-    if (rfi_chat_has(t, "<|channel|>")) t.len = 0; /* a thought, so far */
+    if (rfi_chat_has(t, "<|channel|>")) t.len = 0; /* only reasoning so far */
     return t;
 }
 
@@ -16744,7 +16713,7 @@ static int rfi_chat_role(const rf_chat_message *m) {
     return -1;
 }
 
-/* Message i, with the system messages just before it where they belong into it. */
+/* Write message i, with the system messages just before it where they belong into it. */
 static void rfi_chat_put_message(rfi_chat_writer *w, const rfi_chat_family *f, const rf_chat_message *messages,
                                  uint32_t i) {
     int role = rfi_chat_role(&messages[i]);
@@ -16838,9 +16807,9 @@ ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *c
 }
 
 /* ==== 13c Sampling ======================================================================================= >>sample
- * From logits to one token, without memory of its own and without sorting. A float maps to a uint32 key of the same
- * order, so "the best k" and "the best tokens that hold p of the probability" are both a cut in key space, found by
- * three histogram passes (11 + 11 + 10 bits) over 24 KiB of stack. Exact: among equal logits the smaller ids stay.
+ * Sampling: from logits to one token, without allocating and without sorting. Temperature, top-k, top-p, min-p and
+ * penalties. A float maps to a uint32 key of the same order, so that top-k and top-p are both a cut in key space, found
+ * by three histogram passes (11 + 11 + 10 bits) over 24 KiB of stack. Exact: among equal logits the smaller ids stay.
  * The draw walks the ids in order, adds in double and needs no exp of the C library, so that the same seed and logits
  * give the same token on every machine (but for a last bit where a compiler fuses multiply and add). */
 
@@ -16848,8 +16817,8 @@ ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *c
 #define RFI_KEY_INFINITY 0xff800000u
 #define RFI_CHOICE_BLOCKS 256u
 
-/* The tokens still in the choice: those with a key above `key`, and the first `ties` ids whose key equals it. The
- * best key of each block of ids lets a pass skip the blocks that have nothing left, which soon are most of them. */
+/* The tokens that can still be chosen: those with a key above `key`, and the first `ties` ids whose key equals it. The
+ * largest key of each block of ids lets a pass skip blocks without any, which soon are most of them. */
 typedef struct rfi_choice {
     const float *logits; /* [n]               */
     float max;           /* the largest logit */
@@ -16866,7 +16835,7 @@ static uint32_t rfi_logit_key(float logit) {
     return key + (key == 0x7fffffffu);
 }
 
-/* Everything greater than -infinity. Returns the id of the largest logit, the smallest one among equals. */
+/* Start with every token above -infinity. Returns the id of the largest logit, the smallest id among equals. */
 static uint32_t rfi_choice_begin(rfi_choice *c, const float *logits, uint32_t n) {
     uint32_t token = 0, key = RFI_KEY_NONE;
     *c = (rfi_choice){.logits = logits, .n = n, .block_size = n / RFI_CHOICE_BLOCKS + 1, .key = RFI_KEY_NONE};
@@ -16883,7 +16852,7 @@ static uint32_t rfi_choice_begin(rfi_choice *c, const float *logits, uint32_t n)
     return token;
 }
 
-/* Is the token with this key in? Ids are asked in rising order; *ties counts down from c->ties. */
+/* Can the token with this key be chosen? Ask in rising order of ids; *ties counts down from c->ties. */
 static int rfi_choice_has(const rfi_choice *c, uint32_t key, uint32_t *ties) {
     if (key != c->key) return key > c->key;
     if (*ties == 0) return 0;
@@ -16891,8 +16860,8 @@ static int rfi_choice_has(const rfi_choice *c, uint32_t key, uint32_t *ties) {
     return 1;
 }
 
-/* e^x for x <= 0, to 1e-8; 0 below -700. 2^whole goes into the exponent, the rest is a Taylor series, added in pairs
- * that do not wait for each other. */
+/* e^x for x <= 0, to 1e-8; 0 below -700. 2^whole goes into the exponent, the rest is a Taylor series, summed in
+ * independent pairs. */
 static inline double rfi_sample_exp(double x) {
     if (!(x > -700)) return 0;
     double log2 = x * 1.4426950408889634, scale;
@@ -16904,12 +16873,12 @@ static inline double rfi_sample_exp(double x) {
     return scale * ((1 + t) + tt * (0.5 + t * (1.0 / 6)) + tt * tt * high);
 }
 
-/* Probability relative to the most probable token's. The comparison keeps infinity - infinity out. */
+/* Probability relative to the most likely token's. The comparison avoids infinity - infinity. */
 static double rfi_choice_weight(const rfi_choice *c, float logit, double inverse_temperature) {
     return logit == c->max ? 1.0 : rfi_sample_exp(((double)logit - (double)c->max) * inverse_temperature);
 }
 
-/* Drop most of what cannot be among the best top_k: if that many blocks have a best key >= x, so have as many ids. */
+/* Drop most of what cannot be in the top k: if k blocks have a largest key >= x, so have k ids. */
 static void rfi_choice_skim(rfi_choice *c, uint32_t top_k) {
     uint32_t sorted[RFI_CHOICE_BLOCKS], n = 0;
     if (top_k > c->n_blocks) return;
@@ -16921,11 +16890,11 @@ static void rfi_choice_skim(rfi_choice *c, uint32_t top_k) {
     if (sorted[top_k - 1] > c->key) c->key = sorted[top_k - 1] - 1, c->ties = 0;
 }
 
-/* Tighten the choice to the smallest set of best tokens that holds
+/* Cut to the smallest set of the most likely tokens that holds
  *   top_k > 0   that many tokens
- *   top_k == 0  at least the share top_p of the choice's probability, at temperature 1
- * and at least one token. Both are one search: a token measures 1 or its weight, the buckets are walked from the best
- * one down until the target is reached, then the bucket that reached it is split by the next bits of the key. */
+ *   top_k == 0  at least top_p of the probability, at temperature 1
+ * and at least one token. Both are one search: a token counts 1 or its weight; histogram buckets are added from the
+ * largest key down until the target is reached; that bucket is then split by the next bits of the key. */
 static void rfi_choice_tighten(rfi_choice *c, uint32_t top_k, double top_p) {
     static const uint32_t bits[3] = {11, 11, 10};
     if (top_k) rfi_choice_skim(c, top_k);
@@ -16995,7 +16964,7 @@ static double rfi_random(uint64_t state[2]) {
 
 /* ---- the sampler ---- */
 
-/* A number of general.sampling: lo to hi, whole if it is so; *found is 0 if there is none. */
+/* Read a number of general.sampling: lo to hi, an integer if `whole`; *found is 0 if there is none. */
 static rf_result rfi_sampling_key(const rf_gguf *g, const char *name, double lo, double hi, int whole, double *out,
                                   int *found, rf_error *err) {
     rf_kv kv;
@@ -17031,7 +17000,7 @@ ROCMFORGE_API rf_result rf_sampler_defaults(const rf_gguf *g, rf_sampler_desc *o
     out->temperature = (float)v[TEMP];
     out->top_k = v[TOP_K] > 0 ? (uint32_t)v[TOP_K] : 0; /* 0 and less: all tokens */
     out->top_p = (float)v[TOP_P];
-    if (found[TOP_P] && v[TOP_P] == 0) out->top_k = 1;  /* our 0 is off; theirs leaves the likeliest */
+    if (found[TOP_P] && v[TOP_P] == 0) out->top_k = 1;  /* ours: 0 is off; the file's: keep the likeliest */
     out->min_p = (float)v[MIN_P];
     if (found[LAST_N] && v[LAST_N] == 0) return RF_OK;  /* no penalties */
     out->repeat_penalty = (float)v[PENALTY];
@@ -17071,11 +17040,11 @@ ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *de
 ROCMFORGE_API void rf_sampler_accept(rf_sampler *s, int32_t token) {
     if (!s) return;
     s->history[s->n_history % RF_SAMPLER_HISTORY] = token;
-    /* The counter stays a full ring when it wraps: 2^32 is a multiple of the ring's size. */
+    /* The counter may wrap: 2^32 is a multiple of the ring buffer's size. */
     if (++s->n_history == 0) s->n_history = RF_SAMPLER_HISTORY;
 }
 
-/* Bias and penalties, in place. A biased or remembered token outside the vocabulary changes nothing.
+/* Apply bias and penalties in place. A biased or remembered token outside the vocabulary changes nothing.
  * Source: the repeat penalty of Keskar et al. 2019, multiplying where the logit is negative; the other two as in
  * OpenAI's API. */
 static void rfi_sampler_adjust(const rf_sampler *s, float *logits, uint32_t n_vocab) {
@@ -17103,8 +17072,8 @@ static void rfi_sampler_adjust(const rf_sampler *s, float *logits, uint32_t n_vo
     }
 }
 
-/* Draw among the tokens of the choice whose logit is at least `floor`. Weights are summed by blocks of ids, so that
- * only the block that holds the drawn point is walked a second time. */
+/* Draw among the tokens of the choice whose logit is at least `floor` (min-p). Weights are summed by blocks of ids, so
+ * that only the block that holds the drawn point is walked a second time. */
 static uint32_t rfi_sampler_draw(rf_sampler *s, const rfi_choice *c, float floor) {
     double sums[RFI_CHOICE_BLOCKS], total = 0;
     uint32_t ties_at[RFI_CHOICE_BLOCKS], ties = c->ties;
@@ -17186,15 +17155,15 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
 }
 
 /* ==== 13d Continuous batching ========================================================================= >>scheduler
- * Requests wait in a ring and run in slots, each with a sequence of the session. There are never more slots than one
- * batch has rows and logits, so every decoding request advances in every step and none starves. What they leave of a
- * batch goes to prompts, the oldest first. Callbacks may submit requests, nothing else. */
+ * The scheduler. Requests wait in a ring buffer and run in slots, each with a sequence of the session. There are never
+ * more slots than a batch has rows and logits, so every request in decode advances in every step and none starves. The
+ * rest of a batch goes to prompts (prefill), the oldest first. Callbacks may submit requests, nothing else. */
 
 typedef struct rfi_slot {
     rf_request request;
     int32_t seq;
-    uint32_t n_held;    /* tokens evaluated; the prompt comes first           */
-    uint32_t n_new;     /* of them in the current batch                       */
+    uint32_t n_held;    /* tokens evaluated, the prompt's first               */
+    uint32_t n_new;     /* tokens in the current batch                        */
     uint32_t n_chosen;
     int32_t next;       /* chosen last, evaluated next                        */
     int32_t logits_row; /* of the current batch, -1 if the prompt goes on     */
@@ -17204,11 +17173,11 @@ struct rf_scheduler {
     rf_session *session;
     const rf_session_desc *desc; /* the session's                                      */
     rf_tokenizer *tokenizer;     /* not const: it counts its users                     */
-    rf_request *queue;           /* [capacity] ring                                    */
+    rf_request *queue;           /* [capacity] ring buffer                             */
     uint32_t capacity, first, n_waiting;
     rfi_slot *slots;             /* [n_slots] running ones, oldest first, then idle    */
     uint32_t n_slots, n_running, n_vocab;
-    rf_token_row *rows;                /* [n_batch]                                          */
+    rf_token_row *rows;          /* [n_batch]                                          */
     int closing, in_callbacks;   /* 1: in rf_scheduler_close; in a call that runs callbacks */
 };
 
@@ -17240,7 +17209,7 @@ ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, 
     return RF_OK;
 }
 
-/* End the i-th running request: give its slot back, then tell. */
+/* End the i-th running request: free its slot, then call on_end. */
 static void rfi_scheduler_end(rf_scheduler *sch, uint32_t i, rf_result reason) {
     const rfi_slot ended = sch->slots[i];
     sch->n_running--;
@@ -17282,7 +17251,7 @@ ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request 
     if (request->n_prompt > sch->desc->n_ctx)
         return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0, "rf_scheduler_submit: prompt of %u tokens, a sequence holds %u",
                         request->n_prompt, sch->desc->n_ctx);
-    for (uint32_t i = 0; i < request->n_prompt; i++) /* now, since in a batch it would fail its neighbours too */
+    for (uint32_t i = 0; i < request->n_prompt; i++) /* here, because in a batch it would fail the others too */
         if (request->prompt[i] < 0 || (uint32_t)request->prompt[i] >= sch->n_vocab)
             return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_scheduler_submit: prompt[%u] is token %d, want 0 to %u", i,
                             request->prompt[i], sch->n_vocab - 1);
@@ -17292,8 +17261,8 @@ ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request 
     return RF_OK;
 }
 
-/* Write the batch: a row of each decoding request, then prompts while there is room. Changes no request's state but
- * what describes this batch, so that a failed or cancelled batch can be written again. */
+/* Fill the batch: a row of each request in decode, then prompts while there is room. Changes only what describes this
+ * batch, so that a cancelled batch can be filled again. */
 static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
     uint32_t n_rows = 0, n_logits = 0;
     for (int prompts = 0; prompts < 2; prompts++)
@@ -17311,7 +17280,7 @@ static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
     return n_rows;
 }
 
-/* Choose a request's next token. Returns 1 if that was its last, with the reason. */
+/* Sample a request's next token. Returns 1, with the reason, if that was its last. */
 static int rfi_scheduler_choose(rf_scheduler *sch, rfi_slot *slot, rf_result *reason) {
     const rf_request *request = &slot->request;
     *reason = rf_session_sample(sch->session, (uint32_t)slot->logits_row, request->sampler, &slot->next, NULL);
@@ -17329,7 +17298,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
     while (r == RF_OK && sch->n_waiting && sch->n_running < sch->n_slots) r = rfi_scheduler_admit(sch, err);
     if (r == RF_OK && sch->n_running) r = rf_session_eval(sch->session, sch->rows, rfi_scheduler_fill(sch), err);
     sch->in_callbacks = 1;
-    /* Cancelled: all is as before the step. Any other failure concerns the batch: it ends every request in it. */
+    /* Cancelled: nothing has changed. Any other failure ends every request that runs. */
     for (uint32_t i = 0; i < sch->n_running && r != RF_ERR_CANCELLED;) {
         rfi_slot *slot = &sch->slots[i];
         rf_result reason = r;
@@ -17345,7 +17314,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 }
 
 /* ==== 14 Public ======================================================================================== >>public
- * Bodies of section 1 that have no home above: results, devices, models. Arguments are checked here. */
+ * Functions of section 1 that belong to no section above: results, devices, models. Arguments are checked here. */
 
 ROCMFORGE_API const char *rf_result_name(rf_result code) {
     switch (code) {
@@ -17438,7 +17407,7 @@ static int rfi_hip_index(const char *name) {
     return digits ? n : -1;
 }
 
-/* The first usable GPU; integrated ones are skipped by the list's `usable`. Why not, in note. */
+/* Open the first usable GPU, else the CPU; d->note says why not a GPU. The list marks integrated GPUs as not usable. */
 static rf_result rfi_device_open_auto(rf_device *d, const rf_device_desc *desc, rf_error *err) {
     rf_error why;
     rf_device_info info[16];
@@ -17533,7 +17502,7 @@ ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d) {
 
 /* ---- models ---- */
 
-/* Tensors of the file that the plan does not use are worth a word: a missing bias gives a model that runs wrong. */
+/* Warn about tensors that the plan does not use: a model without its bias would run, and wrong. */
 static void rfi_model_report_unused(const rf_model *m) {
     rf_gguf_info info = rf_gguf_get_info(m->g);
     rf_tensor_info t;
@@ -17550,7 +17519,7 @@ static void rfi_model_report_unused(const rf_model *m) {
     }
 }
 
-/* The store of this file's weights on this device: another model's, or a new one. */
+/* Find the store of this file's weights on this device (another model may have it open), or open one. */
 static rf_result rfi_model_store(rf_model *m, const rf_model_desc *desc, rf_error *err) {
     rf_device *d = m->device;
     rf_plan plan;
@@ -17665,7 +17634,7 @@ static uint32_t rfi_model_slot(const rf_model *m, const char *name) {
     return RF_NONE;
 }
 
-/* The next matrix of the tensor that `slot` is of, RF_NONE behind the last. */
+/* Slot of the tensor's next matrix, RF_NONE after the last. */
 static uint32_t rfi_model_next_slot(const rf_model *m, uint32_t slot) {
     const rf_plan_weight *w = &m->plan.weights[slot];
     return w->expert + 1 < w->n_experts ? slot + 1 : RF_NONE;
