@@ -1648,6 +1648,12 @@ typedef struct rf_mem {
     uint64_t size_bytes;
 } rf_mem;
 
+/* A place in device memory. */
+typedef struct rf_mem_at {
+    const rf_mem *mem;
+    uint64_t offset;
+} rf_mem_at;
+
 /* A point in a queue's work; value 0: already reached. */
 typedef struct rf_ticket {
     rf_queue *queue;
@@ -1719,7 +1725,7 @@ typedef struct rf_session_stats {
                               0: not all are timed yet                                                      */
 } rf_session_stats;
 
-#define RF_DEVICE_API_VERSION 6u
+#define RF_DEVICE_API_VERSION 7u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -1756,15 +1762,13 @@ typedef struct rf_device_api {
                            rf_ticket *ticket, rf_error *err);
     rf_result (*mem_read)(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n, rf_ticket *ticket,
                           rf_error *err);
-    rf_result (*mem_copy)(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src, uint64_t src_offset,
-                          uint64_t n, rf_ticket *ticket, rf_error *err);
+    rf_result (*mem_copy)(rf_queue *q, rf_mem_at dst, rf_mem_at src, uint64_t n, rf_ticket *ticket, rf_error *err);
     rf_result (*mem_fill)(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n,
                           rf_ticket *ticket, rf_error *err);
 
-    /* Reads n bytes at full speed, to measure bandwidth: *sum += the n / 8 uint64 of src from offset on, modulo 2^64,
-     * *sum the uint64 at sum_offset of sum. n and offset are multiples of 16, sum_offset of 8. */
-    rf_result (*mem_sum)(rf_queue *q, const rf_mem *src, uint64_t offset, uint64_t n, const rf_mem *sum,
-                         uint64_t sum_offset, rf_ticket *ticket, rf_error *err);
+    /* Reads n bytes at full speed, to measure bandwidth: the uint64 at sum += the n / 8 uint64 at src, modulo 2^64. n and
+     * src.offset are multiples of 16, sum.offset of 8. */
+    rf_result (*mem_sum)(rf_queue *q, rf_mem_at src, uint64_t n, rf_mem_at sum, rf_ticket *ticket, rf_error *err);
 
     int (*ticket_done)(const rf_ticket *ticket);                                             /* never blocks */
     rf_result (*ticket_wait)(const rf_ticket *ticket, uint32_t timeout_ms,
@@ -12079,12 +12083,12 @@ static rf_result rfi_cpu_mem_read(rf_queue *q, const rf_mem *src, uint64_t offse
     return RF_OK;
 }
 
-static rf_result rfi_cpu_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src,
-                                  uint64_t src_offset, uint64_t n, rf_ticket *ticket, rf_error *err) {
+static rf_result rfi_cpu_mem_copy(rf_queue *q, rf_mem_at dst, rf_mem_at src, uint64_t n, rf_ticket *ticket,
+                                  rf_error *err) {
     RFI_UNUSED(q);
     RFI_UNUSED(err);
     memset(ticket, 0, sizeof *ticket);
-    memmove((uint8_t *)dst->base + dst_offset, (const uint8_t *)src->base + src_offset, (size_t)n);
+    memmove((uint8_t *)dst.mem->base + dst.offset, (const uint8_t *)src.mem->base + src.offset, (size_t)n);
     return RF_OK;
 }
 
@@ -12118,9 +12122,9 @@ static void rfi_cpu_sum_chunk(void *ctx, uint32_t chunk, uint32_t thread) {
     atomic_fetch_add_explicit(&sum->total, part[0], memory_order_relaxed);
 }
 
-static rf_result rfi_cpu_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offset, uint64_t n, const rf_mem *sum,
-                                 uint64_t sum_offset, rf_ticket *ticket, rf_error *err) {
-    rfi_cpu_sum job = {.words = (const uint64_t *)(const void *)((const uint8_t *)src->base + offset),
+static rf_result rfi_cpu_mem_sum(rf_queue *q, rf_mem_at src, uint64_t n, rf_mem_at sum, rf_ticket *ticket,
+                                 rf_error *err) {
+    rfi_cpu_sum job = {.words = (const uint64_t *)(const void *)((const uint8_t *)src.mem->base + src.offset),
                        .n_words = n / 8};
     memset(ticket, 0, sizeof *ticket);
     if (job.n_words / RFI_SUM_WORDS >= UINT32_MAX)
@@ -12128,7 +12132,7 @@ static rf_result rfi_cpu_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offset
                         RFI_LLU((uint64_t)UINT32_MAX * RFI_SUM_WORDS * 8));
     rfi_pool_run(&rfi_cpu_of((rf_dev *)(void *)q)->pool, rfi_cpu_sum_chunk, &job,
                  (uint32_t)((job.n_words + RFI_SUM_WORDS - 1) / RFI_SUM_WORDS));
-    *(uint64_t *)(void *)((uint8_t *)sum->base + sum_offset) += atomic_load(&job.total);
+    *(uint64_t *)(void *)((uint8_t *)sum.mem->base + sum.offset) += atomic_load(&job.total);
     return RF_OK;
 }
 
@@ -12727,12 +12731,12 @@ static rf_result rfi_null_mem_read(rf_queue *q, const rf_mem *src, uint64_t offs
     return r;
 }
 
-static rf_result rfi_null_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src,
-                                   uint64_t src_offset, uint64_t n, rf_ticket *ticket, rf_error *err) {
-    rf_result r = rfi_null_transfer(q, "mem_copy", dst, dst_offset, n, ticket, err);
-    if (r == RF_OK && (src_offset > src->size_bytes || n > src->size_bytes - src_offset))
-        r = rfi_fail(err, RF_ERR_ARGUMENT, src_offset, "null: mem_copy of %llu bytes from %llu on in a block of %llu",
-                     RFI_LLU(n), RFI_LLU(src_offset), RFI_LLU(src->size_bytes));
+static rf_result rfi_null_mem_copy(rf_queue *q, rf_mem_at dst, rf_mem_at src, uint64_t n, rf_ticket *ticket,
+                                   rf_error *err) {
+    rf_result r = rfi_null_transfer(q, "mem_copy", dst.mem, dst.offset, n, ticket, err);
+    if (r == RF_OK && (src.offset > src.mem->size_bytes || n > src.mem->size_bytes - src.offset))
+        r = rfi_fail(err, RF_ERR_ARGUMENT, src.offset, "null: mem_copy of %llu bytes from %llu on in a block of %llu",
+                     RFI_LLU(n), RFI_LLU(src.offset), RFI_LLU(src.mem->size_bytes));
     return r;
 }
 
@@ -12743,14 +12747,14 @@ static rf_result rfi_null_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offs
 }
 
 /* Checks its arguments only. */
-static rf_result rfi_null_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offset, uint64_t n, const rf_mem *sum,
-                                  uint64_t sum_offset, rf_ticket *ticket, rf_error *err) {
-    rf_result r = rfi_null_transfer(q, "mem_sum", src, offset, n, ticket, err);
-    if (r == RF_OK && (offset % 16 || n % 16 || sum_offset % 8 || sum->size_bytes < 8 ||
-                       sum_offset > sum->size_bytes - 8))
-        r = rfi_fail(err, RF_ERR_ARGUMENT, offset,
+static rf_result rfi_null_mem_sum(rf_queue *q, rf_mem_at src, uint64_t n, rf_mem_at sum, rf_ticket *ticket,
+                                  rf_error *err) {
+    rf_result r = rfi_null_transfer(q, "mem_sum", src.mem, src.offset, n, ticket, err);
+    if (r == RF_OK && (src.offset % 16 || n % 16 || sum.offset % 8 || sum.mem->size_bytes < 8 ||
+                       sum.offset > sum.mem->size_bytes - 8))
+        r = rfi_fail(err, RF_ERR_ARGUMENT, src.offset,
                      "null: mem_sum of %llu bytes at %llu: want multiples of 16; to %llu of %llu: want one of 8",
-                     RFI_LLU(n), RFI_LLU(offset), RFI_LLU(sum_offset), RFI_LLU(sum->size_bytes));
+                     RFI_LLU(n), RFI_LLU(src.offset), RFI_LLU(sum.offset), RFI_LLU(sum.mem->size_bytes));
     return r;
 }
 
@@ -13972,9 +13976,10 @@ ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst,
         const rf_plan_state *st = &s->m->plan.states[i];
         uint64_t at = s->state_offset[i], k_end = 0, v_at = 0, n_cells = s->state_cells[i];
         if (st->width && n) {
-            const uint64_t to = rfi_snapshot_offset(s, i, (uint32_t)dst * s->n_slots + 1),
-                           from = rfi_snapshot_offset(s, i, rfi_snapshot_find(s, (uint32_t)src, (uint32_t)n));
-            r = api->mem_copy(s->queue, &s->state, to, &s->state, from, 4ull * st->width, &ticket, err);
+            const uint32_t snapshot = rfi_snapshot_find(s, (uint32_t)src, (uint32_t)n);
+            const rf_mem_at to = {&s->state, rfi_snapshot_offset(s, i, (uint32_t)dst * s->n_slots + 1)},
+                            from = {&s->state, rfi_snapshot_offset(s, i, snapshot)};
+            r = api->mem_copy(s->queue, to, from, 4ull * st->width, &ticket, err);
         }
         if (r != RF_OK) return r;
         rfi_place(&k_end, &v_at, n_cells * s->desc.n_seq_max * st->n_kv_heads, rfi_state_row_bytes(s, st, 0), 1);
@@ -13983,10 +13988,9 @@ ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst,
             uint64_t row = rfi_state_row_bytes(s, st, values), cell = n_cells * row,
                      head = values ? h - st->n_kv_heads : h;
             uint64_t base = at + (values ? k_end : 0);
-            r = api->mem_copy(s->queue, &s->state,
-                              base + ((uint64_t)(uint32_t)dst * st->n_kv_heads + head) * cell, &s->state,
-                              base + ((uint64_t)(uint32_t)src * st->n_kv_heads + head) * cell,
-                              rfi_min_u64(n, n_cells) * row, &ticket, err);
+            const rf_mem_at to = {&s->state, base + ((uint64_t)(uint32_t)dst * st->n_kv_heads + head) * cell},
+                            from = {&s->state, base + ((uint64_t)(uint32_t)src * st->n_kv_heads + head) * cell};
+            r = api->mem_copy(s->queue, to, from, rfi_min_u64(n, n_cells) * row, &ticket, err);
             if (r != RF_OK) return r;
         }
     }

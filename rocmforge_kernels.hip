@@ -6425,17 +6425,17 @@ static rf_result rfk_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, v
     return rfk_end_submit(q, r, ticket, err);
 }
 
-static rf_result rfk_mem_copy(rf_queue *q, const rf_mem *dst, uint64_t dst_offset, const rf_mem *src,
-                              uint64_t src_offset, uint64_t n, rf_ticket *ticket, rf_error *err) {
+static rf_result rfk_mem_copy(rf_queue *q, rf_mem_at dst, rf_mem_at src, uint64_t n, rf_ticket *ticket,
+                              rf_error *err) {
     rfk_no_ticket(ticket);
-    rf_result r = rfk_range(dst, dst_offset, n, "mem_copy", err);
-    if (r == RF_OK) r = rfk_range(src, src_offset, n, "mem_copy", err);
+    rf_result r = rfk_range(dst.mem, dst.offset, n, "mem_copy", err);
+    if (r == RF_OK) r = rfk_range(src.mem, src.offset, n, "mem_copy", err);
     if (r != RF_OK || n == 0) return r;
     RFK_ENTER_QUEUE(q, err);
     pthread_mutex_lock(&q->submit);
     r = rfk_check(q->dev, err,
-                  hipMemcpyAsync((char *)dst->base + dst_offset, (const char *)src->base + src_offset, (size_t)n,
-                                 hipMemcpyDeviceToDevice, q->stream),
+                  hipMemcpyAsync((char *)dst.mem->base + dst.offset, (const char *)src.mem->base + src.offset,
+                                 (size_t)n, hipMemcpyDeviceToDevice, q->stream),
                   "hipMemcpyAsync", "mem_copy", 0);
     return rfk_end_submit(q, r, ticket, err);
 }
@@ -6454,18 +6454,17 @@ static rf_result rfk_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, u
 
 #define RFK_SUM_BLOCKS 16u /* of each compute unit */
 
-static rf_result rfk_mem_sum(rf_queue *q, const rf_mem *src, uint64_t offset, uint64_t n, const rf_mem *sum,
-                             uint64_t sum_offset, rf_ticket *ticket, rf_error *err) {
+static rf_result rfk_mem_sum(rf_queue *q, rf_mem_at src, uint64_t n, rf_mem_at sum, rf_ticket *ticket, rf_error *err) {
     rfk_no_ticket(ticket);
-    rf_result r = rfk_range(src, offset, n, "mem_sum", err);
-    if (r == RF_OK) r = rfk_range(sum, sum_offset, 8, "mem_sum", err);
-    if (r == RF_OK && (offset % 16 || n % 16 || sum_offset % 8))
-        r = rfk_fail(err, RF_ERR_ARGUMENT, 0, offset, "hip: mem_sum of %llu bytes at %llu: want multiples of 16",
-                     (unsigned long long)n, (unsigned long long)offset);
+    rf_result r = rfk_range(src.mem, src.offset, n, "mem_sum", err);
+    if (r == RF_OK) r = rfk_range(sum.mem, sum.offset, 8, "mem_sum", err);
+    if (r == RF_OK && (src.offset % 16 || n % 16 || sum.offset % 8))
+        r = rfk_fail(err, RF_ERR_ARGUMENT, 0, src.offset, "hip: mem_sum of %llu bytes at %llu: want multiples of 16",
+                     (unsigned long long)n, (unsigned long long)src.offset);
     if (r != RF_OK || n == 0) return r;
     RFK_ENTER_QUEUE(q, err);
-    rfk_sum_args a = {(const rfk_sixteen *)(const void *)((const char *)src->base + offset),
-                      (unsigned long long *)(void *)((char *)sum->base + sum_offset), n / 16};
+    rfk_sum_args a = {(const rfk_sixteen *)(const void *)((const char *)src.mem->base + src.offset),
+                      (unsigned long long *)(void *)((char *)sum.mem->base + sum.offset), n / 16};
     uint32_t blocks = q->dev->info.compute_units * RFK_SUM_BLOCKS;
     if ((uint64_t)blocks * RFK_BLOCK > a.n) blocks = rfk_ceil_div(a.n, RFK_BLOCK);
     pthread_mutex_lock(&q->submit);

@@ -692,7 +692,7 @@ static int time_reading(app *a, rf_queue *q, const rf_mem *buffer, const rf_mem 
     rf_ticket ticket = {NULL, 0};
     double t = now();
     for (uint32_t i = 0; i < n; i++)
-        TRY(lib(a, api->mem_sum(q, buffer, 0, buffer->size_bytes, sum, 0, &ticket, &a->err)));
+        TRY(lib(a, api->mem_sum(q, (rf_mem_at){buffer, 0}, buffer->size_bytes, (rf_mem_at){sum, 0}, &ticket, &a->err)));
     TRY(lib(a, api->ticket_wait(&ticket, 60000, &a->err)));
     *seconds = now() - t;
     return interrupted ? fail(a, INTERRUPTED, "interrupted") : DONE;
@@ -1176,7 +1176,7 @@ static int run_inspect(app *a) {
 
 /* ---- plan ---- */
 
-/* Bytes of weights that one row of an op reads: of a matrix the rows it multiplies, or looks up; of a vector its values. */
+/* Weight bytes that one row of an op reads: the rows of a matrix that it multiplies or looks up, a vector's values. */
 static uint64_t op_bytes(const rf_plan *p, const rf_op *op) {
     const rf_op_spec spec = rf_op_get_spec(p, op);
     const uint32_t first_row = op->kind == RF_OP_MATMUL ? op->matmul.first_row : 0;
@@ -1527,10 +1527,11 @@ static int compare_op(app *a, struct comparison *c, uint32_t i, const rf_step *s
     if (op->kind == RF_OP_ARGMAX) d = memcmp(c->out[0], c->out[1], (size_t)bytes) ? INFINITY : 0;
     if (op->kind == RF_OP_ROUTE) d = fmax(d, different_experts(c, op, rows));
     if (d > c->largest) c->largest = d, c->largest_op = i;
+    const char *weight = op->weight == RF_NONE ? "" : c->p->weights[op->weight].name;
     if (!(d <= OP_TOLERANCE))
         return fail(a, FAILED, "%s and the CPU differ: op %u of layer %d (%s%s%s), %u rows: by %.2g of the largest "
-                    "value", rf_device_get_info(a->d).name, i, op->layer, rf_op_name(op->kind), op->weight == RF_NONE ? "" : " ",
-                    op->weight == RF_NONE ? "" : c->p->weights[op->weight].name, rows, d);
+                    "value", rf_device_get_info(a->d).name, i, op->layer, rf_op_name(op->kind), *weight ? " " : "",
+                    weight, rows, d);
     const side *s = &c->sides[0];
     TRY(lib(a, s->api->mem_write(s->queue, stores ? &s->state : &s->scratch, at, c->out[1], bytes, &t, &a->err)));
     return wait_for(a, &c->sides[0], &t);

@@ -2522,8 +2522,9 @@ static void test_queued_steps() {
             rf_step step = {rows.data(), NULL, last.data(), (uint32_t)rows.size(), 1, 0};
             for (uint32_t k = 0; k < g.segment_ops.size(); k++)
                 CHECK(api->plan_run(g.prepared, g.queue, k, k + 1, &step, &t, &g.err) == RF_OK, "%s", g.err.text);
-            CHECK(api->mem_copy(g.queue, &keep, (uint64_t)i * Small::vocab * 4, &g.bind.scratch,
-                                g.buffer_offset[s.out], Small::vocab * 4, &t, &g.err) == RF_OK,
+            const rf_mem_at to = {&keep, (uint64_t)i * Small::vocab * 4},
+                            from = {&g.bind.scratch, g.buffer_offset[s.out]};
+            CHECK(api->mem_copy(g.queue, to, from, Small::vocab * 4, &t, &g.err) == RF_OK,
                   "%s", g.err.text);
             memset(rows.data(), 0x7f, rows.size() * sizeof rows[0]); /* rf_step is read during the call only */
             last[0] = 77;
@@ -2574,7 +2575,7 @@ static void sum_case(rf_dev *d, uint64_t offset, uint64_t n) {
     if (r == RF_OK) r = api->mem_create(d, 24, &sum, &err);
     if (r == RF_OK) r = api->mem_write(q, &src, 0, words.data(), words.size() * 8, &t, &err);
     if (r == RF_OK) r = api->mem_write(q, &sum, 0, found.data(), 24, &t, &err);
-    if (r == RF_OK) r = api->mem_sum(q, &src, offset, n, &sum, 8, &t, &err);
+    if (r == RF_OK) r = api->mem_sum(q, rf_mem_at{&src, offset}, n, rf_mem_at{&sum, 8}, &t, &err);
     if (r == RF_OK) r = api->mem_read(q, &sum, 0, found.data(), 24, &t, &err);
     if (r == RF_OK) r = api->ticket_wait(&t, 60000, &err);
     CHECK(r == RF_OK && found[1] == want && found[0] == before && found[2] == before,
@@ -2584,7 +2585,8 @@ static void sum_case(rf_dev *d, uint64_t offset, uint64_t n) {
                                                               {offset, n, 24}, {offset, n + 32, 0}};
     for (size_t i = 0; i < RFT_COUNT(bad); i++) {
         err.code = RF_OK;
-        CHECK(api->mem_sum(q, &src, bad[i].offset, bad[i].n, &sum, bad[i].sum_offset, &t, &err) == RF_ERR_ARGUMENT &&
+        const rf_mem_at from = {&src, bad[i].offset}, to = {&sum, bad[i].sum_offset};
+        CHECK(api->mem_sum(q, from, bad[i].n, to, &t, &err) == RF_ERR_ARGUMENT &&
                   strstr(err.text, "mem_sum"),
               "bad sum %zu: '%s'", i, err.text);
     }
