@@ -6207,7 +6207,7 @@ static rf_result rfi_budget_acquire(rfi_store *s, uint64_t cancels, rf_error *er
         if (others == 0 || rfi_placement_choose(s, rest, p, NULL) == RF_OK) {
             rfi_placement_apply(s);
         } else if (atomic_load(&s->cancels) != cancels) {
-            return rfi_fail(err, RF_ERR_CANCELLED, 0, "%s: cancelled while it waited for its part of the device",
+            return rfi_fail(err, RF_ERR_CANCELLED, 0, "%s: cancelled while it waited for its share of the device",
                             rfi_gguf_path(s->g));
         } else {
             rfi_monitor_wait(&s->device->monitor); /* until a store becomes idle */
