@@ -6,6 +6,8 @@
 #ifndef RF_RIG_H
 #define RF_RIG_H
 
+#include "rf_memory.h"
+
 #define RIG_FN __attribute__((unused)) static
 
 /* The file used in place, read into memory of the CPU device, read into the null device. */
@@ -18,8 +20,9 @@ typedef struct rig {
     rf_model *m;
     rf_session *s;
     rf_error err;
-    uint32_t n_vocab, n_embd; /* of the model                            */
-    mg_buf file;              /* a suite's, for rig_close to free; or {0} */
+    uint32_t n_vocab, n_embd; /* of the model                                                     */
+    memory mem;               /* what file and device allocate, unless descs have other allocators */
+    mg_buf file;              /* a suite's, for rig_close to free; or {0}                          */
 } rig;
 
 typedef struct rig_how {
@@ -36,16 +39,19 @@ typedef struct rig_how {
 RIG_FN void rig_close(rig *r) {
     rf_session_close(r->s, NULL);
     CHECK(rf_model_close(r->m, NULL) == RF_OK && rf_device_close(r->d, NULL) == RF_OK && rf_gguf_close(r->g, NULL) == RF_OK, "busy");
+    CHECK(memory_read(&r->mem.live) == 0, "%lld blocks are left", (long long)memory_read(&r->mem.live));
     mg_free(&r->file);
     memset(r, 0, sizeof *r);
 }
 
 /* On failure nothing is left open, and r->err says why. */
 RIG_FN rf_result rig_try(rig *r, const rig_how *how) {
-    const rf_gguf_desc gd = how->gguf ? *how->gguf : (rf_gguf_desc){.no_map = how->mode != MAPPED};
-    const rf_device_desc dd = how->device_desc ? *how->device_desc : (rf_device_desc){.n_threads = 2};
+    rf_gguf_desc gd = how->gguf ? *how->gguf : (rf_gguf_desc){.no_map = how->mode != MAPPED};
+    rf_device_desc dd = how->device_desc ? *how->device_desc : (rf_device_desc){.n_threads = 2};
     const char *device = how->device ? how->device : how->mode == NULLED ? "null" : "cpu";
     memset(r, 0, sizeof *r);
+    if (!gd.allocator.alloc_fn) gd.allocator = memory_allocator(&r->mem);
+    if (!dd.allocator.alloc_fn) dd.allocator = memory_allocator(&r->mem);
     rf_result res = how->path ? rf_gguf_open(how->path, &gd, &r->g, &r->err)
                               : rf_gguf_open_memory(how->file->data, how->file->n, &gd, &r->g, &r->err);
     if (res == RF_OK) res = rf_device_open(device, &dd, &r->d, &r->err);

@@ -5,8 +5,8 @@
 #include "rocmforge.h"
 
 #include "make_gguf.h"
-#include "rf_memory.h"
 #include "rf_test.h"
+#include "rf_rig.h"
 
 /* ---- a file in memory that counts and can fail ---- */
 
@@ -72,37 +72,23 @@ static void disk_make(disk *d, const mg_options *o) {
 
 /* ---- a model and everything below it ---- */
 
-typedef struct rig {
-    memory mem;
-    rf_gguf *g;
-    rf_device *d;
-    rf_model *m;
-    rf_session *s;
-    rf_error err;
-} rig;
-
-/* How weights reach the device: used where the file is mapped, copied to the CPU device, copied to the null device. */
-enum { MAPPED = 0, COPIED = 1, NULLED = 2 };
-static const char *const modes[] = {"mapped", "copied", "null"};
-
-static void rig_close(rig *r) {
-    rf_session_close(r->s, NULL);
-    CHECK(rf_model_close(r->m, NULL) == RF_OK, "the model stays busy");
-    if (r->d && strcmp(r->d->api->name, "null") == 0)
+static void close_rig(rig *r) {
+    if (r->d && strcmp(r->d->api->name, "null") == 0) {
+        rf_session_close(r->s, NULL), r->s = NULL;
+        CHECK(rf_model_close(r->m, NULL) == RF_OK, "the model stays busy");
+        r->m = NULL;
         CHECK(atomic_load(&rfi_null_of(r->d->dev)->n_live) == 0, "%lld objects are left on the device",
               (long long)atomic_load(&rfi_null_of(r->d->dev)->n_live));
-    CHECK(rf_device_close(r->d, NULL) == RF_OK, "the device stays busy");
-    CHECK(rf_gguf_close(r->g, NULL) == RF_OK, "the file stays busy");
-    r->s = NULL, r->m = NULL, r->d = NULL, r->g = NULL;
-    CHECK(memory_read(&r->mem.live) == 0, "%lld blocks are left", (long long)memory_read(&r->mem.live));
+    }
+    rig_close(r);
 }
 
 /* File, device and model; the session is the test's to open. 0 after a report. */
-static int rig_open(rig *r, disk *dk, int mode, const rf_model_desc *md) {
+static int open_rig(rig *r, disk *dk, int mode, const rf_model_desc *md) {
     memset(r, 0, sizeof *r);
-    rf_allocator a = memory_allocator(&r->mem);
+    const rf_allocator a = memory_allocator(&r->mem);
     rf_gguf_desc gd = {.allocator = a, .io = disk_io, .no_map = 1};
-    rf_device_desc dd = {.allocator = a, .n_threads = 2};
+    const rf_device_desc dd = {.allocator = a, .n_threads = 2};
     gd.io.user = dk;
     atomic_store(&dk->counting, 0);
     rf_result res = mode == MAPPED ? rf_gguf_open_memory(dk->file.data, dk->file.n, &(rf_gguf_desc){.allocator = a}, &r->g, &r->err)
@@ -111,7 +97,7 @@ static int rig_open(rig *r, disk *dk, int mode, const rf_model_desc *md) {
     if (res == RF_OK) res = rf_device_open(mode == NULLED ? "null" : "cpu", &dd, &r->d, &r->err);
     if (res == RF_OK) res = rf_model_open(r->g, r->d, md, &r->m, &r->err);
     CHECK(res == RF_OK, "%s: %s", modes[mode], r->err.text);
-    if (res != RF_OK) rig_close(r);
+    if (res != RF_OK) close_rig(r);
     return res == RF_OK;
 }
 
@@ -137,7 +123,7 @@ static void test_no_read_before_use(void) {
         rig r;
         disk_make(&dk, &(mg_options){.type = MG_F32, .n_vocab = 1000});
         dk.most = 1000;
-        if (!rig_open(&r, &dk, mode, NULL)) continue;
+        if (!open_rig(&r, &dk, mode, NULL)) continue;
         CHECK(dk.parsed_to <= dk.data_start + 65536 && dk.file.n > dk.data_start + 400000, "parsing read %llu bytes, %zu are metadata",
               (unsigned long long)dk.parsed_to, dk.data_start); /* a buffer's length too far, whatever the file's size */
         rf_forecast f;
@@ -150,7 +136,7 @@ static void test_no_read_before_use(void) {
               (unsigned long long)atomic_load(&dk.data_bytes), (unsigned long long)want);
         CHECK(rf_session_forward(r.s, some_tokens, 5, NULL, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(atomic_load(&dk.data_bytes) == want, "%s: read again", modes[mode]);
-        rig_close(&r);
+        close_rig(&r);
         CHECK(atomic_load(&dk.n_open) == 0, "%d handles are left", atomic_load(&dk.n_open));
         mg_free(&dk.file);
     }
@@ -178,9 +164,9 @@ static void test_no_touch_before_use(void) {
     float want[N_VOCAB], got[N_VOCAB];
     disk_make(&dk, &(mg_options){.type = MG_Q4_K, .alignment = 4096});
     REQUIRE(dk.data_start % 4096 == 0, "data at %zu", dk.data_start);
-    if (!rig_open(&r, &dk, MAPPED, NULL)) return;
+    if (!open_rig(&r, &dk, MAPPED, NULL)) return;
     CHECK(run(r.m, want, &r.err) == RF_OK, "%s", r.err.text);
-    rig_close(&r);
+    close_rig(&r);
 
     memset(&r, 0, sizeof r);
     rf_gguf_desc gd = {.allocator = memory_allocator(&r.mem), .io = disk_io};
@@ -194,7 +180,7 @@ static void test_no_touch_before_use(void) {
     mprotect((uint8_t *)dk.in_read_user + dk.data_start, dk.file.n - dk.data_start, PROT_READ);
     CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, want, sizeof got) == 0, "%s", r.err.text);
     CHECK(atomic_load(&dk.data_reads) == 0, "a mapped file was read");
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&dk.file);
 }
 
@@ -204,9 +190,9 @@ static void test_odd_address(void) {
     rig r;
     float want[N_VOCAB], got[N_VOCAB];
     disk_make(&dk, &(mg_options){.type = MG_F32, .bias = 1});
-    if (!rig_open(&r, &dk, MAPPED, NULL)) return;
+    if (!open_rig(&r, &dk, MAPPED, NULL)) return;
     CHECK(run(r.m, want, &r.err) == RF_OK && rf_model_get_loading_stats(r.m).device_bytes == 0, "%s", r.err.text);
-    rig_close(&r);
+    close_rig(&r);
     mg_buf shifted = {0};
     mg_put(&shifted, "x", 1);
     mg_put(&shifted, dk.file.data, dk.file.n);
@@ -217,7 +203,7 @@ static void test_odd_address(void) {
     CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, want, sizeof got) == 0, "%s", r.err.text);
     uint64_t bytes = rf_model_get_loading_stats(r.m).device_bytes, data = rf_gguf_get_info(r.g).data_bytes;
     CHECK(bytes >= data && bytes < data + 256 * (uint64_t)rf_model_get_info(r.m).n_tensors, "copied: %llu", (unsigned long long)bytes);
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&shifted);
     mg_free(&dk.file);
 }
@@ -467,7 +453,7 @@ static void test_loading(void) {
         const uint64_t norm = 64 * 4, up = 64 * 96 * 2, layer = 2 * norm + (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96) * 2, embd = 320 * 64 * 2;
         const uint64_t all = 2 * layer + 2 * embd + norm;
         disk_make(&dk, &(mg_options){.type = MG_F16});
-        if (!rig_open(&r, &dk, mode, NULL)) continue;
+        if (!open_rig(&r, &dk, mode, NULL)) continue;
         CHECK(!rf_model_is_tensor_loaded(r.m, "blk.1.ffn_up.weight") && !rf_model_is_layer_loaded(r.m, 1), "at the start");
         CHECK(rf_model_load_tensor(r.m, "blk.1.ffn_up.weight", &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_model_is_tensor_loaded(r.m, "blk.1.ffn_up.weight") && !rf_model_is_layer_loaded(r.m, 1), "one tensor");
@@ -508,7 +494,7 @@ static void test_loading(void) {
         CHECK(run(r.m, after, &r.err) == RF_OK && memcmp(before, after, sizeof after) == 0, "after clearing: %s", r.err.text);
         st = rf_model_get_loading_stats(r.m);
         EXPECT(loads, 42), EXPECT(tensors_loaded, 21), EXPECT(device_bytes, mode == MAPPED ? 0 : all);
-        rig_close(&r);
+        close_rig(&r);
         mg_free(&dk.file);
     }
 }
@@ -524,14 +510,14 @@ static void test_large_tensor(void) {
         rig r;
         float *logits = NULL;
         atomic_store(&dk.data_bytes, 0);
-        if (!rig_open(&r, &dk, mode, NULL)) continue;
+        if (!open_rig(&r, &dk, mode, NULL)) continue;
         rf_result res = rf_session_open(r.m, NULL, &r.s, &r.err);
         if (res == RF_OK) res = rf_session_forward(r.s, tokens, 4, &logits, &r.err);
         CHECK(res == RF_OK, "%s: %s", modes[mode], r.err.text);
         if (mode == MAPPED && logits) memcpy(want, logits, sizeof want);
         if (mode == COPIED && logits) CHECK(memcmp(logits, want, sizeof want) == 0, "the copied weights give other bits");
         if (mode != MAPPED) CHECK(atomic_load(&dk.data_bytes) == rf_gguf_get_info(r.g).data_bytes, "read %llu", (unsigned long long)atomic_load(&dk.data_bytes));
-        rig_close(&r);
+        close_rig(&r);
     }
     mg_free(&dk.file);
 }
@@ -543,11 +529,11 @@ static void test_unused_tensor(void) {
     disk_make(&dk, &(mg_options){.n_layers = 2});
     size_t at = mg_find(&dk.file, "llama.block_count", 0) + 8 + strlen("llama.block_count") + 4;
     mg_set_u32(&dk.file, at, 1);
-    if (!rig_open(&r, &dk, COPIED, NULL)) return;
+    if (!open_rig(&r, &dk, COPIED, NULL)) return;
     CHECK(rf_model_load_tensor(r.m, "blk.1.ffn_up.weight", &r.err) == RF_ERR_NOT_FOUND, "%s", r.err.text);
     CHECK(!rf_model_is_tensor_loaded(r.m, "blk.1.ffn_up.weight"), "loaded");
     CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && rf_model_get_loading_stats(r.m).tensors_loaded == 12, "%s", r.err.text);
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&dk.file);
 }
 
@@ -579,7 +565,7 @@ static void test_progress(void) {
         progress p = {.cancel_at = 0};
         rf_model_desc md = {.progress_fn = on_progress, .progress_user = &p};
         disk_make(&dk, &(mg_options){.type = MG_Q8_0});
-        if (!rig_open(&r, &dk, mode, &md)) continue;
+        if (!open_rig(&r, &dk, mode, &md)) continue;
         const rf_plan *plan = rf_model_get_plan(r.m);
         CHECK(p.n == 0, "opening reports progress");
         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "%s", r.err.text);
@@ -607,7 +593,7 @@ static void test_progress(void) {
         CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == 0, "%u tensors are still in use", left);
         p.cancel_at = 0;
         CHECK(rf_session_forward(r.s, some_tokens, 5, NULL, &r.err) == RF_OK && rf_session_length(r.s, 0) == 5, "%s", r.err.text);
-        rig_close(&r);
+        close_rig(&r);
         mg_free(&dk.file);
     }
 }
@@ -659,7 +645,7 @@ static void test_cancel_within_a_piece(void) {
             rig r;
             cancel_at c = {.callback = callback};
             rf_model_desc md = {.n_readers = readers, .progress_fn = callback ? cancel_in_callback : NULL, .progress_user = &c};
-            if (!rig_open(&r, &dk, COPIED, &md)) continue;
+            if (!open_rig(&r, &dk, COPIED, &md)) continue;
             c.m = r.m;
             dk.in_read = cancel_in_read, dk.in_read_user = &c;
             atomic_store(&dk.data_reads, 0);
@@ -670,7 +656,7 @@ static void test_cancel_within_a_piece(void) {
             CHECK(atomic_load(&c.late) <= readers, "%u readers: %u more pieces are read", readers, (unsigned)atomic_load(&c.late));
             dk.in_read = NULL;
             if (!callback) CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "afterwards: %s", r.err.text);
-            rig_close(&r);
+            close_rig(&r);
         }
     mg_free(&dk.file);
 }
@@ -680,7 +666,7 @@ static void test_cancel_before_a_load(void) {
     disk dk;
     rig r;
     disk_make(&dk, &(mg_options){.type = MG_F32});
-    if (!rig_open(&r, &dk, COPIED, NULL)) return;
+    if (!open_rig(&r, &dk, COPIED, NULL)) return;
     rfi_store *s = r.m->store;
     rfi_tensor *t = &s->tensors[0];
     rfi_load late = {s, t, atomic_load(&s->cancels)};
@@ -692,7 +678,7 @@ static void test_cancel_before_a_load(void) {
     for (uint32_t i = 0; i < s->plan.n_weights; i++) CHECK(!s->tensors[i].prefetch, "tensor %u is to be loaded", i);
     CHECK(!s->loader.n_running && !atomic_load(&dk.data_reads), "%u data reads", (unsigned)atomic_load(&dk.data_reads));
     CHECK(rf_model_load_tensor(r.m, s->plan.weights[0].name, &r.err) == RF_OK, "%s", r.err.text);
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&dk.file);
 }
 
@@ -718,11 +704,11 @@ static void test_reentry(void) {
         progress p = {.inside = inside_progress};
         rf_model_desc md = {.progress_fn = on_progress, .progress_user = &p};
         disk_make(&dk, &(mg_options){.type = MG_F32});
-        if (!rig_open(&r, &dk, mode, &md)) continue;
+        if (!open_rig(&r, &dk, mode, &md)) continue;
         p.m = r.m;
         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "%s: %s", modes[mode], r.err.text);
         CHECK(p.n > 20, "%d calls", p.n);
-        rig_close(&r);
+        close_rig(&r);
         mg_free(&dk.file);
     }
 }
@@ -738,11 +724,11 @@ static void test_self_wait(void) {
     disk dk;
     rig r;
     disk_make(&dk, &(mg_options){.type = MG_F32});
-    if (!rig_open(&r, &dk, COPIED, NULL)) return;
+    if (!open_rig(&r, &dk, COPIED, NULL)) return;
     dk.in_read = ask_for_itself, dk.in_read_user = r.m;
     CHECK(rf_model_load_tensor(r.m, "blk.0.attn_q.weight", &r.err) == RF_OK, "%s", r.err.text);
     dk.in_read = NULL;
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&dk.file);
 }
 
@@ -786,7 +772,7 @@ static void test_one_load_each(void) {
         _Atomic int start = 0;
         disk_make(&dk, &(mg_options){.type = MG_Q4_K, .n_layers = 6, .arch = "qwen2"});
         dk.most = 3000; /* many short reads: loads take a while */
-        if (!rig_open(&r, &dk, mode, NULL)) continue;
+        if (!open_rig(&r, &dk, mode, NULL)) continue;
         uint32_t n = rf_model_get_plan(r.m)->n_weights;
         REQUIRE(n <= 80, "%u tensors", n);
         int n_started = 0;
@@ -807,7 +793,7 @@ static void test_one_load_each(void) {
                   (unsigned long long)atomic_load(&dk.data_bytes), (unsigned long long)rf_gguf_get_info(r.g).data_bytes);
             EXPECT(device_allocations, 1);
         }
-        rig_close(&r);
+        close_rig(&r);
         mg_free(&dk.file);
     }
 }
@@ -845,7 +831,7 @@ static void test_parallel_sessions(void) {
         float want[N_VOCAB];
         _Atomic int start = 0;
         disk_make(&dk, &(mg_options){.type = MG_Q4_0});
-        if (!rig_open(&r, &dk, mode, NULL)) continue;
+        if (!open_rig(&r, &dk, mode, NULL)) continue;
         CHECK(run(r.m, want, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK, "clear");
         for (int i = 0; i <= N; i++) {
@@ -864,7 +850,7 @@ static void test_parallel_sessions(void) {
         uint32_t left = 99;
         CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == 0, "%u tensors are still in use", left);
         CHECK(rf_model_get_loading_stats(r.m).bytes_loaded == 0 && rf_model_get_loading_stats(r.m).device_bytes == 0, "bytes");
-        rig_close(&r);
+        close_rig(&r);
         mg_free(&dk.file);
     }
 }
@@ -894,7 +880,7 @@ static void test_read_failure(void) {
     pthread_t threads[N];
     disk_make(&dk, &(mg_options){.type = MG_F32});
     dk.most = 4096;
-    if (!rig_open(&r, &dk, COPIED, NULL)) return;
+    if (!open_rig(&r, &dk, COPIED, NULL)) return;
     uint32_t slot = rfi_model_slot(r.m, "blk.0.ffn_down.weight");
     atomic_store(&dk.fail_read, 1);
     atomic_store(&dk.blocked, 1);
@@ -912,7 +898,7 @@ static void test_read_failure(void) {
     rf_loading_stats st = rf_model_get_loading_stats(r.m);
     CHECK(st.failures == 1 && st.loads == 0 && st.bytes_loaded == 0 && st.tensors_loaded == 0, "%llu failures", (unsigned long long)st.failures);
     CHECK(rf_model_load_tensor(r.m, "blk.0.ffn_down.weight", &r.err) == RF_OK, "later: %s", r.err.text);
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&dk.file);
 }
 
@@ -922,7 +908,7 @@ static void test_every_read_failure(void) {
     rig r;
     float want[N_VOCAB];
     disk_make(&dk, &(mg_options){.type = MG_F16});
-    if (!rig_open(&r, &dk, COPIED, NULL)) return;
+    if (!open_rig(&r, &dk, COPIED, NULL)) return;
     CHECK(run(r.m, want, &r.err) == RF_OK, "%s", r.err.text);
     uint64_t n_reads = atomic_load(&dk.data_reads);
     CHECK(n_reads >= 21, "%llu reads", (unsigned long long)n_reads);
@@ -940,7 +926,7 @@ static void test_every_read_failure(void) {
         CHECK(res == RF_OK && memcmp(logits, want, sizeof want) == 0, "read %llu, again: %s: %s", (unsigned long long)n, rf_result_name(res), r.err.text);
     }
     CHECK(rf_model_get_loading_stats(r.m).failures == n_reads, "failures");
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&dk.file);
 }
 
@@ -1017,7 +1003,7 @@ static void test_every_allocation_failure(void) {
             failed += res != RF_OK;
             calls = res != RF_OK ? n + 1 : memory_read(&r.mem.calls); /* after a failure there may be more */
             if (res != RF_OK) after_failure(&r, &dk, "cpu", map, forever, (uint64_t)n);
-            rig_close(&r);
+            close_rig(&r);
         }
         printf("    %s, %s: %lld of %lld allocations fail the call\n", map ? "mapped" : "copied", forever ? "for ever" : "once",
                (long long)failed, (long long)n - 1);
@@ -1046,7 +1032,7 @@ static void test_every_io_failure(void) {
                   (unsigned long long)n, rf_result_name(res), r.err.text);
             done = res == RF_OK;
             if (!done) after_failure(&r, &dk, "cpu", 0, forever, n);
-            rig_close(&r);
+            close_rig(&r);
         }
         printf("    %s: %llu calls\n", forever ? "for ever" : "once", (unsigned long long)n - 2);
         CHECK(n > 30 && n < 2000 && atomic_load(&dk.n_open) == 0, "%llu calls, %d handles left", (unsigned long long)n,
@@ -1079,7 +1065,7 @@ static void test_every_device_failure(void) {
             if (res != RF_OK && forever && r.s)
                 CHECK(rf_session_eval(r.s, &(rf_token_row){.token = 1, .pos = RF_POS_NEXT}, 1, &r.err) == RF_ERR_DEVICE, "call %llu: %s", (unsigned long long)n, r.err.text);
             if (res != RF_OK) after_failure(&r, &dk, device, 0, (int)forever, n);
-            rig_close(&r);
+            close_rig(&r);
         }
         printf("    %s device, %s: %llu calls\n", device, forever ? "for ever" : "once", (unsigned long long)n - 2);
         CHECK(failed > 30 && failed + 6 > (int)n - 2 && n < 2000, "%d of %llu calls failed", failed, (unsigned long long)n);
@@ -1095,7 +1081,7 @@ static void test_busy(void) {
     rf_model *second;
     rf_tokenizer *t;
     disk_make(&dk, &(mg_options){.type = MG_F32});
-    if (!rig_open(&r, &dk, COPIED, NULL)) return;
+    if (!open_rig(&r, &dk, COPIED, NULL)) return;
     CHECK(rf_model_open(r.g, r.d, NULL, &second, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(rf_session_open(r.m, NULL, &r.s, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(rf_gguf_close(r.g, &r.err) == RF_ERR_BUSY && r.err.text[0], "%s", r.err.text);
@@ -1114,7 +1100,7 @@ static void test_busy(void) {
     CHECK(rf_gguf_close(NULL, &r.err) == RF_OK && rf_device_close(NULL, &r.err) == RF_OK && rf_model_close(NULL, &r.err) == RF_OK, "NULL");
     CHECK(rf_model_open(NULL, r.d, NULL, &second, &r.err) == RF_ERR_ARGUMENT && !second, "NULL");
     CHECK(rf_model_open(r.g, NULL, NULL, &second, &r.err) == RF_ERR_ARGUMENT && rf_model_open(r.g, r.d, NULL, NULL, &r.err) == RF_ERR_ARGUMENT, "NULL");
-    rig_close(&r);
+    close_rig(&r);
     mg_free(&dk.file);
 }
 

@@ -28,18 +28,10 @@ static const struct {
 
 /* ---- a model and everything below it ---- */
 
-static memory counted;
-
-static void close_rig(rig *r) {
-    rig_close(r);
-    CHECK(memory_read(&counted.live) == 0, "%lld blocks are left", (long long)memory_read(&counted.live));
-}
-
 /* 1 if all of it opened; else nothing is left and r->err says why. isa NULL: the best. */
 static int open_rig(rig *r, const mg_buf *file, const char *path, const char *isa, uint32_t n_threads, const rf_session_desc *sd) {
-    const rf_gguf_desc gd = {.allocator = memory_allocator(&counted)};
-    const rf_device_desc dd = {.allocator = memory_allocator(&counted), .n_threads = n_threads, .isa = isa};
-    return rig_try(r, &(rig_how){.path = path, .file = file, .gguf = &gd, .device_desc = &dd, .session = sd}) == RF_OK;
+    const rf_device_desc dd = {.n_threads = n_threads, .isa = isa};
+    return rig_try(r, &(rig_how){.path = path, .file = file, .device_desc = &dd, .session = sd}) == RF_OK;
 }
 
 static int have_isa(const char *isa) {
@@ -116,7 +108,7 @@ static double problem_run(const problem *p, uint32_t cache_type, double toleranc
         double d = ok ? ref_distance(got, p->logits, (size_t)p->n * p->n_vocab) : 0;
         CHECK(d <= tolerance, "%s on %s: logits are off by %.3g of the largest, allowed %.3g", what, isas[i], d, tolerance);
         worst = fmax(worst, d);
-        close_rig(&r);
+        rig_close(&r);
     }
     free(got);
     return worst;
@@ -301,7 +293,7 @@ static void test_experts_steps(void) {
             CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK);
             for (uint32_t i = 0; i < n; i++) CHECK(eval_all(&r, tokens + i, 1, got + i * 320), "%s", r.err.text);
             CHECK(!memcmp(want, got, n * 320 * sizeof *want), "%u threads, one by one: other bits", threads);
-            close_rig(&r);
+            rig_close(&r);
         }
         free(want);
         mg_free(&file);
@@ -428,7 +420,7 @@ static void test_long(void) {
             CHECK(ok, "%s", r.err.text);
             double d = ref_distance(got, want, (size_t)250 * 320);
             CHECK(d <= FLOAT_TOLERANCE, "%s on %s: off by %.3g", o.arch, isas[i], d);
-            close_rig(&r);
+            rig_close(&r);
         }
         free(want);
         ref_close(&m);
@@ -500,21 +492,21 @@ static void packings(const mg_buf *file, const char *type, const char *isa) {
         rest[i - 10] = (rf_token_row){.token = tokens[i], .pos = (int32_t)i, .want_logits = i + 1 == N_SESSION};
     CHECK(rf_session_eval(r.s, rest, N_SESSION - 10, &r.err) == RF_OK, "%s", r.err.text);
     check_same(rft_logits(r.s, 0), want + all - row, row, "after truncating", type, isa);
-    close_rig(&r);
+    rig_close(&r);
 
     for (size_t i = 0; i < RFI_COUNT(batches); i++) {
         sd.n_batch = batches[i];
         if (!open_rig(&r, file, NULL, isa, 1, &sd)) continue;
         CHECK(eval_cut(&r, 0, tokens, N_SESSION, N_SESSION, got), "%s", r.err.text);
         check_same(got, want, all, "micro-batches", type, isa);
-        close_rig(&r);
+        rig_close(&r);
     }
     sd.n_batch = 0;
     for (size_t i = 0; i < RFI_COUNT(threads); i++) {
         if (!open_rig(&r, file, NULL, isa, threads[i], &sd)) continue;
         CHECK(eval_cut(&r, 0, tokens, N_SESSION, N_SESSION, got), "%s", r.err.text);
         check_same(got, want, all, "another number of threads", type, isa);
-        close_rig(&r);
+        rig_close(&r);
     }
     for (uint32_t batch = 0; batch < 8; batch += 7) { /* five sequences in one call, and cut at odd places */
         sd.n_batch = batch;
@@ -528,7 +520,7 @@ static void packings(const mg_buf *file, const char *type, const char *isa) {
             check_same(last[s], got + (n_of[s] - 1) * row, row, "five sequences", type, isa);
         }
         check_same(last[0], want + all - row, row, "a sequence among five", type, isa);
-        close_rig(&r);
+        rig_close(&r);
     }
 }
 
@@ -578,7 +570,7 @@ static void test_float_rows(void) {
             check_same(rft_logits(r.s, 2 * i + 1), rft_logits(r.s, 2 * i), 320, "float rows", types[t].name, "the best");
         ref_close(&m);
         free(raw), free(floats);
-        close_rig(&r);
+        rig_close(&r);
         mg_free(&file);
     }
 }
@@ -622,7 +614,7 @@ static void test_sync(void) {
     static const int32_t unnamed[3] = {-1, 4, 5};
     CHECK(rf_session_eval(r.s, rows, 2, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(rf_session_sync(r.s, 0, unnamed, 3, &kept, &r.err) == RF_OK && kept == 0, "a float row matched: kept %u", kept);
-    close_rig(&r);
+    rig_close(&r);
     mg_free(&file);
 }
 
@@ -655,7 +647,7 @@ static void test_copy_and_keep(void) {
         CHECK(rf_session_keep(r.s, 0, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_session_length(r.s, 0) == 7 && rf_session_length(r.s, 1) == 0 && rf_session_length(r.s, 2) == 0);
         CHECK(rf_session_copy(r.s, 1, 0, &r.err) == RF_OK && rf_session_length(r.s, 0) == 0, "copy of an empty one");
-        close_rig(&r);
+        rig_close(&r);
     }
     mg_free(&file);
 }
@@ -679,7 +671,7 @@ static void test_context_full(void) {
     CHECK(rf_session_length(r.s, 1) == 0 && rft_logits(r.s, 0) == NULL, "all or nothing");
     CHECK(rf_session_eval(r.s, rows, 1, &r.err) == RF_OK && rf_session_length(r.s, 1) == 1, "%s", r.err.text);
     CHECK(rf_session_truncate(r.s, 0, 7, NULL, &r.err) == RF_OK && rf_session_forward(r.s, tokens + 7, 1, &logits, &r.err) == RF_OK, "room again");
-    close_rig(&r);
+    rig_close(&r);
     mg_free(&file);
 }
 
@@ -740,7 +732,7 @@ static void test_arguments(void) {
     CHECK(rft_logits(r.s, 1) == NULL && rft_logits(NULL, 0) == NULL, "a row that did not ask");
     rf_session_close(NULL, NULL);
     rf_session_cancel(NULL);
-    close_rig(&r);
+    rig_close(&r);
     mg_free(&file);
 }
 
@@ -768,7 +760,7 @@ static void test_logits_rows(void) {
         }
         CHECK(rft_logits(r.s, n) == NULL, "mask %x: one too many", mask);
     }
-    close_rig(&r);
+    rig_close(&r);
     mg_free(&file);
 }
 
@@ -838,7 +830,7 @@ static void test_argmax(void) {
     CHECK(rf_session_sample(NULL, 0, &greedy, &id, &r.err) == RF_ERR_ARGUMENT && rf_session_sample(r.s, 0, NULL, &id, &r.err) == RF_ERR_ARGUMENT &&
           rf_session_sample(r.s, 0, &greedy, NULL, NULL) == RF_ERR_ARGUMENT);
     CHECK(rf_session_forward(r.s, tokens, 3, NULL, &r.err) == RF_OK && rft_argmax(r.s, 0) >= 0 && rft_argmax(r.s, 1) == -1, "%s", r.err.text);
-    close_rig(&r);
+    rig_close(&r);
     mg_free(&file);
 }
 
@@ -943,7 +935,7 @@ static void test_cancel(void) {
     res = rf_session_forward(r.s, tokens, 20, &logits, &r.err); /* it may have asked once more: nobody ran then */
     if (res == RF_ERR_CANCELLED) res = rf_session_forward(r.s, tokens, 20, &logits, &r.err);
     CHECK(res == RF_OK && memcmp(logits, want, sizeof want) == 0, "%s", r.err.text);
-    close_rig(&r);
+    rig_close(&r);
     mg_free(&file);
 }
 
@@ -973,11 +965,11 @@ static void test_session_memory(void) {
     rf_token_row rows[40] = {{0}};
     for (int i = 0; i < 40; i++) rows[i] = (rf_token_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = i >= 38};
     CHECK(rf_session_eval(r.s, rows, 40, &r.err) == RF_OK, "%s", r.err.text);
-    int64_t calls = memory_read(&counted.calls);
+    int64_t calls = memory_read(&r.mem.calls);
     uint32_t kept;
     CHECK(rf_session_eval(r.s, rows, 5, &r.err) == RF_OK && rf_session_forward(r.s, tokens, 10, NULL, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(rf_session_copy(r.s, 0, 2, &r.err) == RF_OK && rf_session_sync(r.s, 0, tokens, 9, &kept, &r.err) == RF_OK, "%s", r.err.text);
-    CHECK(memory_read(&counted.calls) == calls, "calls on an open session allocated %lld times", (long long)(memory_read(&counted.calls) - calls));
+    CHECK(memory_read(&r.mem.calls) == calls, "calls on an open session allocated %lld times", (long long)(memory_read(&r.mem.calls) - calls));
 
     /* two sessions of one model do not disturb each other */
     CHECK(rf_session_open(r.m, NULL, &s, &r.err) == RF_OK, "%s", r.err.text);
@@ -1002,7 +994,7 @@ static void test_session_memory(void) {
     }
     CHECK(rf_session_open(NULL, NULL, &s, &r.err) == RF_ERR_ARGUMENT && rf_session_open(r.m, NULL, NULL, &r.err) == RF_ERR_ARGUMENT, "NULL");
     CHECK(rf_model_forecast(NULL, NULL, &f, &r.err) == RF_ERR_ARGUMENT && rf_model_forecast(r.m, NULL, NULL, &r.err) == RF_ERR_ARGUMENT, "NULL");
-    close_rig(&r);
+    rig_close(&r);
     mg_free(&file);
 }
 
@@ -1079,7 +1071,7 @@ static void test_golden(void) {
             int ok = cache == RF_CACHE_F32 || greedy(&r, prompt, 18, mine, 64, NULL);
             CHECK(ok, "%s", r.err.text);
             CHECK(cache == RF_CACHE_F32 || memcmp(mine, ids, sizeof ids) == 0, "%s: the greedy ids differ", isas[i]);
-            close_rig(&r);
+            rig_close(&r);
         }
 }
 
@@ -1100,7 +1092,7 @@ static void test_idle(void) {
         used = (double)(after.tv_sec - before.tv_sec) + 1e-9 * (double)(after.tv_nsec - before.tv_nsec);
     }
     CHECK(used < 0.004, "%.4f s of CPU in 0.4 idle seconds", used);
-    close_rig(&r);
+    rig_close(&r);
 }
 
 /* The example model (Q4_K_M), its greedy text behind "No,". The ids were found with the evaluator; it proves them again
@@ -1134,7 +1126,7 @@ static void test_example(void) {
         for (size_t k = 0; k < 64 * 1024; k++) diff = fmax(diff, fabs((double)got[k] - want[2 * 1024 + k]));
         CHECK(diff <= tolerance, "%s: off by %.3g", isas[i], diff);
         printf("    example on %s: off by %.2g\n", isas[i], diff);
-        close_rig(&r);
+        rig_close(&r);
     }
     free(want);
     ref_close(&m);
@@ -1150,6 +1142,8 @@ static void keep_log(rf_log_level level, const char *text, void *user) {
     n_logs++;
     snprintf(last_log, sizeof last_log, "%s", text);
 }
+
+static memory counted; /* of models that may be refused */
 
 /* Open and close a model of these bytes; nothing may be left of it. */
 static rf_result try_model(rf_device *d, const mg_buf *file, rf_error *err) {
@@ -1438,7 +1432,7 @@ static void test_info(void) {
     CHECK(info.weight_bytes == bytes, "%llu", (unsigned long long)info.weight_bytes);
     CHECK(info.token_bytes == bytes - embd / 32 * 34 + 64 / 32 * 34, "a token reads one row of the embedding: %llu",
           (unsigned long long)info.token_bytes);
-    close_rig(&r);
+    rig_close(&r);
     CHECK(rf_model_get_info(NULL).arch == NULL && rf_model_get_plan(NULL) == NULL, "NULL");
 
     mg_set_u32(&file, mg_find(&file, "llama.block_count", 0) + 8 + strlen("llama.block_count") + 4, 2);
