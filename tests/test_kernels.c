@@ -70,7 +70,7 @@ static int sign_of_seven(uint32_t bits, uint32_t k) { /* the eighth makes their 
     return (k < 7 ? bits >> k & 1 : (uint32_t)ones & 1) ? -1 : 1;
 }
 
-/* Value k of 256 of the types with lists of runs, which are the library's: the golden blocks judge those. */
+/* Value k of 256 of the types with lists of runs, which are the library's: test_zoo.sh's packed blocks judge those. */
 static double decode_run(uint32_t type, const uint8_t *b, uint32_t k) {
     static const int two[3] = {8, 25, 43}, three[8] = {4, 12, 20, 28, 36, 44, 52, 62};
     const uint32_t g = k / 32, i = k / 8, j = k % 8, i4 = k / 4;
@@ -266,57 +266,7 @@ static void test_dequantize_random(void) {
     }
 }
 
-static char zoo_path[512];
-static uint8_t *read_file(const char *path, size_t *n) {
-    FILE *f = fopen(path, "rb");
-    if (!f) return NULL;
-    fseek(f, 0, SEEK_END);
-    *n = (size_t)ftell(f);
-    rewind(f);
-    uint8_t *p = get(*n);
-    if (fread(p, 1, *n, f) != *n) abort();
-    fclose(f);
-    return p;
-}
-static int have_goldens(const char *program) {
-    const char *slash = strrchr(program, '/');
-    const char *const tries[] = {"../shared/zoo/golden/dequant", "../../shared/zoo/golden/dequant",
-                                 "../../../shared/zoo/golden/dequant"};
-    char path[700];
-    for (size_t i = 0; i < 2 * RFI_COUNT(tries); i++) {
-        const int dir = i % 2 && slash ? (int)(slash - program) : 0;
-        snprintf(zoo_path, sizeof zoo_path, "%.*s%s%s", dir, program, dir ? "/" : "", tries[i / 2]);
-        snprintf(path, sizeof path, "%s/q4_K.raw", zoo_path);
-        FILE *f = fopen(path, "rb");
-        if (f) return fclose(f), 1;
-    }
-    return 0;
-}
-
-static void test_dequantize_golden(void) {
-    int n_types = 0;
-    for (size_t k = 0; k < RFI_COUNT(all_types); k++) {
-        const rf_type_info t = rf_type_get(all_types[k]);
-        char path[700];
-        size_t raw_bytes, want_bytes;
-        snprintf(path, sizeof path, "%s/%s.raw", zoo_path, t.name);
-        uint8_t *raw = read_file(path, &raw_bytes);
-        if (!raw) continue; /* there is none for f32 */
-        snprintf(path, sizeof path, "%s/%s.f32", zoo_path, t.name);
-        uint8_t *want = read_file(path, &want_bytes);
-        REQUIRE(want, "%s", path);
-        const size_t n = raw_bytes / t.block_bytes * t.block_elements;
-        CHECK(n * 4 == want_bytes, "%s: %zu values", t.name, n);
-        float *y = get(n * 4);
-        CHECK(rf_dequantize(all_types[k], raw, n, y, NULL) == RF_OK, "no");
-        CHECK(memcmp(y, want, n * 4) == 0, "%s", t.name);
-        n_types++;
-        free(raw), free(want), free(y);
-    }
-    CHECK(n_types == RFI_COUNT(all_types) - 1, "%d", n_types);
-}
-
-/* Each list of runs in full, of which the golden blocks leave gaps: sorted, and a digest of all digits. */
+/* Each list of runs in full, of which test_zoo.sh's packed blocks leave gaps: sorted, and a digest of all digits. */
 static void test_run_lists(void) {
     static const struct { const uint16_t *run; uint32_t n, digits, bits; uint64_t digest; } lists[] = {
         {rfi_iq2_xxs_runs, 256, 8, 2, 0xab05d880babe6823u}, {rfi_iq2_xs_runs, 512, 8, 2, 0x6853eeeddb7ea013u}, {rfi_iq2_s_runs, 1024, 8, 2, 0x2c1955b62f3d75bdu},
@@ -868,7 +818,6 @@ int main(int argc, char **argv) {
     RUN(test_dequantize_arguments);
     RUN(test_dequantize_random);
     RUN(test_run_lists);
-    RUN_IF(have_goldens(argv[0]), test_dequantize_golden, "no ../shared/zoo");
     RUN(test_f16);
     RUN(test_bf16);
     RUN(test_find);
