@@ -1766,8 +1766,8 @@ typedef struct rf_device_api {
     rf_result (*mem_fill)(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n,
                           rf_ticket *ticket, rf_error *err);
 
-    /* Reads n bytes at full speed, to measure bandwidth: the uint64 at sum += the n / 8 uint64 at src, modulo 2^64. n and
-     * src.offset are multiples of 16, sum.offset of 8. */
+    /* Reads n bytes at full speed, to measure bandwidth: the uint64 at sum += the n / 8 uint64 at src, modulo 2^64. n
+     * and src.offset are multiples of 16, sum.offset of 8. */
     rf_result (*mem_sum)(rf_queue *q, rf_mem_at src, uint64_t n, rf_mem_at sum, rf_ticket *ticket, rf_error *err);
 
     int (*ticket_done)(const rf_ticket *ticket);                                             /* never blocks */
@@ -6636,145 +6636,133 @@ static int rfi_kv_is_uint(uint32_t type) {
            type == RF_KV_I16 || type == RF_KV_I32 || type == RF_KV_I64;
 }
 
-/* Find "<arch>.<suffix>", or suffix itself if arch is NULL. Returns 1 if the file has it. */
-static int rfi_key_find(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_kv *kv, char *name,
-                        size_t capacity) {
-    snprintf(name, capacity, "%s%s%s", arch ? arch->name : "", arch ? "." : "", suffix);
-    return rf_gguf_find_kv(g, name, kv, NULL) == RF_OK;
+/* Reads the keys of a file: "<arch>.<suffix>", or suffix itself while arch is NULL. After the first failure nothing is
+ * read any more, and what would have been read gets its value for absent keys. */
+typedef struct rfi_key_reader {
+    const rf_gguf *g;
+    const rfi_arch *arch;
+    rf_error *err;
+    rf_result result; /* the first failure */
+    rf_kv kv;         /* of the last key   */
+    char name[96];    /* its whole name    */
+} rfi_key_reader;
+
+/* Find a key. Returns 1 if the file has it. */
+static int rfi_key_find(rfi_key_reader *k, const char *suffix) {
+    snprintf(k->name, sizeof k->name, "%s%s%s", k->arch ? k->arch->name : "", k->arch ? "." : "", suffix);
+    return rf_gguf_find_kv(k->g, k->name, &k->kv, NULL) == RF_OK;
 }
 
-/* A key contradicts others: "FILE: KEY at byte N: what is wrong". */
-__attribute__((format(printf, 5, 6)))
-static rf_result rfi_fail_at_key(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_error *err,
-                                 const char *format, ...) {
-    char name[96], what[RF_ERROR_TEXT_BYTES];
-    rf_kv kv;
+/* Fail at the last key: "FILE: KEY at byte N: what is wrong". */
+__attribute__((format(printf, 3, 4)))
+static void rfi_key_fail(rfi_key_reader *k, rf_result code, const char *format, ...) {
+    char what[RF_ERROR_TEXT_BYTES];
     va_list args;
-    rfi_key_find(g, arch, suffix, &kv, name, sizeof name);
+    if (k->result != RF_OK) return;
     va_start(args, format);
     vsnprintf(what, sizeof what, format, args);
     va_end(args);
-    return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: %s", rfi_gguf_path(g), name,
-                    RFI_LLU(kv.where), what);
+    k->result = rfi_fail(k->err, code, k->kv.where, "%s: %s at byte %llu: %s", rfi_gguf_path(k->g), k->name,
+                         RFI_LLU(k->kv.where), what);
 }
 
-/* An unsigned hyperparameter; of an array with one per layer element il. Absent: `absent`, or an error if required. */
+/* Find a key that a reader is about to read. Absent: 0, and a failure if it is required. */
+static int rfi_key_read(rfi_key_reader *k, const char *suffix, int required) {
+    if (k->result != RF_OK) return 0;
+    if (rfi_key_find(k, suffix)) return 1;
+    if (required)
+        k->result = rfi_fail(k->err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(k->g), k->name);
+    return 0;
+}
+
+/* An unsigned hyperparameter. Absent: `absent`, or a failure if required. */
 typedef struct rfi_uint_key {
     const char *suffix;
     uint32_t min, max, absent, required;
 } rfi_uint_key;
 
-static rf_result rfi_key_uint(const rf_gguf *g, const rfi_arch *arch, const rfi_uint_key *key, uint64_t il,
-                              uint64_t n_layers, uint32_t *out, rf_error *err) {
-    char name[96];
-    rf_kv kv;
+/* The same where the file may give an array of n_layers values, one per layer; n_layers 0: it may not. */
+static void rfi_key_uint_of(rfi_key_reader *k, const rfi_uint_key *key, uint64_t il, uint64_t n_layers, uint32_t *out) {
+    const rf_kv *kv = &k->kv;
     int64_t v = 0;
-    if (!rfi_key_find(g, arch, key->suffix, &kv, name, sizeof name)) {
-        *out = key->absent;
-        if (!key->required) return RF_OK;
-        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), name);
-    }
-    int per_layer = kv.type == RF_KV_ARRAY && n_layers > 0;
-    if (!rfi_kv_is_uint(kv.element_type) || (kv.type == RF_KV_ARRAY && !per_layer))
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want an unsigned integer, found %s%s",
-                        rfi_gguf_path(g), name, RFI_LLU(kv.where), kv.type == RF_KV_ARRAY ? "an array of " : "",
-                        rfi_kv_type_name(kv.element_type));
-    if (per_layer && kv.count != n_layers)
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where,
-                        "%s: %s at byte %llu: want %llu elements, one per layer, found %llu", rfi_gguf_path(g),
-                        name, RFI_LLU(kv.where), RFI_LLU(n_layers), RFI_LLU(kv.count));
-    if (rf_kv_int(&kv, per_layer ? il : 0, &v, NULL) != RF_OK || v < 0 || v < key->min || v > key->max)
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want %u to %u, found %lld",
-                        rfi_gguf_path(g), name, RFI_LLU(kv.where), key->min, key->max, (long long)v);
-    *out = (uint32_t)v;
-    return RF_OK;
+    *out = key->absent;
+    if (!rfi_key_read(k, key->suffix, key->required != 0)) return;
+    const int is_array = kv->type == RF_KV_ARRAY;
+    if (!rfi_kv_is_uint(kv->element_type) || (is_array && n_layers == 0))
+        rfi_key_fail(k, RF_ERR_FORMAT, "want an unsigned integer, found %s%s", is_array ? "an array of " : "",
+                     rfi_kv_type_name(kv->element_type));
+    else if (is_array && kv->count != n_layers)
+        rfi_key_fail(k, RF_ERR_FORMAT, "want %llu elements, one per layer, found %llu", RFI_LLU(n_layers),
+                     RFI_LLU(kv->count));
+    else if (rf_kv_int(kv, is_array ? il : 0, &v, NULL) != RF_OK || v < 0 || v < key->min || v > key->max)
+        rfi_key_fail(k, RF_ERR_FORMAT, "want %u to %u, found %lld", key->min, key->max, (long long)v);
+    else *out = (uint32_t)v;
+}
+static void rfi_key_uint(rfi_key_reader *k, const rfi_uint_key *key, uint32_t *out) {
+    rfi_key_uint_of(k, key, 0, 0, out);
 }
 
 /* A real hyperparameter, finite and >= min. */
-static rf_result rfi_key_real(const rf_gguf *g, const rfi_arch *arch, const char *suffix, double min,
-                              double absent, int required, double *out, rf_error *err) {
-    char name[96];
-    rf_kv kv;
+static void rfi_key_real(rfi_key_reader *k, const char *suffix, double min, double absent, int required, double *out) {
     *out = absent;
-    if (!rfi_key_find(g, arch, suffix, &kv, name, sizeof name)) {
-        if (!required) return RF_OK;
-        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), name);
+    if (!rfi_key_read(k, suffix, required)) return;
+    if (k->kv.type != RF_KV_F32 && k->kv.type != RF_KV_F64) {
+        rfi_key_fail(k, RF_ERR_FORMAT, "want a real number, found %s", rfi_kv_type_name(k->kv.type));
+        return;
     }
-    if (kv.type != RF_KV_F32 && kv.type != RF_KV_F64)
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a real number, found %s",
-                        rfi_gguf_path(g), name, RFI_LLU(kv.where), rfi_kv_type_name(kv.type));
-    rf_kv_real(&kv, 0, out, NULL);
+    rf_kv_real(&k->kv, 0, out, NULL);
     if (!isfinite(*out) || *out < min)
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a finite number >= %g, found %g",
-                        rfi_gguf_path(g), name, RFI_LLU(kv.where), min, *out);
-    return RF_OK;
+        rfi_key_fail(k, RF_ERR_FORMAT, "want a finite number >= %g, found %g", min, *out);
 }
 
 /* A factor, softcap or temperature: 0 (none), or 1e-9 to 1e9, so that products neither overflow nor vanish. */
-static rf_result rfi_key_scale(const rf_gguf *g, const rfi_arch *arch, const char *suffix, double absent, int required,
-                               double *out, rf_error *err) {
-    rf_result r = rfi_key_real(g, arch, suffix, 0, absent, required, out, err);
-    if (r != RF_OK || *out == 0 || (*out >= 1e-9 && *out <= 1e9)) return r;
-    return rfi_fail_at_key(g, arch, suffix, err, "want 0, or 1e-9 to 1e9, found %g", *out);
+static void rfi_key_scale(rfi_key_reader *k, const char *suffix, double absent, int required, double *out) {
+    rfi_key_real(k, suffix, 0, absent, required, out);
+    if (*out != 0 && !(*out >= 1e-9 && *out <= 1e9))
+        rfi_key_fail(k, RF_ERR_FORMAT, "want 0, or 1e-9 to 1e9, found %g", *out);
 }
 
-/* A truth value. */
-static rf_result rfi_key_bool(const rf_gguf *g, const rfi_arch *arch, const char *suffix, int absent, int required,
-                              int *out, rf_error *err) {
-    char name[96];
-    rf_kv kv;
+static void rfi_key_bool(rfi_key_reader *k, const char *suffix, int absent, int required, int *out) {
     int64_t v = absent;
-    if (!rfi_key_find(g, arch, suffix, &kv, name, sizeof name)) {
-        *out = absent;
-        if (!required) return RF_OK;
-        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), name);
-    }
-    if (kv.type != RF_KV_BOOL)
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a truth value, found %s",
-                        rfi_gguf_path(g), name, RFI_LLU(kv.where), rfi_kv_type_name(kv.type));
-    rf_kv_int(&kv, 0, &v, NULL);
+    *out = absent;
+    if (!rfi_key_read(k, suffix, required)) return;
+    if (k->kv.type != RF_KV_BOOL)
+        rfi_key_fail(k, RF_ERR_FORMAT, "want a truth value, found %s", rfi_kv_type_name(k->kv.type));
+    rf_kv_int(&k->kv, 0, &v, NULL);
     *out = v != 0;
-    return RF_OK;
 }
 
-/* A string key; *out empty if absent. */
-static rf_result rfi_key_text(const rf_gguf *g, const rfi_arch *arch, const char *suffix, rf_string *out,
-                              rf_kv *kv, rf_error *err) {
-    char name[96];
+/* A string; empty if absent. */
+static void rfi_key_text(rfi_key_reader *k, const char *suffix, rf_string *out) {
     memset(out, 0, sizeof *out);
-    if (!rfi_key_find(g, arch, suffix, kv, name, sizeof name)) return RF_OK;
-    if (kv->type != RF_KV_STRING)
-        return rfi_fail(err, RF_ERR_FORMAT, kv->where, "%s: %s at byte %llu: want a string, found %s",
-                        rfi_gguf_path(g), name, RFI_LLU(kv->where), rfi_kv_type_name(kv->type));
-    return rf_kv_text(kv, NULL, out, NULL);
+    if (!rfi_key_read(k, suffix, 0)) return;
+    if (k->kv.type != RF_KV_STRING)
+        rfi_key_fail(k, RF_ERR_FORMAT, "want a string, found %s", rfi_kv_type_name(k->kv.type));
+    else rf_kv_text(&k->kv, NULL, out, NULL);
 }
 
-static rf_result rfi_config_arch(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_arch(rfi_key_reader *k, rfi_config *c) {
     rf_string arch;
-    rf_kv kv;
-    rf_result r = rfi_key_text(g, NULL, "general.architecture", &arch, &kv, err);
-    if (r != RF_OK) return r;
-    if (arch.len == 0)
-        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key general.architecture is missing or empty",
-                        rfi_gguf_path(g));
-    c->arch = rfi_arch_find(arch);
-    if (c->arch) return RF_OK;
-    char names[200]; /* of an error's text, behind a path */
+    char names[200]; /* of an error's text, after a path */
+    rfi_key_text(k, "general.architecture", &arch);
+    if (k->result == RF_OK && arch.len == 0)
+        k->result = rfi_fail(k->err, RF_ERR_NOT_FOUND, 0, "%s: key general.architecture is missing or empty",
+                             rfi_gguf_path(k->g));
+    if (k->result != RF_OK) return;
+    k->arch = c->arch = rfi_arch_find(arch);
+    if (c->arch) return;
     rfi_arch_list(names, sizeof names);
-    return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where,
-                    "%s: general.architecture at byte %llu: '%.*s' is not supported (supported: %s)",
-                    rfi_gguf_path(g), RFI_LLU(kv.where), RFI_STR(arch), names);
+    rfi_key_fail(k, RF_ERR_UNSUPPORTED, "'%.*s' is not supported (supported: %s)", RFI_STR(arch), names);
 }
 
 /* Rope scaling. A factor without a type means linear; rope.scale_linear is the old name of the factor. */
-static rf_result rfi_config_rope_scaling(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_rope_scaling(rfi_key_reader *k, rfi_config *c) {
     rf_string type;
-    rf_kv kv;
     double old_factor = 0;
-    rf_result r = rfi_key_real(g, c->arch, "rope.scaling.factor", 0, 0, 0, &c->rope.factor, err);
-    if (r == RF_OK) r = rfi_key_real(g, c->arch, "rope.scale_linear", 0, 0, 0, &old_factor, err);
-    if (r == RF_OK) r = rfi_key_text(g, c->arch, "rope.scaling.type", &type, &kv, err);
-    if (r != RF_OK) return r;
+    rfi_key_real(k, "rope.scaling.factor", 0, 0, 0, &c->rope.factor);
+    rfi_key_real(k, "rope.scale_linear", 0, 0, 0, &old_factor);
+    rfi_key_text(k, "rope.scaling.type", &type);
+    if (k->result != RF_OK) return;
     if (c->rope.factor == 0) c->rope.factor = old_factor;
     if (c->rope.factor == 0) c->rope.factor = 1;
     if (rfi_str_equal(type, "none")) c->rope.factor = 1;
@@ -6782,29 +6770,24 @@ static rf_result rfi_config_rope_scaling(const rf_gguf *g, rfi_config *c, rf_err
         c->rope.scaling = c->rope.factor == 1 ? RFI_ROPE_NONE : RFI_ROPE_LINEAR;
     else if (rfi_str_equal(type, "yarn")) c->rope.scaling = RFI_ROPE_YARN;
     else
-        return rfi_fail(
-            err, RF_ERR_UNSUPPORTED, kv.where,
-            "%s: %s.rope.scaling.type at byte %llu: '%.*s' is not supported (supported: none, linear, yarn, longrope)",
-            rfi_gguf_path(g), c->arch->name, RFI_LLU(kv.where), RFI_STR(type));
-    return RF_OK;
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "'%.*s' is not supported (supported: none, linear, yarn, longrope)",
+                     RFI_STR(type));
 }
 
-static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_rope(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key original = {"rope.scaling.original_context_length", 1, INT32_MAX, 0, 0};
     const double swa_base = (double)c->arch->swa_rope_base;
-    rf_result r = rfi_key_real(g, c->arch, "rope.freq_base", FLT_MIN, 10000.0, 0, &c->rope.base, err);
-    if (r == RF_OK) r = rfi_config_rope_scaling(g, c, err);
-    if (r == RF_OK)
-        r = rfi_key_real(g, c->arch, "rope.scaling.yarn_log_multiplier", 0, 0, 0, &c->yarn_log_multiplier, err);
-    if (r == RF_OK) r = rfi_key_scale(g, c->arch, "rope.scaling.attn_factor", 0, 0, &c->rope.magnitude, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &original, 0, 0, &c->rope_n_ctx_original, err);
+    rfi_key_real(k, "rope.freq_base", FLT_MIN, 10000.0, 0, &c->rope.base);
+    rfi_config_rope_scaling(k, c);
+    rfi_key_real(k, "rope.scaling.yarn_log_multiplier", 0, 0, 0, &c->yarn_log_multiplier);
+    rfi_key_scale(k, "rope.scaling.attn_factor", 0, 0, &c->rope.magnitude);
+    rfi_key_uint(k, &original, &c->rope_n_ctx_original);
     if (c->rope_n_ctx_original == 0) c->rope_n_ctx_original = c->n_ctx_train;
     c->yarn_beta_fast = 32;
     c->yarn_beta_slow = 1;
-    if (r == RF_OK && c->arch->attn_temperature) {
-        r = rfi_key_real(g, c->arch, "rope.scaling.yarn_beta_fast", FLT_MIN, 32, 0, &c->yarn_beta_fast, err);
-        if (r == RF_OK)
-            r = rfi_key_real(g, c->arch, "rope.scaling.yarn_beta_slow", FLT_MIN, 1, 0, &c->yarn_beta_slow, err);
+    if (c->arch->attn_temperature) {
+        rfi_key_real(k, "rope.scaling.yarn_beta_fast", FLT_MIN, 32, 0, &c->yarn_beta_fast);
+        rfi_key_real(k, "rope.scaling.yarn_beta_slow", FLT_MIN, 1, 0, &c->yarn_beta_slow);
     }
     const uint32_t swa_n_rot = c->swa_rope.n_rot; /* set by rfi_config_heads */
     c->rope.n_rot = c->n_rot;
@@ -6813,194 +6796,167 @@ static rf_result rfi_config_rope(const rf_gguf *g, rfi_config *c, rf_error *err)
     if (swa_base > 0) c->swa_rope.base = swa_base;
     if (swa_base > 0 || (c->rope.scaling == RFI_ROPE_YARN && !c->arch->swa_yarn)) /* for long contexts */
         c->swa_rope = (rfi_rope_config){c->swa_rope.base, 1, 0, RFI_ROPE_NONE, c->swa_rope.n_rot};
-    if (r == RF_OK && c->arch->swa_period)
-        r = rfi_key_real(g, c->arch, "rope.freq_base_swa", FLT_MIN, c->swa_rope.base, 0, &c->swa_rope.base, err);
-    return r;
+    if (c->arch->swa_period) rfi_key_real(k, "rope.freq_base_swa", FLT_MIN, c->swa_rope.base, 0, &c->swa_rope.base);
 }
 
 /* The layers with a sliding window: all but every n-th (0: all), or a list of booleans, one per layer. */
-static rf_result rfi_config_window(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_window(rfi_key_reader *k, rfi_config *c) {
     const rfi_uint_key window_key = {"attention.sliding_window", 0, INT32_MAX, c->arch->swa_window, 0},
                        period_key = {"attention.sliding_window_pattern", 0, ROCMFORGE_MAX_LAYERS, 0, 0};
-    char name[96];
-    rf_kv kv;
     uint32_t window = 0, period = c->arch->swa_period;
-    if (period == 0) return RF_OK;
-    rf_result r = rfi_key_uint(g, c->arch, &window_key, 0, 0, &window, err);
-    int there = rfi_key_find(g, c->arch, period_key.suffix, &kv, name, sizeof name);
-    int list = there && kv.type == RF_KV_ARRAY;
-    if (r == RF_OK && !there && c->arch->swa_heads)
-        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), name);
-    if (r == RF_OK && there && !list) r = rfi_key_uint(g, c->arch, &period_key, 0, 0, &period, err);
-    if (r == RF_OK && list && (kv.count != c->n_layers || kv.element_type != RF_KV_BOOL))
-        r = rfi_fail_at_key(g, c->arch, period_key.suffix, err, "want a number, or %u truth values, one per layer",
-                            c->n_layers);
-    for (uint32_t il = 0; r == RF_OK && window && il < c->n_layers; il++) {
+    if (period == 0) return;
+    rfi_key_uint(k, &window_key, &window);
+    const int there = rfi_key_read(k, period_key.suffix, c->arch->swa_heads), list = there && k->kv.type == RF_KV_ARRAY;
+    const rf_kv kv = k->kv;
+    if (there && !list) rfi_key_uint(k, &period_key, &period);
+    if (list && (kv.count != c->n_layers || kv.element_type != RF_KV_BOOL))
+        rfi_key_fail(k, RF_ERR_FORMAT, "want a number, or %u truth values, one per layer", c->n_layers);
+    for (uint32_t il = 0; k->result == RF_OK && window && il < c->n_layers; il++) {
         int64_t swa = period == 0 || il % period < period - 1;
         if (list) rf_kv_int(&kv, il, &swa, NULL);
         c->layers[il].swa = swa != 0;
         c->layers[il].window = swa ? window : 0;
         if (!swa && c->arch->swa_rope_only) c->layers[il].rope = 0;
     }
-    return r;
 }
 
 /* Scales, softcaps and slopes; 0 is none, as in llama.cpp. */
-static rf_result rfi_config_scales(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_scales(rfi_key_reader *k, rfi_config *c) {
     const rfi_arch *arch = c->arch;
-    rf_result r = RF_OK;
-    if (c->arch->embed_sqrt) c->embedding_scale = sqrt((double)c->n_embd);
+    if (arch->embed_sqrt) c->embedding_scale = sqrt((double)c->n_embd);
     if (arch->wide_layers == c->n_layers) c->attention_scale = 1 / sqrt((double)c->n_embd / c->layers[0].n_heads);
     c->alibi = (double)arch->alibi;
     if (arch->alibi_keys) {
-        r = rfi_key_real(g, arch, "attention.max_alibi_bias", FLT_MIN, 0, 1, &c->alibi, err);
-        if (r == RF_OK) r = rfi_key_scale(g, arch, "attention.clamp_kqv", 0, 0, &c->clamp, err);
-        if (r != RF_OK) return r;
+        rfi_key_real(k, "attention.max_alibi_bias", FLT_MIN, 0, 1, &c->alibi);
+        rfi_key_scale(k, "attention.clamp_kqv", 0, 0, &c->clamp);
     }
     if (arch->attn_scale > 0) c->attention_scale = (double)arch->attn_scale;
-    if (c->arch->mla) { /* keys are rotated in part only, so yarn's magnitude applies to the scores */
+    if (arch->mla) { /* keys are rotated in part only, so yarn's magnitude applies to the scores */
         const double f = c->rope.scaling == RFI_ROPE_YARN ? fmax(1, c->rope.factor) : 1;
         const double magnitude = 1 + c->yarn_log_multiplier * log(f);
         c->attention_scale = magnitude * magnitude / sqrt(c->mla.head_dim);
     }
-    if (c->arch->scale_keys) {
-        r = rfi_key_scale(g, arch, "embedding_scale", 0, 0, &c->embedding_scale, err);
-        if (r == RF_OK) r = rfi_key_scale(g, arch, "residual_scale", 0, 0, &c->residual_scale, err);
-        if (r == RF_OK) r = rfi_key_scale(g, arch, "attention.scale", 0, 0, &c->attention_scale, err);
+    if (arch->scale_keys) {
+        rfi_key_scale(k, "embedding_scale", 0, 0, &c->embedding_scale);
+        rfi_key_scale(k, "residual_scale", 0, 0, &c->residual_scale);
+        rfi_key_scale(k, "attention.scale", 0, 0, &c->attention_scale);
     }
-    if (r == RF_OK && (c->arch->scale_keys || c->arch->logit_scale_multiplies))
-        r = rfi_key_scale(g, arch, "logit_scale", 0, 1, &c->logit_scale, err);
-    if (c->arch->scale_keys && c->logit_scale != 0) c->logit_scale = 1 / c->logit_scale;
-    if (r == RF_OK && c->arch->attn_softcap)
-        r = rfi_key_scale(g, arch, "attn_logit_softcapping", 50, 0, &c->attention_softcap, err);
-    if (r == RF_OK && (c->arch->attn_softcap || c->arch->final_softcap))
-        r = rfi_key_scale(g, arch, "final_logit_softcapping", c->arch->attn_softcap ? 30 : 0, 0, &c->logit_softcap,
-                          err);
-    if (r == RF_OK && c->arch->attn_temperature)
-        r = rfi_key_scale(g, arch, "attention.temperature_scale", 0, 0, &c->temperature, err);
-    return r;
+    if (arch->scale_keys || arch->logit_scale_multiplies) rfi_key_scale(k, "logit_scale", 0, 1, &c->logit_scale);
+    if (arch->scale_keys && c->logit_scale != 0) c->logit_scale = 1 / c->logit_scale;
+    if (arch->attn_softcap) rfi_key_scale(k, "attn_logit_softcapping", 50, 0, &c->attention_softcap);
+    if (arch->attn_softcap || arch->final_softcap)
+        rfi_key_scale(k, "final_logit_softcapping", arch->attn_softcap ? 30 : 0, 0, &c->logit_softcap);
+    if (arch->attn_temperature) rfi_key_scale(k, "attention.temperature_scale", 0, 0, &c->temperature);
 }
 
 /* Vocabulary size: the token list counts; a file without a tokenizer may say vocab_size. */
-static rf_result rfi_config_vocab(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_vocab(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key vocab = {"vocab_size", 1, INT32_MAX, 0, 1};
-    rf_kv kv;
-    if (rf_gguf_find_kv(g, "tokenizer.ggml.tokens", &kv, NULL) != RF_OK)
-        return rfi_key_uint(g, c->arch, &vocab, 0, 0, &c->n_vocab, err);
-    if (kv.type != RF_KV_ARRAY || kv.element_type != RF_KV_STRING || kv.count == 0 || kv.count > INT32_MAX)
-        return rfi_fail(
-            err, RF_ERR_FORMAT, kv.where,
-            "%s: tokenizer.ggml.tokens at byte %llu: want an array of 1 to 2147483647 strings, found %llu x %s",
-            rfi_gguf_path(g), RFI_LLU(kv.where), RFI_LLU(kv.count), rfi_kv_type_name(kv.element_type));
-    c->n_vocab = (uint32_t)kv.count;
-    return RF_OK;
+    rfi_key_reader tokens = {.g = k->g, .err = k->err, .result = k->result};
+    const rf_kv *kv = &tokens.kv;
+    if (!rfi_key_read(&tokens, "tokenizer.ggml.tokens", 0)) {
+        rfi_key_uint(k, &vocab, &c->n_vocab);
+        return;
+    }
+    if (kv->type != RF_KV_ARRAY || kv->element_type != RF_KV_STRING || kv->count == 0 || kv->count > INT32_MAX)
+        rfi_key_fail(&tokens, RF_ERR_FORMAT, "want an array of 1 to 2147483647 strings, found %llu x %s",
+                     RFI_LLU(kv->count), rfi_kv_type_name(kv->element_type));
+    k->result = tokens.result;
+    c->n_vocab = (uint32_t)kv->count;
 }
 
 /* Gating of the experts, where keys of the file decide. */
-static rf_result rfi_config_gating(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_gating(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key groups = {"expert_group_count", 0, RF_MAX_EXPERTS, 0, 0},
                               groups_used = {"expert_group_used_count", 0, RF_MAX_EXPERTS, 0, 0},
                               gating = {"expert_gating_func", 0, UINT32_MAX, 0, 0};
     rfi_moe_config *m = &c->moe;
     uint32_t function = 0, n_groups = 0;
-    rf_result r = rfi_key_uint(g, c->arch, &gating, 0, 0, &function, err);
-    if (r == RF_OK) r = rfi_key_bool(g, c->arch, "expert_weights_norm", c->moe.normalize, 0, &c->moe.normalize, err);
-    if (r == RF_OK) r = rfi_key_real(g, c->arch, "expert_weights_scale", 0, 0, 0, &c->moe.scale, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &groups, 0, 0, &n_groups, err);
-    if (r != RF_OK) return r;
-    if (function > RFI_GATING_CHOSEN)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0,
-                        "%s: %s.expert_gating_func is %u: not supported (supported: 1, 2, 3)",
-                        rfi_gguf_path(g), c->arch->name, function);
+    rfi_key_uint(k, &gating, &function);
+    rfi_key_bool(k, "expert_weights_norm", c->moe.normalize, 0, &c->moe.normalize);
+    rfi_key_real(k, "expert_weights_scale", 0, 0, 0, &c->moe.scale);
+    rfi_key_uint(k, &groups, &n_groups);
+    if (k->result != RF_OK) return;
+    if (function > RFI_GATING_CHOSEN) {
+        rfi_key_find(k, gating.suffix);
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u is not supported (supported: 1, 2, 3)", function);
+    }
     if (function) m->gating = function;
     else if (c->arch->mla && c->n_vocab == 154880 && (c->n_blocks == 47 || c->n_blocks == 48))
         m->gating = RFI_GATING_SIGMOID; /* files of GLM-4.7-Flash do not say so */
-    if (n_groups <= 1) return RF_OK;
-    if (!c->arch->moe->groups)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0,
-                        "%s: %s.expert_group_count is %u: groups of experts are not supported",
-                        rfi_gguf_path(g), c->arch->name, n_groups);
+    if (n_groups <= 1) return;
     m->n_groups = n_groups;
-    r = rfi_key_uint(g, c->arch, &groups_used, 0, 0, &m->n_groups_used, err);
-    if (r == RF_OK && (m->n_experts % n_groups || m->n_groups_used > n_groups ||
-                       m->n_experts / n_groups * m->n_groups_used < m->n_used))
-        r = rfi_fail_at_key(g, c->arch, groups.suffix, err, "%u of %u groups for %u of %u experts", m->n_groups_used,
-                            n_groups, m->n_used, m->n_experts);
-    return r;
+    rfi_key_uint(k, &groups_used, &m->n_groups_used);
+    rfi_key_find(k, groups.suffix);
+    if (!c->arch->moe->groups)
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u: groups of experts are not supported", n_groups);
+    if (m->n_experts % n_groups || m->n_groups_used > n_groups ||
+        m->n_experts / n_groups * m->n_groups_used < m->n_used)
+        rfi_key_fail(k, RF_ERR_FORMAT, "%u of %u groups for %u of %u experts", m->n_groups_used, n_groups, m->n_used,
+                     m->n_experts);
 }
 
 /* Experts: how many, how wide, how they are chosen. Products of these numbers stay below 2^31. */
-static rf_result rfi_config_experts(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_experts(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key n_shared = {"expert_shared_count", 0, RF_MAX_EXPERTS, 0, 0},
                               shared_ff = {"expert_shared_feed_forward_length", 0, 1 << 24, 0, 0};
     const rfi_moe_arch *a = c->arch->moe;
     const rfi_uint_key n_experts = {"expert_count", !a->optional, RF_MAX_EXPERTS, 0, !a->optional};
     rfi_moe_config *m = &c->moe;
     uint32_t shared = 0;
-    rf_result r = rfi_key_uint(g, c->arch, &n_experts, 0, 0, &m->n_experts, err);
-    if (r != RF_OK || m->n_experts == 0) return r;
+    rfi_key_uint(k, &n_experts, &m->n_experts);
+    if (k->result != RF_OK || m->n_experts == 0) return;
     const rfi_uint_key n_used = {"expert_used_count", 1, m->n_experts, 0, 1},
                        n_dense = {"leading_dense_block_count", 0, c->n_layers, 0, 0},
                        n_ff = {"expert_feed_forward_length", 1, 1 << 24, c->layers[0].n_ff, !a->n_ff_is_ff};
     m->gating = a->gating;
     m->normalize = a->normalize;
-    r = rfi_key_uint(g, c->arch, &n_used, 0, 0, &m->n_used, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_ff, 0, 0, &m->n_ff, err);
-    if (r == RF_OK && a->dense_lead) r = rfi_key_uint(g, c->arch, &n_dense, 0, 0, &m->n_dense, err);
-    if (r == RF_OK && a->shared) r = rfi_key_uint(g, c->arch, &n_shared, 0, 0, &shared, err);
-    if (r == RF_OK && a->shared) r = rfi_key_uint(g, c->arch, &shared_ff, 0, 0, &m->n_ff_shared, err);
-    if (r == RF_OK && a->keys) r = rfi_config_gating(g, c, err);
-    if (r != RF_OK) return r;
+    rfi_key_uint(k, &n_used, &m->n_used);
+    rfi_key_uint(k, &n_ff, &m->n_ff);
+    if (a->dense_lead) rfi_key_uint(k, &n_dense, &m->n_dense);
+    if (a->shared) rfi_key_uint(k, &n_shared, &shared);
+    if (a->shared) rfi_key_uint(k, &shared_ff, &m->n_ff_shared);
+    if (a->keys) rfi_config_gating(k, c);
+    if (k->result != RF_OK) return;
     const uint64_t widest = rfi_max_u64(m->n_ff, c->n_embd), all_shared = (uint64_t)shared * m->n_ff;
-    if (widest * m->n_experts > INT32_MAX || all_shared > INT32_MAX)
-        return rfi_fail_at_key(g, c->arch, "expert_count", err,
-                               "%u experts of up to %llu rows, %u of them shared: at most 2147483647 rows in all",
-                               m->n_experts, RFI_LLU(widest), shared);
+    if (widest * m->n_experts > INT32_MAX || all_shared > INT32_MAX) {
+        rfi_key_find(k, n_experts.suffix);
+        rfi_key_fail(k, RF_ERR_FORMAT,
+                     "%u experts of up to %llu rows, %u of them shared: at most 2147483647 rows in all", m->n_experts,
+                     RFI_LLU(widest), shared);
+    }
     if (m->n_ff_shared == 0) m->n_ff_shared = (uint32_t)all_shared;
-    return RF_OK;
 }
 
 /* What would change the graph and is not built: refused by name, never run wrong. */
-static rf_result rfi_config_refuse(const rf_gguf *g, const rfi_config *c, rf_error *err) {
+static void rfi_config_refuse(rfi_key_reader *k, const rfi_config *c) {
     static const rfi_uint_key experts = {"expert_count", 0, UINT32_MAX, 0, 0};
     uint32_t n_experts = 0;
-    rf_kv kv;
-    char name[96];
     int64_t causal = 1;
-    rf_result r = c->arch->moe ? RF_OK : rfi_key_uint(g, c->arch, &experts, 0, 0, &n_experts, err);
-    if (r != RF_OK) return r;
+    if (!c->arch->moe) rfi_key_uint(k, &experts, &n_experts);
     if (n_experts)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0,
-                        "%s: %s.expert_count is %u: mixture of experts is not supported in this architecture",
-                        rfi_gguf_path(g), c->arch->name, n_experts);
-    if (rfi_key_find(g, c->arch, "attention.causal", &kv, name, sizeof name) &&
-        rf_kv_int(&kv, 0, &causal, NULL) == RF_OK && !causal)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where,
-                        "%s: %s at byte %llu is false: attention without a causal mask is not supported",
-                        rfi_gguf_path(g), name, RFI_LLU(kv.where));
-    return RF_OK;
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u: mixture of experts is not supported in this architecture", n_experts);
+    if (rfi_key_read(k, "attention.causal", 0) && rf_kv_int(&k->kv, 0, &causal, NULL) == RF_OK && !causal)
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "false: attention without a causal mask is not supported");
 }
 
 /* Every full_attention_interval-th layer has attention, unless a list says which layers are recurrent. */
-static rf_result rfi_config_delta_layers(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_delta_layers(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key interval_key = {"full_attention_interval", 1, ROCMFORGE_MAX_LAYERS, 4, 0};
-    static const char *const list_key = "attention.recurrent_layers";
-    char name[96];
-    rf_kv kv;
     uint32_t interval = 0;
-    rf_result r = rfi_key_uint(g, c->arch, &interval_key, 0, 0, &interval, err);
-    const int list = rfi_key_find(g, c->arch, list_key, &kv, name, sizeof name);
-    if (r == RF_OK && list && (kv.type != RF_KV_ARRAY || kv.count != c->n_blocks || kv.element_type != RF_KV_BOOL))
-        r = rfi_fail_at_key(g, c->arch, list_key, err, "want %u truth values, one per layer", c->n_blocks);
-    for (uint32_t il = 0; r == RF_OK && il < c->n_layers; il++) {
+    rfi_key_uint(k, &interval_key, &interval);
+    const int list = rfi_key_read(k, "attention.recurrent_layers", 0);
+    const rf_kv *kv = &k->kv;
+    if (list && (kv->type != RF_KV_ARRAY || kv->count != c->n_blocks || kv->element_type != RF_KV_BOOL))
+        rfi_key_fail(k, RF_ERR_FORMAT, "want %u truth values, one per layer", c->n_blocks);
+    for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
         int64_t recurrent = (il + 1) % interval != 0;
-        if (list) rf_kv_int(&kv, il, &recurrent, NULL);
+        if (list) rf_kv_int(kv, il, &recurrent, NULL);
         c->layers[il].recurrent = recurrent != 0;
     }
-    return r;
 }
 
-static rf_result rfi_config_recurrent(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_recurrent(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key l_cache = {"shortconv.l_cache", 2, RF_MAX_TAPS, 0, 1},
                               kernel = {"ssm.conv_kernel", 2, RF_MAX_TAPS, 0, 1},
                               state = {"ssm.state_size", 1, 1 << 10, 0, 1},
@@ -7010,67 +6966,65 @@ static rf_result rfi_config_recurrent(const rf_gguf *g, rfi_config *c, rf_error 
     rfi_recurrent_config *t = &c->recurrent;
     uint32_t n_inner = 0;
     t->kind = c->arch->recurrent->kind;
-    if (t->kind == RFI_SHORT_CONV) return rfi_key_uint(g, c->arch, &l_cache, 0, 0, &t->n_taps, err);
-    rf_result r = rfi_key_uint(g, c->arch, &kernel, 0, 0, &t->n_taps, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &state, 0, 0, &t->head_dim, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &groups, 0, 0, &t->n_k_heads, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &heads, 0, 0, &t->n_heads, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &inner, 0, 0, &n_inner, err);
-    if (r != RF_OK) return r;
-    if (n_inner % t->n_heads || t->n_heads % t->n_k_heads)
-        return rfi_fail_at_key(g, c->arch, heads.suffix, err,
-                               "want a divisor of ssm.inner_size %u and a multiple of ssm.group_count %u, found %u",
-                               n_inner, t->n_k_heads, t->n_heads);
+    if (t->kind == RFI_SHORT_CONV) {
+        rfi_key_uint(k, &l_cache, &t->n_taps);
+        return;
+    }
+    rfi_key_uint(k, &kernel, &t->n_taps);
+    rfi_key_uint(k, &state, &t->head_dim);
+    rfi_key_uint(k, &groups, &t->n_k_heads);
+    rfi_key_uint(k, &heads, &t->n_heads);
+    rfi_key_uint(k, &inner, &n_inner);
+    if (k->result != RF_OK) return;
     t->head_dim_v = n_inner / t->n_heads;
-    if (t->head_dim_v > 1 << 10)
-        return rfi_fail_at_key(g, c->arch, inner.suffix, err, "%u heads of %u values: at most 1024", t->n_heads,
-                               t->head_dim_v);
     t->n_conv = 2 * t->n_k_heads * t->head_dim + n_inner;
-    return rfi_config_delta_layers(g, c, err);
+    rfi_key_find(k, heads.suffix);
+    if (n_inner % t->n_heads || t->n_heads % t->n_k_heads)
+        rfi_key_fail(k, RF_ERR_FORMAT,
+                     "want a divisor of ssm.inner_size %u and a multiple of ssm.group_count %u, found %u", n_inner,
+                     t->n_k_heads, t->n_heads);
+    rfi_key_find(k, inner.suffix);
+    if (t->head_dim_v > 1 << 10)
+        rfi_key_fail(k, RF_ERR_FORMAT, "%u heads of %u values: at most 1024", t->n_heads, t->head_dim_v);
+    rfi_config_delta_layers(k, c);
 }
 
 /* Heads, KV heads and FFN width of every layer; keys are numbers or arrays. */
-static rf_result rfi_config_layers(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_layers(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key heads = {"attention.head_count", 1, 1 << 14, 0, 1},
                               ff = {"feed_forward_length", 1, 1 << 24, 0, 1};
     int rotate = !c->arch->learned_positions && c->arch->alibi == 0;
-    if (c->arch->rope_switch) {
-        rf_result r = rfi_key_bool(g, c->arch, "rope.scaling.finetuned", 1, 0, &rotate, err);
-        if (r != RF_OK) return r;
-    }
-    for (uint32_t il = 0; il < c->n_layers; il++) {
+    if (c->arch->rope_switch) rfi_key_bool(k, "rope.scaling.finetuned", 1, 0, &rotate);
+    for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
         rfi_layer_config *l = &c->layers[il];
         l->rope = rotate && !(c->arch->no_rope_period && (il + 1) % c->arch->no_rope_period == 0);
-        rf_result r = rfi_key_uint(g, c->arch, &heads, il, c->n_blocks, &l->n_heads, err);
-        if (r != RF_OK) return r;
+        rfi_key_uint_of(k, &heads, il, c->n_blocks, &l->n_heads);
         const int conv = c->arch->recurrent && c->arch->recurrent->kind == RFI_SHORT_CONV; /* no heads: recurrent */
         const rfi_uint_key kv_heads = {"attention.head_count_kv", !conv, 1 << 14, l->n_heads, (uint32_t)conv};
-        r = rfi_key_uint(g, c->arch, &kv_heads, il, c->n_blocks, &l->n_kv_heads, err);
-        if (r == RF_OK) r = rfi_key_uint(g, c->arch, &ff, il, c->n_blocks, &l->n_ff, err);
-        if (r != RF_OK) return r;
+        rfi_key_uint_of(k, &kv_heads, il, c->n_blocks, &l->n_kv_heads);
+        rfi_key_uint_of(k, &ff, il, c->n_blocks, &l->n_ff);
         l->recurrent = l->n_kv_heads == 0;
-        if (!l->recurrent && l->n_heads % l->n_kv_heads) /* the key is there: absent, it divides */
-            return rfi_fail_at_key(g, c->arch, kv_heads.suffix, err,
-                                   "layer %u has %u heads on %u key/value heads, want a divisor", il, l->n_heads,
-                                   l->n_kv_heads);
+        if (!l->recurrent && l->n_heads % l->n_kv_heads) {
+            rfi_key_find(k, kv_heads.suffix);
+            rfi_key_fail(k, RF_ERR_FORMAT, "layer %u has %u heads on %u key/value heads, want a divisor", il,
+                         l->n_heads, l->n_kv_heads);
+        }
     }
-    return RF_OK;
 }
 
 /* Head sizes of every layer; SWA layers may have their own. */
-static rf_result rfi_config_swa_heads(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_swa_heads(rfi_key_reader *k, rfi_config *c) {
     const rfi_uint_key key_length = {"attention.key_length_swa", 1, 1 << 14, c->head_dim, 0},
                        value_length = {"attention.value_length_swa", 1, 1 << 14, c->head_dim_v, 0};
     uint32_t dim = c->head_dim, dim_v = c->head_dim_v;
-    rf_result r = RF_OK;
     c->swa_rope.n_rot = c->n_rot;
     if (c->arch->swa_heads) {
-        r = rfi_key_uint(g, c->arch, &key_length, 0, 0, &dim, err);
-        if (r == RF_OK) r = rfi_key_uint(g, c->arch, &value_length, 0, 0, &dim_v, err);
+        rfi_key_uint(k, &key_length, &dim);
+        rfi_key_uint(k, &value_length, &dim_v);
         const rfi_uint_key n_rot = {"rope.dimension_count_swa", 2, dim, dim & ~1u, 0};
-        if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_rot, 0, 0, &c->swa_rope.n_rot, err);
-        if (r == RF_OK && c->swa_rope.n_rot % 2)
-            r = rfi_fail_at_key(g, c->arch, n_rot.suffix, err, "want an even number, found %u", c->swa_rope.n_rot);
+        rfi_key_uint(k, &n_rot, &c->swa_rope.n_rot);
+        if (c->swa_rope.n_rot % 2)
+            rfi_key_fail(k, RF_ERR_FORMAT, "want an even number, found %u", c->swa_rope.n_rot);
     }
     for (uint32_t il = 0; il < c->n_layers; il++) {
         rfi_layer_config *l = &c->layers[il];
@@ -7078,132 +7032,128 @@ static rf_result rfi_config_swa_heads(const rf_gguf *g, rfi_config *c, rf_error 
         l->head_dim_v = l->swa ? dim_v : c->head_dim_v;
         l->cache_layer = il;
     }
-    return r;
 }
 
 /* Embedding rows for every layer, and layers that share a KV cache: they read that of the last layer of their kind
  * that has one. */
-static rf_result rfi_config_layer_inputs(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_layer_inputs(rfi_key_reader *k, rfi_config *c) {
     const rfi_uint_key input = {"embedding_length_per_layer_input", 0, 1 << 16, 0, 0},
                        shared = {"attention.shared_kv_layers", 0, c->n_layers - 1, 0, 0};
     uint32_t n_shared = 0;
-    rf_result r = rfi_key_uint(g, c->arch, &input, 0, 0, &c->n_layer_input, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &shared, 0, 0, &n_shared, err);
+    rfi_key_uint(k, &input, &c->n_layer_input);
+    rfi_key_uint(k, &shared, &n_shared);
     const uint32_t from = c->n_layers - n_shared;
-    for (uint32_t il = from; r == RF_OK && il < c->n_layers; il++) {
+    for (uint32_t il = from; k->result == RF_OK && il < c->n_layers; il++) {
         rfi_layer_config *l = &c->layers[il];
         const uint32_t back = l->swa ? 2 : 1;
         const rfi_layer_config *of = from >= back ? &c->layers[from - back] : NULL;
-        if (!of || of->swa != l->swa || l->n_heads % of->n_kv_heads)
-            return rfi_fail_at_key(g, c->arch, shared.suffix, err,
-                                   "layer %u finds no earlier layer of its kind whose keys it could read", il);
+        if (!of || of->swa != l->swa || l->n_heads % of->n_kv_heads) {
+            rfi_key_fail(k, RF_ERR_FORMAT, "layer %u finds no earlier layer of its kind whose keys it could read", il);
+            return;
+        }
         l->cache_layer = from - back;
         l->n_kv_heads = of->n_kv_heads;
     }
-    return r;
 }
 
 /* Head sizes, and how much of a head is rotated. */
-static rf_result rfi_config_heads(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_heads(rfi_key_reader *k, rfi_config *c) {
     uint32_t n_heads = c->layers[0].n_heads;
     uint32_t by_width = c->n_embd % n_heads ? 0 : c->n_embd / n_heads; /* 0: then the file must say */
     const rfi_uint_key key_length = {"attention.key_length", 1, 1 << 14, by_width, 0};
-    rf_result r = rfi_key_uint(g, c->arch, &key_length, 0, 0, &c->head_dim, err);
-    if (r == RF_OK && c->head_dim == 0)
-        r = rfi_fail_at_key(g, c->arch, "attention.head_count", err,
-                            "%u heads on %s.embedding_length %u, want a divisor or %s.attention.key_length", n_heads,
-                            c->arch->name, c->n_embd, c->arch->name);
-    const rfi_uint_key value_length = {"attention.value_length", 1, 1 << 14, by_width ? by_width : c->head_dim,
-                                       0};
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &value_length, 0, 0, &c->head_dim_v, err);
+    rfi_key_uint(k, &key_length, &c->head_dim);
+    if (c->head_dim == 0) {
+        rfi_key_find(k, "attention.head_count");
+        rfi_key_fail(k, RF_ERR_FORMAT, "%u heads on %s.embedding_length %u, want a divisor or %s.attention.key_length",
+                     n_heads, c->arch->name, c->n_embd, c->arch->name);
+    }
+    const rfi_uint_key value_length = {"attention.value_length", 1, 1 << 14, by_width ? by_width : c->head_dim, 0};
+    rfi_key_uint(k, &value_length, &c->head_dim_v);
     const rfi_uint_key n_rot = {"rope.dimension_count", 2, c->head_dim, c->head_dim & ~1u, 0};
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_rot, 0, 0, &c->n_rot, err);
-    if (r == RF_OK && c->n_rot % 2)
-        r = rfi_fail_at_key(g, c->arch, n_rot.suffix, err, "want an even number, found %u", c->n_rot);
-    if (r == RF_OK && c->recurrent.kind == RFI_DELTA_NET && c->head_dim_v != c->head_dim) /* a gate for each value */
-        r = rfi_fail_at_key(g, c->arch, value_length.suffix, err, "want attention.key_length %u, found %u",
-                            c->head_dim, c->head_dim_v);
-    if (r == RF_OK) r = rfi_config_swa_heads(g, c, err);
-    return r;
+    rfi_key_uint(k, &n_rot, &c->n_rot);
+    if (c->n_rot % 2) rfi_key_fail(k, RF_ERR_FORMAT, "want an even number, found %u", c->n_rot);
+    rfi_key_find(k, value_length.suffix);
+    if (c->recurrent.kind == RFI_DELTA_NET && c->head_dim_v != c->head_dim) /* a gate for each value */
+        rfi_key_fail(k, RF_ERR_FORMAT, "want attention.key_length %u, found %u", c->head_dim, c->head_dim_v);
+    rfi_config_swa_heads(k, c);
 }
 
 /* MLA. Older files, with attn_kv_b, give the sizes before compression and as many KV heads as heads. */
-static rf_result rfi_config_mla(const rf_gguf *g, rfi_config *c, rf_error *err) {
+static void rfi_config_mla(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key rank = {"attention.kv_lora_rank", 1, 1 << 14, 0, 1},
                               q_lora_rank = {"attention.q_lora_rank", 0, 1 << 20, 0, 0};
     rfi_mla_config *l = &c->mla;
     rf_tensor_info t;
-    l->joined = rf_gguf_find_tensor(g, "blk.0.attn_kv_b.weight", &t, NULL) == RF_OK &&
-                rf_gguf_find_tensor(g, "blk.0.attn_k_b.weight", &t, NULL) != RF_OK;
+    l->joined = rf_gguf_find_tensor(k->g, "blk.0.attn_kv_b.weight", &t, NULL) == RF_OK &&
+                rf_gguf_find_tensor(k->g, "blk.0.attn_k_b.weight", &t, NULL) != RF_OK;
     const rfi_uint_key key_length = {l->joined ? "attention.key_length" : "attention.key_length_mla", c->n_rot + 1,
                                      1 << 14, 0, 1},
                        value_length = {l->joined ? "attention.value_length" : "attention.value_length_mla", 1, 1 << 14,
                                        0, 1};
-    rf_result r = rfi_key_uint(g, c->arch, &rank, 0, 0, &l->kv_lora_rank, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &q_lora_rank, 0, 0, &l->q_lora_rank, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &key_length, 0, 0, &l->head_dim, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &value_length, 0, 0, &l->head_dim_v, err);
-    if (r == RF_OK && l->joined) c->head_dim = l->kv_lora_rank + c->n_rot, c->head_dim_v = l->kv_lora_rank;
-    if (r != RF_OK) return r;
+    rfi_key_uint(k, &rank, &l->kv_lora_rank);
+    rfi_key_uint(k, &q_lora_rank, &l->q_lora_rank);
+    rfi_key_uint(k, &key_length, &l->head_dim);
+    rfi_key_uint(k, &value_length, &l->head_dim_v);
+    if (l->joined) c->head_dim = l->kv_lora_rank + c->n_rot, c->head_dim_v = l->kv_lora_rank;
+    rfi_key_find(k, rank.suffix);
     if (c->head_dim != l->kv_lora_rank + c->n_rot || c->head_dim_v != l->kv_lora_rank)
-        return rfi_fail_at_key(g, c->arch, rank.suffix, err,
-                               "%u, and %u rotated values, want attention.key_length %u and value_length %u, found %u "
-                               "and %u",
-                               l->kv_lora_rank, c->n_rot, l->kv_lora_rank + c->n_rot, l->kv_lora_rank, c->head_dim,
-                               c->head_dim_v);
+        rfi_key_fail(k, RF_ERR_FORMAT,
+                     "%u, and %u rotated values, want attention.key_length %u and value_length %u, found %u and %u",
+                     l->kv_lora_rank, c->n_rot, l->kv_lora_rank + c->n_rot, l->kv_lora_rank, c->head_dim,
+                     c->head_dim_v);
     for (uint32_t il = 0; il < c->n_layers; il++) {
         rfi_layer_config *layer = &c->layers[il];
         const uint32_t want = l->joined ? layer->n_heads : 1;
         if (layer->n_kv_heads != want)
-            return rfi_fail_at_key(g, c->arch, rank.suffix, err,
-                                   "%s, want attention.head_count_kv %u, found %u in layer %u",
-                                   l->joined ? "attn_kv_b" : "one key of all heads", want, layer->n_kv_heads, il);
+            rfi_key_fail(k, RF_ERR_FORMAT, "%s, want attention.head_count_kv %u, found %u in layer %u",
+                         l->joined ? "attn_kv_b" : "one key of all heads", want, layer->n_kv_heads, il);
         layer->n_kv_heads = 1;
         layer->head_dim = c->head_dim;
         layer->head_dim_v = c->head_dim_v;
     }
-    return RF_OK;
 }
 
-/* Read everything. c->layers is allocated with the file's allocator, also on failure (the caller frees it). */
+/* Read everything. c->layers is allocated with the file's allocator, also on failure; the caller frees it. */
 static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key n_layers = {"block_count", 1, ROCMFORGE_MAX_LAYERS, 0, 1},
                               n_embd = {"embedding_length", 1, 1 << 20, 0, 1},
                               n_ctx = {"context_length", 1, UINT32_MAX, 0, 1};
+    rfi_key_reader keys = {.g = g, .err = err}, *k = &keys;
+    uint32_t n_mtp = 0;
     memset(c, 0, sizeof *c);
-    uint32_t n_next = 0;
-    rf_result r = rfi_config_arch(g, c, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_layers, 0, 0, &c->n_blocks, err);
-    const rfi_uint_key next = {"nextn_predict_layers", 0, c->n_blocks - 1, 0, 0};
-    if (r == RF_OK && (c->arch->moe || c->arch->recurrent)) r = rfi_key_uint(g, c->arch, &next, 0, 0, &n_next, err);
-    c->n_layers = c->n_blocks - n_next;
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_embd, 0, 0, &c->n_embd, err);
-    if (r == RF_OK) r = rfi_key_uint(g, c->arch, &n_ctx, 0, 0, &c->n_ctx_train, err);
-    const char *eps = r == RF_OK && c->arch->layer_norm ? "attention.layer_norm_epsilon"
-                                                              : "attention.layer_norm_rms_epsilon";
-    if (r == RF_OK) r = rfi_key_real(g, c->arch, eps, 0, 0, 1, &c->norm_eps, err);
-    c->parallel = r == RF_OK && c->arch->parallel;
-    if (r == RF_OK && c->arch->parallel_key)
-        r = rfi_key_bool(g, c->arch, "use_parallel_residual", 0, 1, &c->parallel, err);
-    if (r == RF_OK) r = rfi_config_vocab(g, c, err);
-    if (r == RF_OK) r = rfi_config_refuse(g, c, err);
-    if (r != RF_OK) return r;
+    rfi_config_arch(k, c);
+    rfi_key_uint(k, &n_layers, &c->n_blocks);
+    if (k->result != RF_OK) return k->result;
+    const rfi_arch *arch = c->arch;
+    const rfi_uint_key mtp = {"nextn_predict_layers", 0, c->n_blocks - 1, 0, 0};
+    if (arch->moe || arch->recurrent) rfi_key_uint(k, &mtp, &n_mtp);
+    c->n_layers = c->n_blocks - n_mtp;
+    rfi_key_uint(k, &n_embd, &c->n_embd);
+    rfi_key_uint(k, &n_ctx, &c->n_ctx_train);
+    rfi_key_real(k, arch->layer_norm ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon", 0, 0, 1,
+                 &c->norm_eps);
+    c->parallel = arch->parallel;
+    if (arch->parallel_key) rfi_key_bool(k, "use_parallel_residual", 0, 1, &c->parallel);
+    rfi_config_vocab(k, c);
+    rfi_config_refuse(k, c);
+    if (k->result != RF_OK) return k->result;
     if (c->n_ctx_train > INT32_MAX) c->n_ctx_train = INT32_MAX;
-    if (c->arch->learned_positions) c->n_positions = c->n_ctx_train;
+    if (arch->learned_positions) c->n_positions = c->n_ctx_train;
     c->layers = (rfi_layer_config *)rfi_alloc(rfi_gguf_allocator(g), c->n_layers, sizeof *c->layers,
                                               "layer hyperparameters", err);
     if (!c->layers) return RF_ERR_MEMORY;
-    r = rfi_config_layers(g, c, err);
-    if (r == RF_OK) r = rfi_config_window(g, c, err);
-    if (r == RF_OK && c->arch->moe) r = rfi_config_experts(g, c, err);
-    if (r == RF_OK && c->arch->recurrent) r = rfi_config_recurrent(g, c, err);
-    if (r != RF_OK) return r;
+    rfi_config_layers(k, c);
+    rfi_config_window(k, c);
+    if (arch->moe) rfi_config_experts(k, c);
+    if (arch->recurrent) rfi_config_recurrent(k, c);
+    if (k->result != RF_OK) return k->result;
 
-    r = rfi_config_heads(g, c, err);
-    if (r == RF_OK && c->arch->mla) r = rfi_config_mla(g, c, err);
-    if (r == RF_OK && c->arch->layer_inputs) r = rfi_config_layer_inputs(g, c, err);
-    if (r == RF_OK) r = rfi_config_rope(g, c, err);
-    return r == RF_OK ? rfi_config_scales(g, c, err) : r;
+    rfi_config_heads(k, c);
+    if (k->result == RF_OK && arch->mla) rfi_config_mla(k, c);
+    if (k->result == RF_OK && arch->layer_inputs) rfi_config_layer_inputs(k, c);
+    rfi_config_rope(k, c);
+    rfi_config_scales(k, c);
+    return k->result;
 }
 
 /* ==== 9 Plan ============================================================================================ >>plan
@@ -8158,9 +8108,9 @@ static uint32_t rfi_slope_table(rfi_builder *b) {
     uint32_t n = 1;
     for (uint32_t il = 0; il < b->c->n_layers && b->result == RF_OK; il++)
         if (b->c->layers[il].n_heads != n_heads)
-            b->result = rfi_fail_at_key(b->g, b->c->arch, "attention.head_count", b->err,
-                                        "want as many heads in every layer, found %u and %u", n_heads,
-                                        b->c->layers[il].n_heads);
+            b->result = rfi_fail(b->err, RF_ERR_FORMAT, 0,
+                                 "%s: %s.attention.head_count: want as many heads in every layer, found %u and %u",
+                                 rfi_gguf_path(b->g), b->c->arch->name, n_heads, b->c->layers[il].n_heads);
     while (n * 2 <= n_heads) n *= 2;
     float *slopes = (float *)rfi_array_push(b, &b->tables, n_heads, sizeof *slopes);
     for (uint32_t h = 0; slopes && h < n_heads; h++) {
@@ -17539,14 +17489,15 @@ static rf_result rfi_model_store(rf_model *m, const rf_model_desc *desc, rf_erro
 
 static rf_result rfi_model_build(rf_model *m, const rf_model_desc *desc, rf_error *err) {
     const rf_allocator *alloc = rfi_gguf_allocator(m->g);
-    rf_kv kv;
     if (desc->load_policy > RF_LOAD_CRITICAL_FIRST || desc->stream_policy > RF_STREAM_LRU ||
         desc->expert_policy > RF_EXPERTS_STATIC)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0,
                         "rf_model_open: load_policy %u, stream_policy %u or expert_policy %u is not known",
                         desc->load_policy, desc->stream_policy, desc->expert_policy);
-    rf_result r = rfi_config_read(m->g, &m->config, err);
-    if (r == RF_OK) r = rfi_key_text(m->g, NULL, "general.name", &m->name, &kv, err);
+    rfi_key_reader k = {.g = m->g, .err = err};
+    k.result = rfi_config_read(m->g, &m->config, err);
+    rfi_key_text(&k, "general.name", &m->name);
+    rf_result r = k.result;
     if (r == RF_OK && desc->pre_tokenizer) {
         size_t n = strlen(desc->pre_tokenizer) + 1;
         m->pre_tokenizer = (char *)rfi_alloc(alloc, n, 1, "a name", err);
