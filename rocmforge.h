@@ -22,7 +22,6 @@
  *     #define ROCMFORGE_IMPLEMENTATION
  *     #include "rocmforge.h"
  *     #include <stdio.h>
- *     #include <string.h>
  *
  *     int main(int argc, char **argv) {
  *         const char *path = argc > 1 ? argv[1] : "examples/shakespeare-5m.gguf", *prompt = "ROMEO:\n";
@@ -32,7 +31,6 @@
  *         rf_session *session = NULL;
  *         const rf_tokenizer *tokenizer = NULL;
  *         rf_sampler sampler;
- *         rf_detokenizer state = {0};
  *         rf_error err = {0};
  *         int32_t ids[64];
  *         uint32_t n = 0;
@@ -43,15 +41,16 @@
  *         if (!r) r = rf_session_open(model, NULL, &session, &err);
  *         if (!r) r = rf_model_get_tokenizer(model, &tokenizer, &err);
  *         if (!r) r = rf_sampler_init(&sampler, NULL, &err); // greedy
- *         if (!r) r = rf_tokenize(tokenizer, prompt, strlen(prompt), RF_TOKENIZE_ADD, ids, 64, &n, &err);
+ *         if (!r) r = rf_tokenize(tokenizer, rf_string_of(prompt), RF_TOKENIZE_ADD, ids, 64, &n, &err);
  *
+ *         rf_detokenizer state = {.tokenizer = tokenizer};
  *         for (int i = 0; !r && i < 64; i++, n = 1) {
  *             char text[256];
  *             size_t n_bytes = 0;
  *             r = rf_session_forward(session, ids, n, NULL, &err); // the prompt, then one token at a time
  *             if (!r) r = rf_session_sample(session, 0, &sampler, &ids[0], &err);
  *             if (r || rf_token_is_end(tokenizer, ids[0])) break;
- *             r = rf_detokenize(tokenizer, &state, ids[0], 0, text, sizeof text, &n_bytes, &err);
+ *             r = rf_detokenize(&state, ids[0], 0, text, sizeof text, &n_bytes, &err);
  *             fwrite(text, 1, n_bytes, stdout);
  *         }
  *         if (r) fprintf(stderr, "%s\n", err.text);
@@ -292,11 +291,15 @@ ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n
 
 typedef struct rf_gguf rf_gguf;
 
-/* Bytes inside an open file's metadata: not NUL-terminated, any content, valid until the file is closed. */
+/* Bytes and their number: not NUL-terminated, any content. Those that the library gives out lie in a file's metadata
+ * and are valid until the file is closed, unless a comment says otherwise. */
 typedef struct rf_string {
     const char *data;
     uint64_t len;
 } rf_string;
+
+/* A NUL-terminated text as an rf_string that points to it; empty for NULL.   Memory none.   Threads any. */
+ROCMFORGE_API rf_string rf_string_of(const char *text);
 
 typedef enum rf_kv_type {
     RF_KV_U8 = 0, RF_KV_I8 = 1, RF_KV_U16 = 2, RF_KV_I16 = 3, RF_KV_U32 = 4, RF_KV_I32 = 5, RF_KV_F32 = 6,
@@ -830,16 +833,17 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
 #define RF_TOKENIZE_ADD 2u     /* add bos / eos where the file asks for it                                  */
 
 /* Turn text into token ids.
- *   text   in   [n_bytes] any bytes; malformed UTF-8 is not an error
+ *   text   in   any bytes; malformed UTF-8 is not an error
  *   flags  in   RF_TOKENIZE_*
  *   out    out  [capacity], may be NULL with capacity 0;   count  out  size needed, also if capacity is too small
  * Returns RF_OK; RF_ERR_CAPACITY (out holds the first ones); RF_ERR_ARGUMENT; RF_ERR_MEMORY.
- * Memory O(n_bytes) during the call.   Cost O(n log n).   Threads any. */
-ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags,
-                                    int32_t *out, uint32_t capacity, uint32_t *count, rf_error *err);
+ * Memory O(text.len) during the call.   Cost O(n log n).   Threads any. */
+ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, rf_string text, uint32_t flags, int32_t *out,
+                                    uint32_t capacity, uint32_t *count, rf_error *err);
 
-/* Streaming decoder state: zero it before the first token of a text. */
+/* Streaming decoder: set the tokenizer and zero the rest before the first token of a text. */
 typedef struct rf_detokenizer {
+    const rf_tokenizer *tokenizer; /* borrowed                                   */
     uint8_t held[4];      /* bytes of an unfinished UTF-8 character              */
     uint8_t n_held;
     uint8_t started;      /* 1: not the start of a text, so SPM's leading space stays; set it to continue a prompt */
@@ -853,8 +857,8 @@ typedef struct rf_detokenizer {
  *   out    out  [capacity] bytes, no NUL;   count  out  size needed, also if capacity is too small
  * Returns RF_OK; RF_ERR_CAPACITY, with the state unchanged; RF_ERR_ARGUMENT (id).   Memory none.
  * Threads any, one call at a time per state. */
-ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *state, int32_t id, uint32_t flags,
-                                      char *out, size_t capacity, size_t *count, rf_error *err);
+ROCMFORGE_API rf_result rf_detokenize(rf_detokenizer *state, int32_t id, uint32_t flags, char *out, size_t capacity,
+                                      size_t *count, rf_error *err);
 
 typedef struct rf_tokenizer_info {
     const char *model;      /* "llama" (SPM), "gpt2", "gemma4" (BPE), "bert" (WPM)  */
@@ -913,9 +917,9 @@ ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *c
 /* The part of an answer that is meant for the reader, without the reasoning before it: what follows "</think>", or
  * gpt-oss's final channel. All of it if it has neither; empty if an answer in channels has no final one yet. Points
  * into text.
- *   text  in  [n_bytes] what the model wrote, control tokens that are shown included
+ *   text  in  what the model wrote, control tokens that are shown included
  * Memory none.   Threads any. */
-ROCMFORGE_API rf_string rf_chat_final(const char *text, size_t n_bytes);
+ROCMFORGE_API rf_string rf_chat_final(rf_string text);
 
 /* Name of the template that the file's chat_template is recognised as, valid as long as the program runs; NULL if the
  * file has none or it is not recognised.   Memory none.   Cost O(its length).   Threads any. */
@@ -15867,19 +15871,19 @@ static rf_result rfi_tokenize(rfi_tokenizing *w, const unsigned char *p, uint32_
     return rfi_fail(w->err, RF_ERR_CAPACITY, 0, "rf_tokenize: want room for %u ids, got %u", w->count, w->capacity);
 }
 
-ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, const char *text, size_t n_bytes, uint32_t flags,
-                                    int32_t *out, uint32_t capacity, uint32_t *count, rf_error *err) {
+ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, rf_string text, uint32_t flags, int32_t *out,
+                                    uint32_t capacity, uint32_t *count, rf_error *err) {
     rfi_clear(err);
     if (count) *count = 0;
-    if (!t || !count || (!text && n_bytes) || (!out && capacity))
+    if (!t || !count || (!text.data && text.len) || (!out && capacity))
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: t, text, out and count must not be NULL");
     if (flags & ~(RF_TOKENIZE_SPECIAL | RF_TOKENIZE_ADD))
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: unknown flags 0x%x", flags);
-    if (n_bytes > RFI_TEXT_MAX_BYTES)
+    if (text.len > RFI_TEXT_MAX_BYTES)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: text has %llu bytes, want at most %d",
-                        (unsigned long long)n_bytes, RFI_TEXT_MAX_BYTES);
+                        RFI_LLU(text.len), RFI_TEXT_MAX_BYTES);
     rfi_tokenizing w = {.t = t, .err = err, .out = out, .capacity = capacity};
-    rf_result r = rfi_tokenize(&w, (const unsigned char *)text, (uint32_t)n_bytes, flags);
+    rf_result r = rfi_tokenize(&w, (const unsigned char *)text.data, (uint32_t)text.len, flags);
     if (r != RF_ERR_MEMORY) *count = w.count;
     return r;
 }
@@ -15956,12 +15960,13 @@ static void rfi_detok_token(const rf_tokenizer *t, rfi_detokenizing *d, uint32_t
     }
 }
 
-ROCMFORGE_API rf_result rf_detokenize(const rf_tokenizer *t, rf_detokenizer *state, int32_t id, uint32_t flags,
-                                      char *out, size_t capacity, size_t *count, rf_error *err) {
+ROCMFORGE_API rf_result rf_detokenize(rf_detokenizer *state, int32_t id, uint32_t flags, char *out, size_t capacity,
+                                      size_t *count, rf_error *err) {
+    const rf_tokenizer *t = state ? state->tokenizer : NULL;
     rfi_clear(err);
     if (count) *count = 0;
-    if (!t || !state || !count || (!out && capacity))
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_detokenize: t, state, out and count must not be NULL");
+    if (!t || !count || (!out && capacity))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_detokenize: state, its tokenizer, out and count must not be NULL");
     if (flags & ~(RF_DETOKENIZE_SPECIAL | RF_DETOKENIZE_FINISH) || state->n_held > 3)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_detokenize: flags 0x%x or a state that was not zeroed", flags);
     if (id < -1 || (id >= 0 && (uint32_t)id >= t->n_vocab) || (id == -1 && !(flags & RF_DETOKENIZE_FINISH)))
@@ -16639,9 +16644,9 @@ static void rfi_chat_put_text(rfi_chat_writer *w, const char *text) {
         else if (w->count) rfi_chat_put_token(w, "tokenizer.ggml.bos_token_id", "<s>", &w->bos);
 }
 
-ROCMFORGE_API rf_string rf_chat_final(const char *text, size_t n_bytes) {
+ROCMFORGE_API rf_string rf_chat_final(rf_string text) {
     static const char *const marks[] = {"</think>", "<|channel|>final<|message|>"};
-    rf_string t = {text ? text : "", text ? n_bytes : 0}, found;
+    rf_string t = text.data ? text : (rf_string){"", 0}, found;
     for (size_t i = 0; i < RFI_COUNT(marks); i++)
         while ((found = rfi_chat_find(t, marks[i])).len) {
             t.data = found.data + strlen(marks[i]);
@@ -16683,7 +16688,7 @@ static void rfi_chat_put_message(rfi_chat_writer *w, const rfi_chat_family *f, c
         rfi_chat_put_text(w, f->system[1]);
     }
     if (role == 2) rfi_chat_put_text(w, f->answer_space);
-    if (role == 2 && f->trim & RFI_CHAT_FINAL) content = rf_chat_final(content.data, (size_t)content.len);
+    if (role == 2 && f->trim & RFI_CHAT_FINAL) content = rf_chat_final(content);
     if (role == 0 && f->trim & RFI_CHAT_SYSTEM_FIRST && i > 0) rfi_chat_put_text(w, "\n\n");
     rfi_chat_put_content(w, content, (f->trim >> role & 1) != 0);
     rfi_chat_put_text(w, around[1]);
@@ -17270,6 +17275,8 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 /* ==== 14 Public ======================================================================================== >>public
  * Functions of section 1 that belong to no section above: results, devices, models. Arguments are checked here. */
 
+ROCMFORGE_API rf_string rf_string_of(const char *text) { return (rf_string){text, text ? strlen(text) : 0}; }
+
 ROCMFORGE_API const char *rf_result_name(rf_result code) {
     switch (code) {
     case RF_OK: return "RF_OK";
@@ -17713,6 +17720,8 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
  *          The last parameter is an rf_error, NULL if it is not wanted: rf_gguf_get_kv, rf_gguf_find_kv, rf_kv_int,
  *            rf_kv_real, rf_kv_text, rf_gguf_get_tensor, rf_gguf_find_tensor.
  *          A buffer that is too small: RF_ERR_ARGUMENT -> RF_ERR_CAPACITY.
+ *          Texts come as rf_string (rf_string_of): rf_tokenize(t, text, n, ...) -> (t, text, ...), rf_chat_final.
+ *          rf_detokenize(t, &state, ...) -> (&state, ...); the state names the tokenizer.
  *          The command's --max-tokens 0: no tokens -> no limit but the context, as rf_request.max_tokens.
  *   0.1.0  The first version.
  *

@@ -2,7 +2,6 @@
 #define ROCMFORGE_IMPLEMENTATION
 #include "rocmforge.h"
 #include <stdio.h>
-#include <string.h>
 
 int main(int argc, char **argv) {
     const char *path = argc > 1 ? argv[1] : "examples/shakespeare-5m.gguf", *prompt = "ROMEO:\n";
@@ -12,7 +11,6 @@ int main(int argc, char **argv) {
     rf_session *session = NULL;
     const rf_tokenizer *tokenizer = NULL;
     rf_sampler sampler;
-    rf_detokenizer state = {0};
     rf_error err = {0};
     int32_t ids[64];
     uint32_t n = 0;
@@ -23,15 +21,16 @@ int main(int argc, char **argv) {
     if (!r) r = rf_session_open(model, NULL, &session, &err);
     if (!r) r = rf_model_get_tokenizer(model, &tokenizer, &err);
     if (!r) r = rf_sampler_init(&sampler, NULL, &err); // greedy
-    if (!r) r = rf_tokenize(tokenizer, prompt, strlen(prompt), RF_TOKENIZE_ADD, ids, 64, &n, &err);
+    if (!r) r = rf_tokenize(tokenizer, rf_string_of(prompt), RF_TOKENIZE_ADD, ids, 64, &n, &err);
 
+    rf_detokenizer state = {.tokenizer = tokenizer};
     for (int i = 0; !r && i < 64; i++, n = 1) {
         char text[256];
         size_t n_bytes = 0;
         r = rf_session_forward(session, ids, n, NULL, &err); // the prompt, then one token at a time
         if (!r) r = rf_session_sample(session, 0, &sampler, &ids[0], &err);
         if (r || rf_token_is_end(tokenizer, ids[0])) break;
-        r = rf_detokenize(tokenizer, &state, ids[0], 0, text, sizeof text, &n_bytes, &err);
+        r = rf_detokenize(&state, ids[0], 0, text, sizeof text, &n_bytes, &err);
         fwrite(text, 1, n_bytes, stdout);
     }
     if (r) fprintf(stderr, "%s\n", err.text);

@@ -318,14 +318,14 @@ static int read_line(app *a, bytes *line, int *more) {
 static int encode(app *a, const char *text, size_t n, uint32_t flags, ids *out) {
     if (n > INT32_MAX / 8) return fail(a, FAILED, "text: want at most %d bytes, got %zu", INT32_MAX / 8, n);
     TRY(reserve_ids(a, out, 3 * n + 8));
-    return lib(a, rf_tokenize(a->t, text, n, flags, out->data, out->capacity, &out->len, &a->err));
+    return lib(a, rf_tokenize(a->t, (rf_string){text, n}, flags, out->data, out->capacity, &out->len, &a->err));
 }
 
 /* Append the text of a token (-1: none) to out. */
 static int decode(app *a, rf_detokenizer *state, int32_t id, uint32_t flags, bytes *out) {
     size_t n = 0;
     TRY(reserve(a, out, 3 * (size_t)rf_token_get_text(a->t, id).len + 16));
-    TRY(lib(a, rf_detokenize(a->t, state, id, flags, out->data + out->len, out->capacity - out->len, &n, &a->err)));
+    TRY(lib(a, rf_detokenize(state, id, flags, out->data + out->len, out->capacity - out->len, &n, &a->err)));
     out->len += n;
     return DONE;
 }
@@ -391,7 +391,7 @@ static rf_result forward(app *a, const int32_t *tokens, uint32_t n) {
 
 /* Print the continuation of a->prompt, whose first `kept` tokens the session holds, and collect it in a->text. */
 static int generate(app *a, uint32_t kept, answer *out) {
-    rf_detokenizer state = {0};
+    rf_detokenizer state = {.tokenizer = a->t};
     uint32_t pos = a->prompt.len;
     int32_t id;
     double t = now();
@@ -1615,7 +1615,7 @@ static int tokenize_line(app *a) {
 
 static int detokenize_line(app *a) {
     uint32_t special = a->o.special ? RF_DETOKENIZE_SPECIAL : 0;
-    rf_detokenizer state = {0};
+    rf_detokenizer state = {.tokenizer = a->t};
     int good;
     TRY(parse_ids(a, a->line.data, &a->tokens, &good));
     if (!good || strlen(a->line.data) != a->line.len)

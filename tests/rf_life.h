@@ -62,20 +62,20 @@ static rf_result life_text(life *l, const rf_gguf *g, const rf_tokenizer *t, con
     const rf_chat_message messages[] = {{"system", "be brief"}, {"user", "hello"}};
     const rf_chat chat = {.messages = messages, .n_messages = 2, .open_answer = 1};
     rf_tokenizer_info info = rf_tokenizer_get_info(t);
-    rf_detokenizer state = {0};
+    rf_detokenizer state = {.tokenizer = t};
     int32_t ids[512];
     char out[1024];
     uint32_t n_ids = 0;
     size_t bytes = 0;
-    rf_result r = rf_tokenize(t, text, n, RF_TOKENIZE_SPECIAL | RF_TOKENIZE_ADD, ids, 512, &n_ids, &l->err);
+    rf_result r = rf_tokenize(t, (rf_string){text, n}, RF_TOKENIZE_SPECIAL | RF_TOKENIZE_ADD, ids, 512, &n_ids, &l->err);
     if (r == RF_ERR_CAPACITY && n_ids > 512) n_ids = 512, r = RF_OK;
     if (r != RF_OK) return r;
     for (uint32_t i = 0; i < n_ids; i++) {
         if (ids[i] < 0 || (uint32_t)ids[i] >= info.n_vocab) abort(); /* a broken promise, not a refusal */
-        rf_detokenize(t, &state, ids[i], RF_DETOKENIZE_SPECIAL, out, sizeof out, &bytes, NULL);
+        rf_detokenize(&state, ids[i], RF_DETOKENIZE_SPECIAL, out, sizeof out, &bytes, NULL);
         l->touched += rf_token_get_text(t, ids[i]).len + (uint64_t)rf_token_is_end(t, ids[i]) + bytes;
     }
-    rf_detokenize(t, &state, -1, RF_DETOKENIZE_FINISH, out, sizeof out, &bytes, NULL);
+    rf_detokenize(&state, -1, RF_DETOKENIZE_FINISH, out, sizeof out, &bytes, NULL);
     if (rf_chat_format(g, &chat, out, sizeof out, &bytes, NULL) == RF_OK) l->touched += (unsigned char)out[0];
     l->touched += rf_chat_template_name(g) != NULL;
     return RF_OK;

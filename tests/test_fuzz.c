@@ -177,7 +177,7 @@ static mg_buf piece_vocab_file(pieces *p, const char *model) {
 
 /* Ids to text again, a token at a time. */
 static char *spell(const rf_tokenizer *t, const int32_t *ids, uint32_t n_ids, uint32_t flags, size_t *n) {
-    rf_detokenizer state = {0};
+    rf_detokenizer state = {.tokenizer = t};
     char *text = NULL;
     size_t capacity = 0, bytes = 0;
     *n = 0;
@@ -185,7 +185,7 @@ static char *spell(const rf_tokenizer *t, const int32_t *ids, uint32_t n_ids, ui
         int32_t id = i < n_ids ? ids[i] : -1;
         uint32_t f = flags | (i == n_ids ? RF_DETOKENIZE_FINISH : 0);
         rf_detokenizer before = state;
-        rf_result r = rf_detokenize(t, &state, id, f, NULL, 0, &bytes, NULL);
+        rf_result r = rf_detokenize(&state, id, f, NULL, 0, &bytes, NULL);
         MUST(r == RF_OK ? bytes == 0 : r == RF_ERR_CAPACITY && memcmp(&before, &state, sizeof state) == 0, "token %d",
              id);
         if (r == RF_OK) continue; /* nothing to give out, and done */
@@ -194,7 +194,7 @@ static char *spell(const rf_tokenizer *t, const int32_t *ids, uint32_t n_ids, ui
             text = (char *)realloc(text, capacity);
             MUST(text != NULL, "out of memory");
         }
-        MUST(rf_detokenize(t, &state, id, f, text + *n, bytes, &bytes, NULL) == RF_OK, "token %d", id);
+        MUST(rf_detokenize(&state, id, f, text + *n, bytes, &bytes, NULL) == RF_OK, "token %d", id);
         *n += bytes;
     }
     return text;
@@ -202,12 +202,12 @@ static char *spell(const rf_tokenizer *t, const int32_t *ids, uint32_t n_ids, ui
 
 static void check_text(const rf_tokenizer *t, const char *text, size_t n, uint32_t flags, int all_bytes) {
     uint32_t count = 0, again = 0, n_vocab = rf_tokenizer_get_info(t).n_vocab;
-    rf_result r = rf_tokenize(t, text, n, flags, NULL, 0, &count, NULL);
+    rf_result r = rf_tokenize(t, (rf_string){text, n}, flags, NULL, 0, &count, NULL);
     MUST(r == (count ? RF_ERR_CAPACITY : RF_OK), "%s", rf_result_name(r));
     MUST(count <= 3 * n + 8, "%zu bytes give %u tokens", n, count);
     int32_t *ids = (int32_t *)malloc((count + !count) * sizeof *ids); /* exactly: a sanitizer sees one too many */
     MUST(ids != NULL, "out of memory");
-    MUST(rf_tokenize(t, text, n, flags, ids, count, &again, NULL) == RF_OK && again == count, "%u, then %u", count,
+    MUST(rf_tokenize(t, (rf_string){text, n}, flags, ids, count, &again, NULL) == RF_OK && again == count, "%u, then %u", count,
          again);
     for (uint32_t i = 0; i < count; i++) MUST(ids[i] >= 0 && (uint32_t)ids[i] < n_vocab, "token %d", ids[i]);
     size_t n_out;

@@ -145,12 +145,12 @@ static void generate(server *v) {
     uint32_t n = 0, n_bytes = mg_below(&v->rng, sizeof text), n_more = mg_below(&v->rng, 24);
     size_t n_out;
     rf_error err;
-    rf_detokenizer state = {0};
+    rf_detokenizer state = {.tokenizer = v->t};
     rf_sampler sampler;
     float *logits = NULL;
     for (uint32_t i = 0; i < n_bytes; i++)
         text[i] = (char)(mg_below(&v->rng, 3) ? 'a' + mg_below(&v->rng, 26) : mg_next(&v->rng));
-    rf_result r = rf_tokenize(v->t, text, n_bytes, RF_TOKENIZE_ADD, ids, 256, &n, &err);
+    rf_result r = rf_tokenize(v->t, (rf_string){text, n_bytes}, RF_TOKENIZE_ADD, ids, 256, &n, &err);
     if (r == RF_OK && n == 0) ids[n++] = 1;
     rf_sampler_desc desc = {.temperature = (float)mg_below(&v->rng, 3), .top_k = mg_below(&v->rng, 40)};
     desc.seed = mg_next(&v->rng);
@@ -160,7 +160,7 @@ static void generate(server *v) {
     for (uint32_t i = 0; r == RF_OK && i < n_more; i++, n = 1) {
         r = rf_session_forward(v->s, ids, n, peek ? &logits : NULL, &err);
         if (r == RF_OK) r = rf_session_sample(v->s, 0, &sampler, &ids[0], &err);
-        if (r == RF_OK) rf_detokenize(v->t, &state, ids[0], 0, out, sizeof out, &n_out, NULL), v->tokens++;
+        if (r == RF_OK) rf_detokenize(&state, ids[0], 0, out, sizeof out, &n_out, NULL), v->tokens++;
         if (i == 3 && mg_below(&v->rng, 16) == 0) rf_session_cancel(v->s);
     }
     v->generations++;

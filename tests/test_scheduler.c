@@ -59,8 +59,7 @@ static rf_result submit(rf_scheduler *sch, job *j, rf_error *err) {
 static void set_job(job *j, const char *prompt, uint32_t max_tokens) {
     memset(j, 0, sizeof *j);
     j->max_tokens = max_tokens;
-    CHECK(rf_tokenize(tokenizer, prompt, strlen(prompt), RF_TOKENIZE_ADD, j->prompt, 512, &j->n_prompt,
-                      NULL) == RF_OK);
+    CHECK(rf_tokenize(tokenizer, rf_string_of(prompt), RF_TOKENIZE_ADD, j->prompt, 512, &j->n_prompt, NULL) == RF_OK);
     CHECK(rf_sampler_init(&j->sampler, NULL, NULL) == RF_OK);
 }
 

@@ -391,13 +391,13 @@ static void test_final(void) {
         {"<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b", "b"},
         {"<|channel|>analysis<|message|>so far", ""}, {"<|channel|>final<|message|>", ""}};
     for (size_t i = 0; i < RFI_COUNT(cases); i++) {
-        rf_string s = rf_chat_final(cases[i].text, strlen(cases[i].text));
+        rf_string s = rf_chat_final(rf_string_of(cases[i].text));
         CHECK(s.len == strlen(cases[i].want) && memcmp(s.data, cases[i].want, s.len) == 0, "%s: %.*s", cases[i].text,
               (int)s.len, s.data);
         if (i == 0) check_text("said", NULL, "plain", &(rf_chat_message){"assistant", "<think>a</think>b"}, 1, 0,
                                "Assistant: <think>a</think>b\n");
     }
-    CHECK(rf_chat_final(NULL, 3).len == 0, "NULL");
+    CHECK(rf_chat_final((rf_string){NULL, 3}).len == 0, "NULL");
     check_text("said", NULL, "deepseek3", &(rf_chat_message){"assistant", "<think>a</think>b"}, 1, 0,
                BAR("Assistant") "b</s>");
     check_text("said", NULL, "harmony", &(rf_chat_message){"assistant", cases[4].text}, 1, 0,
@@ -437,7 +437,7 @@ static void test_tokenize(void) {
         rf_chat chat = {NULL, fine, 3, 1};
         CHECK(rf_chat_tokenize(t, &chat, RF_TOKENIZE_ADD, ids, 512, &n, &err) == RF_OK, "%s", err.text);
         CHECK(rf_chat_format(g, &chat, text, sizeof text, &n_text, &err) == RF_OK, "%s", err.text);
-        CHECK(rf_tokenize(t, text, n_text, RF_TOKENIZE_ADD | RF_TOKENIZE_SPECIAL, want, 512, &n_want, &err) == RF_OK,
+        CHECK(rf_tokenize(t, (rf_string){text, n_text}, RF_TOKENIZE_ADD | RF_TOKENIZE_SPECIAL, want, 512, &n_want, &err) == RF_OK,
               "%s", err.text);
         CHECK(n == n_want && n && memcmp(ids, want, n * sizeof *ids) == 0, "%u and %u tokens", n, n_want);
         chat = (rf_chat){NULL, said, 3, 0};

@@ -94,7 +94,7 @@ static int own_tokenizer(worker *w, mg_rng *rng) {
     rf_error err;
     rf_result r = rf_model_get_tokenizer(w->all->m, &t, &err); /* the first one builds it */
     if (r == RF_OK && mg_below(rng, 2)) r = rf_tokenizer_open(w->all->g, NULL, &mine, &err), t = mine;
-    if (r == RF_OK) r = rf_tokenize(t, text, sizeof text - 1, RF_TOKENIZE_ADD, ids, 32, &n, &err);
+    if (r == RF_OK) r = rf_tokenize(t, (rf_string){text, sizeof text - 1}, RF_TOKENIZE_ADD, ids, 32, &n, &err);
     rf_tokenizer_close(mine, NULL);
     return passes(w, "tokenizer", r, &err) && n > 0;
 }

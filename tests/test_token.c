@@ -99,7 +99,7 @@ static void expect_n(const rf_tokenizer *t, const char *text, size_t n_bytes, ui
     uint32_t n = 0;
     rf_error err;
     char got[4096];
-    rf_result r = t ? rf_tokenize(t, text, n_bytes, flags, ids, 256, &n, &err) : RF_ERR_ARGUMENT;
+    rf_result r = t ? rf_tokenize(t, (rf_string){text, n_bytes}, flags, ids, 256, &n, &err) : RF_ERR_ARGUMENT;
     ids_text(got, sizeof got, ids, r == RF_OK ? n : 0);
     CHECK(r == RF_OK && strcmp(got, want) == 0, "line %d: \"%s\": want %s, got %s (%d)", line, text, want, got, r);
 }
@@ -107,13 +107,13 @@ static void expect_n(const rf_tokenizer *t, const char *text, size_t n_bytes, ui
 
 /* Text of ids, token by token; the caller frees. */
 static char *detok(const rf_tokenizer *t, const int32_t *ids, uint32_t n, uint32_t flags, size_t *n_bytes) {
-    rf_detokenizer state = {{0}, 0, 0};
+    rf_detokenizer state = {.tokenizer = t};
     rf_error err;
     size_t capacity = 64 * ((size_t)n + 1), at = 0, count;
     char *out = (char *)get(capacity);
     for (uint32_t i = 0; i <= n; i++) {
         uint32_t f = flags | (i == n ? RF_DETOKENIZE_FINISH : 0);
-        rf_result r = rf_detokenize(t, &state, i == n ? -1 : ids[i], f, out + at, capacity - at, &count, &err);
+        rf_result r = rf_detokenize(&state, i == n ? -1 : ids[i], f, out + at, capacity - at, &count, &err);
         CHECK(r == RF_OK, "%s", err.text);
         if (r == RF_OK) at += count;
     }
@@ -147,7 +147,7 @@ static void test_shipped_model(void) {
     int32_t ids[64];
     uint32_t n;
     size_t n_bytes;
-    REQUIRE(rf_tokenize(o.t, text, strlen(text), RF_TOKENIZE_ADD, ids, 64, &n, NULL) == RF_OK, "tokenize");
+    REQUIRE(rf_tokenize(o.t, rf_string_of(text), RF_TOKENIZE_ADD, ids, 64, &n, NULL) == RF_OK, "tokenize");
     char *back = detok(o.t, ids, n, 0, &n_bytes);
     CHECK(n_bytes == strlen(text) && memcmp(back, text, n_bytes) == 0, "%.*s", (int)n_bytes, back);
     free(back);
@@ -505,7 +505,8 @@ static void expect_step(const rf_tokenizer *t, rf_detokenizer *state, int32_t id
     char out[64];
     size_t n = 0;
     rf_error err;
-    rf_result r = rf_detokenize(t, state, id, flags, out, sizeof out, &n, &err);
+    state->tokenizer = t;
+    rf_result r = rf_detokenize(state, id, flags, out, sizeof out, &n, &err);
     CHECK(r == RF_OK && n == strlen(want) && memcmp(out, want, n) == 0,
           "line %d: token %d: want \"%s\", got \"%.*s\" (%d)", line, id, want, (int)n, out, r);
 }
@@ -513,7 +514,7 @@ static void expect_step(const rf_tokenizer *t, rf_detokenizer *state, int32_t id
 
 static void test_detokenize(void) {
     opened o;
-    rf_detokenizer state = {{0}, 0, 0};
+    rf_detokenizer state = {0};
     open_made(&o, "gpt-2"); /* id = byte below 256 */
     STEP(o, 0xe2, 0, "");
     STEP(o, 0x82, 0, "");
@@ -547,17 +548,19 @@ static void test_detokenize(void) {
     size_t n = 0;
     rf_error err;
     STEP(o, 0xc3, 0, "");
-    CHECK(rf_detokenize(o.t, &state, 0xa9, 0, out, 1, &n, &err) == RF_ERR_CAPACITY && n == 2, "%u", (unsigned)n);
-    CHECK(rf_detokenize(o.t, &state, 0xa9, 0, NULL, 0, &n, NULL) == RF_ERR_CAPACITY && n == 2, "%u", (unsigned)n);
+    CHECK(rf_detokenize(&state, 0xa9, 0, out, 1, &n, &err) == RF_ERR_CAPACITY && n == 2, "%u", (unsigned)n);
+    CHECK(rf_detokenize(&state, 0xa9, 0, NULL, 0, &n, NULL) == RF_ERR_CAPACITY && n == 2, "%u", (unsigned)n);
     CHECK(out[1] == '#', "wrote past its room");
     STEP(o, 0xa9, 0, "\xc3\xa9");
-    CHECK(rf_detokenize(o.t, &state, 320, 0, out, 8, &n, &err) == RF_ERR_ARGUMENT && strstr(err.text, "320"), "%s",
+    CHECK(rf_detokenize(&state, 320, 0, out, 8, &n, &err) == RF_ERR_ARGUMENT && strstr(err.text, "320"), "%s",
           err.text);
-    CHECK(rf_detokenize(o.t, &state, -2, 0, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "-2");
-    CHECK(rf_detokenize(o.t, &state, -1, 0, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "-1 without FINISH");
-    CHECK(rf_detokenize(o.t, &state, 1, 8, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "flags");
+    CHECK(rf_detokenize(&state, -2, 0, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "-2");
+    CHECK(rf_detokenize(&(rf_detokenizer){0}, 1, 0, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "no tokenizer");
+    CHECK(rf_detokenize(NULL, 1, 0, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "no state");
+    CHECK(rf_detokenize(&state, -1, 0, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "-1 without FINISH");
+    CHECK(rf_detokenize(&state, 1, 8, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "flags");
     state.n_held = 9;
-    CHECK(rf_detokenize(o.t, &state, 1, 0, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "garbage state");
+    CHECK(rf_detokenize(&state, 1, 0, out, 8, &n, NULL) == RF_ERR_ARGUMENT, "garbage state");
     close_file(&o);
 
     memset(&state, 0, sizeof state);
@@ -594,7 +597,7 @@ static void test_round_trip(void) {
             uint32_t n, n_parts = mg_below(&rng, 24);
             size_t n_bytes;
             for (uint32_t i = 0; i < n_parts; i++) strcat(text, parts[mg_below(&rng, RFI_COUNT(parts))]);
-            REQUIRE(rf_tokenize(o.t, text, strlen(text), RF_TOKENIZE_ADD, ids, 1024, &n, NULL) == RF_OK, "%s", text);
+            REQUIRE(rf_tokenize(o.t, rf_string_of(text), RF_TOKENIZE_ADD, ids, 1024, &n, NULL) == RF_OK, "%s", text);
             char *back = detok(o.t, ids, n, 0, &n_bytes), *want = text;
             if (!pres[p]) { /* SPM writes spaces and U+2581 alike: both come back as spaces */
                 size_t k = 0;
@@ -620,18 +623,18 @@ static void test_capacity_and_arguments(void) {
     int32_t ids[4] = {-7, -7, -7, -7};
     uint32_t n = 0;
     rf_error err;
-    CHECK(rf_tokenize(o.t, "xyz", 3, 0, ids, 2, &n, &err) == RF_ERR_CAPACITY && n == 3 && ids[0] == 'x' &&
+    CHECK(rf_tokenize(o.t, (rf_string){"xyz", 3}, 0, ids, 2, &n, &err) == RF_ERR_CAPACITY && n == 3 && ids[0] == 'x' &&
               ids[1] == 'y' && ids[2] == -7,
           "%u ids, %s", n, err.text);
-    CHECK(rf_tokenize(o.t, "xyz", 3, 0, NULL, 0, &n, &err) == RF_ERR_CAPACITY && n == 3, "%u", n);
-    CHECK(rf_tokenize(o.t, "xyz", 3, 0, ids, 3, &n, &err) == RF_OK && n == 3 && err.code == RF_OK, "%u", n);
-    CHECK(rf_tokenize(o.t, NULL, 0, 0, NULL, 0, &n, NULL) == RF_OK && n == 0, "empty text");
-    CHECK(rf_tokenize(NULL, "x", 1, 0, ids, 4, &n, &err) == RF_ERR_ARGUMENT && err.text[0], "no tokenizer");
-    CHECK(rf_tokenize(o.t, NULL, 1, 0, ids, 4, &n, NULL) == RF_ERR_ARGUMENT, "no text");
-    CHECK(rf_tokenize(o.t, "x", 1, 0, NULL, 4, &n, NULL) == RF_ERR_ARGUMENT, "no out");
-    CHECK(rf_tokenize(o.t, "x", 1, 0, ids, 4, NULL, NULL) == RF_ERR_ARGUMENT, "no count");
-    CHECK(rf_tokenize(o.t, "x", 1, 4, ids, 4, &n, NULL) == RF_ERR_ARGUMENT, "flags");
-    CHECK(rf_tokenize(o.t, "x", ((size_t)1 << 30) + 1, 0, ids, 4, &n, &err) == RF_ERR_ARGUMENT, "%s", err.text);
+    CHECK(rf_tokenize(o.t, (rf_string){"xyz", 3}, 0, NULL, 0, &n, &err) == RF_ERR_CAPACITY && n == 3, "%u", n);
+    CHECK(rf_tokenize(o.t, (rf_string){"xyz", 3}, 0, ids, 3, &n, &err) == RF_OK && n == 3 && err.code == RF_OK, "%u", n);
+    CHECK(rf_tokenize(o.t, (rf_string){NULL, 0}, 0, NULL, 0, &n, NULL) == RF_OK && n == 0, "empty text");
+    CHECK(rf_tokenize(NULL, (rf_string){"x", 1}, 0, ids, 4, &n, &err) == RF_ERR_ARGUMENT && err.text[0], "no tokenizer");
+    CHECK(rf_tokenize(o.t, (rf_string){NULL, 1}, 0, ids, 4, &n, NULL) == RF_ERR_ARGUMENT, "no text");
+    CHECK(rf_tokenize(o.t, (rf_string){"x", 1}, 0, NULL, 4, &n, NULL) == RF_ERR_ARGUMENT, "no out");
+    CHECK(rf_tokenize(o.t, (rf_string){"x", 1}, 0, ids, 4, NULL, NULL) == RF_ERR_ARGUMENT, "no count");
+    CHECK(rf_tokenize(o.t, (rf_string){"x", 1}, 4, ids, 4, &n, NULL) == RF_ERR_ARGUMENT, "flags");
+    CHECK(rf_tokenize(o.t, (rf_string){"x", ((size_t)1 << 30) + 1}, 0, ids, 4, &n, &err) == RF_ERR_ARGUMENT, "%s", err.text);
     rf_tokenizer *t = o.t;
     CHECK(rf_tokenizer_open(NULL, NULL, &t, &err) == RF_ERR_ARGUMENT && t == NULL, "no file");
     CHECK(rf_tokenizer_open(o.g, NULL, NULL, &err) == RF_ERR_ARGUMENT, "no out");
@@ -832,7 +835,7 @@ static void test_malformed(void) {
             uint32_t n = 0;
             size_t n_bytes;
             for (uint32_t flags = 0; flags < 4; flags++)
-                CHECK(rf_tokenize(o.t, text, sizeof text - 1, flags, ids, 128, &n, &o.err) == RF_OK, "%s: %s", b->key,
+                CHECK(rf_tokenize(o.t, (rf_string){text, sizeof text - 1}, flags, ids, 128, &n, &o.err) == RF_OK, "%s: %s", b->key,
                       o.err.text);
             for (uint32_t k = 0; k < n; k++) CHECK(ids[k] >= 0 && ids[k] < 320, "id %d", ids[k]);
             for (int32_t id = 0; id < (int32_t)rf_tokenizer_get_info(o.t).n_vocab; id++)
@@ -856,7 +859,7 @@ static void test_no_memory(void) {
         mg_put_vocab(&w, bpe, "llama-bpe", 320);
         open_file(&o, &w, NULL);
         REQUIRE(o.t, "%s", o.err.text);
-        REQUIRE(rf_tokenize(o.t, text, sizeof text - 1, 3, want, 64, &n_want, NULL) == RF_OK, "tokenize");
+        REQUIRE(rf_tokenize(o.t, (rf_string){text, sizeof text - 1}, 3, want, 64, &n_want, NULL) == RF_OK, "tokenize");
         rf_tokenizer_close(o.t, NULL);
         o.t = NULL;
         int64_t before = mem.live, fails = 0;
@@ -873,7 +876,7 @@ static void test_no_memory(void) {
         fails = 0;
         for (int64_t at = 1; o.t && at < 100 && r == RF_ERR_MEMORY; at++, fails++) {
             mem.calls = 0, mem.fail_at = at;
-            r = rf_tokenize(o.t, text, sizeof text - 1, 3, ids, 64, &n, &o.err);
+            r = rf_tokenize(o.t, (rf_string){text, sizeof text - 1}, 3, ids, 64, &n, &o.err);
             CHECK(mem.live == before, "%lld blocks leak", (long long)(mem.live - before));
             if (r == RF_OK) break;
             CHECK(r == RF_ERR_MEMORY && o.err.code == RF_ERR_MEMORY && n == 0, "%d %s", r, o.err.text);
@@ -922,7 +925,7 @@ static void test_long_texts(void) {
             uint32_t n = 0;
             for (size_t i = 0; i < n_bytes; i++) text[i] = patterns[k][i % len];
             clock_t start = clock(); /* of the processor: other programs may be running */
-            rf_result r = rf_tokenize(o.t, text, n_bytes, 3, ids, 3u * BYTES, &n, &o.err);
+            rf_result r = rf_tokenize(o.t, (rf_string){text, n_bytes}, 3, ids, 3u * BYTES, &n, &o.err);
             double seconds = (double)(clock() - start) / CLOCKS_PER_SEC;
             CHECK(r == RF_OK && seconds < 10, "%s, %s: %d, %.1f s", pres[p] ? pres[p] : "SPM", patterns[k], r,
                   seconds);
