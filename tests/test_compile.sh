@@ -225,7 +225,7 @@ case_run_shared() {
 # ROCMFORGE_TYPES: a model of these types gives the same text, one of others is refused by tensor and type
 case_run_types() {
     same_text types_used
-    if "$dir/hello_types_other" $model >"$dir/types_other.txt"; then return 1; fi
+    if "$dir/hello_types_other" $model >"$dir/types_other.txt" 2>&1; then return 1; fi
     cat "$dir/types_other.txt"
     grep -q 'cpu: [a-z0-9_.]*weight is of type q4_K, which is not among ROCMFORGE_TYPES' "$dir/types_other.txt"
 }
