@@ -1,15 +1,15 @@
 /* cc -O2 -I. examples/expertbench.c -o expertbench -lm -pthread
  *
- * What an expert cache makes of a model with experts: decode speed, hits, and how often the host asks the device what
- * was chosen, with all experts there and with a part of them under each policy.
+ * Measures the expert cache of a mixture-of-experts model: decode speed, hit rate, and how often the host waits for the
+ * device's routing, with all experts loaded and with a part of them under each policy.
  *   expertbench FILE [--device D] [--budget PERCENT] [--policies LIST] [--tokens N] [--warm N] [--first ID] [--pinned]
  *               [--prefetch] [--cpu-below N] [--readers N]
  * --budget: percent of the weights' bytes (30). --policies: of all,lfru,lru,static (those four). --pinned keeps the
  * weights beyond the budget in pinned host memory; --prefetch fills the cache while the bus is idle. Tokens are not
- * sampled but fed with ids that count up from --first (512): a model that writes nonsense writes it in circles, which
- * would flatter any cache. --warm (512) of them are not measured, --tokens (1024) are. The last column tells logits
- * that differ in any bit apart. --cpu-below: experts that are not there and were chosen fewer times of late are
- * computed by the CPU; logits then differ. */
+ * sampled: ids count up from --first (512), because a model of random weights repeats itself, which would flatter any
+ * cache. --warm (512) tokens are not measured, --tokens (1024) are. The last column is a hash of the logits' bits.
+ * --cpu-below: experts that are not loaded and were chosen fewer times of late are computed by the CPU; the logits then
+ * differ. */
 #define ROCMFORGE_IMPLEMENTATION
 #include "rocmforge.h"
 
@@ -34,7 +34,7 @@ static void die(const char *what, const rf_error *err) {
     exit(1);
 }
 
-/* the layers' numbers added up */
+/* sum over layers */
 static rf_expert_stats all_layers(const rf_model *m) {
     rf_expert_stats sum = {0};
     for (uint32_t layer = 0; layer < rf_model_get_info(m).n_layers; layer++) {
@@ -136,7 +136,7 @@ int main(int argc, char **argv) {
     if (rf_model_forecast(m, &(rf_session_desc){.n_ctx = 512}, &forecast, &err) != RF_OK) die("forecast", &err);
     if (all_layers(m).n_experts == 0) return fprintf(stderr, "expertbench: %s has no experts\n", o.path), 1;
     rf_model_close(m, NULL);
-    printf("%s on %s: %.2f GB of weights, budget %d %%, %d tokens behind %d, %s\n", o.path, rf_device_get_info(d).text,
+    printf("%s on %s: %.2f GB of weights, budget %d %%, %d tokens after %d, %s\n", o.path, rf_device_get_info(d).text,
            1e-9 * (double)forecast.weight_bytes, o.percent, o.n_tokens, o.n_warm, o.pinned ? "pinned" : "read anew");
     printf("%-7s %8s %9s %8s %9s %9s %9s %9s %9s %12s %7s %7s  logits\n", "policy", "tok/s", "ms/tok", "hits %",
            "miss/tok", "MB/tok", "ahead/tok", "cpu/tok", "asks/tok", "there/all", "load s", "warm s");

@@ -4,7 +4,7 @@
 #include <stdio.h>
 
 /* lazy [MODEL.gguf]: when weights are loaded. Opening reads metadata only; a tensor is loaded the first time somebody
- * needs it, or when a program asks for its layer ahead of time; all of them can be dropped while the model stays. */
+ * needs it, or when a program asks for its layer ahead of time; all can be evicted while the model stays open. */
 
 static void show(const char *what, const rf_model *m) {
     rf_loading_stats s = rf_model_get_loading_stats(m);

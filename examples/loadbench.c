@@ -6,8 +6,8 @@
  * context: only open the device, the part of a start that no loader can shorten. --cold drops the file from the page
  * cache first. --budget: percent of the weights' bytes; --pinned keeps the streamed ones in pinned host memory.
  * --prompt: tokens before the first one, at most 16. --cancel: first load in another thread, and cancel that after MS
- * milliseconds. The last line tells logits that differ in any bit apart: they depend on no option but --device,
- * --prompt and --tokens. */
+ * milliseconds. The last line is a hash of the logits' bits, which depend on no option but --device, --prompt and
+ * --tokens. */
 #define ROCMFORGE_IMPLEMENTATION
 #include "rocmforge.h"
 
@@ -82,7 +82,7 @@ static void load_and_cancel(rf_model *m, int after_ms) {
     say("cancelled", m);
 }
 
-/* a number that other bits make another one */
+/* a hash of the bits */
 static uint64_t fingerprint(const float *logits, uint32_t n) {
     uint64_t h = 1469598103934665603u;
     const unsigned char *p = (const unsigned char *)logits;
@@ -129,7 +129,7 @@ int main(int argc, char **argv) {
     if (!strcmp(mode, "context")) return rf_device_close(d, NULL), 0;
     if (rf_gguf_open(path, &gd, &g, &err) != RF_OK) die("open", &err);
     say("open", NULL);
-    if (percent) { /* of what all weights take there */
+    if (percent) { /* of the bytes that all weights take on the device */
         rf_forecast all;
         if (rf_model_open(g, d, NULL, &m, &err) != RF_OK || rf_model_forecast(m, NULL, &all, &err) != RF_OK)
             die("forecast", &err);

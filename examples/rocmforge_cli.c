@@ -26,17 +26,12 @@ enum { DONE = 0, FAILED = 1, USAGE = 2, INTERRUPTED = 130 };
 
 #define LLU(x) ((unsigned long long)(x)) /* for %llu */
 
-/* Every step returns DONE or, its line printed, the exit code. All memory hangs on the app and main releases it, so
- * that leaving early needs no cleanup. */
-#define TRY(step)                              \
-    do {                                       \
-        int try_code = (step);                 \
-        if (try_code != DONE) return try_code; \
-    } while (0)
+/* Every step returns DONE (0) or, its line printed, the exit code, and its caller returns that at once. All memory
+ * belongs to the app and main releases it, so that leaving early needs no cleanup. */
 
-/* ---- what a command works with ---- */
+/* ---- options and state ---- */
 
-/* Every flag of every command; the table at the end says which command takes which. Switches are 0 or 1. */
+/* The flags of all commands; the table at the end says which command takes which. Switches are 0 or 1. */
 typedef struct options {
     const char *gguf, *prompt, *prompt_file, *system, *chat_template, *device, *isa, *pre, *type, *tokens, *out;
     const char *depths;
@@ -46,7 +41,7 @@ typedef struct options {
     double temp, top_p, min_p;
 } options;
 
-#define NOT_GIVEN UINT64_MAX /* of a count; of a number, -1 */
+#define NOT_GIVEN UINT64_MAX /* a count that was not given; a number is -1 */
 
 typedef struct bytes {
     char *data;
@@ -82,7 +77,7 @@ typedef struct app {
     bytes line, text, notes;
     ids prompt, tokens;
     FILE *out;
-    int bar;                /* 1: it is on the terminal; -1: text is, no bars any more */
+    int bar;                /* progress bar: 1 = on the terminal, -1 = never again: text is */
     char problem[RF_ERROR_TEXT_BYTES]; /* the first one of `check` */
     uint32_t n_problems;
     struct comparison *comparison;     /* of `check --device` */
@@ -116,7 +111,7 @@ static void clear_bar(app *a) {
     if (a->bar > 0) fputs("\r\033[K", stderr), a->bar = 0;
 }
 
-/* The one line of a failure; returns the exit code. */
+/* Print the one line of a failure; returns the exit code. */
 __attribute__((format(printf, 3, 4)))
 static int fail(app *a, int code, const char *format, ...) {
     char text[1024];
@@ -135,14 +130,14 @@ static int no_memory(app *a) { return fail(a, FAILED, "out of memory"); }
 
 static int fail_errno(app *a, const char *name) { return fail(a, FAILED, "%s: %s", name, strerror(errno)); }
 
-/* A call of the library. */
+/* DONE, or the line of a failed library call and its exit code. */
 static int lib(app *a, rf_result r) {
     if (r == RF_OK) return DONE;
     if (r == RF_ERR_CANCELLED && interrupted) return fail(a, INTERRUPTED, "interrupted");
     return fail(a, FAILED, "%s", a->err.text[0] ? a->err.text : rf_result_name(r));
 }
 
-/* Room for n more bytes and a NUL. */
+/* Make room for n more bytes and a NUL. */
 static int reserve(app *a, bytes *b, size_t n) {
     if (b->capacity - b->len > n) return DONE;
     size_t capacity = n < SIZE_MAX / 4 - b->len ? 2 * (b->len + n) + 64 : 0;
@@ -162,7 +157,7 @@ static int reserve_ids(app *a, ids *v, uint64_t n) {
     return DONE;
 }
 
-/* Notes wait until the command has succeeded, or asks the user: one that fails prints its one line only. */
+/* Keep a note until the command has succeeded or asks the user: a command that fails prints one line only. */
 static void note(rf_log_level level, const char *text, void *user) {
     app *a = user;
     size_t n = strlen(text);
@@ -192,7 +187,7 @@ static int load_progress(uint64_t done_bytes, uint64_t total_bytes, rf_string te
     return interrupted != 0;
 }
 
-/* Result bytes to stdout, at once. */
+/* Write result bytes to stdout, unbuffered. */
 static int emit(app *a, const char *data, size_t n) {
     return fwrite(data, 1, n, stdout) == n && fflush(stdout) == 0 ? DONE : fail_errno(a, "stdout");
 }
@@ -201,7 +196,7 @@ static int emit(app *a, const char *data, size_t n) {
 
 static rf_session *volatile running;
 
-/* The first Ctrl-C asks for a clean stop, the second one leaves. */
+/* The first Ctrl-C asks for a clean stop, the second one exits. rf_session_cancel is async-signal-safe. */
 static void on_interrupt(int sig) {
     (void)sig;
     if (interrupted) _exit(INTERRUPTED);
@@ -212,20 +207,22 @@ static void on_interrupt(int sig) {
 static void catch_interrupt(rf_session *s) {
     struct sigaction action, old;
     memset(&action, 0, sizeof action);
-    action.sa_handler = on_interrupt; /* without SA_RESTART: reading a line ends, too */
+    action.sa_handler = on_interrupt; /* no SA_RESTART: it interrupts reading a line, too */
     running = s;
     if (sigaction(SIGINT, NULL, &old) == 0 && old.sa_handler != SIG_IGN) sigaction(SIGINT, &action, NULL);
 }
 
 static int open_file(app *a) {
+    int code;
     rf_gguf_desc desc = {.log_fn = note, .log_user = a};
     double t = now();
-    TRY(lib(a, rf_gguf_open(a->o.gguf, &desc, &a->g, &a->err)));
+    if ((code = lib(a, rf_gguf_open(a->o.gguf, &desc, &a->g, &a->err)))) return code;
     a->open_s = now() - t;
     return DONE;
 }
 
 static int open_model(app *a, const char *device) {
+    int code;
     rf_device_desc device_desc = {.n_threads = (uint32_t)a->o.threads, .isa = a->o.isa};
     rf_model_desc model_desc = {.progress_fn = load_progress, .progress_user = a, .pre_tokenizer = a->o.pre,
                                 .budget_bytes = a->o.budget, .pinned_bytes = a->o.pinned,
@@ -233,16 +230,16 @@ static int open_model(app *a, const char *device) {
                                 .expert_policy = (uint32_t)a->o.expert_policy,
                                 .expert_cpu_below = (uint32_t)a->o.expert_cpu_below,
                                 .expert_prefetch = (uint32_t)a->o.expert_prefetch};
-    TRY(open_file(a));
-    TRY(lib(a, rf_device_open(device, &device_desc, &a->d, &a->err)));
+    if ((code = open_file(a))) return code;
+    if ((code = lib(a, rf_device_open(device, &device_desc, &a->d, &a->err)))) return code;
     double t = now();
-    TRY(lib(a, rf_model_open(a->g, a->d, &model_desc, &a->m, &a->err)));
+    if ((code = lib(a, rf_model_open(a->g, a->d, &model_desc, &a->m, &a->err)))) return code;
     a->plan_s = now() - t;
     a->info = rf_model_get_info(a->m);
     return DONE;
 }
 
-/* --ctx; else the context the model was trained for, at most 4096, or `need` tokens if that is more. */
+/* The context: --ctx, else n_ctx_train but at most DEFAULT_CTX, or `need` tokens if that is more. */
 static rf_session_desc session_desc(const app *a, uint64_t need, uint32_t n_logits) {
     uint32_t trained = a->info.n_ctx_train;
     uint64_t n_ctx = trained && trained < DEFAULT_CTX ? trained : DEFAULT_CTX;
@@ -257,12 +254,13 @@ static int too_long(app *a, uint64_t n_tokens) {
     return fail(a, FAILED, "%llu tokens do not fit, the context holds %u (see --ctx)", LLU(n_tokens), a->n_ctx);
 }
 
-/* `need` tokens are wished for, n_tokens must fit. */
+/* Open the session for `need` tokens, of which n_tokens must fit. */
 static int open_session(app *a, uint64_t need, uint64_t n_tokens, uint32_t n_logits) {
+    int code;
     rf_session_desc desc = session_desc(a, need, n_logits);
     a->n_ctx = desc.n_ctx;
     if (n_tokens > a->n_ctx) return too_long(a, n_tokens);
-    TRY(lib(a, rf_session_open(a->m, &desc, &a->s, &a->err)));
+    if ((code = lib(a, rf_session_open(a->m, &desc, &a->s, &a->err)))) return code;
     catch_interrupt(a->s);
     return DONE;
 }
@@ -293,18 +291,19 @@ static void close_all(app *a) {
 
 /* ---- text and tokens ---- */
 
-/* All of a stream, whatever bytes it holds. */
+/* Read all of a stream, whatever its bytes. */
 static int read_all(app *a, FILE *f, const char *name, bytes *out) {
+    int code;
     size_t n = 1;
     for (; n > 0; out->len += n) {
-        TRY(reserve(a, out, 65536));
+        if ((code = reserve(a, out, 65536))) return code;
         n = fread(out->data + out->len, 1, 65536, f);
     }
     out->data[out->len] = 0;
     return ferror(f) ? fail_errno(a, name) : DONE;
 }
 
-/* One line of stdin without its newline; *more is 0 at the end. */
+/* Read a line of stdin without its newline; *more is 0 at the end. */
 static int read_line(app *a, bytes *line, int *more) {
     errno = 0;
     ssize_t n = getline(&line->data, &line->capacity, stdin);
@@ -314,24 +313,28 @@ static int read_line(app *a, bytes *line, int *more) {
     return n < 0 && errno && errno != EINTR ? fail_errno(a, "stdin") : DONE;
 }
 
-/* A byte gives three tokens at most: those of U+FFFD. */
+/* Text to ids. A byte gives at most three tokens: those of U+FFFD. */
 static int encode(app *a, const char *text, size_t n, uint32_t flags, ids *out) {
+    int code;
     if (n > INT32_MAX / 8) return fail(a, FAILED, "text: want at most %d bytes, got %zu", INT32_MAX / 8, n);
-    TRY(reserve_ids(a, out, 3 * n + 8));
+    if ((code = reserve_ids(a, out, 3 * n + 8))) return code;
     return lib(a, rf_tokenize(a->t, (rf_string){text, n}, flags, out->data, out->capacity, &out->len, &a->err));
 }
 
 /* Append the text of a token (-1: none) to out. */
 static int decode(app *a, rf_detokenizer *state, int32_t id, uint32_t flags, bytes *out) {
+    int code;
     size_t n = 0;
-    TRY(reserve(a, out, 3 * (size_t)rf_token_get_text(a->t, id).len + 16));
-    TRY(lib(a, rf_detokenize(state, id, flags, out->data + out->len, out->capacity - out->len, &n, &a->err)));
+    if ((code = reserve(a, out, 3 * (size_t)rf_token_get_text(a->t, id).len + 16))) return code;
+    if ((code = lib(a, rf_detokenize(state, id, flags, out->data + out->len, out->capacity - out->len, &n, &a->err))))
+        return code;
     out->len += n;
     return DONE;
 }
 
-/* Token ids "1,2,3", also "[1, 2, 3]". *good is 0 if it is anything else. */
+/* Parse token ids "1,2,3", also "[1, 2, 3]". *good is 0 if it is anything else. */
 static int parse_ids(app *a, const char *p, ids *out, int *good) {
+    int code;
     static const char blank[] = " \t\r";
     out->len = 0;
     *good = 0;
@@ -345,7 +348,7 @@ static int parse_ids(app *a, const char *p, ids *out, int *good) {
         if (*p < '0' || *p > '9') return DONE;
         unsigned long long v = strtoull(p, &end, 10);
         if (errno || v > INT32_MAX) return DONE;
-        TRY(reserve_ids(a, out, (uint64_t)out->len + 1));
+        if ((code = reserve_ids(a, out, (uint64_t)out->len + 1))) return code;
         out->data[out->len++] = (int32_t)v;
         p = end + strspn(end, blank);
         more = *p == ',';
@@ -362,7 +365,7 @@ static void print_ids(const ids *v) {
     puts("]");
 }
 
-/* Hex digits to bytes, in place; 0 if they are none. */
+/* Hex digits to bytes, in place; 0 if there is anything else. */
 static int from_hex(bytes *b) {
     size_t n = b->len / 2;
     if (b->len % 2 || (b->len && strspn(b->data, "0123456789abcdefABCDEF") != b->len)) return 0;
@@ -383,7 +386,7 @@ typedef struct answer {
     const char *stopped;
 } answer;
 
-/* A Ctrl-C after the previous answer's last evaluation must not stop this one: then it is asked for again. */
+/* A Ctrl-C after the last evaluation of the previous answer must not stop this one: then evaluate again. */
 static rf_result forward(app *a, const int32_t *tokens, uint32_t n) {
     rf_result r = rf_session_forward(a->s, tokens, n, NULL, &a->err);
     return r == RF_ERR_CANCELLED && !interrupted ? rf_session_forward(a->s, tokens, n, NULL, &a->err) : r;
@@ -391,6 +394,7 @@ static rf_result forward(app *a, const int32_t *tokens, uint32_t n) {
 
 /* Print the continuation of a->prompt, whose first `kept` tokens the session holds, and collect it in a->text. */
 static int generate(app *a, uint32_t kept, answer *out) {
+    int code;
     rf_detokenizer state = {.tokenizer = a->t};
     uint32_t pos = a->prompt.len;
     int32_t id;
@@ -402,22 +406,22 @@ static int generate(app *a, uint32_t kept, answer *out) {
     clear_bar(a);
     a->bar = -1;
     while (r == RF_OK && !interrupted && !out->stopped) {
-        TRY(lib(a, rf_session_sample(a->s, 0, &a->sampler, &id, &a->err)));
+        if ((code = lib(a, rf_session_sample(a->s, 0, &a->sampler, &id, &a->err)))) return code;
         if (out->n_tokens == 0) out->first_s = now() - a->start, t = now();
         if (rf_token_is_end(a->t, id)) { out->stopped = "end of text"; break; }
         size_t before = a->text.len;
-        TRY(decode(a, &state, id, 0, &a->text));
-        TRY(emit(a, a->text.data + before, a->text.len - before));
+        if ((code = decode(a, &state, id, 0, &a->text))) return code;
+        if ((code = emit(a, a->text.data + before, a->text.len - before))) return code;
         if (++out->n_tokens == a->o.max_tokens) out->stopped = "max tokens";
         else if (pos == a->n_ctx) out->stopped = "context full";
         else if ((r = forward(a, &id, 1)) == RF_OK) pos++;
     }
     out->n_steps = pos - a->prompt.len;
     out->decode_s = now() - t;
-    if (r != RF_ERR_CANCELLED || !interrupted) TRY(lib(a, r));
+    if ((r != RF_ERR_CANCELLED || !interrupted) && (code = lib(a, r))) return code;
     if (interrupted) out->stopped = "interrupted";
     size_t before = a->text.len;
-    TRY(decode(a, &state, -1, RF_DETOKENIZE_FINISH, &a->text));
+    if ((code = decode(a, &state, -1, RF_DETOKENIZE_FINISH, &a->text))) return code;
     return emit(a, a->text.data + before, a->text.len - before);
 }
 
@@ -433,18 +437,19 @@ static void print_timing(app *a, const answer *x) {
             decode * (double)a->info.token_bytes / 1e9, d.name, d.arch, x->stopped);
 }
 
-/* Model, tokenizer and sampler: as the flags say, else as the file says. */
+/* Open model, tokenizer and sampler: as the flags say, else as the file says. */
 static int open_writer(app *a) {
+    int code;
     const options *o = &a->o;
     rf_sampler_desc desc;
-    TRY(open_model(a, o->device));
-    TRY(lib(a, rf_sampler_defaults(a->g, &desc, &a->err)));
+    if ((code = open_model(a, o->device))) return code;
+    if ((code = lib(a, rf_sampler_defaults(a->g, &desc, &a->err)))) return code;
     if (o->temp >= 0) desc.temperature = (float)o->temp;
     if (o->top_k != NOT_GIVEN) desc.top_k = (uint32_t)o->top_k;
     if (o->top_p >= 0) desc.top_p = (float)o->top_p;
     if (o->min_p >= 0) desc.min_p = (float)o->min_p;
     desc.seed = o->seed;
-    TRY(lib(a, rf_sampler_init(&a->sampler, &desc, &a->err)));
+    if ((code = lib(a, rf_sampler_init(&a->sampler, &desc, &a->err)))) return code;
     return lib(a, rf_model_get_tokenizer(a->m, &a->t, &a->err));
 }
 
@@ -468,17 +473,18 @@ static int say(app *a, const char *role, const char *text, size_t n) {
     return DONE;
 }
 
-/* The messages, formatted, as tokens in a->prompt. Some templates spell out the bos that the tokenizer adds, too. */
+/* Format the messages as tokens in a->prompt. Some templates spell out the bos that the tokenizer adds, too. */
 static int encode_messages(app *a, const char *name) {
+    int code;
     ids *p = &a->prompt;
     const rf_chat chat = {name, a->messages, a->n_messages, 1};
     uint32_t flags = a->o.no_bos ? 0 : RF_TOKENIZE_ADD;
     rf_result r = rf_chat_tokenize(a->t, &chat, flags, p->data, p->capacity, &p->len, &a->err);
     if (r == RF_ERR_CAPACITY) {
-        TRY(reserve_ids(a, p, p->len));
+        if ((code = reserve_ids(a, p, p->len))) return code;
         r = rf_chat_tokenize(a->t, &chat, flags, p->data, p->capacity, &p->len, &a->err);
     }
-    TRY(lib(a, r));
+    if ((code = lib(a, r))) return code;
     int32_t bos = rf_tokenizer_get_info(a->t).bos;
     if (p->len > 1 && bos >= 0 && p->data[0] == bos && p->data[1] == bos)
         memmove(p->data, p->data + 1, --p->len * sizeof *p->data);
@@ -497,61 +503,64 @@ static int read_prompt(app *a) {
 }
 
 static int run_generate(app *a) {
+    int code;
     answer x;
     const options *o = &a->o;
-    TRY(read_prompt(a));
-    TRY(open_writer(a));
+    if ((code = read_prompt(a))) return code;
+    if ((code = open_writer(a))) return code;
     const char *name = o->raw ? NULL : find_template(a);
     if (name) {
-        TRY(say(a, "user", a->line.data, a->line.len));
-        TRY(encode_messages(a, name));
+        if ((code = say(a, "user", a->line.data, a->line.len))) return code;
+        if ((code = encode_messages(a, name))) return code;
     } else {
         uint32_t tokenize = (o->no_bos ? 0 : RF_TOKENIZE_ADD) | (o->special ? RF_TOKENIZE_SPECIAL : 0);
-        TRY(encode(a, a->line.data, a->line.len, tokenize, &a->prompt));
+        if ((code = encode(a, a->line.data, a->line.len, tokenize, &a->prompt))) return code;
     }
     if (a->prompt.len == 0) return fail(a, FAILED, "the prompt is empty");
     uint64_t need = a->prompt.len + (o->max_tokens ? o->max_tokens : DEFAULT_CTX), trained = a->info.n_ctx_train;
-    TRY(open_session(a, need < trained ? need : trained, a->prompt.len, 1));
-    if (o->echo) TRY(emit(a, a->line.data, a->line.len));
-    TRY(generate(a, 0, &x));
+    if ((code = open_session(a, need < trained ? need : trained, a->prompt.len, 1))) return code;
+    if (o->echo && (code = emit(a, a->line.data, a->line.len))) return code;
+    if ((code = generate(a, 0, &x))) return code;
     int open_line = a->text.len && a->text.data[a->text.len - 1] != '\n';
-    if (open_line && (o->echo || isatty(STDOUT_FILENO))) TRY(emit(a, "\n", 1));
+    if ((open_line && (o->echo || isatty(STDOUT_FILENO))) && (code = emit(a, "\n", 1))) return code;
     print_timing(a, &x);
     return interrupted ? INTERRUPTED : DONE;
 }
 
-/* One user message and its answer. The session keeps what the old and the new conversation share. */
+/* Answer one user message. The session keeps the prefix that the old and the new conversation share. */
 static int chat_turn(app *a, const char *name) {
+    int code;
     answer x;
     uint32_t kept;
-    TRY(say(a, "user", a->line.data, a->line.len));
-    TRY(encode_messages(a, name));
+    if ((code = say(a, "user", a->line.data, a->line.len))) return code;
+    if ((code = encode_messages(a, name))) return code;
     if (a->prompt.len > a->n_ctx) return too_long(a, a->prompt.len);
-    TRY(lib(a, rf_session_sync(a->s, 0, a->prompt.data, a->prompt.len, &kept, &a->err)));
+    if ((code = lib(a, rf_session_sync(a->s, 0, a->prompt.data, a->prompt.len, &kept, &a->err)))) return code;
     a->start = now();
-    TRY(generate(a, kept, &x));
-    TRY(emit(a, "\n", 1));
+    if ((code = generate(a, kept, &x))) return code;
+    if ((code = emit(a, "\n", 1))) return code;
     print_timing(a, &x);
     return say(a, "assistant", a->text.data, a->text.len);
 }
 
 static int run_chat(app *a) {
+    int code;
     int more = 1, terminal = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
-    TRY(open_writer(a));
-    TRY(open_session(a, 0, 0, 1));
-    if (a->o.system) TRY(say(a, "system", a->o.system, strlen(a->o.system)));
+    if ((code = open_writer(a))) return code;
+    if ((code = open_session(a, 0, 0, 1))) return code;
+    if (a->o.system && (code = say(a, "system", a->o.system, strlen(a->o.system)))) return code;
     uint32_t n_system = a->n_messages;
     const char *name = find_template(a);
     print_notes(a);
     while (!interrupted) {
         if (terminal) fputs("\033[1m> \033[0m", stderr);
-        TRY(read_line(a, &a->line, &more));
+        if ((code = read_line(a, &a->line, &more))) return code;
         if (!more || strcmp(a->line.data, "/quit") == 0) break;
         uint32_t n_before = a->n_messages;
         if (strcmp(a->line.data, "/reset") == 0) forget(a, n_system);
         else if (a->line.len && chat_turn(a, name ? name : "plain") != DONE) {
             if (!terminal) return FAILED;
-            forget(a, n_before); /* what cannot be answered was not said */
+            forget(a, n_before); /* a message without an answer is forgotten */
         }
         if (terminal) interrupted = 0;
     }
@@ -564,29 +573,31 @@ static int run_chat(app *a) {
 
 /* Evaluate n tokens and write the logits of each. */
 static int write_logits(app *a, const int32_t *tokens, uint32_t n) {
+    int code;
     rf_token_row rows[LOGITS_ROWS];
     size_t n_vocab = a->info.n_vocab;
     memset(rows, 0, sizeof rows);
     for (uint32_t i = 0; i < n; i++)
         rows[i] = (rf_token_row){.token = tokens[i], .pos = RF_POS_NEXT, .want_logits = 1};
-    TRY(lib(a, rf_session_eval(a->s, rows, n, &a->err)));
+    if ((code = lib(a, rf_session_eval(a->s, rows, n, &a->err)))) return code;
     for (uint32_t i = 0; i < n; i++) {
         float *logits;
-        TRY(lib(a, rf_session_get_logits(a->s, i, &logits, &a->err)));
+        if ((code = lib(a, rf_session_get_logits(a->s, i, &logits, &a->err)))) return code;
         if (fwrite(logits, sizeof(float), n_vocab, a->out) != n_vocab) return fail_errno(a, a->o.out);
     }
     return DONE;
 }
 
-/* From the logits of the last eval's i-th row on. */
+/* Append greedy tokens, the first from row i of the last eval. */
 static int continue_greedily(app *a, uint32_t i) {
+    int code;
     rf_sampler_desc greedy = {0};
-    TRY(reserve_ids(a, &a->tokens, a->o.n_greedy));
-    TRY(lib(a, rf_sampler_init(&a->sampler, &greedy, &a->err)));
+    if ((code = reserve_ids(a, &a->tokens, a->o.n_greedy))) return code;
+    if ((code = lib(a, rf_sampler_init(&a->sampler, &greedy, &a->err)))) return code;
     while (a->tokens.len < a->o.n_greedy) {
         int32_t *id = &a->tokens.data[a->tokens.len];
-        if (a->tokens.len++) TRY(lib(a, rf_session_forward(a->s, id - 1, 1, NULL, &a->err)));
-        TRY(lib(a, rf_session_sample(a->s, i, &a->sampler, id, &a->err)));
+        if (a->tokens.len++ && (code = lib(a, rf_session_forward(a->s, id - 1, 1, NULL, &a->err)))) return code;
+        if ((code = lib(a, rf_session_sample(a->s, i, &a->sampler, id, &a->err)))) return code;
         i = 0;
     }
     print_ids(&a->tokens);
@@ -594,26 +605,27 @@ static int continue_greedily(app *a, uint32_t i) {
 }
 
 static int run_logits(app *a) {
+    int code;
     const ids *p = &a->prompt;
     int good;
-    TRY(parse_ids(a, a->o.tokens, &a->prompt, &good));
+    if ((code = parse_ids(a, a->o.tokens, &a->prompt, &good))) return code;
     if (!good || p->len == 0) return fail(a, USAGE, "--tokens: want ids like 1,2,3, got \"%s\"", a->o.tokens);
-    TRY(open_model(a, a->o.device));
+    if ((code = open_model(a, a->o.device))) return code;
     for (uint32_t i = 0; i < p->len; i++)
         if ((uint32_t)p->data[i] >= a->info.n_vocab)
             return fail(a, FAILED, "--tokens: want ids 0..%u, got %d", a->info.n_vocab - 1, p->data[i]);
     uint64_t need = p->len + a->o.n_greedy;
     uint32_t piece = a->o.step ? 1 : p->len < LOGITS_ROWS ? p->len : LOGITS_ROWS;
-    TRY(open_session(a, need, need, piece));
+    if ((code = open_session(a, need, need, piece))) return code;
     if (!(a->out = fopen(a->o.out, "wb"))) return fail_errno(a, a->o.out);
     for (uint32_t at = 0; at < p->len; at += piece) {
         if (piece > p->len - at) piece = p->len - at;
-        TRY(write_logits(a, p->data + at, piece));
+        if ((code = write_logits(a, p->data + at, piece))) return code;
     }
     FILE *f = a->out;
     a->out = NULL;
     if (fclose(f) != 0) return fail_errno(a, a->o.out);
-    if (a->o.n_greedy) TRY(continue_greedily(a, piece - 1));
+    if (a->o.n_greedy && (code = continue_greedily(a, piece - 1))) return code;
     print_notes(a);
     return DONE;
 }
@@ -621,16 +633,20 @@ static int run_logits(app *a) {
 /* ---- embed ---- */
 
 static int run_embed(app *a) {
-    TRY(read_prompt(a));
-    TRY(open_model(a, a->o.device));
-    TRY(lib(a, rf_model_get_tokenizer(a->m, &a->t, &a->err)));
+    int code;
+    if ((code = read_prompt(a))) return code;
+    if ((code = open_model(a, a->o.device))) return code;
+    if ((code = lib(a, rf_model_get_tokenizer(a->m, &a->t, &a->err)))) return code;
     uint32_t tokenize = (a->o.bos ? RF_TOKENIZE_ADD : 0) | (a->o.special ? RF_TOKENIZE_SPECIAL : 0);
-    TRY(encode(a, a->line.data, a->line.len, tokenize, &a->prompt));
+    if ((code = encode(a, a->line.data, a->line.len, tokenize, &a->prompt))) return code;
     if (a->prompt.len == 0) return fail(a, FAILED, "the text is empty");
-    TRY(open_session(a, a->prompt.len, a->prompt.len, a->prompt.len < LOGITS_ROWS ? a->prompt.len : LOGITS_ROWS));
-    TRY(reserve(a, &a->text, a->info.n_embd * sizeof(float)));
+    if ((code = open_session(a, a->prompt.len, a->prompt.len,
+                       a->prompt.len < LOGITS_ROWS ? a->prompt.len : LOGITS_ROWS)))
+        return code;
+    if ((code = reserve(a, &a->text, a->info.n_embd * sizeof(float)))) return code;
     float *v = (float *)(void *)a->text.data; /* malloc aligns it */
-    TRY(lib(a, rf_session_embed(a->s, a->prompt.data, a->prompt.len, (uint32_t)a->o.pooling, v, &a->err)));
+    if ((code = lib(a, rf_session_embed(a->s, a->prompt.data, a->prompt.len, (uint32_t)a->o.pooling, v, &a->err))))
+        return code;
     for (uint32_t i = 0; i < a->info.n_embd; i++)
         printf(isfinite(v[i]) ? "%s%.9g" : "%snull", i ? ", " : "[", (double)v[i]); /* JSON has no other numbers */
     puts("]");
@@ -640,9 +656,9 @@ static int run_embed(app *a) {
 
 /* ---- JSON ---- */
 
-/* Length of the UTF-8 character at p, its code point in *c; 0 if the bytes are none. */
+/* Length of the UTF-8 character at p, its code point in *c; 0 if it is malformed. */
 static uint32_t utf8_next(const char *text, uint64_t n, uint32_t *c) {
-    static const uint32_t least[5] = {0, 0, 0x80, 0x800, 0x10000};
+    static const uint32_t min_cp[5] = {0, 0, 0x80, 0x800, 0x10000};
     const unsigned char *p = (const unsigned char *)text;
     uint32_t len = p[0] < 0x80 ? 1 : p[0] < 0xc0 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf8 ? 4 : 0;
     if (len == 0 || len > n) return 0;
@@ -651,7 +667,7 @@ static uint32_t utf8_next(const char *text, uint64_t n, uint32_t *c) {
         if ((p[i] & 0xc0) != 0x80) return 0;
         *c = *c << 6 | (p[i] & 0x3fu);
     }
-    return *c < least[len] || *c > 0x10ffff || (*c >= 0xd800 && *c < 0xe000) ? 0 : len;
+    return *c < min_cp[len] || *c > 0x10ffff || (*c >= 0xd800 && *c < 0xe000) ? 0 : len;
 }
 
 /* A JSON string in ASCII: what is not UTF-8 becomes U+FFFD, so that any bytes give valid JSON. */
@@ -683,48 +699,52 @@ static double median(double *v, size_t n) {
 }
 
 #define DEPTHS_MAX 64u
-#define PEAK_LEAST 0.25 /* seconds that reading is tried for */
+#define PEAK_MIN_SECONDS 0.25 /* of reading, at least */
 
-/* Seconds for n readings of the whole buffer, one behind the other. */
+/* Seconds to read the whole buffer n times in a row. */
 static int time_reading(app *a, rf_queue *q, const rf_mem *buffer, const rf_mem *sum, uint32_t n, double *seconds) {
+    int code;
     rf_dev *dev;
     const rf_device_api *api = rf_device_get_api(a->d, &dev);
     rf_ticket ticket = {NULL, 0};
     double t = now();
     for (uint32_t i = 0; i < n; i++)
-        TRY(lib(a, api->mem_sum(q, (rf_mem_at){buffer, 0}, buffer->size_bytes, (rf_mem_at){sum, 0}, &ticket, &a->err)));
-    TRY(lib(a, api->ticket_wait(&ticket, 60000, &a->err)));
+        if ((code = lib(a, api->mem_sum(q, (rf_mem_at){buffer, 0}, buffer->size_bytes, (rf_mem_at){sum, 0}, &ticket,
+                           &a->err))))
+            return code;
+    if ((code = lib(a, api->ticket_wait(&ticket, 60000, &a->err)))) return code;
     *seconds = now() - t;
     return interrupted ? fail(a, INTERRUPTED, "interrupted") : DONE;
 }
 
-/* Bytes a second that the device reads of its memory: the best of several rounds, of 10 ms or more if one reading is
- * shorter. What it has read is compared with what was written, so that nothing can leave the reading out. */
+/* Memory bandwidth of the device, bytes per second: the best of several rounds of at least 10 ms. The sum of what was
+ * read is compared with what was written, so that the read cannot be optimized away. */
 static int read_peak(app *a, rf_queue *q, const rf_mem *buffer, const rf_mem *sum, double *peak) {
+    int code;
     rf_dev *dev;
     const rf_device_api *api = rf_device_get_api(a->d, &dev);
     rf_ticket ticket = {NULL, 0};
     uint64_t n_read = 1, want, found = 0;
     uint32_t n = 1;
     double seconds;
-    TRY(lib(a, api->mem_fill(q, buffer, 0, 1, buffer->size_bytes, &ticket, &a->err)));
-    TRY(lib(a, api->mem_fill(q, sum, 0, 0, sum->size_bytes, &ticket, &a->err)));
-    TRY(time_reading(a, q, buffer, sum, 1, &seconds)); /* the first one warms up */
+    if ((code = lib(a, api->mem_fill(q, buffer, 0, 1, buffer->size_bytes, &ticket, &a->err)))) return code;
+    if ((code = lib(a, api->mem_fill(q, sum, 0, 0, sum->size_bytes, &ticket, &a->err)))) return code;
+    if ((code = time_reading(a, q, buffer, sum, 1, &seconds))) return code; /* the first one warms up */
     double start = now();
-    for (int round = 0; round < 3 || now() - start < PEAK_LEAST; round++, n_read += n) {
+    for (int round = 0; round < 3 || now() - start < PEAK_MIN_SECONDS; round++, n_read += n) {
         if (round && seconds < 0.01 && n < 1024) n *= 2;
-        TRY(time_reading(a, q, buffer, sum, n, &seconds));
+        if ((code = time_reading(a, q, buffer, sum, n, &seconds))) return code;
         *peak = fmax(*peak, rate((double)n * (double)buffer->size_bytes, seconds));
     }
-    TRY(lib(a, api->mem_read(q, sum, 0, &found, sizeof found, &ticket, &a->err)));
-    TRY(lib(a, api->ticket_wait(&ticket, 60000, &a->err)));
+    if ((code = lib(a, api->mem_read(q, sum, 0, &found, sizeof found, &ticket, &a->err)))) return code;
+    if ((code = lib(a, api->ticket_wait(&ticket, 60000, &a->err)))) return code;
     want = n_read * (buffer->size_bytes / 8) * 0x0101010101010101u;
     if (found != want)
         return fail(a, FAILED, "the device has read %016llx, want %016llx", LLU(found), LLU(want));
     return DONE;
 }
 
-/* The same in memory of its own: --peak bytes, or a quarter of what is free. 0: nothing was measured. */
+/* Measure it in a buffer of --peak bytes, or of a quarter of the free memory. 0: nothing was measured. */
 static int measure_peak(app *a, double *peak) {
     rf_dev *dev;
     const rf_device_api *api = rf_device_get_api(a->d, &dev);
@@ -745,14 +765,14 @@ static int measure_peak(app *a, double *peak) {
     return code;
 }
 
-/* Positions that the tokens at [first, first + n) see in all; window 0: each those before it and itself. */
+/* Sum of the positions that the tokens at [first, first + n) attend to; window 0: all up to their own. */
 static double cells_seen(double first, double n, double window) {
     double all = window > 0 ? fmin(fmax(window - first, 0), n) : n;
     return all * first + all * (all + 1) / 2 + (n - all) * window;
 }
 
-/* Multiplications and additions of the weights that are used, and of attention, for n tokens at [first, first + n), of
- * which the last one asks for logits. */
+/* Floating-point operations of matrix products and attention for n tokens at [first, first + n), of which the last one
+ * asks for logits. */
 static double prompt_flop(const rf_plan *plan, double first, double n) {
     double total = 0;
     for (uint32_t i = 0; i < plan->n_ops && n > 0; i++) {
@@ -769,7 +789,7 @@ static double prompt_flop(const rf_plan *plan, double first, double n) {
     return total;
 }
 
-/* Bytes that one of n tokens at [first, first + n) reads, on average: weights, of experts those used; keys and values;
+/* Bytes that one of n tokens at [first, first + n) reads on average: weights (of experts those used), KV cache and
  * recurrent states. */
 static double decode_bytes(const app *a, double first, double n) {
     const rf_plan *plan = rf_model_get_plan(a->m);
@@ -786,7 +806,7 @@ static double decode_bytes(const app *a, double first, double n) {
     return total;
 }
 
-/* All layers' experts; bytes and counts since the model was opened. */
+/* Expert stats summed over layers, since the model was opened. */
 static rf_expert_stats expert_stats(const app *a) {
     rf_expert_stats sum = {0};
     for (uint32_t layer = 0; layer < a->info.n_layers; layer++) {
@@ -801,7 +821,7 @@ static rf_expert_stats expert_stats(const app *a) {
     return sum;
 }
 
-/* What was found at a depth. */
+/* Results at one depth. */
 typedef struct bench_row {
     uint32_t depth;
     double prompt_s[REPEAT_MAX], decode_s[REPEAT_MAX];
@@ -809,25 +829,27 @@ typedef struct bench_row {
     rf_expert_stats experts;
 } bench_row;
 
-/* The session holds the first `depth` tokens: what it had beyond is cut off, what is missing is evaluated. */
+/* Make the session hold the first `depth` tokens: cut off what it has beyond, evaluate what is missing. */
 static int bench_fill(app *a, uint32_t depth) {
+    int code;
     uint32_t kept = 0;
-    TRY(lib(a, rf_session_truncate(a->s, 0, depth, &kept, &a->err)));
+    if ((code = lib(a, rf_session_truncate(a->s, 0, depth, &kept, &a->err)))) return code;
     return kept < depth ? lib(a, forward(a, a->prompt.data + kept, depth - kept)) : DONE;
 }
 
-/* Behind the row's depth: the prompt at once, then n_decode tokens one by one. Run -1 does not count. */
+/* After the row's depth: the prompt at once, then n_decode tokens one by one. Run -1 does not count. */
 static int bench_once(app *a, int run, bench_row *row) {
+    int code;
     uint32_t n_prompt = (uint32_t)a->o.n_prompt, n_decode = (uint32_t)a->o.n_decode;
     const int32_t *next = a->prompt.data + row->depth;
-    TRY(bench_fill(a, row->depth));
+    if ((code = bench_fill(a, row->depth))) return code;
     double t = now();
-    if (n_prompt) TRY(lib(a, forward(a, next, n_prompt)));
+    if (n_prompt && (code = lib(a, forward(a, next, n_prompt)))) return code;
     double prompt_s = now() - t;
     rf_session_stats device = rf_session_get_stats(a->s);
     rf_expert_stats x = expert_stats(a);
     t = now();
-    for (uint32_t i = 0; i < n_decode; i++) TRY(lib(a, forward(a, next + n_prompt + i, 1)));
+    for (uint32_t i = 0; i < n_decode; i++) if ((code = lib(a, forward(a, next + n_prompt + i, 1)))) return code;
     double decode_s = now() - t;
     if (run < 0) return DONE;
     row->prompt_s[run] = prompt_s;
@@ -853,7 +875,7 @@ typedef struct bench_value {
 
 #define BENCH_COLUMNS 16
 
-/* A row as numbers; returns how many. */
+/* The numbers of a row; returns how many. */
 static size_t bench_values(app *a, bench_row *row, double peak, bench_value *out) {
     const options *o = &a->o;
     const rf_expert_stats *x = &row->experts;
@@ -904,7 +926,7 @@ static void print_launch_configs(const app *a) {
     puts(s.config_is_timed ? ")" : "not timed)");
 }
 
-/* A header of names and values, then a line for each depth. */
+/* Print a header of names and values, then a line for each depth. */
 static void print_bench(app *a, double load_s, double peak, bench_row *rows, uint32_t n_rows) {
     const options *o = &a->o;
     rf_device_info d = rf_device_get_info(a->d);
@@ -949,11 +971,12 @@ static void print_bench(app *a, double load_s, double peak, bench_row *rows, uin
     puts(o->json ? "]}" : "");
 }
 
-/* -d into a->tokens; *deepest is the largest. */
+/* Parse -d into a->tokens; *deepest is the largest. */
 static int parse_depths(app *a, uint32_t *deepest) {
+    int code;
     const ids *v = &a->tokens;
     int good;
-    TRY(parse_ids(a, a->o.depths, &a->tokens, &good));
+    if ((code = parse_ids(a, a->o.depths, &a->tokens, &good))) return code;
     *deepest = 0;
     for (uint32_t i = 0; i < v->len; i++)
         if ((uint32_t)v->data[i] > *deepest) *deepest = (uint32_t)v->data[i];
@@ -962,13 +985,14 @@ static int parse_depths(app *a, uint32_t *deepest) {
                 a->o.depths);
 }
 
-/* Tokens that do not count, until a GPU has timed its launch configs, or eight of them have brought nothing new. */
+/* Decode tokens that do not count until a GPU has timed its launch configs, or eight of them changed nothing. */
 static int time_launch_configs(app *a) {
+    int code;
     rf_session_stats s = rf_session_get_stats(a->s);
     for (int idle = 0; a->o.n_decode && s.n_configs && !s.config_is_timed && idle < 8;) {
         const rf_session_stats before = s;
-        TRY(bench_fill(a, 0));
-        TRY(lib(a, forward(a, a->prompt.data, 1)));
+        if ((code = bench_fill(a, 0))) return code;
+        if ((code = lib(a, forward(a, a->prompt.data, 1)))) return code;
         s = rf_session_get_stats(a->s);
         idle = s.config == before.config && memcmp(s.configs, before.configs, sizeof s.configs) == 0 ? idle + 1 : 0;
     }
@@ -976,26 +1000,27 @@ static int time_launch_configs(app *a) {
 }
 
 static int measure_bench(app *a, bench_row *rows) {
+    int code;
     uint32_t deepest, n_rows = 0;
     double peak;
     uint64_t n = a->o.n_prompt + a->o.n_decode;
-    TRY(parse_depths(a, &deepest));
+    if ((code = parse_depths(a, &deepest))) return code;
     n += deepest;
-    TRY(open_model(a, a->o.device));
+    if ((code = open_model(a, a->o.device))) return code;
     catch_interrupt(NULL); /* before there is a session */
-    TRY(measure_peak(a, &peak));
+    if ((code = measure_peak(a, &peak))) return code;
     if (a->o.ctx == 0) a->o.ctx = n; /* no more than needed: attention may cost what the context could hold */
-    TRY(open_session(a, n, n, 1));
-    TRY(reserve_ids(a, &a->prompt, n));
+    if ((code = open_session(a, n, n, 1))) return code;
+    if ((code = reserve_ids(a, &a->prompt, n))) return code;
     for (; a->prompt.len < n; a->prompt.len++)
         a->prompt.data[a->prompt.len] = (int32_t)((a->prompt.len * 7919u + 1u) % a->info.n_vocab);
     double t = now();
-    TRY(lib(a, forward(a, a->prompt.data, 1)));
+    if ((code = lib(a, forward(a, a->prompt.data, 1)))) return code;
     double load_s = now() - t;
-    TRY(time_launch_configs(a));
+    if ((code = time_launch_configs(a))) return code;
     for (; n_rows < a->tokens.len; n_rows++) {
         rows[n_rows].depth = (uint32_t)a->tokens.data[n_rows];
-        for (int i = -1; i < (int)a->o.n_repeat; i++) TRY(bench_once(a, i, &rows[n_rows]));
+        for (int i = -1; i < (int)a->o.n_repeat; i++) if ((code = bench_once(a, i, &rows[n_rows]))) return code;
     }
     print_notes(a);
     print_bench(a, load_s, peak, rows, n_rows);
@@ -1090,6 +1115,7 @@ static void print_count(const char *name, uint64_t n, int json) {
 
 /* Tensor types that do not run, with how many tensors have them: "iq2_xs (12), tq1_0 (1)". */
 static int unsupported_types(app *a, uint64_t n_tensors) {
+    int code;
     uint64_t counts[RF_TYPE_COUNT] = {0};
     rf_tensor_info t;
     a->text.len = 0;
@@ -1097,16 +1123,17 @@ static int unsupported_types(app *a, uint64_t n_tensors) {
         if (rf_gguf_get_tensor(a->g, i, &t, NULL) == RF_OK && !rf_type_get(t.type).runs) counts[t.type]++;
     for (uint32_t type = 0; type < RF_TYPE_COUNT; type++) {
         if (!counts[type]) continue;
-        TRY(reserve(a, &a->text, 64));
+        if ((code = reserve(a, &a->text, 64))) return code;
         a->text.len += (size_t)snprintf(a->text.data + a->text.len, 64, "%s%s (%llu)", a->text.len ? ", " : "",
                                         rf_type_get(type).name, LLU(counts[type]));
     }
     return DONE;
 }
 
-/* Can this version run the file, and what would that take? Of a file that it cannot run the first reason, and all that
- * can be told apart from it. */
+/* Print whether this version can run the file and what memory that takes, or the first reason why not, and what can be
+ * said without running it. */
 static int print_support(app *a, const rf_gguf_info *f, int json) {
+    int code;
     rf_forecast need = {0};
     rf_error err, tokenizer_err;
     rf_kv kv;
@@ -1122,7 +1149,7 @@ static int print_support(app *a, const rf_gguf_info *f, int json) {
     rf_string arch = {0};
     if (rf_gguf_find_kv(a->g, "general.architecture", &kv, NULL) == RF_OK && kv.type == RF_KV_STRING)
         rf_kv_text(&kv, NULL, &arch, NULL);
-    TRY(unsupported_types(a, f->n_tensors));
+    if ((code = unsupported_types(a, f->n_tensors))) return code;
     printf(json ? "],\n\"support\": {\"runs\": %s" : "\nsupported           %s\n",
            json ? (runs ? "true" : "false") : runs ? "yes" : "no");
     print_fact("reason", text_of(runs ? NULL : err.text), json);
@@ -1146,8 +1173,9 @@ static int print_support(app *a, const rf_gguf_info *f, int json) {
 }
 
 static int run_inspect(app *a) {
+    int code;
     int json = a->o.json != 0;
-    TRY(open_file(a));
+    if ((code = open_file(a))) return code;
     rf_gguf_info f = rf_gguf_get_info(a->g);
     if (json) printf("{\"path\": "), put_json(f.path, strlen(f.path));
     else put_escaped(stdout, f.path, strlen(f.path));
@@ -1168,7 +1196,7 @@ static int run_inspect(app *a) {
         if (json && i) putchar(',');
         print_tensor(&t, json);
     }
-    TRY(print_support(a, &f, json));
+    if ((code = print_support(a, &f, json))) return code;
     if (json) puts("}");
     print_notes(a);
     return DONE;
@@ -1197,7 +1225,7 @@ static void print_buffer(const rf_plan *p, uint32_t i, const char *before) {
     printf("%s%s[%c,%u]", before, b->name, b->rows == RF_ROWS_TOKENS ? 'T' : 'L', b->width);
 }
 
-/* The numbers of an op that its buffers and weights do not show. */
+/* Parameters of an op that its buffers and weights do not show. */
 static void print_params(const rf_op *op) {
     static const char *const activations[RF_ACT_COUNT] = {"silu", "gelu", "oai", "none", "clamp", "sigmoid"};
     const rf_attention_params *t = &op->attention;
@@ -1258,12 +1286,13 @@ static void print_op(const rf_plan *p, uint32_t i) {
 }
 
 static int run_plan(app *a) {
+    int code;
     rf_forecast need;
     const rf_model_info *m = &a->info;
-    TRY(open_model(a, a->o.device ? a->o.device : "null"));
+    if ((code = open_model(a, a->o.device ? a->o.device : "null"))) return code;
     const rf_plan *p = rf_model_get_plan(a->m);
     rf_session_desc desc = session_desc(a, 0, 1);
-    TRY(lib(a, rf_model_forecast(a->m, &desc, &need, &a->err)));
+    if ((code = lib(a, rf_model_forecast(a->m, &desc, &need, &a->err)))) return code;
     puts("  op layer kind      result = inputs (T tokens, L of them with logits)  weight  bytes a token reads");
     for (uint32_t i = 0; i < p->n_ops; i++) print_op(p, i);
     printf("%s: %u layers, n_embd %u, n_vocab %u, %u heads of %u, %u kv heads, trained for %u tokens\n", m->arch,
@@ -1283,7 +1312,7 @@ static int run_plan(app *a) {
 static unsigned char raw[1u << 17];
 static float values[1u << 17];
 
-/* As many whole blocks as fit into both. */
+/* As many whole blocks as fit into both buffers. */
 static size_t piece_blocks(rf_type_info t) {
     size_t n = sizeof raw / t.block_bytes, m = sizeof values / sizeof *values / t.block_elements;
     return n < m ? n : m;
@@ -1296,8 +1325,9 @@ static void report(app *a, const char *text) {
     putchar('\n');
 }
 
-/* Decode a tensor and look at every value: a bad block scale makes them NaN or infinite (0 * inf is NaN, too). */
+/* Decode a tensor and check every value: a bad block scale makes them NaN or infinite (0 * inf is NaN, too). */
 static int scan_weight(app *a, const rf_plan_weight *w, uint64_t done_bytes) {
+    int code;
     rf_type_info type = rf_type_get(w->type);
     uint64_t piece = piece_blocks(type), n_blocks = w->size_bytes / type.block_bytes, n_found = 0, first = 0;
     const char *what = "";
@@ -1305,8 +1335,10 @@ static int scan_weight(app *a, const rf_plan_weight *w, uint64_t done_bytes) {
         if (piece > n_blocks - at) piece = n_blocks - at;
         uint64_t n = piece * type.block_elements, offset = at * type.block_bytes;
         size_t n_bytes = (size_t)(piece * type.block_bytes);
-        TRY(lib(a, rf_gguf_read_tensor(a->g, w->tensor, w->expert * w->size_bytes + offset, raw, n_bytes, &a->err)));
-        TRY(lib(a, rf_dequantize(w->type, raw, n, values, &a->err)));
+        if ((code = lib(a, rf_gguf_read_tensor(a->g, w->tensor, w->expert * w->size_bytes + offset, raw, n_bytes,
+                           &a->err))))
+            return code;
+        if ((code = lib(a, rf_dequantize(w->type, raw, n, values, &a->err)))) return code;
         for (uint64_t i = 0; i < n; i++)
             if (!isfinite(values[i]) && n_found++ == 0)
                 first = at * type.block_elements + i, what = isnan(values[i]) ? "NaN" : "infinite";
@@ -1322,14 +1354,14 @@ static int scan_weight(app *a, const rf_plan_weight *w, uint64_t done_bytes) {
 }
 
 /* ---- check --device ----
- * Every op of a prompt, then of one token more, runs alone on the device and on the CPU, from the CPU's inputs. The
- * weights of one op are loaded at a time. Then both run the same as a whole, as sessions do: with ops fused. */
+ * Each op of a prompt, then of one more token, runs alone on the device and on the CPU, with the CPU's inputs. The
+ * weights of one op are loaded at a time. Then both run the same rows through sessions, where ops are fused. */
 
-#define CHECK_PROMPT 12u /* rows: more than what devices treat as few */
+#define CHECK_PROMPT 12u /* rows: more than decode kernels take */
 #define CHECK_CTX 32u
-#define N_STATES 2u /* slots of recurrent states: behind the prompt, behind one token more */
+#define N_STATES 2u /* slots of recurrent states: after the prompt, after one more token */
 #define OP_TOLERANCE 1e-3     /* largest difference over largest value                                  */
-#define LOGITS_TOLERANCE 5e-2 /* inputs rounded to int8: a small difference tips some to the other side */
+#define LOGITS_TOLERANCE 5e-2 /* inputs are rounded to int8: a small difference rounds some the other way */
 
 typedef struct side {
     const rf_device_api *api;
@@ -1388,10 +1420,10 @@ static void close_comparison(struct comparison *c) {
     free(c->buffer_offset), free(c->state_offset), free(c->segments), free(c);
 }
 
-/* Both sides have the same memory: offsets, sizes and the largest output. */
+/* Lay out the memory of both sides: offsets, sizes and the largest output. */
 static int place_buffers(app *a, struct comparison *c) {
     const rf_plan *p = c->p;
-    uint64_t most = 0;
+    uint64_t max_bytes = 0;
     c->buffer_offset = calloc(p->n_buffers + 1, sizeof *c->buffer_offset);
     c->state_offset = calloc(p->n_states + 1, sizeof *c->state_offset);
     c->segments = calloc(p->n_ops + 1, sizeof *c->segments);
@@ -1400,7 +1432,7 @@ static int place_buffers(app *a, struct comparison *c) {
         uint64_t n = (uint64_t)CHECK_PROMPT * p->buffers[i].width * sizeof(float);
         c->buffer_offset[i] = c->scratch_bytes;
         c->scratch_bytes += align_256(n);
-        if (n > most) most = n;
+        if (n > max_bytes) max_bytes = n;
     }
     for (uint32_t i = 0; i < p->n_states; i++) {
         const rf_plan_state *t = &p->states[i];
@@ -1409,12 +1441,12 @@ static int place_buffers(app *a, struct comparison *c) {
                               : align_256(cells * t->head_dim * 2) + align_256(cells * t->head_dim_v * 2);
         c->state_offset[i] = c->state_bytes;
         c->state_bytes += n;
-        if (n > most) most = n;
+        if (n > max_bytes) max_bytes = n;
     }
     c->state_offset[p->n_states] = c->state_bytes;
     for (int i = 0; i < 2; i++) {
-        c->out[i] = malloc(most);
-        c->values[i] = malloc(most * 2); /* halves take twice as much */
+        c->out[i] = malloc(max_bytes);
+        c->values[i] = malloc(max_bytes * 2); /* halves take twice as much */
         if (!c->out[i] || !c->values[i]) return no_memory(a);
     }
     return DONE;
@@ -1425,18 +1457,20 @@ static int wait_for(app *a, side *s, rf_ticket *ticket) {
 }
 
 static int open_side(app *a, struct comparison *c, side *s, const rf_device *d) {
+    int code;
     rf_ticket t = {0};
     s->api = rf_device_get_api(d, &s->dev);
-    TRY(lib(a, s->api->queue_create(s->dev, &s->queue, &a->err)));
-    TRY(lib(a, s->api->table_create(s->dev, c->p, &s->table, &a->err)));
-    TRY(lib(a, s->api->mem_create(s->dev, c->scratch_bytes, &s->scratch, &a->err)));
-    TRY(lib(a, s->api->mem_create(s->dev, c->state_bytes + 1, &s->state, &a->err)));
-    TRY(lib(a, s->api->mem_fill(s->queue, &s->scratch, 0, 0, c->scratch_bytes, &t, &a->err)));
-    TRY(lib(a, s->api->mem_fill(s->queue, &s->state, 0, 0, c->state_bytes, &t, &a->err)));
+    if ((code = lib(a, s->api->queue_create(s->dev, &s->queue, &a->err)))) return code;
+    if ((code = lib(a, s->api->table_create(s->dev, c->p, &s->table, &a->err)))) return code;
+    if ((code = lib(a, s->api->mem_create(s->dev, c->scratch_bytes, &s->scratch, &a->err)))) return code;
+    if ((code = lib(a, s->api->mem_create(s->dev, c->state_bytes + 1, &s->state, &a->err)))) return code;
+    if ((code = lib(a, s->api->mem_fill(s->queue, &s->scratch, 0, 0, c->scratch_bytes, &t, &a->err)))) return code;
+    if ((code = lib(a, s->api->mem_fill(s->queue, &s->state, 0, 0, c->state_bytes, &t, &a->err)))) return code;
     return wait_for(a, s, &t);
 }
 
 static int load_weight(app *a, struct comparison *c, side *s, uint32_t k, const rf_op_weight *weight) {
+    int code;
     const uint32_t slot = weight->slot, n = weight->n_slots;
     const rf_plan_weight *w = &c->p->weights[slot];
     rf_weight_layout layout = s->api->weight_layout(s->dev, w);
@@ -1449,25 +1483,26 @@ static int load_weight(app *a, struct comparison *c, side *s, uint32_t k, const 
     if (!s->bytes[k]) return no_memory(a);
     if (!layout.in_place) {
         part.mem = &s->weight[k];
-        TRY(lib(a, s->api->mem_create(s->dev, n * device_bytes, &s->weight[k], &a->err)));
+        if ((code = lib(a, s->api->mem_create(s->dev, n * device_bytes, &s->weight[k], &a->err)))) return code;
         if (layout.scratch_bytes && !s->repack.base)
-            TRY(lib(a, s->api->mem_create(s->dev, layout.scratch_bytes, &s->repack, &a->err)));
+            if ((code = lib(a, s->api->mem_create(s->dev, layout.scratch_bytes, &s->repack, &a->err)))) return code;
     }
     for (uint32_t i = 0; i < n; i++, w++) { /* the matrices of all experts, or one */
         void *bytes = (char *)s->bytes[k] + i * file_bytes;
-        TRY(lib(a, rf_gguf_read_tensor(a->g, w->tensor, w->expert * w->size_bytes, bytes, (size_t)w->size_bytes,
-                                       &a->err)));
+        if ((code = lib(a, rf_gguf_read_tensor(a->g, w->tensor, w->expert * w->size_bytes, bytes, (size_t)w->size_bytes,
+                                       &a->err)))) return code;
         part.src = bytes;
         part.slot = slot + i;
         part.offset = i * device_bytes;
-        TRY(lib(a, s->api->weight_write(s->table, s->queue, &part, &t, &a->err)));
-        TRY(wait_for(a, s, &t));
+        if ((code = lib(a, s->api->weight_write(s->table, s->queue, &part, &t, &a->err)))) return code;
+        if ((code = wait_for(a, s, &t))) return code;
     }
     return DONE;
 }
 
 /* Run op i alone. */
 static int run_op(app *a, struct comparison *c, side *s, uint32_t i, const rf_step *step) {
+    int code;
     rf_plan one = *c->p;
     rf_plan_bind bind = {.plan = &one, .table = s->table, .scratch = s->scratch, .state = s->state,
                          .buffer_offset = c->buffer_offset, .state_offset = c->state_offset, .n_ctx = CHECK_CTX,
@@ -1477,24 +1512,24 @@ static int run_op(app *a, struct comparison *c, side *s, uint32_t i, const rf_st
     one.ops += i;
     one.n_ops = 1;
     const rf_op_spec spec = rf_op_get_spec(c->p, one.ops);
-    for (uint32_t k = 0; k < spec.n_weights; k++) TRY(load_weight(a, c, s, k, &spec.weight[k]));
-    TRY(lib(a, s->api->plan_prepare(s->dev, &bind, c->segments, &n, &s->prepared, &a->err)));
-    TRY(lib(a, s->api->plan_run(s->prepared, s->queue, 0, n, step, &t, &a->err)));
-    TRY(wait_for(a, s, &t));
+    for (uint32_t k = 0; k < spec.n_weights; k++) if ((code = load_weight(a, c, s, k, &spec.weight[k]))) return code;
+    if ((code = lib(a, s->api->plan_prepare(s->dev, &bind, c->segments, &n, &s->prepared, &a->err)))) return code;
+    if ((code = lib(a, s->api->plan_run(s->prepared, s->queue, 0, n, step, &t, &a->err)))) return code;
+    if ((code = wait_for(a, s, &t))) return code;
     drop_op(s);
     return DONE;
 }
 
 /* Largest difference over largest value of the second; infinite where one is not a number and the other is. */
 static double difference(const float *x, const float *y, uint64_t n) {
-    double worst = 0, most = 0;
+    double worst = 0, largest = 0;
     for (uint64_t i = 0; i < n; i++) {
         if (isnan(x[i]) && isnan(y[i])) continue;
         double d = x[i] == y[i] ? 0 : fabs((double)x[i] - (double)y[i]);
         if (!(d <= worst)) worst = isnan(d) ? INFINITY : d;
-        if (isfinite(y[i])) most = fmax(most, fabs((double)y[i]));
+        if (isfinite(y[i])) largest = fmax(largest, fabs((double)y[i]));
     }
-    return worst == 0 ? 0 : worst / most;
+    return worst == 0 ? 0 : worst / largest;
 }
 
 /* Infinite if the two sides of a ROUTE chose other experts: ids are whole numbers in the first half of a row. */
@@ -1507,8 +1542,9 @@ static double different_experts(const struct comparison *c, const rf_op *op, uin
     return 0;
 }
 
-/* Op i on both sides; the device goes on with what the CPU wrote. */
+/* Run op i on both sides and compare; the device continues with what the CPU wrote. */
 static int compare_op(app *a, struct comparison *c, uint32_t i, const rf_step *step) {
+    int code;
     const rf_op *op = &c->p->ops[i];
     int stores = op->kind == RF_OP_KV_STORE;
     uint64_t at = stores ? c->state_offset[op->state] : c->buffer_offset[op->out], n, bytes;
@@ -1518,10 +1554,13 @@ static int compare_op(app *a, struct comparison *c, uint32_t i, const rf_step *s
     rf_ticket t = {0};
     for (int k = 0; k < 2; k++) {
         side *s = &c->sides[k];
-        TRY(run_op(a, c, s, i, step));
-        TRY(lib(a, s->api->mem_read(s->queue, stores ? &s->state : &s->scratch, at, c->out[k], bytes, &t, &a->err)));
-        TRY(wait_for(a, s, &t));
-        TRY(lib(a, rf_dequantize(stores ? RF_TYPE_F16 : RF_TYPE_F32, c->out[k], n, c->values[k], &a->err)));
+        if ((code = run_op(a, c, s, i, step))) return code;
+        if ((code = lib(a, s->api->mem_read(s->queue, stores ? &s->state : &s->scratch, at, c->out[k], bytes, &t,
+                           &a->err))))
+            return code;
+        if ((code = wait_for(a, s, &t))) return code;
+        if ((code = lib(a, rf_dequantize(stores ? RF_TYPE_F16 : RF_TYPE_F32, c->out[k], n, c->values[k], &a->err))))
+            return code;
     }
     double d = difference(c->values[0], c->values[1], n);
     if (op->kind == RF_OP_ARGMAX) d = memcmp(c->out[0], c->out[1], (size_t)bytes) ? INFINITY : 0;
@@ -1533,20 +1572,25 @@ static int compare_op(app *a, struct comparison *c, uint32_t i, const rf_step *s
                     "value", rf_device_get_info(a->d).name, i, op->layer, rf_op_name(op->kind), *weight ? " " : "",
                     weight, rows, d);
     const side *s = &c->sides[0];
-    TRY(lib(a, s->api->mem_write(s->queue, stores ? &s->state : &s->scratch, at, c->out[1], bytes, &t, &a->err)));
+    if ((code = lib(a, s->api->mem_write(s->queue, stores ? &s->state : &s->scratch, at, c->out[1], bytes, &t,
+                       &a->err))))
+        return code;
     return wait_for(a, &c->sides[0], &t);
 }
 
-/* The same rows through sessions, that is with all that devices do across ops. */
+/* Run the same rows through sessions, where devices fuse ops. */
 static int compare_sessions(app *a, struct comparison *c, const int32_t *tokens, double *d) {
+    int code;
     rf_session_desc desc = {.n_ctx = CHECK_CTX};
     float *logits[2];
     c->sides[0].m = a->m;
-    TRY(lib(a, rf_model_open(a->g, c->cpu, NULL, &c->sides[1].m, &a->err)));
-    for (int k = 0; k < 2; k++) TRY(lib(a, rf_session_open(c->sides[k].m, &desc, &c->sides[k].s, &a->err)));
+    if ((code = lib(a, rf_model_open(a->g, c->cpu, NULL, &c->sides[1].m, &a->err)))) return code;
+    for (int k = 0; k < 2; k++)
+        if ((code = lib(a, rf_session_open(c->sides[k].m, &desc, &c->sides[k].s, &a->err)))) return code;
     for (uint32_t n = CHECK_PROMPT; n; n = n > 1) { /* the prompt, then one */
         const int32_t *from = n > 1 ? tokens : tokens + CHECK_PROMPT;
-        for (int k = 0; k < 2; k++) TRY(lib(a, rf_session_forward(c->sides[k].s, from, n, &logits[k], &a->err)));
+        for (int k = 0; k < 2; k++)
+            if ((code = lib(a, rf_session_forward(c->sides[k].s, from, n, &logits[k], &a->err)))) return code;
         *d = fmax(*d, difference(logits[0], logits[1], a->info.n_vocab));
     }
     if (*d <= LOGITS_TOLERANCE) return DONE;
@@ -1555,16 +1599,17 @@ static int compare_sessions(app *a, struct comparison *c, const int32_t *tokens,
 }
 
 static int check_device(app *a) {
+    int code;
     struct comparison *c = a->comparison = calloc(1, sizeof *c);
     int32_t tokens[CHECK_PROMPT + 1];
     double whole = 0;
     if (!c) return no_memory(a);
     rf_device_desc desc = {.n_threads = (uint32_t)a->o.threads};
-    TRY(lib(a, rf_device_open("cpu", &desc, &c->cpu, &a->err)));
+    if ((code = lib(a, rf_device_open("cpu", &desc, &c->cpu, &a->err)))) return code;
     c->p = rf_model_get_plan(a->m);
-    TRY(place_buffers(a, c));
-    TRY(open_side(a, c, &c->sides[0], a->d));
-    TRY(open_side(a, c, &c->sides[1], c->cpu));
+    if ((code = place_buffers(a, c))) return code;
+    if ((code = open_side(a, c, &c->sides[0], a->d))) return code;
+    if ((code = open_side(a, c, &c->sides[1], c->cpu))) return code;
     for (uint32_t i = 0; i <= CHECK_PROMPT; i++) tokens[i] = (int32_t)((i * 7919u + 1u) % a->info.n_vocab);
     for (uint32_t first = 0; first <= CHECK_PROMPT; first += CHECK_PROMPT) {
         rf_step_row rows[CHECK_PROMPT];
@@ -1574,9 +1619,9 @@ static int check_device(app *a) {
                                     .logits_row = i == last ? 0 : -1, .from = first != 0,
                                     .to = i == last ? 1 + (first != 0) : 0};
         rf_step step = {.rows = rows, .logit_rows = &last, .n_rows = n, .n_logits = 1};
-        for (uint32_t i = 0; i < c->p->n_ops && !interrupted; i++) TRY(compare_op(a, c, i, &step));
+        for (uint32_t i = 0; i < c->p->n_ops && !interrupted; i++) if ((code = compare_op(a, c, i, &step))) return code;
     }
-    TRY(compare_sessions(a, c, tokens, &whole));
+    if ((code = compare_sessions(a, c, tokens, &whole))) return code;
     const rf_op *op = &c->p->ops[c->largest_op];
     rf_device_info d = rf_device_get_info(a->d);
     printf("ok: %s as the CPU: %u ops, by at most %.2g of the largest value (op %u, %s), logits by %.2g\n", d.name,
@@ -1586,19 +1631,20 @@ static int check_device(app *a) {
 }
 
 static int run_check(app *a) {
+    int code;
     uint64_t done_bytes = 0;
     uint32_t n_tensors = 0;
-    TRY(open_model(a, a->o.device ? a->o.device : "null"));
+    if ((code = open_model(a, a->o.device ? a->o.device : "null"))) return code;
     const rf_plan *p = rf_model_get_plan(a->m);
     if (rf_model_get_tokenizer(a->m, &a->t, &a->err)) report(a, a->err.text);
     for (uint32_t i = 0; i < p->n_weights; done_bytes += p->weights[i++].size_bytes) {
-        TRY(scan_weight(a, &p->weights[i], done_bytes));
+        if ((code = scan_weight(a, &p->weights[i], done_bytes))) return code;
         n_tensors += p->weights[i].expert == 0;
     }
     if (a->n_problems > 1) return fail(a, FAILED, "%s (and %u more)", a->problem, a->n_problems - 1);
     if (a->n_problems) return fail(a, FAILED, "%s", a->problem);
     printf("ok: %s, %u tensors, %llu bytes\n", a->info.arch, n_tensors, LLU(done_bytes));
-    if (a->o.device) TRY(check_device(a));
+    if (a->o.device && (code = check_device(a))) return code;
     print_notes(a);
     return DONE;
 }
@@ -1606,23 +1652,26 @@ static int run_check(app *a) {
 /* ---- tokenize ---- */
 
 static int tokenize_line(app *a) {
+    int code;
     uint32_t tokenize = (a->o.bos ? RF_TOKENIZE_ADD : 0) | (a->o.special ? RF_TOKENIZE_SPECIAL : 0);
     if (a->o.hex && !from_hex(&a->line)) return fail(a, FAILED, "stdin: want two hex digits per byte");
-    TRY(encode(a, a->line.data, a->line.len, tokenize, &a->tokens));
+    if ((code = encode(a, a->line.data, a->line.len, tokenize, &a->tokens))) return code;
     print_ids(&a->tokens);
     return DONE;
 }
 
 static int detokenize_line(app *a) {
+    int code;
     uint32_t special = a->o.special ? RF_DETOKENIZE_SPECIAL : 0;
     rf_detokenizer state = {.tokenizer = a->t};
     int good;
-    TRY(parse_ids(a, a->line.data, &a->tokens, &good));
+    if ((code = parse_ids(a, a->line.data, &a->tokens, &good))) return code;
     if (!good || strlen(a->line.data) != a->line.len)
         return fail(a, FAILED, "stdin: want a line like [1,2,3], got \"%s\"", a->line.data);
     a->text.len = 0;
-    for (uint32_t i = 0; i < a->tokens.len; i++) TRY(decode(a, &state, a->tokens.data[i], special, &a->text));
-    TRY(decode(a, &state, -1, special | RF_DETOKENIZE_FINISH, &a->text));
+    for (uint32_t i = 0; i < a->tokens.len; i++)
+        if ((code = decode(a, &state, a->tokens.data[i], special, &a->text))) return code;
+    if ((code = decode(a, &state, -1, special | RF_DETOKENIZE_FINISH, &a->text))) return code;
     if (!a->o.hex) fwrite(a->text.data, 1, a->text.len, stdout);
     for (size_t i = 0; a->o.hex && i < a->text.len; i++) printf("%02x", (unsigned char)a->text.data[i]);
     putchar('\n');
@@ -1630,14 +1679,15 @@ static int detokenize_line(app *a) {
 }
 
 static int run_tokenize(app *a) {
+    int code;
     int more = 1;
-    TRY(open_file(a));
-    TRY(lib(a, rf_tokenizer_open(a->g, a->o.pre, &a->own, &a->err)));
+    if ((code = open_file(a))) return code;
+    if ((code = lib(a, rf_tokenizer_open(a->g, a->o.pre, &a->own, &a->err)))) return code;
     a->t = a->own;
     while (!ferror(stdout)) { /* main reports it */
-        TRY(read_line(a, &a->line, &more));
+        if ((code = read_line(a, &a->line, &more))) return code;
         if (!more) break;
-        TRY(a->o.decode ? detokenize_line(a) : tokenize_line(a));
+        if ((code = a->o.decode ? detokenize_line(a) : tokenize_line(a))) return code;
     }
     print_notes(a);
     return DONE;
@@ -1646,6 +1696,7 @@ static int run_tokenize(app *a) {
 /* ---- dequant, devices ---- */
 
 static int run_dequant(app *a) {
+    int code;
     uint32_t type = 0;
     for (; type < RF_TYPE_COUNT; type++) {
         const char *name = rf_type_get(type).name;
@@ -1653,21 +1704,22 @@ static int run_dequant(app *a) {
     }
     if (type == RF_TYPE_COUNT) return fail(a, USAGE, "--type: want a tensor type, e.g. q4_K, got \"%s\"", a->o.type);
     rf_type_info t = rf_type_get(type);
-    TRY(lib(a, rf_dequantize(type, raw, 0, values, &a->err)));
+    if ((code = lib(a, rf_dequantize(type, raw, 0, values, &a->err)))) return code;
     size_t got, piece_bytes = piece_blocks(t) * t.block_bytes;
     while ((got = fread(raw, 1, piece_bytes, stdin)) > 0 && !ferror(stdout)) {
         size_t n = got / t.block_bytes * t.block_elements;
         if (got % t.block_bytes) return fail(a, FAILED, "stdin: want whole blocks of %u bytes", t.block_bytes);
-        TRY(lib(a, rf_dequantize(type, raw, n, values, &a->err)));
+        if ((code = lib(a, rf_dequantize(type, raw, n, values, &a->err)))) return code;
         fwrite(values, sizeof *values, n, stdout);
     }
     return ferror(stdin) ? fail_errno(a, "stdin") : DONE;
 }
 
 static int run_devices(app *a) {
+    int code;
     rf_device_info list[32];
     uint32_t n = 0;
-    TRY(lib(a, rf_device_list(list, 32, &n, &a->err)));
+    if ((code = lib(a, rf_device_list(list, 32, &n, &a->err)))) return code;
     for (uint32_t i = 0; i < n && i < 32; i++) {
         const rf_device_info *d = &list[i];
         printf("%-8s %s", d->name, d->usable ? "" : "unusable");
@@ -1691,7 +1743,7 @@ static const command commands[] = {
     {"dequant", run_dequant, "packed blocks in, float32 out"},
     {"embed", run_embed, "a text to a vector: its hidden states, pooled, as JSON"},
     {"logits", run_logits, "write the logits of every token, float32 [n_tokens, n_vocab]"},
-    {"bench", run_bench, "measure prompt and decode speed: medians of -r runs, behind one that does not count"},
+    {"bench", run_bench, "measure prompt and decode speed: medians of -r runs after a warm-up"},
     {"devices", run_devices, "list the devices"},
 };
 #define N_COMMANDS (sizeof commands / sizeof *commands)
@@ -1712,7 +1764,7 @@ typedef struct flag {
     kind kind;
     size_t target;         /* in options: const char * for TEXT, double for REAL, else uint64_t */
     uint32_t takes, needs; /* commands                                                          */
-    uint64_t least, most;  /* of COUNT and REAL                                                 */
+    uint64_t min, max;     /* of COUNT and REAL                                                 */
     const char *value, *help;
 } flag;
 
@@ -1787,7 +1839,7 @@ static int print_help(const command *cmd) {
     return DONE;
 }
 
-/* Numbers strictly: digits all through, in range. */
+/* Parse a number strictly: digits only, in range. */
 static int parse_number(app *a, const flag *f, const char *text, uint64_t *count, double *real) {
     static const char *const digits[2] = {"0123456789", "0123456789.eE+-"};
     int is_real = f->kind == REAL;
@@ -1796,14 +1848,14 @@ static int parse_number(app *a, const flag *f, const char *text, uint64_t *count
     if (is_real) *real = strtod(text, &end);
     else *count = strtoull(text, &end, 10);
     int good = end != text && *end == 0 && text[strspn(text, digits[is_real])] == 0;
-    if (is_real) good = good && *real >= (double)f->least && *real <= (double)f->most;
-    else good = good && !errno && *count >= f->least && *count <= f->most;
+    if (is_real) good = good && *real >= (double)f->min && *real <= (double)f->max;
+    else good = good && !errno && *count >= f->min && *count <= f->max;
     if (good) return DONE;
     return fail(a, USAGE, "%s: want a %snumber %llu..%llu, got \"%s\"", f->name, is_real ? "" : "whole ",
-                LLU(f->least), LLU(f->most), text);
+                LLU(f->min), LLU(f->max), text);
 }
 
-/* 3000000000, 3000M or 3G. */
+/* Parse a size: 3000000000, 3000M or 3G. */
 static int parse_bytes(app *a, const flag *f, const char *text, uint64_t *out) {
     static const char units[] = "kMG";
     size_t n = strspn(text, "0123456789");
@@ -1827,12 +1879,13 @@ static int parse_choice(app *a, const flag *f, const char *text, uint64_t *out) 
 }
 
 static int parse_flag(app *a, const flag *f, const char *text) {
+    int code;
     char *target = (char *)&a->o + f->target;
     uint64_t count = 1;
     double real = 0;
-    if (f->kind == COUNT || f->kind == REAL) TRY(parse_number(a, f, text, &count, &real));
-    if (f->kind == BYTES) TRY(parse_bytes(a, f, text, &count));
-    if (f->kind == CHOICE) TRY(parse_choice(a, f, text, &count));
+    if ((f->kind == COUNT || f->kind == REAL) && (code = parse_number(a, f, text, &count, &real))) return code;
+    if (f->kind == BYTES && (code = parse_bytes(a, f, text, &count))) return code;
+    if (f->kind == CHOICE && (code = parse_choice(a, f, text, &count))) return code;
     if (f->kind == TEXT) memcpy(target, &text, sizeof text);
     else if (f->kind == REAL) memcpy(target, &real, sizeof real);
     else memcpy(target, &count, sizeof count);
@@ -1841,6 +1894,7 @@ static int parse_flag(app *a, const flag *f, const char *text) {
 
 /* --flag VALUE, --flag=VALUE, or the model's file name alone. */
 static int parse(app *a, int argc, char **argv) {
+    int code;
     uint32_t bit = 1u << (a->cmd - commands);
     const flag *f, *end = flags + N_FLAGS;
     for (int i = 2; i < argc; i++) {
@@ -1856,7 +1910,7 @@ static int parse(app *a, int argc, char **argv) {
         if (f == end) return fail(a, USAGE, "unknown flag \"%s\" (see --help)", arg);
         if (f->kind == SWITCH && value) return fail(a, USAGE, "%s: takes no value, got \"%s\"", f->name, value);
         if (f->kind != SWITCH && !value && !(value = argv[++i])) return fail(a, USAGE, "%s: want a value", f->name);
-        TRY(parse_flag(a, f, value));
+        if ((code = parse_flag(a, f, value))) return code;
         if (a->o.help) return DONE;
     }
     for (f = flags; f < end; f++) {
@@ -1868,6 +1922,7 @@ static int parse(app *a, int argc, char **argv) {
 }
 
 static int run(app *a, int argc, char **argv) {
+    int code;
     const char *name = argc > 1 ? argv[1] : "";
     if (strcmp(name, "--version") == 0) return printf("rocmforge_cli %s\n", rf_version()), DONE;
     if (strcmp(name, "--help") == 0) return print_help(NULL);
@@ -1875,7 +1930,7 @@ static int run(app *a, int argc, char **argv) {
         if (strcmp(commands[i].name, name) == 0) a->cmd = &commands[i];
     if (argc < 2) return fail(a, USAGE, "want a command (see rocmforge_cli --help)");
     if (!a->cmd) return fail(a, USAGE, "unknown command \"%s\" (see rocmforge_cli --help)", name);
-    TRY(parse(a, argc, argv));
+    if ((code = parse(a, argc, argv))) return code;
     return a->o.help ? print_help(a->cmd) : a->cmd->run(a);
 }
 
