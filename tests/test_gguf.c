@@ -227,11 +227,24 @@ static void check_small(const rf_gguf *g, const mg_buf *file, uint32_t version) 
     CHECK(rf_kv_text(&kv, &cursor, &s, NULL) == RF_ERR_ARGUMENT, "a wild cursor");
     memset(&kv, 1, sizeof kv);
     CHECK(rf_gguf_find_kv(g, "absent", &kv, NULL) == RF_ERR_NOT_FOUND && kv.data == NULL && kv.count == 0, "zeroed");
+    /* what went wrong is said, and nothing after a call that went right */
+    rf_error err;
+    rf_tensor_info t;
+    CHECK(rf_gguf_find_kv(g, "absent", &kv, &err) == RF_ERR_NOT_FOUND && err.code == RF_ERR_NOT_FOUND && strstr(err.text, "key 'absent'"), "%s", err.text);
+    CHECK(rf_gguf_get_kv(g, 99, &kv, &err) == RF_ERR_NOT_FOUND && err.where == 99 && strstr(err.text, "key 99"), "%s", err.text);
+    CHECK(rf_gguf_find_tensor(g, "absent", &t, &err) == RF_ERR_NOT_FOUND && strstr(err.text, "tensor 'absent'"), "%s", err.text);
+    CHECK(rf_gguf_get_tensor(g, 99, NULL, &err) == RF_ERR_ARGUMENT && err.code == RF_ERR_ARGUMENT && strstr(err.text, "out"), "%s", err.text);
+    CHECK(rf_gguf_find_kv(g, "str", &kv, &err) == RF_OK && err.code == RF_OK && !err.text[0], "%s", err.text);
+    CHECK(rf_kv_int(&kv, 0, &v, &err) == RF_ERR_ARGUMENT && err.where == kv.where && strstr(err.text, "str: element 0 of 1: want an integer"), "%s", err.text);
+    CHECK(rf_kv_real(&kv, 0, &r, &err) == RF_ERR_ARGUMENT && strstr(err.text, "want a number"), "%s", err.text);
+    CHECK(rf_kv_text(NULL, NULL, &s, &err) == RF_ERR_ARGUMENT && strstr(err.text, "NULL"), "%s", err.text);
+    CHECK(rf_gguf_find_kv(g, "strs", &kv, &err) == RF_OK && rf_kv_text(&kv, NULL, &s, &err) == RF_ERR_ARGUMENT && strstr(err.text, "cursor"), "%s", err.text);
+    cursor = 1;
+    CHECK(rf_kv_text(&kv, &cursor, &s, &err) == RF_ERR_ARGUMENT && strstr(err.text, "byte 1"), "%s", err.text);
     CHECK(rf_gguf_get_kv(g, 28, &kv, NULL) == RF_ERR_NOT_FOUND, "28 keys");
     CHECK(rf_gguf_get_kv(g, 1, &kv, NULL) == RF_OK && rfi_str_equal(kv.key, "u8"), "in the order of the file");
     CHECK(kv.where == mg_find(file, "u8", 0) + 8 + 2 + 4, "where %llu", RFI_LLU(kv.where));
 
-    rf_tensor_info t;
     unsigned char bytes[272];
     CHECK(rf_gguf_find_tensor(g, "b.weight", &t, NULL) == RF_OK && t.index == 1 && t.type == RF_TYPE_Q8_0, "b.weight");
     CHECK(t.n_dims == 3 && t.ne[0] == 64 && t.ne[1] == 2 && t.ne[2] == 2 && t.ne[3] == 1, "ne");
@@ -247,7 +260,6 @@ static void check_small(const rf_gguf *g, const mg_buf *file, uint32_t version) 
     CHECK(rf_gguf_read_tensor(g, 1, 1, bytes, SIZE_MAX, NULL) == RF_ERR_ARGUMENT, "wraps");
     CHECK(rf_gguf_read_tensor(g, 1, 0, NULL, 1, NULL) == RF_ERR_ARGUMENT, "no dst");
     CHECK(rf_gguf_read_tensor(g, 4, 0, bytes, 1, NULL) == RF_ERR_ARGUMENT, "no such tensor");
-    rf_error err;
     CHECK(rf_gguf_read_tensor(NULL, 0, 0, bytes, 1, &err) == RF_ERR_ARGUMENT && strstr(err.text, "file is NULL"), "%s", err.text);
     CHECK(rf_gguf_get_tensor(g, 2, &t, NULL) == RF_OK && rfi_str_equal(t.name, "cc") && t.ne[3] == 4 && t.size_bytes == 48,
           "c");

@@ -490,7 +490,7 @@ static void test_loading(void) {
         st = rf_model_get_loading_stats(r.m);
         EXPECT(tensors_loaded, 0), EXPECT(bytes_loaded, 0), EXPECT(device_bytes, 0), EXPECT(evictions, 21), EXPECT(loads, 21);
         CHECK(!rf_model_is_tensor_loaded(r.m, "blk.1.ffn_up.weight"), "dropped");
-        CHECK(rf_model_clear_device_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).evictions == 21, "nothing to drop");
+        CHECK(rf_model_clear_gpu_cache(r.m, NULL, NULL) == RF_OK && rf_model_get_loading_stats(r.m).evictions == 21, "nothing to drop, by the old name");
         CHECK(run(r.m, after, &r.err) == RF_OK && memcmp(before, after, sizeof after) == 0, "after clearing: %s", r.err.text);
         st = rf_model_get_loading_stats(r.m);
         EXPECT(loads, 42), EXPECT(tensors_loaded, 21), EXPECT(device_bytes, mode == MAPPED ? 0 : all);

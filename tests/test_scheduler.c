@@ -269,6 +269,9 @@ static void test_busy(void) {
     rf_error err;
     uint32_t active = 1;
     REQUIRE(rf_tokenizer_open(file, NULL, &own, &err) == RF_OK && rf_scheduler_open(s, own, 1, &sch, &err) == RF_OK, "%s", err.text);
+    rf_model *other = NULL;
+    rf_scheduler *sch2 = NULL;
+    const rf_tokenizer *borrowed = NULL;
     CHECK(rf_session_close(s, &err) == RF_ERR_BUSY && err.code == RF_ERR_BUSY && strstr(err.text, "scheduler"), "%s", err.text);
     CHECK(rf_tokenizer_close(own, &err) == RF_ERR_BUSY && strstr(err.text, "scheduler"), "%s", err.text);
     set_job(&jobs[0], prompts[0], 0);
@@ -278,6 +281,11 @@ static void test_busy(void) {
     CHECK(rf_scheduler_submit(sch, &r, &err) == RF_OK, "%s", err.text);
     while (active) REQUIRE(rf_scheduler_step(sch, &active, &err) == RF_OK, "%s", err.text);
     CHECK(jobs[0].n_tokens == 3, "%u tokens", jobs[0].n_tokens);
+    /* a scheduler may borrow the tokenizer of a model without a session */
+    REQUIRE(rf_model_open(file, device, NULL, &other, &err) == RF_OK && rf_model_get_tokenizer(other, &borrowed, &err) == RF_OK &&
+            rf_scheduler_open(s, borrowed, 1, &sch2, &err) == RF_OK, "%s", err.text);
+    CHECK(rf_model_close(other, &err) == RF_ERR_BUSY && strstr(err.text, "scheduler"), "%s", err.text);
+    CHECK(rf_scheduler_close(sch2, &err) == RF_OK && rf_model_close(other, &err) == RF_OK, "%s", err.text);
     CHECK(rf_scheduler_close(sch, &err) == RF_OK && rf_tokenizer_close(own, &err) == RF_OK && rf_session_close(s, &err) == RF_OK,
           "%s", err.text);
 }
