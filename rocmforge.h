@@ -2416,9 +2416,9 @@ typedef struct rfi_waiter {
 /* Zeroed = UNLOADED. */
 typedef struct rfi_cell {
     _Atomic uint64_t word;
-    rfi_waiter *waiters; /* guarded by the monitor, as what follows                */
-    pthread_t owner;     /* the thread that makes the load in progress, if ...     */
-    int owned;           /* ... one thread does                                    */
+    rfi_waiter *waiters; /* guarded by the monitor, as what follows */
+    pthread_t owner;
+    int owned;           /* 1: the load in progress is `owner`'s    */
 } rfi_cell;
 
 /* Loads what a cell stands for; runs without a lock. */
@@ -2723,7 +2723,7 @@ static rf_result rfi_pool_init(rfi_pool *p, const rf_allocator *alloc, uint32_t 
  * file and finds where the metadata ends, the second fills tables whose sizes are known by then. So no allocation is
  * sized by a number that the file merely claims, and memory stays within 8 x metadata + 64 KiB. */
 
-/* Limits, each with the reason for its default. A file beyond one is refused, and the error names the limit. */
+/* Limits, each with the reason for its default. A file beyond one is refused with a message that says which. */
 #ifndef ROCMFORGE_MAX_KEY_BYTES
 #define ROCMFORGE_MAX_KEY_BYTES 65535u /* the specification's */
 #endif
@@ -3295,8 +3295,8 @@ static void rfi_gguf_sift(const rf_tensor_info *rows, uint32_t *order, uint64_t 
     }
 }
 
-/* Check that no two of the part's tensors overlap; gaps and any order are fine. Heap sort takes n log n for any file,
- * and unlike libc's qsort it never allocates. */
+/* Check that no two of the part's tensors overlap; gaps and any order are fine. Heap sort takes n log n for any file;
+ * libc's qsort may allocate memory that the caller's allocator does not see. */
 static int rfi_gguf_disjoint(rfi_gguf_reader *r, const rf_tensor_info *rows, uint64_t n) {
     uint32_t *order = (uint32_t *)rfi_alloc(&r->g->allocator, n, sizeof *order, "the order of tensors", r->err);
     if (!order) return r->rc = RF_ERR_MEMORY, 0;
@@ -3684,8 +3684,8 @@ static rf_result rfi_gguf_check_fault(const rfi_gguf_part *part, rf_error *err) 
                     rfi_path_label(part->path), RFI_LLU(fault - 1));
 }
 
-/* Fails if mapped bytes that were computed with may not have been the file's: it was shortened. Between a new end and
- * the end of its page a mapping has zeros, and raises no signal. */
+/* To be called after a computation with mapped bytes: fails if a file was shortened meanwhile. From its new end to the
+ * end of that page a mapping reads as zeros, without a signal. */
 static rf_result rfi_gguf_intact(const rf_gguf *g, rf_error *err) {
     struct stat now;
     rf_result r = RF_OK;
@@ -3748,7 +3748,7 @@ static rf_result rfi_gguf_populate(const rf_gguf *g, const rf_tensor_info *t, ui
     return RF_OK;
 }
 
-/* Unmap a tensor's pages from the process; the page cache keeps them. */
+/* Drop a mapped tensor's pages from the process; the page cache keeps them. */
 static void rfi_gguf_release_pages(const rf_gguf *g, const rf_tensor_info *t) {
     uint64_t n = t->size_bytes;
     void *pages = rfi_gguf_pages(g, t, 0, &n);
@@ -5974,7 +5974,7 @@ static void rfi_cache_destroy(rfi_store *s) {
 /* Slots from op.weight on that an op uses. */
 static uint32_t rfi_op_matrices(const rf_op *op) { return op->kind == RF_OP_EXPERTS ? op->experts.n_experts : 1; }
 
-/* At most so many uses of weights do all ops have. */
+/* Upper bound of the uses of weights by all ops. */
 static uint64_t rfi_plan_uses(const rf_plan *plan) {
     uint64_t n = 0;
     for (uint32_t i = 0; i < plan->n_ops; i++) n += RF_OP_WEIGHTS - 1 + rfi_op_matrices(&plan->ops[i]);
@@ -6005,9 +6005,9 @@ static uint32_t rfi_layer_slots(const rf_plan *plan, uint32_t *at, uint32_t *slo
 /* ---- placement ---- */
 
 /* Bytes of the smallest ring that holds the streamed weights of any layer together, wherever in the ring they begin.
- * *ahead: what keeps copies going while such a layer computes. A GPU computes a layer in a small part of the time in
- * which it arrives, so that room for one more weight does; a CPU may take as long as the file, so that it wants a
- * layer. */
+ * *ahead: bytes more, to keep copies going while such a layer computes. A GPU computes a layer in a small part of the
+ * time that its copy takes, so that room for one more weight suffices; a CPU may compute for as long as the file takes
+ * to read, so that it needs room for a layer. */
 static uint64_t rfi_stream_min_bytes(const rfi_store *s, const rfi_placement *p, uint64_t *ahead) {
     uint64_t min = 0;
     *ahead = 0;
