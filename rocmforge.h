@@ -483,7 +483,7 @@ typedef enum rf_stream_policy {
     RF_STREAM_LRU = 1           /* all are streamed, the least recently used is evicted: for comparison only */
 } rf_stream_policy;
 
-/* Which expert is evicted from the expert cache, where the budget leaves room for some experts only. */
+/* Which expert of a mixture (MoE) is evicted, where the budget leaves room for some experts only. */
 typedef enum rf_expert_policy {
     RF_EXPERTS_LFRU = 0,        /* the least frequently chosen, old choices counting for less               */
     RF_EXPERTS_LRU = 1,         /* the least recently chosen: for comparison only                           */
@@ -567,8 +567,7 @@ ROCMFORGE_API int rf_model_is_layer_loaded(const rf_model *m, uint32_t layer);
 /* Load the weights of these layers (each < n_layers), or all weights of the plan, with all readers, and wait until they
  * are on the device. Weights beyond the budget, which are streamed, are left out.
  * Returns as rf_model_load_tensor; RF_ERR_ARGUMENT (a layer).   Memory, Cost as there.   Threads any. */
-ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *layers, uint32_t n_layers,
-                                                rf_error *err);
+ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *layers, uint32_t n_layers, rf_error *err);
 ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err);
 
 /* Stop loading: calls that wait for weights, or for memory that another model holds, return RF_ERR_CANCELLED, within
@@ -646,7 +645,7 @@ typedef struct rf_forecast {
     uint64_t weight_bytes;   /* of the device when loaded: resident, ring, for repacking  */
     uint64_t streamed_bytes; /* weights read anew for every token, beyond the budget      */
     uint64_t expert_cache_bytes; /* part of weight_bytes, if experts do not all fit       */
-    uint64_t kv_bytes;       /* KV cache and recurrent states                             */
+    uint64_t kv_bytes;       /* KV cache (with MLA the latents) and recurrent states      */
     uint64_t scratch_bytes;  /* activations and logits                                    */
     uint64_t plan_bytes;     /* of the device, for workspaces of ops                      */
     uint64_t host_bytes;     /* of the session on the host, pinned memory included        */
@@ -736,8 +735,7 @@ ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_
  * its length: at every 256th token, before the last token of the last rf_session_eval with several, and a few of those
  * evaluated one at a time. A restored sequence has the state that was saved, no older ones.
  * Returns RF_OK; RF_ERR_ARGUMENT (seq).   Memory none.   Cost O(1). */
-ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept,
-                                            rf_error *err);
+ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept, rf_error *err);
 
 /* Make sequence dst a copy of src. Of a recurrent model only the current state is copied: dst can be cut back to that
  * and to 0.
@@ -13154,8 +13152,7 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
     return r;
 }
 
-ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc, rf_session **out,
-                                        rf_error *err) {
+ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc, rf_session **out, rf_error *err) {
     rfi_clear(err);
     if (out) *out = NULL;
     if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_open: model or out is NULL");
@@ -13885,8 +13882,7 @@ ROCMFORGE_API rf_result rf_session_forward(rf_session *s, const int32_t *tokens,
 static rf_result rfi_session_check_seq(const rf_session *s, int32_t seq, const char *what, rf_error *err) {
     if (!s) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: session is NULL", what);
     if (seq < 0 || (uint32_t)seq >= s->desc.n_seq_max)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: sequence %d, want 0 to %u", what, seq,
-                        s->desc.n_seq_max - 1);
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: sequence %d, want 0 to %u", what, seq, s->desc.n_seq_max - 1);
     return RF_OK;
 }
 
@@ -14583,8 +14579,7 @@ static rf_result rfi_tok_text(const rf_gguf *g, const char *key, rf_string *out,
     if (rf_gguf_find_kv(g, key, &kv, NULL) != RF_OK) return RF_OK;
     *where = kv.where;
     if (kv.type != RF_KV_STRING)
-        return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, kv.where, "want a string, found %s",
-                            rfi_kv_type_name(kv.type));
+        return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, kv.where, "want a string, found %s", rfi_kv_type_name(kv.type));
     return rf_kv_text(&kv, NULL, out, NULL);
 }
 
@@ -14599,8 +14594,7 @@ static rf_result rfi_tok_bool(const rf_gguf *g, const char *key, uint32_t *out, 
 }
 
 /* Get a token id. Out of range is an error, or -1 for keys that many files have wrong and nothing depends on. */
-static rf_result rfi_tok_id(const rf_gguf *g, const char *key, uint32_t n_vocab, int lax, int32_t *out,
-                            rf_error *err) {
+static rf_result rfi_tok_id(const rf_gguf *g, const char *key, uint32_t n_vocab, int lax, int32_t *out, rf_error *err) {
     rf_kv kv;
     int64_t v = 0;
     *out = -1;
@@ -15788,8 +15782,7 @@ static int32_t rfi_special_longest(const rf_tokenizer *t, const unsigned char *p
 
 /* Queue the longest special token at pos of at most limit bytes. It must lie inside one part of the text: the
  * template's or a message's, and in a message `all` is off. */
-static rf_result rfi_special_push(rfi_tokenizing *w, const unsigned char *text, uint32_t pos, uint32_t limit,
-                                  int all) {
+static rf_result rfi_special_push(rfi_tokenizing *w, const unsigned char *text, uint32_t pos, uint32_t limit, int all) {
     uint32_t lo = 0, hi = w->n_borders; /* the first border after pos */
     while (lo < hi) {
         uint32_t mid = lo + (hi - lo) / 2;
@@ -15807,8 +15800,7 @@ static int rfi_is_ascii_space(unsigned char c) { return c == ' ' || (c >= 9 && c
 
 /* Find the special tokens: the longest first, of equals the leftmost. (*marks)[pos] becomes 1 + id where one starts and
  * -1 on its other bytes; NULL if there is none. */
-static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, uint32_t n, int all,
-                                  int32_t **marks) {
+static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, uint32_t n, int all, int32_t **marks) {
     const rf_tokenizer *t = w->t;
     rf_result r = RF_OK;
     *marks = NULL;
@@ -17394,21 +17386,18 @@ static rf_result rfi_device_open_auto(rf_device *d, const rf_device_desc *desc, 
     return rfi_cpu_api.device_open(0, desc, &d->dev, err);
 }
 
-static rf_result rfi_device_open_named(rf_device *d, const char *name, const rf_device_desc *desc,
-                                       rf_error *err) {
+static rf_result rfi_device_open_named(rf_device *d, const char *name, const rf_device_desc *desc, rf_error *err) {
     int index = rfi_hip_index(name);
     rf_result r = RF_OK;
     if (strcmp(name, "cpu") == 0) d->api = &rfi_cpu_api, index = 0;
     else if (strcmp(name, "null") == 0) d->api = &rfi_null_api, index = 0;
     else if (index < 0)
-        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "device '%s' is not known; there are: auto, cpu, null, hip:N",
-                        name);
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "device '%s' is not known; there are: auto, cpu, null, hip:N", name);
     else r = rfi_hip(&d->api, err);
     return r != RF_OK ? r : d->api->device_open((uint32_t)index, desc, &d->dev, err);
 }
 
-ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *desc, rf_device **out,
-                                       rf_error *err) {
+ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *desc, rf_device **out, rf_error *err) {
     rf_device_desc resolved;
     rfi_clear(err);
     if (!out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_device_open: out is NULL");
@@ -17640,8 +17629,7 @@ ROCMFORGE_API int rf_model_is_layer_loaded(const rf_model *m, uint32_t layer) {
     return 1;
 }
 
-ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *layers, uint32_t n_layers,
-                                                rf_error *err) {
+ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *layers, uint32_t n_layers, rf_error *err) {
     rfi_clear(err);
     if (!m || (!layers && n_layers))
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_preload_layers: model or layers is NULL");
