@@ -3362,7 +3362,7 @@ int main(int argc, char **argv) {
     RUN(test_argmax);
     RUN(test_route);
     RUN_SLOW(test_experts);
-    RUN(test_expert_tiles);
+    RUN_SLOW(test_expert_tiles);
     RUN(test_expert_groups);
     RUN(test_kv_store);
     RUN(test_attention);
