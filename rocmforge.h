@@ -7184,7 +7184,7 @@ typedef struct rfi_builder {
     rf_result result; /* the first failure; after it nothing is appended               */
     rf_op dropped;    /* emitters write here after a failure, and so need no checks    */
     int32_t layer;    /* being emitted                                                 */
-    uint32_t logits, argmax; /* buffers                                            */
+    uint32_t logits, argmax; /* buffers                                                */
 } rfi_builder;
 
 /* Append room for `more` items, growing by doubling; NULL once the builder failed. */
@@ -7344,13 +7344,6 @@ static rfi_weight rfi_bind_heads(rfi_builder *b, const char *name, uint64_t n_in
 
 /* ---- buffers, states, ops ---- */
 
-static uint32_t rfi_buffer(rfi_builder *b, const char *name, uint32_t rows, uint64_t width) {
-    rf_plan_buffer *p = (rf_plan_buffer *)rfi_array_push(b, &b->buffers, 1, sizeof *p);
-    if (!p) return 0;
-    *p = (rf_plan_buffer){name, rows, (uint32_t)width};
-    return b->buffers.n - 1;
-}
-
 static uint32_t rfi_state(rfi_builder *b, const rfi_layer_config *l) {
     rf_plan_state *p = (rf_plan_state *)rfi_array_push(b, &b->states, 1, sizeof *p);
     if (!p) return 0;
@@ -7462,34 +7455,57 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
 
 /* ---- the decoder ---- */
 
-/* Buffers of the decoder, as wide as the widest layer needs. */
+/* The decoder's buffers: X(name, rows). How wide they are follows from the ops: rfi_size_buffers. */
+#define RFI_BUFFERS(X) \
+    X(x, TOKENS)           /* [n_embd] residual stream                                               */ \
+    X(xn, TOKENS)          /* [n_embd] its norm                                                      */ \
+    X(xn2, TOKENS)         /* [n_embd] the FFN's norm, where it is parallel to attention             */ \
+    X(y, TOKENS)           /* [n_embd] what is normed before it is added to x                        */ \
+    X(q, TOKENS)           /* [n_heads, head_dim]                                                    */ \
+    X(k, TOKENS)           /* [n_kv_heads, head_dim]                                                 */ \
+    X(v, TOKENS)           /* [n_kv_heads, head_dim_v]                                               */ \
+    X(att, TOKENS)         /* [n_heads, head_dim_v]                                                  */ \
+    X(q_lora, TOKENS)      /* [q_lora_rank] MLA: compressed queries                                  */ \
+    X(mla_q, TOKENS)       /* [n_heads, head_dim] MLA: queries against compressed keys               */ \
+    X(mla_v, TOKENS)       /* [n_heads, head_dim_v] MLA: attention's sums of compressed values       */ \
+    X(gate, TOKENS)        /* [n_ff]                                                                 */ \
+    X(up, TOKENS)          /* [n_ff]                                                                 */ \
+    X(router, TOKENS)      /* [n_experts] logits                                                     */ \
+    X(route, TOKENS)       /* [2, n_used] ids and weights of the chosen experts                      */ \
+    X(gates, TOKENS)       /* [n_used, n_ff]                                                         */ \
+    X(ups, TOKENS)         /* [n_used, n_ff]                                                         */ \
+    X(downs, TOKENS)       /* [n_used, n_embd]                                                       */ \
+    X(z, TOKENS)           /* [n_embd] the experts' sum, where a dense FFN is beside them            */ \
+    X(inputs, TOKENS)      /* [n_layers, n_layer_input]                                              */ \
+    X(input_parts, TOKENS) /* [n_layers, n_layer_input]                                              */ \
+    X(input_gate, TOKENS)  /* [n_layer_input]                                                        */ \
+    X(share, TOKENS)       /* [1] gate of the shared experts, before its sigmoid                     */ \
+    X(qg, TOKENS)          /* [n_heads, 2, head_dim] queries and the gates of attention              */ \
+    X(q_gate, TOKENS)      /* [n_heads, head_dim] those gates                                        */ \
+    X(conv_b, TOKENS)      /* [n_embd] short convolution                                             */ \
+    X(conv_c, TOKENS)      /* [n_embd]                                                               */ \
+    X(conv_x, TOKENS)      /* [n_embd]                                                               */ \
+    X(mixed, TOKENS)       /* [q | k | v] delta net                                                  */ \
+    X(delta_in, TOKENS)    /* [n_k_heads, q | k | v | gate] where the file has one matrix for them   */ \
+    X(delta_gate, TOKENS)  /* [n_heads, head_dim_v]                                                  */ \
+    X(ba, TOKENS)          /* [2 n_heads]                                                            */ \
+    X(beta, TOKENS)        /* [n_heads]                                                              */ \
+    X(alpha, TOKENS)       /* [n_heads]                                                              */ \
+    X(xl, LOGITS)          /* [n_embd] rows of x that want logits                                    */ \
+    X(logits, LOGITS)      /* [n_vocab]                                                              */ \
+    X(argmax, LOGITS)      /* [1]                                                                    */
+
+enum {
+#define RFI_BUFFER_INDEX(name, rows) RFI_BUFFER_##name,
+    RFI_BUFFERS(RFI_BUFFER_INDEX)
+#undef RFI_BUFFER_INDEX
+    RFI_N_BUFFERS
+};
+
 typedef struct rfi_decoder {
-    uint32_t x, xn;               /* [T, n_embd] residual stream, its norm                                   */
-    uint32_t xn2;                 /* [T, n_embd] the FFN's norm, where it is parallel to attention           */
-    uint32_t y;                   /* [T, n_embd] what is normed before it is added to x                      */
-    uint32_t q;                   /* [T, n_heads, head_dim]                                                  */
-    uint32_t k, v;                /* [T, n_kv_heads, head_dim or head_dim_v]                                 */
-    uint32_t att;                 /* [T, n_heads, head_dim_v]                                                */
-    uint32_t q_lora;              /* [T, q_lora_rank] MLA: compressed queries                                */
-    uint32_t mla_q;               /* [T, n_heads, head_dim] MLA: queries against compressed keys             */
-    uint32_t mla_v;               /* [T, n_heads, head_dim_v] MLA: attention's sums of compressed values     */
-    uint32_t gate, up;            /* [T, n_ff]                                                               */
-    uint32_t xl;                  /* [L, n_embd]                                                             */
-    uint32_t router;              /* [T, n_experts] logits                                                   */
-    uint32_t route;               /* [T, 2, n_used] ids and weights of the chosen experts                    */
-    uint32_t gates, ups;          /* [T, n_used, n_ff]                                                       */
-    uint32_t downs;               /* [T, n_used, n_embd]                                                     */
-    uint32_t z;                   /* [T, n_embd] the experts' sum, where a dense FFN is beside them          */
-    uint32_t inputs, input_parts; /* [T, n_layers, n_layer_input]                                            */
-    uint32_t input_gate;          /* [T, n_layer_input]                                                      */
-    uint32_t share;               /* [T, 1] gate of the shared experts, before its sigmoid                   */
-    uint32_t qg;                  /* [T, n_heads, 2, head_dim] queries and the gates of attention            */
-    uint32_t q_gate;              /* [T, n_heads, head_dim] those gates                                      */
-    uint32_t conv[3];             /* [T, n_embd] short convolution: b, c, x                                  */
-    uint32_t mixed;               /* [T, q | k | v] delta net                                                */
-    uint32_t delta_in;            /* [T, n_k_heads, q | k | v | gate] where the file has one matrix for them */
-    uint32_t delta_gate;          /* [T, n_heads, head_dim_v]                                                */
-    uint32_t ba, beta, alpha;     /* [T, 2 n_heads], [T, n_heads], [T, n_heads]                              */
+#define RFI_BUFFER_ID(name, rows) uint32_t name;
+    RFI_BUFFERS(RFI_BUFFER_ID)
+#undef RFI_BUFFER_ID
     rfi_rope rope, swa_rope;
     uint32_t slopes;              /* ALiBi: index of the table; RF_NONE: none                                */
 } rfi_decoder;
@@ -7711,14 +7727,14 @@ static void rfi_emit_conv(rfi_builder *b, uint32_t out, uint32_t in, const char 
 
 /* x += Wout (c * conv(b * x')); b, c, x' = in Win^T */
 static void rfi_emit_short_conv(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
-    const uint32_t n = b->c->n_embd;
+    const uint32_t n = b->c->n_embd, conv[3] = {d->conv_b, d->conv_c, d->conv_x};
     rfi_weight w = rfi_bind_matrix(b, "shortconv.in_proj", n, 3 * (uint64_t)n, NULL);
     for (int i = 0; i < 3; i++, w.row += n)
-        rfi_emit_matmul(b, d->conv[i], in, w, n, 0);
-    rfi_emit_glu(b, d->conv[0], d->conv[2], n, RF_ACT_NONE);
-    rfi_emit_conv(b, d->conv[0], d->conv[0], "shortconv.conv", n, RF_ACT_NONE);
-    rfi_emit_glu(b, d->conv[0], d->conv[1], n, RF_ACT_NONE);
-    rfi_emit_residual(b, d, d->conv[0], n, "shortconv.out_proj", "");
+        rfi_emit_matmul(b, conv[i], in, w, n, 0);
+    rfi_emit_glu(b, d->conv_b, d->conv_x, n, RF_ACT_NONE);
+    rfi_emit_conv(b, d->conv_b, d->conv_b, "shortconv.conv", n, RF_ACT_NONE);
+    rfi_emit_glu(b, d->conv_b, d->conv_c, n, RF_ACT_NONE);
+    rfi_emit_residual(b, d, d->conv_b, n, "shortconv.out_proj", "");
 }
 
 /* beta and alpha, one of each per head: the strength of the update before its sigmoid, the input of the decay. */
@@ -8012,79 +8028,19 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     if (c->arch->layer_inputs) rfi_emit_layer_end(b, d);
 }
 
-/* Buffers of recurrent layers. */
-static void rfi_recurrent_buffers(rfi_builder *b, rfi_decoder *d, uint64_t q_width) {
-    const rfi_recurrent_config *t = &b->c->recurrent;
-    static const char *const names[3] = {"b", "c", "conv"};
-    const uint32_t rows = RF_ROWS_TOKENS;
-    if (t->kind == RFI_SHORT_CONV)
-        for (int i = 0; i < 3; i++) d->conv[i] = rfi_buffer(b, names[i], rows, b->c->n_embd);
-    if (t->kind != RFI_DELTA_NET) return;
-    d->qg = rfi_buffer(b, "qg", rows, 2 * q_width);
-    d->q_gate = rfi_buffer(b, "q_gate", rows, q_width);
-    d->mixed = rfi_buffer(b, "mixed", rows, t->n_conv);
-    d->delta_gate = rfi_buffer(b, "delta gate", rows, (uint64_t)t->n_heads * t->head_dim_v);
-    if (b->c->arch->recurrent->fused_gates) d->ba = rfi_buffer(b, "ba", rows, 2ull * t->n_heads);
-    const int32_t layer = b->layer;
-    int joined = 0;
-    for (b->layer = 0; !joined && b->layer < (int32_t)b->c->n_layers; b->layer++) joined = rfi_has(b, "ssm_in.weight");
-    b->layer = layer;
-    if (joined) d->delta_in = rfi_buffer(b, "delta in", rows, t->n_conv + (uint64_t)t->n_heads * t->head_dim_v);
-    d->beta = rfi_buffer(b, "beta", rows, t->n_heads);
-    d->alpha = rfi_buffer(b, "alpha", rows, t->n_heads);
-}
-
 static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
-    const rfi_config *c = b->c;
-    uint64_t heads = 0, q = 0, k = 0, v = 0, att = 0, ff = 0; /* of the widest layers */
-    for (uint32_t il = 0; il < c->n_layers; il++) {
-        const rfi_layer_config *l = &c->layers[il];
-        const int experts = rfi_layer_has_experts(c, il) && !c->arch->moe->dense_beside;
-        heads = rfi_max_u64(heads, l->n_heads);
-        q = rfi_max_u64(q, (uint64_t)l->n_heads * l->head_dim);
-        k = rfi_max_u64(k, (uint64_t)l->n_kv_heads * l->head_dim);
-        v = rfi_max_u64(v, (uint64_t)l->n_kv_heads * l->head_dim_v);
-        att = rfi_max_u64(att, (uint64_t)l->n_heads * l->head_dim_v);
-        ff = rfi_max_u64(ff, experts ? c->moe.n_ff_shared : l->n_ff);
-    }
-    rfi_decoder d;
-    memset(&d, 0, sizeof d);
-    d.x = rfi_buffer(b, "x", RF_ROWS_TOKENS, c->n_embd);
-    d.xn = rfi_buffer(b, "xn", RF_ROWS_TOKENS, c->n_embd);
-    if (c->parallel) d.xn2 = rfi_buffer(b, "xn2", RF_ROWS_TOKENS, c->n_embd);
-    const int gated_share = c->moe.n_ff_shared && c->arch->moe->shared_gate;
-    if (gated_share) d.share = rfi_buffer(b, "share", RF_ROWS_TOKENS, 1);
-    if (c->arch->post_norm || gated_share) d.y = rfi_buffer(b, "y", RF_ROWS_TOKENS, c->n_embd);
-    const int mla = c->arch->mla;
-    d.q = rfi_buffer(b, "q", RF_ROWS_TOKENS, mla ? heads * c->mla.head_dim : q);
-    d.k = rfi_buffer(b, "k", RF_ROWS_TOKENS, mla ? c->mla.kv_lora_rank : k);
-    d.v = rfi_buffer(b, "v", RF_ROWS_TOKENS, mla ? c->n_rot : v);
-    d.att = rfi_buffer(b, "att", RF_ROWS_TOKENS,
-                       rfi_max_u64(mla ? heads * c->mla.head_dim_v : att,
-                                   (uint64_t)c->recurrent.n_heads * c->recurrent.head_dim_v));
-    rfi_recurrent_buffers(b, &d, q);
-    if (mla) d.mla_q = rfi_buffer(b, "latent q", RF_ROWS_TOKENS, q);
-    if (mla) d.mla_v = rfi_buffer(b, "latent v", RF_ROWS_TOKENS, att);
-    if (c->mla.q_lora_rank) d.q_lora = rfi_buffer(b, "q rank", RF_ROWS_TOKENS, c->mla.q_lora_rank);
-    if (!c->arch->no_gate) d.gate = rfi_buffer(b, "gate", RF_ROWS_TOKENS, ff);
-    d.up = rfi_buffer(b, "up", RF_ROWS_TOKENS, ff);
-    d.xl = rfi_buffer(b, "xl", RF_ROWS_LOGITS, c->n_embd);
-    b->logits = rfi_buffer(b, "logits", RF_ROWS_LOGITS, c->n_vocab);
-    b->argmax = rfi_buffer(b, "argmax", RF_ROWS_LOGITS, 1);
-    if (c->n_layer_input) {
-        const uint64_t all = (uint64_t)c->n_layer_input * c->n_layers;
-        d.inputs = rfi_buffer(b, "inputs", RF_ROWS_TOKENS, all);
-        d.input_parts = rfi_buffer(b, "input parts", RF_ROWS_TOKENS, all);
-        d.input_gate = rfi_buffer(b, "input gate", RF_ROWS_TOKENS, c->n_layer_input);
-    }
-    if (c->moe.n_experts == 0) return d;
-    if (c->arch->moe->dense_beside) d.z = rfi_buffer(b, "z", RF_ROWS_TOKENS, c->n_embd);
-    d.router = rfi_buffer(b, "router", RF_ROWS_TOKENS, c->moe.n_experts);
-    d.route = rfi_buffer(b, "route", RF_ROWS_TOKENS, 2ull * c->moe.n_used);
-    d.gates = rfi_buffer(b, "gates", RF_ROWS_TOKENS, (uint64_t)c->moe.n_used * c->moe.n_ff);
-    d.ups = rfi_buffer(b, "ups", RF_ROWS_TOKENS, (uint64_t)c->moe.n_used * c->moe.n_ff);
-    d.downs = rfi_buffer(b, "downs", RF_ROWS_TOKENS, (uint64_t)c->moe.n_used * c->n_embd);
-    return d;
+    static const rf_plan_buffer buffers[] = {
+#define RFI_BUFFER(name, rows) {#name, RF_ROWS_##rows, 0},
+        RFI_BUFFERS(RFI_BUFFER)
+#undef RFI_BUFFER
+    };
+    rf_plan_buffer *p = (rf_plan_buffer *)rfi_array_push(b, &b->buffers, RFI_COUNT(buffers), sizeof *p);
+    if (p) memcpy(p, buffers, sizeof buffers);
+    return (rfi_decoder){
+#define RFI_BUFFER_SET(name, rows) .name = RFI_BUFFER_##name,
+        RFI_BUFFERS(RFI_BUFFER_SET)
+#undef RFI_BUFFER_SET
+    };
 }
 
 /* Rope tables and frequency factors; SWA layers may have their own. */
@@ -8143,6 +8099,8 @@ static rfi_weight rfi_emit_embedding(rfi_builder *b, const rfi_decoder *d) {
 static void rfi_emit_decoder(rfi_builder *b) {
     const rfi_config *c = b->c;
     rfi_decoder d = rfi_decoder_buffers(b);
+    b->logits = d.logits;
+    b->argmax = d.argmax;
     b->layer = -1;
     rfi_weight embedding = rfi_emit_embedding(b, &d);
     rfi_emit_rope_tables(b, &d);
@@ -8160,10 +8118,10 @@ static void rfi_emit_decoder(rfi_builder *b) {
     int tied = !rfi_has(b, "output.weight");
     rfi_weight output = tied ? embedding : rfi_bind_matrix(b, "output", c->n_embd, c->n_vocab, NULL);
     if (tied) output.bias = rfi_bind_optional(b, "output.bias", c->n_vocab);
-    op = rfi_emit_matmul(b, b->logits, d.xl, output, c->n_vocab, 0);
+    op = rfi_emit_matmul(b, d.logits, d.xl, output, c->n_vocab, 0);
     op->matmul.scale = (float)c->logit_scale;
     op->matmul.softcap = (float)c->logit_softcap;
-    op = rfi_op(b, RF_OP_ARGMAX, b->argmax, b->logits);
+    op = rfi_op(b, RF_OP_ARGMAX, d.argmax, d.logits);
     op->argmax.n = c->n_vocab;
     if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.slot].row_reads = 1;
 }
@@ -8261,6 +8219,33 @@ static void rfi_plan_free(const rf_allocator *alloc, rf_plan *p) {
     memset(p, 0, sizeof *p);
 }
 
+/* Make every buffer as wide as its ops need, and drop those that none uses. */
+static void rfi_size_buffers(rfi_builder *b) {
+    rf_plan_buffer *buffers = (rf_plan_buffer *)b->buffers.items;
+    rf_op *ops = (rf_op *)b->ops.items;
+    const rf_plan plan = {.n_vocab = b->c->n_vocab};
+    uint32_t n = 0, ids[RFI_N_BUFFERS];
+    for (rf_op *op = ops; op < ops + b->ops.n; op++) {
+        const rf_op_spec spec = rf_op_get_spec(&plan, op);
+        const rf_op_buffer used[] = {spec.out, spec.in[0], spec.in[1], spec.in[2]};
+        for (uint32_t i = 0; i < RFI_COUNT(used); i++)
+            if (used[i].id != RF_NONE && buffers[used[i].id].width < used[i].width)
+                buffers[used[i].id].width = (uint32_t)used[i].width;
+    }
+    for (uint32_t i = 0; i < RFI_N_BUFFERS; i++) {
+        ids[i] = n;
+        if (buffers[i].width) buffers[n++] = buffers[i];
+    }
+    b->buffers.n = n;
+    for (rf_op *op = ops; op < ops + b->ops.n; op++) {
+        uint32_t *const used[] = {&op->in, &op->in2, &op->in3, &op->out};
+        for (uint32_t i = 0; i < RFI_COUNT(used); i++)
+            if (*used[i] != RF_NONE) *used[i] = ids[*used[i]];
+    }
+    b->logits = ids[b->logits];
+    b->argmax = ids[b->argmax];
+}
+
 /* Build the plan of a file: O(metadata), no tensor byte is read. */
 static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *out, rf_error *err) {
     rfi_builder b;
@@ -8270,6 +8255,7 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
     b.c = c;
     b.err = err;
     rfi_emit_decoder(&b);
+    if (b.result == RF_OK) rfi_size_buffers(&b);
     *out = (rf_plan){
         .ops = (const rf_op *)b.ops.items,
         .buffers = (const rf_plan_buffer *)b.buffers.items,
