@@ -12815,13 +12815,13 @@ struct rf_model {
     rf_gguf *g;
     rf_device *device;
     rfi_config config;
-    rf_plan plan;     /* the store's */
-    rfi_store *store; /* shared with other models of this file on this device */
+    rf_plan plan;            /* the store's                                         */
+    rfi_store *store;        /* shared with other models of this file on the device */
     rfi_log log;
     rf_string name;
-    char *pre_tokenizer; /* forced name, or NULL        */
+    char *pre_tokenizer;     /* rf_model_desc.pre_tokenizer, or NULL                */
     rfi_cell tokenizer_cell;
-    rf_tokenizer *tokenizer; /* guarded by the cell         */
+    rf_tokenizer *tokenizer; /* guarded by tokenizer_cell                           */
     _Atomic uint32_t n_sessions;
 };
 
@@ -13391,7 +13391,7 @@ static int rfi_fallback_ops(rfi_fallback *a, const rf_plan *plan, uint32_t route
         } else if (kind == RF_OP_GLU) {
             op->glu.n /= n_used;
         } else {
-            op->mix.n_used = 1; /* of another kind it is not run */
+            op->mix.n_used = 1; /* any other kind is refused here */
             return kind == RF_OP_MIX && op->in2 == plan->ops[route].out && (op->flags & RF_OP_ACCUMULATE) &&
                    a->ops[first].kind == RF_OP_EXPERTS && plan->buffers[op->out].width == plan->n_embd &&
                    plan->buffers[a->ops[first].in].width == plan->n_embd;
@@ -13581,7 +13581,7 @@ static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_row
     for (uint32_t i = s->segment_ops[segment]; i < s->segment_ops[segment + 1]; i++) {
         const rf_op *op = &plan->ops[i];
         if (op->kind != RF_OP_EXPERTS) continue;
-        /* on a GPU a read is a wait: not for weights that are there and stay */
+        /* reading the route is a wait on a GPU: skip it if all experts are loaded and stay */
         int all = whole || (s->m->device->is_gpu && store->cache.n_frames == 0);
         for (uint32_t e = 0; all && !whole && e < op->experts.n_experts; e++)
             all = s->pinned[op->weight + e] || rfi_cell_is_ready(&store->tensors[op->weight + e].cell);
@@ -13610,7 +13610,7 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
     rf_result r = RF_OK;
     for (uint32_t i = s->segment_first[segment]; r == RF_OK && i < s->segment_first[segment + 1]; i++) {
         uint32_t slot = s->segment_slots[i];
-        if (s->is_expert[slot] && !s->chosen[slot] && !rfi_store_streams(store)) continue; /* or held */
+        if (s->is_expert[slot] && !s->chosen[slot] && !rfi_store_streams(store)) continue; /* or all held */
         rfi_tensor *t = &store->tensors[slot];
         if (t->streamed) {
             r = rfi_stream_pin(store, slot, s->n_held_streamed, s->loading_cancels, err);
@@ -13622,7 +13622,7 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
             if (r == RF_OK) s->pinned[slot] = 1;
             if (r == RF_OK && !t->cached) s->held[s->n_held++] = slot;
         } else {
-            continue; /* by an earlier micro-batch, which has also waited for the copy */
+            continue; /* pinned by an earlier micro-batch, which also waited for its copy */
         }
         if (r == RF_OK && !atomic_load_explicit(&t->arrived, memory_order_acquire) && t->written.value > written.value)
             written = t->written;
@@ -17174,9 +17174,11 @@ ROCMFORGE_API rf_result rf_scheduler_close(rf_scheduler *sch, rf_error *err) {
         if (!sch->n_running) rfi_scheduler_admit(sch, NULL);
         rfi_scheduler_end(sch, 0, RF_ERR_CANCELLED);
     }
-    atomic_fetch_sub(&sch->session->n_users, 1);
-    atomic_fetch_sub(&sch->tokenizer->n_users, 1);
+    rf_session *s = sch->session;
+    rf_tokenizer *t = sch->tokenizer;
     rfi_free(alloc, sch->queue), rfi_free(alloc, sch->slots), rfi_free(alloc, sch->rows), rfi_free(alloc, sch);
+    atomic_fetch_sub(&s->n_users, 1); /* last: the allocator is their file's */
+    atomic_fetch_sub(&t->n_users, 1);
     return RF_OK;
 }
 
