@@ -13,7 +13,7 @@ TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c))
 SCRIPTS  = $(wildcard tests/test_*.sh)
 HEADERS  = rocmforge.h $(wildcard tests/*.h)
 PROGRAMS = $(notdir $(EXAMPLES))
-# the kernels on the CPU: any C++11 compiler will do
+# the emulated kernels need any C++11 compiler
 HAVE_CXX = $(shell command -v $(CXX))
 EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/rocmforge_cli_emu)
 EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
@@ -22,7 +22,7 @@ EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
 ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j$(shell getconf _NPROCESSORS_ONLN)
 endif
-# `make -n` must not run what a + before a command would make it run
+# with `make -n`, make would run commands that begin with +
 JOBS = $(if $(findstring n,$(firstword -$(MAKEFLAGS))),,+)
 
 all: $(EXAMPLES)    ## build all examples into build/
@@ -44,10 +44,10 @@ test-all: programs    ## run the tests that `make test` leaves out (make deps in
 
 programs: $(EMULATED) $(EXAMPLES) $(TESTS)    ## build all that the tests run
 
-test-emu: $(EMULATED)    ## test the GPU kernels on the CPU: every pair of type, shape, wave size, and so on
+test-emu: $(EMULATED)    ## all suites of the GPU kernels, emulated on the CPU
 	$(JOBS)sh tests/run.sh $(B) $(EMULATED_TESTS) tests/test_emu.sh
 
-test-emu-full: $(EMULATED)    ## the same with every combination, for a night
+test-emu-full: $(EMULATED)    ## every combination of types, shapes and options, emulated: hours
 	./$(B)/test_hip --full
 
 test-gpu:    ## run the kernels' tests on this machine's GPU (nvcc or hipcc)
@@ -64,7 +64,7 @@ check-c: $(TESTS)    ## run the C suites alone (see the Makefile for sanitizer b
 FUZZ_SECONDS = 60
 FUZZ_JOBS    = 2
 FUZZ_TARGETS = gguf files tokenizer template cli
-fuzz: $(B)/fuzz $(B)/test_fuzz    ## fuzz each target (clang); FUZZ_SECONDS=60 FUZZ_JOBS=2, corpora stay in build/fuzz.d
+fuzz: $(B)/fuzz $(B)/test_fuzz    ## fuzz each target (clang); FUZZ_SECONDS=60 FUZZ_JOBS=2; corpora are kept in build/fuzz.d
 	@mkdir -p $(B)/fuzz.d && ./$(B)/test_fuzz seeds $(B)/fuzz.d
 	printf '%s\n' $(FUZZ_TARGETS) | xargs -P $(FUZZ_JOBS) -I T sh -c './$(B)/fuzz T -dict=tests/fuzz.dict -timeout=5 \
 	  -rss_limit_mb=2048 -max_len=16384 -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 -verbosity=0 \
@@ -101,11 +101,11 @@ clean:    ## remove build/
 help:    ## this list
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile | expand -t 18
 
-# Where checks are added, vector kernels take a compiler minutes: only the suite of the kernels has them there.
+# Sanitizers make vector kernels compile for minutes: only test_kernels has them there.
 SANITIZED := $(if $(findstring sanitize,$(CFLAGS)),-DROCMFORGE_NO_SIMD)
 
-# The implementation, once, in an archive, its internals visible to suites: these take it from there, with declarations of what
-# is inside (tests/internals.awk). A program that has its own implementation takes nothing from it.
+# The implementation is compiled once, into an archive. tests/internals.awk makes its static functions visible: suites include
+# $(B)/inside/rocmforge.h, which declares them. Programs with their own implementation link nothing from the archive.
 $(B)/rocmforge.a: rocmforge.h tests/internals.awk
 	@mkdir -p $(B)/inside
 	awk -f tests/internals.awk $< >$(B)/inside/rocmforge.h
@@ -113,11 +113,11 @@ $(B)/rocmforge.a: rocmforge.h tests/internals.awk
 	$(CC) $(CFLAGS) $(SANITIZED) -DROCMFORGE_IMPLEMENTATION -c $(B)/inside/rocmforge.c -o $(B)/rocmforge.o
 	rm -f $@ && ar rc $@ $(B)/rocmforge.o
 
-# the examples have their own, for those who build them by hand; here they take the one that is there
+# built by hand the examples contain the implementation; here they link the archive
 $(B)/%: examples/%.c rocmforge.h $(B)/rocmforge.a
 	$(CC) $(CFLAGS) -DROCMFORGE_IMPLEMENTATION_DONE -I. $< $(B)/rocmforge.a -o $@ $(LIBS)
 
-# suites that change macros of the implementation, and in sanitizer builds that of the vector kernels, have their own
+# suites with an implementation of their own: those that set macros, and test_kernels in sanitizer builds
 INSIDE = -I$(B)/inside $(SANITIZED)
 $(B)/test_fuzz $(B)/test_limits $(B)/test_stream: INSIDE = -O0 -DROCMFORGE_NO_SIMD
 $(B)/test_kernels: INSIDE = $(if $(SANITIZED),-DROCMFORGE_STATIC,-I$(B)/inside)
@@ -134,7 +134,7 @@ $(B)/kernels_emu.o: rocmforge_kernels.hip rocmforge.h tests/hip_emu.h
 $(B)/test_hip: tests/test_hip.cpp $(B)/kernels_emu.o
 	$(CXX) -std=c++11 $(CFLAGS) -DRF_TEST_EMU $^ -o $@ $(LIBS)
 
-# programs with these kernels
+# programs with the emulated kernels
 $(B)/hip_model: tests/hip_model.c
 $(B)/hip_goldens: tests/test_goldens.c
 $(B)/hip_recurrent: tests/test_recurrent.c

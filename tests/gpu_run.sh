@@ -1,11 +1,11 @@
 #!/bin/sh
-# gpu_run.sh [BUILD] [ARGUMENTS OF test_hip]: all that needs a real GPU, in about five minutes. The suites that also run
-# under emulation, with the kernels compiled by nvcc or hipcc: every op; whole models, 1,000 runs bit for bit alike, two
-# sessions in two threads; sessions with recurrent states; small models of many families against their answers. The shipped model: each op against the
-# CPU, the CPU's greedy text. With ../shared/zoo beside the repository: its models against their answers, at once and
-# token by token, and sessions that are cut. compute-sanitizer (memory, leaks, races), where it is installed, on prompts,
-# decoding, experts and attention. All of it side by side; BUILD/NAME.gpu has the output of each. Exit status 77 without
-# a GPU.
+# gpu_run.sh [BUILD] [ARGUMENTS OF test_hip]: the tests that need a real GPU, in five to six minutes.
+# - The emulated suites with kernels compiled by nvcc or hipcc: every op; whole models, 1,000 runs with the same bits, two sessions
+#   in two threads; sessions with recurrent states; small models of many families against stored logits.
+# - The shipped model: each op against the CPU, the CPU's greedy text.
+# - ../shared/zoo, if it is there: its models against stored logits, as one batch and token by token; sessions that are truncated.
+# - compute-sanitizer (memory, leaks, races), if it is installed, on prefill, decode, experts and attention.
+# They run in parallel. The output of each is in BUILD/NAME.gpu. Exit status 77 if there is no GPU.
 build=${1:-build}
 [ $# -gt 0 ] && shift
 mkdir -p "$build" || exit 1
@@ -38,7 +38,7 @@ for program in hip_model:tests/hip_model hip_goldens:tests/test_goldens hip_rewi
     ${CC:-cc} -O2 -I. -c "${program#*:}.c" -o "$build/${program%:*}_gpu.o" &
     suites="$suites $!"
 done
-# those that have the implementation themselves take nothing from an archive
+# programs with their own implementation link nothing from the archive
 ${CC:-cc} -O2 -DROCMFORGE_IMPLEMENTATION -x c -c rocmforge.h -o "$build/rocmforge_gpu.o"
 ar rc "$build/rocmforge_gpu.a" "$build/rocmforge_gpu.o"
 for pid in $kernels $suites; do wait $pid; done
@@ -47,7 +47,7 @@ for program in test_hip hip_model hip_goldens hip_rewind hip_recurrent rocmforge
 done
 say "compiled for $arch"
 
-# begin NAME COMMAND...: in the background
+# begin NAME COMMAND...: start a test in the background
 names=
 rm -f "$build"/*.rc
 begin() {
@@ -61,7 +61,7 @@ begin() {
     ) &
 }
 
-# the shipped model: each op as the CPU's, and the same greedy text
+# the shipped model: each op against the CPU, and the same greedy text
 shipped() {
     "$cli" check $model --device hip:0 || return 1
     for device in cpu hip:0; do
@@ -71,7 +71,7 @@ shipped() {
     cmp "$build/greedy_cpu.txt" "$build/greedy_hip.txt" && echo "greedy text as the CPU's"
 }
 
-# sanitizers NAME COMMAND...: without errors or leaks, and without races
+# sanitizers NAME COMMAND...: no memory errors, no leaks, no races
 sanitizers() {
     what=$1
     shift

@@ -1,12 +1,12 @@
 #!/bin/sh
-# hip_check.sh [FILE.hip|FILE.s]: compile the kernels for every GPU that the installed hipcc knows and read what the compiler
-# says about each kernel: vector registers spilled to memory, private memory (but in the prompt kernels) and a dynamic
-# stack must be none. Needs hipcc, no GPU. HIPCC and TARGETS override the compiler and the list. FILE.s: assembly that
-# hipcc left for one target (--save-temps) is read instead.
+# hip_check.sh [FILE.hip|FILE.s]: compile the kernels for every GPU that the installed hipcc knows, and check the
+# compiler's statistics of each kernel: no spilled vector registers, no dynamic stack, no private memory (prefill matmuls may have
+# some). Needs hipcc, no GPU. HIPCC and TARGETS override the compiler and the list of GPUs. FILE.s: check this assembly (hipcc
+# --save-temps) instead of compiling.
 file=${1:-rocmforge_kernels.hip}
 hipcc=${HIPCC:-hipcc}
 all="gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1151 gfx1200 gfx1201"
-must="gfx906 gfx90a gfx1030" # known to every hipcc since 5.0
+must="gfx906 gfx90a gfx1030" # every hipcc since 5.0 knows these
 dir=$(mktemp -d) || exit 1
 trap 'rm -rf "$dir"' EXIT
 command -v "$hipcc" >/dev/null || { echo "hip_check: $hipcc is not installed"; exit 77; }
@@ -34,14 +34,14 @@ printf '#include <hip/hip_runtime.h>\n__global__ void k() {}\n' >"$dir/probe.hip
 options="-x hip --cuda-device-only -O3 -S -Wall -Wextra -Wno-unused-command-line-argument"
 
 bad=0 checked=0
-# check TARGET FILE.s: what the assembly says of each kernel
+# check TARGET FILE.s: check the statistics of each kernel in the assembly
 check() {
     kernels "$2" >"$dir/$1"
     n=$(grep -c . "$dir/$1")
     checked=$((checked + n))
     [ "$n" -gt 0 ] || { echo "hip_check: $1: no kernels in the assembly"; bad=1; }
     awk -v t="$1" '
-        $4 != 0 && $1 ~ /rfk_matmul/ { tiles++ } # an array in memory costs a prompt little: reported
+        $4 != 0 && $1 ~ /rfk_matmul/ { tiles++ } # costs prefill little: only reported
         $2 != 0 || ($4 != 0 && $1 !~ /rfk_matmul/) || $5 != "false" {
             print "hip_check: " t ": " $1 ": vgpr spills " $2 ", private bytes " $4 ", dynamic stack " $5
             bad = 1

@@ -417,7 +417,7 @@ static void *hip_emu_shared(const void *key, size_t size_bytes) {
 #define HIP_EMU_DYNAMIC(T, name) \
     T *name = static_cast<T *>(hip_emu_shared(&hip_emu_dynamic_key, hip_emu_here->dynamic_bytes))
 
-/* Blocks run one after the other, and fibers of a block by turns. */
+/* Blocks run one after the other, and fibers of a block in turn. */
 template <class T> static inline T atomicAdd(T *p, T v) {
     T before = *p;
     *p = before + v;
@@ -655,7 +655,7 @@ static inline hip_emu_float8 __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(hi
 }
 
 /* wgmma.mma_async.m64n128k16 with .bf16, A and B with rows (columns) of k in shared memory, 128-byte swizzle: row r begins
- * r / 8 * 1024 + r % 8 * 128 bytes behind the operand's address, and of every byte's address bits 4 to 6 are xored with bits 7
+ * r / 8 * 1024 + r % 8 * 128 bytes after the operand's address, and of every byte's address bits 4 to 6 are xored with bits 7
  * to 9 (PTX ISA 8.7, "Shared Memory Matrix Layout", "Register Fragments and Shared Memory Matrix Layouts"). Lane l of warp w has
  * of row 16 w + l / 4 (and + 8) columns 2 (l % 4) and the next of each eight. */
 HIP_EMU_UNCHECKED static float hip_emu_wgmma_value(const void *operand, unsigned row, unsigned k) {
@@ -741,7 +741,7 @@ enum hipStreamCaptureMode { hipStreamCaptureModeThreadLocal = 1 };
 struct hip_emu_event_state {
     int device;
     std::shared_ptr<hip_emu_stream_state> stream; /* recorded there, */
-    uint64_t at;                                  /* behind so much work */
+    uint64_t at;                                  /* after so much work */
     std::shared_ptr<double> time_us;              /* when it was reached */
     unsigned asked;                               /* hipEventQuery */
     bool timed;

@@ -43,7 +43,7 @@ static const char *device_name(uint32_t index) {
     return NULL;
 }
 
-/* A prompt from an empty sequence and greedy steps behind it: the logits of each, and the ids the device chose. */
+/* A prompt from an empty sequence and greedy steps after it: the logits of each, and the ids the device chose. */
 static rf_result write_on(rig *r, const int32_t *prompt, uint32_t n, uint32_t steps, float *logits, int32_t *ids) {
     rf_result res = rf_session_truncate(r->s, 0, 0, NULL, &r->err);
     for (uint32_t i = 0; res == RF_OK && i <= steps; i++) {
@@ -82,7 +82,7 @@ static void test_as_cpu(void) {
         int int8 = types[t] != MG_F32 && types[t] != MG_F16 && types[t] != MG_BF16;
         CHECK(open_rig(&c, &file, "cpu", &sd) == RF_OK && write_on(&c, prompt, 11, 4, cpu, cpu_ids) == RF_OK, "%s", c.err.text);
         for (uint32_t k = 0; device_name(k); k++) {
-            if (t > 10 && device_name(1) && k % 2 != t % 2) continue; /* these are tested as ops by test_hip: by turns */
+            if (t > 10 && device_name(1) && k % 2 != t % 2) continue; /* these are tested as ops by test_hip: in turn */
             CHECK(open_rig(&r, &file, device_name(k), &sd) == RF_OK && write_on(&r, prompt, 11, 4, gpu, gpu_ids) == RF_OK, "%s", r.err.text);
             double d = distance(gpu, cpu, (size_t)c.n_vocab * 5);
             CHECK(d <= (int8 ? INT8_TOLERANCE : FLOAT_TOLERANCE), "type %u on %s: off by %g", types[t], device_name(k), d);
@@ -189,7 +189,7 @@ static rf_result open_within(rig *r, const mg_buf *file, const char *device, con
     return res;
 }
 
-/* A short life within a budget: a prompt of one token, and the token behind it. */
+/* A short life within a budget: a prompt of one token, and the token after it. */
 enum { WITHIN_VOCAB = 310, WITHIN_STEPS = 1 };
 static const int32_t within_prompt[1] = {5};
 typedef struct within {
@@ -368,7 +368,7 @@ static int names_its_object(const char *text) {
     return (object && object[5]) || strstr(text, "no usable GPU") != NULL;
 }
 
-/* The n-th call of the runtime fails, once or with all behind it, for every n up to success: a code and a text that
+/* The n-th call of the runtime fails, once or with all after it, for every n up to success: a code and a text that
  * names the object, nothing left on the device or pinned, and all works afterwards. */
 static void test_failing_calls(void) {
     mg_buf file = {0};

@@ -1,6 +1,6 @@
 #!/bin/sh
-# in_parallel.sh COMMAND NAME...: run `sh -c COMMAND` once for every NAME, which it finds in $NAME, as jobs of the make that this
-# runs under (so that `make -j2 test` has two jobs in all, however deep they are), else as many at a time as there are cores.
+# in_parallel.sh COMMAND NAME...: run `sh -c COMMAND` once for every NAME (as $NAME), in parallel: as jobs of the make above, if
+# there is one (`make -j2` then runs two jobs in all, at any depth), else one job per core.
 COMMAND=$1
 shift
 export COMMAND

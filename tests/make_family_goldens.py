@@ -300,7 +300,7 @@ def softmax_moe(m, il, h, normalised):
 
 
 def shared_expert(m, il, h):
-    """seen by every token, behind a gate of its own"""
+    """seen by every token, after a gate of its own"""
     gate = sigmoid(h @ m.at('blk.%d.ffn_gate_inp_shexp.weight' % il))
     return gate[:, None] * gated_ffn(m, il, h, '_shexp')
 
@@ -618,7 +618,7 @@ def make_qwen3next_legacy(): return make_qwen3next(legacy=True)
 
 
 def make_cohere2():
-    """attention and ffn side by side, behind one norm without bias; of four layers three have a window and rope, the
+    """attention and ffn side by side, after one norm without bias; of four layers three have a window and rope, the
     fourth neither; the logits are scaled"""
     m = Model('cohere2', 'cohere2')
     common_keys(m, layers=4, n_head=4, n_kv=2, head_dim=8, n_ff=48, base=1000.0)
@@ -648,7 +648,7 @@ def put_head_norms(m, il):
 
 
 def side_by_side(m, tokens, pairs):
-    """Logits of attention and ffn behind one norm, with normed heads"""
+    """Logits of attention and ffn after one norm, with normed heads"""
     x = m.at('token_embd.weight')[tokens]
     for il in range(m.get('block_count')):
         h = layer_norm(m, 'blk.%d.attn_norm' % il, x)
@@ -657,7 +657,7 @@ def side_by_side(m, tokens, pairs):
 
 
 def make_command_r_plus():
-    """Command R+: attention and ffn side by side, behind one norm without bias; the heads of queries and keys are normed;
+    """Command R+: attention and ffn side by side, after one norm without bias; the heads of queries and keys are normed;
     the logits are scaled"""
     m = Model('command-r', 'command-r-plus')
     common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=48, base=1000.0)
@@ -763,7 +763,7 @@ def make_mpt():
 
 
 def make_bloom():
-    """biases everywhere, a norm behind the embedding, and heads that are no power of two"""
+    """biases everywhere, a norm after the embedding, and heads that are no power of two"""
     m = alibi_family('bloom', 48, 6, bias=True)
     return m, lambda m, tokens: alibi_decoder(m, tokens, alibi_slopes(m.get('attention.head_count'), 8.0))
 
@@ -900,7 +900,7 @@ def make_gemma():
 
 
 def make_gemma3_linear():
-    """norms before and behind each branch; layers with a window have a rope base of their own, which files leave out,
+    """norms before and after each branch; layers with a window have a rope base of their own, which files leave out,
     and no rope factor"""
     m = Model('gemma3', 'gemma3-linear')
     common_keys(m, layers=3, n_head=4, n_kv=2, head_dim=16, n_ff=40, base=1000.0)
@@ -930,7 +930,7 @@ def make_gemma3_linear():
 
 
 def make_olmo3():
-    """arch olmo2: norms behind the branches only; three of four layers have a window, and no part in yarn"""
+    """arch olmo2: norms after the branches only; three of four layers have a window, and no part in yarn"""
     m = Model('olmo2', 'olmo3')
     common_keys(m, layers=4, n_head=4, n_kv=2, head_dim=8, n_ff=40, base=1000.0)
     m.u32(attention__sliding_window=6, rope__scaling__original_context_length=32)

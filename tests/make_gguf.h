@@ -290,7 +290,7 @@ MG_FN void mg_put_random_block(mg_buf *b, mg_rng *r, uint32_t type, float v) {
     int e;
     const float fraction = frexpf(d, &e); /* d = fraction * 2^e, from 0.5 on */
     if (type == MG_MXFP4) block[0] = (unsigned char)(e + 126); /* 127 is 1 */
-    else if (type == MG_NVFP4) /* 4 bits of exponent, 7 for 1, and 3 bits behind the point; what is too small: 1 / 512 */
+    else if (type == MG_NVFP4) /* 4 bits of exponent, 7 for 1, and 3 bits after the point; what is too small: 1 / 512 */
         memset(block, e < -5 ? 1 : (e + 6) << 3 | ((int)(fraction * 16) & 7), 4);
     else if (type == MG_IQ1_M)
         for (int k = 0; k < 4; k++) block[49 + 2 * k] = (unsigned char)((block[49 + 2 * k] & 15) | (half[0] >> 4 * k & 15) << 4);
@@ -298,10 +298,10 @@ MG_FN void mg_put_random_block(mg_buf *b, mg_rng *r, uint32_t type, float v) {
 }
 
 /* Append one block of random weights of mean about 0 and deviation about s. The divisors are the deviation of the
- * integers behind the scale when their bits are uniform; mins cancel the mean. */
+ * integers after the scale when their bits are uniform; mins cancel the mean. */
 MG_FN void mg_put_block(mg_buf *b, mg_rng *r, uint32_t type, float s) {
     float v = s * (1.0f + 0.3f * mg_uniform(r));
-    size_t n = 0; /* random bytes behind the scales */
+    size_t n = 0; /* random bytes after the scales */
     switch (type) {
     case MG_F32: v = 1.73f * s * mg_uniform(r), mg_put(b, &v, 4); break;
     case MG_F16: mg_put_u16(b, mg_f16(1.73f * s * mg_uniform(r))); break;

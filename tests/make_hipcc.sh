@@ -1,17 +1,17 @@
 #!/bin/sh
-# make_hipcc.sh DIR: a newer hipcc than Debian 12's, for the tests: a small Debian unstable in DIR, which must lie outside the
-# repository, and the command DIR/hipcc, which compiles files of this system in there. Needs root, debootstrap and the
-# network; about 3 GB, of which `rm -rf DIR` rids you.
+# make_hipcc.sh DIR: install a newer hipcc than Debian 12's: a minimal Debian unstable in DIR, which must lie outside the
+# repository, and a command DIR/hipcc that compiles files of this system with it. Needs root, debootstrap, the network and about
+# 3 GB; `rm -rf DIR` removes it. DEBIAN_MIRROR overrides debootstrap's mirror.
 set -e
 root=${1:?make_hipcc.sh DIR}
 command -v debootstrap >/dev/null || { echo "make_hipcc: install debootstrap with 'apt-get install debootstrap'"; exit 77; }
-# what debootstrap mounts is gone with this mount namespace
+# debootstrap's mounts end with this mount namespace
 unshare -m sh -e -c '
     debootstrap --variant=minbase unstable "$0" ${DEBIAN_MIRROR-}
     mount --rbind /proc "$0/proc"
     chroot "$0" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends hipcc gcc libc6-dev' "$root"
 mkdir -p "$root/host"
-# the same file names mean the same files: relative ones, and those below the folder of temporary files
+# relative paths and paths below /tmp mean the same files inside and outside
 cat >"$root/hipcc" <<'WRAPPER'
 #!/bin/sh
 root=$(dirname "$(readlink -f "$0")")

@@ -1,6 +1,6 @@
 #!/bin/sh
-# sh tests/test_cli.sh BUILD_DIR: test BUILD_DIR/rocmforge_cli; run from the repository root. What the model says is
-# compared with a float64 reference (make_expected.py), numbers with values worked out by hand.
+# sh tests/test_cli.sh BUILD_DIR: test BUILD_DIR/rocmforge_cli; run from the repository root. Generated text is compared
+# with that of a float64 reference (make_expected.py), numbers with values worked out by hand.
 
 . tests/rf_test.sh
 
@@ -13,11 +13,11 @@ bad() {
     fail "$1"
     [ ! -s "$t/err" ] || sed 's/^/       stderr: /' "$t/err" | head -3
 }
-# verdict NAME COMMAND...: the command's success is the test's
+# verdict NAME COMMAND...: the test passes if the command succeeds
 verdict() { name=$1; shift; if "$@"; then pass; else bad "$name"; fi; }
 have() { command -v "$1" >/dev/null 2>&1; }
 
-# expect CODE NAME ARGUMENTS...: run the CLI on stdin; a failure must say one line on stderr and nothing on stdout
+# expect CODE NAME ARGUMENTS...: run the CLI, want exit status CODE; a failure prints one line on stderr and nothing on stdout
 expect() {
     code=$1 name=$2
     shift 2
@@ -70,7 +70,7 @@ expect 2 "line breaks in a value" generate --gguf $model --prompt a --seed "$(pr
 verdict "values are escaped" sh -c "! grep -q '$esc' '$t/err'"
 expect 2 "dequant: unknown type" dequant --type q9_9 && says "dequant: unknown type" q9_9
 
-# ---- files that are none ----
+# ---- files that are not models ----
 
 head -c 1000 $model >"$t/cut-metadata.gguf"
 head -c 1000000 $model >"$t/cut-data.gguf"
@@ -97,9 +97,9 @@ expect 1 "prompt beyond the context" generate --gguf $model --prompt "To be or n
 expect 1 "unknown template" generate --gguf $model --prompt a --template frobnicate &&
     says "unknown template" frobnicate
 
-# ---- what the model says ----
+# ---- generated text ----
 
-# expected_generate.txt and these ids are make_expected.py's
+# expected_generate.txt and these ids come from make_expected.py
 prompt_ids=1022,644,50,50,505,268,761,330
 greedy_ids=267,261,1012,367,44,376,34,505,268,40,459,725,292,11,513,11,513,288,44,376,34,505,268,40
 greedy_ids=$greedy_ids,459,725,292,11,513,11
@@ -147,7 +147,7 @@ expect 0 "logits of a long prompt" logits --gguf $model --tokens $ids --out "$t/
 n=$(printf '%s' "$ids" | tr ',' '\n' | grep -c .)
 verdict "logits: a row for each of $n" [ "$(wc -c <"$t/long.f32")" -eq $((n * 4096)) ]
 if have python3; then
-    # Equal but for the order of float32 additions: 768 terms of size 20 at most differ by less than 1e-3.
+    # Only the order of float32 additions differs: sums of 768 terms of at most 20 agree within 1e-3.
     cat >"$t/compare.py" <<'PY'
 import array, sys
 a, b = array.array('f'), array.array('f')
@@ -251,7 +251,7 @@ PY
     fi
 done
 
-# does it run, and if not, why: of any file
+# whether a file can be run, and if not, why
 expect 0 "inspect a model" inspect $model --ctx 256
 verdict "inspect: it runs" grep -q '^supported  *yes$' "$t/out"
 verdict "inspect: tokenizer" grep -q '^pre_tokenizer  *llama-bpe$' "$t/out"
@@ -289,7 +289,7 @@ expect 0 "plan" plan $model
 verdict "plan: matrices" grep -q ' matmul .* blk.5.ffn_down.weight [a-zA-Z0-9_]* \[256,768\]' "$t/out"
 verdict "plan: attention" grep -q ' attention .* heads 8 kv heads 4' "$t/out"
 verdict "plan: totals" grep -q '^llama: 6 layers, n_embd 256, n_vocab 1024, 8 heads of 32, 4 kv heads' "$t/out"
-# The bytes of the ops are the bytes of a token, but for the embedding's row: it is in the matrix of the last op.
+# The bytes of all ops add up to those of a token, without the embedding's row: tied output counts that matrix already.
 sum=$(sed -n '/ embed /d; s/^ *[0-9].*  \([0-9]*\) bytes$/\1/p' "$t/out" | awk '{s += $1} END {printf "%d", s}')
 verdict "plan: bytes of the ops are those of a token" grep -q "a token reads $sum bytes" "$t/out"
 
@@ -341,11 +341,11 @@ def near(a, b, digit): return abs(a - b) <= 0.01 * abs(b) + digit
 assert [r['depth'] for r in j['results']] == [0, 40], j
 assert j['n_ctx'] == 60 and j['n_ctx_train'] == 512 and j['n_prompt'] == 16 and j['n_decode'] == 4
 assert (j['peak_gb_s'] is None) == null
-assert j['launch_configs'] == [] and j['launch_config'] is None # nothing to choose without a GPU
+assert j['launch_configs'] == [] and j['launch_config'] is None # only GPUs have launch configs
 for r in j['results']:
     seen = sum(range(r['depth'] + 17, r['depth'] + 21)) / 4
     assert r['decode_bytes'] == round(j['token_bytes'] + seen * 6 * 2 * 4 * head_bytes), r
-    # every matrix of the layers for 16 tokens, the output's for the last one; attention: scores and values
+    # all matrices of the layers for 16 tokens, the output matrix for the last one; attention: scores and values
     flop = 2 * (16 * 6 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 768) + 256 * 1024)
     flop += 2 * 6 * 8 * (32 + 32) * sum(range(r['depth'] + 1, r['depth'] + 17))
     assert r['launches'] is None and r['submissions'] is None and 'expert_hits' not in r
@@ -361,7 +361,7 @@ PY
     done
     expect 0 "bench --json null" bench --gguf $model -d 0,40 -p 16 -n 4 -r 1 --json --device null
     verdict "bench --json null is right" python3 "$t/bench.py" "$t/out" 64
-    # 2 layers choose 3 experts each: hits and misses are six a token
+    # 2 layers with 3 experts per token: 6 hits and misses per token
     expect 0 "bench of experts" bench tests/family/olmoe.gguf -p 4 -n 8 -r 2 --json --peak 0 --device cpu --budget 55k --expert-budget 30k
     verdict "bench of experts: the numbers" python3 -c '
 import json, sys
@@ -389,7 +389,7 @@ fi
 "$cli" inspect $model >&- 2>"$t/err"
 verdict "closed stdout: exit 1" [ $? -eq 1 ]
 {
-    while (trap '' PIPE; echo) 2>/dev/null; do sleep 0.1; done # until nobody reads
+    while (trap '' PIPE; echo) 2>/dev/null; do sleep 0.1; done # until the pipe has no reader
     "$cli" generate --gguf $model --prompt a --max-tokens 4 2>"$t/err"
     echo $? >"$t/code"
 } | :
@@ -398,14 +398,14 @@ verdict "closed pipe: one line" [ "$(wc -l <"$t/err")" -eq 1 ]
 
 if have timeout && timeout --foreground 5 true 2>/dev/null; then
     interrupt="timeout --foreground --preserve-status -k 20 -s INT"
-    for seconds in 3 15 60; do # a machine that has other work may not have come to the first word
+    for seconds in 3 15 60; do # a busy machine may not have written the first word yet
         $interrupt $seconds "$cli" generate --gguf $model --prompt-file "$t/prompt" --raw --max-tokens 60000 --ctx 65536 \
             >"$t/out" 2>"$t/err"
         code=$?
         [ ! -s "$t/out" ] || break
     done
     verdict "Ctrl-C: exit 130" [ $code -eq 130 ]
-    n=$(wc -c <"$t/out") # of a slow machine or build that may be little
+    n=$(wc -c <"$t/out") # a slow machine or build may have written little
     [ "$n" -lt "$(wc -c <tests/expected_generate.txt)" ] || n=$(wc -c <tests/expected_generate.txt)
     head -c "$n" tests/expected_generate.txt >"$t/want" && head -c "$n" "$t/out" >"$t/got"
     verdict "Ctrl-C: what there was is printed" [ "$n" -gt 0 ] && verdict "Ctrl-C: the text" cmp "$t/got" "$t/want"

@@ -1,13 +1,13 @@
-# test_compile.sh BUILD: rocmforge.h under the compilers, language modes, macros and ways of linking it promises, and what its
-# object files may hold. -fsyntax-only wherever code is not the point.
+# test_compile.sh BUILD: rocmforge.h compiles with the compilers, language modes, macros and kinds of linking that it promises, and
+# its object files hold nothing that they must not. -fsyntax-only wherever no code is needed.
 . tests/rf_test.sh
 
 command -v gcc >/dev/null || { skip compile "install gcc with 'apt-get install gcc' (make deps)"; finish; }
 strict="-Wall -Wextra -Wpedantic -Wconversion -Werror"
 model=examples/shakespeare-5m.gguf
 libs="-lm -pthread"
-small="-O0 -DROCMFORGE_NO_SIMD" # for what does not depend on the vector kernels, which take a compiler long
-quick=gcc # where any compiler will do: without optimization clang takes a third of gcc's time
+small="-O0 -DROCMFORGE_NO_SIMD" # the vector kernels take long to compile
+quick=gcc # where any compiler will do: at -O0 clang takes a third of gcc's time
 command -v clang >/dev/null && quick=clang
 
 # The program of the header's first comment, with the prompt of expected_generate.txt, with and without the implementation;
@@ -23,7 +23,7 @@ sources() {
 }
 [ -n "${2-}" ] && [ -f "$dir/decl.c" ] || sources
 
-# syntax COMMAND... <SOURCE: the C program on stdin passes the compiler without a word.
+# syntax COMMAND... <SOURCE: the C program on stdin compiles without warnings.
 syntax() { "$@" -I. -fsyntax-only -x c -; }
 
 # first_errors N TEXT COMMAND... <SOURCE: compiling fails, the first error says TEXT, and there are N errors (N = any: or more).
@@ -39,8 +39,8 @@ first_errors() {
 name=${2-}
 
 slow="build_static case_run_static case_two_compilers case_c11_after_declarations_is_refused case_c11_with_gnu_source
-    case_default_mode_after_libc case_c17 case_included_twice build_gcc_o2 build_clang_o2 build_arm64 build_musl build_o3 build_undefined case_gcc_o2 case_clang_o2 case_objects_o2
-    case_run_o3 case_run_undefined case_run_musl case_run_arm64"
+    case_default_mode_after_libc case_c17 case_included_twice build_gcc_o2 build_clang_o2 build_arm64 build_musl build_o3
+    build_undefined case_gcc_o2 case_clang_o2 case_objects_o2 case_run_o3 case_run_undefined case_run_musl case_run_arm64"
 
 # ---- whole compilations: gcc and clang see more warnings when they generate code ----
 
@@ -61,7 +61,7 @@ build_o3() { gcc -O3 -DNDEBUG -DROCMFORGE_NO_SIMD $strict -I. "$dir/hello.c" -o 
 build_undefined() {
     gcc $small -fsanitize=undefined -fno-sanitize-recover=all -I. "$dir/hello.c" -o "$dir/hello_undefined" $libs
 }
-# every allocation through the macros: the object must not know malloc
+# all allocations go through the macros: the object must not refer to malloc
 build_allocator() {
     cat >"$dir/allocator.c" <<'EOF'
 #include <stddef.h>
@@ -136,7 +136,7 @@ case_c11_after_stdio_is_refused() {
             first_errors 1 'under -std=c11 include it before every other header' $cc -std=c11 -x c
     done
 }
-# a project's own header brought the declarations, and libc with them
+# a project's own header included rocmforge.h, and so libc, first
 case_c11_after_declarations_is_refused() {
     for cc in gcc clang; do
         need $cc $cc
@@ -350,7 +350,7 @@ case_hip_stale_archive() {
     gcc "$dir/hip_main_archive.o" "$dir/hip.o" "$dir/libstale.a" -o "$dir/hip_archive" $libs
     hip_says "$dir/hip_archive" RF_ERR_DEVICE 'rebuild'
 }
-# nor does it keep a shared library where the linker runs with --as-needed
+# nor does it keep a shared library that is linked with --as-needed
 case_hip_stale_shared() {
     hip_sources shared
     gcc -shared "$dir/hip_stale_shared.o" -o "$dir/libstale.so"

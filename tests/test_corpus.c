@@ -53,7 +53,7 @@ static char *read_whole(const char *path, size_t *n_bytes) {
     if (fseek(f, 0, SEEK_END) == 0) {
         long n = ftell(f);
         rewind(f);
-        data = n < 0 ? NULL : (char *)malloc((size_t)n + !n); /* exactly: a sanitizer sees a read behind it */
+        data = n < 0 ? NULL : (char *)malloc((size_t)n + !n); /* exactly: a sanitizer sees a read after it */
         *n_bytes = (size_t)n;
         if (data && fread(data, 1, *n_bytes, f) != *n_bytes) free(data), data = NULL;
     }
@@ -265,7 +265,7 @@ static void judge(const expectation *e, const outcome *o, score *s) {
     s->good[kind] += (unsigned)good;
 }
 
-/* The base file cut at every byte is refused at open. What is cut in the metadata, or just behind it, lies in a block
+/* The base file cut at every byte is refused at open. What is cut in the metadata, or just after it, lies in a block
  * of exactly its size, so that a sanitizer sees any read beyond it; tensor bytes are not read at open. */
 static void check_truncation(const corpus *c) {
     char path[400];

@@ -22,7 +22,7 @@ case_devices() {
     "$cli" generate --gguf $model --prompt A --max-tokens 1 --temp 0 2>&1 | grep ' hip:0 (gfx1100)'
 }
 
-# hidden states of the emulated GPU, pooled, near those of the CPU
+# pooled hidden states of the emulated GPU are close to the CPU's
 embed_near() {
     for device in cpu "$1"; do
         "$cli" embed --gguf $model --device $device --prompt "ROMEO: who is there" --pooling "$2" >"$dir/$1-$device.json"
@@ -34,9 +34,9 @@ embed_near() {
 case_embed_wave32() { embed_near hip:0 mean; }
 case_embed_wave64() { embed_near hip:1 last; }
 
-# A decode step: the step's values, the embedding, rope's angles; of 6 layers norm with q, k and v, attention with rope and
-# store, its output, norm with gate, up and their product, down; the last norm with the output, and its largest: 35 kernels,
-# of which all but the values are a graph. The ways are timed before that.
+# A decode step launches 35 kernels: step values, embedding, rope angles; in each of 6 layers norm + q, k, v; rope + KV store +
+# attention; attention output; norm + gate, up and GLU; down; at last norm + output, and argmax. All but the first are one graph.
+# Launch configs are timed before that.
 launches() {
     "$cli" bench $model --device "$1" -p 0 -n 2 -r 1 -d 3 --peak 1M | tee "$dir/$1.bench"
     grep '^ *3 .* 35[.]0  *2[.]0$' "$dir/$1.bench"
@@ -54,7 +54,7 @@ case_way_untimed() {
 
 case_check_wave32() { "$cli" check $model --device hip:0 | tee "$dir/check.txt" && grep -q '^ok: hip:0 as the CPU: [0-9]* ops' "$dir/check.txt"; }
 case_check_wave64() { "$cli" check $model --device hip:1 | grep '^ok: hip:1 as the CPU: [0-9]* ops'; }
-# matrix units that do not do what the kernels expect: results are right without them, and the device says so
+# matrix units that compute something else: the device notices, says so and computes without them
 case_check_wrong_units() {
     HIP_EMU_WRONG_UNITS=3 "$cli" check $model --device hip:0 | tee "$dir/units.txt"
     grep '^ok: hip:0 as the CPU: [0-9]* ops' "$dir/units.txt"
@@ -62,7 +62,7 @@ case_check_wrong_units() {
     HIP_EMU_WRONG_UNITS=1 "$cli" bench --gguf $model --device hip:1 -p 12 -n 1 -r 1 --peak 1M | tee "$dir/units.txt"
     grep '^device_note *"matrix units give wrong products of bytes here' "$dir/units.txt"
 }
-# a kernel that computes one wrong bit: its op is named, and the later the kernel, the later the op
+# one flipped bit in the n-th kernel: `check` names the op; later kernels belong to later ops
 case_check_wrong_kernel() {
     : >"$dir/wrong"
     for n in 2 3 5 7 10 14 19 25 32 40; do

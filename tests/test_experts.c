@@ -37,7 +37,7 @@ static rf_model_desc percent_of(uint64_t all, uint32_t percent, uint32_t policy,
 
 static int32_t token_at(uint32_t seed, uint32_t i) { return (int32_t)((seed * 7919u + i * i * 31u + i * 17u) % N_VOCAB); }
 
-/* Logits of a prompt of 9 tokens in micro-batches of 4, and of the tokens behind it one by one. */
+/* Logits of a prompt of 9 tokens in micro-batches of 4, and of the tokens after it one by one. */
 static rf_result run_in(rf_session *s, uint32_t seed, float *out, rf_error *err) {
     int32_t tokens[N_TOKENS];
     float *logits;

@@ -455,7 +455,7 @@ static void test_mutations(void) {
         mg_free(&b);
         mg_free(&good);
     }
-    CHECK(opened > total / 100, "only %u of %u mutations opened: the test reaches nothing behind the parser", opened,
+    CHECK(opened > total / 100, "only %u of %u mutations opened: the test reaches nothing after the parser", opened,
           total);
 }
 
@@ -653,7 +653,7 @@ static void test_malformed(void) {
     }
 }
 
-/* Valid, though unusual: any order of the data, gaps, alignments, bytes behind the end, no tensors, no keys, names at
+/* Valid, though unusual: any order of the data, gaps, alignments, bytes after the end, no tensors, no keys, names at
  * the limits. */
 static void test_odd_but_valid(void) {
     mg_buf b = {0}, big;
@@ -671,7 +671,7 @@ static void test_odd_but_valid(void) {
     big = mg_copy(&b);
     for (int i = 0; i < 100; i++) mg_put(&big, "\xee", 1);
     mg_set_u64(&big, row_at(&big, "d", ROW_OFFSET, 0), mg_get_u64(&big, row_at(&big, "d", ROW_OFFSET, 0)) + 64);
-    REQUIRE(open_buf(&big, &g, &err) == RF_OK, "a gap, and bytes behind: %s", err.text);
+    REQUIRE(open_buf(&big, &g, &err) == RF_OK, "a gap, and bytes after: %s", err.text);
     rf_gguf_close(g, NULL);
     mg_free(&big);
     mg_free(&b);

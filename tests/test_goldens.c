@@ -1,6 +1,6 @@
 /* test_goldens.c: families, and forms of files, that ../shared/zoo has no model of, judged by answers that another
  * program, in float64 and by another hand, gave for small random models (tests/make_family_goldens.py; what it wrote is
- * in tests/family). Only the public API is used: on GPUs by turns if some are linked (hip_goldens), else on the CPU. */
+ * in tests/family). Only the public API is used: on GPUs in turn if some are linked (hip_goldens), else on the CPU. */
 #include "rocmforge.h"
 #include "rf_test.h"
 #include <math.h>

@@ -1195,7 +1195,7 @@ static std::vector<float> router(uint32_t T, uint32_t n_experts, bool uneven) {
     return v;
 }
 
-/* A route of our making, the product of its experts, behind a GLU that quantizes for it or not; then their mix. */
+/* A route of our making, the product of its experts, after a GLU that quantizes for it or not; then their mix. */
 static void experts_case(const ExpertsCase &c) {
     char what[160];
     snprintf(what, sizeof what, "experts %s n_in %u n_out %u rows %u, %u of %u, device %u", type_name(c.type), c.n_in,
@@ -1468,7 +1468,7 @@ static void attention_case(const AttentionCase &c) {
     if (c.special & 4) o->weight = g.vector(sinks);
     if (c.special & 8) o->attention.slopes = 0;
     for (uint32_t h = 0; h < heads; h++) g.tables.push_back(ldexpf(1, -(int)(h % 9)));
-    /* rows: the last positions of sequence 0, or two sequences by turns of three rows */
+    /* rows: the last positions of sequence 0, or two sequences in turn of three rows */
     std::vector<rf_step_row> rows;
     uint32_t T = c.n_rows < c.length ? c.n_rows : c.length;
     for (uint32_t t = 0; t < T; t++) {
@@ -1948,7 +1948,7 @@ static std::vector<float> joined_norm_case(uint32_t type, uint32_t n, uint32_t T
     const uint32_t n_in = 2048;
     const bool int8 = kind == 4 || kind == 5;
     char what[96];
-    snprintf(what, sizeof what, "norm behind %s %u rows %u kind %u device %u", type_name(type), n, T, kind, device);
+    snprintf(what, sizeof what, "norm after %s %u rows %u kind %u device %u", type_name(type), n, T, kind, device);
     Rig g(devices[device]);
     g.whole = true;
     const uint32_t x = g.buffer(n_in), y = g.buffer(n), yn = kind == 3 ? y : g.buffer(n), z = g.buffer(8);
@@ -2164,7 +2164,7 @@ static uint32_t decoder_model(Rig &g, const DecoderShape &c) {
     return logits;
 }
 
-/* The prompt's length, and where the steps behind it are: one by one; with a ring, where it begins again, three times. */
+/* The prompt's length, and where the steps after it are: one by one; with a ring, where it begins again, three times. */
 static std::vector<uint32_t> decoder_places(const DecoderShape &c) {
     static const uint32_t places[] = {70, 70, 71, 72, 73},
                           around[] = {20, decoder_ring - 1, decoder_ring, 2 * decoder_ring - 1, 2 * decoder_ring + 3, 3 * decoder_ring},
@@ -2282,7 +2282,7 @@ static void test_decode_step() {
     };
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i += stride)
         for (size_t d = 0; d < devices.size(); d++) {
-            if (!full && devices.size() > 1 && i % devices.size() != d) continue; /* wave sizes by turns */
+            if (!full && devices.size() > 1 && i % devices.size() != d) continue; /* wave sizes in turn */
             const DecoderShape &c = shapes[i];
             std::vector<float> ops = decoder_run(devices[d], c, 2, false), one = decoder_run(devices[d], c, 1, false);
             std::vector<double> want(ops.begin(), ops.end());
@@ -2502,7 +2502,7 @@ static void test_small_model() {
         compare(small_steps(devices[d], RF_TYPE_F16), want, 1e-4, 1e-8, "small model");
 }
 
-/* The same steps queued one behind the other without a wait: values of a step must not be overwritten in flight, and
+/* The same steps queued one after the other without waiting: values of a step must not be overwritten in flight, and
  * results are copied away on the device and read at the end. */
 static void test_queued_steps() {
     for (size_t d = 0; d < devices.size(); d++) {
@@ -2795,7 +2795,7 @@ static void float_ranges(uint32_t type, uint32_t device) {
 }
 
 /* Tiles on every matrix unit there is, and on none; what the emulated device had comes back. */
-/* Types up to IQ4_NL: those behind it share the kernels of the last three. */
+/* Types up to IQ4_NL: those after it share the kernels of the last three. */
 static void test_matrix_units() {
     static const int kinds[][2] = {{0, 0}, {0, 1}, {0, 4}, {0, 5}, {1, 0}, {1, 2}, {1, 3}};
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
@@ -3004,7 +3004,7 @@ static void test_disturbed_ways() {
     CHECK(n_failed == 1, "%u launches failed", n_failed);
 }
 
-/* What is no decode step of the whole plan, or is behind one that still runs, is not timed. Of two sessions the first to end
+/* What is no decode step of the whole plan, or is after one that still runs, is not timed. Of two sessions the first to end
  * decides for both. Each way's graphs are checked; old shapes are forgotten. */
 static void test_untimed_ways() {
     static const float ms[2][4] = {{1, 0.5f, 1, 1}, {1, 1, 1, 0.5f}};

@@ -1,11 +1,11 @@
-# test_hipcc.sh BUILD: the kernels file under hipcc, without a GPU: `make gpu`, the ways of linking, and what the compiler
-# made of the kernels. HIPCC_NEW names a hipcc >= 5.7 where `hipcc` is older (tests/make_hipcc.sh makes one).
+# test_hipcc.sh BUILD: the kernels file with hipcc, without a GPU: `make gpu`, all kinds of linking, and the compiler's statistics
+# of the kernels. HIPCC_NEW names a hipcc >= 5.7 if `hipcc` is older (tests/make_hipcc.sh installs one).
 . tests/rf_test.sh
 
 command -v hipcc >/dev/null || { skip hipcc "install hipcc with 'apt-get install hipcc' (make deps)"; finish; }
 libs="-lm -lpthread"
 
-# linked PROGRAM, not_linked PROGRAM: whether the kernels are in it. There they also say why no GPU is used, if none is.
+# linked PROGRAM, not_linked PROGRAM: the program has the kernels or not, and says why it uses no GPU.
 linked() {
     "$1" devices >"$1.txt"
     cat "$1.txt"
@@ -14,8 +14,8 @@ linked() {
 }
 not_linked() { "$1" devices | tee "$1.txt" && grep -q '^hip.*unusable.*not linked' "$1.txt"; }
 
-# Position-independent, so that the same object serves the shared library below; with the assembly that it was made from, and
-# the warnings that hip_check.sh wants to see. The program around it has no vector kernels: they take long.
+# -fPIC: the object also goes into the shared library below. hip_check.sh reads the assembly and the warnings. The program is
+# built without vector kernels, which take long to compile.
 build_gpu() {
     make gpu B="$dir" GPU_ARCH=gfx1030 PROGRAMS=rocmforge_cli CFLAGS="-O1 -DROCMFORGE_NO_SIMD" \
         HIPCC="hipcc -fPIC -Wall -Wextra -Wno-unused-command-line-argument --save-temps=obj"
@@ -40,7 +40,7 @@ case_shared() {
     cc "$dir/cli_strong.o" -o "$dir/shared" -L"$dir" -lkernels '-Wl,-rpath,$ORIGIN' $libs
     linked "$dir/shared"
 }
-# The GPUs that every hipcc knows, then one of each later family: `make hip-check` knows more.
+# GPUs that every hipcc knows, then one of each later family. `make hip-check` has more.
 case_kernels_gfx906() { TARGETS=gfx906 sh tests/hip_check.sh; }
 case_kernels_gfx90a() { TARGETS=gfx90a sh tests/hip_check.sh; }
 case_kernels_gfx1030() {

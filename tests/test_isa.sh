@@ -1,5 +1,5 @@
-# test_isa.sh BUILD: the kernels of instruction sets that this machine may lack. Those of arm64 run under qemu, compiled
-# by gcc and by clang; those for AVX-VNNI run in their AVX-512 encoding where there is that.
+# test_isa.sh BUILD: kernels for instruction sets that this machine may lack. The arm64 kernels run under qemu, compiled by gcc
+# and by clang; the AVX-VNNI kernels run in their AVX-512 encoding if the machine has AVX-512 VNNI.
 . tests/rf_test.sh
 
 libs="-lm -pthread"
@@ -15,14 +15,14 @@ build_arm64_clang() {
     need aarch64-linux-gnu-gcc 'gcc-aarch64-linux-gnu libc6-dev-arm64-cross'
     clang --target=aarch64-linux-gnu $emulated tests/test_kernels.c -o "$dir/kernels_clang" $libs
 }
-# clang checks every instruction against the function it is in, and without optimization sees all branches
+# clang checks that a function's target has all of its instructions; at -O0 it looks at all branches
 build_arm64_clang_o0() {
     need clang clang
     need aarch64-linux-gnu-gcc 'gcc-aarch64-linux-gnu libc6-dev-arm64-cross'
     clang --target=aarch64-linux-gnu -O0 -DROCMFORGE_STATIC -I. -c tests/test_kernels.c -o "$dir/kernels_o0.o"
 }
 
-# emulate CPU PROGRAM SETS [TEST]: PROGRAM's tests pass on a processor where it finds just these instruction sets
+# emulate CPU PROGRAM SETS [TEST]: the tests pass on this CPU, where the program finds exactly these instruction sets
 emulate() {
     need qemu-aarch64 qemu-user
     need aarch64-linux-gnu-gcc 'gcc-aarch64-linux-gnu libc6-dev-arm64-cross'
@@ -38,7 +38,7 @@ case_arm64_clang() {
     need clang clang
     emulate max kernels_clang "scalar neon i8mm "
 }
-# a Neoverse N1 has dot products and no matrix instruction, a Cortex A53 neither
+# a Neoverse N1 has dot products but no i8mm, a Cortex A53 has neither
 case_arm64_without_i8mm() { emulate neoverse-n1 kernels_gcc "scalar neon " test_find; }
 case_arm64_without_dot_products() { emulate cortex-a53 kernels_gcc "scalar " test_find; }
 

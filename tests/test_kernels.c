@@ -45,7 +45,7 @@ static double half_value(const uint8_t *p) {
     return h & 0x8000 ? -v : v;
 }
 
-/* Where the scale of a type is that is a half precision number, and the second one behind it. */
+/* Where the scale of a type is that is a half precision number, and the second one after it. */
 static uint32_t scale_at(uint32_t type) {
     return type == RF_TYPE_Q6_K || type == RF_TYPE_Q3_K ? rf_type_get(type).block_bytes - 2
            : type == RF_TYPE_Q2_K                       ? 80

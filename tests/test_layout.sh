@@ -71,7 +71,7 @@ case_ascii() {
     done
     return 0
 }
-# Functions and function-like macros but for tables (X): their lines and parameters. A macro in a list of parameters counts as what it stands for.
+# Lines and parameters of functions and function-like macros (not of X-macro tables). A macro in a parameter list is expanded.
 case_functions() {
     need ctags universal-ctags
     ctags --version | grep -q 'Universal Ctags' || { echo "install universal-ctags with 'apt-get install universal-ctags' (make deps)"; exit 77; }
@@ -79,7 +79,7 @@ case_functions() {
     for f in $code; do
         language=C
         [ "$f" = "${f%.hip}" ] || language=C++
-        # names in capitals are macros, and stand for no function
+        # names in capitals are macros, not functions
         macros=$(sed -n 's/^#define \([A-Z][A-Z0-9_]*\)(.*/\1+/p' "$f" | sort -u | paste -s -d , -)
         ctags --language-force=$language -I "none,$macros" --kinds-$language=df --fields=+neSK -f - "$f" >"$dir/tags"
         awk -F'\t' -v max_lines=$lines -v max_parameters=$parameters '
@@ -130,8 +130,7 @@ case_functions() {
     done
     [ ! -e "$dir/long" ]
 }
-# The library neither ends the process nor prints, reads the environment or uses unbounded string functions; libc headers
-# of the implementation come before it, HIP headers never.
+# The library does not end the process, print, read the environment or use unbounded string functions, and includes no HIP header.
 case_forbidden_words() {
     words='abort exit _exit _Exit quick_exit assert getenv setenv printf fprintf vprintf puts putchar perror sprintf vsprintf
         strcpy strcat gets atoi atol atof alloca system popen fork signal sigaction setlocale rand srand strtok longjmp setjmp'
@@ -141,7 +140,7 @@ case_forbidden_words() {
         if grep -nE "(^|[^A-Za-z0-9_.>])$w *\(" "$dir/code.h" | sed "s/^/rocmforge.h:/" | grep .; then bad=1; fi
     done
     if grep -n '#include.*hip' "$dir/code.h"; then bad=1; fi
-    # names that C and POSIX reserve, or that are not ours
+    # macros must have our prefixes
     if grep -nE '#[[:space:]]*define[[:space:]]+' "$dir/code.h" | grep -vE 'define[[:space:]]+(ROCMFORGE_|RF_|RFI_|rfi_|_GNU_SOURCE)'; then bad=1; fi
     return $bad
 }
@@ -150,7 +149,7 @@ case_top_level() {
         grep -vxE 'rocmforge\.h|rocmforge_kernels\.hip|examples|tests|Makefile|README\.md|LICENSE|\.gitignore|\.ci' && return 1
     for f in rocmforge.h examples tests Makefile README.md LICENSE .gitignore .ci/run; do [ -e $f ]; done
 }
-# the first line of each example is the exact command that builds it
+# the first line of each example is the command that builds it
 case_example_commands() {
     for f in examples/*.c; do
         line=$(head -n 1 "$f" | sed -n 's,^/[/*] *\(cc .*pthread\).*,\1,p')
@@ -165,7 +164,7 @@ case_file_sizes() {
     list_files | while read -r f; do find "$f" -size +4096k -print; done | grep . && return 1
     return 0
 }
-# no path of the machine it was written on
+# no paths of the machine that it was written on
 case_no_machine_paths() {
     list_files | grep -vE '\.(gguf|f32|bin|raw)$' | xargs grep -nIE '(^|[^A-Za-z0-9_.])/([w]ork|[r]oot|[h]ome|[t]mp/[A-Za-z0-9_])' | grep -v 'XXXXXX' | grep . && return 1
     return 0

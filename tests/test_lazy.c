@@ -208,7 +208,7 @@ static void test_odd_address(void) {
     mg_free(&dk.file);
 }
 
-/* ---- files of real size: the tables of Llama 3.1, all zeros behind them, sparse on disk ---- */
+/* ---- files of real size: the tables of Llama 3.1, all zeros after them, sparse on disk ---- */
 
 typedef struct big_shape {
     const char *name;
@@ -304,7 +304,7 @@ static double cpu_ms(void) {
     return 1e3 * (double)t.tv_sec + 1e-6 * (double)t.tv_nsec;
 }
 
-/* Metadata, and a hole behind it; path is mkstemp's. */
+/* Metadata, and a hole after it; path is mkstemp's. */
 static int big_write(const big_shape *b, char *path, uint64_t *bytes) {
     mg_buf meta = {0};
     size_t data_start = big_metadata(&meta, b, bytes);

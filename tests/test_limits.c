@@ -100,7 +100,7 @@ static void test_dimensions(void) {
         mg_begin(&w, 3);
         mg_tensor(&w, "t", MG_F32, 4, (uint64_t[]){2, 2, 2, 1}, NULL, 32);
         mg_finish(&w, &file);
-        mg_set_u32(&file, 24 + 8 + 1, n); /* behind header and name; a fifth one is read from what follows */
+        mg_set_u32(&file, 24 + 8 + 1, n); /* after header and name; a fifth one is read from what follows */
         expect("dimensions", &file, 0, n == 4 ? RF_OK : RF_ERR_FORMAT, "n_dims");
     }
     mg_buf nested = {0};

@@ -705,7 +705,7 @@ static void test_arguments(void) {
     memcpy(want, rft_logits(r.s, 0), sizeof want);
     rf_session_truncate(r.s, 0, 3, NULL, NULL);
     for (size_t i = 0; i < RFI_COUNT(cases); i++)
-        for (int second = 0; second < 2; second++) { /* alone, and behind a right row of the other sequence */
+        for (int second = 0; second < 2; second++) { /* alone, and after a right row of the other sequence */
             rf_token_row rows[2] = {{.token = 1, .seq = 1, .pos = 0, .want_logits = 1}, cases[i].row};
             rf_result res = rf_session_eval(r.s, rows + !second, second ? 2 : 1, &r.err);
             CHECK(res == cases[i].code && r.err.code == res && strstr(r.err.text, cases[i].text), "%s: %s: %s", cases[i].what,
@@ -1016,7 +1016,7 @@ static int32_t argmax(const float *x, uint32_t n) {
     return (int32_t)best;
 }
 
-/* n greedy ids behind a prompt; logits (may be NULL) receives [n][n_vocab] */
+/* n greedy ids after a prompt; logits (may be NULL) receives [n][n_vocab] */
 static int greedy(rig *r, const int32_t *prompt, uint32_t n_prompt, int32_t *ids, uint32_t n, float *logits) {
     float *row;
     rf_result res = rf_session_forward(r->s, prompt, n_prompt, &row, &r->err);
@@ -1095,7 +1095,7 @@ static void test_idle(void) {
     rig_close(&r);
 }
 
-/* The example model (Q4_K_M), its greedy text behind "No,". The ids were found with the evaluator; it proves them again
+/* The example model (Q4_K_M), its greedy text after "No,". The ids were found with the evaluator; it proves them again
  * here, in one pass: each is the largest logit by a margin that int8 ties tipped by float32 noise cannot bridge. */
 static void test_example(void) {
     static const int32_t ids[67] = {1022, 717, 11, 310, 455, 268, 40,  459, 725, 292, 11,  310, 455, 288, 844, 50, 51,  422, 50,

@@ -41,16 +41,16 @@ missing() {
     echo "$name"
 }
 
-# compiler COMMAND PROGRAM OPTION...: in the blocks COMMAND is PROGRAM with options that spare most of its time: whether the command
-# works is what is tested here, other suites look at what comes of optimization, of the vector kernels, and of hipcc's second pass
-# over the kernels file, for the GPU (test_hipcc.sh: seven GPUs): without that its programs lack one symbol
+# compiler COMMAND PROGRAM OPTION...: in the blocks COMMAND means PROGRAM with options that make it quick. This suite tests that the
+# commands work; other suites test optimized code, vector kernels and GPU code. hipcc compiles host code only, so that its programs
+# lack one symbol (test_hipcc.sh compiles the GPU code).
 compiler() {
     command=$1 program=$(command -v "$2") || return
     shift 2
     printf '#!/bin/sh\nexec "%s" "$@" %s\n' "$program" "$*" >"$dir/bin/$command"
     chmod +x "$dir/bin/$command"
 }
-# run LABEL SCRIPT: in the copy, without input: a chat ends at once
+# run LABEL SCRIPT: in the copy, with empty stdin: a chat ends at once
 run() {
     rm -rf "$dir/bin"
     mkdir "$dir/bin"
@@ -91,7 +91,7 @@ for line_file in "$dir"/blocks/*.line; do
     [ $speed != other ] || continue
     if [ -f "$block.sh" ]; then
         commands=$((commands + 1))
-        # what would recurse or install is only looked up
+        # commands that would recurse or install are only checked for existence
         sed -e 's/^make \(test\|test-all\|check-c\|deps\)/make -n \1/' -e 's|^\(\./\)*\.ci/run|test -x .ci/run|' "$block.sh" >"$block.run"
         run "$label" "$block.run"
     elif [ -f "$block.cmake" ]; then

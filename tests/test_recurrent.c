@@ -37,7 +37,7 @@ static int feed(rf_session *s, int32_t seq, const int32_t *tokens, uint32_t from
     return 1;
 }
 
-/* Logits behind each token of a sequence that is alone, [n][N_VOCAB]. */
+/* Logits after each token of a sequence that is alone, [n][N_VOCAB]. */
 static void reference(rig *r, const int32_t *tokens, uint32_t n, float (*out)[N_VOCAB]) {
     rf_session *s = session(r, &(rf_session_desc){.n_ctx = MOST, .n_batch = 1, .cache_type = RF_CACHE_F32});
     for (uint32_t i = 0; i < n; i++) CHECK(feed(s, 0, tokens, i, i + 1, out[i], &r->err), "%s", r->err.text);
@@ -346,7 +346,7 @@ static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
     return r;
 }
 
-/* Two sequences by turns: one from its start, one from slot 1; a state is left in the middle, and two at the ends. */
+/* Two sequences in turn: one from its start, one from slot 1; a state is left in the middle, and two at the ends. */
 static const rf_step_row turns[ROWS] = {{0, 1, 3, -1, 1, 0}, {0, 0, 0, -1, 0, 0}, {0, 0, 1, -1, 0, 2}, {0, 1, 4, -1, 0, 0},
                                         {0, 0, 2, -1, 0, 0}, {0, 1, 5, -1, 0, 3}, {0, 0, 3, -1, 0, 4}};
 
@@ -517,7 +517,7 @@ static void test_wide_delta(void) {
     CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
 }
 
-/* A part of each head; what lies before and behind it in out stays. */
+/* A part of each head; what lies before and after it in out stays. */
 static void test_slice_op(void) {
     enum { HEADS = 3, DIM = 40, OUT_AT = 5 };
     static const struct { uint32_t at, n; } parts[] = {{0, DIM}, {0, 7}, {33, 7}, {11, 1}};

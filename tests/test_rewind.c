@@ -1,5 +1,5 @@
 /* test_rewind.c: a session that is cut and goes on gives the bits of one that never was further, for every model of
- * ../shared/zoo. Only the public API is used: on GPUs by turns if some are linked (gpu_run.sh), else on the CPU. */
+ * ../shared/zoo. Only the public API is used: on GPUs in turn if some are linked (gpu_run.sh), else on the CPU. */
 #include "rocmforge.h"
 #include "rf_test.h"
 #include <glob.h>
@@ -61,7 +61,7 @@ static void check_cut(running *r, uint32_t cut, uint32_t end) {
     CHECK(write_on(r, kept, cut, end, &again, &err) == RF_OK, "%s", err.text);
     for (uint32_t i = 0; !rft_bad && i < LOGITS; i++) {
         CHECK(memcmp(fresh.logits[i], again.logits[i], r->n_vocab * sizeof(float)) == 0,
-              "cut to %u of %u, %u kept: other logits %u tokens behind", cut, end, kept, i);
+              "cut to %u of %u, %u kept: other logits %u tokens after", cut, end, kept, i);
     }
     rf_session_close(r->session, NULL);
     r->session = NULL;

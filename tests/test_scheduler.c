@@ -227,7 +227,7 @@ static void test_ends(void) {
     for (int i = 2; i <= 4; i++)
         CHECK(jobs[i].n_ends == 1 && jobs[i].reason == RF_ERR_CONTEXT_FULL &&
                   jobs[i].n_tokens == n_ctx - jobs[i].n_prompt + 1,
-              "request %d: %s, %u tokens behind %u", i, rf_result_name(jobs[i].reason), jobs[i].n_tokens,
+              "request %d: %s, %u tokens after %u", i, rf_result_name(jobs[i].reason), jobs[i].n_tokens,
               jobs[i].n_prompt);
     rf_scheduler_close(sch, NULL);
     rf_session_close(s, NULL);

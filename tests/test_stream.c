@@ -509,7 +509,7 @@ static void test_waiting_for_a_share(void) {
     }
 }
 
-/* A resident tensor of many pieces behind the streamed ones: who needs it finds it loading, by a reader or in pieces that
+/* A resident tensor of many pieces after the streamed ones: who needs it finds it loading, by a reader or in pieces that
  * it took itself on the way, and waits. A race, so many times. */
 static void test_wide_tensor_behind_the_ring(void) {
     mg_buf wide = {0};

@@ -316,7 +316,7 @@ static void check_text(const char *what, const rf_gguf *g, const char *name, con
     rf_result r = FORMAT(g, name, m, n, open, out, sizeof out, &count, &err);
     CHECK(r == RF_OK && err.code == RF_OK, "%s: %s", what, err.text);
     CHECK(count == want_n && memcmp(out, want, want_n) == 0, "%s: want\n%s\ngot\n%.*s", what, want, (int)count, out);
-    CHECK(out[count] == '#', "%s: wrote behind the text", what);
+    CHECK(out[count] == '#', "%s: wrote after the text", what);
 }
 
 static void test_texts(void) {
@@ -459,7 +459,7 @@ static void test_tokenize(void) {
     }
 }
 
-/* Every capacity: the count is the same, what fits is written, nothing behind it. */
+/* Every capacity: the count is the same, what fits is written, nothing after it. */
 static void test_capacity(void) {
     for (size_t i = 0; i < RFI_COUNT(texts); i++) {
         const char *want = texts[i].all;
@@ -525,9 +525,9 @@ static void test_hostile(void) {
     check_name("marks between NULs", text, size, "chatml");
     const double seconds = (double)(clock() - start) / CLOCKS_PER_SEC;
     CHECK(seconds < 5, "%.1f seconds for a few MiB", seconds);
-    check_name("phi-3, cut behind the tag", "<|end|><|assistant|>", 20, NULL);
+    check_name("phi-3, cut after the tag", "<|end|><|assistant|>", 20, NULL);
     check_name("phi-3, cut in the newline", "<|end|><|assistant|>' + '\\", 26, NULL);
-    check_name("phi-3, NUL behind the tag", "<|end|><|assistant|>\0\n", 22, NULL);
+    check_name("phi-3, NUL after the tag", "<|end|><|assistant|>\0\n", 22, NULL);
     check_name("zephyr without an end", "<|assistant|>{{ <|user|> eos_token", 34, "zephyr");
     check_name("no user", "<|assistant|>{{ eos_token }}", 28, NULL);
     free(text);
