@@ -4375,7 +4375,7 @@ RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, const 
 }
 
 #define RFI_EXPANDER(name, TARGET, codebook, TYPE, kind)                                                              \
-    static TARGET void rfi_##name##_expand_##TYPE(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {             \
+    static inline TARGET void rfi_##name##_expand_##TYPE(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {             \
         const uint32_t n = RFI_ELEMENTS_##TYPE, n_scales = n / (RFI_TYPE_##kind == RFI_TYPE_EXPANDED_32 ? 32 : 16);   \
         for (uint32_t b = 0; b < n_blocks; b++, p += RFI_BYTES_##TYPE)                                                \
             rfi_expand_block(RF_TYPE_##TYPE, codebook, p, e->q + b * n, e->s + b * n_scales, e->m + b * n_scales);    \
@@ -4384,13 +4384,19 @@ RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, const 
 RFI_EXPANDED_TYPES(RFI_PORTABLE_EXPANDER)
 #undef RFI_PORTABLE_EXPANDER
 
-#define RFI_IF_BUILT(TYPE, f) (RF_TYPE_IS_BUILT(RF_TYPE_##TYPE) ? (f) : NULL)
 _Static_assert((RF_TYPES_BUILT & ~RF_TYPES_RUN) == 0, "ROCMFORGE_TYPES: want types that run");
+
+/* What is compiled: types, and the RFI_TYPE_EXPANDED_* that some of them need. */
+#define RFI_KIND_BIT(TYPE, kind) | (int)RF_TYPE_IS_BUILT(RF_TYPE_##TYPE) << (RFI_TYPE_##kind - RF_TYPE_COUNT)
+enum { RFI_KINDS_BUILT = 0 RFI_EXPANDED_TYPES(RFI_KIND_BIT) };
+#undef RFI_KIND_BIT
+#define RFI_IF_BUILT(type, f) \
+    ((RF_TYPES_BUILT | (uint64_t)RFI_KINDS_BUILT << RF_TYPE_COUNT) >> (type) & 1 ? (f) : NULL)
 
 /* How a type is expanded, and to which RFI_TYPE_EXPANDED_*; 0 and NULL for those that are not. */
 static const struct { rfi_expand_fn expand; uint32_t kind; } rfi_expansions[RF_TYPE_COUNT] = {
 #define RFI_EXPANSION(TYPE, kind) \
-    [RF_TYPE_##TYPE] = {RFI_IF_BUILT(TYPE, rfi_portable_expand_##TYPE), RFI_TYPE_##kind},
+    [RF_TYPE_##TYPE] = {RFI_IF_BUILT(RF_TYPE_##TYPE, rfi_portable_expand_##TYPE), RFI_TYPE_##kind},
     RFI_EXPANDED_TYPES(RFI_EXPANSION)
 #undef RFI_EXPANSION
 };
@@ -8302,10 +8308,14 @@ static rf_result rfi_check_op(const char *device, const rf_plan *plan, const rf_
 
 #if !defined(__clang__)
 #pragma GCC push_options
-#pragma GCC optimize("O3", "fp-contract=off") /* intrinsics without inlining are 15 to 70 times slower; equal bits */
+#pragma GCC optimize("O2", "fp-contract=off") /* intrinsics without inlining are 15 to 70 times slower; equal bits */
 #else
 #pragma STDC FP_CONTRACT OFF
 #endif
+
+/* Arrays of vectors stay in registers only where the loops over them are unrolled. */
+#define RFI_PRAGMA(text) _Pragma(#text)
+#define RFI_UNROLL(n) RFI_PRAGMA(GCC unroll n)
 
 /* ---- inputs ---- */
 
@@ -8379,8 +8389,45 @@ typedef struct rfi_matmul {
     uint64_t y_stride;
 } rfi_matmul;
 
-typedef void (*rfi_matmul_fn)(const void *w, uint64_t w_row_bytes, uint32_t n_rows, uint32_t n_in, const rfi_acts *x,
-                              uint32_t n_cols, float *y, uint64_t y_stride);
+/* Rows of the weights that are worked on together, one per lane: the last row again where there are fewer. */
+typedef struct rfi_rows {
+    const uint8_t *row[16];
+    uint64_t row_bytes;     /* from one to the next; 0: nothing to prefetch */
+    int extended;           /* rfi_kernels.extended                         */
+} rfi_rows;
+
+#define RFI_CHUNK_GROUPS 16u /* of a panel: 512 values, so that the inputs of a chunk stay in the second-level cache */
+
+/* Weights unpacked for many columns: 4 values of each lane side by side, as the integer dot instructions want them. */
+typedef struct rfi_panel {
+    _Alignas(64) uint8_t q[RFI_CHUNK_GROUPS * 8 * 16 * 4]; /* [group][8][lane][4]                                  */
+    float s[RFI_CHUNK_GROUPS * 2 * 16];       /* d_w: [group][lane], or [group * 2 + half][lane]      */
+    float m[RFI_CHUNK_GROUPS * 2 * 16];       /* m_w likewise                                         */
+} rfi_panel;
+
+/* Panels times columns: acc[c * acc_stride + row] is carried on over n_groups groups; row counts the lanes of all
+ * panels. */
+typedef struct rfi_tile {
+    const rfi_panel *p;  /* [n_panels]                    */
+    uint32_t type;       /* rf_type, or RFI_TYPE_EXPANDED */
+    uint32_t n_groups, n_cols;
+    int extended;        /* rfi_kernels.extended          */
+    const rfi_q8 *x;
+    uint64_t x_stride;
+    float *acc;
+    uint64_t acc_stride;
+} rfi_tile;
+
+/* How one type is multiplied on one instruction set. A unit is 8 groups: a K block, or 8 blocks of 32. Types that are
+ * expanded first come in units of rfi_expanded. */
+typedef struct rfi_quant {
+    /* one column, acc [n_lanes] is carried on */
+    void (*vector)(const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc);
+    /* the unit at offset becomes groups [at, at + 8) of the panel */
+    void (*unpack)(const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p);
+} rfi_quant;
+
+typedef struct rfi_float_tile rfi_float_tile;
 
 /* A norm of n values: RF_OP_RMS_NORM. */
 typedef struct rfi_norm {
@@ -8401,15 +8448,29 @@ typedef struct rfi_delta {
     float *out; /* [head_dim_v]                             */
 } rfi_delta;
 
+/* out[c * out_stride + d] += sum over pos of p[c * p_stride + pos] * v[pos][d], in order of pos */
+typedef struct rfi_weigh {
+    const void *v;
+    uint32_t n_pos, head_dim_v;
+    const float *p;
+    uint64_t p_stride;
+    uint32_t n_cols;
+    float *out;
+    uint64_t out_stride;
+} rfi_weigh;
+
 typedef struct rfi_kernels {
     const char *name;       /* of rf_device_desc.isa     */
     const char *arch_text;  /* of rf_device_info.arch    */
     /* x [n_in], n_in a multiple of 32 -> rfi_q8_groups(n_in) groups, the last ones zero */
     void (*quantize)(const float *x, uint32_t n_in, rfi_q8 *out);
-    /* y[j * y_stride + i] = W[i] . x[j] for i < n_rows, j < n_cols. Row counts that are multiples of 16 waste nothing.
-     * Stack 40 KiB. Called by rfi_matmul_run: NULL for types that are expanded, which share one function. */
-    rfi_matmul_fn matmul[RF_TYPE_COUNT];
-    void (*matmul_expanded)(uint32_t type, const rfi_matmul *m);
+    /* Matmuls: rfi_matmul_run. Row counts that are multiples of n_lanes * n_panels waste nothing. */
+    uint32_t n_lanes, n_panels, n_cols; /* rows of a panel; panels and columns of a tile at most */
+    int extended;                       /* may use VNNI (AVX2) or I8MM (NEON)                    */
+    rfi_quant quant[RFI_TYPE_EXPANDED_MIN + 1];
+    void (*tile)(const rfi_tile *t);
+    rfi_expand_fn (*expander)(uint32_t type);
+    void (*float_tile[RF_TYPE_BF16 + 1])(rfi_float_tile *t);
     void (*norm)(float *out, const float *x, const rfi_norm *norm);                      /* out may be x */
     /* out = act(gate) * up, or act(gate) if up is NULL; out may be gate or up */
     void (*glu)(float *out, const float *gate, const float *up, uint32_t n, uint32_t activation);
@@ -8430,10 +8491,7 @@ typedef struct rfi_kernels {
     /* Carry a softmax on by n scores: *top is the largest so far, at first -inf, *sum of all exp(score - *top), and
      * s[i] = exp(scale * s[i] - *top). Returns what to multiply earlier values by. */
     float (*softmax)(float *s, uint32_t n, float scale, float *top, float *sum);
-    /* out[c * out_stride + d] += sum over pos of p[c * p_stride + pos] * v[pos][d], in order of pos */
-    void (*weigh[2])(const void *v, uint32_t n_pos, uint32_t head_dim_v, const float *p, uint64_t p_stride,
-                     uint32_t n_cols, float *out, uint64_t out_stride);
-    void (*attention)(const rfi_attention *a);
+    void (*weigh[2])(const rfi_weigh *a);
 } rfi_kernels;
 
 /* ---- elementwise kernels: one source, compiled for each instruction set; fixed lanes keep their bits equal ---- */
@@ -8538,31 +8596,30 @@ RFI_INLINE void rfi_norm_body(float *out, const float *x, const rfi_norm *p) {
     }
 }
 
-RFI_INLINE float rfi_silu(float x) { return x / (1.0f + rfi_exp(-x)); }
-
-RFI_INLINE float rfi_gelu(float x) {
-    return x / (1.0f + rfi_exp(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
-}
-
+/* Every activation is a / (1 + e^z) * b; without one e^z is 0. In blocks of constant size, which compilers turn into
+ * plain vector loops. */
 RFI_INLINE void rfi_glu_body(float *out, const float *gate, const float *up, uint32_t n, uint32_t activation) {
-    if (activation == RF_ACT_OAI)
-        for (uint32_t i = 0; i < n; i++) {
-            const float g = rfi_choose(gate[i] > 7.0f, 7.0f, gate[i]);
-            const float u = rfi_choose(up[i] > 7.0f, 7.0f, rfi_choose(up[i] < -7.0f, -7.0f, up[i]));
-            out[i] = g / (1.0f + rfi_exp(-1.702f * g)) * (u + 1.0f);
-        }
-    else if (activation == RF_ACT_SILU && up)
-        for (uint32_t i = 0; i < n; i++) out[i] = rfi_silu(gate[i]) * up[i];
-    else if (activation == RF_ACT_SILU)
-        for (uint32_t i = 0; i < n; i++) out[i] = rfi_silu(gate[i]);
-    else if (activation == RF_ACT_NONE)
-        for (uint32_t i = 0; i < n; i++) out[i] = up ? gate[i] * up[i] : gate[i];
-    else if (activation == RF_ACT_SIGMOID)
-        for (uint32_t i = 0; i < n; i++) out[i] = (up ? up[i] : 1.0f) / (1.0f + rfi_exp(-gate[i]));
-    else if (up)
-        for (uint32_t i = 0; i < n; i++) out[i] = rfi_gelu(gate[i]) * up[i];
-    else
-        for (uint32_t i = 0; i < n; i++) out[i] = rfi_gelu(gate[i]);
+    for (uint32_t at = 0; at < n; at += 64) {
+        float a[64] = {0}, b[64], z[64];
+        const size_t bytes = rfi_min_u64(64, n - at) * sizeof *a;
+        for (int i = 0; i < 64; i++) b[i] = 1.0f, z[i] = -104.0f;
+        memcpy(a, gate + at, bytes);
+        if (up) memcpy(b, up + at, bytes);
+        if (activation == RF_ACT_OAI)
+            for (int i = 0; i < 64; i++) {
+                a[i] = rfi_choose(a[i] > 7.0f, 7.0f, a[i]);
+                b[i] = rfi_choose(b[i] > 7.0f, 7.0f, rfi_choose(b[i] < -7.0f, -7.0f, b[i])) + 1.0f;
+                z[i] = -1.702f * a[i];
+            }
+        else if (activation == RF_ACT_GELU)
+            for (int i = 0; i < 64; i++) z[i] = -1.5957691216057308f * (a[i] + 0.044715f * a[i] * a[i] * a[i]);
+        else if (activation != RF_ACT_NONE)
+            for (int i = 0; i < 64; i++) z[i] = -a[i];
+        if (activation == RF_ACT_SIGMOID)
+            for (int i = 0; i < 64; i++) a[i] = b[i], b[i] = 1.0f;
+        for (int i = 0; i < 64; i++) a[i] = a[i] / (1.0f + rfi_exp(z[i])) * b[i];
+        memcpy(out + at, a, bytes);
+    }
 }
 
 RFI_INLINE void rfi_conv_body(float *out, const float *x, const float *w, uint32_t n_taps, uint32_t n) {
@@ -8723,9 +8780,9 @@ static void rfi_attention_weigh(const rfi_kernels *k, const rfi_attention_pass *
     const int wide = a->cache_type != RF_CACHE_F16;
     const uint64_t c = (uint64_t)t * a->n_group;
     if (from < to)
-        k->weigh[wide](v + (uint64_t)from * a->head_dim_v * (wide ? 4 : 2), to - from, a->head_dim_v,
-                       p->scores + c * RFI_ATTENTION_BLOCK + from, RFI_ATTENTION_BLOCK, n_tokens * a->n_group,
-                       p->out + c * a->head_dim_v, a->head_dim_v);
+        k->weigh[wide](&(rfi_weigh){v + (uint64_t)from * a->head_dim_v * (wide ? 4 : 2), to - from, a->head_dim_v,
+                                    p->scores + c * RFI_ATTENTION_BLOCK + from, RFI_ATTENTION_BLOCK,
+                                    n_tokens * a->n_group, p->out + c * a->head_dim_v, a->head_dim_v});
 }
 
 /* Rows of n cells from one on, as the kernels of halves or of floats read them. */
@@ -8783,7 +8840,7 @@ static float rfi_attention_temperature(const rfi_attention *a, uint32_t pos) {
     return (float)(1 + (double)a->temperature * log(1 + floor((double)pos / a->temperature_length)));
 }
 
-static void rfi_attention_all(const rfi_kernels *k, const rfi_attention *a) {
+static void rfi_attention_run(const rfi_kernels *k, const rfi_attention *a) {
     const uint32_t step = rfi_attention_tokens(a->n_group), n_most = step * a->n_group;
     rfi_attention_pass p = {.a = a, .q = a->scratch};
     p.out = p.q + (uint64_t)n_most * a->head_dim;
@@ -8837,65 +8894,50 @@ RFI_INLINE void rfi_keys_ahead(uintptr_t p, uint64_t n) {
 
 /* Scores on one instruction set: keys of `lanes` positions are turned, so that lanes are positions, then multiplied
  * with `cols` queries at once. */
-#define RFI_SCORES(isa, TARGET, TYPE, bytes, lanes, cols)                                                             \
+#define RFI_SCORES(isa, TARGET, TYPE, bytes)                                                                          \
     static TARGET void rfi_##isa##_scores_##TYPE(RFI_SCORES_PARAMS) {                                                 \
-        _Alignas(64) float turned[RFI_SCORES_DIMS * (lanes)];                                                         \
-        for (uint32_t pos = 0; pos < n_pos; pos += (lanes)) {                                                         \
+        _Alignas(64) float turned[RFI_SCORES_DIMS * RFI_KEYS_##isa];                                                  \
+        for (uint32_t pos = 0; pos < n_pos; pos += RFI_KEYS_##isa) {                                                  \
             rfi_keys keys;                                                                                            \
-            rfi_keys_at(k, (uint64_t)head_dim * (bytes), pos, n_pos, lanes, &keys);                                   \
-            rfi_keys_ahead((uintptr_t)keys.row[(lanes) - 1], (uint64_t)head_dim * (bytes) * ((lanes) + 1));           \
+            rfi_keys_at(k, (uint64_t)head_dim * (bytes), pos, n_pos, RFI_KEYS_##isa, &keys);                          \
+            rfi_keys_ahead((uintptr_t)keys.row[RFI_KEYS_##isa - 1], (uint64_t)head_dim * (bytes) * (RFI_KEYS_##isa + 1)); \
             for (uint32_t d = 0; d < head_dim; d += RFI_SCORES_DIMS) {                                                \
                 const uint32_t n = (uint32_t)rfi_min_u64(RFI_SCORES_DIMS, head_dim - d);                              \
                 rfi_##isa##_turn(RF_TYPE_##TYPE, &keys, d, n, turned);                                                \
-                uint32_t c = 0;                                                                                       \
-                for (; c + (cols) <= n_cols; c += (cols))                                                             \
-                    rfi_##isa##_dots_q(cols, turned, n, d, head_dim, q, c, s + pos);                                  \
-                for (; c < n_cols; c++) rfi_##isa##_dots_q(1, turned, n, d, head_dim, q, c, s + pos);                 \
+                rfi_##isa##_dots_q(&(rfi_dots){turned, n, d, head_dim, q, n_cols, s + pos});                          \
             }                                                                                                         \
         }                                                                                                             \
     }
-#define RFI_DOTS_Q_PARAMS const float *turned, uint32_t n, uint32_t d, uint32_t head_dim, const float *q, uint32_t c, \
-                          float *s
+
+/* Scores of all columns for the positions turned, carried on from dimension d by n more. */
+typedef struct rfi_dots {
+    const float *turned;
+    uint32_t n, d, head_dim;
+    const float *q;
+    uint32_t n_cols;
+    float *s;
+} rfi_dots;
+#define RFI_WEIGH(isa, TARGET, TYPE) \
+    static TARGET void rfi_##isa##_weigh_##TYPE(const rfi_weigh *a) { rfi_##isa##_weigh(RF_TYPE_##TYPE, a); }
 
 /* ---- quantized matmul, common to all instruction sets ---- */
 
-/* Rows of the weights that are worked on together, one per lane: the last row again where there are fewer. */
-typedef struct rfi_rows {
-    const uint8_t *row[16];
-    uint64_t row_bytes;     /* from one to the next; 0: nothing to prefetch */
-} rfi_rows;
-
-#define RFI_CHUNK_GROUPS 16u /* of a panel: 512 values, so that the inputs of a chunk stay in the second-level cache */
 #define RFI_BLOCK_COLS 256u
 #define RFI_AHEAD 2u /* units to prefetch ahead in each of 16 rows: 4 to 8 KB in all, by measurement */
 
-/* Weights unpacked for many columns: 4 values of each lane side by side, as the integer dot instructions want them. */
-typedef struct rfi_panel {
-    _Alignas(64) uint8_t q[RFI_CHUNK_GROUPS * 8 * 16 * 4]; /* [group][8][lane][4]                                  */
-    float s[RFI_CHUNK_GROUPS * 2 * 16];       /* d_w: [group][lane], or [group * 2 + half][lane]      */
-    float m[RFI_CHUNK_GROUPS * 2 * 16];       /* m_w likewise                                         */
-    int shift;                                /* rfi_bias_shift                                       */
-} rfi_panel;
+/* A matmul with what its type needs. */
+typedef struct rfi_quant_matmul {
+    const rfi_kernels *k;
+    const rfi_quant *quant;
+    uint32_t type;        /* index of quant                                    */
+    uint32_t n_blocks, unit_bytes; /* of a unit, in the file                   */
+    rfi_expand_fn expand; /* NULL: the units of the file serve as they are     */
+} rfi_quant_matmul;
 
-/* How one type is multiplied on one instruction set. A unit is 8 groups: a K block, or 8 blocks of 32. Of types that
- * are expanded first, `vector` and `unpack` get units of rfi_expanded. */
-typedef struct rfi_quant_kernels {
-    uint32_t n_lanes, n_panels, n_cols; /* rows of a panel; panels and columns of a tile at most */
-    uint32_t unit_bytes;                /* in the file                                           */
-    /* one column, acc [n_lanes] is carried on; NULL: by panels too */
-    void (*vector)(const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc);
-    /* the unit at offset becomes groups [at, at + 8) of the panel */
-    void (*unpack)(const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p);
-    /* acc[c * acc_stride + row] is carried on over n_groups groups; row counts the lanes of all panels */
-    void (*tile)(const rfi_panel *p, uint32_t n_groups, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols, float *acc,
-                 uint64_t acc_stride);
-    rfi_expand_fn expand; /* NULL: the units of the file serve as they are */
-    uint32_t n_blocks;    /* of a unit                                     */
-} rfi_quant_kernels;
-
-static void rfi_rows_at(const rfi_matmul *m, uint32_t i, uint32_t n_lanes, rfi_rows *r) {
-    for (uint32_t l = 0; l < n_lanes; l++) r->row[l] = m->w + rfi_min_u64(i + l, m->n_rows - 1) * m->row_bytes;
+static void rfi_rows_at(const rfi_kernels *k, const rfi_matmul *m, uint32_t i, rfi_rows *r) {
+    for (uint32_t l = 0; l < k->n_lanes; l++) r->row[l] = m->w + rfi_min_u64(i + l, m->n_rows - 1) * m->row_bytes;
     r->row_bytes = m->row_bytes;
+    r->extended = k->extended;
 }
 
 /* The blocks behind the last whole unit, copied so that a whole unit can be read. */
@@ -8912,6 +8954,7 @@ static void rfi_rows_cut(const rfi_rows *r, uint32_t n_lanes, uint32_t unit_byte
         t->r.row[l] = t->copy + l * unit_bytes;
     }
     t->r.row_bytes = 0;
+    t->r.extended = r->extended;
 }
 
 /* One unit of some rows, expanded. */
@@ -8921,96 +8964,98 @@ typedef struct rfi_expanded_rows {
 } rfi_expanded_rows;
 
 /* Groups [g, g + 8) of n_lanes rows, as many of them as the rows have. */
-static void rfi_rows_expand(const rfi_quant_kernels *k, const rfi_matmul *m, const rfi_rows *r, uint32_t g,
+static void rfi_rows_expand(const rfi_quant_matmul *q, const rfi_matmul *m, const rfi_rows *r, uint32_t g,
                             rfi_expanded_rows *out) {
-    const uint64_t offset = (uint64_t)(g / 8) * k->unit_bytes;
-    const uint32_t left = m->n_in / 32 - g, n_blocks = left >= 8 ? k->n_blocks : left * k->n_blocks / 8;
-    for (uint32_t l = 0; l < k->n_lanes; l++) {
+    const uint64_t offset = (uint64_t)(g / 8) * q->unit_bytes;
+    const uint32_t left = m->n_in / 32 - g, n_blocks = left >= 8 ? q->n_blocks : left * q->n_blocks / 8;
+    for (uint32_t l = 0; l < q->k->n_lanes; l++) {
         const uint8_t *unit = r->row[l] + offset;
-        for (uint32_t i = 0; i < k->unit_bytes; i += 64)
-            __builtin_prefetch((const void *)((uintptr_t)unit + RFI_AHEAD * k->unit_bytes + i));
-        k->expand(unit, n_blocks, &out->unit[l]);
+        for (uint32_t i = 0; i < q->unit_bytes; i += 64)
+            __builtin_prefetch((const void *)((uintptr_t)unit + RFI_AHEAD * q->unit_bytes + i));
+        q->expand(unit, n_blocks, &out->unit[l]);
         out->r.row[l] = (const uint8_t *)&out->unit[l];
     }
     out->r.row_bytes = 0;
+    out->r.extended = r->extended;
 }
 
-static void rfi_matmul_vector_expanded(const rfi_quant_kernels *k, const rfi_matmul *m) {
+/* One column of rows that are expanded a unit at a time. */
+static void rfi_vector_expanded(const rfi_quant_matmul *q, const rfi_matmul *m, const rfi_rows *r, float *acc) {
     rfi_expanded_rows e;
     memset(&e, 0, sizeof e);
-    for (uint32_t i = 0; i < m->n_rows; i += k->n_lanes) {
-        rfi_rows r;
-        float acc[16] = {0};
-        rfi_rows_at(m, i, k->n_lanes, &r);
-        for (uint32_t g = 0; g < m->n_in / 32; g += 8) {
-            rfi_rows_expand(k, m, &r, g, &e);
-            k->vector(&e.r, (uint32_t)rfi_min_u64(8, m->n_in / 32 - g), m->x->q + g, acc);
-        }
-        memcpy(m->y + i, acc, (size_t)rfi_min_u64(k->n_lanes, m->n_rows - i) * sizeof(float));
+    for (uint32_t g = 0; g < m->n_in / 32; g += 8) {
+        rfi_rows_expand(q, m, r, g, &e);
+        q->quant->vector(&e.r, (uint32_t)rfi_min_u64(8, m->n_in / 32 - g), m->x->q + g, acc);
     }
 }
 
-static void rfi_matmul_vector(const rfi_quant_kernels *k, const rfi_matmul *m) {
+static void rfi_vector_direct(const rfi_quant_matmul *q, const rfi_matmul *m, const rfi_rows *r, float *acc) {
     const uint32_t n_groups = m->n_in / 32, whole = n_groups & ~7u;
-    for (uint32_t i = 0; i < m->n_rows; i += k->n_lanes) {
+    if (whole) q->quant->vector(r, whole, m->x->q, acc);
+    if (n_groups > whole) {
+        rfi_rows_tail t;
+        rfi_rows_cut(r, q->k->n_lanes, q->unit_bytes, (uint64_t)(whole / 8) * q->unit_bytes, &t);
+        q->quant->vector(&t.r, n_groups - whole, m->x->q + whole, acc);
+    }
+}
+
+static void rfi_matmul_vector(const rfi_quant_matmul *q, const rfi_matmul *m) {
+    for (uint32_t i = 0; i < m->n_rows; i += q->k->n_lanes) {
         rfi_rows r;
         float acc[16] = {0};
-        rfi_rows_at(m, i, k->n_lanes, &r);
-        if (whole) k->vector(&r, whole, m->x->q, acc);
-        if (n_groups > whole) {
-            rfi_rows_tail t;
-            rfi_rows_cut(&r, k->n_lanes, k->unit_bytes, (uint64_t)(whole / 8) * k->unit_bytes, &t);
-            k->vector(&t.r, n_groups - whole, m->x->q + whole, acc);
-        }
-        memcpy(m->y + i, acc, (size_t)rfi_min_u64(k->n_lanes, m->n_rows - i) * sizeof(float));
+        rfi_rows_at(q->k, m, i, &r);
+        if (q->expand) rfi_vector_expanded(q, m, &r, acc);
+        else rfi_vector_direct(q, m, &r, acc);
+        memcpy(m->y + i, acc, (size_t)rfi_min_u64(q->k->n_lanes, m->n_rows - i) * sizeof(float));
     }
 }
 
 /* Columns [j, j_end) of the panel for rows from i and groups from g: y carries the sums from chunk to chunk. */
-static void rfi_panel_times(const rfi_quant_kernels *k, const rfi_matmul *m, const rfi_panel *p, uint32_t i, uint32_t g,
+static void rfi_panel_times(const rfi_quant_matmul *q, const rfi_matmul *m, const rfi_panel *p, uint32_t i, uint32_t g,
                             uint32_t j, uint32_t j_end) {
-    const uint32_t n = (uint32_t)rfi_min_u64(RFI_CHUNK_GROUPS, m->n_in / 32 - g);
-    const uint32_t n_rows = k->n_lanes * k->n_panels;
+    const uint32_t n_rows = q->k->n_lanes * q->k->n_panels;
     const size_t valid = (size_t)rfi_min_u64(n_rows, m->n_rows - i);
-    for (; j < j_end; j += k->n_cols) {
-        const uint32_t n_cols = (uint32_t)rfi_min_u64(k->n_cols, j_end - j);
-        const rfi_q8 *x = m->x->q + j * m->x->q_stride + g;
+    for (; j < j_end; j += q->k->n_cols) {
+        const uint32_t n_cols = (uint32_t)rfi_min_u64(q->k->n_cols, j_end - j);
         float *y = m->y + j * m->y_stride + i, part[8 * 32] = {0}, *acc = valid < n_rows ? part : y;
-        const uint64_t stride = valid < n_rows ? 32 : m->y_stride;
+        const rfi_tile t = {p, q->type, (uint32_t)rfi_min_u64(RFI_CHUNK_GROUPS, m->n_in / 32 - g), n_cols,
+                            q->k->extended, m->x->q + j * m->x->q_stride + g, m->x->q_stride, acc,
+                            valid < n_rows ? 32 : m->y_stride};
         for (uint32_t c = 0; c < n_cols; c++) {
-            if (g == 0) memset(acc + c * stride, 0, n_rows * sizeof(float));
-            else if (acc != y) memcpy(acc + c * stride, y + c * m->y_stride, valid * sizeof(float));
+            if (g == 0) memset(acc + c * t.acc_stride, 0, n_rows * sizeof(float));
+            else if (acc != y) memcpy(acc + c * t.acc_stride, y + c * m->y_stride, valid * sizeof(float));
         }
-        k->tile(p, n, x, m->x->q_stride, n_cols, acc, stride);
+        q->k->tile(&t);
         for (uint32_t c = 0; acc != y && c < n_cols; c++)
-            memcpy(y + c * m->y_stride, acc + c * stride, valid * sizeof(float));
+            memcpy(y + c * m->y_stride, acc + c * t.acc_stride, valid * sizeof(float));
     }
 }
 
 /* Groups [g, g_end) of n_lanes rows from i on. */
-static void rfi_panel_fill(const rfi_quant_kernels *k, const rfi_matmul *m, rfi_panel *p, uint32_t i, uint32_t g,
+static void rfi_panel_fill(const rfi_quant_matmul *q, const rfi_matmul *m, rfi_panel *p, uint32_t i, uint32_t g,
                            uint32_t g_end) {
     rfi_rows r;
-    rfi_rows_at(m, i, k->n_lanes, &r);
+    rfi_rows_at(q->k, m, i, &r);
     for (uint32_t u = g; u < g_end; u += 8) {
-        const uint64_t offset = (uint64_t)(u / 8) * k->unit_bytes;
-        if (k->expand) {
+        const uint64_t offset = (uint64_t)(u / 8) * q->unit_bytes;
+        if (q->expand) {
             rfi_expanded_rows e;
-            rfi_rows_expand(k, m, &r, u, &e);
-            k->unpack(&e.r, 0, u - g, p);
+            rfi_rows_expand(q, m, &r, u, &e);
+            q->quant->unpack(&e.r, 0, u - g, p);
         } else if (u + 8 <= g_end) {
-            k->unpack(&r, offset, u - g, p);
+            q->quant->unpack(&r, offset, u - g, p);
         } else {
             rfi_rows_tail t;
-            rfi_rows_cut(&r, k->n_lanes, k->unit_bytes, offset, &t);
-            k->unpack(&t.r, 0, u - g, p);
+            rfi_rows_cut(&r, q->k->n_lanes, q->unit_bytes, offset, &t);
+            q->quant->unpack(&t.r, 0, u - g, p);
         }
     }
 }
 
-static void rfi_matmul_panels(const rfi_quant_kernels *k, const rfi_matmul *m) {
+static void rfi_matmul_panels(const rfi_quant_matmul *q, const rfi_matmul *m) {
     const uint32_t n_groups = m->n_in / 32, n_chunks = (n_groups - 1) / RFI_CHUNK_GROUPS + 1;
-    const uint32_t n_rows = k->n_lanes * k->n_panels, n_tiles = (m->n_rows - 1) / n_rows + 1;
+    const uint32_t n_lanes = q->k->n_lanes, n_panels = q->k->n_panels, n_rows = n_lanes * n_panels;
+    const uint32_t n_tiles = (m->n_rows - 1) / n_rows + 1;
     rfi_panel p[2];
     for (uint32_t j = 0; j < m->n_cols; j += RFI_BLOCK_COLS) {
         const uint32_t j_end = (uint32_t)rfi_min_u64(m->n_cols, (uint64_t)j + RFI_BLOCK_COLS);
@@ -9019,18 +9064,21 @@ static void rfi_matmul_panels(const rfi_quant_kernels *k, const rfi_matmul *m) {
             const uint32_t chunk = (uint32_t)(by_row ? step % n_chunks : step / n_tiles);
             const uint32_t i = (uint32_t)(by_row ? step / n_chunks : step % n_tiles) * n_rows;
             const uint32_t g = chunk * RFI_CHUNK_GROUPS, g_end = (uint32_t)rfi_min_u64(n_groups, g + RFI_CHUNK_GROUPS);
-            for (uint32_t part = 0; part < k->n_panels; part++)
-                rfi_panel_fill(k, m, &p[part], (uint32_t)rfi_min_u64(i + part * k->n_lanes, m->n_rows - 1), g, g_end);
-            rfi_panel_times(k, m, p, i, g, j, j_end);
+            for (uint32_t part = 0; part < n_panels; part++)
+                rfi_panel_fill(q, m, &p[part], (uint32_t)rfi_min_u64(i + part * n_lanes, m->n_rows - 1), g, g_end);
+            rfi_panel_times(q, m, p, i, g, j, j_end);
         }
     }
 }
 
-static void rfi_matmul_quant(const rfi_quant_kernels *k, const rfi_matmul *m) {
+static void rfi_matmul_quant(const rfi_kernels *k, uint32_t type, const rfi_matmul *m) {
+    rfi_quant_matmul q = {.k = k, .type = type, .n_blocks = 256 / rfi_types[type].block_elements};
     if (m->n_rows == 0 || m->n_cols == 0 || m->n_in == 0) return;
-    if (m->n_cols > 1 || !k->vector) rfi_matmul_panels(k, m);
-    else if (k->expand) rfi_matmul_vector_expanded(k, m);
-    else rfi_matmul_vector(k, m);
+    if (rfi_expansions[type].kind) q.expand = k->expander(type), q.type = rfi_expansions[type].kind;
+    q.unit_bytes = q.n_blocks * rfi_types[type].block_bytes;
+    q.quant = &k->quant[q.type];
+    if (m->n_cols > 1) rfi_matmul_panels(&q, m);
+    else rfi_matmul_vector(&q, m);
 }
 
 /* What the types differ in: unsigned values stored with a bias, or a min; and two scales per group, or two of both. */
@@ -9068,56 +9116,24 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
          : (uint32_t)sizeof(rfi_expanded);
 }
 
-#define RFI_MATMUL_PARAMS const void *w, uint64_t w_row_bytes, uint32_t n_rows, uint32_t n_in, const rfi_acts *x, \
-                          uint32_t n_cols, float *y, uint64_t y_stride
-
-#define RFI_QUANT_ROWS(isa, TARGET, name, type)                                                                       \
-    static TARGET void rfi_##isa##_vector_##name(const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc) { \
+/* The functions of one type on one instruction set: static inline, so that what a table leaves out is not compiled. */
+#define RFI_QUANT(isa, TARGET, name, type)                                                                            \
+    static inline TARGET void rfi_##isa##_vector_##name(const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,        \
+                                                        float *acc) {                                                 \
         rfi_##isa##_vector(type, r, n_groups, x, acc);                                                                \
     }                                                                                                                 \
-    static TARGET void rfi_##isa##_unpack_##name(const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {     \
+    static inline TARGET void rfi_##isa##_unpack_##name(const rfi_rows *r, uint64_t offset, uint32_t at,              \
+                                                        rfi_panel *p) {                                               \
         rfi_##isa##_unpack(type, r, offset, at, p);                                                                   \
     }
-
-/* The functions of one quantized type on one instruction set. */
-#define RFI_QUANT(isa, TARGET, TYPE, tile, lanes, panels, cols)                                                       \
-    RFI_QUANT_ROWS(isa, TARGET, TYPE, RF_TYPE_##TYPE)                                                                 \
-    static void rfi_##isa##_matmul_##TYPE(RFI_MATMUL_PARAMS) {                                                        \
-        const rfi_quant_kernels k = {lanes,                                                                           \
-                                     panels,                                                                          \
-                                     cols,                                                                            \
-                                     rfi_unit_bytes(RF_TYPE_##TYPE),                                                  \
-                                     rfi_##isa##_vector_##TYPE,                                                       \
-                                     rfi_##isa##_unpack_##TYPE,                                                       \
-                                     tile,                                                                            \
-                                     NULL,                                                                            \
-                                     0};                                                                              \
-        const rfi_matmul m = {(const uint8_t *)w, w_row_bytes, n_rows, n_in, x, n_cols, y, y_stride};                 \
-        rfi_matmul_quant(&k, &m);                                                                                     \
-    }
-
-/* The functions of all types that are expanded. */
-#define RFI_EXPANDED(isa, TARGET, lanes, panels, cols)                                                                \
-    RFI_QUANT_ROWS(isa, TARGET, EXPANDED_32, RFI_TYPE_EXPANDED_32)                                                    \
-    RFI_QUANT_ROWS(isa, TARGET, EXPANDED_16, RFI_TYPE_EXPANDED_16)                                                    \
-    RFI_QUANT_ROWS(isa, TARGET, EXPANDED_MIN, RFI_TYPE_EXPANDED_MIN)                                                  \
-    static void rfi_##isa##_matmul_expanded(uint32_t type, const rfi_matmul *m) {                                     \
-        rfi_quant_kernels k = {lanes, panels, cols, rfi_types[type].block_bytes, NULL, NULL, NULL, NULL, 0};          \
-        const uint32_t kind = rfi_expansions[type].kind;                                                              \
-        k.expand = rfi_##isa##_expander(type);                                                                        \
-        k.n_blocks = 256 / rfi_types[type].block_elements;                                                            \
-        k.unit_bytes *= k.n_blocks;                                                                                   \
-        k.vector = kind == RFI_TYPE_EXPANDED_32   ? rfi_##isa##_vector_EXPANDED_32                                    \
-                   : kind == RFI_TYPE_EXPANDED_16 ? rfi_##isa##_vector_EXPANDED_16                                    \
-                                                  : rfi_##isa##_vector_EXPANDED_MIN;                                  \
-        k.unpack = kind == RFI_TYPE_EXPANDED_32   ? rfi_##isa##_unpack_EXPANDED_32                                    \
-                   : kind == RFI_TYPE_EXPANDED_16 ? rfi_##isa##_unpack_EXPANDED_16                                    \
-                                                  : rfi_##isa##_unpack_EXPANDED_MIN;                                  \
-        k.tile = kind == RFI_TYPE_EXPANDED_32   ? rfi_##isa##_tile_eight                                              \
-                 : kind == RFI_TYPE_EXPANDED_16 ? rfi_##isa##_tile_halves_eight                                       \
-                                                : rfi_##isa##_tile_halves_min;                                        \
-        rfi_matmul_quant(&k, m);                                                                                      \
-    }
+#define RFI_QUANT_ENTRY(isa, TARGET, name, type) \
+    [type] = {RFI_IF_BUILT(type, rfi_##isa##_vector_##name), RFI_IF_BUILT(type, rfi_##isa##_unpack_##name)},
+#define RFI_QUANT_TYPES(X, isa, TARGET)                                                                 \
+    X(isa, TARGET, Q8_0, RF_TYPE_Q8_0) X(isa, TARGET, Q4_0, RF_TYPE_Q4_0) X(isa, TARGET, Q4_1, RF_TYPE_Q4_1) \
+    X(isa, TARGET, Q5_0, RF_TYPE_Q5_0) X(isa, TARGET, Q5_1, RF_TYPE_Q5_1) X(isa, TARGET, Q4_K, RF_TYPE_Q4_K) \
+    X(isa, TARGET, Q5_K, RF_TYPE_Q5_K) X(isa, TARGET, Q6_K, RF_TYPE_Q6_K)                               \
+    X(isa, TARGET, EXPANDED_32, RFI_TYPE_EXPANDED_32) X(isa, TARGET, EXPANDED_16, RFI_TYPE_EXPANDED_16) \
+    X(isa, TARGET, EXPANDED_MIN, RFI_TYPE_EXPANDED_MIN)
 
 /* ---- float matmul, common to all instruction sets ---- */
 
@@ -9125,7 +9141,7 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
 #define RFI_FLOAT_COLS 6u
 
 /* Four rows (the last one again where there are fewer) times some columns. */
-typedef struct rfi_float_tile {
+struct rfi_float_tile {
     const uint8_t *row[4];
     uint64_t ahead;     /* what lies this many bytes behind the rows is needed soon; 0: nothing */
     const float *x;
@@ -9133,7 +9149,7 @@ typedef struct rfi_float_tile {
     uint32_t n;         /* values of a row           */
     uint32_t n_cols;    /* at most RFI_FLOAT_COLS    */
     float sum[RFI_FLOAT_COLS][4]; /* out [column][row] */
-} rfi_float_tile;
+};
 
 /* Columns [j, j + n_cols), chunk from k0 on, all rows. */
 static void rfi_float_columns(void (*tile)(rfi_float_tile *), uint32_t value_bytes, const rfi_matmul *m, uint32_t j,
@@ -9171,43 +9187,36 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
     }
 }
 
-#define RFI_FLOAT(isa, TARGET, TYPE, bytes)                                                                           \
-    static TARGET void rfi_##isa##_tile_##TYPE(rfi_float_tile *t) { rfi_##isa##_float_tile(RF_TYPE_##TYPE, t); }      \
-    static void rfi_##isa##_matmul_##TYPE(RFI_MATMUL_PARAMS) {                                                        \
-        const rfi_matmul m = {(const uint8_t *)w, w_row_bytes, n_rows, n_in, x, n_cols, y, y_stride};                 \
-        rfi_matmul_float(rfi_##isa##_tile_##TYPE, bytes, &m);                                                         \
+#define RFI_FLOAT(isa, TARGET, TYPE)                                                      \
+    static inline TARGET void rfi_##isa##_tile_##TYPE(rfi_float_tile *t) {                \
+        rfi_##isa##_float_tile(RF_TYPE_##TYPE, t);                                        \
     }
 
-#define RFI_WEIGH_PARAMS const void *v, uint32_t n_pos, uint32_t head_dim_v, const float *p, uint64_t p_stride, \
-                         uint32_t n_cols, float *out, uint64_t out_stride
+/* All kernels of an instruction set but its vectors, tiles and elementwise functions. */
+#define RFI_KERNELS_OF(isa, TARGET)                  \
+    RFI_QUANT_TYPES(RFI_QUANT, isa, TARGET)          \
+    RFI_FLOAT(isa, TARGET, F32)                      \
+    RFI_FLOAT(isa, TARGET, F16)                      \
+    RFI_FLOAT(isa, TARGET, BF16)                     \
+    RFI_SCORES(isa, TARGET, F16, 2)                  \
+    RFI_SCORES(isa, TARGET, F32, 4)                  \
+    RFI_WEIGH(isa, TARGET, F16)                      \
+    RFI_WEIGH(isa, TARGET, F32)
 
-/* The table of an instruction set, its name the argument; what it does not do better comes from that of `base`. */
-#define RFI_KERNELS(isa, base, text)                                                                                  \
-    static const rfi_kernels rfi_kernels_##isa;                                                                       \
-    static void rfi_attention_##isa(const rfi_attention *a) { rfi_attention_all(&rfi_kernels_##isa, a); }             \
-    static const rfi_kernels rfi_kernels_##isa = {                                                                    \
-        .name = #isa, .arch_text = text, .quantize = rfi_quantize_##base,                                             \
-        .matmul = {[RF_TYPE_F32] = rfi_##base##_matmul_F32,                                                           \
-                   [RF_TYPE_F16] = RFI_IF_BUILT(F16, rfi_##base##_matmul_F16),                                        \
-                   [RF_TYPE_BF16] = RFI_IF_BUILT(BF16, rfi_##base##_matmul_BF16),                                     \
-                   [RF_TYPE_Q8_0] = RFI_IF_BUILT(Q8_0, rfi_##isa##_matmul_Q8_0),                                      \
-                   [RF_TYPE_Q4_0] = RFI_IF_BUILT(Q4_0, rfi_##isa##_matmul_Q4_0),                                      \
-                   [RF_TYPE_Q4_1] = RFI_IF_BUILT(Q4_1, rfi_##isa##_matmul_Q4_1),                                      \
-                   [RF_TYPE_Q5_0] = RFI_IF_BUILT(Q5_0, rfi_##isa##_matmul_Q5_0),                                      \
-                   [RF_TYPE_Q5_1] = RFI_IF_BUILT(Q5_1, rfi_##isa##_matmul_Q5_1),                                      \
-                   [RF_TYPE_Q4_K] = RFI_IF_BUILT(Q4_K, rfi_##isa##_matmul_Q4_K),                                      \
-                   [RF_TYPE_Q5_K] = RFI_IF_BUILT(Q5_K, rfi_##isa##_matmul_Q5_K),                                      \
-                   [RF_TYPE_Q6_K] = RFI_IF_BUILT(Q6_K, rfi_##isa##_matmul_Q6_K)},                                     \
-        .matmul_expanded = rfi_##isa##_matmul_expanded,                                                               \
-        .norm = rfi_norm_##base, .glu = rfi_glu_##base, .add = rfi_add_##base,                                        \
-        .scale = rfi_scale_##base, .softcap = rfi_softcap_##base,                                                     \
-        .conv = rfi_conv_##base, .delta = rfi_delta_##base,                                                           \
-        .rope = rfi_rope_##base, .f32_to_f16 = rfi_f32_to_f16_##base, .softmax = rfi_softmax_##base,                  \
-        .f32_to_q8 = rfi_f32_to_q8_##base, .q8_to_f32 = rfi_q8_to_f32_##base,                                         \
-        .weigh = {[RF_CACHE_F16] = rfi_##base##_weigh_F16, [RF_CACHE_F32] = rfi_##base##_weigh_F32},                  \
-        .scores = {[RF_CACHE_F16] = rfi_##base##_scores_F16, [RF_CACHE_F32] = rfi_##base##_scores_F32},               \
-        .attention = rfi_attention_##isa,                                                                             \
-    };
+/* Members of a table: the matmuls and attention of one instruction set, the elementwise kernels of another. */
+#define RFI_KERNELS(isa, elementwise)                                                                                 \
+    .n_lanes = RFI_LANES_##isa, .n_panels = RFI_PANELS_##isa, .n_cols = RFI_COLS_##isa,                               \
+    .quant = {RFI_QUANT_TYPES(RFI_QUANT_ENTRY, isa, )}, .tile = rfi_##isa##_tile, .expander = rfi_##isa##_expander,   \
+    .float_tile = {[RF_TYPE_F32] = rfi_##isa##_tile_F32,                                                              \
+                   [RF_TYPE_F16] = RFI_IF_BUILT(RF_TYPE_F16, rfi_##isa##_tile_F16),                                   \
+                   [RF_TYPE_BF16] = RFI_IF_BUILT(RF_TYPE_BF16, rfi_##isa##_tile_BF16)},                               \
+    .weigh = {[RF_CACHE_F16] = rfi_##isa##_weigh_F16, [RF_CACHE_F32] = rfi_##isa##_weigh_F32},                        \
+    .scores = {[RF_CACHE_F16] = rfi_##isa##_scores_F16, [RF_CACHE_F32] = rfi_##isa##_scores_F32},                     \
+    .quantize = rfi_quantize_##elementwise, .norm = rfi_norm_##elementwise, .glu = rfi_glu_##elementwise,             \
+    .add = rfi_add_##elementwise, .scale = rfi_scale_##elementwise, .softcap = rfi_softcap_##elementwise,             \
+    .conv = rfi_conv_##elementwise, .delta = rfi_delta_##elementwise, .rope = rfi_rope_##elementwise,                 \
+    .softmax = rfi_softmax_##elementwise, .f32_to_f16 = rfi_f32_to_f16_##elementwise,                                 \
+    .f32_to_q8 = rfi_f32_to_q8_##elementwise, .q8_to_f32 = rfi_q8_to_f32_##elementwise
 
 /* ---- scalar: portable C, the plainest statement of what the others do ---- */
 
@@ -9267,44 +9276,35 @@ static void rfi_scalar_unpack(uint32_t type, const rfi_rows *r, uint64_t offset,
     }
 }
 
-RFI_INLINE void rfi_scalar_tile(rfi_kind kind, const rfi_panel *p, uint32_t n_groups, const rfi_q8 *x,
-                                uint64_t x_stride, uint32_t n_cols, float *acc, uint64_t acc_stride) {
-    for (uint32_t c = 0; c < n_cols; c++) {
-        float y = acc[c * acc_stride];
-        for (uint32_t g = 0; g < n_groups; g++) {
-            const rfi_q8 *xg = x + c * x_stride + g;
-            const int8_t *q = (const int8_t *)p->q + g * 32;
+static void rfi_scalar_tile(const rfi_tile *t) {
+    const rfi_kind kind = rfi_kind_of(t->type);
+    for (uint32_t c = 0; c < t->n_cols; c++) {
+        float y = t->acc[c * t->acc_stride];
+        for (uint32_t g = 0; g < t->n_groups; g++) {
+            const rfi_q8 *x = t->x + c * t->x_stride + g;
+            const int8_t *q = (const int8_t *)t->p->q + g * 32;
             int32_t sum[2] = {0, 0};
-            for (int l = 0; l < 16; l++) sum[0] += q[l] * xg->q[l];
-            for (int l = 16; l < 32; l++) sum[1] += q[l] * xg->q[l];
+            for (int l = 0; l < 16; l++) sum[0] += q[l] * x->q[l];
+            for (int l = 16; l < 32; l++) sum[1] += q[l] * x->q[l];
             if (rfi_kind_scales(kind) == 2) {
                 for (uint32_t h = 0; h < 2; h++) {
-                    y = fmaf((float)sum[h], p->s[2 * g + h] * xg->d, y);
-                    if (rfi_kind_min(kind)) y = fmaf(p->m[2 * g + h], xg->s16[h], y);
+                    y = fmaf((float)sum[h], t->p->s[2 * g + h] * x->d, y);
+                    if (rfi_kind_min(kind)) y = fmaf(t->p->m[2 * g + h], x->s16[h], y);
                 }
             } else {
-                y = fmaf((float)(sum[0] + sum[1]), p->s[g] * xg->d, y);
-                if (kind == RFI_KIND_MIN) y = fmaf(p->m[g], xg->s, y);
+                y = fmaf((float)(sum[0] + sum[1]), t->p->s[g] * x->d, y);
+                if (rfi_kind_min(kind)) y = fmaf(t->p->m[g], x->s, y);
             }
         }
-        acc[c * acc_stride] = y;
+        t->acc[c * t->acc_stride] = y;
     }
 }
-
-#define RFI_TILE_PARAMS const rfi_panel *p, uint32_t n_groups, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols, \
-                        float *acc, uint64_t acc_stride
-#define RFI_TILE_ARGS p, n_groups, x, x_stride, n_cols, acc, acc_stride
-
-static void rfi_scalar_tile_bias(RFI_TILE_PARAMS) { rfi_scalar_tile(RFI_KIND_BIAS, RFI_TILE_ARGS); }
-static void rfi_scalar_tile_min(RFI_TILE_PARAMS) { rfi_scalar_tile(RFI_KIND_MIN, RFI_TILE_ARGS); }
-static void rfi_scalar_tile_halves(RFI_TILE_PARAMS) { rfi_scalar_tile(RFI_KIND_HALVES, RFI_TILE_ARGS); }
-static void rfi_scalar_tile_halves_min(RFI_TILE_PARAMS) { rfi_scalar_tile(RFI_KIND_HALVES_MIN, RFI_TILE_ARGS); }
 
 static void rfi_scalar_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc) {
     rfi_panel p;
     for (uint32_t g = 0; g < n_groups; g += 8) {
         rfi_scalar_unpack(type, r, (uint64_t)(g / 8) * rfi_unit_bytes(type), 0, &p);
-        rfi_scalar_tile(rfi_kind_of(type), &p, n_groups - g < 8 ? n_groups - g : 8, x + g, 0, 1, acc, 1);
+        rfi_scalar_tile(&(rfi_tile){&p, type, n_groups - g < 8 ? n_groups - g : 8, 1, 0, x + g, 0, acc, 1});
     }
 }
 
@@ -9331,23 +9331,24 @@ RFI_INLINE void rfi_scalar_float_tile(uint32_t type, rfi_float_tile *t) {
     }
 }
 
-/* One dimension, for those that fill no vector. */
-RFI_INLINE void rfi_weigh_one(uint32_t type, const void *v, uint32_t n_pos, uint32_t head_dim_v, uint32_t d,
-                              const float *p, float *out) {
-    for (uint64_t pos = 0; pos < n_pos; pos++)
-        *out = fmaf(p[pos], rfi_load_type(type, (const uint8_t *)v, pos * head_dim_v + d), *out);
+/* nc columns from c on and dimensions from d on, which fill no vector. */
+RFI_INLINE void rfi_weigh_rest(uint32_t type, const rfi_weigh *a, uint32_t c, uint32_t nc, uint32_t d) {
+    for (const uint32_t c_end = c + nc; c < c_end; c++)
+        for (uint32_t e = d; e < a->head_dim_v; e++) {
+            float *out = a->out + c * a->out_stride + e;
+            for (uint64_t pos = 0; pos < a->n_pos; pos++)
+                *out = fmaf(a->p[c * a->p_stride + pos],
+                            rfi_load_type(type, (const uint8_t *)a->v, pos * a->head_dim_v + e), *out);
+        }
 }
 
-RFI_INLINE void rfi_scalar_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
-    for (uint32_t c = 0; c < n_cols; c++)
-        for (uint64_t pos = 0; pos < n_pos; pos++)
-            for (uint32_t d = 0; d < head_dim_v; d++)
-                out[c * out_stride + d] +=
-                    p[c * p_stride + pos] * rfi_load_type(type, (const uint8_t *)v, pos * head_dim_v + d);
+RFI_INLINE void rfi_scalar_weigh(uint32_t type, const rfi_weigh *a) {
+    for (uint32_t c = 0; c < a->n_cols; c++)
+        for (uint64_t pos = 0; pos < a->n_pos; pos++)
+            for (uint32_t d = 0; d < a->head_dim_v; d++)
+                a->out[c * a->out_stride + d] +=
+                    a->p[c * a->p_stride + pos] * rfi_load_type(type, (const uint8_t *)a->v, pos * a->head_dim_v + d);
 }
-#define RFI_WEIGH_ARGS v, n_pos, head_dim_v, p, p_stride, n_cols, out, out_stride
-static void rfi_scalar_weigh_F16(RFI_WEIGH_PARAMS) { rfi_scalar_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
-static void rfi_scalar_weigh_F32(RFI_WEIGH_PARAMS) { rfi_scalar_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
 
 /* turned[i][l] = dimension d + i of position l */
 RFI_INLINE void rfi_scalar_turn(uint32_t type, const rfi_keys *k, uint32_t d, uint32_t n, float *turned) {
@@ -9355,41 +9356,23 @@ RFI_INLINE void rfi_scalar_turn(uint32_t type, const rfi_keys *k, uint32_t d, ui
         for (uint32_t l = 0; l < 16; l++) turned[i * 16 + l] = rfi_load_type(type, k->row[l], d + i);
 }
 
-/* Scores of nc columns from c on for the positions turned, carried on from dimension d by n more. */
-RFI_INLINE void rfi_scalar_dots_q(uint32_t nc, RFI_DOTS_Q_PARAMS) {
-    for (uint32_t e = c; e < c + nc; e++) {
-        float *out = s + (uint64_t)e * RFI_ATTENTION_BLOCK;
-        if (d == 0) memset(out, 0, 16 * sizeof *out);
-        for (uint32_t i = 0; i < n; i++)
-            for (uint32_t l = 0; l < 16; l++) out[l] += turned[i * 16 + l] * q[(uint64_t)e * head_dim + d + i];
+RFI_INLINE void rfi_scalar_dots_q(const rfi_dots *a) {
+    for (uint32_t c = 0; c < a->n_cols; c++) {
+        float *out = a->s + (uint64_t)c * RFI_ATTENTION_BLOCK;
+        if (a->d == 0) memset(out, 0, 16 * sizeof *out);
+        for (uint32_t i = 0; i < a->n; i++)
+            for (uint32_t l = 0; l < 16; l++)
+                out[l] += a->turned[i * 16 + l] * a->q[(uint64_t)c * a->head_dim + a->d + i];
     }
 }
 
-#define RFI_FLOAT_TYPES(isa, TARGET) \
-    RFI_FLOAT(isa, TARGET, F32, 4)   \
-    RFI_FLOAT(isa, TARGET, F16, 2)   \
-    RFI_FLOAT(isa, TARGET, BF16, 2)
-#define RFI_QUANT_TYPES(isa, TARGET, lanes, panels, cols)                         \
-    RFI_QUANT(isa, TARGET, Q8_0, rfi_##isa##_tile_eight, lanes, panels, cols)     \
-    RFI_QUANT(isa, TARGET, Q4_0, rfi_##isa##_tile_bias, lanes, panels, cols)      \
-    RFI_QUANT(isa, TARGET, Q4_1, rfi_##isa##_tile_min, lanes, panels, cols)       \
-    RFI_QUANT(isa, TARGET, Q5_0, rfi_##isa##_tile_bias, lanes, panels, cols)      \
-    RFI_QUANT(isa, TARGET, Q5_1, rfi_##isa##_tile_min, lanes, panels, cols)       \
-    RFI_QUANT(isa, TARGET, Q4_K, rfi_##isa##_tile_min, lanes, panels, cols)       \
-    RFI_QUANT(isa, TARGET, Q5_K, rfi_##isa##_tile_min, lanes, panels, cols)       \
-    RFI_QUANT(isa, TARGET, Q6_K, rfi_##isa##_tile_halves, lanes, panels, cols)    \
-    RFI_EXPANDED(isa, TARGET, lanes, panels, cols)
-
-#define rfi_scalar_tile_eight rfi_scalar_tile_bias
-#define rfi_scalar_tile_halves_eight rfi_scalar_tile_halves
 static rfi_expand_fn rfi_scalar_expander(uint32_t type) { return rfi_expansions[type].expand; }
-RFI_SCORES(scalar, , F16, 2, 16, 1)
-RFI_SCORES(scalar, , F32, 4, 16, 1)
+
+enum { RFI_LANES_scalar = 1, RFI_PANELS_scalar = 1, RFI_COLS_scalar = 8, RFI_KEYS_scalar = 16 };
 #define RFI_NO_TARGET
 RFI_ELEMENTWISE(scalar, RFI_NO_TARGET)
-RFI_FLOAT_TYPES(scalar, RFI_NO_TARGET)
-RFI_QUANT_TYPES(scalar, RFI_NO_TARGET, 1, 1, 8)
-RFI_KERNELS(scalar, scalar, "portable C")
+RFI_KERNELS_OF(scalar, RFI_NO_TARGET)
+static const rfi_kernels rfi_kernels_scalar = {.name = "scalar", .arch_text = "portable C", RFI_KERNELS(scalar, scalar)};
 
 #if defined(__x86_64__) && !defined(ROCMFORGE_NO_SIMD)
 
@@ -9401,7 +9384,7 @@ RFI_INLINE RFI_256 __m256i rfi_256_load(const void *p) { return _mm256_loadu_si2
 RFI_INLINE RFI_256 __m128i rfi_128_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 RFI_INLINE RFI_256 float rfi_256_f16(const void *p) { return _cvtsh_ss(rfi_load_u16(p)); }
 
-static RFI_256 void rfi_256_codebook(const int8_t list[16], const uint8_t q[16], int8_t low[16], int8_t high[16]) {
+RFI_INLINE RFI_256 void rfi_256_codebook(const int8_t list[16], const uint8_t q[16], int8_t low[16], int8_t high[16]) {
     const __m128i values = rfi_128_load(list), mask = _mm_set1_epi8(15), v = rfi_128_load(q);
     _mm_storeu_si128((__m128i *)(void *)low, _mm_shuffle_epi8(values, _mm_and_si128(v, mask)));
     _mm_storeu_si128((__m128i *)(void *)high, _mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(v, 4), mask)));
@@ -9425,14 +9408,17 @@ static RFI_256 void rfi_256_expand_IQ4_XS(const uint8_t *p, uint32_t n_blocks, r
     const __m256 s = _mm256_cvtepi32_ps(_mm256_sub_epi32(scale, _mm256_set1_epi32(32)));
     RFI_UNUSED(n_blocks);
     _mm256_storeu_ps(e->s, _mm256_mul_ps(s, _mm256_set1_ps(rfi_256_f16(b->d))));
+    RFI_UNROLL(8)
     for (int g = 0; g < 8; g++) rfi_256_codebook(rfi_iq4_list, b->q + 16 * g, e->q + 32 * g, e->q + 32 * g + 16);
 }
 
 /* As rfi_expand_pairs. */
 RFI_INLINE RFI_256 void rfi_256_expand_pairs(const uint8_t *p, const uint8_t *high, int n, int8_t *q) {
     const __m256i less = _mm256_set1_epi8((char)n), third = high ? rfi_256_load(high) : less;
+    RFI_UNROLL(2)
     for (int h = 0; h < 2; h++) {
         const __m256i pairs = rfi_256_load(p + 32 * h);
+        RFI_UNROLL(4)
         for (int k = 0; k < 4; k++, q += 32) {
             const int bit = 4 * h + k;
             __m256i v = _mm256_and_si256(_mm256_srli_epi16(pairs, 2 * k), _mm256_set1_epi8(3));
@@ -9482,7 +9468,7 @@ RFI_256_EXPANDER(Q2_0, EXPANDED_32)
 
 static rfi_expand_fn rfi_256_expander(uint32_t type) {
     static const rfi_expand_fn expand[RF_TYPE_COUNT] = {
-#define RFI_EXPANSION(TYPE, kind) [RF_TYPE_##TYPE] = RFI_IF_BUILT(TYPE, rfi_256_expand_##TYPE),
+#define RFI_EXPANSION(TYPE, kind) [RF_TYPE_##TYPE] = RFI_IF_BUILT(RF_TYPE_##TYPE, rfi_256_expand_##TYPE),
         RFI_EXPANDED_TYPES(RFI_EXPANSION)
 #undef RFI_EXPANSION
     };
@@ -9529,6 +9515,7 @@ RFI_INLINE RFI_512 __m512i rfi_512_sum4(__m512i a, __m512i b, __m512i c, __m512i
  * into the 12 bytes behind qh. */
 RFI_INLINE RFI_512 void rfi_512_fifth(const uint8_t *qh, uint64_t step, __m512i q[2]) {
     const __m512i bits = rfi_512_pick(qh, step), own = _mm512_set1_epi64((long long)0x8040201008040201u);
+    RFI_UNROLL(2)
     for (int i = 0; i < 2; i++) { /* every value gets the byte that its bit is in */
         const __m512i byte =
             _mm512_broadcast_i32x4(_mm_set_epi64x((2 * i + 1) * 0x0101010101010101, 2 * i * 0x0101010101010101));
@@ -9542,6 +9529,10 @@ RFI_INLINE uint32_t rfi_512_group(uint32_t type, uint32_t l) {
     return rfi_is_expanded(type) ? l
          : type == RF_TYPE_Q6_K  ? (l & 4) / 2 + (l & 1) + (l & 2) * 2 : (l & 4) / 4 + (l & 3) * 2;
 }
+/* The inverse. */
+RFI_INLINE uint32_t rfi_512_lane(uint32_t type, uint32_t g) {
+    return rfi_is_expanded(type) || type == RF_TYPE_Q6_K ? rfi_512_group(type, g) : (g & 1) * 4 + g / 2;
+}
 
 /* A unit's values, unsigned: q[0], q[1] the first and second 16 of groups 0 to 3 in rfi_512_group's order, one group
  * per lane; q[2], q[3] of the other four. */
@@ -9550,12 +9541,14 @@ RFI_INLINE RFI_512 void rfi_512_values(uint32_t type, const uint8_t *p, __m512i 
     const uint64_t step = rfi_unit_bytes(type) / 8;
     const __m512i flip = _mm512_set1_epi8(rfi_is_signed(type) ? -128 : 0);
     if (rfi_is_expanded(type)) {
+        RFI_UNROLL(2)
         for (int i = 0; i < 4; i += 2) {
             const __m512i a = _mm512_loadu_si512(p + 64 * i), b = _mm512_loadu_si512(p + 64 * i + 64);
             q[i] = _mm512_xor_si512(_mm512_shuffle_i32x4(a, b, 0x88), flip);
             q[i + 1] = _mm512_xor_si512(_mm512_shuffle_i32x4(a, b, 0xdd), flip);
         }
     } else if (type == RF_TYPE_Q8_0) {
+        RFI_UNROLL(4)
         for (uint32_t i = 0; i < 4; i++)
             q[i] = _mm512_xor_si512(rfi_512_pick(p + (i >> 1) * step + 2 + (i & 1) * 16, 2 * step), flip);
     } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) {
@@ -9568,6 +9561,7 @@ RFI_INLINE RFI_512 void rfi_512_values(uint32_t type, const uint8_t *p, __m512i 
         /* the high bits come into place by rotating each lane its own way */
         __m512i high[2], turn[2];
         if (type == RF_TYPE_Q5_K) {
+            RFI_UNROLL(2)
             for (int i = 0; i < 2; i++)
                 high[i] = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)(p + 16) + i));
             turn[0] = _mm512_set_epi32(30, 30, 30, 30, 0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4);
@@ -9579,11 +9573,13 @@ RFI_INLINE RFI_512 void rfi_512_values(uint32_t type, const uint8_t *p, __m512i 
             turn[1] = _mm512_set_epi32(30, 30, 30, 30, 0, 0, 0, 0, 30, 30, 30, 30, 0, 0, 0, 0);
         }
         const __m512i mask = _mm512_set1_epi8(type == RF_TYPE_Q5_K ? 0x10 : 0x30);
+        RFI_UNROLL(4)
         for (int i = 0; i < 4; i++) /* q | (turned & mask) */
             q[i] = _mm512_ternarylogic_epi32(q[i], _mm512_rolv_epi32(high[i & 1], turn[i >> 1]), mask, 0xf8);
     } else {
         const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1;
         const uint32_t head = rfi_kind_of(type) == RFI_KIND_MIN ? 4 : 2;
+        RFI_UNROLL(2)
         for (uint32_t i = 0; i < 2; i++) {
             const uint8_t *b = p + i * step + head;
             const __m512i v = rfi_512_pick(b + (five ? 4 : 0), 2 * step);
@@ -9595,6 +9591,7 @@ RFI_INLINE RFI_512 void rfi_512_values(uint32_t type, const uint8_t *p, __m512i 
 
 /* 16 bytes of each row as 4 vectors of 32-bit elements, lane = row. */
 RFI_INLINE RFI_512 void rfi_512_heads(const rfi_rows *r, uint64_t offset, __m512i head[4]) {
+    RFI_UNROLL(4)
     for (int i = 0; i < 4; i++) {
         const uint8_t *const *row = r->row + i;
         __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(const void *)(row[0] + offset)));
@@ -9617,14 +9614,18 @@ RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_
         for (uint32_t i = 0; i < (type == RFI_TYPE_EXPANDED_MIN ? 2 * n : n); i++) { /* m lies behind s */
             rfi_512_heads(r, offset + offsetof(rfi_expanded, s) + 16 * i, head);
             float *to = i < n ? s + i * 64 : m + (i - n) * 64;
+            RFI_UNROLL(4)
             for (uint32_t j = 0; j < 4; j++) _mm512_storeu_si512(to + j * 16, head[j]);
         }
     } else if (type == RF_TYPE_Q6_K) {
         uint16_t d[16];
+        RFI_UNROLL(16)
         for (int l = 0; l < 16; l++) d[l] = rfi_load_u16(r->row[l] + offset + 208);
         rfi_512_heads(r, offset + 192, head);
         const __m512 dw = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)d));
+        RFI_UNROLL(4)
         for (int i = 0; i < 4; i++)
+            RFI_UNROLL(4)
             for (int b = 0; b < 4; b++) {
                 const __m512i v = _mm512_srai_epi32(_mm512_slli_epi32(head[i], (unsigned)(24 - 8 * b)), 24);
                 _mm512_storeu_ps(s + (i * 4 + b) * 16, _mm512_mul_ps(dw, _mm512_cvtepi32_ps(v)));
@@ -9642,7 +9643,9 @@ RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_
         const __m512i min[2] = {_mm512_and_si512(head[2], six),
                                 _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi32(head[3], 4), four),
                                                 _mm512_and_si512(_mm512_srli_epi32(head[2], 2), top))};
+        RFI_UNROLL(2)
         for (int i = 0; i < 2; i++)
+            RFI_UNROLL(4)
             for (int b = 0; b < 4; b++) {
                 const __m512i u = _mm512_and_si512(_mm512_srli_epi32(scale[i], (unsigned)(8 * b)), byte);
                 const __m512i v = _mm512_and_si512(_mm512_srli_epi32(min[i], (unsigned)(8 * b)), byte);
@@ -9653,6 +9656,7 @@ RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_
         const uint64_t step = rfi_unit_bytes(type) / 8;
         for (uint32_t g = 0; g < 8; g++) {
             uint32_t d[16];
+            RFI_UNROLL(16)
             for (int l = 0; l < 16; l++) d[l] = rfi_load_u32(r->row[l] + offset + g * step);
             const __m512i v = _mm512_loadu_si512(d);
             _mm512_storeu_ps(s + g * 16, rfi_512_half(v));
@@ -9662,172 +9666,202 @@ RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_
 }
 
 RFI_INLINE RFI_512 void rfi_512_prefetch(uint32_t type, const uint8_t *row, uint64_t ahead) {
+    RFI_UNROLL(8)
     for (uint32_t i = 0; i < rfi_unit_bytes(type); i += 64)
         _mm_prefetch((const char *)((uintptr_t)row + ahead + i), _MM_HINT_T0);
+}
+
+/* The inputs of a unit, in the order of rfi_512_values. */
+RFI_INLINE RFI_512 void rfi_512_inputs(uint32_t type, const rfi_q8 *x, __m512i xq[4]) {
+    RFI_UNROLL(4)
+    for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t at = (i >> 1) * 4;
+        const uint64_t step = (rfi_512_group(type, 1) - rfi_512_group(type, 0)) * sizeof *x;
+        const rfi_q8 *a = x + rfi_512_group(type, at), *b = x + rfi_512_group(type, at + 2);
+        __m512i v = _mm512_castsi128_si512(rfi_128_load(a->q + 16 * (i & 1)));
+        v = _mm512_inserti32x4(v, rfi_128_load((const uint8_t *)a->q + 16 * (i & 1) + step), 1);
+        v = _mm512_inserti32x4(v, rfi_128_load(b->q + 16 * (i & 1)), 2);
+        xq[i] = _mm512_inserti32x4(v, rfi_128_load((const uint8_t *)b->q + 16 * (i & 1) + step), 3);
+    }
+}
+
+/* sum[v][i][lane]: of rows 4i to 4i + 3, the sums of products of each group, or of each half of one. */
+RFI_INLINE RFI_512 void rfi_512_sums(uint32_t type, const rfi_rows *r, uint64_t offset, const __m512i xq[4],
+                                     __m512i sum[4][4]) {
+    const uint32_t n_sums = 2 * rfi_kind_scales(rfi_kind_of(type));
+    uint64_t ahead = offset + RFI_AHEAD * rfi_unit_bytes(type); /* at the end of the rows, the next 16 begin */
+    if (ahead >= r->row_bytes) ahead += 15 * r->row_bytes;
+    for (uint32_t i = 0; i < 4; i++) {
+        __m512i dot[4][4];
+        RFI_UNROLL(4)
+        for (uint32_t j = 0; j < 4; j++) {
+            const __m512i zero = _mm512_setzero_si512();
+            __m512i q[4];
+            rfi_512_values(type, r->row[i * 4 + j] + offset, q);
+            if (r->row_bytes) rfi_512_prefetch(type, r->row[i * 4 + j], ahead);
+            RFI_UNROLL(4)
+            for (uint32_t v = 0; v < 4; v++)
+                q[v] = _mm512_dpbusd_epi32(v & 1 && n_sums == 2 ? q[v - 1] : zero, q[v], xq[v]);
+            RFI_UNROLL(4)
+            for (uint32_t v = 0; v < n_sums; v++) dot[v][j] = q[n_sums == 2 ? 2 * v + 1 : v];
+        }
+        RFI_UNROLL(4)
+        for (uint32_t v = 0; v < n_sums; v++) sum[v][i] = rfi_512_sum4(dot[v][0], dot[v][1], dot[v][2], dot[v][3]);
+    }
+    RFI_UNROLL(4)
+    for (uint32_t v = 0; v < n_sums; v++) rfi_512_transpose_lanes(sum[v]);
 }
 
 RFI_INLINE RFI_512 void rfi_avx512_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
                                           float *acc) {
     const rfi_kind kind = rfi_kind_of(type);
-    const uint32_t unit = rfi_unit_bytes(type), n_sums = 2 * rfi_kind_scales(kind);
+    const uint32_t n_halves = rfi_kind_scales(kind);
     const int shift = rfi_bias_shift(type);
     _Alignas(64) float s[16 * 16], m[16 * 16];
     __m512 y = _mm512_loadu_ps(acc);
     for (uint32_t g0 = 0; g0 < n_groups; g0 += 8, x += 8) {
-        const uint64_t offset = (uint64_t)(g0 / 8) * unit;
-        uint64_t ahead = offset + RFI_AHEAD * unit; /* at the end of the rows, the next 16 begin */
-        if (ahead >= r->row_bytes) ahead += 15 * r->row_bytes;
+        const uint64_t offset = (uint64_t)(g0 / 8) * rfi_unit_bytes(type);
         __m512i xq[4], sum[4][4];
-        for (uint32_t i = 0; i < 4; i++) {
-            __m512i v = _mm512_setzero_si512();
-            for (uint32_t l = 0; l < 4; l++) {
-                const rfi_q8 *g = x + rfi_512_group(type, (i >> 1) * 4 + l);
-                const __m128i part = _mm_loadu_si128((const __m128i *)(const void *)g->q + (i & 1));
-                v = l == 0 ? _mm512_castsi128_si512(part) : l == 1 ? _mm512_inserti32x4(v, part, 1)
-                  : l == 2 ? _mm512_inserti32x4(v, part, 2) : _mm512_inserti32x4(v, part, 3);
-            }
-            xq[i] = v;
-        }
+        rfi_512_inputs(type, x, xq);
         rfi_512_scales(type, r, offset, s, m);
-        for (uint32_t i = 0; i < 4; i++) { /* sum[..][i]: rows 4i to 4i + 3 */
-            __m512i dot[4][4];
-            for (uint32_t j = 0; j < 4; j++) {
-                const __m512i zero = _mm512_setzero_si512();
-                __m512i q[4];
-                rfi_512_values(type, r->row[i * 4 + j] + offset, q);
-                if (r->row_bytes) rfi_512_prefetch(type, r->row[i * 4 + j], ahead);
-                for (uint32_t v = 0; v < 4; v++)
-                    q[v] = _mm512_dpbusd_epi32(v & 1 && n_sums == 2 ? q[v - 1] : zero, q[v], xq[v]);
-                for (uint32_t v = 0; v < n_sums; v++) dot[v][j] = q[n_sums == 2 ? 2 * v + 1 : v];
-            }
-            for (uint32_t v = 0; v < n_sums; v++) sum[v][i] = rfi_512_sum4(dot[v][0], dot[v][1], dot[v][2], dot[v][3]);
-        }
-        for (uint32_t v = 0; v < n_sums; v++) rfi_512_transpose_lanes(sum[v]);
-        for (uint32_t g = 0; g < 8 && g0 + g < n_groups; g++) {
-            uint32_t l = 0; /* lane of group g */
-            for (uint32_t i = 0; i < 8; i++)
-                if (rfi_512_group(type, i) == g) l = i;
+        rfi_512_sums(type, r, offset, xq, sum);
+        RFI_UNROLL(8)
+        for (uint32_t g = 0; g < 8; g++) {
+            if (g0 + g == n_groups) break;
+            const uint32_t l = rfi_512_lane(type, g);
             const __m512 dx = _mm512_set1_ps(x[g].d);
-            if (n_sums == 4) {
-                for (uint32_t h = 0; h < 2; h++) {
-                    __m512i isum = sum[(l >> 2) * 2 + h][l & 3];
-                    const __m512 sx = _mm512_set1_ps(x[g].s16[h]);
-                    if (!rfi_kind_min(kind)) isum = _mm512_add_epi32(isum, _mm512_set1_epi32(x[g].b16[h] >> shift));
-                    y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum),
-                                        _mm512_mul_ps(_mm512_load_ps(s + (g * 2 + h) * 16), dx), y);
-                    if (rfi_kind_min(kind)) y = _mm512_fmadd_ps(_mm512_load_ps(m + (g * 2 + h) * 16), sx, y);
-                }
-            } else {
-                __m512i isum = sum[l >> 2][l & 3];
-                if (kind == RFI_KIND_BIAS) isum = _mm512_add_epi32(isum, _mm512_set1_epi32(x[g].b >> shift));
-                y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum), _mm512_mul_ps(_mm512_load_ps(s + g * 16), dx), y);
-                if (kind == RFI_KIND_MIN) y = _mm512_fmadd_ps(_mm512_load_ps(m + g * 16), _mm512_set1_ps(x[g].s), y);
+            RFI_UNROLL(2)
+            for (uint32_t h = 0; h < n_halves; h++) {
+                const int32_t bias = rfi_kind_min(kind) ? 0 : (n_halves == 2 ? x[g].b16[h] : x[g].b) >> shift;
+                const __m512i isum = _mm512_add_epi32(sum[(l >> 2) * n_halves + h][l & 3], _mm512_set1_epi32(bias));
+                const uint32_t at = (g * n_halves + h) * 16;
+                y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum), _mm512_mul_ps(_mm512_load_ps(s + at), dx), y);
+                if (!rfi_kind_min(kind)) continue;
+                y = _mm512_fmadd_ps(_mm512_load_ps(m + at), _mm512_set1_ps(n_halves == 2 ? x[g].s16[h] : x[g].s), y);
             }
         }
     }
     _mm512_storeu_ps(acc, y);
 }
 
-RFI_INLINE RFI_512 void rfi_avx512_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at,
-                                          rfi_panel *p) {
-    _Alignas(64) uint8_t q[16][256];
-    const uint32_t n_scales = rfi_kind_scales(rfi_kind_of(type));
-    const __m512i bias = _mm512_set1_epi8((char)(rfi_is_signed(type) ? 0 : 128 - rfi_bias_of(type)));
-    for (int l = 0; l < 16; l++) {
-        __m512i v[4];
-        rfi_512_values(type, r->row[l] + offset, v);
-        for (int i = 0; i < 4; i++)
-            _mm512_store_si512(q[l] + 64 * i, rfi_kind_min(rfi_kind_of(type)) ? v[i] : _mm512_add_epi8(v[i], bias));
-    }
+/* 16 rows of a unit's values, each in the order of rfi_512_values, to groups from `at` of a panel. */
+static RFI_512 void rfi_512_interleave(uint32_t type, const uint8_t (*q)[256], uint32_t at, rfi_panel *p) {
+    const int bias = rfi_is_signed(type) || rfi_kind_min(rfi_kind_of(type)) ? 0 : 128 - rfi_bias_of(type);
     for (uint32_t i = 0; i < 4; i++) {
         __m512i v[4][4]; /* [rows 4k to 4k + 3][element of a lane] */
+        RFI_UNROLL(4)
         for (int k = 0; k < 4; k++) {
-            for (int j = 0; j < 4; j++) v[k][j] = _mm512_load_si512(q[4 * k + j] + 64 * i);
+            RFI_UNROLL(4)
+            for (int j = 0; j < 4; j++)
+                v[k][j] = _mm512_add_epi8(_mm512_load_si512(q[4 * k + j] + 64 * i), _mm512_set1_epi8((char)bias));
             rfi_512_transpose(v[k]);
         }
+        RFI_UNROLL(4)
         for (uint32_t e = 0; e < 4; e++) {
             __m512i lane[4] = {v[0][e], v[1][e], v[2][e], v[3][e]};
             rfi_512_transpose_lanes(lane);
+            RFI_UNROLL(4)
             for (uint32_t l = 0; l < 4; l++) {
                 const uint32_t g = at + rfi_512_group(type, (i >> 1) * 4 + l);
                 _mm512_store_si512(p->q + (g * 8 + (i & 1) * 4 + e) * 64, lane[l]);
             }
         }
     }
+}
+
+RFI_INLINE RFI_512 void rfi_avx512_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at,
+                                          rfi_panel *p) {
+    _Alignas(64) uint8_t q[16][256];
+    const uint32_t n_scales = rfi_kind_scales(rfi_kind_of(type));
+    for (int l = 0; l < 16; l++) {
+        __m512i v[4];
+        rfi_512_values(type, r->row[l] + offset, v);
+        RFI_UNROLL(4)
+        for (int i = 0; i < 4; i++) _mm512_store_si512(q[l] + 64 * i, v[i]);
+    }
+    rfi_512_interleave(type, (const uint8_t (*)[256])q, at, p);
     rfi_512_scales(type, r, offset, p->s + at * n_scales * 16, p->m + at * n_scales * 16);
 }
 
-/* Half a group of 32 rows (two panels) times the columns' values from `at`. */
-RFI_INLINE RFI_512 void rfi_512_dots(const rfi_panel *p, uint64_t q, const rfi_q8 *x, uint64_t x_stride,
-                                     uint32_t n_cols, uint32_t at, __m512i sum[2][6]) {
-#pragma GCC unroll 4
-    for (uint32_t u = 0; u < 4; u++) {
-        const __m512i a = _mm512_load_si512(p[0].q + q + u * 64), b = _mm512_load_si512(p[1].q + q + u * 64);
-#pragma GCC unroll 6
-        for (uint32_t c = 0; c < n_cols; c++) {
-            const __m512i v = _mm512_set1_epi32((int)rfi_load_u32(x[c * x_stride].q + at + u * 4));
-            sum[0][c] = _mm512_dpbusd_epi32(sum[0][c], a, v), sum[1][c] = _mm512_dpbusd_epi32(sum[1][c], b, v);
-        }
-    }
-}
-
-RFI_INLINE RFI_512 void rfi_512_tile(rfi_kind kind, uint32_t nc, RFI_TILE_PARAMS) {
-    const uint32_t n_halves = rfi_kind_scales(kind);
+/* nc columns of 32 rows (two panels). One body for all types: its branches are the same all along a tile. */
+RFI_INLINE RFI_512 void rfi_512_tile(int has_min, uint32_t nc, const rfi_tile *t, uint32_t c0) {
+    const uint32_t halves = rfi_kind_scales(rfi_kind_of(t->type)) == 2;
+    const rfi_q8 *x = t->x + c0 * t->x_stride;
+    float *acc = t->acc + c0 * t->acc_stride;
+    /* what a sum begins with, of the first and second half */
+    const uint64_t b0 = has_min ? offsetof(rfi_q8, zero) : halves ? offsetof(rfi_q8, b16) : offsetof(rfi_q8, b);
+    const uint64_t b1 = halves && !has_min ? b0 + sizeof(int32_t) : b0;
+    const rfi_panel *p = t->p;
     __m512 y[2][6];
-    RFI_UNUSED(n_cols);
-    for (uint32_t i = 0; i < 2; i++)
-        for (uint32_t c = 0; c < nc; c++) y[i][c] = _mm512_loadu_ps(acc + c * acc_stride + 16 * i);
-    for (uint32_t g = 0; g < n_groups; g++, x++)
-        for (uint32_t h = 0; h < n_halves; h++) {
-            __m512i sum[2][6];
-            for (uint32_t c = 0; c < nc && h == 0; c++) _mm_prefetch((const char *)(x + c * x_stride + 2), _MM_HINT_T0);
+    __m512i sum[2][6];
+    RFI_UNROLL(6)
+    for (uint32_t c = 0; c < nc; c++) {
+        sum[0][c] = sum[1][c] = _mm512_setzero_si512();
+        y[0][c] = _mm512_loadu_ps(acc + c * t->acc_stride);
+        y[1][c] = _mm512_loadu_ps(acc + c * t->acc_stride + 16);
+    }
+    for (uint32_t i = 0; i < 2 * t->n_groups; i++) { /* halves of groups */
+        const uint32_t h = i & 1;
+        if (!h || halves) {
+            RFI_UNROLL(6)
             for (uint32_t c = 0; c < nc; c++) {
-                const int32_t b = rfi_kind_min(kind) ? 0
-                                  : n_halves == 2    ? x[c * x_stride].b16[h]
-                                                     : x[c * x_stride].b;
-                sum[0][c] = sum[1][c] = _mm512_set1_epi32(b);
-            }
-            rfi_512_dots(p, g * 512 + h * 256, x, x_stride, nc, h * 16, sum);
-            if (n_halves == 1) rfi_512_dots(p, g * 512 + 256, x, x_stride, nc, 16, sum);
-            for (uint32_t i = 0; i < 2; i++) {
-                const __m512 s = _mm512_load_ps(p[i].s + (g * n_halves + h) * 16);
-                const __m512 m = _mm512_load_ps(p[i].m + (g * n_halves + h) * 16);
-                for (uint32_t c = 0; c < nc; c++) {
-                    const rfi_q8 *xc = x + c * x_stride;
-                    const __m512 d = _mm512_mul_ps(s, _mm512_set1_ps(xc->d));
-                    y[i][c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[i][c]), d, y[i][c]);
-                    if (!rfi_kind_min(kind)) continue;
-                    y[i][c] = _mm512_fmadd_ps(m, _mm512_set1_ps(n_halves == 2 ? xc->s16[h] : xc->s), y[i][c]);
-                }
+                const uint8_t *xc = (const uint8_t *)(x + c * t->x_stride);
+                if (!h) _mm_prefetch((const char *)(xc + 2 * sizeof *x), _MM_HINT_T0);
+                sum[0][c] = sum[1][c] = _mm512_set1_epi32((int)rfi_load_u32(xc + (h ? b1 : b0)));
             }
         }
-    for (uint32_t i = 0; i < 2; i++)
-        for (uint32_t c = 0; c < nc; c++) _mm512_storeu_ps(acc + c * acc_stride + 16 * i, y[i][c]);
+        RFI_UNROLL(4)
+        for (uint32_t u = 0; u < 4; u++) {
+            const __m512i a = _mm512_load_si512(p[0].q + i * 256 + u * 64);
+            const __m512i b = _mm512_load_si512(p[1].q + i * 256 + u * 64);
+            RFI_UNROLL(6)
+            for (uint32_t c = 0; c < nc; c++) {
+                const __m512i v = _mm512_set1_epi32((int)rfi_load_u32(x[c * t->x_stride].q + h * 16 + u * 4));
+                sum[0][c] = _mm512_dpbusd_epi32(sum[0][c], a, v), sum[1][c] = _mm512_dpbusd_epi32(sum[1][c], b, v);
+            }
+        }
+        if (!h && !halves) continue;
+        const uint32_t at = halves ? i * 16 : i / 2 * 16;
+        RFI_UNROLL(2)
+        for (uint32_t k = 0; k < 2; k++) {
+            const __m512 s = _mm512_load_ps(p[k].s + at);
+            RFI_UNROLL(6)
+            for (uint32_t c = 0; c < nc; c++) {
+                const __m512 d = _mm512_mul_ps(s, _mm512_set1_ps(x[c * t->x_stride].d));
+                y[k][c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[k][c]), d, y[k][c]);
+            }
+            if (!has_min) continue;
+            const __m512 m = _mm512_load_ps(p[k].m + at);
+            RFI_UNROLL(6)
+            for (uint32_t c = 0; c < nc; c++) {
+                const float *sx = halves ? &x[c * t->x_stride].s16[h] : &x[c * t->x_stride].s;
+                y[k][c] = _mm512_fmadd_ps(m, _mm512_set1_ps(*sx), y[k][c]);
+            }
+        }
+        x += h;
+    }
+    RFI_UNROLL(6)
+    for (uint32_t c = 0; c < nc; c++) {
+        _mm512_storeu_ps(acc + c * t->acc_stride, y[0][c]);
+        _mm512_storeu_ps(acc + c * t->acc_stride + 16, y[1][c]);
+    }
 }
 
 /* Whole tiles of 6 columns, then of 4, 2, 1. */
-#define RFI_512_TILE(name, kind)                                       \
-    static RFI_512 void rfi_avx512_tile_##name(RFI_TILE_PARAMS) {      \
-        if (n_cols == 6) {                                             \
-            rfi_512_tile(kind, 6, RFI_TILE_ARGS);                      \
-            return;                                                    \
-        }                                                              \
-        if (n_cols & 4) {                                              \
-            rfi_512_tile(kind, 4, RFI_TILE_ARGS);                      \
-            x += 4 * x_stride, acc += 4 * acc_stride;                  \
-        }                                                              \
-        if (n_cols & 2) {                                              \
-            rfi_512_tile(kind, 2, RFI_TILE_ARGS);                      \
-            x += 2 * x_stride, acc += 2 * acc_stride;                  \
-        }                                                              \
-        if (n_cols & 1) rfi_512_tile(kind, 1, RFI_TILE_ARGS);          \
+RFI_INLINE RFI_512 void rfi_512_tiles(int has_min, const rfi_tile *t) {
+    const uint32_t n = t->n_cols;
+    if (n == 6) {
+        rfi_512_tile(has_min, 6, t, 0);
+        return;
     }
-RFI_512_TILE(bias, RFI_KIND_BIAS)
-RFI_512_TILE(min, RFI_KIND_MIN)
-RFI_512_TILE(halves, RFI_KIND_HALVES)
-RFI_512_TILE(halves_min, RFI_KIND_HALVES_MIN)
-#define rfi_avx512_tile_eight rfi_avx512_tile_bias
-#define rfi_avx512_tile_halves_eight rfi_avx512_tile_halves
+    if (n & 4) rfi_512_tile(has_min, 4, t, 0);
+    if (n & 2) rfi_512_tile(has_min, 2, t, n & 4);
+    if (n & 1) rfi_512_tile(has_min, 1, t, n & 6);
+}
+static RFI_512 void rfi_avx512_tile(const rfi_tile *t) {
+    if (rfi_kind_min(rfi_kind_of(t->type))) rfi_512_tiles(1, t);
+    else rfi_512_tiles(0, t);
+}
 #define rfi_avx512_expander rfi_256_expander
 
 RFI_INLINE __mmask16 rfi_512_mask(uint32_t n) { return (__mmask16)(n >= 16 ? 0xffffu : (1u << n) - 1u); }
@@ -9846,15 +9880,15 @@ RFI_INLINE RFI_512 __m512 rfi_512_load(uint32_t type, const void *p, uint64_t i,
 RFI_INLINE RFI_512 void rfi_512_float_step(uint32_t type, uint32_t n_cols, const rfi_float_tile *t, uint32_t i,
                                            uint32_t n, __m512 sum[RFI_FLOAT_COLS][4]) {
     __m512 w[4];
-#pragma GCC unroll 4
+    RFI_UNROLL(4)
     for (int r = 0; r < 4; r++) {
         w[r] = rfi_512_load(type, t->row[r], i, n);
         if (n_cols == 1 && t->ahead) _mm_prefetch((const char *)((uintptr_t)t->row[r] + t->ahead + i * 2), _MM_HINT_T0);
     }
-#pragma GCC unroll 6
+    RFI_UNROLL(6)
     for (uint32_t c = 0; c < n_cols; c++) {
         const __m512 x = rfi_512_load(RF_TYPE_F32, t->x + c * t->x_stride, i, n);
-#pragma GCC unroll 4
+        RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) sum[c][r] = _mm512_fmadd_ps(w[r], x, sum[c][r]);
     }
 }
@@ -9862,10 +9896,13 @@ RFI_INLINE RFI_512 void rfi_512_float_step(uint32_t type, uint32_t n_cols, const
 RFI_INLINE RFI_512 void rfi_512_float_tile(uint32_t type, uint32_t n_cols, rfi_float_tile *t) {
     __m512 sum[RFI_FLOAT_COLS][4];
     uint32_t i = 0;
+    RFI_UNROLL(6)
     for (uint32_t c = 0; c < n_cols; c++)
+        RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) sum[c][r] = _mm512_setzero_ps();
     for (; i + 16 <= t->n; i += 16) rfi_512_float_step(type, n_cols, t, i, 16, sum);
     if (i < t->n) rfi_512_float_step(type, n_cols, t, i, t->n - i, sum);
+    RFI_UNROLL(6)
     for (uint32_t c = 0; c < n_cols; c++) {
         const __m512 ab =
             _mm512_add_ps(_mm512_unpacklo_ps(sum[c][0], sum[c][1]), _mm512_unpackhi_ps(sum[c][0], sum[c][1]));
@@ -9890,76 +9927,51 @@ RFI_INLINE RFI_512 void rfi_avx512_float_tile(uint32_t type, rfi_float_tile *t) 
 
 #define RFI_512_VALUES_AHEAD 32u /* positions to prefetch ahead: the hardware does not look across pages */
 
-/* nc columns by n_vec vectors of 16 dimensions from d on. */
-RFI_INLINE RFI_512 void rfi_512_weigh(uint32_t type, uint32_t nc, uint32_t n_vec, uint32_t d, RFI_WEIGH_PARAMS) {
-    const uint64_t row = (uint64_t)head_dim_v * (type == RF_TYPE_F32 ? 4 : 2);
-    const uint32_t n = n_vec > 1 ? 16 : head_dim_v - d;
+/* nc columns from c on by n_vec vectors of 16 dimensions from d on. */
+RFI_INLINE RFI_512 void rfi_512_weigh(uint32_t type, uint32_t nc, uint32_t n_vec, const rfi_weigh *a, uint32_t c0,
+                                      uint32_t d) {
+    const uint64_t row = (uint64_t)a->head_dim_v * (type == RF_TYPE_F32 ? 4 : 2);
+    const uint32_t n = n_vec > 1 ? 16 : a->head_dim_v - d;
+    const float *p = a->p + c0 * a->p_stride;
+    float *out = a->out + c0 * a->out_stride + d;
     __m512 sum[4][4];
-    RFI_UNUSED(n_cols);
+    RFI_UNROLL(4)
     for (uint32_t c = 0; c < nc; c++)
-        for (uint32_t i = 0; i < n_vec; i++) sum[c][i] = rfi_512_load(RF_TYPE_F32, out + c * out_stride, d + 16 * i, n);
-    for (uint64_t pos = 0; pos < n_pos; pos++) {
+        RFI_UNROLL(4)
+        for (uint32_t i = 0; i < n_vec; i++) sum[c][i] = rfi_512_load(RF_TYPE_F32, out + c * a->out_stride, 16 * i, n);
+    for (uint64_t pos = 0; pos < a->n_pos; pos++) {
         __m512 w[4];
         if (n_vec > 1)
             for (uint32_t i = 0; i < (type == RF_TYPE_F32 ? 4u : 2u); i++)
-                _mm_prefetch((const char *)((uintptr_t)v + (pos + RFI_512_VALUES_AHEAD) * row) + i * 64, _MM_HINT_T0);
-#pragma GCC unroll 4
-        for (uint32_t i = 0; i < n_vec; i++) w[i] = rfi_512_load(type, v, pos * head_dim_v + d + 16 * i, n);
-#pragma GCC unroll 4
+                _mm_prefetch((const char *)((uintptr_t)a->v + (pos + RFI_512_VALUES_AHEAD) * row) + i * 64,
+                             _MM_HINT_T0);
+        RFI_UNROLL(4)
+        for (uint32_t i = 0; i < n_vec; i++) w[i] = rfi_512_load(type, a->v, pos * a->head_dim_v + d + 16 * i, n);
+        RFI_UNROLL(4)
         for (uint32_t c = 0; c < nc; c++) {
-            const __m512 f = _mm512_set1_ps(p[c * p_stride + pos]);
-#pragma GCC unroll 4
+            const __m512 f = _mm512_set1_ps(p[c * a->p_stride + pos]);
+            RFI_UNROLL(4)
             for (uint32_t i = 0; i < n_vec; i++) sum[c][i] = _mm512_fmadd_ps(f, w[i], sum[c][i]);
         }
     }
+    RFI_UNROLL(4)
     for (uint32_t c = 0; c < nc; c++)
+        RFI_UNROLL(4)
         for (uint32_t i = 0; i < n_vec; i++)
-            _mm512_mask_storeu_ps(out + c * out_stride + d + 16 * i, rfi_512_mask(n), sum[c][i]);
+            _mm512_mask_storeu_ps(out + c * a->out_stride + 16 * i, rfi_512_mask(n), sum[c][i]);
 }
 
-RFI_INLINE RFI_512 void rfi_avx512_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
-    for (; n_cols; p += p_stride * 4, out += out_stride * 4, n_cols -= 4) {
-        for (uint32_t d = 0; d < head_dim_v;) {
-            const int wide = head_dim_v - d >= 64;
-            if (n_cols >= 4 && wide) rfi_512_weigh(type, 4, 4, d, RFI_WEIGH_ARGS);
-            else if (n_cols >= 4) rfi_512_weigh(type, 4, 1, d, RFI_WEIGH_ARGS);
-            for (uint32_t c = 0; n_cols < 4 && c < n_cols; c++) {
-                if (wide)
-                    rfi_512_weigh(type, 1, 4, d, v, n_pos, head_dim_v, p + c * p_stride, 0, 1, out + c * out_stride,
-                                  0);
-                else
-                    rfi_512_weigh(type, 1, 1, d, v, n_pos, head_dim_v, p + c * p_stride, 0, 1, out + c * out_stride,
-                                  0);
-            }
+RFI_INLINE RFI_512 void rfi_avx512_weigh(uint32_t type, const rfi_weigh *a) {
+    for (uint32_t c = 0, nc; c < a->n_cols; c += nc) {
+        nc = a->n_cols - c >= 4 ? 4 : 1;
+        for (uint32_t d = 0; d < a->head_dim_v;) {
+            const int wide = a->head_dim_v - d >= 64;
+            if (nc == 4 && wide) rfi_512_weigh(type, 4, 4, a, c, d);
+            else if (nc == 4) rfi_512_weigh(type, 4, 1, a, c, d);
+            else if (wide) rfi_512_weigh(type, 1, 4, a, c, d);
+            else rfi_512_weigh(type, 1, 1, a, c, d);
             d += wide ? 64 : 16;
         }
-        if (n_cols < 4) break;
-    }
-}
-static RFI_512 void rfi_avx512_weigh_F16(RFI_WEIGH_PARAMS) { rfi_avx512_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
-static RFI_512 void rfi_avx512_weigh_F32(RFI_WEIGH_PARAMS) { rfi_avx512_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
-
-RFI_INLINE RFI_512 void rfi_avx512_q8(const float *x, rfi_q8 *out) {
-    const __m512i most = _mm512_set1_epi32(0x7fffffff);
-    __m512 v[2] = {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)};
-    __m512i q[2];
-    const uint32_t top = _mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(v[0]), most),
-                                                                  _mm512_and_si512(_mm512_castps_si512(v[1]), most)));
-    const __m512 id = _mm512_set1_ps(rfi_q8_scale(top, out));
-    for (int i = 0; i < 2; i++) {
-        if (top >= 0x7f800000u) v[i] = _mm512_setzero_ps();
-        const __m512 y = _mm512_add_ps(_mm512_mul_ps(v[i], id), _mm512_set1_ps(RFI_ROUND_MAGIC));
-        q[i] = _mm512_sub_epi32(_mm512_castps_si512(y), _mm512_set1_epi32((int)RFI_ROUND_BITS));
-        _mm_storeu_si128((__m128i *)(void *)(out->q + 16 * i), _mm512_cvtepi32_epi8(q[i]));
-    }
-    rfi_q8_sums(_mm512_reduce_add_epi32(q[0]), _mm512_reduce_add_epi32(q[1]), out);
-}
-
-RFI_INLINE RFI_512 void rfi_avx512_f16(uint16_t *dst, const float *src, uint32_t n) {
-    for (uint32_t i = 0; i < n; i += 16) {
-        const __mmask16 mask = rfi_512_mask(n - i);
-        const __m512 v = rfi_512_load(RF_TYPE_F32, src, i, n - i);
-        _mm256_mask_storeu_epi16(dst + i, mask, _mm512_maskz_cvtps_ph(mask, v, _MM_FROUND_TO_NEAREST_INT));
     }
 }
 
@@ -9968,14 +9980,14 @@ RFI_INLINE RFI_512 void rfi_avx512_turn(uint32_t type, const rfi_keys *k, uint32
     for (uint32_t half = 0; half < 2; half++)
         for (uint32_t i = 0; i < n; i += 16) {
             __m512i v[4][4]; /* [positions 4j to 4j + 3][position, then dimension of a lane] */
-#pragma GCC unroll 4
+            RFI_UNROLL(4)
             for (uint32_t j = 0; j < 4; j++) {
-#pragma GCC unroll 4
+                RFI_UNROLL(4)
                 for (uint32_t l = 0; l < 4; l++)
                     v[j][l] = _mm512_castps_si512(rfi_512_load(type, k->row[half * 16 + j * 4 + l], d + i, n - i));
                 rfi_512_transpose(v[j]);
             }
-#pragma GCC unroll 4
+            RFI_UNROLL(4)
             for (uint32_t e = 0; e < 4; e++) {
                 __m512i lane[4] = {v[0][e], v[1][e], v[2][e], v[3][e]};
                 rfi_512_transpose_lanes(lane);
@@ -9985,31 +9997,38 @@ RFI_INLINE RFI_512 void rfi_avx512_turn(uint32_t type, const rfi_keys *k, uint32
         }
 }
 
-RFI_INLINE RFI_512 void rfi_avx512_dots_q(uint32_t nc, RFI_DOTS_Q_PARAMS) {
+/* nc columns from c on. */
+RFI_INLINE RFI_512 void rfi_512_dots_q(uint32_t nc, const rfi_dots *a, uint32_t c) {
     __m512 sum[8][2];
-    float *out = s + (uint64_t)c * RFI_ATTENTION_BLOCK;
-    q += (uint64_t)c * head_dim + d;
+    const float *q = a->q + (uint64_t)c * a->head_dim + a->d;
+    float *out = a->s + (uint64_t)c * RFI_ATTENTION_BLOCK;
+    RFI_UNROLL(8)
     for (uint32_t e = 0; e < nc; e++)
+        RFI_UNROLL(2)
         for (uint32_t h = 0; h < 2; h++)
-            sum[e][h] = d ? _mm512_loadu_ps(out + e * RFI_ATTENTION_BLOCK + 16 * h) : _mm512_setzero_ps();
-    for (uint32_t i = 0; i < n; i++) {
-        const __m512 a = _mm512_load_ps(turned + i * 32), b = _mm512_load_ps(turned + i * 32 + 16);
-#pragma GCC unroll 8
+            sum[e][h] = a->d ? _mm512_loadu_ps(out + e * RFI_ATTENTION_BLOCK + 16 * h) : _mm512_setzero_ps();
+    for (uint32_t i = 0; i < a->n; i++) {
+        const __m512 k0 = _mm512_load_ps(a->turned + i * 32), k1 = _mm512_load_ps(a->turned + i * 32 + 16);
+        RFI_UNROLL(8)
         for (uint32_t e = 0; e < nc; e++) {
-            const __m512 f = _mm512_set1_ps(q[(uint64_t)e * head_dim + i]);
-            sum[e][0] = _mm512_fmadd_ps(a, f, sum[e][0]), sum[e][1] = _mm512_fmadd_ps(b, f, sum[e][1]);
+            const __m512 f = _mm512_set1_ps(q[(uint64_t)e * a->head_dim + i]);
+            sum[e][0] = _mm512_fmadd_ps(k0, f, sum[e][0]), sum[e][1] = _mm512_fmadd_ps(k1, f, sum[e][1]);
         }
     }
+    RFI_UNROLL(8)
     for (uint32_t e = 0; e < nc; e++)
+        RFI_UNROLL(2)
         for (uint32_t h = 0; h < 2; h++) _mm512_storeu_ps(out + e * RFI_ATTENTION_BLOCK + 16 * h, sum[e][h]);
 }
-RFI_SCORES(avx512, RFI_512, F16, 2, 32, 8)
-RFI_SCORES(avx512, RFI_512, F32, 4, 32, 8)
 
-RFI_ELEMENTWISE(avx512, RFI_512)
-RFI_FLOAT_TYPES(avx512, RFI_512)
-RFI_QUANT_TYPES(avx512, RFI_512, 16, 2, 6)
-RFI_KERNELS(avx512, avx512, "avx512-vnni")
+static RFI_512 void rfi_avx512_dots_q(const rfi_dots *a) {
+    uint32_t c = 0;
+    for (; c + 8 <= a->n_cols; c += 8) rfi_512_dots_q(8, a, c);
+    for (; c < a->n_cols; c++) rfi_512_dots_q(1, a, c);
+}
+
+enum { RFI_LANES_avx512 = 16, RFI_PANELS_avx512 = 2, RFI_COLS_avx512 = 6, RFI_KEYS_avx512 = 32 };
+RFI_KERNELS_OF(avx512, RFI_512)
 
 /* ---- AVX2 with FMA and F16C: 8 rows at once ---- */
 
@@ -10032,8 +10051,9 @@ RFI_INLINE uint32_t rfi_256_group(uint32_t type, uint32_t pair, uint32_t second)
     return type == RF_TYPE_Q6_K || rfi_is_expanded(type) ? pair * 2 + second : (pair & 2) * 2 + (pair & 1) + second * 2;
 }
 
-/* Values of a pair: q[0] the first 16 of both groups, q[1] the second 16. Unsigned, but Q8_0 signed. */
-RFI_INLINE RFI_256 void rfi_256_values(uint32_t type, const uint8_t *p, uint32_t pair, __m256i q[2]) {
+/* Values of a pair, 2 * half + odd: q[0] the first 16 of both groups, q[1] the second 16. Unsigned, but Q8_0 signed. */
+RFI_INLINE RFI_256 void rfi_256_values(uint32_t type, const uint8_t *p, uint32_t half, uint32_t odd, __m256i q[2]) {
+    const uint32_t pair = 2 * half + odd;
     const __m256i low = _mm256_set1_epi8(15);
     if (rfi_is_expanded(type)) {
         const __m256i a = rfi_256_load(p + pair * 64), b = rfi_256_load(p + pair * 64 + 32);
@@ -10041,22 +10061,24 @@ RFI_INLINE RFI_256 void rfi_256_values(uint32_t type, const uint8_t *p, uint32_t
         return;
     }
     if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) {
-        const uint8_t *nibbles = p + (type == RF_TYPE_Q4_K ? 16 : type == RF_TYPE_Q5_K ? 48 : 0) + (pair >> 1) * 64;
+        const uint8_t *nibbles = p + (type == RF_TYPE_Q4_K ? 16 : type == RF_TYPE_Q5_K ? 48 : 0) + half * 64;
+        RFI_UNROLL(2)
         for (int i = 0; i < 2; i++) {
             const __m256i v = rfi_256_pick(nibbles + 16 * i, nibbles + 32 + 16 * i);
-            q[i] = _mm256_and_si256(pair & 1 ? _mm256_srli_epi16(v, 4) : v, low);
+            q[i] = _mm256_and_si256(odd ? _mm256_srli_epi16(v, 4) : v, low);
         }
         if (type == RF_TYPE_Q4_K) return;
-        /* the high bits come into place by a shift for each of the groups: left by 4, 2; right for negative ones */
-        const uint8_t *bits = type == RF_TYPE_Q5_K ? p + 16 : p + 128 + (pair >> 1) * 32;
-        const int a = type == RF_TYPE_Q5_K ? 4 - (int)rfi_256_group(type, pair, 0) : 4 - (int)(pair & 1) * 4, b = a - 2;
+        /* the high bits come into place by a shift for each of the groups: left by a and b, right for negative ones */
+        const uint8_t *bits = type == RF_TYPE_Q5_K ? p + 16 : p + 128 + half * 32;
+        const int a = type == RF_TYPE_Q5_K ? 4 - (int)rfi_256_group(type, pair, 0) : 4 - (int)odd * 4, b = a - 2;
         const __m256i mask = _mm256_set1_epi8(type == RF_TYPE_Q5_K ? 0x10 : 0x30);
-        const int n = a > 0 ? a : -a, m = b > 0 ? b : -b;
-        const __m256i turn = _mm256_set_epi32(m, m, m, m, n, n, n, n);
-        for (int i = 0; i < 2; i++) {
-            __m256i h = rfi_256_pick(bits + 16 * i, bits + 16 * i);
-            h = a > 0 ? _mm256_sllv_epi32(h, turn) : _mm256_srlv_epi32(h, turn);
-            q[i] = _mm256_or_si256(q[i], _mm256_and_si256(h, mask));
+        const __m256i left = _mm256_set_epi32(b, b, b, b, a, a, a, a), zero = _mm256_setzero_si256();
+        RFI_UNROLL(2)
+        for (int i = 0; i < 2; i++) { /* shifts by counts outside 0 to 31 give 0 */
+            const __m256i h = rfi_256_pick(bits + 16 * i, bits + 16 * i);
+            const __m256i v = _mm256_or_si256(_mm256_sllv_epi32(h, left),
+                                              _mm256_srlv_epi32(h, _mm256_sub_epi32(zero, left)));
+            q[i] = _mm256_or_si256(q[i], _mm256_and_si256(v, mask));
         }
         return;
     }
@@ -10075,6 +10097,7 @@ RFI_INLINE RFI_256 void rfi_256_values(uint32_t type, const uint8_t *p, uint32_t
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u), sixteen = _mm256_set1_epi8(16);
     const __m256i qh = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_set1_epi32((int)rfi_load_u32(b0 + head))),
                                                _mm_set1_epi32((int)rfi_load_u32(b1 + head)), 1);
+    RFI_UNROLL(2)
     for (int i = 0; i < 2; i++) {
         const __m256i byte = _mm256_add_epi8(_mm256_set1_epi8((char)(2 * i)),
                                              _mm256_broadcastsi128_si256(_mm_set_epi64x(0x0101010101010101, 0)));
@@ -10097,23 +10120,28 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
         const uint32_t n = 2 * rfi_kind_scales(rfi_kind_of(type));
         for (uint32_t i = 0; i < (type == RFI_TYPE_EXPANDED_MIN ? 2 * n : n); i++) { /* m lies behind s */
             const uint64_t at = offset + offsetof(rfi_expanded, s) + 16 * i;
+            RFI_UNROLL(4)
             for (int j = 0; j < 4; j++) head[j] = rfi_256_pick(r->row[j] + at, r->row[j + 4] + at);
             rfi_256_transpose(head);
             float *to = i < n ? s + i * 32 : m + (i - n) * 32;
+            RFI_UNROLL(4)
             for (uint32_t j = 0; j < 4; j++) _mm256_storeu_si256((__m256i *)(void *)(to + j * 8), head[j]);
         }
         return;
     }
     if (type == RF_TYPE_Q6_K || k) {
         const uint64_t at = offset + (k ? 0 : 192);
+        RFI_UNROLL(4)
         for (int i = 0; i < 4; i++) head[i] = rfi_256_pick(r->row[i] + at, r->row[i + 4] + at);
         rfi_256_transpose(head);
+        RFI_UNROLL(8)
         for (int l = 0; l < 8; l++) {
             d[l] = rfi_load_u16(r->row[l] + offset + (k ? 0 : 208));
             dmin[l] = rfi_load_u16(r->row[l] + offset + 2);
         }
     }
     if (type == RF_TYPE_Q6_K) {
+        RFI_UNROLL(16)
         for (int i = 0; i < 16; i++) {
             const __m256i v = _mm256_srai_epi32(_mm256_slli_epi32(head[i >> 2], 24 - 8 * (i & 3)), 24);
             _mm256_storeu_ps(s + i * 8, _mm256_mul_ps(rfi_256_half(d), _mm256_cvtepi32_ps(v)));
@@ -10128,6 +10156,7 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
         const __m256i min[2] = {_mm256_and_si256(head[2], six),
                                 _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi32(head[3], 4), four),
                                                 _mm256_and_si256(_mm256_srli_epi32(head[2], 2), top))};
+        RFI_UNROLL(8)
         for (int i = 0; i < 8; i++) {
             const __m256i u = _mm256_and_si256(_mm256_srli_epi32(scale[i >> 2], 8 * (i & 3)), byte);
             const __m256i v = _mm256_and_si256(_mm256_srli_epi32(min[i >> 2], 8 * (i & 3)), byte);
@@ -10136,6 +10165,7 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
         }
     } else {
         for (uint32_t g = 0; g < 8; g++) {
+            RFI_UNROLL(8)
             for (int l = 0; l < 8; l++) {
                 const uint8_t *b = r->row[l] + offset + g * (rfi_unit_bytes(type) / 8);
                 d[l] = rfi_load_u16(b), dmin[l] = rfi_load_u16(b + 2);
@@ -10150,10 +10180,8 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
  * functions for such a processor, and these bodies serve AVX2 too. The tests define RFI_VNNI_EVEX to run them on
  * machines that have the other encoding alone. */
 #if defined(RFI_VNNI_EVEX)
-#define RFI_VNNI __attribute__((target("avx512f,avx512vl,avx512vnni,avx2,fma,f16c")))
 #define RFI_VNNI_DOT "%{evex%} vpdpbusd %2, %1, %0"
 #else
-#define RFI_VNNI __attribute__((target("avxvnni,avx2,fma,f16c")))
 #define RFI_VNNI_DOT "%{vex%} vpdpbusd %2, %1, %0"
 #endif
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11 /* older ones know neither target nor instruction */
@@ -10179,163 +10207,226 @@ RFI_INLINE RFI_256 __m256i rfi_256_sum4(const __m256i v[4]) {
     return _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
 }
 
-RFI_INLINE RFI_256 void rfi_256_vector(int vnni, uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
-                                       float *acc) {
+RFI_INLINE RFI_256 void rfi_256_prefetch(uint32_t type, const rfi_rows *r, uint64_t offset) {
+    uint64_t ahead = offset + 2 * RFI_AHEAD * rfi_unit_bytes(type); /* at the end of the rows, the next 8 begin */
+    if (ahead >= r->row_bytes) ahead += 7 * r->row_bytes;
+    for (int l = 0; l < 8 && r->row_bytes; l++)
+        RFI_UNROLL(8)
+        for (uint32_t i = 0; i < rfi_unit_bytes(type); i += 64)
+            _mm_prefetch((const char *)((uintptr_t)r->row[l] + ahead + i), _MM_HINT_T0);
+}
+
+/* Sums of products of a pair of groups, or of their halves, of rows 4i to 4i + 3. */
+RFI_INLINE RFI_256 void rfi_256_sums(int vnni, uint32_t type, const __m256i q[4][2], const __m256i xq[2],
+                                     __m256i sum[2]) {
+    const uint32_t n_sums = rfi_kind_scales(rfi_kind_of(type));
+    __m256i dot[2][4];
+    RFI_UNROLL(4)
+    for (int j = 0; j < 4; j++) {
+        RFI_UNROLL(2)
+        for (int h = 0; h < 2; h++) dot[h][j] = rfi_256_dot(vnni, rfi_is_signed(type), q[j][h], xq[h]);
+        if (n_sums == 1) dot[0][j] = _mm256_add_epi32(dot[0][j], dot[1][j]);
+    }
+    RFI_UNROLL(2)
+    for (uint32_t h = 0; h < n_sums; h++) sum[h] = rfi_256_sum4(dot[h]);
+}
+
+RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
+                                        float *acc) {
     const rfi_kind kind = rfi_kind_of(type);
-    const uint32_t unit = rfi_unit_bytes(type), n_sums = rfi_kind_scales(kind);
-    const int is_signed = rfi_is_signed(type), has_bias = !is_signed && !rfi_kind_min(kind);
-    const int shift = rfi_bias_shift(type);
+    const uint32_t n_halves = rfi_kind_scales(kind);
+    const int has_bias = !rfi_is_signed(type) && !rfi_kind_min(kind), shift = rfi_bias_shift(type);
     _Alignas(32) float s[16 * 8], m[16 * 8];
     __m256i isum[8][2]; /* [group][half] */
     __m256 y = _mm256_loadu_ps(acc);
     for (uint32_t g0 = 0; g0 < n_groups; g0 += 8, x += 8) {
-        const uint64_t offset = (uint64_t)(g0 / 8) * unit;
-        uint64_t ahead = offset + 2 * RFI_AHEAD * unit; /* at the end of the rows, the next 8 begin */
-        if (ahead >= r->row_bytes) ahead += 7 * r->row_bytes;
-        for (int l = 0; l < 8 && r->row_bytes; l++)
-            for (uint32_t i = 0; i < unit; i += 64)
-                _mm_prefetch((const char *)((uintptr_t)r->row[l] + ahead + i), _MM_HINT_T0);
+        const uint64_t offset = (uint64_t)(g0 / 8) * rfi_unit_bytes(type);
+        rfi_256_prefetch(type, r, offset);
         rfi_256_scales(type, r, offset, s, m);
-        for (uint32_t pair = 0; pair < 4; pair++) {
-            const rfi_q8 *a = x + rfi_256_group(type, pair, 0), *b = x + rfi_256_group(type, pair, 1);
-            const __m256i xq[2] = {rfi_256_pick(a->q, b->q), rfi_256_pick(a->q + 16, b->q + 16)};
-            __m256i sum[2][2]; /* [half][rows 0..3, 4..7] */
-            for (int i = 0; i < 2; i++) {
-                __m256i dot[2][4];
-                for (int j = 0; j < 4; j++) {
-                    __m256i q[2];
-                    rfi_256_values(type, r->row[4 * i + j] + offset, pair, q);
-                    for (int h = 0; h < 2; h++) dot[h][j] = rfi_256_dot(vnni, is_signed, q[h], xq[h]);
-                    if (n_sums == 1) dot[0][j] = _mm256_add_epi32(dot[0][j], dot[1][j]);
+        for (uint32_t half = 0; half < 2; half++)
+            RFI_UNROLL(2)
+            for (uint32_t odd = 0; odd < 2; odd++) {
+                const uint32_t first = rfi_256_group(type, 2 * half + odd, 0);
+                const uint32_t second = rfi_256_group(type, 2 * half + odd, 1);
+                const __m256i xq[2] = {rfi_256_pick(x[first].q, x[second].q),
+                                       rfi_256_pick(x[first].q + 16, x[second].q + 16)};
+                __m256i sum[2][2]; /* [rows 0..3, 4..7][half] */
+                RFI_UNROLL(2)
+                for (int i = 0; i < 2; i++) {
+                    __m256i q[4][2];
+                    RFI_UNROLL(4)
+                    for (int j = 0; j < 4; j++) rfi_256_values(type, r->row[4 * i + j] + offset, half, odd, q[j]);
+                    if (r->extended) rfi_256_sums(1, type, (const __m256i (*)[2])q, xq, sum[i]);
+                    else rfi_256_sums(0, type, (const __m256i (*)[2])q, xq, sum[i]);
                 }
-                for (uint32_t h = 0; h < n_sums; h++) sum[h][i] = rfi_256_sum4(dot[h]);
+                RFI_UNROLL(2)
+                for (uint32_t h = 0; h < n_halves; h++) {
+                    isum[first][h] = _mm256_permute2x128_si256(sum[0][h], sum[1][h], 0x20);
+                    isum[second][h] = _mm256_permute2x128_si256(sum[0][h], sum[1][h], 0x31);
+                }
             }
-            for (uint32_t h = 0; h < n_sums; h++) {
-                isum[a - x][h] = _mm256_permute2x128_si256(sum[h][0], sum[h][1], 0x20);
-                isum[b - x][h] = _mm256_permute2x128_si256(sum[h][0], sum[h][1], 0x31);
-            }
-        }
-        for (uint32_t g = 0; g < 8 && g0 + g < n_groups; g++) {
+        RFI_UNROLL(8)
+        for (uint32_t g = 0; g < 8; g++) {
+            if (g0 + g == n_groups) break;
             const __m256 dx = _mm256_set1_ps(x[g].d);
-            if (n_sums == 2) {
-                for (uint32_t h = 0; h < 2; h++) {
-                    __m256i i = isum[g][h];
-                    if (has_bias) i = _mm256_add_epi32(i, _mm256_set1_epi32(x[g].b16[h] >> shift));
-                    y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(i), _mm256_mul_ps(_mm256_load_ps(s + (g * 2 + h) * 8), dx),
-                                        y);
-                    if (kind == RFI_KIND_HALVES_MIN)
-                        y = _mm256_fmadd_ps(_mm256_load_ps(m + (g * 2 + h) * 8), _mm256_set1_ps(x[g].s16[h]), y);
-                }
-            } else {
-                __m256i i = isum[g][0];
-                if (has_bias) i = _mm256_add_epi32(i, _mm256_set1_epi32(x[g].b >> shift));
-                y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(i), _mm256_mul_ps(_mm256_load_ps(s + g * 8), dx), y);
-                if (kind == RFI_KIND_MIN) y = _mm256_fmadd_ps(_mm256_load_ps(m + g * 8), _mm256_set1_ps(x[g].s), y);
+            RFI_UNROLL(2)
+            for (uint32_t h = 0; h < n_halves; h++) {
+                __m256i i = isum[g][h];
+                const uint32_t at = (g * n_halves + h) * 8;
+                if (has_bias) i = _mm256_add_epi32(i, _mm256_set1_epi32((n_halves == 2 ? x[g].b16[h] : x[g].b) >> shift));
+                y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(i), _mm256_mul_ps(_mm256_load_ps(s + at), dx), y);
+                if (!rfi_kind_min(kind)) continue;
+                y = _mm256_fmadd_ps(_mm256_load_ps(m + at), _mm256_set1_ps(n_halves == 2 ? x[g].s16[h] : x[g].s), y);
             }
         }
     }
     _mm256_storeu_ps(acc, y);
 }
 
-RFI_INLINE RFI_256 void rfi_256_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {
+/* 8 rows of a unit's values, [pair][half][32] each, to groups from `at` of a panel. */
+static RFI_256 void rfi_256_interleave(uint32_t type, const uint8_t (*q)[256], uint32_t at, rfi_panel *p) {
+    for (uint32_t i = 0; i < 8; i++) { /* pair and half */
+        uint8_t *a = p->q + (at + rfi_256_group(type, i >> 1, 0)) * 256 + (i & 1) * 128;
+        uint8_t *b = p->q + (at + rfi_256_group(type, i >> 1, 1)) * 256 + (i & 1) * 128;
+        __m256i v[2][4]; /* [rows 0..3, 4..7][row, then element of a lane] */
+        RFI_UNROLL(2)
+        for (int k = 0; k < 2; k++) {
+            RFI_UNROLL(4)
+            for (int l = 0; l < 4; l++) v[k][l] = rfi_256_load(q[4 * k + l] + 32 * i);
+            rfi_256_transpose(v[k]);
+        }
+        RFI_UNROLL(4)
+        for (int e = 0; e < 4; e++) {
+            _mm256_store_si256((__m256i *)(void *)(a + 32 * e), _mm256_permute2x128_si256(v[0][e], v[1][e], 0x20));
+            _mm256_store_si256((__m256i *)(void *)(b + 32 * e), _mm256_permute2x128_si256(v[0][e], v[1][e], 0x31));
+        }
+    }
+}
+
+RFI_INLINE RFI_256 void rfi_avx2_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {
+    _Alignas(32) uint8_t q[8][256];
     const uint32_t n_scales = rfi_kind_scales(rfi_kind_of(type));
-    for (uint32_t pair = 0; pair < 4; pair++) {
-        __m256i v[2][2][4]; /* [half][rows 0..3, 4..7][row, then element of a lane] */
-        for (int l = 0; l < 8; l++) {
-            __m256i q[2];
-            rfi_256_values(type, r->row[l] + offset, pair, q);
-            v[0][l >> 2][l & 3] = q[0], v[1][l >> 2][l & 3] = q[1];
-        }
-        for (uint32_t h = 0; h < 2; h++) {
-            rfi_256_transpose(v[h][0]);
-            rfi_256_transpose(v[h][1]);
-            for (uint32_t e = 0; e < 4; e++) {
-                uint8_t *a = p->q + ((at + rfi_256_group(type, pair, 0)) * 8 + h * 4 + e) * 32;
-                uint8_t *b = p->q + ((at + rfi_256_group(type, pair, 1)) * 8 + h * 4 + e) * 32;
-                _mm256_store_si256((__m256i *)(void *)a, _mm256_permute2x128_si256(v[h][0][e], v[h][1][e], 0x20));
-                _mm256_store_si256((__m256i *)(void *)b, _mm256_permute2x128_si256(v[h][0][e], v[h][1][e], 0x31));
-            }
+    for (int l = 0; l < 8; l++) {
+        RFI_UNROLL(4)
+        for (uint32_t pair = 0; pair < 4; pair++) {
+            __m256i v[2];
+            rfi_256_values(type, r->row[l] + offset, pair >> 1, pair & 1, v);
+            _mm256_store_si256((__m256i *)(void *)(q[l] + 64 * pair), v[0]);
+            _mm256_store_si256((__m256i *)(void *)(q[l] + 64 * pair + 32), v[1]);
         }
     }
+    rfi_256_interleave(type, (const uint8_t (*)[256])q, at, p);
     rfi_256_scales(type, r, offset, p->s + at * n_scales * 8, p->m + at * n_scales * 8);
-    p->shift = rfi_bias_shift(type);
 }
 
-/* Half a group (4 times 4 values of 8 rows) times the columns' values. `bits` of the weights: up to 5 let four products
- * of pairs add up in 16 bits, 6 let two; 8 means signed. */
-RFI_INLINE RFI_256 void rfi_256_dots(int vnni, int bits, const uint8_t *q, const rfi_q8 *x, uint64_t x_stride,
-                                     uint32_t n_cols, uint32_t at, __m256i sum[4]) {
+/* Half a group (4 times 4 values of 8 rows) times the columns' values, with VNNI. is_signed: the weights are. */
+RFI_INLINE RFI_256 void rfi_256_dots_vnni(int is_signed, const uint8_t *q, const rfi_tile *t, const int8_t *x,
+                                          uint32_t nc, __m256i sum[4]) {
+    RFI_UNROLL(4)
+    for (uint32_t u = 0; u < 4; u++) {
+        const __m256i w = rfi_256_load(q + u * 32), a = is_signed ? _mm256_abs_epi8(w) : w;
+        RFI_UNROLL(4)
+        for (uint32_t c = 0; c < nc; c++) {
+            __m256i xc = _mm256_set1_epi32((int)rfi_load_u32(x + c * t->x_stride * sizeof(rfi_q8) + u * 4));
+            if (is_signed) xc = _mm256_sign_epi8(xc, w);
+            rfi_256_vnni(sum[c], a, xc);
+        }
+    }
+}
+
+/* And without it. `bits` of the weights: up to 5 let four products of pairs add up in 16 bits, 6 let two; 8 means
+ * signed. */
+RFI_INLINE RFI_256 void rfi_256_dots(int bits, const uint8_t *q, const rfi_tile *t, const int8_t *x, uint32_t nc,
+                                     __m256i sum[4]) {
     const uint32_t together = bits == 8 ? 1 : bits == 6 ? 2 : 4;
-    for (uint32_t u = 0; u < 4 && vnni; u++) {
-        __m256i w = rfi_256_load(q + u * 32);
-        const __m256i sign = w;
-        if (bits == 8) w = _mm256_abs_epi8(w);
-        for (uint32_t c = 0; c < n_cols; c++) {
-            __m256i xc = _mm256_set1_epi32((int)rfi_load_u32(x[c * x_stride].q + at + u * 4));
-            if (bits == 8) xc = _mm256_sign_epi8(xc, sign);
-            rfi_256_vnni(sum[c], w, xc);
+    __m256i pairs[4];
+    RFI_UNROLL(4)
+    for (uint32_t u = 0; u < 4; u++) {
+        const __m256i w = rfi_256_load(q + u * 32), a = bits == 8 ? _mm256_abs_epi8(w) : w;
+        RFI_UNROLL(4)
+        for (uint32_t c = 0; c < nc; c++) {
+            __m256i xc = _mm256_set1_epi32((int)rfi_load_u32(x + c * t->x_stride * sizeof(rfi_q8) + u * 4));
+            if (bits == 8) xc = _mm256_sign_epi8(xc, w);
+            xc = _mm256_maddubs_epi16(a, xc);
+            pairs[c] = u % together ? _mm256_add_epi16(pairs[c], xc) : xc;
+            if ((u + 1) % together == 0)
+                sum[c] = _mm256_add_epi32(sum[c], _mm256_madd_epi16(pairs[c], _mm256_set1_epi16(1)));
         }
-    }
-    if (vnni) return;
-    for (uint32_t u = 0; u < 4; u += together) {
-        __m256i pairs[4];
-        for (uint32_t v = 0; v < together; v++) {
-            const __m256i w = rfi_256_load(q + (u + v) * 32);
-            for (uint32_t c = 0; c < n_cols; c++) {
-                __m256i xc = _mm256_set1_epi32((int)rfi_load_u32(x[c * x_stride].q + at + (u + v) * 4));
-                if (bits == 8) xc = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(xc, w));
-                else xc = _mm256_maddubs_epi16(w, xc);
-                pairs[c] = v ? _mm256_add_epi16(pairs[c], xc) : xc;
-            }
-        }
-        for (uint32_t c = 0; c < n_cols; c++)
-            sum[c] = _mm256_add_epi32(sum[c], _mm256_madd_epi16(pairs[c], _mm256_set1_epi16(1)));
     }
 }
 
-RFI_INLINE RFI_256 void rfi_256_tile(int vnni, rfi_kind kind, int bits, uint32_t nc, RFI_TILE_PARAMS) {
+/* nc columns of 8 rows. */
+RFI_INLINE RFI_256 void rfi_256_tile(int vnni, rfi_kind kind, int bits, uint32_t nc, const rfi_tile *t, uint32_t c0) {
+    const int has_min = rfi_kind_min(kind), shift = rfi_bias_shift(t->type);
     const uint32_t n_halves = rfi_kind_scales(kind);
-    const int has_bias = bits < 8 && !rfi_kind_min(kind);
+    const rfi_q8 *x = t->x + c0 * t->x_stride;
+    float *acc = t->acc + c0 * t->acc_stride;
     __m256 y[4];
-    RFI_UNUSED(n_cols);
-    for (uint32_t c = 0; c < nc; c++) y[c] = _mm256_loadu_ps(acc + c * acc_stride);
-    for (uint32_t g = 0; g < n_groups; g++, x++)
+    RFI_UNROLL(4)
+    for (uint32_t c = 0; c < nc; c++) y[c] = _mm256_loadu_ps(acc + c * t->acc_stride);
+    for (uint32_t g = 0; g < t->n_groups; g++, x++)
+        RFI_UNROLL(2)
         for (uint32_t h = 0; h < n_halves; h++) {
-            const uint8_t *q = p->q + g * 256 + h * 128;
-            const __m256 s = _mm256_load_ps(p->s + (g * n_halves + h) * 8);
-            const __m256 m = _mm256_load_ps(p->m + (g * n_halves + h) * 8);
+            const uint8_t *q = t->p->q + g * 256 + h * 128;
+            const uint32_t at = (g * n_halves + h) * 8;
             __m256i sum[4];
+            RFI_UNROLL(4)
             for (uint32_t c = 0; c < nc; c++) {
-                const int32_t b = !has_bias ? 0 : n_halves == 2 ? x[c * x_stride].b16[h] : x[c * x_stride].b;
-                sum[c] = _mm256_set1_epi32(b >> p->shift);
+                const rfi_q8 *xc = x + c * t->x_stride;
+                const int32_t b = has_min || bits == 8 ? 0 : n_halves == 2 ? xc->b16[h] : xc->b;
+                sum[c] = _mm256_set1_epi32(b >> shift);
             }
-            rfi_256_dots(vnni, bits, q, x, x_stride, nc, h * 16, sum);
-            if (n_halves == 1) rfi_256_dots(vnni, bits, q + 128, x, x_stride, nc, 16, sum);
+            RFI_UNROLL(2)
+            for (uint32_t i = 0; i < 3 - n_halves; i++) {
+                if (vnni) rfi_256_dots_vnni(bits == 8, q + 128 * i, t, x->q + (h + i) * 16, nc, sum);
+                else rfi_256_dots(bits, q + 128 * i, t, x->q + (h + i) * 16, nc, sum);
+            }
+            const __m256 s = _mm256_load_ps(t->p->s + at);
+            RFI_UNROLL(4)
             for (uint32_t c = 0; c < nc; c++) {
-                const rfi_q8 *xc = x + c * x_stride;
-                const __m256 d = _mm256_mul_ps(s, _mm256_set1_ps(xc->d));
+                const __m256 d = _mm256_mul_ps(s, _mm256_set1_ps(x[c * t->x_stride].d));
                 y[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[c]), d, y[c]);
-                if (!rfi_kind_min(kind)) continue;
-                y[c] = _mm256_fmadd_ps(m, _mm256_set1_ps(n_halves == 2 ? xc->s16[h] : xc->s), y[c]);
+            }
+            if (!has_min) continue;
+            const __m256 m = _mm256_load_ps(t->p->m + at);
+            RFI_UNROLL(4)
+            for (uint32_t c = 0; c < nc; c++) {
+                const float *sx = n_halves == 2 ? &x[c * t->x_stride].s16[h] : &x[c * t->x_stride].s;
+                y[c] = _mm256_fmadd_ps(m, _mm256_set1_ps(*sx), y[c]);
             }
         }
-    for (uint32_t c = 0; c < nc; c++) _mm256_storeu_ps(acc + c * acc_stride, y[c]);
+    RFI_UNROLL(4)
+    for (uint32_t c = 0; c < nc; c++) _mm256_storeu_ps(acc + c * t->acc_stride, y[c]);
 }
 
-#define RFI_256_TILE(isa, TARGET, vnni, name, kind, bits)                        \
-    static TARGET void rfi_##isa##_tile_##name(RFI_TILE_PARAMS) {                \
-        if (n_cols == 4) rfi_256_tile(vnni, kind, bits, 4, RFI_TILE_ARGS);       \
-        else if (n_cols == 3) rfi_256_tile(vnni, kind, bits, 3, RFI_TILE_ARGS);  \
-        else if (n_cols == 2) rfi_256_tile(vnni, kind, bits, 2, RFI_TILE_ARGS);  \
-        else rfi_256_tile(vnni, kind, bits, 1, RFI_TILE_ARGS);                   \
+#define RFI_256_TILE(name, vnni, kind, bits)                                            \
+    static RFI_256 void rfi_256_tile_##name(const rfi_tile *t) {                        \
+        if (t->n_cols & 4) rfi_256_tile(vnni, kind, bits, 4, t, 0);                     \
+        if (t->n_cols & 2) rfi_256_tile(vnni, kind, bits, 2, t, t->n_cols & 4);         \
+        if (t->n_cols & 1) rfi_256_tile(vnni, kind, bits, 1, t, t->n_cols & 6);         \
     }
-#define RFI_256_TILES(isa, TARGET, vnni)                             \
-    RFI_256_TILE(isa, TARGET, vnni, bias, RFI_KIND_BIAS, 5)          \
-    RFI_256_TILE(isa, TARGET, vnni, min, RFI_KIND_MIN, 5)            \
-    RFI_256_TILE(isa, TARGET, vnni, halves, RFI_KIND_HALVES, 6)      \
-    RFI_256_TILE(isa, TARGET, vnni, eight, RFI_KIND_BIAS, 8)         \
-    RFI_256_TILE(isa, TARGET, vnni, halves_eight, RFI_KIND_HALVES, 8) \
-    RFI_256_TILE(isa, TARGET, vnni, halves_min, RFI_KIND_HALVES_MIN, 5)
+RFI_256_TILE(bias, 0, RFI_KIND_BIAS, 5)
+RFI_256_TILE(min, 0, RFI_KIND_MIN, 5)
+RFI_256_TILE(halves, 0, RFI_KIND_HALVES, 6)
+RFI_256_TILE(halves_min, 0, RFI_KIND_HALVES_MIN, 5)
+RFI_256_TILE(eight, 0, RFI_KIND_BIAS, 8)
+RFI_256_TILE(halves_eight, 0, RFI_KIND_HALVES, 8)
+RFI_256_TILE(vnni_bias, 1, RFI_KIND_BIAS, 5)
+RFI_256_TILE(vnni_min, 1, RFI_KIND_MIN, 5)
+RFI_256_TILE(vnni_halves, 1, RFI_KIND_HALVES, 6)
+RFI_256_TILE(vnni_halves_min, 1, RFI_KIND_HALVES_MIN, 5)
+RFI_256_TILE(vnni_eight, 1, RFI_KIND_BIAS, 8)
+RFI_256_TILE(vnni_halves_eight, 1, RFI_KIND_HALVES, 8)
+
+static void rfi_avx2_tile(const rfi_tile *t) {
+    static void (*const tiles[2][6])(const rfi_tile *) = { /* [VNNI][rfi_kind; signed: 4 and 5] */
+        {rfi_256_tile_bias, rfi_256_tile_min, rfi_256_tile_halves, rfi_256_tile_halves_min, rfi_256_tile_eight,
+         rfi_256_tile_halves_eight},
+        {rfi_256_tile_vnni_bias, rfi_256_tile_vnni_min, rfi_256_tile_vnni_halves, rfi_256_tile_vnni_halves_min,
+         rfi_256_tile_vnni_eight, rfi_256_tile_vnni_halves_eight}};
+    const rfi_kind kind = rfi_kind_of(t->type);
+    tiles[t->extended][rfi_is_signed(t->type) ? 3 + rfi_kind_scales(kind) : (uint32_t)kind](t);
+}
 
 RFI_INLINE RFI_256 __m256 rfi_256_load8(uint32_t type, const void *p, uint64_t i) {
     if (type == RF_TYPE_F32) return _mm256_loadu_ps((const float *)p + i);
@@ -10346,26 +10437,34 @@ RFI_INLINE RFI_256 __m256 rfi_256_load8(uint32_t type, const void *p, uint64_t i
 
 RFI_INLINE RFI_256 void rfi_256_float_tile(uint32_t type, uint32_t n_cols, uint32_t first, rfi_float_tile *t) {
     const uint32_t whole = t->n & ~7u;
+    const float *x = t->x + first * t->x_stride;
     __m256 sum[3][4];
+    RFI_UNROLL(3)
     for (uint32_t c = 0; c < n_cols; c++)
+        RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) sum[c][r] = _mm256_setzero_ps();
     for (uint32_t i = 0; i < whole; i += 8)
-#pragma GCC unroll 4
+        RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) {
             const __m256 w = rfi_256_load8(type, t->row[r], i);
             if (n_cols == 1 && t->ahead)
                 _mm_prefetch((const char *)((uintptr_t)t->row[r] + t->ahead + i * 2), _MM_HINT_T0);
+            RFI_UNROLL(3)
             for (uint32_t c = 0; c < n_cols; c++)
-                sum[c][r] = _mm256_fmadd_ps(w, _mm256_loadu_ps(t->x + (first + c) * t->x_stride + i), sum[c][r]);
+                sum[c][r] = _mm256_fmadd_ps(w, _mm256_loadu_ps(x + c * t->x_stride + i), sum[c][r]);
         }
-    for (int r = 0; r < 4 && whole < t->n; r++) { /* the rest, in as many lanes as it takes */
-        float w[8] = {0}, x[8] = {0};
+    RFI_UNROLL(4)
+    for (int r = 0; r < 4; r++) { /* the rest, in as many lanes as it takes */
+        float w[8] = {0}, v[8] = {0};
+        if (whole == t->n) continue;
         for (uint32_t l = 0; whole + l < t->n; l++) w[l] = rfi_load_type(type, t->row[r], whole + l);
+        RFI_UNROLL(3)
         for (uint32_t c = 0; c < n_cols; c++) {
-            for (uint32_t l = 0; whole + l < t->n; l++) x[l] = t->x[(first + c) * t->x_stride + whole + l];
-            sum[c][r] = _mm256_fmadd_ps(_mm256_loadu_ps(w), _mm256_loadu_ps(x), sum[c][r]);
+            for (uint32_t l = 0; whole + l < t->n; l++) v[l] = x[c * t->x_stride + whole + l];
+            sum[c][r] = _mm256_fmadd_ps(_mm256_loadu_ps(w), _mm256_loadu_ps(v), sum[c][r]);
         }
     }
+    RFI_UNROLL(3)
     for (uint32_t c = 0; c < n_cols; c++) {
         const __m256 lanes = _mm256_hadd_ps(_mm256_hadd_ps(sum[c][0], sum[c][1]), _mm256_hadd_ps(sum[c][2], sum[c][3]));
         _mm_storeu_ps(t->sum[first + c], _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1)));
@@ -10379,43 +10478,47 @@ RFI_INLINE RFI_256 void rfi_avx2_float_tile(uint32_t type, rfi_float_tile *t) {
     else if (c < t->n_cols) rfi_256_float_tile(type, 1, c, t);
 }
 
-RFI_INLINE RFI_256 void rfi_256_weigh(uint32_t type, uint32_t nc, uint32_t n_vec, uint32_t d, RFI_WEIGH_PARAMS) {
+RFI_INLINE RFI_256 void rfi_256_weigh(uint32_t type, uint32_t nc, uint32_t n_vec, const rfi_weigh *a, uint32_t c0,
+                                      uint32_t d) {
+    const float *p = a->p + c0 * a->p_stride;
+    float *out = a->out + c0 * a->out_stride + d;
     __m256 sum[2][4];
-    RFI_UNUSED(n_cols);
+    RFI_UNROLL(2)
     for (uint32_t c = 0; c < nc; c++)
-        for (uint32_t i = 0; i < n_vec; i++) sum[c][i] = _mm256_loadu_ps(out + c * out_stride + d + 8 * i);
-    for (uint64_t pos = 0; pos < n_pos; pos++) {
+        RFI_UNROLL(4)
+        for (uint32_t i = 0; i < n_vec; i++) sum[c][i] = _mm256_loadu_ps(out + c * a->out_stride + 8 * i);
+    for (uint64_t pos = 0; pos < a->n_pos; pos++) {
         __m256 f[2];
-        for (uint32_t c = 0; c < nc; c++) f[c] = _mm256_set1_ps(p[c * p_stride + pos]);
+        RFI_UNROLL(2)
+        for (uint32_t c = 0; c < nc; c++) f[c] = _mm256_set1_ps(p[c * a->p_stride + pos]);
+        RFI_UNROLL(4)
         for (uint32_t i = 0; i < n_vec; i++) {
-            const __m256 w = rfi_256_load8(type, v, pos * head_dim_v + d + 8 * i);
+            const __m256 w = rfi_256_load8(type, a->v, pos * a->head_dim_v + d + 8 * i);
+            RFI_UNROLL(2)
             for (uint32_t c = 0; c < nc; c++) sum[c][i] = _mm256_fmadd_ps(f[c], w, sum[c][i]);
         }
     }
+    RFI_UNROLL(2)
     for (uint32_t c = 0; c < nc; c++)
-        for (uint32_t i = 0; i < n_vec; i++) _mm256_storeu_ps(out + c * out_stride + d + 8 * i, sum[c][i]);
+        RFI_UNROLL(4)
+        for (uint32_t i = 0; i < n_vec; i++) _mm256_storeu_ps(out + c * a->out_stride + 8 * i, sum[c][i]);
 }
 
-RFI_INLINE RFI_256 void rfi_avx2_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
-    for (uint32_t c = 0; c < n_cols; c += 2, p += 2 * p_stride, out += 2 * out_stride) {
-        const int two = n_cols - c >= 2;
+RFI_INLINE RFI_256 void rfi_avx2_weigh(uint32_t type, const rfi_weigh *a) {
+    for (uint32_t c = 0, nc; c < a->n_cols; c += nc) {
         uint32_t d = 0;
-        for (; d + 32 <= head_dim_v; d += 32) {
-            if (two) rfi_256_weigh(type, 2, 4, d, RFI_WEIGH_ARGS);
-            else rfi_256_weigh(type, 1, 4, d, RFI_WEIGH_ARGS);
+        nc = a->n_cols - c >= 2 ? 2 : 1;
+        for (; d + 32 <= a->head_dim_v; d += 32) {
+            if (nc == 2) rfi_256_weigh(type, 2, 4, a, c, d);
+            else rfi_256_weigh(type, 1, 4, a, c, d);
         }
-        for (; d + 8 <= head_dim_v; d += 8) {
-            if (two) rfi_256_weigh(type, 2, 1, d, RFI_WEIGH_ARGS);
-            else rfi_256_weigh(type, 1, 1, d, RFI_WEIGH_ARGS);
+        for (; d + 8 <= a->head_dim_v; d += 8) {
+            if (nc == 2) rfi_256_weigh(type, 2, 1, a, c, d);
+            else rfi_256_weigh(type, 1, 1, a, c, d);
         }
-        for (int i = 0; i <= two; i++)
-            for (uint32_t e = d; e < head_dim_v; e++)
-                rfi_weigh_one(type, v, n_pos, head_dim_v, e, p + (uint32_t)i * p_stride,
-                              out + (uint32_t)i * out_stride + e);
+        rfi_weigh_rest(type, a, c, nc, d);
     }
 }
-static RFI_256 void rfi_avx2_weigh_F16(RFI_WEIGH_PARAMS) { rfi_avx2_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
-static RFI_256 void rfi_avx2_weigh_F32(RFI_WEIGH_PARAMS) { rfi_avx2_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
 
 RFI_INLINE RFI_256 int32_t rfi_256_sum(__m256i v) {
     __m128i a = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
@@ -10463,11 +10566,14 @@ RFI_INLINE RFI_256 void rfi_avx2_turn(uint32_t type, const rfi_keys *k, uint32_t
         const uint8_t *const *row = k->row + half * 8;
         for (uint32_t i = 0; i < whole; i += 8) {
             __m256i v[2][4]; /* [positions 4j to 4j + 3][position, then dimension of a lane] */
+            RFI_UNROLL(2)
             for (uint32_t j = 0; j < 2; j++) {
+                RFI_UNROLL(4)
                 for (uint32_t l = 0; l < 4; l++)
                     v[j][l] = _mm256_castps_si256(rfi_256_load8(type, row[j * 4 + l], d + i));
                 rfi_256_transpose(v[j]);
             }
+            RFI_UNROLL(4)
             for (uint32_t e = 0; e < 4; e++) {
                 float *at = turned + (i + e) * 16 + half * 8;
                 _mm256_store_si256((__m256i *)(void *)at, _mm256_permute2x128_si256(v[0][e], v[1][e], 0x20));
@@ -10479,45 +10585,52 @@ RFI_INLINE RFI_256 void rfi_avx2_turn(uint32_t type, const rfi_keys *k, uint32_t
     }
 }
 
-RFI_INLINE RFI_256 void rfi_avx2_dots_q(uint32_t nc, RFI_DOTS_Q_PARAMS) {
+RFI_INLINE RFI_256 void rfi_256_dots_q(uint32_t nc, const rfi_dots *a, uint32_t c) {
     __m256 sum[4][2];
-    float *out = s + (uint64_t)c * RFI_ATTENTION_BLOCK;
-    q += (uint64_t)c * head_dim + d;
+    const float *q = a->q + (uint64_t)c * a->head_dim + a->d;
+    float *out = a->s + (uint64_t)c * RFI_ATTENTION_BLOCK;
+    RFI_UNROLL(4)
     for (uint32_t e = 0; e < nc; e++)
+        RFI_UNROLL(2)
         for (uint32_t h = 0; h < 2; h++)
-            sum[e][h] = d ? _mm256_loadu_ps(out + e * RFI_ATTENTION_BLOCK + 8 * h) : _mm256_setzero_ps();
-    for (uint32_t i = 0; i < n; i++) {
-        const __m256 a = _mm256_load_ps(turned + i * 16), b = _mm256_load_ps(turned + i * 16 + 8);
-#pragma GCC unroll 4
+            sum[e][h] = a->d ? _mm256_loadu_ps(out + e * RFI_ATTENTION_BLOCK + 8 * h) : _mm256_setzero_ps();
+    for (uint32_t i = 0; i < a->n; i++) {
+        const __m256 k0 = _mm256_load_ps(a->turned + i * 16), k1 = _mm256_load_ps(a->turned + i * 16 + 8);
+        RFI_UNROLL(4)
         for (uint32_t e = 0; e < nc; e++) {
-            const __m256 f = _mm256_set1_ps(q[(uint64_t)e * head_dim + i]);
-            sum[e][0] = _mm256_fmadd_ps(a, f, sum[e][0]), sum[e][1] = _mm256_fmadd_ps(b, f, sum[e][1]);
+            const __m256 f = _mm256_set1_ps(q[(uint64_t)e * a->head_dim + i]);
+            sum[e][0] = _mm256_fmadd_ps(k0, f, sum[e][0]), sum[e][1] = _mm256_fmadd_ps(k1, f, sum[e][1]);
         }
     }
+    RFI_UNROLL(4)
     for (uint32_t e = 0; e < nc; e++)
+        RFI_UNROLL(2)
         for (uint32_t h = 0; h < 2; h++) _mm256_storeu_ps(out + e * RFI_ATTENTION_BLOCK + 8 * h, sum[e][h]);
 }
-RFI_SCORES(avx2, RFI_256, F16, 2, 16, 4)
-RFI_SCORES(avx2, RFI_256, F32, 4, 16, 4)
 
-RFI_ELEMENTWISE(avx2, RFI_256)
-RFI_FLOAT_TYPES(avx2, RFI_256)
-RFI_256_TILES(avx2, RFI_256, 0)
-#define rfi_avx2_vector(...) rfi_256_vector(0, __VA_ARGS__)
-#define rfi_avx2_unpack rfi_256_unpack
+static RFI_256 void rfi_avx2_dots_q(const rfi_dots *a) {
+    uint32_t c = 0;
+    for (; c + 4 <= a->n_cols; c += 4) rfi_256_dots_q(4, a, c);
+    for (; c < a->n_cols; c++) rfi_256_dots_q(1, a, c);
+}
 #define rfi_avx2_expander rfi_256_expander
-RFI_QUANT_TYPES(avx2, RFI_256, 8, 1, 4)
-RFI_KERNELS(avx2, avx2, "avx2")
 
+enum { RFI_LANES_avx2 = 8, RFI_PANELS_avx2 = 1, RFI_COLS_avx2 = 4, RFI_KEYS_avx2 = 16 };
+#if !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("O3") /* finds vectors in plain loops */
+#endif
+RFI_ELEMENTWISE(avx2, RFI_256)
+#if !defined(__clang__)
+#pragma GCC pop_options
+#endif
+RFI_KERNELS_OF(avx2, RFI_256)
+static const rfi_kernels rfi_kernels_avx512 = {.name = "avx512", .arch_text = "avx512-vnni",
+                                               RFI_KERNELS(avx512, avx2)};
+static const rfi_kernels rfi_kernels_avx2 = {.name = "avx2", .arch_text = "avx2", RFI_KERNELS(avx2, avx2)};
 #if RFI_HAS_VNNI
-/* ---- AVX2 with VNNI ---- */
-
-RFI_256_TILES(avxvnni, RFI_VNNI, 1)
-#define rfi_avxvnni_vector(...) rfi_256_vector(1, __VA_ARGS__)
-#define rfi_avxvnni_unpack rfi_256_unpack
-#define rfi_avxvnni_expander rfi_256_expander
-RFI_QUANT_TYPES(avxvnni, RFI_VNNI, 8, 1, 4)
-RFI_KERNELS(avxvnni, avx2, "avx2 vnni")
+static const rfi_kernels rfi_kernels_avxvnni = {.name = "avxvnni", .arch_text = "avx2 vnni", .extended = 1,
+                                                RFI_KERNELS(avx2, avx2)};
 #endif
 #endif /* __x86_64__ */
 
@@ -10553,6 +10666,7 @@ RFI_INLINE RFI_NEON void rfi_neon_values(uint32_t type, const uint8_t *p, uint32
         const uint8_t *bits = k6 ? p + 128 + (g >> 2) * 32 : p + 16;
         const int8x16_t turn = vdupq_n_s8((int8_t)(k6 ? 4 - 2 * (int)(g & 3) : 4 - (int)g));
         const uint8x16_t mask = vdupq_n_u8(k6 ? 0x30 : 0x10);
+        RFI_UNROLL(2)
         for (int i = 0; i < 2; i++) {
             const uint8x16_t b = vld1q_u8(nibbles + 16 * i);
             v[i] = high ? vshrq_n_u8(b, 4) : vandq_u8(b, low);
@@ -10571,6 +10685,7 @@ RFI_INLINE RFI_NEON void rfi_neon_values(uint32_t type, const uint8_t *p, uint32
         }
     }
     const int8x16_t bias = vdupq_n_s8((int8_t)rfi_bias_of(type));
+    RFI_UNROLL(2)
     for (int i = 0; i < 2; i++)
         q[i] = rfi_bias_of(type) ? vsubq_s8(vreinterpretq_s8_u8(v[i]), bias) : vreinterpretq_s8_u8(v[i]);
 }
@@ -10579,6 +10694,7 @@ RFI_INLINE RFI_NEON void rfi_neon_values(uint32_t type, const uint8_t *p, uint32
 RFI_INLINE RFI_NEON void rfi_neon_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s, float *m) {
     const rfi_kind kind = rfi_kind_of(type);
     const uint32_t n = 8 * rfi_kind_scales(kind);
+    RFI_UNROLL(4)
     for (uint32_t l = 0; l < 4; l++) {
         float row_s[16], row_m[16];
         rfi_scalar_scales(type, r->row[l] + offset, row_s, row_m);
@@ -10604,6 +10720,7 @@ RFI_INLINE RFI_NEON void rfi_neon_vector(uint32_t type, const rfi_rows *r, uint3
         for (uint32_t g = 0; g < 8 && g0 + g < n_groups; g++) {
             const int8x16_t x0 = vld1q_s8(x[g].q), x1 = vld1q_s8(x[g].q + 16);
             int32x4_t a[4], b[4];
+            RFI_UNROLL(4)
             for (int l = 0; l < 4; l++) {
                 int8x16_t q[2];
                 rfi_neon_values(type, r->row[l] + offset, g, q);
@@ -10628,10 +10745,12 @@ RFI_INLINE RFI_NEON void rfi_neon_vector(uint32_t type, const rfi_rows *r, uint3
 }
 
 /* mm: rows in pairs, 8 values of each at a time, as the matrix instruction wants them. */
-RFI_INLINE RFI_NEON void rfi_neon_unpack_for(int mm, uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at,
-                                             rfi_panel *p) {
+RFI_INLINE RFI_NEON void rfi_neon_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at,
+                                         rfi_panel *p) {
+    const int mm = r->extended;
     for (uint32_t g = 0; g < 8; g++) {
         int8x16_t q[4][2];
+        RFI_UNROLL(4)
         for (int l = 0; l < 4; l++) rfi_neon_values(type, r->row[l] + offset, g, q[l]);
         for (uint32_t i = 0; i < 8 && mm; i++) { /* i: bits are half of the group, half of that, pair of rows */
             const int8x16_t a = q[(i & 1) * 2][i >> 2], b = q[(i & 1) * 2 + 1][i >> 2];
@@ -10653,7 +10772,9 @@ RFI_INLINE RFI_NEON void rfi_neon_unpack_for(int mm, uint32_t type, const rfi_ro
 RFI_INLINE RFI_NEON void rfi_neon_dots(const uint8_t *q, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols,
                                        uint32_t at, int32x4_t sum[8]) {
     int8x16_t w[4];
+    RFI_UNROLL(4)
     for (int u = 0; u < 4; u++) w[u] = vreinterpretq_s8_u8(vld1q_u8(q + 16 * u));
+    RFI_UNROLL(8)
     for (uint32_t c = 0; c < n_cols; c++) {
         const int8x16_t v = vld1q_s8(x[c * x_stride].q + at);
         rfi_neon_dot_lane(sum[c], w[0], v, 0);
@@ -10675,7 +10796,9 @@ RFI_INLINE RFI_NEON void rfi_neon_dots(const uint8_t *q, const rfi_q8 *x, uint64
 RFI_INLINE RFI_I8MM void rfi_i8mm_dots(const uint8_t *q, const rfi_q8 *x, uint64_t x_stride, uint32_t n_cols,
                                        uint32_t at, int32x4_t sum[8]) {
     int8x16_t w[4];
+    RFI_UNROLL(4)
     for (int u = 0; u < 4; u++) w[u] = vreinterpretq_s8_u8(vld1q_u8(q + 16 * u));
+    RFI_UNROLL(8)
     for (uint32_t c = 0; c < n_cols; c += 2) {
         const uint32_t d = n_cols > 1 ? c + 1 : c;
         const int8x16_t a = vld1q_s8(x[c * x_stride].q + at), b = vld1q_s8(x[d * x_stride].q + at);
@@ -10692,49 +10815,55 @@ RFI_INLINE RFI_I8MM void rfi_i8mm_dots(const uint8_t *q, const rfi_q8 *x, uint64
 }
 
 /* A macro, not a function with a flag: clang checks the instructions of branches never taken, too. */
-#define RFI_NEON_TILE_BODY(isa, TARGET)                                                                               \
-    RFI_INLINE TARGET void rfi_##isa##_tile(rfi_kind kind, uint32_t nc, RFI_TILE_PARAMS) {                            \
+#define RFI_NEON_TILE(isa, TARGET)                                                                                    \
+    RFI_INLINE TARGET void rfi_##isa##_columns(rfi_kind kind, uint32_t nc, const rfi_tile *t, uint32_t c0) {          \
         const uint32_t n_halves = rfi_kind_scales(kind);                                                              \
+        const rfi_q8 *x = t->x + c0 * t->x_stride;                                                                    \
+        float *acc = t->acc + c0 * t->acc_stride;                                                                     \
         float32x4_t y[8];                                                                                             \
-        RFI_UNUSED(n_cols);                                                                                           \
-        for (uint32_t c = 0; c < nc; c++) y[c] = vld1q_f32(acc + c * acc_stride);                                     \
-        for (uint32_t g = 0; g < n_groups; g++, x++)                                                                  \
+        RFI_UNROLL(8)                                                                                                 \
+        for (uint32_t c = 0; c < nc; c++) y[c] = vld1q_f32(acc + c * t->acc_stride);                                  \
+        for (uint32_t g = 0; g < t->n_groups; g++, x++)                                                               \
+            RFI_UNROLL(2)                                                                                             \
             for (uint32_t h = 0; h < n_halves; h++) {                                                                 \
-                const uint8_t *q = p->q + g * 128 + h * 64;                                                           \
-                const float32x4_t s = vld1q_f32(p->s + (g * n_halves + h) * 4);                                       \
-                const float32x4_t m = vld1q_f32(p->m + (g * n_halves + h) * 4);                                       \
+                const uint8_t *q = t->p->q + g * 128 + h * 64;                                                        \
+                const float32x4_t s = vld1q_f32(t->p->s + (g * n_halves + h) * 4);                                    \
+                const float32x4_t m = vld1q_f32(t->p->m + (g * n_halves + h) * 4);                                    \
                 int32x4_t sum[8];                                                                                     \
+                RFI_UNROLL(8)                                                                                         \
                 for (uint32_t c = 0; c < nc; c++) sum[c] = vdupq_n_s32(0);                                            \
+                RFI_UNROLL(2)                                                                                         \
                 for (uint32_t i = 0; i < 3 - n_halves; i++)                                                           \
-                    rfi_##isa##_dots(q + 64 * i, x, x_stride, nc, (h + i) * 16, sum);                                 \
+                    rfi_##isa##_dots(q + 64 * i, x, t->x_stride, nc, (h + i) * 16, sum);                              \
+                RFI_UNROLL(8)                                                                                         \
                 for (uint32_t c = 0; c < nc; c++) {                                                                   \
-                    const rfi_q8 *xc = x + c * x_stride;                                                              \
+                    const rfi_q8 *xc = x + c * t->x_stride;                                                           \
                     y[c] = vfmaq_f32(y[c], vcvtq_f32_s32(sum[c]), vmulq_n_f32(s, xc->d));                             \
                     if (rfi_kind_min(kind)) y[c] = vfmaq_n_f32(y[c], m, n_halves == 2 ? xc->s16[h] : xc->s);          \
                 }                                                                                                     \
             }                                                                                                         \
-        for (uint32_t c = 0; c < nc; c++) vst1q_f32(acc + c * acc_stride, y[c]);                                      \
+        RFI_UNROLL(8)                                                                                                 \
+        for (uint32_t c = 0; c < nc; c++) vst1q_f32(acc + c * t->acc_stride, y[c]);                                   \
+    }                                                                                                                 \
+    /* whole tiles of 8 columns, then of one */                                                                       \
+    RFI_INLINE TARGET void rfi_##isa##_tile_of(rfi_kind kind, const rfi_tile *t) {                                    \
+        if (t->n_cols == 8) rfi_##isa##_columns(kind, 8, t, 0);                                                       \
+        else                                                                                                          \
+            for (uint32_t c = 0; c < t->n_cols; c++) rfi_##isa##_columns(kind, 1, t, c);                              \
+    }                                                                                                                 \
+    static TARGET void rfi_##isa##_tile_all(const rfi_tile *t) {                                                      \
+        const rfi_kind kind = rfi_kind_of(t->type);                                                                   \
+        if (kind == RFI_KIND_BIAS) rfi_##isa##_tile_of(RFI_KIND_BIAS, t);                                             \
+        else if (kind == RFI_KIND_MIN) rfi_##isa##_tile_of(RFI_KIND_MIN, t);                                          \
+        else if (kind == RFI_KIND_HALVES) rfi_##isa##_tile_of(RFI_KIND_HALVES, t);                                    \
+        else rfi_##isa##_tile_of(RFI_KIND_HALVES_MIN, t);                                                             \
     }
-
-/* Whole tiles of 8 columns, then of one. */
-#define RFI_NEON_TILE(isa, TARGET, name, kind)                                                                 \
-    static TARGET void rfi_##isa##_tile_##name(RFI_TILE_PARAMS) {                                              \
-        if (n_cols == 8) {                                                                                     \
-            rfi_##isa##_tile(kind, 8, RFI_TILE_ARGS);                                                          \
-            return;                                                                                            \
-        }                                                                                                      \
-        for (; n_cols; n_cols--, x += x_stride, acc += acc_stride) rfi_##isa##_tile(kind, 1, RFI_TILE_ARGS);   \
-    }
-#define RFI_NEON_TILES(isa, TARGET)                         \
-    RFI_NEON_TILE_BODY(isa, TARGET)                         \
-    RFI_NEON_TILE(isa, TARGET, bias, RFI_KIND_BIAS)         \
-    RFI_NEON_TILE(isa, TARGET, min, RFI_KIND_MIN)           \
-    RFI_NEON_TILE(isa, TARGET, halves, RFI_KIND_HALVES)     \
-    RFI_NEON_TILE(isa, TARGET, halves_min, RFI_KIND_HALVES_MIN)
-RFI_NEON_TILES(neon, RFI_NEON)
-#define rfi_neon_unpack(...) rfi_neon_unpack_for(0, __VA_ARGS__)
-#define rfi_neon_tile_eight rfi_neon_tile_bias
-#define rfi_neon_tile_halves_eight rfi_neon_tile_halves
+RFI_NEON_TILE(neon, RFI_NEON)
+RFI_NEON_TILE(i8mm, RFI_I8MM)
+static void rfi_neon_tile(const rfi_tile *t) {
+    if (t->extended) rfi_i8mm_tile_all(t);
+    else rfi_neon_tile_all(t);
+}
 
 static RFI_NEON void rfi_neon_codebook(const int8_t list[16], const uint8_t q[16], int8_t low[16], int8_t high[16]) {
     const int8x16_t values = vld1q_s8(list);
@@ -10763,23 +10892,31 @@ RFI_INLINE RFI_NEON float32x4_t rfi_neon_load(uint32_t type, const void *p, uint
 RFI_INLINE RFI_NEON void rfi_neon_float_part(uint32_t type, uint32_t n_cols, uint32_t first, rfi_float_tile *t) {
     const uint32_t whole = t->n & ~7u;
     float32x4_t sum[2][4][2]; /* 8 lanes */
+    RFI_UNROLL(8)
     for (uint32_t c = 0; c < n_cols; c++)
+        RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) sum[c][r][0] = sum[c][r][1] = vdupq_n_f32(0);
     for (uint32_t i = 0; i < whole; i += 8)
+        RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) {
             if (n_cols == 1 && t->ahead) __builtin_prefetch((const char *)((uintptr_t)t->row[r] + t->ahead + i * 2));
+            RFI_UNROLL(2)
             for (uint32_t h = 0; h < 2; h++) {
                 const float32x4_t w = rfi_neon_load(type, t->row[r], i + 4 * h);
+                RFI_UNROLL(8)
                 for (uint32_t c = 0; c < n_cols; c++)
                     sum[c][r][h] = vfmaq_f32(sum[c][r][h], w, vld1q_f32(t->x + (first + c) * t->x_stride + i + 4 * h));
             }
         }
+    RFI_UNROLL(8)
     for (uint32_t c = 0; c < n_cols; c++) {
         const float *x = t->x + (first + c) * t->x_stride;
         float32x4_t v[4];
+        RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) v[r] = vaddq_f32(sum[c][r][0], sum[c][r][1]);
         vst1q_f32(t->sum[first + c], vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])));
         for (uint32_t i = whole; i < t->n; i++)
+            RFI_UNROLL(4)
             for (int r = 0; r < 4; r++)
                 t->sum[first + c][r] = fmaf(rfi_load_type(type, t->row[r], i), x[i], t->sum[first + c][r]);
     }
@@ -10790,57 +10927,63 @@ RFI_INLINE RFI_NEON void rfi_neon_float_tile(uint32_t type, rfi_float_tile *t) {
     if (t->n_cols & 1) rfi_neon_float_part(type, 1, t->n_cols - 1, t);
 }
 
-RFI_INLINE RFI_NEON void rfi_neon_weigh_part(uint32_t type, uint32_t nc, uint32_t n_vec, uint32_t d, RFI_WEIGH_PARAMS) {
+RFI_INLINE RFI_NEON void rfi_neon_weigh_part(uint32_t type, uint32_t nc, uint32_t n_vec, const rfi_weigh *a,
+                                             uint32_t c0, uint32_t d) {
+    const float *p = a->p + c0 * a->p_stride;
+    float *out = a->out + c0 * a->out_stride + d;
     float32x4_t sum[2][8];
-    RFI_UNUSED(n_cols);
+    RFI_UNROLL(2)
     for (uint32_t c = 0; c < nc; c++)
-        for (uint32_t i = 0; i < n_vec; i++) sum[c][i] = vld1q_f32(out + c * out_stride + d + 4 * i);
-    for (uint64_t pos = 0; pos < n_pos; pos++)
+        RFI_UNROLL(8)
+        for (uint32_t i = 0; i < n_vec; i++) sum[c][i] = vld1q_f32(out + c * a->out_stride + 4 * i);
+    for (uint64_t pos = 0; pos < a->n_pos; pos++)
+        RFI_UNROLL(8)
         for (uint32_t i = 0; i < n_vec; i++) {
-            const float32x4_t w = rfi_neon_load(type, v, pos * head_dim_v + d + 4 * i);
-            for (uint32_t c = 0; c < nc; c++) sum[c][i] = vfmaq_n_f32(sum[c][i], w, p[c * p_stride + pos]);
+            const float32x4_t w = rfi_neon_load(type, a->v, pos * a->head_dim_v + d + 4 * i);
+            RFI_UNROLL(2)
+            for (uint32_t c = 0; c < nc; c++) sum[c][i] = vfmaq_n_f32(sum[c][i], w, p[c * a->p_stride + pos]);
         }
+    RFI_UNROLL(2)
     for (uint32_t c = 0; c < nc; c++)
-        for (uint32_t i = 0; i < n_vec; i++) vst1q_f32(out + c * out_stride + d + 4 * i, sum[c][i]);
+        RFI_UNROLL(8)
+        for (uint32_t i = 0; i < n_vec; i++) vst1q_f32(out + c * a->out_stride + 4 * i, sum[c][i]);
 }
 
-RFI_INLINE RFI_NEON void rfi_neon_weigh(uint32_t type, RFI_WEIGH_PARAMS) {
-    for (uint32_t c = 0; c < n_cols; c += 2, p += 2 * p_stride, out += 2 * out_stride) {
-        const int two = n_cols - c >= 2;
+RFI_INLINE RFI_NEON void rfi_neon_weigh(uint32_t type, const rfi_weigh *a) {
+    for (uint32_t c = 0, nc; c < a->n_cols; c += nc) {
         uint32_t d = 0;
-        for (; d + 32 <= head_dim_v; d += 32) {
-            if (two) rfi_neon_weigh_part(type, 2, 8, d, RFI_WEIGH_ARGS);
-            else rfi_neon_weigh_part(type, 1, 8, d, RFI_WEIGH_ARGS);
+        nc = a->n_cols - c >= 2 ? 2 : 1;
+        for (; d + 32 <= a->head_dim_v; d += 32) {
+            if (nc == 2) rfi_neon_weigh_part(type, 2, 8, a, c, d);
+            else rfi_neon_weigh_part(type, 1, 8, a, c, d);
         }
-        for (; d + 4 <= head_dim_v; d += 4) {
-            if (two) rfi_neon_weigh_part(type, 2, 1, d, RFI_WEIGH_ARGS);
-            else rfi_neon_weigh_part(type, 1, 1, d, RFI_WEIGH_ARGS);
+        for (; d + 4 <= a->head_dim_v; d += 4) {
+            if (nc == 2) rfi_neon_weigh_part(type, 2, 1, a, c, d);
+            else rfi_neon_weigh_part(type, 1, 1, a, c, d);
         }
-        for (int i = 0; i <= two; i++)
-            for (uint32_t e = d; e < head_dim_v; e++)
-                rfi_weigh_one(type, v, n_pos, head_dim_v, e, p + (uint32_t)i * p_stride,
-                              out + (uint32_t)i * out_stride + e);
+        rfi_weigh_rest(type, a, c, nc, d);
     }
 }
-static RFI_NEON void rfi_neon_weigh_F16(RFI_WEIGH_PARAMS) { rfi_neon_weigh(RF_TYPE_F16, RFI_WEIGH_ARGS); }
-static RFI_NEON void rfi_neon_weigh_F32(RFI_WEIGH_PARAMS) { rfi_neon_weigh(RF_TYPE_F32, RFI_WEIGH_ARGS); }
 
 RFI_INLINE RFI_NEON void rfi_neon_q8(const float *x, rfi_q8 *out) {
     const uint32x4_t most = vdupq_n_u32(0x7fffffff);
     float32x4_t v[8];
     int32x4_t q[8];
     uint32x4_t t = vdupq_n_u32(0);
+    RFI_UNROLL(8)
     for (int i = 0; i < 8; i++) {
         v[i] = vld1q_f32(x + 4 * i);
         t = vmaxq_u32(t, vandq_u32(vreinterpretq_u32_f32(v[i]), most));
     }
     const uint32_t top = vmaxvq_u32(t);
     const float32x4_t id = vdupq_n_f32(rfi_q8_scale(top, out));
+    RFI_UNROLL(8)
     for (int i = 0; i < 8; i++) {
         if (top >= 0x7f800000u) v[i] = vdupq_n_f32(0);
         const uint32x4_t y = vreinterpretq_u32_f32(vaddq_f32(vmulq_f32(v[i], id), vdupq_n_f32(RFI_ROUND_MAGIC)));
         q[i] = vreinterpretq_s32_u32(vsubq_u32(y, vdupq_n_u32(RFI_ROUND_BITS)));
     }
+    RFI_UNROLL(8)
     for (int i = 0; i < 8; i += 2)
         vst1_s8(out->q + 4 * i, vmovn_s16(vcombine_s16(vmovn_s32(q[i]), vmovn_s32(q[i + 1]))));
     rfi_q8_sums(vaddvq_s32(vaddq_s32(vaddq_s32(q[0], q[1]), vaddq_s32(q[2], q[3]))),
@@ -10868,45 +11011,55 @@ RFI_INLINE RFI_NEON void rfi_neon_turn(uint32_t type, const rfi_keys *k, uint32_
             vst4q_f32(to + i * 4, v);
         }
         for (uint32_t i = whole; i < n; i++)
+            RFI_UNROLL(4)
             for (uint32_t l = 0; l < 4; l++) to[i * 4 + l] = rfi_load_type(type, row[l], d + i);
     }
 }
 
-RFI_INLINE RFI_NEON void rfi_neon_dots_q(uint32_t nc, RFI_DOTS_Q_PARAMS) {
+/* nc columns from c on. */
+RFI_INLINE RFI_NEON void rfi_neon_dots_part(uint32_t nc, const rfi_dots *a, uint32_t c) {
     float32x4_t sum[4][2];
-    float *out = s + (uint64_t)c * RFI_ATTENTION_BLOCK;
-    q += (uint64_t)c * head_dim + d;
+    const float *q = a->q + (uint64_t)c * a->head_dim + a->d;
+    float *out = a->s + (uint64_t)c * RFI_ATTENTION_BLOCK;
+    RFI_UNROLL(4)
     for (uint32_t e = 0; e < nc; e++)
+        RFI_UNROLL(2)
         for (uint32_t h = 0; h < 2; h++)
-            sum[e][h] = d ? vld1q_f32(out + e * RFI_ATTENTION_BLOCK + 4 * h) : vdupq_n_f32(0);
-    for (uint32_t i = 0; i < n; i++) {
-        const float32x4_t a = vld1q_f32(turned + i * 4), b = vld1q_f32(turned + (RFI_SCORES_DIMS + i) * 4);
+            sum[e][h] = a->d ? vld1q_f32(out + e * RFI_ATTENTION_BLOCK + 4 * h) : vdupq_n_f32(0);
+    for (uint32_t i = 0; i < a->n; i++) {
+        const float32x4_t k0 = vld1q_f32(a->turned + i * 4), k1 = vld1q_f32(a->turned + (RFI_SCORES_DIMS + i) * 4);
+        RFI_UNROLL(4)
         for (uint32_t e = 0; e < nc; e++) {
-            sum[e][0] = vfmaq_n_f32(sum[e][0], a, q[(uint64_t)e * head_dim + i]);
-            sum[e][1] = vfmaq_n_f32(sum[e][1], b, q[(uint64_t)e * head_dim + i]);
+            sum[e][0] = vfmaq_n_f32(sum[e][0], k0, q[(uint64_t)e * a->head_dim + i]);
+            sum[e][1] = vfmaq_n_f32(sum[e][1], k1, q[(uint64_t)e * a->head_dim + i]);
         }
     }
+    RFI_UNROLL(4)
     for (uint32_t e = 0; e < nc; e++)
+        RFI_UNROLL(2)
         for (uint32_t h = 0; h < 2; h++) vst1q_f32(out + e * RFI_ATTENTION_BLOCK + 4 * h, sum[e][h]);
 }
-RFI_SCORES(neon, RFI_NEON, F16, 2, 8, 4)
-RFI_SCORES(neon, RFI_NEON, F32, 4, 8, 4)
 
+static RFI_NEON void rfi_neon_dots_q(const rfi_dots *a) {
+    uint32_t c = 0;
+    for (; c + 4 <= a->n_cols; c += 4) rfi_neon_dots_part(4, a, c);
+    for (; c < a->n_cols; c++) rfi_neon_dots_part(1, a, c);
+}
+
+enum { RFI_LANES_neon = 4, RFI_PANELS_neon = 1, RFI_COLS_neon = 8, RFI_KEYS_neon = 8 };
+#if !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("O3") /* finds vectors in plain loops */
+#endif
 RFI_ELEMENTWISE(neon, RFI_NEON)
-RFI_FLOAT_TYPES(neon, RFI_NEON)
-RFI_QUANT_TYPES(neon, RFI_NEON, 4, 1, 8)
-RFI_KERNELS(neon, neon, "neon dotprod")
-
-/* ---- NEON with the int8 matrix instruction: panels only, one column gains nothing ---- */
-
-RFI_NEON_TILES(i8mm, RFI_I8MM)
-#define rfi_i8mm_vector rfi_neon_vector
-#define rfi_i8mm_unpack(...) rfi_neon_unpack_for(1, __VA_ARGS__)
-#define rfi_i8mm_tile_eight rfi_i8mm_tile_bias
-#define rfi_i8mm_tile_halves_eight rfi_i8mm_tile_halves
-#define rfi_i8mm_expander rfi_neon_expander
-RFI_QUANT_TYPES(i8mm, RFI_I8MM, 4, 1, 8)
-RFI_KERNELS(i8mm, neon, "neon i8mm")
+#if !defined(__clang__)
+#pragma GCC pop_options
+#endif
+RFI_KERNELS_OF(neon, RFI_NEON)
+static const rfi_kernels rfi_kernels_neon = {.name = "neon", .arch_text = "neon dotprod", RFI_KERNELS(neon, neon)};
+/* The matrix instruction serves panels only: one column gains nothing by it. */
+static const rfi_kernels rfi_kernels_i8mm = {.name = "i8mm", .arch_text = "neon i8mm", .extended = 1,
+                                             RFI_KERNELS(neon, neon)};
 #endif /* __aarch64__ */
 
 /* ---- choice ---- */
@@ -10961,7 +11114,8 @@ static const rfi_kernels *rfi_kernels_find(const char *isa) {
 }
 
 static int rfi_matmul_has(const rfi_kernels *k, uint32_t type) {
-    return type < RF_TYPE_COUNT && (k->matmul[type] || rfi_expansions[type].expand);
+    RFI_UNUSED(k);
+    return type < RF_TYPE_COUNT && RF_TYPE_IS_BUILT(type);
 }
 
 /* ---- experts ---- */
@@ -11048,10 +11202,11 @@ static void rfi_mix_row(const rf_op *op, const float *in, const float *weights, 
 
 /* ---- matmul of any type ---- */
 
-/* rfi_kernels.matmul of any type that runs. */
+/* y[j * y_stride + i] = W[i] . x[j] for i < n_rows, j < n_cols; of a type that is built. Stack 40 KiB. */
 static void rfi_matmul_run(const rfi_kernels *k, uint32_t type, const rfi_matmul *m) {
-    if (!k->matmul[type]) k->matmul_expanded(type, m);
-    else k->matmul[type](m->w, m->row_bytes, m->n_rows, m->n_in, m->x, m->n_cols, m->y, m->y_stride);
+    if (type == RF_TYPE_F32) rfi_matmul_float(k->float_tile[type], 4, m);
+    else if (type == RF_TYPE_F16 || type == RF_TYPE_BF16) rfi_matmul_float(k->float_tile[type], 2, m);
+    else rfi_matmul_quant(k, type, m);
 }
 
 #if !defined(__clang__)
@@ -11404,7 +11559,7 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .out = o->out + r * o->out_width + (uint64_t)q_head * par->head_dim_v,
             .out_stride = o->out_width,
         };
-        o->k->attention(&a);
+        rfi_attention_run(o->k, &a);
     }
 }
 

@@ -701,7 +701,7 @@ static void check_attention_one(const rfi_kernels *k, uint32_t n_pos, uint32_t n
                        .v = vs[cache_type], .cells = cells, .n_cells = n_pos, .cache_type = cache_type, .n_tokens = n_tokens,
                        .n_pos = first, .n_group = n_group, .head_dim = dim, .head_dim_v = dim_v,
                        .scale = 1 / sqrtf((float)dim), .scratch = scratch, .out = out, .out_stride = out_stride};
-    k->attention(&a);
+    rfi_attention_run(k, &a);
     double worst = 0;
     for (uint32_t t = 0; t < n_tokens; t++)
         for (uint32_t h = 0; h < n_group; h++) {
@@ -725,7 +725,7 @@ static void check_attention_one(const rfi_kernels *k, uint32_t n_pos, uint32_t n
     for (uint32_t t = 0; t < n_tokens; t++) {
         rfi_attention b = a;
         b.q += t * q_stride, b.n_tokens = 1, b.n_pos = first + t, b.out = alone;
-        k->attention(&b);
+        rfi_attention_run(k, &b);
         CHECK(!memcmp(alone, out + t * out_stride, n_group * dim_v * 4), "%s: token %u has other bits alone", k->name, t);
         for (uint32_t i = n_group * dim_v; i < out_stride; i++) CHECK(out[t * out_stride + i] == -77, "%s", k->name);
     }
