@@ -4375,7 +4375,7 @@ RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, const 
 }
 
 #define RFI_EXPANDER(name, TARGET, codebook, TYPE, kind)                                                              \
-    static inline TARGET void rfi_##name##_expand_##TYPE(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {             \
+    static inline TARGET void rfi_##name##_expand_##TYPE(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {      \
         const uint32_t n = RFI_ELEMENTS_##TYPE, n_scales = n / (RFI_TYPE_##kind == RFI_TYPE_EXPANDED_32 ? 32 : 16);   \
         for (uint32_t b = 0; b < n_blocks; b++, p += RFI_BYTES_##TYPE)                                                \
             rfi_expand_block(RF_TYPE_##TYPE, codebook, p, e->q + b * n, e->s + b * n_scales, e->m + b * n_scales);    \
@@ -8900,7 +8900,8 @@ RFI_INLINE void rfi_keys_ahead(uintptr_t p, uint64_t n) {
         for (uint32_t pos = 0; pos < n_pos; pos += RFI_KEYS_##isa) {                                                  \
             rfi_keys keys;                                                                                            \
             rfi_keys_at(k, (uint64_t)head_dim * (bytes), pos, n_pos, RFI_KEYS_##isa, &keys);                          \
-            rfi_keys_ahead((uintptr_t)keys.row[RFI_KEYS_##isa - 1], (uint64_t)head_dim * (bytes) * (RFI_KEYS_##isa + 1)); \
+            rfi_keys_ahead((uintptr_t)keys.row[RFI_KEYS_##isa - 1],                                                   \
+                           (uint64_t)head_dim * (bytes) * (RFI_KEYS_##isa + 1));                                      \
             for (uint32_t d = 0; d < head_dim; d += RFI_SCORES_DIMS) {                                                \
                 const uint32_t n = (uint32_t)rfi_min_u64(RFI_SCORES_DIMS, head_dim - d);                              \
                 rfi_##isa##_turn(RF_TYPE_##TYPE, &keys, d, n, turned);                                                \
@@ -9372,7 +9373,8 @@ enum { RFI_LANES_scalar = 1, RFI_PANELS_scalar = 1, RFI_COLS_scalar = 8, RFI_KEY
 #define RFI_NO_TARGET
 RFI_ELEMENTWISE(scalar, RFI_NO_TARGET)
 RFI_KERNELS_OF(scalar, RFI_NO_TARGET)
-static const rfi_kernels rfi_kernels_scalar = {.name = "scalar", .arch_text = "portable C", RFI_KERNELS(scalar, scalar)};
+static const rfi_kernels rfi_kernels_scalar = {.name = "scalar", .arch_text = "portable C",
+                                               RFI_KERNELS(scalar, scalar)};
 
 #if defined(__x86_64__) && !defined(ROCMFORGE_NO_SIMD)
 
@@ -10273,7 +10275,8 @@ RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32
             for (uint32_t h = 0; h < n_halves; h++) {
                 __m256i i = isum[g][h];
                 const uint32_t at = (g * n_halves + h) * 8;
-                if (has_bias) i = _mm256_add_epi32(i, _mm256_set1_epi32((n_halves == 2 ? x[g].b16[h] : x[g].b) >> shift));
+                const int32_t b = n_halves == 2 ? x[g].b16[h] : x[g].b;
+                if (has_bias) i = _mm256_add_epi32(i, _mm256_set1_epi32(b >> shift));
                 y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(i), _mm256_mul_ps(_mm256_load_ps(s + at), dx), y);
                 if (!rfi_kind_min(kind)) continue;
                 y = _mm256_fmadd_ps(_mm256_load_ps(m + at), _mm256_set1_ps(n_halves == 2 ? x[g].s16[h] : x[g].s), y);
