@@ -86,6 +86,9 @@
  *                                      type volatile sig_atomic_t that progress_fn returns
  *   two GPUs                           for each a device ("hip:0", "hip:1"), a model and a session; one rf_gguf will do
  *   a model inside the program         rf_gguf_open_memory; rf_io for files of your own kind
+ *   why is no GPU used                 rf_device_list and rf_device_get_info: the note
+ *   what the library has to say        rf_gguf_desc.log_fn; it prints nothing itself
+ *   tokens of a vocabulary-only file   rf_tokenizer_open
  *   what is in a file                  rf_gguf_get_kv, rf_gguf_get_tensor; rocmforge_cli inspect
  *   a file that is cut short           rf_gguf_desc.no_map or rf_gguf_handle_fault
  *   does this GPU compute right        rocmforge_cli check: every op against the CPU
@@ -193,7 +196,7 @@ typedef enum rf_result {
     RF_ERR_DEVICE = -7,       /* a device call failed; error.sys is its code                          */
     RF_ERR_CANCELLED = -8,    /* by a call that cancels, a progress callback or a closing scheduler   */
     RF_ERR_NOT_FOUND = -9,    /* no such key, tensor, device or file                                  */
-    RF_ERR_BUSY = -10,        /* still in use: close what uses it first                               */
+    RF_ERR_BUSY = -10,        /* in use (close what uses it first), not empty, or a full queue        */
     RF_ERR_CAPACITY = -11     /* the caller's buffer is too small; *count is the size needed          */
 } rf_result;
 
@@ -13055,7 +13058,6 @@ struct rf_session {
 #undef RFI_SESSION_MEMBER
 };
 
-static const rf_session_desc *rfi_session_desc(const rf_session *s) { return &s->desc; }
 static const rf_allocator *rfi_session_allocator(const rf_session *s) { return rfi_gguf_allocator(s->m->g); }
 
 /* ---- sizes ---- */
@@ -17271,7 +17273,7 @@ struct rf_scheduler {
     rf_request *queue;           /* [capacity] ring buffer                             */
     uint32_t capacity, first, n_waiting;
     rfi_slot *slots;             /* [n_slots] running ones, oldest first, then idle    */
-    uint32_t n_slots, n_running, n_vocab;
+    uint32_t n_slots, n_running;
     rf_token_row *rows;          /* [n_batch]                                          */
     int closing, in_callbacks;   /* 1: in rf_scheduler_close; in a call that runs callbacks */
 };
@@ -17285,11 +17287,10 @@ ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, 
     const rf_allocator *alloc = rfi_session_allocator(s);
     rf_scheduler *sch = (rf_scheduler *)rfi_alloc(alloc, 1, sizeof *sch, "a scheduler", err);
     if (!sch) return RF_ERR_MEMORY;
-    const rf_session_desc *d = sch->desc = rfi_session_desc(s);
+    const rf_session_desc *d = sch->desc = &s->desc;
     sch->session = s, sch->tokenizer = (rf_tokenizer *)(uintptr_t)t;
     atomic_fetch_add(&sch->session->n_users, 1);
     atomic_fetch_add(&sch->tokenizer->n_users, 1);
-    sch->n_vocab = rf_model_get_info(s->m).n_vocab;
     sch->n_slots = (uint32_t)rfi_min_u64(d->n_seq_max, rfi_min_u64(d->n_batch, d->n_logits_max));
     sch->capacity = queue_capacity;
     sch->queue = (rf_request *)rfi_alloc(alloc, queue_capacity, sizeof *sch->queue, "waiting requests", err);
@@ -17348,10 +17349,11 @@ ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request 
     if (request->n_prompt > sch->desc->n_ctx)
         return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0, "rf_scheduler_submit: prompt of %u tokens, a sequence holds %u",
                         request->n_prompt, sch->desc->n_ctx);
+    const uint32_t n_vocab = sch->session->m->plan.n_vocab;
     for (uint32_t i = 0; i < request->n_prompt; i++) /* here, because in a batch it would fail the others too */
-        if (request->prompt[i] < 0 || (uint32_t)request->prompt[i] >= sch->n_vocab)
+        if (request->prompt[i] < 0 || (uint32_t)request->prompt[i] >= n_vocab)
             return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_scheduler_submit: prompt[%u] is token %d, want 0 to %u", i,
-                            request->prompt[i], sch->n_vocab - 1);
+                            request->prompt[i], n_vocab - 1);
     if (sch->n_waiting == sch->capacity)
         return rfi_fail(err, RF_ERR_BUSY, 0, "rf_scheduler_submit: %u requests wait already", sch->n_waiting);
     sch->queue[((uint64_t)sch->first + sch->n_waiting++) % sch->capacity] = *request;
