@@ -120,15 +120,15 @@
  *            they sleep between calls, and to load weights, while there is something to load or to stream.
  *   Errors   every function that can fail returns an rf_result (0 = ok); its last argument is the caller's rf_error,
  *            which receives the text, or NULL. Every close is RF_ERR_BUSY while something uses the object.
- *   Signals  async-signal-safe: rf_session_cancel and, on Linux, rf_gguf_handle_fault. Nothing else is.
+ *   Signals  async-signal-safe are rf_session_cancel and, on Linux, rf_gguf_handle_fault; no other call is meant to be.
  *   Bits     the same input gives the same logits, bit for bit, for any number of threads, load order and budget, on
  *            one device model and CPU instruction set. On the CPU also whatever else is in a batch and however a prompt
  *            is cut; a GPU chooses kernels by the number of rows in a step, and these round in other places.
  *
  * Security
- *   Untrusted   every byte of a GGUF file, also while others change it; texts, token ids and chat messages; and that
- *               memory, reads and device calls succeed.
- *   Promised    whatever they hold, the worst is an error. No crash, no hang, no access outside the file's bytes and
+ *   Untrusted   every byte of a GGUF file, also while others change it; saved sequences; texts, token ids and chat
+ *               messages. Allocations, reads and device calls may fail at any time.
+ *   Promised    whatever happens, the worst is an error. No crash, no hang, no access outside the file's bytes and
  *               our own; memory to open and plan is bounded by the file's metadata, not by what it claims. Nothing in
  *               a file is run, used as a format, or as a path (the parts of a split file are found by the first one's
  *               name); messages are printable ASCII.

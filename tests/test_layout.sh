@@ -56,6 +56,14 @@ case_names_of_the_first_page() {
     awk 'body; /\*\/$/ { body = 1 }' rocmforge.h | grep -oE '\brf_[a-z0-9_]+' | sort -u >"$dir/known"
     ! comm -23 "$dir/names" "$dir/known" | grep .
 }
+# one rule each: the error comes last, a close says whether it closed
+case_public_calls() {
+    sed -n '/>>api$/,/>>base$/p' rocmforge.h | awk '/^ROCMFORGE_API/ { d = "" } { d = d $0 } /;$/ { if (d ~ /^ROCMFORGE_API/) print d; d = "" }' |
+        sed 's/  */ /g' >"$dir/calls"
+    [ "$(wc -l <"$dir/calls")" -gt 40 ]
+    ! grep '^ROCMFORGE_API rf_result ' "$dir/calls" | grep -v ', rf_error \*err);$'
+    ! grep '_close(' "$dir/calls" | grep -v '^ROCMFORGE_API rf_result rf_[a-z]*_close(rf_[a-z]* \*[a-z]*, rf_error \*err);$'
+}
 case_sections_of_the_kernels() { sections rocmforge_kernels.hip; }
 case_stop_here() { [ "$(grep -c 'Stop here if you only call the library' rocmforge.h)" -eq 1 ]; }
 case_columns() {
