@@ -3,6 +3,7 @@
 #define ROCMFORGE_IMPLEMENTATION
 #include "rocmforge.h"
 #include "rf_test.h"
+#include "ref_types.h"
 
 static const uint32_t all_types[] = {RF_TYPE_F32,  RF_TYPE_F16,  RF_TYPE_BF16, RF_TYPE_Q8_0, RF_TYPE_Q4_0, RF_TYPE_Q4_1,
                                      RF_TYPE_Q5_0, RF_TYPE_Q5_1, RF_TYPE_Q4_K, RF_TYPE_Q5_K, RF_TYPE_Q6_K,
@@ -37,13 +38,7 @@ static void *get(size_t bytes) {
     return p;
 }
 
-/* ---- independent decoders, from the layouts; float64 ---- */
-
-static double half_value(const uint8_t *p) {
-    int h = p[0] | p[1] << 8, e = h >> 10 & 31, m = h & 1023;
-    double v = e == 31 ? (m ? NAN : INFINITY) : e ? ldexp(1024 + m, e - 25) : ldexp(m, -24);
-    return h & 0x8000 ? -v : v;
-}
+/* ---- blocks ---- */
 
 /* Where the scale of a type is that is a half precision number, and the second one after it. */
 static uint32_t scale_at(uint32_t type) {
@@ -59,130 +54,10 @@ static int half_scales(uint32_t type) { /* how many such there are */
                                                                                                                                : 1;
 }
 
-static const int iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-static double fp4_value(int q) { /* sign, 2 bits of exponent, 1 of fraction */
-    const int e = q >> 1 & 3, m = q & 1;
-    return (q & 8 ? -1 : 1) * (e ? ldexp(1 + 0.5 * m, e - 1) : 0.5 * m);
-}
-static int sign_of_seven(uint32_t bits, uint32_t k) { /* the eighth makes their number even */
-    int ones = 0;
-    for (uint32_t i = 0; i < 7; i++) ones += bits >> i & 1;
-    return (k < 7 ? bits >> k & 1 : (uint32_t)ones & 1) ? -1 : 1;
-}
-
-/* Value k of 256 of the types with lists of runs, which are the library's: test_zoo.sh's packed blocks judge those. */
-static double decode_run(uint32_t type, const uint8_t *b, uint32_t k) {
-    static const int two[3] = {8, 25, 43}, three[8] = {4, 12, 20, 28, 36, 44, 52, 62};
-    const uint32_t g = k / 32, i = k / 8, j = k % 8, i4 = k / 4;
-    uint32_t w, n;
-    switch (type) {
-    case RF_TYPE_IQ2_XXS:
-        memcpy(&w, b + 2 + 8 * g + 4, 4);
-        return half_value(b) * (0.5 + (w >> 28)) / 4 * two[rfi_iq2_xxs_runs[b[2 + 8 * g + i % 4]] >> 2 * j & 3] * sign_of_seven(w >> 7 * (i % 4), j);
-    case RF_TYPE_IQ2_XS:
-        w = b[2 + 2 * i] | (uint32_t)b[3 + 2 * i] << 8;
-        return half_value(b) * (0.5 + (b[66 + g] >> 4 * (k / 16 % 2) & 15)) / 4 * two[rfi_iq2_xs_runs[w % 512] >> 2 * j & 3] * sign_of_seven(w >> 9, j);
-    case RF_TYPE_IQ2_S:
-        n = b[2 + i] | (uint32_t)(b[66 + g] >> 2 * (i % 4) & 3) << 8;
-        return half_value(b) * (0.5 + (b[74 + g] >> 4 * (k / 16 % 2) & 15)) / 4 * two[rfi_iq2_s_runs[n] >> 2 * j & 3] * (b[34 + i] >> j & 1 ? -1 : 1);
-    case RF_TYPE_IQ3_XXS:
-        memcpy(&w, b + 66 + 4 * g, 4);
-        return half_value(b) * (0.5 + (w >> 28)) / 2 * three[rfi_iq3_xxs_runs[b[2 + i4]] >> 3 * (k % 4) & 7] * sign_of_seven(w >> 7 * (i % 4), j);
-    case RF_TYPE_IQ3_S:
-        n = b[2 + i4] | (uint32_t)(b[66 + g] >> i4 % 8 & 1) << 8;
-        return half_value(b) * (1 + 2 * (b[106 + g / 2] >> 4 * (g % 2) & 15)) * (1 + 2 * (rfi_iq3_s_runs[n] >> 3 * (k % 4) & 7)) * (b[74 + i] >> j & 1 ? -1 : 1);
-    case RF_TYPE_IQ1_S:
-        w = b[34 + 2 * g] | (uint32_t)b[35 + 2 * g] << 8;
-        n = b[2 + i] | (w >> 3 * (i % 4) & 7) << 8;
-        return half_value(b) * (2 * (w >> 12 & 7) + 1) * ((int)(rfi_iq1_runs[n] >> 2 * j & 3) - 1 + (w & 0x8000 ? -0.125 : 0.125));
-    default: { /* IQ1_M */
-        const uint8_t d[2] = {(uint8_t)(b[49] >> 4 | (b[51] & 0xf0)), (uint8_t)(b[53] >> 4 | (b[55] & 0xf0))};
-        w = b[32 + i / 2] >> 4 * (i % 2) & 15, n = b[i] | (w & 7) << 8;
-        const uint32_t scales = b[48 + k / 64 * 2] | (uint32_t)b[49 + k / 64 * 2] << 8;
-        return half_value(d) * (2 * (scales >> 3 * (k / 16 % 4) & 7) + 1) * ((int)(rfi_iq1_runs[n] >> 2 * j & 3) - 1 + (w & 8 ? -0.125 : 0.125));
-    }
-    }
-}
-
-/* Value k of a block of the other types that are expanded. */
-static double decode_expanded(uint32_t type, const uint8_t *b, uint32_t k) {
-    static const int powers[5] = {1, 3, 9, 27, 81};
-    const uint32_t g = k / 32, l = k % 32, low = 32 * (k / 128) + l, turn = 2 * (k / 32 % 4), s = k / 16;
-    int q, n;
-    switch (type) {
-    case RF_TYPE_IQ4_NL: return half_value(b) * iq4_values[k < 16 ? b[2 + k] & 15 : b[2 + k - 16] >> 4];
-    case RF_TYPE_IQ4_XS:
-        n = (b[4 + g / 2] >> 4 * (g % 2) & 15) | ((b[2] | b[3] << 8) >> 2 * g & 3) << 4;
-        return half_value(b) * (n - 32) * iq4_values[l < 16 ? b[8 + 16 * g + l] & 15 : b[8 + 16 * g + l - 16] >> 4];
-    case RF_TYPE_MXFP4: return ldexp(fp4_value(k < 16 ? b[1 + k] & 15 : b[1 + k - 16] >> 4), b[0] - 127);
-    case RF_TYPE_NVFP4:
-        n = b[s] & 127, q = b[4 + 8 * s + k % 8];
-        return (n == 127 && b[s] < 128 ? 0 : n < 8 ? ldexp(n, -9) : ldexp(8 + n % 8, n / 8 - 10)) * fp4_value(k % 16 < 8 ? q & 15 : q >> 4);
-    case RF_TYPE_Q2_K:
-        return half_value(b + 80) * (b[s] & 15) * (b[16 + low] >> turn & 3) - half_value(b + 82) * (b[s] >> 4);
-    case RF_TYPE_Q3_K:
-        n = (s < 8 ? b[96 + s] & 15 : b[96 + s - 8] >> 4) | (b[104 + s % 4] >> 2 * (s / 4) & 3) << 4;
-        q = (b[32 + low] >> turn & 3) - (b[l] >> g & 1 ? 0 : 4);
-        return half_value(b + 108) * (n - 32) * q;
-    case RF_TYPE_TQ1_0:
-        q = k < 160 ? b[l] : k < 240 ? b[32 + k % 16] : b[48 + k % 4];
-        n = (int)(k < 160 ? g : k < 240 ? s - 10 : (k - 240) / 4);
-        return half_value(b + 52) * (q * powers[n] % 256 * 3 / 256 - 1);
-    case RF_TYPE_TQ2_0: return half_value(b + 64) * ((b[low] >> turn & 3) - 1);
-    case RF_TYPE_Q1_0: return half_value(b) * (b[2 + k / 8] >> k % 8 & 1 ? 1 : -1);
-    case RF_TYPE_Q2_0: return half_value(b) * ((b[2 + k / 4] >> 2 * (k % 4) & 3) - 1);
-    default: return decode_run(type, b, k);
-    }
-}
-
-static double decode(uint32_t type, const uint8_t *row, uint32_t i) {
-    const uint32_t b32 = i / 32, j = i % 32, b256 = i / 256, k = i % 256;
-    const uint8_t *b;
-    float f;
-    uint32_t u;
-    int q;
-    switch (type) {
-    case RF_TYPE_F32: memcpy(&f, row + 4 * i, 4); return (double)f;
-    case RF_TYPE_F16: return half_value(row + 2 * i);
-    case RF_TYPE_BF16: u = (uint32_t)(row[2 * i] | row[2 * i + 1] << 8) << 16; memcpy(&f, &u, 4); return (double)f;
-    case RF_TYPE_Q8_0: b = row + b32 * 34; return half_value(b) * (int8_t)b[2 + j];
-    case RF_TYPE_Q4_0: b = row + b32 * 18; q = j < 16 ? b[2 + j] & 15 : b[2 + j - 16] >> 4; return half_value(b) * (q - 8);
-    case RF_TYPE_Q4_1:
-        b = row + b32 * 20; q = j < 16 ? b[4 + j] & 15 : b[4 + j - 16] >> 4;
-        return half_value(b) * q + half_value(b + 2);
-    case RF_TYPE_Q5_0:
-        b = row + b32 * 22; q = j < 16 ? b[6 + j] & 15 : b[6 + j - 16] >> 4;
-        if (b[2 + j / 8] >> j % 8 & 1) q += 16;
-        return half_value(b) * (q - 16);
-    case RF_TYPE_Q5_1:
-        b = row + b32 * 24; q = j < 16 ? b[8 + j] & 15 : b[8 + j - 16] >> 4;
-        if (b[4 + j / 8] >> j % 8 & 1) q += 16;
-        return half_value(b) * q + half_value(b + 2);
-    case RF_TYPE_Q4_K: case RF_TYPE_Q5_K: {
-        const uint32_t five = type == RF_TYPE_Q5_K, g = k / 32, l = k % 32;
-        b = row + b256 * (five ? 176 : 144);
-        const uint8_t *s = b + 4, *low = b + (five ? 48 : 16);
-        int sc = g < 4 ? s[g] & 63 : (s[g + 4] & 15) + (s[g - 4] >> 6) * 16;
-        int mn = g < 4 ? s[g + 4] & 63 : (s[g + 4] >> 4) + (s[g] >> 6) * 16;
-        q = g % 2 ? low[g / 2 * 32 + l] >> 4 : low[g / 2 * 32 + l] & 15;
-        if (five && (b[16 + l] >> g & 1)) q += 16;
-        return half_value(b) * sc * q - half_value(b + 2) * mn;
-    }
-    case RF_TYPE_Q6_K: {
-        const uint32_t h = k / 128, r = k % 128, l = r % 32;
-        b = row + b256 * 210;
-        const uint8_t *ql = b + h * 64, *qh = b + 128 + h * 32;
-        if (r < 32) q = (ql[l] & 15) | (qh[l] & 3) << 4;
-        else if (r < 64) q = (ql[l + 32] & 15) | (qh[l] >> 2 & 3) << 4;
-        else if (r < 96) q = ql[l] >> 4 | (qh[l] >> 4 & 3) << 4;
-        else q = ql[l + 32] >> 4 | (qh[l] >> 6 & 3) << 4;
-        return half_value(b + 208) * (int8_t)b[192 + k / 16] * (q - 32);
-    }
-    default: {
-        const rf_type_info t = rf_type_get(type);
-        return decode_expanded(type, row + i / t.block_elements * t.block_bytes, i % t.block_elements);
-    }
-    }
+/* n values from the start of a block on. */
+static void decode(uint32_t type, const uint8_t *raw, uint64_t n, double *out) {
+    const rf_type_info t = rf_type_get(type);
+    for (uint64_t i = 0; i < n; i += t.block_elements, raw += t.block_bytes) decode_block(type, raw, out + i);
 }
 
 /* Random blocks whose weights are of moderate size: random bytes, then halves of the order `size` in the scales. */
@@ -245,11 +120,13 @@ static void test_dequantize_random(void) {
         const size_t n = (size_t)n_blocks * t.block_elements;
         uint8_t *raw = get((size_t)n_blocks * t.block_bytes + 1), *src = raw + 1;
         float *y = get(n * sizeof *y);
+        double *exact = get(n * sizeof *exact); /* float32 rounds it once, Q6_K and mins twice */
         for (size_t i = 0; i < (size_t)n_blocks * t.block_bytes; i++) src[i] = (uint8_t)(rnd() >> 11);
+        decode(type, src, n, exact);
         CHECK(rf_dequantize(type, src, n, y, NULL) == RF_OK, "no");
         uint32_t bad = 0, finite = 0;
         for (uint32_t i = 0; i < n; i++) {
-            const double want = decode(type, src, i); /* float64; float32 rounds it once, Q6_K and mins twice */
+            const double want = exact[i];
             if (!isfinite(want)) {
                 bad += isfinite(y[i]) != 0;
                 continue;
@@ -262,7 +139,7 @@ static void test_dequantize_random(void) {
         }
         CHECK(!bad, "%s: %u of %u wrong", t.name, bad, (unsigned)n);
         CHECK(finite > n / 2, "%s", t.name);
-        free(raw), free(y);
+        free(raw), free(y), free(exact);
     }
 }
 
@@ -286,8 +163,7 @@ static void test_run_lists(void) {
 
 static void test_f16(void) {
     for (uint32_t h = 0; h < 65536; h++) {
-        const uint8_t b[2] = {(uint8_t)h, (uint8_t)(h >> 8)};
-        const double want = half_value(b);
+        const double want = half_value((uint16_t)h);
         const float got = rfi_f16_to_f32((uint16_t)h);
         CHECK(isnan(want) ? isnan(got) : (double)got == want && !signbit(got) == !signbit(want), "%04x", h);
         CHECK(isnan(want) ? isnan(rfi_f16_to_f32(rfi_f32_to_f16(got))) : rfi_f32_to_f16(got) == h, "%04x", h);
@@ -440,7 +316,7 @@ static void check_matmul(const rfi_kernels *k, uint32_t type, uint32_t n_rows, u
     run(k, &p, 0, n_rows, 0, n_cols, y, stride);
     uint32_t bad = 0;
     for (uint32_t i = 0; i < n_rows; i++) {
-        for (uint32_t l = 0; l < n_in; l++) row[l] = decode(type, p.w + i * p.row_bytes, l);
+        decode(type, p.w + i * p.row_bytes, n_in, row);
         for (uint32_t j = 0; j < n_cols; j++) {
             double sum = 0, size = 0;
             for (uint32_t l = 0; l < n_in; l++) {
@@ -515,16 +391,19 @@ static void check_matmul_extremes(const rfi_kernels *k) {
         run(k, &p, 0, n_rows, 0, n_cols, y, n_rows);
         run(rfi_kernels_find("scalar"), &p, 0, n_rows, 0, n_cols, z, n_rows);
         CHECK(!memcmp(y, z, sizeof y), "%s %s: not the scalar bits", k->name, info.name);
-        for (uint32_t i = 0; i < n_rows; i++)
+        for (uint32_t i = 0; i < n_rows; i++) {
+            double row[768];
+            decode(type, p.w + i * p.row_bytes, n_in, row);
             for (uint32_t j = 0; j < n_cols; j++) {
                 double sum = 0, size = 0;
                 for (uint32_t l = 0; l < n_in; l++) {
                     const rfi_q8 *g = p.q + j * p.acts.q_stride + l / 32;
-                    const double v = decode(type, p.w + i * p.row_bytes, l) * (double)g->d * g->q[l % 32];
+                    const double v = row[l] * (double)g->d * g->q[l % 32];
                     sum += v, size += fabs(v);
                 }
                 CHECK(fabs((double)y[j * n_rows + i] - sum) <= 1e-5 * size, "%s %s %u %u", k->name, info.name, i, j);
             }
+        }
         /* an input that is no number must show up in the result */
         p.x[5] = NAN;
         k->quantize(p.x, n_in, p.q);
