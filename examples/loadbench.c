@@ -90,63 +90,73 @@ static uint64_t fingerprint(const float *logits, uint32_t n) {
     return h;
 }
 
-int main(int argc, char **argv) {
-    const char *path = NULL, *device = NULL, *mode = "lazy";
-    int cold = 0, pinned = 0, n_tokens = 16, n_prompt = 16, percent = 0, cancel_ms = -1;
-    rf_model_desc md = {0};
-    rf_gguf_desc gd = {0};
-    rf_error err;
+typedef struct options {
+    const char *path, *device, *mode;
+    int cold, pinned, n_tokens, n_prompt, percent, cancel_ms;
+    rf_model_desc md;
+    rf_gguf_desc gd;
+} options;
+
+/* 0 if the command line is wrong. */
+static int parse(options *o, int argc, char **argv) {
+    *o = (options){.mode = "lazy", .n_tokens = 16, .n_prompt = 16, .cancel_ms = -1};
     for (int i = 1; i < argc; i++) {
         const char *value = i + 1 < argc ? argv[i + 1] : "";
-        if (!strcmp(argv[i], "--device")) device = value, i++;
-        else if (!strcmp(argv[i], "--mode")) mode = value, i++;
-        else if (!strcmp(argv[i], "--readers")) md.n_readers = (uint32_t)atoi(value), i++;
-        else if (!strcmp(argv[i], "--budget")) percent = atoi(value), i++;
+        if (!strcmp(argv[i], "--device")) o->device = value, i++;
+        else if (!strcmp(argv[i], "--mode")) o->mode = value, i++;
+        else if (!strcmp(argv[i], "--readers")) o->md.n_readers = (uint32_t)atoi(value), i++;
+        else if (!strcmp(argv[i], "--budget")) o->percent = atoi(value), i++;
         else if (!strcmp(argv[i], "--stream"))
-            md.stream_policy = strcmp(value, "lru") ? RF_STREAM_PREFIX : RF_STREAM_LRU, i++;
-        else if (!strcmp(argv[i], "--tokens")) n_tokens = atoi(value), i++;
-        else if (!strcmp(argv[i], "--prompt")) n_prompt = atoi(value), i++;
-        else if (!strcmp(argv[i], "--cancel")) cancel_ms = atoi(value), i++;
-        else if (!strcmp(argv[i], "--pinned")) pinned = 1;
-        else if (!strcmp(argv[i], "--cold")) cold = 1;
-        else if (!strcmp(argv[i], "--no-map")) gd.no_map = 1;
-        else if (argv[i][0] != '-' && !path) path = argv[i];
-        else path = NULL, i = argc;
+            o->md.stream_policy = strcmp(value, "lru") ? RF_STREAM_PREFIX : RF_STREAM_LRU, i++;
+        else if (!strcmp(argv[i], "--tokens")) o->n_tokens = atoi(value), i++;
+        else if (!strcmp(argv[i], "--prompt")) o->n_prompt = atoi(value), i++;
+        else if (!strcmp(argv[i], "--cancel")) o->cancel_ms = atoi(value), i++;
+        else if (!strcmp(argv[i], "--pinned")) o->pinned = 1;
+        else if (!strcmp(argv[i], "--cold")) o->cold = 1;
+        else if (!strcmp(argv[i], "--no-map")) o->gd.no_map = 1;
+        else if (argv[i][0] != '-' && !o->path) o->path = argv[i];
+        else return 0;
     }
-    if (!path || n_prompt < 1 || n_prompt > 16)
+    if (!strcmp(o->mode, "preload")) o->md.load_policy = RF_LOAD_PRELOAD;
+    if (!strcmp(o->mode, "critical")) o->md.load_policy = RF_LOAD_CRITICAL_FIRST;
+    return o->path && o->n_prompt >= 1 && o->n_prompt <= 16;
+}
+
+int main(int argc, char **argv) {
+    options o;
+    rf_error err;
+    if (!parse(&o, argc, argv))
         return fprintf(stderr, "usage: loadbench FILE [options]; the first lines of loadbench.c list them\n"), 2;
-    if (cold) drop_from_cache(path);
-    if (!strcmp(mode, "preload")) md.load_policy = RF_LOAD_PRELOAD;
-    if (!strcmp(mode, "critical")) md.load_policy = RF_LOAD_CRITICAL_FIRST;
+    if (o.cold) drop_from_cache(o.path);
 
     rf_device *d;
     rf_gguf *g;
     rf_model *m;
     rf_session *s;
     start = now_ms();
-    if (rf_device_open(device, NULL, &d, &err) != RF_OK) die("device", &err);
+    if (rf_device_open(o.device, NULL, &d, &err) != RF_OK) die("device", &err);
     say("device", NULL);
-    if (!strcmp(mode, "context")) return rf_device_close(d, NULL), 0;
-    if (rf_gguf_open(path, &gd, &g, &err) != RF_OK) die("open", &err);
+    if (!strcmp(o.mode, "context")) return rf_device_close(d, NULL), 0;
+    if (rf_gguf_open(o.path, &o.gd, &g, &err) != RF_OK) die("open", &err);
     say("open", NULL);
-    if (percent) { /* of the bytes that all weights take on the device */
+    if (o.percent) { /* of the bytes that all weights take on the device */
         rf_forecast all;
         if (rf_model_open(g, d, NULL, &m, &err) != RF_OK || rf_model_forecast(m, NULL, &all, &err) != RF_OK)
             die("forecast", &err);
         rf_model_close(m, NULL);
-        md.budget_bytes = all.weight_bytes / 100 * (uint64_t)percent;
-        md.pinned_bytes = pinned ? all.weight_bytes : 0;
+        o.md.budget_bytes = all.weight_bytes / 100 * (uint64_t)o.percent;
+        o.md.pinned_bytes = o.pinned ? all.weight_bytes : 0;
     }
-    if (rf_model_open(g, d, &md, &m, &err) != RF_OK) die("plan", &err);
+    if (rf_model_open(g, d, &o.md, &m, &err) != RF_OK) die("plan", &err);
     say("plan", m);
     rf_forecast forecast;
     if (rf_model_forecast(m, &(rf_session_desc){.n_ctx = 512}, &forecast, &err) != RF_OK) die("forecast", &err);
     if (rf_session_open(m, &(rf_session_desc){.n_ctx = 512}, &s, &err) != RF_OK) die("session", &err);
     say("session", m);
-    if (cancel_ms >= 0) load_and_cancel(m, cancel_ms);
+    if (o.cancel_ms >= 0) load_and_cancel(m, o.cancel_ms);
 
     const int32_t prompt[16] = {1, 20, 300, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160};
-    if (rf_session_forward(s, prompt, (uint32_t)n_prompt, NULL, &err) != RF_OK) die("first token", &err);
+    if (rf_session_forward(s, prompt, (uint32_t)o.n_prompt, NULL, &err) != RF_OK) die("first token", &err);
     int32_t token = -1;
     if (rf_session_get_argmax(s, 0, &token, &err) != RF_OK) die("first token", &err);
     say("first token", m);
@@ -155,7 +165,7 @@ int main(int argc, char **argv) {
     rf_loading_stats st = rf_model_get_loading_stats(m);
     uint64_t read_before = st.bytes_read;
     double decode = now_ms();
-    for (int i = 0; i < n_tokens; i++) {
+    for (int i = 0; i < o.n_tokens; i++) {
         if (rf_session_forward(s, &token, 1, NULL, &err) || rf_session_get_argmax(s, 0, &token, &err))
             die("decode", &err);
     }
@@ -163,11 +173,11 @@ int main(int argc, char **argv) {
     say("decode", m);
     st = rf_model_get_loading_stats(m);
     printf("%d tokens, %.2f ms each; loading %.2f GB/s in %.1f ms, waited %.1f ms; %llu loads, %llu evictions\n",
-           n_tokens, decode / n_tokens, st.gb_per_second, st.load_seconds * 1e3, st.wait_seconds * 1e3,
+           o.n_tokens, decode / o.n_tokens, st.gb_per_second, st.load_seconds * 1e3, st.wait_seconds * 1e3,
            (unsigned long long)st.loads, (unsigned long long)st.evictions);
     if (forecast.streamed_bytes)
         printf("streaming %.2f GB/s of %.3f GB a token; %.2f GB read from the file while decoding\n",
-               1e-6 * (double)forecast.streamed_bytes * n_tokens / decode, 1e-9 * (double)forecast.streamed_bytes,
+               1e-6 * (double)forecast.streamed_bytes * o.n_tokens / decode, 1e-9 * (double)forecast.streamed_bytes,
                1e-9 * (double)(st.bytes_read - read_before));
     float *logits;
     if (rf_session_get_logits(s, 0, &logits, &err) != RF_OK) die("logits", &err);
