@@ -9615,8 +9615,9 @@ RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_
     __m512i head[4];
     const __m512i byte = _mm512_set1_epi32(255);
     if (rfi_is_expanded(type)) {
-        const uint32_t n = 2 * rfi_kind_scales(rfi_kind_of(type));
-        for (uint32_t i = 0; i < (type == RFI_TYPE_EXPANDED_MIN ? 2 * n : n); i++) { /* m lies behind s */
+        const uint32_t n = 2 * rfi_kind_scales(rfi_kind_of(type)), end = type == RFI_TYPE_EXPANDED_MIN ? 2 * n : n;
+        RFI_UNROLL(8)
+        for (uint32_t i = 0; i < end; i++) { /* m follows s */
             rfi_512_heads(r, offset + offsetof(rfi_expanded, s) + 16 * i, head);
             float *to = i < n ? s + i * 64 : m + (i - n) * 64;
             RFI_UNROLL(4)
@@ -9882,8 +9883,8 @@ RFI_INLINE RFI_512 __m512 rfi_512_load(uint32_t type, const void *p, uint64_t i,
 }
 
 /* n values (16, but at the end of a row) of 4 rows times the columns. */
-RFI_INLINE RFI_512 void rfi_512_float_step(uint32_t type, uint32_t n_cols, const rfi_float_tile *t, uint32_t i,
-                                           uint32_t n, __m512 sum[RFI_FLOAT_COLS][4]) {
+RFI_INLINE RFI_512 void rfi_512_float_step(uint32_t type, uint32_t n_cols, const rfi_float_tile *t, const float *x,
+                                           uint32_t i, uint32_t n, __m512 sum[RFI_FLOAT_COLS][4]) {
     __m512 w[4];
     RFI_UNROLL(4)
     for (int r = 0; r < 4; r++) {
@@ -9892,21 +9893,22 @@ RFI_INLINE RFI_512 void rfi_512_float_step(uint32_t type, uint32_t n_cols, const
     }
     RFI_UNROLL(6)
     for (uint32_t c = 0; c < n_cols; c++) {
-        const __m512 x = rfi_512_load(RF_TYPE_F32, t->x + c * t->x_stride, i, n);
+        const __m512 v = rfi_512_load(RF_TYPE_F32, x + c * t->x_stride, i, n);
         RFI_UNROLL(4)
-        for (int r = 0; r < 4; r++) sum[c][r] = _mm512_fmadd_ps(w[r], x, sum[c][r]);
+        for (int r = 0; r < 4; r++) sum[c][r] = _mm512_fmadd_ps(w[r], v, sum[c][r]);
     }
 }
 
-RFI_INLINE RFI_512 void rfi_512_float_tile(uint32_t type, uint32_t n_cols, rfi_float_tile *t) {
+RFI_INLINE RFI_512 void rfi_512_float_tile(uint32_t type, uint32_t n_cols, rfi_float_tile *t, uint32_t c0) {
+    const float *x = t->x + c0 * t->x_stride;
     __m512 sum[RFI_FLOAT_COLS][4];
     uint32_t i = 0;
     RFI_UNROLL(6)
     for (uint32_t c = 0; c < n_cols; c++)
         RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) sum[c][r] = _mm512_setzero_ps();
-    for (; i + 16 <= t->n; i += 16) rfi_512_float_step(type, n_cols, t, i, 16, sum);
-    if (i < t->n) rfi_512_float_step(type, n_cols, t, i, t->n - i, sum);
+    for (; i + 16 <= t->n; i += 16) rfi_512_float_step(type, n_cols, t, x, i, 16, sum);
+    if (i < t->n) rfi_512_float_step(type, n_cols, t, x, i, t->n - i, sum);
     RFI_UNROLL(6)
     for (uint32_t c = 0; c < n_cols; c++) {
         const __m512 ab =
@@ -9915,19 +9917,19 @@ RFI_INLINE RFI_512 void rfi_512_float_tile(uint32_t type, uint32_t n_cols, rfi_f
             _mm512_add_ps(_mm512_unpacklo_ps(sum[c][2], sum[c][3]), _mm512_unpackhi_ps(sum[c][2], sum[c][3]));
         const __m512 lanes = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
         const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
-        _mm_storeu_ps(t->sum[c], _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
+        _mm_storeu_ps(t->sum[c0 + c], _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
     }
 }
 
 RFI_INLINE RFI_512 void rfi_avx512_float_tile(uint32_t type, rfi_float_tile *t) {
-    switch (t->n_cols) {
-    case 1: rfi_512_float_tile(type, 1, t); break;
-    case 2: rfi_512_float_tile(type, 2, t); break;
-    case 3: rfi_512_float_tile(type, 3, t); break;
-    case 4: rfi_512_float_tile(type, 4, t); break;
-    case 5: rfi_512_float_tile(type, 5, t); break;
-    default: rfi_512_float_tile(type, 6, t); break;
+    const uint32_t n = t->n_cols;
+    if (n == 6) {
+        rfi_512_float_tile(type, 6, t, 0);
+        return;
     }
+    if (n & 4) rfi_512_float_tile(type, 4, t, 0);
+    if (n & 2) rfi_512_float_tile(type, 2, t, n & 4);
+    if (n & 1) rfi_512_float_tile(type, 1, t, n & 6);
 }
 
 #define RFI_512_VALUES_AHEAD 32u /* positions to prefetch ahead: the hardware does not look across pages */
@@ -10122,8 +10124,9 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
     uint16_t d[8], dmin[8];
     __m256i head[4];
     if (rfi_is_expanded(type)) {
-        const uint32_t n = 2 * rfi_kind_scales(rfi_kind_of(type));
-        for (uint32_t i = 0; i < (type == RFI_TYPE_EXPANDED_MIN ? 2 * n : n); i++) { /* m lies behind s */
+        const uint32_t n = 2 * rfi_kind_scales(rfi_kind_of(type)), end = type == RFI_TYPE_EXPANDED_MIN ? 2 * n : n;
+        RFI_UNROLL(8)
+        for (uint32_t i = 0; i < end; i++) { /* m follows s */
             const uint64_t at = offset + offsetof(rfi_expanded, s) + 16 * i;
             RFI_UNROLL(4)
             for (int j = 0; j < 4; j++) head[j] = rfi_256_pick(r->row[j] + at, r->row[j + 4] + at);
@@ -10198,13 +10201,8 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
 #endif
 
 /* Sums of 4 products; a is unsigned unless signed_a. No 16-bit sum overflows: 128 * 127 * 2, or 63 * 127 * 2. */
-RFI_INLINE RFI_256 __m256i rfi_256_dot(int vnni, int signed_a, __m256i a, __m256i x) {
+RFI_INLINE RFI_256 __m256i rfi_256_dot(int signed_a, __m256i a, __m256i x) {
     if (signed_a) x = _mm256_sign_epi8(x, a), a = _mm256_abs_epi8(a);
-    if (vnni) {
-        __m256i sum = _mm256_setzero_si256();
-        rfi_256_vnni(sum, a, x);
-        return sum;
-    }
     return _mm256_madd_epi16(_mm256_maddubs_epi16(a, x), _mm256_set1_epi16(1));
 }
 
@@ -10222,14 +10220,13 @@ RFI_INLINE RFI_256 void rfi_256_prefetch(uint32_t type, const rfi_rows *r, uint6
 }
 
 /* Sums of products of a pair of groups, or of their halves, of rows 4i to 4i + 3. */
-RFI_INLINE RFI_256 void rfi_256_sums(int vnni, uint32_t type, const __m256i q[4][2], const __m256i xq[2],
-                                     __m256i sum[2]) {
+RFI_INLINE RFI_256 void rfi_256_sums(uint32_t type, const __m256i q[4][2], const __m256i xq[2], __m256i sum[2]) {
     const uint32_t n_sums = rfi_kind_scales(rfi_kind_of(type));
     __m256i dot[2][4];
     RFI_UNROLL(4)
     for (int j = 0; j < 4; j++) {
         RFI_UNROLL(2)
-        for (int h = 0; h < 2; h++) dot[h][j] = rfi_256_dot(vnni, rfi_is_signed(type), q[j][h], xq[h]);
+        for (int h = 0; h < 2; h++) dot[h][j] = rfi_256_dot(rfi_is_signed(type), q[j][h], xq[h]);
         if (n_sums == 1) dot[0][j] = _mm256_add_epi32(dot[0][j], dot[1][j]);
     }
     RFI_UNROLL(2)
@@ -10261,8 +10258,7 @@ RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32
                     __m256i q[4][2];
                     RFI_UNROLL(4)
                     for (int j = 0; j < 4; j++) rfi_256_values(type, r->row[4 * i + j] + offset, half, odd, q[j]);
-                    if (r->extended) rfi_256_sums(1, type, (const __m256i (*)[2])q, xq, sum[i]);
-                    else rfi_256_sums(0, type, (const __m256i (*)[2])q, xq, sum[i]);
+                    rfi_256_sums(type, (const __m256i (*)[2])q, xq, sum[i]);
                 }
                 RFI_UNROLL(2)
                 for (uint32_t h = 0; h < n_halves; h++) {
@@ -10270,9 +10266,7 @@ RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32
                     isum[second][h] = _mm256_permute2x128_si256(sum[0][h], sum[1][h], 0x31);
                 }
             }
-        RFI_UNROLL(8)
-        for (uint32_t g = 0; g < 8; g++) {
-            if (g0 + g == n_groups) break;
+        for (uint32_t g = 0; g < 8 && g0 + g < n_groups; g++) {
             const __m256 dx = _mm256_set1_ps(x[g].d);
             RFI_UNROLL(2)
             for (uint32_t h = 0; h < n_halves; h++) {
