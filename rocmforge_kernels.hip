@@ -111,20 +111,27 @@
 #define RFK_THREADS(n) RFK_RESIDENT(n, 1)
 
 #define RFK_DEVICE static __device__ __forceinline__
+/* What many kernels end with, compiled once. On AMD a call would cost a kernel private memory. */
+#if defined(RFK_NVIDIA)
+#define RFK_CALLED static __device__ __noinline__
+#else
+#define RFK_CALLED RFK_DEVICE
+#endif
 
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define RFK_SM80 1 /* device code with the instructions of sm_80 */
 #endif
 
-/* Lanes of a wave of the GPU that is being compiled for, 0 where that is not known: kernels for the other size are
- * never launched there and stay empty, so that their registers are nobody's concern. */
+/* Lanes of a wave of the GPU that this pass compiles for; 0 in host code and in emulation. Kernels for the other size
+ * are never launched there: they stay empty, which halves the time to compile. */
 #if defined(__GFX9__)
 #define RFK_TARGET_WAVE 64
-#elif defined(__GFX10__) || defined(__GFX11__) || defined(__GFX12__)
+#elif defined(RFK_NVIDIA) || defined(__GFX10__) || defined(__GFX11__) || defined(__GFX12__)
 #define RFK_TARGET_WAVE 32
 #else
 #define RFK_TARGET_WAVE 0
 #endif
+#define RFK_RUNS_WAVE(wave) (RFK_TARGET_WAVE == 0 || RFK_TARGET_WAVE == (wave))
 
 /* c + the products of four signed bytes. */
 RFK_DEVICE int rfk_dot4(int a, int b, int c) {
@@ -983,6 +990,21 @@ enum { RFK_OTHER32 = RF_TYPE_COUNT, RFK_OTHER16, RFK_OTHER };
     X(RF_TYPE_Q8_0) X(RF_TYPE_Q4_0) X(RF_TYPE_Q4_1) X(RF_TYPE_Q5_0) X(RF_TYPE_Q5_1) X(RF_TYPE_Q4_K) X(RF_TYPE_Q5_K)  \
     X(RF_TYPE_Q6_K) X(RF_TYPE_Q2_K) X(RFK_OTHER32) X(RFK_OTHER16)
 
+/* Which types and classes this build has kernels for (ROCMFORGE_TYPES). A table of kernels has those of `or_another` for
+ * a type that is left out, which op_supported lets through to none. */
+#define RFK_OR_BUILT(TYPE) || RF_TYPE_IS_BUILT(TYPE)
+template <int TYPE> struct rfk_built {
+    static const bool is = TYPE == RFK_OTHER32   ? (false RFK_OTHER32_TYPES(RFK_OR_BUILT))
+                           : TYPE == RFK_OTHER16 ? (false RFK_OTHER16_TYPES(RFK_OR_BUILT))
+                                                 : RF_TYPE_IS_BUILT(TYPE);
+};
+#undef RFK_OR_BUILT
+#define RFK_IF_BUILT(TYPE) rfk_built<TYPE>::is ? (int)TYPE :
+static const int rfk_first_built = RFK_QUANTIZED_TYPES(RFK_IF_BUILT) (int)RF_TYPE_Q8_0;
+#undef RFK_IF_BUILT
+#define RFK_BUILT(TYPE) (rfk_built<TYPE>::is ? (int)TYPE : rfk_first_built)
+#define RFK_BUILT_FLOAT(TYPE) (rfk_built<TYPE>::is ? (int)TYPE : (int)RF_TYPE_F32)
+
 /* What tells apart the kernels that take a type: the type itself, or the class it belongs to. */
 static uint32_t rfk_kernel_type(uint32_t type) {
 #define RFK_CLASS_CASE(TYPE) case TYPE:
@@ -994,8 +1016,9 @@ static uint32_t rfk_kernel_type(uint32_t type) {
 #undef RFK_CLASS_CASE
 }
 
-#define RFK_FETCH_CASE(TYPE) case TYPE: rfk_format<TYPE>::fetch(w, 0, (uint32_t)block + u, r); break;
-#define RFK_UNPACK_CASE(TYPE) case TYPE: rfk_format<TYPE>::unpack(r, u, o); break;
+#define RFK_FETCH_CASE(TYPE) \
+    case TYPE: if (rfk_built<TYPE>::is) rfk_format<TYPE>::fetch(w, 0, (uint32_t)block + u, r); break;
+#define RFK_UNPACK_CASE(TYPE) case TYPE: if (rfk_built<TYPE>::is) rfk_format<TYPE>::unpack(r, u, o); break;
 #define RFK_OTHER_FORMAT(CLASS, TYPES, scales)                                                                       \
     template <> struct rfk_format<CLASS> {                                                                           \
         static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 0, SCALES = scales;                          \
@@ -1022,6 +1045,42 @@ template <int TYPE> RFK_DEVICE uint32_t rfk_unit_at(uint32_t u) {
     if (rfk_format<TYPE>::STRIDE == 32) return u / 2 * 64 + u % 2 * 16;
     if (rfk_format<TYPE>::STRIDE == 64) return u / 4 * 128 + u % 4 * 16;
     return u * 32;
+}
+
+/* A unit of any quantized type, for kernels that need not be the fastest: weight k of half h is d[h] * (q - offset) -
+ * m[h], at position at + h * stride + k of the row. */
+struct rfk_any_unit {
+    rfk_unit unit;
+    uint32_t at, stride;
+    int offset;
+};
+template <int TYPE> RFK_DEVICE void rfk_place_unit_of(uint32_t u, rfk_any_unit &o) {
+    o.at = rfk_unit_at<TYPE>(u);
+    o.stride = rfk_format<TYPE>::STRIDE;
+    o.offset = rfk_format<TYPE>::OFFSET;
+}
+template <int TYPE>
+RFK_DEVICE void rfk_load_unit_of(const rfk_weight &w, size_t row, uint32_t n_in, uint32_t u, rfk_unit &o) {
+    if (!rfk_built<TYPE>::is) return;
+    rfk_load_unit<TYPE>(w, row * (n_in / rfk_format<TYPE>::BLOCK), u, o);
+    if (!rfk_format<TYPE>::HAS_MIN) o.m[0] = o.m[1] = 0;
+}
+/* Unit u of a row, but for its weights; then these. kernel_type: rfk_kernel_type of w's. */
+RFK_DEVICE void rfk_place_any_unit(uint32_t kernel_type, uint32_t u, rfk_any_unit &o) {
+    o.at = o.stride = 0, o.offset = 0;
+#define RFK_PLACE_CASE(TYPE) case TYPE: rfk_place_unit_of<TYPE>(u, o); break;
+    switch (kernel_type) { RFK_QUANTIZED_TYPES(RFK_PLACE_CASE) default: break; }
+#undef RFK_PLACE_CASE
+}
+RFK_DEVICE void rfk_load_any_unit(const rfk_weight &w, uint32_t kernel_type, size_t row, uint32_t n_in, uint32_t u,
+                                  rfk_any_unit &o) {
+#define RFK_UNIT_CASE(TYPE) case TYPE: rfk_load_unit_of<TYPE>(w, row, n_in, u, o.unit); break;
+    switch (kernel_type) { RFK_QUANTIZED_TYPES(RFK_UNIT_CASE) default: break; }
+#undef RFK_UNIT_CASE
+}
+RFK_DEVICE float rfk_unit_value(const rfk_any_unit &o, uint32_t h, uint32_t k) {
+    const float q = (float)((int8_t)(o.unit.q[4 * h + k / 4] >> (8 * (k % 4))) - o.offset);
+    return o.unit.d[h] * q - o.unit.m[h];
 }
 
 /* Element i of F32, F16 or BF16 data; and eight of them from 8 * k, with 16-byte loads. */
@@ -1144,7 +1203,7 @@ struct rfk_embed_args {
     rfk_weight w;
     const rf_step_row *rows;
     float *out;
-    uint32_t out_stride, n_out, by_position, accumulate;
+    uint32_t kernel_type, out_stride, n_out, by_position, accumulate;
     float scale;
 };
 RFK_DEVICE int32_t rfk_embed_row(const rfk_embed_args &a) {
@@ -1154,27 +1213,27 @@ RFK_DEVICE int32_t rfk_embed_row(const rfk_embed_args &a) {
 RFK_DEVICE void rfk_embed_value(const rfk_embed_args &a, float *out, float v) {
     *out = a.accumulate ? *out + v * a.scale : v * a.scale;
 }
-template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed(rfk_embed_args a) {
-    typedef rfk_format<TYPE> F;
-    uint32_t u = blockIdx.x * RFK_BLOCK + threadIdx.x;
-    int32_t token = rfk_embed_row(a);
+/* Rows of quantized weights, a unit a thread. */
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed(rfk_embed_args a) {
+    const uint32_t u = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    const int32_t token = rfk_embed_row(a);
     if (token < 0 || u >= a.n_out / 32) return;
-    rfk_unit unit;
-    rfk_load_unit<TYPE>(a.w, (size_t)token * (a.n_out / F::BLOCK), u, unit);
-    float *out = a.out + (size_t)blockIdx.y * a.out_stride + rfk_unit_at<TYPE>(u);
-    RFK_UNROLL(8)
-    for (int i = 0; i < 8; i++)
-        for (int k = 0; k < 4; k++) {
-            float v = unit.d[i / 4] * (float)((int8_t)(unit.q[i] >> (8 * k)) - F::OFFSET);
-            rfk_embed_value(a, &out[i / 4 * F::STRIDE + i % 4 * 4 + k], F::HAS_MIN ? v - unit.m[i / 4] : v);
-        }
+    rfk_any_unit o;
+    rfk_place_any_unit(a.kernel_type, u, o);
+    rfk_load_any_unit(a.w, a.kernel_type, (size_t)token, a.n_out, u, o);
+    float *out = a.out + (size_t)blockIdx.y * a.out_stride + o.at;
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++)
+        RFK_UNROLL(16)
+        for (uint32_t k = 0; k < 16; k++) rfk_embed_value(a, &out[h * o.stride + k], rfk_unit_value(o, h, k));
 }
-template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed_float(rfk_embed_args a) {
-    uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
-    int32_t token = rfk_embed_row(a);
+/* Rows of floats, a value a thread. */
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed_float(rfk_embed_args a) {
+    const uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    const int32_t token = rfk_embed_row(a);
     if (token < 0 || i >= a.n_out) return;
-    size_t row = (size_t)token * a.n_out;
-    rfk_embed_value(a, &a.out[(size_t)blockIdx.y * a.out_stride + i], rfk_load1<TYPE>(a.w.plane[0], row + i));
+    const size_t row = (size_t)token * a.n_out;
+    rfk_embed_value(a, &a.out[(size_t)blockIdx.y * a.out_stride + i], rfk_load_any(a.w.plane[0], a.kernel_type, row + i));
 }
 
 /* Values 4i .. 4i + 3 of a row, those from n on as 0: in one load where the row's address allows it. */
@@ -1293,6 +1352,7 @@ struct rfk_quantize_args {
     uint32_t in_stride, n;
 };
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_quantize(rfk_quantize_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     uint32_t i = blockIdx.y * RFK_BLOCK + threadIdx.x;
     float x[4];
     rfk_get4(a.in + (size_t)blockIdx.x * a.in_stride, i, a.n, x);
@@ -1334,6 +1394,7 @@ RFK_DEVICE float rfk_norm_value(const rfk_norm_args &a, float x, float scale, ui
 }
 
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(rfk_norm_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_norm_shared, s);
     const float *in = a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.y * a.n;
     float *out = rfk_norm_out(a);
@@ -1415,6 +1476,7 @@ template <int WAVE, class R> RFK_DEVICE void rfk_norm_wide(const rfk_norm_args &
 }
 
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm_wide(rfk_norm_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_norm_shared, s);
     const rfk_norm_row r = {a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.y * a.n, a.n};
     rfk_norm_wide<WAVE>(a, r, s);
@@ -1535,6 +1597,7 @@ RFK_DEVICE size_t rfk_q8_bytes(size_t n) { return n / 32 * 34; }
 
 /* The same into rows of RF_CACHE_Q8_0: four values a thread.   grid [ceil(heads * (dk + dv) / 1024), T]   block 256 */
 template <int WAVE, bool LATENT> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_q8_store(rfk_store_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     const uint32_t i = 4 * (blockIdx.x * RFK_BLOCK + threadIdx.x), n_k = a.n_kv_heads * a.head_dim;
     const bool key = LATENT || i < n_k, inside = i < n_k + (LATENT ? 0 : a.n_kv_heads * a.head_dim_v);
     const uint32_t at = key ? i : i - n_k, dim = key ? a.head_dim : a.head_dim_v, head = at / dim, e = at % dim;
@@ -1587,6 +1650,7 @@ RFK_DEVICE float rfk_glu_value(const rfk_glu_args &a, float gate, float up, floa
     return a.factor ? x * factor : x;
 }
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_glu_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     const uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
     const float factor = a.factor ? rfk_load_any(a.factor, a.factor_type, 0) : 1.0f;
     float gate[4], up[4] = {1, 1, 1, 1}, x[4];
@@ -1637,6 +1701,7 @@ RFK_DEVICE void rfk_larger(float *value, uint32_t *id, float other_value, uint32
     if (other_value > *value || (other_value == *value && other_id < *id)) *value = other_value, *id = other_id;
 }
 template <int WAVE> static __global__ void RFK_THREADS(RFK_ARGMAX_BLOCK) rfk_argmax(rfk_argmax_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_argmax_shared, s);
     const float *in = a.in + (size_t)blockIdx.x * a.in_stride;
     float largest = -INFINITY, v[8]; /* eight loads in flight */
@@ -1671,6 +1736,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_ARGMAX_BLOCK) rfk_arg
 }
 /* The best of the parts.   grid rows   block WAVE */
 template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_argmax_join(rfk_argmax_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     rfk_best_value best = {-INFINITY, 0xffffffffu};
     for (uint32_t i = threadIdx.x; i < a.n_parts; i += WAVE) {
         const rfk_best_value other = a.part[(size_t)blockIdx.x * a.n_parts + i];
@@ -1760,6 +1826,7 @@ RFK_DEVICE void rfk_route_weights(rfk_route_shared &s, const rfk_route_args &a, 
     }
 }
 template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_route_shared, s);
     const float *in = a.logits + (size_t)blockIdx.x * a.in_stride;
     float *out = a.out + (size_t)blockIdx.x * a.out_stride, top = -INFINITY, sum = 0;
@@ -1881,7 +1948,7 @@ template <int WAVE, int DIM> RFK_DEVICE float rfk_column_sum(float v) {
     return v;
 }
 template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_delta(rfk_delta_args a) {
-    if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     const uint32_t cols = RFK_DELTA_COLS(WAVE, DIM), lanes = WAVE / cols, h = blockIdx.y,
                    first = threadIdx.x % WAVE / cols,
                    col = (blockIdx.x * 4 + threadIdx.x / WAVE) * cols + threadIdx.x % cols,
@@ -2037,6 +2104,7 @@ RFK_DEVICE float rfk_unit_dot(const rfk_unit &w, const int *q, const rfk_group *
 /* grid [ceil(n_out / 4), ceil(cols / COLS)]   block 4 waves, a row each   reads W once per COLS columns */
 template <int TYPE, int WAVE, int COLS>
 static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec(rfk_matmul_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_format<TYPE> F;
     uint32_t number = blockIdx.x;
     const rfk_product p = rfk_pick(a, &number);
@@ -2068,6 +2136,7 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec(rfk_matmul
 /* The same with weights of floats. */
 template <int TYPE, int WAVE, int COLS>
 static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_matmul_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     uint32_t number = blockIdx.x;
     const rfk_product p = rfk_pick(a, &number);
     uint32_t lane = threadIdx.x % WAVE, col0 = blockIdx.y * COLS;
@@ -2122,6 +2191,7 @@ struct rfk_experts_args {
     uint32_t factor_type;
     rfk_weight heads;    /* route NULL: choice k takes rows of it from row0 + k * head_rows on */
     uint32_t head_rows;
+    uint32_t kernel_type; /* rfk_kernel_type of `heads`, for rfk_across */
 };
 
 /* The matrix of a block's choice, and where its row is in it. */
@@ -2145,6 +2215,7 @@ RFK_DEVICE void rfk_put_pair(const rfk_experts_args &a, uint32_t pair, uint32_t 
 /* grid [ceil(n_out / 4), n_used, rows]   block 4 waves, a row of W each   reads W once per pair */
 template <int TYPE, int WAVE>
 static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts(rfk_experts_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_format<TYPE> F;
     const uint32_t lane = threadIdx.x % WAVE, row = blockIdx.x * RFK_MATVEC_WAVES + threadIdx.x / WAVE,
                    pair = blockIdx.z * a.n_used + blockIdx.y;
@@ -2168,6 +2239,7 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts(rfk_exper
 /* The same with weights of floats. */
 template <int TYPE, int WAVE>
 static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts_float(rfk_experts_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     const uint32_t lane = threadIdx.x % WAVE, row = blockIdx.x * RFK_MATVEC_WAVES + threadIdx.x / WAVE,
                    pair = blockIdx.z * a.n_used + blockIdx.y;
     if (row >= a.n_out) return;
@@ -2255,23 +2327,20 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sort_pairs(rfk_sort_args a) {
 #define RFK_ACROSS_ROWS 16u
 #define RFK_ACROSS_COLS (32 * RFK_BLOCK / RFK_ACROSS_ROWS)
 struct rfk_across_shared { float sum[RFK_BLOCK][4]; };
-template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_across(rfk_experts_args a) {
-    typedef rfk_format<TYPE> F;
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_across(rfk_experts_args a) {
     RFK_SHARED(rfk_across_shared, s);
     const uint32_t units = RFK_BLOCK / RFK_ACROSS_ROWS, u = blockIdx.x * units + threadIdx.x % units;
     const float *x = a.x + (size_t)blockIdx.z * a.x_stride + (size_t)blockIdx.y * a.x_choice;
     float *out = a.out + (size_t)blockIdx.z * a.out_stride + (size_t)blockIdx.y * a.out_choice;
+    rfk_any_unit o;
+    rfk_place_any_unit(a.kernel_type, u, o);
     float sum[32];
     RFK_UNROLL(32)
     for (int k = 0; k < 32; k++) sum[k] = 0;
     for (uint32_t i = threadIdx.x / units; i < a.n_in && u < a.n_out / 32; i += RFK_ACROSS_ROWS) {
-        rfk_unit unit;
-        rfk_load_unit<TYPE>(a.heads, (size_t)(a.row0 + blockIdx.y * a.head_rows + i) * (a.n_out / F::BLOCK), u, unit);
+        rfk_load_any_unit(a.heads, a.kernel_type, (size_t)(a.row0 + blockIdx.y * a.head_rows + i), a.n_out, u, o);
         RFK_UNROLL(32)
-        for (int k = 0; k < 32; k++) {
-            float v = unit.d[k / 16] * (float)((int8_t)(unit.q[k / 4] >> (8 * (k % 4))) - F::OFFSET);
-            sum[k] += x[i] * (F::HAS_MIN ? v - unit.m[k / 16] : v);
-        }
+        for (uint32_t k = 0; k < 32; k++) sum[k] += x[i] * rfk_unit_value(o, k / 16, k % 16);
     }
     RFK_UNROLL(8)
     for (int k = 0; k < 32; k += 4) {
@@ -2282,19 +2351,19 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_across(rfk
         float all = 0;
         for (uint32_t row = 0; e < 4 && row < RFK_ACROSS_ROWS; row++)
             all += s.sum[row * units + threadIdx.x % units][e];
-        if (e < 4 && u < a.n_out / 32) out[rfk_unit_at<TYPE>(u) + k / 16 * F::STRIDE + k % 16 + e] = all;
+        if (e < 4 && u < a.n_out / 32) out[o.at + k / 16 * o.stride + k % 16 + e] = all;
         __syncthreads();
     }
 }
 /* The same with weights of floats, a column a thread.   grid [ceil(n_out / 256), heads, rows]   block 256 */
-template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_across_float(rfk_experts_args a) {
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_across_float(rfk_experts_args a) {
     const uint32_t c = blockIdx.x * RFK_BLOCK + threadIdx.x;
     if (c >= a.n_out) return;
     const float *x = a.x + (size_t)blockIdx.z * a.x_stride + (size_t)blockIdx.y * a.x_choice;
     const size_t first = (size_t)(a.row0 + blockIdx.y * a.head_rows) * a.n_out + c;
     float sum = 0;
     for (uint32_t i = 0; i < a.n_in; i++)
-        sum += x[i] * rfk_load1<TYPE>(a.heads.plane[0], first + (size_t)i * a.n_out);
+        sum += x[i] * rfk_load_any(a.heads.plane[0], a.kernel_type, first + (size_t)i * a.n_out);
     a.out[(size_t)blockIdx.z * a.out_stride + (size_t)blockIdx.y * a.out_choice + c] = sum;
 }
 
@@ -2321,14 +2390,17 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
 #define RFK_ROWS_BLOCK 512
 #define RFK_ROWS_RESIDENT 2
 #endif
-/* In flight a lane, 1 or 2, where timing found nothing else (ways of a decode step). With 64 registers two spill, and a
+/* In flight a lane: at most, and where nothing was timed yet. On NVIDIA a second strip spills, of 64 registers, and a
  * step is slower by 4 to 10 % on an H200. The emulator begins with either. */
 #if defined(RFK_NVIDIA)
-#define RFK_ROWS_STRIPS(WAVE) 1
-#elif defined(ROCMFORGE_HIP_EMU)
+#define RFK_MAX_STRIPS 1
+#else
+#define RFK_MAX_STRIPS 2
+#endif
+#if defined(ROCMFORGE_HIP_EMU)
 #define RFK_ROWS_STRIPS(WAVE) ((WAVE) == 32 ? 1 : 2)
 #else
-#define RFK_ROWS_STRIPS(WAVE) 2
+#define RFK_ROWS_STRIPS(WAVE) RFK_MAX_STRIPS
 #endif
 #define RFK_MAX_COLUMN 32768u /* values: 1.5 bytes of shared memory each */
 
@@ -2885,7 +2957,7 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
 
 static uint32_t rfk_most_strips(uint32_t type) {
 #define RFK_MOST_CASE(TYPE, most) \
-    case TYPE: return most;
+    case TYPE: return most < RFK_MAX_STRIPS ? most : RFK_MAX_STRIPS;
     switch (type) {
         RFK_ROWS_TYPES(RFK_MOST_CASE)
     default: return 1;
@@ -2898,6 +2970,7 @@ static uint32_t rfk_most_strips(uint32_t type) {
  * U: strips in flight a lane, fewer where fewer fit; OTHER: the types are those of RFK_OTHER, and U is 1 */
 template <int WAVE, int U, bool OTHER>
 static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(rfk_rows_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_rows_shared, s);
     RFK_DYNAMIC(int4, column);
     uint32_t number = blockIdx.x, n_blocks = a.part[0].end_block, which = 0;
@@ -2924,7 +2997,9 @@ static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(
         return;
     }
 #define RFK_ROWS_CASE(TYPE, most) \
-    case TYPE: rfk_block_rows<TYPE, WAVE, (U < most ? U : most)>(a, p, number, n_blocks, c, s); break;
+    case TYPE: \
+        if (rfk_built<TYPE>::is) rfk_block_rows<TYPE, WAVE, (U < most ? U : most)>(a, p, number, n_blocks, c, s); \
+        break;
     switch (p.type) {
         RFK_ROWS_TYPES(RFK_ROWS_CASE)
     default: break;
@@ -3306,7 +3381,7 @@ struct rfk_check_results {
 
 /* grid 1   block a wave   LDS 13.5 KiB */
 template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rfk_check_results *out) {
-    if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_check_shared, s);
     const int N = 256 / WAVE;
     const uint32_t lane = threadIdx.x;
@@ -3680,12 +3755,51 @@ RFK_DEVICE void rfk_tile_parts(const S &s, uint32_t row0, uint32_t col0, float (
     }
 }
 
+/* The sums of a tile's waves, RT x CT tiles of 16 x 16 each, to the product or to `part`, through shared memory: whole
+ * lines are written, and what rfk_put can do takes no registers from the sums. PER_PASS: columns that fit into `out`;
+ * unit: what column i's sums are multiplied by is unit[rfk_column(i)]; NULL: nothing. */
+template <int ROWS, int COLS, int PER_PASS, class ARGS, class C, int RT, int CT, int N>
+RFK_DEVICE void rfk_put_tile(const ARGS &args, const rfk_product &p, const C &columns, uint32_t row0,
+                             float (*out)[ROWS + 4], const float (&sum)[RT][CT][N], const float *unit) {
+    const rfk_tiles_args &t = rfk_tiles(args);
+    const int WAVE = 256 / N, ACROSS = COLS / (16 * CT);
+    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, wave_row = wave / ACROSS * (16 * RT),
+                   wave_col = wave % ACROSS * (16 * CT);
+    float *part = t.part;
+    if (part) part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * ROWS * COLS;
+    RFK_UNROLL(2)
+    for (uint32_t pass = 0; pass < COLS / PER_PASS; pass++) {
+        __syncthreads();
+        RFK_UNROLL(8)
+        for (int r = 0; r < RT; r++)
+            RFK_UNROLL(8)
+            for (int c = 0; c < CT; c++)
+                RFK_UNROLL(8)
+                for (int i = 0; i < N; i++) {
+                    uint32_t row = wave_row + 16 * (uint32_t)r + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
+                             first = wave_col + 16 * (uint32_t)c;
+                    if (first / PER_PASS == pass)
+                        out[first % PER_PASS + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i))][row] = sum[r][c][i];
+                }
+        __syncthreads();
+        const uint32_t row = threadIdx.x % ROWS;
+        RFK_UNROLL(1)
+        for (uint32_t i = threadIdx.x / ROWS; i < PER_PASS; i += RFK_BLOCK / ROWS) {
+            uint32_t col = pass * PER_PASS + i;
+            float v = out[i][row];
+            if (unit) v *= unit[rfk_column(columns, col)];
+            if (part) part[col * ROWS + row] = v;
+            else if (row0 + row < p.n_out) rfk_put_column(args, p, columns, row0 + row, col, v);
+        }
+    }
+}
+
 /* grid [ceil(cols / COLS) or tiles of pairs, row tiles of all products, splits]   block 256   LDS 48 KiB at most
  * reads W once per COLS columns and x once per ROWS rows. Results leave through shared memory: whole lines are written,
  * and what rfk_put can do takes no registers from the sums. */
 template <int TYPE, int WAVE, int COLS, class ARGS>
 static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_matmul(ARGS args) {
-    if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     /* waves: DOWN x ACROSS */
     const int ROWS = RFK_ROWS_OF(TYPE, COLS), N = 256 / WAVE, RT = 2, DOWN = ROWS / (16 * RT),
               ACROSS = RFK_BLOCK / WAVE / DOWN, CT = COLS / ACROSS / 16;
@@ -3699,7 +3813,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_matmul(ARGS args) {
     RFK_SHARED(either, memory);
     const rfk_tiles_args &t = rfk_tiles(args);
     const rfk_matmul_args &a = t.m;
-    uint32_t number = blockIdx.y, lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE;
+    uint32_t number = blockIdx.y, wave = threadIdx.x / WAVE;
     rfk_product p;
     typename ARGS::columns columns;
     if (!rfk_find_columns(args, ROWS, COLS, &number, &p, &columns)) return;
@@ -3721,32 +3835,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_matmul(ARGS args) {
             rfk_tile_group<TYPE, WAVE, RT, CT>(memory.s, g, wave_row, wave_col, sum);
         if (rfk_takes_parts<TYPE, WAVE>()) rfk_tile_parts<TYPE, WAVE, RT, CT>(memory.s, wave_row, wave_col, sum);
     }
-    float *part = t.part;
-    if (part) part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * ROWS * COLS;
-    RFK_UNROLL(2)
-    for (uint32_t pass = 0; pass < PASSES; pass++) {
-        __syncthreads();
-        RFK_UNROLL(8)
-        for (int r = 0; r < RT; r++)
-            RFK_UNROLL(8)
-            for (int c = 0; c < CT; c++)
-                RFK_UNROLL(8)
-                for (int i = 0; i < N; i++) {
-                    uint32_t row = wave_row + 16 * (uint32_t)r + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
-                             first = wave_col + 16 * (uint32_t)c;
-                    if (first / PER_PASS == pass)
-                        memory.out[first % PER_PASS + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i))][row] =
-                            sum[r][c][i];
-                }
-        __syncthreads();
-        const uint32_t row = threadIdx.x % ROWS;
-        RFK_UNROLL(1)
-        for (uint32_t i = threadIdx.x / ROWS; i < PER_PASS; i += RFK_BLOCK / ROWS) {
-            uint32_t col = pass * PER_PASS + i;
-            if (part) part[col * ROWS + row] = memory.out[i][row];
-            else if (row0 + row < p.n_out) rfk_put_column(args, p, columns, row0 + row, col, memory.out[i][row]);
-        }
-    }
+    rfk_put_tile<ROWS, COLS, PER_PASS>(args, p, columns, row0, memory.out, sum, NULL);
 }
 
 /* Four neighbouring rows of a column: the sum of the splits, in their order. tile: of all tiles, i: of its results. */
@@ -3823,6 +3912,7 @@ struct rfk_join_norm_args {
     rfk_norm_args norm;
 };
 template <int WAVE> static __global__ void RFK_RESIDENT(RFK_BLOCK, 4) rfk_join_norm(rfk_join_norm_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_norm_shared, s);
     const rfk_joined_row r = {&a.t, blockIdx.x};
     rfk_norm_wide<WAVE>(a.norm, r, s);
@@ -4129,12 +4219,21 @@ template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_
 }
 
 static void (*rfk_find_bfloats(uint32_t kernel_type))(rfk_tiles_args) {
-#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matmul_bfloats<TYPE>;
+#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matmul_bfloats<RFK_BUILT(TYPE)>;
     switch (kernel_type) {
         RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
     default: return NULL; /* of floats, or no type */
     }
 #undef RFK_QUANTIZED_CASE
+}
+
+/* What the check below wants: a product of integers. */
+RFK_CALLED float rfk_wgmma_want(uint32_t row, uint32_t col) {
+    int want = 0;
+    for (uint32_t k = 0; k < RFK_WGMMA_DEPTH; k++)
+        want += rfk_check_value(row / 8, row % 8 * 2 + k / 32, k % 32) *
+                rfk_check_value(col / 8, col % 8 * 2 + k / 32, k % 32);
+    return (float)want;
 }
 
 /* Whether a warpgroup multiplies as the kernel expects: RFK_WGMMA_... by each thread of its results, 0: not compiled
@@ -4158,12 +4257,7 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
     RFK_UNROLL(128)
     for (uint32_t j = 0; j < 128; j++) {
         const uint32_t i = j % 64, row = j / 64 * 64 + rfk_wgmma_row(i), col = 128 + rfk_wgmma_col(i);
-        int want = 0;
-        RFK_UNROLL(1)
-        for (uint32_t k = 0; k < RFK_WGMMA_DEPTH; k++)
-            want += rfk_check_value(row / 8, row % 8 * 2 + k / 32, k % 32) *
-                    rfk_check_value(col / 8, col % 8 * 2 + k / 32, k % 32);
-        if (sum[j / 64][i] != (float)want) found = RFK_WGMMA_WRONG;
+        if (sum[j / 64][i] != rfk_wgmma_want(row, col)) found = RFK_WGMMA_WRONG;
     }
     out[threadIdx.x] = found;
 #else
@@ -4234,6 +4328,7 @@ struct rfk_split_shared {
 
 /* grid cols   block 256   reads x twice (F16) or once, writes 4 or 6 bytes a value */
 template <int WAVE, bool BF16> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_split_rows(rfk_split_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_split_shared, s);
     const float *in =
         a.in + (size_t)(blockIdx.x / a.per_row) * a.in_stride + (size_t)(blockIdx.x % a.per_row) * a.n;
@@ -4341,13 +4436,21 @@ RFK_DEVICE void rfk_halves_step(const rfk_halves_shared<RFK_PIECES(BF16), COLS> 
  * reads W once per COLS columns and the pieces of x once per 64 rows */
 template <bool BF16, int WAVE, int COLS, class TILES>
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args<TILES> a) {
-    if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
-    if (!(BF16 ? RFK_UNITS_BF16 : RFK_UNITS_F16)) return; /* never launched */
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    if (!(BF16 ? RFK_UNITS_BF16 : RFK_UNITS_F16) || !rfk_built<BF16 ? RF_TYPE_BF16 : RF_TYPE_F16>::is)
+        return; /* never launched */
     const int PIECES = RFK_PIECES(BF16), N = 256 / WAVE, RT = 2, CT = COLS * WAVE / 2048, ACROSS = 128 / WAVE;
-    typedef rfk_halves_shared<PIECES, COLS> rfk_shared;
-    RFK_SHARED(rfk_shared, s);
+    typedef rfk_halves_shared<PIECES, COLS> shared;
+    const uint32_t PITCH = RFK_FEW_ROWS + 4,
+                   PER_PASS = COLS * PITCH * sizeof(float) > sizeof(shared) ? COLS / 2 : COLS;
+    union either {
+        shared s;
+        float out[PER_PASS][PITCH];
+    };
+    RFK_SHARED(either, memory);
+    shared &s = memory.s;
     const rfk_tiles_args &t = rfk_tiles(a.tiles);
-    uint32_t number = blockIdx.y, lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE;
+    uint32_t number = blockIdx.y, wave = threadIdx.x / WAVE;
     rfk_product p;
     typename TILES::columns columns;
     if (!rfk_find_columns(a.tiles, RFK_FEW_ROWS, COLS, &number, &p, &columns)) return;
@@ -4371,20 +4474,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args<
         if (k0 + RFK_HALVES_DEPTH < end) rfk_fetch_halves(v, t.m, a.x, p, row0, columns, k0 + RFK_HALVES_DEPTH);
         rfk_halves_step<WAVE, RT, CT, BF16, COLS>(s, wave_row, wave_col, sum);
     }
-    float *part = t.part;
-    if (part) part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * RFK_FEW_ROWS * COLS;
-    RFK_UNROLL(4)
-    for (int r = 0; r < RT; r++)
-        RFK_UNROLL(4)
-        for (int c = 0; c < CT; c++)
-            RFK_UNROLL(8)
-            for (int i = 0; i < N; i++) {
-                uint32_t row = wave_row + 16 * (uint32_t)r + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
-                         col = wave_col + 16 * (uint32_t)c + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
-                float result = sum[r][c][i] * a.x.unit[rfk_column(columns, col)];
-                if (part) part[col * RFK_FEW_ROWS + row] = result;
-                else if (row0 + row < p.n_out) rfk_put_column(a.tiles, p, columns, row0 + row, col, result);
-            }
+    rfk_put_tile<RFK_FEW_ROWS, COLS, PER_PASS>(a.tiles, p, columns, row0, memory.out, sum, a.x.unit);
 }
 
 /* ==== 5 Attention ==================================================================================== >>attention
@@ -4499,14 +4589,18 @@ RFK_DEVICE void rfk_scores(SHARED &s, const rfk_attention_args &a, const rfk_run
     for (uint32_t g = 0; g < RFK_QUERIES; g++) {
         dot[g] += rfk_swap<WAVE>(dot[g], 1);
         dot[g] += rfk_swap<WAVE>(dot[g], 2);
-        if (g < r.n && part == g % 4) {
-            int32_t at = a.rows[r.row0 + g / r.n_heads].pos;
-            bool visible = pos < r.end && (int32_t)pos <= at && (!a.window || (uint32_t)at - pos < a.window);
-            float score = dot[g] * a.scale;
-            if (a.softcap != 0) score = a.softcap * tanhf(score / a.softcap);
-            if (a.slopes) score += a.slopes[r.head0 + g % r.n_heads] * (float)((int32_t)pos - at);
-            s.p[g][cell] = visible ? score : -INFINITY;
-        }
+    }
+    RFK_UNROLL(1)
+    for (uint32_t g = part; g < r.n; g += 4) { /* each of the four threads finishes two queries */
+        float score = 0;
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < RFK_QUERIES; k++) score = k == g ? dot[k] : score; /* dot stays in registers */
+        const int32_t at = a.rows[r.row0 + g / r.n_heads].pos;
+        const bool visible = pos < r.end && (int32_t)pos <= at && (!a.window || (uint32_t)at - pos < a.window);
+        score *= a.scale;
+        if (a.softcap != 0) score = a.softcap * tanhf(score / a.softcap);
+        if (a.slopes) score += a.slopes[r.head0 + g % r.n_heads] * (float)((int32_t)pos - at);
+        s.p[g][cell] = visible ? score : -INFINITY;
     }
 }
 
@@ -4528,6 +4622,25 @@ template <int WAVE, class SHARED> RFK_DEVICE void rfk_softmax(SHARED &s, float *
     if (i == 0) s.keep[g] = keep;
     *total = *total * keep + sum;
     *running = largest;
+}
+
+/* Query g's sums over the block's threads, of which each `columns` have the head's columns: to the output, or as a part
+ * of it with the maximum and the sum of weights. */
+template <uint32_t HEAD>
+RFK_DEVICE void rfk_put_attention(const rfk_attention_shared<HEAD> &s, const rfk_attention_args &a, const rfk_run &r,
+                                  uint32_t g, uint32_t columns) {
+    const uint32_t row = r.row0 + g / r.n_heads, h = r.head0 + g % r.n_heads;
+    for (uint32_t e = threadIdx.x; e < a.head_dim_v; e += RFK_BLOCK) {
+        float total = 0;
+        for (uint32_t t = 0; t < RFK_BLOCK / columns; t++) total += s.join[2 * t * columns + e];
+        if (!a.part) {
+            a.out[(size_t)row * a.out_stride + (size_t)h * a.head_dim_v + e] = total / s.sum[g];
+            continue;
+        }
+        float *part = a.part + (((size_t)row * a.n_heads + h) * a.max_splits + blockIdx.z) * (a.head_dim_v + 2);
+        part[e] = total;
+        if (e == 0) part[a.head_dim_v] = s.largest[g], part[a.head_dim_v + 1] = s.sum[g];
+    }
 }
 
 template <int WAVE, class KV, uint32_t HEAD>
@@ -4578,30 +4691,16 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_ar
         __syncthreads();
     }
     if (threadIdx.x % 32 == 0) s.largest[threadIdx.x / 32] = largest, s.sum[threadIdx.x / 32] = sum;
-    RFK_UNROLL(8)
-    for (uint32_t g = 0; g < RFK_QUERIES; g++) { /* unrolled: acc stays in registers */
-        if (g < r.n) {
-            s.join[2 * threadIdx.x] = acc[g][0];
-            s.join[2 * threadIdx.x + 1] = acc[g][1];
-        }
+    RFK_UNROLL(1)
+    for (uint32_t g = 0; g < r.n; g++) {
+        float own[2] = {0, 0};
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < RFK_QUERIES; k++) /* acc stays in registers */
+            if (k == g) own[0] = acc[k][0], own[1] = acc[k][1];
+        s.join[2 * threadIdx.x] = own[0];
+        s.join[2 * threadIdx.x + 1] = own[1];
         __syncthreads();
-        /* value e of the head: column e / 2 of every turn */
-        for (uint32_t e = threadIdx.x; g < r.n && e < a.head_dim_v; e += RFK_BLOCK) {
-            uint32_t row = r.row0 + g / r.n_heads, h = r.head0 + g % r.n_heads;
-            float total = 0;
-            for (uint32_t t = 0; t < turns; t++) total += s.join[2 * t * columns + e];
-            if (a.part) {
-                float *part =
-                    a.part + (((size_t)row * a.n_heads + h) * a.max_splits + blockIdx.z) * (a.head_dim_v + 2);
-                part[e] = total;
-                if (e == 0) {
-                    part[a.head_dim_v] = s.largest[g];
-                    part[a.head_dim_v + 1] = s.sum[g];
-                }
-            } else {
-                a.out[(size_t)row * a.out_stride + (size_t)h * a.head_dim_v + e] = total / s.sum[g];
-            }
-        }
+        rfk_put_attention(s, a, r, g, columns);
         __syncthreads();
     }
 }
@@ -4611,6 +4710,7 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_ar
  * Every block reads the keys and values of its split once for up to 8 queries. */
 template <int WAVE, class KV, uint32_t HEAD>
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_attention_shared<HEAD>, s);
     uint32_t group = a.n_heads / a.n_kv_heads, chunks = (group + a.heads_per_block - 1) / a.heads_per_block;
     uint32_t kv_head = blockIdx.y / chunks, chunk = blockIdx.y % chunks;
@@ -5186,7 +5286,7 @@ RFK_DEVICE uint32_t rfk_flash_run_end(const rf_step_row *rows, uint32_t row, uin
  * come first; from block a.turn on those with fewest, to be neighbours of the first ones. */
 template <int WAVE, class KV, int HEAD>
 static __global__ void RFK_THREADS(RFK_FLASH_WAVES *WAVE) rfk_flash(rfk_attention_args a) {
-    if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     if (!RFK_HAS_UNITS || (rfk_flash_halves<KV>::TWO && !RFK_UNITS_F16)) return; /* never launched */
     typedef rfk_flash_shared<KV, HEAD> rfk_shared;
     RFK_SHARED(rfk_shared, s);
@@ -5460,6 +5560,13 @@ template <class KV, bool PLAIN, int G, int PER> struct rfk_row_work {
     float acc[G][8], largest, sum;
 };
 
+/* A head's cache from a lane's values on, and the positions of a split: they end at `end`, those before this step at
+ * `older_end`, and new_pos is the step's, RF_NONE in other splits. */
+template <class KV> struct rfk_row_cells {
+    const KV *k, *v;
+    uint32_t end, older_end, new_pos;
+};
+
 /* The values of older positions among the T from `first` on. Positions are counted as cells that go on behind the
  * ring's last one, less than twice round. */
 template <class KV, int PER, int T, bool PLAIN>
@@ -5499,16 +5606,15 @@ template <int WAVE, int PER, int N> RFK_DEVICE void rfk_row_spread(float (&v)[N]
 /* The T positions from `first` on: scores, weights, weighted sums. The next positions' loads begin as soon as there is
  * room for them. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
-RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, const KV *k,
-                                  const KV *v, uint32_t first, uint32_t end, uint32_t last, uint32_t new_pos,
-                                  rfk_row_work<KV, PLAIN, G, PER> &o) {
+RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a,
+                                  const rfk_row_cells<KV> &in, uint32_t first, rfk_row_work<KV, PLAIN, G, PER> &o) {
     typedef rfk_row_shape<KV, PLAIN, G, PER> S;
     const bool packed = rfk_row_raw<KV, PER>::PACKED;
     const uint32_t lane = threadIdx.x % PER, wave_lane = threadIdx.x % WAVE, base = wave_lane - lane;
     float score[S::N], x[8], keys[S::T][8], keep;
     RFK_UNROLL(4)
     for (uint32_t t = 0; t < (uint32_t)S::T; t++)
-        if (first + t * S::SLOTS == new_pos) {
+        if (first + t * S::SLOTS == in.new_pos) {
             o.k[t].make(packed ? s.join : s.x[G]);
             o.v[t].make(packed ? s.join + PER * 8 : s.x[G + 1]);
         }
@@ -5526,14 +5632,14 @@ RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const rfk_row
                                   ((q1.x * y[4] + q1.y * y[5]) + (q1.z * y[6] + q1.w * y[7]));
         }
     }
-    rfk_row_load<KV, PER, S::T, PLAIN>(o.k, k, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS, last);
+    rfk_row_load<KV, PER, S::T, PLAIN>(o.k, in.k, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS, in.older_end);
     rfk_row_spread<WAVE, PER, S::N>(score);
     float top = o.largest;
     RFK_UNROLL(2)
     for (uint32_t j = 0; j < (uint32_t)S::KEPT; j++) {
         const uint32_t t = (lane * S::KEPT / S::COPIES + j) % S::T;
         if (!PLAIN && a.softcap != 0) score[j] = rfk_row_cap(score[j], a.softcap, a.softcap_factor);
-        if (first + t * S::SLOTS >= end) score[j] = -INFINITY;
+        if (first + t * S::SLOTS >= in.end) score[j] = -INFINITY;
         top = fmaxf(top, score[j]);
     }
     for (int mask = 1; mask < S::LANES; mask *= 2) top = fmaxf(top, rfk_swap<WAVE>(top, mask));
@@ -5562,26 +5668,34 @@ RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const rfk_row
             for (int e = 0; e < 8; e++) o.acc[g][e] += weight * x[e];
         }
     }
-    rfk_row_load<KV, PER, S::T, PLAIN>(o.v, v, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS, last);
+    rfk_row_load<KV, PER, S::T, PLAIN>(o.v, in.v, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS, in.older_end);
 }
 
-/* Four values of a result: those of 4c .. 4c + 3 of a query of the kv head, also quantized. All lanes of the wave take
- * part. */
+/* Where the results of a kv head go, and its splits' parts. */
+struct rfk_row_output {
+    float *out, *part;
+    rfk_int8_rows x8;
+    uint32_t kv_head, group, n_heads, head_dim;
+};
+RFK_DEVICE rfk_row_output rfk_row_output_of(const rfk_row_attention_args &a, uint32_t kv_head, uint32_t group) {
+    const rfk_row_output to = {a.out, a.part, a.x8, kv_head, group, a.n_heads, a.head_dim};
+    return to;
+}
+
+/* Values 4c .. 4c + 3 of the result of a query of the group, also quantized. All lanes of the wave take part. */
 template <int WAVE>
-RFK_DEVICE void rfk_row_out(const rfk_row_attention_args &a, uint32_t query, uint32_t c, const float (&x)[4],
-                            bool inside) {
-    const uint32_t i = query * (a.head_dim / 4) + c;
+RFK_DEVICE void rfk_row_out(const rfk_row_output &to, uint32_t query, uint32_t c, const float (&x)[4], bool inside) {
+    const uint32_t i = (to.kv_head * to.group + query) * (to.head_dim / 4) + c;
     if (inside) {
         const float4 four = {x[0], x[1], x[2], x[3]};
-        reinterpret_cast<float4 *>(a.out)[i] = four;
+        reinterpret_cast<float4 *>(to.out)[i] = four;
     }
-    if (a.x8.q) rfk_quantize4<WAVE>(a.x8, 0, a.n_heads * a.head_dim, i, x, inside);
+    if (to.x8.q) rfk_quantize4<WAVE>(to.x8, 0, to.n_heads * to.head_dim, i, x, inside);
 }
 
-/* Where split y of a kv head leaves its weighted sums, [query][head_dim], and behind them each query's maximum and sum
- * of weights. */
-RFK_DEVICE float *rfk_row_part(const rfk_row_attention_args &a, uint32_t kv_head, uint32_t group, uint32_t y) {
-    return a.part + (size_t)(kv_head * gridDim.y + y) * group * (a.head_dim + 4);
+/* Where split y leaves its weighted sums, [query][head_dim], and after them each query's maximum and sum of weights. */
+RFK_DEVICE float *rfk_row_part(const rfk_row_output &to, uint32_t y) {
+    return to.part + (size_t)(to.kv_head * gridDim.y + y) * to.group * (to.head_dim + 4);
 }
 
 /* What a wave's lanes have, joined: weighted sums in `v`, each lane's share of VALUES of them from the returned one on,
@@ -5626,9 +5740,9 @@ RFK_DEVICE uint32_t rfk_row_join_wave(rfk_row_shared<G, PER> &s, const rfk_row_w
 
 /* Sums of the block's waves: the results if it is the only split, else a part. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
-RFK_DEVICE void rfk_row_join(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
-                             uint32_t group, bool only, const rfk_row_work<KV, PLAIN, G, PER> &o) {
-    const uint32_t lane = threadIdx.x % PER, wave = threadIdx.x / WAVE;
+RFK_DEVICE void rfk_row_join(rfk_row_shared<G, PER> &s, const rfk_row_output &out, bool only,
+                             const rfk_row_work<KV, PLAIN, G, PER> &o) {
+    const uint32_t lane = threadIdx.x % PER, wave = threadIdx.x / WAVE, group = out.group, dim = out.head_dim;
     const int waves = RFK_BLOCK / WAVE, row = PER * 8, fit = RFK_ROW_JOIN / (waves * row), at_once = fit < G ? fit : G,
               n_values = G * 8 * PER / WAVE;
     float v[G * 8];
@@ -5652,7 +5766,7 @@ RFK_DEVICE void rfk_row_join(rfk_row_shared<G, PER> &s, const rfk_row_attention_
         }
         __syncthreads();
         const uint32_t g = threadIdx.x / (PER * 2), c = threadIdx.x % (PER * 2), head = g0 + g; /* of the kv head's */
-        const bool inside = g < (uint32_t)at_once && head < group && c * 4 < a.head_dim;
+        const bool inside = g < (uint32_t)at_once && head < group && c * 4 < dim;
         float x[4] = {0, 0, 0, 0}, top = -3e38f, weights = 0;
         if (inside) {
             RFK_UNROLL(8)
@@ -5669,12 +5783,12 @@ RFK_DEVICE void rfk_row_join(rfk_row_shared<G, PER> &s, const rfk_row_attention_
             const float inverse = inside ? 1.0f / weights : 0.0f;
             RFK_UNROLL(4)
             for (int k = 0; k < 4; k++) x[k] *= inverse;
-            rfk_row_out<WAVE>(a, kv_head * group + head, c, x, inside);
+            rfk_row_out<WAVE>(out, head, c, x, inside);
         } else if (inside) {
-            float *part = rfk_row_part(a, kv_head, group, blockIdx.y);
+            float *part = rfk_row_part(out, blockIdx.y);
             const float4 four = {x[0], x[1], x[2], x[3]};
-            *reinterpret_cast<float4 *>(part + head * a.head_dim + c * 4) = four;
-            if (c == 0) part[group * a.head_dim + 2 * head] = top, part[group * a.head_dim + 2 * head + 1] = weights;
+            *reinterpret_cast<float4 *>(part + head * dim + c * 4) = four;
+            if (c == 0) part[group * dim + 2 * head] = top, part[group * dim + 2 * head + 1] = weights;
         }
     }
 }
@@ -5706,23 +5820,20 @@ RFK_DEVICE float4 rfk_row_load_part(const float *p) {
 #endif
 }
 
-#define RFK_ROW_PARTS 16 /* of a thread that are loaded at once */
-
 /* The weights of a kv head's parts, by a wave for each query, to s.join: [query][RFK_ROW_SPLITS]. */
 template <int WAVE, int G, int PER>
-RFK_DEVICE void rfk_row_weights(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
-                                uint32_t group, uint32_t n_splits) {
+RFK_DEVICE void rfk_row_weights(rfk_row_shared<G, PER> &s, const rfk_row_output &out, uint32_t n_splits) {
     const uint32_t lane = threadIdx.x % WAVE;
     const int n = RFK_ROW_SPLITS / WAVE; /* parts of a lane */
     RFK_UNROLL(1)
-    for (uint32_t g = threadIdx.x / WAVE; g < group; g += RFK_BLOCK / WAVE) {
+    for (uint32_t g = threadIdx.x / WAVE; g < out.group; g += RFK_BLOCK / WAVE) {
         float largest[n], sum[n], top = -3e38f, all = 0;
         RFK_UNROLL(2)
         for (int k = 0; k < n; k++) {
             const uint32_t y = lane + k * WAVE;
             largest[k] = -3e38f, sum[k] = 0;
             if (y < n_splits) {
-                const float *from = rfk_row_part(a, kv_head, group, y) + group * a.head_dim + g / 2 * 4;
+                const float *from = rfk_row_part(out, y) + out.group * out.head_dim + g / 2 * 4;
                 const float4 two = rfk_row_load_part(from);
                 largest[k] = g % 2 ? two.z : two.x, sum[k] = g % 2 ? two.w : two.y;
             }
@@ -5739,33 +5850,33 @@ RFK_DEVICE void rfk_row_weights(rfk_row_shared<G, PER> &s, const rfk_row_attenti
 
 /* The results from the splits' parts. Sets of threads have parts by turns. */
 template <int WAVE, int G, int PER>
-RFK_DEVICE void rfk_row_join_splits(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
-                                    uint32_t group, uint32_t n_splits) {
+RFK_CALLED void rfk_row_join_splits(rfk_row_shared<G, PER> &s, rfk_row_output out, uint32_t n_splits) {
     const uint32_t all = G * PER * 2, columns = all < RFK_BLOCK ? all : RFK_BLOCK, sets = RFK_BLOCK / columns,
-                   set = threadIdx.x / columns, stride = group * (a.head_dim + 4);
+                   most = RFK_ROW_SPLITS / sets, AT_ONCE = most < 16 ? most : 16, /* parts that a thread loads at once */
+        set = threadIdx.x / columns, stride = out.group * (out.head_dim + 4);
     float *sums = s.join + G * RFK_ROW_SPLITS;
     RFK_UNROLL(1)
     for (uint32_t first = 0; first < all; first += columns) {
         const uint32_t i = first + threadIdx.x % columns, g = i / (PER * 2), c = i % (PER * 2);
-        const bool inside = g < group && c * 4 < a.head_dim;
-        const float *part = rfk_row_part(a, kv_head, group, 0) + g * a.head_dim + c * 4;
+        const bool inside = g < out.group && c * 4 < out.head_dim;
+        const float *part = rfk_row_part(out, 0) + g * out.head_dim + c * 4;
         float x[4] = {0, 0, 0, 0};
         RFK_UNROLL(1)
-        for (uint32_t y0 = 0; y0 < n_splits; y0 += sets * RFK_ROW_PARTS) {
-            float v[RFK_ROW_PARTS][4];
+        for (uint32_t y0 = 0; y0 < n_splits; y0 += sets * AT_ONCE) {
+            float v[AT_ONCE][4];
             RFK_UNROLL(16)
-            for (uint32_t k = 0; k < RFK_ROW_PARTS; k++) {
+            for (uint32_t k = 0; k < AT_ONCE; k++) {
                 const uint32_t y = y0 + set + k * sets;
                 float4 four = {0, 0, 0, 0};
                 if (inside && y < n_splits) four = rfk_row_load_part(part + (size_t)y * stride);
                 v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
             }
             if (first == 0 && y0 == 0) {
-                rfk_row_weights<WAVE, G, PER>(s, a, kv_head, group, n_splits);
+                rfk_row_weights<WAVE, G, PER>(s, out, n_splits);
                 __syncthreads();
             }
             RFK_UNROLL(16)
-            for (uint32_t k = 0; k < RFK_ROW_PARTS; k++) {
+            for (uint32_t k = 0; k < AT_ONCE; k++) {
                 const uint32_t y = y0 + set + k * sets;
                 const float weight = inside && y < n_splits ? s.join[g * RFK_ROW_SPLITS + y] : 0.0f;
                 for (int e = 0; e < 4; e++) x[e] += weight * v[k][e];
@@ -5780,7 +5891,7 @@ RFK_DEVICE void rfk_row_join_splits(rfk_row_shared<G, PER> &s, const rfk_row_att
                 x[0] += more.x, x[1] += more.y, x[2] += more.z, x[3] += more.w;
             }
         }
-        rfk_row_out<WAVE>(a, kv_head * group + g, c, x, inside && set == 0);
+        rfk_row_out<WAVE>(out, g, c, x, inside && set == 0);
     }
 }
 
@@ -5822,7 +5933,7 @@ RFK_DEVICE void rfk_row_store(rfk_row_shared<G, PER> &s, rfk_q8 *k, rfk_q8 *v, u
  * beyond leave. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
 static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_row_attention(rfk_row_attention_args a) {
-    if (RFK_TARGET_WAVE != 0 && RFK_TARGET_WAVE != WAVE) return;
+    if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_row_shape<KV, PLAIN, G, PER> S;
     typedef rfk_row_shared<G, PER> shared;
     RFK_SHARED(shared, s);
@@ -5844,12 +5955,12 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_row_attentio
     const bool owns_key = end == all, inside = lane * 8 < a.head_dim;
     const size_t head =
         rfk_row_raw<KV, PER>::row(1, a.head_dim) * ((size_t)row.seq * a.n_kv_heads + kv_head) * a.n_cells;
-    const KV *k = (const KV *)a.k_state + head + lane * 8, *v = (const KV *)a.v_state + head + lane * 8;
-    const uint32_t last = !inside ? 0 : owns_key ? all - 1 : end; /* older positions end here */
+    const rfk_row_cells<KV> in = {(const KV *)a.k_state + head + lane * 8, (const KV *)a.v_state + head + lane * 8, end,
+                                  !inside ? 0 : owns_key ? all - 1 : end, owns_key ? all - 1 : RF_NONE};
     rfk_row_work<KV, PLAIN, G, PER> work;
     rfk_row_pairs<WAVE, PER> pairs;
-    rfk_row_load<KV, PER, S::T, PLAIN>(work.k, k, a.n_cells, a.head_dim, begin + slot, S::SLOTS, last);
-    rfk_row_load<KV, PER, S::T, PLAIN>(work.v, v, a.n_cells, a.head_dim, begin + slot, S::SLOTS, last);
+    rfk_row_load<KV, PER, S::T, PLAIN>(work.k, in.k, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
+    rfk_row_load<KV, PER, S::T, PLAIN>(work.v, in.v, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
     rfk_row_pair<WAVE, PER>(pairs, a);
     work.largest = -3e38f; /* finite: nothing seen yet */
     work.sum = 0;
@@ -5869,11 +5980,11 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_row_attentio
                             PLAIN ? (uint32_t)row.pos : (uint32_t)row.pos % a.n_cells, a.head_dim);
     RFK_UNROLL(1)
     for (uint32_t first = begin; first < end; first += S::T * S::SLOTS)
-        rfk_row_positions<WAVE, KV, PLAIN, G, PER>(s, a, k, v, first + slot, end, last,
-                                                   owns_key ? all - 1 : RF_NONE, work);
-    rfk_row_join<WAVE, KV, PLAIN, G, PER>(s, a, kv_head, group, s.n_splits == 1, work);
+        rfk_row_positions<WAVE, KV, PLAIN, G, PER>(s, a, in, first + slot, work);
+    const rfk_row_output out = rfk_row_output_of(a, kv_head, group);
+    rfk_row_join<WAVE, KV, PLAIN, G, PER>(s, out, s.n_splits == 1, work);
     if (s.n_splits > 1 && rfk_row_last<G, PER>(s, a, kv_head, s.n_splits))
-        rfk_row_join_splits<WAVE, G, PER>(s, a, kv_head, group, s.n_splits);
+        rfk_row_join_splits<WAVE, G, PER>(s, out, s.n_splits);
 }
 
 /* ==== 6 Device ========================================================================================== >>device
@@ -6607,10 +6718,9 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     memset(&kernel, 0, sizeof kernel);
     if (r == RF_OK) { /* the wait is in kernels compiled for sm_90; long columns, more than 48 KiB of LDS */
         rfk_scope scope(d->index); /* attributes are the current device's */
-        const void *rows[3] = {(const void *)rfk_rows<32, 1, false>, (const void *)rfk_rows<32, 2, false>,
-                               (const void *)rfk_rows<32, 1, true>};
+        const void *rows[2] = {(const void *)rfk_rows<32, 1, false>, (const void *)rfk_rows<32, 1, true>};
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
-        for (int i = 0; i < 3; i++)
+        for (int i = 0; i < 2; i++)
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_MAX_COLUMN / 64 * 96);
         for (uint32_t type = 0; d->wgmma && type <= RFK_OTHER16; type++) {
             const void *bfloats = (const void *)rfk_find_bfloats(type);
@@ -6651,9 +6761,12 @@ static const char *rfk_type_name(uint32_t type) {
 static int rfk_is_float_type(uint32_t type) {
     return type == RF_TYPE_F32 || type == RF_TYPE_F16 || type == RF_TYPE_BF16;
 }
-static int rfk_runs(uint32_t type) {
-    return rfk_is_float_type(type) || type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_IQ1_M ||
-           rfk_packing_of(type).n_planes > 0;
+
+/* RF_OK if kernels for the weight's type are in this build. */
+static rf_result rfk_check_type(const rf_plan_weight *w, uint64_t where, rf_error *err) {
+    if (w->type < RF_TYPE_COUNT && RF_TYPE_IS_BUILT(w->type)) return RF_OK;
+    return rfk_fail(err, RF_ERR_UNSUPPORTED, 0, where, "hip: %s is of type %s, which is not among ROCMFORGE_TYPES",
+                    w->name, rfk_type_name(w->type));
 }
 
 static uint64_t rfk_row_bytes(const rf_plan_weight *w) {
@@ -6781,14 +6894,13 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part
     const rf_plan_weight *w = &t->plan->weights[slot];
     uint64_t row_bytes = rfk_row_bytes(w);
     int repack = rfk_packing_of(w->type).n_planes > 0;
-    if (!rfk_runs(w->type))
-        return rfk_fail(err, RF_ERR_UNSUPPORTED, 0, slot, "hip: %s: type %s does not run on this device", w->name,
-                        rfk_type_name(w->type));
+    rf_result r = rfk_check_type(w, slot, err);
+    if (r != RF_OK) return r;
     if (!mem || !mem->base || !src || n_rows == 0 || row0 >= w->n_rows || n_rows > w->n_rows - row0 ||
         offset % 256 != 0 || (repack && (!scratch || !scratch->base || scratch->size_bytes < row_bytes)))
         return rfk_fail(err, RF_ERR_ARGUMENT, 0, slot, "hip: %s: bad write of rows %u + %u at %llu", w->name, row0,
                         n_rows, (unsigned long long)offset);
-    rf_result r = rfk_range(mem, offset, row_bytes * w->n_rows, w->name, err);
+    r = rfk_range(mem, offset, row_bytes * w->n_rows, w->name, err);
     if (r != RF_OK) return r;
     RFK_ENTER_QUEUE(q, err);
     uint8_t *base = (uint8_t *)mem->base + offset;
@@ -6940,7 +7052,6 @@ static const char *rfk_why_unsupported(const rf_plan *plan, const rf_op *op) {
         const rf_plan_weight *w = &plan->weights[s.weight[i].slot];
         uint32_t elements, bytes;
         if (s.weight[i].n_in == 0) continue; /* a vector, of floats */
-        if (!rfk_runs(w->type)) return "the weight's type does not run on this device";
         rfk_block_of(w->type, &elements, &bytes);
         if (w->n_in % elements) return "the weight's rows are no whole blocks";
         for (uint32_t e = 0; op->kind == RF_OP_EXPERTS && e < s.weight[i].n_slots; e++)
@@ -6959,6 +7070,11 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
     (void)d;
     const char *why = rf_op_check(plan, op);
     if (why) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, why, err);
+    const rf_op_spec s = rf_op_get_spec(plan, op);
+    for (uint32_t i = 0; i < s.n_weights; i++) {
+        const rf_result r = rfk_check_type(&plan->weights[s.weight[i].slot], (uint64_t)(op - plan->ops), err);
+        if (r != RF_OK) return r;
+    }
     why = rfk_why_unsupported(plan, op);
     return why ? rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, why, err) : RF_OK;
 }
@@ -7776,18 +7892,6 @@ static const uint8_t *rfk_vector(const rf_prepared *p, uint32_t slot, uint64_t a
     return p->table->slots[slot].w.plane[0] + at * (*type == RF_TYPE_F32 ? 4 : 2);
 }
 
-static void (*rfk_find_embed(uint32_t type))(rfk_embed_args) {
-#define RFK_FLOAT_CASE(TYPE) case TYPE: return rfk_embed_float<TYPE>;
-#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_embed<TYPE>;
-    switch (rfk_kernel_type(type)) {
-        RFK_FLOAT_TYPES(RFK_FLOAT_CASE)
-        RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
-    default: return NULL; /* op_supported lets none through */
-    }
-#undef RFK_FLOAT_CASE
-#undef RFK_QUANTIZED_CASE
-}
-
 static rf_result rfk_run_embed(const rfk_launching *l) {
     const uint32_t type = l->p->plan->weights[l->op->weight].type;
     rfk_embed_args a;
@@ -7799,8 +7903,10 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
     a.by_position = (l->op->flags & RF_OP_POSITIONS) != 0;
     a.accumulate = (l->op->flags & RF_OP_ACCUMULATE) != 0;
     a.scale = l->op->embed.scale != 0 ? l->op->embed.scale : 1.0f;
-    uint32_t n = rfk_is_float_type(type) ? a.n_out : a.n_out / 32;
-    rf_result r = rfk_go(l, rfk_find_embed(type), dim3(rfk_ceil_div(n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    a.kernel_type = rfk_kernel_type(type);
+    const bool floats = rfk_is_float_type(type);
+    rf_result r = rfk_go(l, floats ? rfk_embed_float : rfk_embed,
+                         dim3(rfk_ceil_div(floats ? a.n_out : a.n_out / 32, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
     for (uint32_t t = 0; r == RF_OK && !a.by_position && t < l->n_rows; t++) /* rows that bring their own values */
         if (l->step->rows[t].token < 0)
             r = rfk_copy_in(l->q, (char *)(l->b.out + (size_t)t * l->b.out_stride),
@@ -7869,8 +7975,8 @@ static rf_result rfk_run_quantize(const rfk_launching *l, rfk_int8_rows to, uint
 typedef void (*rfk_matmul_kernel)(rfk_matmul_args);
 
 template <int WAVE, int COLS> static rfk_matmul_kernel rfk_find_matvec(uint32_t type) {
-#define RFK_FLOAT_CASE(TYPE) case TYPE: return rfk_matvec_float<TYPE, WAVE, COLS>;
-#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matvec<TYPE, WAVE, COLS>;
+#define RFK_FLOAT_CASE(TYPE) case TYPE: return rfk_matvec_float<RFK_BUILT_FLOAT(TYPE), WAVE, COLS>;
+#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matvec<RFK_BUILT(TYPE), WAVE, COLS>;
     switch (rfk_kernel_type(type)) {
         RFK_FLOAT_TYPES(RFK_FLOAT_CASE)
         RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
@@ -7883,13 +7989,14 @@ template <int WAVE, int COLS> static rfk_matmul_kernel rfk_find_matvec(uint32_t 
 static rfk_matmul_kernel rfk_find_matmul_float(uint32_t type) {
     switch (type) {
     case RF_TYPE_F32: return rfk_matmul_float<RF_TYPE_F32>;
-    case RF_TYPE_F16: return rfk_matmul_float<RF_TYPE_F16>;
-    default: return rfk_matmul_float<RF_TYPE_BF16>;
+    case RF_TYPE_F16: return rfk_matmul_float<RFK_BUILT_FLOAT(RF_TYPE_F16)>;
+    default: return rfk_matmul_float<RFK_BUILT_FLOAT(RF_TYPE_BF16)>;
     }
 }
 
 template <class ARGS, int WAVE, int COLS> static void (*rfk_find_matmul(uint32_t type))(ARGS) {
-#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matmul<TYPE, WAVE, RFK_COLS_OF((int)TYPE, COLS), ARGS>;
+#define RFK_QUANTIZED_CASE(TYPE) \
+    case TYPE: return rfk_matmul<RFK_BUILT(TYPE), WAVE, RFK_COLS_OF(RFK_BUILT(TYPE), COLS), ARGS>;
     switch (rfk_kernel_type(type)) {
         RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
     default: return NULL; /* op_supported lets none through */
@@ -8289,8 +8396,8 @@ static rf_result rfk_run_route(const rfk_launching *l) {
 
 typedef void (*rfk_experts_kernel)(rfk_experts_args);
 template <int WAVE> static rfk_experts_kernel rfk_find_experts(uint32_t type) {
-#define RFK_FLOAT_CASE(TYPE) case TYPE: return rfk_experts_float<TYPE, WAVE>;
-#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_experts<TYPE, WAVE>;
+#define RFK_FLOAT_CASE(TYPE) case TYPE: return rfk_experts_float<RFK_BUILT_FLOAT(TYPE), WAVE>;
+#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_experts<RFK_BUILT(TYPE), WAVE>;
     switch (rfk_kernel_type(type)) {
         RFK_FLOAT_TYPES(RFK_FLOAT_CASE)
         RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
@@ -8377,18 +8484,6 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
                   RFK_MATVEC_WAVES * p->dev->wave, a);
 }
 
-static rfk_experts_kernel rfk_find_across(uint32_t type) {
-#define RFK_FLOAT_CASE(TYPE) case TYPE: return rfk_across_float<TYPE>;
-#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_across<TYPE>;
-    switch (rfk_kernel_type(type)) {
-        RFK_FLOAT_TYPES(RFK_FLOAT_CASE)
-        RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
-    default: return NULL; /* op_supported lets none through */
-    }
-#undef RFK_FLOAT_CASE
-#undef RFK_QUANTIZED_CASE
-}
-
 /* The kernels of experts, for a choice of which each takes its own rows of one matrix. */
 static rf_result rfk_run_heads(const rfk_launching *l) {
     const rf_op *op = l->op;
@@ -8411,12 +8506,13 @@ static rf_result rfk_run_heads(const rfk_launching *l) {
     a.out_choice = h->n_out + rest;
     a.row0 = h->first_row;
     a.head_rows = h->head_rows;
+    a.kernel_type = rfk_kernel_type(type);
     a.aligned = h->n_in % 8 == 0 && a.x_stride % 4 == 0 && a.x_choice % 4 == 0 && (size_t)l->b.in % 16 == 0;
     rf_result r = RF_OK;
     if (l->b.quantize && rest) r = rfk_run_quantize(l, p->x8, l->n_rows * h->n_heads, h->head_dim, h->n_in);
     else if (l->b.quantize) r = rfk_run_quantize(l, p->x8, l->n_rows, l->b.in_stride, h->n_in * h->n_heads);
     if (r == RF_OK && op->flags & RF_OP_ACROSS)
-        r = rfk_go(l, rfk_find_across(type),
+        r = rfk_go(l, rfk_is_float_type(type) ? rfk_across_float : rfk_across,
                    dim3(rfk_ceil_div(a.n_out, rfk_is_float_type(type) ? RFK_BLOCK : RFK_ACROSS_COLS), a.n_used,
                         l->n_rows), RFK_BLOCK, a);
     else if (r == RF_OK)
@@ -8553,7 +8649,7 @@ static void rfk_pass_norm(rf_prepared *p, const rfk_fused *f, rfk_rows_args *a) 
 
 template <int WAVE> static void (*rfk_find_rows(bool other, uint32_t strips))(rfk_rows_args) {
     if (other) return rfk_rows<WAVE, 1, true>;
-    return strips == 1 ? rfk_rows<WAVE, 1, false> : rfk_rows<WAVE, 2, false>;
+    return strips == 1 ? rfk_rows<WAVE, 1, false> : rfk_rows<WAVE, RFK_MAX_STRIPS, false>;
 }
 
 static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
@@ -8591,10 +8687,11 @@ static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
     return rfk_go_config(l, kernel, c, a);
 }
 
+/* Kernels are for groups of 2, 4 and 8, of 4 and 8 with a cache of floats: loads take longer than the queries that are
+ * not there, and every kernel costs time to compile. The bits of smaller groups are the same. */
 template <int WAVE, class KV, bool PLAIN, int PER>
 static void (*rfk_row_attention_of(uint32_t group))(rfk_row_attention_args) {
-    if (group <= 1) return rfk_row_attention<WAVE, KV, PLAIN, 1, PER>;
-    if (group <= 2) return rfk_row_attention<WAVE, KV, PLAIN, 2, PER>;
+    if (group <= 2) return rfk_row_attention<WAVE, KV, PLAIN, (sizeof(KV) > 2 ? 4 : 2), PER>;
     if (group <= 4) return rfk_row_attention<WAVE, KV, PLAIN, 4, PER>;
     return rfk_row_attention<WAVE, KV, PLAIN, 8, PER>;
 }
