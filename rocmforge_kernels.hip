@@ -11,8 +11,8 @@
  *    4 >>matmul       matrix times columns                   8 >>table        rocmforge_hip_api
  *
  * Reads sections 1 and 2 of rocmforge.h only, and is C++11 without its library. Names: rfk_*. Kernels take WAVE (32 or
- * 64) as a template parameter that the host chooses from the device's properties; sums have a fixed order and no
- * atomics, so that a run repeated gives the same bits. */
+ * 64) as a template parameter that the host chooses from the device's properties. Floats are summed in a fixed order,
+ * never by atomics, so that a repeated run gives the same bits. */
 
 #include "rocmforge.h"
 
@@ -25,7 +25,7 @@
 #include <unistd.h>
 
 /* ==== 1 Config ========================================================================================== >>config
- * What the three compilers call differently: runtime names, half floats, 4-way byte dot products, shuffles. */
+ * What the three compilers call differently: runtime names, half floats, dot products of four bytes, wave shuffles. */
 
 #if defined(ROCMFORGE_HIP_EMU)
 #ifndef HIP_EMU_H
@@ -101,8 +101,8 @@
 #define RFK_UNROLL(n)
 #endif
 
-/* Threads of a block, and the blocks for which NVIDIA's compiler leaves registers on a multiprocessor: one where
- * nothing else is said, for it would rather spill. */
+/* Launch bounds: threads of a block, and how many blocks NVIDIA's compiler leaves registers for on a multiprocessor.
+ * RFK_THREADS asks for one, because the compiler would rather spill than use all registers. */
 #if defined(RFK_NVIDIA)
 #define RFK_RESIDENT(n, blocks) __launch_bounds__(n, blocks)
 #else
@@ -111,7 +111,8 @@
 #define RFK_THREADS(n) RFK_RESIDENT(n, 1)
 
 #define RFK_DEVICE static __device__ __forceinline__
-/* What many kernels end with, compiled once. On AMD a call would cost a kernel private memory. */
+/* A function that many kernels end with: a call, so that it is compiled once. On AMD, calls cost a kernel private
+ * memory. */
 #if defined(RFK_NVIDIA)
 #define RFK_CALLED static __device__ __noinline__
 #else
@@ -133,7 +134,7 @@
 #endif
 #define RFK_RUNS_WAVE(wave) (RFK_TARGET_WAVE == 0 || RFK_TARGET_WAVE == (wave))
 
-/* c + the products of four signed bytes. */
+/* c + the dot product of four signed bytes. */
 RFK_DEVICE int rfk_dot4(int a, int b, int c) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
     return __dp4a(a, b, c);
@@ -152,12 +153,12 @@ RFK_DEVICE int rfk_dot4(int a, int b, int c) {
 #endif
 }
 
-/* Half floats as their bits; to_half rounds to nearest even. */
+/* Bits of a half to float and back, rounded to nearest even. */
 #if defined(ROCMFORGE_HIP_EMU)
 RFK_DEVICE float rfk_from_half(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ff, bits;
     float v;
-    if (exponent == 0) { /* 0 and subnormals: fraction * 2^-24 */
+    if (exponent == 0) { /* zero or subnormal: fraction * 2^-24 */
         v = (float)fraction * 5.9604644775390625e-8f;
         memcpy(&bits, &v, 4);
         bits |= sign;
@@ -174,7 +175,7 @@ RFK_DEVICE uint16_t rfk_to_half(float v) {
     bits &= 0x7fffffff;
     if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
     if (bits >= 0x47800000) return (uint16_t)(sign | 0x7c00);
-    if (bits < 0x38800000) { /* below 2^-14: units of 2^-24; adding 0.5 leaves them in the last bits, rounded */
+    if (bits < 0x38800000) { /* below 2^-14: in units of 2^-24; adding 0.5 rounds to them and leaves the result in the low bits */
         float shifted;
         memcpy(&shifted, &bits, 4);
         shifted += 0.5f;
@@ -200,8 +201,8 @@ RFK_DEVICE uint32_t rfk_as_bits(float f) {
     return x.u;
 }
 
-/* The value of lane (own ^ mask). All lanes of the wave take part. */
-template <int WAVE, class T> RFK_DEVICE T rfk_swap(T v, int mask) {
+/* The value of lane (own ^ mask). All lanes of the wave must take part. */
+template <int WAVE, class T> RFK_DEVICE T rfk_shuffle_xor(T v, int mask) {
 #if defined(RFK_NVIDIA)
     return __shfl_xor_sync(0xffffffffu, v, mask, WAVE); /* NVIDIA's waves have 32 lanes */
 #else
@@ -209,8 +210,8 @@ template <int WAVE, class T> RFK_DEVICE T rfk_swap(T v, int mask) {
 #endif
 }
 
-/* The value of a lane of the wave. All lanes take part. */
-template <int WAVE, class T> RFK_DEVICE T rfk_from_lane(T v, uint32_t lane) {
+/* The value of one lane of the wave. All lanes must take part. */
+template <int WAVE, class T> RFK_DEVICE T rfk_shuffle(T v, uint32_t lane) {
 #if defined(RFK_NVIDIA)
     return __shfl_sync(0xffffffffu, v, (int)lane, WAVE);
 #else
@@ -218,27 +219,27 @@ template <int WAVE, class T> RFK_DEVICE T rfk_from_lane(T v, uint32_t lane) {
 #endif
 }
 
-/* Sum over the wave, in every lane, same order in every lane. */
+/* Sum over the wave, in every lane, added in the same order in every lane. */
 template <int WAVE> RFK_DEVICE float rfk_wave_sum(float v) {
-    for (int mask = WAVE / 2; mask > 0; mask /= 2) v += rfk_swap<WAVE>(v, mask);
+    for (int mask = WAVE / 2; mask > 0; mask /= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
     return v;
 }
 
-/* The largest value of the wave, in every lane. */
+/* Maximum over the wave, in every lane. */
 template <int WAVE> RFK_DEVICE float rfk_wave_max(float v) {
-    for (int mask = WAVE / 2; mask > 0; mask /= 2) v = fmaxf(v, rfk_swap<WAVE>(v, mask));
+    for (int mask = WAVE / 2; mask > 0; mask /= 2) v = fmaxf(v, rfk_shuffle_xor<WAVE>(v, mask));
     return v;
 }
 
-/* Loads stay on their side of this: so many of them at once would not fit into registers. */
-RFK_DEVICE void rfk_in_order() {
+/* The compiler moves no loads across this: that many in flight would not fit into registers. */
+RFK_DEVICE void rfk_compiler_fence() {
 #if !defined(ROCMFORGE_HIP_EMU)
     asm volatile("" ::: "memory");
 #endif
 }
 
-/* How a kernel is launched. `early`: it may start while the kernel before it in the stream still runs, because it
- * calls rfk_wait_previous before it touches what others write. */
+/* Launch parameters. `early`: the kernel may start while the one before it in the stream still runs (programmatic
+ * dependent launch), because it calls rfk_wait_previous before it touches what others write. */
 struct rfk_config {
     dim3 grid, block;
     uint32_t shared_bytes;
@@ -246,7 +247,7 @@ struct rfk_config {
     hipStream_t stream;
 };
 
-/* Launch; the code says if it was refused. */
+/* Launch a kernel.   Returns the runtime's code. */
 template <class T> struct rfk_same { typedef T type; };
 template <class... P>
 static hipError_t rfk_launch_config(void (*kernel)(P...), const rfk_config &c,
@@ -256,7 +257,7 @@ static hipError_t rfk_launch_config(void (*kernel)(P...), const rfk_config &c,
 #else
     void *list[] = {(void *)&args...};
 #if defined(RFK_NVIDIA)
-    if (c.early) { /* a multiprocessor divides its memory anew only when it is empty: all ask for the same */
+    if (c.early) { /* a multiprocessor changes its carveout only when idle: all kernels ask for the same */
         (void)cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 50);
         cudaLaunchConfig_t config;
         cudaLaunchAttribute attribute;
@@ -283,8 +284,8 @@ static hipError_t rfk_launch(void (*kernel)(P...), dim3 grid, dim3 block, hipStr
     return rfk_launch_config(kernel, c, args...);
 }
 
-/* Wait until what the kernels before this one wrote can be read; then let the next kernel start loading its weights. A
- * kernel that was not launched early finds everything done. All threads call it. */
+/* Wait until the writes of earlier kernels can be read, then let the next kernel start to load its weights. Returns at
+ * once in a kernel that was not launched early. All threads call it. */
 RFK_DEVICE void rfk_wait_previous() {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -292,39 +293,38 @@ RFK_DEVICE void rfk_wait_previous() {
 #endif
 }
 
-#define RFK_BLOCK 256        /* threads of a block where nothing else is said */
-#define RFK_MATVEC_WAVES 4   /* waves of a matvec block, a row each           */
+#define RFK_BLOCK 256        /* threads of a block unless a kernel says otherwise */
+#define RFK_MATVEC_WAVES 4   /* waves of a matvec block; a wave computes a row */
 
 static uint32_t rfk_ceil_div(uint64_t a, uint32_t b) { return (uint32_t)((a + b - 1) / b); }
 
 /* ==== 2 Weights ======================================================================================== >>weights
- * A quantized row is read in units of 32 weights: two halves of 16, which lie side by side in some types and STRIDE
- * apart in others, because that is what a 16-byte load of packed bytes holds. A weight is d * (q - OFFSET) - m with
- * q a signed byte. Q4_K and Q5_K blocks are multiples of 16 bytes, those of IQ1_M of 8, and stay as they are; the other
- * types are repacked when they are written: the same bytes, but all first fields of the tensor, then all second fields,
- * and so on. */
+ * A quantized row is read in units of 32 weights: two halves of 16, adjacent in some types and STRIDE apart in others,
+ * because that is what a 16-byte load of packed bytes holds. A weight is d * (q - OFFSET) - m, q a signed byte. Blocks
+ * of Q4_K and Q5_K are multiples of 16 bytes, those of IQ1_M of 8: they stay as they are. The other types are repacked
+ * when they are written, from an array of structs to a struct of arrays ("planes"), so that loads are aligned. */
 
 struct rfk_weight {
-    const uint8_t *plane[4]; /* the fields' arrays; [0] alone if not repacked */
+    const uint8_t *plane[4]; /* one array for each field of a block; [0] alone if not repacked */
     uint32_t type;
 };
 
 struct rfk_unit {
-    int q[8];   /* 4 bytes each: 0-3 first half, 4-7 second */
+    int q[8];   /* 4 signed bytes each: words 0-3 are the first half, 4-7 the second */
     float d[2];
-    float m[2]; /* where HAS_MIN */
-    float steps[2], least; /* Q4_K and Q5_K: m = least * steps */
+    float m[2]; /* defined only if HAS_MIN */
+    float min_q[2], dmin; /* Q4_K and Q5_K: m = dmin * min_q */
 };
 
-/* The bytes of a unit as they were loaded, so that loads can be issued long before they are used. */
+/* A unit as loaded, not yet unpacked, so that loads can be issued long before their use. */
 struct rfk_raw {
-    int4 a, b;        /* quants; the second 16 bytes, the upper bits or the block's head */
-    uint32_t c, e, f; /* scales and what else is small                                   */
-    int4 g, h;        /* Q5_K's head; more upper bits                                    */
+    int4 a, b;        /* quants; the next 16 bytes, the upper bits or the block header */
+    uint32_t c, e, f; /* scales and other small fields */
+    int4 g, h;        /* Q5_K's block header; more upper bits */
     uint32_t more[2], type;
 };
 
-/* Fields of a block, as [offset, bytes]; in MXFP4 alone odd, else repacking moves 2 bytes at a time. */
+/* Fields of a block as offset and size in bytes. Repacking moves 2 bytes at a time, 1 in MXFP4, which has odd sizes. */
 struct rfk_packing {
     uint32_t n_planes; /* 0: not repacked */
     uint32_t at[4], bytes[4];
@@ -364,7 +364,7 @@ static rfk_packing rfk_packing_of(uint32_t type) {
     return none;
 }
 
-/* requires: p is as aligned as what is loaded */
+/* requires: p is aligned to the size of the load */
 RFK_DEVICE int4 rfk_load16(const uint8_t *p) { return *reinterpret_cast<const int4 *>(p); }
 RFK_DEVICE uint32_t rfk_load4(const uint8_t *p) { return *reinterpret_cast<const uint32_t *>(p); }
 RFK_DEVICE uint16_t rfk_load2(const uint8_t *p) { return *reinterpret_cast<const uint16_t *>(p); }
@@ -385,15 +385,16 @@ RFK_DEVICE void rfk_nibbles(const int4 &v, int *q) {
 
 RFK_DEVICE void rfk_words(const int4 &v, int *w) { w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w; }
 
-/* Four signed bytes q - offset, of q below 128. */
+/* Four signed bytes q - offset; q < 128. */
 RFK_DEVICE int rfk_subtract4(int q, int offset) {
     return (int)((((uint32_t)q | 0x80808080u) - (uint32_t)offset * 0x01010101u) ^ 0x80808080u);
 }
 
-/* Four bits to the fifth bit of four bytes. */
+/* Bit i of `bits` to bit 4 of byte i. */
 RFK_DEVICE int rfk_spread_bit4(uint32_t bits) { return (int)((((bits & 15) * 0x00204081u) & 0x01010101u) << 4); }
 
-/* How a type is read. BLOCK: weights of a block; STRIDE: from a unit's first half to its second; SCALES: of a unit. */
+/* How a type is read. BLOCK: weights of a block; STRIDE: weights from a unit's first half to its second; SCALES: scales
+ * of a unit. */
 template <int TYPE> struct rfk_format;
 
 template <> struct rfk_format<RF_TYPE_Q8_0> {
@@ -434,7 +435,7 @@ template <> struct rfk_format<RF_TYPE_Q4_1> {
         (void)u;
         rfk_nibbles(r.a, o.q);
         o.d[0] = o.d[1] = rfk_from_half((uint16_t)(r.c & 0xffff));
-        o.m[0] = o.m[1] = -rfk_from_half((uint16_t)(r.c >> 16)); /* stored as what is added */
+        o.m[0] = o.m[1] = -rfk_from_half((uint16_t)(r.c >> 16)); /* the file stores the value to add */
     }
 };
 
@@ -487,11 +488,11 @@ RFK_DEVICE void rfk_k_scales(const int4 &head, uint32_t c, rfk_unit &o) {
           dmin = rfk_from_half((uint16_t)((uint32_t)head.x >> 16));
     o.d[0] = d * (float)(scale & 255);
     o.d[1] = d * (float)((scale >> 8) & 255);
-    o.least = dmin;
-    o.steps[0] = (float)(minimum & 255);
-    o.steps[1] = (float)((minimum >> 8) & 255);
-    o.m[0] = dmin * o.steps[0];
-    o.m[1] = dmin * o.steps[1];
+    o.dmin = dmin;
+    o.min_q[0] = (float)(minimum & 255);
+    o.min_q[1] = (float)((minimum >> 8) & 255);
+    o.m[0] = dmin * o.min_q[0];
+    o.m[1] = dmin * o.min_q[1];
 }
 
 template <> struct rfk_format<RF_TYPE_Q4_K> {
@@ -532,7 +533,7 @@ template <> struct rfk_format<RF_TYPE_Q6_K> {
     static const int BLOCK = 256, STRIDE = 64, OFFSET = 32, HAS_MIN = 0, SCALES = 2;
     RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         size_t b = block + u / 8;
-        uint32_t i = u % 8, n = i / 4, part = i % 4; /* half of 128, 16 of its 64 low bytes */
+        uint32_t i = u % 8, n = i / 4, part = i % 4; /* n: half of the block; part: which 16 of its 64 low bytes */
         r.a = rfk_load16(w.plane[0] + b * 128 + i * 16);
         r.b = rfk_load16(w.plane[1] + b * 64 + n * 32 + part % 2 * 16);
         r.c = w.plane[2][b * 16 + n * 8 + part];
@@ -555,28 +556,28 @@ template <> struct rfk_format<RF_TYPE_Q6_K> {
 };
 
 /* ---- the other types ----
- * Their values are decoded to signed bytes, and a kernel takes them all: it looks at the weight's type unit by unit
- * (a kernel each would be seventeen times the code, for types of which a model has few). Units lie as in a row. */
+ * Decoded to signed bytes. One kernel takes all of them and branches on the type for each unit: a kernel for each type
+ * would be seventeen times the code, for types that few models use. */
 
-/* Inlined where that is faster; once is enough in emulation, and compiles faster. */
+/* Inlined on GPUs for speed; not in emulation, where it only costs time to compile. */
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_DECODER static __attribute__((noinline))
 #else
 #define RFK_DECODER RFK_DEVICE
 #endif
 
-/* Sixteen signed bytes to choose from by four bits. */
+/* A codebook: sixteen signed bytes, indexed by four bits. */
 struct rfk_codebook { uint32_t word[4]; };
 RFK_DEVICE rfk_codebook rfk_codes_iq4() { /* -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113 */
     rfk_codebook c = {{0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u}};
     return c;
 }
-RFK_DEVICE rfk_codebook rfk_codes_fp4() { /* 0 1 2 3 4 6 8 12, and negative: twice the values */
+RFK_DEVICE rfk_codebook rfk_codes_fp4() { /* 0 1 2 3 4 6 8 12 and their negatives: twice the values of FP4 */
     rfk_codebook c = {{0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu}};
     return c;
 }
 
-/* The values of eight nibbles: of the lower ones of four bytes, and of the upper ones. */
+/* Look up the eight nibbles: the low nibble of each byte, and the high one. */
 RFK_DEVICE void rfk_look_up(const rfk_codebook &c, int nibbles, int *low, int *high) {
     const uint32_t v = (uint32_t)nibbles;
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
@@ -607,7 +608,7 @@ RFK_DEVICE void rfk_look_up(const rfk_codebook &c, int nibbles, int *low, int *h
 #endif
 }
 
-/* Four fields of 2 or 3 bits to the lowest bits of four bytes. */
+/* Four fields of 2 (or 3) bits to the low bits of four bytes. */
 RFK_DEVICE uint32_t rfk_spread2(uint32_t bits) {
     uint32_t pairs = (bits | bits << 12) & 0x000f000fu;
     return (pairs | pairs << 6) & 0x03030303u;
@@ -617,12 +618,12 @@ RFK_DEVICE uint32_t rfk_spread3(uint32_t bits) {
     return (pairs | pairs << 5) & 0x07070707u;
 }
 
-/* Four bytes of 1 to 127, negated where a bit of `signs` says so. */
+/* Four bytes of 1 to 127; byte i is negated if bit i of `signs` is set. */
 RFK_DEVICE int rfk_negate4(uint32_t values, uint32_t signs) {
     uint32_t ones = ((signs & 15) * 0x00204081u) & 0x01010101u;
     return (int)((values ^ ((ones << 8) - ones)) + ones);
 }
-/* Seven signs, and the eighth that makes their number even. */
+/* Seven sign bits, and the eighth, which makes the number of set bits even. */
 RFK_DEVICE uint32_t rfk_even_signs(uint32_t seven) {
     seven &= 127;
     return seven | ((0x6996u >> ((seven ^ seven >> 4) & 15)) & 1) << 7;
@@ -632,7 +633,7 @@ static __device__ const uint16_t rfk_grid_iq2_xxs[256] = {RF_GRID_IQ2_XXS}, rfk_
                                  rfk_grid_iq2_s[1024] = {RF_GRID_IQ2_S}, rfk_grid_iq1[2048] = {RF_GRID_IQ1},
                                  rfk_grid_iq3_xxs[256] = {RF_GRID_IQ3_XXS}, rfk_grid_iq3_s[512] = {RF_GRID_IQ3_S};
 
-/* Eight weights of an entry of each family; `down`: 1 less than 8 times the entry, else 1 more. */
+/* Eight weights of a grid entry: of the IQ2 grids, and of IQ1's, where `down` says whether delta is -1/8 or +1/8. */
 RFK_DEVICE void rfk_grid2(uint32_t entry, uint32_t signs, int *q) {
     RFK_UNROLL(2)
     for (int i = 0; i < 2; i++) {
@@ -687,7 +688,7 @@ template <> struct rfk_format<RF_TYPE_MXFP4> {
         rfk_words(r.a, in);
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++) rfk_look_up(rfk_codes_fp4(), in[i], &o.q[i], &o.q[4 + i]);
-        o.d[0] = o.d[1] = rfk_as_float(r.c < 2 ? 0x200000u << r.c : (r.c - 1) << 23); /* 2^(c - 128) */
+        o.d[0] = o.d[1] = rfk_as_float(r.c < 2 ? 0x200000u << r.c : (r.c - 1) << 23); /* 2^(c - 127) / 2 */
     }
 };
 
@@ -696,7 +697,7 @@ template <> struct rfk_format<RF_TYPE_NVFP4> {
         r.a = rfk_load16(w.plane[0] + (block * 2 + u) * 16);
         r.c = rfk_load2(w.plane[1] + (block * 2 + u) * 2);
     }
-    /* Half of a float of 4 bits exponent and 3 bits fraction, whose sign counts for nothing; one code is no number. */
+    /* Half of a UE4M3 scale: 4 bits of exponent, 3 of fraction, the sign bit ignored; 0x7f is NaN and counts as 0. */
     RFK_DEVICE float scale(uint32_t code) {
         uint32_t exponent = (code >> 3) & 15, fraction = code & 7;
         if (code == 0x7f) return 0.0f;
@@ -713,7 +714,7 @@ template <> struct rfk_format<RF_TYPE_NVFP4> {
     }
 };
 
-/* Two bits of 32 bytes, which hold four units of a block of 256. */
+/* 32 bytes hold four units of a block of 256, two bits each. */
 RFK_DEVICE void rfk_fetch_quarters(const uint8_t *block, uint32_t u, rfk_raw &r) {
     r.a = rfk_load16(block + u / 4 * 32);
     r.b = rfk_load16(block + u / 4 * 32 + 16);
@@ -792,7 +793,7 @@ template <> struct rfk_format<RF_TYPE_IQ3_XXS> {
 
 template <> struct rfk_format<RF_TYPE_IQ3_S> {
     RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
-        const uint8_t *rest = w.plane[1] + (block + u / 8) * 44; /* upper bits, signs, scales */
+        const uint8_t *rest = w.plane[1] + (block + u / 8) * 44; /* high bits, signs, scales */
         rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
         r.c = rfk_load4(rest + 8 + u % 8 * 4);
         r.e = rest[u % 8];
@@ -893,7 +894,7 @@ template <> struct rfk_format<RF_TYPE_IQ1_M> {
             uint32_t high = r.e >> (4 * i);
             rfk_grid1(rfk_grid_iq1[((r.c >> (8 * i)) & 255) | (high & 7) << 8], high >> 3, o.q + 2 * i);
         }
-        /* four numbers of 16 bits: a nibble of d above four scales of 3 bits */
+        /* four 16-bit words, each a nibble of d above four scales of 3 bits */
         uint32_t d = ((r.more[0] >> 12) & 15) | ((r.more[0] >> 24) & 0xf0) | ((r.more[1] >> 4) & 0xf00) |
                      ((r.more[1] >> 16) & 0xf000),
                  scales = (u % 8 < 4 ? r.more[0] : r.more[1]) >> (u / 2 % 2 * 16 + u % 2 * 6);
@@ -902,8 +903,8 @@ template <> struct rfk_format<RF_TYPE_IQ1_M> {
     }
 };
 
-/* Digits of three values, the first highest: digit n of a byte b, taken as a fraction of 256, is the whole part of
- * three times what is left of b * 3^n. */
+/* Base-3 digits, most significant first: digit n of a byte b, read as the fraction b / 256, is the integer part of 3 *
+ * frac(b * 3^n / 256). */
 RFK_DEVICE int rfk_digits3(uint32_t bytes, uint32_t n) {
     uint32_t power = n < 4 ? 0x1b090301u >> (8 * n) & 255 : 81, even = bytes & 0x00ff00ffu,
              odd = (bytes >> 8) & 0x00ff00ffu;
@@ -927,7 +928,7 @@ template <> struct rfk_format<RF_TYPE_TQ1_0> {
         rfk_words(r.a, in);
         rfk_words(r.b, in + 4);
         RFK_UNROLL(8)
-        for (uint32_t i = 0; i < 8; i++) { /* digits of 32 bytes; then of 16, a half each; the last half of 4 bytes */
+        for (uint32_t i = 0; i < 8; i++) { /* units 0-4: digits of 32 bytes; 5-7: of 16 bytes, a half each; the last half: of 4 bytes */
             bool last = u == 7 && i >= 4;
             uint32_t n = u < 5 ? u : last ? i - 4 : 2 * (u - 5) + i / 4;
             o.q[i] = rfk_digits3(last ? r.c : (uint32_t)in[i], n);
@@ -976,7 +977,7 @@ template <> struct rfk_format<RF_TYPE_Q2_0> {
     }
 };
 
-/* Types that share kernels: with one scale a unit, with two, and both with Q2_K. */
+/* Classes of types that share kernels: one scale for each unit; two scales; both and Q2_K. */
 enum { RFK_OTHER32 = RF_TYPE_COUNT, RFK_OTHER16, RFK_OTHER };
 #define RFK_OTHER32_TYPES(X)                                                                                         \
     X(RF_TYPE_IQ4_NL) X(RF_TYPE_IQ4_XS) X(RF_TYPE_MXFP4) X(RF_TYPE_IQ3_XXS) X(RF_TYPE_IQ3_S) X(RF_TYPE_IQ2_XXS)      \
@@ -984,14 +985,14 @@ enum { RFK_OTHER32 = RF_TYPE_COUNT, RFK_OTHER16, RFK_OTHER };
 #define RFK_OTHER16_TYPES(X) \
     X(RF_TYPE_Q3_K) X(RF_TYPE_NVFP4) X(RF_TYPE_IQ2_XS) X(RF_TYPE_IQ2_S) X(RF_TYPE_IQ1_M)
 
-/* Whose rows are floats, and quantized: each has kernels of its own. */
+/* Types with kernels of their own: rows of floats, and quantized rows. */
 #define RFK_FLOAT_TYPES(X) X(RF_TYPE_F32) X(RF_TYPE_F16) X(RF_TYPE_BF16)
 #define RFK_QUANTIZED_TYPES(X)                                                                                       \
     X(RF_TYPE_Q8_0) X(RF_TYPE_Q4_0) X(RF_TYPE_Q4_1) X(RF_TYPE_Q5_0) X(RF_TYPE_Q5_1) X(RF_TYPE_Q4_K) X(RF_TYPE_Q5_K)  \
     X(RF_TYPE_Q6_K) X(RF_TYPE_Q2_K) X(RFK_OTHER32) X(RFK_OTHER16)
 
-/* Which types and classes this build has kernels for (ROCMFORGE_TYPES). A table of kernels has those of `or_another` for
- * a type that is left out, which op_supported lets through to none. */
+/* Whether this build has kernels for a type or class (ROCMFORGE_TYPES). Tables of kernels hold RFK_BUILT of each type:
+ * for a type that is left out, kernels of another, which are never launched, because op_supported refuses the type. */
 #define RFK_OR_BUILT(TYPE) || RF_TYPE_IS_BUILT(TYPE)
 template <int TYPE> struct rfk_built {
     static const bool is = TYPE == RFK_OTHER32   ? (false RFK_OTHER32_TYPES(RFK_OR_BUILT))
@@ -1005,7 +1006,7 @@ static const int rfk_first_built = RFK_QUANTIZED_TYPES(RFK_IF_BUILT) (int)RF_TYP
 #define RFK_BUILT(TYPE) (rfk_built<TYPE>::is ? (int)TYPE : rfk_first_built)
 #define RFK_BUILT_FLOAT(TYPE) (rfk_built<TYPE>::is ? (int)TYPE : (int)RF_TYPE_F32)
 
-/* What tells apart the kernels that take a type: the type itself, or the class it belongs to. */
+/* The type that kernels are chosen by: the type itself, or its class. */
 static uint32_t rfk_kernel_type(uint32_t type) {
 #define RFK_CLASS_CASE(TYPE) case TYPE:
     switch (type) {
@@ -1040,7 +1041,7 @@ template <int TYPE> RFK_DEVICE void rfk_load_unit(const rfk_weight &w, size_t bl
     rfk_format<TYPE>::unpack(raw, u, o);
 }
 
-/* Position in the row of a unit's first half. */
+/* Position in the row of the first half of unit u. */
 template <int TYPE> RFK_DEVICE uint32_t rfk_unit_at(uint32_t u) {
     if (rfk_format<TYPE>::STRIDE == 32) return u / 2 * 64 + u % 2 * 16;
     if (rfk_format<TYPE>::STRIDE == 64) return u / 4 * 128 + u % 4 * 16;
@@ -1065,7 +1066,7 @@ RFK_DEVICE void rfk_load_unit_of(const rfk_weight &w, size_t row, uint32_t n_in,
     rfk_load_unit<TYPE>(w, row * (n_in / rfk_format<TYPE>::BLOCK), u, o);
     if (!rfk_format<TYPE>::HAS_MIN) o.m[0] = o.m[1] = 0;
 }
-/* Unit u of a row, but for its weights; then these. kernel_type: rfk_kernel_type of w's. */
+/* Unit u of a row: where it lies; then its weights. kernel_type: rfk_kernel_type of the matrix. */
 RFK_DEVICE void rfk_place_any_unit(uint32_t kernel_type, uint32_t u, rfk_any_unit &o) {
     o.at = o.stride = 0, o.offset = 0;
 #define RFK_PLACE_CASE(TYPE) case TYPE: rfk_place_unit_of<TYPE>(u, o); break;
@@ -1083,7 +1084,7 @@ RFK_DEVICE float rfk_unit_value(const rfk_any_unit &o, uint32_t h, uint32_t k) {
     return o.unit.d[h] * q - o.unit.m[h];
 }
 
-/* Element i of F32, F16 or BF16 data; and eight of them from 8 * k, with 16-byte loads. */
+/* Element i of F32, F16 or BF16 data; and eight elements from i on, a multiple of 8, by 16-byte loads. */
 template <int TYPE> RFK_DEVICE float rfk_load1(const uint8_t *p, size_t i) {
     if (TYPE == RF_TYPE_F32) return *reinterpret_cast<const float *>(p + 4 * i);
     if (TYPE == RF_TYPE_F16) return rfk_load_half(p + 2 * i);
@@ -1120,7 +1121,7 @@ struct rfk_repack_args {
     const uint8_t *src;
     uint8_t *plane[4];
     uint64_t first, n_bytes;
-    uint32_t block_bytes, step; /* step: bytes that move together, 1 or 2 */
+    uint32_t block_bytes, step; /* step: bytes moved at once, 1 or 2 */
 };
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_repack(rfk_repack_args a) {
     uint64_t i = ((uint64_t)blockIdx.x * RFK_BLOCK + threadIdx.x) * a.step;
@@ -1136,7 +1137,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_repack(rfk_repack_args a) {
     }
 }
 
-/* Where an expert's weights are, for kernels that find it by its number.   grid 1   block 1 */
+/* Tell the device where an expert's weights are: kernels find them by the expert's index.   grid 1   block 1 */
 struct rfk_expert_args {
     rfk_weight *to, w;
 };
@@ -1145,11 +1146,12 @@ static __global__ void rfk_write_expert(rfk_expert_args a) { *a.to = a.w; }
 /* ==== 3 Rows ============================================================================================== >>rows
  * Norms, element-wise ops, quantization, rope, the KV store, and the values of a step. */
 
-/* Writes a probe: the host reads it back to know that kernels for this GPU are in the program.   grid 1   block 32 */
+/* Writes known values: the host reads them back to learn that the file was compiled for this GPU.   grid 1   block
+ * 32 */
 static __global__ void rfk_probe(uint32_t *out) { out[threadIdx.x] = threadIdx.x * 3 + 7; }
 
-/* *sum += the 2 n uint64 of src: what the memory can do, for mem_sum.
- * grid any   block 256   2 KiB of LDS   reads 16 n bytes, eight loads of 16 in flight in each lane */
+/* *sum += the 2 n uint64 of src: measures read bandwidth (mem_sum).
+ *   grid any   block 256   2 KiB of LDS   reads 16 n bytes, eight 16-byte loads in flight a lane */
 struct alignas(16) rfk_sixteen {
     unsigned long long a, b;
 };
@@ -1182,7 +1184,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sum(rfk_sum_args a) {
     if (threadIdx.x == 0) atomicAdd(a.sum, part.of[0]);
 }
 
-/* Values of a step travel as arguments of launches, which the runtime copies: none is overwritten in flight.
+/* A step's values travel as kernel arguments, which the runtime copies: none is overwritten while in flight.
  *   grid 1   block 64 */
 #define RFK_STEP_ROWS 64
 struct rfk_step_args {
@@ -1197,7 +1199,7 @@ static __global__ void rfk_write_step(rfk_step_args a) {
     if (threadIdx.x < a.n_logits) a.logit_rows[a.first + threadIdx.x] = a.logit_row[threadIdx.x];
 }
 
-/* out[t] (+)= scale * W[token of t, or its position]; rows without a token are left alone.
+/* out[t] (+)= scale * W[token of row t, or its position]; rows without a token are skipped.
  *   grid [ceil(n / 32 or 1 / 256), T]   block 256 */
 struct rfk_embed_args {
     rfk_weight w;
@@ -1213,7 +1215,7 @@ RFK_DEVICE int32_t rfk_embed_row(const rfk_embed_args &a) {
 RFK_DEVICE void rfk_embed_value(const rfk_embed_args &a, float *out, float v) {
     *out = a.accumulate ? *out + v * a.scale : v * a.scale;
 }
-/* Rows of quantized weights, a unit a thread. */
+/* Quantized rows, a unit a thread. */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed(rfk_embed_args a) {
     const uint32_t u = blockIdx.x * RFK_BLOCK + threadIdx.x;
     const int32_t token = rfk_embed_row(a);
@@ -1236,7 +1238,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed_float(rfk_embed_args a) 
     rfk_embed_value(a, &a.out[(size_t)blockIdx.y * a.out_stride + i], rfk_load_any(a.w.plane[0], a.kernel_type, row + i));
 }
 
-/* Values 4i .. 4i + 3 of a row, those from n on as 0: in one load where the row's address allows it. */
+/* Values 4i .. 4i + 3 of a row of n, 0 beyond its end: one load if the row is aligned. */
 RFK_DEVICE void rfk_get4(const float *row, uint32_t i, uint32_t n, float *x) {
     if ((size_t)row % 16 == 0 && 4 * i + 4 <= n) {
         const float4 v = reinterpret_cast<const float4 *>(row)[i];
@@ -1255,21 +1257,21 @@ RFK_DEVICE void rfk_set4(float *row, uint32_t i, uint32_t n, const float *x) {
     for (uint32_t k = 0; k < 4 && 4 * i + k < n; k++) row[4 * i + k] = x[k];
 }
 
-/* Activations for integer dot products, in groups of 32: x = d * q, and the sums of q over each half. Bit for bit the
- * CPU device's: d = max|x| / 127, q = x * (1 / d) rounded to nearest even; d = 0 and q = 0 if that d < 2^-126;
- * d = nan and q = 0 if an x is infinite or nan. */
+/* Activations for int8 dot products, in groups of 32: x = d * q, and the sums of q over each half of the group. The
+ * bits are those of the CPU device: d = max|x| / 127, q = x * (1 / d) rounded to nearest even; d = 0 and q = 0 if d
+ * would be below 2^-126; d = NaN and q = 0 if an x is infinite or NaN. */
 struct rfk_group {
     float d;
     int16_t sum[2];
 };
 struct rfk_int8_rows {
-    int *q;           /* [rows, n / 4], or bfloats; NULL: not wanted */
+    int *q;           /* [rows, n / 4] words of four int8, or bf16; NULL: not wanted */
     rfk_group *group; /* [rows, n / 32]                  */
-    uint32_t bfloats; /* not 0: there are so many rows, and q is [n / 64, rows, 64] bfloats, each 64 rfk_swizzled */
+    uint32_t bf16; /* not 0: the number of rows, and q is [n / 64, rows, 64] bf16, each 64 values rfk_swizzled */
 };
 
-/* Two floats as bfloats, rounded to nearest even, the first in the lower half. */
-RFK_DEVICE uint32_t rfk_to_bfloats(float low, float high) {
+/* Two floats to bf16, rounded to nearest even, `low` in the lower half. */
+RFK_DEVICE uint32_t rfk_to_bf16x2(float low, float high) {
 #if defined(RFK_SM80)
     uint32_t both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -1282,20 +1284,20 @@ RFK_DEVICE uint32_t rfk_to_bfloats(float low, float high) {
 #endif
 }
 
-/* A row of 64 bfloats of an operand is 128 bytes; its 16-byte words change places with the row's number, as wgmma wants
- * them where they are swizzled over 128 bytes: words of one number of 8 rows are in other banks. */
+/* A row of 64 bf16 of an operand is 128 bytes. Its 16-byte words are XORed with the row index, the 128-byte swizzle of
+ * wgmma: the same word of 8 rows lies in different banks. */
 RFK_DEVICE uint32_t rfk_swizzled(uint32_t row, uint32_t word) { return word ^ row % 8; }
 
-/* Four values of a group of 32 that eight neighbouring lanes hold: packed quants, the group's d, and the sum of q over
- * the lane's half of the group. All lanes of the wave take part. */
+/* Quantize a group of 32, four values a lane in eight adjacent lanes.   Returns the lane's four int8; the group's d,
+ * and the sum of q over the lane's half of the group. All lanes of the wave must take part. */
 template <int WAVE> RFK_DEVICE int rfk_quantize_lane(const float *x, float *d_out, int *sum_out) {
-    uint32_t top = 0; /* bits of max|x|: as integers, nan is above infinity and both above all numbers */
+    uint32_t top = 0; /* bits of max|x|: as integers, NaN > infinity > all numbers */
     for (int k = 0; k < 4; k++) {
         uint32_t bits = rfk_as_bits(x[k]) & 0x7fffffffu;
         top = bits > top ? bits : top;
     }
     for (int mask = 1; mask < 8; mask *= 2) {
-        uint32_t bits = rfk_swap<WAVE>(top, mask);
+        uint32_t bits = rfk_shuffle_xor<WAVE>(top, mask);
         top = bits > top ? bits : top;
     }
     float d = rfk_as_float(top) / 127.0f, inverse = 0;
@@ -1309,19 +1311,19 @@ template <int WAVE> RFK_DEVICE int rfk_quantize_lane(const float *x, float *d_ou
         packed |= (q & 255) << (8 * k);
         sum += q;
     }
-    for (int mask = 1; mask < 4; mask *= 2) sum += rfk_swap<WAVE>(sum, mask);
+    for (int mask = 1; mask < 4; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
     *d_out = d;
     *sum_out = sum;
     return packed;
 }
 
-/* Values 4i .. 4i + 3 of a row of n: eight threads are a group. All lanes of the wave take part;
+/* Quantize values 4i .. 4i + 3 of a row of n; eight threads share a group. All lanes of the wave must take part;
  * `inside`: i < n / 4. */
 template <int WAVE>
 RFK_DEVICE void rfk_quantize4(const rfk_int8_rows &to, size_t row, uint32_t n, uint32_t i, const float *x,
                               bool inside) {
     float d;
-    int sum, packed = rfk_quantize_lane<WAVE>(x, &d, &sum), other = rfk_swap<WAVE>(sum, 4);
+    int sum, packed = rfk_quantize_lane<WAVE>(x, &d, &sum), other = rfk_shuffle_xor<WAVE>(sum, 4);
     if (!inside) return;
     to.q[row * (n / 4) + i] = packed;
     if (i % 8 == 0) {
@@ -1333,19 +1335,19 @@ RFK_DEVICE void rfk_quantize4(const rfk_int8_rows &to, size_t row, uint32_t n, u
     }
 }
 
-/* The same as int8 or bfloats, whatever the matmul behind takes; as bfloats 64 values of all rows lie together. */
+/* The same to int8 or bf16, whichever the next matmul takes; as bf16, 64 values of all rows lie together. */
 template <int WAVE>
 RFK_DEVICE void rfk_convert4(const rfk_int8_rows &to, size_t row, uint32_t n, uint32_t i, const float *x, bool inside) {
-    if (!to.bfloats) return rfk_quantize4<WAVE>(to, row, n, i, x, inside);
+    if (!to.bf16) return rfk_quantize4<WAVE>(to, row, n, i, x, inside);
     if (!inside) return;
-    uint2 *word = reinterpret_cast<uint2 *>(reinterpret_cast<int4 *>(to.q) + (i / 16 * (size_t)to.bfloats + row) * 8 +
+    uint2 *word = reinterpret_cast<uint2 *>(reinterpret_cast<int4 *>(to.q) + (i / 16 * (size_t)to.bf16 + row) * 8 +
                                             rfk_swizzled((uint32_t)row, i % 16 / 2));
     uint2 v;
-    v.x = rfk_to_bfloats(x[0], x[1]), v.y = rfk_to_bfloats(x[2], x[3]);
+    v.x = rfk_to_bf16x2(x[0], x[1]), v.y = rfk_to_bf16x2(x[2], x[3]);
     word[i % 2] = v;
 }
 
-/* Rows of floats as matmuls take them.   grid [rows, ceil(n / 1024)]   block 256 */
+/* Quantize rows of floats for a matmul.   grid [rows, ceil(n / 1024)]   block 256 */
 struct rfk_quantize_args {
     const float *in;
     rfk_int8_rows to;
@@ -1359,26 +1361,27 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_quantize(r
     rfk_convert4<WAVE>(a.to, blockIdx.x, a.n, i, x, i < a.n / 4);
 }
 
-/* out (+)= x / sqrt(mean(x^2) + eps) * w + b over n values, x = in or in - mean(in), and out quantized for the matmul
- * behind it (then heads is 1 and n a multiple of 32).   grid [rows, heads]   block 256   out may be in */
+/* out (+)= x / sqrt(mean(x^2) + eps) * w + b over n values, x = in, or in - mean(in) if `center`; also quantized for
+ * the next matmul (heads is 1 then, n a multiple of 32).   grid [rows, heads]   block 256   out may be in */
 struct rfk_norm_args {
     const uint8_t *w, *b; /* NULL: none */
     const float *in;
     float *out;           /* NULL: not wanted */
     rfk_int8_rows to;
     uint32_t w_type, b_type, in_stride, out_stride, n, center, accumulate;
-    uint32_t w_head; /* values of w from head to head */
+    uint32_t w_head; /* values of w from one head to the next */
     float eps;
 };
 struct rfk_norm_shared { float sum[2][8]; };
 
-/* The sum of a value of each thread of the block; `turn`: a place of its own in s for each sum of a launch. */
-template <int WAVE> RFK_DEVICE float rfk_block_sum(rfk_norm_shared &s, int turn, float v) {
+/* Sum over the block, in every thread. Each sum of a launch has a `slot` of its own: no barrier is needed between
+ * them. */
+template <int WAVE> RFK_DEVICE float rfk_block_sum(rfk_norm_shared &s, int slot, float v) {
     v = rfk_wave_sum<WAVE>(v);
-    if (threadIdx.x % WAVE == 0) s.sum[turn][threadIdx.x / WAVE] = v;
+    if (threadIdx.x % WAVE == 0) s.sum[slot][threadIdx.x / WAVE] = v;
     __syncthreads();
     v = 0;
-    for (int i = 0; i < RFK_BLOCK / WAVE; i++) v += s.sum[turn][i];
+    for (int i = 0; i < RFK_BLOCK / WAVE; i++) v += s.sum[slot][i];
     return v;
 }
 
@@ -1423,10 +1426,10 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(r
     }
 }
 
-/* The same where there is nothing to it but a weight of floats, and all is aligned for loads of four values. Rows of up
- * to RFK_NORM_KEPT * 1024 values are read once.   grid [rows, heads]   block 256 */
+/* RMS norm with an F32 weight and nothing else, all rows aligned for loads of four values. Rows of up to RFK_NORM_KEPT
+ * * 1024 values are read once.   grid [rows, heads]   block 256 */
 #define RFK_NORM_KEPT 4
-/* What a thread holds: piece j is the four values from 4 * (first + j * 256 + thread) on, 0 beyond the row's end. */
+/* Values in a thread's registers: [j] is the four from 4 * (first + j * 256 + thread) on, 0 beyond the row's end. */
 typedef float rfk_norm_part[RFK_NORM_KEPT][4];
 
 RFK_DEVICE void rfk_norm_get4(const float *row, uint32_t i, uint32_t n, float *x) {
@@ -1435,7 +1438,7 @@ RFK_DEVICE void rfk_norm_get4(const float *row, uint32_t i, uint32_t n, float *x
     x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
 }
 
-/* Where a row's values come from: where they are. */
+/* A row in memory. */
 struct rfk_norm_row {
     const float *in;
     uint32_t n;
@@ -1446,7 +1449,7 @@ RFK_DEVICE void rfk_norm_load(const rfk_norm_row &r, uint32_t first, rfk_norm_pa
 }
 RFK_DEVICE const rfk_norm_row &rfk_norm_again(const rfk_norm_row &r) { return r; }
 
-/* The norm of a row that `r` loads; what it loads last stays in registers, the rest is loaded again. */
+/* The norm of a row that rfk_norm_load(r) loads: the last values stay in registers, the others are loaded again. */
 template <int WAVE, class R> RFK_DEVICE void rfk_norm_wide(const rfk_norm_args &a, const R &r, rfk_norm_shared &s) {
     const uint32_t step = RFK_NORM_KEPT * RFK_BLOCK, last = (a.n - 1) / 4 / step * step;
     const float *w = reinterpret_cast<const float *>(a.w) + (size_t)blockIdx.y * a.w_head;
@@ -1482,23 +1485,23 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm_w
     rfk_norm_wide<WAVE>(a, r, s);
 }
 
-/* cos and sin of an angle: the quadrant is taken off in double precision, since pos * frequency is large; the rest by
- * series, so that every device has the same bits. */
+/* cos and sin. The quadrant is removed in double precision, because pos * frequency is large; the rest is a Taylor
+ * series, so that every device gets the same bits. */
 RFK_DEVICE void rfk_cos_sin(double angle, float *c, float *s) {
     double quadrant = rint(angle * 0.63661977236758134308);
     float x = (float)(angle - quadrant * 1.57079632679489661923), x2 = x * x;
-    int turn = (int)((long long)quadrant & 3);
+    int q = (int)((long long)quadrant & 3);
     float sine = x * (1.0f + x2 * (-1.0f / 6 + x2 * (1.0f / 120 + x2 * (-1.0f / 5040 + x2 * (1.0f / 362880)))));
     float cosine =
         1.0f + x2 * (-0.5f + x2 * (1.0f / 24 + x2 * (-1.0f / 720 + x2 * (1.0f / 40320 + x2 * (-1.0f / 3628800)))));
-    *c = turn & 1 ? sine : cosine;
-    *s = turn & 1 ? cosine : sine;
-    if (turn == 1 || turn == 2) *c = -*c;
-    if (turn >= 2) *s = -*s;
+    *c = q & 1 ? sine : cosine;
+    *s = q & 1 ? cosine : sine;
+    if (q == 1 || q == 2) *c = -*c;
+    if (q >= 2) *s = -*s;
 }
 
-/* Rotate pairs of the first n_rot values of each head, in place, in one or two buffers (queries and keys): a thread
- * turns its pair of RFK_ROPE_HEADS heads by the same angle.
+/* RoPE: rotate pairs of the first n_rot values of each head in place, in one or two buffers (queries and keys). A
+ * thread rotates its pair of RFK_ROPE_HEADS heads, by one angle.
  *   grid [T, ceil(heads / (RFK_ROPE_HEADS * heads of a block at once)), ceil(n_rot / 2 / 256)]   block 256 */
 #define RFK_ROPE_HEADS 4u
 struct rfk_rope_args {
@@ -1508,7 +1511,7 @@ struct rfk_rope_args {
     const uint8_t *freqs; /* NULL: none */
     const rf_step_row *rows;
     uint32_t freqs_type, head_dim, n_rot, neox;
-    uint32_t group; /* threads for a head, 256 at most: so many of its pairs at once */
+    uint32_t group; /* threads of a head, at most 256: pairs rotated at once */
     float scale;
 };
 RFK_DEVICE float *rfk_rope_head(const rfk_rope_args &a, uint32_t head) {
@@ -1558,7 +1561,7 @@ struct rfk_store_args {
     const rf_step_row *rows;
     uint32_t k_stride, v_stride, n_kv_heads, head_dim, head_dim_v, n_cells;
 };
-/* Keys of a first part k, head_dim_v values, and a second part v: RF_OP_MLA.
+/* MLA: store keys of two parts, head_dim_v values of k and the rest of v.
  *   grid [ceil(heads * dk / 256), T]   block 256 */
 template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_latent_store(rfk_store_args a) {
     const uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x, head = i / a.head_dim, e = i % a.head_dim,
@@ -1572,7 +1575,7 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_latent_sto
     rfk_store_value((KV *)a.k_state + cell * a.head_dim + e, x);
 }
 
-/* Keys and values of a step to their cells, [seq][head][cell][dim]: PER values a thread, of which no head has a part.
+/* Store a step's keys and values in their cells, [seq][head][cell][dim]. PER values a thread, all of one head.
  *   grid [ceil(heads * (dk + dv) / (256 * PER)), T]   block 256 */
 template <class KV, int PER> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_kv_store(rfk_store_args a) {
     uint32_t i = PER * (blockIdx.x * RFK_BLOCK + threadIdx.x), n_k = a.n_kv_heads * a.head_dim;
@@ -1595,7 +1598,7 @@ template <class KV, int PER> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_k
 
 RFK_DEVICE size_t rfk_q8_bytes(size_t n) { return n / 32 * 34; }
 
-/* The same into rows of RF_CACHE_Q8_0: four values a thread.   grid [ceil(heads * (dk + dv) / 1024), T]   block 256 */
+/* The same to RF_CACHE_Q8_0, four values a thread.   grid [ceil(heads * (dk + dv) / 1024), T]   block 256 */
 template <int WAVE, bool LATENT> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_q8_store(rfk_store_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     const uint32_t i = 4 * (blockIdx.x * RFK_BLOCK + threadIdx.x), n_k = a.n_kv_heads * a.head_dim;
@@ -1618,7 +1621,7 @@ template <int WAVE, bool LATENT> static __global__ void RFK_THREADS(RFK_BLOCK) r
     if (e % 32 == 0) to[dim / 2 + e / 32] = rfk_to_half(d);
 }
 
-/* An rf_activation. */
+/* Apply an rf_activation. */
 RFK_DEVICE float rfk_activate(uint32_t activation, float x) {
     if (activation == RF_ACT_NONE) return x;
     if (activation == RF_ACT_SIGMOID) return 1.0f / (1.0f + expf(-x));
@@ -1632,11 +1635,11 @@ RFK_DEVICE float rfk_activate_oai(float gate, float up) {
     return gate / (1.0f + expf(-1.702f * gate)) * (up + 1.0f);
 }
 
-/* out = act(gate) * up, four values a thread, and out quantized for the matmul behind it (then n is a multiple of 32).
+/* out = act(gate) * up, four values a thread; also quantized for the next matmul (n is a multiple of 32 then).
  *   grid [ceil(n / 1024), rows]   block 256   out may be gate or up */
 struct rfk_glu_args {
     const float *gate, *up; /* up NULL: out = act(gate) */
-    const uint8_t *factor;  /* one value of all results; NULL: none */
+    const uint8_t *factor;  /* a scalar that multiplies all results; NULL: none */
     float *out;             /* NULL: not wanted                     */
     rfk_int8_rows to;
     uint32_t gate_stride, up_stride, out_stride, n, activation, factor_type;
@@ -1656,7 +1659,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_gl
     float gate[4], up[4] = {1, 1, 1, 1}, x[4];
     rfk_get4(a.gate + (size_t)blockIdx.y * a.gate_stride, i, a.n, gate);
     if (a.up) rfk_get4(a.up + (size_t)blockIdx.y * a.up_stride, i, a.n, up);
-    if (a.activation == RF_ACT_SILU) /* what nearly all models have: no branch for each value */
+    if (a.activation == RF_ACT_SILU) /* nearly all models: no branch for each value */
         for (uint32_t k = 0; k < 4; k++) x[k] = rfk_activate(RF_ACT_SILU, gate[k]) * up[k] * factor;
     else
         for (uint32_t k = 0; k < 4; k++) x[k] = rfk_glu_value(a, gate[k], up[k], factor);
@@ -1664,7 +1667,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_gl
     if (a.to.q) rfk_convert4<WAVE>(a.to, blockIdx.y, a.n, i, x, i < a.n / 4);
 }
 
-/* out[i] = in[row of the i-th logits].   grid [ceil(n / 256), L]   block 256 */
+/* out[i] = in[row of logits i].   grid [ceil(n / 256), L]   block 256 */
 struct rfk_gather_args {
     const float *in;
     float *out;
@@ -1677,9 +1680,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_gather(rfk_gather_args a) {
         a.out[(size_t)blockIdx.y * a.out_stride + i] = a.in[(size_t)a.logit_rows[blockIdx.y] * a.in_stride + i];
 }
 
-/* out[row] = id of the row's largest value, the smallest one among equals; nan is greater than nothing, -1 if none is
- * greater than -infinity. With several parts, each leaves value and id of its own share in `part`, for
- * rfk_argmax_join.   grid [rows, parts]   block 1024   reads every value once */
+/* out[row] = index of the row's maximum, the smallest one among equals; NaN never wins; -1 if nothing exceeds
+ * -infinity. With several parts, each leaves the best of its share in `part` for rfk_argmax_join.
+ *   grid [rows, parts]   block 1024   reads every value once */
 #define RFK_ARGMAX_BLOCK 1024
 #define RFK_ARGMAX_PARTS 32u
 struct rfk_best_value {
@@ -1719,8 +1722,8 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_ARGMAX_BLOCK) rfk_arg
             if (v[k] > largest) largest = v[k], id = first + k * RFK_ARGMAX_BLOCK;
     }
     for (int mask = WAVE / 2; mask > 0; mask /= 2) {
-        float value = rfk_swap<WAVE>(largest, mask);
-        uint32_t other = rfk_swap<WAVE>(id, mask);
+        float value = rfk_shuffle_xor<WAVE>(largest, mask);
+        uint32_t other = rfk_shuffle_xor<WAVE>(id, mask);
         rfk_larger(&largest, &id, value, other);
     }
     if (threadIdx.x % WAVE == 0) s.value[threadIdx.x / WAVE] = largest, s.id[threadIdx.x / WAVE] = id;
@@ -1734,7 +1737,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_ARGMAX_BLOCK) rfk_arg
     rfk_best_value best = {largest, id};
     a.part[(size_t)blockIdx.x * gridDim.y + blockIdx.y] = best;
 }
-/* The best of the parts.   grid rows   block WAVE */
+/* The maximum of the parts.   grid rows   block WAVE */
 template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_argmax_join(rfk_argmax_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     rfk_best_value best = {-INFINITY, 0xffffffffu};
@@ -1743,15 +1746,15 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_argmax_join(rfk
         rfk_larger(&best.value, &best.id, other.value, other.id);
     }
     for (int mask = WAVE / 2; mask > 0; mask /= 2) {
-        float value = rfk_swap<WAVE>(best.value, mask);
-        uint32_t other = rfk_swap<WAVE>(best.id, mask);
+        float value = rfk_shuffle_xor<WAVE>(best.value, mask);
+        uint32_t other = rfk_shuffle_xor<WAVE>(best.id, mask);
         rfk_larger(&best.value, &best.id, value, other);
     }
     if (threadIdx.x == 0) reinterpret_cast<uint32_t *>(a.out)[(size_t)blockIdx.x * a.out_stride] = best.id;
 }
 
-/* The experts of a row, one wave a row: RF_OP_ROUTE.   grid rows   block WAVE
- * Sums over experts go lane by lane, those over the chosen in order. */
+/* The router, RF_OP_ROUTE: top-k experts of a row and their weights.   grid rows   block WAVE
+ * Sums over all experts are lane by lane, sums over the chosen ones in order. */
 struct rfk_route_args {
     const float *logits;
     const uint8_t *bias; /* NULL: none */
@@ -1761,29 +1764,30 @@ struct rfk_route_args {
 };
 struct rfk_route_shared {
     float p[RF_MAX_EXPERTS], score[RF_MAX_EXPERTS], group[RF_MAX_EXPERTS], weight[RF_MAX_EXPERTS];
-    uint8_t taken[RF_MAX_EXPERTS], out[RF_MAX_EXPERTS]; /* out: groups that are not kept */
+    uint8_t taken[RF_MAX_EXPERTS], out[RF_MAX_EXPERTS]; /* out: groups that were taken */
 };
-/* The better of two scores: the larger, nan behind all numbers, the smaller id among equals; no id loses. */
+/* The better of two scores: the larger; any number beats NaN; the smaller id among equals; RF_NONE loses. */
 RFK_DEVICE void rfk_better(float *score, uint32_t *id, float other, uint32_t other_id) {
     bool larger = other > *score || (other == other && *score != *score);
     bool smaller = *score > other || (*score == *score && other != other);
     if (other_id == RF_NONE) return;
     if (*id == RF_NONE || larger || (!smaller && other_id < *id)) *score = other, *id = other_id;
 }
-/* The best of n that are not taken, in every lane. */
+/* The best of n that are not taken yet, in every lane. */
 template <int WAVE> RFK_DEVICE uint32_t rfk_best(const float *score, const uint8_t *taken, uint32_t n) {
     float best = 0;
     uint32_t id = RF_NONE;
     for (uint32_t i = threadIdx.x; i < n; i += WAVE)
         if (!taken[i]) rfk_better(&best, &id, score[i], i);
     for (int mask = WAVE / 2; mask > 0; mask /= 2) {
-        float other = rfk_swap<WAVE>(best, mask);
-        uint32_t other_id = rfk_swap<WAVE>(id, mask);
+        float other = rfk_shuffle_xor<WAVE>(best, mask);
+        uint32_t other_id = rfk_shuffle_xor<WAVE>(id, mask);
         rfk_better(&best, &id, other, other_id);
     }
     return id;
 }
-/* Take all experts but those of the groups whose two best scores have the largest sums. */
+/* Group-limited routing: keep the groups whose two best scores have the largest sums; mark the experts of all other
+ * groups as taken. */
 template <int WAVE> RFK_DEVICE void rfk_route_groups(rfk_route_shared &s, const rfk_route_args &a) {
     const uint32_t size = a.n_experts / a.n_groups;
     for (uint32_t g = threadIdx.x; g < a.n_groups; g += WAVE) {
@@ -1809,7 +1813,7 @@ template <int WAVE> RFK_DEVICE void rfk_route_groups(rfk_route_shared &s, const 
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) s.taken[i] = !s.out[i / size];
     __syncthreads();
 }
-/* Weights of the chosen, as they are or as their softmax, and their ids to where the plan wants them; one lane. */
+/* The weights of the chosen experts, or their softmax, normalized and scaled as the op says. One lane. */
 RFK_DEVICE void rfk_route_weights(rfk_route_shared &s, const rfk_route_args &a, float *weights) {
     float top = -INFINITY, sum = 0;
     if (a.flags & RF_OP_CHOSEN) {
@@ -1858,10 +1862,10 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
     if (threadIdx.x == 0) rfk_route_weights(s, a, out + a.n_used);
 }
 
-/* out (+)= scale * sum over the chosen experts of weight * in, in their order.
+/* out (+)= scale * sum over the chosen experts of weight * in, in order of choice.
  *   grid [ceil(n / 256), rows]   block 256 */
 struct rfk_mix_args {
-    const float *in, *route; /* [rows, n_used, n], [rows, 2, n_used], or [rows, n_used] before their sigmoid */
+    const float *in, *route; /* [rows, n_used, n]; [rows, 2, n_used], or [rows, n_used] before the sigmoid */
     float *out;
     uint32_t in_stride, route_stride, out_stride, n, n_used, accumulate, sigmoid;
     float scale;
@@ -1878,9 +1882,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
 }
 
 /* ---- recurrent layers ----
- * A sequence's rows follow each other: threads go through all rows of the step and pass over those of others. */
+ * Rows of a sequence are sequential: a thread walks over all rows of the step and skips those of other sequences. */
 
-/* A channel's convolution; its past is in registers.
+/* Causal 1-D convolution, a channel a thread, past inputs in registers.
  *   grid [ceil(n / 256), sequences]   block 256   reads and writes every value once */
 struct rfk_conv_args {
     const float *in;
@@ -1893,13 +1897,13 @@ struct rfk_conv_args {
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_conv(rfk_conv_args a) {
     uint32_t c = blockIdx.x * RFK_BLOCK + threadIdx.x;
     size_t width = (size_t)(a.n_taps - 1) * a.n;
-    float w[RF_MAX_TAPS], x[RF_MAX_TAPS]; /* the last n_taps count; before them are zeros */
+    float w[RF_MAX_TAPS], x[RF_MAX_TAPS]; /* the last n_taps are used; the others are zero */
     bool begun = false;
     if (c >= a.n) return;
     const float bias = a.bias ? rfk_load_any(a.bias, a.bias_type, c) : 0.0f;
     RFK_UNROLL(8)
     for (uint32_t j = 0; j < RF_MAX_TAPS; j++) {
-        uint32_t tap = j + a.n_taps - RF_MAX_TAPS; /* wraps where there is none */
+        uint32_t tap = j + a.n_taps - RF_MAX_TAPS; /* wraps around if there is no such tap */
         w[j] = tap < a.n_taps ? rfk_load_any(a.w, a.w_type, (size_t)c * a.n_taps + tap) : 0.0f;
         x[j] = 0;
     }
@@ -1928,10 +1932,10 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_conv(rfk_conv_args a) {
     }
 }
 
-/* RF_OP_DELTA. A wave holds RFK_DELTA_COLS columns of a head's S, each of which is divided over WAVE / RFK_DELTA_COLS
- * lanes, which take its at most DIM values by turns: what a row adds to a column depends on that column alone.
+/* RF_OP_DELTA, the gated delta rule. A wave holds RFK_DELTA_COLS columns of a head's state S. A column's at most DIM
+ * values are strided over WAVE / RFK_DELTA_COLS lanes: the update of a column depends on that column alone.
  *   grid [ceil(head_dim_v / (4 * RFK_DELTA_COLS)), heads, sequences]   block 4 waves
- *   reads a row's q and k once for each wave */
+ *   reads q and k of a row once per wave */
 #define RFK_DELTA_COLS(wave, dim) ((dim) > 4 * (wave) ? 4u : 8u) /* a lane has registers for 32 values of a column */
 struct rfk_delta_args {
     const float *in, *beta, *alpha;
@@ -1944,7 +1948,7 @@ struct rfk_delta_args {
 };
 /* The sum over the lanes of a column, in each of them. */
 template <int WAVE, int DIM> RFK_DEVICE float rfk_column_sum(float v) {
-    for (int mask = WAVE / 2; mask >= (int)RFK_DELTA_COLS(WAVE, DIM); mask /= 2) v += rfk_swap<WAVE>(v, mask);
+    for (int mask = WAVE / 2; mask >= (int)RFK_DELTA_COLS(WAVE, DIM); mask /= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
     return v;
 }
 template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_delta(rfk_delta_args a) {
@@ -1991,7 +1995,7 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
             sk += s[m] * k[m];
         }
         float beta = 1.0f / (1.0f + expf(-a.beta[(size_t)t * a.beta_stride + h]));
-        const float seen = rfk_column_sum<WAVE, DIM>(sk); /* by all lanes */
+        const float seen = rfk_column_sum<WAVE, DIM>(sk); /* outside the branch: all lanes take part */
         float d = inside ? beta * (in[2 * (size_t)n_keys + (size_t)h * a.head_dim_v + col] - seen) : 0;
         RFK_UNROLL(64)
         for (uint32_t m = 0; m < DIM / lanes; m++) {
@@ -2007,9 +2011,9 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
     }
 }
 
-/* out[t, head] = part of in[t, head].   grid [ceil(n_heads * dim / 256), rows]   block 256 */
+/* out[t, head] = a part of in[t, head].   grid [ceil(n_heads * dim / 256), rows]   block 256 */
 struct rfk_slice_args {
-    const float *in; /* at the part's first value */
+    const float *in; /* points at the part's first value */
     float *out;
     uint32_t in_stride, out_stride, n_heads, width, dim;
 };
@@ -2021,12 +2025,12 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_slice(rfk_slice_args a) {
 }
 
 /* ==== 4 Matmul ========================================================================================== >>matmul
- * out[cols, n_out] = x[cols, n_in] W^T. Few columns: a wave reads a row of W once and keeps one sum per column. Many:
- * tiles of 64 or 128 rows by as many columns through shared memory. Quantized weights take int8 activations (more than
- * 64 columns on Hopper: both are made bfloats), the others float ones. */
+ * out[cols, n_out] = x[cols, n_in] W^T. Few columns (decode): a wave reads a row of W once and keeps one sum per column.
+ * Many columns (prefill): tiles of 64 or 128 rows by as many columns, in shared memory. Quantized weights are multiplied
+ * by int8 activations, or as bf16 by bf16 for more than 64 columns on Hopper; weights of floats by floats. */
 
-/* One product. A launch does up to three that share their input and weight type: each has the blocks
- * [previous end, end_block) of grid.x. */
+/* One product. A launch does up to three that share input and weight type (such as Q, K, V); each has the blocks
+ * [end_block of the one before, end_block) of the grid. */
 struct rfk_product {
     rfk_weight w;
     const uint8_t *bias, *factor; /* NULL: none */
@@ -2037,13 +2041,13 @@ struct rfk_product {
 #define RFK_PRODUCTS 3
 struct rfk_matmul_args {
     rfk_product part[RFK_PRODUCTS];
-    const float *x;   /* [cols, x_stride], weights of type F32, F16, BF16; for the others: */
-    rfk_int8_rows x8; /* [cols, n_in], or as its bfloats say                               */
+    const float *x;   /* [cols, x_stride], for weights of F32, F16, BF16; for the others: */
+    rfk_int8_rows x8; /* [cols, n_in], int8 or bf16 */
     uint32_t x_stride, n_in, n_cols;
     uint32_t aligned; /* rows of W and x allow 16-byte loads */
 };
 
-/* The product that a block works on; *block becomes its number within that. */
+/* The product that this block works on; *block becomes its index in that product. */
 RFK_DEVICE rfk_product rfk_pick(const rfk_matmul_args &a, uint32_t *block) {
     rfk_product p = a.part[0];
     if (*block >= a.part[1].end_block) {
@@ -2056,30 +2060,30 @@ RFK_DEVICE rfk_product rfk_pick(const rfk_matmul_args &a, uint32_t *block) {
     return p;
 }
 
-RFK_DEVICE float rfk_finish(const rfk_product &p, uint32_t row, float v, float before) {
+RFK_DEVICE float rfk_epilogue(const rfk_product &p, uint32_t row, float v, float before) {
     if (p.factor) v *= rfk_load_any(p.factor, p.factor_type, 0);
     if (p.bias) v += rfk_load_any(p.bias, p.bias_type, row);
     v *= p.scale;
     if (p.softcap != 0) v = p.softcap * tanhf(v / p.softcap);
     return p.accumulate ? before + v : v;
 }
-/* v, finished, to its place, where it is what is returned; before: what is there, if that is added to. */
+/* Store the epilogue of v and return it. before: the value there, if the product accumulates. */
 RFK_DEVICE float rfk_put_on(const rfk_product &p, uint32_t row, uint32_t col, float v, float before) {
-    return p.out[(size_t)col * p.out_stride + row] = rfk_finish(p, row, v, before);
+    return p.out[(size_t)col * p.out_stride + row] = rfk_epilogue(p, row, v, before);
 }
 RFK_DEVICE void rfk_put(const rfk_product &p, uint32_t row, uint32_t col, float v) {
     (void)rfk_put_on(p, row, col, v, p.accumulate ? p.out[(size_t)col * p.out_stride + row] : 0.0f);
 }
-/* The same for rows 4i .. 4i + 3, as far as there are so many; v becomes what is there. */
+/* The same for rows 4i .. 4i + 3 of the n_out; v becomes what is stored. */
 RFK_DEVICE void rfk_put4(const rfk_product &p, uint32_t i, uint32_t col, float *v) {
     float *out = p.out + (size_t)col * p.out_stride, before[4] = {0, 0, 0, 0};
     if (p.accumulate) rfk_get4(out, i, p.n_out, before);
     for (uint32_t k = 0; k < 4; k++)
-        if (4 * i + k < p.n_out) v[k] = rfk_finish(p, 4 * i + k, v[k], before[k]);
+        if (4 * i + k < p.n_out) v[k] = rfk_epilogue(p, 4 * i + k, v[k], before[k]);
     rfk_set4(out, i, p.n_out, v);
 }
 
-/* Dot product of a unit with the column whose values start at q, group. */
+/* Dot product of a unit with a column, given by its quants and groups. at: rfk_unit_at. */
 template <int TYPE>
 RFK_DEVICE float rfk_unit_dot(const rfk_unit &w, const int *q, const rfk_group *group, uint32_t at) {
     typedef rfk_format<TYPE> F;
@@ -2121,7 +2125,7 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec(rfk_matmul
         RFK_UNROLL(COLS)
         for (int c = 0; c < COLS; c++) {
             uint32_t col = col0 + (uint32_t)c;
-            if (col >= a.n_cols) col = a.n_cols - 1; /* spare ones repeat the last */
+            if (col >= a.n_cols) col = a.n_cols - 1; /* columns beyond the last repeat it */
             sum[c] += rfk_unit_dot<TYPE>(unit, a.x8.q + (size_t)col * (a.n_in / 4),
                                          a.x8.group + (size_t)col * (a.n_in / 32), rfk_unit_at<TYPE>(u));
         }
@@ -2174,10 +2178,10 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
 }
 
 /* ---- experts ----
- * A pair is a row and an expert that it chose: a column of its own, times the matrix of that expert. */
+ * A pair is a row and one of the experts it chose: one column, multiplied by that expert's matrix. */
 
 struct rfk_experts_args {
-    const rfk_weight *w; /* [n_experts] of n_out rows; those that are not loaded have no planes */
+    const rfk_weight *w; /* [n_experts]; plane[0] is NULL for an expert that is not loaded */
     const uint8_t *bias; /* [n_experts, n_out]; NULL: none                                      */
     const float *x, *route;
     rfk_int8_rows x8;    /* [rows or pairs, n_in]    */
@@ -2185,16 +2189,16 @@ struct rfk_experts_args {
     uint32_t bias_type, x_stride, route_stride, out_stride, n_in, n_out, n_used;
     uint32_t per_choice; /* x has a row for each pair */
     uint32_t aligned;    /* as rfk_matmul_args        */
-    uint32_t x_choice, out_choice; /* values from choice to choice */
-    uint32_t row0;                 /* of the matrices              */
+    uint32_t x_choice, out_choice; /* values from one choice to the next */
+    uint32_t row0;                 /* first row of each matrix */
     const uint8_t *factor;         /* [n_experts]; NULL: none      */
     uint32_t factor_type;
-    rfk_weight heads;    /* route NULL: choice k takes rows of it from row0 + k * head_rows on */
+    rfk_weight heads;    /* route NULL: choice k takes rows of it from row0 + k * head_rows on (RF_OP_HEADS) */
     uint32_t head_rows;
     uint32_t kernel_type; /* rfk_kernel_type of `heads`, for rfk_across */
 };
 
-/* The matrix of a block's choice, and where its row is in it. */
+/* The matrix of this block's choice; *row becomes the row in it. */
 RFK_DEVICE rfk_weight rfk_choice(const rfk_experts_args &a, uint32_t *expert, uint32_t *row) {
     *row += a.row0;
     if (!a.route) {
@@ -2225,7 +2229,7 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts(rfk_exper
     const size_t block = (size_t)w_row * (a.n_in / F::BLOCK), col = a.per_choice ? pair : blockIdx.z;
     const int *q = a.x8.q + col * (a.n_in / 4);
     const rfk_group *group = a.x8.group + col * (a.n_in / 32);
-    float sum = w.plane[0] ? 0.0f : NAN; /* what must not be used is seen */
+    float sum = w.plane[0] ? 0.0f : NAN; /* an expert that is not loaded must not go unnoticed */
     RFK_UNROLL(2)
     for (uint32_t u = lane; w.plane[0] && u < a.n_in / 32; u += WAVE) {
         rfk_unit unit;
@@ -2266,9 +2270,9 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts_float(rfk
     if (lane == 0) rfk_put_pair(a, pair, expert, row, sum);
 }
 
-/* Pairs sorted by expert, those of an expert by row and choice, and tiles of up to RFK_PAIR_TILE of them. If the pairs
- * of an expert are [first, end), its tiles are [first / RFK_PAIR_TILE + expert, end / RFK_PAIR_TILE + expert + 1): as
- * many as it can need or more, so that no expert has to know how many the others need. Those left have no pairs. */
+/* Pairs sorted by expert, then by row and choice, and cut into tiles of up to RFK_PAIR_TILE pairs. An expert with pairs
+ * [first, end) owns tiles [first / RFK_PAIR_TILE + expert, end / RFK_PAIR_TILE + expert + 1): at least as many as it
+ * needs, so that no expert depends on the counts of others. Tiles that are not needed are empty. */
 #define RFK_PAIR_TILE 64
 struct rfk_pair_tile {
     uint32_t expert, first, n;
@@ -2286,14 +2290,14 @@ struct rfk_sort_shared {
     uint32_t own[RFK_BLOCK], lower[RFK_BLOCK];
 };
 
-/* grid n_experts   block 256, neighbouring pairs a thread   reads all ids twice (from a cache, they are new) */
+/* grid n_experts   block 256, adjacent pairs a thread   reads all ids twice, from cache */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sort_pairs(rfk_sort_args a) {
     RFK_SHARED(rfk_sort_shared, s);
     const uint32_t expert = blockIdx.x, i = threadIdx.x, share = (a.n_pairs + RFK_BLOCK - 1) / RFK_BLOCK,
                    begin = i * share < a.n_pairs ? i * share : a.n_pairs,
                    end = begin + share < a.n_pairs ? begin + share : a.n_pairs;
     const uint32_t *ids = reinterpret_cast<const uint32_t *>(a.route);
-    uint32_t own = 0, lower = 0; /* pairs of this expert, and of those before it */
+    uint32_t own = 0, lower = 0; /* pairs of this expert, and of experts before it */
     for (uint32_t pair = begin; pair < end; pair++) {
         uint32_t id = ids[(size_t)(pair / a.n_used) * a.route_stride + pair % a.n_used];
         own += id == expert;
@@ -2321,9 +2325,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sort_pairs(rfk_sort_args a) {
     }
 }
 
-/* Each head's values times its matrix, whose rows they go with (RF_OP_ACROSS). A thread has 32 columns of every 16th
- * row; the sums of these rows are added in their order.
- *   grid [ceil(n_out / 512), heads, rows]   block 256   reads a head's matrix once for each row of the step */
+/* RF_OP_ACROSS: each head's values times its matrix from the other side, over rows instead of along them. A thread has
+ * 32 columns of every 16th row; partial sums are added in order.
+ *   grid [ceil(n_out / 512), heads, rows]   block 256   reads a head's matrix once per row of the step */
 #define RFK_ACROSS_ROWS 16u
 #define RFK_ACROSS_COLS (32 * RFK_BLOCK / RFK_ACROSS_ROWS)
 struct rfk_across_shared { float sum[RFK_BLOCK][4]; };
@@ -2367,7 +2371,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_across_float(rfk_experts_args 
     a.out[(size_t)blockIdx.z * a.out_stride + (size_t)blockIdx.y * a.out_choice + c] = sum;
 }
 
-/* What the matrices of heads leave of each head: the values of x behind the first n_in, behind the results.
+/* RF_OP_HEADS: copy the values of each head beyond n_in to where its results end.
  *   grid [ceil(heads * rest / 256), rows]   block 256 */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
     const uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x, rest = a.x_choice - a.n_in, head = i / rest, e = i % rest;
@@ -2377,81 +2381,82 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
 }
 
 /* ---- one column ----
- * A decode step's matmuls. A block keeps the column's int8 values in shared memory, in the order in which lanes read
- * them, and makes them there itself: from float values, from the rms norm of float values, or from int8 rows. Its waves
- * take rows of W by turns, each lane strips of 64 weights; the loads of a wave's next strips are issued as soon as the
- * registers of the last ones are free, and the first ones before the kernel before this one has ended. Which lane adds
- * which products, and in what order, depends on the type and n_in alone. */
+ * The fused matvec of a decode step. A block keeps the column as int8 in shared memory, in the order in which lanes read
+ * it, and makes it itself: from floats, from the RMS norm of floats, or from int8 rows. Waves take rows of W in turn,
+ * lanes fragments of 64 weights. A lane loads its next fragment as soon as the registers of the last one are free, and
+ * its first one before the previous kernel has ended. Which lane adds which products, and in what order, depends on the
+ * type and n_in alone. */
 
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
-#define RFK_ROWS_BLOCK 1024 /* with 64 registers a thread one block fills a multiprocessor */
-#define RFK_ROWS_RESIDENT 1
+#define RFK_FUSED_BLOCK 1024 /* at 64 registers a thread, one block fills a multiprocessor */
+#define RFK_FUSED_RESIDENT 1
 #else
-#define RFK_ROWS_BLOCK 512
-#define RFK_ROWS_RESIDENT 2
+#define RFK_FUSED_BLOCK 512
+#define RFK_FUSED_RESIDENT 2
 #endif
-/* In flight a lane: at most, and where nothing was timed yet. On NVIDIA a second strip spills, of 64 registers, and a
- * step is slower by 4 to 10 % on an H200. The emulator begins with either. */
+/* Fragments in flight a lane: at most, and until launch configs are timed. On NVIDIA a second one does not fit into 64
+ * registers: spilling made a step 4 to 10 % slower on an H200. The emulator starts with either. */
 #if defined(RFK_NVIDIA)
-#define RFK_MAX_STRIPS 1
+#define RFK_MAX_IN_FLIGHT 1
 #else
-#define RFK_MAX_STRIPS 2
+#define RFK_MAX_IN_FLIGHT 2
 #endif
 #if defined(ROCMFORGE_HIP_EMU)
-#define RFK_ROWS_STRIPS(WAVE) ((WAVE) == 32 ? 1 : 2)
+#define RFK_FIRST_IN_FLIGHT(WAVE) ((WAVE) == 32 ? 1 : 2)
 #else
-#define RFK_ROWS_STRIPS(WAVE) RFK_MAX_STRIPS
+#define RFK_FIRST_IN_FLIGHT(WAVE) RFK_MAX_IN_FLIGHT
 #endif
 #define RFK_MAX_COLUMN 32768u /* values: 1.5 bytes of shared memory each */
 
-struct rfk_rows_args {
-    rfk_product part[RFK_PRODUCTS]; /* glu: the gates and what they multiply                 */
+struct rfk_fused_args {
+    rfk_product part[RFK_PRODUCTS]; /* glu: the gates, then what they multiply */
     const float *x;                 /* x8.q NULL: the column                                     */
     const uint8_t *norm;            /* NULL: no norm                                             */
-    float *norm_out;                /* the normed values of x for others; NULL: nobody wants any */
+    float *norm_out;                /* where the normed x goes; NULL: no other op reads it */
     rfk_int8_rows x8;               /* the column, quantized                                     */
-    const float *squares;           /* [n_in / 32] x8 is half a norm; NULL: it is not            */
+    const float *squares;           /* [n_in / 32] x8 is a deferred norm; NULL: it is not */
     uint32_t n_in, norm_type, glu;
     float eps;
-    rfk_int8_rows to8;              /* glu's results, or one product's, quantized; NULL: not wanted */
-    const uint8_t *to_norm;         /* to8 is half a norm, of these weights; NULL: it is not        */
+    rfk_int8_rows to8;              /* the glu's or the product's results, quantized; NULL: not wanted */
+    const uint8_t *to_norm;         /* weights of the deferred norm that to8 is; NULL: it is none */
     float *to_squares;              /* [n_out / 32]                                                 */
     uint32_t to_norm_type;
 };
 
-/* Half a norm: x * w, quantized, and the sum of squares of x in each group of 32. All that it lacks is a number for the
- * row, 1 / sqrt(mean(x^2) + eps), by which sums of products with it are multiplied: so who makes x can quantize it,
- * although no block knows all of it. */
+/* Deferred RMS norm: quantize x * w and keep the sum of squares of x for each group of 32; dot products are scaled by 1
+ * / sqrt(mean(x^2) + eps) afterwards. So the blocks that compute x can quantize it, although none of them has the whole
+ * row. */
 
-/* The column in strips of 64 values: the strip's four pieces of 16 int8 values, as piece-major arrays, and its scales.
- * Most types have two groups of 32 in a strip: {d, d, e, e}, e being d * sum, or what the sum of products starts from.
- * Q6_K and Q8_0 have pieces of four groups: their d in the first four scales, their starts in the second four. */
-#define RFK_ORDER_PLAIN 0u /* a strip is 64 values side by side                      */
-#define RFK_ORDER_Q6 1u    /* every other 16 of 128                                  */
-#define RFK_ORDER_TURNS 2u /* 16 values four times, a turn of the wave's lanes apart */
+/* The column as fragments of 64 values. A fragment has four pieces of 16 int8 values, stored as piece-major arrays, and
+ * scales. For most types it has two groups of 32, and the scales are {d, d, e, e}: e is d * sum, or where the integer
+ * dot product starts. Pieces of Q6_K and Q8_0 lie in four groups: the scales are four d, `start` has the four
+ * starts. */
+#define RFK_ORDER_LINEAR 0u /* 64 contiguous values */
+#define RFK_ORDER_Q6 1u    /* every other 16 of 128 values */
+#define RFK_ORDER_STRIDED 2u /* four times 16 values, a wave's lanes apart */
 struct rfk_column {
     int4 *piece;
     float *scale, *start;
-    uint32_t n_strips, order, wave, has_min;
+    uint32_t n_fragments, order, wave, has_min;
     int offset;
 };
 
-/* The sum of products of bytes starts at 1.5 * 2^23 as a float's bits, less what is due to the weights' offset, so that
- * it is a float when it ends, for conversions are slow. It stays below 2^22. */
+/* Integer dot products start at the bits of 1.5 * 2^23, minus what the weights' OFFSET adds, so that the result read as
+ * a float is 12582912 + sum: conversions are slow. Sums stay below 2^22. */
 #define RFK_DOT_START 0x4b400000
-RFK_DEVICE float rfk_dot_value(int dot) { return rfk_as_float((uint32_t)dot) - 12582912.0f; }
+RFK_DEVICE float rfk_dot_to_float(int dot) { return rfk_as_float((uint32_t)dot) - 12582912.0f; }
 
-/* Strips of a turn of a wave's lanes, of those that are left of a row. */
-RFK_DEVICE uint32_t rfk_turn(uint32_t left, uint32_t wave) { return left < wave ? left : wave; }
+/* Lanes of a wave that have a fragment, of those left in a row. */
+RFK_DEVICE uint32_t rfk_active_lanes(uint32_t left, uint32_t wave) { return left < wave ? left : wave; }
 
-RFK_DEVICE uint32_t rfk_chunk_strip(const rfk_column &c, uint32_t chunk, uint32_t *piece) {
+RFK_DEVICE uint32_t rfk_chunk_fragment(const rfk_column &c, uint32_t chunk, uint32_t *piece) {
     if (c.order == RFK_ORDER_Q6) {
         *piece = chunk % 8 / 2;
         return chunk / 8 * 2 + chunk % 2;
     }
-    if (c.order == RFK_ORDER_TURNS) {
+    if (c.order == RFK_ORDER_STRIDED) {
         const uint32_t first = chunk / (4 * c.wave) * c.wave, i = chunk % (4 * c.wave),
-                       n = rfk_turn(c.n_strips - first, c.wave);
+                       n = rfk_active_lanes(c.n_fragments - first, c.wave);
         *piece = n == c.wave ? i / c.wave : i / n;
         return first + i - *piece * n;
     }
@@ -2459,36 +2464,36 @@ RFK_DEVICE uint32_t rfk_chunk_strip(const rfk_column &c, uint32_t chunk, uint32_
     return chunk / 4;
 }
 
-/* The scales of 16 values: d and sum of their group of 32 for most types, d and their own sum where pieces are of four
- * groups. */
+/* Store the scales of 16 values: d and the sum of their group of 32 for most types; d and their own sum where pieces
+ * lie in four groups. */
 RFK_DEVICE void rfk_put_scale(const rfk_column &c, uint32_t chunk, float d, int sum16, int sum32) {
-    uint32_t piece, strip = rfk_chunk_strip(c, chunk, &piece);
-    if (c.order != RFK_ORDER_PLAIN) {
-        c.scale[4 * strip + piece] = d;
-        c.start[4 * strip + piece] = rfk_as_float((uint32_t)(RFK_DOT_START - c.offset * sum16));
+    uint32_t piece, fragment = rfk_chunk_fragment(c, chunk, &piece);
+    if (c.order != RFK_ORDER_LINEAR) {
+        c.scale[4 * fragment + piece] = d;
+        c.start[4 * fragment + piece] = rfk_as_float((uint32_t)(RFK_DOT_START - c.offset * sum16));
     } else if (chunk % 2 == 0) {
-        c.scale[4 * strip + piece / 2] = d;
-        c.scale[4 * strip + 2 + piece / 2] =
+        c.scale[4 * fragment + piece / 2] = d;
+        c.scale[4 * fragment + 2 + piece / 2] =
             c.has_min ? d * (float)sum32 : rfk_as_float((uint32_t)(RFK_DOT_START - c.offset * sum32));
     }
 }
 
-#define RFK_ROWS_PASSES 8u /* rows of a wave at most if the block quantizes what it makes */
-struct rfk_rows_shared {
-    float factor;                         /* due to the sums of products     */
-    float squares[RFK_MAX_COLUMN / 32];   /* of a norm that is made here     */
-    float out[RFK_ROWS_PASSES][32];       /* results, if they are quantized  */
-    float to_norm[RFK_ROWS_PASSES][32];   /* and what they are multiplied by */
+#define RFK_FUSED_PASSES 8u /* rows of a wave at most, if the block quantizes its results */
+struct rfk_fused_shared {
+    float factor;                         /* of all dot products: 1 / rms of a deferred norm */
+    float squares[RFK_MAX_COLUMN / 32];   /* of the norm that this block makes */
+    float out[RFK_FUSED_PASSES][32];       /* results, if they are quantized */
+    float to_norm[RFK_FUSED_PASSES][32];   /* and the norm weights that multiply them */
 };
 
-/* The sum of squares of a group that eight neighbouring lanes hold. All lanes of the wave take part. */
+/* Sum of squares of a group of 32, four values a lane in eight adjacent lanes. All lanes of the wave must take part. */
 template <int WAVE> RFK_DEVICE float rfk_group_squares(const float (&x)[4]) {
     float sum = (x[0] * x[0] + x[1] * x[1]) + (x[2] * x[2] + x[3] * x[3]);
-    for (int mask = 1; mask < 8; mask *= 2) sum += rfk_swap<WAVE>(sum, mask);
+    for (int mask = 1; mask < 8; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
     return sum;
 }
 
-/* 1 / sqrt(mean(x^2) + eps), by a wave. */
+/* 1 / sqrt(mean(x^2) + eps), by one wave. */
 template <int WAVE> RFK_DEVICE float rfk_norm_factor(const float *squares, uint32_t n, float eps) {
     float sum = 0;
     RFK_UNROLL(4)
@@ -2496,10 +2501,10 @@ template <int WAVE> RFK_DEVICE float rfk_norm_factor(const float *squares, uint3
     return 1.0f / sqrtf(rfk_wave_sum<WAVE>(sum) / (float)n + eps);
 }
 
-/* The norm's weights of values 4i .. 4i+3; the first ones before anything is waited for. */
-RFK_DEVICE void rfk_norm_weights(const rfk_rows_args &a, uint32_t i, float *w) {
+/* The norm weights of values 4i .. 4i + 3. The first ones are loaded before rfk_wait_previous. */
+RFK_DEVICE void rfk_norm_weights(const rfk_fused_args &a, uint32_t i, float *w) {
     w[0] = w[1] = w[2] = w[3] = 0;
-    if (!a.norm || a.x8.q || i >= a.n_in / 4) return; /* x8 has them in it */
+    if (!a.norm || a.x8.q || i >= a.n_in / 4) return; /* x8 is already multiplied by them */
     if (a.norm_type == RF_TYPE_F32) {
         const float4 four = reinterpret_cast<const float4 *>(a.norm)[i];
         w[0] = four.x, w[1] = four.y, w[2] = four.z, w[3] = four.w;
@@ -2509,24 +2514,25 @@ RFK_DEVICE void rfk_norm_weights(const rfk_rows_args &a, uint32_t i, float *w) {
     for (uint32_t k = 0; k < 4; k++) w[k] = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + k);
 }
 
-/* The column from x8. */
-RFK_DEVICE void rfk_copy_column(const rfk_rows_args &a, const rfk_column &c) {
-    for (uint32_t chunk = threadIdx.x; chunk < a.n_in / 16; chunk += RFK_ROWS_BLOCK) {
+/* Copy the column from x8. */
+RFK_DEVICE void rfk_copy_column(const rfk_fused_args &a, const rfk_column &c) {
+    for (uint32_t chunk = threadIdx.x; chunk < a.n_in / 16; chunk += RFK_FUSED_BLOCK) {
         rfk_group g = a.x8.group[chunk / 2];
         int4 v = reinterpret_cast<const int4 *>(a.x8.q)[chunk];
-        uint32_t piece, strip = rfk_chunk_strip(c, chunk, &piece);
-        c.piece[piece * c.n_strips + strip] = v;
+        uint32_t piece, fragment = rfk_chunk_fragment(c, chunk, &piece);
+        c.piece[piece * c.n_fragments + fragment] = v;
         rfk_put_scale(c, chunk, g.d, chunk % 2 ? g.sum[1] : g.sum[0], g.sum[0] + g.sum[1]);
     }
 }
 
-/* The column from x, or half its norm. weight: the thread's first rfk_norm_weights. */
+/* Quantize the column from x, as a deferred norm if there is one. weight: rfk_norm_weights of the thread's first
+ * values. */
 template <int WAVE>
-RFK_DEVICE void rfk_quantize_column(const rfk_rows_args &a, const rfk_column &c, float (&weight)[4],
-                                    rfk_rows_shared &s) {
+RFK_DEVICE void rfk_quantize_column(const rfk_fused_args &a, const rfk_column &c, float (&weight)[4],
+                                    rfk_fused_shared &s) {
     const uint32_t n = a.n_in / 4;
     RFK_UNROLL(1)
-    for (uint32_t first = 0; first < n; first += RFK_ROWS_BLOCK) {
+    for (uint32_t first = 0; first < n; first += RFK_FUSED_BLOCK) {
         uint32_t i = first + threadIdx.x;
         bool inside = i < n;
         float4 own = {0, 0, 0, 0};
@@ -2539,17 +2545,17 @@ RFK_DEVICE void rfk_quantize_column(const rfk_rows_args &a, const rfk_column &c,
             RFK_UNROLL(4)
             for (uint32_t k = 0; k < 4; k++) v[k] *= weight[k];
         }
-        int sum, packed = rfk_quantize_lane<WAVE>(v, &d, &sum), other = rfk_swap<WAVE>(sum, 4);
+        int sum, packed = rfk_quantize_lane<WAVE>(v, &d, &sum), other = rfk_shuffle_xor<WAVE>(sum, 4);
         if (!inside) continue;
-        uint32_t piece, strip = rfk_chunk_strip(c, i / 4, &piece);
-        reinterpret_cast<int *>(c.piece + piece * c.n_strips + strip)[i % 4] = packed;
+        uint32_t piece, fragment = rfk_chunk_fragment(c, i / 4, &piece);
+        reinterpret_cast<int *>(c.piece + piece * c.n_fragments + fragment)[i % 4] = packed;
         if (i % 4 == 0) rfk_put_scale(c, i / 4, d, sum, sum + other);
     }
 }
 
-/* Fill the column; at the end all can read it, and its factor. */
+/* Fill the column and its factor. Ends with a barrier. */
 template <int WAVE>
-RFK_DEVICE void rfk_make_column(const rfk_rows_args &a, const rfk_column &c, float (&weight)[4], rfk_rows_shared &s) {
+RFK_DEVICE void rfk_fill_column(const rfk_fused_args &a, const rfk_column &c, float (&weight)[4], rfk_fused_shared &s) {
     const float *squares = a.squares;
     if (a.x8.q) rfk_copy_column(a, c);
     else {
@@ -2559,29 +2565,29 @@ RFK_DEVICE void rfk_make_column(const rfk_rows_args &a, const rfk_column &c, flo
             __syncthreads();
         }
     }
-    if (threadIdx.x / WAVE == RFK_ROWS_BLOCK / WAVE - 1) { /* a wave that has little of the column to copy */
+    if (threadIdx.x / WAVE == RFK_FUSED_BLOCK / WAVE - 1) { /* the wave with the least to copy */
         float factor = squares ? rfk_norm_factor<WAVE>(squares, a.n_in, a.eps) : 1.0f;
         if (threadIdx.x % WAVE == 0) s.factor = factor;
     }
     __syncthreads();
     if (!a.norm_out || blockIdx.x != 0) return;
-    for (uint32_t i = threadIdx.x; i < a.n_in; i += RFK_ROWS_BLOCK)
+    for (uint32_t i = threadIdx.x; i < a.n_in; i += RFK_FUSED_BLOCK)
         a.norm_out[i] = a.x[i] * s.factor * rfk_load_any(a.norm, a.norm_type, i);
 }
 
-/* A strip of the column in registers. */
-struct rfk_strip_x {
+/* A fragment of the column in registers. */
+struct rfk_fragment_x {
     int4 piece[4];
     float4 scale, start;
 };
 
-/* A strip of weights as loaded, and where a lane's strips of a row begin. */
-struct rfk_strip {
+/* A fragment of weights as loaded, and the address of the next one. */
+struct rfk_fragment {
     int4 q[4], head;
     uint32_t s[4];
 };
-struct rfk_strips_at {
-    uint32_t o[4]; /* bytes into the planes: a weight of 4 GiB is no column's */
+struct rfk_fragment_at {
+    uint32_t o[4]; /* offsets into the planes; such weights are smaller than 4 GiB */
 };
 
 RFK_DEVICE int rfk_dot16(const int *w, const int4 &x, int sum) {
@@ -2595,9 +2601,9 @@ RFK_DEVICE int rfk_high4(int v) { return (v >> 4) & 0x0f0f0f0f; }
 RFK_DEVICE float rfk_low_half(uint32_t v) { return rfk_from_half((uint16_t)(v & 0xffff)); }
 RFK_DEVICE float rfk_high_half(uint32_t v) { return rfk_from_half((uint16_t)(v >> 16)); }
 
-/* How a lane reads a type. VALUES: of a strip; loaded: its registers; begin: where its first strip of a row is, lane
- * being the strip's number; fetch: its loads; next: to the lane's next; dot: add the strip's products to total. */
-template <int TYPE> struct rfk_strips;
+/* How a lane reads a type. VALUES: of a fragment; loaded: its registers; begin: address of the lane's first fragment of
+ * a row; fetch: load it; next: advance to the lane's next; dot: add the fragment's products to total. */
+template <int TYPE> struct rfk_fragments;
 
 /* Bytes of a block in planes 0 to 2. */
 template <int TYPE> struct rfk_plane_bytes {
@@ -2606,15 +2612,15 @@ template <int TYPE> struct rfk_plane_bytes {
                      P2 = TYPE == RF_TYPE_Q5_0 ? 2 : TYPE == RF_TYPE_Q5_1 ? 4 : 0;
 };
 
-/* Blocks of 32 in planes: a strip is two blocks. */
-template <int TYPE> struct rfk_strips32 {
-    static const int VALUES = 64, ORDER = RFK_ORDER_PLAIN;
-    typedef rfk_strip loaded;
+/* Types with blocks of 32: a fragment is two blocks. */
+template <int TYPE> struct rfk_fragments32 {
+    static const int VALUES = 64, ORDER = RFK_ORDER_LINEAR;
+    typedef rfk_fragment loaded;
     typedef rfk_plane_bytes<TYPE> B;
-    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
-        at.o[0] = row * (n_in / 32) + 2 * lane; /* the block: all planes follow from it */
+    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
+        at.o[0] = row * (n_in / 32) + 2 * lane; /* the block: gives the offsets into all planes */
     }
-    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_strips_at &at, rfk_strip &o) {
+    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_fragment_at &at, rfk_fragment &o) {
         const uint8_t *p = w.plane[0] + at.o[0] * B::P0, *p1 = w.plane[1] + at.o[0] * B::P1,
                       *p2 = w.plane[2] + at.o[0] * B::P2;
         RFK_UNROLL(4)
@@ -2624,8 +2630,8 @@ template <int TYPE> struct rfk_strips32 {
         if (B::P2 == 2) o.s[2] = rfk_load4(p2);
         if (B::P2 == 4) rfk_load8bytes(p2, o.s + 2);
     }
-    template <int WAVE> RFK_DEVICE void next(rfk_strips_at &at) { at.o[0] += 2 * WAVE; }
-    RFK_DEVICE float dot(const rfk_strip &w, const rfk_strip_x &x, uint32_t lane, float total) {
+    template <int WAVE> RFK_DEVICE void next(rfk_fragment_at &at) { at.o[0] += 2 * WAVE; }
+    RFK_DEVICE float dot(const rfk_fragment &w, const rfk_fragment_x &x, uint32_t lane, float total) {
         const float start[2] = {x.scale.z, x.scale.w}, xd[2] = {x.scale.x, x.scale.y};
         (void)lane;
         RFK_UNROLL(2)
@@ -2647,35 +2653,35 @@ template <int TYPE> struct rfk_strips32 {
                              : TYPE == RF_TYPE_Q5_1 ? w.s[2 + h]
                              : TYPE == RF_TYPE_Q5_0 ? w.s[2] >> (16 * h)
                                                     : w.s[0] >> (16 * h);
-            total += rfk_low_half(scale) * xd[h] * rfk_dot_value(sum);
+            total += rfk_low_half(scale) * xd[h] * rfk_dot_to_float(sum);
             if (mins) total += rfk_high_half(scale) * start[h];
         }
         return total;
     }
 };
 
-/* Q4_K and Q5_K: a strip is two groups of a block, whose low and high four bits share 32 bytes. */
-template <int TYPE> struct rfk_strips_k {
-    static const int VALUES = 64, ORDER = RFK_ORDER_PLAIN;
-    typedef rfk_strip loaded;
+/* Q4_K and Q5_K: a fragment is two groups of a block, the low and high nibbles of 32 bytes. */
+template <int TYPE> struct rfk_fragments_k {
+    static const int VALUES = 64, ORDER = RFK_ORDER_LINEAR;
+    typedef rfk_fragment loaded;
     static const int BYTES = TYPE == RF_TYPE_Q4_K ? 144 : 176, QUANTS = TYPE == RF_TYPE_Q4_K ? 16 : 48;
-    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
+    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         at.o[0] = (row * (n_in / 256) + lane / 4) * BYTES;
         at.o[1] = at.o[0] + QUANTS + lane % 4 * 32;
     }
-    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_strips_at &at, rfk_strip &o) {
+    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_fragment_at &at, rfk_fragment &o) {
         const uint8_t *head = w.plane[0] + at.o[0], *p = w.plane[0] + at.o[1];
         o.q[0] = rfk_load16(p);
         o.q[1] = rfk_load16(p + 16);
         o.head = rfk_load16(head);
         if (TYPE == RF_TYPE_Q5_K) o.q[2] = rfk_load16(head + 16), o.q[3] = rfk_load16(head + 32);
     }
-    template <int WAVE> RFK_DEVICE void next(rfk_strips_at &at) {
+    template <int WAVE> RFK_DEVICE void next(rfk_fragment_at &at) {
         at.o[0] += WAVE / 4 * BYTES;
         at.o[1] += WAVE / 4 * BYTES;
     }
-    RFK_DEVICE float dot(const rfk_strip &w, const rfk_strip_x &x, uint32_t lane, float total) {
-        const uint32_t c = lane % 4; /* of the block's four strips */
+    RFK_DEVICE float dot(const rfk_fragment &w, const rfk_fragment_x &x, uint32_t lane, float total) {
+        const uint32_t c = lane % 4; /* which of the block's four fragments */
         int a = RFK_DOT_START, b = RFK_DOT_START;
         RFK_UNROLL(2)
         for (int i = 0; i < 2; i++) {
@@ -2693,30 +2699,30 @@ template <int TYPE> struct rfk_strips_k {
             a = rfk_dot16(low, x.piece[i], a);
             b = rfk_dot16(high, x.piece[2 + i], b);
         }
-        /* scales and minimums of the two groups: 6 bits; of the last four groups the upper two lie elsewhere */
+        /* 6-bit scales and minimums of the two groups; those of the last four groups keep two bits elsewhere */
         const uint32_t shift = 16 * (c & 1), y = (uint32_t)w.head.y >> shift, z = (uint32_t)w.head.z >> shift,
                        e = (uint32_t)w.head.w >> shift, keep = c < 2 ? 0x3f3fu : 0x0f0fu, more = c < 2 ? 0 : 0x3030u;
         const uint32_t scale = ((c < 2 ? y : e) & keep) | ((y >> 2) & more),
                        least = ((c < 2 ? z : e >> 4) & keep) | ((z >> 2) & more);
-        float products = (float)(scale & 255) * x.scale.x * rfk_dot_value(a) +
-                         (float)((scale >> 8) & 255) * x.scale.y * rfk_dot_value(b),
+        float products = (float)(scale & 255) * x.scale.x * rfk_dot_to_float(a) +
+                         (float)((scale >> 8) & 255) * x.scale.y * rfk_dot_to_float(b),
               minimums = (float)(least & 255) * x.scale.z + (float)((least >> 8) & 255) * x.scale.w;
         total += rfk_low_half((uint32_t)w.head.x) * products;
         return total - rfk_high_half((uint32_t)w.head.x) * minimums;
     }
 };
 
-/* Q8_0: lanes take 16 values by turns, so that what a wave loads at once is one piece of memory: strips of 64 side by
- * side fetch every 32 bytes twice. A strip is four halves of groups. */
-template <> struct rfk_strips<RF_TYPE_Q8_0> {
-    static const int VALUES = 64, ORDER = RFK_ORDER_TURNS;
-    typedef rfk_strip loaded;
-    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
-        at.o[0] = row * (n_in / 16) + lane; /* its first half of a group       */
-        at.o[1] = n_in / 64;                /* strips of the row from here on  */
-        at.o[2] = rfk_turn(at.o[1], WAVE);  /* how far its halves are apart    */
+/* Q8_0: lanes take 16 values in turn, so that a wave's load is contiguous: contiguous fragments would fetch every
+ * 32-byte sector twice. A fragment is four halves of groups. */
+template <> struct rfk_fragments<RF_TYPE_Q8_0> {
+    static const int VALUES = 64, ORDER = RFK_ORDER_STRIDED;
+    typedef rfk_fragment loaded;
+    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
+        at.o[0] = row * (n_in / 16) + lane; /* the first half of a group */
+        at.o[1] = n_in / 64;                /* fragments of the row from here on  */
+        at.o[2] = rfk_active_lanes(at.o[1], WAVE);  /* distance between its halves */
     }
-    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_strips_at &at, rfk_strip &o) {
+    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_fragment_at &at, rfk_fragment &o) {
         RFK_UNROLL(4)
         for (uint32_t k = 0; k < 4; k++) {
             const uint32_t half = at.o[0] + k * at.o[2];
@@ -2724,41 +2730,41 @@ template <> struct rfk_strips<RF_TYPE_Q8_0> {
             o.s[k] = rfk_load2(w.plane[1] + half / 2 * 2);
         }
     }
-    template <int WAVE> RFK_DEVICE void next(rfk_strips_at &at) {
+    template <int WAVE> RFK_DEVICE void next(rfk_fragment_at &at) {
         at.o[0] += 4 * WAVE;
         at.o[1] -= WAVE;
-        at.o[2] = rfk_turn(at.o[1], WAVE);
+        at.o[2] = rfk_active_lanes(at.o[1], WAVE);
     }
-    RFK_DEVICE float dot(const rfk_strip &w, const rfk_strip_x &x, uint32_t lane, float total) {
+    RFK_DEVICE float dot(const rfk_fragment &w, const rfk_fragment_x &x, uint32_t lane, float total) {
         const float xd[4] = {x.scale.x, x.scale.y, x.scale.z, x.scale.w};
         (void)lane;
         RFK_UNROLL(4)
         for (int k = 0; k < 4; k++) {
             int q[4];
             rfk_words(w.q[k], q);
-            total += rfk_low_half(w.s[k]) * xd[k] * rfk_dot_value(rfk_dot16(q, x.piece[k], RFK_DOT_START));
+            total += rfk_low_half(w.s[k]) * xd[k] * rfk_dot_to_float(rfk_dot16(q, x.piece[k], RFK_DOT_START));
         }
         return total;
     }
 };
-template <> struct rfk_strips<RF_TYPE_Q4_0> : rfk_strips32<RF_TYPE_Q4_0> {};
-template <> struct rfk_strips<RF_TYPE_Q4_1> : rfk_strips32<RF_TYPE_Q4_1> {};
-template <> struct rfk_strips<RF_TYPE_Q5_0> : rfk_strips32<RF_TYPE_Q5_0> {};
-template <> struct rfk_strips<RF_TYPE_Q5_1> : rfk_strips32<RF_TYPE_Q5_1> {};
-template <> struct rfk_strips<RF_TYPE_Q4_K> : rfk_strips_k<RF_TYPE_Q4_K> {};
-template <> struct rfk_strips<RF_TYPE_Q5_K> : rfk_strips_k<RF_TYPE_Q5_K> {};
+template <> struct rfk_fragments<RF_TYPE_Q4_0> : rfk_fragments32<RF_TYPE_Q4_0> {};
+template <> struct rfk_fragments<RF_TYPE_Q4_1> : rfk_fragments32<RF_TYPE_Q4_1> {};
+template <> struct rfk_fragments<RF_TYPE_Q5_0> : rfk_fragments32<RF_TYPE_Q5_0> {};
+template <> struct rfk_fragments<RF_TYPE_Q5_1> : rfk_fragments32<RF_TYPE_Q5_1> {};
+template <> struct rfk_fragments<RF_TYPE_Q4_K> : rfk_fragments_k<RF_TYPE_Q4_K> {};
+template <> struct rfk_fragments<RF_TYPE_Q5_K> : rfk_fragments_k<RF_TYPE_Q5_K> {};
 
-/* Q6_K: a strip is every other 16 values of half a block: they share 16 bytes of upper bits. */
-template <> struct rfk_strips<RF_TYPE_Q6_K> {
+/* Q6_K: a fragment is every other 16 values of half a block: they share 16 bytes of high bits. */
+template <> struct rfk_fragments<RF_TYPE_Q6_K> {
     static const int VALUES = 64, ORDER = RFK_ORDER_Q6;
-    typedef rfk_strip loaded;
-    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
-        uint32_t half = row * (n_in / 128) + lane / 2, odd = lane % 2; /* halves of blocks */
+    typedef rfk_fragment loaded;
+    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
+        uint32_t half = row * (n_in / 128) + lane / 2, odd = lane % 2; /* halves of 128 weights */
         at.o[0] = half * 64 + odd * 16;
         at.o[1] = half * 32 + odd * 16;
         at.o[2] = half;
     }
-    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_strips_at &at, rfk_strip &o) {
+    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_fragment_at &at, rfk_fragment &o) {
         const uint8_t *low = w.plane[0] + at.o[0];
         o.q[0] = rfk_load16(low);
         o.q[1] = rfk_load16(low + 32);
@@ -2766,12 +2772,12 @@ template <> struct rfk_strips<RF_TYPE_Q6_K> {
         rfk_load8bytes(w.plane[2] + at.o[2] * 8, o.s);
         o.s[2] = rfk_load2(w.plane[3] + at.o[2] / 2 * 2);
     }
-    template <int WAVE> RFK_DEVICE void next(rfk_strips_at &at) {
+    template <int WAVE> RFK_DEVICE void next(rfk_fragment_at &at) {
         at.o[0] += WAVE / 2 * 64;
         at.o[1] += WAVE / 2 * 32;
         at.o[2] += WAVE / 2;
     }
-    RFK_DEVICE float dot(const rfk_strip &w, const rfk_strip_x &x, uint32_t lane, float total) {
+    RFK_DEVICE float dot(const rfk_fragment &w, const rfk_fragment_x &x, uint32_t lane, float total) {
         int low[2][4], high[4], piece[4];
         rfk_words(w.q[0], low[0]);
         rfk_words(w.q[1], low[1]);
@@ -2789,24 +2795,24 @@ template <> struct rfk_strips<RF_TYPE_Q6_K> {
                 piece[k] = (q & 0x0f0f0f0f) | (h & 0x30303030);
             }
             int8_t scale = (int8_t)(w.s[i / 2] >> (shift + 16 * (i % 2)));
-            sum += (float)scale * xd[i] * rfk_dot_value(rfk_dot16(piece, x.piece[i], (int)rfk_as_bits(start[i])));
+            sum += (float)scale * xd[i] * rfk_dot_to_float(rfk_dot16(piece, x.piece[i], (int)rfk_as_bits(start[i])));
         }
         return total + rfk_low_half(w.s[2]) * sum;
     }
 };
 
-/* The other types: a unit at a time, half a strip of the column. Their offsets are 0, and Q2_K makes the sums that its
- * minimums need. */
+/* The other types: a unit at a time, half a fragment of the column. Offsets are 0; Q2_K computes the sums for its
+ * minimums. */
 template <> struct rfk_format<RFK_OTHER> {
     static const int OFFSET = 0, HAS_MIN = 0;
 };
-template <> struct rfk_strips<RFK_OTHER> {
-    static const int VALUES = 32, ORDER = RFK_ORDER_PLAIN;
+template <> struct rfk_fragments<RFK_OTHER> {
+    static const int VALUES = 32, ORDER = RFK_ORDER_LINEAR;
     typedef rfk_raw loaded;
-    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_strips_at &at) {
+    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         at.o[0] = row * (n_in / 32) + lane;
     }
-    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_strips_at &at, loaded &r) {
+    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_fragment_at &at, loaded &r) {
         const uint32_t block = 0, u = at.o[0];
         r.type = w.type;
         switch (w.type) {
@@ -2816,8 +2822,8 @@ template <> struct rfk_strips<RFK_OTHER> {
         default: break;
         }
     }
-    template <int WAVE> RFK_DEVICE void next(rfk_strips_at &at) { at.o[0] += WAVE; }
-    RFK_DEVICE float dot(const loaded &r, const rfk_strip_x &x, uint32_t lane, float total) {
+    template <int WAVE> RFK_DEVICE void next(rfk_fragment_at &at) { at.o[0] += WAVE; }
+    RFK_DEVICE float dot(const loaded &r, const rfk_fragment_x &x, uint32_t lane, float total) {
         const uint32_t u = lane;
         rfk_unit o;
         switch (r.type) {
@@ -2826,8 +2832,8 @@ template <> struct rfk_strips<RFK_OTHER> {
             RFK_UNPACK_CASE(RF_TYPE_Q2_K)
         default: return total;
         }
-        float part = o.d[0] * rfk_dot_value(rfk_dot16(o.q, x.piece[0], RFK_DOT_START)) +
-                     o.d[1] * rfk_dot_value(rfk_dot16(o.q + 4, x.piece[1], RFK_DOT_START));
+        float part = o.d[0] * rfk_dot_to_float(rfk_dot16(o.q, x.piece[0], RFK_DOT_START)) +
+                     o.d[1] * rfk_dot_to_float(rfk_dot16(o.q + 4, x.piece[1], RFK_DOT_START));
         if (r.type == RF_TYPE_Q2_K) {
             const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
             part -= o.m[0] * (float)rfk_dot16(ones, x.piece[0], 0) + o.m[1] * (float)rfk_dot16(ones, x.piece[1], 0);
@@ -2836,23 +2842,23 @@ template <> struct rfk_strips<RFK_OTHER> {
     }
 };
 
-/* What the column has for a lane's strip. */
-template <int TYPE> RFK_DEVICE void rfk_load_x(const rfk_column &c, uint32_t strip, rfk_strip_x &x) {
+/* Load the column's part of a fragment. */
+template <int TYPE> RFK_DEVICE void rfk_load_x(const rfk_column &c, uint32_t fragment, rfk_fragment_x &x) {
     RFK_UNROLL(4)
-    for (uint32_t j = 0; j < 4; j++) x.piece[j] = c.piece[j * c.n_strips + strip];
-    x.scale = reinterpret_cast<const float4 *>(c.scale)[strip];
-    if (TYPE == RF_TYPE_Q6_K) x.start = reinterpret_cast<const float4 *>(c.start)[strip];
+    for (uint32_t j = 0; j < 4; j++) x.piece[j] = c.piece[j * c.n_fragments + fragment];
+    x.scale = reinterpret_cast<const float4 *>(c.scale)[fragment];
+    if (TYPE == RF_TYPE_Q6_K) x.start = reinterpret_cast<const float4 *>(c.start)[fragment];
 }
-template <> __device__ __forceinline__ void rfk_load_x<RFK_OTHER>(const rfk_column &c, uint32_t unit, rfk_strip_x &x) {
-    const uint32_t odd = unit % 2, strip = unit / 2;
-    x.piece[0] = c.piece[2 * odd * c.n_strips + strip];
-    x.piece[1] = c.piece[(2 * odd + 1) * c.n_strips + strip];
-    x.scale.x = c.scale[4 * strip + odd];
+template <> __device__ __forceinline__ void rfk_load_x<RFK_OTHER>(const rfk_column &c, uint32_t unit, rfk_fragment_x &x) {
+    const uint32_t odd = unit % 2, fragment = unit / 2;
+    x.piece[0] = c.piece[2 * odd * c.n_fragments + fragment];
+    x.piece[1] = c.piece[(2 * odd + 1) * c.n_fragments + fragment];
+    x.scale.x = c.scale[4 * fragment + odd];
 }
 
-/* Lane 0 of a wave: the sum of a row to its output, or silu(gate) * sum; that is the result. `before`: what the output
- * holds, if that is added to. */
-RFK_DEVICE float rfk_finish_row(const rfk_rows_args &a, const rfk_product &p, uint32_t row, float gate, float sum,
+/* Lane 0: store the epilogue of a row's sum, or silu(gate) * sum, and return it. before: the value there, if the
+ * product accumulates. */
+RFK_DEVICE float rfk_fused_epilogue(const rfk_fused_args &a, const rfk_product &p, uint32_t row, float gate, float sum,
                                 float before) {
     if (!a.glu) return rfk_put_on(p, row, 0, sum, before);
     if (p.bias) gate += rfk_load_any(p.bias, p.bias_type, row);
@@ -2861,18 +2867,18 @@ RFK_DEVICE float rfk_finish_row(const rfk_rows_args &a, const rfk_product &p, ui
     return p.out[row] = gate / (1.0f + expf(-gate)) * sum;
 }
 
-/* The rows of a block, a wave each; glu: of both products, by turns. U strips are in flight a lane. */
+/* A block's rows, a wave each; glu: rows of the two products in turn. U fragments are in flight a lane. */
 template <int TYPE, int WAVE, int U>
-RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
-                               rfk_column c, rfk_rows_shared &s) {
-    typedef rfk_strips<TYPE> F;
-    const uint32_t n_strips = a.n_in / F::VALUES, lane = threadIdx.x % WAVE, n_out = p.n_out, glu = a.glu,
-                   step = n_blocks * (RFK_ROWS_BLOCK / WAVE);
-    const uint32_t mine = lane < n_strips ? (n_strips - lane + WAVE - 1) / WAVE : 0, /* strips of this lane */
-        rounds = (n_strips + WAVE * U - 1) / (WAVE * U);
-    uint32_t row = number * (RFK_ROWS_BLOCK / WAVE) + threadIdx.x / WAVE, second = 0, round = 0, pass = 0;
+RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
+                               rfk_column c, rfk_fused_shared &s) {
+    typedef rfk_fragments<TYPE> F;
+    const uint32_t n_fragments = a.n_in / F::VALUES, lane = threadIdx.x % WAVE, n_out = p.n_out, glu = a.glu,
+                   step = n_blocks * (RFK_FUSED_BLOCK / WAVE);
+    const uint32_t mine = lane < n_fragments ? (n_fragments - lane + WAVE - 1) / WAVE : 0, /* this lane's fragments of a row */
+        rounds = (n_fragments + WAVE * U - 1) / (WAVE * U);
+    uint32_t row = number * (RFK_FUSED_BLOCK / WAVE) + threadIdx.x / WAVE, second = 0, round = 0, pass = 0;
     typename F::loaded raw[U];
-    rfk_strips_at at;
+    rfk_fragment_at at;
     float sum = 0, gate = 0;
     c.order = F::ORDER;
     c.wave = WAVE;
@@ -2881,7 +2887,7 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
     float weight[4], to_norm = 0;
     rfk_norm_weights(a, threadIdx.x, weight);
     const uint32_t mine_to = number * 32 + threadIdx.x / 32 * step + threadIdx.x % 32;
-    if (a.to_norm && threadIdx.x < RFK_ROWS_PASSES * 32 && mine_to < n_out)
+    if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32 && mine_to < n_out)
         to_norm = rfk_load_any(a.to_norm, a.to_norm_type, mine_to);
     F::template begin<WAVE>(p.row0 + row, a.n_in, lane, at);
     RFK_UNROLL(4)
@@ -2890,12 +2896,12 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
         F::template next<WAVE>(at);
     }
     rfk_wait_previous();
-    if (a.to_norm && threadIdx.x < RFK_ROWS_PASSES * 32) s.to_norm[threadIdx.x / 32][threadIdx.x % 32] = to_norm;
-    rfk_make_column<WAVE>(a, c, weight, s);
+    if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32) s.to_norm[threadIdx.x / 32][threadIdx.x % 32] = to_norm;
+    rfk_fill_column<WAVE>(a, c, weight, s);
     float before = lane == 0 && p.accumulate && row < n_out ? p.out[row] : 0.0f;
     while (row < n_out) {
         uint32_t next_round = round + 1, next_row = row, next_second = second;
-        if (next_round == rounds) { /* of this row: on to the next */
+        if (next_round == rounds) { /* the row is done: next row */
             next_round = 0;
             next_second = glu & (second ^ 1);
             if (!next_second) next_row += step;
@@ -2903,10 +2909,10 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
         }
         RFK_UNROLL(4)
         for (uint32_t k = 0; k < (uint32_t)U; k++) {
-            uint32_t i = round * U + k, strip = lane + i * WAVE;
+            uint32_t i = round * U + k, fragment = lane + i * WAVE;
             if (i < mine) {
-                rfk_strip_x x;
-                rfk_load_x<TYPE>(c, strip, x);
+                rfk_fragment_x x;
+                rfk_load_x<TYPE>(c, fragment, x);
                 sum = F::dot(raw[k], x, lane, sum);
             }
             if (next_row < n_out && next_round * U + k < mine) {
@@ -2919,7 +2925,7 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
             sum = rfk_wave_sum<WAVE>(sum);
             if (next_second) gate = sum;
             else if (lane == 0) {
-                const float made = rfk_finish_row(a, p, row, gate * s.factor, sum * s.factor, before);
+                const float made = rfk_fused_epilogue(a, p, row, gate * s.factor, sum * s.factor, before);
                 if (a.to8.q) s.out[pass][threadIdx.x / WAVE] = made;
                 if (p.accumulate && next_row < n_out) before = p.out[next_row];
             }
@@ -2932,7 +2938,7 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
     }
     if (!a.to8.q) return;
     __syncthreads();
-    if (threadIdx.x / WAVE >= RFK_ROWS_PASSES) return; /* a wave quantizes the 32 results of a pass */
+    if (threadIdx.x / WAVE >= RFK_FUSED_PASSES) return; /* a wave quantizes the 32 results of one pass */
     const uint32_t first = number * 32 + threadIdx.x / WAVE * step;
     const bool inside = lane < 8 && first < n_out;
     float x[4] = {0, 0, 0, 0};
@@ -2949,29 +2955,29 @@ RFK_DEVICE void rfk_block_rows(const rfk_rows_args &a, const rfk_product &p, uin
     rfk_quantize4<WAVE>(a.to8, 0, n_out, first / 4 + lane, x, inside);
 }
 
-/* Types whose rows have a case of their own, and strips of theirs that fit in flight. Two of Q8_0 would spill, a strip
- * being 68 bytes, and two of Q5_K; the types of RFK_OTHER have one unit in flight. */
-#define RFK_ROWS_TYPES(X)                                                                                            \
+/* Types with code of their own in the fused matvec, and how many fragments in flight fit. Two of Q8_0, of 68 bytes,
+ * would spill, and two of Q5_K; RFK_OTHER types have one unit in flight. */
+#define RFK_FUSED_TYPES(X)                                                                                            \
     X(RF_TYPE_Q8_0, 1) X(RF_TYPE_Q4_0, 2) X(RF_TYPE_Q4_1, 2) X(RF_TYPE_Q5_0, 2)                                      \
     X(RF_TYPE_Q5_1, 2) X(RF_TYPE_Q4_K, 2) X(RF_TYPE_Q5_K, 1) X(RF_TYPE_Q6_K, 2)
 
-static uint32_t rfk_most_strips(uint32_t type) {
+static uint32_t rfk_max_in_flight(uint32_t type) {
 #define RFK_MOST_CASE(TYPE, most) \
-    case TYPE: return most < RFK_MAX_STRIPS ? most : RFK_MAX_STRIPS;
+    case TYPE: return most < RFK_MAX_IN_FLIGHT ? most : RFK_MAX_IN_FLIGHT;
     switch (type) {
-        RFK_ROWS_TYPES(RFK_MOST_CASE)
+        RFK_FUSED_TYPES(RFK_MOST_CASE)
     default: return 1;
     }
 #undef RFK_MOST_CASE
 }
 
-/* grid: the blocks of each product   block RFK_ROWS_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
- * reads W once
- * U: strips in flight a lane, fewer where fewer fit; OTHER: the types are those of RFK_OTHER, and U is 1 */
+/* grid: the blocks of each product   block RFK_FUSED_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
+ *   reads W once
+ * U: fragments in flight a lane, or fewer if the type needs more registers; OTHER: for RFK_OTHER types, U is 1 */
 template <int WAVE, int U, bool OTHER>
-static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(rfk_rows_args a) {
+static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fused_matvec(rfk_fused_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
-    RFK_SHARED(rfk_rows_shared, s);
+    RFK_SHARED(rfk_fused_shared, s);
     RFK_DYNAMIC(int4, column);
     uint32_t number = blockIdx.x, n_blocks = a.part[0].end_block, which = 0;
     for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
@@ -2981,44 +2987,44 @@ static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(
             n_blocks = a.part[i].end_block - a.part[i - 1].end_block;
         }
 #if defined(RFK_NVIDIA)
-    const rfk_product &p = a.part[which]; /* stays where arguments are: there are not the registers for it */
+    const rfk_product &p = a.part[which]; /* stays in constant memory: there are no registers for it */
 #else
     rfk_product p = a.part[0];
     if (which == 1) p = a.part[1];
     if (which == 2) p = a.part[2];
 #endif
     rfk_column c;
-    c.n_strips = a.n_in / 64;
+    c.n_fragments = a.n_in / 64;
     c.piece = column;
-    c.scale = reinterpret_cast<float *>(column + 4 * c.n_strips);
-    c.start = reinterpret_cast<float *>(column + 5 * c.n_strips);
+    c.scale = reinterpret_cast<float *>(column + 4 * c.n_fragments);
+    c.start = reinterpret_cast<float *>(column + 5 * c.n_fragments);
     if (OTHER) {
-        rfk_block_rows<RFK_OTHER, WAVE, U>(a, p, number, n_blocks, c, s);
+        rfk_fused_block<RFK_OTHER, WAVE, U>(a, p, number, n_blocks, c, s);
         return;
     }
-#define RFK_ROWS_CASE(TYPE, most) \
+#define RFK_FUSED_CASE(TYPE, most) \
     case TYPE: \
-        if (rfk_built<TYPE>::is) rfk_block_rows<TYPE, WAVE, (U < most ? U : most)>(a, p, number, n_blocks, c, s); \
+        if (rfk_built<TYPE>::is) rfk_fused_block<TYPE, WAVE, (U < most ? U : most)>(a, p, number, n_blocks, c, s); \
         break;
     switch (p.type) {
-        RFK_ROWS_TYPES(RFK_ROWS_CASE)
+        RFK_FUSED_TYPES(RFK_FUSED_CASE)
     default: break;
     }
-#undef RFK_ROWS_CASE
+#undef RFK_FUSED_CASE
 }
 
 /* ---- matrix units ----
- * A wave multiplies 16 rows by 16 columns over 32 bytes each. An operand is the 16 rows (or columns) as the unit wants
- * them spread over the lanes; the results come back as RFK_DOT_START + sum, which read as a float is 12582912 + sum.
+ * A wave multiplies 16 rows by 16 columns of 32 bytes each. An operand is the 16 rows (or columns) distributed over the
+ * lanes as the unit wants them. Results are RFK_DOT_START + sum, which read as a float is 12582912 + sum.
  * Layouts: PTX ISA 8.0, "Matrix fragments for mma.m16n8k32"; AMD Instinct MI200 and MI300 ISA, "Matrix core
  * instructions"; AMD RDNA3 and RDNA4 ISA, "WMMA". */
 
-#define RFK_MATRIX_DOT 0    /* none: dot products of four bytes               */
+#define RFK_MATRIX_DOT 0    /* none: rfk_dot4 */
 #define RFK_MATRIX_SM80 1   /* mma.sync m16n8k32                              */
 #define RFK_MATRIX_MFMA2 2  /* gfx908, gfx90a: v_mfma_i32_16x16x16i8          */
 #define RFK_MATRIX_MFMA3 3  /* gfx942, gfx950: v_mfma_i32_16x16x32_i8         */
-#define RFK_MATRIX_WMMA11 4 /* gfx11: v_wmma_i32_16x16x16_iu8, doubled lanes  */
-#define RFK_MATRIX_WMMA12 5 /* gfx12: the same without doubling               */
+#define RFK_MATRIX_WMMA11 4 /* gfx11: v_wmma_i32_16x16x16_iu8, operands in both halves of the wave */
+#define RFK_MATRIX_WMMA12 5 /* gfx12: the same, operands in one half */
 
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_MATRIX hip_emu_matrix()
@@ -3037,7 +3043,7 @@ static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(
 #define RFK_MATRIX RFK_MATRIX_DOT
 #endif
 
-/* Whether code for these units is compiled: the emulator has all of them. */
+/* Whether code for these units is compiled; the emulator has all of them. */
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_MAY_BE(units) 1
 #else
@@ -3067,8 +3073,8 @@ typedef int rfk_int4 __attribute__((ext_vector_type(4)));
 typedef int rfk_int8 __attribute__((ext_vector_type(8)));
 #endif
 
-/* Whether the units multiply weights of 16-bit floats without loss: those of gfx90a take subnormal halves for zero, and
- * those of gfx908 have half the depth in bfloats. */
+/* Whether the units multiply 16-bit floats without loss: gfx90a flushes subnormal halves to zero, gfx908 has half the
+ * depth for bf16. */
 #define RFK_HAS_UNITS (RFK_MATRIX != RFK_MATRIX_DOT)
 #define RFK_UNITS_F16 (RFK_HAS_UNITS && RFK_MATRIX != RFK_MATRIX_MFMA2)
 #if defined(__gfx908__)
@@ -3077,7 +3083,7 @@ typedef int rfk_int8 __attribute__((ext_vector_type(8)));
 #define RFK_UNITS_BF16 RFK_HAS_UNITS
 #endif
 
-/* Results of a lane: 256 / WAVE, of RFK_LANE_ROWS rows and RFK_LANE_COLS columns. */
+/* A lane has 256 / WAVE results, in RFK_LANE_ROWS rows and RFK_LANE_COLS columns. */
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_LANE_ROWS(n) (n)
 #define RFK_LANE_COLS(n) (n)
@@ -3095,7 +3101,7 @@ typedef int rfk_int8 __attribute__((ext_vector_type(8)));
 #define RFK_COL_INDEX(i) 0
 #endif
 
-/* Row of the tile that a lane's row index stands for; the same for columns. */
+/* The row of the tile for a lane's row index; the same for columns. */
 RFK_DEVICE uint32_t rfk_matrix_row(uint32_t lane, uint32_t index, uint32_t n) {
     uint32_t kind = RFK_MATRIX;
 #if defined(ROCMFORGE_HIP_EMU)
@@ -3116,12 +3122,12 @@ RFK_DEVICE uint32_t rfk_matrix_col(uint32_t lane, uint32_t index) {
 
 struct rfk_operand {
     int r[8];
-    const int4 *rows; /* RFK_MATRIX_DOT reads shared memory when it multiplies */
+    const int4 *rows; /* RFK_MATRIX_DOT reads from here when it multiplies */
 };
-#define RFK_MATRIX_STRIDE 9 /* 16-byte words from row to row of a tile of bytes in shared memory */
+#define RFK_MATRIX_STRIDE 9 /* 16-byte words from one row of an int8 tile to the next, in shared memory */
 
 #if defined(RFK_SM80)
-/* Four matrices of 8 rows of 16 bytes, a row's address in each lane. */
+/* Four 8x8 matrices of 16-byte rows; each lane gives the address of a row. */
 RFK_DEVICE void rfk_load_matrices(rfk_operand &o, const int4 *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(o.r[0]), "=r"(o.r[1]), "=r"(o.r[2]), "=r"(o.r[3])
@@ -3129,7 +3135,7 @@ RFK_DEVICE void rfk_load_matrices(rfk_operand &o, const int4 *row) {
 }
 #endif
 
-/* Bytes [32 * g, + 32) of 16 rows, which are STRIDE 16-byte words apart: 32 bytes, or 16 halves (HALVES). */
+/* Bytes [32 * g, + 32) of 16 rows that are STRIDE 16-byte words apart: 32 int8, or 16 halves (HALVES). */
 template <int STRIDE, bool HALVES>
 RFK_DEVICE void rfk_load_rows(rfk_operand &o, const int4 *rows, uint32_t g, uint32_t lane) {
     const uint32_t kind = RFK_MATRIX;
@@ -3163,7 +3169,7 @@ RFK_DEVICE void rfk_load_rows(rfk_operand &o, const int4 *rows, uint32_t g, uint
     }
 }
 
-/* The same of 16 columns of the second operand; mma.sync wants the words of eight columns side by side. */
+/* The same for 16 columns of the second operand; mma.sync wants the words of eight columns adjacent. */
 template <int STRIDE, bool HALVES>
 RFK_DEVICE void rfk_load_columns(rfk_operand &o, const int4 *columns, uint32_t g, uint32_t lane) {
     const uint32_t kind = RFK_MATRIX;
@@ -3178,8 +3184,8 @@ RFK_DEVICE void rfk_load_columns(rfk_operand &o, const int4 *columns, uint32_t g
 #endif
 }
 
-/* out = RFK_DOT_START + a b over bytes 0-15 (part 0), 16-31 (1) or all (2). All lanes take part. */
-template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk_operand &b, int part, int *out) {
+/* out = RFK_DOT_START + a b over bytes 0-15 (part 0), 16-31 (1) or all (2). All lanes must take part. */
+template <int WAVE> RFK_DEVICE void rfk_mma_int8(const rfk_operand &a, const rfk_operand &b, int part, int *out) {
     const uint32_t lane = threadIdx.x % WAVE, kind = RFK_MATRIX;
     (void)lane, (void)kind;
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
@@ -3218,7 +3224,7 @@ template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk
     }
 #endif
 #if RFK_MAY_BE(RFK_MATRIX_MFMA3)
-    if (WAVE == 64 && kind == RFK_MATRIX_MFMA3) { /* half of the bytes: lanes of the other half give 0 */
+    if (WAVE == 64 && kind == RFK_MATRIX_MFMA3) { /* one part only: lanes of the other half contribute 0 */
         rfk_int4 c = {RFK_DOT_START, RFK_DOT_START, RFK_DOT_START, RFK_DOT_START};
         bool counts = part == 2 || (int)(lane / 32) == part;
         uint64_t av = counts ? (uint32_t)a.r[0] | (uint64_t)(uint32_t)a.r[1] << 32 : 0,
@@ -3255,7 +3261,7 @@ template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk
         return;
     }
 #endif
-    rfk_in_order(); /* no loads for several tiles at once: there are not the registers for them */
+    rfk_compiler_fence(); /* loads of one tile at a time: there are no registers for more */
     for (uint32_t i = 0; i < 256 / WAVE; i++) {
         const int4 *row = a.rows + rfk_matrix_row(lane, i, 256 / WAVE) * RFK_MATRIX_STRIDE,
                    *col = b.rows + rfk_matrix_col(lane, i) * RFK_MATRIX_STRIDE;
@@ -3272,10 +3278,10 @@ template <int WAVE> RFK_DEVICE void rfk_multiply(const rfk_operand &a, const rfk
     }
 }
 
-/* sum += a b, of rfk_load_rows and rfk_load_columns, over 16 halves, or bfloats (BF16) where RFK_UNITS_BF16 or
- * RFK_MATRIX_DOT; STRIDE_A, STRIDE_B: of the operands' rows. All lanes take part. */
+/* sum += a b, operands from rfk_load_rows and rfk_load_columns, over 16 halves, or 16 bf16 (BF16; RFK_UNITS_BF16 or
+ * RFK_MATRIX_DOT only). STRIDE_A, STRIDE_B: of the operands' rows. All lanes must take part. */
 template <int WAVE, int STRIDE_A, int STRIDE_B, bool BF16 = false>
-RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, float *sum) {
+RFK_DEVICE void rfk_mma_16bit(const rfk_operand &a, const rfk_operand &b, float *sum) {
     const uint32_t lane = threadIdx.x % WAVE, kind = RFK_MATRIX;
     (void)lane, (void)kind;
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
@@ -3356,26 +3362,26 @@ RFK_DEVICE void rfk_multiply_halves(const rfk_operand &a, const rfk_operand &b, 
 }
 
 /* ---- a check of the units ----
- * When a device is opened, one wave multiplies two tiles in every way that kernels do, and the host compares with sums
- * of its own: a wrong layout, from a new instruction set or compiler, must not become wrong text. */
+ * When a device is opened, one wave multiplies two tiles in every way that kernels do, and the host compares the results
+ * with its own: a wrong layout, on a new instruction set or compiler, must not become wrong text. */
 
-#define RFK_CHECK_PARTS 5 /* products of bytes: the lower 16, the upper 16, all 32; of 16 halves; of 16 bfloats */
+#define RFK_CHECK_PARTS 5 /* of int8: bytes 0-15, 16-31, all 32; of 16 halves; of 16 bf16 */
 
-/* Byte k of row (or column) i of operand 0 or 1, without a pattern; halves are these values. */
+/* A pseudo-random byte: byte k of row (or column) i of operand 0 or 1; halves have these values. */
 __host__ RFK_DEVICE int rfk_check_value(uint32_t operand, uint32_t i, uint32_t k) {
     uint32_t mixed = (operand * 512 + i * 32 + k + 1) * 2654435761u;
     return (int)(mixed >> 24) - 128;
 }
 
 struct rfk_check_shared {
-    int4 bytes[2][16][RFK_MATRIX_STRIDE], halves[2][16][RFK_MATRIX_STRIDE], bfloats[2][16][RFK_MATRIX_STRIDE];
+    int4 bytes[2][16][RFK_MATRIX_STRIDE], halves[2][16][RFK_MATRIX_STRIDE], bf16[2][16][RFK_MATRIX_STRIDE];
 };
 union rfk_check_result {
     int dot;
     float sum;
 };
 struct rfk_check_results {
-    rfk_check_result part[RFK_CHECK_PARTS][256]; /* [row][column]; those of bytes with RFK_DOT_START */
+    rfk_check_result part[RFK_CHECK_PARTS][256]; /* [row][column]; int8 results include RFK_DOT_START */
     uint32_t has_units, units_f16, units_bf16;   /* 1: as the macros say                               */
 };
 
@@ -3393,7 +3399,7 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
         reinterpret_cast<int8_t *>(s.bytes[operand][i])[k] = (int8_t)v;
         if (k >= 16) continue;
         reinterpret_cast<uint16_t *>(s.halves[operand][i])[k] = rfk_to_half((float)v);
-        reinterpret_cast<uint16_t *>(s.bfloats[operand][i])[k] = (uint16_t)(rfk_as_bits((float)v) >> 16);
+        reinterpret_cast<uint16_t *>(s.bf16[operand][i])[k] = (uint16_t)(rfk_as_bits((float)v) >> 16);
     }
     __syncthreads();
     rfk_operand a, b;
@@ -3402,15 +3408,15 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
     rfk_load_rows<RFK_MATRIX_STRIDE, false>(a, s.bytes[0][0], 0, lane);
     rfk_load_columns<RFK_MATRIX_STRIDE, false>(b, s.bytes[1][0], 0, lane);
     RFK_UNROLL(3)
-    for (int part = 0; part < 3; part++) rfk_multiply<WAVE>(a, b, part, dot[part]);
+    for (int part = 0; part < 3; part++) rfk_mma_int8<WAVE>(a, b, part, dot[part]);
     RFK_UNROLL(8)
     for (int i = 0; i < N; i++) sum[0][i] = sum[1][i] = 0;
     rfk_load_rows<RFK_MATRIX_STRIDE, true>(a, s.halves[0][0], 0, lane);
     rfk_load_columns<RFK_MATRIX_STRIDE, true>(b, s.halves[1][0], 0, lane);
-    rfk_multiply_halves<WAVE, RFK_MATRIX_STRIDE, RFK_MATRIX_STRIDE>(a, b, sum[0]);
-    rfk_load_rows<RFK_MATRIX_STRIDE, true>(a, s.bfloats[0][0], 0, lane);
-    rfk_load_columns<RFK_MATRIX_STRIDE, true>(b, s.bfloats[1][0], 0, lane);
-    if (RFK_UNITS_BF16) rfk_multiply_halves<WAVE, RFK_MATRIX_STRIDE, RFK_MATRIX_STRIDE, true>(a, b, sum[1]);
+    rfk_mma_16bit<WAVE, RFK_MATRIX_STRIDE, RFK_MATRIX_STRIDE>(a, b, sum[0]);
+    rfk_load_rows<RFK_MATRIX_STRIDE, true>(a, s.bf16[0][0], 0, lane);
+    rfk_load_columns<RFK_MATRIX_STRIDE, true>(b, s.bf16[1][0], 0, lane);
+    if (RFK_UNITS_BF16) rfk_mma_16bit<WAVE, RFK_MATRIX_STRIDE, RFK_MATRIX_STRIDE, true>(a, b, sum[1]);
     RFK_UNROLL(8)
     for (int i = 0; i < N; i++) {
         uint32_t at = rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N) * 16 +
@@ -3424,32 +3430,34 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
 
 /* ---- many columns ---- */
 
-#define RFK_TILE_ROWS 128          /* of W, for a block with the larger tile */
-#define RFK_FEW_ROWS 64            /* and with the smaller                   */
-#define RFK_DEPTH 128              /* values of a row in shared memory       */
-#define RFK_FEW_TILE RFK_PAIR_TILE /* columns of the smaller tile            */
-#define RFK_MANY_TILE 128          /* and of the larger one                  */
-/* Q2_K has two minimums for 32 weights: with 128 rows that would be more than 48 KiB; and the types that share kernels
- * take the registers of a second unit to unpack one. `type`: what a kernel is for. */
-#define RFK_ROWS_OF(type, cols)                                                                     \
-    ((cols) == RFK_MANY_TILE && (type) < RF_TYPE_COUNT && (type) != RF_TYPE_Q2_K && !RFK_IS_TIGHT(type) \
-         ? RFK_TILE_ROWS                                                                                \
-         : RFK_FEW_ROWS)
-/* Two scales for 32 weights: AMD's 256 registers do not do for the larger tile, with minimums not for its columns. */
+#define RFK_LARGE_TILE_ROWS 128          /* rows of W of a large tile */
+#define RFK_SMALL_TILE_ROWS 64            /* and of a small one */
+#define RFK_DEPTH 128              /* values of a row in shared memory */
+#define RFK_SMALL_TILE_COLS RFK_PAIR_TILE /* columns of a small tile */
+#define RFK_LARGE_TILE_COLS 128          /* and of a large one */
+/* Rows of a tile. With 128 rows, Q2_K, with two minimums for 32 weights, would need more than 48 KiB; classes of types
+ * need the registers of a second unit to unpack one. type: rfk_kernel_type. */
+#define RFK_TILE_ROWS_OF(type, cols)                                                                     \
+    ((cols) == RFK_LARGE_TILE_COLS && (type) < RF_TYPE_COUNT && (type) != RF_TYPE_Q2_K && !RFK_IS_REGISTER_BOUND(type) \
+         ? RFK_LARGE_TILE_ROWS                                                                                \
+         : RFK_SMALL_TILE_ROWS)
+/* Two scales for 32 weights do not fit into AMD's 256 registers with a large tile; with minimums, not even its
+ * columns. */
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
-#define RFK_IS_TIGHT(type) 0
+#define RFK_IS_REGISTER_BOUND(type) 0
 #else
-#define RFK_IS_TIGHT(type) ((type) == RF_TYPE_Q6_K || (type) == RF_TYPE_Q2_K)
+#define RFK_IS_REGISTER_BOUND(type) ((type) == RF_TYPE_Q6_K || (type) == RF_TYPE_Q2_K)
 #endif
-#define RFK_COLS_OF(type, cols) (RFK_IS_TIGHT(type) && (type) == RF_TYPE_Q2_K ? RFK_FEW_TILE : (cols))
+#define RFK_TILE_COLS_OF(type, cols) (RFK_IS_REGISTER_BOUND(type) && (type) == RF_TYPE_Q2_K ? RFK_SMALL_TILE_COLS : (cols))
 
 #define RFK_HAS_PARTS(type) ((type) == RF_TYPE_Q4_K || (type) == RF_TYPE_Q5_K)
 
-/* A tile's columns that are neighbours, and the results in them; those beyond the last repeat it. */
+/* A tile of adjacent columns, those with results in [first, end); columns beyond repeat the last. */
 struct rfk_neighbours {
     uint32_t first, end;
 };
-/* What a tile's results go to if its depth is cut into several blocks: [tile][split][column][row]. */
+/* Split-K: `part` has the partial results of tiles whose depth is split over several blocks,
+ * [tile][split][column][row]. */
 struct rfk_tiles_args {
     typedef rfk_neighbours columns;
     rfk_matmul_args m;
@@ -3457,12 +3465,12 @@ struct rfk_tiles_args {
     uint32_t n_splits, split_units, rows, cols;
 };
 
-/* A step's depth of a tile. The minimums' arrays are there for types that have them. */
+/* One depth step of a tile in shared memory. Arrays for minimums have one element for types without. */
 template <int TYPE, int ROWS, int COLS> struct rfk_tile_shared {
     static const int GROUPS = RFK_DEPTH / 32, SCALES = rfk_format<TYPE>::SCALES,
                      MINIMUMS = rfk_format<TYPE>::HAS_MIN ? GROUPS : 1, PARTS = RFK_HAS_PARTS(TYPE) ? COLS : 1,
                      W_PARTS = RFK_HAS_PARTS(TYPE) ? ROWS : 1;
-    int4 w[ROWS][RFK_MATRIX_STRIDE]; /* int8 values; a word more: neighbouring rows start in other banks */
+    int4 w[ROWS][RFK_MATRIX_STRIDE]; /* int8 values; one word of padding: adjacent rows start in different banks */
     int4 x[COLS][RFK_MATRIX_STRIDE];
     float w_scale[GROUPS][ROWS][SCALES]; /* d */
     float x_scale[GROUPS][COLS];         /* d */
@@ -3471,14 +3479,14 @@ template <int TYPE, int ROWS, int COLS> struct rfk_tile_shared {
         int4 w_parts[W_PARTS][2];
     };
     union {
-        float x_sum[MINIMUMS][SCALES][COLS]; /* d * sum of what a minimum is for */
+        float x_sum[MINIMUMS][SCALES][COLS]; /* d * sum of the values that a minimum applies to */
         int4 x_parts[PARTS][2];
     };
 };
 
-/* Minimums on the matrix unit: a step's sum over its groups of (steps of the minimum) * (d * sum) is a product of 16
- * bfloat16s, four a group. Steps have 6 bits and are exact; d * sum is cut into three parts of 8 bits, which is exact,
- * too. W's fourth is the bits of the half that steps count, x's is 0. */
+/* Minimums on the matrix unit: the sum over a step's groups of min_q * (d * sum) is a dot product of 16 bf16, four for
+ * each group. min_q has 6 bits and is exact; d * sum is split into three bf16 terms, which is exact, too. The fourth
+ * bf16 of W holds dmin as a half; x's is 0. */
 template <int TYPE, int WAVE> RFK_DEVICE bool rfk_takes_parts() {
     uint32_t kind = RFK_MATRIX;
     return RFK_HAS_PARTS(TYPE) && WAVE == 32 && kind == RFK_MATRIX_SM80;
@@ -3499,7 +3507,7 @@ RFK_DEVICE void rfk_store_x_parts(int4 *column, uint32_t g, float v) {
     reinterpret_cast<uint2 *>(column)[g] = words;
 }
 
-/* A unit of W to shared memory. */
+/* Store a unit of W in shared memory. */
 template <int TYPE, int WAVE, class S>
 RFK_DEVICE void rfk_tile_unit(S &s, uint32_t i, uint32_t u, const rfk_unit &unit) {
     typedef rfk_format<TYPE> F;
@@ -3515,14 +3523,14 @@ RFK_DEVICE void rfk_tile_unit(S &s, uint32_t i, uint32_t u, const rfk_unit &unit
             v.z = rfk_subtract4(v.z, F::OFFSET), v.w = rfk_subtract4(v.w, F::OFFSET);
         }
         s.w[i][to] = v;
-        if (!scales16 && to % 2 == 1) continue; /* the other one of the two units with halves in this group stores */
+        if (!scales16 && to % 2 == 1) continue; /* the other unit with a half in this group stores the scale */
         s.w_scale[to / 2][i][scales16 ? to % 2 : 0] = unit.d[h];
-        if (rfk_takes_parts<TYPE, WAVE>()) rfk_store_w_parts(s.w_parts[i], to / 2, unit.steps[h], unit.least);
+        if (rfk_takes_parts<TYPE, WAVE>()) rfk_store_w_parts(s.w_parts[i], to / 2, unit.min_q[h], unit.dmin);
         else if (F::HAS_MIN) s.w_min[to / 2][i][scales16 ? to % 2 : 0] = unit.m[h];
     }
 }
 
-/* d of a group of x, and of its sums; `inside`: it is no end's filling. */
+/* Store the scale of a group of x, and its sums; 0 beyond the row's end (not `inside`). */
 template <int TYPE, int WAVE, class S>
 RFK_DEVICE void rfk_tile_x_group(S &s, uint32_t i, uint32_t g, const rfk_group &group, bool inside) {
     typedef rfk_format<TYPE> F;
@@ -3534,7 +3542,8 @@ RFK_DEVICE void rfk_tile_x_group(S &s, uint32_t i, uint32_t g, const rfk_group &
     else s.x_sum[g][0][i] = d * (float)group.sum[0], s.x_sum[g][F::SCALES - 1][i] = d * (float)group.sum[1];
 }
 
-/* 16 bytes to shared memory, without a register where the hardware can; rfk_wait_copies before others may read. */
+/* Copy 16 bytes to shared memory, asynchronously where the hardware can (cp.async); rfk_wait_copies before a
+ * barrier. */
 #if defined(RFK_SM80)
 #define RFK_ASYNC_COPIES 1
 RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) {
@@ -3564,7 +3573,7 @@ RFK_DEVICE void rfk_put_column(const rfk_tiles_args &, const rfk_product &p, con
     if (c.first + i < c.end) rfk_put(p, row, c.first + i, v);
 }
 
-/* Those of an expert's pairs. Each has its row of x. */
+/* The columns of an expert's tile: each pair has its row of x. */
 struct rfk_pair_columns {
     const uint32_t *x_row; /* in shared memory */
     rfk_pair_tile tile;
@@ -3584,7 +3593,7 @@ RFK_DEVICE void rfk_put_column(const rfk_pair_tiles_args &a, const rfk_product &
                                uint32_t row, uint32_t i, float v) {
     if (i < c.tile.n) rfk_put_pair(a.e, a.lists.sorted[c.tile.first + i], c.tile.expert, row, v);
 }
-/* False: the tile has no columns, or its expert is not there and its results are made NaN. */
+/* False: the tile is empty, or its expert is not loaded and its results were set to NaN. */
 RFK_DEVICE bool rfk_find_columns(const rfk_pair_tiles_args &a, uint32_t rows, uint32_t, uint32_t *number,
                                  rfk_product *p, rfk_pair_columns *c) {
     RFK_SHARED(rfk_pair_rows, s);
@@ -3608,7 +3617,7 @@ RFK_DEVICE bool rfk_find_columns(const rfk_pair_tiles_args &a, uint32_t rows, ui
     return true;
 }
 
-/* A thread's 16 bytes of 32 of a tile's columns, from unit u0 on. */
+/* A thread's 16 bytes of 32 columns of the tile, from unit u0 on. */
 template <class C>
 RFK_DEVICE const int4 *rfk_x_chunk(const rfk_matmul_args &a, const C &columns, uint32_t first, uint32_t u0) {
     uint32_t col = rfk_column(columns, first + threadIdx.x / 8), chunk = u0 * 2 + threadIdx.x % 8;
@@ -3616,8 +3625,8 @@ RFK_DEVICE const int4 *rfk_x_chunk(const rfk_matmul_args &a, const C &columns, u
     return reinterpret_cast<const int4 *>(a.x8.q + (size_t)col * (a.n_in / 4)) + chunk;
 }
 
-/* When nobody reads it any more: rows of W and columns of x, values from unit u0 on, to shared memory. Rows and columns
- * beyond the last repeat it; what is beyond a row's end has scales of 0. */
+/* Wait until the tile is no longer read, then fill it: rows of W and columns of x, values from unit u0 on. Rows and
+ * columns beyond the last repeat it; values beyond a row's end have scales of 0. */
 template <int TYPE, int WAVE, int ROWS, int COLS, class C>
 RFK_DEVICE void rfk_fill_tile(rfk_tile_shared<TYPE, ROWS, COLS> &s, const rfk_matmul_args &a, const rfk_product &p,
                               uint32_t row0, const C &columns, uint32_t u0) {
@@ -3658,11 +3667,11 @@ RFK_DEVICE void rfk_fill_tile(rfk_tile_shared<TYPE, ROWS, COLS> &s, const rfk_ma
     rfk_wait_copies();
 }
 
-/* The values of a lane's columns, of those from `values` on. */
+/* The values of a lane's columns; `values` begins at the tile's first. */
 template <int N> RFK_DEVICE void rfk_lane_values(const float *values, uint32_t lane, float *out) {
 #if defined(RFK_SM80)
     RFK_UNROLL(2)
-    for (uint32_t i = 0; i < 2; i++) { /* neighbours */
+    for (uint32_t i = 0; i < 2; i++) { /* adjacent */
         float2 both = *reinterpret_cast<const float2 *>(values + rfk_matrix_col(lane, 2 * i));
         out[2 * i] = both.x, out[2 * i + 1] = both.y;
     }
@@ -3690,7 +3699,7 @@ RFK_DEVICE void rfk_tile_group(const S &s, uint32_t g, uint32_t row0, uint32_t c
             uint32_t row = row0 + 16 * (uint32_t)r + rfk_matrix_row(lane, i, N);
             d[r][i][0] = s.w_scale[g][row][0];
             d[r][i][1] = scales16 ? s.w_scale[g][row][LAST] : 0.0f;
-            /* d is a half times at most 8 bits: its product with the start has 21, d * result - this is exact */
+            /* d has 11 + 8 bits at most, its product with 12582912 21 bits: exact, so fmaf(d, result, -that) is */
             d[r][i][2] = d[r][i][0] * -12582912.0f;
             d[r][i][3] = scales16 ? d[r][i][1] * -12582912.0f : 0.0f;
             if (!has_min) continue;
@@ -3709,8 +3718,8 @@ RFK_DEVICE void rfk_tile_group(const S &s, uint32_t g, uint32_t row0, uint32_t c
         RFK_UNROLL(4)
         for (int r = 0; r < RT; r++) {
             int dot[N], upper[N];
-            rfk_multiply<WAVE>(a[r], b, scales16 ? 0 : 2, dot);
-            if (scales16) rfk_multiply<WAVE>(a[r], b, 1, upper);
+            rfk_mma_int8<WAVE>(a[r], b, scales16 ? 0 : 2, dot);
+            if (scales16) rfk_mma_int8<WAVE>(a[r], b, 1, upper);
             RFK_UNROLL(8)
             for (int i = 0; i < N; i++) {
                 const float *wd = d[r][RFK_ROW_INDEX(i)], *wm = least[r][RFK_ROW_INDEX(i)];
@@ -3724,7 +3733,7 @@ RFK_DEVICE void rfk_tile_group(const S &s, uint32_t g, uint32_t row0, uint32_t c
     }
 }
 
-/* Take the minimums of a step from a wave's results. */
+/* Subtract the minimums of a step from a wave's results. */
 template <int TYPE, int WAVE, int RT, int CT, class S>
 RFK_DEVICE void rfk_tile_parts(const S &s, uint32_t row0, uint32_t col0, float (&sum)[RT][CT][256 / WAVE]) {
     const int N = 256 / WAVE;
@@ -3748,16 +3757,16 @@ RFK_DEVICE void rfk_tile_parts(const S &s, uint32_t row0, uint32_t col0, float (
             float out[N];
             RFK_UNROLL(8)
             for (int i = 0; i < N; i++) out[i] = 0;
-            rfk_multiply_halves<WAVE, 2, 2, true>(a[r], b, out);
+            rfk_mma_16bit<WAVE, 2, 2, true>(a[r], b, out);
             RFK_UNROLL(8)
             for (int i = 0; i < N; i++) sum[r][c][i] -= least[r][RFK_ROW_INDEX(i)] * out[i];
         }
     }
 }
 
-/* The sums of a tile's waves, RT x CT tiles of 16 x 16 each, to the product or to `part`, through shared memory: whole
- * lines are written, and what rfk_put can do takes no registers from the sums. PER_PASS: columns that fit into `out`;
- * unit: what column i's sums are multiplied by is unit[rfk_column(i)]; NULL: nothing. */
+/* Epilogue of a tile, RT x CT times 16 x 16 results a wave: to the product or to `part`, through shared memory, so that
+ * stores are coalesced and the epilogue takes no registers from the sums. PER_PASS: columns that fit into `out`;
+ * unit[rfk_column(i)] scales the results of column i; NULL: nothing does. */
 template <int ROWS, int COLS, int PER_PASS, class ARGS, class C, int RT, int CT, int N>
 RFK_DEVICE void rfk_put_tile(const ARGS &args, const rfk_product &p, const C &columns, uint32_t row0,
                              float (*out)[ROWS + 4], const float (&sum)[RT][CT][N], const float *unit) {
@@ -3795,13 +3804,12 @@ RFK_DEVICE void rfk_put_tile(const ARGS &args, const rfk_product &p, const C &co
 }
 
 /* grid [ceil(cols / COLS) or tiles of pairs, row tiles of all products, splits]   block 256   LDS 48 KiB at most
- * reads W once per COLS columns and x once per ROWS rows. Results leave through shared memory: whole lines are written,
- * and what rfk_put can do takes no registers from the sums. */
+ *   reads W once per COLS columns and x once per ROWS rows */
 template <int TYPE, int WAVE, int COLS, class ARGS>
 static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_matmul(ARGS args) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
-    /* waves: DOWN x ACROSS */
-    const int ROWS = RFK_ROWS_OF(TYPE, COLS), N = 256 / WAVE, RT = 2, DOWN = ROWS / (16 * RT),
+    /* DOWN x ACROSS waves */
+    const int ROWS = RFK_TILE_ROWS_OF(TYPE, COLS), N = 256 / WAVE, RT = 2, DOWN = ROWS / (16 * RT),
               ACROSS = RFK_BLOCK / WAVE / DOWN, CT = COLS / ACROSS / 16;
     typedef rfk_tile_shared<TYPE, ROWS, COLS> shared;
     const uint32_t PITCH = ROWS + 4, PASSES = COLS * PITCH * sizeof(float) > sizeof(shared) ? 2 : 1,
@@ -3838,7 +3846,8 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_matmul(ARGS args) {
     rfk_put_tile<ROWS, COLS, PER_PASS>(args, p, columns, row0, memory.out, sum, NULL);
 }
 
-/* Four neighbouring rows of a column: the sum of the splits, in their order. tile: of all tiles, i: of its results. */
+/* Four adjacent rows of a column: the sum over the splits, in order. tile: index among all tiles; i: among its
+ * results. */
 RFK_DEVICE void rfk_join4(const rfk_tiles_args &t, uint32_t tile, uint32_t i, float *sum) {
     const uint32_t results = t.rows * t.cols;
     const float4 *part = reinterpret_cast<const float4 *>(t.part + (size_t)tile * t.n_splits * results + i);
@@ -3851,7 +3860,7 @@ RFK_DEVICE void rfk_join4(const rfk_tiles_args &t, uint32_t tile, uint32_t i, fl
     }
 }
 
-/* Add the splits of a tile, 1024 results a block.
+/* Split-K reduction of a tile, 1024 results a block.
  *   grid as rfk_matmul's, but z: results of a tile / 1024   block 256 */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_tiles(rfk_tiles_args t) {
     uint32_t number = blockIdx.y;
@@ -3864,7 +3873,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_tiles(rfk_tiles_args t) {
     rfk_put4(p, row / 4, col, sum);
 }
 
-/* A row of a norm, which is first joined and put to where the results of the product are: only scaled and added. */
+/* A row of a product, reduced over its splits and stored before it is normed. The product only scales and
+ * accumulates. */
 struct rfk_joined_row {
     const rfk_tiles_args *t;
     uint32_t col;
@@ -3905,7 +3915,7 @@ RFK_DEVICE void rfk_norm_load(const rfk_joined_row &r, uint32_t first, rfk_norm_
     }
 }
 
-/* Add the splits of a product's tiles, and norm the results.   grid cols   block 256, four of which share a
+/* Split-K reduction of a product's tiles, then the norm of the results.   grid cols   block 256, four blocks a
  * multiprocessor: all rows of 512 run at once */
 struct rfk_join_norm_args {
     rfk_tiles_args t;
@@ -3919,18 +3929,18 @@ template <int WAVE> static __global__ void RFK_RESIDENT(RFK_BLOCK, 4) rfk_join_n
 }
 
 /* ---- many columns, on warpgroups ----
- * Hopper's wgmma multiplies bfloats that lie in shared memory: 64 rows by 128 columns for four waves, which wait for
- * nothing but its end. So weights are made bfloats on their way there, by waves that do nothing else, and activations
- * were made so by the kernel before. A rounding is 2^-8 of a value at most, where that of int8 activations is up to
- * 1 / 254 of the largest in its group; and what a float can hold does not overflow, as it would in halves.
- * PTX ISA 8.7, "Asynchronous Warpgroup Level Matrix Instructions", "mbarrier". Here an mbarrier is called a gate: the
- * n-th wait for it passes when so many arrivals (and bytes) as it counts have come n times. */
+ * Hopper's wgmma multiplies 64 rows by 128 columns of bf16 in shared memory, asynchronously, for a warpgroup of four
+ * waves. Warp specialization: a producer warpgroup decodes weights to bf16 into the stages of a ring buffer, a consumer
+ * multiplies; activations were converted by the kernel before. The rounding error is at most 2^-8 of a value, where
+ * that of int8 activations is up to 1 / 254 of the largest in the group; bf16 do not overflow, as halves would.
+ * PTX ISA 8.7, "Asynchronous Warpgroup Level Matrix Instructions", "mbarrier". The n-th wait for an mbarrier returns
+ * after n times the arrivals (and bytes) that it was made for. */
 
 #define RFK_WARPGROUP 128u
-#define RFK_WGMMA_ROWS 128u /* of W for a block */
+#define RFK_WGMMA_ROWS 128u /* rows of W for a block */
 #define RFK_WGMMA_COLS 128u
-#define RFK_WGMMA_DEPTH 64u /* values of a row in a stage, 128 bytes  */
-#define RFK_WGMMA_STAGES 3u /* two blocks' fit into a multiprocessor  */
+#define RFK_WGMMA_DEPTH 64u /* values of a row in a stage: 128 bytes */
+#define RFK_WGMMA_STAGES 3u /* two blocks fit into a multiprocessor */
 #define RFK_WGMMA_BLOCK (2 * RFK_WARPGROUP)
 #define RFK_WGMMA_RIGHT 1u
 #define RFK_WGMMA_WRONG 2u
@@ -3940,85 +3950,85 @@ struct rfk_wgmma_stage {
 };
 union rfk_wgmma_shared {
     rfk_wgmma_stage stage[RFK_WGMMA_STAGES];
-    float out[RFK_WGMMA_COLS][RFK_WGMMA_ROWS + 4]; /* four more: lanes' columns are in other banks */
+    float out[RFK_WGMMA_COLS][RFK_WGMMA_ROWS + 4]; /* padding: columns of a wave's lanes lie in different banks */
 };
-/* Bytes asked for by launches; 1024 more, because words change places by bits of their address. */
+/* Dynamic shared memory of a launch: 1024 bytes more, for the swizzle is by address bits. */
 #define RFK_WGMMA_BYTES ((uint32_t)sizeof(rfk_wgmma_shared) + 1024)
 #define RFK_WGMMA_CHECK_BYTES ((uint32_t)sizeof(rfk_wgmma_stage) + 1024)
 
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_HAS_WGMMA 1
 #define RFK_MAY_WGMMA(index, arch) hip_emu_has_wgmma(index)
-typedef hip_emu_gate rfk_gate;
+typedef hip_emu_gate rfk_mbarrier;
 #elif defined(RFK_NVIDIA)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define RFK_HAS_WGMMA 1
 #endif
 #define RFK_MAY_WGMMA(index, arch) (strcmp(arch, "sm_90") == 0)
-typedef uint64_t rfk_gate;
+typedef uint64_t rfk_mbarrier;
 #else
 #define RFK_MAY_WGMMA(index, arch) false
 #endif
 
 #if defined(RFK_HAS_WGMMA)
-struct rfk_gates {
-    rfk_gate full[RFK_WGMMA_STAGES];  /* a stage's W (each wave's lane 0 arrives for it) and x are there */
-    rfk_gate empty[RFK_WGMMA_STAGES]; /* the waves that multiply are done with it                        */
+struct rfk_mbarriers {
+    rfk_mbarrier full[RFK_WGMMA_STAGES];  /* W and x of a stage are there (lane 0 of each wave arrives for W) */
+    rfk_mbarrier empty[RFK_WGMMA_STAGES]; /* the consumer waves are done with it */
 };
 
 #if defined(ROCMFORGE_HIP_EMU)
-RFK_DEVICE void rfk_gate_make(rfk_gate *g, uint32_t n) { hip_emu_gate_make(g, n); }
-RFK_DEVICE void rfk_gate_arrive(rfk_gate *g) { hip_emu_gate_arrive(g, 0); }
-RFK_DEVICE void rfk_gate_wait(rfk_gate *g, uint32_t n) { hip_emu_gate_wait(g, n & 1); }
-RFK_DEVICE void rfk_gate_copy(rfk_gate *g, void *to, const void *from, uint32_t n_bytes) {
+RFK_DEVICE void rfk_mbarrier_init(rfk_mbarrier *g, uint32_t n) { hip_emu_gate_make(g, n); }
+RFK_DEVICE void rfk_mbarrier_arrive(rfk_mbarrier *g) { hip_emu_gate_arrive(g, 0); }
+RFK_DEVICE void rfk_mbarrier_wait(rfk_mbarrier *g, uint32_t n) { hip_emu_gate_wait(g, n & 1); }
+RFK_DEVICE void rfk_mbarrier_copy(rfk_mbarrier *g, void *to, const void *from, uint32_t n_bytes) {
     hip_emu_gate_arrive(g, n_bytes);
     hip_emu_gate_copy(g, to, from, n_bytes);
 }
-RFK_DEVICE void rfk_show_stores() {}
-RFK_DEVICE void rfk_meet_wave() { (void)rfk_swap<32>(0, 1); }
-template <int N> RFK_DEVICE void rfk_more_registers() {}
-template <int N> RFK_DEVICE void rfk_fewer_registers() {}
-RFK_DEVICE void rfk_wgmma_begin() {}
-RFK_DEVICE void rfk_wgmma_end() {}
+RFK_DEVICE void rfk_fence_async_proxy() {}
+RFK_DEVICE void rfk_sync_wave() { (void)rfk_shuffle_xor<32>(0, 1); }
+template <int N> RFK_DEVICE void rfk_grow_registers() {}
+template <int N> RFK_DEVICE void rfk_shrink_registers() {}
+RFK_DEVICE void rfk_wgmma_fence() {}
+RFK_DEVICE void rfk_wgmma_commit() {}
 template <int LEFT> RFK_DEVICE void rfk_wgmma_wait() {}
 RFK_DEVICE void rfk_wgmma(float *sum, const int4 *w, const int4 *x, int add) {
     hip_emu_wgmma_m64n128k16_bf16(sum, w, x, add);
 }
 #else
 RFK_DEVICE uint32_t rfk_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
-/* One thread, before a barrier. */
-RFK_DEVICE void rfk_gate_make(rfk_gate *g, uint32_t n) {
+/* By one thread, before a barrier. */
+RFK_DEVICE void rfk_mbarrier_init(rfk_mbarrier *g, uint32_t n) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(rfk_shared_address(g)), "r"(n) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-RFK_DEVICE void rfk_gate_arrive(rfk_gate *g) {
+RFK_DEVICE void rfk_mbarrier_arrive(rfk_mbarrier *g) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(rfk_shared_address(g)) : "memory");
 }
-/* The n-th wait, from 0: gates have one bit for it. */
-RFK_DEVICE void rfk_gate_wait(rfk_gate *g, uint32_t n) {
+/* The n-th wait, from 0: an mbarrier has one parity bit. */
+RFK_DEVICE void rfk_mbarrier_wait(rfk_mbarrier *g, uint32_t n) {
     asm volatile("{.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
                  ::"r"(rfk_shared_address(g)), "r"(n & 1) : "memory");
 }
-/* Arrive, and start a copy whose bytes the gate waits for, too. */
-RFK_DEVICE void rfk_gate_copy(rfk_gate *g, void *to, const void *from, uint32_t n_bytes) {
+/* Arrive, and start a bulk copy whose bytes the mbarrier waits for, too. */
+RFK_DEVICE void rfk_mbarrier_copy(rfk_mbarrier *g, void *to, const void *from, uint32_t n_bytes) {
     const uint32_t gate = rfk_shared_address(g);
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(gate), "r"(n_bytes) : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(rfk_shared_address(to)), "l"(from), "r"(n_bytes), "r"(gate) : "memory");
 }
-/* What this thread stored in shared memory is there for wgmma, behind the next arrival or barrier. */
-RFK_DEVICE void rfk_show_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-RFK_DEVICE void rfk_meet_wave() { __syncwarp(); }
-/* A warpgroup's registers from here on. Those of a launch are divided evenly first. */
-template <int N> RFK_DEVICE void rfk_more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
-template <int N> RFK_DEVICE void rfk_fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
-RFK_DEVICE void rfk_wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-RFK_DEVICE void rfk_wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-/* Until LEFT groups at most, [begin, end), are not done. */
+/* Make this thread's stores to shared memory visible to wgmma after the next arrival or barrier. */
+RFK_DEVICE void rfk_fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+RFK_DEVICE void rfk_sync_wave() { __syncwarp(); }
+/* The registers of a warpgroup's threads from here on (setmaxnreg). */
+template <int N> RFK_DEVICE void rfk_grow_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> RFK_DEVICE void rfk_shrink_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+RFK_DEVICE void rfk_wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+RFK_DEVICE void rfk_wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+/* Wait until at most LEFT committed groups are in flight. */
 template <int LEFT> RFK_DEVICE void rfk_wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
-/* Address in units of 16 bytes, 1024 bytes from 8 rows to the next, swizzled over 128 bytes. */
+/* Matrix descriptor: address / 16, 1024 bytes from 8 rows to the next, 128-byte swizzle. */
 RFK_DEVICE uint64_t rfk_wgmma_operand(const int4 *rows) {
     return (uint64_t)1 << 62 | (uint64_t)(1024 >> 4) << 32 | 1u << 16 | (rfk_shared_address(rows) & 0x3ffff) >> 4;
 }
@@ -4026,7 +4036,7 @@ RFK_DEVICE uint64_t rfk_wgmma_operand(const int4 *rows) {
     "+f"((s)[6]), "+f"((s)[7])
 #define RFK_WGMMA_64(s) RFK_WGMMA_8(s), RFK_WGMMA_8(s + 8), RFK_WGMMA_8(s + 16), RFK_WGMMA_8(s + 24), \
     RFK_WGMMA_8(s + 32), RFK_WGMMA_8(s + 40), RFK_WGMMA_8(s + 48), RFK_WGMMA_8(s + 56)
-/* sum = (add ? sum : 0) + 64 rows of w by 128 columns of x over 16 values, in the background. A whole warpgroup. */
+/* sum = (add ? sum : 0) + 64 rows of w times 128 columns of x over 16 values, asynchronously. A whole warpgroup. */
 RFK_DEVICE void rfk_wgmma(float *sum, const int4 *w, const int4 *x, int add) {
     asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
@@ -4046,18 +4056,18 @@ RFK_DEVICE uint32_t rfk_wgmma_row(uint32_t i) {
 }
 RFK_DEVICE uint32_t rfk_wgmma_col(uint32_t i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-/* The products of a stage, in the background: N times 64 rows. */
+/* The products of a stage, N times 64 rows, asynchronously. */
 template <int N> RFK_DEVICE void rfk_wgmma_step(float (&sum)[N][64], const int4 *w, const int4 *x, bool add) {
-    rfk_wgmma_begin();
+    rfk_wgmma_fence();
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < RFK_WGMMA_DEPTH / 16; k++)
         RFK_UNROLL(2)
         for (uint32_t n = 0; n < (uint32_t)N; n++) rfk_wgmma(sum[n], w + 64 * 8 * n + 2 * k, x + 2 * k, k > 0 || add);
-    rfk_wgmma_end();
+    rfk_wgmma_commit();
 }
 
 /* Where nothing is in flight any more: sums may be read behind this. */
-template <int N> RFK_DEVICE void rfk_wgmma_done(float (&sum)[N][64]) {
+template <int N> RFK_DEVICE void rfk_wgmma_drain(float (&sum)[N][64]) {
     rfk_wgmma_wait<0>();
 #if !defined(ROCMFORGE_HIP_EMU)
     RFK_UNROLL(2)
@@ -4092,7 +4102,7 @@ RFK_DEVICE void rfk_wgmma_store(int4 *row, uint32_t i, uint32_t word, const int 
 #endif
             v[b] = fmaf(d, rfk_as_float(bits), start);
         }
-        to[2 * k] = (int)rfk_to_bfloats(v[0], v[1]), to[2 * k + 1] = (int)rfk_to_bfloats(v[2], v[3]);
+        to[2 * k] = (int)rfk_to_bf16x2(v[0], v[1]), to[2 * k + 1] = (int)rfk_to_bf16x2(v[2], v[3]);
     }
     RFK_UNROLL(2)
     for (uint32_t h = 0; h < 2; h++) {
@@ -4106,7 +4116,7 @@ RFK_DEVICE void rfk_wgmma_store(int4 *row, uint32_t i, uint32_t word, const int 
  * step takes one half of twice the units. Rows beyond the last repeat it. */
 template <int TYPE>
 RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, uint32_t row0, uint32_t col0,
-                               uint32_t first, uint32_t end, rfk_wgmma_shared &s, rfk_gates &gates) {
+                               uint32_t first, uint32_t end, rfk_wgmma_shared &s, rfk_mbarriers &barriers) {
     typedef rfk_format<TYPE> F;
     const uint32_t UNITS = F::STRIDE == 64 ? 2 : 1, N = RFK_WGMMA_ROWS / 64 * UNITS,
                    thread = threadIdx.x % RFK_WARPGROUP, odd = thread % 2, pair = thread / 2;
@@ -4124,11 +4134,11 @@ RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, u
         F::fetch(p.w, block[n / UNITS], UNITS == 2 ? first / 2 * 4 + odd + n % 2 * 2 : 2 * first + odd, raw[n]);
     RFK_UNROLL(1)
     for (uint32_t step = first; step < end; step++) {
-        const uint32_t turn = (step - first) / RFK_WGMMA_STAGES, number = (step - first) % RFK_WGMMA_STAGES;
+        const uint32_t round = (step - first) / RFK_WGMMA_STAGES, number = (step - first) % RFK_WGMMA_STAGES;
         rfk_wgmma_stage &stage = s.stage[number];
-        if (turn > 0) rfk_gate_wait(&gates.empty[number], turn - 1);
+        if (round > 0) rfk_mbarrier_wait(&barriers.empty[number], round - 1);
         if (thread == 0)
-            rfk_gate_copy(&gates.full[number], stage.x,
+            rfk_mbarrier_copy(&barriers.full[number], stage.x,
                           reinterpret_cast<const int4 *>(a.x8.q) + ((size_t)step * a.n_cols + col0) * 8,
                           sizeof stage.x);
         RFK_UNROLL(4)
@@ -4147,25 +4157,25 @@ RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, u
                                            v.q + 4 * h, v.d[h], F::HAS_MIN ? v.m[h] : 0.0f);
             }
         }
-        rfk_show_stores();
-        rfk_meet_wave();
-        if (thread % 32 == 0) rfk_gate_arrive(&gates.full[number]);
+        rfk_fence_async_proxy();
+        rfk_sync_wave();
+        if (thread % 32 == 0) rfk_mbarrier_arrive(&barriers.full[number]);
     }
 }
 
 /* The other one multiplies; the sums replace what is in shared memory. */
-RFK_DEVICE void rfk_wgmma_multiply(uint32_t n_steps, rfk_wgmma_shared &s, rfk_gates &gates) {
+RFK_DEVICE void rfk_wgmma_multiply(uint32_t n_steps, rfk_wgmma_shared &s, rfk_mbarriers &barriers) {
     const uint32_t N = RFK_WGMMA_ROWS / 64;
     float sum[N][64];
     RFK_UNROLL(1)
     for (uint32_t step = 0; step < n_steps; step++) {
         const uint32_t number = step % RFK_WGMMA_STAGES, last = (step + RFK_WGMMA_STAGES - 1) % RFK_WGMMA_STAGES;
-        rfk_gate_wait(&gates.full[number], step / RFK_WGMMA_STAGES);
+        rfk_mbarrier_wait(&barriers.full[number], step / RFK_WGMMA_STAGES);
         rfk_wgmma_step(sum, s.stage[number].w[0], s.stage[number].x[0], step > 0);
         rfk_wgmma_wait<1>(); /* the step before this is done */
-        if (step > 0 && threadIdx.x % 32 == 0) rfk_gate_arrive(&gates.empty[last]);
+        if (step > 0 && threadIdx.x % 32 == 0) rfk_mbarrier_arrive(&barriers.empty[last]);
     }
-    rfk_wgmma_done(sum);
+    rfk_wgmma_drain(sum);
     __syncthreads();
     RFK_UNROLL(2)
     for (uint32_t n = 0; n < N; n++)
@@ -4177,9 +4187,9 @@ RFK_DEVICE void rfk_wgmma_multiply(uint32_t n_steps, rfk_wgmma_shared &s, rfk_ga
 
 /* grid [ceil(cols / 128), row tiles of all products, splits]   block 256   LDS 97 KiB   n_in % 64 == 0
  * reads W once per 128 columns and x once per 128 rows */
-template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_matmul_bfloats(rfk_tiles_args t) {
+template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_matmul_wgmma(rfk_tiles_args t) {
 #if defined(RFK_HAS_WGMMA)
-    RFK_SHARED(rfk_gates, gates);
+    RFK_SHARED(rfk_mbarriers, barriers);
     RFK_DYNAMIC(int4, memory);
     rfk_wgmma_shared &s = rfk_wgmma_memory<rfk_wgmma_shared>(memory);
     uint32_t number = blockIdx.y;
@@ -4190,19 +4200,19 @@ template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_
                    last = first + t.split_units / 2,
                    end = last < t.m.n_in / RFK_WGMMA_DEPTH ? last : t.m.n_in / RFK_WGMMA_DEPTH;
     if (threadIdx.x < RFK_WGMMA_STAGES) {
-        rfk_gate_make(&gates.full[threadIdx.x], RFK_WARPGROUP / 32 + 1); /* one more: who copies x */
-        rfk_gate_make(&gates.empty[threadIdx.x], RFK_WARPGROUP / 32);
+        rfk_mbarrier_init(&barriers.full[threadIdx.x], RFK_WARPGROUP / 32 + 1); /* one more: who copies x */
+        rfk_mbarrier_init(&barriers.empty[threadIdx.x], RFK_WARPGROUP / 32);
     }
     __syncthreads();
     if (threadIdx.x >= RFK_WARPGROUP) {
-        rfk_fewer_registers<88>();
-        rfk_wgmma_fill<TYPE>(t.m, p, row0, columns.first, first, end, s, gates);
+        rfk_shrink_registers<88>();
+        rfk_wgmma_fill<TYPE>(t.m, p, row0, columns.first, first, end, s, barriers);
         __syncthreads(); /* those of rfk_wgmma_multiply */
         __syncthreads();
         return;
     }
-    rfk_more_registers<168>();
-    rfk_wgmma_multiply(end - first, s, gates);
+    rfk_grow_registers<168>();
+    rfk_wgmma_multiply(end - first, s, barriers);
     const uint32_t fours = RFK_WGMMA_ROWS / 4, row = 4 * (threadIdx.x % fours);
     const size_t tile = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z;
     RFK_UNROLL(1)
@@ -4218,8 +4228,8 @@ template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_
 #endif
 }
 
-static void (*rfk_find_bfloats(uint32_t kernel_type))(rfk_tiles_args) {
-#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matmul_bfloats<RFK_BUILT(TYPE)>;
+static void (*rfk_find_wgmma(uint32_t kernel_type))(rfk_tiles_args) {
+#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matmul_wgmma<RFK_BUILT(TYPE)>;
     switch (kernel_type) {
         RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
     default: return NULL; /* of floats, or no type */
@@ -4246,13 +4256,13 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
         const uint32_t i = j / RFK_WGMMA_DEPTH, k = j % RFK_WGMMA_DEPTH;
         int4 *row = i < 128 ? s.w[i] : s.x[i - 128];
         reinterpret_cast<uint16_t *>(row + rfk_swizzled(i, k / 8))[k % 8] =
-            (uint16_t)rfk_to_bfloats((float)rfk_check_value(i / 8, i % 8 * 2 + k / 32, k % 32), 0);
+            (uint16_t)rfk_to_bf16x2((float)rfk_check_value(i / 8, i % 8 * 2 + k / 32, k % 32), 0);
     }
-    rfk_show_stores();
+    rfk_fence_async_proxy();
     __syncthreads();
     float sum[2][64];
     rfk_wgmma_step(sum, s.w[0], s.x[0], false);
-    rfk_wgmma_done(sum);
+    rfk_wgmma_drain(sum);
     uint32_t found = RFK_WGMMA_RIGHT;
     RFK_UNROLL(128)
     for (uint32_t j = 0; j < 128; j++) {
@@ -4303,18 +4313,18 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_flo
 }
 
 /* ---- many columns, weights of 16-bit floats ----
- * On matrix units, as exact as float32: a row of x is cut into pieces of the weights' type whose sum it is. Halves:
+ * On matrix units, as exact as float32: a row of x is cut into terms of the weights' type whose sum it is. Halves:
  * two, after a multiplication by a power of two that brings the row's largest value near 2^14, so that what the second
  * one leaves is 2^-22 of a value or 2^-38 of the largest. Bfloats: three, which are all of a float's bits. Products of
  * 32 values are added up by the unit, and those sums as floats: units may cut bits off where they add. */
 
-struct rfk_pieces {
+struct rfk_terms {
     uint16_t *value; /* [piece][cols][n_in] */
     float *unit;     /* [cols] what a piece's 1 stands for */
 };
 struct rfk_split_args {
     const float *in; /* [cols / per_row, in_stride], per_row of n values each */
-    rfk_pieces to;
+    rfk_terms to;
     uint32_t in_stride, per_row, n;
 };
 
@@ -4322,9 +4332,9 @@ struct rfk_split_shared {
     float largest[RFK_BLOCK / 32];
 };
 
-#define RFK_PIECES(bf16) ((bf16) ? 3 : 2)
-#define RFK_HALVES_DEPTH 32
-#define RFK_HALVES_STRIDE 5 /* 16-byte words from row to row: one more than the values, for other banks */
+#define RFK_TERMS(bf16) ((bf16) ? 3 : 2)
+#define RFK_16BIT_DEPTH 32
+#define RFK_16BIT_STRIDE 5 /* 16-byte words from row to row: one more than the values, for other banks */
 
 /* grid cols   block 256   reads x twice (F16) or once, writes 4 or 6 bytes a value */
 template <int WAVE, bool BF16> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_split_rows(rfk_split_args a) {
@@ -4366,34 +4376,34 @@ template <int WAVE, bool BF16> static __global__ void RFK_THREADS(RFK_BLOCK) rfk
 }
 
 /* TILES: rfk_tiles_args or rfk_pair_tiles_args; n_cols are rows of x. */
-template <class TILES> struct rfk_halves_args {
+template <class TILES> struct rfk_16bit_args {
     TILES tiles;
-    rfk_pieces x;
+    rfk_terms x;
 };
-/* 16 bytes on their way to shared memory. AMD's int4 is a class: hipcc would keep arrays of it in memory. */
+/* 16 bytes on their config to shared memory. AMD's int4 is a class: hipcc would keep arrays of it in memory. */
 #if defined(ROCMFORGE_HIP_EMU) || defined(RFK_NVIDIA)
 typedef int4 rfk_chunk;
 #else
 typedef rfk_int4 rfk_chunk;
 #endif
-template <int PIECES, int COLS> struct rfk_halves_shared {
-    int4 w[RFK_FEW_ROWS][RFK_HALVES_STRIDE], x[PIECES][COLS][RFK_HALVES_STRIDE];
+template <int TERMS, int COLS> struct rfk_16bit_shared {
+    int4 w[RFK_SMALL_TILE_ROWS][RFK_16BIT_STRIDE], x[TERMS][COLS][RFK_16BIT_STRIDE];
 };
 RFK_DEVICE void rfk_put_chunk(int4 *to, const rfk_chunk &v) { *reinterpret_cast<rfk_chunk *>(to) = v; }
-template <int PIECES, int COLS> struct rfk_halves_loads {
-    rfk_chunk w, x[PIECES * COLS / 64];
+template <int TERMS, int COLS> struct rfk_16bit_loads {
+    rfk_chunk w, x[TERMS * COLS / 64];
 };
 
 /* A thread's 16 bytes of W and of each 64 columns of each piece, values [k0, + 32): rows and columns beyond the last
  * repeat it. */
-template <int PIECES, int COLS, class C>
-RFK_DEVICE void rfk_fetch_halves(rfk_halves_loads<PIECES, COLS> &v, const rfk_matmul_args &a, const rfk_pieces &x,
+template <int TERMS, int COLS, class C>
+RFK_DEVICE void rfk_fetch_16bit(rfk_16bit_loads<TERMS, COLS> &v, const rfk_matmul_args &a, const rfk_terms &x,
                                  const rfk_product &p, uint32_t row0, const C &columns, uint32_t k0) {
     const uint32_t i = threadIdx.x / 4, chunk = threadIdx.x % 4, n_in = a.n_in, n_cols = a.n_cols,
                    row = row0 + i < p.n_out ? row0 + i : p.n_out - 1;
     v.w = reinterpret_cast<const rfk_chunk *>(p.w.plane[0] + 2 * ((size_t)(p.row0 + row) * n_in + k0))[chunk];
     RFK_UNROLL(8)
-    for (uint32_t j = 0; j < PIECES * COLS / 64; j++) {
+    for (uint32_t j = 0; j < TERMS * COLS / 64; j++) {
         uint32_t piece = j / (COLS / 64), col = rfk_column(columns, i + j % (COLS / 64) * 64);
         v.x[j] = reinterpret_cast<const rfk_chunk *>(x.value + ((size_t)piece * n_cols + col) * n_in + k0)[chunk];
     }
@@ -4401,9 +4411,9 @@ RFK_DEVICE void rfk_fetch_halves(rfk_halves_loads<PIECES, COLS> &v, const rfk_ma
 
 /* The products of 32 values: RT x CT tiles of 16 x 16. */
 template <int WAVE, int RT, int CT, bool BF16, int COLS>
-RFK_DEVICE void rfk_halves_step(const rfk_halves_shared<RFK_PIECES(BF16), COLS> &s, uint32_t row0, uint32_t col0,
+RFK_DEVICE void rfk_16bit_step(const rfk_16bit_shared<RFK_TERMS(BF16), COLS> &s, uint32_t row0, uint32_t col0,
                                 float (&sum)[RT][CT][256 / WAVE]) {
-    const int N = 256 / WAVE, PIECES = RFK_PIECES(BF16);
+    const int N = 256 / WAVE, TERMS = RFK_TERMS(BF16);
     const uint32_t lane = threadIdx.x % WAVE;
     float part[RT][CT][N];
     RFK_UNROLL(4)
@@ -4411,19 +4421,19 @@ RFK_DEVICE void rfk_halves_step(const rfk_halves_shared<RFK_PIECES(BF16), COLS> 
         for (int c = 0; c < CT; c++)
             for (int i = 0; i < N; i++) part[r][c][i] = 0;
     RFK_UNROLL(2)
-    for (uint32_t g = 0; g < RFK_HALVES_DEPTH / 16; g++) {
+    for (uint32_t g = 0; g < RFK_16BIT_DEPTH / 16; g++) {
         rfk_operand a[RT], b;
         RFK_UNROLL(4)
         for (int r = 0; r < RT; r++)
-            rfk_load_rows<RFK_HALVES_STRIDE, true>(a[r], s.w[row0 + 16 * (uint32_t)r], g, lane);
+            rfk_load_rows<RFK_16BIT_STRIDE, true>(a[r], s.w[row0 + 16 * (uint32_t)r], g, lane);
         RFK_UNROLL(4)
         for (int c = 0; c < CT; c++)
             RFK_UNROLL(4)
-            for (int piece = PIECES - 1; piece >= 0; piece--) { /* what is small first */
-                rfk_load_columns<RFK_HALVES_STRIDE, true>(b, s.x[piece][col0 + 16 * (uint32_t)c], g, lane);
+            for (int piece = TERMS - 1; piece >= 0; piece--) { /* what is small first */
+                rfk_load_columns<RFK_16BIT_STRIDE, true>(b, s.x[piece][col0 + 16 * (uint32_t)c], g, lane);
                 RFK_UNROLL(4)
                 for (int r = 0; r < RT; r++)
-                    rfk_multiply_halves<WAVE, RFK_HALVES_STRIDE, RFK_HALVES_STRIDE, BF16>(a[r], b, part[r][c]);
+                    rfk_mma_16bit<WAVE, RFK_16BIT_STRIDE, RFK_16BIT_STRIDE, BF16>(a[r], b, part[r][c]);
             }
     }
     RFK_UNROLL(4)
@@ -4433,15 +4443,15 @@ RFK_DEVICE void rfk_halves_step(const rfk_halves_shared<RFK_PIECES(BF16), COLS> 
 }
 
 /* grid as rfk_matmul's   block 256   LDS 15 to 35 KiB   n_in % 32 == 0
- * reads W once per COLS columns and the pieces of x once per 64 rows */
+ * reads W once per COLS columns and the terms of x once per 64 rows */
 template <bool BF16, int WAVE, int COLS, class TILES>
-static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args<TILES> a) {
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_16bit(rfk_16bit_args<TILES> a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     if (!(BF16 ? RFK_UNITS_BF16 : RFK_UNITS_F16) || !rfk_built<BF16 ? RF_TYPE_BF16 : RF_TYPE_F16>::is)
         return; /* never launched */
-    const int PIECES = RFK_PIECES(BF16), N = 256 / WAVE, RT = 2, CT = COLS * WAVE / 2048, ACROSS = 128 / WAVE;
-    typedef rfk_halves_shared<PIECES, COLS> shared;
-    const uint32_t PITCH = RFK_FEW_ROWS + 4,
+    const int TERMS = RFK_TERMS(BF16), N = 256 / WAVE, RT = 2, CT = COLS * WAVE / 2048, ACROSS = 128 / WAVE;
+    typedef rfk_16bit_shared<TERMS, COLS> shared;
+    const uint32_t PITCH = RFK_SMALL_TILE_ROWS + 4,
                    PER_PASS = COLS * PITCH * sizeof(float) > sizeof(shared) ? COLS / 2 : COLS;
     union either {
         shared s;
@@ -4453,28 +4463,28 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_halves(rfk_halves_args<
     uint32_t number = blockIdx.y, wave = threadIdx.x / WAVE;
     rfk_product p;
     typename TILES::columns columns;
-    if (!rfk_find_columns(a.tiles, RFK_FEW_ROWS, COLS, &number, &p, &columns)) return;
-    const uint32_t row0 = number * RFK_FEW_ROWS, wave_row = wave / ACROSS * (16 * RT),
+    if (!rfk_find_columns(a.tiles, RFK_SMALL_TILE_ROWS, COLS, &number, &p, &columns)) return;
+    const uint32_t row0 = number * RFK_SMALL_TILE_ROWS, wave_row = wave / ACROSS * (16 * RT),
                    wave_col = wave % ACROSS * (16 * CT), first = t.split_units * blockIdx.z * 32,
                    last = first + t.split_units * 32, end = last < t.m.n_in ? last : t.m.n_in;
-    rfk_halves_loads<PIECES, COLS> v;
+    rfk_16bit_loads<TERMS, COLS> v;
     float sum[RT][CT][N];
     RFK_UNROLL(4)
     for (int r = 0; r < RT; r++)
         for (int c = 0; c < CT; c++)
             for (int i = 0; i < N; i++) sum[r][c][i] = 0;
-    rfk_fetch_halves(v, t.m, a.x, p, row0, columns, first);
-    for (uint32_t k0 = first; k0 < end; k0 += RFK_HALVES_DEPTH) {
+    rfk_fetch_16bit(v, t.m, a.x, p, row0, columns, first);
+    for (uint32_t k0 = first; k0 < end; k0 += RFK_16BIT_DEPTH) {
         __syncthreads(); /* all are done with what was there */
         rfk_put_chunk(&s.w[threadIdx.x / 4][threadIdx.x % 4], v.w);
         RFK_UNROLL(8)
-        for (uint32_t j = 0; j < PIECES * COLS / 64; j++)
+        for (uint32_t j = 0; j < TERMS * COLS / 64; j++)
             rfk_put_chunk(&s.x[j / (COLS / 64)][threadIdx.x / 4 + j % (COLS / 64) * 64][threadIdx.x % 4], v.x[j]);
         __syncthreads();
-        if (k0 + RFK_HALVES_DEPTH < end) rfk_fetch_halves(v, t.m, a.x, p, row0, columns, k0 + RFK_HALVES_DEPTH);
-        rfk_halves_step<WAVE, RT, CT, BF16, COLS>(s, wave_row, wave_col, sum);
+        if (k0 + RFK_16BIT_DEPTH < end) rfk_fetch_16bit(v, t.m, a.x, p, row0, columns, k0 + RFK_16BIT_DEPTH);
+        rfk_16bit_step<WAVE, RT, CT, BF16, COLS>(s, wave_row, wave_col, sum);
     }
-    rfk_put_tile<RFK_FEW_ROWS, COLS, PER_PASS>(a.tiles, p, columns, row0, memory.out, sum, a.x.unit);
+    rfk_put_tile<RFK_SMALL_TILE_ROWS, COLS, PER_PASS>(a.tiles, p, columns, row0, memory.out, sum, a.x.unit);
 }
 
 /* ==== 5 Attention ==================================================================================== >>attention
@@ -4499,7 +4509,7 @@ struct rfk_attention_args {
     uint32_t q_stride, out_stride, n_rows, rows_per_block, heads_per_block, sinks_type;
     uint32_t n_heads, n_kv_heads, head_dim, head_dim_v, n_cells, max_splits, split_cells;
     uint32_t v_row;                      /* values from position to position */
-    uint32_t turn;                       /* of rfk_flash                     */
+    uint32_t reverse_from;               /* rfk_flash: blocks from here on take the rows from the first on */
     uint32_t window, temperature_length; /* window 0: all positions */
     float scale, softcap, temperature;   /* 0: none */
 };
@@ -4587,8 +4597,8 @@ RFK_DEVICE void rfk_scores(SHARED &s, const rfk_attention_args &a, const rfk_run
     }
     RFK_UNROLL(8)
     for (uint32_t g = 0; g < RFK_QUERIES; g++) {
-        dot[g] += rfk_swap<WAVE>(dot[g], 1);
-        dot[g] += rfk_swap<WAVE>(dot[g], 2);
+        dot[g] += rfk_shuffle_xor<WAVE>(dot[g], 1);
+        dot[g] += rfk_shuffle_xor<WAVE>(dot[g], 2);
     }
     RFK_UNROLL(1)
     for (uint32_t g = part; g < r.n; g += 4) { /* each of the four threads finishes two queries */
@@ -4609,13 +4619,13 @@ RFK_DEVICE void rfk_scores(SHARED &s, const rfk_attention_args &a, const rfk_run
 template <int WAVE, class SHARED> RFK_DEVICE void rfk_softmax(SHARED &s, float *running, float *total) {
     uint32_t g = threadIdx.x / 32, i = threadIdx.x % 32;
     float a = s.p[g][i], b = s.p[g][i + 32], largest = fmaxf(a, b), sum;
-    for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, rfk_swap<WAVE>(largest, mask));
+    for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, rfk_shuffle_xor<WAVE>(largest, mask));
     largest = fmaxf(largest, *running);
     bool any = largest > -INFINITY;
     a = any ? expf(a - largest) : 0.0f;
     b = any ? expf(b - largest) : 0.0f;
     sum = a + b;
-    for (int mask = 16; mask > 0; mask /= 2) sum += rfk_swap<WAVE>(sum, mask);
+    for (int mask = 16; mask > 0; mask /= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
     s.p[g][i] = a;
     s.p[g][i + 32] = b;
     float keep = any ? expf(*running - largest) : 0.0f; /* 0 the first time */
@@ -4651,7 +4661,7 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_ar
     /* two neighbouring values a thread; what is left of the block takes every other position */
     uint32_t columns = 16;
     while (columns * 2 < a.head_dim_v) columns *= 2;
-    uint32_t column = threadIdx.x % columns * 2, turn = threadIdx.x / columns, turns = RFK_BLOCK / columns;
+    uint32_t column = threadIdx.x % columns * 2, start = threadIdx.x / columns, stride = RFK_BLOCK / columns;
     float acc[RFK_QUERIES][2];
     for (int g = 0; g < RFK_QUERIES; g++) acc[g][0] = acc[g][1] = 0;
 
@@ -4680,7 +4690,7 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_ar
         uint32_t n_cells = r.end - cell0 < RFK_CELLS ? r.end - cell0 : RFK_CELLS, first = cell0 % a.n_cells;
         RFK_UNROLL(8)
         for (uint32_t g = 0; g < RFK_QUERIES; g++) acc[g][0] *= s.keep[g], acc[g][1] *= s.keep[g];
-        for (uint32_t i = turn; column < a.head_dim_v && i < n_cells; i += turns) {
+        for (uint32_t i = start; column < a.head_dim_v && i < n_cells; i += stride) {
             if (cell0 + i < r.seen) continue; /* its weight is 0, what is there may not be a number */
             const KV *row = rfk_kv_row(v, first + i, a.v_row);
             float v0 = rfk_kv_value(row, a.v_row, column),
@@ -4777,9 +4787,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_a
 
 /* Whether tiles are copied while the ones before them are multiplied. */
 #if RFK_ASYNC_COPIES || defined(ROCMFORGE_HIP_EMU)
-#define RFK_FLASH_AHEAD true
+#define RFK_FLASH_DOUBLE_BUFFERED true
 #else
-#define RFK_FLASH_AHEAD false
+#define RFK_FLASH_DOUBLE_BUFFERED false
 #endif
 
 /* Keys and values in two halves each. */
@@ -4793,13 +4803,13 @@ template <int HEAD> struct rfk_flash_tile {
 };
 /* Two tiles by turns, or a tile's upper and lower halves. */
 template <class KV, int HEAD> struct rfk_flash_shared {
-    static const bool AHEAD = RFK_FLASH_AHEAD && !rfk_flash_halves<KV>::TWO;
-    rfk_flash_tile<HEAD> tile[AHEAD || rfk_flash_halves<KV>::TWO ? 2 : 1];
+    static const bool DOUBLE_BUFFERED = RFK_FLASH_DOUBLE_BUFFERED && !rfk_flash_halves<KV>::TWO;
+    rfk_flash_tile<HEAD> tile[DOUBLE_BUFFERED || rfk_flash_halves<KV>::TWO ? 2 : 1];
 };
 
 /* A wave's queries, and what they have come to. A lane has results of one query, of two with mma.sync. */
 template <int WAVE, int HEAD> struct rfk_flash_wave {
-    rfk_operand upper[HEAD / 16], lower[HEAD / 16]; /* with gfx11 `upper` is both: rfk_flash_take */
+    rfk_operand upper[HEAD / 16], lower[HEAD / 16]; /* with gfx11 `upper` is both: rfk_flash_query_operands */
     float sum_of[HEAD / 16][256 / WAVE];
     float largest[2], sum[2];
     int32_t pos[2];         /* -1: not in this run */
@@ -4809,37 +4819,37 @@ template <int WAVE, int HEAD> struct rfk_flash_wave {
 };
 
 /* Whether products are taken turned, which of a lane's queries result i belongs to, and its place in the tile. */
-RFK_DEVICE bool rfk_flash_turned() { return RFK_MATRIX != RFK_MATRIX_SM80; }
-RFK_DEVICE uint32_t rfk_flash_which(uint32_t i) { return rfk_flash_turned() ? 0 : i % 4 / 2; }
+RFK_DEVICE bool rfk_flash_transposed() { return RFK_MATRIX != RFK_MATRIX_SM80; }
+RFK_DEVICE uint32_t rfk_flash_which(uint32_t i) { return rfk_flash_transposed() ? 0 : i % 4 / 2; }
 RFK_DEVICE uint32_t rfk_flash_query(uint32_t lane, uint32_t which) {
-    return rfk_flash_turned() ? lane % 16 : lane / 4 + 8 * which;
+    return rfk_flash_transposed() ? lane % 16 : lane / 4 + 8 * which;
 }
 template <int WAVE> RFK_DEVICE uint32_t rfk_flash_place(uint32_t lane, uint32_t i) {
-    return rfk_flash_turned() ? rfk_matrix_row(lane, RFK_ROW_INDEX(i), 256 / WAVE)
+    return rfk_flash_transposed() ? rfk_matrix_row(lane, RFK_ROW_INDEX(i), 256 / WAVE)
                               : rfk_matrix_col(lane, RFK_COL_INDEX(i));
 }
 /* The lanes that share a query are those whose numbers differ in these bits. */
 template <int WAVE> RFK_DEVICE float rfk_flash_top(float v) {
-    if (!rfk_flash_turned()) v = fmaxf(v, rfk_swap<WAVE>(v, 1));
-    v = fmaxf(v, rfk_swap<WAVE>(v, rfk_flash_turned() ? 16 : 2));
-    return WAVE == 64 ? fmaxf(v, rfk_swap<WAVE>(v, WAVE / 2)) : v;
+    if (!rfk_flash_transposed()) v = fmaxf(v, rfk_shuffle_xor<WAVE>(v, 1));
+    v = fmaxf(v, rfk_shuffle_xor<WAVE>(v, rfk_flash_transposed() ? 16 : 2));
+    return WAVE == 64 ? fmaxf(v, rfk_shuffle_xor<WAVE>(v, WAVE / 2)) : v;
 }
 template <int WAVE> RFK_DEVICE float rfk_flash_total(float v) {
-    if (!rfk_flash_turned()) v += rfk_swap<WAVE>(v, 1);
-    v += rfk_swap<WAVE>(v, rfk_flash_turned() ? 16 : 2);
-    return WAVE == 64 ? v + rfk_swap<WAVE>(v, WAVE / 2) : v;
+    if (!rfk_flash_transposed()) v += rfk_shuffle_xor<WAVE>(v, 1);
+    v += rfk_shuffle_xor<WAVE>(v, rfk_flash_transposed() ? 16 : 2);
+    return WAVE == 64 ? v + rfk_shuffle_xor<WAVE>(v, WAVE / 2) : v;
 }
 
 /* Nothing is moved past this where registers would not do. */
-RFK_DEVICE void rfk_flash_in_order() {
+RFK_DEVICE void rfk_schedule_fence() {
 #if defined(__AMDGCN__)
-    rfk_in_order();
+    rfk_compiler_fence();
     __builtin_amdgcn_sched_barrier(0);
 #endif
 }
 
 /* v, made where it is used: loops would keep what follows from it in registers. */
-RFK_DEVICE uint32_t rfk_flash_here(uint32_t v) {
+RFK_DEVICE uint32_t rfk_opaque(uint32_t v) {
 #if defined(__AMDGCN__)
     asm volatile("" : "+v"(v));
 #endif
@@ -4847,18 +4857,18 @@ RFK_DEVICE uint32_t rfk_flash_here(uint32_t v) {
 }
 
 /* The value of lane (own ^ 16), of a wave of 32. */
-template <int WAVE> RFK_DEVICE int rfk_other_half(int v) {
+template <int WAVE> RFK_DEVICE int rfk_swap_halves(int v) {
 #if defined(__GFX11__) || defined(__GFX12__)
     return (int)__builtin_amdgcn_permlanex16((uint32_t)v, (uint32_t)v, 0x76543210u, 0xfedcba98u, false, false);
 #else
-    return rfk_swap<WAVE>(v, 16);
+    return rfk_shuffle_xor<WAVE>(v, 16);
 #endif
 }
 
-/* sum += queries (or weights) times keys (or values), either way round. */
+/* sum += queries (or weights) times keys (or values), either config round. */
 template <int WAVE> RFK_DEVICE void rfk_flash_multiply(const rfk_operand &queries, const rfk_operand &y, float *sum) {
-    if (rfk_flash_turned()) rfk_multiply_halves<WAVE, 1, 1>(y, queries, sum);
-    else rfk_multiply_halves<WAVE, 1, 1>(queries, y, sum);
+    if (rfk_flash_transposed()) rfk_mma_16bit<WAVE, 1, 1>(y, queries, sum);
+    else rfk_mma_16bit<WAVE, 1, 1>(queries, y, sum);
 }
 
 /* Whether any lane of the wave says so. All lanes take part. */
@@ -4867,7 +4877,7 @@ template <int WAVE> RFK_DEVICE bool rfk_any(bool mine) {
     return __any_sync(0xffffffffu, mine);
 #elif defined(ROCMFORGE_HIP_EMU)
     int any = mine;
-    for (int mask = WAVE / 2; mask > 0; mask /= 2) any |= rfk_swap<WAVE>(any, mask);
+    for (int mask = WAVE / 2; mask > 0; mask /= 2) any |= rfk_shuffle_xor<WAVE>(any, mask);
     return any != 0;
 #else
     return __any(mine);
@@ -4886,7 +4896,7 @@ RFK_DEVICE float rfk_exp2(float x) {
 }
 
 /* softcap * tanh(score / softcap), with few registers; both are in units of log2(e). */
-RFK_DEVICE float rfk_row_cap(float score, float softcap, float twice_inverse) {
+RFK_DEVICE float rfk_softcap_exp2(float score, float softcap, float twice_inverse) {
     return softcap - 2 * softcap / (exp2f(score * twice_inverse) + 1);
 }
 
@@ -4931,7 +4941,7 @@ RFK_DEVICE void rfk_flash_chunk(const rfk_q8 *row, uint32_t dim, uint32_t chunk,
 }
 
 /* One of eight values of a position to where its dim has its positions. */
-RFK_DEVICE void rfk_flash_turn(int4 (*to)[5], uint32_t chunk, uint32_t cell, const int4 &x) {
+RFK_DEVICE void rfk_flash_transpose(int4 (*to)[5], uint32_t chunk, uint32_t cell, const int4 &x) {
     const int words[4] = {x.x, x.y, x.z, x.w};
     RFK_UNROLL(4)
     for (uint32_t e = 0; e < 4; e++) {
@@ -4958,26 +4968,26 @@ RFK_DEVICE void rfk_flash_fetch(rfk_flash_tile<HEAD> *tile, const KV *k, const K
         const KV *key = rfk_kv_row(k, from, dim), *value = rfk_kv_row(v, from, dim);
         if (!rfk_flash_halves<KV>::TWO) {
             rfk_copy16(&tile->k[cell][chunk], reinterpret_cast<const int4 *>(key) + chunk);
-            if (!rfk_flash_turned())
+            if (!rfk_flash_transposed())
                 rfk_copy16(&tile->v[0][0] + cell * STRIDE + chunk, reinterpret_cast<const int4 *>(value) + chunk);
             continue;
         }
         int4 upper, lower;
-        rfk_flash_in_order();
+        rfk_schedule_fence();
         rfk_flash_chunk(key, dim, chunk, &tile[0].k[cell][chunk], &tile[1].k[cell][chunk]);
-        if (rfk_flash_turned()) continue;
+        if (rfk_flash_transposed()) continue;
         rfk_flash_chunk(value, dim, chunk, &upper, &lower);
         (&tile[0].v[0][0])[cell * STRIDE + chunk] = upper;
         (&tile[1].v[0][0])[cell * STRIDE + chunk] = lower;
     }
     RFK_UNROLL(1)
-    for (uint32_t i = threadIdx.x; rfk_flash_turned() && i < RFK_FLASH_CELLS * (dim / 8); i += THREADS) {
+    for (uint32_t i = threadIdx.x; rfk_flash_transposed() && i < RFK_FLASH_CELLS * (dim / 8); i += THREADS) {
         const uint32_t cell = i % RFK_FLASH_CELLS, part = i / RFK_FLASH_CELLS;
         int4 upper, lower;
-        rfk_flash_in_order();
+        rfk_schedule_fence();
         rfk_flash_chunk(rfk_kv_row(v, rfk_flash_cell(cell, first, end), dim), dim, part, &upper, &lower);
-        rfk_flash_turn(tile[0].v, part, cell, upper);
-        if (rfk_flash_halves<KV>::TWO) rfk_flash_turn(tile[1].v, part, cell, lower);
+        rfk_flash_transpose(tile[0].v, part, cell, upper);
+        if (rfk_flash_halves<KV>::TWO) rfk_flash_transpose(tile[1].v, part, cell, lower);
     }
 #if defined(RFK_NVIDIA)
     __syncwarp(); /* the products behind take all lanes together, and not all have copied */
@@ -4989,7 +4999,7 @@ template <int HEAD>
 RFK_DEVICE void rfk_flash_values(rfk_operand &o, const rfk_flash_tile<HEAD> &tile, uint32_t half, uint32_t dims,
                                  uint32_t lane) {
     const int STRIDE = rfk_flash_tile<HEAD>::STRIDE;
-    if (rfk_flash_turned()) return rfk_load_rows<5, true>(o, tile.v[16 * dims], half, lane);
+    if (rfk_flash_transposed()) return rfk_load_rows<5, true>(o, tile.v[16 * dims], half, lane);
     const int4 *values = &tile.v[0][0] + 16 * half * STRIDE + 2 * dims;
     (void)values;
     o.rows = NULL;
@@ -5042,21 +5052,21 @@ RFK_DEVICE void rfk_flash_queries(rfk_flash_wave<WAVE, HEAD> &w, const rfk_atten
             w.lower[g].r[i] = (int)rfk_rest_halves(x0, x1, upper, RFK_FLASH_LOWER);
             if (kind == RFK_MATRIX_WMMA11 && lane >= 16) w.upper[g].r[i] = w.lower[g].r[i];
         }
-        rfk_flash_in_order();
+        rfk_schedule_fence();
     }
 }
 
 /* Queries' values 16 g on, in halves. Lanes of gfx11 would hold them twice, for which there are not the registers:
  * lanes 0 to 15 hold the upper ones and the others the lower ones. */
 template <int WAVE, int HEAD>
-RFK_DEVICE void rfk_flash_take(const rfk_flash_wave<WAVE, HEAD> &w, uint32_t g, rfk_operand &upper,
+RFK_DEVICE void rfk_flash_query_operands(const rfk_flash_wave<WAVE, HEAD> &w, uint32_t g, rfk_operand &upper,
                                rfk_operand &lower) {
     const bool first = threadIdx.x % WAVE < 16;
     upper = w.upper[g];
     lower = w.lower[g];
     RFK_UNROLL(8)
     for (int i = 0; RFK_MATRIX == RFK_MATRIX_WMMA11 && i < 8; i++) {
-        const int mine = w.upper[g].r[i], other = rfk_other_half<WAVE>(mine);
+        const int mine = w.upper[g].r[i], other = rfk_swap_halves<WAVE>(mine);
         upper.r[i] = first ? mine : other;
         lower.r[i] = first ? other : mine;
     }
@@ -5072,7 +5082,7 @@ template <int WAVE> RFK_DEVICE void rfk_flash_weights(rfk_operand &o, const int 
             o.r[i] = words[i];
             continue;
         }
-        const int other = rfk_other_half<WAVE>(words[i]);
+        const int other = rfk_swap_halves<WAVE>(words[i]);
         const uint32_t even = (uint32_t)(lane < 16 ? words[i] : other), odd = (uint32_t)(lane < 16 ? other : words[i]);
         o.r[2 * i] = (int)((even & 0xffff) | odd << 16);
         o.r[2 * i + 1] = (int)(even >> 16 | (odd & 0xffff0000u));
@@ -5092,8 +5102,8 @@ RFK_DEVICE void rfk_flash_scores(const rfk_flash_wave<WAVE, HEAD> &w, const rfk_
     RFK_UNROLL(8)
     for (uint32_t g = 0; g < HEAD / 16; g++) { /* neighbouring products are to different sums */
         rfk_operand upper, lower;
-        rfk_flash_in_order();
-        rfk_flash_take(w, g, upper, lower);
+        rfk_schedule_fence();
+        rfk_flash_query_operands(w, g, upper, lower);
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++) rfk_load_columns<STRIDE, true>(y[h], tile[0].k[16 * h], g, lane);
         RFK_UNROLL(2)
@@ -5101,7 +5111,7 @@ RFK_DEVICE void rfk_flash_scores(const rfk_flash_wave<WAVE, HEAD> &w, const rfk_
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++) rfk_flash_multiply<WAVE>(lower, y[h], low[h]);
         if (!rfk_flash_halves<KV>::TWO) continue;
-        rfk_flash_in_order();
+        rfk_schedule_fence();
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++) rfk_load_columns<STRIDE, true>(y[h], tile[1].k[16 * h], g, lane);
         RFK_UNROLL(2)
@@ -5116,7 +5126,7 @@ RFK_DEVICE void rfk_flash_scores(const rfk_flash_wave<WAVE, HEAD> &w, const rfk_
         for (int h = 0; h < 2; h++)
             RFK_UNROLL(8)
             for (int i = 0; i < N; i++)
-                x[h][i] = rfk_row_cap(x[h][i], a.softcap * RFK_LOG2_E, 2 / a.softcap);
+                x[h][i] = rfk_softcap_exp2(x[h][i], a.softcap * RFK_LOG2_E, 2 / a.softcap);
     }
     const int32_t end = (int32_t)cell0 + RFK_FLASH_CELLS;
     if (end <= w.lowest + 1 && (a.window == 0 || w.highest - (int32_t)cell0 < (int32_t)a.window)) return;
@@ -5163,7 +5173,7 @@ RFK_DEVICE void rfk_flash_add(rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_til
     RFK_UNROLL(4)
     for (uint32_t d0 = 0; d0 < HEAD / 16; d0 += DIMS) {
         rfk_operand y[DIMS];
-        rfk_flash_in_order();
+        rfk_schedule_fence();
         RFK_UNROLL(2)
         for (uint32_t d = 0; d < DIMS; d++) rfk_flash_values(y[d], tile[0], h, d0 + d, lane);
         RFK_UNROLL(2)
@@ -5187,7 +5197,7 @@ RFK_DEVICE void rfk_flash_step(rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_ti
     rfk_flash_scores<WAVE, KV>(w, tile, a, cell0, x);
     RFK_UNROLL(2)
     for (uint32_t n = 0; n < 2; n++) {
-        if (n == 1 && rfk_flash_turned()) continue;
+        if (n == 1 && rfk_flash_transposed()) continue;
         float top = w.largest[n];
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++)
@@ -5200,7 +5210,7 @@ RFK_DEVICE void rfk_flash_step(rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_ti
         less[n] = top - RFK_FLASH_WEIGHT_LOG2;
         w.sum[n] *= keep[n];
     }
-    if (rfk_any<WAVE>(keep[0] != 1 || (!rfk_flash_turned() && keep[1] != 1))) {
+    if (rfk_any<WAVE>(keep[0] != 1 || (!rfk_flash_transposed() && keep[1] != 1))) {
         RFK_UNROLL(8)
         for (int d = 0; d < HEAD / 16; d++)
             RFK_UNROLL(8)
@@ -5229,12 +5239,12 @@ RFK_DEVICE void rfk_flash_begin(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attenti
     for (int n = 0; n < 2; n++) {
         const uint32_t t = row0 + w.row[n] / group;
         const bool inside = t >= row && t < end && w.row[n] < a.rows_per_block * group;
-        const bool first = (rfk_flash_turned() ? lane / 16 : lane % 4) == 0; /* of those that share it */
+        const bool first = (rfk_flash_transposed() ? lane / 16 : lane % 4) == 0; /* of those that share it */
         w.pos[n] = inside ? a.rows[t].pos : -1;
         w.largest[n] = RFK_FLASH_NOTHING;
         w.sum[n] = 0;
         if (!a.sinks || !inside) continue;
-        const uint32_t query_head = rfk_flash_here(w.kv_head * group + w.row[n] % group);
+        const uint32_t query_head = rfk_opaque(w.kv_head * group + w.row[n] % group);
         w.largest[n] = fmaxf(RFK_LOG2_E * rfk_load_any(a.sinks, a.sinks_type, query_head), RFK_FLASH_NOTHING);
         w.sum[n] = first ? RFK_FLASH_WEIGHT : 0.0f;
     }
@@ -5274,7 +5284,7 @@ RFK_DEVICE uint32_t rfk_flash_run_end(const rf_step_row *rows, uint32_t row, uin
         if (rows[t].seq != rows[row].seq && t < end) end = t;
     RFK_UNROLL(6)
     for (int mask = WAVE / 2; mask > 0; mask /= 2) {
-        const uint32_t other = rfk_swap<WAVE>(end, mask);
+        const uint32_t other = rfk_shuffle_xor<WAVE>(end, mask);
         end = other < end ? other : end;
     }
     return end;
@@ -5283,7 +5293,7 @@ RFK_DEVICE uint32_t rfk_flash_run_end(const rf_step_row *rows, uint32_t row, uin
 /* grid n_kv_heads * ceil(T / rows_per_block)   block RFK_FLASH_WAVES waves   LDS up to 37 KiB
  * rows_per_block = 16 * RFK_FLASH_WAVES / heads of a group
  * Every block reads the keys and values of its sequence that a row of it sees. Those with most of them, the last rows',
- * come first; from block a.turn on those with fewest, to be neighbours of the first ones. */
+ * come first; from block a.reverse_from on those with fewest, to be neighbours of the first ones. */
 template <int WAVE, class KV, int HEAD>
 static __global__ void RFK_THREADS(RFK_FLASH_WAVES *WAVE) rfk_flash(rfk_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
@@ -5292,7 +5302,7 @@ static __global__ void RFK_THREADS(RFK_FLASH_WAVES *WAVE) rfk_flash(rfk_attentio
     RFK_SHARED(rfk_shared, s);
     const int THREADS = RFK_FLASH_WAVES * WAVE;
     const uint32_t lane = threadIdx.x % WAVE, dim = a.head_dim, blocks = gridDim.x / a.n_kv_heads,
-                   place = blockIdx.x < a.turn ? blockIdx.x : gridDim.x - 1 - (blockIdx.x - a.turn),
+                   place = blockIdx.x < a.reverse_from ? blockIdx.x : gridDim.x - 1 - (blockIdx.x - a.reverse_from),
                    row0 = (blocks - 1 - place / a.n_kv_heads) * a.rows_per_block,
                    last = row0 + a.rows_per_block < a.n_rows ? row0 + a.rows_per_block : a.n_rows;
     rfk_flash_wave<WAVE, HEAD> w;
@@ -5312,14 +5322,14 @@ static __global__ void RFK_THREADS(RFK_FLASH_WAVES *WAVE) rfk_flash(rfk_attentio
         seen = a.window && seen > a.window ? seen - a.window : 0;
         /* a ring's cells, as those of all positions, begin with a multiple of 32 */
         uint32_t cell0 = seen / RFK_FLASH_CELLS * RFK_FLASH_CELLS, at = cell0 % a.n_cells;
-        if (rfk_shared::AHEAD) {
+        if (rfk_shared::DOUBLE_BUFFERED) {
             __syncthreads();
             rfk_flash_fetch<THREADS>(s.tile, rfk_kv_row(k, at, dim), rfk_kv_row(v, at, dim), dim, seen - cell0,
                                           length - cell0);
         }
         rfk_flash_begin(w, a, row0, row, end);
         for (; cell0 < length; cell0 += RFK_FLASH_CELLS) {
-            if (!rfk_shared::AHEAD) {
+            if (!rfk_shared::DOUBLE_BUFFERED) {
                 const uint32_t first = seen > cell0 ? seen - cell0 : 0;
                 __syncthreads();
                 rfk_flash_fetch<THREADS>(s.tile, rfk_kv_row(k, at, dim), rfk_kv_row(v, at, dim), dim, first,
@@ -5329,13 +5339,13 @@ static __global__ void RFK_THREADS(RFK_FLASH_WAVES *WAVE) rfk_flash(rfk_attentio
             __syncthreads();
             const uint32_t next = cell0 + RFK_FLASH_CELLS;
             at = at + RFK_FLASH_CELLS < a.n_cells ? at + RFK_FLASH_CELLS : 0;
-            if (rfk_shared::AHEAD && next < length) {
+            if (rfk_shared::DOUBLE_BUFFERED && next < length) {
                 rfk_flash_fetch<THREADS>(s.tile + 1 - tile, rfk_kv_row(k, at, dim), rfk_kv_row(v, at, dim), dim, 0u,
                                               length - next);
             }
             if ((int32_t)cell0 <= w.highest && (a.window == 0 || w.lowest - (int32_t)next < (int32_t)a.window - 1))
                 rfk_flash_step<WAVE, KV>(w, s.tile + tile, a, cell0);
-            if (rfk_shared::AHEAD) tile = 1 - tile;
+            if (rfk_shared::DOUBLE_BUFFERED) tile = 1 - tile;
         }
         rfk_flash_end(w, a, row0);
     }
@@ -5372,22 +5382,22 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
     of.out[2 * i + 1] = s * of.scale;
 }
 
-#define RFK_ROW_CELLS 64u /* positions of a split at least */
+#define RFK_DECODE_CELLS 64u /* positions of a split at least */
 
-struct rfk_row_attention_args {
+struct rfk_decode_attention_args {
     const float *q, *k, *v;
     const uint8_t *norm[2]; /* of queries and keys; NULL: none */
     const float *angles;
     const uint8_t *sinks;    /* [n_heads] a score more of each head, without a value; NULL: none */
     void *k_state, *v_state; /* [seq][kv head][n_cells][dim]: position p in cell p % n_cells     */
     float *out;
-    float *part;       /* [kv head][split] parts: rfk_row_part                              */
+    float *part;       /* [kv head][split] parts: rfk_decode_part                              */
     uint32_t *tickets; /* [kv head] splits that are done; 0 between launches                */
     rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted                           */
     const rf_step_row *rows;
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
     uint32_t window, sinks_type;                  /* window 0: all positions                        */
-    float eps[2], scale, softcap, softcap_factor; /* as rfk_row_cap takes them; softcap 0: none */
+    float eps[2], scale, softcap, softcap_factor; /* as rfk_softcap_exp2 takes them; softcap 0: none */
 };
 
 /* (byte - 128) * d, as rounded once. */
@@ -5401,8 +5411,8 @@ RFK_DEVICE float rfk_byte_value(uint32_t byte, float d) {
 
 /* A lane's eight values of a cached key or value as they lie in memory, where row() finds those of a cell. new_at: what
  * make() makes a new row's of, its floats or, PACKED, its bytes. */
-template <class KV, int PER> struct rfk_row_raw;
-template <int PER> struct rfk_row_raw<uint16_t, PER> {
+template <class KV, int PER> struct rfk_decode_raw;
+template <int PER> struct rfk_decode_raw<uint16_t, PER> {
     static const bool PACKED = false;
     int4 v;
     RFK_DEVICE size_t row(uint32_t cell, uint32_t dim) { return (size_t)cell * dim; }
@@ -5423,7 +5433,7 @@ template <int PER> struct rfk_row_raw<uint16_t, PER> {
         }
     }
 };
-template <int PER> struct rfk_row_raw<float, PER> {
+template <int PER> struct rfk_decode_raw<float, PER> {
     static const bool PACKED = false;
     float v[8]; /* not two vectors: they would go to private memory on AMD */
     RFK_DEVICE size_t row(uint32_t cell, uint32_t dim) { return (size_t)cell * dim; }
@@ -5443,7 +5453,7 @@ template <int PER> struct rfk_row_raw<float, PER> {
     }
 };
 /* Rows of 8 * PER values, no fewer: then they are whole words, and whole pairs of these but for heads of 64. */
-template <int PER> struct rfk_row_raw<rfk_q8, PER> {
+template <int PER> struct rfk_decode_raw<rfk_q8, PER> {
     static const bool PACKED = true;
     uint32_t q[2], scale;
     RFK_DEVICE size_t row(uint32_t cell, uint32_t) { return (size_t)cell * (PER / 4 * 34); }
@@ -5475,7 +5485,7 @@ template <int PER> struct rfk_row_raw<rfk_q8, PER> {
 
 /* PER lanes take a position, eight values each; a block has SLOTS positions at a time, T times. A lane group's scores
  * are T for each of G queries; they are spread over its lanes, KEPT to each. */
-template <class KV, bool PLAIN, int G, int PER> struct rfk_row_shape {
+template <class KV, bool PLAIN, int G, int PER> struct rfk_decode_shape {
     static const bool FEW = G > 4 || sizeof(KV) > 2 || (G == 4 && sizeof(KV) == 2 && !PLAIN); /* registers are short */
     static const int T = FEW ? 2 : 4, N = G * T, KEPT = N > PER ? N / PER : 1,
                      COPIES = PER > N ? PER / N : 1, /* lanes with the same score */
@@ -5483,40 +5493,40 @@ template <class KV, bool PLAIN, int G, int PER> struct rfk_row_shape {
         SLOTS = RFK_BLOCK / PER;
 };
 
-#define RFK_ROW_JOIN 4096 /* floats: eight heads of 64, four of 128, two of 256, from eight waves */
-#define RFK_ROW_SPLITS 64u
-template <int G, int PER> struct rfk_row_shared {
+#define RFK_DECODE_JOIN 4096 /* floats: eight heads of 64, four of 128, two of 256, from eight waves */
+#define RFK_DECODE_SPLITS 64u
+template <int G, int PER> struct rfk_decode_shared {
     alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value                                */
-    alignas(16) float join[RFK_ROW_JOIN]; /* by query and wave: weighted sums                                       */
+    alignas(16) float join[RFK_DECODE_JOIN]; /* by query and wave: weighted sums                                       */
     float peak[G][8][2];                  /* by query and wave: the maximum, the sum of weights                     */
     uint32_t is_last, n_splits;           /* kept here: registers are short                                         */
 };
 
 /* A lane's pairs of a head in s.x's rows: what rope turns, then the rest as it is. */
-template <int WAVE, int PER> struct rfk_row_pairs {
+template <int WAVE, int PER> struct rfk_decode_pairs {
     static const int N = PER * 4 > WAVE ? PER * 4 / WAVE : 1;
     uint32_t first[N], second[N];
     float c[N], s[N];
 };
 template <int WAVE, int PER>
-RFK_DEVICE void rfk_row_pair(rfk_row_pairs<WAVE, PER> &o, const rfk_row_attention_args &a) {
+RFK_DEVICE void rfk_decode_pair(rfk_decode_pairs<WAVE, PER> &o, const rfk_decode_attention_args &a) {
     const uint32_t half = a.n_rot / 2, lane = threadIdx.x % WAVE;
     RFK_UNROLL(4)
-    for (uint32_t k = 0; k < (uint32_t)rfk_row_pairs<WAVE, PER>::N; k++) {
+    for (uint32_t k = 0; k < (uint32_t)rfk_decode_pairs<WAVE, PER>::N; k++) {
         const uint32_t i = lane + k * WAVE;
-        const bool turns = i < half;
-        o.first[k] = turns && a.neox ? i : 2 * i;
-        o.second[k] = turns && a.neox ? i + half : 2 * i + 1;
-        o.c[k] = turns ? a.angles[2 * i] : 1.0f;
-        o.s[k] = turns ? a.angles[2 * i + 1] : 0.0f;
+        const bool rotates = i < half;
+        o.first[k] = rotates && a.neox ? i : 2 * i;
+        o.second[k] = rotates && a.neox ? i + half : 2 * i + 1;
+        o.c[k] = rotates ? a.angles[2 * i] : 1.0f;
+        o.s[k] = rotates ? a.angles[2 * i + 1] : 0.0f;
     }
 }
 
 /* Queries of the kv head, normed, rotated and scaled, and the new key and value if this block owns them, to s.x: a wave
  * each. Scores are powers of 2. */
 template <int WAVE, int G, int PER>
-RFK_DEVICE void rfk_row_queries(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
-                                uint32_t group, bool owns_key, const rfk_row_pairs<WAVE, PER> &pairs) {
+RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t kv_head,
+                                uint32_t group, bool owns_key, const rfk_decode_pairs<WAVE, PER> &pairs) {
     const uint32_t lane = threadIdx.x % WAVE;
     RFK_UNROLL(1)
     for (uint32_t h = threadIdx.x / WAVE; h < (uint32_t)G + 2; h += RFK_BLOCK / WAVE) {
@@ -5524,9 +5534,9 @@ RFK_DEVICE void rfk_row_queries(rfk_row_shared<G, PER> &s, const rfk_row_attenti
         const float *from = value ? a.v : key ? a.k : a.q;
         from += (h < G ? (size_t)kv_head * group + h : kv_head) * a.head_dim;
         const uint8_t *norm = value ? NULL : key ? a.norm[1] : a.norm[0];
-        float x0[rfk_row_pairs<WAVE, PER>::N], x1[rfk_row_pairs<WAVE, PER>::N], sum = 0, factor = 1;
+        float x0[rfk_decode_pairs<WAVE, PER>::N], x1[rfk_decode_pairs<WAVE, PER>::N], sum = 0, factor = 1;
         RFK_UNROLL(4)
-        for (uint32_t k = 0; k < (uint32_t)rfk_row_pairs<WAVE, PER>::N; k++) {
+        for (uint32_t k = 0; k < (uint32_t)rfk_decode_pairs<WAVE, PER>::N; k++) {
             bool inside = wanted && 2 * (lane + k * WAVE) < a.head_dim;
             x0[k] = inside ? from[pairs.first[k]] : 0.0f;
             x1[k] = inside ? from[pairs.second[k]] : 0.0f;
@@ -5538,7 +5548,7 @@ RFK_DEVICE void rfk_row_queries(rfk_row_shared<G, PER> &s, const rfk_row_attenti
         }
         const float scale = h < G ? a.scale * RFK_LOG2_E : 1.0f;
         RFK_UNROLL(4)
-        for (uint32_t k = 0; k < (uint32_t)rfk_row_pairs<WAVE, PER>::N; k++) {
+        for (uint32_t k = 0; k < (uint32_t)rfk_decode_pairs<WAVE, PER>::N; k++) {
             const uint32_t i = lane + k * WAVE, first = pairs.first[k], second = pairs.second[k];
             if (i >= PER * 4) continue;
             if (norm && 2 * i < a.head_dim) {
@@ -5555,14 +5565,14 @@ RFK_DEVICE void rfk_row_queries(rfk_row_shared<G, PER> &s, const rfk_row_attenti
 
 /* What a lane works on: T positions from `first` on, and what it keeps: eight values of each query's weighted sum; the
  * maximum and the sum of weights of its own query. */
-template <class KV, bool PLAIN, int G, int PER> struct rfk_row_work {
-    rfk_row_raw<KV, PER> k[rfk_row_shape<KV, PLAIN, G, PER>::T], v[rfk_row_shape<KV, PLAIN, G, PER>::T];
+template <class KV, bool PLAIN, int G, int PER> struct rfk_decode_work {
+    rfk_decode_raw<KV, PER> k[rfk_decode_shape<KV, PLAIN, G, PER>::T], v[rfk_decode_shape<KV, PLAIN, G, PER>::T];
     float acc[G][8], largest, sum;
 };
 
 /* A head's cache from a lane's values on, and the positions of a split: they end at `end`, those before this step at
  * `older_end`, and new_pos is the step's, RF_NONE in other splits. */
-template <class KV> struct rfk_row_cells {
+template <class KV> struct rfk_decode_cells {
     const KV *k, *v;
     uint32_t end, older_end, new_pos;
 };
@@ -5570,20 +5580,20 @@ template <class KV> struct rfk_row_cells {
 /* The values of older positions among the T from `first` on. Positions are counted as cells that go on behind the
  * ring's last one, less than twice round. */
 template <class KV, int PER, int T, bool PLAIN>
-RFK_DEVICE void rfk_row_load(rfk_row_raw<KV, PER> (&to)[T], const KV *from, uint32_t n_cells, uint32_t dim,
+RFK_DEVICE void rfk_decode_load(rfk_decode_raw<KV, PER> (&to)[T], const KV *from, uint32_t n_cells, uint32_t dim,
                              uint32_t first, uint32_t slots, uint32_t end) {
     RFK_UNROLL(4)
     for (uint32_t t = 0; t < (uint32_t)T; t++) {
         const uint32_t pos = first + t * slots;
         const uint32_t again = pos - n_cells, cell = !PLAIN && again < pos ? again : pos;
-        if (pos < end) to[t].load(from + rfk_row_raw<KV, PER>::row(cell, dim));
+        if (pos < end) to[t].load(from + rfk_decode_raw<KV, PER>::row(cell, dim));
         else to[t].clear();
     }
 }
 
 /* Sums over PER lanes of N values: the halves of the list go to halves of the lanes, until each lane has its own. Value
  * i is then in lanes i * COPIES .. of the PER, or KEPT of them in a lane. */
-template <int WAVE, int PER, int N> RFK_DEVICE void rfk_row_spread(float (&v)[N]) {
+template <int WAVE, int PER, int N> RFK_DEVICE void rfk_decode_spread(float (&v)[N]) {
     const uint32_t lane = threadIdx.x % PER;
     int n = N;
     RFK_UNROLL(5)
@@ -5595,10 +5605,10 @@ template <int WAVE, int PER, int N> RFK_DEVICE void rfk_row_spread(float (&v)[N]
             for (int i = 0; i < N / 2; i++) {
                 if (i >= n) continue;
                 float own = upper ? v[i + n] : v[i], other = upper ? v[i] : v[i + n];
-                v[i] = own + rfk_swap<WAVE>(other, mask);
+                v[i] = own + rfk_shuffle_xor<WAVE>(other, mask);
             }
         } else {
-            v[0] += rfk_swap<WAVE>(v[0], mask);
+            v[0] += rfk_shuffle_xor<WAVE>(v[0], mask);
         }
     }
 }
@@ -5606,10 +5616,10 @@ template <int WAVE, int PER, int N> RFK_DEVICE void rfk_row_spread(float (&v)[N]
 /* The T positions from `first` on: scores, weights, weighted sums. The next positions' loads begin as soon as there is
  * room for them. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
-RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a,
-                                  const rfk_row_cells<KV> &in, uint32_t first, rfk_row_work<KV, PLAIN, G, PER> &o) {
-    typedef rfk_row_shape<KV, PLAIN, G, PER> S;
-    const bool packed = rfk_row_raw<KV, PER>::PACKED;
+RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a,
+                                  const rfk_decode_cells<KV> &in, uint32_t first, rfk_decode_work<KV, PLAIN, G, PER> &o) {
+    typedef rfk_decode_shape<KV, PLAIN, G, PER> S;
+    const bool packed = rfk_decode_raw<KV, PER>::PACKED;
     const uint32_t lane = threadIdx.x % PER, wave_lane = threadIdx.x % WAVE, base = wave_lane - lane;
     float score[S::N], x[8], keys[S::T][8], keep;
     RFK_UNROLL(4)
@@ -5622,7 +5632,7 @@ RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const rfk_row
     for (int t = 0; t < S::T; t++) o.k[t].values(keys[t]);
     RFK_UNROLL(8)
     for (int g = 0; g < G; g++) { /* queries are read once for all positions */
-        if (G > 4) rfk_in_order();
+        if (G > 4) rfk_compiler_fence();
         const float4 *q = reinterpret_cast<const float4 *>(&s.x[g][lane * 8]);
         const float4 q0 = q[0], q1 = q[1];
         RFK_UNROLL(4)
@@ -5632,17 +5642,17 @@ RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const rfk_row
                                   ((q1.x * y[4] + q1.y * y[5]) + (q1.z * y[6] + q1.w * y[7]));
         }
     }
-    rfk_row_load<KV, PER, S::T, PLAIN>(o.k, in.k, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS, in.older_end);
-    rfk_row_spread<WAVE, PER, S::N>(score);
+    rfk_decode_load<KV, PER, S::T, PLAIN>(o.k, in.k, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS, in.older_end);
+    rfk_decode_spread<WAVE, PER, S::N>(score);
     float top = o.largest;
     RFK_UNROLL(2)
     for (uint32_t j = 0; j < (uint32_t)S::KEPT; j++) {
         const uint32_t t = (lane * S::KEPT / S::COPIES + j) % S::T;
-        if (!PLAIN && a.softcap != 0) score[j] = rfk_row_cap(score[j], a.softcap, a.softcap_factor);
+        if (!PLAIN && a.softcap != 0) score[j] = rfk_softcap_exp2(score[j], a.softcap, a.softcap_factor);
         if (first + t * S::SLOTS >= in.end) score[j] = -INFINITY;
         top = fmaxf(top, score[j]);
     }
-    for (int mask = 1; mask < S::LANES; mask *= 2) top = fmaxf(top, rfk_swap<WAVE>(top, mask));
+    for (int mask = 1; mask < S::LANES; mask *= 2) top = fmaxf(top, rfk_shuffle_xor<WAVE>(top, mask));
     keep = exp2f(o.largest - top);
     o.largest = top;
     o.sum *= keep;
@@ -5653,7 +5663,7 @@ RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const rfk_row
     }
     RFK_UNROLL(8)
     for (uint32_t g = 0; g < (uint32_t)G; g++) {
-        const float factor = rfk_from_lane<WAVE>(keep, base + g * S::LANES);
+        const float factor = rfk_shuffle<WAVE>(keep, base + g * S::LANES);
         RFK_UNROLL(8)
         for (int e = 0; e < 8; e++) o.acc[g][e] *= factor;
     }
@@ -5663,28 +5673,28 @@ RFK_DEVICE void rfk_row_positions(const rfk_row_shared<G, PER> &s, const rfk_row
         RFK_UNROLL(8)
         for (uint32_t g = 0; g < (uint32_t)G; g++) {
             const uint32_t i = g * S::T + t;
-            const float weight = rfk_from_lane<WAVE>(score[i % S::KEPT], base + i * S::COPIES / S::KEPT);
+            const float weight = rfk_shuffle<WAVE>(score[i % S::KEPT], base + i * S::COPIES / S::KEPT);
             RFK_UNROLL(8)
             for (int e = 0; e < 8; e++) o.acc[g][e] += weight * x[e];
         }
     }
-    rfk_row_load<KV, PER, S::T, PLAIN>(o.v, in.v, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS, in.older_end);
+    rfk_decode_load<KV, PER, S::T, PLAIN>(o.v, in.v, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS, in.older_end);
 }
 
 /* Where the results of a kv head go, and its splits' parts. */
-struct rfk_row_output {
+struct rfk_decode_output {
     float *out, *part;
     rfk_int8_rows x8;
     uint32_t kv_head, group, n_heads, head_dim;
 };
-RFK_DEVICE rfk_row_output rfk_row_output_of(const rfk_row_attention_args &a, uint32_t kv_head, uint32_t group) {
-    const rfk_row_output to = {a.out, a.part, a.x8, kv_head, group, a.n_heads, a.head_dim};
+RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, uint32_t kv_head, uint32_t group) {
+    const rfk_decode_output to = {a.out, a.part, a.x8, kv_head, group, a.n_heads, a.head_dim};
     return to;
 }
 
 /* Values 4c .. 4c + 3 of the result of a query of the group, also quantized. All lanes of the wave take part. */
 template <int WAVE>
-RFK_DEVICE void rfk_row_out(const rfk_row_output &to, uint32_t query, uint32_t c, const float (&x)[4], bool inside) {
+RFK_DEVICE void rfk_decode_out(const rfk_decode_output &to, uint32_t query, uint32_t c, const float (&x)[4], bool inside) {
     const uint32_t i = (to.kv_head * to.group + query) * (to.head_dim / 4) + c;
     if (inside) {
         const float4 four = {x[0], x[1], x[2], x[3]};
@@ -5694,30 +5704,30 @@ RFK_DEVICE void rfk_row_out(const rfk_row_output &to, uint32_t query, uint32_t c
 }
 
 /* Where split y leaves its weighted sums, [query][head_dim], and after them each query's maximum and sum of weights. */
-RFK_DEVICE float *rfk_row_part(const rfk_row_output &to, uint32_t y) {
+RFK_DEVICE float *rfk_decode_part(const rfk_decode_output &to, uint32_t y) {
     return to.part + (size_t)(to.kv_head * gridDim.y + y) * to.group * (to.head_dim + 4);
 }
 
 /* What a wave's lanes have, joined: weighted sums in `v`, each lane's share of VALUES of them from the returned one on,
  * [query][8]; the maximum and the sum of weights to s.peak. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
-RFK_DEVICE uint32_t rfk_row_join_wave(rfk_row_shared<G, PER> &s, const rfk_row_work<KV, PLAIN, G, PER> &o,
+RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk_decode_work<KV, PLAIN, G, PER> &o,
                                       float (&v)[G * 8]) {
-    typedef rfk_row_shape<KV, PLAIN, G, PER> S;
+    typedef rfk_decode_shape<KV, PLAIN, G, PER> S;
     const uint32_t lane = threadIdx.x % WAVE, base = lane - lane % PER;
     float top = o.largest, sum = o.sum;
-    for (int mask = 1; mask < S::LANES; mask *= 2) sum += rfk_swap<WAVE>(sum, mask);
-    for (int mask = PER; mask < WAVE; mask *= 2) top = fmaxf(top, rfk_swap<WAVE>(top, mask));
+    for (int mask = 1; mask < S::LANES; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
+    for (int mask = PER; mask < WAVE; mask *= 2) top = fmaxf(top, rfk_shuffle_xor<WAVE>(top, mask));
     const float own = exp2f(o.largest - top);
     sum *= own;
-    for (int mask = PER; mask < WAVE; mask *= 2) sum += rfk_swap<WAVE>(sum, mask);
+    for (int mask = PER; mask < WAVE; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
     if (lane < PER && lane % S::LANES == 0) {
         s.peak[lane / S::LANES][threadIdx.x / WAVE][0] = top;
         s.peak[lane / S::LANES][threadIdx.x / WAVE][1] = sum;
     }
     RFK_UNROLL(8)
     for (uint32_t g = 0; g < (uint32_t)G; g++) {
-        const float factor = rfk_from_lane<WAVE>(own, base + g * S::LANES);
+        const float factor = rfk_shuffle<WAVE>(own, base + g * S::LANES);
         RFK_UNROLL(8)
         for (int e = 0; e < 8; e++) v[g * 8 + e] = o.acc[g][e] * factor;
     }
@@ -5732,7 +5742,7 @@ RFK_DEVICE uint32_t rfk_row_join_wave(rfk_row_shared<G, PER> &s, const rfk_row_w
         for (int i = 0; i < G * 4; i++) {
             if (i >= n) continue;
             const float low = v[i], high = v[i + n]; /* else v would go to private memory on AMD */
-            v[i] = (upper ? high : low) + rfk_swap<WAVE>(upper ? low : high, mask);
+            v[i] = (upper ? high : low) + rfk_shuffle_xor<WAVE>(upper ? low : high, mask);
         }
     }
     return first;
@@ -5740,16 +5750,16 @@ RFK_DEVICE uint32_t rfk_row_join_wave(rfk_row_shared<G, PER> &s, const rfk_row_w
 
 /* Sums of the block's waves: the results if it is the only split, else a part. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
-RFK_DEVICE void rfk_row_join(rfk_row_shared<G, PER> &s, const rfk_row_output &out, bool only,
-                             const rfk_row_work<KV, PLAIN, G, PER> &o) {
+RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, bool only,
+                             const rfk_decode_work<KV, PLAIN, G, PER> &o) {
     const uint32_t lane = threadIdx.x % PER, wave = threadIdx.x / WAVE, group = out.group, dim = out.head_dim;
-    const int waves = RFK_BLOCK / WAVE, row = PER * 8, fit = RFK_ROW_JOIN / (waves * row), at_once = fit < G ? fit : G,
+    const int waves = RFK_BLOCK / WAVE, row = PER * 8, fit = RFK_DECODE_JOIN / (waves * row), at_once = fit < G ? fit : G,
               n_values = G * 8 * PER / WAVE;
     float v[G * 8];
-    const uint32_t first = rfk_row_join_wave<WAVE, KV, PLAIN, G, PER>(s, o, v);
+    const uint32_t first = rfk_decode_join_wave<WAVE, KV, PLAIN, G, PER>(s, o, v);
     RFK_UNROLL(1)
     for (uint32_t g0 = 0; g0 < group; g0 += at_once) {
-        if (g0 || rfk_row_raw<KV, PER>::PACKED) __syncthreads(); /* s.join is still read */
+        if (g0 || rfk_decode_raw<KV, PER>::PACKED) __syncthreads(); /* s.join is still read */
         RFK_UNROLL(8)
         for (uint32_t j = 0; j < (uint32_t)(n_values + 7) / 8; j++) {
             const uint32_t g = first / 8 + j - g0;
@@ -5783,9 +5793,9 @@ RFK_DEVICE void rfk_row_join(rfk_row_shared<G, PER> &s, const rfk_row_output &ou
             const float inverse = inside ? 1.0f / weights : 0.0f;
             RFK_UNROLL(4)
             for (int k = 0; k < 4; k++) x[k] *= inverse;
-            rfk_row_out<WAVE>(out, head, c, x, inside);
+            rfk_decode_out<WAVE>(out, head, c, x, inside);
         } else if (inside) {
-            float *part = rfk_row_part(out, blockIdx.y);
+            float *part = rfk_decode_part(out, blockIdx.y);
             const float4 four = {x[0], x[1], x[2], x[3]};
             *reinterpret_cast<float4 *>(part + head * dim + c * 4) = four;
             if (c == 0) part[group * dim + 2 * head] = top, part[group * dim + 2 * head + 1] = weights;
@@ -5795,7 +5805,7 @@ RFK_DEVICE void rfk_row_join(rfk_row_shared<G, PER> &s, const rfk_row_output &ou
 
 /* True for the last block of a kv head to get here: it sees the others' parts. */
 template <int G, int PER>
-RFK_DEVICE bool rfk_row_last(rfk_row_shared<G, PER> &s, const rfk_row_attention_args &a, uint32_t kv_head,
+RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t kv_head,
                              uint32_t n_splits) {
     __threadfence(); /* what this block wrote, before its ticket */
     __syncthreads();
@@ -5812,7 +5822,7 @@ RFK_DEVICE bool rfk_row_last(rfk_row_shared<G, PER> &s, const rfk_row_attention_
 }
 
 /* What other blocks wrote before their tickets: not from a cache that others do not see. */
-RFK_DEVICE float4 rfk_row_load_part(const float *p) {
+RFK_DEVICE float4 rfk_decode_load_part(const float *p) {
 #if defined(RFK_NVIDIA)
     return __ldcg(reinterpret_cast<const float4 *>(p));
 #else
@@ -5820,11 +5830,11 @@ RFK_DEVICE float4 rfk_row_load_part(const float *p) {
 #endif
 }
 
-/* The weights of a kv head's parts, by a wave for each query, to s.join: [query][RFK_ROW_SPLITS]. */
+/* The weights of a kv head's parts, by a wave for each query, to s.join: [query][RFK_DECODE_SPLITS]. */
 template <int WAVE, int G, int PER>
-RFK_DEVICE void rfk_row_weights(rfk_row_shared<G, PER> &s, const rfk_row_output &out, uint32_t n_splits) {
+RFK_DEVICE void rfk_decode_weights(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, uint32_t n_splits) {
     const uint32_t lane = threadIdx.x % WAVE;
-    const int n = RFK_ROW_SPLITS / WAVE; /* parts of a lane */
+    const int n = RFK_DECODE_SPLITS / WAVE; /* parts of a lane */
     RFK_UNROLL(1)
     for (uint32_t g = threadIdx.x / WAVE; g < out.group; g += RFK_BLOCK / WAVE) {
         float largest[n], sum[n], top = -3e38f, all = 0;
@@ -5833,8 +5843,8 @@ RFK_DEVICE void rfk_row_weights(rfk_row_shared<G, PER> &s, const rfk_row_output 
             const uint32_t y = lane + k * WAVE;
             largest[k] = -3e38f, sum[k] = 0;
             if (y < n_splits) {
-                const float *from = rfk_row_part(out, y) + out.group * out.head_dim + g / 2 * 4;
-                const float4 two = rfk_row_load_part(from);
+                const float *from = rfk_decode_part(out, y) + out.group * out.head_dim + g / 2 * 4;
+                const float4 two = rfk_decode_load_part(from);
                 largest[k] = g % 2 ? two.z : two.x, sum[k] = g % 2 ? two.w : two.y;
             }
             top = fmaxf(top, largest[k]);
@@ -5844,22 +5854,22 @@ RFK_DEVICE void rfk_row_weights(rfk_row_shared<G, PER> &s, const rfk_row_output 
         for (int k = 0; k < n; k++) largest[k] = exp2f(largest[k] - top), all += largest[k] * sum[k];
         all = 1.0f / rfk_wave_sum<WAVE>(all);
         RFK_UNROLL(2)
-        for (int k = 0; k < n; k++) s.join[g * RFK_ROW_SPLITS + lane + k * WAVE] = largest[k] * all;
+        for (int k = 0; k < n; k++) s.join[g * RFK_DECODE_SPLITS + lane + k * WAVE] = largest[k] * all;
     }
 }
 
 /* The results from the splits' parts. Sets of threads have parts by turns. */
 template <int WAVE, int G, int PER>
-RFK_CALLED void rfk_row_join_splits(rfk_row_shared<G, PER> &s, rfk_row_output out, uint32_t n_splits) {
+RFK_CALLED void rfk_decode_join_splits(rfk_decode_shared<G, PER> &s, rfk_decode_output out, uint32_t n_splits) {
     const uint32_t all = G * PER * 2, columns = all < RFK_BLOCK ? all : RFK_BLOCK, sets = RFK_BLOCK / columns,
-                   most = RFK_ROW_SPLITS / sets, AT_ONCE = most < 16 ? most : 16, /* parts that a thread loads at once */
+                   most = RFK_DECODE_SPLITS / sets, AT_ONCE = most < 16 ? most : 16, /* parts that a thread loads at once */
         set = threadIdx.x / columns, stride = out.group * (out.head_dim + 4);
-    float *sums = s.join + G * RFK_ROW_SPLITS;
+    float *sums = s.join + G * RFK_DECODE_SPLITS;
     RFK_UNROLL(1)
     for (uint32_t first = 0; first < all; first += columns) {
         const uint32_t i = first + threadIdx.x % columns, g = i / (PER * 2), c = i % (PER * 2);
         const bool inside = g < out.group && c * 4 < out.head_dim;
-        const float *part = rfk_row_part(out, 0) + g * out.head_dim + c * 4;
+        const float *part = rfk_decode_part(out, 0) + g * out.head_dim + c * 4;
         float x[4] = {0, 0, 0, 0};
         RFK_UNROLL(1)
         for (uint32_t y0 = 0; y0 < n_splits; y0 += sets * AT_ONCE) {
@@ -5868,17 +5878,17 @@ RFK_CALLED void rfk_row_join_splits(rfk_row_shared<G, PER> &s, rfk_row_output ou
             for (uint32_t k = 0; k < AT_ONCE; k++) {
                 const uint32_t y = y0 + set + k * sets;
                 float4 four = {0, 0, 0, 0};
-                if (inside && y < n_splits) four = rfk_row_load_part(part + (size_t)y * stride);
+                if (inside && y < n_splits) four = rfk_decode_load_part(part + (size_t)y * stride);
                 v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
             }
             if (first == 0 && y0 == 0) {
-                rfk_row_weights<WAVE, G, PER>(s, out, n_splits);
+                rfk_decode_weights<WAVE, G, PER>(s, out, n_splits);
                 __syncthreads();
             }
             RFK_UNROLL(16)
             for (uint32_t k = 0; k < AT_ONCE; k++) {
                 const uint32_t y = y0 + set + k * sets;
-                const float weight = inside && y < n_splits ? s.join[g * RFK_ROW_SPLITS + y] : 0.0f;
+                const float weight = inside && y < n_splits ? s.join[g * RFK_DECODE_SPLITS + y] : 0.0f;
                 for (int e = 0; e < 4; e++) x[e] += weight * v[k][e];
             }
         }
@@ -5891,13 +5901,13 @@ RFK_CALLED void rfk_row_join_splits(rfk_row_shared<G, PER> &s, rfk_row_output ou
                 x[0] += more.x, x[1] += more.y, x[2] += more.z, x[3] += more.w;
             }
         }
-        rfk_row_out<WAVE>(out, g, c, x, inside && set == 0);
+        rfk_decode_out<WAVE>(out, g, c, x, inside && set == 0);
     }
 }
 
 /* The new key and value to their cell `row` of the head's, whose first values k and v are. */
 template <int WAVE, int G, int PER, class KV>
-RFK_DEVICE void rfk_row_store(rfk_row_shared<G, PER> &s, KV *k, KV *v, uint32_t cell, uint32_t dim) {
+RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, KV *k, KV *v, uint32_t cell, uint32_t dim) {
     const size_t row = (size_t)cell * dim;
     for (uint32_t e = threadIdx.x; e < dim; e += RFK_BLOCK) {
         rfk_store_value(k + row + e, s.x[G][e]);
@@ -5906,7 +5916,7 @@ RFK_DEVICE void rfk_row_store(rfk_row_shared<G, PER> &s, KV *k, KV *v, uint32_t 
 }
 /* And to s.join, as they lie there: four values a thread. All threads take part. */
 template <int WAVE, int G, int PER>
-RFK_DEVICE void rfk_row_store(rfk_row_shared<G, PER> &s, rfk_q8 *k, rfk_q8 *v, uint32_t cell, uint32_t dim) {
+RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, rfk_q8 *k, rfk_q8 *v, uint32_t cell, uint32_t dim) {
     const uint32_t part = threadIdx.x / (2 * PER), i = threadIdx.x % (2 * PER); /* PER * 8 values of each */
     float x[4] = {0, 0, 0, 0}, d;
     int sum;
@@ -5916,7 +5926,7 @@ RFK_DEVICE void rfk_row_store(rfk_row_shared<G, PER> &s, rfk_q8 *k, rfk_q8 *v, u
         if (part < 2) x[e] = s.x[G + part][4 * i + e];
     const uint32_t packed = (uint32_t)rfk_quantize_lane<WAVE>(x, &d, &sum);
     if (part < 2) {
-        uint32_t *row = reinterpret_cast<uint32_t *>((part ? v : k) + rfk_row_raw<rfk_q8, PER>::row(cell, 0)),
+        uint32_t *row = reinterpret_cast<uint32_t *>((part ? v : k) + rfk_decode_raw<rfk_q8, PER>::row(cell, 0)),
                  *kept = reinterpret_cast<uint32_t *>(s.join + part * (PER * 8));
         row[i] = kept[i] = packed;
         if (i % 8 == 0) {
@@ -5929,20 +5939,20 @@ RFK_DEVICE void rfk_row_store(rfk_row_shared<G, PER> &s, rfk_q8 *k, rfk_q8 *v, u
 }
 
 /* grid [n_kv_heads, splits]   block 256   LDS up to 27 KiB   reads each key and value once for the whole group
- * The positions that are seen are cut evenly into as many splits as the grid has, of RFK_ROW_CELLS at least; blocks
+ * The positions that are seen are cut evenly into as many splits as the grid has, of RFK_DECODE_CELLS at least; blocks
  * beyond leave. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
-static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_row_attention(rfk_row_attention_args a) {
+static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_attention(rfk_decode_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
-    typedef rfk_row_shape<KV, PLAIN, G, PER> S;
-    typedef rfk_row_shared<G, PER> shared;
+    typedef rfk_decode_shape<KV, PLAIN, G, PER> S;
+    typedef rfk_decode_shared<G, PER> shared;
     RFK_SHARED(shared, s);
     /* written before the kernel before this one began: the step's row, angles, keys and values of older positions */
     const rf_step_row row = a.rows[0];
     const uint32_t kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads;
     uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* positions, from the first that is seen, in that cell */
     if (!PLAIN && a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
-    const uint32_t pass = S::T * S::SLOTS, least = pass > RFK_ROW_CELLS ? pass : RFK_ROW_CELLS;
+    const uint32_t pass = S::T * S::SLOTS, least = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS;
     uint32_t cells = (n + gridDim.y - 1) / gridDim.y;
     cells = cells < least ? least : (cells + 31) / 32 * 32;
     const uint32_t n_splits = (n + cells - 1) / cells, begin = seen + blockIdx.y * cells;
@@ -5954,14 +5964,14 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_row_attentio
                    slot = threadIdx.x / PER;
     const bool owns_key = end == all, inside = lane * 8 < a.head_dim;
     const size_t head =
-        rfk_row_raw<KV, PER>::row(1, a.head_dim) * ((size_t)row.seq * a.n_kv_heads + kv_head) * a.n_cells;
-    const rfk_row_cells<KV> in = {(const KV *)a.k_state + head + lane * 8, (const KV *)a.v_state + head + lane * 8, end,
+        rfk_decode_raw<KV, PER>::row(1, a.head_dim) * ((size_t)row.seq * a.n_kv_heads + kv_head) * a.n_cells;
+    const rfk_decode_cells<KV> in = {(const KV *)a.k_state + head + lane * 8, (const KV *)a.v_state + head + lane * 8, end,
                                   !inside ? 0 : owns_key ? all - 1 : end, owns_key ? all - 1 : RF_NONE};
-    rfk_row_work<KV, PLAIN, G, PER> work;
-    rfk_row_pairs<WAVE, PER> pairs;
-    rfk_row_load<KV, PER, S::T, PLAIN>(work.k, in.k, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
-    rfk_row_load<KV, PER, S::T, PLAIN>(work.v, in.v, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
-    rfk_row_pair<WAVE, PER>(pairs, a);
+    rfk_decode_work<KV, PLAIN, G, PER> work;
+    rfk_decode_pairs<WAVE, PER> pairs;
+    rfk_decode_load<KV, PER, S::T, PLAIN>(work.k, in.k, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
+    rfk_decode_load<KV, PER, S::T, PLAIN>(work.v, in.v, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
+    rfk_decode_pair<WAVE, PER>(pairs, a);
     work.largest = -3e38f; /* finite: nothing seen yet */
     work.sum = 0;
     for (int g = 0; g < G; g++)
@@ -5973,18 +5983,18 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_row_attentio
     }
     if (threadIdx.x == 0) s.n_splits = n_splits;
     rfk_wait_previous();
-    rfk_row_queries<WAVE, G, PER>(s, a, kv_head, group, owns_key, pairs);
+    rfk_decode_queries<WAVE, G, PER>(s, a, kv_head, group, owns_key, pairs);
     __syncthreads();
     if (owns_key)
-        rfk_row_store<WAVE>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
+        rfk_decode_store<WAVE>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
                             PLAIN ? (uint32_t)row.pos : (uint32_t)row.pos % a.n_cells, a.head_dim);
     RFK_UNROLL(1)
     for (uint32_t first = begin; first < end; first += S::T * S::SLOTS)
-        rfk_row_positions<WAVE, KV, PLAIN, G, PER>(s, a, in, first + slot, work);
-    const rfk_row_output out = rfk_row_output_of(a, kv_head, group);
-    rfk_row_join<WAVE, KV, PLAIN, G, PER>(s, out, s.n_splits == 1, work);
-    if (s.n_splits > 1 && rfk_row_last<G, PER>(s, a, kv_head, s.n_splits))
-        rfk_row_join_splits<WAVE, G, PER>(s, out, s.n_splits);
+        rfk_decode_positions<WAVE, KV, PLAIN, G, PER>(s, a, in, first + slot, work);
+    const rfk_decode_output out = rfk_decode_output_of(a, kv_head, group);
+    rfk_decode_join<WAVE, KV, PLAIN, G, PER>(s, out, s.n_splits == 1, work);
+    if (s.n_splits > 1 && rfk_decode_last<G, PER>(s, a, kv_head, s.n_splits))
+        rfk_decode_join_splits<WAVE, G, PER>(s, out, s.n_splits);
 }
 
 /* ==== 6 Device ========================================================================================== >>device
@@ -6003,10 +6013,10 @@ struct rfk_pinned {
 };
 
 /* How decode steps of plans of one shape are done, found by timing them. */
-#define RFK_KNOWN_WAYS 16u
-struct rfk_known_way {
+#define RFK_KNOWN_CONFIGS 16u
+struct rfk_known_config {
     uint64_t shape; /* rfk_shape_of such a plan */
-    uint32_t way;
+    uint32_t config;
     float us[RF_LAUNCH_CONFIGS];
 };
 
@@ -6017,7 +6027,7 @@ struct rf_dev {
     rf_device_info info;
     pthread_mutex_t lock; /* guards pinned and known */
     rfk_pinned *pinned;
-    rfk_known_way known[RFK_KNOWN_WAYS]; /* the last ones, in a ring */
+    rfk_known_config known[RFK_KNOWN_CONFIGS]; /* the last ones, in a ring */
     uint32_t n_known;     /* ever */
     int lost;             /* atomic */
     int graphs;           /* atomic: rfk_graphs */
@@ -6025,10 +6035,10 @@ struct rf_dev {
     uint32_t wrong_units; /* RFK_WRONG_...: what the matrix units got wrong when the device was opened */
     int has_units;
     int units_f16, units_bf16; /* prompts with such weights are multiplied on them                     */
-    int wgmma;                 /* rfk_matmul_bfloats is there, and right                              */
+    int wgmma;                 /* rfk_matmul_wgmma is there, and right                              */
 };
 #define RFK_WRONG_BYTES 1u  /* products of bytes: weights are multiplied without tiles  */
-#define RFK_WRONG_HALVES 2u /* of halves or bfloats: so are these, and attention        */
+#define RFK_WRONG_HALVES 2u /* of halves or bf16: so are these, and attention        */
 #define RFK_WRONG_WGMMA 4u  /* of a warpgroup: prompts are multiplied as bytes          */
 
 /* Whether decode steps are replayed from graphs: checked against launches first where drivers are known to replay
@@ -6116,9 +6126,9 @@ struct rfk_scope {
     rfk_scope(const rfk_scope &) = delete;
     rfk_scope &operator=(const rfk_scope &) = delete;
 };
-#define RFK_ENTER(d, err)                                                                                  \
-    rfk_scope scope((d)->index);                                                                           \
-    if (scope.error != hipSuccess) return rfk_check((d), (err), scope.error, "hipSetDevice", "the device", 0)
+static rf_result rfk_check_scope(rf_dev *d, const rfk_scope &scope, rf_error *err) {
+    return rfk_check(d, err, scope.error, "hipSetDevice", "the device", 0);
+}
 
 static void *rfk_alloc(const rf_allocator *a, uint64_t n, uint64_t element_bytes, const char *what, rf_error *err) {
     uint64_t bytes = n * element_bytes;
@@ -6215,7 +6225,8 @@ static rf_result rfk_device_list(rf_device_info *out, uint32_t capacity, uint32_
 }
 
 static rf_result rfk_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err) {
-    RFK_ENTER(d, err);
+    rfk_scope scope(d->index);
+    if (scope.error != hipSuccess) return rfk_check_scope(d, scope, err);
     *out = NULL;
     rfk_pinned *p = (rfk_pinned *)rfk_alloc(&d->allocator, 1, sizeof *p, "pinned memory", err);
     if (!p) return RF_ERR_MEMORY;
@@ -6260,7 +6271,8 @@ static int rfk_is_pinned(rf_dev *d, const void *p, uint64_t n) {
 }
 
 static rf_result rfk_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err) {
-    RFK_ENTER(d, err);
+    rfk_scope scope(d->index);
+    if (scope.error != hipSuccess) return rfk_check_scope(d, scope, err);
     char what[64];
     memset(out, 0, sizeof *out);
     snprintf(what, sizeof what, "%llu bytes of device memory", (unsigned long long)size_bytes);
@@ -6302,7 +6314,8 @@ static rf_result rfk_device_info(rf_dev *d, rf_device_info *out, rf_error *err) 
         rfk_add_note(out, "wgmma gives wrong products here: prompts do without");
     if (__atomic_load_n(&d->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_OFF)
         rfk_add_note(out, "graphs are off: this driver replays them with stale values");
-    RFK_ENTER(d, err);
+    rfk_scope scope(d->index);
+    if (scope.error != hipSuccess) return rfk_check_scope(d, scope, err);
     size_t free_bytes = 0, total_bytes = 0;
     rf_result r = rfk_check(d, err, hipMemGetInfo(&free_bytes, &total_bytes), "hipMemGetInfo", "device_info", 0);
     if (r == RF_OK) out->free_bytes = free_bytes;
@@ -6319,10 +6332,10 @@ static rf_result rfk_settle(rf_queue *q, rf_result r) {
     }
     return r;
 }
-#define RFK_ENTER_QUEUE(q, err)                                                                                      \
-    rfk_scope scope((q)->dev->index);                                                                                \
-    if (scope.error != hipSuccess)                                                                                   \
-    return rfk_settle((q), rfk_check((q)->dev, (err), scope.error, "hipSetDevice", "the device", 0))
+/* The queue's device is made current for an entry: `r` if it failed, with nothing of the queue running. */
+static rf_result rfk_enter_queue(rf_queue *q, const rfk_scope &scope, rf_error *err) {
+    return rfk_settle(q, rfk_check_scope(q->dev, scope, err));
+}
 
 static void rfk_queue_release(rf_queue *q) {
     rf_dev *d = q->dev;
@@ -6342,7 +6355,8 @@ static void rfk_queue_release(rf_queue *q) {
 }
 
 static rf_result rfk_queue_create(rf_dev *d, rf_queue **out, rf_error *err) {
-    RFK_ENTER(d, err);
+    rfk_scope scope(d->index);
+    if (scope.error != hipSuccess) return rfk_check_scope(d, scope, err);
     *out = NULL;
     rf_queue *q = (rf_queue *)rfk_alloc(&d->allocator, 1, sizeof *q, "a queue", err);
     if (!q) return RF_ERR_MEMORY;
@@ -6426,7 +6440,8 @@ static double rfk_now(void) {
 static rf_result rfk_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err) {
     if (!ticket || !ticket->queue || ticket->value == 0) return RF_OK;
     rf_dev *d = ticket->queue->dev;
-    RFK_ENTER_QUEUE(ticket->queue, err);
+    rfk_scope scope(ticket->queue->dev->index);
+    if (scope.error != hipSuccess) return rfk_enter_queue(ticket->queue, scope, err);
     double start = rfk_now();
     for (;;) {
         hipError_t e = rfk_ticket_query(ticket);
@@ -6444,7 +6459,8 @@ static rf_result rfk_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, r
 
 static rf_result rfk_queue_after(rf_queue *q, const rf_ticket *ticket, rf_error *err) {
     if (!ticket || !ticket->queue || ticket->value == 0 || ticket->queue == q) return RF_OK;
-    RFK_ENTER_QUEUE(q, err);
+    rfk_scope scope(q->dev->index);
+    if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
     rf_queue *other = ticket->queue;
     rf_result r = RF_OK;
     pthread_mutex_lock(&other->lock);
@@ -6504,7 +6520,8 @@ static rf_result rfk_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, 
     rfk_no_ticket(ticket);
     rf_result r = rfk_range(dst, offset, n, "mem_write", err);
     if (r != RF_OK || n == 0) return r;
-    RFK_ENTER_QUEUE(q, err);
+    rfk_scope scope(q->dev->index);
+    if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
     pthread_mutex_lock(&q->submit);
     r = rfk_copy_in(q, (char *)dst->base + offset, src, n, "mem_write", err);
     return rfk_end_submit(q, r, ticket, err);
@@ -6515,7 +6532,8 @@ static rf_result rfk_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, v
     rfk_no_ticket(ticket);
     rf_result r = rfk_range(src, offset, n, "mem_read", err);
     if (r != RF_OK || n == 0) return r;
-    RFK_ENTER_QUEUE(q, err);
+    rfk_scope scope(q->dev->index);
+    if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
     const char *from = (const char *)src->base + offset;
     pthread_mutex_lock(&q->submit);
     if (rfk_is_pinned(q->dev, dst, n)) {
@@ -6542,7 +6560,8 @@ static rf_result rfk_mem_copy(rf_queue *q, rf_mem_at dst, rf_mem_at src, uint64_
     rf_result r = rfk_range(dst.mem, dst.offset, n, "mem_copy", err);
     if (r == RF_OK) r = rfk_range(src.mem, src.offset, n, "mem_copy", err);
     if (r != RF_OK || n == 0) return r;
-    RFK_ENTER_QUEUE(q, err);
+    rfk_scope scope(q->dev->index);
+    if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
     pthread_mutex_lock(&q->submit);
     r = rfk_check(q->dev, err,
                   hipMemcpyAsync((char *)dst.mem->base + dst.offset, (const char *)src.mem->base + src.offset,
@@ -6556,7 +6575,8 @@ static rf_result rfk_mem_fill(rf_queue *q, const rf_mem *dst, uint64_t offset, u
     rfk_no_ticket(ticket);
     rf_result r = rfk_range(dst, offset, n, "mem_fill", err);
     if (r != RF_OK || n == 0) return r;
-    RFK_ENTER_QUEUE(q, err);
+    rfk_scope scope(q->dev->index);
+    if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
     pthread_mutex_lock(&q->submit);
     r = rfk_check(q->dev, err, hipMemsetAsync((char *)dst->base + offset, value, (size_t)n, q->stream),
                   "hipMemsetAsync", "mem_fill", 0);
@@ -6573,7 +6593,8 @@ static rf_result rfk_mem_sum(rf_queue *q, rf_mem_at src, uint64_t n, rf_mem_at s
         r = rfk_fail(err, RF_ERR_ARGUMENT, 0, src.offset, "hip: mem_sum of %llu bytes at %llu: want multiples of 16",
                      (unsigned long long)n, (unsigned long long)src.offset);
     if (r != RF_OK || n == 0) return r;
-    RFK_ENTER_QUEUE(q, err);
+    rfk_scope scope(q->dev->index);
+    if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
     rfk_sum_args a = {(const rfk_sixteen *)(const void *)((const char *)src.mem->base + src.offset),
                       (unsigned long long *)(void *)((char *)sum.mem->base + sum.offset), n / 16};
     uint32_t blocks = q->dev->info.compute_units * RFK_SUM_BLOCKS;
@@ -6645,7 +6666,8 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
     rf_ticket ticket;
     memset(&found, 0, sizeof found);
     memset(&mem, 0, sizeof mem);
-    RFK_ENTER(d, err);
+    rfk_scope scope(d->index);
+    if (scope.error != hipSuccess) return rfk_check_scope(d, scope, err);
     rf_result r = rfk_queue_create(d, &q, err);
     if (r != RF_OK) return r;
     r = rfk_mem_create(d, sizeof found, &mem, err);
@@ -6718,18 +6740,18 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     memset(&kernel, 0, sizeof kernel);
     if (r == RF_OK) { /* the wait is in kernels compiled for sm_90; long columns, more than 48 KiB of LDS */
         rfk_scope scope(d->index); /* attributes are the current device's */
-        const void *rows[2] = {(const void *)rfk_rows<32, 1, false>, (const void *)rfk_rows<32, 1, true>};
+        const void *rows[2] = {(const void *)rfk_fused_matvec<32, 1, false>, (const void *)rfk_fused_matvec<32, 1, true>};
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
         for (int i = 0; i < 2; i++)
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_MAX_COLUMN / 64 * 96);
         for (uint32_t type = 0; d->wgmma && type <= RFK_OTHER16; type++) {
-            const void *bfloats = (const void *)rfk_find_bfloats(type);
-            if (!bfloats) continue;
-            if (cudaFuncSetAttribute(bfloats, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WGMMA_BYTES) !=
+            const void *bf16 = (const void *)rfk_find_wgmma(type);
+            if (!bf16) continue;
+            if (cudaFuncSetAttribute(bf16, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WGMMA_BYTES) !=
                 cudaSuccess)
                 d->wgmma = 0;
             /* for two blocks */
-            (void)cudaFuncSetAttribute(bfloats, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+            (void)cudaFuncSetAttribute(bf16, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
         }
         (void)cudaGetLastError();
     }
@@ -6902,7 +6924,8 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part
                         n_rows, (unsigned long long)offset);
     r = rfk_range(mem, offset, row_bytes * w->n_rows, w->name, err);
     if (r != RF_OK) return r;
-    RFK_ENTER_QUEUE(q, err);
+    rfk_scope scope(q->dev->index);
+    if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
     uint8_t *base = (uint8_t *)mem->base + offset;
     pthread_mutex_lock(&q->submit);
     if (repack) r = rfk_write_repacked(q, w, base, scratch, row0, n_rows, (const char *)src, err);
@@ -6946,20 +6969,20 @@ struct rfk_bound {
     uint32_t n_cells;  /* and its cells of a sequence */
     uint32_t quantize;  /* matmul: quantize its input first; norm, glu: quantize the output for what follows    */
     uint32_t together;  /* this op and so many - 1 behind it are one launch                                     */
-    uint32_t only_int8; /* norm, glu: nobody reads its output but as it is quantized, or made bfloats           */
+    uint32_t only_int8; /* norm, glu: nobody reads its output but as it is quantized, or made bf16           */
     uint32_t to_matmul; /* norm, glu: what reads it so are matmuls                                              */
     uint32_t sort;      /* experts: the pairs of its route must be sorted first, if there are enough for tiles  */
 };
 
 /* A launch of a decode step: an op (with those that go with it), a matvec with what is before and behind it, or
  * attention with what is before it. RF_NONE: no such op. */
-enum rfk_fused_kind { RFK_FUSED_OP = 0, RFK_FUSED_ROWS = 1, RFK_FUSED_ATTENTION = 2 };
+enum rfk_fused_kind { RFK_FUSED_OP = 0, RFK_FUSED_MATVEC = 1, RFK_FUSED_ATTENTION = 2 };
 struct rfk_fused {
     uint32_t kind;
     uint32_t first, n_ops;
     uint32_t norm, gather, products, n_products, glu, is_int8; /* rows; is_int8: the input lies in x8           */
     uint32_t to_norm;                                          /* rows: the norm of the next launch, which reads */
-    uint32_t halved;                                           /* the halved column, if both are in one call     */
+    uint32_t norm_is_deferred;                                           /* the norm_is_deferred column, if both are in one call     */
     uint32_t norms[2], ropes, store, attention, angles;        /* attention; angles: the kind of rope            */
     uint32_t to_int8;                                          /* the output of attention or glu goes to x8 too  */
 };
@@ -6972,7 +6995,7 @@ struct rfk_fused {
 struct rfk_tuning {
     hipEvent_t event[2]; /* before and after a step; NULL: nothing is timed, or no more */
     uint64_t shape;
-    uint32_t visit;      /* of ways: each once, and the default once more at the end    */
+    uint32_t visit;      /* of configs: each once, and the default once more at the end    */
     uint32_t n_steps;    /* of this visit: one that warms up, and those that were timed */
     uint32_t n_rounds;   /* of visits                                                   */
     float first_us;      /* of the default's first visit                                */
@@ -6995,7 +7018,7 @@ struct rf_prepared {
     rfk_int8_rows x8;
     float *part;
     uint32_t split_cells, max_splits;
-    rfk_pieces pieces;    /* of a launch's input, for weights of 16-bit floats */
+    rfk_terms terms;    /* of a launch's input, for weights of 16-bit floats */
     rfk_pair_lists lists; /* of the last route whose pairs were sorted */
     float *tile_part;     /* of tiles whose depth is split over blocks */
     uint32_t tile_blocks; /* blocks of such a launch at most           */
@@ -7007,22 +7030,22 @@ struct rf_prepared {
     /* decode steps */
     rfk_fused *fused;   /* [n_fused] what they launch, by segment   */
     uint32_t *fused_of; /* [n_segments + 1] first of each           */
-    uint32_t n_fused, row_splits;
-    rfk_int8_rows half; /* half a norm, and its sums of squares  */
-    float *half_squares;
-    uint32_t half_of;   /* the launch that finds it there        */
+    uint32_t n_fused, decode_splits;
+    rfk_int8_rows deferred; /* half a norm, and its sums of squares  */
+    float *deferred_squares;
+    uint32_t deferred_for;   /* the launch that finds it there        */
     uint32_t fused_begin, fused_end; /* launches of this call: the weights of others may not be there */
     const rf_op *ropes[RFK_ROPES]; /* the kinds of rope of fused attention */
     uint32_t n_ropes;
-    float *angles, *row_part, *kept_logits;
+    float *angles, *decode_part, *kept_logits;
     rfk_best_value *best; /* [RFK_ARGMAX_PARTS] */
     uint32_t *tickets, n_tickets; /* of fused attention: one for each of its kv heads, or more */
     uint32_t *differ;
     hipGraphExec_t graph[RFK_MAX_GRAPHS];
-    uint32_t n_graphs, graphs_checked, graph_way;
+    uint32_t n_graphs, graphs_checked, graph_config;
     int capturing, no_graphs;
     rfk_tuning tuning;
-    uint32_t n_launched; /* kernels, by rfk_go, those that were captured included */
+    uint32_t n_launched; /* kernels, by rfk_enqueue, those that were captured included */
     uint32_t n_captured; /* kernels of the graphs                                 */
     rf_session_stats stats;
     uint64_t graph_generation;
@@ -7149,12 +7172,12 @@ static bool rfk_has_tiles(const rf_dev *d, uint32_t type) {
     return !rfk_is_float_type(type) && !(d->wrong_units & needed);
 }
 
-/* Values of the pieces that a row of the op's input is cut into where matrix units multiply it; 0: they do not. */
-static uint64_t rfk_piece_values(const rf_dev *d, const rf_plan *plan, const rf_op *op) {
-    if ((op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS) || rfk_n_in(op) % RFK_HALVES_DEPTH) return 0;
+/* Values of the terms that a row of the op's input is cut into where matrix units multiply it; 0: they do not. */
+static uint64_t rfk_term_values(const rf_dev *d, const rf_plan *plan, const rf_op *op) {
+    if ((op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS) || rfk_n_in(op) % RFK_16BIT_DEPTH) return 0;
     const uint32_t type = plan->weights[op->weight].type;
-    if (type == RF_TYPE_F16 && d->units_f16) return rfk_row_values(op) * RFK_PIECES(false);
-    return type == RF_TYPE_BF16 && d->units_bf16 ? rfk_row_values(op) * RFK_PIECES(true) : 0;
+    if (type == RF_TYPE_F16 && d->units_f16) return rfk_row_values(op) * RFK_TERMS(false);
+    return type == RF_TYPE_BF16 && d->units_bf16 ? rfk_row_values(op) * RFK_TERMS(true) : 0;
 }
 
 /* Experts, in tiles: pairs of so many rows, 0 if it is no such op or they are too few. The kernel without tiles reads a
@@ -7163,7 +7186,7 @@ static uint64_t rfk_piece_values(const rf_dev *d, const rf_plan *plan, const rf_
  * That is where a matmul takes to tiles, too: its kernel for few columns would read W a third time. */
 static uint32_t rfk_tile_pairs(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
     if (op->kind != RF_OP_EXPERTS) return 0;
-    if (!rfk_has_tiles(d, plan->weights[op->weight].type) && !rfk_piece_values(d, plan, op)) return 0;
+    if (!rfk_has_tiles(d, plan->weights[op->weight].type) && !rfk_term_values(d, plan, op)) return 0;
     const uint64_t pairs = rows * op->experts.n_used;
     return pairs >= 3 * (uint64_t)op->experts.n_experts && pairs >> 31 == 0 ? (uint32_t)pairs : 0;
 }
@@ -7268,7 +7291,7 @@ template <class T> static void rfk_take_part(uintptr_t *at, T **out, uint64_t n_
 static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     const rf_plan *plan = p->plan;
     uint64_t rows = p->n_batch > p->n_logits ? p->n_batch : p->n_logits, widest = 0, heads = 0, dim = 0,
-             pieces = 0, units = 0, pairs = 0, pair_tiles = 0;
+             terms = 0, units = 0, pairs = 0, pair_tiles = 0;
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
         const uint32_t n_pairs = rfk_tile_pairs(p->dev, plan, op, p->n_batch);
@@ -7276,8 +7299,8 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
         if (n_pairs && rfk_pair_tiles(n_pairs, op->experts.n_experts) > pair_tiles)
             pair_tiles = rfk_pair_tiles(n_pairs, op->experts.n_experts);
         const uint64_t values =
-            n_pairs || (op->kind == RF_OP_MATMUL && rows > RFK_FEW_COLS) ? rfk_piece_values(p->dev, plan, op) : 0;
-        if (values > pieces) pieces = values;
+            n_pairs || (op->kind == RF_OP_MATMUL && rows > RFK_FEW_COLS) ? rfk_term_values(p->dev, plan, op) : 0;
+        if (values > terms) terms = values;
         if (values && rfk_n_vectors(op) > units) units = rfk_n_vectors(op);
         if (rfk_reads_int8(plan, op) && rfk_row_values(op) > widest) widest = rfk_row_values(op);
         if (op->kind != RF_OP_ATTENTION) continue;
@@ -7293,8 +7316,8 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
                                 ? plan->n_vocab
                                 : 0; /* never more than the last time: checks end, and do not begin again */
     p->tile_blocks = 3 * p->dev->info.compute_units;
-    const uint64_t tile_bytes = rows > RFK_FEW_COLS && (widest || pieces)
-                                    ? (uint64_t)p->tile_blocks * RFK_TILE_ROWS * RFK_MANY_TILE * sizeof(float)
+    const uint64_t tile_bytes = rows > RFK_FEW_COLS && (widest || terms)
+                                    ? (uint64_t)p->tile_blocks * RFK_LARGE_TILE_ROWS * RFK_LARGE_TILE_COLS * sizeof(float)
                                     : 0;
     uintptr_t at = (uintptr_t)memory;
     rfk_take_part(&at, &p->rows, p->n_batch * sizeof *p->rows);
@@ -7306,19 +7329,19 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_part(&at, &p->part,
                   p->max_splits > 1 ? split_rows * heads * p->max_splits * (dim + 2) * sizeof *p->part : 0);
     rfk_take_part(&at, &p->angles, p->n_ropes * RFK_MAX_HEAD * sizeof *p->angles);
-    rfk_take_part(&at, &p->row_part, p->n_ropes ? heads * p->row_splits * (dim + 4) * sizeof *p->row_part : 0);
+    rfk_take_part(&at, &p->decode_part, p->n_ropes ? heads * p->decode_splits * (dim + 4) * sizeof *p->decode_part : 0);
     rfk_take_part(&at, &p->tickets, heads * sizeof *p->tickets);
     rfk_take_part(&at, &p->kept_logits, n_kept * sizeof *p->kept_logits);
     rfk_take_part(&at, &p->differ, sizeof *p->differ);
     rfk_take_part(&at, &p->tile_part, tile_bytes);
-    rfk_take_part(&at, &p->pieces.value, rows * pieces * sizeof *p->pieces.value);
-    rfk_take_part(&at, &p->pieces.unit, rows * units * sizeof *p->pieces.unit);
+    rfk_take_part(&at, &p->terms.value, rows * terms * sizeof *p->terms.value);
+    rfk_take_part(&at, &p->terms.unit, rows * units * sizeof *p->terms.unit);
     rfk_take_part(&at, &p->best, RFK_ARGMAX_PARTS * sizeof *p->best);
     rfk_take_part(&at, &p->lists.sorted, pairs * sizeof *p->lists.sorted);
     rfk_take_part(&at, &p->lists.tile, pair_tiles * sizeof *p->lists.tile);
-    rfk_take_part(&at, &p->half.q, widest);
-    rfk_take_part(&at, &p->half.group, widest / 32 * sizeof *p->half.group);
-    rfk_take_part(&at, &p->half_squares, widest / 32 * sizeof *p->half_squares);
+    rfk_take_part(&at, &p->deferred.q, widest);
+    rfk_take_part(&at, &p->deferred.group, widest / 32 * sizeof *p->deferred.group);
+    rfk_take_part(&at, &p->deferred_squares, widest / 32 * sizeof *p->deferred_squares);
     if (n_kept == 0) p->kept_logits = NULL;
     p->n_tickets = (uint32_t)heads;
     return at - (uintptr_t)memory + 256;
@@ -7350,7 +7373,7 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
 
 /* ---- what a decode step launches ---- */
 
-/* Op i is before `end`, and a product that rfk_rows can do. */
+/* Op i is before `end`, and a product that rfk_fused_matvec can do. */
 static int rfk_takes_column(const rf_plan *plan, uint32_t i, uint32_t end) {
     const rf_op *op = &plan->ops[i];
     return i < end && rfk_takes_int8(plan, op) && op->matmul.n_in <= RFK_MAX_COLUMN && op->matmul.n_in % 64 == 0 &&
@@ -7392,14 +7415,14 @@ static int rfk_is_plain_glu(const rf_plan *plan, const rf_op *g, const rf_op *a,
 }
 
 /* [gather] [norm] and up to three matmuls of one input [and the glu of two], from op i on. 0 ops: there is no such. */
-static rfk_fused rfk_match_rows(const rf_prepared *p, uint32_t i, uint32_t end, uint32_t int8_buffer) {
+static rfk_fused rfk_match_fused_matvec(const rf_prepared *p, uint32_t i, uint32_t end, uint32_t int8_buffer) {
     const rf_plan *plan = p->plan;
     const rf_op *ops = plan->ops;
     rfk_fused f, none;
     memset(&none, 0, sizeof none);
     none.norm = none.gather = none.glu = none.to_norm = RF_NONE;
     f = none;
-    f.kind = RFK_FUSED_ROWS;
+    f.kind = RFK_FUSED_MATVEC;
     f.first = i;
     if (i + 1 < end && ops[i].kind == RF_OP_GATHER && rfk_is_plain_norm(&ops[i + 1]) &&
         ops[i + 1].in == ops[i].out && ops[i + 1].out == ops[i].out && ops[i + 1].norm.n_groups == 1 &&
@@ -7430,7 +7453,7 @@ static rfk_fused rfk_match_rows(const rf_prepared *p, uint32_t i, uint32_t end, 
 }
 
 /* The attention of one row that goes with what is before it can do this one. */
-static int rfk_row_can_attend(const rf_prepared *p, const rf_op *op) {
+static int rfk_decode_can_attend(const rf_prepared *p, const rf_op *op) {
     const rf_attention_params *a = &op->attention;
     const uint32_t dim = a->head_dim;
     return !(op->flags & RF_OP_MLA) && a->slopes == RF_NONE && a->temperature == 0 && a->head_dim_v == dim &&
@@ -7467,7 +7490,7 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
     f.ropes = i, f.store = i + 2, f.attention = i + 3;
     f.n_ops = i + 4 - f.first;
     while (f.angles < p->n_ropes && !rf_op_same_angles(rope, p->ropes[f.angles])) f.angles++;
-    int ok = f.angles < RFK_ROPES && !(store->flags & RF_OP_MLA) && rfk_row_can_attend(p, att) && rope[0].out == q &&
+    int ok = f.angles < RFK_ROPES && !(store->flags & RF_OP_MLA) && rfk_decode_can_attend(p, att) && rope[0].out == q &&
              rope[1].out == k && store->state == att->state && store->in2 != q && store->in2 != k && q != k &&
              att->out != q && att->out != k && att->out != store->in2 && rope->rope.n_rot > 0;
     for (int r = 0; r < 2; r++)
@@ -7482,10 +7505,10 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
     return ok ? f : none;
 }
 
-/* A block makes 32 of n results at a time, and not too often: not with the fewest blocks that a way has, either. */
-static int rfk_rows_to_int8(const rf_prepared *p, uint32_t n) {
-    return RFK_ROWS_BLOCK / p->dev->wave == 32 && n % 32 == 0 &&
-           n / 32 <= RFK_ROWS_PASSES * RFK_ROWS_RESIDENT * p->dev->info.compute_units;
+/* A block makes 32 of n results at a time, and not too often: not with the fewest blocks that a config has, either. */
+static int rfk_fused_to_int8(const rf_prepared *p, uint32_t n) {
+    return RFK_FUSED_BLOCK / p->dev->wave == 32 && n % 32 == 0 &&
+           n / 32 <= RFK_FUSED_PASSES * RFK_FUSED_RESIDENT * p->dev->info.compute_units;
 }
 
 /* The launches of a step of one row, found in the plan's ops: what is nothing special is an op of its own. */
@@ -7502,7 +7525,7 @@ static void rfk_make_fused(rf_prepared *p) {
         for (uint32_t i = p->segments[segment]; i < end;) {
             rfk_fused f;
             memset(&f, 0, sizeof f);
-            if (!wide) f = rfk_match_rows(p, i, end, int8_buffer);
+            if (!wide) f = rfk_match_fused_matvec(p, i, end, int8_buffer);
             if (!wide && f.n_ops == 0) f = rfk_match_attention(p, i, end);
             if (f.n_ops == 0) {
                 memset(&f, 0, sizeof f);
@@ -7518,10 +7541,10 @@ static void rfk_make_fused(rf_prepared *p) {
                             next->matmul.n_in == att->attention.n_heads * att->attention.head_dim &&
                             att->attention.head_dim % 32 == 0;
                 if (f.to_int8) int8_buffer = att->out;
-            } else if (f.kind == RFK_FUSED_ROWS && f.glu != RF_NONE) {
+            } else if (f.kind == RFK_FUSED_MATVEC && f.glu != RF_NONE) {
                 const rf_op *glu = &plan->ops[f.glu], *next = glu + 1;
                 f.to_int8 = !f.is_int8 && rfk_takes_column(plan, f.glu + 1, end) && next->in == glu->out &&
-                            next->matmul.n_in == glu->glu.n && rfk_rows_to_int8(p, glu->glu.n);
+                            next->matmul.n_in == glu->glu.n && rfk_fused_to_int8(p, glu->glu.n);
                 if (f.to_int8) int8_buffer = glu->out;
             }
             p->fused[p->n_fused++] = f;
@@ -7532,39 +7555,39 @@ static void rfk_make_fused(rf_prepared *p) {
 }
 
 /* Where a launch's norm begins in the launch before it, which makes all of its input. */
-static void rfk_halve_norms(rf_prepared *p) {
+static void rfk_defer_norms(rf_prepared *p) {
     const rf_op *ops = p->plan->ops;
     for (uint32_t i = 0; i + 1 < p->n_fused; i++) {
         rfk_fused *f = &p->fused[i], *next = f + 1;
-        if (f->kind != RFK_FUSED_ROWS || next->kind != RFK_FUSED_ROWS || next->norm == RF_NONE) continue;
+        if (f->kind != RFK_FUSED_MATVEC || next->kind != RFK_FUSED_MATVEC || next->norm == RF_NONE) continue;
         const rf_op *made = &ops[f->products], *norm = &ops[next->norm];
         const uint32_t n = norm->norm.n;
-        if (f->n_products != 1 || f->halved || made->matmul.n_out != n || !rfk_rows_to_int8(p, n) ||
+        if (f->n_products != 1 || f->norm_is_deferred || made->matmul.n_out != n || !rfk_fused_to_int8(p, n) ||
             made->out != (next->gather == RF_NONE ? norm->in : ops[next->gather].in))
             continue;
         f->to_norm = next->norm;
-        next->halved = 1;
+        next->norm_is_deferred = 1;
     }
 }
 
 /* Splits of a decode step's attention: two blocks for each compute unit. */
-static void rfk_choose_row_splits(rf_prepared *p) {
+static void rfk_choose_decode_splits(rf_prepared *p) {
     uint32_t kv_heads = 0;
     for (uint32_t i = 0; i < p->n_fused; i++) {
         if (p->fused[i].kind != RFK_FUSED_ATTENTION) continue;
         const rf_attention_params *a = &p->plan->ops[p->fused[i].attention].attention;
         if (a->n_kv_heads > kv_heads) kv_heads = a->n_kv_heads;
     }
-    p->row_splits = kv_heads ? rfk_ceil_div(2 * (uint64_t)p->dev->info.compute_units, kv_heads) : 1;
-    if (p->row_splits > RFK_ROW_SPLITS) p->row_splits = RFK_ROW_SPLITS;
-    if (p->row_splits == 0) p->row_splits = 1;
+    p->decode_splits = kv_heads ? rfk_ceil_div(2 * (uint64_t)p->dev->info.compute_units, kv_heads) : 1;
+    if (p->decode_splits > RFK_DECODE_SPLITS) p->decode_splits = RFK_DECODE_SPLITS;
+    if (p->decode_splits == 0) p->decode_splits = 1;
 }
 
-/* ---- ways of a decode step ----
- * What is fastest differs from GPU to GPU, and most were never measured: more strips in flight hide more latency, but
+/* ---- configs of a decode step ----
+ * What is fastest differs from GPU to GPU, and most were never measured: more fragments in flight hide more latency, but
  * may spill; more blocks than fit at once end closer together, but each makes its column again. The bits are the same
- * in all ways, so a session's first decode steps are the measurement: no launch is made and nothing waited for to time
- * them, but where graphs are checked, each way's are. One way for the whole plan, timed over whole steps: timed alone,
+ * in all configs, so a session's first decode steps are the measurement: no launch is made and nothing waited for to time
+ * them, but where graphs are checked, each config's are. One config for the whole plan, timed over whole steps: timed alone,
  * a launch is not what it is in a step, where changing from one kernel to another costs microseconds. */
 
 #define RFK_TIMED_STEPS 3u     /* of a visit, behind one that warms up: the fastest counts             */
@@ -7572,23 +7595,23 @@ static void rfk_choose_row_splits(rf_prepared *p) {
 #define RFK_TIMED_CHANGE 0.05f /* two differ by no more than so much of its time                       */
 #define RFK_TIMED_GAIN 0.99f   /* the default stays unless another takes less than so much of its time */
 
-/* The ways that differ for this plan; none if it has no rows. The default is the first. */
-static void rfk_list_ways(rf_prepared *p) {
+/* The configs that differ for this plan; none if it has no rows. The default is the first. */
+static void rfk_list_configs(rf_prepared *p) {
     const rf_op *ops = p->plan->ops;
     rf_session_stats *s = &p->stats;
-    uint32_t most = 0, first = p->dev->wave == 32 ? RFK_ROWS_STRIPS(32) : RFK_ROWS_STRIPS(64);
+    uint32_t most = 0, first = p->dev->wave == 32 ? RFK_FIRST_IN_FLIGHT(32) : RFK_FIRST_IN_FLIGHT(64);
     for (uint32_t i = 0; i < p->n_fused; i++) {
         const rfk_fused *f = &p->fused[i];
-        for (uint32_t k = 0; f->kind == RFK_FUSED_ROWS && k < f->n_products; k++) {
-            const uint32_t strips = rfk_most_strips(p->plan->weights[ops[f->products + k].weight].type);
-            most = strips > most ? strips : most;
+        for (uint32_t k = 0; f->kind == RFK_FUSED_MATVEC && k < f->n_products; k++) {
+            const uint32_t fragments = rfk_max_in_flight(p->plan->weights[ops[f->products + k].weight].type);
+            most = fragments > most ? fragments : most;
         }
     }
     if (first > most) first = most;
     s->n_configs = 2 * most;
     for (uint32_t i = 0; i < s->n_configs; i++) {
         s->configs[i].in_flight = i < 2 ? first : 3 - first;
-        s->configs[i].blocks_per_cu = RFK_ROWS_RESIDENT * (1 + i % 2);
+        s->configs[i].blocks_per_cu = RFK_FUSED_RESIDENT * (1 + i % 2);
     }
 }
 
@@ -7602,7 +7625,7 @@ static uint64_t rfk_shape_of(const rf_prepared *p) {
         for (uint32_t i = p->fused_of[segment]; i < p->fused_of[segment + 1]; i++) {
             const rfk_fused *f = &p->fused[i];
             rfk_mix_in(&hash, f->kind);
-            if (f->kind != RFK_FUSED_ROWS) continue;
+            if (f->kind != RFK_FUSED_MATVEC) continue;
             rfk_mix_in(&hash, (uint64_t)f->n_products << 2 | (uint64_t)(f->glu != RF_NONE) << 1 | (f->norm != RF_NONE));
             for (uint32_t k = f->products; k < f->products + f->n_products; k++) {
                 const rf_op *op = &p->plan->ops[k];
@@ -7615,17 +7638,17 @@ static uint64_t rfk_shape_of(const rf_prepared *p) {
 }
 
 /* What the device knows of a shape; NULL: nothing. Requires d->lock. */
-static const rfk_known_way *rfk_find_known(const rf_dev *d, uint64_t shape) {
-    for (uint32_t i = 0; i < RFK_KNOWN_WAYS && i < d->n_known; i++)
+static const rfk_known_config *rfk_find_known(const rf_dev *d, uint64_t shape) {
+    for (uint32_t i = 0; i < RFK_KNOWN_CONFIGS && i < d->n_known; i++)
         if (d->known[i].shape == shape) return &d->known[i];
     return NULL;
 }
 
 /* From now on steps are done as the device knows it for this shape. 0: it does not. Requires d->lock. */
-static int rfk_take_known(rf_prepared *p) {
-    const rfk_known_way *c = rfk_find_known(p->dev, p->tuning.shape);
-    if (!c || c->way >= p->stats.n_configs) return 0; /* the latter: of another shape with this hash */
-    p->stats.config = c->way;
+static int rfk_use_known(rf_prepared *p) {
+    const rfk_known_config *c = rfk_find_known(p->dev, p->tuning.shape);
+    if (!c || c->config >= p->stats.n_configs) return 0; /* the latter: of another shape with this hash */
+    p->stats.config = c->config;
     p->stats.config_is_timed = 1;
     for (uint32_t i = 0; i < RF_LAUNCH_CONFIGS; i++) p->stats.configs[i].us = c->us[i];
     return 1;
@@ -7644,7 +7667,7 @@ static void rfk_start_tuning(rf_prepared *p) {
     if (p->stats.n_configs < 2) return;
     t->shape = rfk_shape_of(p);
     pthread_mutex_lock(&p->dev->lock);
-    const int known = rfk_take_known(p);
+    const int known = rfk_use_known(p);
     pthread_mutex_unlock(&p->dev->lock);
     if (known) return;
     for (int i = 0; i < 2; i++)
@@ -7656,49 +7679,49 @@ static void rfk_start_tuning(rf_prepared *p) {
         }
 }
 
-static void rfk_go_way(rf_prepared *p, uint32_t way) {
-    p->stats.config = way;
+static void rfk_use_config(rf_prepared *p, uint32_t config) {
+    p->stats.config = config;
     p->tuning.n_steps = 0;
 }
 
-/* All ways are timed: the fastest is this session's and the device's, unless another session was first. */
-static void rfk_choose_way(rf_prepared *p) {
+/* All configs are timed: the fastest is this session's and the device's, unless another session was first. */
+static void rfk_choose_config(rf_prepared *p) {
     rf_dev *d = p->dev;
     rf_session_stats *s = &p->stats;
-    rfk_known_way c;
+    rfk_known_config c;
     float least = RFK_TIMED_GAIN * s->configs[0].us;
     memset(&c, 0, sizeof c);
     c.shape = p->tuning.shape;
     for (uint32_t i = 0; i < s->n_configs; i++) {
         c.us[i] = s->configs[i].us;
-        if (i && c.us[i] > 0 && c.us[i] < least) least = c.us[i], c.way = i;
+        if (i && c.us[i] > 0 && c.us[i] < least) least = c.us[i], c.config = i;
     }
     pthread_mutex_lock(&d->lock);
-    if (!rfk_find_known(d, c.shape)) d->known[d->n_known++ % RFK_KNOWN_WAYS] = c;
-    (void)rfk_take_known(p);
+    if (!rfk_find_known(d, c.shape)) d->known[d->n_known++ % RFK_KNOWN_CONFIGS] = c;
+    (void)rfk_use_known(p);
     pthread_mutex_unlock(&d->lock);
     rfk_stop_tuning(p);
 }
 
-/* A visit is over: on to the next way. If the default's second one does not find what its first one found, more has
- * changed than the way, and all begins again; the last round counts whatever it finds. */
-static void rfk_next_way(rf_prepared *p) {
+/* A visit is over: on to the next config. If the default's second one does not find what its first one found, more has
+ * changed than the config, and all begins again; the last round counts whatever it finds. */
+static void rfk_next_config(rf_prepared *p) {
     rfk_tuning *t = &p->tuning;
     rf_session_stats *s = &p->stats;
     float *us = &s->configs[0].us;
     if (t->visit++ == 0) t->first_us = *us, *us = 0;
-    if (t->visit <= s->n_configs) return rfk_go_way(p, t->visit % s->n_configs);
+    if (t->visit <= s->n_configs) return rfk_use_config(p, t->visit % s->n_configs);
     if (fabsf(*us - t->first_us) <= RFK_TIMED_CHANGE * t->first_us || ++t->n_rounds == RFK_TIMED_ROUNDS) {
         *us = fminf(*us, t->first_us);
-        return rfk_choose_way(p);
+        return rfk_choose_config(p);
     }
     for (uint32_t i = 0; i < s->n_configs; i++) s->configs[i].us = 0;
     t->visit = 0;
-    rfk_go_way(p, 0);
+    rfk_use_config(p, 0);
 }
 
-/* Before a decode step: what the last one took, and on to the next way if this one was timed often enough. A step that
- * still runs is not waited for and its time not taken. So where the way changes, no graph is running. */
+/* Before a decode step: what the last one took, and on to the next config if this one was timed often enough. A step that
+ * still runs is not waited for and its time not taken. So where the config changes, no graph is running. */
 static void rfk_tune(rf_prepared *p) {
     rfk_tuning *t = &p->tuning;
     float *us = &p->stats.configs[p->stats.config].us, ms = 0;
@@ -7709,7 +7732,7 @@ static void rfk_tune(rf_prepared *p) {
         return;
     }
     if (*us == 0 || ms * 1e3f < *us) *us = ms * 1e3f;
-    if (++t->n_steps > RFK_TIMED_STEPS) rfk_next_way(p);
+    if (++t->n_steps > RFK_TIMED_STEPS) rfk_next_config(p);
 }
 
 /* Around a decode step's launches, or its graphs. */
@@ -7718,7 +7741,7 @@ static void rfk_before_timed(rf_prepared *p, rf_queue *q, int replayed) {
     if (t->replayed != replayed) { /* what was timed before is another thing */
         t->replayed = replayed;
         t->visit = 0;
-        rfk_go_way(p, 0);
+        rfk_use_config(p, 0);
         for (uint32_t i = 0; i < p->stats.n_configs; i++) p->stats.configs[i].us = 0;
     }
     t->is_timed = t->n_steps > 0 && hipEventRecord(t->event[0], q->stream) == hipSuccess;
@@ -7801,9 +7824,9 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     }
     rfk_make_segments(p);
     rfk_make_fused(p);
-    rfk_halve_norms(p);
-    rfk_choose_row_splits(p);
-    rfk_list_ways(p);
+    rfk_defer_norms(p);
+    rfk_choose_decode_splits(p);
+    rfk_list_configs(p);
     *out = p;
     return RF_OK;
 }
@@ -7821,7 +7844,8 @@ static rf_result rfk_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t 
                                   rf_prepared **out, rf_error *err) {
     rf_prepared *p;
     *out = NULL;
-    RFK_ENTER(d, err);
+    rfk_scope scope(d->index);
+    if (scope.error != hipSuccess) return rfk_check_scope(d, scope, err);
     rf_result r = rfk_plan_create(d, bind, &p, err);
     if (r != RF_OK) return r;
     for (uint32_t i = 0; r == RF_OK && i < p->plan->n_ops; i++) r = rfk_bind_op(p, bind, i, err);
@@ -7868,7 +7892,7 @@ static void rfk_count(rf_prepared *p, uint32_t n_kernels) {
 }
 
 template <class K, class A>
-static rf_result rfk_go_config(const rfk_launching *l, K kernel, const rfk_config &config, const A &args) {
+static rf_result rfk_enqueue_config(const rfk_launching *l, K kernel, const rfk_config &config, const A &args) {
     hipError_t e = rfk_launch_config(kernel, config, args);
     l->p->n_launched++;
     if (!l->p->capturing) rfk_count(l->p, 1);
@@ -7879,9 +7903,9 @@ static rf_result rfk_go_config(const rfk_launching *l, K kernel, const rfk_confi
 }
 
 template <class K, class A>
-static rf_result rfk_go(const rfk_launching *l, K kernel, dim3 grid, uint32_t block, const A &args) {
+static rf_result rfk_enqueue(const rfk_launching *l, K kernel, dim3 grid, uint32_t block, const A &args) {
     rfk_config c = {grid, dim3(block), 0, 0, l->q->stream};
-    return rfk_go_config(l, kernel, c, args);
+    return rfk_enqueue_config(l, kernel, c, args);
 }
 
 /* First element `at` of a vector's bytes; NULL for none. */
@@ -7905,7 +7929,7 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
     a.scale = l->op->embed.scale != 0 ? l->op->embed.scale : 1.0f;
     a.kernel_type = rfk_kernel_type(type);
     const bool floats = rfk_is_float_type(type);
-    rf_result r = rfk_go(l, floats ? rfk_embed_float : rfk_embed,
+    rf_result r = rfk_enqueue(l, floats ? rfk_embed_float : rfk_embed,
                          dim3(rfk_ceil_div(floats ? a.n_out : a.n_out / 32, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
     for (uint32_t t = 0; r == RF_OK && !a.by_position && t < l->n_rows; t++) /* rows that bring their own values */
         if (l->step->rows[t].token < 0)
@@ -7918,8 +7942,8 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
 /* The launches of a step of one row read floats where others read what the op before quantized. */
 static bool rfk_skips_floats(const rfk_launching *l) { return l->b.only_int8 && l->step->n_rows > 1; }
 
-/* Products of so many columns are rfk_matmul_bfloats: one tile of it is half empty with 64. */
-static bool rfk_takes_bfloats(const rf_dev *d, uint32_t n_in, uint32_t n_cols) {
+/* Products of so many columns are rfk_matmul_wgmma: one tile of it is half empty with 64. */
+static bool rfk_takes_wgmma(const rf_dev *d, uint32_t n_in, uint32_t n_cols) {
     return d->wgmma && n_in % RFK_WGMMA_DEPTH == 0 && n_cols > RFK_WGMMA_COLS / 2;
 }
 
@@ -7927,7 +7951,7 @@ static bool rfk_takes_bfloats(const rf_dev *d, uint32_t n_in, uint32_t n_cols) {
 static rfk_int8_rows rfk_rows_for_next(const rfk_launching *l, uint32_t n) {
     rfk_int8_rows to = l->p->x8;
     if (!l->b.quantize) to.q = NULL;
-    if (l->b.to_matmul && rfk_takes_bfloats(l->p->dev, n, l->n_rows)) to.bfloats = l->n_rows;
+    if (l->b.to_matmul && rfk_takes_wgmma(l->p->dev, n, l->n_rows)) to.bf16 = l->n_rows;
     return to;
 }
 
@@ -7960,8 +7984,8 @@ static rf_result rfk_run_rms_norm(const rfk_launching *l) {
     const rfk_norm_args a = rfk_make_norm(l);
     const dim3 grid(l->n_rows, l->op->norm.n_groups);
     if (a.n >= 4 * RFK_BLOCK && rfk_is_simple_norm(&a)) /* four values for every thread */
-        return rfk_go(l, RFK_BY_WAVE(l, (rfk_rms_norm_wide<32>), (rfk_rms_norm_wide<64>)), grid, RFK_BLOCK, a);
-    return rfk_go(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), grid, RFK_BLOCK, a);
+        return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_rms_norm_wide<32>), (rfk_rms_norm_wide<64>)), grid, RFK_BLOCK, a);
+    return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), grid, RFK_BLOCK, a);
 }
 
 /* n_rows rows of n floats of the op's input as its matmul takes them. */
@@ -7969,7 +7993,7 @@ static rf_result rfk_run_quantize(const rfk_launching *l, rfk_int8_rows to, uint
                                   uint32_t n) {
     const rfk_quantize_args a = {l->b.in, to, stride, n};
     const dim3 grid(n_rows, rfk_ceil_div(n, 4 * RFK_BLOCK));
-    return rfk_go(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), grid, RFK_BLOCK, a);
+    return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), grid, RFK_BLOCK, a);
 }
 
 typedef void (*rfk_matmul_kernel)(rfk_matmul_args);
@@ -7996,7 +8020,7 @@ static rfk_matmul_kernel rfk_find_matmul_float(uint32_t type) {
 
 template <class ARGS, int WAVE, int COLS> static void (*rfk_find_matmul(uint32_t type))(ARGS) {
 #define RFK_QUANTIZED_CASE(TYPE) \
-    case TYPE: return rfk_matmul<RFK_BUILT(TYPE), WAVE, RFK_COLS_OF(RFK_BUILT(TYPE), COLS), ARGS>;
+    case TYPE: return rfk_matmul<RFK_BUILT(TYPE), WAVE, RFK_TILE_COLS_OF(RFK_BUILT(TYPE), COLS), ARGS>;
     switch (rfk_kernel_type(type)) {
         RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
     default: return NULL; /* op_supported lets none through */
@@ -8053,12 +8077,12 @@ static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, ui
 
 /* Blocks that share the depth of a tile, `steps` long. Two blocks keep a compute unit busy, one alone is slower; a
  * block that starts and ends costs about two steps, and joined results a step or two. Measured on an H200. */
-static uint32_t rfk_choose_tile_splits(uint32_t tiles, uint32_t steps, uint32_t compute_units, uint32_t most_blocks) {
+static uint32_t rfk_choose_tile_splits(uint32_t tiles, uint32_t steps, uint32_t compute_units, uint32_t max_blocks) {
     uint32_t best = 1;
     float least = 0;
-    for (uint32_t n = 1; n <= RFK_MAX_TILE_SPLITS && (n == 1 || (n <= steps / 4 && tiles * n <= most_blocks)); n++) {
-        uint32_t turns = rfk_ceil_div((uint64_t)tiles * n, compute_units);
-        float time = ((float)turns + 0.4f * (float)(turns % 2)) * ((float)rfk_ceil_div(steps, n) + 2);
+    for (uint32_t n = 1; n <= RFK_MAX_TILE_SPLITS && (n == 1 || (n <= steps / 4 && tiles * n <= max_blocks)); n++) {
+        uint32_t waves = rfk_ceil_div((uint64_t)tiles * n, compute_units);
+        float time = ((float)waves + 0.4f * (float)(waves % 2)) * ((float)rfk_ceil_div(steps, n) + 2);
         if (n > 1) time += 2 + 1.5f * (float)(tiles * n) / (float)compute_units;
         if (n == 1 || time < least) least = time, best = n;
     }
@@ -8088,10 +8112,10 @@ static rf_result rfk_run_join(rfk_launching *l, const rfk_tiles_args *t, uint32_
         a.norm = rfk_make_norm(&next);
         if (rfk_is_simple_norm(&a.norm)) {
             l->done = 2;
-            return rfk_go(l, RFK_BY_WAVE(l, rfk_join_norm<32>, rfk_join_norm<64>), dim3(t->m.n_cols), RFK_BLOCK, a);
+            return rfk_enqueue(l, RFK_BY_WAVE(l, rfk_join_norm<32>, rfk_join_norm<64>), dim3(t->m.n_cols), RFK_BLOCK, a);
         }
     }
-    return rfk_go(l, rfk_join_tiles, dim3(col_tiles, row_tiles, t->rows * t->cols / (4 * RFK_BLOCK)), RFK_BLOCK, *t);
+    return rfk_enqueue(l, rfk_join_tiles, dim3(col_tiles, row_tiles, t->rows * t->cols / (4 * RFK_BLOCK)), RFK_BLOCK, *t);
 }
 
 /* Tiles on matrix units, or dot products. */
@@ -8100,22 +8124,22 @@ static rf_result rfk_run_tiles(rfk_launching *l, const rfk_matmul_args *products
     rfk_tiles_args t;
     uint32_t type = p->plan->weights[l->op->weight].type;
     t.m = *products;
-    bool many = t.m.n_cols > RFK_FEW_TILE;
-    t.cols = many ? RFK_COLS_OF(type, RFK_MANY_TILE) : RFK_FEW_TILE;
-    t.rows = RFK_ROWS_OF(rfk_kernel_type(type), t.cols);
+    bool many = t.m.n_cols > RFK_SMALL_TILE_COLS;
+    t.cols = many ? RFK_TILE_COLS_OF(type, RFK_LARGE_TILE_COLS) : RFK_SMALL_TILE_COLS;
+    t.rows = RFK_TILE_ROWS_OF(rfk_kernel_type(type), t.cols);
     uint32_t row_tiles = rfk_make_products(l, &t.m, t.rows), col_tiles = rfk_ceil_div(t.m.n_cols, t.cols);
     rfk_cut_depth(p, &t, row_tiles * col_tiles);
-    void (*big)(rfk_tiles_args) = RFK_BY_WAVE(l, (rfk_find_matmul<rfk_tiles_args, 32, RFK_MANY_TILE>(type)),
-                                              (rfk_find_matmul<rfk_tiles_args, 64, RFK_MANY_TILE>(type)));
-    void (*small)(rfk_tiles_args) = RFK_BY_WAVE(l, (rfk_find_matmul<rfk_tiles_args, 32, RFK_FEW_TILE>(type)),
-                                                (rfk_find_matmul<rfk_tiles_args, 64, RFK_FEW_TILE>(type)));
-    rf_result r = rfk_go(l, many ? big : small, dim3(col_tiles, row_tiles, t.n_splits), RFK_BLOCK, t);
+    void (*big)(rfk_tiles_args) = RFK_BY_WAVE(l, (rfk_find_matmul<rfk_tiles_args, 32, RFK_LARGE_TILE_COLS>(type)),
+                                              (rfk_find_matmul<rfk_tiles_args, 64, RFK_LARGE_TILE_COLS>(type)));
+    void (*small)(rfk_tiles_args) = RFK_BY_WAVE(l, (rfk_find_matmul<rfk_tiles_args, 32, RFK_SMALL_TILE_COLS>(type)),
+                                                (rfk_find_matmul<rfk_tiles_args, 64, RFK_SMALL_TILE_COLS>(type)));
+    rf_result r = rfk_enqueue(l, many ? big : small, dim3(col_tiles, row_tiles, t.n_splits), RFK_BLOCK, t);
     if (r != RF_OK || t.n_splits == 1) return r;
     return rfk_run_join(l, &t, row_tiles, col_tiles);
 }
 
-/* Tiles of bfloats, on wgmma. */
-static rf_result rfk_run_bfloats(rfk_launching *l, const rfk_matmul_args *products) {
+/* Tiles of bf16, on wgmma. */
+static rf_result rfk_run_wgmma(rfk_launching *l, const rfk_matmul_args *products) {
     rfk_tiles_args t;
     t.m = *products;
     t.rows = RFK_WGMMA_ROWS, t.cols = RFK_WGMMA_COLS;
@@ -8123,37 +8147,37 @@ static rf_result rfk_run_bfloats(rfk_launching *l, const rfk_matmul_args *produc
     rfk_cut_depth(l->p, &t, row_tiles * col_tiles);
     const rfk_config c = {dim3(col_tiles, row_tiles, t.n_splits), dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0,
                           l->q->stream};
-    rf_result r = rfk_go_config(l, rfk_find_bfloats(rfk_kernel_type(l->p->plan->weights[l->op->weight].type)), c, t);
+    rf_result r = rfk_enqueue_config(l, rfk_find_wgmma(rfk_kernel_type(l->p->plan->weights[l->op->weight].type)), c, t);
     if (r != RF_OK || t.n_splits == 1) return r;
     return rfk_run_join(l, &t, row_tiles, col_tiles);
 }
 
-/* The input of a launch in pieces: n_cols rows of n values, per_row of them side by side. */
+/* The input of a launch in terms: n_cols rows of n values, per_row of them side by side. */
 template <bool BF16>
-static rf_result rfk_run_split(const rfk_launching *l, uint32_t n_cols, uint32_t per_row, uint32_t n) {
-    rfk_split_args z = {l->b.in, l->p->pieces, l->b.in_stride, per_row, n};
+static rf_result rfk_run_split_rows(const rfk_launching *l, uint32_t n_cols, uint32_t per_row, uint32_t n) {
+    rfk_split_args z = {l->b.in, l->p->terms, l->b.in_stride, per_row, n};
     void (*cut)(rfk_split_args) = RFK_BY_WAVE(l, (rfk_split_rows<32, BF16>), (rfk_split_rows<64, BF16>));
-    return rfk_go(l, cut, dim3(n_cols), RFK_BLOCK, z);
+    return rfk_enqueue(l, cut, dim3(n_cols), RFK_BLOCK, z);
 }
 
-template <bool BF16> static rf_result rfk_run_halves(rfk_launching *l, const rfk_matmul_args *products) {
+template <bool BF16> static rf_result rfk_run_16bit(rfk_launching *l, const rfk_matmul_args *products) {
     rf_prepared *p = l->p;
-    rfk_halves_args<rfk_tiles_args> a;
+    rfk_16bit_args<rfk_tiles_args> a;
     rfk_tiles_args *t = &a.tiles;
     t->m = *products;
-    a.x = p->pieces;
-    const uint32_t n_cols = products->n_cols, row_tiles = rfk_make_products(l, &t->m, RFK_FEW_ROWS);
-    const bool many = n_cols > RFK_FEW_TILE;
-    const uint32_t cols = many ? RFK_MANY_TILE : RFK_FEW_TILE, col_tiles = rfk_ceil_div(n_cols, cols);
-    t->rows = RFK_FEW_ROWS, t->cols = cols;
+    a.x = p->terms;
+    const uint32_t n_cols = products->n_cols, row_tiles = rfk_make_products(l, &t->m, RFK_SMALL_TILE_ROWS);
+    const bool many = n_cols > RFK_SMALL_TILE_COLS;
+    const uint32_t cols = many ? RFK_LARGE_TILE_COLS : RFK_SMALL_TILE_COLS, col_tiles = rfk_ceil_div(n_cols, cols);
+    t->rows = RFK_SMALL_TILE_ROWS, t->cols = cols;
     rfk_cut_depth(p, t, row_tiles * col_tiles);
-    rf_result r = rfk_run_split<BF16>(l, n_cols, 1, products->n_in);
-    typedef void (*rfk_halves_kernel)(rfk_halves_args<rfk_tiles_args>);
-    rfk_halves_kernel big = RFK_BY_WAVE(l, (rfk_matmul_halves<BF16, 32, RFK_MANY_TILE, rfk_tiles_args>),
-                                        (rfk_matmul_halves<BF16, 64, RFK_MANY_TILE, rfk_tiles_args>));
-    rfk_halves_kernel small = RFK_BY_WAVE(l, (rfk_matmul_halves<BF16, 32, RFK_FEW_TILE, rfk_tiles_args>),
-                                          (rfk_matmul_halves<BF16, 64, RFK_FEW_TILE, rfk_tiles_args>));
-    if (r == RF_OK) r = rfk_go(l, many ? big : small, dim3(col_tiles, row_tiles, t->n_splits), RFK_BLOCK, a);
+    rf_result r = rfk_run_split_rows<BF16>(l, n_cols, 1, products->n_in);
+    typedef void (*rfk_16bit_kernel)(rfk_16bit_args<rfk_tiles_args>);
+    rfk_16bit_kernel big = RFK_BY_WAVE(l, (rfk_matmul_16bit<BF16, 32, RFK_LARGE_TILE_COLS, rfk_tiles_args>),
+                                        (rfk_matmul_16bit<BF16, 64, RFK_LARGE_TILE_COLS, rfk_tiles_args>));
+    rfk_16bit_kernel small = RFK_BY_WAVE(l, (rfk_matmul_16bit<BF16, 32, RFK_SMALL_TILE_COLS, rfk_tiles_args>),
+                                          (rfk_matmul_16bit<BF16, 64, RFK_SMALL_TILE_COLS, rfk_tiles_args>));
+    if (r == RF_OK) r = rfk_enqueue(l, many ? big : small, dim3(col_tiles, row_tiles, t->n_splits), RFK_BLOCK, a);
     if (r != RF_OK || t->n_splits == 1) return r;
     return rfk_run_join(l, t, row_tiles, col_tiles);
 }
@@ -8168,26 +8192,26 @@ static rf_result rfk_run_matmul(rfk_launching *l) {
     a.n_in = op->matmul.n_in;
     a.n_cols = l->n_rows;
     a.aligned = op->matmul.n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
-    const bool bfloats = !rfk_is_float_type(type) && rfk_takes_bfloats(l->p->dev, a.n_in, a.n_cols);
-    if (bfloats) a.x8.bfloats = a.n_cols;
+    const bool bf16 = !rfk_is_float_type(type) && rfk_takes_wgmma(l->p->dev, a.n_in, a.n_cols);
+    if (bf16) a.x8.bf16 = a.n_cols;
     rf_result r = RF_OK;
     if (l->b.quantize) r = rfk_run_quantize(l, a.x8, l->n_rows, l->b.in_stride, op->matmul.n_in);
     if (r != RF_OK) return r;
-    if (bfloats) return rfk_run_bfloats(l, &a);
+    if (bf16) return rfk_run_wgmma(l, &a);
     bool tiles = a.n_cols > RFK_FEW_COLS;
     if (tiles && rfk_has_tiles(l->p->dev, type)) return rfk_run_tiles(l, &a);
     if (!rfk_is_float_type(type)) tiles = false;
-    if (tiles && rfk_piece_values(l->p->dev, l->p->plan, op))
-        return type == RF_TYPE_F16 ? rfk_run_halves<false>(l, &a) : rfk_run_halves<true>(l, &a);
+    if (tiles && rfk_term_values(l->p->dev, l->p->plan, op))
+        return type == RF_TYPE_F16 ? rfk_run_16bit<false>(l, &a) : rfk_run_16bit<true>(l, &a);
     if (tiles) {
         uint32_t blocks = rfk_make_products(l, &a, RFK_TILE);
-        return rfk_go(l, rfk_find_matmul_float(type), dim3(blocks, rfk_ceil_div(a.n_cols, RFK_TILE)), RFK_BLOCK, a);
+        return rfk_enqueue(l, rfk_find_matmul_float(type), dim3(blocks, rfk_ceil_div(a.n_cols, RFK_TILE)), RFK_BLOCK, a);
     }
     uint32_t blocks = rfk_make_products(l, &a, RFK_MATVEC_WAVES), threads = RFK_MATVEC_WAVES * l->p->dev->wave;
     rfk_matmul_kernel one = RFK_BY_WAVE(l, (rfk_find_matvec<32, 1>(type)), (rfk_find_matvec<64, 1>(type)));
     rfk_matmul_kernel four = RFK_BY_WAVE(l, (rfk_find_matvec<32, 4>(type)), (rfk_find_matvec<64, 4>(type)));
-    if (a.n_cols == 1) return rfk_go(l, one, dim3(blocks), threads, a);
-    return rfk_go(l, four, dim3(blocks, rfk_ceil_div(a.n_cols, 4)), threads, a);
+    if (a.n_cols == 1) return rfk_enqueue(l, one, dim3(blocks), threads, a);
+    return rfk_enqueue(l, four, dim3(blocks, rfk_ceil_div(a.n_cols, 4)), threads, a);
 }
 
 static rf_result rfk_run_rope(const rfk_launching *l) {
@@ -8212,7 +8236,7 @@ static rf_result rfk_run_rope(const rfk_launching *l) {
     a.group = r->n_rot / 2 < RFK_BLOCK ? r->n_rot / 2 : RFK_BLOCK;
     dim3 grid(l->n_rows, rfk_ceil_div(a.n_heads[0] + (uint64_t)a.n_heads[1], RFK_ROPE_HEADS * (RFK_BLOCK / a.group)),
               rfk_ceil_div(r->n_rot / 2, RFK_BLOCK));
-    return rfk_go(l, rfk_rope, grid, RFK_BLOCK, a);
+    return rfk_enqueue(l, rfk_rope, grid, RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_kv_store(const rfk_launching *l) {
@@ -8235,18 +8259,18 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
         const uint64_t n = (uint64_t)s->n_kv_heads * (s->head_dim + (latent ? 0 : s->head_dim_v));
         void (*rows)(rfk_store_args) = RFK_BY_WAVE(l, (rfk_q8_store<32, false>), (rfk_q8_store<64, false>));
         void (*keys)(rfk_store_args) = RFK_BY_WAVE(l, (rfk_q8_store<32, true>), (rfk_q8_store<64, true>));
-        return rfk_go(l, latent ? keys : rows, dim3(rfk_ceil_div(n, 4 * RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+        return rfk_enqueue(l, latent ? keys : rows, dim3(rfk_ceil_div(n, 4 * RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
     }
     if (op->flags & RF_OP_MLA) {
         dim3 grid(rfk_ceil_div((uint64_t)s->n_kv_heads * s->head_dim, RFK_BLOCK), l->n_rows);
-        return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? rfk_latent_store<float> : rfk_latent_store<uint16_t>, grid,
+        return rfk_enqueue(l, l->p->cache_type == RF_CACHE_F32 ? rfk_latent_store<float> : rfk_latent_store<uint16_t>, grid,
                       RFK_BLOCK, a);
     }
     const uint32_t per = s->head_dim % 4 == 0 && s->head_dim_v % 4 == 0 ? 4 : 1;
     void (*full)(rfk_store_args) = per == 4 ? rfk_kv_store<float, 4> : rfk_kv_store<float, 1>;
     void (*half)(rfk_store_args) = per == 4 ? rfk_kv_store<uint16_t, 4> : rfk_kv_store<uint16_t, 1>;
     dim3 grid(rfk_ceil_div((uint64_t)s->n_kv_heads * (s->head_dim + s->head_dim_v), RFK_BLOCK * per), l->n_rows);
-    return rfk_go(l, l->p->cache_type == RF_CACHE_F32 ? full : half, grid, RFK_BLOCK, a);
+    return rfk_enqueue(l, l->p->cache_type == RF_CACHE_F32 ? full : half, grid, RFK_BLOCK, a);
 }
 
 /* A prompt: tiles of queries and positions pay when the rows of a sequence are many. Quantized keys and values are two
@@ -8320,16 +8344,16 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
         a.rows_per_block = 16 * RFK_FLASH_WAVES / group;
         const uint32_t blocks = rfk_ceil_div(l->n_rows, a.rows_per_block) * att->n_kv_heads,
                        units = p->dev->info.compute_units;
-        a.turn = blocks <= 2 * units ? units : blocks;
-        return rfk_go(l, att->head_dim <= 64 ? rfk_find_flash<64>(l) : rfk_find_flash<RFK_FLASH_HEAD>(l), dim3(blocks),
+        a.reverse_from = blocks <= 2 * units ? units : blocks;
+        return rfk_enqueue(l, att->head_dim <= 64 ? rfk_find_flash<64>(l) : rfk_find_flash<RFK_FLASH_HEAD>(l), dim3(blocks),
                       RFK_FLASH_WAVES * p->dev->wave, a);
     }
     dim3 grid(rfk_ceil_div(l->n_rows, a.rows_per_block), att->n_kv_heads * rfk_ceil_div(group, a.heads_per_block),
               rfk_ceil_div(longest, a.split_cells));
     bool wide = att->head_dim > RFK_MAX_HEAD || att->head_dim_v > RFK_MAX_HEAD;
-    rf_result r = rfk_go(l, wide ? rfk_find_attention<RFK_LATENT_HEAD>(l) : rfk_find_attention<RFK_MAX_HEAD>(l), grid,
+    rf_result r = rfk_enqueue(l, wide ? rfk_find_attention<RFK_LATENT_HEAD>(l) : rfk_find_attention<RFK_MAX_HEAD>(l), grid,
                          RFK_BLOCK, a);
-    if (r == RF_OK && split) r = rfk_go(l, rfk_attention_join, dim3(l->n_rows, att->n_heads), RFK_BLOCK, a);
+    if (r == RF_OK && split) r = rfk_enqueue(l, rfk_attention_join, dim3(l->n_rows, att->n_heads), RFK_BLOCK, a);
     return r;
 }
 
@@ -8347,7 +8371,7 @@ static rf_result rfk_run_glu(const rfk_launching *l) {
     a.n = l->op->glu.n;
     a.to = rfk_rows_for_next(l, a.n);
     if (rfk_skips_floats(l)) a.out = NULL;
-    return rfk_go(l, RFK_BY_WAVE(l, (rfk_glu<32>), (rfk_glu<64>)), dim3(rfk_ceil_div(a.n, 4 * RFK_BLOCK), l->n_rows),
+    return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_glu<32>), (rfk_glu<64>)), dim3(rfk_ceil_div(a.n, 4 * RFK_BLOCK), l->n_rows),
                   RFK_BLOCK, a);
 }
 
@@ -8359,7 +8383,7 @@ static rf_result rfk_run_gather(const rfk_launching *l) {
     a.in_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
     a.n = l->op->gather.n;
-    return rfk_go(l, rfk_gather, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    return rfk_enqueue(l, rfk_gather, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_argmax(const rfk_launching *l) {
@@ -8371,10 +8395,10 @@ static rf_result rfk_run_argmax(const rfk_launching *l) {
     a.n = l->op->argmax.n;
     a.part = l->n_rows == 1 && a.n > RFK_ARGMAX_PARTS * RFK_ARGMAX_BLOCK ? l->p->best : NULL;
     a.n_parts = a.part ? RFK_ARGMAX_PARTS : 1;
-    rf_result r = rfk_go(l, RFK_BY_WAVE(l, (rfk_argmax<32>), (rfk_argmax<64>)), dim3(l->n_rows, a.n_parts),
+    rf_result r = rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_argmax<32>), (rfk_argmax<64>)), dim3(l->n_rows, a.n_parts),
                          RFK_ARGMAX_BLOCK, a);
     if (r != RF_OK || !a.part) return r;
-    return rfk_go(l, RFK_BY_WAVE(l, (rfk_argmax_join<32>), (rfk_argmax_join<64>)), dim3(1), l->p->dev->wave, a);
+    return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_argmax_join<32>), (rfk_argmax_join<64>)), dim3(1), l->p->dev->wave, a);
 }
 
 static rf_result rfk_run_route(const rfk_launching *l) {
@@ -8391,7 +8415,7 @@ static rf_result rfk_run_route(const rfk_launching *l) {
     a.n_groups_used = op->route.n_groups_used;
     a.flags = op->flags;
     a.scale = op->route.scale;
-    return rfk_go(l, RFK_BY_WAVE(l, rfk_route<32>, rfk_route<64>), dim3(l->n_rows), l->p->dev->wave, a);
+    return rfk_enqueue(l, RFK_BY_WAVE(l, rfk_route<32>, rfk_route<64>), dim3(l->n_rows), l->p->dev->wave, a);
 }
 
 typedef void (*rfk_experts_kernel)(rfk_experts_args);
@@ -8409,18 +8433,18 @@ template <int WAVE> static rfk_experts_kernel rfk_find_experts(uint32_t type) {
 
 /* Experts with weights of 16-bit floats, of many pairs. */
 template <bool BF16>
-static rf_result rfk_run_pair_halves(const rfk_launching *l, const rfk_pair_tiles_args *tiles, uint32_t n_tiles) {
+static rf_result rfk_run_pair_16bit(const rfk_launching *l, const rfk_pair_tiles_args *tiles, uint32_t n_tiles) {
     const uint32_t per_row = tiles->e.per_choice ? tiles->e.n_used : 1;
-    rfk_halves_args<rfk_pair_tiles_args> a;
+    rfk_16bit_args<rfk_pair_tiles_args> a;
     a.tiles = *tiles;
-    a.x = l->p->pieces;
+    a.x = l->p->terms;
     a.tiles.t.m.n_cols = l->n_rows * per_row;
-    rf_result r = rfk_run_split<BF16>(l, a.tiles.t.m.n_cols, per_row, tiles->e.n_in);
+    rf_result r = rfk_run_split_rows<BF16>(l, a.tiles.t.m.n_cols, per_row, tiles->e.n_in);
     if (r != RF_OK) return r;
-    void (*kernel)(rfk_halves_args<rfk_pair_tiles_args>) =
-        RFK_BY_WAVE(l, (rfk_matmul_halves<BF16, 32, RFK_PAIR_TILE, rfk_pair_tiles_args>),
-                    (rfk_matmul_halves<BF16, 64, RFK_PAIR_TILE, rfk_pair_tiles_args>));
-    return rfk_go(l, kernel, dim3(n_tiles, rfk_ceil_div(tiles->e.n_out, RFK_FEW_ROWS)), RFK_BLOCK, a);
+    void (*kernel)(rfk_16bit_args<rfk_pair_tiles_args>) =
+        RFK_BY_WAVE(l, (rfk_matmul_16bit<BF16, 32, RFK_PAIR_TILE, rfk_pair_tiles_args>),
+                    (rfk_matmul_16bit<BF16, 64, RFK_PAIR_TILE, rfk_pair_tiles_args>));
+    return rfk_enqueue(l, kernel, dim3(n_tiles, rfk_ceil_div(tiles->e.n_out, RFK_SMALL_TILE_ROWS)), RFK_BLOCK, a);
 }
 
 /* Experts of many pairs. Depths are not cut: a pair's results do not depend on what else is in the step. */
@@ -8429,7 +8453,7 @@ static rf_result rfk_run_pair_tiles(const rfk_launching *l, const rfk_experts_ar
                    n_tiles = rfk_pair_tiles(n_pairs, n_experts);
     if (l->b.sort) {
         rfk_sort_args z = {e->route, l->p->lists, e->route_stride, e->n_used, n_pairs};
-        rf_result r = rfk_go(l, rfk_sort_pairs, dim3(n_experts), RFK_BLOCK, z);
+        rf_result r = rfk_enqueue(l, rfk_sort_pairs, dim3(n_experts), RFK_BLOCK, z);
         if (r != RF_OK) return r;
     }
     rfk_pair_tiles_args a;
@@ -8440,13 +8464,13 @@ static rf_result rfk_run_pair_tiles(const rfk_launching *l, const rfk_experts_ar
     a.t.m.n_in = e->n_in;
     a.t.n_splits = 1;
     a.t.split_units = e->n_in / 32;
-    if (type == RF_TYPE_F16) return rfk_run_pair_halves<false>(l, &a, n_tiles);
-    if (type == RF_TYPE_BF16) return rfk_run_pair_halves<true>(l, &a, n_tiles);
+    if (type == RF_TYPE_F16) return rfk_run_pair_16bit<false>(l, &a, n_tiles);
+    if (type == RF_TYPE_BF16) return rfk_run_pair_16bit<true>(l, &a, n_tiles);
     void (*kernel)(rfk_pair_tiles_args) =
         RFK_BY_WAVE(l, (rfk_find_matmul<rfk_pair_tiles_args, 32, RFK_PAIR_TILE>(type)),
                     (rfk_find_matmul<rfk_pair_tiles_args, 64, RFK_PAIR_TILE>(type)));
-    const uint32_t row_tiles = rfk_ceil_div(e->n_out, RFK_ROWS_OF(rfk_kernel_type(type), RFK_PAIR_TILE));
-    return rfk_go(l, kernel, dim3(n_tiles, row_tiles), RFK_BLOCK, a);
+    const uint32_t row_tiles = rfk_ceil_div(e->n_out, RFK_TILE_ROWS_OF(rfk_kernel_type(type), RFK_PAIR_TILE));
+    return rfk_enqueue(l, kernel, dim3(n_tiles, row_tiles), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_experts(const rfk_launching *l) {
@@ -8479,7 +8503,7 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
     }
     const uint32_t n_pairs = rfk_tile_pairs(p->dev, p->plan, op, l->n_rows);
     if (n_pairs) return rfk_run_pair_tiles(l, &a, n_pairs);
-    return rfk_go(l, RFK_BY_WAVE(l, (rfk_find_experts<32>(type)), (rfk_find_experts<64>(type))),
+    return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_find_experts<32>(type)), (rfk_find_experts<64>(type))),
                   dim3(rfk_ceil_div(a.n_out, RFK_MATVEC_WAVES), a.n_used, l->n_rows),
                   RFK_MATVEC_WAVES * p->dev->wave, a);
 }
@@ -8512,15 +8536,15 @@ static rf_result rfk_run_heads(const rfk_launching *l) {
     if (l->b.quantize && rest) r = rfk_run_quantize(l, p->x8, l->n_rows * h->n_heads, h->head_dim, h->n_in);
     else if (l->b.quantize) r = rfk_run_quantize(l, p->x8, l->n_rows, l->b.in_stride, h->n_in * h->n_heads);
     if (r == RF_OK && op->flags & RF_OP_ACROSS)
-        r = rfk_go(l, rfk_is_float_type(type) ? rfk_across_float : rfk_across,
+        r = rfk_enqueue(l, rfk_is_float_type(type) ? rfk_across_float : rfk_across,
                    dim3(rfk_ceil_div(a.n_out, rfk_is_float_type(type) ? RFK_BLOCK : RFK_ACROSS_COLS), a.n_used,
                         l->n_rows), RFK_BLOCK, a);
     else if (r == RF_OK)
-        r = rfk_go(l, RFK_BY_WAVE(l, (rfk_find_experts<32>(type)), (rfk_find_experts<64>(type))),
+        r = rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_find_experts<32>(type)), (rfk_find_experts<64>(type))),
                    dim3(rfk_ceil_div(a.n_out, RFK_MATVEC_WAVES), a.n_used, l->n_rows),
                    RFK_MATVEC_WAVES * p->dev->wave, a);
     if (r != RF_OK || rest == 0) return r;
-    return rfk_go(l, rfk_rest, dim3(rfk_ceil_div((uint64_t)rest * h->n_heads, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    return rfk_enqueue(l, rfk_rest, dim3(rfk_ceil_div((uint64_t)rest * h->n_heads, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_mix(const rfk_launching *l) {
@@ -8538,7 +8562,7 @@ static rf_result rfk_run_mix(const rfk_launching *l) {
     a.accumulate = (op->flags & RF_OP_ACCUMULATE) != 0;
     a.sigmoid = (op->flags & RF_OP_SIGMOID) != 0;
     a.scale = m->scale != 0 ? m->scale : 1;
-    return rfk_go(l, rfk_mix, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    return rfk_enqueue(l, rfk_mix, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_conv(const rfk_launching *l) {
@@ -8556,7 +8580,7 @@ static rf_result rfk_run_conv(const rfk_launching *l) {
     a.n = op->conv.n;
     a.n_taps = op->conv.n_taps;
     a.activation = op->conv.activation;
-    return rfk_go(l, rfk_conv, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->p->n_seq), RFK_BLOCK, a);
+    return rfk_enqueue(l, rfk_conv, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->p->n_seq), RFK_BLOCK, a);
 }
 
 typedef void (*rfk_delta_kernel)(rfk_delta_args);
@@ -8590,7 +8614,7 @@ static rf_result rfk_run_delta(const rfk_launching *l) {
     a.eps = op->delta.eps;
     rfk_delta_kernel kernel = RFK_BY_WAVE(l, (rfk_find_delta<32>(a.head_dim)), (rfk_find_delta<64>(a.head_dim)));
     const uint32_t wave = l->p->dev->wave, cols = RFK_DELTA_COLS(wave, a.head_dim);
-    return rfk_go(l, kernel, dim3(rfk_ceil_div(a.head_dim_v, 4 * cols), a.n_heads, l->p->n_seq), 4 * wave, a);
+    return rfk_enqueue(l, kernel, dim3(rfk_ceil_div(a.head_dim_v, 4 * cols), a.n_heads, l->p->n_seq), 4 * wave, a);
 }
 
 static rf_result rfk_run_slice(const rfk_launching *l) {
@@ -8603,15 +8627,15 @@ static rf_result rfk_run_slice(const rfk_launching *l) {
     a.n_heads = s->n_heads;
     a.width = s->head_dim;
     a.dim = s->n;
-    return rfk_go(l, rfk_slice, dim3(rfk_ceil_div((uint64_t)a.n_heads * a.dim, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    return rfk_enqueue(l, rfk_slice, dim3(rfk_ceil_div((uint64_t)a.n_heads * a.dim, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
 }
 
 /* ---- launches of a decode step ---- */
 
 /* Blocks of the products, about `most` in all, by their bytes. */
-static uint32_t rfk_divide_blocks(const rfk_launching *l, rfk_rows_args *a, uint32_t most) {
+static uint32_t rfk_divide_blocks(const rfk_launching *l, rfk_fused_args *a, uint32_t most) {
     uint64_t total = 0, bytes[RFK_PRODUCTS] = {0, 0, 0};
-    uint32_t end = 0, n = a->glu ? 1 : l->together, waves = RFK_ROWS_BLOCK / l->p->dev->wave;
+    uint32_t end = 0, n = a->glu ? 1 : l->together, waves = RFK_FUSED_BLOCK / l->p->dev->wave;
     for (uint32_t i = 0; i < n; i++)
         total += bytes[i] = (uint64_t)a->part[i].n_out * rfk_row_bytes(&l->p->plan->weights[l->op[i].weight]);
     for (uint32_t i = 0; i < RFK_PRODUCTS; i++) {
@@ -8629,35 +8653,35 @@ static uint32_t rfk_divide_blocks(const rfk_launching *l, rfk_rows_args *a, uint
 static void rfk_begin_fused(rf_prepared *p, uint32_t begin, uint32_t end) {
     p->fused_begin = begin;
     p->fused_end = end;
-    p->half_of = RF_NONE;
+    p->deferred_for = RF_NONE;
 }
 
 /* Half a norm from the launch before this one and for the one behind it. */
-static void rfk_pass_norm(rf_prepared *p, const rfk_fused *f, rfk_rows_args *a) {
+static void rfk_bind_deferred_norm(rf_prepared *p, const rfk_fused *f, rfk_fused_args *a) {
     const uint32_t self = (uint32_t)(f - p->fused);
-    if (f->halved && p->half_of == self) {
-        a->x8 = p->half;
-        a->squares = p->half_squares;
+    if (f->norm_is_deferred && p->deferred_for == self) {
+        a->x8 = p->deferred;
+        a->squares = p->deferred_squares;
     }
-    p->half_of = RF_NONE;
+    p->deferred_for = RF_NONE;
     if (f->to_norm == RF_NONE || self + 1 >= p->fused_end) return;
     a->to_norm = rfk_vector(p, p->plan->ops[f->to_norm].weight, 0, &a->to_norm_type);
-    a->to8 = p->half;
-    a->to_squares = p->half_squares;
-    p->half_of = self + 1;
+    a->to8 = p->deferred;
+    a->to_squares = p->deferred_squares;
+    p->deferred_for = self + 1;
 }
 
-template <int WAVE> static void (*rfk_find_rows(bool other, uint32_t strips))(rfk_rows_args) {
-    if (other) return rfk_rows<WAVE, 1, true>;
-    return strips == 1 ? rfk_rows<WAVE, 1, false> : rfk_rows<WAVE, RFK_MAX_STRIPS, false>;
+template <int WAVE> static void (*rfk_find_fused_matvec(bool other, uint32_t fragments))(rfk_fused_args) {
+    if (other) return rfk_fused_matvec<WAVE, 1, true>;
+    return fragments == 1 ? rfk_fused_matvec<WAVE, 1, false> : rfk_fused_matvec<WAVE, RFK_MAX_IN_FLIGHT, false>;
 }
 
-static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
+static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
     const rf_op *ops = p->plan->ops;
     uint32_t source = f->gather != RF_NONE ? f->gather : f->norm != RF_NONE ? f->norm : f->products;
     rfk_matmul_args products;
-    rfk_rows_args a;
+    rfk_fused_args a;
     memset(&a, 0, sizeof a);
     l->op = &ops[f->products];
     l->index = f->products;
@@ -8676,45 +8700,45 @@ static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
     a.n_in = l->op->matmul.n_in;
     a.glu = f->glu != RF_NONE;
     if (f->to_int8) a.to8 = p->x8;
-    rfk_pass_norm(p, f, &a);
-    const rf_launch_config *way = &p->stats.configs[p->stats.config];
+    rfk_bind_deferred_norm(p, f, &a);
+    const rf_launch_config *config = &p->stats.configs[p->stats.config];
     const bool other = rfk_is_other(p->plan, f->products);
-    uint32_t blocks = rfk_divide_blocks(l, &a, way->blocks_per_cu * p->dev->info.compute_units);
-    rfk_config c = {dim3(blocks), dim3(RFK_ROWS_BLOCK), a.n_in / 64 * 96, p->capturing && p->dev->early,
+    uint32_t blocks = rfk_divide_blocks(l, &a, config->blocks_per_cu * p->dev->info.compute_units);
+    rfk_config c = {dim3(blocks), dim3(RFK_FUSED_BLOCK), a.n_in / 64 * 96, p->capturing && p->dev->early,
                     l->q->stream};
-    void (*kernel)(rfk_rows_args) =
-        RFK_BY_WAVE(l, rfk_find_rows<32>(other, way->in_flight), rfk_find_rows<64>(other, way->in_flight));
-    return rfk_go_config(l, kernel, c, a);
+    void (*kernel)(rfk_fused_args) =
+        RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight), rfk_find_fused_matvec<64>(other, config->in_flight));
+    return rfk_enqueue_config(l, kernel, c, a);
 }
 
 /* Kernels are for groups of 2, 4 and 8, of 4 and 8 with a cache of floats: loads take longer than the queries that are
  * not there, and every kernel costs time to compile. The bits of smaller groups are the same. */
 template <int WAVE, class KV, bool PLAIN, int PER>
-static void (*rfk_row_attention_of(uint32_t group))(rfk_row_attention_args) {
-    if (group <= 2) return rfk_row_attention<WAVE, KV, PLAIN, (sizeof(KV) > 2 ? 4 : 2), PER>;
-    if (group <= 4) return rfk_row_attention<WAVE, KV, PLAIN, 4, PER>;
-    return rfk_row_attention<WAVE, KV, PLAIN, 8, PER>;
+static void (*rfk_decode_attention_of(uint32_t group))(rfk_decode_attention_args) {
+    if (group <= 2) return rfk_decode_attention<WAVE, KV, PLAIN, (sizeof(KV) > 2 ? 4 : 2), PER>;
+    if (group <= 4) return rfk_decode_attention<WAVE, KV, PLAIN, 4, PER>;
+    return rfk_decode_attention<WAVE, KV, PLAIN, 8, PER>;
 }
 template <int WAVE, class KV, bool PLAIN>
-static void (*rfk_row_attention_by(const rf_op *op))(rfk_row_attention_args) {
+static void (*rfk_decode_attention_by(const rf_op *op))(rfk_decode_attention_args) {
     const uint32_t group = op->attention.n_heads / op->attention.n_kv_heads;
-    if (op->attention.head_dim <= 64) return rfk_row_attention_of<WAVE, KV, PLAIN, 8>(group);
-    if (op->attention.head_dim <= 128) return rfk_row_attention_of<WAVE, KV, PLAIN, 16>(group);
-    return rfk_row_attention_of<WAVE, KV, PLAIN, 32>(group);
+    if (op->attention.head_dim <= 64) return rfk_decode_attention_of<WAVE, KV, PLAIN, 8>(group);
+    if (op->attention.head_dim <= 128) return rfk_decode_attention_of<WAVE, KV, PLAIN, 16>(group);
+    return rfk_decode_attention_of<WAVE, KV, PLAIN, 32>(group);
 }
 template <int WAVE>
-static void (*rfk_find_row_attention(uint32_t cache_type, const rf_op *op))(rfk_row_attention_args) {
-    if (cache_type == RF_CACHE_F32) return rfk_row_attention_by<WAVE, float, false>(op);
-    if (cache_type == RF_CACHE_Q8_0) return rfk_row_attention_by<WAVE, rfk_q8, false>(op);
-    return rfk_is_plain_attention(op) ? rfk_row_attention_by<WAVE, uint16_t, true>(op)
-                                      : rfk_row_attention_by<WAVE, uint16_t, false>(op);
+static void (*rfk_find_decode_attention(uint32_t cache_type, const rf_op *op))(rfk_decode_attention_args) {
+    if (cache_type == RF_CACHE_F32) return rfk_decode_attention_by<WAVE, float, false>(op);
+    if (cache_type == RF_CACHE_Q8_0) return rfk_decode_attention_by<WAVE, rfk_q8, false>(op);
+    return rfk_is_plain_attention(op) ? rfk_decode_attention_by<WAVE, uint16_t, true>(op)
+                                      : rfk_decode_attention_by<WAVE, uint16_t, false>(op);
 }
 
-static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
+static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
     const rf_op *ops = p->plan->ops, *op = &ops[f->attention];
     const rf_attention_params *att = &op->attention;
-    rfk_row_attention_args a;
+    rfk_decode_attention_args a;
     memset(&a, 0, sizeof a);
     l->op = op;
     l->index = f->attention;
@@ -8730,7 +8754,7 @@ static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
     a.k_state = p->ops[f->attention].k;
     a.v_state = p->ops[f->attention].v;
     a.out = p->ops[f->attention].out;
-    a.part = p->row_part;
+    a.part = p->decode_part;
     a.tickets = p->tickets;
     a.x8 = p->x8;
     if (!f->to_int8) a.x8.q = NULL;
@@ -8745,11 +8769,11 @@ static rf_result rfk_run_row_attention(rfk_launching *l, const rfk_fused *f) {
     a.scale = att->scale;
     a.softcap = att->softcap * RFK_LOG2_E;
     a.softcap_factor = att->softcap == 0 ? 0 : 2 / att->softcap; /* 2 log2(e) / (softcap log2(e)) */
-    rfk_config c = {dim3(att->n_kv_heads, p->row_splits), dim3(RFK_BLOCK), 0, p->capturing && p->dev->early,
+    rfk_config c = {dim3(att->n_kv_heads, p->decode_splits), dim3(RFK_BLOCK), 0, p->capturing && p->dev->early,
                     l->q->stream};
-    void (*kernel)(rfk_row_attention_args) = RFK_BY_WAVE(l, rfk_find_row_attention<32>(p->cache_type, op),
-                                                         rfk_find_row_attention<64>(p->cache_type, op));
-    return rfk_go_config(l, kernel, c, a);
+    void (*kernel)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, op),
+                                                         rfk_find_decode_attention<64>(p->cache_type, op));
+    return rfk_enqueue_config(l, kernel, c, a);
 }
 
 /* The kinds of rope that attention of this call needs: the factors of others may not be there. */
@@ -8774,7 +8798,7 @@ static rf_result rfk_run_angles(rfk_launching *l) {
         most = op->rope.n_rot > most ? op->rope.n_rot : most;
     }
     if (most == 0) return RF_OK;
-    return rfk_go(l, rfk_angles, dim3(rfk_ceil_div(most / 2, RFK_BLOCK), p->n_ropes), RFK_BLOCK, a);
+    return rfk_enqueue(l, rfk_angles, dim3(rfk_ceil_div(most / 2, RFK_BLOCK), p->n_ropes), RFK_BLOCK, a);
 }
 
 static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_error *err) {
@@ -8899,10 +8923,10 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
     }
     uint32_t n = f->n_ops;
     if (f->kind == RFK_FUSED_OP) return rfk_run_ops(p, q, step, f->first, f->first + n, &n, err);
-    if (f->kind == RFK_FUSED_ROWS && p->plan->ops[f->products].rows == RF_ROWS_LOGITS && step->n_logits == 0)
+    if (f->kind == RFK_FUSED_MATVEC && p->plan->ops[f->products].rows == RF_ROWS_LOGITS && step->n_logits == 0)
         return RF_OK;
-    if (f->kind == RFK_FUSED_ROWS) return rfk_run_rows(&l, f);
-    return rfk_run_row_attention(&l, f);
+    if (f->kind == RFK_FUSED_MATVEC) return rfk_run_fused_matvec(&l, f);
+    return rfk_run_decode_attention(&l, f);
 }
 
 /* The ops of segments [first, last); while timing, each is a launch of its own between two events. */
@@ -8978,8 +9002,8 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     memset(&ignored, 0, sizeof ignored);
     rfk_drop_graphs(p);
     p->graph_generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
-    if (p->graph_way != p->stats.config) p->graphs_checked = 0; /* other kernels: the driver may be wrong about these */
-    p->graph_way = p->stats.config;
+    if (p->graph_config != p->stats.config) p->graphs_checked = 0; /* other kernels: the driver may be wrong about these */
+    p->graph_config = p->stats.config;
     p->tuning.n_steps = 0; /* a graph's first replay is not like the next */
     p->capturing = 1;
     rfk_begin_fused(p, 0, p->n_fused);
@@ -9037,9 +9061,9 @@ static rf_result rfk_check_replay(rf_prepared *p, rf_queue *q, const rf_step *st
     return RF_OK;
 }
 
-/* Replay a decode step, capturing it first if weights have moved or the way is another. *replayed = 0: launch it. */
+/* Replay a decode step, capturing it first if weights have moved or the config is another. *replayed = 0: launch it. */
 static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, int *replayed, rf_error *err) {
-    if (p->n_graphs == 0 || p->graph_way != p->stats.config ||
+    if (p->n_graphs == 0 || p->graph_config != p->stats.config ||
         p->graph_generation != __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED))
         rfk_capture(p, q, step);
     *replayed = p->n_graphs > 0;
@@ -9065,7 +9089,8 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
     rfk_no_ticket(ticket);
     if (first > last || last > p->n_segments)
         return rfk_fail(err, RF_ERR_ARGUMENT, 0, first, "hip: segments %u to %u of %u", first, last, p->n_segments);
-    RFK_ENTER_QUEUE(q, err);
+    rfk_scope scope(q->dev->index);
+    if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
     pthread_mutex_lock(&q->submit);
     rf_result r = rfk_check_step(p, step, err);
     for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++)
@@ -9085,7 +9110,8 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
 static rf_result rfk_times(rf_prepared *p, float *us, uint32_t n, rf_error *err) {
     rf_dev *d = p->dev;
     uint32_t n_ops = p->plan->n_ops;
-    RFK_ENTER(d, err);
+    rfk_scope scope(d->index);
+    if (scope.error != hipSuccess) return rfk_check_scope(d, scope, err);
     rf_result r = RF_OK;
     if (us) {
         for (uint32_t i = 0; i < n; i++) {
@@ -9113,7 +9139,7 @@ static rf_result rfk_times(rf_prepared *p, float *us, uint32_t n, rf_error *err)
 }
 
 /* ==== 8 Table ============================================================================================== >>table
- * What rocmforge.h sees. In the order of the declaration: C++11 has no other way. */
+ * What rocmforge.h sees. In the order of the declaration: C++11 has no other config. */
 
 extern "C" const rf_device_api *rocmforge_hip_api(void) {
     static const rf_device_api api = {
