@@ -3785,20 +3785,21 @@ RFK_DEVICE void rfk_put_tile(const ARGS &args, const rfk_product &p, const C &co
             for (int c = 0; c < CT; c++)
                 RFK_UNROLL(8)
                 for (int i = 0; i < N; i++) {
-                    uint32_t row = wave_row + 16 * (uint32_t)r + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
-                             first = wave_col + 16 * (uint32_t)c;
-                    if (first / PER_PASS == pass)
-                        out[first % PER_PASS + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i))][row] = sum[r][c][i];
+                    const uint32_t col = rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i)),
+                                   row = wave_row + 16 * (uint32_t)r +
+                                         rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
+                                   first = wave_col + 16 * (uint32_t)c;
+                    if (first / PER_PASS != pass) continue;
+                    out[first % PER_PASS + col][row] =
+                        unit ? sum[r][c][i] * unit[rfk_column(columns, first + col)] : sum[r][c][i];
                 }
         __syncthreads();
         const uint32_t row = threadIdx.x % ROWS;
         RFK_UNROLL(1)
         for (uint32_t i = threadIdx.x / ROWS; i < PER_PASS; i += RFK_BLOCK / ROWS) {
             uint32_t col = pass * PER_PASS + i;
-            float v = out[i][row];
-            if (unit) v *= unit[rfk_column(columns, col)];
-            if (part) part[col * ROWS + row] = v;
-            else if (row0 + row < p.n_out) rfk_put_column(args, p, columns, row0 + row, col, v);
+            if (part) part[col * ROWS + row] = out[i][row];
+            else if (row0 + row < p.n_out) rfk_put_column(args, p, columns, row0 + row, col, out[i][row]);
         }
     }
 }
@@ -4066,7 +4067,7 @@ template <int N> RFK_DEVICE void rfk_wgmma_step(float (&sum)[N][64], const int4 
     rfk_wgmma_commit();
 }
 
-/* Where nothing is in flight any more: sums may be read behind this. */
+/* Wait for all products; the sums may be read afterwards. */
 template <int N> RFK_DEVICE void rfk_wgmma_drain(float (&sum)[N][64]) {
     rfk_wgmma_wait<0>();
 #if !defined(ROCMFORGE_HIP_EMU)
@@ -4077,14 +4078,14 @@ template <int N> RFK_DEVICE void rfk_wgmma_drain(float (&sum)[N][64]) {
 #endif
 }
 
-/* The shared memory that a launch asked for, from a multiple of 1024 bytes on. */
+/* Dynamic shared memory, aligned to 1024 bytes. */
 template <class T> RFK_DEVICE T &rfk_wgmma_memory(int4 *asked_for) {
     return *reinterpret_cast<T *>(((size_t)asked_for + 1023) & ~(size_t)1023);
 }
 
-/* 16 weights d * (q - OFFSET) - m to words `word` and the next of row i. A byte above a float's last 8 bits is the
- * float 32768 + byte, so that one addition takes off what is too much: it rounds by about 2^-9 of d. A d of 2^113,
- * which MXFP4 alone can say, is too much for it. */
+/* Store 16 weights d * (q - OFFSET) - m as words `word` and word + 1 of row i. A byte placed above a float's last 8
+ * bits is the float 32768 + byte: one fmaf removes the excess and rounds by about 2^-9 of d. Overflows for d of 2^113,
+ * which only MXFP4 can express. */
 template <int OFFSET>
 RFK_DEVICE void rfk_wgmma_store(int4 *row, uint32_t i, uint32_t word, const int *q, float d, float m) {
     const float start = fmaf(-d, (float)(32768 + 128 + OFFSET), -m);
@@ -4112,15 +4113,15 @@ RFK_DEVICE void rfk_wgmma_store(int4 *row, uint32_t i, uint32_t word, const int 
     }
 }
 
-/* A warpgroup fills stages, steps [first, end): two lanes do a row. Where a unit's halves are 64 values apart, each
- * step takes one half of twice the units. Rows beyond the last repeat it. */
+/* The producer warpgroup fills the stages of depth steps [first, end), two lanes a row. Where a unit's halves are 64
+ * values apart, a step takes one half of twice as many units. Rows beyond the last repeat it. */
 template <int TYPE>
 RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, uint32_t row0, uint32_t col0,
                                uint32_t first, uint32_t end, rfk_wgmma_shared &s, rfk_mbarriers &barriers) {
     typedef rfk_format<TYPE> F;
     const uint32_t UNITS = F::STRIDE == 64 ? 2 : 1, N = RFK_WGMMA_ROWS / 64 * UNITS,
                    thread = threadIdx.x % RFK_WARPGROUP, odd = thread % 2, pair = thread / 2;
-    /* the words of 8 lanes shall be in all banks: of rows 0-3, or 0, 1, 4 and 5 if they are 2 words apart */
+    /* stores of 8 lanes must hit all banks: rows 0-3, or 0, 1, 4 and 5 if they are 2 words apart */
     const uint32_t i = F::STRIDE == 16 ? pair : (pair & ~6u) | (pair & 2) << 1 | (pair & 4) >> 1;
     rfk_raw raw[N];
     size_t block[N / UNITS];
@@ -4163,7 +4164,7 @@ RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, u
     }
 }
 
-/* The other one multiplies; the sums replace what is in shared memory. */
+/* The consumer warpgroup multiplies; at the end the sums replace the stages. */
 RFK_DEVICE void rfk_wgmma_multiply(uint32_t n_steps, rfk_wgmma_shared &s, rfk_mbarriers &barriers) {
     const uint32_t N = RFK_WGMMA_ROWS / 64;
     float sum[N][64];
@@ -4172,7 +4173,7 @@ RFK_DEVICE void rfk_wgmma_multiply(uint32_t n_steps, rfk_wgmma_shared &s, rfk_mb
         const uint32_t number = step % RFK_WGMMA_STAGES, last = (step + RFK_WGMMA_STAGES - 1) % RFK_WGMMA_STAGES;
         rfk_mbarrier_wait(&barriers.full[number], step / RFK_WGMMA_STAGES);
         rfk_wgmma_step(sum, s.stage[number].w[0], s.stage[number].x[0], step > 0);
-        rfk_wgmma_wait<1>(); /* the step before this is done */
+        rfk_wgmma_wait<1>(); /* the previous step is done */
         if (step > 0 && threadIdx.x % 32 == 0) rfk_mbarrier_arrive(&barriers.empty[last]);
     }
     rfk_wgmma_drain(sum);
@@ -4200,14 +4201,14 @@ template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_
                    last = first + t.split_units / 2,
                    end = last < t.m.n_in / RFK_WGMMA_DEPTH ? last : t.m.n_in / RFK_WGMMA_DEPTH;
     if (threadIdx.x < RFK_WGMMA_STAGES) {
-        rfk_mbarrier_init(&barriers.full[threadIdx.x], RFK_WARPGROUP / 32 + 1); /* one more: who copies x */
+        rfk_mbarrier_init(&barriers.full[threadIdx.x], RFK_WARPGROUP / 32 + 1); /* one more for the copy of x */
         rfk_mbarrier_init(&barriers.empty[threadIdx.x], RFK_WARPGROUP / 32);
     }
     __syncthreads();
     if (threadIdx.x >= RFK_WARPGROUP) {
         rfk_shrink_registers<88>();
         rfk_wgmma_fill<TYPE>(t.m, p, row0, columns.first, first, end, s, barriers);
-        __syncthreads(); /* those of rfk_wgmma_multiply */
+        __syncthreads(); /* matches the barriers in rfk_wgmma_multiply */
         __syncthreads();
         return;
     }
@@ -4232,12 +4233,12 @@ static void (*rfk_find_wgmma(uint32_t kernel_type))(rfk_tiles_args) {
 #define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matmul_wgmma<RFK_BUILT(TYPE)>;
     switch (kernel_type) {
         RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
-    default: return NULL; /* of floats, or no type */
+    default: return NULL; /* a type of floats */
     }
 #undef RFK_QUANTIZED_CASE
 }
 
-/* What the check below wants: a product of integers. */
+/* The expected result of the check below. */
 RFK_CALLED float rfk_wgmma_want(uint32_t row, uint32_t col) {
     int want = 0;
     for (uint32_t k = 0; k < RFK_WGMMA_DEPTH; k++)
@@ -4246,8 +4247,8 @@ RFK_CALLED float rfk_wgmma_want(uint32_t row, uint32_t col) {
     return (float)want;
 }
 
-/* Whether a warpgroup multiplies as the kernel expects: RFK_WGMMA_... by each thread of its results, 0: not compiled
- * for it. Values and sums of integers, exact in any order.   grid 1   block 128   LDS 33 KiB */
+/* Check wgmma: each thread writes RFK_WGMMA_RIGHT or _WRONG for its results, 0 if the kernel was not compiled for it.
+ * All values and sums are integers, exact in any order.   grid 1   block 128   LDS 33 KiB */
 static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out) {
 #if defined(RFK_HAS_WGMMA)
     RFK_DYNAMIC(int4, memory);
@@ -4275,7 +4276,7 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
 #endif
 }
 
-/* Weights of floats where no unit multiplies them.
+/* Weights of floats without matrix units.
  *   grid [row tiles of all products, ceil(cols / 64)]   block 256, 4 x 4 results a thread   LDS 8.1 KiB */
 #define RFK_TILE 64 /* rows and columns of a tile of floats */
 #define RFK_FLOAT_DEPTH 16
@@ -4313,14 +4314,14 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_flo
 }
 
 /* ---- many columns, weights of 16-bit floats ----
- * On matrix units, as exact as float32: a row of x is cut into terms of the weights' type whose sum it is. Halves:
- * two, after a multiplication by a power of two that brings the row's largest value near 2^14, so that what the second
- * one leaves is 2^-22 of a value or 2^-38 of the largest. Bfloats: three, which are all of a float's bits. Products of
- * 32 values are added up by the unit, and those sums as floats: units may cut bits off where they add. */
+ * On matrix units, as exact as float32: x is split into terms of the weights' type whose sum it is (split precision).
+ * F16: two terms, after scaling the row by a power of two so that its largest value is near 2^14; the error is 2^-22 of
+ * a value or 2^-38 of the largest. BF16: three terms hold all bits of a float. The unit adds products of 32 values;
+ * those sums are added as floats, because units may truncate when they add. */
 
 struct rfk_terms {
-    uint16_t *value; /* [piece][cols][n_in] */
-    float *unit;     /* [cols] what a piece's 1 stands for */
+    uint16_t *value; /* [term][cols][n_in] */
+    float *unit;     /* [cols] scale of the terms */
 };
 struct rfk_split_args {
     const float *in; /* [cols / per_row, in_stride], per_row of n values each */
@@ -4334,7 +4335,7 @@ struct rfk_split_shared {
 
 #define RFK_TERMS(bf16) ((bf16) ? 3 : 2)
 #define RFK_16BIT_DEPTH 32
-#define RFK_16BIT_STRIDE 5 /* 16-byte words from row to row: one more than the values, for other banks */
+#define RFK_16BIT_STRIDE 5 /* 16-byte words from one row to the next: one of padding, for other banks */
 
 /* grid cols   block 256   reads x twice (F16) or once, writes 4 or 6 bytes a value */
 template <int WAVE, bool BF16> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_split_rows(rfk_split_args a) {
@@ -4364,7 +4365,7 @@ template <int WAVE, bool BF16> static __global__ void RFK_THREADS(RFK_BLOCK) rfk
     __syncthreads();
     for (uint32_t w = 0; w < RFK_BLOCK / WAVE; w++) top = fmaxf(top, s.largest[w]);
     uint32_t exponent = rfk_as_bits(top) >> 23;
-    if (exponent < 15) exponent = 15; /* tiny, or all zero */
+    if (exponent < 15) exponent = 15; /* tiny or all zero */
     const float scale = rfk_as_float((268 - exponent) << 23);
     for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) {
         float x = in[i] * scale;
@@ -4380,7 +4381,7 @@ template <class TILES> struct rfk_16bit_args {
     TILES tiles;
     rfk_terms x;
 };
-/* 16 bytes on their config to shared memory. AMD's int4 is a class: hipcc would keep arrays of it in memory. */
+/* 16 bytes on their way to shared memory. AMD's int4 is a class: hipcc would keep arrays of it in private memory. */
 #if defined(ROCMFORGE_HIP_EMU) || defined(RFK_NVIDIA)
 typedef int4 rfk_chunk;
 #else
@@ -4394,8 +4395,8 @@ template <int TERMS, int COLS> struct rfk_16bit_loads {
     rfk_chunk w, x[TERMS * COLS / 64];
 };
 
-/* A thread's 16 bytes of W and of each 64 columns of each piece, values [k0, + 32): rows and columns beyond the last
- * repeat it. */
+/* Load a thread's 16 bytes of W and of every 64 columns of each term, values [k0, + 32). Rows and columns beyond the
+ * last repeat it. */
 template <int TERMS, int COLS, class C>
 RFK_DEVICE void rfk_fetch_16bit(rfk_16bit_loads<TERMS, COLS> &v, const rfk_matmul_args &a, const rfk_terms &x,
                                  const rfk_product &p, uint32_t row0, const C &columns, uint32_t k0) {
@@ -4429,7 +4430,7 @@ RFK_DEVICE void rfk_16bit_step(const rfk_16bit_shared<RFK_TERMS(BF16), COLS> &s,
         RFK_UNROLL(4)
         for (int c = 0; c < CT; c++)
             RFK_UNROLL(4)
-            for (int piece = TERMS - 1; piece >= 0; piece--) { /* what is small first */
+            for (int piece = TERMS - 1; piece >= 0; piece--) { /* smallest terms first */
                 rfk_load_columns<RFK_16BIT_STRIDE, true>(b, s.x[piece][col0 + 16 * (uint32_t)c], g, lane);
                 RFK_UNROLL(4)
                 for (int r = 0; r < RT; r++)
@@ -4488,33 +4489,33 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_16bit(rfk_16bit_args<TI
 }
 
 /* ==== 5 Attention ==================================================================================== >>attention
- * A block takes up to 8 queries (heads of one kv head, and neighbouring rows of one sequence) through 64 positions at a
- * time with a running maximum and sum: scores never leave shared memory. When a step has few rows, a sequence is cut
- * into splits of split_cells positions, whose results a second kernel joins; where a split begins depends on n_ctx
- * alone. */
+ * Online softmax: a block takes up to 8 queries (heads of one KV head, adjacent rows of one sequence) through 64
+ * positions at a time with a running maximum and sum; scores never leave shared memory. In steps of few rows, a
+ * sequence is cut into splits of split_cells positions, whose results a second kernel combines. Where splits begin
+ * depends on n_ctx alone. */
 
 #define RFK_QUERIES 8
 #define RFK_CELLS 64
 #define RFK_MAX_HEAD 256
-#define RFK_LATENT_HEAD 576  /* of compressed keys; their values are 2 * RFK_BLOCK at most */
+#define RFK_LATENT_HEAD 576  /* of MLA's latent keys; values have at most 2 * RFK_BLOCK */
 
 struct rfk_attention_args {
     const float *q;
     const void *k, *v; /* [seq][kv head][n_cells][dim]: position p in cell p % n_cells */
     float *out;
-    const float *slopes;  /* [n_heads] RF_OP_ATTENTION's table; NULL: none */
-    const uint8_t *sinks; /* [n_heads] a score more of each head, without a value; NULL: none */
-    float *part; /* [row][head][max_splits][head_dim_v + 2]: sums, maximum, sum of weights; NULL: one split, to out */
+    const float *slopes;  /* [n_heads] ALiBi slopes; NULL: none */
+    const uint8_t *sinks; /* [n_heads] attention sinks: one more score without a value; NULL: none */
+    float *part; /* [row][head][max_splits][head_dim_v + 2]: weighted sums, maximum, sum of weights; NULL: one split */
     const rf_step_row *rows;
     uint32_t q_stride, out_stride, n_rows, rows_per_block, heads_per_block, sinks_type;
     uint32_t n_heads, n_kv_heads, head_dim, head_dim_v, n_cells, max_splits, split_cells;
-    uint32_t v_row;                      /* values from position to position */
-    uint32_t reverse_from;               /* rfk_flash: blocks from here on take the rows from the first on */
+    uint32_t v_row;                      /* values from one position to the next */
+    uint32_t reverse_from;               /* rfk_flash: blocks from here on take rows in reverse order */
     uint32_t window, temperature_length; /* window 0: all positions */
     float scale, softcap, temperature;   /* 0: none */
 };
 
-/* What the queries of a position are multiplied by. */
+/* The factor of the queries at a position. */
 RFK_DEVICE float rfk_temperature(const rfk_attention_args &a, int32_t pos) {
     return a.temperature == 0 ? 1.0f
                               : 1.0f + a.temperature * logf((float)(1u + (uint32_t)pos / a.temperature_length));
@@ -4536,7 +4537,7 @@ RFK_DEVICE void rfk_values8(const float *p, float *v) {
     rfk_load8<RF_TYPE_F32>(reinterpret_cast<const uint8_t *>(p), 0, v);
 }
 
-/* Rows of n keys or values, of any cache type: where one begins, and what it holds. */
+/* Rows of n keys or values of any cache type: the address of a row, and a value of it. */
 struct rfk_q8 { int8_t q; };
 template <class KV> RFK_DEVICE const KV *rfk_kv_row(const KV *first, size_t row, uint32_t n) { return first + row * n; }
 RFK_DEVICE const rfk_q8 *rfk_kv_row(const rfk_q8 *first, size_t row, uint32_t n) {
@@ -4552,14 +4553,14 @@ RFK_DEVICE float rfk_kv_scale(const rfk_q8 *row, uint32_t n, uint32_t i) {
 RFK_DEVICE float rfk_kv_value(const rfk_q8 *row, uint32_t n, uint32_t i) {
     return (float)row[i].q * rfk_kv_scale(row, n, i);
 }
-/* Eight of them from i on, a multiple of 8, as n is. */
+/* Eight values from i on; i and n are multiples of 8. */
 template <class KV> RFK_DEVICE void rfk_kv_values8(const KV *row, uint32_t n, uint32_t i, float *v) {
     (void)n;
     rfk_values8(row + i, v);
 }
 RFK_DEVICE void rfk_kv_values8(const rfk_q8 *row, uint32_t n, uint32_t i, float *v) {
     const float scale = rfk_kv_scale(row, n, i);
-    const uint16_t *pairs = reinterpret_cast<const uint16_t *>(row + i); /* rows of 32 values lie at even bytes */
+    const uint16_t *pairs = reinterpret_cast<const uint16_t *>(row + i); /* rows of 34 bytes are aligned to 2 */
     RFK_UNROLL(4)
     for (int e = 0; e < 4; e++) {
         const uint16_t pair = pairs[e];
@@ -4568,14 +4569,14 @@ RFK_DEVICE void rfk_kv_values8(const rfk_q8 *row, uint32_t n, uint32_t i, float 
     }
 }
 
-/* The queries of a run: n_heads heads from head0 of rows [row0, row1), which belong to one sequence. */
+/* A run: queries of n_heads heads from head0 on, rows [row0, row1) of one sequence. */
 struct rfk_run {
     uint32_t row0, row1, head0, n_heads, n;
     uint32_t begin, end; /* positions of this split */
-    uint32_t seen;       /* the first position that a row sees: cells of those before may hold others */
+    uint32_t seen;       /* the first visible position; cells before it may hold other positions */
 };
 
-/* Scores of positions [cell0, cell0 + 64) to s.p: four threads a position, each eight of every 32 values. */
+/* Scores of positions [cell0, cell0 + 64) to s.p: four threads a position, each with eight of every 32 values. */
 template <int WAVE, class KV, class SHARED>
 RFK_DEVICE void rfk_scores(SHARED &s, const rfk_attention_args &a, const rfk_run &r, const KV *k,
                            uint32_t cell0) {
@@ -4601,7 +4602,7 @@ RFK_DEVICE void rfk_scores(SHARED &s, const rfk_attention_args &a, const rfk_run
         dot[g] += rfk_shuffle_xor<WAVE>(dot[g], 2);
     }
     RFK_UNROLL(1)
-    for (uint32_t g = part; g < r.n; g += 4) { /* each of the four threads finishes two queries */
+    for (uint32_t g = part; g < r.n; g += 4) { /* the four threads share the queries */
         float score = 0;
         RFK_UNROLL(8)
         for (uint32_t k = 0; k < RFK_QUERIES; k++) score = k == g ? dot[k] : score; /* dot stays in registers */
@@ -4614,8 +4615,8 @@ RFK_DEVICE void rfk_scores(SHARED &s, const rfk_attention_args &a, const rfk_run
     }
 }
 
-/* Scores to weights exp(score - maximum), the running maximum and sum, and what older sums are multiplied by: 32
- * threads a query, which all hold its maximum and sum. */
+/* Online softmax: scores to weights exp(score - maximum); updates the running maximum and sum, and the factor s.keep of
+ * older sums. 32 threads a query, which all hold its maximum and sum. */
 template <int WAVE, class SHARED> RFK_DEVICE void rfk_softmax(SHARED &s, float *running, float *total) {
     uint32_t g = threadIdx.x / 32, i = threadIdx.x % 32;
     float a = s.p[g][i], b = s.p[g][i + 32], largest = fmaxf(a, b), sum;
@@ -4634,8 +4635,8 @@ template <int WAVE, class SHARED> RFK_DEVICE void rfk_softmax(SHARED &s, float *
     *running = largest;
 }
 
-/* Query g's sums over the block's threads, of which each `columns` have the head's columns: to the output, or as a part
- * of it with the maximum and the sum of weights. */
+/* Combine query g's sums over the block's threads, `columns` threads for the head's values: to the output, or to a part
+ * with the maximum and the sum of weights. */
 template <uint32_t HEAD>
 RFK_DEVICE void rfk_put_attention(const rfk_attention_shared<HEAD> &s, const rfk_attention_args &a, const rfk_run &r,
                                   uint32_t g, uint32_t columns) {
@@ -4658,14 +4659,14 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_ar
     size_t head = (size_t)a.rows[r.row0].seq * a.n_kv_heads + r.head0 / (a.n_heads / a.n_kv_heads);
     const KV *k = rfk_kv_row((const KV *)a.k, head * a.n_cells, a.head_dim);
     const KV *v = rfk_kv_row((const KV *)a.v, head * a.n_cells, a.v_row);
-    /* two neighbouring values a thread; what is left of the block takes every other position */
+    /* two adjacent values a thread; threads beyond a head's values take other positions */
     uint32_t columns = 16;
     while (columns * 2 < a.head_dim_v) columns *= 2;
     uint32_t column = threadIdx.x % columns * 2, start = threadIdx.x / columns, stride = RFK_BLOCK / columns;
     float acc[RFK_QUERIES][2];
     for (int g = 0; g < RFK_QUERIES; g++) acc[g][0] = acc[g][1] = 0;
 
-    __syncthreads(); /* the run before is done with s */
+    __syncthreads(); /* the previous run is done with s */
     for (uint32_t i = threadIdx.x; i < RFK_QUERIES * HEAD; i += RFK_BLOCK) {
         uint32_t g = i / HEAD, e = i % HEAD;
         bool inside = g < r.n && e < a.head_dim;
@@ -4677,7 +4678,7 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_ar
     for (uint32_t i = threadIdx.x; i < RFK_QUERIES * RFK_CELLS; i += RFK_BLOCK)
         s.p[i / RFK_CELLS][i % RFK_CELLS] = -INFINITY;
     float largest = -INFINITY, sum = 0; /* of query threadIdx.x / 32 */
-    if (a.sinks && blockIdx.z == 0 && threadIdx.x / 32 < r.n) { /* the first split, which every row has */
+    if (a.sinks && blockIdx.z == 0 && threadIdx.x / 32 < r.n) { /* the first split: every row has it */
         largest = rfk_load_any(a.sinks, a.sinks_type, r.head0 + threadIdx.x / 32 % r.n_heads);
         sum = 1;
     }
@@ -4691,7 +4692,7 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_ar
         RFK_UNROLL(8)
         for (uint32_t g = 0; g < RFK_QUERIES; g++) acc[g][0] *= s.keep[g], acc[g][1] *= s.keep[g];
         for (uint32_t i = start; column < a.head_dim_v && i < n_cells; i += stride) {
-            if (cell0 + i < r.seen) continue; /* its weight is 0, what is there may not be a number */
+            if (cell0 + i < r.seen) continue; /* its weight is 0, but the cell may hold NaN */
             const KV *row = rfk_kv_row(v, first + i, a.v_row);
             float v0 = rfk_kv_value(row, a.v_row, column),
                   v1 = column + 1 < a.head_dim_v ? rfk_kv_value(row, a.v_row, column + 1) : 0.0f;
@@ -4717,7 +4718,7 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_ar
 
 /* grid [ceil(T / rows_per_block), n_kv_heads * ceil(group / heads_per_block), splits]   block 256
  * LDS 12.1 KiB, with RFK_LATENT_HEAD 22.1
- * Every block reads the keys and values of its split once for up to 8 queries. */
+ * A block reads the keys and values of its split once for up to 8 queries. */
 template <int WAVE, class KV, uint32_t HEAD>
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
@@ -4730,7 +4731,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a
         group - chunk * a.heads_per_block < a.heads_per_block ? group - chunk * a.heads_per_block : a.heads_per_block;
     uint32_t row = blockIdx.x * a.rows_per_block,
              last = row + a.rows_per_block < a.n_rows ? row + a.rows_per_block : a.n_rows;
-    while (row < last) { /* runs of rows of one sequence, whose positions ascend */
+    while (row < last) { /* runs of rows of one sequence, in order of position */
         r.row0 = row;
         while (row < last && a.rows[row].seq == a.rows[r.row0].seq) row++;
         r.row1 = row;
@@ -4738,17 +4739,17 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a
         uint32_t length = (uint32_t)a.rows[r.row1 - 1].pos + 1;
         r.begin = blockIdx.z * a.split_cells;
         r.end = length - r.begin < a.split_cells ? length : r.begin + a.split_cells;
-        r.seen = (uint32_t)a.rows[r.row0].pos + 1; /* by the first row: no row looks further back */
+        r.seen = (uint32_t)a.rows[r.row0].pos + 1; /* of the first row; later rows see no older positions */
         r.seen = a.window && r.seen > a.window ? r.seen - a.window : 0;
         if (r.begin >= length) continue;
-        if (r.seen > r.begin) /* as if it had begun before, and seen nothing */
+        if (r.seen > r.begin) /* skip whole tiles that no row sees */
             r.begin += (r.seen - r.begin) / RFK_CELLS * RFK_CELLS;
         if (r.begin > r.end) r.begin = r.end;
         rfk_attend<WAVE, KV, HEAD>(s, a, r);
     }
 }
 
-/* Join the splits of a row and head.   grid [T, n_heads]   block 256 */
+/* Combine the splits of a row and head.   grid [T, n_heads]   block 256 */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_args a) {
     uint32_t n = (uint32_t)a.rows[blockIdx.x].pos / a.split_cells + 1;
     const float *part = a.part + ((size_t)blockIdx.x * a.n_heads + blockIdx.y) * a.max_splits * (a.head_dim_v + 2);
@@ -4767,58 +4768,57 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_a
 }
 
 /* ---- many rows ----
- * A prompt's attention on matrix units. A wave takes 16 queries of a group's heads through 32 positions at a time: its
- * queries, their scores and weights, and its sums stay in registers. Where results of a unit lie as its first operand's
- * rows do (mma.sync), scores are queries times keys; elsewhere they lie as the columns of its second operand do, so
- * that all products are taken turned: keys times queries, values times weights.
- * Queries, and the weights of positions, are sums of two halves, so that results are as those of floats. The units of
- * gfx90a take subnormal halves for zero: the lower half of a query counts 2^-11, and weights are 2^14 times what they
- * are, in their sum too, so that only what is too small to matter is subnormal. Keys and values of RF_CACHE_Q8_0 are
- * such sums, too. */
+ * Flash attention for prompts, on matrix units. A wave takes 16 queries of a group's heads through 32 positions at a
+ * time; queries, scores, weights and sums stay in registers. With mma.sync, results are laid out as rows of its first
+ * operand: scores are queries times keys. Elsewhere they are laid out as columns of the second operand, so all products
+ * are transposed: keys times queries, values times weights.
+ * Queries and weights are sums of two halves, as precise as floats. The units of gfx90a flush subnormal halves to zero:
+ * so the lower half of a query counts 2^-11, and weights and their sum are scaled by 2^14, so that only negligible
+ * values are subnormal. Keys and values of RF_CACHE_Q8_0 are sums of two halves, too. */
 
 #define RFK_FLASH_CELLS 32 /* positions at a time                                       */
 #define RFK_FLASH_HEAD 128 /* head_dim at most, a multiple of 16                        */
-#define RFK_FLASH_WAVES 4  /* of a block: 64 queries, of all heads of a group for a few tokens */
+#define RFK_FLASH_WAVES 4  /* of a block: 64 queries, all heads of a group for a few tokens */
 #define RFK_FLASH_LOWER 2048.0f
 #define RFK_FLASH_WEIGHT 16384.0f
 #define RFK_FLASH_WEIGHT_LOG2 14.0f
-#define RFK_FLASH_NOTHING -1e30f /* a maximum before the first score */
-#define RFK_LOG2_E 1.44269504088896341f /* weights are 2^score */
+#define RFK_FLASH_NOTHING -1e30f /* the maximum before the first score */
+#define RFK_LOG2_E 1.44269504088896341f /* weights are computed as 2^score */
 
-/* Whether tiles are copied while the ones before them are multiplied. */
+/* Double buffering: a tile is copied while the previous one is multiplied. */
 #if RFK_ASYNC_COPIES || defined(ROCMFORGE_HIP_EMU)
 #define RFK_FLASH_DOUBLE_BUFFERED true
 #else
 #define RFK_FLASH_DOUBLE_BUFFERED false
 #endif
 
-/* Keys and values in two halves each. */
+/* Whether keys and values are two halves each. */
 template <class KV> struct rfk_flash_halves { static const bool TWO = false; };
 template <> struct rfk_flash_halves<rfk_q8> { static const bool TWO = true; };
 
 template <int HEAD> struct rfk_flash_tile {
-    static const int STRIDE = HEAD / 8 + 1; /* a word more: other banks */
+    static const int STRIDE = HEAD / 8 + 1; /* one word of padding: other banks */
     int4 k[RFK_FLASH_CELLS][STRIDE];
-    int4 v[HEAD][5]; /* turned: [dim][position]; mma.sync's loads turn them: as the keys */
+    int4 v[HEAD][5]; /* transposed: [dim][position]; as the keys for mma.sync, whose loads transpose */
 };
-/* Two tiles by turns, or a tile's upper and lower halves. */
+/* Two buffers, or the upper and lower halves of one tile. */
 template <class KV, int HEAD> struct rfk_flash_shared {
     static const bool DOUBLE_BUFFERED = RFK_FLASH_DOUBLE_BUFFERED && !rfk_flash_halves<KV>::TWO;
     rfk_flash_tile<HEAD> tile[DOUBLE_BUFFERED || rfk_flash_halves<KV>::TWO ? 2 : 1];
 };
 
-/* A wave's queries, and what they have come to. A lane has results of one query, of two with mma.sync. */
+/* A wave's queries and their running state. A lane has results of one query, two with mma.sync. */
 template <int WAVE, int HEAD> struct rfk_flash_wave {
-    rfk_operand upper[HEAD / 16], lower[HEAD / 16]; /* with gfx11 `upper` is both: rfk_flash_query_operands */
+    rfk_operand upper[HEAD / 16], lower[HEAD / 16]; /* on gfx11 `upper` holds both: rfk_flash_query_operands */
     float sum_of[HEAD / 16][256 / WAVE];
     float largest[2], sum[2];
     int32_t pos[2];         /* -1: not in this run */
-    uint32_t row[2];        /* of the block, 0 to 16 * RFK_FLASH_WAVES - 1 */
+    uint32_t row[2];        /* in the block, 0 to 16 * RFK_FLASH_WAVES - 1 */
     uint32_t kv_head;
-    int32_t lowest, highest; /* position of its queries in this run; -1: there are none */
+    int32_t lowest, highest; /* positions of its queries in this run; -1: none */
 };
 
-/* Whether products are taken turned, which of a lane's queries result i belongs to, and its place in the tile. */
+/* Whether products are transposed; which of a lane's queries result i belongs to; its place in the tile. */
 RFK_DEVICE bool rfk_flash_transposed() { return RFK_MATRIX != RFK_MATRIX_SM80; }
 RFK_DEVICE uint32_t rfk_flash_which(uint32_t i) { return rfk_flash_transposed() ? 0 : i % 4 / 2; }
 RFK_DEVICE uint32_t rfk_flash_query(uint32_t lane, uint32_t which) {
@@ -4828,7 +4828,7 @@ template <int WAVE> RFK_DEVICE uint32_t rfk_flash_place(uint32_t lane, uint32_t 
     return rfk_flash_transposed() ? rfk_matrix_row(lane, RFK_ROW_INDEX(i), 256 / WAVE)
                               : rfk_matrix_col(lane, RFK_COL_INDEX(i));
 }
-/* The lanes that share a query are those whose numbers differ in these bits. */
+/* Maximum and sum over the lanes that share a query: their indices differ in these bits. */
 template <int WAVE> RFK_DEVICE float rfk_flash_top(float v) {
     if (!rfk_flash_transposed()) v = fmaxf(v, rfk_shuffle_xor<WAVE>(v, 1));
     v = fmaxf(v, rfk_shuffle_xor<WAVE>(v, rfk_flash_transposed() ? 16 : 2));
@@ -4840,7 +4840,7 @@ template <int WAVE> RFK_DEVICE float rfk_flash_total(float v) {
     return WAVE == 64 ? v + rfk_shuffle_xor<WAVE>(v, WAVE / 2) : v;
 }
 
-/* Nothing is moved past this where registers would not do. */
+/* A fence for AMD's instruction scheduler, which would run out of registers. */
 RFK_DEVICE void rfk_schedule_fence() {
 #if defined(__AMDGCN__)
     rfk_compiler_fence();
@@ -4848,7 +4848,7 @@ RFK_DEVICE void rfk_schedule_fence() {
 #endif
 }
 
-/* v, made where it is used: loops would keep what follows from it in registers. */
+/* v, opaque to the compiler, which would hoist what follows from it out of loops and keep it in registers. */
 RFK_DEVICE uint32_t rfk_opaque(uint32_t v) {
 #if defined(__AMDGCN__)
     asm volatile("" : "+v"(v));
@@ -4856,7 +4856,7 @@ RFK_DEVICE uint32_t rfk_opaque(uint32_t v) {
     return v;
 }
 
-/* The value of lane (own ^ 16), of a wave of 32. */
+/* The value of lane (own ^ 16) of a wave of 32. */
 template <int WAVE> RFK_DEVICE int rfk_swap_halves(int v) {
 #if defined(__GFX11__) || defined(__GFX12__)
     return (int)__builtin_amdgcn_permlanex16((uint32_t)v, (uint32_t)v, 0x76543210u, 0xfedcba98u, false, false);
@@ -4865,13 +4865,13 @@ template <int WAVE> RFK_DEVICE int rfk_swap_halves(int v) {
 #endif
 }
 
-/* sum += queries (or weights) times keys (or values), either config round. */
+/* sum += queries (or weights) times keys (or values), transposed or not. */
 template <int WAVE> RFK_DEVICE void rfk_flash_multiply(const rfk_operand &queries, const rfk_operand &y, float *sum) {
     if (rfk_flash_transposed()) rfk_mma_16bit<WAVE, 1, 1>(y, queries, sum);
     else rfk_mma_16bit<WAVE, 1, 1>(queries, y, sum);
 }
 
-/* Whether any lane of the wave says so. All lanes take part. */
+/* Whether it is true in any lane of the wave. All lanes must take part. */
 template <int WAVE> RFK_DEVICE bool rfk_any(bool mine) {
 #if defined(RFK_NVIDIA)
     return __any_sync(0xffffffffu, mine);
@@ -4884,7 +4884,7 @@ template <int WAVE> RFK_DEVICE bool rfk_any(bool mine) {
 #endif
 }
 
-/* 2^x; what would be subnormal may be 0. */
+/* 2^x; subnormal results may be 0. */
 RFK_DEVICE float rfk_exp2(float x) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
     float y;
@@ -4895,12 +4895,12 @@ RFK_DEVICE float rfk_exp2(float x) {
 #endif
 }
 
-/* softcap * tanh(score / softcap), with few registers; both are in units of log2(e). */
+/* softcap * tanh(score / softcap), in few registers; scores and softcap are in units of log2(e). */
 RFK_DEVICE float rfk_softcap_exp2(float score, float softcap, float twice_inverse) {
     return softcap - 2 * softcap / (exp2f(score * twice_inverse) + 1);
 }
 
-/* Two floats as halves, the first in the low bits. */
+/* Two floats to halves, `low` in the low bits. */
 RFK_DEVICE uint32_t rfk_pack_halves(float low, float high) {
 #if defined(RFK_NVIDIA)
     const __half2 both = __floats2half2_rn(low, high);
@@ -4910,23 +4910,23 @@ RFK_DEVICE uint32_t rfk_pack_halves(float low, float high) {
 #endif
 }
 
-/* What two halves leave of the floats a and b, times scale. */
+/* The rounding errors of two halves, times scale, as halves. */
 RFK_DEVICE uint32_t rfk_rest_halves(float a, float b, uint32_t upper, float scale) {
     return rfk_pack_halves((a - rfk_from_half((uint16_t)(upper & 0xffff))) * scale,
                            (b - rfk_from_half((uint16_t)(upper >> 16))) * scale);
 }
 
-/* Two values as two halves each: upper ones, and what these leave times scale. */
+/* Two values as two halves each: the rounded values, and the errors times scale. */
 RFK_DEVICE void rfk_two_halves(float a, float b, float scale, int *upper, int *lower) {
     const uint32_t both = rfk_pack_halves(a, b);
     *upper = (int)both;
     *lower = (int)rfk_rest_halves(a, b, both, scale);
 }
 
-/* x, but 0 where a half would be subnormal: its lower half is all of it then. */
+/* x, or 0 if its half would be subnormal: the lower half holds all of it then. */
 RFK_DEVICE float rfk_flash_normal(float x) { return fabsf(x) < 6.103515625e-5f ? 0.0f : x; }
 
-/* Eight values of a row as halves, or as two of them. */
+/* Eight values of a row as halves, or as sums of two. */
 RFK_DEVICE void rfk_flash_chunk(const uint16_t *row, uint32_t dim, uint32_t chunk, int4 *upper, int4 *lower) {
     (void)dim, (void)lower;
     *upper = reinterpret_cast<const int4 *>(row)[chunk];
@@ -4940,7 +4940,7 @@ RFK_DEVICE void rfk_flash_chunk(const rfk_q8 *row, uint32_t dim, uint32_t chunk,
     rfk_two_halves(x[6], x[7], RFK_FLASH_LOWER, &upper->w, &lower->w);
 }
 
-/* One of eight values of a position to where its dim has its positions. */
+/* Transpose: store eight values of a position in their dims. */
 RFK_DEVICE void rfk_flash_transpose(int4 (*to)[5], uint32_t chunk, uint32_t cell, const int4 &x) {
     const int words[4] = {x.x, x.y, x.z, x.w};
     RFK_UNROLL(4)
@@ -4950,14 +4950,14 @@ RFK_DEVICE void rfk_flash_transpose(int4 (*to)[5], uint32_t chunk, uint32_t cell
     }
 }
 
-/* The nearest of the positions [first, end). */
+/* The nearest position in [first, end). */
 RFK_DEVICE uint32_t rfk_flash_cell(uint32_t cell, uint32_t first, uint32_t end) {
     cell = cell < end ? cell : end - 1;
     return cell > first ? cell : first;
 }
 
-/* Keys and values of positions [first, end) of 32 to shared memory. For those before and behind, whose weights are 0,
- * the nearest of these: there may be no numbers. */
+/* Load keys and values of 32 positions into shared memory, those outside [first, end) from the nearest in it: their
+ * weights are 0, but their cells may hold NaN. */
 template <int THREADS, class KV, int HEAD>
 RFK_DEVICE void rfk_flash_fetch(rfk_flash_tile<HEAD> *tile, const KV *k, const KV *v, uint32_t dim, uint32_t first,
                                 uint32_t end) {
@@ -4990,11 +4990,11 @@ RFK_DEVICE void rfk_flash_fetch(rfk_flash_tile<HEAD> *tile, const KV *k, const K
         if (rfk_flash_halves<KV>::TWO) rfk_flash_transpose(tile[1].v, part, cell, lower);
     }
 #if defined(RFK_NVIDIA)
-    __syncwarp(); /* the products behind take all lanes together, and not all have copied */
+    __syncwarp(); /* the next products need all lanes together */
 #endif
 }
 
-/* Values of 16 positions, 16 * half on, and 16 dims, as an operand. */
+/* An operand: values of 16 positions, 16 * half on, and 16 dims. */
 template <int HEAD>
 RFK_DEVICE void rfk_flash_values(rfk_operand &o, const rfk_flash_tile<HEAD> &tile, uint32_t half, uint32_t dims,
                                  uint32_t lane) {
@@ -5018,7 +5018,7 @@ RFK_DEVICE void rfk_flash_values(rfk_operand &o, const rfk_flash_tile<HEAD> &til
 #endif
 }
 
-/* The queries of a wave as operands. */
+/* Load a wave's queries as operands. */
 template <int WAVE, int HEAD>
 RFK_DEVICE void rfk_flash_queries(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attention_args &a, uint32_t row0,
                                   uint32_t last, uint32_t lane) {
@@ -5030,7 +5030,7 @@ RFK_DEVICE void rfk_flash_queries(rfk_flash_wave<WAVE, HEAD> &w, const rfk_atten
     const float *q[2];
     float scale[2];
     RFK_UNROLL(2)
-    for (int n = 0; n < 2; n++) { /* where there are none: zeros, from what is there */
+    for (int n = 0; n < 2; n++) { /* missing queries are zero */
         const uint32_t t = row0 + w.row[n] / group;
         const bool inside = t < last && w.row[n] < a.rows_per_block * group;
         q[n] = a.q + (size_t)(inside ? t : row0) * a.q_stride +
@@ -5056,8 +5056,8 @@ RFK_DEVICE void rfk_flash_queries(rfk_flash_wave<WAVE, HEAD> &w, const rfk_atten
     }
 }
 
-/* Queries' values 16 g on, in halves. Lanes of gfx11 would hold them twice, for which there are not the registers:
- * lanes 0 to 15 hold the upper ones and the others the lower ones. */
+/* Operands of the queries' values 16 g on. On gfx11 lanes would hold them twice, for which there are no registers:
+ * lanes 0 to 15 hold the upper halves, the others the lower ones. */
 template <int WAVE, int HEAD>
 RFK_DEVICE void rfk_flash_query_operands(const rfk_flash_wave<WAVE, HEAD> &w, uint32_t g, rfk_operand &upper,
                                rfk_operand &lower) {
@@ -5072,8 +5072,8 @@ RFK_DEVICE void rfk_flash_query_operands(const rfk_flash_wave<WAVE, HEAD> &w, ui
     }
 }
 
-/* Weights of 16 positions as an operand: a unit's results, two neighbours to a word, are one but for lanes of gfx11,
- * which have every other position and want all. */
+/* Weights of 16 positions as an operand. A unit's results, packed in pairs, are one already, but on gfx11 lanes have
+ * every other position and need all. */
 template <int WAVE> RFK_DEVICE void rfk_flash_weights(rfk_operand &o, const int *words, uint32_t lane) {
     o.rows = NULL;
     RFK_UNROLL(4)
@@ -5089,7 +5089,7 @@ template <int WAVE> RFK_DEVICE void rfk_flash_weights(rfk_operand &o, const int 
     }
 }
 
-/* Scores of 32 positions from cell0 on, in units of log 2. */
+/* Scores of 32 positions from cell0 on, in units of log2(e). */
 template <int WAVE, class KV, int HEAD>
 RFK_DEVICE void rfk_flash_scores(const rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_tile<HEAD> *tile,
                                  const rfk_attention_args &a, uint32_t cell0, float (&x)[2][256 / WAVE]) {
@@ -5100,7 +5100,7 @@ RFK_DEVICE void rfk_flash_scores(const rfk_flash_wave<WAVE, HEAD> &w, const rfk_
     RFK_UNROLL(8)
     for (int i = 0; i < N; i++) x[0][i] = x[1][i] = low[0][i] = low[1][i] = 0;
     RFK_UNROLL(8)
-    for (uint32_t g = 0; g < HEAD / 16; g++) { /* neighbouring products are to different sums */
+    for (uint32_t g = 0; g < HEAD / 16; g++) { /* consecutive products add to different sums */
         rfk_operand upper, lower;
         rfk_schedule_fence();
         rfk_flash_query_operands(w, g, upper, lower);
@@ -5140,12 +5140,12 @@ RFK_DEVICE void rfk_flash_scores(const rfk_flash_wave<WAVE, HEAD> &w, const rfk_
         }
 }
 
-/* Weights of 16 positions of a tile in two halves, and the upper ones for values' lower halves. */
+/* Weights of 16 positions as two halves, and scaled ones for the lower halves of values. */
 struct rfk_flash_operands {
     rfk_operand upper, lower, small;
 };
 
-/* Scores of 16 positions, less what makes weights of them, to these. */
+/* Scores of 16 positions to weights 2^(score - less), as operands. */
 template <int WAVE, class KV>
 RFK_DEVICE void rfk_flash_weigh(rfk_flash_operands &o, const float (&x)[256 / WAVE], const float (&less)[2],
                                 float (&sum)[2]) {
@@ -5165,11 +5165,11 @@ RFK_DEVICE void rfk_flash_weigh(rfk_flash_operands &o, const float (&x)[256 / WA
     if (rfk_flash_halves<KV>::TWO) rfk_flash_weights<WAVE>(o.small, words[2], lane);
 }
 
-/* Weights times the values of 16 positions. */
+/* Add weights times values of 16 positions. */
 template <int WAVE, class KV, int HEAD>
 RFK_DEVICE void rfk_flash_add(rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_tile<HEAD> *tile, uint32_t h,
                               const rfk_flash_operands &o) {
-    const uint32_t lane = threadIdx.x % WAVE, DIMS = 2; /* neighbouring products are to different sums */
+    const uint32_t lane = threadIdx.x % WAVE, DIMS = 2; /* consecutive products add to different sums */
     RFK_UNROLL(4)
     for (uint32_t d0 = 0; d0 < HEAD / 16; d0 += DIMS) {
         rfk_operand y[DIMS];
@@ -5188,7 +5188,7 @@ RFK_DEVICE void rfk_flash_add(rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_til
     }
 }
 
-/* A tile for a wave: scores to weights, with a running maximum and sum of each query, and their values' sums. */
+/* A wave's step over a tile: scores, online softmax, weighted sums of values. */
 template <int WAVE, class KV, int HEAD>
 RFK_DEVICE void rfk_flash_step(rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_tile<HEAD> *tile,
                                const rfk_attention_args &a, uint32_t cell0) {
@@ -5224,7 +5224,7 @@ RFK_DEVICE void rfk_flash_step(rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_ti
     }
 }
 
-/* Start of a run of tokens [row, end) of one sequence: where a wave's queries are, and nothing summed up. */
+/* Begin a run of rows [row, end) of one sequence: positions of the wave's queries, empty sums. */
 template <int WAVE, int HEAD>
 RFK_DEVICE void rfk_flash_begin(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attention_args &a, uint32_t row0, uint32_t row,
                                 uint32_t end) {
@@ -5239,7 +5239,7 @@ RFK_DEVICE void rfk_flash_begin(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attenti
     for (int n = 0; n < 2; n++) {
         const uint32_t t = row0 + w.row[n] / group;
         const bool inside = t >= row && t < end && w.row[n] < a.rows_per_block * group;
-        const bool first = (rfk_flash_transposed() ? lane / 16 : lane % 4) == 0; /* of those that share it */
+        const bool first = (rfk_flash_transposed() ? lane / 16 : lane % 4) == 0; /* the first of the lanes that share the query */
         w.pos[n] = inside ? a.rows[t].pos : -1;
         w.largest[n] = RFK_FLASH_NOTHING;
         w.sum[n] = 0;
@@ -5254,7 +5254,7 @@ RFK_DEVICE void rfk_flash_begin(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attenti
         for (int i = 0; i < 256 / WAVE; i++) w.sum_of[d][i] = 0;
 }
 
-/* The results of a run. */
+/* Store the results of a run. */
 template <int WAVE, int HEAD>
 RFK_DEVICE void rfk_flash_end(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attention_args &a, uint32_t row0) {
     const uint32_t lane = threadIdx.x % WAVE, group = a.n_heads / a.n_kv_heads;
@@ -5276,7 +5276,7 @@ RFK_DEVICE void rfk_flash_end(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attention
         }
 }
 
-/* Behind the last of the rows from `row` on that belong to its sequence. */
+/* The end of the run of rows of one sequence that begins at `row`. */
 template <int WAVE>
 RFK_DEVICE uint32_t rfk_flash_run_end(const rf_step_row *rows, uint32_t row, uint32_t last, uint32_t lane) {
     uint32_t end = last;
@@ -5292,8 +5292,8 @@ RFK_DEVICE uint32_t rfk_flash_run_end(const rf_step_row *rows, uint32_t row, uin
 
 /* grid n_kv_heads * ceil(T / rows_per_block)   block RFK_FLASH_WAVES waves   LDS up to 37 KiB
  * rows_per_block = 16 * RFK_FLASH_WAVES / heads of a group
- * Every block reads the keys and values of its sequence that a row of it sees. Those with most of them, the last rows',
- * come first; from block a.reverse_from on those with fewest, to be neighbours of the first ones. */
+ * A block reads the keys and values of its sequence that a row of it sees. Blocks with most of them, those of the last
+ * rows, come first; from block a.reverse_from on those with fewest, to share a multiprocessor with the first ones. */
 template <int WAVE, class KV, int HEAD>
 static __global__ void RFK_THREADS(RFK_FLASH_WAVES *WAVE) rfk_flash(rfk_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
@@ -5318,9 +5318,9 @@ static __global__ void RFK_THREADS(RFK_FLASH_WAVES *WAVE) rfk_flash(rfk_attentio
         const size_t head = ((size_t)a.rows[row].seq * a.n_kv_heads + w.kv_head) * a.n_cells;
         const KV *k = rfk_kv_row((const KV *)a.k, head, dim), *v = rfk_kv_row((const KV *)a.v, head, dim);
         const uint32_t length = (uint32_t)a.rows[end - 1].pos + 1;
-        uint32_t seen = (uint32_t)a.rows[row].pos + 1, tile = 0; /* the first position that any of them sees */
+        uint32_t seen = (uint32_t)a.rows[row].pos + 1, tile = 0; /* the first position that any row of the run sees */
         seen = a.window && seen > a.window ? seen - a.window : 0;
-        /* a ring's cells, as those of all positions, begin with a multiple of 32 */
+        /* tiles begin at multiples of 32, also in a ring buffer */
         uint32_t cell0 = seen / RFK_FLASH_CELLS * RFK_FLASH_CELLS, at = cell0 % a.n_cells;
         if (rfk_shared::DOUBLE_BUFFERED) {
             __syncthreads();
@@ -5352,12 +5352,12 @@ static __global__ void RFK_THREADS(RFK_FLASH_WAVES *WAVE) rfk_flash(rfk_attentio
 }
 
 /* ---- one row ----
- * A decode step's attention with what comes before it: norms of the heads, rope, the new key and value. PLAIN: all
- * positions are seen, each has its cell, and scores are as they are. */
+ * The fused attention of a decode step: norms of the heads, RoPE, the KV store of the new position, and attention.
+ * PLAIN: all positions are visible, each has its own cell, and there are no softcap and no sinks. */
 
-#define RFK_ROPES 2 /* kinds of rope in a plan: of layers with a window, and of the others */
+#define RFK_ROPES 2 /* RoPE tables in a plan: of layers with a sliding window, and of the others */
 
-/* cos and sin of the pairs of the step's first row, of each kind of rope.
+/* cos and sin for the position of the step's first row, for each RoPE table.
  *   grid [ceil(n_rot / 2 / 256), kinds]   block 256 */
 struct rfk_angles_of {
     const float *table;
@@ -5382,17 +5382,17 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
     of.out[2 * i + 1] = s * of.scale;
 }
 
-#define RFK_DECODE_CELLS 64u /* positions of a split at least */
+#define RFK_DECODE_CELLS 64u /* positions of a split, at least */
 
 struct rfk_decode_attention_args {
     const float *q, *k, *v;
     const uint8_t *norm[2]; /* of queries and keys; NULL: none */
     const float *angles;
-    const uint8_t *sinks;    /* [n_heads] a score more of each head, without a value; NULL: none */
+    const uint8_t *sinks;    /* [n_heads] attention sinks: one more score without a value; NULL: none */
     void *k_state, *v_state; /* [seq][kv head][n_cells][dim]: position p in cell p % n_cells     */
     float *out;
-    float *part;       /* [kv head][split] parts: rfk_decode_part                              */
-    uint32_t *tickets; /* [kv head] splits that are done; 0 between launches                */
+    float *part;       /* [kv head][split], see rfk_decode_part */
+    uint32_t *tickets; /* [kv head] counters of finished splits; 0 between launches */
     rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted                           */
     const rf_step_row *rows;
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
@@ -5400,7 +5400,7 @@ struct rfk_decode_attention_args {
     float eps[2], scale, softcap, softcap_factor; /* as rfk_softcap_exp2 takes them; softcap 0: none */
 };
 
-/* (byte - 128) * d, as rounded once. */
+/* (byte - 128) * d. */
 RFK_DEVICE float rfk_byte_value(uint32_t byte, float d) {
 #if defined(RFK_NVIDIA)
     return (rfk_as_float(0x4b000000u | byte) - 8388736.0f) * d; /* 2^23 + byte: conversions are slow */
@@ -5409,8 +5409,8 @@ RFK_DEVICE float rfk_byte_value(uint32_t byte, float d) {
 #endif
 }
 
-/* A lane's eight values of a cached key or value as they lie in memory, where row() finds those of a cell. new_at: what
- * make() makes a new row's of, its floats or, PACKED, its bytes. */
+/* A lane's eight values of a cached key or value, as stored; row() is the offset of a cell. make() sets them from the
+ * new row: its floats, or its bytes if PACKED. */
 template <class KV, int PER> struct rfk_decode_raw;
 template <int PER> struct rfk_decode_raw<uint16_t, PER> {
     static const bool PACKED = false;
@@ -5435,7 +5435,7 @@ template <int PER> struct rfk_decode_raw<uint16_t, PER> {
 };
 template <int PER> struct rfk_decode_raw<float, PER> {
     static const bool PACKED = false;
-    float v[8]; /* not two vectors: they would go to private memory on AMD */
+    float v[8]; /* not two float4: those would go to private memory on AMD */
     RFK_DEVICE size_t row(uint32_t cell, uint32_t dim) { return (size_t)cell * dim; }
     __device__ __forceinline__ void clear() {
         RFK_UNROLL(8)
@@ -5452,7 +5452,7 @@ template <int PER> struct rfk_decode_raw<float, PER> {
         for (int i = 0; i < 8; i++) x[i] = v[i];
     }
 };
-/* Rows of 8 * PER values, no fewer: then they are whole words, and whole pairs of these but for heads of 64. */
+/* Rows have exactly 8 * PER values: they are aligned to 4 bytes, and to 8 but for heads of 64. */
 template <int PER> struct rfk_decode_raw<rfk_q8, PER> {
     static const bool PACKED = true;
     uint32_t q[2], scale;
@@ -5483,26 +5483,26 @@ template <int PER> struct rfk_decode_raw<rfk_q8, PER> {
     }
 };
 
-/* PER lanes take a position, eight values each; a block has SLOTS positions at a time, T times. A lane group's scores
- * are T for each of G queries; they are spread over its lanes, KEPT to each. */
+/* PER lanes share a position, eight values each; a block takes SLOTS positions at a time, T times. The T scores of each
+ * of G queries are distributed over the PER lanes, KEPT a lane. */
 template <class KV, bool PLAIN, int G, int PER> struct rfk_decode_shape {
-    static const bool FEW = G > 4 || sizeof(KV) > 2 || (G == 4 && sizeof(KV) == 2 && !PLAIN); /* registers are short */
+    static const bool FEW = G > 4 || sizeof(KV) > 2 || (G == 4 && sizeof(KV) == 2 && !PLAIN); /* few registers are left */
     static const int T = FEW ? 2 : 4, N = G * T, KEPT = N > PER ? N / PER : 1,
                      COPIES = PER > N ? PER / N : 1, /* lanes with the same score */
         LANES = PER / G,                             /* lanes of a query          */
         SLOTS = RFK_BLOCK / PER;
 };
 
-#define RFK_DECODE_JOIN 4096 /* floats: eight heads of 64, four of 128, two of 256, from eight waves */
+#define RFK_DECODE_JOIN 4096 /* floats: from eight waves, eight heads of 64, four of 128 or two of 256 */
 #define RFK_DECODE_SPLITS 64u
 template <int G, int PER> struct rfk_decode_shared {
     alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value                                */
-    alignas(16) float join[RFK_DECODE_JOIN]; /* by query and wave: weighted sums                                       */
-    float peak[G][8][2];                  /* by query and wave: the maximum, the sum of weights                     */
-    uint32_t is_last, n_splits;           /* kept here: registers are short                                         */
+    alignas(16) float join[RFK_DECODE_JOIN]; /* [query][wave] weighted sums */
+    float peak[G][8][2];                  /* [query][wave] maximum, sum of weights */
+    uint32_t is_last, n_splits;           /* here for lack of registers */
 };
 
-/* A lane's pairs of a head in s.x's rows: what rope turns, then the rest as it is. */
+/* A lane's pairs of a head: those that RoPE rotates, then the others. */
 template <int WAVE, int PER> struct rfk_decode_pairs {
     static const int N = PER * 4 > WAVE ? PER * 4 / WAVE : 1;
     uint32_t first[N], second[N];
@@ -5522,8 +5522,8 @@ RFK_DEVICE void rfk_decode_pair(rfk_decode_pairs<WAVE, PER> &o, const rfk_decode
     }
 }
 
-/* Queries of the kv head, normed, rotated and scaled, and the new key and value if this block owns them, to s.x: a wave
- * each. Scores are powers of 2. */
+/* To s.x: the KV head's queries, normed, rotated and scaled, and the new key and value if this block owns them, a wave
+ * each. Scores are exponents of 2. */
 template <int WAVE, int G, int PER>
 RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t kv_head,
                                 uint32_t group, bool owns_key, const rfk_decode_pairs<WAVE, PER> &pairs) {
@@ -5563,22 +5563,22 @@ RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decod
     }
 }
 
-/* What a lane works on: T positions from `first` on, and what it keeps: eight values of each query's weighted sum; the
- * maximum and the sum of weights of its own query. */
+/* A lane's state: its part of T keys and values; eight values of each query's weighted sum; maximum and sum of weights
+ * of its own query. */
 template <class KV, bool PLAIN, int G, int PER> struct rfk_decode_work {
     rfk_decode_raw<KV, PER> k[rfk_decode_shape<KV, PLAIN, G, PER>::T], v[rfk_decode_shape<KV, PLAIN, G, PER>::T];
     float acc[G][8], largest, sum;
 };
 
-/* A head's cache from a lane's values on, and the positions of a split: they end at `end`, those before this step at
- * `older_end`, and new_pos is the step's, RF_NONE in other splits. */
+/* A head's cache from the lane's values on, and the positions of a split: they end at `end`, those of earlier steps at
+ * older_end; new_pos is this step's, RF_NONE in other splits. */
 template <class KV> struct rfk_decode_cells {
     const KV *k, *v;
     uint32_t end, older_end, new_pos;
 };
 
-/* The values of older positions among the T from `first` on. Positions are counted as cells that go on behind the
- * ring's last one, less than twice round. */
+/* Load the older positions among the T from `first` on. In a ring buffer, positions are cells that continue after the
+ * last one, less than twice around. */
 template <class KV, int PER, int T, bool PLAIN>
 RFK_DEVICE void rfk_decode_load(rfk_decode_raw<KV, PER> (&to)[T], const KV *from, uint32_t n_cells, uint32_t dim,
                              uint32_t first, uint32_t slots, uint32_t end) {
@@ -5591,8 +5591,8 @@ RFK_DEVICE void rfk_decode_load(rfk_decode_raw<KV, PER> (&to)[T], const KV *from
     }
 }
 
-/* Sums over PER lanes of N values: the halves of the list go to halves of the lanes, until each lane has its own. Value
- * i is then in lanes i * COPIES .. of the PER, or KEPT of them in a lane. */
+/* Reduce-scatter: sums of N values over PER lanes. Halves of the list go to halves of the lanes until each lane has its
+ * own: value i ends in lanes from i * COPIES on, or KEPT values in a lane. */
 template <int WAVE, int PER, int N> RFK_DEVICE void rfk_decode_spread(float (&v)[N]) {
     const uint32_t lane = threadIdx.x % PER;
     int n = N;
@@ -5613,8 +5613,8 @@ template <int WAVE, int PER, int N> RFK_DEVICE void rfk_decode_spread(float (&v)
     }
 }
 
-/* The T positions from `first` on: scores, weights, weighted sums. The next positions' loads begin as soon as there is
- * room for them. */
+/* T positions from `first` on: scores, online softmax, weighted sums. Loads of the next positions are issued as soon as
+ * registers are free. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
 RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a,
                                   const rfk_decode_cells<KV> &in, uint32_t first, rfk_decode_work<KV, PLAIN, G, PER> &o) {
@@ -5631,7 +5631,7 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
     RFK_UNROLL(4)
     for (int t = 0; t < S::T; t++) o.k[t].values(keys[t]);
     RFK_UNROLL(8)
-    for (int g = 0; g < G; g++) { /* queries are read once for all positions */
+    for (int g = 0; g < G; g++) { /* a query is read once for all positions */
         if (G > 4) rfk_compiler_fence();
         const float4 *q = reinterpret_cast<const float4 *>(&s.x[g][lane * 8]);
         const float4 q0 = q[0], q1 = q[1];
@@ -5681,7 +5681,7 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
     rfk_decode_load<KV, PER, S::T, PLAIN>(o.v, in.v, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS, in.older_end);
 }
 
-/* Where the results of a kv head go, and its splits' parts. */
+/* Where the results of a KV head go, and the parts of its splits. */
 struct rfk_decode_output {
     float *out, *part;
     rfk_int8_rows x8;
@@ -5708,8 +5708,8 @@ RFK_DEVICE float *rfk_decode_part(const rfk_decode_output &to, uint32_t y) {
     return to.part + (size_t)(to.kv_head * gridDim.y + y) * to.group * (to.head_dim + 4);
 }
 
-/* What a wave's lanes have, joined: weighted sums in `v`, each lane's share of VALUES of them from the returned one on,
- * [query][8]; the maximum and the sum of weights to s.peak. */
+/* Combine the lanes of a wave (reduce-scatter): v becomes the lane's share of the weighted sums, [query][8] from the
+ * returned index on; maximum and sum of weights go to s.peak. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
 RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk_decode_work<KV, PLAIN, G, PER> &o,
                                       float (&v)[G * 8]) {
@@ -5741,14 +5741,14 @@ RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk
         RFK_UNROLL(32)
         for (int i = 0; i < G * 4; i++) {
             if (i >= n) continue;
-            const float low = v[i], high = v[i + n]; /* else v would go to private memory on AMD */
+            const float low = v[i], high = v[i + n]; /* indexed otherwise, v would go to private memory on AMD */
             v[i] = (upper ? high : low) + rfk_shuffle_xor<WAVE>(upper ? low : high, mask);
         }
     }
     return first;
 }
 
-/* Sums of the block's waves: the results if it is the only split, else a part. */
+/* Combine the waves of the block: the result if this is the only split, else a part. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
 RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, bool only,
                              const rfk_decode_work<KV, PLAIN, G, PER> &o) {
@@ -5775,7 +5775,7 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
             }
         }
         __syncthreads();
-        const uint32_t g = threadIdx.x / (PER * 2), c = threadIdx.x % (PER * 2), head = g0 + g; /* of the kv head's */
+        const uint32_t g = threadIdx.x / (PER * 2), c = threadIdx.x % (PER * 2), head = g0 + g; /* of the group */
         const bool inside = g < (uint32_t)at_once && head < group && c * 4 < dim;
         float x[4] = {0, 0, 0, 0}, top = -3e38f, weights = 0;
         if (inside) {
@@ -5803,11 +5803,11 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
     }
 }
 
-/* True for the last block of a kv head to get here: it sees the others' parts. */
+/* Whether this is the last block of the KV head to finish: it sees the parts of the others. */
 template <int G, int PER>
 RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t kv_head,
                              uint32_t n_splits) {
-    __threadfence(); /* what this block wrote, before its ticket */
+    __threadfence(); /* make this block's part visible before its ticket */
     __syncthreads();
     if (threadIdx.x == 0) {
         s.is_last = atomicAdd(&a.tickets[kv_head], 1u) == n_splits - 1;
@@ -5821,7 +5821,7 @@ RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_a
     return true;
 }
 
-/* What other blocks wrote before their tickets: not from a cache that others do not see. */
+/* Parts of other blocks: not from L1, which does not see their writes. */
 RFK_DEVICE float4 rfk_decode_load_part(const float *p) {
 #if defined(RFK_NVIDIA)
     return __ldcg(reinterpret_cast<const float4 *>(p));
@@ -5830,7 +5830,7 @@ RFK_DEVICE float4 rfk_decode_load_part(const float *p) {
 #endif
 }
 
-/* The weights of a kv head's parts, by a wave for each query, to s.join: [query][RFK_DECODE_SPLITS]. */
+/* Weights of the splits, a wave for each query, to s.join: [query][RFK_DECODE_SPLITS]. */
 template <int WAVE, int G, int PER>
 RFK_DEVICE void rfk_decode_weights(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, uint32_t n_splits) {
     const uint32_t lane = threadIdx.x % WAVE;
@@ -5858,11 +5858,11 @@ RFK_DEVICE void rfk_decode_weights(rfk_decode_shared<G, PER> &s, const rfk_decod
     }
 }
 
-/* The results from the splits' parts. Sets of threads have parts by turns. */
+/* Combine the splits of a KV head. Sets of threads take parts in turn. */
 template <int WAVE, int G, int PER>
-RFK_CALLED void rfk_decode_join_splits(rfk_decode_shared<G, PER> &s, rfk_decode_output out, uint32_t n_splits) {
+RFK_DEVICE void rfk_decode_join_splits(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, uint32_t n_splits) {
     const uint32_t all = G * PER * 2, columns = all < RFK_BLOCK ? all : RFK_BLOCK, sets = RFK_BLOCK / columns,
-                   most = RFK_DECODE_SPLITS / sets, AT_ONCE = most < 16 ? most : 16, /* parts that a thread loads at once */
+                   most = RFK_DECODE_SPLITS / sets, AT_ONCE = most < 16 ? most : 16, /* parts in flight a thread */
         set = threadIdx.x / columns, stride = out.group * (out.head_dim + 4);
     float *sums = s.join + G * RFK_DECODE_SPLITS;
     RFK_UNROLL(1)
@@ -5905,7 +5905,7 @@ RFK_CALLED void rfk_decode_join_splits(rfk_decode_shared<G, PER> &s, rfk_decode_
     }
 }
 
-/* The new key and value to their cell `row` of the head's, whose first values k and v are. */
+/* Store the new key and value in their cell; k and v begin at the head's first cell. */
 template <int WAVE, int G, int PER, class KV>
 RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, KV *k, KV *v, uint32_t cell, uint32_t dim) {
     const size_t row = (size_t)cell * dim;
@@ -5914,10 +5914,10 @@ RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, KV *k, KV *v, uin
         rfk_store_value(v + row + e, s.x[G + 1][e]);
     }
 }
-/* And to s.join, as they lie there: four values a thread. All threads take part. */
+/* The same to Q8_0, and to s.join in the same layout: four values a thread. All threads take part. */
 template <int WAVE, int G, int PER>
 RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, rfk_q8 *k, rfk_q8 *v, uint32_t cell, uint32_t dim) {
-    const uint32_t part = threadIdx.x / (2 * PER), i = threadIdx.x % (2 * PER); /* PER * 8 values of each */
+    const uint32_t part = threadIdx.x / (2 * PER), i = threadIdx.x % (2 * PER); /* part 0 is the key, 1 the value, PER * 8 values each */
     float x[4] = {0, 0, 0, 0}, d;
     int sum;
     (void)dim;
@@ -5939,18 +5939,18 @@ RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, rfk_q8 *k, rfk_q8
 }
 
 /* grid [n_kv_heads, splits]   block 256   LDS up to 27 KiB   reads each key and value once for the whole group
- * The positions that are seen are cut evenly into as many splits as the grid has, of RFK_DECODE_CELLS at least; blocks
- * beyond leave. */
+ * The visible positions are divided evenly over the splits of the grid, at least RFK_DECODE_CELLS each; blocks without
+ * positions return. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
 static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_attention(rfk_decode_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_decode_shape<KV, PLAIN, G, PER> S;
     typedef rfk_decode_shared<G, PER> shared;
     RFK_SHARED(shared, s);
-    /* written before the kernel before this one began: the step's row, angles, keys and values of older positions */
+    /* written before the previous kernel began: the step's row, angles, keys and values of older positions */
     const rf_step_row row = a.rows[0];
     const uint32_t kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads;
-    uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* positions, from the first that is seen, in that cell */
+    uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* visible positions, and the cell of the first */
     if (!PLAIN && a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
     const uint32_t pass = S::T * S::SLOTS, least = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS;
     uint32_t cells = (n + gridDim.y - 1) / gridDim.y;
@@ -8711,11 +8711,10 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     return rfk_enqueue_config(l, kernel, c, a);
 }
 
-/* Kernels are for groups of 2, 4 and 8, of 4 and 8 with a cache of floats: loads take longer than the queries that are
- * not there, and every kernel costs time to compile. The bits of smaller groups are the same. */
 template <int WAVE, class KV, bool PLAIN, int PER>
 static void (*rfk_decode_attention_of(uint32_t group))(rfk_decode_attention_args) {
-    if (group <= 2) return rfk_decode_attention<WAVE, KV, PLAIN, (sizeof(KV) > 2 ? 4 : 2), PER>;
+    if (group <= 1) return rfk_decode_attention<WAVE, KV, PLAIN, 1, PER>;
+    if (group <= 2) return rfk_decode_attention<WAVE, KV, PLAIN, 2, PER>;
     if (group <= 4) return rfk_decode_attention<WAVE, KV, PLAIN, 4, PER>;
     return rfk_decode_attention<WAVE, KV, PLAIN, 8, PER>;
 }
