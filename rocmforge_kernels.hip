@@ -175,7 +175,7 @@ RFK_DEVICE uint16_t rfk_to_half(float v) {
     bits &= 0x7fffffff;
     if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
     if (bits >= 0x47800000) return (uint16_t)(sign | 0x7c00);
-    if (bits < 0x38800000) { /* below 2^-14: in units of 2^-24; adding 0.5 rounds to them and leaves the result in the low bits */
+    if (bits < 0x38800000) { /* below 2^-14: adding 0.5 rounds to units of 2^-24, in the low bits */
         float shifted;
         memcpy(&shifted, &bits, 4);
         shifted += 0.5f;
@@ -928,7 +928,7 @@ template <> struct rfk_format<RF_TYPE_TQ1_0> {
         rfk_words(r.a, in);
         rfk_words(r.b, in + 4);
         RFK_UNROLL(8)
-        for (uint32_t i = 0; i < 8; i++) { /* units 0-4: digits of 32 bytes; 5-7: of 16 bytes, a half each; the last half: of 4 bytes */
+        for (uint32_t i = 0; i < 8; i++) { /* digits of 32 bytes, of 16, of 4 at last */
             bool last = u == 7 && i >= 4;
             uint32_t n = u < 5 ? u : last ? i - 4 : 2 * (u - 5) + i / 4;
             o.q[i] = rfk_digits3(last ? r.c : (uint32_t)in[i], n);
@@ -1235,7 +1235,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_embed_float(rfk_embed_args a) 
     const int32_t token = rfk_embed_row(a);
     if (token < 0 || i >= a.n_out) return;
     const size_t row = (size_t)token * a.n_out;
-    rfk_embed_value(a, &a.out[(size_t)blockIdx.y * a.out_stride + i], rfk_load_any(a.w.plane[0], a.kernel_type, row + i));
+    rfk_embed_value(a, &a.out[(size_t)blockIdx.y * a.out_stride + i], rfk_load_any(a.w.plane[0], a.kernel_type,
+                                                                                   row + i));
 }
 
 /* Values 4i .. 4i + 3 of a row of n, 0 beyond its end: one load if the row is aligned. */
@@ -2025,9 +2026,10 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_slice(rfk_slice_args a) {
 }
 
 /* ==== 4 Matmul ========================================================================================== >>matmul
- * out[cols, n_out] = x[cols, n_in] W^T. Few columns (decode): a wave reads a row of W once and keeps one sum per column.
- * Many columns (prefill): tiles of 64 or 128 rows by as many columns, in shared memory. Quantized weights are multiplied
- * by int8 activations, or as bf16 by bf16 for more than 64 columns on Hopper; weights of floats by floats. */
+ * out[cols, n_out] = x[cols, n_in] W^T. Few columns (decode): a wave reads a row of W once and keeps one sum per
+ * column. Many columns (prefill): tiles of 64 or 128 rows by as many columns, in shared memory. Quantized weights are
+ * multiplied by int8 activations, or as bf16 by bf16 for more than 64 columns on Hopper; weights of floats by floats.
+ * */
 
 /* One product. A launch does up to three that share input and weight type (such as Q, K, V); each has the blocks
  * [end_block of the one before, end_block) of the grid. */
@@ -2381,11 +2383,11 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
 }
 
 /* ---- one column ----
- * The fused matvec of a decode step. A block keeps the column as int8 in shared memory, in the order in which lanes read
- * it, and makes it itself: from floats, from the RMS norm of floats, or from int8 rows. Waves take rows of W in turn,
- * lanes fragments of 64 weights. A lane loads its next fragment as soon as the registers of the last one are free, and
- * its first one before the previous kernel has ended. Which lane adds which products, and in what order, depends on the
- * type and n_in alone. */
+ * The fused matvec of a decode step. A block keeps the column as int8 in shared memory, in the order in which lanes
+ * read it, and makes it itself: from floats, from the RMS norm of floats, or from int8 rows. Waves take rows of W in
+ * turn, lanes fragments of 64 weights. A lane loads its next fragment as soon as the registers of the last one are
+ * free, and its first one before the previous kernel has ended. Which lane adds which products, and in what order,
+ * depends on the type and n_in alone. */
 
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 #define RFK_FUSED_BLOCK 1024 /* at 64 registers a thread, one block fills a multiprocessor */
@@ -2703,10 +2705,10 @@ template <int TYPE> struct rfk_fragments_k {
         const uint32_t shift = 16 * (c & 1), y = (uint32_t)w.head.y >> shift, z = (uint32_t)w.head.z >> shift,
                        e = (uint32_t)w.head.w >> shift, keep = c < 2 ? 0x3f3fu : 0x0f0fu, more = c < 2 ? 0 : 0x3030u;
         const uint32_t scale = ((c < 2 ? y : e) & keep) | ((y >> 2) & more),
-                       least = ((c < 2 ? z : e >> 4) & keep) | ((z >> 2) & more);
+                       min = ((c < 2 ? z : e >> 4) & keep) | ((z >> 2) & more);
         float products = (float)(scale & 255) * x.scale.x * rfk_dot_to_float(a) +
                          (float)((scale >> 8) & 255) * x.scale.y * rfk_dot_to_float(b),
-              minimums = (float)(least & 255) * x.scale.z + (float)((least >> 8) & 255) * x.scale.w;
+              minimums = (float)(min & 255) * x.scale.z + (float)((min >> 8) & 255) * x.scale.w;
         total += rfk_low_half((uint32_t)w.head.x) * products;
         return total - rfk_high_half((uint32_t)w.head.x) * minimums;
     }
@@ -2849,7 +2851,8 @@ template <int TYPE> RFK_DEVICE void rfk_load_x(const rfk_column &c, uint32_t fra
     x.scale = reinterpret_cast<const float4 *>(c.scale)[fragment];
     if (TYPE == RF_TYPE_Q6_K) x.start = reinterpret_cast<const float4 *>(c.start)[fragment];
 }
-template <> __device__ __forceinline__ void rfk_load_x<RFK_OTHER>(const rfk_column &c, uint32_t unit, rfk_fragment_x &x) {
+template <> __device__ __forceinline__
+void rfk_load_x<RFK_OTHER>(const rfk_column &c, uint32_t unit, rfk_fragment_x &x) {
     const uint32_t odd = unit % 2, fragment = unit / 2;
     x.piece[0] = c.piece[2 * odd * c.n_fragments + fragment];
     x.piece[1] = c.piece[(2 * odd + 1) * c.n_fragments + fragment];
@@ -2867,6 +2870,26 @@ RFK_DEVICE float rfk_fused_epilogue(const rfk_fused_args &a, const rfk_product &
     return p.out[row] = gate / (1.0f + expf(-gate)) * sum;
 }
 
+/* Quantize a fused matvec's results from `first` on, those of one pass a wave. */
+template <int WAVE>
+RFK_DEVICE void rfk_quantize_results(const rfk_fused_args &a, uint32_t first, uint32_t n_out, rfk_fused_shared &s) {
+    if (threadIdx.x / WAVE >= RFK_FUSED_PASSES) return; /* a wave quantizes the 32 results of one pass */
+    const uint32_t lane = threadIdx.x % WAVE;
+    const bool inside = lane < 8 && first < n_out;
+    float x[4] = {0, 0, 0, 0};
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < 4; k++)
+        if (inside) x[k] = s.out[threadIdx.x / WAVE][4 * lane + k];
+    if (a.to_norm) {
+        float squares = rfk_group_squares<WAVE>(x);
+        if (inside && lane == 0) a.to_squares[first / 32] = squares;
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++)
+            if (inside) x[k] *= s.to_norm[threadIdx.x / WAVE][4 * lane + k];
+    }
+    rfk_quantize4<WAVE>(a.to8, 0, n_out, first / 4 + lane, x, inside);
+}
+
 /* A block's rows, a wave each; glu: rows of the two products in turn. U fragments are in flight a lane. */
 template <int TYPE, int WAVE, int U>
 RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
@@ -2874,7 +2897,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
     typedef rfk_fragments<TYPE> F;
     const uint32_t n_fragments = a.n_in / F::VALUES, lane = threadIdx.x % WAVE, n_out = p.n_out, glu = a.glu,
                    step = n_blocks * (RFK_FUSED_BLOCK / WAVE);
-    const uint32_t mine = lane < n_fragments ? (n_fragments - lane + WAVE - 1) / WAVE : 0, /* this lane's fragments of a row */
+    const uint32_t mine = lane < n_fragments ? (n_fragments - lane + WAVE - 1) / WAVE : 0, /* this lane's */
         rounds = (n_fragments + WAVE * U - 1) / (WAVE * U);
     uint32_t row = number * (RFK_FUSED_BLOCK / WAVE) + threadIdx.x / WAVE, second = 0, round = 0, pass = 0;
     typename F::loaded raw[U];
@@ -2938,21 +2961,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
     }
     if (!a.to8.q) return;
     __syncthreads();
-    if (threadIdx.x / WAVE >= RFK_FUSED_PASSES) return; /* a wave quantizes the 32 results of one pass */
-    const uint32_t first = number * 32 + threadIdx.x / WAVE * step;
-    const bool inside = lane < 8 && first < n_out;
-    float x[4] = {0, 0, 0, 0};
-    RFK_UNROLL(4)
-    for (uint32_t k = 0; k < 4; k++)
-        if (inside) x[k] = s.out[threadIdx.x / WAVE][4 * lane + k];
-    if (a.to_norm) {
-        float squares = rfk_group_squares<WAVE>(x);
-        if (inside && lane == 0) a.to_squares[first / 32] = squares;
-        RFK_UNROLL(4)
-        for (uint32_t k = 0; k < 4; k++)
-            if (inside) x[k] *= s.to_norm[threadIdx.x / WAVE][4 * lane + k];
-    }
-    rfk_quantize4<WAVE>(a.to8, 0, n_out, first / 4 + lane, x, inside);
+    rfk_quantize_results<WAVE>(a, number * 32 + threadIdx.x / WAVE * step, n_out, s);
 }
 
 /* Types with code of their own in the fused matvec, and how many fragments in flight fit. Two of Q8_0, of 68 bytes,
@@ -2962,13 +2971,13 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
     X(RF_TYPE_Q5_1, 2) X(RF_TYPE_Q4_K, 2) X(RF_TYPE_Q5_K, 1) X(RF_TYPE_Q6_K, 2)
 
 static uint32_t rfk_max_in_flight(uint32_t type) {
-#define RFK_MOST_CASE(TYPE, most) \
-    case TYPE: return most < RFK_MAX_IN_FLIGHT ? most : RFK_MAX_IN_FLIGHT;
+#define RFK_MAX_CASE(TYPE, max) \
+    case TYPE: return max < RFK_MAX_IN_FLIGHT ? max : RFK_MAX_IN_FLIGHT;
     switch (type) {
-        RFK_FUSED_TYPES(RFK_MOST_CASE)
+        RFK_FUSED_TYPES(RFK_MAX_CASE)
     default: return 1;
     }
-#undef RFK_MOST_CASE
+#undef RFK_MAX_CASE
 }
 
 /* grid: the blocks of each product   block RFK_FUSED_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
@@ -3002,9 +3011,9 @@ static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fus
         rfk_fused_block<RFK_OTHER, WAVE, U>(a, p, number, n_blocks, c, s);
         return;
     }
-#define RFK_FUSED_CASE(TYPE, most) \
+#define RFK_FUSED_CASE(TYPE, max) \
     case TYPE: \
-        if (rfk_built<TYPE>::is) rfk_fused_block<TYPE, WAVE, (U < most ? U : most)>(a, p, number, n_blocks, c, s); \
+        if (rfk_built<TYPE>::is) rfk_fused_block<TYPE, WAVE, (U < max ? U : max)>(a, p, number, n_blocks, c, s); \
         break;
     switch (p.type) {
         RFK_FUSED_TYPES(RFK_FUSED_CASE)
@@ -3184,6 +3193,26 @@ RFK_DEVICE void rfk_load_columns(rfk_operand &o, const int4 *columns, uint32_t g
 #endif
 }
 
+/* rfk_mma_int8 without a matrix unit. */
+template <int WAVE> RFK_DEVICE void rfk_dot_int8(const rfk_operand &a, const rfk_operand &b, int part, int *out) {
+    const uint32_t lane = threadIdx.x % WAVE;
+    rfk_compiler_fence(); /* loads of one tile at a time: there are no registers for more */
+    for (uint32_t i = 0; i < 256 / WAVE; i++) {
+        const int4 *row = a.rows + rfk_matrix_row(lane, i, 256 / WAVE) * RFK_MATRIX_STRIDE,
+                   *col = b.rows + rfk_matrix_col(lane, i) * RFK_MATRIX_STRIDE;
+        int sum = RFK_DOT_START;
+        for (int h = 0; h < 2; h++) {
+            if (part == 1 - h) continue;
+            int4 x = row[h], y = col[h];
+            sum = rfk_dot4(x.x, y.x, sum);
+            sum = rfk_dot4(x.y, y.y, sum);
+            sum = rfk_dot4(x.z, y.z, sum);
+            sum = rfk_dot4(x.w, y.w, sum);
+        }
+        out[i] = sum;
+    }
+}
+
 /* out = RFK_DOT_START + a b over bytes 0-15 (part 0), 16-31 (1) or all (2). All lanes must take part. */
 template <int WAVE> RFK_DEVICE void rfk_mma_int8(const rfk_operand &a, const rfk_operand &b, int part, int *out) {
     const uint32_t lane = threadIdx.x % WAVE, kind = RFK_MATRIX;
@@ -3261,21 +3290,7 @@ template <int WAVE> RFK_DEVICE void rfk_mma_int8(const rfk_operand &a, const rfk
         return;
     }
 #endif
-    rfk_compiler_fence(); /* loads of one tile at a time: there are no registers for more */
-    for (uint32_t i = 0; i < 256 / WAVE; i++) {
-        const int4 *row = a.rows + rfk_matrix_row(lane, i, 256 / WAVE) * RFK_MATRIX_STRIDE,
-                   *col = b.rows + rfk_matrix_col(lane, i) * RFK_MATRIX_STRIDE;
-        int sum = RFK_DOT_START;
-        for (int h = 0; h < 2; h++) {
-            if (part == 1 - h) continue;
-            int4 x = row[h], y = col[h];
-            sum = rfk_dot4(x.x, y.x, sum);
-            sum = rfk_dot4(x.y, y.y, sum);
-            sum = rfk_dot4(x.z, y.z, sum);
-            sum = rfk_dot4(x.w, y.w, sum);
-        }
-        out[i] = sum;
-    }
+    rfk_dot_int8<WAVE>(a, b, part, out);
 }
 
 /* sum += a b, operands from rfk_load_rows and rfk_load_columns, over 16 halves, or 16 bf16 (BF16; RFK_UNITS_BF16 or
@@ -3362,8 +3377,8 @@ RFK_DEVICE void rfk_mma_16bit(const rfk_operand &a, const rfk_operand &b, float 
 }
 
 /* ---- a check of the units ----
- * When a device is opened, one wave multiplies two tiles in every way that kernels do, and the host compares the results
- * with its own: a wrong layout, on a new instruction set or compiler, must not become wrong text. */
+ * When a device is opened, one wave multiplies two tiles in every way that kernels do, and the host compares the
+ * results with its own: a wrong layout, on a new instruction set or compiler, must not become wrong text. */
 
 #define RFK_CHECK_PARTS 5 /* of int8: bytes 0-15, 16-31, all 32; of 16 halves; of 16 bf16 */
 
@@ -3448,7 +3463,8 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
 #else
 #define RFK_IS_REGISTER_BOUND(type) ((type) == RF_TYPE_Q6_K || (type) == RF_TYPE_Q2_K)
 #endif
-#define RFK_TILE_COLS_OF(type, cols) (RFK_IS_REGISTER_BOUND(type) && (type) == RF_TYPE_Q2_K ? RFK_SMALL_TILE_COLS : (cols))
+#define RFK_TILE_COLS_OF(type, cols) \
+    (RFK_IS_REGISTER_BOUND(type) && (type) == RF_TYPE_Q2_K ? RFK_SMALL_TILE_COLS : (cols))
 
 #define RFK_HAS_PARTS(type) ((type) == RF_TYPE_Q4_K || (type) == RF_TYPE_Q5_K)
 
@@ -3491,10 +3507,10 @@ template <int TYPE, int WAVE> RFK_DEVICE bool rfk_takes_parts() {
     uint32_t kind = RFK_MATRIX;
     return RFK_HAS_PARTS(TYPE) && WAVE == 32 && kind == RFK_MATRIX_SM80;
 }
-RFK_DEVICE void rfk_store_w_parts(int4 *row, uint32_t g, float steps, float least) {
-    uint32_t bits = rfk_as_bits(steps) >> 16;
+RFK_DEVICE void rfk_store_w_parts(int4 *row, uint32_t g, float min_q, float dmin) {
+    uint32_t bits = rfk_as_bits(min_q) >> 16;
     uint2 words;
-    words.x = bits | bits << 16, words.y = bits | (uint32_t)rfk_to_half(least) << 16;
+    words.x = bits | bits << 16, words.y = bits | (uint32_t)rfk_to_half(dmin) << 16;
     reinterpret_cast<uint2 *>(row)[g] = words;
 }
 RFK_DEVICE void rfk_store_x_parts(int4 *column, uint32_t g, float v) {
@@ -3690,7 +3706,7 @@ RFK_DEVICE void rfk_tile_group(const S &s, uint32_t g, uint32_t row0, uint32_t c
     const int N = 256 / WAVE, LAST = rfk_format<TYPE>::SCALES - 1;
     const uint32_t lane = threadIdx.x % WAVE;
     rfk_operand a[RT], b;
-    float d[RT][RFK_LANE_ROWS(N)][4], least[RT][RFK_LANE_ROWS(N)][2];
+    float d[RT][RFK_LANE_ROWS(N)][4], min[RT][RFK_LANE_ROWS(N)][2];
     RFK_UNROLL(4)
     for (int r = 0; r < RT; r++) {
         rfk_load_rows<RFK_MATRIX_STRIDE, false>(a[r], s.w[row0 + 16 * (uint32_t)r], g, lane);
@@ -3703,8 +3719,8 @@ RFK_DEVICE void rfk_tile_group(const S &s, uint32_t g, uint32_t row0, uint32_t c
             d[r][i][2] = d[r][i][0] * -12582912.0f;
             d[r][i][3] = scales16 ? d[r][i][1] * -12582912.0f : 0.0f;
             if (!has_min) continue;
-            least[r][i][0] = s.w_min[g][row][0];
-            least[r][i][1] = scales16 ? s.w_min[g][row][LAST] : 0.0f;
+            min[r][i][0] = s.w_min[g][row][0];
+            min[r][i][1] = scales16 ? s.w_min[g][row][LAST] : 0.0f;
         }
     }
     RFK_UNROLL(8)
@@ -3722,7 +3738,7 @@ RFK_DEVICE void rfk_tile_group(const S &s, uint32_t g, uint32_t row0, uint32_t c
             if (scales16) rfk_mma_int8<WAVE>(a[r], b, 1, upper);
             RFK_UNROLL(8)
             for (int i = 0; i < N; i++) {
-                const float *wd = d[r][RFK_ROW_INDEX(i)], *wm = least[r][RFK_ROW_INDEX(i)];
+                const float *wd = d[r][RFK_ROW_INDEX(i)], *wm = min[r][RFK_ROW_INDEX(i)];
                 float product = fmaf(wd[0], rfk_as_float((uint32_t)dot[i]), wd[2]);
                 if (scales16) product += fmaf(wd[1], rfk_as_float((uint32_t)upper[i]), wd[3]);
                 sum[r][c][i] += product * x[RFK_COL_INDEX(i)];
@@ -3739,14 +3755,14 @@ RFK_DEVICE void rfk_tile_parts(const S &s, uint32_t row0, uint32_t col0, float (
     const int N = 256 / WAVE;
     const uint32_t lane = threadIdx.x % WAVE;
     rfk_operand a[RT], b;
-    float least[RT][RFK_LANE_ROWS(N)];
+    float min[RT][RFK_LANE_ROWS(N)];
     RFK_UNROLL(4)
     for (int r = 0; r < RT; r++) {
         rfk_load_rows<2, true>(a[r], s.w_parts[row0 + 16 * (uint32_t)r], 0, lane);
         RFK_UNROLL(8)
         for (uint32_t i = 0; i < RFK_LANE_ROWS((uint32_t)N); i++) {
             uint32_t row = row0 + 16 * (uint32_t)r + rfk_matrix_row(lane, i, N);
-            least[r][i] = rfk_from_half(reinterpret_cast<const uint16_t *>(s.w_parts[row])[3]);
+            min[r][i] = rfk_from_half(reinterpret_cast<const uint16_t *>(s.w_parts[row])[3]);
         }
     }
     RFK_UNROLL(8)
@@ -3759,7 +3775,7 @@ RFK_DEVICE void rfk_tile_parts(const S &s, uint32_t row0, uint32_t col0, float (
             for (int i = 0; i < N; i++) out[i] = 0;
             rfk_mma_16bit<WAVE, 2, 2, true>(a[r], b, out);
             RFK_UNROLL(8)
-            for (int i = 0; i < N; i++) sum[r][c][i] -= least[r][RFK_ROW_INDEX(i)] * out[i];
+            for (int i = 0; i < N; i++) sum[r][c][i] -= min[r][RFK_ROW_INDEX(i)] * out[i];
         }
     }
 }
@@ -4022,7 +4038,8 @@ RFK_DEVICE void rfk_fence_async_proxy() { asm volatile("fence.proxy.async.shared
 RFK_DEVICE void rfk_sync_wave() { __syncwarp(); }
 /* The registers of a warpgroup's threads from here on (setmaxnreg). */
 template <int N> RFK_DEVICE void rfk_grow_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
-template <int N> RFK_DEVICE void rfk_shrink_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N>
+RFK_DEVICE void rfk_shrink_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 RFK_DEVICE void rfk_wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 RFK_DEVICE void rfk_wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 /* Wait until at most LEFT committed groups are in flight. */
@@ -4113,12 +4130,18 @@ RFK_DEVICE void rfk_wgmma_store(int4 *row, uint32_t i, uint32_t word, const int 
     }
 }
 
+/* A block's tile, and its depth steps [first, end). */
+struct rfk_wgmma_tile {
+    uint32_t row0, col0, first, end;
+};
+
 /* The producer warpgroup fills the stages of depth steps [first, end), two lanes a row. Where a unit's halves are 64
  * values apart, a step takes one half of twice as many units. Rows beyond the last repeat it. */
 template <int TYPE>
-RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, uint32_t row0, uint32_t col0,
-                               uint32_t first, uint32_t end, rfk_wgmma_shared &s, rfk_mbarriers &barriers) {
+RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, const rfk_wgmma_tile &tile,
+                               rfk_wgmma_shared &s, rfk_mbarriers &barriers) {
     typedef rfk_format<TYPE> F;
+    const uint32_t row0 = tile.row0, col0 = tile.col0, first = tile.first, end = tile.end;
     const uint32_t UNITS = F::STRIDE == 64 ? 2 : 1, N = RFK_WGMMA_ROWS / 64 * UNITS,
                    thread = threadIdx.x % RFK_WARPGROUP, odd = thread % 2, pair = thread / 2;
     /* stores of 8 lanes must hit all banks: rows 0-3, or 0, 1, 4 and 5 if they are 2 words apart */
@@ -4200,6 +4223,7 @@ template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_
     const uint32_t row0 = number * RFK_WGMMA_ROWS, first = t.split_units / 2 * blockIdx.z,
                    last = first + t.split_units / 2,
                    end = last < t.m.n_in / RFK_WGMMA_DEPTH ? last : t.m.n_in / RFK_WGMMA_DEPTH;
+    const rfk_wgmma_tile work = {row0, columns.first, first, end};
     if (threadIdx.x < RFK_WGMMA_STAGES) {
         rfk_mbarrier_init(&barriers.full[threadIdx.x], RFK_WARPGROUP / 32 + 1); /* one more for the copy of x */
         rfk_mbarrier_init(&barriers.empty[threadIdx.x], RFK_WARPGROUP / 32);
@@ -4207,7 +4231,7 @@ template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_
     __syncthreads();
     if (threadIdx.x >= RFK_WARPGROUP) {
         rfk_shrink_registers<88>();
-        rfk_wgmma_fill<TYPE>(t.m, p, row0, columns.first, first, end, s, barriers);
+        rfk_wgmma_fill<TYPE>(t.m, p, work, s, barriers);
         __syncthreads(); /* matches the barriers in rfk_wgmma_multiply */
         __syncthreads();
         return;
@@ -5239,7 +5263,7 @@ RFK_DEVICE void rfk_flash_begin(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attenti
     for (int n = 0; n < 2; n++) {
         const uint32_t t = row0 + w.row[n] / group;
         const bool inside = t >= row && t < end && w.row[n] < a.rows_per_block * group;
-        const bool first = (rfk_flash_transposed() ? lane / 16 : lane % 4) == 0; /* the first of the lanes that share the query */
+        const bool first = (rfk_flash_transposed() ? lane / 16 : lane % 4) == 0; /* of the lanes that share it */
         w.pos[n] = inside ? a.rows[t].pos : -1;
         w.largest[n] = RFK_FLASH_NOTHING;
         w.sum[n] = 0;
@@ -5486,7 +5510,8 @@ template <int PER> struct rfk_decode_raw<rfk_q8, PER> {
 /* PER lanes share a position, eight values each; a block takes SLOTS positions at a time, T times. The T scores of each
  * of G queries are distributed over the PER lanes, KEPT a lane. */
 template <class KV, bool PLAIN, int G, int PER> struct rfk_decode_shape {
-    static const bool FEW = G > 4 || sizeof(KV) > 2 || (G == 4 && sizeof(KV) == 2 && !PLAIN); /* few registers are left */
+    /* FEW: few registers are left */
+    static const bool FEW = G > 4 || sizeof(KV) > 2 || (G == 4 && sizeof(KV) == 2 && !PLAIN);
     static const int T = FEW ? 2 : 4, N = G * T, KEPT = N > PER ? N / PER : 1,
                      COPIES = PER > N ? PER / N : 1, /* lanes with the same score */
         LANES = PER / G,                             /* lanes of a query          */
@@ -5617,7 +5642,8 @@ template <int WAVE, int PER, int N> RFK_DEVICE void rfk_decode_spread(float (&v)
  * registers are free. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
 RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a,
-                                  const rfk_decode_cells<KV> &in, uint32_t first, rfk_decode_work<KV, PLAIN, G, PER> &o) {
+                                  const rfk_decode_cells<KV> &in, uint32_t first, rfk_decode_work<KV, PLAIN, G,
+                                          PER> &o) {
     typedef rfk_decode_shape<KV, PLAIN, G, PER> S;
     const bool packed = rfk_decode_raw<KV, PER>::PACKED;
     const uint32_t lane = threadIdx.x % PER, wave_lane = threadIdx.x % WAVE, base = wave_lane - lane;
@@ -5642,7 +5668,8 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
                                   ((q1.x * y[4] + q1.y * y[5]) + (q1.z * y[6] + q1.w * y[7]));
         }
     }
-    rfk_decode_load<KV, PER, S::T, PLAIN>(o.k, in.k, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS, in.older_end);
+    rfk_decode_load<KV, PER, S::T, PLAIN>(o.k, in.k, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS,
+                                          in.older_end);
     rfk_decode_spread<WAVE, PER, S::N>(score);
     float top = o.largest;
     RFK_UNROLL(2)
@@ -5678,7 +5705,8 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
             for (int e = 0; e < 8; e++) o.acc[g][e] += weight * x[e];
         }
     }
-    rfk_decode_load<KV, PER, S::T, PLAIN>(o.v, in.v, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS, in.older_end);
+    rfk_decode_load<KV, PER, S::T, PLAIN>(o.v, in.v, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS,
+                                          in.older_end);
 }
 
 /* Where the results of a KV head go, and the parts of its splits. */
@@ -5687,14 +5715,16 @@ struct rfk_decode_output {
     rfk_int8_rows x8;
     uint32_t kv_head, group, n_heads, head_dim;
 };
-RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, uint32_t kv_head, uint32_t group) {
+RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, uint32_t kv_head,
+                                                  uint32_t group) {
     const rfk_decode_output to = {a.out, a.part, a.x8, kv_head, group, a.n_heads, a.head_dim};
     return to;
 }
 
 /* Values 4c .. 4c + 3 of the result of a query of the group, also quantized. All lanes of the wave take part. */
 template <int WAVE>
-RFK_DEVICE void rfk_decode_out(const rfk_decode_output &to, uint32_t query, uint32_t c, const float (&x)[4], bool inside) {
+RFK_DEVICE void rfk_decode_out(const rfk_decode_output &to, uint32_t query, uint32_t c, const float (&x)[4],
+                               bool inside) {
     const uint32_t i = (to.kv_head * to.group + query) * (to.head_dim / 4) + c;
     if (inside) {
         const float4 four = {x[0], x[1], x[2], x[3]};
@@ -5753,7 +5783,8 @@ template <int WAVE, class KV, bool PLAIN, int G, int PER>
 RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, bool only,
                              const rfk_decode_work<KV, PLAIN, G, PER> &o) {
     const uint32_t lane = threadIdx.x % PER, wave = threadIdx.x / WAVE, group = out.group, dim = out.head_dim;
-    const int waves = RFK_BLOCK / WAVE, row = PER * 8, fit = RFK_DECODE_JOIN / (waves * row), at_once = fit < G ? fit : G,
+    const int waves = RFK_BLOCK / WAVE, row = PER * 8, fit = RFK_DECODE_JOIN / (waves * row),
+            at_once = fit < G ? fit : G,
               n_values = G * 8 * PER / WAVE;
     float v[G * 8];
     const uint32_t first = rfk_decode_join_wave<WAVE, KV, PLAIN, G, PER>(s, o, v);
@@ -5862,7 +5893,7 @@ RFK_DEVICE void rfk_decode_weights(rfk_decode_shared<G, PER> &s, const rfk_decod
 template <int WAVE, int G, int PER>
 RFK_DEVICE void rfk_decode_join_splits(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, uint32_t n_splits) {
     const uint32_t all = G * PER * 2, columns = all < RFK_BLOCK ? all : RFK_BLOCK, sets = RFK_BLOCK / columns,
-                   most = RFK_DECODE_SPLITS / sets, AT_ONCE = most < 16 ? most : 16, /* parts in flight a thread */
+                   max = RFK_DECODE_SPLITS / sets, AT_ONCE = max < 16 ? max : 16, /* parts in flight a thread */
         set = threadIdx.x / columns, stride = out.group * (out.head_dim + 4);
     float *sums = s.join + G * RFK_DECODE_SPLITS;
     RFK_UNROLL(1)
@@ -5917,7 +5948,7 @@ RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, KV *k, KV *v, uin
 /* The same to Q8_0, and to s.join in the same layout: four values a thread. All threads take part. */
 template <int WAVE, int G, int PER>
 RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, rfk_q8 *k, rfk_q8 *v, uint32_t cell, uint32_t dim) {
-    const uint32_t part = threadIdx.x / (2 * PER), i = threadIdx.x % (2 * PER); /* part 0 is the key, 1 the value, PER * 8 values each */
+    const uint32_t part = threadIdx.x / (2 * PER), i = threadIdx.x % (2 * PER); /* part: key, value */
     float x[4] = {0, 0, 0, 0}, d;
     int sum;
     (void)dim;
@@ -5952,9 +5983,9 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     const uint32_t kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads;
     uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* visible positions, and the cell of the first */
     if (!PLAIN && a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
-    const uint32_t pass = S::T * S::SLOTS, least = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS;
+    const uint32_t pass = S::T * S::SLOTS, min = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS;
     uint32_t cells = (n + gridDim.y - 1) / gridDim.y;
-    cells = cells < least ? least : (cells + 31) / 32 * 32;
+    cells = cells < min ? min : (cells + 31) / 32 * 32;
     const uint32_t n_splits = (n + cells - 1) / cells, begin = seen + blockIdx.y * cells;
     if (blockIdx.y >= n_splits) {
         rfk_wait_previous();
@@ -5965,7 +5996,8 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     const bool owns_key = end == all, inside = lane * 8 < a.head_dim;
     const size_t head =
         rfk_decode_raw<KV, PER>::row(1, a.head_dim) * ((size_t)row.seq * a.n_kv_heads + kv_head) * a.n_cells;
-    const rfk_decode_cells<KV> in = {(const KV *)a.k_state + head + lane * 8, (const KV *)a.v_state + head + lane * 8, end,
+    const rfk_decode_cells<KV> in = {(const KV *)a.k_state + head + lane * 8, (const KV *)a.v_state + head + lane * 8,
+                                     end,
                                   !inside ? 0 : owns_key ? all - 1 : end, owns_key ? all - 1 : RF_NONE};
     rfk_decode_work<KV, PLAIN, G, PER> work;
     rfk_decode_pairs<WAVE, PER> pairs;
@@ -5998,24 +6030,24 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
 }
 
 /* ==== 6 Device ========================================================================================== >>device
- * Objects of the table: device, queue with its tickets, weight table, memory. Every entry makes its device current for
- * the calling thread and puts the old one back. */
+ * Objects of the device API: device, queue with its tickets, weight table, memory. Every function of it makes its
+ * device current for the calling thread and restores the previous one. */
 
-#define RFK_EVENTS 32u                             /* tickets of a queue that can be outstanding without waiting   */
-#define RFK_BOUNCE_BYTES ((uint64_t)256 << 10)     /* half of a queue's staging for memory that is not pinned      */
+#define RFK_EVENTS 32u                             /* tickets of a queue that can be outstanding without a wait */
+#define RFK_STAGING_BYTES ((uint64_t)256 << 10)     /* half of a queue's staging buffer for pageable memory */
 #define RFK_REPACK_BYTES ((uint64_t)8 << 20)       /* scratch for repacking; more only if a row is longer          */
 
-/* Pinned host memory given out: a copy from other memory goes through the queue's staging. */
+/* Pinned host memory that was handed out; copies of other memory go through a staging buffer. */
 struct rfk_pinned {
     rfk_pinned *next;
     void *base;
     uint64_t size_bytes;
 };
 
-/* How decode steps of plans of one shape are done, found by timing them. */
+/* The fastest launch config for decode steps of plans of one shape, found by timing. */
 #define RFK_KNOWN_CONFIGS 16u
 struct rfk_known_config {
-    uint64_t shape; /* rfk_shape_of such a plan */
+    uint64_t shape; /* rfk_shape_of the plan */
     uint32_t config;
     float us[RF_LAUNCH_CONFIGS];
 };
@@ -6027,34 +6059,34 @@ struct rf_dev {
     rf_device_info info;
     pthread_mutex_t lock; /* guards pinned and known */
     rfk_pinned *pinned;
-    rfk_known_config known[RFK_KNOWN_CONFIGS]; /* the last ones, in a ring */
-    uint32_t n_known;     /* ever */
+    rfk_known_config known[RFK_KNOWN_CONFIGS]; /* a ring buffer of the last ones */
+    uint32_t n_known;     /* ever found */
     int lost;             /* atomic */
     int graphs;           /* atomic: rfk_graphs */
-    int early;            /* kernels of a graph may start before the one before them has ended */
+    int early;            /* programmatic dependent launch works: see rfk_config */
     uint32_t wrong_units; /* RFK_WRONG_...: what the matrix units got wrong when the device was opened */
     int has_units;
-    int units_f16, units_bf16; /* prompts with such weights are multiplied on them                     */
-    int wgmma;                 /* rfk_matmul_wgmma is there, and right                              */
+    int units_f16, units_bf16; /* matrix units multiply prompts with such weights */
+    int wgmma;                 /* rfk_matmul_wgmma is compiled in and right */
 };
-#define RFK_WRONG_BYTES 1u  /* products of bytes: weights are multiplied without tiles  */
-#define RFK_WRONG_HALVES 2u /* of halves or bf16: so are these, and attention        */
-#define RFK_WRONG_WGMMA 4u  /* of a warpgroup: prompts are multiplied as bytes          */
+#define RFK_WRONG_BYTES 1u  /* of int8: weights are multiplied without tiles */
+#define RFK_WRONG_HALVES 2u /* of halves or bf16: so are such weights; no flash attention */
+#define RFK_WRONG_WGMMA 4u  /* of wgmma: prompts are multiplied as int8 */
 
-/* Whether decode steps are replayed from graphs: checked against launches first where drivers are known to replay
- * large graphs with stale values. */
+/* Whether decode steps are replayed as graphs. Checked: compared with launches first, on drivers known to replay large
+ * graphs with stale values. */
 enum rfk_graphs { RFK_GRAPHS_OFF = 0, RFK_GRAPHS_CHECKED = 1, RFK_GRAPHS_ON = 2 };
 
 struct rf_queue {
     rf_dev *dev;
     hipStream_t stream;
-    pthread_mutex_t submit;      /* one entry at a time adds work                             */
+    pthread_mutex_t submit;      /* held while work is added */
     pthread_mutex_t lock;        /* guards the tickets                                        */
-    hipEvent_t event[RFK_EVENTS];/* of ticket v: [v % RFK_EVENTS], until a later one takes it */
+    hipEvent_t event[RFK_EVENTS];/* ticket v has [v % RFK_EVENTS], until a later one takes it */
     uint64_t issued, done;
-    char *bounce;                /* pinned, two halves                                        */
-    hipEvent_t bounce_event[2];  /* the last copy out of each half                            */
-    uint32_t bounce_used;        /* bit: event was recorded                                   */
+    char *staging;                /* pinned, two halves                                        */
+    hipEvent_t staging_event[2];  /* the last copy from each half */
+    uint32_t staging_used;        /* bit i: event i was recorded */
 };
 
 struct rfk_slot {
@@ -6066,11 +6098,11 @@ struct rf_table {
     rf_dev *dev;
     const rf_plan *plan;
     rfk_slot *slots;     /* [n_weights]                                             */
-    rfk_weight *experts; /* on the device, [n_weights]: of experts, which kernels find by number; NULL: no experts */
-    uint64_t generation; /* atomic: changes whenever a slot does; graphs hold slots */
+    rfk_weight *experts; /* on the device, [n_weights]: experts' weights by index; NULL: no experts */
+    uint64_t generation; /* atomic: changes with any slot, because graphs hold their addresses */
 };
 
-/* Record a failure and return its code; the first one stays. */
+/* Record a failure, unless there is one already; returns its code. */
 __attribute__((format(printf, 5, 6)))
 static rf_result rfk_fail(rf_error *err, rf_result code, int sys, uint64_t where, const char *format, ...) {
     if (err && err->code == RF_OK) {
@@ -6087,7 +6119,7 @@ static rf_result rfk_fail(rf_error *err, rf_result code, int sys, uint64_t where
     return code;
 }
 
-/* 1 for failures after which the device takes no more work from this process. */
+/* Whether the device takes no more work from this process after this failure. */
 static int rfk_is_fatal(hipError_t e) {
     switch ((int)e) {
     case 214: /* uncorrectable memory error */
@@ -6100,17 +6132,17 @@ static int rfk_is_fatal(hipError_t e) {
     }
 }
 
-/* Judge a runtime call: `call` is its name, `object` what it was for. */
+/* The result of a runtime call: `call` is its name, `object` what it was for. */
 static rf_result rfk_check(rf_dev *d, rf_error *err, hipError_t e, const char *call, const char *object,
                            uint64_t where) {
     if (e == hipSuccess) return RF_OK;
-    (void)hipGetLastError(); /* do not leave it to the program's own next check */
+    (void)hipGetLastError(); /* clear it: not for the program's next check */
     if (d && rfk_is_fatal(e)) __atomic_store_n(&d->lost, 1, __ATOMIC_RELAXED);
     return rfk_fail(err, RF_ERR_DEVICE, (int)e, where, "%s: %s for %s failed: %s (%d, %s)", d ? d->info.name : "hip",
                     call, object, hipGetErrorString(e), (int)e, hipGetErrorName(e));
 }
 
-/* The device is current while this lives. `error`: it could not be made so. */
+/* Makes a device current while it lives. `error`: that failed. */
 struct rfk_scope {
     int before;
     hipError_t error;
@@ -6118,7 +6150,7 @@ struct rfk_scope {
         error = hipGetDevice(&before);
         if (error != hipSuccess) before = -1;
         else if (before != index) error = hipSetDevice(index);
-        else before = -1; /* nothing to put back */
+        else before = -1; /* nothing to restore */
     }
     ~rfk_scope() {
         if (before >= 0 && hipSetDevice(before) != hipSuccess) (void)hipSetDevice(before);
@@ -6151,7 +6183,7 @@ static void rfk_free(const rf_allocator *a, void *p) {
 
 /* ---- devices ---- */
 
-/* The name up to the first colon: "gfx90a:sramecc+:xnack-" is compiled for as gfx90a. */
+/* The name up to the first colon: "gfx90a" of "gfx90a:sramecc+:xnack-". */
 static void rfk_arch_name(const hipDeviceProp_t &p, char *out, size_t capacity) {
 #if defined(RFK_NVIDIA)
     snprintf(out, capacity, "sm_%d%d", p.major, p.minor);
@@ -6160,7 +6192,7 @@ static void rfk_arch_name(const hipDeviceProp_t &p, char *out, size_t capacity) 
 #endif
 }
 
-/* Why there is no device, in words that help. */
+/* Why there is no device, in words that help the user. */
 static void rfk_no_device(rf_device_info *out, hipError_t e) {
     memset(out, 0, sizeof *out);
     out->is_gpu = 1;
@@ -6209,7 +6241,7 @@ static rf_result rfk_device_list(rf_device_info *out, uint32_t capacity, uint32_
     hipError_t e = hipGetDeviceCount(&n);
     (void)err;
     if (e != hipSuccess) (void)hipGetLastError();
-    if (e != hipSuccess || n <= 0) { /* not a failure of the call: the list says why */
+    if (e != hipSuccess || n <= 0) { /* no failure of the call: the list says why */
         *count = 1;
         if (capacity) rfk_no_device(out, e);
         return RF_OK;
@@ -6289,7 +6321,7 @@ static void rfk_mem_release(rf_dev *d, rf_mem *mem) {
     memset(mem, 0, sizeof *mem);
 }
 
-/* One more thing that is unusual about a device. */
+/* Add a note about the device. */
 __attribute__((format(printf, 2, 3))) static void rfk_add_note(rf_device_info *out, const char *format, ...) {
     va_list args;
     size_t n = strlen(out->note);
@@ -6323,7 +6355,8 @@ static rf_result rfk_device_info(rf_dev *d, rf_device_info *out, rf_error *err) 
 }
 
 /* ---- queues and tickets ----
- * When an entry with a queue fails, nothing of the queue is running any more: the caller may free its memory. */
+ * When a function that takes a queue fails, nothing of the queue is running any more: the caller may free its memory.
+ * */
 
 static rf_result rfk_settle(rf_queue *q, rf_result r) {
     if (r != RF_OK) {
@@ -6332,7 +6365,7 @@ static rf_result rfk_settle(rf_queue *q, rf_result r) {
     }
     return r;
 }
-/* The queue's device is made current for an entry: `r` if it failed, with nothing of the queue running. */
+/* The failure of `scope`, with nothing of the queue running. */
 static rf_result rfk_enter_queue(rf_queue *q, const rfk_scope &scope, rf_error *err) {
     return rfk_settle(q, rfk_check_scope(q->dev, scope, err));
 }
@@ -6347,8 +6380,8 @@ static void rfk_queue_release(rf_queue *q) {
     for (uint32_t i = 0; i < RFK_EVENTS; i++)
         if (q->event[i]) (void)hipEventDestroy(q->event[i]);
     for (int i = 0; i < 2; i++)
-        if (q->bounce_event[i]) (void)hipEventDestroy(q->bounce_event[i]);
-    if (q->bounce) (void)hipHostFree(q->bounce);
+        if (q->staging_event[i]) (void)hipEventDestroy(q->staging_event[i]);
+    if (q->staging) (void)hipHostFree(q->staging);
     pthread_mutex_destroy(&q->submit);
     pthread_mutex_destroy(&q->lock);
     rfk_free(&d->allocator, q);
@@ -6363,15 +6396,15 @@ static rf_result rfk_queue_create(rf_dev *d, rf_queue **out, rf_error *err) {
     q->dev = d;
     pthread_mutex_init(&q->submit, NULL); /* cannot fail with default attributes on Linux */
     pthread_mutex_init(&q->lock, NULL);
-    void *bounce = NULL;
+    void *staging = NULL;
     rf_result r = rfk_check(d, err, hipStreamCreateWithFlags(&q->stream, hipStreamNonBlocking),
                             "hipStreamCreateWithFlags", "a queue", 0);
     if (r == RF_OK)
-        r = rfk_check(d, err, hipHostMalloc(&bounce, (size_t)(2 * RFK_BOUNCE_BYTES), hipHostMallocPortable),
+        r = rfk_check(d, err, hipHostMalloc(&staging, (size_t)(2 * RFK_STAGING_BYTES), hipHostMallocPortable),
                       "hipHostMalloc", "a queue", 0);
-    q->bounce = (char *)bounce;
+    q->staging = (char *)staging;
     for (uint32_t i = 0; r == RF_OK && i < RFK_EVENTS + 2; i++) {
-        hipEvent_t *e = i < RFK_EVENTS ? &q->event[i] : &q->bounce_event[i - RFK_EVENTS];
+        hipEvent_t *e = i < RFK_EVENTS ? &q->event[i] : &q->staging_event[i - RFK_EVENTS];
         r = rfk_check(d, err, hipEventCreateWithFlags(e, hipEventDisableTiming), "hipEventCreateWithFlags", "a queue",
                       0);
     }
@@ -6380,7 +6413,7 @@ static rf_result rfk_queue_create(rf_dev *d, rf_queue **out, rf_error *err) {
     return r;
 }
 
-/* The point behind everything added so far. Waits only if RFK_EVENTS tickets are outstanding. */
+/* A ticket for everything added so far. Waits only if RFK_EVENTS tickets are outstanding. */
 static rf_result rfk_ticket_record(rf_queue *q, rf_ticket *ticket, rf_error *err) {
     rf_result r = RF_OK;
     if (!ticket) return RF_OK;
@@ -6401,7 +6434,7 @@ static rf_result rfk_ticket_record(rf_queue *q, rf_ticket *ticket, rf_error *err
     return r;
 }
 
-/* The end of an entry that added work: its ticket, unless r is a failure, and q->submit is given up. */
+/* The end of a function that added work: a ticket unless r is a failure, and q->submit is released. */
 static rf_result rfk_end_submit(rf_queue *q, rf_result r, rf_ticket *ticket, rf_error *err) {
     if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
     r = rfk_settle(q, r);
@@ -6409,8 +6442,8 @@ static rf_result rfk_end_submit(rf_queue *q, rf_result r, rf_ticket *ticket, rf_
     return r;
 }
 
-/* hipSuccess, hipErrorNotReady, or how the work failed. The event of an old ticket may stand for a later one by now:
- * then the old one is known to be done. */
+/* hipSuccess, hipErrorNotReady, or how the work failed. If the ticket's event now stands for a later one, the ticket is
+ * known to be done. */
 static hipError_t rfk_ticket_query(const rf_ticket *ticket) {
     rf_queue *q = ticket->queue;
     hipError_t e = hipSuccess;
@@ -6436,7 +6469,7 @@ static double rfk_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Asks without sleeping for 2 ms, a decode step's time, then every 50 us. */
+/* Polls without sleeping for 2 ms, the time of a decode step, then every 50 us. */
 static rf_result rfk_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err) {
     if (!ticket || !ticket->queue || ticket->value == 0) return RF_OK;
     rf_dev *d = ticket->queue->dev;
@@ -6473,34 +6506,34 @@ static rf_result rfk_queue_after(rf_queue *q, const rf_ticket *ticket, rf_error 
 
 /* ---- copies ---- */
 
-/* The bounce half i is free again. */
-static rf_result rfk_bounce_wait(rf_queue *q, uint32_t i, rf_error *err) {
-    if (!(q->bounce_used >> i & 1)) return RF_OK;
-    return rfk_check(q->dev, err, hipEventSynchronize(q->bounce_event[i]), "hipEventSynchronize", "staging", 0);
+/* Wait until half i of the staging buffer is free. */
+static rf_result rfk_staging_wait(rf_queue *q, uint32_t i, rf_error *err) {
+    if (!(q->staging_used >> i & 1)) return RF_OK;
+    return rfk_check(q->dev, err, hipEventSynchronize(q->staging_event[i]), "hipEventSynchronize", "staging", 0);
 }
-static rf_result rfk_bounce_record(rf_queue *q, uint32_t i, rf_error *err) {
+static rf_result rfk_staging_record(rf_queue *q, uint32_t i, rf_error *err) {
     rf_result r =
-        rfk_check(q->dev, err, hipEventRecord(q->bounce_event[i], q->stream), "hipEventRecord", "staging", 0);
-    if (r == RF_OK) q->bounce_used |= 1u << i;
+        rfk_check(q->dev, err, hipEventRecord(q->staging_event[i], q->stream), "hipEventRecord", "staging", 0);
+    if (r == RF_OK) q->staging_used |= 1u << i;
     return r;
 }
 
-/* Host to device. src that is not pinned is copied before the call returns. Requires q->submit. */
+/* Host to device. Memory that is not pinned has been copied when this returns. Requires q->submit. */
 static rf_result rfk_copy_in(rf_queue *q, char *dst, const void *src, uint64_t n, const char *what, rf_error *err) {
     if (rfk_is_pinned(q->dev, src, n))
         return rfk_check(q->dev, err, hipMemcpyAsync(dst, src, (size_t)n, hipMemcpyHostToDevice, q->stream),
                          "hipMemcpyAsync", what, 0);
     rf_result r = RF_OK;
     uint32_t half = 0;
-    for (uint64_t at = 0; r == RF_OK && at < n; at += RFK_BOUNCE_BYTES, half ^= 1) {
-        size_t bytes = (size_t)(n - at < RFK_BOUNCE_BYTES ? n - at : RFK_BOUNCE_BYTES);
-        char *stage = q->bounce + half * RFK_BOUNCE_BYTES;
-        r = rfk_bounce_wait(q, half, err);
+    for (uint64_t at = 0; r == RF_OK && at < n; at += RFK_STAGING_BYTES, half ^= 1) {
+        size_t bytes = (size_t)(n - at < RFK_STAGING_BYTES ? n - at : RFK_STAGING_BYTES);
+        char *stage = q->staging + half * RFK_STAGING_BYTES;
+        r = rfk_staging_wait(q, half, err);
         if (r != RF_OK) break;
         memcpy(stage, (const char *)src + at, bytes);
         r = rfk_check(q->dev, err, hipMemcpyAsync(dst + at, stage, bytes, hipMemcpyHostToDevice, q->stream),
                       "hipMemcpyAsync", what, 0);
-        if (r == RF_OK) r = rfk_bounce_record(q, half, err);
+        if (r == RF_OK) r = rfk_staging_record(q, half, err);
     }
     return r;
 }
@@ -6539,16 +6572,16 @@ static rf_result rfk_mem_read(rf_queue *q, const rf_mem *src, uint64_t offset, v
     if (rfk_is_pinned(q->dev, dst, n)) {
         r = rfk_check(q->dev, err, hipMemcpyAsync(dst, from, (size_t)n, hipMemcpyDeviceToHost, q->stream),
                       "hipMemcpyAsync", "mem_read", 0);
-    } else { /* finished when the call returns */
+    } else { /* done when the call returns */
         ticket = NULL;
-        for (int i = 0; r == RF_OK && i < 2; i++) r = rfk_bounce_wait(q, (uint32_t)i, err);
-        for (uint64_t at = 0; r == RF_OK && at < n; at += RFK_BOUNCE_BYTES) {
-            size_t bytes = (size_t)(n - at < RFK_BOUNCE_BYTES ? n - at : RFK_BOUNCE_BYTES);
-            r = rfk_check(q->dev, err, hipMemcpyAsync(q->bounce, from + at, bytes, hipMemcpyDeviceToHost, q->stream),
+        for (int i = 0; r == RF_OK && i < 2; i++) r = rfk_staging_wait(q, (uint32_t)i, err);
+        for (uint64_t at = 0; r == RF_OK && at < n; at += RFK_STAGING_BYTES) {
+            size_t bytes = (size_t)(n - at < RFK_STAGING_BYTES ? n - at : RFK_STAGING_BYTES);
+            r = rfk_check(q->dev, err, hipMemcpyAsync(q->staging, from + at, bytes, hipMemcpyDeviceToHost, q->stream),
                           "hipMemcpyAsync", "mem_read", 0);
             if (r == RF_OK)
                 r = rfk_check(q->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "mem_read", 0);
-            if (r == RF_OK) memcpy((char *)dst + at, q->bounce, bytes);
+            if (r == RF_OK) memcpy((char *)dst + at, q->staging, bytes);
         }
     }
     return rfk_end_submit(q, r, ticket, err);
@@ -6613,12 +6646,12 @@ static void rfk_device_close(rf_dev *d) {
     rfk_free(&allocator, d);
 }
 
-/* Launch the probe. A GPU that the file was not compiled for is told from a broken one. */
+/* Launch the probe; tells a GPU that the file was not compiled for from a broken one. */
 static rf_result rfk_launch_probe(rf_queue *q, const rf_mem *mem, rf_error *err) {
     rf_dev *d = q->dev;
     hipError_t e = rfk_launch(rfk_probe, dim3(1), dim3(32), q->stream, (uint32_t *)mem->base);
     int code = (int)e;
-    if (code != 98 && code != 200 && code != 209 && code != 222 && code != 301) /* no code, or none for this GPU */
+    if (code != 98 && code != 200 && code != 209 && code != 222 && code != 301) /* no code for this GPU */
         return rfk_check(d, err, e, "hipLaunchKernel", "a probe", 0);
     (void)hipGetLastError();
 #if defined(RFK_NVIDIA)
@@ -6629,10 +6662,10 @@ static rf_result rfk_launch_probe(rf_queue *q, const rf_mem *mem, rf_error *err)
     return rfk_fail(err, RF_ERR_DEVICE, code, 0,
                     "%s is a %s (%s), which rocmforge_kernels.hip was not compiled for: compile it with %s%s%s (%s)",
                     d->info.name, d->info.arch, d->info.text, option, d->info.arch,
-                    strcmp(d->info.arch, "sm_90") == 0 ? "a" : "", hipGetErrorName(e)); /* with wgmma */
+                    strcmp(d->info.arch, "sm_90") == 0 ? "a" : "", hipGetErrorName(e)); /* sm_90a has wgmma */
 }
 
-/* What the device's matrix units got wrong: RFK_WRONG_... */
+/* RFK_WRONG_... of the matrix units' results. */
 static uint32_t rfk_judge_matrix(const rfk_check_results *found) {
     uint32_t wrong = 0;
     for (uint32_t row = 0; row < 16; row++)
@@ -6651,14 +6684,14 @@ static uint32_t rfk_judge_matrix(const rfk_check_results *found) {
     return wrong;
 }
 
-/* What the kernels that a device runs when it is opened leave behind. */
+/* Results of the kernels that check a device when it is opened. */
 struct rfk_probe_results {
     uint32_t probe[32];
     rfk_check_results matrix;
     uint32_t wgmma[RFK_WARPGROUP];
 };
 
-/* Two or three launches, and 6 KiB read back. */
+/* Two or three launches, then 6 KiB are read back. */
 static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
     rf_queue *q = NULL;
     rf_mem mem;
@@ -6738,9 +6771,10 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
 #if defined(RFK_NVIDIA)
     cudaFuncAttributes kernel;
     memset(&kernel, 0, sizeof kernel);
-    if (r == RF_OK) { /* the wait is in kernels compiled for sm_90; long columns, more than 48 KiB of LDS */
-        rfk_scope scope(d->index); /* attributes are the current device's */
-        const void *rows[2] = {(const void *)rfk_fused_matvec<32, 1, false>, (const void *)rfk_fused_matvec<32, 1, true>};
+    if (r == RF_OK) { /* griddepcontrol is in code for sm_90 and later; long columns need more than 48 KiB of LDS */
+        rfk_scope scope(d->index); /* attributes belong to the current device */
+        const void *rows[2] = {(const void *)rfk_fused_matvec<32, 1, false>, (const void *)rfk_fused_matvec<32, 1,
+                               true>};
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
         for (int i = 0; i < 2; i++)
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_MAX_COLUMN / 64 * 96);
@@ -6750,7 +6784,7 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
             if (cudaFuncSetAttribute(bf16, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WGMMA_BYTES) !=
                 cudaSuccess)
                 d->wgmma = 0;
-            /* for two blocks */
+            /* for two blocks a multiprocessor */
             (void)cudaFuncSetAttribute(bf16, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
         }
         (void)cudaGetLastError();
@@ -6784,12 +6818,7 @@ static int rfk_is_float_type(uint32_t type) {
     return type == RF_TYPE_F32 || type == RF_TYPE_F16 || type == RF_TYPE_BF16;
 }
 
-/* RF_OK if kernels for the weight's type are in this build. */
-static rf_result rfk_check_type(const rf_plan_weight *w, uint64_t where, rf_error *err) {
-    if (w->type < RF_TYPE_COUNT && RF_TYPE_IS_BUILT(w->type)) return RF_OK;
-    return rfk_fail(err, RF_ERR_UNSUPPORTED, 0, where, "hip: %s is of type %s, which is not among ROCMFORGE_TYPES",
-                    w->name, rfk_type_name(w->type));
-}
+static bool rfk_is_built(uint32_t type) { return type < RF_TYPE_COUNT && RF_TYPE_IS_BUILT(type); }
 
 static uint64_t rfk_row_bytes(const rf_plan_weight *w) {
     uint32_t elements, bytes;
@@ -6807,7 +6836,7 @@ static void rfk_table_release(rf_table *t) {
     rfk_free(&allocator, t);
 }
 
-/* Memory for the addresses of experts, none of which is there. */
+/* Device memory for the addresses of experts, none of them loaded yet. */
 static rf_result rfk_create_experts(rf_table *t, rf_error *err) {
     rf_mem mem = {NULL, (uint64_t)t->plan->n_weights * sizeof *t->experts};
     rf_queue *q = NULL;
@@ -6858,7 +6887,7 @@ static rf_weight_layout rfk_weight_layout(rf_dev *d, const rf_plan_weight *w) {
     return layout;
 }
 
-/* Where the planes of a whole weight begin. */
+/* The planes of a weight whose memory begins at `base`. */
 static rfk_weight rfk_planes(const rf_plan_weight *w, uint8_t *base) {
     rfk_packing packing = rfk_packing_of(w->type);
     rfk_weight out;
@@ -6875,9 +6904,12 @@ static rfk_weight rfk_planes(const rf_plan_weight *w, uint8_t *base) {
     return out;
 }
 
-/* Rows to scratch, and from there to their planes, as many at a time as scratch holds. Requires q->submit. */
-static rf_result rfk_write_repacked(rf_queue *q, const rf_plan_weight *w, uint8_t *base, const rf_mem *scratch,
-                                    uint32_t row0, uint32_t n_rows, const char *src, rf_error *err) {
+/* Copy rows to scratch and repack them from there, as many at a time as scratch holds. Requires q->submit. */
+static rf_result rfk_write_repacked(rf_queue *q, const rf_plan_weight *w, uint8_t *base, const rf_weight_part *part,
+                                    rf_error *err) {
+    const rf_mem *scratch = part->scratch;
+    const char *src = (const char *)part->src;
+    const uint32_t row0 = part->row0, n_rows = part->n_rows;
     uint32_t elements, block_bytes;
     rfk_block_of(w->type, &elements, &block_bytes);
     uint64_t row_bytes = rfk_row_bytes(w), step = scratch->size_bytes / row_bytes;
@@ -6916,19 +6948,20 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part
     const rf_plan_weight *w = &t->plan->weights[slot];
     uint64_t row_bytes = rfk_row_bytes(w);
     int repack = rfk_packing_of(w->type).n_planes > 0;
-    rf_result r = rfk_check_type(w, slot, err);
-    if (r != RF_OK) return r;
+    if (!rfk_is_built(w->type))
+        return rfk_fail(err, RF_ERR_UNSUPPORTED, 0, slot, "hip: %s is of type %s, which is not among ROCMFORGE_TYPES",
+                        w->name, rfk_type_name(w->type));
     if (!mem || !mem->base || !src || n_rows == 0 || row0 >= w->n_rows || n_rows > w->n_rows - row0 ||
         offset % 256 != 0 || (repack && (!scratch || !scratch->base || scratch->size_bytes < row_bytes)))
         return rfk_fail(err, RF_ERR_ARGUMENT, 0, slot, "hip: %s: bad write of rows %u + %u at %llu", w->name, row0,
                         n_rows, (unsigned long long)offset);
-    r = rfk_range(mem, offset, row_bytes * w->n_rows, w->name, err);
+    rf_result r = rfk_range(mem, offset, row_bytes * w->n_rows, w->name, err);
     if (r != RF_OK) return r;
     rfk_scope scope(q->dev->index);
     if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
     uint8_t *base = (uint8_t *)mem->base + offset;
     pthread_mutex_lock(&q->submit);
-    if (repack) r = rfk_write_repacked(q, w, base, scratch, row0, n_rows, (const char *)src, err);
+    if (repack) r = rfk_write_repacked(q, w, base, part, err);
     else r = rfk_copy_in(q, (char *)base + row0 * row_bytes, src, n_rows * row_bytes, w->name, err);
     if (r == RF_OK && w->n_experts && row0 + n_rows == w->n_rows) {
         rfk_expert_args a = {t->experts + slot, rfk_planes(w, base)};
@@ -6944,63 +6977,63 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part
     return r;
 }
 
-/* The address of an expert stays on the device: the host runs no op whose rows chose an expert that is not loaded. */
+/* An expert's address stays on the device: the host runs no op whose rows chose an expert that is not loaded. */
 static void rfk_weight_clear(rf_table *t, uint32_t slot) {
     memset(&t->slots[slot], 0, sizeof t->slots[slot]);
     __atomic_add_fetch(&t->generation, 1, __ATOMIC_RELAXED);
 }
 
 /* ==== 7 Plan ================================================================================================ >>plan
- * A plan bound to a session's memory, and its launches. Everything that ops need beside the session's buffers (the
- * step's values, rope tables, quantized inputs, splits of tiles and of attention) is one allocation, made when the plan
- * is prepared. */
+ * A plan bound to a session's memory, and its launches. What ops need besides the session's buffers (the step's values,
+ * RoPE tables, quantized inputs, partial results of split-K and of attention) is one allocation, made when the plan is
+ * prepared. */
 
-#define RFK_FEW_COLS 8u   /* matvec up to here, tiles beyond            */
-#define RFK_SPLIT_ROWS 8u /* steps up to here split attention           */
+#define RFK_MATVEC_COLS 8u   /* columns: matvec up to here, tiles beyond */
+#define RFK_SPLIT_ROWS 8u /* rows: steps up to here split attention */
 #define RFK_MAX_TILE_SPLITS 16u
 #define RFK_MAX_SPLITS 64u
 #define RFK_SPLIT_CELLS 256u
 
-/* An op with its pointers; those of logits buffers are of row 0. */
+/* An op with its pointers; those to logits buffers are of row 0. */
 struct rfk_bound {
     float *in, *in2, *in3, *out;
     uint32_t in_stride, in2_stride, in3_stride, out_stride;
-    char *k, *v;       /* of its state; k: of a recurrent one */
-    uint32_t n_cells;  /* and its cells of a sequence */
-    uint32_t quantize;  /* matmul: quantize its input first; norm, glu: quantize the output for what follows    */
-    uint32_t together;  /* this op and so many - 1 behind it are one launch                                     */
-    uint32_t only_int8; /* norm, glu: nobody reads its output but as it is quantized, or made bf16           */
-    uint32_t to_matmul; /* norm, glu: what reads it so are matmuls                                              */
-    uint32_t sort;      /* experts: the pairs of its route must be sorted first, if there are enough for tiles  */
+    char *k, *v;       /* of its state; k alone for a recurrent one */
+    uint32_t n_cells;  /* cells of a sequence */
+    uint32_t quantize;  /* matmul: quantize its input first; norm, glu: quantize the output for the next matmul */
+    uint32_t together;  /* ops of one launch: this one and those after it */
+    uint32_t only_int8; /* norm, glu: its output is only read as int8 or bf16 */
+    uint32_t to_matmul; /* norm, glu: those that read it so are matmuls */
+    uint32_t sort;      /* experts: sort the pairs of its route first, if there are enough for tiles */
 };
 
-/* A launch of a decode step: an op (with those that go with it), a matvec with what is before and behind it, or
- * attention with what is before it. RF_NONE: no such op. */
+/* A launch of a decode step: an op with those launched together, a fused matvec, or fused attention. RF_NONE: no such
+ * op. */
 enum rfk_fused_kind { RFK_FUSED_OP = 0, RFK_FUSED_MATVEC = 1, RFK_FUSED_ATTENTION = 2 };
 struct rfk_fused {
     uint32_t kind;
     uint32_t first, n_ops;
-    uint32_t norm, gather, products, n_products, glu, is_int8; /* rows; is_int8: the input lies in x8           */
-    uint32_t to_norm;                                          /* rows: the norm of the next launch, which reads */
-    uint32_t norm_is_deferred;                                           /* the norm_is_deferred column, if both are in one call     */
-    uint32_t norms[2], ropes, store, attention, angles;        /* attention; angles: the kind of rope            */
-    uint32_t to_int8;                                          /* the output of attention or glu goes to x8 too  */
+    uint32_t norm, gather, products, n_products, glu, is_int8; /* matvec; is_int8: the input is in x8 */
+    uint32_t to_norm;                                          /* matvec: norm of the next launch, of its output */
+    uint32_t norm_is_deferred;                                           /* the input may be a deferred norm */
+    uint32_t norms[2], ropes, store, attention, angles;        /* attention; angles: which RoPE table */
+    uint32_t to_int8;                                          /* the output of attention or GLU also goes to x8 */
 };
 
 #define RFK_MAX_GRAPHS 16u
-#define RFK_GRAPH_NODES 140u /* of a graph where graphs are checked: larger ones are known to go wrong */
-#define RFK_GRAPH_CHECKS 2u  /* steps whose replay must equal their launches                           */
+#define RFK_GRAPH_NODES 140u /* kernels of a graph where graphs are checked: larger ones are known to fail */
+#define RFK_GRAPH_CHECKS 2u  /* steps whose replay is compared with launches */
 
-/* The timing of decode steps, while it goes on. */
+/* The timing of launch configs by decode steps. */
 struct rfk_tuning {
-    hipEvent_t event[2]; /* before and after a step; NULL: nothing is timed, or no more */
+    hipEvent_t event[2]; /* before and after a step; NULL: nothing is timed */
     uint64_t shape;
-    uint32_t visit;      /* of configs: each once, and the default once more at the end    */
-    uint32_t n_steps;    /* of this visit: one that warms up, and those that were timed */
-    uint32_t n_rounds;   /* of visits                                                   */
-    float first_us;      /* of the default's first visit                                */
-    int replayed;        /* the steps that are timed are graphs                         */
-    int is_timed;        /* the last step is: what it took is not read yet              */
+    uint32_t visit;      /* visit to a config: each once, the default again at the end */
+    uint32_t n_steps;    /* steps of this visit: one to warm up, then those timed */
+    uint32_t n_rounds;   /* of visits */
+    float first_us;      /* time of the default in its first visit */
+    int replayed;        /* the timed steps are replayed as graphs */
+    int is_timed;        /* the last step is timed, and its time not read yet */
 };
 
 struct rf_prepared {
@@ -7011,42 +7044,42 @@ struct rf_prepared {
     rfk_bound *ops;
     uint32_t *segments; /* [n_segments + 1] first op of each */
     uint32_t n_segments;
-    void *memory;       /* on the device; below are its parts */
+    void *memory;       /* device memory; the pointers below are its parts */
     rf_step_row *rows;
     uint32_t *logit_rows;
     float *tables;
     rfk_int8_rows x8;
     float *part;
     uint32_t split_cells, max_splits;
-    rfk_terms terms;    /* of a launch's input, for weights of 16-bit floats */
-    rfk_pair_lists lists; /* of the last route whose pairs were sorted */
-    float *tile_part;     /* of tiles whose depth is split over blocks */
+    rfk_terms terms;    /* split precision: a launch's input for 16-bit float weights */
+    rfk_pair_lists lists; /* pairs of the last route that was sorted */
+    float *tile_part;     /* partial results of split-K */
     uint32_t tile_blocks; /* blocks of such a launch at most           */
-    /* the step whose values are in rows and logit_rows, written through `written_by`; host copies */
+    /* the step in rows and logit_rows, written through `written_by`; copies on the host */
     rf_queue *written_by;
     uint32_t n_rows, n_row_logits;
     rf_step_row *host_rows;
     uint32_t *host_logit_rows;
     /* decode steps */
-    rfk_fused *fused;   /* [n_fused] what they launch, by segment   */
-    uint32_t *fused_of; /* [n_segments + 1] first of each           */
+    rfk_fused *fused;   /* [n_fused] launches, by segment */
+    uint32_t *fused_of; /* [n_segments + 1] first launch of each */
     uint32_t n_fused, decode_splits;
-    rfk_int8_rows deferred; /* half a norm, and its sums of squares  */
+    rfk_int8_rows deferred; /* a deferred norm, and its sums of squares */
     float *deferred_squares;
-    uint32_t deferred_for;   /* the launch that finds it there        */
-    uint32_t fused_begin, fused_end; /* launches of this call: the weights of others may not be there */
-    const rf_op *ropes[RFK_ROPES]; /* the kinds of rope of fused attention */
+    uint32_t deferred_for;   /* the launch that will find it there */
+    uint32_t fused_begin, fused_end; /* launches of this call: weights of others may not be loaded */
+    const rf_op *ropes[RFK_ROPES]; /* RoPE tables of fused attention */
     uint32_t n_ropes;
     float *angles, *decode_part, *kept_logits;
     rfk_best_value *best; /* [RFK_ARGMAX_PARTS] */
-    uint32_t *tickets, n_tickets; /* of fused attention: one for each of its kv heads, or more */
+    uint32_t *tickets, n_tickets; /* of fused attention: one a KV head */
     uint32_t *differ;
     hipGraphExec_t graph[RFK_MAX_GRAPHS];
     uint32_t n_graphs, graphs_checked, graph_config;
     int capturing, no_graphs;
     rfk_tuning tuning;
-    uint32_t n_launched; /* kernels, by rfk_enqueue, those that were captured included */
-    uint32_t n_captured; /* kernels of the graphs                                 */
+    uint32_t n_launched; /* kernels by rfk_enqueue, captured ones included */
+    uint32_t n_captured; /* kernels in the graphs */
     rf_session_stats stats;
     uint64_t graph_generation;
     hipEvent_t *events; /* [2 * n_ops] while timing: before and after each op */
@@ -7068,13 +7101,13 @@ static rf_result rfk_bad_op(const rf_plan *plan, const rf_op *op, rf_result code
     return rfk_fail(err, code, 0, (uint64_t)(op - plan->ops), "hip: %s: %s", what, why);
 }
 
-/* NULL if the kernels can do an op that rf_op_check found right; else why not. */
+/* Why no kernel does an op that rf_op_check accepted; NULL: one does. */
 static const char *rfk_why_unsupported(const rf_plan *plan, const rf_op *op) {
     const rf_op_spec s = rf_op_get_spec(plan, op);
     for (uint32_t i = 0; i < s.n_weights; i++) {
         const rf_plan_weight *w = &plan->weights[s.weight[i].slot];
         uint32_t elements, bytes;
-        if (s.weight[i].n_in == 0) continue; /* a vector, of floats */
+        if (s.weight[i].n_in == 0) continue; /* a vector of floats */
         rfk_block_of(w->type, &elements, &bytes);
         if (w->n_in % elements) return "the weight's rows are no whole blocks";
         for (uint32_t e = 0; op->kind == RF_OP_EXPERTS && e < s.weight[i].n_slots; e++)
@@ -7095,8 +7128,12 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
     if (why) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, why, err);
     const rf_op_spec s = rf_op_get_spec(plan, op);
     for (uint32_t i = 0; i < s.n_weights; i++) {
-        const rf_result r = rfk_check_type(&plan->weights[s.weight[i].slot], (uint64_t)(op - plan->ops), err);
-        if (r != RF_OK) return r;
+        const rf_plan_weight *w = &plan->weights[s.weight[i].slot];
+        char text[160];
+        if (rfk_is_built(w->type)) continue;
+        snprintf(text, sizeof text, "%.80s is of type %s, which is not among ROCMFORGE_TYPES", w->name,
+                 rfk_type_name(w->type));
+        return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, text, err);
     }
     why = rfk_why_unsupported(plan, op);
     return why ? rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, why, err) : RF_OK;
@@ -7106,14 +7143,14 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
 
 static uint64_t rfk_align(uint64_t n) { return (n + 255) & ~(uint64_t)255; }
 
-/* Keys and values of the op's heads are whole groups of RF_CACHE_Q8_0. */
+/* Whether heads of keys and values are whole groups of RF_CACHE_Q8_0. */
 static int rfk_has_q8_heads(const rf_op *op) {
     const uint32_t dim = op->kind == RF_OP_KV_STORE ? op->kv_store.head_dim : op->attention.head_dim,
                    dim_v = op->kind == RF_OP_KV_STORE ? op->kv_store.head_dim_v : op->attention.head_dim_v;
     return dim % 32 == 0 && dim_v % 32 == 0;
 }
 
-/* Point an op at the session's memory; the buffers must lie inside it. */
+/* Bind an op to the session's memory; its buffers must lie inside. */
 static rf_result rfk_bind_op(rf_prepared *p, const rf_plan_bind *bind, uint32_t i, rf_error *err) {
     const rf_plan *plan = p->plan;
     const rf_op *op = &plan->ops[i];
@@ -7154,7 +7191,7 @@ static int rfk_takes_int8(const rf_plan *plan, const rf_op *op) {
     return op->kind == RF_OP_MATMUL && !rfk_is_float_type(plan->weights[op->weight].type);
 }
 
-/* Of a MATMUL, EXPERTS or HEADS: n_in, and how many such vectors it reads of a row of the step. */
+/* MATMUL, EXPERTS, HEADS: length of an input vector, and how many of them a row of the step has. */
 static uint32_t rfk_n_in(const rf_op *op) {
     if (op->kind == RF_OP_HEADS) return op->heads.n_in;
     return op->kind == RF_OP_EXPERTS ? op->experts.n_in : op->matmul.n_in;
@@ -7165,14 +7202,14 @@ static uint32_t rfk_n_vectors(const rf_op *op) {
 }
 static uint64_t rfk_row_values(const rf_op *op) { return (uint64_t)rfk_n_in(op) * rfk_n_vectors(op); }
 
-/* The device's tiles of int8 multiply weights of this type. */
+/* Whether tiles of int8 work on this device for weights of this type. */
 static bool rfk_has_tiles(const rf_dev *d, uint32_t type) {
     uint32_t needed = RFK_WRONG_BYTES;
-    if (RFK_HAS_PARTS(type)) needed |= RFK_WRONG_HALVES; /* their minimums are such products */
+    if (RFK_HAS_PARTS(type)) needed |= RFK_WRONG_HALVES; /* their minimums are multiplied as bf16 */
     return !rfk_is_float_type(type) && !(d->wrong_units & needed);
 }
 
-/* Values of the terms that a row of the op's input is cut into where matrix units multiply it; 0: they do not. */
+/* Split precision: values of all terms of a row of the op's input; 0: matrix units do not multiply it. */
 static uint64_t rfk_term_values(const rf_dev *d, const rf_plan *plan, const rf_op *op) {
     if ((op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS) || rfk_n_in(op) % RFK_16BIT_DEPTH) return 0;
     const uint32_t type = plan->weights[op->weight].type;
@@ -7180,28 +7217,28 @@ static uint64_t rfk_term_values(const rf_dev *d, const rf_plan *plan, const rf_o
     return type == RF_TYPE_BF16 && d->units_bf16 ? rfk_row_values(op) * RFK_TERMS(true) : 0;
 }
 
-/* Experts, in tiles: pairs of so many rows, 0 if it is no such op or they are too few. The kernel without tiles reads a
- * matrix for every pair, tiles read it once for up to RFK_PAIR_TILE pairs of an expert. If each expert is as likely as
- * the others, 3 pairs an expert leave 5 % of the experts without any: tiles read 0.95 of all matrices, not 3 times all.
- * That is where a matmul takes to tiles, too: its kernel for few columns would read W a third time. */
+/* The pairs of an EXPERTS op for tiles; 0: too few, or another op. The matvec reads a matrix for every pair, tiles read
+ * it once for up to RFK_PAIR_TILE pairs. With 3 pairs an expert, evenly distributed, 5 % of the experts have none:
+ * tiles read 0.95 of all matrices, not 3 times all. A matmul switches to tiles there, too: its matvec would read W a
+ * third time. */
 static uint32_t rfk_tile_pairs(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
     if (op->kind != RF_OP_EXPERTS) return 0;
     if (!rfk_has_tiles(d, plan->weights[op->weight].type) && !rfk_term_values(d, plan, op)) return 0;
     const uint64_t pairs = rows * op->experts.n_used;
     return pairs >= 3 * (uint64_t)op->experts.n_experts && pairs >> 31 == 0 ? (uint32_t)pairs : 0;
 }
-/* Tiles of so many pairs at most. */
+/* Tiles for so many pairs, at most. */
 static uint32_t rfk_pair_tiles(uint32_t pairs, uint32_t n_experts) { return pairs / RFK_PAIR_TILE + n_experts; }
 
-/* An op that reads int8 rows. */
+/* Whether the op reads int8 rows. */
 static int rfk_reads_int8(const rf_plan *plan, const rf_op *op) {
     return rfk_takes_int8(plan, op) ||
            ((op->kind == RF_OP_EXPERTS || (op->kind == RF_OP_HEADS && !(op->flags & RF_OP_ACROSS))) &&
             !rfk_is_float_type(plan->weights[op->weight].type));
 }
 
-/* b, right behind a, can be part of its launch: it reads nothing that a writes, and differs in what the kernels take
- * per part. */
+/* Whether b, the op after a, can be part of its launch: it reads nothing that a writes, and differs only in what
+ * kernels take per part. */
 static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
     if (a->kind != b->kind || a->layer != b->layer || a->rows != b->rows || a->out == b->out) return 0;
     if (a->kind == RF_OP_MATMUL)
@@ -7211,12 +7248,12 @@ static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
            a->flags == b->flags;
 }
 
-/* Nothing of what was in the op's output stays. */
+/* Whether the op overwrites all of its output. */
 static int rfk_replaces(const rf_op *op) {
     return op->kind != RF_OP_ROPE && op->kind != RF_OP_SLICE && !(op->flags & RF_OP_ACCUMULATE);
 }
 
-/* Where op i quantizes its output: nobody reads the values themselves, before they are replaced. */
+/* For op i, which quantizes its output: whether nothing reads the floats before they are overwritten. */
 static int rfk_read_as_int8(const rf_prepared *p, uint32_t i) {
     const rf_plan *plan = p->plan;
     const uint32_t buffer = plan->ops[i].out;
@@ -7230,13 +7267,13 @@ static int rfk_read_as_int8(const rf_prepared *p, uint32_t i) {
     return 1;
 }
 
-/* Segments are the ops of one layer. Within one: an input that several matmuls share is quantized once, by the op that
- * makes it if that is a norm or glu; matmuls of one input, and the ropes of queries and keys, go together. Matmuls and
- * experts share no int8 rows: of a decode step the former may be launches that keep theirs to themselves. */
+/* Segments are the ops of one layer. Within one, an input that several matmuls share is quantized once, by the norm or
+ * GLU that makes it if there is one; matmuls with one input, and the RoPE of queries and keys, are launched together.
+ * Matmuls and experts do not share int8 rows: in a decode step, fused matmuls keep theirs in shared memory. */
 static void rfk_make_segments(rf_prepared *p) {
     const rf_plan *plan = p->plan;
-    uint32_t held = RF_NONE, held_n = 0, held_for = 0; /* what the int8 rows hold, for which kind of op */
-    const rf_op *sorted = NULL;                        /* experts whose pairs are sorted                 */
+    uint32_t held = RF_NONE, held_n = 0, held_for = 0; /* the buffer in the int8 rows, and the kind of op it is for */
+    const rf_op *sorted = NULL;                        /* the experts whose pairs are sorted */
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i],
                     *next = i + 1 < plan->n_ops && plan->ops[i + 1].layer == op->layer ? op + 1 : NULL;
@@ -7260,15 +7297,15 @@ static void rfk_make_segments(rf_prepared *p) {
                         : op->kind == RF_OP_GLU                             ? op->glu.n
                                                                             : 0;
         if (op->kind == RF_OP_GLU && next && next->kind == RF_OP_EXPERTS && (i == 0 || op[-1].kind != RF_OP_EXPERTS))
-            made = 0; /* it may be part of a matmul's launch */
+            made = 0; /* it may become part of a matmul's launch */
         if (made && next && next->kind != RF_OP_HEADS && rfk_reads_int8(plan, next) && next->in == op->out &&
             rfk_row_values(next) == made) {
             p->ops[i].quantize = 1;
             p->ops[i].to_matmul = next->kind == RF_OP_MATMUL;
             held = op->out, held_n = rfk_n_in(next), held_for = next->kind;
         }
-        uint32_t most = op->kind == RF_OP_MATMUL ? RFK_PRODUCTS : op->kind == RF_OP_ROPE ? 2 : 1, n = 1;
-        for (int joins = 1; joins && n < most && i + n < plan->n_ops;) {
+        uint32_t max = op->kind == RF_OP_MATMUL ? RFK_PRODUCTS : op->kind == RF_OP_ROPE ? 2 : 1, n = 1;
+        for (int joins = 1; joins && n < max && i + n < plan->n_ops;) {
             for (uint32_t k = 0; k < n; k++) joins = joins && rfk_can_join(plan, op + k, op + n);
             n += (uint32_t)joins;
         }
@@ -7280,14 +7317,13 @@ static void rfk_make_segments(rf_prepared *p) {
             p->ops[i].only_int8 = (uint32_t)rfk_read_as_int8(p, i);
 }
 
-/* `out` to the next n_bytes from *at on, rounded up to 256. */
-template <class T> static void rfk_take_part(uintptr_t *at, T **out, uint64_t n_bytes) {
+/* Point `out` to the next n_bytes at *at, rounded up to 256. */
+template <class T> static void rfk_take_bytes(uintptr_t *at, T **out, uint64_t n_bytes) {
     *out = (T *)*at;
     *at += (uintptr_t)rfk_align(n_bytes);
 }
 
-/* Point a plan at the parts of its one allocation, which begins at `memory`; without one, this is to know its bytes,
- * which are returned. */
+/* Divide a plan's allocation, which begins at `memory`.   Returns its size; memory NULL: only that. */
 static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     const rf_plan *plan = p->plan;
     uint64_t rows = p->n_batch > p->n_logits ? p->n_batch : p->n_logits, widest = 0, heads = 0, dim = 0,
@@ -7299,7 +7335,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
         if (n_pairs && rfk_pair_tiles(n_pairs, op->experts.n_experts) > pair_tiles)
             pair_tiles = rfk_pair_tiles(n_pairs, op->experts.n_experts);
         const uint64_t values =
-            n_pairs || (op->kind == RF_OP_MATMUL && rows > RFK_FEW_COLS) ? rfk_term_values(p->dev, plan, op) : 0;
+            n_pairs || (op->kind == RF_OP_MATMUL && rows > RFK_MATVEC_COLS) ? rfk_term_values(p->dev, plan, op) : 0;
         if (values > terms) terms = values;
         if (values && rfk_n_vectors(op) > units) units = rfk_n_vectors(op);
         if (rfk_reads_int8(plan, op) && rfk_row_values(op) > widest) widest = rfk_row_values(op);
@@ -7314,40 +7350,40 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     const uint64_t n_kept = __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_CHECKED &&
                                     plan->logits < plan->n_buffers
                                 ? plan->n_vocab
-                                : 0; /* never more than the last time: checks end, and do not begin again */
+                                : 0; /* never grows: checks end and do not begin again */
     p->tile_blocks = 3 * p->dev->info.compute_units;
-    const uint64_t tile_bytes = rows > RFK_FEW_COLS && (widest || terms)
-                                    ? (uint64_t)p->tile_blocks * RFK_LARGE_TILE_ROWS * RFK_LARGE_TILE_COLS * sizeof(float)
-                                    : 0;
+    const uint64_t tile_floats = (uint64_t)p->tile_blocks * RFK_LARGE_TILE_ROWS * RFK_LARGE_TILE_COLS,
+                   tile_bytes = rows > RFK_MATVEC_COLS && (widest || terms) ? tile_floats * sizeof(float) : 0;
     uintptr_t at = (uintptr_t)memory;
-    rfk_take_part(&at, &p->rows, p->n_batch * sizeof *p->rows);
-    rfk_take_part(&at, &p->logit_rows, p->n_logits * sizeof *p->logit_rows);
-    rfk_take_part(&at, &p->tables, plan->n_tables * sizeof *p->tables);
-    rfk_take_part(&at, &p->x8.q, p->dev->wgmma ? (rows * widest + RFK_WGMMA_COLS * RFK_WGMMA_DEPTH) * sizeof(uint16_t)
+    rfk_take_bytes(&at, &p->rows, p->n_batch * sizeof *p->rows);
+    rfk_take_bytes(&at, &p->logit_rows, p->n_logits * sizeof *p->logit_rows);
+    rfk_take_bytes(&at, &p->tables, plan->n_tables * sizeof *p->tables);
+    rfk_take_bytes(&at, &p->x8.q, p->dev->wgmma ? (rows * widest + RFK_WGMMA_COLS * RFK_WGMMA_DEPTH) * sizeof(uint16_t)
                                                : rows * widest);
-    rfk_take_part(&at, &p->x8.group, rows * (widest / 32) * sizeof *p->x8.group);
-    rfk_take_part(&at, &p->part,
+    rfk_take_bytes(&at, &p->x8.group, rows * (widest / 32) * sizeof *p->x8.group);
+    rfk_take_bytes(&at, &p->part,
                   p->max_splits > 1 ? split_rows * heads * p->max_splits * (dim + 2) * sizeof *p->part : 0);
-    rfk_take_part(&at, &p->angles, p->n_ropes * RFK_MAX_HEAD * sizeof *p->angles);
-    rfk_take_part(&at, &p->decode_part, p->n_ropes ? heads * p->decode_splits * (dim + 4) * sizeof *p->decode_part : 0);
-    rfk_take_part(&at, &p->tickets, heads * sizeof *p->tickets);
-    rfk_take_part(&at, &p->kept_logits, n_kept * sizeof *p->kept_logits);
-    rfk_take_part(&at, &p->differ, sizeof *p->differ);
-    rfk_take_part(&at, &p->tile_part, tile_bytes);
-    rfk_take_part(&at, &p->terms.value, rows * terms * sizeof *p->terms.value);
-    rfk_take_part(&at, &p->terms.unit, rows * units * sizeof *p->terms.unit);
-    rfk_take_part(&at, &p->best, RFK_ARGMAX_PARTS * sizeof *p->best);
-    rfk_take_part(&at, &p->lists.sorted, pairs * sizeof *p->lists.sorted);
-    rfk_take_part(&at, &p->lists.tile, pair_tiles * sizeof *p->lists.tile);
-    rfk_take_part(&at, &p->deferred.q, widest);
-    rfk_take_part(&at, &p->deferred.group, widest / 32 * sizeof *p->deferred.group);
-    rfk_take_part(&at, &p->deferred_squares, widest / 32 * sizeof *p->deferred_squares);
+    rfk_take_bytes(&at, &p->angles, p->n_ropes * RFK_MAX_HEAD * sizeof *p->angles);
+    rfk_take_bytes(&at, &p->decode_part, p->n_ropes ? heads * p->decode_splits * (dim + 4) * sizeof *p->decode_part :
+                   0);
+    rfk_take_bytes(&at, &p->tickets, heads * sizeof *p->tickets);
+    rfk_take_bytes(&at, &p->kept_logits, n_kept * sizeof *p->kept_logits);
+    rfk_take_bytes(&at, &p->differ, sizeof *p->differ);
+    rfk_take_bytes(&at, &p->tile_part, tile_bytes);
+    rfk_take_bytes(&at, &p->terms.value, rows * terms * sizeof *p->terms.value);
+    rfk_take_bytes(&at, &p->terms.unit, rows * units * sizeof *p->terms.unit);
+    rfk_take_bytes(&at, &p->best, RFK_ARGMAX_PARTS * sizeof *p->best);
+    rfk_take_bytes(&at, &p->lists.sorted, pairs * sizeof *p->lists.sorted);
+    rfk_take_bytes(&at, &p->lists.tile, pair_tiles * sizeof *p->lists.tile);
+    rfk_take_bytes(&at, &p->deferred.q, widest);
+    rfk_take_bytes(&at, &p->deferred.group, widest / 32 * sizeof *p->deferred.group);
+    rfk_take_bytes(&at, &p->deferred_squares, widest / 32 * sizeof *p->deferred_squares);
     if (n_kept == 0) p->kept_logits = NULL;
     p->n_tickets = (uint32_t)heads;
     return at - (uintptr_t)memory + 256;
 }
 
-/* The one allocation of a prepared plan, rope's tables into it, and tickets that count from 0. */
+/* Make a plan's allocation; write RoPE tables, zero tickets. */
 static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     const rf_plan *plan = p->plan;
     const uint64_t total = rfk_divide_memory(p, NULL);
@@ -7373,40 +7409,40 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
 
 /* ---- what a decode step launches ---- */
 
-/* Op i is before `end`, and a product that rfk_fused_matvec can do. */
+/* Whether op i is before `end` and a product for rfk_fused_matvec. */
 static int rfk_takes_column(const rf_plan *plan, uint32_t i, uint32_t end) {
     const rf_op *op = &plan->ops[i];
     return i < end && rfk_takes_int8(plan, op) && op->matmul.n_in <= RFK_MAX_COLUMN && op->matmul.n_in % 64 == 0 &&
            rfk_weight_bytes(&plan->weights[op->weight]) >> 32 == 0;
 }
 
-/* The type of op i's weight is one of RFK_OTHER. */
+/* Whether the type of op i's weight is one of RFK_OTHER. */
 static bool rfk_is_other(const rf_plan *plan, uint32_t i) {
     uint32_t type = plan->weights[plan->ops[i].weight].type;
     return type == RF_TYPE_Q2_K || rfk_kernel_type(type) != type;
 }
 
-/* Nobody reads what a buffer holds now: the first op from i on that has to do with it replaces it. */
+/* Whether no op from i on reads what the buffer holds now. */
 static int rfk_is_dead(const rf_plan *plan, uint32_t i, uint32_t buffer) {
     for (; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
         if (op->in == buffer || op->in2 == buffer || op->in3 == buffer) return 0;
         if (op->out == buffer) return rfk_replaces(op);
     }
-    return plan->buffers[buffer].rows != RF_ROWS_LOGITS; /* those the host reads */
+    return plan->buffers[buffer].rows != RF_ROWS_LOGITS; /* the host reads those */
 }
 
-/* A norm as it can go with the ops behind it: in * weight / rms. */
+/* A norm that can be fused: in * weight / rms. */
 static int rfk_is_plain_norm(const rf_op *op) {
     return op->kind == RF_OP_RMS_NORM && op->flags == 0 && op->weight != RF_NONE && op->bias == RF_NONE;
 }
 
-/* W in + bias. */
+/* A product without epilogue but its bias. */
 static int rfk_is_plain_matmul(const rf_op *op) {
     return op->flags == 0 && op->factor == RF_NONE && op->matmul.scale == 0 && op->matmul.softcap == 0;
 }
 
-/* g is silu(a) * b of the results of two products with weights of one type. */
+/* Whether g is silu(a) * b of the results of two products with weights of one type. */
 static int rfk_is_plain_glu(const rf_plan *plan, const rf_op *g, const rf_op *a, const rf_op *b) {
     return g->kind == RF_OP_GLU && g->in == a->out && g->in2 == b->out && g->out == a->out && g->rows == a->rows &&
            g->glu.n == a->matmul.n_out && g->glu.n == b->matmul.n_out && g->glu.in2_at == 0 &&
@@ -7414,7 +7450,8 @@ static int rfk_is_plain_glu(const rf_plan *plan, const rf_op *g, const rf_op *a,
            rfk_is_plain_matmul(b) && plan->weights[a->weight].type == plan->weights[b->weight].type;
 }
 
-/* [gather] [norm] and up to three matmuls of one input [and the glu of two], from op i on. 0 ops: there is no such. */
+/* Match a fused matvec from op i on: [gather] [norm], up to three matmuls of one input [and the GLU of two]. 0 ops: no
+ * match. */
 static rfk_fused rfk_match_fused_matvec(const rf_prepared *p, uint32_t i, uint32_t end, uint32_t int8_buffer) {
     const rf_plan *plan = p->plan;
     const rf_op *ops = plan->ops;
@@ -7445,14 +7482,14 @@ static rfk_fused rfk_match_fused_matvec(const rf_prepared *p, uint32_t i, uint32
     }
     if (f.n_products == 0) return none;
     if (f.n_products == 2 && i < end && rfk_is_plain_glu(plan, &ops[i], m, m + 1)) f.glu = i++;
-    /* a norm in place would overwrite what other blocks still read: then nobody else may want it */
+    /* a norm in place would overwrite what other blocks still read: then no other op may read it */
     if (f.norm != RF_NONE && ops[f.norm].out == source && !rfk_is_dead(plan, i, source)) return none;
     f.is_int8 = f.norm == RF_NONE && source == int8_buffer;
     f.n_ops = i - f.first;
     return f;
 }
 
-/* The attention of one row that goes with what is before it can do this one. */
+/* Whether the fused attention can do this op. */
 static int rfk_decode_can_attend(const rf_prepared *p, const rf_op *op) {
     const rf_attention_params *a = &op->attention;
     const uint32_t dim = a->head_dim;
@@ -7462,12 +7499,12 @@ static int rfk_decode_can_attend(const rf_prepared *p, const rf_op *op) {
                                            : dim % 8 == 0 && dim <= RFK_MAX_HEAD);
 }
 
-/* Of what it can do, this needs nothing: no window, no softcap, no sinks. */
+/* Whether this is PLAIN: no window, no softcap, no sinks. */
 static int rfk_is_plain_attention(const rf_op *op) {
     return op->attention.window == 0 && op->attention.softcap == 0 && op->weight == RF_NONE;
 }
 
-/* [norms of queries and keys] ropes, store and attention, from op i on. */
+/* Match fused attention from op i on: [norms of queries and keys], RoPE of both, KV store, attention. */
 static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t end) {
     const rf_plan *plan = p->plan;
     const rf_op *ops = plan->ops;
@@ -7505,17 +7542,18 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
     return ok ? f : none;
 }
 
-/* A block makes 32 of n results at a time, and not too often: not with the fewest blocks that a config has, either. */
+/* Whether a fused matvec can quantize its n results: a block makes 32 at a time, in few enough passes even with the
+ * fewest blocks of any config. */
 static int rfk_fused_to_int8(const rf_prepared *p, uint32_t n) {
     return RFK_FUSED_BLOCK / p->dev->wave == 32 && n % 32 == 0 &&
            n / 32 <= RFK_FUSED_PASSES * RFK_FUSED_RESIDENT * p->dev->info.compute_units;
 }
 
-/* The launches of a step of one row, found in the plan's ops: what is nothing special is an op of its own. */
+/* Find the launches of a decode step in the plan's ops; what does not match a fused one is an op of its own. */
 static void rfk_make_fused(rf_prepared *p) {
     const rf_plan *plan = p->plan;
     uint32_t int8_buffer = RF_NONE; /* what x8 holds */
-    int wide = 0;                   /* matmuls that read x8 as ops of their own: x8 must be as without fusion */
+    int wide = 0;                   /* some matmuls read x8 without fusion: x8 must be as in other steps */
     for (uint32_t i = 0; i < plan->n_ops; i++)
         wide = wide || (rfk_takes_int8(plan, &plan->ops[i]) && !rfk_takes_column(plan, i, plan->n_ops));
     p->n_fused = 0;
@@ -7531,7 +7569,7 @@ static void rfk_make_fused(rf_prepared *p) {
                 memset(&f, 0, sizeof f);
                 f.first = i;
                 f.n_ops = p->ops[i].together;
-                if (plan->ops[i].kind == RF_OP_ATTENTION) p->no_graphs = 1; /* its grid depends on the position */
+                if (plan->ops[i].kind == RF_OP_ATTENTION) p->no_graphs = 1; /* the grid depends on the position */
             }
             int8_buffer = RF_NONE;
             if (f.kind == RFK_FUSED_ATTENTION) {
@@ -7554,7 +7592,7 @@ static void rfk_make_fused(rf_prepared *p) {
     p->fused_of[p->n_segments] = p->n_fused;
 }
 
-/* Where a launch's norm begins in the launch before it, which makes all of its input. */
+/* Deferred norms: let a launch that makes all of a norm's input quantize it. */
 static void rfk_defer_norms(rf_prepared *p) {
     const rf_op *ops = p->plan->ops;
     for (uint32_t i = 0; i + 1 < p->n_fused; i++) {
@@ -7570,7 +7608,7 @@ static void rfk_defer_norms(rf_prepared *p) {
     }
 }
 
-/* Splits of a decode step's attention: two blocks for each compute unit. */
+/* Splits of a decode step's attention: two blocks a compute unit. */
 static void rfk_choose_decode_splits(rf_prepared *p) {
     uint32_t kv_heads = 0;
     for (uint32_t i = 0; i < p->n_fused; i++) {
@@ -7583,32 +7621,33 @@ static void rfk_choose_decode_splits(rf_prepared *p) {
     if (p->decode_splits == 0) p->decode_splits = 1;
 }
 
-/* ---- configs of a decode step ----
- * What is fastest differs from GPU to GPU, and most were never measured: more fragments in flight hide more latency, but
- * may spill; more blocks than fit at once end closer together, but each makes its column again. The bits are the same
- * in all configs, so a session's first decode steps are the measurement: no launch is made and nothing waited for to time
- * them, but where graphs are checked, each config's are. One config for the whole plan, timed over whole steps: timed alone,
- * a launch is not what it is in a step, where changing from one kernel to another costs microseconds. */
+/* ---- launch configs of a decode step ----
+ * The fastest config differs from GPU to GPU, and most GPUs were never measured. More fragments in flight hide more
+ * latency, but may spill; more blocks than fit at once end closer together, but each makes its column again. All
+ * configs give the same bits, so a session's first decode steps are the measurement: it adds no launch and no wait,
+ * except where graphs are checked, for each config again. There is one config for the whole plan, timed over whole
+ * steps: a launch timed alone differs from one in a step, where changing from one kernel to another costs microseconds.
+ * */
 
-#define RFK_TIMED_STEPS 3u     /* of a visit, behind one that warms up: the fastest counts             */
-#define RFK_TIMED_ROUNDS 3u    /* of visits at most, until the default's                               */
-#define RFK_TIMED_CHANGE 0.05f /* two differ by no more than so much of its time                       */
-#define RFK_TIMED_GAIN 0.99f   /* the default stays unless another takes less than so much of its time */
+#define RFK_TIMED_STEPS 3u     /* timed steps of a visit, after one to warm up: the fastest counts */
+#define RFK_TIMED_ROUNDS 3u    /* rounds of visits, at most, until the default's two times agree */
+#define RFK_TIMED_CHANGE 0.05f /* largest relative difference between the two */
+#define RFK_TIMED_GAIN 0.99f   /* the default stays unless another one is faster than this times its time */
 
-/* The configs that differ for this plan; none if it has no rows. The default is the first. */
+/* List the configs that differ for this plan, the default first; none if it has no fused matvec. */
 static void rfk_list_configs(rf_prepared *p) {
     const rf_op *ops = p->plan->ops;
     rf_session_stats *s = &p->stats;
-    uint32_t most = 0, first = p->dev->wave == 32 ? RFK_FIRST_IN_FLIGHT(32) : RFK_FIRST_IN_FLIGHT(64);
+    uint32_t max = 0, first = p->dev->wave == 32 ? RFK_FIRST_IN_FLIGHT(32) : RFK_FIRST_IN_FLIGHT(64);
     for (uint32_t i = 0; i < p->n_fused; i++) {
         const rfk_fused *f = &p->fused[i];
         for (uint32_t k = 0; f->kind == RFK_FUSED_MATVEC && k < f->n_products; k++) {
             const uint32_t fragments = rfk_max_in_flight(p->plan->weights[ops[f->products + k].weight].type);
-            most = fragments > most ? fragments : most;
+            max = fragments > max ? fragments : max;
         }
     }
-    if (first > most) first = most;
-    s->n_configs = 2 * most;
+    if (first > max) first = max;
+    s->n_configs = 2 * max;
     for (uint32_t i = 0; i < s->n_configs; i++) {
         s->configs[i].in_flight = i < 2 ? first : 3 - first;
         s->configs[i].blocks_per_cu = RFK_FUSED_RESIDENT * (1 + i % 2);
@@ -7617,7 +7656,7 @@ static void rfk_list_configs(rf_prepared *p) {
 
 static void rfk_mix_in(uint64_t *hash, uint64_t value) { *hash = (*hash ^ value) * 0x100000001b3u; }
 
-/* Plans whose decode steps launch the same products in the same order have the same shape. */
+/* A hash of the products that decode steps launch, in order: plans with the same ones have the same shape. */
 static uint64_t rfk_shape_of(const rf_prepared *p) {
     uint64_t hash = 0xcbf29ce484222325u;
     for (uint32_t segment = 0; segment < p->n_segments; segment++) {
@@ -7637,17 +7676,17 @@ static uint64_t rfk_shape_of(const rf_prepared *p) {
     return hash;
 }
 
-/* What the device knows of a shape; NULL: nothing. Requires d->lock. */
+/* The config known for a shape; NULL: none. Requires d->lock. */
 static const rfk_known_config *rfk_find_known(const rf_dev *d, uint64_t shape) {
     for (uint32_t i = 0; i < RFK_KNOWN_CONFIGS && i < d->n_known; i++)
         if (d->known[i].shape == shape) return &d->known[i];
     return NULL;
 }
 
-/* From now on steps are done as the device knows it for this shape. 0: it does not. Requires d->lock. */
+/* Use the config that the device knows for this shape; 0: there is none. Requires d->lock. */
 static int rfk_use_known(rf_prepared *p) {
     const rfk_known_config *c = rfk_find_known(p->dev, p->tuning.shape);
-    if (!c || c->config >= p->stats.n_configs) return 0; /* the latter: of another shape with this hash */
+    if (!c || c->config >= p->stats.n_configs) return 0; /* the latter: another shape with this hash */
     p->stats.config = c->config;
     p->stats.config_is_timed = 1;
     for (uint32_t i = 0; i < RF_LAUNCH_CONFIGS; i++) p->stats.configs[i].us = c->us[i];
@@ -7661,7 +7700,7 @@ static void rfk_stop_tuning(rf_prepared *p) {
     }
 }
 
-/* Time the first steps, unless they have no choice or the device knows it. No events: the default it is. */
+/* Start timing, unless there is no choice or the device knows it. Without events, the default is used. */
 static void rfk_start_tuning(rf_prepared *p) {
     rfk_tuning *t = &p->tuning;
     if (p->stats.n_configs < 2) return;
@@ -7684,17 +7723,17 @@ static void rfk_use_config(rf_prepared *p, uint32_t config) {
     p->tuning.n_steps = 0;
 }
 
-/* All configs are timed: the fastest is this session's and the device's, unless another session was first. */
+/* All configs are timed: the fastest one is used and becomes the device's, unless another session was first. */
 static void rfk_choose_config(rf_prepared *p) {
     rf_dev *d = p->dev;
     rf_session_stats *s = &p->stats;
     rfk_known_config c;
-    float least = RFK_TIMED_GAIN * s->configs[0].us;
+    float min = RFK_TIMED_GAIN * s->configs[0].us;
     memset(&c, 0, sizeof c);
     c.shape = p->tuning.shape;
     for (uint32_t i = 0; i < s->n_configs; i++) {
         c.us[i] = s->configs[i].us;
-        if (i && c.us[i] > 0 && c.us[i] < least) least = c.us[i], c.config = i;
+        if (i && c.us[i] > 0 && c.us[i] < min) min = c.us[i], c.config = i;
     }
     pthread_mutex_lock(&d->lock);
     if (!rfk_find_known(d, c.shape)) d->known[d->n_known++ % RFK_KNOWN_CONFIGS] = c;
@@ -7703,8 +7742,8 @@ static void rfk_choose_config(rf_prepared *p) {
     rfk_stop_tuning(p);
 }
 
-/* A visit is over: on to the next config. If the default's second one does not find what its first one found, more has
- * changed than the config, and all begins again; the last round counts whatever it finds. */
+/* End of a visit: on to the next config. If the two times of the default disagree, something else has changed and a new
+ * round begins; the last round counts whatever it finds. */
 static void rfk_next_config(rf_prepared *p) {
     rfk_tuning *t = &p->tuning;
     rf_session_stats *s = &p->stats;
@@ -7720,14 +7759,14 @@ static void rfk_next_config(rf_prepared *p) {
     rfk_use_config(p, 0);
 }
 
-/* Before a decode step: what the last one took, and on to the next config if this one was timed often enough. A step that
- * still runs is not waited for and its time not taken. So where the config changes, no graph is running. */
+/* Before a decode step: read the time of the last one, and go to the next config after enough steps. The time of a step
+ * that is still running is dropped, not waited for. So no graph is running when the config changes. */
 static void rfk_tune(rf_prepared *p) {
     rfk_tuning *t = &p->tuning;
     float *us = &p->stats.configs[p->stats.config].us, ms = 0;
     if (!t->is_timed) return;
     t->is_timed = 0;
-    if (hipEventElapsedTime(&ms, t->event[0], t->event[1]) != hipSuccess) { /* if it failed, the step will say so */
+    if (hipEventElapsedTime(&ms, t->event[0], t->event[1]) != hipSuccess) { /* the step will say so itself */
         (void)hipGetLastError();
         return;
     }
@@ -7735,10 +7774,10 @@ static void rfk_tune(rf_prepared *p) {
     if (++t->n_steps > RFK_TIMED_STEPS) rfk_next_config(p);
 }
 
-/* Around a decode step's launches, or its graphs. */
+/* Called before and after the launches of a decode step, or its graphs. */
 static void rfk_before_timed(rf_prepared *p, rf_queue *q, int replayed) {
     rfk_tuning *t = &p->tuning;
-    if (t->replayed != replayed) { /* what was timed before is another thing */
+    if (t->replayed != replayed) { /* graphs and launches are timed separately */
         t->replayed = replayed;
         t->visit = 0;
         rfk_use_config(p, 0);
@@ -7785,7 +7824,7 @@ static void rfk_plan_release(rf_prepared *p) {
     rfk_free(&d->allocator, p);
 }
 
-/* A plan that knows what it will launch, and has no memory yet: of bind, what is no memory. */
+/* Create a plan that knows its launches, without memory. Of `bind`, only sizes are used. */
 static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepared **out, rf_error *err) {
     const rf_plan *plan = bind->plan;
     rf_result r = RF_OK;
@@ -7865,7 +7904,7 @@ static rf_session_stats rfk_plan_stats(const rf_prepared *p) { return p->stats; 
 
 /* ---- launches ---- */
 
-/* One op being launched. */
+/* The launch of an op. */
 struct rfk_launching {
     rf_prepared *p;
     rf_queue *q;
@@ -7873,10 +7912,10 @@ struct rfk_launching {
     rf_error *err;
     const rf_op *op;
     uint32_t index, n_rows;
-    uint32_t together; /* ops of this launch: op, op + 1, ...                */
-    uint32_t end;      /* first op behind this call's                        */
-    uint32_t done;     /* ops of it that are done, `together` or more        */
-    rfk_bound b;       /* logits buffers already at the step's first row     */
+    uint32_t together; /* ops of this launch: op, op + 1, ... */
+    uint32_t end;      /* the first op after this call's */
+    uint32_t done;     /* ops that are done: `together` or more */
+    rfk_bound b;       /* logits buffers point to the step's first row */
 };
 
 #if defined(RFK_NVIDIA)
@@ -7885,7 +7924,7 @@ struct rfk_launching {
 #define RFK_BY_WAVE(l, k32, k64) ((l)->p->dev->wave == 32 ? k32 : k64)
 #endif
 
-/* The host has given the device so many kernels at once. */
+/* Count kernels that were submitted at once. */
 static void rfk_count(rf_prepared *p, uint32_t n_kernels) {
     p->stats.launches += n_kernels;
     p->stats.submissions++;
@@ -7908,7 +7947,7 @@ static rf_result rfk_enqueue(const rfk_launching *l, K kernel, dim3 grid, uint32
     return rfk_enqueue_config(l, kernel, c, args);
 }
 
-/* First element `at` of a vector's bytes; NULL for none. */
+/* Address of element `at` of a vector; NULL for none. */
 static const uint8_t *rfk_vector(const rf_prepared *p, uint32_t slot, uint64_t at, uint32_t *type) {
     *type = RF_TYPE_F32;
     if (slot == RF_NONE) return NULL;
@@ -7931,7 +7970,7 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
     const bool floats = rfk_is_float_type(type);
     rf_result r = rfk_enqueue(l, floats ? rfk_embed_float : rfk_embed,
                          dim3(rfk_ceil_div(floats ? a.n_out : a.n_out / 32, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
-    for (uint32_t t = 0; r == RF_OK && !a.by_position && t < l->n_rows; t++) /* rows that bring their own values */
+    for (uint32_t t = 0; r == RF_OK && !a.by_position && t < l->n_rows; t++) /* rows of embeddings */
         if (l->step->rows[t].token < 0)
             r = rfk_copy_in(l->q, (char *)(l->b.out + (size_t)t * l->b.out_stride),
                             l->step->embeddings + (size_t)t * a.n_out, (uint64_t)a.n_out * sizeof(float),
@@ -7939,15 +7978,15 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
     return r;
 }
 
-/* The launches of a step of one row read floats where others read what the op before quantized. */
+/* Whether the floats of the output are not needed: only the fused launches of a decode step read them. */
 static bool rfk_skips_floats(const rfk_launching *l) { return l->b.only_int8 && l->step->n_rows > 1; }
 
-/* Products of so many columns are rfk_matmul_wgmma: one tile of it is half empty with 64. */
+/* Whether rfk_matmul_wgmma does such products: with 64 columns, half of a tile would be empty. */
 static bool rfk_takes_wgmma(const rf_dev *d, uint32_t n_in, uint32_t n_cols) {
     return d->wgmma && n_in % RFK_WGMMA_DEPTH == 0 && n_cols > RFK_WGMMA_COLS / 2;
 }
 
-/* Where a norm or glu of n results leaves them for matmuls. */
+/* Where a norm or GLU of n results leaves them for matmuls. */
 static rfk_int8_rows rfk_rows_for_next(const rfk_launching *l, uint32_t n) {
     rfk_int8_rows to = l->p->x8;
     if (!l->b.quantize) to.q = NULL;
@@ -7974,7 +8013,7 @@ static rfk_norm_args rfk_make_norm(const rfk_launching *l) {
 
 static bool rfk_is_aligned(const void *p, uint32_t stride) { return ((size_t)p | 4 * (size_t)stride) % 16 == 0; }
 
-/* Its values can be loaded four at a time, and there is nothing to it but its weight. */
+/* Whether rfk_rms_norm_wide can do it: only an F32 weight, all aligned for loads of four values. */
 static bool rfk_is_simple_norm(const rfk_norm_args *a) {
     return a->w && a->w_type == RF_TYPE_F32 && !a->b && !a->center && !a->accumulate && a->n % 4 == 0 &&
            rfk_is_aligned(a->w, 0) && rfk_is_aligned(a->in, a->in_stride) && rfk_is_aligned(a->out, a->out_stride);
@@ -7983,12 +8022,12 @@ static bool rfk_is_simple_norm(const rfk_norm_args *a) {
 static rf_result rfk_run_rms_norm(const rfk_launching *l) {
     const rfk_norm_args a = rfk_make_norm(l);
     const dim3 grid(l->n_rows, l->op->norm.n_groups);
-    if (a.n >= 4 * RFK_BLOCK && rfk_is_simple_norm(&a)) /* four values for every thread */
+    if (a.n >= 4 * RFK_BLOCK && rfk_is_simple_norm(&a)) /* at least four values a thread */
         return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_rms_norm_wide<32>), (rfk_rms_norm_wide<64>)), grid, RFK_BLOCK, a);
     return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), grid, RFK_BLOCK, a);
 }
 
-/* n_rows rows of n floats of the op's input as its matmul takes them. */
+/* Quantize n_rows rows of n floats of the op's input. */
 static rf_result rfk_run_quantize(const rfk_launching *l, rfk_int8_rows to, uint32_t n_rows, uint32_t stride,
                                   uint32_t n) {
     const rfk_quantize_args a = {l->b.in, to, stride, n};
@@ -8028,13 +8067,13 @@ template <class ARGS, int WAVE, int COLS> static void (*rfk_find_matmul(uint32_t
 #undef RFK_QUANTIZED_CASE
 }
 
-/* Buffer `id` of width floats a row, at the step's first row. */
+/* The address of a buffer at the step's first row. */
 static float *rfk_at_step(const rfk_launching *l, float *base, uint32_t id) {
     const rf_plan_buffer *b = &l->p->plan->buffers[id];
     return b->rows == RF_ROWS_LOGITS ? base + (size_t)l->step->first_logits_row * b->width : base;
 }
 
-/* `to`, like l but of op i; false: it has no rows. */
+/* Make `to` a launch of op i in l's step; false: it has no rows. */
 static bool rfk_find_op(const rfk_launching *l, uint32_t i, rfk_launching *to) {
     const rf_plan *plan = l->p->plan;
     *to = *l;
@@ -8048,7 +8087,7 @@ static bool rfk_find_op(const rfk_launching *l, uint32_t i, rfk_launching *to) {
     return to->n_rows > 0;
 }
 
-/* The products of a launch; `rows` of each are a block's. Returns the blocks of all. */
+/* Fill in the products of a launch, blocks of `rows` rows.   Returns the number of blocks. */
 static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, uint32_t rows) {
     uint32_t end = 0;
     memset(a->part, 0, sizeof a->part);
@@ -8075,21 +8114,21 @@ static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, ui
     return end;
 }
 
-/* Blocks that share the depth of a tile, `steps` long. Two blocks keep a compute unit busy, one alone is slower; a
- * block that starts and ends costs about two steps, and joined results a step or two. Measured on an H200. */
+/* Split-K: blocks that share the depth of a tile, of `steps` steps. Two blocks keep a compute unit busy, one alone is
+ * slower; a block's start and end cost about two steps, the reduction one or two. Measured on an H200. */
 static uint32_t rfk_choose_tile_splits(uint32_t tiles, uint32_t steps, uint32_t compute_units, uint32_t max_blocks) {
     uint32_t best = 1;
-    float least = 0;
+    float min = 0;
     for (uint32_t n = 1; n <= RFK_MAX_TILE_SPLITS && (n == 1 || (n <= steps / 4 && tiles * n <= max_blocks)); n++) {
         uint32_t waves = rfk_ceil_div((uint64_t)tiles * n, compute_units);
         float time = ((float)waves + 0.4f * (float)(waves % 2)) * ((float)rfk_ceil_div(steps, n) + 2);
         if (n > 1) time += 2 + 1.5f * (float)(tiles * n) / (float)compute_units;
-        if (n == 1 || time < least) least = time, best = n;
+        if (n == 1 || time < min) min = time, best = n;
     }
     return best;
 }
 
-/* Blocks that share the depth of a tile: n_splits of split_units groups of 32 values. */
+/* Split-K: n_splits blocks of split_units groups of 32 values. */
 static void rfk_cut_depth(const rf_prepared *p, rfk_tiles_args *t, uint32_t tiles) {
     const uint32_t units = t->m.n_in / 32, steps = rfk_ceil_div(units, RFK_DEPTH / 32),
                    splits = rfk_choose_tile_splits(tiles, steps, p->dev->info.compute_units, p->tile_blocks);
@@ -8098,12 +8137,12 @@ static void rfk_cut_depth(const rf_prepared *p, rfk_tiles_args *t, uint32_t tile
     t->part = t->n_splits > 1 ? p->tile_part : NULL;
 }
 
-/* Add the splits of tiles: with the norm behind the product, if it is a simple one of all its results. */
+/* Split-K reduction, together with the norm after the product if it is a simple one of all its results. */
 static rf_result rfk_run_join(rfk_launching *l, const rfk_tiles_args *t, uint32_t row_tiles, uint32_t col_tiles) {
     const rfk_product *p = &t->m.part[0];
     rfk_launching next;
     if (l->together == 1 && l->index + 1 < l->end &&
-        !rf_op_begins_segment(l->p->plan, l->index + 1) && /* calls end there or not: bits must not depend on it */
+        !rf_op_begins_segment(l->p->plan, l->index + 1) && /* a call may end there: bits must not depend on that */
         !p->bias && !p->factor && p->softcap == 0 &&
         rfk_find_op(l, l->index + 1, &next) && next.op->kind == RF_OP_RMS_NORM && next.op->norm.n_groups == 1 &&
         next.b.in == p->out && next.op->norm.n == p->n_out && next.n_rows == t->m.n_cols) {
@@ -8112,13 +8151,15 @@ static rf_result rfk_run_join(rfk_launching *l, const rfk_tiles_args *t, uint32_
         a.norm = rfk_make_norm(&next);
         if (rfk_is_simple_norm(&a.norm)) {
             l->done = 2;
-            return rfk_enqueue(l, RFK_BY_WAVE(l, rfk_join_norm<32>, rfk_join_norm<64>), dim3(t->m.n_cols), RFK_BLOCK, a);
+            return rfk_enqueue(l, RFK_BY_WAVE(l, rfk_join_norm<32>, rfk_join_norm<64>), dim3(t->m.n_cols), RFK_BLOCK,
+                               a);
         }
     }
-    return rfk_enqueue(l, rfk_join_tiles, dim3(col_tiles, row_tiles, t->rows * t->cols / (4 * RFK_BLOCK)), RFK_BLOCK, *t);
+    return rfk_enqueue(l, rfk_join_tiles, dim3(col_tiles, row_tiles, t->rows * t->cols / (4 * RFK_BLOCK)), RFK_BLOCK,
+                       *t);
 }
 
-/* Tiles on matrix units, or dot products. */
+/* Tiles of int8, on matrix units or by dot products. */
 static rf_result rfk_run_tiles(rfk_launching *l, const rfk_matmul_args *products) {
     rf_prepared *p = l->p;
     rfk_tiles_args t;
@@ -8152,7 +8193,7 @@ static rf_result rfk_run_wgmma(rfk_launching *l, const rfk_matmul_args *products
     return rfk_run_join(l, &t, row_tiles, col_tiles);
 }
 
-/* The input of a launch in terms: n_cols rows of n values, per_row of them side by side. */
+/* Split the input of a launch into terms: n_cols rows of n values, per_row of them side by side. */
 template <bool BF16>
 static rf_result rfk_run_split_rows(const rfk_launching *l, uint32_t n_cols, uint32_t per_row, uint32_t n) {
     rfk_split_args z = {l->b.in, l->p->terms, l->b.in_stride, per_row, n};
@@ -8198,14 +8239,15 @@ static rf_result rfk_run_matmul(rfk_launching *l) {
     if (l->b.quantize) r = rfk_run_quantize(l, a.x8, l->n_rows, l->b.in_stride, op->matmul.n_in);
     if (r != RF_OK) return r;
     if (bf16) return rfk_run_wgmma(l, &a);
-    bool tiles = a.n_cols > RFK_FEW_COLS;
+    bool tiles = a.n_cols > RFK_MATVEC_COLS;
     if (tiles && rfk_has_tiles(l->p->dev, type)) return rfk_run_tiles(l, &a);
     if (!rfk_is_float_type(type)) tiles = false;
     if (tiles && rfk_term_values(l->p->dev, l->p->plan, op))
         return type == RF_TYPE_F16 ? rfk_run_16bit<false>(l, &a) : rfk_run_16bit<true>(l, &a);
     if (tiles) {
         uint32_t blocks = rfk_make_products(l, &a, RFK_TILE);
-        return rfk_enqueue(l, rfk_find_matmul_float(type), dim3(blocks, rfk_ceil_div(a.n_cols, RFK_TILE)), RFK_BLOCK, a);
+        return rfk_enqueue(l, rfk_find_matmul_float(type), dim3(blocks, rfk_ceil_div(a.n_cols, RFK_TILE)), RFK_BLOCK,
+                           a);
     }
     uint32_t blocks = rfk_make_products(l, &a, RFK_MATVEC_WAVES), threads = RFK_MATVEC_WAVES * l->p->dev->wave;
     rfk_matmul_kernel one = RFK_BY_WAVE(l, (rfk_find_matvec<32, 1>(type)), (rfk_find_matvec<64, 1>(type)));
@@ -8263,7 +8305,8 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
     }
     if (op->flags & RF_OP_MLA) {
         dim3 grid(rfk_ceil_div((uint64_t)s->n_kv_heads * s->head_dim, RFK_BLOCK), l->n_rows);
-        return rfk_enqueue(l, l->p->cache_type == RF_CACHE_F32 ? rfk_latent_store<float> : rfk_latent_store<uint16_t>, grid,
+        return rfk_enqueue(l, l->p->cache_type == RF_CACHE_F32 ? rfk_latent_store<float> : rfk_latent_store<uint16_t>,
+                           grid,
                       RFK_BLOCK, a);
     }
     const uint32_t per = s->head_dim % 4 == 0 && s->head_dim_v % 4 == 0 ? 4 : 1;
@@ -8273,8 +8316,8 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
     return rfk_enqueue(l, l->p->cache_type == RF_CACHE_F32 ? full : half, grid, RFK_BLOCK, a);
 }
 
-/* A prompt: tiles of queries and positions pay when the rows of a sequence are many. Quantized keys and values are two
- * halves each, the second of which may be subnormal. */
+/* Whether flash attention does it: sequences must have many rows. Quantized keys and values are sums of two halves, the
+ * second of which may be subnormal. */
 static bool rfk_takes_flash(const rfk_launching *l) {
     const rf_attention_params *a = &l->op->attention;
     uint32_t runs = 1;
@@ -8345,13 +8388,15 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
         const uint32_t blocks = rfk_ceil_div(l->n_rows, a.rows_per_block) * att->n_kv_heads,
                        units = p->dev->info.compute_units;
         a.reverse_from = blocks <= 2 * units ? units : blocks;
-        return rfk_enqueue(l, att->head_dim <= 64 ? rfk_find_flash<64>(l) : rfk_find_flash<RFK_FLASH_HEAD>(l), dim3(blocks),
+        return rfk_enqueue(l, att->head_dim <= 64 ? rfk_find_flash<64>(l) : rfk_find_flash<RFK_FLASH_HEAD>(l),
+                           dim3(blocks),
                       RFK_FLASH_WAVES * p->dev->wave, a);
     }
     dim3 grid(rfk_ceil_div(l->n_rows, a.rows_per_block), att->n_kv_heads * rfk_ceil_div(group, a.heads_per_block),
               rfk_ceil_div(longest, a.split_cells));
     bool wide = att->head_dim > RFK_MAX_HEAD || att->head_dim_v > RFK_MAX_HEAD;
-    rf_result r = rfk_enqueue(l, wide ? rfk_find_attention<RFK_LATENT_HEAD>(l) : rfk_find_attention<RFK_MAX_HEAD>(l), grid,
+    rf_result r = rfk_enqueue(l, wide ? rfk_find_attention<RFK_LATENT_HEAD>(l) : rfk_find_attention<RFK_MAX_HEAD>(l),
+                              grid,
                          RFK_BLOCK, a);
     if (r == RF_OK && split) r = rfk_enqueue(l, rfk_attention_join, dim3(l->n_rows, att->n_heads), RFK_BLOCK, a);
     return r;
@@ -8371,8 +8416,8 @@ static rf_result rfk_run_glu(const rfk_launching *l) {
     a.n = l->op->glu.n;
     a.to = rfk_rows_for_next(l, a.n);
     if (rfk_skips_floats(l)) a.out = NULL;
-    return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_glu<32>), (rfk_glu<64>)), dim3(rfk_ceil_div(a.n, 4 * RFK_BLOCK), l->n_rows),
-                  RFK_BLOCK, a);
+    return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_glu<32>), (rfk_glu<64>)),
+                       dim3(rfk_ceil_div(a.n, 4 * RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_gather(const rfk_launching *l) {
@@ -8431,7 +8476,7 @@ template <int WAVE> static rfk_experts_kernel rfk_find_experts(uint32_t type) {
 #undef RFK_QUANTIZED_CASE
 }
 
-/* Experts with weights of 16-bit floats, of many pairs. */
+/* Experts with 16-bit float weights and many pairs. */
 template <bool BF16>
 static rf_result rfk_run_pair_16bit(const rfk_launching *l, const rfk_pair_tiles_args *tiles, uint32_t n_tiles) {
     const uint32_t per_row = tiles->e.per_choice ? tiles->e.n_used : 1;
@@ -8447,7 +8492,7 @@ static rf_result rfk_run_pair_16bit(const rfk_launching *l, const rfk_pair_tiles
     return rfk_enqueue(l, kernel, dim3(n_tiles, rfk_ceil_div(tiles->e.n_out, RFK_SMALL_TILE_ROWS)), RFK_BLOCK, a);
 }
 
-/* Experts of many pairs. Depths are not cut: a pair's results do not depend on what else is in the step. */
+/* Experts with many pairs. No split-K: results of a pair do not depend on what else is in the step. */
 static rf_result rfk_run_pair_tiles(const rfk_launching *l, const rfk_experts_args *e, uint32_t n_pairs) {
     const uint32_t type = l->p->plan->weights[l->op->weight].type, n_experts = l->op->experts.n_experts,
                    n_tiles = rfk_pair_tiles(n_pairs, n_experts);
@@ -8508,7 +8553,7 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
                   RFK_MATVEC_WAVES * p->dev->wave, a);
 }
 
-/* The kernels of experts, for a choice of which each takes its own rows of one matrix. */
+/* Kernels of experts, where each choice takes its own rows of one matrix. */
 static rf_result rfk_run_heads(const rfk_launching *l) {
     const rf_op *op = l->op;
     const rf_heads_params *h = &op->heads;
@@ -8544,7 +8589,8 @@ static rf_result rfk_run_heads(const rfk_launching *l) {
                    dim3(rfk_ceil_div(a.n_out, RFK_MATVEC_WAVES), a.n_used, l->n_rows),
                    RFK_MATVEC_WAVES * p->dev->wave, a);
     if (r != RF_OK || rest == 0) return r;
-    return rfk_enqueue(l, rfk_rest, dim3(rfk_ceil_div((uint64_t)rest * h->n_heads, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    return rfk_enqueue(l, rfk_rest, dim3(rfk_ceil_div((uint64_t)rest * h->n_heads, RFK_BLOCK), l->n_rows), RFK_BLOCK,
+                       a);
 }
 
 static rf_result rfk_run_mix(const rfk_launching *l) {
@@ -8627,20 +8673,21 @@ static rf_result rfk_run_slice(const rfk_launching *l) {
     a.n_heads = s->n_heads;
     a.width = s->head_dim;
     a.dim = s->n;
-    return rfk_enqueue(l, rfk_slice, dim3(rfk_ceil_div((uint64_t)a.n_heads * a.dim, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    return rfk_enqueue(l, rfk_slice, dim3(rfk_ceil_div((uint64_t)a.n_heads * a.dim, RFK_BLOCK), l->n_rows), RFK_BLOCK,
+                       a);
 }
 
 /* ---- launches of a decode step ---- */
 
-/* Blocks of the products, about `most` in all, by their bytes. */
-static uint32_t rfk_divide_blocks(const rfk_launching *l, rfk_fused_args *a, uint32_t most) {
+/* Divide about max_blocks blocks among the products by their bytes. */
+static uint32_t rfk_divide_blocks(const rfk_launching *l, rfk_fused_args *a, uint32_t max_blocks) {
     uint64_t total = 0, bytes[RFK_PRODUCTS] = {0, 0, 0};
     uint32_t end = 0, n = a->glu ? 1 : l->together, waves = RFK_FUSED_BLOCK / l->p->dev->wave;
     for (uint32_t i = 0; i < n; i++)
         total += bytes[i] = (uint64_t)a->part[i].n_out * rfk_row_bytes(&l->p->plan->weights[l->op[i].weight]);
     for (uint32_t i = 0; i < RFK_PRODUCTS; i++) {
         if (i < n) {
-            uint32_t blocks = (uint32_t)((bytes[i] * most + total / 2) / total),
+            uint32_t blocks = (uint32_t)((bytes[i] * max_blocks + total / 2) / total),
                      enough = rfk_ceil_div(a->part[i].n_out, waves);
             blocks = blocks > enough ? enough : blocks;
             end += blocks ? blocks : 1;
@@ -8656,7 +8703,7 @@ static void rfk_begin_fused(rf_prepared *p, uint32_t begin, uint32_t end) {
     p->deferred_for = RF_NONE;
 }
 
-/* Half a norm from the launch before this one and for the one behind it. */
+/* Bind the deferred norm of the previous launch, and the one for the next. */
 static void rfk_bind_deferred_norm(rf_prepared *p, const rfk_fused *f, rfk_fused_args *a) {
     const uint32_t self = (uint32_t)(f - p->fused);
     if (f->norm_is_deferred && p->deferred_for == self) {
@@ -8707,7 +8754,8 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     rfk_config c = {dim3(blocks), dim3(RFK_FUSED_BLOCK), a.n_in / 64 * 96, p->capturing && p->dev->early,
                     l->q->stream};
     void (*kernel)(rfk_fused_args) =
-        RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight), rfk_find_fused_matvec<64>(other, config->in_flight));
+        RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight),
+                    rfk_find_fused_matvec<64>(other, config->in_flight));
     return rfk_enqueue_config(l, kernel, c, a);
 }
 
@@ -8775,11 +8823,11 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     return rfk_enqueue_config(l, kernel, c, a);
 }
 
-/* The kinds of rope that attention of this call needs: the factors of others may not be there. */
+/* The RoPE tables that this call's attention needs: factors of others may not be loaded. */
 static rf_result rfk_run_angles(rfk_launching *l) {
     rf_prepared *p = l->p;
     rfk_angles_args a;
-    uint32_t most = 0;
+    uint32_t max = 0;
     memset(&a, 0, sizeof a);
     a.rows = p->rows;
     for (uint32_t j = p->fused_begin; j < p->fused_end; j++) {
@@ -8794,10 +8842,10 @@ static rf_result rfk_run_angles(rfk_launching *l) {
         of->out = p->angles + i * RFK_MAX_HEAD;
         of->n_rot = op->rope.n_rot;
         of->scale = op->rope.scale;
-        most = op->rope.n_rot > most ? op->rope.n_rot : most;
+        max = op->rope.n_rot > max ? op->rope.n_rot : max;
     }
-    if (most == 0) return RF_OK;
-    return rfk_enqueue(l, rfk_angles, dim3(rfk_ceil_div(most / 2, RFK_BLOCK), p->n_ropes), RFK_BLOCK, a);
+    if (max == 0) return RF_OK;
+    return rfk_enqueue(l, rfk_angles, dim3(rfk_ceil_div(max / 2, RFK_BLOCK), p->n_ropes), RFK_BLOCK, a);
 }
 
 static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_error *err) {
@@ -8821,7 +8869,7 @@ static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_er
     return RF_OK;
 }
 
-/* The weights an op reads are there, and its tokens are rows of them. */
+/* Check that the weights an op reads are loaded, and its tokens are rows of them. */
 static rf_result rfk_check_run(const rf_prepared *p, const rf_step *step, const rf_op *op, rf_error *err) {
     const uint32_t slots[3] = {op->kind == RF_OP_EXPERTS ? RF_NONE : op->weight, op->bias,
                                op->kind == RF_OP_ROPE ? RF_NONE : op->factor};
@@ -8836,7 +8884,7 @@ static rf_result rfk_check_run(const rf_prepared *p, const rf_step *step, const 
     return RF_OK;
 }
 
-/* Bring the step's values to the device, unless they are there: a step run segment by segment brings them once. */
+/* Write the step's values to the device, unless they are there: a step run segment by segment writes them once. */
 static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_step *step, rf_error *err) {
     size_t row_bytes = step->n_rows * sizeof *step->rows, logit_bytes = step->n_logits * sizeof *step->logit_rows;
     if (p->written_by == q && p->n_rows == step->n_rows && p->n_row_logits == step->n_logits &&
@@ -8844,8 +8892,8 @@ static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_ste
         (logit_bytes == 0 || memcmp(p->host_logit_rows, step->logit_rows, logit_bytes) == 0))
         return RF_OK;
     p->written_by = NULL;
-    uint32_t most = step->n_rows > step->n_logits ? step->n_rows : step->n_logits;
-    for (uint32_t first = 0; first < most; first += RFK_STEP_ROWS) {
+    uint32_t max = step->n_rows > step->n_logits ? step->n_rows : step->n_logits;
+    for (uint32_t first = 0; first < max; first += RFK_STEP_ROWS) {
         rfk_step_args a;
         memset(&a, 0, sizeof a);
         a.rows = p->rows;
@@ -8899,7 +8947,7 @@ static rfk_launching rfk_begin_launch(rf_prepared *p, rf_queue *q, const rf_step
     return l;
 }
 
-/* Op i and those that go with it, at least *n; *n becomes the ops that are done. None of them is `end`. */
+/* Run op i and those launched with it, at least *n; *n becomes the ops that are done, none of them `end` or later. */
 static rf_result rfk_run_ops(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, uint32_t end, uint32_t *n,
                              rf_error *err) {
     rfk_launching l = rfk_begin_launch(p, q, step, err);
@@ -8916,7 +8964,7 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
     const rfk_fused *f = &p->fused[i];
     rfk_launching l = rfk_begin_launch(p, q, step, err);
     l.n_rows = 1;
-    if (i == p->fused_begin) { /* early: attention reads them before it waits */
+    if (i == p->fused_begin) { /* first of all: attention reads them before rfk_wait_previous */
         rf_result r = rfk_run_angles(&l);
         if (r != RF_OK) return r;
     }
@@ -8928,7 +8976,7 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
     return rfk_run_decode_attention(&l, f);
 }
 
-/* The ops of segments [first, last); while timing, each is a launch of its own between two events. */
+/* Run the ops of segments [first, last). While timing, each op is a launch of its own between two events. */
 static rf_result rfk_run_segments(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                                   rf_error *err) {
     rf_result r = RF_OK;
@@ -8953,7 +9001,7 @@ static rf_result rfk_run_segments(rf_prepared *p, rf_queue *q, uint32_t first, u
 
 /* ---- graphs ---- */
 
-/* differ[0] = 1 if the bits of a and b do.   grid ceil(n / 256)   block 256 */
+/* differ[0] = 1 if a and b differ in any bit.   grid ceil(n / 256)   block 256 */
 struct rfk_compare_args {
     const uint32_t *a, *b;
     uint32_t *differ, n;
@@ -8963,7 +9011,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_compare(rfk_compare_args a) {
     if (i < a.n && a.a[i] != a.b[i]) a.differ[0] = 1;
 }
 
-/* A decode step, whose launches can be timed. */
+/* Whether this is a decode step whose launches can be timed. */
 static int rfk_is_decode(const rf_prepared *p, const rf_step *step) {
     return !p->events && step->n_rows == 1 && step->n_logits == 1;
 }
@@ -8971,7 +9019,8 @@ static int rfk_has_graphs(const rf_prepared *p) {
     return __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) != RFK_GRAPHS_OFF && !p->no_graphs;
 }
 
-/* The step's launches are the same for every token: one row, one row of logits at the start of their buffer. */
+/* Whether the step can be replayed: its launches are the same for every token, one row with logits at the start of
+ * their buffer. */
 static int rfk_can_replay(const rf_prepared *p, const rf_step *step) {
     return rfk_has_graphs(p) && step->first_logits_row == 0 && step->rows[0].token >= 0;
 }
@@ -8991,9 +9040,9 @@ static hipError_t rfk_end_capture(rf_prepared *p, rf_queue *q) {
     return e;
 }
 
-/* Capture the launches of a decode step; p->n_graphs is 0 if that does not work. */
+/* Capture a decode step as graphs; p->n_graphs is 0 if that fails. */
 static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
-    const uint32_t most =
+    const uint32_t max =
         __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_ON ? 0xffffffffu : RFK_GRAPH_NODES;
     rf_error ignored;
     rf_result r = RF_OK;
@@ -9001,9 +9050,9 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     memset(&ignored, 0, sizeof ignored);
     rfk_drop_graphs(p);
     p->graph_generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
-    if (p->graph_config != p->stats.config) p->graphs_checked = 0; /* other kernels: the driver may be wrong about these */
+    if (p->graph_config != p->stats.config) p->graphs_checked = 0; /* the driver may be wrong about others */
     p->graph_config = p->stats.config;
-    p->tuning.n_steps = 0; /* a graph's first replay is not like the next */
+    p->tuning.n_steps = 0; /* a graph's first replay is slower */
     p->capturing = 1;
     rfk_begin_fused(p, 0, p->n_fused);
     const uint32_t before_all = p->n_launched;
@@ -9012,7 +9061,7 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
         e = p->n_graphs < RFK_MAX_GRAPHS ? hipStreamBeginCapture(q->stream, hipStreamCaptureModeThreadLocal)
                                          : hipErrorOutOfMemory;
         if (e != hipSuccess) break;
-        for (; r == RF_OK && i < p->n_fused && p->n_launched - before < most; i++)
+        for (; r == RF_OK && i < p->n_fused && p->n_launched - before < max; i++)
             r = rfk_run_fused(p, q, step, i, &ignored);
         e = rfk_end_capture(p, q);
     }
@@ -9024,7 +9073,7 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     p->no_graphs = 1;
 }
 
-/* The step that was just replayed once more by launches: the logits must have the same bits. */
+/* Run the step that was just replayed again by launches: the logits must have the same bits. */
 static rf_result rfk_check_replay(rf_prepared *p, rf_queue *q, const rf_step *step, rf_error *err) {
     const rf_plan *plan = p->plan;
     float *logits = NULL;
@@ -9046,21 +9095,21 @@ static rf_result rfk_check_replay(rf_prepared *p, rf_queue *q, const rf_step *st
                       rfk_launch(rfk_compare, dim3(rfk_ceil_div(n, RFK_BLOCK)), dim3(RFK_BLOCK), q->stream, a),
                       "hipLaunchKernel", "a check of graphs", 0);
     if (r == RF_OK) rfk_count(p, 1);
-    for (uint32_t i = 0; r == RF_OK && i < 2; i++) r = rfk_bounce_wait(q, i, err);
+    for (uint32_t i = 0; r == RF_OK && i < 2; i++) r = rfk_staging_wait(q, i, err);
     if (r == RF_OK)
         r = rfk_check(p->dev, err,
-                      hipMemcpyAsync(q->bounce, p->differ, sizeof differ, hipMemcpyDeviceToHost, q->stream),
+                      hipMemcpyAsync(q->staging, p->differ, sizeof differ, hipMemcpyDeviceToHost, q->stream),
                       "hipMemcpyAsync", "a check of graphs", 0);
     if (r == RF_OK)
         r = rfk_check(p->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "a check of graphs", 0);
     if (r != RF_OK) return r;
-    memcpy(&differ, q->bounce, sizeof differ);
+    memcpy(&differ, q->staging, sizeof differ);
     if (differ) __atomic_store_n(&p->dev->graphs, RFK_GRAPHS_OFF, __ATOMIC_RELAXED);
     p->graphs_checked++;
     return RF_OK;
 }
 
-/* Replay a decode step, capturing it first if weights have moved or the config is another. *replayed = 0: launch it. */
+/* Replay a decode step; captures it first if weights have moved or the config has changed. *replayed = 0: launch it. */
 static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, int *replayed, rf_error *err) {
     if (p->n_graphs == 0 || p->graph_config != p->stats.config ||
         p->graph_generation != __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED))
@@ -9138,7 +9187,7 @@ static rf_result rfk_times(rf_prepared *p, float *us, uint32_t n, rf_error *err)
 }
 
 /* ==== 8 Table ============================================================================================== >>table
- * What rocmforge.h sees. In the order of the declaration: C++11 has no other config. */
+ * The device API of this file. Members in the order of their declaration: C++11 has no designated initializers. */
 
 extern "C" const rf_device_api *rocmforge_hip_api(void) {
     static const rf_device_api api = {
