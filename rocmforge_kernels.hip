@@ -1,7 +1,7 @@
 /* rocmforge_kernels.hip: the GPU device of rocmforge.h. One symbol, rocmforge_hip_api(), gives its table.
  *
  *     hipcc -O3 --offload-arch=gfx1100 -c rocmforge_kernels.hip                  AMD
- *     nvcc -O3 -arch=sm_90a -x cu -c rocmforge_kernels.hip                       NVIDIA (sm_90a: H100, H200)
+ *     nvcc -O3 -arch=compute_90a -code=sm_90a -x cu -c rocmforge_kernels.hip     NVIDIA (90a: H100, H200)
  *     c++ -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c ...             on the CPU, for tests
  *
  * Sections (search for the tag)
@@ -3780,48 +3780,9 @@ RFK_DEVICE void rfk_tile_parts(const S &s, uint32_t row0, uint32_t col0, float (
     }
 }
 
-/* Epilogue of a tile, RT x CT times 16 x 16 results a wave: to the product or to `part`, through shared memory, so that
- * stores are coalesced and the epilogue takes no registers from the sums. PER_PASS: columns that fit into `out`;
- * unit[rfk_column(i)] scales the results of column i; NULL: nothing does. */
-template <int ROWS, int COLS, int PER_PASS, class ARGS, class C, int RT, int CT, int N>
-RFK_DEVICE void rfk_put_tile(const ARGS &args, const rfk_product &p, const C &columns, uint32_t row0,
-                             float (*out)[ROWS + 4], const float (&sum)[RT][CT][N], const float *unit) {
-    const rfk_tiles_args &t = rfk_tiles(args);
-    const int WAVE = 256 / N, ACROSS = COLS / (16 * CT);
-    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, wave_row = wave / ACROSS * (16 * RT),
-                   wave_col = wave % ACROSS * (16 * CT);
-    float *part = t.part;
-    if (part) part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * ROWS * COLS;
-    RFK_UNROLL(2)
-    for (uint32_t pass = 0; pass < COLS / PER_PASS; pass++) {
-        __syncthreads();
-        RFK_UNROLL(8)
-        for (int r = 0; r < RT; r++)
-            RFK_UNROLL(8)
-            for (int c = 0; c < CT; c++)
-                RFK_UNROLL(8)
-                for (int i = 0; i < N; i++) {
-                    const uint32_t col = rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i)),
-                                   row = wave_row + 16 * (uint32_t)r +
-                                         rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
-                                   first = wave_col + 16 * (uint32_t)c;
-                    if (first / PER_PASS != pass) continue;
-                    out[first % PER_PASS + col][row] =
-                        unit ? sum[r][c][i] * unit[rfk_column(columns, first + col)] : sum[r][c][i];
-                }
-        __syncthreads();
-        const uint32_t row = threadIdx.x % ROWS;
-        RFK_UNROLL(1)
-        for (uint32_t i = threadIdx.x / ROWS; i < PER_PASS; i += RFK_BLOCK / ROWS) {
-            uint32_t col = pass * PER_PASS + i;
-            if (part) part[col * ROWS + row] = out[i][row];
-            else if (row0 + row < p.n_out) rfk_put_column(args, p, columns, row0 + row, col, out[i][row]);
-        }
-    }
-}
-
 /* grid [ceil(cols / COLS) or tiles of pairs, row tiles of all products, splits]   block 256   LDS 48 KiB at most
- *   reads W once per COLS columns and x once per ROWS rows */
+ *   reads W once per COLS columns and x once per ROWS rows
+ * Results leave through shared memory: stores are coalesced, and the epilogue takes no registers from the sums. */
 template <int TYPE, int WAVE, int COLS, class ARGS>
 static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_matmul(ARGS args) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
@@ -3838,7 +3799,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_matmul(ARGS args) {
     RFK_SHARED(either, memory);
     const rfk_tiles_args &t = rfk_tiles(args);
     const rfk_matmul_args &a = t.m;
-    uint32_t number = blockIdx.y, wave = threadIdx.x / WAVE;
+    uint32_t number = blockIdx.y, lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE;
     rfk_product p;
     typename ARGS::columns columns;
     if (!rfk_find_columns(args, ROWS, COLS, &number, &p, &columns)) return;
@@ -3860,7 +3821,32 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_matmul(ARGS args) {
             rfk_tile_group<TYPE, WAVE, RT, CT>(memory.s, g, wave_row, wave_col, sum);
         if (rfk_takes_parts<TYPE, WAVE>()) rfk_tile_parts<TYPE, WAVE, RT, CT>(memory.s, wave_row, wave_col, sum);
     }
-    rfk_put_tile<ROWS, COLS, PER_PASS>(args, p, columns, row0, memory.out, sum, NULL);
+    float *part = t.part;
+    if (part) part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * ROWS * COLS;
+    RFK_UNROLL(2)
+    for (uint32_t pass = 0; pass < PASSES; pass++) {
+        __syncthreads();
+        RFK_UNROLL(8)
+        for (int r = 0; r < RT; r++)
+            RFK_UNROLL(8)
+            for (int c = 0; c < CT; c++)
+                RFK_UNROLL(8)
+                for (int i = 0; i < N; i++) {
+                    uint32_t row = wave_row + 16 * (uint32_t)r + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
+                             first = wave_col + 16 * (uint32_t)c;
+                    if (first / PER_PASS == pass)
+                        memory.out[first % PER_PASS + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i))][row] =
+                            sum[r][c][i];
+                }
+        __syncthreads();
+        const uint32_t row = threadIdx.x % ROWS;
+        RFK_UNROLL(1)
+        for (uint32_t i = threadIdx.x / ROWS; i < PER_PASS; i += RFK_BLOCK / ROWS) {
+            uint32_t col = pass * PER_PASS + i;
+            if (part) part[col * ROWS + row] = memory.out[i][row];
+            else if (row0 + row < p.n_out) rfk_put_column(args, p, columns, row0 + row, col, memory.out[i][row]);
+        }
+    }
 }
 
 /* Four adjacent rows of a column: the sum over the splits, in order. tile: index among all tiles; i: among its
@@ -4476,16 +4462,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_16bit(rfk_16bit_args<TI
         return; /* never launched */
     const int TERMS = RFK_TERMS(BF16), N = 256 / WAVE, RT = 2, CT = COLS * WAVE / 2048, ACROSS = 128 / WAVE;
     typedef rfk_16bit_shared<TERMS, COLS> shared;
-    const uint32_t PITCH = RFK_SMALL_TILE_ROWS + 4,
-                   PER_PASS = COLS * PITCH * sizeof(float) > sizeof(shared) ? COLS / 2 : COLS;
-    union either {
-        shared s;
-        float out[PER_PASS][PITCH];
-    };
-    RFK_SHARED(either, memory);
-    shared &s = memory.s;
+    RFK_SHARED(shared, s);
     const rfk_tiles_args &t = rfk_tiles(a.tiles);
-    uint32_t number = blockIdx.y, wave = threadIdx.x / WAVE;
+    uint32_t number = blockIdx.y, lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE;
     rfk_product p;
     typename TILES::columns columns;
     if (!rfk_find_columns(a.tiles, RFK_SMALL_TILE_ROWS, COLS, &number, &p, &columns)) return;
@@ -4509,7 +4488,21 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_16bit(rfk_16bit_args<TI
         if (k0 + RFK_16BIT_DEPTH < end) rfk_fetch_16bit(v, t.m, a.x, p, row0, columns, k0 + RFK_16BIT_DEPTH);
         rfk_16bit_step<WAVE, RT, CT, BF16, COLS>(s, wave_row, wave_col, sum);
     }
-    rfk_put_tile<RFK_SMALL_TILE_ROWS, COLS, PER_PASS>(a.tiles, p, columns, row0, memory.out, sum, a.x.unit);
+    float *part = t.part;
+    if (part)
+        part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * RFK_SMALL_TILE_ROWS * COLS;
+    RFK_UNROLL(4)
+    for (int r = 0; r < RT; r++)
+        RFK_UNROLL(4)
+        for (int c = 0; c < CT; c++)
+            RFK_UNROLL(8)
+            for (int i = 0; i < N; i++) {
+                uint32_t row = wave_row + 16 * (uint32_t)r + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
+                         col = wave_col + 16 * (uint32_t)c + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
+                float result = sum[r][c][i] * a.x.unit[rfk_column(columns, col)];
+                if (part) part[col * RFK_SMALL_TILE_ROWS + row] = result;
+                else if (row0 + row < p.n_out) rfk_put_column(a.tiles, p, columns, row0 + row, col, result);
+            }
 }
 
 /* ==== 5 Attention ==================================================================================== >>attention

@@ -14,7 +14,7 @@ if command -v nvcc >/dev/null && command -v nvidia-smi >/dev/null; then
     arch=sm_$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
     [ "$arch" = sm_90 ] && arch=sm_90a # wgmma
     arch=${GPU_ARCH:-$arch}
-    compile="nvcc -O3 -lineinfo -arch=$arch -x cu"
+    compile="nvcc -O3 -lineinfo -arch=compute_${arch#sm_} -code=$arch -x cu"
     link="nvcc -arch=$arch"
 elif command -v hipcc >/dev/null && [ -e /dev/kfd ]; then
     arch=${GPU_ARCH:-$(rocminfo | sed -n 's/^ *Name: *\(gfx[0-9a-f]*\)$/\1/p' | head -1)}

@@ -14,6 +14,21 @@ build_greedy_cpu() { greedy cpu; }
 case_greedy_wave32() { greedy hip:0 && cmp "$dir/cpu.txt" "$dir/hip:0.txt"; }
 case_greedy_wave64() { greedy hip:1 && cmp "$dir/cpu.txt" "$dir/hip:1.txt"; }
 
+# ROCMFORGE_TYPES for the kernels alone: the same text if the model's types are listed, a refusal by tensor and type if not
+types() {
+    ${CXX:-c++} -std=c++11 -O0 -x c++ -DROCMFORGE_HIP_EMU -DROCMFORGE_TYPES="$2" -include tests/hip_emu.h -c rocmforge_kernels.hip \
+        -o "$dir/$1.o" && ${CXX:-c++} "$build/rocmforge_cli_emu.o" "$dir/$1.o" "$build/rocmforge.a" -o "$dir/$1" -lm -pthread
+}
+build_types_used() { types types_used Q4_K,Q6_K; }
+build_types_other() { types types_other Q6_K,F16; }
+case_types() {
+    "$dir/types_used" generate --gguf $model --device hip:0 --prompt "ROMEO:" --max-tokens 4 --temp 0 >"$dir/used.txt" &&
+        head -c "$(wc -c <"$dir/used.txt")" "$dir/cpu.txt" | cmp - "$dir/used.txt" || return 1
+    ! "$dir/types_other" generate --gguf $model --device hip:0 --prompt "ROMEO:" --max-tokens 1 2>"$dir/other.txt" || return 1
+    cat "$dir/other.txt"
+    grep -q 'hip: op [0-9]* .*weight is of type q4_K, which is not among ROCMFORGE_TYPES' "$dir/other.txt"
+}
+
 # the first usable GPU is what "auto" takes
 case_devices() {
     "$cli" devices | tee "$dir/devices.txt"
