@@ -96,7 +96,7 @@
  * Sections (search for the tag)
  *    1 >>api          what you call                          8 >>model     hyperparameters
  *    2 >>device-api   ops, plans, what a device is           9 >>plan      the model as data: op emitters
- *    3 >>base         memory, checked arithmetic, errors    10 >>cpu       the CPU device
+ *    3 >>base         memory, checked arithmetic, errors    10 >>kernels >>cpu    the CPU's kernels, the CPU device
  *    4 >>sync         once-cell, thread pool                11 >>null      the device that only checks
  *    5 >>gguf         the file format                       12 >>session   the forward pass
  *    6 >>quant        tensor types                          13 >>token >>template >>sample >>scheduler
@@ -3906,7 +3906,7 @@ ROCMFORGE_API rf_result rf_kv_text(const rf_kv *kv, uint64_t *cursor_bytes, rf_s
 
 /* ==== 6 Types ============================================================================================ >>quant
  * Tensor types: the facts of RF_TYPE_TABLE, the packed blocks of those that run, and their decoding to float32. The
- * CPU kernels unpack blocks in their own ways; what is decoded here is the definition they are tested against. */
+ * CPU kernels have their own unpackers; the decoders here are the definition that they are tested against. */
 
 static const rf_type_info rfi_types[RF_TYPE_COUNT] = {
 #define RFI_TYPE_INFO(NAME, id, text, elements, bytes, runs) [id] = {text, elements, bytes, runs},
@@ -3944,13 +3944,13 @@ typedef struct rfi_block_q5_k { uint8_t d[2], dmin[2], scales[12], qh[32], q[128
  * nibble k>>1; high 2 bits in qh[32h + l], bits 2k. w = d*scale*(q-32) */
 typedef struct rfi_block_q6_k { uint8_t ql[128], qh[64], scales[16], d[2]; } rfi_block_q6_k;
 
-/* The types below are computed with by way of rfi_expanded. Q2_K, Q3_K, TQ2_0: half h, value l of quarter k: the bits
- * 2k of q[32h + l]; the third bit of Q3_K: bit 4h + k of high[l]. Q2_K: w = d*(low nibble)*q - dmin*(high nibble);
- * Q3_K: w = d*(scale - 32)*(q - 4), 6-bit scales; TQ2_0: w = d*(q - 1) */
+/* The types below are expanded (rfi_expanded) before they are multiplied. Q2_K, Q3_K, TQ2_0: half h, value l of quarter
+ * k: the bits 2k of q[32h + l]; the third bit of Q3_K: bit 4h + k of high[l]. Q2_K: w = d*(low nibble)*q -
+ * dmin*(high nibble); Q3_K: w = d*(scale - 32)*(q - 4), 6-bit scales; TQ2_0: w = d*(q - 1) */
 typedef struct rfi_block_q2_k { uint8_t scales[16], q[64], d[2], dmin[2]; } rfi_block_q2_k;
 typedef struct rfi_block_q3_k { uint8_t high[32], q[64], scales[12], d[2]; } rfi_block_q3_k;
 typedef struct rfi_block_tq2_0 { uint8_t q[64], d[2]; } rfi_block_tq2_0;
-/* Nibbles that number the values of a list, ordered as in Q4_0; NVFP4 likewise in sixteens. IQ4_XS: groups of 32 with
+/* Nibbles are indices into a codebook, ordered as in Q4_0; NVFP4 likewise in groups of 16. IQ4_XS: groups of 32 with
  * 6-bit scales; MXFP4: e is a power of two; NVFP4: d are small floats of 4 and 3 bits */
 typedef struct rfi_block_iq4_nl { uint8_t d[2], q[16]; } rfi_block_iq4_nl;
 typedef struct rfi_block_iq4_xs { uint8_t d[2], scales_high[2], scales_low[4], q[128]; } rfi_block_iq4_xs;
@@ -8295,23 +8295,23 @@ static rf_result rfi_check_op(const char *device, const rf_plan *plan, const rf_
                     rf_op_name(op->kind), *name ? " " : "", name, why);
 }
 
-/* ==== 10 CPU device ======================================================================================== >>cpu
- * First half: the computing kernels, without threads. One table of functions per instruction set, chosen at run time;
- * every function carries its own target attribute, so that the file compiles without -m flags.
+/* ==== 10 CPU kernels =================================================================================== >>kernels
+ * Dot products, attention and elementwise functions, single-threaded. Each instruction set has a table of functions,
+ * chosen at run time; functions carry target attributes, so the file needs no -m flags.
  *
- * Products with quantized weights are defined once for all instruction sets (and devices), to the bit: the inputs are
- * rounded to int8 in groups of 32 (rfi_q8), and row . column is
+ * Dot products with quantized weights give the same bits on every instruction set and device. Inputs are quantized to
+ * int8 in groups of 32 (rfi_q8), and one output is
  *     y = 0; for each group in order: y = fma(float(isum), d_w * d_x, y); if the type has mins: y = fma(m_w, s_x, y)
- * with isum the exact integer sum over the group, d_w = d, or d * scale, and m_w = m, or -dmin * min. Where 16 values
- * share a scale (Q6_K, Q2_K, Q3_K, NVFP4, IQ2_XS, IQ2_S, IQ1_M), "group" means half a group of 32, and s_x of Q2_K is
- * d_x times the sum of that half. Of the types of RFI_EXPANDED_TYPES isum is over the q of rfi_expanded, d_w its s, m_w
- * its m. How rows are cut over lanes, panels and threads changes nothing in that.
- * Float weights: lanes along the row, fixed per instruction set; rows of more than RFI_FLOAT_CHUNK values are added up
- * chunk by chunk. */
+ * isum is the exact integer dot product of the group, d_w = d or d * scale, m_w = m or -dmin * min. Types with a scale
+ * for every 16 values (Q6_K, Q2_K, Q3_K, NVFP4, IQ2_XS, IQ2_S, IQ1_M) do this for each half of a group; s_x of Q2_K is
+ * then d_x times the sum of that half. Types of RFI_EXPANDED_TYPES take isum over the q of rfi_expanded, its s as d_w
+ * and its m as m_w. How rows are divided over lanes, panels and threads does not change the result.
+ * Dot products with float weights sum in lanes along the row, whose number depends on the instruction set; rows longer
+ * than RFI_FLOAT_CHUNK are summed chunk by chunk. */
 
 #if !defined(__clang__)
 #pragma GCC push_options
-#pragma GCC optimize("O2", "fp-contract=off") /* intrinsics without inlining are 15 to 70 times slower; equal bits */
+#pragma GCC optimize("O2", "fp-contract=off") /* without it intrinsics at -O0 are 15 to 70 times slower */
 #else
 #pragma STDC FP_CONTRACT OFF
 #endif
@@ -8336,8 +8336,8 @@ typedef struct rfi_q8 {
 } rfi_q8;
 _Static_assert(sizeof(rfi_q8) == 64, "one cache line");
 
-/* Inputs of a matmul: column j at f + j * f_stride (float weights) or q + j * q_stride (quantized weights). Columns
- * of q hold rfi_q8_groups(n_in) groups; 64-byte alignment is faster. */
+/* Inputs of a matmul: column j at f + j * f_stride (float weights) or at q + j * q_stride (quantized weights), which
+ * has rfi_q8_groups(n_in) groups. 64-byte alignment is faster. */
 typedef struct rfi_acts {
     const float *f;
     uint64_t f_stride;
@@ -8345,7 +8345,7 @@ typedef struct rfi_acts {
     uint64_t q_stride;
 } rfi_acts;
 
-/* Groups to allocate per column: whole units of 8, and one more to keep columns off the same cache sets. */
+/* Groups to allocate per column: whole units of 8, and one more so that columns do not share cache sets. */
 static uint64_t rfi_q8_groups(uint32_t n_in) { return ((uint64_t)n_in + 255) / 256 * 8 + 1; }
 
 /* One kv head and the n_group query heads that share it, for n_tokens consecutive tokens of one sequence. */
@@ -8353,31 +8353,31 @@ typedef struct rfi_attention {
     const float *q;          /* [n_tokens][q_stride], heads side by side: [n_group][head_dim]                  */
     uint64_t q_stride;
     const void *k, *v;       /* [n_cells][head_dim], [n_cells][head_dim_v], of cache_type                      */
-    uint32_t n_cells;        /* position p lies in cell p % n_cells: RF_STATE_CELLS                            */
+    uint32_t n_cells;        /* a ring buffer: position p is in cell p % n_cells (RF_STATE_CELLS)              */
     uint32_t cache_type;     /* rf_cache_type                                                                  */
     uint32_t n_tokens;
-    uint32_t n_pos;          /* positions that the first token sees, itself included; token t sees n_pos + t   */
+    uint32_t n_pos;          /* positions the first token attends to, itself included; token t: n_pos + t      */
     uint32_t n_group, head_dim, head_dim_v;
-    const float *sinks;      /* [n_group] a score more of each head, without a value; or NULL                  */
-    const float *slopes;     /* [n_group] times how far a position is behind is taken off its score; or NULL   */
-    uint32_t window;         /* a token sees at most so many positions, itself included; 0: all                */
+    const float *sinks;      /* [n_group] attention sinks: one more score per head, with no value; or NULL     */
+    const float *slopes;     /* [n_group] ALiBi: slope * distance is subtracted from a score; or NULL          */
+    uint32_t window;         /* SWA: positions a token attends to, itself included; 0: all                     */
     float scale, softcap, temperature;
     uint32_t temperature_length;
     float *scratch;          /* [rfi_attention_scratch(n_group, head_dim, head_dim_v)]                         */
     float *cells;            /* RF_CACHE_Q8_0: [RFI_ATTENTION_BLOCK][the larger head_dim], a block as floats   */
-    uint32_t v_rest;         /* the last values of v's rows, which are none: out has no place for them         */
+    uint32_t v_rest;         /* trailing elements of v's rows that are no values (MLA); out leaves them out    */
     float *out;              /* [n_tokens][out_stride], [n_group][head_dim_v - v_rest]                         */
     uint64_t out_stride;
 } rfi_attention;
 
-#define RFI_ATTENTION_COLS  128u /* queries that share a pass over keys and values, or n_group if that is more     */
-#define RFI_ATTENTION_BLOCK 256u /* positions at a time: their keys, values and scores stay in the caches          */
+#define RFI_ATTENTION_COLS  128u /* queries that share a pass over keys and values; n_group if that is more        */
+#define RFI_ATTENTION_BLOCK 256u /* positions per block: its keys, values and scores stay in cache                 */
 
 static uint32_t rfi_attention_tokens(uint32_t n_group) {
     return n_group < RFI_ATTENTION_COLS ? RFI_ATTENTION_COLS / n_group : 1;
 }
 
-/* Queries, sums of values, scores, and two numbers for each query. */
+/* Floats of scratch: queries, weighted sums of values, scores, and a maximum and a sum for each query. */
 static uint64_t rfi_attention_scratch(uint32_t n_group, uint32_t head_dim, uint32_t head_dim_v) {
     return (uint64_t)rfi_attention_tokens(n_group) * n_group * (head_dim + head_dim_v + RFI_ATTENTION_BLOCK + 2ull);
 }
@@ -8392,24 +8392,23 @@ typedef struct rfi_matmul {
     uint64_t y_stride;
 } rfi_matmul;
 
-/* Rows of the weights that are worked on together, one per lane: the last row again where there are fewer. */
+/* Rows of weights that are multiplied together, one per lane. Past the last row it is repeated. */
 typedef struct rfi_rows {
     const uint8_t *row[16];
     uint64_t row_bytes;     /* from one to the next; 0: nothing to prefetch */
     int extended;           /* rfi_kernels.extended                         */
 } rfi_rows;
 
-#define RFI_CHUNK_GROUPS 16u /* of a panel: 512 values, so that the inputs of a chunk stay in the second-level cache */
+#define RFI_CHUNK_GROUPS 16u /* groups of a panel: 512 values, so that the inputs of a chunk stay in L2 */
 
-/* Weights unpacked for many columns: 4 values of each lane side by side, as the integer dot instructions want them. */
+/* Weights unpacked for many columns: 4 values of each lane together, the layout of integer dot instructions. */
 typedef struct rfi_panel {
     _Alignas(64) uint8_t q[RFI_CHUNK_GROUPS * 8 * 16 * 4]; /* [group][8][lane][4]                                  */
     float s[RFI_CHUNK_GROUPS * 2 * 16];       /* d_w: [group][lane], or [group * 2 + half][lane]      */
     float m[RFI_CHUNK_GROUPS * 2 * 16];       /* m_w likewise                                         */
 } rfi_panel;
 
-/* Panels times columns: acc[c * acc_stride + row] is carried on over n_groups groups; row counts the lanes of all
- * panels. */
+/* Panels times columns: adds n_groups groups to acc[c * acc_stride + row]; rows are the lanes of all panels. */
 typedef struct rfi_tile {
     const rfi_panel *p;  /* [n_panels]                    */
     uint32_t type;       /* rf_type, or RFI_TYPE_EXPANDED */
@@ -8421,12 +8420,11 @@ typedef struct rfi_tile {
     uint64_t acc_stride;
 } rfi_tile;
 
-/* How one type is multiplied on one instruction set. A unit is 8 groups: a K block, or 8 blocks of 32. Types that are
- * expanded first come in units of rfi_expanded. */
+/* Kernels of one type on one instruction set. A unit is 8 groups: one K block, 8 blocks of 32, or one rfi_expanded. */
 typedef struct rfi_quant {
-    /* one column, acc [n_lanes] is carried on */
+    /* one column: adds n_groups groups to acc [n_lanes] */
     void (*vector)(const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc);
-    /* the unit at offset becomes groups [at, at + 8) of the panel */
+    /* writes the unit at offset to groups [at, at + 8) of the panel */
     void (*unpack)(const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p);
 } rfi_quant;
 
@@ -8437,7 +8435,7 @@ typedef struct rfi_norm {
     const float *w, *b; /* [n], or NULL                 */
     uint32_t n;
     float eps;
-    int center;         /* less the mean                */
+    int center;         /* subtract the mean: layer norm */
     int accumulate;     /* out +=                       */
 } rfi_norm;
 
@@ -8491,19 +8489,19 @@ typedef struct rfi_kernels {
     /* s[c * RFI_ATTENTION_BLOCK + pos] = q[c] . k[pos], added up in order of the dimensions, for n_pos positions; s has
      * room for a whole block */
     void (*scores[2])(const void *k, uint32_t n_pos, uint32_t head_dim, const float *q, uint32_t n_cols, float *s);
-    /* Carry a softmax on by n scores: *top is the largest so far, at first -inf, *sum of all exp(score - *top), and
-     * s[i] = exp(scale * s[i] - *top). Returns what to multiply earlier values by. */
+    /* Online softmax, n more scores: *top is the maximum so far, at first -inf, *sum the sum of exp(score - *top).
+     * Writes s[i] = exp(scale * s[i] - *top); returns the factor for what was summed before. */
     float (*softmax)(float *s, uint32_t n, float scale, float *top, float *sum);
     void (*weigh[2])(const rfi_weigh *a);
 } rfi_kernels;
 
-/* ---- elementwise kernels: one source, compiled for each instruction set; fixed lanes keep their bits equal ---- */
+/* ---- elementwise kernels: one source for all instruction sets; a fixed number of lanes keeps the bits equal ---- */
 
-/* To nearest even for |x| < 2^22, and nothing but an addition: the same everywhere. */
+/* Adding it rounds to nearest even for |x| < 2^22, the same on every machine. */
 #define RFI_ROUND_MAGIC 12582912.0f
 #define RFI_ROUND_BITS 0x4b400000u
 
-/* What follows from the bits of a group's largest |x|: as integers, nan is above inf and both above all numbers. */
+/* The scale of a group, from the bits of its largest |x|; returns 1 / d. As integers nan > inf > all numbers. */
 RFI_INLINE float rfi_q8_scale(uint32_t top, rfi_q8 *out) {
     const float d = rfi_f32_of_bits(top) / 127.0f;
     out->d = top >= 0x7f800000u ? rfi_f32_of_bits(0x7fc00000u) : d >= 0x1p-126f ? d : 0;
@@ -8537,7 +8535,7 @@ RFI_INLINE void rfi_scalar_q8(const float *restrict x, rfi_q8 *restrict out) {
     rfi_q8_sums(sum[0], sum[1], out);
 }
 
-/* if_so ? a : b, by masks: compilers turn the operator into branches and then find no vectors. */
+/* if_so ? a : b with masks: compilers make the operator a branch and then do not vectorise. */
 RFI_INLINE float rfi_choose(int if_so, float a, float b) {
     const uint32_t mask = 0u - (uint32_t)if_so;
     return rfi_f32_of_bits((rfi_bits_of_f32(a) & mask) | (rfi_bits_of_f32(b) & ~mask));
@@ -8562,14 +8560,14 @@ RFI_INLINE float rfi_exp(float x) {
     return p * rfi_f32_of_bits((uint32_t)(half + 127) << 23) * rfi_f32_of_bits((uint32_t)(e - half + 127) << 23);
 }
 
-/* 16 lanes of sums: written as arrays they end up in memory. */
+/* 16 lanes of sums as a vector type: an array would be kept in memory. */
 typedef float rfi_lanes __attribute__((vector_size(64)));
 
-/* sum of (x - mean)^2; of x with mean 0 and square 0 */
+/* The sum of (x - mean)^2 if square, of x - mean otherwise. */
 RFI_INLINE double rfi_norm_sum(const float *x, uint32_t n, float mean, int square) {
     rfi_lanes lanes = {0}, v;
     float lane[16];
-    double sum = 0; /* of the lanes: few additions, and none of their errors */
+    double sum = 0; /* of the lanes, in double precision */
     uint32_t i = 0;
     for (; i + 16 <= n; i += 16) {
         memcpy(&v, x + i, sizeof v);
@@ -8655,7 +8653,7 @@ RFI_INLINE void rfi_scale_body(float *x, uint32_t n, float factor) {
     for (uint32_t i = 0; i < n; i++) x[i] *= factor;
 }
 
-/* tanh y = 1 - 2 / (e^2y + 1): off by 1e-7 at most, as a part of the cap */
+/* tanh y = 1 - 2 / (e^2y + 1); the error is at most 1e-7 of the cap. */
 RFI_INLINE void rfi_softcap_body(float *x, uint32_t n, float cap) {
     const float twice = 2.0f / cap;
     for (uint32_t i = 0; i < n; i++) x[i] = cap * (1.0f - 2.0f / (rfi_exp(x[i] * twice) + 1.0f));
@@ -8687,21 +8685,21 @@ RFI_INLINE void rfi_q8_to_f32_body(float *restrict dst, const int8_t *restrict q
     }
 }
 
-/* Of the same order as integers as x as a number: their largest is found in vectors. Its own inverse. */
+/* Maps float bits to ints in the same order, so that integer vectors find the maximum; an involution. */
 RFI_INLINE int32_t rfi_order(int32_t bits) { return bits ^ (int32_t)((uint32_t)(bits >> 31) >> 1); }
 
 RFI_INLINE float rfi_softmax_body(float *s, uint32_t n, float scale, float *top, float *sum) {
     rfi_lanes lanes = {0}, v;
     float lane[16];
-    int32_t most = rfi_order((int32_t)rfi_bits_of_f32(*top));
+    int32_t max = rfi_order((int32_t)rfi_bits_of_f32(*top));
     uint32_t i;
     for (i = 0; i < n; i++) s[i] *= scale;
     for (i = 0; i < n; i++) {
         const int32_t order = rfi_order((int32_t)rfi_bits_of_f32(s[i]));
-        most = order > most ? order : most;
+        max = order > max ? order : max;
     }
-    const float new_top = rfi_f32_of_bits((uint32_t)rfi_order(most));
-    for (i = 0; i < n; i++) s[i] = rfi_exp(s[i] - new_top); /* a loop of its own: compilers make vectors of it */
+    const float new_top = rfi_f32_of_bits((uint32_t)rfi_order(max));
+    for (i = 0; i < n; i++) s[i] = rfi_exp(s[i] - new_top); /* a separate loop, so that it is vectorised */
     for (i = 0; i + 16 <= n; i += 16) memcpy(&v, s + i, sizeof v), lanes += v;
     memcpy(lane, &lanes, sizeof lane);
     for (uint32_t l = 0; i + l < n; l++) lane[l] += s[i + l];
@@ -8713,7 +8711,7 @@ RFI_INLINE float rfi_softmax_body(float *s, uint32_t n, float scale, float *top,
     return earlier;
 }
 
-/* The elementwise part of a table. */
+/* The elementwise functions of an instruction set. */
 #define RFI_ELEMENTWISE(isa, TARGET)                                                                                  \
     static TARGET void rfi_quantize_##isa(const float *x, uint32_t n_in, rfi_q8 *out) {                               \
         const uint32_t n = n_in / 32;                                                                                 \
@@ -8755,11 +8753,11 @@ RFI_INLINE float rfi_softmax_body(float *s, uint32_t n, float scale, float *top,
 
 /* ---- attention ---- */
 
-/* Queries in progress: n_tokens tokens with n_group heads each, columns side by side in scratch. */
+/* A pass over keys and values for n_tokens tokens of n_group heads each: n_cols columns, contiguous in scratch. */
 typedef struct rfi_attention_pass {
     const rfi_attention *a;
     uint32_t n_tokens, n_cols;
-    uint32_t n_pos;             /* that the first token sees */
+    uint32_t n_pos;             /* of the first token        */
     float *q, *out, *scores, *top, *sum;
 } rfi_attention_pass;
 
@@ -8767,7 +8765,7 @@ typedef struct rfi_span {
     uint32_t begin, end;
 } rfi_span;
 
-/* What token t of the pass sees of positions [pos, pos + n), counted from pos; begin == end: nothing. */
+/* The part of positions [pos, pos + n) that token t of the pass attends to, relative to pos; may be empty. */
 static rfi_span rfi_attention_sees(const rfi_attention_pass *p, uint32_t t, uint32_t pos, uint32_t n) {
     const uint32_t end = p->n_pos + t, window = p->a->window;
     const uint32_t begin = window && end > window ? end - window : 0;
@@ -8776,7 +8774,7 @@ static rfi_span rfi_attention_sees(const rfi_attention_pass *p, uint32_t t, uint
     return s;
 }
 
-/* The values at positions [from, to) of a block, to the sums of n_tokens tokens from t on. */
+/* Adds the weighted values at positions [from, to) of a block to the outputs of n_tokens tokens from t on. */
 static void rfi_attention_weigh(const rfi_kernels *k, const rfi_attention_pass *p, const uint8_t *v, uint32_t t,
                                 uint32_t n_tokens, uint32_t from, uint32_t to) {
     const rfi_attention *a = p->a;
@@ -8788,7 +8786,7 @@ static void rfi_attention_weigh(const rfi_kernels *k, const rfi_attention_pass *
                                     n_tokens * a->n_group, p->out + c * a->head_dim_v, a->head_dim_v});
 }
 
-/* Rows of n cells from one on, as the kernels of halves or of floats read them. */
+/* n rows of keys or values from a cell on; Q8_0 is dequantized first. */
 static const uint8_t *rfi_attention_rows(const rfi_kernels *k, const rfi_attention *a, const void *rows, uint32_t cell,
                                          uint32_t n, uint32_t dim) {
     const uint64_t row_bytes = rf_cache_row_bytes(a->cache_type, dim);
@@ -8800,11 +8798,11 @@ static const uint8_t *rfi_attention_rows(const rfi_kernels *k, const rfi_attenti
     return (const uint8_t *)a->cells;
 }
 
-/* Positions [pos, pos + n), n at most a block. Each query takes what it may see, in the same blocks and order with any
- * neighbours: its bits depend on nothing else. */
+/* Positions [pos, pos + n), n at most a block. Blocks and order are the same for a query whatever else is in the batch,
+ * and so are its bits. */
 static void rfi_attention_block(const rfi_kernels *k, const rfi_attention_pass *p, uint32_t pos, uint32_t n) {
     const rfi_attention *a = p->a;
-    const uint32_t cell = pos % a->n_cells; /* cells of what no query sees may hold other positions */
+    const uint32_t cell = pos % a->n_cells; /* masked cells may hold other positions */
     k->scores[a->cache_type != RF_CACHE_F16](rfi_attention_rows(k, a, a->k, cell, n, a->head_dim), n, a->head_dim, p->q,
                                              p->n_cols, p->scores);
     for (uint32_t c = 0; c < p->n_cols; c++) {
@@ -8827,7 +8825,7 @@ static void rfi_attention_block(const rfi_kernels *k, const rfi_attention_pass *
         for (uint32_t d = 0; earlier != 1 && d < a->head_dim_v; d++) out[d] *= earlier;
     }
     const uint8_t *v = rfi_attention_rows(k, a, a->v, cell, n, a->head_dim_v);
-    /* what all tokens see together, and before and behind it each token's own */
+    /* the positions that all tokens share; before and after them, each token alone */
     rfi_span all = {rfi_attention_sees(p, p->n_tokens - 1, pos, n).begin, rfi_attention_sees(p, 0, pos, n).end};
     if (all.begin >= all.end) all.begin = all.end = n;
     for (uint32_t t = 0; t < p->n_tokens; t++) {
@@ -8844,12 +8842,12 @@ static float rfi_attention_temperature(const rfi_attention *a, uint32_t pos) {
 }
 
 static void rfi_attention_run(const rfi_kernels *k, const rfi_attention *a) {
-    const uint32_t step = rfi_attention_tokens(a->n_group), n_most = step * a->n_group;
+    const uint32_t step = rfi_attention_tokens(a->n_group), n_max = step * a->n_group;
     rfi_attention_pass p = {.a = a, .q = a->scratch};
-    p.out = p.q + (uint64_t)n_most * a->head_dim;
-    p.scores = p.out + (uint64_t)n_most * a->head_dim_v;
-    p.top = p.scores + (uint64_t)n_most * RFI_ATTENTION_BLOCK;
-    p.sum = p.top + n_most;
+    p.out = p.q + (uint64_t)n_max * a->head_dim;
+    p.scores = p.out + (uint64_t)n_max * a->head_dim_v;
+    p.top = p.scores + (uint64_t)n_max * RFI_ATTENTION_BLOCK;
+    p.sum = p.top + n_max;
     for (uint32_t t = 0; t < a->n_tokens; t += step) {
         p.n_tokens = (uint32_t)rfi_min_u64(step, a->n_tokens - t);
         p.n_cols = p.n_tokens * a->n_group;
@@ -8878,9 +8876,9 @@ static void rfi_attention_run(const rfi_kernels *k, const rfi_attention *a) {
 }
 
 #define RFI_SCORES_PARAMS const void *k, uint32_t n_pos, uint32_t head_dim, const float *q, uint32_t n_cols, float *s
-#define RFI_SCORES_DIMS 64u /* dimensions of keys that are turned at once */
+#define RFI_SCORES_DIMS 64u /* dimensions of keys that are transposed at once */
 
-/* Keys of some positions, the last one again where there are fewer. */
+/* Keys of up to 32 positions; past the last one it is repeated. */
 typedef struct rfi_keys {
     const uint8_t *row[32];
 } rfi_keys;
@@ -8890,32 +8888,32 @@ static void rfi_keys_at(const void *k, uint64_t row_bytes, uint32_t pos, uint32_
         out->row[i] = (const uint8_t *)k + rfi_min_u64(pos + i, n_pos - 1) * row_bytes;
 }
 
-/* Have the n bytes at p on their way: hardware does not look across pages. Past the end a prefetch does nothing. */
-RFI_INLINE void rfi_keys_ahead(uintptr_t p, uint64_t n) {
+/* Prefetches n bytes: hardware prefetchers stop at page boundaries. Past the end of memory it does nothing. */
+RFI_INLINE void rfi_keys_prefetch(uintptr_t p, uint64_t n) {
     for (uint64_t i = 0; i < n; i += 64) __builtin_prefetch((const void *)(p + i));
 }
 
-/* Scores on one instruction set: keys of `lanes` positions are turned, so that lanes are positions, then multiplied
- * with `cols` queries at once. */
+/* Scores on one instruction set: the keys of RFI_KEYS_ISA positions are transposed, so that lanes are positions, and
+ * multiplied with several queries at once. */
 #define RFI_SCORES(isa, TARGET, TYPE, bytes)                                                                          \
     static TARGET void rfi_##isa##_scores_##TYPE(RFI_SCORES_PARAMS) {                                                 \
-        _Alignas(64) float turned[RFI_SCORES_DIMS * RFI_KEYS_##isa];                                                  \
+        _Alignas(64) float keys_t[RFI_SCORES_DIMS * RFI_KEYS_##isa];                                                  \
         for (uint32_t pos = 0; pos < n_pos; pos += RFI_KEYS_##isa) {                                                  \
             rfi_keys keys;                                                                                            \
             rfi_keys_at(k, (uint64_t)head_dim * (bytes), pos, n_pos, RFI_KEYS_##isa, &keys);                          \
-            rfi_keys_ahead((uintptr_t)keys.row[RFI_KEYS_##isa - 1],                                                   \
+            rfi_keys_prefetch((uintptr_t)keys.row[RFI_KEYS_##isa - 1],                                                \
                            (uint64_t)head_dim * (bytes) * (RFI_KEYS_##isa + 1));                                      \
             for (uint32_t d = 0; d < head_dim; d += RFI_SCORES_DIMS) {                                                \
                 const uint32_t n = (uint32_t)rfi_min_u64(RFI_SCORES_DIMS, head_dim - d);                              \
-                rfi_##isa##_turn(RF_TYPE_##TYPE, &keys, d, n, turned);                                                \
-                rfi_##isa##_dots_q(&(rfi_dots){turned, n, d, head_dim, q, n_cols, s + pos});                          \
+                rfi_##isa##_transpose_keys(RF_TYPE_##TYPE, &keys, d, n, keys_t);                                      \
+                rfi_##isa##_dots_q(&(rfi_dots){keys_t, n, d, head_dim, q, n_cols, s + pos});                          \
             }                                                                                                         \
         }                                                                                                             \
     }
 
-/* Scores of all columns for the positions turned, carried on from dimension d by n more. */
+/* Dimensions [d, d + n) of transposed keys times all columns, added to their scores. */
 typedef struct rfi_dots {
-    const float *turned;
+    const float *keys_t;
     uint32_t n, d, head_dim;
     const float *q;
     uint32_t n_cols;
@@ -8944,7 +8942,7 @@ static void rfi_rows_at(const rfi_kernels *k, const rfi_matmul *m, uint32_t i, r
     r->extended = k->extended;
 }
 
-/* The blocks behind the last whole unit, copied so that a whole unit can be read. */
+/* The blocks after the last whole unit, copied so that a whole unit can be read. */
 typedef struct rfi_rows_tail {
     rfi_rows r;
     uint8_t copy[16 * 8 * RFI_BYTES_Q8_0];
@@ -8967,7 +8965,7 @@ typedef struct rfi_expanded_rows {
     _Alignas(64) rfi_expanded unit[16];
 } rfi_expanded_rows;
 
-/* Groups [g, g + 8) of n_lanes rows, as many of them as the rows have. */
+/* Expands groups [g, g + 8) of n_lanes rows, or as many as are left. */
 static void rfi_rows_expand(const rfi_quant_matmul *q, const rfi_matmul *m, const rfi_rows *r, uint32_t g,
                             rfi_expanded_rows *out) {
     const uint64_t offset = (uint64_t)(g / 8) * q->unit_bytes;
@@ -8983,7 +8981,7 @@ static void rfi_rows_expand(const rfi_quant_matmul *q, const rfi_matmul *m, cons
     out->r.extended = r->extended;
 }
 
-/* One column of rows that are expanded a unit at a time. */
+/* One column, of a type that is expanded a unit at a time. */
 static void rfi_vector_expanded(const rfi_quant_matmul *q, const rfi_matmul *m, const rfi_rows *r, float *acc) {
     rfi_expanded_rows e;
     memset(&e, 0, sizeof e);
@@ -9014,7 +9012,7 @@ static void rfi_matmul_vector(const rfi_quant_matmul *q, const rfi_matmul *m) {
     }
 }
 
-/* Columns [j, j_end) of the panel for rows from i and groups from g: y carries the sums from chunk to chunk. */
+/* Columns [j, j_end) times panels p: rows from i, groups from g on. y holds the sums of the chunks before. */
 static void rfi_panel_times(const rfi_quant_matmul *q, const rfi_matmul *m, const rfi_panel *p, uint32_t i, uint32_t g,
                             uint32_t j, uint32_t j_end) {
     const uint32_t n_rows = q->k->n_lanes * q->k->n_panels;
@@ -9035,7 +9033,7 @@ static void rfi_panel_times(const rfi_quant_matmul *q, const rfi_matmul *m, cons
     }
 }
 
-/* Groups [g, g_end) of n_lanes rows from i on. */
+/* Unpacks groups [g, g_end) of n_lanes rows from i on. */
 static void rfi_panel_fill(const rfi_quant_matmul *q, const rfi_matmul *m, rfi_panel *p, uint32_t i, uint32_t g,
                            uint32_t g_end) {
     rfi_rows r;
@@ -9063,7 +9061,7 @@ static void rfi_matmul_panels(const rfi_quant_matmul *q, const rfi_matmul *m) {
     rfi_panel p[2];
     for (uint32_t j = 0; j < m->n_cols; j += RFI_BLOCK_COLS) {
         const uint32_t j_end = (uint32_t)rfi_min_u64(m->n_cols, (uint64_t)j + RFI_BLOCK_COLS);
-        const int by_row = j_end - j <= 16; /* few columns: the weights' order counts; many: that of the inputs */
+        const int by_row = j_end - j <= 16; /* few columns: read weights in order; many: reuse inputs in cache */
         for (uint64_t step = 0; step < (uint64_t)n_chunks * n_tiles; step++) {
             const uint32_t chunk = (uint32_t)(by_row ? step % n_chunks : step / n_tiles);
             const uint32_t i = (uint32_t)(by_row ? step / n_chunks : step % n_tiles) * n_rows;
@@ -9085,7 +9083,7 @@ static void rfi_matmul_quant(const rfi_kernels *k, uint32_t type, const rfi_matm
     else rfi_matmul_vector(&q, m);
 }
 
-/* What the types differ in: unsigned values stored with a bias, or a min; and two scales per group, or two of both. */
+/* Kinds of types: values stored with a bias or with a min, with one or two scales (and mins) per group. */
 typedef enum rfi_kind { RFI_KIND_BIAS = 0, RFI_KIND_MIN = 1, RFI_KIND_HALVES = 2, RFI_KIND_HALVES_MIN = 3 } rfi_kind;
 
 RFI_INLINE rfi_kind rfi_kind_of(uint32_t type) {
@@ -9097,17 +9095,17 @@ RFI_INLINE rfi_kind rfi_kind_of(uint32_t type) {
 RFI_INLINE uint32_t rfi_kind_scales(rfi_kind kind) { return kind & 2 ? 2 : 1; } /* of a group */
 RFI_INLINE int rfi_kind_min(rfi_kind kind) { return kind & 1; }
 RFI_INLINE int rfi_is_expanded(uint32_t type) { return type >= RF_TYPE_COUNT; }
-/* Whether the values come signed. */
+/* Whether the values are signed when unpacked. */
 RFI_INLINE int rfi_is_signed(uint32_t type) {
     return type == RF_TYPE_Q8_0 || type == RFI_TYPE_EXPANDED_32 || type == RFI_TYPE_EXPANDED_16;
 }
 
-/* What is subtracted from the stored value. */
+/* The bias: subtracted from the stored value. */
 RFI_INLINE int rfi_bias_of(uint32_t type) {
     return type == RF_TYPE_Q4_0 ? 8 : type == RF_TYPE_Q5_0 ? 16 : type == RF_TYPE_Q6_K ? 32 : 0;
 }
 
-/* rfi_q8.b holds -128 times the sums: shifted right by this it undoes the bias. */
+/* rfi_q8.b is -128 times the sum of inputs: this shift to the right makes it -bias times the sum. */
 RFI_INLINE int rfi_bias_shift(uint32_t type) {
     return type == RF_TYPE_Q4_0 ? 4 : type == RF_TYPE_Q5_0 ? 3 : type == RF_TYPE_Q6_K ? 2 : 0;
 }
@@ -9141,13 +9139,13 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
 
 /* ---- float matmul, common to all instruction sets ---- */
 
-#define RFI_FLOAT_CHUNK 1024u /* values of a row that are summed in lanes before they are added up: a tile fits in L1 */
+#define RFI_FLOAT_CHUNK 1024u /* values of a row summed in lanes at a time: a tile fits in L1 */
 #define RFI_FLOAT_COLS 6u
 
-/* Four rows (the last one again where there are fewer) times some columns. */
+/* Four rows times some columns; past the last row it is repeated. */
 struct rfi_float_tile {
     const uint8_t *row[4];
-    uint64_t ahead;     /* what lies this many bytes behind the rows is needed soon; 0: nothing */
+    uint64_t ahead;     /* prefetch this many bytes ahead of the rows; 0: do not     */
     const float *x;
     uint64_t x_stride;
     uint32_t n;         /* values of a row           */
@@ -9155,7 +9153,7 @@ struct rfi_float_tile {
     float sum[RFI_FLOAT_COLS][4]; /* out [column][row] */
 };
 
-/* Columns [j, j + n_cols), chunk from k0 on, all rows. */
+/* Up to RFI_FLOAT_COLS columns from j on, the chunk from k0 on, rows [i, i_end). */
 static void rfi_float_columns(void (*tile)(rfi_float_tile *), uint32_t value_bytes, const rfi_matmul *m, uint32_t j,
                               uint32_t k0, uint32_t i, uint32_t i_end) {
     float packed[RFI_FLOAT_COLS * (RFI_FLOAT_CHUNK + 16)];
@@ -9165,7 +9163,7 @@ static void rfi_float_columns(void (*tile)(rfi_float_tile *), uint32_t value_byt
     t.x = m->x->f + j * m->x->f_stride + k0;
     t.x_stride = m->x->f_stride;
     t.ahead = m->n_cols > 1 ? 0 : k0 + RFI_FLOAT_CHUNK < m->n_in ? 1024 : m->row_bytes * 4 - (uint64_t)k0 * value_bytes;
-    if (t.n_cols > 1 && i_end - i >= 32) { /* columns a power of two apart would push each other out of the cache */
+    if (t.n_cols > 1 && i_end - i >= 32) { /* columns a power of two apart share cache sets */
         for (uint32_t c = 0; c < t.n_cols; c++)
             memcpy(packed + c * (RFI_FLOAT_CHUNK + 16), t.x + c * t.x_stride, t.n * sizeof(float));
         t.x = packed, t.x_stride = RFI_FLOAT_CHUNK + 16;
@@ -9222,9 +9220,9 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
     .softmax = rfi_softmax_##elementwise, .f32_to_f16 = rfi_f32_to_f16_##elementwise,                                 \
     .f32_to_q8 = rfi_f32_to_q8_##elementwise, .q8_to_f32 = rfi_q8_to_f32_##elementwise
 
-/* ---- scalar: portable C, the plainest statement of what the others do ---- */
+/* ---- scalar: portable C, the reference for the others ---- */
 
-/* d_w and m_w of a unit's groups. */
+/* d_w and m_w of the groups of a unit. */
 static void rfi_scalar_scales(uint32_t type, const uint8_t *block, float *s, float *m) {
     if (rfi_is_expanded(type)) {
         const rfi_expanded *e = (const rfi_expanded *)(const void *)block;
@@ -9354,10 +9352,10 @@ RFI_INLINE void rfi_scalar_weigh(uint32_t type, const rfi_weigh *a) {
                     a->p[c * a->p_stride + pos] * rfi_load_type(type, (const uint8_t *)a->v, pos * a->head_dim_v + d);
 }
 
-/* turned[i][l] = dimension d + i of position l */
-RFI_INLINE void rfi_scalar_turn(uint32_t type, const rfi_keys *k, uint32_t d, uint32_t n, float *turned) {
+/* Transposes keys: keys_t[i][l] = dimension d + i of position l */
+RFI_INLINE void rfi_scalar_transpose_keys(uint32_t type, const rfi_keys *k, uint32_t d, uint32_t n, float *keys_t) {
     for (uint32_t i = 0; i < n; i++)
-        for (uint32_t l = 0; l < 16; l++) turned[i * 16 + l] = rfi_load_type(type, k->row[l], d + i);
+        for (uint32_t l = 0; l < 16; l++) keys_t[i * 16 + l] = rfi_load_type(type, k->row[l], d + i);
 }
 
 RFI_INLINE void rfi_scalar_dots_q(const rfi_dots *a) {
@@ -9366,7 +9364,7 @@ RFI_INLINE void rfi_scalar_dots_q(const rfi_dots *a) {
         if (a->d == 0) memset(out, 0, 16 * sizeof *out);
         for (uint32_t i = 0; i < a->n; i++)
             for (uint32_t l = 0; l < 16; l++)
-                out[l] += a->turned[i * 16 + l] * a->q[(uint64_t)c * a->head_dim + a->d + i];
+                out[l] += a->keys_t[i * 16 + l] * a->q[(uint64_t)c * a->head_dim + a->d + i];
     }
 }
 
@@ -9381,7 +9379,7 @@ static const rfi_kernels rfi_kernels_scalar = {.name = "scalar", .arch_text = "p
 
 #if defined(__x86_64__) && !defined(ROCMFORGE_NO_SIMD)
 
-/* ---- expansion in vectors, of the types that are met most ---- */
+/* ---- expansion with AVX2: written by hand for the most common types ---- */
 
 #define RFI_256 __attribute__((target("avx2,fma,f16c")))
 
@@ -9436,7 +9434,7 @@ RFI_INLINE RFI_256 void rfi_256_expand_pairs(const uint8_t *p, const uint8_t *hi
     }
 }
 
-/* 16 small numbers times d. */
+/* 16 int8 times d. */
 RFI_INLINE RFI_256 void rfi_256_times(__m128i v, float d, float *s) {
     const __m256 a = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v));
     const __m256 b = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(v, v)));
@@ -9484,7 +9482,7 @@ static rfi_expand_fn rfi_256_expander(uint32_t type) {
 
 #define RFI_512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 
-/* Four times 16 bytes, `step` apart. */
+/* Loads 16 bytes from each of four addresses, `step` apart. */
 RFI_INLINE RFI_512 __m512i rfi_512_pick(const void *p, uint64_t step) {
     const uint8_t *b = (const uint8_t *)p;
     __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(const void *)b));
@@ -9493,7 +9491,7 @@ RFI_INLINE RFI_512 __m512i rfi_512_pick(const void *p, uint64_t step) {
     return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(const void *)(b + 3 * step)), 3);
 }
 
-/* 4x4 transposition: of the 32-bit elements of each 128-bit lane ... */
+/* 4x4 transpose of the 32-bit elements of each 128-bit lane. */
 RFI_INLINE RFI_512 void rfi_512_transpose(__m512i v[4]) {
     const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
     const __m512i c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
@@ -9501,7 +9499,7 @@ RFI_INLINE RFI_512 void rfi_512_transpose(__m512i v[4]) {
     v[2] = _mm512_unpacklo_epi64(c, d), v[3] = _mm512_unpackhi_epi64(c, d);
 }
 
-/* ... and of whole 128-bit lanes. */
+/* 4x4 transpose of whole 128-bit lanes. */
 RFI_INLINE RFI_512 void rfi_512_transpose_lanes(__m512i v[4]) {
     const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[2], v[3], 0x44);
     const __m512i c = _mm512_shuffle_i32x4(v[0], v[1], 0xee), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
@@ -9516,12 +9514,12 @@ RFI_INLINE RFI_512 __m512i rfi_512_sum4(__m512i a, __m512i b, __m512i c, __m512i
     return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
 }
 
-/* Add the fifth bits of 4 blocks of 32, qh `step` apart: q[0] the first 16 values of each, q[1] the second. Reads on
- * into the 12 bytes behind qh. */
+/* Adds the fifth bits of 4 blocks of 32, `step` apart: q[0] the first 16 values of each, q[1] the second. Reads 12
+ * bytes past qh. */
 RFI_INLINE RFI_512 void rfi_512_fifth(const uint8_t *qh, uint64_t step, __m512i q[2]) {
     const __m512i bits = rfi_512_pick(qh, step), own = _mm512_set1_epi64((long long)0x8040201008040201u);
     RFI_UNROLL(2)
-    for (int i = 0; i < 2; i++) { /* every value gets the byte that its bit is in */
+    for (int i = 0; i < 2; i++) { /* shuffle each value the byte that has its bit */
         const __m512i byte =
             _mm512_broadcast_i32x4(_mm_set_epi64x((2 * i + 1) * 0x0101010101010101, 2 * i * 0x0101010101010101));
         const __mmask64 set = _mm512_test_epi8_mask(_mm512_shuffle_epi8(bits, byte), own);
@@ -9563,24 +9561,24 @@ RFI_INLINE RFI_512 void rfi_512_values(uint32_t type, const uint8_t *p, __m512i 
         q[0] = _mm512_and_si512(first, low), q[2] = _mm512_and_si512(_mm512_srli_epi16(first, 4), low);
         q[1] = _mm512_and_si512(second, low), q[3] = _mm512_and_si512(_mm512_srli_epi16(second, 4), low);
         if (type == RF_TYPE_Q4_K) return;
-        /* the high bits come into place by rotating each lane its own way */
-        __m512i high[2], turn[2];
+        /* a rotation, different in each lane, moves the high bits into place */
+        __m512i high[2], count[2];
         if (type == RF_TYPE_Q5_K) {
             RFI_UNROLL(2)
             for (int i = 0; i < 2; i++)
                 high[i] = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)(p + 16) + i));
-            turn[0] = _mm512_set_epi32(30, 30, 30, 30, 0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4);
-            turn[1] = _mm512_set_epi32(29, 29, 29, 29, 31, 31, 31, 31, 1, 1, 1, 1, 3, 3, 3, 3);
+            count[0] = _mm512_set_epi32(30, 30, 30, 30, 0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4);
+            count[1] = _mm512_set_epi32(29, 29, 29, 29, 31, 31, 31, 31, 1, 1, 1, 1, 3, 3, 3, 3);
         } else {
             const __m512i h = _mm512_loadu_si512(p + 128);
             high[0] = _mm512_shuffle_i32x4(h, h, 0xa0), high[1] = _mm512_shuffle_i32x4(h, h, 0xf5);
-            turn[0] = _mm512_set_epi32(2, 2, 2, 2, 4, 4, 4, 4, 2, 2, 2, 2, 4, 4, 4, 4);
-            turn[1] = _mm512_set_epi32(30, 30, 30, 30, 0, 0, 0, 0, 30, 30, 30, 30, 0, 0, 0, 0);
+            count[0] = _mm512_set_epi32(2, 2, 2, 2, 4, 4, 4, 4, 2, 2, 2, 2, 4, 4, 4, 4);
+            count[1] = _mm512_set_epi32(30, 30, 30, 30, 0, 0, 0, 0, 30, 30, 30, 30, 0, 0, 0, 0);
         }
         const __m512i mask = _mm512_set1_epi8(type == RF_TYPE_Q5_K ? 0x10 : 0x30);
         RFI_UNROLL(4)
-        for (int i = 0; i < 4; i++) /* q | (turned & mask) */
-            q[i] = _mm512_ternarylogic_epi32(q[i], _mm512_rolv_epi32(high[i & 1], turn[i >> 1]), mask, 0xf8);
+        for (int i = 0; i < 4; i++) /* q | (rotated & mask) */
+            q[i] = _mm512_ternarylogic_epi32(q[i], _mm512_rolv_epi32(high[i & 1], count[i >> 1]), mask, 0xf8);
     } else {
         const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1;
         const uint32_t head = rfi_kind_of(type) == RFI_KIND_MIN ? 4 : 2;
@@ -9607,7 +9605,7 @@ RFI_INLINE RFI_512 void rfi_512_heads(const rfi_rows *r, uint64_t offset, __m512
     rfi_512_transpose(head);
 }
 
-/* Low halves of 32-bit elements, from half precision. */
+/* The low halves of 32-bit elements, converted from half precision. */
 RFI_INLINE RFI_512 __m512 rfi_512_half(__m512i v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); }
 
 /* d_w and m_w of the groups of a unit, as in rfi_panel. */
@@ -9695,7 +9693,7 @@ RFI_INLINE RFI_512 void rfi_512_inputs(uint32_t type, const rfi_q8 *x, __m512i x
 RFI_INLINE RFI_512 void rfi_512_sums(uint32_t type, const rfi_rows *r, uint64_t offset, const __m512i xq[4],
                                      __m512i sum[4][4]) {
     const uint32_t n_sums = 2 * rfi_kind_scales(rfi_kind_of(type));
-    uint64_t ahead = offset + RFI_AHEAD * rfi_unit_bytes(type); /* at the end of the rows, the next 16 begin */
+    uint64_t ahead = offset + RFI_AHEAD * rfi_unit_bytes(type); /* past the end of a row: the row 16 further on */
     if (ahead >= r->row_bytes) ahead += 15 * r->row_bytes;
     for (uint32_t i = 0; i < 4; i++) {
         __m512i dot[4][4];
@@ -9932,7 +9930,7 @@ RFI_INLINE RFI_512 void rfi_avx512_float_tile(uint32_t type, rfi_float_tile *t) 
     if (n & 1) rfi_512_float_tile(type, 1, t, n & 6);
 }
 
-#define RFI_512_VALUES_AHEAD 32u /* positions to prefetch ahead: the hardware does not look across pages */
+#define RFI_512_VALUES_AHEAD 32u /* positions to prefetch ahead: hardware prefetchers stop at page boundaries */
 
 /* nc columns from c on by n_vec vectors of 16 dimensions from d on. */
 RFI_INLINE RFI_512 void rfi_512_weigh(uint32_t type, uint32_t nc, uint32_t n_vec, const rfi_weigh *a, uint32_t c0,
@@ -9982,8 +9980,9 @@ RFI_INLINE RFI_512 void rfi_avx512_weigh(uint32_t type, const rfi_weigh *a) {
     }
 }
 
-/* As rfi_scalar_turn, 32 positions. */
-RFI_INLINE RFI_512 void rfi_avx512_turn(uint32_t type, const rfi_keys *k, uint32_t d, uint32_t n, float *turned) {
+/* As rfi_scalar_transpose_keys, 32 positions. */
+RFI_INLINE RFI_512 void rfi_avx512_transpose_keys(uint32_t type, const rfi_keys *k, uint32_t d, uint32_t n,
+                                                  float *keys_t) {
     for (uint32_t half = 0; half < 2; half++)
         for (uint32_t i = 0; i < n; i += 16) {
             __m512i v[4][4]; /* [positions 4j to 4j + 3][position, then dimension of a lane] */
@@ -9999,7 +9998,7 @@ RFI_INLINE RFI_512 void rfi_avx512_turn(uint32_t type, const rfi_keys *k, uint32
                 __m512i lane[4] = {v[0][e], v[1][e], v[2][e], v[3][e]};
                 rfi_512_transpose_lanes(lane);
                 for (uint32_t l = 0; l < 4; l++)
-                    if (i + l * 4 + e < n) _mm512_store_si512(turned + (i + l * 4 + e) * 32 + half * 16, lane[l]);
+                    if (i + l * 4 + e < n) _mm512_store_si512(keys_t + (i + l * 4 + e) * 32 + half * 16, lane[l]);
             }
         }
 }
@@ -10015,7 +10014,7 @@ RFI_INLINE RFI_512 void rfi_512_dots_q(uint32_t nc, const rfi_dots *a, uint32_t 
         for (uint32_t h = 0; h < 2; h++)
             sum[e][h] = a->d ? _mm512_loadu_ps(out + e * RFI_ATTENTION_BLOCK + 16 * h) : _mm512_setzero_ps();
     for (uint32_t i = 0; i < a->n; i++) {
-        const __m512 k0 = _mm512_load_ps(a->turned + i * 32), k1 = _mm512_load_ps(a->turned + i * 32 + 16);
+        const __m512 k0 = _mm512_load_ps(a->keys_t + i * 32), k1 = _mm512_load_ps(a->keys_t + i * 32 + 16);
         RFI_UNROLL(8)
         for (uint32_t e = 0; e < nc; e++) {
             const __m512 f = _mm512_set1_ps(q[(uint64_t)e * a->head_dim + i]);
@@ -10039,13 +10038,13 @@ RFI_KERNELS_OF(avx512, RFI_512)
 
 /* ---- AVX2 with FMA and F16C: 8 rows at once ---- */
 
-/* 16 bytes each of two addresses. */
+/* Loads 16 bytes from each of two addresses. */
 RFI_INLINE RFI_256 __m256i rfi_256_pick(const void *a, const void *b) {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)a)),
                                    _mm_loadu_si128((const __m128i *)b), 1);
 }
 
-/* 4x4 transposition of the 32-bit elements of each 128-bit lane. */
+/* 4x4 transpose of the 32-bit elements of each 128-bit lane. */
 RFI_INLINE RFI_256 void rfi_256_transpose(__m256i v[4]) {
     const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
     const __m256i c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
@@ -10100,7 +10099,7 @@ RFI_INLINE RFI_256 void rfi_256_values(uint32_t type, const uint8_t *p, uint32_t
     const __m256i v = rfi_256_pick(b0 + at, b1 + at);
     q[0] = _mm256_and_si256(v, low), q[1] = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
     if (!five) return;
-    /* each byte looks at its own bit of qh */
+    /* each byte tests its bit of qh */
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u), sixteen = _mm256_set1_epi8(16);
     const __m256i qh = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_set1_epi32((int)rfi_load_u32(b0 + head))),
                                                _mm_set1_epi32((int)rfi_load_u32(b1 + head)), 1);
@@ -10184,8 +10183,8 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
     }
 }
 
-/* sum + sums of 4 products, a unsigned, in one instruction: as assembly since compilers offer the intrinsic only to
- * functions for such a processor, and these bodies serve AVX2 too. The tests define RFI_VNNI_EVEX to run them on
+/* sum += sums of 4 products, a unsigned. Assembly, because compilers offer the intrinsic only in functions with that
+ * target, which the shared AVX2 functions do not have. The tests define RFI_VNNI_EVEX to run them on
  * machines that have the other encoding alone. */
 #if defined(RFI_VNNI_EVEX)
 #define RFI_VNNI_DOT "%{evex%} vpdpbusd %2, %1, %0"
@@ -10211,7 +10210,7 @@ RFI_INLINE RFI_256 __m256i rfi_256_sum4(const __m256i v[4]) {
 }
 
 RFI_INLINE RFI_256 void rfi_256_prefetch(uint32_t type, const rfi_rows *r, uint64_t offset) {
-    uint64_t ahead = offset + 2 * RFI_AHEAD * rfi_unit_bytes(type); /* at the end of the rows, the next 8 begin */
+    uint64_t ahead = offset + 2 * RFI_AHEAD * rfi_unit_bytes(type); /* past the end of a row: the row 8 further on */
     if (ahead >= r->row_bytes) ahead += 7 * r->row_bytes;
     for (int l = 0; l < 8 && r->row_bytes; l++)
         RFI_UNROLL(8)
@@ -10454,7 +10453,7 @@ RFI_INLINE RFI_256 void rfi_256_float_tile(uint32_t type, uint32_t n_cols, uint3
                 sum[c][r] = _mm256_fmadd_ps(w, _mm256_loadu_ps(x + c * t->x_stride + i), sum[c][r]);
         }
     RFI_UNROLL(4)
-    for (int r = 0; r < 4; r++) { /* the rest, in as many lanes as it takes */
+    for (int r = 0; r < 4; r++) { /* the last values, in the first lanes */
         float w[8] = {0}, v[8] = {0};
         if (whole == t->n) continue;
         for (uint32_t l = 0; whole + l < t->n; l++) w[l] = rfi_load_type(type, t->row[r], whole + l);
@@ -10527,12 +10526,12 @@ RFI_INLINE RFI_256 int32_t rfi_256_sum(__m256i v) {
 }
 
 RFI_INLINE RFI_256 void rfi_avx2_q8(const float *x, rfi_q8 *out) {
-    const __m256i most = _mm256_set1_epi32(0x7fffffff);
+    const __m256i no_sign = _mm256_set1_epi32(0x7fffffff);
     __m256 v[4];
     __m256i q[4], t = _mm256_setzero_si256();
     for (int i = 0; i < 4; i++) {
         v[i] = _mm256_loadu_ps(x + 8 * i);
-        t = _mm256_max_epu32(t, _mm256_and_si256(_mm256_castps_si256(v[i]), most));
+        t = _mm256_max_epu32(t, _mm256_and_si256(_mm256_castps_si256(v[i]), no_sign));
     }
     __m128i u = _mm_max_epu32(_mm256_castsi256_si128(t), _mm256_extracti128_si256(t, 1));
     u = _mm_max_epu32(u, _mm_shuffle_epi32(u, 0x4e));
@@ -10546,7 +10545,7 @@ RFI_INLINE RFI_256 void rfi_avx2_q8(const float *x, rfi_q8 *out) {
     const int32_t first = rfi_256_sum(_mm256_add_epi32(q[0], q[1]));
     const int32_t second = rfi_256_sum(_mm256_add_epi32(q[2], q[3]));
     const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
-    _mm256_storeu_si256((__m256i *)(void *)out->q, /* the packs left fours in the order 0 2 4 6 1 3 5 7 */
+    _mm256_storeu_si256((__m256i *)(void *)out->q, /* packs leave groups of 4 in the order 0 2 4 6 1 3 5 7 */
                         _mm256_permutevar8x32_epi32(bytes, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0)));
     rfi_q8_sums(first, second, out);
 }
@@ -10559,8 +10558,9 @@ RFI_INLINE RFI_256 void rfi_avx2_f16(uint16_t *dst, const float *src, uint32_t n
     rfi_scalar_f16(dst + i, src + i, n - i);
 }
 
-/* As rfi_scalar_turn, 16 positions. */
-RFI_INLINE RFI_256 void rfi_avx2_turn(uint32_t type, const rfi_keys *k, uint32_t d, uint32_t n, float *turned) {
+/* As rfi_scalar_transpose_keys, 16 positions. */
+RFI_INLINE RFI_256 void rfi_avx2_transpose_keys(uint32_t type, const rfi_keys *k, uint32_t d, uint32_t n,
+                                                float *keys_t) {
     const uint32_t whole = n & ~7u;
     for (uint32_t half = 0; half < 2; half++) {
         const uint8_t *const *row = k->row + half * 8;
@@ -10575,13 +10575,13 @@ RFI_INLINE RFI_256 void rfi_avx2_turn(uint32_t type, const rfi_keys *k, uint32_t
             }
             RFI_UNROLL(4)
             for (uint32_t e = 0; e < 4; e++) {
-                float *at = turned + (i + e) * 16 + half * 8;
+                float *at = keys_t + (i + e) * 16 + half * 8;
                 _mm256_store_si256((__m256i *)(void *)at, _mm256_permute2x128_si256(v[0][e], v[1][e], 0x20));
                 _mm256_store_si256((__m256i *)(void *)(at + 64), _mm256_permute2x128_si256(v[0][e], v[1][e], 0x31));
             }
         }
         for (uint32_t i = whole; i < n; i++)
-            for (uint32_t l = 0; l < 8; l++) turned[i * 16 + half * 8 + l] = rfi_load_type(type, row[l], d + i);
+            for (uint32_t l = 0; l < 8; l++) keys_t[i * 16 + half * 8 + l] = rfi_load_type(type, row[l], d + i);
     }
 }
 
@@ -10595,7 +10595,7 @@ RFI_INLINE RFI_256 void rfi_256_dots_q(uint32_t nc, const rfi_dots *a, uint32_t 
         for (uint32_t h = 0; h < 2; h++)
             sum[e][h] = a->d ? _mm256_loadu_ps(out + e * RFI_ATTENTION_BLOCK + 8 * h) : _mm256_setzero_ps();
     for (uint32_t i = 0; i < a->n; i++) {
-        const __m256 k0 = _mm256_load_ps(a->turned + i * 16), k1 = _mm256_load_ps(a->turned + i * 16 + 8);
+        const __m256 k0 = _mm256_load_ps(a->keys_t + i * 16), k1 = _mm256_load_ps(a->keys_t + i * 16 + 8);
         RFI_UNROLL(4)
         for (uint32_t e = 0; e < nc; e++) {
             const __m256 f = _mm256_set1_ps(q[(uint64_t)e * a->head_dim + i]);
@@ -10664,13 +10664,13 @@ RFI_INLINE RFI_NEON void rfi_neon_values(uint32_t type, const uint8_t *p, uint32
         const uint8_t *nibbles =
             p + (k6 ? (g >> 2) * 64 + (g & 1) * 32 : (type == RF_TYPE_Q4_K ? 16u : 48u) + (g >> 1) * 32);
         const uint8_t *bits = k6 ? p + 128 + (g >> 2) * 32 : p + 16;
-        const int8x16_t turn = vdupq_n_s8((int8_t)(k6 ? 4 - 2 * (int)(g & 3) : 4 - (int)g));
+        const int8x16_t count = vdupq_n_s8((int8_t)(k6 ? 4 - 2 * (int)(g & 3) : 4 - (int)g));
         const uint8x16_t mask = vdupq_n_u8(k6 ? 0x30 : 0x10);
         RFI_UNROLL(2)
         for (int i = 0; i < 2; i++) {
             const uint8x16_t b = vld1q_u8(nibbles + 16 * i);
             v[i] = high ? vshrq_n_u8(b, 4) : vandq_u8(b, low);
-            if (type != RF_TYPE_Q4_K) v[i] = vorrq_u8(v[i], vandq_u8(vshlq_u8(vld1q_u8(bits + 16 * i), turn), mask));
+            if (type != RF_TYPE_Q4_K) v[i] = vorrq_u8(v[i], vandq_u8(vshlq_u8(vld1q_u8(bits + 16 * i), count), mask));
         }
     } else {
         const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1;
@@ -10711,7 +10711,7 @@ RFI_INLINE RFI_NEON void rfi_neon_vector(uint32_t type, const rfi_rows *r, uint3
     float32x4_t y = vld1q_f32(acc);
     for (uint32_t g0 = 0; g0 < n_groups; g0 += 8, x += 8) {
         const uint64_t offset = (uint64_t)(g0 / 8) * unit;
-        uint64_t ahead = offset + 4 * RFI_AHEAD * unit; /* at the end of the rows, the next 4 begin */
+        uint64_t ahead = offset + 4 * RFI_AHEAD * unit; /* past the end of a row: the row 4 further on */
         if (ahead >= r->row_bytes) ahead += 3 * r->row_bytes;
         for (int l = 0; l < 4 && r->row_bytes; l++)
             for (uint32_t i = 0; i < unit; i += 64)
@@ -10966,14 +10966,14 @@ RFI_INLINE RFI_NEON void rfi_neon_weigh(uint32_t type, const rfi_weigh *a) {
 }
 
 RFI_INLINE RFI_NEON void rfi_neon_q8(const float *x, rfi_q8 *out) {
-    const uint32x4_t most = vdupq_n_u32(0x7fffffff);
+    const uint32x4_t no_sign = vdupq_n_u32(0x7fffffff);
     float32x4_t v[8];
     int32x4_t q[8];
     uint32x4_t t = vdupq_n_u32(0);
     RFI_UNROLL(8)
     for (int i = 0; i < 8; i++) {
         v[i] = vld1q_f32(x + 4 * i);
-        t = vmaxq_u32(t, vandq_u32(vreinterpretq_u32_f32(v[i]), most));
+        t = vmaxq_u32(t, vandq_u32(vreinterpretq_u32_f32(v[i]), no_sign));
     }
     const uint32_t top = vmaxvq_u32(t);
     const float32x4_t id = vdupq_n_f32(rfi_q8_scale(top, out));
@@ -10999,12 +10999,13 @@ RFI_INLINE RFI_NEON void rfi_neon_f16(uint16_t *dst, const float *src, uint32_t 
     rfi_scalar_f16(dst + i, src + i, n - i);
 }
 
-/* As rfi_scalar_turn, 8 positions: turned[half][i][4]. */
-RFI_INLINE RFI_NEON void rfi_neon_turn(uint32_t type, const rfi_keys *k, uint32_t d, uint32_t n, float *turned) {
+/* As rfi_scalar_transpose_keys, 8 positions: keys_t[half][i][4]. */
+RFI_INLINE RFI_NEON void rfi_neon_transpose_keys(uint32_t type, const rfi_keys *k, uint32_t d, uint32_t n,
+                                                 float *keys_t) {
     const uint32_t whole = n & ~3u;
     for (uint32_t half = 0; half < 2; half++) {
         const uint8_t *const *row = k->row + half * 4;
-        float *to = turned + half * 4 * RFI_SCORES_DIMS;
+        float *to = keys_t + half * 4 * RFI_SCORES_DIMS;
         for (uint32_t i = 0; i < whole; i += 4) {
             const float32x4x4_t v = {{rfi_neon_load(type, row[0], d + i), rfi_neon_load(type, row[1], d + i),
                                       rfi_neon_load(type, row[2], d + i), rfi_neon_load(type, row[3], d + i)}};
@@ -11027,7 +11028,7 @@ RFI_INLINE RFI_NEON void rfi_neon_dots_part(uint32_t nc, const rfi_dots *a, uint
         for (uint32_t h = 0; h < 2; h++)
             sum[e][h] = a->d ? vld1q_f32(out + e * RFI_ATTENTION_BLOCK + 4 * h) : vdupq_n_f32(0);
     for (uint32_t i = 0; i < a->n; i++) {
-        const float32x4_t k0 = vld1q_f32(a->turned + i * 4), k1 = vld1q_f32(a->turned + (RFI_SCORES_DIMS + i) * 4);
+        const float32x4_t k0 = vld1q_f32(a->keys_t + i * 4), k1 = vld1q_f32(a->keys_t + (RFI_SCORES_DIMS + i) * 4);
         RFI_UNROLL(4)
         for (uint32_t e = 0; e < nc; e++) {
             sum[e][0] = vfmaq_n_f32(sum[e][0], k0, q[(uint64_t)e * a->head_dim + i]);
@@ -11120,10 +11121,10 @@ static int rfi_matmul_has(const rfi_kernels *k, uint32_t type) {
 
 /* ---- experts ---- */
 
-/* The larger of two selection scores, nan behind all numbers. */
+/* Whether selection score a ranks before b; nan ranks last. */
 static int rfi_route_better(float a, float b) { return a > b || (a == a && b != b); }
 
-/* The best of `n` scores that are not taken, the first among equals; n if all are. */
+/* The index of the best score that is not taken, the first of equals; n if all are taken. */
 static uint32_t rfi_route_best(const float *score, const uint8_t *taken, uint32_t n) {
     uint32_t best = n;
     for (uint32_t i = 0; i < n; i++)
@@ -11131,7 +11132,8 @@ static uint32_t rfi_route_best(const float *score, const uint8_t *taken, uint32_
     return best;
 }
 
-/* Take all experts but those of the groups whose two best scores have the largest sums. */
+/* Group-limited routing: keeps the groups with the largest sums of their two best scores, marks all other experts as
+ * taken. */
 static void rfi_route_groups(const rf_op *op, const float *score, uint8_t *taken) {
     const uint32_t size = op->route.n_experts / op->route.n_groups;
     float sum[RF_MAX_EXPERTS];
@@ -11215,9 +11217,10 @@ static void rfi_matmul_run(const rfi_kernels *k, uint32_t type, const rfi_matmul
 #pragma STDC FP_CONTRACT DEFAULT
 #endif
 
-/* ---- the CPU device: the table of section 2 over the kernels above ----
- * The correctness reference. Weights are used where the file is mapped; an op is cut into chunks whose results do not
- * depend on which thread computes them. Queues do not exist: every call has finished when it returns. */
+/* ==== 10b CPU device ======================================================================================= >>cpu
+ * The device table of section 2 over the kernels above, and the reference for other devices. Weights are used where
+ * the file is mapped. An op is divided into chunks whose results do not depend on which thread computes them. There are
+ * no queues: every call has finished when it returns. */
 
 #define RFI_CPU_COLS   128u /* columns (tokens) and                    */
 #define RFI_CPU_ROWS   128u /* rows of a matmul tile                   */
