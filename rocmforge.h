@@ -6738,7 +6738,7 @@ static void rfi_key_bool(rfi_key_reader *k, const char *suffix, int absent, int 
     *out = absent;
     if (!rfi_key_read(k, suffix, required)) return;
     if (k->kv.type != RF_KV_BOOL)
-        rfi_key_fail(k, RF_ERR_FORMAT, "want a truth value, found %s", rfi_kv_type_name(k->kv.type));
+        rfi_key_fail(k, RF_ERR_FORMAT, "want a bool, found %s", rfi_kv_type_name(k->kv.type));
     rf_kv_int(&k->kv, 0, &v, NULL);
     *out = v != 0;
 }
@@ -14543,7 +14543,7 @@ struct rf_tokenizer {
     rf_gguf *g;                   /* kept open                                                               */
     const char *model;            /* "llama", "gpt2", "gemma4", "bert"                                       */
     const rfi_pre *pre;           /* BPE; NULL: SPM, WPM                                                     */
-    uint32_t is_wpm, lower, strip; /* WPM: make capitals small, drop accents                                 */
+    int is_wpm, lower, strip;     /* WPM: make capitals small, drop accents                                  */
     uint32_t n_vocab;
     rf_string *text;              /* [n_vocab] as the vocabulary spells it                                   */
     uint8_t *attr;                /* [n_vocab] RFI_TOKEN_*                                                   */
@@ -14559,7 +14559,7 @@ struct rf_tokenizer {
     uint32_t n_special, n_user;
     uint32_t special_first[257];  /* index in special of the first token that begins with a byte             */
     int32_t bos, eos, eot, eom, unknown, padding; /* -1: the file names none                                 */
-    uint32_t add_bos, add_eos, add_space;
+    int add_bos, add_eos, add_space;
     _Atomic uint32_t n_users;     /* schedulers                                                              */
 };
 
@@ -14692,97 +14692,55 @@ static uint32_t rfi_merge_slot_of(const rf_tokenizer *t, uint64_t key) {
 
 #define RFI_TOK "tokenizer.ggml."
 
-/* "FILE: KEY at byte N: ..." */
-#define RFI_TOK_FAIL(g, err, code, key, where, format, ...)                                                        \
-    rfi_fail(err, code, where, "%s: %s at byte %llu: " format, rfi_gguf_path(g), key, (unsigned long long)(where), \
-             __VA_ARGS__)
-
-/* Get an array key; *out has count 0 if it is absent and not required. n_want 0: any length. */
-static rf_result rfi_tok_array(const rf_gguf *g, const char *key, uint32_t type, uint64_t n_want, int required,
-                               rf_kv *out, rf_error *err) {
-    if (rf_gguf_find_kv(g, key, out, NULL) != RF_OK) {
-        if (!required) return RF_OK;
-        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key %s is missing", rfi_gguf_path(g), key);
-    }
+/* Get an array key: required if n_want is 0, any length then; else *out has count 0 if it is absent. */
+static void rfi_tok_array(rfi_key_reader *k, const char *key, uint32_t type, uint64_t n_want, rf_kv *out) {
+    *out = (rf_kv){0};
+    if (!rfi_key_read(k, key, n_want == 0)) return;
+    *out = k->kv;
     if (out->type != RF_KV_ARRAY || out->element_type != type)
-        return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, out->where, "want an array of %s, found %s%s",
-                            rfi_kv_type_name(type), out->type == RF_KV_ARRAY ? "an array of " : "",
-                            rfi_kv_type_name(out->element_type));
-    if (n_want && out->count != n_want)
-        return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, out->where, "want %llu elements, one per token, found %llu",
-                            (unsigned long long)n_want, (unsigned long long)out->count);
-    return RF_OK;
-}
-
-/* Get a string key; empty if absent. */
-static rf_result rfi_tok_text(const rf_gguf *g, const char *key, rf_string *out, uint64_t *where, rf_error *err) {
-    rf_kv kv;
-    memset(out, 0, sizeof *out);
-    *where = 0;
-    if (rf_gguf_find_kv(g, key, &kv, NULL) != RF_OK) return RF_OK;
-    *where = kv.where;
-    if (kv.type != RF_KV_STRING)
-        return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, kv.where, "want a string, found %s", rfi_kv_type_name(kv.type));
-    return rf_kv_text(&kv, NULL, out, NULL);
-}
-
-static rf_result rfi_tok_bool(const rf_gguf *g, const char *key, uint32_t *out, rf_error *err) {
-    rf_kv kv;
-    int64_t v = 0;
-    if (rf_gguf_find_kv(g, key, &kv, NULL) != RF_OK) return RF_OK;
-    if (kv.type != RF_KV_BOOL || rf_kv_int(&kv, 0, &v, NULL) != RF_OK)
-        return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, kv.where, "want a bool, found %s", rfi_kv_type_name(kv.type));
-    *out = v != 0;
-    return RF_OK;
+        rfi_key_fail(k, RF_ERR_FORMAT, "want an array of %s, found %s%s", rfi_kv_type_name(type),
+                     out->type == RF_KV_ARRAY ? "an array of " : "", rfi_kv_type_name(out->element_type));
+    else if (n_want && out->count != n_want)
+        rfi_key_fail(k, RF_ERR_FORMAT, "want %llu elements, one per token, found %llu", RFI_LLU(n_want),
+                     RFI_LLU(out->count));
 }
 
 /* Get a token id. Out of range is an error, or -1 for keys that many files have wrong and nothing depends on. */
-static rf_result rfi_tok_id(const rf_gguf *g, const char *key, uint32_t n_vocab, int lax, int32_t *out, rf_error *err) {
-    rf_kv kv;
+static void rfi_tok_id(rfi_key_reader *k, const char *key, uint32_t n_vocab, int lax, int32_t *out) {
     int64_t v = 0;
     *out = -1;
-    if (rf_gguf_find_kv(g, key, &kv, NULL) != RF_OK) return RF_OK;
-    int is_int = kv.type != RF_KV_ARRAY && kv.type != RF_KV_BOOL && rf_kv_int(&kv, 0, &v, NULL) == RF_OK;
-    if (is_int && v >= 0 && v < n_vocab) return *out = (int32_t)v, RF_OK;
-    if (is_int && lax) return RF_OK;
-    if (is_int)
-        return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, kv.where, "want a token id below %u, found %lld", n_vocab,
-                            (long long)v);
-    return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, key, kv.where, "want a token id, found %s", rfi_kv_type_name(kv.type));
+    if (!rfi_key_read(k, key, 0)) return;
+    if (k->kv.type == RF_KV_ARRAY || k->kv.type == RF_KV_BOOL || rf_kv_int(&k->kv, 0, &v, NULL) != RF_OK)
+        rfi_key_fail(k, RF_ERR_FORMAT, "want a token id, found %s", rfi_kv_type_name(k->kv.type));
+    else if (v >= 0 && v < n_vocab) *out = (int32_t)v;
+    else if (!lax) rfi_key_fail(k, RF_ERR_FORMAT, "want a token id below %u, found %lld", n_vocab, (long long)v);
 }
 
 /* Choose the algorithm and, for BPE, the pre-tokenizer. */
-static rf_result rfi_tok_open_model(rf_tokenizer *t, const char *force_pre, rf_error *err) {
-    rf_string name;
-    uint64_t where;
-    rf_result r = rfi_tok_text(t->g, RFI_TOK "model", &name, &where, err);
-    if (r != RF_OK) return r;
-    if (where == 0)
-        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: key " RFI_TOK "model is missing", rfi_gguf_path(t->g));
+static void rfi_tok_open_model(rf_tokenizer *t, const char *force_pre, rfi_key_reader *k) {
     static const char *const models[] = {"llama", "gpt2", "gemma4", "bert"};
+    rf_string name;
+    if (!rfi_key_read(k, RFI_TOK "model", 1)) return;
+    rfi_key_text(k, RFI_TOK "model", &name);
     for (size_t i = 0; i < RFI_COUNT(models); i++)
         if (rfi_str_equal(name, models[i])) t->model = models[i];
     if (!t->model)
-        return RFI_TOK_FAIL(t->g, err, RF_ERR_UNSUPPORTED, RFI_TOK "model", where,
-                            "'%.*s' is not supported (supported: llama, gpt2, gemma4, bert)", RFI_STR(name));
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "'%.*s' is not supported (supported: llama, gpt2, gemma4, bert)",
+                     RFI_STR(name));
     t->is_wpm = t->model == models[3];
-    if (t->model == models[0] || t->is_wpm) return RF_OK;
+    if (!t->model || t->model == models[0] || t->is_wpm) return;
     if (!force_pre && t->model == models[2]) force_pre = models[2]; /* whatever its pre says */
-    if (force_pre) {
-        name.data = force_pre;
-        name.len = strlen(force_pre);
-    } else if ((r = rfi_tok_text(t->g, RFI_TOK "pre", &name, &where, err)) != RF_OK) {
-        return r;
-    }
-    if (name.len == 0) name.data = "default", name.len = strlen(name.data);
+    if (force_pre) name = rf_string_of(force_pre);
+    else rfi_key_text(k, RFI_TOK "pre", &name);
+    if (name.len == 0) name = rf_string_of("default");
     for (size_t i = 0; i < RFI_COUNT(rfi_pres); i++)
         if (rfi_str_equal(name, rfi_pres[i].name)) t->pre = &rfi_pres[i];
-    if (t->pre) return RF_OK;
-    if (force_pre)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "%s: forced pre-tokenizer '%.*s' is not supported",
-                        rfi_gguf_path(t->g), RFI_STR(name));
-    return RFI_TOK_FAIL(t->g, err, RF_ERR_UNSUPPORTED, RFI_TOK "pre", where,
-                        "pre-tokenizer '%.*s' is not supported; a supported one can be forced", RFI_STR(name));
+    if (!t->pre && force_pre)
+        k->result = rfi_fail(k->err, RF_ERR_UNSUPPORTED, 0, "%s: forced pre-tokenizer '%.*s' is not supported",
+                             rfi_gguf_path(t->g), RFI_STR(name));
+    else if (!t->pre)
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "pre-tokenizer '%.*s' is not supported; a supported one can be forced",
+                     RFI_STR(name));
 }
 
 static int rfi_hex_digit(char c) {
@@ -14797,66 +14755,54 @@ static int rfi_byte_token(rf_string s) {
 }
 
 /* Read tokens, scores and token_type; every element is checked. */
-static rf_result rfi_tok_open_tokens(rf_tokenizer *t, rf_error *err) {
+static void rfi_tok_open_tokens(rf_tokenizer *t, rfi_key_reader *k) {
     rf_kv tokens, scores, types;
-    const rf_gguf *g = t->g;
     uint64_t cursor = 0;
-    rf_result r = rfi_tok_array(g, RFI_TOK "tokens", RF_KV_STRING, 0, 1, &tokens, err);
-    if (r == RF_OK && (tokens.count == 0 || tokens.count > INT32_MAX))
-        r = RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, RFI_TOK "tokens", tokens.where,
-                         "want 1 to 2147483647 tokens, found %llu", (unsigned long long)tokens.count);
-    if (r == RF_OK) r = rfi_tok_array(g, RFI_TOK "scores", RF_KV_F32, tokens.count, 0, &scores, err);
-    if (r == RF_OK) r = rfi_tok_array(g, RFI_TOK "token_type", RF_KV_I32, tokens.count, 0, &types, err);
-    if (r != RF_OK) return r;
+    rfi_tok_array(k, RFI_TOK "tokens", RF_KV_STRING, 0, &tokens);
+    if (tokens.count == 0 || tokens.count > INT32_MAX)
+        rfi_key_fail(k, RF_ERR_FORMAT, "want 1 to 2147483647 tokens, found %llu", RFI_LLU(tokens.count));
+    rfi_tok_array(k, RFI_TOK "scores", RF_KV_F32, tokens.count, &scores);
+    rfi_tok_array(k, RFI_TOK "token_type", RF_KV_I32, tokens.count, &types);
+    if (k->result != RF_OK) return;
     t->n_vocab = (uint32_t)tokens.count;
     t->scores = (const unsigned char *)scores.data;
-    t->text = (rf_string *)rfi_alloc(&t->allocator, t->n_vocab, sizeof *t->text, "token texts", err);
-    t->attr = (uint8_t *)rfi_alloc(&t->allocator, t->n_vocab, 1, "token types", err);
-    if (!t->text || !t->attr) return RF_ERR_MEMORY;
-    for (uint32_t i = 0; i < t->n_vocab; i++) {
-        r = rf_kv_text(&tokens, &cursor, &t->text[i], NULL);
-        if (r != RF_OK)
-            return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, RFI_TOK "tokens", tokens.where, "cannot read element %u", i);
-        uint32_t type = types.count ? rfi_load_u32((const char *)types.data + 4 * (size_t)i) : RFI_TOKEN_NORMAL;
-        if (type > RFI_TOKEN_BYTE)
-            return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, RFI_TOK "token_type", types.where,
-                                "element %u: want 0 to 6, found %d", i, (int)(int32_t)type);
-        if (type == RFI_TOKEN_BYTE && rfi_byte_token(t->text[i]) < 0)
-            return RFI_TOK_FAIL(g, err, RF_ERR_FORMAT, RFI_TOK "tokens", tokens.where,
-                                "element %u is a byte by " RFI_TOK "token_type: want <0x00> to <0xFF>, found '%.*s'",
-                                i, RFI_STR(t->text[i]));
+    t->text = (rf_string *)rfi_alloc(&t->allocator, t->n_vocab, sizeof *t->text, "token texts", k->err);
+    t->attr = (uint8_t *)rfi_alloc(&t->allocator, t->n_vocab, 1, "token types", k->err);
+    if (!t->text || !t->attr) k->result = RF_ERR_MEMORY;
+    for (uint32_t i = 0; k->result == RF_OK && i < t->n_vocab; i++) {
+        rf_kv_text(&tokens, &cursor, &t->text[i], NULL);
+        const uint32_t type = types.count ? rfi_load_u32((const char *)types.data + 4 * (size_t)i) : RFI_TOKEN_NORMAL;
         t->attr[i] = (uint8_t)type;
+        if (type < RFI_TOKEN_BYTE || (type == RFI_TOKEN_BYTE && rfi_byte_token(t->text[i]) >= 0)) continue;
+        rfi_key_find(k, type > RFI_TOKEN_BYTE ? RFI_TOK "token_type" : RFI_TOK "tokens");
+        if (type > RFI_TOKEN_BYTE) rfi_key_fail(k, RF_ERR_FORMAT, "element %u: want 0 to 6, found %d", i, (int)type);
+        rfi_key_fail(k, RF_ERR_FORMAT,
+                     "element %u is a byte by " RFI_TOK "token_type: want <0x00> to <0xFF>, found '%.*s'", i,
+                     RFI_STR(t->text[i]));
     }
-    return RF_OK;
 }
 
 /* Read named ids and flags. Without add_* keys SPM adds bos and a leading space, BPE bos if its pre-tokenizer says so,
  * WPM bos and eos, which its files call cls and separator. */
-static rf_result rfi_tok_open_ids(rf_tokenizer *t, rf_error *err) {
-    const rf_gguf *g = t->g;
-    t->add_bos = t->pre ? (t->pre->flags & (RFI_PRE_BOS | RFI_PRE_FORCE_BOS)) != 0 : 1;
-    t->add_eos = t->is_wpm;
-    t->add_space = t->pre == NULL;
-    rf_result r = rfi_tok_id(g, RFI_TOK "bos_token_id", t->n_vocab, 0, &t->bos, err);
-    if (r == RF_OK) r = rfi_tok_id(g, RFI_TOK "eos_token_id", t->n_vocab, 0, &t->eos, err);
-    if (r == RF_OK) r = rfi_tok_id(g, RFI_TOK "eot_token_id", t->n_vocab, 0, &t->eot, err);
-    if (r == RF_OK) r = rfi_tok_id(g, RFI_TOK "eom_token_id", t->n_vocab, 0, &t->eom, err);
-    if (r == RF_OK) r = rfi_tok_id(g, RFI_TOK "unknown_token_id", t->n_vocab, 1, &t->unknown, err);
-    if (r == RF_OK) r = rfi_tok_id(g, RFI_TOK "padding_token_id", t->n_vocab, 1, &t->padding, err);
-    if (r == RF_OK) r = rfi_tok_bool(g, RFI_TOK "add_bos_token", &t->add_bos, err);
-    if (r == RF_OK) r = rfi_tok_bool(g, RFI_TOK "add_eos_token", &t->add_eos, err);
-    if (r == RF_OK) r = rfi_tok_bool(g, RFI_TOK "add_space_prefix", &t->add_space, err);
-    if (r == RF_OK && t->is_wpm) {
-        t->lower = 1;
-        if (t->bos < 0) r = rfi_tok_id(g, RFI_TOK "cls_token_id", t->n_vocab, 0, &t->bos, err);
-        if (r == RF_OK && t->eos < 0) r = rfi_tok_id(g, RFI_TOK "seperator_token_id", t->n_vocab, 0, &t->eos, err);
-        if (r == RF_OK) r = rfi_tok_bool(g, RFI_TOK "normalizer.lowercase", &t->lower, err);
-        t->strip = t->lower;
-        if (r == RF_OK) r = rfi_tok_bool(g, RFI_TOK "normalizer.strip_accents", &t->strip, err);
+static void rfi_tok_open_ids(rf_tokenizer *t, rfi_key_reader *k) {
+    const uint32_t n = t->n_vocab;
+    rfi_tok_id(k, RFI_TOK "bos_token_id", n, 0, &t->bos);
+    rfi_tok_id(k, RFI_TOK "eos_token_id", n, 0, &t->eos);
+    rfi_tok_id(k, RFI_TOK "eot_token_id", n, 0, &t->eot);
+    rfi_tok_id(k, RFI_TOK "eom_token_id", n, 0, &t->eom);
+    rfi_tok_id(k, RFI_TOK "unknown_token_id", n, 1, &t->unknown);
+    rfi_tok_id(k, RFI_TOK "padding_token_id", n, 1, &t->padding);
+    rfi_key_bool(k, RFI_TOK "add_bos_token", !t->pre || t->pre->flags & RFI_PRE_BOS, 0, &t->add_bos);
+    rfi_key_bool(k, RFI_TOK "add_eos_token", t->is_wpm, 0, &t->add_eos);
+    rfi_key_bool(k, RFI_TOK "add_space_prefix", !t->pre, 0, &t->add_space);
+    if (t->is_wpm) {
+        if (t->bos < 0) rfi_tok_id(k, RFI_TOK "cls_token_id", n, 0, &t->bos);
+        if (t->eos < 0) rfi_tok_id(k, RFI_TOK "seperator_token_id", n, 0, &t->eos);
+        rfi_key_bool(k, RFI_TOK "normalizer.lowercase", 1, 0, &t->lower);
+        rfi_key_bool(k, RFI_TOK "normalizer.strip_accents", t->lower, 0, &t->strip);
     }
     if (t->pre) t->add_space = 0;
     if (t->pre && t->pre->flags & RFI_PRE_FORCE_BOS) t->add_bos = 1;
-    return r;
 }
 
 /* Make every token with one of these texts a control token with `attr`; *found of each receives its id or stays. */
@@ -14907,9 +14853,9 @@ static int rfi_special_less(const rf_tokenizer *t, int32_t a, int32_t b) {
 
 /* Does the name say Phi-3? All but three of its special tokens drop the whitespace after them; no key says so. */
 static int rfi_tok_is_phi3(const rf_gguf *g) {
+    rfi_key_reader k = {.g = g};
     rf_string name;
-    uint64_t where;
-    if (rfi_tok_text(g, "general.name", &name, &where, NULL) != RF_OK) return 0;
+    rfi_key_text(&k, "general.name", &name);
     for (uint64_t i = 0; i + 4 <= name.len; i++) {
         const char *p = name.data + i;
         if ((p[0] | 32) != 'p' || (p[1] | 32) != 'h' || (p[2] | 32) != 'i') continue;
@@ -15032,30 +14978,29 @@ static void rfi_merges_insert(rf_tokenizer *t, const rfi_merge_slot *group, uint
 }
 
 /* Read the merges, "left right". A merge that makes no token is left out: pruned vocabularies have such. */
-static rf_result rfi_tok_open_merges(rf_tokenizer *t, rf_error *err) {
+static void rfi_tok_open_merges(rf_tokenizer *t, rfi_key_reader *k) {
     rf_kv kv;
-    rf_result r = rfi_tok_array(t->g, RFI_TOK "merges", RF_KV_STRING, 0, 1, &kv, err);
-    if (r != RF_OK) return r;
-    if (kv.count > INT32_MAX)
-        return RFI_TOK_FAIL(t->g, err, RF_ERR_FORMAT, RFI_TOK "merges", kv.where,
-                            "want at most 2147483647, found %llu", (unsigned long long)kv.count);
     uint64_t cursor = 0;
     int32_t last = 0;
     rfi_merge_slot group[32] = {{0, 0, 0}};
     uint32_t n_group = 0;
+    rfi_tok_array(k, RFI_TOK "merges", RF_KV_STRING, 0, &kv);
+    if (kv.count > INT32_MAX)
+        rfi_key_fail(k, RF_ERR_FORMAT, "want at most 2147483647, found %llu", RFI_LLU(kv.count));
+    if (k->result != RF_OK) return;
     t->n_merges = rfi_slot_count(kv.count);
-    t->merges = (rfi_merge_slot *)rfi_alloc(&t->allocator, t->n_merges, sizeof *t->merges, "merges", err);
-    char *joined = (char *)rfi_alloc(&t->allocator, t->plain_max_bytes, 1, "merge text", err);
-    if (!t->merges || !joined) r = RF_ERR_MEMORY;
-    for (uint32_t i = 0; r == RF_OK && i < kv.count; i++) {
+    t->merges = (rfi_merge_slot *)rfi_alloc(&t->allocator, t->n_merges, sizeof *t->merges, "merges", k->err);
+    char *joined = (char *)rfi_alloc(&t->allocator, t->plain_max_bytes, 1, "merge text", k->err);
+    if (!t->merges || !joined) k->result = RF_ERR_MEMORY;
+    for (uint32_t i = 0; k->result == RF_OK && i < kv.count; i++) {
         rf_string s = {"", 0}, left, right;
-        r = rf_kv_text(&kv, &cursor, &s, NULL);
+        rf_kv_text(&kv, &cursor, &s, NULL);
         const char *space = s.len ? (const char *)memchr(s.data, ' ', (size_t)s.len) : NULL;
         left = (rf_string){s.data, space ? (uint64_t)(space - s.data) : 0};
         right = (rf_string){space ? space + 1 : s.data, space ? s.len - left.len - 1 : 0};
-        if (r != RF_OK || left.len == 0 || right.len == 0 || memchr(right.data, ' ', (size_t)right.len)) {
-            r = RFI_TOK_FAIL(t->g, err, RF_ERR_FORMAT, RFI_TOK "merges", kv.where,
-                             "element %u: want two tokens with one space between, found '%.*s'", i, RFI_STR(s));
+        if (left.len == 0 || right.len == 0 || memchr(right.data, ' ', (size_t)right.len)) {
+            rfi_key_fail(k, RF_ERR_FORMAT, "element %u: want two tokens with one space between, found '%.*s'", i,
+                         RFI_STR(s));
             break;
         }
         int32_t result = rfi_merge_result(t, left, right, (uint32_t)last, joined);
@@ -15065,9 +15010,8 @@ static rf_result rfi_tok_open_merges(rf_tokenizer *t, rf_error *err) {
         group[n_group++] = (rfi_merge_slot){key, i + 1, (uint32_t)result};
         if (n_group == RFI_COUNT(group)) rfi_merges_insert(t, group, &n_group);
     }
-    if (r == RF_OK) rfi_merges_insert(t, group, &n_group);
+    if (k->result == RF_OK) rfi_merges_insert(t, group, &n_group);
     rfi_free(&t->allocator, joined);
-    return r;
 }
 
 ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokenizer **out, rf_error *err) {
@@ -15079,17 +15023,18 @@ ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokeni
     t->allocator = *rfi_gguf_allocator(g);
     t->g = g;
     rfi_gguf_hold(g);
-    rf_result r = rfi_tok_open_model(t, pre, err);
-    if (r == RF_OK) r = rfi_tok_open_tokens(t, err);
-    if (r == RF_OK) r = rfi_tok_open_ids(t, err);
-    if (r == RF_OK) rfi_tok_find_ends(t);
-    if (r == RF_OK) r = rfi_tok_open_special(t, err);
-    if (r == RF_OK) r = rfi_tok_open_texts(t, err);
-    if (r == RF_OK) rfi_tok_find_bytes(t);
-    if (r == RF_OK && t->pre) r = rfi_tok_open_merges(t, err);
-    if (r != RF_OK) rf_tokenizer_close(t, NULL);
+    rfi_key_reader k = {.g = g, .err = err};
+    rfi_tok_open_model(t, pre, &k);
+    rfi_tok_open_tokens(t, &k);
+    rfi_tok_open_ids(t, &k);
+    if (k.result == RF_OK) rfi_tok_find_ends(t);
+    if (k.result == RF_OK) k.result = rfi_tok_open_special(t, err);
+    if (k.result == RF_OK) k.result = rfi_tok_open_texts(t, err);
+    if (k.result == RF_OK) rfi_tok_find_bytes(t);
+    if (t->pre) rfi_tok_open_merges(t, &k);
+    if (k.result != RF_OK) rf_tokenizer_close(t, NULL);
     else *out = t;
-    return r;
+    return k.result;
 }
 
 ROCMFORGE_API rf_result rf_tokenizer_close(rf_tokenizer *t, rf_error *err) {
@@ -15974,7 +15919,7 @@ static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, 
 static rf_result rfi_plain_text(rfi_tokenizing *w, const unsigned char *text, uint32_t n) {
     rf_result r = RF_OK;
     if (w->t->is_wpm) return rfi_wpm_text(w, text, n);
-    if (!w->t->pre) return rfi_spm_text(w, text, n, w->t->add_space != 0);
+    if (!w->t->pre) return rfi_spm_text(w, text, n, w->t->add_space);
     rfi_cutter cutter = rfi_cut(w->t->pre, text, n);
     for (uint32_t pos = 0; pos < n && r == RF_OK;) {
         uint32_t end = rfi_cut_next(&cutter, pos);
@@ -16133,8 +16078,8 @@ ROCMFORGE_API rf_tokenizer_info rf_tokenizer_get_info(const rf_tokenizer *t) {
     info.eot = t->eot;
     info.unknown = t->unknown;
     info.padding = t->padding;
-    info.add_bos = t->add_bos;
-    info.add_eos = t->add_eos;
+    info.add_bos = t->add_bos != 0;
+    info.add_eos = t->add_eos != 0;
     return info;
 }
 
