@@ -14453,16 +14453,6 @@ enum {
 enum { RFI_TEXT_MAX_BYTES = 1 << 30 };  /* of one rf_tokenize: three symbols per byte stay below 2^32 */
 enum { RFI_SPECIAL_MAX_BYTES = 1024 };  /* longer special tokens are not looked for in text         */
 
-/* How BPE cuts text into words before it merges: see "BPE: cutting text into words". */
-typedef enum rfi_pre_rule {
-    RFI_PRE_LLAMA3, RFI_PRE_JAIS2, RFI_PRE_MINICPM5, RFI_PRE_QWEN2, RFI_PRE_QWEN35, RFI_PRE_UFAKZEKA,
-    RFI_PRE_SEED_CODER, RFI_PRE_LAGUNA, RFI_PRE_TEKKEN, RFI_PRE_GPT4O, RFI_PRE_GRANITE97M, RFI_PRE_TINY_AYA,
-    RFI_PRE_YOUTU, RFI_PRE_KIMI_K2, RFI_PRE_EXAONE_MOE, RFI_PRE_DEEPSEEK_V3, RFI_PRE_AFMOE, RFI_PRE_DEEPSEEK_LLM,
-    RFI_PRE_DEEPSEEK_CODER, RFI_PRE_GPT2, RFI_PRE_STARCODER, RFI_PRE_DEFAULT, RFI_PRE_FALCON, RFI_PRE_PORO,
-    RFI_PRE_VIKING, RFI_PRE_CHAMELEON, RFI_PRE_SUPERBPE, RFI_PRE_LINES,
-    RFI_PRE_RULES
-} rfi_pre_rule;
-
 enum {
     RFI_PRE_WHOLE = 1,    /* a word that is a token is taken whole, without merging            */
     RFI_PRE_BOS = 2,      /* add bos unless the file says no                                   */
@@ -14470,63 +14460,23 @@ enum {
     RFI_PRE_FORCE_BOS = 8 /* add bos, whatever the file says                                   */
 };
 
+/* Pre-tokenizers: how BPE cuts text into words before it merges; see "BPE: cutting text into words". */
+typedef struct rfi_scan rfi_scan;
+
+typedef struct rfi_pass {
+    uint32_t (*match)(rfi_scan *s, uint32_t pos, uint32_t how); /* end of the match at pos, or pos */
+    uint32_t how;
+} rfi_pass;
+
+enum { RFI_PASSES_MAX = 6 };
+
 typedef struct rfi_pre {
-    const char *name;
-    rfi_pre_rule rule;
-    uint32_t flags; /* RFI_PRE_* above */
+    const char *names; /* values of tokenizer.ggml.pre, each with a NUL, and one more */
+    uint32_t flags;    /* RFI_PRE_* above                                             */
+    rfi_pass passes[RFI_PASSES_MAX];
 } rfi_pre;
 
-/* Values of tokenizer.ggml.pre. A name is listed only if its rule is known: on one vocabulary two rules can look the
- * same, and a wrong rule is a silent error. */
-static const rfi_pre rfi_pres[] = {
-    {"default", RFI_PRE_DEFAULT, 0},             {"falcon", RFI_PRE_FALCON, 0},
-    {"llama3", RFI_PRE_LLAMA3, 3},               {"llama-v3", RFI_PRE_LLAMA3, 3},
-    {"llama-bpe", RFI_PRE_LLAMA3, 3},            {"falcon3", RFI_PRE_LLAMA3, 3},
-    {"falcon-h1", RFI_PRE_LLAMA3, 3},            {"pixtral", RFI_PRE_LLAMA3, 3},
-    {"midm-2.0", RFI_PRE_LLAMA3, 3},             {"lfm2", RFI_PRE_LLAMA3, 3},
-    {"jina-v5-nano", RFI_PRE_LLAMA3, 3},         {"dbrx", RFI_PRE_LLAMA3, 0},
-    {"smaug-bpe", RFI_PRE_LLAMA3, 0},            {"glm4", RFI_PRE_LLAMA3, 0},
-    {"chatglm-bpe", RFI_PRE_LLAMA3, 0},          {"glm5", RFI_PRE_LLAMA3, 0},
-    {"jais-2", RFI_PRE_JAIS2, 0},
-    {"minicpm5", RFI_PRE_MINICPM5, RFI_PRE_WHOLE},
-    {"qwen2", RFI_PRE_QWEN2, 0},                 {"kormo", RFI_PRE_QWEN2, 0},
-    {"f2llmv2", RFI_PRE_QWEN2, 0},               {"stablelm2", RFI_PRE_QWEN2, 0},
-    {"deepseek-r1-qwen", RFI_PRE_QWEN2, 0},      {"hunyuan", RFI_PRE_QWEN2, 0},
-    {"megrez", RFI_PRE_QWEN2, 0},                {"solar-open", RFI_PRE_QWEN2, 0},
-    {"grok-2", RFI_PRE_QWEN2, 0},                {"bailingmoe", RFI_PRE_QWEN2, 0},
-    {"bailingmoe2", RFI_PRE_QWEN2, 0},           {"llada-moe", RFI_PRE_QWEN2, 0},
-    {"qwen35", RFI_PRE_QWEN35, 0},               {"seed-coder", RFI_PRE_SEED_CODER, 0},
-    {"laguna", RFI_PRE_LAGUNA, 0},               {"ufakzeka", RFI_PRE_UFAKZEKA, 0},
-    {"tekken", RFI_PRE_TEKKEN, 3},               {"gpt-4o", RFI_PRE_GPT4O, 0},
-    {"llama4", RFI_PRE_GPT4O, 0},                {"kanana2", RFI_PRE_GPT4O, 0},
-    {"talkie", RFI_PRE_GPT4O, 0},                {"minimax-m2", RFI_PRE_GPT4O, 0},
-    {"granite-embed-multi-97m", RFI_PRE_GRANITE97M, RFI_PRE_WHOLE},
-    {"tiny_aya", RFI_PRE_TINY_AYA, 0},           {"youtu", RFI_PRE_YOUTU, RFI_PRE_WHOLE},
-    {"kimi-k2", RFI_PRE_KIMI_K2, 0},             {"exaone-moe", RFI_PRE_EXAONE_MOE, 0},
-    {"deepseek-v3", RFI_PRE_DEEPSEEK_V3, 0},     {"hunyuan-dense", RFI_PRE_DEEPSEEK_V3, 0},
-    {"joyai-llm", RFI_PRE_DEEPSEEK_V3, 0},       {"afmoe", RFI_PRE_AFMOE, 0},
-    {"deepseek-llm", RFI_PRE_DEEPSEEK_LLM, 0},   {"deepseek-coder", RFI_PRE_DEEPSEEK_CODER, 0},
-    {"smollm", RFI_PRE_STARCODER, 0},            {"refact", RFI_PRE_STARCODER, 0},
-    {"exaone", RFI_PRE_STARCODER, 0},            {"starcoder", RFI_PRE_STARCODER, 0},
-    {"mellum2", RFI_PRE_STARCODER, 0},           {"codeshell", RFI_PRE_STARCODER, 0},
-    {"command-r", RFI_PRE_STARCODER, 0},         {"minerva-7b", RFI_PRE_STARCODER, 0},
-    {"gpt-2", RFI_PRE_GPT2, 0},                  {"phi-2", RFI_PRE_GPT2, 0},
-    {"olmo", RFI_PRE_GPT2, 0},                   {"exaone4", RFI_PRE_GPT2, 0},
-    {"mellum", RFI_PRE_GPT2, 0},                 {"granite-docling", RFI_PRE_GPT2, 0},
-    {"mpt", RFI_PRE_GPT2, 0},                    {"jais", RFI_PRE_GPT2, 0},
-    {"trillion", RFI_PRE_GPT2, 0},               {"gigachat", RFI_PRE_GPT2, 0},
-    {"a.x-4.0", RFI_PRE_GPT2, 0},                {"modern-bert", RFI_PRE_GPT2, 0},
-    {"jina-es", RFI_PRE_GPT2, 0},                {"jina-de", RFI_PRE_GPT2, 0},
-    {"jina-v2-es", RFI_PRE_GPT2, 0},             {"jina-v2-de", RFI_PRE_GPT2, 0},
-    {"jina-v1-en", RFI_PRE_GPT2, 0},             {"jina-v2-code", RFI_PRE_GPT2, 0},
-    {"roberta-bpe", RFI_PRE_GPT2, 0},            {"poro-chat", RFI_PRE_PORO, 0},
-    {"bloom", RFI_PRE_PORO, 0},                  {"gpt3-finnish", RFI_PRE_PORO, 0},
-    {"viking", RFI_PRE_VIKING, 0},               {"chameleon", RFI_PRE_CHAMELEON, RFI_PRE_BOS},
-    {"superbpe", RFI_PRE_SUPERBPE, 0},           {"sarvam-moe", RFI_PRE_LINES, RFI_PRE_RAW},
-    {"gemma4", RFI_PRE_LINES, RFI_PRE_RAW | RFI_PRE_FORCE_BOS},
-    {"granite-embed-multi-311m", RFI_PRE_LINES, RFI_PRE_RAW | RFI_PRE_FORCE_BOS},
-    {"mmbert", RFI_PRE_LINES, RFI_PRE_RAW | RFI_PRE_FORCE_BOS},
-};
+static const rfi_pre *rfi_pre_find(rf_string name, const char **spelled);
 
 /* Slots of hash tables with open addressing. id and rank are stored + 1, so that zeroed memory is an empty table. */
 typedef struct rfi_text_slot {
@@ -14543,6 +14493,7 @@ struct rf_tokenizer {
     rf_gguf *g;                   /* kept open                                                               */
     const char *model;            /* "llama", "gpt2", "gemma4", "bert"                                       */
     const rfi_pre *pre;           /* BPE; NULL: SPM, WPM                                                     */
+    const char *pre_name;         /* of pre's names the file's, or the forced one                            */
     int is_wpm, lower, strip;     /* WPM: make capitals small, drop accents                                  */
     uint32_t n_vocab;
     rf_string *text;              /* [n_vocab] as the vocabulary spells it                                   */
@@ -14733,8 +14684,7 @@ static void rfi_tok_open_model(rf_tokenizer *t, const char *force_pre, rfi_key_r
     if (force_pre) name = rf_string_of(force_pre);
     else rfi_key_text(k, RFI_TOK "pre", &name);
     if (name.len == 0) name = rf_string_of("default");
-    for (size_t i = 0; i < RFI_COUNT(rfi_pres); i++)
-        if (rfi_str_equal(name, rfi_pres[i].name)) t->pre = &rfi_pres[i];
+    t->pre = rfi_pre_find(name, &t->pre_name);
     if (!t->pre && force_pre)
         k->result = rfi_fail(k->err, RF_ERR_UNSUPPORTED, 0, "%s: forced pre-tokenizer '%.*s' is not supported",
                              rfi_gguf_path(t->g), RFI_STR(name));
@@ -15302,12 +15252,12 @@ static rf_result rfi_wpm_text(rfi_tokenizing *w, const unsigned char *text, uint
 
 /* One pass in progress. No character is read more than a few times, or long runs would cost the square of their length:
  * where a match depends on the end of a run, that end is kept. */
-typedef struct rfi_scan {
+struct rfi_scan {
     const unsigned char *text;
     uint32_t end;     /* of the piece                                               */
     uint32_t skip;    /* set by a pass without a match: none starts before it       */
     uint32_t run_end; /* end of the run (of digits, of spaces) that was read        */
-} rfi_scan;
+};
 
 typedef struct rfi_scan_char {
     uint32_t cp, class, next; /* class 0: the end; next: where the next character starts */
@@ -15440,7 +15390,7 @@ static int rfi_in_set(const rfi_scan_char *c, uint32_t set) {
     return lo < sets[set].n && sets[set].ranges[lo][0] <= c->cp;
 }
 
-/* ---- passes: each returns the end of the match at pos, or pos ---- */
+/* ---- passes ---- */
 
 /* [set]+ , with RFI_SET_SPACE: \s?[set]+ */
 static uint32_t rfi_scan_set(rfi_scan *s, uint32_t pos, uint32_t how) {
@@ -15677,62 +15627,66 @@ static uint32_t rfi_scan_chameleon(rfi_scan *s, uint32_t pos, uint32_t what) {
     return pos;
 }
 
-/* ---- rules ---- */
+/* ---- pre-tokenizers ---- */
 
-enum { RFI_PASSES_MAX = 6 };
-
-typedef struct rfi_pass {
-    uint32_t (*match)(rfi_scan *s, uint32_t pos, uint32_t how);
-    uint32_t how;
-} rfi_pass;
-
-static const rfi_pass rfi_rules[RFI_PRE_RULES][RFI_PASSES_MAX] = {
-    [RFI_PRE_LLAMA3] = {{rfi_scan_words, RFI_WORDS_FIRST | 3}},
-    [RFI_PRE_JAIS2] = {{rfi_scan_words, RFI_WORDS_FIRST | RFI_WORDS_SPACE_SIZES | 3}},
-    [RFI_PRE_MINICPM5] = {{rfi_scan_number, 3}, {rfi_scan_words, RFI_WORDS_FIRST | RFI_WORDS_DIGITS}},
-    [RFI_PRE_QWEN2] = {{rfi_scan_words, RFI_WORDS_FIRST | 1}},
-    [RFI_PRE_QWEN35] = {{rfi_scan_words, RFI_WORDS_FIRST | RFI_WORDS_MARKS | RFI_WORDS_MARKS_ONLY_SO | 1}},
-    [RFI_PRE_UFAKZEKA] = {{rfi_scan_words, 1}},
-    [RFI_PRE_SEED_CODER] = {{rfi_scan_words, RFI_WORDS_FIRST | RFI_WORDS_NONE | 1}},
-    [RFI_PRE_LAGUNA] = {{rfi_scan_lines, 0}, {rfi_scan_words, RFI_WORDS_FIRST | 1}},
-    [RFI_PRE_TEKKEN] = {{rfi_scan_words, RFI_WORDS_CASE | RFI_WORDS_SLASH | 1}},
-    [RFI_PRE_GPT4O] = {{rfi_scan_words, RFI_WORDS_CASE | RFI_WORDS_AFTER | RFI_WORDS_SLASH | 3}},
-    [RFI_PRE_GRANITE97M] = {{rfi_scan_words, RFI_WORDS_CASE | RFI_WORDS_MARKS | RFI_WORDS_AFTER | RFI_WORDS_SLASH | 3}},
-    [RFI_PRE_TINY_AYA] = {{rfi_scan_aya_digits, 0},
-                          {rfi_scan_words, RFI_WORDS_MARKS | RFI_WORDS_AFTER | RFI_WORDS_SLASH | 3}},
-    [RFI_PRE_YOUTU] = {{rfi_scan_youtu_sets, 0},
-                       {rfi_scan_words, RFI_WORDS_MARKS | RFI_WORDS_AFTER | RFI_WORDS_SLASH | 1}},
-    [RFI_PRE_KIMI_K2] = {{rfi_scan_words, RFI_WORDS_HAN | RFI_WORDS_AFTER | 3}},
-    [RFI_PRE_EXAONE_MOE] = {{rfi_scan_words,
-                             RFI_WORDS_FIRST | RFI_WORDS_SPACED | RFI_WORDS_SLASH | RFI_WORDS_ONE | 1}},
-    [RFI_PRE_DEEPSEEK_V3] = {{rfi_scan_number, 3}, {rfi_scan_set, RFI_SET_CJK}, {rfi_scan_deepseek, 0}},
-    [RFI_PRE_AFMOE] = {{rfi_scan_afmoe_digits, 0}, {rfi_scan_set, RFI_SET_ASIAN}, {rfi_scan_deepseek, 0}},
-    [RFI_PRE_DEEPSEEK_LLM] = {{rfi_scan_newline, 0},
-                              {rfi_scan_set, RFI_SET_DEEPSEEK_LETTERS | RFI_SET_SPACE},
-                              {rfi_scan_set, RFI_SET_DEEPSEEK_PUNCT | RFI_SET_SPACE},
-                              {rfi_scan_last_spaces, 0},
-                              {rfi_scan_set, RFI_SET_CJK_OLD},
-                              {rfi_scan_classes, RFI_NUMBER}},
-    [RFI_PRE_DEEPSEEK_CODER] = {{rfi_scan_newline, 0},
-                                {rfi_scan_classes, RFI_LETTER | RFI_SET_SPACE << 8},
-                                {rfi_scan_classes, RFI_PUNCT | RFI_SET_SPACE << 8},
-                                {rfi_scan_set, RFI_SET_CJK_OLD},
-                                {rfi_scan_number, 1}},
-    [RFI_PRE_GPT2] = {{rfi_scan_gpt2, 0}},
-    [RFI_PRE_STARCODER] = {{rfi_scan_number, 1}, {rfi_scan_gpt2, 0}},
-    [RFI_PRE_DEFAULT] = {{rfi_scan_punct, 0}, {rfi_scan_gpt2, 0}, {rfi_scan_classes, RFI_NUMBER}, {rfi_scan_three, 0}},
-    [RFI_PRE_FALCON] = {{rfi_scan_punct, 1}, {rfi_scan_gpt2, 0}, {rfi_scan_three, 0}},
-    [RFI_PRE_PORO] = {{rfi_scan_poro, 0}},
-    [RFI_PRE_VIKING] = {{rfi_scan_poro, 0}, {rfi_scan_number, 1}},
-    [RFI_PRE_CHAMELEON] = {{rfi_scan_chameleon, 0},
-                           {rfi_scan_chameleon, 1},
-                           {rfi_scan_chameleon, 2},
-                           {rfi_scan_number, 1},
-                           {rfi_scan_chameleon, 3},
-                           {rfi_scan_gpt2, 0}},
-    [RFI_PRE_SUPERBPE] = {{rfi_scan_classes, RFI_NUMBER}, {rfi_scan_superbpe_digits, 0}},
-    [RFI_PRE_LINES] = {{rfi_scan_lines, 0}},
+/* A name is listed only if its rule is known: on one vocabulary two rules can look the same, and a wrong rule is a
+ * silent error. */
+static const rfi_pre rfi_pres[] = {
+    {"llama3\0llama-v3\0llama-bpe\0falcon3\0falcon-h1\0pixtral\0midm-2.0\0lfm2\0jina-v5-nano\0",
+     RFI_PRE_WHOLE | RFI_PRE_BOS, {{rfi_scan_words, RFI_WORDS_FIRST | 3}}},
+    {"dbrx\0smaug-bpe\0glm4\0chatglm-bpe\0glm5\0", 0, {{rfi_scan_words, RFI_WORDS_FIRST | 3}}},
+    {"jais-2\0", 0, {{rfi_scan_words, RFI_WORDS_FIRST | RFI_WORDS_SPACE_SIZES | 3}}},
+    {"minicpm5\0", RFI_PRE_WHOLE, {{rfi_scan_number, 3}, {rfi_scan_words, RFI_WORDS_FIRST | RFI_WORDS_DIGITS}}},
+    {"qwen2\0kormo\0f2llmv2\0stablelm2\0deepseek-r1-qwen\0hunyuan\0megrez\0solar-open\0grok-2\0bailingmoe\0"
+     "bailingmoe2\0llada-moe\0", 0, {{rfi_scan_words, RFI_WORDS_FIRST | 1}}},
+    {"qwen35\0", 0, {{rfi_scan_words, RFI_WORDS_FIRST | RFI_WORDS_MARKS | RFI_WORDS_MARKS_ONLY_SO | 1}}},
+    {"ufakzeka\0", 0, {{rfi_scan_words, 1}}},
+    {"seed-coder\0", 0, {{rfi_scan_words, RFI_WORDS_FIRST | RFI_WORDS_NONE | 1}}},
+    {"laguna\0", 0, {{rfi_scan_lines, 0}, {rfi_scan_words, RFI_WORDS_FIRST | 1}}},
+    {"tekken\0", RFI_PRE_WHOLE | RFI_PRE_BOS, {{rfi_scan_words, RFI_WORDS_CASE | RFI_WORDS_SLASH | 1}}},
+    {"gpt-4o\0llama4\0kanana2\0talkie\0minimax-m2\0", 0,
+     {{rfi_scan_words, RFI_WORDS_CASE | RFI_WORDS_AFTER | RFI_WORDS_SLASH | 3}}},
+    {"granite-embed-multi-97m\0", RFI_PRE_WHOLE,
+     {{rfi_scan_words, RFI_WORDS_CASE | RFI_WORDS_MARKS | RFI_WORDS_AFTER | RFI_WORDS_SLASH | 3}}},
+    {"tiny_aya\0", 0,
+     {{rfi_scan_aya_digits, 0}, {rfi_scan_words, RFI_WORDS_MARKS | RFI_WORDS_AFTER | RFI_WORDS_SLASH | 3}}},
+    {"youtu\0", RFI_PRE_WHOLE,
+     {{rfi_scan_youtu_sets, 0}, {rfi_scan_words, RFI_WORDS_MARKS | RFI_WORDS_AFTER | RFI_WORDS_SLASH | 1}}},
+    {"kimi-k2\0", 0, {{rfi_scan_words, RFI_WORDS_HAN | RFI_WORDS_AFTER | 3}}},
+    {"exaone-moe\0", 0, {{rfi_scan_words, RFI_WORDS_FIRST | RFI_WORDS_SPACED | RFI_WORDS_SLASH | RFI_WORDS_ONE | 1}}},
+    {"deepseek-v3\0hunyuan-dense\0joyai-llm\0", 0,
+     {{rfi_scan_number, 3}, {rfi_scan_set, RFI_SET_CJK}, {rfi_scan_deepseek, 0}}},
+    {"afmoe\0", 0, {{rfi_scan_afmoe_digits, 0}, {rfi_scan_set, RFI_SET_ASIAN}, {rfi_scan_deepseek, 0}}},
+    {"deepseek-llm\0", 0,
+     {{rfi_scan_newline, 0}, {rfi_scan_set, RFI_SET_DEEPSEEK_LETTERS | RFI_SET_SPACE},
+      {rfi_scan_set, RFI_SET_DEEPSEEK_PUNCT | RFI_SET_SPACE}, {rfi_scan_last_spaces, 0},
+      {rfi_scan_set, RFI_SET_CJK_OLD}, {rfi_scan_classes, RFI_NUMBER}}},
+    {"deepseek-coder\0", 0,
+     {{rfi_scan_newline, 0}, {rfi_scan_classes, RFI_LETTER | RFI_SET_SPACE << 8},
+      {rfi_scan_classes, RFI_PUNCT | RFI_SET_SPACE << 8}, {rfi_scan_set, RFI_SET_CJK_OLD}, {rfi_scan_number, 1}}},
+    {"gpt-2\0phi-2\0olmo\0exaone4\0mellum\0granite-docling\0mpt\0jais\0trillion\0gigachat\0a.x-4.0\0modern-bert\0"
+     "jina-es\0jina-de\0jina-v2-es\0jina-v2-de\0jina-v1-en\0jina-v2-code\0roberta-bpe\0", 0, {{rfi_scan_gpt2, 0}}},
+    {"smollm\0refact\0exaone\0starcoder\0mellum2\0codeshell\0command-r\0minerva-7b\0", 0,
+     {{rfi_scan_number, 1}, {rfi_scan_gpt2, 0}}},
+    {"default\0", 0, {{rfi_scan_punct, 0}, {rfi_scan_gpt2, 0}, {rfi_scan_classes, RFI_NUMBER}, {rfi_scan_three, 0}}},
+    {"falcon\0", 0, {{rfi_scan_punct, 1}, {rfi_scan_gpt2, 0}, {rfi_scan_three, 0}}},
+    {"poro-chat\0bloom\0gpt3-finnish\0", 0, {{rfi_scan_poro, 0}}},
+    {"viking\0", 0, {{rfi_scan_poro, 0}, {rfi_scan_number, 1}}},
+    {"chameleon\0", RFI_PRE_BOS,
+     {{rfi_scan_chameleon, 0}, {rfi_scan_chameleon, 1}, {rfi_scan_chameleon, 2}, {rfi_scan_number, 1},
+      {rfi_scan_chameleon, 3}, {rfi_scan_gpt2, 0}}},
+    {"superbpe\0", 0, {{rfi_scan_classes, RFI_NUMBER}, {rfi_scan_superbpe_digits, 0}}},
+    {"sarvam-moe\0", RFI_PRE_RAW, {{rfi_scan_lines, 0}}},
+    {"gemma4\0granite-embed-multi-311m\0mmbert\0", RFI_PRE_RAW | RFI_PRE_FORCE_BOS, {{rfi_scan_lines, 0}}},
 };
+
+/* A pre-tokenizer by name, and where the table spells that; NULL if it is not known. */
+static const rfi_pre *rfi_pre_find(rf_string name, const char **spelled) {
+    for (const rfi_pre *pre = rfi_pres; pre < rfi_pres + RFI_COUNT(rfi_pres); pre++)
+        for (*spelled = pre->names; **spelled; *spelled += strlen(*spelled) + 1)
+            if (rfi_str_equal(name, *spelled)) return pre;
+    return NULL;
+}
 
 /* A text, and where the current piece of each pass ends. */
 typedef struct rfi_cutter {
@@ -15745,7 +15699,7 @@ typedef struct rfi_cutter {
 static rfi_cutter rfi_cut(const rfi_pre *pre, const unsigned char *text, uint32_t n_bytes) {
     rfi_cutter c;
     memset(&c, 0, sizeof c);
-    c.passes = rfi_rules[pre->rule];
+    c.passes = pre->passes;
     c.n_bytes = n_bytes;
     while (c.n_passes < RFI_PASSES_MAX && c.passes[c.n_passes].match) c.scans[c.n_passes++].text = text;
     return c;
@@ -16071,7 +16025,7 @@ ROCMFORGE_API rf_tokenizer_info rf_tokenizer_get_info(const rf_tokenizer *t) {
     rf_tokenizer_info info = {"", "", 0, -1, -1, -1, -1, -1, 0, 0};
     if (!t) return info;
     info.model = t->model;
-    info.pre = t->pre ? t->pre->name : "";
+    info.pre = t->pre ? t->pre_name : "";
     info.n_vocab = t->n_vocab;
     info.bos = t->bos;
     info.eos = t->eos;

@@ -234,7 +234,7 @@ static void fuzz_tokenizer(const unsigned char *data, size_t n) {
     mg_buf file = {0};
     if (i < RFI_COUNT(known)) {
         if (!known[i]) {
-            files[i] = vocab_file(i > 0, i ? rfi_pres[i - 1].name : NULL);
+            files[i] = vocab_file(i > 0, i ? rfi_pres[i - 1].names : NULL);
             MUST(rf_gguf_open_memory(files[i].data, files[i].n, NULL, &g, NULL) == RF_OK &&
                      rf_tokenizer_open(g, NULL, &known[i], NULL) == RF_OK, "vocabulary %u", i);
         }
