@@ -2231,6 +2231,12 @@ static rf_result rfi_fail_sys(rf_error *err, rf_result code, int sys, uint64_t w
 }
 #define rfi_fail(err, code, where, ...) rfi_fail_sys(err, code, 0, where, __VA_ARGS__)
 
+/* The same with a failure that was recorded elsewhere. */
+static rf_result rfi_fail_with(rf_error *err, const rf_error *why) {
+    if (err && err->code == RF_OK && why->code != RF_OK) *err = *why;
+    return why->code;
+}
+
 /* Length and pointer of an rf_string for "%.*s": file text is cut at 96 bytes in messages. */
 #define RFI_STR(s) (int)rfi_min_u64((s).len, 96), (s).data
 
@@ -2500,10 +2506,7 @@ static int rfi_cell_claim(rfi_cell *c, rfi_monitor *monitor, rf_error *err) {
         rfi_waiter w = {.next = c->waiters};
         c->waiters = &w;
         while (!w.done) rfi_monitor_wait(monitor);
-        if (w.err.code != RF_OK) {
-            if (err && err->code == RF_OK) *err = w.err;
-            claim = -1;
-        }
+        if (rfi_fail_with(err, &w.err) != RF_OK) claim = -1;
     }
     rfi_monitor_unlock(monitor);
     return claim;
@@ -2513,11 +2516,10 @@ static int rfi_cell_claim(rfi_cell *c, rfi_monitor *monitor, rf_error *err) {
  * for; a later call may try again. One thread at a time runs `load`. *loaded (may be NULL): 1 if this call loaded. */
 static rf_result rfi_cell_acquire(rfi_cell *c, rfi_monitor *monitor, rfi_load_fn load, void *ctx, int *loaded,
                                   rf_error *err) {
-    rf_error own;
     if (loaded) *loaded = 0;
     for (;;) {
         if (rfi_cell_try_pin(c, monitor)) return RF_OK;
-        rfi_clear(&own);
+        rf_error own = {0};
         int claim = rfi_cell_claim(c, monitor, &own);
         if (claim > 0) {
             if (load(ctx, &own) == RF_OK) {
@@ -2527,22 +2529,18 @@ static rf_result rfi_cell_acquire(rfi_cell *c, rfi_monitor *monitor, rfi_load_fn
             }
             rfi_cell_settle(c, monitor, (uint64_t)0 - RFI_LOADING, &own);
         }
-        if (claim != 0) {
-            if (err && err->code == RF_OK) *err = own;
-            return own.code;
-        }
+        if (claim != 0) return rfi_fail_with(err, &own);
     }
 }
 
 /* READY or BROKEN without pins becomes EVICTING: 1; the caller frees what the cell stands for, then calls evicted. */
 static int rfi_cell_try_evict(rfi_cell *c) {
-    uint64_t word = RFI_READY;
-    if (atomic_compare_exchange_strong_explicit(&c->word, &word, RFI_EVICTING, memory_order_acquire,
-                                                memory_order_relaxed))
-        return 1;
-    word = RFI_BROKEN;
-    return atomic_compare_exchange_strong_explicit(&c->word, &word, RFI_EVICTING, memory_order_acquire,
-                                                   memory_order_relaxed);
+    uint64_t word = atomic_load_explicit(&c->word, memory_order_relaxed);
+    while (word == RFI_READY || word == RFI_BROKEN)
+        if (atomic_compare_exchange_weak_explicit(&c->word, &word, RFI_EVICTING, memory_order_acquire,
+                                                  memory_order_relaxed))
+            return 1;
+    return 0;
 }
 
 /* READY becomes BROKEN and keeps its pins: 1. */
@@ -2681,17 +2679,12 @@ static void rfi_pool_run(rfi_pool *p, rfi_chunk_fn fn, void *ctx, uint32_t n_chu
     pthread_mutex_unlock(&p->busy);
 }
 
-static void rfi_pool_stop(rfi_pool *p) {
+static void rfi_pool_destroy(rfi_pool *p) {
     rfi_monitor_lock(&p->monitor);
     atomic_store(&p->quit, 1);
     rfi_monitor_wake(&p->monitor);
     rfi_monitor_unlock(&p->monitor);
     for (uint32_t i = 0; i < p->n_started; i++) pthread_join(p->workers[i].thread, NULL);
-    p->n_started = 0;
-}
-
-static void rfi_pool_destroy(rfi_pool *p) {
-    rfi_pool_stop(p);
     rfi_free(&p->alloc, p->workers);
     rfi_monitor_destroy(&p->monitor);
     pthread_mutex_destroy(&p->busy);
@@ -4855,8 +4848,7 @@ static void rfi_memory_place(rfi_store *s, uint32_t from, uint64_t target) { /* 
 /* Have the memory of a tensor that is about to load. A slab that cannot be allocated is cut into smaller ones; the
  * first failure is the one reported. */
 static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) { /* locked, yields */
-    rf_error why;
-    rfi_clear(&why);
+    rf_error why = {0};
     if (t->in_place) return RF_OK;
     rf_result r = s->memory.scratch.size_bytes ? rfi_slab_create(s, &s->memory.scratch, err) : RF_OK;
     if (r != RF_OK) return r;
@@ -4866,10 +4858,8 @@ static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) {
         if (slab != rfi_tensor_slab(s, t)) continue; /* another thread has cut it meanwhile */
         if (r == RF_OK) return RF_OK;
         if (!rfi_is_resident(t) || slab->mem.base || slab->size_bytes == t->bytes ||
-            s->memory.n_slabs == RFI_MAX_SLABS) {
-            if (err && err->code == RF_OK) *err = why;
-            return r;
-        }
+            s->memory.n_slabs == RFI_MAX_SLABS)
+            return rfi_fail_with(err, &why);
         rfi_memory_place(s, t->slab, slab->size_bytes / 2);
     }
 }
@@ -4906,8 +4896,8 @@ static int rfi_tensor_evict(rfi_store *s, uint32_t slot) { /* locked */
 /* A copy of a READY tensor failed: nobody can pin it any more, its users learn it from the failed run. */
 static void rfi_tensor_break(rfi_store *s, uint32_t slot, const rf_error *why) { /* locked */
     rfi_tensor *t = &s->tensors[slot];
-    if (t->loading && t->err.code == RF_OK) t->err = *why;
-    if (t->streamed && s->stream.err.code == RF_OK) s->stream.err = *why;
+    if (t->loading) rfi_fail_with(&t->err, why);
+    if (t->streamed) rfi_fail_with(&s->stream.err, why);
     if (!t->loading && rfi_cell_break(&t->cell)) atomic_fetch_add(&s->stats.failures, 1);
     rfi_store_changed(s);
 }
@@ -4915,9 +4905,8 @@ static void rfi_tensor_break(rfi_store *s, uint32_t slot, const rf_error *why) {
 /* Did the copy of a READY tensor succeed? Asked when a run that waited for it has finished. */
 static rf_result rfi_tensor_arrived(rfi_store *s, uint32_t slot, rf_error *err) {
     rfi_tensor *t = &s->tensors[slot];
-    rf_error own;
-    rfi_clear(&own);
     if (atomic_load_explicit(&t->arrived, memory_order_acquire)) return RF_OK;
+    rf_error own = {0};
     if (s->device->api->ticket_wait(&t->written, RFI_WAIT_MS, &own) == RF_OK) {
         atomic_store_explicit(&t->arrived, 1, memory_order_release);
         return RF_OK;
@@ -5071,7 +5060,7 @@ static void rfi_job_end(rfi_store *s, rfi_tensor *t) { /* locked */
     if (!ok) {
         rfi_tensor_drop(s, t);
         atomic_fetch_add(&s->stats.failures, 1);
-        if (t->streamed && s->stream.err.code == RF_OK) s->stream.err = t->err;
+        if (t->streamed) rfi_fail_with(&s->stream.err, &t->err);
     } else {
         atomic_store(&t->arrived, (uint8_t)(t->written.value == 0));
         t->pinned_filled = t->pinned != NULL;
@@ -5116,8 +5105,7 @@ static void rfi_loader_cancel(rfi_store *s) { /* locked */
 
 /* Wait for the copy that reads a staging buffer, and have the buffer. */
 static void rfi_staging_finish(rfi_store *s, rfi_staging *b) { /* locked, yields */
-    rf_error own;
-    rfi_clear(&own);
+    rf_error own = {0};
     b->state = RFI_STAGING_FILLING;
     rfi_monitor_unlock(&s->monitor);
     rf_result r = s->device->api->ticket_wait(&b->ticket, RFI_WAIT_MS, &own);
@@ -5130,8 +5118,7 @@ static void rfi_staging_finish(rfi_store *s, rfi_staging *b) { /* locked, yields
 static rf_result rfi_staging_take(rfi_store *s, rfi_staging **out, rf_error *err) { /* locked, yields */
     const rf_device_api *api = s->device->api;
     const uint64_t bytes = rfi_max_u64(RFI_STAGING_BYTES, s->row_bytes_max);
-    rf_error why;
-    rfi_clear(&why);
+    rf_error why = {0};
     for (;;) {
         rfi_staging *oldest = NULL, *absent = NULL;
         uint32_t n_filling = 0;
@@ -5160,8 +5147,7 @@ static rf_result rfi_staging_take(rfi_store *s, rfi_staging **out, rf_error *err
             if (r == RF_OK) return RF_OK;
             absent->state = RFI_STAGING_ABSENT;
         } else if (n_filling == 0) {
-            if (err && err->code == RF_OK) *err = why;
-            return why.code;
+            return rfi_fail_with(err, &why);
         } else {
             rfi_monitor_wait(&s->monitor);
         }
@@ -5237,10 +5223,9 @@ static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *tic
 static void rfi_piece_load(rfi_store *s, rfi_piece *p) { /* locked, yields */
     rfi_tensor *t = p->t;
     const rf_plan_weight *w = rfi_tensor_weight(s, t);
-    rf_error err;
+    rf_error err = {0};
     rf_ticket ticket = {0};
     rf_result r;
-    rfi_clear(&err);
     p->thread = pthread_self();
     p->next = s->loader.pieces;
     s->loader.pieces = p;
@@ -5255,7 +5240,7 @@ static void rfi_piece_load(rfi_store *s, rfi_piece *p) { /* locked, yields */
     rfi_piece **at = &s->loader.pieces;
     while (*at != p) at = &(*at)->next;
     *at = p->next;
-    if (r != RF_OK && t->err.code == RF_OK) t->err = err;
+    if (r != RF_OK) rfi_fail_with(&t->err, &err);
     if (ticket.value > t->written.value) t->written = ticket;
     t->n_busy--;
     rfi_job_end_if_done(s, t);
@@ -5378,8 +5363,7 @@ static rf_result rfi_tensor_load(void *ctx, rf_error *err) {
         if (rfi_piece_take(s, t, &piece)) rfi_piece_run(s, &piece);
         else if (t->loading) rfi_monitor_wait(&s->monitor);
     }
-    if (t->err.code != RF_OK && err) *err = t->err;
-    rf_result r = t->err.code;
+    rf_result r = rfi_fail_with(err, &t->err);
     rfi_monitor_unlock(&s->monitor);
     return r;
 }
@@ -5467,8 +5451,7 @@ static int rfi_stream_free_oldest(rfi_store *s) { /* locked, yields */
     rfi_stream *q = &s->stream;
     if (q->n_freed == q->n_used || q->freeing) return 0;
     rfi_tensor *t = &s->tensors[q->uses[q->n_freed % q->n_uses]];
-    rf_error err;
-    rfi_clear(&err);
+    rf_error err = {0};
     q->freeing = 1;
     rfi_monitor_unlock(&s->monitor);
     const rf_device_api *api = s->device->api;
@@ -5476,7 +5459,7 @@ static int rfi_stream_free_oldest(rfi_store *s) { /* locked, yields */
     if (r == RF_OK) r = api->ticket_wait(&t->written, RFI_WAIT_MS, &err);
     rfi_monitor_lock(&s->monitor);
     q->freeing = 0;
-    if (r != RF_OK && q->err.code == RF_OK) q->err = err;
+    rfi_fail_with(&q->err, &err);
     int freed = rfi_tensor_evict(s, rfi_tensor_slot(s, t));
     q->n_freed += (uint64_t)freed;
     if (freed) rfi_store_changed(s);
@@ -5522,12 +5505,9 @@ static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, ui
         uint64_t seen = s->n_changes;
         int working = rfi_loader_next(s, 0, &piece);
         if (working) rfi_piece_run(s, &piece);
-        if (q->err.code != RF_OK) {
-            if (err && err->code == RF_OK) *err = q->err;
-            r = q->err.code;
-        } else if (!working && !(q->n_loaded > q->n_used + n_held && rfi_cell_is_ready(&t->cell))) {
+        r = rfi_fail_with(err, &q->err);
+        if (r == RF_OK && !working && !(q->n_loaded > q->n_used + n_held && rfi_cell_is_ready(&t->cell)))
             rfi_store_wait_change(s, seen);
-        }
     }
     rfi_monitor_unlock(&s->monitor);
     atomic_fetch_add_explicit(waited ? &s->stats.misses : &s->stats.hits, 1, memory_order_relaxed);
@@ -5585,10 +5565,7 @@ static rf_result rfi_stream_arrived(rfi_store *s, rf_result r, rf_error *err) {
         memset(&t->last_use, 0, sizeof t->last_use);
         if (q->err.code == RF_OK) s->device->api->ticket_wait(&t->written, RFI_WAIT_MS, &q->err);
     }
-    if (r == RF_OK && q->err.code != RF_OK) {
-        r = q->err.code;
-        if (err && err->code == RF_OK) *err = q->err;
-    }
+    if (r == RF_OK) r = rfi_fail_with(err, &q->err);
     rfi_monitor_unlock(&s->monitor);
     return r;
 }
@@ -6177,12 +6154,11 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
 static uint64_t rfi_budget_limit(const rfi_store *s, uint64_t *others) { /* device.monitor held */
     const rf_device *d = s->device;
     uint64_t limit = d->budget_bytes;
-    rf_device_info info;
+    rf_device_info info = {0};
     *others = 0;
     for (const rfi_store *o = d->stores; o; o = o->next)
         if (o != s && o->share.placed) *others += o->share.size_bytes;
     if (limit == 0) {
-        memset(&info, 0, sizeof info);
         limit = UINT64_MAX;
         if (d->api->device_info(d->dev, &info, NULL) == RF_OK && info.is_gpu && info.free_bytes)
             limit = (info.free_bytes + atomic_load(&d->weight_bytes)) / 32 * 31; /* a little stays for the driver */
@@ -13014,7 +12990,7 @@ enum { RFI_ZEROED, RFI_RAW, RFI_PINNED };
     X(RFI_ZEROED, uint32_t, held_streamed, rfi_plan_uses(&m->plan)) /* [n_held_streamed] slots of the segment      */  \
     X(RFI_ZEROED, uint32_t, rows_of, m->config.moe.n_experts) /* rows that chose each expert of the layer          */  \
     X(RFI_ZEROED, uint32_t, frames, m->config.moe.n_experts)  /* frames held of held_layer's experts, or RF_NONE   */  \
-    X(RFI_PINNED, int32_t, route, rfi_route_width(m) * d->n_batch) /* ids, weights of a ROUTE; NULL: no experts    */  \
+    X(RFI_PINNED, int32_t, route, 2ull * m->config.moe.n_used * d->n_batch) /* ids, weights; NULL: no experts      */  \
     /* sequences */                                                                                                    \
     X(RFI_RAW, int32_t, tokens, (uint64_t)d->n_seq_max * d->n_ctx) /* -1 where a row came as floats                */  \
     X(RFI_ZEROED, uint32_t, lengths, d->n_seq_max)      /* tokens held                                             */  \
@@ -13067,16 +13043,10 @@ static uint32_t rfi_session_n_slots(const rf_model *m, const rf_session_desc *d)
     return m->config.recurrent.kind ? d->n_snapshots + 3 : 0;
 }
 
-/* Values of a row of the widest ROUTE: ids and weights. */
-static uint64_t rfi_route_width(const rf_model *m) {
-    return m->config.moe.n_experts ? 2ull * m->config.moe.n_used : 0;
-}
-
 /* Fill in the defaults of a desc. */
 static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *desc, rf_session_desc *out,
                                      rf_error *err) {
-    if (desc) *out = *desc;
-    else memset(out, 0, sizeof *out);
+    *out = desc ? *desc : (rf_session_desc){0};
     if (out->n_ctx == 0) out->n_ctx = (uint32_t)rfi_min_u64(m->config.n_ctx_train, 4096);
     if (out->n_seq_max == 0) out->n_seq_max = 1;
     uint64_t cells = (uint64_t)out->n_ctx * out->n_seq_max;
@@ -13450,15 +13420,20 @@ static rf_result rfi_eval_check(rf_session *s, const rf_token_row *rows, uint32_
     return RF_OK;
 }
 
-/* Count how many of the step's rows chose each expert of an op, into s->rows_of. Reading the route waits for the
- * segment before, which computes it, and so for everything submitted to the queue so far. */
-static rf_result rfi_eval_read_route(rf_session *s, const rf_op *op, uint32_t n_rows, rf_error *err) {
+/* Read bytes of the scratch memory after all that was submitted to the queue so far. */
+static rf_result rfi_session_read(rf_session *s, uint64_t at, void *dst, uint64_t n_bytes, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
-    const uint32_t width = s->m->plan.buffers[op->in2].width;
     rf_ticket ticket = {0};
-    rf_result r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[op->in2], s->route,
-                                (uint64_t)n_rows * width * sizeof *s->route, &ticket, err);
-    if (r == RF_OK) r = api->ticket_wait(&ticket, RFI_WAIT_MS, err);
+    rf_result r = api->mem_read(s->queue, &s->scratch, at, dst, n_bytes, &ticket, err);
+    return r == RF_OK ? api->ticket_wait(&ticket, RFI_WAIT_MS, err) : r;
+}
+
+/* Count how many of the step's rows chose each expert of an op, into s->rows_of. Reading the route waits for the
+ * segment before, which computes it. */
+static rf_result rfi_eval_read_route(rf_session *s, const rf_op *op, uint32_t n_rows, rf_error *err) {
+    const uint32_t width = s->m->plan.buffers[op->in2].width;
+    rf_result r = rfi_session_read(s, s->buffer_offset[op->in2], s->route, (uint64_t)n_rows * width * sizeof *s->route,
+                                   err);
     memset(s->rows_of, 0, op->experts.n_experts * sizeof *s->rows_of);
     for (uint64_t k = 0; r == RF_OK && k < (uint64_t)n_rows * op->experts.n_used; k++) {
         const int32_t id = s->route[k / op->experts.n_used * width + k % op->experts.n_used];
@@ -13510,7 +13485,7 @@ struct rfi_fallback {
     uint32_t *segment_ops;
     uint32_t n_segments;
     rf_mem scratch;
-    float *in, *x; /* pinned, [RFI_FALLBACK_ROWS, n_embd]: input of the experts, residual stream */
+    float *in, *x; /* in one pinned block, [RFI_FALLBACK_ROWS, n_embd]: input of the experts, residual stream */
     uint8_t is_fallback[RF_MAX_EXPERTS]; /* 1: the CPU computes it in this step */
     uint32_t row[RFI_FALLBACK_PAIRS];    /* of the step, for each pair          */
     rf_step_row rows[RFI_FALLBACK_PAIRS];
@@ -13525,7 +13500,6 @@ static void rfi_fallback_close(rf_session *s) {
     if (a->table) rfi_cpu_api.table_release(a->table);
     if (a->scratch.base) rfi_cpu_api.mem_release(a->dev, &a->scratch);
     if (a->in) d->api->host_release(d->dev, a->in);
-    if (a->x) d->api->host_release(d->dev, a->x);
     rfi_free(alloc, a->ops);
     rfi_free(alloc, a->buffers);
     rfi_free(alloc, a->buffer_offset);
@@ -13622,7 +13596,7 @@ static rf_result rfi_fallback_open(rf_session *s, rf_error *err) {
     const rf_allocator *alloc = rfi_session_allocator(s);
     const rf_plan *plan = &s->m->plan;
     rf_device *d = s->m->device;
-    const uint64_t bytes = (uint64_t)RFI_FALLBACK_ROWS * plan->n_embd * sizeof(float);
+    const uint64_t n = (uint64_t)RFI_FALLBACK_ROWS * plan->n_embd;
     if (s->m->store->desc.expert_cpu_below == 0 || s->m->store->cache.n_layers == 0) return RF_OK;
     rfi_fallback *a = s->fallback = (rfi_fallback *)rfi_alloc(alloc, 1, sizeof *a, "experts on the CPU", err);
     if (!a) return RF_ERR_MEMORY;
@@ -13632,18 +13606,17 @@ static rf_result rfi_fallback_open(rf_session *s, rf_error *err) {
         (uint64_t *)rfi_alloc(alloc, plan->n_buffers, sizeof *a->buffer_offset, "experts on the CPU", err);
     a->segment_ops = (uint32_t *)rfi_alloc(alloc, plan->n_ops, sizeof *a->segment_ops, "experts on the CPU", err);
     if (!a->ops || !a->buffers || !a->buffer_offset || !a->segment_ops) return RF_ERR_MEMORY;
-    void *in = NULL, *x = NULL;
+    void *in = NULL;
     rf_result r = rfi_fallback_plan(s, err);
     const uint64_t scratch_bytes = a->scratch.size_bytes;
     if (r == RF_OK) r = rfi_device_fallback(d, &a->dev, err);
     if (r == RF_OK) r = rfi_cpu_api.mem_create(a->dev, scratch_bytes, &a->scratch, err);
     if (r == RF_OK) r = rfi_cpu_api.table_create(a->dev, &a->plan, &a->table, err);
     if (r == RF_OK) r = rfi_fallback_weights(s, err);
-    if (r == RF_OK) r = d->api->host_create(d->dev, bytes, &in, err);
-    a->in = (float *)in;
-    if (r == RF_OK) r = d->api->host_create(d->dev, bytes, &x, err);
-    a->x = (float *)x;
+    if (r == RF_OK) r = d->api->host_create(d->dev, 2 * n * sizeof(float), &in, err);
     if (r != RF_OK) return r;
+    a->in = (float *)in;
+    a->x = a->in + n;
     const rf_plan_bind bind = {.plan = &a->plan, .table = a->table, .scratch = a->scratch, .n_ctx = 1, .n_seq = 1,
                                .buffer_offset = a->buffer_offset, .n_batch = RFI_FALLBACK_PAIRS, .n_logits = 1};
     return rfi_cpu_api.plan_prepare(a->dev, &bind, a->segment_ops, &a->n_segments, &a->prepared, err);
@@ -13772,14 +13745,12 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
         if (t->streamed) {
             r = rfi_stream_pin(store, slot, s->n_held_streamed, s->loading_cancels, err);
             if (r == RF_OK) s->held_streamed[s->n_held_streamed++] = slot;
-        } else if (s->is_expert[slot] && !s->chosen[slot]) {
-            continue;
-        } else if (!s->pinned[slot]) {
+        } else if (s->pinned[slot] || (s->is_expert[slot] && !s->chosen[slot])) {
+            continue; /* an earlier micro-batch that pinned it has also waited for its copy */
+        } else {
             r = rfi_store_pin(store, slot, s->loading_cancels, err);
             if (r == RF_OK) s->pinned[slot] = 1;
             if (r == RF_OK && !t->cached) s->held[s->n_held++] = slot;
-        } else {
-            continue; /* pinned by an earlier micro-batch, which also waited for its copy */
         }
         if (r == RF_OK && !atomic_load_explicit(&t->arrived, memory_order_acquire) && t->written.value > written.value)
             written = t->written;
@@ -13885,15 +13856,6 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
     return r == RF_OK ? waited : r;
 }
 
-/* Read the rows of a logits buffer that the last eval filled. */
-static rf_result rfi_eval_read(rf_session *s, uint32_t buffer, void *dst, uint32_t n_rows, rf_error *err) {
-    const rf_device_api *api = s->m->device->api;
-    uint64_t row_bytes = (uint64_t)s->m->plan.buffers[buffer].width * sizeof(float);
-    rf_ticket ticket = {0};
-    rf_result r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[buffer], dst, n_rows * row_bytes, &ticket, err);
-    return r == RF_OK ? api->ticket_wait(&ticket, RFI_WAIT_MS, err) : r;
-}
-
 /* Positions up to `end` were written: a ring may have overwritten what a shorter sequence would need. */
 static void rfi_session_raise_min_keep(rf_session *s, uint32_t seq, uint32_t end) {
     for (uint32_t i = 0; i < s->m->plan.n_states; i++) {
@@ -13962,10 +13924,12 @@ static rf_result rfi_session_row(rf_session *s, uint32_t i, float **out, rf_erro
     *out = NULL;
     if (i >= s->n_logits)
         return rfi_fail(err, RF_ERR_ARGUMENT, i, "logits row %u: the last rf_session_eval gave %u", i, s->n_logits);
-    rf_result r = s->logits_copied ? RF_OK : rfi_eval_read(s, s->m->plan.logits, s->logits, s->n_logits, err);
+    const uint64_t n_vocab = s->m->plan.n_vocab, at = s->buffer_offset[s->m->plan.logits];
+    rf_result r = RF_OK;
+    if (!s->logits_copied) r = rfi_session_read(s, at, s->logits, s->n_logits * n_vocab * sizeof *s->logits, err);
     if (r != RF_OK) return r;
     s->logits_copied = 1;
-    *out = s->logits + (uint64_t)i * s->m->plan.n_vocab;
+    *out = s->logits + i * n_vocab;
     return RF_OK;
 }
 
@@ -14056,6 +14020,19 @@ static uint64_t rfi_state_row_bytes(const rf_session *s, const rf_plan_state *st
     return rf_cache_row_bytes(s->desc.cache_type, values ? st->head_dim_v : st->head_dim);
 }
 
+/* Offset of a sequence's cells in a KV cache, by heads: the keys', then the values'. *row: bytes of a cell. */
+static uint64_t rfi_state_head(const rf_session *s, uint32_t state, int32_t seq, uint32_t head, uint64_t *row) {
+    const rf_plan_state *st = &s->m->plan.states[state];
+    const uint64_t n_cells = s->state_cells[state], heads = (uint64_t)s->desc.n_seq_max * st->n_kv_heads;
+    uint64_t at = s->state_offset[state], keys;
+    *row = rfi_state_row_bytes(s, st, 0);
+    if (head >= st->n_kv_heads) {
+        rfi_place(&at, &keys, n_cells * heads, *row, 1);
+        *row = rfi_state_row_bytes(s, st, 1);
+    }
+    return at + ((uint64_t)(uint32_t)seq * st->n_kv_heads + head % st->n_kv_heads) * n_cells * *row;
+}
+
 ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst, rf_error *err) {
     rfi_clear(err);
     rf_result r = rfi_session_check_seq(s, src, "rf_session_copy", err);
@@ -14067,7 +14044,6 @@ ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst,
     rfi_session_cut(s, (uint32_t)dst, 0, NULL); /* a failure in the middle leaves it empty */
     for (uint32_t i = 0; i < s->m->plan.n_states; i++) {
         const rf_plan_state *st = &s->m->plan.states[i];
-        uint64_t at = s->state_offset[i], k_end = 0, v_at = 0, n_cells = s->state_cells[i];
         if (st->width && n) {
             const uint32_t snapshot = rfi_snapshot_find(s, (uint32_t)src, (uint32_t)n);
             const rf_mem_at to = {&s->state, rfi_snapshot_offset(s, i, (uint32_t)dst * s->n_slots + 1)},
@@ -14075,15 +14051,11 @@ ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst,
             r = api->mem_copy(s->queue, to, from, 4ull * st->width, &ticket, err);
         }
         if (r != RF_OK) return r;
-        rfi_place(&k_end, &v_at, n_cells * s->desc.n_seq_max * st->n_kv_heads, rfi_state_row_bytes(s, st, 0), 1);
-        for (uint32_t h = 0; h < st->n_kv_heads * 2 && n; h++) { /* heads of the keys, then of the values */
-            int values = h >= st->n_kv_heads;
-            uint64_t row = rfi_state_row_bytes(s, st, values), cell = n_cells * row,
-                     head = values ? h - st->n_kv_heads : h;
-            uint64_t base = at + (values ? k_end : 0);
-            const rf_mem_at to = {&s->state, base + ((uint64_t)(uint32_t)dst * st->n_kv_heads + head) * cell},
-                            from = {&s->state, base + ((uint64_t)(uint32_t)src * st->n_kv_heads + head) * cell};
-            r = api->mem_copy(s->queue, to, from, rfi_min_u64(n, n_cells) * row, &ticket, err);
+        for (uint32_t h = 0; h < st->n_kv_heads * 2 && n; h++) {
+            uint64_t row;
+            const rf_mem_at to = {&s->state, rfi_state_head(s, i, dst, h, &row)},
+                            from = {&s->state, rfi_state_head(s, i, src, h, &row)};
+            r = api->mem_copy(s->queue, to, from, rfi_min_u64(n, s->state_cells[i]) * row, &ticket, err);
             if (r != RF_OK) return r;
         }
     }
@@ -14108,12 +14080,9 @@ static uint32_t rfi_plan_hidden(const rf_plan *p) {
 
 /* Read n <= n_batch hidden rows into s->embeddings, which is pinned and not in use between evals. */
 static rf_result rfi_session_hidden_part(rf_session *s, uint32_t first, uint32_t n, rf_error *err) {
-    const rf_device_api *api = s->m->device->api;
-    uint64_t row_bytes = (uint64_t)s->m->plan.n_embd * sizeof(float);
-    uint64_t at = s->buffer_offset[rfi_plan_hidden(&s->m->plan)] + first * row_bytes;
-    rf_ticket ticket = {0};
-    rf_result r = api->mem_read(s->queue, &s->scratch, at, s->embeddings, n * row_bytes, &ticket, err);
-    return r == RF_OK ? api->ticket_wait(&ticket, RFI_WAIT_MS, err) : r;
+    const uint64_t row_bytes = (uint64_t)s->m->plan.n_embd * sizeof(float);
+    const uint64_t at = s->buffer_offset[rfi_plan_hidden(&s->m->plan)] + first * row_bytes;
+    return rfi_session_read(s, at, s->embeddings, n * row_bytes, err);
 }
 
 ROCMFORGE_API rf_result rf_session_hidden(rf_session *s, uint32_t first, uint32_t n, float *out, rf_error *err) {
@@ -14247,12 +14216,11 @@ static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens, uint32
     h.min_keep = min_keep;
     h.shapes = rfi_plan_hash(p);
     h.total_bytes = sizeof h + 4 * (uint64_t)n_tokens + 8;
-    for (uint32_t i = 0; i < p->n_states; i++)
-        if (n_tokens) h.total_bytes += 4ull * p->states[i].width;
-    for (uint32_t i = 0; i < p->n_states; i++)
-        for (int v = 0; v < 2; v++)
-            h.total_bytes += (uint64_t)(n_tokens - rfi_saved_first(&h, &p->states[i])) * p->states[i].n_kv_heads *
-                             rfi_state_row_bytes(s, &p->states[i], v);
+    for (const rf_plan_state *st = p->states; st < p->states + p->n_states; st++) {
+        const uint64_t cells = (uint64_t)(n_tokens - rfi_saved_first(&h, st)) * st->n_kv_heads;
+        if (n_tokens) h.total_bytes += 4ull * st->width;
+        h.total_bytes += cells * (rfi_state_row_bytes(s, st, 0) + rfi_state_row_bytes(s, st, 1));
+    }
     return h;
 }
 
@@ -14326,17 +14294,11 @@ static rf_result rfi_saving_body(rfi_saving *w, int32_t seq, const rfi_saved *he
                          p->n_vocab - 1);
     for (uint32_t i = 0; r == RF_OK && i < p->n_states; i++) {
         const rf_plan_state *st = &p->states[i];
-        const uint32_t n_cells = s->state_cells[i];
         const rfi_span positions = {rfi_saved_first(header, st), n};
-        uint64_t at = s->state_offset[i], cells = (uint64_t)n_cells * s->desc.n_seq_max * st->n_kv_heads;
         if (st->width && n) r = rfi_saving_bytes(w, rfi_snapshot_offset(s, i, slot), 4ull * st->width);
-        for (int values = 0; r == RF_OK && values < 2; values++) {
-            uint64_t row = rfi_state_row_bytes(s, st, values), first, end = at;
-            rfi_place(&end, &first, cells, row, 1);
-            for (uint32_t h = 0; r == RF_OK && h < st->n_kv_heads; h++)
-                r = rfi_saving_head(w, at + ((uint64_t)(uint32_t)seq * st->n_kv_heads + h) * n_cells * row, row,
-                                    n_cells, positions);
-            at = end;
+        for (uint32_t h = 0; r == RF_OK && h < st->n_kv_heads * 2; h++) {
+            uint64_t row, at = rfi_state_head(s, i, seq, h, &row);
+            r = rfi_saving_head(w, at, row, s->state_cells[i], positions);
         }
     }
     uint64_t want = w->hash, found = want;
@@ -16957,22 +16919,17 @@ static double rfi_random(uint64_t state[2]) {
 
 /* ---- the sampler ---- */
 
-/* Read a number of general.sampling: lo to hi, an integer if `whole`; *found is 0 if there is none. */
-static rf_result rfi_sampling_key(const rf_gguf *g, const char *name, double lo, double hi, int whole, double *out,
-                                  int *found, rf_error *err) {
-    rf_kv kv;
+/* Read a number of general.sampling: lo to hi, an integer if `whole`. Returns 1 if the file has it. */
+static int rfi_sampling_key(rfi_key_reader *k, const char *name, double lo, double hi, int whole, double *out) {
     int64_t n = 0;
-    *found = rf_gguf_find_kv(g, name, &kv, NULL) == RF_OK;
-    if (!*found) return RF_OK;
-    int is_number = kv.type != RF_KV_ARRAY && kv.type != RF_KV_BOOL;
-    if (is_number && rf_kv_int(&kv, 0, &n, NULL) == RF_OK) *out = (double)n;
-    else if (!is_number || whole || rf_kv_real(&kv, 0, out, NULL) != RF_OK)
-        return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want a %snumber, found %s",
-                        rfi_gguf_path(g), name, (unsigned long long)kv.where, whole ? "whole " : "",
-                        rfi_kv_type_name(kv.type));
-    if (*out >= lo && *out <= hi) return RF_OK;
-    return rfi_fail(err, RF_ERR_FORMAT, kv.where, "%s: %s at byte %llu: want %g to %g, found %g", rfi_gguf_path(g),
-                    name, (unsigned long long)kv.where, lo, hi, *out);
+    if (!rfi_key_read(k, name, 0)) return 0;
+    const int is_number = k->kv.type != RF_KV_ARRAY && k->kv.type != RF_KV_BOOL;
+    if (is_number && rf_kv_int(&k->kv, 0, &n, NULL) == RF_OK) *out = (double)n;
+    else if (!is_number || whole || rf_kv_real(&k->kv, 0, out, NULL) != RF_OK)
+        rfi_key_fail(k, RF_ERR_FORMAT, "want a %snumber, found %s", whole ? "whole " : "",
+                     rfi_kv_type_name(k->kv.type));
+    if (!(*out >= lo && *out <= hi)) rfi_key_fail(k, RF_ERR_FORMAT, "want %g to %g, found %g", lo, hi, *out);
+    return 1;
 }
 
 ROCMFORGE_API rf_result rf_sampler_defaults(const rf_gguf *g, rf_sampler_desc *out, rf_error *err) {
@@ -16986,10 +16943,10 @@ ROCMFORGE_API rf_result rf_sampler_defaults(const rf_gguf *g, rf_sampler_desc *o
     rfi_clear(err);
     if (out) memset(out, 0, sizeof *out);
     if (!g || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_sampler_defaults: file or out is NULL");
-    for (int i = 0; i < N; i++) {
-        rf_result r = rfi_sampling_key(g, keys[i].name, keys[i].lo, keys[i].hi, keys[i].whole, &v[i], &found[i], err);
-        if (r != RF_OK) return r;
-    }
+    rfi_key_reader k = {.g = g, .err = err};
+    for (int i = 0; i < N; i++)
+        found[i] = rfi_sampling_key(&k, keys[i].name, keys[i].lo, keys[i].hi, keys[i].whole, &v[i]);
+    if (k.result != RF_OK) return k.result;
     out->temperature = (float)v[TEMP];
     out->top_k = v[TOP_K] > 0 ? (uint32_t)v[TOP_K] : 0; /* 0 and less: all tokens */
     out->top_p = (float)v[TOP_P];
@@ -17366,10 +17323,9 @@ static rf_result rfi_hip(const rf_device_api **out, rf_error *err) {
 }
 
 ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, uint32_t *count, rf_error *err) {
-    rf_error hip_err;
+    rf_error hip_err = {0};
     uint32_t n = 0;
     rfi_clear(err);
-    rfi_clear(&hip_err);
     if (!count || (!out && capacity))
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_device_list: out or count is NULL");
     const rf_device_api *hip;
@@ -17406,10 +17362,9 @@ static int rfi_hip_index(const char *name) {
 
 /* Open the first usable GPU, else the CPU; d->note says why not a GPU. The list marks integrated GPUs as not usable. */
 static rf_result rfi_device_open_auto(rf_device *d, const rf_device_desc *desc, rf_error *err) {
-    rf_error why;
+    rf_error why = {0};
     rf_device_info info[16];
     uint32_t n = 0;
-    rfi_clear(&why);
     const rf_device_api *hip;
     if (rfi_hip(&hip, &why) == RF_OK && hip->device_list(info, (uint32_t)RFI_COUNT(info), &n, &why) == RF_OK) {
         for (uint32_t i = 0; i < n && i < RFI_COUNT(info); i++) {
@@ -17442,12 +17397,10 @@ static rf_result rfi_device_open_named(rf_device *d, const char *name, const rf_
 }
 
 ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *desc, rf_device **out, rf_error *err) {
-    rf_device_desc resolved;
+    rf_device_desc resolved = desc ? *desc : (rf_device_desc){0};
     rfi_clear(err);
     if (!out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_device_open: out is NULL");
     *out = NULL;
-    if (desc) resolved = *desc;
-    else memset(&resolved, 0, sizeof resolved);
     rf_result r = rfi_check_allocator(&resolved.allocator, &resolved.allocator, err);
     if (r != RF_OK) return r;
     rf_device *d = (rf_device *)rfi_alloc(&resolved.allocator, 1, sizeof *d, "a device", err);
@@ -17486,8 +17439,7 @@ ROCMFORGE_API const rf_device_api *rf_device_get_api(const rf_device *d, rf_dev 
 }
 
 ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d) {
-    rf_device_info info;
-    memset(&info, 0, sizeof info);
+    rf_device_info info = {0};
     if (!d) return info;
     if (d->api->device_info(d->dev, &info, NULL) != RF_OK) info.lost = 1;
     if (d->note[0]) memcpy(info.note, d->note, sizeof info.note);
@@ -17528,7 +17480,6 @@ static rf_result rfi_model_store(rf_model *m, const rf_model_desc *desc, rf_erro
 }
 
 static rf_result rfi_model_build(rf_model *m, const rf_model_desc *desc, rf_error *err) {
-    const rf_allocator *alloc = rfi_gguf_allocator(m->g);
     if (desc->load_policy > RF_LOAD_CRITICAL_FIRST || desc->stream_policy > RF_STREAM_LRU ||
         desc->expert_policy > RF_EXPERTS_STATIC)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0,
@@ -17539,10 +17490,8 @@ static rf_result rfi_model_build(rf_model *m, const rf_model_desc *desc, rf_erro
     rfi_key_text(&k, "general.name", &m->name);
     rf_result r = k.result;
     if (r == RF_OK && desc->pre_tokenizer) {
-        size_t n = strlen(desc->pre_tokenizer) + 1;
-        m->pre_tokenizer = (char *)rfi_alloc(alloc, n, 1, "a name", err);
+        m->pre_tokenizer = rfi_copy_text(rfi_gguf_allocator(m->g), desc->pre_tokenizer, "a name", err);
         if (!m->pre_tokenizer) r = RF_ERR_MEMORY;
-        else memcpy(m->pre_tokenizer, desc->pre_tokenizer, n);
     }
     return r == RF_OK ? rfi_model_store(m, desc, err) : r;
 }
@@ -17594,8 +17543,7 @@ ROCMFORGE_API rf_result rf_model_close(rf_model *m, rf_error *err) {
 }
 
 ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m) {
-    rf_model_info info;
-    memset(&info, 0, sizeof info);
+    rf_model_info info = {0};
     if (!m) return info;
     info.arch = m->config.arch->name;
     info.name = m->name;
@@ -17692,20 +17640,17 @@ ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err) {
 }
 
 ROCMFORGE_API void rf_model_cancel_loading(rf_model *m) {
-    if (!m) return;
-    rfi_store_cancel(m->store);
+    if (m) rfi_store_cancel(m->store);
 }
 
 ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m) {
-    rf_loading_stats st;
-    memset(&st, 0, sizeof st);
+    rf_loading_stats st = {0};
     if (m) rfi_store_get_stats(m->store, &st);
     return st;
 }
 
 ROCMFORGE_API rf_expert_stats rf_model_get_expert_stats(const rf_model *m, uint32_t layer) {
-    rf_expert_stats st;
-    memset(&st, 0, sizeof st);
+    rf_expert_stats st = {0};
     if (m) rfi_cache_get_stats(m->store, layer, &st);
     return st;
 }
