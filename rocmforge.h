@@ -3003,17 +3003,25 @@ static void rfi_gguf_resume(rfi_gguf_reader *r, rf_string name) {
 /* Bytes that the file has after the cursor. */
 static uint64_t rfi_gguf_left(const rfi_gguf_reader *r) { return r->part->size_bytes - r->at; }
 
+/* Move the metadata to a buffer of n bytes. */
+static int rfi_gguf_resize(rfi_gguf_reader *r, uint64_t n) {
+    rfi_gguf_part *part = r->part;
+    unsigned char *bytes = (unsigned char *)rfi_alloc(&r->g->allocator, n, 1, "GGUF metadata", r->err);
+    if (!bytes) return r->rc = RF_ERR_MEMORY, 0;
+    part->n_loaded = rfi_min_u64(part->n_loaded, n);
+    if (part->n_loaded) memcpy(bytes, part->owned, (size_t)part->n_loaded);
+    rfi_free(&r->g->allocator, part->owned);
+    part->meta = part->owned = bytes;
+    return 1;
+}
+
 /* Have the part's first `need` bytes in memory. The buffer doubles: both buffers together hold at most 3 x need. */
 static int rfi_gguf_load(rfi_gguf_reader *r, uint64_t need) {
     rfi_gguf_part *part = r->part;
     uint64_t n = rfi_max_u64(rfi_max_u64(need, part->n_loaded * 2), RFI_GGUF_FIRST_READ);
     n = rfi_min_u64(n, part->size_bytes);
-    unsigned char *bytes = (unsigned char *)rfi_alloc(&r->g->allocator, n, 1, "GGUF metadata", r->err);
-    if (!bytes) return r->rc = RF_ERR_MEMORY, 0;
-    if (part->n_loaded) memcpy(bytes, part->owned, (size_t)part->n_loaded);
-    rfi_free(&r->g->allocator, part->owned);
-    part->meta = part->owned = bytes;
-    r->rc = rfi_gguf_read(r->g, part, part->n_loaded, bytes + part->n_loaded, n - part->n_loaded, r->err);
+    if (!rfi_gguf_resize(r, n)) return 0;
+    r->rc = rfi_gguf_read(r->g, part, part->n_loaded, part->owned + part->n_loaded, n - part->n_loaded, r->err);
     part->n_loaded = r->rc == RF_OK ? n : 0;
     return r->rc == RF_OK;
 }
@@ -3187,9 +3195,8 @@ static int rfi_gguf_tensor_size(rfi_gguf_reader *r, rf_tensor_info *t) {
         return rfi_gguf_bad(r, RF_ERR_FORMAT, where, "tensor type is %u, which is none or was removed from ggml",
                             t->type);
     if (t->ne[0] % type.block_elements)
-        return rfi_gguf_bad(r, RF_ERR_FORMAT, where - 8 * t->n_dims,
-                            "dimension 0 is %llu, want whole %s blocks of %u", RFI_LLU(t->ne[0]), type.name,
-                            type.block_elements);
+        return rfi_gguf_bad(r, RF_ERR_FORMAT, where - 8 * t->n_dims, "dimension 0 is %llu, want whole %s blocks of %u",
+                            RFI_LLU(t->ne[0]), type.name, type.block_elements);
     if (!rfi_mul(n / type.block_elements, type.block_bytes, &t->size_bytes) || t->size_bytes > INT64_MAX)
         return rfi_gguf_bad(r, RF_ERR_FORMAT, where - 8 * t->n_dims, "%llu elements of %s have 2^63 or more bytes",
                             RFI_LLU(n), type.name);
@@ -3228,16 +3235,7 @@ static int rfi_gguf_scan(rfi_gguf_reader *r) {
     for (uint64_t i = 0; i < part->n_tensors; i++)
         if (!rfi_gguf_tensor(r, i, &t)) return 0;
     part->meta_bytes = r->at;
-    if (part->owned && part->n_loaded > part->meta_bytes) {
-        unsigned char *bytes =
-            (unsigned char *)rfi_alloc(&r->g->allocator, part->meta_bytes, 1, "GGUF metadata", r->err);
-        if (!bytes) return r->rc = RF_ERR_MEMORY, 0;
-        memcpy(bytes, part->owned, (size_t)part->meta_bytes);
-        rfi_free(&r->g->allocator, part->owned);
-        part->meta = part->owned = bytes;
-        part->n_loaded = part->meta_bytes;
-    }
-    return 1;
+    return !part->owned || part->n_loaded == part->meta_bytes || rfi_gguf_resize(r, part->meta_bytes);
 }
 
 /* Second pass over the keys. */
@@ -3304,13 +3302,10 @@ static int rfi_gguf_disjoint(rfi_gguf_reader *r, const rf_tensor_info *rows, uin
     }
     int ok = 1;
     for (uint64_t i = 1; i < n && ok; i++) {
-        const rf_tensor_info *a = &rows[order[i - 1]], *b = &rows[order[i]];
-        if (b->offset_bytes - a->offset_bytes >= a->size_bytes) continue;
-        if (b->index < a->index) { /* blame the later row of the directory */
-            const rf_tensor_info *c = a;
-            a = b;
-            b = c;
-        }
+        const rf_tensor_info *low = &rows[order[i - 1]], *high = &rows[order[i]];
+        if (high->offset_bytes - low->offset_bytes >= low->size_bytes) continue;
+        /* blame the later row of the directory */
+        const rf_tensor_info *a = high->index < low->index ? high : low, *b = a == low ? high : low;
         rfi_gguf_resume(r, b->name);
         ok = rfi_gguf_bad(r, RF_ERR_FORMAT, rfi_gguf_offset_at(b), "data [%llu, +%llu) overlaps %.*s [%llu, +%llu)",
                           RFI_LLU(b->offset_bytes), RFI_LLU(b->size_bytes), RFI_STR(a->name),
@@ -3364,35 +3359,16 @@ static int rfi_gguf_index_tensors(rfi_gguf_reader *r, uint32_t file_index, uint6
 
 /* ---- split files ---- */
 
-/* 1 if the path ends in "-NNNNN-of-NNNNN.gguf". The number counts from 1. */
-static int rfi_split_parse(const char *path, uint32_t *number, uint32_t *count) {
-    static const char form[] = "-00000-of-00000.gguf"; /* 0 stands for a digit */
-    size_t n = strlen(path);
-    uint32_t v[2] = {0, 0};
-    if (n < RFI_SPLIT_SUFFIX_BYTES) return 0;
-    path += n - RFI_SPLIT_SUFFIX_BYTES;
-    for (size_t i = 0; i < RFI_SPLIT_SUFFIX_BYTES; i++) {
-        if (form[i] == '0') {
-            if (path[i] < '0' || path[i] > '9') return 0;
-            v[i > 6] = v[i > 6] * 10 + (uint32_t)(path[i] - '0');
-        } else if (path[i] != form[i]) {
-            return 0;
-        }
-    }
-    *number = v[0];
-    *count = v[1];
-    return 1;
+/* The end of the path of part `number` (from 1) of a split file. */
+static void rfi_split_suffix(char suffix[RFI_SPLIT_SUFFIX_BYTES + 1], int64_t number, int64_t count) {
+    snprintf(suffix, RFI_SPLIT_SUFFIX_BYTES + 1, "-%05u-of-%05u.gguf", (unsigned)number % 100000u,
+             (unsigned)count % 100000u);
 }
 
 /* The path of another part of the same split. NULL and err if memory is out. */
-static char *rfi_split_path(const rf_gguf *g, const char *path, uint32_t number, uint32_t count, rf_error *err) {
-    char suffix[RFI_SPLIT_SUFFIX_BYTES + 1];
-    size_t n = strlen(path);
-    char *other = (char *)rfi_alloc(&g->allocator, n + 1, 1, "a path", err);
-    if (!other) return NULL;
-    snprintf(suffix, sizeof suffix, "-%05u-of-%05u.gguf", number % 100000u, count % 100000u);
-    memcpy(other, path, n - RFI_SPLIT_SUFFIX_BYTES);
-    memcpy(other + (n - RFI_SPLIT_SUFFIX_BYTES), suffix, sizeof suffix);
+static char *rfi_split_path(const rf_gguf *g, int64_t number, int64_t count, rf_error *err) {
+    char *other = rfi_copy_text(&g->allocator, g->path, "a path", err);
+    if (other) rfi_split_suffix(other + strlen(other) - RFI_SPLIT_SUFFIX_BYTES, number, count);
     return other;
 }
 
@@ -3418,7 +3394,7 @@ typedef struct rfi_split {
 
 /* Read the keys split.* of a part and compare them with its name. A file without them may have any name. */
 static int rfi_gguf_split(rfi_gguf_reader *r, const rfi_gguf_table *keys, rfi_split *s) {
-    uint32_t number = 0, count = 0;
+    char suffix[RFI_SPLIT_SUFFIX_BYTES + 1];
     if (!rfi_gguf_split_key(r, keys, "split.count", 0, UINT16_MAX, 1, &s->count)) return 0;
     if (s->count == 0) s->count = 1;
     if (!rfi_gguf_split_key(r, keys, "split.no", 0, s->count - 1, s->count > 1 ? -1 : 0, &s->no) ||
@@ -3437,11 +3413,11 @@ static int rfi_gguf_split(rfi_gguf_reader *r, const rfi_gguf_table *keys, rfi_sp
     if (r->part->handle < 0)
         return rfi_gguf_bad(r, RF_ERR_UNSUPPORTED, kv->where,
                             "value is %lld: a split file cannot be opened from memory", (long long)s->count);
-    if (!rfi_split_parse(r->part->path, &number, &count) || number != s->no + 1 || count != s->count)
+    rfi_split_suffix(suffix, s->no + 1, s->count);
+    if (strcmp(rfi_path_tail(r->part->path, RFI_SPLIT_SUFFIX_BYTES), suffix) != 0)
         return rfi_gguf_bad(r, RF_ERR_UNSUPPORTED, kv->where,
-                            "value is %lld: other parts are found by name, this one's must end in "
-                            "-%05lld-of-%05lld.gguf",
-                            (long long)s->count, (long long)s->no + 1, (long long)s->count);
+                            "value is %lld: other parts are found by name, this one's must end in %s",
+                            (long long)s->count, suffix);
     return 1;
 }
 
@@ -3508,7 +3484,7 @@ static rf_result rfi_gguf_add_files(rf_gguf *g, rf_error *err) {
     if (!path) return RF_ERR_MEMORY;
     rf_result rc = rfi_gguf_add_file(g, path, &split, err);
     if (rc == RF_OK && split.no != 0) {
-        char *first = rfi_split_path(g, g->path, 1, (uint32_t)split.count, err);
+        char *first = rfi_split_path(g, 1, split.count, err);
         if (!first) return RF_ERR_MEMORY;
         rc = rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: is part %lld of %lld, open the first part: %s",
                       rfi_path_label(g->path), (long long)split.no + 1, (long long)split.count,
@@ -3516,7 +3492,7 @@ static rf_result rfi_gguf_add_files(rf_gguf *g, rf_error *err) {
         rfi_free(&g->allocator, first);
     }
     for (uint32_t i = 1; rc == RF_OK && i < split.count; i++) {
-        path = rfi_split_path(g, g->path, i + 1, (uint32_t)split.count, err);
+        path = rfi_split_path(g, i + 1, split.count, err);
         rc = path ? rfi_gguf_add_file(g, path, &split, err) : RF_ERR_MEMORY;
     }
     uint64_t n_tensors = 0;
@@ -3564,7 +3540,7 @@ static void rfi_gguf_release(rf_gguf *g) {
 
 /* A file object without parts, its hooks checked. */
 static rf_result rfi_gguf_create(const char *path, const rf_gguf_desc *desc, rf_gguf **out, rf_error *err) {
-    static const rf_gguf_desc defaults = {.no_map = 0};
+    static const rf_gguf_desc defaults = {0};
     rf_allocator allocator;
     rf_io io;
     if (!desc) desc = &defaults;
@@ -3576,38 +3552,37 @@ static rf_result rfi_gguf_create(const char *path, const rf_gguf_desc *desc, rf_
     g->allocator = allocator;
     g->io = io;
     if (desc->no_map) g->io.map_fn = NULL;
-    g->log.fn = desc->log_fn;
-    g->log.user = desc->log_user;
-    atomic_init(&g->n_users, 0);
+    g->log = (rfi_log){desc->log_fn, desc->log_user};
     g->path = rfi_copy_text(&allocator, path, "a path", err);
     if (!g->path) return rfi_gguf_release(g), RF_ERR_MEMORY;
     *out = g;
     return RF_OK;
 }
 
-ROCMFORGE_API rf_result rf_gguf_open(const char *path, const rf_gguf_desc *desc, rf_gguf **out, rf_error *err) {
-    rf_gguf *g = NULL;
-    rfi_clear(err);
-    if (!out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_gguf_open: out is NULL");
-    *out = NULL;
-    if (!path) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_gguf_open: path is NULL");
-    rf_result rc = rfi_gguf_create(path, desc, &g, err);
-    if (rc != RF_OK) return rc;
-    rc = rfi_gguf_add_files(g, err);
+/* Index the tensors of the parts, and map the files; if this or what came before failed (rc), free all. */
+static rf_result rfi_gguf_finish(rf_gguf *g, rf_result rc, rf_gguf **out, rf_error *err) {
     if (rc == RF_OK) rc = rfi_gguf_add_tensors(g, err);
-    if (rc != RF_OK) {
-        rfi_gguf_release(g);
-        return rc;
-    }
-    for (uint32_t i = 0; i < g->n_parts && g->io.map_fn; i++) {
+    for (uint32_t i = 0; rc == RF_OK && i < g->n_parts && g->io.map_fn; i++) {
         rfi_gguf_part *part = &g->parts[i];
+        if (part->handle < 0) continue;
         part->map = (const unsigned char *)g->io.map_fn(part->handle, part->size_bytes, g->io.user);
         if (!part->map)
             rfi_log_text(&g->log, RF_LOG_WARNING, "%s: cannot be mapped, its tensors are read",
                          rfi_path_label(part->path));
     }
-    *out = g;
-    return RF_OK;
+    if (rc == RF_OK) *out = g;
+    else if (g) rfi_gguf_release(g);
+    return rc;
+}
+
+ROCMFORGE_API rf_result rf_gguf_open(const char *path, const rf_gguf_desc *desc, rf_gguf **out, rf_error *err) {
+    rf_gguf *g = NULL;
+    rfi_clear(err);
+    if (out) *out = NULL;
+    if (!path || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_gguf_open: path or out is NULL");
+    rf_result rc = rfi_gguf_create(path, desc, &g, err);
+    if (rc == RF_OK) rc = rfi_gguf_add_files(g, err);
+    return rfi_gguf_finish(g, rc, out, err);
 }
 
 ROCMFORGE_API rf_result rf_gguf_open_memory(const void *data, size_t size_bytes, const rf_gguf_desc *desc,
@@ -3615,14 +3590,13 @@ ROCMFORGE_API rf_result rf_gguf_open_memory(const void *data, size_t size_bytes,
     rf_gguf *g = NULL;
     rfi_split split;
     rfi_clear(err);
-    if (!out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_gguf_open_memory: out is NULL");
-    *out = NULL;
-    if (!data) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_gguf_open_memory: data is NULL");
+    if (out) *out = NULL;
+    if (!data || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_gguf_open_memory: data or out is NULL");
     rf_result rc = rfi_gguf_create("(memory)", desc, &g, err);
     if (rc != RF_OK) return rc;
     g->parts = (rfi_gguf_part *)rfi_alloc(&g->allocator, 1, sizeof *g->parts, "parts of a file", err);
     char *path = g->parts ? rfi_copy_text(&g->allocator, g->path, "a path", err) : NULL;
-    if (!path) return rfi_gguf_release(g), RF_ERR_MEMORY;
+    if (!path) return rfi_gguf_finish(g, RF_ERR_MEMORY, out, err);
     g->parts[0] = (rfi_gguf_part){.path = path,
                                   .handle = -1,
                                   .size_bytes = size_bytes,
@@ -3630,11 +3604,7 @@ ROCMFORGE_API rf_result rf_gguf_open_memory(const void *data, size_t size_bytes,
                                   .meta = (const unsigned char *)data,
                                   .map = (const unsigned char *)data};
     g->n_parts = 1;
-    rc = rfi_gguf_parse(g, g->parts, &g->keys, &split, err);
-    if (rc == RF_OK) rc = rfi_gguf_add_tensors(g, err);
-    if (rc == RF_OK) *out = g;
-    else rfi_gguf_release(g);
-    return rc;
+    return rfi_gguf_finish(g, rfi_gguf_parse(g, g->parts, &g->keys, &split, err), out, err);
 }
 
 ROCMFORGE_API rf_result rf_gguf_close(rf_gguf *g, rf_error *err) {
@@ -3653,7 +3623,6 @@ ROCMFORGE_API rf_result rf_gguf_close(rf_gguf *g, rf_error *err) {
 static void rfi_gguf_hold(rf_gguf *g) { atomic_fetch_add(&g->n_users, 1u); }
 static void rfi_gguf_drop(rf_gguf *g) { atomic_fetch_sub(&g->n_users, 1u); }
 static const rf_allocator *rfi_gguf_allocator(const rf_gguf *g) { return &g->allocator; }
-static const rfi_log *rfi_gguf_log(const rf_gguf *g) { return &g->log; }
 /* The file's name for messages, without folders: a long path would leave no room for what is wrong. */
 static const char *rfi_gguf_path(const rf_gguf *g) { return rfi_path_label(g->path); }
 
@@ -4857,8 +4826,7 @@ static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) {
         r = rfi_slab_create(s, slab, &why);
         if (slab != rfi_tensor_slab(s, t)) continue; /* another thread has cut it meanwhile */
         if (r == RF_OK) return RF_OK;
-        if (!rfi_is_resident(t) || slab->mem.base || slab->size_bytes == t->bytes ||
-            s->memory.n_slabs == RFI_MAX_SLABS)
+        if (!rfi_is_resident(t) || slab->mem.base || slab->size_bytes == t->bytes || s->memory.n_slabs == RFI_MAX_SLABS)
             return rfi_fail_with(err, &why);
         rfi_memory_place(s, t->slab, slab->size_bytes / 2);
     }
@@ -14503,6 +14471,17 @@ static uint32_t rfi_class(uint32_t cp) {
     return rfi_unicode_class(cp);
 }
 
+/* How many of n rising numbers, `stride` apart, are below x. */
+static size_t rfi_count_below(const uint32_t *numbers, size_t n, size_t stride, uint32_t x) {
+    size_t lo = 0;
+    while (lo < n) {
+        size_t mid = lo + (n - lo) / 2;
+        if (numbers[mid * stride] < x) lo = mid + 1;
+        else n = mid;
+    }
+    return lo;
+}
+
 typedef struct rfi_char {
     uint32_t cp, n_bytes; /* a malformed byte counts as U+FFFD of one byte */
     uint32_t is_bad;
@@ -14558,17 +14537,8 @@ static uint32_t rfi_slot_count(uint64_t n) { return (uint32_t)(n + n / 2 + 1); }
 /* Slot at which the search for a hash starts. */
 static uint32_t rfi_first_slot(uint64_t hash, uint32_t n_slots) { return (uint32_t)((hash >> 32) * n_slots >> 32); }
 
-/* Hash eight bytes at a time. The seed is the tokenizer's address: a file cannot be built to collide. */
 static uint64_t rfi_text_hash(const rf_tokenizer *t, const char *s, uint64_t n) {
-    uint64_t h = (uint64_t)(uintptr_t)t ^ n;
-    for (uint64_t at = 0; at < n; at += 8) {
-        uint64_t word = 0;
-        memcpy(&word, s + at, (size_t)rfi_min_u64(n - at, 8));
-        h = (h ^ word) * 0x9e3779b97f4a7c15u;
-        h ^= h >> 32;
-    }
-    h *= 0xd6e8feb86659fd93u;
-    return h ^ h >> 32;
+    return rfi_hash(s, n, (uint64_t)(uintptr_t)t);
 }
 
 /* Slot that holds a text, or the empty one where it belongs. */
@@ -15343,13 +15313,8 @@ static int rfi_in_set(const rfi_scan_char *c, uint32_t set) {
         RFI_SET(rfi_set_deepseek_punct), RFI_SET(rfi_set_deepseek_letters)};
 #undef RFI_SET
     if (!c->class || c->class & RFI_SPACE) return 0;
-    size_t lo = 0, hi = sets[set].n;
-    while (lo < hi) { /* the first range that does not end before cp */
-        size_t mid = lo + (hi - lo) / 2;
-        if (sets[set].ranges[mid][1] < c->cp) lo = mid + 1;
-        else hi = mid;
-    }
-    return lo < sets[set].n && sets[set].ranges[lo][0] <= c->cp;
+    const size_t i = rfi_count_below(&sets[set].ranges[0][1], sets[set].n, 2, c->cp); /* ranges that end before it */
+    return i < sets[set].n && sets[set].ranges[i][0] <= c->cp;
 }
 
 /* ---- passes ---- */
@@ -16366,12 +16331,8 @@ static uint32_t rfi_unicode_code(uint32_t cp) {
     uint32_t lo, hi = RFI_COUNT(rfi_unicode_runs);
     if (cp < 0x10000) lo = rfi_unicode_blocks[cp >> 8], hi = rfi_unicode_blocks[(cp >> 8) + 1] + 1u;
     else lo = rfi_unicode_blocks[256];
-    while (hi - lo > 1) { /* the last run that starts at or before cp; the first one starts at 0 */
-        uint32_t mid = lo + (hi - lo) / 2;
-        if (rfi_unicode_runs[mid] >> 3 <= cp) lo = mid;
-        else hi = mid;
-    }
-    return rfi_unicode_runs[lo] & 7;
+    /* the last run that starts at or before cp; the first one starts at 0 */
+    return rfi_unicode_runs[lo + rfi_count_below(rfi_unicode_runs + lo, hi - lo, 1, (cp + 1) << 3) - 1] & 7;
 }
 
 static uint32_t rfi_unicode_class(uint32_t cp) {
@@ -16385,28 +16346,20 @@ static int rfi_unicode_is_control(uint32_t cp) { return rfi_unicode_code(cp) == 
 
 /* The small letter of a capital one, its first if there are several; others as they are. */
 static uint32_t rfi_unicode_to_lower(uint32_t cp) {
-    size_t lo = 0, hi = RFI_COUNT(rfi_unicode_lower);
-    while (lo < hi) { /* after the last run that starts at or before cp */
-        size_t mid = lo + (hi - lo) / 2;
-        if (rfi_unicode_lower[mid].first <= cp) lo = mid + 1;
-        else hi = mid;
-    }
-    if (lo == 0) return cp;
-    const rfi_lower *run = &rfi_unicode_lower[lo - 1];
+    const size_t stride = sizeof(rfi_lower) / sizeof(uint32_t);
+    const size_t n = rfi_count_below(&rfi_unicode_lower[0].first, RFI_COUNT(rfi_unicode_lower), stride, cp + 1);
+    if (n == 0) return cp;
+    const rfi_lower *run = &rfi_unicode_lower[n - 1]; /* the last one that starts at or before cp */
     uint32_t k = (cp - run->first) / run->step;
     return (cp - run->first) % run->step == 0 && k < run->n ? (uint32_t)((int32_t)cp + run->add) : cp;
 }
 
 /* The first character that cp decomposes into; Hangul by rule, ideographs of compatibility not at all. */
 static uint32_t rfi_unicode_base(uint32_t cp) {
-    size_t lo = 0, hi = RFI_COUNT(rfi_unicode_bases);
     if (cp - 0xac00 < 11172) return 0x1100 + (cp - 0xac00) / 588;
-    while (lo < hi) {
-        size_t mid = lo + (hi - lo) / 2;
-        if (rfi_unicode_bases[mid] >> 16 < cp) lo = mid + 1;
-        else hi = mid;
-    }
-    return lo < RFI_COUNT(rfi_unicode_bases) && rfi_unicode_bases[lo] >> 16 == cp ? rfi_unicode_bases[lo] & 0xffff : cp;
+    if (cp > 0xffff) return cp;
+    const size_t i = rfi_count_below(rfi_unicode_bases, RFI_COUNT(rfi_unicode_bases), 1, cp << 16);
+    return i < RFI_COUNT(rfi_unicode_bases) && rfi_unicode_bases[i] >> 16 == cp ? rfi_unicode_bases[i] & 0xffff : cp;
 }
 
 /* ==== 13b Chat templates ============================================================================== >>template
@@ -17513,7 +17466,7 @@ ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_d
     if (!m) return RF_ERR_MEMORY;
     m->g = g;
     m->device = d;
-    m->log = *rfi_gguf_log(g);
+    m->log = g->log;
     static const rf_model_desc defaults = {0};
     rf_result r = rfi_model_build(m, desc ? desc : &defaults, err);
     if (r != RF_OK) {

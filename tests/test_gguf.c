@@ -1081,7 +1081,7 @@ static void test_map_failure_is_logged(void) {
     rf_gguf_desc desc = {.io = shaky_io(&s), .log_fn = keep_log};
     REQUIRE(rf_gguf_open(tmp_path("small.gguf"), &desc, &g, &err) == RF_OK, "%s", err.text);
     CHECK(strcmp(logged, "1 small.gguf: cannot be mapped, its tensors are read") == 0, "%s", logged);
-    CHECK(rfi_gguf_log(g)->fn == keep_log && rfi_gguf_allocator(g)->alloc_fn != NULL, "accessors");
+    CHECK(g->log.fn == keep_log && rfi_gguf_allocator(g)->alloc_fn != NULL, "accessors");
     rf_gguf_close(g, NULL);
     mg_free(&b);
 }
