@@ -111,8 +111,7 @@
 #define RFK_THREADS(n) RFK_RESIDENT(n, 1)
 
 #define RFK_DEVICE static __device__ __forceinline__
-/* A function that many kernels end with: a call, so that it is compiled once. On AMD, calls cost a kernel private
- * memory. */
+/* A function that is called, not inlined where it is used many times. On AMD, calls cost a kernel private memory. */
 #if defined(RFK_NVIDIA)
 #define RFK_CALLED static __device__ __noinline__
 #else
@@ -4248,6 +4247,7 @@ static void (*rfk_find_wgmma(uint32_t kernel_type))(rfk_tiles_args) {
 #undef RFK_QUANTIZED_CASE
 }
 
+#if defined(RFK_HAS_WGMMA)
 /* The expected result of the check below. */
 RFK_CALLED float rfk_wgmma_want(uint32_t row, uint32_t col) {
     int want = 0;
@@ -4256,6 +4256,7 @@ RFK_CALLED float rfk_wgmma_want(uint32_t row, uint32_t col) {
                 rfk_check_value(col / 8, col % 8 * 2 + k / 32, k % 32);
     return (float)want;
 }
+#endif
 
 /* Check wgmma: each thread writes RFK_WGMMA_RIGHT or _WRONG for its results, 0 if the kernel was not compiled for it.
  * All values and sums are integers, exact in any order.   grid 1   block 128   LDS 33 KiB */
