@@ -1,7 +1,7 @@
 # test_layout.sh BUILD: the shape of the repository: sections, line and function lengths, words the library must not use.
 . tests/rf_test.sh
 
-columns=120 lines=120 parameters=12
+columns=120 lines=80 parameters=7
 library="rocmforge.h rocmforge_kernels.hip"
 code="$library $(ls examples/*.c)"
 tests="$(ls tests/*.c tests/*.cpp tests/*.h tests/*.sh)"
