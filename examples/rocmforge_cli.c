@@ -38,7 +38,7 @@ typedef struct options {
     uint64_t budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
     uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
     uint64_t no_bos, raw, echo, json, hex, decode, step, help, pooling, swa_full;
-    double temp, top_p, min_p;
+    double temp, top_p, min_p, repeat_penalty;
 } options;
 
 #define NOT_GIVEN UINT64_MAX /* a count that was not given; a number is -1 */
@@ -448,6 +448,7 @@ static int open_writer(app *a) {
     if (o->top_k != NOT_GIVEN) desc.top_k = (uint32_t)o->top_k;
     if (o->top_p >= 0) desc.top_p = (float)o->top_p;
     if (o->min_p >= 0) desc.min_p = (float)o->min_p;
+    if (o->repeat_penalty >= 0) desc.repeat_penalty = (float)o->repeat_penalty;
     desc.seed = o->seed;
     if ((code = lib(a, rf_sampler_init(&a->sampler, &desc, &a->err)))) return code;
     return lib(a, rf_model_get_tokenizer(a->m, &a->t, &a->err));
@@ -1783,6 +1784,7 @@ static const flag flags[] = {
     {"--top-k", COUNT, AT(top_k), WRITE, 0, 0, INT32_MAX, "K", "choose among the K likeliest; 0 = off (the file's)"},
     {"--top-p", REAL, AT(top_p), WRITE, 0, 0, 1, "P", "choose among the likeliest that sum to P; 1 = off (the file's)"},
     {"--min-p", REAL, AT(min_p), WRITE, 0, 0, 1, "P", "drop those below P times the likeliest; 0 = off (the file's)"},
+    {"--repeat-penalty", REAL, AT(repeat_penalty), WRITE, 0, 0, 100, "R", "of the last 64 tokens; 1 = off (the file's)"},
     {"--seed", COUNT, AT(seed), WRITE, 0, 0, UINT64_MAX, "S", "the same seed gives the same text (0)"},
     {"--pooling", CHOICE, AT(pooling), EMBED, 0, 0, 0, "mean|last|cls", "of the tokens' vectors (mean)"},
     {"--tokens", TEXT, AT(tokens), LOGITS, LOGITS, 0, 0, "1,2,3", "the prompt as token ids"},
@@ -1937,7 +1939,7 @@ static int run(app *a, int argc, char **argv) {
 int main(int argc, char **argv) {
     app a = {.o = {.max_tokens = 256, .bos = 1, .n_prompt = 512, .n_decode = 128, .n_repeat = 3,
                    .depths = "0", .peak = 1000000000,
-                   .temp = -1, .top_k = NOT_GIVEN, .top_p = -1, .min_p = -1}, .start = now()};
+                   .temp = -1, .top_k = NOT_GIVEN, .top_p = -1, .min_p = -1, .repeat_penalty = -1}, .start = now()};
     signal(SIGPIPE, SIG_IGN);      /* a closed pipe is a failed write, noticed below */
     for (int fd = 0; fd < 3; fd++) /* a file opened later must not become stdout     */
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDONLY) != fd) return FAILED;

@@ -239,8 +239,8 @@ case_run_arm64() {
     need aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu
     need qemu-aarch64 qemu-user
     for isa in scalar neon i8mm; do
-        printf 'ROMEO:\n' | qemu-aarch64 -cpu max "$dir/cli_arm64" generate --gguf $model --prompt-file - --echo --max-tokens 93 \
-            --temp 0.7 --seed 18 --isa $isa >"$dir/arm64.txt"
+        printf 'JULIET:\n' | qemu-aarch64 -cpu max "$dir/cli_arm64" generate --gguf $model --prompt-file - --echo --max-tokens 73 \
+            --temp 0 --repeat-penalty 1.3 --isa $isa >"$dir/arm64.txt"
         cat "$dir/arm64.txt"
         cmp "$dir/arm64.txt" tests/expected_run.txt
     done
