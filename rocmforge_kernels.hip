@@ -1266,7 +1266,7 @@ struct rfk_group {
 };
 struct rfk_int8_rows {
     int *q;           /* [rows, n / 4] words of four int8, or bf16; NULL: not wanted */
-    rfk_group *group; /* [rows, n / 32]                  */
+    rfk_group *group; /* [rows, n / 32] */
     uint32_t bf16; /* not 0: the number of rows, and q is [n / 64, rows, 64] bf16, each 64 values rfk_swizzled */
 };
 
@@ -1640,7 +1640,7 @@ RFK_DEVICE float rfk_activate_oai(float gate, float up) {
 struct rfk_glu_args {
     const float *gate, *up; /* up NULL: out = act(gate) */
     const uint8_t *factor;  /* a scalar that multiplies all results; NULL: none */
-    float *out;             /* NULL: not wanted                     */
+    float *out;             /* NULL: not wanted */
     rfk_int8_rows to;
     uint32_t gate_stride, up_stride, out_stride, n, activation, factor_type;
     float limit;            /* RF_ACT_CLAMP */
@@ -1888,8 +1888,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
  *   grid [ceil(n / 256), sequences]   block 256   reads and writes every value once */
 struct rfk_conv_args {
     const float *in;
-    const uint8_t *w; /* [n][n_taps]           */
-    const uint8_t *bias; /* [n], or NULL       */
+    const uint8_t *w; /* [n][n_taps] */
+    const uint8_t *bias; /* [n], or NULL */
     float *out, *state; /* [slots][n_taps - 1][n] */
     const rf_step_row *rows;
     uint32_t w_type, bias_type, in_stride, out_stride, n_rows, n, n_taps, activation;
@@ -2183,16 +2183,16 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
 
 struct rfk_experts_args {
     const rfk_weight *w; /* [n_experts]; plane[0] is NULL for an expert that is not loaded */
-    const uint8_t *bias; /* [n_experts, n_out]; NULL: none                                      */
+    const uint8_t *bias; /* [n_experts, n_out]; NULL: none */
     const float *x, *route;
-    rfk_int8_rows x8;    /* [rows or pairs, n_in]    */
-    float *out;          /* [rows, n_used, n_out]    */
+    rfk_int8_rows x8;    /* [rows or pairs, n_in] */
+    float *out;          /* [rows, n_used, n_out] */
     uint32_t bias_type, x_stride, route_stride, out_stride, n_in, n_out, n_used;
     uint32_t per_choice; /* x has a row for each pair */
-    uint32_t aligned;    /* as rfk_matmul_args        */
+    uint32_t aligned;    /* as rfk_matmul_args */
     uint32_t x_choice, out_choice; /* values from one choice to the next */
     uint32_t row0;                 /* first row of each matrix */
-    const uint8_t *factor;         /* [n_experts]; NULL: none      */
+    const uint8_t *factor;         /* [n_experts]; NULL: none */
     uint32_t factor_type;
     rfk_weight heads;    /* route NULL: choice k takes rows of it from row0 + k * head_rows on (RF_OP_HEADS) */
     uint32_t head_rows;
@@ -2279,7 +2279,7 @@ struct rfk_pair_tile {
     uint32_t expert, first, n;
 };
 struct rfk_pair_lists {
-    uint32_t *sorted;    /* [n_pairs]                             */
+    uint32_t *sorted;    /* [n_pairs] */
     rfk_pair_tile *tile; /* [n_pairs / RFK_PAIR_TILE + n_experts] */
 };
 struct rfk_sort_args {
@@ -2411,16 +2411,16 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
 
 struct rfk_fused_args {
     rfk_product part[RFK_PRODUCTS]; /* glu: the gates, then what they multiply */
-    const float *x;                 /* x8.q NULL: the column                                     */
-    const uint8_t *norm;            /* NULL: no norm                                             */
+    const float *x;                 /* x8.q NULL: the column */
+    const uint8_t *norm;            /* NULL: no norm */
     float *norm_out;                /* where the normed x goes; NULL: no other op reads it */
-    rfk_int8_rows x8;               /* the column, quantized                                     */
+    rfk_int8_rows x8;               /* the column, quantized */
     const float *squares;           /* [n_in / 32] x8 is a deferred norm; NULL: it is not */
     uint32_t n_in, norm_type, glu;
     float eps;
     rfk_int8_rows to8;              /* the glu's or the product's results, quantized; NULL: not wanted */
     const uint8_t *to_norm;         /* weights of the deferred norm that to8 is; NULL: it is none */
-    float *to_squares;              /* [n_out / 32]                                                 */
+    float *to_squares;              /* [n_out / 32] */
     uint32_t to_norm_type;
 };
 
@@ -2720,7 +2720,7 @@ template <> struct rfk_fragments<RF_TYPE_Q8_0> {
     typedef rfk_fragment loaded;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         at.o[0] = row * (n_in / 16) + lane; /* the first half of a group */
-        at.o[1] = n_in / 64;                /* fragments of the row from here on  */
+        at.o[1] = n_in / 64;                /* fragments of the row from here on */
         at.o[2] = rfk_active_lanes(at.o[1], WAVE);  /* distance between its halves */
     }
     RFK_DEVICE void fetch(const rfk_weight &w, const rfk_fragment_at &at, rfk_fragment &o) {
@@ -3028,9 +3028,9 @@ static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fus
  * instructions"; AMD RDNA3 and RDNA4 ISA, "WMMA". */
 
 #define RFK_MATRIX_DOT 0    /* none: rfk_dot4 */
-#define RFK_MATRIX_SM80 1   /* mma.sync m16n8k32                              */
-#define RFK_MATRIX_MFMA2 2  /* gfx908, gfx90a: v_mfma_i32_16x16x16i8          */
-#define RFK_MATRIX_MFMA3 3  /* gfx942, gfx950: v_mfma_i32_16x16x32_i8         */
+#define RFK_MATRIX_SM80 1   /* mma.sync m16n8k32 */
+#define RFK_MATRIX_MFMA2 2  /* gfx908, gfx90a: v_mfma_i32_16x16x16i8 */
+#define RFK_MATRIX_MFMA3 3  /* gfx942, gfx950: v_mfma_i32_16x16x32_i8 */
 #define RFK_MATRIX_WMMA11 4 /* gfx11: v_wmma_i32_16x16x16_iu8, operands in both halves of the wave */
 #define RFK_MATRIX_WMMA12 5 /* gfx12: the same, operands in one half */
 
@@ -3396,7 +3396,7 @@ union rfk_check_result {
 };
 struct rfk_check_results {
     rfk_check_result part[RFK_CHECK_PARTS][256]; /* [row][column]; int8 results include RFK_DOT_START */
-    uint32_t has_units, units_f16, units_bf16;   /* 1: as the macros say                               */
+    uint32_t has_units, units_f16, units_bf16;   /* 1: as the macros say */
 };
 
 /* grid 1   block a wave   LDS 13.5 KiB */
@@ -4794,8 +4794,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_a
  * so the lower half of a query counts 2^-11, and weights and their sum are scaled by 2^14, so that only negligible
  * values are subnormal. Keys and values of RF_CACHE_Q8_0 are sums of two halves, too. */
 
-#define RFK_FLASH_CELLS 32 /* positions at a time                                       */
-#define RFK_FLASH_HEAD 128 /* head_dim at most, a multiple of 16                        */
+#define RFK_FLASH_CELLS 32 /* positions at a time */
+#define RFK_FLASH_HEAD 128 /* head_dim at most, a multiple of 16 */
 #define RFK_FLASH_WAVES 4  /* of a block: 64 queries, all heads of a group for a few tokens */
 #define RFK_FLASH_LOWER 2048.0f
 #define RFK_FLASH_WEIGHT 16384.0f
@@ -5407,14 +5407,14 @@ struct rfk_decode_attention_args {
     const uint8_t *norm[2]; /* of queries and keys; NULL: none */
     const float *angles;
     const uint8_t *sinks;    /* [n_heads] attention sinks: one more score without a value; NULL: none */
-    void *k_state, *v_state; /* [seq][kv head][n_cells][dim]: position p in cell p % n_cells     */
+    void *k_state, *v_state; /* [seq][kv head][n_cells][dim]: position p in cell p % n_cells */
     float *out;
     float *part;       /* [kv head][split], see rfk_decode_part */
     uint32_t *tickets; /* [kv head] counters of finished splits; 0 between launches */
-    rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted                           */
+    rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted */
     const rf_step_row *rows;
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
-    uint32_t window, sinks_type;                  /* window 0: all positions                        */
+    uint32_t window, sinks_type;                  /* window 0: all positions */
     float eps[2], scale, softcap, softcap_factor; /* as rfk_softcap_exp2 takes them; softcap 0: none */
 };
 
@@ -5508,14 +5508,14 @@ template <class KV, bool PLAIN, int G, int PER> struct rfk_decode_shape {
     static const bool FEW = G > 4 || sizeof(KV) > 2 || (G == 4 && sizeof(KV) == 2 && !PLAIN);
     static const int T = FEW ? 2 : 4, N = G * T, KEPT = N > PER ? N / PER : 1,
                      COPIES = PER > N ? PER / N : 1, /* lanes with the same score */
-        LANES = PER / G,                             /* lanes of a query          */
+        LANES = PER / G,                             /* lanes of a query */
         SLOTS = RFK_BLOCK / PER;
 };
 
 #define RFK_DECODE_JOIN 4096 /* floats: from eight waves, eight heads of 64, four of 128 or two of 256 */
 #define RFK_DECODE_SPLITS 64u
 template <int G, int PER> struct rfk_decode_shared {
-    alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value                                */
+    alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value */
     alignas(16) float join[RFK_DECODE_JOIN]; /* [query][wave] weighted sums */
     float peak[G][8][2];                  /* [query][wave] maximum, sum of weights */
     uint32_t is_last, n_splits;           /* here for lack of registers */
@@ -6029,7 +6029,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
 
 #define RFK_EVENTS 32u                             /* tickets of a queue that can be outstanding without a wait */
 #define RFK_STAGING_BYTES ((uint64_t)256 << 10)     /* half of a queue's staging buffer for pageable memory */
-#define RFK_REPACK_BYTES ((uint64_t)8 << 20)       /* scratch for repacking; more only if a row is longer          */
+#define RFK_REPACK_BYTES ((uint64_t)8 << 20)       /* scratch for repacking; more only if a row is longer */
 
 /* Pinned host memory that was handed out; copies of other memory go through a staging buffer. */
 struct rfk_pinned {
@@ -6075,10 +6075,10 @@ struct rf_queue {
     rf_dev *dev;
     hipStream_t stream;
     pthread_mutex_t submit;      /* held while work is added */
-    pthread_mutex_t lock;        /* guards the tickets                                        */
+    pthread_mutex_t lock;        /* guards the tickets */
     hipEvent_t event[RFK_EVENTS];/* ticket v has [v % RFK_EVENTS], until a later one takes it */
     uint64_t issued, done;
-    char *staging;                /* pinned, two halves                                        */
+    char *staging;                /* pinned, two halves */
     hipEvent_t staging_event[2];  /* the last copy from each half */
     uint32_t staging_used;        /* bit i: event i was recorded */
 };
@@ -6091,7 +6091,7 @@ struct rfk_slot {
 struct rf_table {
     rf_dev *dev;
     const rf_plan *plan;
-    rfk_slot *slots;     /* [n_weights]                                             */
+    rfk_slot *slots;     /* [n_weights] */
     rfk_weight *experts; /* on the device, [n_weights]: experts' weights by index; NULL: no experts */
     uint64_t generation; /* atomic: changes with any slot, because graphs hold their addresses */
 };
@@ -6117,10 +6117,10 @@ static rf_result rfk_fail(rf_error *err, rf_result code, int sys, uint64_t where
 static int rfk_is_fatal(hipError_t e) {
     switch ((int)e) {
     case 214: /* uncorrectable memory error */
-    case 700: /* illegal address            */
-    case 702: /* launch timeout             */
-    case 710: /* device-side assertion      */
-    case 719: /* launch failure             */
+    case 700: /* illegal address */
+    case 702: /* launch timeout */
+    case 710: /* device-side assertion */
+    case 719: /* launch failure */
     case 721: return 1;
     default: return 0;
     }
@@ -7048,7 +7048,7 @@ struct rf_prepared {
     rfk_terms terms;    /* split precision: a launch's input for 16-bit float weights */
     rfk_pair_lists lists; /* pairs of the last route that was sorted */
     float *tile_part;     /* partial results of split-K */
-    uint32_t tile_blocks; /* blocks of such a launch at most           */
+    uint32_t tile_blocks; /* blocks of such a launch at most */
     /* the step in rows and logit_rows, written through `written_by`; copies on the host */
     rf_queue *written_by;
     uint32_t n_rows, n_row_logits;
