@@ -117,7 +117,7 @@ for isa in scalar avx2 avxvnni avx512 neon i8mm; do
     "$cli" generate --gguf $model --prompt a --max-tokens 1 --isa $isa >"$t/out" 2>"$t/err" || continue
     sh -c "$run_command --isa $isa" >"$t/out" 2>"$t/err"
     verdict "make run, $isa: the text, after its prompt" cmp "$t/out" tests/expected_run.txt
-    verdict "make run, $isa: one line of figures" [ "$(grep -c '^open .* decode 93 tokens' "$t/err")" -eq "$(wc -l <"$t/err")" ]
+    verdict "make run, $isa: one line of figures" [ "$(grep -c '^open .* decode 73 tokens' "$t/err")" -eq "$(wc -l <"$t/err")" ]
 done
 expect 0 "generate --max-tokens 0" generate --gguf $model --prompt a --max-tokens 0 --ctx 40
 verdict "generate --max-tokens 0 fills the context" grep -q 'decode 39 tokens .* stopped: context full' "$t/err"
