@@ -129,9 +129,10 @@ $(B)/%: tests/%.c $(HEADERS) $(B)/rocmforge.a
 
 $(B)/test_fuzz: examples/rocmforge_cli.c
 
+# -O1: compiles in two thirds of the time of -O2 and runs nearly as fast
 $(B)/kernels_emu.o: rocmforge_kernels.hip rocmforge.h tests/hip_emu.h
 	@mkdir -p $(@D)
-	$(CXX) -std=c++11 $(CFLAGS) -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c $< -o $@
+	$(CXX) -std=c++11 $(CFLAGS) -O1 -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c $< -o $@
 
 $(B)/test_hip: tests/test_hip.cpp $(B)/kernels_emu.o
 	$(CXX) -std=c++11 $(CFLAGS) -DRF_TEST_EMU $^ -o $@ $(LIBS)
