@@ -1784,7 +1784,7 @@ static const flag flags[] = {
     {"--top-k", COUNT, AT(top_k), WRITE, 0, 0, INT32_MAX, "K", "choose among the K likeliest; 0 = off (the file's)"},
     {"--top-p", REAL, AT(top_p), WRITE, 0, 0, 1, "P", "choose among the likeliest that sum to P; 1 = off (the file's)"},
     {"--min-p", REAL, AT(min_p), WRITE, 0, 0, 1, "P", "drop those below P times the likeliest; 0 = off (the file's)"},
-    {"--repeat-penalty", REAL, AT(repeat_penalty), WRITE, 0, 0, 100, "R", "of the last 64 tokens; 1 = off (the file's)"},
+    {"--repeat-penalty", REAL, AT(repeat_penalty), WRITE, 0, 0, 100, "R", "the last 64 tokens, 1 = off (the file's)"},
     {"--seed", COUNT, AT(seed), WRITE, 0, 0, UINT64_MAX, "S", "the same seed gives the same text (0)"},
     {"--pooling", CHOICE, AT(pooling), EMBED, 0, 0, 0, "mean|last|cls", "of the tokens' vectors (mean)"},
     {"--tokens", TEXT, AT(tokens), LOGITS, LOGITS, 0, 0, "1,2,3", "the prompt as token ids"},
