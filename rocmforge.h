@@ -5384,18 +5384,19 @@ static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf
     return r;
 }
 
+/* Load a resident tensor and wait until its copy has succeeded. */
+static rf_result rfi_store_load(rfi_store *s, uint32_t slot, uint64_t cancels, rf_error *err) {
+    rf_result r = rfi_store_pin(s, slot, cancels, err);
+    if (r != RF_OK) return r;
+    r = rfi_tensor_arrived(s, slot, err);
+    rfi_store_unpin(s, slot);
+    return r;
+}
+
 /* ==== 7c Streaming ==================================================================================== >>stream
  * Weights that do not fit the budget live in a ring buffer of device memory. Readers load them in the order in which
  * the plan uses them, as far ahead as the ring has room; when the device is past the last use of the oldest, its place
  * is free again. Every forward pass of an eval goes through all uses once. An error stops the stream until a reset. */
-
-/* Around an eval, if the store streams. */
-static void rfi_stream_lock(rfi_store *s) {
-    if (rfi_store_streams(s)) pthread_mutex_lock(&s->stream_lock);
-}
-static void rfi_stream_unlock(rfi_store *s) {
-    if (rfi_store_streams(s)) pthread_mutex_unlock(&s->stream_lock);
-}
 
 /* A place for n bytes after the newest of the ring's tensors, which lie there in the order of their loads. */
 static int rfi_stream_place(const rfi_store *s, uint64_t n, uint64_t *offset) { /* locked */
@@ -5908,20 +5909,11 @@ static rf_result rfi_cache_create(rfi_store *s, rf_error *err) {
     return c->frames && c->frame_of && c->score ? RF_OK : RF_ERR_MEMORY;
 }
 
-static void rfi_cache_destroy(rfi_store *s) {
-    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
-    rfi_free(alloc, s->cache.layers);
-    rfi_free(alloc, s->cache.frames);
-    rfi_free(alloc, s->cache.frame_of);
-    rfi_free(alloc, s->cache.score);
-}
-
 /* ==== 7e Budget ======================================================================================= >>budget
  * How a store uses its share of the device's memory. If everything fits, all weights are resident. Else the weights
  * outside of experts are resident and the rest is the expert cache; if that is too little for a layer's experts, or
  * there are none, some weights are streamed. Stores of one device share its budget: the least recently used one that
  * is idle is cleared for another; those in use are waited for. */
-
 
 /* Slots from op.weight on that an op uses. */
 static uint32_t rfi_op_matrices(const rf_op *op) { return op->kind == RF_OP_EXPERTS ? op->experts.n_experts : 1; }
@@ -6215,22 +6207,20 @@ static void rfi_store_end(rfi_store *s) {
  * Open and close, and what models call. Models of one file on one device share a store; the first opens it, the last
  * frees it. */
 
+/* Free a store that is clear; its readers may still wait for work. */
 static void rfi_store_free(rfi_store *s) {
     const rf_device_api *api = s->device->api;
     const rf_allocator *alloc = rfi_gguf_allocator(s->g);
     rfi_loader *l = &s->loader;
     rfi_monitor_lock(&s->monitor);
     l->quit = 1;
-    if (s->tensors) rfi_loader_cancel(s);
+    rfi_store_changed(s);
     rfi_monitor_unlock(&s->monitor);
     for (uint32_t i = 0; i < RFI_MAX_READERS; i++)
         if (l->readers[i].started) pthread_join(l->readers[i].thread, NULL);
-    if (s->tensors) {
-        rfi_monitor_lock(&s->monitor);
-        rfi_loader_cancel(s); /* what a reader began before it saw that it must leave */
-        rfi_monitor_unlock(&s->monitor);
-        rfi_store_clear(s, 0);
-    }
+    rfi_monitor_lock(&s->monitor);
+    rfi_staging_release(s);
+    rfi_monitor_unlock(&s->monitor);
     for (uint32_t i = 0; i < s->pinned.n_blocks; i++) api->host_release(s->device->dev, s->pinned.blocks[i]);
     if (s->queue) api->queue_release(s->queue);
     if (s->table) api->table_release(s->table);
@@ -6239,7 +6229,10 @@ static void rfi_store_free(rfi_store *s) {
     rfi_free(alloc, s->stream.uses);
     rfi_free(alloc, s->share.placement.streamed);
     rfi_free(alloc, s->share.placement.slots);
-    rfi_cache_destroy(s);
+    rfi_free(alloc, s->cache.layers);
+    rfi_free(alloc, s->cache.frames);
+    rfi_free(alloc, s->cache.frame_of);
+    rfi_free(alloc, s->cache.score);
     rfi_plan_free(alloc, &s->plan);
     rfi_monitor_destroy(&s->monitor);
     rfi_monitor_destroy(&s->cell_monitor);
@@ -6358,14 +6351,8 @@ static rf_result rfi_store_preload(rfi_store *s, const uint32_t *layers, uint32_
     rf_result r = rfi_store_begin(s, &cancels, err);
     if (r != RF_OK) return r;
     rfi_store_prefetch(s, layers, n_layers, cancels);
-    for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++) {
-        const uint32_t slot = s->order[i];
-        if (!rfi_store_selects(s, slot, layers, n_layers)) continue;
-        r = rfi_store_pin(s, slot, cancels, err);
-        if (r != RF_OK) break;
-        r = rfi_tensor_arrived(s, slot, err);
-        rfi_store_unpin(s, slot);
-    }
+    for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++)
+        if (rfi_store_selects(s, s->order[i], layers, n_layers)) r = rfi_store_load(s, s->order[i], cancels, err);
     rfi_store_end(s);
     return r;
 }
@@ -13848,9 +13835,10 @@ static void rfi_session_cut(rf_session *s, uint32_t seq, uint32_t n, rf_error *e
 static rf_result rfi_eval_run(rf_session *s, const rf_token_row *rows, uint32_t n_rows, uint32_t *n_logits,
                               rf_error *err) {
     rfi_store *store = s->m->store;
+    const int streams = rfi_store_streams(store);
     rf_result r = RF_OK;
-    rfi_stream_lock(store);
-    if (rfi_store_streams(store) || !rfi_store_residents_loaded(store))
+    if (streams) pthread_mutex_lock(&store->stream_lock);
+    if (streams || !rfi_store_residents_loaded(store))
         rfi_store_prefetch(store, NULL, 0, s->loading_cancels);
     s->holds_experts = s->route && rfi_store_hold_experts(store);
     for (uint32_t at = 0; r == RF_OK && at < n_rows;) {
@@ -13861,7 +13849,7 @@ static rf_result rfi_eval_run(rf_session *s, const rf_token_row *rows, uint32_t 
     }
     if (r == RF_OK && (store->in_place || s->fallback)) r = rfi_gguf_intact(s->m->g, err);
     r = rfi_eval_unpin(s, r, err);
-    rfi_stream_unlock(store);
+    if (streams) pthread_mutex_unlock(&store->stream_lock);
     return r;
 }
 
@@ -14070,15 +14058,6 @@ ROCMFORGE_API rf_result rf_session_hidden(rf_session *s, uint32_t first, uint32_
     return r;
 }
 
-/* Add the hidden rows of the last eval, at most n_batch, to out, in order. */
-static rf_result rfi_embed_add(rf_session *s, float *out, rf_error *err) {
-    uint32_t n_embd = s->m->plan.n_embd;
-    rf_result r = s->n_logits ? rfi_session_hidden_part(s, 0, s->n_logits, err) : RF_OK;
-    for (uint32_t row = 0; r == RF_OK && row < s->n_logits; row++)
-        for (uint32_t k = 0; k < n_embd; k++) out[k] += s->embeddings[(uint64_t)row * n_embd + k];
-    return r;
-}
-
 ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, uint32_t n_tokens, uint32_t pooling,
                                          float *out, rf_error *err) {
     rfi_clear(err);
@@ -14094,7 +14073,8 @@ ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, u
     if (max_rows > s->desc.n_batch) max_rows = s->desc.n_batch;
     rf_result r = RF_OK;
     rfi_session_cut(s, 0, 0, NULL);
-    memset(out, 0, (size_t)s->m->plan.n_embd * sizeof *out);
+    const uint32_t n_embd = s->m->plan.n_embd;
+    memset(out, 0, (size_t)n_embd * sizeof *out);
     for (uint32_t at = 0; r == RF_OK && at < n_tokens;) {
         uint32_t n = (uint32_t)rfi_min_u64(max_rows, n_tokens - at);
         for (uint32_t i = 0; i < n; i++) {
@@ -14102,11 +14082,13 @@ ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, u
             s->forward_rows[i] = (rf_token_row){.token = tokens[at + i], .pos = RF_POS_NEXT, .want_logits = want};
         }
         r = rf_session_eval(s, s->forward_rows, n, err);
-        if (r == RF_OK) r = rfi_embed_add(s, out, err);
+        if (r == RF_OK && s->n_logits) r = rfi_session_hidden_part(s, 0, s->n_logits, err);
+        for (uint32_t row = 0; r == RF_OK && row < s->n_logits; row++)
+            for (uint32_t k = 0; k < n_embd; k++) out[k] += s->embeddings[(uint64_t)row * n_embd + k];
         at += n;
     }
     if (r != RF_OK) s->n_logits = 0, rfi_session_cut(s, 0, 0, NULL);
-    for (uint32_t k = 0; r == RF_OK && pooling == RF_POOL_MEAN && k < s->m->plan.n_embd; k++) out[k] /= (float)n_tokens;
+    for (uint32_t k = 0; r == RF_OK && pooling == RF_POOL_MEAN && k < n_embd; k++) out[k] /= (float)n_tokens;
     return r;
 }
 
@@ -17224,21 +17206,14 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 ROCMFORGE_API rf_string rf_string_of(const char *text) { return (rf_string){text, text ? strlen(text) : 0}; }
 
 ROCMFORGE_API const char *rf_result_name(rf_result code) {
-    switch (code) {
-    case RF_OK: return "RF_OK";
-    case RF_ERR_ARGUMENT: return "RF_ERR_ARGUMENT";
-    case RF_ERR_MEMORY: return "RF_ERR_MEMORY";
-    case RF_ERR_IO: return "RF_ERR_IO";
-    case RF_ERR_FORMAT: return "RF_ERR_FORMAT";
-    case RF_ERR_UNSUPPORTED: return "RF_ERR_UNSUPPORTED";
-    case RF_ERR_CONTEXT_FULL: return "RF_ERR_CONTEXT_FULL";
-    case RF_ERR_DEVICE: return "RF_ERR_DEVICE";
-    case RF_ERR_CANCELLED: return "RF_ERR_CANCELLED";
-    case RF_ERR_NOT_FOUND: return "RF_ERR_NOT_FOUND";
-    case RF_ERR_BUSY: return "RF_ERR_BUSY";
-    case RF_ERR_CAPACITY: return "RF_ERR_CAPACITY";
-    }
-    return "unknown result";
+#define RFI_NAME(code) [-(code)] = #code
+    static const char *const names[] = {
+        RFI_NAME(RF_OK),          RFI_NAME(RF_ERR_ARGUMENT),     RFI_NAME(RF_ERR_MEMORY),       RFI_NAME(RF_ERR_IO),
+        RFI_NAME(RF_ERR_FORMAT),  RFI_NAME(RF_ERR_UNSUPPORTED),  RFI_NAME(RF_ERR_CONTEXT_FULL), RFI_NAME(RF_ERR_DEVICE),
+        RFI_NAME(RF_ERR_CANCELLED), RFI_NAME(RF_ERR_NOT_FOUND),  RFI_NAME(RF_ERR_BUSY),         RFI_NAME(RF_ERR_CAPACITY)};
+#undef RFI_NAME
+    const size_t i = (size_t)-(int64_t)code;
+    return i < RFI_COUNT(names) ? names[i] : "unknown result";
 }
 
 #define RFI_TEXT_OF(x) #x
@@ -17549,11 +17524,7 @@ ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_e
         if (!rfi_is_resident(&m->store->tensors[slot]))
             r = rfi_fail(err, RF_ERR_MEMORY, slot, "%s is beyond the budget: rf_session_eval loads it as it is needed",
                          name);
-        else r = rfi_store_pin(m->store, slot, cancels, err);
-        if (r == RF_OK) {
-            r = rfi_tensor_arrived(m->store, slot, err);
-            rfi_store_unpin(m->store, slot);
-        }
+        else r = rfi_store_load(m->store, slot, cancels, err);
     }
     rfi_store_end(m->store);
     return r;
