@@ -2909,7 +2909,6 @@ static const char *rfi_path_label(const char *path) {
     return rfi_path_tail(slash ? slash + 1 : path, 80);
 }
 
-/* Read exactly n bytes. */
 static rf_result rfi_gguf_read(const rf_gguf *g, const rfi_gguf_part *part, uint64_t offset, void *dst, uint64_t n,
                                rf_error *err) {
     unsigned char *to = (unsigned char *)dst;
@@ -3000,10 +2999,8 @@ static void rfi_gguf_resume(rfi_gguf_reader *r, rf_string name) {
     r->name_len = name.len;
 }
 
-/* Bytes that the file has after the cursor. */
 static uint64_t rfi_gguf_left(const rfi_gguf_reader *r) { return r->part->size_bytes - r->at; }
 
-/* Move the metadata to a buffer of n bytes. */
 static int rfi_gguf_resize(rfi_gguf_reader *r, uint64_t n) {
     rfi_gguf_part *part = r->part;
     unsigned char *bytes = (unsigned char *)rfi_alloc(&r->g->allocator, n, 1, "GGUF metadata", r->err);
@@ -3423,7 +3420,6 @@ static int rfi_gguf_split(rfi_gguf_reader *r, const rfi_gguf_table *keys, rfi_sp
 
 /* ---- opening ---- */
 
-/* Scan an opened part and index and check its keys. */
 static rf_result rfi_gguf_parse(rf_gguf *g, rfi_gguf_part *part, rfi_gguf_table *keys, rfi_split *split,
                                 rf_error *err) {
     rfi_gguf_reader r = {.g = g, .part = part, .err = err};
@@ -3432,7 +3428,6 @@ static rf_result rfi_gguf_parse(rf_gguf *g, rfi_gguf_part *part, rfi_gguf_table 
     return r.rc;
 }
 
-/* 1: the handle is a file descriptor that we opened. */
 static int rfi_gguf_is_os_file(const rf_gguf *g, const rfi_gguf_part *part) {
     return part->handle >= 0 && g->io.open_fn == rfi_os_open;
 }
@@ -3477,7 +3472,6 @@ static rf_result rfi_gguf_add_file(rf_gguf *g, char *path, rfi_split *split, rf_
     return rc;
 }
 
-/* Open all parts of the file. */
 static rf_result rfi_gguf_add_files(rf_gguf *g, rf_error *err) {
     rfi_split split = {0, 1, -1};
     char *path = rfi_copy_text(&g->allocator, g->path, "a path", err);
@@ -3503,7 +3497,6 @@ static rf_result rfi_gguf_add_files(rf_gguf *g, rf_error *err) {
     return rc;
 }
 
-/* Fill the table of all tensors from the scanned parts. */
 static rf_result rfi_gguf_add_tensors(rf_gguf *g, rf_error *err) {
     uint64_t n = 0, first = 0;
     for (uint32_t i = 0; i < g->n_parts; i++) n += g->parts[i].n_tensors;
@@ -3538,7 +3531,6 @@ static void rfi_gguf_release(rf_gguf *g) {
     rfi_free(&a, g);
 }
 
-/* A file object without parts, its hooks checked. */
 static rf_result rfi_gguf_create(const char *path, const rf_gguf_desc *desc, rf_gguf **out, rf_error *err) {
     static const rf_gguf_desc defaults = {0};
     rf_allocator allocator;
@@ -4442,7 +4434,6 @@ typedef struct rfi_store rfi_store;
 static uint32_t rfi_cpu_count(void);                                   /* section 10 */
 static void rfi_plan_free(const rf_allocator *alloc, rf_plan *plan);   /* section 9  */
 
-/* An opened device: a table and the object it made. */
 struct rf_device {
     rf_allocator alloc;
     const rf_device_api *api;
@@ -4613,7 +4604,6 @@ typedef struct rfi_frame {
     uint32_t n_users; /* evals whose current layer needs it                      */
 } rfi_frame;
 
-/* The expert cache. */
 typedef struct rfi_cache {
     rfi_expert_layer *layers;     /* [n_layers] in plan order; 0: no experts, or none that can be cached */
     uint32_t n_layers, n_experts; /* experts of all layers                                   */
@@ -4733,7 +4723,6 @@ static int rfi_store_residents_loaded(const rfi_store *s) {
     return atomic_load(&s->stats.residents_loaded) >= s->n_resident;
 }
 
-/* A tensor has been loaded, or is gone. */
 static void rfi_stats_count_tensor(rfi_store *s, const rfi_tensor *t, int loaded) {
     const uint64_t one = loaded ? 1 : 0 - (uint64_t)1;
     atomic_fetch_add(&s->stats.tensors_loaded, one);
@@ -4741,7 +4730,6 @@ static void rfi_stats_count_tensor(rfi_store *s, const rfi_tensor *t, int loaded
     atomic_fetch_add(&s->stats.bytes_loaded, loaded ? t->info.size_bytes : 0 - t->info.size_bytes);
 }
 
-/* Device memory has been created or released. */
 static void rfi_stats_count_memory(rfi_store *s, uint64_t size_bytes, int created) {
     atomic_fetch_add(&s->stats.device_allocations, created ? 1 : 0);
     atomic_fetch_add(&s->stats.device_bytes, created ? size_bytes : 0 - size_bytes);
@@ -4761,7 +4749,6 @@ static rf_result rfi_fail_cancelled(const rfi_store *s, const rfi_tensor *t, rf_
 
 /* ---- device memory ---- */
 
-/* The slab in which a tensor lies. */
 static rfi_slab *rfi_tensor_slab(rfi_store *s, const rfi_tensor *t) {
     return t->streamed ? &s->stream.ring : t->cached ? &s->cache.slab : &s->memory.slabs[t->slab];
 }
@@ -5157,7 +5144,6 @@ static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, rfi_piece *out) 
     return 0;
 }
 
-/* Read a piece and enqueue its copy. */
 static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *ticket,
                                 rf_error *err) { /* locked, yields */
     rfi_tensor *t = p->t;
@@ -5555,7 +5541,6 @@ static uint32_t rfi_expert_slot(const rfi_expert_layer *layer, uint32_t weight, 
     return layer->weight[weight] + expert;
 }
 
-/* All matrices of an expert are READY. */
 static int rfi_expert_is_ready(const rfi_store *s, const rfi_expert_layer *layer, uint32_t expert) {
     int ready = 1;
     for (uint32_t k = 0; ready && k < layer->n_weights; k++)
@@ -5570,7 +5555,6 @@ static void rfi_cache_reset(rfi_cache *c, uint32_t n_frames) { /* locked */
     for (uint32_t e = 0; e < c->n_experts; e++) c->frame_of[e] = RF_NONE;
 }
 
-/* The layer of a frame's expert; NULL: the frame is empty. */
 static const rfi_expert_layer *rfi_frame_layer(const rfi_cache *c, const rfi_frame *frame) {
     return frame->expert_layer == RF_NONE ? NULL : &c->layers[frame->expert_layer];
 }
@@ -6028,7 +6012,6 @@ static rf_result rfi_placement_streams(const rfi_store *s, uint64_t limit, rfi_p
     return RF_OK;
 }
 
-/* Choose a placement within `limit` bytes. */
 static rf_result rfi_placement_choose(const rfi_store *s, uint64_t limit, rfi_placement *p, rf_error *err) {
     memset(p->streamed, 0, s->plan.n_weights);
     p->resident_bytes = s->device_bytes_needed;
@@ -6126,7 +6109,6 @@ static uint64_t rfi_budget_limit(const rfi_store *s, uint64_t *others) { /* devi
     return limit;
 }
 
-/* The least recently used store on the device that is idle and has a share. */
 static rfi_store *rfi_budget_lru(const rfi_store *s) { /* device.monitor held */
     rfi_store *lru = NULL;
     for (rfi_store *o = s->device->stores; o; o = o->next)
@@ -6240,7 +6222,6 @@ static void rfi_store_free(rfi_store *s) {
     rfi_free(alloc, s);
 }
 
-/* What a tensor needs on the device. */
 static void rfi_tensor_describe(rfi_store *s, uint32_t slot) {
     const rf_plan_weight *w = &s->plan.weights[slot];
     rfi_tensor *t = &s->tensors[slot];
@@ -6258,7 +6239,6 @@ static void rfi_tensor_describe(rfi_store *s, uint32_t slot) {
     s->memory.scratch.size_bytes = rfi_max_u64(s->memory.scratch.size_bytes, layout.scratch_bytes);
 }
 
-/* All tensors, the order of loading, and the number of readers. */
 static void rfi_store_describe(rfi_store *s) {
     const int critical_first = s->desc.load_policy == RF_LOAD_CRITICAL_FIRST;
     rfi_loader *l = &s->loader;
@@ -12998,7 +12978,6 @@ static uint32_t rfi_session_n_slots(const rf_model *m, const rf_session_desc *d)
     return m->config.recurrent.kind ? d->n_snapshots + 3 : 0;
 }
 
-/* Fill in the defaults of a desc. */
 static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *desc, rf_session_desc *out,
                                      rf_error *err) {
     *out = desc ? *desc : (rf_session_desc){0};
@@ -13511,7 +13490,6 @@ static rf_result rfi_fallback_plan(rf_session *s, rf_error *err) {
     return RF_OK;
 }
 
-/* Bind the weights where the file is mapped. */
 static rf_result rfi_fallback_weights(rf_session *s, rf_error *err) {
     rfi_fallback *a = s->fallback;
     rf_result r = RF_OK;
@@ -13831,7 +13809,6 @@ static void rfi_session_cut(rf_session *s, uint32_t seq, uint32_t n, rf_error *e
     snprintf(err->text + used, sizeof err->text - used, "; sequence %u is empty now: its window has moved on", seq);
 }
 
-/* Run all micro-batches of an eval. */
 static rf_result rfi_eval_run(rf_session *s, const rf_token_row *rows, uint32_t n_rows, uint32_t *n_logits,
                               rf_error *err) {
     rfi_store *store = s->m->store;
@@ -14111,7 +14088,6 @@ typedef struct rfi_saved {
 } rfi_saved;
 _Static_assert(sizeof(rfi_saved) == 104, "no padding in what is written");
 
-/* One save or restore in progress. */
 typedef struct rfi_saving {
     rf_session *s;
     const rf_session_io *io;
@@ -14230,7 +14206,6 @@ static rf_result rfi_saving_head(rfi_saving *w, uint64_t offset, uint64_t row, u
     return r;
 }
 
-/* Move tokens, KV cache, recurrent states and checksum. */
 static rf_result rfi_saving_body(rfi_saving *w, int32_t seq, const rfi_saved *header) {
     rf_session *s = w->s;
     const uint32_t n = header->n_tokens;
@@ -14259,7 +14234,6 @@ static rf_result rfi_saving_body(rfi_saving *w, int32_t seq, const rfi_saved *he
     return r;
 }
 
-/* Check that the header that was read is the one this session expects. */
 static rf_result rfi_saved_check(const rfi_saved *h, const rfi_saved *want, uint32_t n_ctx, rf_error *err) {
     const struct { const char *what; uint64_t found, want; } numbers[] = {
         {"version", h->version, want->version},     {"header bytes", h->header_bytes, want->header_bytes},
@@ -14516,7 +14490,6 @@ static uint32_t rfi_token_type(const rf_tokenizer *t, uint32_t id) { return t->a
 /* Slots of a hash table for n entries: at most two thirds are used, so that every search ends. */
 static uint32_t rfi_slot_count(uint64_t n) { return (uint32_t)(n + n / 2 + 1); }
 
-/* Slot at which the search for a hash starts. */
 static uint32_t rfi_first_slot(uint64_t hash, uint32_t n_slots) { return (uint32_t)((hash >> 32) * n_slots >> 32); }
 
 static uint64_t rfi_text_hash(const rf_tokenizer *t, const char *s, uint64_t n) {
@@ -14618,7 +14591,6 @@ static int rfi_byte_token(rf_string s) {
     return high < 0 || low < 0 ? -1 : high << 4 | low;
 }
 
-/* Read tokens, scores and token_type; every element is checked. */
 static void rfi_tok_open_tokens(rf_tokenizer *t, rfi_key_reader *k) {
     rf_kv tokens, scores, types;
     uint64_t cursor = 0;
@@ -15108,7 +15080,6 @@ static int rfi_wpm_is_word(uint32_t cp) {
     return class == RFI_PUNCT || (class == RFI_SYMBOL && cp < 0x7f);
 }
 
-/* Write cp as UTF-8: 1 to 4 bytes. */
 static uint32_t rfi_put_utf8(uint32_t cp, char *out) {
     uint32_t n = cp < 0x80 ? 1 : cp < 0x800 ? 2 : cp < 0x10000 ? 3 : 4;
     static const uint8_t lead[5] = {0, 0, 0xc0, 0xe0, 0xf0};
@@ -15185,7 +15156,6 @@ static rfi_scan_char rfi_scan_at(const rfi_scan *s, uint32_t pos) {
     return here;
 }
 
-/* End of the run of characters in these classes. */
 static uint32_t rfi_scan_run(const rfi_scan *s, uint32_t pos, uint32_t classes) {
     for (;;) {
         rfi_scan_char c = rfi_scan_at(s, pos);
@@ -15968,183 +15938,159 @@ typedef struct rfi_lower {
 
 /* Unicode 14.0.0, 15654 bytes. */
 static const uint32_t rfi_unicode_runs[2240] = {
-    0x7, 0x4e, 0x77, 0x106, 0x10b, 0x124, 0x12b, 0x15c, 0x163, 0x182, 0x1d3, 0x1e4, 0x1fb, 0x209, 0x2db, 0x2f4, 0x2fb,
-    0x304, 0x309, 0x3db, 0x3e4, 0x3eb, 0x3f4, 0x3ff, 0x42e, 0x437, 0x506, 0x50b, 0x514, 0x53b, 0x544, 0x551, 0x55b,
-    0x564, 0x56f, 0x574, 0x592, 0x5a4, 0x5a9, 0x5b3, 0x5c4, 0x5ca, 0x5d1, 0x5db, 0x5e2, 0x5fb, 0x601, 0x6bc, 0x6c1,
-    0x7bc, 0x7c1, 0x1614, 0x1631, 0x1694, 0x1701, 0x172c, 0x1761, 0x176c, 0x1771, 0x177c, 0x1805, 0x1b81, 0x1bac,
-    0x1bb1, 0x1bc0, 0x1bd1, 0x1bf3, 0x1bf9, 0x1c00, 0x1c24, 0x1c31, 0x1c3b, 0x1c41, 0x1c58, 0x1c61, 0x1c68, 0x1c71,
-    0x1d10, 0x1d19, 0x1fb4, 0x1fb9, 0x2414, 0x241d, 0x2451, 0x2980, 0x2989, 0x2ab8, 0x2ac9, 0x2ad3, 0x2b01, 0x2c4b,
-    0x2c58, 0x2c6c, 0x2c80, 0x2c8d, 0x2df3, 0x2dfd, 0x2e03, 0x2e0d, 0x2e1b, 0x2e25, 0x2e33, 0x2e3d, 0x2e40, 0x2e81,
-    0x2f58, 0x2f79, 0x2f9b, 0x2fa8, 0x3007, 0x3034, 0x304b, 0x305c, 0x3063, 0x3074, 0x3085, 0x30db, 0x30e7, 0x30eb,
-    0x3101, 0x325d, 0x3302, 0x3353, 0x3371, 0x3385, 0x3389, 0x36a3, 0x36a9, 0x36b5, 0x36ef, 0x36f4, 0x36fd, 0x3729,
-    0x373d, 0x374c, 0x3755, 0x3771, 0x3782, 0x37d1, 0x37ec, 0x37f9, 0x3803, 0x3870, 0x387f, 0x3881, 0x388d, 0x3891,
-    0x3985, 0x3a58, 0x3a69, 0x3d35, 0x3d89, 0x3d90, 0x3e02, 0x3e51, 0x3f5d, 0x3fa1, 0x3fb4, 0x3fbb, 0x3fd1, 0x3fd8,
-    0x3fed, 0x3ff4, 0x4001, 0x40b5, 0x40d1, 0x40dd, 0x4121, 0x412d, 0x4141, 0x414d, 0x4170, 0x4183, 0x41f8, 0x4201,
-    0x42cd, 0x42e0, 0x42f3, 0x42f8, 0x4301, 0x4358, 0x4381, 0x4444, 0x4449, 0x4478, 0x4487, 0x4490, 0x44c5, 0x4501,
-    0x4655, 0x4717, 0x471d, 0x4821, 0x49d5, 0x49e9, 0x49f5, 0x4a81, 0x4a8d, 0x4ac1, 0x4b15, 0x4b23, 0x4b32, 0x4b83,
-    0x4b89, 0x4c0d, 0x4c20, 0x4c29, 0x4c68, 0x4c79, 0x4c88, 0x4c99, 0x4d48, 0x4d51, 0x4d88, 0x4d91, 0x4d98, 0x4db1,
-    0x4dd0, 0x4de5, 0x4de9, 0x4df5, 0x4e28, 0x4e3d, 0x4e48, 0x4e5d, 0x4e71, 0x4e78, 0x4ebd, 0x4ec0, 0x4ee1, 0x4ef0,
-    0x4ef9, 0x4f15, 0x4f20, 0x4f32, 0x4f81, 0x4f94, 0x4fa2, 0x4fd4, 0x4fe1, 0x4feb, 0x4ff5, 0x4ff8, 0x500d, 0x5020,
-    0x5029, 0x5058, 0x5079, 0x5088, 0x5099, 0x5148, 0x5151, 0x5188, 0x5191, 0x51a0, 0x51a9, 0x51b8, 0x51c1, 0x51d0,
-    0x51e5, 0x51e8, 0x51f5, 0x5218, 0x523d, 0x5248, 0x525d, 0x5270, 0x528d, 0x5290, 0x52c9, 0x52e8, 0x52f1, 0x52f8,
-    0x5332, 0x5385, 0x5391, 0x53ad, 0x53b3, 0x53b8, 0x540d, 0x5420, 0x5429, 0x5470, 0x5479, 0x5490, 0x5499, 0x5548,
-    0x5551, 0x5588, 0x5591, 0x55a0, 0x55a9, 0x55d0, 0x55e5, 0x55e9, 0x55f5, 0x5630, 0x563d, 0x5650, 0x565d, 0x5670,
-    0x5681, 0x5688, 0x5701, 0x5715, 0x5720, 0x5732, 0x5783, 0x578c, 0x5790, 0x57c9, 0x57d5, 0x5800, 0x580d, 0x5820,
-    0x5829, 0x5868, 0x5879, 0x5888, 0x5899, 0x5948, 0x5951, 0x5988, 0x5991, 0x59a0, 0x59a9, 0x59d0, 0x59e5, 0x59e9,
-    0x59f5, 0x5a28, 0x5a3d, 0x5a48, 0x5a5d, 0x5a70, 0x5aad, 0x5ac0, 0x5ae1, 0x5af0, 0x5af9, 0x5b15, 0x5b20, 0x5b32,
-    0x5b84, 0x5b89, 0x5b92, 0x5bc0, 0x5c15, 0x5c19, 0x5c20, 0x5c29, 0x5c58, 0x5c71, 0x5c88, 0x5c91, 0x5cb0, 0x5cc9,
-    0x5cd8, 0x5ce1, 0x5ce8, 0x5cf1, 0x5d00, 0x5d19, 0x5d28, 0x5d41, 0x5d58, 0x5d71, 0x5dd0, 0x5df5, 0x5e18, 0x5e35,
-    0x5e48, 0x5e55, 0x5e70, 0x5e81, 0x5e88, 0x5ebd, 0x5ec0, 0x5f32, 0x5f9c, 0x5fd8, 0x6005, 0x6029, 0x6068, 0x6071,
-    0x6088, 0x6091, 0x6148, 0x6151, 0x61d0, 0x61e5, 0x61e9, 0x61f5, 0x6228, 0x6235, 0x6248, 0x6255, 0x6270, 0x62ad,
-    0x62b8, 0x62c1, 0x62d8, 0x62e9, 0x62f0, 0x6301, 0x6315, 0x6320, 0x6332, 0x6380, 0x63bb, 0x63c2, 0x63fc, 0x6401,
-    0x640d, 0x6423, 0x6429, 0x6468, 0x6471, 0x6488, 0x6491, 0x6548, 0x6551, 0x65a0, 0x65a9, 0x65d0, 0x65e5, 0x65e9,
-    0x65f5, 0x6628, 0x6635, 0x6648, 0x6655, 0x6670, 0x66ad, 0x66b8, 0x66e9, 0x66f8, 0x6701, 0x6715, 0x6720, 0x6732,
-    0x6780, 0x6789, 0x6798, 0x6805, 0x6821, 0x6868, 0x6871, 0x6888, 0x6891, 0x69dd, 0x69e9, 0x69f5, 0x6a28, 0x6a35,
-    0x6a48, 0x6a55, 0x6a71, 0x6a7c, 0x6a80, 0x6aa1, 0x6abd, 0x6ac2, 0x6af9, 0x6b15, 0x6b20, 0x6b32, 0x6bcc, 0x6bd1,
-    0x6c00, 0x6c0d, 0x6c20, 0x6c29, 0x6cb8, 0x6cd1, 0x6d90, 0x6d99, 0x6de0, 0x6de9, 0x6df0, 0x6e01, 0x6e38, 0x6e55,
-    0x6e58, 0x6e7d, 0x6ea8, 0x6eb5, 0x6eb8, 0x6ec5, 0x6f00, 0x6f32, 0x6f80, 0x6f95, 0x6fa3, 0x6fa8, 0x7009, 0x718d,
-    0x7191, 0x71a5, 0x71d8, 0x71fc, 0x7201, 0x723d, 0x727b, 0x7282, 0x72d3, 0x72e0, 0x7409, 0x7418, 0x7421, 0x7428,
-    0x7431, 0x7458, 0x7461, 0x7520, 0x7529, 0x7530, 0x7539, 0x758d, 0x7591, 0x75a5, 0x75e9, 0x75f0, 0x7601, 0x7628,
-    0x7631, 0x7638, 0x7645, 0x7670, 0x7682, 0x76d0, 0x76e1, 0x7700, 0x7801, 0x780c, 0x7823, 0x789c, 0x78a3, 0x78ac,
-    0x78c5, 0x78d4, 0x7902, 0x79a4, 0x79ad, 0x79b4, 0x79bd, 0x79c4, 0x79cd, 0x79d3, 0x79f5, 0x7a01, 0x7a40, 0x7a49,
-    0x7b68, 0x7b8d, 0x7c2b, 0x7c35, 0x7c41, 0x7c6d, 0x7cc0, 0x7ccd, 0x7de8, 0x7df4, 0x7e35, 0x7e3c, 0x7e68, 0x7e74,
-    0x7e83, 0x7eac, 0x7ecb, 0x7ed8, 0x8001, 0x815d, 0x81f9, 0x8202, 0x8253, 0x8281, 0x82b5, 0x82d1, 0x82f5, 0x8309,
-    0x8315, 0x8329, 0x833d, 0x8371, 0x838d, 0x83a9, 0x8415, 0x8471, 0x847d, 0x8482, 0x84d5, 0x84f4, 0x8501, 0x8630,
-    0x8639, 0x8640, 0x8669, 0x8670, 0x8681, 0x87db, 0x87e1, 0x9248, 0x9251, 0x9270, 0x9281, 0x92b8, 0x92c1, 0x92c8,
-    0x92d1, 0x92f0, 0x9301, 0x9448, 0x9451, 0x9470, 0x9481, 0x9588, 0x9591, 0x95b0, 0x95c1, 0x95f8, 0x9601, 0x9608,
-    0x9611, 0x9630, 0x9641, 0x96b8, 0x96c1, 0x9888, 0x9891, 0x98b0, 0x98c1, 0x9ad8, 0x9aed, 0x9b03, 0x9b4a, 0x9be8,
-    0x9c01, 0x9c84, 0x9cd0, 0x9d01, 0x9fb0, 0x9fc1, 0x9ff0, 0xa003, 0xa009, 0xb36c, 0xb373, 0xb379, 0xb406, 0xb409,
-    0xb4db, 0xb4e8, 0xb501, 0xb75b, 0xb772, 0xb789, 0xb7c8, 0xb801, 0xb895, 0xb8b0, 0xb8f9, 0xb995, 0xb9ab, 0xb9b8,
-    0xba01, 0xba95, 0xbaa0, 0xbb01, 0xbb68, 0xbb71, 0xbb88, 0xbb95, 0xbba0, 0xbc01, 0xbda5, 0xbea3, 0xbeb9, 0xbec3,
-    0xbedc, 0xbee1, 0xbeed, 0xbef0, 0xbf02, 0xbf50, 0xbf82, 0xbfd0, 0xc003, 0xc05d, 0xc077, 0xc07d, 0xc082, 0xc0d0,
-    0xc101, 0xc3c8, 0xc401, 0xc42d, 0xc439, 0xc54d, 0xc551, 0xc558, 0xc581, 0xc7b0, 0xc801, 0xc8f8, 0xc905, 0xc960,
-    0xc985, 0xc9e0, 0xca04, 0xca08, 0xca23, 0xca32, 0xca81, 0xcb70, 0xcb81, 0xcba8, 0xcc01, 0xcd60, 0xcd81, 0xce50,
-    0xce82, 0xced8, 0xcef4, 0xd001, 0xd0bd, 0xd0e0, 0xd0f3, 0xd101, 0xd2ad, 0xd2f8, 0xd305, 0xd3e8, 0xd3fd, 0xd402,
-    0xd450, 0xd482, 0xd4d0, 0xd503, 0xd539, 0xd543, 0xd570, 0xd585, 0xd678, 0xd805, 0xd829, 0xd9a5, 0xda29, 0xda68,
-    0xda82, 0xdad3, 0xdb0c, 0xdb5d, 0xdba4, 0xdbeb, 0xdbf8, 0xdc05, 0xdc19, 0xdd0d, 0xdd71, 0xdd82, 0xddd1, 0xdf35,
-    0xdfa0, 0xdfe3, 0xe001, 0xe125, 0xe1c0, 0xe1db, 0xe202, 0xe250, 0xe269, 0xe282, 0xe2d1, 0xe3f3, 0xe401, 0xe448,
-    0xe481, 0xe5d8, 0xe5e9, 0xe603, 0xe640, 0xe685, 0xe69b, 0xe6a5, 0xe749, 0xe76d, 0xe771, 0xe7a5, 0xe7a9, 0xe7bd,
-    0xe7d1, 0xe7d8, 0xe801, 0xee05, 0xf001, 0xf8b0, 0xf8c1, 0xf8f0, 0xf901, 0xfa30, 0xfa41, 0xfa70, 0xfa81, 0xfac0,
-    0xfac9, 0xfad0, 0xfad9, 0xfae0, 0xfae9, 0xfaf0, 0xfaf9, 0xfbf0, 0xfc01, 0xfda8, 0xfdb1, 0xfdec, 0xfdf1, 0xfdfc,
-    0xfe11, 0xfe28, 0xfe31, 0xfe6c, 0xfe81, 0xfea0, 0xfeb1, 0xfee0, 0xfeec, 0xff01, 0xff6c, 0xff80, 0xff91, 0xffa8,
-    0xffb1, 0xffec, 0xfff8, 0x10006, 0x1005f, 0x10083, 0x10146, 0x10157, 0x1017e, 0x10183, 0x10224, 0x1022b, 0x10294,
-    0x1029b, 0x102fe, 0x10307, 0x10328, 0x10337, 0x10382, 0x10389, 0x10390, 0x103a2, 0x103d4, 0x103eb, 0x103f9,
-    0x10402, 0x10454, 0x1046b, 0x10478, 0x10481, 0x104e8, 0x10504, 0x10608, 0x10685, 0x10788, 0x10804, 0x10811,
-    0x1081c, 0x10839, 0x10844, 0x10851, 0x108a4, 0x108a9, 0x108b4, 0x108c9, 0x108f4, 0x10921, 0x1092c, 0x10931,
-    0x1093c, 0x10941, 0x1094c, 0x10951, 0x10974, 0x10979, 0x109d4, 0x109e1, 0x10a04, 0x10a29, 0x10a54, 0x10a71,
-    0x10a7c, 0x10a82, 0x10c19, 0x10c2a, 0x10c54, 0x10c60, 0x10c84, 0x11843, 0x11864, 0x1194b, 0x1195c, 0x12138,
-    0x12204, 0x12258, 0x12302, 0x124e4, 0x12752, 0x12804, 0x13b43, 0x13bb2, 0x13ca4, 0x13e2b, 0x13e3c, 0x13f33,
-    0x13f84, 0x14c1b, 0x14ccc, 0x14ec3, 0x14ee4, 0x14fe3, 0x14ff4, 0x15ba0, 0x15bb4, 0x15cb0, 0x15cbc, 0x16001,
-    0x1672c, 0x16759, 0x1677d, 0x16791, 0x167a0, 0x167cb, 0x167ea, 0x167f3, 0x16801, 0x16930, 0x16939, 0x16940,
-    0x16969, 0x16970, 0x16981, 0x16b40, 0x16b79, 0x16b83, 0x16b88, 0x16bfd, 0x16c01, 0x16cb8, 0x16d01, 0x16d38,
-    0x16d41, 0x16d78, 0x16d81, 0x16db8, 0x16dc1, 0x16df8, 0x16e01, 0x16e38, 0x16e41, 0x16e78, 0x16e81, 0x16eb8,
-    0x16ec1, 0x16ef8, 0x16f05, 0x17003, 0x17179, 0x17183, 0x17284, 0x17293, 0x172f0, 0x17404, 0x174d0, 0x174dc,
-    0x177a0, 0x17804, 0x17eb0, 0x17f84, 0x17fe0, 0x18006, 0x1800b, 0x18024, 0x18029, 0x1803a, 0x18043, 0x18094,
-    0x180a3, 0x18104, 0x1810a, 0x18155, 0x18183, 0x18189, 0x181b4, 0x181c2, 0x181d9, 0x181eb, 0x181f4, 0x18200,
-    0x18209, 0x184b8, 0x184cd, 0x184dc, 0x184e9, 0x18503, 0x18509, 0x187db, 0x187e1, 0x18800, 0x18829, 0x18980,
-    0x18989, 0x18c78, 0x18c84, 0x18c92, 0x18cb4, 0x18d01, 0x18e04, 0x18f20, 0x18f81, 0x19004, 0x190f8, 0x19102,
-    0x19154, 0x19242, 0x19284, 0x1928a, 0x19304, 0x19402, 0x19454, 0x1958a, 0x19604, 0x1a001, 0x26e04, 0x27001,
-    0x52468, 0x52484, 0x52638, 0x52681, 0x527f3, 0x52801, 0x5306b, 0x53081, 0x53102, 0x53151, 0x53160, 0x53201,
-    0x5337d, 0x5339b, 0x533a5, 0x533f3, 0x533f9, 0x534f5, 0x53501, 0x53732, 0x53785, 0x53793, 0x537c0, 0x53804,
-    0x538b9, 0x53904, 0x53911, 0x53c4c, 0x53c59, 0x53e58, 0x53e81, 0x53e90, 0x53e99, 0x53ea0, 0x53ea9, 0x53ed0,
-    0x53f91, 0x54015, 0x54019, 0x54035, 0x54039, 0x5405d, 0x54061, 0x5411d, 0x54144, 0x54165, 0x54168, 0x54182,
-    0x541b4, 0x541d0, 0x54201, 0x543a3, 0x543c0, 0x54405, 0x54411, 0x545a5, 0x54630, 0x54673, 0x54682, 0x546d0,
-    0x54705, 0x54791, 0x547c3, 0x547d9, 0x547e3, 0x547e9, 0x547fd, 0x54802, 0x54851, 0x54935, 0x54973, 0x54981,
-    0x54a3d, 0x54aa0, 0x54afb, 0x54b01, 0x54be8, 0x54c05, 0x54c21, 0x54d9d, 0x54e0b, 0x54e70, 0x54e79, 0x54e82,
-    0x54ed0, 0x54ef3, 0x54f01, 0x54f2d, 0x54f31, 0x54f82, 0x54fd1, 0x54ff8, 0x55001, 0x5514d, 0x551b8, 0x55201,
-    0x5521d, 0x55221, 0x55265, 0x55270, 0x55282, 0x552d0, 0x552e3, 0x55301, 0x553bc, 0x553d1, 0x553dd, 0x553f1,
-    0x55585, 0x55589, 0x55595, 0x555a9, 0x555bd, 0x555c9, 0x555f5, 0x55601, 0x5560d, 0x55611, 0x55618, 0x556d9,
-    0x556f3, 0x55701, 0x5575d, 0x55783, 0x55791, 0x557ad, 0x557b8, 0x55809, 0x55838, 0x55849, 0x55878, 0x55889,
-    0x558b8, 0x55901, 0x55938, 0x55941, 0x55978, 0x55981, 0x55adc, 0x55ae1, 0x55b54, 0x55b60, 0x55b81, 0x55f1d,
-    0x55f5b, 0x55f65, 0x55f70, 0x55f82, 0x55fd0, 0x56001, 0x6bd20, 0x6bd81, 0x6be38, 0x6be59, 0x6bfe0, 0x6c007,
-    0x7c801, 0x7d370, 0x7d381, 0x7d6d0, 0x7d801, 0x7d838, 0x7d899, 0x7d8c0, 0x7d8e9, 0x7d8f5, 0x7d8f9, 0x7d94c,
-    0x7d951, 0x7d9b8, 0x7d9c1, 0x7d9e8, 0x7d9f1, 0x7d9f8, 0x7da01, 0x7da10, 0x7da19, 0x7da28, 0x7da31, 0x7dd94,
-    0x7de18, 0x7de99, 0x7e9f3, 0x7ea04, 0x7ea81, 0x7ec80, 0x7ec91, 0x7ee40, 0x7ee7c, 0x7ee80, 0x7ef81, 0x7efe4,
-    0x7f005, 0x7f083, 0x7f0d0, 0x7f105, 0x7f183, 0x7f298, 0x7f2a3, 0x7f314, 0x7f31b, 0x7f324, 0x7f338, 0x7f343,
-    0x7f34c, 0x7f353, 0x7f360, 0x7f381, 0x7f3a8, 0x7f3b1, 0x7f7e8, 0x7f7ff, 0x7f800, 0x7f80b, 0x7f824, 0x7f82b,
-    0x7f85c, 0x7f863, 0x7f882, 0x7f8d3, 0x7f8e4, 0x7f8fb, 0x7f909, 0x7f9db, 0x7f9f4, 0x7f9fb, 0x7fa04, 0x7fa09,
-    0x7fadb, 0x7fae4, 0x7faeb, 0x7faf4, 0x7fafb, 0x7fb31, 0x7fdf8, 0x7fe11, 0x7fe40, 0x7fe51, 0x7fe80, 0x7fe91,
-    0x7fec0, 0x7fed1, 0x7fee8, 0x7ff04, 0x7ff38, 0x7ff44, 0x7ff78, 0x7ffcf, 0x7ffe4, 0x7fff0, 0x80001, 0x80060,
-    0x80069, 0x80138, 0x80141, 0x801d8, 0x801e1, 0x801f0, 0x801f9, 0x80270, 0x80281, 0x802f0, 0x80401, 0x807d8,
-    0x80803, 0x80818, 0x8083a, 0x809a0, 0x809bc, 0x80a02, 0x80bcc, 0x80c52, 0x80c64, 0x80c78, 0x80c84, 0x80ce8,
-    0x80d04, 0x80d08, 0x80e84, 0x80fed, 0x80ff0, 0x81401, 0x814e8, 0x81501, 0x81688, 0x81705, 0x8170a, 0x817e0,
-    0x81801, 0x81902, 0x81920, 0x81969, 0x81a0a, 0x81a11, 0x81a52, 0x81a58, 0x81a81, 0x81bb5, 0x81bd8, 0x81c01,
-    0x81cf0, 0x81cfb, 0x81d01, 0x81e20, 0x81e41, 0x81e83, 0x81e8a, 0x81eb0, 0x82001, 0x824f0, 0x82502, 0x82550,
-    0x82581, 0x826a0, 0x826c1, 0x827e0, 0x82801, 0x82940, 0x82981, 0x82b20, 0x82b7b, 0x82b81, 0x82bd8, 0x82be1,
-    0x82c58, 0x82c61, 0x82c98, 0x82ca1, 0x82cb0, 0x82cb9, 0x82d10, 0x82d19, 0x82d90, 0x82d99, 0x82dd0, 0x82dd9,
-    0x82de8, 0x83001, 0x839b8, 0x83a01, 0x83ab0, 0x83b01, 0x83b40, 0x83c01, 0x83c30, 0x83c39, 0x83d88, 0x83d91,
-    0x83dd8, 0x84001, 0x84030, 0x84041, 0x84048, 0x84051, 0x841b0, 0x841b9, 0x841c8, 0x841e1, 0x841e8, 0x841f9,
-    0x842b0, 0x842bb, 0x842c2, 0x84301, 0x843bc, 0x843ca, 0x84401, 0x844f8, 0x8453a, 0x84580, 0x84701, 0x84798,
-    0x847a1, 0x847b0, 0x847da, 0x84801, 0x848b2, 0x848e0, 0x848fb, 0x84901, 0x849d0, 0x849fb, 0x84a00, 0x84c01,
-    0x84dc0, 0x84de2, 0x84df1, 0x84e02, 0x84e80, 0x84e92, 0x85001, 0x8500d, 0x85020, 0x8502d, 0x85038, 0x85065,
-    0x85081, 0x850a0, 0x850a9, 0x850c0, 0x850c9, 0x851b0, 0x851c5, 0x851d8, 0x851fd, 0x85202, 0x85248, 0x85283,
-    0x852c8, 0x85301, 0x853ea, 0x853fb, 0x85401, 0x854ea, 0x85500, 0x85601, 0x85644, 0x85649, 0x8572d, 0x85738,
-    0x8575a, 0x85783, 0x857b8, 0x85801, 0x859b0, 0x859cb, 0x85a01, 0x85ab0, 0x85ac2, 0x85b01, 0x85b98, 0x85bc2,
-    0x85c01, 0x85c90, 0x85ccb, 0x85ce8, 0x85d4a, 0x85d80, 0x86001, 0x86248, 0x86401, 0x86598, 0x86601, 0x86798,
-    0x867d2, 0x86801, 0x86925, 0x86940, 0x86982, 0x869d0, 0x87302, 0x873f8, 0x87401, 0x87550, 0x8755d, 0x8756b,
-    0x87570, 0x87581, 0x87590, 0x87801, 0x878ea, 0x87939, 0x87940, 0x87981, 0x87a35, 0x87a8a, 0x87aab, 0x87ad0,
-    0x87b81, 0x87c15, 0x87c33, 0x87c50, 0x87d81, 0x87e2a, 0x87e60, 0x87f01, 0x87fb8, 0x88005, 0x88019, 0x881c5,
-    0x8823b, 0x88270, 0x88292, 0x88385, 0x88389, 0x8839d, 0x883a9, 0x883b0, 0x883fd, 0x88419, 0x88585, 0x885db,
-    0x885ef, 0x885f3, 0x88615, 0x88618, 0x8866f, 0x88670, 0x88681, 0x88748, 0x88782, 0x887d0, 0x88805, 0x88819,
-    0x8893d, 0x889a8, 0x889b2, 0x88a03, 0x88a21, 0x88a2d, 0x88a39, 0x88a40, 0x88a81, 0x88b9d, 0x88ba3, 0x88bb1,
-    0x88bb8, 0x88c05, 0x88c19, 0x88d9d, 0x88e09, 0x88e2b, 0x88e4d, 0x88e6b, 0x88e75, 0x88e82, 0x88ed1, 0x88edb,
-    0x88ee1, 0x88eeb, 0x88f00, 0x88f0a, 0x88fa8, 0x89001, 0x89090, 0x89099, 0x89165, 0x891c3, 0x891f5, 0x891f8,
-    0x89401, 0x89438, 0x89441, 0x89448, 0x89451, 0x89470, 0x89479, 0x894f0, 0x894f9, 0x8954b, 0x89550, 0x89581,
-    0x896fd, 0x89758, 0x89782, 0x897d0, 0x89805, 0x89820, 0x89829, 0x89868, 0x89879, 0x89888, 0x89899, 0x89948,
-    0x89951, 0x89988, 0x89991, 0x899a0, 0x899a9, 0x899d0, 0x899dd, 0x899e9, 0x899f5, 0x89a28, 0x89a3d, 0x89a48,
-    0x89a5d, 0x89a70, 0x89a81, 0x89a88, 0x89abd, 0x89ac0, 0x89ae9, 0x89b15, 0x89b20, 0x89b35, 0x89b68, 0x89b85,
-    0x89ba8, 0x8a001, 0x8a1ad, 0x8a239, 0x8a25b, 0x8a282, 0x8a2d3, 0x8a2e0, 0x8a2eb, 0x8a2f5, 0x8a2f9, 0x8a310,
-    0x8a401, 0x8a585, 0x8a621, 0x8a633, 0x8a639, 0x8a640, 0x8a682, 0x8a6d0, 0x8ac01, 0x8ad7d, 0x8adb0, 0x8adc5,
-    0x8ae0b, 0x8aec1, 0x8aee5, 0x8aef0, 0x8b001, 0x8b185, 0x8b20b, 0x8b221, 0x8b228, 0x8b282, 0x8b2d0, 0x8b303,
-    0x8b368, 0x8b401, 0x8b55d, 0x8b5c1, 0x8b5cb, 0x8b5d0, 0x8b602, 0x8b650, 0x8b801, 0x8b8d8, 0x8b8ed, 0x8b960,
-    0x8b982, 0x8b9e3, 0x8b9fc, 0x8ba01, 0x8ba38, 0x8c001, 0x8c165, 0x8c1db, 0x8c1e0, 0x8c501, 0x8c702, 0x8c798,
-    0x8c7f9, 0x8c838, 0x8c849, 0x8c850, 0x8c861, 0x8c8a0, 0x8c8a9, 0x8c8b8, 0x8c8c1, 0x8c985, 0x8c9b0, 0x8c9bd,
-    0x8c9c8, 0x8c9dd, 0x8c9f9, 0x8ca05, 0x8ca09, 0x8ca15, 0x8ca23, 0x8ca38, 0x8ca82, 0x8cad0, 0x8cd01, 0x8cd40,
-    0x8cd51, 0x8ce8d, 0x8cec0, 0x8ced5, 0x8cf09, 0x8cf13, 0x8cf19, 0x8cf25, 0x8cf28, 0x8d001, 0x8d00d, 0x8d059,
-    0x8d19d, 0x8d1d1, 0x8d1dd, 0x8d1fb, 0x8d23d, 0x8d240, 0x8d281, 0x8d28d, 0x8d2e1, 0x8d455, 0x8d4d3, 0x8d4e9,
-    0x8d4f3, 0x8d518, 0x8d581, 0x8d7c8, 0x8e001, 0x8e048, 0x8e051, 0x8e17d, 0x8e1b8, 0x8e1c5, 0x8e201, 0x8e20b,
-    0x8e230, 0x8e282, 0x8e368, 0x8e383, 0x8e391, 0x8e480, 0x8e495, 0x8e540, 0x8e54d, 0x8e5b8, 0x8e801, 0x8e838,
-    0x8e841, 0x8e850, 0x8e859, 0x8e98d, 0x8e9b8, 0x8e9d5, 0x8e9d8, 0x8e9e5, 0x8e9f0, 0x8e9fd, 0x8ea31, 0x8ea3d,
-    0x8ea40, 0x8ea82, 0x8ead0, 0x8eb01, 0x8eb30, 0x8eb39, 0x8eb48, 0x8eb51, 0x8ec55, 0x8ec78, 0x8ec85, 0x8ec90,
-    0x8ec9d, 0x8ecc1, 0x8ecc8, 0x8ed02, 0x8ed50, 0x8f701, 0x8f79d, 0x8f7bb, 0x8f7c8, 0x8fd81, 0x8fd88, 0x8fe02,
-    0x8feac, 0x8ff90, 0x8fffb, 0x90001, 0x91cd0, 0x92002, 0x92378, 0x92383, 0x923a8, 0x92401, 0x92a20, 0x97c81,
-    0x97f8b, 0x97f98, 0x98001, 0x9a178, 0x9a187, 0x9a1c8, 0xa2001, 0xa3238, 0xb4001, 0xb51c8, 0xb5201, 0xb52f8,
-    0xb5302, 0xb5350, 0xb5373, 0xb5381, 0xb55f8, 0xb5602, 0xb5650, 0xb5681, 0xb5770, 0xb5785, 0xb57ab, 0xb57b0,
-    0xb5801, 0xb5985, 0xb59bb, 0xb59e4, 0xb5a01, 0xb5a23, 0xb5a2c, 0xb5a30, 0xb5a82, 0xb5ad0, 0xb5ada, 0xb5b10,
-    0xb5b19, 0xb5bc0, 0xb5be9, 0xb5c80, 0xb7201, 0xb7402, 0xb74bb, 0xb74d8, 0xb7801, 0xb7a58, 0xb7a7d, 0xb7a81,
-    0xb7a8d, 0xb7c40, 0xb7c7d, 0xb7c99, 0xb7d00, 0xb7f01, 0xb7f13, 0xb7f19, 0xb7f25, 0xb7f28, 0xb7f85, 0xb7f90,
-    0xb8001, 0xc3fc0, 0xc4001, 0xc66b0, 0xc6801, 0xc6848, 0xd7f81, 0xd7fa0, 0xd7fa9, 0xd7fe0, 0xd7fe9, 0xd7ff8,
-    0xd8001, 0xd8918, 0xd8a81, 0xd8a98, 0xd8b21, 0xd8b40, 0xd8b81, 0xd97e0, 0xde001, 0xde358, 0xde381, 0xde3e8,
-    0xde401, 0xde448, 0xde481, 0xde4d0, 0xde4e4, 0xde4ed, 0xde4fb, 0xde507, 0xde520, 0xe7805, 0xe7970, 0xe7985,
-    0xe7a38, 0xe7a84, 0xe7e20, 0xe8004, 0xe87b0, 0xe8804, 0xe8938, 0xe894c, 0xe8b2d, 0xe8b54, 0xe8b6d, 0xe8b9f,
-    0xe8bdd, 0xe8c1c, 0xe8c2d, 0xe8c64, 0xe8d55, 0xe8d74, 0xe8f58, 0xe9004, 0xe9215, 0xe922c, 0xe9230, 0xe9702,
-    0xe97a0, 0xe9804, 0xe9ab8, 0xe9b02, 0xe9bc8, 0xea001, 0xea2a8, 0xea2b1, 0xea4e8, 0xea4f1, 0xea500, 0xea511,
-    0xea518, 0xea529, 0xea538, 0xea549, 0xea568, 0xea571, 0xea5d0, 0xea5d9, 0xea5e0, 0xea5e9, 0xea620, 0xea629,
-    0xea830, 0xea839, 0xea858, 0xea869, 0xea8a8, 0xea8b1, 0xea8e8, 0xea8f1, 0xea9d0, 0xea9d9, 0xea9f8, 0xeaa01,
-    0xeaa28, 0xeaa31, 0xeaa38, 0xeaa51, 0xeaa88, 0xeaa91, 0xeb530, 0xeb541, 0xeb60c, 0xeb611, 0xeb6dc, 0xeb6e1,
-    0xeb7dc, 0xeb7e1, 0xeb8ac, 0xeb8b1, 0xeb9ac, 0xeb9b1, 0xeba7c, 0xeba81, 0xebb7c, 0xebb81, 0xebc4c, 0xebc51,
-    0xebd4c, 0xebd51, 0xebe1c, 0xebe21, 0xebe60, 0xebe72, 0xec004, 0xed005, 0xed1bc, 0xed1dd, 0xed36c, 0xed3ad,
-    0xed3b4, 0xed425, 0xed42c, 0xed43b, 0xed460, 0xed4dd, 0xed500, 0xed50d, 0xed580, 0xef801, 0xef8f8, 0xf0005,
-    0xf0038, 0xf0045, 0xf00c8, 0xf00dd, 0xf0110, 0xf011d, 0xf0128, 0xf0135, 0xf0158, 0xf0801, 0xf0968, 0xf0985,
-    0xf09b9, 0xf09f0, 0xf0a02, 0xf0a50, 0xf0a71, 0xf0a7c, 0xf0a80, 0xf1481, 0xf1575, 0xf1578, 0xf1601, 0xf1765,
-    0xf1782, 0xf17d0, 0xf17fc, 0xf1800, 0xf3f01, 0xf3f38, 0xf3f41, 0xf3f60, 0xf3f69, 0xf3f78, 0xf3f81, 0xf3ff8,
-    0xf4001, 0xf4628, 0xf463a, 0xf4685, 0xf46b8, 0xf4801, 0xf4a25, 0xf4a59, 0xf4a60, 0xf4a82, 0xf4ad0, 0xf4af3,
-    0xf4b00, 0xf638a, 0xf6564, 0xf656a, 0xf6584, 0xf658a, 0xf65a8, 0xf680a, 0xf6974, 0xf697a, 0xf69f0, 0xf7001,
-    0xf7020, 0xf7029, 0xf7100, 0xf7109, 0xf7118, 0xf7121, 0xf7128, 0xf7139, 0xf7140, 0xf7149, 0xf7198, 0xf71a1,
-    0xf71c0, 0xf71c9, 0xf71d0, 0xf71d9, 0xf71e0, 0xf7211, 0xf7218, 0xf7239, 0xf7240, 0xf7249, 0xf7250, 0xf7259,
-    0xf7260, 0xf7269, 0xf7280, 0xf7289, 0xf7298, 0xf72a1, 0xf72a8, 0xf72b9, 0xf72c0, 0xf72c9, 0xf72d0, 0xf72d9,
-    0xf72e0, 0xf72e9, 0xf72f0, 0xf72f9, 0xf7300, 0xf7309, 0xf7318, 0xf7321, 0xf7328, 0xf7339, 0xf7358, 0xf7361,
-    0xf7398, 0xf73a1, 0xf73c0, 0xf73c9, 0xf73e8, 0xf73f1, 0xf73f8, 0xf7401, 0xf7450, 0xf7459, 0xf74e0, 0xf7509,
-    0xf7520, 0xf7529, 0xf7550, 0xf7559, 0xf75e0, 0xf7784, 0xf7790, 0xf8004, 0xf8160, 0xf8184, 0xf84a0, 0xf8504,
-    0xf8578, 0xf858c, 0xf8600, 0xf860c, 0xf8680, 0xf868c, 0xf87b0, 0xf8802, 0xf886c, 0xf8d70, 0xf8f34, 0xf9018,
-    0xf9084, 0xf91e0, 0xf9204, 0xf9248, 0xf9284, 0xf9290, 0xf9304, 0xf9330, 0xf9804, 0xfb6c0, 0xfb6ec, 0xfb768,
-    0xfb784, 0xfb7e8, 0xfb804, 0xfbba0, 0xfbc04, 0xfbec8, 0xfbf04, 0xfbf60, 0xfbf84, 0xfbf88, 0xfc004, 0xfc060,
-    0xfc084, 0xfc240, 0xfc284, 0xfc2d0, 0xfc304, 0xfc440, 0xfc484, 0xfc570, 0xfc584, 0xfc590, 0xfc804, 0xfd2a0,
-    0xfd304, 0xfd370, 0xfd384, 0xfd3a8, 0xfd3c4, 0xfd3e8, 0xfd404, 0xfd438, 0xfd484, 0xfd568, 0xfd584, 0xfd5d8,
-    0xfd604, 0xfd630, 0xfd684, 0xfd6d0, 0xfd704, 0xfd740, 0xfd784, 0xfd7b8, 0xfd804, 0xfdc98, 0xfdca4, 0xfde58,
-    0xfdf82, 0xfdfd0, 0x100001, 0x153700, 0x153801, 0x15b9c8, 0x15ba01, 0x15c0f0, 0x15c101, 0x167510, 0x167581,
-    0x175f08, 0x17c001, 0x17d0f0, 0x180001, 0x189a58, 0x70000f, 0x700010, 0x700107, 0x700400, 0x700805, 0x700f80,
-    0x780007, 0x7ffff0, 0x800007, 0x87fff0,
+    7, 78, 119, 262, 267, 292, 299, 348, 355, 386, 467, 484, 507, 521, 731, 756, 763, 772, 777, 987, 996, 1003, 1012,
+    1023, 1070, 1079, 1286, 1291, 1300, 1339, 1348, 1361, 1371, 1380, 1391, 1396, 1426, 1444, 1449, 1459, 1476, 1482,
+    1489, 1499, 1506, 1531, 1537, 1724, 1729, 1980, 1985, 5652, 5681, 5780, 5889, 5932, 5985, 5996, 6001, 6012, 6149,
+    7041, 7084, 7089, 7104, 7121, 7155, 7161, 7168, 7204, 7217, 7227, 7233, 7256, 7265, 7272, 7281, 7440, 7449, 8116,
+    8121, 9236, 9245, 9297, 10624, 10633, 10936, 10953, 10963, 11009, 11339, 11352, 11372, 11392, 11405, 11763, 11773,
+    11779, 11789, 11803, 11813, 11827, 11837, 11840, 11905, 12120, 12153, 12187, 12200, 12295, 12340, 12363, 12380,
+    12387, 12404, 12421, 12507, 12519, 12523, 12545, 12893, 13058, 13139, 13169, 13189, 13193, 13987, 13993, 14005,
+    14063, 14068, 14077, 14121, 14141, 14156, 14165, 14193, 14210, 14289, 14316, 14329, 14339, 14448, 14463, 14465,
+    14477, 14481, 14725, 14936, 14953, 15669, 15753, 15760, 15874, 15953, 16221, 16289, 16308, 16315, 16337, 16344,
+    16365, 16372, 16385, 16565, 16593, 16605, 16673, 16685, 16705, 16717, 16752, 16771, 16888, 16897, 17101, 17120,
+    17139, 17144, 17153, 17240, 17281, 17476, 17481, 17528, 17543, 17552, 17605, 17665, 18005, 18199, 18205, 18465,
+    18901, 18921, 18933, 19073, 19085, 19137, 19221, 19235, 19250, 19331, 19337, 19469, 19488, 19497, 19560, 19577,
+    19592, 19609, 19784, 19793, 19848, 19857, 19864, 19889, 19920, 19941, 19945, 19957, 20008, 20029, 20040, 20061,
+    20081, 20088, 20157, 20160, 20193, 20208, 20217, 20245, 20256, 20274, 20353, 20372, 20386, 20436, 20449, 20459,
+    20469, 20472, 20493, 20512, 20521, 20568, 20601, 20616, 20633, 20808, 20817, 20872, 20881, 20896, 20905, 20920,
+    20929, 20944, 20965, 20968, 20981, 21016, 21053, 21064, 21085, 21104, 21133, 21136, 21193, 21224, 21233, 21240,
+    21298, 21381, 21393, 21421, 21427, 21432, 21517, 21536, 21545, 21616, 21625, 21648, 21657, 21832, 21841, 21896,
+    21905, 21920, 21929, 21968, 21989, 21993, 22005, 22064, 22077, 22096, 22109, 22128, 22145, 22152, 22273, 22293,
+    22304, 22322, 22403, 22412, 22416, 22473, 22485, 22528, 22541, 22560, 22569, 22632, 22649, 22664, 22681, 22856,
+    22865, 22920, 22929, 22944, 22953, 22992, 23013, 23017, 23029, 23080, 23101, 23112, 23133, 23152, 23213, 23232,
+    23265, 23280, 23289, 23317, 23328, 23346, 23428, 23433, 23442, 23488, 23573, 23577, 23584, 23593, 23640, 23665,
+    23688, 23697, 23728, 23753, 23768, 23777, 23784, 23793, 23808, 23833, 23848, 23873, 23896, 23921, 24016, 24053,
+    24088, 24117, 24136, 24149, 24176, 24193, 24200, 24253, 24256, 24370, 24476, 24536, 24581, 24617, 24680, 24689,
+    24712, 24721, 24904, 24913, 25040, 25061, 25065, 25077, 25128, 25141, 25160, 25173, 25200, 25261, 25272, 25281,
+    25304, 25321, 25328, 25345, 25365, 25376, 25394, 25472, 25531, 25538, 25596, 25601, 25613, 25635, 25641, 25704,
+    25713, 25736, 25745, 25928, 25937, 26016, 26025, 26064, 26085, 26089, 26101, 26152, 26165, 26184, 26197, 26224,
+    26285, 26296, 26345, 26360, 26369, 26389, 26400, 26418, 26496, 26505, 26520, 26629, 26657, 26728, 26737, 26760,
+    26769, 27101, 27113, 27125, 27176, 27189, 27208, 27221, 27249, 27260, 27264, 27297, 27325, 27330, 27385, 27413,
+    27424, 27442, 27596, 27601, 27648, 27661, 27680, 27689, 27832, 27857, 28048, 28057, 28128, 28137, 28144, 28161,
+    28216, 28245, 28248, 28285, 28328, 28341, 28344, 28357, 28416, 28466, 28544, 28565, 28579, 28584, 28681, 29069,
+    29073, 29093, 29144, 29180, 29185, 29245, 29307, 29314, 29395, 29408, 29705, 29720, 29729, 29736, 29745, 29784,
+    29793, 29984, 29993, 30000, 30009, 30093, 30097, 30117, 30185, 30192, 30209, 30248, 30257, 30264, 30277, 30320,
+    30338, 30416, 30433, 30464, 30721, 30732, 30755, 30876, 30883, 30892, 30917, 30932, 30978, 31140, 31149, 31156,
+    31165, 31172, 31181, 31187, 31221, 31233, 31296, 31305, 31592, 31629, 31787, 31797, 31809, 31853, 31936, 31949,
+    32232, 32244, 32309, 32316, 32360, 32372, 32387, 32428, 32459, 32472, 32769, 33117, 33273, 33282, 33363, 33409,
+    33461, 33489, 33525, 33545, 33557, 33577, 33597, 33649, 33677, 33705, 33813, 33905, 33917, 33922, 34005, 34036,
+    34049, 34352, 34361, 34368, 34409, 34416, 34433, 34779, 34785, 37448, 37457, 37488, 37505, 37560, 37569, 37576,
+    37585, 37616, 37633, 37960, 37969, 38000, 38017, 38280, 38289, 38320, 38337, 38392, 38401, 38408, 38417, 38448,
+    38465, 38584, 38593, 39048, 39057, 39088, 39105, 39640, 39661, 39683, 39754, 39912, 39937, 40068, 40144, 40193,
+    40880, 40897, 40944, 40963, 40969, 45932, 45939, 45945, 46086, 46089, 46299, 46312, 46337, 46939, 46962, 46985,
+    47048, 47105, 47253, 47280, 47353, 47509, 47531, 47544, 47617, 47765, 47776, 47873, 47976, 47985, 48008, 48021,
+    48032, 48129, 48549, 48803, 48825, 48835, 48860, 48865, 48877, 48880, 48898, 48976, 49026, 49104, 49155, 49245,
+    49271, 49277, 49282, 49360, 49409, 50120, 50177, 50221, 50233, 50509, 50513, 50520, 50561, 51120, 51201, 51448,
+    51461, 51552, 51589, 51680, 51716, 51720, 51747, 51762, 51841, 52080, 52097, 52136, 52225, 52576, 52609, 52816,
+    52866, 52952, 52980, 53249, 53437, 53472, 53491, 53505, 53933, 54008, 54021, 54248, 54269, 54274, 54352, 54402,
+    54480, 54531, 54585, 54595, 54640, 54661, 54904, 55301, 55337, 55717, 55849, 55912, 55938, 56019, 56076, 56157,
+    56228, 56299, 56312, 56325, 56345, 56589, 56689, 56706, 56785, 57141, 57248, 57315, 57345, 57637, 57792, 57819,
+    57858, 57936, 57961, 57986, 58065, 58355, 58369, 58440, 58497, 58840, 58857, 58883, 58944, 59013, 59035, 59045,
+    59209, 59245, 59249, 59301, 59305, 59325, 59345, 59352, 59393, 60933, 61441, 63664, 63681, 63728, 63745, 64048,
+    64065, 64112, 64129, 64192, 64201, 64208, 64217, 64224, 64233, 64240, 64249, 64496, 64513, 64936, 64945, 65004,
+    65009, 65020, 65041, 65064, 65073, 65132, 65153, 65184, 65201, 65248, 65260, 65281, 65388, 65408, 65425, 65448,
+    65457, 65516, 65528, 65542, 65631, 65667, 65862, 65879, 65918, 65923, 66084, 66091, 66196, 66203, 66302, 66311,
+    66344, 66359, 66434, 66441, 66448, 66466, 66516, 66539, 66553, 66562, 66644, 66667, 66680, 66689, 66792, 66820,
+    67080, 67205, 67464, 67588, 67601, 67612, 67641, 67652, 67665, 67748, 67753, 67764, 67785, 67828, 67873, 67884,
+    67889, 67900, 67905, 67916, 67921, 67956, 67961, 68052, 68065, 68100, 68137, 68180, 68209, 68220, 68226, 68633,
+    68650, 68692, 68704, 68740, 71747, 71780, 72011, 72028, 74040, 74244, 74328, 74498, 74980, 75602, 75780, 80707,
+    80818, 81060, 81451, 81468, 81715, 81796, 85019, 85196, 85699, 85732, 85987, 86004, 88992, 89012, 89264, 89276,
+    90113, 91948, 91993, 92029, 92049, 92064, 92107, 92138, 92147, 92161, 92464, 92473, 92480, 92521, 92528, 92545,
+    92992, 93049, 93059, 93064, 93181, 93185, 93368, 93441, 93496, 93505, 93560, 93569, 93624, 93633, 93688, 93697,
+    93752, 93761, 93816, 93825, 93880, 93889, 93944, 93957, 94211, 94585, 94595, 94852, 94867, 94960, 95236, 95440,
+    95452, 96160, 96260, 97968, 98180, 98272, 98310, 98315, 98340, 98345, 98362, 98371, 98452, 98467, 98564, 98570,
+    98645, 98691, 98697, 98740, 98754, 98777, 98795, 98804, 98816, 98825, 99512, 99533, 99548, 99561, 99587, 99593,
+    100315, 100321, 100352, 100393, 100736, 100745, 101496, 101508, 101522, 101556, 101633, 101892, 102176, 102273,
+    102404, 102648, 102658, 102740, 102978, 103044, 103050, 103172, 103426, 103508, 103818, 103940, 106497, 159236,
+    159745, 337000, 337028, 337464, 337537, 337907, 337921, 340075, 340097, 340226, 340305, 340320, 340481, 340861,
+    340891, 340901, 340979, 340985, 341237, 341249, 341810, 341893, 341907, 341952, 342020, 342201, 342276, 342289,
+    343116, 343129, 343640, 343681, 343696, 343705, 343712, 343721, 343760, 343953, 344085, 344089, 344117, 344121,
+    344157, 344161, 344349, 344388, 344421, 344424, 344450, 344500, 344528, 344577, 344995, 345024, 345093, 345105,
+    345509, 345648, 345715, 345730, 345808, 345861, 346001, 346051, 346073, 346083, 346089, 346109, 346114, 346193,
+    346421, 346483, 346497, 346685, 346784, 346875, 346881, 347112, 347141, 347169, 347549, 347659, 347760, 347769,
+    347778, 347856, 347891, 347905, 347949, 347953, 348034, 348113, 348152, 348161, 348493, 348600, 348673, 348701,
+    348705, 348773, 348784, 348802, 348880, 348899, 348929, 349116, 349137, 349149, 349169, 349573, 349577, 349589,
+    349609, 349629, 349641, 349685, 349697, 349709, 349713, 349720, 349913, 349939, 349953, 350045, 350083, 350097,
+    350125, 350136, 350217, 350264, 350281, 350328, 350345, 350392, 350465, 350520, 350529, 350584, 350593, 350940,
+    350945, 351060, 351072, 351105, 352029, 352091, 352101, 352112, 352130, 352208, 352257, 441632, 441729, 441912,
+    441945, 442336, 442375, 509953, 512880, 512897, 513744, 514049, 514104, 514201, 514240, 514281, 514293, 514297,
+    514380, 514385, 514488, 514497, 514536, 514545, 514552, 514561, 514576, 514585, 514600, 514609, 515476, 515608,
+    515737, 518643, 518660, 518785, 519296, 519313, 519744, 519804, 519808, 520065, 520164, 520197, 520323, 520400,
+    520453, 520579, 520856, 520867, 520980, 520987, 520996, 521016, 521027, 521036, 521043, 521056, 521089, 521128,
+    521137, 522216, 522239, 522240, 522251, 522276, 522283, 522332, 522339, 522370, 522451, 522468, 522491, 522505,
+    522715, 522740, 522747, 522756, 522761, 522971, 522980, 522987, 522996, 523003, 523057, 523768, 523793, 523840,
+    523857, 523904, 523921, 523968, 523985, 524008, 524036, 524088, 524100, 524152, 524239, 524260, 524272, 524289,
+    524384, 524393, 524600, 524609, 524760, 524769, 524784, 524793, 524912, 524929, 525040, 525313, 526296, 526339,
+    526360, 526394, 526752, 526780, 526850, 527308, 527442, 527460, 527480, 527492, 527592, 527620, 527624, 528004,
+    528365, 528368, 529409, 529640, 529665, 530056, 530181, 530186, 530400, 530433, 530690, 530720, 530793, 530954,
+    530961, 531026, 531032, 531073, 531381, 531416, 531457, 531696, 531707, 531713, 532000, 532033, 532099, 532106,
+    532144, 532481, 533744, 533762, 533840, 533889, 534176, 534209, 534496, 534529, 534848, 534913, 535328, 535419,
+    535425, 535512, 535521, 535640, 535649, 535704, 535713, 535728, 535737, 535824, 535833, 535952, 535961, 536016,
+    536025, 536040, 536577, 539064, 539137, 539312, 539393, 539456, 539649, 539696, 539705, 540040, 540049, 540120,
+    540673, 540720, 540737, 540744, 540753, 541104, 541113, 541128, 541153, 541160, 541177, 541360, 541371, 541378,
+    541441, 541628, 541642, 541697, 541944, 542010, 542080, 542465, 542616, 542625, 542640, 542682, 542721, 542898,
+    542944, 542971, 542977, 543184, 543227, 543232, 543745, 544192, 544226, 544241, 544258, 544384, 544402, 544769,
+    544781, 544800, 544813, 544824, 544869, 544897, 544928, 544937, 544960, 544969, 545200, 545221, 545240, 545277,
+    545282, 545352, 545411, 545480, 545537, 545770, 545787, 545793, 546026, 546048, 546305, 546372, 546377, 546605,
+    546616, 546650, 546691, 546744, 546817, 547248, 547275, 547329, 547504, 547522, 547585, 547736, 547778, 547841,
+    547984, 548043, 548072, 548170, 548224, 548865, 549448, 549889, 550296, 550401, 550808, 550866, 550913, 551205,
+    551232, 551298, 551376, 553730, 553976, 553985, 554320, 554333, 554347, 554352, 554369, 554384, 555009, 555242,
+    555321, 555328, 555393, 555573, 555658, 555691, 555728, 555905, 556053, 556083, 556112, 556417, 556586, 556640,
+    556801, 556984, 557061, 557081, 557509, 557627, 557680, 557714, 557957, 557961, 557981, 557993, 558000, 558077,
+    558105, 558469, 558555, 558575, 558579, 558613, 558616, 558703, 558704, 558721, 558920, 558978, 559056, 559109,
+    559129, 559421, 559528, 559538, 559619, 559649, 559661, 559673, 559680, 559745, 560029, 560035, 560049, 560056,
+    560133, 560153, 560541, 560649, 560683, 560717, 560747, 560757, 560770, 560849, 560859, 560865, 560875, 560896,
+    560906, 561064, 561153, 561296, 561305, 561509, 561603, 561653, 561656, 562177, 562232, 562241, 562248, 562257,
+    562288, 562297, 562416, 562425, 562507, 562512, 562561, 562941, 563032, 563074, 563152, 563205, 563232, 563241,
+    563304, 563321, 563336, 563353, 563528, 563537, 563592, 563601, 563616, 563625, 563664, 563677, 563689, 563701,
+    563752, 563773, 563784, 563805, 563824, 563841, 563848, 563901, 563904, 563945, 563989, 564000, 564021, 564072,
+    564101, 564136, 565249, 565677, 565817, 565851, 565890, 565971, 565984, 565995, 566005, 566009, 566032, 566273,
+    566661, 566817, 566835, 566841, 566848, 566914, 566992, 568321, 568701, 568752, 568773, 568843, 569025, 569061,
+    569072, 569345, 569733, 569867, 569889, 569896, 569986, 570064, 570115, 570216, 570369, 570717, 570817, 570827,
+    570832, 570882, 570960, 571393, 571608, 571629, 571744, 571778, 571875, 571900, 571905, 571960, 573441, 573797,
+    573915, 573920, 574721, 575234, 575384, 575481, 575544, 575561, 575568, 575585, 575648, 575657, 575672, 575681,
+    575877, 575920, 575933, 575944, 575965, 575993, 576005, 576009, 576021, 576035, 576056, 576130, 576208, 576769,
+    576832, 576849, 577165, 577216, 577237, 577289, 577299, 577305, 577317, 577320, 577537, 577549, 577625, 577949,
+    578001, 578013, 578043, 578109, 578112, 578177, 578189, 578273, 578645, 578771, 578793, 578803, 578840, 578945,
+    579528, 581633, 581704, 581713, 582013, 582072, 582085, 582145, 582155, 582192, 582274, 582504, 582531, 582545,
+    582784, 582805, 582976, 582989, 583096, 583681, 583736, 583745, 583760, 583769, 584077, 584120, 584149, 584152,
+    584165, 584176, 584189, 584241, 584253, 584256, 584322, 584400, 584449, 584496, 584505, 584520, 584529, 584789,
+    584824, 584837, 584848, 584861, 584897, 584904, 584962, 585040, 587521, 587677, 587707, 587720, 589185, 589192,
+    589314, 589484, 589712, 589819, 589825, 597200, 598018, 598904, 598915, 598952, 599041, 600608, 621697, 622475,
+    622488, 622593, 631160, 631175, 631240, 663553, 668216, 737281, 741832, 741889, 742136, 742146, 742224, 742259,
+    742273, 742904, 742914, 742992, 743041, 743280, 743301, 743339, 743344, 743425, 743813, 743867, 743908, 743937,
+    743971, 743980, 743984, 744066, 744144, 744154, 744208, 744217, 744384, 744425, 744576, 750081, 750594, 750779,
+    750808, 751617, 752216, 752253, 752257, 752269, 752704, 752765, 752793, 752896, 753409, 753427, 753433, 753445,
+    753448, 753541, 753552, 753665, 802752, 802817, 812720, 813057, 813128, 884609, 884640, 884649, 884704, 884713,
+    884728, 884737, 887064, 887425, 887448, 887585, 887616, 887681, 890848, 909313, 910168, 910209, 910312, 910337,
+    910408, 910465, 910544, 910564, 910573, 910587, 910599, 910624, 948229, 948592, 948613, 948792, 948868, 949792,
+    950276, 952240, 952324, 952632, 952652, 953133, 953172, 953197, 953247, 953309, 953372, 953389, 953444, 953685,
+    953716, 954200, 954372, 954901, 954924, 954928, 956162, 956320, 956420, 957112, 957186, 957384, 958465, 959144,
+    959153, 959720, 959729, 959744, 959761, 959768, 959785, 959800, 959817, 959848, 959857, 959952, 959961, 959968,
+    959977, 960032, 960041, 960560, 960569, 960600, 960617, 960680, 960689, 960744, 960753, 960976, 960985, 961016,
+    961025, 961064, 961073, 961080, 961105, 961160, 961169, 963888, 963905, 964108, 964113, 964316, 964321, 964572,
+    964577, 964780, 964785, 965036, 965041, 965244, 965249, 965500, 965505, 965708, 965713, 965964, 965969, 966172,
+    966177, 966240, 966258, 966660, 970757, 971196, 971229, 971628, 971693, 971700, 971813, 971820, 971835, 971872,
+    971997, 972032, 972045, 972160, 980993, 981240, 983045, 983096, 983109, 983240, 983261, 983312, 983325, 983336,
+    983349, 983384, 985089, 985448, 985477, 985529, 985584, 985602, 985680, 985713, 985724, 985728, 988289, 988533,
+    988536, 988673, 989029, 989058, 989136, 989180, 989184, 999169, 999224, 999233, 999264, 999273, 999288, 999297,
+    999416, 999425, 1001000, 1001018, 1001093, 1001144, 1001473, 1002021, 1002073, 1002080, 1002114, 1002192, 1002227,
+    1002240, 1008522, 1008996, 1009002, 1009028, 1009034, 1009064, 1009674, 1010036, 1010042, 1010160, 1011713,
+    1011744, 1011753, 1011968, 1011977, 1011992, 1012001, 1012008, 1012025, 1012032, 1012041, 1012120, 1012129,
+    1012160, 1012169, 1012176, 1012185, 1012192, 1012241, 1012248, 1012281, 1012288, 1012297, 1012304, 1012313,
+    1012320, 1012329, 1012352, 1012361, 1012376, 1012385, 1012392, 1012409, 1012416, 1012425, 1012432, 1012441,
+    1012448, 1012457, 1012464, 1012473, 1012480, 1012489, 1012504, 1012513, 1012520, 1012537, 1012568, 1012577,
+    1012632, 1012641, 1012672, 1012681, 1012712, 1012721, 1012728, 1012737, 1012816, 1012825, 1012960, 1013001,
+    1013024, 1013033, 1013072, 1013081, 1013216, 1013636, 1013648, 1015812, 1016160, 1016196, 1016992, 1017092,
+    1017208, 1017228, 1017344, 1017356, 1017472, 1017484, 1017776, 1017858, 1017964, 1019248, 1019700, 1019928,
+    1020036, 1020384, 1020420, 1020488, 1020548, 1020560, 1020676, 1020720, 1021956, 1029824, 1029868, 1029992,
+    1030020, 1030120, 1030148, 1031072, 1031172, 1031880, 1031940, 1032032, 1032068, 1032072, 1032196, 1032288,
+    1032324, 1032768, 1032836, 1032912, 1032964, 1033280, 1033348, 1033584, 1033604, 1033616, 1034244, 1036960,
+    1037060, 1037168, 1037188, 1037224, 1037252, 1037288, 1037316, 1037368, 1037444, 1037672, 1037700, 1037784,
+    1037828, 1037872, 1037956, 1038032, 1038084, 1038144, 1038212, 1038264, 1038340, 1039512, 1039524, 1039960,
+    1040258, 1040336, 1048577, 1390336, 1390593, 1423816, 1423873, 1425648, 1425665, 1471760, 1471873, 1531656,
+    1556481, 1560816, 1572865, 1612376, 7340047, 7340048, 7340295, 7341056, 7342085, 7344000, 7864327, 8388592,
+    8388615, 8912880,
 };
 static const uint16_t rfi_unicode_blocks[257] = {
     0, 50, 50, 60, 80, 83, 109, 141, 163, 191, 242, 312, 381, 444, 494, 533, 571, 601, 601, 627, 644, 645, 645, 658,
@@ -16200,115 +16146,105 @@ static const rfi_lower rfi_unicode_lower[182] = {
     {0x118a0, 32, 1, 32}, {0x16e40, 32, 1, 32}, {0x1e900, 34, 1, 34},
 };
 static const uint32_t rfi_unicode_bases[999] = {
-    0xc00041, 0xc10041, 0xc20041, 0xc30041, 0xc40041, 0xc50041, 0xc70043, 0xc80045, 0xc90045, 0xca0045, 0xcb0045,
-    0xcc0049, 0xcd0049, 0xce0049, 0xcf0049, 0xd1004e, 0xd2004f, 0xd3004f, 0xd4004f, 0xd5004f, 0xd6004f, 0xd90055,
-    0xda0055, 0xdb0055, 0xdc0055, 0xdd0059, 0xe00061, 0xe10061, 0xe20061, 0xe30061, 0xe40061, 0xe50061, 0xe70063,
-    0xe80065, 0xe90065, 0xea0065, 0xeb0065, 0xec0069, 0xed0069, 0xee0069, 0xef0069, 0xf1006e, 0xf2006f, 0xf3006f,
-    0xf4006f, 0xf5006f, 0xf6006f, 0xf90075, 0xfa0075, 0xfb0075, 0xfc0075, 0xfd0079, 0xff0079, 0x1000041, 0x1010061,
-    0x1020041, 0x1030061, 0x1040041, 0x1050061, 0x1060043, 0x1070063, 0x1080043, 0x1090063, 0x10a0043, 0x10b0063,
-    0x10c0043, 0x10d0063, 0x10e0044, 0x10f0064, 0x1120045, 0x1130065, 0x1140045, 0x1150065, 0x1160045, 0x1170065,
-    0x1180045, 0x1190065, 0x11a0045, 0x11b0065, 0x11c0047, 0x11d0067, 0x11e0047, 0x11f0067, 0x1200047, 0x1210067,
-    0x1220047, 0x1230067, 0x1240048, 0x1250068, 0x1280049, 0x1290069, 0x12a0049, 0x12b0069, 0x12c0049, 0x12d0069,
-    0x12e0049, 0x12f0069, 0x1300049, 0x134004a, 0x135006a, 0x136004b, 0x137006b, 0x139004c, 0x13a006c, 0x13b004c,
-    0x13c006c, 0x13d004c, 0x13e006c, 0x143004e, 0x144006e, 0x145004e, 0x146006e, 0x147004e, 0x148006e, 0x14c004f,
-    0x14d006f, 0x14e004f, 0x14f006f, 0x150004f, 0x151006f, 0x1540052, 0x1550072, 0x1560052, 0x1570072, 0x1580052,
-    0x1590072, 0x15a0053, 0x15b0073, 0x15c0053, 0x15d0073, 0x15e0053, 0x15f0073, 0x1600053, 0x1610073, 0x1620054,
-    0x1630074, 0x1640054, 0x1650074, 0x1680055, 0x1690075, 0x16a0055, 0x16b0075, 0x16c0055, 0x16d0075, 0x16e0055,
-    0x16f0075, 0x1700055, 0x1710075, 0x1720055, 0x1730075, 0x1740057, 0x1750077, 0x1760059, 0x1770079, 0x1780059,
-    0x179005a, 0x17a007a, 0x17b005a, 0x17c007a, 0x17d005a, 0x17e007a, 0x1a0004f, 0x1a1006f, 0x1af0055, 0x1b00075,
-    0x1cd0041, 0x1ce0061, 0x1cf0049, 0x1d00069, 0x1d1004f, 0x1d2006f, 0x1d30055, 0x1d40075, 0x1d50055, 0x1d60075,
-    0x1d70055, 0x1d80075, 0x1d90055, 0x1da0075, 0x1db0055, 0x1dc0075, 0x1de0041, 0x1df0061, 0x1e00041, 0x1e10061,
-    0x1e200c6, 0x1e300e6, 0x1e60047, 0x1e70067, 0x1e8004b, 0x1e9006b, 0x1ea004f, 0x1eb006f, 0x1ec004f, 0x1ed006f,
-    0x1ee01b7, 0x1ef0292, 0x1f0006a, 0x1f40047, 0x1f50067, 0x1f8004e, 0x1f9006e, 0x1fa0041, 0x1fb0061, 0x1fc00c6,
-    0x1fd00e6, 0x1fe00d8, 0x1ff00f8, 0x2000041, 0x2010061, 0x2020041, 0x2030061, 0x2040045, 0x2050065, 0x2060045,
-    0x2070065, 0x2080049, 0x2090069, 0x20a0049, 0x20b0069, 0x20c004f, 0x20d006f, 0x20e004f, 0x20f006f, 0x2100052,
-    0x2110072, 0x2120052, 0x2130072, 0x2140055, 0x2150075, 0x2160055, 0x2170075, 0x2180053, 0x2190073, 0x21a0054,
-    0x21b0074, 0x21e0048, 0x21f0068, 0x2260041, 0x2270061, 0x2280045, 0x2290065, 0x22a004f, 0x22b006f, 0x22c004f,
-    0x22d006f, 0x22e004f, 0x22f006f, 0x230004f, 0x231006f, 0x2320059, 0x2330079, 0x3400300, 0x3410301, 0x3430313,
-    0x3440308, 0x37402b9, 0x37e003b, 0x38500a8, 0x3860391, 0x38700b7, 0x3880395, 0x3890397, 0x38a0399, 0x38c039f,
-    0x38e03a5, 0x38f03a9, 0x39003b9, 0x3aa0399, 0x3ab03a5, 0x3ac03b1, 0x3ad03b5, 0x3ae03b7, 0x3af03b9, 0x3b003c5,
-    0x3ca03b9, 0x3cb03c5, 0x3cc03bf, 0x3cd03c5, 0x3ce03c9, 0x3d303d2, 0x3d403d2, 0x4000415, 0x4010415, 0x4030413,
-    0x4070406, 0x40c041a, 0x40d0418, 0x40e0423, 0x4190418, 0x4390438, 0x4500435, 0x4510435, 0x4530433, 0x4570456,
-    0x45c043a, 0x45d0438, 0x45e0443, 0x4760474, 0x4770475, 0x4c10416, 0x4c20436, 0x4d00410, 0x4d10430, 0x4d20410,
-    0x4d30430, 0x4d60415, 0x4d70435, 0x4da04d8, 0x4db04d9, 0x4dc0416, 0x4dd0436, 0x4de0417, 0x4df0437, 0x4e20418,
-    0x4e30438, 0x4e40418, 0x4e50438, 0x4e6041e, 0x4e7043e, 0x4ea04e8, 0x4eb04e9, 0x4ec042d, 0x4ed044d, 0x4ee0423,
-    0x4ef0443, 0x4f00423, 0x4f10443, 0x4f20423, 0x4f30443, 0x4f40427, 0x4f50447, 0x4f8042b, 0x4f9044b, 0x6220627,
-    0x6230627, 0x6240648, 0x6250627, 0x626064a, 0x6c006d5, 0x6c206c1, 0x6d306d2, 0x9290928, 0x9310930, 0x9340933,
-    0x9580915, 0x9590916, 0x95a0917, 0x95b091c, 0x95c0921, 0x95d0922, 0x95e092b, 0x95f092f, 0x9cb09c7, 0x9cc09c7,
-    0x9dc09a1, 0x9dd09a2, 0x9df09af, 0xa330a32, 0xa360a38, 0xa590a16, 0xa5a0a17, 0xa5b0a1c, 0xa5e0a2b, 0xb480b47,
-    0xb4b0b47, 0xb4c0b47, 0xb5c0b21, 0xb5d0b22, 0xb940b92, 0xbca0bc6, 0xbcb0bc7, 0xbcc0bc6, 0xc480c46, 0xcc00cbf,
-    0xcc70cc6, 0xcc80cc6, 0xcca0cc6, 0xccb0cc6, 0xd4a0d46, 0xd4b0d47, 0xd4c0d46, 0xdda0dd9, 0xddc0dd9, 0xddd0dd9,
-    0xdde0dd9, 0xf430f42, 0xf4d0f4c, 0xf520f51, 0xf570f56, 0xf5c0f5b, 0xf690f40, 0xf730f71, 0xf750f71, 0xf760fb2,
-    0xf780fb3, 0xf810f71, 0xf930f92, 0xf9d0f9c, 0xfa20fa1, 0xfa70fa6, 0xfac0fab, 0xfb90f90, 0x10261025, 0x1b061b05,
-    0x1b081b07, 0x1b0a1b09, 0x1b0c1b0b, 0x1b0e1b0d, 0x1b121b11, 0x1b3b1b3a, 0x1b3d1b3c, 0x1b401b3e, 0x1b411b3f,
-    0x1b431b42, 0x1e000041, 0x1e010061, 0x1e020042, 0x1e030062, 0x1e040042, 0x1e050062, 0x1e060042, 0x1e070062,
-    0x1e080043, 0x1e090063, 0x1e0a0044, 0x1e0b0064, 0x1e0c0044, 0x1e0d0064, 0x1e0e0044, 0x1e0f0064, 0x1e100044,
-    0x1e110064, 0x1e120044, 0x1e130064, 0x1e140045, 0x1e150065, 0x1e160045, 0x1e170065, 0x1e180045, 0x1e190065,
-    0x1e1a0045, 0x1e1b0065, 0x1e1c0045, 0x1e1d0065, 0x1e1e0046, 0x1e1f0066, 0x1e200047, 0x1e210067, 0x1e220048,
-    0x1e230068, 0x1e240048, 0x1e250068, 0x1e260048, 0x1e270068, 0x1e280048, 0x1e290068, 0x1e2a0048, 0x1e2b0068,
-    0x1e2c0049, 0x1e2d0069, 0x1e2e0049, 0x1e2f0069, 0x1e30004b, 0x1e31006b, 0x1e32004b, 0x1e33006b, 0x1e34004b,
-    0x1e35006b, 0x1e36004c, 0x1e37006c, 0x1e38004c, 0x1e39006c, 0x1e3a004c, 0x1e3b006c, 0x1e3c004c, 0x1e3d006c,
-    0x1e3e004d, 0x1e3f006d, 0x1e40004d, 0x1e41006d, 0x1e42004d, 0x1e43006d, 0x1e44004e, 0x1e45006e, 0x1e46004e,
-    0x1e47006e, 0x1e48004e, 0x1e49006e, 0x1e4a004e, 0x1e4b006e, 0x1e4c004f, 0x1e4d006f, 0x1e4e004f, 0x1e4f006f,
-    0x1e50004f, 0x1e51006f, 0x1e52004f, 0x1e53006f, 0x1e540050, 0x1e550070, 0x1e560050, 0x1e570070, 0x1e580052,
-    0x1e590072, 0x1e5a0052, 0x1e5b0072, 0x1e5c0052, 0x1e5d0072, 0x1e5e0052, 0x1e5f0072, 0x1e600053, 0x1e610073,
-    0x1e620053, 0x1e630073, 0x1e640053, 0x1e650073, 0x1e660053, 0x1e670073, 0x1e680053, 0x1e690073, 0x1e6a0054,
-    0x1e6b0074, 0x1e6c0054, 0x1e6d0074, 0x1e6e0054, 0x1e6f0074, 0x1e700054, 0x1e710074, 0x1e720055, 0x1e730075,
-    0x1e740055, 0x1e750075, 0x1e760055, 0x1e770075, 0x1e780055, 0x1e790075, 0x1e7a0055, 0x1e7b0075, 0x1e7c0056,
-    0x1e7d0076, 0x1e7e0056, 0x1e7f0076, 0x1e800057, 0x1e810077, 0x1e820057, 0x1e830077, 0x1e840057, 0x1e850077,
-    0x1e860057, 0x1e870077, 0x1e880057, 0x1e890077, 0x1e8a0058, 0x1e8b0078, 0x1e8c0058, 0x1e8d0078, 0x1e8e0059,
-    0x1e8f0079, 0x1e90005a, 0x1e91007a, 0x1e92005a, 0x1e93007a, 0x1e94005a, 0x1e95007a, 0x1e960068, 0x1e970074,
-    0x1e980077, 0x1e990079, 0x1e9b017f, 0x1ea00041, 0x1ea10061, 0x1ea20041, 0x1ea30061, 0x1ea40041, 0x1ea50061,
-    0x1ea60041, 0x1ea70061, 0x1ea80041, 0x1ea90061, 0x1eaa0041, 0x1eab0061, 0x1eac0041, 0x1ead0061, 0x1eae0041,
-    0x1eaf0061, 0x1eb00041, 0x1eb10061, 0x1eb20041, 0x1eb30061, 0x1eb40041, 0x1eb50061, 0x1eb60041, 0x1eb70061,
-    0x1eb80045, 0x1eb90065, 0x1eba0045, 0x1ebb0065, 0x1ebc0045, 0x1ebd0065, 0x1ebe0045, 0x1ebf0065, 0x1ec00045,
-    0x1ec10065, 0x1ec20045, 0x1ec30065, 0x1ec40045, 0x1ec50065, 0x1ec60045, 0x1ec70065, 0x1ec80049, 0x1ec90069,
-    0x1eca0049, 0x1ecb0069, 0x1ecc004f, 0x1ecd006f, 0x1ece004f, 0x1ecf006f, 0x1ed0004f, 0x1ed1006f, 0x1ed2004f,
-    0x1ed3006f, 0x1ed4004f, 0x1ed5006f, 0x1ed6004f, 0x1ed7006f, 0x1ed8004f, 0x1ed9006f, 0x1eda004f, 0x1edb006f,
-    0x1edc004f, 0x1edd006f, 0x1ede004f, 0x1edf006f, 0x1ee0004f, 0x1ee1006f, 0x1ee2004f, 0x1ee3006f, 0x1ee40055,
-    0x1ee50075, 0x1ee60055, 0x1ee70075, 0x1ee80055, 0x1ee90075, 0x1eea0055, 0x1eeb0075, 0x1eec0055, 0x1eed0075,
-    0x1eee0055, 0x1eef0075, 0x1ef00055, 0x1ef10075, 0x1ef20059, 0x1ef30079, 0x1ef40059, 0x1ef50079, 0x1ef60059,
-    0x1ef70079, 0x1ef80059, 0x1ef90079, 0x1f0003b1, 0x1f0103b1, 0x1f0203b1, 0x1f0303b1, 0x1f0403b1, 0x1f0503b1,
-    0x1f0603b1, 0x1f0703b1, 0x1f080391, 0x1f090391, 0x1f0a0391, 0x1f0b0391, 0x1f0c0391, 0x1f0d0391, 0x1f0e0391,
-    0x1f0f0391, 0x1f1003b5, 0x1f1103b5, 0x1f1203b5, 0x1f1303b5, 0x1f1403b5, 0x1f1503b5, 0x1f180395, 0x1f190395,
-    0x1f1a0395, 0x1f1b0395, 0x1f1c0395, 0x1f1d0395, 0x1f2003b7, 0x1f2103b7, 0x1f2203b7, 0x1f2303b7, 0x1f2403b7,
-    0x1f2503b7, 0x1f2603b7, 0x1f2703b7, 0x1f280397, 0x1f290397, 0x1f2a0397, 0x1f2b0397, 0x1f2c0397, 0x1f2d0397,
-    0x1f2e0397, 0x1f2f0397, 0x1f3003b9, 0x1f3103b9, 0x1f3203b9, 0x1f3303b9, 0x1f3403b9, 0x1f3503b9, 0x1f3603b9,
-    0x1f3703b9, 0x1f380399, 0x1f390399, 0x1f3a0399, 0x1f3b0399, 0x1f3c0399, 0x1f3d0399, 0x1f3e0399, 0x1f3f0399,
-    0x1f4003bf, 0x1f4103bf, 0x1f4203bf, 0x1f4303bf, 0x1f4403bf, 0x1f4503bf, 0x1f48039f, 0x1f49039f, 0x1f4a039f,
-    0x1f4b039f, 0x1f4c039f, 0x1f4d039f, 0x1f5003c5, 0x1f5103c5, 0x1f5203c5, 0x1f5303c5, 0x1f5403c5, 0x1f5503c5,
-    0x1f5603c5, 0x1f5703c5, 0x1f5903a5, 0x1f5b03a5, 0x1f5d03a5, 0x1f5f03a5, 0x1f6003c9, 0x1f6103c9, 0x1f6203c9,
-    0x1f6303c9, 0x1f6403c9, 0x1f6503c9, 0x1f6603c9, 0x1f6703c9, 0x1f6803a9, 0x1f6903a9, 0x1f6a03a9, 0x1f6b03a9,
-    0x1f6c03a9, 0x1f6d03a9, 0x1f6e03a9, 0x1f6f03a9, 0x1f7003b1, 0x1f7103b1, 0x1f7203b5, 0x1f7303b5, 0x1f7403b7,
-    0x1f7503b7, 0x1f7603b9, 0x1f7703b9, 0x1f7803bf, 0x1f7903bf, 0x1f7a03c5, 0x1f7b03c5, 0x1f7c03c9, 0x1f7d03c9,
-    0x1f8003b1, 0x1f8103b1, 0x1f8203b1, 0x1f8303b1, 0x1f8403b1, 0x1f8503b1, 0x1f8603b1, 0x1f8703b1, 0x1f880391,
-    0x1f890391, 0x1f8a0391, 0x1f8b0391, 0x1f8c0391, 0x1f8d0391, 0x1f8e0391, 0x1f8f0391, 0x1f9003b7, 0x1f9103b7,
-    0x1f9203b7, 0x1f9303b7, 0x1f9403b7, 0x1f9503b7, 0x1f9603b7, 0x1f9703b7, 0x1f980397, 0x1f990397, 0x1f9a0397,
-    0x1f9b0397, 0x1f9c0397, 0x1f9d0397, 0x1f9e0397, 0x1f9f0397, 0x1fa003c9, 0x1fa103c9, 0x1fa203c9, 0x1fa303c9,
-    0x1fa403c9, 0x1fa503c9, 0x1fa603c9, 0x1fa703c9, 0x1fa803a9, 0x1fa903a9, 0x1faa03a9, 0x1fab03a9, 0x1fac03a9,
-    0x1fad03a9, 0x1fae03a9, 0x1faf03a9, 0x1fb003b1, 0x1fb103b1, 0x1fb203b1, 0x1fb303b1, 0x1fb403b1, 0x1fb603b1,
-    0x1fb703b1, 0x1fb80391, 0x1fb90391, 0x1fba0391, 0x1fbb0391, 0x1fbc0391, 0x1fbe03b9, 0x1fc100a8, 0x1fc203b7,
-    0x1fc303b7, 0x1fc403b7, 0x1fc603b7, 0x1fc703b7, 0x1fc80395, 0x1fc90395, 0x1fca0397, 0x1fcb0397, 0x1fcc0397,
-    0x1fcd1fbf, 0x1fce1fbf, 0x1fcf1fbf, 0x1fd003b9, 0x1fd103b9, 0x1fd203b9, 0x1fd303b9, 0x1fd603b9, 0x1fd703b9,
-    0x1fd80399, 0x1fd90399, 0x1fda0399, 0x1fdb0399, 0x1fdd1ffe, 0x1fde1ffe, 0x1fdf1ffe, 0x1fe003c5, 0x1fe103c5,
-    0x1fe203c5, 0x1fe303c5, 0x1fe403c1, 0x1fe503c1, 0x1fe603c5, 0x1fe703c5, 0x1fe803a5, 0x1fe903a5, 0x1fea03a5,
-    0x1feb03a5, 0x1fec03a1, 0x1fed00a8, 0x1fee00a8, 0x1fef0060, 0x1ff203c9, 0x1ff303c9, 0x1ff403c9, 0x1ff603c9,
-    0x1ff703c9, 0x1ff8039f, 0x1ff9039f, 0x1ffa03a9, 0x1ffb03a9, 0x1ffc03a9, 0x1ffd00b4, 0x20002002, 0x20012003,
-    0x212603a9, 0x212a004b, 0x212b0041, 0x219a2190, 0x219b2192, 0x21ae2194, 0x21cd21d0, 0x21ce21d4, 0x21cf21d2,
-    0x22042203, 0x22092208, 0x220c220b, 0x22242223, 0x22262225, 0x2241223c, 0x22442243, 0x22472245, 0x22492248,
-    0x2260003d, 0x22622261, 0x226d224d, 0x226e003c, 0x226f003e, 0x22702264, 0x22712265, 0x22742272, 0x22752273,
-    0x22782276, 0x22792277, 0x2280227a, 0x2281227b, 0x22842282, 0x22852283, 0x22882286, 0x22892287, 0x22ac22a2,
-    0x22ad22a8, 0x22ae22a9, 0x22af22ab, 0x22e0227c, 0x22e1227d, 0x22e22291, 0x22e32292, 0x22ea22b2, 0x22eb22b3,
-    0x22ec22b4, 0x22ed22b5, 0x23293008, 0x232a3009, 0x2adc2add, 0x304c304b, 0x304e304d, 0x3050304f, 0x30523051,
-    0x30543053, 0x30563055, 0x30583057, 0x305a3059, 0x305c305b, 0x305e305d, 0x3060305f, 0x30623061, 0x30653064,
-    0x30673066, 0x30693068, 0x3070306f, 0x3071306f, 0x30733072, 0x30743072, 0x30763075, 0x30773075, 0x30793078,
-    0x307a3078, 0x307c307b, 0x307d307b, 0x30943046, 0x309e309d, 0x30ac30ab, 0x30ae30ad, 0x30b030af, 0x30b230b1,
-    0x30b430b3, 0x30b630b5, 0x30b830b7, 0x30ba30b9, 0x30bc30bb, 0x30be30bd, 0x30c030bf, 0x30c230c1, 0x30c530c4,
-    0x30c730c6, 0x30c930c8, 0x30d030cf, 0x30d130cf, 0x30d330d2, 0x30d430d2, 0x30d630d5, 0x30d730d5, 0x30d930d8,
-    0x30da30d8, 0x30dc30db, 0x30dd30db, 0x30f430a6, 0x30f730ef, 0x30f830f0, 0x30f930f1, 0x30fa30f2, 0x30fe30fd,
+    12582977, 12648513, 12714049, 12779585, 12845121, 12910657, 13041731, 13107269, 13172805, 13238341, 13303877,
+    13369417, 13434953, 13500489, 13566025, 13697102, 13762639, 13828175, 13893711, 13959247, 14024783, 14221397,
+    14286933, 14352469, 14418005, 14483545, 14680161, 14745697, 14811233, 14876769, 14942305, 15007841, 15138915,
+    15204453, 15269989, 15335525, 15401061, 15466601, 15532137, 15597673, 15663209, 15794286, 15859823, 15925359,
+    15990895, 16056431, 16121967, 16318581, 16384117, 16449653, 16515189, 16580729, 16711801, 16777281, 16842849,
+    16908353, 16973921, 17039425, 17104993, 17170499, 17236067, 17301571, 17367139, 17432643, 17498211, 17563715,
+    17629283, 17694788, 17760356, 17956933, 18022501, 18088005, 18153573, 18219077, 18284645, 18350149, 18415717,
+    18481221, 18546789, 18612295, 18677863, 18743367, 18808935, 18874439, 18940007, 19005511, 19071079, 19136584,
+    19202152, 19398729, 19464297, 19529801, 19595369, 19660873, 19726441, 19791945, 19857513, 19923017, 20185162,
+    20250730, 20316235, 20381803, 20512844, 20578412, 20643916, 20709484, 20774988, 20840556, 21168206, 21233774,
+    21299278, 21364846, 21430350, 21495918, 21758031, 21823599, 21889103, 21954671, 22020175, 22085743, 22282322,
+    22347890, 22413394, 22478962, 22544466, 22610034, 22675539, 22741107, 22806611, 22872179, 22937683, 23003251,
+    23068755, 23134323, 23199828, 23265396, 23330900, 23396468, 23593045, 23658613, 23724117, 23789685, 23855189,
+    23920757, 23986261, 24051829, 24117333, 24182901, 24248405, 24313973, 24379479, 24445047, 24510553, 24576121,
+    24641625, 24707162, 24772730, 24838234, 24903802, 24969306, 25034874, 27263055, 27328623, 28246101, 28311669,
+    30212161, 30277729, 30343241, 30408809, 30474319, 30539887, 30605397, 30670965, 30736469, 30802037, 30867541,
+    30933109, 30998613, 31064181, 31129685, 31195253, 31326273, 31391841, 31457345, 31522913, 31588550, 31654118,
+    31850567, 31916135, 31981643, 32047211, 32112719, 32178287, 32243791, 32309359, 32375223, 32440978, 32505962,
+    32768071, 32833639, 33030222, 33095790, 33161281, 33226849, 33292486, 33358054, 33423576, 33489144, 33554497,
+    33620065, 33685569, 33751137, 33816645, 33882213, 33947717, 34013285, 34078793, 34144361, 34209865, 34275433,
+    34340943, 34406511, 34472015, 34537583, 34603090, 34668658, 34734162, 34799730, 34865237, 34930805, 34996309,
+    35061877, 35127379, 35192947, 35258452, 35324020, 35520584, 35586152, 36044865, 36110433, 36175941, 36241509,
+    36307023, 36372591, 36438095, 36503663, 36569167, 36634735, 36700239, 36765807, 36831321, 36896889, 54526720,
+    54592257, 54723347, 54788872, 57934521, 58589243, 59048104, 59114385, 59179191, 59245461, 59310999, 59376537,
+    59507615, 59638693, 59704233, 59769785, 61473689, 61539237, 61604785, 61670325, 61735863, 61801401, 61866949,
+    63570873, 63636421, 63701951, 63767493, 63833033, 64160722, 64226258, 67109909, 67175445, 67306515, 67568646,
+    67896346, 67961880, 68027427, 68748312, 70845496, 72352821, 72418357, 72549427, 72811606, 73139258, 73204792,
+    73270339, 74843252, 74908789, 79758358, 79823926, 80741392, 80806960, 80872464, 80938032, 81134613, 81200181,
+    81396952, 81462489, 81527830, 81593398, 81658903, 81724471, 81921048, 81986616, 82052120, 82117688, 82183198,
+    82248766, 82445544, 82511081, 82576429, 82641997, 82707491, 82773059, 82838563, 82904131, 82969635, 83035203,
+    83100711, 83166279, 83362859, 83428427, 102893095, 102958631, 103024200, 103089703, 103155274, 113247957,
+    113379009, 114493138, 153684264, 154208560, 154405171, 156764437, 156829974, 156895511, 156961052, 157026593,
+    157092130, 157157675, 157223215, 164301255, 164366791, 165415329, 165480866, 165611951, 171117106, 171313720,
+    173607446, 173672983, 173738524, 173935147, 189270855, 189467463, 189532999, 190581537, 190647074, 194251666,
+    197790662, 197856199, 197921734, 206048326, 213912767, 214371526, 214437062, 214568134, 214633670, 222956870,
+    223022407, 223087942, 232394201, 232525273, 232590809, 232656345, 256053058, 256708428, 257036113, 257363798,
+    257691483, 258543424, 259198833, 259329905, 259395506, 259526579, 260116337, 261296018, 261951388, 262279073,
+    262606758, 262934443, 263786384, 270929957, 453384965, 453516039, 453647113, 453778187, 453909261, 454171409,
+    456858426, 456989500, 457186110, 457251647, 457382722, 503316545, 503382113, 503447618, 503513186, 503578690,
+    503644258, 503709762, 503775330, 503840835, 503906403, 503971908, 504037476, 504102980, 504168548, 504234052,
+    504299620, 504365124, 504430692, 504496196, 504561764, 504627269, 504692837, 504758341, 504823909, 504889413,
+    504954981, 505020485, 505086053, 505151557, 505217125, 505282630, 505348198, 505413703, 505479271, 505544776,
+    505610344, 505675848, 505741416, 505806920, 505872488, 505937992, 506003560, 506069064, 506134632, 506200137,
+    506265705, 506331209, 506396777, 506462283, 506527851, 506593355, 506658923, 506724427, 506789995, 506855500,
+    506921068, 506986572, 507052140, 507117644, 507183212, 507248716, 507314284, 507379789, 507445357, 507510861,
+    507576429, 507641933, 507707501, 507773006, 507838574, 507904078, 507969646, 508035150, 508100718, 508166222,
+    508231790, 508297295, 508362863, 508428367, 508493935, 508559439, 508625007, 508690511, 508756079, 508821584,
+    508887152, 508952656, 509018224, 509083730, 509149298, 509214802, 509280370, 509345874, 509411442, 509476946,
+    509542514, 509608019, 509673587, 509739091, 509804659, 509870163, 509935731, 510001235, 510066803, 510132307,
+    510197875, 510263380, 510328948, 510394452, 510460020, 510525524, 510591092, 510656596, 510722164, 510787669,
+    510853237, 510918741, 510984309, 511049813, 511115381, 511180885, 511246453, 511311957, 511377525, 511443030,
+    511508598, 511574102, 511639670, 511705175, 511770743, 511836247, 511901815, 511967319, 512032887, 512098391,
+    512163959, 512229463, 512295031, 512360536, 512426104, 512491608, 512557176, 512622681, 512688249, 512753754,
+    512819322, 512884826, 512950394, 513015898, 513081466, 513146984, 513212532, 513278071, 513343609, 513474943,
+    513802305, 513867873, 513933377, 513998945, 514064449, 514130017, 514195521, 514261089, 514326593, 514392161,
+    514457665, 514523233, 514588737, 514654305, 514719809, 514785377, 514850881, 514916449, 514981953, 515047521,
+    515113025, 515178593, 515244097, 515309665, 515375173, 515440741, 515506245, 515571813, 515637317, 515702885,
+    515768389, 515833957, 515899461, 515965029, 516030533, 516096101, 516161605, 516227173, 516292677, 516358245,
+    516423753, 516489321, 516554825, 516620393, 516685903, 516751471, 516816975, 516882543, 516948047, 517013615,
+    517079119, 517144687, 517210191, 517275759, 517341263, 517406831, 517472335, 517537903, 517603407, 517668975,
+    517734479, 517800047, 517865551, 517931119, 517996623, 518062191, 518127695, 518193263, 518258773, 518324341,
+    518389845, 518455413, 518520917, 518586485, 518651989, 518717557, 518783061, 518848629, 518914133, 518979701,
+    519045205, 519110773, 519176281, 519241849, 519307353, 519372921, 519438425, 519503993, 519569497, 519635065,
+    520094641, 520160177, 520225713, 520291249, 520356785, 520422321, 520487857, 520553393, 520618897, 520684433,
+    520749969, 520815505, 520881041, 520946577, 521012113, 521077649, 521143221, 521208757, 521274293, 521339829,
+    521405365, 521470901, 521667477, 521733013, 521798549, 521864085, 521929621, 521995157, 522191799, 522257335,
+    522322871, 522388407, 522453943, 522519479, 522585015, 522650551, 522716055, 522781591, 522847127, 522912663,
+    522978199, 523043735, 523109271, 523174807, 523240377, 523305913, 523371449, 523436985, 523502521, 523568057,
+    523633593, 523699129, 523764633, 523830169, 523895705, 523961241, 524026777, 524092313, 524157849, 524223385,
+    524288959, 524354495, 524420031, 524485567, 524551103, 524616639, 524813215, 524878751, 524944287, 525009823,
+    525075359, 525140895, 525337541, 525403077, 525468613, 525534149, 525599685, 525665221, 525730757, 525796293,
+    525927333, 526058405, 526189477, 526320549, 526386121, 526451657, 526517193, 526582729, 526648265, 526713801,
+    526779337, 526844873, 526910377, 526975913, 527041449, 527106985, 527172521, 527238057, 527303593, 527369129,
+    527434673, 527500209, 527565749, 527631285, 527696823, 527762359, 527827897, 527893433, 527958975, 528024511,
+    528090053, 528155589, 528221129, 528286665, 528483249, 528548785, 528614321, 528679857, 528745393, 528810929,
+    528876465, 528942001, 529007505, 529073041, 529138577, 529204113, 529269649, 529335185, 529400721, 529466257,
+    529531831, 529597367, 529662903, 529728439, 529793975, 529859511, 529925047, 529990583, 530056087, 530121623,
+    530187159, 530252695, 530318231, 530383767, 530449303, 530514839, 530580425, 530645961, 530711497, 530777033,
+    530842569, 530908105, 530973641, 531039177, 531104681, 531170217, 531235753, 531301289, 531366825, 531432361,
+    531497897, 531563433, 531628977, 531694513, 531760049, 531825585, 531891121, 532022193, 532087729, 532153233,
+    532218769, 532284305, 532349841, 532415377, 532546489, 532742312, 532808631, 532874167, 532939703, 533070775,
+    533136311, 533201813, 533267349, 533332887, 533398423, 533463959, 533536703, 533602239, 533667775, 533726137,
+    533791673, 533857209, 533922745, 534119353, 534184889, 534250393, 534315929, 534381465, 534447001, 534585342,
+    534650878, 534716414, 534774725, 534840261, 534905797, 534971333, 535036865, 535102401, 535167941, 535233477,
+    535298981, 535364517, 535430053, 535495589, 535561121, 535625896, 535691432, 535756896, 535954377, 536019913,
+    536085449, 536216521, 536282057, 536347551, 536413087, 536478633, 536544169, 536609705, 536674484, 536879106,
+    536944643, 556139433, 556400715, 556466241, 563749264, 563814802, 565059988, 567091664, 567157204, 567222738,
+    570696195, 571023880, 571220491, 572793379, 572924453, 574693948, 574890563, 575087173, 575218248, 576716861,
+    576856673, 577577549, 577634364, 577699902, 577774180, 577839717, 578036338, 578101875, 578298486, 578364023,
+    578822778, 578888315, 579084930, 579150467, 579347078, 579412615, 581706402, 581771944, 581837481, 581903019,
+    585114236, 585179773, 585245329, 585310866, 585769650, 585835187, 585900724, 585966261, 589901832, 589967369,
+    719071965, 810299467, 810430541, 810561615, 810692689, 810823763, 810954837, 811085911, 811216985, 811348059,
+    811479133, 811610207, 811741281, 811937892, 812068966, 812200040, 812658799, 812724335, 812855410, 812920946,
+    813052021, 813117557, 813248632, 813314168, 813445243, 813510779, 815018054, 815673501, 816591019, 816722093,
+    816853167, 816984241, 817115315, 817246389, 817377463, 817508537, 817639611, 817770685, 817901759, 818032833,
+    818229444, 818360518, 818491592, 818950351, 819015887, 819146962, 819212498, 819343573, 819409109, 819540184,
+    819605720, 819736795, 819802331, 821309606, 821506287, 821571824, 821637361, 821702898, 821965053,
 };
 
-/* The class as the table has it. */
 static uint32_t rfi_unicode_code(uint32_t cp) {
     uint32_t lo, hi = RFI_COUNT(rfi_unicode_runs);
     if (cp < 0x10000) lo = rfi_unicode_blocks[cp >> 8], hi = rfi_unicode_blocks[(cp >> 8) + 1] + 1u;
@@ -17102,7 +17038,6 @@ static void rfi_scheduler_end(rf_scheduler *sch, uint32_t i, rf_result reason) {
     if (ended.request.on_end) ended.request.on_end(reason, ended.request.user);
 }
 
-/* Move the oldest waiting request into an idle slot and empty the slot's sequence. */
 static rf_result rfi_scheduler_admit(rf_scheduler *sch, rf_error *err) {
     rfi_slot *slot = &sch->slots[sch->n_running++];
     *slot = (rfi_slot){.request = sch->queue[sch->first], .seq = slot->seq, .logits_row = -1};
@@ -17208,9 +17143,10 @@ ROCMFORGE_API rf_string rf_string_of(const char *text) { return (rf_string){text
 ROCMFORGE_API const char *rf_result_name(rf_result code) {
 #define RFI_NAME(code) [-(code)] = #code
     static const char *const names[] = {
-        RFI_NAME(RF_OK),          RFI_NAME(RF_ERR_ARGUMENT),     RFI_NAME(RF_ERR_MEMORY),       RFI_NAME(RF_ERR_IO),
-        RFI_NAME(RF_ERR_FORMAT),  RFI_NAME(RF_ERR_UNSUPPORTED),  RFI_NAME(RF_ERR_CONTEXT_FULL), RFI_NAME(RF_ERR_DEVICE),
-        RFI_NAME(RF_ERR_CANCELLED), RFI_NAME(RF_ERR_NOT_FOUND),  RFI_NAME(RF_ERR_BUSY),         RFI_NAME(RF_ERR_CAPACITY)};
+        RFI_NAME(RF_OK), RFI_NAME(RF_ERR_ARGUMENT), RFI_NAME(RF_ERR_MEMORY), RFI_NAME(RF_ERR_IO),
+        RFI_NAME(RF_ERR_FORMAT), RFI_NAME(RF_ERR_UNSUPPORTED), RFI_NAME(RF_ERR_CONTEXT_FULL),
+        RFI_NAME(RF_ERR_DEVICE), RFI_NAME(RF_ERR_CANCELLED), RFI_NAME(RF_ERR_NOT_FOUND), RFI_NAME(RF_ERR_BUSY),
+        RFI_NAME(RF_ERR_CAPACITY)};
 #undef RFI_NAME
     const size_t i = (size_t)-(int64_t)code;
     return i < RFI_COUNT(names) ? names[i] : "unknown result";
@@ -17393,7 +17329,6 @@ static void rfi_model_report_unused(const rf_model *m) {
     }
 }
 
-/* Find the store of this file's weights on this device (another model may have it open), or open one. */
 static rf_result rfi_model_store(rf_model *m, const rf_model_desc *desc, rf_error *err) {
     rf_device *d = m->device;
     rf_plan plan;

@@ -78,10 +78,10 @@ def text():
     small, base = lower(), bases()
     n_bytes = 4 * len(t) + 2 * len(b) + 12 * len(small) + 4 * len(base)
     lines = [f'/* Unicode {unicodedata.unidata_version}, {n_bytes} bytes. */']
-    lines += array('rfi_unicode_runs', 'uint32_t', t, hex)
+    lines += array('rfi_unicode_runs', 'uint32_t', t, str)
     lines += array('rfi_unicode_blocks', 'uint16_t', b, str)
     lines += array('rfi_unicode_lower', 'rfi_lower', small, lambda r: '{%#x, %d, %d, %d}' % tuple(r))
-    lines += array('rfi_unicode_bases', 'uint32_t', base, hex)
+    lines += array('rfi_unicode_bases', 'uint32_t', base, str)
     return '\n'.join(lines) + '\n'
 
 
