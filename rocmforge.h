@@ -2776,8 +2776,8 @@ struct rf_gguf {
     rf_io io;
     rfi_log log;
     char *path;
-    rfi_gguf_part *parts; /* [parts_capacity] */
-    uint32_t n_parts, parts_capacity;
+    rfi_gguf_part *parts; /* [n_parts] */
+    uint32_t n_parts;
     rfi_gguf_table keys;    /* rf_kv of the first part         */
     rfi_gguf_table tensors; /* rf_tensor_info of all parts     */
     uint64_t data_bytes;
@@ -3435,15 +3435,12 @@ static int rfi_gguf_is_os_file(const rf_gguf *g, const rfi_gguf_part *part) {
 /* Open and parse one more part; takes ownership of path. Keys of the first part are kept; those of others must agree
  * with the first part's `split`. */
 static rf_result rfi_gguf_add_file(rf_gguf *g, char *path, rfi_split *split, rf_error *err) {
-    if (g->n_parts == g->parts_capacity) {
-        uint32_t n = g->parts_capacity ? g->parts_capacity * 2 : 1;
-        rfi_gguf_part *parts = (rfi_gguf_part *)rfi_alloc(&g->allocator, n, sizeof *parts, "parts of a file", err);
-        if (!parts) return rfi_free(&g->allocator, path), RF_ERR_MEMORY;
-        if (g->n_parts) memcpy(parts, g->parts, g->n_parts * sizeof *parts);
-        rfi_free(&g->allocator, g->parts);
-        g->parts = parts;
-        g->parts_capacity = n;
-    }
+    const uint64_t n = g->n_parts;
+    rfi_gguf_part *parts = (rfi_gguf_part *)rfi_alloc(&g->allocator, n + 1, sizeof *parts, "parts of a file", err);
+    if (!parts) return rfi_free(&g->allocator, path), RF_ERR_MEMORY;
+    if (n) memcpy(parts, g->parts, n * sizeof *parts);
+    rfi_free(&g->allocator, g->parts);
+    g->parts = parts;
     rfi_gguf_part *part = &g->parts[g->n_parts];
     part->path = path;
     part->handle = g->io.open_fn(path, &part->size_bytes, g->io.user);
@@ -3728,16 +3725,10 @@ ROCMFORGE_API int rf_gguf_handle_fault(rf_gguf *g, const void *address) {
 /* ---- looking things up ---- */
 
 ROCMFORGE_API rf_gguf_info rf_gguf_get_info(const rf_gguf *g) {
-    rf_gguf_info info = {0};
-    if (!g) return info;
-    info.path = g->path;
-    info.version = g->parts[0].version;
-    info.n_files = g->n_parts;
-    info.alignment = g->parts[0].alignment;
-    info.mapped = 1;
-    info.n_kv = g->keys.n;
-    info.n_tensors = g->tensors.n;
-    info.data_bytes = g->data_bytes;
+    if (!g) return (rf_gguf_info){0};
+    rf_gguf_info info = {.path = g->path, .version = g->parts[0].version, .n_files = g->n_parts,
+                         .alignment = g->parts[0].alignment, .mapped = 1, .n_kv = g->keys.n,
+                         .n_tensors = g->tensors.n, .data_bytes = g->data_bytes};
     for (uint32_t i = 0; i < g->n_parts; i++) {
         info.metadata_bytes += g->parts[i].meta_bytes;
         info.file_bytes += g->parts[i].size_bytes;
@@ -5829,13 +5820,10 @@ static void rfi_cache_get_stats(const rfi_store *s, uint32_t layer, rf_expert_st
     for (uint32_t i = 0; i < s->cache.n_layers; i++) {
         const rfi_expert_layer *l = &s->cache.layers[i];
         if (l->layer != layer) continue;
-        out->n_experts = l->n_experts;
-        out->hits = atomic_load(&l->hits);
-        out->misses = atomic_load(&l->misses);
-        out->bytes = atomic_load(&l->bytes);
-        out->prefetched = atomic_load(&l->prefetched);
-        out->on_cpu = atomic_load(&l->on_cpu);
-        out->round_trips = atomic_load(&l->round_trips);
+        *out = (rf_expert_stats){.n_experts = l->n_experts, .hits = atomic_load(&l->hits),
+                                 .misses = atomic_load(&l->misses), .bytes = atomic_load(&l->bytes),
+                                 .prefetched = atomic_load(&l->prefetched), .on_cpu = atomic_load(&l->on_cpu),
+                                 .round_trips = atomic_load(&l->round_trips)};
         for (uint32_t e = 0; e < l->n_experts; e++) out->n_loaded += (uint32_t)rfi_expert_is_ready(s, l, e);
     }
 }
@@ -13493,18 +13481,15 @@ static rf_result rfi_fallback_plan(rf_session *s, rf_error *err) {
 static rf_result rfi_fallback_weights(rf_session *s, rf_error *err) {
     rfi_fallback *a = s->fallback;
     rf_result r = RF_OK;
-    for (const rf_op *op = a->ops; r == RF_OK && op < a->ops + a->plan.n_ops; op++) {
-        const uint32_t slots[RF_OP_WEIGHTS] = {op->weight, op->bias, op->factor};
-        for (uint32_t k = 0; r == RF_OK && k < RF_OP_WEIGHTS; k++)
-            for (uint32_t e = 0; r == RF_OK && slots[k] != RF_NONE && e < (k ? 1 : rfi_op_matrices(op)); e++) {
-                const uint32_t slot = slots[k] + e;
-                const void *map = rfi_gguf_map(s->m->g, &s->m->store->tensors[slot].info);
-                rf_ticket none;
-                if (!map || (uintptr_t)map % 4)
-                    return rfi_fail(err, RF_ERR_UNSUPPORTED, slot, "%s: expert_cpu_below needs the file mapped",
-                                    rfi_gguf_path(s->m->g));
-                r = rfi_cpu_api.weight_write(a->table, NULL, &(rf_weight_part){.slot = slot, .src = map}, &none, err);
-            }
+    const uint32_t n = rfi_ops_slots(&a->plan, 0, a->plan.n_ops, s->held); /* not in use outside of evals */
+    for (uint32_t i = 0; r == RF_OK && i < n; i++) {
+        const uint32_t slot = s->held[i];
+        const void *map = rfi_gguf_map(s->m->g, &s->m->store->tensors[slot].info);
+        rf_ticket none;
+        if (!map || (uintptr_t)map % 4)
+            return rfi_fail(err, RF_ERR_UNSUPPORTED, slot, "%s: expert_cpu_below needs the file mapped",
+                            rfi_gguf_path(s->m->g));
+        r = rfi_cpu_api.weight_write(a->table, NULL, &(rf_weight_part){.slot = slot, .src = map}, &none, err);
     }
     return r;
 }
@@ -14130,18 +14115,11 @@ static uint32_t rfi_saved_first(const rfi_saved *h, const rf_plan_state *st) {
 /* The header that this session writes, or expects to read, for n_tokens tokens. */
 static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens, uint32_t min_keep) {
     const rf_plan *p = &s->plan;
-    rfi_saved h;
-    memset(&h, 0, sizeof h);
-    memcpy(h.magic, RFI_SAVED_MAGIC, sizeof RFI_SAVED_MAGIC);
-    h.version = RFI_SAVED_VERSION;
-    h.header_bytes = sizeof h;
+    rfi_saved h = {.magic = RFI_SAVED_MAGIC, .version = RFI_SAVED_VERSION, .header_bytes = sizeof h,
+                   .n_weights = p->n_weights, .n_states = p->n_states, .n_embd = p->n_embd, .n_vocab = p->n_vocab,
+                   .cache_type = s->desc.cache_type, .n_tokens = n_tokens, .min_keep = min_keep,
+                   .shapes = rfi_plan_hash(p), .total_bytes = sizeof h + 4 * (uint64_t)n_tokens + 8};
     snprintf(h.arch, sizeof h.arch, "%s", s->m->config.arch->name);
-    h.n_weights = p->n_weights, h.n_states = p->n_states, h.n_embd = p->n_embd, h.n_vocab = p->n_vocab;
-    h.cache_type = s->desc.cache_type;
-    h.n_tokens = n_tokens;
-    h.min_keep = min_keep;
-    h.shapes = rfi_plan_hash(p);
-    h.total_bytes = sizeof h + 4 * (uint64_t)n_tokens + 8;
     for (const rf_plan_state *st = p->states; st < p->states + p->n_states; st++) {
         const uint64_t cells = (uint64_t)(n_tokens - rfi_saved_first(&h, st)) * st->n_kv_heads;
         if (n_tokens) h.total_bytes += 4ull * st->width;
@@ -15296,30 +15274,26 @@ static uint32_t rfi_scan_number(rfi_scan *s, uint32_t pos, uint32_t max) {
 }
 
 /* [0-9][0-9][0-9] */
-static uint32_t rfi_scan_three(rfi_scan *s, uint32_t pos, uint32_t unused) {
-    (void)unused;
+static uint32_t rfi_scan_three(rfi_scan *s, uint32_t pos, uint32_t how __attribute__((unused))) {
     for (uint32_t i = 0; i < 3; i++)
         if (s->end - pos < 3 || !rfi_is_digit(s->text[pos + i])) return pos;
     return pos + 3;
 }
 
 /* [\r\n] */
-static uint32_t rfi_scan_newline(rfi_scan *s, uint32_t pos, uint32_t unused) {
-    (void)unused;
+static uint32_t rfi_scan_newline(rfi_scan *s, uint32_t pos, uint32_t how __attribute__((unused))) {
     return pos + (rfi_is_newline(s->text[pos]) != 0);
 }
 
 /* [^\n]+|[\n]+ */
-static uint32_t rfi_scan_lines(rfi_scan *s, uint32_t pos, uint32_t unused) {
-    (void)unused;
+static uint32_t rfi_scan_lines(rfi_scan *s, uint32_t pos, uint32_t how __attribute__((unused))) {
     int newline = s->text[pos] == '\n';
     while (pos < s->end && (s->text[pos] == '\n') == newline) pos++;
     return pos;
 }
 
 /* \s+$ */
-static uint32_t rfi_scan_last_spaces(rfi_scan *s, uint32_t pos, uint32_t unused) {
-    (void)unused;
+static uint32_t rfi_scan_last_spaces(rfi_scan *s, uint32_t pos, uint32_t how __attribute__((unused))) {
     uint32_t end = rfi_scan_run(s, pos, RFI_SPACE);
     s->skip = end;
     return end == s->end ? end : pos;
@@ -15334,9 +15308,8 @@ static uint32_t rfi_scan_punct(rfi_scan *s, uint32_t pos, uint32_t backtick) {
 }
 
 /* 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+ */
-static uint32_t rfi_scan_gpt2(rfi_scan *s, uint32_t pos, uint32_t unused) {
+static uint32_t rfi_scan_gpt2(rfi_scan *s, uint32_t pos, uint32_t how __attribute__((unused))) {
     static const uint32_t kinds[] = {RFI_LETTER, RFI_NUMBER, RFI_REST};
-    (void)unused;
     uint32_t end = rfi_scan_contraction(s, pos, 0), from = s->text[pos] == ' ' ? pos + 1 : pos;
     for (size_t k = 0; end == pos && k < RFI_COUNT(kinds); k++)
         if (rfi_scan_at(s, from).class & kinds[k]) end = rfi_scan_run(s, from, kinds[k]);
@@ -15409,8 +15382,7 @@ static uint32_t rfi_scan_words(rfi_scan *s, uint32_t pos, uint32_t how) {
 
 /* P[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
  * with P = ASCII punctuation and symbols */
-static uint32_t rfi_scan_deepseek(rfi_scan *s, uint32_t pos, uint32_t unused) {
-    (void)unused;
+static uint32_t rfi_scan_deepseek(rfi_scan *s, uint32_t pos, uint32_t how __attribute__((unused))) {
     enum { LETTERS = RFI_LETTER | RFI_MARK, SIGNS = RFI_PUNCT | RFI_SYMBOL };
     rfi_scan_char c = rfi_scan_at(s, pos);
     uint32_t end = c.next;
@@ -15429,8 +15401,7 @@ static uint32_t rfi_scan_deepseek(rfi_scan *s, uint32_t pos, uint32_t unused) {
 }
 
 /* Everything up to the end of the next 1 to 3 digits; the rest of that run of digits is a multiple of 3 long. */
-static uint32_t rfi_scan_afmoe_digits(rfi_scan *s, uint32_t pos, uint32_t unused) {
-    (void)unused;
+static uint32_t rfi_scan_afmoe_digits(rfi_scan *s, uint32_t pos, uint32_t how __attribute__((unused))) {
     uint32_t n = 3;
     rfi_scan_char c;
     while ((c = rfi_scan_at(s, pos)).class && !(c.class & RFI_NUMBER)) pos = c.next;
@@ -15450,8 +15421,7 @@ static uint32_t rfi_scan_digits_left(rfi_scan *s, uint32_t pos) {
 }
 
 /* \d{1,3}(?=(?:\d{3})*\b) */
-static uint32_t rfi_scan_aya_digits(rfi_scan *s, uint32_t pos, uint32_t unused) {
-    (void)unused;
+static uint32_t rfi_scan_aya_digits(rfi_scan *s, uint32_t pos, uint32_t how __attribute__((unused))) {
     uint32_t n = rfi_scan_digits_left(s, pos);
     unsigned char after = s->run_end < s->end ? s->text[s->run_end] : ' ';
     s->skip = pos + n;
@@ -15460,16 +15430,14 @@ static uint32_t rfi_scan_aya_digits(rfi_scan *s, uint32_t pos, uint32_t unused) 
 }
 
 /* (?=(\d{3})+(?!\d)): up to the next position that a multiple of 3 digits follows. */
-static uint32_t rfi_scan_superbpe_digits(rfi_scan *s, uint32_t pos, uint32_t unused) {
-    (void)unused;
+static uint32_t rfi_scan_superbpe_digits(rfi_scan *s, uint32_t pos, uint32_t how __attribute__((unused))) {
     while ((pos = rfi_scan_at(s, pos).next) < s->end)
         if (rfi_is_digit(s->text[pos]) && rfi_scan_digits_left(s, pos) % 3 == 0) return pos;
     return s->end;
 }
 
 /*  ?[^(\s|.,!?...)]+ : words between the punctuation of a set */
-static uint32_t rfi_scan_poro(rfi_scan *s, uint32_t pos, uint32_t unused) {
-    (void)unused;
+static uint32_t rfi_scan_poro(rfi_scan *s, uint32_t pos, uint32_t how __attribute__((unused))) {
     uint32_t from = s->text[pos] == ' ' ? pos + 1 : pos, end = from;
     for (rfi_scan_char c; (c = rfi_scan_at(s, end)).class; end = c.next)
         if (c.class & RFI_SPACE || rfi_in_set(&c, RFI_SET_PORO_BETWEEN)) break;
@@ -15477,9 +15445,8 @@ static uint32_t rfi_scan_poro(rfi_scan *s, uint32_t pos, uint32_t unused) {
 }
 
 /* [hangul]+|[CJK punctuation]+|[bopomofo]+|[CJK]+ */
-static uint32_t rfi_scan_youtu_sets(rfi_scan *s, uint32_t pos, uint32_t unused) {
+static uint32_t rfi_scan_youtu_sets(rfi_scan *s, uint32_t pos, uint32_t how __attribute__((unused))) {
     static const uint32_t sets[] = {RFI_SET_HANGUL, RFI_SET_CJK_PUNCT, RFI_SET_BOPOMOFO, RFI_SET_CJK};
-    (void)unused;
     uint32_t end = pos;
     for (size_t i = 0; i < RFI_COUNT(sets) && end == pos; i++) end = rfi_scan_set(s, pos, sets[i]);
     return end;
@@ -15901,19 +15868,10 @@ ROCMFORGE_API rf_result rf_detokenize(rf_detokenizer *state, int32_t id, uint32_
 /* ---- public: facts ---- */
 
 ROCMFORGE_API rf_tokenizer_info rf_tokenizer_get_info(const rf_tokenizer *t) {
-    rf_tokenizer_info info = {"", "", 0, -1, -1, -1, -1, -1, 0, 0};
-    if (!t) return info;
-    info.model = t->model;
-    info.pre = t->pre ? t->pre_name : "";
-    info.n_vocab = t->n_vocab;
-    info.bos = t->bos;
-    info.eos = t->eos;
-    info.eot = t->eot;
-    info.unknown = t->unknown;
-    info.padding = t->padding;
-    info.add_bos = t->add_bos != 0;
-    info.add_eos = t->add_eos != 0;
-    return info;
+    if (!t) return (rf_tokenizer_info){"", "", 0, -1, -1, -1, -1, -1, 0, 0};
+    return (rf_tokenizer_info){.model = t->model, .pre = t->pre ? t->pre_name : "", .n_vocab = t->n_vocab,
+                               .bos = t->bos, .eos = t->eos, .eot = t->eot, .unknown = t->unknown,
+                               .padding = t->padding, .add_bos = t->add_bos != 0, .add_eos = t->add_eos != 0};
 }
 
 ROCMFORGE_API int rf_token_is_end(const rf_tokenizer *t, int32_t id) {
@@ -17406,19 +17364,13 @@ ROCMFORGE_API rf_result rf_model_close(rf_model *m, rf_error *err) {
 }
 
 ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m) {
-    rf_model_info info = {0};
-    if (!m) return info;
-    info.arch = m->config.arch->name;
-    info.name = m->name;
-    info.n_layers = m->config.n_layers;
-    info.n_embd = m->config.n_embd;
-    info.n_vocab = m->config.n_vocab;
-    info.n_heads = m->config.layers[0].n_heads;
-    info.n_kv_heads = m->config.layers[0].n_kv_heads;
-    info.head_dim = m->config.head_dim;
-    info.n_ctx_train = m->config.n_ctx_train;
-    info.n_tensors = m->plan.n_weights;
-    info.weight_bytes = m->store->total_bytes;
+    if (!m) return (rf_model_info){0};
+    const rfi_config *c = &m->config;
+    rf_model_info info = {.arch = c->arch->name, .name = m->name, .n_layers = c->n_layers, .n_embd = c->n_embd,
+                          .n_vocab = c->n_vocab, .n_heads = c->layers[0].n_heads,
+                          .n_kv_heads = c->layers[0].n_kv_heads, .head_dim = c->head_dim,
+                          .n_ctx_train = c->n_ctx_train, .n_tensors = m->plan.n_weights,
+                          .weight_bytes = m->store->total_bytes};
     for (uint32_t i = 0; i < m->plan.n_weights; i++) {
         const rf_plan_weight *w = &m->plan.weights[i];
         info.n_params += (uint64_t)w->n_in * w->n_rows;
@@ -17440,10 +17392,9 @@ static uint32_t rfi_model_slot(const rf_model *m, const char *name) {
     return RF_NONE;
 }
 
-/* Slot of the tensor's next matrix, RF_NONE after the last. */
-static uint32_t rfi_model_next_slot(const rf_model *m, uint32_t slot) {
-    const rf_plan_weight *w = &m->plan.weights[slot];
-    return w->expert + 1 < w->n_experts ? slot + 1 : RF_NONE;
+/* The slot after the last of a tensor's matrices, of which `slot` is the first. */
+static uint32_t rfi_model_slot_end(const rf_model *m, uint32_t slot) {
+    return slot + (uint32_t)rfi_max_u64(m->plan.weights[slot].n_experts, 1);
 }
 
 ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_error *err) {
@@ -17455,7 +17406,7 @@ ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_e
     uint64_t cancels;
     rf_result r = rfi_store_begin(m->store, &cancels, err);
     if (r != RF_OK) return r;
-    for (; r == RF_OK && slot != RF_NONE; slot = rfi_model_next_slot(m, slot)) {
+    for (const uint32_t end = rfi_model_slot_end(m, slot); r == RF_OK && slot < end; slot++) {
         if (!rfi_is_resident(&m->store->tensors[slot]))
             r = rfi_fail(err, RF_ERR_MEMORY, slot, "%s is beyond the budget: rf_session_eval loads it as it is needed",
                          name);
@@ -17467,10 +17418,10 @@ ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_e
 
 ROCMFORGE_API int rf_model_is_tensor_loaded(const rf_model *m, const char *name) {
     uint32_t slot = rfi_model_slot(m, name);
-    int loaded = slot != RF_NONE;
-    for (; loaded && slot != RF_NONE; slot = rfi_model_next_slot(m, slot))
-        loaded = rfi_cell_is_ready(&m->store->tensors[slot].cell);
-    return loaded;
+    if (slot == RF_NONE) return 0;
+    for (const uint32_t end = rfi_model_slot_end(m, slot); slot < end; slot++)
+        if (!rfi_cell_is_ready(&m->store->tensors[slot].cell)) return 0;
+    return 1;
 }
 
 ROCMFORGE_API int rf_model_is_layer_loaded(const rf_model *m, uint32_t layer) {
@@ -17488,8 +17439,7 @@ ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *lay
         if (layers[i] >= m->config.n_layers)
             return rfi_fail(err, RF_ERR_ARGUMENT, layers[i],
                             "rf_model_preload_layers: layer %u, the model has %u", layers[i], m->config.n_layers);
-    static const uint32_t no_layers[1] = {0};
-    return rfi_store_preload(m->store, layers ? layers : no_layers, n_layers, err);
+    return rfi_store_preload(m->store, layers ? layers : &n_layers, n_layers, err); /* NULL would be all */
 }
 
 ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err) {
