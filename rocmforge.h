@@ -3268,7 +3268,6 @@ static int rfi_gguf_alignment(rfi_gguf_reader *r, const rfi_gguf_table *keys) {
     return 1;
 }
 
-/* Position of the tensor's offset field in the file. */
 static uint64_t rfi_gguf_offset_at(const rf_tensor_info *t) {
     return t->where + 8 + t->name.len + 4 + 8 * t->n_dims + 4;
 }
@@ -3362,7 +3361,6 @@ static void rfi_split_suffix(char suffix[RFI_SPLIT_SUFFIX_BYTES + 1], int64_t nu
              (unsigned)count % 100000u);
 }
 
-/* The path of another part of the same split. NULL and err if memory is out. */
 static char *rfi_split_path(const rf_gguf *g, int64_t number, int64_t count, rf_error *err) {
     char *other = rfi_copy_text(&g->allocator, g->path, "a path", err);
     if (other) rfi_split_suffix(other + strlen(other) - RFI_SPLIT_SUFFIX_BYTES, number, count);
@@ -3737,33 +3735,31 @@ ROCMFORGE_API rf_gguf_info rf_gguf_get_info(const rf_gguf *g) {
     return info;
 }
 
-/* Copy a row to out, or zeros if there is none; the error says what was looked for: a name, or (NULL) an index. */
-static rf_result rfi_gguf_give(const void *row, void *out, size_t row_bytes, const char *what, const char *name,
-                               uint64_t index, rf_error *err) {
+/* Copy a row to out, by name or (NULL) by index; zeros and an error that says what was looked for if there is none. */
+static rf_result rfi_gguf_give(const rfi_gguf_table *t, const char *what, const char *name, uint64_t index, void *out,
+                               size_t row_bytes, rf_error *err) {
+    const void *row = NULL;
     rfi_clear(err);
     if (!out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "want a place for a %s, out is NULL", what);
-    if (row) memcpy(out, row, row_bytes);
-    else memset(out, 0, row_bytes);
-    if (row) return RF_OK;
+    if (t && name) row = rfi_gguf_find(t, name);
+    else if (t && index < t->n) row = t->rows + index * row_bytes;
+    if (row) return memcpy(out, row, row_bytes), RF_OK;
+    memset(out, 0, row_bytes);
     if (name) return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "the file has no %s '%.96s'", what, name);
     return rfi_fail(err, RF_ERR_NOT_FOUND, index, "the file has no %s %llu", what, RFI_LLU(index));
 }
 
 ROCMFORGE_API rf_result rf_gguf_get_kv(const rf_gguf *g, uint64_t index, rf_kv *out, rf_error *err) {
-    const void *row = g && index < g->keys.n ? g->keys.rows + index * sizeof *out : NULL;
-    return rfi_gguf_give(row, out, sizeof *out, "key", NULL, index, err);
+    return rfi_gguf_give(g ? &g->keys : NULL, "key", NULL, index, out, sizeof *out, err);
 }
 ROCMFORGE_API rf_result rf_gguf_find_kv(const rf_gguf *g, const char *key, rf_kv *out, rf_error *err) {
-    const void *row = g ? rfi_gguf_find(&g->keys, key) : NULL;
-    return rfi_gguf_give(row, out, sizeof *out, "key", key ? key : "", 0, err);
+    return rfi_gguf_give(g ? &g->keys : NULL, "key", key ? key : "", 0, out, sizeof *out, err);
 }
 ROCMFORGE_API rf_result rf_gguf_get_tensor(const rf_gguf *g, uint64_t index, rf_tensor_info *out, rf_error *err) {
-    const void *row = g && index < g->tensors.n ? g->tensors.rows + index * sizeof *out : NULL;
-    return rfi_gguf_give(row, out, sizeof *out, "tensor", NULL, index, err);
+    return rfi_gguf_give(g ? &g->tensors : NULL, "tensor", NULL, index, out, sizeof *out, err);
 }
 ROCMFORGE_API rf_result rf_gguf_find_tensor(const rf_gguf *g, const char *name, rf_tensor_info *out, rf_error *err) {
-    const void *row = g ? rfi_gguf_find(&g->tensors, name) : NULL;
-    return rfi_gguf_give(row, out, sizeof *out, "tensor", name ? name : "", 0, err);
+    return rfi_gguf_give(g ? &g->tensors : NULL, "tensor", name ? name : "", 0, out, sizeof *out, err);
 }
 
 ROCMFORGE_API rf_result rf_gguf_read_tensor(const rf_gguf *g, uint64_t index, uint64_t offset, void *dst, size_t n,
@@ -4687,7 +4683,6 @@ struct rfi_store {
     rfi_stats stats;
 };
 
-/* Something changed for which the loader or a waiter may wait. */
 static void rfi_store_changed(rfi_store *s) { /* locked */
     s->n_changes++;
     rfi_monitor_wake(&s->monitor);
@@ -4907,16 +4902,6 @@ static void rfi_reports_deliver(rfi_store *s) { /* locked, yields */
     }
     q->running = 0;
     rfi_store_changed(s);
-}
-
-/* No calls of the owner's callback any more; one in progress is waited for. */
-static void rfi_reports_stop(rfi_store *s, const rf_model *owner) {
-    rfi_monitor_lock(&s->monitor);
-    if (s->reports.owner == owner) {
-        s->reports.fn = NULL;
-        while (s->reports.running) rfi_monitor_wait(&s->monitor);
-    }
-    rfi_monitor_unlock(&s->monitor);
 }
 
 /* ---- pinned copies ---- */
@@ -5550,7 +5535,6 @@ static const rfi_expert_layer *rfi_frame_layer(const rfi_cache *c, const rfi_fra
     return frame->expert_layer == RF_NONE ? NULL : &c->layers[frame->expert_layer];
 }
 
-/* Frames whose experts were evicted are empty again. */
 static void rfi_cache_drop_evicted(rfi_store *s) { /* locked */
     rfi_cache *c = &s->cache;
     for (uint32_t f = 0; f < c->n_frames; f++) {
@@ -6228,16 +6212,15 @@ static void rfi_tensor_describe(rfi_store *s, uint32_t slot) {
 }
 
 static void rfi_store_describe(rfi_store *s) {
-    const int critical_first = s->desc.load_policy == RF_LOAD_CRITICAL_FIRST;
     rfi_loader *l = &s->loader;
     uint32_t n = 0;
     for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) rfi_tensor_describe(s, slot);
     s->device_bytes_needed += s->memory.scratch.size_bytes;
-    for (int pass = critical_first ? 0 : 1; pass < 2; pass++)
+    for (int pass = 0; pass < 2; pass++) /* RF_LOAD_CRITICAL_FIRST: embedding and output, then the layers */
         for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
-            int32_t layer = s->plan.weights[slot].layer;
-            int critical = layer < 0 || layer >= (int32_t)s->plan.n_layers;
-            if (!critical_first || critical == (pass == 0)) s->order[n++] = slot;
+            const int32_t layer = s->plan.weights[slot].layer;
+            const int in_layer = layer >= 0 && layer < (int32_t)s->plan.n_layers;
+            if ((in_layer || s->desc.load_policy != RF_LOAD_CRITICAL_FIRST) == pass) s->order[n++] = slot;
         }
     uint64_t readers = rfi_min_u64(rfi_min_u64(8, rfi_cpu_count()), s->total_bytes / (4 * RFI_STAGING_BYTES));
     l->n_readers_max = (uint32_t)rfi_min_u64(s->desc.n_readers ? s->desc.n_readers : readers, RFI_MAX_READERS);
@@ -6304,7 +6287,10 @@ static rf_result rfi_device_get_store(rf_device *d, rf_gguf *g, rf_plan *plan, c
 static void rfi_device_put_store(rfi_store *s, const rf_model *owner) {
     rf_device *d = s->device;
     rfi_store **at = &d->stores;
-    rfi_reports_stop(s, owner);
+    rfi_monitor_lock(&s->monitor);
+    if (s->reports.owner == owner) s->reports.fn = NULL; /* its callback is called no more */
+    while (s->reports.owner == owner && s->reports.running) rfi_monitor_wait(&s->monitor);
+    rfi_monitor_unlock(&s->monitor);
     rfi_monitor_lock(&d->monitor);
     const int last = --s->share.n_models == 0;
     while (last && *at != s) at = &(*at)->next;
@@ -6348,17 +6334,12 @@ static uint32_t rfi_store_clear_unused(rfi_store *s) {
 
 static void rfi_store_get_stats(rfi_store *s, rf_loading_stats *out) {
     const rfi_stats *n = &s->stats;
-    out->tensors_loaded = atomic_load(&n->tensors_loaded);
-    out->bytes_loaded = atomic_load(&n->bytes_loaded);
-    out->device_bytes = atomic_load(&n->device_bytes);
-    out->hits = atomic_load(&n->hits);
-    out->misses = atomic_load(&n->misses);
-    out->loads = atomic_load(&n->loads);
-    out->failures = atomic_load(&n->failures);
-    out->evictions = atomic_load(&n->evictions);
-    out->device_allocations = atomic_load(&n->device_allocations);
-    out->bytes_read = atomic_load(&n->bytes_read);
-    out->wait_seconds = 1e-9 * (double)atomic_load(&n->wait_ns);
+    *out = (rf_loading_stats){
+        .tensors_loaded = atomic_load(&n->tensors_loaded), .bytes_loaded = atomic_load(&n->bytes_loaded),
+        .device_bytes = atomic_load(&n->device_bytes), .hits = atomic_load(&n->hits),
+        .misses = atomic_load(&n->misses), .loads = atomic_load(&n->loads), .failures = atomic_load(&n->failures),
+        .evictions = atomic_load(&n->evictions), .device_allocations = atomic_load(&n->device_allocations),
+        .bytes_read = atomic_load(&n->bytes_read), .wait_seconds = 1e-9 * (double)atomic_load(&n->wait_ns)};
     rfi_monitor_lock(&s->monitor);
     const double busy = s->loader.n_jobs ? rfi_now() - s->loader.busy_since : 0;
     rfi_monitor_unlock(&s->monitor);
@@ -13837,7 +13818,6 @@ ROCMFORGE_API rf_result rf_session_eval(rf_session *s, const rf_token_row *rows,
     return RF_OK;
 }
 
-/* Row i's logits; the first call after an eval copies all rows. */
 static rf_result rfi_session_row(rf_session *s, uint32_t i, float **out, rf_error *err) {
     *out = NULL;
     if (i >= s->n_logits)
@@ -14107,7 +14087,6 @@ static uint64_t rfi_plan_hash(const rf_plan *p) {
     return h;
 }
 
-/* First saved position of a state. */
 static uint32_t rfi_saved_first(const rfi_saved *h, const rf_plan_state *st) {
     return st->window && h->min_keep >= st->window ? h->min_keep - st->window + 1 : 0;
 }
@@ -14906,37 +14885,32 @@ static void rfi_put_id(rfi_tokenizing *w, int32_t id) {
     w->count++;
 }
 
-/* Grow a block to n elements and keep the first n_kept; NULL, with the old block intact, if memory is short. */
-static void *rfi_grow(const rfi_tokenizing *w, void *block, uint64_t *capacity, uint64_t n, uint64_t n_kept,
-                      uint64_t element_bytes, const char *what) {
-    if (n <= *capacity) return block;
+/* Grow a block, whose pointer is at *block, to n elements and keep the first n_kept; unchanged if memory is short. */
+static rf_result rfi_grow(rfi_tokenizing *w, void *block, uint64_t *capacity, uint64_t n, uint64_t n_kept,
+                          uint64_t element_bytes, const char *what) {
+    if (n <= *capacity) return RF_OK;
     uint64_t want = rfi_max_u64(n, *capacity * 2);
-    void *bigger = rfi_alloc(&w->t->allocator, want, element_bytes, what, w->err);
-    if (!bigger) return NULL;
-    if (n_kept) memcpy(bigger, block, (size_t)(n_kept * element_bytes));
-    rfi_free(&w->t->allocator, block);
+    void *old, *bigger = rfi_alloc(&w->t->allocator, want, element_bytes, what, w->err);
+    if (!bigger) return RF_ERR_MEMORY;
+    memcpy(&old, block, sizeof old);
+    if (n_kept) memcpy(bigger, old, (size_t)(n_kept * element_bytes));
+    rfi_free(&w->t->allocator, old);
+    memcpy(block, &bigger, sizeof bigger);
     *capacity = want;
-    return bigger;
+    return RF_OK;
 }
 
 static rf_result rfi_need_symbols(rfi_tokenizing *w, uint64_t n) {
-    void *p = rfi_grow(w, w->symbols, &w->symbol_capacity, n + 1, 0, sizeof *w->symbols, "symbols of a text");
-    if (!p) return RF_ERR_MEMORY;
-    w->symbols = (rfi_symbol *)p;
-    return RF_OK;
+    return rfi_grow(w, &w->symbols, &w->symbol_capacity, n + 1, 0, sizeof *w->symbols, "symbols of a text");
 }
 
 static rf_result rfi_need_word(rfi_tokenizing *w, uint64_t n_bytes) {
-    void *p = rfi_grow(w, w->word, &w->word_capacity, n_bytes, 0, 1, "text");
-    if (!p) return RF_ERR_MEMORY;
-    w->word = (char *)p;
-    return RF_OK;
+    return rfi_grow(w, &w->word, &w->word_capacity, n_bytes, 0, 1, "text");
 }
 
 static rf_result rfi_heap_push(rfi_tokenizing *w, rfi_heap_item item) {
-    void *p = rfi_grow(w, w->heap, &w->heap_capacity, w->n_heap + 1, w->n_heap, sizeof item, "merge queue");
-    if (!p) return RF_ERR_MEMORY;
-    w->heap = (rfi_heap_item *)p;
+    rf_result r = rfi_grow(w, &w->heap, &w->heap_capacity, w->n_heap + 1, w->n_heap, sizeof item, "merge queue");
+    if (r != RF_OK) return r;
     uint64_t i = w->n_heap++;
     for (; i > 0 && item.key < w->heap[(i - 1) / 2].key; i = (i - 1) / 2) w->heap[i] = w->heap[(i - 1) / 2];
     w->heap[i] = item;
@@ -15190,61 +15164,54 @@ static uint32_t rfi_scan_space_sizes(rfi_scan *s, uint32_t pos) {
 
 typedef uint32_t rfi_range[2]; /* first, last */
 
-/* 4e00-9fa5, 0800-4e00, ac00-d7ff of deepseek-llm and -coder */
-static const rfi_range rfi_set_cjk_old[] = {{0x800, 0x9fa5}, {0xac00, 0xd7ff}};
-static const rfi_range rfi_set_cjk[] = {{0x3040, 0x30ff}, {0x4e00, 0x9fa5}};
-static const rfi_range rfi_set_hangul[] = {{0x3131, 0x318e}, {0xac00, 0xd7a3}};
-static const rfi_range rfi_set_bopomofo[] = {{0x3105, 0x312f}};
-static const rfi_range rfi_set_cjk_punct[] = {{0x2014, 0x2014}, {0x2018, 0x2019}, {0x201c, 0x201d}, {0x2026, 0x2026},
-                                              {0x3001, 0x303f}, {0xfe30, 0xfe4f}, {0xff01, 0xff01}, {0xff0c, 0xff0c},
-                                              {0xff1a, 0xff1b}};
-static const rfi_range rfi_set_asian[] = {{0xe40, 0xeff},     {0x1000, 0x109f}, {0x1100, 0x11ff}, {0x1780, 0x17ff},
-                                          {0x2f00, 0x2fdf},   {0x3040, 0x30ff}, {0x3400, 0x4dbf}, {0x4e00, 0x9fff},
-                                          {0xa9e0, 0xa9ff},   {0xaa60, 0xaa7f}, {0xac00, 0xd7af}, {0xf900, 0xfaff},
-                                          {0xff65, 0xff9f}};
-static const rfi_range rfi_set_han[] = {{0x3400, 0x4dbf},   {0x4e00, 0x9fff},   {0xf900, 0xfaff},
-                                        {0x20000, 0x2a6df}, {0x2a700, 0x2ebef}, {0x2f800, 0x2fa1f}};
-/* ( ) | . , ! ? and six similar: what poro-chat leaves between words */
-static const rfi_range rfi_set_poro_between[] = {{'!', '!'},     {'(', ')'},     {',', ','},     {'.', '.'},
-                                                 {'?', '?'},     {'|', '|'},     {0x60c, 0x60c}, {0x6d4, 0x6d4},
-                                                 {0x964, 0x964}, {0x2026, 0x2026}, {0x3001, 0x3002}, {0xff0c, 0xff0c}};
-static const rfi_range rfi_set_deepseek_punct[] = {{'!', '/'},       {':', '~'},       {0x2018, 0x201f},
-                                                   {0x3000, 0x3002}, {0xff01, 0xff0f}, {0xff1a, 0xff5e}};
-/* Letters with case, as in deepseek-llm's expression. */
-static const rfi_range rfi_set_deepseek_letters[] = {
-    {0x41, 0x5a},     {0x61, 0x7a},     {0xb5, 0xb5},     {0xc0, 0xd6},     {0xd8, 0xf6},     {0xf8, 0x1ba},
-    {0x1bc, 0x1bf},   {0x1c4, 0x293},   {0x295, 0x2af},   {0x370, 0x373},   {0x376, 0x377},   {0x37b, 0x37d},
-    {0x37f, 0x37f},   {0x386, 0x386},   {0x388, 0x38a},   {0x38c, 0x38c},   {0x38e, 0x3a1},   {0x3a3, 0x3f5},
-    {0x3f7, 0x481},   {0x48a, 0x52f},   {0x531, 0x556},   {0x10a0, 0x10c5}, {0x13a0, 0x13f5}, {0x13f8, 0x13fd},
-    {0x1c90, 0x1cba}, {0x1cbd, 0x1cbf}, {0x1d00, 0x1d2b}, {0x1d6b, 0x1d77}, {0x1d79, 0x1d9a}, {0x1e00, 0x1f15},
-    {0x1f18, 0x1f1d}, {0x1f20, 0x1f45}, {0x1f48, 0x1f4d}, {0x1f50, 0x1f57}, {0x1f59, 0x1f59}, {0x1f5b, 0x1f5b},
-    {0x1f5d, 0x1f5d}, {0x1f5f, 0x1f7d}, {0x1f80, 0x1fb4}, {0x1fb6, 0x1fbc}, {0x1fbe, 0x1fbe}, {0x1fc2, 0x1fc4},
-    {0x1fc6, 0x1fcc}, {0x1fd0, 0x1fd3}, {0x1fd6, 0x1fdb}, {0x1fe0, 0x1fec}, {0x1ff2, 0x1ff4}, {0x1ff6, 0x1ffc},
-    {0x2102, 0x2102}, {0x2107, 0x2107}, {0x210a, 0x2113}, {0x2115, 0x2115}, {0x2119, 0x211d}, {0x2124, 0x2124},
-    {0x2126, 0x2126}, {0x2128, 0x2128}, {0x212a, 0x212d}, {0x212f, 0x2134}, {0x2139, 0x2139}, {0x213c, 0x213f},
-    {0x2145, 0x2149}, {0x214e, 0x214e}, {0x2183, 0x2184}, {0x2c00, 0x2c7b}, {0x2c7e, 0x2ce4}, {0x2ceb, 0x2cee},
-    {0x2cf2, 0x2cf3}, {0xa640, 0xa66d}, {0xa680, 0xa69b}, {0xa722, 0xa76f}, {0xa771, 0xa787}, {0xa78b, 0xa78e},
-    {0xab70, 0xabbf}, {0xfb00, 0xfb06}, {0xfb13, 0xfb17}, {0xff21, 0xff3a}, {0xff41, 0xff5a},
-    {0x10400, 0x1044f}, {0x104b0, 0x104d3}, {0x104d8, 0x104fb}, {0x10c80, 0x10cb2}, {0x10cc0, 0x10cf2},
-    {0x118a0, 0x118df}, {0x1e900, 0x1e943}};
-
 enum {
     RFI_SET_CJK_OLD, RFI_SET_CJK, RFI_SET_HANGUL, RFI_SET_BOPOMOFO, RFI_SET_CJK_PUNCT, RFI_SET_ASIAN, RFI_SET_HAN,
     RFI_SET_PORO_BETWEEN, RFI_SET_DEEPSEEK_PUNCT, RFI_SET_DEEPSEEK_LETTERS,
     RFI_SET_SPACE = 64 /* with a set, or classes: one space may come first */
 };
 
-/* Is cp in the set? Spaces beyond ASCII are in no set. */
-static int rfi_in_set(const rfi_scan_char *c, uint32_t set) {
-#define RFI_SET(ranges) {ranges, RFI_COUNT(ranges)}
-    static const struct { const rfi_range *ranges; size_t n; } sets[] = {
-        RFI_SET(rfi_set_cjk_old), RFI_SET(rfi_set_cjk), RFI_SET(rfi_set_hangul), RFI_SET(rfi_set_bopomofo),
-        RFI_SET(rfi_set_cjk_punct), RFI_SET(rfi_set_asian), RFI_SET(rfi_set_han), RFI_SET(rfi_set_poro_between),
-        RFI_SET(rfi_set_deepseek_punct), RFI_SET(rfi_set_deepseek_letters)};
+#define RFI_SET(...) {(const rfi_range[]){__VA_ARGS__}, RFI_COUNT(((const rfi_range[]){__VA_ARGS__}))}
+static const struct { const rfi_range *ranges; size_t n; } rfi_sets[] = {
+    /* 4e00-9fa5, 0800-4e00, ac00-d7ff of deepseek-llm and -coder */
+    [RFI_SET_CJK_OLD] = RFI_SET({0x800, 0x9fa5}, {0xac00, 0xd7ff}),
+    [RFI_SET_CJK] = RFI_SET({0x3040, 0x30ff}, {0x4e00, 0x9fa5}),
+    [RFI_SET_HANGUL] = RFI_SET({0x3131, 0x318e}, {0xac00, 0xd7a3}),
+    [RFI_SET_BOPOMOFO] = RFI_SET({0x3105, 0x312f}),
+    [RFI_SET_CJK_PUNCT] = RFI_SET({0x2014, 0x2014}, {0x2018, 0x2019}, {0x201c, 0x201d}, {0x2026, 0x2026},
+        {0x3001, 0x303f}, {0xfe30, 0xfe4f}, {0xff01, 0xff01}, {0xff0c, 0xff0c}, {0xff1a, 0xff1b}),
+    [RFI_SET_ASIAN] = RFI_SET({0xe40, 0xeff}, {0x1000, 0x109f}, {0x1100, 0x11ff}, {0x1780, 0x17ff}, {0x2f00, 0x2fdf},
+        {0x3040, 0x30ff}, {0x3400, 0x4dbf}, {0x4e00, 0x9fff}, {0xa9e0, 0xa9ff}, {0xaa60, 0xaa7f}, {0xac00, 0xd7af},
+        {0xf900, 0xfaff}, {0xff65, 0xff9f}),
+    [RFI_SET_HAN] = RFI_SET({0x3400, 0x4dbf}, {0x4e00, 0x9fff}, {0xf900, 0xfaff}, {0x20000, 0x2a6df},
+        {0x2a700, 0x2ebef}, {0x2f800, 0x2fa1f}),
+    /* ( ) | . , ! ? and six similar: what poro-chat leaves between words */
+    [RFI_SET_PORO_BETWEEN] = RFI_SET({'!', '!'}, {'(', ')'}, {',', ','}, {'.', '.'}, {'?', '?'}, {'|', '|'},
+        {0x60c, 0x60c}, {0x6d4, 0x6d4}, {0x964, 0x964}, {0x2026, 0x2026}, {0x3001, 0x3002}, {0xff0c, 0xff0c}),
+    [RFI_SET_DEEPSEEK_PUNCT] = RFI_SET({'!', '/'}, {':', '~'}, {0x2018, 0x201f}, {0x3000, 0x3002}, {0xff01, 0xff0f},
+        {0xff1a, 0xff5e}),
+    /* letters with case, as in deepseek-llm's expression */
+    [RFI_SET_DEEPSEEK_LETTERS] = RFI_SET({0x41, 0x5a}, {0x61, 0x7a}, {0xb5, 0xb5}, {0xc0, 0xd6}, {0xd8, 0xf6},
+        {0xf8, 0x1ba}, {0x1bc, 0x1bf}, {0x1c4, 0x293}, {0x295, 0x2af}, {0x370, 0x373}, {0x376, 0x377}, {0x37b, 0x37d},
+        {0x37f, 0x37f}, {0x386, 0x386}, {0x388, 0x38a}, {0x38c, 0x38c}, {0x38e, 0x3a1}, {0x3a3, 0x3f5}, {0x3f7, 0x481},
+        {0x48a, 0x52f}, {0x531, 0x556}, {0x10a0, 0x10c5}, {0x13a0, 0x13f5}, {0x13f8, 0x13fd}, {0x1c90, 0x1cba},
+        {0x1cbd, 0x1cbf}, {0x1d00, 0x1d2b}, {0x1d6b, 0x1d77}, {0x1d79, 0x1d9a}, {0x1e00, 0x1f15}, {0x1f18, 0x1f1d},
+        {0x1f20, 0x1f45}, {0x1f48, 0x1f4d}, {0x1f50, 0x1f57}, {0x1f59, 0x1f59}, {0x1f5b, 0x1f5b}, {0x1f5d, 0x1f5d},
+        {0x1f5f, 0x1f7d}, {0x1f80, 0x1fb4}, {0x1fb6, 0x1fbc}, {0x1fbe, 0x1fbe}, {0x1fc2, 0x1fc4}, {0x1fc6, 0x1fcc},
+        {0x1fd0, 0x1fd3}, {0x1fd6, 0x1fdb}, {0x1fe0, 0x1fec}, {0x1ff2, 0x1ff4}, {0x1ff6, 0x1ffc}, {0x2102, 0x2102},
+        {0x2107, 0x2107}, {0x210a, 0x2113}, {0x2115, 0x2115}, {0x2119, 0x211d}, {0x2124, 0x2124}, {0x2126, 0x2126},
+        {0x2128, 0x2128}, {0x212a, 0x212d}, {0x212f, 0x2134}, {0x2139, 0x2139}, {0x213c, 0x213f}, {0x2145, 0x2149},
+        {0x214e, 0x214e}, {0x2183, 0x2184}, {0x2c00, 0x2c7b}, {0x2c7e, 0x2ce4}, {0x2ceb, 0x2cee}, {0x2cf2, 0x2cf3},
+        {0xa640, 0xa66d}, {0xa680, 0xa69b}, {0xa722, 0xa76f}, {0xa771, 0xa787}, {0xa78b, 0xa78e}, {0xab70, 0xabbf},
+        {0xfb00, 0xfb06}, {0xfb13, 0xfb17}, {0xff21, 0xff3a}, {0xff41, 0xff5a}, {0x10400, 0x1044f}, {0x104b0, 0x104d3},
+        {0x104d8, 0x104fb}, {0x10c80, 0x10cb2}, {0x10cc0, 0x10cf2}, {0x118a0, 0x118df}, {0x1e900, 0x1e943}),
+};
 #undef RFI_SET
+
+/* Spaces beyond ASCII are in no set. */
+static int rfi_in_set(const rfi_scan_char *c, uint32_t set) {
     if (!c->class || c->class & RFI_SPACE) return 0;
-    const size_t i = rfi_count_below(&sets[set].ranges[0][1], sets[set].n, 2, c->cp); /* ranges that end before it */
-    return i < sets[set].n && sets[set].ranges[i][0] <= c->cp;
+    const size_t i = rfi_count_below(&rfi_sets[set].ranges[0][1], rfi_sets[set].n, 2, c->cp); /* ranges before cp */
+    return i < rfi_sets[set].n && rfi_sets[set].ranges[i][0] <= c->cp;
 }
 
 /* ---- passes ---- */
@@ -15452,7 +15419,6 @@ static uint32_t rfi_scan_youtu_sets(rfi_scan *s, uint32_t pos, uint32_t how __at
     return end;
 }
 
-/* End of a literal at pos, or pos. */
 static uint32_t rfi_scan_literal(const rfi_scan *s, uint32_t pos, const char *literal) {
     size_t n = strlen(literal);
     return s->end - pos >= n && memcmp(s->text + pos, literal, n) == 0 ? pos + (uint32_t)n : pos;
@@ -16912,18 +16878,15 @@ ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t
     return RF_OK;
 }
 
-/* 1 if the sampler takes the largest logit as it is. */
-static int rfi_sampler_is_plain(const rf_sampler_desc *d) {
-    return d->temperature <= 0 && d->n_bias == 0 && (d->repeat_penalty == 0 || d->repeat_penalty == 1) &&
-           d->frequency_penalty == 0 && d->presence_penalty == 0;
-}
-
 ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler *sampler, int32_t *token,
                                           rf_error *err) {
     rfi_clear(err);
     if (!s || !sampler || !token)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_sample: session, sampler or token is NULL");
-    if (rfi_sampler_is_plain(&sampler->desc) && !s->logits_copied && i < s->n_logits && s->argmax[i] >= 0) {
+    const rf_sampler_desc *d = &sampler->desc;
+    const int is_argmax = d->temperature <= 0 && d->n_bias == 0 && (d->repeat_penalty == 0 || d->repeat_penalty == 1) &&
+                          d->frequency_penalty == 0 && d->presence_penalty == 0;
+    if (is_argmax && !s->logits_copied && i < s->n_logits && s->argmax[i] >= 0) {
         *token = s->argmax[i];
         rf_sampler_accept(sampler, *token);
         return RF_OK;
@@ -17173,13 +17136,9 @@ ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, u
 
 /* "hip:N" -> N; -1 if it is not that. */
 static int rfi_hip_index(const char *name) {
-    int n = 0, digits = 0;
     if (strncmp(name, "hip:", 4) != 0) return -1;
-    for (const char *p = name + 4; *p; p++, digits++) {
-        if (*p < '0' || *p > '9' || digits == 4) return -1;
-        n = n * 10 + (*p - '0');
-    }
-    return digits ? n : -1;
+    const size_t n = strspn(name + 4, "0123456789");
+    return n >= 1 && n <= 4 && !name[4 + n] ? atoi(name + 4) : -1;
 }
 
 /* Open the first usable GPU, else the CPU; d->note says why not a GPU. The list marks integrated GPUs as not usable. */
