@@ -2692,17 +2692,14 @@ static void rfi_pool_destroy(rfi_pool *p) {
 
 /* Start n_threads - 1 workers. A machine that refuses some of them gets fewer, not an error: results are the same. */
 static rf_result rfi_pool_init(rfi_pool *p, const rf_allocator *alloc, uint32_t n_threads, rf_error *err) {
-    memset(p, 0, sizeof *p);
-    p->alloc = *alloc;
-    p->n_threads = n_threads;
+    *p = (rfi_pool){.alloc = *alloc, .n_threads = n_threads};
     p->workers = (rfi_worker *)rfi_alloc(alloc, n_threads, sizeof *p->workers, "worker threads", err);
     if (!p->workers) return RF_ERR_MEMORY;
     pthread_mutex_init(&p->busy, NULL);
     rfi_monitor_init(&p->monitor);
     for (uint32_t i = 0; i + 1 < n_threads; i++) {
         rfi_worker *w = &p->workers[i];
-        w->pool = p;
-        w->index = i + 1;
+        *w = (rfi_worker){.pool = p, .index = i + 1};
         if (pthread_create(&w->thread, NULL, rfi_pool_thread, w) != 0) break;
         p->n_started++;
     }
@@ -3042,16 +3039,13 @@ static const unsigned char *rfi_gguf_take(rfi_gguf_reader *r, uint64_t n, const 
     return r->part->meta + (r->at - n);
 }
 
-static int rfi_gguf_u32(rfi_gguf_reader *r, const char *what, uint32_t *out) {
-    const unsigned char *p = rfi_gguf_take(r, 4, what);
-    if (p) *out = rfi_load_u32(p);
+static int rfi_gguf_copy(rfi_gguf_reader *r, const char *what, void *out, size_t n_bytes) {
+    const unsigned char *p = rfi_gguf_take(r, n_bytes, what);
+    if (p) memcpy(out, p, n_bytes);
     return p != NULL;
 }
-static int rfi_gguf_u64(rfi_gguf_reader *r, const char *what, uint64_t *out) {
-    const unsigned char *p = rfi_gguf_take(r, 8, what);
-    if (p) *out = rfi_load_u64(p);
-    return p != NULL;
-}
+static int rfi_gguf_u32(rfi_gguf_reader *r, const char *what, uint32_t *out) { return rfi_gguf_copy(r, what, out, 4); }
+static int rfi_gguf_u64(rfi_gguf_reader *r, const char *what, uint64_t *out) { return rfi_gguf_copy(r, what, out, 8); }
 
 /* Report a name whose length is wrong, with the printable bytes that it begins with: they usually identify it. */
 static int rfi_gguf_bad_name(rfi_gguf_reader *r, const char *what, uint64_t at, uint64_t len, uint64_t max) {
@@ -3584,12 +3578,8 @@ ROCMFORGE_API rf_result rf_gguf_open_memory(const void *data, size_t size_bytes,
     g->parts = (rfi_gguf_part *)rfi_alloc(&g->allocator, 1, sizeof *g->parts, "parts of a file", err);
     char *path = g->parts ? rfi_copy_text(&g->allocator, g->path, "a path", err) : NULL;
     if (!path) return rfi_gguf_finish(g, RF_ERR_MEMORY, out, err);
-    g->parts[0] = (rfi_gguf_part){.path = path,
-                                  .handle = -1,
-                                  .size_bytes = size_bytes,
-                                  .n_loaded = size_bytes,
-                                  .meta = (const unsigned char *)data,
-                                  .map = (const unsigned char *)data};
+    g->parts[0] = (rfi_gguf_part){.path = path, .handle = -1, .size_bytes = size_bytes, .n_loaded = size_bytes,
+                                  .meta = (const unsigned char *)data, .map = (const unsigned char *)data};
     g->n_parts = 1;
     return rfi_gguf_finish(g, rfi_gguf_parse(g, g->parts, &g->keys, &split, err), out, err);
 }
@@ -13113,12 +13103,8 @@ static rf_result rfi_session_plan(const rf_model *m, const rf_session_desc *d, r
 
 /* The arguments of plan_prepare that do not depend on the session's memory. */
 static rf_plan_bind rfi_session_bind(const rf_model *m, const rf_session_desc *d, const rf_plan *plan) {
-    return (rf_plan_bind){.plan = plan,
-                          .n_ctx = d->n_ctx,
-                          .n_seq = d->n_seq_max,
-                          .n_batch = d->n_batch,
-                          .n_logits = d->n_logits_max,
-                          .cache_type = d->cache_type,
+    return (rf_plan_bind){.plan = plan, .n_ctx = d->n_ctx, .n_seq = d->n_seq_max, .n_batch = d->n_batch,
+                          .n_logits = d->n_logits_max, .cache_type = d->cache_type,
                           .n_slots = rfi_session_n_slots(m, d) * d->n_seq_max};
 }
 
@@ -13716,9 +13702,7 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
                                 int last, uint32_t *n_logits, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
     uint32_t n_embd = s->m->plan.n_embd;
-    rf_step step = {.rows = s->rows,
-                    .logit_rows = s->logit_rows,
-                    .n_rows = n_rows,
+    rf_step step = {.rows = s->rows, .logit_rows = s->logit_rows, .n_rows = n_rows,
                     .first_logits_row = first_logits_row};
     memcpy(s->batch_begins, s->eval_lengths, s->desc.n_seq_max * sizeof *s->batch_begins);
     for (uint32_t i = 0; i < n_rows; i++) {
@@ -14431,13 +14415,13 @@ static int rfi_char_byte(uint32_t cp) {
     return rfi_byte_char(cp) == cp ? (int)cp : -1;
 }
 
-/* Byte b as UTF-8 of its alphabet character: 1 or 2 bytes. */
-static uint32_t rfi_byte_utf8(uint32_t b, char out[2]) {
-    uint32_t cp = rfi_byte_char(b);
-    if (cp < 0x80) return out[0] = (char)cp, 1;
-    out[0] = (char)(0xc0 | cp >> 6);
-    out[1] = (char)(0x80 | (cp & 0x3f));
-    return 2;
+/* Returns how many bytes cp takes, 1 to 4. */
+static uint32_t rfi_put_utf8(uint32_t cp, char *out) {
+    uint32_t n = cp < 0x80 ? 1 : cp < 0x800 ? 2 : cp < 0x10000 ? 3 : 4;
+    static const uint8_t lead[5] = {0, 0, 0xc0, 0xe0, 0xf0};
+    for (uint32_t i = n; i-- > 1; cp >>= 6) out[i] = (char)(0x80 | (cp & 0x3f));
+    out[0] = (char)(lead[n] | cp);
+    return n;
 }
 
 /* ---- vocabulary ---- */
@@ -14731,7 +14715,7 @@ static void rfi_tok_find_bytes(rf_tokenizer *t) {
     for (uint32_t b = 0; b < 256; b++) {
         char byte = (char)b, spelled[6] = {'<', '0', 'x', hex[b >> 4], hex[b & 15], '>'}, letter[2];
         if (is_spelled) t->byte_id[b] = rfi_token_find(t, spelled, sizeof spelled);
-        else t->byte_id[b] = rfi_token_find(t, letter, rfi_byte_utf8(b, letter));
+        else t->byte_id[b] = rfi_token_find(t, letter, rfi_put_utf8(rfi_byte_char(b), letter));
         if (t->pre) continue;
         if (t->byte_id[b] < 0) t->byte_id[b] = rfi_token_find(t, &byte, 1);
         if (t->byte_id[b] < 0) t->byte_id[b] = t->unknown;
@@ -15032,14 +15016,6 @@ static int rfi_wpm_is_word(uint32_t cp) {
     return class == RFI_PUNCT || (class == RFI_SYMBOL && cp < 0x7f);
 }
 
-static uint32_t rfi_put_utf8(uint32_t cp, char *out) {
-    uint32_t n = cp < 0x80 ? 1 : cp < 0x800 ? 2 : cp < 0x10000 ? 3 : 4;
-    static const uint8_t lead[5] = {0, 0, 0xc0, 0xe0, 0xf0};
-    for (uint32_t i = n; i-- > 1; cp >>= 6) out[i] = (char)(0x80 | (cp & 0x3f));
-    out[0] = (char)(lead[n] | cp);
-    return n;
-}
-
 /* Tokenize the word in w->word, which begins with U+2581: take the longest token that fits, until the end; if none
  * fits, the whole word is unknown. */
 static void rfi_wpm_word(rfi_tokenizing *w, uint64_t n) {
@@ -15101,11 +15077,9 @@ typedef struct rfi_scan_char {
 } rfi_scan_char;
 
 static rfi_scan_char rfi_scan_at(const rfi_scan *s, uint32_t pos) {
-    rfi_scan_char none = {0, 0, pos};
-    if (pos >= s->end) return none;
+    if (pos >= s->end) return (rfi_scan_char){0, 0, pos};
     rfi_char c = rfi_utf8(s->text + pos, s->end - pos);
-    rfi_scan_char here = {c.cp, rfi_class(c.cp), pos + c.n_bytes};
-    return here;
+    return (rfi_scan_char){c.cp, rfi_class(c.cp), pos + c.n_bytes};
 }
 
 static uint32_t rfi_scan_run(const rfi_scan *s, uint32_t pos, uint32_t classes) {
@@ -15509,10 +15483,7 @@ typedef struct rfi_cutter {
 } rfi_cutter;
 
 static rfi_cutter rfi_cut(const rfi_pre *pre, const unsigned char *text, uint32_t n_bytes) {
-    rfi_cutter c;
-    memset(&c, 0, sizeof c);
-    c.passes = pre->passes;
-    c.n_bytes = n_bytes;
+    rfi_cutter c = {.passes = pre->passes, .n_bytes = n_bytes};
     while (c.n_passes < RFI_PASSES_MAX && c.passes[c.n_passes].match) c.scans[c.n_passes++].text = text;
     return c;
 }
@@ -15551,7 +15522,7 @@ static rf_result rfi_bpe_whole(rfi_tokenizing *w, uint32_t n, int32_t *id) {
     if (n > w->t->plain_max_bytes) return RF_OK;
     rf_result r = rfi_need_word(w, 2 * (uint64_t)n);
     if (r != RF_OK) return r;
-    for (uint32_t i = 0; i < n; i++) len += rfi_byte_utf8(w->symbols[i].start, w->word + len);
+    for (uint32_t i = 0; i < n; i++) len += rfi_put_utf8(rfi_byte_char(w->symbols[i].start), w->word + len);
     *id = rfi_token_find(w->t, w->word, len);
     return RF_OK;
 }
@@ -15646,8 +15617,7 @@ static rf_result rfi_special_push(rfi_tokenizing *w, const unsigned char *text, 
     if (lo < w->n_borders) limit = (uint32_t)rfi_min_u64(limit, w->borders[lo] - pos);
     int32_t id = rfi_special_longest(w->t, text + pos, limit, all && lo % 2 == 0);
     if (id < 0) return RF_OK;
-    rfi_heap_item item = {(~w->t->text[id].len & UINT32_MAX) << 32 | pos, 0, id};
-    return rfi_heap_push(w, item);
+    return rfi_heap_push(w, (rfi_heap_item){(~w->t->text[id].len & UINT32_MAX) << 32 | pos, 0, id});
 }
 
 static int rfi_is_ascii_space(unsigned char c) { return c == ' ' || (c >= 9 && c <= 13); }
@@ -15845,8 +15815,7 @@ ROCMFORGE_API int rf_token_is_end(const rf_tokenizer *t, int32_t id) {
 }
 
 ROCMFORGE_API rf_string rf_token_get_text(const rf_tokenizer *t, int32_t id) {
-    rf_string none = {"", 0};
-    return t && id >= 0 && (uint32_t)id < t->n_vocab ? t->text[id] : none;
+    return t && id >= 0 && (uint32_t)id < t->n_vocab ? t->text[id] : (rf_string){"", 0};
 }
 
 /* ---- the Unicode table ----
