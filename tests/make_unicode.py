@@ -65,7 +65,7 @@ def array(name, c_type, values, show):
     lines, line = [f'static const {c_type} {name}[{len(values)}] = {{'], '   '
     for v in values:
         item = f' {show(v)},'
-        if len(line) + len(item) > 118:
+        if len(line) + len(item) > 120:
             lines.append(line)
             line = '   '
         line += item
@@ -80,7 +80,7 @@ def text():
     lines = [f'/* Unicode {unicodedata.unidata_version}, {n_bytes} bytes. */']
     lines += array('rfi_unicode_runs', 'uint32_t', t, str)
     lines += array('rfi_unicode_blocks', 'uint16_t', b, str)
-    lines += array('rfi_unicode_lower', 'rfi_lower', small, lambda r: '{%#x, %d, %d, %d}' % tuple(r))
+    lines += array('rfi_unicode_lower', 'rfi_lower', small, lambda r: '{%d, %d, %d, %d}' % tuple(r))
     lines += array('rfi_unicode_bases', 'uint32_t', base, str)
     return '\n'.join(lines) + '\n'
 
