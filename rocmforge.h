@@ -3418,8 +3418,7 @@ static int rfi_gguf_is_os_file(const rf_gguf *g, const rfi_gguf_part *part) {
     return part->handle >= 0 && g->io.open_fn == rfi_os_open;
 }
 
-/* Open and parse one more part; takes ownership of path. Keys of the first part are kept; those of others must agree
- * with the first part's `split`. */
+/* Takes ownership of path. Keys of the first part are kept; those of others must agree with its `split`. */
 static rf_result rfi_gguf_add_file(rf_gguf *g, char *path, rfi_split *split, rf_error *err) {
     const uint64_t n = g->n_parts;
     rfi_gguf_part *parts = (rfi_gguf_part *)rfi_alloc(&g->allocator, n + 1, sizeof *parts, "parts of a file", err);
@@ -3635,8 +3634,7 @@ static rf_result rfi_gguf_intact(const rf_gguf *g, rf_error *err) {
     return r;
 }
 
-/* Fails if the file was shortened or rewritten after it was opened. Replacing it under its name (rename) does no harm:
- * the open file stays. */
+/* Fails if the file was shortened or rewritten since it was opened. A rename does no harm: the open file stays. */
 static rf_result rfi_gguf_unchanged(const rf_gguf *g, const rf_tensor_info *t, rf_error *err) {
     const rfi_gguf_part *part = &g->parts[t->file_index];
     const struct stat *then = &part->as_opened;
@@ -4863,8 +4861,7 @@ static void rfi_report(rfi_store *s, rfi_tensor *t) { /* locked */
     q->end = &t->next_report;
 }
 
-/* Call the callback for each report. A thread that finds another one at it (or itself, in the callback) leaves the
- * reports to that one. */
+/* Call the callback for each report. A thread that finds it running (perhaps itself) leaves them to that call. */
 static void rfi_reports_deliver(rfi_store *s) { /* locked, yields */
     rfi_reports *q = &s->reports;
     if (q->running) return;
@@ -5183,8 +5180,7 @@ static int rfi_loader_prefetch(rfi_store *s) { /* locked, yields */
     return 1;
 }
 
-/* Find a piece of work: of a job, of a tensor to prefetch, of the stream. A thread that is no reader leaves prefetches
- * alone: it may go away in the middle of one. */
+/* Find a piece of work. A thread that is no reader leaves prefetches alone: it may go away in the middle of one. */
 static int rfi_loader_next(rfi_store *s, int is_reader, rfi_piece *out) { /* locked, yields */
     for (;;) {
         if (rfi_piece_take(s, NULL, out)) return 1;
@@ -5430,8 +5426,7 @@ static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, ui
     return r;
 }
 
-/* Unpin n streamed tensors. last_use: the ticket of the run that uses them, after which the ring may have their place;
- * NULL: there was none. */
+/* Unpin n streamed tensors. last_use: ticket of their run, after which the ring may reuse their place; or NULL. */
 static void rfi_stream_release(rfi_store *s, const uint32_t *slots, uint32_t n, const rf_ticket *last_use) {
     if (n == 0) return;
     rfi_monitor_lock(&s->monitor);
@@ -5534,8 +5529,7 @@ static void rfi_cache_drop_evicted(rfi_store *s) { /* locked */
     }
 }
 
-/* Count the choices of a step's rows. A step begins with the first layer. Instead of decaying all scores, each choice
- * is worth more than those before. */
+/* Count the choices of a step, which begins with the first layer. Scores do not decay: later choices are worth more. */
 static void rfi_cache_count(rfi_cache *c, const rfi_expert_layer *layer, const uint32_t *rows_of, uint32_t n_rows) {
     if (layer == c->layers) {
         c->clock++;
@@ -6015,8 +6009,7 @@ static void rfi_placement_apply(rfi_store *s) { /* device.monitor held, no call 
     s->share.placed = 1;
 }
 
-/* Evict what is loaded and not in use, and release the memory that is free then. idle: no call is active, so that
- * prefetching can be stopped, and readers end. Returns the tensors left. */
+/* Evict what is not in use and release its memory. idle: no call is active, so stop loading. Returns tensors left. */
 static uint32_t rfi_store_clear(rfi_store *s, int idle) {
     uint32_t left = 0;
     const int ring_is_ours = pthread_mutex_trylock(&s->stream_lock) == 0; /* else an eval streams */
@@ -6048,8 +6041,7 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
 
 /* ---- the device's budget ---- */
 
-/* Bytes for weights that the device can give to all stores: its budget, or what is free. *others: what it has given
- * to other stores. */
+/* Bytes that the device can give to the weights of all stores. *others: what other stores have of them. */
 static uint64_t rfi_budget_limit(const rfi_store *s, uint64_t *others) { /* device.monitor held */
     const rf_device *d = s->device;
     uint64_t limit = d->budget_bytes;
@@ -6211,8 +6203,7 @@ static void rfi_store_describe(rfi_store *s) {
     l->n_staging_max = 2 * (uint32_t)rfi_max_u64(l->n_readers_max, 1);
 }
 
-/* Make the store of a plan's weights: every tensor unloaded, nothing of the file read. The plan becomes the store's,
- * also if this fails; then nothing is left. */
+/* Nothing of the file is read. The plan becomes the store's, even if this fails; then nothing is left. */
 static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const rf_model_desc *desc, rfi_store **out,
                                 rf_error *err) {
     const rf_allocator *alloc = rfi_gguf_allocator(g);
@@ -6244,8 +6235,7 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     return r;
 }
 
-/* Have the store of this file's weights on this device: another model's, or a new one, whose progress callback is
- * `owner`'s. The plan becomes the store's, or is freed. */
+/* This file's store on this device: another model's, or a new one. The plan becomes the store's, or is freed. */
 static rf_result rfi_device_get_store(rf_device *d, rf_gguf *g, rf_plan *plan, const rf_model_desc *desc,
                                       const rf_model *owner, rfi_store **out, rf_error *err) {
     rf_result r = RF_OK;
@@ -12861,8 +12851,7 @@ typedef struct rfi_snapshot {
  * costs no page until it is used. */
 enum { RFI_ZEROED, RFI_RAW, RFI_PINNED };
 
-/* The arrays of a session in host memory: where, type, member, elements of model m under desc d. This list declares,
- * sizes, allocates and frees them. */
+/* The arrays of a session in host memory: where, type, member, elements for model m and desc d. */
 #define RFI_SESSION_ARRAYS(X)                                                                                          \
     X(RFI_ZEROED, uint64_t, buffer_offset, m->plan.n_buffers) /* bytes into scratch                                */  \
     X(RFI_ZEROED, uint64_t, state_offset, m->plan.n_states)   /* bytes into state                                  */  \
@@ -13245,8 +13234,7 @@ static uint32_t rfi_snapshot_take(rf_session *s, uint32_t seq, uint32_t pos, uin
     return (uint32_t)(best - s->snapshots) + 1;
 }
 
-/* Choose the slots that the rows of a micro-batch read and write: each sequence's last state, and those worth keeping
- * before it. */
+/* Choose the slots that rows read and write: each sequence's last state, and those worth keeping before it. */
 static void rfi_snapshots_plan(rf_session *s, uint32_t n_rows) {
     if (s->n_slots == 0) return;
     for (uint64_t i = 0; i < (uint64_t)s->n_slots * s->desc.n_seq_max; i++) s->snapshots[i].written = 0;
@@ -13328,8 +13316,7 @@ static rf_result rfi_eval_read_route(rf_session *s, const rf_op *op, uint32_t n_
     return r;
 }
 
-/* Release the experts that the eval holds in frames of the expert cache: no run uses them any more. Reports copies that
- * failed. */
+/* No run uses the experts in the frames that the eval holds: release them. Reports copies that failed. */
 static rf_result rfi_eval_release_experts(rf_session *s, rf_result r, rf_error *err) {
     rfi_store *store = s->m->store;
     rfi_expert_layer *layer = s->held_layer;
@@ -13690,8 +13677,7 @@ static uint32_t rfi_eval_end(const rf_session *s, uint32_t segment, uint32_t n_r
     return end;
 }
 
-/* Run one micro-batch through all segments; the last one also reads the argmax of all logits rows. s->eval_lengths says
- * where each sequence continues. */
+/* The last micro-batch also reads the argmax of all logits rows. s->eval_lengths: where each sequence continues. */
 static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_t n_rows, uint32_t first_logits_row,
                                 int last, uint32_t *n_logits, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
@@ -15006,8 +14992,7 @@ static int rfi_wpm_is_word(uint32_t cp) {
     return class == RFI_PUNCT || (class == RFI_SYMBOL && cp < 0x7f);
 }
 
-/* Tokenize the word in w->word, which begins with U+2581: take the longest token that fits, until the end; if none
- * fits, the whole word is unknown. */
+/* The word in w->word begins with U+2581. Take the longest token that fits until the end; if none fits: unknown. */
 static void rfi_wpm_word(rfi_tokenizing *w, uint64_t n) {
     uint32_t before = w->count, longest = (uint32_t)rfi_min_u64(w->t->plain_max_bytes, RFI_WPM_TOKEN_MAX);
     int32_t id = 0;
@@ -15512,8 +15497,7 @@ static rf_result rfi_bpe_whole(rfi_tokenizing *w, uint32_t n, int32_t *id) {
 
 static const unsigned char rfi_replacement[3] = {0xef, 0xbf, 0xbd}; /* U+FFFD, for a malformed byte */
 
-/* Tokenize a line without the byte alphabet: spaces become U+2581, characters merge; newlines are one token if the
- * vocabulary has it. */
+/* A line without the byte alphabet: spaces become U+2581, characters merge; newlines are one token if there is one. */
 static rf_result rfi_raw_word(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes) {
     uint32_t n = 0, at_word = 0;
     rf_result r = rfi_need_word(w, 3 * (uint64_t)n_bytes);
