@@ -17067,9 +17067,13 @@ ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, u
 
 /* "hip:N" -> N; -1 if it is not that. */
 static int rfi_hip_index(const char *name) {
+    int n = 0, digits = 0;
     if (strncmp(name, "hip:", 4) != 0) return -1;
-    const size_t n = strspn(name + 4, "0123456789");
-    return n >= 1 && n <= 4 && !name[4 + n] ? atoi(name + 4) : -1;
+    for (const char *p = name + 4; *p; p++, digits++) {
+        if (*p < '0' || *p > '9' || digits == 4) return -1;
+        n = n * 10 + (*p - '0');
+    }
+    return digits ? n : -1;
 }
 
 /* Open the first usable GPU, else the CPU; d->note says why not a GPU. The list marks integrated GPUs as not usable. */
