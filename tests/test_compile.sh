@@ -38,7 +38,7 @@ first_errors() {
 }
 name=${2-}
 
-slow="build_static case_run_static case_two_compilers case_c11_after_declarations_is_refused case_c11_with_gnu_source
+slow="build_static case_run_static case_c11_after_declarations_is_refused case_c11_with_gnu_source
     case_default_mode_after_libc case_c17 case_included_twice build_gcc_o2 build_clang_o2 build_arm64 build_musl build_o3
     build_undefined case_gcc_o2 case_clang_o2 case_objects_o2 case_run_o3 case_run_undefined case_run_musl case_run_arm64"
 
@@ -206,7 +206,6 @@ linked() {
     same_text "$1"
 }
 case_two_files() { linked gcc; }
-case_two_compilers() { need clang clang; linked clang; }
 case_gcc_o2() { linked gcc_o2; }
 case_clang_o2() { need clang clang; linked clang_o2; }
 case_run_o3() { same_text o3; }
