@@ -10059,10 +10059,6 @@ RFI_INLINE RFI_256 __m256i rfi_256_dot(int signed_a, __m256i a, __m256i x) {
     return _mm256_madd_epi16(_mm256_maddubs_epi16(a, x), _mm256_set1_epi16(1));
 }
 
-RFI_INLINE RFI_256 __m256i rfi_256_sum4(const __m256i v[4]) {
-    return _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
-}
-
 RFI_INLINE RFI_256 void rfi_256_prefetch(uint32_t type, const rfi_rows *r, uint64_t offset) {
     uint64_t ahead = offset + 2 * RFI_AHEAD * rfi_unit_bytes(type); /* past the end of a row: the row 8 further on */
     if (ahead >= r->row_bytes) ahead += 7 * r->row_bytes;
@@ -10083,7 +10079,8 @@ RFI_INLINE RFI_256 void rfi_256_sums(uint32_t type, const __m256i q[4][2], const
         if (n_sums == 1) dot[0][j] = _mm256_add_epi32(dot[0][j], dot[1][j]);
     }
     RFI_UNROLL(2)
-    for (uint32_t h = 0; h < n_sums; h++) sum[h] = rfi_256_sum4(dot[h]);
+    for (uint32_t h = 0; h < n_sums; h++)
+        sum[h] = _mm256_hadd_epi32(_mm256_hadd_epi32(dot[h][0], dot[h][1]), _mm256_hadd_epi32(dot[h][2], dot[h][3]));
 }
 
 RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
@@ -17030,8 +17027,7 @@ static rf_result rfi_hip(const rf_device_api **out, rf_error *err) {
         api->op_bytes != sizeof(rf_op) || api->step_bytes != sizeof(rf_step))
         return rfi_fail(err, RF_ERR_DEVICE, 0,
                         "hip: rocmforge_kernels.hip was built from another rocmforge.h (table %u bytes, version "
-                        "%u, op %u, step %u; "
-                        "here %u, %u, %u, %u): rebuild it",
+                        "%u, op %u, step %u; here %u, %u, %u, %u): rebuild it",
                         api->size_bytes, api->version, api->op_bytes, api->step_bytes, (unsigned)sizeof *api,
                         RF_DEVICE_API_VERSION, (unsigned)sizeof(rf_op), (unsigned)sizeof(rf_step));
     *out = api;

@@ -2113,7 +2113,7 @@ static void test_decode_step() {
         }
 }
 
-/* ---- ways of a decode step ---- */
+/* ---- launch configs of a decode step ---- */
 
 /* norm -> three products; norm -> gate, up -> glu -> down, added to x, and half a norm -> logits. Returns what they write. */
 static std::vector<uint32_t> ways_model(Rig &g, uint32_t type, uint32_t n, uint32_t n_ff) {
@@ -2135,10 +2135,10 @@ static std::vector<uint32_t> ways_model(Rig &g, uint32_t type, uint32_t n, uint3
     return out;
 }
 
-/* A step again and again, until its ways are timed: the same bits in each of them, of all that it writes. */
+/* A step again and again, until its configs are timed: the same bits in each of them, of all that it writes. */
 static void ways_case(uint32_t type, uint32_t n, uint32_t n_ff, rf_dev *d, uint32_t wave) {
     char what[96];
-    snprintf(what, sizeof what, "ways %s %u x %u, waves of %u", type_name(type), n, n_ff, wave);
+    snprintf(what, sizeof what, "configs %s %u x %u, waves of %u", type_name(type), n, n_ff, wave);
     Rig g(d);
     const std::vector<uint32_t> out = ways_model(g, type, n, n_ff);
     g.whole = true;
@@ -2151,11 +2151,11 @@ static void ways_case(uint32_t type, uint32_t n, uint32_t n_ff, rf_dev *d, uint3
 #endif
     const bool two = type == RF_TYPE_Q4_0 || type == RF_TYPE_Q4_1 || type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1 ||
                      type == RF_TYPE_Q4_K || type == RF_TYPE_Q6_K || n_ff % block_elements(type);
-    const uint32_t n_ways = two && !one_in_flight ? 4 : 2;
+    const uint32_t n_configs = two && !one_in_flight ? 4 : 2;
     std::vector<float> first;
     std::set<uint32_t> seen;
     rf_session_stats st = api->plan_stats(g.prepared);
-    CHECK(st.n_configs == n_ways && st.config == 0 && !st.config_is_timed, "%s: %u ways, way %u", what, st.n_configs, st.config);
+    CHECK(st.n_configs == n_configs && st.config == 0 && !st.config_is_timed, "%s: %u configs, config %u", what, st.n_configs, st.config);
     for (int step = 0; step < 120 && !st.config_is_timed; step++) { /* three rounds of five visits of six steps, and some */
         for (size_t i = 0; i < out.size(); i++) /* a row that is left out is not that of the step before */
             g.set(out[i], std::vector<float>(g.size_of(out[i]) / 4, NAN));
@@ -2169,10 +2169,10 @@ static void ways_case(uint32_t type, uint32_t n, uint32_t n_ff, rf_dev *d, uint3
         st = api->plan_stats(g.prepared);
         seen.insert(st.config);
         if (step == 0) first = found;
-        CHECK(same_bits(first, found), "%s: step %d, in way %u, gives other bits", what, step, st.config);
+        CHECK(same_bits(first, found), "%s: step %d, in config %u, gives other bits", what, step, st.config);
     }
     for (size_t i = 0; i < first.size(); i++) REQUIRE(!isnan(first[i]), "%s: value %zu is not written", what, i);
-    CHECK(st.config_is_timed && seen.size() == n_ways, "%s: %zu of %u ways were tried", what, seen.size(), n_ways);
+    CHECK(st.config_is_timed && seen.size() == n_configs, "%s: %zu of %u configs were tried", what, seen.size(), n_configs);
 }
 static void test_ways() {
     for (uint32_t index = 0; index < devices.size(); index++) {
@@ -2730,7 +2730,7 @@ struct Tuned {
         return r == RF_OK ? g.set(x, values_of_x) : r;
     }
     rf_session_stats stats() const { return api->plan_stats(g.prepared); }
-    /* A step, the last one having taken ms[its way]. */
+    /* A step, the last one having taken ms[its config]. */
     rf_result step(const float *ms, uint32_t n_logits = 1) {
         hip_emu_elapsed(ms[stats().config]);
         const rf_result r = g.run(rows_of(1), std::vector<uint32_t>(n_logits, 0));
@@ -2757,15 +2757,15 @@ struct FreshDevice {
     FreshDevice &operator=(const FreshDevice &) = delete;
 };
 
-/* The fastest way is taken, and known to later sessions of that shape; with graphs and, where they do not work, without. */
+/* The fastest launch config is taken, and known to later sessions of that shape; with graphs and, where they do not work, without. */
 static void test_fastest_way() {
-    static const struct { float ms[4]; uint32_t way; } list[] = {
+    static const struct { float ms[4]; uint32_t config; } list[] = {
         {{0.5f, 1, 1, 1}, 0}, {{1, 0.5f, 1, 1}, 1}, {{1, 1, 0.5f, 0.6f}, 2}, {{1, 0.7f, 0.9f, 0.6f}, 3},
         {{1, 1, 1, 1}, 0}, {{1, 0.995f, 0.992f, 1}, 0}, {{1, 0.995f, 1, 0.98f}, 3}, {{0, 0, 0, 0}, 0}, {{1, 0, 1, 1}, 0}};
     for (uint32_t i = 0; i < RFT_COUNT(list) * 2; i++) {
         const bool stale = i % 3 == 2;
         const float *ms = list[i / 2].ms;
-        const uint32_t way = list[i / 2].way;
+        const uint32_t config = list[i / 2].config;
         FreshDevice d(i % 2);
         hip_emu_stale_graphs(stale);
         {
@@ -2774,19 +2774,19 @@ static void test_fastest_way() {
             const uint32_t events = hip_emu_get_counts().events;
             REQUIRE(a.tune(ms), "%u: not timed", i);
             const rf_session_stats st = a.stats();
-            CHECK(st.config == way, "%u: way %u, want %u", i, st.config, way);
-            std::set<std::pair<uint32_t, uint32_t> > ways;
+            CHECK(st.config == config, "%u: config %u, want %u", i, st.config, config);
+            std::set<std::pair<uint32_t, uint32_t> > configs;
             for (uint32_t k = 0; k < 4; k++) {
-                CHECK(st.configs[k].us == ms[k] * 1e3f, "%u: way %u took %g us", i, k, (double)st.configs[k].us);
-                ways.insert(std::make_pair(st.configs[k].in_flight, st.configs[k].blocks_per_cu));
+                CHECK(st.configs[k].us == ms[k] * 1e3f, "%u: config %u took %g us", i, k, (double)st.configs[k].us);
+                configs.insert(std::make_pair(st.configs[k].in_flight, st.configs[k].blocks_per_cu));
             }
-            CHECK(ways.size() == 4, "%u: %zu different ways", i, ways.size());
+            CHECK(configs.size() == 4, "%u: %zu different configs", i, configs.size());
             CHECK(hip_emu_get_counts().events + 2 == events, "%u: events are left", i);
             Tuned same(d.dev, 33), other(d.dev, 34);
             REQUIRE(same.open() == RF_OK && other.open() == RF_OK, "%s", other.g.err.text);
             const rf_session_stats known = same.stats(), new_one = other.stats();
-            CHECK(known.config_is_timed && known.config == way && known.configs[3].us == ms[3] * 1e3f, "%u: way %u", i, known.config);
-            CHECK(!new_one.config_is_timed && new_one.config == 0 && new_one.configs[3].us == 0, "%u: way %u", i, new_one.config);
+            CHECK(known.config_is_timed && known.config == config && known.configs[3].us == ms[3] * 1e3f, "%u: config %u", i, known.config);
+            CHECK(!new_one.config_is_timed && new_one.config == 0 && new_one.configs[3].us == 0, "%u: config %u", i, new_one.config);
             REQUIRE(same.step(ms) == RF_OK && a.step(ms) == RF_OK, "%s", same.g.err.text);
             CHECK(same_bits(same.g.get(3), a.g.get(3)), "%u: other bits", i);
         }
@@ -2815,15 +2815,15 @@ static void test_disturbed_ways() {
             n_failed++;
             REQUIRE(a.step(none) == RF_OK, "%s", a.g.err.text);
         }
-        REQUIRE(a.tune(ms) && a.stats().config == 2, "%u: way %u", call, a.stats().config);
+        REQUIRE(a.tune(ms) && a.stats().config == 2, "%u: config %u", call, a.stats().config);
         for (uint32_t k = 0; k < 4; k++)
-            CHECK(a.stats().configs[k].us == (call ? less : ms)[k] * 1e3f, "%u: way %u took %g us", call, k, (double)a.stats().configs[k].us);
+            CHECK(a.stats().configs[k].us == (call ? less : ms)[k] * 1e3f, "%u: config %u took %g us", call, k, (double)a.stats().configs[k].us);
     }
     CHECK(n_failed == 1, "%u launches failed", n_failed);
 }
 
 /* What is no decode step of the whole plan, or is after one that still runs, is not timed. Of two sessions the first to end
- * decides for both. Each way's graphs are checked; old shapes are forgotten. */
+ * decides for both. Each config's graphs are checked; old shapes are forgotten. */
 static void test_untimed_ways() {
     static const float ms[2][4] = {{1, 0.5f, 1, 1}, {1, 1, 1, 0.5f}};
     FreshDevice d(0);
@@ -2842,8 +2842,8 @@ static void test_untimed_ways() {
         for (int i = 0; i < 40; i++) REQUIRE(api->plan_run(a.g.prepared, a.g.queue, 0, (uint32_t)a.g.segment_ops.size(), &step, &t, &a.g.err) == RF_OK, "%s", a.g.err.text);
         CHECK(api->ticket_wait(&t, 60000, &a.g.err) == RF_OK && a.stats().configs[0].us == 0 && a.stats().config == 0, "queued steps were timed");
         REQUIRE(b.step(ms[1]) == RF_OK, "%s", b.g.err.text);
-        CHECK(a.tune(ms[0]) && a.stats().config == 1, "way %u", a.stats().config);
-        CHECK(!b.stats().config_is_timed && b.tune(ms[1]) && b.stats().config == 1, "way %u", b.stats().config);
+        CHECK(a.tune(ms[0]) && a.stats().config == 1, "config %u", a.stats().config);
+        CHECK(!b.stats().config_is_timed && b.tune(ms[1]) && b.stats().config == 1, "config %u", b.stats().config);
         CHECK(same_bits(a.g.get(3), b.g.get(3)), "other bits");
         for (uint32_t n = 34; n < 49; n++) {
             Tuned next(d.dev, n);
@@ -2869,10 +2869,10 @@ static void test_untimed_ways() {
     hip_emu_stale_graphs(0);
     CHECK(api->device_info(d.dev, &info, &late.g.err) == RF_OK && strstr(info.note, "graphs are off"), "'%s'", info.note);
     CHECK(same_bits(late.g.get(3), want), "stale replays were used");
-    CHECK(late.tune(ms[0]) && late.stats().config == 1, "way %u", late.stats().config);
+    CHECK(late.tune(ms[0]) && late.stats().config == 1, "config %u", late.stats().config);
 }
 
-/* The n-th call of the runtime fails while ways are timed, for every n: the call says so, or nothing has changed. */
+/* The n-th call of the runtime fails while configs are timed, for every n: the call says so, or nothing has changed. */
 static void test_failing_ways() {
     static const float ms[4] = {1, 0.7f, 0.5f, 0.6f};
     std::vector<float> want;
@@ -2897,7 +2897,7 @@ static void test_failing_ways() {
                 a.tune(ms);
                 const rf_session_stats st = a.stats();
                 untimed += !st.config_is_timed;
-                CHECK(st.config == (st.config_is_timed ? 2 : 0) && st.n_configs == 4, "call %d: way %u", (int)n, st.config);
+                CHECK(st.config == (st.config_is_timed ? 2 : 0) && st.n_configs == 4, "call %d: config %u", (int)n, st.config);
                 CHECK(same_bits(a.g.get(3), want), "call %d: other bits", (int)n);
             } else CHECK(a.g.err.code == RF_ERR_DEVICE && strstr(a.g.err.text, "hip"), "call %d: '%s'", (int)n, a.g.err.text);
         }
