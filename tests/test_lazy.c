@@ -892,7 +892,7 @@ static void test_read_failure(void) {
         w[i] = (worker){.m = r.m};
         CHECK(pthread_create(&threads[i], NULL, load_one, &w[i]) == 0, "thread");
     }
-    while (n_waiters(r.m->store, slot) < N - 1) sched_yield();
+    while (n_waiters(r.m->store, slot) < N - 1 || atomic_load(&dk.waiting) == 0) sched_yield();
     CHECK(atomic_load(&dk.waiting) == 1 && !rf_model_is_tensor_loaded(r.m, "blk.0.ffn_down.weight"), "one reads, the others wait");
     atomic_store(&dk.blocked, 0);
     for (int i = 0; i < N; i++) {
