@@ -68,8 +68,10 @@
  *   stop at the end of the answer      rf_token_is_end
  *   stop text                          search in what rf_detokenize gave out so far, and evaluate no further token
  *   hide thoughts                      rf_chat_final on the text so far
- *   limit or ban tokens, JSON          rf_sampler_desc.bias, or write -INFINITY into rf_session_get_logits' row
+ *   limit or ban tokens, JSON          rf_sampler_desc.bias, or logits_fn, which sees and changes the logits
+ *   against repetition                 rf_sampler_desc: DRY, penalties; rf_dry_breakers_find
  *   the same text again                rf_sampler_desc.seed; temperature 0 is greedy
+ *   log probabilities of the answer    rf_sampler_desc.logprobs
  *   log probabilities, perplexity      rf_session_eval with rf_token_row.want_logits, then rf_session_get_logits
  *   embed a text                       rf_session_embed; rf_session_hidden for each token
  *   give floats instead of tokens      rf_token_row.embedding
@@ -935,7 +937,22 @@ typedef struct rf_logit_bias {
     float bias; /* added to the logit */
 } rf_logit_bias;
 
-/* Zero = greedy. Applied in this order: bias, penalties, top-k, top-p, min-p, temperature. */
+typedef struct rf_logprob {
+    int32_t token;
+    float logprob; /* natural logarithm of the probability */
+} rf_logprob;
+
+#define RF_DRY_BREAKER_TOKENS 21
+
+/* A sequence of tokens that a repetition, as DRY counts it, does not go beyond. */
+typedef struct rf_dry_breaker {
+    uint32_t n_tokens; /* 1 .. RF_DRY_BREAKER_TOKENS */
+    int32_t tokens[RF_DRY_BREAKER_TOKENS];
+} rf_dry_breaker;
+
+/* Zero = greedy. The order is llama.cpp's: logits_fn, bias, penalties, DRY, top-k, top-p, min-p, XTC, temperature.
+ * With mirostat: logits_fn, bias, temperature, mirostat, and nothing else. Pointers are borrowed as long as the sampler
+ * is used. */
 typedef struct rf_sampler_desc {
     float temperature;       /* <= 0: greedy (the largest logit, the smallest id among equals)                   */
     uint32_t top_k;          /* 0: off                                                                           */
@@ -944,48 +961,85 @@ typedef struct rf_sampler_desc {
     float repeat_penalty;    /* 0 or 1: off; divides positive, multiplies negative logits of recent tokens       */
     float frequency_penalty; /* subtracted per occurrence among recent tokens                                    */
     float presence_penalty;  /* subtracted once                                                                  */
-    uint32_t penalty_last_n; /* how many recent tokens; 0 = 64, at most RF_SAMPLER_HISTORY                       */
+    uint32_t penalty_last_n; /* how many recent tokens; 0 = 64, at most as many as are remembered                */
     uint64_t seed;           /* the same seed gives the same choices                                             */
-    const rf_logit_bias *bias; /* [n_bias], borrowed as long as the sampler is used; ids out of range are ignored */
+    const rf_logit_bias *bias; /* [n_bias]; ids out of range are ignored                                         */
     uint32_t n_bias;
+    float xtc_probability;   /* XTC (exclude top choices): chance per token, 0: off. Of the tokens with at least */
+    float xtc_threshold;     /* this probability only the least likely stays; 0 = 0.1, above 0.5: off            */
+    float dry_multiplier;    /* DRY (don't repeat yourself), 0: off. A token that would lengthen a repetition of */
+    float dry_base;          /* n >= dry_allowed_length tokens loses multiplier * base^(n - allowed); 0 = 1.75,  */
+    uint32_t dry_allowed_length; /* >= 1; 0 = 2                                                                  */
+    uint32_t dry_last_n;     /* among how many recent tokens; 0 = all that are remembered                        */
+    const rf_dry_breaker *dry_breakers; /* [n_dry_breakers], by rising first token; see rf_dry_breakers_find     */
+    uint32_t n_dry_breakers;
+    uint32_t mirostat;       /* 0: off; 1 or 2: the version; greedy if temperature <= 0                          */
+    float mirostat_tau;      /* its target surprise in bits; 0 = 5                                               */
+    float mirostat_eta;      /* its learning rate; 0 = 0.1                                                       */
+    int32_t *history;        /* [5 * n_history] memory to remember more than RF_SAMPLER_HISTORY tokens, or NULL; */
+    uint32_t n_history;      /* a copy of such a sampler shares it                                               */
+
+    /* Sees the logits as the model gave them and may change them: -INFINITY bans a token. What it returns, unless
+     * RF_OK, rf_sampler_sample returns. It may use nothing of the session. */
+    rf_result (*logits_fn)(float *logits, uint32_t n_vocab, void *user);
+    void *logits_user;
+
+    /* Log probabilities: [1 + n_top_logprobs], written by each choice; NULL: none. First the chosen token's, then the
+     * most likely ones, best first (token -1 where there are no more). As OpenAI's API and llama.cpp's server define
+     * them: of the softmax of all logits as the model gave them, before logits_fn, bias and all that follows. */
+    rf_logprob *logprobs;
+    uint32_t n_top_logprobs; /* at most 256                                                                      */
+    float *logprob_memory;   /* [n_vocab], needed with logprobs: the logits as they were                         */
 } rf_sampler_desc;
 
 typedef struct rf_sampler {
     rf_sampler_desc desc;
     uint64_t rng[2];
-    int32_t history[RF_SAMPLER_HISTORY]; /* ring buffer of accepted tokens */
-    uint32_t n_history;                  /* accepted in all                */
+    double mirostat_mu;                  /* the largest surprise allowed now */
+    uint64_t n_accepted;                 /* tokens, in all                   */
+    int32_t history[RF_SAMPLER_HISTORY]; /* ring buffer of accepted tokens, if desc.history is NULL */
 } rf_sampler;
 
-/* What the file recommends: general.sampling.temp, .top_k, .top_p, .min_p, .penalty_repeat, .penalty_last_n.
+/* What the file recommends: general.sampling.temp, .top_k, .top_p, .min_p, .penalty_repeat, .penalty_last_n,
+ * .xtc_probability, .xtc_threshold, .mirostat, .mirostat_tau, .mirostat_eta.
  *   out  out  zero (greedy) but for what the file says: change what you like and pass it to rf_sampler_init. A
  *             penalty_last_n above RF_SAMPLER_HISTORY, or unlimited (-1), becomes RF_SAMPLER_HISTORY.
  * Returns RF_OK, also if the file says nothing; RF_ERR_FORMAT (a value out of range or of another type, by key; *out
- * is zero); RF_ERR_ARGUMENT. Other keys of the group (xtc, mirostat, sequence) are ignored: they have no field.
+ * is zero); RF_ERR_ARGUMENT. general.sampling.sequence is ignored: the order is fixed.
  * Memory none.   Threads any. */
 ROCMFORGE_API rf_result rf_sampler_defaults(const rf_gguf *g, rf_sampler_desc *out, rf_error *err);
 
 /* Start a sampler.
  *   s     out  the caller's; nothing is to be released
- *   desc  in   NULL = greedy; copied, but for the array of biases
+ *   desc  in   NULL = greedy; copied, but for what it points to
  * Returns RF_OK; RF_ERR_ARGUMENT (a field not finite or out of range, by name).   Memory none.   Threads any. */
 ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *desc, rf_error *err);
 
-/* Choose a token and remember it for the penalties.
- *   logits  inout [n_vocab]; bias and penalties are applied in place
- * Returns RF_OK; RF_ERR_ARGUMENT if no logit is a number greater than -infinity.   Memory none.   Cost O(n_vocab).
- * Threads: one call at a time per sampler. */
+/* Find the breakers of texts, for rf_sampler_desc.dry_breakers: every token in which a text ends or begins, the latter
+ * followed by the tokens of its rest. llama.cpp's texts are "\n", ":", "\"" and "*".
+ *   texts  in   [n_texts], 1 to 40 bytes each
+ *   out    out  [capacity], may be NULL with capacity 0;   count  out  size needed, also if capacity is too small
+ * Returns RF_OK; RF_ERR_CAPACITY (out holds the first ones); RF_ERR_ARGUMENT; RF_ERR_MEMORY.
+ * Memory: rf_tokenize's, during the call.   Cost O(vocabulary * n_texts).   Threads any. */
+ROCMFORGE_API rf_result rf_dry_breakers_find(const rf_tokenizer *t, const char *const *texts, uint32_t n_texts,
+                                             rf_dry_breaker *out, uint32_t capacity, uint32_t *count, rf_error *err);
+
+/* Choose a token and remember it for penalties and DRY.
+ *   logits  inout [n_vocab]; logits_fn, bias, penalties and DRY change them in place
+ * Returns RF_OK; RF_ERR_ARGUMENT if no logit is a number greater than -infinity; what logits_fn returned.
+ * Memory none.   Cost O(n_vocab + tokens remembered).   Threads: one call at a time per sampler. */
 ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t n_vocab, int32_t *token,
                                           rf_error *err);
 
-/* The same from row i of the session's last rf_session_eval. A greedy sampler without bias and penalties takes
- * rf_session_get_argmax, unless rf_session_get_logits has handed out the logits: then it reads these, as they are now.
+/* The same from row i of the session's last rf_session_eval. A greedy sampler with nothing that changes or reports
+ * logits takes rf_session_get_argmax, unless rf_session_get_logits has handed out the logits: then it reads these, as
+ * they are now.
  * Returns RF_OK; RF_ERR_ARGUMENT (no such row, no logit greater than -infinity); RF_ERR_DEVICE (copying the logits).
  * Memory none.   Cost O(1), or rf_session_get_logits and rf_sampler_sample.   Threads as both. */
 ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler *sampler, int32_t *token,
                                           rf_error *err);
 
-/* Remember a token that was not sampled (a prompt's), for the penalties.
+/* Remember a token that was not sampled (a prompt's), for penalties and DRY.
  * Memory none.   Threads: one call at a time per sampler. */
 ROCMFORGE_API void rf_sampler_accept(rf_sampler *s, int32_t token);
 
@@ -1001,7 +1055,7 @@ typedef struct rf_request {
     const int32_t *prompt;   /* [n_prompt], borrowed until on_end     */
     uint32_t n_prompt;
     uint32_t max_tokens;     /* to choose; 0: no limit but the context */
-    rf_sampler *sampler;     /* borrowed until on_end                 */
+    rf_sampler *sampler;     /* borrowed until on_end; has the request's own logits_fn and logprobs */
     int (*on_token)(int32_t token, void *user);
     void (*on_end)(rf_result reason, void *user);
     void *user;
@@ -16485,23 +16539,24 @@ ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *c
 }
 
 /* ==== 13c Sampling ======================================================================================= >>sample
- * Sampling: from logits to one token, without allocating and without sorting. Temperature, top-k, top-p, min-p and
- * penalties. A float maps to a uint32 key of the same order, so that top-k and top-p are both a cut in key space, found
- * by three histogram passes (11 + 11 + 10 bits) over 24 KiB of stack. Exact: among equal logits the smaller ids stay.
- * The draw walks the ids in order, adds in double and needs no exp of the C library, so that the same seed and logits
- * give the same token on every machine (but for a last bit where a compiler fuses multiply and add). */
+ * Sampling: from logits to one token, without allocating and without sorting. A float maps to a uint32 key of the same
+ * order, so that top-k and top-p are both a cut in key space, found by three histogram passes (11 + 11 + 10 bits) over
+ * 24 KiB of stack; min-p, XTC and mirostat cut there, too. Exact: among equal logits the smaller ids stay. The draw
+ * walks the ids in order, adds in double and needs no exp of the C library, so that the same seed and logits give the
+ * same token on every machine (but for a last bit where a compiler fuses multiply and add). */
 
 #define RFI_KEY_NONE 0x007fffffu     /* the key of -infinity: a token that cannot be chosen */
 #define RFI_KEY_INFINITY 0xff800000u
 #define RFI_CHOICE_BLOCKS 256u
 
-/* The tokens that can still be chosen: those with a key above `key`, and the first `ties` ids whose key equals it. The
- * largest key of each block of ids lets a pass skip blocks without any, which soon are most of them. */
+/* The tokens that can still be chosen: those with a key above `key`, and the first `ties` ids whose key equals it. Of
+ * these min-p leaves keys from `floor` on, and XTC those below `ceiling` and the id `last`. The largest key of each
+ * block of ids lets a pass skip blocks without any, which soon are most of them. */
 typedef struct rfi_choice {
     const float *logits; /* [n]               */
     float max;           /* the largest logit */
     uint32_t n, block_size, n_blocks;
-    uint32_t key, ties;
+    uint32_t key, ties, floor, ceiling, last;
     uint32_t best[RFI_CHOICE_BLOCKS];
 } rfi_choice;
 
@@ -16516,7 +16571,8 @@ static uint32_t rfi_logit_key(float logit) {
 /* Start with every token above -infinity. Returns the id of the largest logit, the smallest id among equals. */
 static uint32_t rfi_choice_begin(rfi_choice *c, const float *logits, uint32_t n) {
     uint32_t token = 0, key = RFI_KEY_NONE;
-    *c = (rfi_choice){.logits = logits, .n = n, .block_size = n / RFI_CHOICE_BLOCKS + 1, .key = RFI_KEY_NONE};
+    *c = (rfi_choice){.logits = logits, .n = n, .block_size = n / RFI_CHOICE_BLOCKS + 1, .key = RFI_KEY_NONE,
+                      .ceiling = UINT32_MAX};
     for (uint32_t i = 0; i < n; c->n_blocks++) {
         uint32_t best = RFI_KEY_NONE, end = i + (uint32_t)rfi_min_u64(c->block_size, n - i);
         for (; i < end; i++) {
@@ -16530,12 +16586,11 @@ static uint32_t rfi_choice_begin(rfi_choice *c, const float *logits, uint32_t n)
     return token;
 }
 
-/* Can the token with this key be chosen? Ask in rising order of ids; *ties counts down from c->ties. */
-static int rfi_choice_has(const rfi_choice *c, uint32_t key, uint32_t *ties) {
-    if (key != c->key) return key > c->key;
-    if (*ties == 0) return 0;
-    --*ties;
-    return 1;
+/* Can token i, whose key this is, be chosen? Ask in rising order of ids; *ties counts down from c->ties. */
+static int rfi_choice_has(const rfi_choice *c, uint32_t i, uint32_t key, uint32_t *ties) {
+    if (key < c->key || (key == c->key && *ties == 0)) return 0;
+    if (key == c->key) --*ties;
+    return key >= c->floor && (key < c->ceiling || i == c->last);
 }
 
 /* e^x for x <= 0, to 1e-8; 0 below -700. 2^whole goes into the exponent, the rest is a Taylor series, summed in
@@ -16588,7 +16643,7 @@ static void rfi_choice_tighten(rfi_choice *c, uint32_t top_k, double top_p) {
             uint32_t i = block * c->block_size, end = i + (uint32_t)rfi_min_u64(c->block_size, c->n - i);
             for (; i < end; i++) {
                 uint32_t key = rfi_logit_key(c->logits[i]);
-                if (!rfi_choice_has(c, key, &ties)) continue;
+                if (!rfi_choice_has(c, i, key, &ties)) continue;
                 if (level > 0 && key >> (shift + bits[level]) != prefix) continue;
                 bucket = (key >> shift) & (n_buckets - 1);
                 count[bucket]++;
@@ -16615,6 +16670,51 @@ static void rfi_choice_tighten(rfi_choice *c, uint32_t top_k, double top_p) {
     if (ties > (double)count[bucket]) ties = (double)count[bucket];
     c->key = prefix;
     c->ties = (uint32_t)ties;
+}
+
+/* The weights of what can be chosen, all and by block; ties_at: of c->ties what is left at each block's start. */
+static double rfi_choice_sum(const rfi_choice *c, double inverse_temperature, double sums[RFI_CHOICE_BLOCKS],
+                             uint32_t ties_at[RFI_CHOICE_BLOCKS]) {
+    uint32_t ties = c->ties;
+    double total = 0;
+    for (uint32_t block = 0; block < c->n_blocks; block++) {
+        uint32_t i = block * c->block_size, end = i + (uint32_t)rfi_min_u64(c->block_size, c->n - i);
+        ties_at[block] = ties;
+        sums[block] = 0;
+        if (c->best[block] < c->key) continue;
+        for (; i < end; i++)
+            if (rfi_choice_has(c, i, rfi_logit_key(c->logits[i]), &ties))
+                sums[block] += rfi_choice_weight(c, c->logits[i], inverse_temperature);
+        total += sums[block];
+    }
+    return total;
+}
+
+/* XTC: of the tokens with at least this probability leave only the least likely, the largest id among equals. */
+static void rfi_choice_exclude_top(rfi_choice *c, double threshold) {
+    double sums[RFI_CHOICE_BLOCKS], least;
+    uint32_t ties_at[RFI_CHOICE_BLOCKS], ties = c->ties, n = 0, lowest = UINT32_MAX, last = 0;
+    least = threshold * rfi_choice_sum(c, 1.0, sums, ties_at);
+    for (uint32_t i = 0; i < c->n; i++) {
+        const uint32_t key = rfi_logit_key(c->logits[i]);
+        if (!rfi_choice_has(c, i, key, &ties) || rfi_choice_weight(c, c->logits[i], 1.0) < least) continue;
+        n++;
+        if (key <= lowest) lowest = key, last = i;
+    }
+    if (n > 1) c->ceiling = lowest, c->last = last;
+}
+
+/* The n most likely tokens, best first; returns how many there are. */
+static uint32_t rfi_choice_best(rfi_choice *c, uint32_t n, rf_logprob *best) {
+    uint32_t found = 0;
+    if (n < c->n) rfi_choice_tighten(c, n, 0);
+    for (uint32_t i = 0, ties = c->ties; i < c->n; i++) {
+        if (!rfi_choice_has(c, i, rfi_logit_key(c->logits[i]), &ties)) continue;
+        uint32_t at = found++;
+        for (; at > 0 && best[at - 1].logprob < c->logits[i]; at--) best[at] = best[at - 1];
+        best[at] = (rf_logprob){(int32_t)i, c->logits[i]};
+    }
+    return found;
 }
 
 /* ---- random numbers ---- */
@@ -16656,11 +16756,14 @@ static int rfi_sampling_key(rfi_key_reader *k, const char *name, double lo, doub
 }
 
 ROCMFORGE_API rf_result rf_sampler_defaults(const rf_gguf *g, rf_sampler_desc *out, rf_error *err) {
-    enum { TEMP, TOP_K, TOP_P, MIN_P, PENALTY, LAST_N, N };
+    enum { TEMP, TOP_K, TOP_P, MIN_P, PENALTY, LAST_N, XTC, XTC_THRESHOLD, MIROSTAT, TAU, ETA, N };
     static const struct { const char *name; double lo, hi; int whole; } keys[N] = {
         {"general.sampling.temp", 0, 100, 0},  {"general.sampling.top_k", INT32_MIN, INT32_MAX, 1},
         {"general.sampling.top_p", 0, 1, 0},   {"general.sampling.min_p", 0, 1, 0},
-        {"general.sampling.penalty_repeat", 0, 100, 0}, {"general.sampling.penalty_last_n", -1, INT32_MAX, 1}};
+        {"general.sampling.penalty_repeat", 0, 100, 0}, {"general.sampling.penalty_last_n", -1, INT32_MAX, 1},
+        {"general.sampling.xtc_probability", 0, 1, 0},  {"general.sampling.xtc_threshold", 0, 1, 0},
+        {"general.sampling.mirostat", 0, 2, 1},         {"general.sampling.mirostat_tau", 0, 100, 0},
+        {"general.sampling.mirostat_eta", 0, 100, 0}};
     double v[N] = {0};
     int found[N];
     rfi_clear(err);
@@ -16675,6 +16778,11 @@ ROCMFORGE_API rf_result rf_sampler_defaults(const rf_gguf *g, rf_sampler_desc *o
     out->top_p = (float)v[TOP_P];
     if (found[TOP_P] && v[TOP_P] == 0) out->top_k = 1;  /* ours: 0 is off; the file's: keep the likeliest */
     out->min_p = (float)v[MIN_P];
+    out->xtc_probability = (float)v[XTC];
+    out->xtc_threshold = (float)v[XTC_THRESHOLD];
+    out->mirostat = (uint32_t)v[MIROSTAT];
+    out->mirostat_tau = (float)v[TAU];
+    out->mirostat_eta = (float)v[ETA];
     if (found[LAST_N] && v[LAST_N] == 0) return RF_OK;  /* no penalties */
     out->repeat_penalty = (float)v[PENALTY];
     if (v[LAST_N] < 0 || v[LAST_N] > RF_SAMPLER_HISTORY) out->penalty_last_n = RF_SAMPLER_HISTORY;
@@ -16682,88 +16790,271 @@ ROCMFORGE_API rf_result rf_sampler_defaults(const rf_gguf *g, rf_sampler_desc *o
     return RF_OK;
 }
 
+/* Tokens that the sampler can remember, and where: ring buffer, with the caller's memory followed by workspace. */
+static uint32_t rfi_sampler_capacity(const rf_sampler *s) {
+    return s->desc.history ? s->desc.n_history : RF_SAMPLER_HISTORY;
+}
+
+/* The i-th last token. */
+static int32_t rfi_sampler_recent(const rf_sampler *s, uint32_t i) {
+    const int32_t *history = s->desc.history ? s->desc.history : s->history;
+    return history[(s->n_accepted - 1 - i) % rfi_sampler_capacity(s)];
+}
+
+static rf_result rfi_sampler_check_arrays(const rf_sampler_desc *d, rf_error *err) {
+    const rf_dry_breaker *b = d->dry_breakers;
+    if ((d->n_bias && !d->bias) || (d->n_dry_breakers && !b))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: bias or dry_breakers is NULL, their number is not 0");
+    for (uint32_t i = 0; i < d->n_bias; i++)
+        if (isnan(d->bias[i].bias))
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "sampler: bias of token %d is not a number", d->bias[i].token);
+    for (uint32_t i = 0; i < d->n_dry_breakers; i++)
+        if (b[i].n_tokens - 1u >= RF_DRY_BREAKER_TOKENS || (i && b[i].tokens[0] < b[i - 1].tokens[0]))
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "sampler: dry_breakers[%u] of %u tokens: want 1 to %d, in rising "
+                            "order of the first token", i, b[i].n_tokens, RF_DRY_BREAKER_TOKENS);
+    if (!d->history != !d->n_history || d->n_history > INT32_MAX / 5)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: want memory for 1 to %d tokens of history, or none; got %u",
+                        INT32_MAX / 5, d->n_history);
+    if (d->logprobs ? !d->logprob_memory || d->n_top_logprobs > 256 : d->n_top_logprobs != 0)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: want logprobs, logprob_memory and at most 256 "
+                        "n_top_logprobs, or none of them; got %u", d->n_top_logprobs);
+    return RF_OK;
+}
+
 ROCMFORGE_API rf_result rf_sampler_init(rf_sampler *s, const rf_sampler_desc *desc, rf_error *err) {
+#define RFI_FIELD(name, lo, hi) {#name, offsetof(rf_sampler_desc, name), lo, hi}
+    static const struct { const char *name; size_t at; float lo, hi; } fields[] = {
+        RFI_FIELD(temperature, -FLT_MAX, FLT_MAX), RFI_FIELD(top_p, 0, INFINITY), RFI_FIELD(min_p, 0, 1),
+        RFI_FIELD(repeat_penalty, 0, FLT_MAX), RFI_FIELD(frequency_penalty, -FLT_MAX, FLT_MAX),
+        RFI_FIELD(presence_penalty, -FLT_MAX, FLT_MAX), RFI_FIELD(xtc_probability, 0, 1),
+        RFI_FIELD(xtc_threshold, 0, 1), RFI_FIELD(dry_multiplier, 0, FLT_MAX), RFI_FIELD(dry_base, 1, FLT_MAX),
+        RFI_FIELD(mirostat_tau, 0, FLT_MAX), RFI_FIELD(mirostat_eta, 0, FLT_MAX)};
+#undef RFI_FIELD
     rfi_clear(err);
     if (!s) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: want a struct, got NULL");
     memset(s, 0, sizeof *s);
     if (desc) s->desc = *desc;
     rf_sampler_desc *d = &s->desc;
-    if (!isfinite(d->temperature) || !isfinite(d->frequency_penalty) || !isfinite(d->presence_penalty))
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0,
-                        "sampler: temperature and frequency and presence penalty: want finite numbers, got %g, %g, %g",
-                        (double)d->temperature, (double)d->frequency_penalty, (double)d->presence_penalty);
-    if (!isfinite(d->repeat_penalty) || d->repeat_penalty < 0)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: repeat_penalty: want a number >= 0, got %g",
-                        (double)d->repeat_penalty);
-    if (!(d->top_p >= 0) || !(d->min_p >= 0 && d->min_p <= 1))
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: want top_p >= 0 and min_p in 0..1, got %g and %g",
-                        (double)d->top_p, (double)d->min_p);
-    if (d->penalty_last_n > RF_SAMPLER_HISTORY)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: penalty_last_n: want at most %d, got %u",
-                        RF_SAMPLER_HISTORY, d->penalty_last_n);
-    if (d->n_bias && !d->bias) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: bias is NULL, n_bias is not 0");
-    for (uint32_t i = 0; i < d->n_bias; i++)
-        if (isnan(d->bias[i].bias))
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "sampler: bias of token %d is not a number", d->bias[i].token);
-    if (d->penalty_last_n == 0) d->penalty_last_n = 64;
+    for (size_t i = 0; i < RFI_COUNT(fields); i++) {
+        float v;
+        memcpy(&v, (const char *)d + fields[i].at, sizeof v);
+        if (v != 0 && !(v >= fields[i].lo && v <= fields[i].hi))
+            return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: %s: want a number from %g to %g, got %g",
+                            fields[i].name, (double)fields[i].lo, (double)fields[i].hi, (double)v);
+    }
+    rf_result r = rfi_sampler_check_arrays(d, err);
+    if (r != RF_OK) return r;
+    const uint32_t capacity = rfi_sampler_capacity(s);
+    if (d->penalty_last_n > capacity || d->dry_last_n > capacity || d->mirostat > 2)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sampler: want penalty_last_n and dry_last_n up to %u, the tokens "
+                        "remembered, and mirostat 0 to 2; got %u, %u and %u", capacity, d->penalty_last_n,
+                        d->dry_last_n, d->mirostat);
+    if (d->penalty_last_n == 0) d->penalty_last_n = (uint32_t)rfi_min_u64(64, capacity);
+    if (d->dry_last_n == 0) d->dry_last_n = capacity;
+    if (d->dry_base == 0) d->dry_base = 1.75f;
+    if (d->dry_allowed_length == 0) d->dry_allowed_length = 2;
+    if (d->xtc_threshold == 0) d->xtc_threshold = 0.1f;
+    if (d->mirostat_tau == 0) d->mirostat_tau = 5;
+    if (d->mirostat_eta == 0) d->mirostat_eta = 0.1f;
+    s->mirostat_mu = 2 * (double)d->mirostat_tau;
     rfi_random_seed(s->rng, d->seed);
     return RF_OK;
 }
 
 ROCMFORGE_API void rf_sampler_accept(rf_sampler *s, int32_t token) {
     if (!s) return;
-    s->history[s->n_history % RF_SAMPLER_HISTORY] = token;
-    /* The counter may wrap: 2^32 is a multiple of the ring buffer's size. */
-    if (++s->n_history == 0) s->n_history = RF_SAMPLER_HISTORY;
+    int32_t *history = s->desc.history ? s->desc.history : s->history;
+    history[s->n_accepted++ % rfi_sampler_capacity(s)] = token;
 }
 
-/* Apply bias and penalties in place. A biased or remembered token outside the vocabulary changes nothing.
- * Source: the repeat penalty of Keskar et al. 2019, multiplying where the logit is negative; the other two as in
- * OpenAI's API. */
+/* ---- bias, penalties, DRY ---- */
+
+/* Counts by token, in time that does not depend on the vocabulary. Entry e is three numbers: token, bits of its logit,
+ * count. Meanwhile the logit's place holds e, which is believed only if entry e names the token (Briggs and Torczon
+ * 1993, sparse sets). */
+typedef struct rfi_tally {
+    int32_t *entries; /* [3 * n] */
+    uint32_t n;
+    float *logits;
+    uint32_t n_vocab;
+} rfi_tally;
+
+/* The count of a token; NULL if it is not in the vocabulary. */
+static int32_t *rfi_tally_count(rfi_tally *t, int32_t token) {
+    if (token < 0 || (uint32_t)token >= t->n_vocab) return NULL;
+    uint32_t e = rfi_load_u32(&t->logits[token]);
+    if (e >= t->n || t->entries[3 * (size_t)e] != token) {
+        int32_t *entry = t->entries + 3 * (size_t)t->n;
+        entry[0] = token, entry[2] = 0;
+        memcpy(&entry[1], &t->logits[token], sizeof *entry);
+        e = t->n++;
+        memcpy(&t->logits[token], &e, sizeof e);
+    }
+    return &t->entries[3 * (size_t)e + 2];
+}
+
+/* Take entry e back out: put its logit where it was. Returns the count. */
+static int32_t rfi_tally_restore(const rfi_tally *t, uint32_t e, float **logit) {
+    const int32_t *entry = t->entries + 3 * (size_t)e;
+    *logit = &t->logits[entry[0]];
+    memcpy(*logit, &entry[1], sizeof **logit);
+    return entry[2];
+}
+
+/* Source: the repeat penalty of Keskar et al. 2019, multiplying where the logit is negative; the other two as in
+ * OpenAI's API. Remembered tokens outside the vocabulary change nothing. */
+static void rfi_sampler_penalize(const rf_sampler *s, rfi_tally *t) {
+    const rf_sampler_desc *d = &s->desc;
+    float repeat = d->repeat_penalty > 0 ? d->repeat_penalty : 1.0f, *logit;
+    if (repeat == 1.0f && d->frequency_penalty == 0 && d->presence_penalty == 0) return;
+    const uint32_t n = (uint32_t)rfi_min_u64(s->n_accepted, d->penalty_last_n);
+    for (uint32_t i = 0; i < n; i++) {
+        int32_t *count = rfi_tally_count(t, rfi_sampler_recent(s, i));
+        if (count) ++*count;
+    }
+    for (uint32_t e = 0; e < t->n; e++) {
+        const int32_t count = rfi_tally_restore(t, e, &logit);
+        *logit = *logit > 0 ? *logit / repeat : *logit * repeat;
+        *logit -= (float)count * d->frequency_penalty + d->presence_penalty;
+    }
+    t->n = 0;
+}
+
+/* The breakers that begin with a token: the first of them, n_dry_breakers if there is none. */
+static uint32_t rfi_sampler_breaker(const rf_sampler_desc *d, int32_t token) {
+    uint32_t lo = 0, hi = d->n_dry_breakers;
+    while (lo < hi) {
+        const uint32_t middle = lo + (hi - lo) / 2;
+        if (d->dry_breakers[middle].tokens[0] < token) lo = middle + 1;
+        else hi = middle;
+    }
+    return lo < d->n_dry_breakers && d->dry_breakers[lo].tokens[0] == token ? lo : d->n_dry_breakers;
+}
+
+/* Is the token a breaker on its own? */
+static int rfi_sampler_is_breaker(const rf_sampler_desc *d, int32_t token) {
+    uint32_t b = rfi_sampler_breaker(d, token);
+    while (b < d->n_dry_breakers && d->dry_breakers[b].tokens[0] == token && d->dry_breakers[b].n_tokens > 1) b++;
+    return b < d->n_dry_breakers && d->dry_breakers[b].tokens[0] == token;
+}
+
+/* How many of the last n tokens follow the last breaker among them: no repetition is longer than that. */
+static uint32_t rfi_sampler_unbroken(const rf_sampler *s, uint32_t n) {
+    const rf_sampler_desc *d = &s->desc;
+    for (uint32_t i = 0; i < n && d->n_dry_breakers; i++) {
+        const int32_t token = rfi_sampler_recent(s, i);
+        uint32_t longest = 0;
+        for (uint32_t b = rfi_sampler_breaker(d, token); b < d->n_dry_breakers; b++) {
+            const rf_dry_breaker *breaker = &d->dry_breakers[b];
+            if (breaker->tokens[0] != token) break;
+            uint32_t same = 0;
+            while (same < breaker->n_tokens && same <= i && breaker->tokens[same] == rfi_sampler_recent(s, i - same))
+                same++;
+            if (same == breaker->n_tokens && same > longest) longest = same;
+        }
+        if (longest) return i + 1 - longest;
+    }
+    return n;
+}
+
+/* DRY as llama.cpp defines it. z[k]: how many of the last tokens also stand k tokens earlier, at most `limit` of them
+ * (Z-algorithm, backwards, linear). The token that followed there would lengthen the repetition.
+ * Source: p-e-w's proposal for text-generation-webui (2024), with llama.cpp's breakers. */
+static void rfi_sampler_dry(const rf_sampler *s, int32_t *z, rfi_tally *t) {
+    const rf_sampler_desc *d = &s->desc;
+    const uint32_t n = (uint32_t)rfi_min_u64(s->n_accepted, d->dry_last_n), allowed = d->dry_allowed_length;
+    if (d->dry_multiplier == 0 || n <= allowed) return;
+    const uint32_t limit = rfi_sampler_unbroken(s, n);
+    if (limit < allowed) return;
+    float *logit;
+    for (uint32_t k = 1, from = 0, end = 0; k < n; k++) { /* [from, end): the match that reaches furthest back */
+        uint32_t same = k < end ? (uint32_t)rfi_min_u64((uint32_t)z[k - from], end - k) : 0;
+        while (k + same < n && rfi_sampler_recent(s, same) == rfi_sampler_recent(s, k + same)) same++;
+        if (k + same > end) from = k, end = k + same;
+        z[k] = (int32_t)same;
+    }
+    for (uint32_t k = 1; k < n; k++) {
+        const int32_t same = (int32_t)rfi_min_u64((uint32_t)z[k], limit);
+        int32_t *longest = (uint32_t)same >= allowed ? rfi_tally_count(t, rfi_sampler_recent(s, k - 1)) : NULL;
+        if (longest && same > *longest) *longest = same;
+    }
+    const double most = d->dry_base > 1.000001f ? floor(88.7228391 / log((double)d->dry_base)) : INFINITY;
+    for (uint32_t e = 0; e < t->n; e++) {
+        const double power = (double)rfi_tally_restore(t, e, &logit) - (double)allowed;
+        if (rfi_sampler_is_breaker(d, t->entries[3 * (size_t)e])) continue;
+        *logit -= (float)((double)d->dry_multiplier * pow((double)d->dry_base, power < most ? power : most));
+    }
+    t->n = 0;
+}
+
+/* Apply bias, penalties and DRY in place. */
 static void rfi_sampler_adjust(const rf_sampler *s, float *logits, uint32_t n_vocab) {
     const rf_sampler_desc *d = &s->desc;
+    int32_t small[4 * RF_SAMPLER_HISTORY], *work = d->history ? d->history + d->n_history : small;
     for (uint32_t i = 0; i < d->n_bias; i++) {
         int32_t token = d->bias[i].token;
         if (token >= 0 && (uint32_t)token < n_vocab) logits[token] += d->bias[i].bias;
     }
-
-    float repeat = d->repeat_penalty > 0 ? d->repeat_penalty : 1.0f;
-    if (repeat == 1.0f && d->frequency_penalty == 0 && d->presence_penalty == 0) return;
-    uint32_t n = s->n_history < d->penalty_last_n ? s->n_history : d->penalty_last_n;
-    for (uint32_t i = 0; i < n; i++) {
-        int32_t token = s->history[(s->n_history - 1 - i) % RF_SAMPLER_HISTORY];
-        uint32_t occurrences = 0, seen = 0;
-        for (uint32_t j = 0; j < n; j++) {
-            int same = s->history[(s->n_history - 1 - j) % RF_SAMPLER_HISTORY] == token;
-            occurrences += (uint32_t)same;
-            seen |= (uint32_t)(same && j < i);
-        }
-        if (seen || token < 0 || (uint32_t)token >= n_vocab) continue;
-        float *logit = &logits[token];
-        *logit = *logit > 0 ? *logit / repeat : *logit * repeat;
-        *logit -= (float)occurrences * d->frequency_penalty + d->presence_penalty;
-    }
+    if (d->mirostat && d->temperature > 0) return;
+    rfi_tally tally = {.entries = work + rfi_sampler_capacity(s), .logits = logits, .n_vocab = n_vocab};
+    rfi_sampler_penalize(s, &tally);
+    rfi_sampler_dry(s, work, &tally);
 }
 
-/* Draw among the tokens of the choice whose logit is at least `floor` (min-p). Weights are summed by blocks of ids, so
- * that only the block that holds the drawn point is walked a second time. */
-static uint32_t rfi_sampler_draw(rf_sampler *s, const rfi_choice *c, float floor) {
-    double sums[RFI_CHOICE_BLOCKS], total = 0;
-    uint32_t ties_at[RFI_CHOICE_BLOCKS], ties = c->ties;
-    double inverse = 1.0 / (double)s->desc.temperature;
-    for (uint32_t block = 0; block < c->n_blocks; block++) {
-        uint32_t i = block * c->block_size, end = i + (uint32_t)rfi_min_u64(c->block_size, c->n - i);
-        ties_at[block] = ties;
-        sums[block] = 0;
-        if (c->best[block] < c->key) continue;
-        for (; i < end; i++)
-            if (rfi_choice_has(c, rfi_logit_key(c->logits[i]), &ties) && c->logits[i] >= floor)
-                sums[block] += rfi_choice_weight(c, c->logits[i], inverse);
-        total += sums[block];
+/* Copy one breaker: token `head`, then the tokens of what is left of the text, at most as many as there is room for. */
+static rf_result rfi_dry_breaker_add(const rf_tokenizer *t, int32_t head, const char *rest, rf_dry_breaker *out,
+                                     rf_error *err) {
+    int32_t tail[64]; /* rest has at most 40 bytes */
+    uint32_t n = 0;
+    rf_result r = *rest ? rf_tokenize(t, rf_string_of(rest), 0, tail, RFI_COUNT(tail), &n, err) : RF_OK;
+    if (r != RF_OK) return r;
+    *out = (rf_dry_breaker){.n_tokens = 1 + (uint32_t)rfi_min_u64(n, RF_DRY_BREAKER_TOKENS - 1), .tokens = {head}};
+    memcpy(out->tokens + 1, tail, (out->n_tokens - 1) * sizeof *tail);
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_dry_breakers_find(const rf_tokenizer *t, const char *const *texts, uint32_t n_texts,
+                                             rf_dry_breaker *out, uint32_t capacity, uint32_t *count, rf_error *err) {
+    rfi_clear(err);
+    if (count) *count = 0;
+    if (!t || !count || (n_texts && !texts) || (capacity && !out))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_dry_breakers_find: tokenizer, texts, out or count is NULL");
+    for (uint32_t i = 0; i < n_texts; i++)
+        if (!texts[i] || texts[i][0] == 0 || strlen(texts[i]) > 40)
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_dry_breakers_find: texts[%u]: want 1 to 40 bytes", i);
+    const int32_t n_vocab = (int32_t)rf_tokenizer_get_info(t).n_vocab;
+    for (int32_t token = 0; token < n_vocab; token++) {
+        rf_detokenizer state = {.tokenizer = t, .started = 1};
+        char word[512];
+        size_t n = 0;
+        if (rf_detokenize(&state, token, RF_DETOKENIZE_SPECIAL | RF_DETOKENIZE_FINISH, word, sizeof word, &n, NULL))
+            continue; /* longer than that: no breaker */
+        for (uint32_t i = 0; i < n_texts; i++)
+            for (size_t at = 0, len = strlen(texts[i]); at < n; at++) {
+                const size_t same = n - at < len ? n - at : len;
+                if (memcmp(word + at, texts[i], same) != 0) continue;
+                rf_result r = RF_OK;
+                if (*count < capacity) r = rfi_dry_breaker_add(t, token, texts[i] + same, &out[*count], err);
+                if (r != RF_OK) return r;
+                ++*count;
+                if (same == len) break;
+            }
     }
+    if (*count <= capacity) return RF_OK;
+    return rfi_fail(err, RF_ERR_CAPACITY, 0, "rf_dry_breakers_find: %u breakers, room for %u", *count, capacity);
+}
+
+/* ---- the choice ---- */
+
+/* Draw from the choice. Weights are summed by blocks of ids, so that only the block that holds the drawn point is
+ * walked a second time.
+ *   probability  out  the drawn token's, of the choice; may be NULL */
+static uint32_t rfi_sampler_draw(rf_sampler *s, const rfi_choice *c, double *probability) {
+    double sums[RFI_CHOICE_BLOCKS], inverse = 1.0 / (double)s->desc.temperature;
+    uint32_t ties_at[RFI_CHOICE_BLOCKS], from = 0;
+    const double total = rfi_choice_sum(c, inverse, sums, ties_at);
     /* A block or token without weight is never entered, and rounding cannot lead past the last one that has some. */
     double point = rfi_random(s->rng) * total;
-    uint32_t from = 0;
     for (uint32_t block = 0; block < c->n_blocks; block++) {
         if (sums[block] <= 0) continue;
         from = block;
@@ -16771,15 +17062,75 @@ static uint32_t rfi_sampler_draw(rf_sampler *s, const rfi_choice *c, float floor
         point -= sums[block];
     }
     uint32_t i = from * c->block_size, end = i + (uint32_t)rfi_min_u64(c->block_size, c->n - i), token = i;
-    for (ties = ties_at[from]; i < end; i++) {
-        if (!rfi_choice_has(c, rfi_logit_key(c->logits[i]), &ties) || c->logits[i] < floor) continue;
+    for (uint32_t ties = ties_at[from]; i < end; i++) {
+        if (!rfi_choice_has(c, i, rfi_logit_key(c->logits[i]), &ties)) continue;
         double weight = rfi_choice_weight(c, c->logits[i], inverse);
         if (weight <= 0) continue;
         token = i;
+        if (probability) *probability = weight / total;
         if (point < weight) break;
         point -= weight;
     }
     return token;
+}
+
+/* How many tokens mirostat 1 keeps: it fits Zipf's exponent to the 100 most likely ones.
+ * Source: Basu et al. 2021, Mirostat, algorithm 1. */
+static uint32_t rfi_mirostat_k(const rf_sampler *s, const rfi_choice *choice) {
+    rf_logprob best[100];
+    rfi_choice c = *choice;
+    const uint32_t n = rfi_choice_best(&c, 100, best);
+    const double n_vocab = choice->n;
+    double product = 0, square = 0;
+    for (uint32_t i = 0; i + 1 < n; i++) {
+        const double t = log((i + 2.0) / (i + 1.0));
+        product += t * ((double)best[i].logprob - (double)best[i + 1].logprob) / (double)s->desc.temperature;
+        square += t * t;
+    }
+    const double exponent = product / square, above = exponent - 1;
+    double k = above == 0 ? 1 / log(n_vocab) : above / (1 - pow(n_vocab, -above));
+    k = pow(k * exp2(s->mirostat_mu), 1 / exponent);
+    return !(k >= 1) ? 1 : k < n_vocab ? (uint32_t)k : choice->n;
+}
+
+/* Choose by mirostat: keep what surprises little enough, then let the surprise, in bits, steer the limit.
+ * Source: Basu et al. 2021; version 2 cuts by the surprise itself. */
+static uint32_t rfi_sampler_mirostat(rf_sampler *s, rfi_choice *c) {
+    const rf_sampler_desc *d = &s->desc;
+    double sums[RFI_CHOICE_BLOCKS], probability = 1;
+    uint32_t ties_at[RFI_CHOICE_BLOCKS];
+    if (d->mirostat == 1) {
+        const uint32_t k = rfi_mirostat_k(s, c);
+        if (k < c->n) rfi_choice_tighten(c, k, 0);
+    } else {
+        const double total = rfi_choice_sum(c, 1.0 / (double)d->temperature, sums, ties_at);
+        const double below = log(total) - s->mirostat_mu * 0.6931471805599453; /* ln of the least weight */
+        if (below > 0) rfi_choice_tighten(c, 1, 0);
+        else c->floor = rfi_logit_key((float)((double)c->max + below * (double)d->temperature));
+    }
+    const uint32_t token = rfi_sampler_draw(s, c, &probability);
+    s->mirostat_mu -= (double)d->mirostat_eta * (-log2(probability) - (double)d->mirostat_tau);
+    return token;
+}
+
+/* The token's log probability and the most likely ones', by the logits that desc.logprob_memory keeps. */
+static void rfi_sampler_logprobs(const rf_sampler *s, uint32_t n_vocab, int32_t token) {
+    const rf_sampler_desc *d = &s->desc;
+    const float *logits = d->logprob_memory;
+    double sums[RFI_CHOICE_BLOCKS];
+    uint32_t ties_at[RFI_CHOICE_BLOCKS], n = 0;
+    rfi_choice c;
+    rfi_choice_begin(&c, logits, n_vocab);
+    const double log_sum = log(rfi_choice_sum(&c, 1.0, sums, ties_at));
+    d->logprobs[0] = (rf_logprob){token, logits[token]};
+    if (d->n_top_logprobs && rfi_logit_key(c.max) != RFI_KEY_NONE)
+        n = rfi_choice_best(&c, d->n_top_logprobs, d->logprobs + 1);
+    for (uint32_t i = 0; i <= d->n_top_logprobs; i++) {
+        rf_logprob *p = &d->logprobs[i];
+        if (i > n) *p = (rf_logprob){-1, -INFINITY};
+        else if (p->logprob == c.max) p->logprob = (float)-log_sum; /* also where both are infinite */
+        else p->logprob = (float)((double)p->logprob - (double)c.max - log_sum);
+    }
 }
 
 ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t n_vocab, int32_t *token,
@@ -16789,19 +17140,26 @@ ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sample: want sampler, logits, token, and 1..2^31-1 logits, got %u",
                         n_vocab);
     const rf_sampler_desc *d = &s->desc;
+    if (d->logprobs) memcpy(d->logprob_memory, logits, n_vocab * sizeof *logits);
+    rf_result r = d->logits_fn ? d->logits_fn(logits, n_vocab, d->logits_user) : RF_OK;
+    if (r != RF_OK) return rfi_fail(err, r, 0, "sample: logits_fn returned %s", rf_result_name(r));
     rfi_sampler_adjust(s, logits, n_vocab);
 
     rfi_choice choice;
     uint32_t chosen = rfi_choice_begin(&choice, logits, n_vocab);
     if (rfi_logit_key(choice.max) == RFI_KEY_NONE)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sample: none of %u logits is greater than -infinity", n_vocab);
-    if (d->temperature > 0) {
-        float floor = d->min_p > 0 ? choice.max + logf(d->min_p) : -INFINITY;
+    if (d->temperature > 0 && d->mirostat) chosen = rfi_sampler_mirostat(s, &choice);
+    else if (d->temperature > 0) {
         if (d->top_k > 0 && d->top_k < n_vocab) rfi_choice_tighten(&choice, d->top_k, 0);
         if (d->top_p > 0 && d->top_p < 1) rfi_choice_tighten(&choice, 0, (double)d->top_p);
-        chosen = rfi_sampler_draw(s, &choice, floor);
+        if (d->min_p > 0) choice.floor = rfi_logit_key(choice.max + logf(d->min_p));
+        if (d->xtc_probability > 0 && d->xtc_threshold <= 0.5f && rfi_random(s->rng) < (double)d->xtc_probability)
+            rfi_choice_exclude_top(&choice, (double)d->xtc_threshold);
+        chosen = rfi_sampler_draw(s, &choice, NULL);
     }
     *token = (int32_t)chosen;
+    if (d->logprobs) rfi_sampler_logprobs(s, n_vocab, *token);
     rf_sampler_accept(s, *token);
     return RF_OK;
 }
@@ -16813,7 +17171,8 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_sample: session, sampler or token is NULL");
     const rf_sampler_desc *d = &sampler->desc;
     const int is_argmax = d->temperature <= 0 && d->n_bias == 0 && (d->repeat_penalty == 0 || d->repeat_penalty == 1) &&
-                          d->frequency_penalty == 0 && d->presence_penalty == 0;
+                          d->frequency_penalty == 0 && d->presence_penalty == 0 && d->dry_multiplier == 0 &&
+                          !d->logits_fn && !d->logprobs;
     if (is_argmax && !s->logits_copied && i < s->n_logits && s->argmax[i] >= 0) {
         *token = s->argmax[i];
         rf_sampler_accept(sampler, *token);
@@ -17383,6 +17742,8 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
 }
 
 /* Changes
+ *   0.3.0  Samplers: rf_sampler_desc.logits_fn and logprobs; XTC, DRY (rf_dry_breakers_find), mirostat; histories.
+ *            rf_sampler.n_history -> n_accepted, 64 bits.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row

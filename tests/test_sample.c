@@ -5,6 +5,7 @@
 #include "rocmforge.h"
 #include "make_gguf.h"
 #include "rf_test.h"
+#include "expected_sampling.h"
 
 /* ---- reference ---- */
 
@@ -75,7 +76,7 @@ static void check_against_reference(float *logits, uint32_t n, const rf_sampler_
     if (d->top_p > 0 && d->top_p < 1) rfi_choice_tighten(&choice, 0, (double)d->top_p);
     uint32_t ties = choice.ties, wrong = 0;
     for (uint32_t i = 0; i < n; i++) {
-        int in = rfi_choice_has(&choice, rfi_logit_key(logits[i]), &ties);
+        int in = rfi_choice_has(&choice, i, rfi_logit_key(logits[i]), &ties);
         if (d->min_p == 0) wrong += in != (probability[i] > 0);
         else wrong += !in && probability[i] > 0;
     }
@@ -262,7 +263,7 @@ static void test_greedy(void) {
     rf_sampler_init(&s, &(rf_sampler_desc){.temperature = -1, .top_k = 3, .top_p = 0.5f}, NULL);
     CHECK(rf_sampler_sample(&s, logits, 6, &token, NULL) == RF_OK && token == 1, "token %d", token);
     CHECK(s.rng[0] == before[0] && s.rng[1] == before[1], "greedy used the generator");
-    CHECK(s.n_history == 1 && s.history[0] == 1, "the choice was not remembered");
+    CHECK(s.n_accepted == 1 && s.history[0] == 1, "the choice was not remembered");
 }
 
 static void test_bias(void) {
@@ -301,23 +302,190 @@ static void test_penalties(void) {
     CHECK(rf_sampler_sample(&s, plain, 3, &token, NULL) == RF_OK && memcmp(plain, same, sizeof same) == 0);
 }
 
-/* The window is the ring's last n, also after the ring and the counter have wrapped. 0 means 64. */
+/* The window is the ring's last n, also after the ring has wrapped, in memory of the caller's, too. 0 means 64. */
 static void test_window(void) {
     rf_sampler s;
-    const uint32_t windows[] = {1, 2, 64, 255, 256, 0};
+    const uint32_t windows[] = {1, 2, 64, 255, 256, 0, 300};
+    static int32_t memory[5 * 300];
     for (size_t w = 0; w < RFI_COUNT(windows); w++)
-        for (uint32_t start = 0; start < 2; start++) {
+        for (uint32_t large = windows[w] == 300; large < 2; large++) {
             float logits[1000] = {0};
             int32_t token;
             uint32_t n = windows[w] ? windows[w] : 64;
-            rf_sampler_init(&s, &(rf_sampler_desc){.presence_penalty = 1, .penalty_last_n = windows[w]}, NULL);
-            if (start) s.n_history = UINT32_MAX - 690; /* wraps at the 692nd */
+            rf_sampler_desc d = {.presence_penalty = 1, .penalty_last_n = windows[w]};
+            if (large) d.history = memory, d.n_history = 300;
+            REQUIRE(rf_sampler_init(&s, &d, NULL) == RF_OK);
             for (int32_t i = 0; i < 700; i++) rf_sampler_accept(&s, i);
             rf_sampler_sample(&s, logits, 1000, &token, NULL);
             for (uint32_t i = 0; i < 1000; i++)
                 CHECK(logits[i] == (i < 700 && i >= 700 - n ? -1.0f : 0.0f), "window %u: logit %u is %g", n, i,
                       (double)logits[i]);
         }
+}
+
+/* ---- XTC, DRY, mirostat, the hook, log probabilities ---- */
+
+/* Every choice of every case, as a program that sorts and follows the definitions makes it (make_sampling.py). */
+static void test_by_definition(void) {
+    static float logits[1000], raw[1000];
+    static int32_t memory[5 * 1000];
+    for (size_t c = 0; c < RFI_COUNT(sampling_cases); c++) {
+        const sampling_case *want = &sampling_cases[c];
+        rf_sampler_desc d = want->desc;
+        rf_logprob logprob;
+        rf_sampler s;
+        uint64_t hash = 0;
+        double sum = 0;
+        if (d.n_history) d.history = memory;
+        d.logprobs = &logprob, d.logprob_memory = raw;
+        REQUIRE(rf_sampler_init(&s, &d, NULL) == RF_OK);
+        for (uint32_t j = 0; j < want->n_draws; j++) {
+            int32_t token = -1;
+            for (uint32_t i = 0; i < want->n; i++)
+                logits[i] = (float)((double)((7919 * (uint64_t)i + 104729 * (uint64_t)j) % 1009) / want->scale);
+            REQUIRE(rf_sampler_sample(&s, logits, want->n, &token, NULL) == RF_OK);
+            if (j < 12) CHECK(token == want->first[j], "case %zu choice %u: want %d, got %d", c, j, want->first[j], token);
+            hash = hash * 31 + (uint64_t)token;
+            sum += (double)logprob.logprob;
+            CHECK(logprob.token == token, "case %zu: log probability of token %d, chosen %d", c, logprob.token, token);
+        }
+        CHECK(hash == want->hash, "case %zu: other tokens than by definition", c);
+        CHECK(fabs(s.mirostat_mu - want->mu) < 1e-5 || !d.mirostat, "case %zu: mu %.9g, want %.9g", c, s.mirostat_mu,
+              want->mu);
+        CHECK(fabs(sum - want->logprob) < 1e-3, "case %zu: log probability %.9g, want %.9g", c, sum, want->logprob);
+    }
+}
+
+/* Repetitions of one token, the worst case of DRY: time is linear, and the exponent stops short of infinity. */
+static void test_dry_repetition(void) {
+    enum { N = 100000 };
+    int32_t *memory = malloc(5 * N * sizeof *memory), token = -1;
+    float logits[3] = {0, 1, 0};
+    rf_sampler s;
+    rf_sampler_desc d = {.dry_multiplier = 1, .dry_base = 10, .history = memory, .n_history = N};
+    REQUIRE(rf_sampler_init(&s, &d, NULL) == RF_OK);
+    for (int i = 0; i < N + 5; i++) rf_sampler_accept(&s, 1);
+    CHECK(rf_sampler_sample(&s, logits, 3, &token, NULL) == RF_OK && token == 0, "token %d", token);
+    CHECK(logits[0] == 0 && logits[2] == 0 && logits[1] < -1e37f && isfinite(logits[1]), "%g", (double)logits[1]);
+    free(memory);
+}
+
+/* Breakers from texts: tokens that contain one, and tokens that end with its beginning. */
+static void test_breakers(void) {
+    rf_gguf *g = NULL;
+    rf_tokenizer *t = NULL;
+    rf_error err;
+    static rf_dry_breaker found[4000];
+    const char *const texts[] = {"\n", "day,"};
+    uint32_t n = 0, n_again = 0, single = 0, split = 0;
+    REQUIRE(rf_gguf_open("examples/shakespeare-5m.gguf", NULL, &g, &err) == RF_OK, "%s", err.text);
+    REQUIRE(rf_tokenizer_open(g, NULL, &t, &err) == RF_OK, "%s", err.text);
+    CHECK(rf_dry_breakers_find(t, texts, 2, found, 4000, &n, &err) == RF_OK && n > 2, "%u: %s", n, err.text);
+    CHECK(rf_dry_breakers_find(t, texts, 2, NULL, 0, &n_again, &err) == RF_ERR_CAPACITY && n_again == n);
+    for (uint32_t i = 0; i < n; i++) {
+        char text[400];
+        size_t len = 0;
+        rf_detokenizer state = {.tokenizer = t, .started = 1};
+        for (uint32_t k = 0; k < found[i].n_tokens; k++) {
+            size_t more = 0;
+            rf_detokenize(&state, found[i].tokens[k], RF_DETOKENIZE_SPECIAL, text + len, sizeof text - len - 1, &more, NULL);
+            len += more;
+        }
+        text[len] = 0;
+        single += found[i].n_tokens == 1, split += found[i].n_tokens > 1;
+        CHECK(strstr(text, "\n") || strstr(text, "day,") || strstr(text, "da"), "breaker %u: '%s'", i, text);
+    }
+    CHECK(single > 0 && split > 0, "%u tokens, %u sequences", single, split);
+    rf_sampler s;
+    rf_sampler_desc d = {.dry_multiplier = 1, .dry_breakers = found, .n_dry_breakers = n};
+    CHECK(rf_sampler_init(&s, &d, &err) == RF_OK, "%s", err.text);
+    const char *const empty[] = {""}, *const longer[] = {"12345678901234567890123456789012345678901"};
+    CHECK(rf_dry_breakers_find(t, empty, 1, found, 4000, &n, &err) == RF_ERR_ARGUMENT && err.text[0]);
+    CHECK(rf_dry_breakers_find(t, longer, 1, found, 4000, &n, &err) == RF_ERR_ARGUMENT);
+    CHECK(rf_dry_breakers_find(NULL, texts, 2, found, 4000, &n, &err) == RF_ERR_ARGUMENT);
+    CHECK(rf_tokenizer_close(t, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK);
+}
+
+/* XTC and mirostat draw from what they keep in proportion: chi-square, as above. */
+static void test_kept_distribution(void) {
+    float logits[6] = {0, 0.5f, 1, 1.5f, 2, -1}, p[6], sum = 0;
+    for (int mirostat = 0; mirostat <= 2; mirostat += 2) {
+        uint32_t count[6] = {0};
+        rf_sampler_desc d = {.temperature = 1, .seed = 77, .xtc_probability = 0.5f, .xtc_threshold = 0.2f};
+        rf_sampler s;
+        if (mirostat) d = (rf_sampler_desc){.temperature = 1, .seed = 78, .mirostat = 2, .mirostat_tau = 1.2f};
+        d.mirostat_eta = 1e-20f; /* mu stays 2.4 bits: tokens of at least 0.19 */
+        REQUIRE(rf_sampler_init(&s, &d, NULL) == RF_OK);
+        for (int i = 0; i < 20000; i++) {
+            float copy[6];
+            int32_t token = 0;
+            memcpy(copy, logits, sizeof copy);
+            rf_sampler_sample(&s, copy, 6, &token, NULL);
+            count[token]++;
+        }
+        /* softmax: 0.059 0.097 0.161 0.265 0.437 0.022; XTC takes 4 away in half of the draws, mirostat keeps 3 and 4 */
+        sum = 0;
+        for (int i = 0; i < 6; i++) sum += p[i] = expf(logits[i]);
+        for (int i = 0; i < 6; i++) p[i] /= sum;
+        double chi = 0, without = 1 - (double)p[4];
+        for (int i = 0; i < 6; i++) {
+            double q = (double)p[i];
+            if (mirostat) q = i == 3 || i == 4 ? q / ((double)p[3] + (double)p[4]) : 0;
+            else q = 0.5 * q + (i == 4 ? 0 : 0.5 * q / without);
+            if (q == 0) CHECK(count[i] == 0, "token %d was drawn", i);
+            else chi += (count[i] - 20000 * q) * (count[i] - 20000 * q) / (20000 * q);
+        }
+        CHECK(chi < 36, "mirostat %d: chi-square %.1f", mirostat, chi);
+    }
+}
+
+/* A hook sees the logits first, bans tokens, and can fail; log probabilities are of the logits before it. */
+typedef struct hook {
+    int calls;
+    float first;      /* logit 0 when it was called */
+    int32_t only;     /* all others are banned      */
+    rf_result result;
+} hook;
+static rf_result mask(float *logits, uint32_t n_vocab, void *user) {
+    hook *h = (hook *)user;
+    h->calls++;
+    h->first = logits[0];
+    for (uint32_t i = 0; i < n_vocab; i++)
+        if ((int32_t)i != h->only) logits[i] = -INFINITY;
+    return h->result;
+}
+static void test_hook(void) {
+    const float raw[5] = {1, 3, 2, -INFINITY, 3};
+    hook h = {.only = 2};
+    rf_logit_bias bias = {0, 50};
+    rf_logprob p[7];
+    float memory[5], logits[5];
+    int32_t token = -1;
+    rf_error err;
+    rf_sampler s;
+    rf_sampler_desc d = {.bias = &bias, .n_bias = 1, .logits_fn = mask, .logits_user = &h, .logprobs = p,
+                         .n_top_logprobs = 6, .logprob_memory = memory};
+    for (int hot = 0; hot < 2; hot++) {
+        d.temperature = (float)hot;
+        REQUIRE(rf_sampler_init(&s, &d, &err) == RF_OK, "%s", err.text);
+        memcpy(logits, raw, sizeof raw);
+        CHECK(rf_sampler_sample(&s, logits, 5, &token, NULL) == RF_OK && token == 2 && h.calls == hot + 1 && h.first == 1,
+              "token %d", token);
+    }
+    const double sum = exp(-2.0) + 1 + exp(-1.0) + 1;
+    const int32_t order[7] = {2, 1, 4, 2, 0, -1, -1};
+    for (int i = 0; i < 7; i++) {
+        const double want = order[i] < 0 ? -INFINITY : (double)raw[order[i]] - 3 - log(sum);
+        CHECK(p[i].token == order[i] && (p[i].logprob == want || fabs((double)p[i].logprob - want) < 1e-6),
+              "log probability %d: token %d, %g, want %d, %g", i, p[i].token, (double)p[i].logprob, order[i], want);
+    }
+    h.result = RF_ERR_FORMAT;
+    memcpy(logits, raw, sizeof raw);
+    CHECK(rf_sampler_sample(&s, logits, 5, &token, &err) == RF_ERR_FORMAT && strstr(err.text, "logits_fn"), "%s", err.text);
+    h.result = RF_OK, h.only = 3;
+    memcpy(logits, raw, sizeof raw);
+    CHECK(rf_sampler_sample(&s, logits, 5, &token, &err) == RF_ERR_ARGUMENT, "all banned");
+    CHECK(s.n_accepted == 1);
 }
 
 /* ---- edges ---- */
@@ -338,7 +506,7 @@ static void test_not_numbers(void) {
         token = 77;
         CHECK(rf_sampler_sample(&s, dead, 4, &token,
                                 &err) == RF_ERR_ARGUMENT && err.code == RF_ERR_ARGUMENT && err.text[0]);
-        CHECK(token == 77 && s.n_history == 0, "a failed call changed something");
+        CHECK(token == 77 && s.n_accepted == 0, "a failed call changed something");
         for (int i = 0; i < 100; i++) {
             float one[4] = {nan, -inf, -3e38f, -inf}, top[5] = {3e38f, inf, nan, inf, 0}, last[3] = {-nan, -inf, 5};
             CHECK(rf_sampler_sample(&s, one, 4, &token, NULL) == RF_OK && token == 2, "token %d", token);
@@ -378,10 +546,16 @@ static void test_any_bits(void) {
         }
         rf_sampler_desc d = {.temperature = (float)(test_random() % 3), .top_k = test_random() % 70,
                              .top_p = (float)(test_random() % 5) / 4, .min_p = (float)(test_random() % 3) / 2,
-                                 .seed = test_random()};
+                             .xtc_probability = (float)(test_random() % 2), .xtc_threshold = 0.05f,
+                             .mirostat = test_random() % 6 % 3, .mirostat_tau = (float)(test_random() % 9),
+                             .dry_multiplier = (float)(test_random() % 2), .repeat_penalty = 1.5f,
+                             .seed = test_random()};
         rf_sampler s;
         int32_t token = -1;
         REQUIRE(rf_sampler_init(&s, &d, NULL) == RF_OK);
+        for (uint32_t i = test_random() % 64; i > 0; i--) rf_sampler_accept(&s, (int32_t)(test_random() % 5));
+        for (uint32_t i = 0; i < n; i++) /* penalties may take it to -infinity */
+            if (logits[i] < -1e38f) usable -= logits[i] > -INFINITY, logits[i] = -INFINITY;
         rf_result r = rf_sampler_sample(&s, logits, n, &token, NULL);
         CHECK(r == (usable ? RF_OK : RF_ERR_ARGUMENT), "%s with %u usable", r == RF_OK ? "ok" : "refused", usable);
         if (r == RF_OK)
@@ -392,14 +566,21 @@ static void test_any_bits(void) {
 static void test_arguments(void) {
     const float nan = NAN, inf = INFINITY;
     rf_logit_bias bad = {1, nan};
+    const rf_dry_breaker none[] = {{0}}, falling[] = {{1, {5}}, {1, {4}}};
+    int32_t memory[10];
+    rf_logprob p;
+    float logits[1] = {0};
     const rf_sampler_desc refused[] = {
         {.temperature = nan}, {.temperature = inf}, {.top_p = nan}, {.top_p = -0.1f}, {.min_p = nan}, {.min_p = -1},
         {.min_p = 1.5f}, {.repeat_penalty = -1}, {.repeat_penalty = nan}, {.frequency_penalty = inf},
-        {.presence_penalty = nan}, {.penalty_last_n = RF_SAMPLER_HISTORY + 1}, {.n_bias = 1}, {.bias = &bad,
-                                                                                               .n_bias = 1}};
+        {.presence_penalty = nan}, {.penalty_last_n = RF_SAMPLER_HISTORY + 1}, {.n_bias = 1}, {.bias = &bad, .n_bias = 1},
+        {.xtc_probability = 1.5f}, {.xtc_threshold = -1}, {.dry_multiplier = nan}, {.dry_base = 0.5f}, {.mirostat = 3},
+        {.mirostat_tau = inf}, {.mirostat_eta = -1}, {.dry_last_n = RF_SAMPLER_HISTORY + 1}, {.n_dry_breakers = 1},
+        {.dry_breakers = none, .n_dry_breakers = 1}, {.dry_breakers = falling, .n_dry_breakers = 2}, {.n_history = 9},
+        {.history = memory}, {.history = memory, .n_history = 2, .penalty_last_n = 3}, {.n_top_logprobs = 1},
+        {.logprobs = &p}, {.logprobs = &p, .logprob_memory = logits, .n_top_logprobs = 257}};
     rf_sampler s;
     rf_error err;
-    float logits[1] = {0};
     int32_t token;
     for (size_t i = 0; i < RFI_COUNT(refused); i++)
         CHECK(rf_sampler_init(&s, &refused[i], &err) == RF_ERR_ARGUMENT && err.text[0], "case %zu was accepted", i);
@@ -445,7 +626,9 @@ static rf_result defaults_of(const key *keys, rf_sampler_desc *out, rf_error *er
 
 static void test_defaults(void) {
     static const key all[] = {{"temp", 'f', 0.75}, {"top_k", 'i', 40}, {"top_p", 'f', 0.5}, {"min_p", 'f', 0.25},
-                              {"penalty_repeat", 'f', 1.5}, {"penalty_last_n", 'i', 100}, {"mirostat", 'i', 2}, {0}};
+                              {"penalty_repeat", 'f', 1.5}, {"penalty_last_n", 'i', 100}, {"mirostat", 'i', 2},
+                              {"mirostat_tau", 'f', 4}, {"mirostat_eta", 'f', 0.5}, {"xtc_probability", 'f', 0.25},
+                              {"xtc_threshold", 'f', 0.125}, {"sequence", 's', 0}, {0}};
     static const key none[] = {{0}}, off[] = {{"top_k", 'i', -1}, {"top_p", 'f', 1}, {"penalty_repeat", 'f', 1.5},
                                               {"penalty_last_n", 'i', 0}, {0}};
     static const key much[] = {{"top_p", 'f', 0}, {"penalty_repeat", 'f', 2}, {"penalty_last_n", 'i', -1},
@@ -453,14 +636,16 @@ static void test_defaults(void) {
     static const key bad[][2] = {{{"temp", 'f', -0.5}, {0}}, {{"temp", 'f', NAN}, {0}}, {{"temp", 'f', INFINITY}, {0}},
                                  {{"temp", 's', 0}, {0}}, {{"temp", 'b', 1}, {0}}, {{"top_k", 'f', 40}, {0}},
                                  {{"top_p", 'f', 1.5}, {0}}, {{"top_p", 'f', -1}, {0}}, {{"min_p", 'f', 2}, {0}},
+                                 {{"mirostat", 'i', 3}, {0}}, {{"xtc_probability", 'f', 2}, {0}},
                                  {{"penalty_repeat", 'f', -1}, {0}}, {{"penalty_last_n", 'i', -2}, {0}}};
     rf_sampler_desc d, zero = {0};
     rf_sampler s;
     rf_error err;
     CHECK(defaults_of(none, &d, &err) == RF_OK && memcmp(&d, &zero, sizeof d) == 0, "%s", err.text);
     CHECK(defaults_of(all, &d, &err) == RF_OK && d.temperature == 0.75f && d.top_k == 40 && d.top_p == 0.5f &&
-              d.min_p == 0.25f && d.repeat_penalty == 1.5f && d.penalty_last_n == 100 && d.seed == 0 && !d.bias, "%s",
-          err.text);
+              d.min_p == 0.25f && d.repeat_penalty == 1.5f && d.penalty_last_n == 100 && d.seed == 0 && !d.bias &&
+              d.mirostat == 2 && d.mirostat_tau == 4 && d.mirostat_eta == 0.5f && d.xtc_probability == 0.25f &&
+              d.xtc_threshold == 0.125f, "%s", err.text);
     CHECK(rf_sampler_init(&s, &d, NULL) == RF_OK, "what a file says is fit for a sampler");
     CHECK(defaults_of(off, &d, &err) == RF_OK && d.top_k == 0 && d.top_p == 1 && d.repeat_penalty == 0, "%s", err.text);
     CHECK(defaults_of(much, &d, &err) == RF_OK && d.top_k == 1 && d.penalty_last_n == RF_SAMPLER_HISTORY &&
@@ -486,6 +671,11 @@ int main(int argc, char **argv) {
     RUN(test_bias);
     RUN(test_penalties);
     RUN(test_window);
+    RUN(test_by_definition);
+    RUN(test_dry_repetition);
+    RUN(test_breakers);
+    RUN(test_kept_distribution);
+    RUN(test_hook);
     RUN(test_not_numbers);
     RUN(test_any_bits);
     RUN(test_arguments);

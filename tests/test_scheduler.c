@@ -2,6 +2,7 @@
  * Continuous batching: whatever the slots, the batch and the neighbours, each request gets exactly the tokens that it
  * gets alone, through rf_session_forward and greedy choice. */
 #include "rocmforge.h"
+#include <math.h>
 #include "rf_memory.h"
 #include "rf_test.h"
 
@@ -354,6 +355,54 @@ static void test_arguments(void) {
     rf_session_close(s, NULL);
 }
 
+/* A sampler's hook acts on its own request: one bans a token, one fails at its third token, the others are as alone. */
+typedef struct ban {
+    int32_t token;
+    uint32_t calls, fail_at;
+} ban;
+static rf_result ban_token(float *logits, uint32_t n_vocab, void *user) {
+    ban *b = user;
+    CHECK(n_vocab == rf_model_get_info(model).n_vocab, "%u logits", n_vocab);
+    if (b->token >= 0) logits[b->token] = -INFINITY;
+    return ++b->calls == b->fail_at ? RF_ERR_FORMAT : RF_OK;
+}
+static void test_hooks(void) {
+    ban bans[2] = {{.token = reference[0].tokens[0]}, {.token = -1, .fail_at = 3}};
+    rf_logprob logprob = {-1, 0};
+    float *raw = malloc(rf_model_get_info(model).n_vocab * sizeof *raw);
+    rf_session *s = open_session(512, 4, 64, 4), *alone = open_session(512, 1, 0, 0);
+    rf_scheduler *sch = NULL;
+    REQUIRE(rf_scheduler_open(s, tokenizer, 4, &sch, NULL) == RF_OK);
+    reset_jobs();
+    for (int i = 0; i < 2; i++) {
+        rf_sampler_desc d = {.logits_fn = ban_token, .logits_user = &bans[i]};
+        if (i == 0) d.logprobs = &logprob, d.logprob_memory = raw;
+        REQUIRE(rf_sampler_init(&jobs[i].sampler, &d, NULL) == RF_OK);
+    }
+    for (int i = 0; i < 4; i++) REQUIRE(submit(sch, &jobs[i], NULL) == RF_OK);
+    run_all(sch, 4);
+    check_same(2), check_same(3);
+    CHECK(jobs[1].n_ends == 1 && jobs[1].reason == RF_ERR_FORMAT && jobs[1].n_tokens == 2, "%s after %u tokens",
+          rf_result_name(jobs[1].reason), jobs[1].n_tokens);
+    CHECK(jobs[0].reason == RF_OK && jobs[0].n_tokens == bans[0].calls, "%u tokens", jobs[0].n_tokens);
+    int32_t ids[1];
+    rf_result r = rf_session_forward(alone, jobs[0].prompt, jobs[0].n_prompt, NULL, NULL);
+    for (uint32_t i = 0; r == RF_OK && i < jobs[0].n_tokens; i++) {
+        float *logits = rft_logits(alone, 0);
+        logits[bans[0].token] = -INFINITY;
+        rf_sampler greedy;
+        rf_sampler_init(&greedy, NULL, NULL);
+        REQUIRE(rf_session_sample(alone, 0, &greedy, ids, NULL) == RF_OK);
+        CHECK(ids[0] == jobs[0].tokens[i], "token %u: %d, alone %d", i, jobs[0].tokens[i], ids[0]);
+        r = rf_session_forward(alone, ids, 1, NULL, NULL);
+    }
+    CHECK(logprob.token == jobs[0].tokens[jobs[0].n_tokens - 1] && logprob.logprob < 0, "log probability of token %d: %g",
+          logprob.token, (double)logprob.logprob);
+    rf_scheduler_close(sch, NULL);
+    rf_session_close(s, NULL), rf_session_close(alone, NULL);
+    free(raw);
+}
+
 /* ---- failures ---- */
 
 /* An allocator that counts and fails the n-th call. */
@@ -445,6 +494,7 @@ int main(int argc, char **argv) {
     RUN_IF(have, test_busy, "no " MODEL);
     RUN_IF(have, test_close, "no " MODEL);
     RUN_IF(have, test_arguments, "no " MODEL);
+    RUN_IF(have, test_hooks, "no " MODEL);
     RUN_IF(have, test_device_failure, "no " MODEL);
     RUN_IF(have, test_memory, "no " MODEL);
     rf_model_close(model, NULL);
