@@ -6486,6 +6486,7 @@ typedef struct rfi_arch {
 
     /* rope and attention */
     uint8_t rope_neox;        /* rope pairs (i, i + n_rot/2) instead of (2i, 2i+1)                            */
+    uint8_t mrope;            /* M-RoPE if rope.dimension_sections is there; 2: its axes take turns           */
     uint8_t rope_switch;      /* no rope if rope.scaling.finetuned is false                                   */
     uint8_t longrope;         /* rope_factors_long and rope_factors_short                                     */
     uint8_t attn_sinks;       /* attn_sinks; scores are scaled by 1/sqrt(n_rot)                               */
@@ -6529,6 +6530,8 @@ typedef struct rfi_config {
     uint32_t n_positions;             /* learned ones; 0: no limit                  */
     double norm_eps;
     rfi_rope_config rope, swa_rope;
+    int rope_neox;                    /* as rfi_arch; M-RoPE implies it             */
+    uint32_t rope_sections[4];        /* M-RoPE: pairs of each axis; 0: no M-RoPE   */
     double yarn_log_multiplier, yarn_beta_fast, yarn_beta_slow;
     uint32_t rope_n_ctx_original;
     int parallel;                     /* x += attention + FFN of the same x         */
@@ -6564,12 +6567,22 @@ typedef struct rfi_key_reader {
     rf_result result; /* the first failure */
     rf_kv kv;         /* of the last key   */
     char name[96];    /* its whole name    */
+    uint32_t n_found; /* keys of the architecture that were looked for and found, and where in the file they are */
+    uint64_t found[128];
 } rfi_key_reader;
+
+static int rfi_key_was_found(const rfi_key_reader *k, const rf_kv *kv) {
+    for (uint32_t i = 0; i < k->n_found; i++)
+        if (k->found[i] == kv->where) return 1;
+    return 0;
+}
 
 /* Find a key. Returns 1 if the file has it. */
 static int rfi_key_find(rfi_key_reader *k, const char *suffix) {
     snprintf(k->name, sizeof k->name, "%s%s%s", k->arch ? k->arch->name : "", k->arch ? "." : "", suffix);
-    return rf_gguf_find_kv(k->g, k->name, &k->kv, NULL) == RF_OK;
+    if (rf_gguf_find_kv(k->g, k->name, &k->kv, NULL) != RF_OK) return 0;
+    if (k->n_found < RFI_COUNT(k->found) && !rfi_key_was_found(k, &k->kv)) k->found[k->n_found++] = k->kv.where;
+    return 1;
 }
 
 /* Fail at the last key: "FILE: KEY at byte N: what is wrong". */
@@ -6693,6 +6706,23 @@ static void rfi_config_rope_scaling(rfi_key_reader *k, rfi_config *c) {
                      RFI_STR(type));
 }
 
+/* M-RoPE (arXiv 2409.12191): how many pairs each axis of a position has. */
+static void rfi_config_rope_sections(rfi_key_reader *k, rfi_config *c) {
+    const rf_kv *kv = &k->kv;
+    c->rope_neox = c->arch->rope_neox;
+    if (!c->arch->mrope || !rfi_key_read(k, "rope.dimension_sections", 0)) return;
+    if (kv->type != RF_KV_ARRAY || kv->count == 0 || kv->count > 4)
+        rfi_key_fail(k, RF_ERR_FORMAT, "want 1 to 4 numbers, found %llu", RFI_LLU(kv->count));
+    for (uint32_t i = 0; k->result == RF_OK && i < kv->count; i++) {
+        int64_t n = -1;
+        if (rf_kv_int(kv, i, &n, NULL) != RF_OK || n < 0 || n > 1 << 14)
+            rfi_key_fail(k, RF_ERR_FORMAT, "want integers from 0 to 16384, found %lld", (long long)n);
+        c->rope_sections[i] = (uint32_t)n;
+    }
+    if (c->rope_sections[0] && c->rope_sections[1]) c->rope_neox = 1;
+    else memset(c->rope_sections, 0, sizeof c->rope_sections);
+}
+
 static void rfi_config_rope(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key original = {"rope.scaling.original_context_length", 1, INT32_MAX, 0, 0};
     const double swa_base = (double)c->arch->swa_rope_base;
@@ -6708,6 +6738,7 @@ static void rfi_config_rope(rfi_key_reader *k, rfi_config *c) {
         rfi_key_real(k, "rope.scaling.yarn_beta_fast", FLT_MIN, 32, 0, &c->yarn_beta_fast);
         rfi_key_real(k, "rope.scaling.yarn_beta_slow", FLT_MIN, 1, 0, &c->yarn_beta_slow);
     }
+    rfi_config_rope_sections(k, c);
     const uint32_t swa_n_rot = c->swa_rope.n_rot; /* set by rfi_config_heads */
     c->rope.n_rot = c->n_rot;
     c->swa_rope = c->rope;
@@ -6857,6 +6888,117 @@ static void rfi_config_refuse(rfi_key_reader *k, const rfi_config *c) {
         rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u: mixture of experts is not supported in this architecture", n_experts);
     if (rfi_key_read(k, "attention.causal", 0) && rf_kv_int(&k->kv, 0, &causal, NULL) == RF_OK && !causal)
         rfi_key_fail(k, RF_ERR_UNSUPPORTED, "false: attention without a causal mask is not supported");
+}
+
+/* What a graph may depend on: the keys that begin so. */
+static const char *const rfi_graph_keys[] = {
+    "activation.", "attention.", "attn_", "embedding_scale", "expert", "final_logit_", "hyper_connection.", "kda.",
+    "logit_scale", "moe_", "ple.", "residual_scale", "rope.", "router_logit_", "shortconv.", "ssm.", "swiglu_",
+    "use_parallel_residual"};
+
+/* Values besides 0 that change nothing: llama.cpp saves every key that it knows. */
+static const struct {
+    const char *suffix;
+    double value;
+} rfi_neutral_keys[] = {
+    {"attn_logit_softcapping", 50}, {"final_logit_softcapping", 30},     {"router_logit_softcapping", 30},
+    {"expert_group_count", 1},      {"expert_group_used_count", 1},      {"expert_weights_scale", 1},
+    {"expert_group_scale", 0.05f},  {"attention.rope_pattern", 1},       {"kda.gate_lower_bound", -INFINITY},
+    {"activation.situ_beta", 1},    {"attention.indexer.kpool_select_tail", 1},
+};
+
+/* Keys that llama.cpp does not read either, in the named architectures or, where there are none, in all that do not
+ * read them here: files have them, and run. Sizes are among them: tensors that do not fit them are refused. */
+static const struct {
+    const char *suffix, *archs;
+} rfi_ignored_keys[] = {
+    {"attention.group_norm_epsilon", NULL},
+    {"attention.indexer.block_size", NULL},
+    {"attention.indexer.head_count", NULL},
+    {"attention.indexer.key_length", NULL},
+    {"attention.key_length_mla", NULL},
+    {"attention.key_length_swa", NULL},
+    {"attention.kv_lora_rank", NULL},
+    {"attention.layer_norm_epsilon", NULL},
+    {"attention.layer_norm_rms_epsilon", NULL},
+    {"attention.q_lora_rank", NULL},
+    {"attention.sliding_window_pattern", NULL}, /* without a window */
+    {"attention.temperature_length", NULL},
+    {"attention.value_length_mla", NULL},
+    {"attention.value_length_swa", NULL},
+    {"expert_feed_forward_length", NULL},
+    {"expert_shared_count", NULL},
+    {"expert_shared_feed_forward_length", NULL},
+    {"expert_used_count", NULL},
+    {"rope.dimension_count_swa", NULL},
+    {"rope.freq_base_swa", NULL},
+    {"rope.scaling.finetuned", NULL},
+    {"rope.scaling.yarn_attn_factor", NULL},
+    {"rope.scaling.yarn_beta_fast", NULL},
+    {"rope.scaling.yarn_beta_slow", NULL},
+    {"rope.scaling.yarn_ext_factor", NULL},
+    {"rope.section_order", NULL},
+    {"attention.clamp_kqv", " bloom "},
+    {"attention.max_alibi_bias", " bloom "},
+    {"attention.scale", " llama gemma gemma2 gemma3 "},
+    {"attention.sliding_window", " llama phi3 qwen2 qwen2moe qwen3 qwen3moe smollm3 starcoder2 "},
+    {"embedding_scale", " llama "},
+    {"expert_gating_func", " granitemoe llama olmoe qwen2moe qwen3moe gpt-oss "},
+    {"expert_weights_norm", " granitemoe llama olmoe qwen2moe qwen3moe gpt-oss "},
+    {"expert_weights_scale", " granitemoe llama olmoe qwen2moe qwen3moe gpt-oss "},
+    {"logit_scale", " llama "},
+    {"residual_scale", " llama "},
+    {"use_parallel_residual", " falcon stablelm "},
+};
+
+static int rfi_key_is_of_graph(rf_string suffix) {
+    for (uint32_t i = 0; i < RFI_COUNT(rfi_graph_keys); i++) {
+        const size_t n = strlen(rfi_graph_keys[i]);
+        if (suffix.len >= n && memcmp(suffix.data, rfi_graph_keys[i], n) == 0) return 1;
+    }
+    return 0;
+}
+
+static int rfi_key_is_ignored(const rfi_key_reader *k, rf_string suffix) {
+    char name[64];
+    snprintf(name, sizeof name, " %s ", k->arch->name);
+    for (uint32_t i = 0; i < RFI_COUNT(rfi_ignored_keys); i++)
+        if (rfi_str_equal(suffix, rfi_ignored_keys[i].suffix))
+            return !rfi_ignored_keys[i].archs || strstr(rfi_ignored_keys[i].archs, name);
+    return 0;
+}
+
+/* Whether all values are 0, or what changes nothing. */
+static int rfi_key_is_neutral(const rf_kv *kv, rf_string suffix) {
+    double neutral = 0, v = 0;
+    for (uint32_t i = 0; i < RFI_COUNT(rfi_neutral_keys); i++)
+        if (rfi_str_equal(suffix, rfi_neutral_keys[i].suffix)) neutral = rfi_neutral_keys[i].value;
+    if (kv->element_type == RF_KV_STRING) return 0;
+    for (uint64_t i = 0; i < kv->count; i++) {
+        int64_t truth = 0;
+        if (kv->element_type == RF_KV_BOOL) rf_kv_int(kv, i, &truth, NULL), v = (double)truth;
+        else rf_kv_real(kv, i, &v, NULL);
+        if (!(v >= 0 && v <= 0) && !(v >= neutral && v <= neutral)) return 0;
+    }
+    return 1;
+}
+
+/* Refuse keys that the graph may depend on and that nothing has read: never run wrong without a word. */
+static void rfi_config_refuse_unread(rfi_key_reader *k) {
+    const uint64_t n = rf_gguf_get_info(k->g).n_kv, n_arch = strlen(k->arch->name);
+    for (uint64_t i = 0; k->result == RF_OK && i < n; i++) {
+        rf_kv kv;
+        if (rf_gguf_get_kv(k->g, i, &kv, NULL) != RF_OK || kv.key.len <= n_arch || kv.key.data[n_arch] != '.' ||
+            memcmp(kv.key.data, k->arch->name, n_arch) != 0)
+            continue;
+        const rf_string suffix = {kv.key.data + n_arch + 1, kv.key.len - n_arch - 1};
+        if (!rfi_key_is_of_graph(suffix) || rfi_key_was_found(k, &kv) || rfi_key_is_neutral(&kv, suffix) ||
+            rfi_key_is_ignored(k, suffix))
+            continue;
+        k->result = rfi_fail(k->err, RF_ERR_UNSUPPORTED, kv.where, "%s: %.*s at byte %llu: this key of a %s model is "
+                             "not supported, and it would change the answer", rfi_gguf_path(k->g), RFI_STR(kv.key),
+                             RFI_LLU(kv.where), k->arch->name);
+    }
 }
 
 /* Every full_attention_interval-th layer has attention, unless a list says which layers are recurrent. */
@@ -7072,6 +7214,7 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     if (k->result == RF_OK && arch->layer_inputs) rfi_config_layer_inputs(k, c);
     rfi_config_rope(k, c);
     rfi_config_scales(k, c);
+    if (k->result == RF_OK) rfi_config_refuse_unread(k);
     return k->result;
 }
 
@@ -7334,11 +7477,19 @@ typedef struct rfi_rope {
 
 static rf_op *rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, uint32_t head_dim, const rfi_rope *rope) {
     rf_op *op = rfi_op(b, RF_OP_ROPE, x, x);
-    op->flags = b->c->arch->rope_neox ? RF_OP_NEOX : 0;
+    op->flags = b->c->rope_neox ? RF_OP_NEOX : 0;
     op->weight = rope->freqs;
     op->factor = rope->long_freqs;
     op->rope = (rf_rope_params){n_heads, head_dim, rope->n_rot, rope->table, rope->magnitude};
     return op;
+}
+
+/* Whether pair i rotates by the position. The axes of a text's position are all the same but the fourth, which is 0. */
+static int rfi_rope_rotates(const rfi_config *c, uint32_t i) {
+    const uint32_t *s = c->rope_sections, all = s[0] + s[1] + s[2] + s[3];
+    if (all == 0) return 1;
+    const uint32_t at = i % all;
+    return c->arch->mrope == 2 ? at < 3 * s[at % 3] : at < all - s[3];
 }
 
 /* Make the table: angle per position of rope pair i, base^(-2i/n_rot), scaled. YaRN (arXiv 2309.00071) divides the
@@ -7363,7 +7514,7 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
             double fast = 1 - fmin(1, fmax(0, (i - lo) / fmax(0.001, hi - lo)));
             keep = (1 - fast) / f + fast;
         }
-        table[i] = (float)(theta * keep);
+        table[i] = rfi_rope_rotates(c, i) ? (float)(theta * keep) : 0;
     }
     if (yarn && f > 1 && !c->arch->mla)
         rope.magnitude *= (float)((0.1 * log(f) + 1) / (0.1 * c->yarn_log_multiplier * log(f) + 1));
@@ -8080,7 +8231,7 @@ static const rfi_arch rfi_archs[] = {
      .final_softcap = 1, .rope_neox = 1, .swa_heads = 1, .swa_period = 6, .swa_rope_base = 10000, .attn_scale = 1,
      .gelu = 1, .moe = &rfi_moe_gemma4},
     {.name = "phi3", .rope_neox = 1, .longrope = 1, .fused_gate_up = 1},
-    {.name = "glm4", .post_norm = 1, .fused_gate_up = 1},
+    {.name = "glm4", .post_norm = 1, .mrope = 1, .fused_gate_up = 1},
     {.name = "mistral3", .attn_temperature = 1},
     {.name = "smollm3", .no_rope_period = 4},
     {.name = "granite", .scale_keys = 1, .rope_switch = 1},
@@ -8105,12 +8256,14 @@ static const rfi_arch rfi_archs[] = {
     {.name = "granitemoe", .scale_keys = 1, .rope_switch = 1, .moe = &rfi_moe_granite},
     {.name = "gpt-oss", .ffn_norm_is_post_attention = 1, .rope_neox = 1, .attn_sinks = 1, .swa_yarn = 1,
      .swa_period = 2, .swiglu_oai = 1, .moe = &rfi_moe_oss},
-    {.name = "glm4moe", .ffn_norm_is_post_attention = 1, .qk_norm_optional = 1, .rope_neox = 1, .moe = &rfi_moe_glm4},
+    {.name = "glm4moe", .ffn_norm_is_post_attention = 1, .qk_norm_optional = 1, .rope_neox = 1, .mrope = 1,
+     .moe = &rfi_moe_glm4},
     {.name = "deepseek2", .mla = 1, .moe = &rfi_moe_deepseek2},
     {.name = "lfm2", .qk_norm = 1, .rope_neox = 1, .recurrent = &rfi_lfm2},
-    {.name = "qwen35", .ffn_norm_is_post_attention = 1, .qk_norm = 1, .rope_neox = 1, .recurrent = &rfi_qwen35},
-    {.name = "qwen35moe", .ffn_norm_is_post_attention = 1, .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_qwen35,
+    {.name = "qwen35", .ffn_norm_is_post_attention = 1, .qk_norm = 1, .rope_neox = 1, .mrope = 2,
      .recurrent = &rfi_qwen35},
+    {.name = "qwen35moe", .ffn_norm_is_post_attention = 1, .qk_norm = 1, .rope_neox = 1, .mrope = 2,
+     .moe = &rfi_moe_qwen35, .recurrent = &rfi_qwen35},
     {.name = "qwen3next", .ffn_norm_is_post_attention = 1, .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_qwen35,
      .recurrent = &rfi_qwen3next},
     {.name = "lfm2moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_lfm2, .recurrent = &rfi_lfm2},
@@ -8163,6 +8316,40 @@ static void rfi_size_buffers(rfi_builder *b) {
     b->argmax = ids[b->argmax];
 }
 
+/* Tensors that change no logits: factors of activations that we do not quantize so, the layers after the last (MTP),
+ * the parts for images and sound, the heads of classifiers, and frequencies that follow from the keys. */
+static int rfi_tensor_is_ignored(const rfi_builder *b, rf_string name) {
+    static const char *const starts[] = {"a.", "cls.", "mm.", "v."};
+    static const char *const ends[] = {".input_scale", ".attn_rot_embd.weight"};
+    uint64_t layer = 0, i = 4;
+    for (uint32_t j = 0; j < RFI_COUNT(starts); j++)
+        if (name.len > strlen(starts[j]) && memcmp(name.data, starts[j], strlen(starts[j])) == 0) return 1;
+    for (uint32_t j = 0; j < RFI_COUNT(ends); j++)
+        if (name.len > strlen(ends[j]) && memcmp(name.data + name.len - strlen(ends[j]), ends[j], strlen(ends[j])) == 0)
+            return 1;
+    if (name.len < 6 || memcmp(name.data, "blk.", 4) != 0) return 0;
+    for (; i < name.len && i < 12 && name.data[i] >= '0' && name.data[i] <= '9'; i++)
+        layer = 10 * layer + (uint64_t)(name.data[i] - '0');
+    return i > 4 && i < name.len && name.data[i] == '.' && layer >= b->c->n_layers && layer < b->c->n_blocks;
+}
+
+/* Refuse a tensor that the plan does not use: a model without its bias would run, and wrong. */
+static void rfi_refuse_unused(rfi_builder *b) {
+    const uint64_t n = rf_gguf_get_info(b->g).n_tensors;
+    const rf_plan_weight *w = (const rf_plan_weight *)b->weights.items;
+    unsigned char *used = (unsigned char *)rfi_alloc(b->alloc, n, 1, "marks of tensors", b->err);
+    if (!used) b->result = RF_ERR_MEMORY;
+    for (uint32_t i = 0; b->result == RF_OK && i < b->weights.n; i++) used[w[i].tensor] = 1;
+    for (uint64_t i = 0; b->result == RF_OK && i < n; i++) {
+        rf_tensor_info t;
+        if (used[i] || rf_gguf_get_tensor(b->g, i, &t, NULL) != RF_OK || rfi_tensor_is_ignored(b, t.name)) continue;
+        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, t.where,
+                             "%s: %.*s at byte %llu: this tensor is not used in a %s model, and it would change the "
+                             "answer", rfi_gguf_path(b->g), RFI_STR(t.name), RFI_LLU(t.where), b->c->arch->name);
+    }
+    rfi_free(b->alloc, used);
+}
+
 /* Build the plan of a file: O(metadata), no tensor byte is read. */
 static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *out, rf_error *err) {
     rfi_builder b;
@@ -8172,6 +8359,7 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
     b.c = c;
     b.err = err;
     rfi_emit_decoder(&b);
+    if (b.result == RF_OK) rfi_refuse_unused(&b);
     if (b.result == RF_OK) rfi_size_buffers(&b);
     *out = (rf_plan){
         .ops = (const rf_op *)b.ops.items,
@@ -17519,23 +17707,6 @@ ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d) {
 
 /* ---- models ---- */
 
-/* Warn about tensors that the plan does not use: a model without its bias would run, and wrong. */
-static void rfi_model_report_unused(const rf_model *m) {
-    rf_gguf_info info = rf_gguf_get_info(m->g);
-    rf_tensor_info t;
-    uint64_t unused = info.n_tensors;
-    for (uint32_t w = 0; w < m->plan.n_weights; w++) unused -= m->plan.weights[w].expert == 0;
-    if (!m->log.fn || unused == 0) return;
-    for (uint64_t i = 0; i < info.n_tensors; i++) {
-        int used = 0;
-        for (uint32_t w = 0; w < m->plan.n_weights && !used; w++) used = m->plan.weights[w].tensor == i;
-        if (used || rf_gguf_get_tensor(m->g, i, &t, NULL) != RF_OK) continue;
-        rfi_log_text(&m->log, RF_LOG_WARNING, "%s: %llu tensors are not used, the first is %.*s",
-                     rfi_gguf_path(m->g), (unsigned long long)unused, RFI_STR(t.name));
-        return;
-    }
-}
-
 static rf_result rfi_model_store(rf_model *m, const rf_model_desc *desc, rf_error *err) {
     rf_device *d = m->device;
     rf_plan plan;
@@ -17592,7 +17763,6 @@ ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_d
     }
     rfi_gguf_hold(g);
     atomic_fetch_add(&d->n_held, 1);
-    rfi_model_report_unused(m);
     *out = m;
     return RF_OK;
 }

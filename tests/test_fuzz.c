@@ -472,23 +472,30 @@ static void small_bpe(mg_gguf *w) {
     mg_kv_u32(w, "tokenizer.ggml.eos_token_id", 2);
 }
 
-/* Every key that some family reads. */
+/* Every key that some family reads, in the families that read it: others refuse it. */
 static void family_keys(mg_gguf *w) {
+    static const struct {
+        const char *suffix, *archs;
+        float v;
+    } keys[] = {
+        {"attn_logit_softcapping", "gemma2", 5},
+        {"final_logit_softcapping", "gemma2 gemma3", 3},
+        {"attention.temperature_scale", "mistral3", 0.5f},
+        {"attention.scale", "granite", 0.5f},
+        {"embedding_scale", "granite", 2},
+        {"residual_scale", "granite", 0.5f},
+        {"logit_scale", "granite command-r", 2},
+    };
     small_spm(w);
-    mg_uint("attention.sliding_window", 3);
+    for (size_t i = 0; i < RFI_COUNT(keys); i++)
+        if (strstr(keys[i].archs, mg_family_now->arch)) mg_real(keys[i].suffix, keys[i].v);
+    if (strstr("gemma2 gemma3 olmo2 phi3", mg_family_now->arch)) mg_uint("attention.sliding_window", 3);
     mg_uint("attention.sliding_window_pattern", 2);
     mg_real("rope.freq_base_swa", 100);
-    mg_real("attn_logit_softcapping", 5);
-    mg_real("final_logit_softcapping", 3);
     mg_real("rope.scaling.attn_factor", 1.5f);
     mg_uint("rope.scaling.original_context_length", 16);
-    mg_real("attention.temperature_scale", 0.5f);
-    mg_real("attention.scale", 0.5f);
-    mg_real("embedding_scale", 2);
-    mg_real("residual_scale", 0.5f);
-    mg_real("logit_scale", 2);
     mg_kv_bool(w, mg_key("rope.scaling.finetuned"), 1);
-    mg_kv_bool(w, mg_key("use_parallel_residual"), 1);
+    if (strstr("gptneox falcon stablelm", mg_family_now->arch)) mg_kv_bool(w, mg_key("use_parallel_residual"), 1);
 }
 
 static mg_buf family_seed(int i) {
