@@ -95,7 +95,7 @@ endef
 
 deps:    ## install what the optional suites need (Debian packages; run as root)
 	apt-get install -y gcc g++ clang libclang-rt-14-dev valgrind libc6-dbg spin python3 python3-numpy musl-tools \
-	  gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user universal-ctags hipcc debootstrap cmake
+	  gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user universal-ctags hipcc debootstrap cmake libedit-dev
 
 clean:    ## remove build/
 	rm -rf $(B)
@@ -114,6 +114,10 @@ $(B)/rocmforge.a: rocmforge.h tests/internals.awk
 	awk -v bodies=1 -f tests/internals.awk $< >$(B)/inside/rocmforge.c
 	$(CC) $(CFLAGS) $(SANITIZED) -DROCMFORGE_IMPLEMENTATION -c $(B)/inside/rocmforge.c -o $(B)/rocmforge.o
 	rm -f $@ && ar rc $@ $(B)/rocmforge.o
+
+# line editing in a chat, where libedit is installed
+$(B)/rocmforge_cli: LIBS += $(shell echo 'int main(void) { return readline("") != 0; }' | $(CC) $(CFLAGS) -x c \
+  -include stdio.h -include editline/readline.h - -o /dev/null -ledit 2>/dev/null && echo -DHAVE_EDITLINE -ledit)
 
 # built by hand the examples contain the implementation; here they link the archive
 $(B)/%: examples/%.c rocmforge.h $(B)/rocmforge.a

@@ -1,9 +1,10 @@
 /* cc -O2 -I. examples/rocmforge_cli.c -o rocmforge_cli -lm -pthread */
 
-/* rocmforge_cli: rocmforge.h from a shell. It uses the public API only; `rocmforge_cli --help` lists the commands.
+/* rocmforge_cli: rocmforge.h from a shell. It uses the public API only; `rocmforge_cli help` lists the commands.
+ * `make` adds -DHAVE_EDITLINE -ledit where libedit is installed: line editing and history in a chat.
  *
  * stdout carries the result and nothing else. stderr carries notes and timing, progress if it is a terminal, and
- * exactly one line when a command fails. Exit codes: 0 done; 1 failed; 2 the command line is wrong; 130 stopped by
+ * exactly one line when a command fails. Exit status: 0 done; 1 failed; 2 the command line is wrong; 130 stopped by
  * Ctrl-C, after what there was has been written. Text from a file is escaped before it is printed; what a model
  * generates is not. */
 
@@ -12,6 +13,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <locale.h>
 #include <math.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -19,8 +21,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <termios.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef HAVE_EDITLINE
+#include <editline/readline.h>
+#endif
 
 enum { DONE = 0, FAILED = 1, USAGE = 2, INTERRUPTED = 130 };
 
@@ -31,17 +37,26 @@ enum { DONE = 0, FAILED = 1, USAGE = 2, INTERRUPTED = 130 };
 
 /* ---- options and state ---- */
 
-/* The flags of all commands; the table at the end says which command takes which. Switches are 0 or 1. */
+#define LIST_MAX 32u
+
+/* The values of an option that may be given many times. */
+typedef struct texts {
+    const char *item[LIST_MAX];
+    uint32_t n;
+} texts;
+
+/* The options of all commands; the table at the end says which command takes which. Switches are 0 or 1. */
 typedef struct options {
     const char *gguf, *prompt, *prompt_file, *system, *chat_template, *device, *isa, *pre, *type, *tokens, *out;
     const char *depths;
+    texts logit_bias;
     uint64_t budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
     uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
-    uint64_t no_bos, raw, echo, json, hex, decode, step, help, pooling, swa_full;
-    double temp, top_p, min_p, repeat_penalty;
+    uint64_t no_bos, raw, echo, json, hex, decode, step, help, pooling, swa_full, stats, penalty_last_n;
+    double temp, top_p, min_p, repeat_penalty, frequency_penalty, presence_penalty;
 } options;
 
-#define NOT_GIVEN UINT64_MAX /* a count that was not given; a number is -1 */
+#define NOT_GIVEN UINT64_MAX /* a count that was not given; a number is NAN */
 
 typedef struct bytes {
     char *data;
@@ -69,15 +84,19 @@ typedef struct app {
     const rf_tokenizer *t;
     rf_model_info info;
     rf_sampler sampler;
+    rf_logit_bias bias[LIST_MAX];
     rf_error err;
     rf_chat_message *messages;
     uint32_t n_messages;
     uint32_t n_ctx;         /* of the session                      */
     double start, open_s, plan_s;
-    bytes line, text, notes;
+    bytes line, message, text, notes;
     ids prompt, tokens;
     FILE *out;
+    int talks;              /* chat on a terminal: stdin and stderr are one                 */
     int bar;                /* progress bar: 1 = on the terminal, -1 = never again: text is */
+    double bar_time;        /* when it was drawn                                            */
+    char seed[32];          /* ", seed 123", if it was drawn                                */
     char problem[RF_ERROR_TEXT_BYTES]; /* the first one of `check` */
     uint32_t n_problems;
     struct comparison *comparison;     /* of `check --device` */
@@ -99,11 +118,11 @@ static double now(void) {
 
 static volatile sig_atomic_t interrupted;
 
+/* A backslash stays as it is: the library's texts are escaped already. */
 static void put_escaped(FILE *f, const char *text, uint64_t n) {
     for (uint64_t i = 0; i < n; i++) {
         unsigned char c = (unsigned char)text[i];
-        if (c >= 0x20 && c < 0x7f && c != '\\') fputc(c, f);
-        else fprintf(f, c == '\\' ? "\\\\" : "\\x%02x", c);
+        fprintf(f, c >= 0x20 && c < 0x7f ? "%c" : "\\x%02x", c);
     }
 }
 
@@ -137,6 +156,12 @@ static int lib(app *a, rf_result r) {
     return fail(a, FAILED, "%s", a->err.text[0] ? a->err.text : rf_result_name(r));
 }
 
+/* Does it take colours and control codes? */
+static int is_rich(int fd) {
+    const char *term = getenv("TERM"), *no_colour = getenv("NO_COLOR");
+    return isatty(fd) && term && *term && strcmp(term, "dumb") && !(no_colour && *no_colour);
+}
+
 /* Make room for n more bytes and a NUL. */
 static int reserve(app *a, bytes *b, size_t n) {
     if (b->capacity - b->len > n) return DONE;
@@ -145,6 +170,14 @@ static int reserve(app *a, bytes *b, size_t n) {
     if (!data) return no_memory(a);
     b->data = data;
     b->capacity = capacity;
+    return DONE;
+}
+
+static int append(app *a, bytes *b, const char *data, size_t n) {
+    int code;
+    if ((code = reserve(a, b, n))) return code;
+    if (n) memcpy(b->data + b->len, data, n);
+    b->data[b->len += n] = 0;
     return DONE;
 }
 
@@ -162,19 +195,23 @@ static void note(rf_log_level level, const char *text, void *user) {
     app *a = user;
     size_t n = strlen(text);
     if (level != RF_LOG_WARNING || n + 1 > 4096 - a->notes.len || reserve(a, &a->notes, n + 1) != DONE) return;
-    memcpy(a->notes.data + a->notes.len, text, n);
-    a->notes.data[a->notes.len + n] = '\n';
+    memcpy(a->notes.data + a->notes.len, text, n + 1);
     a->notes.len += n + 1;
 }
 
 static void print_notes(app *a) {
     clear_bar(a);
-    if (a->notes.len) fwrite(a->notes.data, 1, a->notes.len, stderr);
+    for (size_t i = 0; i < a->notes.len; i += strlen(a->notes.data + i) + 1) {
+        put_escaped(stderr, a->notes.data + i, strlen(a->notes.data + i));
+        fputc('\n', stderr);
+    }
     a->notes.len = 0;
 }
 
 static void progress(app *a, const char *what, uint64_t done, uint64_t total) {
-    if (total == 0 || a->bar < 0 || !isatty(STDERR_FILENO)) return;
+    if (total == 0 || a->bar < 0 || !is_rich(STDERR_FILENO)) return;
+    if (done < total && now() - a->bar_time < 0.1) return;
+    a->bar_time = now();
     int n = (int)((double)done / (double)total * 24.0);
     fprintf(stderr, "\r\033[K%s [%-24.*s] %.0f MB", what, n, "########################", (double)done / 1e6);
     a->bar = 1;
@@ -196,10 +233,17 @@ static int emit(app *a, const char *data, size_t n) {
 
 static rf_session *volatile running;
 
-/* The first Ctrl-C asks for a clean stop, the second one exits. rf_session_cancel is async-signal-safe. */
+static volatile sig_atomic_t interrupted_before; /* and nothing was typed since */
+static struct termios terminal;                  /* as it was at the start      */
+static int has_terminal;
+
+/* The first Ctrl-C asks for a clean stop, a second one exits at once. All that is called is async-signal-safe. */
 static void on_interrupt(int sig) {
     (void)sig;
-    if (interrupted) _exit(INTERRUPTED);
+    if (interrupted || interrupted_before) {
+        if (has_terminal) tcsetattr(STDIN_FILENO, TCSANOW, &terminal); /* while a line is edited it is another */
+        _exit(INTERRUPTED);
+    }
     interrupted = 1;
     if (running) rf_session_cancel(running);
 }
@@ -260,7 +304,9 @@ static int open_session(app *a, uint64_t need, uint64_t n_tokens, uint32_t n_log
     rf_session_desc desc = session_desc(a, need, n_logits);
     a->n_ctx = desc.n_ctx;
     if (n_tokens > a->n_ctx) return too_long(a, n_tokens);
-    if ((code = lib(a, rf_session_open(a->m, &desc, &a->s, &a->err)))) return code;
+    rf_result r = rf_session_open(a->m, &desc, &a->s, &a->err);
+    if (r && a->o.ctx) return fail(a, FAILED, "--ctx %u: %s", a->n_ctx, a->err.text);
+    if ((code = lib(a, r))) return code;
     catch_interrupt(a->s);
     return DONE;
 }
@@ -283,6 +329,7 @@ static void close_all(app *a) {
     forget(a, 0);
     free(a->messages);
     free(a->line.data);
+    free(a->message.data);
     free(a->text.data);
     free(a->notes.data);
     free(a->prompt.data);
@@ -377,6 +424,95 @@ static int from_hex(bytes *b) {
     return 1;
 }
 
+/* ---- JSON ---- */
+
+/* Length of the UTF-8 character at p, its code point in *c; 0 if it is malformed. */
+static uint32_t utf8_next(const char *text, uint64_t n, uint32_t *c) {
+    static const uint32_t min_cp[5] = {0, 0, 0x80, 0x800, 0x10000};
+    const unsigned char *p = (const unsigned char *)text;
+    uint32_t len = p[0] < 0x80 ? 1 : p[0] < 0xc0 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf8 ? 4 : 0;
+    if (len == 0 || len > n) return 0;
+    *c = len == 1 ? p[0] : p[0] & (0x7fu >> len);
+    for (uint32_t i = 1; i < len; i++) {
+        if ((p[i] & 0xc0) != 0x80) return 0;
+        *c = *c << 6 | (p[i] & 0x3fu);
+    }
+    return *c < min_cp[len] || *c > 0x10ffff || (*c >= 0xd800 && *c < 0xe000) ? 0 : len;
+}
+
+/* Write code point c as UTF-8: its length. */
+static size_t utf8_put(uint32_t c, char out[4]) {
+    if (c < 0x80) return out[0] = (char)c, 1;
+    const size_t len = c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
+    for (size_t i = len - 1; i > 0; i--, c >>= 6) out[i] = (char)(0x80 | (c & 0x3f));
+    out[0] = (char)(0xf0u << (4 - len) | c);
+    return len;
+}
+
+/* A JSON string in ASCII: what is not UTF-8 becomes U+FFFD, so that any bytes give valid JSON. */
+static void put_json(FILE *f, const char *text, uint64_t n) {
+    fputc('"', f);
+    for (uint64_t i = 0; i < n;) {
+        uint32_t c, len = utf8_next(text + i, n - i, &c);
+        if (len == 0) c = 0xfffd, len = 1;
+        i += len;
+        if (c >= 0x20 && c < 0x7f) fprintf(f, c == '"' || c == '\\' ? "\\%c" : "%c", (int)c);
+        else if (c < 0x10000) fprintf(f, "\\u%04x", c);
+        else fprintf(f, "\\u%04x\\u%04x", 0xd800 + ((c - 0x10000) >> 10), 0xdc00 + ((c - 0x10000) & 0x3ff));
+    }
+    fputc('"', f);
+}
+
+/* JSON being read; a NUL stands at its end. */
+typedef struct json {
+    const char *start, *at, *name; /* of the file */
+} json;
+
+static int fail_json(app *a, const json *j, const char *want) {
+    return fail(a, FAILED, "%s: byte %zu: want %s", j->name, (size_t)(j->at - j->start), want);
+}
+
+/* Skip blanks, then c if it is there. */
+static int json_take(json *j, char c) {
+    j->at += strspn(j->at, " \t\r\n");
+    if (*j->at != c || !c) return 0;
+    j->at++;
+    return 1;
+}
+
+/* Four hex digits; UINT32_MAX if they are none. */
+static uint32_t json_hex(const char *p) {
+    char digits[5] = "";
+    for (int i = 0; i < 4 && p[i]; i++) digits[i] = p[i];
+    return strspn(digits, "0123456789abcdefABCDEF") == 4 ? (uint32_t)strtoul(digits, NULL, 16) : UINT32_MAX;
+}
+
+/* Read a string into out, as UTF-8. Half of a surrogate pair becomes U+FFFD. */
+static int json_string(app *a, json *j, bytes *out) {
+    static const char letters[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
+    int code;
+    out->len = 0;
+    if (!json_take(j, '"')) return fail_json(a, j, "a string");
+    while (*j->at != '"') {
+        size_t n = strcspn(j->at, "\"\\");
+        if ((code = append(a, out, j->at, n))) return code;
+        j->at += n;
+        if (*j->at == 0) return fail_json(a, j, "the end of a string");
+        if (*j->at != '\\') continue;
+        const char *letter = j->at[1] ? strchr(letters, j->at[1]) : NULL;
+        uint32_t c = letter ? (uint32_t)(unsigned char)values[letter - letters] : json_hex(j->at + 2), low;
+        if (!letter && (j->at[1] != 'u' || c == UINT32_MAX)) return fail_json(a, j, "an escape sequence");
+        j->at += letter ? 2 : 6;
+        if (c >= 0xd800 && c < 0xdc00 && j->at[0] == '\\' && j->at[1] == 'u' && (low = json_hex(j->at + 2)) >= 0xdc00 &&
+            low < 0xe000)
+            c = 0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00), j->at += 6;
+        char utf8[4];
+        if ((code = append(a, out, utf8, utf8_put(c >= 0xd800 && c < 0xe000 ? 0xfffd : c, utf8)))) return code;
+    }
+    j->at++;
+    return append(a, out, "", 0);
+}
+
 /* ---- generate and chat ---- */
 
 typedef struct answer {
@@ -392,8 +528,9 @@ static rf_result forward(app *a, const int32_t *tokens, uint32_t n) {
     return r == RF_ERR_CANCELLED && !interrupted ? rf_session_forward(a->s, tokens, n, NULL, &a->err) : r;
 }
 
-/* Print the continuation of a->prompt, whose first `kept` tokens the session holds, and collect it in a->text. */
-static int generate(app *a, uint32_t kept, answer *out) {
+/* Print at most max_tokens tokens (0: no limit) that continue a->prompt, whose first `kept` ones the session holds, and
+ * collect them in a->text. */
+static int generate(app *a, uint32_t kept, uint32_t max_tokens, answer *out) {
     int code;
     rf_detokenizer state = {.tokenizer = a->t};
     uint32_t pos = a->prompt.len;
@@ -412,7 +549,7 @@ static int generate(app *a, uint32_t kept, answer *out) {
         size_t before = a->text.len;
         if ((code = decode(a, &state, id, 0, &a->text))) return code;
         if ((code = emit(a, a->text.data + before, a->text.len - before))) return code;
-        if (++out->n_tokens == a->o.max_tokens) out->stopped = "max tokens";
+        if (++out->n_tokens == max_tokens) out->stopped = "max tokens";
         else if (pos == a->n_ctx) out->stopped = "context full";
         else if ((r = forward(a, &id, 1)) == RF_OK) pos++;
     }
@@ -432,26 +569,68 @@ static void print_timing(app *a, const answer *x) {
     double decode = rate(x->n_steps, x->decode_s);
     print_notes(a);
     fprintf(stderr, "open %.1f ms, plan %.1f ms, first token %.1f ms, prefill %u tokens %.1f tok/s, decode %u tokens "
-            "%.1f tok/s %.2f GB/s, %s (%s), stopped: %s\n", a->open_s * 1e3, a->plan_s * 1e3, x->first_s * 1e3,
+            "%.1f tok/s %.2f GB/s, %s (%s)%s, stopped: %s\n", a->open_s * 1e3, a->plan_s * 1e3, x->first_s * 1e3,
             x->n_prompt, rate(x->n_prompt, x->prefill_s), x->n_tokens, decode,
-            decode * (double)a->info.token_bytes / 1e9, d.name, d.arch, x->stopped);
+            decode * (double)a->info.token_bytes / 1e9, d.name, d.arch, a->seed, x->stopped);
 }
 
-/* Open model, tokenizer and sampler: as the flags say, else as the file says. */
-static int open_writer(app *a) {
+/* --logit-bias "15+1.5", "15-inf" */
+static int parse_biases(app *a) {
+    const texts *list = &a->o.logit_bias;
+    for (uint32_t i = 0; i < list->n; i++) {
+        const char *text = list->item[i];
+        char *sign, *end;
+        errno = 0;
+        unsigned long long id = strtoull(text, &sign, 10);
+        double bias = *sign == '+' || *sign == '-' ? strtod(sign, &end) : NAN;
+        if (errno || *text < '0' || *text > '9' || isnan(bias) || *end || bias > 1e6)
+            return fail(a, USAGE, "--logit-bias: want ID+B or ID-B, like 15-inf, got \"%s\"", text);
+        if (id >= a->info.n_vocab)
+            return fail(a, FAILED, "--logit-bias: want ids 0..%u, got %llu", a->info.n_vocab - 1, id);
+        a->bias[i] = (rf_logit_bias){(int32_t)id, (float)bias};
+    }
+    return DONE;
+}
+
+/* Start the sampler: as the options say, else as the file says, else by defaults of ours. */
+static int open_sampler(app *a) {
     int code;
     const options *o = &a->o;
-    rf_sampler_desc desc;
-    if ((code = open_model(a, o->device))) return code;
-    if ((code = lib(a, rf_sampler_defaults(a->g, &desc, &a->err)))) return code;
-    if (o->temp >= 0) desc.temperature = (float)o->temp;
-    if (o->top_k != NOT_GIVEN) desc.top_k = (uint32_t)o->top_k;
-    if (o->top_p >= 0) desc.top_p = (float)o->top_p;
-    if (o->min_p >= 0) desc.min_p = (float)o->min_p;
-    if (o->repeat_penalty >= 0) desc.repeat_penalty = (float)o->repeat_penalty;
-    desc.seed = o->seed;
-    if ((code = lib(a, rf_sampler_init(&a->sampler, &desc, &a->err)))) return code;
-    return lib(a, rf_model_get_tokenizer(a->m, &a->t, &a->err));
+    rf_kv kv;
+    rf_sampler_desc d;
+    if ((code = lib(a, rf_sampler_defaults(a->g, &d, &a->err)))) return code;
+    const struct { const char *key; float *field; double ours, given; } reals[] = {
+        {"general.sampling.temp", &d.temperature, 0.8, o->temp},
+        {"general.sampling.top_p", &d.top_p, 0.95, o->top_p},
+        {"general.sampling.min_p", &d.min_p, 0.05, o->min_p},
+        {"general.sampling.penalty_repeat", &d.repeat_penalty, 1, o->repeat_penalty},
+        {"", &d.frequency_penalty, 0, o->frequency_penalty},
+        {"", &d.presence_penalty, 0, o->presence_penalty}};
+    for (size_t i = 0; i < sizeof reals / sizeof *reals; i++) {
+        if (rf_gguf_find_kv(a->g, reals[i].key, &kv, NULL)) *reals[i].field = (float)reals[i].ours;
+        if (!isnan(reals[i].given)) *reals[i].field = (float)reals[i].given;
+    }
+    if (o->top_k != NOT_GIVEN) d.top_k = (uint32_t)o->top_k;
+    if (o->penalty_last_n) d.penalty_last_n = (uint32_t)o->penalty_last_n;
+    d.seed = o->seed;
+    if (o->seed == NOT_GIVEN) {
+        uint32_t seed = (uint32_t)time(NULL);
+        if (getentropy(&seed, sizeof seed)) errno = 0; /* the time will do */
+        d.seed = seed;
+        if (d.temperature > 0) snprintf(a->seed, sizeof a->seed, ", seed %u", seed);
+    }
+    if ((code = parse_biases(a))) return code;
+    d.bias = a->bias;
+    d.n_bias = o->logit_bias.n;
+    return lib(a, rf_sampler_init(&a->sampler, &d, &a->err));
+}
+
+/* Open model, tokenizer and sampler. */
+static int open_writer(app *a) {
+    int code;
+    if ((code = open_model(a, a->o.device))) return code;
+    if ((code = lib(a, rf_model_get_tokenizer(a->m, &a->t, &a->err)))) return code;
+    return open_sampler(a);
 }
 
 /* The template asked for, else the file's; NULL if there is none. */
@@ -492,15 +671,23 @@ static int encode_messages(app *a, const char *name) {
     return DONE;
 }
 
+/* The prompt: an argument, a file, or what comes through a pipe, without its last newline. */
 static int read_prompt(app *a) {
+    int code;
     const char *text = a->o.prompt, *name = a->o.prompt_file;
-    if (!text == !name) return fail(a, USAGE, "want either --prompt or --prompt-file");
+    if (text && name) return fail(a, USAGE, "want either --prompt or --prompt-file, not both");
     if (text) {
         a->line.len = strlen(text);
         return (a->line.data = strdup(text)) ? DONE : no_memory(a);
     }
-    a->out = strcmp(name, "-") == 0 ? stdin : fopen(name, "rb");
-    return a->out ? read_all(a, a->out, name, &a->line) : fail_errno(a, name);
+    if (name) {
+        a->out = strcmp(name, "-") == 0 ? stdin : fopen(name, "rb");
+        return a->out ? read_all(a, a->out, name, &a->line) : fail_errno(a, name);
+    }
+    if (!isatty(STDIN_FILENO) && (code = read_all(a, stdin, "stdin", &a->line))) return code;
+    if (a->line.len == 0) return fail(a, USAGE, "want a prompt: --prompt TEXT, --prompt-file FILE, or a pipe");
+    if (a->line.data[a->line.len - 1] == '\n') a->line.data[--a->line.len] = 0;
+    return DONE;
 }
 
 static int run_generate(app *a) {
@@ -510,7 +697,9 @@ static int run_generate(app *a) {
     if ((code = read_prompt(a))) return code;
     if ((code = open_writer(a))) return code;
     const char *name = o->raw ? NULL : find_template(a);
+    uint32_t limit = o->max_tokens != NOT_GIVEN ? (uint32_t)o->max_tokens : name ? 0 : 256;
     if (name) {
+        if (o->system && (code = say(a, "system", o->system, strlen(o->system)))) return code;
         if ((code = say(a, "user", a->line.data, a->line.len))) return code;
         if ((code = encode_messages(a, name))) return code;
     } else {
@@ -518,54 +707,321 @@ static int run_generate(app *a) {
         if ((code = encode(a, a->line.data, a->line.len, tokenize, &a->prompt))) return code;
     }
     if (a->prompt.len == 0) return fail(a, FAILED, "the prompt is empty");
-    uint64_t need = a->prompt.len + (o->max_tokens ? o->max_tokens : DEFAULT_CTX), trained = a->info.n_ctx_train;
+    uint64_t need = a->prompt.len + (limit ? limit : DEFAULT_CTX), trained = a->info.n_ctx_train;
     if ((code = open_session(a, need < trained ? need : trained, a->prompt.len, 1))) return code;
     if (o->echo && (code = emit(a, a->line.data, a->line.len))) return code;
-    if ((code = generate(a, 0, &x))) return code;
+    if ((code = generate(a, 0, limit, &x))) return code;
     int open_line = a->text.len && a->text.data[a->text.len - 1] != '\n';
     if ((open_line && (o->echo || isatty(STDOUT_FILENO))) && (code = emit(a, "\n", 1))) return code;
     print_timing(a, &x);
     return interrupted ? INTERRUPTED : DONE;
 }
 
-/* Answer one user message. The session keeps the prefix that the old and the new conversation share. */
-static int chat_turn(app *a, const char *name) {
+/* ---- chat: the terminal ---- */
+
+/* Ask for a line. On a terminal it can be edited, and earlier ones come back with the arrow keys. */
+static int ask(app *a, const char *prompt, int *more) {
+#ifdef HAVE_EDITLINE
+    if (a->talks) {
+        int code = DONE;
+        char *line = readline(prompt);
+        *more = line != NULL;
+        a->line.len = 0;
+        if (line) code = append(a, &a->line, line, strlen(line));
+        if (line && *line) add_history(line);
+        free(line);
+        return code;
+    }
+#endif
+    if (a->talks) fputs(prompt, stderr);
+    return read_line(a, &a->line, more);
+}
+
+#define QUOTES "\"\"\""
+
+/* Read a message: a line, or lines between """ and """. */
+static int read_message(app *a, int *more) {
+    int code;
+    const size_t n_quotes = strlen(QUOTES);
+    bytes *m = &a->message;
+    m->len = 0;
+    if ((code = ask(a, "> ", more))) return code;
+    size_t skip = *more && strncmp(a->line.data, QUOTES, n_quotes) == 0 ? n_quotes : 0, open = skip > 0;
+    if (*more && (code = append(a, m, a->line.data + skip, a->line.len - skip))) return code;
+    while (open && *more) {
+        if (m->len >= n_quotes && memcmp(m->data + m->len - n_quotes, QUOTES, n_quotes) == 0) {
+            m->data[m->len -= n_quotes] = 0;
+            return DONE;
+        }
+        if ((code = ask(a, ". ", more))) return code;
+        if (*more && (code = append(a, m, "\n", 1))) return code;
+        if (*more && (code = append(a, m, a->line.data, a->line.len))) return code;
+    }
+    return DONE;
+}
+
+/* ---- chat: the conversation ---- */
+
+/* Answer the messages so far. The session keeps the prefix that the old and the new conversation share. */
+static int answer_messages(app *a) {
     int code;
     answer x;
     uint32_t kept;
-    if ((code = say(a, "user", a->line.data, a->line.len))) return code;
-    if ((code = encode_messages(a, name))) return code;
+    const char *name = find_template(a);
+    if ((code = encode_messages(a, name ? name : "plain"))) return code;
     if (a->prompt.len > a->n_ctx) return too_long(a, a->prompt.len);
     if ((code = lib(a, rf_session_sync(a->s, 0, a->prompt.data, a->prompt.len, &kept, &a->err)))) return code;
     a->start = now();
-    if ((code = generate(a, kept, &x))) return code;
+    if ((code = generate(a, kept, a->o.max_tokens == NOT_GIVEN ? 0 : (uint32_t)a->o.max_tokens, &x))) return code;
     if ((code = emit(a, "\n", 1))) return code;
-    print_timing(a, &x);
+    if (a->o.stats) print_timing(a, &x);
     return say(a, "assistant", a->text.data, a->text.len);
 }
 
-static int run_chat(app *a) {
+static int is_from(const app *a, uint32_t i, const char *role) { return strcmp(a->messages[i].role, role) == 0; }
+
+/* Messages that stay when the conversation is forgotten: a system message. */
+static uint32_t n_system(const app *a) { return a->n_messages > 0 && is_from(a, 0, "system"); }
+
+/* ---- chat: /save and /load ----
+ * A conversation is a JSON array of {"role": ..., "content": ...}, as chat APIs and templates have it. */
+
+static int slash_save(app *a, const char *path) {
+    FILE *f = fopen(path, "w");
+    if (!f) return fail_errno(a, path);
+    for (uint32_t i = 0; i < a->n_messages; i++) {
+        const rf_chat_message *m = &a->messages[i];
+        fprintf(f, "%s{\"role\": \"%s\", \"content\": ", i ? ",\n " : "[", m->role);
+        put_json(f, m->content, strlen(m->content));
+        fputc('}', f);
+    }
+    fputs(a->n_messages ? "]\n" : "[]\n", f);
+    int good = !ferror(f);
+    if (fclose(f) != 0 || !good) return fail_errno(a, path);
+    if (a->talks) fprintf(stderr, "%u messages\n", a->n_messages);
+    return DONE;
+}
+
+/* The role as a text that stays; NULL if there is no such role. */
+static const char *role_name(const char *text) {
+    static const char *const roles[] = {"system", "developer", "user", "assistant", "tool"};
+    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++) if (strcmp(text, roles[i]) == 0) return roles[i];
+    return NULL;
+}
+
+/* Add the message that the object at j describes. */
+static int load_message(app *a, json *j) {
     int code;
-    int more = 1, terminal = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
+    const char *role = NULL;
+    int more = 1, has_content = 0;
+    if (!json_take(j, '{')) return fail_json(a, j, "a message: {\"role\": ..., \"content\": ...}");
+    for (; more; more = json_take(j, ',')) {
+        if ((code = json_string(a, j, &a->text))) return code;
+        int is_role = strcmp(a->text.data, "role") == 0;
+        if (!is_role && strcmp(a->text.data, "content")) return fail_json(a, j, "no key but role and content");
+        if (!json_take(j, ':')) return fail_json(a, j, "a colon");
+        if ((code = json_string(a, j, is_role ? &a->text : &a->message))) return code;
+        if (!is_role) has_content = 1;
+        else if (!(role = role_name(a->text.data))) return fail_json(a, j, "a role: system, user, assistant or tool");
+    }
+    if (!json_take(j, '}')) return fail_json(a, j, "the end of a message");
+    if (!role || !has_content) return fail_json(a, j, "a role and a content");
+    return say(a, role, a->message.data, a->message.len);
+}
+
+static int load_messages(app *a, json *j) {
+    int code, more;
+    if (!json_take(j, '[')) return fail_json(a, j, "an array of messages");
+    for (more = !json_take(j, ']'); more; ) {
+        if ((code = load_message(a, j))) return code;
+        more = json_take(j, ',');
+        if (!more && !json_take(j, ']')) return fail_json(a, j, "a comma or the end of the array");
+    }
+    json_take(j, ' ');
+    return *j->at ? fail_json(a, j, "nothing after the array") : DONE;
+}
+
+/* The messages of a file replace those that there are, unless it fails. */
+static int slash_load(app *a, const char *path) {
+    bytes text = {0};
+    uint32_t n_before = a->n_messages, n;
+    char *name = strdup(path); /* the path is in a->message, which is needed */
+    FILE *f = fopen(path, "r");
+    int code = !name ? no_memory(a) : f ? read_all(a, f, path, &text) : fail_errno(a, path);
+    if (f) fclose(f);
+    json j = {text.data, text.data, name};
+    if (code == DONE && (code = load_messages(a, &j))) forget(a, n_before);
+    if (code == DONE) {
+        for (uint32_t i = 0; i < n_before; i++) free((void *)(uintptr_t)a->messages[i].content);
+        a->n_messages = n = a->n_messages - n_before;
+        memmove(a->messages, a->messages + n_before, n * sizeof *a->messages);
+        if (a->talks) fprintf(stderr, "%u messages\n", n);
+    }
+    free(text.data);
+    free(name);
+    return code;
+}
+
+/* ---- chat: slash commands ---- */
+
+enum { LEAVE = -1 }; /* what /bye returns */
+
+typedef struct slash {
+    const char *name, *argument, *help; /* an argument in [] may be left out */
+    int (*run)(app *a, const char *argument);
+} slash;
+
+static int slash_help(app *a, const char *argument);
+
+static int slash_bye(app *a, const char *argument) { return (void)a, (void)argument, LEAVE; }
+
+static int slash_clear(app *a, const char *argument) {
+    (void)argument;
+    forget(a, n_system(a));
+    return DONE;
+}
+
+/* Put a system message first, in place of the one that is there. */
+static int slash_system(app *a, const char *argument) {
+    int code;
+    if (n_system(a)) {
+        free((void *)(uintptr_t)a->messages[0].content);
+        memmove(a->messages, a->messages + 1, --a->n_messages * sizeof *a->messages);
+    }
+    if (!*argument) return DONE;
+    if ((code = say(a, "system", argument, strlen(argument)))) return code;
+    rf_chat_message last = a->messages[a->n_messages - 1];
+    memmove(a->messages + 1, a->messages, (a->n_messages - 1) * sizeof *a->messages);
+    a->messages[0] = last;
+    return DONE;
+}
+
+/* The last message of the user, or n_messages if there is none. */
+static uint32_t last_question(const app *a) {
+    for (uint32_t i = a->n_messages; i > 0; i--) if (is_from(a, i - 1, "user")) return i - 1;
+    return a->n_messages;
+}
+
+static int slash_undo(app *a, const char *argument) {
+    (void)argument;
+    if (last_question(a) == a->n_messages) return fail(a, FAILED, "/undo: there is no message");
+    forget(a, last_question(a));
+    return DONE;
+}
+
+static int slash_regen(app *a, const char *argument) {
+    (void)argument;
+    if (last_question(a) == a->n_messages) return fail(a, FAILED, "/regen: there is no message");
+    forget(a, last_question(a) + 1);
+    return answer_messages(a);
+}
+
+static int slash_stats(app *a, const char *argument) {
+    (void)argument;
+    a->o.stats = !a->o.stats;
+    fprintf(stderr, "statistics are %s\n", a->o.stats ? "on" : "off");
+    return DONE;
+}
+
+static const slash slashes[] = {
+    {"/help", "", "this list", slash_help},
+    {"/bye", "", "leave; Ctrl-D does, too", slash_bye},
+    {"/quit", "", NULL, slash_bye},
+    {"/exit", "", NULL, slash_bye},
+    {"/system", "[TEXT]", "the system message; without TEXT there is none", slash_system},
+    {"/clear", "", "forget the conversation, but for the system message", slash_clear},
+    {"/reset", "", NULL, slash_clear},
+    {"/undo", "", "forget your last message and its answer", slash_undo},
+    {"/regen", "", "answer your last message anew", slash_regen},
+    {"/save", "FILE", "write the conversation as JSON", slash_save},
+    {"/load", "FILE", "go on with a conversation that was saved", slash_load},
+    {"/stats", "", "print times and speeds after each answer, or stop that", slash_stats},
+};
+#define N_SLASHES (sizeof slashes / sizeof *slashes)
+
+static int slash_help(app *a, const char *argument) {
+    (void)a, (void)argument;
+    for (const slash *c = slashes; c < slashes + N_SLASHES; c++)
+        if (c->help) fprintf(stderr, "  %-8s %-7s %s\n", c->name, c->argument, c->help);
+    fputs("  \"\"\"              begins and ends a message of many lines\n"
+          "  Ctrl-C           stops an answer; twice: leaves\n", stderr);
+    return DONE;
+}
+
+/* Is it "/word ..."? A path (/etc/hosts) is a message. */
+static int is_slash(const char *text) {
+    size_t n = 1 + strspn(text + (*text == '/'), "abcdefghijklmnopqrstuvwxyz");
+    return *text == '/' && n > 1 && (!text[n] || text[n] == ' ');
+}
+
+static int run_slash(app *a) {
+    const char *text = a->message.data, *argument = text + strcspn(text, " ");
+    const size_t n = (size_t)(argument - text);
+    char names[256];
+    size_t len = 0;
+    argument += strspn(argument, " ");
+    for (const slash *c = slashes; c < slashes + N_SLASHES; c++) {
+        if (c->help) len += (size_t)snprintf(names + len, sizeof names - len, " %s", c->name);
+        if (strlen(c->name) != n || memcmp(c->name, text, n)) continue;
+        if (!*c->argument && *argument) return fail(a, USAGE, "%s takes no argument", c->name);
+        if (*c->argument && *c->argument != '[' && !*argument)
+            return fail(a, USAGE, "%s: want %s", c->name, c->argument);
+        return c->run(a, argument);
+    }
+    return fail(a, USAGE, "%.*s is no command; there are%s", (int)n, text, names);
+}
+
+/* Answer a message of the user; one without an answer is forgotten. */
+static int talk(app *a) {
+    int code;
+    uint32_t n_before = a->n_messages;
+    if ((code = say(a, "user", a->message.data, a->message.len))) return code;
+    if ((code = answer_messages(a))) forget(a, n_before);
+    return code;
+}
+
+/* Note who answers, and how to get help. */
+static void greet(app *a) {
+    char text[512];
+    rf_device_info d = rf_device_get_info(a->d);
+    rf_kv kv;
+    rf_string name = {a->info.arch, strlen(a->info.arch)};
+    if (rf_gguf_find_kv(a->g, "general.name", &kv, NULL) == RF_OK && kv.type == RF_KV_STRING)
+        rf_kv_text(&kv, NULL, &name, NULL);
+    snprintf(text, sizeof text, "%.*s on %s (%s), %u tokens of context%s%s", name.len < 200 ? (int)name.len : 200,
+             name.data, d.name, d.arch, a->n_ctx, a->seed, a->talks ? "; /help lists commands" : "");
+    note(RF_LOG_WARNING, text, a);
+}
+
+static int run_chat(app *a) {
+    int code, more;
+    has_terminal = tcgetattr(STDIN_FILENO, &terminal) == 0;
+    a->talks = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
     if ((code = open_writer(a))) return code;
     if ((code = open_session(a, 0, 0, 1))) return code;
     if (a->o.system && (code = say(a, "system", a->o.system, strlen(a->o.system)))) return code;
-    uint32_t n_system = a->n_messages;
-    const char *name = find_template(a);
-    print_notes(a);
-    while (!interrupted) {
-        if (terminal) fputs("\033[1m> \033[0m", stderr);
-        if ((code = read_line(a, &a->line, &more))) return code;
-        if (!more || strcmp(a->line.data, "/quit") == 0) break;
-        uint32_t n_before = a->n_messages;
-        if (strcmp(a->line.data, "/reset") == 0) forget(a, n_system);
-        else if (a->line.len && chat_turn(a, name ? name : "plain") != DONE) {
-            if (!terminal) return FAILED;
-            forget(a, n_before); /* a message without an answer is forgotten */
+    greet(a);
+    if (a->talks) print_notes(a);
+#ifdef HAVE_EDITLINE
+    setlocale(LC_CTYPE, ""); /* which bytes are one character */
+    rl_outstream = stderr;
+#endif
+    for (;;) {
+        if ((code = read_message(a, &more))) return code;
+        if (!more && !interrupted) {
+            if (a->talks) fputc('\n', stderr);
+            break;
         }
-        if (terminal) interrupted = 0;
+        if (!interrupted) code = !a->message.len ? DONE : is_slash(a->message.data) ? run_slash(a) : talk(a);
+        if (code == LEAVE) break;
+        if (code && !a->talks) return code;
+        if (interrupted && !a->talks) return INTERRUPTED;
+        if (interrupted) fputs("\n(Ctrl-C again or /bye leaves)\n", stderr);
+        interrupted_before = interrupted;
+        interrupted = 0;
     }
-    return interrupted ? INTERRUPTED : DONE;
+    print_notes(a);
+    return DONE;
 }
 
 /* ---- logits ---- */
@@ -653,36 +1109,6 @@ static int run_embed(app *a) {
     puts("]");
     print_notes(a);
     return DONE;
-}
-
-/* ---- JSON ---- */
-
-/* Length of the UTF-8 character at p, its code point in *c; 0 if it is malformed. */
-static uint32_t utf8_next(const char *text, uint64_t n, uint32_t *c) {
-    static const uint32_t min_cp[5] = {0, 0, 0x80, 0x800, 0x10000};
-    const unsigned char *p = (const unsigned char *)text;
-    uint32_t len = p[0] < 0x80 ? 1 : p[0] < 0xc0 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf8 ? 4 : 0;
-    if (len == 0 || len > n) return 0;
-    *c = len == 1 ? p[0] : p[0] & (0x7fu >> len);
-    for (uint32_t i = 1; i < len; i++) {
-        if ((p[i] & 0xc0) != 0x80) return 0;
-        *c = *c << 6 | (p[i] & 0x3fu);
-    }
-    return *c < min_cp[len] || *c > 0x10ffff || (*c >= 0xd800 && *c < 0xe000) ? 0 : len;
-}
-
-/* A JSON string in ASCII: what is not UTF-8 becomes U+FFFD, so that any bytes give valid JSON. */
-static void put_json(const char *text, uint64_t n) {
-    putchar('"');
-    for (uint64_t i = 0; i < n;) {
-        uint32_t c, len = utf8_next(text + i, n - i, &c);
-        if (len == 0) c = 0xfffd, len = 1;
-        i += len;
-        if (c >= 0x20 && c < 0x7f) printf(c == '"' || c == '\\' ? "\\%c" : "%c", (int)c);
-        else if (c < 0x10000) printf("\\u%04x", c);
-        else printf("\\u%04x\\u%04x", 0xd800 + ((c - 0x10000) >> 10), 0xdc00 + ((c - 0x10000) & 0x3ff));
-    }
-    putchar('"');
 }
 
 /* ---- bench ---- */
@@ -944,7 +1370,7 @@ static void print_bench(app *a, double load_s, double peak, bench_row *rows, uin
     if (o->json) putchar('{');
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         printf(o->json ? "\"%s\": " : "%-14s", texts[i].name);
-        put_json(texts[i].text, strlen(texts[i].text));
+        put_json(stdout, texts[i].text, strlen(texts[i].text));
         fputs(o->json ? ", " : "\n", stdout);
     }
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
@@ -1050,7 +1476,7 @@ static void print_element(const rf_kv *kv, uint64_t i, uint64_t *cursor, int jso
     switch (kv->element_type) {
     case RF_KV_STRING:
         rf_kv_text(kv, kv->type == RF_KV_ARRAY ? cursor : NULL, &s, NULL);
-        put_json(s.data, json || s.len < TEXT_SHOWN ? s.len : TEXT_SHOWN);
+        put_json(stdout, s.data, json || s.len < TEXT_SHOWN ? s.len : TEXT_SHOWN);
         if (!json && s.len > TEXT_SHOWN) printf("... (%llu bytes)", LLU(s.len));
         break;
     case RF_KV_F32:
@@ -1076,7 +1502,7 @@ static void print_kv(const rf_kv *kv, int json) {
     uint64_t cursor = 0, shown = kv->count < ITEMS_SHOWN ? kv->count : ITEMS_SHOWN;
     const char *type = kv->element_type < sizeof types / sizeof *types ? types[kv->element_type] : "?";
     int array = kv->type == RF_KV_ARRAY;
-    if (json) printf("{\"key\": "), put_json(kv->key.data, kv->key.len);
+    if (json) printf("{\"key\": "), put_json(stdout, kv->key.data, kv->key.len);
     else put_escaped(stdout, kv->key.data, kv->key.len);
     printf(json ? ", \"type\": \"%s\"" : "  %s", type);
     if (array) printf(json ? ", \"count\": %llu" : "[%llu]", LLU(kv->count));
@@ -1091,7 +1517,7 @@ static void print_kv(const rf_kv *kv, int json) {
 }
 
 static void print_tensor(const rf_tensor_info *t, int json) {
-    if (json) printf("{\"name\": "), put_json(t->name.data, t->name.len);
+    if (json) printf("{\"name\": "), put_json(stdout, t->name.data, t->name.len);
     else put_escaped(stdout, t->name.data, t->name.len);
     printf(json ? ", \"type\": \"%s\", \"ne\": [" : "  %s  ne={", rf_type_get(t->type).name);
     for (uint32_t i = 0; i < t->n_dims; i++) printf("%s%llu", i ? ", " : "", LLU(t->ne[i]));
@@ -1103,7 +1529,7 @@ static rf_string text_of(const char *s) { return (rf_string){s, s ? strlen(s) : 
 
 static void print_fact(const char *name, rf_string text, int json) {
     printf(json ? ", \"%s\": " : "%-20s", name);
-    if (json && text.len) put_json(text.data, text.len);
+    if (json && text.len) put_json(stdout, text.data, text.len);
     else if (json) printf("null");
     else if (text.len) put_escaped(stdout, text.data, text.len);
     else putchar('-');
@@ -1178,7 +1604,7 @@ static int run_inspect(app *a) {
     int json = a->o.json != 0;
     if ((code = open_file(a))) return code;
     rf_gguf_info f = rf_gguf_get_info(a->g);
-    if (json) printf("{\"path\": "), put_json(f.path, strlen(f.path));
+    if (json) printf("{\"path\": "), put_json(stdout, f.path, strlen(f.path));
     else put_escaped(stdout, f.path, strlen(f.path));
     printf(json ? ", \"version\": %u, \"files\": %u, \"alignment\": %u, \"file_bytes\": %llu, \"data_bytes\": %llu,\n"
                   "\"metadata\": [\n"
@@ -1735,8 +2161,8 @@ static int run_devices(app *a) {
 /* ---- command line ---- */
 
 static const command commands[] = {
-    {"generate", run_generate, "continue a prompt; the text streams to stdout"},
-    {"chat", run_chat, "talk: a line in, an answer out; /reset forgets, /quit leaves"},
+    {"chat", run_chat, "talk with a model: a line in, an answer out; /help there lists what else; `run` is the same"},
+    {"generate", run_generate, "answer one prompt, or continue it (--raw); the text streams to stdout"},
     {"inspect", run_inspect, "print metadata, tensors, and whether and with what memory the file runs"},
     {"plan", run_plan, "print what a token computes and what that needs; loads nothing"},
     {"check", run_check, "validate a file: shapes, tokenizer, every value; a device: every op against the CPU"},
@@ -1750,7 +2176,7 @@ static const command commands[] = {
 #define N_COMMANDS (sizeof commands / sizeof *commands)
 
 enum { /* in the order of the table above */
-    GENERATE = 1, CHAT = 2, INSPECT = 4, PLAN = 8, CHECK = 16, TOKENIZE = 32, DEQUANT = 64, EMBED = 128, LOGITS = 256,
+    CHAT = 1, GENERATE = 2, INSPECT = 4, PLAN = 8, CHECK = 16, TOKENIZE = 32, DEQUANT = 64, EMBED = 128, LOGITS = 256,
     BENCH = 512, DEVICES = 1024,
     WRITE = GENERATE | CHAT,              /* choose tokens */
     RUN = WRITE | EMBED | LOGITS | BENCH, /* compute       */
@@ -1758,34 +2184,36 @@ enum { /* in the order of the table above */
     ALL = FILES | DEQUANT | DEVICES
 };
 
-typedef enum kind { SWITCH, TEXT, COUNT, BYTES, REAL, CHOICE } kind; /* CHOICE: the position in "a|b" */
+/* LIMIT: a count, and -1 means 0 (no limit). CHOICE: the position in "a|b". LIST: a text, may be given many times. */
+typedef enum kind { SWITCH, TEXT, LIST, COUNT, LIMIT, BYTES, REAL, CHOICE } kind;
 
+/* An option; without names, the heading of those that follow. */
 typedef struct flag {
-    const char *name;
+    const char *names;     /* "-n, --max-tokens, --n-predict"                                                  */
     kind kind;
-    size_t target;         /* in options: const char * for TEXT, double for REAL, else uint64_t */
-    uint32_t takes, needs; /* commands                                                          */
-    uint64_t min, max;     /* of COUNT and REAL                                                 */
+    size_t target;         /* in options: const char * for TEXT, texts for LIST, double for REAL, else uint64_t */
+    uint32_t takes, needs; /* commands                                                                         */
+    int64_t min;           /* of COUNT, LIMIT and REAL                                                         */
+    uint64_t max;
     const char *value, *help;
 } flag;
 
 #define AT(member) offsetof(options, member)
+#define HEADING(takes, text) {NULL, SWITCH, 0, takes, 0, 0, 0, NULL, text}
 static const flag flags[] = {
-    {"--gguf", TEXT, AT(gguf), FILES, FILES, 0, 0, "F", "the model; F alone will do"},
-    {"--prompt", TEXT, AT(prompt), GENERATE | EMBED, 0, 0, 0, "S", "the text"},
-    {"--prompt-file", TEXT, AT(prompt_file), GENERATE | EMBED, 0, 0, 0, "F", "the same from a file (- = stdin)"},
+    {"-m, --model, --gguf", TEXT, AT(gguf), FILES, FILES, 0, 0, "F", "the model; F alone will do"},
+    {"-h, --help", SWITCH, AT(help), ALL, 0, 0, 0, NULL, "this text"},
+    {"--json", SWITCH, AT(json), INSPECT | BENCH, 0, 0, 0, NULL, "print JSON"},
+    {"-p, --prompt", TEXT, AT(prompt), GENERATE | EMBED, 0, 0, 0, "S", "the text; S alone after the model will do"},
+    {"-f, --prompt-file", TEXT, AT(prompt_file), GENERATE | EMBED, 0, 0, 0, "F",
+     "the text from a file, - is stdin (a pipe, its last newline dropped)"},
     {"--echo", SWITCH, AT(echo), GENERATE, 0, 0, 0, NULL, "print the prompt first, and end with a newline"},
     {"--raw", SWITCH, AT(raw), GENERATE, 0, 0, 0, NULL, "the prompt as it is: no chat template"},
     {"--template", TEXT, AT(chat_template), WRITE, 0, 0, 0, "NAME", "chat template, e.g. chatml (the file's)"},
-    {"--system", TEXT, AT(system), CHAT, 0, 0, 0, "S", "system message"},
-    {"--no-bos", SWITCH, AT(no_bos), WRITE, 0, 0, 0, NULL, "do not add the tokens that the file asks for"},
-    {"--max-tokens", COUNT, AT(max_tokens), WRITE, 0, 0, INT32_MAX, "N", "tokens of an answer, 0: no limit (256)"},
-    {"--temp", REAL, AT(temp), WRITE, 0, 0, 100, "T", "temperature; 0 takes the likeliest token (the file's, or 0)"},
-    {"--top-k", COUNT, AT(top_k), WRITE, 0, 0, INT32_MAX, "K", "choose among the K likeliest; 0 = off (the file's)"},
-    {"--top-p", REAL, AT(top_p), WRITE, 0, 0, 1, "P", "choose among the likeliest that sum to P; 1 = off (the file's)"},
-    {"--min-p", REAL, AT(min_p), WRITE, 0, 0, 1, "P", "drop those below P times the likeliest; 0 = off (the file's)"},
-    {"--repeat-penalty", REAL, AT(repeat_penalty), WRITE, 0, 0, 100, "R", "the last 64 tokens, 1 = off (the file's)"},
-    {"--seed", COUNT, AT(seed), WRITE, 0, 0, UINT64_MAX, "S", "the same seed gives the same text (0)"},
+    {"--system", TEXT, AT(system), WRITE, 0, 0, 0, "S", "system message"},
+    {"-n, --max-tokens, --n-predict", LIMIT, AT(max_tokens), WRITE, 0, 0, INT32_MAX, "N",
+     "tokens of an answer at most; 0 or -1: no limit (256 for --raw, else none)"},
+    {"--stats", SWITCH, AT(stats), CHAT, 0, 0, 0, NULL, "print times and speeds after each answer"},
     {"--pooling", CHOICE, AT(pooling), EMBED, 0, 0, 0, "mean|last|cls", "of the tokens' vectors (mean)"},
     {"--tokens", TEXT, AT(tokens), LOGITS, LOGITS, 0, 0, "1,2,3", "the prompt as token ids"},
     {"--out", TEXT, AT(out), LOGITS, LOGITS, 0, 0, "F", "file to write"},
@@ -1798,17 +2226,36 @@ static const flag flags[] = {
     {"--peak", BYTES, AT(peak), BENCH, 0, 0, 0, "N", "read so much at once to measure the memory (1G); 0 = do not"},
     {"--decode", SWITCH, AT(decode), TOKENIZE, 0, 0, 0, NULL, "[1,2,3] in, text out"},
     {"--hex", SWITCH, AT(hex), TOKENIZE, 0, 0, 0, NULL, "text as the hex digits of its bytes"},
+    {"--type", TEXT, AT(type), DEQUANT, DEQUANT, 0, 0, "T", "tensor type, e.g. q4_K"},
+
+    HEADING(WRITE, "choosing tokens (by default as the file says, else as given here)"),
+    {"--temp, --temperature", REAL, AT(temp), WRITE, 0, 0, 100, "T", "0 takes the likeliest token (0.8)"},
+    {"--top-k", COUNT, AT(top_k), WRITE, 0, 0, INT32_MAX, "K", "choose among the K likeliest (0 = off)"},
+    {"--top-p", REAL, AT(top_p), WRITE, 0, 0, 1, "P", "choose among the likeliest that sum to P; 1 = off (0.95)"},
+    {"--min-p", REAL, AT(min_p), WRITE, 0, 0, 1, "P", "drop those below P times the likeliest; 0 = off (0.05)"},
+    {"--repeat-penalty", REAL, AT(repeat_penalty), WRITE, 0, 0, 100, "R", "divide logits of recent tokens (1 = off)"},
+    {"--frequency-penalty", REAL, AT(frequency_penalty), WRITE, 0, -100, 100, "A",
+     "subtract A for each time that a token is among the recent ones (0)"},
+    {"--presence-penalty", REAL, AT(presence_penalty), WRITE, 0, -100, 100, "A", "subtract A if it is there (0)"},
+    {"--repeat-last-n", COUNT, AT(penalty_last_n), WRITE, 0, 1, RF_SAMPLER_HISTORY, "N", "recent are the last N (64)"},
+    {"--logit-bias", LIST, AT(logit_bias), WRITE, 0, 0, 0, "ID+B", "add B to a token's logit, as 15+1.5 or 15-inf"},
+    {"-s, --seed", COUNT, AT(seed), WRITE, 0, 0, UINT64_MAX, "S", "the same seed, the same text (random, printed)"},
+
+    HEADING(TOKENIZE | WRITE | EMBED, "text to tokens"),
+    {"--no-bos", SWITCH, AT(no_bos), WRITE, 0, 0, 0, NULL, "do not add the tokens that the file asks for"},
     {"--bos", CHOICE, AT(bos), TOKENIZE | EMBED, 0, 0, 0, "0|1", "add bos and eos where the file asks for it (1)"},
     {"--special", CHOICE, AT(special), TOKENIZE | GENERATE | EMBED, 0, 0, 0, "0|1", "text may name special tokens (0)"},
-    {"--type", TEXT, AT(type), DEQUANT, DEQUANT, 0, 0, "T", "tensor type, e.g. q4_K"},
-    {"--json", SWITCH, AT(json), INSPECT | BENCH, 0, 0, 0, NULL, "print JSON"},
+    {"--pre", TEXT, AT(pre), TOKENIZE | WRITE | EMBED, 0, 0, 0, "NAME", "pre-tokenizer (the file's)"},
+
+    HEADING(RUN | PLAN | INSPECT | CHECK, "device and memory"),
     {"--device", TEXT, AT(device), RUN, 0, 0, 0, "D", "auto, cpu, null, hip:N (auto)"},
     {"--device", TEXT, AT(device), PLAN | INSPECT, 0, 0, 0, "D", "also what memory this device needs"},
     {"--device", TEXT, AT(device), CHECK, 0, 0, 0, "D", "compare this device with the CPU, op by op"},
-    {"--threads", COUNT, AT(threads), RUN | CHECK, 0, 0, 256, "N", "of the CPU (0 = one per core)"},
+    {"-t, --threads", COUNT, AT(threads), RUN | CHECK, 0, 0, 256, "N", "of the CPU (0 = one per core)"},
     {"--isa", TEXT, AT(isa), RUN | CHECK, 0, 0, 0, "NAME", "kernels: scalar, avx2, avxvnni, avx512, neon, i8mm"},
-    {"--ctx", COUNT, AT(ctx), RUN | PLAN | INSPECT, 0, 1, 1 << 24, "N", "tokens the context holds"},
-    {"--batch", COUNT, AT(batch), RUN | PLAN | INSPECT, 0, 1, 1 << 16, "N", "rows evaluated at once"},
+    {"-c, --ctx", COUNT, AT(ctx), RUN | PLAN | INSPECT, 0, 1, 1 << 24, "N",
+     "tokens that the context holds (what the model was trained for, at most 4096)"},
+    {"-b, --batch", COUNT, AT(batch), RUN | PLAN | INSPECT, 0, 1, 1 << 16, "N", "rows evaluated at once"},
     {"--kv", CHOICE, AT(kv), RUN | PLAN | INSPECT, 0, 0, 0, "f16|f32|q8_0", "keys and values (f16)"},
     {"--swa-full", SWITCH, AT(swa_full), RUN | PLAN | INSPECT, 0, 0, 0, NULL, "sliding windows keep all positions"},
     {"--budget", BYTES, AT(budget), RUN, 0, 0, 0, "N", "bytes of weights on the device, e.g. 3G; others are streamed"},
@@ -1818,48 +2265,143 @@ static const flag flags[] = {
     {"--expert-prefetch", SWITCH, AT(expert_prefetch), RUN, 0, 0, 0, NULL, "load likely experts ahead"},
     {"--expert-cpu", COUNT, AT(expert_cpu_below), RUN, 0, 0, INT32_MAX, "N",
      "the CPU computes those not loaded and chosen less often"},
-    {"--pre", TEXT, AT(pre), TOKENIZE | WRITE | EMBED, 0, 0, 0, "NAME", "pre-tokenizer (the file's)"},
-    {"--help", SWITCH, AT(help), ALL, 0, 0, 0, NULL, "this text"},
 };
 #define N_FLAGS (sizeof flags / sizeof *flags)
 
-static int print_help(const command *cmd) {
-    if (!cmd) {
-        printf("rocmforge_cli %s: run GGUF language models\n", rf_version());
-        printf("usage: rocmforge_cli COMMAND [FLAGS] | COMMAND --help | --version\n\n");
-        for (size_t i = 0; i < N_COMMANDS; i++) printf("  %-10s %s\n", commands[i].name, commands[i].help);
-        printf("\nexit codes: 0 done, 1 failed, 2 wrong command line, 130 interrupted\n");
-        return DONE;
-    }
-    uint32_t bit = 1u << (cmd - commands);
+/* The next of the names "-n, --max-tokens": its length, 0 at the end. *at starts as the names. */
+static size_t next_name(const char **at, const char **name) {
+    *name = *at + strspn(*at, ", ");
+    size_t n = strcspn(*name, ", ");
+    *at = *name + n;
+    return n;
+}
+
+#define HELP_COLUMN 34
+
+static void print_command_help(const command *cmd) {
+    const uint32_t bit = 1u << (cmd - commands);
     printf("rocmforge_cli %s: %s\n", cmd->name, cmd->help);
     for (const flag *f = flags; f < flags + N_FLAGS; f++) {
         if (!(f->takes & bit)) continue;
-        int width = printf("  %s %s", f->name, f->value ? f->value : "");
-        printf("%*s%s%s\n", width < 24 ? 24 - width : 1, "", f->help, f->needs & bit ? " (needed)" : "");
+        if (!f->names) {
+            int any = 0;
+            for (const flag *g = f + 1; g < flags + N_FLAGS && g->names; g++) any |= (g->takes & bit) != 0;
+            if (any) printf("\n%s\n", f->help);
+            continue;
+        }
+        int width = printf("  %s %s", f->names, f->value ? f->value : "");
+        if (width >= HELP_COLUMN) putchar('\n'), width = 0;
+        printf("%*s%s%s\n", HELP_COLUMN - width, "", f->help, f->needs & bit ? " (needed)" : "");
     }
+}
+
+static int print_help(const command *cmd) {
+    if (cmd) return print_command_help(cmd), DONE;
+    printf("rocmforge_cli %s: run GGUF language models\n\n", rf_version());
+    for (size_t i = 0; i < N_COMMANDS; i++) printf("  %-10s %s\n", commands[i].name, commands[i].help);
+    puts("\nrocmforge_cli COMMAND MODEL [OPTIONS]; rocmforge_cli help COMMAND; rocmforge_cli --version\n"
+         "  rocmforge_cli chat model.gguf\n"
+         "  rocmforge_cli generate model.gguf \"Why is the sky blue?\" -n 200\n"
+         "  echo \"Why is the sky blue?\" | rocmforge_cli generate model.gguf\n"
+         "exit status: 0 done, 1 failed, 2 wrong command line, 130 interrupted");
     return DONE;
 }
 
+/* ---- did you mean ---- */
+
+#define WORD_MAX 31u
+
+/* How many letters to insert, delete or replace to make b of a (Levenshtein); WORD_MAX if one is longer than that. */
+static size_t edit_distance(const char *a, size_t n_a, const char *b, size_t n_b) {
+    size_t row[WORD_MAX + 1]; /* distances of the first i letters of a to prefixes of b */
+    if (n_a > WORD_MAX || n_b > WORD_MAX) return WORD_MAX;
+    for (size_t j = 0; j <= n_b; j++) row[j] = j;
+    for (size_t i = 1; i <= n_a; i++) {
+        size_t diagonal = row[0];
+        row[0] = i;
+        for (size_t j = 1; j <= n_b; j++) {
+            size_t replace = diagonal + (a[i - 1] != b[j - 1]), other = 1 + (row[j] < row[j - 1] ? row[j] : row[j - 1]);
+            diagonal = row[j];
+            row[j] = replace < other ? replace : other;
+        }
+    }
+    return row[n_b];
+}
+
+/* The best name so far for a word that is none. */
+typedef struct guess {
+    const char *word, *name;
+    size_t n_word, n_name, distance;
+} guess;
+
+static guess guess_for(const char *word, size_t n) {
+    return (guess){.word = word, .n_word = n, .name = "", .distance = 1 + n / 3};
+}
+
+static void consider(guess *g, const char *name, size_t n) {
+    size_t d = edit_distance(g->word, g->n_word, name, n);
+    if (g->n_word >= 4 && n > g->n_word && memcmp(name, g->word, g->n_word) == 0) d = 1; /* only its start was typed */
+    if (d >= g->distance || d >= n) return;
+    g->name = name, g->n_name = n, g->distance = d;
+}
+
+static int unknown_command(app *a, const char *word) {
+    guess g = guess_for(word, strlen(word));
+    for (size_t i = 0; i < N_COMMANDS; i++) consider(&g, commands[i].name, strlen(commands[i].name));
+    if (g.n_name) return fail(a, USAGE, "unknown command \"%s\", did you mean %s?", word, g.name);
+    return fail(a, USAGE, "unknown command \"%s\" (rocmforge_cli help lists them)", word);
+}
+
+static int unknown_option(app *a, const char *word, size_t n) {
+    guess g = guess_for(word, n);
+    const uint32_t bit = 1u << (a->cmd - commands);
+    const char *name;
+    for (const flag *f = flags; f < flags + N_FLAGS; f++) {
+        const char *at = f->names;
+        for (size_t len; at && (len = next_name(&at, &name)) > 0;) {
+            if (f->takes & bit) consider(&g, name, len);
+            else if (len == n && memcmp(name, word, n) == 0)
+                return fail(a, USAGE, "%.*s is no option of %s (see rocmforge_cli help %s)", (int)n, word, a->cmd->name,
+                            a->cmd->name);
+        }
+    }
+    if (g.n_name)
+        return fail(a, USAGE, "unknown option \"%.*s\", did you mean %.*s?", (int)n, word, (int)g.n_name, g.name);
+    return fail(a, USAGE, "unknown option \"%.*s\" (see rocmforge_cli help %s)", (int)n, word, a->cmd->name);
+}
+
+/* ---- values ---- */
+
+/* A value being parsed, and its option as it was typed. */
+typedef struct given {
+    const flag *f;
+    const char *name, *value;
+    int n_name;
+} given;
+
 /* Parse a number strictly: digits only, in range. */
-static int parse_number(app *a, const flag *f, const char *text, uint64_t *count, double *real) {
+static int parse_number(app *a, const given *x, uint64_t *count, double *real) {
     static const char *const digits[2] = {"0123456789", "0123456789.eE+-"};
+    const flag *f = x->f;
+    const char *text = x->value;
     int is_real = f->kind == REAL;
     char *end = NULL;
     errno = 0;
+    if (f->kind == LIMIT && strcmp(text, "-1") == 0) return *count = 0, DONE;
     if (is_real) *real = strtod(text, &end);
     else *count = strtoull(text, &end, 10);
     int good = end != text && *end == 0 && text[strspn(text, digits[is_real])] == 0;
     if (is_real) good = good && *real >= (double)f->min && *real <= (double)f->max;
-    else good = good && !errno && *count >= f->min && *count <= f->max;
+    else good = good && !errno && *count >= (uint64_t)f->min && *count <= f->max;
     if (good) return DONE;
-    return fail(a, USAGE, "%s: want a %snumber %llu..%llu, got \"%s\"", f->name, is_real ? "" : "whole ",
-                LLU(f->min), LLU(f->max), text);
+    return fail(a, USAGE, "%.*s: want a %snumber %lld..%llu%s, got \"%s\"", x->n_name, x->name, is_real ? "" : "whole ",
+                (long long)f->min, LLU(f->max), f->kind == LIMIT ? " or -1" : "", text);
 }
 
 /* Parse a size: 3000000000, 3000M or 3G. */
-static int parse_bytes(app *a, const flag *f, const char *text, uint64_t *out) {
+static int parse_bytes(app *a, const given *x, uint64_t *out) {
     static const char units[] = "kMG";
+    const char *text = x->value;
     size_t n = strspn(text, "0123456789");
     const char *at = text[n] ? strchr(units, text[n]) : NULL;
     uint64_t unit = 1;
@@ -1867,80 +2409,121 @@ static int parse_bytes(app *a, const flag *f, const char *text, uint64_t *out) {
     errno = 0;
     *out = strtoull(text, NULL, 10);
     if (n && !errno && (!text[n] || (at && !text[n + 1])) && *out <= UINT64_MAX / unit) return *out *= unit, DONE;
-    return fail(a, USAGE, "%s: want bytes, like 500M or 3G, got \"%s\"", f->name, text);
+    return fail(a, USAGE, "%.*s: want bytes, like 500M or 3G, got \"%s\"", x->n_name, x->name, text);
 }
 
-static int parse_choice(app *a, const flag *f, const char *text, uint64_t *out) {
-    size_t n = strlen(text), len;
+static int parse_choice(app *a, const given *x, uint64_t *out) {
+    size_t n = strlen(x->value), len;
     *out = 0;
-    for (const char *p = f->value; *p; p += len + (p[len] == '|'), ++*out) {
+    for (const char *p = x->f->value; *p; p += len + (p[len] == '|'), ++*out) {
         len = strcspn(p, "|");
-        if (n == len && memcmp(p, text, n) == 0) return DONE;
+        if (n == len && memcmp(p, x->value, n) == 0) return DONE;
     }
-    return fail(a, USAGE, "%s: want %s, got \"%s\"", f->name, f->value, text);
+    return fail(a, USAGE, "%.*s: want %s, got \"%s\"", x->n_name, x->name, x->f->value, x->value);
 }
 
-static int parse_flag(app *a, const flag *f, const char *text) {
+static int parse_value(app *a, const given *x) {
     int code;
-    char *target = (char *)&a->o + f->target;
+    char *target = (char *)&a->o + x->f->target;
     uint64_t count = 1;
     double real = 0;
-    if ((f->kind == COUNT || f->kind == REAL) && (code = parse_number(a, f, text, &count, &real))) return code;
-    if (f->kind == BYTES && (code = parse_bytes(a, f, text, &count))) return code;
-    if (f->kind == CHOICE && (code = parse_choice(a, f, text, &count))) return code;
-    if (f->kind == TEXT) memcpy(target, &text, sizeof text);
-    else if (f->kind == REAL) memcpy(target, &real, sizeof real);
-    else memcpy(target, &count, sizeof count);
+    switch (x->f->kind) {
+    case TEXT: memcpy(target, &x->value, sizeof x->value); return DONE;
+    case LIST: {
+        texts *list = (texts *)(void *)target;
+        if (list->n == LIST_MAX) return fail(a, USAGE, "%.*s: at most %u times", x->n_name, x->name, LIST_MAX);
+        list->item[list->n++] = x->value;
+        return DONE;
+    }
+    case REAL:
+        if ((code = parse_number(a, x, &count, &real))) return code;
+        memcpy(target, &real, sizeof real);
+        return DONE;
+    case COUNT:
+    case LIMIT: code = parse_number(a, x, &count, &real); break;
+    case BYTES: code = parse_bytes(a, x, &count); break;
+    case CHOICE: code = parse_choice(a, x, &count); break;
+    default: code = DONE;
+    }
+    if (code == DONE) memcpy(target, &count, sizeof count);
+    return code;
+}
+
+/* An argument that is no option: the model, then the prompt. */
+static int parse_plain(app *a, const char *arg) {
+    const uint32_t bit = 1u << (a->cmd - commands);
+    options *o = &a->o;
+    if ((FILES & bit) && !o->gguf) o->gguf = arg;
+    else if (((GENERATE | EMBED) & bit) && !o->prompt) o->prompt = arg;
+    else return fail(a, USAGE, "unexpected argument \"%s\"", arg);
     return DONE;
 }
 
-/* --flag VALUE, --flag=VALUE, or the model's file name alone. */
+/* The option that a command knows by this name, or NULL. */
+static const flag *find_flag(const command *cmd, const char *arg, size_t n) {
+    const char *name;
+    for (const flag *f = flags; f < flags + N_FLAGS; f++) {
+        const char *at = f->takes & (1u << (cmd - commands)) ? f->names : NULL;
+        for (size_t len; at && (len = next_name(&at, &name)) > 0;) if (len == n && memcmp(name, arg, n) == 0) return f;
+    }
+    return NULL;
+}
+
+/* --option VALUE, --option=VALUE, the model's file name or the prompt alone. */
 static int parse(app *a, int argc, char **argv) {
     int code;
-    uint32_t bit = 1u << (a->cmd - commands);
-    const flag *f, *end = flags + N_FLAGS;
-    for (int i = 2; i < argc; i++) {
-        const char *arg = argv[i], *value = arg[0] == '-' ? strchr(arg, '=') : NULL;
-        size_t n = value ? (size_t)(value++ - arg) : strlen(arg);
+    const uint32_t bit = 1u << (a->cmd - commands);
+    for (int i = 2; i < argc && !a->o.help; i++) {
+        const char *arg = argv[i], *equals = arg[0] == '-' ? strchr(arg, '=') : NULL;
+        const size_t n = equals ? (size_t)(equals - arg) : strlen(arg);
         if (arg[0] != '-') {
-            if (!(FILES & bit) || a->o.gguf) return fail(a, USAGE, "unexpected argument \"%s\"", arg);
-            a->o.gguf = arg;
+            if ((code = parse_plain(a, arg))) return code;
             continue;
         }
-        for (f = flags; f < end; f++)
-            if (f->takes & bit && strlen(f->name) == n && memcmp(f->name, arg, n) == 0) break;
-        if (f == end) return fail(a, USAGE, "unknown flag \"%s\" (see --help)", arg);
-        if (f->kind == SWITCH && value) return fail(a, USAGE, "%s: takes no value, got \"%s\"", f->name, value);
-        if (f->kind != SWITCH && !value && !(value = argv[++i])) return fail(a, USAGE, "%s: want a value", f->name);
-        if ((code = parse_flag(a, f, value))) return code;
-        if (a->o.help) return DONE;
+        given x = {find_flag(a->cmd, arg, n), arg, equals ? equals + 1 : NULL, (int)n};
+        if (!x.f) return unknown_option(a, arg, n);
+        if (x.f->kind == SWITCH && equals)
+            return fail(a, USAGE, "%.*s: takes no value, got \"%s\"", (int)n, arg, x.value);
+        if (x.f->kind != SWITCH && !x.value && !(x.value = argv[++i])) return fail(a, USAGE, "%s: want a value", arg);
+        if ((code = parse_value(a, &x))) return code;
     }
-    for (f = flags; f < end; f++) {
+    for (const flag *f = flags; f < flags + N_FLAGS && !a->o.help; f++) {
         const char *text = "";
         if (f->needs & bit) memcpy(&text, (const char *)&a->o + f->target, sizeof text); /* only TEXT is needed */
-        if (!text) return fail(a, USAGE, "%s is needed (see --help)", f->name);
+        if (text) continue;
+        if (f->target == AT(gguf)) return fail(a, USAGE, "want a model: rocmforge_cli %s MODEL.gguf", a->cmd->name);
+        return fail(a, USAGE, "%s is needed (see rocmforge_cli help %s)", f->names, a->cmd->name);
     }
     return DONE;
+}
+
+static const command *find_command(const char *name) {
+    if (strcmp(name, "run") == 0) name = "chat";
+    for (size_t i = 0; i < N_COMMANDS; i++) if (strcmp(commands[i].name, name) == 0) return &commands[i];
+    return NULL;
 }
 
 static int run(app *a, int argc, char **argv) {
     int code;
     const char *name = argc > 1 ? argv[1] : "";
+    if (argc < 2) return fail(a, USAGE, "want a command (rocmforge_cli help lists them)");
     if (strcmp(name, "--version") == 0) return printf("rocmforge_cli %s\n", rf_version()), DONE;
-    if (strcmp(name, "--help") == 0) return print_help(NULL);
-    for (size_t i = 0; i < N_COMMANDS; i++)
-        if (strcmp(commands[i].name, name) == 0) a->cmd = &commands[i];
-    if (argc < 2) return fail(a, USAGE, "want a command (see rocmforge_cli --help)");
-    if (!a->cmd) return fail(a, USAGE, "unknown command \"%s\" (see rocmforge_cli --help)", name);
+    int help = strcmp(name, "help") == 0 || strcmp(name, "--help") == 0 || strcmp(name, "-h") == 0;
+    if (help && argc < 3) return print_help(NULL);
+    if (help) name = argv[2];
+    const command *cmd = find_command(name);
+    if (!cmd) return unknown_command(a, name);
+    if (help) return print_help(cmd);
+    a->cmd = cmd;
     if ((code = parse(a, argc, argv))) return code;
-    return a->o.help ? print_help(a->cmd) : a->cmd->run(a);
+    return a->o.help ? print_help(cmd) : cmd->run(a);
 }
 
 int main(int argc, char **argv) {
-    app a = {.o = {.max_tokens = 256, .bos = 1, .n_prompt = 512, .n_decode = 128, .n_repeat = 3,
-                   .depths = "0", .peak = 1000000000,
-                   .temp = -1, .top_k = NOT_GIVEN, .top_p = -1, .min_p = -1, .repeat_penalty = -1}, .start = now()};
-    signal(SIGPIPE, SIG_IGN);      /* a closed pipe is a failed write, noticed below */
+    app a = {.o = {.max_tokens = NOT_GIVEN, .bos = 1, .n_prompt = 512, .n_decode = 128, .n_repeat = 3, .depths = "0",
+                   .peak = 1000000000, .temp = NAN, .top_k = NOT_GIVEN, .top_p = NAN, .min_p = NAN, .seed = NOT_GIVEN,
+                   .repeat_penalty = NAN, .frequency_penalty = NAN, .presence_penalty = NAN}, .start = now()};
+    signal(SIGPIPE, SIG_DFL);      /* `| head` ends us without a word                */
     for (int fd = 0; fd < 3; fd++) /* a file opened later must not become stdout     */
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDONLY) != fd) return FAILED;
     int code = run(&a, argc, argv);

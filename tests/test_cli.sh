@@ -36,29 +36,48 @@ says() { verdict "$1: stderr names $2" grep -qF -- "$2" "$t/err"; }
 
 expect 0 version --version
 verdict "version on stdout" grep -q '^rocmforge_cli [0-9]' "$t/out"
+for words in help -h; do
+    expect 0 "$words" $words
+    verdict "$words lists commands" grep -q '^  generate ' "$t/out"
+done
+expect 0 "help COMMAND" help embed
+verdict "help COMMAND: its options" grep -q '^  --pooling mean|last|cls  ' "$t/out"
+verdict "help COMMAND: no others" sh -c "! grep -e --temp '$t/out'"
+expect 0 "run is chat" help run
+verdict "run is chat" grep -q '^rocmforge_cli chat: ' "$t/out"
 expect 0 help --help
 commands=$(sed -n 's/^  \([a-z][a-z]*\) .*/\1/p' "$t/out")
-for c in generate chat inspect plan check tokenize dequant embed logits bench; do
+for c in chat generate inspect plan check tokenize dequant embed logits bench; do
     verdict "--help lists $c" sh -c "printf '%s\n' '$commands' | tr ' ' '\n' | grep -qx $c"
     expect 0 "$c --help" $c --help
     verdict "$c --help on stdout only" [ -s "$t/out" ] && verdict "$c --help: stderr" [ ! -s "$t/err" ]
 done
 expect 2 "no command" && says "no command" "want a command"
 expect 2 "unknown command" frobnicate && says "unknown command" frobnicate
-expect 2 "unknown flag" generate --gguf $model --prompt a --frobnicate && says "unknown flag" --frobnicate
-expect 2 "flag of another command" inspect $model --temp 1 && says "flag of another command" --temp
+expect 2 "help of an unknown command" help frobnicate && says "help of an unknown command" frobnicate
+expect 2 "mistyped command" genrate && says "mistyped command" "did you mean generate?"
+expect 2 "unknown option" generate --gguf $model --prompt a --frobnicate && says "unknown option" --frobnicate
+expect 2 "mistyped option" generate $model --promt a && says "mistyped option" "did you mean --prompt?"
+expect 2 "shortened option" bench $model --expert-pre && says "shortened option" "did you mean --expert-prefetch?"
+expect 2 "option of another command" inspect $model --temp 1 && says "option of another command" "--temp is no option of inspect"
 expect 2 "missing value" generate --gguf $model --prompt && says "missing value" --prompt
-expect 2 "missing model" generate --prompt a && says "missing model" --gguf
-expect 2 "missing prompt" generate --gguf $model
+expect 2 "missing model" generate --prompt a && says "missing model" "want a model"
+expect 2 "missing option" logits $model --out "$t/l" && says "missing option" --tokens
+expect 2 "missing prompt" generate --gguf $model && says "missing prompt" --prompt-file
 expect 2 "two prompts" generate --gguf $model --prompt a --prompt-file b
 expect 2 "switch with a value" inspect $model --json=1 && says "switch with a value" --json
 expect 2 "second model" inspect $model $model
-for v in "" x 1x 1.5 -1 +1 " 1" 0x10 99999999999999999999; do
+for v in "" x 1x 1.5 -2 +1 " 1" 0x10 99999999999999999999; do
     expect 2 "max-tokens '$v'" generate --gguf $model --prompt a --max-tokens "$v" && says "max-tokens '$v'" "\"$v\""
 done
 for v in "" x 1x -1 nan inf 0x1p1 1e9 " 1"; do
     expect 2 "temp '$v'" generate --gguf $model --prompt a --temp "$v" && says "temp '$v'" --temp
 done
+for v in "" x 1 1+ +1 -1+1 1+x 1+nan 1x2 99999999999999999999+1; do
+    expect 2 "logit bias '$v'" generate --gguf $model --prompt a --logit-bias "$v" && says "logit bias '$v'" "\"$v\""
+done
+expect 1 "logit bias of no token" generate --gguf $model --prompt a --logit-bias 1024+1 && says "logit bias of no token" 1024
+expect 1 "ctx without memory" generate --gguf $model --prompt a --ctx 16777216 && says "ctx without memory" "--ctx 16777216: "
 expect 2 "threads 257" generate --gguf $model --prompt a --threads 257 && says "threads 257" --threads
 expect 2 "ctx 0" generate --gguf $model --prompt a --ctx=0 && says "ctx 0" --ctx
 expect 2 "kv f64" generate --gguf $model --prompt a --kv f64 && says "kv f64" "f16|f32"
@@ -77,6 +96,8 @@ head -c 1000000 $model >"$t/cut-data.gguf"
 : >"$t/empty.gguf"
 printf 'GGML\003\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000\000' >"$t/magic.gguf"
 mkdir "$t/directory.gguf"
+name=$(printf 'm\303\274ller.gguf')
+expect 1 "a name in UTF-8" inspect "$t/$name" && says "a name in UTF-8" 'm\xc3\xbcller.gguf: '
 for b in missing directory cut-metadata cut-data magic empty; do
     b=$b.gguf f=$t/$b.gguf
     expect 1 "generate $b" generate --gguf "$f" --prompt a && says "generate $b" "$b"
@@ -119,8 +140,36 @@ for isa in scalar avx2 avxvnni avx512 neon i8mm; do
     verdict "make run, $isa: the text, after its prompt" cmp "$t/out" tests/expected_run.txt
     verdict "make run, $isa: one line of figures" [ "$(grep -c '^open .* decode 73 tokens' "$t/err")" -eq "$(wc -l <"$t/err")" ]
 done
-expect 0 "generate --max-tokens 0" generate --gguf $model --prompt a --max-tokens 0 --ctx 40
-verdict "generate --max-tokens 0 fills the context" grep -q 'decode 39 tokens .* stopped: context full' "$t/err"
+for n in 0 -1; do
+    expect 0 "generate -n $n" generate $model a -n $n --ctx 40 --temp 0
+    verdict "generate -n $n fills the context" grep -q 'decode 39 tokens .* stopped: context full' "$t/err"
+done
+# the same prompt in other words
+set -- -n 30 --temperature 0
+for words in "-m $model -f $t/prompt --raw" "$model --raw" "$model --raw -f -" "--model=$model --raw --prompt-file=$t/prompt -t 1 -c 300 -b 3 -s 7"; do
+    input=$t/prompt expect 0 "generate $words" generate $words "$@"
+    verdict "generate $words: the golden text" cmp "$t/out" tests/expected_generate.txt
+done
+input=$t/prompt expect 0 "generate MODEL PROMPT" generate $model "$(cat "$t/prompt")" "$@"
+verdict "generate MODEL PROMPT: the golden text" cmp "$t/out" tests/expected_generate.txt
+printf '%s\n' "$(cat "$t/prompt")" >"$t/prompt-line"
+input=$t/prompt-line expect 0 "generate from a pipe" generate $model "$@"
+verdict "generate from a pipe: its last newline is no text" cmp "$t/out" tests/expected_generate.txt
+# without a seed: another text each time, again with the seed that was printed
+expect 0 "no seed" generate $model "$(cat "$t/prompt")" -n 30
+cp "$t/out" "$t/unseeded"
+seed=$(sed -n 's/^open .*, seed \([0-9]*\), stopped: .*/\1/p' "$t/err")
+verdict "no seed: it is printed" [ -n "$seed" ]
+expect 0 "that seed" generate $model "$(cat "$t/prompt")" -n 30 --seed "$seed" --top-p 0.95 --min-p 0.05 --temp 0.8
+verdict "that seed and the defaults: the same text" cmp "$t/out" "$t/unseeded"
+verdict "that seed: it is not printed" sh -c "! grep -q 'seed' '$t/err'"
+expect 0 "another seed" generate $model "$(cat "$t/prompt")" -n 30
+verdict "another seed: another text" sh -c "! cmp -s '$t/out' '$t/unseeded'"
+expect 0 "penalties" generate $model "$(cat "$t/prompt")" "$@" --frequency-penalty 2 --presence-penalty 1 --repeat-last-n 8
+verdict "penalties: another text" sh -c "! cmp -s '$t/out' tests/expected_generate.txt"
+# the ids of the golden text come further below: 267 is its first, 261 its second
+expect 0 "logit bias" generate $model "$(cat "$t/prompt")" -n 1 --temp 0 --logit-bias 267-inf --logit-bias 261+1000
+verdict "logit bias: the token that has it" [ "$(cat "$t/out")" = "$(echo '[261]' | "$cli" tokenize $model --decode)" ]
 expect 0 "context full" generate --gguf $model --prompt-file "$t/prompt" --ctx 20 --max-tokens 30
 verdict "context full is said" grep -q 'stopped: context full' "$t/err"
 expect 0 "echo" generate --gguf $model --prompt-file "$t/prompt" --raw --max-tokens 30 --temp 0 --echo
@@ -163,15 +212,94 @@ else
 fi
 
 printf 'Good night\n/reset\nGood night\n/quit\nnot read\n' >"$t/talk"
-input=$t/talk expect 0 "chat" chat --gguf $model --max-tokens 12 --ctx 100
+input=$t/talk expect 0 "chat" chat --gguf $model --max-tokens 12 --ctx 100 --stats --temp 0
 n=$(wc -c <"$t/out")
 head -c $((n / 2)) "$t/out" >"$t/first" && tail -c $((n / 2)) "$t/out" >"$t/second"
 verdict "chat answers" [ "$n" -gt 8 ]
 verdict "chat: after /reset the same answer" cmp "$t/first" "$t/second"
 verdict "chat: what the session holds is not evaluated again" [ "$(grep -c 'prefill 1 tokens' "$t/err")" -eq 1 ]
 printf 'Good night\nGood night\n' >"$t/talk"
-input=$t/talk expect 0 "chat goes on" chat --gguf $model --max-tokens 12 --ctx 100
+input=$t/talk expect 0 "chat goes on" run $model --max-tokens 12 --ctx 100
 verdict "chat: no escape codes" sh -c "! cat '$t/out' '$t/err' | grep -q '$esc'"
+verdict "chat: figures on request only" sh -c "! grep -q '^open' '$t/err'"
+# /regen and /load give the messages of the first turn again, so that the answer is the same
+{
+    printf '/system You are \303\274ber\nGood night\n/save %s\n/regen\n' "$t/saved.json"
+    printf '/undo\n/clear\n/system\n/load %s\n/regen\n/save %s\n' "$t/saved.json" "$t/again.json"
+} >"$t/talk"
+input=$t/talk expect 0 "chat commands" chat $model -n 12 -c 200 --temp 0
+n=$(($(wc -c <"$t/out") / 3))
+head -c $n "$t/out" >"$t/first"
+{ cat "$t/first" "$t/first" "$t/first"; } >"$t/want"
+verdict "chat: three times the same answer" [ $n -gt 2 ] && verdict "chat: the same answer" cmp "$t/out" "$t/want"
+verdict "chat: /load and /save" cmp "$t/saved.json" "$t/again.json"
+verdict "chat: /save as JSON" grep -q '^\[{"role": "system", "content": "You are \\u00fcber"},$' "$t/saved.json"
+# hostile files: one line that says where, and the conversation stays
+printf '%s' '[{"role": "user", "content": "\ud83d\ude00 \u00e9\n\u0000 \ud800x"}]' >"$t/escapes.json"
+printf '/load %s\n/save %s\n' "$t/escapes.json" "$t/again.json" >"$t/talk"
+input=$t/talk expect 0 "chat: escapes" chat $model
+verdict "chat: escapes" grep -qxF '[{"role": "user", "content": "\ud83d\ude00 \u00e9\u000a  \ufffdx"}]' "$t/again.json"
+n=0
+for text in '' '{' '[' '[{}]' '[1]' '[{"role": "user"}]' '[{"role": "user", "content": 1}]' '[{"role": "king", "content": ""}]' \
+    '[{"role": "user", "content": "' '[{"role": "user", "content": "\x"}]' '[{"role": "user", "content": "\u12"}]' \
+    '[{"role": "user", "content": ""}' '[{"role": "user", "content": ""}] x' '[{"role" "user"}]' '[{"": "user"}]' '[,]'; do
+    n=$((n + 1))
+    printf '%s' "$text" >"$t/bad$n.json"
+    printf '/load %s\n' "$t/bad$n.json" >"$t/talk"
+    input=$t/talk expect 1 "chat: /load '$text'" chat $model && says "chat: /load '$text'" "bad$n.json: byte "
+done
+for line in /frobnicate /save "/undo 1"; do
+    echo "$line" >"$t/talk"
+    input=$t/talk expect 2 "chat: $line" chat $model && says "chat: $line" "${line%% *}"
+done
+echo /frobnicate >"$t/talk"
+input=$t/talk expect 2 "chat: unknown command" chat $model && says "chat: unknown command" "/help /bye /system"
+for line in /undo /regen "/load $t/missing" "/save $t/missing/x"; do
+    echo "$line" >"$t/talk"
+    input=$t/talk expect 1 "chat: $line" chat $model && says "chat: $line" "${line#* }"
+done
+printf '"""/bye\n"""\n/etc/hosts\n/bye\nnot read\n' >"$t/talk"
+input=$t/talk expect 0 "chat: no commands" chat $model -n 1 -c 200
+verdict "chat: no commands, but messages" [ "$(wc -l <"$t/out")" -ge 2 ]
+
+# on a terminal: (what to wait for, what to type then)..., the exit status, what is seen, what is not
+if have python3; then
+    cat >"$t/terminal.py" <<'PY'
+import os, pty, sys
+def talk(arguments, steps, status, seen=(), unseen=(), **environment):
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.environ.update({'TERM': 'xterm'}, **environment)
+        os.execv(sys.argv[1], sys.argv[1:3] + [sys.argv[3]] + arguments)
+    out, start = b'', 0
+    for step in list(steps) + [(None, b'')]:
+        while step[0] is None or step[0] not in out[start:]:
+            try: data = os.read(fd, 65536)
+            except OSError: data = b''
+            if not data: break
+            out += data
+        start = len(out)
+        if step[1]: os.write(fd, step[1])
+    code = os.waitpid(pid, 0)[1]
+    assert code == status << 8, (code, out)
+    for text in seen: assert text in out, (text, out)
+    for text in unseen: assert text not in out, (text, out)
+again = b'Ctrl-C again or /bye leaves'
+talk(['-n', '4', '--temp', '0'], [(b'> ', b'Hello\n'), (b'> ', b'/frobnicate\n'), (b'> ', b'"""a\n'), (b'. ', b'b"""\n'), (b'> ', b'/bye\n')],
+     0, [b'/help lists commands', b'/frobnicate is no command; there are /help /bye'], [b'open '])
+talk(['-n', '4'], [(b'> ', b'Hello\n'), (b'> ', b'\4')], 0)
+# an answer of many tokens is stopped, the chat goes on; twice ends it
+many = ['-c', '65536', '--temp', '0', '--logit-bias', '267+90']
+talk(many, [(b'> ', b'Hello\n'), (b' the the the', b'\3'), (again, b''), (b'> ', b'/stats\n'), (b'> ', b'/bye\n')], 0, [b'statistics are on'])
+talk(many, [(b'> ', b'Hello\n'), (b' the the the', b'\3'), (again, b''), (b'> ', b'\3')], 130)
+for environment in {'NO_COLOR': '1'}, {'TERM': 'dumb'}:
+    talk(['-n', '4'], [(b'> ', b'/bye\n')], 0, [], [b'\033[1', b'\033[2'], **environment)
+PY
+    if TERM=xterm timeout 60 python3 "$t/terminal.py" "$cli" chat $model >"$t/out" 2>"$t/err"; then pass
+    else bad "chat on a terminal"; tail -n 2 "$t/err"; fi
+else
+    skip "chat on a terminal" "no python3"
+fi
 
 # ---- tokens ----
 
@@ -393,13 +521,13 @@ verdict "closed stdout: exit 1" [ $? -eq 1 ]
     "$cli" generate --gguf $model --prompt a --max-tokens 4 2>"$t/err"
     echo $? >"$t/code"
 } | :
-verdict "closed pipe: exit 1" [ "$(cat "$t/code")" = 1 ]
-verdict "closed pipe: one line" [ "$(wc -l <"$t/err")" -eq 1 ]
+verdict "closed pipe: ended by SIGPIPE" [ "$(cat "$t/code")" = 141 ]
+verdict "closed pipe: not a word" [ ! -s "$t/err" ]
 
 if have timeout && timeout --foreground 5 true 2>/dev/null; then
     interrupt="timeout --foreground --preserve-status -k 20 -s INT"
     for seconds in 3 15 60; do # a busy machine may not have written the first word yet
-        $interrupt $seconds "$cli" generate --gguf $model --prompt-file "$t/prompt" --raw --max-tokens 60000 --ctx 65536 \
+        $interrupt $seconds "$cli" generate --gguf $model --prompt-file "$t/prompt" --raw --max-tokens 60000 --ctx 65536 --temp 0 \
             >"$t/out" 2>"$t/err"
         code=$?
         [ ! -s "$t/out" ] || break

@@ -357,7 +357,7 @@ static void check_json_string(const char *text, size_t n) {
     uint32_t *units = (uint32_t *)malloc((6 * n + 2) * sizeof *units);
     MUST(units != NULL, "out of memory");
     begin_capture(&c);
-    put_json(text, n);
+    put_json(stdout, text, n);
     end_capture(&c);
     long count = json_string(c.text, c.n, units), at = 0;
     MUST(count >= 0, "no JSON: %s", c.text);
@@ -405,8 +405,7 @@ static void check_command_line(app *a, pieces *p) {
     capture c;
     words[0] = name;
     while (n < 32 && (words[n] = next_piece(p, &n_bytes))) n++;
-    for (size_t i = 0; n > 1 && i < N_COMMANDS; i++)
-        if (strcmp(commands[i].name, words[1]) == 0) a->cmd = &commands[i];
+    if (n > 1) a->cmd = find_command(words[1]);
     if (a->cmd) {
         begin_capture(&c);
         int code = parse(a, n, words);
@@ -629,7 +628,7 @@ static const seed cli_seeds[] = {
     SEED("\1plain \"quoted\" \\ \n\x7f"),
     SEED("\1\xc3\xa9 \xf0\x9f\x98\x80 \xed\xa0\x80 \xff"), SEED("\2" "48656c6C6f"), SEED("\2" "0g"),
     SEED("\3generate\x1e--gguf\x1em.gguf\x1e--prompt=x\x1e--temp\x1e" "0.5\x1e--max-tokens=7"),
-    SEED("\3inspect\x1em.gguf\x1e--json"), SEED("\3tokenize\x1e--bos\x1e" "1\x1e--gguf=m"),
+    SEED("\3inspect\x1em.gguf\x1e--json"), SEED("\3run\x1em\x1e--n-predict\x1e-1\x1e--logit-bias=1+1\x1e--ctx"), SEED("\3tokenize\x1e--bos\x1e" "1\x1e--gguf=m"),
     SEED("\3" "bench\x1e-p\x1e" "5\x1e-r=2\x1e--kv\x1e" "f32\x1em"),
 };
 
