@@ -329,7 +329,7 @@ static void end_capture(capture *c) {
 }
 
 /* A JSON string back to its characters, by the grammar of RFC 8259; characters it stands for, or -1. */
-static long json_string(const char *s, size_t n, uint32_t *out) {
+static long read_string(const char *s, size_t n, uint32_t *out) {
     long count = 0;
     if (n < 2 || s[0] != '"' || s[n - 1] != '"') return -1;
     for (size_t i = 1; i < n - 1; count++) {
@@ -359,7 +359,7 @@ static void check_json_string(const char *text, size_t n) {
     begin_capture(&c);
     put_json(stdout, text, n);
     end_capture(&c);
-    long count = json_string(c.text, c.n, units), at = 0;
+    long count = read_string(c.text, c.n, units), at = 0;
     MUST(count >= 0, "no JSON: %s", c.text);
     for (size_t i = 0; i < n; at++) { /* UTF-16 units of the text, U+FFFD for what is no UTF-8 */
         uint32_t code = 0xfffd, len = utf8_next(text + i, n - i, &code);
@@ -418,10 +418,30 @@ static void check_command_line(app *a, pieces *p) {
     for (int i = 1; i < n; i++) free(words[i]);
 }
 
+/* A conversation to /load: all of it or one line that says why not, and what is loaded is saved and loaded as the same. */
+static void check_conversation(app *a, const char *text) {
+    capture c;
+    json j = {text, text, "file"};
+    char path[] = "/tmp/rf_fuzz_XXXXXX";
+    int fd = mkstemp(path);
+    MUST(fd >= 0 && close(fd) == 0, "mkstemp");
+    begin_capture(&c);
+    const int code = load_messages(a, &j);
+    const uint32_t n = a->n_messages;
+    const int saved = code ? DONE : slash_save(a, path), loaded = code ? DONE : slash_load(a, path);
+    end_capture(&c);
+    MUST(code == DONE ? c.n_errors == 0 : code == FAILED && strchr(c.errors, '\n') == c.errors + c.n_errors - 1,
+         "code %d: %s", code, c.errors);
+    MUST(saved == DONE && loaded == DONE && (code || a->n_messages == n), "%u messages: %u", n, a->n_messages);
+    unlink(path);
+    forget(a, 0);
+    free(a->messages), free(a->message.data), free(a->text.data), free(c.text), free(c.errors);
+}
+
 /* First byte: which input. */
 static void fuzz_cli(const unsigned char *data, size_t n) {
     pieces p = {data, data + n, 1};
-    unsigned what = next_byte(&p) % 4;
+    unsigned what = next_byte(&p) % 5;
     size_t left = (size_t)(p.end - p.at);
     app a = {0};
     bytes b = {.data = (char *)malloc(left + 1), .len = left, .capacity = left + 1};
@@ -432,6 +452,7 @@ static void fuzz_cli(const unsigned char *data, size_t n) {
     if (what == 1) check_json_string(b.data, left);
     if (what == 2 && from_hex(&b)) MUST(b.len == left / 2, "%zu bytes of %zu digits", b.len, left);
     if (what == 3) check_command_line(&a, &p);
+    if (what == 4) check_conversation(&a, b.data);
     free(b.data);
 }
 
@@ -628,6 +649,7 @@ static const seed cli_seeds[] = {
     SEED("\1plain \"quoted\" \\ \n\x7f"),
     SEED("\1\xc3\xa9 \xf0\x9f\x98\x80 \xed\xa0\x80 \xff"), SEED("\2" "48656c6C6f"), SEED("\2" "0g"),
     SEED("\3generate\x1e--gguf\x1em.gguf\x1e--prompt=x\x1e--temp\x1e" "0.5\x1e--max-tokens=7"),
+    SEED("\4[{\"role\": \"system\", \"content\": \"\\ud83d\\ude00\\n\"}, {\"content\": \"\", \"role\": \"user\"}]"), SEED("\4[]"),
     SEED("\3inspect\x1em.gguf\x1e--json"), SEED("\3run\x1em\x1e--n-predict\x1e-1\x1e--logit-bias=1+1\x1e--ctx"), SEED("\3tokenize\x1e--bos\x1e" "1\x1e--gguf=m"),
     SEED("\3" "bench\x1e-p\x1e" "5\x1e-r=2\x1e--kv\x1e" "f32\x1em"),
 };
