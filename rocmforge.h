@@ -1043,6 +1043,114 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
  * Memory none.   Threads: one call at a time per sampler. */
 ROCMFORGE_API void rf_sampler_accept(rf_sampler *s, int32_t token);
 
+/* ---- answers: thoughts, text, tool calls ---- */
+
+typedef enum rf_piece_kind { RF_PIECE_ANSWER = 0, RF_PIECE_THOUGHT = 1, RF_PIECE_CALL = 2 } rf_piece_kind;
+
+/* A part of what a model writes, valid during the call that gives it. */
+typedef struct rf_piece {
+    rf_piece_kind kind;
+    rf_string text; /* answer, thought: more of it; call: all of its arguments, a JSON object      */
+    rf_string name; /* call: of the function                                                       */
+    rf_string id;   /* call: what the model names it, or empty                                     */
+} rf_piece;
+
+/* Return nonzero to stop. */
+typedef int (*rf_piece_fn)(const rf_piece *piece, void *user);
+
+typedef struct rf_answer rf_answer;
+
+typedef struct rf_answer_desc {
+    rf_string chat_template; /* its source: which formats the model knows; empty: all but JSON without a marker */
+    rf_string prompt;        /* the end of the prompt: it may have opened a thought already        */
+    rf_string tools;         /* their definitions, JSON as in rf_chat.tools: the types of arguments that are written as
+                                bare text; empty: what is a JSON value is taken for one            */
+    rf_piece_fn on_piece;
+    void *user;
+    uint32_t max_bytes;      /* of one tool call; 0 = 1 MiB. A longer one is text                   */
+    rf_allocator allocator;
+} rf_answer_desc;
+
+/* Split what a model writes, while it writes, into thoughts, answer and tool calls, as the model's chat template writes
+ * them. What is no well-formed call is text; an unfinished thought is a thought. White space around thoughts and calls
+ * is dropped. Formats:
+ *   thoughts  <think>, [THINK], <seed:think>, Gemma 4's and gpt-oss's channels, Command R's and Apertus' tokens
+ *   calls     JSON (Hermes, Qwen, Llama 3, Mistral, Granite, Apriel, Apertus, Command R, functionary, GigaChat), XML
+ *             (Qwen3-Coder, Nemotron, Seed, Step, MiniMax), GLM, DeepSeek, Kimi, LFM2's Python, Gemma 4, gpt-oss
+ *   desc  in   copied, but for tools, which are borrowed;   out  the object, NULL on failure
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_MEMORY.   Threads: one call at a time per object. */
+ROCMFORGE_API rf_result rf_answer_open(const rf_answer_desc *desc, rf_answer **out, rf_error *err);
+ROCMFORGE_API rf_result rf_answer_close(rf_answer *a, rf_error *err);
+
+/* More of the text, control tokens included (RF_DETOKENIZE_SPECIAL) where rf_answer_knows them. Pieces are given out as
+ * soon as it is decided what they are: however the text is cut, they add up to the same.
+ * Returns RF_OK; RF_ERR_CANCELLED (on_piece asked); RF_ERR_MEMORY.   Memory at most 9 x max_bytes, for calls.
+ * Cost O(text). */
+ROCMFORGE_API rf_result rf_answer_feed(rf_answer *a, rf_string text, rf_error *err);
+
+/* The text has ended: give out what was held back. rf_answer_feed then begins a new text. Returns, Memory as above. */
+ROCMFORGE_API rf_result rf_answer_finish(rf_answer *a, rf_error *err);
+
+/* 1 if the text of a control token belongs to a marker of the template's formats; others are not to be shown. */
+ROCMFORGE_API int rf_answer_knows(const rf_answer *a, rf_string token);
+
+/* ---- from prompt or messages to text ---- */
+
+/* Why a generation ended. */
+typedef enum rf_finish {
+    RF_FINISH_END = 0,       /* the model's end token                                              */
+    RF_FINISH_CALL = 1,      /* the same, after tool calls: answer them and go on                  */
+    RF_FINISH_STOP = 2,      /* a stop text                                                        */
+    RF_FINISH_LENGTH = 3,    /* max_tokens                                                         */
+    RF_FINISH_CONTEXT = 4,   /* the sequence is full                                               */
+    RF_FINISH_CANCELLED = 5  /* a callback or rf_session_cancel                                    */
+} rf_finish;
+
+/* What to generate. Zero but for one of prompt, ids and chat will do. */
+typedef struct rf_generate_desc {
+    rf_string prompt;        /* text, tokenized with RF_TOKENIZE_ADD unless `append`               */
+    uint32_t prompt_special; /* 1: it may name special tokens (RF_TOKENIZE_SPECIAL)                */
+    const int32_t *ids;      /* or [n_ids] tokens                                                  */
+    uint32_t n_ids;
+    const rf_chat *chat;     /* or messages, with the opening of the answer                        */
+    int32_t seq;             /* the session's sequence                                             */
+    uint32_t append;         /* 1: prompt or ids go on after what the sequence holds; 0: the sequence is made to hold
+                                them, and keeps the prefix that it holds already                   */
+    rf_sampler *sampler;     /* NULL: greedy. The last tokens of the prompt become its history     */
+    uint32_t max_tokens;     /* 0: no limit but the context                                        */
+    const char *const *stop; /* [n_stop] texts that end the answer and are not given out           */
+    uint32_t n_stop;
+    uint32_t drop_turns;     /* chat: 1: where the context is too small leave out the oldest turns, but for system
+                                messages and the last turn; also in the middle of an answer. 0: RF_ERR_CONTEXT_FULL, in
+                                an answer RF_FINISH_CONTEXT                                        */
+    rf_piece_fn on_piece;    /* of a chat thoughts, answer and calls (rf_answer_open); else all is answer */
+    int (*on_token)(int32_t token, void *user); /* each token chosen, the end token too; nonzero: stop */
+    void *user;              /* of both                                                            */
+} rf_generate_desc;
+
+typedef struct rf_generate_result {
+    rf_finish finish;
+    uint32_t n_prompt;       /* tokens of the prompt                                               */
+    uint32_t n_reused;       /* of these, held by the sequence already                             */
+    uint32_t n_generated;    /* tokens chosen, the end token too                                   */
+    uint32_t n_calls;        /* tool calls given out                                               */
+    uint32_t n_dropped;      /* messages left out                                                  */
+    uint32_t stop_index;     /* which stop text, with RF_FINISH_STOP                               */
+    int32_t last_token;      /* chosen last, not in the sequence; -1: none. To go on after RF_FINISH_LENGTH give it
+                                as ids, with append                                                */
+} rf_generate_result;
+
+/* Generate text. Tokens that the sequence holds stay as they are where the new prompt has the same text: what a model
+ * wrote is not tokenized anew in the next turn, so that only new text is evaluated.
+ *   result  out  may be NULL
+ * Returns RF_OK, with the reason in result->finish; RF_ERR_ARGUMENT; RF_ERR_CONTEXT_FULL (the prompt does not fit; with
+ * drop_turns: nor does its last turn), the sequence unchanged; errors of rf_chat_tokenize, rf_session_eval (not of
+ * cancelling) and the sampler's, with result filled.
+ * Memory O(prompt + context) during the call.   Cost: rf_session_eval of what is new, then of each token.
+ * Threads: one call at a time per session. */
+ROCMFORGE_API rf_result rf_generate(rf_session *s, const rf_generate_desc *desc, rf_generate_result *result,
+                                    rf_error *err);
+
 /* ---- continuous batching ---- */
 
 typedef struct rf_scheduler rf_scheduler;
