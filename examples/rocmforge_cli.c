@@ -500,8 +500,9 @@ static int json_string(app *a, json *j, bytes *out) {
         if (*j->at == 0) return fail_json(a, j, "the end of a string");
         if (*j->at != '\\') continue;
         const char *letter = j->at[1] ? strchr(letters, j->at[1]) : NULL;
-        uint32_t c = letter ? (uint32_t)(unsigned char)values[letter - letters] : json_hex(j->at + 2), low;
-        if (!letter && (j->at[1] != 'u' || c == UINT32_MAX)) return fail_json(a, j, "an escape sequence");
+        uint32_t c = j->at[1] == 'u' ? json_hex(j->at + 2) : UINT32_MAX, low;
+        if (letter) c = (unsigned char)values[letter - letters];
+        if (c == UINT32_MAX) return fail_json(a, j, "an escape sequence");
         j->at += letter ? 2 : 6;
         if (c >= 0xd800 && c < 0xdc00 && j->at[0] == '\\' && j->at[1] == 'u' && (low = json_hex(j->at + 2)) >= 0xdc00 &&
             low < 0xe000)
@@ -854,7 +855,7 @@ static int slash_load(app *a, const char *path) {
     if (code == DONE) {
         for (uint32_t i = 0; i < n_before; i++) free((void *)(uintptr_t)a->messages[i].content);
         a->n_messages = n = a->n_messages - n_before;
-        memmove(a->messages, a->messages + n_before, n * sizeof *a->messages);
+        if (n) memmove(a->messages, a->messages + n_before, n * sizeof *a->messages);
         if (a->talks) fprintf(stderr, "%u messages\n", n);
     }
     free(text.data);
