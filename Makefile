@@ -64,12 +64,21 @@ check-c: $(TESTS)    ## run the C suites alone (see the Makefile for sanitizer b
 FUZZ_SECONDS = 60
 FUZZ_JOBS    = 2
 FUZZ_TARGETS = gguf files tokenizer template cli
-fuzz: $(B)/fuzz $(B)/test_fuzz    ## fuzz each target (clang); FUZZ_SECONDS=60 FUZZ_JOBS=2; corpora are kept in build/fuzz.d
+fuzz: fuzz-inputs fuzz-models    ## both of these; FUZZ_SECONDS=60 each
+
+fuzz-inputs: $(B)/fuzz $(B)/test_fuzz    ## fuzz bytes, each target (clang); FUZZ_JOBS=2; corpora are kept in build/fuzz.d
 	@mkdir -p $(B)/fuzz.d && ./$(B)/test_fuzz seeds $(B)/fuzz.d
 	printf '%s\n' $(FUZZ_TARGETS) | xargs -P $(FUZZ_JOBS) -I T sh -c './$(B)/fuzz T -dict=tests/fuzz.dict -timeout=5 \
 	  -rss_limit_mb=2048 -max_len=16384 -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 -verbosity=0 \
 	  -artifact_prefix=$(B)/fuzz.d/T- $(B)/fuzz.d/T >$(B)/fuzz.d/T.log 2>&1 || { tail -n 40 $(B)/fuzz.d/T.log; exit 1; }'
 	@for t in $(FUZZ_TARGETS); do echo "$$t: $$(sed -n 's/^stat::number_of_executed_units: *//p' $(B)/fuzz.d/$$t.log) inputs"; done
+
+# gcc: clang takes minutes for the kernels
+fuzz-models:    ## fuzz whole models, on the CPU and emulated GPUs (sanitizers); FUZZ_SEED=1
+	@mkdir -p $(B)/fuzz.d
+	$(MAKE) $(B)/asan_emu/fuzz_models B=$(B)/asan_emu CC=gcc CXX=g++ \
+	  CFLAGS="-g1 -O1 -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=address,undefined"
+	./$(B)/asan_emu/fuzz_models $(FUZZ_SECONDS) $(or $(FUZZ_SEED),1) $(B)/fuzz.d
 
 $(B)/fuzz: tests/test_fuzz.c examples/rocmforge_cli.c $(HEADERS)
 	@mkdir -p $(@D)
@@ -146,8 +155,9 @@ $(B)/hip_model: tests/hip_model.c
 $(B)/hip_goldens: tests/test_goldens.c
 $(B)/hip_recurrent: tests/test_recurrent.c
 $(B)/rocmforge_cli_emu: examples/rocmforge_cli.c
-$(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/rocmforge_cli_emu: $(B)/kernels_emu.o $(B)/rocmforge.a
-	$(CC) $(CFLAGS) -DRF_TEST_EMU -DROCMFORGE_IMPLEMENTATION_DONE -I. -c $(filter %.c,$^) -o $@.o
-	$(CXX) $(CFLAGS) $@.o $(filter-out %.c,$^) -o $@ $(LIBS)
+$(B)/fuzz_models: tests/fuzz_models.c examples/rocmforge_cli.c $(HEADERS)
+$(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/rocmforge_cli_emu $(B)/fuzz_models: $(B)/kernels_emu.o $(B)/rocmforge.a
+	$(CC) $(CFLAGS) -DRF_TEST_EMU -DROCMFORGE_IMPLEMENTATION_DONE -I. -c $(firstword $(filter %.c,$^)) -o $@.o
+	$(CXX) $(CFLAGS) $@.o $(filter %.o %.a,$^) -o $@ $(LIBS)
 
-.PHONY: all run fuzz programs test test-emu test-emu-full test-gpu hip-check check-c gpu gpu-nvidia deps clean help
+.PHONY: all run fuzz fuzz-inputs fuzz-models programs test test-emu test-emu-full test-gpu hip-check check-c gpu gpu-nvidia deps clean help

@@ -2006,11 +2006,44 @@ static int compare_op(app *a, struct comparison *c, uint32_t i, const rf_step *s
     return wait_for(a, &c->sides[0], &t);
 }
 
-/* Run the same rows through sessions, where devices fuse ops. */
-static int compare_sessions(app *a, struct comparison *c, const int32_t *tokens, double *d) {
+static int open_comparison(app *a) {
     int code;
+    struct comparison *c = a->comparison = calloc(1, sizeof *c);
+    if (!c) return no_memory(a);
+    rf_device_desc desc = {.n_threads = (uint32_t)a->o.threads};
+    if ((code = lib(a, rf_device_open("cpu", &desc, &c->cpu, &a->err)))) return code;
+    c->p = rf_model_get_plan(a->m);
+    if ((code = place_buffers(a, c))) return code;
+    if ((code = open_side(a, c, &c->sides[0], a->d))) return code;
+    return open_side(a, c, &c->sides[1], c->cpu);
+}
+
+static int32_t check_token(const app *a, uint32_t i) { return (int32_t)((i * 7919u + 1u) % a->info.n_vocab); }
+
+static int compare_ops(app *a) {
+    int code;
+    struct comparison *c = a->comparison;
+    for (uint32_t first = 0; first <= CHECK_PROMPT; first += CHECK_PROMPT) {
+        rf_step_row rows[CHECK_PROMPT];
+        uint32_t n = first ? 1 : CHECK_PROMPT, last = n - 1;
+        for (uint32_t i = 0; i < n; i++)
+            rows[i] = (rf_step_row){.token = check_token(a, first + i), .pos = (int32_t)(first + i),
+                                    .logits_row = i == last ? 0 : -1, .from = first != 0,
+                                    .to = i == last ? 1 + (first != 0) : 0};
+        rf_step step = {.rows = rows, .logit_rows = &last, .n_rows = n, .n_logits = 1};
+        for (uint32_t i = 0; i < c->p->n_ops && !interrupted; i++) if ((code = compare_op(a, c, i, &step))) return code;
+    }
+    return DONE;
+}
+
+/* Run the same rows through sessions, where devices fuse ops. */
+static int compare_sessions(app *a, double *d) {
+    int code;
+    struct comparison *c = a->comparison;
+    int32_t tokens[CHECK_PROMPT + 1];
     rf_session_desc desc = {.n_ctx = CHECK_CTX};
     float *logits[2];
+    for (uint32_t i = 0; i <= CHECK_PROMPT; i++) tokens[i] = check_token(a, i);
     c->sides[0].m = a->m;
     if ((code = lib(a, rf_model_open(a->g, c->cpu, NULL, &c->sides[1].m, &a->err)))) return code;
     for (int k = 0; k < 2; k++)
@@ -2028,28 +2061,11 @@ static int compare_sessions(app *a, struct comparison *c, const int32_t *tokens,
 
 static int check_device(app *a) {
     int code;
-    struct comparison *c = a->comparison = calloc(1, sizeof *c);
-    int32_t tokens[CHECK_PROMPT + 1];
     double whole = 0;
-    if (!c) return no_memory(a);
-    rf_device_desc desc = {.n_threads = (uint32_t)a->o.threads};
-    if ((code = lib(a, rf_device_open("cpu", &desc, &c->cpu, &a->err)))) return code;
-    c->p = rf_model_get_plan(a->m);
-    if ((code = place_buffers(a, c))) return code;
-    if ((code = open_side(a, c, &c->sides[0], a->d))) return code;
-    if ((code = open_side(a, c, &c->sides[1], c->cpu))) return code;
-    for (uint32_t i = 0; i <= CHECK_PROMPT; i++) tokens[i] = (int32_t)((i * 7919u + 1u) % a->info.n_vocab);
-    for (uint32_t first = 0; first <= CHECK_PROMPT; first += CHECK_PROMPT) {
-        rf_step_row rows[CHECK_PROMPT];
-        uint32_t n = first ? 1 : CHECK_PROMPT, last = n - 1;
-        for (uint32_t i = 0; i < n; i++)
-            rows[i] = (rf_step_row){.token = tokens[first + i], .pos = (int32_t)(first + i),
-                                    .logits_row = i == last ? 0 : -1, .from = first != 0,
-                                    .to = i == last ? 1 + (first != 0) : 0};
-        rf_step step = {.rows = rows, .logit_rows = &last, .n_rows = n, .n_logits = 1};
-        for (uint32_t i = 0; i < c->p->n_ops && !interrupted; i++) if ((code = compare_op(a, c, i, &step))) return code;
-    }
-    if ((code = compare_sessions(a, c, tokens, &whole))) return code;
+    if ((code = open_comparison(a))) return code;
+    if ((code = compare_ops(a))) return code;
+    if ((code = compare_sessions(a, &whole))) return code;
+    const struct comparison *c = a->comparison;
     const rf_op *op = &c->p->ops[c->largest_op];
     rf_device_info d = rf_device_get_info(a->d);
     printf("ok: %s as the CPU: %u ops, by at most %.2g of the largest value (op %u, %s), logits by %.2g\n", d.name,

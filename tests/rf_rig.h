@@ -97,4 +97,26 @@ RIG_FN int64_t saved_read(void *data, size_t n, void *user) {
     return (int64_t)n;
 }
 
+/* Change header, tokens or values of a saved sequence, and make its checksum (FNV-1a of all before it) right again. */
+RIG_FN void saved_forge(saved *f, mg_rng *r) {
+    static const uint32_t odd[] = {0, 1, 2, 7, 0x7f, 0xff, 0x3c00, 0x7c00, 0x7e00, 0x7f800000, 0x7fc00000, 0x7fffffff, 0x80000000,
+                                   0xfffffffe, 0xffffffff};
+    const size_t end = f->n - 8, parts[] = {end < 104 ? end : 104, end < 144 ? end : 144, end};
+    for (uint32_t k = 1 + mg_below(r, 4); k > 0; k--) {
+        const size_t at = mg_below(r, (uint32_t)parts[mg_below(r, 3)]), left = end - at;
+        const uint32_t v = odd[mg_below(r, sizeof odd / sizeof *odd)], fields[] = {16, 20, 56, 72, 76, 80, 84, 88, 96, 100};
+        switch (mg_below(r, 5)) {
+        case 0: f->data[at] ^= (unsigned char)(1u << mg_below(r, 8)); break;
+        case 1: memcpy(f->data + at, &v, left < 4 ? left : 4); break;
+        case 2: memcpy(f->data + at / 2 * 2, &v, left < 2 ? 1 : 2); break;
+        case 3: memcpy(f->data + fields[mg_below(r, 10)], &v, 4); break;
+        default: f->data[80 + 4 * mg_below(r, 2)] = (unsigned char)mg_below(r, 20); /* n_tokens or min_keep */
+        }
+    }
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < end; i++) hash = (hash ^ f->data[i]) * 0x100000001b3u;
+    memcpy(f->data + end, &hash, 8);
+    f->at = 0;
+}
+
 #endif

@@ -46,6 +46,17 @@ static const char *rft_filter, *rft_suite;
         }                                                                             \
     } while (0)
 
+/* A promise that no input may break: report and end the process, as a sanitizer does. For fuzzers. */
+#define MUST(cond, ...)                                                               \
+    do {                                                                              \
+        if (!(cond)) {                                                                \
+            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #cond);                \
+            fprintf(stderr, "" __VA_ARGS__);                                          \
+            fprintf(stderr, "\n");                                                    \
+            abort();                                                                  \
+        }                                                                             \
+    } while (0)
+
 static int rft_wanted(const char *name, int slow) {
     if (!rft_filter) return 1;
     if (!strcmp(rft_filter, "slow")) return slow;

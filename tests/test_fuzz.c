@@ -15,17 +15,6 @@
 #include "rf_life.h"
 #include "rf_test.h"
 
-/* A promise that the input may not break, whatever it is. */
-#define MUST(condition, ...)                                             \
-    do {                                                                 \
-        if (!(condition)) {                                              \
-            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-            fprintf(stderr, "" __VA_ARGS__);                             \
-            fprintf(stderr, "\n");                                       \
-            abort();                                                     \
-        }                                                                \
-    } while (0)
-
 /* ---- input in pieces ---- */
 
 /* The text up to the next separator, as a copy of exactly its length. */

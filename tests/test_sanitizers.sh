@@ -1,5 +1,5 @@
 # test_sanitizers.sh BUILD: the C suites under clang's address and undefined-behaviour sanitizers, those with threads under its
-# thread sanitizer, the emulated kernels under gcc's sanitizers, the fuzzers for some seconds, and three programs under valgrind.
+# thread sanitizer, the emulated kernels and a minute of mutated models under gcc's sanitizers, the fuzzers for some seconds, and three programs under valgrind.
 . tests/rf_test.sh
 
 # clang 14's sanitizers do not know the address layouts of newer kernels; setarch -R gives the old one, where it is allowed
@@ -17,7 +17,7 @@ name=${2-}
 
 case_emulated_kernels() {
     need g++ g++
-    quiet $old_layout make check-c B="$build/asan_emu" CC=gcc CXX=g++ TESTS="$build/asan_emu/test_hip" \
+    quiet $old_layout make check-c B="$build/asan_emu" CC=gcc CXX=g++ TESTS="$build/asan_emu/test_hip $build/asan_emu/fuzz_models" \
         CFLAGS="$flags -fsanitize=address,undefined --param asan-instrumentation-with-call-threshold=0"
 }
 case_address_and_undefined() {
@@ -33,7 +33,7 @@ case_threads() {
 }
 case_fuzz() {
     need clang 'clang libclang-rt-14-dev'
-    quiet $old_layout make fuzz B="$build" FUZZ_SECONDS=10 FUZZ_JOBS=1
+    quiet $old_layout make fuzz-inputs B="$build" FUZZ_SECONDS=10 FUZZ_JOBS=1
 }
 
 memcheck() {
