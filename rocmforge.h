@@ -1268,7 +1268,12 @@ typedef enum rf_activation {
     RF_ACT_NONE = 3,    /* x                                                                                         */
     RF_ACT_CLAMP = 4,   /* x clamped to -limit .. limit                                                              */
     RF_ACT_SIGMOID = 5, /* 1 / (1 + e^-x)                                                                            */
-    RF_ACT_COUNT = 6
+    RF_ACT_RELU = 6,    /* max(x, 0)                                                                                 */
+    RF_ACT_RELU2 = 7,   /* max(x, 0)^2                                                                               */
+    RF_ACT_SOFTPLUS = 8, /* ln(1 + e^x)                                                                              */
+    RF_ACT_SILU_MIN = 9, /* SILU of min(in, limit), times in2 clamped to -limit .. limit                             */
+    RF_ACT_MIN_SILU = 10, /* min(SILU of in, limit), times in2 clamped to -limit .. limit                            */
+    RF_ACT_COUNT = 11
 } rf_activation;
 
 /* EMBED: out[T, n] = scale * W[token], or the row's own embedding if it has no token. Under RF_OP_POSITIONS:
@@ -1323,11 +1328,12 @@ typedef struct rf_attention_params {
 } rf_attention_params;
 
 /* GLU: out[rows, n] = factor * act(in) * in2[in2_at ..]; without in2 factor * act(in); factor is one number. out may be
- * in. */
+ * in. With repeat > 1 each value of in2 multiplies so many in a row. */
 typedef struct rf_glu_params {
     uint32_t n, in2_at;
-    uint32_t activation; /* rf_activation   */
-    float limit;         /* of RF_ACT_CLAMP */
+    uint32_t activation; /* rf_activation                  */
+    float limit;         /* of RF_ACT_CLAMP and those with MIN */
+    uint32_t repeat;     /* 0: 1                           */
 } rf_glu_params;
 
 /* GATHER: out[L, n] = the rows of in[T, n] that want logits, in order. */
@@ -1361,7 +1367,7 @@ typedef struct rf_experts_params {
 } rf_experts_params;
 
 /* MIX: out[T, n] = scale * sum over k of weight[k] * in[T, n_used, n], in order of k; weights from a ROUTE's output
- * in2, or sigmoid(in2[T, n_used]) under RF_OP_SIGMOID. */
+ * in2, or sigmoid(in2[T, n_used]) under RF_OP_SIGMOID; without in2 1. */
 typedef struct rf_mix_params {
     uint32_t n, n_used;
     float scale;
@@ -1459,11 +1465,12 @@ typedef struct rf_slice_params {
     }) \
     X(GLU, 6, glu, RF_OP_ANY_ROWS, 0, { \
         rf_op_in(s, op->in, p->n); \
-        rf_op_in_if(s, op->in2, (uint64_t)p->in2_at + p->n); \
+        rf_op_in_if(s, op->in2, p->in2_at + (p->repeat > 1 ? (p->n + (uint64_t)p->repeat - 1) / p->repeat : p->n)); \
         rf_op_out(s, p->n); \
         rf_op_vector_if(s, op->factor, 1); \
         rf_op_need(s, p->activation < RF_ACT_COUNT, "the activation is unknown"); \
-        rf_op_need(s, p->activation != RF_ACT_OAI || op->in2 != RF_NONE, "this activation needs in2"); \
+        rf_op_need(s, (p->activation != RF_ACT_OAI && p->activation < RF_ACT_SILU_MIN) || \
+                   (op->in2 != RF_NONE && p->repeat <= 1), "this activation needs in2, a value for each"); \
     }) \
     X(GATHER, 7, gather, RF_ROWS_LOGITS, 0, { \
         rf_op_in(s, op->in, p->n); \
@@ -1495,7 +1502,7 @@ typedef struct rf_slice_params {
     }) \
     X(MIX, 11, mix, RF_ROWS_TOKENS, RF_OP_ACCUMULATE | RF_OP_SIGMOID, { \
         rf_op_in(s, op->in, (uint64_t)p->n_used * p->n); \
-        rf_op_in(s, op->in2, (op->flags & RF_OP_SIGMOID ? 1 : 2) * (uint64_t)p->n_used); \
+        rf_op_in_if(s, op->in2, (op->flags & RF_OP_SIGMOID ? 1 : 2) * (uint64_t)p->n_used); \
         rf_op_out(s, p->n); \
         rf_op_need_experts(s, p->n_used, RF_MAX_EXPERTS); \
         rf_op_need(s, op->in != op->out, "out must not be in"); \
@@ -11395,7 +11402,7 @@ static void rfi_mix_row(const rf_op *op, const float *in, const float *weights, 
         const uint32_t n = (uint32_t)rfi_min_u64(RFI_COUNT(sum), op->mix.n - at);
         memset(sum, 0, sizeof sum);
         for (uint32_t k = 0; k < op->mix.n_used; k++) {
-            const float weight = sigmoid ? 1 / (1 + expf(-weights[k])) : weights[k];
+            const float weight = !weights ? 1 : sigmoid ? 1 / (1 + expf(-weights[k])) : weights[k];
             for (uint32_t i = 0; i < n; i++) sum[i] += weight * in[(uint64_t)k * op->mix.n + at + i];
         }
         for (uint32_t i = 0; i < n; i++)
@@ -11767,10 +11774,25 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
     }
 }
 
-static void rfi_clamp_row(const rf_op *op, const float *in, const float *in2, float *out) {
+static float rfi_clamp(float x, float limit) { return x < -limit ? -limit : x > limit ? limit : x; }
+
+/* An activation that few models have. */
+static float rfi_activate_rare(uint32_t activation, float x, float limit) {
+    const float positive = x > 0 ? x : 0, least = x < limit ? x : limit;
+    switch (activation) {
+    case RF_ACT_CLAMP: return rfi_clamp(x, limit);
+    case RF_ACT_RELU: return positive;
+    case RF_ACT_RELU2: return positive * positive;
+    case RF_ACT_SOFTPLUS: return positive + log1pf(expf(-fabsf(x)));
+    case RF_ACT_SILU_MIN: return least / (1 + expf(-least));
+    default: return fminf(x / (1 + expf(-x)), limit);
+    }
+}
+static void rfi_glu_row(const rf_op *op, const float *in, const float *in2, float *out) {
+    const float limit = op->glu.limit;
     for (uint32_t i = 0; i < op->glu.n; i++) {
-        const float low = rfi_choose(in[i] < -op->glu.limit, -op->glu.limit, in[i]);
-        out[i] = rfi_choose(low > op->glu.limit, op->glu.limit, low) * (in2 ? in2[i] : 1.0f);
+        const float b = !in2 ? 1 : op->glu.activation >= RF_ACT_SILU_MIN ? rfi_clamp(in2[i], limit) : in2[i];
+        out[i] = rfi_activate_rare(op->glu.activation, in[i], limit) * b;
     }
 }
 
@@ -11780,9 +11802,14 @@ static void rfi_cpu_glu(void *ctx, uint32_t chunk, uint32_t thread) {
     float *out = o->out + chunk * o->out_width;
     const float *in = o->in + chunk * o->in_width,
                 *in2 = o->in2 ? o->in2 + chunk * o->in2_width + o->op->glu.in2_at : NULL;
-    if (o->op->glu.activation == RF_ACT_CLAMP) rfi_clamp_row(o->op, in, in2, out);
-    else o->k->glu(out, in, in2, o->op->glu.n, o->op->glu.activation);
-    if (o->vector) o->k->scale(out, o->op->glu.n, o->vector[0]);
+    const uint32_t n = o->op->glu.n, repeat = o->op->glu.repeat;
+    const float *each = repeat > 1 ? NULL : in2;
+    if (o->op->glu.activation >= RF_ACT_CLAMP && o->op->glu.activation != RF_ACT_SIGMOID)
+        rfi_glu_row(o->op, in, each, out);
+    else o->k->glu(out, in, each, n, o->op->glu.activation);
+    for (uint32_t at = 0; in2 && !each && at < n; at += repeat)
+        o->k->scale(out + at, (uint32_t)rfi_min_u64(repeat, n - at), in2[at / repeat]);
+    if (o->vector) o->k->scale(out, n, o->vector[0]);
     if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, out, o->op->glu.n);
 }
 
@@ -11976,7 +12003,7 @@ static void rfi_cpu_mix(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     RFI_UNUSED(thread);
     const uint32_t first = o->op->flags & RF_OP_SIGMOID ? 0 : o->op->mix.n_used; /* after the ids of a ROUTE */
-    rfi_mix_row(o->op, o->in + chunk * o->in_width, o->in2 + chunk * o->in2_width + first,
+    rfi_mix_row(o->op, o->in + chunk * o->in_width, o->in2 ? o->in2 + chunk * o->in2_width + first : NULL,
                 o->out + chunk * o->out_width);
 }
 
@@ -12518,7 +12545,7 @@ static void rfi_cpu_join(const rf_plan *plan, uint32_t i, rfi_cpu_how *how) {
     if (n != 2 || i + 2 >= plan->n_ops || op[0].matmul.n_out != op[1].matmul.n_out) return;
     if (op[2].kind != RF_OP_GLU || op[2].in != op[0].out || op[2].in2 != op[1].out || op[2].rows != op->rows ||
         op[2].glu.n != op->matmul.n_out || op[2].layer != op->layer || op[2].factor != RF_NONE || op[2].glu.in2_at ||
-        op[2].glu.activation == RF_ACT_CLAMP)
+        op[2].glu.activation > RF_ACT_NONE || op[2].glu.repeat > 1)
         return;
     how[i].then_glu = 1;
     how[i].n_along = 2;

@@ -1625,6 +1625,9 @@ template <int WAVE, bool LATENT> static __global__ void RFK_THREADS(RFK_BLOCK) r
 RFK_DEVICE float rfk_activate(uint32_t activation, float x) {
     if (activation == RF_ACT_NONE) return x;
     if (activation == RF_ACT_SIGMOID) return 1.0f / (1.0f + expf(-x));
+    if (activation == RF_ACT_RELU) return fmaxf(x, 0.0f);
+    if (activation == RF_ACT_RELU2) return fmaxf(x, 0.0f) * fmaxf(x, 0.0f);
+    if (activation == RF_ACT_SOFTPLUS) return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
     float e = activation == RF_ACT_GELU ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
     return x / (1.0f + expf(-e));
 }
@@ -1643,12 +1646,18 @@ struct rfk_glu_args {
     float *out;             /* NULL: not wanted */
     rfk_int8_rows to;
     uint32_t gate_stride, up_stride, out_stride, n, activation, factor_type;
-    float limit;            /* RF_ACT_CLAMP */
+    uint32_t repeat;        /* values that each value of up multiplies */
+    float limit;            /* RF_ACT_CLAMP, _SILU_MIN, _MIN_SILU */
 };
+RFK_DEVICE float rfk_clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
 RFK_DEVICE float rfk_glu_value(const rfk_glu_args &a, float gate, float up, float factor) {
     float x;
-    if (a.activation == RF_ACT_CLAMP) x = (gate > a.limit ? a.limit : gate < -a.limit ? -a.limit : gate) * up;
+    if (a.activation == RF_ACT_CLAMP) x = rfk_clamp(gate, a.limit) * up;
     else if (a.activation == RF_ACT_OAI) x = rfk_activate_oai(gate, up);
+    else if (a.activation == RF_ACT_SILU_MIN)
+        x = rfk_activate(RF_ACT_SILU, fminf(gate, a.limit)) * rfk_clamp(up, a.limit);
+    else if (a.activation == RF_ACT_MIN_SILU)
+        x = fminf(rfk_activate(RF_ACT_SILU, gate), a.limit) * rfk_clamp(up, a.limit);
     else x = rfk_activate(a.activation, gate) * up;
     return a.factor ? x * factor : x;
 }
@@ -1658,7 +1667,10 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_gl
     const float factor = a.factor ? rfk_load_any(a.factor, a.factor_type, 0) : 1.0f;
     float gate[4], up[4] = {1, 1, 1, 1}, x[4];
     rfk_get4(a.gate + (size_t)blockIdx.y * a.gate_stride, i, a.n, gate);
-    if (a.up) rfk_get4(a.up + (size_t)blockIdx.y * a.up_stride, i, a.n, up);
+    if (a.up && a.repeat > 1)
+        for (uint32_t k = 0; k < 4 && 4 * i + k < a.n; k++)
+            up[k] = a.up[(size_t)blockIdx.y * a.up_stride + (4 * i + k) / a.repeat];
+    else if (a.up) rfk_get4(a.up + (size_t)blockIdx.y * a.up_stride, i, a.n, up);
     if (a.activation == RF_ACT_SILU) /* nearly all models: no branch for each value */
         for (uint32_t k = 0; k < 4; k++) x[k] = rfk_activate(RF_ACT_SILU, gate[k]) * up[k] * factor;
     else
@@ -1874,10 +1886,10 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
     if (i >= a.n) return;
     const float *in = a.in + (size_t)blockIdx.y * a.in_stride + i,
-                *weight = a.route + (size_t)blockIdx.y * a.route_stride + (a.sigmoid ? 0 : a.n_used);
+                *weight = a.route ? a.route + (size_t)blockIdx.y * a.route_stride + (a.sigmoid ? 0 : a.n_used) : NULL;
     float *out = a.out + (size_t)blockIdx.y * a.out_stride + i, sum = 0;
     for (uint32_t k = 0; k < a.n_used; k++)
-        sum += (a.sigmoid ? 1.0f / (1.0f + expf(-weight[k])) : weight[k]) * in[(size_t)k * a.n];
+        sum += (!weight ? 1.0f : a.sigmoid ? 1.0f / (1.0f + expf(-weight[k])) : weight[k]) * in[(size_t)k * a.n];
     *out = (a.accumulate ? *out : 0.0f) + a.scale * sum;
 }
 
@@ -8402,6 +8414,7 @@ static rf_result rfk_run_glu(const rfk_launching *l) {
     a.up = l->op->in2 == RF_NONE ? NULL : l->b.in2 + l->op->glu.in2_at;
     a.factor = rfk_vector(l->p, l->op->factor, 0, &a.factor_type);
     a.limit = l->op->glu.limit;
+    a.repeat = l->op->glu.repeat;
     a.activation = l->op->glu.activation;
     a.out = l->b.out;
     a.gate_stride = l->b.in_stride;
@@ -8592,7 +8605,7 @@ static rf_result rfk_run_mix(const rfk_launching *l) {
     const rf_mix_params *m = &op->mix;
     rfk_mix_args a;
     a.in = l->b.in;
-    a.route = l->b.in2;
+    a.route = op->in2 == RF_NONE ? NULL : l->b.in2;
     a.out = l->b.out;
     a.in_stride = l->b.in_stride;
     a.route_stride = l->b.in2_stride;

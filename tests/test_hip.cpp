@@ -827,7 +827,9 @@ static void test_glu_gather() {
     std::vector<Row> list = combinations(std::vector<int>{4, 3, 2, n_devices, RF_ACT_COUNT, 2, 2});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
-        const bool gelu = r[4] == RF_ACT_GELU, oai = r[4] == RF_ACT_OAI, gated = r[5] == 0 || oai;
+        const bool gelu = r[4] == RF_ACT_GELU, oai = r[4] == RF_ACT_OAI, least = r[4] >= RF_ACT_SILU_MIN,
+                   gated = r[5] == 0 || oai || least;
+        const uint32_t repeat = !gelu && gated && !oai && !least && r[6] && r[2] ? 3 : 1;
         uint32_t n = ns[r[0]], T = counts[r[1]], L = T < 3 ? 1 : 3, first = 2;
         const uint32_t begin = r[6] ? 5 : 0, nb = n + begin;
         const float factor = r[6] ? -1.75f : 1;
@@ -836,7 +838,8 @@ static void test_glu_gather() {
                  l = g.buffer(n + 1, RF_ROWS_LOGITS);
         rf_op *o = g.glu(a, gated ? b : RF_NONE, out, n);
         o->glu.in2_at = gated ? begin : 0, o->glu.activation = (uint32_t)r[4];
-        if (r[4] == RF_ACT_CLAMP) o->glu.limit = 0.5f;
+        if (r[4] == RF_ACT_CLAMP || least) o->glu.limit = 0.5f;
+        o->glu.repeat = repeat;
         if (r[6]) o->factor = g.vector(std::vector<float>(1, factor));
         g.gather(out, l, n)->layer = 1; /* another segment */
         REQUIRE(g.open(T, L + first, 64) == RF_OK && g.segment_ops.size() == 2, "%s", g.err.text);
@@ -853,12 +856,18 @@ static void test_glu_gather() {
         for (uint32_t t = 0; t < T; t++)
             for (uint32_t k = 0; k < n; k++) {
                 double v = x[t * (n + 3) + k], limited = fmax(-0.5, fmin(0.5, v)), u = sqrt(2 / acos(-1)) * (v + 0.044715 * v * v * v);
-                double with = y[t * nb + begin + k], cut = fmin(v, 7), up = 1 + fmax(-7, fmin(7, with));
+                double with = y[t * nb + begin + k / repeat], cut = fmin(v, 7), up = 1 + fmax(-7, fmin(7, with));
                 double act = gelu                      ? 0.5 * v * (1 + tanh(u))
                              : r[4] == RF_ACT_NONE  ? v
                              : r[4] == RF_ACT_CLAMP ? limited
                              : r[4] == RF_ACT_SIGMOID ? 1 / (1 + exp(-v))
+                             : r[4] == RF_ACT_RELU ? fmax(v, 0)
+                             : r[4] == RF_ACT_RELU2 ? fmax(v, 0) * fmax(v, 0)
+                             : r[4] == RF_ACT_SOFTPLUS ? fmax(v, 0) + log1p(exp(-fabs(v)))
+                             : r[4] == RF_ACT_SILU_MIN ? fmin(v, 0.5) / (1 + exp(-fmin(v, 0.5)))
+                             : r[4] == RF_ACT_MIN_SILU ? fmin(v / (1 + exp(-v)), 0.5)
                                                     : v / (1 + exp(-v));
+                if (least) with = fmax(-0.5, fmin(0.5, with));
                 want[t * (n + 3) + k] = factor * (oai ? cut / (1 + exp(-1.702 * cut)) * up : act * (gated ? with : 1));
             }
         std::vector<float> product = g.get(out);
@@ -1017,7 +1026,7 @@ static void experts_case(const ExpertsCase &c) {
     Rig g(devices[c.device]);
     uint32_t in = g.buffer(width_in + pad), up = g.buffer(width_in), route = g.buffer(2 * c.n_used + 1),
              y = g.buffer(width + 3), logits = g.buffer(c.n_experts), x = g.buffer(c.n_out + 1),
-             share = g.buffer(c.n_used + 1), shared = g.buffer(c.n_out);
+             share = g.buffer(c.n_used + 1), shared = g.buffer(c.n_out), plain = g.buffer(c.n_out);
     const uint32_t row0 = c.factor ? 1 : 0, n_rows = c.n_out + row0;
     std::vector<uint8_t> w = random_rows(c.type, c.n_in, n_rows * c.n_experts);
     std::vector<float> b = values((size_t)c.n_experts * c.n_out), factors = values(c.n_experts);
@@ -1044,6 +1053,9 @@ static void experts_case(const ExpertsCase &c) {
     o->in = twice, o->in2 = route, o->out = x, o->mix.n = c.n_out, o->mix.n_used = c.n_used;
     o->mix.scale = c.bias ? 0.5f : 0, o->flags = c.bias ? (uint32_t)RF_OP_ACCUMULATE : 0;
     rf_op mix = *o;
+    o = g.op(RF_OP_MIX); /* the same by weights of 1 */
+    *o = mix;
+    o->in2 = RF_NONE, o->out = plain, o->flags = 0;
     o = g.op(RF_OP_MIX); /* the same by weights that are no route's */
     *o = mix;
     o->in2 = share, o->out = shared, o->flags = RF_OP_SIGMOID;
@@ -1057,10 +1069,10 @@ static void experts_case(const ExpertsCase &c) {
     g.set(logits, router(c.T, c.n_experts, c.uneven));
     REQUIRE(g.run(rows_of(c.T)) == RF_OK, "%s: %s", what, g.err.text);
     std::vector<float> found = g.get(y), again = g.get(twice), chosen = g.get(route), input = g.get(in);
-    std::vector<double> wd = decode(c.type, w), want, sum, sum2;
-    double typical = 0;
+    std::vector<double> wd = decode(c.type, w), want, sum, sum2, sum3;
+    double typical = 0, typical3 = 0;
     for (uint32_t t = 0; t < c.T; t++) {
-        std::vector<double> mix(c.n_out, 0), mix2(c.n_out, 0);
+        std::vector<double> mix(c.n_out, 0), mix2(c.n_out, 0), mix3(c.n_out, 0);
         for (uint32_t k = 0; k < c.n_used; k++) {
             uint32_t id;
             memcpy(&id, &chosen[t * (2 * c.n_used + 1) + k], 4);
@@ -1077,7 +1089,9 @@ static void experts_case(const ExpertsCase &c) {
                 dot = dot * by + (c.bias ? b[(size_t)id * c.n_out + i] : 0);
                 want.push_back(dot);
                 typical = fmax(typical, sqrt(squares) * fabs(by) * share * (c.bias ? 0.5 : 1));
+                typical3 = fmax(typical3, sqrt(squares) * fabs(by) * (c.bias ? 0.5 : 1));
                 mix2[i] += dot * share;
+                mix3[i] += dot * (c.bias ? 0.5 : 1);
                 mix[i] += (double)chosen[t * (2 * c.n_used + 1) + c.n_used + k] * dot;
             }
         }
@@ -1085,10 +1099,12 @@ static void experts_case(const ExpertsCase &c) {
         for (uint32_t i = 0; i < c.n_out; i++) sum.push_back(c.bias ? old[t * (c.n_out + 1) + i] + 0.5 * mix[i] : mix[i]);
         sum.push_back(old[t * (c.n_out + 1) + c.n_out]);
         for (uint32_t i = 0; i < c.n_out; i++) sum2.push_back(c.bias ? 0.5 * mix2[i] : mix2[i]);
+        sum3.insert(sum3.end(), mix3.begin(), mix3.end());
     }
     compare(found, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
     compare(g.get(x), sum, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
     compare(g.get(shared), sum2, FLOAT_TOLERANCE, NMSE_TOLERANCE, what, typical);
+    compare(g.get(plain), sum3, FLOAT_TOLERANCE, NMSE_TOLERANCE, what, typical3);
     for (uint32_t t = 0; t < c.T; t++)
         CHECK(!memcmp(&found[t * (width + 3)], &again[(size_t)t * width], width * 4), "%s: the same product gives other bits",
               what);
