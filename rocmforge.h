@@ -1405,6 +1405,17 @@ typedef struct rf_slice_params {
     uint32_t n_heads, head_dim, at, n, out_at;
 } rf_slice_params;
 
+/* SCAN, the selective scan of Mamba (arXiv 2312.00752) and Mamba-2 (2405.21060): out[T, n_heads, head_dim] of
+ * in[T, x | B | C], x of n_heads heads, B and C of n_groups groups of n_state values. Head h has a state
+ * S[n_state, head_dim] and reads B and C of group h / (n_heads / n_groups). Row by row of a sequence, with
+ * t = softplus(in2[h] + bias[h]):
+ *   S = S * exp(t * weight[h]) + t * B x^T;   out = S^T C + factor[h] * x
+ * weight is [n_heads, n_decays]: one value for all of S, or one for each of its rows. */
+typedef struct rf_scan_params {
+    uint32_t n_heads, n_groups, head_dim, n_state;
+    uint32_t n_decays; /* 1 or n_state */
+} rf_scan_params;
+
 /* The one table of ops: X(KIND, id, member, rows, flags, operands).
  *   member    of rf_op's union, also the op's name       rows   RF_OP_ANY_ROWS, or the only rf_op_rows there may be
  *   flags     that the kind takes
@@ -1543,6 +1554,19 @@ typedef struct rf_slice_params {
         rf_op_out(s, p->out_at + (uint64_t)p->n_heads * p->n); \
         rf_op_need(s, (uint64_t)p->at + p->n <= p->head_dim, "the slice is beyond its head"); \
         rf_op_need(s, op->in != op->out, "out must not be in"); \
+    }) \
+    X(SCAN, 16, scan, RF_ROWS_TOKENS, 0, { \
+        const uint64_t n_values = (uint64_t)p->n_heads * p->head_dim; \
+        rf_op_in(s, op->in, n_values + 2 * (uint64_t)p->n_groups * p->n_state); \
+        rf_op_in(s, op->in2, p->n_heads); \
+        rf_op_out(s, n_values); \
+        rf_op_vector(s, op->weight, (uint64_t)p->n_heads * p->n_decays); \
+        rf_op_vector(s, op->bias, p->n_heads); \
+        rf_op_vector(s, op->factor, p->n_heads); \
+        rf_op_recurrent(s, n_values * p->n_state); \
+        rf_op_need(s, p->n_decays == 1 || p->n_decays == p->n_state, "a head has one decay, or one for each row of S"); \
+        rf_op_need(s, p->n_groups > 0 && p->n_heads % p->n_groups == 0, "n_heads is no multiple of n_groups"); \
+        rf_op_need(s, op->out != op->in && op->out != op->in2, "out must not be an input"); \
     })
 
 #define RF_OP_ANY_ROWS 0xffu
@@ -1562,7 +1586,7 @@ typedef struct rf_op {
     uint32_t flags;
     int32_t layer;  /* -1: before the first; n_layers: after the last        */
     uint32_t in, in2, in3, out;    /* buffers                                */
-    uint32_t state;                /* KV_STORE, ATTENTION, CONV, DELTA       */
+    uint32_t state;                /* KV_STORE, ATTENTION, CONV, DELTA, SCAN */
     uint32_t weight, bias, factor; /* slots                                  */
     union {
 #define RF_OP_MEMBER(KIND, id, member, rows, flags, operands) rf_##member##_params member;
@@ -1589,7 +1613,7 @@ typedef struct rf_plan_buffer {
  * [head_dim_v], elements of the session's cache type. Position p is in cell p % cells. cells is n_ctx; or, with a
  * sliding window, a ring of as many as the window and a step's rows need, a multiple of RF_STATE_CELLS, so that
  * RF_STATE_CELLS positions from a multiple of it on are always contiguous. head_dim_v is 0 under RF_OP_MLA.
- * Recurrent state (width > 0): [n_slots][width] float32, as CONV and DELTA say (DELTA: S of every head). */
+ * Recurrent state (width > 0): [n_slots][width] float32, as CONV says, or S of every head (DELTA, SCAN). */
 typedef struct rf_plan_state {
     uint32_t layer;
     uint32_t n_kv_heads;
@@ -6532,10 +6556,20 @@ typedef struct rfi_moe_arch {
 } rfi_moe_arch;
 
 /* What recurrent layers are. */
-typedef enum rfi_recurrence { RFI_RECURRENCE_NONE = 0, RFI_SHORT_CONV = 1, RFI_DELTA_NET = 2 } rfi_recurrence;
+typedef enum rfi_recurrence {
+    RFI_RECURRENCE_NONE = 0,
+    RFI_SHORT_CONV = 1,
+    RFI_DELTA_NET = 2,
+    RFI_MAMBA = 3,  /* a decay for each value of the state; B, C and the time step are made of the convolution's output */
+    RFI_MAMBA2 = 4, /* a decay for each head; ssm_in makes all inputs                                                   */
+    RFI_PLAMO2 = 5  /* heads as MAMBA2, inputs as MAMBA                                                                 */
+} rfi_recurrence;
 typedef struct rfi_recurrent_arch {
     rfi_recurrence kind;
     int cyclic;      /* DELTA_NET: head h reads key head h % n_k_heads instead of h / (n_heads / n_k_heads) */
+    int only;        /* all layers are recurrent, and there is no FFN                                       */
+    int beside;      /* every layer has both; they read the same, and their outputs are added               */
+    int one_part;    /* a layer is recurrent, attention or an FFN; of one norm                              */
     int fused_gates; /* ssm_ba (per key head the betas of its heads, then their alphas) instead of ssm_beta, _alpha */
 } rfi_recurrent_arch;
 
@@ -6543,8 +6577,10 @@ typedef struct rfi_recurrent_arch {
 typedef struct rfi_recurrent_config {
     rfi_recurrence kind;
     uint32_t n_taps;                                   /* of its convolutions                   */
-    uint32_t n_k_heads, n_heads, head_dim, head_dim_v; /* DELTA_NET                             */
-    uint32_t n_conv;                                   /* DELTA_NET: channels q, k, v together  */
+    uint32_t n_k_heads, n_heads, head_dim, head_dim_v; /* Mamba: groups, heads, states, values of a head            */
+    uint32_t n_conv;                                   /* channels of the convolution; DELTA_NET: q, k, v together  */
+    uint32_t dt_rank;                                  /* MAMBA, PLAMO2: values that the time steps are made of     */
+    int norm_without_weight;                           /* MAMBA: B, C and these are normed without a weight         */
 } rfi_recurrent_config;
 
 /* Experts of a model; n_experts 0: none. */
@@ -6578,6 +6614,7 @@ typedef struct rfi_arch {
     uint8_t ffn_norm_is_post_attention; /* the norm before the FFN is named post_attention_norm               */
     uint8_t embedding_norm;   /* token_embd_norm after the embedding                                          */
     uint8_t qk_norm;          /* each query and key head is normed before rope                                */
+    uint8_t qk_norm_each;     /* the same, with a weight for each head                                        */
     uint8_t qk_norm_wide;     /* one norm over all query heads, one over all key heads                        */
     uint8_t qk_norm_optional; /* as qk_norm, in layers that have attn_q_norm                                  */
     uint8_t v_norm;           /* values are normed, too; a layer without attn_v takes attn_k's output as values */
@@ -7132,11 +7169,22 @@ static void rfi_config_delta_layers(rfi_key_reader *k, rfi_config *c) {
     }
 }
 
+/* Sizes of a scan: Mamba's heads are single values. */
+static void rfi_config_scan(rfi_key_reader *k, rfi_config *c, uint32_t n_inner) {
+    rfi_recurrent_config *t = &c->recurrent;
+    const uint32_t rank = t->n_heads;
+    if (t->kind == RFI_MAMBA2) return;
+    t->n_k_heads = 1;
+    t->n_conv = n_inner;
+    t->dt_rank = t->kind == RFI_MAMBA ? rank : (uint32_t)rfi_max_u64(64, c->n_embd / 16);
+    if (t->kind == RFI_MAMBA) t->n_heads = n_inner, t->head_dim_v = 1;
+    if (t->kind == RFI_MAMBA) rfi_key_bool(k, "ssm.dt_b_c_rms", 0, 0, &t->norm_without_weight);
+}
+
 static void rfi_config_recurrent(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key l_cache = {"shortconv.l_cache", 2, RF_MAX_TAPS, 0, 1},
                               kernel = {"ssm.conv_kernel", 2, RF_MAX_TAPS, 0, 1},
                               state = {"ssm.state_size", 1, 1 << 10, 0, 1},
-                              groups = {"ssm.group_count", 1, 1 << 10, 0, 1},
                               heads = {"ssm.time_step_rank", 1, 1 << 10, 0, 1},
                               inner = {"ssm.inner_size", 1, 1 << 20, 0, 1};
     rfi_recurrent_config *t = &c->recurrent;
@@ -7146,41 +7194,47 @@ static void rfi_config_recurrent(rfi_key_reader *k, rfi_config *c) {
         rfi_key_uint(k, &l_cache, &t->n_taps);
         return;
     }
+    const int grouped = t->kind == RFI_DELTA_NET || t->kind == RFI_MAMBA2;
+    const rfi_uint_key groups = {"ssm.group_count", (uint32_t)grouped, 1 << 10, 1, (uint32_t)grouped};
     rfi_key_uint(k, &kernel, &t->n_taps);
     rfi_key_uint(k, &state, &t->head_dim);
     rfi_key_uint(k, &groups, &t->n_k_heads);
     rfi_key_uint(k, &heads, &t->n_heads);
     rfi_key_uint(k, &inner, &n_inner);
     if (k->result != RF_OK) return;
+    if (!grouped) t->n_k_heads = 1;
     t->head_dim_v = n_inner / t->n_heads;
     t->n_conv = 2 * t->n_k_heads * t->head_dim + n_inner;
     rfi_key_find(k, heads.suffix);
-    if (n_inner % t->n_heads || t->n_heads % t->n_k_heads)
+    if (t->kind != RFI_MAMBA && (n_inner % t->n_heads || t->n_heads % t->n_k_heads))
         rfi_key_fail(k, RF_ERR_FORMAT,
                      "want a divisor of ssm.inner_size %u and a multiple of ssm.group_count %u, found %u", n_inner,
                      t->n_k_heads, t->n_heads);
     rfi_key_find(k, inner.suffix);
-    if (t->head_dim_v > 1 << 10)
+    if (t->kind == RFI_DELTA_NET && t->head_dim_v > 1 << 10)
         rfi_key_fail(k, RF_ERR_FORMAT, "%u heads of %u values: at most 1024", t->n_heads, t->head_dim_v);
-    rfi_config_delta_layers(k, c);
+    if (t->kind == RFI_DELTA_NET) rfi_config_delta_layers(k, c);
+    else rfi_config_scan(k, c, n_inner);
 }
 
 /* Heads, KV heads and FFN width of every layer; keys are numbers or arrays. */
 static void rfi_config_layers(rfi_key_reader *k, rfi_config *c) {
-    static const rfi_uint_key heads = {"attention.head_count", 1, 1 << 14, 0, 1},
-                              ff = {"feed_forward_length", 1, 1 << 24, 0, 1};
+    const rfi_recurrent_arch *t = c->arch->recurrent;
+    const int scan = t && t->kind >= RFI_MAMBA, by_heads = t && t->kind != RFI_DELTA_NET && !t->beside;
+    const rfi_uint_key heads = {"attention.head_count", !scan, 1 << 14, 0, 1},
+                       ff = {"feed_forward_length", !t || !(t->only || t->one_part), 1 << 24, 0, 1};
     int rotate = !c->arch->learned_positions && c->arch->alibi == 0;
     if (c->arch->rope_switch) rfi_key_bool(k, "rope.scaling.finetuned", 1, 0, &rotate);
     for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
         rfi_layer_config *l = &c->layers[il];
         l->rope = rotate && !(c->arch->no_rope_period && (il + 1) % c->arch->no_rope_period == 0);
         rfi_key_uint_of(k, &heads, il, c->n_blocks, &l->n_heads);
-        const int conv = c->arch->recurrent && c->arch->recurrent->kind == RFI_SHORT_CONV; /* no heads: recurrent */
-        const rfi_uint_key kv_heads = {"attention.head_count_kv", !conv, 1 << 14, l->n_heads, (uint32_t)conv};
+        const rfi_uint_key kv_heads = {"attention.head_count_kv", !by_heads, 1 << 14, l->n_heads, by_heads && !t->only};
         rfi_key_uint_of(k, &kv_heads, il, c->n_blocks, &l->n_kv_heads);
         rfi_key_uint_of(k, &ff, il, c->n_blocks, &l->n_ff);
-        l->recurrent = l->n_kv_heads == 0;
-        if (!l->recurrent && l->n_heads % l->n_kv_heads) {
+        if (t && t->only) l->n_heads = l->n_kv_heads = l->n_ff = 0;
+        l->recurrent = l->n_kv_heads == 0 && !(t && t->one_part && l->n_ff); /* no heads: recurrent */
+        if (l->n_kv_heads && (l->n_heads == 0 || l->n_heads % l->n_kv_heads)) {
             rfi_key_find(k, kv_heads.suffix);
             rfi_key_fail(k, RF_ERR_FORMAT, "layer %u has %u heads on %u key/value heads, want a divisor", il,
                          l->n_heads, l->n_kv_heads);
@@ -7234,7 +7288,9 @@ static void rfi_config_layer_inputs(rfi_key_reader *k, rfi_config *c) {
 
 /* Head sizes, and how much of a head is rotated. */
 static void rfi_config_heads(rfi_key_reader *k, rfi_config *c) {
-    uint32_t n_heads = c->layers[0].n_heads;
+    uint32_t n_heads = 0;
+    for (uint32_t il = 0; il < c->n_layers && n_heads == 0; il++) n_heads = c->layers[il].n_heads;
+    if (n_heads == 0) return; /* no layer has attention */
     uint32_t by_width = c->n_embd % n_heads ? 0 : c->n_embd / n_heads; /* 0: then the file must say */
     const rfi_uint_key key_length = {"attention.key_length", 1, 1 << 14, by_width, 0};
     rfi_key_uint(k, &key_length, &c->head_dim);
@@ -7557,7 +7613,7 @@ static void rfi_emit_norm(rfi_builder *b, uint32_t out, uint32_t in, const char 
                           uint32_t flags) {
     const int each = (flags & RF_OP_EACH_HEAD) != 0, center = b->c->arch->layer_norm;
     char weight[64], bias[64];
-    snprintf(weight, sizeof weight, "%s.weight", name);
+    snprintf(weight, sizeof weight, "%s%s", name, rfi_has(b, name) ? "" : ".weight"); /* some files have no suffix */
     snprintf(bias, sizeof bias, "%s.bias", name);
     const rfi_wanted vectors = {weight, n, 0, n_groups, 0, NULL, 0};
     const uint32_t w = each ? rfi_bind_wanted(b, &vectors).slot : rfi_bind_vector(b, weight, n),
@@ -7764,7 +7820,7 @@ static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_lay
     uint32_t dim = l->head_dim, heads[2] = {l->n_heads, l->n_kv_heads}, x[2] = {d->q, d->k};
     const int n = rfi_has_cache(b, l) ? 2 : 1;
     static const char *const names[2] = {"attn_q_norm", "attn_k_norm"};
-    const int each = b->c->arch->layer_norm && rfi_has(b, "attn_q_norm.weight");
+    const int each = b->c->arch->qk_norm_each || (b->c->arch->layer_norm && rfi_has(b, "attn_q_norm.weight"));
     if (each) {
         rfi_refuse(b, "attn_q_norm.bias");
         rfi_refuse(b, "attn_k_norm.bias");
@@ -7983,6 +8039,75 @@ static void rfi_emit_delta(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     rfi_emit_residual(b, d, d->delta_gate, n_values, "ssm_out", "");
 }
 
+/* ssm_in: out[i] = rows of a matrix, one after the other, or, if interleaved, per head z and then x. */
+static void rfi_emit_scan_inputs(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
+    const rfi_recurrent_config *t = &b->c->recurrent;
+    const uint32_t n_inner = t->n_heads * t->head_dim_v, z_first = t->kind != RFI_MAMBA,
+                   out[3] = {z_first ? d->delta_gate : d->mixed, z_first ? d->mixed : d->delta_gate, d->alpha},
+                   rows[3] = {n_inner, t->n_conv, t->kind == RFI_MAMBA2 ? t->n_heads : 0};
+    rfi_weight w = rfi_bind_matrix(b, "ssm_in", b->c->n_embd, (uint64_t)n_inner + t->n_conv + rows[2], NULL);
+    if (t->kind == RFI_PLAMO2) {
+        rfi_emit_matmul(b, d->delta_in, in, w, 2 * n_inner, 0);
+        for (uint32_t i = 0; i < 2; i++)
+            rfi_emit_slice(b, out[i], d->delta_in, t->n_heads, 2 * t->head_dim_v, i * t->head_dim_v, t->head_dim_v);
+    }
+    for (uint32_t i = 0; i < 3 && t->kind != RFI_PLAMO2; w.row += rows[i++])
+        if (rows[i]) rfi_emit_matmul(b, out[i], in, w, rows[i], 0);
+}
+
+/* MAMBA, PLAMO2: mixed = [x | B | C] and alpha = the time steps, both from x by ssm_x. */
+static void rfi_emit_scan_steps(rfi_builder *b, const rfi_decoder *d) {
+    const rfi_recurrent_config *t = &b->c->recurrent;
+    const uint32_t n_inner = t->n_heads * t->head_dim_v, n = t->head_dim, dt_at = t->kind == RFI_MAMBA ? 0 : 2;
+    static const char *const norms[3] = {"ssm_b_norm", "ssm_c_norm", "ssm_dt_norm"};
+    rfi_weight w = rfi_bind_matrix(b, "ssm_x", n_inner, t->dt_rank + 2 * (uint64_t)n, NULL);
+    for (uint32_t i = 0; i < 3; i++) {
+        const uint32_t part = (i + 2 - dt_at) % 3, of = part == 2 ? t->dt_rank : n, x = part == 2 ? d->beta : d->conv_b;
+        char weight[32];
+        snprintf(weight, sizeof weight, "%s.weight", norms[part]);
+        rfi_emit_matmul(b, x, d->mixed, w, of, 0);
+        if (rfi_has(b, weight) || rfi_has(b, norms[part])) rfi_emit_norm(b, x, x, norms[part], of, 1, 0);
+        else if (t->norm_without_weight)
+            rfi_op(b, RF_OP_RMS_NORM, x, x)->norm = (rf_norm_params){1, of, (float)b->c->norm_eps};
+        if (part < 2) rfi_emit_slice(b, d->mixed, x, 1, of, 0, of)->slice.out_at = n_inner + part * n;
+        w.row += of;
+    }
+    rfi_weight dt = rfi_bind(b, "ssm_dt.weight", t->dt_rank, t->n_heads, 0, NULL);
+    rfi_emit_matmul(b, d->alpha, d->beta, dt, t->n_heads, 0);
+}
+
+/* Bind NAME, a vector of n values or ne={1, n}; returns its slot. */
+static uint32_t rfi_bind_column(rfi_builder *b, const char *name, uint32_t n) {
+    char full[64];
+    rf_tensor_info t;
+    rfi_weight_name(b, name, full, sizeof full);
+    const int column = rf_gguf_find_tensor(b->g, full, &t, NULL) == RF_OK && t.ne[0] == 1;
+    return rfi_bind(b, name, column ? 1 : n, column ? n : 1, 0, NULL).slot;
+}
+
+/* x += Wout (norm(silu(z) * scan(silu(conv(..))))): Mamba and its kin */
+static void rfi_emit_scan(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
+    const rfi_recurrent_config *t = &b->c->recurrent;
+    const uint32_t n_inner = t->n_heads * t->head_dim_v, n_decays = t->kind == RFI_MAMBA ? t->head_dim : 1;
+    rfi_emit_scan_inputs(b, d, in);
+    rfi_emit_conv(b, d->mixed, d->mixed, "ssm_conv1d", t->n_conv, RF_ACT_SILU);
+    if (t->kind != RFI_MAMBA2) rfi_emit_scan_steps(b, d);
+    const uint32_t a = n_decays > 1 ? rfi_bind(b, "ssm_a", n_decays, t->n_heads, 0, NULL).slot
+                                    : rfi_bind_column(b, "ssm_a", t->n_heads),
+                   dt = rfi_bind_vector(b, "ssm_dt.bias", t->n_heads), skip = rfi_bind_column(b, "ssm_d", t->n_heads);
+    rf_op *op = rfi_op(b, RF_OP_SCAN, d->att, d->mixed);
+    op->in2 = d->alpha;
+    op->weight = a;
+    op->bias = dt;
+    op->factor = skip;
+    op->state = rfi_recurrent_state(b, (uint64_t)n_inner * t->head_dim);
+    op->scan = (rf_scan_params){t->n_heads, t->n_k_heads, t->head_dim_v, t->head_dim, n_decays};
+    rfi_emit_glu(b, d->delta_gate, d->att, n_inner, RF_ACT_SILU);
+    if (t->kind == RFI_MAMBA2 && rfi_has(b, "ssm_norm.weight"))
+        rfi_emit_norm(b, d->delta_gate, d->delta_gate, "ssm_norm", n_inner / t->n_k_heads, t->n_k_heads, RF_OP_EACH_HEAD);
+    rfi_emit_residual(b, d, d->delta_gate, n_inner, "ssm_out", "post_attention_norm");
+}
+
 /* act(Wgate in) * Wup in, or act(Wup in). Returns its buffer. */
 static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_config *c = b->c;
@@ -8187,8 +8312,9 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     const rfi_config *c = b->c;
     const uint32_t n_embd = c->n_embd;
     const char *ffn_norm = c->arch->ffn_norm_is_post_attention ? "post_attention_norm" : "ffn_norm";
-    int has_ffn_norm = rfi_has(b, "ffn_norm.weight");
-    int parallel = c->parallel || (c->arch->parallel_without_ffn_norm && !has_ffn_norm);
+    const rfi_recurrent_arch *t = c->arch->recurrent;
+    const int has_ffn_norm = rfi_has(b, "ffn_norm.weight"), is_ffn = t && t->one_part && l->n_ff;
+    int parallel = is_ffn || c->parallel || (c->arch->parallel_without_ffn_norm && !has_ffn_norm);
     uint32_t attention_in = d->xn, ffn_in = d->xn;
     if (c->arch->no_pre_norm) attention_in = ffn_in = d->x;
     else rfi_emit_norm(b, d->xn, d->x, "attn_norm", n_embd, 1, 0);
@@ -8200,11 +8326,14 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
         ffn_in = d->xn2;
     }
     if (c->arch->mla) rfi_emit_mla(b, d, l, attention_in);
-    else if (!l->recurrent) rfi_emit_attention(b, d, l, attention_in);
+    else if (!l->recurrent && !is_ffn) rfi_emit_attention(b, d, l, attention_in);
     else if (c->recurrent.kind == RFI_SHORT_CONV) rfi_emit_short_conv(b, d, attention_in);
-    else rfi_emit_delta(b, d, attention_in);
+    else if (c->recurrent.kind == RFI_DELTA_NET) rfi_emit_delta(b, d, attention_in);
+    if (c->recurrent.kind >= RFI_MAMBA && (l->recurrent || t->beside)) rfi_emit_scan(b, d, attention_in);
+    if (t && (t->only || (t->one_part && !is_ffn))) return;
     if (!parallel && ffn_in != d->x) rfi_emit_norm(b, d->xn, d->x, ffn_norm, n_embd, 1, 0);
-    const int experts = rfi_layer_has_experts(c, (uint32_t)b->layer);
+    const int experts = rfi_layer_has_experts(c, (uint32_t)b->layer) &&
+                        (rfi_has(b, "ffn_gate_inp.weight") || !rfi_has(b, "ffn_up.weight"));
     if (experts && c->arch->moe->dense_beside) rfi_emit_beside(b, d, l);
     else if (experts) rfi_emit_moe(b, d);
     else rfi_emit_ffn(b, d, l, ffn_in);
@@ -8231,6 +8360,7 @@ static void rfi_emit_rope_tables(rfi_builder *b, rfi_decoder *d) {
     const rfi_config *c = b->c;
     const rfi_rope_config *r = &c->rope, *swa = &c->swa_rope;
     uint32_t n_swa = 0, half = c->n_rot / 2;
+    if (half == 0) return;
     for (uint32_t il = 0; il < c->n_layers; il++) n_swa += c->layers[il].swa != 0;
     d->rope = d->swa_rope = rfi_rope_table(b, r);
     if (n_swa && (r->base != swa->base || r->scaling != swa->scaling || r->n_rot != swa->n_rot))
@@ -8313,6 +8443,9 @@ static const rfi_moe_arch rfi_moe_qwen3 = {.gating = RFI_GATING_SOFTMAX, .normal
 static const rfi_moe_arch rfi_moe_glm4 = {.gating = RFI_GATING_SIGMOID, .keys = 1, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_granite = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .shared = 1};
+static const rfi_moe_arch rfi_moe_granitehybrid = {
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .optional = 1, .shared = 1};
+static const rfi_moe_arch rfi_moe_jamba = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1, .optional = 1};
 static const rfi_moe_arch rfi_moe_deepseek2 = {
     .gating = RFI_GATING_SOFTMAX, .keys = 1, .groups = 1, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_mixtral = {
@@ -8327,6 +8460,12 @@ static const rfi_moe_arch rfi_moe_qwen35 = {
 static const rfi_moe_arch rfi_moe_lfm2 = {.gating = RFI_GATING_SIGMOID, .normalize = 1, .keys = 1, .dense_lead = 1};
 static const rfi_recurrent_arch rfi_qwen3next = {.kind = RFI_DELTA_NET, .fused_gates = 1};
 static const rfi_recurrent_arch rfi_lfm2 = {.kind = RFI_SHORT_CONV};
+static const rfi_recurrent_arch rfi_mamba = {.kind = RFI_MAMBA, .only = 1};
+static const rfi_recurrent_arch rfi_mamba2 = {.kind = RFI_MAMBA2, .only = 1};
+static const rfi_recurrent_arch rfi_jamba = {.kind = RFI_MAMBA};
+static const rfi_recurrent_arch rfi_granitehybrid = {.kind = RFI_MAMBA2};
+static const rfi_recurrent_arch rfi_falcon_h1 = {.kind = RFI_MAMBA2, .beside = 1};
+static const rfi_recurrent_arch rfi_plamo2 = {.kind = RFI_PLAMO2};
 static const rfi_recurrent_arch rfi_qwen35 = {.kind = RFI_DELTA_NET, .cyclic = 1};
 /* A new architecture is a row here.
  *  1. Compare its graph with llama's and find the fields of rfi_arch that say how it differs.
@@ -8382,6 +8521,14 @@ static const rfi_arch rfi_archs[] = {
     {.name = "qwen3next", .ffn_norm_is_post_attention = 1, .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_qwen35,
      .recurrent = &rfi_qwen3next},
     {.name = "lfm2moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_lfm2, .recurrent = &rfi_lfm2},
+    {.name = "mamba", .recurrent = &rfi_mamba},
+    {.name = "mamba2", .recurrent = &rfi_mamba2},
+    {.name = "jamba", .no_rope_period = 1, .moe = &rfi_moe_jamba, .recurrent = &rfi_jamba},
+    {.name = "granitehybrid", .scale_keys = 1, .rope_switch = 1, .moe = &rfi_moe_granitehybrid,
+     .recurrent = &rfi_granitehybrid},
+    {.name = "falcon-h1", .rope_neox = 1, .recurrent = &rfi_falcon_h1},
+    {.name = "plamo2", .post_norm = 1, .qk_norm_each = 1, .rope_neox = 1, .fused_gate_up = 1,
+     .recurrent = &rfi_plamo2},
 };
 
 static const rfi_arch *rfi_arch_find(rf_string name) {
@@ -8660,6 +8807,16 @@ typedef struct rfi_delta {
     float *out; /* [head_dim_v]                             */
 } rfi_delta;
 
+/* One row of one head through RF_OP_SCAN. */
+typedef struct rfi_scan_row {
+    const float *x, *b, *c, *a; /* [head_dim], [n_state], [n_state], [n_decays] */
+    float dt, skip;
+    uint32_t head_dim, n_state, n_decays;
+    float *s;     /* [n_state][head_dim], before and after */
+    float *decay; /* [n_state] scratch                     */
+    float *out;   /* [head_dim]                            */
+} rfi_scan_row;
+
 /* out[c * out_stride + d] += sum over pos of p[c * p_stride + pos] * v[pos][d], in order of pos */
 typedef struct rfi_weigh {
     const void *v;
@@ -8689,6 +8846,7 @@ typedef struct rfi_kernels {
     /* out[c] = sum over j of w[j * n + c] * x[j * n + c], in order of j < n_taps */
     void (*conv)(float *out, const float *x, const float *w, uint32_t n_taps, uint32_t n);
     void (*delta)(const rfi_delta *a);
+    void (*scan)(const rfi_scan_row *a);
     void (*add)(float *out, const float *x, uint32_t n);                                 /* out += x */
     void (*scale)(float *x, uint32_t n, float factor);                                   /* x *= factor */
     void (*softcap)(float *x, uint32_t n, float cap);                                    /* x = cap * tanh(x / cap) */
@@ -8860,6 +9018,25 @@ RFI_INLINE void rfi_delta_body(const rfi_delta *a) {
     }
 }
 
+RFI_INLINE void rfi_scan_body(const rfi_scan_row *a) {
+    const uint32_t n = a->n_state, dim = a->head_dim;
+    float *decay = a->decay, *out = a->out, *s = a->s;
+    for (uint32_t i = 0; i < n; i++) decay[i] = a->dt * a->a[a->n_decays == 1 ? 0 : i];
+    for (uint32_t i = 0; i < n; i++) decay[i] = rfi_exp(decay[i]);
+    for (uint32_t j = 0; j < dim; j++) out[j] = a->skip * a->x[j];
+    if (dim == 1) { /* Mamba: the rows are the vector */
+        const float x = a->dt * a->x[0];
+        for (uint32_t i = 0; i < n; i++) s[i] = s[i] * decay[i] + x * a->b[i];
+        for (uint32_t i = 0; i < n; i++) out[0] += s[i] * a->c[i];
+        return;
+    }
+    for (uint32_t i = 0; i < n; i++, s += dim) {
+        const float keep = decay[i], b = a->dt * a->b[i], c = a->c[i];
+        for (uint32_t j = 0; j < dim; j++) s[j] = s[j] * keep + b * a->x[j];
+        for (uint32_t j = 0; j < dim; j++) out[j] += s[j] * c;
+    }
+}
+
 RFI_INLINE void rfi_scale_body(float *x, uint32_t n, float factor) {
     for (uint32_t i = 0; i < n; i++) x[i] *= factor;
 }
@@ -8937,6 +9114,7 @@ RFI_INLINE float rfi_softmax_body(float *s, uint32_t n, float scale, float *top,
         rfi_conv_body(out, x, w, n_taps, n);                                                                          \
     }                                                                                                                 \
     static TARGET void rfi_delta_##isa(const rfi_delta *a) { rfi_delta_body(a); }                                     \
+    static TARGET void rfi_scan_##isa(const rfi_scan_row *a) { rfi_scan_body(a); }                                    \
     static TARGET void rfi_scale_##isa(float *x, uint32_t n, float factor) { rfi_scale_body(x, n, factor); }          \
     static TARGET void rfi_softcap_##isa(float *x, uint32_t n, float cap) { rfi_softcap_body(x, n, cap); }            \
     static TARGET void rfi_add_##isa(float *out, const float *x, uint32_t n) { rfi_add_body(out, x, n); }             \
@@ -9427,7 +9605,8 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
     .scores = {[RF_CACHE_F16] = rfi_##isa##_scores_F16, [RF_CACHE_F32] = rfi_##isa##_scores_F32},                     \
     .quantize = rfi_quantize_##elementwise, .norm = rfi_norm_##elementwise, .glu = rfi_glu_##elementwise,             \
     .add = rfi_add_##elementwise, .scale = rfi_scale_##elementwise, .softcap = rfi_softcap_##elementwise,             \
-    .conv = rfi_conv_##elementwise, .delta = rfi_delta_##elementwise, .rope = rfi_rope_##elementwise,                 \
+    .conv = rfi_conv_##elementwise, .delta = rfi_delta_##elementwise, .scan = rfi_scan_##elementwise,                 \
+    .rope = rfi_rope_##elementwise,                                                                                   \
     .softmax = rfi_softmax_##elementwise, .f32_to_f16 = rfi_f32_to_f16_##elementwise,                                 \
     .f32_to_q8 = rfi_f32_to_q8_##elementwise, .q8_to_f32 = rfi_q8_to_f32_##elementwise
 
@@ -11523,6 +11702,7 @@ typedef struct rfi_cpu_op {
     uint64_t w_row_bytes;
     const float *vector;  /* norm weights, freqs; or NULL */
     const float *vector2; /* a norm's biases, or NULL     */
+    const float *vector3; /* SCAN                         */
     rfi_acts acts;
     rfi_cpu_part parts[RFI_CPU_PARTS]; /* MATMUL */
     rfi_cpu_cut cut;
@@ -11899,6 +12079,45 @@ static void rfi_cpu_delta(void *ctx, uint32_t chunk, uint32_t thread) {
     }
 }
 
+/* Heads of a chunk: so many that it is worth a thread's while. */
+static uint32_t rfi_scan_heads(const rf_op *op) { return op->scan.head_dim < 64 ? 64 / op->scan.head_dim : 1; }
+
+static uint64_t rfi_scan_scratch(const rf_op *op) {
+    return ((uint64_t)rfi_scan_heads(op) * op->scan.head_dim + 1) * op->scan.n_state;
+}
+
+/* A chunk is some heads, for all rows of one sequence. */
+static void rfi_cpu_scan(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_scan_params *par = &o->op->scan;
+    const uint32_t most = rfi_scan_heads(o->op), n_chunks = (par->n_heads + most - 1) / most,
+                   first = o->p->firsts[chunk / n_chunks], h0 = chunk % n_chunks * most,
+                   n = (uint32_t)rfi_min_u64(most, par->n_heads - h0);
+    const uint64_t n_s = (uint64_t)par->n_state * par->head_dim, n_x = (uint64_t)par->n_heads * par->head_dim;
+    const rf_step_row *rows = o->step->rows;
+    float *s = o->p->scratch + thread * o->p->scratch_stride;
+    rfi_scan_row a = {.head_dim = par->head_dim, .n_state = par->n_state, .n_decays = par->n_decays};
+    a.decay = s + most * n_s;
+    if (rows[first].from) memcpy(s, rfi_cpu_slot(o, rows[first].from) + h0 * n_s, n * n_s * sizeof *s);
+    else memset(s, 0, n * n_s * sizeof *s);
+    for (uint32_t r = first; r < o->n_rows; r++) {
+        if (rows[r].seq != rows[first].seq) continue;
+        for (uint32_t h = h0; h < h0 + n; h++) {
+            const uint32_t group = h / (par->n_heads / par->n_groups);
+            a.x = o->in + r * o->in_width + (uint64_t)h * par->head_dim;
+            a.b = o->in + r * o->in_width + n_x + (uint64_t)group * par->n_state;
+            a.c = a.b + (uint64_t)par->n_groups * par->n_state;
+            a.a = o->vector + (uint64_t)h * par->n_decays;
+            a.dt = rfi_softplus(o->in2[r * o->in2_width + h] + o->vector2[h]);
+            a.skip = o->vector3[h];
+            a.s = s + (h - h0) * n_s;
+            a.out = o->out + r * o->out_width + (uint64_t)h * par->head_dim;
+            o->k->scan(&a);
+        }
+        if (rows[r].to) memcpy(rfi_cpu_slot(o, rows[r].to) + h0 * n_s, s, n * n_s * sizeof *s);
+    }
+}
+
 static void rfi_cpu_slice(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
@@ -12184,6 +12403,15 @@ static void rfi_cpu_run_delta(rfi_cpu_op *o) {
     rfi_pool_run(&o->p->dev->pool, rfi_cpu_delta, o, o->p->n_firsts * o->op->delta.n_heads);
 }
 
+static void rfi_cpu_run_scan(rfi_cpu_op *o) {
+    const rf_scan_params *par = &o->op->scan;
+    const uint32_t most = rfi_scan_heads(o->op);
+    o->vector = rfi_cpu_vector(o->p, o->op->weight, 0, par->n_heads * par->n_decays, 0);
+    o->vector2 = rfi_cpu_vector(o->p, o->op->bias, 0, par->n_heads, 1);
+    o->vector3 = rfi_cpu_vector(o->p, o->op->factor, 0, par->n_heads, 2);
+    rfi_pool_run(&o->p->dev->pool, rfi_cpu_scan, o, o->p->n_firsts * ((par->n_heads + most - 1) / most));
+}
+
 static void rfi_cpu_run_rope(rfi_cpu_op *o) {
     rfi_cpu_plan *p = o->p;
     if (!p->rope || !rf_op_same_angles(p->rope, o->op)) {
@@ -12243,6 +12471,7 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_HEADS: rfi_cpu_run_heads(&o); break;
     case RF_OP_CONV: rfi_cpu_run_conv(&o); break;
     case RF_OP_DELTA: rfi_cpu_run_delta(&o); break;
+    case RF_OP_SCAN: rfi_cpu_run_scan(&o); break;
     case RF_OP_SLICE: rfi_pool_run(pool, rfi_cpu_slice, &o, o.n_rows); break;
     default: break; /* plan_prepare refused it */
     }
@@ -12581,7 +12810,8 @@ static void rfi_cpu_measure_op(const rf_plan *plan, const rf_op *op, rfi_cpu_nee
     if (op->kind == RF_OP_ROPE) need->n_rot = rfi_max_u64(need->n_rot, op->rope.n_rot);
     if (op->kind == RF_OP_HEADS && op->flags & RF_OP_ACROSS) scratch = RFI_ACROSS_COLS * (op->heads.n_in + 1ull);
     if (op->kind == RF_OP_DELTA) scratch = rfi_delta_scratch(op);
-    need->recurrent |= op->kind == RF_OP_CONV || op->kind == RF_OP_DELTA;
+    if (op->kind == RF_OP_SCAN) scratch = rfi_scan_scratch(op);
+    need->recurrent |= spec.state_width != 0;
     if (op->kind == RF_OP_ATTENTION) {
         const rf_attention_params *a = &op->attention;
         const uint32_t dim_v = op->flags & RF_OP_MLA ? a->head_dim : a->head_dim_v;

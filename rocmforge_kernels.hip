@@ -2023,6 +2023,64 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
     }
 }
 
+/* RF_OP_SCAN, the selective scan of Mamba. A column of a head's state S belongs to one value of the head; it lies on
+ * lanes as in rfk_delta, DIM values of it at most.
+ *   grid [ceil(n_heads * head_dim / (4 * RFK_DELTA_COLS)), sequences]   block 4 waves */
+struct rfk_scan_args {
+    const float *in, *dt;
+    const uint8_t *a, *b, *skip; /* [n_heads][n_decays], [n_heads], [n_heads] */
+    float *out, *state;          /* [slots][n_heads][n_state][head_dim]       */
+    const rf_step_row *rows;
+    uint32_t a_type, b_type, skip_type, in_stride, dt_stride, out_stride, n_rows, n_heads, n_groups, head_dim, n_state,
+        n_decays;
+};
+template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_scan(rfk_scan_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    const uint32_t cols = RFK_DELTA_COLS(WAVE, DIM), lanes = WAVE / cols, first = threadIdx.x % WAVE / cols,
+                   col = (blockIdx.x * 4 + threadIdx.x / WAVE) * cols + threadIdx.x % cols, n_x = a.n_heads * a.head_dim;
+    const bool inside = col < n_x;
+    const uint32_t h = inside ? col / a.head_dim : 0, group = h / (a.n_heads / a.n_groups);
+    const float bias = rfk_load_any(a.b, a.b_type, h), skip = rfk_load_any(a.skip, a.skip_type, h);
+    const size_t width = (size_t)n_x * a.n_state,
+                 at = ((size_t)h * a.n_state + first) * a.head_dim + (inside ? col % a.head_dim : 0),
+                 step = (size_t)lanes * a.head_dim;
+    float s[DIM * RFK_DELTA_COLS(WAVE, DIM) / WAVE], decay_by[DIM * RFK_DELTA_COLS(WAVE, DIM) / WAVE];
+    bool begun = false;
+    RFK_UNROLL(64)
+    for (uint32_t m = 0; m < DIM / lanes; m++) {
+        uint32_t i = m * lanes + first;
+        s[m] = 0;
+        decay_by[m] =
+            i < a.n_state ? rfk_load_any(a.a, a.a_type, (size_t)h * a.n_decays + (a.n_decays == 1 ? 0 : i)) : 0.0f;
+    }
+    for (uint32_t t = 0; t < a.n_rows; t++) {
+        rf_step_row row = a.rows[t];
+        if (row.seq != (int32_t)blockIdx.y) continue;
+        RFK_UNROLL(64)
+        for (uint32_t m = 0; m < DIM / lanes; m++)
+            if (!begun && row.from && inside && m * lanes + first < a.n_state)
+                s[m] = a.state[(row.from - 1) * width + at + m * step];
+        begun = true;
+        const float *in = a.in + (size_t)t * a.in_stride, *b = in + n_x + (size_t)group * a.n_state + first,
+                    *c = b + (size_t)a.n_groups * a.n_state;
+        const float x = inside ? in[col] : 0.0f, raw = a.dt[(size_t)t * a.dt_stride + h] + bias,
+                    dt = raw > 20.0f ? raw : log1pf(expf(raw));
+        float sum = 0;
+        RFK_UNROLL(64)
+        for (uint32_t m = 0; m < DIM / lanes; m++) {
+            if (m * lanes + first >= a.n_state) continue;
+            s[m] = s[m] * expf(dt * decay_by[m]) + dt * b[m * lanes] * x;
+            sum += s[m] * c[m * lanes];
+        }
+        sum = rfk_column_sum<WAVE, DIM>(sum);
+        if (inside && first == 0) a.out[(size_t)t * a.out_stride + col] = sum + skip * x;
+        RFK_UNROLL(64)
+        for (uint32_t m = 0; m < DIM / lanes; m++)
+            if (row.to && inside && m * lanes + first < a.n_state)
+                a.state[(row.to - 1) * width + at + m * step] = s[m];
+    }
+}
+
 /* out[t, head] = a part of in[t, head].   grid [ceil(n_heads * dim / 256), rows]   block 256 */
 struct rfk_slice_args {
     const float *in; /* points at the part's first value */
@@ -7123,6 +7181,7 @@ static const char *rfk_why_unsupported(const rf_plan *plan, const rf_op *op) {
         (op->attention.head_dim > RFK_LATENT_HEAD || op->attention.head_dim_v > 2 * RFK_BLOCK))
         return "heads of more than 576 values, or 512 summed ones";
     if (op->kind == RF_OP_DELTA && op->delta.head_dim > RFK_MAX_HEAD) return "keys of heads of more than 256 values";
+    if (op->kind == RF_OP_SCAN && op->scan.n_state > RFK_MAX_HEAD) return "states of more than 256 rows";
     if (op->kind == RF_OP_HEADS && op->heads.n_in != op->heads.head_dim && plan->buffers[op->in].width != s.in[0].width)
         return "rows of parts of heads must hold nothing else"; /* heads are quantized as rows */
     return NULL;
@@ -8670,6 +8729,38 @@ static rf_result rfk_run_delta(const rfk_launching *l) {
     return rfk_enqueue(l, kernel, dim3(rfk_ceil_div(a.head_dim_v, 4 * cols), a.n_heads, l->p->n_seq), 4 * wave, a);
 }
 
+typedef void (*rfk_scan_kernel)(rfk_scan_args);
+template <int WAVE> static rfk_scan_kernel rfk_find_scan(uint32_t n_state) {
+    if (n_state <= 64) return rfk_scan<WAVE, 64>;
+    return n_state <= 128 ? rfk_scan<WAVE, 128> : rfk_scan<WAVE, RFK_MAX_HEAD>;
+}
+
+static rf_result rfk_run_scan(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    rfk_scan_args a;
+    a.in = l->b.in;
+    a.dt = l->b.in2;
+    a.a = rfk_vector(l->p, op->weight, 0, &a.a_type);
+    a.b = rfk_vector(l->p, op->bias, 0, &a.b_type);
+    a.skip = rfk_vector(l->p, op->factor, 0, &a.skip_type);
+    a.out = l->b.out;
+    a.state = (float *)(void *)l->b.k;
+    a.rows = l->p->rows;
+    a.in_stride = l->b.in_stride;
+    a.dt_stride = l->b.in2_stride;
+    a.out_stride = l->b.out_stride;
+    a.n_rows = l->n_rows;
+    a.n_heads = op->scan.n_heads;
+    a.n_groups = op->scan.n_groups;
+    a.head_dim = op->scan.head_dim;
+    a.n_state = op->scan.n_state;
+    a.n_decays = op->scan.n_decays;
+    rfk_scan_kernel kernel = RFK_BY_WAVE(l, (rfk_find_scan<32>(a.n_state)), (rfk_find_scan<64>(a.n_state)));
+    const uint32_t wave = l->p->dev->wave, cols = RFK_DELTA_COLS(wave, a.n_state);
+    return rfk_enqueue(l, kernel, dim3(rfk_ceil_div((uint64_t)a.n_heads * a.head_dim, 4 * cols), l->p->n_seq), 4 * wave,
+                       a);
+}
+
 static rf_result rfk_run_slice(const rfk_launching *l) {
     const rf_slice_params *s = &l->op->slice;
     rfk_slice_args a;
@@ -8940,6 +9031,7 @@ static rf_result rfk_run_kind(rfk_launching *l) {
     case RF_OP_CONV: return rfk_run_conv(l);
     case RF_OP_DELTA: return rfk_run_delta(l);
     case RF_OP_SLICE: return rfk_run_slice(l);
+    case RF_OP_SCAN: return rfk_run_scan(l);
     default: return rfk_run_argmax(l);
     }
 }
