@@ -250,6 +250,46 @@ def delta_net(m, il, h, project, key_head):
     return linear(m, b + 'out', out.reshape(len(h), -1))
 
 
+def selective_scan(x, dt, a, b, c, d):
+    """x [T, heads, d], dt [T, heads], a [heads, 1 or n], b, c [T, groups, n], d [heads]: a memory [n, d] per head fades,
+    takes in what comes, and is read; heads that follow one another share a group"""
+    n_head = x.shape[1]
+    b, c = np.repeat(b, n_head // b.shape[1], 1), np.repeat(c, n_head // c.shape[1], 1)
+    state, out = np.zeros((n_head, b.shape[2], x.shape[2])), np.empty_like(x)
+    for t in range(len(x)):
+        state = state * np.exp(dt[t][:, None] * a)[:, :, None] + (dt[t][:, None] * b[t])[:, :, None] * x[t][:, None, :]
+        out[t] = np.einsum('hnd,hn->hd', state, c[t]) + d[:, None] * x[t]
+    return out
+
+
+def softplus(x): return np.log1p(np.exp(x))
+
+
+def mamba(m, il, h):
+    """Mamba: what is written, read, and the time steps come from the filtered input"""
+    b, n, rank, eps = 'blk.%d.ssm_' % il, m.get('ssm.state_size'), m.get('ssm.time_step_rank'), m.get('attention.layer_norm_rms_epsilon')
+    x, z = np.split(linear(m, b + 'in', h), 2, 1)
+    x = silu(conv(m, b + 'conv1d', x))
+    dt, write, read = np.split(linear(m, b + 'x', x), (rank, rank + n), 1)
+    if m.get('ssm.dt_b_c_rms'): dt, write, read = rms(dt, eps), rms(write, eps), rms(read, eps)
+    if m.has(b + 'dt_norm.weight'):
+        dt, write, read = rms_norm(m, b + 'dt_norm', dt), rms_norm(m, b + 'b_norm', write), rms_norm(m, b + 'c_norm', read)
+    y = selective_scan(x[:, :, None], softplus(linear(m, b + 'dt', dt)), m.at(b + 'a'), write[:, None], read[:, None], m.at(b + 'd'))
+    return linear(m, b + 'out', y[:, :, 0] * silu(z))
+
+
+def mamba2(m, il, h):
+    """Mamba-2: one matrix makes everything; the gated results are normed by groups, if there is a norm"""
+    b, inner, n, groups = 'blk.%d.ssm_' % il, m.get('ssm.inner_size'), m.get('ssm.state_size'), m.get('ssm.group_count')
+    n_head, wide = m.get('ssm.time_step_rank'), inner + 2 * groups * n
+    z, xbc, dt = np.split(linear(m, b + 'in', h), (inner, inner + wide), 1)
+    x, write, read = np.split(silu(conv(m, b + 'conv1d', xbc)), (inner, inner + groups * n), 1)
+    y = selective_scan(heads(x, n_head), softplus(dt + m.at(b + 'dt.bias')), m.at(b + 'a').reshape(n_head, 1), heads(write, groups),
+                       heads(read, groups), m.at(b + 'd').reshape(-1)).reshape(len(h), -1) * silu(z)
+    if m.has(b + 'norm.weight'): y = (rms(heads(y, groups), m.get('attention.layer_norm_rms_epsilon')) * m.at(b + 'norm.weight')).reshape(y.shape)
+    return linear(m, b + 'out', y)
+
+
 def gated_attention(m, il, h):
     """each head's rows of attn_q are its query and then a gate for its output"""
     b, n_head, n_kv = 'blk.%d.attn_' % il, m.get('attention.head_count'), m.get('attention.head_count_kv')
@@ -310,7 +350,7 @@ def pre_norm_decoder(m, tokens, mix, ffn, ffn_norm='ffn_norm', final='output_nor
     x = m.at('token_embd.weight')[tokens] * embedding_scale
     for il in range(m.get('block_count')):
         x = x + mix(m, il, rms_norm(m, 'blk.%d.attn_norm' % il, x))
-        x = x + ffn(m, il, rms_norm(m, 'blk.%d.%s' % (il, ffn_norm), x))
+        if ffn: x = x + ffn(m, il, rms_norm(m, 'blk.%d.%s' % (il, ffn_norm), x))
     return logits(m, rms_norm(m, final, x))
 
 
@@ -1068,12 +1108,95 @@ def make_deepseek2_lite(legacy=False):
 def make_deepseek2_lite_legacy(): return make_deepseek2_lite(legacy=True)
 
 
+def put_mamba(m, il, norms):
+    b, inner, n, rank = 'blk.%d.ssm_' % il, m.get('ssm.inner_size'), m.get('ssm.state_size'), m.get('ssm.time_step_rank')
+    m.weight(b + 'in', 2 * inner, N_EMBD)
+    m.vector(b + 'conv1d.weight', inner, m.get('ssm.conv_kernel'), spread=1.0)
+    m.vector(b + 'conv1d.bias', inner)
+    m.weight(b + 'x', rank + 2 * n, inner, gain=1.5)
+    m.weight(b + 'dt', inner, rank)
+    m.vector(b + 'dt.bias', inner, spread=0.5)
+    m.vector(b + 'a', inner, n, mean=-0.3, spread=0.07)
+    m.vector(b + 'd', inner)
+    m.weight(b + 'out', N_EMBD, inner, gain=1.5)
+    for part, width in (('dt', rank), ('b', n), ('c', n)) if norms else (): m.norm(b + part + '_norm', width)
+
+
+def put_mamba2(m, il, norm):
+    b, inner, n, groups = 'blk.%d.ssm_' % il, m.get('ssm.inner_size'), m.get('ssm.state_size'), m.get('ssm.group_count')
+    n_head = m.get('ssm.time_step_rank')
+    m.weight(b + 'in', 2 * inner + 2 * groups * n + n_head, N_EMBD)
+    m.vector(b + 'conv1d.weight', inner + 2 * groups * n, m.get('ssm.conv_kernel'), spread=1.0)
+    m.vector(b + 'conv1d.bias', inner + 2 * groups * n)
+    m.vector(b + 'dt.bias', n_head, spread=0.5)
+    m.vector(b + 'a', n_head, 1, mean=-0.3, spread=0.07)
+    m.vector(b + 'd', n_head, 1)
+    if norm: m.vector(b + 'norm.weight', groups, inner // groups, mean=1.0)
+    m.weight(b + 'out', N_EMBD, inner, gain=1.5)
+
+
+def make_mamba():
+    """only scans, no ffn; the time steps and what is written and read are normed, as in Falcon Mamba"""
+    m = Model('mamba', 'mamba')
+    common_keys(m, layers=3, n_head=0, n_kv=0, head_dim=0, n_ff=0)
+    m.u32(ssm__conv_kernel=4, ssm__inner_size=72, ssm__state_size=5, ssm__time_step_rank=3)
+    m.flag(ssm__dt_b_c_rms=True)
+    for name in ('attention.key_length', 'attention.value_length', 'rope.dimension_count', 'attention.head_count_kv'): del m.keys['mamba.' + name]
+    put_embeddings(m)
+    for il in range(3):
+        m.norm('blk.%d.attn_norm' % il, N_EMBD)
+        put_mamba(m, il, norms=False)
+    return m, lambda m, tokens: pre_norm_decoder(m, tokens, mamba, None)
+
+
+def make_jamba():
+    """Mamba layers with norms, and attention without rope; experts in layers that have a router"""
+    m = Model('jamba', 'jamba')
+    common_keys(m, layers=3, n_head=4, n_kv=2, head_dim=8, n_ff=24)
+    m.i32s(attention__head_count_kv=[0, 2, 0])
+    m.u32(ssm__conv_kernel=4, ssm__inner_size=64, ssm__state_size=16, ssm__time_step_rank=2, expert_count=4, expert_used_count=2)
+    put_embeddings(m)
+    for il in range(3):
+        m.norm('blk.%d.attn_norm' % il, N_EMBD)
+        if il == 1: put_attention(m, il, n_kv=2)
+        else: put_mamba(m, il, norms=True)
+        m.norm('blk.%d.ffn_norm' % il, N_EMBD)
+        if il == 1: put_experts(m, il, 4, 24)
+        else: put_ffn(m, il, 24)
+    return m, lambda m, tokens: pre_norm_decoder(
+        m, tokens, lambda m, il, h: self_attention(m, il, h, None) if il == 1 else mamba(m, il, h),
+        lambda m, il, h: softmax_moe(m, il, h, normalised=False) if il == 1 else gated_ffn(m, il, h))
+
+
+def make_falcon_h1():
+    """attention and Mamba-2 side by side in every layer; a norm without a suffix"""
+    m = Model('falcon-h1', 'falcon-h1')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=48, base=3000.0)
+    m.u32(ssm__conv_kernel=4, ssm__inner_size=48, ssm__state_size=12, ssm__time_step_rank=6, ssm__group_count=2)
+    put_embeddings(m)
+    for il in range(2):
+        m.norm('blk.%d.attn_norm' % il, N_EMBD)
+        put_attention(m, il)
+        put_mamba2(m, il, norm=il == 1)
+        m.vector('blk.%d.ffn_norm' % il, N_EMBD, mean=1.0)
+        put_ffn(m, il, 48)
+
+    def layers(m, tokens):
+        x = m.at('token_embd.weight')[tokens]
+        for il in range(2):
+            h = rms_norm(m, 'blk.%d.attn_norm' % il, x)
+            x = x + self_attention(m, il, h, 'far') + mamba2(m, il, h)
+            x = x + gated_ffn(m, il, rms(x, m.get('attention.layer_norm_rms_epsilon')) * m.at('blk.%d.ffn_norm' % il))
+        return logits(m, rms_norm(m, 'output_norm', x))
+    return m, layers
+
+
 FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, make_qwen35, make_qwen35moe,
             make_qwen35moe_fused, make_qwen3next, make_qwen3next_legacy, make_cohere2, make_internlm2, make_exaone,
             make_seed_oss, make_mpt, make_bloom, make_gemma4, make_gemma4_moe,
             make_gemma, make_deepseek2_groups, make_deepseek2_lite,
             make_deepseek2_lite_legacy, make_gemma3_linear, make_olmo3, make_lfm2_bias, make_command_r_plus,
-            make_stablelm_12b]
+            make_stablelm_12b, make_mamba, make_jamba, make_falcon_h1]
 
 
 # ---- answers ----

@@ -1657,6 +1657,48 @@ static void test_delta() {
     CHECK(g.open(1) == RF_ERR_UNSUPPORTED && strstr(g.err.text, "delta"), "'%s'", g.err.text);
 }
 
+static void test_scan() {
+    /* heads, groups, values of a head, states: Mamba-2's sizes, Mamba's, the largest, and odd ones */
+    static const uint32_t sizes[][4] = {{6, 3, 24, 40}, {2, 1, 64, 128}, {70, 1, 1, 16}, {3, 1, 8, 256}, {5, 5, 7, 3}};
+    std::vector<Row> list = combinations(std::vector<int>{5, 2, 3, 3, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        const uint32_t *z = sizes[r[0]], type = vector_types[r[2]];
+        const rf_scan_params p = {z[0], z[1], z[2], z[3], r[1] ? z[3] : 1};
+        const uint32_t n = p.n_heads, n_x = n * p.head_dim, n_b = p.n_groups * p.n_state, width = n_x + 2 * n_b;
+        const size_t T = recurrent_rows(r[3]).size();
+        char what[128];
+        snprintf(what, sizeof what, "scan %s heads %u %u dim %u states %u decays %u rows %d device %d", type_name(type), n, p.n_groups,
+                 p.head_dim, p.n_state, p.n_decays, r[3], r[4]);
+        Rig g(devices[(size_t)r[4]]);
+        g.n_slots = N_SLOTS;
+        const uint32_t in = g.buffer(width), step = g.buffer(n), out = g.buffer(n_x), state = g.recurrent_state(n_x * p.n_state);
+        std::vector<float> a = values((size_t)n * p.n_decays);
+        for (size_t k = 0; k < a.size(); k++) a[k] = -0.2f - fabsf(a[k]);
+        const std::vector<float> b = values(n), d = values(n), x = values(T * width), steps = values(T * n);
+        const std::vector<double> ad = rounded(a, type), bd = rounded(b, type), dd = rounded(d, type);
+        rf_op *o = g.op(RF_OP_SCAN);
+        o->in = in, o->in2 = step, o->out = out, o->state = state, o->weight = g.vector(a, type), o->bias = g.vector(b, type),
+        o->factor = g.vector(d, type), o->scan = p;
+        REQUIRE(g.open(8, 1, 16, 2) == RF_OK, "%s: %s", what, g.err.text);
+        g.set(step, steps);
+        recurrent_case(g, in, out, x, r[3], what, [&](size_t t, std::vector<double> &S, double *y) {
+            for (uint32_t h = 0; h < n; h++) {
+                const float *row = &x[t * width], *write = row + n_x + h / (n / p.n_groups) * p.n_state, *read = write + n_b;
+                const double dt = log1p(exp(steps[t * n + h] + bd[h]));
+                for (uint32_t j = 0; j < p.head_dim; j++) {
+                    double &sum = y[h * p.head_dim + j] = dd[h] * row[h * p.head_dim + j];
+                    for (uint32_t m = 0; m < p.n_state; m++) {
+                        double &s = S[((size_t)h * p.n_state + m) * p.head_dim + j];
+                        s = s * exp(dt * ad[(size_t)h * p.n_decays + (p.n_decays > 1 ? m : 0)]) + dt * write[m] * row[h * p.head_dim + j];
+                        sum += s * read[m];
+                    }
+                }
+            }
+        });
+    }
+}
+
 static void test_slice() {
     static const uint32_t dims[] = {5, 64, 300}, counts[] = {1, 3}, Ts[] = {1, 7, 33};
     std::vector<Row> list = combinations(std::vector<int>{3, 2, 3, 3, 2, n_devices});
@@ -3205,6 +3247,7 @@ int main(int argc, char **argv) {
     RUN(test_heads_across);
     RUN(test_conv);
     RUN(test_delta);
+    RUN(test_scan);
     RUN(test_slice);
     RUN(test_together);
     RUN(test_joined_norm);

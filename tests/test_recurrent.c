@@ -288,8 +288,8 @@ enum { ROWS = 7, SLOTS = 4, WIDE = 1100, N_STATE = 256 * 256 };
 typedef struct one_op {
     rf_op op;
     rf_plan_state state;
-    rf_plan_weight weights[2];
-    const void *values[2];
+    rf_plan_weight weights[3];
+    const void *values[3];
     uint32_t widths[4], n_weights;
     float x[3][ROWS * WIDE], y[ROWS * WIDE], slots[SLOTS * N_STATE];
 } one_op;
@@ -300,7 +300,7 @@ static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
     rf_queue *q = NULL;
     rf_table *table = NULL;
     rf_prepared *prepared = NULL;
-    rf_mem scratch, state, w[2], repack[2] = {{0}};
+    rf_mem scratch, state, w[3], repack[3] = {{0}};
     rf_ticket t;
     uint64_t at[4], state_at = 0;
     uint32_t segment[2], n_segments, cells = 8;
@@ -338,7 +338,7 @@ static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
     api->queue_release(q); /* waits for its work, which uses the rest */
     if (prepared) api->plan_release(prepared);
     for (uint32_t i = 0; i < o->n_weights; i++) api->weight_clear(table, i), api->mem_release(dev, &w[i]);
-    for (uint32_t i = 0; i < 2; i++)
+    for (uint32_t i = 0; i < 3; i++)
         if (repack[i].base) api->mem_release(dev, &repack[i]);
     api->mem_release(dev, &scratch), api->mem_release(dev, &state);
     api->table_release(table);
@@ -462,6 +462,62 @@ static void test_delta_op(void) {
     }
 }
 
+typedef struct scan_shape { uint32_t heads, groups, dim, n, decays; } scan_shape;
+
+/* One row of a head: S [n][dim], and out[dim]. */
+static void scan_row(const one_op *o, uint32_t r, uint32_t h, const float *a, const float *bias, double *S, double *out) {
+    const rf_scan_params *p = &o->op.scan;
+    const uint32_t n = p->n_state, dim = p->head_dim, group = h / (p->n_heads / p->n_groups);
+    const float *row = o->x[0] + r * o->widths[0], *x = row + h * dim, *write = row + p->n_heads * dim + group * n,
+                *read = write + p->n_groups * n;
+    const double dt = log1p(exp((double)o->x[1][r * p->n_heads + h] + bias[h]));
+    for (uint32_t j = 0; j < dim; j++) {
+        out[j] = (double)bias[p->n_heads + h] * x[j]; /* the skip's weights lie behind */
+        for (uint32_t i = 0; i < n; i++) {
+            double *s = S + i * dim + j;
+            *s = *s * exp(dt * a[h * p->n_decays + (p->n_decays > 1 ? i : 0)]) + dt * write[i] * x[j];
+            out[j] += *s * read[i];
+        }
+    }
+}
+
+static void test_scan_op(void) {
+    /* Mamba-2's and Mamba's sizes, the largest, and odd ones */
+    static const scan_shape shapes[] = {{6, 3, 24, 40, 1}, {2, 1, 64, 128, 1}, {131, 1, 1, 16, 16}, {1, 1, 80, 256, 1}, {5, 5, 7, 3, 3}};
+    static one_op o;
+    static double s[2][N_STATE], want[ROWS * WIDE], left[SLOTS][N_STATE];
+    for (size_t k = 0; k < RFT_COUNT(shapes); k++) {
+        const scan_shape c = shapes[k];
+        const uint32_t size = c.n * c.dim;
+        static float a[WIDE * 16], bias[2 * WIDE];
+        rf_error err = {0};
+        memset(&o, 0, sizeof o), memset(s, 0, sizeof s);
+        o.op = (rf_op){.kind = RF_OP_SCAN, .in = 0, .in2 = 1, .in3 = RF_NONE, .out = 3, .weight = 0, .bias = 1, .factor = 2,
+                       .scan = {c.heads, c.groups, c.dim, c.n, c.decays}};
+        o.state.width = c.heads * size;
+        for (uint32_t i = 0; i < 3; i++) {
+            const uint32_t n = c.heads * (i ? 1 : c.decays);
+            o.weights[i] = (rf_plan_weight){.name = "v", .type = RF_TYPE_F32, .n_in = n, .n_rows = 1, .size_bytes = 4 * n};
+        }
+        o.values[0] = a, o.values[1] = bias, o.values[2] = bias + c.heads, o.n_weights = 3;
+        o.widths[0] = c.heads * c.dim + 2 * c.groups * c.n, o.widths[1] = c.heads, o.widths[2] = 1, o.widths[3] = c.heads * c.dim;
+        REQUIRE(o.widths[0] <= WIDE && o.state.width <= N_STATE, "case %zu is too large", k);
+        fill(a, c.heads * c.decays, 1), fill(bias, 2 * c.heads, 2), fill(o.x[0], ROWS * o.widths[0], 3);
+        fill(o.x[1], ROWS * c.heads, 4), fill(o.slots, SLOTS * N_STATE, 6);
+        for (uint32_t i = 0; i < c.heads * c.decays; i++) a[i] = -0.2f - fabsf(a[i]);
+        for (uint32_t i = 0; i < o.state.width; i++) s[1][i] = o.slots[i];
+        for (uint32_t r = 0; r < ROWS; r++)
+            for (uint32_t h = 0; h < c.heads; h++) {
+                double *S = s[turns[r].seq] + h * size;
+                scan_row(&o, r, h, a, bias, S, want + (r * c.heads + h) * c.dim);
+                if (turns[r].to) memcpy(left[turns[r].to - 1] + h * size, S, size * sizeof *S);
+            }
+        CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
+        agree(o.y, want, ROWS * c.heads * c.dim, "scan");
+        for (uint32_t i = 1; i < SLOTS; i++) agree(o.slots + i * o.state.width, left[i], o.state.width, "state of scan");
+    }
+}
+
 /* Matrices of heads that lie apart in one weight, and such whose rows go with the values: quantized ones as floats. */
 static void test_heads_op(void) {
     enum { HEADS = 2, REST = 3, ROW0 = 1, MOST = ROW0 + HEADS * 40 };
@@ -557,6 +613,7 @@ int main(int argc, char **argv) {
     if (n_gpus == 0) {
         RUN(test_conv_op);
         RUN(test_delta_op);
+        RUN(test_scan_op);
         RUN(test_heads_op);
         RUN(test_wide_delta);
         RUN(test_slice_op);
