@@ -1564,7 +1564,7 @@ typedef struct rf_scan_params {
         rf_op_vector(s, op->bias, p->n_heads); \
         rf_op_vector(s, op->factor, p->n_heads); \
         rf_op_recurrent(s, n_values * p->n_state); \
-        rf_op_need(s, p->n_decays == 1 || p->n_decays == p->n_state, "a head has one decay, or one for each row of S"); \
+        rf_op_need(s, p->n_decays == 1 || p->n_decays == p->n_state, "a head has one decay, or one for each state"); \
         rf_op_need(s, p->n_groups > 0 && p->n_heads % p->n_groups == 0, "n_heads is no multiple of n_groups"); \
         rf_op_need(s, op->out != op->in && op->out != op->in2, "out must not be an input"); \
     })
@@ -6551,6 +6551,8 @@ typedef struct rfi_moe_arch {
     int optional;     /* a file without expert_count has no experts                                          */
     int shared_gate;  /* the shared experts' output is multiplied by sigmoid(ffn_gate_inp_shexp . x)         */
     int dense_lead;   /* the first leading_dense_block_count layers have no experts                          */
+    int by_router;    /* layers without ffn_gate_inp have a dense FFN                                        */
+    int latent;       /* experts may read and make fewer values than n_embd: expert_latent_length            */
     int shared;       /* shared experts, as wide as expert_feed_forward_length times expert_shared_count, or
                          expert_shared_feed_forward_length                                                   */
 } rfi_moe_arch;
@@ -6560,9 +6562,9 @@ typedef enum rfi_recurrence {
     RFI_RECURRENCE_NONE = 0,
     RFI_SHORT_CONV = 1,
     RFI_DELTA_NET = 2,
-    RFI_MAMBA = 3,  /* a decay for each value of the state; B, C and the time step are made of the convolution's output */
-    RFI_MAMBA2 = 4, /* a decay for each head; ssm_in makes all inputs                                                   */
-    RFI_PLAMO2 = 5  /* heads as MAMBA2, inputs as MAMBA                                                                 */
+    RFI_MAMBA = 3,  /* a decay for each value of the state; B, C and the time step come from the convolution's output */
+    RFI_MAMBA2 = 4, /* a decay for each head; ssm_in makes all inputs                                                 */
+    RFI_PLAMO2 = 5  /* heads as MAMBA2, inputs as MAMBA                                                               */
 } rfi_recurrence;
 typedef struct rfi_recurrent_arch {
     rfi_recurrence kind;
@@ -6587,6 +6589,7 @@ typedef struct rfi_recurrent_config {
 typedef struct rfi_moe_config {
     uint32_t n_experts, n_used, n_ff, n_ff_shared;
     uint32_t n_dense; /* layers before the first with experts */
+    uint32_t n_in;    /* values that experts read and make: n_embd, or fewer (latent experts) */
     uint32_t gating;
     uint32_t n_groups, n_groups_used; /* as rf_route_params */
     int normalize;
@@ -6656,6 +6659,7 @@ typedef struct rfi_arch {
 
     /* FFN */
     uint8_t gelu;             /* instead of SiLU                                                              */
+    uint8_t relu2;            /* instead of SiLU                                                              */
     uint8_t no_gate;          /* FFN: down act(up x)                                                          */
     uint8_t fused_gate_up;    /* ffn_up holds the gate's rows, then its own                                   */
     uint8_t swiglu_oai;       /* experts: RF_ACT_OAI instead of SiLU                                          */
@@ -6772,7 +6776,8 @@ static void rfi_key_uint_of(rfi_key_reader *k, const rfi_uint_key *key, uint64_t
     *out = key->absent;
     if (!rfi_key_read(k, key->suffix, key->required != 0)) return;
     const int is_array = kv->type == RF_KV_ARRAY;
-    if (!rfi_kv_is_uint(kv->element_type) || (is_array && n_layers == 0))
+    const int is_uint = rfi_kv_is_uint(kv->element_type) || (kv->element_type == RF_KV_BOOL && key->max == 1);
+    if (!is_uint || (is_array && n_layers == 0))
         rfi_key_fail(k, RF_ERR_FORMAT, "want an unsigned integer, found %s%s", is_array ? "an array of " : "",
                      rfi_kv_type_name(kv->element_type));
     else if (is_array && kv->count != n_layers)
@@ -7013,6 +7018,14 @@ static void rfi_config_experts(rfi_key_reader *k, rfi_config *c) {
                        n_ff = {"expert_feed_forward_length", 1, 1 << 24, c->layers[0].n_ff, !a->n_ff_is_ff};
     m->gating = a->gating;
     m->normalize = a->normalize;
+    m->n_in = c->n_embd;
+    if (a->latent) {
+        uint32_t n_latent = 0;
+        const rfi_uint_key latent = {rfi_key_find(k, "moe_latent_size") && !rfi_key_find(k, "expert_latent_length")
+                                         ? "moe_latent_size" : "expert_latent_length", 0, 1 << 20, 0, 0};
+        rfi_key_uint(k, &latent, &n_latent);
+        if (n_latent) m->n_in = n_latent;
+    }
     rfi_key_uint(k, &n_used, &m->n_used);
     rfi_key_uint(k, &n_ff, &m->n_ff);
     if (a->dense_lead) rfi_key_uint(k, &n_dense, &m->n_dense);
@@ -7091,8 +7104,11 @@ static const struct {
     {"rope.scaling.yarn_ext_factor", NULL},
     {"rope.section_order", NULL},
     {"attention.clamp_kqv", " bloom "},
+    {"attention.key_length", " mamba mamba2 "},
     {"attention.max_alibi_bias", " bloom "},
     {"attention.scale", " llama gemma gemma2 gemma3 "},
+    {"attention.value_length", " mamba mamba2 "},
+    {"rope.dimension_count", " mamba mamba2 "},
     {"attention.sliding_window", " llama phi3 qwen2 qwen2moe qwen3 qwen3moe smollm3 starcoder2 "},
     {"embedding_scale", " llama "},
     {"expert_gating_func", " granitemoe llama olmoe qwen2moe qwen3moe gpt-oss "},
@@ -7234,7 +7250,12 @@ static void rfi_config_layers(rfi_key_reader *k, rfi_config *c) {
         rfi_key_uint_of(k, &ff, il, c->n_blocks, &l->n_ff);
         if (t && t->only) l->n_heads = l->n_kv_heads = l->n_ff = 0;
         l->recurrent = l->n_kv_heads == 0 && !(t && t->one_part && l->n_ff); /* no heads: recurrent */
-        if (l->n_kv_heads && (l->n_heads == 0 || l->n_heads % l->n_kv_heads)) {
+        const rfi_uint_key recurrent = {"attention.recurrent_layers", 0, 1, (uint32_t)l->recurrent, 0};
+        uint32_t listed = 0;
+        if (scan) rfi_key_uint_of(k, &recurrent, il, c->n_blocks, &listed);
+        if (scan && !t->only && !t->beside) l->recurrent = (int)listed;
+        const int attends = !l->recurrent && !(t && t->one_part && l->n_ff);
+        if (attends && (l->n_kv_heads == 0 || l->n_heads == 0 || l->n_heads % l->n_kv_heads)) {
             rfi_key_find(k, kv_heads.suffix);
             rfi_key_fail(k, RF_ERR_FORMAT, "layer %u has %u heads on %u key/value heads, want a divisor", il,
                          l->n_heads, l->n_kv_heads);
@@ -8104,8 +8125,13 @@ static void rfi_emit_scan(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     op->scan = (rf_scan_params){t->n_heads, t->n_k_heads, t->head_dim_v, t->head_dim, n_decays};
     rfi_emit_glu(b, d->delta_gate, d->att, n_inner, RF_ACT_SILU);
     if (t->kind == RFI_MAMBA2 && rfi_has(b, "ssm_norm.weight"))
-        rfi_emit_norm(b, d->delta_gate, d->delta_gate, "ssm_norm", n_inner / t->n_k_heads, t->n_k_heads, RF_OP_EACH_HEAD);
+        rfi_emit_norm(b, d->delta_gate, d->delta_gate, "ssm_norm", n_inner / t->n_k_heads, t->n_k_heads,
+                      RF_OP_EACH_HEAD);
     rfi_emit_residual(b, d, d->delta_gate, n_inner, "ssm_out", "post_attention_norm");
+}
+
+static uint32_t rfi_ffn_activation(const rfi_config *c) {
+    return c->arch->relu2 ? RF_ACT_RELU2 : c->arch->gelu ? RF_ACT_GELU : RF_ACT_SILU;
 }
 
 /* act(Wgate in) * Wup in, or act(Wup in). Returns its buffer. */
@@ -8127,8 +8153,7 @@ static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_
         b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.ffn_act.scales is not supported",
                              rfi_gguf_path(b->g), (int)b->layer);
     rfi_emit_matmul(b, d->up, in, up, n_ff, 0);
-    rfi_emit_glu(b, gated ? d->gate : d->up, gated ? d->up : RF_NONE, n_ff,
-                 c->arch->gelu ? RF_ACT_GELU : RF_ACT_SILU);
+    rfi_emit_glu(b, gated ? d->gate : d->up, gated ? d->up : RF_NONE, n_ff, rfi_ffn_activation(c));
     return gated ? d->gate : d->up;
 }
 
@@ -8202,11 +8227,12 @@ static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d) {
                              "%s: blk.%d.ffn_up_shexp.weight: no key of %s says how wide it is", rfi_gguf_path(b->g),
                              (int)b->layer, c->arch->name);
     if (!n_ff) return;
-    rfi_weight gate = rfi_bind_matrix(b, "ffn_gate_shexp", n_embd, n_ff, NULL),
-               up = rfi_bind_matrix(b, "ffn_up_shexp", n_embd, n_ff, NULL);
-    rfi_emit_matmul(b, d->gate, d->xn, gate, n_ff, 0);
-    rfi_emit_matmul(b, d->up, d->xn, up, n_ff, 0);
-    rfi_emit_glu(b, d->gate, d->up, n_ff, RF_ACT_SILU);
+    const int gated = !c->arch->no_gate;
+    const rfi_weight gate = gated ? rfi_bind_matrix(b, "ffn_gate_shexp", n_embd, n_ff, NULL) : rfi_no_weight,
+                     up = rfi_bind_matrix(b, "ffn_up_shexp", n_embd, n_ff, NULL);
+    if (gated) rfi_emit_matmul(b, d->gate, d->xn, gate, n_ff, 0);
+    rfi_emit_matmul(b, gated ? d->up : d->gate, d->xn, up, n_ff, 0);
+    rfi_emit_glu(b, d->gate, gated ? d->up : RF_NONE, n_ff, rfi_ffn_activation(c));
     if (!c->arch->moe->shared_gate) {
         rfi_emit_residual(b, d, d->gate, n_ff, "ffn_down_shexp", "post_ffw_norm");
         return;
@@ -8219,38 +8245,50 @@ static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d) {
     op->mix.scale = (float)c->residual_scale;
 }
 
-/* downs = Wdown (act(Wgate xn) * Wup xn) of each of the chosen experts */
-static void rfi_emit_chosen(rfi_builder *b, const rfi_decoder *d) {
+/* downs = Wdown (act(Wgate in) * Wup in) of each of the chosen experts */
+static void rfi_emit_chosen(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const rfi_config *c = b->c;
     const rfi_moe_config *m = &c->moe;
-    const uint32_t n_embd = c->n_embd, n_ff = m->n_ff, gate[2] = {d->xn, d->gates}, up[2] = {d->xn, d->ups},
-                   down[2] = {d->gates, d->downs};
+    const uint32_t n_ff = m->n_ff, gate[2] = {in, d->gates}, up[2] = {in, d->ups}, down[2] = {d->gates, d->downs};
     rfi_experts e;
     if (rfi_has(b, "ffn_gate_up_exps.weight")) { /* rows of the gate, then of up */
-        e = rfi_bind_expert_set(b, "ffn_gate_up_exps", n_embd, 2 * n_ff);
+        e = rfi_bind_expert_set(b, "ffn_gate_up_exps", m->n_in, 2 * n_ff);
         if (e.bias != RF_NONE && b->result == RF_OK)
             b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.ffn_gate_up_exps.bias is not supported",
                                  rfi_gguf_path(b->g), (int)b->layer);
         rfi_emit_experts(b, d, &e, gate, 0, n_ff, 0);
         rfi_emit_experts(b, d, &e, up, n_ff, n_ff, 0);
     } else {
-        e = rfi_bind_expert_set(b, "ffn_gate_exps", n_embd, n_ff);
-        rfi_emit_experts(b, d, &e, gate, 0, n_ff, 0);
-        e = rfi_bind_expert_set(b, "ffn_up_exps", n_embd, n_ff);
-        rfi_emit_experts(b, d, &e, up, 0, n_ff, 0);
+        if (!c->arch->no_gate) {
+            e = rfi_bind_expert_set(b, "ffn_gate_exps", m->n_in, n_ff);
+            rfi_emit_experts(b, d, &e, gate, 0, n_ff, 0);
+        }
+        e = rfi_bind_expert_set(b, "ffn_up_exps", m->n_in, n_ff);
+        rfi_emit_experts(b, d, &e, c->arch->no_gate ? gate : up, 0, n_ff, 0);
     }
-    rfi_emit_glu(b, d->gates, d->ups, m->n_used * n_ff,
-                 c->arch->swiglu_oai ? RF_ACT_OAI : c->arch->gelu ? RF_ACT_GELU : RF_ACT_SILU);
-    e = rfi_bind_expert_set(b, "ffn_down_exps", n_ff, n_embd);
-    rfi_emit_experts(b, d, &e, down, 0, n_embd, RF_OP_PER_CHOICE);
+    rfi_emit_glu(b, d->gates, c->arch->no_gate ? RF_NONE : d->ups, m->n_used * n_ff,
+                 c->arch->swiglu_oai ? RF_ACT_OAI : rfi_ffn_activation(c));
+    e = rfi_bind_expert_set(b, "ffn_down_exps", n_ff, m->n_in);
+    rfi_emit_experts(b, d, &e, down, 0, m->n_in, RF_OP_PER_CHOICE);
 }
 
-/* x += sum over the chosen experts of weight * Wdown (act(Wgate xn) * Wup xn), then the shared experts */
+/* x += sum over the chosen experts of weight * Wdown (act(Wgate xn) * Wup xn), then the shared experts. Latent experts
+ * read and make vectors of n_in values. */
 static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d) {
+    const rfi_config *c = b->c;
+    const uint32_t n_in = c->moe.n_in;
+    const int latent = n_in != c->n_embd;
     rfi_emit_route(b, d);
-    rfi_emit_chosen(b, d);
-    rf_op *op = rfi_emit_mix(b, d->x, d->downs, d->route, b->c->moe.n_used, RF_OP_ACCUMULATE);
-    op->mix.scale = (float)b->c->residual_scale;
+    if (latent) rfi_emit_matmul(b, d->y, d->xn, rfi_bind_matrix(b, "ffn_latent_down", c->n_embd, n_in, NULL), n_in, 0);
+    rfi_emit_chosen(b, d, latent ? d->y : d->xn);
+    rf_op *op = rfi_emit_mix(b, latent ? d->z : d->x, d->downs, d->route, c->moe.n_used, latent ? 0 : RF_OP_ACCUMULATE);
+    op->mix.n = n_in;
+    op->mix.scale = latent ? 0 : (float)c->residual_scale;
+    if (latent) {
+        const rfi_weight up = rfi_bind_matrix(b, "ffn_latent_up", n_in, c->n_embd, NULL);
+        op = rfi_emit_matmul(b, d->x, d->z, up, c->n_embd, RF_OP_ACCUMULATE);
+        op->matmul.scale = (float)c->residual_scale;
+    }
     rfi_emit_shared(b, d);
 }
 
@@ -8266,7 +8304,7 @@ static void rfi_emit_beside(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     if (b->result == RF_OK) op->weight = scale;
     rfi_emit_route(b, d);
     rfi_emit_norm(b, d->xn, d->x, "pre_ffw_norm_2", n_embd, 1, 0);
-    rfi_emit_chosen(b, d);
+    rfi_emit_chosen(b, d, d->xn);
     rfi_emit_mix(b, d->z, d->downs, d->route, c->moe.n_used, 0);
     rfi_emit_norm(b, d->y, d->z, "post_ffw_norm_2", n_embd, 1, RF_OP_ACCUMULATE);
     rfi_emit_norm(b, d->x, d->y, "post_ffw_norm", n_embd, 1, RF_OP_ACCUMULATE);
@@ -8333,7 +8371,7 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     if (t && (t->only || (t->one_part && !is_ffn))) return;
     if (!parallel && ffn_in != d->x) rfi_emit_norm(b, d->xn, d->x, ffn_norm, n_embd, 1, 0);
     const int experts = rfi_layer_has_experts(c, (uint32_t)b->layer) &&
-                        (rfi_has(b, "ffn_gate_inp.weight") || !rfi_has(b, "ffn_up.weight"));
+                        (!c->arch->moe->by_router || rfi_has(b, "ffn_gate_inp.weight"));
     if (experts && c->arch->moe->dense_beside) rfi_emit_beside(b, d, l);
     else if (experts) rfi_emit_moe(b, d);
     else rfi_emit_ffn(b, d, l, ffn_in);
@@ -8445,7 +8483,10 @@ static const rfi_moe_arch rfi_moe_granite = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_granitehybrid = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .optional = 1, .shared = 1};
-static const rfi_moe_arch rfi_moe_jamba = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1, .optional = 1};
+static const rfi_moe_arch rfi_moe_jamba = {
+    .gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1, .optional = 1, .by_router = 1};
+static const rfi_moe_arch rfi_moe_nemotron_h = {
+    .gating = RFI_GATING_SIGMOID, .keys = 1, .optional = 1, .by_router = 1, .latent = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_deepseek2 = {
     .gating = RFI_GATING_SOFTMAX, .keys = 1, .groups = 1, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_mixtral = {
@@ -8465,6 +8506,7 @@ static const rfi_recurrent_arch rfi_mamba2 = {.kind = RFI_MAMBA2, .only = 1};
 static const rfi_recurrent_arch rfi_jamba = {.kind = RFI_MAMBA};
 static const rfi_recurrent_arch rfi_granitehybrid = {.kind = RFI_MAMBA2};
 static const rfi_recurrent_arch rfi_falcon_h1 = {.kind = RFI_MAMBA2, .beside = 1};
+static const rfi_recurrent_arch rfi_nemotron_h = {.kind = RFI_MAMBA2, .one_part = 1};
 static const rfi_recurrent_arch rfi_plamo2 = {.kind = RFI_PLAMO2};
 static const rfi_recurrent_arch rfi_qwen35 = {.kind = RFI_DELTA_NET, .cyclic = 1};
 /* A new architecture is a row here.
@@ -8526,6 +8568,9 @@ static const rfi_arch rfi_archs[] = {
     {.name = "jamba", .no_rope_period = 1, .moe = &rfi_moe_jamba, .recurrent = &rfi_jamba},
     {.name = "granitehybrid", .scale_keys = 1, .rope_switch = 1, .moe = &rfi_moe_granitehybrid,
      .recurrent = &rfi_granitehybrid},
+    {.name = "nemotron_h", .no_rope_period = 1, .relu2 = 1, .no_gate = 1, .recurrent = &rfi_nemotron_h},
+    {.name = "nemotron_h_moe", .no_rope_period = 1, .relu2 = 1, .no_gate = 1, .moe = &rfi_moe_nemotron_h,
+     .recurrent = &rfi_nemotron_h},
     {.name = "falcon-h1", .rope_neox = 1, .recurrent = &rfi_falcon_h1},
     {.name = "plamo2", .post_norm = 1, .qk_norm_each = 1, .rope_neox = 1, .fused_gate_up = 1,
      .recurrent = &rfi_plamo2},

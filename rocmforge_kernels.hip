@@ -2036,8 +2036,9 @@ struct rfk_scan_args {
 };
 template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_scan(rfk_scan_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
-    const uint32_t cols = RFK_DELTA_COLS(WAVE, DIM), lanes = WAVE / cols, first = threadIdx.x % WAVE / cols,
-                   col = (blockIdx.x * 4 + threadIdx.x / WAVE) * cols + threadIdx.x % cols, n_x = a.n_heads * a.head_dim;
+    const uint32_t cols = RFK_DELTA_COLS(WAVE, DIM), lanes = WAVE / cols, n_x = a.n_heads * a.head_dim,
+                   first = threadIdx.x % WAVE / cols,
+                   col = (blockIdx.x * 4 + threadIdx.x / WAVE) * cols + threadIdx.x % cols;
     const bool inside = col < n_x;
     const uint32_t h = inside ? col / a.head_dim : 0, group = h / (a.n_heads / a.n_groups);
     const float bias = rfk_load_any(a.b, a.b_type, h), skip = rfk_load_any(a.skip, a.skip_type, h);

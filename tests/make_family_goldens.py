@@ -1191,12 +1191,52 @@ def make_falcon_h1():
     return m, layers
 
 
+def make_nemotron_h_moe():
+    """a layer is Mamba-2, attention without rope, or a squared-ReLU ffn, whose experts read a shorter vector"""
+    m = Model('nemotron_h_moe', 'nemotron-h-moe')
+    common_keys(m, layers=4, n_head=4, n_kv=2, head_dim=8, n_ff=24)
+    m.i32s(attention__head_count_kv=[0, 0, 2, 0], feed_forward_length=[0, 24, 0, 20])
+    m.u32(ssm__conv_kernel=4, ssm__inner_size=48, ssm__state_size=12, ssm__time_step_rank=6, ssm__group_count=2, expert_count=6,
+          expert_used_count=2, expert_feed_forward_length=24, expert_shared_feed_forward_length=20, expert_latent_length=16)
+    m.flag(expert_weights_norm=True)
+    m.f32(expert_weights_scale=2.5)
+    put_embeddings(m)
+    for il in range(4): m.norm('blk.%d.attn_norm' % il, N_EMBD)
+    put_mamba2(m, 0, norm=True)
+    put_attention(m, 2, n_kv=2)
+    m.vector('blk.1.ffn_gate_inp.weight', 6, N_EMBD, spread=2.5 / N_EMBD ** 0.5)
+    m.vector('blk.1.exp_probs_b.bias', 6, spread=0.2)
+    for name, *shape in (('1.ffn_latent_down', 16, N_EMBD), ('1.ffn_up_exps', 6, 24, 16), ('1.ffn_down_exps', 6, 16, 24),
+                         ('1.ffn_latent_up', N_EMBD, 16), ('1.ffn_up_shexp', 20, N_EMBD), ('1.ffn_down_shexp', N_EMBD, 20),
+                         ('3.ffn_up', 20, N_EMBD), ('3.ffn_down', N_EMBD, 20)):
+        m.weight('blk.' + name, *shape, gain=1.5)
+
+    def plain_ffn(m, b, h, suffix=''):
+        return linear(m, b + 'ffn_down' + suffix, np.maximum(linear(m, b + 'ffn_up' + suffix, h), 0) ** 2)
+
+    def moe(m, b, h):
+        probs = sigmoid(linear(m, b + 'ffn_gate_inp', h))
+        w = choose_experts(m, probs, probs + m.at(b + 'exp_probs_b.bias'), True) * 2.5
+        u, up, down = linear(m, b + 'ffn_latent_down', h), m.at(b + 'ffn_up_exps.weight'), m.at(b + 'ffn_down_exps.weight')
+        y = sum(w[:, e:e + 1] * (np.maximum(u @ up[e].T, 0) ** 2 @ down[e].T) for e in range(6))
+        return linear(m, b + 'ffn_latent_up', y) + plain_ffn(m, b, h, '_shexp')
+
+    def layers(m, tokens):
+        x = m.at('token_embd.weight')[tokens]
+        for il, part in enumerate((lambda h: mamba2(m, 0, h), lambda h: moe(m, 'blk.1.', h),
+                                   lambda h: self_attention(m, 2, h, None), lambda h: plain_ffn(m, 'blk.3.', h))):
+            x = x + part(rms_norm(m, 'blk.%d.attn_norm' % il, x))
+        return logits(m, rms_norm(m, 'output_norm', x))
+    return m, layers
+
+
 FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, make_qwen35, make_qwen35moe,
             make_qwen35moe_fused, make_qwen3next, make_qwen3next_legacy, make_cohere2, make_internlm2, make_exaone,
             make_seed_oss, make_mpt, make_bloom, make_gemma4, make_gemma4_moe,
             make_gemma, make_deepseek2_groups, make_deepseek2_lite,
             make_deepseek2_lite_legacy, make_gemma3_linear, make_olmo3, make_lfm2_bias, make_command_r_plus,
-            make_stablelm_12b, make_mamba, make_jamba, make_falcon_h1]
+            make_stablelm_12b, make_mamba, make_jamba, make_falcon_h1,
+            make_nemotron_h_moe]
 
 
 # ---- answers ----

@@ -16,7 +16,8 @@ static const char *const families[] = {
     "mixtral", "qwen2moe", "olmoe", "lfm2", "lfm2moe", "qwen35", "qwen35moe", "qwen35moe-fused", "qwen3next",
     "qwen3next-legacy", "cohere2", "internlm2", "exaone", "seed_oss", "mpt", "bloom", "gemma4", "gemma4-moe", "gemma",
     "deepseek2-groups", "deepseek2-lite", "deepseek2-lite-legacy", "gemma3-linear", "olmo3", "lfm2-bias",
-    "command-r-plus", "stablelm-12b", "mamba", "jamba", "falcon-h1"};
+    "command-r-plus", "stablelm-12b", "mamba", "jamba", "falcon-h1",
+    "nemotron-h-moe"};
 
 /* What make_family_goldens.py wrote. */
 typedef struct golden {

@@ -1303,7 +1303,7 @@ static const struct {
     {"general.architecture", DROP, 0, RF_ERR_NOT_FOUND, "general.architecture", {0}},
     {"general.architecture", MORE, 0, RF_ERR_FORMAT, "general.architecture", {.more_kv = arch_number}},
     {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "'gemma9'", {.arch = "gemma9"}},
-    {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "llama, qwen2, qwen3", {.arch = "mamba"}},
+    {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "llama, qwen2, qwen3", {.arch = "rwkv7"}},
     {"general.name", DROP, 0, RF_OK, "", {0}},
     {"llama.block_count", DROP, 0, RF_ERR_NOT_FOUND, "llama.block_count", {0}},
     {"llama.block_count", SET, 0, RF_ERR_FORMAT, "llama.block_count", {0}},
