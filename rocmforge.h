@@ -8398,7 +8398,6 @@ static void rfi_emit_rope_tables(rfi_builder *b, rfi_decoder *d) {
     const rfi_config *c = b->c;
     const rfi_rope_config *r = &c->rope, *swa = &c->swa_rope;
     uint32_t n_swa = 0, half = c->n_rot / 2;
-    if (half == 0) return;
     for (uint32_t il = 0; il < c->n_layers; il++) n_swa += c->layers[il].swa != 0;
     d->rope = d->swa_rope = rfi_rope_table(b, r);
     if (n_swa && (r->base != swa->base || r->scaling != swa->scaling || r->n_rot != swa->n_rot))
