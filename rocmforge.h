@@ -1231,12 +1231,12 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 /* 1 or 0; a constant expression where type is one. type < RF_TYPE_COUNT */
 #define RF_TYPE_IS_BUILT(type) (RF_TYPES_BUILT >> (type) & 1)
 
-#define RF_NONE 0xffffffffu /* no buffer, weight slot, state or table */
+#define RF_NONE 0xffffffffu /* no buffer, weight, state or table */
 
 /* ---- ops ----
  * T = rows of the step, L = those of them that want logits; "rows" is T or L, by rf_op.rows. Activations are float32,
  * row-major. W is a weight [n_rows, n_in]; "=" is "+=" under RF_OP_ACCUMULATE; a scale of 0 is 1. Buffers are in, in2,
- * in3 and out; weight, bias and factor are weight slots, any of which may be RF_NONE where the op can do without.
+ * in3 and out; weight, bias and factor are weights, any of which may be RF_NONE where the op can do without.
  *
  * To add an op: a struct of its parameters here, a row of RF_OP_TABLE below, and its kernels. Names, checks of plans
  * and `rocmforge_cli plan` come from the row. */
@@ -1298,9 +1298,12 @@ typedef struct rf_matmul_params {
     float scale, softcap;
 } rf_matmul_params;
 
+#define RF_ROPE_ANGLE_MAX 4503599627370496.0 /* 2^52: from there on a double has no bits after the point */
+
 /* ROPE: rotate n_rot values of each head of in[T, n_heads, head_dim], in place, by the angles
- * pos * table[i] / weight[i], i < n_rot / 2 (without weight: / 1), cos and sin times scale. factor, if there is one, is
- * the weight for sessions of a long context: rf_session_open chooses, devices read weight only. */
+ * pos * table[i] / weight[i], i < n_rot / 2 (without weight: / 1), cos and sin times scale. Those of an angle that is
+ * not below RF_ROPE_ANGLE_MAX are NaN. factor, if there is one, is the weight for sessions of a long context:
+ * rf_session_open chooses, devices read weight only. */
 typedef struct rf_rope_params {
     uint32_t n_heads, head_dim, n_rot;
     uint32_t table; /* [n_rot / 2] floats, index into rf_plan.tables */
@@ -1359,8 +1362,8 @@ typedef struct rf_route_params {
 } rf_route_params;
 
 /* EXPERTS: out[T, n_used, n_out] = factor[id] * in[T, n_in] W[id]^T + bias[id][n_out], id from a ROUTE's output in2.
- * weight is the first of n_experts consecutive slots; only chosen experts need be loaded. Of each matrix the rows from
- * first_row on. Under RF_OP_PER_CHOICE in[T, n_used, n_in]. */
+ * weight has n_experts matrices, of which only those chosen need be loaded; of each the rows from first_row on. Under
+ * RF_OP_PER_CHOICE in[T, n_used, n_in]. */
 typedef struct rf_experts_params {
     uint32_t n_in, n_out, first_row;
     uint32_t n_experts, n_used;
@@ -1421,8 +1424,8 @@ typedef struct rf_scan_params {
  *   flags     that the kind takes
  *   operands  what an op reads and writes, as calls on the rf_op_spec *s, from its rf_op *op and its parameters *p:
  *     rf_op_in, rf_op_in_if, rf_op_out   a buffer (_if: unless RF_NONE) and the values of a row
- *     rf_op_matrix    a weight slot, how many consecutive ones, n_in, and the rows it must have
- *     rf_op_vector, rf_op_vector_if      a weight slot of at least so many floats (_if: unless RF_NONE)
+ *     rf_op_matrix    a weight, how many matrices it must have, n_in, and their rows, at least
+ *     rf_op_vector, rf_op_vector_if      a weight of at least so many floats (_if: unless RF_NONE)
  *     rf_op_kv, rf_op_recurrent          the op's state; rf_op_need: what must hold besides */
 #define RF_OP_TABLE(X) \
     X(EMBED, 0, embed, RF_ROWS_TOKENS, RF_OP_POSITIONS | RF_OP_ACCUMULATE, { \
@@ -1587,7 +1590,7 @@ typedef struct rf_op {
     int32_t layer;  /* -1: before the first; n_layers: after the last        */
     uint32_t in, in2, in3, out;    /* buffers                                */
     uint32_t state;                /* KV_STORE, ATTENTION, CONV, DELTA, SCAN */
-    uint32_t weight, bias, factor; /* slots                                  */
+    uint32_t weight, bias, factor; /* of the plan                            */
     union {
 #define RF_OP_MEMBER(KIND, id, member, rows, flags, operands) rf_##member##_params member;
         RF_OP_TABLE(RF_OP_MEMBER)
@@ -1631,9 +1634,9 @@ static inline uint64_t rf_cache_row_bytes(uint32_t cache_type, uint64_t n) {
     return cache_type == RF_CACHE_F32 ? 4 * n : cache_type == RF_CACHE_F16 ? 2 * n : n / 32 * 34;
 }
 
-/* A weight: a tensor of the file, or one expert's matrix of it. Matrices are [n_rows, n_in]. The tensor is
- * ne={n_in, n_rows}; of experts ne={n_in, n_rows, n_experts}, matrix `expert` beginning at byte expert * size_bytes; of
- * HEADS also ne={n_in, n_rows / n_heads, n_heads}. */
+/* A weight: a tensor of the file. Matrices are [n_rows, n_in]. The tensor is ne={n_in, n_rows}; of experts
+ * ne={n_in, n_rows, n_experts}, with a matrix for each expert; of HEADS also ne={n_in, n_rows / n_heads, n_heads}. A device
+ * holds each matrix by itself, in a slot: matrix e is in slot + e, and begins at byte e * size_bytes of the tensor. */
 typedef struct rf_plan_weight {
     char name[68];        /* NUL-terminated                                    */
     uint32_t tensor;      /* rf_tensor_info.index                              */
@@ -1642,9 +1645,12 @@ typedef struct rf_plan_weight {
     uint32_t n_rows;      /* 1 for a vector                                    */
     int32_t layer;        /* as rf_op.layer                                    */
     uint32_t row_reads;   /* 1: only single rows are read (embedding)          */
-    uint64_t size_bytes;  /* as stored in the file                             */
-    uint32_t n_experts, expert; /* matrices of the tensor, and which one; 0: not of experts */
+    uint32_t n_experts;   /* matrices; 0: one, and not of experts              */
+    uint32_t slot;        /* of the first matrix: those of earlier weights     */
+    uint64_t size_bytes;  /* of a matrix, as stored in the file                */
 } rf_plan_weight;
+
+static inline uint32_t rf_plan_weight_matrices(const rf_plan_weight *w) { return w->n_experts ? w->n_experts : 1; }
 
 typedef struct rf_plan {
     const rf_op *ops;
@@ -1653,9 +1659,21 @@ typedef struct rf_plan {
     const rf_plan_weight *weights; /* in the order of first use */
     const float *tables;
     uint32_t n_ops, n_buffers, n_states, n_weights, n_tables;
+    uint32_t n_slots;              /* matrices of all weights   */
     uint32_t n_layers, n_embd, n_vocab;
     uint32_t logits, argmax;       /* buffers                   */
 } rf_plan;
+
+/* The weight that has a matrix in a slot, which is < n_slots. */
+static inline const rf_plan_weight *rf_plan_weight_of(const rf_plan *plan, uint32_t slot) {
+    uint32_t lo = 0, hi = plan->n_weights;
+    while (hi - lo > 1) {
+        const uint32_t mid = lo + (hi - lo) / 2;
+        if (plan->weights[mid].slot <= slot) lo = mid;
+        else hi = mid;
+    }
+    return &plan->weights[lo];
+}
 
 /* ---- what an op needs: RF_OP_TABLE's operands, as data ---- */
 
@@ -1665,10 +1683,10 @@ typedef struct rf_op_buffer {
     uint64_t width;    /* values of a row, at least            */
 } rf_op_buffer;
 
-/* A weight, or n_slots consecutive ones: matrices whose rows are n_in long, of which there are n_rows at least; or a
- * vector (n_in 0) of n_rows floats at least. */
+/* A weight of n_matrices at least, whose rows are n_in long, n_rows of them at least; or a vector (n_in 0) of n_rows
+ * floats at least. */
 typedef struct rf_op_weight {
-    uint32_t slot, n_slots;
+    uint32_t id, n_matrices;
     uint64_t n_in, n_rows;
 } rf_op_weight;
 
@@ -1704,18 +1722,18 @@ static inline void rf_op_out(rf_op_spec *s, uint64_t width) {
     s->out.width = width;
     rf_op_need(s, width > 0, "it has no results");
 }
-static inline void rf_op_matrix(rf_op_spec *s, uint32_t slot, uint32_t n_slots, uint64_t n_in, uint64_t n_rows) {
-    const rf_op_weight w = {slot, n_slots, n_in, n_rows};
-    if (slot != RF_NONE) s->weight[s->n_weights++] = w;
-    rf_op_need(s, slot != RF_NONE && n_in > 0, "its weight is missing, or its rows are empty");
+static inline void rf_op_matrix(rf_op_spec *s, uint32_t id, uint32_t n_matrices, uint64_t n_in, uint64_t n_rows) {
+    const rf_op_weight w = {id, n_matrices, n_in, n_rows};
+    if (id != RF_NONE) s->weight[s->n_weights++] = w;
+    rf_op_need(s, id != RF_NONE && n_in > 0, "its weight is missing, or its rows are empty");
 }
-static inline void rf_op_vector_if(rf_op_spec *s, uint32_t slot, uint64_t n) {
-    const rf_op_weight w = {slot, 1, 0, n};
-    if (slot != RF_NONE) s->weight[s->n_weights++] = w;
+static inline void rf_op_vector_if(rf_op_spec *s, uint32_t id, uint64_t n) {
+    const rf_op_weight w = {id, 1, 0, n};
+    if (id != RF_NONE) s->weight[s->n_weights++] = w;
 }
-static inline void rf_op_vector(rf_op_spec *s, uint32_t slot, uint64_t n) {
-    rf_op_vector_if(s, slot, n);
-    rf_op_need(s, slot != RF_NONE, "its weight is missing");
+static inline void rf_op_vector(rf_op_spec *s, uint32_t id, uint64_t n) {
+    rf_op_vector_if(s, id, n);
+    rf_op_need(s, id != RF_NONE, "its weight is missing");
 }
 static inline void rf_op_kv(rf_op_spec *s, uint32_t n_kv_heads, uint32_t head_dim, uint32_t head_dim_v) {
     s->n_kv_heads = n_kv_heads;
@@ -1766,16 +1784,13 @@ static inline int rf_op_buffer_fits(const rf_plan *plan, const rf_op_buffer *b) 
 }
 
 static inline int rf_op_weight_fits(const rf_plan *plan, const rf_op_weight *want) {
-    if (want->slot >= plan->n_weights || want->n_slots > plan->n_weights - want->slot) return 0;
-    const rf_plan_weight *first = &plan->weights[want->slot];
-    for (const rf_plan_weight *w = first; w < first + want->n_slots; w++) {
-        const uint64_t n = (uint64_t)w->n_in * w->n_rows;
-        if (want->n_in == 0 && (n < want->n_rows || (w->type != RF_TYPE_F32 && w->type != RF_TYPE_F16 &&
-                                                     w->type != RF_TYPE_BF16)))
-            return 0;
-        if (want->n_in && (w->n_in != want->n_in || w->n_rows < want->n_rows || w->type != first->type)) return 0;
-    }
-    return 1;
+    if (want->id >= plan->n_weights) return 0;
+    const rf_plan_weight *w = &plan->weights[want->id];
+    const int is_float = w->type == RF_TYPE_F32 || w->type == RF_TYPE_F16 || w->type == RF_TYPE_BF16;
+    if (w->slot >= plan->n_slots || rf_plan_weight_matrices(w) > plan->n_slots - w->slot) return 0;
+    if (want->n_matrices > rf_plan_weight_matrices(w)) return 0;
+    if (want->n_in == 0) return is_float && (uint64_t)w->n_in * w->n_rows >= want->n_rows;
+    return w->n_in == want->n_in && w->n_rows >= want->n_rows;
 }
 
 static inline int rf_op_state_fits(const rf_plan *plan, const rf_op *op, const rf_op_spec *s) {
@@ -1837,7 +1852,7 @@ typedef struct rf_step {
 /* Objects of a device, opaque to the host. */
 typedef struct rf_dev rf_dev;           /* an opened device                                            */
 typedef struct rf_queue rf_queue;       /* work in order; one per session, one or more for copies      */
-typedef struct rf_table rf_table;       /* the weights of a model by slot, read by kernels             */
+typedef struct rf_table rf_table;       /* the matrices of a model by slot, read by kernels            */
 typedef struct rf_prepared rf_prepared; /* a plan bound to a session's memory                          */
 
 /* Device memory: the host never computes with base, only adds offsets through the calls below. */
@@ -1870,7 +1885,7 @@ typedef struct rf_weight_layout {
 /* Rows [row0, row0 + n_rows) of a weight to upload. src is pinned host memory, or the device copies it before
  * weight_write returns. In place: mem is NULL, src are the file's bytes, all rows. */
 typedef struct rf_weight_part {
-    uint32_t slot;
+    uint32_t slot;          /* of rf_plan.n_slots: which matrix                             */
     uint32_t row0, n_rows;
     const void *src;
     const rf_mem *mem;      /* of weight_layout's size for the whole weight, from offset on */
@@ -1923,7 +1938,7 @@ typedef struct rf_session_stats {
                               0: not all are timed yet                                                      */
 } rf_session_stats;
 
-#define RF_DEVICE_API_VERSION 7u
+#define RF_DEVICE_API_VERSION 8u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -1948,7 +1963,7 @@ typedef struct rf_device_api {
     rf_result (*queue_create)(rf_dev *d, rf_queue **out, rf_error *err);
     void (*queue_release)(rf_queue *q); /* waits for its work */
 
-    /* weights: a table of slots, described by the plan; a slot is empty until the write of its last row */
+    /* weights: a table of the plan's slots; a slot is empty until the write of its matrix's last row */
     rf_result (*table_create)(rf_dev *d, const rf_plan *plan, rf_table **out, rf_error *err);
     void (*table_release)(rf_table *t);
     rf_weight_layout (*weight_layout)(rf_dev *d, const rf_plan_weight *w);
@@ -4592,6 +4607,10 @@ ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n
  * "locked" after a function's head means that the caller holds store.monitor, "locked, yields" that the function also
  * releases it for a while: what it guards may have changed afterwards. */
 
+/* The least number by which a key or a tensor may divide angles of rope. Where both do, those of all positions, which are
+ * below 2^31, stay below RF_ROPE_ANGLE_MAX. */
+#define RFI_ROPE_FACTOR_MIN 1e-3
+
 typedef struct rfi_store rfi_store;
 static uint32_t rfi_cpu_count(void);                                   /* section 10 */
 static void rfi_plan_free(const rf_allocator *alloc, rf_plan *plan);   /* section 9  */
@@ -4628,38 +4647,45 @@ struct rf_device {
 
 #define RFI_EXPERT_WEIGHTS 4u /* matrices of an expert at most */
 
+/* A weight in the store: what all its matrices have in common. Fixed when the store is open. */
+typedef struct rfi_stored {
+    const void *mapped;      /* the file's bytes, if the device uses them where they are                     */
+    uint32_t align;          /* and their addresses are multiples of this                                    */
+    uint64_t bytes;          /* of a matrix, on the device or of the mapping                                 */
+    struct rfi_expert_layer *expert_layer; /* of experts that can be cached, else NULL                       */
+    uint8_t wide;            /* 1: an op of another layer uses it, too (tied embeddings)                     */
+    uint8_t divides_angles;  /* 1: frequency factors of rope                                                 */
+} rfi_stored;
+
+/* A matrix, which is loaded and evicted by itself. There may be a million in a file of a few kilobytes of metadata: they
+ * are allocated when something is to be loaded, not when the store is opened. */
 typedef struct rfi_tensor {
     rfi_cell cell;
-    /* fixed when the store is open */
-    rf_tensor_info info;
-    const void *in_place;    /* the file's bytes, if the device uses them where they are              */
-    uint64_t bytes;          /* on the device, or of the mapping                                      */
-    struct rfi_expert_layer *expert_layer; /* of an expert's matrix, else NULL                        */
+    uint32_t weight;         /* of the plan: whose matrix it is; fixed                                */
     /* by the placement: change only while no call is active */
     uint32_t slab;
     uint8_t streamed;        /* 1: lives in the ring                                                  */
     uint8_t cached;          /* 1: lives in a frame of the expert cache                               */
     /* guarded by store.monitor; fixed while the tensor is READY and pinned */
     uint8_t bound;           /* 1: has memory: LOADING, READY, BROKEN, EVICTING                       */
+    _Atomic uint8_t arrived; /* 1: the copies are known to have succeeded                             */
     uint64_t offset;         /* in its slab, in the ring or in the cache                              */
     rf_ticket written;       /* of the last of its copies                                             */
-    _Atomic uint8_t arrived; /* 1: the copies are known to have succeeded                             */
     /* guarded by store.monitor */
     rf_ticket last_use;      /* of a streamed tensor                                                  */
     void *pinned;            /* a copy in pinned host memory, if it may be loaded again               */
     uint8_t pinned_filled;
     uint8_t prefetch;        /* 1: readers shall load it                                              */
     uint8_t reporting;       /* 1: in the list of reports                                             */
-    struct rfi_tensor *next_report;
-    uint32_t n_loads;
-    /* guarded by store.monitor: the load in progress */
-    struct rfi_tensor *next_job;
+    /* the load in progress */
     uint8_t loading;
     uint8_t demanded;        /* 1: by a thread that waits and settles the cell; 0: by readers         */
+    uint32_t n_loads;
     uint32_t next_row;       /* threads have taken the rows before it                                 */
     uint32_t n_busy;         /* threads at work on a piece                                            */
     uint64_t epoch;          /* of the loader, when the load began                                    */
-    rf_error err;
+    const rf_error *err;     /* why the load fails; NULL: it does not                                 */
+    struct rfi_tensor *next_report, *next_job;
 } rfi_tensor;
 
 /* ---- objects of a store that store.monitor guards ---- */
@@ -4751,11 +4777,12 @@ typedef struct rfi_stream {
     rfi_slab ring;
 } rfi_stream;
 
-/* The experts of a layer. The matrices of expert e are in the slots weight[0] + e, weight[1] + e, ... */
+/* The experts of a layer. The matrices of expert e are in the slots slot[0] + e, slot[1] + e, ... */
 typedef struct rfi_expert_layer {
     uint32_t layer, n_experts;
     uint32_t first; /* number of its expert 0 among those of all layers */
-    uint32_t n_weights, weight[RFI_EXPERT_WEIGHTS];
+    uint32_t n_weights, slot[RFI_EXPERT_WEIGHTS];
+    uint64_t bytes_of_expert; /* its matrices on the device */
     _Atomic uint64_t hits, misses, bytes, prefetched, on_cpu, round_trips;
 } rfi_expert_layer;
 
@@ -4791,8 +4818,8 @@ typedef struct rfi_cache {
 
 /* What stays on the device, what goes through the ring, and how large the expert cache is. */
 typedef struct rfi_placement {
-    uint8_t *streamed;       /* [n_weights]                                  */
-    uint32_t *slots;         /* the weights of a layer, while it is made     */
+    uint32_t *n_kept;        /* [n_weights] matrices, the first ones of the weight, that are not streamed */
+    uint32_t *weights;       /* of a layer, while the placement is made      */
     uint64_t resident_bytes; /* with the expert cache and scratch            */
     uint64_t ring_bytes;
     uint32_t n_frames;       /* of the expert cache; 0: none                 */
@@ -4823,14 +4850,18 @@ struct rfi_store {
     rf_device *device;
     rf_plan plan;
     rf_model_desc desc;
-    rf_table *table;
     rf_queue *queue;              /* for copies                                              */
-    rfi_tensor *tensors;          /* [n_weights], by slot                                    */
-    uint32_t *order;              /* [n_weights] slots in the order of the load policy       */
+    rfi_stored *stored;           /* [plan.n_weights]                                        */
     uint64_t total_bytes;         /* in the file                                             */
     uint64_t device_bytes_needed; /* if all is resident, with scratch                        */
     uint64_t row_bytes_max;
     int in_place;                 /* some tensor's bytes are used where the file is mapped   */
+
+    /* fixed when the store is prepared: n_tensors is set last */
+    _Atomic uint32_t n_tensors;   /* plan.n_slots; 0: it is not prepared                     */
+    rfi_tensor *tensors;          /* [n_tensors], by slot                                    */
+    uint32_t *order;              /* [n_tensors] slots in the order of the load policy       */
+    rf_table *table;
 
     /* guarded by device.monitor */
     rfi_store *next;
@@ -4870,7 +4901,37 @@ static void rfi_store_wait_change(rfi_store *s, uint64_t seen) { /* locked, yiel
 
 static uint32_t rfi_tensor_slot(const rfi_store *s, const rfi_tensor *t) { return (uint32_t)(t - s->tensors); }
 static const rf_plan_weight *rfi_tensor_weight(const rfi_store *s, const rfi_tensor *t) {
-    return &s->plan.weights[t - s->tensors];
+    return &s->plan.weights[t->weight];
+}
+static const rfi_stored *rfi_tensor_stored(const rfi_store *s, const rfi_tensor *t) { return &s->stored[t->weight]; }
+static uint32_t rfi_tensor_expert(const rfi_store *s, const rfi_tensor *t) {
+    return rfi_tensor_slot(s, t) - rfi_tensor_weight(s, t)->slot;
+}
+
+/* Its bytes in the file, if the device uses them there; NULL: they are copied. */
+static const void *rfi_tensor_in_place(const rfi_store *s, const rfi_tensor *t) {
+    const rfi_stored *stored = rfi_tensor_stored(s, t);
+    const unsigned char *first = (const unsigned char *)stored->mapped;
+    if (!first) return NULL;
+    first += rfi_tensor_expert(s, t) * rfi_tensor_weight(s, t)->size_bytes;
+    return (uintptr_t)first & (stored->align - 1) ? NULL : first;
+}
+
+/* The matrix of an expert as a tensor of the file. */
+static rf_tensor_info rfi_weight_info(const rf_gguf *g, const rf_plan_weight *w, uint32_t expert) {
+    rf_tensor_info info;
+    rf_gguf_get_tensor(g, w->tensor, &info, NULL);
+    info.offset_bytes += expert * w->size_bytes;
+    info.size_bytes = w->size_bytes;
+    return info;
+}
+static rf_tensor_info rfi_tensor_info(const rfi_store *s, const rfi_tensor *t) {
+    return rfi_weight_info(s->g, rfi_tensor_weight(s, t), rfi_tensor_expert(s, t));
+}
+
+static int rfi_slot_is_ready(const rfi_store *s, uint32_t slot) {
+    return slot < atomic_load_explicit(&s->n_tensors, memory_order_acquire) &&
+           rfi_cell_is_ready(&s->tensors[slot].cell);
 }
 
 /* 1: stays where it is once loaded, unless the user clears. */
@@ -4878,17 +4939,17 @@ static int rfi_is_resident(const rfi_tensor *t) { return !t->streamed && !t->cac
 
 static int rfi_store_streams(const rfi_store *s) { return s->stream.n_uses > 0; }
 static int rfi_store_all_loaded(const rfi_store *s) {
-    return atomic_load(&s->stats.tensors_loaded) == s->plan.n_weights;
+    return atomic_load(&s->stats.tensors_loaded) == s->plan.n_slots;
 }
 static int rfi_store_residents_loaded(const rfi_store *s) {
     return atomic_load(&s->stats.residents_loaded) >= s->n_resident;
 }
 
 static void rfi_stats_count_tensor(rfi_store *s, const rfi_tensor *t, int loaded) {
-    const uint64_t one = loaded ? 1 : 0 - (uint64_t)1;
+    const uint64_t one = loaded ? 1 : 0 - (uint64_t)1, bytes = rfi_tensor_weight(s, t)->size_bytes;
     atomic_fetch_add(&s->stats.tensors_loaded, one);
     if (rfi_is_resident(t)) atomic_fetch_add(&s->stats.residents_loaded, one);
-    atomic_fetch_add(&s->stats.bytes_loaded, loaded ? t->info.size_bytes : 0 - t->info.size_bytes);
+    atomic_fetch_add(&s->stats.bytes_loaded, loaded ? bytes : 0 - bytes);
 }
 
 static void rfi_stats_count_memory(rfi_store *s, uint64_t size_bytes, int created) {
@@ -4946,27 +5007,29 @@ static void rfi_memory_place(rfi_store *s, uint32_t from, uint64_t target) { /* 
     uint32_t at = from;
     if (from == RF_NONE) at = m->n_slabs = 0;
     else m->slabs[from].size_bytes = 0;
-    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
+    for (uint32_t slot = 0; slot < s->n_tensors; slot++) {
         rfi_tensor *t = &s->tensors[slot];
-        if (t->in_place || !rfi_is_resident(t) || (from != RF_NONE && t->slab != from)) continue;
+        const rfi_stored *stored = rfi_tensor_stored(s, t);
+        if (rfi_tensor_in_place(s, t) || !rfi_is_resident(t) || (from != RF_NONE && t->slab != from)) continue;
         uint64_t size = m->n_slabs ? m->slabs[at].size_bytes : target;
         /* a slab that is cut in halves must not stay as large as it was */
-        int full = from == RF_NONE ? size >= target : size && size + t->bytes > target;
+        int full = from == RF_NONE ? size >= target : size && size + stored->bytes > target;
         if (full && m->n_slabs < RFI_MAX_SLABS) {
             at = m->n_slabs++;
             memset(&m->slabs[at], 0, sizeof m->slabs[at]);
         }
         t->slab = at;
         t->offset = m->slabs[at].size_bytes;
-        m->slabs[at].size_bytes += t->bytes;
+        m->slabs[at].size_bytes += stored->bytes;
     }
 }
 
 /* Have the memory of a tensor that is about to load. A slab that cannot be allocated is cut into smaller ones; the
  * first failure is the one reported. */
 static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) { /* locked, yields */
+    const rfi_stored *stored = rfi_tensor_stored(s, t);
     rf_error why = {0};
-    if (t->in_place) return RF_OK;
+    if (rfi_tensor_in_place(s, t)) return RF_OK;
     rf_result r = s->memory.scratch.size_bytes ? rfi_slab_create(s, &s->memory.scratch, err) : RF_OK;
     if (r != RF_OK) return r;
     for (;;) {
@@ -4974,7 +5037,8 @@ static rf_result rfi_tensor_memory(rfi_store *s, rfi_tensor *t, rf_error *err) {
         r = rfi_slab_create(s, slab, &why);
         if (slab != rfi_tensor_slab(s, t)) continue; /* another thread has cut it meanwhile */
         if (r == RF_OK) return RF_OK;
-        if (!rfi_is_resident(t) || slab->mem.base || slab->size_bytes == t->bytes || s->memory.n_slabs == RFI_MAX_SLABS)
+        if (!rfi_is_resident(t) || slab->mem.base || slab->size_bytes == stored->bytes ||
+            s->memory.n_slabs == RFI_MAX_SLABS)
             return rfi_fail_with(err, &why);
         rfi_memory_place(s, t->slab, slab->size_bytes / 2);
     }
@@ -4989,7 +5053,8 @@ static void rfi_tensor_drop(rfi_store *s, rfi_tensor *t) { /* locked */
     if (!atomic_load(&t->arrived)) api->ticket_wait(&t->written, RFI_WAIT_MS, NULL);
     api->ticket_wait(&t->last_use, RFI_WAIT_MS, NULL);
     api->weight_clear(s->table, rfi_tensor_slot(s, t));
-    if (t->in_place) rfi_gguf_release_pages(s->g, &t->info);
+    const rf_tensor_info info = rfi_tensor_info(s, t);
+    if (rfi_tensor_in_place(s, t)) rfi_gguf_release_pages(s->g, &info);
     else rfi_tensor_slab(s, t)->n_bound--;
     t->bound = 0;
     t->n_loads++; /* a staging buffer's copy that fails from now on is of no interest */
@@ -5000,7 +5065,7 @@ static void rfi_tensor_drop(rfi_store *s, rfi_tensor *t) { /* locked */
 /* Evict a tensor: 1 if it is unloaded now (or was), 0 if it is in use or loading. */
 static int rfi_tensor_evict(rfi_store *s, uint32_t slot) { /* locked */
     rfi_tensor *t = &s->tensors[slot];
-    if (s->cache.n_holding && s->plan.weights[slot].n_experts) return rfi_cell_is_unloaded(&t->cell);
+    if (s->cache.n_holding && rfi_tensor_weight(s, t)->n_experts) return rfi_cell_is_unloaded(&t->cell);
     if (!rfi_cell_try_evict(&t->cell)) return rfi_cell_is_unloaded(&t->cell);
     rfi_tensor_drop(s, t);
     rfi_stats_count_tensor(s, t, 0);
@@ -5009,10 +5074,21 @@ static int rfi_tensor_evict(rfi_store *s, uint32_t slot) { /* locked */
     return 1;
 }
 
+static const rf_error rfi_no_memory = {RF_ERR_MEMORY, 0, 0, "out of memory for the text of an error"};
+
+/* The load in progress fails. Its error has memory of its own until the load has ended; without memory for it the failure
+ * is that there is none. */
+static void rfi_tensor_fail(rfi_store *s, rfi_tensor *t, const rf_error *why) { /* locked */
+    if (t->err || why->code == RF_OK) return;
+    rf_error *err = (rf_error *)rfi_alloc(rfi_gguf_allocator(s->g), 1, sizeof *err, "an error", NULL);
+    if (err) *err = *why;
+    t->err = err ? err : &rfi_no_memory;
+}
+
 /* A copy of a READY tensor failed: nobody can pin it any more, its users learn it from the failed run. */
 static void rfi_tensor_break(rfi_store *s, uint32_t slot, const rf_error *why) { /* locked */
     rfi_tensor *t = &s->tensors[slot];
-    if (t->loading) rfi_fail_with(&t->err, why);
+    if (t->loading) rfi_tensor_fail(s, t, why);
     if (t->streamed) rfi_fail_with(&s->stream.err, why);
     if (!t->loading && rfi_cell_break(&t->cell)) atomic_fetch_add(&s->stats.failures, 1);
     rfi_store_changed(s);
@@ -5031,7 +5107,7 @@ static rf_result rfi_tensor_arrived(rfi_store *s, uint32_t slot, rf_error *err) 
     rfi_tensor_break(s, slot, &own);
     rfi_monitor_unlock(&s->monitor);
     return rfi_fail_sys(err, own.code, own.sys, slot, "%.*s (the copy of %s)", RF_ERROR_TEXT_BYTES - 96, own.text,
-                        s->plan.weights[slot].name);
+                        rfi_tensor_weight(s, t)->name);
 }
 
 /* ==== 7b Loading ====================================================================================== >>loader
@@ -5066,8 +5142,9 @@ static void rfi_reports_deliver(rfi_store *s) { /* locked, yields */
         t->reporting = 0;
         rf_progress_fn fn = q->fn;
         void *user = q->user;
+        const rf_string name = rfi_tensor_info(s, t).name;
         rfi_monitor_unlock(&s->monitor);
-        int cancel = fn ? fn(atomic_load(&s->stats.bytes_loaded), s->total_bytes, t->info.name, user) : 0;
+        int cancel = fn ? fn(atomic_load(&s->stats.bytes_loaded), s->total_bytes, name, user) : 0;
         rfi_monitor_lock(&s->monitor);
         if (cancel) {
             atomic_fetch_add(&s->cancels, 1);
@@ -5097,7 +5174,7 @@ static int rfi_pinned_create(rfi_store *s, uint64_t n) { /* locked, yields */
     p->creating = 0;
     rfi_store_changed(s);
     if (r != RF_OK) {
-        p->retry_at = atomic_load(&s->stats.loads) + s->plan.n_weights;
+        p->retry_at = atomic_load(&s->stats.loads) + s->n_tensors;
         return 0;
     }
     p->blocks[p->n_blocks++] = mem;
@@ -5110,8 +5187,8 @@ static int rfi_pinned_create(rfi_store *s, uint64_t n) { /* locked, yields */
 /* Give a tensor that will be loaded again room for a pinned copy, for good, if there is some. */
 static void rfi_tensor_pinned_copy(rfi_store *s, rfi_tensor *t) { /* locked, yields */
     rfi_pinned_pool *p = &s->pinned;
-    const uint64_t n = (t->info.size_bytes + 255) & ~(uint64_t)255;
-    if (t->pinned || t->in_place || rfi_is_resident(t) || s->desc.pinned_bytes == 0) return;
+    const uint64_t n = (rfi_tensor_weight(s, t)->size_bytes + 255) & ~(uint64_t)255;
+    if (t->pinned || rfi_tensor_in_place(s, t) || rfi_is_resident(t) || s->desc.pinned_bytes == 0) return;
     while (p->creating) rfi_monitor_wait(&s->monitor);
     if (p->free_bytes < n && !rfi_pinned_create(s, n)) return;
     t->pinned = p->free_at;
@@ -5121,15 +5198,18 @@ static void rfi_tensor_pinned_copy(rfi_store *s, rfi_tensor *t) { /* locked, yie
 
 /* ---- jobs ---- */
 
-/* Begin the load of a tensor whose cell this thread has made LOADING. A failure is found in t->err when it ends. */
+/* Begin the load of a tensor whose cell this thread has made LOADING. A failure is found in t->err when it ends. A load
+ * that a thread waits for leaves its error to that thread: rfi_tensor_take_error. */
 static void rfi_job_begin(rfi_store *s, rfi_tensor *t, int demanded) { /* locked, yields */
     rfi_loader *l = &s->loader;
     const rf_plan_weight *w = rfi_tensor_weight(s, t);
+    const int in_place = rfi_tensor_in_place(s, t) != NULL;
+    const rf_tensor_info info = rfi_tensor_info(s, t);
+    rf_error err = {0};
     if (t->bound) { /* a copy failed after READY */
         rfi_tensor_drop(s, t);
         rfi_stats_count_tensor(s, t, 0);
     }
-    rfi_clear(&t->err);
     t->demanded = (uint8_t)demanded;
     t->prefetch = 0;
     t->loading = 1;
@@ -5141,21 +5221,35 @@ static void rfi_job_begin(rfi_store *s, rfi_tensor *t, int demanded) { /* locked
     if (l->n_jobs++ == 0) l->busy_since = rfi_now();
     l->n_stream_jobs += t->streamed;
     rfi_tensor_pinned_copy(s, t);
-    if (rfi_gguf_unchanged(s->g, &t->info, &t->err) == RF_OK && rfi_tensor_memory(s, t, &t->err) == RF_OK) {
+    if (rfi_gguf_unchanged(s->g, &info, &err) == RF_OK && rfi_tensor_memory(s, t, &err) == RF_OK) {
         t->bound = 1;
-        if (!t->in_place) rfi_tensor_slab(s, t)->n_bound++;
+        if (!in_place) rfi_tensor_slab(s, t)->n_bound++;
     }
-    if (t->in_place && w->row_reads) t->next_row = w->n_rows; /* a few rows are looked up: no read ahead */
+    rfi_tensor_fail(s, t, &err);
+    if (in_place && w->row_reads) t->next_row = w->n_rows; /* a few rows are looked up: no read ahead */
     t->next_job = NULL;
     rfi_tensor **end = &l->jobs;
     while (*end) end = &(*end)->next_job;
     *end = t;
 }
 
+/* Move the error of a load that has ended to err. */
+static rf_result rfi_tensor_take_error(rfi_store *s, rfi_tensor *t, rf_error *err) { /* locked */
+    const rf_error *own = t->err;
+    if (!own) return RF_OK;
+    const rf_result r = rfi_fail_with(err, own);
+    if (own != &rfi_no_memory) rfi_free(rfi_gguf_allocator(s->g), (void *)(uintptr_t)own);
+    t->err = NULL;
+    return r;
+}
+
 /* Take a job off the list and tell the outcome, t->err, to those who wait for it. */
 static void rfi_job_end(rfi_store *s, rfi_tensor *t) { /* locked */
     rfi_loader *l = &s->loader;
-    const int ok = t->err.code == RF_OK;
+    const uint64_t bytes = rfi_tensor_weight(s, t)->size_bytes;
+    rfi_expert_layer *layer = rfi_tensor_stored(s, t)->expert_layer;
+    const int ok = t->err == NULL;
+    rf_error err = {0};
     rfi_tensor **at = &l->jobs;
     while (*at != t) at = &(*at)->next_job;
     *at = t->next_job;
@@ -5165,31 +5259,36 @@ static void rfi_job_end(rfi_store *s, rfi_tensor *t) { /* locked */
     if (!ok) {
         rfi_tensor_drop(s, t);
         atomic_fetch_add(&s->stats.failures, 1);
-        if (t->streamed) rfi_fail_with(&s->stream.err, &t->err);
+        if (t->streamed) rfi_fail_with(&s->stream.err, t->err);
     } else {
         atomic_store(&t->arrived, (uint8_t)(t->written.value == 0));
         t->pinned_filled = t->pinned != NULL;
         rfi_stats_count_tensor(s, t, 1);
-        if (t->expert_layer) atomic_fetch_add(&t->expert_layer->bytes, t->info.size_bytes);
-        atomic_fetch_add(&s->stats.bytes_total, t->info.size_bytes);
+        if (layer) atomic_fetch_add(&layer->bytes, bytes);
+        atomic_fetch_add(&s->stats.bytes_total, bytes);
         atomic_fetch_add(&s->stats.loads, 1);
         if (!t->demanded) rfi_report(s, t);
     }
-    if (!t->demanded)
-        rfi_cell_settle(&t->cell, &s->cell_monitor, (ok ? (uint64_t)RFI_READY : 0) - RFI_LOADING, &t->err);
+    if (!t->demanded) {
+        rfi_tensor_take_error(s, t, &err);
+        rfi_cell_settle(&t->cell, &s->cell_monitor, (ok ? (uint64_t)RFI_READY : 0) - RFI_LOADING, &err);
+    }
     rfi_store_changed(s);
 }
 
 /* End a job if no thread works on it and it has no piece left, has failed or was cancelled. */
 static void rfi_job_end_if_done(rfi_store *s, rfi_tensor *t) { /* locked */
     const rf_plan_weight *w = rfi_tensor_weight(s, t);
-    if (t->err.code == RF_OK && t->next_row < w->n_rows && t->epoch != s->loader.epoch)
-        rfi_fail_cancelled(s, t, &t->err);
-    if (!t->loading || t->n_busy || (t->err.code == RF_OK && t->next_row < w->n_rows)) return;
-    if (t->err.code == RF_OK && t->in_place) {
-        const rf_weight_part all = {.slot = rfi_tensor_slot(s, t), .n_rows = w->n_rows, .src = t->in_place};
+    rf_error err = {0};
+    if (!t->err && t->next_row < w->n_rows && t->epoch != s->loader.epoch) rfi_fail_cancelled(s, t, &err);
+    rfi_tensor_fail(s, t, &err);
+    if (!t->loading || t->n_busy || (!t->err && t->next_row < w->n_rows)) return;
+    const void *in_place = rfi_tensor_in_place(s, t);
+    if (!t->err && in_place) {
+        const rf_weight_part all = {.slot = rfi_tensor_slot(s, t), .n_rows = w->n_rows, .src = in_place};
         rf_ticket none = {0};
-        s->device->api->weight_write(s->table, s->queue, &all, &none, &t->err);
+        s->device->api->weight_write(s->table, s->queue, &all, &none, &err);
+        rfi_tensor_fail(s, t, &err);
     }
     rfi_job_end(s, t);
 }
@@ -5198,7 +5297,7 @@ static void rfi_job_end_if_done(rfi_store *s, rfi_tensor *t) { /* locked */
 static void rfi_loader_cancel(rfi_store *s) { /* locked */
     s->loader.epoch++;
     s->cache.prefetching = 0;
-    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) s->tensors[slot].prefetch = 0;
+    for (uint32_t slot = 0; slot < s->n_tensors; slot++) s->tensors[slot].prefetch = 0;
     for (rfi_tensor *t = s->loader.jobs, *next; t; t = next) {
         next = t->next_job;
         rfi_job_end_if_done(s, t);
@@ -5283,7 +5382,7 @@ static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, rfi_piece *out) 
         next = t->next_job;
         if (only && t != only) continue;
         rfi_job_end_if_done(s, t);
-        if (!t->loading || t->err.code != RF_OK || t->next_row >= w->n_rows) continue;
+        if (!t->loading || t->err || t->next_row >= w->n_rows) continue;
         uint64_t bytes = t->pinned_filled ? RFI_PINNED_PIECE_BYTES : RFI_STAGING_BYTES;
         uint64_t n = rfi_max_u64(1, bytes / (w->size_bytes / w->n_rows));
         *out = (rfi_piece){.t = t, .row0 = t->next_row, .n_rows = (uint32_t)rfi_min_u64(n, w->n_rows - t->next_row)};
@@ -5292,6 +5391,21 @@ static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, rfi_piece *out) 
         return 1;
     }
     return 0;
+}
+
+/* Frequency factors divide angles of rope: numbers that leave them a meaning, or the tensor is refused. */
+static rf_result rfi_check_factors(const rfi_store *s, const rfi_tensor *t, const void *data, rf_error *err) {
+    const rf_plan_weight *w = rfi_tensor_weight(s, t);
+    if (!rfi_tensor_stored(s, t)->divides_angles) return RF_OK;
+    for (uint32_t i = 0; i < w->n_in; i++) {
+        float v;
+        rfi_dequantize_row(w->type, (const uint8_t *)data + i * rfi_row_bytes(w->type, 1), 1, &v);
+        if (isfinite(v) && (double)v >= RFI_ROPE_FACTOR_MIN) continue;
+        const uint64_t at = rfi_tensor_info(s, t).offset_bytes + i * rfi_row_bytes(w->type, 1);
+        return rfi_fail(err, RF_ERR_FORMAT, at, "%s: %s, element %u at byte %llu: want a finite number >= %g, found %g",
+                        rfi_gguf_path(s->g), w->name, i, RFI_LLU(at), RFI_ROPE_FACTOR_MIN, (double)v);
+    }
+    return RF_OK;
 }
 
 static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *ticket,
@@ -5309,8 +5423,9 @@ static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *tic
     void *src = b ? b->mem : (void *)((unsigned char *)t->pinned + at);
     part.src = src;
     if (!t->pinned_filled) {
-        r = rf_gguf_read_tensor(s->g, w->tensor, w->expert * w->size_bytes + at, src, (size_t)n, err);
+        r = rf_gguf_read_tensor(s->g, w->tensor, rfi_tensor_expert(s, t) * w->size_bytes + at, src, (size_t)n, err);
         if (r == RF_OK) atomic_fetch_add(&s->stats.bytes_read, n);
+        if (r == RF_OK) r = rfi_check_factors(s, t, src, err);
     }
     if (r == RF_OK) r = s->device->api->weight_write(s->table, s->queue, &part, ticket, err);
     rfi_monitor_lock(&s->monitor);
@@ -5333,10 +5448,13 @@ static void rfi_piece_load(rfi_store *s, rfi_piece *p) { /* locked, yields */
     p->thread = pthread_self();
     p->next = s->loader.pieces;
     s->loader.pieces = p;
-    if (t->in_place) {
+    const void *in_place = rfi_tensor_in_place(s, t);
+    if (in_place) {
+        const rf_tensor_info info = rfi_tensor_info(s, t);
         uint64_t row_bytes = w->size_bytes / w->n_rows;
         rfi_monitor_unlock(&s->monitor);
-        r = rfi_gguf_populate(s->g, &t->info, p->row0 * row_bytes, p->n_rows * row_bytes, &err);
+        r = rfi_gguf_populate(s->g, &info, p->row0 * row_bytes, p->n_rows * row_bytes, &err);
+        if (r == RF_OK) r = rfi_check_factors(s, t, in_place, &err);
         rfi_monitor_lock(&s->monitor);
     } else {
         r = rfi_piece_copy(s, p, &ticket, &err);
@@ -5344,7 +5462,7 @@ static void rfi_piece_load(rfi_store *s, rfi_piece *p) { /* locked, yields */
     rfi_piece **at = &s->loader.pieces;
     while (*at != p) at = &(*at)->next;
     *at = p->next;
-    if (r != RF_OK) rfi_fail_with(&t->err, &err);
+    if (r != RF_OK) rfi_tensor_fail(s, t, &err);
     if (ticket.value > t->written.value) t->written = ticket;
     t->n_busy--;
     rfi_job_end_if_done(s, t);
@@ -5361,14 +5479,14 @@ static void rfi_piece_run(rfi_store *s, rfi_piece *p) { /* locked, yields */
 /* Begin the load of the next tensor to prefetch: 1. */
 static int rfi_loader_prefetch(rfi_store *s) { /* locked, yields */
     rfi_tensor *t = NULL;
-    while (!t && s->loader.prefetch_at < s->plan.n_weights) {
+    while (!t && s->loader.prefetch_at < s->n_tensors) {
         t = &s->tensors[s->order[s->loader.prefetch_at++]];
         if (!t->prefetch || !rfi_is_resident(t) || !rfi_cell_try_claim(&t->cell, &s->cell_monitor)) t = NULL;
     }
     if (!t) return 0;
     rfi_job_begin(s, t, 0);
     uint32_t next = t->slab + 1; /* while others read, allocate the next slab, which takes a driver a while */
-    if (!t->in_place && next < s->memory.n_slabs && !s->memory.slabs[next].creating)
+    if (!rfi_tensor_in_place(s, t) && next < s->memory.n_slabs && !s->memory.slabs[next].creating)
         rfi_slab_create(s, &s->memory.slabs[next], NULL);
     return 1;
 }
@@ -5420,7 +5538,7 @@ static void rfi_loader_start(rfi_store *s) { /* locked */
 static int rfi_store_selects(const rfi_store *s, uint32_t slot, const uint32_t *layers, uint32_t n_layers) {
     int selected = layers == NULL;
     for (uint32_t i = 0; i < n_layers && !selected; i++)
-        selected = s->plan.weights[slot].layer == (int32_t)layers[i];
+        selected = rfi_tensor_weight(s, &s->tensors[slot])->layer == (int32_t)layers[i];
     return selected && rfi_is_resident(&s->tensors[slot]);
 }
 
@@ -5430,7 +5548,7 @@ static void rfi_store_prefetch(rfi_store *s, const uint32_t *layers, uint32_t n_
     rfi_monitor_lock(&s->monitor);
     const int go = atomic_load(&s->cancels) == cancels;
     int some = go && (rfi_store_streams(s) || s->cache.n_frames);
-    for (uint32_t slot = 0; go && slot < s->plan.n_weights; slot++) {
+    for (uint32_t slot = 0; go && slot < s->n_tensors; slot++) {
         rfi_tensor *t = &s->tensors[slot];
         if (!rfi_store_selects(s, slot, layers, n_layers) || t->prefetch || rfi_cell_is_ready(&t->cell)) continue;
         t->prefetch = 1;
@@ -5466,7 +5584,7 @@ static rf_result rfi_tensor_load(void *ctx, rf_error *err) {
         if (rfi_piece_take(s, t, &piece)) rfi_piece_run(s, &piece);
         else if (t->loading) rfi_monitor_wait(&s->monitor);
     }
-    rf_result r = rfi_fail_with(err, &t->err);
+    rf_result r = rfi_tensor_take_error(s, t, err);
     rfi_monitor_unlock(&s->monitor);
     return r;
 }
@@ -5514,7 +5632,7 @@ static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf
     }
     if (r == RF_OK && atomic_load(&s->cancels) != cancels) {
         rfi_store_unpin(s, slot);
-        r = rfi_fail(err, RF_ERR_CANCELLED, slot, "loading was cancelled after %s", s->plan.weights[slot].name);
+        r = rfi_fail(err, RF_ERR_CANCELLED, slot, "loading was cancelled after %s", rfi_tensor_weight(s, t)->name);
     }
     return r;
 }
@@ -5542,7 +5660,7 @@ static int rfi_stream_place(const rfi_store *s, uint64_t n, uint64_t *offset) { 
     }
     const rfi_tensor *newest = &s->tensors[q->uses[(q->n_loaded - 1) % q->n_uses]];
     const rfi_tensor *oldest = &s->tensors[q->uses[q->n_freed % q->n_uses]];
-    const uint64_t head = newest->offset + newest->bytes, tail = oldest->offset;
+    const uint64_t head = newest->offset + rfi_tensor_stored(s, newest)->bytes, tail = oldest->offset;
     const uint64_t end = head > tail ? q->ring.size_bytes : tail;
     *offset = head;
     if (n <= end - head) return 1;
@@ -5577,7 +5695,7 @@ static int rfi_stream_load_next(rfi_store *s) { /* locked, yields */
     while (q->n_uses && !q->paused && q->err.code == RF_OK) {
         rfi_tensor *t = &s->tensors[q->uses[q->n_loaded % q->n_uses]];
         uint64_t offset;
-        if (q->n_loaded - q->n_freed < q->n_uses && rfi_stream_place(s, t->bytes, &offset) &&
+        if (q->n_loaded - q->n_freed < q->n_uses && rfi_stream_place(s, rfi_tensor_stored(s, t)->bytes, &offset) &&
             rfi_cell_try_claim(&t->cell, &s->cell_monitor)) {
             t->offset = offset;
             q->n_loaded++;
@@ -5686,13 +5804,13 @@ static rf_result rfi_stream_arrived(rfi_store *s, rf_result r, rf_error *err) {
 #define RFI_EXPERT_HALF_LIFE 48.0
 
 static uint32_t rfi_expert_slot(const rfi_expert_layer *layer, uint32_t weight, uint32_t expert) {
-    return layer->weight[weight] + expert;
+    return layer->slot[weight] + expert;
 }
 
 static int rfi_expert_is_ready(const rfi_store *s, const rfi_expert_layer *layer, uint32_t expert) {
     int ready = 1;
     for (uint32_t k = 0; ready && k < layer->n_weights; k++)
-        ready = rfi_cell_is_ready(&s->tensors[rfi_expert_slot(layer, k, expert)].cell);
+        ready = rfi_slot_is_ready(s, rfi_expert_slot(layer, k, expert));
     return ready;
 }
 
@@ -5781,7 +5899,7 @@ static int rfi_cache_assign(rfi_store *s, uint32_t f, const rfi_expert_layer *la
     for (uint32_t k = 0; k < layer->n_weights; k++) {
         rfi_tensor *t = &s->tensors[rfi_expert_slot(layer, k, expert)];
         t->offset = at;
-        at += t->bytes;
+        at += rfi_tensor_stored(s, t)->bytes;
     }
     return 1;
 }
@@ -5805,7 +5923,7 @@ static rf_result rfi_cache_reserve(rfi_store *s, const rfi_expert_layer *layer, 
     rf_result r = RF_OK;
     for (;;) {
         if (atomic_load(&s->cancels) != cancels) {
-            r = rfi_fail_cancelled(s, &s->tensors[layer->weight[0]], err);
+            r = rfi_fail_cancelled(s, &s->tensors[layer->slot[0]], err);
             break;
         }
         if (first || !c->eval_waits) {
@@ -5956,8 +6074,8 @@ static int rfi_store_hold_experts(rfi_store *s) {
     rfi_monitor_lock(&s->monitor);
     const uint64_t stamp = rfi_store_stamp(s);
     int all = !rfi_store_streams(s) && rfi_store_all_loaded(s);
-    for (uint32_t slot = 0; all && s->cache.held_stamp != stamp && slot < s->plan.n_weights; slot++)
-        all = !s->plan.weights[slot].n_experts ||
+    for (uint32_t slot = 0; all && s->cache.held_stamp != stamp && slot < s->n_tensors; slot++)
+        all = !rfi_tensor_weight(s, &s->tensors[slot])->n_experts ||
               (rfi_cell_is_ready(&s->tensors[slot].cell) && atomic_load(&s->tensors[slot].arrived));
     if (all) s->cache.held_stamp = stamp;
     s->cache.n_holding += (uint32_t)all;
@@ -5989,28 +6107,24 @@ static void rfi_cache_get_stats(const rfi_store *s, uint32_t layer, rf_expert_st
 static int rfi_expert_layer_add(rfi_store *s, const rf_op *op) {
     rfi_cache *c = &s->cache;
     rfi_expert_layer *l = &c->layers[c->n_layers - 1];
-    for (uint32_t k = 0; k < l->n_weights; k++)
-        if (l->weight[k] == op->weight) return 1; /* gates and what they multiply in one matrix */
-    if (l->n_weights == RFI_EXPERT_WEIGHTS || op->experts.n_experts != l->n_experts) return 0;
-    l->weight[l->n_weights++] = op->weight;
-    for (uint32_t e = 0; e < op->experts.n_experts; e++) {
-        rfi_tensor *t = &s->tensors[op->weight + e];
-        if (t->expert_layer) return 0;
-        t->expert_layer = l;
-        c->expert_bytes += t->bytes;
-    }
+    rfi_stored *stored = &s->stored[op->weight];
+    if (stored->expert_layer == l) return 1; /* gates and what they multiply in one matrix */
+    if (l->n_weights == RFI_EXPERT_WEIGHTS || op->experts.n_experts != l->n_experts || stored->expert_layer) return 0;
+    l->slot[l->n_weights++] = s->plan.weights[op->weight].slot;
+    l->bytes_of_expert += stored->bytes;
+    stored->expert_layer = l;
+    c->expert_bytes += stored->bytes * l->n_experts;
     return 1;
 }
 
-/* Find the experts of each layer, and allocate as many frames as there are experts. */
-static rf_result rfi_cache_create(rfi_store *s, rf_error *err) {
-    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
+/* Find the experts of each layer. */
+static rf_result rfi_cache_describe(rfi_store *s, rf_error *err) {
     rfi_cache *c = &s->cache;
     uint32_t n_ops = 0;
     int fit = 1;
     for (uint32_t i = 0; i < s->plan.n_ops; i++) n_ops += s->plan.ops[i].kind == RF_OP_EXPERTS;
     if (n_ops == 0) return RF_OK;
-    c->layers = (rfi_expert_layer *)rfi_alloc(alloc, n_ops, sizeof *c->layers, "expert layers", err);
+    c->layers = (rfi_expert_layer *)rfi_alloc(rfi_gguf_allocator(s->g), n_ops, sizeof *c->layers, "expert layers", err);
     if (!c->layers) return RF_ERR_MEMORY;
     for (const rf_op *op = s->plan.ops; op < s->plan.ops + s->plan.n_ops; op++) {
         if (op->kind != RF_OP_EXPERTS) continue;
@@ -6023,17 +6137,11 @@ static rf_result rfi_cache_create(rfi_store *s, rf_error *err) {
         }
         fit &= rfi_expert_layer_add(s, op);
     }
-    for (const rfi_expert_layer *l = c->layers; l < c->layers + c->n_layers; l++) {
-        uint64_t bytes = 0;
-        for (uint32_t k = 0; k < l->n_weights; k++) bytes += s->tensors[l->weight[k]].bytes;
-        c->frame_bytes = rfi_max_u64(c->frame_bytes, bytes);
-    }
+    for (const rfi_expert_layer *l = c->layers; l < c->layers + c->n_layers; l++)
+        c->frame_bytes = rfi_max_u64(c->frame_bytes, l->bytes_of_expert);
     if (!fit) c->n_layers = 0;
     c->unit = 1;
-    c->frames = (rfi_frame *)rfi_alloc(alloc, c->n_experts, sizeof *c->frames, "an expert cache", err);
-    c->frame_of = (uint32_t *)rfi_alloc(alloc, c->n_experts, sizeof *c->frame_of, "an expert cache", err);
-    c->score = (double *)rfi_alloc(alloc, c->n_experts, sizeof *c->score, "an expert cache", err);
-    return c->frames && c->frame_of && c->score ? RF_OK : RF_ERR_MEMORY;
+    return RF_OK;
 }
 
 /* ==== 7e Budget ======================================================================================= >>budget
@@ -6042,38 +6150,60 @@ static rf_result rfi_cache_create(rfi_store *s, rf_error *err) {
  * there are none, some weights are streamed. Stores of one device share its budget: the least recently used one that
  * is idle is cleared for another; those in use are waited for. */
 
-/* Slots from op.weight on that an op uses. */
-static uint32_t rfi_op_matrices(const rf_op *op) { return op->kind == RF_OP_EXPERTS ? op->experts.n_experts : 1; }
-
 /* Upper bound of the uses of weights by all ops. */
+static uint64_t rfi_plan_weight_uses(const rf_plan *plan) { return (uint64_t)plan->n_ops * RF_OP_WEIGHTS; }
+
+/* The same of slots. */
 static uint64_t rfi_plan_uses(const rf_plan *plan) {
-    uint64_t n = 0;
-    for (uint32_t i = 0; i < plan->n_ops; i++) n += RF_OP_WEIGHTS - 1 + rfi_op_matrices(&plan->ops[i]);
+    uint64_t n = rfi_plan_weight_uses(plan);
+    for (const rf_op *op = plan->ops; op < plan->ops + plan->n_ops; op++)
+        n += op->weight == RF_NONE ? 0 : rf_plan_weight_matrices(&plan->weights[op->weight]);
     return n;
 }
 
-/* The weights of ops [first, end), each once, into slots (room for rfi_plan_uses of them): how many. */
-static uint32_t rfi_ops_slots(const rf_plan *plan, uint32_t first, uint32_t end, uint32_t *slots) {
+/* The weights of ops [first, end), each once (room for rfi_plan_weight_uses of them): how many. */
+static uint32_t rfi_ops_weights(const rf_plan *plan, uint32_t first, uint32_t end, uint32_t *out) {
     uint32_t n = 0;
     for (const rf_op *op = plan->ops + first; op < plan->ops + end; op++) {
         const uint32_t all[RF_OP_WEIGHTS] = {op->weight, op->bias, op->factor};
         for (uint32_t k = 0; k < RF_OP_WEIGHTS; k++) {
             int known = all[k] == RF_NONE;
-            for (uint32_t j = 0; j < n && !known; j++) known = slots[j] == all[k];
-            for (uint32_t e = 0; !known && e < (k ? 1 : rfi_op_matrices(op)); e++) slots[n++] = all[k] + e;
+            for (uint32_t j = 0; j < n && !known; j++) known = out[j] == all[k];
+            if (!known) out[n++] = all[k];
         }
     }
     return n;
 }
 
-/* The same of the layer that begins with op *at; *at moves to the next layer. */
-static uint32_t rfi_layer_slots(const rf_plan *plan, uint32_t *at, uint32_t *slots) {
+/* The slots of the weights of ops [first, end) (room for rfi_plan_uses of them): how many. */
+static uint32_t rfi_ops_slots(const rf_plan *plan, uint32_t first, uint32_t end, uint32_t *slots) {
+    const uint32_t n_weights = rfi_ops_weights(plan, first, end, slots);
+    uint32_t n = 0, at;
+    for (uint32_t i = 0; i < n_weights; i++) n += rf_plan_weight_matrices(&plan->weights[slots[i]]);
+    at = n;
+    for (uint32_t i = n_weights; i-- > 0;) { /* from the end: slots are written behind the weights still to be read */
+        const rf_plan_weight *w = &plan->weights[slots[i]];
+        for (uint32_t e = rf_plan_weight_matrices(w); e-- > 0;) slots[--at] = w->slot + e;
+    }
+    return n;
+}
+
+/* The weights of the layer that begins with op *at; *at moves to the next layer. */
+static uint32_t rfi_layer_weights(const rf_plan *plan, uint32_t *at, uint32_t *out) {
     const uint32_t first = *at;
     while (*at < plan->n_ops && plan->ops[*at].layer == plan->ops[first].layer) ++*at;
-    return rfi_ops_slots(plan, first, *at, slots);
+    return rfi_ops_weights(plan, first, *at, out);
 }
 
 /* ---- placement ---- */
+
+static rf_result rfi_placement_create(const rfi_store *s, rfi_placement *p, rf_error *err) {
+    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
+    const uint64_t n_uses = rfi_plan_weight_uses(&s->plan);
+    p->n_kept = (uint32_t *)rfi_alloc(alloc, s->plan.n_weights, sizeof *p->n_kept, "a placement", err);
+    p->weights = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *p->weights, "a placement", err);
+    return p->n_kept && p->weights ? RF_OK : RF_ERR_MEMORY;
+}
 
 /* Bytes of the smallest ring that holds the streamed weights of any layer together, wherever in the ring they begin.
  * *ahead: bytes more, to keep copies going while such a layer computes. A GPU computes a layer in a small part of the
@@ -6083,14 +6213,14 @@ static uint64_t rfi_stream_min_bytes(const rfi_store *s, const rfi_placement *p,
     uint64_t min = 0;
     *ahead = 0;
     for (uint32_t at = 0; at < s->plan.n_ops;) {
-        uint32_t n = rfi_layer_slots(&s->plan, &at, p->slots), n_streamed = 0;
-        uint64_t sum = 0, max = 0;
+        uint32_t n = rfi_layer_weights(&s->plan, &at, p->weights);
+        uint64_t sum = 0, max = 0, n_streamed = 0;
         for (uint32_t i = 0; i < n; i++) {
-            if (!p->streamed[p->slots[i]]) continue;
-            uint64_t bytes = s->tensors[p->slots[i]].bytes;
-            sum += bytes;
-            max = rfi_max_u64(max, bytes);
-            n_streamed++;
+            const uint32_t w = p->weights[i], more = rf_plan_weight_matrices(&s->plan.weights[w]) - p->n_kept[w];
+            if (more == 0) continue;
+            sum += more * s->stored[w].bytes;
+            max = rfi_max_u64(max, s->stored[w].bytes);
+            n_streamed += more;
         }
         min = rfi_max_u64(min, n_streamed > 1 ? sum + max : sum); /* + max: a gap where the ring wraps around */
         *ahead = rfi_max_u64(*ahead, s->device->is_gpu ? max : sum);
@@ -6101,13 +6231,11 @@ static uint64_t rfi_stream_min_bytes(const rfi_store *s, const rfi_placement *p,
 /* 1: the weight is resident whatever else is streamed, if it can be. keep 0: vectors, which are small. 1: also weights
  * of the last layer and those of two layers (tied embeddings), the widest: the ring must hold the widest layer. 2: also
  * weights of which a token reads a few rows only. */
-static int rfi_placement_keeps(const rf_plan *plan, uint32_t slot, int keep) {
-    const rf_plan_weight *w = &plan->weights[slot];
+static int rfi_placement_keeps(const rfi_store *s, uint32_t weight, int keep) {
+    const rf_plan *plan = &s->plan;
+    const rf_plan_weight *w = &plan->weights[weight];
     if (w->n_rows == 1 || (keep > 1 && w->row_reads)) return 1;
-    int wide = w->layer == plan->ops[plan->n_ops - 1].layer;
-    for (uint32_t k = 0; k < plan->n_ops && !w->n_experts; k++)
-        wide |= plan->ops[k].weight == slot && plan->ops[k].layer != w->layer;
-    return keep && wide;
+    return keep && (s->stored[weight].wide || w->layer == plan->ops[plan->n_ops - 1].layer);
 }
 
 /* All weights but experts are resident, and what they leave of the limit is frames. 0: too few for a layer. */
@@ -6133,8 +6261,8 @@ static rf_result rfi_placement_streams(const rfi_store *s, uint64_t limit, rfi_p
     for (int keep = s->desc.stream_policy == RF_STREAM_PREFIX ? 2 : 0; keep >= 0; keep--) {
         p->resident_bytes = s->memory.scratch.size_bytes;
         for (uint32_t i = 0; i < plan->n_weights; i++) {
-            p->streamed[i] = (uint8_t)!rfi_placement_keeps(plan, i, keep);
-            if (!p->streamed[i]) p->resident_bytes += s->tensors[i].bytes;
+            p->n_kept[i] = rfi_placement_keeps(s, i, keep) ? rf_plan_weight_matrices(&plan->weights[i]) : 0;
+            p->resident_bytes += p->n_kept[i] * s->stored[i].bytes;
         }
         min = rfi_stream_min_bytes(s, p, &ahead);
         if (min <= limit && p->resident_bytes <= limit - min) break;
@@ -6146,17 +6274,18 @@ static rf_result rfi_placement_streams(const rfi_store *s, uint64_t limit, rfi_p
     uint64_t ring = rfi_min_u64(min + ahead, limit - p->resident_bytes);
     if (s->desc.stream_policy == RF_STREAM_LRU) ring = limit - p->resident_bytes;
     for (uint32_t i = 0; i < plan->n_weights; i++) {
-        uint64_t bytes = s->tensors[i].bytes;
-        if (!p->streamed[i] || bytes > limit - p->resident_bytes - ring) continue;
-        p->streamed[i] = 0;
-        p->resident_bytes += bytes;
+        const uint64_t room = limit - p->resident_bytes - ring, bytes = s->stored[i].bytes;
+        const uint32_t more = rf_plan_weight_matrices(&plan->weights[i]) - p->n_kept[i],
+                       fit = (uint32_t)rfi_min_u64(more, room / bytes);
+        p->n_kept[i] += fit;
+        p->resident_bytes += fit * bytes;
     }
     p->ring_bytes = limit - p->resident_bytes;
     return RF_OK;
 }
 
 static rf_result rfi_placement_choose(const rfi_store *s, uint64_t limit, rfi_placement *p, rf_error *err) {
-    memset(p->streamed, 0, s->plan.n_weights);
+    for (uint32_t i = 0; i < s->plan.n_weights; i++) p->n_kept[i] = rf_plan_weight_matrices(&s->plan.weights[i]);
     p->resident_bytes = s->device_bytes_needed;
     p->ring_bytes = 0;
     p->n_frames = 0;
@@ -6179,19 +6308,22 @@ static void rfi_placement_apply(rfi_store *s) { /* device.monitor held, no call 
     rfi_stream *q = &s->stream;
     rfi_monitor_lock(&s->monitor);
     s->n_resident = 0;
-    for (uint32_t i = 0; i < s->plan.n_weights; i++) {
+    for (uint32_t i = 0; i < s->n_tensors; i++) {
         rfi_tensor *t = &s->tensors[i];
-        t->streamed = p->streamed[i];
-        t->cached = p->n_frames && t->expert_layer;
+        t->streamed = rfi_tensor_expert(s, t) >= p->n_kept[t->weight];
+        t->cached = p->n_frames && rfi_tensor_stored(s, t)->expert_layer;
         s->n_resident += (uint32_t)rfi_is_resident(t);
     }
     rfi_cache_reset(&s->cache, p->n_frames);
     s->cache.slab = (rfi_slab){.size_bytes = cache_bytes};
     q->n_uses = 0;
     for (uint32_t at = 0; at < s->plan.n_ops && p->ring_bytes;) {
-        uint32_t n = rfi_layer_slots(&s->plan, &at, p->slots);
-        for (uint32_t i = 0; i < n; i++)
-            if (p->streamed[p->slots[i]]) q->uses[q->n_uses++] = p->slots[i];
+        uint32_t n = rfi_layer_weights(&s->plan, &at, p->weights);
+        for (uint32_t i = 0; i < n; i++) {
+            const rf_plan_weight *w = &s->plan.weights[p->weights[i]];
+            for (uint32_t e = p->n_kept[p->weights[i]]; e < rf_plan_weight_matrices(w); e++)
+                q->uses[q->n_uses++] = w->slot + e;
+        }
     }
     q->n_loaded = q->n_used = q->n_freed = 0;
     q->ring = (rfi_slab){.size_bytes = p->ring_bytes};
@@ -6218,7 +6350,7 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
         s->stream.paused = 0;
         rfi_store_changed(s);
     }
-    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++)
+    for (uint32_t slot = 0; slot < s->n_tensors; slot++)
         if (!s->tensors[slot].streamed) left += !rfi_tensor_evict(s, slot);
         else left += !rfi_cell_is_unloaded(&s->tensors[slot].cell);
     rfi_cache_drop_evicted(s);
@@ -6291,9 +6423,7 @@ static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_err
     const rf_allocator *alloc = rfi_gguf_allocator(s->g);
     uint64_t others, own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
     rfi_placement p = {0};
-    p.streamed = (uint8_t *)rfi_alloc(alloc, s->plan.n_weights, 1, "a forecast", err);
-    p.slots = (uint32_t *)rfi_alloc(alloc, rfi_plan_uses(&s->plan), sizeof *p.slots, "a forecast", err);
-    rf_result r = p.streamed && p.slots ? RF_OK : RF_ERR_MEMORY;
+    rf_result r = rfi_placement_create(s, &p, err);
     if (r == RF_OK) {
         rfi_monitor_lock(&s->device->monitor);
         uint64_t limit = rfi_budget_limit(s, &others);
@@ -6301,19 +6431,69 @@ static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_err
         r = rfi_placement_choose(s, rfi_min_u64(own, limit), &p, err);
     }
     for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++)
-        if (p.streamed[i]) out->streamed_bytes += s->tensors[i].bytes;
+        out->streamed_bytes += (rf_plan_weight_matrices(&s->plan.weights[i]) - p.n_kept[i]) * s->stored[i].bytes;
     out->weight_bytes = p.resident_bytes + p.ring_bytes;
     out->expert_cache_bytes = p.n_frames * s->cache.frame_bytes;
-    rfi_free(alloc, p.streamed);
-    rfi_free(alloc, p.slots);
+    rfi_free(alloc, p.n_kept);
+    rfi_free(alloc, p.weights);
     return r;
+}
+
+/* Free what rfi_store_prepare allocates. */
+static void rfi_store_unprepare(rfi_store *s) {
+    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
+    rfi_cache *c = &s->cache;
+    if (s->table) s->device->api->table_release(s->table);
+    rfi_free(alloc, s->tensors);
+    rfi_free(alloc, s->order);
+    rfi_free(alloc, s->stream.uses);
+    rfi_free(alloc, c->frames);
+    rfi_free(alloc, c->frame_of);
+    rfi_free(alloc, c->score);
+    s->table = NULL, s->tensors = NULL, s->order = s->stream.uses = c->frame_of = NULL, c->frames = NULL;
+    c->score = NULL;
+}
+
+/* Slots in the order of the load policy. RF_LOAD_CRITICAL_FIRST: those of embedding and output, then the layers'. */
+static void rfi_store_order(rfi_store *s) {
+    uint32_t n = 0;
+    for (int pass = 0; pass < 2; pass++)
+        for (uint32_t slot = 0; slot < s->plan.n_slots; slot++) {
+            const int32_t layer = rfi_tensor_weight(s, &s->tensors[slot])->layer;
+            const int in_layer = layer >= 0 && layer < (int32_t)s->plan.n_layers;
+            if ((in_layer || s->desc.load_policy != RF_LOAD_CRITICAL_FIRST) == pass) s->order[n++] = slot;
+        }
+}
+
+/* Before anything is loaded: what a store needs for each matrix, each expert's included. */
+static rf_result rfi_store_prepare(rfi_store *s, rf_error *err) { /* device.monitor held */
+    const rf_allocator *alloc = rfi_gguf_allocator(s->g);
+    const uint64_t n = s->plan.n_slots, n_uses = rfi_plan_uses(&s->plan), n_experts = s->cache.n_experts;
+    rfi_cache *c = &s->cache;
+    if (atomic_load(&s->n_tensors)) return RF_OK;
+    s->tensors = (rfi_tensor *)rfi_alloc(alloc, n, sizeof *s->tensors, "lazy tensors", err);
+    s->order = (uint32_t *)rfi_alloc(alloc, n, sizeof *s->order, "lazy tensors", err);
+    s->stream.uses = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *s->stream.uses, "lazy tensors", err);
+    c->frames = (rfi_frame *)rfi_alloc(alloc, n_experts, sizeof *c->frames, "an expert cache", err);
+    c->frame_of = (uint32_t *)rfi_alloc(alloc, n_experts, sizeof *c->frame_of, "an expert cache", err);
+    c->score = (double *)rfi_alloc(alloc, n_experts, sizeof *c->score, "an expert cache", err);
+    const int all = s->tensors && s->order && s->stream.uses && c->frames && c->frame_of && c->score;
+    const rf_result r = all ? s->device->api->table_create(s->device->dev, &s->plan, &s->table, err) : RF_ERR_MEMORY;
+    if (r != RF_OK) return rfi_store_unprepare(s), r;
+    for (uint32_t w = 0; w < s->plan.n_weights; w++)
+        for (uint32_t e = 0; e < rf_plan_weight_matrices(&s->plan.weights[w]); e++)
+            s->tensors[s->plan.weights[w].slot + e].weight = w;
+    rfi_store_order(s);
+    atomic_store_explicit(&s->n_tensors, s->plan.n_slots, memory_order_release);
+    return RF_OK;
 }
 
 /* Around every call that loads or uses weights. *cancels: a cancel after it was read ends the call. */
 static rf_result rfi_store_begin(rfi_store *s, uint64_t *cancels, rf_error *err) {
     *cancels = atomic_load(&s->cancels);
     rfi_monitor_lock(&s->device->monitor);
-    rf_result r = rfi_budget_acquire(s, *cancels, err);
+    rf_result r = rfi_store_prepare(s, err);
+    if (r == RF_OK) r = rfi_budget_acquire(s, *cancels, err);
     if (r == RF_OK) s->share.n_active++;
     s->share.last_used = ++s->device->clock;
     rfi_monitor_unlock(&s->device->monitor);
@@ -6346,16 +6526,11 @@ static void rfi_store_free(rfi_store *s) {
     rfi_monitor_unlock(&s->monitor);
     for (uint32_t i = 0; i < s->pinned.n_blocks; i++) api->host_release(s->device->dev, s->pinned.blocks[i]);
     if (s->queue) api->queue_release(s->queue);
-    if (s->table) api->table_release(s->table);
-    rfi_free(alloc, s->tensors);
-    rfi_free(alloc, s->order);
-    rfi_free(alloc, s->stream.uses);
-    rfi_free(alloc, s->share.placement.streamed);
-    rfi_free(alloc, s->share.placement.slots);
+    rfi_store_unprepare(s);
+    rfi_free(alloc, s->stored);
+    rfi_free(alloc, s->share.placement.n_kept);
+    rfi_free(alloc, s->share.placement.weights);
     rfi_free(alloc, s->cache.layers);
-    rfi_free(alloc, s->cache.frames);
-    rfi_free(alloc, s->cache.frame_of);
-    rfi_free(alloc, s->cache.score);
     rfi_plan_free(alloc, &s->plan);
     rfi_monitor_destroy(&s->monitor);
     rfi_monitor_destroy(&s->cell_monitor);
@@ -6363,34 +6538,35 @@ static void rfi_store_free(rfi_store *s) {
     rfi_free(alloc, s);
 }
 
-static void rfi_tensor_describe(rfi_store *s, uint32_t slot) {
-    const rf_plan_weight *w = &s->plan.weights[slot];
-    rfi_tensor *t = &s->tensors[slot];
+static void rfi_weight_describe(rfi_store *s, uint32_t weight) {
+    const rf_plan_weight *w = &s->plan.weights[weight];
+    rfi_stored *stored = &s->stored[weight];
+    const uint64_t n = rf_plan_weight_matrices(w);
     const rf_weight_layout layout = s->device->api->weight_layout(s->device->dev, w);
-    rf_gguf_get_tensor(s->g, w->tensor, &t->info, NULL);
-    t->info.offset_bytes += w->expert * w->size_bytes;
-    t->info.size_bytes = w->size_bytes;
-    const void *map = rfi_gguf_map(s->g, &t->info);
-    if (layout.in_place && map && ((uintptr_t)map & (layout.align - 1)) == 0) t->in_place = map;
-    t->bytes = (layout.size_bytes + 255) & ~(uint64_t)255;
-    s->in_place |= t->in_place != NULL;
-    s->total_bytes += w->size_bytes;
-    s->device_bytes_needed += t->bytes;
-    s->row_bytes_max = rfi_max_u64(s->row_bytes_max, t->in_place ? 0 : w->size_bytes / w->n_rows);
+    const rf_tensor_info first = rfi_weight_info(s->g, w, 0);
+    const void *map = layout.in_place ? rfi_gguf_map(s->g, &first) : NULL;
+    const uintptr_t odd = ((uintptr_t)map | (n > 1 ? (uintptr_t)w->size_bytes : 0)) & (layout.align - 1);
+    stored->mapped = map;
+    stored->align = layout.align;
+    stored->bytes = (layout.size_bytes + 255) & ~(uint64_t)255;
+    s->in_place |= map != NULL;
+    s->total_bytes += n * w->size_bytes;
+    s->device_bytes_needed += n * stored->bytes;
+    s->row_bytes_max = rfi_max_u64(s->row_bytes_max, map && !odd ? 0 : w->size_bytes / w->n_rows);
     s->memory.scratch.size_bytes = rfi_max_u64(s->memory.scratch.size_bytes, layout.scratch_bytes);
 }
 
 static void rfi_store_describe(rfi_store *s) {
     rfi_loader *l = &s->loader;
-    uint32_t n = 0;
-    for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) rfi_tensor_describe(s, slot);
+    for (uint32_t w = 0; w < s->plan.n_weights; w++) rfi_weight_describe(s, w);
     s->device_bytes_needed += s->memory.scratch.size_bytes;
-    for (int pass = 0; pass < 2; pass++) /* RF_LOAD_CRITICAL_FIRST: embedding and output, then the layers */
-        for (uint32_t slot = 0; slot < s->plan.n_weights; slot++) {
-            const int32_t layer = s->plan.weights[slot].layer;
-            const int in_layer = layer >= 0 && layer < (int32_t)s->plan.n_layers;
-            if ((in_layer || s->desc.load_policy != RF_LOAD_CRITICAL_FIRST) == pass) s->order[n++] = slot;
-        }
+    for (const rf_op *op = s->plan.ops; op < s->plan.ops + s->plan.n_ops; op++) {
+        const int ropes = op->kind == RF_OP_ROPE;
+        if (op->weight == RF_NONE) continue;
+        s->stored[op->weight].wide |= s->plan.weights[op->weight].layer != op->layer;
+        s->stored[op->weight].divides_angles |= (uint8_t)ropes;
+        if (ropes && op->factor != RF_NONE) s->stored[op->factor].divides_angles = 1;
+    }
     uint64_t readers = rfi_min_u64(rfi_min_u64(8, rfi_cpu_count()), s->total_bytes / (4 * RFI_STAGING_BYTES));
     l->n_readers_max = (uint32_t)rfi_min_u64(s->desc.n_readers ? s->desc.n_readers : readers, RFI_MAX_READERS);
     l->n_staging_max = 2 * (uint32_t)rfi_max_u64(l->n_readers_max, 1);
@@ -6400,7 +6576,6 @@ static void rfi_store_describe(rfi_store *s) {
 static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const rf_model_desc *desc, rfi_store **out,
                                 rf_error *err) {
     const rf_allocator *alloc = rfi_gguf_allocator(g);
-    const uint64_t n_weights = plan->n_weights, n_uses = rfi_plan_uses(plan);
     rfi_store *s = (rfi_store *)rfi_alloc(alloc, 1, sizeof *s, "lazy tensors", err);
     if (!s) return rfi_plan_free(alloc, plan), RF_ERR_MEMORY;
     rfi_monitor_init(&s->monitor);
@@ -6411,18 +6586,11 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     s->plan = *plan;
     s->desc = *desc;
     s->reports = (rfi_reports){.fn = desc->progress_fn, .user = desc->progress_user, .end = &s->reports.first};
-    rfi_placement *p = &s->share.placement;
-    s->tensors = (rfi_tensor *)rfi_alloc(alloc, n_weights, sizeof *s->tensors, "lazy tensors", err);
-    s->order = (uint32_t *)rfi_alloc(alloc, n_weights, sizeof *s->order, "lazy tensors", err);
-    s->stream.uses = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *s->stream.uses, "lazy tensors", err);
-    p->streamed = (uint8_t *)rfi_alloc(alloc, n_weights, sizeof *p->streamed, "lazy tensors", err);
-    p->slots = (uint32_t *)rfi_alloc(alloc, n_uses, sizeof *p->slots, "lazy tensors", err);
-    const int all = s->tensors && s->order && s->stream.uses && p->streamed && p->slots;
-    rf_result r = all ? RF_OK : RF_ERR_MEMORY;
-    if (r == RF_OK) r = d->api->table_create(d->dev, &s->plan, &s->table, err);
+    s->stored = (rfi_stored *)rfi_alloc(alloc, plan->n_weights, sizeof *s->stored, "lazy tensors", err);
+    rf_result r = s->stored ? rfi_placement_create(s, &s->share.placement, err) : RF_ERR_MEMORY;
     if (r == RF_OK) r = d->api->queue_create(d->dev, &s->queue, err);
     if (r == RF_OK) rfi_store_describe(s);
-    if (r == RF_OK) r = rfi_cache_create(s, err);
+    if (r == RF_OK) r = rfi_cache_describe(s, err);
     if (r != RF_OK) rfi_store_free(s);
     else *out = s;
     return r;
@@ -6472,7 +6640,7 @@ static rf_result rfi_store_preload(rfi_store *s, const uint32_t *layers, uint32_
     rf_result r = rfi_store_begin(s, &cancels, err);
     if (r != RF_OK) return r;
     rfi_store_prefetch(s, layers, n_layers, cancels);
-    for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++)
+    for (uint32_t i = 0; r == RF_OK && i < s->n_tensors; i++)
         if (rfi_store_selects(s, s->order[i], layers, n_layers)) r = rfi_store_load(s, s->order[i], cancels, err);
     rfi_store_end(s);
     return r;
@@ -6811,6 +6979,13 @@ static void rfi_key_scale(rfi_key_reader *k, const char *suffix, double absent, 
         rfi_key_fail(k, RF_ERR_FORMAT, "want 0, or 1e-9 to 1e9, found %g", *out);
 }
 
+/* A factor by which angles of rope are divided: 0 (none), or one that leaves them a meaning. */
+static void rfi_key_rope_factor(rfi_key_reader *k, const char *suffix, double *out) {
+    rfi_key_real(k, suffix, 0, 0, 0, out);
+    if (*out != 0 && !(*out >= RFI_ROPE_FACTOR_MIN && *out <= 1e9))
+        rfi_key_fail(k, RF_ERR_FORMAT, "want 0, or %g to 1e9, found %g", RFI_ROPE_FACTOR_MIN, *out);
+}
+
 static void rfi_key_bool(rfi_key_reader *k, const char *suffix, int absent, int required, int *out) {
     int64_t v = absent;
     *out = absent;
@@ -6848,8 +7023,8 @@ static void rfi_config_arch(rfi_key_reader *k, rfi_config *c) {
 static void rfi_config_rope_scaling(rfi_key_reader *k, rfi_config *c) {
     rf_string type;
     double old_factor = 0;
-    rfi_key_real(k, "rope.scaling.factor", 0, 0, 0, &c->rope.factor);
-    rfi_key_real(k, "rope.scale_linear", 0, 0, 0, &old_factor);
+    rfi_key_rope_factor(k, "rope.scaling.factor", &c->rope.factor);
+    rfi_key_rope_factor(k, "rope.scale_linear", &old_factor);
     rfi_key_text(k, "rope.scaling.type", &type);
     if (k->result != RF_OK) return;
     if (c->rope.factor == 0) c->rope.factor = old_factor;
@@ -6883,9 +7058,9 @@ static void rfi_config_rope_sections(rfi_key_reader *k, rfi_config *c) {
 static void rfi_config_rope(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key original = {"rope.scaling.original_context_length", 1, INT32_MAX, 0, 0};
     const double swa_base = (double)c->arch->swa_rope_base;
-    rfi_key_real(k, "rope.freq_base", FLT_MIN, 10000.0, 0, &c->rope.base);
+    rfi_key_real(k, "rope.freq_base", 1, 10000, 0, &c->rope.base);
     rfi_config_rope_scaling(k, c);
-    rfi_key_real(k, "rope.scaling.yarn_log_multiplier", 0, 0, 0, &c->yarn_log_multiplier);
+    rfi_key_scale(k, "rope.scaling.yarn_log_multiplier", 0, 0, &c->yarn_log_multiplier);
     rfi_key_scale(k, "rope.scaling.attn_factor", 0, 0, &c->rope.magnitude);
     rfi_key_uint(k, &original, &c->rope_n_ctx_original);
     if (c->rope_n_ctx_original == 0) c->rope_n_ctx_original = c->n_ctx_train;
@@ -6903,7 +7078,7 @@ static void rfi_config_rope(rfi_key_reader *k, rfi_config *c) {
     if (swa_base > 0) c->swa_rope.base = swa_base;
     if (swa_base > 0 || (c->rope.scaling == RFI_ROPE_YARN && !c->arch->swa_yarn)) /* for long contexts */
         c->swa_rope = (rfi_rope_config){c->swa_rope.base, 1, 0, RFI_ROPE_NONE, c->swa_rope.n_rot};
-    if (c->arch->swa_period) rfi_key_real(k, "rope.freq_base_swa", FLT_MIN, c->swa_rope.base, 0, &c->swa_rope.base);
+    if (c->arch->swa_period) rfi_key_real(k, "rope.freq_base_swa", 1, c->swa_rope.base, 0, &c->swa_rope.base);
 }
 
 /* The layers with a sliding window: all but every n-th (0: all), or a list of booleans, one per layer. */
@@ -7415,10 +7590,10 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
  * that every fault of a file's tensor directory is found before a tensor is read. T is the rows of a step, L those that
  * want logits. */
 
-/* A bound weight: its slot; of a matrix also the first row used (a fused tensor holds several matrices) and the slots
- * of its bias and of the factor of its products. RF_NONE: absent. */
+/* A bound weight: its number in the plan; of a matrix also the first row used (a fused tensor holds several matrices), and
+ * the weights of its bias and of the factor of its products. RF_NONE: absent. */
 typedef struct rfi_weight {
-    uint32_t slot, row, bias, factor;
+    uint32_t id, row, bias, factor;
 } rfi_weight;
 static const rfi_weight rfi_no_weight = {RF_NONE, 0, RF_NONE, RF_NONE};
 
@@ -7432,6 +7607,7 @@ typedef struct rfi_builder {
     const rf_allocator *alloc;
     const rfi_config *c;
     rfi_array ops, buffers, states, weights, tables;
+    uint32_t n_slots;
     rf_error *err;
     rf_result result; /* the first failure; after it nothing is appended               */
     rf_op dropped;    /* emitters write here after a failure, and so need no checks    */
@@ -7528,24 +7704,17 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
     }
     rfi_bind_check(b, full, &t, want->n_in, want->n_rows, want->n_experts);
     if (b->result != RF_OK) return rfi_no_weight;
-    const int matrices = want->n_rows && want->n_experts && !want->joined;
-    const uint32_t n = matrices ? (uint32_t)want->n_experts : 1;
+    const int experts = want->n_rows && want->n_experts && !want->joined;
     const uint64_t in_one = want->joined ? want->n_experts : 1;
-    rf_plan_weight *w = (rf_plan_weight *)rfi_array_push(b, &b->weights, n, sizeof *w);
-    for (uint32_t i = 0; w && i < n; i++) {
-        memset(&w[i], 0, sizeof w[i]);
-        if (matrices) snprintf(w[i].name, sizeof w[i].name, "%.56s:%u", full, i);
-        else snprintf(w[i].name, sizeof w[i].name, "%s", full);
-        w[i].tensor = t.index;
-        w[i].type = t.type;
-        w[i].n_in = (uint32_t)want->n_in;
-        w[i].n_rows = (uint32_t)(want->n_rows ? want->n_rows * in_one : want->n_experts);
-        w[i].layer = b->layer;
-        w[i].size_bytes = t.size_bytes / n;
-        w[i].n_experts = matrices ? n : 0;
-        w[i].expert = i;
-    }
-    return w ? (rfi_weight){b->weights.n - n, 0, RF_NONE, RF_NONE} : rfi_no_weight;
+    rf_plan_weight *w = (rf_plan_weight *)rfi_array_push(b, &b->weights, 1, sizeof *w);
+    if (!w) return rfi_no_weight;
+    *w = (rf_plan_weight){.tensor = t.index, .type = t.type, .n_in = (uint32_t)want->n_in, .layer = b->layer,
+                          .n_rows = (uint32_t)(want->n_rows ? want->n_rows * in_one : want->n_experts),
+                          .n_experts = experts ? (uint32_t)want->n_experts : 0, .slot = b->n_slots};
+    snprintf(w->name, sizeof w->name, "%s", full);
+    w->size_bytes = t.size_bytes / rf_plan_weight_matrices(w);
+    b->n_slots += rf_plan_weight_matrices(w);
+    return (rfi_weight){b->weights.n - 1, 0, RF_NONE, RF_NONE};
 }
 
 /* Bind a tensor [n_rows, n_in] (a vector: n_rows 1). Absent: RF_NONE, and an error unless optional. */
@@ -7555,12 +7724,12 @@ static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint
     return rfi_bind_wanted(b, &want);
 }
 
-/* Bind a vector of n floats; returns its slot. */
+/* Bind a vector of n floats. */
 static uint32_t rfi_bind_vector(rfi_builder *b, const char *name, uint64_t n) {
-    return rfi_bind(b, name, n, 1, 0, NULL).slot;
+    return rfi_bind(b, name, n, 1, 0, NULL).id;
 }
 static uint32_t rfi_bind_optional(rfi_builder *b, const char *name, uint64_t n) {
-    return rfi_bind(b, name, n, 1, 1, NULL).slot;
+    return rfi_bind(b, name, n, 1, 1, NULL).id;
 }
 
 /* NAME.weight, and NAME.scale and NAME.bias if they are there. */
@@ -7637,7 +7806,7 @@ static void rfi_emit_norm(rfi_builder *b, uint32_t out, uint32_t in, const char 
     snprintf(weight, sizeof weight, "%s%s", name, rfi_has(b, name) ? "" : ".weight"); /* some files have no suffix */
     snprintf(bias, sizeof bias, "%s.bias", name);
     const rfi_wanted vectors = {weight, n, 0, n_groups, 0, NULL, 0};
-    const uint32_t w = each ? rfi_bind_wanted(b, &vectors).slot : rfi_bind_vector(b, weight, n),
+    const uint32_t w = each ? rfi_bind_wanted(b, &vectors).id : rfi_bind_vector(b, weight, n),
                    w_bias = center && !each ? rfi_bind_optional(b, bias, n) : RF_NONE;
     rf_op *op = rfi_op(b, RF_OP_RMS_NORM, out, in);
     op->flags = flags | (center ? RF_OP_CENTER : 0);
@@ -7650,10 +7819,10 @@ static void rfi_emit_norm(rfi_builder *b, uint32_t out, uint32_t in, const char 
 static rf_op *rfi_emit_matmul(rfi_builder *b, uint32_t out, uint32_t in, rfi_weight w, uint32_t n_out, uint32_t flags) {
     rf_op *op = rfi_op(b, RF_OP_MATMUL, out, in);
     op->flags = flags;
-    op->weight = w.slot;
+    op->weight = w.id;
     op->bias = w.bias;
     op->factor = w.factor;
-    op->matmul.n_in = b->result == RF_OK ? ((const rf_plan_weight *)b->weights.items)[w.slot].n_in : 0;
+    op->matmul.n_in = b->result == RF_OK ? ((const rf_plan_weight *)b->weights.items)[w.id].n_in : 0;
     op->matmul.n_out = n_out;
     op->matmul.first_row = w.row;
     return op;
@@ -7664,7 +7833,7 @@ typedef struct rfi_rope {
     uint32_t table;
     float magnitude;
     uint32_t n_rot;
-    uint32_t freqs, long_freqs; /* slots of the frequency factors; long_freqs: for long contexts */
+    uint32_t freqs, long_freqs; /* weights of the frequency factors; long_freqs: for long contexts */
 } rfi_rope;
 
 static rf_op *rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, uint32_t head_dim, const rfi_rope *rope) {
@@ -7955,15 +8124,15 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
         rfi_refuse(b, "attn_kv_b.scale");
         keys.head_rows = values.head_rows = nope + a->head_dim_v;
         const uint64_t n_rows = (uint64_t)l->n_heads * keys.head_rows;
-        wk = wv = rfi_bind(b, "attn_kv_b.weight", a->kv_lora_rank, n_rows, 0, "attn_k_b.weight").slot;
+        wk = wv = rfi_bind(b, "attn_kv_b.weight", a->kv_lora_rank, n_rows, 0, "attn_k_b.weight").id;
         values.first_row = nope;
     } else {
-        wk = rfi_bind_heads(b, "attn_k_b", nope, a->kv_lora_rank, l->n_heads).slot;
+        wk = rfi_bind_heads(b, "attn_k_b", nope, a->kv_lora_rank, l->n_heads).id;
         wv = RF_NONE;
     }
     rfi_emit_heads(b, d->mla_q, d->q, wk, &keys, a->joined ? RF_OP_ACROSS : 0);
     rfi_emit_attend(b, d, l);
-    if (!a->joined) wv = rfi_bind_heads(b, "attn_v_b", a->kv_lora_rank, a->head_dim_v, l->n_heads).slot;
+    if (!a->joined) wv = rfi_bind_heads(b, "attn_v_b", a->kv_lora_rank, a->head_dim_v, l->n_heads).id;
     rfi_emit_heads(b, d->att, d->mla_v, wv, &values, 0);
     rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * a->head_dim_v, "attn_output", "post_attention_norm");
 }
@@ -7977,10 +8146,10 @@ static void rfi_emit_conv(rfi_builder *b, uint32_t out, uint32_t in, const char 
     snprintf(weight, sizeof weight, "%s.weight", name);
     snprintf(bias, sizeof bias, "%s.bias", name);
     const rfi_weight w = rfi_bind(b, weight, n_taps, n, 0, NULL);
-    const uint32_t b_slot = rfi_bind_optional(b, bias, n);
+    const uint32_t b_id = rfi_bind_optional(b, bias, n);
     rf_op *op = rfi_op(b, RF_OP_CONV, out, in);
-    op->weight = w.slot;
-    op->bias = b_slot;
+    op->weight = w.id;
+    op->bias = b_id;
     op->state = rfi_recurrent_state(b, (n_taps - 1ull) * n);
     op->conv = (rf_conv_params){n, n_taps, activation};
 }
@@ -8103,7 +8272,7 @@ static uint32_t rfi_bind_column(rfi_builder *b, const char *name, uint32_t n) {
     rf_tensor_info t;
     rfi_weight_name(b, name, full, sizeof full);
     const int column = rf_gguf_find_tensor(b->g, full, &t, NULL) == RF_OK && t.ne[0] == 1;
-    return rfi_bind(b, name, column ? 1 : n, column ? n : 1, 0, NULL).slot;
+    return rfi_bind(b, name, column ? 1 : n, column ? n : 1, 0, NULL).id;
 }
 
 /* x += Wout (norm(silu(z) * scan(silu(conv(..))))): Mamba and its kin */
@@ -8113,7 +8282,7 @@ static void rfi_emit_scan(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     rfi_emit_scan_inputs(b, d, in);
     rfi_emit_conv(b, d->mixed, d->mixed, "ssm_conv1d", t->n_conv, RF_ACT_SILU);
     if (t->kind != RFI_MAMBA2) rfi_emit_scan_steps(b, d);
-    const uint32_t a = n_decays > 1 ? rfi_bind(b, "ssm_a", n_decays, t->n_heads, 0, NULL).slot
+    const uint32_t a = n_decays > 1 ? rfi_bind(b, "ssm_a", n_decays, t->n_heads, 0, NULL).id
                                     : rfi_bind_column(b, "ssm_a", t->n_heads),
                    dt = rfi_bind_vector(b, "ssm_dt.bias", t->n_heads), skip = rfi_bind_column(b, "ssm_d", t->n_heads);
     rf_op *op = rfi_op(b, RF_OP_SCAN, d->att, d->mixed);
@@ -8164,16 +8333,16 @@ static void rfi_emit_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
 
 /* NAME.weight, .bias and .scale of all experts; matrices [n_rows, n_in]. */
 typedef struct rfi_experts {
-    uint32_t n_in, weight, bias, factor; /* slots; bias, factor: RF_NONE if there is none */
+    uint32_t n_in, weight, bias, factor; /* bias, factor: RF_NONE if there is none */
 } rfi_experts;
 
 static rfi_experts rfi_bind_expert_set(rfi_builder *b, const char *name, uint32_t n_in, uint32_t n_rows) {
     char full[64];
     rfi_experts e = {.n_in = n_in};
     snprintf(full, sizeof full, "%s.weight", name);
-    e.weight = rfi_bind_experts(b, full, n_in, n_rows).slot;
+    e.weight = rfi_bind_experts(b, full, n_in, n_rows).id;
     snprintf(full, sizeof full, "%s.bias", name);
-    e.bias = rfi_bind_experts(b, full, n_rows, 0).slot;
+    e.bias = rfi_bind_experts(b, full, n_rows, 0).id;
     snprintf(full, sizeof full, "%s.scale", name);
     e.factor = rfi_bind_optional(b, full, b->c->moe.n_experts);
     return e;
@@ -8316,9 +8485,9 @@ static void rfi_emit_layer_inputs(rfi_builder *b, const rfi_decoder *d) {
     const uint32_t n = c->n_layer_input, all = n * c->n_layers;
     rfi_weight table = rfi_bind(b, "per_layer_token_embd.weight", all, c->n_vocab, 0, NULL);
     rf_op *op = rfi_op(b, RF_OP_EMBED, d->inputs, RF_NONE);
-    op->weight = table.slot;
+    op->weight = table.id;
     op->embed = (rf_embed_params){all, (float)sqrt(n)};
-    if (b->result == RF_OK) ((rf_plan_weight *)b->weights.items)[table.slot].row_reads = 1;
+    if (b->result == RF_OK) ((rf_plan_weight *)b->weights.items)[table.id].row_reads = 1;
     rfi_weight w = rfi_bind_matrix(b, "per_layer_model_proj", c->n_embd, all, NULL);
     op = rfi_emit_matmul(b, d->input_parts, d->x, w, all, 0);
     op->matmul.scale = (float)(1 / sqrt((double)c->n_embd));
@@ -8406,7 +8575,7 @@ static void rfi_emit_rope_tables(rfi_builder *b, rfi_decoder *d) {
     if (!c->arch->swa_heads) d->swa_rope.freqs = d->rope.freqs;
     if (!c->arch->longrope || d->rope.freqs != RF_NONE) return;
     d->rope.freqs = rfi_bind_optional(b, "rope_factors_short.weight", half);
-    d->rope.long_freqs = rfi_bind(b, "rope_factors_long.weight", half, 1, d->rope.freqs == RF_NONE, NULL).slot;
+    d->rope.long_freqs = rfi_bind(b, "rope_factors_long.weight", half, 1, d->rope.freqs == RF_NONE, NULL).id;
 }
 
 /* ALiBi slopes (arXiv 2108.12409): powers of 2^(-alibi / n), n the largest power of two <= n_heads; heads from n on
@@ -8433,14 +8602,14 @@ static rfi_weight rfi_emit_embedding(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
     rfi_weight embedding = rfi_bind(b, "token_embd.weight", c->n_embd, c->n_vocab, 0, NULL);
     rf_op *op = rfi_op(b, RF_OP_EMBED, d->x, RF_NONE);
-    op->weight = embedding.slot;
+    op->weight = embedding.id;
     op->embed = (rf_embed_params){c->n_embd, (float)c->embedding_scale};
     if (c->arch->embedding_norm) rfi_emit_norm(b, d->x, d->x, "token_embd_norm", c->n_embd, 1, 0);
     if (!c->arch->learned_positions) return embedding;
     rfi_weight positions = rfi_bind(b, "position_embd.weight", c->n_embd, c->n_positions, 0, NULL);
     op = rfi_op(b, RF_OP_EMBED, d->x, RF_NONE);
     op->flags = RF_OP_POSITIONS | RF_OP_ACCUMULATE;
-    op->weight = positions.slot;
+    op->weight = positions.id;
     op->embed.n = c->n_embd;
     return embedding;
 }
@@ -8473,7 +8642,7 @@ static void rfi_emit_decoder(rfi_builder *b) {
     op->matmul.softcap = (float)c->logit_softcap;
     op = rfi_op(b, RF_OP_ARGMAX, d.argmax, d.logits);
     op->argmax.n = c->n_vocab;
-    if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.slot].row_reads = 1;
+    if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.id].row_reads = 1;
 }
 
 static const rfi_moe_arch rfi_moe_qwen3 = {.gating = RFI_GATING_SOFTMAX, .normalize = 1};
@@ -8677,6 +8846,7 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
         .n_buffers = b.buffers.n,
         .n_states = b.states.n,
         .n_weights = b.weights.n,
+        .n_slots = b.n_slots,
         .n_tables = b.tables.n,
         .n_layers = c->n_layers,
         .n_embd = c->n_embd,
@@ -11667,7 +11837,7 @@ typedef struct rfi_cpu {
 typedef struct rfi_cpu_table {
     rfi_cpu *dev;
     const rf_plan *plan;
-    const void **weights; /* [n_weights] first byte, NULL = empty */
+    const void **slots; /* [n_slots] first byte of the matrix, NULL = empty */
 } rfi_cpu_table;
 
 /* How an op is run, found out once: neighbours are joined where that saves a pass or a meeting of the threads. */
@@ -11759,6 +11929,9 @@ static int rfi_type_takes_int8(uint32_t type) {
 
 static rfi_cpu *rfi_cpu_of(rf_dev *d) { return (rfi_cpu *)(void *)d; }
 static rfi_cpu_table *rfi_cpu_table_of(rf_table *t) { return (rfi_cpu_table *)(void *)t; }
+static const uint8_t *rfi_cpu_weight(const rfi_cpu_plan *p, uint32_t weight, uint32_t expert) {
+    return (const uint8_t *)rfi_cpu_table_of(p->bind.table)->slots[p->plan->weights[weight].slot + expert];
+}
 static rfi_cpu_plan *rfi_cpu_plan_of(rf_prepared *p) { return (rfi_cpu_plan *)(void *)p; }
 
 /* ---- ops ---- */
@@ -11893,6 +12066,7 @@ static void rfi_cpu_cos_sin(void *ctx, uint32_t chunk, uint32_t thread) {
     for (uint32_t i = 0; i < n; i++) {
         double angle =
             (double)o->step->rows[chunk].pos * (double)table[i] / (o->vector ? (double)o->vector[i] : 1.0);
+        if (!(fabs(angle) < RF_ROPE_ANGLE_MAX)) angle = NAN;
         out[2 * i] = (float)cos(angle) * par->scale;
         out[2 * i + 1] = (float)sin(angle) * par->scale;
     }
@@ -12241,7 +12415,7 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
     const uint32_t n_blocks = (o->cut.n_units + o->cut.small - 1) / o->cut.small, e = s->active[chunk / n_blocks],
                    row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
                    n_rows = (uint32_t)rfi_min_u64(par->n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
-    const uint8_t *w = (const uint8_t *)rfi_cpu_table_of(o->p->bind.table)->weights[op->weight + e];
+    const uint8_t *w = rfi_cpu_weight(o->p, op->weight, e);
     w += (par->first_row + row0) * o->w_row_bytes;
     float *y = o->p->scratch + thread * o->p->scratch_stride;
     for (uint32_t at = s->first[e], n; at < s->first[e + 1]; at += n) {
@@ -12271,10 +12445,10 @@ static void rfi_cpu_mix(void *ctx, uint32_t chunk, uint32_t thread) {
 }
 
 /* A vector weight as float32: in place if it is f32, else converted into vector buffer `part`. */
-static const float *rfi_cpu_vector(const rfi_cpu_plan *p, uint32_t slot, uint32_t first, uint32_t n, uint32_t part) {
-    if (slot == RF_NONE) return NULL;
-    const rf_plan_weight *w = &p->plan->weights[slot];
-    const uint8_t *data = (const uint8_t *)rfi_cpu_table_of(p->bind.table)->weights[slot];
+static const float *rfi_cpu_vector(const rfi_cpu_plan *p, uint32_t weight, uint32_t first, uint32_t n, uint32_t part) {
+    if (weight == RF_NONE) return NULL;
+    const rf_plan_weight *w = &p->plan->weights[weight];
+    const uint8_t *data = rfi_cpu_weight(p, weight, 0);
     data += first * rfi_row_bytes(w->type, 1);
     if (w->type == RF_TYPE_F32) return (const float *)(const void *)data;
     float *out = p->vector + part * p->vector_stride;
@@ -12283,10 +12457,10 @@ static const float *rfi_cpu_vector(const rfi_cpu_plan *p, uint32_t slot, uint32_
 }
 
 /* A weight of one value; 1 if there is none. */
-static float rfi_cpu_scalar(const rfi_cpu_plan *p, uint32_t slot) {
+static float rfi_cpu_scalar(const rfi_cpu_plan *p, uint32_t weight) {
     float v = 1;
-    if (slot == RF_NONE) return v;
-    rfi_dequantize_row(p->plan->weights[slot].type, rfi_cpu_table_of(p->bind.table)->weights[slot], 1, &v);
+    if (weight == RF_NONE) return v;
+    rfi_dequantize_row(p->plan->weights[weight].type, rfi_cpu_weight(p, weight, 0), 1, &v);
     return v;
 }
 
@@ -12308,7 +12482,7 @@ static void rfi_cpu_run_matmul(rfi_cpu_op *o) {
         part->op = &op[i];
         part->w_type = w->type;
         part->w_row_bytes = rfi_row_bytes(w->type, w->n_in);
-        part->w = (const uint8_t *)rfi_cpu_table_of(p->bind.table)->weights[op[i].weight];
+        part->w = rfi_cpu_weight(p, op[i].weight, 0);
         part->w += op[i].matmul.first_row * part->w_row_bytes;
         part->bias = rfi_cpu_vector(p, op[i].bias, op[i].matmul.first_row, op[i].matmul.n_out, i);
         part->factor = rfi_cpu_scalar(p, op[i].factor);
@@ -12478,7 +12652,7 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     if (op->weight != RF_NONE) {
         const rf_plan_weight *w = &p->plan->weights[op->weight];
         if (op->kind != RF_OP_EXPERTS) /* only chosen experts are loaded */
-            o.w = (const uint8_t *)rfi_cpu_table_of(p->bind.table)->weights[op->weight];
+            o.w = rfi_cpu_weight(p, op->weight, 0);
         o.w_type = w->type;
         o.w_row_bytes = rfi_row_bytes(w->type, w->n_in);
     }
@@ -12616,9 +12790,8 @@ static rf_result rfi_cpu_table_create(rf_dev *d, const rf_plan *plan, rf_table *
     rfi_cpu *cpu = rfi_cpu_of(d);
     rfi_cpu_table *t = (rfi_cpu_table *)rfi_alloc(&cpu->alloc, 1, sizeof *t, "a weight table", err);
     if (!t) return RF_ERR_MEMORY;
-    t->weights =
-        (const void **)rfi_alloc(&cpu->alloc, plan->n_weights, sizeof *t->weights, "a weight table", err);
-    if (!t->weights) {
+    t->slots = (const void **)rfi_alloc(&cpu->alloc, plan->n_slots, sizeof *t->slots, "a weight table", err);
+    if (!t->slots) {
         rfi_free(&cpu->alloc, t);
         return RF_ERR_MEMORY;
     }
@@ -12631,7 +12804,7 @@ static rf_result rfi_cpu_table_create(rf_dev *d, const rf_plan *plan, rf_table *
 static void rfi_cpu_table_release(rf_table *table) {
     rfi_cpu_table *t = rfi_cpu_table_of(table);
     rf_allocator alloc = t->dev->alloc;
-    rfi_free(&alloc, (void *)t->weights);
+    rfi_free(&alloc, (void *)t->slots);
     rfi_free(&alloc, t);
 }
 
@@ -12643,23 +12816,23 @@ static rf_weight_layout rfi_cpu_weight_layout(rf_dev *d, const rf_plan_weight *w
 static rf_result rfi_cpu_weight_write(rf_table *table, rf_queue *q, const rf_weight_part *part, rf_ticket *ticket,
                                       rf_error *err) {
     rfi_cpu_table *t = rfi_cpu_table_of(table);
-    const rf_plan_weight *w = &t->plan->weights[part->slot];
+    const rf_plan_weight *w = rf_plan_weight_of(t->plan, part->slot);
     RFI_UNUSED(q);
     RFI_UNUSED(err);
     memset(ticket, 0, sizeof *ticket);
     if (!part->mem) {
-        t->weights[part->slot] = part->src;
+        t->slots[part->slot] = part->src;
         return RF_OK;
     }
     uint64_t row_bytes = w->size_bytes / w->n_rows;
     uint8_t *base = (uint8_t *)part->mem->base + part->offset;
     memcpy(base + part->row0 * row_bytes, part->src, (size_t)(part->n_rows * row_bytes));
-    if (part->row0 + part->n_rows == w->n_rows) t->weights[part->slot] = base;
+    if (part->row0 + part->n_rows == w->n_rows) t->slots[part->slot] = base;
     return RF_OK;
 }
 
 static void rfi_cpu_weight_clear(rf_table *table, uint32_t slot) {
-    rfi_cpu_table_of(table)->weights[slot] = NULL;
+    rfi_cpu_table_of(table)->slots[slot] = NULL;
 }
 
 static rf_result rfi_cpu_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n,
@@ -12757,7 +12930,7 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
     if (r != RF_OK) return r;
     const rf_op_spec spec = rf_op_get_spec(plan, op);
     for (uint32_t k = 0; k < spec.n_weights; k++) {
-        const rf_plan_weight *w = &plan->weights[spec.weight[k].slot];
+        const rf_plan_weight *w = &plan->weights[spec.weight[k].id];
         if (!RF_TYPE_IS_BUILT(w->type))
             return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: %s is of type %s, which is not among ROCMFORGE_TYPES",
                             w->name, rf_type_get(w->type).name);
@@ -13103,7 +13276,7 @@ typedef struct rfi_null {
 typedef struct rfi_null_table {
     rfi_null *dev;
     const rf_plan *plan;
-    _Atomic uint32_t *rows; /* [n_weights] written so far */
+    _Atomic uint32_t *rows; /* [n_slots] written so far */
 } rfi_null_table;
 
 typedef struct rfi_null_plan {
@@ -13151,13 +13324,14 @@ static rf_result rfi_null_check_rows(const rfi_null_plan *p, const rf_step *step
 /* "Run" an op: its inputs were written, its weights are loaded. */
 static rf_result rfi_null_run_op(rfi_null_plan *p, uint32_t i, rf_error *err) {
     const rf_op *op = &p->bind.plan->ops[i];
-    const uint32_t slots[RF_OP_WEIGHTS] = {op->weight, op->bias, op->factor},
+    const uint32_t weights[RF_OP_WEIGHTS] = {op->weight, op->bias, op->factor},
                    in[4] = {op->in, op->in2, op->in3, op->flags & RF_OP_ACCUMULATE ? op->out : RF_NONE};
-    for (uint32_t k = 0; k < RF_OP_WEIGHTS; k++)
-        if (slots[k] != RF_NONE &&
-            rfi_null_table_of(p->bind.table)->rows[slots[k]] != p->bind.plan->weights[slots[k]].n_rows)
-            return rfi_fail(err, RF_ERR_DEVICE, i, "null: op %u: weight %s is not loaded", i,
-                            p->bind.plan->weights[slots[k]].name);
+    for (uint32_t k = 0; k < RF_OP_WEIGHTS; k++) {
+        if (weights[k] == RF_NONE) continue;
+        const rf_plan_weight *w = &p->bind.plan->weights[weights[k]]; /* of experts the first: it is what zeros choose */
+        if (rfi_null_table_of(p->bind.table)->rows[w->slot] != w->n_rows)
+            return rfi_fail(err, RF_ERR_DEVICE, i, "null: op %u: weight %s is not loaded", i, w->name);
+    }
     for (int k = 0; k < 4; k++)
         if (in[k] != RF_NONE && !p->written[in[k]])
             return rfi_fail(err, RF_ERR_DEVICE, i, "null: op %u: buffer %s is read before it is written", i,
@@ -13249,7 +13423,7 @@ static rf_result rfi_null_table_create(rf_dev *d, const rf_plan *plan, rf_table 
     if (r != RF_OK) return r;
     rfi_null_table *t = (rfi_null_table *)rfi_alloc(&dev->alloc, 1, sizeof *t, "a weight table", err);
     if (!t) return RF_ERR_MEMORY;
-    t->rows = (_Atomic uint32_t *)rfi_alloc(&dev->alloc, plan->n_weights, sizeof *t->rows, "a weight table", err);
+    t->rows = (_Atomic uint32_t *)rfi_alloc(&dev->alloc, plan->n_slots, sizeof *t->rows, "a weight table", err);
     if (!t->rows) {
         rfi_free(&dev->alloc, t);
         return RF_ERR_MEMORY;
@@ -13286,7 +13460,7 @@ static rf_result rfi_null_weight_write(rf_table *table, rf_queue *q, const rf_we
     if (r != RF_OK) { /* a ticket that fails when waited for */
         *ticket = (rf_ticket){q, late.where};
     }
-    const rf_plan_weight *w = part->slot < t->plan->n_weights ? &t->plan->weights[part->slot] : NULL;
+    const rf_plan_weight *w = part->slot < t->plan->n_slots ? rf_plan_weight_of(t->plan, part->slot) : NULL;
     if (!w || !part->mem || !part->src || part->offset + w->size_bytes > part->mem->size_bytes ||
         part->n_rows == 0 || (uint64_t)part->row0 + part->n_rows > w->n_rows ||
         atomic_fetch_add(&t->rows[part->slot], part->n_rows) + part->n_rows > w->n_rows)
@@ -13506,11 +13680,11 @@ enum { RFI_ZEROED, RFI_RAW, RFI_PINNED };
     X(RFI_ZEROED, uint32_t, state_cells, m->plan.n_states)    /* KV cache cells of a sequence                      */  \
     X(RFI_ZEROED, uint32_t, segment_ops, m->plan.n_ops + 1ull)   /* [n_segments + 1] first op                      */  \
     X(RFI_ZEROED, uint32_t, segment_first, m->plan.n_ops + 1ull) /* [n_segments + 1] first of segment_slots        */  \
-    X(RFI_ZEROED, uint32_t, segment_slots, rfi_plan_uses(&m->plan)) /* weight slots, segment after segment         */  \
+    X(RFI_ZEROED, uint32_t, segment_slots, rfi_plan_uses(&m->plan)) /* slots, segment after segment                */  \
     /* weights that the eval in progress holds */                                                                      \
-    X(RFI_ZEROED, uint8_t, is_expert, m->plan.n_weights) /* 1: of an expert                                        */  \
-    X(RFI_ZEROED, uint8_t, pinned, m->plan.n_weights)    /* 1: resident, and pinned by the eval                    */  \
-    X(RFI_ZEROED, uint8_t, chosen, m->plan.n_weights)    /* 1: of an expert that the segment in progress needs     */  \
+    X(RFI_ZEROED, uint8_t, is_expert, m->plan.n_slots)   /* 1: of an expert                                        */  \
+    X(RFI_ZEROED, uint8_t, pinned, m->plan.n_slots)      /* 1: resident, and pinned by the eval                    */  \
+    X(RFI_ZEROED, uint8_t, chosen, m->plan.n_slots)      /* 1: of an expert that the segment in progress needs     */  \
     X(RFI_ZEROED, uint32_t, held, rfi_plan_uses(&m->plan))          /* [n_held] resident slots                     */  \
     X(RFI_ZEROED, uint32_t, held_streamed, rfi_plan_uses(&m->plan)) /* [n_held_streamed] slots of the segment      */  \
     X(RFI_ZEROED, uint32_t, rows_of, m->config.moe.n_experts) /* rows that chose each expert of the layer          */  \
@@ -13702,8 +13876,8 @@ static void rfi_session_release(rf_session *s) {
 /* List the weights that each segment needs, each once. No weight is in two segments of one layer. */
 static void rfi_session_segment_slots(rf_session *s) {
     uint32_t n = 0;
-    for (uint32_t slot = 0; slot < s->m->plan.n_weights; slot++)
-        s->is_expert[slot] = s->m->plan.weights[slot].n_experts > 0;
+    for (const rf_plan_weight *w = s->m->plan.weights; w < s->m->plan.weights + s->m->plan.n_weights; w++)
+        memset(s->is_expert + w->slot, w->n_experts > 0, rf_plan_weight_matrices(w));
     s->segment_ops[s->n_segments] = s->m->plan.n_ops;
     for (uint32_t segment = 0; segment < s->n_segments; segment++) {
         s->segment_first[segment] = n;
@@ -13793,6 +13967,9 @@ ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc
     if (!s) return RF_ERR_MEMORY;
     s->m = m;
     rf_result r = rfi_session_resolve(m, desc, &s->desc, err);
+    rfi_monitor_lock(&m->device->monitor);
+    if (r == RF_OK) r = rfi_store_prepare(m->store, err);
+    rfi_monitor_unlock(&m->device->monitor);
     if (r == RF_OK) r = rfi_session_build(s, err);
     if (r == RF_OK && m->store->desc.load_policy == RF_LOAD_PRELOAD) r = rfi_store_preload(m->store, NULL, 0, err);
     if (r != RF_OK) {
@@ -14080,7 +14257,8 @@ static rf_result rfi_fallback_weights(rf_session *s, rf_error *err) {
     const uint32_t n = rfi_ops_slots(&a->plan, 0, a->plan.n_ops, s->held); /* not in use outside of evals */
     for (uint32_t i = 0; r == RF_OK && i < n; i++) {
         const uint32_t slot = s->held[i];
-        const void *map = rfi_gguf_map(s->m->g, &s->m->store->tensors[slot].info);
+        const rf_tensor_info info = rfi_tensor_info(s->m->store, &s->m->store->tensors[slot]);
+        const void *map = rfi_gguf_map(s->m->g, &info);
         rf_ticket none;
         if (!map || (uintptr_t)map % 4)
             return rfi_fail(err, RF_ERR_UNSUPPORTED, slot, "%s: expert_cpu_below needs the file mapped",
@@ -14164,14 +14342,15 @@ static uint32_t rfi_fallback_take_pairs(rf_session *s, const rf_op *experts, uin
 static rf_result rfi_fallback_run(rf_session *s, const rf_op *experts, uint32_t n_rows, rf_error *err) {
     rfi_fallback *a = s->fallback;
     const rf_device_api *api = s->m->device->api;
-    const rfi_expert_layer *layer = s->m->store->tensors[experts->weight].expert_layer;
+    const rfi_expert_layer *layer = s->m->store->stored[experts->weight].expert_layer;
+    const rf_tensor_info info = rfi_weight_info(s->m->g, &s->m->plan.weights[experts->weight], 0);
     const uint32_t segment = (uint32_t)(layer - s->m->store->cache.layers), n_embd = s->m->plan.n_embd,
                    end = segment + 1 < a->n_segments ? a->segment_ops[segment + 1] : a->plan.n_ops,
                    x = a->ops[end - 1].out, route_width = s->m->plan.buffers[experts->in2].width;
     const uint64_t bytes = (uint64_t)n_rows * n_embd * sizeof(float);
     uint32_t stand_in = 0;
     rf_ticket ticket = {0};
-    rf_result r = rfi_gguf_unchanged(s->m->g, &s->m->store->tensors[experts->weight].info, err);
+    rf_result r = rfi_gguf_unchanged(s->m->g, &info, err);
     if (r == RF_OK)
         r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[experts->in], a->in, bytes, &ticket, err);
     if (r == RF_OK) r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[x], a->x, bytes, &ticket, err);
@@ -14197,7 +14376,7 @@ static rf_result rfi_fallback_run(rf_session *s, const rf_op *experts, uint32_t 
  * computed by the CPU, or only counted where all experts are resident. */
 static rf_result rfi_eval_acquire_experts(rf_session *s, const rf_op *op, uint32_t n_rows, rf_error *err) {
     rfi_store *store = s->m->store;
-    rfi_expert_layer *layer = store->tensors[op->weight].expert_layer;
+    rfi_expert_layer *layer = store->stored[op->weight].expert_layer;
     if (!layer) return RF_OK;
     if (s->m->device->is_gpu) atomic_fetch_add(&layer->round_trips, 1);
     if (store->cache.n_frames) {
@@ -14225,12 +14404,13 @@ static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_row
     for (uint32_t i = s->segment_ops[segment]; i < s->segment_ops[segment + 1]; i++) {
         const rf_op *op = &plan->ops[i];
         if (op->kind != RF_OP_EXPERTS) continue;
+        const uint32_t slot = plan->weights[op->weight].slot;
         /* reading the route is a wait on a GPU: skip it if all experts are loaded and stay */
         int all = whole || (s->m->device->is_gpu && store->cache.n_frames == 0);
         for (uint32_t e = 0; all && !whole && e < op->experts.n_experts; e++)
-            all = s->pinned[op->weight + e] || rfi_cell_is_ready(&store->tensors[op->weight + e].cell);
+            all = s->pinned[slot + e] || rfi_cell_is_ready(&store->tensors[slot + e].cell);
         if (all) {
-            memset(s->chosen + op->weight, 1, op->experts.n_experts);
+            memset(s->chosen + slot, 1, op->experts.n_experts);
             continue;
         }
         rf_result r = RF_OK;
@@ -14241,7 +14421,7 @@ static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_row
         if (r != RF_OK) return r;
         read = op->in2;
         for (uint32_t e = 0; e < op->experts.n_experts; e++)
-            if (s->rows_of[e]) s->chosen[op->weight + e] = 1;
+            if (s->rows_of[e]) s->chosen[slot + e] = 1;
     }
     return RF_OK;
 }
@@ -14284,7 +14464,7 @@ static rf_result rfi_eval_unpin(rf_session *s, rf_result r, rf_error *err) {
     }
     r = rfi_eval_release_experts(s, r, err);
     r = rfi_stream_arrived(store, r, err);
-    if (s->route) memset(s->chosen, 0, store->plan.n_weights);
+    if (s->route) memset(s->chosen, 0, store->plan.n_slots);
     if (s->holds_experts) rfi_store_release_experts(store);
     s->holds_experts = 0;
     s->n_held = s->n_held_streamed = 0;
@@ -14680,9 +14860,11 @@ static uint64_t rfi_hash_bytes(uint64_t hash, const void *data, uint64_t n) {
 
 static uint64_t rfi_plan_hash(const rf_plan *p) {
     uint64_t h = 0xcbf29ce484222325u;
-    for (uint32_t i = 0; i < p->n_weights; i++) {
-        const rf_plan_weight *w = &p->weights[i];
-        h = rfi_hash_bytes(h, w->name, strlen(w->name) + 1);
+    for (uint32_t slot = 0; slot < p->n_slots; slot++) {
+        const rf_plan_weight *w = rf_plan_weight_of(p, slot);
+        char name[96]; /* of an expert's matrix, in this format: "name:expert" */
+        snprintf(name, sizeof name, w->n_experts ? "%.56s:%u" : "%s", w->name, slot - w->slot);
+        h = rfi_hash_bytes(h, name, strlen(name) + 1);
         h = rfi_hash_bytes(h, &w->type, sizeof w->type);
         h = rfi_hash_bytes(h, &w->n_rows, sizeof w->n_rows);
         h = rfi_hash_bytes(h, &w->n_in, sizeof w->n_in);
@@ -14694,7 +14876,7 @@ static uint64_t rfi_plan_hash(const rf_plan *p) {
     }
     for (uint32_t i = 0; i < p->n_ops; i++) /* keys were rotated by the factors that the session chose */
         if (p->ops[i].kind == RF_OP_ROPE && p->ops[i].factor != RF_NONE)
-            h = rfi_hash_bytes(h, &p->ops[i].weight, sizeof p->ops[i].weight);
+            h = rfi_hash_bytes(h, &p->weights[p->ops[i].weight].slot, sizeof(uint32_t));
     return h;
 }
 
@@ -14706,7 +14888,7 @@ static uint32_t rfi_saved_first(const rfi_saved *h, const rf_plan_state *st) {
 static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens, uint32_t min_keep) {
     const rf_plan *p = &s->plan;
     rfi_saved h = {.magic = RFI_SAVED_MAGIC, .version = RFI_SAVED_VERSION, .header_bytes = sizeof h,
-                   .n_weights = p->n_weights, .n_states = p->n_states, .n_embd = p->n_embd, .n_vocab = p->n_vocab,
+                   .n_weights = p->n_slots, .n_states = p->n_states, .n_embd = p->n_embd, .n_vocab = p->n_vocab,
                    .cache_type = s->desc.cache_type, .n_tokens = n_tokens, .min_keep = min_keep,
                    .shapes = rfi_plan_hash(p), .total_bytes = sizeof h + 4 * (uint64_t)n_tokens + 8};
     snprintf(h.arch, sizeof h.arch, "%s", s->m->config.arch->name);
@@ -18007,13 +18189,13 @@ ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, u
             snprintf(out->note, sizeof out->note, "%.*s", (int)sizeof out->note - 1, hip_err.text);
         }
     }
-    uint32_t used = n < capacity ? n : capacity, one = 0;
-    r = rfi_cpu_api.device_list(out + used, capacity - used, &one, err);
-    if (r != RF_OK) return r;
-    n += one;
-    used = n < capacity ? n : capacity;
-    r = rfi_null_api.device_list(out + used, capacity - used, &one, err);
-    *count = n + one;
+    const rf_device_api *const others[] = {&rfi_cpu_api, &rfi_null_api};
+    r = RF_OK;
+    for (uint32_t i = 0, one = 0; r == RF_OK && i < RFI_COUNT(others); i++, n += one) {
+        const uint32_t used = n < capacity ? n : capacity;
+        r = others[i]->device_list(out ? out + used : NULL, capacity - used, &one, err);
+    }
+    *count = n;
     return r;
 }
 
@@ -18197,44 +18379,40 @@ ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m) {
     rf_model_info info = {.arch = c->arch->name, .name = m->name, .n_layers = c->n_layers, .n_embd = c->n_embd,
                           .n_vocab = c->n_vocab, .n_heads = c->layers[0].n_heads,
                           .n_kv_heads = c->layers[0].n_kv_heads, .head_dim = c->head_dim,
-                          .n_ctx_train = c->n_ctx_train, .n_tensors = m->plan.n_weights,
+                          .n_ctx_train = c->n_ctx_train, .n_tensors = m->plan.n_slots,
                           .weight_bytes = m->store->total_bytes};
     for (uint32_t i = 0; i < m->plan.n_weights; i++) {
         const rf_plan_weight *w = &m->plan.weights[i];
-        info.n_params += (uint64_t)w->n_in * w->n_rows;
-        info.token_bytes += w->row_reads                           ? w->size_bytes / w->n_rows
-                            : w->expert < m->config.moe.n_used || w->n_experts == 0 ? w->size_bytes
-                                                                                    : 0;
+        info.n_params += (uint64_t)w->n_in * w->n_rows * rf_plan_weight_matrices(w);
+        info.token_bytes += w->row_reads   ? w->size_bytes / w->n_rows
+                            : w->n_experts ? rfi_min_u64(w->n_experts, m->config.moe.n_used) * w->size_bytes
+                                           : w->size_bytes;
     }
     return info;
 }
 
 ROCMFORGE_API const rf_plan *rf_model_get_plan(const rf_model *m) { return m ? &m->plan : NULL; }
 
-/* Slot of a tensor by name; RF_NONE if the plan does not use it. */
-static uint32_t rfi_model_slot(const rf_model *m, const char *name) {
+/* The weight of a tensor, by its name in the file; NULL if the plan does not use it. */
+static const rf_plan_weight *rfi_model_weight(const rf_model *m, const char *name) {
     rf_tensor_info t;
-    if (!m || !name || rf_gguf_find_tensor(m->g, name, &t, NULL) != RF_OK) return RF_NONE;
+    if (!m || !name || rf_gguf_find_tensor(m->g, name, &t, NULL) != RF_OK) return NULL;
     for (uint32_t i = 0; i < m->plan.n_weights; i++)
-        if (m->plan.weights[i].tensor == t.index) return i;
-    return RF_NONE;
-}
-
-/* The slot after the last of a tensor's matrices, of which `slot` is the first. */
-static uint32_t rfi_model_slot_end(const rf_model *m, uint32_t slot) {
-    return slot + (uint32_t)rfi_max_u64(m->plan.weights[slot].n_experts, 1);
+        if (m->plan.weights[i].tensor == t.index) return &m->plan.weights[i];
+    return NULL;
 }
 
 ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_error *err) {
     rfi_clear(err);
     if (!m || !name) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_load_tensor: model or name is NULL");
-    uint32_t slot = rfi_model_slot(m, name);
-    if (slot == RF_NONE)
+    const rf_plan_weight *w = rfi_model_weight(m, name);
+    if (!w)
         return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: the plan uses no tensor %s", rfi_gguf_path(m->g), name);
     uint64_t cancels;
     rf_result r = rfi_store_begin(m->store, &cancels, err);
     if (r != RF_OK) return r;
-    for (const uint32_t end = rfi_model_slot_end(m, slot); r == RF_OK && slot < end; slot++) {
+    for (uint32_t e = 0; r == RF_OK && e < rf_plan_weight_matrices(w); e++) {
+        const uint32_t slot = w->slot + e;
         if (!rfi_is_resident(&m->store->tensors[slot]))
             r = rfi_fail(err, RF_ERR_MEMORY, slot, "%s is beyond the budget: rf_session_eval loads it as it is needed",
                          name);
@@ -18244,18 +18422,21 @@ ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_e
     return r;
 }
 
+static int rfi_model_is_loaded(const rf_model *m, const rf_plan_weight *w) {
+    int loaded = 1;
+    for (uint32_t e = 0; loaded && e < rf_plan_weight_matrices(w); e++) loaded = rfi_slot_is_ready(m->store, w->slot + e);
+    return loaded;
+}
+
 ROCMFORGE_API int rf_model_is_tensor_loaded(const rf_model *m, const char *name) {
-    uint32_t slot = rfi_model_slot(m, name);
-    if (slot == RF_NONE) return 0;
-    for (const uint32_t end = rfi_model_slot_end(m, slot); slot < end; slot++)
-        if (!rfi_cell_is_ready(&m->store->tensors[slot].cell)) return 0;
-    return 1;
+    const rf_plan_weight *w = rfi_model_weight(m, name);
+    return w && rfi_model_is_loaded(m, w);
 }
 
 ROCMFORGE_API int rf_model_is_layer_loaded(const rf_model *m, uint32_t layer) {
     if (!m || layer >= m->config.n_layers) return 0;
-    for (uint32_t i = 0; i < m->plan.n_weights; i++)
-        if (m->plan.weights[i].layer == (int32_t)layer && !rfi_cell_is_ready(&m->store->tensors[i].cell)) return 0;
+    for (const rf_plan_weight *w = m->plan.weights; w < m->plan.weights + m->plan.n_weights; w++)
+        if (w->layer == (int32_t)layer && !rfi_model_is_loaded(m, w)) return 0;
     return 1;
 }
 

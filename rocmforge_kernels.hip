@@ -1486,8 +1486,12 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm_w
 }
 
 /* cos and sin. The quadrant is removed in double precision, because pos * frequency is large; the rest is a Taylor
- * series, so that every device gets the same bits. */
+ * series, so that every device gets the same bits. An angle that is not below RF_ROPE_ANGLE_MAX gives NaN. */
 RFK_DEVICE void rfk_cos_sin(double angle, float *c, float *s) {
+    if (!(fabs(angle) < RF_ROPE_ANGLE_MAX)) {
+        *c = *s = NAN;
+        return;
+    }
     double quadrant = rint(angle * 0.63661977236758134308);
     float x = (float)(angle - quadrant * 1.57079632679489661923), x2 = x * x;
     int q = (int)((long long)quadrant & 3);
@@ -6162,8 +6166,8 @@ struct rfk_slot {
 struct rf_table {
     rf_dev *dev;
     const rf_plan *plan;
-    rfk_slot *slots;     /* [n_weights] */
-    rfk_weight *experts; /* on the device, [n_weights]: experts' weights by index; NULL: no experts */
+    rfk_slot *slots;     /* [n_slots] */
+    rfk_weight *experts; /* on the device, [n_slots]: experts' matrices by index; NULL: no experts */
     uint64_t generation; /* atomic: changes with any slot, because graphs hold their addresses */
 };
 
@@ -6903,7 +6907,7 @@ static void rfk_table_release(rf_table *t) {
 
 /* Device memory for the addresses of experts, none of them loaded yet. */
 static rf_result rfk_create_experts(rf_table *t, rf_error *err) {
-    rf_mem mem = {NULL, (uint64_t)t->plan->n_weights * sizeof *t->experts};
+    rf_mem mem = {NULL, (uint64_t)t->plan->n_slots * sizeof *t->experts};
     rf_queue *q = NULL;
     rf_ticket ticket;
     rf_result r = rfk_mem_create(t->dev, mem.size_bytes, &mem, err);
@@ -6922,7 +6926,7 @@ static rf_result rfk_table_create(rf_dev *d, const rf_plan *plan, rf_table **out
     *out = NULL;
     rf_table *t = (rf_table *)rfk_alloc(&d->allocator, 1, sizeof *t, "a weight table", err);
     rfk_slot *slots =
-        t ? (rfk_slot *)rfk_alloc(&d->allocator, plan->n_weights, sizeof *slots, "a weight table", err) : NULL;
+        t ? (rfk_slot *)rfk_alloc(&d->allocator, plan->n_slots, sizeof *slots, "a weight table", err) : NULL;
     if (!slots) {
         rfk_free(&d->allocator, t);
         return RF_ERR_MEMORY;
@@ -7008,9 +7012,9 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part
     const uint64_t offset = part->offset;
     const void *src = part->src;
     rfk_no_ticket(ticket);
-    if (slot >= t->plan->n_weights)
-        return rfk_fail(err, RF_ERR_ARGUMENT, 0, slot, "hip: weight slot %u of %u", slot, t->plan->n_weights);
-    const rf_plan_weight *w = &t->plan->weights[slot];
+    if (slot >= t->plan->n_slots)
+        return rfk_fail(err, RF_ERR_ARGUMENT, 0, slot, "hip: weight slot %u of %u", slot, t->plan->n_slots);
+    const rf_plan_weight *w = rf_plan_weight_of(t->plan, slot);
     uint64_t row_bytes = rfk_row_bytes(w);
     int repack = rfk_packing_of(w->type).n_planes > 0;
     if (!rfk_is_built(w->type))
@@ -7170,13 +7174,12 @@ static rf_result rfk_bad_op(const rf_plan *plan, const rf_op *op, rf_result code
 static const char *rfk_why_unsupported(const rf_plan *plan, const rf_op *op) {
     const rf_op_spec s = rf_op_get_spec(plan, op);
     for (uint32_t i = 0; i < s.n_weights; i++) {
-        const rf_plan_weight *w = &plan->weights[s.weight[i].slot];
+        const rf_plan_weight *w = &plan->weights[s.weight[i].id];
         uint32_t elements, bytes;
         if (s.weight[i].n_in == 0) continue; /* a vector of floats */
         rfk_block_of(w->type, &elements, &bytes);
         if (w->n_in % elements) return "the weight's rows are no whole blocks";
-        for (uint32_t e = 0; op->kind == RF_OP_EXPERTS && e < s.weight[i].n_slots; e++)
-            if (!w[e].n_experts) return "its weights are no experts"; /* kernels would not find them */
+        if (op->kind == RF_OP_EXPERTS && !w->n_experts) return "its weight is not of experts"; /* kernels find no others */
     }
     if (op->kind == RF_OP_ATTENTION &&
         (op->attention.head_dim > RFK_LATENT_HEAD || op->attention.head_dim_v > 2 * RFK_BLOCK))
@@ -7194,7 +7197,7 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
     if (why) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, why, err);
     const rf_op_spec s = rf_op_get_spec(plan, op);
     for (uint32_t i = 0; i < s.n_weights; i++) {
-        const rf_plan_weight *w = &plan->weights[s.weight[i].slot];
+        const rf_plan_weight *w = &plan->weights[s.weight[i].id];
         char text[160];
         if (rfk_is_built(w->type)) continue;
         snprintf(text, sizeof text, "%.80s is of type %s, which is not among ROCMFORGE_TYPES", w->name,
@@ -8013,18 +8016,22 @@ static rf_result rfk_enqueue(const rfk_launching *l, K kernel, dim3 grid, uint32
     return rfk_enqueue_config(l, kernel, c, args);
 }
 
+static const rfk_slot *rfk_slot_of(const rf_prepared *p, uint32_t weight) {
+    return &p->table->slots[p->plan->weights[weight].slot];
+}
+
 /* Address of element `at` of a vector; NULL for none. */
-static const uint8_t *rfk_vector(const rf_prepared *p, uint32_t slot, uint64_t at, uint32_t *type) {
+static const uint8_t *rfk_vector(const rf_prepared *p, uint32_t weight, uint64_t at, uint32_t *type) {
     *type = RF_TYPE_F32;
-    if (slot == RF_NONE) return NULL;
-    *type = p->plan->weights[slot].type;
-    return p->table->slots[slot].w.plane[0] + at * (*type == RF_TYPE_F32 ? 4 : 2);
+    if (weight == RF_NONE) return NULL;
+    *type = p->plan->weights[weight].type;
+    return rfk_slot_of(p, weight)->w.plane[0] + at * (*type == RF_TYPE_F32 ? 4 : 2);
 }
 
 static rf_result rfk_run_embed(const rfk_launching *l) {
     const uint32_t type = l->p->plan->weights[l->op->weight].type;
     rfk_embed_args a;
-    a.w = l->p->table->slots[l->op->weight].w;
+    a.w = rfk_slot_of(l->p, l->op->weight)->w;
     a.rows = l->p->rows;
     a.out = l->b.out;
     a.out_stride = l->b.out_stride;
@@ -8162,7 +8169,7 @@ static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, ui
         if (i < l->together) {
             const rf_op *op = l->op + i;
             const rfk_bound *b = &l->p->ops[l->index + i];
-            p->w = l->p->table->slots[op->weight].w;
+            p->w = rfk_slot_of(l->p, op->weight)->w;
             p->type = l->p->plan->weights[op->weight].type;
             p->bias = rfk_vector(l->p, op->bias, op->matmul.first_row, &p->bias_type);
             p->factor = rfk_vector(l->p, op->factor, 0, &p->factor_type);
@@ -8590,7 +8597,7 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
     rf_prepared *p = l->p;
     const uint32_t type = p->plan->weights[op->weight].type;
     rfk_experts_args a;
-    a.w = p->table->experts + op->weight;
+    a.w = p->table->experts + p->plan->weights[op->weight].slot;
     a.bias = rfk_vector(p, op->bias, 0, &a.bias_type);
     a.factor = rfk_vector(p, op->factor, 0, &a.factor_type);
     a.row0 = op->experts.first_row;
@@ -8628,7 +8635,7 @@ static rf_result rfk_run_heads(const rfk_launching *l) {
     const uint32_t type = p->plan->weights[op->weight].type, rest = h->head_dim - h->n_in;
     rfk_experts_args a;
     memset(&a, 0, sizeof a);
-    a.heads = p->table->slots[op->weight].w;
+    a.heads = rfk_slot_of(p, op->weight)->w;
     a.x = l->b.in;
     a.x8 = p->x8;
     a.out = l->b.out;
@@ -8970,10 +8977,10 @@ static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_er
 
 /* Check that the weights an op reads are loaded, and its tokens are rows of them. */
 static rf_result rfk_check_run(const rf_prepared *p, const rf_step *step, const rf_op *op, rf_error *err) {
-    const uint32_t slots[3] = {op->kind == RF_OP_EXPERTS ? RF_NONE : op->weight, op->bias,
-                               op->kind == RF_OP_ROPE ? RF_NONE : op->factor};
+    const uint32_t weights[3] = {op->kind == RF_OP_EXPERTS ? RF_NONE : op->weight, op->bias,
+                                 op->kind == RF_OP_ROPE ? RF_NONE : op->factor};
     for (int k = 0; k < 3; k++)
-        if (slots[k] < p->plan->n_weights && !p->table->slots[slots[k]].ready)
+        if (weights[k] < p->plan->n_weights && !rfk_slot_of(p, weights[k])->ready)
             return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a weight it reads is not written", err);
     for (uint32_t t = 0; op->kind == RF_OP_EMBED && t < step->n_rows; t++) {
         int32_t row = op->flags & RF_OP_POSITIONS ? step->rows[t].pos : step->rows[t].token;

@@ -1640,7 +1640,7 @@ static uint64_t op_bytes(const rf_plan *p, const rf_op *op) {
     if (op->kind == RF_OP_EMBED) return p->weights[op->weight].size_bytes / p->weights[op->weight].n_rows;
     if (op->kind == RF_OP_EXPERTS) return p->weights[op->weight].size_bytes * op->experts.n_used;
     for (uint32_t k = 0; k < spec.n_weights; k++) {
-        const rf_plan_weight *w = &p->weights[spec.weight[k].slot];
+        const rf_plan_weight *w = &p->weights[spec.weight[k].id];
         const uint64_t rows = spec.weight[k].n_rows - (spec.weight[k].n_rows > first_row ? first_row : 0);
         n += w->size_bytes / (spec.weight[k].n_in ? w->n_rows : (uint64_t)w->n_in * w->n_rows) * rows;
     }
@@ -1704,11 +1704,11 @@ static void print_op(const rf_plan *p, uint32_t i) {
         print_buffer(p, spec.in[k].id, k ? ", " : op->flags & RF_OP_ACCUMULATE ? " += " : " = ");
     print_params(op);
     for (uint32_t k = 0; k < spec.n_weights; k++) {
-        const rf_plan_weight *w = &p->weights[spec.weight[k].slot];
+        const rf_plan_weight *w = &p->weights[spec.weight[k].id];
         printf("  ");
         put_escaped(stdout, w->name, strlen(w->name));
         printf(" %s [%u,%u]", rf_type_get(w->type).name, w->n_rows, w->n_in);
-        if (spec.weight[k].n_slots > 1) printf(" x %u", spec.weight[k].n_slots);
+        if (spec.weight[k].n_matrices > 1) printf(" x %u", spec.weight[k].n_matrices);
     }
     if (n) printf("  %llu bytes", LLU(n));
     putchar('\n');
@@ -1754,8 +1754,8 @@ static void report(app *a, const char *text) {
     putchar('\n');
 }
 
-/* Decode a tensor and check every value: a bad block scale makes them NaN or infinite (0 * inf is NaN, too). */
-static int scan_weight(app *a, const rf_plan_weight *w, uint64_t done_bytes) {
+/* Decode a matrix and check every value: a bad block scale makes them NaN or infinite (0 * inf is NaN, too). */
+static int scan_matrix(app *a, const rf_plan_weight *w, uint32_t expert, uint64_t done_bytes) {
     int code;
     rf_type_info type = rf_type_get(w->type);
     uint64_t piece = piece_blocks(type), n_blocks = w->size_bytes / type.block_bytes, n_found = 0, first = 0;
@@ -1764,7 +1764,7 @@ static int scan_weight(app *a, const rf_plan_weight *w, uint64_t done_bytes) {
         if (piece > n_blocks - at) piece = n_blocks - at;
         uint64_t n = piece * type.block_elements, offset = at * type.block_bytes;
         size_t n_bytes = (size_t)(piece * type.block_bytes);
-        if ((code = lib(a, rf_gguf_read_tensor(a->g, w->tensor, w->expert * w->size_bytes + offset, raw, n_bytes,
+        if ((code = lib(a, rf_gguf_read_tensor(a->g, w->tensor, expert * w->size_bytes + offset, raw, n_bytes,
                            &a->err))))
             return code;
         if ((code = lib(a, rf_dequantize(w->type, raw, n, values, &a->err)))) return code;
@@ -1774,9 +1774,10 @@ static int scan_weight(app *a, const rf_plan_weight *w, uint64_t done_bytes) {
         progress(a, "checking", done_bytes + offset + n_bytes, a->info.weight_bytes);
     }
     if (n_found) {
-        char text[256];
-        snprintf(text, sizeof text, "%s (%s): value %llu (row %llu, column %llu) is %s; %llu values are not finite",
-                 w->name, type.name, LLU(first), LLU(first / w->n_in), LLU(first % w->n_in), what, LLU(n_found));
+        char text[256], which[32] = "";
+        if (w->n_experts) snprintf(which, sizeof which, " of expert %u", expert);
+        snprintf(text, sizeof text, "%s (%s): value %llu%s (row %llu, column %llu) is %s; %llu values are not finite",
+                 w->name, type.name, LLU(first), which, LLU(first / w->n_in), LLU(first % w->n_in), what, LLU(n_found));
         report(a, text);
     }
     return DONE;
@@ -1900,12 +1901,12 @@ static int open_side(app *a, struct comparison *c, side *s, const rf_device *d) 
 
 static int load_weight(app *a, struct comparison *c, side *s, uint32_t k, const rf_op_weight *weight) {
     int code;
-    const uint32_t slot = weight->slot, n = weight->n_slots;
-    const rf_plan_weight *w = &c->p->weights[slot];
+    const rf_plan_weight *w = &c->p->weights[weight->id];
+    const uint32_t n = rf_plan_weight_matrices(w);
     rf_weight_layout layout = s->api->weight_layout(s->dev, w);
     rf_ticket t = {0};
     uint64_t file_bytes = align_256(w->size_bytes), device_bytes = align_256(layout.size_bytes);
-    s->slot[k] = slot;
+    s->slot[k] = w->slot;
     s->n_slots[k] = n;
     rf_weight_part part = {.n_rows = w->n_rows, .scratch = &s->repack};
     s->bytes[k] = aligned_alloc(256, n * file_bytes);
@@ -1916,12 +1917,12 @@ static int load_weight(app *a, struct comparison *c, side *s, uint32_t k, const 
         if (layout.scratch_bytes && !s->repack.base)
             if ((code = lib(a, s->api->mem_create(s->dev, layout.scratch_bytes, &s->repack, &a->err)))) return code;
     }
-    for (uint32_t i = 0; i < n; i++, w++) { /* the matrices of all experts, or one */
+    for (uint32_t i = 0; i < n; i++) { /* the matrices of all experts, or one */
         void *bytes = (char *)s->bytes[k] + i * file_bytes;
-        if ((code = lib(a, rf_gguf_read_tensor(a->g, w->tensor, w->expert * w->size_bytes, bytes, (size_t)w->size_bytes,
+        if ((code = lib(a, rf_gguf_read_tensor(a->g, w->tensor, i * w->size_bytes, bytes, (size_t)w->size_bytes,
                                        &a->err)))) return code;
         part.src = bytes;
-        part.slot = slot + i;
+        part.slot = w->slot + i;
         part.offset = i * device_bytes;
         if ((code = lib(a, s->api->weight_write(s->table, s->queue, &part, &t, &a->err)))) return code;
         if ((code = wait_for(a, s, &t))) return code;
@@ -2078,17 +2079,17 @@ static int check_device(app *a) {
 static int run_check(app *a) {
     int code;
     uint64_t done_bytes = 0;
-    uint32_t n_tensors = 0;
     if ((code = open_model(a, a->o.device ? a->o.device : "null"))) return code;
     const rf_plan *p = rf_model_get_plan(a->m);
     if (rf_model_get_tokenizer(a->m, &a->t, &a->err)) report(a, a->err.text);
-    for (uint32_t i = 0; i < p->n_weights; done_bytes += p->weights[i++].size_bytes) {
-        if ((code = scan_weight(a, &p->weights[i], done_bytes))) return code;
-        n_tensors += p->weights[i].expert == 0;
+    for (uint32_t slot = 0; slot < p->n_slots; slot++) {
+        const rf_plan_weight *w = rf_plan_weight_of(p, slot);
+        if ((code = scan_matrix(a, w, slot - w->slot, done_bytes))) return code;
+        done_bytes += w->size_bytes;
     }
     if (a->n_problems > 1) return fail(a, FAILED, "%s (and %u more)", a->problem, a->n_problems - 1);
     if (a->n_problems) return fail(a, FAILED, "%s", a->problem);
-    printf("ok: %s, %u tensors, %llu bytes\n", a->info.arch, n_tensors, LLU(done_bytes));
+    printf("ok: %s, %u tensors, %llu bytes\n", a->info.arch, p->n_weights, LLU(done_bytes));
     if (a->o.device && (code = check_device(a))) return code;
     print_notes(a);
     return DONE;

@@ -77,8 +77,8 @@ static void check_whole(rf_model *m, const char *when) {
     for (uint32_t e = 0; c->n_frames && e < c->n_experts; e++)
         CHECK(c->frame_of[e] == RF_NONE || c->layers[c->frames[c->frame_of[e]].expert_layer].first + c->frames[c->frame_of[e]].expert == e, "%s: expert %u", when, e);
     CHECK(used == 0 && (c->n_frames == 0 || c->n_free == c->n_frames) && !c->eval_waits, "%s: %u uses are left, %u of %u frames are free", when, used, c->n_free, c->n_frames);
-    for (uint32_t slot = 0; slot < m->store->plan.n_weights; slot++)
-        CHECK(atomic_load(&m->store->tensors[slot].cell.word) / RFI_PIN == 0, "%s: %s is pinned", when, m->store->plan.weights[slot].name);
+    for (uint32_t slot = 0; slot < m->store->n_tensors; slot++)
+        CHECK(atomic_load(&m->store->tensors[slot].cell.word) / RFI_PIN == 0, "%s: slot %u is pinned", when, slot);
     pthread_mutex_unlock(&m->store->monitor.mutex);
 }
 

@@ -210,7 +210,7 @@ struct Rig {
     rf_table *table;
     rf_prepared *prepared;
     bool own_device, whole; /* whole: all segments in one call */
-    uint32_t missing;       /* a weight that is not written    */
+    uint32_t missing;       /* a slot that is not written      */
     uint32_t n_slots;       /* of recurrent states             */
     std::vector<rf_op> ops;
     std::vector<rf_plan_buffer> buffers;
@@ -240,14 +240,17 @@ struct Rig {
         buffers.push_back(b);
         return (uint32_t)buffers.size() - 1;
     }
-    uint32_t weight(uint32_t type, uint32_t n_in, uint32_t n_rows, const std::vector<uint8_t> &bytes) {
+    uint32_t weight(uint32_t type, uint32_t n_in, uint32_t n_rows, const std::vector<uint8_t> &bytes, uint32_t n_experts = 0) {
         rf_plan_weight w;
         memset(&w, 0, sizeof w);
         snprintf(w.name, sizeof w.name, "w%d.%s", (int)weights.size(), type_name(type));
         w.type = type;
         w.n_in = n_in;
         w.n_rows = n_rows;
-        w.size_bytes = bytes.size();
+        w.n_experts = n_experts;
+        w.slot = plan.n_slots;
+        w.size_bytes = bytes.size() / rf_plan_weight_matrices(&w);
+        plan.n_slots += rf_plan_weight_matrices(&w);
         weights.push_back(w);
         weight_bytes.push_back(bytes);
         return (uint32_t)weights.size() - 1;
@@ -341,8 +344,9 @@ struct Rig {
     uint64_t size_of(size_t i) const {
         return (uint64_t)(buffers[i].rows == RF_ROWS_LOGITS ? bind.n_logits : bind.n_batch) * buffers[i].width * 4;
     }
-    rf_result write_weight(uint32_t slot) {
-        const rf_plan_weight &w = weights[slot];
+    rf_result write_slot(uint32_t slot) {
+        const rf_plan_weight &w = *rf_plan_weight_of(&plan, slot);
+        const uint8_t *bytes = weight_bytes[&w - weights.data()].data() + (slot - w.slot) * w.size_bytes;
         rf_weight_layout layout = api->weight_layout(dev, &w);
         rf_mem scratch = {NULL, 0};
         rf_ticket ticket = {NULL, 0};
@@ -350,18 +354,18 @@ struct Rig {
         if (r == RF_OK && layout.scratch_bytes) r = api->mem_create(dev, layout.scratch_bytes, &scratch, &err);
         /* two writes, so that row ranges are tested everywhere */
         uint32_t half = w.n_rows / 2;
-        uint64_t row_bytes = weight_bytes[slot].size() / w.n_rows;
+        uint64_t row_bytes = w.size_bytes / w.n_rows;
         rf_weight_part part;
         memset(&part, 0, sizeof part);
         part.slot = slot;
         part.mem = &weight_mem[slot];
         part.scratch = &scratch;
         part.n_rows = half;
-        part.src = weight_bytes[slot].data();
+        part.src = bytes;
         if (r == RF_OK && half) r = api->weight_write(table, queue, &part, &ticket, &err);
         part.row0 = half;
         part.n_rows = w.n_rows - half;
-        part.src = weight_bytes[slot].data() + half * row_bytes;
+        part.src = bytes + half * row_bytes;
         if (r == RF_OK) r = api->weight_write(table, queue, &part, &ticket, &err);
         if (r == RF_OK) r = api->ticket_wait(&ticket, 60000, &err);
         if (scratch.base) api->mem_release(dev, &scratch);
@@ -396,15 +400,15 @@ struct Rig {
         }
         bind.buffer_offset = buffer_offset.data(), bind.state_offset = state_offset.data();
         if (n_cells) bind.state_cells = state_cells.data();
-        weight_mem.assign(weights.size(), rf_mem());
+        weight_mem.assign(plan.n_slots, rf_mem());
         segment_ops.resize(ops.size() + 1);
         rf_result r = api->queue_create(dev, &queue, &err);
         if (r == RF_OK) r = api->mem_create(dev, at, &bind.scratch, &err);
         if (r == RF_OK && n_state) r = api->mem_create(dev, n_state, &bind.state, &err);
         if (r == RF_OK) r = api->table_create(dev, &plan, &table, &err);
         bind.table = table;
-        for (uint32_t i = 0; r == RF_OK && i < weights.size(); i++)
-            if (i != missing) r = write_weight(i);
+        for (uint32_t i = 0; r == RF_OK && i < plan.n_slots; i++)
+            if (i != missing) r = write_slot(i);
         uint32_t n_segments = 0;
         if (r == RF_OK) r = api->plan_prepare(dev, &bind, segment_ops.data(), &n_segments, &prepared, &err);
         segment_ops.resize(n_segments);
@@ -1033,11 +1037,7 @@ static void experts_case(const ExpertsCase &c) {
     rf_op *o = g.op(RF_OP_ROUTE);
     o->in = logits, o->out = route, o->route.n_experts = c.n_experts, o->route.n_used = c.n_used;
     uint32_t weight = (uint32_t)g.weights.size(), twice = g.buffer(width);
-    for (uint32_t e = 0; e < c.n_experts; e++) {
-        size_t bytes = w.size() / c.n_experts;
-        g.weight(c.type, c.n_in, n_rows, std::vector<uint8_t>(w.begin() + e * bytes, w.begin() + (e + 1) * bytes));
-        g.weights.back().n_experts = c.n_experts, g.weights.back().expert = e;
-    }
+    g.weight(c.type, c.n_in, n_rows, w, c.n_experts);
     uint32_t bias = g.weight(RF_TYPE_F32, c.n_out, c.n_experts, std::vector<uint8_t>((uint8_t *)b.data(), (uint8_t *)(b.data() + b.size())));
     const uint32_t factor = c.factor ? g.vector(factors) : RF_NONE;
     for (int k = 0; k < 2; k++) { /* the second finds the input as the first left it */
@@ -1156,10 +1156,7 @@ static void test_expert_groups() {
         o = g.op(RF_OP_EXPERTS);
         o->in = in, o->in2 = route, o->out = out, o->weight = 0, o->experts.n_in = n_in, o->experts.n_out = n_out;
         o->experts.n_experts = n_experts, o->experts.n_used = n_used;
-        for (uint32_t e = 0; e < n_experts; e++) {
-            g.weight(kinds[i], n_in, n_out, random_rows(kinds[i], n_in, n_out));
-            g.weights.back().n_experts = n_experts, g.weights.back().expert = e;
-        }
+        g.weight(kinds[i], n_in, n_out, random_rows(kinds[i], n_in, n_out * n_experts), n_experts);
         g.missing = missing;
         REQUIRE(g.open(T, 1, 256) == RF_OK, "%s", g.err.text);
         std::vector<float> x = values((size_t)T * n_in), scores = router(T, n_experts, true);

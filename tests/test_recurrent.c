@@ -306,8 +306,9 @@ static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
     uint32_t segment[2], n_segments, cells = 8;
     const rf_plan_buffer buffers[4] = {{"a", 0, o->widths[0]}, {"b", 0, o->widths[1]}, {"c", 0, o->widths[2]}, {"y", 0, o->widths[3]}};
     const rf_plan plan = {.ops = &o->op, .n_ops = 1, .buffers = buffers, .n_buffers = 4, .states = &o->state, .n_states = 1,
-                          .weights = o->weights, .n_weights = o->n_weights, .n_layers = 1, .n_vocab = 1};
+                          .weights = o->weights, .n_weights = o->n_weights, .n_slots = o->n_weights, .n_layers = 1, .n_vocab = 1};
     const rf_step step = {.rows = rows, .n_rows = ROWS};
+    o->weights[1].slot = 1;
     for (int i = 0; i < 4; i++) at[i] = (uint64_t)i * ROWS * WIDE * 4 / 256 * 256 + 256 * (uint64_t)i;
     rf_result r = rf_device_open(device_name, &(rf_device_desc){.n_threads = 2}, &d, err);
     if (r != RF_OK) return r;

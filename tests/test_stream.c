@@ -540,10 +540,11 @@ static uint32_t loaded_experts(rf_model *m, uint32_t layer, const char *tensor) 
     const rf_plan *plan = rf_model_get_plan(m);
     uint32_t bits = 0;
     char name[64];
-    snprintf(name, sizeof name, "blk.%u.ffn_%s_exps.weight:", layer, tensor);
-    for (uint32_t i = 0; i < plan->n_weights; i++)
-        if (strncmp(plan->weights[i].name, name, strlen(name)) == 0 && rfi_cell_is_ready(&m->store->tensors[i].cell))
-            bits |= 1u << plan->weights[i].expert;
+    snprintf(name, sizeof name, "blk.%u.ffn_%s_exps.weight", layer, tensor);
+    for (uint32_t slot = 0; slot < plan->n_slots; slot++) {
+        const rf_plan_weight *w = rf_plan_weight_of(plan, slot);
+        if (strcmp(w->name, name) == 0 && rfi_slot_is_ready(m->store, slot)) bits |= 1u << (slot - w->slot);
+    }
     return bits;
 }
 
@@ -606,10 +607,10 @@ static void test_experts(void) {
         if (!open_rig(&r, mode, NULL, NULL)) break;
         CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && run(r.m, all, &r.err) == RF_OK, "%s", r.err.text);
         rf_loading_stats st = rf_model_get_loading_stats(r.m);
-        uint32_t n_weights = rf_model_get_plan(r.m)->n_weights, n_experts = 2 * 3 * 16, left = 0;
-        CHECK(st.loads == n_weights, "a second load");
+        uint32_t n_slots = rf_model_get_plan(r.m)->n_slots, n_experts = 2 * 3 * 16, left = 0;
+        CHECK(st.loads == n_slots, "a second load");
         CHECK(run(r.m, got, &r.err) == RF_OK && !memcmp(all, got, sizeof got), "%s", r.err.text);
-        CHECK(rf_model_get_loading_stats(r.m).hits - st.hits == 4 * (uint64_t)(n_weights - n_experts), "experts are pinned one by one"); /* four evals */
+        CHECK(rf_model_get_loading_stats(r.m).hits - st.hits == 4 * (uint64_t)(n_slots - n_experts), "experts are pinned one by one"); /* four evals */
         CHECK(r.m->store->cache.n_holding == 0 && rfi_store_hold_experts(r.m->store), "not all are there");
         CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == n_experts, "%u are left", left);
         rfi_store_release_experts(r.m->store);

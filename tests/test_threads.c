@@ -132,8 +132,8 @@ static int look(worker *w, mg_rng *rng) {
     rf_loading_stats st = rf_model_get_loading_stats(w->all->m);
     rf_model_is_tensor_loaded(w->all->m, name);
     rf_model_is_layer_loaded(w->all->m, mg_below(rng, plan->n_layers));
-    if (st.tensors_loaded > plan->n_weights)
-        wrong(w, "%llu of %u tensors are loaded", (unsigned long long)st.tensors_loaded, plan->n_weights);
+    if (st.tensors_loaded > plan->n_slots)
+        wrong(w, "%llu of %u tensors are loaded", (unsigned long long)st.tensors_loaded, plan->n_slots);
     return rf_device_get_info(w->all->d).lost == 0;
 }
 
