@@ -542,7 +542,9 @@ typedef struct rf_model_info {
  * (a tensor or key is missing: the text lists the names tried); RF_ERR_ARGUMENT (a policy); RF_ERR_MEMORY;
  * RF_ERR_DEVICE. The pre-tokenizer is not checked before rf_model_get_tokenizer.
  * Models of one rf_gguf on one device share their weights, and the loading fields of the first one's desc.
- * Memory at most 32 x metadata bytes + 256 KiB, with file and tokenizer, whatever the file claims.   Cost O(metadata).
+ * Memory at most 32 x metadata bytes + 256 KiB, with file and tokenizer, whatever the file claims; about 180 bytes more
+ * for each matrix, of which a tensor of experts has one for each, when the first session is opened or something is
+ * loaded.   Cost O(metadata).
  * Threads any. The model may be shared by any number of threads. */
 ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_desc *desc, rf_model **out,
                                       rf_error *err);
@@ -1635,8 +1637,8 @@ static inline uint64_t rf_cache_row_bytes(uint32_t cache_type, uint64_t n) {
 }
 
 /* A weight: a tensor of the file. Matrices are [n_rows, n_in]. The tensor is ne={n_in, n_rows}; of experts
- * ne={n_in, n_rows, n_experts}, with a matrix for each expert; of HEADS also ne={n_in, n_rows / n_heads, n_heads}. A device
- * holds each matrix by itself, in a slot: matrix e is in slot + e, and begins at byte e * size_bytes of the tensor. */
+ * ne={n_in, n_rows, n_experts}, with a matrix for each expert; of HEADS also ne={n_in, n_rows / n_heads, n_heads}. A
+ * device holds each matrix by itself, in a slot: matrix e, from byte e * size_bytes of the tensor on, in slot + e. */
 typedef struct rf_plan_weight {
     char name[68];        /* NUL-terminated                                    */
     uint32_t tensor;      /* rf_tensor_info.index                              */
@@ -4597,6 +4599,8 @@ ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n
  * needs it: a tensor's once-cell makes one thread start the load and lets the others sleep. READY means: the address is
  * fixed and the copy is enqueued; the device waits for the copy, not the host. Where the device uses the file's bytes
  * in place, loading pages in a part of the mapping. Users pin: what is pinned is not evicted.
+ * What is loaded, pinned and evicted by itself is a matrix; a tensor of experts has one for each. Opening a store costs
+ * O(tensors); what each matrix needs is allocated before the first load: rfi_store_prepare.
  * This room has the objects and their locks, device memory, and eviction; the next ones have all else.
  *
  * Locks, in the order in which they may be taken; each object says which one guards it:
@@ -4607,8 +4611,8 @@ ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n
  * "locked" after a function's head means that the caller holds store.monitor, "locked, yields" that the function also
  * releases it for a while: what it guards may have changed afterwards. */
 
-/* The least number by which a key or a tensor may divide angles of rope. Where both do, those of all positions, which are
- * below 2^31, stay below RF_ROPE_ANGLE_MAX. */
+/* The least number by which a key or a tensor may divide angles of rope. Where both do, those of all positions, which
+ * are below 2^31, stay below RF_ROPE_ANGLE_MAX. */
 #define RFI_ROPE_FACTOR_MIN 1e-3
 
 typedef struct rfi_store rfi_store;
@@ -4657,8 +4661,8 @@ typedef struct rfi_stored {
     uint8_t divides_angles;  /* 1: frequency factors of rope                                                 */
 } rfi_stored;
 
-/* A matrix, which is loaded and evicted by itself. There may be a million in a file of a few kilobytes of metadata: they
- * are allocated when something is to be loaded, not when the store is opened. */
+/* A matrix, which is loaded and evicted by itself. A file with a few kilobytes of metadata may have a million of them:
+ * they are allocated when something is to be loaded, not when the store is opened. */
 typedef struct rfi_tensor {
     rfi_cell cell;
     uint32_t weight;         /* of the plan: whose matrix it is; fixed                                */
@@ -5076,8 +5080,8 @@ static int rfi_tensor_evict(rfi_store *s, uint32_t slot) { /* locked */
 
 static const rf_error rfi_no_memory = {RF_ERR_MEMORY, 0, 0, "out of memory for the text of an error"};
 
-/* The load in progress fails. Its error has memory of its own until the load has ended; without memory for it the failure
- * is that there is none. */
+/* The load in progress fails. Its error has memory of its own until the load has ended; without memory for it the
+ * failure is that there is none. */
 static void rfi_tensor_fail(rfi_store *s, rfi_tensor *t, const rf_error *why) { /* locked */
     if (t->err || why->code == RF_OK) return;
     rf_error *err = (rf_error *)rfi_alloc(rfi_gguf_allocator(s->g), 1, sizeof *err, "an error", NULL);
@@ -7590,8 +7594,8 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
  * that every fault of a file's tensor directory is found before a tensor is read. T is the rows of a step, L those that
  * want logits. */
 
-/* A bound weight: its number in the plan; of a matrix also the first row used (a fused tensor holds several matrices), and
- * the weights of its bias and of the factor of its products. RF_NONE: absent. */
+/* A bound weight: its number in the plan; of a matrix also the first row used (a fused tensor holds several matrices),
+ * and the weights of its bias and of the factor of its products. RF_NONE: absent. */
 typedef struct rfi_weight {
     uint32_t id, row, bias, factor;
 } rfi_weight;
@@ -13328,7 +13332,7 @@ static rf_result rfi_null_run_op(rfi_null_plan *p, uint32_t i, rf_error *err) {
                    in[4] = {op->in, op->in2, op->in3, op->flags & RF_OP_ACCUMULATE ? op->out : RF_NONE};
     for (uint32_t k = 0; k < RF_OP_WEIGHTS; k++) {
         if (weights[k] == RF_NONE) continue;
-        const rf_plan_weight *w = &p->bind.plan->weights[weights[k]]; /* of experts the first: it is what zeros choose */
+        const rf_plan_weight *w = &p->bind.plan->weights[weights[k]]; /* of experts the first, which zeros choose */
         if (rfi_null_table_of(p->bind.table)->rows[w->slot] != w->n_rows)
             return rfi_fail(err, RF_ERR_DEVICE, i, "null: op %u: weight %s is not loaded", i, w->name);
     }
@@ -18424,7 +18428,8 @@ ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_e
 
 static int rfi_model_is_loaded(const rf_model *m, const rf_plan_weight *w) {
     int loaded = 1;
-    for (uint32_t e = 0; loaded && e < rf_plan_weight_matrices(w); e++) loaded = rfi_slot_is_ready(m->store, w->slot + e);
+    for (uint32_t e = 0; loaded && e < rf_plan_weight_matrices(w); e++)
+        loaded = rfi_slot_is_ready(m->store, w->slot + e);
     return loaded;
 }
 
@@ -18520,6 +18525,8 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
  *          Texts come as rf_string (rf_string_of): rf_tokenize(t, text, n, ...) -> (t, text, ...), rf_chat_final.
  *          rf_detokenize(t, &state, ...) -> (&state, ...); the state names the tokenizer.
  *          The command's --max-tokens 0: no tokens -> no limit but the context, as rf_request.max_tokens.
+ *          Section 2: a weight of a plan is a tensor, with a matrix for each expert, which has a slot of its own in
+ *            devices (rf_plan_weight.n_experts, .slot, rf_plan.n_slots); it was a matrix.
  *   0.1.0  The first version.
  *
  * MIT License. Copyright (c) 2026 the rocmforge authors.

@@ -7179,7 +7179,7 @@ static const char *rfk_why_unsupported(const rf_plan *plan, const rf_op *op) {
         if (s.weight[i].n_in == 0) continue; /* a vector of floats */
         rfk_block_of(w->type, &elements, &bytes);
         if (w->n_in % elements) return "the weight's rows are no whole blocks";
-        if (op->kind == RF_OP_EXPERTS && !w->n_experts) return "its weight is not of experts"; /* kernels find no others */
+        if (op->kind == RF_OP_EXPERTS && !w->n_experts) return "its weight is not of experts";
     }
     if (op->kind == RF_OP_ATTENTION &&
         (op->attention.head_dim > RFK_LATENT_HEAD || op->attention.head_dim_v > 2 * RFK_BLOCK))

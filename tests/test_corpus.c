@@ -332,6 +332,50 @@ static void test_plan_memory(void) {
     }
 }
 
+/* Mixtures of experts: matrices by the hundred thousand, from metadata of a few kilobytes. What planning takes, and how
+ * long, follows from the metadata, with a budget and without one; nor does a forecast take more. */
+static void test_mixture_memory(void) {
+    static const mg_options shapes[] = {{.arch = "qwen3moe", .n_layers = 1}, {.arch = "qwen3moe", .n_layers = 200},
+                                        {.arch = "glm4moe", .n_layers = 40, .n_shared = 1},
+                                        {.arch = "gpt-oss", .n_layers = 40}};
+    double worst = 0;
+    for (size_t i = 0; i < RFT_COUNT(shapes); i++) {
+        mg_buf file = {0};
+        mg_options o = shapes[i];
+        o.n_embd = o.head_dim = 2, o.n_heads = o.n_kv_heads = o.n_used = o.n_ff_expert = 1;
+        o.n_experts = RF_MAX_EXPERTS, o.n_vocab = 300, o.type = MG_F16;
+        mg_llama(&file, &o);
+        for (uint64_t budget = 0; budget <= 1u << 20; budget += 1u << 20) {
+            memory mem = {0};
+            const rf_gguf_desc gd = {.allocator = memory_allocator(&mem)};
+            const rf_device_desc dd = {.allocator = memory_allocator(&mem), .n_threads = 1};
+            const rf_model_desc md = {.budget_bytes = budget};
+            rf_gguf *g = NULL;
+            rf_device *d = NULL;
+            rf_model *m = NULL;
+            rf_forecast forecast;
+            rf_error err;
+            const clock_t begin = clock();
+            rf_result r = rf_gguf_open_memory(file.data, file.n, &gd, &g, &err);
+            if (r == RF_OK) r = rf_device_open("cpu", &dd, &d, &err);
+            if (r == RF_OK) r = rf_model_open(g, d, &md, &m, &err);
+            REQUIRE(r == RF_OK, "%s, %u layers: %s", o.arch, o.n_layers, err.text);
+            rf_model_forecast(m, &(rf_session_desc){.n_ctx = 8}, &forecast, NULL);
+            const double seconds = (double)(clock() - begin) / CLOCKS_PER_SEC;
+            const uint64_t head = rf_gguf_get_info(g).metadata_bytes, peak = (uint64_t)memory_read(&mem.peak);
+            CHECK(rf_model_get_plan(m)->n_slots > 3 * RF_MAX_EXPERTS * o.n_layers, "%s has few experts", o.arch);
+            CHECK(peak <= PLAN_TIMES * head + PLAN_BYTES, "%s, %u layers: %llu bytes for %llu of metadata", o.arch, o.n_layers,
+                  RFI_LLU(peak), RFI_LLU(head));
+            CHECK(seconds < SLOW, "%s, %u layers: %.2f s", o.arch, o.n_layers, seconds);
+            worst = fmax(worst, (double)peak / (double)(PLAN_TIMES * head + PLAN_BYTES));
+            CHECK(rf_model_close(m, NULL) == RF_OK && rf_device_close(d, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "busy");
+            CHECK(memory_read(&mem.live) == 0, "%lld blocks are left", (long long)memory_read(&mem.live));
+        }
+        mg_free(&file);
+    }
+    printf("    mixtures: at most %.2f of the memory that planning may take\n", worst);
+}
+
 static void test_corpus_64(void) { check_corpus(64); }
 static void test_corpus_256(void) { check_corpus(256); }
 
@@ -350,6 +394,7 @@ int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
     int have = system("python3 -c 'import argparse' >/dev/null 2>&1") == 0 && make_corpora();
     RUN(test_plan_memory);
+    RUN(test_mixture_memory);
     RUN_IF(have, test_corpus_64, "no python3 (make deps)");
     RUN_IF(have, test_corpus_256, "no python3 (make deps)");
     if (*tmp_dir) nftw(tmp_dir, remove_entry, 16, FTW_DEPTH | FTW_PHYS);

@@ -236,6 +236,12 @@ static void cap_nan(mg_gguf *w) { (void)w, mg_real("attn_logit_softcapping", NAN
 static void cap_negative(mg_gguf *w) { (void)w, mg_real("final_logit_softcapping", -1); }
 static void cap_tiny(mg_gguf *w) { (void)w, mg_real("final_logit_softcapping", 1e-20f); }
 static void base_zero(mg_gguf *w) { gemma_window(w), mg_real("rope.freq_base_swa", 0); }
+static void base_half(mg_gguf *w) { (void)w, mg_real("rope.freq_base", 0.5f); }
+static void base_tiny(mg_gguf *w) { gemma_window(w), mg_real("rope.freq_base_swa", 1e-30f); }
+static void rope_tiny(mg_gguf *w) { (void)w, mg_real("rope.scaling.factor", 1e-38f); }
+static void rope_inf(mg_gguf *w) { (void)w, mg_real("rope.scaling.factor", INFINITY); }
+static void rope_old_tiny(mg_gguf *w) { (void)w, mg_real("rope.scale_linear", 1e-4f); }
+static void yarn_huge(mg_gguf *w) { (void)w, mg_real("rope.scaling.yarn_log_multiplier", 1e30f); }
 static void logits_inf(mg_gguf *w) { (void)w, mg_real("logit_scale", INFINITY); }
 static void logits_huge(mg_gguf *w) { (void)w, mg_real("logit_scale", 1e12f); }
 static void rope_number(mg_gguf *w) { (void)w, mg_real("logit_scale", 1), mg_uint("rope.scaling.finetuned", 0); }
@@ -300,6 +306,12 @@ static const struct {
     {{.arch = "gemma2", .has = MG_POST_NORM, .more_kv = cap_negative}, RF_ERR_FORMAT, "final_logit_softcapping"},
     {{.arch = "gemma2", .has = MG_POST_NORM, .more_kv = cap_tiny}, RF_ERR_FORMAT, "final_logit_softcapping"},
     {{.arch = "gemma2", .has = MG_POST_NORM, .more_kv = base_zero}, RF_ERR_FORMAT, "rope.freq_base_swa"},
+    {{.arch = "gemma2", .has = MG_POST_NORM, .more_kv = base_tiny}, RF_ERR_FORMAT, "rope.freq_base_swa"},
+    {{.arch = "mistral3", .more_kv = base_half}, RF_ERR_FORMAT, "rope.freq_base"},
+    {{.arch = "mistral3", .more_kv = rope_tiny}, RF_ERR_FORMAT, "rope.scaling.factor"},
+    {{.arch = "mistral3", .more_kv = rope_inf}, RF_ERR_FORMAT, "rope.scaling.factor"},
+    {{.arch = "mistral3", .more_kv = rope_old_tiny}, RF_ERR_FORMAT, "rope.scale_linear"},
+    {{.arch = "mistral3", .more_kv = yarn_huge}, RF_ERR_FORMAT, "rope.scaling.yarn_log_multiplier"},
     {{.arch = "gemma2", .has = 0}, RF_ERR_NOT_FOUND, "blk.0.post_attention_norm.weight"},
     {{.arch = "gemma3", .has = MG_POST_NORM}, RF_ERR_NOT_FOUND, "blk.0.attn_q_norm.weight"},
     {{.arch = "gemma3", .has = MG_POST_NORM | MG_QK_NORM_WIDE}, RF_ERR_FORMAT, "blk.0.attn_q_norm.weight"},

@@ -826,6 +826,25 @@ static void test_rope() {
     }
 }
 
+/* Angles that have no meaning: cos and sin are NaN, and nothing is converted that no integer holds. */
+static void test_rope_angles() {
+    static const float angles[] = {1, 1e16f, -1e16f, 1e38f, INFINITY, NAN, 0};
+    for (int i = 0; i < n_devices; i++) {
+        Rig g(devices[(size_t)i]);
+        const uint32_t n = (uint32_t)RFT_COUNT(angles), x = g.buffer(2 * n);
+        g.tables.assign(angles, angles + n);
+        g.rope(x, 1, 2 * n, 2 * n, 1);
+        REQUIRE(g.open(1, 1, 8) == RF_OK, "%s", g.err.text);
+        g.set(x, std::vector<float>(2 * n, 1.0f));
+        REQUIRE(g.run(rows_of(1, 3)) == RF_OK, "%s", g.err.text);
+        const std::vector<float> y = g.get(x);
+        for (uint32_t k = 0; k < n; k++) {
+            const bool sane = fabs(3 * (double)angles[k]) < RF_ROPE_ANGLE_MAX;
+            CHECK(sane ? fabs(y[2 * k] - (cos(3 * angles[k]) - sin(3 * angles[k]))) < 1e-6 : y[2 * k] != y[2 * k], "angle %g: %g", 3 * (double)angles[k], (double)y[2 * k]);
+        }
+    }
+}
+
 static void test_glu_gather() {
     static const uint32_t ns[] = {1, 33, 256, 700}, counts[] = {1, 7, 33};
     std::vector<Row> list = combinations(std::vector<int>{4, 3, 2, n_devices, RF_ACT_COUNT, 2, 2});
@@ -3231,6 +3250,7 @@ int main(int argc, char **argv) {
     RUN_IF(have_goldens(), test_goldens, "no ../shared");
     RUN(test_rms_norm);
     RUN(test_rope);
+    RUN(test_rope_angles);
     RUN(test_glu_gather);
     RUN(test_argmax);
     RUN(test_route);

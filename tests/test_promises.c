@@ -175,6 +175,39 @@ static void test_cut_in_use(void) {
 
 /* ---- weights that are not numbers ---- */
 
+/* Frequency factors of rope divide angles: what leaves these without a meaning is refused when the tensor is loaded, by
+ * name and element, wherever the text stands. */
+static void test_rope_factors(void) {
+    static const struct { float factor; int good; } cases[] = {{1e-3f, 1}, {1e30f, 1}, {0, 0},       {-1, 0},
+                                                               {1e-9f, 0}, {NAN, 0},   {INFINITY, 0}};
+    for (size_t i = 0; i < RFI_COUNT(cases); i++)
+        for (int mode = MAPPED; mode < N_MODES; mode++) {
+            mg_buf spoilt = {0};
+            rig r;
+            rf_gguf *g;
+            rf_tensor_info t;
+            uint32_t bits;
+            mg_llama(&spoilt, &(mg_options){.type = MG_F32, .n_layers = 1, .rope_freqs = 1});
+            REQUIRE(rf_gguf_open_memory(spoilt.data, spoilt.n, NULL, &g, NULL) == RF_OK, "open");
+            CHECK(rf_gguf_find_tensor(g, "rope_freqs.weight", &t, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "tensor");
+            memcpy(&bits, &cases[i].factor, sizeof bits);
+            mg_set_u32(&spoilt, t.offset_bytes + 8, bits);
+            CHECK(put_file(&spoilt, 1), "cannot write %s", path);
+            mg_free(&spoilt);
+            if (!open_rig(&r, mode)) return;
+            for (int by_name = 0; by_name < 2; by_name++) {
+                const rf_result res = by_name ? rf_model_load_tensor(r.m, "rope_freqs.weight", &r.err)
+                                              : rf_session_forward(r.s, some_tokens, 5, NULL, &r.err);
+                CHECK(cases[i].good ? res == RF_OK
+                                    : res == RF_ERR_FORMAT && strstr(r.err.text, "rope_freqs.weight, element 2") &&
+                                          r.err.where == t.offset_bytes + 8,
+                      "%s, %g: %s: %s", modes[mode], (double)cases[i].factor, rf_result_name(res), r.err.text);
+            }
+            CHECK(rf_model_is_tensor_loaded(r.m, "rope_freqs.weight") == cases[i].good, "%s", modes[mode]);
+            rig_close(&r);
+        }
+}
+
 /* NaN and infinity in any tensor: evaluating ends, sampling gives a token or says that there is none. */
 static void test_not_numbers(void) {
     static const uint32_t patterns[] = {0x7fc00000u, 0xff800000u, 0x7f800001u};
@@ -275,6 +308,7 @@ int main(int argc, char **argv) {
     RUN(test_changed_at_every_tensor);
     RUN(test_cut_while_generating);
     RUN(test_cut_in_use);
+    RUN(test_rope_factors);
     RUN(test_not_numbers);
     RUN(test_texts_are_only_texts);
     unlink(path);
