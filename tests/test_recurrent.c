@@ -308,7 +308,7 @@ static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
     const rf_plan plan = {.ops = &o->op, .n_ops = 1, .buffers = buffers, .n_buffers = 4, .states = &o->state, .n_states = 1,
                           .weights = o->weights, .n_weights = o->n_weights, .n_slots = o->n_weights, .n_layers = 1, .n_vocab = 1};
     const rf_step step = {.rows = rows, .n_rows = ROWS};
-    o->weights[1].slot = 1;
+    for (uint32_t i = 0; i < o->n_weights; i++) o->weights[i].slot = i;
     for (int i = 0; i < 4; i++) at[i] = (uint64_t)i * ROWS * WIDE * 4 / 256 * 256 + 256 * (uint64_t)i;
     rf_result r = rf_device_open(device_name, &(rf_device_desc){.n_threads = 2}, &d, err);
     if (r != RF_OK) return r;
