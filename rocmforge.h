@@ -84,8 +84,7 @@
  *   load ahead, progress bar           rf_model_preload_all; rf_model_desc.progress_fn; examples/lazy.c
  *   free GPU memory, keep the model    rf_model_clear_device_cache
  *   cancel an answer                   rf_session_cancel, from any thread or a signal handler
- *   cancel a load                      rf_model_cancel_loading from any thread; from a signal handler set a flag of
- *                                      type volatile sig_atomic_t that progress_fn returns
+ *   cancel a load                      rf_model_cancel_loading, from any thread or a signal handler
  *   two GPUs                           for each a device ("hip:0", "hip:1"), a model and a session; one rf_gguf will do
  *   a model inside the program         rf_gguf_open_memory; rf_io for files of your own kind
  *   why is no GPU used                 rf_device_list and rf_device_get_info: the note
@@ -122,7 +121,12 @@
  *            they sleep between calls, and to load weights, while there is something to load or to stream.
  *   Errors   every function that can fail returns an rf_result (0 = ok); its last argument is the caller's rf_error,
  *            which receives the text, or NULL. Every close is RF_ERR_BUSY while something uses the object.
- *   Signals  async-signal-safe are rf_session_cancel and, on Linux, rf_gguf_handle_fault; no other call is meant to be.
+ *   Signals  async-signal-safe are rf_session_cancel, rf_model_cancel_loading and, on Linux, rf_gguf_handle_fault; no
+ *            other call is meant to be.
+ *   Fork     a child may use files, tokenizers and samplers that its parent opened, and open devices of its own.
+ *            Devices, models, sessions and schedulers belong to the process that opened the device: in a child the
+ *            calls on them that open, close, load, compute, copy, save or ask the device do nothing but return
+ *            RF_ERR_ARGUMENT, or zeros. Their memory goes with the child.
  *   Bits     the same input gives the same logits, bit for bit, for any number of threads, load order and budget, on
  *            one device model and CPU instruction set. On the CPU also whatever else is in a batch and however a prompt
  *            is cut; a GPU chooses kernels by the number of rows in a step, and these round in other places.
@@ -579,7 +583,7 @@ ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err);
 
 /* Stop loading: calls that wait for weights, or for memory that another model holds, return RF_ERR_CANCELLED, within
  * the time of one read of a few MiB. What is loaded stays, and a later call loads the rest.
- * Threads any; not async-signal-safe, it takes locks: in a signal handler set a flag that progress_fn returns. */
+ * Cost O(1): it sets a number that who loads and who waits look at.   Threads any; async-signal-safe. */
 ROCMFORGE_API void rf_model_cancel_loading(rf_model *m);
 
 typedef struct rf_loading_stats {
@@ -2585,15 +2589,21 @@ static void rfi_log_text(const rfi_log *log, rf_log_level level, const char *for
  * and pins together: a plain "is it loaded" followed by a use would race with eviction. Waiters sleep on a monitor, one
  * for all cells of an owner, which only loads, failures and evictions touch. tests/once_cell.pml is its model. */
 
+#define RFI_POLL_MS 20
+
 /* A mutex, and the condition that what it guards has changed. */
 typedef struct rfi_monitor {
     pthread_mutex_t mutex;
     pthread_cond_t wake;
 } rfi_monitor;
 
-static void rfi_monitor_init(rfi_monitor *m) { /* with default attributes neither call fails on Linux */
+static void rfi_monitor_init(rfi_monitor *m) { /* with these attributes no call fails on Linux */
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     pthread_mutex_init(&m->mutex, NULL);
-    pthread_cond_init(&m->wake, NULL);
+    pthread_cond_init(&m->wake, &clock);
+    pthread_condattr_destroy(&clock);
 }
 static void rfi_monitor_destroy(rfi_monitor *m) {
     pthread_cond_destroy(&m->wake);
@@ -2603,6 +2613,14 @@ static void rfi_monitor_lock(rfi_monitor *m) { pthread_mutex_lock(&m->mutex); }
 static void rfi_monitor_unlock(rfi_monitor *m) { pthread_mutex_unlock(&m->mutex); }
 /* Sleep until a wake, or spuriously; the mutex is released meanwhile. */
 static void rfi_monitor_wait(rfi_monitor *m) { pthread_cond_wait(&m->wake, &m->mutex); }
+/* The same, but no longer than RFI_POLL_MS: for waits that a signal handler may end, which can wake nobody. */
+static void rfi_monitor_poll(rfi_monitor *m) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += RFI_POLL_MS * 1000000;
+    if (until.tv_nsec >= 1000000000) until.tv_nsec -= 1000000000, until.tv_sec++;
+    pthread_cond_timedwait(&m->wake, &m->mutex, &until);
+}
 static void rfi_monitor_wake(rfi_monitor *m) { pthread_cond_broadcast(&m->wake); }
 
 /* ---- once-cell ---- */
@@ -4624,6 +4642,7 @@ struct rf_device {
     const rf_device_api *api;
     rf_dev *dev;
     char note[160];                /* why "auto" chose this one                                              */
+    pid_t process;                 /* that opened it                                                         */
     uint32_t is_gpu;
     uint64_t budget_bytes;         /* for weights; 0 = what is free                                          */
     _Atomic uint32_t n_held;       /* models on it                                                           */
@@ -4633,6 +4652,14 @@ struct rf_device {
     uint64_t clock;                /* counts uses of stores, for LRU                                         */
     rf_dev *fallback_dev;          /* CPU device for experts that the CPU computes; NULL until some are      */
 };
+
+/* A child of fork has copies of its parent's objects, but not the threads that work for them, and locks as they were. */
+static int rfi_device_is_ours(const rf_device *d) { return d->process == getpid(); }
+static rf_result rfi_device_check(const rf_device *d, const char *call, rf_error *err) {
+    if (rfi_device_is_ours(d)) return RF_OK;
+    return rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: the device was opened by process %d, before a fork: open one here",
+                    call, (int)d->process);
+}
 
 /* A device that has not finished by then is reported as failed instead of hanging the caller. */
 #define RFI_WAIT_MS 120000u
@@ -4762,6 +4789,7 @@ typedef struct rfi_loader {
     rfi_piece *pieces;              /* that threads work on now                  */
     rf_ticket newest_copy;
     uint64_t epoch;                 /* a cancel ends the loads of earlier epochs */
+    _Atomic uint64_t cancels_seen;  /* of store.cancels; those since are carried out by who comes by */
     uint32_t prefetch_at;           /* readers have been through store.order up to here */
     rfi_staging staging[RFI_MAX_STAGING];
     uint32_t n_staging_max;
@@ -4889,7 +4917,7 @@ struct rfi_store {
 
     /* without a lock, or with their own */
     rfi_monitor cell_monitor;
-    _Atomic uint64_t cancels; /* by the user: a call ends if this changes meanwhile          */
+    _Atomic uint64_t cancels; /* by the user, also in a signal handler: a call ends if this changes meanwhile */
     rfi_stats stats;
 };
 
@@ -5119,7 +5147,7 @@ static rf_result rfi_tensor_arrived(rfi_store *s, uint32_t slot, rf_error *err) 
  * is left. A piece is read into a staging buffer, or into the tensor's pinned copy if it has one, and its copy to the
  * device is enqueued. The thread that finishes the last piece ends the job. */
 
-static void rfi_loader_cancel(rfi_store *s);
+static void rfi_loader_see_cancels(rfi_store *s);
 static int rfi_stream_load_next(rfi_store *s);
 static int rfi_cache_prefetch(rfi_store *s);
 
@@ -5152,7 +5180,7 @@ static void rfi_reports_deliver(rfi_store *s) { /* locked, yields */
         rfi_monitor_lock(&s->monitor);
         if (cancel) {
             atomic_fetch_add(&s->cancels, 1);
-            rfi_loader_cancel(s);
+            rfi_loader_see_cancels(s);
         }
     }
     q->running = 0;
@@ -5309,6 +5337,20 @@ static void rfi_loader_cancel(rfi_store *s) { /* locked */
     rfi_store_changed(s);
 }
 
+/* Carry out what rf_model_cancel_loading has asked for. Threads come by before and after each piece that they load, and
+ * calls when they begin and end, so that one that begins after a cancel is not concerned. */
+static void rfi_loader_see_cancels(rfi_store *s) { /* locked */
+    const uint64_t cancels = atomic_load(&s->cancels);
+    if (atomic_exchange(&s->loader.cancels_seen, cancels) != cancels) rfi_loader_cancel(s);
+}
+
+static void rfi_store_see_cancels(rfi_store *s) {
+    if (atomic_load(&s->cancels) == atomic_load(&s->loader.cancels_seen)) return;
+    rfi_monitor_lock(&s->monitor);
+    rfi_loader_see_cancels(s);
+    rfi_monitor_unlock(&s->monitor);
+}
+
 /* ---- staging buffers ---- */
 
 /* Wait for the copy that reads a staging buffer, and have the buffer. */
@@ -5381,6 +5423,7 @@ static int rfi_staging_release(rfi_store *s) { /* locked, yields */
 
 /* Take the next piece of a job (`only`, or NULL: any). */
 static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, rfi_piece *out) { /* locked */
+    rfi_loader_see_cancels(s);
     for (rfi_tensor *t = s->loader.jobs, *next; t; t = next) {
         const rf_plan_weight *w = rfi_tensor_weight(s, t);
         next = t->next_job;
@@ -5469,6 +5512,7 @@ static void rfi_piece_load(rfi_store *s, rfi_piece *p) { /* locked, yields */
     if (r != RF_OK) rfi_tensor_fail(s, t, &err);
     if (ticket.value > t->written.value) t->written = ticket;
     t->n_busy--;
+    rfi_loader_see_cancels(s);
     rfi_job_end_if_done(s, t);
     rfi_store_changed(s);
 }
@@ -5732,8 +5776,9 @@ static rf_result rfi_stream_pin(rfi_store *s, uint32_t slot, uint32_t n_held, ui
         int working = rfi_loader_next(s, 0, &piece);
         if (working) rfi_piece_run(s, &piece);
         r = rfi_fail_with(err, &q->err);
-        if (r == RF_OK && !working && !(q->n_loaded > q->n_used + n_held && rfi_cell_is_ready(&t->cell)))
-            rfi_store_wait_change(s, seen);
+        if (r == RF_OK && !working && !(q->n_loaded > q->n_used + n_held && rfi_cell_is_ready(&t->cell)) &&
+            s->n_changes == seen)
+            rfi_monitor_poll(&s->monitor);
     }
     rfi_monitor_unlock(&s->monitor);
     atomic_fetch_add_explicit(waited ? &s->stats.misses : &s->stats.hits, 1, memory_order_relaxed);
@@ -5938,7 +5983,7 @@ static rf_result rfi_cache_reserve(rfi_store *s, const rfi_expert_layer *layer, 
             }
             c->eval_waits = first = 1;
         }
-        rfi_monitor_wait(&s->monitor);
+        rfi_monitor_poll(&s->monitor);
     }
     if (first) {
         c->eval_waits = 0;
@@ -6416,7 +6461,7 @@ static rf_result rfi_budget_acquire(rfi_store *s, uint64_t cancels, rf_error *er
             return rfi_fail(err, RF_ERR_CANCELLED, 0, "%s: cancelled while it waited for its share of the device",
                             rfi_gguf_path(s->g));
         } else {
-            rfi_monitor_wait(&s->device->monitor); /* until a store becomes idle */
+            rfi_monitor_poll(&s->device->monitor); /* until a store becomes idle */
         }
     }
     return RF_OK;
@@ -6495,6 +6540,7 @@ static rf_result rfi_store_prepare(rfi_store *s, rf_error *err) { /* device.moni
 /* Around every call that loads or uses weights. *cancels: a cancel after it was read ends the call. */
 static rf_result rfi_store_begin(rfi_store *s, uint64_t *cancels, rf_error *err) {
     *cancels = atomic_load(&s->cancels);
+    rfi_store_see_cancels(s);
     rfi_monitor_lock(&s->device->monitor);
     rf_result r = rfi_store_prepare(s, err);
     if (r == RF_OK) r = rfi_budget_acquire(s, *cancels, err);
@@ -6505,6 +6551,7 @@ static rf_result rfi_store_begin(rfi_store *s, uint64_t *cancels, rf_error *err)
 }
 
 static void rfi_store_end(rfi_store *s) {
+    rfi_store_see_cancels(s);
     rfi_monitor_lock(&s->device->monitor);
     if (--s->share.n_active == 0) rfi_monitor_wake(&s->device->monitor);
     rfi_monitor_unlock(&s->device->monitor);
@@ -6648,17 +6695,6 @@ static rf_result rfi_store_preload(rfi_store *s, const uint32_t *layers, uint32_
         if (rfi_store_selects(s, s->order[i], layers, n_layers)) r = rfi_store_load(s, s->order[i], cancels, err);
     rfi_store_end(s);
     return r;
-}
-
-/* Cancel loading for the user: calls in progress end, too. */
-static void rfi_store_cancel(rfi_store *s) {
-    rfi_monitor_lock(&s->monitor);
-    atomic_fetch_add(&s->cancels, 1);
-    rfi_loader_cancel(s);
-    rfi_monitor_unlock(&s->monitor);
-    rfi_monitor_lock(&s->device->monitor); /* who waits for a share of the budget looks again */
-    rfi_monitor_wake(&s->device->monitor);
-    rfi_monitor_unlock(&s->device->monitor);
 }
 
 /* Clear what no call uses; if none is active, also give up the share of the budget. Returns the tensors left. */
@@ -13924,6 +13960,7 @@ ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_de
     rf_op *ops = NULL;
     rfi_clear(err);
     if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_forecast: model or out is NULL");
+    if (rfi_device_check(m->device, "rf_model_forecast", err) != RF_OK) return RF_ERR_ARGUMENT;
     rf_result r = rfi_session_resolve(m, desc, &d, err);
     if (r == RF_OK) r = rfi_session_layout(m, &d, NULL, NULL, out, err);
     if (r == RF_OK) r = rfi_session_plan(m, &d, &plan, &ops, err);
@@ -13967,6 +14004,7 @@ ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc
     rfi_clear(err);
     if (out) *out = NULL;
     if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_open: model or out is NULL");
+    if (rfi_device_check(m->device, "rf_session_open", err) != RF_OK) return RF_ERR_ARGUMENT;
     rf_session *s = (rf_session *)rfi_alloc(rfi_gguf_allocator(m->g), 1, sizeof *s, "a session", err);
     if (!s) return RF_ERR_MEMORY;
     s->m = m;
@@ -13991,6 +14029,7 @@ ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc
 ROCMFORGE_API rf_result rf_session_close(rf_session *s, rf_error *err) {
     rfi_clear(err);
     if (!s) return RF_OK;
+    if (rfi_device_check(s->m->device, "rf_session_close", err) != RF_OK) return RF_ERR_ARGUMENT;
     rf_model *m = s->m;
     if (atomic_load(&s->n_users))
         return rfi_fail(err, RF_ERR_BUSY, 0, "session of %s: a scheduler uses it", rfi_gguf_path(m->g));
@@ -14596,6 +14635,7 @@ ROCMFORGE_API rf_result rf_session_eval(rf_session *s, const rf_token_row *rows,
     rfi_clear(err);
     if (!s || !rows || n_rows == 0)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_eval: session or rows is NULL, or there are no rows");
+    if (rfi_device_check(s->m->device, "rf_session_eval", err) != RF_OK) return RF_ERR_ARGUMENT;
     s->n_logits = s->logits_copied = 0;
     rf_result r = rfi_eval_check(s, rows, n_rows, err);
     if (r == RF_OK) r = rfi_store_begin(s->m->store, &s->loading_cancels, err);
@@ -14631,11 +14671,13 @@ ROCMFORGE_API rf_result rf_session_get_logits(rf_session *s, uint32_t i, float *
     rfi_clear(err);
     if (logits) *logits = NULL;
     if (!s || !logits) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_get_logits: session or logits is NULL");
+    if (rfi_device_check(s->m->device, "rf_session_get_logits", err) != RF_OK) return RF_ERR_ARGUMENT;
     return rfi_session_row(s, i, logits, err);
 }
 
 ROCMFORGE_API rf_session_stats rf_session_get_stats(const rf_session *s) {
-    return s ? s->m->device->api->plan_stats(s->prepared) : (rf_session_stats){0};
+    if (!s || !rfi_device_is_ours(s->m->device)) return (rf_session_stats){0};
+    return s->m->device->api->plan_stats(s->prepared);
 }
 
 ROCMFORGE_API rf_result rf_session_get_argmax(const rf_session *s, uint32_t i, int32_t *token, rf_error *err) {
@@ -14655,6 +14697,7 @@ ROCMFORGE_API rf_result rf_session_forward(rf_session *s, const int32_t *tokens,
     if (!s || !tokens || n_tokens == 0)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0,
                         "rf_session_forward: session or tokens is NULL, or there are no tokens");
+    if (rfi_device_check(s->m->device, "rf_session_forward", err) != RF_OK) return RF_ERR_ARGUMENT;
     uint32_t before = s->lengths[0];
     s->n_logits = 0;
     if (n_tokens > s->desc.n_ctx - before)
@@ -14686,7 +14729,7 @@ static rf_result rfi_session_check_seq(const rf_session *s, int32_t seq, const c
     if (!s) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: session is NULL", what);
     if (seq < 0 || (uint32_t)seq >= s->desc.n_seq_max)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: sequence %d, want 0 to %u", what, seq, s->desc.n_seq_max - 1);
-    return RF_OK;
+    return rfi_device_check(s->m->device, what, err);
 }
 
 ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept,
@@ -14781,6 +14824,7 @@ static rf_result rfi_session_hidden_part(rf_session *s, uint32_t first, uint32_t
 ROCMFORGE_API rf_result rf_session_hidden(rf_session *s, uint32_t first, uint32_t n, float *out, rf_error *err) {
     rfi_clear(err);
     if (!s || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_hidden: session or out is NULL");
+    if (rfi_device_check(s->m->device, "rf_session_hidden", err) != RF_OK) return RF_ERR_ARGUMENT;
     if (first > s->n_logits || n > s->n_logits - first)
         return rfi_fail(err, RF_ERR_ARGUMENT, first,
                         "rf_session_hidden: %u rows from %u on, the last rf_session_eval gave %u", n, first,
@@ -14801,6 +14845,7 @@ ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, u
     if (!s || !tokens || !out || n_tokens == 0)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0,
                         "rf_session_embed: session, tokens or out is NULL, or there are no tokens");
+    if (rfi_device_check(s->m->device, "rf_session_embed", err) != RF_OK) return RF_ERR_ARGUMENT;
     if (pooling > RF_POOL_CLS)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_embed: pooling %u is not known", pooling);
     if (n_tokens > s->desc.n_ctx)
@@ -17952,6 +17997,7 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
     rfi_clear(err);
     if (!s || !sampler || !token)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_sample: session, sampler or token is NULL");
+    if (rfi_device_check(s->m->device, "rf_session_sample", err) != RF_OK) return RF_ERR_ARGUMENT;
     const rf_sampler_desc *d = &sampler->desc;
     const int is_argmax = d->temperature <= 0 && d->n_bias == 0 && (d->repeat_penalty == 0 || d->repeat_penalty == 1) &&
                           d->frequency_penalty == 0 && d->presence_penalty == 0 && d->dry_multiplier == 0 &&
@@ -17999,6 +18045,7 @@ ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, 
     if (out) *out = NULL;
     if (!s || !t || !out || queue_capacity == 0)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_open: want session, tokenizer, out, and a queue");
+    if (rfi_device_check(s->m->device, "rf_scheduler_open", err) != RF_OK) return RF_ERR_ARGUMENT;
     const rf_allocator *alloc = rfi_session_allocator(s);
     rf_scheduler *sch = (rf_scheduler *)rfi_alloc(alloc, 1, sizeof *sch, "a scheduler", err);
     if (!sch) return RF_ERR_MEMORY;
@@ -18040,6 +18087,7 @@ static rf_result rfi_scheduler_admit(rf_scheduler *sch, rf_error *err) {
 ROCMFORGE_API rf_result rf_scheduler_close(rf_scheduler *sch, rf_error *err) {
     rfi_clear(err);
     if (!sch) return RF_OK;
+    if (rfi_device_check(sch->session->m->device, "rf_scheduler_close", err) != RF_OK) return RF_ERR_ARGUMENT;
     if (sch->in_callbacks) return rfi_fail(err, RF_ERR_BUSY, 0, "rf_scheduler_close: called from a callback");
     const rf_allocator *alloc = rfi_session_allocator(sch->session);
     sch->closing = sch->in_callbacks = 1;
@@ -18059,6 +18107,7 @@ ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request 
     rfi_clear(err);
     if (!sch || !request || !request->prompt || request->n_prompt == 0 || !request->sampler)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_submit: want a scheduler, a prompt and a sampler");
+    if (rfi_device_check(sch->session->m->device, "rf_scheduler_submit", err) != RF_OK) return RF_ERR_ARGUMENT;
     if (sch->closing) return rfi_fail(err, RF_ERR_CANCELLED, 0, "rf_scheduler_submit: the scheduler is being closed");
     if (request->n_prompt > sch->desc->n_ctx)
         return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0, "rf_scheduler_submit: prompt of %u tokens, a sequence holds %u",
@@ -18107,6 +18156,7 @@ static int rfi_scheduler_choose(rf_scheduler *sch, rfi_slot *slot, rf_result *re
 ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err) {
     rfi_clear(err);
     if (!sch) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_step: scheduler is NULL");
+    if (rfi_device_check(sch->session->m->device, "rf_scheduler_step", err) != RF_OK) return RF_ERR_ARGUMENT;
     rf_result r = RF_OK;
     while (r == RF_OK && sch->n_waiting && sch->n_running < sch->n_slots) r = rfi_scheduler_admit(sch, err);
     if (r == RF_OK && sch->n_running) r = rf_session_eval(sch->session, sch->rows, rfi_scheduler_fill(sch), err);
@@ -18260,6 +18310,7 @@ ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *d
     rf_device *d = (rf_device *)rfi_alloc(&resolved.allocator, 1, sizeof *d, "a device", err);
     if (!d) return RF_ERR_MEMORY;
     d->alloc = resolved.allocator;
+    d->process = getpid();
     d->budget_bytes = resolved.budget_bytes;
     rfi_monitor_init(&d->monitor);
     r = !name || strcmp(name, "auto") == 0 ? rfi_device_open_auto(d, &resolved, err)
@@ -18277,6 +18328,7 @@ ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *d
 ROCMFORGE_API rf_result rf_device_close(rf_device *d, rf_error *err) {
     rfi_clear(err);
     if (!d) return RF_OK;
+    if (rfi_device_check(d, "rf_device_close", err) != RF_OK) return RF_ERR_ARGUMENT;
     uint32_t n = atomic_load(&d->n_held);
     if (n) return rfi_fail(err, RF_ERR_BUSY, 0, "device %s: %u models are open on it", d->api->name, n);
     rf_allocator alloc = d->alloc;
@@ -18294,7 +18346,7 @@ ROCMFORGE_API const rf_device_api *rf_device_get_api(const rf_device *d, rf_dev 
 
 ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d) {
     rf_device_info info = {0};
-    if (!d) return info;
+    if (!d || !rfi_device_is_ours(d)) return info;
     if (d->api->device_info(d->dev, &info, NULL) != RF_OK) info.lost = 1;
     if (d->note[0]) memcpy(info.note, d->note, sizeof info.note);
     return info;
@@ -18345,6 +18397,7 @@ ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_d
     rfi_clear(err);
     if (out) *out = NULL;
     if (!g || !d || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_open: file, device or out is NULL");
+    if (rfi_device_check(d, "rf_model_open", err) != RF_OK) return RF_ERR_ARGUMENT;
     rf_model *m = (rf_model *)rfi_alloc(rfi_gguf_allocator(g), 1, sizeof *m, "a model", err);
     if (!m) return RF_ERR_MEMORY;
     m->g = g;
@@ -18365,6 +18418,7 @@ ROCMFORGE_API rf_result rf_model_open(rf_gguf *g, rf_device *d, const rf_model_d
 ROCMFORGE_API rf_result rf_model_close(rf_model *m, rf_error *err) {
     rfi_clear(err);
     if (!m) return RF_OK;
+    if (rfi_device_check(m->device, "rf_model_close", err) != RF_OK) return RF_ERR_ARGUMENT;
     uint32_t n = atomic_load(&m->n_sessions);
     if (n) return rfi_fail(err, RF_ERR_BUSY, 0, "model %s: %u sessions are open", rfi_gguf_path(m->g), n);
     rf_gguf *g = m->g;
@@ -18409,6 +18463,7 @@ static const rf_plan_weight *rfi_model_weight(const rf_model *m, const char *nam
 ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_error *err) {
     rfi_clear(err);
     if (!m || !name) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_load_tensor: model or name is NULL");
+    if (rfi_device_check(m->device, "rf_model_load_tensor", err) != RF_OK) return RF_ERR_ARGUMENT;
     const rf_plan_weight *w = rfi_model_weight(m, name);
     if (!w)
         return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "%s: the plan uses no tensor %s", rfi_gguf_path(m->g), name);
@@ -18449,6 +18504,7 @@ ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *lay
     rfi_clear(err);
     if (!m || (!layers && n_layers))
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_preload_layers: model or layers is NULL");
+    if (rfi_device_check(m->device, "rf_model_preload_layers", err) != RF_OK) return RF_ERR_ARGUMENT;
     for (uint32_t i = 0; i < n_layers; i++)
         if (layers[i] >= m->config.n_layers)
             return rfi_fail(err, RF_ERR_ARGUMENT, layers[i],
@@ -18459,16 +18515,17 @@ ROCMFORGE_API rf_result rf_model_preload_layers(rf_model *m, const uint32_t *lay
 ROCMFORGE_API rf_result rf_model_preload_all(rf_model *m, rf_error *err) {
     rfi_clear(err);
     if (!m) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_preload_all: model is NULL");
+    if (rfi_device_check(m->device, "rf_model_preload_all", err) != RF_OK) return RF_ERR_ARGUMENT;
     return rfi_store_preload(m->store, NULL, 0, err);
 }
 
 ROCMFORGE_API void rf_model_cancel_loading(rf_model *m) {
-    if (m) rfi_store_cancel(m->store);
+    if (m) atomic_fetch_add(&m->store->cancels, 1);
 }
 
 ROCMFORGE_API rf_loading_stats rf_model_get_loading_stats(const rf_model *m) {
     rf_loading_stats st = {0};
-    if (m) rfi_store_get_stats(m->store, &st);
+    if (m && rfi_device_is_ours(m->device)) rfi_store_get_stats(m->store, &st);
     return st;
 }
 
@@ -18481,6 +18538,7 @@ ROCMFORGE_API rf_expert_stats rf_model_get_expert_stats(const rf_model *m, uint3
 ROCMFORGE_API rf_result rf_model_clear_device_cache(rf_model *m, uint32_t *left, rf_error *err) {
     rfi_clear(err);
     if (!m) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_clear_device_cache: model is NULL");
+    if (rfi_device_check(m->device, "rf_model_clear_device_cache", err) != RF_OK) return RF_ERR_ARGUMENT;
     const uint32_t n = rfi_store_clear_unused(m->store);
     if (left) *left = n;
     return RF_OK;
@@ -18499,6 +18557,7 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
     rfi_clear(err);
     if (out) *out = NULL;
     if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_get_tokenizer: model or out is NULL");
+    if (rfi_device_check(m->device, "rf_model_get_tokenizer", err) != RF_OK) return RF_ERR_ARGUMENT;
     rf_result r = rfi_cell_acquire(&m->tokenizer_cell, &m->store->cell_monitor, rfi_model_tokenizer_load, m, NULL, err);
     if (r != RF_OK) return r;
     rfi_cell_unpin(&m->tokenizer_cell, &m->store->cell_monitor); /* it is never evicted */

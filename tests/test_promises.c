@@ -173,6 +173,84 @@ static void test_cut_in_use(void) {
     }
 }
 
+/* ---- fork ---- */
+
+/* In a child of fork, with every lock of the parent's objects held at the fork: none of the parent's objects does anything,
+ * none hangs; files and tokenizers work, and what the child opens itself. 0, or the number of what was wrong. */
+static int child_uses(rig *r, rf_scheduler *sch, const float *want) {
+    static saved stream;
+    const rf_session_io io = {.write_fn = saved_write, .user = &stream};
+    const rf_token_row row = {.token = 1, .pos = RF_POS_NEXT, .want_logits = 1};
+    const uint32_t layer = 0;
+    const rf_tokenizer *t;
+    rf_forecast forecast;
+    rf_sampler sampler;
+    rf_session *s;
+    rf_scheduler *other;
+    rf_model *m;
+    float *logits, hidden[256];
+    int32_t ids[8];
+    uint32_t n;
+    rf_sampler_init(&sampler, NULL, NULL);
+    const rf_request request = {.prompt = some_tokens, .n_prompt = 3, .sampler = &sampler};
+    const rf_result refused[] = {
+        rf_session_eval(r->s, &row, 1, &r->err), rf_session_forward(r->s, some_tokens, 1, NULL, NULL),
+        rf_session_get_logits(r->s, 0, &logits, NULL), rf_session_hidden(r->s, 0, 1, hidden, NULL),
+        rf_session_embed(r->s, some_tokens, 1, RF_POOL_LAST, hidden, NULL), rf_session_sample(r->s, 0, &sampler, ids, NULL),
+        rf_session_truncate(r->s, 0, 0, NULL, NULL), rf_session_sync(r->s, 0, some_tokens, 2, &n, NULL),
+        rf_session_copy(r->s, 0, 0, NULL), rf_session_keep(r->s, 0, NULL), rf_session_save(r->s, 0, &io, NULL),
+        rf_session_restore(r->s, 0, &io, NULL), rf_session_open(r->m, NULL, &s, NULL), rf_session_close(r->s, NULL),
+        rf_scheduler_open(r->s, (const rf_tokenizer *)r, 1, &other, NULL), rf_scheduler_submit(sch, &request, NULL),
+        rf_scheduler_step(sch, NULL, NULL), rf_scheduler_close(sch, NULL), rf_model_forecast(r->m, NULL, &forecast, NULL),
+        rf_model_load_tensor(r->m, "output_norm.weight", NULL), rf_model_preload_layers(r->m, &layer, 1, NULL),
+        rf_model_preload_all(r->m, NULL), rf_model_clear_device_cache(r->m, NULL, NULL), rf_model_get_tokenizer(r->m, &t, NULL),
+        rf_model_open(r->g, r->d, NULL, &m, NULL), rf_model_close(r->m, NULL), rf_device_close(r->d, NULL)};
+    for (size_t i = 0; i < RFI_COUNT(refused); i++)
+        if (refused[i] != RF_ERR_ARGUMENT) return 10 + (int)i;
+    rf_model_cancel_loading(r->m);
+    rf_session_cancel(r->s);
+    if (!strstr(r->err.text, "before a fork") || rf_session_save_bytes(r->s, 0) || rf_device_get_info(r->d).name[0]) return 1;
+    if (rf_model_get_loading_stats(r->m).loads || rf_session_get_stats(r->s).launches) return 2;
+    rig own = {.g = r->g};
+    float got[N_VOCAB];
+    rf_tokenizer *opened = NULL;
+    rf_result res = rf_device_open(rf_device_get_api(r->d, NULL)->name, &(rf_device_desc){.n_threads = 2}, &own.d, NULL);
+    if (res == RF_OK) res = rf_model_open(own.g, own.d, NULL, &own.m, NULL);
+    if (res == RF_OK) res = rf_session_open(own.m, &(rf_session_desc){.n_ctx = 64, .n_batch = 2}, &own.s, NULL);
+    if (res == RF_OK) res = rf_tokenizer_open(own.g, NULL, &opened, NULL);
+    if (res == RF_OK) res = rf_tokenize(opened, rf_string_of("a"), 0, ids, 8, &n, NULL);
+    if (res != RF_OK || run(&own, got) != RF_OK || memcmp(got, want, sizeof got) != 0) return 3;
+    if (rf_tokenizer_close(opened, NULL) || rf_session_close(own.s, NULL) || rf_model_close(own.m, NULL)) return 4;
+    return rf_device_close(own.d, NULL) == RF_OK ? 0 : 5;
+}
+
+static void test_fork(void) {
+    CHECK(put_file(&file, 1), "cannot write %s", path);
+    for (int mode = MAPPED; mode < N_MODES; mode++) {
+        rig r;
+        rf_scheduler *sch;
+        float want[N_VOCAB], after[N_VOCAB];
+        rf_tokenizer *t;
+        int status = -1;
+        if (!open_rig(&r, mode)) return;
+        REQUIRE(run(&r, want) == RF_OK && rf_tokenizer_open(r.g, NULL, &t, &r.err) == RF_OK &&
+                    rf_scheduler_open(r.s, t, 2, &sch, &r.err) == RF_OK, "%s", r.err.text);
+        rfi_monitor *const locks[] = {&r.d->monitor, &r.m->store->monitor, &r.m->store->cell_monitor};
+        for (int i = 0; i < 3; i++) rfi_monitor_lock(locks[i]);
+        fflush(stdout);
+        pid_t pid = fork();
+        if (pid == 0) {
+            alarm(60); /* who hangs is killed */
+            _exit(child_uses(&r, sch, want));
+        }
+        for (int i = 3; i-- > 0;) rfi_monitor_unlock(locks[i]);
+        CHECK(waitpid(pid, &status, 0) == pid && status == 0, "%s: status %x", modes[mode], status);
+        CHECK(run(&r, after) == RF_OK && memcmp(after, want, sizeof after) == 0, "the parent: %s", r.err.text);
+        CHECK(rf_scheduler_close(sch, NULL) == RF_OK && rf_tokenizer_close(t, NULL) == RF_OK, "busy");
+        rig_close(&r);
+    }
+}
+
 /* ---- weights that are not numbers ---- */
 
 /* Frequency factors of rope divide angles: what leaves these without a meaning is refused when the tensor is loaded, by
@@ -308,6 +386,7 @@ int main(int argc, char **argv) {
     RUN(test_changed_at_every_tensor);
     RUN(test_cut_while_generating);
     RUN(test_cut_in_use);
+    RUN(test_fork);
     RUN(test_rope_factors);
     RUN(test_not_numbers);
     RUN(test_texts_are_only_texts);

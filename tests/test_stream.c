@@ -2,6 +2,7 @@
  * tensors arrive, once each, and give the same bits; cancels, late failures and changed files are errors that pass. */
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 
 /* ThreadSanitizer takes a mapping for a store to each of its bytes. rf_gguf_handle_fault stores nothing: where a page is gone,
  * a load of another thread is answered by the kernel, with a fault of its own or with the new page. Only the mapping is
@@ -509,6 +510,53 @@ static void test_waiting_for_a_share(void) {
     }
 }
 
+/* A signal whose handler cancels arrives while its thread holds a lock of the store, or the device's. */
+static rf_model *cancelled_model;
+static int signal_in_write; /* or else where memory is asked for */
+
+static void on_signal(int number) {
+    (void)number;
+    rf_model_cancel_loading(cancelled_model);
+}
+static rf_result signalling_write(rf_table *t, rf_queue *q, const rf_weight_part *part, rf_ticket *ticket, rf_error *err) {
+    if (signal_in_write) raise(SIGUSR1);
+    return rfi_cpu_api.weight_write(t, q, part, ticket, err);
+}
+static rf_result signalling_info(rf_dev *d, rf_device_info *out, rf_error *err) {
+    if (!signal_in_write && cancelled_model) raise(SIGUSR1);
+    return rfi_cpu_api.device_info(d, out, err);
+}
+
+static int child_cancels(void) {
+    static rf_device_api api;
+    rig r;
+    signal(SIGUSR1, on_signal);
+    if (!open_rig(&r, MAPPED, NULL, NULL)) return 2;
+    api = *r.d->api;
+    api.weight_write = signalling_write, api.device_info = signalling_info;
+    r.d->api = &api;
+    cancelled_model = r.m;
+    if (rf_model_preload_all(r.m, &r.err) != RF_ERR_CANCELLED) return 3;
+    cancelled_model = NULL;
+    r.d->api = &rfi_cpu_api;
+    if (rf_model_preload_all(r.m, &r.err) != RF_OK) return 4;
+    rig_close(&r);
+    return 0;
+}
+
+static void test_cancel_in_a_handler(void) {
+    for (signal_in_write = 0; signal_in_write < 2; signal_in_write++) {
+        int status = -1;
+        fflush(stdout);
+        pid_t pid = fork();
+        if (pid == 0) {
+            alarm(60); /* who hangs is killed */
+            _exit(child_cancels());
+        }
+        CHECK(waitpid(pid, &status, 0) == pid && status == 0, "in %s: status %x", signal_in_write ? "a write" : "device_info", status);
+    }
+}
+
 /* A resident tensor of many pieces after the streamed ones: who needs it finds it loading, by a reader or in pieces that
  * it took itself on the way, and waits. A race, so many times. */
 static void test_wide_tensor_behind_the_ring(void) {
@@ -839,6 +887,7 @@ int main(int argc, char **argv) {
     RUN(test_sharing);
     RUN(test_threads);
     RUN(test_waiting_for_a_share);
+    RUN(test_cancel_in_a_handler);
     RUN(test_pinned);
     RUN(test_closing);
     RUN(test_wide_tensor_behind_the_ring);
