@@ -334,32 +334,36 @@ static int64_t only_this(const char *name, uint64_t *size_bytes, void *user) {
     CHECK(strcmp(name, path) == 0, "opens %s", name);
     return rfi_os_open(path, size_bytes, NULL);
 }
-static unsigned n_logged;
+static unsigned n_said;
 static void printable(rf_log_level level, const char *text, void *user) {
     (void)level, (void)user;
-    n_logged++;
-    for (; *text; text++) CHECK(*text >= 0x20 && *text < 0x7f, "byte %d is logged", *text);
+    n_said++;
+    for (; *text; text++) CHECK(*text >= 0x20 && *text < 0x7f, "byte %d is said", *text);
 }
+static const char *hostile_tensor;
 static void hostile_keys(mg_gguf *w) {
     static const char *const keys[] = {"general.file", "general.source.url", "general.base_model.0.name",
                                        "tokenizer.chat_template"};
     static const char *const texts[] = {"/etc/passwd", "../../x", "%s%n%n%x", "{{ ''.__class__ }}\x1b[2J\a"};
     for (int i = 0; i < 4; i++) mg_kv_str(w, keys[i], texts[i]);
-    mg_tensor(w, "\x1b[31m%n%s/etc/passwd", MG_F32, 1, (uint64_t[]){8}, NULL, 32);
+    mg_tensor(w, hostile_tensor, MG_F32, 1, (uint64_t[]){8}, NULL, 32);
 }
 
 /* Paths, formats, escapes and programs in a file's texts: one file is opened, what is logged and said is printable. */
 static void test_texts_are_only_texts(void) {
-    mg_buf b = {0};
+    mg_buf b = {0}, refused = {0};
     rf_gguf *g;
     rf_device *d;
     rf_model *m;
     rf_error err;
     char out[512];
     size_t n;
+    hostile_tensor = "\x1b[31m%n%s/etc/passwd";
+    mg_llama(&refused, &(mg_options){.n_layers = 1, .more_kv = hostile_keys});
+    hostile_tensor = "v.\x1b[31m%n%s/etc/passwd"; /* of a part that is ignored */
     mg_llama(&b, &(mg_options){.n_layers = 1, .more_kv = hostile_keys});
     CHECK(put_file(&b, 1), "cannot write %s", path);
-    n_opened = n_logged = 0;
+    n_opened = n_said = 0;
     rf_gguf_desc gd = {.io = {.open_fn = only_this, .read_fn = rfi_os_read, .close_fn = rfi_os_close}};
     gd.log_fn = printable;
     REQUIRE(rf_gguf_open(path, &gd, &g, &err) == RF_OK, "%s", err.text);
@@ -369,10 +373,13 @@ static void test_texts_are_only_texts(void) {
     const rf_chat_message message = {"user", "%s%n"};
     const rf_chat chat = {.messages = &message, .n_messages = 1};
     CHECK(rf_chat_format(g, &chat, out, sizeof out, &n, &err) == RF_ERR_UNSUPPORTED, "the template is used");
-    CHECK(n_opened == 1 && n_logged == 1, "%u files opened, %u lines logged", n_opened, n_logged);
-    CHECK(rf_model_close(m, NULL) == RF_OK && rf_device_close(d, NULL) == RF_OK, "busy");
-    CHECK(rf_gguf_close(g, NULL) == RF_OK, "busy");
-    mg_free(&b);
+    CHECK(rf_model_close(m, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "busy");
+    REQUIRE(rf_gguf_open_memory(refused.data, refused.n, NULL, &g, &err) == RF_OK, "%s", err.text);
+    CHECK(rf_model_open(g, d, NULL, &m, &err) == RF_ERR_UNSUPPORTED, "%s", err.text);
+    printable(RF_LOG_INFO, err.text, NULL);
+    CHECK(n_opened == 1 && n_said > 0, "%u files opened, %u lines said", n_opened, n_said);
+    CHECK(rf_gguf_close(g, NULL) == RF_OK && rf_device_close(d, NULL) == RF_OK, "busy");
+    mg_free(&b), mg_free(&refused);
 }
 
 int main(int argc, char **argv) {
