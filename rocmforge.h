@@ -84,6 +84,7 @@
  *   load ahead, progress bar           rf_model_preload_all; rf_model_desc.progress_fn; examples/lazy.c
  *   free GPU memory, keep the model    rf_model_clear_device_cache
  *   cancel an answer                   rf_session_cancel, from any thread or a signal handler
+ *   cancel tokenizing a long text      rf_tokenize_with: cancel_fn
  *   cancel a load                      rf_model_cancel_loading, from any thread or a signal handler
  *   two GPUs                           for each a device ("hip:0", "hip:1"), a model and a session; one rf_gguf will do
  *   a model inside the program         rf_gguf_open_memory; rf_io for files of your own kind
@@ -200,7 +201,7 @@ typedef enum rf_result {
     RF_ERR_UNSUPPORTED = -5,  /* well formed, but this version cannot run it                          */
     RF_ERR_CONTEXT_FULL = -6, /* the sequence has no room for these tokens                            */
     RF_ERR_DEVICE = -7,       /* a device call failed; error.sys is its code                          */
-    RF_ERR_CANCELLED = -8,    /* by a call that cancels, a progress callback or a closing scheduler   */
+    RF_ERR_CANCELLED = -8,    /* by a call that cancels, a callback or a closing scheduler            */
     RF_ERR_NOT_FOUND = -9,    /* no such key, tensor, device or file                                  */
     RF_ERR_BUSY = -10,        /* in use (close what uses it first), not empty, or a full queue        */
     RF_ERR_CAPACITY = -11     /* the caller's buffer is too small; *count is the size needed          */
@@ -827,7 +828,8 @@ typedef struct rf_tokenizer rf_tokenizer;
  *   out  out  the object, NULL on failure
  * Returns RF_OK; RF_ERR_UNSUPPORTED (model or pre-tokenizer, by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND;
  * RF_ERR_MEMORY.
- * Memory and cost O(vocabulary).   Threads any; the object is immutable. */
+ * Memory and cost O(vocabulary): at most 64 bytes per token and per merge, and 32 per byte of the control and
+ * user-defined tokens' texts.   Threads any; the object is immutable. */
 ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokenizer **out, rf_error *err);
 
 /* Close a tokenizer from rf_tokenizer_open. NULL is fine.
@@ -842,13 +844,29 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
 #define RF_TOKENIZE_ADD 2u     /* add bos / eos where the file asks for it                                  */
 
 /* Turn text into token ids.
- *   text   in   any bytes; malformed UTF-8 is not an error
+ *   text   in   any bytes, at most 1 GiB; malformed UTF-8 is not an error
  *   flags  in   RF_TOKENIZE_*
  *   out    out  [capacity], may be NULL with capacity 0;   count  out  size needed, also if capacity is too small
  * Returns RF_OK; RF_ERR_CAPACITY (out holds the first ones); RF_ERR_ARGUMENT; RF_ERR_MEMORY.
- * Memory O(text.len) during the call.   Cost O(n log n).   Threads any. */
+ * Memory at most 24 bytes per byte of text during the call, and 4 KiB more.   Cost O(n log n).   Threads any. */
 ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, rf_string text, uint32_t flags, int32_t *out,
                                     uint32_t capacity, uint32_t *count, rf_error *err);
+
+/* Should the call end? Nonzero ends it with RF_ERR_CANCELLED. Called from the call's own thread, often: it may read a
+ * flag of type volatile sig_atomic_t, or compare a clock with a deadline. */
+typedef int (*rf_cancel_fn)(void *user);
+
+typedef struct rf_tokenize_desc {
+    uint32_t flags;         /* RF_TOKENIZE_*    */
+    rf_cancel_fn cancel_fn; /* NULL: none       */
+    void *cancel_user;      /* its argument     */
+} rf_tokenize_desc;
+
+/* The same with everything that can be set: a long text of a stranger can be given up.
+ *   desc  in  NULL = defaults
+ * Returns as rf_tokenize; RF_ERR_CANCELLED, with *count 0.   Memory, Cost, Threads as rf_tokenize. */
+ROCMFORGE_API rf_result rf_tokenize_with(const rf_tokenizer *t, rf_string text, const rf_tokenize_desc *desc,
+                                         int32_t *out, uint32_t capacity, uint32_t *count, rf_error *err);
 
 /* Streaming decoder: set the tokenizer and zero the rest before the first token of a text. */
 typedef struct rf_detokenizer {
@@ -15118,7 +15136,7 @@ ROCMFORGE_API void rf_session_cancel(rf_session *s) {
  * "gemma4" is BPE over lines, with spaces and bytes as in SPM. WPM (WordPiece, "bert", embedding models) takes the
  * longest tokens of each word, letters without accents and capitals. A tokenizer is checked while it is read, and then
  * immutable. Token texts point into the metadata of its file, which it keeps open. Text is untrusted: nothing recurses,
- * and time is O(n log n) in its length.
+ * time is O(n log n) in its length, and memory at most 24 bytes per byte of it.
  * Reference for every choice: what llama.cpp answers, except that plain text never becomes a control token. */
 
 /* tokenizer.ggml.token_type, and flags that we add. */
@@ -15129,11 +15147,13 @@ enum {
     RFI_TOKEN_END = 8,      /* ends a generation                                                    */
     RFI_TOKEN_STRIP = 16,   /* drops the whitespace that follows it in text (Phi-3)                 */
     RFI_TOKEN_PLAIN = 32,   /* plain text may become it: it is in the index of texts                */
-    RFI_TOKEN_SHOWN = 64    /* control token that is part of the text: gpt-oss's channels           */
+    RFI_TOKEN_SHOWN = 64,   /* control token that is part of the text: gpt-oss's channels           */
+    RFI_TOKEN_MARKER = 128  /* spelled as a marker: see rfi_markers_add                             */
 };
 
-enum { RFI_TEXT_MAX_BYTES = 1 << 30 };  /* of one rf_tokenize: three symbols per byte stay below 2^32 */
+enum { RFI_TEXT_MAX_BYTES = 1 << 30 };  /* of one rf_tokenize: three spelled bytes per byte stay below 2^32 */
 enum { RFI_SPECIAL_MAX_BYTES = 1024 };  /* longer special tokens are not looked for in text         */
+enum { RFI_PLAIN_MAX_BYTES = 1 << 22 }; /* longer plain tokens are not made from text               */
 
 enum {
     RFI_PRE_WHOLE = 1,    /* a word that is a token is taken whole, without merging            */
@@ -15170,6 +15190,17 @@ typedef struct rfi_merge_slot {
     uint32_t rank1, result;
 } rfi_merge_slot;
 
+/* A node of the automaton that finds special tokens. It reads text from its end to its start, so that it knows of each
+ * byte which tokens begin there. A node stands for a text that some tokens end with; node 0 for the empty one. */
+typedef struct rfi_special {
+    uint32_t first;     /* its children, sorted by byte, are first .. the next node's first - 1       */
+    uint32_t prefix;    /* the longest prefix of its text, less than all, that is a node's text       */
+    uint32_t any, user; /* longest prefix, the whole included, that is a token, or a user-defined one */
+    int32_t id;         /* token with this text, -1: none                                             */
+    uint16_t n_bytes;
+    uint8_t byte;       /* its first one                                                              */
+} rfi_special;
+
 struct rf_tokenizer {
     rf_allocator allocator;
     rf_gguf *g;                   /* kept open                                                               */
@@ -15188,9 +15219,9 @@ struct rf_tokenizer {
     rfi_merge_slot *merges;       /* [n_merges] BPE hash table: (left, right) -> rank, result                */
     uint32_t n_merges;
     int32_t byte_id[256];         /* token of a byte, -1: it cannot be written                               */
-    int32_t *special;             /* [n_special] control, unknown and user-defined tokens, sorted by text    */
-    uint32_t n_special, n_user;
-    uint32_t special_first[257];  /* index in special of the first token that begins with a byte             */
+    rfi_special *special;         /* control, unknown and user-defined tokens, as an automaton; NULL: none   */
+    uint32_t special_root[256];   /* its nodes of one byte, 0: none                                          */
+    int is_apart;                 /* SPM: no token goes on with U+2581 after another character              */
     int32_t bos, eos, eot, eom, unknown, padding; /* -1: the file names none                                 */
     int add_bos, add_eos, add_space;
     _Atomic uint32_t n_users;     /* schedulers                                                              */
@@ -15239,13 +15270,10 @@ typedef struct rfi_char {
     uint32_t is_bad;
 } rfi_char;
 
-/* Decode the first character of n >= 1 bytes. Overlong, truncated and above U+10FFFF are malformed; surrogates are not,
- * they pass as three bytes. */
-static rfi_char rfi_utf8(const unsigned char *p, uint64_t n) {
+static rfi_char rfi_utf8_long(const unsigned char *p, uint64_t n) {
     static const uint32_t min_cp[5] = {0, 0, 0x80, 0x800, 0x10000};
-    uint32_t len = p[0] < 0x80 ? 1 : p[0] < 0xc0 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf8 ? 4 : 0;
+    uint32_t len = p[0] < 0xc0 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf8 ? 4 : 0;
     rfi_char bad = {0xfffd, 1, 1}, c = {p[0], len, 0};
-    if (len == 1) return c;
     if (len == 0 || len > n) return bad;
     c.cp &= 0x7fu >> len;
     for (uint32_t i = 1; i < len; i++) {
@@ -15253,6 +15281,12 @@ static rfi_char rfi_utf8(const unsigned char *p, uint64_t n) {
         c.cp = c.cp << 6 | (p[i] & 0x3f);
     }
     return c.cp < min_cp[len] || c.cp > 0x10ffff ? bad : c;
+}
+
+/* Decode the first character of n >= 1 bytes. Overlong, truncated and above U+10FFFF are malformed; surrogates are not,
+ * they pass as three bytes. */
+RFI_INLINE rfi_char rfi_utf8(const unsigned char *p, uint64_t n) {
+    return p[0] < 0x80 ? (rfi_char){p[0], 1, 0} : rfi_utf8_long(p, n);
 }
 
 /* GPT-2's byte alphabet writes byte b as the character cp: printable Latin-1 as itself, the 68 others from U+0100 on
@@ -15473,16 +15507,6 @@ static void rfi_tok_find_ends(rf_tokenizer *t) {
         if (named[k] >= 0) t->attr[named[k]] |= RFI_TOKEN_END;
 }
 
-/* Order of special tokens: by text; of equal texts the user-defined first, then the smaller id. */
-static int rfi_special_less(const rf_tokenizer *t, int32_t a, int32_t b) {
-    rf_string x = t->text[a], y = t->text[b];
-    int c = memcmp(x.data, y.data, (size_t)rfi_min_u64(x.len, y.len));
-    if (c != 0) return c < 0;
-    if (x.len != y.len) return x.len < y.len;
-    int ux = rfi_token_type(t, (uint32_t)a) == RFI_TOKEN_USER, uy = rfi_token_type(t, (uint32_t)b) == RFI_TOKEN_USER;
-    return ux != uy ? ux : a < b;
-}
-
 /* Does the name say Phi-3? All but three of its special tokens drop the whitespace after them; no key says so. */
 static int rfi_tok_is_phi3(const rf_gguf *g) {
     rfi_key_reader k = {.g = g};
@@ -15496,44 +15520,131 @@ static int rfi_tok_is_phi3(const rf_gguf *g) {
     return 0;
 }
 
-/* Collect, sort and index the special tokens, which are searched in text before anything else. */
-static rf_result rfi_tok_open_special(rf_tokenizer *t, rf_error *err) {
-    uint32_t n = 0, phi3 = (uint32_t)rfi_tok_is_phi3(t->g);
-    for (int pass = 0; pass < 2; pass++) {
-        n = 0;
-        for (uint32_t i = 0; i < t->n_vocab; i++) {
-            uint32_t type = rfi_token_type(t, i);
-            if (type != RFI_TOKEN_CONTROL && type != RFI_TOKEN_UNKNOWN && type != RFI_TOKEN_USER) continue;
-            if (t->text[i].len == 0 || t->text[i].len > RFI_SPECIAL_MAX_BYTES) continue;
-            if (pass == 1) t->special[n] = (int32_t)i;
-            n++;
-        }
-        if (pass == 0) t->special = (int32_t *)rfi_alloc(&t->allocator, n, sizeof *t->special, "special tokens", err);
-        if (!t->special) return RF_ERR_MEMORY;
+/* Is the token spelled as a marker: two characters or more, one of which is neither letter, number nor space? Single
+ * characters, words and white space are ordinary text, also where a vocabulary has them as user-defined tokens. */
+static int rfi_tok_is_marker(rf_string s) {
+    uint32_t n_chars = 0, n_signs = 0;
+    for (uint64_t at = 0; at < s.len; n_chars++) {
+        rfi_char c = rfi_utf8((const unsigned char *)s.data + at, s.len - at);
+        at += c.n_bytes;
+        n_signs += c.cp != 0x2581 && !(rfi_class(c.cp) & (RFI_LETTER | RFI_NUMBER | RFI_SPACE));
     }
-    uint32_t gap = 1;
-    while (gap < n / 3) gap = 3 * gap + 1;
-    for (; gap > 0; gap /= 3) /* Shell sort: in place, no recursion; few files have over a thousand of them */
-        for (uint32_t i = gap; i < n; i++) {
-            int32_t id = t->special[i];
-            uint32_t k = i;
-            for (; k >= gap && rfi_special_less(t, id, t->special[k - gap]); k -= gap)
-                t->special[k] = t->special[k - gap];
-            t->special[k] = id;
-        }
-    for (uint32_t i = 0; i < n; i++) {
-        uint32_t id = (uint32_t)t->special[i];
-        rf_string s = t->text[id], last = t->n_special ? t->text[t->special[t->n_special - 1]] : (rf_string){NULL, 0};
-        if (last.len == s.len && memcmp(last.data, s.data, (size_t)s.len) == 0) continue;
-        t->special[t->n_special++] = (int32_t)id;
-        t->special_first[(unsigned char)s.data[0] + 1] = t->n_special;
-        if (rfi_token_type(t, id) == RFI_TOKEN_USER) t->n_user++;
+    return n_chars > 1 && n_signs > 0;
+}
+
+/* Collect the special tokens by id. Returns how many; *n_bytes: of all their texts. */
+static uint32_t rfi_special_collect(rf_tokenizer *t, int32_t *ids, uint64_t *n_bytes) {
+    const int phi3 = rfi_tok_is_phi3(t->g);
+    uint32_t n = 0;
+    *n_bytes = 0;
+    for (uint32_t i = 0; i < t->n_vocab; i++) {
+        const uint32_t type = rfi_token_type(t, i);
+        const rf_string s = t->text[i];
+        if (type != RFI_TOKEN_CONTROL && type != RFI_TOKEN_UNKNOWN && type != RFI_TOKEN_USER) continue;
+        if (s.len == 0 || s.len > RFI_SPECIAL_MAX_BYTES) continue;
+        if (rfi_tok_is_marker(s)) t->attr[i] |= RFI_TOKEN_MARKER;
         if (phi3 && !rfi_str_equal(s, "<unk>") && !rfi_str_equal(s, "<s>") && !rfi_str_equal(s, "<|endoftext|>"))
-            t->attr[id] |= RFI_TOKEN_STRIP;
+            t->attr[i] |= RFI_TOKEN_STRIP;
+        if (ids) ids[n] = (int32_t)i;
+        n++;
+        *n_bytes += s.len;
     }
-    for (uint32_t c = 1; c <= 256; c++)
-        if (t->special_first[c] == 0) t->special_first[c] = t->special_first[c - 1];
-    return RF_OK;
+    return n;
+}
+
+/* What tokens that share their last `depth` bytes are sorted by: 0 for one that has no more, or 1 + the byte before. */
+static uint32_t rfi_special_key(const rf_tokenizer *t, int32_t id, uint32_t depth) {
+    const rf_string s = t->text[id];
+    return s.len == depth ? 0 : 1u + (unsigned char)s.data[s.len - 1 - depth];
+}
+
+/* Sort n tokens by that key; equal ones keep their order. `scratch` has room for n. */
+static void rfi_special_sort(const rf_tokenizer *t, int32_t *ids, uint32_t n, uint32_t depth, int32_t *scratch) {
+    uint32_t from[258] = {0}, last = 0, is_sorted = 1;
+    for (uint32_t i = 0; i < n; i++) {
+        const uint32_t key = rfi_special_key(t, ids[i], depth);
+        is_sorted &= key >= last;
+        last = key;
+    }
+    if (is_sorted) return; /* mostly: they are one, or share the byte */
+    for (uint32_t i = 0; i < n; i++) from[1 + rfi_special_key(t, ids[i], depth)]++;
+    for (uint32_t k = 1; k < 258; k++) from[k] += from[k - 1];
+    memcpy(scratch, ids, n * sizeof *ids);
+    for (uint32_t i = 0; i < n; i++) ids[from[rfi_special_key(t, scratch[i], depth)]++] = scratch[i];
+}
+
+/* Add the children of node v, whose tokens are ids[any .. user - 1] until rfi_special_link: breadth first, so that
+ * children are neighbours. Of tokens with equal texts a user-defined one counts, else the smallest id. */
+static void rfi_special_expand(rf_tokenizer *t, uint32_t v, uint32_t *n_nodes, int32_t *ids, int32_t *scratch) {
+    rfi_special *node = &t->special[v];
+    const uint32_t depth = node->n_bytes, end = node->user;
+    uint32_t at = node->any;
+    rfi_special_sort(t, ids + at, end - at, depth, scratch);
+    node->first = *n_nodes;
+    for (int32_t best = -1; at < end && t->text[ids[at]].len == depth; at++) {
+        const int is_user = rfi_token_type(t, (uint32_t)ids[at]) == RFI_TOKEN_USER;
+        if (best < 0 || (is_user && rfi_token_type(t, (uint32_t)best) != RFI_TOKEN_USER)) node->id = best = ids[at];
+    }
+    while (at < end) {
+        const uint32_t from = at, key = rfi_special_key(t, ids[at], depth);
+        while (at < end && rfi_special_key(t, ids[at], depth) == key) at++;
+        t->special[(*n_nodes)++] = (rfi_special){0, v, from, at, -1, (uint16_t)(depth + 1), (uint8_t)(key - 1)};
+    }
+}
+
+/* The node of a byte and text v after it, or 0: v is not the empty text. */
+static uint32_t rfi_special_child(const rf_tokenizer *t, uint32_t v, uint8_t byte) {
+    uint32_t lo = t->special[v].first, hi = t->special[v + 1].first;
+    while (hi - lo > 1) {
+        const uint32_t mid = lo + (hi - lo) / 2;
+        if (t->special[mid].byte <= byte) lo = mid;
+        else hi = mid;
+    }
+    return lo < hi && t->special[lo].byte == byte ? lo : 0;
+}
+
+/* The node after one more byte, which stands before what v stands for: of the longest prefix of both that has one. */
+static uint32_t rfi_special_step(const rf_tokenizer *t, uint32_t v, uint8_t byte) {
+    for (; v; v = t->special[v].prefix) {
+        const uint32_t child = rfi_special_child(t, v, byte);
+        if (child) return child;
+    }
+    return t->special_root[byte];
+}
+
+/* Link every node to its prefixes: shorter texts come first. */
+static void rfi_special_link(rf_tokenizer *t, uint32_t n_nodes) {
+    for (uint32_t v = 0; v < n_nodes; v++) {
+        rfi_special *node = &t->special[v];
+        const uint32_t parent = node->prefix; /* as rfi_special_expand left it */
+        if (node->n_bytes == 1) t->special_root[node->byte] = v;
+        node->prefix = node->n_bytes < 2 ? 0 : rfi_special_step(t, t->special[parent].prefix, node->byte);
+        const int is_user = node->id >= 0 && rfi_token_type(t, (uint32_t)node->id) == RFI_TOKEN_USER;
+        node->any = node->id >= 0 ? v : v ? t->special[node->prefix].any : 0;
+        node->user = is_user ? v : v ? t->special[node->prefix].user : 0;
+    }
+}
+
+/* Build the automaton that finds special tokens in text (Aho and Corasick, 1975). It has at most as many nodes as they
+ * have bytes: 24 bytes of memory each. */
+static rf_result rfi_tok_open_special(rf_tokenizer *t, rf_error *err) {
+    uint64_t n_bytes;
+    uint32_t n = rfi_special_collect(t, NULL, &n_bytes), n_nodes = 1;
+    if (n == 0) return RF_OK;
+    if (n_bytes >= INT32_MAX)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "%s: control and user-defined tokens have %llu bytes, want less "
+                        "than 2^31", rfi_gguf_path(t->g), RFI_LLU(n_bytes));
+    int32_t *ids = (int32_t *)rfi_alloc(&t->allocator, 2 * (uint64_t)n, sizeof *ids, "special tokens", err);
+    t->special = (rfi_special *)rfi_alloc(&t->allocator, n_bytes + 2, sizeof *t->special, "special tokens", err);
+    if (ids && t->special) {
+        rfi_special_collect(t, ids, &n_bytes);
+        t->special[0] = (rfi_special){.user = n, .id = -1};
+        for (uint32_t v = 0; v < n_nodes; v++) rfi_special_expand(t, v, &n_nodes, ids, ids + n);
+        t->special[n_nodes].first = n_nodes;
+        rfi_special_link(t, n_nodes);
+    }
+    rfi_free(&t->allocator, ids);
+    return ids && t->special ? RF_OK : RF_ERR_MEMORY;
 }
 
 /* Index the texts of plain tokens. Control, unknown and byte tokens are none: plain text cannot become them. Of equal
@@ -15547,7 +15658,7 @@ static rf_result rfi_tok_open_texts(rf_tokenizer *t, rf_error *err) {
         rf_string s = t->text[i];
         uint32_t type = rfi_token_type(t, i);
         if (type == RFI_TOKEN_CONTROL || type == RFI_TOKEN_UNKNOWN || type == RFI_TOKEN_BYTE) continue;
-        if (s.len == 0 || s.len > UINT32_MAX) continue;
+        if (s.len == 0 || s.len > RFI_PLAIN_MAX_BYTES) continue;
         uint64_t hash = rfi_text_hash(t, s.data, s.len);
         rfi_text_slot *slot = &t->texts[rfi_text_slot_of(t, s.data, s.len, hash)];
         if (slot->id1) continue;
@@ -15646,6 +15757,19 @@ static void rfi_tok_open_merges(rf_tokenizer *t, rfi_key_reader *k) {
     rfi_free(&t->allocator, joined);
 }
 
+/* Does U+2581 stand at the start of tokens only? Then words that begin with it merge apart from what is before. */
+static int rfi_tok_is_apart(const rf_tokenizer *t) {
+    for (uint32_t i = 0; i < t->n_vocab; i++) {
+        const rf_string s = t->text[i];
+        uint64_t at = 0;
+        if (!(t->attr[i] & RFI_TOKEN_PLAIN)) continue;
+        while (at + 3 <= s.len && memcmp(s.data + at, rfi_spm_space, 3) == 0) at += 3;
+        for (; at + 3 <= s.len; at++)
+            if (memcmp(s.data + at, rfi_spm_space, 3) == 0) return 0;
+    }
+    return 1;
+}
+
 ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokenizer **out, rf_error *err) {
     rfi_clear(err);
     if (out) *out = NULL;
@@ -15664,6 +15788,7 @@ ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokeni
     if (k.result == RF_OK) k.result = rfi_tok_open_texts(t, err);
     if (k.result == RF_OK) rfi_tok_find_bytes(t);
     if (t->pre) rfi_tok_open_merges(t, &k);
+    if (!t->pre && k.result == RF_OK) t->is_apart = rfi_tok_is_apart(t);
     if (k.result != RF_OK) rf_tokenizer_close(t, NULL);
     else *out = t;
     return k.result;
@@ -15688,34 +15813,32 @@ ROCMFORGE_API rf_result rf_tokenizer_close(rf_tokenizer *t, rf_error *err) {
 
 /* ---- text to ids: the state of one call ---- */
 
-/* A piece of the word that is being merged. Merged pieces leave the linked list with id DEAD. */
-typedef struct rfi_symbol {
-    int32_t id;        /* token, -1: none */
-    uint32_t start;    /* SPM: byte in the word; BPE: the byte itself */
-    uint32_t prev, next;
-} rfi_symbol;
-
-enum { RFI_SYMBOL_DEAD = -2 };
-
-typedef struct rfi_heap_item {
-    uint64_t key;    /* smallest first; the low half is a position, so that the leftmost of equals wins */
-    uint32_t end;    /* merges: symbol after the pair                                                    */
-    int32_t id;      /* merges: token that the pair becomes                                              */
-} rfi_heap_item;
+enum { RFI_LEVELS_MAX = 8 }; /* 16^8 is more than the symbols of the longest text */
 
 typedef struct rfi_tokenizing {
     const rf_tokenizer *t;
     rf_error *err;
     int32_t *out;
     uint32_t capacity, count;
-    rfi_heap_item *heap;
-    uint64_t n_heap, heap_capacity;
-    rfi_symbol *symbols;    /* one more than the word has, as a sentinel */
-    uint64_t symbol_capacity;
-    char *word;             /* the word as the vocabulary spells it      */
-    uint64_t word_capacity;
-    const size_t *borders;  /* [n_borders] start and end of texts in which control tokens are not searched */
+    const size_t *borders;  /* [n_borders] where texts of the caller start and end: even ones start, odd ones end */
     uint32_t n_borders;
+    const uint8_t *markers; /* from rfi_markers_add: only text outside the borders may name them; or NULL */
+    rf_cancel_fn cancel_fn; /* or NULL */
+    void *cancel_user;
+    uint32_t n_steps;
+    int cancelled;
+    char *word;             /* the word as the vocabulary spells it */
+    uint64_t word_capacity;
+    /* The symbols of the word that is being merged. One that grows takes the slots of those that it merges with; it is
+     * named by its first slot. Numbers in the slots have `width` bytes, 3 where ids and ranks fit, and the bits of
+     * `none`: a malformed byte makes three symbols, and they must not take more than 24 bytes. */
+    unsigned char *rank;    /* of the pair that begins here, lowest first; `none`: no pair */
+    unsigned char *id;      /* token, or `none`; in a symbol's second and last slot: the top bit and how many it has */
+    uint32_t width, none;
+    uint32_t *start;        /* SPM, BPE without the byte alphabet: byte in the word; one more than there are symbols */
+    uint32_t *level[RFI_LEVELS_MAX]; /* level[0][i]: best of slots 16 i .. 16 i + 15; level[k + 1]: of 16 of level[k] */
+    uint32_t n_level[RFI_LEVELS_MAX], n_levels, n_symbols;
+    uint64_t symbol_capacity;
 } rfi_tokenizing;
 
 static void rfi_put_id(rfi_tokenizing *w, int32_t id) {
@@ -15724,97 +15847,184 @@ static void rfi_put_id(rfi_tokenizing *w, int32_t id) {
     w->count++;
 }
 
-/* Grow a block, whose pointer is at *block, to n elements and keep the first n_kept; unchanged if memory is short. */
-static rf_result rfi_grow(rfi_tokenizing *w, void *block, uint64_t *capacity, uint64_t n, uint64_t n_kept,
-                          uint64_t element_bytes, const char *what) {
-    if (n <= *capacity) return RF_OK;
-    uint64_t want = rfi_max_u64(n, *capacity * 2);
-    void *old, *bigger = rfi_alloc(&w->t->allocator, want, element_bytes, what, w->err);
+static rf_result rfi_cancel_ask(rfi_tokenizing *w) {
+    if (!w->cancelled && w->cancel_fn) w->cancelled = w->cancel_fn(w->cancel_user) != 0;
+    return w->cancelled ? rfi_fail(w->err, RF_ERR_CANCELLED, 0, "tokenizing was cancelled") : RF_OK;
+}
+
+/* A step of work: now and then it asks whether to go on. */
+RFI_INLINE rf_result rfi_step_on(rfi_tokenizing *w) { return ++w->n_steps % 4096 ? RF_OK : rfi_cancel_ask(w); }
+
+static int rfi_is_marker(const rfi_tokenizing *w, int32_t id) {
+    return w->markers && w->markers[id / 8] >> id % 8 & 1 && w->t->attr[id] & RFI_TOKEN_MARKER;
+}
+
+/* Id of the plain token with a text, or -1. Plain text becomes no marker. */
+static int32_t rfi_plain_find(const rfi_tokenizing *w, const char *s, uint64_t n) {
+    const int32_t id = rfi_token_find(w->t, s, n);
+    return id >= 0 && rfi_is_marker(w, id) ? -1 : id;
+}
+
+/* Make room for n bytes of the word, of which n_kept are there; at most `most` will be needed. */
+static rf_result rfi_need_word(rfi_tokenizing *w, uint64_t n, uint64_t n_kept, uint64_t most) {
+    if (n <= w->word_capacity) return RF_OK;
+    const uint64_t want = rfi_max_u64(n, rfi_min_u64(2 * n, most));
+    char *bigger = (char *)rfi_alloc(&w->t->allocator, want, 1, "text", w->err);
     if (!bigger) return RF_ERR_MEMORY;
-    memcpy(&old, block, sizeof old);
-    if (n_kept) memcpy(bigger, old, (size_t)(n_kept * element_bytes));
-    rfi_free(&w->t->allocator, old);
-    memcpy(block, &bigger, sizeof bigger);
-    *capacity = want;
+    if (n_kept) memcpy(bigger, w->word, (size_t)n_kept);
+    rfi_free(&w->t->allocator, w->word);
+    w->word = bigger;
+    w->word_capacity = want;
     return RF_OK;
 }
 
-static rf_result rfi_need_symbols(rfi_tokenizing *w, uint64_t n) {
-    return rfi_grow(w, &w->symbols, &w->symbol_capacity, n + 1, 0, sizeof *w->symbols, "symbols of a text");
-}
-
-static rf_result rfi_need_word(rfi_tokenizing *w, uint64_t n_bytes) {
-    return rfi_grow(w, &w->word, &w->word_capacity, n_bytes, 0, 1, "text");
-}
-
-static rf_result rfi_heap_push(rfi_tokenizing *w, rfi_heap_item item) {
-    rf_result r = rfi_grow(w, &w->heap, &w->heap_capacity, w->n_heap + 1, w->n_heap, sizeof item, "merge queue");
-    if (r != RF_OK) return r;
-    uint64_t i = w->n_heap++;
-    for (; i > 0 && item.key < w->heap[(i - 1) / 2].key; i = (i - 1) / 2) w->heap[i] = w->heap[(i - 1) / 2];
-    w->heap[i] = item;
-    return RF_OK;
-}
-
-static rfi_heap_item rfi_heap_pop(rfi_tokenizing *w) {
-    rfi_heap_item top = w->heap[0], last = w->heap[--w->n_heap];
-    uint64_t i = 0;
-    for (uint64_t child; (child = 2 * i + 1) < w->n_heap; i = child) {
-        if (child + 1 < w->n_heap && w->heap[child + 1].key < w->heap[child].key) child++;
-        if (last.key <= w->heap[child].key) break;
-        w->heap[i] = w->heap[child];
-    }
-    w->heap[i] = last;
-    return top;
-}
-
-/* ---- merging: both vocabularies ---- */
-
-/* Queue the pair that starts at symbol `left`, if it makes a token. BPE: low ranks first. SPM: high scores first. */
-static rf_result rfi_merge_try(rfi_tokenizing *w, uint32_t left, uint32_t n) {
+/* Make room for n symbols, whatever they were; at most `most` will be needed. */
+static rf_result rfi_need_symbols(rfi_tokenizing *w, uint64_t n, uint64_t most) {
+    if (n <= w->symbol_capacity) return RF_OK;
     const rf_tokenizer *t = w->t;
-    uint32_t right = w->symbols[left].next, priority;
-    if (right == n) return RF_OK;
-    rfi_heap_item item = {0, w->symbols[right].next, -1};
-    if (t->pre) {
-        if (w->symbols[left].id < 0 || w->symbols[right].id < 0) return RF_OK;
-        uint64_t key = rfi_merge_key(t->hash[w->symbols[left].id], t->hash[w->symbols[right].id]);
-        const rfi_merge_slot *m = &t->merges[rfi_merge_slot_of(t, key)];
-        if (m->rank1 == 0) return RF_OK;
-        priority = m->rank1;
-        item.id = (int32_t)m->result;
-    } else {
-        uint32_t start = w->symbols[left].start;
-        item.id = rfi_token_find(t, w->word + start, w->symbols[item.end].start - start);
-        if (item.id < 0) return RF_OK;
-        /* Maps float bits to ints in the same order; NaN counts as the lowest score, -0 as 0. */
-        float score = t->scores ? rfi_load_f32(t->scores + 4 * (size_t)item.id) + 0.0f : 0.0f;
-        uint32_t bits;
-        if (score != score) score = -INFINITY;
-        memcpy(&bits, &score, sizeof bits);
-        priority = bits & 0x80000000u ? bits : ~bits & 0x7fffffffu;
-    }
-    item.key = (uint64_t)priority << 32 | left;
-    return rfi_heap_push(w, item);
+    const int is_small = t->pre && t->n_vocab < 1u << 23 && t->n_merges < 1u << 24;
+    const uint64_t want = rfi_max_u64(n, rfi_min_u64(2 * n + 64, most)), n_levels = want / 15 + RFI_LEVELS_MAX;
+    const uint64_t n_starts = !t->pre || rfi_tok_is_raw(t) ? want + 1 : 0;
+    w->width = is_small ? 3 : 4;
+    w->none = is_small ? 0xffffff : 0xffffffff;
+    w->symbol_capacity = 0;
+    rfi_free(&t->allocator, w->level[0]);
+    w->level[0] = (uint32_t *)rfi_alloc(&t->allocator, 4 * (n_levels + n_starts) + 2 * w->width * want + 1, 1,
+                                        "symbols of a text", w->err); /* a number is read as 4 bytes: 1 more */
+    if (!w->level[0]) return RF_ERR_MEMORY;
+    w->start = w->level[0] + n_levels;
+    w->rank = (unsigned char *)(w->start + n_starts);
+    w->id = w->rank + w->width * want;
+    w->symbol_capacity = want;
+    return RF_OK;
 }
 
-/* Merge the n symbols of a word, best pair first, until no pair makes a token. */
+static uint32_t rfi_slot_get(const rfi_tokenizing *w, const unsigned char *numbers, uint32_t slot) {
+    return rfi_load_u32(numbers + (size_t)w->width * slot) & w->none;
+}
+
+static void rfi_slot_set(const rfi_tokenizing *w, unsigned char *numbers, uint32_t slot, uint32_t number) {
+    unsigned char *p = numbers + (size_t)w->width * slot;
+    memcpy(p, &number, 3);
+    if (w->width == 4) p[3] = (unsigned char)(number >> 24);
+}
+
+static void rfi_symbol_set(const rfi_tokenizing *w, uint32_t slot, int32_t id) {
+    rfi_slot_set(w, w->id, slot, id < 0 ? w->none : (uint32_t)id);
+}
+
+/* Token of the symbol at its first slot, or -1. */
+static int32_t rfi_symbol_id(const rfi_tokenizing *w, uint32_t slot) {
+    const uint32_t id = rfi_slot_get(w, w->id, slot);
+    return id == w->none ? -1 : (int32_t)id;
+}
+
+/* How many slots the symbol has whose second or last slot this is; 1 if it is the first slot of one. */
+static uint32_t rfi_symbol_slots(const rfi_tokenizing *w, uint32_t slot) {
+    const uint32_t id = rfi_slot_get(w, w->id, slot), top = w->none / 2 + 1;
+    return id != w->none && id & top ? id - top : 1;
+}
+
+/* The slot after a symbol, and the first slot of the one before. */
+static uint32_t rfi_symbol_next(const rfi_tokenizing *w, uint32_t slot) {
+    return slot + (slot + 1 < w->n_symbols ? rfi_symbol_slots(w, slot + 1) : 1);
+}
+static uint32_t rfi_symbol_before(const rfi_tokenizing *w, uint32_t slot) {
+    return slot - rfi_symbol_slots(w, slot - 1);
+}
+
+/* ---- merging: BPE and SPM ----
+ * The pair of lowest rank is merged first, of equals the leftmost. It is found through levels, each of which has the
+ * best of 16 of the one below; a word of at most 16 symbols has none. */
+
+/* The slot of the best pair among 16 of a level, -1: among the slots themselves. */
+static uint32_t rfi_merge_best(const rfi_tokenizing *w, int level, uint32_t group) {
+    const uint32_t n = level < 0 ? w->n_symbols : w->n_level[level], from = 16 * group;
+    const uint32_t to = n - from < 16 ? n : from + 16;
+    uint32_t best = level < 0 ? from : w->level[level][from];
+    uint32_t rank = rfi_slot_get(w, w->rank, best);
+    for (uint32_t i = from + 1; i < to; i++) {
+        const uint32_t slot = level < 0 ? i : w->level[level][i], other = rfi_slot_get(w, w->rank, slot);
+        if (other < rank) best = slot, rank = other;
+    }
+    return best;
+}
+
+/* Build the levels; of the last one there are at most 16. */
+static void rfi_merge_levels(rfi_tokenizing *w) {
+    w->n_levels = 0;
+    for (uint32_t n = w->n_symbols; n > 16; w->n_levels++) {
+        const uint32_t k = w->n_levels;
+        n = (n + 15) / 16;
+        w->n_level[k] = n;
+        if (k > 0) w->level[k] = w->level[k - 1] + w->n_level[k - 1];
+        for (uint32_t i = 0; i < n; i++) w->level[k][i] = rfi_merge_best(w, (int)k - 1, i);
+    }
+}
+
+/* Change the rank of the pair at a slot. */
+static void rfi_merge_set(rfi_tokenizing *w, uint32_t slot, uint32_t rank) {
+    rfi_slot_set(w, w->rank, slot, rank);
+    for (uint32_t k = 0, i = slot / 16; k < w->n_levels; k++, i /= 16) {
+        const uint32_t best = w->level[k][i], lowest = rfi_slot_get(w, w->rank, best);
+        if (best == slot) w->level[k][i] = rfi_merge_best(w, (int)k - 1, i);
+        else if (rank < lowest || (rank == lowest && slot < best)) w->level[k][i] = slot;
+        else return;
+    }
+}
+
+/* The merge of two tokens, or NULL. */
+static const rfi_merge_slot *rfi_merge_of(const rfi_tokenizing *w, int32_t left, int32_t right) {
+    if (left < 0 || right < 0) return NULL;
+    const rf_tokenizer *t = w->t;
+    const rfi_merge_slot *m = &t->merges[rfi_merge_slot_of(t, rfi_merge_key(t->hash[left], t->hash[right]))];
+    return m->rank1 && !rfi_is_marker(w, (int32_t)m->result) ? m : NULL;
+}
+
+/* Rank of the pair that begins at a symbol. BPE: that of the merge. SPM: high scores first. */
+static uint32_t rfi_merge_rank(const rfi_tokenizing *w, uint32_t left) {
+    const rf_tokenizer *t = w->t;
+    const uint32_t right = rfi_symbol_next(w, left);
+    if (right == w->n_symbols) return w->none;
+    if (t->pre) {
+        const rfi_merge_slot *m = rfi_merge_of(w, rfi_symbol_id(w, left), rfi_symbol_id(w, right));
+        return m ? m->rank1 : w->none;
+    }
+    const uint32_t start = w->start[left];
+    const int32_t id = rfi_plain_find(w, w->word + start, w->start[rfi_symbol_next(w, right)] - start);
+    if (id < 0) return w->none;
+    /* Maps float bits to ints in the opposite order; NaN counts as the lowest score, -0 as 0. */
+    float score = t->scores ? rfi_load_f32(t->scores + 4 * (size_t)id) + 0.0f : 0.0f;
+    const uint32_t bits = rfi_bits_of_f32(score != score ? -INFINITY : score);
+    return bits & 0x80000000u ? bits : ~bits & 0x7fffffffu;
+}
+
+/* Merge the n symbols of a word until no pair makes a token. SPM's have no ids. */
 static rf_result rfi_merge(rfi_tokenizing *w, uint32_t n) {
+    const int has_ids = w->t->pre != NULL;
     rf_result r = RF_OK;
-    w->n_heap = 0;
-    for (uint32_t i = 0; i < n; i++) w->symbols[i].prev = i - 1, w->symbols[i].next = i + 1;
-    for (uint32_t i = 0; i < n && r == RF_OK; i++) r = rfi_merge_try(w, i, n);
-    while (r == RF_OK && w->n_heap > 0) {
-        rfi_heap_item item = rfi_heap_pop(w);
-        uint32_t left = (uint32_t)item.key, right = w->symbols[left].next;
-        /* The pair is still as queued if its two symbols end where they ended: symbols only grow. */
-        if (w->symbols[left].id == RFI_SYMBOL_DEAD || right == n || w->symbols[right].next != item.end) continue;
-        w->symbols[left].id = item.id;
-        w->symbols[left].next = item.end;
-        w->symbols[right].id = RFI_SYMBOL_DEAD;
-        if (item.end < n) w->symbols[item.end].prev = left;
-        r = rfi_merge_try(w, left, n);
-        if (r == RF_OK && left > 0) r = rfi_merge_try(w, w->symbols[left].prev, n);
+    w->n_symbols = n;
+    for (uint32_t i = 0; i < n && !has_ids; i++) rfi_symbol_set(w, i, -1);
+    for (uint32_t i = 0; i < n && r == RF_OK; i++) {
+        rfi_slot_set(w, w->rank, i, rfi_merge_rank(w, i));
+        r = rfi_step_on(w);
+    }
+    rfi_merge_levels(w);
+    while (r == RF_OK && n > 0) {
+        const uint32_t left = rfi_merge_best(w, (int)w->n_levels - 1, 0), top = w->none / 2 + 1;
+        if (rfi_slot_get(w, w->rank, left) == w->none) break;
+        const uint32_t right = rfi_symbol_next(w, left), end = rfi_symbol_next(w, right);
+        if (has_ids)
+            rfi_symbol_set(w, left, (int32_t)rfi_merge_of(w, rfi_symbol_id(w, left), rfi_symbol_id(w, right))->result);
+        rfi_slot_set(w, w->id, left + 1, top | (end - left));
+        rfi_slot_set(w, w->id, end - 1, top | (end - left));
+        rfi_merge_set(w, right, w->none);
+        rfi_merge_set(w, left, rfi_merge_rank(w, left));
+        if (left > 0) {
+            const uint32_t before = rfi_symbol_before(w, left);
+            rfi_merge_set(w, before, rfi_merge_rank(w, before));
+        }
+        r = rfi_step_on(w);
     }
     return r;
 }
@@ -15822,39 +16032,59 @@ static rf_result rfi_merge(rfi_tokenizing *w, uint32_t n) {
 /* Merge n symbols of w->word and give out the ids; what is no token is given out as its bytes. */
 static rf_result rfi_merge_spelt(rfi_tokenizing *w, uint32_t n) {
     rf_result r = rfi_merge(w, n);
-    for (uint32_t i = 0; r == RF_OK && i < n; i = w->symbols[i].next) {
-        rfi_put_id(w, w->symbols[i].id);
-        for (uint32_t k = w->symbols[i].start; w->symbols[i].id < 0 && k < w->symbols[w->symbols[i].next].start; k++)
-            rfi_put_id(w, w->t->byte_id[(unsigned char)w->word[k]]);
+    for (uint32_t i = 0, next; r == RF_OK && i < n; i = next) {
+        next = rfi_symbol_next(w, i);
+        const uint32_t start = w->start[i], end = w->start[next];
+        const int32_t id = w->t->pre ? rfi_symbol_id(w, i) : rfi_plain_find(w, w->word + start, end - start);
+        rfi_put_id(w, id);
+        for (uint32_t k = start; id < 0 && k < end; k++) rfi_put_id(w, w->t->byte_id[(unsigned char)w->word[k]]);
     }
     return r;
 }
 
 /* ---- SPM ---- */
 
-/* Tokenize plain text: spaces become U+2581, then everything merges at once. What is no token is given out as its
- * bytes. Characters are cut by their first byte alone, as llama.cpp does: a malformed one includes what follows. */
+/* Bytes of a character by its first byte alone, as llama.cpp has it: a malformed one includes what follows. */
+static uint32_t rfi_spm_char(unsigned char c) { return c < 0xc0 ? 1 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : 4; }
+
+/* Merge the n bytes in w->word. */
+static rf_result rfi_spm_word(rfi_tokenizing *w, uint64_t n, uint64_t most) {
+    uint32_t n_symbols = 0;
+    for (uint64_t at = 0; at < n; n_symbols++) at += rfi_spm_char((unsigned char)w->word[at]);
+    rf_result r = rfi_need_symbols(w, n_symbols, most);
+    if (r != RF_OK) return r;
+    n_symbols = 0;
+    for (uint64_t at = 0; at < n; at += rfi_spm_char((unsigned char)w->word[at])) w->start[n_symbols++] = (uint32_t)at;
+    w->start[n_symbols] = (uint32_t)n;
+    return rfi_merge_spelt(w, n_symbols);
+}
+
+/* Tokenize plain text: spaces become U+2581, then it merges, at once or, where tokens allow it, in words that begin
+ * with U+2581. */
 static rf_result rfi_spm_text(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes, int add_space) {
-    uint64_t n_word = 0;
-    uint32_t n = 0;
-    rf_result r = rfi_need_word(w, 3 * ((uint64_t)n_bytes + 1));
-    if (r != RF_OK) return r;
-    for (uint32_t i = 0; i < n_bytes + (uint32_t)add_space; i++) {
-        unsigned char c = i < (uint32_t)add_space ? ' ' : text[i - (uint32_t)add_space];
-        if (c != ' ') w->word[n_word++] = (char)c;
-        else memcpy(w->word + n_word, rfi_spm_space, 3), n_word += 3;
+    const uint64_t most = (uint64_t)n_bytes + 1;
+    const uint32_t n_added = add_space != 0;
+    uint64_t n = 0;
+    uint32_t left = 0; /* bytes that the last character still wants */
+    int was_space = 1;
+    rf_result r = RF_OK;
+    for (uint32_t i = 0; i < n_bytes + n_added && r == RF_OK; i++) {
+        const char *p = i < n_added ? " " : (const char *)text + i - n_added;
+        const uint32_t len = *p == ' ' ? 3 : 1;
+        if (left == 0) {
+            const uint32_t n_rest = n_bytes + n_added - i;
+            const int is_space = len == 3 || (n_rest >= 3 && memcmp(p, rfi_spm_space, 3) == 0);
+            if (is_space && !was_space && w->t->is_apart) r = rfi_spm_word(w, n, most), n = 0;
+            was_space = is_space;
+        }
+        if (r == RF_OK) r = rfi_need_word(w, n + len, n, 3 * most);
+        if (r != RF_OK) break;
+        memcpy(w->word + n, len == 3 ? rfi_spm_space : p, len);
+        for (uint32_t k = 0; k < len; k++, left--)
+            if (left == 0) left = rfi_spm_char((unsigned char)w->word[n + k]);
+        n += len;
     }
-    r = rfi_need_symbols(w, n_word);
-    if (r != RF_OK) return r;
-    for (uint64_t at = 0; at < n_word; n++) {
-        unsigned char c = (unsigned char)w->word[at];
-        uint64_t len = rfi_min_u64(c < 0xc0 ? 1 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : 4, n_word - at);
-        w->symbols[n].id = rfi_token_find(w->t, w->word + at, len);
-        w->symbols[n].start = (uint32_t)at;
-        at += len;
-    }
-    w->symbols[n].start = (uint32_t)n_word;
-    return rfi_merge_spelt(w, n);
+    return r == RF_OK ? rfi_spm_word(w, n, most) : r;
 }
 
 /* ---- WPM ---- */
@@ -15872,43 +16102,46 @@ static int rfi_wpm_is_word(uint32_t cp) {
 }
 
 /* The word in w->word begins with U+2581. Take the longest token that fits until the end; if none fits: unknown. */
-static void rfi_wpm_word(rfi_tokenizing *w, uint64_t n) {
+static rf_result rfi_wpm_word(rfi_tokenizing *w, uint64_t n) {
     uint32_t before = w->count, longest = (uint32_t)rfi_min_u64(w->t->plain_max_bytes, RFI_WPM_TOKEN_MAX);
     int32_t id = 0;
-    if (n <= 3) return;
-    for (uint64_t at = 0; at < n && id >= 0;) {
+    rf_result r = rfi_step_on(w);
+    if (n <= 3) return r;
+    for (uint64_t at = 0; at < n && id >= 0 && r == RF_OK; r = rfi_step_on(w)) {
         uint64_t len = rfi_min_u64(longest, n - at);
-        while (len > 0 && (id = rfi_token_find(w->t, w->word + at, len)) < 0) len--;
+        while (len > 0 && (id = rfi_plain_find(w, w->word + at, len)) < 0) len--;
         if (len == 0) id = -1;
         if (id >= 0) rfi_put_id(w, id);
         at += len;
     }
-    if (id >= 0) return;
+    if (id >= 0 || r != RF_OK) return r;
     w->count = before;
     rfi_put_id(w, w->t->unknown);
+    return RF_OK;
 }
 
 /* Cut text into words: at spaces; control characters are dropped; punctuation and ideographs are words. */
 static rf_result rfi_wpm_text(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes) {
-    rf_result r = rfi_need_word(w, 3 * (uint64_t)n_bytes + 8);
+    const uint64_t most = 3 * (uint64_t)n_bytes + 8;
+    rf_result r = rfi_need_word(w, 64, 0, most);
     if (r != RF_OK) return r;
     memcpy(w->word, rfi_spm_space, 3);
     uint64_t n = 3;
-    for (uint32_t at = 0; at < n_bytes;) {
+    for (uint32_t at = 0; at < n_bytes && r == RF_OK;) {
         rfi_char c = rfi_utf8(text + at, n_bytes - at);
         uint32_t cp = w->t->strip ? rfi_unicode_base(c.cp) : c.cp, class = rfi_class(cp);
         at += c.n_bytes;
-        if (class == RFI_SPACE) rfi_wpm_word(w, n), n = 3;
+        if (class == RFI_SPACE) r = rfi_wpm_word(w, n), n = 3;
         if (class == RFI_SPACE || cp == 0 || cp == 0xfffd || rfi_unicode_is_control(cp)) continue;
         if (w->t->strip && class == RFI_MARK) continue;
         if (w->t->lower) cp = rfi_unicode_to_lower(cp);
         int is_word = rfi_wpm_is_word(cp);
-        if (is_word) rfi_wpm_word(w, n), n = 3;
-        n += rfi_put_utf8(cp, w->word + n);
-        if (is_word) rfi_wpm_word(w, n), n = 3;
+        if (is_word) r = rfi_wpm_word(w, n), n = 3;
+        if (r == RF_OK) r = rfi_need_word(w, n + 4, n, most);
+        if (r == RF_OK) n += rfi_put_utf8(cp, w->word + n);
+        if (is_word && r == RF_OK) r = rfi_wpm_word(w, n), n = 3;
     }
-    rfi_wpm_word(w, n);
-    return RF_OK;
+    return r == RF_OK ? rfi_wpm_word(w, n) : r;
 }
 
 /* ---- BPE: cutting text into words ----
@@ -15920,6 +16153,7 @@ static rf_result rfi_wpm_text(rfi_tokenizing *w, const unsigned char *text, uint
 /* One pass in progress. No character is read more than a few times, or long runs would cost the square of their length:
  * where a match depends on the end of a run, that end is kept. */
 struct rfi_scan {
+    rfi_tokenizing *w;
     const unsigned char *text;
     uint32_t end;     /* of the piece                                               */
     uint32_t skip;    /* set by a pass without a match: none starts before it       */
@@ -15932,6 +16166,7 @@ typedef struct rfi_scan_char {
 
 static rfi_scan_char rfi_scan_at(const rfi_scan *s, uint32_t pos) {
     if (pos >= s->end) return (rfi_scan_char){0, 0, pos};
+    if (rfi_step_on(s->w) != RF_OK) return (rfi_scan_char){0, 0, s->end}; /* the call ends: cut it short */
     rfi_char c = rfi_utf8(s->text + pos, s->end - pos);
     return (rfi_scan_char){c.cp, rfi_class(c.cp), pos + c.n_bytes};
 }
@@ -16329,9 +16564,10 @@ typedef struct rfi_cutter {
     uint32_t ends[RFI_PASSES_MAX];
 } rfi_cutter;
 
-static rfi_cutter rfi_cut(const rfi_pre *pre, const unsigned char *text, uint32_t n_bytes) {
+static rfi_cutter rfi_cut(rfi_tokenizing *w, const rfi_pre *pre, const unsigned char *text, uint32_t n_bytes) {
     rfi_cutter c = {.passes = pre->passes, .n_bytes = n_bytes};
-    while (c.n_passes < RFI_PASSES_MAX && c.passes[c.n_passes].match) c.scans[c.n_passes++].text = text;
+    while (c.n_passes < RFI_PASSES_MAX && c.passes[c.n_passes].match)
+        c.scans[c.n_passes++] = (rfi_scan){.w = w, .text = text};
     return c;
 }
 
@@ -16362,136 +16598,199 @@ static uint32_t rfi_cut_next(rfi_cutter *c, uint32_t pos) {
 
 /* ---- BPE: one word ---- */
 
-/* Id of the token that the bytes of n symbols spell in the byte alphabet, or -1. */
-static rf_result rfi_bpe_whole(rfi_tokenizing *w, uint32_t n, int32_t *id) {
-    uint64_t len = 0;
-    *id = -1;
-    if (n > w->t->plain_max_bytes) return RF_OK;
-    rf_result r = rfi_need_word(w, 2 * (uint64_t)n);
-    if (r != RF_OK) return r;
-    for (uint32_t i = 0; i < n; i++) len += rfi_put_utf8(rfi_byte_char(w->symbols[i].start), w->word + len);
-    *id = rfi_token_find(w->t, w->word, len);
-    return RF_OK;
-}
-
 static const unsigned char rfi_replacement[3] = {0xef, 0xbf, 0xbd}; /* U+FFFD, for a malformed byte */
 
+/* Id of the token that a word spells in the byte alphabet, or -1. */
+static rf_result rfi_bpe_whole(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes, int32_t *id) {
+    uint64_t len = 0;
+    *id = -1;
+    if (n_bytes > w->t->plain_max_bytes) return RF_OK;
+    rf_result r = rfi_need_word(w, 6 * (uint64_t)n_bytes, 0, UINT64_MAX);
+    for (uint32_t at = 0; r == RF_OK && at < n_bytes;) {
+        const rfi_char c = rfi_utf8(text + at, n_bytes - at);
+        const unsigned char *p = c.is_bad ? rfi_replacement : text + at;
+        for (uint32_t i = 0; i < (c.is_bad ? 3 : c.n_bytes); i++)
+            len += rfi_put_utf8(rfi_byte_char(p[i]), w->word + len);
+        at += c.n_bytes;
+    }
+    if (r == RF_OK) *id = rfi_plain_find(w, w->word, len);
+    return r;
+}
+
 /* A line without the byte alphabet: spaces become U+2581, characters merge; newlines are one token if there is one. */
-static rf_result rfi_raw_word(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes) {
+static rf_result rfi_raw_word(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes, uint64_t most) {
     uint32_t n = 0, at_word = 0;
-    rf_result r = rfi_need_word(w, 3 * (uint64_t)n_bytes);
-    if (r == RF_OK) r = rfi_need_symbols(w, n_bytes);
-    if (r != RF_OK) return r;
-    int32_t lines = text[0] == '\n' ? rfi_token_find(w->t, (const char *)text, n_bytes) : -1;
+    int32_t lines = text[0] == '\n' ? rfi_plain_find(w, (const char *)text, n_bytes) : -1;
     if (lines >= 0) return rfi_put_id(w, lines), RF_OK;
+    rf_result r = rfi_need_word(w, 3 * (uint64_t)n_bytes, 0, 3 * most);
+    if (r == RF_OK) r = rfi_need_symbols(w, n_bytes, most);
+    if (r != RF_OK) return r;
     for (uint32_t at = 0; at < n_bytes; n++) {
         rfi_char c = rfi_utf8(text + at, n_bytes - at);
         const void *p = c.is_bad ? rfi_replacement : c.cp == ' ' ? (const void *)rfi_spm_space : text + at;
         uint32_t len = c.is_bad || c.cp == ' ' ? 3 : c.n_bytes;
         memcpy(w->word + at_word, p, len);
-        w->symbols[n].id = rfi_token_find(w->t, w->word + at_word, len);
-        w->symbols[n].start = at_word;
+        rfi_symbol_set(w, n, rfi_plain_find(w, w->word + at_word, len));
+        w->start[n] = at_word;
         at_word += len;
         at += c.n_bytes;
     }
-    w->symbols[n].start = at_word;
+    w->start[n] = at_word;
     return rfi_merge_spelt(w, n);
 }
 
-static rf_result rfi_bpe_word(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes) {
+/* A malformed byte is three symbols: the bytes of U+FFFD. */
+static rf_result rfi_bpe_word(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes, uint64_t most) {
     uint32_t n = 0;
-    rf_result r = rfi_need_symbols(w, 3 * (uint64_t)n_bytes);
+    int32_t whole = -1;
+    for (uint32_t at = 0; 3 * (uint64_t)n_bytes > w->symbol_capacity && at < n_bytes;) {
+        const rfi_char c = rfi_utf8(text + at, n_bytes - at);
+        at += c.n_bytes;
+        n += c.is_bad ? 3 : c.n_bytes;
+    }
+    rf_result r = rfi_need_symbols(w, n, 3 * most);
+    if (r == RF_OK && w->t->pre->flags & RFI_PRE_WHOLE) r = rfi_bpe_whole(w, text, n_bytes, &whole);
     if (r != RF_OK) return r;
+    if (whole >= 0) return rfi_put_id(w, whole), RF_OK;
+    n = 0;
     for (uint32_t at = 0; at < n_bytes;) {
-        rfi_char c = rfi_utf8(text + at, n_bytes - at);
+        const rfi_char c = rfi_utf8(text + at, n_bytes - at);
         const unsigned char *p = c.is_bad ? rfi_replacement : text + at;
-        for (uint32_t i = 0; i < (c.is_bad ? 3 : c.n_bytes); i++, n++) {
-            w->symbols[n].id = w->t->byte_id[p[i]];
-            w->symbols[n].start = p[i];
-        }
+        for (uint32_t i = 0; i < (c.is_bad ? 3 : c.n_bytes); i++) rfi_symbol_set(w, n++, w->t->byte_id[p[i]]);
         at += c.n_bytes;
     }
-    int32_t whole = -1;
-    if (w->t->pre->flags & RFI_PRE_WHOLE) r = rfi_bpe_whole(w, n, &whole);
-    if (whole >= 0) return rfi_put_id(w, whole), RF_OK;
-    if (r == RF_OK) r = rfi_merge(w, n);
-    for (uint32_t i = 0; r == RF_OK && i < n; i = w->symbols[i].next) rfi_put_id(w, w->symbols[i].id);
+    r = rfi_merge(w, n);
+    for (uint32_t i = 0; r == RF_OK && i < n; i = rfi_symbol_next(w, i)) rfi_put_id(w, rfi_symbol_id(w, i));
     return r;
+}
+
+static void rfi_tokenizing_free(rfi_tokenizing *w) {
+    rfi_free(&w->t->allocator, w->level[0]);
+    rfi_free(&w->t->allocator, w->word);
 }
 
 /* ---- special tokens in text ---- */
 
-/* First of the special tokens [lo, hi) whose byte n is >= min; they share their first n bytes and are longer. */
-static uint32_t rfi_special_bound(const rf_tokenizer *t, uint32_t lo, uint32_t hi, uint32_t n, uint32_t min) {
-    if (lo < hi && (unsigned char)t->text[t->special[hi - 1]].data[n] < min) return hi; /* often all of them ... */
-    if (lo < hi && (unsigned char)t->text[t->special[lo]].data[n] >= min) return lo;    /* ... or none */
+/* Note the special tokens that a text contains. Fed with what a chat template writes itself, in one call or more, this
+ * gives its markers: those of them that RFI_TOKEN_MARKER lets be one.
+ *   markers  inout  bits by token id, rfi_markers_bytes(t) bytes, 0 at first */
+static uint64_t rfi_markers_bytes(const rf_tokenizer *t) { return (uint64_t)t->n_vocab / 8 + 1; }
+
+static void rfi_markers_add(const rf_tokenizer *t, rf_string text, uint8_t *markers) {
+    uint32_t v = 0;
+    for (uint64_t at = t->special ? text.len : 0; at-- > 0;) {
+        v = rfi_special_step(t, v, (uint8_t)text.data[at]);
+        for (uint32_t u = t->special[v].any; u; u = t->special[t->special[u].prefix].any) {
+            const int32_t id = t->special[u].id;
+            if (markers[id / 8] >> id % 8 & 1) break; /* so are those it begins with */
+            markers[id / 8] = (uint8_t)(markers[id / 8] | 1 << id % 8);
+        }
+    }
+}
+
+/* The longest special token of at most limit bytes that begins where v is reached, as its node, or 0. `all`: control
+ * and unknown tokens and markers too. */
+static uint32_t rfi_special_longest(const rfi_tokenizing *w, uint32_t v, uint32_t limit, int all) {
+    const rfi_special *nodes = w->t->special;
+    while ((v = all ? nodes[v].any : nodes[v].user) != 0) {
+        if (nodes[v].n_bytes <= limit && (all || !rfi_is_marker(w, nodes[v].id))) break;
+        v = nodes[v].prefix;
+    }
+    return v;
+}
+
+/* How many borders are at or before pos. After an even number the template's text goes on, else a text of the caller,
+ * which names no control token and no marker. */
+static uint32_t rfi_borders_before(const rfi_tokenizing *w, size_t pos) {
+    uint32_t lo = 0, hi = w->n_borders;
     while (lo < hi) {
-        uint32_t mid = lo + (hi - lo) / 2;
-        if ((unsigned char)t->text[t->special[mid]].data[n] < min) lo = mid + 1;
+        const uint32_t mid = lo + (hi - lo) / 2;
+        if (w->borders[mid] <= pos) lo = mid + 1;
         else hi = mid;
     }
     return lo;
 }
 
-/* The longest special token of at most limit >= 1 bytes that p starts with, or -1: the sorted list is narrowed byte by
- * byte. `all`: control and unknown tokens too. */
-static int32_t rfi_special_longest(const rf_tokenizer *t, const unsigned char *p, uint32_t limit, int all) {
-    uint32_t lo = t->special_first[p[0]], hi = t->special_first[p[0] + 1];
-    int32_t best = -1;
-    for (uint32_t n = 1; lo < hi; n++) {
-        int32_t id = t->special[lo]; /* the shortest that starts with these n bytes: it may end here */
-        if (t->text[id].len == n) {
-            if (all || rfi_token_type(t, (uint32_t)id) == RFI_TOKEN_USER) best = id;
-            lo++;
-        }
-        if (n >= limit) break;
-        lo = rfi_special_bound(t, lo, hi, n, p[n]);
-        hi = rfi_special_bound(t, lo, hi, n, p[n] + 1u);
-    }
-    return best;
+/* Tokens wait in a heap, by their first bytes: the longest first, of equals the leftmost. */
+static uint64_t rfi_special_item(const rf_tokenizer *t, uint32_t v, uint32_t pos) {
+    return (uint64_t)(UINT16_MAX - t->special[v].n_bytes) << 32 | pos;
 }
 
-/* Queue the longest special token at pos of at most limit bytes. It must lie inside one part of the text: the
- * template's or a message's, and in a message `all` is off. */
-static rf_result rfi_special_push(rfi_tokenizing *w, const unsigned char *text, uint32_t pos, uint32_t limit, int all) {
-    uint32_t lo = 0, hi = w->n_borders; /* the first border after pos */
-    while (lo < hi) {
-        uint32_t mid = lo + (hi - lo) / 2;
-        if (w->borders[mid] <= pos) lo = mid + 1;
-        else hi = mid;
+/* Put heap[i] where it belongs among those below it. */
+static void rfi_special_sink(uint64_t *heap, uint32_t n, uint32_t i) {
+    const uint64_t item = heap[i];
+    for (uint64_t child; (child = 2 * (uint64_t)i + 1) < n; i = (uint32_t)child) {
+        if (child + 1 < n && heap[child + 1] < heap[child]) child++;
+        if (item <= heap[child]) break;
+        heap[i] = heap[child];
     }
-    if (lo < w->n_borders) limit = (uint32_t)rfi_min_u64(limit, w->borders[lo] - pos);
-    int32_t id = rfi_special_longest(w->t, text + pos, limit, all && lo % 2 == 0);
-    if (id < 0) return RF_OK;
-    return rfi_heap_push(w, (rfi_heap_item){(~w->t->text[id].len & UINT32_MAX) << 32 | pos, 0, id});
+    heap[i] = item;
+}
+
+/* Count the bytes at which special tokens begin. If there is a heap, add the longest token of each such byte to it, and
+ * its node to mark[]. A token lies inside one part of the text: the template's or a message's. */
+static rf_result rfi_special_scan(rfi_tokenizing *w, rf_string text, int all, int32_t *mark, uint64_t *heap,
+                                  uint32_t *n_found) {
+    uint32_t n = 0, v = 0, b = w->n_borders;
+    rf_result r = RF_OK;
+    for (uint32_t pos = (uint32_t)text.len; pos-- > 0 && r == RF_OK; r = rfi_step_on(w)) {
+        for (; b > 0 && w->borders[b - 1] > pos; b--) v = 0;
+        v = rfi_special_step(w->t, v, (uint8_t)text.data[pos]);
+        const uint32_t found = v ? rfi_special_longest(w, v, UINT32_MAX, all && b % 2 == 0) : 0;
+        if (found && heap) mark[pos] = (int32_t)found, heap[n] = rfi_special_item(w->t, found, pos);
+        n += found != 0;
+    }
+    *n_found = n;
+    return r;
 }
 
 static int rfi_is_ascii_space(unsigned char c) { return c == ' ' || (c >= 9 && c <= 13); }
 
-/* Find the special tokens: the longest first, of equals the leftmost. (*marks)[pos] becomes 1 + id where one starts and
- * -1 on its other bytes; NULL if there is none. */
-static rf_result rfi_special_find(rfi_tokenizing *w, const unsigned char *text, uint32_t n, int all, int32_t **marks) {
+enum { RFI_MARK_TAKEN = INT32_MIN };
+
+/* Choose among the tokens in a heap those that do not overlap: mark[] becomes ~id where one starts and RFI_MARK_TAKEN
+ * on its other bytes. */
+static rf_result rfi_special_choose(rfi_tokenizing *w, rf_string text, int all, int32_t *mark, uint64_t *heap,
+                                    uint32_t n_heap) {
     const rf_tokenizer *t = w->t;
     rf_result r = RF_OK;
-    *marks = NULL;
-    w->n_heap = 0;
-    if (all ? t->n_special == 0 : t->n_user == 0) return RF_OK;
-    for (uint32_t pos = 0; pos < n && r == RF_OK; pos++) r = rfi_special_push(w, text, pos, n - pos, all);
-    if (r != RF_OK || w->n_heap == 0) return r;
-    int32_t *mark = *marks = (int32_t *)rfi_alloc(&t->allocator, n, sizeof *mark, "special tokens of a text", w->err);
-    if (!mark) return RF_ERR_MEMORY;
-    while (w->n_heap > 0 && r == RF_OK) {
-        rfi_heap_item item = rfi_heap_pop(w);
-        uint32_t pos = (uint32_t)item.key, len = (uint32_t)t->text[item.id].len, room = 0;
-        while (room < len && mark[pos + room] == 0) room++;
-        if (room < len) { /* some of its bytes are taken: a shorter one may fit */
-            if (room > 0) r = rfi_special_push(w, text, pos, room, all);
-            continue;
+    for (uint32_t i = n_heap / 2; i-- > 0;) rfi_special_sink(heap, n_heap, i);
+    while (n_heap > 0 && (r = rfi_step_on(w)) == RF_OK) {
+        const uint32_t pos = (uint32_t)heap[0];
+        const rfi_special *node = mark[pos] > 0 ? &t->special[mark[pos]] : NULL; /* NULL: this byte is taken */
+        uint32_t room = 0, v = 0;
+        while (node && room < node->n_bytes && mark[pos + room] >= 0) room++;
+        const int fits = node && room == node->n_bytes;
+        if (node && !fits) /* some of its bytes are taken: a shorter one may fit */
+            v = rfi_special_longest(w, node->prefix, room, all && rfi_borders_before(w, pos) % 2 == 0);
+        heap[0] = v ? rfi_special_item(t, v, pos) : heap[--n_heap];
+        if (n_heap) rfi_special_sink(heap, n_heap, 0);
+        if (node && !fits) mark[pos] = (int32_t)v;
+        if (!fits) continue;
+        for (uint32_t i = 1; i < room; i++) mark[pos + i] = RFI_MARK_TAKEN;
+        mark[pos] = ~node->id;
+        if (!(t->attr[node->id] & RFI_TOKEN_STRIP)) continue;
+        for (uint64_t i = (uint64_t)pos + room; i < text.len && mark[i] >= 0; i++) {
+            if (!rfi_is_ascii_space((unsigned char)text.data[i])) break;
+            mark[i] = RFI_MARK_TAKEN;
         }
-        for (uint32_t i = 0; i < len; i++) mark[pos + i] = i ? -1 : item.id + 1;
-        if (!(t->attr[item.id] & RFI_TOKEN_STRIP)) continue;
-        for (pos += len; pos < n && mark[pos] == 0 && rfi_is_ascii_space(text[pos]); pos++) mark[pos] = -1;
     }
+    return r;
+}
+
+/* Find the special tokens of a text: see rfi_special_choose. *marks is NULL if there is none. */
+static rf_result rfi_special_find(rfi_tokenizing *w, rf_string text, int all, int32_t **marks) {
+    const rf_allocator *a = &w->t->allocator;
+    uint32_t n = 0;
+    *marks = NULL;
+    if (!w->t->special) return RF_OK;
+    rf_result r = rfi_special_scan(w, text, all, NULL, NULL, &n);
+    if (r != RF_OK || n == 0) return r;
+    *marks = (int32_t *)rfi_alloc(a, text.len, sizeof **marks, "special tokens of a text", w->err);
+    uint64_t *heap = (uint64_t *)rfi_alloc(a, n, sizeof *heap, "special tokens of a text", w->err);
+    r = *marks && heap ? rfi_special_scan(w, text, all, *marks, heap, &n) : RF_ERR_MEMORY;
+    if (r == RF_OK) r = rfi_special_choose(w, text, all, *marks, heap, n);
+    rfi_free(a, heap);
     return r;
 }
 
@@ -16502,52 +16801,61 @@ static rf_result rfi_plain_text(rfi_tokenizing *w, const unsigned char *text, ui
     rf_result r = RF_OK;
     if (w->t->is_wpm) return rfi_wpm_text(w, text, n);
     if (!w->t->pre) return rfi_spm_text(w, text, n, w->t->add_space);
-    rfi_cutter cutter = rfi_cut(w->t->pre, text, n);
+    rfi_cutter cutter = rfi_cut(w, w->t->pre, text, n);
     for (uint32_t pos = 0; pos < n && r == RF_OK;) {
         uint32_t end = rfi_cut_next(&cutter, pos);
-        if (rfi_tok_is_raw(w->t)) r = rfi_raw_word(w, text + pos, end - pos);
-        else r = rfi_bpe_word(w, text + pos, end - pos);
+        if (w->cancelled) return RF_ERR_CANCELLED;
+        if (rfi_tok_is_raw(w->t)) r = rfi_raw_word(w, text + pos, end - pos, n - pos);
+        else r = rfi_bpe_word(w, text + pos, end - pos, n - pos);
         pos = end;
     }
     return r;
 }
 
 /* Tokenize a text: count the ids, store as many as there is room for, free all memory of the call. */
-static rf_result rfi_tokenize(rfi_tokenizing *w, const unsigned char *p, uint32_t n, uint32_t flags) {
+static rf_result rfi_tokenize(rfi_tokenizing *w, rf_string text, uint32_t flags) {
     const rf_tokenizer *t = w->t;
+    const unsigned char *p = (const unsigned char *)text.data;
+    const uint32_t n = (uint32_t)text.len;
     int32_t *marks = NULL;
     if (flags & RF_TOKENIZE_ADD && t->add_bos) rfi_put_id(w, t->bos);
-    rf_result r = rfi_special_find(w, p, n, (flags & RF_TOKENIZE_SPECIAL) != 0, &marks);
+    rf_result r = rfi_cancel_ask(w);
+    if (r == RF_OK) r = rfi_special_find(w, text, (flags & RF_TOKENIZE_SPECIAL) != 0, &marks);
     for (uint32_t pos = 0, end; pos < n && r == RF_OK; pos = end) {
-        int is_text = !marks || marks[pos] == 0;
-        for (end = is_text && !marks ? n : pos + 1; end < n && marks && is_text && marks[end] == 0;) end++;
+        const int is_text = !marks || marks[pos] >= 0;
+        for (end = marks ? pos + 1 : n; end < n && is_text && marks[end] >= 0;) end++;
         if (is_text) r = rfi_plain_text(w, p + pos, end - pos);
-        else if (marks[pos] > 0) rfi_put_id(w, marks[pos] - 1);
+        else if (marks[pos] != RFI_MARK_TAKEN) rfi_put_id(w, ~marks[pos]);
     }
     if (flags & RF_TOKENIZE_ADD && t->add_eos) rfi_put_id(w, t->eos);
     rfi_free(&t->allocator, marks);
-    rfi_free(&t->allocator, w->heap);
-    rfi_free(&t->allocator, w->symbols);
-    rfi_free(&t->allocator, w->word);
+    rfi_tokenizing_free(w);
     if (r != RF_OK || w->count <= w->capacity) return r;
     return rfi_fail(w->err, RF_ERR_CAPACITY, 0, "rf_tokenize: want room for %u ids, got %u", w->count, w->capacity);
 }
 
-ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, rf_string text, uint32_t flags, int32_t *out,
-                                    uint32_t capacity, uint32_t *count, rf_error *err) {
+ROCMFORGE_API rf_result rf_tokenize_with(const rf_tokenizer *t, rf_string text, const rf_tokenize_desc *desc,
+                                         int32_t *out, uint32_t capacity, uint32_t *count, rf_error *err) {
+    const rf_tokenize_desc d = desc ? *desc : (rf_tokenize_desc){0, NULL, NULL};
     rfi_clear(err);
     if (count) *count = 0;
     if (!t || !count || (!text.data && text.len) || (!out && capacity))
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: t, text, out and count must not be NULL");
-    if (flags & ~(RF_TOKENIZE_SPECIAL | RF_TOKENIZE_ADD))
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: unknown flags 0x%x", flags);
+    if (d.flags & ~(RF_TOKENIZE_SPECIAL | RF_TOKENIZE_ADD))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: unknown flags 0x%x", d.flags);
     if (text.len > RFI_TEXT_MAX_BYTES)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_tokenize: text has %llu bytes, want at most %d",
                         RFI_LLU(text.len), RFI_TEXT_MAX_BYTES);
-    rfi_tokenizing w = {.t = t, .err = err, .out = out, .capacity = capacity};
-    rf_result r = rfi_tokenize(&w, (const unsigned char *)text.data, (uint32_t)text.len, flags);
-    if (r != RF_ERR_MEMORY) *count = w.count;
+    rfi_tokenizing w = {.t = t, .err = err, .out = out, .capacity = capacity, .cancel_fn = d.cancel_fn,
+                        .cancel_user = d.cancel_user};
+    rf_result r = rfi_tokenize(&w, text, d.flags);
+    if (r == RF_OK || r == RF_ERR_CAPACITY) *count = w.count;
     return r;
+}
+
+ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, rf_string text, uint32_t flags, int32_t *out,
+                                    uint32_t capacity, uint32_t *count, rf_error *err) {
+    return rf_tokenize_with(t, text, &(rf_tokenize_desc){flags, NULL, NULL}, out, capacity, count, err);
 }
 
 /* ---- public: ids to text ---- */
@@ -17337,6 +17645,22 @@ ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const rf_chat *chat, ch
                     (unsigned long long)w.count, (unsigned long long)capacity);
 }
 
+/* The markers of a template: what its family writes, and what it wrote here, where the file's own tokens are in. */
+static void rfi_chat_markers(const rf_tokenizer *t, const rfi_chat_writer *w, const rf_chat *chat, uint8_t *markers) {
+    const rfi_chat_family *f = rfi_chat_by_name(chat->template_name);
+    if (!f && rfi_chat_of_file(t->g, &f, NULL) != RF_OK) return;
+    const char *const texts[] = {f->system[0], f->system[1], f->user[0], f->user[1], f->answer[0], f->answer[1],
+                                 f->prefix, f->open};
+    for (size_t i = 0; i < RFI_COUNT(texts); i++)
+        if (texts[i]) rfi_markers_add(t, rf_string_of(texts[i]), markers);
+    size_t from = 0;
+    for (uint32_t i = 0; i <= w->n_borders; i += 2) {
+        const size_t to = i < w->n_borders ? w->borders[i] : w->count;
+        rfi_markers_add(t, (rf_string){w->out + from, to - from}, markers);
+        if (i < w->n_borders) from = w->borders[i + 1];
+    }
+}
+
 ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *chat, uint32_t flags, int32_t *out,
                                          uint32_t capacity, uint32_t *count, rf_error *err) {
     rfi_clear(err);
@@ -17356,10 +17680,13 @@ ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *c
     uint64_t n_borders = 2 * (uint64_t)chat->n_messages + 1;
     w.borders = (size_t *)rfi_alloc(&t->allocator, n_borders, sizeof *w.borders, "messages", err);
     w.out = (char *)rfi_alloc(&t->allocator, w.capacity + 1, 1, "chat text", err);
-    r = w.borders && w.out ? rfi_chat_write(&w, chat, err) : RF_ERR_MEMORY;
-    rfi_tokenizing k = {.t = t, .err = err, .out = out, .capacity = capacity, .borders = w.borders};
+    uint8_t *markers = (uint8_t *)rfi_alloc(&t->allocator, rfi_markers_bytes(t), 1, "markers", err);
+    r = w.borders && w.out && markers ? rfi_chat_write(&w, chat, err) : RF_ERR_MEMORY;
+    if (r == RF_OK) rfi_chat_markers(t, &w, chat, markers);
+    rfi_tokenizing k = {.t = t, .err = err, .out = out, .capacity = capacity, .borders = w.borders, .markers = markers};
     k.n_borders = w.n_borders;
-    if (r == RF_OK) r = rfi_tokenize(&k, (const unsigned char *)w.out, (uint32_t)w.count, flags | RF_TOKENIZE_SPECIAL);
+    if (r == RF_OK) r = rfi_tokenize(&k, (rf_string){w.out, w.count}, flags | RF_TOKENIZE_SPECIAL);
+    rfi_free(&t->allocator, markers);
     rfi_free(&t->allocator, w.out);
     rfi_free(&t->allocator, w.borders);
     if (r != RF_ERR_MEMORY) *count = k.count;

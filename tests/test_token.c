@@ -249,7 +249,8 @@ static void test_words(void) {
         size_t n = 0;
         const rfi_pre *pre = rfi_pre_find(rf_string_of(cases[i].pre), &name);
         REQUIRE(pre, "no rule %s", cases[i].pre);
-        rfi_cutter cutter = rfi_cut(pre, (const unsigned char *)text, (uint32_t)strlen(text));
+        rfi_tokenizing w = {.t = NULL};
+        rfi_cutter cutter = rfi_cut(&w, pre, (const unsigned char *)text, (uint32_t)strlen(text));
         for (uint32_t pos = 0, end; text[pos]; pos = end) {
             end = rfi_cut_next(&cutter, pos);
             REQUIRE(end > pos && end <= strlen(text), "%s stands still in \"%s\"", name, text);
@@ -935,6 +936,203 @@ static void test_long_texts(void) {
     free(ids);
 }
 
+/* ---- memory, special tokens against a search without an automaton, cancelling ---- */
+
+/* Vocabularies of every kind, for texts of any bytes. */
+static const small every_kind[] = {
+    {"llama", NULL, "nnnn", {"a", SP, SP "a", "aa"}, {NULL}, {0, -1, -2, -3}, 0, 0, NULL},
+    {"llama", NULL, "nnnnu", {"a", SP, "a" SP "a", SP "a", "uu"}, {NULL}, {0, -1, -2, -3}, 0, 0, NULL}, /* not word by word */
+    {"gpt2", "gpt-2", "nnnnnnu", {"a", "aa", "\xc3\xaf", "\xc2\xbf", "\xc2\xbd", "\xc3\xaf\xc2\xbf", "<"},
+     {"a a", "\xc3\xaf \xc2\xbf"}, {0}, 0, 0, NULL},
+    {"gpt2", "llama-bpe", "nnu", {"a", "aa", "uu"}, {"a a"}, {0}, 0, 0, NULL},
+    {"gpt2", "gemma4", "nnnnu", {"a", "aa", SP, FFFD, "uu"}, {"a a"}, {0}, 0, 0, NULL},
+    {"bert", NULL, "nnnx", {SP "a", "a", "aa", "[UNK]"}, {NULL}, {0}, 0, 0, NULL},
+};
+
+/* What rf_tokenize promises, for texts that need most: one word, malformed, of spaces, of special tokens. */
+static void test_memory(void) {
+    static const char *const patterns[] = {"a", " ", "\xff", "a\xff", "\xe2", "!", "!\xff", "\n", "a ", "u", "uu!\xff", "<", "<!",
+                                           FFFD, "\xf0\x9f\x98\x80", "\xd9\xa1", "  \xff"};
+    enum { BYTES = 1 << 14 };
+    char *text = (char *)get(2 * BYTES);
+    int32_t *ids = (int32_t *)get(6 * (size_t)BYTES * sizeof *ids);
+    for (size_t v = 0; v < RFI_COUNT(every_kind); v++) {
+        opened o;
+        open_small(&o, &every_kind[v]);
+        for (size_t k = 0; o.t && k < 3 * RFI_COUNT(patterns); k++) { /* alone; a short and a long word; after others */
+            const size_t len = strlen(patterns[k / 3]);
+            size_t n_bytes = 0;
+            if (k % 3) for (; n_bytes < (k % 3 == 1 ? 300 : BYTES); n_bytes++) text[n_bytes] = "a a!b"[n_bytes % 5];
+            for (size_t i = 0; i < BYTES; i++) text[n_bytes++] = patterns[k / 3][i % len];
+            uint32_t n = 0;
+            const int64_t before = mem.now;
+            mem.peak = mem.now;
+            const rf_result r = rf_tokenize(o.t, (rf_string){text, n_bytes}, 3, ids, 6 * BYTES, &n, &o.err);
+            const int64_t used = mem.peak - before;
+            CHECK(r == RF_OK && mem.now == before, "%d: %s", r, o.err.text);
+            CHECK(used <= 24 * (int64_t)n_bytes + 4096, "vocabulary %u, text %u: %.1f bytes per byte of text", (uint32_t)v, (uint32_t)k,
+                  (double)used / (double)n_bytes);
+        }
+        close_file(&o);
+    }
+    free(text);
+    free(ids);
+}
+
+/* Of all places where special tokens stand the longest are taken first, of equals the leftmost. */
+static uint32_t take_specials(const rf_tokenizer *t, const char *text, uint32_t n, int all, int32_t *out) {
+    static int32_t taken[512];
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < n; i++) taken[i] = -1;
+    for (uint32_t len = n; len > 0; len--)
+        for (uint32_t at = 0; at + len <= n; at++) {
+            int32_t best = -1;
+            int is_free = 1;
+            for (uint32_t i = at; i < at + len; i++) is_free &= taken[i] == -1;
+            for (uint32_t id = 0; is_free && id < t->n_vocab; id++) {
+                const rf_string s = rf_token_get_text(t, (int32_t)id);
+                const uint32_t type = rfi_token_type(t, id);
+                if (s.len != len || memcmp(s.data, text + at, len) != 0) continue;
+                if (type != RFI_TOKEN_USER && !(all && type == RFI_TOKEN_CONTROL)) continue;
+                if (best < 0 || (type == RFI_TOKEN_USER && rfi_token_type(t, (uint32_t)best) != RFI_TOKEN_USER)) best = (int32_t)id;
+            }
+            for (uint32_t i = at; best >= 0 && i < at + len; i++) taken[i] = i == at ? best : -2;
+        }
+    for (uint32_t i = 0; i < n; i++)
+        if (taken[i] != -2) out[count++] = taken[i] >= 0 ? taken[i] : text[i] - 'a'; /* plain: tokens 0 and 1 */
+    return count;
+}
+
+static void test_special_search(void) {
+    mg_rng seed = {7};
+    for (int round = 0; round < 60; round++) {
+        char texts[24][16], text[300];
+        small s = {"gpt2", "gpt-2", NULL, {"a", "b"}, {NULL}, {0}, 0, 0, NULL};
+        char types[25] = "nn";
+        opened o;
+        for (int i = 2; i < 24; i++) { /* tokens of two letters that overlap, nest and repeat */
+            const uint32_t len = 1 + mg_below(&seed, round % 2 ? 12 : 4);
+            for (uint32_t k = 0; k < len; k++) texts[i][k] = (char)('a' + (mg_below(&seed, 4) == 0));
+            texts[i][len] = 0;
+            s.tokens[i] = texts[i];
+            types[i] = mg_below(&seed, 3) ? 'u' : 'c';
+        }
+        s.types = types;
+        open_small(&o, &s);
+        for (int k = 0; o.t && k < 8; k++) {
+            const uint32_t n = 1 + mg_below(&seed, 250);
+            int32_t ids[300], want[300];
+            uint32_t n_ids = 0;
+            for (uint32_t i = 0; i < n; i++) text[i] = (char)('a' + (mg_below(&seed, 5) == 0));
+            const uint32_t flags = k % 2 ? RF_TOKENIZE_SPECIAL : 0, n_want = take_specials(o.t, text, n, k % 2, want);
+            const rf_result r = rf_tokenize(o.t, (rf_string){text, n}, flags, ids, 300, &n_ids, &o.err);
+            CHECK(r == RF_OK && n_ids == n_want && memcmp(ids, want, n_ids * sizeof *ids) == 0, "round %d, text %d: %u, want %u tokens",
+                  round, k, n_ids, n_want);
+        }
+        close_file(&o);
+    }
+}
+
+/* Thousands of user-defined tokens that share prefixes: a search for each at each byte took 46 s a megabyte. */
+static void test_special_fan(void) {
+    enum { TOKENS = 6001, BYTES = 1 << 20 };
+    char (*texts)[1040] = (char (*)[1040])get(TOKENS * sizeof *texts), *text = (char *)get(BYTES);
+    const char **tokens = (const char **)get(TOKENS * sizeof *tokens);
+    int32_t *types = (int32_t *)get(TOKENS * sizeof *types), *ids = (int32_t *)get(BYTES * sizeof *ids);
+    opened o;
+    mg_gguf w;
+    for (int i = 0; i < TOKENS; i++) { /* a; then 1 to 1,000 times a, and the same with one more letter */
+        const int n = i == 0 ? 1 : 1 + (i - 1) / 6;
+        memset(texts[i], 'a', (size_t)n);
+        if (i > 0 && (i - 1) % 6) texts[i][n] = (char)('b' + (i - 1) % 6);
+        tokens[i] = texts[i];
+        types[i] = i == 0 ? RFI_TOKEN_NORMAL : RFI_TOKEN_USER;
+    }
+    memset(text, 'a', BYTES);
+    mg_begin(&w, 3);
+    mg_kv_str(&w, K "model", "gpt2");
+    mg_kv_arr_str(&w, K "tokens", tokens, TOKENS);
+    mg_kv_arr_i32(&w, K "token_type", types, TOKENS);
+    mg_kv_arr_str(&w, K "merges", tokens, 0);
+    open_file(&o, &w, NULL);
+    REQUIRE(o.t, "%s", o.err.text);
+    uint32_t n = 0;
+    const clock_t start = clock();
+    const rf_result r = rf_tokenize(o.t, (rf_string){text, BYTES}, 0, ids, BYTES, &n, &o.err);
+    const double seconds = (double)(clock() - start) / CLOCKS_PER_SEC;
+    CHECK(r == RF_OK && n == BYTES / 1000 + 1 && seconds < 10, "%d: %u tokens in %.1f s", r, n, seconds);
+    close_file(&o);
+    free(texts), free(text), free(tokens), free(types), free(ids);
+}
+
+typedef struct cancelling { int n_asked, stop_at; } cancelling; /* 0: never */
+
+static int ask(void *user) {
+    cancelling *c = (cancelling *)user;
+    return ++c->n_asked == c->stop_at;
+}
+
+/* A call that is cancelled at any of the places where it asks says so and leaves nothing. */
+static void test_cancel(void) {
+    static const char *const patterns[] = {"a", " ", "uu", "a a!", "\xff"};
+    enum { BYTES = 1 << 15 };
+    char *text = (char *)get(BYTES);
+    for (size_t v = 0; v < RFI_COUNT(every_kind); v++) {
+        opened o;
+        open_small(&o, &every_kind[v]);
+        for (size_t k = 0; o.t && k < RFI_COUNT(patterns); k++) {
+            cancelling c = {0, 0};
+            rf_tokenize_desc desc = {.cancel_fn = ask, .cancel_user = &c};
+            uint32_t n = 0;
+            for (size_t i = 0, len = strlen(patterns[k]); i < BYTES; i++) text[i] = patterns[k][i % len];
+            rf_result r = rf_tokenize_with(o.t, (rf_string){text, BYTES}, &desc, NULL, 0, &n, &o.err);
+            CHECK((r == RF_OK || r == RF_ERR_CAPACITY) && c.n_asked >= 3, "%d: asked %d times", r, c.n_asked);
+            for (int n_asked = c.n_asked, at = 1; at <= n_asked; at++) {
+                const int64_t before = mem.live;
+                c = (cancelling){0, at};
+                n = 1;
+                r = rf_tokenize_with(o.t, (rf_string){text, BYTES}, &desc, NULL, 0, &n, &o.err);
+                CHECK(r == RF_ERR_CANCELLED && o.err.code == r && n == 0 && c.n_asked == at && mem.live == before,
+                      "vocabulary %d, text %d: %d at %d, asked %d times", (int)v, (int)k, r, at, c.n_asked);
+            }
+        }
+        close_file(&o);
+    }
+    free(text);
+}
+
+/* Text of the caller between borders becomes none of the template's markers, neither as a special token nor by merging;
+ * user-defined tokens that are no markers are taken there as everywhere. */
+static void test_markers(void) {
+    static const small bpe = {"gpt2", "gpt-2", "nnnnnuuuuucnn", {"<", "|", ">", "n", "<|", "<|>", "<n>", "nn", "<nn", "xx", "<n", "nnn", ">|"},
+                              {"< |", "<| >", "n n", "nn n", "> |"}, {0}, 0, 0, NULL};
+    static const struct { const char *markers, *text; size_t borders[4]; uint32_t n_borders; const char *want; } cases[] = {
+        {"[<|>]", "<|><|>", {3, 6}, 2, "5 4 2"},       /* the template's is a marker, the message's is plain text      */
+        {"[<|>]", "<|><|>", {0, 0}, 0, "5 5"},         /* no borders: all is the template's                            */
+        {"", "<|><|>", {0, 6}, 2, "5 5"},              /* no marker: user-defined tokens are taken in messages          */
+        {"<|>", "<n><nn", {0, 6}, 2, "6 8"},           /* others, too                                                  */
+        {"<|> nn", "nnxx", {0, 4}, 2, "7 9"},          /* words are no markers, though the template has them           */
+        {"<|>", "<|><|>", {1, 5}, 2, "4 2 4 2"},       /* no marker across a border                                    */
+        {"<|>", "<n", {0, 2}, 2, "0 3"},               /* no control token in a message, marker or not                 */
+        {"<|>", "<n", {0, 0}, 2, "10"},                /* an empty message hides nothing                               */
+        {"<|>", "<|<|>", {0, 2, 2, 2}, 4, "4 5"},      /* two messages side by side                                    */
+    };
+    opened o;
+    open_small(&o, &bpe);
+    for (size_t i = 0; o.t && i < RFI_COUNT(cases); i++) {
+        int32_t ids[32];
+        char got[256];
+        uint8_t markers[8] = {0};
+        rfi_markers_add(o.t, rf_string_of(cases[i].markers), markers);
+        rfi_tokenizing w = {.t = o.t, .err = &o.err, .out = ids, .capacity = 32, .borders = cases[i].borders,
+                            .n_borders = cases[i].n_borders, .markers = markers};
+        const rf_result r = rfi_tokenize(&w, rf_string_of(cases[i].text), RF_TOKENIZE_SPECIAL);
+        ids_text(got, sizeof got, ids, w.count);
+        CHECK(r == RF_OK && strcmp(got, cases[i].want) == 0, "case %d: want %s, got %s", (int)i, cases[i].want, got);
+    }
+    close_file(&o);
+}
+
 /* The same for the scanners of every rule: no run of one class, nor a start that leads nowhere, may cost its square. */
 static void test_long_scans(void) {
     enum { BYTES = 1 << 15 };
@@ -949,7 +1147,8 @@ static void test_long_scans(void) {
             for (size_t i = 0; i < n; i++) text[i] = (unsigned char)pattern[i % len];
             if (k % 2) text[n++] = 'x';
             clock_t start = clock();
-            rfi_cutter cutter = rfi_cut(&rfi_pres[p], text, (uint32_t)n);
+            rfi_tokenizing w = {.t = NULL};
+            rfi_cutter cutter = rfi_cut(&w, &rfi_pres[p], text, (uint32_t)n);
             uint32_t pos = 0, stuck = 0;
             while (pos < n && !stuck) {
                 uint32_t end = rfi_cut_next(&cutter, pos);
@@ -958,6 +1157,11 @@ static void test_long_scans(void) {
             }
             double seconds = (double)(clock() - start) / CLOCKS_PER_SEC;
             CHECK(pos == n && !stuck && seconds < 0.5, "%s, %s: stopped at %u after %.1f s", rfi_pres[p].names, pattern, pos, seconds);
+            cancelling once = {0, 1};
+            w = (rfi_tokenizing){.n_steps = 3000, .cancel_fn = ask, .cancel_user = &once};
+            cutter = rfi_cut(&w, &rfi_pres[p], text, (uint32_t)n);
+            for (pos = 0; pos < n && !w.cancelled; stuck++) pos = rfi_cut_next(&cutter, pos);
+            CHECK(pos <= n && once.n_asked <= 1, "%s, %s: cancelled, went on to %u", rfi_pres[p].names, pattern, pos);
         }
     }
     free(text);
@@ -1153,6 +1357,11 @@ int main(int argc, char **argv) {
     RUN(test_malformed);
     RUN(test_no_memory);
     RUN(test_long_texts);
+    RUN(test_memory);
+    RUN(test_special_search);
+    RUN(test_special_fan);
+    RUN(test_cancel);
+    RUN(test_markers);
     RUN(test_long_scans);
     RUN_IF(have_file(example_path), test_shipped_model, "no examples/shakespeare-5m.gguf");
     RUN_IF(have_zoo(argv[0]), test_zoo_texts, "no ../shared/zoo");
