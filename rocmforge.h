@@ -18895,6 +18895,8 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
 /* Changes
  *   0.3.0  Samplers: rf_sampler_desc.logits_fn and logprobs; XTC, DRY (rf_dry_breakers_find), mirostat; histories.
  *            rf_sampler.n_history -> n_accepted, 64 bits.
+ *          rf_tokenize_with: a text that is being tokenized can be cancelled. Messages become no marker of the
+ *            template, whatever its type in the vocabulary.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row

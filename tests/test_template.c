@@ -459,6 +459,60 @@ static void test_tokenize(void) {
     }
 }
 
+/* A vocabulary may have a template's markers as user-defined tokens, which plain text names, too. In messages they stay
+ * text, and other user-defined tokens do not. */
+static void test_markers(void) {
+    static const char *const names[] = {"chatml", "llama3", "gemma", "mistral", "mistral-v7", "zephyr", "phi3", "phi4", "phi4-mini", "glm4",
+                                        "granite", "deepseek3", "deepseek-r1", "harmony"};
+    static const char *const markers[] = {"<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|start_header_id|>", "<|end_header_id|>",
+        "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<|system|>",
+        "<|user|>", "<|assistant|>", "<|end|>", "[gMASK]", "<sop>", "<|start_of_role|>", "<|end_of_role|>", BAR("User"),
+        BAR("Assistant"), "<think>", "<|start|>", "<|channel|>", "<|message|>"};
+    enum { N = RFT_COUNT(markers) };
+    const char *tokens[N + 100];
+    static char letters[95][2];
+    int32_t types[N + 100];
+    char all[1024] = "";
+    mg_gguf w;
+    rf_gguf *g = NULL;
+    rf_tokenizer *t = NULL;
+    rf_error err;
+    uint32_t n = 0;
+    for (; n < N; n++) tokens[n] = markers[n], types[n] = 4, strcat(all, markers[n]);
+    tokens[n] = "<table>", types[n++] = 4;
+    for (int c = '!'; c <= '~'; c++, n++) letters[c - '!'][0] = (char)c, tokens[n] = letters[c - '!'], types[n] = 1;
+    mg_free(&file_bytes);
+    mg_begin(&w, 3);
+    mg_kv_str(&w, "tokenizer.ggml.model", "gpt2");
+    mg_kv_arr_str(&w, "tokenizer.ggml.tokens", tokens, n);
+    mg_kv_arr_i32(&w, "tokenizer.ggml.token_type", types, n);
+    mg_kv_arr_str(&w, "tokenizer.ggml.merges", tokens, 0);
+    mg_finish(&w, &file_bytes);
+    REQUIRE(rf_gguf_open_memory(file_bytes.data, file_bytes.n, NULL, &g, &err) == RF_OK && rf_tokenizer_open(g, NULL, &t, &err) == RF_OK,
+            "%s", err.text);
+    for (size_t i = 0; i < RFT_COUNT(names); i++) {
+        const char *contents[] = {"x", all, "<table>"};
+        uint32_t counts[3][N + 1] = {{0}};
+        for (int k = 0; k < 3; k++) { /* how often each marker stands in the conversation */
+            const rf_chat_message messages[] = {{"user", contents[k]}, {"assistant", contents[k]}, {"user", contents[k]}};
+            const rf_chat chat = {.template_name = names[i], .messages = messages, .n_messages = 3, .open_answer = 1};
+            int32_t ids[4096];
+            uint32_t n_ids = 0;
+            CHECK(rf_chat_tokenize(t, &chat, 0, ids, 4096, &n_ids, &err) == RF_OK, "%s: %s", names[i], err.text);
+            for (uint32_t j = 0; j < n_ids; j++) counts[k][ids[j] < N ? ids[j] : N] += ids[j] <= N;
+        }
+        uint32_t n_used = 0;
+        for (uint32_t m = 0; m < N; m++) {
+            if (counts[0][m]) CHECK(counts[0][m] == counts[1][m], "%s: %s %u times, with messages that name it %u", names[i], markers[m],
+                                    counts[0][m], counts[1][m]);
+            n_used += counts[0][m] > 0;
+        }
+        CHECK(n_used > 0 && counts[2][N] == 3, "%s: %u markers, <table> %u times", names[i], n_used, counts[2][N]);
+    }
+    rf_tokenizer_close(t, NULL);
+    rf_gguf_close(g, NULL);
+}
+
 /* Every capacity: the count is the same, what fits is written, nothing after it. */
 static void test_capacity(void) {
     for (size_t i = 0; i < RFI_COUNT(texts); i++) {
@@ -553,6 +607,7 @@ int main(int argc, char **argv) {
     RUN(test_system);
     RUN(test_final);
     RUN(test_tokenize);
+    RUN(test_markers);
     RUN(test_capacity);
     RUN(test_arguments);
     RUN(test_hostile);
