@@ -4671,7 +4671,7 @@ struct rf_device {
     rf_dev *fallback_dev;          /* CPU device for experts that the CPU computes; NULL until some are      */
 };
 
-/* A child of fork has copies of its parent's objects, not the threads that work for them, and the locks as they were. */
+/* A child of fork has its parent's objects, not the threads that work for them, and the locks as they were. */
 static int rfi_device_is_ours(const rf_device *d) { return d->process == getpid(); }
 static rf_result rfi_device_check(const rf_device *d, const char *call, rf_error *err) {
     if (rfi_device_is_ours(d)) return RF_OK;

@@ -86,6 +86,75 @@ static void test_after_failed_open(void) {
     CHECK(!rf_device_get_api(NULL, &dev) && !dev && !rf_device_get_api(NULL, NULL), "NULL");
 }
 
+/* ---- wrong calls ---- */
+
+/* NULL wherever it may stand: what needs an object says so, what gives facts gives zeros. */
+static void test_null_calls(void) {
+    rf_sampler sampler;
+    float nan = NAN;
+    int32_t id;
+    size_t size;
+    uint32_t n;
+    rf_sampler_init(&sampler, NULL, NULL);
+    const rf_result refused[] = {
+        rf_gguf_open(NULL, NULL, NULL, NULL), rf_gguf_open_memory(NULL, 100, NULL, NULL, NULL), rf_gguf_get_kv(NULL, 0, NULL, NULL),
+        rf_gguf_find_kv(NULL, NULL, NULL, NULL), rf_gguf_get_tensor(NULL, 0, NULL, NULL), rf_gguf_find_tensor(NULL, NULL, NULL, NULL),
+        rf_kv_int(NULL, 0, NULL, NULL), rf_kv_real(NULL, 0, NULL, NULL), rf_kv_text(NULL, NULL, NULL, NULL),
+        rf_gguf_read_tensor(NULL, 0, 0, NULL, 1, NULL), rf_device_list(NULL, 0, NULL, NULL), rf_device_list(NULL, 5, &n, NULL),
+        rf_device_open("cpu", NULL, NULL, NULL), rf_model_open(NULL, NULL, NULL, NULL, NULL), rf_model_load_tensor(NULL, NULL, NULL),
+        rf_model_preload_layers(NULL, NULL, 0, NULL), rf_model_preload_all(NULL, NULL), rf_model_forecast(NULL, NULL, NULL, NULL),
+        rf_model_clear_device_cache(NULL, NULL, NULL), rf_model_get_tokenizer(NULL, NULL, NULL), rf_session_open(NULL, NULL, NULL, NULL),
+        rf_session_eval(NULL, NULL, 0, NULL), rf_session_forward(NULL, NULL, 0, NULL, NULL), rf_session_get_logits(NULL, 0, NULL, NULL),
+        rf_session_get_argmax(NULL, 0, NULL, NULL), rf_session_sync(NULL, 0, NULL, 0, NULL, NULL), rf_session_truncate(NULL, 0, 0, NULL, NULL),
+        rf_session_copy(NULL, 0, 0, NULL), rf_session_keep(NULL, 0, NULL), rf_session_hidden(NULL, 0, 0, NULL, NULL),
+        rf_session_embed(NULL, NULL, 0, 0, NULL, NULL), rf_session_save(NULL, 0, NULL, NULL), rf_session_restore(NULL, 0, NULL, NULL),
+        rf_tokenizer_open(NULL, NULL, NULL, NULL), rf_tokenize(NULL, (rf_string){0}, 0, NULL, 0, NULL, NULL),
+        rf_detokenize(NULL, 0, 0, NULL, 0, NULL, NULL), rf_sampler_defaults(NULL, NULL, NULL), rf_sampler_init(NULL, NULL, NULL),
+        rf_sampler_sample(NULL, NULL, 0, NULL, NULL), rf_sampler_sample(&sampler, &nan, 1, &id, NULL), rf_sampler_sample(&sampler, &nan, 0, &id, NULL),
+        rf_session_sample(NULL, 0, NULL, NULL, NULL), rf_scheduler_open(NULL, NULL, 0, NULL, NULL), rf_scheduler_submit(NULL, NULL, NULL),
+        rf_scheduler_step(NULL, NULL, NULL)};
+    for (size_t i = 0; i < RFI_COUNT(refused); i++)
+        CHECK(refused[i] == RF_ERR_ARGUMENT || refused[i] == RF_ERR_NOT_FOUND, "call %zu: %s", i, rf_result_name(refused[i]));
+    rf_model_cancel_loading(NULL), rf_session_cancel(NULL), rf_sampler_accept(NULL, 0), rf_sampler_accept(&sampler, -9);
+    CHECK(!rf_gguf_get_info(NULL).n_kv && !rf_gguf_handle_fault(NULL, NULL) && !rf_device_get_info(NULL).usable && !rf_model_get_info(NULL).n_layers &&
+              !rf_model_is_tensor_loaded(NULL, NULL) && !rf_model_is_layer_loaded(NULL, 0) && !rf_model_get_loading_stats(NULL).loads &&
+              !rf_model_get_expert_stats(NULL, 0).n_experts && !rf_session_get_stats(NULL).launches && !rf_session_save_bytes(NULL, 0) &&
+              !rf_tokenizer_get_info(NULL).n_vocab && !rf_token_is_end(NULL, 0) && !rf_token_get_text(NULL, 0).len && !rf_model_get_plan(NULL), "facts of NULL");
+    CHECK(rf_device_list(NULL, 0, &n, NULL) == RF_OK && n >= 3, "%u devices", n);
+    rig r;
+    CHECK(put_file(&file, 1), "cannot write %s", path);
+    if (!open_rig(&r, MAPPED)) return;
+    rf_tokenizer *t;
+    REQUIRE(rf_tokenizer_open(r.g, NULL, &t, &r.err) == RF_OK, "%s", r.err.text);
+    rf_detokenizer state = {.tokenizer = t};
+    CHECK(rf_tokenize(t, rf_string_of("a b"), 0, NULL, 0, &n, NULL) == RF_ERR_CAPACITY && n > 0, "%u tokens", n);
+    CHECK(rf_tokenize(t, (rf_string){0}, 0, NULL, 0, &n, NULL) == RF_OK && n == 0, "%u tokens", n);
+    CHECK(rf_detokenize(&state, -1, RF_DETOKENIZE_FINISH, NULL, 0, &size, NULL) == RF_OK && size == 0, "%zu bytes", size);
+    CHECK(rf_gguf_read_tensor(r.g, 0, 0, NULL, 0, NULL) <= RF_OK && rf_gguf_read_tensor(r.g, 0, UINT64_MAX, &id, 4, NULL) == RF_ERR_ARGUMENT &&
+              rf_gguf_read_tensor(r.g, UINT64_MAX, 0, &id, 4, NULL) != RF_OK, "a range");
+    CHECK(rf_session_sync(r.s, 0, NULL, 0, &n, NULL) == RF_OK && rf_session_hidden(r.s, UINT32_MAX, 2, &nan, NULL) == RF_ERR_ARGUMENT &&
+              rf_session_truncate(r.s, -1, 0, NULL, NULL) == RF_ERR_ARGUMENT, "a session");
+    CHECK(rf_tokenizer_close(t, NULL) == RF_OK, "busy");
+    rig_close(&r);
+}
+
+/* A tensor is loaded by its name in the file; parts of one have none. */
+static void test_names_of_experts(void) {
+    rig r;
+    mg_buf moe = {0};
+    static const char *const wrong[] = {"blk.0.ffn_up_exps.weight:0", "blk.0.ffn_up_exps.weight:", "blk.0.ffn_up_exps", "", ":0"};
+    mg_llama(&moe, &(mg_options){.arch = "qwen3moe", .n_layers = 1, .n_experts = 4});
+    if (!rig_open(&r, &(rig_how){.file = &moe})) return;
+    for (size_t i = 0; i < RFI_COUNT(wrong); i++)
+        CHECK(rf_model_load_tensor(r.m, wrong[i], &r.err) == RF_ERR_NOT_FOUND && !rf_model_is_tensor_loaded(r.m, wrong[i]), "%s", wrong[i]);
+    CHECK(rf_model_load_tensor(r.m, "blk.0.ffn_up_exps.weight", &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_model_is_tensor_loaded(r.m, "blk.0.ffn_up_exps.weight") && rf_model_get_loading_stats(r.m).loads == 4, "four matrices");
+    for (uint32_t i = 0; i < rf_model_get_plan(r.m)->n_weights; i++)
+        CHECK(!strchr(rf_model_get_plan(r.m)->weights[i].name, ':'), "%s", rf_model_get_plan(r.m)->weights[i].name);
+    rig_close(&r);
+    mg_free(&moe);
+}
+
 /* ---- files that change ---- */
 
 /* After tensor n was loaded, for every n, the file is replaced under its name, which nobody notices, or rewritten in
@@ -390,6 +459,8 @@ int main(int argc, char **argv) {
     mg_llama(&file, &(mg_options){.type = MG_Q8_0, .n_layers = 2});
     RUN(test_colliding_names);
     RUN(test_after_failed_open);
+    RUN(test_null_calls);
+    RUN(test_names_of_experts);
     RUN(test_changed_at_every_tensor);
     RUN(test_cut_while_generating);
     RUN(test_cut_in_use);
