@@ -4647,9 +4647,11 @@ ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n
  * "locked" after a function's head means that the caller holds store.monitor, "locked, yields" that the function also
  * releases it for a while: what it guards may have changed afterwards. */
 
-/* The least number by which a key or a tensor may divide angles of rope. Where both do, those of all positions, which
- * are below 2^31, stay below RF_ROPE_ANGLE_MAX. */
+/* The least number by which a key may divide angles of rope, and the least magnitude of a tensor's: models that
+ * llama.cpp's tests save have small and negative ones. With either, the angles of all positions, which are below 2^31,
+ * stay below RF_ROPE_ANGLE_MAX. */
 #define RFI_ROPE_FACTOR_MIN 1e-3
+#define RFI_ROPE_TENSOR_MIN 1e-5
 
 typedef struct rfi_store rfi_store;
 static uint32_t rfi_cpu_count(void);                                   /* section 10 */
@@ -5465,10 +5467,11 @@ static rf_result rfi_check_factors(const rfi_store *s, const rfi_tensor *t, cons
     for (uint32_t i = 0; i < w->n_in; i++) {
         float v;
         rfi_dequantize_row(w->type, (const uint8_t *)data + i * rfi_row_bytes(w->type, 1), 1, &v);
-        if (isfinite(v) && (double)v >= RFI_ROPE_FACTOR_MIN) continue;
+        if (isfinite(v) && fabs((double)v) >= RFI_ROPE_TENSOR_MIN) continue;
         const uint64_t at = rfi_tensor_info(s, t).offset_bytes + i * rfi_row_bytes(w->type, 1);
-        return rfi_fail(err, RF_ERR_FORMAT, at, "%s: %s, element %u at byte %llu: want a finite number >= %g, found %g",
-                        rfi_gguf_path(s->g), w->name, i, RFI_LLU(at), RFI_ROPE_FACTOR_MIN, (double)v);
+        return rfi_fail(err, RF_ERR_FORMAT, at, "%s: %s, element %u at byte %llu: want a finite number whose magnitude "
+                        "is at least %g, found %g", rfi_gguf_path(s->g), w->name, i, RFI_LLU(at), RFI_ROPE_TENSOR_MIN,
+                        (double)v);
     }
     return RF_OK;
 }
@@ -6758,6 +6761,8 @@ typedef struct rfi_layer_config {
     int swa;              /* 1: a layer with a sliding window                             */
     int recurrent;        /* 1: a recurrent state instead of attention                    */
     int rope;             /* 0: queries and keys are not rotated                          */
+    double limit, shared_limit; /* of SwiGLU in experts, and in the others; 0: none       */
+    uint32_t n_ff_experts;
 } rfi_layer_config;
 
 typedef enum rfi_gating {
@@ -6770,17 +6775,26 @@ typedef enum rfi_gating {
 typedef struct rfi_moe_arch {
     rfi_gating gating;
     int normalize;    /* the weights of the chosen experts add up to 1                                       */
-    int keys;         /* expert_gating_func, expert_weights_norm and _scale are read                         */
-    int n_ff_is_ff;   /* expert_feed_forward_length defaults to feed_forward_length                          */
-    int groups;       /* expert_group_count and _used_count are read                                         */
+    int keys;         /* what is read: 1 expert_gating_func, 2 expert_weights_norm, 4 expert_weights_scale   */
+    int n_ff_is_ff;   /* if expert_feed_forward_length does not say else experts are 1: as wide as
+                         feed_forward_length, 2: as that divided by the number of chosen ones                */
     int dense_beside; /* the dense FFN runs beside the experts; both outputs are normed and added            */
+    int dense_first;  /* the dense FFN, n_embd wide, too; the experts read the layer's input, normed by
+                         ffn_norm_exps                                                                       */
+    int dense_half;   /* (dense FFN + experts) / sqrt(2), in layers that have one                            */
+    int shared_half;  /* (experts + shared experts) / 2                                                      */
+    int raw_router;   /* the router reads the layer's input without any norm                                 */
+    int weights_first; /* the experts' inputs are weighted, not their outputs                                */
+    int by_router;    /* layers without ffn_gate_inp have no experts                                         */
+    int chunks;       /* their sum goes through further experts, which groups of them share                  */
     int optional;     /* a file without expert_count has no experts                                          */
     int shared_gate;  /* the shared experts' output is multiplied by sigmoid(ffn_gate_inp_shexp . x)         */
-    int dense_lead;   /* the first leading_dense_block_count layers have no experts                          */
-    int by_router;    /* layers without ffn_gate_inp have a dense FFN                                        */
-    int latent;       /* experts may read and make fewer values than n_embd: expert_latent_length            */
-    int shared;       /* shared experts, as wide as expert_feed_forward_length times expert_shared_count, or
-                         expert_shared_feed_forward_length                                                   */
+    int dense_lead;   /* the first leading_dense_block_count layers have no experts; 2: and always rope      */
+    int latent;       /* experts may read and make fewer values than n_embd: expert_latent_length, or as maion-coder
+                         has it, moe_latent_size                                                             */
+    int shared;       /* shared experts, as wide as expert_shared_feed_forward_length, or if that is not there as
+                         expert_feed_forward_length times expert_shared_count; 2: times that count in both cases,
+                         3: one if there is no count                                                         */
 } rfi_moe_arch;
 
 /* What recurrent layers are. */
@@ -6818,8 +6832,9 @@ typedef struct rfi_moe_config {
     uint32_t n_in;    /* values that experts read and make: n_embd, or fewer (latent experts) */
     uint32_t gating;
     uint32_t n_groups, n_groups_used; /* as rf_route_params */
+    uint32_t n_chunk_ff;              /* width of the chunks' experts */
     int normalize;
-    double scale;
+    double scale, chunk_scale;
 } rfi_moe_config;
 
 /* Multi-head latent attention (MLA): all heads share one key of kv_lora_rank values and n_rot rotated ones. The layers'
@@ -6837,14 +6852,17 @@ typedef struct rfi_arch {
     const char *name;
 
     /* norms */
-    uint8_t layer_norm;       /* all norms subtract the mean and may have a bias                              */
+    uint8_t layer_norm;       /* all norms subtract the mean and may have a bias; 2: unless the file has an epsilon
+                                 of RMS norms                                                                 */
     uint8_t no_pre_norm;      /* attention and FFN read x itself                                              */
     uint8_t post_norm;        /* the outputs of attention and FFN are normed: post_attention_norm, post_ffw_norm */
-    uint8_t ffn_norm_is_post_attention; /* the norm before the FFN is named post_attention_norm               */
-    uint8_t embedding_norm;   /* token_embd_norm after the embedding                                          */
+    const char *ffn_norm, *attn_post_norm, *ffn_post_norm; /* their names, if they have others                */
+    float post_norm_eps;      /* epsilon of the post norms; 0: as the others                                  */
+    uint8_t norm_unweighted;  /* the norms of the residual stream have no weights                             */
+    uint8_t embedding_norm;   /* 1: token_embd_norm after the embedding, 2: an RMS norm without weights       */
+    uint8_t qk_norm_after;    /* queries and keys are normed after rope                                       */
     uint8_t qk_norm;          /* each query and key head is normed before rope                                */
-    uint8_t qk_norm_each;     /* the same, with a weight for each head                                        */
-    uint8_t qk_norm_wide;     /* one norm over all query heads, one over all key heads                        */
+    uint8_t qk_norm_wide;     /* one norm over all query heads, one over all key heads; 2: if attn_q_norm is there */
     uint8_t qk_norm_optional; /* as qk_norm, in layers that have attn_q_norm                                  */
     uint8_t v_norm;           /* values are normed, too; a layer without attn_v takes attn_k's output as values */
 
@@ -6853,42 +6871,56 @@ typedef struct rfi_arch {
     uint8_t parallel_key;     /* the same if use_parallel_residual says so                                    */
     uint8_t parallel_without_ffn_norm; /* the same in layers without ffn_norm                                 */
     uint8_t embed_sqrt;       /* embeddings times sqrt(n_embd)                                                */
-    uint8_t learned_positions; /* position_embd instead of rope                                               */
+    uint8_t learned_positions; /* position_embd instead of rope; 2: if it is there                            */
+    uint8_t embedding_is_output; /* a file without token_embd has its rows in output                          */
+    uint8_t embedding_skip;   /* every layer adds the embedding times layer_output_scale                      */
     uint8_t layer_inputs;     /* an embedding row for every layer, layers that share the keys and values of earlier
                                  ones, layer_output_scale                                                     */
 
     /* keys that are read */
-    uint8_t scale_keys;       /* embedding_scale, residual_scale, logit_scale (divides), attention.scale      */
+    uint8_t scale_keys;       /* embedding_scale, residual_scale, logit_scale (divides), attention.scale; 2: with
+                                 MiniCPM's values if they are absent, 3: always MiniCPM3's                    */
+    uint8_t grok_keys;        /* Grok's scales and softcaps                                                   */
     uint8_t logit_scale_multiplies; /* logit_scale                                                            */
     uint8_t attn_softcap;     /* attn_ and final_logit_softcapping, 50 and 30 if absent                       */
-    uint8_t final_softcap;    /* final_logit_softcapping                                                      */
+    uint8_t final_softcap;    /* final_logit_softcapping; 2: 30 if absent                                     */
     uint8_t attn_temperature; /* attention.temperature_scale and yarn's betas                                 */
-    uint8_t alibi_keys;       /* attention.max_alibi_bias and clamp_kqv                                       */
+    uint8_t alibi_keys;       /* attention.max_alibi_bias                                                     */
+    uint8_t clamp_key;        /* attention.clamp_kqv                                                          */
+    uint8_t value_scale;      /* attention.value_scale                                                        */
 
     /* rope and attention */
     uint8_t rope_neox;        /* rope pairs (i, i + n_rot/2) instead of (2i, 2i+1)                            */
     uint8_t mrope;            /* M-RoPE if rope.dimension_sections is there; 2: its axes take turns           */
     uint8_t rope_switch;      /* no rope if rope.scaling.finetuned is false                                   */
     uint8_t longrope;         /* rope_factors_long and rope_factors_short                                     */
+    uint8_t rope_by_depth;    /* 32 layers: rope, 40: ALiBi, else neither                                     */
     uint8_t attn_sinks;       /* attn_sinks; scores are scaled by 1/sqrt(n_rot)                               */
+    uint8_t attn_gate;        /* rf_activation of attn_gate, which multiplies attention's output              */
     uint8_t mla;              /* multi-head latent attention: one compressed key and value for all heads      */
     uint8_t swa_yarn;         /* layers with a sliding window (SWA) use yarn, too                             */
+    uint8_t swa_plain_rope;   /* their rope is not scaled                                                     */
+    uint8_t swa_first_full;   /* of each period the first layer has no window, and no rope if a window is     */
+    uint8_t swa_fixed;        /* the window's size is swa_window, 1: if the file has one, 2: unless it says 0; 2 is
+                                 llama4's, whose windows are chunks: no context may be longer than the first  */
     uint8_t swa_rope_only;    /* only they have rope                                                          */
     uint8_t swa_heads;        /* they have head sizes of their own, and no rope_freqs                         */
     uint32_t swa_period;      /* n: SWA in all layers but every n-th, unless the file says else; 0: none      */
     uint32_t swa_window;      /* positions a window holds if the file does not say                            */
+    uint32_t swa_layers;      /* only models of so many layers have windows; 0: all                           */
     float swa_rope_base;      /* rope base of SWA layers, unscaled; 0: as the others                          */
     uint32_t no_rope_period;  /* n: every n-th layer has no rope                                              */
     float alibi;              /* ALiBi instead of rope, the steepest slope is 2^(-alibi / heads); 0: rope     */
-    float attn_scale;         /* of scores; 0: 1/sqrt(head_dim)                                               */
+    float attn_scale;         /* of scores; 0: 1/sqrt(head_dim), -1: 1/head_dim                               */
     uint32_t wide_layers;     /* a model of so many layers scales scores by 1/sqrt(n_embd / n_heads)          */
 
     /* FFN */
-    uint8_t gelu;             /* instead of SiLU                                                              */
-    uint8_t relu2;            /* instead of SiLU                                                              */
+    uint8_t activation;       /* rf_activation                                                                */
     uint8_t no_gate;          /* FFN: down act(up x)                                                          */
     uint8_t fused_gate_up;    /* ffn_up holds the gate's rows, then its own                                   */
     uint8_t swiglu_oai;       /* experts: RF_ACT_OAI instead of SiLU                                          */
+    uint8_t swiglu_limit;     /* its activation where swiglu_clamp_exp or _shexp limits a layer               */
+    uint8_t half_ff;          /* feed_forward_length counts gate and up together                              */
 
     const rfi_moe_arch *moe;             /* NULL: no experts                */
     const rfi_recurrent_arch *recurrent; /* NULL: all layers have attention */
@@ -6911,6 +6943,7 @@ typedef struct rfi_config {
     uint32_t n_layer_input;           /* values of a layer's embedding row; 0: none */
     uint32_t n_positions;             /* learned ones; 0: no limit                  */
     double norm_eps;
+    int layer_norm;                   /* norms subtract the mean                    */
     rfi_rope_config rope, swa_rope;
     int rope_neox;                    /* as rfi_arch; M-RoPE implies it             */
     uint32_t rope_sections[4];        /* M-RoPE: pairs of each axis; 0: no M-RoPE   */
@@ -6920,6 +6953,8 @@ typedef struct rfi_config {
     double embedding_scale, residual_scale, logit_scale; /* 0: none              */
     double attention_scale;           /* of scores; 0: 1/sqrt(head_dim)             */
     double attention_softcap, logit_softcap, temperature; /* 0: none             */
+    double value_scale;               /* of attention's output; 0: none          */
+    uint32_t temperature_length;
     double alibi;                     /* 0: rope                                    */
     double clamp;                     /* of queries, keys and values; 0: none       */
     uint32_t n_blocks;                /* layers in the file: n_layers, then unused MTP layers */
@@ -7030,6 +7065,20 @@ static void rfi_key_real(rfi_key_reader *k, const char *suffix, double min, doub
         rfi_key_fail(k, RF_ERR_FORMAT, "want a finite number >= %g, found %g", min, *out);
 }
 
+/* Factors of every layer, as an array or one number. Absent: 0. */
+static void rfi_key_layer_reals(rfi_key_reader *k, const char *suffix, const rfi_config *c, size_t member) {
+    const rf_kv *kv = &k->kv;
+    if (!rfi_key_read(k, suffix, 0)) return;
+    if (kv->type == RF_KV_ARRAY && kv->count < c->n_layers)
+        rfi_key_fail(k, RF_ERR_FORMAT, "want %u numbers, one per layer, found %llu", c->n_layers, RFI_LLU(kv->count));
+    for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
+        double v = -1;
+        if (rf_kv_real(kv, kv->type == RF_KV_ARRAY ? il : 0, &v, NULL) != RF_OK || !isfinite(v) || v < 0 || v > 1e9)
+            rfi_key_fail(k, RF_ERR_FORMAT, "want numbers from 0 to 1e9, found %g in layer %u", v, il);
+        memcpy((char *)&c->layers[il] + member, &v, sizeof v);
+    }
+}
+
 /* A factor, softcap or temperature: 0 (none), or 1e-9 to 1e9, so that products neither overflow nor vanish. */
 static void rfi_key_scale(rfi_key_reader *k, const char *suffix, double absent, int required, double *out) {
     rfi_key_real(k, suffix, 0, absent, required, out);
@@ -7124,8 +7173,8 @@ static void rfi_config_rope(rfi_key_reader *k, rfi_config *c) {
     if (c->rope_n_ctx_original == 0) c->rope_n_ctx_original = c->n_ctx_train;
     c->yarn_beta_fast = 32;
     c->yarn_beta_slow = 1;
-    if (c->arch->attn_temperature) {
-        rfi_key_real(k, "rope.scaling.yarn_beta_fast", FLT_MIN, 32, 0, &c->yarn_beta_fast);
+    if (c->arch->attn_temperature || c->arch->grok_keys) {
+        rfi_key_real(k, "rope.scaling.yarn_beta_fast", FLT_MIN, c->arch->grok_keys ? 8 : 32, 0, &c->yarn_beta_fast);
         rfi_key_real(k, "rope.scaling.yarn_beta_slow", FLT_MIN, 1, 0, &c->yarn_beta_slow);
     }
     rfi_config_rope_sections(k, c);
@@ -7134,59 +7183,104 @@ static void rfi_config_rope(rfi_key_reader *k, rfi_config *c) {
     c->swa_rope = c->rope;
     c->swa_rope.n_rot = swa_n_rot;
     if (swa_base > 0) c->swa_rope.base = swa_base;
-    if (swa_base > 0 || (c->rope.scaling == RFI_ROPE_YARN && !c->arch->swa_yarn)) /* for long contexts */
+    if (swa_base > 0 || c->arch->swa_plain_rope || (c->rope.scaling == RFI_ROPE_YARN && !c->arch->swa_yarn))
         c->swa_rope = (rfi_rope_config){c->swa_rope.base, 1, 0, RFI_ROPE_NONE, c->swa_rope.n_rot};
     if (c->arch->swa_period) rfi_key_real(k, "rope.freq_base_swa", 1, c->swa_rope.base, 0, &c->swa_rope.base);
 }
 
-/* The layers with a sliding window: all but every n-th (0: all), or a list of booleans, one per layer. */
-static void rfi_config_window(rfi_key_reader *k, rfi_config *c) {
-    const rfi_uint_key window_key = {"attention.sliding_window", 0, INT32_MAX, c->arch->swa_window, 0},
-                       period_key = {"attention.sliding_window_pattern", 0, ROCMFORGE_MAX_LAYERS, 0, 0};
-    uint32_t window = 0, period = c->arch->swa_period;
-    if (period == 0) return;
-    rfi_key_uint(k, &window_key, &window);
-    const int there = rfi_key_read(k, period_key.suffix, c->arch->swa_heads), list = there && k->kv.type == RF_KV_ARRAY;
-    const rf_kv kv = k->kv;
-    if (there && !list) rfi_key_uint(k, &period_key, &period);
-    if (list && (kv.count != c->n_layers || kv.element_type != RF_KV_BOOL))
-        rfi_key_fail(k, RF_ERR_FORMAT, "want a number, or %u truth values, one per layer", c->n_layers);
-    for (uint32_t il = 0; k->result == RF_OK && window && il < c->n_layers; il++) {
-        int64_t swa = period == 0 || il % period < period - 1;
-        if (list) rf_kv_int(&kv, il, &swa, NULL);
-        c->layers[il].swa = swa != 0;
-        c->layers[il].window = swa ? window : 0;
-        if (!swa && c->arch->swa_rope_only) c->layers[il].rope = 0;
+/* attention.rope_pattern: 0 for layers without rope. */
+static void rfi_config_rope_pattern(rfi_key_reader *k, rfi_config *c) {
+    static const rfi_uint_key pattern = {"attention.rope_pattern", 0, UINT32_MAX, 1, 0};
+    for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
+        uint32_t rope = 1;
+        rfi_key_uint_of(k, &pattern, il, c->n_blocks, &rope);
+        if (!rope) c->layers[il].rope = 0;
     }
 }
 
-/* Scales, softcaps and slopes; 0 is none, as in llama.cpp. */
+/* The layers with a sliding window: all but every n-th (0: all), or a list that says which, one per layer. */
+static void rfi_config_window(rfi_key_reader *k, rfi_config *c) {
+    const rfi_arch *a = c->arch;
+    const uint32_t absent = a->swa_fixed == 1 ? 0 : a->swa_window;
+    const rfi_uint_key window_key = {"attention.sliding_window", 0, INT32_MAX, absent, 0},
+                       period_key = {"attention.sliding_window_pattern", 0, ROCMFORGE_MAX_LAYERS, 0, 0};
+    uint32_t window = 0, period = a->swa_period;
+    if (period == 0 || (a->swa_layers && c->n_layers != a->swa_layers)) return;
+    rfi_key_uint(k, &window_key, &window);
+    if (window && a->swa_fixed) window = a->swa_window;
+    if (window && a->swa_fixed == 2) c->n_positions = window - 1; /* beyond, windows and scores would be others */
+    const int there = rfi_key_read(k, period_key.suffix, a->swa_heads), list = there && k->kv.type == RF_KV_ARRAY;
+    const rf_kv kv = k->kv;
+    if (there && !list) rfi_key_uint(k, &period_key, &period);
+    if (list && ((kv.count != c->n_layers && kv.count != c->n_blocks) ||
+                 (kv.element_type != RF_KV_BOOL && !rfi_kv_is_uint(kv.element_type))))
+        rfi_key_fail(k, RF_ERR_FORMAT, "want a number, or %u truth values, one per layer", c->n_layers);
+    for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
+        rfi_layer_config *l = &c->layers[il];
+        const uint32_t of_period = period ? il % period : 0;
+        int64_t swa = period == 0 || (a->swa_first_full ? of_period != 0 : of_period < period - 1);
+        if (list) rf_kv_int(&kv, il, &swa, NULL);
+        if (window == 0 && a->swa_fixed == 2) l->rope = il + 1 < c->n_layers;
+        if (window == 0) continue;
+        l->swa = swa != 0;
+        l->window = swa ? window : 0;
+        if ((!swa && a->swa_rope_only) || (a->swa_first_full && a->no_rope_period && il % a->no_rope_period == 0))
+            l->rope = 0;
+    }
+}
+
+/* Scales of the residual stream and of logits; 0 is none, as in llama.cpp. */
+static void rfi_config_stream_scales(rfi_key_reader *k, rfi_config *c) {
+    const rfi_arch *arch = c->arch;
+    const int mini = arch->scale_keys >= 2; /* MiniCPM: 12, 1.4 / sqrt(layers), logits of a model of 256 values */
+    c->embedding_scale = arch->embed_sqrt ? sqrt((double)c->n_embd) : mini ? 12 : 0;
+    c->residual_scale = mini ? 1.4 / sqrt((double)c->n_layers) : 0;
+    c->logit_scale = mini ? (double)c->n_embd / 256 : 0;
+    if (arch->scale_keys && arch->scale_keys < 3) {
+        rfi_key_scale(k, "embedding_scale", c->embedding_scale, 0, &c->embedding_scale);
+        rfi_key_scale(k, "residual_scale", c->residual_scale, 0, &c->residual_scale);
+        rfi_key_scale(k, "attention.scale", 0, 0, &c->attention_scale);
+        rfi_key_scale(k, "logit_scale", c->logit_scale, !mini, &c->logit_scale);
+    }
+    if (arch->scale_keys && c->logit_scale != 0) c->logit_scale = 1 / c->logit_scale;
+    if (arch->logit_scale_multiplies) rfi_key_scale(k, "logit_scale", 0, 1, &c->logit_scale);
+    if (arch->grok_keys) {
+        rfi_key_scale(k, "embedding_scale", 78.38367176906169, 0, &c->embedding_scale);
+        rfi_key_scale(k, "logit_scale", 0.5773502691896257, 0, &c->logit_scale);
+    }
+}
+
+/* Scales, softcaps and slopes of attention and the last softcap; 0 is none. */
 static void rfi_config_scales(rfi_key_reader *k, rfi_config *c) {
     const rfi_arch *arch = c->arch;
-    if (arch->embed_sqrt) c->embedding_scale = sqrt((double)c->n_embd);
+    rfi_config_stream_scales(k, c);
     if (arch->wide_layers == c->n_layers) c->attention_scale = 1 / sqrt((double)c->n_embd / c->layers[0].n_heads);
-    c->alibi = (double)arch->alibi;
-    if (arch->alibi_keys) {
-        rfi_key_real(k, "attention.max_alibi_bias", FLT_MIN, 0, 1, &c->alibi);
-        rfi_key_scale(k, "attention.clamp_kqv", 0, 0, &c->clamp);
-    }
+    c->alibi = arch->rope_by_depth ? (c->n_layers == 40 ? 8 : 0) : (double)arch->alibi;
+    if (arch->alibi_keys) rfi_key_real(k, "attention.max_alibi_bias", 0, 0, 0, &c->alibi);
+    if (arch->clamp_key) rfi_key_scale(k, "attention.clamp_kqv", 0, 0, &c->clamp);
+    if (arch->value_scale) rfi_key_scale(k, "attention.value_scale", 0, 0, &c->value_scale);
     if (arch->attn_scale > 0) c->attention_scale = (double)arch->attn_scale;
+    else if (arch->attn_scale < 0) c->attention_scale = 1.0 / c->head_dim;
     if (arch->mla) { /* keys are rotated in part only, so yarn's magnitude applies to the scores */
         const double f = c->rope.scaling == RFI_ROPE_YARN ? fmax(1, c->rope.factor) : 1;
         const double magnitude = 1 + c->yarn_log_multiplier * log(f);
         c->attention_scale = magnitude * magnitude / sqrt(c->mla.head_dim);
     }
-    if (arch->scale_keys) {
-        rfi_key_scale(k, "embedding_scale", 0, 0, &c->embedding_scale);
-        rfi_key_scale(k, "residual_scale", 0, 0, &c->residual_scale);
-        rfi_key_scale(k, "attention.scale", 0, 0, &c->attention_scale);
+    if (arch->grok_keys) rfi_key_scale(k, "attention.output_scale", 0.08838834764831845, 0, &c->attention_scale);
+    if (arch->attn_softcap || arch->grok_keys)
+        rfi_key_scale(k, "attn_logit_softcapping", arch->grok_keys ? 30 : 50, 0, &c->attention_softcap);
+    if (arch->attn_softcap || arch->final_softcap || arch->grok_keys)
+        rfi_key_scale(k, "final_logit_softcapping", arch->attn_softcap || arch->final_softcap == 2 ? 30 : 0, 0,
+                      &c->logit_softcap);
+    if (arch->attn_temperature) {
+        const rfi_uint_key length = {"attention.temperature_length", 0, INT32_MAX, 0, 0};
+        rfi_key_scale(k, "attention.temperature_scale", 0, 0, &c->temperature);
+        if (arch->mla) rfi_key_uint(k, &length, &c->temperature_length);
+        if (c->temperature_length == 0) c->temperature_length = c->rope_n_ctx_original;
     }
-    if (arch->scale_keys || arch->logit_scale_multiplies) rfi_key_scale(k, "logit_scale", 0, 1, &c->logit_scale);
-    if (arch->scale_keys && c->logit_scale != 0) c->logit_scale = 1 / c->logit_scale;
-    if (arch->attn_softcap) rfi_key_scale(k, "attn_logit_softcapping", 50, 0, &c->attention_softcap);
-    if (arch->attn_softcap || arch->final_softcap)
-        rfi_key_scale(k, "final_logit_softcapping", arch->attn_softcap ? 30 : 0, 0, &c->logit_softcap);
-    if (arch->attn_temperature) rfi_key_scale(k, "attention.temperature_scale", 0, 0, &c->temperature);
+    if (!arch->swiglu_limit) return;
+    rfi_key_layer_reals(k, "swiglu_clamp_exp", c, offsetof(rfi_layer_config, limit));
+    rfi_key_layer_reals(k, "swiglu_clamp_shexp", c, offsetof(rfi_layer_config, shared_limit));
 }
 
 /* Vocabulary size: the token list counts; a file without a tokenizer may say vocab_size. */
@@ -7212,9 +7306,9 @@ static void rfi_config_gating(rfi_key_reader *k, rfi_config *c) {
                               gating = {"expert_gating_func", 0, UINT32_MAX, 0, 0};
     rfi_moe_config *m = &c->moe;
     uint32_t function = 0, n_groups = 0;
-    rfi_key_uint(k, &gating, &function);
-    rfi_key_bool(k, "expert_weights_norm", c->moe.normalize, 0, &c->moe.normalize);
-    rfi_key_real(k, "expert_weights_scale", 0, 0, 0, &c->moe.scale);
+    if (c->arch->moe->keys & 1) rfi_key_uint(k, &gating, &function);
+    if (c->arch->moe->keys & 2) rfi_key_bool(k, "expert_weights_norm", m->normalize, 0, &m->normalize);
+    if (c->arch->moe->keys & 4) rfi_key_real(k, "expert_weights_scale", 0, 0, 0, &m->scale);
     rfi_key_uint(k, &groups, &n_groups);
     if (k->result != RF_OK) return;
     if (function > RFI_GATING_CHOSEN) {
@@ -7224,16 +7318,37 @@ static void rfi_config_gating(rfi_key_reader *k, rfi_config *c) {
     if (function) m->gating = function;
     else if (c->arch->mla && c->n_vocab == 154880 && (c->n_blocks == 47 || c->n_blocks == 48))
         m->gating = RFI_GATING_SIGMOID; /* files of GLM-4.7-Flash do not say so */
-    if (n_groups <= 1) return;
+    if (n_groups <= 1 || k->result != RF_OK) return;
     m->n_groups = n_groups;
     rfi_key_uint(k, &groups_used, &m->n_groups_used);
     rfi_key_find(k, groups.suffix);
-    if (!c->arch->moe->groups)
-        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u: groups of experts are not supported", n_groups);
     if (m->n_experts % n_groups || m->n_groups_used > n_groups ||
         m->n_experts / n_groups * m->n_groups_used < m->n_used)
         rfi_key_fail(k, RF_ERR_FORMAT, "%u of %u groups for %u of %u experts", m->n_groups_used, n_groups, m->n_used,
                      m->n_experts);
+}
+
+/* Chunk experts (Grove MoE): one for every experts_per_group experts. */
+static void rfi_config_chunks(rfi_key_reader *k, rfi_config *c) {
+    static const rfi_uint_key per_group = {"experts_per_group", 1, RF_MAX_EXPERTS, 0, 1};
+    const rfi_uint_key chunk_ff = {"expert_chunk_feed_forward_length", 0, 1 << 24, 0, 0};
+    uint32_t n = 0;
+    rfi_key_uint(k, &per_group, &n);
+    if (n != 1) rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u: chunks of more than one expert are not supported", n);
+    rfi_key_scale(k, "expert_group_scale", 0.05, 1, &c->moe.chunk_scale);
+    rfi_key_uint(k, &chunk_ff, &c->moe.n_chunk_ff);
+}
+
+/* How wide the experts of every layer are: a number, or an array with one for each. */
+static void rfi_config_expert_widths(rfi_key_reader *k, rfi_config *c) {
+    const rfi_moe_arch *a = c->arch->moe;
+    for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
+        rfi_layer_config *l = &c->layers[il];
+        const rfi_uint_key n_ff = {"expert_feed_forward_length", !a->n_ff_is_ff, 1 << 24, 0, !a->n_ff_is_ff};
+        rfi_key_uint_of(k, &n_ff, il, c->n_blocks, &l->n_ff_experts);
+        if (l->n_ff_experts == 0) l->n_ff_experts = a->n_ff_is_ff == 2 ? l->n_ff / c->moe.n_used : l->n_ff;
+        if (c->moe.n_ff < l->n_ff_experts) c->moe.n_ff = l->n_ff_experts;
+    }
 }
 
 /* Experts: how many, how wide, how they are chosen. Products of these numbers stay below 2^31. */
@@ -7247,43 +7362,43 @@ static void rfi_config_experts(rfi_key_reader *k, rfi_config *c) {
     rfi_key_uint(k, &n_experts, &m->n_experts);
     if (k->result != RF_OK || m->n_experts == 0) return;
     const rfi_uint_key n_used = {"expert_used_count", 1, m->n_experts, 0, 1},
-                       n_dense = {"leading_dense_block_count", 0, c->n_layers, 0, 0},
-                       n_ff = {"expert_feed_forward_length", 1, 1 << 24, c->layers[0].n_ff, !a->n_ff_is_ff};
+                       n_dense = {"leading_dense_block_count", 0, c->n_layers, 0, 0};
     m->gating = a->gating;
     m->normalize = a->normalize;
     m->n_in = c->n_embd;
     if (a->latent) {
-        uint32_t n_latent = 0;
-        const rfi_uint_key latent = {rfi_key_find(k, "moe_latent_size") && !rfi_key_find(k, "expert_latent_length")
-                                         ? "moe_latent_size" : "expert_latent_length", 0, 1 << 20, 0, 0};
+        static const rfi_uint_key latent = {"expert_latent_length", 0, 1 << 20, 0, 0},
+                                  old_latent = {"moe_latent_size", 0, 1 << 20, 0, 0};
+        uint32_t n_latent = 0, n_old = 0;
         rfi_key_uint(k, &latent, &n_latent);
-        if (n_latent) m->n_in = n_latent;
+        rfi_key_uint(k, &old_latent, &n_old);
+        if (n_latent || n_old) m->n_in = n_latent ? n_latent : n_old;
     }
     rfi_key_uint(k, &n_used, &m->n_used);
-    rfi_key_uint(k, &n_ff, &m->n_ff);
+    if (k->result == RF_OK) rfi_config_expert_widths(k, c);
     if (a->dense_lead) rfi_key_uint(k, &n_dense, &m->n_dense);
     if (a->shared) rfi_key_uint(k, &n_shared, &shared);
     if (a->shared) rfi_key_uint(k, &shared_ff, &m->n_ff_shared);
-    if (a->keys) rfi_config_gating(k, c);
+    if (a->chunks) rfi_config_chunks(k, c);
+    rfi_config_gating(k, c);
     if (k->result != RF_OK) return;
+    for (uint32_t il = 0; a->dense_first && il < c->n_layers; il++) c->layers[il].n_ff = c->n_embd;
+    for (uint32_t il = 0; a->dense_lead == 2 && il < m->n_dense; il++) c->layers[il].rope = 1;
     const uint64_t widest = rfi_max_u64(m->n_ff, c->n_embd), all_shared = (uint64_t)shared * m->n_ff;
-    if (widest * m->n_experts > INT32_MAX || all_shared > INT32_MAX) {
+    if (widest * m->n_experts > INT32_MAX || all_shared > INT32_MAX || (uint64_t)shared * m->n_ff_shared > INT32_MAX) {
         rfi_key_find(k, n_experts.suffix);
         rfi_key_fail(k, RF_ERR_FORMAT,
                      "%u experts of up to %llu rows, %u of them shared: at most 2147483647 rows in all", m->n_experts,
                      RFI_LLU(widest), shared);
     }
     if (m->n_ff_shared == 0) m->n_ff_shared = (uint32_t)all_shared;
+    else if (a->shared == 2 && shared) m->n_ff_shared *= shared;
+    if (m->n_ff_shared == 0 && a->shared == 3) m->n_ff_shared = m->n_ff;
 }
 
 /* What would change the graph and is not built: refused by name, never run wrong. */
-static void rfi_config_refuse(rfi_key_reader *k, const rfi_config *c) {
-    static const rfi_uint_key experts = {"expert_count", 0, UINT32_MAX, 0, 0};
-    uint32_t n_experts = 0;
+static void rfi_config_refuse(rfi_key_reader *k) {
     int64_t causal = 1;
-    if (!c->arch->moe) rfi_key_uint(k, &experts, &n_experts);
-    if (n_experts)
-        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u: mixture of experts is not supported in this architecture", n_experts);
     if (rfi_key_read(k, "attention.causal", 0) && rf_kv_int(&k->kv, 0, &causal, NULL) == RF_OK && !causal)
         rfi_key_fail(k, RF_ERR_UNSUPPORTED, "false: attention without a causal mask is not supported");
 }
@@ -7301,8 +7416,8 @@ static const struct {
 } rfi_neutral_keys[] = {
     {"attn_logit_softcapping", 50}, {"final_logit_softcapping", 30},     {"router_logit_softcapping", 30},
     {"expert_group_count", 1},      {"expert_group_used_count", 1},      {"expert_weights_scale", 1},
-    {"expert_group_scale", 0.05f},  {"attention.rope_pattern", 1},       {"kda.gate_lower_bound", -INFINITY},
-    {"activation.situ_beta", 1},    {"attention.indexer.kpool_select_tail", 1},
+    {"expert_group_scale", 0.05f},  {"activation.situ_beta", 1},         {"kda.gate_lower_bound", -INFINITY},
+    {"attention.indexer.kpool_select_tail", 1},
 };
 
 /* Keys that llama.cpp does not read either, in the named architectures or, where there are none, in all that do not
@@ -7338,18 +7453,21 @@ static const struct {
     {"rope.section_order", NULL},
     {"attention.clamp_kqv", " bloom "},
     {"attention.key_length", " mamba mamba2 "},
-    {"attention.max_alibi_bias", " bloom "},
+    {"attention.max_alibi_bias", " bloom refact "},
     {"attention.scale", " llama gemma gemma2 gemma3 "},
+    {"attention.temperature_scale", " llama4 "}, /* of positions beyond the first window */
     {"attention.value_length", " mamba mamba2 "},
     {"rope.dimension_count", " mamba mamba2 "},
-    {"attention.sliding_window", " llama phi3 qwen2 qwen2moe qwen3 qwen3moe smollm3 starcoder2 "},
+    {"attention.sliding_window", " llama exaone4 phi3 qwen2 qwen2moe qwen3 qwen3moe smollm3 starcoder2 "},
     {"embedding_scale", " llama "},
+    {"expert_count", " ernie4_5 paddleocr "},
     {"expert_gating_func", " granitemoe llama olmoe qwen2moe qwen3moe gpt-oss "},
     {"expert_weights_norm", " granitemoe llama olmoe qwen2moe qwen3moe gpt-oss "},
     {"expert_weights_scale", " granitemoe llama olmoe qwen2moe qwen3moe gpt-oss "},
     {"logit_scale", " llama "},
     {"residual_scale", " llama "},
     {"use_parallel_residual", " falcon stablelm "},
+    {"rope.dimension_sections", " bailingmoe3 deepseek32 ernie4_5 ernie4_5-moe glm-dsa hunyuan-dense "},
 };
 
 static int rfi_key_is_of_graph(rf_string suffix) {
@@ -7370,8 +7488,11 @@ static int rfi_key_is_ignored(const rfi_key_reader *k, rf_string suffix) {
 }
 
 /* Whether all values are 0, or what changes nothing. */
-static int rfi_key_is_neutral(const rf_kv *kv, rf_string suffix) {
-    double neutral = 0, v = 0;
+static int rfi_key_is_neutral(const rfi_config *c, const rf_kv *kv, rf_string suffix) {
+    double neutral = rfi_str_equal(suffix, "expert_gating_func")    ? (double)c->moe.gating
+                     : rfi_str_equal(suffix, "expert_weights_norm") ? (double)c->moe.normalize
+                                                                    : 0;
+    double v = 0;
     for (uint32_t i = 0; i < RFI_COUNT(rfi_neutral_keys); i++)
         if (rfi_str_equal(suffix, rfi_neutral_keys[i].suffix)) neutral = rfi_neutral_keys[i].value;
     if (kv->element_type == RF_KV_STRING) return 0;
@@ -7385,7 +7506,7 @@ static int rfi_key_is_neutral(const rf_kv *kv, rf_string suffix) {
 }
 
 /* Refuse keys that the graph may depend on and that nothing has read: never run wrong without a word. */
-static void rfi_config_refuse_unread(rfi_key_reader *k) {
+static void rfi_config_refuse_unread(rfi_key_reader *k, const rfi_config *c) {
     const uint64_t n = rf_gguf_get_info(k->g).n_kv, n_arch = strlen(k->arch->name);
     for (uint64_t i = 0; k->result == RF_OK && i < n; i++) {
         rf_kv kv;
@@ -7393,7 +7514,7 @@ static void rfi_config_refuse_unread(rfi_key_reader *k) {
             memcmp(kv.key.data, k->arch->name, n_arch) != 0)
             continue;
         const rf_string suffix = {kv.key.data + n_arch + 1, kv.key.len - n_arch - 1};
-        if (!rfi_key_is_of_graph(suffix) || rfi_key_was_found(k, &kv) || rfi_key_is_neutral(&kv, suffix) ||
+        if (!rfi_key_is_of_graph(suffix) || rfi_key_was_found(k, &kv) || rfi_key_is_neutral(c, &kv, suffix) ||
             rfi_key_is_ignored(k, suffix))
             continue;
         k->result = rfi_fail(k->err, RF_ERR_UNSUPPORTED, kv.where, "%s: %.*s at byte %llu: this key of a %s model is "
@@ -7409,11 +7530,12 @@ static void rfi_config_delta_layers(rfi_key_reader *k, rfi_config *c) {
     rfi_key_uint(k, &interval_key, &interval);
     const int list = rfi_key_read(k, "attention.recurrent_layers", 0);
     const rf_kv *kv = &k->kv;
-    if (list && (kv->type != RF_KV_ARRAY || kv->count != c->n_blocks || kv->element_type != RF_KV_BOOL))
+    if (list && ((kv->type == RF_KV_ARRAY && kv->count != c->n_blocks) ||
+                 (kv->element_type != RF_KV_BOOL && !rfi_kv_is_uint(kv->element_type))))
         rfi_key_fail(k, RF_ERR_FORMAT, "want %u truth values, one per layer", c->n_blocks);
     for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
         int64_t recurrent = (il + 1) % interval != 0;
-        if (list) rf_kv_int(kv, il, &recurrent, NULL);
+        if (list) rf_kv_int(kv, kv->type == RF_KV_ARRAY ? il : 0, &recurrent, NULL);
         c->layers[il].recurrent = recurrent != 0;
     }
 }
@@ -7470,17 +7592,19 @@ static void rfi_config_recurrent(rfi_key_reader *k, rfi_config *c) {
 static void rfi_config_layers(rfi_key_reader *k, rfi_config *c) {
     const rfi_recurrent_arch *t = c->arch->recurrent;
     const int scan = t && t->kind >= RFI_MAMBA, by_heads = t && t->kind != RFI_DELTA_NET && !t->beside;
-    const rfi_uint_key heads = {"attention.head_count", !scan, 1 << 14, 0, 1},
+    const rfi_uint_key heads = {"attention.head_count", !by_heads, 1 << 14, 0, 1},
                        ff = {"feed_forward_length", !t || !(t->only || t->one_part), 1 << 24, 0, 1};
-    int rotate = !c->arch->learned_positions && c->arch->alibi == 0;
+    int rotate = !c->arch->learned_positions && c->arch->alibi == 0 && !(c->arch->rope_by_depth && c->n_layers != 32);
     if (c->arch->rope_switch) rfi_key_bool(k, "rope.scaling.finetuned", 1, 0, &rotate);
     for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
         rfi_layer_config *l = &c->layers[il];
-        l->rope = rotate && !(c->arch->no_rope_period && (il + 1) % c->arch->no_rope_period == 0);
+        l->rope = rotate && !(c->arch->no_rope_period && !c->arch->swa_first_full &&
+                              (il + 1) % c->arch->no_rope_period == 0);
         rfi_key_uint_of(k, &heads, il, c->n_blocks, &l->n_heads);
         const rfi_uint_key kv_heads = {"attention.head_count_kv", !by_heads, 1 << 14, l->n_heads, by_heads && !t->only};
         rfi_key_uint_of(k, &kv_heads, il, c->n_blocks, &l->n_kv_heads);
         rfi_key_uint_of(k, &ff, il, c->n_blocks, &l->n_ff);
+        if (c->arch->half_ff) l->n_ff /= 2;
         if (t && t->only) l->n_heads = l->n_kv_heads = l->n_ff = 0;
         l->recurrent = l->n_kv_heads == 0 && !(t && t->one_part && l->n_ff); /* no heads: recurrent */
         const rfi_uint_key recurrent = {"attention.recurrent_layers", 0, 1, (uint32_t)l->recurrent, 0};
@@ -7502,7 +7626,7 @@ static void rfi_config_swa_heads(rfi_key_reader *k, rfi_config *c) {
                        value_length = {"attention.value_length_swa", 1, 1 << 14, c->head_dim_v, 0};
     uint32_t dim = c->head_dim, dim_v = c->head_dim_v;
     c->swa_rope.n_rot = c->n_rot;
-    if (c->arch->swa_heads) {
+    if (c->arch->swa_period) {
         rfi_key_uint(k, &key_length, &dim);
         rfi_key_uint(k, &value_length, &dim_v);
         const rfi_uint_key n_rot = {"rope.dimension_count_swa", 2, dim, dim & ~1u, 0};
@@ -7572,9 +7696,10 @@ static void rfi_config_mla(rfi_key_reader *k, rfi_config *c) {
     rf_tensor_info t;
     l->joined = rf_gguf_find_tensor(k->g, "blk.0.attn_kv_b.weight", &t, NULL) == RF_OK &&
                 rf_gguf_find_tensor(k->g, "blk.0.attn_k_b.weight", &t, NULL) != RF_OK;
-    const rfi_uint_key key_length = {l->joined ? "attention.key_length" : "attention.key_length_mla", c->n_rot + 1,
+    const int plain = l->joined || c->arch->mla == 2;
+    const rfi_uint_key key_length = {plain ? "attention.key_length" : "attention.key_length_mla", c->n_rot + !plain,
                                      1 << 14, 0, 1},
-                       value_length = {l->joined ? "attention.value_length" : "attention.value_length_mla", 1, 1 << 14,
+                       value_length = {plain ? "attention.value_length" : "attention.value_length_mla", 1, 1 << 14,
                                        0, 1};
     rfi_key_uint(k, &rank, &l->kv_lora_rank);
     rfi_key_uint(k, &q_lora_rank, &l->q_lora_rank);
@@ -7616,20 +7741,30 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     c->n_layers = c->n_blocks - n_mtp;
     rfi_key_uint(k, &n_embd, &c->n_embd);
     rfi_key_uint(k, &n_ctx, &c->n_ctx_train);
-    rfi_key_real(k, arch->layer_norm ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon", 0, 0, 1,
-                 &c->norm_eps);
+    rfi_key_real(k, arch->layer_norm ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon", 0, 0,
+                 arch->layer_norm != 2, &c->norm_eps);
+    c->layer_norm = arch->layer_norm;
+    if (arch->layer_norm == 2) {
+        double rms_eps = 0;
+        rfi_key_real(k, "attention.layer_norm_rms_epsilon", 0, 0, 0, &rms_eps);
+        if (rms_eps != 0) c->norm_eps = rms_eps, c->layer_norm = 0;
+    }
     c->parallel = arch->parallel;
     if (arch->parallel_key) rfi_key_bool(k, "use_parallel_residual", 0, 1, &c->parallel);
     rfi_config_vocab(k, c);
-    rfi_config_refuse(k, c);
+    rfi_config_refuse(k);
     if (k->result != RF_OK) return k->result;
     if (c->n_ctx_train > INT32_MAX) c->n_ctx_train = INT32_MAX;
-    if (arch->learned_positions) c->n_positions = c->n_ctx_train;
+    rf_tensor_info positions;
+    if (arch->learned_positions == 1 || (arch->learned_positions && rf_gguf_find_tensor(g, "position_embd.weight",
+                                                                                      &positions, NULL) == RF_OK))
+        c->n_positions = c->n_ctx_train;
     c->layers = (rfi_layer_config *)rfi_alloc(rfi_gguf_allocator(g), c->n_layers, sizeof *c->layers,
                                               "layer hyperparameters", err);
     if (!c->layers) return RF_ERR_MEMORY;
     rfi_config_layers(k, c);
     rfi_config_window(k, c);
+    rfi_config_rope_pattern(k, c);
     if (arch->moe) rfi_config_experts(k, c);
     if (arch->recurrent) rfi_config_recurrent(k, c);
     if (k->result != RF_OK) return k->result;
@@ -7639,7 +7774,7 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     if (k->result == RF_OK && arch->layer_inputs) rfi_config_layer_inputs(k, c);
     rfi_config_rope(k, c);
     rfi_config_scales(k, c);
-    if (k->result == RF_OK) rfi_config_refuse_unread(k);
+    if (k->result == RF_OK) rfi_config_refuse_unread(k, c);
     return k->result;
 }
 
@@ -7739,6 +7874,45 @@ static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_inf
                              type.name);
 }
 
+/* Tensors that llama.cpp loads in the named architectures and does not use, so that they have no effect here either. */
+static const struct {
+    const char *name, *archs;
+} rfi_idle_tensors[] = {
+    {"attn_k.bias", " mimo2 minimax-m2 "},
+    {"attn_k_norm.bias", " mpt "},   /* without attn_q_norm */
+    {"attn_k_norm.weight", " mpt "},
+    {"attn_output.bias", " ernie4_5 ernie4_5-moe llada refact "},
+    {"attn_q.bias", " mimo2 minimax-m2 "},
+    {"attn_v.bias", " mimo2 minimax-m2 "},
+    {"ffn_down.bias", " refact "},
+    {"ffn_down.scale", " hy_v3 mimo2 "}, /* of layers with experts */
+    {"ffn_down.weight", " hy_v3 mimo2 "},
+    {"ffn_gate.bias", " refact "},
+    {"ffn_gate.scale", " hy_v3 mimo2 "},
+    {"ffn_gate.weight", " hy_v3 mimo2 "},
+    {"ffn_up.bias", " refact "},
+    {"ffn_up.scale", " hy_v3 mimo2 "},
+    {"ffn_up.weight", " hy_v3 mimo2 "},
+    {"output.bias", " qwen2vl "},
+    {"rope_freqs.weight", " cogvlm falcon-h1 llada pangu-embedded refact "},
+    {"ssm_in.scale", " qwen3next "}, /* beside attn_qkv */
+    {"ssm_in.weight", " qwen3next "},
+    {"vis_attn_output.weight", " cogvlm "},
+    {"vis_attn_qkv.weight", " cogvlm "},
+    {"vis_down.weight", " cogvlm "},
+    {"vis_gate.weight", " cogvlm "},
+    {"vis_up.weight", " cogvlm "},
+};
+
+/* Whether `name`, without its layer, is such a tensor. */
+static int rfi_tensor_is_idle(const rfi_builder *b, rf_string name) {
+    char arch[64];
+    snprintf(arch, sizeof arch, " %s ", b->c->arch->name);
+    for (uint32_t i = 0; i < RFI_COUNT(rfi_idle_tensors); i++)
+        if (rfi_str_equal(name, rfi_idle_tensors[i].name)) return strstr(rfi_idle_tensors[i].archs, arch) != NULL;
+    return 0;
+}
+
 /* What rfi_bind and rfi_bind_experts look for. */
 typedef struct rfi_wanted {
     const char *name;
@@ -7754,6 +7928,7 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
     rf_tensor_info t;
     if (b->result != RF_OK) return rfi_no_weight;
     rfi_weight_name(b, want->name, full, sizeof full);
+    if (want->optional && rfi_tensor_is_idle(b, (rf_string){want->name, strlen(want->name)})) return rfi_no_weight;
     if (rf_gguf_find_tensor(b->g, full, &t, NULL) != RF_OK) {
         if (!want->optional)
             b->result = rfi_fail(b->err, RF_ERR_NOT_FOUND, 0, "%s: tensor %s is missing (tried: %s%s%s)",
@@ -7855,22 +8030,32 @@ static rf_op *rfi_op(rfi_builder *b, uint32_t kind, uint32_t out, uint32_t in) {
     return op;
 }
 
-/* out = norm(in) of n_groups groups of n values, by NAME.weight and, of a LayerNorm, NAME.bias. Flags
- * RF_OP_ACCUMULATE: +=; RF_OP_EACH_HEAD: NAME.weight has a vector for each group, and there is no bias. */
-static void rfi_emit_norm(rfi_builder *b, uint32_t out, uint32_t in, const char *name, uint64_t n, uint32_t n_groups,
-                          uint32_t flags) {
-    const int each = (flags & RF_OP_EACH_HEAD) != 0, center = b->c->arch->layer_norm;
+/* out = norm(in) of n_groups groups of n values, by NAME.weight and NAME.bias, if it is there; without weights if name
+ * is NULL. Flags RF_OP_ACCUMULATE: +=; RF_OP_EACH_HEAD: NAME.weight has a vector for each group, and there is no bias.
+ * Returns the op. */
+static rf_op *rfi_emit_norm(rfi_builder *b, uint32_t out, uint32_t in, const char *name, uint64_t n, uint32_t n_groups,
+                            uint32_t flags) {
+    const int each = (flags & RF_OP_EACH_HEAD) != 0;
     char weight[64], bias[64];
-    snprintf(weight, sizeof weight, "%s%s", name, rfi_has(b, name) ? "" : ".weight"); /* some files have no suffix */
-    snprintf(bias, sizeof bias, "%s.bias", name);
-    const rfi_wanted vectors = {weight, n, 0, n_groups, 0, NULL, 0};
-    const uint32_t w = each ? rfi_bind_wanted(b, &vectors).id : rfi_bind_vector(b, weight, n),
-                   w_bias = center && !each ? rfi_bind_optional(b, bias, n) : RF_NONE;
+    uint32_t w = RF_NONE, w_bias = RF_NONE;
+    if (name) {
+        snprintf(weight, sizeof weight, "%s%s", name, rfi_has(b, name) ? "" : ".weight"); /* some have no suffix */
+        snprintf(bias, sizeof bias, "%s.bias", name);
+        const rfi_wanted vectors = {weight, n, 0, n_groups, 0, NULL, 0};
+        w = each ? rfi_bind_wanted(b, &vectors).id : rfi_bind_vector(b, weight, n);
+        w_bias = each ? RF_NONE : rfi_bind_optional(b, bias, n);
+    }
     rf_op *op = rfi_op(b, RF_OP_RMS_NORM, out, in);
-    op->flags = flags | (center ? RF_OP_CENTER : 0);
+    op->flags = flags | (b->c->layer_norm ? RF_OP_CENTER : 0);
     op->weight = w;
     op->bias = w_bias;
     op->norm = (rf_norm_params){n_groups, (uint32_t)n, (float)b->c->norm_eps};
+    return op;
+}
+
+/* The same for a norm of the residual stream, which has no weights in some architectures. */
+static void rfi_emit_stream_norm(rfi_builder *b, uint32_t out, uint32_t in, const char *name) {
+    rfi_emit_norm(b, out, in, b->c->arch->norm_unweighted ? NULL : name, b->c->n_embd, 1, 0);
 }
 
 /* out[rows, n_out] = in[rows, n_in] W^T + bias; flags RF_OP_ACCUMULATE: +=. Returns the op, for its scale and so on. */
@@ -7966,6 +8151,7 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
     X(inputs, TOKENS)      /* [n_layers, n_layer_input]                                              */ \
     X(input_parts, TOKENS) /* [n_layers, n_layer_input]                                              */ \
     X(input_gate, TOKENS)  /* [n_layer_input]                                                        */ \
+    X(skip, TOKENS)        /* [n_embd] the embedding, where every layer adds it                      */ \
     X(share, TOKENS)       /* [1] gate of the shared experts, before its sigmoid                     */ \
     X(qg, TOKENS)          /* [n_heads, 2, head_dim] queries and the gates of attention              */ \
     X(q_gate, TOKENS)      /* [n_heads, head_dim] those gates                                        */ \
@@ -8052,6 +8238,16 @@ static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     if (gated) rfi_emit_slice(b, d->q_gate, d->qg, l->n_heads, 2 * dim, dim, dim);
 }
 
+/* x += norm(y) after attention, or after the FFN */
+static void rfi_emit_post_norm(rfi_builder *b, const rfi_decoder *d, const char *name) {
+    const rfi_arch *a = b->c->arch;
+    if (a->attn_post_norm && strcmp(name, "post_attention_norm") == 0) name = a->attn_post_norm;
+    if (a->ffn_post_norm && strcmp(name, "post_ffw_norm") == 0 && !rfi_has(b, "post_ffw_norm.weight"))
+        name = a->ffn_post_norm;
+    rf_op *op = rfi_emit_norm(b, d->x, d->y, name, b->c->n_embd, 1, RF_OP_ACCUMULATE);
+    if (a->post_norm_eps > 0) op->norm.eps = a->post_norm_eps;
+}
+
 /* x += W in + bias, scaled or normed as the architecture says: the end of attention and of the FFN. */
 static void rfi_emit_residual(rfi_builder *b, const rfi_decoder *d, uint32_t in, uint64_t n_in, const char *name,
                               const char *post_norm) {
@@ -8059,28 +8255,28 @@ static void rfi_emit_residual(rfi_builder *b, const rfi_decoder *d, uint32_t in,
     int normed = c->arch->post_norm;
     rfi_weight w = rfi_bind_matrix(b, name, n_in, c->n_embd, NULL);
     rf_op *op = rfi_emit_matmul(b, normed ? d->y : d->x, in, w, c->n_embd, normed ? 0 : RF_OP_ACCUMULATE);
-    op->matmul.scale = (float)c->residual_scale;
-    if (normed) rfi_emit_norm(b, d->x, d->y, post_norm, c->n_embd, 1, RF_OP_ACCUMULATE);
+    op->matmul.scale = (float)(c->value_scale != 0 && strcmp(name, "attn_output") == 0 ? c->value_scale
+                                                                                       : c->residual_scale);
+    if (normed) rfi_emit_post_norm(b, d, post_norm);
 }
 
-/* Norms of queries and keys: per head, or over all heads. */
+/* Norms of queries and keys: per head, with weights of its own if the file has them, or over all heads. */
 static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
-    uint32_t dim = l->head_dim, heads[2] = {l->n_heads, l->n_kv_heads}, x[2] = {d->q, d->k};
-    const int n = rfi_has_cache(b, l) ? 2 : 1;
+    const rfi_arch *a = b->c->arch;
+    const uint32_t dim = l->head_dim, heads[2] = {l->n_heads, l->n_kv_heads}, x[2] = {d->q, d->k};
+    const int n = rfi_has_cache(b, l) ? 2 : 1, there = rfi_has(b, "attn_q_norm.weight");
     static const char *const names[2] = {"attn_q_norm", "attn_k_norm"};
-    const int each = b->c->arch->qk_norm_each || (b->c->arch->layer_norm && rfi_has(b, "attn_q_norm.weight"));
-    if (each) {
-        rfi_refuse(b, "attn_q_norm.bias");
-        rfi_refuse(b, "attn_k_norm.bias");
-    }
+    char full[64];
+    rf_tensor_info t;
+    rfi_weight_name(b, "attn_q_norm.weight", full, sizeof full);
+    const int each = rf_gguf_find_tensor(b->g, full, &t, NULL) == RF_OK && t.ne[0] == dim && t.ne[1] > 1;
     for (int i = 0; i < n; i++)
-        if (each)
+        if (each && (a->qk_norm || a->layer_norm))
             rfi_emit_norm(b, x[i], x[i], names[i], dim, heads[i], RF_OP_EACH_HEAD);
-        else if (b->c->arch->qk_norm_wide)
+        else if (a->qk_norm_wide == 1 || (a->qk_norm_wide && there))
             rfi_emit_norm(b, x[i], x[i], names[i], (uint64_t)heads[i] * dim, 1, 0);
-        else if (b->c->arch->qk_norm || (b->c->arch->qk_norm_optional && rfi_has(b, "attn_q_norm.weight")))
-            rfi_emit_norm(b, x[i], x[i], names[i], dim, heads[i], 0);
-    if (!b->c->arch->v_norm || n == 1) return;
+        else if (a->qk_norm || (a->qk_norm_optional && there)) rfi_emit_norm(b, x[i], x[i], names[i], dim, heads[i], 0);
+    if (!a->v_norm || n == 1) return;
     rf_op *op = rfi_op(b, RF_OP_RMS_NORM, d->v, d->v);
     op->norm = (rf_norm_params){l->n_kv_heads, l->head_dim_v, (float)b->c->norm_eps};
 }
@@ -8104,7 +8300,8 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     const rf_plan_state *states = (const rf_plan_state *)b->states.items;
     uint32_t state = 0;
     while (b->result == RF_OK && states[state].layer != l->cache_layer) state++;
-    uint32_t sinks = c->arch->attn_sinks ? rfi_bind_vector(b, "attn_sinks.weight", l->n_heads) : RF_NONE;
+    const int has_sinks = c->arch->attn_sinks || rfi_has(b, "attn_sinks.weight");
+    uint32_t sinks = has_sinks ? rfi_bind_vector(b, "attn_sinks.weight", l->n_heads) : RF_NONE;
     op = rfi_op(b, RF_OP_ATTENTION, mla ? d->mla_v : d->att, mla ? d->mla_q : d->q);
     op->flags = mla ? RF_OP_MLA : 0;
     op->state = state;
@@ -8120,27 +8317,46 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
                                                  : 1 / sqrt(c->arch->attn_sinks ? c->n_rot : l->head_dim)),
         .softcap = (float)c->attention_softcap,
         .temperature = (float)c->temperature,
-        .temperature_length = c->temperature != 0 ? c->rope_n_ctx_original : 0,
+        .temperature_length = c->temperature != 0 ? c->temperature_length : 0,
     };
+}
+
+/* att *= act(attn_gate in): a gate for each value, or one for each head */
+static void rfi_emit_attention_gate(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
+    const uint32_t n = l->n_heads * l->head_dim_v, activation = b->c->arch->attn_gate;
+    char full[64];
+    rf_tensor_info t;
+    rfi_weight_name(b, "attn_gate.weight", full, sizeof full);
+    const int each = rf_gguf_find_tensor(b->g, full, &t, NULL) != RF_OK || t.ne[1] != l->n_heads || l->head_dim_v == 1;
+    const uint32_t n_gates = each ? n : l->n_heads;
+    rfi_emit_matmul(b, d->q_gate, in, rfi_bind_matrix(b, "attn_gate", b->c->n_embd, n_gates, NULL), n_gates, 0);
+    if (each) {
+        rfi_emit_glu(b, d->q_gate, d->att, n, activation)->out = d->att;
+        return;
+    }
+    rfi_emit_glu(b, d->q_gate, RF_NONE, n_gates, activation);
+    rfi_emit_glu(b, d->att, d->q_gate, n, RF_ACT_NONE)->glu.repeat = l->head_dim_v;
 }
 
 /* x += Wo attention(rope(q), rope(k), v), with q, k, v from `in` */
 static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
+    const rfi_config *c = b->c;
     const rfi_rope *rope = l->swa ? &d->swa_rope : &d->rope;
     rfi_emit_qkv(b, d, l, in);
-    if (b->c->clamp != 0) {
+    if (c->clamp != 0) {
         rfi_emit_clamp(b, d->q, l->n_heads * l->head_dim);
         rfi_emit_clamp(b, d->k, l->n_kv_heads * l->head_dim);
         rfi_emit_clamp(b, d->v, l->n_kv_heads * l->head_dim_v);
     }
-    rfi_emit_qk_norm(b, d, l);
+    if (!c->arch->qk_norm_after) rfi_emit_qk_norm(b, d, l);
     if (l->rope) rfi_emit_rope(b, d->q, l->n_heads, l->head_dim, rope);
     if (l->rope && rfi_has_cache(b, l)) rfi_emit_rope(b, d->k, l->n_kv_heads, l->head_dim, rope);
+    if (c->arch->qk_norm_after) rfi_emit_qk_norm(b, d, l);
     rfi_emit_attend(b, d, l);
-    if (rfi_gates_attention(b->c)) {
+    if (rfi_gates_attention(c)) {
         rf_op *op = rfi_emit_glu(b, d->q_gate, d->att, l->n_heads * l->head_dim_v, RF_ACT_SIGMOID);
         op->out = d->att;
-    }
+    } else if (c->arch->attn_gate) rfi_emit_attention_gate(b, d, l, in);
     rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * l->head_dim_v, "attn_output", "post_attention_norm");
 }
 
@@ -8244,7 +8460,7 @@ static void rfi_emit_delta_inputs(rfi_builder *b, const rfi_decoder *d, uint32_t
     const rfi_recurrent_config *t = &b->c->recurrent;
     const uint32_t n_values = t->n_heads * t->head_dim_v, n_embd = b->c->n_embd;
     if (!b->c->arch->recurrent->fused_gates) rfi_refuse(b, "ssm_in.weight");
-    if (!rfi_has(b, "ssm_in.weight")) {
+    if (!rfi_has(b, "ssm_in.weight") || rfi_has(b, "attn_qkv.weight")) {
         const rfi_weight qkv = rfi_bind_matrix(b, "attn_qkv", n_embd, t->n_conv, "ssm_in.weight of the same layer");
         rfi_emit_matmul(b, d->mixed, in, qkv, t->n_conv, 0);
         rfi_emit_matmul(b, d->delta_gate, in, rfi_bind_matrix(b, "attn_gate", n_embd, n_values, NULL), n_values, 0);
@@ -8357,10 +8573,6 @@ static void rfi_emit_scan(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     rfi_emit_residual(b, d, d->delta_gate, n_inner, "ssm_out", "post_attention_norm");
 }
 
-static uint32_t rfi_ffn_activation(const rfi_config *c) {
-    return c->arch->relu2 ? RF_ACT_RELU2 : c->arch->gelu ? RF_ACT_GELU : RF_ACT_SILU;
-}
-
 /* act(Wgate in) * Wup in, or act(Wup in). Returns its buffer. */
 static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_config *c = b->c;
@@ -8380,7 +8592,9 @@ static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_
         b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.ffn_act.scales is not supported",
                              rfi_gguf_path(b->g), (int)b->layer);
     rfi_emit_matmul(b, d->up, in, up, n_ff, 0);
-    rfi_emit_glu(b, gated ? d->gate : d->up, gated ? d->up : RF_NONE, n_ff, rfi_ffn_activation(c));
+    rfi_emit_glu(b, gated ? d->gate : d->up, gated ? d->up : RF_NONE, n_ff,
+                 l->shared_limit > 1e-6 ? c->arch->swiglu_limit : c->arch->activation)
+        ->glu.limit = (float)l->shared_limit;
     return gated ? d->gate : d->up;
 }
 
@@ -8418,15 +8632,22 @@ static void rfi_emit_experts(rfi_builder *b, const rfi_decoder *d, const rfi_exp
     op->experts = (rf_experts_params){e->n_in, n_out, row, b->c->moe.n_experts, b->c->moe.n_used};
 }
 
-/* route = the router's choice of experts for each row of xn */
-static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d) {
+/* router = the router's logits of `in` */
+static void rfi_emit_router(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const rfi_moe_config *m = &b->c->moe;
     rfi_weight w = rfi_bind(b, "ffn_gate_inp.weight", b->c->n_embd, m->n_experts, 0, NULL);
     w.bias = rfi_bind_optional(b, "ffn_gate_inp.bias", m->n_experts);
-    rf_op *op = rfi_emit_matmul(b, d->router, d->xn, w, m->n_experts, 0);
+    rf_op *op = rfi_emit_matmul(b, d->router, in, w, m->n_experts, 0);
     if (b->c->arch->moe->dense_beside) op->matmul.scale = (float)(1 / sqrt((double)b->c->n_embd));
-    const uint32_t bias = rfi_bind_optional(b, "exp_probs_b.bias", m->n_experts);
-    op = rfi_op(b, RF_OP_ROUTE, d->route, d->router);
+}
+
+/* route = the choice of experts for each row of `in`, or by logits that are there already */
+static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
+    const rfi_moe_config *m = &b->c->moe;
+    if (!b->c->arch->moe->raw_router) rfi_emit_router(b, d, in);
+    const uint32_t bias = rfi_bind_optional(b, rfi_has(b, "exp_probs_b") ? "exp_probs_b" : "exp_probs_b.bias",
+                                            m->n_experts);
+    rf_op *op = rfi_op(b, RF_OP_ROUTE, d->route, d->router);
     op->bias = bias;
     op->flags = (m->gating == RFI_GATING_SIGMOID  ? RF_OP_SIGMOID
                  : m->gating == RFI_GATING_CHOSEN ? RF_OP_CHOSEN
@@ -8445,10 +8666,11 @@ static rf_op *rfi_emit_mix(rfi_builder *b, uint32_t out, uint32_t in, uint32_t i
     return op;
 }
 
-/* x += Wdown (silu(Wgate xn) * Wup xn) of the shared experts, times their gate if there is one */
-static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d) {
+/* to += scale * Wdown (silu(Wgate in) * Wup in) of the shared experts, times their gate if there is one */
+static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, const uint32_t in_to[2],
+                            float scale) {
     const rfi_config *c = b->c;
-    const uint32_t n_embd = c->n_embd, n_ff = c->moe.n_ff_shared;
+    const uint32_t n_embd = c->n_embd, n_ff = c->moe.n_ff_shared, in = in_to[0];
     if (!n_ff && rfi_has(b, "ffn_up_shexp.weight") && b->result == RF_OK)
         b->result = rfi_fail(b->err, RF_ERR_NOT_FOUND, 0,
                              "%s: blk.%d.ffn_up_shexp.weight: no key of %s says how wide it is", rfi_gguf_path(b->g),
@@ -8457,81 +8679,130 @@ static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d) {
     const int gated = !c->arch->no_gate;
     const rfi_weight gate = gated ? rfi_bind_matrix(b, "ffn_gate_shexp", n_embd, n_ff, NULL) : rfi_no_weight,
                      up = rfi_bind_matrix(b, "ffn_up_shexp", n_embd, n_ff, NULL);
-    if (gated) rfi_emit_matmul(b, d->gate, d->xn, gate, n_ff, 0);
-    rfi_emit_matmul(b, gated ? d->up : d->gate, d->xn, up, n_ff, 0);
-    rfi_emit_glu(b, d->gate, gated ? d->up : RF_NONE, n_ff, rfi_ffn_activation(c));
+    if (gated) rfi_emit_matmul(b, d->gate, in, gate, n_ff, 0);
+    rfi_emit_matmul(b, gated ? d->up : d->gate, in, up, n_ff, 0);
+    rfi_emit_glu(b, d->gate, gated ? d->up : RF_NONE, n_ff,
+                 l->shared_limit > 1e-6 ? c->arch->swiglu_limit : c->arch->activation)
+        ->glu.limit = (float)l->shared_limit;
+    rfi_weight down = rfi_bind_matrix(b, "ffn_down_shexp", n_ff, n_embd, NULL);
     if (!c->arch->moe->shared_gate) {
-        rfi_emit_residual(b, d, d->gate, n_ff, "ffn_down_shexp", "post_ffw_norm");
+        rfi_emit_matmul(b, in_to[1], d->gate, down, n_embd, RF_OP_ACCUMULATE)->matmul.scale = scale;
         return;
     }
-    rfi_weight down = rfi_bind_matrix(b, "ffn_down_shexp", n_ff, n_embd, NULL),
-               share = rfi_bind(b, "ffn_gate_inp_shexp.weight", n_embd, 1, 0, NULL);
-    rfi_emit_matmul(b, d->y, d->gate, down, n_embd, 0);
-    rfi_emit_matmul(b, d->share, d->xn, share, 1, 0);
-    rf_op *op = rfi_emit_mix(b, d->x, d->y, d->share, 1, RF_OP_ACCUMULATE | RF_OP_SIGMOID);
-    op->mix.scale = (float)c->residual_scale;
+    rfi_weight share = rfi_bind(b, "ffn_gate_inp_shexp.weight", n_embd, 1, 0, NULL);
+    rfi_emit_matmul(b, d->z, d->gate, down, n_embd, 0);
+    rfi_emit_matmul(b, d->share, in, share, 1, 0);
+    rfi_emit_mix(b, in_to[1], d->z, d->share, 1, RF_OP_ACCUMULATE | RF_OP_SIGMOID)->mix.scale = scale;
+}
+
+/* What the experts of a layer are: their tensors' last word, their width, and the width of what goes in and out. */
+typedef struct rfi_expert_kind {
+    const char *word;
+    uint32_t n_ff, n;
+} rfi_expert_kind;
+
+static rfi_experts rfi_bind_expert_word(rfi_builder *b, const char *part, const char *word, uint32_t n_in,
+                                        uint32_t n_rows) {
+    char name[48];
+    snprintf(name, sizeof name, "ffn_%s_%s", part, word);
+    return rfi_bind_expert_set(b, name, n_in, n_rows);
 }
 
 /* downs = Wdown (act(Wgate in) * Wup in) of each of the chosen experts */
-static void rfi_emit_chosen(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
+static void rfi_emit_chosen(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in,
+                            const rfi_expert_kind *kind) {
     const rfi_config *c = b->c;
     const rfi_moe_config *m = &c->moe;
-    const uint32_t n_ff = m->n_ff, gate[2] = {in, d->gates}, up[2] = {in, d->ups}, down[2] = {d->gates, d->downs};
+    const uint32_t n = kind->n, n_ff = kind->n_ff, gate[2] = {in, d->gates}, up[2] = {in, d->ups},
+                   down[2] = {d->gates, d->downs};
+    const int gated = !c->arch->no_gate;
     rfi_experts e;
     if (rfi_has(b, "ffn_gate_up_exps.weight")) { /* rows of the gate, then of up */
-        e = rfi_bind_expert_set(b, "ffn_gate_up_exps", m->n_in, 2 * n_ff);
+        e = rfi_bind_expert_set(b, "ffn_gate_up_exps", n, 2 * n_ff);
         if (e.bias != RF_NONE && b->result == RF_OK)
             b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.ffn_gate_up_exps.bias is not supported",
                                  rfi_gguf_path(b->g), (int)b->layer);
         rfi_emit_experts(b, d, &e, gate, 0, n_ff, 0);
         rfi_emit_experts(b, d, &e, up, n_ff, n_ff, 0);
     } else {
-        if (!c->arch->no_gate) {
-            e = rfi_bind_expert_set(b, "ffn_gate_exps", m->n_in, n_ff);
+        if (gated) {
+            e = rfi_bind_expert_word(b, "gate", kind->word, n, n_ff);
             rfi_emit_experts(b, d, &e, gate, 0, n_ff, 0);
         }
-        e = rfi_bind_expert_set(b, "ffn_up_exps", m->n_in, n_ff);
-        rfi_emit_experts(b, d, &e, c->arch->no_gate ? gate : up, 0, n_ff, 0);
+        e = rfi_bind_expert_word(b, "up", kind->word, n, n_ff);
+        rfi_emit_experts(b, d, &e, gated ? up : gate, 0, n_ff, 0);
     }
-    rfi_emit_glu(b, d->gates, c->arch->no_gate ? RF_NONE : d->ups, m->n_used * n_ff,
-                 c->arch->swiglu_oai ? RF_ACT_OAI : rfi_ffn_activation(c));
-    e = rfi_bind_expert_set(b, "ffn_down_exps", n_ff, m->n_in);
-    rfi_emit_experts(b, d, &e, down, 0, m->n_in, RF_OP_PER_CHOICE);
+    for (uint32_t i = 0; i < 2 && c->arch->moe->weights_first; i++) { /* weight * (W in) = W (weight * in) */
+        rf_op *op = rfi_emit_glu(b, i ? d->ups : d->gates, d->route, m->n_used * n_ff, RF_ACT_NONE);
+        op->glu.in2_at = m->n_used;
+        op->glu.repeat = n_ff;
+    }
+    rfi_emit_glu(b, d->gates, gated ? d->ups : RF_NONE, m->n_used * n_ff,
+                 c->arch->swiglu_oai ? RF_ACT_OAI : l->limit > 1e-6 ? c->arch->swiglu_limit : c->arch->activation)
+        ->glu.limit = (float)l->limit;
+    e = rfi_bind_expert_word(b, "down", kind->word, n_ff, n);
+    rfi_emit_experts(b, d, &e, down, 0, n, RF_OP_PER_CHOICE);
 }
 
-/* x += sum over the chosen experts of weight * Wdown (act(Wgate xn) * Wup xn), then the shared experts. Latent experts
- * read and make vectors of n_in values. */
-static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d) {
+/* Chunk experts: x += scale * their sum, which they make from the experts' sum z. */
+static void rfi_emit_chunks(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
+    const rfi_moe_config *m = &b->c->moe;
+    const rfi_expert_kind chunk = {"chexps", m->n_chunk_ff ? m->n_chunk_ff : l->head_dim, b->c->n_embd};
+    rfi_emit_mix(b, d->z, d->downs, d->route, m->n_used, 0);
+    rfi_emit_chosen(b, d, l, d->z, &chunk);
+    rfi_emit_mix(b, d->x, d->downs, d->route, m->n_used, RF_OP_ACCUMULATE)->mix.scale = (float)m->chunk_scale;
+}
+
+/* to (+)= Wup (the sum of experts that read and make vectors of n_in values, of Wdown in) */
+static rf_op *rfi_emit_latent(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, const uint32_t in_to[2],
+                              uint32_t flags) {
+    const uint32_t n_embd = b->c->n_embd, n_in = b->c->moe.n_in;
+    const rfi_expert_kind kind = {"exps", l->n_ff_experts, n_in};
+    rfi_emit_matmul(b, d->y, in_to[0], rfi_bind_matrix(b, "ffn_latent_down", n_embd, n_in, NULL), n_in, 0);
+    rfi_emit_chosen(b, d, l, d->y, &kind);
+    rfi_emit_mix(b, d->z, d->downs, d->route, b->c->moe.n_used, 0)->mix.n = n_in;
+    return rfi_emit_matmul(b, in_to[1], d->z, rfi_bind_matrix(b, "ffn_latent_up", n_in, n_embd, NULL), n_embd, flags);
+}
+
+/* x += sum over the chosen experts of weight * Wdown (act(Wgate in) * Wup in), then the shared experts */
+static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_config *c = b->c;
-    const uint32_t n_in = c->moe.n_in;
-    const int latent = n_in != c->n_embd;
-    rfi_emit_route(b, d);
-    if (latent) rfi_emit_matmul(b, d->y, d->xn, rfi_bind_matrix(b, "ffn_latent_down", c->n_embd, n_in, NULL), n_in, 0);
-    rfi_emit_chosen(b, d, latent ? d->y : d->xn);
-    rf_op *op = rfi_emit_mix(b, latent ? d->z : d->x, d->downs, d->route, c->moe.n_used, latent ? 0 : RF_OP_ACCUMULATE);
-    op->mix.n = n_in;
-    op->mix.scale = latent ? 0 : (float)c->residual_scale;
-    if (latent) {
-        const rfi_weight up = rfi_bind_matrix(b, "ffn_latent_up", n_in, c->n_embd, NULL);
-        op = rfi_emit_matmul(b, d->x, d->z, up, c->n_embd, RF_OP_ACCUMULATE);
-        op->matmul.scale = (float)c->residual_scale;
+    const rfi_moe_arch *a = c->arch->moe;
+    const rfi_expert_kind kind = {"exps", l->n_ff_experts, c->n_embd};
+    const int normed = c->arch->post_norm, dense = a->dense_half && rfi_has(b, "ffn_up.weight");
+    const uint32_t in_to[2] = {in, normed ? d->y : d->x}, flags = normed ? 0 : RF_OP_ACCUMULATE;
+    const float scale = (float)(a->shared_half && c->moe.n_ff_shared ? 0.5 : dense ? sqrt(0.5) : c->residual_scale);
+    rfi_emit_route(b, d, in);
+    if (c->moe.n_in != c->n_embd) rfi_emit_latent(b, d, l, in_to, flags)->matmul.scale = scale;
+    else {
+        rfi_emit_chosen(b, d, l, in, &kind);
+        rf_op *op = rfi_emit_mix(b, in_to[1], d->downs, a->weights_first ? RF_NONE : d->route, c->moe.n_used, flags);
+        op->mix.scale = scale;
     }
-    rfi_emit_shared(b, d);
+    if (a->chunks) rfi_emit_chunks(b, d, l);
+    rfi_emit_shared(b, d, l, in_to, scale);
+    if (dense) {
+        const uint32_t hidden = rfi_emit_hidden(b, d, l, in);
+        rfi_weight down = rfi_bind_matrix(b, "ffn_down", l->n_ff, c->n_embd, NULL);
+        rfi_emit_matmul(b, in_to[1], hidden, down, c->n_embd, RF_OP_ACCUMULATE)->matmul.scale = scale;
+    }
+    if (normed) rfi_emit_post_norm(b, d, "post_ffw_norm");
 }
 
 /* x += norm(norm1(FFN(xn)) + norm2(experts(pre_norm2(x)))); the router reads x with a norm of its own */
 static void rfi_emit_beside(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
     const uint32_t n_embd = c->n_embd, hidden = rfi_emit_hidden(b, d, l, d->xn);
+    const rfi_expert_kind kind = {"exps", l->n_ff_experts, n_embd};
     rfi_emit_matmul(b, d->y, hidden, rfi_bind_matrix(b, "ffn_down", l->n_ff, n_embd, NULL), n_embd, 0);
     rfi_emit_norm(b, d->y, d->y, "post_ffw_norm_1", n_embd, 1, 0);
     rf_op *op = rfi_op(b, RF_OP_RMS_NORM, d->xn, d->x);
     op->norm = (rf_norm_params){1, n_embd, (float)c->norm_eps};
     const uint32_t scale = rfi_bind_vector(b, "ffn_gate_inp.scale", n_embd);
     if (b->result == RF_OK) op->weight = scale;
-    rfi_emit_route(b, d);
+    rfi_emit_route(b, d, d->xn);
     rfi_emit_norm(b, d->xn, d->x, "pre_ffw_norm_2", n_embd, 1, 0);
-    rfi_emit_chosen(b, d, d->xn);
+    rfi_emit_chosen(b, d, l, d->xn, &kind);
     rfi_emit_mix(b, d->z, d->downs, d->route, c->moe.n_used, 0);
     rfi_emit_norm(b, d->y, d->z, "post_ffw_norm_2", n_embd, 1, RF_OP_ACCUMULATE);
     rfi_emit_norm(b, d->x, d->y, "post_ffw_norm", n_embd, 1, RF_OP_ACCUMULATE);
@@ -8568,41 +8839,61 @@ static void rfi_emit_layer_end(rfi_builder *b, const rfi_decoder *d) {
     if (factor != RF_NONE) rfi_emit_glu(b, d->x, RF_NONE, c->n_embd, RF_ACT_NONE)->factor = factor;
 }
 
-static int rfi_layer_has_experts(const rfi_config *c, uint32_t il) {
-    return c->moe.n_experts && il >= c->moe.n_dense;
+static int rfi_layer_has_experts(const rfi_builder *b) {
+    const rfi_config *c = b->c;
+    return c->moe.n_experts && (uint32_t)b->layer >= c->moe.n_dense &&
+           (!c->arch->moe->by_router || rfi_has(b, "ffn_gate_inp.weight"));
+}
+
+/* The FFN of a layer: dense, experts, or both. */
+static void rfi_emit_layer_ffn(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
+    const rfi_moe_arch *a = b->c->arch->moe;
+    if (!rfi_layer_has_experts(b)) rfi_emit_ffn(b, d, l, in);
+    else if (a->dense_beside) rfi_emit_beside(b, d, l);
+    else if (a->dense_first) {
+        rfi_emit_ffn(b, d, l, in);
+        rfi_emit_moe(b, d, l, d->xn2);
+    } else rfi_emit_moe(b, d, l, in);
+}
+
+/* x += layer_output_scale * the embedding */
+static void rfi_emit_skip(rfi_builder *b, const rfi_decoder *d) {
+    const uint32_t factor = rfi_bind_vector(b, "layer_output_scale.weight", 1);
+    rfi_emit_glu(b, d->y, RF_NONE, b->c->n_embd, RF_ACT_NONE)->in = d->skip;
+    if (b->result == RF_OK) ((rf_op *)b->ops.items)[b->ops.n - 1].factor = factor;
+    rfi_emit_mix(b, d->x, d->y, RF_NONE, 1, RF_OP_ACCUMULATE);
 }
 
 /* One layer. With parallel FFN its input is made before attention adds to x. */
 static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
     const uint32_t n_embd = c->n_embd;
-    const char *ffn_norm = c->arch->ffn_norm_is_post_attention ? "post_attention_norm" : "ffn_norm";
+    const char *ffn_norm = c->arch->ffn_norm ? c->arch->ffn_norm : "ffn_norm";
     const rfi_recurrent_arch *t = c->arch->recurrent;
     const int has_ffn_norm = rfi_has(b, "ffn_norm.weight"), is_ffn = t && t->one_part && l->n_ff;
     int parallel = is_ffn || c->parallel || (c->arch->parallel_without_ffn_norm && !has_ffn_norm);
     uint32_t attention_in = d->xn, ffn_in = d->xn;
     if (c->arch->no_pre_norm) attention_in = ffn_in = d->x;
-    else rfi_emit_norm(b, d->xn, d->x, "attn_norm", n_embd, 1, 0);
+    else rfi_emit_stream_norm(b, d->xn, d->x, "attn_norm");
     if (c->parallel && rfi_has(b, "attn_norm_2.weight")) { /* attention has its own norm */
         rfi_emit_norm(b, d->xn2, d->x, "attn_norm_2", n_embd, 1, 0);
         attention_in = d->xn2;
     } else if (c->parallel && c->arch->parallel_key) {
         rfi_emit_norm(b, d->xn2, d->x, "ffn_norm", n_embd, 1, 0);
         ffn_in = d->xn2;
-    }
+    } else if (c->moe.n_experts && c->arch->moe->dense_first)
+        rfi_emit_norm(b, d->xn2, d->x, "ffn_norm_exps", n_embd, 1, 0);
+    if (c->moe.n_experts && c->arch->moe->raw_router) rfi_emit_router(b, d, d->x);
     if (c->arch->mla) rfi_emit_mla(b, d, l, attention_in);
     else if (!l->recurrent && !is_ffn) rfi_emit_attention(b, d, l, attention_in);
     else if (c->recurrent.kind == RFI_SHORT_CONV) rfi_emit_short_conv(b, d, attention_in);
     else if (c->recurrent.kind == RFI_DELTA_NET) rfi_emit_delta(b, d, attention_in);
     if (c->recurrent.kind >= RFI_MAMBA && (l->recurrent || t->beside)) rfi_emit_scan(b, d, attention_in);
     if (t && (t->only || (t->one_part && !is_ffn))) return;
-    if (!parallel && ffn_in != d->x) rfi_emit_norm(b, d->xn, d->x, ffn_norm, n_embd, 1, 0);
-    const int experts = rfi_layer_has_experts(c, (uint32_t)b->layer) &&
-                        (!c->arch->moe->by_router || rfi_has(b, "ffn_gate_inp.weight"));
-    if (experts && c->arch->moe->dense_beside) rfi_emit_beside(b, d, l);
-    else if (experts) rfi_emit_moe(b, d);
-    else rfi_emit_ffn(b, d, l, ffn_in);
+    if (!parallel && ffn_in != d->x) rfi_emit_stream_norm(b, d->xn, d->x, ffn_norm);
+    rfi_emit_layer_ffn(b, d, l, ffn_in);
     if (c->arch->layer_inputs) rfi_emit_layer_end(b, d);
+    if (c->arch->embedding_skip) rfi_emit_skip(b, d);
 }
 
 static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
@@ -8658,12 +8949,18 @@ static uint32_t rfi_slope_table(rfi_builder *b) {
 /* x = token embeddings, + learned position embeddings */
 static rfi_weight rfi_emit_embedding(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
-    rfi_weight embedding = rfi_bind(b, "token_embd.weight", c->n_embd, c->n_vocab, 0, NULL);
+    const int there = !c->arch->embedding_is_output || rfi_has(b, "token_embd.weight");
+    rfi_weight embedding = rfi_bind(b, there ? "token_embd.weight" : "output.weight", c->n_embd, c->n_vocab, 0, NULL);
     rf_op *op = rfi_op(b, RF_OP_EMBED, d->x, RF_NONE);
     op->weight = embedding.id;
     op->embed = (rf_embed_params){c->n_embd, (float)c->embedding_scale};
-    if (c->arch->embedding_norm) rfi_emit_norm(b, d->x, d->x, "token_embd_norm", c->n_embd, 1, 0);
-    if (!c->arch->learned_positions) return embedding;
+    if (c->arch->embedding_norm) {
+        const char *name = c->arch->embedding_norm == 1 ? "token_embd_norm" : NULL;
+        rfi_emit_norm(b, d->x, d->x, name, c->n_embd, 1, 0);
+    }
+    if (c->arch->embedding_skip) rfi_emit_slice(b, d->skip, d->x, 1, c->n_embd, 0, c->n_embd);
+    if (!c->arch->learned_positions || (c->arch->learned_positions == 2 && !rfi_has(b, "position_embd.weight")))
+        return embedding;
     rfi_weight positions = rfi_bind(b, "position_embd.weight", c->n_embd, c->n_positions, 0, NULL);
     op = rfi_op(b, RF_OP_EMBED, d->x, RF_NONE);
     op->flags = RF_OP_POSITIONS | RF_OP_ACCUMULATE;
@@ -8691,8 +8988,8 @@ static void rfi_emit_decoder(rfi_builder *b) {
     rf_op *op = rfi_op(b, RF_OP_GATHER, d.xl, d.x);
     op->gather.n = c->n_embd;
     const char *output_norm = c->recurrent.kind == RFI_SHORT_CONV ? "token_embd_norm" : "output_norm";
-    rfi_emit_norm(b, d.xl, d.xl, output_norm, c->n_embd, 1, 0);
-    int tied = !rfi_has(b, "output.weight");
+    rfi_emit_stream_norm(b, d.xl, d.xl, output_norm);
+    int tied = !rfi_has(b, "output.weight") || !rfi_has(b, "token_embd.weight");
     rfi_weight output = tied ? embedding : rfi_bind_matrix(b, "output", c->n_embd, c->n_vocab, NULL);
     if (tied) output.bias = rfi_bind_optional(b, "output.bias", c->n_vocab);
     op = rfi_emit_matmul(b, d.logits, d.xl, output, c->n_vocab, 0);
@@ -8703,28 +9000,62 @@ static void rfi_emit_decoder(rfi_builder *b) {
     if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.id].row_reads = 1;
 }
 
-static const rfi_moe_arch rfi_moe_qwen3 = {.gating = RFI_GATING_SOFTMAX, .normalize = 1};
-static const rfi_moe_arch rfi_moe_glm4 = {.gating = RFI_GATING_SIGMOID, .keys = 1, .dense_lead = 1, .shared = 1};
+#define RFI_ALL_KEYS 7 /* of rfi_moe_arch.keys */
+static const rfi_moe_arch rfi_moe_qwen3 = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 2};
+static const rfi_moe_arch rfi_moe_mellum = {
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .keys = RFI_ALL_KEYS, .n_ff_is_ff = 2};
+static const rfi_moe_arch rfi_moe_glm4 = {
+    .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .n_ff_is_ff = 2, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_granite = {
-    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .shared = 1};
-static const rfi_moe_arch rfi_moe_granitehybrid = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .optional = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_jamba = {
     .gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1, .optional = 1, .by_router = 1};
 static const rfi_moe_arch rfi_moe_nemotron_h = {
-    .gating = RFI_GATING_SIGMOID, .keys = 1, .optional = 1, .by_router = 1, .latent = 1, .shared = 1};
+    .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .optional = 1, .by_router = 1, .latent = 1, .shared = 1};
+static const rfi_moe_arch rfi_moe_deepseek = {
+    .gating = RFI_GATING_SOFTMAX, .keys = 4, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_deepseek2 = {
-    .gating = RFI_GATING_SOFTMAX, .keys = 1, .groups = 1, .dense_lead = 1, .shared = 1};
+    .gating = RFI_GATING_SOFTMAX, .keys = RFI_ALL_KEYS, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_mixtral = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .optional = 1};
 static const rfi_moe_arch rfi_moe_gemma4 = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .dense_beside = 1, .optional = 1};
-static const rfi_moe_arch rfi_moe_qwen2 = {.gating = RFI_GATING_SOFTMAX, .shared = 1, .shared_gate = 1};
+static const rfi_moe_arch rfi_moe_qwen2 = {
+    .gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 2, .shared = 1, .shared_gate = 1};
 static const rfi_moe_arch rfi_moe_olmo = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1};
 static const rfi_moe_arch rfi_moe_oss = {.gating = RFI_GATING_CHOSEN};
 static const rfi_moe_arch rfi_moe_qwen35 = {
-    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .shared = 1, .shared_gate = 1};
-static const rfi_moe_arch rfi_moe_lfm2 = {.gating = RFI_GATING_SIGMOID, .normalize = 1, .keys = 1, .dense_lead = 1};
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 2, .shared = 1, .shared_gate = 1};
+static const rfi_moe_arch rfi_moe_lfm2 = {
+    .gating = RFI_GATING_SIGMOID, .normalize = 1, .keys = RFI_ALL_KEYS, .dense_lead = 1};
+static const rfi_moe_arch rfi_moe_sigmoid = { /* afmoe, bailingmoe2, dots1, exaone-moe, laguna */
+    .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .dense_lead = 1, .shared = 1};
+static const rfi_moe_arch rfi_moe_bailing2 = {
+    .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .dense_lead = 1, .shared = 2};
+static const rfi_moe_arch rfi_moe_one_shared = {
+    .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .dense_lead = 1, .shared = 3};
+static const rfi_moe_arch rfi_moe_bailing = {.gating = RFI_GATING_SOFTMAX, .keys = 6, .shared = 1};
+static const rfi_moe_arch rfi_moe_ernie = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .by_router = 1, .shared = 1};
+static const rfi_moe_arch rfi_moe_hunyuan = {
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .shared = 3};
+static const rfi_moe_arch rfi_moe_hy3 = {
+    .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .n_ff_is_ff = 2, .by_router = 1, .shared = 3};
+static const rfi_moe_arch rfi_moe_llama4 = {
+    .gating = RFI_GATING_SIGMOID, .weights_first = 1, .by_router = 1, .optional = 1, .shared = 3};
+static const rfi_moe_arch rfi_moe_minimax2 = {.gating = RFI_GATING_SIGMOID, .normalize = 1, .keys = 1};
+static const rfi_moe_arch rfi_moe_mimo2 = {.gating = RFI_GATING_SIGMOID, .normalize = 1, .by_router = 1};
+static const rfi_moe_arch rfi_moe_small = {
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .keys = 1, .n_ff_is_ff = 1, .raw_router = 1};
+static const rfi_moe_arch rfi_moe_grove = {
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 2, .chunks = 1};
+static const rfi_moe_arch rfi_moe_grok = {
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .dense_half = 1};
+static const rfi_moe_arch rfi_moe_arctic = {
+    .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .dense_first = 1};
+static const rfi_moe_arch rfi_moe_cohere2 = {.gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .n_ff_is_ff = 1,
+                                             .shared_half = 1, .dense_lead = 2, .shared = 1};
+static const rfi_moe_arch rfi_moe_plain = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1};
+static const rfi_moe_arch rfi_moe_maion = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .by_router = 1, .latent = 2};
 static const rfi_recurrent_arch rfi_qwen3next = {.kind = RFI_DELTA_NET, .fused_gates = 1};
 static const rfi_recurrent_arch rfi_lfm2 = {.kind = RFI_SHORT_CONV};
 static const rfi_recurrent_arch rfi_mamba = {.kind = RFI_MAMBA, .only = 1};
@@ -8744,61 +9075,141 @@ static const rfi_arch rfi_archs[] = {
     {.name = "llama", .moe = &rfi_moe_mixtral},
     {.name = "qwen2", .rope_neox = 1},
     {.name = "qwen3", .qk_norm = 1, .rope_neox = 1},
-    {.name = "gemma", .embed_sqrt = 1, .rope_neox = 1, .gelu = 1},
+    {.name = "gemma", .embed_sqrt = 1, .rope_neox = 1, .activation = RF_ACT_GELU},
     {.name = "gemma2", .post_norm = 1, .embed_sqrt = 1, .attn_softcap = 1, .rope_neox = 1, .swa_period = 2,
-     .swa_window = 4096, .wide_layers = 46, .gelu = 1},
+     .swa_window = 4096, .wide_layers = 46, .activation = RF_ACT_GELU},
     {.name = "gemma3", .post_norm = 1, .qk_norm = 1, .embed_sqrt = 1, .final_softcap = 1, .rope_neox = 1,
-     .swa_period = 6, .swa_rope_base = 10000, .wide_layers = 62, .gelu = 1},
+     .swa_period = 6, .swa_rope_base = 10000, .wide_layers = 62, .activation = RF_ACT_GELU},
     {.name = "gemma4", .post_norm = 1, .qk_norm = 1, .v_norm = 1, .embed_sqrt = 1, .layer_inputs = 1,
      .final_softcap = 1, .rope_neox = 1, .swa_heads = 1, .swa_period = 6, .swa_rope_base = 10000, .attn_scale = 1,
-     .gelu = 1, .moe = &rfi_moe_gemma4},
+     .activation = RF_ACT_GELU, .moe = &rfi_moe_gemma4},
     {.name = "phi3", .rope_neox = 1, .longrope = 1, .fused_gate_up = 1},
     {.name = "glm4", .post_norm = 1, .mrope = 1, .fused_gate_up = 1},
-    {.name = "mistral3", .attn_temperature = 1},
+    {.name = "mistral3", .attn_temperature = 1, .moe = &rfi_moe_mixtral},
+    {.name = "mistral4", .attn_temperature = 1, .mla = 1, .moe = &rfi_moe_deepseek2},
     {.name = "smollm3", .no_rope_period = 4},
-    {.name = "granite", .scale_keys = 1, .rope_switch = 1},
+    {.name = "granite", .scale_keys = 1, .rope_switch = 1, .moe = &rfi_moe_granite},
     {.name = "olmo2", .no_pre_norm = 1, .post_norm = 1, .qk_norm_wide = 1, .rope_neox = 1, .swa_period = 4},
     {.name = "command-r", .layer_norm = 1, .parallel = 1, .logit_scale_multiplies = 1},
     {.name = "cohere2", .layer_norm = 1, .parallel = 1, .logit_scale_multiplies = 1, .swa_rope_only = 1,
      .swa_period = 4, .swa_window = 4096},
     {.name = "internlm2"},
     {.name = "exaone", .rope_neox = 1},
-    {.name = "seed_oss", .ffn_norm_is_post_attention = 1, .rope_neox = 1},
+    {.name = "seed_oss", .ffn_norm = "post_attention_norm", .rope_neox = 1},
     {.name = "stablelm", .layer_norm = 1, .parallel_without_ffn_norm = 1, .rope_neox = 1},
-    {.name = "starcoder2", .layer_norm = 1, .rope_neox = 1, .gelu = 1, .no_gate = 1},
-    {.name = "phi2", .layer_norm = 1, .parallel = 1, .rope_neox = 1, .gelu = 1, .no_gate = 1},
-    {.name = "gptneox", .layer_norm = 1, .parallel_key = 1, .rope_neox = 1, .gelu = 1, .no_gate = 1},
-    {.name = "gpt2", .layer_norm = 1, .learned_positions = 1, .gelu = 1, .no_gate = 1},
-    {.name = "falcon", .layer_norm = 1, .parallel = 1, .rope_neox = 1, .gelu = 1, .no_gate = 1},
-    {.name = "mpt", .layer_norm = 1, .alibi_keys = 1, .alibi = 8, .gelu = 1, .no_gate = 1},
-    {.name = "bloom", .layer_norm = 1, .embedding_norm = 1, .alibi = 8, .gelu = 1, .no_gate = 1},
+    {.name = "starcoder2", .layer_norm = 1, .rope_neox = 1, .activation = RF_ACT_GELU, .no_gate = 1},
+    {.name = "phi2", .layer_norm = 1, .parallel = 1, .rope_neox = 1, .activation = RF_ACT_GELU, .no_gate = 1},
+    {.name = "gptneox", .layer_norm = 1, .parallel_key = 1, .rope_neox = 1, .activation = RF_ACT_GELU, .no_gate = 1},
+    {.name = "gpt2", .layer_norm = 1, .learned_positions = 1, .activation = RF_ACT_GELU, .no_gate = 1},
+    {.name = "falcon", .layer_norm = 1, .parallel = 1, .rope_neox = 1, .activation = RF_ACT_GELU, .no_gate = 1},
+    {.name = "mpt", .layer_norm = 1, .qk_norm_wide = 2, .learned_positions = 2, .alibi_keys = 1, .clamp_key = 1,
+     .alibi = 8, .activation = RF_ACT_GELU, .no_gate = 1},
+    {.name = "bloom", .layer_norm = 1, .embedding_norm = 1, .alibi = 8, .activation = RF_ACT_GELU, .no_gate = 1},
     {.name = "qwen3moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_qwen3},
     {.name = "qwen2moe", .rope_neox = 1, .moe = &rfi_moe_qwen2},
     {.name = "olmoe", .qk_norm_wide = 1, .rope_neox = 1, .moe = &rfi_moe_olmo},
-    {.name = "granitemoe", .scale_keys = 1, .rope_switch = 1, .moe = &rfi_moe_granite},
-    {.name = "gpt-oss", .ffn_norm_is_post_attention = 1, .rope_neox = 1, .attn_sinks = 1, .swa_yarn = 1,
+    {.name = "granitemoe", .scale_keys = 1, .moe = &rfi_moe_granite},
+    {.name = "gpt-oss", .ffn_norm = "post_attention_norm", .rope_neox = 1, .attn_sinks = 1, .swa_yarn = 1,
      .swa_period = 2, .swiglu_oai = 1, .moe = &rfi_moe_oss},
-    {.name = "glm4moe", .ffn_norm_is_post_attention = 1, .qk_norm_optional = 1, .rope_neox = 1, .mrope = 1,
+    {.name = "glm4moe", .ffn_norm = "post_attention_norm", .qk_norm_optional = 1, .rope_neox = 1, .mrope = 1,
      .moe = &rfi_moe_glm4},
     {.name = "deepseek2", .mla = 1, .moe = &rfi_moe_deepseek2},
     {.name = "lfm2", .qk_norm = 1, .rope_neox = 1, .recurrent = &rfi_lfm2},
-    {.name = "qwen35", .ffn_norm_is_post_attention = 1, .qk_norm = 1, .rope_neox = 1, .mrope = 2,
+    {.name = "qwen35", .ffn_norm = "post_attention_norm", .qk_norm = 1, .rope_neox = 1, .mrope = 2,
      .recurrent = &rfi_qwen35},
-    {.name = "qwen35moe", .ffn_norm_is_post_attention = 1, .qk_norm = 1, .rope_neox = 1, .mrope = 2,
+    {.name = "qwen35moe", .ffn_norm = "post_attention_norm", .qk_norm = 1, .rope_neox = 1, .mrope = 2,
      .moe = &rfi_moe_qwen35, .recurrent = &rfi_qwen35},
-    {.name = "qwen3next", .ffn_norm_is_post_attention = 1, .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_qwen35,
+    {.name = "qwen3next", .ffn_norm = "post_attention_norm", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_qwen35,
      .recurrent = &rfi_qwen3next},
+    {.name = "afmoe", .post_norm = 1, .qk_norm = 1, .embed_sqrt = 1, .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID,
+     .swa_yarn = 1, .swa_period = 4, .no_rope_period = 4, .moe = &rfi_moe_sigmoid},
+    {.name = "arcee", .activation = RF_ACT_RELU2, .no_gate = 1},
+    {.name = "arctic", .moe = &rfi_moe_arctic},
+    {.name = "baichuan", .rope_by_depth = 1},
+    {.name = "bailingmoe", .moe = &rfi_moe_bailing},
+    {.name = "bailingmoe2", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_bailing2},
+    {.name = "chatglm", .fused_gate_up = 1},
+    {.name = "codeshell", .layer_norm = 1, .embedding_is_output = 1, .rope_neox = 1,
+     .activation = RF_ACT_GELU, .no_gate = 1},
+    {.name = "cogvlm", .rope_neox = 1},
+    {.name = "cohere2moe", .layer_norm = 2, .parallel = 1, .logit_scale_multiplies = 1, .swa_yarn = 1,
+     .swa_rope_only = 1, .swa_first_full = 1, .swa_period = 4, .moe = &rfi_moe_cohere2},
+    {.name = "dbrx", .layer_norm = 1, .ffn_norm = "attn_output_norm", .clamp_key = 1, .rope_neox = 1,
+     .moe = &rfi_moe_plain},
+    {.name = "deci"},
+    {.name = "deepseek", .moe = &rfi_moe_deepseek},
+    {.name = "dots1", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_sigmoid},
+    {.name = "ernie4_5"},
+    {.name = "ernie4_5-moe", .moe = &rfi_moe_ernie},
+    {.name = "exaone4", .no_pre_norm = 1, .post_norm = 1, .qk_norm = 1, .rope_neox = 1, .swa_yarn = 1,
+     .swa_rope_only = 1, .swa_period = 4, .swa_window = 4096, .swa_layers = 64},
+    {.name = "exaone-moe", .qk_norm = 1, .rope_neox = 1, .swa_yarn = 1, .swa_rope_only = 1, .swa_period = 4,
+     .moe = &rfi_moe_one_shared},
+    {.name = "granite_swa", .scale_keys = 1, .attn_sinks = 1, .swa_period = 4, .moe = &rfi_moe_granite},
+    {.name = "grok", .post_norm = 1, .attn_post_norm = "attn_output_norm", .ffn_post_norm = "layer_output_norm",
+     .grok_keys = 1, .rope_neox = 1, .activation = RF_ACT_GELU, .moe = &rfi_moe_grok},
+    {.name = "grovemoe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_grove},
+    {.name = "hunyuan-dense", .qk_norm = 1, .qk_norm_after = 1, .rope_neox = 1},
+    {.name = "hunyuan-moe", .qk_norm = 1, .qk_norm_after = 1, .rope_neox = 1, .moe = &rfi_moe_hunyuan},
+    {.name = "hunyuan_vl", .qk_norm = 1, .qk_norm_after = 1, .rope_neox = 1, .mrope = 1},
+    {.name = "hy_v3", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_hy3},
+    {.name = "jais", .layer_norm = 1, .alibi_keys = 1, .alibi = 8, .attn_scale = -1},
+    {.name = "jais2", .layer_norm = 1, .rope_neox = 1, .activation = RF_ACT_RELU2, .no_gate = 1},
+    {.name = "laguna", .qk_norm = 1, .rope_neox = 1, .attn_gate = RF_ACT_SOFTPLUS, .swa_plain_rope = 1,
+     .swa_first_full = 1, .swa_period = 4, .moe = &rfi_moe_one_shared},
+    {.name = "llama4", .swa_yarn = 1, .swa_fixed = 2, .swa_period = 4, .swa_window = 8192, .no_rope_period = 4,
+     .moe = &rfi_moe_llama4},
+    {.name = "maincoder", .qk_norm = 1, .qk_norm_after = 1},
+    {.name = "maion-coder", .post_norm = 1, .qk_norm = 1, .rope_neox = 1, .swa_yarn = 1, .swa_rope_only = 1,
+     .swa_period = 4, .moe = &rfi_moe_maion},
+    {.name = "maple", .qk_norm = 1, .rope_neox = 1, .swa_rope_only = 1, .swa_period = 4,
+     .swiglu_limit = RF_ACT_SILU_MIN, .moe = &rfi_moe_qwen3},
+    {.name = "mellum", .qk_norm = 1, .rope_neox = 1, .swa_plain_rope = 1, .swa_period = 4, .moe = &rfi_moe_mellum},
+    {.name = "mimo2", .value_scale = 1, .rope_neox = 1, .swa_yarn = 1, .swa_heads = 1,
+     .swa_period = 1, .swa_rope_base = 10000, .moe = &rfi_moe_mimo2},
+    {.name = "minicpm", .scale_keys = 2, .longrope = 1, .moe = &rfi_moe_granite},
+    {.name = "minicpm3", .scale_keys = 3, .rope_neox = 1, .longrope = 1, .mla = 2},
+    {.name = "minimax-m2", .qk_norm_wide = 1, .rope_neox = 1, .moe = &rfi_moe_minimax2},
+    {.name = "muse-glimmer", .post_norm = 1, .post_norm_eps = 1e-8f, .embedding_norm = 2, .qk_norm = 1,
+     .logit_scale_multiplies = 1, .final_softcap = 2, .attn_gate = RF_ACT_SIGMOID, .swa_rope_only = 1,
+     .swa_period = 4},
+    {.name = "nanbeige"},
+    {.name = "nemotron", .layer_norm = 1, .rope_neox = 1, .activation = RF_ACT_RELU2, .no_gate = 1},
+    {.name = "olmo", .layer_norm = 1, .norm_unweighted = 1, .clamp_key = 1},
+    {.name = "openelm", .qk_norm = 1, .rope_neox = 1},
+    {.name = "orion", .layer_norm = 1, .rope_neox = 1},
+    {.name = "paddleocr", .rope_neox = 1, .mrope = 1},
+    {.name = "pangu-embedded", .rope_neox = 1},
+    {.name = "phimoe", .rope_neox = 1, .longrope = 1, .fused_gate_up = 1, .moe = &rfi_moe_plain},
+    {.name = "plamo", .parallel = 1, .rope_neox = 1},
+    {.name = "plamo3", .post_norm = 1, .qk_norm = 1, .rope_neox = 1, .swa_period = 8, .swa_rope_base = 10000,
+     .fused_gate_up = 1},
+    {.name = "pockettts", .layer_norm = 1, .activation = RF_ACT_GELU, .no_gate = 1},
+    {.name = "qwen", .rope_neox = 1, .half_ff = 1},
+    {.name = "qwen2vl", .rope_neox = 1, .mrope = 1},
+    {.name = "qwen3tts", .qk_norm = 1, .rope_neox = 1, .mrope = 2},
+    {.name = "qwen3vl", .qk_norm = 1, .rope_neox = 1, .mrope = 2},
+    {.name = "qwen3vlmoe", .qk_norm = 1, .rope_neox = 1, .mrope = 2, .moe = &rfi_moe_qwen3},
+    {.name = "refact", .alibi = 8},
+    {.name = "smallthinker", .rope_neox = 1, .swa_yarn = 1, .swa_first_full = 1, .swa_fixed = 1, .swa_period = 4,
+     .swa_window = 4096, .no_rope_period = 4, .activation = RF_ACT_RELU, .moe = &rfi_moe_small},
+    {.name = "spark2_5", .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID, .swa_heads = 1, .swa_period = 1,
+     .activation = RF_ACT_GELU},
+    {.name = "starcoder", .layer_norm = 1, .learned_positions = 1, .activation = RF_ACT_GELU, .no_gate = 1},
+    {.name = "talkie", .norm_unweighted = 1, .embedding_norm = 2, .qk_norm = 1, .qk_norm_after = 1,
+     .embedding_skip = 1, .logit_scale_multiplies = 1, .rope_neox = 1},
+    {.name = "xverse"},
     {.name = "lfm2moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_lfm2, .recurrent = &rfi_lfm2},
     {.name = "mamba", .recurrent = &rfi_mamba},
     {.name = "mamba2", .recurrent = &rfi_mamba2},
     {.name = "jamba", .no_rope_period = 1, .moe = &rfi_moe_jamba, .recurrent = &rfi_jamba},
-    {.name = "granitehybrid", .scale_keys = 1, .rope_switch = 1, .moe = &rfi_moe_granitehybrid,
+    {.name = "granitehybrid", .scale_keys = 1, .rope_switch = 1, .moe = &rfi_moe_granite,
      .recurrent = &rfi_granitehybrid},
-    {.name = "nemotron_h", .no_rope_period = 1, .relu2 = 1, .no_gate = 1, .recurrent = &rfi_nemotron_h},
-    {.name = "nemotron_h_moe", .no_rope_period = 1, .relu2 = 1, .no_gate = 1, .moe = &rfi_moe_nemotron_h,
-     .recurrent = &rfi_nemotron_h},
+    {.name = "nemotron_h", .no_rope_period = 1, .activation = RF_ACT_RELU2, .no_gate = 1, .recurrent = &rfi_nemotron_h},
+    {.name = "nemotron_h_moe", .no_rope_period = 1, .activation = RF_ACT_RELU2, .no_gate = 1,
+     .moe = &rfi_moe_nemotron_h, .recurrent = &rfi_nemotron_h},
     {.name = "falcon-h1", .rope_neox = 1, .recurrent = &rfi_falcon_h1},
-    {.name = "plamo2", .post_norm = 1, .qk_norm_each = 1, .rope_neox = 1, .fused_gate_up = 1,
+    {.name = "plamo2", .post_norm = 1, .qk_norm = 1, .rope_neox = 1, .fused_gate_up = 1,
      .recurrent = &rfi_plamo2},
 };
 
@@ -8860,10 +9271,12 @@ static int rfi_tensor_is_ignored(const rfi_builder *b, rf_string name) {
     for (uint32_t j = 0; j < RFI_COUNT(ends); j++)
         if (name.len > strlen(ends[j]) && memcmp(name.data + name.len - strlen(ends[j]), ends[j], strlen(ends[j])) == 0)
             return 1;
-    if (name.len < 6 || memcmp(name.data, "blk.", 4) != 0) return 0;
+    if (name.len < 6 || memcmp(name.data, "blk.", 4) != 0) return rfi_tensor_is_idle(b, name);
     for (; i < name.len && i < 12 && name.data[i] >= '0' && name.data[i] <= '9'; i++)
         layer = 10 * layer + (uint64_t)(name.data[i] - '0');
-    return i > 4 && i < name.len && name.data[i] == '.' && layer >= b->c->n_layers && layer < b->c->n_blocks;
+    if (i == 4 || i == name.len || name.data[i] != '.') return 0;
+    if (layer >= b->c->n_layers) return layer < b->c->n_blocks;
+    return rfi_tensor_is_idle(b, (rf_string){name.data + i + 1, name.len - i - 1});
 }
 
 /* Refuse a tensor that the plan does not use: a model without its bias would run, and wrong. */
@@ -12618,6 +13031,8 @@ static void rfi_cpu_heads_across(void *ctx, uint32_t chunk, uint32_t thread) {
                               out + c0 + col0 * o->out_width, o->out_width};
         rfi_matmul_run(o->k, RF_TYPE_F32, &m);
     }
+    for (uint64_t r = 0; par->n_in == 0 && r < o->n_rows; r++) /* a sum of nothing */
+        memset(out + r * o->out_width + c0, 0, n_cols * sizeof *out);
     for (uint64_t r = 0; c0 == 0 && r < o->n_rows; r++)
         memcpy(out + r * o->out_width + par->n_out, in + r * o->in_width + par->n_in, rest * sizeof *out);
 }

@@ -301,7 +301,7 @@ static const struct {
     {{.arch = "gemma2", .has = MG_POST_NORM, .more_kv = window_huge}, RF_ERR_FORMAT, "attention.sliding_window"},
     {{.arch = "gemma2", .has = MG_POST_NORM, .more_kv = window_none}, RF_OK, ""},
     {{.arch = "gemma2", .has = MG_POST_NORM, .more_kv = short_list}, RF_ERR_FORMAT, "sliding_window_pattern"},
-    {{.arch = "gemma2", .has = MG_POST_NORM, .more_kv = number_list}, RF_ERR_FORMAT, "sliding_window_pattern"},
+    {{.arch = "gemma2", .has = MG_POST_NORM, .more_kv = number_list}, RF_OK, ""},
     {{.arch = "gemma2", .has = MG_POST_NORM, .more_kv = cap_nan}, RF_ERR_FORMAT, "attn_logit_softcapping"},
     {{.arch = "gemma2", .has = MG_POST_NORM, .more_kv = cap_negative}, RF_ERR_FORMAT, "final_logit_softcapping"},
     {{.arch = "gemma2", .has = MG_POST_NORM, .more_kv = cap_tiny}, RF_ERR_FORMAT, "final_logit_softcapping"},
@@ -325,7 +325,7 @@ static const struct {
     {{.arch = "olmo2", .has = MG_NO_PRE_NORM | MG_POST_NORM | MG_QK_NORM}, RF_ERR_FORMAT, "blk.0.attn_q_norm.weight"},
     {{.arch = "command-r", .has = MG_NO_FFN_NORM, .more_kv = logit_scale}, RF_ERR_NOT_FOUND, "attention.layer_norm_epsilon"},
     {{.arch = "command-r", .has = MG_LAYER_NORM | MG_NO_FFN_NORM | MG_QK_NORM, .more_kv = logit_scale},
-     RF_ERR_FORMAT, "blk.0.attn_q_norm.weight"}, /* one vector for all heads */
+     RF_ERR_UNSUPPORTED, "blk.0.attn_q_norm.weight"}, /* one vector for all heads */
     {{.arch = "gptneox", .has = STARCODER | MG_QKV}, RF_ERR_NOT_FOUND, "use_parallel_residual"},
     {{.arch = "gptneox", .has = STARCODER | MG_QKV, .more_kv = parallel_number}, RF_ERR_FORMAT, "use_parallel_residual"},
     {{.arch = "gptneox", .has = STARCODER | MG_QKV | MG_NO_FFN_NORM, .more_kv = parallel}, RF_ERR_NOT_FOUND, "blk.0.ffn_norm.weight"},
@@ -342,8 +342,8 @@ static const struct {
     {{.arch = "gemma4", .has = MG_POST_NORM | MG_QK_NORM, .more_kv = shared_none_before}, RF_ERR_FORMAT, "shared_kv_layers"},
     {{.arch = "gemma4", .has = MG_POST_NORM | MG_QK_NORM, .more_kv = layer_inputs}, RF_ERR_NOT_FOUND, "per_layer_token_embd"},
     {{.arch = "gemma4", .has = MG_POST_NORM | MG_QK_NORM, .more_kv = odd_rope}, RF_ERR_FORMAT, "rope.dimension_count_swa"},
-    {{.arch = "mpt", .has = STARCODER | MG_QKV}, RF_ERR_NOT_FOUND, "attention.max_alibi_bias"},
-    {{.arch = "mpt", .has = STARCODER | MG_QKV, .more_kv = alibi_zero}, RF_ERR_FORMAT, "attention.max_alibi_bias"},
+    {{.arch = "mpt", .has = STARCODER | MG_QKV}, RF_OK, ""},
+    {{.arch = "mpt", .has = STARCODER | MG_QKV, .more_kv = alibi_zero}, RF_OK, ""},
     {{.arch = "bloom", .has = STARCODER | MG_QKV}, RF_ERR_NOT_FOUND, "token_embd_norm.weight"},
     {{.arch = "cohere9", .has = MG_LAYER_NORM | MG_NO_FFN_NORM}, RF_ERR_UNSUPPORTED, "'cohere9'"},
 };
