@@ -12,7 +12,6 @@
  *
  * rocmforge does NOT
  *   - train, fine-tune, quantize or convert models, read anything but GGUF, or download files
- *   - execute chat templates (Jinja): the common ones are recognised, others are refused by name
  *   - run what it was not built for: an unknown architecture, type or pre-tokenizer is an error that names it
  *   - print, exit, abort, read environment variables, install signal handlers or keep global state
  *   - support big-endian or 32-bit machines, or systems other than Linux
@@ -64,7 +63,10 @@
  *
  * Recipes: what to look up for
  *   text, token by token               the program above; rf_detokenize gives out whole UTF-8 characters only
- *   chat                               rf_chat_tokenize; rf_session_sync keeps the shared prefix; rocmforge_cli chat
+ *   chat                               rf_model_get_chat_template, then rf_chat_tokenize; rf_session_sync keeps the
+ *                                      shared prefix; rocmforge_cli chat
+ *   tools, thinking on or off          the fields of rf_chat and rf_chat_message
+ *   a template of your own             rf_chat_template_open
  *   stop at the end of the answer      rf_token_is_end
  *   stop text                          search in what rf_detokenize gave out so far, and evaluate no further token
  *   hide thoughts                      rf_chat_final on the text so far
@@ -101,7 +103,7 @@
  *    3 >>base         memory, checked arithmetic, errors    10 >>kernels >>cpu    the CPU's kernels, the CPU device
  *    4 >>sync         once-cell, thread pool                11 >>null      the device that only checks
  *    5 >>gguf         the file format                       12 >>session   the forward pass
- *    6 >>quant        tensor types                          13 >>token >>template >>sample >>scheduler
+ *    6 >>quant        tensor types                          13 >>token >>json >>jinja >>template >>sample >>scheduler
  *    7 >>tensor >>loader >>stream >>experts >>budget >>store    14 >>public    thin bodies
  *
  * Macros, all optional, defined before the include
@@ -137,8 +139,9 @@
  *               messages. Allocations, reads and device calls may fail at any time.
  *   Promised    whatever happens, the worst is an error. No crash, no hang, no access outside the file's bytes and
  *               our own; memory to open and plan is bounded by the file's metadata, not by what it claims. Nothing in
- *               a file is run, used as a format, or as a path (the parts of a split file are found by the first one's
- *               name); messages are printable ASCII.
+ *               a file is used as a format or as a path (the parts of a split file are found by the first one's name),
+ *               and nothing is run but its chat template, which sees the conversation alone, within limits
+ *               (rf_chat_template_desc). Messages are printable ASCII.
  *   Limits      A file that somebody cuts short while the CPU uses it in place raises SIGBUS: rf_gguf_desc.no_map
  *               avoids it, rf_gguf_handle_fault makes it an error. One that is rewritten in place is noticed by size
  *               and time before a weight is loaded, not after.
@@ -907,50 +910,92 @@ ROCMFORGE_API rf_string rf_token_get_text(const rf_tokenizer *t, int32_t id);
 
 /* ---- chat templates ---- */
 
+/* A chat template: a program in Jinja, parsed once. */
+typedef struct rf_chat_template rf_chat_template;
+
+/* Bounds of one rendering, for a template is a stranger's program. 0 = default. */
+typedef struct rf_chat_template_desc {
+    rf_allocator allocator; /* of the template and its renderings                                                */
+    uint64_t max_steps;     /* expressions and statements that run, and a step per 64 bytes handled; 20 million  */
+    uint64_t max_memory;    /* bytes of values; 256 MiB                                                          */
+    uint64_t max_output;    /* bytes of text, at most 2^30; 64 MiB                                               */
+    uint32_t max_depth;     /* of nested statements, expressions, calls and values; 400. Each takes up to 1 KiB of
+                               the caller's stack                                                                */
+} rf_chat_template_desc;
+
+/* Parse a template.
+ *   source  in   Jinja, at most 1 MiB; copied
+ *   desc    in   NULL = defaults;   out  receives the object, NULL on failure
+ * Returns RF_OK; RF_ERR_FORMAT (the syntax; where is the line); RF_ERR_UNSUPPORTED (a tag that reaches outside:
+ * include, import, extends, block; an unknown tag; nesting); RF_ERR_ARGUMENT; RF_ERR_MEMORY.
+ * Memory at most 128 bytes per byte of source.   Cost O(length).   Threads any; the object is immutable. */
+ROCMFORGE_API rf_result rf_chat_template_open(rf_string source, const rf_chat_template_desc *desc,
+                                              rf_chat_template **out, rf_error *err);
+
+/* Close a template from rf_chat_template_open. NULL is fine.   Returns RF_OK.   Threads any one. */
+ROCMFORGE_API rf_result rf_chat_template_close(rf_chat_template *t, rf_error *err);
+
+/* The file's own template (tokenizer.chat_template), parsed on first use, owned by the model and borrowed until that is
+ * closed. Where the file has another one for tools (tokenizer.chat_template.tool_use), it comes with it and is taken
+ * for conversations that have tools. It knows the file's bos and eos.
+ * Returns as rf_chat_template_open; RF_ERR_NOT_FOUND (the file has none: open one from a text of your own).
+ * Memory, Cost as there, once.   Threads any. */
+ROCMFORGE_API rf_result rf_model_get_chat_template(rf_model *m, const rf_chat_template **out, rf_error *err);
+
+typedef struct rf_tool_call {
+    const char *id;          /* or NULL                                    */
+    const char *name;
+    const char *arguments;   /* JSON text, an object                       */
+} rf_tool_call;
+
+/* A message of a conversation; what does not apply is NULL. Templates see these as the field's usual names. */
 typedef struct rf_chat_message {
-    const char *role;    /* "system", "user", "assistant" */
+    const char *role;         /* "system", "user", "assistant", "tool", "developer", ... as the template knows them */
     const char *content;
+    const char *reasoning;    /* the thought before the answer (reasoning_content)                                 */
+    const char *name;         /* of the tool that a result comes from                                              */
+    const char *tool_call_id; /* of the call that a result answers                                                 */
+    const rf_tool_call *tool_calls; /* [n_tool_calls]                                                              */
+    uint32_t n_tool_calls;
+    const char *parts;        /* JSON array of content parts, instead of content                                   */
 } rf_chat_message;
+
+typedef enum rf_thinking { RF_THINKING_DEFAULT = 0, RF_THINKING_ON = 1, RF_THINKING_OFF = 2 } rf_thinking;
 
 /* A conversation to format. */
 typedef struct rf_chat {
-    /* NULL = recognise the file's tokenizer.chat_template; or "chatml", "llama3", "llama2", "mistral" (its v3),
-     * "mistral-v0", "mistral-v1", "mistral-v3-tekken", "mistral-v7", "mistral-v7-tekken", "zephyr", "phi3", "phi4",
-     * "phi4-mini", "gemma", "glm4", "granite", "deepseek3", "deepseek-r1", "harmony" (gpt-oss), "plain" */
-    const char *template_name;
-    const rf_chat_message *messages; /* [n_messages] */
+    const rf_chat_template *chat_template; /* from rf_model_get_chat_template or rf_chat_template_open            */
+    const rf_chat_message *messages;       /* [n_messages]                                                       */
     uint32_t n_messages;
-    uint32_t open_answer;      /* 1: end with the opening of the assistant's answer (a generation prompt) */
+    uint32_t open_answer;  /* 1: end with the opening of the assistant's answer (add_generation_prompt)          */
+    const char *tools;     /* JSON array of tool definitions, or NULL                                            */
+    uint32_t thinking;     /* rf_thinking: sets enable_thinking and thinking                                     */
+    const char *effort;    /* reasoning_effort: "low", "medium", "high", ...; NULL: the template's default       */
+    const char *extra;     /* JSON object of further variables, or NULL; it has the last word                    */
+    const char *prefill;   /* text that the answer begins with, after its opening; or NULL                       */
+    int64_t now;           /* seconds since 1970 for the template's strftime_now, UTC; 0: it has no clock        */
+    rf_string bos, eos;    /* bos_token and eos_token; data NULL = the tokenizer's, or the file's                */
 } rf_chat;
 
-/* Format a conversation as the model's template would. The template in the file is recognised, never executed.
- *   g     in   the file; NULL if chat names the template
+/* Format a conversation: run its template.
  *   out   out  [capacity] bytes, no NUL; may be NULL with capacity 0;   count  out  size needed
- * Returns RF_OK; RF_ERR_CAPACITY; RF_ERR_UNSUPPORTED (template not recognised: format it yourself or name one);
- * RF_ERR_NOT_FOUND (no template in the file); RF_ERR_ARGUMENT (name, role, system text the template has no place for).
- * Memory none.   Threads any. */
-ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const rf_chat *chat, char *out, size_t capacity,
-                                       size_t *count, rf_error *err);
+ * Returns RF_OK; RF_ERR_CAPACITY; RF_ERR_ARGUMENT (a field, JSON text with the byte, or what the template says to this
+ * conversation with raise_exception or by failing: the text has the line and the cause, where is the line);
+ * RF_ERR_UNSUPPORTED (something that Jinja has and this has not, by name; or max_steps, max_output, max_depth);
+ * RF_ERR_MEMORY (also max_memory).
+ * Memory O(what the template makes) during the call.   Cost: the template's.   Threads any. */
+ROCMFORGE_API rf_result rf_chat_format(const rf_chat *chat, char *out, size_t capacity, size_t *count, rf_error *err);
 
-/* Format a conversation and turn it into token ids. What the template writes may name special tokens; the messages
- * may not, whatever they hold. Words are cut and merged as in the text that rf_chat_format gives.
- *   t      in   the tokenizer; its file's template is used if chat names none
- *   flags  in   RF_TOKENIZE_ADD, or 0
+/* Format a conversation and turn it into token ids. What the template writes may name control tokens; what comes from
+ * the caller may not, wherever the template puts it: content, reasoning, names, calls, tools, extra, prefill. (A role
+ * of letters, digits, '_' and '-' alone counts as the template's: some build a token around it.) Words are cut and
+ * merged as in the text that rf_chat_format gives.
+ *   t      in   the tokenizer
+ *   flags  in   RF_TOKENIZE_ADD (no second bos where the template has written one), or 0
  *   out    out  [capacity], may be NULL with capacity 0;   count  out  size needed, also if capacity is too small
- * Returns as rf_chat_format and rf_tokenize.   Memory O(text) during the call.   Threads any. */
+ * Returns as rf_chat_format and rf_tokenize.   Memory O(text) more during the call.   Threads any. */
 ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *chat, uint32_t flags, int32_t *out,
                                          uint32_t capacity, uint32_t *count, rf_error *err);
-
-/* The part of an answer that is meant for the reader, without the reasoning before it: what follows "</think>", or
- * gpt-oss's final channel. All of it if it has neither; empty if an answer in channels has no final one yet. Points
- * into text.
- *   text  in  what the model wrote, control tokens that are shown included
- * Memory none.   Threads any. */
-ROCMFORGE_API rf_string rf_chat_final(rf_string text);
-
-/* Name of the template that the file's chat_template is recognised as, valid as long as the program runs; NULL if the
- * file has none or it is not recognised.   Memory none.   Cost O(its length).   Threads any. */
-ROCMFORGE_API const char *rf_chat_template_name(const rf_gguf *g);
 
 /* ---- sampling ---- */
 
@@ -14129,6 +14174,8 @@ struct rf_model {
     char *pre_tokenizer;     /* rf_model_desc.pre_tokenizer, or NULL                */
     rfi_cell tokenizer_cell;
     rf_tokenizer *tokenizer; /* guarded by tokenizer_cell                           */
+    rfi_cell template_cell;
+    rf_chat_template *chat_template; /* guarded by template_cell                   */
     _Atomic uint32_t n_sessions;
 };
 
@@ -17737,378 +17784,4323 @@ static uint32_t rfi_unicode_base(uint32_t cp) {
     return i < RFI_COUNT(rfi_unicode_bases) && rfi_unicode_bases[i] >> 16 == cp ? rfi_unicode_bases[i] & 0xffff : cp;
 }
 
-/* ==== 13b Chat templates ============================================================================== >>template
- * The chat_template of a file is a program (Jinja). It is never run: the text is searched for the markers of the
- * families below, and the family's own rules format the conversation. A template with markers of no family, of two, or
- * of one that is known but not built in, is refused: a wrong format gives bad answers and no error. Two things differ
- * from the templates on purpose. A default system text that some add (Qwen2, Llama 3.1 with its dates) is not added;
- * and Mistral's system text goes into the next user turn, where v3 moves it to the last one, so that a longer
- * conversation begins with the same tokens. Content is copied as it is: where the result is tokenized with
- * RF_TOKENIZE_SPECIAL, a control token spelled out in a message becomes one; rf_chat_tokenize keeps them apart. */
+/* ==== 13b JSON and values ================================================================================= >>json
+ * Values as Python and JSON have them, the memory of one call in which they live, and JSON's text from and to them.
+ * Every text knows which of its bytes came from the caller: marks travel with slices and copies, so that what is built
+ * of a template's words and a user's still tells them apart. Nothing is freed before the call ends. A failure is kept
+ * in err; what fails returns an empty value, and loops look at rfi_failed. */
 
-/* In the texts below these two bytes stand for the file's own tokens. The tokenizer adds the bos at the very start. */
-#define RFI_CHAT_BOS "\1"
-#define RFI_CHAT_EOS "\2"
-
-/* Whose content is trimmed, and other properties of a family. */
 enum {
-    RFI_TRIM_SYSTEM = 1, RFI_TRIM_USER = 2, RFI_TRIM_ANSWER = 4,
-    RFI_CHAT_FINAL = 8,       /* finished answers lose their reasoning                   */
-    RFI_CHAT_SYSTEM_FIRST = 16 /* system text is at the start only, parts joined by "\n\n" */
+    RFI_V_ABSENT,    /* no value: an argument that was not given                              */
+    RFI_V_UNDEFINED, /* u.text, n: the name; sub: kind of the object that has no such element */
+    RFI_V_NONE, RFI_V_BOOL, RFI_V_INT, RFI_V_FLOAT, RFI_V_TEXT, RFI_V_LIST, RFI_V_DICT,
+    RFI_V_NAMESPACE, RFI_V_LOOP, RFI_V_MACRO, RFI_V_METHOD, RFI_V_GLOBAL
 };
-
-typedef struct rfi_chat_family {
-    const char *name;
-    const char *system[2];    /* before and after a system message            */
-    const char *user[2];
-    const char *answer[2];
-    const char *answer_space; /* between answer[0] and a finished answer      */
-    uint32_t trim;
-    uint32_t in_user;         /* 1: system text is part of the next user turn */
-    const char *prefix;       /* before everything; NULL: nothing             */
-    const char *open;         /* opening of the answer; NULL: answer[0]       */
-} rfi_chat_family;
-
-#define RFI_CHAT_TURNS(open, shut, end, system, user, answer) \
-    {open system shut, end}, {open user shut, end}, {open answer shut, end}
-#define RFI_CHAT_BAR(name) "<\xef\xbd\x9c" name "\xef\xbd\x9c>" /* between fullwidth bars */
-
-/* Source: the templates in the files that the families publish. "mistral" is the format of its tokenizer v3; "harmony"
- * is OpenAI's description of gpt-oss's format, less the date, which a library does not know. */
-static const rfi_chat_family rfi_chat_families[] = {
-    {"chatml", RFI_CHAT_TURNS("<|im_start|>", "\n", "<|im_end|>\n", "system", "user", "assistant"), "", 0, 0,
-     NULL, NULL},
-    {"llama3", RFI_CHAT_TURNS("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>",
-     "system", "user", "assistant"), "", RFI_TRIM_SYSTEM | RFI_TRIM_USER | RFI_TRIM_ANSWER, 0, NULL, NULL},
-    {"phi3", RFI_CHAT_TURNS("<|", "|>\n", "<|end|>\n", "system", "user", "assistant"), "", 0, 0, NULL, NULL},
-    {"zephyr", RFI_CHAT_TURNS("<|", "|>\n", RFI_CHAT_EOS "\n", "system", "user", "assistant"), "", 0, 0, NULL, NULL},
-    {"gemma", {"", "\n\n"}, {"<start_of_turn>user\n", "<end_of_turn>\n"},
-     {"<start_of_turn>model\n", "<end_of_turn>\n"}, "", RFI_TRIM_USER | RFI_TRIM_ANSWER, 1, NULL, NULL},
-    {"llama2", {"<<SYS>>\n", "\n<</SYS>>\n\n"}, {RFI_CHAT_BOS "[INST] ", " [/INST]"}, {"", " " RFI_CHAT_EOS}, " ",
-     RFI_TRIM_USER | RFI_TRIM_ANSWER, 1, NULL, NULL},
-    {"mistral-v0", {"", "\n\n"}, {"[INST] ", " [/INST]"}, {"", RFI_CHAT_EOS}, "", 0, 1, NULL, NULL},
-    {"mistral-v1", {"", "\n\n"}, {" [INST] ", " [/INST]"}, {"", RFI_CHAT_EOS}, " ", 0, 1, NULL, NULL},
-    {"mistral", {"", "\n\n"}, {"[INST] ", "[/INST]"}, {"", RFI_CHAT_EOS}, " ", RFI_TRIM_ANSWER, 1, NULL, NULL},
-    {"mistral-v3-tekken", {"", "\n\n"}, {"[INST]", "[/INST]"}, {"", RFI_CHAT_EOS}, "", 0, 1, NULL, NULL},
-    {"mistral-v7", {"[SYSTEM_PROMPT] ", "[/SYSTEM_PROMPT]"}, {"[INST] ", "[/INST]"}, {"", RFI_CHAT_EOS}, " ",
-     0, 0, NULL, NULL},
-    {"mistral-v7-tekken", {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}, {"[INST]", "[/INST]"}, {"", RFI_CHAT_EOS}, "",
-     0, 0, NULL, NULL},
-    {"phi4", RFI_CHAT_TURNS("<|im_start|>", "<|im_sep|>", "<|im_end|>", "system", "user", "assistant"), "", 0, 0,
-     NULL, NULL},
-    {"phi4-mini", RFI_CHAT_TURNS("<|", "|>", "<|end|>", "system", "user", "assistant"), "", 0, 0, NULL, NULL},
-    {"glm4", RFI_CHAT_TURNS("<|", "|>\n", "", "system", "user", "assistant"), "", 0, 0, "[gMASK]<sop>", NULL},
-    {"granite", RFI_CHAT_TURNS("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>\n",
-     "system", "user", "assistant"), "", 0, 0, NULL, NULL},
-    {"deepseek3", {"", ""}, {RFI_CHAT_BAR("User"), ""}, {RFI_CHAT_BAR("Assistant"), RFI_CHAT_EOS}, "",
-     RFI_CHAT_FINAL | RFI_CHAT_SYSTEM_FIRST, 0, NULL, NULL},
-    {"deepseek-r1", {"", ""}, {RFI_CHAT_BAR("User"), ""}, {RFI_CHAT_BAR("Assistant"), RFI_CHAT_EOS}, "",
-     RFI_CHAT_FINAL | RFI_CHAT_SYSTEM_FIRST, 0, NULL, RFI_CHAT_BAR("Assistant") "<think>\n"},
-    {"harmony", {"<|start|>developer<|message|># Instructions\n\n", "<|end|>"},
-     {"<|start|>user<|message|>", "<|end|>"},
-     {"<|start|>assistant<|channel|>final<|message|>", "<|end|>"}, "", RFI_CHAT_FINAL, 0,
-     "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: "
-     "2024-06\n\nReasoning: medium\n\n# Valid channels: analysis, commentary, final. Channel must be included for "
-     "every message.<|end|>", "<|start|>assistant"},
-    {"plain", {"", "\n\n"}, {"User: ", "\n"}, {"Assistant:", "\n"}, " ", 0, 0, NULL, NULL}, /* by name only */
+enum { RFI_TEXT_CALLER = 1, RFI_TEXT_SAFE = 2 /* markupsafe's: + escapes the other side */ };
+enum {
+    RFI_TAG_CALLER = 1,
+    /* must not change */ RFI_TAG_JSON,
+    /* joined to a text it is its JSON text */ RFI_TAG_GROUP
 };
+enum { RFI_LIST_PLAIN, RFI_LIST_TUPLE, RFI_LIST_LAZY, RFI_LIST_KEYS, RFI_LIST_VALUES, RFI_LIST_ITEMS };
 
-static const rfi_chat_family *rfi_chat_by_name(const char *name) {
-    for (size_t i = 0; name && i < RFI_COUNT(rfi_chat_families); i++)
-        if (strcmp(rfi_chat_families[i].name, name) == 0) return &rfi_chat_families[i];
+typedef struct rfi_value {
+    uint8_t kind;
+    uint8_t sub;         /* text: RFI_TEXT_*, list: RFI_LIST_*                                  */
+    uint8_t tag;         /* list, dict: RFI_TAG_*                                               */
+    uint32_t n;          /* bytes of a text                                                     */
+    const uint8_t *from; /* of a text: [n] 1 where a byte is the caller's; NULL: all are as sub */
+    union {
+        int64_t i; /* also bool */
+        double f;
+        const char *text;
+        struct rfi_list *list;
+        struct rfi_dict *dict; /* also namespace */
+        struct rfi_loop *loop;
+        struct rfi_macro *macro;
+        struct rfi_method *method;
+        const struct rfi_builtin *builtin; /* a global */
+    } u;
+} rfi_value;
+
+typedef struct rfi_list {
+    rfi_value *items;
+    uint32_t n, capacity;
+} rfi_list;
+
+typedef struct rfi_entry {
+    rfi_value key, value;
+} rfi_entry;
+
+/* In order of insertion; above eight entries a hash table of their indices + 1 finds them. */
+typedef struct rfi_dict {
+    rfi_entry *entries;
+    uint32_t *slots;
+    uint32_t n, capacity, n_slots;
+    rfi_value source; /* JSON text that it was read from, or absent */
+} rfi_dict;
+
+typedef struct rfi_values_block {
+    struct rfi_values_block *next;
+    uint64_t n_bytes;
+} rfi_values_block;
+
+/* The values of one call, and the text that is being built: out[0 .. n_out) and the mark of each byte. Pieces are built
+ * at its end and taken off again, as from a stack. */
+typedef struct rfi_values {
+    rf_allocator allocator;
+    rf_error *err;           /* never NULL */
+    rfi_values_block *blocks;
+    char *at, *end;          /* free room in the first block */
+    uint64_t n_bytes, max_bytes, n_steps, max_steps, max_out;
+    char *out;
+    uint8_t *from;
+    uint64_t n_out, out_capacity;
+    uint32_t depth, max_depth;
+    uint32_t line;           /* of the template, for messages */
+    rfi_list no_list;        /* what there is after a failure */
+    rfi_dict no_dict;
+} rfi_values;
+
+static int rfi_failed(const rfi_values *m) { return m->err->code != RF_OK; }
+
+/* Record a failure of the template's line that runs. */
+#define rfi_raise(m, code, format, ...) \
+    rfi_fail((m)->err, code, (m)->line, "chat template, line %u: " format, (m)->line, __VA_ARGS__)
+
+static void rfi_values_close(rfi_values *m) {
+    for (rfi_values_block *b = m->blocks, *next; b; b = next) {
+        next = b->next;
+        rfi_free(&m->allocator, b);
+    }
+    rfi_free(&m->allocator, m->out);
+    m->blocks = NULL;
+    m->out = NULL;
+}
+
+/* Uninitialised memory for n elements until the values are closed; NULL after a failure. */
+static void *rfi_values_alloc(rfi_values *m, uint64_t n, uint64_t element_bytes) {
+    uint64_t bytes, block_bytes;
+    if (rfi_failed(m)) return NULL;
+    if (!rfi_mul(n, element_bytes, &bytes) || !rfi_align_up(bytes, 8, &bytes) || bytes > m->max_bytes - m->n_bytes) {
+        rfi_raise(m, RF_ERR_MEMORY, "want more than %llu bytes for values", RFI_LLU(m->max_bytes));
+        return NULL;
+    }
+    if (bytes > (uint64_t)(m->end - m->at)) {
+        block_bytes = rfi_max_u64(bytes, rfi_min_u64(rfi_max_u64(m->n_bytes, 1 << 14), 1 << 20));
+        block_bytes = rfi_min_u64(block_bytes, m->max_bytes - m->n_bytes);
+        char *block = (char *)m->allocator.alloc_fn((size_t)block_bytes + sizeof(rfi_values_block), m->allocator.user);
+        if (!block) {
+            rfi_fail(m->err, RF_ERR_MEMORY, 0, "out of memory: %llu bytes for values", RFI_LLU(block_bytes));
+            return NULL;
+        }
+        ((rfi_values_block *)(void *)block)->next = m->blocks;
+        m->blocks = (rfi_values_block *)(void *)block;
+        m->n_bytes += block_bytes;
+        m->at = block + sizeof(rfi_values_block);
+        m->end = m->at + block_bytes;
+    }
+    char *p = m->at;
+    m->at += bytes;
+    return p;
+}
+
+/* Count n steps of work; 0 after the last one that is allowed. */
+static int rfi_spend(rfi_values *m, uint64_t n) {
+    m->n_steps += n;
+    if (m->n_steps > m->max_steps)
+        rfi_raise(m, RF_ERR_UNSUPPORTED, "more than %llu steps: an endless loop?", RFI_LLU(m->max_steps));
+    return !rfi_failed(m);
+}
+
+/* Whatever calls itself for what lies inside begins with this, and with rfi_leave ends. */
+static int rfi_enter(rfi_values *m) {
+    if (m->depth++ >= m->max_depth) rfi_raise(m, RF_ERR_UNSUPPORTED, "nests deeper than %u", m->max_depth);
+    return !rfi_failed(m);
+}
+static void rfi_leave(rfi_values *m) { m->depth--; }
+
+/* ---- values ---- */
+
+static rfi_value rfi_v_none(void) { return (rfi_value){.kind = RFI_V_NONE}; }
+static rfi_value rfi_v_bool(int b) { return (rfi_value){.kind = RFI_V_BOOL, .u.i = b != 0}; }
+static rfi_value rfi_v_int(int64_t i) { return (rfi_value){.kind = RFI_V_INT, .u.i = i}; }
+static rfi_value rfi_v_float(double f) { return (rfi_value){.kind = RFI_V_FLOAT, .u.f = f}; }
+static rfi_value rfi_v_text(const char *data, uint64_t n, int sub) {
+    return (rfi_value){.kind = RFI_V_TEXT, .sub = (uint8_t)sub, .n = (uint32_t)n, .u.text = data};
+}
+static rfi_value rfi_v_string(const char *s) { return rfi_v_text(s, strlen(s), 0); }
+
+static int rfi_v_is(rfi_value v, const char *s) {
+    return v.kind == RFI_V_TEXT && v.n == strlen(s) && memcmp(v.u.text, s, v.n) == 0;
+}
+static int rfi_v_is_int(rfi_value v) { return v.kind == RFI_V_INT || v.kind == RFI_V_BOOL; }
+static int rfi_v_is_number(rfi_value v) { return rfi_v_is_int(v) || v.kind == RFI_V_FLOAT; }
+static double rfi_v_real(rfi_value v) { return v.kind == RFI_V_FLOAT ? v.u.f : (double)v.u.i; }
+
+static int rfi_v_true(rfi_value v) {
+    switch (v.kind) {
+    case RFI_V_ABSENT: case RFI_V_UNDEFINED: case RFI_V_NONE: return 0;
+    case RFI_V_BOOL: case RFI_V_INT: return v.u.i != 0;
+    case RFI_V_FLOAT: return v.u.f < 0 || v.u.f > 0 || v.u.f != v.u.f;
+    case RFI_V_TEXT: return v.n > 0;
+    case RFI_V_LIST: return v.sub == RFI_LIST_LAZY || v.u.list->n > 0;
+    case RFI_V_DICT: return v.u.dict->n > 0;
+    default: return 1;
+    }
+}
+
+/* Python's name of a value's type. */
+static const char *rfi_v_type(rfi_value v) {
+    static const char *const names[] = {"Undefined", "Undefined", "NoneType", "bool", "int", "float", "str", "list",
+                                        "dict", "Namespace", "LoopContext", "Macro", "builtin_function_or_method",
+                                        "function"};
+    static const char *const lists[] = {"list", "tuple", "generator", "dict_keys", "dict_values", "dict_items"};
+    return v.kind == RFI_V_LIST ? lists[v.sub] : names[v.kind];
+}
+
+/* Part of a text, in bytes. */
+static rfi_value rfi_v_part(rfi_value v, uint64_t start, uint64_t n) {
+    v.u.text += start;
+    if (v.from) v.from += start;
+    v.n = (uint32_t)n;
+    return v;
+}
+
+/* A list with room for some items; after a failure one that stays empty. */
+static rfi_value rfi_v_list(rfi_values *m, uint64_t capacity, int sub) {
+    rfi_list *list = (rfi_list *)rfi_values_alloc(m, 1, sizeof *list);
+    rfi_value *items = (rfi_value *)rfi_values_alloc(m, capacity, sizeof *items);
+    if (items) *list = (rfi_list){items, 0, (uint32_t)capacity};
+    return (rfi_value){.kind = RFI_V_LIST, .sub = (uint8_t)sub, .u.list = items ? list : &m->no_list};
+}
+
+static void rfi_list_add(rfi_values *m, rfi_value list, rfi_value item) {
+    rfi_list *l = list.u.list;
+    if (l->n == l->capacity) {
+        const uint32_t capacity = l->capacity ? 2 * l->capacity : 4;
+        rfi_value *items = (rfi_value *)rfi_values_alloc(m, capacity, sizeof *items);
+        if (!items) return;
+        if (l->n) memcpy(items, l->items, l->n * sizeof *items);
+        l->items = items;
+        l->capacity = capacity;
+    }
+    l->items[l->n++] = item;
+}
+
+static rfi_value rfi_v_dict(rfi_values *m) {
+    rfi_dict *d = (rfi_dict *)rfi_values_alloc(m, 1, sizeof *d);
+    if (d) *d = (rfi_dict){0};
+    return (rfi_value){.kind = RFI_V_DICT, .u.dict = d ? d : &m->no_dict};
+}
+
+/* Keys: texts and numbers, equal ones of different types included, and none. */
+static int rfi_key_equal(rfi_value a, rfi_value b) {
+    if (a.kind == RFI_V_TEXT && b.kind == RFI_V_TEXT) return a.n == b.n && memcmp(a.u.text, b.u.text, a.n) == 0;
+    if (rfi_v_is_int(a) && rfi_v_is_int(b)) return a.u.i == b.u.i;
+    if (rfi_v_is_number(a) && rfi_v_is_number(b))
+        return !(rfi_v_real(a) < rfi_v_real(b) || rfi_v_real(a) > rfi_v_real(b));
+    return a.kind == RFI_V_NONE && b.kind == RFI_V_NONE;
+}
+
+static uint64_t rfi_key_hash(const rfi_dict *d, rfi_value key) {
+    const uint64_t seed = (uint64_t)(uintptr_t)d;
+    if (key.kind == RFI_V_TEXT) return rfi_hash(key.u.text, key.n, seed);
+    double f = rfi_v_is_number(key) ? rfi_v_real(key) + 0.0 : -1e300;
+    return rfi_hash(&f, sizeof f, seed);
+}
+
+static rfi_entry *rfi_dict_find(const rfi_dict *d, rfi_value key) {
+    if (d->n_slots) {
+        for (uint32_t i = (uint32_t)rfi_key_hash(d, key) & (d->n_slots - 1); d->slots[i];
+             i = (i + 1) & (d->n_slots - 1))
+            if (rfi_key_equal(d->entries[d->slots[i] - 1].key, key)) return &d->entries[d->slots[i] - 1];
+        return NULL;
+    }
+    for (uint32_t i = 0; i < d->n; i++)
+        if (rfi_key_equal(d->entries[i].key, key)) return &d->entries[i];
     return NULL;
 }
 
-static rf_result rfi_chat_unknown(const char *name, rf_error *err) {
-    char names[256] = "";
-    for (size_t i = 0; i < RFI_COUNT(rfi_chat_families); i++)
-        rfi_list_name(names, sizeof names, rfi_chat_families[i].name);
-    return rfi_fail(err, RF_ERR_ARGUMENT, 0, "chat: no template is called '%.64s'; there are: %s", name, names);
+static void rfi_dict_index(rfi_dict *d, uint32_t entry) {
+    uint32_t i = (uint32_t)rfi_key_hash(d, d->entries[entry].key) & (d->n_slots - 1);
+    while (d->slots[i]) i = (i + 1) & (d->n_slots - 1);
+    d->slots[i] = entry + 1;
 }
 
-/* ---- recognising ---- */
-
-#define RFI_CHAT_TEMPLATE_MAX (1u << 20) /* bytes; real ones have less than 64 KiB */
-
-/* The text from the first occurrence of a marker on; empty if there is none. */
-static rf_string rfi_chat_find(rf_string t, const char *mark) {
-    size_t n = strlen(mark);
-    if (t.len < n) return (rf_string){NULL, 0};
-    for (const char *p = t.data, *end = t.data + t.len; (size_t)(end - p) >= n; p++) {
-        p = (const char *)memchr(p, mark[0], (size_t)(end - p) - n + 1);
-        if (!p) break;
-        if (memcmp(p, mark, n) == 0) return (rf_string){p, (uint64_t)(end - p)};
+static void rfi_dict_set(rfi_values *m, rfi_dict *d, rfi_value key, rfi_value value) {
+    if (key.kind != RFI_V_TEXT && key.kind != RFI_V_NONE && !rfi_v_is_number(key)) {
+        rfi_raise(m, RF_ERR_ARGUMENT, "unhashable type: '%s' (keys are strings, numbers or none)", rfi_v_type(key));
+        return;
     }
-    return (rf_string){NULL, 0};
-}
-static int rfi_chat_has(rf_string t, const char *mark) { return rfi_chat_find(t, mark).len > 0; }
-
-/* [INST] is written by two families and, in one of them, with white space that differs by version. */
-static const char *rfi_chat_recognise_inst(rf_string t) {
-    if (rfi_chat_has(t, "[SYSTEM_PROMPT]"))
-        return rfi_chat_has(t, "[SYSTEM_PROMPT] ") ? "mistral-v7" : "mistral-v7-tekken";
-    if (rfi_chat_has(t, "<<SYS>>")) /* copies that do not repeat the bos are another format */
-        return rfi_chat_has(t, "bos_token + '[INST]") || rfi_chat_has(t, "bos_token + \"[INST]") ? "llama2" : NULL;
-    if (rfi_chat_has(t, "' [INST]") || rfi_chat_has(t, "\" [INST]")) return "mistral-v1";
-    if (rfi_chat_has(t, " [/INST]")) return "mistral-v0";
-    return rfi_chat_has(t, "[INST] ") ? "mistral" : "mistral-v3-tekken";
-}
-
-/* <|user|> and <|assistant|> are written by many. Phi-3 ends a turn by <|end|> and begins it by a newline, Phi-4-mini
- * does not; Zephyr ends the user's turn by the eos (Falcon 3, OLMo 2 and GLM do not). */
-static const char *rfi_chat_recognise_roles(rf_string t) {
-    rf_string p = rfi_chat_find(t, "<|assistant|>");
-    if (rfi_chat_has(t, "<|end|>")) {
-        uint64_t i = strlen("<|assistant|>"); /* then '\n' or ' + '\n, as the character or spelled */
-        while (i < p.len && p.data[i] && strchr("'\"+ ", p.data[i])) i++;
-        if (i < p.len && p.data[i] == '\n') return "phi3";
-        if (p.len - i >= 2 && memcmp(p.data + i, "\\n", 2) == 0) return "phi3";
-        return rfi_chat_has(t, "'|>' + message['content'] + '<|end|>'") ? "phi4-mini" : NULL;
+    rfi_entry *found = rfi_dict_find(d, key);
+    if (found) {
+        found->value = value;
+        return;
     }
-    p = rfi_chat_find(t, "<|user|>");
-    p.len -= rfi_chat_find(p, "}}").len;
-    int eos = rfi_chat_has(p, "eos_token") || rfi_chat_has(p, "</s>") || rfi_chat_has(p, "<|endoftext|>");
-    return eos ? "zephyr" : NULL;
-}
-
-/* R1 opens its answer with reasoning; a choice between reasoning and none (V3.1) is not built in. */
-static const char *rfi_chat_recognise_deepseek(rf_string t) {
-    rf_string p = rfi_chat_find(t, RFI_CHAT_BAR("Assistant") "<think>");
-    size_t n = strlen(RFI_CHAT_BAR("Assistant") "<think>");
-    if (p.len && (p.len < n + 2 || (p.data[n] != '\n' && memcmp(p.data + n, "\\n", 2) != 0))) return NULL;
-    if (p.len) return "deepseek-r1";
-    return rfi_chat_has(t, "thinking") ? NULL : "deepseek3";
-}
-
-/* Name of the family, or NULL. Every rule is tried, so their order does not matter. */
-static const char *rfi_chat_recognise(rf_string t) {
-    static const char *const refused[] = {"<|turn>" /* Gemma 4 */, "<|START_OF_TURN_TOKEN|>" /* Command R */,
-                                          "<|header_start|>" /* Llama 4 */};
-    const char *found[9] = {0}, *name = NULL;
-    for (size_t i = 0; i < RFI_COUNT(refused); i++)
-        if (rfi_chat_has(t, refused[i])) return NULL;
-    int glm = rfi_chat_has(t, "[gMASK]"), sep = rfi_chat_has(t, "<|im_sep|>");
-    if (rfi_chat_has(t, "<|im_start|>") && rfi_chat_has(t, "<|im_end|>")) found[0] = sep ? "phi4" : "chatml";
-    if (rfi_chat_has(t, "<|start_header_id|>") && rfi_chat_has(t, "<|eot_id|>")) found[1] = "llama3";
-    if (rfi_chat_has(t, "<start_of_turn>") && rfi_chat_has(t, "<end_of_turn>")) found[2] = "gemma";
-    if (rfi_chat_has(t, "[INST]") && rfi_chat_has(t, "[/INST]")) found[3] = rfi_chat_recognise_inst(t);
-    if (!glm && rfi_chat_has(t, "<|assistant|>")) found[4] = rfi_chat_recognise_roles(t);
-    if (rfi_chat_has(t, "<|start_of_role|>") && rfi_chat_has(t, "<|end_of_role|>")) found[5] = "granite";
-    if (rfi_chat_has(t, RFI_CHAT_BAR("User")) && rfi_chat_has(t, RFI_CHAT_BAR("Assistant")))
-        found[6] = rfi_chat_recognise_deepseek(t);
-    if (rfi_chat_has(t, "<|channel|>") && rfi_chat_has(t, "<|start|>") && rfi_chat_has(t, "<|message|>"))
-        found[7] = "harmony";
-    if (glm) { /* GLM-4's knows metadata; GLM-4.5 thinks */
-        if (!rfi_chat_has(t, "[gMASK]<sop>") || !rfi_chat_has(t, "metadata") || rfi_chat_has(t, "think>")) return NULL;
-        found[8] = "glm4";
+    if (d->n == d->capacity) {
+        const uint32_t capacity = d->capacity ? 2 * d->capacity : 4;
+        rfi_entry *entries = (rfi_entry *)rfi_values_alloc(m, capacity, sizeof *entries);
+        uint32_t *slots = capacity > 8 ? (uint32_t *)rfi_values_alloc(m, 2 * capacity, sizeof *slots) : NULL;
+        if (!entries || (capacity > 8 && !slots)) return;
+        if (d->n) memcpy(entries, d->entries, d->n * sizeof *entries);
+        d->entries = entries;
+        d->capacity = capacity;
+        d->slots = slots;
+        d->n_slots = slots ? 2 * capacity : 0;
+        if (slots) memset(slots, 0, d->n_slots * sizeof *slots);
+        for (uint32_t i = 0; slots && i < d->n; i++) rfi_dict_index(d, i);
     }
-    for (size_t i = 0; i < RFI_COUNT(found); i++) {
-        if (found[i] && name) return NULL;
-        if (found[i]) name = found[i];
+    d->entries[d->n++] = (rfi_entry){key, value};
+    if (d->n_slots) rfi_dict_index(d, d->n - 1);
+}
+static void rfi_dict_put(rfi_values *m, rfi_value dict, const char *key, rfi_value value) {
+    rfi_dict_set(m, dict.u.dict, rfi_v_string(key), value);
+}
+
+/* ---- the text that is being built ---- */
+
+static int rfi_out_room(rfi_values *m, uint64_t n) {
+    if (rfi_failed(m)) return 0;
+    if (n > m->max_out - m->n_out)
+        return rfi_raise(m, RF_ERR_UNSUPPORTED, "want more than %llu bytes of text", RFI_LLU(m->max_out)), 0;
+    if (n <= m->out_capacity - m->n_out) return 1;
+    const uint64_t capacity =
+        rfi_max_u64(m->n_out + n, rfi_min_u64(rfi_max_u64(2 * m->out_capacity, 4096), m->max_out));
+    char *out = (char *)m->allocator.alloc_fn((size_t)(2 * capacity), m->allocator.user);
+    if (!out)
+        return rfi_fail(m->err, RF_ERR_MEMORY, 0, "out of memory: %llu bytes for text", RFI_LLU(2 * capacity)), 0;
+    if (m->n_out) memcpy(out, m->out, m->n_out), memcpy(out + capacity, m->from, m->n_out);
+    rfi_free(&m->allocator, m->out);
+    m->out = out;
+    m->from = (uint8_t *)out + capacity;
+    m->out_capacity = capacity;
+    return 1;
+}
+
+/* Add n bytes; mark: 1 if they are the caller's. */
+static void rfi_put(rfi_values *m, const char *data, uint64_t n, int mark) {
+    if (!rfi_out_room(m, n) || !rfi_spend(m, n >> 6)) return;
+    if (n) memcpy(m->out + m->n_out, data, n);
+    if (n) memset(m->from + m->n_out, mark & RFI_TEXT_CALLER, n);
+    m->n_out += n;
+}
+static void rfi_put_string(rfi_values *m, const char *s) { rfi_put(m, s, strlen(s), 0); }
+static void rfi_put_text(rfi_values *m, rfi_value v) {
+    rfi_put(m, v.u.text, v.n, v.sub);
+    if (v.from && !rfi_failed(m)) memcpy(m->from + m->n_out - v.n, v.from, v.n);
+}
+static void rfi_put_char(rfi_values *m, uint32_t cp, int mark) {
+    char c[4];
+    rfi_put(m, c, rfi_put_utf8(cp, c), mark);
+}
+
+/* Take off what was built since n_out was `start`, as a value. */
+static rfi_value rfi_take(rfi_values *m, uint64_t start) {
+    const uint64_t n = m->n_out - start;
+    if (rfi_failed(m) || n == 0) return rfi_v_text("", 0, 0);
+    m->n_out = start;
+    const uint8_t *from = m->from + start;
+    const int mixed = memchr(from, !from[0], n) != NULL;
+    char *text = (char *)rfi_values_alloc(m, n, 1 + (uint64_t)mixed);
+    if (!text) return rfi_v_text("", 0, 0);
+    memcpy(text, m->out + start, n);
+    if (mixed) memcpy(text + n, from, n);
+    rfi_value v = rfi_v_text(text, n, from[0]);
+    if (mixed) v.from = (const uint8_t *)text + n;
+    return v;
+}
+
+/* ---- numbers and characters ---- */
+
+/* The shortest digits that give f again, as Python's repr. The decimal point of the locale does not matter. */
+static void rfi_real_text(double f, char out[40]) {
+    char text[48], digits[24];
+    int n = 0, e = 0;
+    if (f != f || f - f != 0) {
+        snprintf(out, 40, "%s", f != f ? "nan" : f > 0 ? "inf" : "-inf");
+        return;
     }
-    if (sep && (!found[0] || !rfi_chat_has(t, "<|im_start|>user<|im_sep|>"))) return NULL;
-    if (rfi_chat_has(t, "<|channel|>") && !found[7]) return NULL;
-    if (rfi_chat_has(t, "<|start_of_role|>") && !found[5]) return NULL;
-    return rfi_chat_has(t, RFI_CHAT_BAR("User")) && !found[6] ? NULL : name;
+    for (int precision = 14; precision <= 16; precision++) {
+        snprintf(text, sizeof text, "%.*e", precision, f);
+        if (memcmp(&(double){strtod(text, NULL)}, &f, sizeof f) == 0) break;
+    }
+    for (const char *p = text; *p; p++) {
+        if (*p >= '0' && *p <= '9' && n < 20) digits[n++] = *p;
+        if (*p == 'e') {
+            for (const char *q = p + 2; *q; q++) e = 10 * e + (*q - '0');
+            if (p[1] == '-') e = -e;
+            break;
+        }
+    }
+    while (n > 1 && digits[n - 1] == '0') n--;
+    char *o = out;
+    if (text[0] == '-') *o++ = '-';
+    if (e < -4 || e >= 16) {
+        *o++ = digits[0];
+        if (n > 1) *o++ = '.';
+        for (int i = 1; i < n; i++) *o++ = digits[i];
+        snprintf(o, 16, "e%c%02d", e < 0 ? '-' : '+', e < 0 ? -e : e);
+        return;
+    }
+    for (int i = e < 0 ? e : 0; i < n || i <= e + 1; i++) { /* at least one digit on each side of the point */
+        if (i == e + 1) *o++ = '.';
+        *o++ = i < 0 || i >= n ? '0' : digits[i];
+    }
+    *o = 0;
 }
 
-static rf_result rfi_chat_of_file(const rf_gguf *g, const rfi_chat_family **out, rf_error *err) {
-    rf_kv kv;
-    rf_string t;
-    *out = NULL;
-    if (rf_gguf_find_kv(g, "tokenizer.chat_template", &kv, NULL) != RF_OK)
-        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "chat: the file has no tokenizer.chat_template: name one");
-    if (kv.type == RF_KV_STRING && rf_kv_text(&kv, NULL, &t, NULL) == RF_OK && t.len <= RFI_CHAT_TEMPLATE_MAX)
-        *out = rfi_chat_by_name(rfi_chat_recognise(t));
-    if (*out) return RF_OK;
-    return rfi_fail(err, RF_ERR_UNSUPPORTED, kv.where, "chat: the file's chat template is of no family known here: "
-                    "name one, or format the conversation yourself");
+/* A number of at most 400 bytes as float: digits, '.', exponent, sign. 1, or 0 if it is none. */
+static int rfi_real_parse(const char *p, uint64_t n, double *out) {
+    char text[512], point[16], *end;
+    uint64_t at = 0;
+    if (n == 0 || n > 400) return 0;
+    snprintf(point, sizeof point, "%.1f", 0.5);
+    const size_t n_point = strlen(point) - 2;
+    int digits = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        if (p[i] == '.') memcpy(text + at, point + 1, n_point), at += n_point;
+        else if ((p[i] >= '0' && p[i] <= '9') || p[i] == 'e' || p[i] == 'E' || p[i] == '+' || p[i] == '-')
+            text[at++] = p[i];
+        else return 0;
+        digits += p[i] >= '0' && p[i] <= '9';
+        if (at > sizeof text - 20) return 0;
+    }
+    text[at] = 0;
+    *out = strtod(text, &end);
+    return digits && end == text + at;
 }
 
-ROCMFORGE_API const char *rf_chat_template_name(const rf_gguf *g) {
-    const rfi_chat_family *family;
-    return g && rfi_chat_of_file(g, &family, NULL) == RF_OK ? family->name : NULL;
+/* A decimal integer: 1; 0 if it is none; -1 beyond 64 bits. */
+static int rfi_int_parse(const char *p, uint64_t n, int base, int64_t *out) {
+    const int negative = n && *p == '-';
+    uint64_t i = negative || (n && *p == '+'), start = i;
+    int overflow = 0;
+    *out = 0;
+    for (; i < n; i++) {
+        const char c = p[i];
+        const int digit = c >= '0' && c <= '9'                 ? c - '0'
+                          : (c | 32) >= 'a' && (c | 32) <= 'z' ? (c | 32) - 'a' + 10
+                                                               : 99;
+        if (c == '_' && i > start && i + 1 < n && p[i - 1] != '_') continue;
+        if (digit >= base) return 0;
+        overflow |= __builtin_mul_overflow(*out, base, out) ||
+                    __builtin_add_overflow(*out, negative ? -digit : digit, out);
+    }
+    return i == start ? 0 : overflow ? -1 : 1;
+}
+
+static void rfi_put_number(rfi_values *m, rfi_value v) {
+    char text[40];
+    if (v.kind == RFI_V_FLOAT) rfi_real_text(v.u.f, text);
+    else snprintf(text, sizeof text, "%lld", (long long)v.u.i);
+    rfi_put_string(m, text);
+}
+
+/* ---- JSON ---- */
+
+typedef struct rfi_json {
+    rfi_values *m;
+    const char *start, *p, *end;
+    const char *what; /* for messages */
+    int mark;         /* of texts     */
+} rfi_json;
+
+static rfi_value rfi_json_fail(rfi_json *j, const char *want) {
+    rfi_fail(j->m->err, RF_ERR_ARGUMENT, (uint64_t)(j->p - j->start), "%s: byte %llu: want %s", j->what,
+             RFI_LLU(j->p - j->start), want);
+    return rfi_v_none();
+}
+
+static int rfi_json_skip(rfi_json *j, char c) {
+    while (j->p < j->end && (*j->p == ' ' || *j->p == '\n' || *j->p == '\r' || *j->p == '\t')) j->p++;
+    if (!c || j->p == j->end || *j->p != c) return 0;
+    j->p++;
+    return 1;
+}
+
+static int rfi_json_hex(rfi_json *j, uint32_t *cp) {
+    *cp = 0;
+    if (j->end - j->p < 4) return 0;
+    for (int i = 0; i < 4; i++, j->p++) {
+        const int c = *j->p | 32, digit = *j->p >= '0' && *j->p <= '9' ? *j->p - '0'
+                                          : c >= 'a' && c <= 'f'       ? c - 'a' + 10
+                                                                       : -1;
+        if (digit < 0) return 0;
+        *cp = *cp << 4 | (uint32_t)digit;
+    }
+    return 1;
+}
+
+/* What follows a backslash. A surrogate that stands alone becomes U+FFFD. */
+static void rfi_json_escape(rfi_json *j) {
+    static const char names[] = "\"\\/bfnrt", bytes[] = "\"\\/\b\f\n\r\t";
+    const char *name = j->p < j->end && *j->p ? strchr(names, *j->p) : NULL;
+    uint32_t cp, low;
+    if (name) {
+        j->p++;
+        rfi_put(j->m, &bytes[name - names], 1, j->mark);
+        return;
+    }
+    if (j->p == j->end || *j->p++ != 'u' || !rfi_json_hex(j, &cp)) {
+        rfi_json_fail(j, "an escape");
+        return;
+    }
+    if (cp >> 10 == 0x36 && j->end - j->p >= 6 && j->p[0] == '\\' && j->p[1] == 'u') {
+        const char *again = j->p;
+        j->p += 2;
+        if (rfi_json_hex(j, &low) && low >> 10 == 0x37) cp = 0x10000 + ((cp & 0x3ff) << 10 | (low & 0x3ff));
+        else j->p = again;
+    }
+    rfi_put_char(j->m, cp >> 11 == 0x1b ? 0xfffd : cp, j->mark);
+}
+
+/* A string, after its opening quote. Without escapes it points into the JSON text. */
+static rfi_value rfi_json_string(rfi_json *j) {
+    const char *begin = j->p;
+    uint64_t start = j->m->n_out;
+    int copied = 0;
+    for (; !rfi_failed(j->m); j->p++) {
+        if (j->p == j->end || (unsigned char)*j->p < 0x20) return rfi_json_fail(j, "the rest of a string");
+        if (*j->p != '"' && *j->p != '\\') continue;
+        if (*j->p == '"' && !copied) return rfi_v_text(begin, (uint64_t)(j->p++ - begin), j->mark);
+        copied = 1;
+        rfi_put(j->m, begin, (uint64_t)(j->p - begin), j->mark);
+        if (*j->p++ == '"') return rfi_take(j->m, start);
+        rfi_json_escape(j);
+        begin = j->p--;
+    }
+    return rfi_v_none();
+}
+
+static rfi_value rfi_json_number(rfi_json *j) {
+    const char *begin = j->p;
+    int64_t i;
+    double f;
+    int is_int = 1;
+    for (; j->p < j->end && *j->p && strchr("+-.0123456789eE", *j->p); j->p++)
+        is_int &= *j->p != '.' && (*j->p | 32) != 'e';
+    const uint64_t n = (uint64_t)(j->p - begin), sign = n && *begin == '-';
+    const int r = is_int ? rfi_int_parse(begin, n, 10, &i) : rfi_real_parse(begin, n, &f);
+    const int zero = n > sign + 1 && begin[sign] == '0' && begin[sign + 1] >= '0' && begin[sign + 1] <= '9';
+    if (r == 1 && !zero && begin[sign] >= '0' && begin[sign] <= '9') return is_int ? rfi_v_int(i) : rfi_v_float(f);
+    j->p = begin;
+    return rfi_json_fail(j, r < 0 ? "an integer of at most 64 bits" : "a value");
+}
+
+static rfi_value rfi_json_value(rfi_json *j) {
+    static const char *const words[] = {"null", "true", "false"};
+    rfi_value v = rfi_v_none();
+    rfi_json_skip(j, 0);
+    for (int i = 0; i < 3; i++) {
+        const size_t n = strlen(words[i]);
+        if ((size_t)(j->end - j->p) < n || memcmp(j->p, words[i], n) != 0) continue;
+        j->p += n;
+        return i ? rfi_v_bool(i == 1) : v;
+    }
+    if (rfi_json_skip(j, '"')) return rfi_json_string(j);
+    const char *begin = j->p;
+    const int is_dict = rfi_json_skip(j, '{'), end = is_dict ? '}' : ']';
+    if (!is_dict && !rfi_json_skip(j, '[')) return rfi_json_number(j);
+    if (j->m->depth >= 100) return rfi_json_fail(j, "at most 100 levels");
+    j->m->depth++;
+    v = is_dict ? rfi_v_dict(j->m) : rfi_v_list(j->m, 0, 0);
+    v.tag = RFI_TAG_CALLER;
+    for (int first = 1; !rfi_failed(j->m) && !rfi_json_skip(j, (char)end); first = 0) {
+        if (!first && !rfi_json_skip(j, ',')) rfi_json_fail(j, is_dict ? "',' or '}'" : "',' or ']'");
+        else if (!is_dict) rfi_list_add(j->m, v, rfi_json_value(j));
+        else {
+            rfi_json_skip(j, 0);
+            if (!rfi_json_skip(j, '"')) rfi_json_fail(j, "a key in quotes");
+            else {
+                const rfi_value key = rfi_json_string(j);
+                if (!rfi_json_skip(j, ':')) rfi_json_fail(j, "':'");
+                const rfi_value value = rfi_json_value(j);
+                if (!rfi_failed(j->m)) rfi_dict_set(j->m, v.u.dict, key, value);
+            }
+        }
+    }
+    j->m->depth--;
+    if (is_dict && !rfi_failed(j->m)) v.u.dict->source = rfi_v_text(begin, (uint64_t)(j->p - begin), j->mark);
+    return v;
+}
+
+/* One value, and nothing else, from JSON text that outlives m.
+ *   what  in  for messages;   mark  in  RFI_TEXT_CALLER or 0, of all of its texts */
+static rfi_value rfi_json_parse(rfi_values *m, rf_string text, const char *what, int mark) {
+    rfi_json j = {m, text.data, text.data, text.data + text.len, what, mark};
+    if (text.len > RFI_TEXT_MAX_BYTES) return rfi_json_fail(&j, "at most 1 GiB");
+    const rfi_value v = rfi_json_value(&j);
+    if (!rfi_failed(m) && (rfi_json_skip(&j, 0), j.p != j.end)) return rfi_json_fail(&j, "the end");
+    return v;
+}
+
+/* As json.dumps writes: separators, keys in order of insertion unless sorted. */
+typedef struct rfi_json_style {
+    rfi_value comma, colon, indent; /* indent: absent, or the text of one level */
+    uint32_t ascii, sort;
+} rfi_json_style;
+
+static void rfi_json_write_text(rfi_values *m, rfi_value v, int ascii) {
+    static const char names[] = "\"\\\n\r\t\f\b", letters[] = "\"\\nrtfb";
+    rfi_put_string(m, "\"");
+    uint32_t done = 0;
+    for (uint32_t i = 0; i < v.n && !rfi_failed(m);) {
+        const unsigned char *p = (const unsigned char *)v.u.text + i;
+        const rfi_char c = *p < 0x80 || !ascii ? (rfi_char){*p, 1, 0} : rfi_utf8(p, v.n - i);
+        const char *name = c.cp && c.cp < 0x80 ? strchr(names, (int)c.cp) : NULL;
+        const int mark = v.from ? v.from[i] : v.sub;
+        if (name || c.cp < 0x20 || (ascii && c.cp >= 0x7f && c.cp != 0x7f)) {
+            char text[16];
+            const uint32_t high = 0xd800 + ((c.cp - 0x10000) >> 10), low = 0xdc00 + ((c.cp - 0x10000) & 0x3ff);
+            if (name) snprintf(text, sizeof text, "\\%c", letters[name - names]);
+            else if (c.cp >= 0x10000) snprintf(text, sizeof text, "\\u%04x\\u%04x", high, low);
+            else snprintf(text, sizeof text, "\\u%04x", c.cp);
+            rfi_put_text(m, rfi_v_part(v, done, i - done));
+            rfi_put(m, text, strlen(text), mark);
+            done = i + c.n_bytes;
+        }
+        i += c.n_bytes;
+    }
+    if (!rfi_failed(m)) rfi_put_text(m, rfi_v_part(v, done, v.n - done));
+    rfi_put_string(m, "\"");
+}
+
+static void rfi_json_line(rfi_values *m, const rfi_json_style *s, uint32_t level) {
+    if (s->indent.kind == RFI_V_ABSENT) return;
+    rfi_put_string(m, "\n");
+    for (uint32_t i = 0; i < level && !rfi_failed(m); i++) rfi_put_text(m, s->indent);
+}
+
+static rfi_value rfi_v_sorted(rfi_values *m, rfi_value list, int reverse);
+
+static void rfi_json_write(rfi_values *m, rfi_value v, const rfi_json_style *s, uint32_t level) {
+    static const char *const words[] = {"false", "true", "NaN", "Infinity", "-Infinity", "null"};
+    const int odd = v.kind == RFI_V_FLOAT && (v.u.f != v.u.f || v.u.f - v.u.f != 0);
+    if (v.kind == RFI_V_TEXT) rfi_json_write_text(m, v, (int)s->ascii);
+    else if (v.kind == RFI_V_NONE) rfi_put_string(m, words[5]);
+    else if (v.kind == RFI_V_BOOL) rfi_put_string(m, words[v.u.i]);
+    else if (odd) rfi_put_string(m, words[v.u.f != v.u.f ? 2 : v.u.f > 0 ? 3 : 4]);
+    else if (rfi_v_is_number(v)) rfi_put_number(m, v);
+    else if (v.kind != RFI_V_DICT && (v.kind != RFI_V_LIST || v.sub > RFI_LIST_TUPLE))
+        rfi_raise(m, RF_ERR_ARGUMENT, "Object of type %s is not JSON serializable", rfi_v_type(v));
+    else if (rfi_enter(m)) {
+        const int is_dict = v.kind == RFI_V_DICT;
+        const uint32_t n = is_dict ? v.u.dict->n : v.u.list->n;
+        rfi_value keys = {0};
+        if (is_dict && s->sort && n) {
+            keys = rfi_v_list(m, n, 0);
+            for (uint32_t i = 0; i < n; i++) rfi_list_add(m, keys, v.u.dict->entries[i].key);
+            keys = rfi_v_sorted(m, keys, 0);
+        }
+        rfi_put_string(m, is_dict ? "{" : "[");
+        for (uint32_t i = 0; i < n && rfi_spend(m, 1); i++) {
+            if (i) rfi_put_text(m, s->comma);
+            rfi_json_line(m, s, level + 1);
+            const rfi_entry *e = !is_dict    ? NULL
+                                 : keys.kind ? rfi_dict_find(v.u.dict, keys.u.list->items[i])
+                                             : v.u.dict->entries + i;
+            if (e && e->key.kind == RFI_V_TEXT) rfi_json_write_text(m, e->key, (int)s->ascii);
+            else if (e) {
+                rfi_put_string(m, "\"");
+                rfi_json_write(m, e->key, s, level);
+                rfi_put_string(m, "\"");
+            }
+            if (e) rfi_put_text(m, s->colon);
+            rfi_json_write(m, e ? e->value : v.u.list->items[i], s, level + 1);
+        }
+        if (n) rfi_json_line(m, s, level);
+        rfi_put_string(m, is_dict ? "}" : "]");
+        rfi_leave(m);
+    }
+}
+
+/* ==== 13c Jinja: the templates' language ================================================================= >>jinja
+ * The parser and the interpreter of the Jinja that chat templates use, with trim_blocks and lstrip_blocks on, as the
+ * field renders them. A template becomes a tree of nodes once; a rendering walks it. Results, white space and messages
+ * are those of Jinja2's sandbox; what is missing is refused by name. Source: Jinja2's documentation, and its behaviour
+ * as tests/make_template_goldens.py records it. Differences: integers have 64 bits and more is an error, map and its
+ * like run at once, and lists that the template makes may be appended to. */
+
+enum { /* where a builtin serves */
+    RFI_B_FILTER = 1, RFI_B_TEST = 2, RFI_B_TEXT = 4, RFI_B_LIST = 8, RFI_B_DICT = 16, RFI_B_LOOP = 32,
+    RFI_B_METHOD = RFI_B_TEXT | RFI_B_LIST | RFI_B_DICT | RFI_B_LOOP, RFI_B_GLOBAL = 64, RFI_B_TO_TEXT = 128
+};
+
+/* The nodes: what a, b, c, d hold. A list of nodes is linked by next. */
+typedef enum rfi_node_op {
+    RFI_N_CONST,    /* value                                                            */
+    RFI_N_NAME,     /* id; value: its text                                              */
+    RFI_N_LIST, RFI_N_TUPLE, RFI_N_DICT, /* a: items; of a dict key, value, key, value  */
+    RFI_N_ATTRIBUTE,/* a.value; id: method of that name + 1                             */
+    RFI_N_ITEM,     /* a[b]                                                             */
+    RFI_N_SLICE,    /* a: start, stop, step; none where nothing stands                  */
+    RFI_N_CALL,     /* a(b); an argument with a value is a keyword; sub 1: *x, 2: **x   */
+    RFI_N_FILTER,   /* a | builtin(b); a NULL: the block's text                         */
+    RFI_N_TEST,     /* a is builtin(b)                                                  */
+    RFI_N_NOT, RFI_N_SIGN, /* a; sub: + or -                                            */
+    RFI_N_CHAIN,    /* a; b: links with the operator in sub and the operand in a; sub: level */
+    RFI_N_CHOICE,   /* b if a else c                                                    */
+    RFI_N_LINK,     /* an operand, an argument, a branch                                */
+    RFI_N_DATA,     /* value                                                            */
+    RFI_N_PRINT,    /* a                                                                */
+    RFI_N_IF,       /* a: links with a condition (NULL: else) and its statements in b   */
+    RFI_N_FOR,      /* for a in b [if c]; d: LINK with a: statements, b: else           */
+    RFI_N_SET,      /* a = b                                                            */
+    RFI_N_SET_TEXT, /* a = what the statements in b write, through the filter c         */
+    RFI_N_MACRO,    /* id(a: parameters, NAME with a default in a): b; sub: names used  */
+    RFI_N_CALLER,   /* call(a: parameters): statements b; c: the call                   */
+    RFI_N_FILTERED, /* the statements in b through the filter c                         */
+    RFI_N_WITH,     /* a: links with a name in a and its value in b; b: statements      */
+    RFI_N_BREAK, RFI_N_CONTINUE
+} rfi_node_op;
+
+typedef struct rfi_node {
+    uint8_t op, sub;   /* FOR: sub 1 = recursive */
+    uint32_t line, id;
+    struct rfi_node *next, *a, *b;
+    union {
+        struct {
+            struct rfi_node *c, *d;
+        };
+        rfi_value value;
+    };
+} rfi_node;
+
+/* Names of variables are numbered; the first are known to the interpreter. */
+enum { RFI_NAME_CALLER, RFI_NAME_VARARGS, RFI_NAME_KWARGS, RFI_NAME_LOOP, RFI_N_KNOWN_NAMES };
+static const char *const rfi_known_names[] = {"caller", "varargs", "kwargs", "loop"};
+
+/* A parsed text: of the template, or of its variant for tools. */
+typedef struct rfi_program {
+    rfi_values m;      /* owns the nodes                         */
+    rf_string source;
+    rfi_node *body;
+    rfi_value names;   /* dict: name -> number                   */
+} rfi_program;
+
+/* ---- tokens ---- */
+
+enum { RFI_T_END, RFI_T_NAME, RFI_T_STRING, RFI_T_INT, RFI_T_FLOAT, RFI_T_OP, RFI_T_CLOSE /* %} or }} */ };
+#define RFI_OP2(a, b) ((uint32_t)(a) | (uint32_t)(b) << 8)
+
+typedef struct rfi_lexer {
+    const char *p;
+    const char *text;  /* of the token */
+    uint32_t n, kind, op, line, open /* brackets */;
+    char close;        /* '%' or '}': what ends the tag */
+} rfi_lexer;
+
+typedef struct rfi_parser {
+    rfi_program *g;
+    rfi_values *m;
+    const char *start, *end;
+    rfi_lexer lex;
+    uint32_t n_loops;  /* around this place in the macro        */
+    uint32_t uses;     /* known names in the macro, a bit each  */
+} rfi_parser;
+
+static int rfi_parse_fail(rfi_parser *p, const char *want) {
+    char found[40];
+    const rfi_lexer *l = &p->lex;
+    snprintf(found, sizeof found, l->kind == RFI_T_END ? "the end" : "'%.*s'", (int)rfi_min_u64(l->n, 30), l->text);
+    p->m->line = l->line;
+    rfi_raise(p->m, RF_ERR_FORMAT, "want %s, found %s", want, found);
+    return 0;
+}
+
+/* Python's str.isspace. */
+static int rfi_is_space(uint32_t cp) {
+    return (cp >= 9 && cp <= 13) || (cp >= 28 && cp <= 32) || cp == 0x85 || cp == 0xa0 || cp == 0x1680 ||
+           (cp >= 0x2000 && cp <= 0x200a) || cp == 0x2028 || cp == 0x2029 || cp == 0x202f || cp == 0x205f ||
+           cp == 0x3000;
+}
+
+/* Bytes of white space at the start of [p, end). */
+static uint64_t rfi_space_before(const char *p, const char *end) {
+    const char *at = p;
+    while (at < end) {
+        const rfi_char c = rfi_utf8((const unsigned char *)at, (uint64_t)(end - at));
+        if (c.is_bad || !rfi_is_space(c.cp)) break;
+        at += c.n_bytes;
+    }
+    return (uint64_t)(at - p);
+}
+
+/* Where the white space at the end of [p, end) starts. */
+static const char *rfi_space_after(const char *p, const char *end) {
+    while (end > p) {
+        const char *at = end - 1;
+        while (at > p && end - at < 4 && ((unsigned char)*at & 0xc0) == 0x80) at--;
+        const rfi_char c = rfi_utf8((const unsigned char *)at, (uint64_t)(end - at));
+        if (c.is_bad || at + c.n_bytes != end || !rfi_is_space(c.cp)) break;
+        end = at;
+    }
+    return end;
+}
+
+static void rfi_lex_skip(rfi_parser *p, const char *to) {
+    for (; p->lex.p < to; p->lex.p++) p->lex.line += *p->lex.p == '\n';
+}
+
+/* If the tag ends here, step behind it and the white space that goes with it. */
+static int rfi_lex_close(rfi_parser *p) {
+    rfi_lexer *l = &p->lex;
+    const char *q = l->p;
+    const char sign = q < p->end && (*q == '-' || (*q == '+' && l->close != '}')) ? *q++ : 0;
+    if (p->end - q < 2 || q[0] != l->close || q[1] != '}') return 0;
+    q += 2;
+    if (sign == '-') q += rfi_space_before(q, p->end);
+    else if (l->close != '}' && !sign && q < p->end && *q == '\n') q++;
+    l->text = l->p;
+    l->n = 2;
+    rfi_lex_skip(p, q);
+    return 1;
+}
+
+static int rfi_is_name_char(char c, int first) {
+    const unsigned char u = (unsigned char)c, small = u | 32;
+    return (small >= 'a' && small <= 'z') || u == '_' || u >= 0x80 || (!first && u >= '0' && u <= '9');
+}
+
+/* A number: underscores between digits, 0x 0o 0b, fraction, exponent. */
+static void rfi_lex_number(rfi_parser *p) {
+    rfi_lexer *l = &p->lex;
+    const char *q = l->p, *end = p->end;
+    l->kind = RFI_T_INT;
+    if (end - q > 2 && *q == '0' && strchr("xXoObB", q[1]) && q[1])
+        for (q += 2; q < end && rfi_is_name_char(*q, 0) && (unsigned char)*q < 0x80;) q++;
+    else {
+        while (q < end && ((*q >= '0' && *q <= '9') || *q == '_')) q++;
+        if (end - q >= 2 && *q == '.' && q[1] >= '0' && q[1] <= '9') {
+            l->kind = RFI_T_FLOAT;
+            for (q++; q < end && ((*q >= '0' && *q <= '9') || *q == '_');) q++;
+        }
+        const int sign = end - q >= 3 && (q[1] == '+' || q[1] == '-');
+        if (end - q >= 2 && (*q | 32) == 'e' && q[1 + sign] >= '0' && q[1 + sign] <= '9') {
+            l->kind = RFI_T_FLOAT;
+            for (q += 1 + sign; q < end && *q >= '0' && *q <= '9';) q++;
+        }
+    }
+    l->p = q;
+}
+
+/* The next token of a tag. */
+static void rfi_lex(rfi_parser *p) {
+    static const char pairs[] = "**//==!=>=<=";
+    rfi_lexer *l = &p->lex;
+    rfi_lex_skip(p, l->p + rfi_space_before(l->p, p->end));
+    l->text = l->p;
+    l->kind = RFI_T_END;
+    l->op = l->n = 0;
+    if (l->p == p->end) return;
+    l->kind = RFI_T_CLOSE;
+    if (!l->open && rfi_lex_close(p)) return;
+    const char c = *l->p;
+    if (c == '"' || c == '\'') {
+        const char *q = l->p + 1;
+        while (q < p->end && *q != c) q += *q == '\\' ? 2 : 1;
+        l->kind = RFI_T_STRING;
+        if (q >= p->end) {
+            rfi_parse_fail(p, "the end of a string");
+            q = p->end - 1;
+        }
+        rfi_lex_skip(p, q + 1);
+    } else if (c >= '0' && c <= '9') rfi_lex_number(p);
+    else if (rfi_is_name_char(c, 1)) {
+        l->kind = RFI_T_NAME;
+        while (l->p < p->end && rfi_is_name_char(*l->p, 0)) l->p++;
+    } else {
+        l->kind = RFI_T_OP;
+        l->op = (unsigned char)*l->p++;
+        for (int i = 0; l->p < p->end && pairs[i]; i += 2)
+            if (l->op == (unsigned char)pairs[i] && *l->p == pairs[i + 1]) {
+                l->op = RFI_OP2(l->op, *l->p++);
+                break;
+            }
+        if (l->op < 128 && strchr("([{", (int)l->op)) l->open++;
+        if (l->op < 128 && strchr(")]}", (int)l->op) && l->open) l->open--;
+        if (l->op >= 128 && l->op < 256) rfi_parse_fail(p, "an expression");
+    }
+    l->n = (uint32_t)(l->p - l->text);
+}
+
+static int rfi_at(const rfi_parser *p, const char *name) {
+    return p->lex.kind == RFI_T_NAME && p->lex.n == strlen(name) && memcmp(p->lex.text, name, p->lex.n) == 0;
+}
+static int rfi_at_op(const rfi_parser *p, uint32_t op) { return p->lex.kind == RFI_T_OP && p->lex.op == op; }
+static int rfi_accept(rfi_parser *p, const char *name) { return rfi_at(p, name) ? rfi_lex(p), 1 : 0; }
+static int rfi_accept_op(rfi_parser *p, uint32_t op) { return rfi_at_op(p, op) ? rfi_lex(p), 1 : 0; }
+static void rfi_expect_op(rfi_parser *p, char op) {
+    const char want[] = {'\'', op, '\'', 0};
+    if (!rfi_accept_op(p, (unsigned char)op)) rfi_parse_fail(p, want);
+}
+
+/* Is the token after this one `op`, or the name? */
+static int rfi_next_is(rfi_parser *p, uint32_t op, const char *name) {
+    const rfi_lexer here = p->lex;
+    rfi_lex(p);
+    const int is = op ? rfi_at_op(p, op) : rfi_at(p, name);
+    p->lex = here;
+    return is;
+}
+
+/* ---- expressions ---- */
+
+static rfi_node *rfi_node_new(rfi_parser *p, rfi_node_op op) {
+    static rfi_node failed;
+    rfi_node *n = (rfi_node *)rfi_values_alloc(p->m, 1, sizeof *n);
+    if (!n) return NULL;
+    *n = failed;
+    n->op = (uint8_t)op;
+    n->line = p->lex.line;
+    return n;
+}
+
+/* The same with operands; NULL after a failure. */
+static rfi_node *rfi_node_with(rfi_parser *p, rfi_node_op op, rfi_node *a, rfi_node *b) {
+    rfi_node *n = rfi_node_new(p, op);
+    if (!n) return NULL;
+    n->a = a;
+    n->b = b;
+    return n;
+}
+
+static rfi_node *rfi_node_const(rfi_parser *p, rfi_value v) {
+    rfi_node *n = rfi_node_new(p, RFI_N_CONST);
+    if (n) n->value = v;
+    return n;
+}
+
+/* The number of a variable's name. */
+static uint32_t rfi_name_id(rfi_parser *p, rfi_value name) {
+    if (rfi_failed(p->m)) return 0;
+    rfi_dict *names = p->g->names.u.dict;
+    const rfi_entry *e = rfi_dict_find(names, name);
+    if (e) return (uint32_t)e->value.u.i;
+    rfi_dict_set(p->m, names, name, rfi_v_int(names->n));
+    return names->n - 1;
+}
+
+/* A NAME of the token, which must be one. */
+static rfi_node *rfi_parse_name(rfi_parser *p) {
+    rfi_node *n = rfi_node_new(p, RFI_N_NAME);
+    if (!n) return NULL;
+    n->value = rfi_v_text(p->lex.text, p->lex.n, 0);
+    if (p->lex.kind != RFI_T_NAME) rfi_parse_fail(p, "a name");
+    else rfi_lex(p);
+    n->id = rfi_name_id(p, n->value);
+    if (n->id < RFI_N_KNOWN_NAMES) p->uses |= 1u << n->id;
+    return n;
+}
+
+/* The string in quotes between p and end, its escapes as Python reads them. */
+static void rfi_parse_escapes(rfi_parser *p, const char *s, const char *end) {
+    static const char names[] = "\\'\"abfnrtv", bytes[] = "\\'\"\a\b\f\n\r\t\v";
+    while (s < end && !rfi_failed(p->m)) {
+        const char *q = (const char *)memchr(s, '\\', (size_t)(end - s));
+        if (!q) q = end;
+        rfi_put(p->m, s, (uint64_t)(q - s), 0);
+        if ((s = q + 1) >= end) return;
+        const char c = *s++, *name = c ? strchr(names, c) : NULL;
+        const int n = c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0, octal = c >= '0' && c <= '7';
+        int64_t cp = 0;
+        if (name) rfi_put(p->m, &bytes[name - names], 1, 0);
+        else if (n) {
+            if (end - s < n || *s == '-' || *s == '+' || rfi_int_parse(s, (uint64_t)n, 16, &cp) != 1 || cp > 0x10ffff)
+                rfi_parse_fail(p, "hexadecimal digits after a backslash");
+            else rfi_put_char(p->m, (uint32_t)cp, 0);
+            s += n;
+        } else if (octal) {
+            for (s--; s < end && cp < 64 && *s >= '0' && *s <= '7';) cp = cp * 8 + (*s++ - '0');
+            rfi_put_char(p->m, (uint32_t)cp, 0);
+        } else if (c != '\n') rfi_put(p->m, s - 2, 2, 0);
+    }
+}
+
+static rfi_value rfi_parse_string(rfi_parser *p) {
+    const uint64_t start = p->m->n_out;
+    do {
+        rfi_parse_escapes(p, p->lex.text + 1, p->lex.text + p->lex.n - 1);
+        rfi_lex(p);
+    } while (p->lex.kind == RFI_T_STRING);
+    return rfi_take(p->m, start);
+}
+
+static rfi_value rfi_parse_number(rfi_parser *p) {
+    char digits[400];
+    uint32_t n = 0, bad = p->lex.n >= sizeof digits;
+    rfi_value v = rfi_v_none();
+    for (uint32_t i = 0; i < p->lex.n && !bad; i++)
+        if (p->lex.text[i] != '_') digits[n++] = p->lex.text[i];
+    if (p->lex.kind == RFI_T_INT) {
+        const char x = n > 2 && digits[0] == '0' ? (char)(digits[1] | 32) : 0;
+        const int base = x == 'x' ? 16 : x == 'o' ? 8 : x == 'b' ? 2 : 10, skip = base == 10 ? 0 : 2;
+        v.kind = RFI_V_INT;
+        if (bad || rfi_int_parse(digits + skip, n - (uint32_t)skip, base, &v.u.i) != 1)
+            rfi_parse_fail(p, "an integer of at most 64 bits");
+    } else {
+        v.kind = RFI_V_FLOAT;
+        if (bad || !rfi_real_parse(digits, n, &v.u.f)) rfi_parse_fail(p, "a number of at most 400 digits");
+    }
+    rfi_lex(p);
+    return v;
+}
+
+static rfi_node *rfi_parse_expression(rfi_parser *p);
+static rfi_node *rfi_parse_binary(rfi_parser *p, int level);
+static rfi_node *rfi_parse_unary(rfi_parser *p, int with_filter);
+
+/* Items up to `close`, which is taken, into *out. Returns how many; *comma: there was one. */
+static uint32_t rfi_parse_items(rfi_parser *p, char close, rfi_node **out, int *comma) {
+    uint32_t n = 0;
+    *comma = 0;
+    while (!rfi_failed(p->m) && !rfi_accept_op(p, (unsigned char)close)) {
+        if (n && !*comma) rfi_expect_op(p, ',');
+        rfi_node *item = rfi_node_with(p, RFI_N_LINK, rfi_parse_expression(p), NULL);
+        if (!item) return n;
+        *out = item;
+        out = &item->next;
+        n++;
+        if (close == '}') {
+            rfi_expect_op(p, ':');
+            item = rfi_node_with(p, RFI_N_LINK, rfi_parse_expression(p), NULL);
+            if (!item) return n;
+            *out = item;
+            out = &item->next;
+        }
+        *comma = rfi_accept_op(p, ',');
+    }
+    return n;
+}
+
+/* An expression, or several with commas between, which make a tuple. full: 1 = with conditions (a if b). */
+static rfi_node *rfi_parse_tuple(rfi_parser *p, int full) {
+    rfi_node *first = full ? rfi_parse_expression(p) : rfi_parse_binary(p, 0);
+    if (!rfi_at_op(p, ',') || rfi_failed(p->m)) return first;
+    rfi_node *tuple = rfi_node_with(p, RFI_N_TUPLE, rfi_node_with(p, RFI_N_LINK, first, NULL), NULL);
+    if (!tuple) return NULL;
+    for (rfi_node *last = tuple->a; rfi_accept_op(p, ',') && !rfi_failed(p->m); last = last->next) {
+        if (p->lex.kind == RFI_T_CLOSE || rfi_at_op(p, '=') || rfi_at_op(p, ')')) break;
+        last->next = rfi_node_with(p, RFI_N_LINK, full ? rfi_parse_expression(p) : rfi_parse_binary(p, 0), NULL);
+        if (!last->next) return NULL;
+    }
+    return tuple;
+}
+
+static rfi_node *rfi_parse_primary(rfi_parser *p) {
+    static const char *const words[] = {"none", "None", "false", "False", "true", "True"};
+    rfi_node *n;
+    int comma;
+    for (int i = 0; i < 6 && p->lex.kind == RFI_T_NAME; i++)
+        if (rfi_accept(p, words[i])) return rfi_node_const(p, i < 2 ? rfi_v_none() : rfi_v_bool(i >= 4));
+    if (p->lex.kind == RFI_T_NAME) return rfi_parse_name(p);
+    if (p->lex.kind == RFI_T_STRING) return rfi_node_const(p, rfi_parse_string(p));
+    if (p->lex.kind == RFI_T_INT || p->lex.kind == RFI_T_FLOAT) return rfi_node_const(p, rfi_parse_number(p));
+    if (rfi_accept_op(p, '(')) {
+        n = rfi_node_new(p, RFI_N_TUPLE);
+        if (!n) return NULL;
+        if (rfi_parse_items(p, ')', &n->a, &comma) == 1 && !comma) n = n->a ? n->a->a : NULL;
+        return n;
+    }
+    const int is_list = rfi_accept_op(p, '[');
+    if (!is_list && !rfi_accept_op(p, '{')) return rfi_parse_fail(p, "an expression"), NULL;
+    n = rfi_node_new(p, is_list ? RFI_N_LIST : RFI_N_DICT);
+    if (n) rfi_parse_items(p, is_list ? ']' : '}', &n->a, &comma);
+    return n;
+}
+
+/* Arguments up to ')'. */
+static rfi_node *rfi_parse_arguments(rfi_parser *p) {
+    rfi_node *first = NULL, **out = &first;
+    for (int more = 1; !rfi_failed(p->m) && !rfi_accept_op(p, ')');) {
+        if (!more) rfi_expect_op(p, ',');
+        rfi_node *n = rfi_node_new(p, RFI_N_LINK);
+        if (!n) return NULL;
+        if (rfi_accept_op(p, '*')) n->sub = 1;
+        else if (rfi_accept_op(p, RFI_OP2('*', '*'))) n->sub = 2;
+        else if (p->lex.kind == RFI_T_NAME && rfi_next_is(p, '=', NULL)) {
+            n->value = rfi_v_text(p->lex.text, p->lex.n, 0);
+            rfi_lex(p);
+            rfi_lex(p);
+        }
+        n->a = rfi_parse_expression(p);
+        *out = n;
+        out = &n->next;
+        more = rfi_accept_op(p, ',');
+    }
+    return first;
+}
+
+/* What stands in brackets: an index, several, or a slice. */
+static rfi_node *rfi_parse_subscript(rfi_parser *p, rfi_node *object) {
+    rfi_node *parts[3] = {NULL, NULL, NULL};
+    int n = 0;
+    for (; n < 3 && !rfi_failed(p->m); n++) {
+        if (!rfi_at_op(p, ':') && !rfi_at_op(p, ']')) parts[n] = n ? rfi_parse_expression(p) : rfi_parse_tuple(p, 1);
+        if (!rfi_accept_op(p, ':')) break;
+    }
+    if (n == 0 && !parts[0]) return rfi_parse_fail(p, "an index"), NULL;
+    rfi_expect_op(p, ']');
+    if (n == 0) return rfi_node_with(p, RFI_N_ITEM, object, parts[0]);
+    rfi_node *slice = rfi_node_new(p, RFI_N_SLICE);
+    for (int i = 3; slice && i-- > 0;) {
+        rfi_node *part = rfi_node_with(p, RFI_N_LINK, parts[i] ? parts[i] : rfi_node_const(p, rfi_v_none()), NULL);
+        if (!part) return NULL;
+        part->next = slice->a;
+        slice->a = part;
+    }
+    return rfi_node_with(p, RFI_N_ITEM, object, slice);
+}
+
+/* Index + 1 of the first row of that name that serves in one of these places, or 0. */
+static uint32_t rfi_builtin_find(rfi_value name, uint32_t where);
+
+/* | name(...) or is [not] name [argument]; dotted names do not exist here. */
+static rfi_node *rfi_parse_filter(rfi_parser *p, rfi_node *object) {
+    rfi_node *n = rfi_node_with(p, RFI_N_FILTER, object, NULL);
+    if (!n) return NULL;
+    n->value = rfi_v_text(p->lex.text, p->lex.n, 0);
+    n->id = rfi_builtin_find(n->value, RFI_B_FILTER);
+    if (p->lex.kind != RFI_T_NAME) return rfi_parse_fail(p, "the name of a filter"), NULL;
+    rfi_lex(p);
+    if (rfi_accept_op(p, '(')) n->b = rfi_parse_arguments(p);
+    return n;
+}
+
+static rfi_node *rfi_parse_postfix(rfi_parser *p, rfi_node *object);
+
+static rfi_node *rfi_parse_test(rfi_parser *p, rfi_node *object) {
+    const int negate = rfi_accept(p, "not");
+    rfi_node *n = rfi_node_with(p, RFI_N_TEST, object, NULL);
+    if (!n) return NULL;
+    n->value = rfi_v_text(p->lex.text, p->lex.n, 0);
+    n->id = rfi_builtin_find(n->value, RFI_B_TEST);
+    if (p->lex.kind != RFI_T_NAME) return rfi_parse_fail(p, "the name of a test"), NULL;
+    rfi_lex(p);
+    const uint32_t kind = p->lex.kind, op = p->lex.op;
+    if (rfi_accept_op(p, '(')) n->b = rfi_parse_arguments(p);
+    else if ((kind == RFI_T_NAME && !rfi_at(p, "else") && !rfi_at(p, "or") && !rfi_at(p, "and")) ||
+             kind == RFI_T_STRING || kind == RFI_T_INT || kind == RFI_T_FLOAT ||
+             (kind == RFI_T_OP && (op == '[' || op == '{'))) {
+        if (rfi_at(p, "is")) return rfi_parse_fail(p, "one test: tests do not chain"), NULL;
+        n->b = rfi_node_with(p, RFI_N_LINK, rfi_parse_postfix(p, rfi_parse_primary(p)), NULL);
+    }
+    return negate ? rfi_node_with(p, RFI_N_NOT, n, NULL) : n;
+}
+
+/* .name .0 [index] (arguments) */
+static rfi_node *rfi_parse_postfix(rfi_parser *p, rfi_node *object) {
+    while (!rfi_failed(p->m)) {
+        if (rfi_accept_op(p, '.')) {
+            if (p->lex.kind == RFI_T_INT)
+                object = rfi_node_with(p, RFI_N_ITEM, object, rfi_node_const(p, rfi_parse_number(p)));
+            else {
+                object = rfi_node_with(p, RFI_N_ATTRIBUTE, object, NULL);
+                if (!object) return NULL;
+                object->value = rfi_v_text(p->lex.text, p->lex.n, 0);
+                object->id = rfi_builtin_find(object->value, RFI_B_METHOD);
+                if (p->lex.kind != RFI_T_NAME) return rfi_parse_fail(p, "a name after '.'"), NULL;
+                rfi_lex(p);
+            }
+        } else if (rfi_accept_op(p, '[')) object = rfi_parse_subscript(p, object);
+        else if (rfi_accept_op(p, '(')) object = rfi_node_with(p, RFI_N_CALL, object, rfi_parse_arguments(p));
+        else break;
+    }
+    return object;
+}
+
+static rfi_node *rfi_parse_unary(rfi_parser *p, int with_filter) {
+    rfi_node *n = NULL;
+    if (!rfi_enter(p->m)) return NULL;
+    const uint32_t sign = rfi_at_op(p, '-') || rfi_at_op(p, '+') ? p->lex.op : 0;
+    if (sign) {
+        rfi_lex(p);
+        n = rfi_node_with(p, RFI_N_SIGN, rfi_parse_unary(p, 0), NULL);
+        if (n) n->sub = (uint8_t)sign;
+    } else n = rfi_parse_primary(p);
+    n = rfi_parse_postfix(p, n);
+    while (with_filter && !rfi_failed(p->m)) {
+        if (rfi_accept_op(p, '|')) n = rfi_parse_filter(p, n);
+        else if (rfi_accept(p, "is")) n = rfi_parse_test(p, n);
+        else if (rfi_accept_op(p, '(')) n = rfi_node_with(p, RFI_N_CALL, n, rfi_parse_arguments(p));
+        else break;
+    }
+    rfi_leave(p->m);
+    return rfi_failed(p->m) ? NULL : n;
+}
+
+/* How tight the operator at the token binds, -1 if it is none; *op: a number that names it. */
+enum { RFI_L_OR, RFI_L_AND, RFI_L_NOT, RFI_L_COMPARE, RFI_L_ADD, RFI_L_JOIN, RFI_L_MULTIPLY, RFI_L_POWER };
+enum { RFI_O_IN = 'i', RFI_O_NOT_IN = 'n', RFI_O_EQUAL = 'e', RFI_O_UNEQUAL = 'u', RFI_O_LESS_EQUAL = 'l',
+       RFI_O_GREATER_EQUAL = 'g', RFI_O_FLOOR = 'f', RFI_O_POWER = 'p' };
+static int rfi_operator(rfi_parser *p, uint8_t *op) {
+    static const struct {
+        uint16_t text;
+        uint8_t op, level;
+    } table[] = {{'+', '+', RFI_L_ADD},
+                 {'-', '-', RFI_L_ADD},
+                 {'~', '~', RFI_L_JOIN},
+                 {'*', '*', RFI_L_MULTIPLY},
+                 {'/', '/', RFI_L_MULTIPLY},
+                 {'%', '%', RFI_L_MULTIPLY},
+                 {'<', '<', RFI_L_COMPARE},
+                 {'>', '>', RFI_L_COMPARE},
+                 {RFI_OP2('*', '*'), RFI_O_POWER, RFI_L_POWER},
+                 {RFI_OP2('/', '/'), RFI_O_FLOOR, RFI_L_MULTIPLY},
+                 {RFI_OP2('=', '='), RFI_O_EQUAL, RFI_L_COMPARE},
+                 {RFI_OP2('!', '='), RFI_O_UNEQUAL, RFI_L_COMPARE},
+                 {RFI_OP2('<', '='), RFI_O_LESS_EQUAL, RFI_L_COMPARE},
+                 {RFI_OP2('>', '='), RFI_O_GREATER_EQUAL, RFI_L_COMPARE}};
+    *op = 0;
+    for (size_t i = 0; p->lex.kind == RFI_T_OP && i < RFI_COUNT(table); i++)
+        if (table[i].text == p->lex.op) return *op = table[i].op, table[i].level;
+    if (p->lex.kind != RFI_T_NAME) return -1;
+    if (rfi_at(p, "or")) return RFI_L_OR;
+    if (rfi_at(p, "and")) return RFI_L_AND;
+    if (rfi_at(p, "in")) return *op = RFI_O_IN, RFI_L_COMPARE;
+    if (rfi_at(p, "not") && rfi_next_is(p, 0, "in")) return *op = RFI_O_NOT_IN, RFI_L_COMPARE;
+    return -1;
+}
+
+/* Operators of at least this level, each level a chain from left to right. */
+static rfi_node *rfi_parse_binary(rfi_parser *p, int level) {
+    rfi_node *left;
+    uint8_t op;
+    if (!rfi_enter(p->m)) return NULL;
+    if (level <= RFI_L_NOT && rfi_accept(p, "not"))
+        left = rfi_node_with(p, RFI_N_NOT, rfi_parse_binary(p, RFI_L_NOT), NULL);
+    else left = rfi_parse_unary(p, 1);
+    for (int l; !rfi_failed(p->m) && (l = rfi_operator(p, &op)) >= level;) {
+        rfi_node *chain = left = rfi_node_with(p, RFI_N_CHAIN, left, NULL), **out = chain ? &chain->b : NULL;
+        if (chain) chain->sub = (uint8_t)l;
+        while (!rfi_failed(p->m) && rfi_operator(p, &op) == l) {
+            rfi_node *link = *out = rfi_node_new(p, RFI_N_LINK);
+            if (!link) break;
+            link->sub = op;
+            rfi_lex(p);
+            if (op == RFI_O_NOT_IN) rfi_lex(p);
+            link->a = rfi_parse_binary(p, l + 1);
+            out = &link->next;
+        }
+    }
+    rfi_leave(p->m);
+    return rfi_failed(p->m) ? NULL : left;
+}
+
+static rfi_node *rfi_parse_expression(rfi_parser *p) {
+    rfi_node *n = rfi_parse_binary(p, 0);
+    while (!rfi_failed(p->m) && rfi_accept(p, "if")) {
+        rfi_node *choice = rfi_node_with(p, RFI_N_CHOICE, rfi_parse_binary(p, 0), n);
+        if (!choice || !rfi_enter(p->m)) return NULL;
+        if (rfi_accept(p, "else")) choice->c = rfi_parse_expression(p);
+        rfi_leave(p->m);
+        n = choice;
+    }
+    return rfi_failed(p->m) ? NULL : n;
+}
+
+/* ---- statements ---- */
+
+static int rfi_word_in(const rfi_parser *p, const char *words) {
+    const char *at = words;
+    for (size_t n; p->lex.kind == RFI_T_NAME && *at; at += n + (at[n] == ' ')) {
+        n = strcspn(at, " ");
+        if (n == p->lex.n && memcmp(at, p->lex.text, n) == 0) return 1;
+    }
+    return 0;
+}
+
+static void rfi_expect_close(rfi_parser *p) {
+    if (p->lex.kind != RFI_T_CLOSE) rfi_parse_fail(p, p->lex.close == '}' ? "'}}'" : "'%}'");
+}
+
+/* Begin a tag: the lexer stands behind its opening. */
+static void rfi_open_tag(rfi_parser *p, char close) {
+    p->lex.close = close;
+    p->lex.open = 0;
+    rfi_lex(p);
+}
+
+/* {% raw %} at q: the text up to {% endraw %}; 0 if it is another tag. */
+static int rfi_parse_raw(rfi_parser *p, const char **text, const char **text_end) {
+    const rfi_lexer before = p->lex;
+    rfi_open_tag(p, '%');
+    if (!rfi_at(p, "raw") || (rfi_lex(p), p->lex.kind != RFI_T_CLOSE)) {
+        if (!rfi_failed(p->m)) p->lex = before;
+        return 0;
+    }
+    const char *start = p->lex.p;
+    if (start > p->start && start[-1] == '\n' && p->lex.text[0] != '-') p->lex.p = --start, p->lex.line--;
+    *text = start;
+    for (const char *q = start; q && (q = (const char *)memchr(q, '{', (size_t)(p->end - q))) != NULL; q++) {
+        if (p->end - q < 3 || q[1] != '%') continue;
+        const char sign = q[2] == '-' || q[2] == '+' ? q[2] : 0;
+        rfi_lex_skip(p, q);
+        p->lex.open = 0;
+        const rfi_lexer here = p->lex; /* never back to the start: that would cost the square of the length */
+        rfi_lex_skip(p, q + 2 + (sign != 0));
+        const char *at = p->lex.p + rfi_space_before(p->lex.p, p->end);
+        if (p->end - at > 6 && memcmp(at, "endraw", 6) == 0) {
+            rfi_lex_skip(p, at + 6);
+            rfi_lex(p);
+            if (p->lex.kind == RFI_T_CLOSE) {
+                *text_end = q;
+                if (sign == '-') *text_end = rfi_space_after(start, q);
+                else if (!sign) {
+                    const char *line = q;
+                    while (line > start && (line[-1] == ' ' || line[-1] == '\t')) line--;
+                    if (line > start && line[-1] == '\n') *text_end = line;
+                }
+                return 1;
+            }
+        }
+        p->lex = here;
+    }
+    rfi_raise(p->m, RF_ERR_FORMAT, "want %s", "{% endraw %}");
+    return 0;
+}
+
+/* Text up to the next tag, without the white space that tag takes; the lexer stands at the tag, or at the end. */
+static rf_string rfi_parse_data(rfi_parser *p) {
+    const char *begin = p->lex.p, *q = begin;
+    for (; (q = (const char *)memchr(q, '{', (size_t)(p->end - q))) != NULL; q++)
+        if (p->end - q >= 2 && (q[1] == '{' || q[1] == '%' || q[1] == '#')) break;
+    const char *tag = q ? q : p->end, *end = tag;
+    const char sign = p->end - tag >= 3 ? tag[2] : 0;
+    if (q && sign == '-') end = rfi_space_after(begin, tag);
+    else if (q && sign != '+' && tag[1] != '{') {
+        const char *line = tag, *space = rfi_space_after(begin, tag);
+        while (line > space && line[-1] != '\n') line--;
+        if (line == p->start || line[-1] == '\n') end = line;
+    }
+    rfi_lex_skip(p, tag);
+    return (rf_string){begin, (uint64_t)(end - begin)};
+}
+
+static rfi_node *rfi_parse_body(rfi_parser *p, const char *until);
+
+/* Statements up to one of the tags in `until`, whose name becomes the token; then up to its end. */
+static rfi_node *rfi_parse_block(rfi_parser *p, const char *until) {
+    rfi_expect_close(p);
+    return rfi_parse_body(p, until);
+}
+static rfi_node *rfi_parse_last_block(rfi_parser *p, const char *until) {
+    rfi_node *body = rfi_parse_block(p, until);
+    rfi_lex(p);
+    rfi_expect_close(p);
+    return body;
+}
+
+/* if ... elif ... else ... endif */
+static rfi_node *rfi_parse_if(rfi_parser *p) {
+    rfi_node *n = rfi_node_new(p, RFI_N_IF), **out = n ? &n->a : NULL;
+    for (int is_else = 0; !rfi_failed(p->m);) {
+        rfi_node *branch = *out = rfi_node_new(p, RFI_N_LINK);
+        if (!branch) break;
+        if (!is_else) branch->a = rfi_parse_tuple(p, 0);
+        branch->b = rfi_parse_block(p, is_else ? "endif" : "elif else endif");
+        out = &branch->next;
+        is_else = rfi_at(p, "else");
+        const int is_end = rfi_at(p, "endif");
+        rfi_lex(p);
+        if (is_end) break;
+    }
+    rfi_expect_close(p);
+    return n;
+}
+
+/* What a value is stored in: a name, an attribute of a namespace, or a tuple of these. */
+static rfi_node *rfi_parse_target(rfi_parser *p) {
+    rfi_node *first = NULL, *last = NULL;
+    int n = 0, comma = 0;
+    do {
+        rfi_node *t;
+        if (n && (rfi_at(p, "in") || rfi_at_op(p, '=') || rfi_at_op(p, ')'))) break;
+        if (!rfi_enter(p->m)) return NULL;
+        if (rfi_accept_op(p, '(')) {
+            t = rfi_parse_target(p);
+            rfi_expect_op(p, ')');
+        } else {
+            t = rfi_parse_name(p);
+            if (t && rfi_accept_op(p, '.')) {
+                t = rfi_node_with(p, RFI_N_ATTRIBUTE, t, NULL);
+                if (t && p->lex.kind == RFI_T_NAME) t->value = rfi_v_text(p->lex.text, p->lex.n, 0), rfi_lex(p);
+                else rfi_parse_fail(p, "a name after '.'");
+            }
+        }
+        rfi_leave(p->m);
+        rfi_node *link = rfi_node_with(p, RFI_N_LINK, t, NULL);
+        if (!link || rfi_failed(p->m)) return NULL;
+        if (last) last->next = link;
+        else first = link;
+        last = link;
+        n++;
+        comma |= rfi_at_op(p, ',');
+    } while (rfi_accept_op(p, ','));
+    return comma ? rfi_node_with(p, RFI_N_TUPLE, first, NULL) : first->a;
+}
+
+static rfi_node *rfi_parse_for(rfi_parser *p) {
+    rfi_node *n = rfi_node_with(p, RFI_N_FOR, rfi_parse_target(p), NULL);
+    if (!n) return NULL;
+    if (!rfi_accept(p, "in")) rfi_parse_fail(p, "'in'");
+    n->b = rfi_parse_tuple(p, 0);
+    if (rfi_accept(p, "if")) n->c = rfi_parse_expression(p);
+    n->sub = (uint8_t)rfi_accept(p, "recursive");
+    n->d = rfi_node_new(p, RFI_N_LINK);
+    if (!n->d) return NULL;
+    p->n_loops++;
+    n->d->a = rfi_parse_block(p, "else endfor");
+    p->n_loops--;
+    if (rfi_at(p, "else")) {
+        rfi_lex(p);
+        n->d->b = rfi_parse_block(p, "endfor");
+    }
+    rfi_lex(p);
+    rfi_expect_close(p);
+    return n;
+}
+
+static rfi_node *rfi_parse_set(rfi_parser *p) {
+    rfi_node *n = rfi_node_with(p, RFI_N_SET, rfi_parse_target(p), NULL);
+    if (!n) return NULL;
+    if (rfi_accept_op(p, '=')) {
+        n->b = rfi_parse_tuple(p, 1);
+        rfi_expect_close(p);
+        return n;
+    }
+    n->op = RFI_N_SET_TEXT;
+    while (!rfi_failed(p->m) && rfi_accept_op(p, '|')) n->c = rfi_parse_filter(p, n->c);
+    n->b = rfi_parse_last_block(p, "endset");
+    return n;
+}
+
+/* Parameters up to ')': NAMEs, with the default in a. */
+static rfi_node *rfi_parse_parameters(rfi_parser *p) {
+    rfi_node *first = NULL, **out = &first;
+    for (int more = 1; !rfi_failed(p->m) && !rfi_accept_op(p, ')');) {
+        if (!more) rfi_expect_op(p, ',');
+        rfi_node *n = *out = rfi_parse_name(p);
+        if (!n) return NULL;
+        out = &n->next;
+        if (rfi_accept_op(p, '=')) n->a = rfi_parse_expression(p);
+        more = rfi_accept_op(p, ',');
+    }
+    return first;
+}
+
+static rfi_node *rfi_parse_macro(rfi_parser *p) {
+    rfi_node *n = rfi_parse_name(p);
+    if (!n) return NULL;
+    n->op = RFI_N_MACRO;
+    n->c = n->d = NULL;
+    rfi_expect_op(p, '(');
+    n->a = rfi_parse_parameters(p);
+    const uint32_t n_loops = p->n_loops, uses = p->uses;
+    p->n_loops = p->uses = 0;
+    n->b = rfi_parse_last_block(p, "endmacro");
+    n->sub = (uint8_t)p->uses;
+    p->n_loops = n_loops;
+    p->uses = uses;
+    return n;
+}
+
+/* {% call(parameters) f(arguments) %} ... {% endcall %} */
+static rfi_node *rfi_parse_call_block(rfi_parser *p) {
+    rfi_node *n = rfi_node_new(p, RFI_N_CALLER);
+    if (!n) return NULL;
+    if (rfi_accept_op(p, '(')) n->a = rfi_parse_parameters(p);
+    n->c = rfi_parse_expression(p);
+    if (n->c && n->c->op != RFI_N_CALL) rfi_parse_fail(p, "a call");
+    const uint32_t n_loops = p->n_loops;
+    p->n_loops = 0;
+    n->b = rfi_parse_last_block(p, "endcall");
+    p->n_loops = n_loops;
+    return n;
+}
+
+static rfi_node *rfi_parse_with(rfi_parser *p) {
+    rfi_node *n = rfi_node_new(p, RFI_N_WITH), **out = n ? &n->a : NULL;
+    while (!rfi_failed(p->m) && p->lex.kind != RFI_T_CLOSE) {
+        rfi_node *link = *out = rfi_node_with(p, RFI_N_LINK, rfi_parse_name(p), NULL);
+        rfi_expect_op(p, '=');
+        if (!link) return NULL;
+        link->b = rfi_parse_expression(p);
+        out = &link->next;
+        if (!rfi_accept_op(p, ',')) break;
+    }
+    if (n) n->b = rfi_parse_last_block(p, "endwith");
+    return n;
+}
+
+/* A tag's statement; the token is its name. */
+static rfi_node *rfi_parse_statement(rfi_parser *p) {
+    rfi_node *n = NULL;
+    if (rfi_accept(p, "if")) return rfi_parse_if(p);
+    if (rfi_accept(p, "for")) return rfi_parse_for(p);
+    if (rfi_accept(p, "set")) return rfi_parse_set(p);
+    if (rfi_accept(p, "macro")) return rfi_parse_macro(p);
+    if (rfi_accept(p, "call")) return rfi_parse_call_block(p);
+    if (rfi_accept(p, "with")) return rfi_parse_with(p);
+    if (rfi_accept(p, "filter")) {
+        n = rfi_node_new(p, RFI_N_FILTERED);
+        if (!n) return NULL;
+        do n->c = rfi_parse_filter(p, n->c); while (!rfi_failed(p->m) && rfi_accept_op(p, '|'));
+        n->b = rfi_parse_last_block(p, "endfilter");
+        return n;
+    }
+    if (rfi_accept(p, "generation")) {
+        n = rfi_node_new(p, RFI_N_WITH);
+        if (n) n->b = rfi_parse_last_block(p, "endgeneration");
+        return n;
+    }
+    const int is_break = rfi_at(p, "break");
+    if (is_break || rfi_at(p, "continue")) {
+        if (!p->n_loops) return rfi_parse_fail(p, "a loop around break and continue"), NULL;
+        rfi_lex(p);
+        n = rfi_node_new(p, is_break ? RFI_N_BREAK : RFI_N_CONTINUE);
+    } else if (p->lex.kind != RFI_T_NAME) rfi_parse_fail(p, "the name of a tag");
+    else rfi_raise(p->m, RF_ERR_UNSUPPORTED, "unknown tag '%.*s'", (int)rfi_min_u64(p->lex.n, 40), p->lex.text);
+    rfi_expect_close(p);
+    return n;
+}
+
+/* The tag at the lexer: a node, or NULL for a comment and at one of the tags in `until`, which sets *done. */
+static rfi_node *rfi_parse_tag(rfi_parser *p, const char *until, int *done) {
+    const char kind = p->lex.p[1];
+    const char *q = p->lex.p + 2;
+    rfi_node *n = NULL;
+    p->m->line = p->lex.line;
+    if (kind == '#') {
+        while ((q = (const char *)memchr(q, '#', (size_t)(p->end - q))) != NULL && (p->end - q < 2 || q[1] != '}')) q++;
+        if (!q) return rfi_raise(p->m, RF_ERR_FORMAT, "want %s: the comment has no end", "'#}'"), NULL;
+        rfi_lex_skip(p, q - (q[-1] == '-' || q[-1] == '+'));
+        p->lex.close = '#';
+        if (!rfi_lex_close(p)) rfi_lex_skip(p, q + 2);
+        return NULL;
+    }
+    rf_string raw;
+    const char *raw_end;
+    rfi_lex_skip(p, q);
+    if (p->lex.p < p->end && (*p->lex.p == '-' || *p->lex.p == '+')) p->lex.p++;
+    if (kind == '{') {
+        rfi_open_tag(p, '}');
+        n = rfi_node_with(p, RFI_N_PRINT, rfi_parse_tuple(p, 1), NULL);
+        rfi_expect_close(p);
+        return n;
+    }
+    if (rfi_parse_raw(p, &raw.data, &raw_end)) {
+        n = rfi_node_new(p, RFI_N_DATA);
+        if (n) n->value = rfi_v_text(raw.data, (uint64_t)(raw_end - raw.data), 0);
+        return n;
+    }
+    rfi_open_tag(p, '%');
+    *done = rfi_word_in(p, until);
+    return *done ? NULL : rfi_parse_statement(p);
+}
+
+static rfi_node *rfi_parse_body(rfi_parser *p, const char *until) {
+    rfi_node *first = NULL, **out = &first;
+    const uint32_t line = p->lex.line;
+    int done = 0;
+    if (!rfi_enter(p->m)) return NULL;
+    while (!done && !rfi_failed(p->m)) {
+        const rf_string data = rfi_parse_data(p);
+        rfi_node *n = NULL;
+        if (data.len && (n = rfi_node_new(p, RFI_N_DATA)) != NULL) {
+            n->value = rfi_v_text(data.data, data.len, 0);
+            *out = n;
+            out = &n->next;
+        }
+        if (p->lex.p == p->end) break;
+        if ((n = rfi_parse_tag(p, until, &done)) != NULL) *out = n, out = &n->next;
+    }
+    if (!done && *until) {
+        p->m->line = line;
+        rfi_raise(p->m, RF_ERR_FORMAT, "this block has no end: want one of: %s", until);
+    }
+    rfi_leave(p->m);
+    return first;
+}
+
+/* Parse g->source. One newline at the end is dropped and others are "\n", as Jinja has it. */
+static void rfi_program_parse(rfi_program *g) {
+    rfi_values *m = &g->m;
+    char *copy = (char *)rfi_values_alloc(m, g->source.len + 1, 1);
+    uint64_t n = 0;
+    if (!copy) return;
+    for (uint64_t i = 0; i < g->source.len; i++) {
+        const char c = g->source.data[i];
+        if (c == '\n' && i && g->source.data[i - 1] == '\r') continue;
+        copy[n++] = c == '\r' ? '\n' : c;
+    }
+    if (n && copy[n - 1] == '\n') n--;
+    copy[n] = 0;
+    g->source = (rf_string){copy, n};
+    g->names = rfi_v_dict(m);
+    rfi_parser p = {.g = g, .m = m, .start = copy, .end = copy + n, .lex = {.p = copy, .line = 1, .text = copy}};
+    for (uint32_t i = 0; i < RFI_N_KNOWN_NAMES; i++) rfi_name_id(&p, rfi_v_string(rfi_known_names[i]));
+    g->body = rfi_parse_body(&p, "");
+}
+
+/* ---- the interpreter ---- */
+
+typedef struct rfi_variable {
+    uint32_t id;
+    rfi_value value;
+} rfi_variable;
+
+/* Variables of a loop's turn, a macro's call, a block. What is not here is looked for in the parent; without one in
+ * the array of the template's own variables, by number. */
+typedef struct rfi_scope {
+    struct rfi_scope *parent;
+    rfi_variable *slots;
+    uint32_t n, capacity;
+    int kept;          /* 1: a macro that was made here keeps it */
+} rfi_scope;
+
+typedef struct rfi_macro {
+    const rfi_node *node; /* MACRO or CALLER */
+    rfi_scope *scope;
+} rfi_macro;
+
+typedef struct rfi_method {
+    uint32_t builtin;
+    rfi_value self;
+} rfi_method;
+
+typedef struct rfi_loop {
+    const rfi_node *node;
+    rfi_scope *scope;   /* around the loop */
+    const rfi_value *items;
+    uint32_t n, index0, depth0;
+    rfi_value changed;  /* what loop.changed was called with last, or absent */
+} rfi_loop;
+
+typedef struct rfi_args {
+    rfi_value *items;
+    uint32_t n;
+    rfi_dict *named; /* or NULL */
+} rfi_args;
+
+typedef struct rfi_run {
+    rfi_values m;
+    const rfi_program *g;
+    rfi_value *globals;   /* [names] absent where nothing was set         */
+    rfi_scope *scope;     /* NULL: the template's own                     */
+    rfi_args args;        /* of the builtin that is called                */
+    rfi_value piped;      /* the text that a block's filter begins with   */
+    int64_t now;
+} rfi_run;
+
+typedef struct rfi_builtin {
+    const char *name, *params; /* "first! second": ! = required; "*": it reads rfi_run.args itself */
+    uint32_t where;            /* RFI_B_*                                                          */
+    rfi_value (*fn)(rfi_run *r, const rfi_value *a, int detail); /* a[0]: what it is applied to    */
+    int detail;
+} rfi_builtin;
+
+static rfi_value rfi_eval(rfi_run *r, const rfi_node *n);
+static int rfi_exec(rfi_run *r, const rfi_node *n);
+static const rfi_builtin *rfi_builtin_at(uint32_t index);
+
+/* ---- texts of values ---- */
+
+static void rfi_put_str(rfi_values *m, rfi_value v);
+
+static void rfi_put_repr_text(rfi_values *m, rfi_value v) {
+    static const char names[] = "\\\n\r\t", letters[] = "\\nrt";
+    const char quote[2] = {v.n && memchr(v.u.text, '\'', v.n) && !memchr(v.u.text, '"', v.n) ? '"' : '\'', 0};
+    rfi_put_string(m, quote);
+    for (uint32_t i = 0; i < v.n && !rfi_failed(m);) {
+        const rfi_char c = rfi_utf8((const unsigned char *)v.u.text + i, v.n - i);
+        const int mark = v.from ? v.from[i] : v.sub;
+        const char *name = c.cp && c.cp < 128 ? strchr(names, (int)c.cp) : NULL;
+        const int plain = c.is_bad || (c.cp < 0x7f ? c.cp >= 32 : !(rfi_unicode_class(c.cp) & (RFI_OTHER | RFI_SPACE)));
+        char text[16];
+        if (name) snprintf(text, sizeof text, "\\%c", letters[name - names]);
+        else if (c.cp == (unsigned char)quote[0]) snprintf(text, sizeof text, "\\%s", quote);
+        else if (!plain)
+            snprintf(text, sizeof text, c.cp < 256 ? "\\x%02x" : c.cp < 65536 ? "\\u%04x" : "\\U%08x", c.cp);
+        else rfi_put_text(m, rfi_v_part(v, i, c.n_bytes)), text[0] = 0;
+        rfi_put(m, text, strlen(text), mark);
+        i += c.n_bytes;
+    }
+    rfi_put_string(m, quote);
+}
+
+/* Python's repr. */
+static void rfi_put_repr(rfi_values *m, rfi_value v) {
+    static const char *const open[] = {"[", "(", "", "dict_keys([", "dict_values([", "dict_items(["};
+    static const char *const shut[] = {"]", ")", "", "])", "])", "])"};
+    if (v.kind == RFI_V_TEXT) rfi_put_repr_text(m, v);
+    else if (v.kind == RFI_V_UNDEFINED) rfi_put_string(m, "Undefined");
+    else if ((v.kind == RFI_V_LIST && v.sub != RFI_LIST_LAZY) || v.kind == RFI_V_DICT || v.kind == RFI_V_NAMESPACE) {
+        if (!rfi_enter(m)) return;
+        const int is_list = v.kind == RFI_V_LIST;
+        const uint32_t n = is_list ? v.u.list->n : v.u.dict->n;
+        rfi_put_string(m, is_list ? open[v.sub] : v.kind == RFI_V_DICT ? "{" : "<Namespace {");
+        for (uint32_t i = 0; i < n && rfi_spend(m, 1); i++) {
+            if (i) rfi_put_string(m, ", ");
+            if (!is_list) rfi_put_repr(m, v.u.dict->entries[i].key), rfi_put_string(m, ": ");
+            rfi_put_repr(m, is_list ? v.u.list->items[i] : v.u.dict->entries[i].value);
+        }
+        if (is_list && v.sub == RFI_LIST_TUPLE && n == 1) rfi_put_string(m, ",");
+        rfi_put_string(m, is_list ? shut[v.sub] : v.kind == RFI_V_DICT ? "}" : "}>");
+        rfi_leave(m);
+    } else rfi_put_str(m, v);
+}
+
+/* Python's str; nothing for what is undefined. */
+static void rfi_put_str(rfi_values *m, rfi_value v) {
+    if (v.kind == RFI_V_TEXT) rfi_put_text(m, v);
+    else if (v.kind == RFI_V_NONE) rfi_put_string(m, "None");
+    else if (v.kind == RFI_V_BOOL) rfi_put_string(m, v.u.i ? "True" : "False");
+    else if (rfi_v_is_number(v)) rfi_put_number(m, v);
+    else if (v.kind == RFI_V_DICT || v.kind == RFI_V_NAMESPACE || (v.kind == RFI_V_LIST && v.sub != RFI_LIST_LAZY))
+        rfi_put_repr(m, v);
+    else if (v.kind > RFI_V_UNDEFINED)
+        rfi_put_string(m, "<"), rfi_put_string(m, rfi_v_type(v)), rfi_put_string(m, ">");
+}
+static rfi_value rfi_str(rfi_values *m, rfi_value v) {
+    const uint64_t start = m->n_out;
+    if (v.kind == RFI_V_TEXT) return v;
+    rfi_put_str(m, v);
+    return rfi_take(m, start);
+}
+
+/* ---- what is missing ---- */
+
+static rfi_value rfi_undefined(rfi_value name, rfi_value object) {
+    name.kind = RFI_V_UNDEFINED;
+    name.sub = object.kind;
+    name.tag = object.kind == RFI_V_LIST ? object.sub : 0;
+    return name;
+}
+
+/* Use of a value that is not there, where that is an error. */
+static rfi_value rfi_fail_undefined(rfi_run *r, rfi_value v) {
+    const int n = (int)rfi_min_u64(v.n, 200);
+    const rfi_value object = {.kind = v.sub, .sub = v.tag};
+    const char *type = v.sub == RFI_V_NONE ? "None" : rfi_v_type(object), *word = v.sub == RFI_V_NONE ? "" : " object";
+    const int element = v.u.text && n && v.u.text[0] >= '0' && v.u.text[0] <= '9';
+    if (v.sub == RFI_V_ABSENT) rfi_raise(&r->m, RF_ERR_ARGUMENT, "'%.*s' is undefined", n, v.u.text ? v.u.text : "");
+    else if (element || (v.u.text && n && v.u.text[0] == '-'))
+        rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s%s has no element %.*s", type, word, n, v.u.text);
+    else rfi_raise(&r->m, RF_ERR_ARGUMENT, "'%s%s' has no attribute '%.*s'", type, word, n, v.u.text ? v.u.text : "");
+    return rfi_v_none();
+}
+
+static rfi_value rfi_type_error(rfi_run *r, const char *op, rfi_value a, rfi_value b) {
+    if (a.kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, a);
+    if (b.kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, b);
+    if (a.kind == RFI_V_TEXT && op[0] == '+')
+        rfi_raise(&r->m, RF_ERR_ARGUMENT, "can only concatenate str (not \"%s\") to str", rfi_v_type(b));
+    else rfi_raise(&r->m, RF_ERR_ARGUMENT, "unsupported operand type(s) for %s: '%s' and '%s'", op, rfi_v_type(a),
+                   rfi_v_type(b));
+    return rfi_v_none();
+}
+
+/* ---- characters of texts ---- */
+
+/* Characters of a text; of bytes that are no UTF-8 each is one. */
+static uint64_t rfi_length(rfi_values *m, rfi_value v) {
+    uint64_t n = 0;
+    if (!rfi_spend(m, v.n >> 4)) return 0;
+    for (uint32_t i = 0; i < v.n; n++)
+        i += (unsigned char)v.u.text[i] < 0x80 ? 1 : rfi_utf8((const unsigned char *)v.u.text + i, v.n - i).n_bytes;
+    return n;
+}
+
+/* Where character i <= length starts. */
+static uint32_t rfi_char_at(rfi_values *m, rfi_value v, uint64_t i) {
+    uint32_t at = 0;
+    if (!rfi_spend(m, i >> 4)) return 0;
+    for (; i > 0 && at < v.n; i--)
+        at += (unsigned char)v.u.text[at] < 0x80 ? 1 : rfi_utf8((const unsigned char *)v.u.text + at, v.n - at).n_bytes;
+    return at;
+}
+
+static rfi_value rfi_chars(rfi_values *m, rfi_value v) {
+    const rfi_value list = rfi_v_list(m, rfi_length(m, v), 0);
+    for (uint32_t i = 0, n; i < v.n && rfi_spend(m, 1); i += n) {
+        n = rfi_utf8((const unsigned char *)v.u.text + i, v.n - i).n_bytes;
+        rfi_list_add(m, list, rfi_v_part(v, i, n));
+    }
+    return list;
+}
+
+/* Where `part` first occurs in text from byte `from` on, or -1. */
+static int64_t rfi_find(rfi_values *m, rfi_value text, rfi_value part, uint64_t from) {
+    if (part.n > text.n || from > text.n - part.n) return -1;
+    if (part.n == 0) return (int64_t)from;
+    const char *p = text.u.text + from, *last = text.u.text + (text.n - part.n);
+    while (p <= last && rfi_spend(m, 1)) {
+        const char *q = (const char *)memchr(p, part.u.text[0], (size_t)(last - p) + 1);
+        if (!rfi_spend(m, (uint64_t)((q ? q : last) - p) >> 6)) break;
+        if (!q) break;
+        if (memcmp(q, part.u.text, part.n) == 0) return q - text.u.text;
+        if (!rfi_spend(m, part.n >> 6)) break;
+        p = q + 1;
+    }
+    return -1;
+}
+
+/* ---- comparing ---- */
+
+static int rfi_equal(rfi_run *r, rfi_value a, rfi_value b) {
+    if (!rfi_spend(&r->m, 1)) return 0;
+    if (a.kind == RFI_V_UNDEFINED || b.kind == RFI_V_UNDEFINED) return a.kind == b.kind;
+    if (a.kind == RFI_V_TEXT && b.kind == RFI_V_TEXT && a.n == b.n && !rfi_spend(&r->m, a.n >> 6)) return 0;
+    if (a.kind == RFI_V_TEXT || rfi_v_is_number(a) || a.kind == RFI_V_NONE) return rfi_key_equal(a, b);
+    if (a.kind != b.kind || (a.kind == RFI_V_LIST && a.sub != b.sub)) return 0;
+    if (a.u.list == b.u.list) return 1; /* one object, of whatever kind */
+    int same = 1;
+    if (!rfi_enter(&r->m)) return 0;
+    if (a.kind == RFI_V_LIST) {
+        same = a.u.list->n == b.u.list->n && a.sub != RFI_LIST_LAZY;
+        for (uint32_t i = 0; same && i < a.u.list->n; i++) same = rfi_equal(r, a.u.list->items[i], b.u.list->items[i]);
+    } else if (a.kind == RFI_V_DICT) {
+        same = a.u.dict->n == b.u.dict->n;
+        for (uint32_t i = 0; same && i < a.u.dict->n; i++) {
+            const rfi_entry *e = rfi_dict_find(b.u.dict, a.u.dict->entries[i].key);
+            same = e && rfi_equal(r, a.u.dict->entries[i].value, e->value);
+        }
+    } else same = 0;
+    rfi_leave(&r->m);
+    return same;
+}
+
+/* -1, 0, 1; an error for what has no order. */
+static int rfi_v_order(rfi_values *m, rfi_value a, rfi_value b, const char *op) {
+    if (!rfi_spend(m, 1)) return 0;
+    if (rfi_v_is_int(a) && rfi_v_is_int(b)) return (a.u.i > b.u.i) - (a.u.i < b.u.i);
+    if (rfi_v_is_number(a) && rfi_v_is_number(b))
+        return (rfi_v_real(a) > rfi_v_real(b)) - (rfi_v_real(a) < rfi_v_real(b));
+    if (a.kind == RFI_V_TEXT && b.kind == RFI_V_TEXT) {
+        const uint32_t n = a.n < b.n ? a.n : b.n;
+        const int c = rfi_spend(m, n >> 6) && n ? memcmp(a.u.text, b.u.text, n) : 0;
+        return c ? (c > 0) - (c < 0) : (a.n > b.n) - (a.n < b.n);
+    }
+    int c = 0;
+    if (a.kind == RFI_V_LIST && b.kind == RFI_V_LIST && a.sub == b.sub && a.sub <= RFI_LIST_TUPLE) {
+        if (!rfi_enter(m)) return 0;
+        for (uint32_t i = 0; c == 0 && i < a.u.list->n && i < b.u.list->n; i++)
+            c = rfi_v_order(m, a.u.list->items[i], b.u.list->items[i], op);
+        if (c == 0) c = (a.u.list->n > b.u.list->n) - (a.u.list->n < b.u.list->n);
+        rfi_leave(m);
+        return c;
+    }
+    rfi_raise(m, RF_ERR_ARGUMENT, "'%s' not supported between instances of '%s' and '%s'", op, rfi_v_type(a),
+              rfi_v_type(b));
+    return 0;
+}
+
+/* A new list in rising order; equal items keep theirs. */
+static rfi_value rfi_v_sorted(rfi_values *m, rfi_value list, int reverse) {
+    const uint32_t n = list.u.list->n;
+    rfi_value out = rfi_v_list(m, n, 0);
+    rfi_value *from = (rfi_value *)rfi_values_alloc(m, n, sizeof *from),
+              *to = out.kind == RFI_V_LIST ? out.u.list->items : NULL;
+    if (!from || !to) return out;
+    memcpy(from, list.u.list->items, n * sizeof *from);
+    for (uint32_t width = 1; width < n; width *= 2) {
+        for (uint32_t lo = 0; lo < n && !rfi_failed(m); lo += 2 * width) {
+            uint32_t i = lo, mid = lo + width < n ? lo + width : n, j = mid,
+                     hi = lo + 2 * width < n ? lo + 2 * width : n;
+            for (uint32_t k = lo; k < hi; k++) {
+                int left = j == hi;
+                if (i < mid && j < hi) {
+                    const int c = rfi_v_order(m, from[j], from[i], "<");
+                    left = reverse ? c <= 0 : c >= 0;
+                }
+                to[k] = left ? from[i++] : from[j++];
+            }
+        }
+        rfi_value *other = from;
+        from = to;
+        to = other;
+    }
+    out.u.list->items = from;
+    out.u.list->n = n;
+    return out;
+}
+
+/* What a for loop goes over: *n values. Keys of a dict, characters of a text; what map and its like made is used up. */
+static const rfi_value *rfi_iterate(rfi_run *r, rfi_value v, uint32_t *n) {
+    *n = 0;
+    if (v.kind == RFI_V_TEXT) v = rfi_chars(&r->m, v);
+    if (v.kind == RFI_V_DICT) {
+        const rfi_dict *d = v.u.dict;
+        v = rfi_v_list(&r->m, d->n, 0);
+        for (uint32_t i = 0; i < d->n; i++) rfi_list_add(&r->m, v, d->entries[i].key);
+    }
+    if (v.kind == RFI_V_LIST) {
+        *n = v.u.list->n;
+        if (v.sub == RFI_LIST_LAZY) v.u.list->n = 0;
+        if (!rfi_spend(&r->m, *n >> 4)) *n = 0;
+        return v.u.list->items;
+    }
+    if (v.kind != RFI_V_UNDEFINED && !rfi_failed(&r->m))
+        rfi_raise(&r->m, RF_ERR_ARGUMENT, "'%s' object is not iterable", rfi_v_type(v));
+    return NULL;
+}
+
+static rfi_value rfi_to_list(rfi_run *r, rfi_value v, int sub) {
+    uint32_t n;
+    const rfi_value *items = rfi_iterate(r, v, &n);
+    const rfi_value list = rfi_v_list(&r->m, n, sub);
+    for (uint32_t i = 0; i < n; i++) rfi_list_add(&r->m, list, items[i]);
+    return list;
+}
+
+static int rfi_in(rfi_run *r, rfi_value item, rfi_value v) {
+    uint32_t n = 0;
+    if (v.kind == RFI_V_DICT) return rfi_dict_find(v.u.dict, item) != NULL;
+    if (v.kind == RFI_V_TEXT && item.kind == RFI_V_TEXT) return rfi_find(&r->m, v, item, 0) >= 0;
+    if (v.kind == RFI_V_TEXT && item.kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, item), 0;
+    if (v.kind == RFI_V_TEXT)
+        rfi_raise(&r->m, RF_ERR_ARGUMENT, "'in <string>' requires string as left operand, not %s", rfi_v_type(item));
+    else if (v.kind != RFI_V_LIST && v.kind != RFI_V_UNDEFINED)
+        rfi_raise(&r->m, RF_ERR_ARGUMENT, "argument of type '%s' is not iterable", rfi_v_type(v));
+    if (rfi_failed(&r->m)) return 0;
+    const rfi_value *items = rfi_iterate(r, v, &n);
+    for (uint32_t i = 0; i < n && !rfi_failed(&r->m); i++)
+        if (rfi_equal(r, items[i], item)) return 1;
+    return 0;
+}
+
+/* ---- variables ---- */
+
+static rfi_value rfi_lookup(const rfi_run *r, uint32_t id) {
+    for (const rfi_scope *s = r->scope; s; s = s->parent)
+        for (uint32_t i = s->n; i-- > 0;)
+            if (s->slots[i].id == id) return s->slots[i].value;
+    return r->globals[id];
+}
+
+static void rfi_assign(rfi_run *r, uint32_t id, rfi_value v) {
+    rfi_scope *s = r->scope;
+    if (!s) {
+        r->globals[id] = v;
+        return;
+    }
+    for (uint32_t i = 0; i < s->n; i++)
+        if (s->slots[i].id == id) {
+            s->slots[i].value = v;
+            return;
+        }
+    if (s->n == s->capacity) {
+        const uint32_t capacity = s->capacity ? 2 * s->capacity : 8;
+        rfi_variable *slots = (rfi_variable *)rfi_values_alloc(&r->m, capacity, sizeof *slots);
+        if (!slots) return;
+        if (s->n) memcpy(slots, s->slots, s->n * sizeof *slots);
+        s->slots = slots;
+        s->capacity = capacity;
+    }
+    s->slots[s->n++] = (rfi_variable){id, v};
+}
+
+/* A scope inside `parent`; after a failure the parent itself. */
+static rfi_scope *rfi_scope_new(rfi_run *r, rfi_scope *parent) {
+    rfi_scope *s = (rfi_scope *)rfi_values_alloc(&r->m, 1, sizeof *s);
+    if (!s) return parent;
+    *s = (rfi_scope){.parent = parent};
+    return s;
+}
+
+static void rfi_assign_to(rfi_run *r, const rfi_node *target, rfi_value v) {
+    if (target->op == RFI_N_NAME) rfi_assign(r, target->id, v);
+    else if (target->op == RFI_N_ATTRIBUTE) {
+        const rfi_value object = rfi_lookup(r, target->a->id);
+        if (object.kind == RFI_V_NAMESPACE) rfi_dict_set(&r->m, object.u.dict, target->value, v);
+        else rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "cannot assign attribute on non-namespace object");
+    } else {
+        uint32_t n, want = 0;
+        const rfi_value *items = rfi_iterate(r, v, &n);
+        for (const rfi_node *t = target->a; t; t = t->next) want++;
+        if (n < want) rfi_raise(&r->m, RF_ERR_ARGUMENT, "not enough values to unpack (expected %u, got %u)", want, n);
+        if (n > want) rfi_raise(&r->m, RF_ERR_ARGUMENT, "too many values to unpack (expected %u)", want);
+        for (const rfi_node *t = target->a; t && !rfi_failed(&r->m); t = t->next) rfi_assign_to(r, t->a, *items++);
+    }
+}
+
+/* ---- calls ---- */
+
+static rfi_args rfi_eval_args(rfi_run *r, const rfi_node *links) {
+    rfi_args a = {0};
+    rfi_value list, named = {0};
+    uint32_t n = 0;
+    for (const rfi_node *l = links; l; l = l->next) n++;
+    list = rfi_v_list(&r->m, n, 0);
+    for (const rfi_node *l = links; l && !rfi_failed(&r->m); l = l->next) {
+        const rfi_value v = rfi_eval(r, l->a);
+        const int is_named = l->value.kind == RFI_V_TEXT;
+        if ((is_named || l->sub == 2) && !named.kind) named = rfi_v_dict(&r->m);
+        if (rfi_failed(&r->m)) break;
+        if (is_named) rfi_dict_set(&r->m, named.u.dict, l->value, v);
+        else if (l->sub == 2 && v.kind == RFI_V_DICT)
+            for (uint32_t i = 0; i < v.u.dict->n; i++)
+                rfi_dict_set(&r->m, named.u.dict, v.u.dict->entries[i].key, v.u.dict->entries[i].value);
+        else if (l->sub == 2)
+            rfi_raise(&r->m, RF_ERR_ARGUMENT, "argument after ** must be a mapping, not %s", rfi_v_type(v));
+        else if (l->sub == 1) {
+            uint32_t k;
+            const rfi_value *items = rfi_iterate(r, v, &k);
+            for (uint32_t i = 0; i < k; i++) rfi_list_add(&r->m, list, items[i]);
+        } else rfi_list_add(&r->m, list, v);
+    }
+    if (rfi_failed(&r->m)) return a;
+    a.items = list.u.list->items;
+    a.n = list.u.list->n;
+    a.named = named.kind ? named.u.dict : NULL;
+    return a;
+}
+
+/* Call a builtin: arguments by position and name become a[1], a[2], ... in the order of its parameters. */
+static rfi_value rfi_call_builtin(rfi_run *r, const rfi_builtin *b, rfi_value self, const rfi_args *args) {
+    rfi_value a[8] = {self};
+    const char *p = b->params;
+    uint32_t n = 0, n_named = 0;
+    if (b->where & RFI_B_TO_TEXT) a[0] = rfi_str(&r->m, self);
+    if (*p == '*') {
+        r->args = *args;
+        return rfi_failed(&r->m) ? rfi_v_none() : b->fn(r, a, b->detail);
+    }
+    while (*p) {
+        const size_t len = strcspn(p, " "), required = p[len - 1] == '!';
+        rfi_entry *e = args->named ? rfi_dict_find(args->named, rfi_v_text(p, len - required, 0)) : NULL;
+        if (n < args->n) a[n + 1] = args->items[n];
+        else if (e) a[n + 1] = e->value, n_named++;
+        else if (required) {
+            rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s() misses its argument '%.*s'", b->name, (int)(len - required), p);
+            return rfi_v_none();
+        }
+        n++;
+        p += len + (p[len] == ' ');
+    }
+    if (args->n > n)
+        rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s() takes at most %u arguments, found %u", b->name, n, args->n);
+    else if (args->named && n_named < args->named->n)
+        rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s() has an argument by a name that it does not know", b->name);
+    return rfi_failed(&r->m) ? rfi_v_none() : b->fn(r, a, b->detail);
+}
+
+static rfi_value rfi_macro_name(const rfi_run *r, const rfi_node *n) {
+    return n->op == RFI_N_CALLER ? rfi_v_string("caller") : r->g->names.u.dict->entries[n->id].key;
+}
+
+/* Give a macro's parameters their values in its scope. */
+static void rfi_bind_args(rfi_run *r, const rfi_node *node, const rfi_args *args) {
+    const rfi_value name = rfi_macro_name(r, node);
+    uint32_t at = 0, n_used = 0;
+    for (const rfi_node *p = node->a; p && !rfi_failed(&r->m); p = p->next, at++) {
+        const rfi_value key = r->g->names.u.dict->entries[p->id].key;
+        const rfi_entry *e = args->named ? rfi_dict_find(args->named, key) : NULL;
+        rfi_value v = rfi_undefined(key, (rfi_value){0});
+        if (e && at < args->n) {
+            rfi_raise(&r->m, RF_ERR_ARGUMENT, "macro '%.*s' has two values for '%.*s'", (int)name.n, name.u.text,
+                      (int)key.n, key.u.text);
+            return;
+        }
+        n_used += e != NULL;
+        if (at < args->n) v = args->items[at];
+        else if (e) v = e->value;
+        else if (p->a) v = rfi_eval(r, p->a);
+        rfi_assign(r, p->id, v);
+    }
+    const int varargs = node->sub >> RFI_NAME_VARARGS & 1, kwargs = node->sub >> RFI_NAME_KWARGS & 1;
+    const rfi_value rest = rfi_v_list(&r->m, 0, RFI_LIST_TUPLE), others = rfi_v_dict(&r->m);
+    for (uint32_t i = at; i < args->n; i++) rfi_list_add(&r->m, rest, args->items[i]);
+    if (args->n > at && !varargs)
+        rfi_raise(&r->m, RF_ERR_ARGUMENT, "macro '%.*s' takes not more than %u argument(s)", (int)name.n, name.u.text,
+                  at);
+    for (uint32_t i = 0; args->named && i < args->named->n && !rfi_failed(&r->m); i++) {
+        const rfi_entry *e = &args->named->entries[i];
+        int known = 0;
+        for (const rfi_node *p = node->a; p && !known; p = p->next)
+            known = rfi_key_equal(e->key, r->g->names.u.dict->entries[p->id].key);
+        if (known) continue;
+        if (rfi_v_is(e->key, "caller")) rfi_assign(r, RFI_NAME_CALLER, e->value);
+        else if (kwargs) rfi_dict_set(&r->m, others.u.dict, e->key, e->value);
+        else
+            rfi_raise(&r->m, RF_ERR_ARGUMENT, "macro '%.*s' takes no keyword argument '%.*s'", (int)name.n, name.u.text,
+                      (int)rfi_min_u64(e->key.n, 96), e->key.kind == RFI_V_TEXT ? e->key.u.text : "");
+    }
+    if (varargs) rfi_assign(r, RFI_NAME_VARARGS, rest);
+    if (kwargs) rfi_assign(r, RFI_NAME_KWARGS, others);
+}
+
+static rfi_value rfi_call_macro(rfi_run *r, const rfi_macro *macro, const rfi_args *args) {
+    rfi_scope *scope = r->scope;
+    const uint64_t start = r->m.n_out;
+    if (!rfi_enter(&r->m)) return rfi_v_none();
+    r->scope = rfi_scope_new(r, macro->scope);
+    if (!rfi_failed(&r->m)) rfi_bind_args(r, macro->node, args);
+    if (!rfi_failed(&r->m)) rfi_exec(r, macro->node->b);
+    r->scope = scope;
+    rfi_leave(&r->m);
+    return rfi_take(&r->m, start);
+}
+
+static int rfi_exec_for(rfi_run *r, const rfi_node *n, rfi_value over, uint32_t depth0);
+
+static rfi_value rfi_call(rfi_run *r, rfi_value callee, const rfi_args *args) {
+    if (rfi_failed(&r->m)) return rfi_v_none();
+    if (callee.kind == RFI_V_MACRO) return rfi_call_macro(r, callee.u.macro, args);
+    if (callee.kind == RFI_V_METHOD)
+        return rfi_call_builtin(r, rfi_builtin_at(callee.u.method->builtin), callee.u.method->self, args);
+    if (callee.kind == RFI_V_GLOBAL) return rfi_call_builtin(r, callee.u.builtin, (rfi_value){0}, args);
+    if (callee.kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, callee);
+    const rfi_loop *loop = callee.u.loop;
+    if (callee.kind == RFI_V_LOOP && loop->node->sub && args->n == 1) {
+        rfi_scope *scope = r->scope;
+        const uint64_t start = r->m.n_out;
+        r->scope = loop->scope;
+        rfi_exec_for(r, loop->node, args->items[0], loop->depth0 + 1);
+        r->scope = scope;
+        return rfi_take(&r->m, start);
+    }
+    rfi_raise(&r->m, RF_ERR_ARGUMENT, "'%s' object is not callable", rfi_v_type(callee));
+    return rfi_v_none();
+}
+
+/* ---- elements of values ---- */
+
+/* The method of a kind that row `first` names, or 0. */
+static uint32_t rfi_method_of(rfi_value v, uint32_t first) {
+    const uint32_t where = v.kind == RFI_V_TEXT                            ? RFI_B_TEXT
+                           : v.kind == RFI_V_LIST && v.sub < RFI_LIST_LAZY ? RFI_B_LIST
+                           : v.kind == RFI_V_DICT                          ? RFI_B_DICT
+                           : v.kind == RFI_V_LOOP                          ? RFI_B_LOOP
+                                                                           : 0;
+    if (!first || !where) return 0;
+    if (rfi_builtin_at(first)->where & where) return first;
+    return rfi_builtin_find(rfi_v_string(rfi_builtin_at(first)->name), where);
+}
+
+static rfi_value rfi_bound(rfi_run *r, uint32_t builtin, rfi_value self) {
+    rfi_method *method = (rfi_method *)rfi_values_alloc(&r->m, 1, sizeof *method);
+    if (!method) return rfi_v_none();
+    *method = (rfi_method){builtin, self};
+    return (rfi_value){.kind = RFI_V_METHOD, .u.method = method};
+}
+
+static rfi_value rfi_loop_field(const rfi_loop *l, rfi_value name) {
+    static const char *const names[] = {"index", "index0", "revindex", "revindex0", "length", "depth", "depth0",
+                                        "first", "last", "previtem", "nextitem"};
+    const int64_t i = l->index0, n = l->n;
+    const int64_t numbers[] = {i + 1, i, n - i, n - i - 1, n, (int64_t)l->depth0 + 1, l->depth0};
+    size_t k = 0;
+    while (k < RFI_COUNT(names) && !rfi_v_is(name, names[k])) k++;
+    if (k < RFI_COUNT(numbers)) return rfi_v_int(numbers[k]);
+    if (k == 7) return rfi_v_bool(i == 0);
+    if (k == 8) return rfi_v_bool(i == n - 1);
+    if (k == 9 && i > 0) return l->items[i - 1];
+    if (k == 10 && i < n - 1) return l->items[i + 1];
+    return rfi_undefined(name, (rfi_value){.kind = RFI_V_LOOP});
+}
+
+/* object.name; method: row of the first method of that name, or 0. A method hides a key of that name. */
+static rfi_value rfi_attribute(rfi_run *r, rfi_value object, rfi_value name, uint32_t method) {
+    if (object.kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, object);
+    method = rfi_method_of(object, method);
+    if (method) return rfi_bound(r, method, object);
+    if (object.kind == RFI_V_LOOP) return rfi_loop_field(object.u.loop, name);
+    if (object.kind == RFI_V_MACRO && rfi_v_is(name, "name")) return rfi_macro_name(r, object.u.macro->node);
+    if (object.kind == RFI_V_DICT || object.kind == RFI_V_NAMESPACE) {
+        const rfi_entry *e = rfi_dict_find(object.u.dict, name);
+        if (e) return e->value;
+    }
+    if (object.kind == RFI_V_LIST && object.sub == RFI_LIST_TUPLE && object.tag == RFI_TAG_GROUP &&
+        object.u.list->n == 2) {
+        if (rfi_v_is(name, "grouper")) return object.u.list->items[0]; /* of groupby */
+        if (rfi_v_is(name, "list")) return object.u.list->items[1];
+    }
+    return rfi_undefined(name, object);
+}
+
+/* object[key] */
+static rfi_value rfi_item(rfi_run *r, rfi_value object, rfi_value key) {
+    if (object.kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, object);
+    if (object.kind == RFI_V_DICT) {
+        const rfi_entry *e = rfi_dict_find(object.u.dict, key);
+        if (e) return e->value;
+    }
+    if (key.kind == RFI_V_TEXT) return rfi_attribute(r, object, key, rfi_builtin_find(key, RFI_B_METHOD));
+    const int is_list = object.kind == RFI_V_LIST && object.sub < RFI_LIST_LAZY;
+    if (rfi_v_is_int(key) && (is_list || object.kind == RFI_V_TEXT)) {
+        const int64_t n = is_list ? object.u.list->n : (int64_t)rfi_length(&r->m, object);
+        const int64_t i = key.u.i < 0 && key.u.i >= -n ? key.u.i + n : key.u.i;
+        if (i >= 0 && i < n && is_list) return object.u.list->items[i];
+        if (i >= 0 && i < n) {
+            const uint32_t at = rfi_char_at(&r->m, object, (uint64_t)i);
+            return rfi_v_part(object, at, rfi_utf8((const unsigned char *)object.u.text + at, object.n - at).n_bytes);
+        }
+    }
+    const uint64_t start = r->m.n_out;
+    rfi_put_repr(&r->m, key);
+    return rfi_undefined(rfi_take(&r->m, start), object);
+}
+
+/* object[start:stop:step] */
+static rfi_value rfi_slice(rfi_run *r, rfi_value object, const rfi_node *parts) {
+    rfi_value v[3];
+    int64_t at[3], n;
+    for (int i = 0; i < 3; i++, parts = parts->next) {
+        v[i] = rfi_eval(r, parts->a);
+        if (v[i].kind != RFI_V_NONE && !rfi_v_is_int(v[i]) && !rfi_failed(&r->m)) {
+            if (v[i].kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, v[i]);
+            rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "slice indices must be integers or None");
+        }
+    }
+    if (object.kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, object);
+    const int is_list = object.kind == RFI_V_LIST && object.sub < RFI_LIST_LAZY;
+    if (rfi_failed(&r->m)) return rfi_v_none();
+    if (!is_list && object.kind != RFI_V_TEXT) return rfi_undefined(rfi_v_string("slice"), object);
+    n = is_list ? object.u.list->n : (int64_t)rfi_length(&r->m, object);
+    const int64_t step = v[2].kind == RFI_V_NONE ? 1 : v[2].u.i;
+    if (step == 0) return rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "slice step cannot be zero"), rfi_v_none();
+    for (int i = 0; i < 2; i++) {
+        const int64_t low = step < 0 ? -1 : 0, high = step < 0 ? n - 1 : n;
+        at[i] = v[i].u.i < -n ? -1 : v[i].u.i < 0 ? v[i].u.i + n : v[i].u.i;
+        if (v[i].kind == RFI_V_NONE) at[i] = (i == 0) == (step > 0) ? low : high;
+        at[i] = at[i] < low ? low : at[i] > high ? high : at[i];
+    }
+    if (!is_list && step == 1) {
+        const uint32_t from = rfi_char_at(&r->m, object, (uint64_t)at[0]);
+        const rfi_value rest = rfi_v_part(object, from, object.n - from);
+        return rfi_v_part(rest, 0, at[1] > at[0] ? rfi_char_at(&r->m, rest, (uint64_t)(at[1] - at[0])) : 0);
+    }
+    const rfi_value items = is_list ? object : rfi_chars(&r->m, object),
+                    list = rfi_v_list(&r->m, 0, is_list ? object.sub : 0);
+    for (int64_t i = at[0]; (step > 0 ? i < at[1] : i > at[1]) && rfi_spend(&r->m, 1);) {
+        rfi_list_add(&r->m, list, items.u.list->items[i]);
+        if (__builtin_add_overflow(i, step, &i)) break;
+    }
+    if (is_list || rfi_failed(&r->m)) return list;
+    const uint64_t start = r->m.n_out;
+    for (uint32_t i = 0; i < list.u.list->n; i++) rfi_put_text(&r->m, list.u.list->items[i]);
+    return rfi_take(&r->m, start);
+}
+
+/* ---- operators ---- */
+
+static rfi_value rfi_overflow(rfi_run *r) {
+    rfi_raise(&r->m, RF_ERR_UNSUPPORTED, "%s", "an integer beyond 64 bits");
+    return rfi_v_none();
+}
+
+static rfi_value rfi_repeat(rfi_run *r, rfi_value v, int64_t times) {
+    const uint64_t start = r->m.n_out;
+    const rfi_value list = rfi_v_list(&r->m, 0, v.sub);
+    for (int64_t i = 0; i < times && rfi_spend(&r->m, 1); i++) {
+        if (v.kind == RFI_V_TEXT) rfi_put_text(&r->m, v);
+        else
+            for (uint32_t k = 0; k < v.u.list->n && rfi_spend(&r->m, 1); k++)
+                rfi_list_add(&r->m, list, v.u.list->items[k]);
+    }
+    return v.kind == RFI_V_TEXT ? rfi_take(&r->m, start) : list;
+}
+
+static rfi_value rfi_int_operator(rfi_run *r, int op, int64_t a, int64_t b) {
+    int64_t x = 0, base = a;
+    int over = 0;
+    if (strchr("/f%", op) && b == 0)
+        return rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s",
+                         op == '/' ? "division by zero" : "integer division or modulo by zero"),
+               rfi_v_none();
+    if (op == '+') over = __builtin_add_overflow(a, b, &x);
+    else if (op == '-') over = __builtin_sub_overflow(a, b, &x);
+    else if (op == '*') over = __builtin_mul_overflow(a, b, &x);
+    else if (op == '/') return rfi_v_float((double)a / (double)b);
+    else if (op == RFI_O_POWER && b < 0) return rfi_v_float(pow((double)a, (double)b));
+    else if (op == RFI_O_POWER) {
+        x = 1;
+        for (uint64_t e = (uint64_t)b; e && !over; e >>= 1) {
+            if (e & 1) over = __builtin_mul_overflow(x, base, &x);
+            if (e > 1 && __builtin_mul_overflow(base, base, &base)) over = 1;
+        }
+    } else if (b == -1) { /* INT64_MIN / -1 is one beyond */
+        if (op == '%') return rfi_v_int(0);
+        over = __builtin_sub_overflow(0, a, &x);
+    } else { /* rounded down, the remainder has b's sign */
+        const int64_t rest = a % b, down = rest != 0 && (rest < 0) != (b < 0);
+        x = op == '%' ? rest + (down ? b : 0) : a / b - down;
+    }
+    return over ? rfi_overflow(r) : rfi_v_int(x);
+}
+
+static rfi_value rfi_float_operator(rfi_run *r, int op, double a, double b) {
+    if (strchr("/f%", op) && !(b < 0 || b > 0) && b == b)
+        return rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", op == '/' ? "float division by zero" : op == '%' ? "float modulo"
+                         : "float floor division by zero"), rfi_v_none();
+    if (op == '+') return rfi_v_float(a + b);
+    if (op == '-') return rfi_v_float(a - b);
+    if (op == '*') return rfi_v_float(a * b);
+    if (op == '/') return rfi_v_float(a / b);
+    if (op == RFI_O_POWER) return rfi_v_float(pow(a, b));
+    double rest = fmod(a, b);
+    if ((rest < 0 && b > 0) || (rest > 0 && b < 0)) rest += b;
+    return rfi_v_float(op == '%' ? rest : floor((a - rest) / b + 0.5));
+}
+
+static rfi_value rfi_format(rfi_run *r, rfi_value format, const rfi_value *items, uint32_t n, const rfi_dict *named);
+static rfi_value rfi_escape_html(rfi_run *r, rfi_value v);
+
+/* a + b for texts, and for what is joined to them as one; the next ones of the chain, too, in one copy. */
+static rfi_value rfi_add_texts(rfi_run *r, rfi_value a, rfi_value b) {
+    const uint64_t start = r->m.n_out;
+    const int safe = (a.sub | b.sub) & RFI_TEXT_SAFE;
+    if (safe && !(a.sub & RFI_TEXT_SAFE)) a = rfi_escape_html(r, a);
+    if (safe && !(b.sub & RFI_TEXT_SAFE)) b = rfi_escape_html(r, b);
+    rfi_put_text(&r->m, a);
+    rfi_put_text(&r->m, b);
+    rfi_value sum = rfi_take(&r->m, start);
+    sum.sub |= (uint8_t)safe;
+    return sum;
+}
+
+static rfi_value rfi_binary(rfi_run *r, int op, rfi_value a, rfi_value b) {
+    const char name[] = {(char)(op == RFI_O_FLOOR ? '/' : op == RFI_O_POWER ? '*' : op),
+                         op == RFI_O_FLOOR ? '/' : op == RFI_O_POWER ? '*' : 0, 0};
+    if (rfi_failed(&r->m)) return rfi_v_none();
+    if (rfi_v_is_int(a) && rfi_v_is_int(b)) return rfi_int_operator(r, op, a.u.i, b.u.i);
+    if (rfi_v_is_number(a) && rfi_v_is_number(b)) return rfi_float_operator(r, op, rfi_v_real(a), rfi_v_real(b));
+    if (op == '+') { /* a call's arguments are read from JSON, and some templates want that text */
+        if (a.kind == RFI_V_TEXT && b.kind == RFI_V_DICT && b.tag == RFI_TAG_JSON) b = b.u.dict->source;
+        if (b.kind == RFI_V_TEXT && a.kind == RFI_V_DICT && a.tag == RFI_TAG_JSON) a = a.u.dict->source;
+        if (a.kind == RFI_V_TEXT && b.kind == RFI_V_TEXT) return rfi_add_texts(r, a, b);
+        if (a.kind == RFI_V_LIST && b.kind == RFI_V_LIST && a.sub == b.sub && a.sub <= RFI_LIST_TUPLE) {
+            const rfi_value sum = rfi_v_list(&r->m, (uint64_t)a.u.list->n + b.u.list->n, a.sub);
+            for (uint32_t i = 0; i < a.u.list->n && rfi_spend(&r->m, 1); i++)
+                rfi_list_add(&r->m, sum, a.u.list->items[i]);
+            for (uint32_t i = 0; i < b.u.list->n && rfi_spend(&r->m, 1); i++)
+                rfi_list_add(&r->m, sum, b.u.list->items[i]);
+            return sum;
+        }
+    }
+    const int a_repeats = a.kind == RFI_V_TEXT || (a.kind == RFI_V_LIST && a.sub <= RFI_LIST_TUPLE);
+    const int b_repeats = b.kind == RFI_V_TEXT || (b.kind == RFI_V_LIST && b.sub <= RFI_LIST_TUPLE);
+    if (op == '*' && a_repeats && rfi_v_is_int(b)) return rfi_repeat(r, a, b.u.i);
+    if (op == '*' && b_repeats && rfi_v_is_int(a)) return rfi_repeat(r, b, a.u.i);
+    if (op == '%' && a.kind == RFI_V_TEXT && b.kind != RFI_V_UNDEFINED) {
+        if (b.kind == RFI_V_LIST && b.sub == RFI_LIST_TUPLE)
+            return rfi_format(r, a, b.u.list->items, b.u.list->n, NULL);
+        return rfi_format(r, a, &b, 1, b.kind == RFI_V_DICT ? b.u.dict : NULL);
+    }
+    return rfi_type_error(r, name, a, b);
+}
+
+static int rfi_compare(rfi_run *r, int op, rfi_value a, rfi_value b) {
+    if (rfi_failed(&r->m)) return 0;
+    if (op == RFI_O_IN) return rfi_in(r, a, b);
+    if (op == RFI_O_NOT_IN) return !rfi_in(r, a, b);
+    if (op == RFI_O_EQUAL) return rfi_equal(r, a, b);
+    if (op == RFI_O_UNEQUAL) return !rfi_equal(r, a, b);
+    if (a.kind == RFI_V_UNDEFINED || b.kind == RFI_V_UNDEFINED)
+        return rfi_fail_undefined(r, a.kind == RFI_V_UNDEFINED ? a : b), 0;
+    if (rfi_v_is_number(a) && rfi_v_is_number(b) && (rfi_v_real(a) != rfi_v_real(a) || rfi_v_real(b) != rfi_v_real(b)))
+        return 0;
+    const int c = rfi_v_order(&r->m, a, b, op == '<' ? "<" : op == '>' ? ">" : op == RFI_O_LESS_EQUAL ? "<=" : ">=");
+    return op == '<' ? c < 0 : op == '>' ? c > 0 : op == RFI_O_LESS_EQUAL ? c <= 0 : c >= 0;
+}
+
+static rfi_value rfi_eval_chain(rfi_run *r, const rfi_node *n) {
+    rfi_value v = rfi_eval(r, n->a), next;
+    const uint64_t start = r->m.n_out;
+    if (n->sub == RFI_L_JOIN) rfi_put_str(&r->m, v);
+    for (const rfi_node *l = n->b; l && !rfi_failed(&r->m); l = l->next) {
+        if (n->sub <= RFI_L_AND && rfi_v_true(v) == (n->sub == RFI_L_OR)) return v;
+        next = rfi_eval(r, l->a);
+        if (n->sub == RFI_L_JOIN) rfi_put_str(&r->m, next);
+        else if (n->sub == RFI_L_COMPARE) {
+            if (!rfi_compare(r, l->sub, v, next)) return rfi_v_bool(0);
+            v = next;
+        } else v = n->sub <= RFI_L_AND ? next : rfi_binary(r, l->sub, v, next);
+    }
+    return n->sub == RFI_L_JOIN ? rfi_take(&r->m, start) : n->sub == RFI_L_COMPARE ? rfi_v_bool(1) : v;
+}
+
+/* ---- expressions ---- */
+
+static rfi_value rfi_eval_items(rfi_run *r, const rfi_node *n) {
+    const rfi_value out = n->op == RFI_N_DICT ? rfi_v_dict(&r->m) : rfi_v_list(&r->m, 0, n->op == RFI_N_TUPLE);
+    for (const rfi_node *l = n->a; l && !rfi_failed(&r->m); l = l->next) {
+        const rfi_value v = rfi_eval(r, l->a);
+        if (n->op == RFI_N_DICT) {
+            l = l->next;
+            const rfi_value value = rfi_eval(r, l->a);
+            if (v.kind == RFI_V_UNDEFINED) rfi_fail_undefined(r, v);
+            if (!rfi_failed(&r->m)) rfi_dict_set(&r->m, out.u.dict, v, value);
+        } else rfi_list_add(&r->m, out, v);
+    }
+    return out;
+}
+
+static rfi_value rfi_eval_call(rfi_run *r, const rfi_node *n, rfi_value caller) {
+    rfi_value callee, self = {0};
+    uint32_t method = 0;
+    if (n->a->op == RFI_N_ATTRIBUTE) { /* a method is called without making a value of it */
+        self = rfi_eval(r, n->a->a);
+        method = rfi_method_of(self, n->a->id);
+        callee = method ? self : rfi_attribute(r, self, n->a->value, 0);
+    } else callee = rfi_eval(r, n->a);
+    rfi_args args = rfi_eval_args(r, n->b);
+    if (caller.kind && !args.named) args.named = (rfi_dict *)rfi_v_dict(&r->m).u.dict;
+    if (caller.kind && !rfi_failed(&r->m)) rfi_dict_set(&r->m, args.named, rfi_v_string("caller"), caller);
+    r->m.line = n->line;
+    if (rfi_failed(&r->m)) return rfi_v_none();
+    return method ? rfi_call_builtin(r, rfi_builtin_at(method), self, &args) : rfi_call(r, callee, &args);
+}
+
+static rfi_value rfi_eval_filter(rfi_run *r, const rfi_node *n) {
+    const rfi_value v = n->a ? rfi_eval(r, n->a) : r->piped;
+    const int is_test = n->op == RFI_N_TEST;
+    if (rfi_failed(&r->m)) return v;
+    if (!n->id) {
+        rfi_raise(&r->m, RF_ERR_UNSUPPORTED, "No %s named '%.*s'.", is_test ? "test" : "filter",
+                  (int)rfi_min_u64(n->value.n, 64), n->value.u.text);
+        return v;
+    }
+    rfi_args args = {0};
+    if (n->b) args = rfi_eval_args(r, n->b);
+    r->m.line = n->line;
+    return rfi_failed(&r->m) ? v : rfi_call_builtin(r, rfi_builtin_at(n->id), v, &args);
+}
+
+static rfi_value rfi_eval_sign(rfi_run *r, const rfi_node *n) {
+    const rfi_value v = rfi_eval(r, n->a);
+    if (rfi_failed(&r->m)) return v;
+    if (v.kind == RFI_V_FLOAT) return n->sub == '-' ? rfi_v_float(-v.u.f) : v;
+    if (rfi_v_is_int(v)) return n->sub == '-' ? rfi_int_operator(r, '-', 0, v.u.i) : rfi_v_int(v.u.i);
+    if (v.kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, v);
+    rfi_raise(&r->m, RF_ERR_ARGUMENT, "bad operand type for unary %c: '%s'", n->sub, rfi_v_type(v));
+    return v;
+}
+
+static rfi_value rfi_eval_node(rfi_run *r, const rfi_node *n) {
+    rfi_value v;
+    switch (n->op) {
+    case RFI_N_NAME:
+        v = rfi_lookup(r, n->id);
+        return v.kind ? v : rfi_undefined(n->value, v);
+    case RFI_N_LIST: case RFI_N_TUPLE: case RFI_N_DICT: return rfi_eval_items(r, n);
+    case RFI_N_ATTRIBUTE:
+        v = rfi_eval(r, n->a);
+        r->m.line = n->line;
+        return rfi_failed(&r->m) ? v : rfi_attribute(r, v, n->value, n->id);
+    case RFI_N_ITEM:
+        v = rfi_eval(r, n->a);
+        if (rfi_failed(&r->m)) return v;
+        if (n->b->op == RFI_N_SLICE) return rfi_slice(r, v, n->b->a);
+        const rfi_value key = rfi_eval(r, n->b);
+        r->m.line = n->line;
+        return rfi_failed(&r->m) ? v : rfi_item(r, v, key);
+    case RFI_N_CALL: return rfi_eval_call(r, n, (rfi_value){0});
+    case RFI_N_FILTER: return rfi_eval_filter(r, n);
+    case RFI_N_TEST: return rfi_eval_filter(r, n);
+    case RFI_N_NOT: return rfi_v_bool(!rfi_v_true(rfi_eval(r, n->a)));
+    case RFI_N_SIGN: return rfi_eval_sign(r, n);
+    case RFI_N_CHAIN: return rfi_eval_chain(r, n);
+    case RFI_N_CHOICE:
+        if (rfi_v_true(rfi_eval(r, n->a))) return rfi_eval(r, n->b);
+        return n->c ? rfi_eval(r, n->c) : rfi_undefined(rfi_v_string("the inline if-expression"), (rfi_value){0});
+    default: return rfi_v_none();
+    }
+}
+
+static rfi_value rfi_eval(rfi_run *r, const rfi_node *n) {
+    if (n->op == RFI_N_CONST) return n->value;
+    r->m.line = n->line;
+    if (!rfi_spend(&r->m, 1) || !rfi_enter(&r->m)) return rfi_v_none();
+    const rfi_value v = rfi_eval_node(r, n);
+    rfi_leave(&r->m);
+    return v;
+}
+
+/* ---- statements ---- */
+
+enum { RFI_FLOW_ON, RFI_FLOW_BREAK, RFI_FLOW_CONTINUE };
+
+/* What statements write, as a value, in a scope of their own. */
+static rfi_value rfi_exec_text(rfi_run *r, const rfi_node *body) {
+    rfi_scope *scope = r->scope;
+    const uint64_t start = r->m.n_out;
+    r->scope = rfi_scope_new(r, scope);
+    if (!rfi_failed(&r->m)) rfi_exec(r, body);
+    r->scope = scope;
+    return rfi_take(&r->m, start);
+}
+
+static rfi_value rfi_macro_new(rfi_run *r, const rfi_node *n) {
+    rfi_macro *macro = (rfi_macro *)rfi_values_alloc(&r->m, 1, sizeof *macro);
+    if (!macro) return rfi_v_none();
+    *macro = (rfi_macro){n, r->scope};
+    for (rfi_scope *s = r->scope; s && !s->kept; s = s->parent) s->kept = 1;
+    return (rfi_value){.kind = RFI_V_MACRO, .u.macro = macro};
+}
+
+/* The items that pass the loop's condition. */
+static rfi_value rfi_exec_for_filter(rfi_run *r, const rfi_node *n, const rfi_value *items, uint32_t count) {
+    const rfi_value kept = rfi_v_list(&r->m, 0, 0);
+    rfi_scope *scope = r->scope;
+    r->scope = rfi_scope_new(r, scope);
+    for (uint32_t i = 0; i < count && !rfi_failed(&r->m); i++) {
+        rfi_assign_to(r, n->a, items[i]);
+        if (!rfi_failed(&r->m) && rfi_v_true(rfi_eval(r, n->c))) rfi_list_add(&r->m, kept, items[i]);
+    }
+    r->scope = scope;
+    return kept;
+}
+
+static int rfi_exec_for(rfi_run *r, const rfi_node *n, rfi_value over, uint32_t depth0) {
+    rfi_scope *scope = r->scope;
+    uint32_t count;
+    const rfi_value *items = rfi_iterate(r, over, &count);
+    if (n->c && !rfi_failed(&r->m)) {
+        const rfi_value kept = rfi_exec_for_filter(r, n, items, count);
+        if (rfi_failed(&r->m)) return RFI_FLOW_ON;
+        items = kept.u.list->items;
+        count = kept.u.list->n;
+    }
+    rfi_loop *loop = (rfi_loop *)rfi_values_alloc(&r->m, 1, sizeof *loop);
+    if (!loop) return RFI_FLOW_ON;
+    *loop = (rfi_loop){.node = n, .scope = scope, .items = items, .n = count, .depth0 = depth0};
+    rfi_scope *own = r->scope = rfi_scope_new(r, scope);
+    int flow = RFI_FLOW_ON;
+    for (; loop->index0 < count && flow != RFI_FLOW_BREAK && !rfi_failed(&r->m); loop->index0++) {
+        if (own->kept) own = r->scope = rfi_scope_new(r, scope);
+        own->n = 0;
+        rfi_assign(r, RFI_NAME_LOOP, (rfi_value){.kind = RFI_V_LOOP, .u.loop = loop});
+        rfi_assign_to(r, n->a, items[loop->index0]);
+        if (!rfi_failed(&r->m)) flow = rfi_exec(r, n->d->a);
+    }
+    if (count == 0 && !rfi_failed(&r->m)) rfi_exec(r, n->d->b);
+    r->scope = scope;
+    return RFI_FLOW_ON;
+}
+
+static void rfi_exec_with(rfi_run *r, const rfi_node *n) {
+    rfi_scope *scope = r->scope, *inner = rfi_scope_new(r, scope);
+    for (const rfi_node *l = n->a; l && !rfi_failed(&r->m); l = l->next) {
+        const rfi_value v = rfi_eval(r, l->b);
+        r->scope = inner;
+        if (!rfi_failed(&r->m)) rfi_assign(r, l->a->id, v);
+        r->scope = scope;
+    }
+    r->scope = inner;
+}
+
+static int rfi_exec_node(rfi_run *r, const rfi_node *n) {
+    rfi_scope *scope = r->scope;
+    rfi_value v;
+    int flow = RFI_FLOW_ON;
+    switch (n->op) {
+    case RFI_N_DATA: rfi_put_text(&r->m, n->value); break;
+    case RFI_N_PRINT:
+        v = rfi_eval(r, n->a);
+        if (!rfi_failed(&r->m)) rfi_put_str(&r->m, v);
+        break;
+    case RFI_N_IF:
+        for (const rfi_node *b = n->a; b && !rfi_failed(&r->m); b = b->next)
+            if (!b->a || rfi_v_true(rfi_eval(r, b->a))) return rfi_failed(&r->m) ? flow : rfi_exec(r, b->b);
+        break;
+    case RFI_N_FOR:
+        v = rfi_eval(r, n->b);
+        if (!rfi_failed(&r->m)) flow = rfi_exec_for(r, n, v, 0);
+        break;
+    case RFI_N_SET:
+        v = rfi_eval(r, n->b);
+        if (!rfi_failed(&r->m)) rfi_assign_to(r, n->a, v);
+        break;
+    case RFI_N_SET_TEXT: case RFI_N_FILTERED:
+        v = rfi_exec_text(r, n->b);
+        r->piped = v;
+        if (n->c && !rfi_failed(&r->m)) v = rfi_eval(r, n->c);
+        if (rfi_failed(&r->m)) break;
+        if (n->op == RFI_N_FILTERED) rfi_put_str(&r->m, v);
+        else rfi_assign_to(r, n->a, v);
+        break;
+    case RFI_N_MACRO: rfi_assign(r, n->id, rfi_macro_new(r, n)); break;
+    case RFI_N_CALLER:
+        v = rfi_macro_new(r, n);
+        if (!rfi_failed(&r->m)) v = rfi_eval_call(r, n->c, v);
+        if (!rfi_failed(&r->m)) rfi_put_str(&r->m, v);
+        break;
+    case RFI_N_WITH:
+        rfi_exec_with(r, n);
+        if (!rfi_failed(&r->m)) flow = rfi_exec(r, n->b);
+        r->scope = scope;
+        break;
+    default: return n->op == RFI_N_BREAK ? RFI_FLOW_BREAK : RFI_FLOW_CONTINUE;
+    }
+    return flow;
+}
+
+/* Run a list of statements. */
+static int rfi_exec(rfi_run *r, const rfi_node *n) {
+    int flow = RFI_FLOW_ON;
+    if (!rfi_enter(&r->m)) return flow;
+    for (; n && flow == RFI_FLOW_ON && !rfi_failed(&r->m); n = n->next) {
+        r->m.line = n->line;
+        if (rfi_spend(&r->m, 1)) flow = rfi_exec_node(r, n);
+    }
+    rfi_leave(&r->m);
+    return flow;
+}
+
+/* ---- filters, tests, methods, functions ----
+ * All of one signature, in one table: what they are applied to is a[0], arguments follow in the order of the table, and
+ * an argument that was not given is ABSENT. */
+
+static int rfi_given(rfi_value v) { return v.kind != RFI_V_ABSENT && v.kind != RFI_V_NONE; }
+
+static rfi_value rfi_v_refuse(rfi_run *r, const char *what, rfi_value v) {
+    if (v.kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, v);
+    rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s, found %s", what, rfi_v_type(v));
+    return rfi_v_none();
+}
+
+/* An integer argument, or `otherwise`. */
+static int64_t rfi_arg_int(rfi_run *r, rfi_value v, int64_t otherwise) {
+    if (!rfi_given(v)) return otherwise;
+    if (rfi_v_is_int(v)) return v.u.i;
+    rfi_v_refuse(r, "want an integer", v);
+    return otherwise;
+}
+
+/* What must be a text; empty after a failure. */
+static rfi_value rfi_arg_text(rfi_run *r, rfi_value v) {
+    if (v.kind == RFI_V_TEXT) return v;
+    rfi_v_refuse(r, "want a string", v);
+    return rfi_v_string("");
+}
+
+static uint32_t rfi_to_upper(uint32_t cp) {
+    static const uint16_t others[][2] = {{0xb5, 0x39c}, {0x131, 'I'}, {0x17f, 'S'}, {0x3c2, 0x3a3}, {0x3d0, 0x392},
+                                         {0x3d1, 0x398}, {0x3d5, 0x3a6}, {0x3d6, 0x3a0}, {0x3f0, 0x39a}, {0x3f1, 0x3a1},
+                                         {0x3f5, 0x395}, {0x1e9b, 0x1e60}};
+    if (cp < 0x80) return cp >= 'a' && cp <= 'z' ? cp - 32 : cp;
+    for (size_t i = 0; i < RFI_COUNT(others); i++)
+        if (others[i][0] == cp) return others[i][1];
+    for (size_t i = 0; i < RFI_COUNT(rfi_unicode_lower); i++) { /* the capital whose small letter it is */
+        const rfi_lower *run = &rfi_unicode_lower[i];
+        const uint32_t k = cp - (uint32_t)((int32_t)run->first + run->add);
+        if (k % run->step == 0 && k / run->step < run->n) return run->first + k;
+    }
+    return cp;
+}
+
+enum { RFI_UPPER, RFI_LOWER, RFI_CAPITALIZE, RFI_TITLE, RFI_TITLE_FILTER, RFI_SWAP };
+
+/* upper, lower, capitalize, title (method and filter), swapcase */
+static rfi_value rfi_fn_case(rfi_run *r, const rfi_value *a, int way) {
+    rfi_values *m = &r->m;
+    const uint64_t start = m->n_out;
+    const rfi_value v = a[0];
+    int first = 1;
+    for (uint32_t i = 0; i < v.n && rfi_spend(m, 1);) {
+        const rfi_char c = rfi_utf8((const unsigned char *)v.u.text + i, v.n - i);
+        const int mark = v.from ? v.from[i] : v.sub;
+        const uint32_t low = c.cp < 0x80 ? c.cp + (c.cp >= 'A' && c.cp <= 'Z' ? 32u : 0u) : rfi_unicode_to_lower(c.cp);
+        const int up = way == RFI_UPPER || (way == RFI_SWAP ? low == c.cp : way != RFI_LOWER && first);
+        if (c.is_bad) rfi_put_text(m, rfi_v_part(v, i, 1));
+        else if (up && c.cp == 0xdf) rfi_put(m, way == RFI_UPPER || way == RFI_SWAP ? "SS" : "Ss", 2, mark);
+        else if (!up && c.cp == 0x130) rfi_put(m, "i\xcc\x87", 3, mark);
+        else rfi_put_char(m, up ? rfi_to_upper(c.cp) : low, mark);
+        if (way == RFI_CAPITALIZE) first = 0;
+        else if (way == RFI_TITLE) first = !(rfi_unicode_class(c.cp) & RFI_LETTER);
+        else first = rfi_is_space(c.cp) || (c.cp < 0x80 && strchr("-({[<", (int)c.cp) && c.cp);
+        i += c.n_bytes;
+    }
+    return rfi_take(m, start);
+}
+
+/* Is the character at p one of chars' (ABSENT: white space)? */
+static int rfi_strips(rfi_values *m, rfi_value chars, const char *p, const char *end) {
+    const rfi_char c = rfi_utf8((const unsigned char *)p, (uint64_t)(end - p));
+    if (chars.kind != RFI_V_TEXT) return !c.is_bad && rfi_is_space(c.cp);
+    for (uint32_t i = 0; i < chars.n && rfi_spend(m, 1);) {
+        const uint32_t n = rfi_utf8((const unsigned char *)chars.u.text + i, chars.n - i).n_bytes;
+        if (n == c.n_bytes && memcmp(chars.u.text + i, p, n) == 0) return 1;
+        i += n;
+    }
+    return 0;
+}
+
+/* strip, lstrip, rstrip; sides: 1 left, 2 right */
+static rfi_value rfi_fn_strip(rfi_run *r, const rfi_value *a, int sides) {
+    const char *p = a[0].u.text, *end = p + a[0].n;
+    if (rfi_given(a[1])) rfi_arg_text(r, a[1]);
+    while (sides & 1 && p < end && rfi_strips(&r->m, a[1], p, end))
+        p += rfi_utf8((const unsigned char *)p, (uint64_t)(end - p)).n_bytes;
+    while (sides & 2 && p < end) {
+        const char *q = end - 1;
+        while (q > p && end - q < 4 && ((unsigned char)*q & 0xc0) == 0x80) q--;
+        if (rfi_utf8((const unsigned char *)q, (uint64_t)(end - q)).n_bytes != (uint64_t)(end - q)) q = end - 1;
+        if (!rfi_strips(&r->m, a[1], q, end)) break;
+        end = q;
+    }
+    return rfi_v_part(a[0], (uint64_t)(p - a[0].u.text), (uint64_t)(end - p));
+}
+
+/* Where the last occurrence of part that ends by `end` starts, or -1. */
+static int64_t rfi_find_last(rfi_values *m, rfi_value text, rfi_value part, uint64_t end) {
+    for (uint64_t at = end; at >= part.n && rfi_spend(m, 1 + (part.n >> 6)); at--)
+        if (memcmp(text.u.text + at - part.n, part.u.text, part.n) == 0) return (int64_t)(at - part.n);
+    return -1;
+}
+
+/* Words between white space. */
+static rfi_value rfi_split_words(rfi_run *r, rfi_value v, int64_t max, int right) {
+    const rfi_value list = rfi_v_list(&r->m, 0, 0);
+    const char *p = v.u.text, *end = p + v.n;
+    for (; rfi_spend(&r->m, 1); max--) {
+        if (right) end = rfi_space_after(p, end);
+        else p += rfi_space_before(p, end);
+        if (p == end) break;
+        const char *from = p, *to = end; /* max == 0: the rest, with the white space at its far end */
+        if (right && max) for (from = end; from > p && rfi_space_after(p, from) == from;) from--;
+        else if (max) for (to = p; to < end && !rfi_space_before(to, end);) to++;
+        rfi_list_add(&r->m, list, rfi_v_part(v, (uint64_t)(from - v.u.text), (uint64_t)(to - from)));
+        if (!rfi_spend(&r->m, (uint64_t)(to - from) >> 4) || max == 0) break;
+        if (right) end = from;
+        else p = to;
+    }
+    return list;
+}
+
+static rfi_value rfi_reversed(rfi_values *m, rfi_value list) {
+    const rfi_value out = rfi_v_list(m, list.u.list->n, list.sub);
+    for (uint32_t i = list.u.list->n; i-- > 0;) rfi_list_add(m, out, list.u.list->items[i]);
+    return out;
+}
+
+/* split, rsplit */
+static rfi_value rfi_fn_split(rfi_run *r, const rfi_value *a, int right) {
+    int64_t max = rfi_arg_int(r, a[2], -1), at;
+    const rfi_value v = a[0];
+    if (!rfi_given(a[1])) {
+        const rfi_value words = rfi_split_words(r, v, max < 0 ? INT64_MAX : max, right);
+        return right ? rfi_reversed(&r->m, words) : words;
+    }
+    const rfi_value part = rfi_arg_text(r, a[1]), list = rfi_v_list(&r->m, 0, 0);
+    uint64_t from = 0, end = v.n;
+    if (part.n == 0 && !rfi_failed(&r->m)) rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "empty separator");
+    while (!rfi_failed(&r->m) && max-- != 0) {
+        at = right ? rfi_find_last(&r->m, v, part, end) : rfi_find(&r->m, v, part, from);
+        if (at < 0) break;
+        if (right)
+            rfi_list_add(&r->m, list, rfi_v_part(v, (uint64_t)at + part.n, end - (uint64_t)at - part.n)),
+                end = (uint64_t)at;
+        else rfi_list_add(&r->m, list, rfi_v_part(v, from, (uint64_t)at - from)), from = (uint64_t)at + part.n;
+    }
+    rfi_list_add(&r->m, list, rfi_v_part(v, from, end - from));
+    return right ? rfi_reversed(&r->m, list) : list;
+}
+
+static rfi_value rfi_fn_splitlines(rfi_run *r, const rfi_value *a, int unused) {
+    const rfi_value list = rfi_v_list(&r->m, 0, 0), v = a[0];
+    uint32_t from = 0;
+    RFI_UNUSED(unused);
+    for (uint32_t i = 0; i < v.n && rfi_spend(&r->m, 1);) {
+        const rfi_char c = rfi_utf8((const unsigned char *)v.u.text + i, v.n - i);
+        const int ends = (c.cp >= 10 && c.cp <= 13) || (c.cp >= 28 && c.cp <= 30) || c.cp == 0x85 || c.cp == 0x2028 ||
+                         c.cp == 0x2029;
+        const uint32_t next = i + c.n_bytes + (c.cp == '\r' && i + 1 < v.n && v.u.text[i + 1] == '\n');
+        if (ends) rfi_list_add(&r->m, list, rfi_v_part(v, from, (rfi_v_true(a[1]) ? next : i) - from)), from = next;
+        i = ends ? next : i + c.n_bytes;
+    }
+    if (from < v.n) rfi_list_add(&r->m, list, rfi_v_part(v, from, v.n - from));
+    return list;
+}
+
+/* startswith, endswith: a text or a tuple of them */
+static rfi_value rfi_fn_affix(rfi_run *r, const rfi_value *a, int end) {
+    const int is_tuple = a[1].kind == RFI_V_LIST && a[1].sub == RFI_LIST_TUPLE;
+    const uint32_t n = is_tuple ? a[1].u.list->n : 1;
+    for (uint32_t i = 0; i < n && rfi_spend(&r->m, 1); i++) {
+        const rfi_value t = rfi_arg_text(r, is_tuple ? a[1].u.list->items[i] : a[1]);
+        if (!rfi_failed(&r->m) && t.n <= a[0].n && memcmp(a[0].u.text + (end ? a[0].n - t.n : 0), t.u.text, t.n) == 0)
+            return rfi_v_bool(1);
+    }
+    return rfi_v_bool(0);
+}
+
+/* removeprefix, removesuffix */
+static rfi_value rfi_fn_remove(rfi_run *r, const rfi_value *a, int end) {
+    const rfi_value is = rfi_fn_affix(r, a, end);
+    if (!is.u.i || a[1].kind != RFI_V_TEXT) return a[0];
+    return rfi_v_part(a[0], end ? 0 : a[1].n, a[0].n - a[1].n);
+}
+
+static rfi_value rfi_fn_replace(rfi_run *r, const rfi_value *a, int unused) {
+    const rfi_value v = a[0], old = rfi_str(&r->m, a[1]), with = rfi_str(&r->m, a[2]);
+    int64_t left = rfi_arg_int(r, a[3], -1), at;
+    const uint64_t start = r->m.n_out;
+    uint64_t from = 0;
+    RFI_UNUSED(unused);
+    if (a[1].kind == RFI_V_UNDEFINED || a[2].kind == RFI_V_UNDEFINED)
+        return rfi_fail_undefined(r, a[1].kind == RFI_V_UNDEFINED ? a[1] : a[2]);
+    for (uint64_t search = 0; left-- != 0 && rfi_spend(&r->m, 1);) {
+        at = rfi_find(&r->m, v, old, search);
+        if (at < 0) break;
+        rfi_put_text(&r->m, rfi_v_part(v, from, (uint64_t)at - from));
+        rfi_put_text(&r->m, with);
+        from = search = (uint64_t)at + old.n;
+        if (old.n == 0 && search == v.n) break; /* before every character and at the end */
+        if (old.n == 0) search += rfi_utf8((const unsigned char *)v.u.text + search, v.n - search).n_bytes;
+    }
+    rfi_put_text(&r->m, rfi_v_part(v, from, v.n - from));
+    return rfi_take(&r->m, start);
+}
+
+enum { RFI_FIND, RFI_RFIND, RFI_INDEX, RFI_RINDEX, RFI_COUNT_OF };
+
+/* find, rfind, index, rindex, count of a text */
+static rfi_value rfi_fn_find(rfi_run *r, const rfi_value *a, int way) {
+    const rfi_value part = rfi_arg_text(r, a[1]);
+    const int64_t length = (int64_t)rfi_length(&r->m, a[0]);
+    int64_t range[2] = {rfi_arg_int(r, a[2], 0), rfi_arg_int(r, a[3], length)}, n = 0, at;
+    for (int i = 0; i < 2; i++) {
+        if (range[i] < 0) range[i] = range[i] < -length ? 0 : range[i] + length;
+        if (range[i] > length) range[i] = i ? length : length + 1;
+    }
+    if (rfi_failed(&r->m)) return rfi_v_none();
+    const uint32_t from = rfi_char_at(&r->m, a[0], (uint64_t)range[0]),
+                   end = rfi_char_at(&r->m, a[0], (uint64_t)range[1]);
+    const rfi_value v = rfi_v_part(a[0], 0, end);
+    if (range[0] > range[1]) at = -1;
+    else if (way == RFI_RFIND || way == RFI_RINDEX) {
+        at = rfi_find_last(&r->m, v, part, end);
+        if (at < from) at = -1;
+    } else at = rfi_find(&r->m, v, part, from);
+    if (way == RFI_COUNT_OF) {
+        for (; at >= 0 && rfi_spend(&r->m, 1); n++) {
+            if (part.n == 0) return rfi_v_int(range[1] - range[0] + 1);
+            at = rfi_find(&r->m, v, part, (uint64_t)at + part.n);
+        }
+        return rfi_v_int(n);
+    }
+    if (at < 0 && way >= RFI_INDEX) return rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "substring not found"), rfi_v_none();
+    return rfi_v_int(at < 0 ? -1 : (int64_t)rfi_length(&r->m, rfi_v_part(v, 0, (uint64_t)at)));
+}
+
+enum { RFI_IS_DIGIT, RFI_IS_ALPHA, RFI_IS_ALNUM, RFI_IS_SPACE, RFI_IS_UPPER, RFI_IS_LOWER, RFI_IS_ASCII, RFI_IS_TITLE };
+
+/* isdigit and its like */
+static rfi_value rfi_fn_is(rfi_run *r, const rfi_value *a, int way) {
+    const rfi_value v = a[0].kind == RFI_V_TEXT ? a[0] : rfi_str(&r->m, a[0]);
+    int all = v.n > 0 || way == RFI_IS_ASCII, cased = 0;
+    for (uint32_t i = 0; i < v.n && all && rfi_spend(&r->m, 1);) {
+        const rfi_char c = rfi_utf8((const unsigned char *)v.u.text + i, v.n - i);
+        const uint32_t class = rfi_unicode_class(c.cp), is_upper = rfi_unicode_to_lower(c.cp) != c.cp,
+                       is_lower = rfi_to_upper(c.cp) != c.cp;
+        if (way == RFI_IS_DIGIT) all = class == RFI_NUMBER;
+        else if (way == RFI_IS_ALPHA) all = class == RFI_LETTER;
+        else if (way == RFI_IS_ALNUM) all = (class & (RFI_LETTER | RFI_NUMBER)) != 0;
+        else if (way == RFI_IS_SPACE) all = rfi_is_space(c.cp);
+        else if (way == RFI_IS_ASCII) all = c.cp < 0x80 && !c.is_bad;
+        else if (way == RFI_IS_TITLE) all = is_upper ? cased != 1 : !is_lower || cased == 1;
+        else all = way == RFI_IS_UPPER ? !is_lower : !is_upper;
+        if (way == RFI_IS_TITLE) cased = is_upper || is_lower ? 1 : cased ? 2 : 0;
+        else cased |= is_upper || is_lower;
+        i += c.n_bytes;
+    }
+    return rfi_v_bool(all && (way < RFI_IS_UPPER || way == RFI_IS_ASCII || cased));
+}
+
+enum { RFI_LEFT, RFI_RIGHT, RFI_CENTER, RFI_ZERO };
+
+static void rfi_put_fill(rfi_values *m, int64_t n, rfi_value fill) {
+    while (n-- > 0 && rfi_spend(m, 1)) rfi_put_text(m, fill);
+}
+
+/* ljust, rjust, center, zfill */
+static rfi_value rfi_fn_justify(rfi_run *r, const rfi_value *a, int way) {
+    const rfi_value fill = way == RFI_ZERO   ? rfi_v_string("0")
+                           : rfi_given(a[2]) ? rfi_arg_text(r, a[2])
+                                             : rfi_v_string(" ");
+    const int64_t width = rfi_arg_int(r, a[1], 80), n = width - (int64_t)rfi_length(&r->m, a[0]);
+    const uint64_t start = r->m.n_out;
+    if (n <= 0) return a[0];
+    const int64_t left = way == RFI_LEFT ? 0 : way == RFI_CENTER ? n / 2 + (n & width & 1) : n;
+    const int sign = way == RFI_ZERO && a[0].n && (a[0].u.text[0] == '-' || a[0].u.text[0] == '+');
+    rfi_put_text(&r->m, rfi_v_part(a[0], 0, (uint64_t)sign));
+    rfi_put_fill(&r->m, left, fill);
+    rfi_put_text(&r->m, rfi_v_part(a[0], (uint64_t)sign, a[0].n - (uint64_t)sign));
+    rfi_put_fill(&r->m, n - left, fill);
+    return rfi_take(&r->m, start);
+}
+
+/* partition, rpartition */
+static rfi_value rfi_fn_partition(rfi_run *r, const rfi_value *a, int right) {
+    const rfi_value part = rfi_arg_text(r, a[1]), v = a[0], list = rfi_v_list(&r->m, 3, RFI_LIST_TUPLE);
+    if (part.n == 0 && !rfi_failed(&r->m)) rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "empty separator");
+    if (rfi_failed(&r->m)) return list;
+    const int64_t at = right ? rfi_find_last(&r->m, v, part, v.n) : rfi_find(&r->m, v, part, 0);
+    const uint64_t n0 = at < 0 ? (right ? 0 : v.n) : (uint64_t)at, n1 = at < 0 ? 0 : part.n;
+    rfi_list_add(&r->m, list, rfi_v_part(v, 0, n0));
+    rfi_list_add(&r->m, list, rfi_v_part(v, n0, n1));
+    rfi_list_add(&r->m, list, rfi_v_part(v, n0 + n1, v.n - n0 - n1));
+    return list;
 }
 
 /* ---- formatting ---- */
 
-typedef struct rfi_chat_writer {
-    const rf_gguf *g;      /* or NULL                               */
-    rf_string bos, eos;    /* their texts once asked for            */
-    char *out;
-    size_t capacity, count;
-    size_t *borders;       /* NULL, or [2 * messages]: where contents start and end */
-    uint32_t n_borders;
-} rfi_chat_writer;
+typedef struct rfi_spec {
+    char align, sign, type;      /* 0 where nothing stands                                                */
+    uint32_t fill, alternate, comma; /* fill: a character; comma: what stands between thousands, or 0     */
+    int64_t width, precision;    /* precision: -1 if none                                                 */
+} rfi_spec;
 
-static void rfi_chat_put(rfi_chat_writer *w, const char *data, size_t n) {
-    if (w->count < w->capacity && n) memcpy(w->out + w->count, data, rfi_min_u64(n, w->capacity - w->count));
-    w->count += n;
-}
-
-/* Text of the token that `key` names, cached in *text: finding it walks the vocabulary. */
-static void rfi_chat_put_token(rfi_chat_writer *w, const char *key, const char *otherwise, rf_string *text) {
-    if (!text->data) {
-        rf_kv id_kv, tokens;
-        uint64_t cursor = 0;
-        int64_t id;
-        int found = w->g && rf_gguf_find_kv(w->g, key, &id_kv, NULL) == RF_OK &&
-                    rf_kv_int(&id_kv, 0, &id, NULL) == RF_OK &&
-                    rf_gguf_find_kv(w->g, "tokenizer.ggml.tokens", &tokens, NULL) == RF_OK && id >= 0;
-        for (int64_t i = 0; found && i <= id; i++) found = rf_kv_text(&tokens, &cursor, text, NULL) == RF_OK;
-        if (!found) *text = (rf_string){otherwise, strlen(otherwise)};
+/* Digits of a number without its sign, in Python's format whatever the locale. Returns how many; at most 420. */
+static int rfi_number_text(const rfi_spec *s, rfi_value v, char out[512]) {
+    const char type = (char)(s->type | 32);
+    const int precision = s->precision < 0 ? 6 : s->precision > 100 ? 100 : (int)s->precision;
+    char text[512];
+    int n = 0, points = 0;
+    if (v.kind == RFI_V_INT) {
+        const uint64_t base = type == 'x' ? 16 : type == 'o' ? 8 : type == 'b' ? 2 : 10;
+        const char *digits = s->type == 'X' ? "0123456789ABCDEF" : "0123456789abcdef";
+        uint64_t u = v.u.i < 0 ? 0 - (uint64_t)v.u.i : (uint64_t)v.u.i;
+        int at = sizeof text;
+        do text[--at] = digits[u % base]; while (u /= base);
+        if (s->alternate && base != 10) text[--at] = s->type, text[--at] = '0';
+        memcpy(out, text + at, sizeof text - (size_t)at);
+        return (int)sizeof text - at;
     }
-    rfi_chat_put(w, text->data, (size_t)text->len);
+    const double f = fabs(v.u.f) * (s->type == '%' ? 100 : 1);
+    if (!s->type && s->precision < 0) rfi_real_text(f, text);
+    else if (s->type == 'e') snprintf(text, sizeof text, "%.*e", precision, f);
+    else if (s->type == 'E') snprintf(text, sizeof text, "%.*E", precision, f);
+    else if (s->type == 'G') snprintf(text, sizeof text, "%.*G", precision ? precision : 1, f);
+    else if (type == 'g' || !s->type) snprintf(text, sizeof text, "%.*g", precision ? precision : 1, f);
+    else snprintf(text, sizeof text, "%.*f", precision, f);
+    for (const char *p = text; *p; p++) { /* the decimal point may have several bytes */
+        const int plain = (*p >= '0' && *p <= '9') || *p == '+' || *p == '-' || ((*p | 32) >= 'a' && (*p | 32) <= 'z');
+        if (plain || !points++) out[n++] = plain ? *p : '.';
+    }
+    if (s->type == '%') out[n++] = '%';
+    return n;
 }
 
-static void rfi_chat_put_text(rfi_chat_writer *w, const char *text) {
-    for (; *text; text++)
-        if (*text == RFI_CHAT_EOS[0]) rfi_chat_put_token(w, "tokenizer.ggml.eos_token_id", "</s>", &w->eos);
-        else if (*text != RFI_CHAT_BOS[0]) rfi_chat_put(w, text, 1);
-        else if (w->count) rfi_chat_put_token(w, "tokenizer.ggml.bos_token_id", "<s>", &w->bos);
+/* A text, or the digits of a number with its sign in front, padded. */
+static void rfi_put_padded(rfi_values *m, const rfi_spec *s, rfi_value v, const char *sign) {
+    char fill[4];
+    const rfi_value pad = rfi_v_text(fill, rfi_put_utf8(s->fill ? s->fill : ' ', fill), RFI_TEXT_CALLER);
+    const int64_t n = s->width - (int64_t)rfi_length(m, v) - (int64_t)strlen(sign);
+    const int64_t left = s->align == '<' ? 0 : s->align == '^' ? n / 2 : n;
+    if (s->align == '=') rfi_put_string(m, sign), rfi_put_fill(m, n, pad);
+    else rfi_put_fill(m, left, pad), rfi_put_string(m, sign);
+    rfi_put_text(m, v);
+    if (s->align != '=') rfi_put_fill(m, n - left, pad);
 }
 
-ROCMFORGE_API rf_string rf_chat_final(rf_string text) {
-    static const char *const marks[] = {"</think>", "<|channel|>final<|message|>"};
-    rf_string t = text.data ? text : (rf_string){"", 0}, found;
-    for (size_t i = 0; i < RFI_COUNT(marks); i++)
-        while ((found = rfi_chat_find(t, marks[i])).len) {
-            t.data = found.data + strlen(marks[i]);
-            t.len = found.len - strlen(marks[i]);
+/* One value by its specification; in Python's format() the type may be left out. */
+static void rfi_put_as(rfi_run *r, rfi_spec *s, rfi_value v) {
+    rfi_values *m = &r->m;
+    char digits[512], grouped[700];
+    const uint64_t start = m->n_out;
+    if (s->width > (1 << 20) || s->precision > (1 << 20)) {
+        rfi_raise(m, RF_ERR_UNSUPPORTED, "%s", "a width above a million");
+        return;
+    }
+    if (v.kind == RFI_V_BOOL && s->type && s->type != 's' && s->type != 'r') v.kind = RFI_V_INT;
+    if (v.kind == RFI_V_FLOAT && s->type && strchr("diu", s->type)) {
+        if (!(fabs(v.u.f) < 9.2e18)) rfi_overflow(r);
+        else v = rfi_v_int((int64_t)v.u.f);
+    }
+    if (v.kind == RFI_V_INT && s->type && strchr("eEfFgG%", s->type)) v = rfi_v_float((double)v.u.i);
+    const int is_number =
+        (v.kind == RFI_V_INT || v.kind == RFI_V_FLOAT) && s->type != 's' && s->type != 'r' && s->type != 'c';
+    if (!is_number) {
+        if (s->type == 'c' && v.kind == RFI_V_INT && v.u.i >= 0 && v.u.i < 0x110000)
+            rfi_put_char(m, (uint32_t)v.u.i, RFI_TEXT_CALLER);
+        else if (s->type == 'r') rfi_put_repr(m, v);
+        else if (s->type && s->type != 's' && (s->type != 'c' || v.kind != RFI_V_TEXT))
+            rfi_v_refuse(r, "want a number to format", v);
+        else rfi_put_str(m, v);
+        v = rfi_take(m, start);
+        if (s->precision >= 0) v = rfi_v_part(v, 0, rfi_char_at(m, v, (uint64_t)s->precision));
+        if (!s->align) s->align = '<';
+        rfi_put_padded(m, s, v, "");
+        return;
+    }
+    const int negative = v.kind == RFI_V_INT ? v.u.i < 0 : signbit(v.u.f) != 0;
+    const char sign[2] = {(char)(negative ? '-' : s->sign == '-' ? 0 : s->sign), 0};
+    const int n = rfi_number_text(s, v, digits);
+    int whole = 0, k = 0;
+    while (whole < n && digits[whole] >= '0' && digits[whole] <= '9') whole++;
+    for (int i = 0; i < n; i++) {
+        if (s->comma && i && i < whole && (whole - i) % 3 == 0) grouped[k++] = (char)s->comma;
+        grouped[k++] = digits[i];
+    }
+    if (!s->align) s->align = '>';
+    rfi_put_padded(m, s, rfi_v_text(grouped, (uint64_t)k, 0), sign);
+}
+
+static int64_t rfi_spec_number(const char **p, const char *end) {
+    int64_t n = 0;
+    for (; *p < end && **p >= '0' && **p <= '9'; (*p)++)
+        if (n < 1 << 24) n = n * 10 + (**p - '0');
+    return n;
+}
+
+/* format % items: %s %r %d %x %o %e %f %g %c with flags, width, precision, and (name) from a dict. */
+static rfi_value rfi_format(rfi_run *r, rfi_value format, const rfi_value *items, uint32_t n, const rfi_dict *named) {
+    const char *p = format.u.text, *end = p + format.n, *q;
+    const uint64_t start = r->m.n_out;
+    uint32_t used = 0, by_name = 0;
+    for (; p < end && rfi_spend(&r->m, 1); p = q) {
+        const char *mark = (const char *)memchr(p, '%', (size_t)(end - p));
+        q = mark ? mark : end;
+        rfi_put_text(&r->m, rfi_v_part(format, (uint64_t)(p - format.u.text), (uint64_t)(q - p)));
+        if (!mark || ++q == end) break;
+        rfi_spec s = {.precision = -1};
+        rfi_value v = {0};
+        if (*q == '(') {
+            const char *name = ++q;
+            while (q < end && *q != ')') q++;
+            const rfi_entry *e = named ? rfi_dict_find(named, rfi_v_text(name, (uint64_t)(q - name), 0)) : NULL;
+            v = e ? e->value
+                  : rfi_undefined(rfi_v_text(name, (uint64_t)(q - name), 0), (rfi_value){.kind = RFI_V_DICT});
+            if (!e) rfi_fail_undefined(r, v);
+            by_name = 1;
+            q += q < end;
         }
-    if (rfi_chat_has(t, "<|channel|>")) t.len = 0; /* only reasoning so far */
-    return t;
-}
-
-static void rfi_chat_put_content(rfi_chat_writer *w, rf_string s, int trim) {
-    for (; trim && s.len && rfi_is_ascii_space((unsigned char)s.data[0]); s.len--) s.data++;
-    while (trim && s.len && rfi_is_ascii_space((unsigned char)s.data[s.len - 1])) s.len--;
-    if (w->borders) w->borders[w->n_borders++] = w->count;
-    rfi_chat_put(w, s.data, (size_t)s.len);
-    if (w->borders) w->borders[w->n_borders++] = w->count;
-}
-
-/* 0 system, 1 user, 2 assistant, -1 none of them. */
-static int rfi_chat_role(const rf_chat_message *m) {
-    static const char *const roles[] = {"system", "user", "assistant"};
-    for (int i = 0; i < 3 && m->role; i++)
-        if (strcmp(m->role, roles[i]) == 0) return i;
-    return -1;
-}
-
-/* Write message i, with the system messages just before it where they belong into it. */
-static void rfi_chat_put_message(rfi_chat_writer *w, const rfi_chat_family *f, const rf_chat_message *messages,
-                                 uint32_t i) {
-    int role = rfi_chat_role(&messages[i]);
-    rf_string content = {messages[i].content, strlen(messages[i].content)};
-    const char *const *around = role == 0 ? f->system : role == 1 ? f->user : f->answer;
-    uint32_t first = i;
-    if (role == 0 && f->in_user) return;
-    while (role == 1 && f->in_user && first > 0 && rfi_chat_role(&messages[first - 1]) == 0) first--;
-    rfi_chat_put_text(w, around[0]);
-    for (; first < i; first++) {
-        rfi_chat_put_text(w, f->system[0]);
-        rfi_chat_put_content(w, (rf_string){messages[first].content, strlen(messages[first].content)}, 0);
-        rfi_chat_put_text(w, f->system[1]);
+        for (; q < end && *q && strchr("-+ 0#", *q); q++) {
+            if (*q == '-') s.align = '<';
+            else if (*q == '#') s.alternate = 1;
+            else if (*q == '0' && !s.align) s.fill = '0', s.align = '=';
+            else if (*q != '0' && s.sign != '+') s.sign = *q;
+        }
+        for (int i = 0; i < 2; i++) {
+            if (i && (q == end || *q != '.')) break;
+            q += i;
+            int64_t *to = i ? &s.precision : &s.width;
+            if (q < end && *q == '*' && used < n) *to = rfi_arg_int(r, items[used++], 0), q++;
+            else *to = rfi_spec_number(&q, end);
+        }
+        while (q < end && (*q == 'l' || *q == 'h')) q++;
+        s.type = q < end ? *q++ : 0;
+        if (s.type == '%') rfi_put_string(&r->m, "%");
+        else if (!s.type || !strchr("srdiuxXoeEfFgGc", s.type))
+            rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "unsupported format character");
+        else if (!v.kind && used >= n)
+            rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "not enough arguments for format string");
+        else {
+            if (!v.kind) v = items[used++];
+            if (!s.align) s.align = '>';
+            if (s.align == '=' && strchr("src", s.type)) s.align = '>', s.fill = 0;
+            rfi_put_as(r, &s, v);
+        }
     }
-    if (role == 2) rfi_chat_put_text(w, f->answer_space);
-    if (role == 2 && f->trim & RFI_CHAT_FINAL) content = rf_chat_final(content);
-    if (role == 0 && f->trim & RFI_CHAT_SYSTEM_FIRST && i > 0) rfi_chat_put_text(w, "\n\n");
-    rfi_chat_put_content(w, content, (f->trim >> role & 1) != 0);
-    rfi_chat_put_text(w, around[1]);
+    if (used < n && !named && !by_name && !rfi_failed(&r->m))
+        rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "not all arguments converted during string formatting");
+    return rfi_take(&r->m, start);
 }
 
-/* Write the conversation; w->count is its length, whatever the capacity. */
-static rf_result rfi_chat_write(rfi_chat_writer *w, const rf_chat *chat, rf_error *err) {
-    const char *name = chat->template_name;
-    const rf_chat_message *messages = chat->messages;
-    const uint32_t n = chat->n_messages;
-    const rfi_chat_family *f = rfi_chat_by_name(name);
-    if (name && !f) return rfi_chat_unknown(name, err);
-    rf_result r = f ? RF_OK : rfi_chat_of_file(w->g, &f, err);
-    if (r != RF_OK) return r;
-    for (uint32_t i = 0; i < n; i++) {
-        int role = rfi_chat_role(&messages[i]);
-        if (role < 0 || !messages[i].content)
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "chat: message %u: role '%.32s', want system, user or "
-                            "assistant, with content", i, messages[i].role ? messages[i].role : "");
-        if (role == 0 && f->in_user && (i + 1 == n || rfi_chat_role(&messages[i + 1]) == 2))
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "chat: message %u: '%s' puts system text into the "
-                            "user turn that follows, and none does", i, f->name);
-        if (role == 0 && f->trim & RFI_CHAT_SYSTEM_FIRST && i > 0 && rfi_chat_role(&messages[i - 1]) != 0)
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "chat: message %u: '%s' has system text at the start only", i,
-                            f->name);
+static rfi_value rfi_fn_format(rfi_run *r, const rfi_value *a, int unused) {
+    rfi_value named = {.kind = RFI_V_DICT, .u.dict = r->args.named};
+    RFI_UNUSED(unused);
+    if (r->args.named) return rfi_format(r, a[0], &named, 1, r->args.named);
+    return rfi_format(r, a[0], r->args.items, r->args.n, NULL);
+}
+
+/* The value that a field of str.format names: {} {0} {name} */
+static rfi_value rfi_field(rfi_run *r, const rfi_args *args, rfi_value name, uint32_t *next) {
+    int64_t i = *next;
+    if (name.n && rfi_int_parse(name.u.text, name.n, 10, &i) != 1) {
+        const rfi_entry *e = args->named ? rfi_dict_find(args->named, name) : NULL;
+        if (e) return e->value;
+        return rfi_fail_undefined(r, rfi_undefined(name, (rfi_value){0}));
     }
-    if (f->prefix) rfi_chat_put_text(w, f->prefix);
-    for (uint32_t i = 0; i < n; i++) rfi_chat_put_message(w, f, messages, i);
-    if (chat->open_answer) rfi_chat_put_text(w, f->open ? f->open : f->answer[0]);
+    *next += name.n == 0;
+    if (i >= 0 && i < args->n) return args->items[i];
+    rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "Replacement index out of range for positional args tuple");
+    return rfi_v_none();
+}
+
+/* [[fill]align][sign][#][0][width][,][.precision][type] */
+static rfi_spec rfi_spec_parse(const char *p, const char *end) {
+    rfi_spec s = {.precision = -1};
+    if (p < end) {
+        const rfi_char c = rfi_utf8((const unsigned char *)p, (uint64_t)(end - p));
+        if (p + c.n_bytes < end && p[c.n_bytes] && strchr("<>^=", p[c.n_bytes])) s.fill = c.cp, p += c.n_bytes;
+        if (*p && strchr("<>^=", *p)) s.align = *p++;
+    }
+    if (p < end && *p && strchr("+- ", *p)) s.sign = *p++;
+    if (p < end && *p == '#') s.alternate = 1, p++;
+    if (p < end && *p == '0' && !s.align) s.fill = '0', s.align = '=';
+    s.width = rfi_spec_number(&p, end);
+    if (p < end && (*p == ',' || *p == '_')) s.comma = (uint32_t)*p++;
+    if (p < end && *p == '.') p++, s.precision = rfi_spec_number(&p, end);
+    if (p < end) s.type = *p++;
+    if (p != end || (s.type && !strchr("bcdeEfFgGnosxX%", s.type))) s.type = '?';
+    return s;
+}
+
+/* str.format */
+static rfi_value rfi_fn_str_format(rfi_run *r, const rfi_value *a, int unused) {
+    const rfi_args args = r->args;
+    const char *base = a[0].u.text, *p = base, *end = p + a[0].n;
+    const uint64_t start = r->m.n_out;
+    uint32_t next = 0;
+    RFI_UNUSED(unused);
+    while (p < end && rfi_spend(&r->m, 1)) {
+        const char *q = p;
+        while (q < end && *q != '{' && *q != '}') q++;
+        if (!rfi_spend(&r->m, (uint64_t)(q - p) >> 4)) break;
+        rfi_put_text(&r->m, rfi_v_part(a[0], (uint64_t)(p - base), (uint64_t)(q - p)));
+        if (q == end) break;
+        if (end - q > 1 && q[1] == *q) {
+            rfi_put_text(&r->m, rfi_v_part(a[0], (uint64_t)(q - base), 1));
+            p = q + 2;
+            continue;
+        }
+        const char *close = (const char *)memchr(q, '}', (size_t)(end - q)), *name_end = ++q;
+        while (close && name_end < close && *name_end != ':' && *name_end != '!') name_end++;
+        if (!close || close < q || memchr(q, '{', (size_t)(close - q))) {
+            rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "a format string with single or nested braces");
+            break;
+        }
+        const rfi_value v =
+            rfi_field(r, &args, rfi_v_part(a[0], (uint64_t)(q - base), (uint64_t)(name_end - q)), &next);
+        const char *spec = name_end < close && *name_end == '!' ? name_end + 2 : name_end;
+        rfi_spec s = rfi_spec_parse(spec < close && *spec == ':' ? spec + 1 : close, close);
+        if (spec != name_end) s.type = spec <= close && name_end[1] == 'r' ? 'r' : 's';
+        if (s.type == '?') rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "Invalid format specifier");
+        else rfi_put_as(r, &s, v);
+        p = close + 1;
+    }
+    return rfi_take(&r->m, start);
+}
+
+/* ---- filters of texts ---- */
+
+static rfi_value rfi_escape_html(rfi_run *r, rfi_value v) {
+    static const char chars[] = "&<>'\"";
+    static const char *const names[] = {"&amp;", "&lt;", "&gt;", "&#39;", "&#34;"};
+    const uint64_t start = r->m.n_out;
+    for (uint32_t i = 0, n; i < v.n && rfi_spend(&r->m, 1); i += n) {
+        const char *c = v.u.text[i] ? strchr(chars, v.u.text[i]) : NULL;
+        for (n = 1; !c && i + n < v.n && !(v.u.text[i + n] && strchr(chars, v.u.text[i + n]));) n++;
+        if (c) rfi_put(&r->m, names[c - chars], strlen(names[c - chars]), v.from ? v.from[i] : v.sub);
+        else rfi_put_text(&r->m, rfi_v_part(v, i, n));
+    }
+    rfi_value out = rfi_take(&r->m, start);
+    out.sub |= RFI_TEXT_SAFE;
+    return out;
+}
+
+/* escape, safe */
+static rfi_value rfi_fn_safe(rfi_run *r, const rfi_value *a, int escape) {
+    rfi_value v = rfi_str(&r->m, a[0]);
+    if (escape && !(v.sub & RFI_TEXT_SAFE)) v = rfi_escape_html(r, v);
+    v.sub |= RFI_TEXT_SAFE;
+    return v;
+}
+
+static rfi_value rfi_fn_indent(rfi_run *r, const rfi_value *a, int unused) {
+    char space = ' ';
+    const rfi_value v = a[0], pad = a[1].kind == RFI_V_TEXT ? a[1] : rfi_v_text(&space, 1, 0);
+    const int64_t times = a[1].kind == RFI_V_TEXT ? 1 : rfi_arg_int(r, a[1], 4);
+    const uint64_t start = r->m.n_out;
+    RFI_UNUSED(unused);
+    for (uint64_t i = 0, n; i < v.n && rfi_spend(&r->m, 1); i += n) {
+        const char *end = (const char *)memchr(v.u.text + i, '\n', v.n - i);
+        n = end ? (uint64_t)(end - v.u.text) + 1 - i : v.n - i;
+        const int blank = end && n == 1;
+        if (i ? !blank || rfi_v_true(a[3]) : rfi_v_true(a[2])) rfi_put_fill(&r->m, times, pad);
+        rfi_put_text(&r->m, rfi_v_part(v, i, n));
+    }
+    if (v.n && v.u.text[v.n - 1] == '\n' && rfi_v_true(a[3])) rfi_put_fill(&r->m, times, pad);
+    return rfi_take(&r->m, start);
+}
+
+static rfi_value rfi_fn_truncate(rfi_run *r, const rfi_value *a, int unused) {
+    const int64_t length = rfi_arg_int(r, a[1], 255), leeway = rfi_arg_int(r, a[4], 5);
+    const rfi_value end = rfi_given(a[3]) ? rfi_arg_text(r, a[3]) : rfi_v_string("...");
+    const int64_t n_end = (int64_t)rfi_length(&r->m, end);
+    const uint64_t start = r->m.n_out;
+    RFI_UNUSED(unused);
+    if (length < n_end || leeway < 0)
+        rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "truncate: length or leeway is too small");
+    if (rfi_failed(&r->m) || (int64_t)rfi_length(&r->m, a[0]) <= length + leeway) return a[0];
+    rfi_value v = rfi_v_part(a[0], 0, rfi_char_at(&r->m, a[0], (uint64_t)(length - n_end)));
+    const int64_t space = rfi_v_true(a[2]) ? -1 : rfi_find_last(&r->m, v, rfi_v_string(" "), v.n);
+    if (space >= 0) v = rfi_v_part(v, 0, (uint64_t)space);
+    rfi_put_text(&r->m, v);
+    rfi_put_text(&r->m, end);
+    return rfi_take(&r->m, start);
+}
+
+static rfi_value rfi_fn_wordcount(rfi_run *r, const rfi_value *a, int unused) {
+    int64_t n = 0;
+    int inside = 0;
+    RFI_UNUSED(unused);
+    for (uint32_t i = 0; i < a[0].n && rfi_spend(&r->m, 1);) {
+        const rfi_char c = rfi_utf8((const unsigned char *)a[0].u.text + i, a[0].n - i);
+        const int word = c.cp == '_' || rfi_unicode_class(c.cp) & (RFI_LETTER | RFI_NUMBER);
+        n += word && !inside;
+        inside = word;
+        i += c.n_bytes;
+    }
+    return rfi_v_int(n);
+}
+
+static rfi_value rfi_fn_urlencode(rfi_run *r, const rfi_value *a, int unused) {
+    const rfi_value v = rfi_str(&r->m, a[0]);
+    const uint64_t start = r->m.n_out;
+    RFI_UNUSED(unused);
+    for (uint32_t i = 0; i < v.n && rfi_spend(&r->m, 1); i++) {
+        const unsigned char c = (unsigned char)v.u.text[i];
+        char text[4];
+        snprintf(text, sizeof text,
+                 c < 0x80 && (rfi_is_name_char((char)c, 0) || (c && strchr("-.~/", c))) ? "%c" : "%%%02X", c);
+        rfi_put(&r->m, text, strlen(text), v.from ? v.from[i] : v.sub);
+    }
+    return rfi_take(&r->m, start);
+}
+
+static rfi_value rfi_fn_string(rfi_run *r, const rfi_value *a, int unused) {
+    RFI_UNUSED(unused);
+    return rfi_str(&r->m, a[0]);
+}
+
+static rfi_value rfi_fn_tojson(rfi_run *r, const rfi_value *a, int unused) {
+    const rfi_value indent = a[2], separators = a[3];
+    const uint64_t start = r->m.n_out;
+    rfi_json_style s = {.ascii = (uint32_t)rfi_v_true(a[1]), .sort = (uint32_t)rfi_v_true(a[4])};
+    RFI_UNUSED(unused);
+    s.comma = rfi_v_string(rfi_given(indent) ? "," : ", ");
+    s.colon = rfi_v_string(": ");
+    if (indent.kind == RFI_V_TEXT) s.indent = indent;
+    else if (rfi_given(indent)) {
+        rfi_put_fill(&r->m, rfi_arg_int(r, indent, 0), rfi_v_string(" "));
+        s.indent = rfi_take(&r->m, start);
+    }
+    if (separators.kind == RFI_V_LIST && separators.u.list->n == 2) {
+        s.comma = rfi_arg_text(r, separators.u.list->items[0]);
+        s.colon = rfi_arg_text(r, separators.u.list->items[1]);
+    } else if (rfi_given(separators)) rfi_v_refuse(r, "tojson: want two separators", separators);
+    rfi_json_write(&r->m, a[0], &s, 0);
+    return rfi_take(&r->m, start);
+}
+
+/* ---- filters of numbers ---- */
+
+static rfi_value rfi_fn_abs(rfi_run *r, const rfi_value *a, int unused) {
+    RFI_UNUSED(unused);
+    if (a[0].kind == RFI_V_FLOAT) return rfi_v_float(fabs(a[0].u.f));
+    if (rfi_v_is_int(a[0])) return a[0].u.i < 0 ? rfi_int_operator(r, '-', 0, a[0].u.i) : rfi_v_int(a[0].u.i);
+    return rfi_v_refuse(r, "bad operand type for abs(): want a number", a[0]);
+}
+
+/* A text as Python's float(): white space around, inf and nan. */
+static int rfi_float_of(rfi_value v, double *out) {
+    char word[12];
+    const char *p = v.u.text, *end;
+    p += rfi_space_before(p, p + v.n);
+    end = rfi_space_after(p, v.u.text + v.n);
+    const size_t sign = p < end && (*p == '-' || *p == '+'), n = (size_t)(end - p) - sign;
+    for (size_t i = 0; i < n && n < sizeof word; i++) word[i] = (char)(p[sign + i] | 32);
+    const int is_inf = (n == 3 && memcmp(word, "inf", 3) == 0) || (n == 8 && memcmp(word, "infinity", 8) == 0);
+    if (!is_inf && !(n == 3 && memcmp(word, "nan", 3) == 0)) return rfi_real_parse(p, (uint64_t)(end - p), out);
+    *out = (is_inf ? HUGE_VAL : NAN) * (sign && *p == '-' ? -1 : 1);
+    return 1;
+}
+
+static rfi_value rfi_fn_float(rfi_run *r, const rfi_value *a, int unused) {
+    double f;
+    RFI_UNUSED(unused);
+    if (rfi_v_is_number(a[0])) return rfi_v_float(rfi_v_real(a[0]));
+    if (a[0].kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, a[0]);
+    if (a[0].kind == RFI_V_TEXT && rfi_float_of(a[0], &f)) return rfi_v_float(f);
+    return a[1].kind ? a[1] : rfi_v_float(0);
+}
+
+static rfi_value rfi_fn_int(rfi_run *r, const rfi_value *a, int unused) {
+    const int64_t base = rfi_arg_int(r, a[2], 10);
+    const rfi_value otherwise = a[1].kind ? a[1] : rfi_v_int(0);
+    double f = rfi_v_is_number(a[0]) ? rfi_v_real(a[0]) : 0;
+    int64_t i;
+    RFI_UNUSED(unused);
+    if (a[0].kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, a[0]);
+    if (rfi_v_is_int(a[0])) return rfi_v_int(a[0].u.i);
+    if (base < 2 || base > 36)
+        return rfi_failed(&r->m) ? otherwise : rfi_v_refuse(r, "int: want a base from 2 to 36", a[2]);
+    if (a[0].kind == RFI_V_TEXT) {
+        const char *p = a[0].u.text, *end = rfi_space_after(p, p + a[0].n);
+        p += rfi_space_before(p, end);
+        const int minus = p < end && *p == '-', sign = minus || (p < end && *p == '+');
+        const char x = end - p > sign + 2 && p[sign] == '0' ? (char)(p[sign + 1] | 32) : 0;
+        const int prefix = (x == 'x' && base == 16) || (x == 'o' && base == 8) || (x == 'b' && base == 2) ? 2 : 0;
+        const char *digits = prefix ? p + sign + 2 : p;
+        const int found = rfi_int_parse(digits, (uint64_t)(end - digits), (int)base, &i);
+        if (found < 0) return rfi_overflow(r);
+        if (found) return rfi_v_int(prefix && minus ? -i : i);
+        if (!rfi_float_of(a[0], &f)) return otherwise;
+    } else if (a[0].kind != RFI_V_FLOAT) return otherwise;
+    if (f != f || f - f != 0) return f != f ? otherwise : rfi_overflow(r);
+    return fabs(f) < 9.2e18 ? rfi_v_int((int64_t)f) : rfi_overflow(r);
+}
+
+static rfi_value rfi_fn_round(rfi_run *r, const rfi_value *a, int unused) {
+    const int64_t precision = rfi_arg_int(r, a[1], 0);
+    const rfi_value way = rfi_given(a[2]) ? a[2] : rfi_v_string("common");
+    RFI_UNUSED(unused);
+    if (!rfi_v_is_number(a[0])) return rfi_v_refuse(r, "round: want a number", a[0]);
+    if (precision < -300 || precision > 300) return rfi_v_refuse(r, "round: want a precision within 300", a[1]);
+    const double f = rfi_v_real(a[0]), scale = pow(10, (double)precision);
+    if (rfi_v_is(way, "ceil")) return rfi_v_float(ceil(f * scale) / scale);
+    if (rfi_v_is(way, "floor")) return rfi_v_float(floor(f * scale) / scale);
+    if (!rfi_v_is(way, "common"))
+        return rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "method must be common, ceil or floor"), a[0];
+    if (rfi_v_is_int(a[0]) && precision >= 0) return rfi_v_int(a[0].u.i);
+    double out = rint(f * scale) / scale; /* below the point the C library rounds the decimal digits themselves */
+    char text[768];
+    if (precision >= 0 && fabs(f) < 1e300) {
+        snprintf(text, sizeof text, "%.*f", (int)precision, f);
+        out = strtod(text, NULL);
+    }
+    if (rfi_v_is_int(a[0])) return fabs(out) < 9.2e18 ? rfi_v_int((int64_t)out) : rfi_overflow(r);
+    return rfi_v_float(out);
+}
+
+/* ---- filters of lists ---- */
+
+/* What attribute= names: a key, an index, or several with dots between. What is missing is `otherwise`, if given. */
+static rfi_value rfi_by_path(rfi_run *r, rfi_value v, rfi_value path, rfi_value otherwise) {
+    int64_t i;
+    if (path.kind != RFI_V_TEXT) return rfi_given(path) ? rfi_item(r, v, path) : v;
+    for (uint32_t at = 0; at <= path.n && !rfi_failed(&r->m);) {
+        uint32_t n = 0;
+        while (at + n < path.n && path.u.text[at + n] != '.') n++;
+        const rfi_value part = rfi_v_part(path, at, n);
+        v = rfi_item(r, v,
+                     n && rfi_int_parse(part.u.text, n, 10, &i) == 1 && part.u.text[0] != '-' ? rfi_v_int(i) : part);
+        if (v.kind == RFI_V_UNDEFINED && rfi_given(otherwise)) v = otherwise;
+        at += n + 1;
+    }
+    return v;
+}
+
+static rfi_value rfi_lowered(rfi_run *r, rfi_value v) {
+    return v.kind == RFI_V_TEXT ? rfi_fn_case(r, &v, RFI_LOWER) : v;
+}
+
+/* Items in order of keys: [n] keys. */
+static rfi_value rfi_sort_by(rfi_run *r, const rfi_value *items, const rfi_value *keys, uint32_t n, int reverse) {
+    const rfi_value pairs = rfi_v_list(&r->m, n, 0), out = rfi_v_list(&r->m, n, 0);
+    for (uint32_t i = 0; i < n && !rfi_failed(&r->m); i++) {
+        const rfi_value pair = rfi_v_list(&r->m, 2, 0); /* (key, position): equal keys keep their order */
+        rfi_list_add(&r->m, pair, keys[i]);
+        rfi_list_add(&r->m, pair, rfi_v_int(reverse ? -(int64_t)i : (int64_t)i));
+        rfi_list_add(&r->m, pairs, pair);
+    }
+    const rfi_value sorted = rfi_failed(&r->m) ? pairs : rfi_v_sorted(&r->m, pairs, reverse);
+    for (uint32_t i = 0; i < sorted.u.list->n && !rfi_failed(&r->m); i++) {
+        const int64_t at = sorted.u.list->items[i].u.list->items[1].u.i;
+        rfi_list_add(&r->m, out, items[at < 0 ? -at : at]);
+    }
+    return out;
+}
+
+/* The keys by which a filter orders or groups: an attribute, small letters unless told. */
+static rfi_value rfi_keys_of(rfi_run *r, const rfi_value *items, uint32_t n, rfi_value attribute, rfi_value otherwise,
+                             int case_sensitive) {
+    const rfi_value keys = rfi_v_list(&r->m, n, 0);
+    const int several =
+        attribute.kind == RFI_V_TEXT && attribute.n && memchr(attribute.u.text, ',', attribute.n) != NULL;
+    for (uint32_t i = 0; i < n && rfi_spend(&r->m, 1); i++) {
+        rfi_value key = rfi_v_list(&r->m, 0, 0);
+        for (uint32_t at = 0; several && at < attribute.n && !rfi_failed(&r->m);) {
+            const char *comma = (const char *)memchr(attribute.u.text + at, ',', attribute.n - at);
+            const uint32_t len = comma ? (uint32_t)(comma - attribute.u.text) - at : attribute.n - at;
+            const rfi_value k = rfi_by_path(r, items[i], rfi_v_part(attribute, at, len), otherwise);
+            rfi_list_add(&r->m, key, case_sensitive ? k : rfi_lowered(r, k));
+            at += len + 1;
+        }
+        if (!several) key = rfi_by_path(r, items[i], attribute, otherwise);
+        rfi_list_add(&r->m, keys, case_sensitive ? key : rfi_lowered(r, key));
+    }
+    return keys;
+}
+
+/* sort(reverse, case_sensitive, attribute) */
+static rfi_value rfi_fn_sort(rfi_run *r, const rfi_value *a, int unused) {
+    uint32_t n;
+    const rfi_value *items = rfi_iterate(r, a[0], &n);
+    const rfi_value keys = rfi_keys_of(r, items, n, a[3], (rfi_value){0}, rfi_v_true(a[2]));
+    RFI_UNUSED(unused);
+    return rfi_failed(&r->m) ? keys : rfi_sort_by(r, items, keys.u.list->items, n, rfi_v_true(a[1]));
+}
+
+/* min, max: (case_sensitive, attribute) */
+static rfi_value rfi_fn_extreme(rfi_run *r, const rfi_value *a, int is_max) {
+    uint32_t n, best = 0;
+    const rfi_value *items = rfi_iterate(r, a[0], &n);
+    const rfi_value keys = rfi_keys_of(r, items, n, a[2], (rfi_value){0}, rfi_v_true(a[1]));
+    for (uint32_t i = 1; i < n && !rfi_failed(&r->m); i++) {
+        const int c = rfi_v_order(&r->m, keys.u.list->items[i], keys.u.list->items[best], is_max ? ">" : "<");
+        if (is_max ? c > 0 : c < 0) best = i;
+    }
+    return n ? items[best] : rfi_undefined(rfi_v_string("No aggregated item, sequence was empty"), (rfi_value){0});
+}
+
+/* unique(case_sensitive, attribute) */
+static rfi_value rfi_fn_unique(rfi_run *r, const rfi_value *a, int unused) {
+    uint32_t n;
+    const rfi_value *items = rfi_iterate(r, a[0], &n), out = rfi_v_list(&r->m, 0, RFI_LIST_LAZY),
+                    seen = rfi_v_dict(&r->m);
+    const rfi_value keys = rfi_keys_of(r, items, n, a[2], (rfi_value){0}, rfi_v_true(a[1]));
+    RFI_UNUSED(unused);
+    for (uint32_t i = 0; i < n && !rfi_failed(&r->m); i++) {
+        const uint32_t before = seen.u.dict->n;
+        rfi_dict_set(&r->m, seen.u.dict, keys.u.list->items[i], rfi_v_none());
+        if (seen.u.dict->n > before) rfi_list_add(&r->m, out, items[i]);
+    }
+    return out;
+}
+
+/* groupby(attribute, default, case_sensitive): pairs (key, items) in order of the keys */
+static rfi_value rfi_fn_groupby(rfi_run *r, const rfi_value *a, int unused) {
+    uint32_t n;
+    const rfi_value *items = rfi_iterate(r, a[0], &n), out = rfi_v_list(&r->m, 0, 0);
+    const rfi_value firsts = rfi_keys_of(r, items, n, a[1], a[2], 1), keys = rfi_v_list(&r->m, n, 0);
+    rfi_value group = {0}, last = {0};
+    RFI_UNUSED(unused);
+    for (uint32_t i = 0; i < n && !rfi_failed(&r->m); i++) {
+        const rfi_value key = firsts.u.list->items[i];
+        rfi_list_add(&r->m, keys, rfi_v_true(a[3]) ? key : rfi_lowered(r, key));
+    }
+    if (rfi_failed(&r->m)) return out;
+    const rfi_value order = rfi_v_list(&r->m, n, 0);
+    for (uint32_t i = 0; i < n; i++) rfi_list_add(&r->m, order, rfi_v_int(i));
+    const rfi_value sorted = rfi_failed(&r->m) ? order : rfi_sort_by(r, order.u.list->items, keys.u.list->items, n, 0);
+    for (uint32_t k = 0; k < n && !rfi_failed(&r->m); k++) {
+        const int64_t i = sorted.u.list->items[k].u.i;
+        if (!group.kind || !rfi_equal(r, last, keys.u.list->items[i])) {
+            rfi_value pair = rfi_v_list(&r->m, 2, RFI_LIST_TUPLE);
+            pair.tag = RFI_TAG_GROUP;
+            group = rfi_v_list(&r->m, 0, 0);
+            last = keys.u.list->items[i];
+            rfi_list_add(&r->m, pair, firsts.u.list->items[i]);
+            rfi_list_add(&r->m, pair, group);
+            rfi_list_add(&r->m, out, pair);
+        }
+        rfi_list_add(&r->m, group, items[i]);
+    }
+    return out;
+}
+
+/* dictsort(case_sensitive, by, reverse) */
+static rfi_value rfi_fn_dictsort(rfi_run *r, const rfi_value *a, int unused) {
+    const int by_value = rfi_v_is(a[2], "value");
+    const rfi_value pairs = rfi_v_list(&r->m, 0, 0), keys = rfi_v_list(&r->m, 0, 0);
+    RFI_UNUSED(unused);
+    if (a[0].kind != RFI_V_DICT) return rfi_v_refuse(r, "dictsort: want a dict", a[0]);
+    if (rfi_given(a[2]) && !by_value && !rfi_v_is(a[2], "key"))
+        return rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "You can only sort by either \"key\" or \"value\""), a[0];
+    for (uint32_t i = 0; i < a[0].u.dict->n && rfi_spend(&r->m, 1); i++) {
+        const rfi_entry *e = &a[0].u.dict->entries[i];
+        const rfi_value pair = rfi_v_list(&r->m, 2, RFI_LIST_TUPLE), key = by_value ? e->value : e->key;
+        rfi_list_add(&r->m, pair, e->key);
+        rfi_list_add(&r->m, pair, e->value);
+        rfi_list_add(&r->m, pairs, pair);
+        rfi_list_add(&r->m, keys, rfi_v_true(a[1]) ? key : rfi_lowered(r, key));
+    }
+    if (rfi_failed(&r->m)) return pairs;
+    return rfi_sort_by(r, pairs.u.list->items, keys.u.list->items, pairs.u.list->n, rfi_v_true(a[3]));
+}
+
+/* join(d, attribute) of a filter; of a text, whose items must be texts, with itself between */
+static rfi_value rfi_fn_join(rfi_run *r, const rfi_value *a, int is_method) {
+    uint32_t n;
+    const rfi_value *items = rfi_iterate(r, is_method ? a[1] : a[0], &n),
+                    between = is_method ? a[0] : rfi_str(&r->m, a[1]);
+    const uint64_t start = r->m.n_out;
+    for (uint32_t i = 0; i < n && rfi_spend(&r->m, 1); i++) {
+        if (is_method && items[i].kind != RFI_V_TEXT)
+            return rfi_v_refuse(r, "sequence item: expected str instance", items[i]);
+        const rfi_value v = is_method ? items[i] : rfi_by_path(r, items[i], a[2], (rfi_value){0});
+        if (i) rfi_put_text(&r->m, between);
+        if (!rfi_failed(&r->m)) rfi_put_str(&r->m, v);
+    }
+    return rfi_take(&r->m, start);
+}
+
+/* first, last */
+static rfi_value rfi_fn_end(rfi_run *r, const rfi_value *a, int last) {
+    uint32_t n;
+    const rfi_value *items = rfi_iterate(r, a[0], &n);
+    if (n && !rfi_failed(&r->m)) return items[last ? n - 1 : 0];
+    return rfi_undefined(
+        rfi_v_string(last ? "No last item, sequence was empty." : "No first item, sequence was empty."),
+        (rfi_value){0});
+}
+
+static rfi_value rfi_fn_length(rfi_run *r, const rfi_value *a, int unused) {
+    RFI_UNUSED(unused);
+    if (a[0].kind == RFI_V_TEXT) return rfi_v_int((int64_t)rfi_length(&r->m, a[0]));
+    if (a[0].kind == RFI_V_DICT) return rfi_v_int(a[0].u.dict->n);
+    if (a[0].kind == RFI_V_LIST && a[0].sub != RFI_LIST_LAZY) return rfi_v_int(a[0].u.list->n);
+    if (a[0].kind == RFI_V_UNDEFINED) return rfi_v_int(0);
+    if (a[0].kind == RFI_V_LOOP) return rfi_v_int(a[0].u.loop->n);
+    rfi_raise(&r->m, RF_ERR_ARGUMENT, "object of type '%s' has no len()", rfi_v_type(a[0]));
+    return a[0];
+}
+
+static rfi_value rfi_fn_list(rfi_run *r, const rfi_value *a, int unused) {
+    RFI_UNUSED(unused);
+    return rfi_to_list(r, a[0], RFI_LIST_PLAIN);
+}
+
+static rfi_value rfi_fn_reverse(rfi_run *r, const rfi_value *a, int unused) {
+    const rfi_value list = a[0].kind == RFI_V_TEXT ? rfi_chars(&r->m, a[0]) : rfi_to_list(r, a[0], RFI_LIST_LAZY);
+    rfi_value out = rfi_reversed(&r->m, list);
+    const uint64_t start = r->m.n_out;
+    RFI_UNUSED(unused);
+    if (a[0].kind != RFI_V_TEXT) return out;
+    for (uint32_t i = 0; i < out.u.list->n; i++) rfi_put_text(&r->m, out.u.list->items[i]);
+    return rfi_take(&r->m, start);
+}
+
+/* batch(linecount, fill_with), slice(slices, fill_with) */
+static rfi_value rfi_fn_batch(rfi_run *r, const rfi_value *a, int is_slice) {
+    uint32_t n;
+    const rfi_value *items = rfi_iterate(r, a[0], &n), out = rfi_v_list(&r->m, 0, RFI_LIST_LAZY);
+    const int64_t size = rfi_arg_int(r, a[1], 1);
+    if (size < 1 && !rfi_failed(&r->m)) return rfi_v_refuse(r, "want a number of items above 0", a[1]);
+    const int64_t count = rfi_failed(&r->m) ? 0
+                          : is_slice        ? size
+                                            : (n + size - 1) / size,
+                  rest = is_slice ? n % size : 0;
+    int64_t at = 0;
+    for (int64_t i = 0; i < count && rfi_spend(&r->m, 1); i++) {
+        const rfi_value row = rfi_v_list(&r->m, 0, 0);
+        const int64_t take = is_slice ? n / size + (i < rest) : size;
+        for (int64_t k = 0; k < take && at < n && rfi_spend(&r->m, 1); k++) rfi_list_add(&r->m, row, items[at++]);
+        if (rfi_given(a[2]) && is_slice && i >= rest && rest) rfi_list_add(&r->m, row, a[2]);
+        while (rfi_given(a[2]) && !is_slice && row.u.list->n < take && rfi_spend(&r->m, 1))
+            rfi_list_add(&r->m, row, a[2]);
+        rfi_list_add(&r->m, out, row);
+    }
+    return out;
+}
+
+/* sum(attribute, start) */
+static rfi_value rfi_fn_sum(rfi_run *r, const rfi_value *a, int unused) {
+    uint32_t n;
+    const rfi_value *items = rfi_iterate(r, a[0], &n);
+    rfi_value sum = a[2].kind ? a[2] : rfi_v_int(0);
+    RFI_UNUSED(unused);
+    if (sum.kind == RFI_V_TEXT) return rfi_v_refuse(r, "sum() can't sum strings", sum);
+    for (uint32_t i = 0; i < n && rfi_spend(&r->m, 1); i++)
+        sum = rfi_binary(r, '+', sum, rfi_by_path(r, items[i], a[1], (rfi_value){0}));
+    return sum;
+}
+
+/* The rest of r->args behind the first `skip`, without attribute= and default=. */
+static rfi_args rfi_rest(const rfi_args *args, uint32_t skip) {
+    skip = skip < args->n ? skip : args->n;
+    return (rfi_args){args->items + skip, args->n - skip, NULL};
+}
+
+static rfi_value rfi_apply(rfi_run *r, uint32_t where, rfi_value name, rfi_value v, const rfi_args *args) {
+    const uint32_t i = name.kind == RFI_V_TEXT ? rfi_builtin_find(name, where) : 0;
+    if (i) return rfi_call_builtin(r, rfi_builtin_at(i), v, args);
+    rfi_raise(&r->m, RF_ERR_UNSUPPORTED, "No %s named '%.*s'.", where == RFI_B_TEST ? "test" : "filter",
+              name.kind == RFI_V_TEXT ? (int)rfi_min_u64(name.n, 64) : 0, name.kind == RFI_V_TEXT ? name.u.text : "");
+    return v;
+}
+
+/* The same where what is false, none for one, counts as empty. */
+static const rfi_value *rfi_iterate_if_any(rfi_run *r, rfi_value v, uint32_t *n) {
+    *n = 0;
+    return rfi_v_true(v) ? rfi_iterate(r, v, n) : NULL;
+}
+
+/* map('filter', ...) or map(attribute=..., default=...) */
+static rfi_value rfi_fn_map(rfi_run *r, const rfi_value *a, int unused) {
+    const rfi_args args = r->args, rest = rfi_rest(&args, 1);
+    const rfi_entry *by = args.named ? rfi_dict_find(args.named, rfi_v_string("attribute")) : NULL;
+    const rfi_entry *otherwise = args.named ? rfi_dict_find(args.named, rfi_v_string("default")) : NULL;
+    const rfi_value out = rfi_v_list(&r->m, 0, RFI_LIST_LAZY);
+    uint32_t n;
+    const rfi_value *items = rfi_iterate_if_any(r, a[0], &n);
+    RFI_UNUSED(unused);
+    if (!by && args.n == 0) return rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "map requires a filter argument"), out;
+    for (uint32_t i = 0; i < n && rfi_spend(&r->m, 1); i++) {
+        const rfi_value v = by ? rfi_by_path(r, items[i], by->value, otherwise ? otherwise->value : (rfi_value){0})
+                               : rfi_apply(r, RFI_B_FILTER, args.items[0], items[i], &rest);
+        rfi_list_add(&r->m, out, v);
+    }
+    return out;
+}
+
+/* select, reject: ('test', ...); selectattr, rejectattr: (attribute, 'test', ...) */
+enum { RFI_REJECT = 1, RFI_BY_ATTRIBUTE = 2 };
+static rfi_value rfi_fn_select(rfi_run *r, const rfi_value *a, int way) {
+    const rfi_args args = r->args;
+    const uint32_t skip = (way & RFI_BY_ATTRIBUTE) != 0;
+    const rfi_args rest = rfi_rest(&args, skip + 1);
+    const rfi_value out = rfi_v_list(&r->m, 0, RFI_LIST_LAZY);
+    uint32_t n;
+    const rfi_value *items = rfi_iterate_if_any(r, a[0], &n);
+    if (args.n < skip) return rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "Missing parameter for attribute name"), out;
+    for (uint32_t i = 0; i < n && rfi_spend(&r->m, 1); i++) {
+        rfi_value v = skip ? rfi_by_path(r, items[i], args.items[0], (rfi_value){0}) : items[i];
+        if (args.n > skip) v = rfi_apply(r, RFI_B_TEST, args.items[skip], v, &rest);
+        if (rfi_v_true(v) != (way & RFI_REJECT)) rfi_list_add(&r->m, out, items[i]);
+    }
+    return out;
+}
+
+/* default(value, boolean) */
+static rfi_value rfi_fn_default(rfi_run *r, const rfi_value *a, int unused) {
+    RFI_UNUSED(r);
+    RFI_UNUSED(unused);
+    if (a[0].kind != RFI_V_UNDEFINED && !(rfi_v_true(a[2]) && !rfi_v_true(a[0]))) return a[0];
+    return a[1].kind ? a[1] : rfi_v_string("");
+}
+
+static rfi_value rfi_fn_attr(rfi_run *r, const rfi_value *a, int unused) {
+    const rfi_value name = rfi_arg_text(r, a[1]);
+    RFI_UNUSED(unused);
+    if (a[0].kind == RFI_V_DICT && !rfi_builtin_find(name, RFI_B_DICT)) return rfi_undefined(name, a[0]);
+    return rfi_failed(&r->m) ? a[0] : rfi_attribute(r, a[0], name, rfi_builtin_find(name, RFI_B_METHOD));
+}
+
+/* ---- tests ---- */
+
+enum {
+    RFI_IS_DEFINED,
+    RFI_IS_UNDEFINED,
+    RFI_IS_NONE,
+    RFI_IS_BOOLEAN,
+    RFI_IS_TRUE,
+    RFI_IS_FALSE,
+    RFI_IS_INTEGER,
+    RFI_IS_FLOAT,
+    RFI_IS_NUMBER,
+    RFI_IS_STRING,
+    RFI_IS_MAPPING,
+    RFI_IS_SEQUENCE,
+    RFI_IS_ITERABLE,
+    RFI_IS_CALLABLE,
+    RFI_IS_ODD,
+    RFI_IS_EVEN,
+    RFI_IS_DIVISIBLE,
+    RFI_IS_SAME,
+    RFI_IS_ESCAPED,
+    RFI_IS_FILTER,
+    RFI_IS_TEST
+};
+static rfi_value rfi_fn_test(rfi_run *r, const rfi_value *a, int way) {
+    const rfi_value v = a[0];
+    const int k = v.kind;
+    int is = 0;
+    switch (way) {
+    case RFI_IS_DEFINED: is = k != RFI_V_UNDEFINED; break;
+    case RFI_IS_UNDEFINED: is = k == RFI_V_UNDEFINED; break;
+    case RFI_IS_NONE: is = k == RFI_V_NONE; break;
+    case RFI_IS_BOOLEAN: is = k == RFI_V_BOOL; break;
+    case RFI_IS_TRUE: is = k == RFI_V_BOOL && v.u.i; break;
+    case RFI_IS_FALSE: is = k == RFI_V_BOOL && !v.u.i; break;
+    case RFI_IS_INTEGER: is = k == RFI_V_INT; break;
+    case RFI_IS_FLOAT: is = k == RFI_V_FLOAT; break;
+    case RFI_IS_NUMBER: is = rfi_v_is_number(v); break;
+    case RFI_IS_STRING: is = k == RFI_V_TEXT; break;
+    case RFI_IS_MAPPING: is = k == RFI_V_DICT; break;
+    case RFI_IS_SEQUENCE: is = k == RFI_V_TEXT || k == RFI_V_DICT || (k == RFI_V_LIST && v.sub < RFI_LIST_LAZY); break;
+    case RFI_IS_ITERABLE:
+        is = k == RFI_V_TEXT || k == RFI_V_DICT || k == RFI_V_LIST || k == RFI_V_UNDEFINED || k == RFI_V_LOOP;
+        break;
+    case RFI_IS_CALLABLE: is = k >= RFI_V_MACRO || k == RFI_V_LOOP || k == RFI_V_UNDEFINED; break;
+    case RFI_IS_SAME: is = k == a[1].kind && (k <= RFI_V_NONE || v.u.i == a[1].u.i); break;
+    case RFI_IS_ESCAPED: is = k == RFI_V_TEXT && v.sub & RFI_TEXT_SAFE; break;
+    case RFI_IS_FILTER: is = k == RFI_V_TEXT && rfi_builtin_find(v, RFI_B_FILTER); break;
+    case RFI_IS_TEST: is = k == RFI_V_TEXT && rfi_builtin_find(v, RFI_B_TEST); break;
+    default:; /* odd, even, divisibleby */
+        const rfi_value by = way == RFI_IS_DIVISIBLE ? a[1] : rfi_v_int(2), rest = rfi_binary(r, '%', v, by);
+        is = rfi_v_true(rest) == (way == RFI_IS_ODD);
+    }
+    return rfi_v_bool(is);
+}
+
+static rfi_value rfi_fn_compare(rfi_run *r, const rfi_value *a, int op) {
+    return rfi_v_bool(rfi_compare(r, op, a[0], a[1]));
+}
+
+/* ---- methods of lists, dicts and loops; functions ---- */
+
+/* index, count of a list */
+static rfi_value rfi_fn_list_find(rfi_run *r, const rfi_value *a, int count) {
+    int64_t n = 0;
+    for (uint32_t i = 0; i < a[0].u.list->n && !rfi_failed(&r->m); i++) {
+        if (!rfi_equal(r, a[0].u.list->items[i], a[1])) continue;
+        if (!count) return rfi_v_int(i);
+        n++;
+    }
+    if (!count && !rfi_failed(&r->m)) rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "the list has no such item");
+    return rfi_v_int(n);
+}
+
+/* What would change a value: for lists that the template has made itself append, insert, extend and pop; else refused,
+ * as by Jinja2's sandbox. */
+enum { RFI_APPEND, RFI_EXTEND, RFI_INSERT, RFI_POP, RFI_CHANGE };
+static rfi_value rfi_fn_change(rfi_run *r, const rfi_value *a, int way) {
+    rfi_list *l = a[0].u.list;
+    if (a[0].tag || a[0].kind != RFI_V_LIST || a[0].sub != RFI_LIST_PLAIN || way == RFI_CHANGE) {
+        rfi_raise(&r->m, RF_ERR_ARGUMENT, "a method that changes a '%s' object is unsafe here", rfi_v_type(a[0]));
+        return rfi_v_none();
+    }
+    if (way == RFI_APPEND) rfi_list_add(&r->m, a[0], a[1]);
+    if (way == RFI_EXTEND) {
+        const rfi_value more = rfi_to_list(r, a[1], 0);
+        for (uint32_t i = 0; i < more.u.list->n && rfi_spend(&r->m, 1); i++)
+            rfi_list_add(&r->m, a[0], more.u.list->items[i]);
+    }
+    if (way != RFI_INSERT && way != RFI_POP) return rfi_v_none();
+    const int64_t n = l->n, want = rfi_arg_int(r, a[1], n - 1), i = want < 0 ? want + n : want;
+    if (way == RFI_POP && (i < 0 || i >= n)) rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "pop index out of range");
+    if (rfi_failed(&r->m) || !rfi_spend(&r->m, (uint64_t)n >> 4)) return rfi_v_none();
+    /* a loop may go over the items: they move in a copy */
+    const rfi_value copy = rfi_v_list(&r->m, (uint64_t)n + 1, 0), popped = way == RFI_POP ? l->items[i] : rfi_v_none();
+    const int64_t at = i < 0 ? 0 : i > n ? n : i;
+    for (int64_t k = 0; k < n; k++) {
+        if (k == at && way == RFI_INSERT) rfi_list_add(&r->m, copy, a[2]);
+        if (k != at || way == RFI_INSERT) rfi_list_add(&r->m, copy, l->items[k]);
+    }
+    if (at == n) rfi_list_add(&r->m, copy, a[2]);
+    if (!rfi_failed(&r->m)) *l = *copy.u.list;
+    return popped;
+}
+
+/* dict.get(key, default) */
+static rfi_value rfi_fn_get(rfi_run *r, const rfi_value *a, int unused) {
+    const rfi_entry *e = rfi_dict_find(a[0].u.dict, a[1]);
+    RFI_UNUSED(r);
+    RFI_UNUSED(unused);
+    return e ? e->value : a[2].kind ? a[2] : rfi_v_none();
+}
+
+/* keys, values, items; the filter items takes nothing for what is undefined */
+static rfi_value rfi_fn_items(rfi_run *r, const rfi_value *a, int sub) {
+    const rfi_value out = rfi_v_list(&r->m, 0, sub);
+    if (a[0].kind != RFI_V_DICT) {
+        if (a[0].kind != RFI_V_UNDEFINED)
+            rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "Can only get item pairs from a mapping.");
+        return out;
+    }
+    for (uint32_t i = 0; i < a[0].u.dict->n && rfi_spend(&r->m, 1); i++) {
+        const rfi_entry *e = &a[0].u.dict->entries[i];
+        rfi_value pair = sub == RFI_LIST_KEYS ? e->key : e->value;
+        if (sub != RFI_LIST_KEYS && sub != RFI_LIST_VALUES) {
+            pair = rfi_v_list(&r->m, 2, RFI_LIST_TUPLE);
+            rfi_list_add(&r->m, pair, e->key);
+            rfi_list_add(&r->m, pair, e->value);
+        }
+        rfi_list_add(&r->m, out, pair);
+    }
+    return out;
+}
+
+/* dict(...), namespace(...), dict.copy() */
+static rfi_value rfi_fn_dict(rfi_run *r, const rfi_value *a, int kind) {
+    const rfi_args args = r->args;
+    rfi_value out = rfi_v_dict(&r->m), from = a[0].kind ? a[0] : args.n ? args.items[0] : rfi_v_none();
+    out.kind = (uint8_t)kind;
+    if (from.kind == RFI_V_LIST) {
+        for (uint32_t i = 0; i < from.u.list->n && rfi_spend(&r->m, 1); i++) {
+            uint32_t n;
+            const rfi_value *pair = rfi_iterate(r, from.u.list->items[i], &n);
+            if (n == 2) rfi_dict_set(&r->m, out.u.dict, pair[0], pair[1]);
+            else if (!rfi_failed(&r->m)) rfi_raise(&r->m, RF_ERR_ARGUMENT, "dict: want pairs, found %u items", n);
+        }
+    } else if (from.kind == RFI_V_DICT)
+        for (uint32_t i = 0; i < from.u.dict->n && rfi_spend(&r->m, 1); i++)
+            rfi_dict_set(&r->m, out.u.dict, from.u.dict->entries[i].key, from.u.dict->entries[i].value);
+    else if (from.kind != RFI_V_NONE) rfi_v_refuse(r, "want a dict or pairs", from);
+    for (uint32_t i = 0; !a[0].kind && args.named && i < args.named->n && !rfi_failed(&r->m); i++)
+        rfi_dict_set(&r->m, out.u.dict, args.named->entries[i].key, args.named->entries[i].value);
+    return out;
+}
+
+static rfi_value rfi_fn_range(rfi_run *r, const rfi_value *a, int unused) {
+    const int one = !a[2].kind;
+    const int64_t start = one ? 0 : rfi_arg_int(r, a[1], 0), stop = rfi_arg_int(r, a[one ? 1 : 2], 0),
+                  step = rfi_arg_int(r, a[3], 1);
+    const rfi_value out = rfi_v_list(&r->m, 0, 0);
+    RFI_UNUSED(unused);
+    if (!rfi_failed(&r->m) && (a[1].kind == RFI_V_NONE || a[2].kind == RFI_V_NONE))
+        rfi_v_refuse(r, "want an integer", rfi_v_none());
+    if (step == 0) rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "range() arg 3 must not be zero");
+    for (int64_t i = start; (step > 0 ? i < stop : i > stop) && rfi_spend(&r->m, 1);) {
+        if (out.u.list->n == 100000)
+            rfi_raise(&r->m, RF_ERR_UNSUPPORTED, "%s",
+                      "Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).");
+        rfi_list_add(&r->m, out, rfi_v_int(i));
+        if (__builtin_add_overflow(i, step, &i)) break;
+    }
+    return out;
+}
+
+/* loop.cycle(...), loop.changed(...) */
+static rfi_value rfi_fn_cycle(rfi_run *r, const rfi_value *a, int is_changed) {
+    rfi_loop *l = a[0].u.loop;
+    const rfi_args args = r->args;
+    if (!is_changed) {
+        if (args.n) return args.items[l->index0 % args.n];
+        return rfi_raise(&r->m, RF_ERR_ARGUMENT, "%s", "no items for cycling given"), a[0];
+    }
+    const rfi_value now = rfi_v_list(&r->m, args.n, RFI_LIST_TUPLE);
+    for (uint32_t i = 0; i < args.n; i++) rfi_list_add(&r->m, now, args.items[i]);
+    const int changed = l->changed.kind != RFI_V_LIST || !rfi_equal(r, l->changed, now);
+    if (changed) l->changed = now;
+    return rfi_v_bool(changed);
+}
+
+static rfi_value rfi_fn_raise(rfi_run *r, const rfi_value *a, int unused) {
+    const rfi_value v = rfi_str(&r->m, a[1]);
+    RFI_UNUSED(unused);
+    rfi_raise(&r->m, RF_ERR_ARGUMENT, "%.*s", (int)rfi_min_u64(v.n, 400), v.u.text);
+    return v;
+}
+
+static const struct rfi_day_names { char months[12][10], days[7][10];
+} rfi_names_of_days = {{"January", "February", "March", "April", "May", "June", "July", "August", "September",
+                        "October", "November", "December"},
+                       {"Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"}};
+
+/* Year, month 1-12, day 1-31 of a day number from 1970. Source: Howard Hinnant, chrono-compatible date algorithms. */
+static void rfi_date_of(int64_t days, int64_t out[3]) {
+    const int64_t z = days + 719468, era = (z >= 0 ? z : z - 146096) / 146097, of_era = z - era * 146097;
+    const int64_t year = (of_era - of_era / 1460 + of_era / 36524 - of_era / 146096) / 365;
+    const int64_t of_year = of_era - (365 * year + year / 4 - year / 100), month = (5 * of_year + 2) / 153;
+    out[2] = of_year - (153 * month + 2) / 5 + 1;
+    out[1] = month < 10 ? month + 3 : month - 9;
+    out[0] = year + era * 400 + (out[1] <= 2);
+}
+
+/* strftime_now(format), in English and UTC */
+static rfi_value rfi_fn_strftime(rfi_run *r, const rfi_value *a, int unused) {
+    static const char shorthand[][2][12] = {{"D", "%m/%d/%y"}, {"F", "%Y-%m-%d"}, {"T", "%H:%M:%S"}, {"R", "%H:%M"},
+                                            {"x", "%m/%d/%y"}, {"X", "%H:%M:%S"}, {"h", "%b"}};
+    const rfi_value format = rfi_arg_text(r, a[1]);
+    const uint64_t start = r->m.n_out;
+    const int64_t day = r->now / 86400 - (r->now % 86400 < 0), second = r->now - day * 86400, hour = second / 3600;
+    int64_t d[3], first[3], new_year = day;
+    rfi_date_of(day, d);
+    do rfi_date_of(--new_year, first); while (first[0] == d[0]);
+    const int64_t of_year = day - new_year, week_day = ((day + 4) % 7 + 7) % 7, hour12 = hour % 12 ? hour % 12 : 12;
+    const struct { char c; const char *format; int64_t n;
+    } fields[] = {{'Y', "%lld", d[0]},
+                  {'m', "%02lld", d[1]},
+                  {'d', "%02lld", d[2]},
+                  {'H', "%02lld", hour},
+                  {'M', "%02lld", second / 60 % 60},
+                  {'S', "%02lld", second % 60},
+                  {'y', "%02lld", (d[0] % 100 + 100) % 100},
+                  {'e', "%2lld", d[2]},
+                  {'j', "%03lld", of_year},
+                  {'I', "%02lld", hour12},
+                  {'l', "%2lld", hour12},
+                  {'k', "%2lld", hour},
+                  {'u', "%lld", week_day ? week_day : 7},
+                  {'w', "%lld", week_day},
+                  {'U', "%02lld", (of_year + 6 - week_day) / 7},
+                  {'W', "%02lld", (of_year + 6 - (week_day + 6) % 7) / 7},
+                  {'f', "%06lld", 0},
+                  {'C', "%02lld", d[0] / 100}};
+    RFI_UNUSED(unused);
+    for (uint32_t i = 0; i < format.n && rfi_spend(&r->m, 1); i++) {
+        const char c = format.u.text[i];
+        if (c != '%' || i + 1 == format.n) {
+            rfi_put_text(&r->m, rfi_v_part(format, i, 1));
+            continue;
+        }
+        char text[64] = "?";
+        const char way = format.u.text[++i], unpadded = way == '-' && i + 1 < format.n ? format.u.text[++i] : way;
+        const struct rfi_day_names *names = &rfi_names_of_days;
+        for (size_t k = 0; k < RFI_COUNT(fields); k++)
+            if (fields[k].c == unpadded)
+                snprintf(text, sizeof text, way == '-' ? "%lld" : fields[k].format, (long long)fields[k].n);
+        for (size_t k = 0; k < RFI_COUNT(shorthand); k++)
+            if (shorthand[k][0][0] == way) {
+                const rfi_value inner[2] = {{0}, rfi_v_string(shorthand[k][1])};
+                const rfi_value v = rfi_fn_strftime(r, inner, 0);
+                snprintf(text, sizeof text, "%.*s", (int)v.n, v.u.text);
+            }
+        if (way == 'b' || way == 'B') snprintf(text, sizeof text, "%.*s", way == 'b' ? 3 : 9, names->months[d[1] - 1]);
+        if (way == 'a' || way == 'A') snprintf(text, sizeof text, "%.*s", way == 'a' ? 3 : 9, names->days[week_day]);
+        if (way == 'p') snprintf(text, sizeof text, "%s", hour < 12 ? "AM" : "PM");
+        if (way && strchr("%nt", way)) snprintf(text, sizeof text, "%s", way == 'n' ? "\n" : way == 't' ? "\t" : "%");
+        if (way == 'Z' || way == 'z') text[0] = 0; /* a time without a zone */
+        if (text[0] == '?') rfi_raise(&r->m, RF_ERR_UNSUPPORTED, "strftime_now: %%%c", way);
+        rfi_put_string(&r->m, text);
+    }
+    return rfi_take(&r->m, start);
+}
+
+#define RFI_FT (RFI_B_FILTER | RFI_B_TEXT)
+#define RFI_ST (RFI_B_FILTER | RFI_B_TO_TEXT)
+static const rfi_builtin rfi_builtins[] = {
+    {"", "", 0, NULL, 0},
+    {"abs", "", RFI_B_FILTER, rfi_fn_abs, 0},
+    {"attr", "name!", RFI_B_FILTER, rfi_fn_attr, 0},
+    {"batch", "linecount! fill_with", RFI_B_FILTER, rfi_fn_batch, 0},
+    {"slice", "slices! fill_with", RFI_B_FILTER, rfi_fn_batch, 1},
+    {"count", "", RFI_B_FILTER, rfi_fn_length, 0},
+    {"length", "", RFI_B_FILTER, rfi_fn_length, 0},
+    {"d", "default_value boolean", RFI_B_FILTER, rfi_fn_default, 0},
+    {"default", "default_value boolean", RFI_B_FILTER, rfi_fn_default, 0},
+    {"dictsort", "case_sensitive by reverse", RFI_B_FILTER, rfi_fn_dictsort, 0},
+    {"e", "", RFI_B_FILTER, rfi_fn_safe, 1},
+    {"escape", "", RFI_B_FILTER, rfi_fn_safe, 1},
+    {"safe", "", RFI_B_FILTER, rfi_fn_safe, 0},
+    {"first", "", RFI_B_FILTER, rfi_fn_end, 0},
+    {"last", "", RFI_B_FILTER, rfi_fn_end, 1},
+    {"float", "default", RFI_B_FILTER, rfi_fn_float, 0},
+    {"int", "default base", RFI_B_FILTER, rfi_fn_int, 0},
+    {"format", "*", RFI_ST, rfi_fn_format, 0},
+    {"groupby", "attribute! default case_sensitive", RFI_B_FILTER, rfi_fn_groupby, 0},
+    {"indent", "width first blank", RFI_ST, rfi_fn_indent, 0},
+    {"items", "", RFI_B_FILTER, rfi_fn_items, RFI_LIST_LAZY},
+    {"join", "d attribute", RFI_B_FILTER, rfi_fn_join, 0},
+    {"list", "", RFI_B_FILTER, rfi_fn_list, 0},
+    {"map", "*", RFI_B_FILTER, rfi_fn_map, 0},
+    {"max", "case_sensitive attribute", RFI_B_FILTER, rfi_fn_extreme, 1},
+    {"min", "case_sensitive attribute", RFI_B_FILTER, rfi_fn_extreme, 0},
+    {"select", "*", RFI_B_FILTER, rfi_fn_select, 0},
+    {"reject", "*", RFI_B_FILTER, rfi_fn_select, RFI_REJECT},
+    {"selectattr", "*", RFI_B_FILTER, rfi_fn_select, RFI_BY_ATTRIBUTE},
+    {"rejectattr", "*", RFI_B_FILTER, rfi_fn_select, RFI_BY_ATTRIBUTE | RFI_REJECT},
+    {"reverse", "", RFI_B_FILTER, rfi_fn_reverse, 0},
+    {"round", "precision method", RFI_B_FILTER, rfi_fn_round, 0},
+    {"sort", "reverse case_sensitive attribute", RFI_B_FILTER, rfi_fn_sort, 0},
+    {"string", "", RFI_B_FILTER, rfi_fn_string, 0},
+    {"sum", "attribute start", RFI_B_FILTER, rfi_fn_sum, 0},
+    {"tojson", "ensure_ascii indent separators sort_keys", RFI_B_FILTER, rfi_fn_tojson, 0},
+    {"truncate", "length killwords end leeway", RFI_ST, rfi_fn_truncate, 0},
+    {"unique", "case_sensitive attribute", RFI_B_FILTER, rfi_fn_unique, 0},
+    {"urlencode", "", RFI_B_FILTER, rfi_fn_urlencode, 0},
+    {"wordcount", "", RFI_ST, rfi_fn_wordcount, 0},
+    {"title", "", RFI_ST, rfi_fn_case, RFI_TITLE_FILTER},
+    {"trim", "chars", RFI_ST, rfi_fn_strip, 3},
+    {"center", "width", RFI_ST, rfi_fn_justify, RFI_CENTER},
+    {"center", "width! fillchar", RFI_B_TEXT, rfi_fn_justify, RFI_CENTER},
+    {"upper", "", RFI_ST | RFI_B_TEXT, rfi_fn_case, RFI_UPPER},
+    {"lower", "", RFI_ST | RFI_B_TEXT, rfi_fn_case, RFI_LOWER},
+    {"capitalize", "", RFI_ST | RFI_B_TEXT, rfi_fn_case, RFI_CAPITALIZE},
+    {"title", "", RFI_B_TEXT, rfi_fn_case, RFI_TITLE},
+    {"replace", "old! new! count", RFI_ST | RFI_B_TEXT, rfi_fn_replace, 0},
+    {"swapcase", "", RFI_B_TEXT, rfi_fn_case, RFI_SWAP},
+    {"strip", "chars", RFI_B_TEXT, rfi_fn_strip, 3},
+    {"lstrip", "chars", RFI_B_TEXT, rfi_fn_strip, 1},
+    {"rstrip", "chars", RFI_B_TEXT, rfi_fn_strip, 2},
+    {"split", "sep maxsplit", RFI_B_TEXT, rfi_fn_split, 0},
+    {"rsplit", "sep maxsplit", RFI_B_TEXT, rfi_fn_split, 1},
+    {"splitlines", "keepends", RFI_B_TEXT, rfi_fn_splitlines, 0},
+    {"startswith", "prefix!", RFI_B_TEXT, rfi_fn_affix, 0},
+    {"endswith", "suffix!", RFI_B_TEXT, rfi_fn_affix, 1},
+    {"removeprefix", "prefix!", RFI_B_TEXT, rfi_fn_remove, 0},
+    {"removesuffix", "suffix!", RFI_B_TEXT, rfi_fn_remove, 1},
+    {"find", "sub! start end", RFI_B_TEXT, rfi_fn_find, RFI_FIND},
+    {"rfind", "sub! start end", RFI_B_TEXT, rfi_fn_find, RFI_RFIND},
+    {"index", "sub! start end", RFI_B_TEXT, rfi_fn_find, RFI_INDEX},
+    {"rindex", "sub! start end", RFI_B_TEXT, rfi_fn_find, RFI_RINDEX},
+    {"count", "sub! start end", RFI_B_TEXT, rfi_fn_find, RFI_COUNT_OF},
+    {"join", "iterable!", RFI_B_TEXT, rfi_fn_join, 1},
+    {"format", "*", RFI_B_TEXT, rfi_fn_str_format, 0},
+    {"partition", "sep!", RFI_B_TEXT, rfi_fn_partition, 0},
+    {"rpartition", "sep!", RFI_B_TEXT, rfi_fn_partition, 1},
+    {"ljust", "width! fillchar", RFI_B_TEXT, rfi_fn_justify, RFI_LEFT},
+    {"rjust", "width! fillchar", RFI_B_TEXT, rfi_fn_justify, RFI_RIGHT},
+    {"zfill", "width!", RFI_B_TEXT, rfi_fn_justify, RFI_ZERO},
+    {"casefold", "", RFI_B_TEXT, rfi_fn_case, RFI_LOWER},
+    {"isdigit", "", RFI_B_TEXT, rfi_fn_is, RFI_IS_DIGIT},
+    {"isnumeric", "", RFI_B_TEXT, rfi_fn_is, RFI_IS_DIGIT},
+    {"isdecimal", "", RFI_B_TEXT, rfi_fn_is, RFI_IS_DIGIT},
+    {"isalpha", "", RFI_B_TEXT, rfi_fn_is, RFI_IS_ALPHA},
+    {"isalnum", "", RFI_B_TEXT, rfi_fn_is, RFI_IS_ALNUM},
+    {"isspace", "", RFI_B_TEXT, rfi_fn_is, RFI_IS_SPACE},
+    {"isupper", "", RFI_B_TEXT, rfi_fn_is, RFI_IS_UPPER},
+    {"islower", "", RFI_B_TEXT, rfi_fn_is, RFI_IS_LOWER},
+    {"isascii", "", RFI_B_TEXT, rfi_fn_is, RFI_IS_ASCII},
+    {"istitle", "", RFI_B_TEXT, rfi_fn_is, RFI_IS_TITLE},
+    {"index", "value!", RFI_B_LIST, rfi_fn_list_find, 0},
+    {"count", "value!", RFI_B_LIST, rfi_fn_list_find, 1},
+    {"copy", "", RFI_B_LIST, rfi_fn_list, 0},
+    {"append", "item!", RFI_B_LIST, rfi_fn_change, RFI_APPEND},
+    {"extend", "items!", RFI_B_LIST, rfi_fn_change, RFI_EXTEND},
+    {"insert", "index! item!", RFI_B_LIST, rfi_fn_change, RFI_INSERT},
+    {"pop", "index", RFI_B_LIST, rfi_fn_change, RFI_POP},
+    {"clear", "*", RFI_B_LIST | RFI_B_DICT, rfi_fn_change, RFI_CHANGE},
+    {"remove", "*", RFI_B_LIST, rfi_fn_change, RFI_CHANGE},
+    {"reverse", "*", RFI_B_LIST, rfi_fn_change, RFI_CHANGE},
+    {"sort", "*", RFI_B_LIST, rfi_fn_change, RFI_CHANGE},
+    {"get", "key! default", RFI_B_DICT, rfi_fn_get, 0},
+    {"keys", "", RFI_B_DICT, rfi_fn_items, RFI_LIST_KEYS},
+    {"values", "", RFI_B_DICT, rfi_fn_items, RFI_LIST_VALUES},
+    {"items", "", RFI_B_DICT, rfi_fn_items, RFI_LIST_ITEMS},
+    {"copy", "", RFI_B_DICT, rfi_fn_dict, RFI_V_DICT},
+    {"pop", "*", RFI_B_DICT, rfi_fn_change, RFI_CHANGE},
+    {"popitem", "*", RFI_B_DICT, rfi_fn_change, RFI_CHANGE},
+    {"update", "*", RFI_B_DICT, rfi_fn_change, RFI_CHANGE},
+    {"setdefault", "*", RFI_B_DICT, rfi_fn_change, RFI_CHANGE},
+    {"cycle", "*", RFI_B_LOOP, rfi_fn_cycle, 0},
+    {"changed", "*", RFI_B_LOOP, rfi_fn_cycle, 1},
+    {"range", "start! stop step", RFI_B_GLOBAL, rfi_fn_range, 0},
+    {"dict", "*", RFI_B_GLOBAL, rfi_fn_dict, RFI_V_DICT},
+    {"namespace", "*", RFI_B_GLOBAL, rfi_fn_dict, RFI_V_NAMESPACE},
+    {"raise_exception", "message!", RFI_B_GLOBAL, rfi_fn_raise, 0},
+    {"strftime_now", "format!", RFI_B_GLOBAL, rfi_fn_strftime, 0},
+    {"defined", "", RFI_B_TEST, rfi_fn_test, RFI_IS_DEFINED},
+    {"undefined", "", RFI_B_TEST, rfi_fn_test, RFI_IS_UNDEFINED},
+    {"none", "", RFI_B_TEST, rfi_fn_test, RFI_IS_NONE},
+    {"boolean", "", RFI_B_TEST, rfi_fn_test, RFI_IS_BOOLEAN},
+    {"true", "", RFI_B_TEST, rfi_fn_test, RFI_IS_TRUE},
+    {"false", "", RFI_B_TEST, rfi_fn_test, RFI_IS_FALSE},
+    {"integer", "", RFI_B_TEST, rfi_fn_test, RFI_IS_INTEGER},
+    {"float", "", RFI_B_TEST, rfi_fn_test, RFI_IS_FLOAT},
+    {"number", "", RFI_B_TEST, rfi_fn_test, RFI_IS_NUMBER},
+    {"string", "", RFI_B_TEST, rfi_fn_test, RFI_IS_STRING},
+    {"mapping", "", RFI_B_TEST, rfi_fn_test, RFI_IS_MAPPING},
+    {"sequence", "", RFI_B_TEST, rfi_fn_test, RFI_IS_SEQUENCE},
+    {"iterable", "", RFI_B_TEST, rfi_fn_test, RFI_IS_ITERABLE},
+    {"callable", "", RFI_B_TEST, rfi_fn_test, RFI_IS_CALLABLE},
+    {"odd", "", RFI_B_TEST, rfi_fn_test, RFI_IS_ODD},
+    {"even", "", RFI_B_TEST, rfi_fn_test, RFI_IS_EVEN},
+    {"divisibleby", "num!", RFI_B_TEST, rfi_fn_test, RFI_IS_DIVISIBLE},
+    {"sameas", "other!", RFI_B_TEST, rfi_fn_test, RFI_IS_SAME},
+    {"escaped", "", RFI_B_TEST, rfi_fn_test, RFI_IS_ESCAPED},
+    {"filter", "", RFI_B_TEST, rfi_fn_test, RFI_IS_FILTER},
+    {"test", "", RFI_B_TEST, rfi_fn_test, RFI_IS_TEST},
+    {"upper", "", RFI_B_TEST, rfi_fn_is, RFI_IS_UPPER},
+    {"lower", "", RFI_B_TEST, rfi_fn_is, RFI_IS_LOWER},
+    {"in", "seq!", RFI_B_TEST, rfi_fn_compare, RFI_O_IN},
+    {"eq", "other!", RFI_B_TEST, rfi_fn_compare, RFI_O_EQUAL},
+    {"equalto", "other!", RFI_B_TEST, rfi_fn_compare, RFI_O_EQUAL},
+    {"==", "other!", RFI_B_TEST, rfi_fn_compare, RFI_O_EQUAL},
+    {"ne", "other!", RFI_B_TEST, rfi_fn_compare, RFI_O_UNEQUAL},
+    {"!=", "other!", RFI_B_TEST, rfi_fn_compare, RFI_O_UNEQUAL},
+    {"lt", "other!", RFI_B_TEST, rfi_fn_compare, '<'},
+    {"lessthan", "other!", RFI_B_TEST, rfi_fn_compare, '<'},
+    {"<", "other!", RFI_B_TEST, rfi_fn_compare, '<'},
+    {"gt", "other!", RFI_B_TEST, rfi_fn_compare, '>'},
+    {"greaterthan", "other!", RFI_B_TEST, rfi_fn_compare, '>'},
+    {">", "other!", RFI_B_TEST, rfi_fn_compare, '>'},
+    {"le", "other!", RFI_B_TEST, rfi_fn_compare, RFI_O_LESS_EQUAL},
+    {"<=", "other!", RFI_B_TEST, rfi_fn_compare, RFI_O_LESS_EQUAL},
+    {"ge", "other!", RFI_B_TEST, rfi_fn_compare, RFI_O_GREATER_EQUAL},
+    {">=", "other!", RFI_B_TEST, rfi_fn_compare, RFI_O_GREATER_EQUAL},
+};
+
+static uint32_t rfi_builtin_find(rfi_value name, uint32_t where) {
+    for (uint32_t i = 1; i < RFI_COUNT(rfi_builtins); i++)
+        if (rfi_builtins[i].where & where && rfi_v_is(name, rfi_builtins[i].name)) return i;
+    return 0;
+}
+static const rfi_builtin *rfi_builtin_at(uint32_t index) { return &rfi_builtins[index]; }
+
+/* ==== 13d Chat templates ============================================================================== >>template
+ * From a conversation to the template's variables, and from its output to text or token ids. A template is a stranger's
+ * program: it sees nothing but these variables, and limits bound what it may use. What comes from the caller is marked,
+ * and no control token is found in it: see rf_chat_tokenize. */
+
+#define RFI_TEMPLATE_MAX_BYTES (1u << 20)
+enum { RFI_PARSE_DEPTH = 400 };
+
+struct rf_chat_template {
+    rf_allocator allocator;
+    rf_chat_template_desc desc; /* with the defaults filled in                         */
+    rf_string source;
+    rf_string bos, eos;         /* of the file it comes from, or empty                 */
+    rfi_program program;
+    rfi_program for_tools;      /* used for conversations with tools if it has a body  */
+};
+
+static rf_result rfi_program_open(rfi_program *g, rf_string source, const rf_allocator *allocator, rf_error *err) {
+    rf_error own = {0};
+    const uint64_t max = 160 * source.len + (1 << 16);
+    if (source.len > RFI_TEMPLATE_MAX_BYTES)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "chat template: want at most %d bytes, found %llu",
+                        (int)RFI_TEMPLATE_MAX_BYTES, RFI_LLU(source.len));
+    g->m = (rfi_values){.allocator = *allocator, .err = &own, .max_bytes = max, .max_steps = UINT64_MAX, .max_out = max,
+                        .max_depth = RFI_PARSE_DEPTH, .line = 1};
+    g->source = source;
+    rfi_program_parse(g);
+    g->m.err = NULL;
+    rfi_free(&g->m.allocator, g->m.out);
+    g->m.out = NULL;
+    return rfi_fail_with(err, &own);
+}
+
+ROCMFORGE_API rf_result rf_chat_template_open(rf_string source, const rf_chat_template_desc *desc,
+                                              rf_chat_template **out, rf_error *err) {
+    static const rf_chat_template_desc defaults = {
+        .max_steps = 20000000, .max_memory = 256 << 20, .max_output = 64 << 20, .max_depth = 400};
+    rf_allocator allocator;
+    rfi_clear(err);
+    if (out) *out = NULL;
+    if (!out || (!source.data && source.len))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_template_open: want a source and out");
+    const rf_chat_template_desc d = desc ? *desc : defaults;
+    if (d.max_output > RFI_TEXT_MAX_BYTES || d.max_depth > 100000)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0,
+                        "rf_chat_template_open: want max_output <= 2^30 and max_depth <= 100000");
+    if (rfi_check_allocator(&d.allocator, &allocator, err) != RF_OK) return RF_ERR_ARGUMENT;
+    rf_chat_template *t = (rf_chat_template *)rfi_alloc(&allocator, 1, sizeof *t, "chat template", err);
+    if (!t) return RF_ERR_MEMORY;
+    t->allocator = allocator;
+    t->desc = d;
+    if (!d.max_steps) t->desc.max_steps = defaults.max_steps;
+    if (!d.max_memory) t->desc.max_memory = defaults.max_memory;
+    if (!d.max_output) t->desc.max_output = defaults.max_output;
+    if (!d.max_depth) t->desc.max_depth = defaults.max_depth;
+    const rf_result r = rfi_program_open(&t->program, source, &allocator, err);
+    t->source = t->program.source;
+    if (r != RF_OK) rf_chat_template_close(t, NULL);
+    else *out = t;
+    return r;
+}
+
+ROCMFORGE_API rf_result rf_chat_template_close(rf_chat_template *t, rf_error *err) {
+    rfi_clear(err);
+    if (!t) return RF_OK;
+    const rf_allocator a = t->allocator;
+    rfi_values_close(&t->program.m);
+    rfi_values_close(&t->for_tools.m);
+    rfi_free(&a, t);
     return RF_OK;
 }
 
-ROCMFORGE_API rf_result rf_chat_format(const rf_gguf *g, const rf_chat *chat, char *out, size_t capacity,
-                                       size_t *count, rf_error *err) {
-    rfi_clear(err);
-    if (count) *count = 0;
-    if (!count || !chat || (!g && !chat->template_name) || (!chat->messages && chat->n_messages) || (!out && capacity))
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_format: want a file or a name, messages, out and count");
-    rfi_chat_writer w = {.g = g, .out = out, .capacity = capacity};
-    rf_result r = rfi_chat_write(&w, chat, err);
-    if (r != RF_OK) return r;
-    *count = w.count;
-    if (w.count <= capacity) return RF_OK;
-    return rfi_fail(err, RF_ERR_CAPACITY, 0, "rf_chat_format: the text has %llu bytes, capacity is %llu",
-                    (unsigned long long)w.count, (unsigned long long)capacity);
+/* Text of the token whose id a key of the file holds; empty if there is none. Walks the vocabulary. */
+static rf_string rfi_chat_token(const rf_gguf *g, const char *key) {
+    rf_kv id_kv, tokens;
+    uint64_t cursor = 0;
+    int64_t id;
+    rf_string text = {"", 0};
+    int found = rf_gguf_find_kv(g, key, &id_kv, NULL) == RF_OK && rf_kv_int(&id_kv, 0, &id, NULL) == RF_OK &&
+                rf_gguf_find_kv(g, "tokenizer.ggml.tokens", &tokens, NULL) == RF_OK && id >= 0;
+    for (int64_t i = 0; found && i <= id; i++) found = rf_kv_text(&tokens, &cursor, &text, NULL) == RF_OK;
+    return found ? text : (rf_string){"", 0};
 }
 
-/* The markers of a template: what its family writes, and what it wrote here, where the file's own tokens are in. */
-static void rfi_chat_markers(const rf_tokenizer *t, const rfi_chat_writer *w, const rf_chat *chat, uint8_t *markers) {
-    const rfi_chat_family *f = rfi_chat_by_name(chat->template_name);
-    if (!f && rfi_chat_of_file(t->g, &f, NULL) != RF_OK) return;
-    const char *const texts[] = {f->system[0], f->system[1], f->user[0], f->user[1], f->answer[0], f->answer[1],
-                                 f->prefix, f->open};
-    for (size_t i = 0; i < RFI_COUNT(texts); i++)
-        if (texts[i]) rfi_markers_add(t, rf_string_of(texts[i]), markers);
-    size_t from = 0;
-    for (uint32_t i = 0; i <= w->n_borders; i += 2) {
-        const size_t to = i < w->n_borders ? w->borders[i] : w->count;
-        rfi_markers_add(t, (rf_string){w->out + from, to - from}, markers);
-        if (i < w->n_borders) from = w->borders[i + 1];
+/* The template that a file carries. */
+static rf_result rfi_chat_template_of_file(const rf_gguf *g, rf_chat_template **out, rf_error *err) {
+    const rf_chat_template_desc desc = {.allocator = *rfi_gguf_allocator(g)};
+    rf_string text, for_tools;
+    rf_kv kv;
+    if (rf_gguf_find_kv(g, "tokenizer.chat_template", &kv, NULL) != RF_OK)
+        return rfi_fail(err, RF_ERR_NOT_FOUND, 0,
+                        "the file has no chat template (tokenizer.chat_template): open one from "
+                        "a text with rf_chat_template_open");
+    rf_result r = kv.type == RF_KV_STRING ? rf_kv_text(&kv, NULL, &text, err)
+                : rfi_fail(err, RF_ERR_FORMAT, kv.where, "tokenizer.chat_template: want a string");
+    if (r == RF_OK) r = rf_chat_template_open(text, &desc, out, err);
+    if (r != RF_OK) return r;
+    rf_chat_template *t = *out;
+    t->bos = rfi_chat_token(g, "tokenizer.ggml.bos_token_id");
+    t->eos = rfi_chat_token(g, "tokenizer.ggml.eos_token_id");
+    if (rf_gguf_find_kv(g, "tokenizer.chat_template.tool_use", &kv, NULL) == RF_OK && kv.type == RF_KV_STRING &&
+        rf_kv_text(&kv, NULL, &for_tools, NULL) == RF_OK)
+        r = rfi_program_open(&t->for_tools, for_tools, &t->allocator, err);
+    if (r == RF_OK) return r;
+    rf_chat_template_close(t, NULL);
+    *out = NULL;
+    return r;
+}
+
+/* ---- the variables ---- */
+
+static rfi_value rfi_chat_text(const char *s) { return rfi_v_text(s, strlen(s), RFI_TEXT_CALLER); }
+
+static void rfi_set_global(rfi_run *r, rfi_value name, rfi_value v) {
+    const rfi_entry *e = rfi_dict_find(r->g->names.u.dict, name);
+    if (e) r->globals[e->value.u.i] = v;
+}
+
+/* JSON text of the caller that must be of one kind. */
+static rfi_value rfi_chat_json(rfi_values *m, const char *text, const char *what, int kind) {
+    const rfi_value v = rfi_json_parse(m, rf_string_of(text), what, RFI_TEXT_CALLER);
+    if (v.kind != kind && !rfi_failed(m))
+        rfi_fail(m->err, RF_ERR_ARGUMENT, 0, "%s: want a JSON %s, found %s", what,
+                 kind == RFI_V_DICT ? "object" : "array", rfi_v_type(v));
+    return v;
+}
+
+static rfi_value rfi_chat_call(rfi_values *m, const rf_tool_call *call, const char *what) {
+    const rfi_value out = rfi_v_dict(m), function = rfi_v_dict(m);
+    if (!call->name) rfi_fail(m->err, RF_ERR_ARGUMENT, 0, "%s: a tool call has no name", what);
+    rfi_value arguments = rfi_chat_json(m, call->arguments ? call->arguments : "{}", what, RFI_V_DICT);
+    if (rfi_failed(m)) return out;
+    arguments.tag = RFI_TAG_JSON;
+    if (call->id) rfi_dict_put(m, out, "id", rfi_chat_text(call->id));
+    rfi_dict_put(m, out, "type", rfi_v_string("function"));
+    rfi_dict_put(m, function, "name", rfi_chat_text(call->name));
+    rfi_dict_put(m, function, "arguments", arguments);
+    rfi_dict_put(m, out, "function", function);
+    return out;
+}
+
+/* One message as templates know it. A role that is a plain word is not the caller's text: some templates write
+ * '<|' + role + '|>'. */
+static rfi_value rfi_chat_message(rfi_values *m, const rf_chat_message *c, uint32_t i) {
+    static const char *const thoughts[] = {"reasoning_content", "reasoning", "thinking"};
+    rfi_value out = rfi_v_dict(m), calls = rfi_v_list(m, c->n_tool_calls, 0);
+    out.tag = calls.tag = RFI_TAG_CALLER;
+    char what[64];
+    snprintf(what, sizeof what, "message %u", i);
+    if (!c->role || (!c->tool_calls && c->n_tool_calls))
+        return rfi_fail(m->err, RF_ERR_ARGUMENT, i, "%s: want a role, and tool_calls as n_tool_calls says", what), out;
+    size_t plain = 0;
+    while (rfi_is_name_char(c->role[plain], 0) || c->role[plain] == '-') plain++;
+    rfi_dict_put(m, out, "role", rfi_v_text(c->role, strlen(c->role), c->role[plain] ? RFI_TEXT_CALLER : 0));
+    if (c->parts) rfi_dict_put(m, out, "content", rfi_chat_json(m, c->parts, what, RFI_V_LIST));
+    else rfi_dict_put(m, out, "content", rfi_chat_text(c->content ? c->content : ""));
+    for (int k = 0; c->reasoning && k < 3; k++) rfi_dict_put(m, out, thoughts[k], rfi_chat_text(c->reasoning));
+    if (c->name) rfi_dict_put(m, out, "name", rfi_chat_text(c->name));
+    if (c->tool_call_id) rfi_dict_put(m, out, "tool_call_id", rfi_chat_text(c->tool_call_id));
+    for (uint32_t k = 0; k < c->n_tool_calls && !rfi_failed(m); k++)
+        rfi_list_add(m, calls, rfi_chat_call(m, &c->tool_calls[k], what));
+    if (c->n_tool_calls) rfi_dict_put(m, out, "tool_calls", calls);
+    return out;
+}
+
+static void rfi_chat_variables(rfi_run *r, const rf_chat *chat, rf_string bos, rf_string eos) {
+    static const char *const functions[] = {"range", "dict", "namespace", "raise_exception", "strftime_now"};
+    rfi_values *m = &r->m;
+    rfi_value messages = rfi_v_list(m, chat->n_messages, 0);
+    messages.tag = RFI_TAG_CALLER;
+    for (uint32_t i = 0; i < chat->n_messages && !rfi_failed(m); i++)
+        rfi_list_add(m, messages, rfi_chat_message(m, &chat->messages[i], i));
+    if (rfi_failed(m)) return;
+    for (size_t i = 0; i < RFI_COUNT(functions) - (chat->now == 0); i++) {
+        const rfi_value name = rfi_v_string(functions[i]);
+        const rfi_builtin *b = rfi_builtin_at(rfi_builtin_find(name, RFI_B_GLOBAL));
+        rfi_set_global(r, name, (rfi_value){.kind = RFI_V_GLOBAL, .u.builtin = b});
     }
+    rfi_set_global(r, rfi_v_string("messages"), messages);
+    rfi_set_global(r, rfi_v_string("add_generation_prompt"), rfi_v_bool(chat->open_answer != 0));
+    rfi_set_global(r, rfi_v_string("bos_token"), rfi_v_text(bos.data, bos.len, 0));
+    rfi_set_global(r, rfi_v_string("eos_token"), rfi_v_text(eos.data, eos.len, 0));
+    if (chat->tools) rfi_set_global(r, rfi_v_string("tools"), rfi_chat_json(m, chat->tools, "tools", RFI_V_LIST));
+    if (chat->thinking != RF_THINKING_DEFAULT) {
+        const rfi_value on = rfi_v_bool(chat->thinking == RF_THINKING_ON);
+        rfi_set_global(r, rfi_v_string("enable_thinking"), on);
+        rfi_set_global(r, rfi_v_string("thinking"), on);
+    }
+    if (chat->effort) rfi_set_global(r, rfi_v_string("reasoning_effort"), rfi_chat_text(chat->effort));
+    if (!chat->extra) return;
+    const rfi_value extra = rfi_chat_json(m, chat->extra, "extra", RFI_V_DICT);
+    for (uint32_t i = 0; !rfi_failed(m) && i < extra.u.dict->n; i++)
+        rfi_set_global(r, extra.u.dict->entries[i].key, extra.u.dict->entries[i].value);
+}
+
+/* Run the template: the text and its marks are r->m.out and from. The caller closes r->m, whatever this returns. */
+static rf_result rfi_chat_render(rfi_run *r, const rf_chat *chat, rf_string bos, rf_string eos, rf_error *err) {
+    const rf_chat_template *t = chat->chat_template;
+    const rf_chat_template_desc *d = &t->desc;
+    *r = (rfi_run){.g = chat->tools && t->for_tools.body ? &t->for_tools : &t->program, .now = chat->now};
+    r->m = (rfi_values){.allocator = t->allocator, .err = err, .max_bytes = d->max_memory, .max_steps = d->max_steps,
+                        .max_out = d->max_output, .max_depth = d->max_depth};
+    const uint32_t n_names = r->g->names.u.dict->n;
+    r->globals = (rfi_value *)rfi_values_alloc(&r->m, n_names, sizeof *r->globals);
+    if (!r->globals) return err->code;
+    memset(r->globals, 0, n_names * sizeof *r->globals);
+    rfi_chat_variables(r, chat, bos, eos);
+    if (!rfi_failed(&r->m)) rfi_exec(r, r->g->body);
+    if (chat->prefill && !rfi_failed(&r->m)) rfi_put(&r->m, chat->prefill, strlen(chat->prefill), RFI_TEXT_CALLER);
+    return err->code;
+}
+
+static int rfi_chat_is_valid(const rf_chat *chat) {
+    return chat && chat->chat_template && (chat->messages || !chat->n_messages) && chat->thinking <= RF_THINKING_OFF &&
+           (chat->bos.data || !chat->bos.len) && (chat->eos.data || !chat->eos.len);
+}
+
+ROCMFORGE_API rf_result rf_chat_format(const rf_chat *chat, char *out, size_t capacity, size_t *count, rf_error *err) {
+    rfi_run r;
+    rf_error own = {0};
+    rfi_clear(err);
+    if (count) *count = 0;
+    if (!count || !rfi_chat_is_valid(chat) || (!out && capacity))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_format: want a chat template, messages, out and count");
+    const rf_chat_template *t = chat->chat_template;
+    rfi_chat_render(&r, chat, chat->bos.data ? chat->bos : t->bos, chat->eos.data ? chat->eos : t->eos, &own);
+    if (own.code == RF_OK) {
+        *count = r.m.n_out;
+        if (r.m.n_out && capacity) memcpy(out, r.m.out, rfi_min_u64(r.m.n_out, capacity));
+        if (*count > capacity)
+            rfi_fail(&own, RF_ERR_CAPACITY, 0, "rf_chat_format: the text has %llu bytes, capacity is %llu",
+                     RFI_LLU(*count), RFI_LLU(capacity));
+    }
+    rfi_values_close(&r.m);
+    return rfi_fail_with(err, &own);
+}
+
+/* Token ids of what a template has made: out[skip .. n) of r's text. Markers are what the template's source spells and
+ * what it has written here, put together from pieces or from the file's own tokens. */
+static void rfi_chat_ids(rfi_run *r, rfi_tokenizing *k, uint64_t skip, uint32_t flags) {
+    const rf_allocator *a = &k->t->allocator;
+    const uint8_t *from = r->m.from;
+    const uint64_t n = r->m.n_out;
+    uint64_t n_borders = 1, start = skip;
+    for (uint64_t i = skip + 1; i < n; i++) n_borders += from[i] != from[i - 1];
+    size_t *borders = (size_t *)rfi_alloc(a, n_borders, sizeof *borders, "borders of texts", k->err);
+    uint8_t *markers = (uint8_t *)rfi_alloc(a, rfi_markers_bytes(k->t), 1, "markers", k->err);
+    if (borders && markers) {
+        rfi_markers_add(k->t, r->g->source, markers);
+        for (uint64_t i = skip; i < n; i++)
+            if (from[i] != (i == skip ? 0 : from[i - 1])) borders[k->n_borders++] = i - skip;
+        for (uint32_t i = 0; i <= k->n_borders; i += 2) {
+            const uint64_t end = i < k->n_borders ? skip + borders[i] : n;
+            rfi_markers_add(k->t, (rf_string){r->m.out + start, end - start}, markers);
+            if (i + 1 < k->n_borders) start = skip + borders[i + 1];
+            else break;
+        }
+        k->borders = borders;
+        k->markers = markers;
+        rfi_tokenize(k, (rf_string){r->m.out + skip, n - skip}, flags | RF_TOKENIZE_SPECIAL);
+    }
+    rfi_free(a, markers);
+    rfi_free(a, borders);
 }
 
 ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *chat, uint32_t flags, int32_t *out,
                                          uint32_t capacity, uint32_t *count, rf_error *err) {
+    rfi_run r;
+    rf_error own = {0};
+    uint64_t skip = 0;
     rfi_clear(err);
     if (count) *count = 0;
-    if (!t || !count || !chat || (!chat->messages && chat->n_messages) || (!out && capacity) ||
-        flags & ~RF_TOKENIZE_ADD)
+    if (!t || !count || !rfi_chat_is_valid(chat) || (!out && capacity) || flags & ~RF_TOKENIZE_ADD)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0,
-                        "rf_chat_tokenize: want a tokenizer, messages, out and count, flags 0 or RF_TOKENIZE_ADD");
-    rfi_chat_writer w = {.g = t->g};
-    rf_result r = rfi_chat_write(&w, chat, err);
-    if (r != RF_OK) return r;
-    if (w.count > RFI_TEXT_MAX_BYTES)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_chat_tokenize: text has %llu bytes, want at most %d",
-                        (unsigned long long)w.count, RFI_TEXT_MAX_BYTES);
-    w.capacity = w.count;
-    w.count = 0;
-    uint64_t n_borders = 2 * (uint64_t)chat->n_messages + 1;
-    w.borders = (size_t *)rfi_alloc(&t->allocator, n_borders, sizeof *w.borders, "messages", err);
-    w.out = (char *)rfi_alloc(&t->allocator, w.capacity + 1, 1, "chat text", err);
-    uint8_t *markers = (uint8_t *)rfi_alloc(&t->allocator, rfi_markers_bytes(t), 1, "markers", err);
-    r = w.borders && w.out && markers ? rfi_chat_write(&w, chat, err) : RF_ERR_MEMORY;
-    if (r == RF_OK) rfi_chat_markers(t, &w, chat, markers);
-    rfi_tokenizing k = {.t = t, .err = err, .out = out, .capacity = capacity, .borders = w.borders, .markers = markers};
-    k.n_borders = w.n_borders;
-    if (r == RF_OK) r = rfi_tokenize(&k, (rf_string){w.out, w.count}, flags | RF_TOKENIZE_SPECIAL);
-    rfi_free(&t->allocator, markers);
-    rfi_free(&t->allocator, w.out);
-    rfi_free(&t->allocator, w.borders);
-    if (r != RF_ERR_MEMORY) *count = k.count;
-    return r;
+                        "rf_chat_tokenize: want a tokenizer, a chat template, messages, out and "
+                        "count, flags 0 or RF_TOKENIZE_ADD");
+    const rf_string none = {"", 0}, bos = t->bos < 0 ? none : t->text[t->bos],
+                    eos = t->eos < 0 ? none : t->text[t->eos];
+    rfi_chat_render(&r, chat, chat->bos.data ? chat->bos : bos, chat->eos.data ? chat->eos : eos, &own);
+    if (own.code == RF_OK) {
+        rfi_tokenizing k = {.t = t, .err = &own, .out = out, .capacity = capacity};
+        if (flags & RF_TOKENIZE_ADD && t->add_bos && bos.len && r.m.n_out >= bos.len && !memchr(r.m.from, 1, bos.len) &&
+            memcmp(r.m.out, bos.data, bos.len) == 0)
+            skip = bos.len; /* the tokenizer adds it */
+        rfi_chat_ids(&r, &k, skip, flags);
+        if (own.code != RF_ERR_MEMORY) *count = k.count;
+    }
+    rfi_values_close(&r.m);
+    return rfi_fail_with(err, &own);
 }
 
-/* ==== 13c Sampling ======================================================================================= >>sample
+/* ==== 13e Sampling ======================================================================================= >>sample
  * Sampling: from logits to one token, without allocating and without sorting. A float maps to a uint32 key of the same
  * order, so that top-k and top-p are both a cut in key space, found by three histogram passes (11 + 11 + 10 bits) over
  * 24 KiB of stack; min-p, XTC and mirostat cut there, too. Exact: among equal logits the smaller ids stay. The draw
@@ -18754,7 +22746,7 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
     return r == RF_OK ? rf_sampler_sample(sampler, logits, s->m->plan.n_vocab, token, err) : r;
 }
 
-/* ==== 13d Continuous batching ========================================================================= >>scheduler
+/* ==== 13f Continuous batching ========================================================================= >>scheduler
  * The scheduler. Requests wait in a ring buffer and run in slots, each with a sequence of the session. There are never
  * more slots than a batch has rows and logits, so every request in decode advances in every step and none starves. The
  * rest of a batch goes to prompts (prefill), the oldest first. Callbacks may submit requests, nothing else. */
@@ -19131,6 +23123,7 @@ static void rfi_model_free(rf_model *m) {
     if (m->store) rfi_device_put_store(m->store, m);
     rfi_free(alloc, m->config.layers);
     rfi_free(alloc, m->pre_tokenizer);
+    rf_chat_template_close(m->chat_template, NULL);
     rfi_free(alloc, m);
 }
 
@@ -19307,11 +23300,30 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
     return RF_OK;
 }
 
+static rf_result rfi_model_template_load(void *ctx, rf_error *err) {
+    rf_model *m = (rf_model *)ctx;
+    return rfi_chat_template_of_file(m->g, &m->chat_template, err);
+}
+
+ROCMFORGE_API rf_result rf_model_get_chat_template(rf_model *m, const rf_chat_template **out, rf_error *err) {
+    rfi_clear(err);
+    if (out) *out = NULL;
+    if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_get_chat_template: model or out is NULL");
+    rf_result r = rfi_cell_acquire(&m->template_cell, &m->store->cell_monitor, rfi_model_template_load, m, NULL, err);
+    if (r != RF_OK) return r;
+    rfi_cell_unpin(&m->template_cell, &m->store->cell_monitor); /* it is never evicted */
+    *out = m->chat_template;
+    return RF_OK;
+}
+
 /* Changes
  *   0.3.0  Samplers: rf_sampler_desc.logits_fn and logprobs; XTC, DRY (rf_dry_breakers_find), mirostat; histories.
  *            rf_sampler.n_history -> n_accepted, 64 bits.
  *          rf_tokenize_with: a text that is being tokenized can be cancelled. Messages become no marker of the
  *            template, whatever its type in the vocabulary.
+ *          Chat templates are executed: rf_chat_template_open, rf_model_get_chat_template. rf_chat has the template,
+ *            tools, thinking, extra variables, a prefill; rf_chat_message more fields (name them: {.role = ...}).
+ *            rf_chat_format(g, &chat, ...) -> (&chat, ...); template_name, rf_chat_template_name and rf_chat_final go.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row

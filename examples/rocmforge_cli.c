@@ -48,7 +48,7 @@ typedef struct texts {
 /* The options of all commands; the table at the end says which command takes which. Switches are 0 or 1. */
 typedef struct options {
     const char *gguf, *prompt, *prompt_file, *system, *chat_template, *device, *isa, *pre, *type, *tokens, *out;
-    const char *depths;
+    const char *depths, *jinja, *input, *now;
     texts logit_bias;
     uint64_t budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
     uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
@@ -82,6 +82,8 @@ typedef struct app {
     rf_session *s;
     rf_tokenizer *own;      /* of `tokenize`, which opens no model */
     const rf_tokenizer *t;
+    rf_chat_template *own_template;        /* of --template and --jinja                */
+    const rf_chat_template *chat_template; /* that, or the model's; NULL: not looked for, or there is none */
     rf_model_info info;
     rf_sampler sampler;
     rf_logit_bias bias[LIST_MAX];
@@ -324,6 +326,7 @@ static void close_all(app *a) {
     rf_model_close(a->m, NULL);
     rf_device_close(a->d, NULL);
     rf_tokenizer_close(a->own, NULL);
+    rf_chat_template_close(a->own_template, NULL);
     if (a->g) rf_gguf_close(a->g, NULL);
     if (a->out) fclose(a->out);
     forget(a, 0);
@@ -634,13 +637,26 @@ static int open_writer(app *a) {
     return open_sampler(a);
 }
 
-/* The template asked for, else the file's; NULL if there is none. */
-static const char *find_template(app *a) {
-    rf_kv kv;
-    const char *name = a->o.chat_template ? a->o.chat_template : rf_chat_template_name(a->g);
-    if (!name && rf_gguf_find_kv(a->g, "tokenizer.chat_template", &kv, NULL) == RF_OK)
-        note(RF_LOG_WARNING, "note: the file's chat template is not recognised (see --template)", a);
-    return name;
+/* Parse the template in a file. */
+static int open_template(app *a, const char *path) {
+    int code;
+    bytes text = {0};
+    FILE *f = fopen(path, "rb");
+    if (!f) return fail_errno(a, path);
+    code = read_all(a, f, path, &text);
+    fclose(f);
+    if (!code) code = lib(a, rf_chat_template_open((rf_string){text.data, text.len}, NULL, &a->own_template, &a->err));
+    free(text.data);
+    a->chat_template = a->own_template;
+    return code;
+}
+
+/* Set a->chat_template: what --template asks for, else the file's; NULL if there is none. */
+static int find_template(app *a) {
+    if (a->chat_template) return DONE;
+    if (a->o.chat_template) return open_template(a, a->o.chat_template);
+    rf_result r = rf_model_get_chat_template(a->m, &a->chat_template, &a->err);
+    return r == RF_ERR_NOT_FOUND ? DONE : lib(a, r);
 }
 
 static int say(app *a, const char *role, const char *text, size_t n) {
@@ -650,26 +666,23 @@ static int say(app *a, const char *role, const char *text, size_t n) {
     if (a->n_messages == MESSAGES_MAX) return free(copy), fail(a, FAILED, "more than %d messages", MESSAGES_MAX);
     for (size_t i = 0; i < n; i++) copy[i] = text[i] ? text[i] : ' '; /* a message cannot hold a NUL */
     copy[n] = 0;
-    a->messages[a->n_messages++] = (rf_chat_message){role, copy};
+    a->messages[a->n_messages++] = (rf_chat_message){.role = role, .content = copy};
     return DONE;
 }
 
-/* Format the messages as tokens in a->prompt. Some templates spell out the bos that the tokenizer adds, too. */
-static int encode_messages(app *a, const char *name) {
+/* Format the messages as tokens in a->prompt. */
+static int encode_messages(app *a) {
     int code;
     ids *p = &a->prompt;
-    const rf_chat chat = {name, a->messages, a->n_messages, 1};
+    const rf_chat chat = {.chat_template = a->chat_template, .messages = a->messages, .n_messages = a->n_messages,
+                          .open_answer = 1, .now = (int64_t)time(NULL)};
     uint32_t flags = a->o.no_bos ? 0 : RF_TOKENIZE_ADD;
     rf_result r = rf_chat_tokenize(a->t, &chat, flags, p->data, p->capacity, &p->len, &a->err);
     if (r == RF_ERR_CAPACITY) {
         if ((code = reserve_ids(a, p, p->len))) return code;
         r = rf_chat_tokenize(a->t, &chat, flags, p->data, p->capacity, &p->len, &a->err);
     }
-    if ((code = lib(a, r))) return code;
-    int32_t bos = rf_tokenizer_get_info(a->t).bos;
-    if (p->len > 1 && bos >= 0 && p->data[0] == bos && p->data[1] == bos)
-        memmove(p->data, p->data + 1, --p->len * sizeof *p->data);
-    return DONE;
+    return lib(a, r);
 }
 
 /* The prompt: an argument, a file, or what comes through a pipe, without its last newline. */
@@ -697,12 +710,12 @@ static int run_generate(app *a) {
     const options *o = &a->o;
     if ((code = read_prompt(a))) return code;
     if ((code = open_writer(a))) return code;
-    const char *name = o->raw ? NULL : find_template(a);
-    uint32_t limit = o->max_tokens != NOT_GIVEN ? (uint32_t)o->max_tokens : name ? 0 : 256;
-    if (name) {
+    if (!o->raw && (code = find_template(a))) return code;
+    uint32_t limit = o->max_tokens != NOT_GIVEN ? (uint32_t)o->max_tokens : a->chat_template ? 0 : 256;
+    if (a->chat_template) {
         if (o->system && (code = say(a, "system", o->system, strlen(o->system)))) return code;
         if ((code = say(a, "user", a->line.data, a->line.len))) return code;
-        if ((code = encode_messages(a, name))) return code;
+        if ((code = encode_messages(a))) return code;
     } else {
         uint32_t tokenize = (o->no_bos ? 0 : RF_TOKENIZE_ADD) | (o->special ? RF_TOKENIZE_SPECIAL : 0);
         if ((code = encode(a, a->line.data, a->line.len, tokenize, &a->prompt))) return code;
@@ -768,8 +781,7 @@ static int answer_messages(app *a) {
     int code;
     answer x;
     uint32_t kept;
-    const char *name = find_template(a);
-    if ((code = encode_messages(a, name ? name : "plain"))) return code;
+    if ((code = encode_messages(a))) return code;
     if (a->prompt.len > a->n_ctx) return too_long(a, a->prompt.len);
     if ((code = lib(a, rf_session_sync(a->s, 0, a->prompt.data, a->prompt.len, &kept, &a->err)))) return code;
     a->start = now();
@@ -999,6 +1011,8 @@ static int run_chat(app *a) {
     has_terminal = tcgetattr(STDIN_FILENO, &terminal) == 0;
     a->talks = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
     if ((code = open_writer(a))) return code;
+    if ((code = find_template(a))) return code;
+    if (!a->chat_template) return fail(a, FAILED, "the file has no chat template: give one with --template FILE");
     if ((code = open_session(a, 0, 0, 1))) return code;
     if (a->o.system && (code = say(a, "system", a->o.system, strlen(a->o.system)))) return code;
     greet(a);
@@ -1572,8 +1586,11 @@ static int print_support(app *a, const rf_gguf_info *f, int json) {
     if (r == RF_OK) r = rf_model_forecast(a->m, &desc, &need, &err);
     int runs = r == RF_OK, tokenizes = rf_tokenizer_open(a->g, a->o.pre, &a->own, &tokenizer_err) == RF_OK;
     rf_tokenizer_info t = rf_tokenizer_get_info(a->own);
-    const char *name = rf_chat_template_name(a->g);
-    if (!name && rf_gguf_find_kv(a->g, "tokenizer.chat_template", &kv, NULL) == RF_OK) name = "not recognised";
+    rf_string jinja = {0};
+    rf_error template_err = {0};
+    if (rf_gguf_find_kv(a->g, "tokenizer.chat_template", &kv, NULL) == RF_OK && kv.type == RF_KV_STRING &&
+        rf_kv_text(&kv, NULL, &jinja, NULL) == RF_OK)
+        rf_chat_template_open(jinja, NULL, &a->own_template, &template_err);
     rf_string arch = {0};
     if (rf_gguf_find_kv(a->g, "general.architecture", &kv, NULL) == RF_OK && kv.type == RF_KV_STRING)
         rf_kv_text(&kv, NULL, &arch, NULL);
@@ -1586,7 +1603,7 @@ static int print_support(app *a, const rf_gguf_info *f, int json) {
     print_fact("tokenizer", text_of(tokenizes ? t.model : NULL), json);
     print_fact("pre_tokenizer", text_of(tokenizes ? t.pre : NULL), json);
     print_fact("tokenizer_error", text_of(tokenizes ? NULL : tokenizer_err.text), json);
-    print_fact("template", text_of(name), json);
+    print_fact("template", text_of(a->own_template ? "jinja" : template_err.code ? template_err.text : NULL), json);
     print_count("tensor_bytes", f->data_bytes, json);
     if (runs) {
         print_count("weight_bytes", a->info.weight_bytes, json);
@@ -1627,6 +1644,57 @@ static int run_inspect(app *a) {
     if ((code = print_support(a, &f, json))) return code;
     if (json) puts("}");
     print_notes(a);
+    return DONE;
+}
+
+/* ---- template ---- */
+
+/* Seconds since 1970 of 2026-11-22T12:34:56, UTC, or of a count of seconds. */
+static int read_time(app *a, const char *text, int64_t *out) {
+    struct tm t = {0};
+    char *end;
+    int n = 0;
+    *out = strtoll(text, &end, 10);
+    if (*text && !*end) return DONE;
+    if (sscanf(text, "%d-%d-%dT%d:%d:%d%n", &t.tm_year, &t.tm_mon, &t.tm_mday, &t.tm_hour, &t.tm_min, &t.tm_sec,
+               &n) != 6 || text[n])
+        return fail(a, USAGE, "--now: want 2026-11-22T12:34:56 or seconds since 1970, got \"%s\"", text);
+    t.tm_year -= 1900;
+    t.tm_mon--;
+    *out = timegm(&t);
+    return DONE;
+}
+
+/* Print the model's template; with --input what it, or --jinja's, makes of these variables. */
+static int run_template(app *a) {
+    int code;
+    rf_kv kv;
+    rf_string jinja = {0};
+    size_t n = 0;
+    rf_chat chat = {0};
+    if (!a->o.gguf == !a->o.jinja) return fail(a, USAGE, "want either a model or --jinja FILE");
+    if (a->o.jinja && !a->o.input) return fail(a, USAGE, "--jinja: want --input FILE.json, too");
+    if (a->o.gguf) {
+        if ((code = open_file(a))) return code;
+        if ((code = lib(a, rf_gguf_find_kv(a->g, "tokenizer.chat_template", &kv, &a->err)))) return code;
+        if ((code = lib(a, rf_kv_text(&kv, NULL, &jinja, &a->err)))) return code;
+        if (!a->o.input) return fwrite(jinja.data, 1, jinja.len, stdout), putchar('\n'), DONE;
+        if ((code = lib(a, rf_chat_template_open(jinja, NULL, &a->own_template, &a->err)))) return code;
+    } else if ((code = open_template(a, a->o.jinja))) return code;
+    FILE *f = fopen(a->o.input, "rb");
+    if (!f) return fail_errno(a, a->o.input);
+    code = read_all(a, f, a->o.input, &a->text);
+    fclose(f);
+    if (code) return code;
+    chat.chat_template = a->own_template;
+    chat.extra = a->text.data;
+    chat.now = (int64_t)time(NULL);
+    if (a->o.now && (code = read_time(a, a->o.now, &chat.now))) return code;
+    rf_result r = rf_chat_format(&chat, NULL, 0, &n, &a->err);
+    if (r && r != RF_ERR_CAPACITY) return lib(a, r);
+    if ((code = reserve(a, &a->line, n + 1))) return code;
+    if ((code = lib(a, rf_chat_format(&chat, a->line.data, n, &n, &a->err)))) return code;
+    fwrite(a->line.data, 1, n, stdout);
     return DONE;
 }
 
@@ -2191,16 +2259,17 @@ static const command commands[] = {
     {"logits", run_logits, "write the logits of every token, float32 [n_tokens, n_vocab]"},
     {"bench", run_bench, "measure prompt and decode speed: medians of -r runs after a warm-up"},
     {"devices", run_devices, "list the devices"},
+    {"template", run_template, "print a model's chat template, or what one makes of a conversation in JSON (--input)"},
 };
 #define N_COMMANDS (sizeof commands / sizeof *commands)
 
 enum { /* in the order of the table above */
     CHAT = 1, GENERATE = 2, INSPECT = 4, PLAN = 8, CHECK = 16, TOKENIZE = 32, DEQUANT = 64, EMBED = 128, LOGITS = 256,
-    BENCH = 512, DEVICES = 1024,
+    BENCH = 512, DEVICES = 1024, TEMPLATE = 2048,
     WRITE = GENERATE | CHAT,              /* choose tokens */
     RUN = WRITE | EMBED | LOGITS | BENCH, /* compute       */
     FILES = RUN | INSPECT | PLAN | CHECK | TOKENIZE,
-    ALL = FILES | DEQUANT | DEVICES
+    ALL = FILES | DEQUANT | DEVICES | TEMPLATE
 };
 
 /* LIMIT: a count, and -1 means 0 (no limit). CHOICE: the position in "a|b". LIST: a text, may be given many times. */
@@ -2220,7 +2289,7 @@ typedef struct flag {
 #define AT(member) offsetof(options, member)
 #define HEADING(takes, text) {NULL, SWITCH, 0, takes, 0, 0, 0, NULL, text}
 static const flag flags[] = {
-    {"-m, --model, --gguf", TEXT, AT(gguf), FILES, FILES, 0, 0, "F", "the model; F alone will do"},
+    {"-m, --model, --gguf", TEXT, AT(gguf), FILES | TEMPLATE, FILES, 0, 0, "F", "the model; F alone will do"},
     {"-h, --help", SWITCH, AT(help), ALL, 0, 0, 0, NULL, "this text"},
     {"--json", SWITCH, AT(json), INSPECT | BENCH, 0, 0, 0, NULL, "print JSON"},
     {"-p, --prompt", TEXT, AT(prompt), GENERATE | EMBED, 0, 0, 0, "S", "the text; S alone after the model will do"},
@@ -2228,11 +2297,14 @@ static const flag flags[] = {
      "the text from a file, - is stdin (a pipe, its last newline dropped)"},
     {"--echo", SWITCH, AT(echo), GENERATE, 0, 0, 0, NULL, "print the prompt first, and end with a newline"},
     {"--raw", SWITCH, AT(raw), GENERATE, 0, 0, 0, NULL, "the prompt as it is: no chat template"},
-    {"--template", TEXT, AT(chat_template), WRITE, 0, 0, 0, "NAME", "chat template, e.g. chatml (the file's)"},
+    {"--template", TEXT, AT(chat_template), WRITE, 0, 0, 0, "F", "chat template: a file of Jinja (the model's)"},
     {"--system", TEXT, AT(system), WRITE, 0, 0, 0, "S", "system message"},
     {"-n, --max-tokens, --n-predict", LIMIT, AT(max_tokens), WRITE, 0, 0, INT32_MAX, "N",
      "tokens of an answer at most; 0 or -1: no limit (256 for --raw, else none)"},
     {"--stats", SWITCH, AT(stats), CHAT, 0, 0, 0, NULL, "print times and speeds after each answer"},
+    {"--jinja", TEXT, AT(jinja), TEMPLATE, 0, 0, 0, "F", "a template in a file instead of a model's"},
+    {"--input", TEXT, AT(input), TEMPLATE, 0, 0, 0, "F", "JSON: {\"messages\": [...], \"tools\": [...], ...}"},
+    {"--now", TEXT, AT(now), TEMPLATE, 0, 0, 0, "T", "the template's clock, as 2026-11-22T12:34:56 (now)"},
     {"--pooling", CHOICE, AT(pooling), EMBED, 0, 0, 0, "mean|last|cls", "of the tokens' vectors (mean)"},
     {"--tokens", TEXT, AT(tokens), LOGITS, LOGITS, 0, 0, "1,2,3", "the prompt as token ids"},
     {"--out", TEXT, AT(out), LOGITS, LOGITS, 0, 0, "F", "file to write"},

@@ -718,10 +718,10 @@ static rf_session *session(trial *t, const rf_session_desc *desc) {
 static void try_vocabulary(trial *t) {
     static const char *const texts[] = {"Hello w\xc3\xb6rld 123 <|im_start|> <s>\xff\xe2\x96\x81 \n\n\tend", "",
                                         "\xf0\x9f\x98\x80\xcc\x81\xcc\x81 don't 'll"};
-    static const char *const templates[] = {NULL, "chatml", "llama3", "gemma", "harmony", "phi4", "mistral-v7-tekken",
-                                            "deepseek3"};
-    static const rf_chat_message messages[] = {{"system", "be"}, {"user", "hi <|im_start|>system\nx<|im_end|>"},
-                                               {"assistant", "a"}, {"user", "q"}};
+    static const char *const templates[] = {"<|im_start|>", "<s>[INST]", "<start_of_turn>", "<|start_header_id|>"};
+    static const rf_chat_message messages[] = {
+        {.role = "system", .content = "be"}, {.role = "user", .content = "hi <|im_start|>system\nx<|im_end|>"},
+        {.role = "assistant", .content = "a"}, {.role = "user", .content = "q"}};
     const rf_tokenizer *tokenizer = NULL;
     rf_sampler_desc defaults;
     int32_t ids[512];
@@ -731,11 +731,16 @@ static void try_vocabulary(trial *t) {
     const uint32_t n_vocab = rf_tokenizer_get_info(tokenizer).n_vocab;
     for (uint32_t k = 0; k < 4 * RFT_COUNT(texts) + RFT_COUNT(templates); k++) {
         const uint32_t i = k / 4;
-        const rf_chat chat = {.template_name = templates[k % RFT_COUNT(templates)], .messages = messages, .n_messages = 4,
-                              .open_answer = 1};
+        rf_chat_template *jinja = NULL;
+        char source[200];
+        snprintf(source, sizeof source, "{%% for m in messages %%}%s{{ m.role + '\\n' + m.content | trim }}<|im_end|>{%% endfor %%}",
+                 templates[k % RFT_COUNT(templates)]);
+        WORKS(t, rf_chat_template_open(rf_string_of(source), NULL, &jinja, &t->err));
+        const rf_chat chat = {.chat_template = jinja, .messages = messages, .n_messages = 4, .open_answer = 1};
         n = 0;
         if (i < RFT_COUNT(texts)) rf_tokenize(tokenizer, rf_string_of(texts[i]), k % 4, ids, RFT_COUNT(ids), &n, NULL);
         else rf_chat_tokenize(tokenizer, &chat, RF_TOKENIZE_ADD, ids, RFT_COUNT(ids), &n, NULL);
+        rf_chat_template_close(jinja, NULL);
         rf_detokenizer state = {.tokenizer = tokenizer};
         for (uint32_t j = 0; j < n && j < RFT_COUNT(ids); j++) {
             char out[1024];

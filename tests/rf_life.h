@@ -59,8 +59,11 @@ static void life_touch(life *l, const rf_gguf *g) {
 
 /* Text to ids and back, and a chat. */
 static rf_result life_text(life *l, const rf_gguf *g, const rf_tokenizer *t, const char *text, size_t n) {
-    const rf_chat_message messages[] = {{"system", "be brief"}, {"user", "hello"}};
-    const rf_chat chat = {.messages = messages, .n_messages = 2, .open_answer = 1};
+    const rf_chat_message messages[] = {{.role = "system", .content = "be brief"}, {.role = "user", .content = "hello"}};
+    rf_chat chat = {.messages = messages, .n_messages = 2, .open_answer = 1, .now = 1};
+    rf_chat_template *jinja = NULL;
+    rf_string source;
+    rf_kv kv;
     rf_tokenizer_info info = rf_tokenizer_get_info(t);
     rf_detokenizer state = {.tokenizer = t};
     int32_t ids[512];
@@ -76,8 +79,13 @@ static rf_result life_text(life *l, const rf_gguf *g, const rf_tokenizer *t, con
         l->touched += rf_token_get_text(t, ids[i]).len + (uint64_t)rf_token_is_end(t, ids[i]) + bytes;
     }
     rf_detokenize(&state, -1, RF_DETOKENIZE_FINISH, out, sizeof out, &bytes, NULL);
-    if (rf_chat_format(g, &chat, out, sizeof out, &bytes, NULL) == RF_OK) l->touched += (unsigned char)out[0];
-    l->touched += rf_chat_template_name(g) != NULL;
+    if (rf_gguf_find_kv(g, "tokenizer.chat_template", &kv, NULL) != RF_OK || rf_kv_text(&kv, NULL, &source, NULL) != RF_OK)
+        return RF_OK;
+    if (rf_chat_template_open(source, NULL, &jinja, NULL) != RF_OK) return RF_OK;
+    chat.chat_template = jinja;
+    if (rf_chat_format(&chat, out, sizeof out, &bytes, NULL) == RF_OK) l->touched += (unsigned char)out[0];
+    if (rf_chat_tokenize(t, &chat, RF_TOKENIZE_ADD, ids, 512, &n_ids, NULL) == RF_OK) l->touched += n_ids;
+    rf_chat_template_close(jinja, NULL);
     return RF_OK;
 }
 

@@ -115,8 +115,10 @@ expect 1 "unknown instruction set" generate --gguf $model --prompt a --isa mmx &
 expect 1 "token id out of range" logits --gguf $model --tokens 1,1024 --out "$t/l" && says "token id" 1024
 expect 1 "logits beyond the context" logits --gguf $model --tokens 1,2,3 --out "$t/l" --ctx 4 --greedy 2
 expect 1 "prompt beyond the context" generate --gguf $model --prompt "To be or not to be" --ctx 3
-expect 1 "unknown template" generate --gguf $model --prompt a --template frobnicate &&
-    says "unknown template" frobnicate
+expect 1 "missing template" generate --gguf $model --prompt a --template frobnicate && says "missing template" frobnicate
+echo '{% frobnicate %}' >"$t/bad.jinja"
+expect 1 "bad template" generate --gguf $model --prompt a --template "$t/bad.jinja" && says "bad template" "line 1: unknown tag 'frobnicate'"
+expect 1 "chat without a template" chat $model && says "chat without a template" "no chat template"
 
 # ---- generated text ----
 
@@ -211,15 +213,19 @@ else
     skip "logits by steps as at once" "no python3"
 fi
 
+{
+    printf '%s' '{% for m in messages %}{% if m.role == "system" %}{{ m.content }}{{ "\n\n" }}{% elif m.role == "user" %}'
+    printf '%s' 'User: {{ m.content }}{{ "\n" }}{% else %}Assistant: {{ m.content }}{{ "\n" }}{% endif %}{% endfor %}Assistant:'
+} >"$t/plain.jinja"
 printf 'Good night\n/reset\nGood night\n/quit\nnot read\n' >"$t/talk"
-input=$t/talk expect 0 "chat" chat --gguf $model --max-tokens 12 --ctx 100 --stats --temp 0
+input=$t/talk expect 0 "chat" chat --gguf $model --template "$t/plain.jinja" --max-tokens 12 --ctx 100 --stats --temp 0
 n=$(wc -c <"$t/out")
 head -c $((n / 2)) "$t/out" >"$t/first" && tail -c $((n / 2)) "$t/out" >"$t/second"
 verdict "chat answers" [ "$n" -gt 8 ]
 verdict "chat: after /reset the same answer" cmp "$t/first" "$t/second"
 verdict "chat: what the session holds is not evaluated again" [ "$(grep -c 'prefill 1 tokens' "$t/err")" -eq 1 ]
 printf 'Good night\nGood night\n' >"$t/talk"
-input=$t/talk expect 0 "chat goes on" run $model --max-tokens 12 --ctx 100
+input=$t/talk expect 0 "chat goes on" run $model --template "$t/plain.jinja" --max-tokens 12 --ctx 100
 verdict "chat: no escape codes" sh -c "! cat '$t/out' '$t/err' | grep -q '$esc'"
 verdict "chat: figures on request only" sh -c "! grep -q '^open' '$t/err'"
 # /regen and /load give the messages of the first turn again, so that the answer is the same
@@ -227,7 +233,7 @@ verdict "chat: figures on request only" sh -c "! grep -q '^open' '$t/err'"
     printf '/system You are \303\274ber\nGood night\n/save %s\n/regen\n' "$t/saved.json"
     printf '/undo\n/clear\n/system\n/load %s\n/regen\n/save %s\n' "$t/saved.json" "$t/again.json"
 } >"$t/talk"
-input=$t/talk expect 0 "chat commands" chat $model -n 12 -c 200 --temp 0
+input=$t/talk expect 0 "chat commands" chat $model --template "$t/plain.jinja" -n 12 -c 200 --temp 0
 n=$(($(wc -c <"$t/out") / 3))
 head -c $n "$t/out" >"$t/first"
 { cat "$t/first" "$t/first" "$t/first"; } >"$t/want"
@@ -237,7 +243,7 @@ verdict "chat: /save as JSON" grep -q '^\[{"role": "system", "content": "You are
 # hostile files: one line that says where, and the conversation stays
 printf '%s' '[{"role": "user", "content": "\ud83d\ude00 \u00e9\n\u0000 \ud800x"}]' >"$t/escapes.json"
 printf '/load %s\n/save %s\n' "$t/escapes.json" "$t/again.json" >"$t/talk"
-input=$t/talk expect 0 "chat: escapes" chat $model
+input=$t/talk expect 0 "chat: escapes" chat $model --template "$t/plain.jinja"
 verdict "chat: escapes" grep -qxF '[{"role": "user", "content": "\ud83d\ude00 \u00e9\u000a  \ufffdx"}]' "$t/again.json"
 n=0
 for text in '' '{' '[' '[{}]' '[1]' '[{"role": "user"}]' '[{"role": "user", "content": 1}]' '[{"role": "king", "content": ""}]' \
@@ -246,20 +252,20 @@ for text in '' '{' '[' '[{}]' '[1]' '[{"role": "user"}]' '[{"role": "user", "con
     n=$((n + 1))
     printf '%s' "$text" >"$t/bad$n.json"
     printf '/load %s\n' "$t/bad$n.json" >"$t/talk"
-    input=$t/talk expect 1 "chat: /load '$text'" chat $model && says "chat: /load '$text'" "bad$n.json: byte "
+    input=$t/talk expect 1 "chat: /load '$text'" chat $model --template "$t/plain.jinja" && says "chat: /load '$text'" "bad$n.json: byte "
 done
 for line in /frobnicate /save "/undo 1"; do
     echo "$line" >"$t/talk"
-    input=$t/talk expect 2 "chat: $line" chat $model && says "chat: $line" "${line%% *}"
+    input=$t/talk expect 2 "chat: $line" chat $model --template "$t/plain.jinja" && says "chat: $line" "${line%% *}"
 done
 echo /frobnicate >"$t/talk"
-input=$t/talk expect 2 "chat: unknown command" chat $model && says "chat: unknown command" "/help /bye /system"
+input=$t/talk expect 2 "chat: unknown command" chat $model --template "$t/plain.jinja" && says "chat: unknown command" "/help /bye /system"
 for line in /undo /regen "/load $t/missing" "/save $t/missing/x"; do
     echo "$line" >"$t/talk"
-    input=$t/talk expect 1 "chat: $line" chat $model && says "chat: $line" "${line#* }"
+    input=$t/talk expect 1 "chat: $line" chat $model --template "$t/plain.jinja" && says "chat: $line" "${line#* }"
 done
 printf '"""/bye\n"""\n/etc/hosts\n/bye\nnot read\n' >"$t/talk"
-input=$t/talk expect 0 "chat: no commands" chat $model -n 1 -c 200
+input=$t/talk expect 0 "chat: no commands" chat $model --template "$t/plain.jinja" -n 1 -c 200
 verdict "chat: no commands, but messages" [ "$(wc -l <"$t/out")" -ge 2 ]
 
 # on a terminal: (what to wait for, what to type then)..., the exit status, what is seen, what is not
@@ -304,7 +310,7 @@ talk(many, [(b'> ', b'Hello\n'), (b' the the the', b'\3'), (again, b''), (b'> ',
 for environment in {'NO_COLOR': '1'}, {'TERM': 'dumb'}:
     talk(['-n', '4'], [(b'> ', b'/bye\n')], 0, [], [b'\033[1', b'\033[2'], **environment)
 PY
-    if TERM=xterm timeout 60 python3 "$t/terminal.py" "$cli" chat $model >"$t/terminal.log" 2>&1; then pass
+    if TERM=xterm timeout 60 python3 "$t/terminal.py" "$cli" chat $model --template "$t/plain.jinja" >"$t/terminal.log" 2>&1; then pass
     else bad "chat on a terminal"; tail -n 5 "$t/terminal.log"; fi
 else
     skip "chat on a terminal" "no python3"
@@ -407,7 +413,7 @@ verdict "inspect: it does not run" grep -q '^supported  *no$' "$t/out"
 verdict "inspect: why" grep -q "^reason  .*general.architecture .*'mamba' is not supported" "$t/out"
 verdict "inspect: the architecture" grep -q '^architecture  *mamba$' "$t/out"
 verdict "inspect: types" grep -q '^unsupported_types  *i8 (1)$' "$t/out"
-verdict "inspect: an unknown template" grep -q '^template  *not recognised$' "$t/out"
+verdict "inspect: a template" grep -q '^template  *jinja$' "$t/out"
 verdict "inspect: no tokenizer" grep -q '^tokenizer_error  .*tokenizer.ggml.model is missing' "$t/out"
 
 # ---- embed ----

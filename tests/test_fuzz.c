@@ -246,54 +246,41 @@ static void fuzz_tokenizer(const unsigned char *data, size_t n) {
 
 /* ---- a conversation ---- */
 
-/* First byte: template and flags; then pieces: the file's template, and messages whose first byte says the role. */
+/* Two bytes of switches; then pieces: a template, its variables as JSON, and messages whose first byte says the role. */
 static void fuzz_template(const unsigned char *data, size_t n) {
-    static const char *const roles[] = {"system", "user", "assistant", "tool", ""};
+    static const char *const roles[] = {"system", "user", "assistant", "tool", "a<|b|>"};
+    const rf_chat_template_desc limits = {.max_steps = 100000, .max_memory = 4 << 20, .max_output = 1 << 18, .max_depth = 200};
     pieces p = {data, data + n, 1};
-    unsigned options = next_byte(&p), id = next_byte(&p);
-    rf_chat_message messages[64];
-    char *texts[65] = {0};
-    size_t n_bytes = 0, n_texts = 0, count = 0, again = 0;
-    while (n_texts < 65 && (texts[n_texts] = next_piece(&p, &n_bytes))) {
-        char *text = texts[n_texts];
-        const char *role = roles[(unsigned char)text[0] % 5];
-        if (n_texts) messages[n_texts - 1] = (rf_chat_message){role, text + (text[0] != 0)};
-        n_texts++;
-    }
-    mg_buf file = {0};
-    mg_gguf w;
-    rf_gguf *g;
-    mg_begin(&w, 3);
-    mg_kv(&w, "tokenizer.chat_template", MG_KV_STR);
-    pieces whole = {data, data + n, 1};
-    next_byte(&whole), next_byte(&whole);
-    char *jinja = next_piece(&whole, &n_bytes); /* with its NULs */
-    mg_put_text(&w.kv, jinja, n_bytes);
-    mg_kv_arr_str(&w, "tokenizer.ggml.tokens", (const char *const[]){"<s>", "</s>", "x", ""}, 4);
-    mg_kv_u32(&w, "tokenizer.ggml.bos_token_id", id & 7);
-    mg_kv_u32(&w, "tokenizer.ggml.eos_token_id", id >> 3 & 7);
-    mg_finish(&w, &file);
-    MUST(rf_gguf_open_memory(file.data, file.n, NULL, &g, NULL) == RF_OK, "file");
-    const char *name = rf_chat_template_name(g);
-    MUST(!name || rfi_chat_by_name(name), "a name that is none");
-    size_t family = options & 15;
-    rf_chat chat = {.messages = messages, .n_messages = (uint32_t)(n_texts ? n_texts - 1 : 0)};
-    chat.open_answer = options >> 4 & 1;
-    if (family && family <= RFI_COUNT(rfi_chat_families)) chat.template_name = rfi_chat_families[family - 1].name;
-    const rf_gguf *file_or_none = options & 32 ? NULL : g;
+    unsigned options = next_byte(&p), more = next_byte(&p);
+    rf_chat_message messages[16];
+    char *texts[18] = {0};
+    size_t n_source = 0, n_bytes = 0, count = 0, again = 0;
+    uint32_t n_texts = 0;
+    rf_chat_template *t;
     rf_error err;
-    rf_result r = rf_chat_format(file_or_none, &chat, NULL, 0, &count, &err);
-    if (r == RF_OK || r == RF_ERR_CAPACITY) {
-        char *out = (char *)malloc(count + !count);
-        MUST(out != NULL, "out of memory");
-        MUST(rf_chat_format(file_or_none, &chat, out, count, &again, &err) == RF_OK && again == count, "%s", err.text);
-        free(out);
-    } else {
-        MUST(err.code == r && err.text[0], "a failure without text");
+    while (n_texts < 18 && (texts[n_texts] = next_piece(&p, n_texts ? &n_bytes : &n_source))) n_texts++;
+    for (uint32_t i = 2; i < n_texts; i++) {
+        const char *text = texts[i];
+        messages[i - 2] = (rf_chat_message){.role = roles[(unsigned char)text[0] % 5], .content = text + (text[0] != 0),
+                                            .reasoning = more & 1 ? text : NULL, .name = more & 2 ? text : NULL};
     }
-    MUST(rf_gguf_close(g, NULL) == RF_OK, "the file stays busy");
-    mg_free(&file);
-    free(jinja);
+    rf_result r = n_texts ? rf_chat_template_open((rf_string){texts[0], n_source}, &limits, &t, &err) : RF_ERR_ARGUMENT;
+    if (r == RF_OK) {
+        rf_chat chat = {.chat_template = t, .messages = messages, .n_messages = n_texts > 2 ? n_texts - 2 : 0, .now = options};
+        chat.open_answer = options & 1, chat.thinking = options >> 1 & 1;
+        if (options & 4 && n_texts > 1) chat.extra = texts[1];
+        else if (n_texts > 1) chat.tools = texts[1];
+        if (options & 8) chat.effort = chat.prefill = "<|x|>";
+        r = rf_chat_format(&chat, NULL, 0, &count, &err);
+        if (r == RF_OK || r == RF_ERR_CAPACITY) {
+            char *out = (char *)malloc(count + !count);
+            MUST(out != NULL, "out of memory");
+            MUST(rf_chat_format(&chat, out, count, &again, &err) == RF_OK && again == count, "%s", err.text);
+            free(out);
+        }
+        rf_chat_template_close(t, NULL);
+    }
+    if (n_texts) MUST(r == RF_OK || r == RF_ERR_CAPACITY || (err.code == r && err.text[0]), "a failure without text");
     for (size_t i = 0; i < n_texts; i++) free(texts[i]);
 }
 
@@ -623,15 +610,19 @@ static const seed tokenizer_seeds[] = {
     SEED("\xfd\2" "2[UNK]\x1e" "1\xe2\x96\x81he\x1e" "1llo\x1e" "1e\x1e" "3[SEP]\x1e" "Hello h\xc3\xa9llo, [SEP]"),
     SEED("\xff\1" "2?\x1e" "1a\x1e" "6<0x41>\x1e" "1aa\x1e" "aaaA"),
 };
+#define CHATML "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
 static const seed template_seeds[] = {
-    SEED("\20\10{{ '<|im_start|>' }}<|im_end|>\x1e" "0system text\x1e" "1hello\x1e" "2answer"),
-    SEED("\20\10<|start_header_id|><|eot_id|>\x1e" "1 hi \x1e" "2 ho \x1e" "1 hi"),
-    SEED("\0\10'[INST]' ' [/INST]' eos_token\x1e" "0s\x1e" "1u\x1e" "2a\x1e" "1u"),
-    SEED("\0\10<<SYS>> bos_token + '[INST] ' '[/INST]'\x1e" "0s\x1e" "1u"),
-    SEED("\0\10<|user|> eos_token <|assistant|> }}\x1e" "1u"), SEED("\0\10<|assistant|>' + '\\n <|end|>\x1e" "1u"),
-    SEED("\0\10<start_of_turn> <end_of_turn>\x1e" "0s\x1e" "1u\x1e" "2a"),
-    SEED("\0\10[SYSTEM_PROMPT] [INST] [/INST]\x1e" "0s\x1e" "1u"),
-    SEED("\75\10\x1e" "0s\x1e" "1u"), SEED("\6\1\x1e" "1u\x1e" "2a\x1e" "1u"),
+    SEED("\1\0" CHATML "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}\x1e[]\x1e" "0system text\x1e" "1hello\x1e" "2answer"),
+    SEED("\2\3{%- macro f(x, y=1) -%}{{ x ~ y }}{{ caller() if caller }}{%- endmacro -%}{% call f(2) %}{{ enable_thinking }}{% endcall %}\x1e[]"),
+    SEED("\0\0{% for t in tools recursive %}{{ loop.index }}{{ t | tojson(indent=2) }}{{ loop(t.c) if t.c }}{% endfor %}\x1e[{\"c\": [{}]}, 1.5e3]"),
+    SEED("\4\0{% set ns = namespace(a=[]) %}{% for k, v in d | dictsort %}{% set ns.a = ns.a + [k] %}{% endfor %}{{ ns.a | join(',') }}\x1e{\"d\": {\"b\": 1}}"),
+    SEED("\4\0{{ s.split(',')[0].strip() | upper }}{{ s[::-1] }}{{ '%5.2f|%-3s' % (1.5, 'a') }}{{ '{:>5}'.format(s) }}\x1e{\"s\": \"a, b\\u00e9\"}"),
+    SEED("\4\0{% for g in l | groupby('a') %}{{ g.grouper }}{{ g.list | map(attribute='a') | sort | unique | list }}{% endfor %}\x1e{\"l\": [{\"a\": 1}]}"),
+    SEED("\10\1{% filter replace('a', 'b') | indent(2) %}{% raw %}{{ a }}{% endraw %}{% endfilter %}{{ strftime_now('%Y-%m-%d %B') }}\x1e[]\x1e" "1x"),
+    SEED("\0\0{%- if messages[0]['role'] == 'system' and not tools is defined -%}{{ raise_exception('no') }}{%- elif 1 in [1, 2] -%}x{%- endif %}\x1e[]\x1e" "1"),
+    SEED("\0\0{% set l = [] %}{% for i in range(9) if i is odd %}{{ l.append(i) }}{% if i > 5 %}{% break %}{% endif %}{% else %}x{% endfor %}{{ l.pop(0) }}"),
+    SEED("\0\0{{ [3, 1] | select('gt', 1) | list + [2 ** 62 // 7 % 5] }}{{ 'x' | e | safe + '<' }}{{ {'a': (1,), 2: none}.items() | list }}{# c #}"),
+    SEED("\0\0{% with a = 'abc' %}{{ a.find('c') }}{{ a.replace('', '-') }}{{ a | truncate(5) | center(9) | wordcount }}{{ a.partition('b') }}{% endwith %}"),
 };
 static const seed cli_seeds[] = {
     SEED("\0[1, 2, 3]"), SEED("\0" "7,8 , 2147483647"), SEED("\0[]"), SEED("\0[ 1\t,\r2 ]"),

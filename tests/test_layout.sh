@@ -62,7 +62,7 @@ case_public_calls() {
         sed 's/  */ /g' >"$dir/calls"
     [ "$(wc -l <"$dir/calls")" -gt 40 ]
     ! grep '^ROCMFORGE_API rf_result ' "$dir/calls" | grep -v ', rf_error \*err);$'
-    ! grep '_close(' "$dir/calls" | grep -v '^ROCMFORGE_API rf_result rf_[a-z]*_close(rf_[a-z]* \*[a-z]*, rf_error \*err);$'
+    ! grep '_close(' "$dir/calls" | grep -v '^ROCMFORGE_API rf_result rf_[a-z_]*_close(rf_[a-z_]* \*[a-z]*, rf_error \*err);$'
 }
 case_sections_of_the_kernels() { sections rocmforge_kernels.hip; }
 case_stop_here() { [ "$(grep -c 'Stop here if you only call the library' rocmforge.h)" -eq 1 ]; }

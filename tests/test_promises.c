@@ -439,9 +439,11 @@ static void test_texts_are_only_texts(void) {
     REQUIRE(rf_device_open("cpu", &(rf_device_desc){.n_threads = 1}, &d, &err) == RF_OK, "%s", err.text);
     REQUIRE(rf_model_open(g, d, NULL, &m, &err) == RF_OK, "%s", err.text);
     CHECK(rf_model_preload_all(m, &err) == RF_OK, "%s", err.text);
-    const rf_chat_message message = {"user", "%s%n"};
-    const rf_chat chat = {.messages = &message, .n_messages = 1};
-    CHECK(rf_chat_format(g, &chat, out, sizeof out, &n, &err) == RF_ERR_UNSUPPORTED, "the template is used");
+    const rf_chat_message message = {.role = "user", .content = "%s%n"};
+    rf_chat chat = {.messages = &message, .n_messages = 1};
+    CHECK(rf_model_get_chat_template(m, &chat.chat_template, &err) == RF_OK, "%s", err.text);
+    CHECK(rf_chat_format(&chat, out, sizeof out, &n, &err) == RF_OK && n == 5 && !memcmp(out, "\x1b[2J\a", 5),
+          "the template reaches outside: %.*s", (int)n, out);
     CHECK(rf_model_close(m, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "busy");
     REQUIRE(rf_gguf_open_memory(refused.data, refused.n, NULL, &g, &err) == RF_OK, "%s", err.text);
     CHECK(rf_model_open(g, d, NULL, &m, &err) == RF_ERR_UNSUPPORTED, "%s", err.text);
