@@ -69,7 +69,7 @@
  *   a template of your own             rf_chat_template_open
  *   stop at the end of the answer      rf_token_is_end
  *   stop text                          search in what rf_detokenize gave out so far, and evaluate no further token
- *   hide thoughts                      rf_chat_final on the text so far
+ *   thoughts, tool calls              rf_answer_open, which splits what a model writes
  *   limit or ban tokens, JSON          rf_sampler_desc.bias, or logits_fn, which sees and changes the logits
  *   against repetition                 rf_sampler_desc: DRY, penalties; rf_dry_breakers_find
  *   the same text again                rf_sampler_desc.seed; temperature 0 is greedy
@@ -103,8 +103,9 @@
  *    3 >>base         memory, checked arithmetic, errors    10 >>kernels >>cpu    the CPU's kernels, the CPU device
  *    4 >>sync         once-cell, thread pool                11 >>null      the device that only checks
  *    5 >>gguf         the file format                       12 >>session   the forward pass
- *    6 >>quant        tensor types                          13 >>token >>json >>jinja >>template >>sample >>scheduler
- *    7 >>tensor >>loader >>stream >>experts >>budget >>store    14 >>public    thin bodies
+ *    6 >>quant        tensor types                          13 >>token >>json >>jinja >>template
+ *    7 >>tensor >>loader >>stream >>experts >>budget >>store    13 >>sample >>scheduler >>answer
+ *                                                           14 >>public    thin bodies
  *
  * Macros, all optional, defined before the include
  *   ROCMFORGE_STATIC          implementation: functions become static, private to that C file
@@ -138,8 +139,7 @@
  *   Untrusted   every byte of a GGUF file, also while others change it; saved sequences; texts, token ids and chat
  *               messages. Allocations, reads and device calls may fail at any time.
  *   Promised    whatever happens, the worst is an error. No crash, no hang, no access outside the file's bytes and
- *               our own; memory and time to open a file and a model are bounded by the file's metadata, not by what it
- *               claims, and what the first session or load takes besides by the number of its matrices. Nothing in
+ *               our own; memory to open and plan is bounded by the file's metadata, not by what it claims. Nothing in
  *               a file is used as a format or as a path (the parts of a split file are found by the first one's name),
  *               and nothing is run but its chat template, which sees the conversation alone, within limits
  *               (rf_chat_template_desc). Messages are printable ASCII.
@@ -1154,8 +1154,8 @@ ROCMFORGE_API rf_result rf_answer_close(rf_answer *a, rf_error *err);
 
 /* More of the text, control tokens included (RF_DETOKENIZE_SPECIAL) where rf_answer_knows them. Pieces are given out as
  * soon as it is decided what they are: however the text is cut, they add up to the same.
- * Returns RF_OK; RF_ERR_CANCELLED (on_piece asked); RF_ERR_MEMORY.   Memory at most 9 x max_bytes, for calls.
- * Cost O(text). */
+ * Returns RF_OK; RF_ERR_CANCELLED (on_piece asked); RF_ERR_MEMORY.   Memory at most 11 x max_bytes + 16 KiB,
+ * for calls.   Cost O(text). */
 ROCMFORGE_API rf_result rf_answer_feed(rf_answer *a, rf_string text, rf_error *err);
 
 /* The text has ended: give out what was held back. rf_answer_feed then begins a new text. Returns, Memory as above. */
@@ -22909,6 +22909,957 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
     sch->in_callbacks = 0;
     if (n_active) *n_active = sch->n_running + sch->n_waiting;
     return r;
+}
+
+/* ==== 13g Answers ======================================================================================== >>answer
+ * From what a model writes to thoughts, answer and tool calls. Text is scanned for the markers of the formats that the
+ * chat template names; only what may become a marker, white space before one, and the body of a call are held back.
+ * Every byte is looked at a bounded number of times. A call's body is read twice: to see whether it is well formed, and
+ * to give out its calls. */
+
+enum { RFI_THOUGHT, RFI_CALL, RFI_DROP, RFI_HEADER }; /* what a marker begins                        */
+enum {
+    RFI_AT_START = 1,  /* only before the answer's first text                                       */
+    RFI_INCLUDE = 2,   /* the marker belongs to the body                                            */
+    RFI_NAMED = 4,     /* a name may stand before the JSON                                          */
+    RFI_CODE = 8,      /* without JSON the body ends with the text                                  */
+    RFI_PLAIN = 16,    /* double quotes do not hide the closing marker                              */
+    RFI_KEYED = 32,    /* {"name": {arguments}}                                                     */
+    RFI_BARE = 64,     /* JSON without a marker: only if it has name and arguments                  */
+    RFI_PAIRS = 128    /* GLM's name and arguments, if nothing else                                 */
+};
+
+#define RFI_DEEPSEEK(a, b) "<\xef\xbd\x9ctool\xe2\x96\x81" a b "\xef\xbd\x9c>"
+#define RFI_BEGIN "\xe2\x96\x81" "begin"
+#define RFI_END "\xe2\x96\x81" "end"
+
+/* A body without a closing marker ends with its JSON, or with the text. `sign`: what in a template shows that the model
+ * knows the format; NULL: `open`. `inner`: markers within the body. */
+typedef struct rfi_answer_format {
+    const char *open, *close, *sign, *inner;
+    uint8_t type, flags;
+} rfi_answer_format;
+
+static const rfi_answer_format rfi_answer_formats[] = {
+    {"", NULL, "\"parameters\": dictionary", "", RFI_CALL, RFI_BARE}, /* Llama 3; found by its brace */
+    {"<think>", "</think>", NULL, "", RFI_THOUGHT, RFI_AT_START},
+    {"[THINK]", "[/THINK]", NULL, "", RFI_THOUGHT, 0},
+    {"<seed:think>", "</seed:think>", NULL, "", RFI_THOUGHT, 0},
+    {"<|channel>thought", "<channel|>", "<|channel>", "", RFI_THOUGHT, 0},            /* Gemma 4   */
+    {"<|START_THINKING|>", "<|END_THINKING|>", NULL, "", RFI_THOUGHT, 0},             /* Command R */
+    {"<|inner_prefix|>", "<|inner_suffix|>", NULL, "", RFI_THOUGHT, 0},               /* Apertus   */
+    {"<|START_RESPONSE|>", NULL, NULL, "", RFI_DROP, 0},
+    {"<|END_RESPONSE|>", NULL, "<|START_RESPONSE|>", "", RFI_DROP, 0},
+    {"<tool_call>", "</tool_call>", NULL, "<arg_key></arg_key><arg_value></arg_value>", RFI_CALL,
+     RFI_PAIRS},
+    {"<tool_calls>", "</tool_calls>", NULL, "", RFI_CALL, 0},                         /* Apriel    */
+    {"<seed:tool_call>", "</seed:tool_call>", NULL, "", RFI_CALL, 0},
+    {"<function=", "</function>", NULL, "", RFI_CALL, RFI_INCLUDE},                   /* functionary */
+    {"<minimax:tool_call>", "</minimax:tool_call>", NULL, "", RFI_CALL, 0},
+    {"[TOOL_CALLS]", NULL, NULL, "[CALL_ID][ARGS]", RFI_CALL, RFI_NAMED},             /* Mistral   */
+    {"<|python_tag|>", NULL, NULL, "", RFI_CALL, RFI_CODE},                           /* Llama 3   */
+    {"<|tool_call|>", NULL, NULL, "", RFI_CALL, 0},                                   /* Granite   */
+    {"functools", NULL, "functools[", "", RFI_CALL, 0},                               /* Firefunction */
+    {"function call<|role_sep|>", NULL, "'role': 'function call'", "", RFI_CALL, 0},  /* GigaChat  */
+    {"<|message_sep|>", NULL, "'role': 'function call'", "", RFI_DROP, 0},
+    {"<|tools_prefix|>", "<|tools_suffix|>", NULL, "", RFI_CALL, RFI_KEYED},          /* Apertus   */
+    {"<|START_ACTION|>", "<|END_ACTION|>", NULL, "", RFI_CALL, 0},                    /* Command R */
+    {"<|tool_call>", "<tool_call|>", NULL, "<|\"|>", RFI_CALL, RFI_PLAIN},            /* Gemma 4   */
+    {"<|tool_call_start|>", "<|tool_call_end|>", NULL, "", RFI_CALL, RFI_PLAIN},      /* LFM2      */
+    {"<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", NULL,              /* Kimi      */
+     "<|tool_call_begin|><|tool_call_argument_begin|><|tool_call_end|>", RFI_CALL, RFI_PLAIN},
+    {RFI_DEEPSEEK("calls", RFI_BEGIN), RFI_DEEPSEEK("calls", RFI_END), NULL,
+     RFI_DEEPSEEK("call", RFI_BEGIN) RFI_DEEPSEEK("call", RFI_END) RFI_DEEPSEEK("sep", ""), RFI_CALL, RFI_PLAIN},
+    {"<|channel|>", NULL, NULL, "<|message|><|constrain|>", RFI_HEADER, RFI_INCLUDE}, /* gpt-oss   */
+    {"<|start|>", NULL, "<|channel|>", "", RFI_HEADER, RFI_INCLUDE},
+    {"<|end|>", NULL, "<|channel|>", "", RFI_HEADER, 0},
+    {"<|call|>", NULL, "<|channel|>", "", RFI_HEADER, 0},
+    {"<|return|>", NULL, "<|channel|>", "", RFI_HEADER, 0}};
+static const rfi_answer_format rfi_answer_recipient = {"", NULL, NULL, "", RFI_CALL, 0}; /* gpt-oss, after a header */
+
+enum { RFI_ANSWER_TEXT, RFI_ANSWER_CALL, RFI_ANSWER_HEADER };
+enum { RFI_NO_MARKER, RFI_PART_OF_MARKER, RFI_WHOLE_MARKER };
+enum { RFI_JSON_BEFORE, RFI_JSON_IN, RFI_JSON_NONE }; /* where in a call's body */
+
+struct rf_answer {
+    rf_answer_desc desc;
+    uint64_t active;      /* bit i: rfi_answer_formats[i]                                           */
+    int start, state;     /* RFI_ANSWER_*: at the start of a text, now                              */
+    const rfi_answer_format *start_thought, *format; /* open: a thought's or call's; NULL: none     */
+    rf_piece_kind kind;   /* of text                                                                */
+    int said, trim;       /* 1: the answer has text; white space that comes next is dropped         */
+    char *raw;            /* [n] of capacity: what is not decided                                   */
+    uint64_t n, capacity, scanned;
+    uint64_t lead;        /* white space in raw before a call's marker                              */
+    int json, in_string, escaped;
+    char opener;          /* of the JSON; depth: how many are open                                  */
+    uint64_t depth;
+    char *out;            /* [out_capacity] arguments of a call, as JSON                            */
+    uint64_t out_capacity, n_out;
+    char name[128];       /* gpt-oss: the recipient                                                 */
+    int has_pairs;        /* the template writes GLM's <arg_key>: a call may be a name alone        */
+    uint32_t n_calls;     /* given out, in all                                                      */
+    rf_error *err;        /* of the running call                                                    */
+    rf_result result;
+};
+
+static int rfi_answer_is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
+
+/* Does `marker` stand at p, or as much of it as there is? */
+static int rfi_marker_at(const char *p, uint64_t n, const char *marker) {
+    const size_t len = strlen(marker);
+    if (n == 0 || *p != *marker || memcmp(p, marker, n < len ? (size_t)n : len) != 0) return RFI_NO_MARKER;
+    return n < len ? RFI_PART_OF_MARKER : RFI_WHOLE_MARKER;
+}
+
+/* ---- the body of a call ---- */
+
+/* Reads a body. Arguments are written to a->out as JSON. Reading fails by returning 0. */
+typedef struct rfi_call_reader {
+    rf_answer *a;
+    const char *p, *end;
+    int silent;      /* 1: write nothing; without a        */
+    int emit;        /* 1: give out the calls              */
+    uint32_t n_calls;
+} rfi_call_reader;
+
+static rfi_call_reader rfi_call_read(rf_answer *a, rf_string text) {
+    const char *p = text.len ? text.data : "";
+    return (rfi_call_reader){.a = a, .p = p, .end = p + text.len, .silent = a == NULL};
+}
+
+static void rfi_call_space(rfi_call_reader *r) {
+    while (r->p < r->end && rfi_answer_is_space(*r->p)) r->p++;
+}
+
+/* Take a text if it comes next. */
+static int rfi_call_take(rfi_call_reader *r, const char *text) {
+    const size_t len = strlen(text);
+    if ((uint64_t)(r->end - r->p) < len || memcmp(r->p, text, len) != 0) return 0;
+    r->p += len;
+    return 1;
+}
+
+/* What stands before the next `text`, which is taken, too. */
+static int rfi_call_until(rfi_call_reader *r, const char *text, rf_string *out) {
+    const size_t len = strlen(text);
+    for (const char *at = r->p; (uint64_t)(r->end - at) >= len; at++) {
+        if (!(at = (const char *)memchr(at, *text, (size_t)(r->end - at)))) return 0;
+        if ((uint64_t)(r->end - at) < len || memcmp(at, text, len) != 0) continue;
+        *out = (rf_string){r->p, (uint64_t)(at - r->p)};
+        r->p = at + len;
+        return 1;
+    }
+    return 0;
+}
+
+/* Write to out, which has room for any body (rfi_call_parse). */
+static void rfi_call_put(rfi_call_reader *r, const char *text, uint64_t n) {
+    rf_answer *a = r->a;
+    if (r->silent) return;
+    if (n > a->out_capacity - a->n_out) r->p = r->end; /* cannot be; the body is not well formed then */
+    else memcpy(a->out + a->n_out, text, (size_t)n), a->n_out += n;
+}
+
+/* Write a byte of a JSON string. */
+static void rfi_call_put_byte(rfi_call_reader *r, char c) {
+    static const char digits[] = "0123456789abcdef";
+    const char code[6] = {'\\', 'u', '0', '0', digits[(c >> 4) & 15], digits[c & 15]};
+    if (c == '"' || c == '\\') rfi_call_put(r, "\\", 1);
+    if (c == '\n') rfi_call_put(r, "\\n", 2);
+    else if ((unsigned char)c < 32) rfi_call_put(r, code, 6);
+    else rfi_call_put(r, &c, 1);
+}
+
+static void rfi_call_put_string(rfi_call_reader *r, rf_string text) {
+    rfi_call_put(r, "\"", 1);
+    for (uint64_t i = 0; i < text.len; i++) rfi_call_put_byte(r, text.data[i]);
+    rfi_call_put(r, "\"", 1);
+}
+
+/* An escape after its backslash: JSON's are copied, Python's \' and \xHH are translated, other backslashes stay. */
+static void rfi_call_escape(rfi_call_reader *r) {
+    const char c = *r->p++;
+    uint64_t hex = 0, want = c == 'u' ? 4 : c == 'x' ? 2 : 0;
+    while (hex < want && r->p + hex < r->end && memchr("0123456789abcdefABCDEF", r->p[hex], 22)) hex++;
+    if (want && hex == want) {
+        rfi_call_put(r, want == 4 ? "\\u" : "\\u00", want == 4 ? 2 : 4);
+        rfi_call_put(r, r->p, want);
+        r->p += want;
+    } else if (c && strchr("\"\\/bfnrt", c)) {
+        const char copy[2] = {'\\', c};
+        rfi_call_put(r, copy, 2);
+    } else {
+        if (c != '\'') rfi_call_put_byte(r, '\\');
+        rfi_call_put_byte(r, c);
+    }
+}
+
+/* A string in double or single quotes, or Gemma's, which has no escapes. */
+static int rfi_call_string(rfi_call_reader *r) {
+    rf_string text;
+    if (rfi_call_take(r, "<|\"|>")) {
+        if (!rfi_call_until(r, "<|\"|>", &text)) return 0;
+        rfi_call_put_string(r, text);
+        return 1;
+    }
+    const char quote = r->p < r->end ? *r->p++ : 0;
+    if (quote != '"' && quote != '\'') return 0;
+    rfi_call_put(r, "\"", 1);
+    while (r->p < r->end && *r->p != quote) {
+        const char c = *r->p++;
+        if (c != '\\') rfi_call_put_byte(r, c);
+        else if (r->p < r->end) rfi_call_escape(r);
+    }
+    rfi_call_put(r, "\"", 1);
+    return r->p < r->end && *r->p++ == quote;
+}
+
+/* The name of a function or an argument. */
+static int rfi_call_name(rfi_call_reader *r, rf_string *out) {
+    const char *from = r->p;
+    for (; r->p < r->end; r->p++) {
+        const char c = *r->p;
+        if (!((c | 32) >= 'a' && (c | 32) <= 'z') && !(c & 0x80) && !memchr("0123456789_.-:/", c, 15)) break;
+    }
+    *out = (rf_string){from, (uint64_t)(r->p - from)};
+    return out->len > 0;
+}
+
+static int rfi_call_digits(rfi_call_reader *r) {
+    const char *from = r->p;
+    while (r->p < r->end && *r->p >= '0' && *r->p <= '9') r->p++;
+    return r->p > from;
+}
+
+static int rfi_call_number(rfi_call_reader *r) {
+    const char *from = r->p;
+    rfi_call_take(r, "-");
+    if (!rfi_call_take(r, "0") && !rfi_call_digits(r)) return 0;
+    if (rfi_call_take(r, ".") && !rfi_call_digits(r)) return 0;
+    if (rfi_call_take(r, "e") || rfi_call_take(r, "E")) {
+        if (!rfi_call_take(r, "+")) rfi_call_take(r, "-");
+        if (!rfi_call_digits(r)) return 0;
+    }
+    rfi_call_put(r, from, (uint64_t)(r->p - from));
+    return 1;
+}
+
+/* A key and its colon. Gemma 4 writes keys without quotes. */
+static int rfi_call_key(rfi_call_reader *r) {
+    const char *from = r->p;
+    if (r->p == r->end) return 0;
+    if (*r->p == '"' || *r->p == '\'' || *r->p == '<') {
+        if (!rfi_call_string(r)) return 0;
+    } else {
+        while (r->p < r->end && !rfi_answer_is_space(*r->p) && !memchr(":,}", *r->p, 3)) r->p++;
+        if (r->p == from) return 0;
+        rfi_call_put_string(r, (rf_string){from, (uint64_t)(r->p - from)});
+    }
+    rfi_call_space(r);
+    rfi_call_put(r, ": ", 2);
+    return rfi_call_take(r, ":");
+}
+
+/* A value as JSON, Python and Gemma 4 write it; written as JSON. Depth is bounded. */
+static int rfi_call_value(rfi_call_reader *r, uint32_t depth) {
+    static const char *const words[][2] = {{"true", "true"}, {"false", "false"}, {"null", "null"},
+                                           {"True", "true"}, {"False", "false"}, {"None", "null"}};
+    rfi_call_space(r);
+    const char c = r->p < r->end ? *r->p : 0, *close = c == '{' ? "}" : c == '[' ? "]" : ")";
+    if (c == '"' || c == '\'' || c == '<') return rfi_call_string(r);
+    if (c == '-' || (c >= '0' && c <= '9')) return rfi_call_number(r);
+    for (size_t i = 0; i < RFI_COUNT(words); i++)
+        if (rfi_call_take(r, words[i][0])) return rfi_call_put(r, words[i][1], strlen(words[i][1])), 1;
+    if ((c != '{' && c != '[' && c != '(') || depth == 64) return 0;
+    r->p++;
+    rfi_call_put(r, c == '{' ? "{" : "[", 1);
+    for (int n = 0;; n++) {
+        rfi_call_space(r);
+        if (rfi_call_take(r, close)) break;
+        if (n) {
+            if (!rfi_call_take(r, ",")) return 0;
+            rfi_call_space(r);
+            if (rfi_call_take(r, close)) break; /* a comma too many */
+            rfi_call_put(r, ", ", 2);
+        }
+        if ((c == '{' && !rfi_call_key(r)) || !rfi_call_value(r, depth + 1)) return 0;
+    }
+    rfi_call_put(r, c == '{' ? "}" : "]", 1);
+    return 1;
+}
+
+/* A name as a model or a definition writes it: no empty one, no text with spaces. */
+static int rfi_call_is_name(rf_string name) {
+    rf_string all;
+    rfi_call_reader r = rfi_call_read(NULL, name);
+    return name.len > 0 && name.len <= 256 && rfi_call_name(&r, &all) && all.len == name.len;
+}
+
+/* Give out a call; its arguments are what out holds from `from` on, an object. */
+static int rfi_call_end(rfi_call_reader *r, rf_string name, rf_string id, uint64_t from) {
+    rf_answer *a = r->a;
+    if (a->n_out == from) rfi_call_put(r, "{}", 2);
+    if (!rfi_call_is_name(name) || a->out[from] != '{' || ++r->n_calls > 128) return 0;
+    if (!r->emit || a->result != RF_OK) return 1;
+    const rf_piece piece = {RF_PIECE_CALL, {a->out + from, a->n_out - from}, name, id};
+    a->n_calls++;
+    if (a->desc.on_piece && a->desc.on_piece(&piece, a->desc.user))
+        a->result = rfi_fail(a->err, RF_ERR_CANCELLED, 0, "rf_answer: on_piece asked to stop");
+    return 1;
+}
+
+static int rfi_call_is(rf_string text, const char *want) {
+    return text.len == strlen(want) && memcmp(text.data, want, (size_t)text.len) == 0;
+}
+
+/* The next member of an object, after its brace or the one before: its key; r is at the value. 0: the object ends. */
+static int rfi_call_member(rfi_call_reader *r, int *first, rf_string *key) {
+    rfi_call_space(r);
+    if (r->p == r->end || *r->p == '}') return 0;
+    if (!*first && *r->p++ != ',') return 0;
+    *first = 0;
+    rfi_call_space(r);
+    rfi_call_reader quiet = *r;
+    quiet.silent = 1;
+    const char quote = r->p < r->end ? *r->p : 0, *from = r->p + 1;
+    if ((quote != '"' && quote != '\'') || !rfi_call_string(&quiet)) return 0;
+    *key = (rf_string){from, (uint64_t)(quiet.p - 1 - from)};
+    r->p = quiet.p;
+    rfi_call_space(r);
+    if (!rfi_call_take(r, ":")) return 0;
+    rfi_call_space(r);
+    return 1;
+}
+
+/* The arguments of a JSON call at r: an object, or a string that holds one. Written to out. */
+static int rfi_call_arguments(rfi_call_reader *r) {
+    rf_answer *a = r->a;
+    const uint64_t from = a->n_out;
+    if (r->p == r->end || (*r->p != '"' && *r->p != '\'')) {
+        if (rfi_call_take(r, "null")) return 1;
+        return rfi_call_value(r, 0);
+    }
+    if (!rfi_call_string(r)) return 0;
+    /* Undo the escapes in place, then read that. */
+    uint64_t n = from;
+    for (uint64_t i = from + 1; i + 1 < a->n_out; i++) {
+        char c = a->out[i];
+        if (c == '\\') {
+            c = a->out[++i];
+            if (c == 'u') a->out[n++] = '\\'; /* the inner string's escape as well */
+            const char *plain = strchr("n\nt\tr\rb\bf\f", c);
+            if (plain) c = plain[1];
+        }
+        a->out[n++] = c;
+    }
+    rfi_call_reader inner = {.a = a, .p = a->out + from, .end = a->out + n};
+    a->n_out = n;
+    if (!rfi_call_value(&inner, 0) || inner.p != inner.end) return 0;
+    memmove(a->out + from, a->out + n, (size_t)(a->n_out - n));
+    a->n_out -= n - from;
+    return 1;
+}
+
+/* One JSON call: an object with name and arguments, by one of their names, perhaps within "function". */
+static int rfi_call_object(rfi_call_reader *r, int flags, uint32_t depth) {
+    const uint64_t from = r->a->n_out;
+    rf_string key = {0}, name = {0}, id = {0}, only = {0}, *text;
+    uint32_t n = 0, has_arguments = 0, nested = 0;
+    if (!rfi_call_take(r, "{")) return 0;
+    for (int first = 1; rfi_call_member(r, &first, &key); n++) {
+        const char *value = r->p;
+        const int is_function = rfi_call_is(key, "function");
+        const int is_text = r->p < r->end && (*r->p == '"' || *r->p == '\'');
+        text = rfi_call_is(key, "name") || rfi_call_is(key, "tool_name") || (is_function && is_text) ? &name
+               : rfi_call_is(key, "id") || rfi_call_is(key, "tool_call_id")                          ? &id
+                                                                                                     : NULL;
+        if (is_function && !is_text && depth == 0) {
+            if (!rfi_call_object(r, flags & ~RFI_KEYED, 1)) return 0;
+            nested = 1;
+        } else if (!has_arguments && (rfi_call_is(key, "arguments") || rfi_call_is(key, "parameters"))) {
+            if (!rfi_call_arguments(r)) return 0;
+            has_arguments = 1;
+        } else {
+            const int keep = flags & RFI_KEYED && n == 0;
+            rfi_call_reader quiet = *r;
+            quiet.silent = !keep;
+            if (!rfi_call_value(&quiet, 0)) return 0;
+            r->p = quiet.p;
+            if (keep) only = key;
+            if (text && is_text) *text = (rf_string){value + 1, (uint64_t)(r->p - value) - 2};
+        }
+    }
+    if (!rfi_call_take(r, "}")) return 0;
+    if (nested) return 1;
+    if (flags & RFI_KEYED && n == 1) name = only;
+    if (flags & RFI_BARE && !has_arguments) return 0;
+    const int ok = rfi_call_end(r, name, id, from);
+    r->a->n_out = from;
+    return ok;
+}
+
+/* JSON calls, in an array or one after the other. */
+static int rfi_call_json(rfi_call_reader *r, int flags) {
+    const int is_array = rfi_call_take(r, "[");
+    for (;;) {
+        rfi_call_space(r);
+        if (is_array && rfi_call_take(r, "]")) return rfi_call_space(r), r->p == r->end;
+        if (!is_array && r->p == r->end) return r->n_calls > 0;
+        if (r->n_calls > 0 && (rfi_call_take(r, ",") || rfi_call_take(r, ";"))) rfi_call_space(r);
+        if (!rfi_call_object(r, flags, 0)) return 0;
+    }
+}
+
+/* The value of a member of the object that `json` is; empty if there is none. */
+static rf_string rfi_json_find(rf_string json, const char *key) {
+    rfi_call_reader r = rfi_call_read(NULL, json);
+    rf_string found;
+    if (!rfi_call_take(&r, "{")) return (rf_string){0};
+    for (int first = 1; rfi_call_member(&r, &first, &found);) {
+        const char *value = r.p;
+        if (!rfi_call_value(&r, 0)) break;
+        if (rfi_call_is(found, key)) return (rf_string){value, (uint64_t)(r.p - value)};
+    }
+    return (rf_string){0};
+}
+
+/* What the tools' definitions say of a function's arguments: its "properties"; empty if nothing. */
+static rf_string rfi_call_properties(const rf_answer *a, rf_string name) {
+    rfi_call_reader r = rfi_call_read(NULL, a->desc.tools);
+    rfi_call_space(&r);
+    if (!rfi_call_take(&r, "[")) return (rf_string){0};
+    do {
+        rfi_call_space(&r);
+        rf_string tool = {r.p, 0};
+        if (!rfi_call_value(&r, 0)) break;
+        tool.len = (uint64_t)(r.p - tool.data);
+        const rf_string inner = rfi_json_find(tool, "function");
+        if (inner.len) tool = inner;
+        const rf_string found = rfi_json_find(tool, "name");
+        if (found.len == name.len + 2 && memcmp(found.data + 1, name.data, (size_t)name.len) == 0)
+            return rfi_json_find(rfi_json_find(tool, "parameters"), "properties");
+        rfi_call_space(&r);
+    } while (rfi_call_take(&r, ","));
+    return (rf_string){0};
+}
+
+/* Write an argument that is bare text: as the definition says, else as the value that it looks like. The line ends that
+ * templates put around it are dropped. */
+static void rfi_call_argument(rfi_call_reader *r, rf_string properties, rf_string key, rf_string text) {
+    char name[257];
+    const uint64_t from = r->a->n_out;
+    rf_string type = {0};
+    if (text.len && text.data[0] == '\n') text.data++, text.len--;
+    if (text.len && text.data[text.len - 1] == '\n') text.len--;
+    if (key.len < sizeof name) {
+        memcpy(name, key.data, (size_t)key.len);
+        name[key.len] = 0;
+        type = rfi_json_find(rfi_json_find(properties, name), "type");
+    }
+    if (r->a->out[from - 1] != '{') rfi_call_put(r, ", ", 2);
+    rfi_call_put_string(r, key);
+    rfi_call_put(r, ": ", 2);
+    const uint64_t value = r->a->n_out;
+    rfi_call_reader inner = rfi_call_read(r->a, text);
+    rfi_call_space(&inner);
+    const int is_text = rfi_call_is(type, "\"string\"") || inner.p == inner.end || strchr("\"'<", *inner.p);
+    if (!is_text && rfi_call_value(&inner, 0) && (rfi_call_space(&inner), inner.p == inner.end)) return;
+    r->a->n_out = value;
+    rfi_call_put_string(r, text);
+}
+
+/* <function=NAME><parameter=KEY>VALUE</parameter></function>, or with a JSON object; <invoke name="NAME"> likewise. */
+static int rfi_call_xml(rfi_call_reader *r) {
+    static const struct { const char *open, *after, *key, *close; } kinds[2] = {
+        {"<function=", ">", "<parameter=", "</function>"},
+        {"<invoke name=\"", "\">", "<parameter name=\"", "</invoke>"}};
+    for (;;) {
+        rf_string name, key, text;
+        rfi_call_space(r);
+        if (r->p == r->end) return r->n_calls > 0;
+        const int k = !rfi_call_take(r, kinds[0].open);
+        if ((k && !rfi_call_take(r, kinds[1].open)) || !rfi_call_until(r, kinds[k].after, &name)) return 0;
+        const rf_string properties = rfi_call_properties(r->a, name);
+        const uint64_t from = r->a->n_out;
+        rfi_call_space(r);
+        if (r->p < r->end && *r->p == '{') {
+            if (!rfi_call_value(r, 0)) return 0;
+        } else {
+            rfi_call_put(r, "{", 1);
+            for (int n = 0; rfi_call_take(r, kinds[k].key); rfi_call_space(r)) {
+                if (++n > 256 || !rfi_call_until(r, kinds[k].after, &key) || !rfi_call_until(r, "</parameter>", &text))
+                    return 0;
+                rfi_call_argument(r, properties, key, text);
+            }
+            rfi_call_put(r, "}", 1);
+        }
+        rfi_call_space(r);
+        rfi_call_take(r, kinds[k].close);
+        if (!rfi_call_end(r, name, (rf_string){0}, from)) return 0;
+        r->a->n_out = from;
+    }
+}
+
+/* GLM: NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument. */
+static int rfi_call_glm(rfi_call_reader *r) {
+    rf_string name, key, text;
+    if (!rfi_call_name(r, &name)) return 0;
+    const rf_string properties = rfi_call_properties(r->a, name);
+    const uint64_t from = r->a->n_out;
+    rfi_call_put(r, "{", 1);
+    rfi_call_space(r);
+    for (int n = 0; rfi_call_take(r, "<arg_key>"); rfi_call_space(r)) {
+        if (++n > 256 || !rfi_call_until(r, "</arg_key>", &key)) return 0;
+        rfi_call_space(r);
+        if (!rfi_call_take(r, "<arg_value>") || !rfi_call_until(r, "</arg_value>", &text)) return 0;
+        rfi_call_argument(r, properties, key, text);
+    }
+    rfi_call_put(r, "}", 1);
+    if (r->a->n_out == from + 2 && !r->a->has_pairs) return 0;
+    return r->p == r->end && rfi_call_end(r, name, (rf_string){0}, from);
+}
+
+/* A section of calls: NAME separator JSON (DeepSeek V3.1, Kimi), or TYPE separator NAME, newline, JSON in a code block
+ * (DeepSeek V3, R1). Kimi writes functions.NAME:INDEX, which is the id. */
+static int rfi_call_section(rfi_call_reader *r, int is_kimi) {
+    const char *const begin = is_kimi ? "<|tool_call_begin|>" : RFI_DEEPSEEK("call", RFI_BEGIN);
+    const char *const separator = is_kimi ? "<|tool_call_argument_begin|>" : RFI_DEEPSEEK("sep", "");
+    const char *const end = is_kimi ? "<|tool_call_end|>" : RFI_DEEPSEEK("call", RFI_END);
+    for (;;) {
+        rf_string name, id = {0};
+        const uint64_t from = r->a->n_out;
+        rfi_call_space(r);
+        if (r->p == r->end) return r->n_calls > 0;
+        if (!rfi_call_take(r, begin) || !rfi_call_until(r, separator, &name)) return 0;
+        if (!is_kimi && r->p < r->end && *r->p != '{' && !rfi_answer_is_space(*r->p)) {
+            if (!rfi_call_until(r, "\n", &name)) return 0;
+            rfi_call_space(r);
+            rfi_call_take(r, "```json");
+        }
+        while (name.len && rfi_answer_is_space(name.data[0])) name.data++, name.len--;
+        while (name.len && rfi_answer_is_space(name.data[name.len - 1])) name.len--;
+        if (is_kimi) {
+            id = name;
+            if (name.len > 10 && memcmp(name.data, "functions.", 10) == 0) name.data += 10, name.len -= 10;
+            const char *colon = name.len ? (const char *)memchr(name.data, ':', (size_t)name.len) : NULL;
+            if (colon) name.len = (uint64_t)(colon - name.data);
+        }
+        if (!rfi_call_value(r, 0)) return 0;
+        rfi_call_space(r);
+        rfi_call_take(r, "```");
+        rfi_call_space(r);
+        if (!rfi_call_take(r, end) && r->p != r->end) return 0;
+        if (!rfi_call_end(r, name, id, from)) return 0;
+        r->a->n_out = from;
+    }
+}
+
+/* Calls of Python: f(a=1, b='x'), alone or in a list. Llama 3 writes tool.call(...). */
+static int rfi_call_python(rfi_call_reader *r) {
+    const int is_list = rfi_call_take(r, "[");
+    for (;;) {
+        rf_string name, key;
+        const uint64_t from = r->a->n_out;
+        rfi_call_space(r);
+        if (is_list && r->n_calls && rfi_call_take(r, "]")) return rfi_call_space(r), r->p == r->end;
+        if (!is_list && r->p == r->end) return r->n_calls > 0;
+        if (r->n_calls && (!is_list || !rfi_call_take(r, ","))) return 0;
+        rfi_call_space(r);
+        if (!rfi_call_name(r, &name) || !rfi_call_take(r, "(")) return 0;
+        if (name.len > 5 && memcmp(name.data + name.len - 5, ".call", 5) == 0) name.len -= 5;
+        rfi_call_put(r, "{", 1);
+        for (int n = 0; rfi_call_space(r), !rfi_call_take(r, ")"); n++) {
+            if (n && !rfi_call_take(r, ",")) return 0;
+            rfi_call_space(r);
+            if (!rfi_call_name(r, &key)) return 0;
+            if (n) rfi_call_put(r, ", ", 2);
+            rfi_call_put_string(r, key);
+            rfi_call_put(r, ": ", 2);
+            rfi_call_space(r);
+            if (!rfi_call_take(r, "=") || !rfi_call_value(r, 0)) return 0;
+        }
+        rfi_call_put(r, "}", 1);
+        if (!rfi_call_end(r, name, (rf_string){0}, from)) return 0;
+        r->a->n_out = from;
+    }
+}
+
+/* Mistral: NAME, perhaps [CALL_ID] and an id, [ARGS], JSON; gpt-oss and Gemma 4: the name, then an object. */
+static int rfi_call_named(rfi_call_reader *r, rf_string name) {
+    const uint64_t from = r->a->n_out;
+    rf_string id = {0};
+    if (name.len == 0) {
+        if (!rfi_call_name(r, &name)) return 0;
+        rfi_call_space(r);
+        if (rfi_call_take(r, "[CALL_ID]")) rfi_call_name(r, &id);
+        rfi_call_take(r, "[ARGS]");
+    }
+    if (!rfi_call_value(r, 0)) return 0;
+    rfi_call_space(r);
+    return r->p == r->end && rfi_call_end(r, name, id, from);
+}
+
+/* What a body is shows in how it begins. */
+static int rfi_call_body(rfi_call_reader *r) {
+    const rf_answer *a = r->a;
+    const rfi_answer_format *f = a->format;
+    rfi_call_space(r);
+    const rfi_call_reader start = *r;
+    if (f == &rfi_answer_recipient) return rfi_call_named(r, rf_string_of(a->name));
+    if (r->p == r->end) return 0;
+    if (rfi_call_take(r, "<function=") || rfi_call_take(r, "<invoke ")) return *r = start, rfi_call_xml(r);
+    if (rfi_call_take(r, "<|tool_call_begin|>")) return *r = start, rfi_call_section(r, 1);
+    if (rfi_call_take(r, RFI_DEEPSEEK("call", RFI_BEGIN))) return *r = start, rfi_call_section(r, 0);
+    if (rfi_call_take(r, "call:")) return rfi_call_named(r, (rf_string){0});
+    if (rfi_call_take(r, "[")) {
+        rfi_call_space(r);
+        const int is_json = r->p < r->end && (*r->p == '{' || *r->p == ']');
+        return *r = start, is_json ? rfi_call_json(r, f->flags) : rfi_call_python(r);
+    }
+    if (*r->p == '{') return rfi_call_json(r, f->flags);
+    if (f->flags & RFI_NAMED) return rfi_call_named(r, (rf_string){0});
+    return f->flags & RFI_CODE ? rfi_call_python(r) : f->flags & RFI_PAIRS ? rfi_call_glm(r) : 0;
+}
+
+/* Parse the body, first without giving out anything. Writing JSON takes at most 6 bytes for one of the body, and 1 more
+ * where a string holds JSON. Returns 1 if it is well formed. */
+static int rfi_call_parse(rf_answer *a, const char *body, uint64_t n) {
+    if (a->out_capacity < 8 * n + 64) {
+        rfi_free(&a->desc.allocator, a->out);
+        a->out_capacity = 0;
+        a->out = (char *)rfi_alloc(&a->desc.allocator, 8 * n + 64, 1, "the arguments of a call", a->err);
+        if (!a->out) return a->result = RF_ERR_MEMORY, 0;
+        a->out_capacity = 8 * n + 64;
+    }
+    for (int emit = 0; emit < 2; emit++) {
+        rfi_call_reader r = rfi_call_read(a, (rf_string){body, n});
+        r.emit = emit;
+        a->n_out = 0;
+        if (!rfi_call_body(&r)) return 0;
+    }
+    return 1;
+}
+
+/* ---- text and markers ---- */
+
+/* Give out text as it is. */
+static void rfi_answer_put(rf_answer *a, const char *text, uint64_t n) {
+    for (; a->trim && n && rfi_answer_is_space(*text); n--) text++;
+    if (n == 0 || a->result != RF_OK) return;
+    const rf_piece piece = {a->kind, {text, n}, {0}, {0}};
+    a->trim = 0;
+    a->said |= a->kind == RF_PIECE_ANSWER;
+    if (a->desc.on_piece && a->desc.on_piece(&piece, a->desc.user))
+        a->result = rfi_fail(a->err, RF_ERR_CANCELLED, 0, "rf_answer: on_piece asked to stop");
+}
+
+/* Drop the first n bytes of raw: they are done. */
+static void rfi_answer_take(rf_answer *a, uint64_t n) {
+    a->scanned = 0;
+    if (n == 0) return;
+    a->n -= n;
+    memmove(a->raw, a->raw + n, (size_t)a->n);
+}
+
+static void rfi_answer_enter_text(rf_answer *a, rf_piece_kind kind, const rfi_answer_format *thought) {
+    a->state = RFI_ANSWER_TEXT;
+    a->kind = kind;
+    a->format = thought;
+    a->trim = 1;
+}
+
+/* A marker of a format stands at raw[at], after text that ends at text_end. */
+static void rfi_answer_enter(rf_answer *a, const rfi_answer_format *f, uint64_t text_end, uint64_t at) {
+    const uint64_t len = strlen(f->open);
+    rfi_answer_put(a, a->raw, text_end);
+    if (f->type != RFI_CALL) {
+        rfi_answer_take(a, f->flags & RFI_INCLUDE ? at : at + len);
+        rfi_answer_enter_text(a, f->type == RFI_THOUGHT ? RF_PIECE_THOUGHT : RF_PIECE_ANSWER,
+                              f->type == RFI_THOUGHT ? f : NULL);
+        if (f->type == RFI_HEADER) a->state = RFI_ANSWER_HEADER;
+        return;
+    }
+    rfi_answer_take(a, text_end);
+    a->state = RFI_ANSWER_CALL;
+    a->format = f;
+    a->lead = at - text_end;
+    a->scanned = a->lead + len;
+    a->json = RFI_JSON_BEFORE;
+    a->in_string = a->escaped = 0;
+    a->depth = 0;
+}
+
+/* Which format's marker stands at p, or part of one? */
+static int rfi_answer_marker(const rf_answer *a, const char *p, uint64_t n, const rfi_answer_format **format) {
+    int found = RFI_NO_MARKER;
+    if (a->format) return rfi_marker_at(p, n, a->format->close); /* a thought's */
+    for (size_t i = 0; i < RFI_COUNT(rfi_answer_formats); i++) {
+        const rfi_answer_format *f = &rfi_answer_formats[i];
+        if (!(a->active >> i & 1) || (f->flags & (RFI_AT_START | RFI_BARE) && a->said)) continue;
+        const int here = f->flags & RFI_BARE ? (*p == '{' ? RFI_WHOLE_MARKER : 0) : rfi_marker_at(p, n, f->open);
+        if (here == RFI_WHOLE_MARKER) return *format = f, here;
+        if (here) found = here;
+    }
+    return found;
+}
+
+/* Give out text up to the next marker. raw[0, scanned) is white space. Returns 1 if the state has changed. */
+static int rfi_answer_text(rf_answer *a, int final) {
+    uint64_t i = a->scanned, text_end = 0;
+    const rfi_answer_format *f = NULL;
+    for (; i < a->n; i++) {
+        const int marker = rfi_answer_marker(a, a->raw + i, a->n - i, &f);
+        if (marker == RFI_PART_OF_MARKER && !final) break;
+        if (marker == RFI_WHOLE_MARKER && !a->format) return rfi_answer_enter(a, f, text_end, i), 1;
+        if (marker == RFI_WHOLE_MARKER) { /* the thought ends */
+            rfi_answer_put(a, a->raw, text_end);
+            rfi_answer_take(a, i + strlen(a->format->close));
+            return rfi_answer_enter_text(a, RF_PIECE_ANSWER, NULL), 1;
+        }
+        if (!rfi_answer_is_space(a->raw[i])) a->said |= a->kind == RF_PIECE_ANSWER;
+        else if (i - text_end < 4096) continue;
+        text_end = i + 1;
+    }
+    if (final && a->kind == RF_PIECE_ANSWER) text_end = a->n;
+    rfi_answer_put(a, a->raw, text_end);
+    rfi_answer_take(a, text_end);
+    a->scanned = i - text_end;
+    return 0;
+}
+
+/* Follow the JSON of a call's body by a byte. Returns 1 behind its end, -1 if this is no body, else 0. */
+static int rfi_answer_json(rf_answer *a, char c) {
+    const int flags = a->format->flags;
+    if (a->json == RFI_JSON_NONE) return 0;
+    if (a->json == RFI_JSON_BEFORE) {
+        if (c == '{' || (c == '[' && !(flags & RFI_PLAIN) && !(flags & RFI_NAMED && a->depth))) {
+            a->json = flags & RFI_PLAIN ? RFI_JSON_NONE : RFI_JSON_IN;
+            a->opener = c;
+            a->depth = 1;
+        } else if (!rfi_answer_is_space(c)) {
+            if (flags & RFI_NAMED) a->depth = 1; /* the name has begun: brackets belong to it */
+            else a->json = RFI_JSON_NONE;
+            return a->format->close || flags & (RFI_NAMED | RFI_CODE) ? 0 : -1;
+        }
+        return 0;
+    }
+    if (a->in_string) {
+        if (a->escaped) a->escaped = 0;
+        else if (c == '\\') a->escaped = 1;
+        else if (c == '"') a->in_string = 0;
+        return 0;
+    }
+    a->in_string = c == '"';
+    a->depth += c == a->opener;
+    if (c != (a->opener == '{' ? '}' : ']') || --a->depth > 0) return 0;
+    a->json = RFI_JSON_NONE;
+    return !a->format->close;
+}
+
+/* JSON without a marker is a call only if it begins like one: everything else is given out at once. */
+static int rfi_answer_may_be_call(const rf_answer *a, uint64_t i) {
+    static const char *const keys[] = {"name\"", "type\"", "function\"", "parameters\"", "arguments\"", "id\""};
+    uint64_t at = a->lead + 1;
+    while (at <= i && rfi_answer_is_space(a->raw[at])) at++;
+    if (at > i) return 1;
+    if (a->raw[at++] != '"') return 0;
+    for (size_t k = 0; k < RFI_COUNT(keys); k++) {
+        const uint64_t n = i + 1 - at, len = strlen(keys[k]);
+        if (memcmp(a->raw + at, keys[k], (size_t)(n < len ? n : len)) == 0) return 1;
+    }
+    return 0;
+}
+
+/* The call's body ends at raw[end], its marker at raw[after]. If it is none, all of it is text. */
+static int rfi_answer_end_call(rf_answer *a, uint64_t end, uint64_t after, int is_call) {
+    const uint64_t body = a->lead + (a->format->flags & RFI_INCLUDE ? 0 : strlen(a->format->open));
+    if (is_call && rfi_call_parse(a, a->raw + body, end - body)) {
+        rfi_answer_enter_text(a, RF_PIECE_ANSWER, NULL);
+    } else {
+        a->kind = RF_PIECE_ANSWER, a->format = NULL, a->state = RFI_ANSWER_TEXT;
+        rfi_answer_put(a, a->raw, after);
+    }
+    rfi_answer_take(a, after);
+    return 1;
+}
+
+/* Look for the end of a call's body. Returns 1 if the state has changed. */
+static int rfi_answer_call(rf_answer *a, int final) {
+    const rfi_answer_format *f = a->format;
+    for (; a->scanned < a->n; a->scanned++) {
+        const uint64_t i = a->scanned, left = a->n - i;
+        if (i >= a->desc.max_bytes) return rfi_answer_end_call(a, i, i, 0);
+        if (f->close && !a->in_string) {
+            const int close = rfi_marker_at(a->raw + i, left, f->close);
+            const int open = rfi_marker_at(a->raw + i, left, f->open);
+            if (close == RFI_WHOLE_MARKER) return rfi_answer_end_call(a, i, i + strlen(f->close), 1);
+            if ((close == RFI_PART_OF_MARKER || open == RFI_PART_OF_MARKER) && !final) return 0;
+            if (open == RFI_WHOLE_MARKER) { /* the body has no end: it was text, and this may be a call */
+                rfi_answer_end_call(a, i, i, 0);
+                return rfi_answer_enter(a, f, 0, 0), 1;
+            }
+        }
+        const int json = rfi_answer_json(a, a->raw[i]);
+        if (json > 0) return rfi_answer_end_call(a, i + 1, i + 1, 1);
+        if (json < 0 || (f->flags & RFI_BARE && !rfi_answer_may_be_call(a, i))) return rfi_answer_end_call(a, i, i, 0);
+    }
+    return final ? rfi_answer_end_call(a, a->n, a->n, 1) : 0;
+}
+
+/* gpt-oss: what follows <|channel|> or <|start|>, up to <|message|>, says what the message is: for whom (to=), and in
+ * which channel. Returns 1 if the state has changed. */
+static int rfi_answer_header(rf_answer *a, int final) {
+    static const char *const begins[] = {"<|channel|>", "<|start|>", " to=", "to="};
+    size_t k = 0;
+    if (a->n == 0) return 0;
+    while (k < RFI_COUNT(begins) && rfi_marker_at(a->raw, a->n, begins[k]) == RFI_NO_MARKER) k++;
+    rfi_call_reader r = {.p = a->raw, .end = a->raw + (a->n < 256 ? a->n : 256)};
+    rf_string header, part;
+    if (k == RFI_COUNT(begins) || (a->n > 256 && !rfi_call_until(&r, "<|message|>", &header))) {
+        const uint64_t n = k < RFI_COUNT(begins) ? strlen(begins[k]) : 0; /* a marker that is none */
+        rfi_answer_enter_text(a, RF_PIECE_ANSWER, NULL);
+        a->trim = 0;
+        rfi_answer_put(a, a->raw, n);
+        return rfi_answer_take(a, n), 1;
+    }
+    r.p = a->raw;
+    if (!rfi_call_until(&r, "<|message|>", &header)) {
+        if (final) rfi_answer_take(a, a->n);
+        return 0;
+    }
+    const uint64_t after = header.len + strlen("<|message|>");
+    r = (rfi_call_reader){.p = header.data, .end = header.data + header.len};
+    a->name[0] = 0;
+    if (rfi_call_until(&r, "to=", &part)) {
+        if (!rfi_call_take(&r, "functions.")) part = header;
+        if (rfi_call_name(&r, &part) && part.len < sizeof a->name)
+            memcpy(a->name, part.data, (size_t)part.len), a->name[part.len] = 0;
+    }
+    r.p = header.data;
+    const int is_thought = rfi_call_until(&r, "<|channel|>", &part) && rfi_call_take(&r, "analysis");
+    rfi_answer_take(a, after);
+    rfi_answer_enter_text(a, is_thought && !a->name[0] ? RF_PIECE_THOUGHT : RF_PIECE_ANSWER, NULL);
+    if (a->name[0]) rfi_answer_enter(a, &rfi_answer_recipient, 0, 0);
+    return 1;
+}
+
+static void rfi_answer_begin(rf_answer *a) {
+    a->state = a->start;
+    a->format = a->start_thought;
+    a->kind = a->format ? RF_PIECE_THOUGHT : RF_PIECE_ANSWER;
+    a->trim = a->format != NULL;
+    a->said = 0;
+    a->n = a->scanned = 0;
+}
+
+/* Decide what can be decided. */
+static rf_result rfi_answer_run(rf_answer *a, int final) {
+    int changed = 1;
+    while (changed && a->result == RF_OK)
+        changed = a->state == RFI_ANSWER_TEXT   ? rfi_answer_text(a, final)
+                  : a->state == RFI_ANSWER_CALL ? rfi_answer_call(a, final)
+                                                : rfi_answer_header(a, final);
+    a->err = NULL;
+    return a->result;
+}
+
+static int rfi_text_has(rf_string text, const char *part) {
+    rfi_call_reader r = rfi_call_read(NULL, text);
+    rf_string before;
+    return rfi_call_until(&r, part, &before);
+}
+
+ROCMFORGE_API rf_result rf_answer_open(const rf_answer_desc *desc, rf_answer **out, rf_error *err) {
+    rf_answer_desc d = desc ? *desc : (rf_answer_desc){0};
+    rfi_clear(err);
+    if (!out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_answer_open: out is NULL");
+    *out = NULL;
+    rf_result r = rfi_check_allocator(&d.allocator, &d.allocator, err);
+    if (r != RF_OK) return r;
+    rf_answer *a = (rf_answer *)rfi_alloc(&d.allocator, 1, sizeof *a, "an answer", err);
+    if (!a) return RF_ERR_MEMORY;
+    if (d.max_bytes == 0) d.max_bytes = 1u << 20;
+    a->desc = d;
+    uint64_t all = 0, calls = 0;
+    for (size_t i = 0; i < RFI_COUNT(rfi_answer_formats); i++) {
+        const rfi_answer_format *f = &rfi_answer_formats[i];
+        if (rfi_text_has(d.chat_template, f->sign ? f->sign : f->open)) a->active |= (uint64_t)1 << i;
+        if (f->type == RFI_CALL || f->type == RFI_HEADER) calls |= (uint64_t)1 << i;
+        if (!(f->flags & RFI_BARE) && strcmp(f->open, "functools")) all |= (uint64_t)1 << i;
+    }
+    /* A template that knows tools and shows no calls: the model knows one of the formats all the same. */
+    if (d.chat_template.len == 0) a->active = all;
+    else if (!(a->active & calls) && rfi_text_has(d.chat_template, "tools")) a->active |= all & calls;
+    a->has_pairs = rfi_text_has(d.chat_template, "<arg_key>");
+    while (d.prompt.len && rfi_answer_is_space(d.prompt.data[d.prompt.len - 1])) d.prompt.len--;
+    for (size_t i = 0; i < RFI_COUNT(rfi_answer_formats); i++) {
+        const rfi_answer_format *f = &rfi_answer_formats[i];
+        const size_t len = strlen(f->open);
+        if (f->type == RFI_HEADER && a->active >> i & 1) a->start = RFI_ANSWER_HEADER;
+        if (f->type == RFI_THOUGHT && a->active >> i & 1 && d.prompt.len >= len &&
+            memcmp(d.prompt.data + d.prompt.len - len, f->open, len) == 0) a->start_thought = f;
+    }
+    if (a->start_thought) a->start = RFI_ANSWER_TEXT;
+    rfi_answer_begin(a);
+    *out = a;
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_answer_close(rf_answer *a, rf_error *err) {
+    rfi_clear(err);
+    if (!a) return RF_OK;
+    const rf_allocator alloc = a->desc.allocator;
+    rfi_free(&alloc, a->raw), rfi_free(&alloc, a->out), rfi_free(&alloc, a);
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_answer_feed(rf_answer *a, rf_string text, rf_error *err) {
+    rfi_clear(err);
+    if (!a || (text.len && !text.data))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_answer_feed: answer or text is NULL");
+    a->err = err;
+    a->result = RF_OK;
+    while (text.len && a->result == RF_OK) { /* in parts, so that raw stays small */
+        const uint64_t n = rfi_min_u64(text.len, 4096);
+        if (a->n + n > a->capacity) {
+            const uint64_t capacity = rfi_max_u64(2 * a->capacity, 8192);
+            char *raw = (char *)rfi_alloc(&a->desc.allocator, capacity, 1, "an answer's text", err);
+            if (!raw) return RF_ERR_MEMORY;
+            if (a->n) memcpy(raw, a->raw, (size_t)a->n);
+            rfi_free(&a->desc.allocator, a->raw);
+            a->raw = raw, a->capacity = capacity;
+        }
+        memcpy(a->raw + a->n, text.data, (size_t)n);
+        a->n += n;
+        text.data += n, text.len -= n;
+        rfi_answer_run(a, 0);
+        a->err = err;
+    }
+    return a->result;
+}
+
+ROCMFORGE_API rf_result rf_answer_finish(rf_answer *a, rf_error *err) {
+    rfi_clear(err);
+    if (!a) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_answer_finish: answer is NULL");
+    a->err = err;
+    a->result = RF_OK;
+    rfi_answer_run(a, 1);
+    rfi_answer_begin(a);
+    return a->result;
+}
+
+ROCMFORGE_API int rf_answer_knows(const rf_answer *a, rf_string token) {
+    if (!a || token.len == 0 || token.len > 64) return 0;
+    char text[65];
+    memcpy(text, token.data, (size_t)token.len);
+    text[token.len] = 0;
+    for (size_t i = 0; i < RFI_COUNT(rfi_answer_formats); i++) {
+        const rfi_answer_format *f = &rfi_answer_formats[i];
+        if (!(a->active >> i & 1)) continue;
+        if (strstr(f->open, text) || strstr(f->inner, text) || (f->close && strstr(f->close, text))) return 1;
+    }
+    return 0;
 }
 
 /* ==== 14 Public ======================================================================================== >>public

@@ -284,6 +284,55 @@ static void fuzz_template(const unsigned char *data, size_t n) {
     for (size_t i = 0; i < n_texts; i++) free(texts[i]);
 }
 
+/* ---- what a model writes ---- */
+
+/* What was given out: a byte of the kind before each run of pieces of one kind, and before each call. */
+typedef struct pieces_out {
+    mg_buf text;
+    int last;
+} pieces_out;
+
+static int collect_piece(const rf_piece *p, void *user) {
+    pieces_out *o = (pieces_out *)user;
+    const unsigned char kind = (unsigned char)p->kind;
+    MUST(p->text.len > 0, "an empty piece");
+    if (p->kind == RF_PIECE_CALL) {
+        MUST(p->name.len && p->text.data[0] == '{' && p->text.data[p->text.len - 1] == '}', "no call");
+        mg_put(&o->text, &kind, 1), mg_put(&o->text, p->name.data, p->name.len), mg_put(&o->text, p->id.data, p->id.len);
+    } else if (o->last != (int)p->kind) {
+        mg_put(&o->text, &kind, 1);
+    }
+    o->last = (int)p->kind;
+    mg_put(&o->text, p->text.data, p->text.len);
+    return 0;
+}
+
+/* First byte: options and how to cut; then pieces: template, prompt, tools, text. Cut or whole, it gives the same. */
+static void fuzz_answer(const unsigned char *data, size_t n) {
+    pieces p = {data, data + n, 1};
+    const unsigned options = next_byte(&p);
+    char *texts[4] = {0};
+    size_t len[4] = {0};
+    for (int i = 0; i < 4; i++) texts[i] = next_piece(&p, &len[i]);
+    pieces_out out[2] = {{.last = -1}, {.last = -1}};
+    for (int cut = 0; cut < 2; cut++) {
+        rf_answer_desc d = {.chat_template = {texts[0], len[0]}, .prompt = {texts[1], len[1]}, .tools = {texts[2], len[2]},
+                            .on_piece = collect_piece, .user = &out[cut], .max_bytes = options & 1 ? 50 : 0};
+        rf_answer *a = NULL;
+        MUST(rf_answer_open(&d, &a, NULL) == RF_OK, "open");
+        for (size_t at = 0, step = 1; at < len[3]; at += step) {
+            step = cut ? 1 + (at * 7 + options) % (options >> 4 | 1) : len[3];
+            if (step > len[3] - at) step = len[3] - at;
+            MUST(rf_answer_feed(a, (rf_string){texts[3] + at, step}, NULL) == RF_OK, "feed");
+        }
+        MUST(rf_answer_finish(a, NULL) == RF_OK && rf_answer_close(a, NULL) == RF_OK, "finish");
+    }
+    MUST(out[0].text.n == out[1].text.n && (!out[0].text.n || !memcmp(out[0].text.data, out[1].text.data, out[0].text.n)),
+         "a cut changes what is given out");
+    mg_free(&out[0].text), mg_free(&out[1].text);
+    for (int i = 0; i < 4; i++) free(texts[i]);
+}
+
 /* ---- the command line program ---- */
 
 /* Let what is printed go to memory. */
@@ -624,6 +673,20 @@ static const seed template_seeds[] = {
     SEED("\0\0{{ [3, 1] | select('gt', 1) | list + [2 ** 62 // 7 % 5] }}{{ 'x' | e | safe + '<' }}{{ {'a': (1,), 2: none}.items() | list }}{# c #}"),
     SEED("\0\0{% with a = 'abc' %}{{ a.find('c') }}{{ a.replace('', '-') }}{{ a | truncate(5) | center(9) | wordcount }}{{ a.partition('b') }}{% endwith %}"),
 };
+static const seed answer_seeds[] = {
+    SEED("0\x1e\x1e\x1e<think>\na</think>\n\nb <tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": [1, \"\\n\"]}}\n</tool_call>"),
+    SEED("1<tool_call> <function=\x1e<think>\n\x1e[{\"name\": \"f\", \"parameters\": {\"properties\": {\"a\": {\"type\": \"string\"}}}}]\x1e"
+         "x</think><tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"),
+    SEED("2\x1e\x1e\x1e" "a[TOOL_CALLS]f[CALL_ID]1[ARGS]{\"a\": 1}[TOOL_CALLS][{\"name\": \"g\"}]"),
+    SEED("3<|channel|>\x1e\x1e\x1e<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json"
+         "<|message|>{}<|call|>"),
+    SEED("4\x1e\x1e\x1e<|tool_call_start|>[f(a=1, b='x')]<|tool_call_end|><|tool_call>call:f{a:<|\"|>x<|\"|>}<tool_call|>"),
+    SEED("5\"parameters\": dictionary<|python_tag|>\x1e\x1e\x1e{\"name\": \"f\", \"parameters\": {}}<|python_tag|>a.call(b=\"c\")"),
+    SEED("6<arg_key><tool_call>\x1e\x1e\x1e<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>b</arg_value></tool_call>"),
+    SEED("7\x1e\x1e\x1e<minimax:tool_call><invoke name=\"f\"><parameter name=\"a\">1</parameter></invoke></minimax:tool_call>"
+         "<|tools_prefix|>[{\"f\": {}}]<|tools_suffix|><|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+         "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"),
+};
 static const seed cli_seeds[] = {
     SEED("\0[1, 2, 3]"), SEED("\0" "7,8 , 2147483647"), SEED("\0[]"), SEED("\0[ 1\t,\r2 ]"),
     SEED("\1plain \"quoted\" \\ \n\x7f"),
@@ -647,13 +710,14 @@ static const target targets[] = {
     {"files", fuzz_files, NULL, files_seed, N_FILES},
     {"tokenizer", fuzz_tokenizer, tokenizer_seeds, NULL, (int)RFI_COUNT(tokenizer_seeds)},
     {"template", fuzz_template, template_seeds, NULL, (int)RFI_COUNT(template_seeds)},
+    {"answer", fuzz_answer, answer_seeds, NULL, (int)RFI_COUNT(answer_seeds)},
     {"cli", fuzz_cli, cli_seeds, NULL, (int)RFI_COUNT(cli_seeds)},
 };
 
 static const target *find_target(const char *name) {
     for (size_t i = 0; i < RFI_COUNT(targets); i++)
         if (strcmp(targets[i].name, name) == 0) return &targets[i];
-    fprintf(stderr, "no target %s; there are gguf, files, tokenizer, template, cli\n", name);
+    fprintf(stderr, "no target %s; there are gguf, files, tokenizer, template, answer, cli\n", name);
     exit(2);
 }
 
