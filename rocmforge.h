@@ -139,7 +139,8 @@
  *   Untrusted   every byte of a GGUF file, also while others change it; saved sequences; texts, token ids and chat
  *               messages. Allocations, reads and device calls may fail at any time.
  *   Promised    whatever happens, the worst is an error. No crash, no hang, no access outside the file's bytes and
- *               our own; memory to open and plan is bounded by the file's metadata, not by what it claims. Nothing in
+ *               our own; memory and time to open a file and a model are bounded by the file's metadata, not by what it
+ *               claims, and what the first session or load takes besides by the number of its matrices. Nothing in
  *               a file is used as a format or as a path (the parts of a split file are found by the first one's name),
  *               and nothing is run but its chat template, which sees the conversation alone, within limits
  *               (rf_chat_template_desc). Messages are printable ASCII.
