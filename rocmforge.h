@@ -4412,133 +4412,155 @@ RFI_INLINE void rfi_expand_nvfp4(rfi_codebook_fn codebook, const rfi_block_nvfp4
 
 RFI_INLINE float rfi_half_scale(float d, uint32_t scale) { return d * (0.5f + (float)scale); }
 
-/* 32 runs of 8 digits, 0 to 2 for 8, 25, 43, with their signs; or seven signs and their parity. */
-RFI_INLINE void rfi_expand_runs2(const uint64_t run[32], const uint64_t signs[32], int parity, int8_t *q) {
-    uint64_t out[32];
+/* The runs of 256 values: IQ2 and IQ1 32 of 8 values, IQ3 64 of 4; four to a number, the first in the lowest bits. A byte
+ * of signs for each 8 values; of IQ1 255 if they move down. Where only 7 signs are stored, `signs` is as in the block:
+ * IQ3_XXS 28 bits of 32-bit numbers, IQ2_XXS of every second one, IQ2_XS the upper 7 bits of 16-bit numbers. */
+typedef struct rfi_runs {
+    uint64_t run[16];
+    uint8_t signs[64];
+    const uint8_t *scales; /* of the block; in IQ2_XXS and IQ3_XXS they are the upper 4 bits of the signs */
+    float d;
+} rfi_runs;
+RFI_INLINE uint64_t rfi_four_runs(const uint16_t *list, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    return list[a] | (uint64_t)list[b] << 16 | (uint64_t)list[c] << 32 | (uint64_t)list[d] << 48;
+}
+/* Writes the 256 values, and 8 or 16 scales. type is a constant. */
+typedef void (*rfi_runs_fn)(uint32_t type, const rfi_runs *r, int8_t *q, float *s);
+
+RFI_INLINE int rfi_runs_are_iq1(uint32_t type) { return type == RF_TYPE_IQ1_S || type == RF_TYPE_IQ1_M; }
+RFI_INLINE int rfi_runs_are_iq3(uint32_t type) { return type == RF_TYPE_IQ3_XXS || type == RF_TYPE_IQ3_S; }
+RFI_INLINE int rfi_runs_have_parity(uint32_t type) {
+    return type == RF_TYPE_IQ2_XXS || type == RF_TYPE_IQ2_XS || type == RF_TYPE_IQ3_XXS;
+}
+
+/* The signs of run i. */
+RFI_INLINE uint64_t rfi_runs_signs(uint32_t type, const rfi_runs *r, int i) {
+    if (!rfi_runs_have_parity(type)) return r->signs[i];
+    if (type == RF_TYPE_IQ2_XS) return rfi_with_parity(rfi_load_u16(r->signs + 2 * i) >> 9);
+    const int four = i >> 2;
+    return rfi_with_parity(rfi_load_u32(r->signs + (type == RF_TYPE_IQ2_XXS ? 8 * four + 4 : 4 * four)) >> 7 * (i & 3));
+}
+
+/* The whole number of scale i. */
+RFI_INLINE uint32_t rfi_runs_scale(uint32_t type, const rfi_runs *r, uint32_t i) {
+    return type == RF_TYPE_IQ2_XXS ? r->signs[8 * i + 7] >> 4 : type == RF_TYPE_IQ3_XXS ? r->signs[4 * i + 3] >> 4
+         : type == RF_TYPE_IQ1_S ? rfi_load_u16(r->scales + 2 * i) >> 12 & 7
+         : type == RF_TYPE_IQ1_M ? rfi_load_u16(r->scales + 2 * (i >> 2)) >> 3 * (i & 3) & 7 : rfi_nibble(r->scales, i);
+}
+/* A scale is d * (k + 1/2), or d * (2 * k + 1), times this. */
+RFI_INLINE float rfi_runs_factor(uint32_t type) {
+    return type == RF_TYPE_IQ3_S ? 1 : rfi_runs_are_iq1(type) ? 0.125f : type == RF_TYPE_IQ3_XXS ? 0.5f : 0.25f;
+}
+RFI_INLINE int rfi_runs_have_16_scales(uint32_t type) {
+    return type == RF_TYPE_IQ2_XS || type == RF_TYPE_IQ2_S || type == RF_TYPE_IQ1_M;
+}
+
+/* Digits 0 to 2 are 8, 25, 43 (IQ1: -8, 0, 8, plus or minus 1); digits 0 to 7 are 4, 12, 20 .. 52, 62, of
+ * IQ3_S 1, 3 .. 15. */
+RFI_INLINE void rfi_portable_runs(uint32_t type, const rfi_runs *r, int8_t *q, float *s) {
+    const int twice = type == RF_TYPE_IQ3_S || rfi_runs_are_iq1(type);
+    for (uint32_t i = 0; i < (rfi_runs_have_16_scales(type) ? 16u : 8u); i++) {
+        const float k = (float)rfi_runs_scale(type, r, i);
+        s[i] = r->d * (twice ? 2 * k + 1 : 0.5f + k) * rfi_runs_factor(type);
+    }
     for (int i = 0; i < 32; i++) {
-        const uint64_t digits = rfi_eight_pairs(run[i]);
-        out[i] = rfi_eight_signed(RFI_EIGHT(8) + (digits << 4) + digits + (digits >> 1 & RFI_EIGHT(1)),
-                                  parity ? rfi_with_parity(signs[i]) : signs[i]);
-    }
-    memcpy(q, out, sizeof out);
-}
-
-RFI_INLINE void rfi_expand_iq2_xxs(const rfi_block_iq2_xxs *b, int8_t *q, float *s) {
-    const float d = rfi_load_f16(b->d);
-    uint64_t run[32], signs[32];
-    for (uint32_t g = 0; g < 8; g++) {
-        const uint32_t bits = rfi_load_u32(b->group[g].signs);
-        s[g] = rfi_half_scale(d, bits >> 28) * 0.25f;
-        for (uint32_t i = 0; i < 4; i++) {
-            run[4 * g + i] = rfi_iq2_xxs_runs[b->group[g].q[i]];
-            signs[4 * g + i] = bits >> 7 * i;
+        const uint64_t signs = rfi_runs_signs(type, r, i);
+        uint64_t v = r->run[i >> 2] >> 16 * (i & 3) & 0xffff;
+        if (rfi_runs_are_iq3(type)) {
+            v = r->run[i >> 1] >> 32 * (i & 1);
+            v = (v & 0xffff) | (v & 0xffff0000u) << 16;
+            v = (v & 0x0000000700000007u) | (v << 5 & 0x0000070000000700u) | (v << 10 & 0x0007000000070000u) |
+                (v << 15 & 0x0700000007000000u);
+            const uint64_t last = v & v >> 1 & v >> 2 & RFI_EIGHT(1);
+            v = type == RF_TYPE_IQ3_XXS ? (v << 3) + RFI_EIGHT(4) + (last << 1) : (v << 1) + RFI_EIGHT(1);
+        } else {
+            v = rfi_eight_pairs(v);
+            if (!rfi_runs_are_iq1(type)) v = RFI_EIGHT(8) + (v << 4) + v + (v >> 1 & RFI_EIGHT(1));
         }
+        rfi_eight_put(q + 8 * i, rfi_runs_are_iq1(type) ? rfi_eight_less((v << 3) + RFI_EIGHT(1), signs ? 10 : 8)
+                                                        : rfi_eight_signed(v, signs));
     }
-    rfi_expand_runs2(run, signs, 1, q);
 }
 
-RFI_INLINE void rfi_expand_iq2_xs(const rfi_block_iq2_xs *b, int8_t *q, float *s) {
-    const float d = rfi_load_f16(b->d);
-    uint64_t run[32], signs[32];
-    for (uint32_t i = 0; i < 16; i++) s[i] = rfi_half_scale(d, rfi_nibble(b->scales, i)) * 0.25f;
-    for (uint32_t i = 0; i < 32; i++) {
-        const uint32_t v = rfi_load_u16(b->q + 2 * i);
-        run[i] = rfi_iq2_xs_runs[v & 511], signs[i] = v >> 9;
-    }
-    rfi_expand_runs2(run, signs, 1, q);
-}
-
-RFI_INLINE void rfi_expand_iq2_s(const rfi_block_iq2_s *b, int8_t *q, float *s) {
-    const float d = rfi_load_f16(b->d);
-    uint64_t run[32], signs[32];
-    for (uint32_t i = 0; i < 16; i++) s[i] = rfi_half_scale(d, rfi_nibble(b->scales, i)) * 0.25f;
-    for (uint32_t i = 0; i < 32; i++) {
-        const uint32_t high = b->high[i >> 2] >> 2 * (i & 3) & 3;
-        run[i] = rfi_iq2_s_runs[b->q[i] | high << 8], signs[i] = b->signs[i];
-    }
-    rfi_expand_runs2(run, signs, 0, q);
-}
-
-/* 32 pairs of runs of 4 digits of 3 bits, the second in the upper 32 bits, with their signs: of IQ3_XXS 4, 12, 20 ..
- * 52, 62, and seven signs; of IQ3_S 1, 3 .. 15. */
-RFI_INLINE void rfi_expand_runs3(uint32_t type, const uint64_t run[32], const uint64_t signs[32], int8_t *q) {
-    const int xxs = type == RF_TYPE_IQ3_XXS;
-    uint64_t out[32];
-    for (int i = 0; i < 32; i++) {
-        uint64_t v = run[i];
-        v = (v & 0x0000000700000007u) | (v << 5 & 0x0000070000000700u) | (v << 10 & 0x0007000000070000u) |
-            (v << 15 & 0x0700000007000000u);
-        const uint64_t last = v & v >> 1 & v >> 2 & RFI_EIGHT(1);
-        v = xxs ? (v << 3) + RFI_EIGHT(4) + (last << 1) : (v << 1) + RFI_EIGHT(1);
-        out[i] = rfi_eight_signed(v, xxs ? rfi_with_parity(signs[i]) : signs[i]);
-    }
-    memcpy(q, out, sizeof out);
-}
-
-RFI_INLINE void rfi_expand_iq3_xxs(const rfi_block_iq3_xxs *b, int8_t *q, float *s) {
-    const float d = rfi_load_f16(b->d);
-    uint64_t run[32], signs[32];
+RFI_INLINE void rfi_expand_iq2_xxs(rfi_runs_fn runs, const rfi_block_iq2_xxs *b, int8_t *q, float *s) {
+    rfi_runs r = {.d = rfi_load_f16(b->d)};
     for (uint32_t g = 0; g < 8; g++) {
-        const uint32_t bits = rfi_load_u32(b->signs + 4 * g);
-        s[g] = rfi_half_scale(d, bits >> 28) * 0.5f;
-        for (uint32_t i = 4 * g; i < 4 * g + 4; i++) {
-            run[i] = rfi_iq3_xxs_runs[b->q[2 * i]] | (uint64_t)rfi_iq3_xxs_runs[b->q[2 * i + 1]] << 32;
-            signs[i] = bits >> 7 * (i & 3);
-        }
+        const uint8_t *at = b->group[g].q;
+        r.run[g] = rfi_four_runs(rfi_iq2_xxs_runs, at[0], at[1], at[2], at[3]);
     }
-    rfi_expand_runs3(RF_TYPE_IQ3_XXS, run, signs, q);
+    memcpy(r.signs, b->group, 64);
+    runs(RF_TYPE_IQ2_XXS, &r, q, s);
 }
 
-RFI_INLINE void rfi_expand_iq3_s(const rfi_block_iq3_s *b, int8_t *q, float *s) {
-    const float d = rfi_load_f16(b->d);
-    uint64_t run[32], signs[32];
-    for (uint32_t g = 0; g < 8; g++) s[g] = d * (float)(1 + 2 * rfi_nibble(b->scales, g));
-    for (uint32_t i = 0; i < 32; i++) {
-        const uint32_t high = (uint32_t)b->high[i >> 2] >> 2 * (i & 3);
-        run[i] = rfi_iq3_s_runs[b->q[2 * i] | (high & 1) << 8] |
-                 (uint64_t)rfi_iq3_s_runs[b->q[2 * i + 1] | (high & 2) << 7] << 32;
-        signs[i] = b->signs[i];
+RFI_INLINE void rfi_expand_iq2_xs(rfi_runs_fn runs, const rfi_block_iq2_xs *b, int8_t *q, float *s) {
+    rfi_runs r = {.scales = b->scales, .d = rfi_load_f16(b->d)};
+    for (uint32_t g = 0; g < 8; g++) {
+        const uint64_t v = rfi_load_u64(b->q + 8 * g);
+        r.run[g] = rfi_four_runs(rfi_iq2_xs_runs, v & 511, v >> 16 & 511, v >> 32 & 511, v >> 48 & 511);
     }
-    rfi_expand_runs3(RF_TYPE_IQ3_S, run, signs, q);
+    memcpy(r.signs, b->q, 64);
+    runs(RF_TYPE_IQ2_XS, &r, q, s);
 }
 
-/* 32 runs of 8 of -1, 0, 1 times 8, plus or (down: 2) minus 1. */
-RFI_INLINE void rfi_expand_runs1(const uint64_t run[32], const uint64_t down[32], int8_t *q) {
-    uint64_t out[32];
-    for (int i = 0; i < 32; i++) { /* 128 + 8 * (digit - 1) + 1 - down */
-        const uint64_t less = down[i] | down[i] << 16, eight = (rfi_eight_pairs(run[i]) << 3) + RFI_EIGHT(121);
-        out[i] = (eight - (less | less << 8 | less << 32 | less << 40)) ^ RFI_EIGHT(128);
+RFI_INLINE void rfi_expand_iq2_s(rfi_runs_fn runs, const rfi_block_iq2_s *b, int8_t *q, float *s) {
+    rfi_runs r = {.scales = b->scales, .d = rfi_load_f16(b->d)};
+    for (uint32_t g = 0; g < 8; g++) {
+        const uint8_t *at = b->q + 4 * g;
+        const uint32_t h = b->high[g];
+        r.run[g] = rfi_four_runs(rfi_iq2_s_runs, at[0] | (h << 8 & 0x300), at[1] | (h << 6 & 0x300),
+                                 at[2] | (h << 4 & 0x300), at[3] | (h << 2 & 0x300));
     }
-    memcpy(q, out, sizeof out);
+    memcpy(r.signs, b->signs, 32);
+    runs(RF_TYPE_IQ2_S, &r, q, s);
 }
 
-RFI_INLINE void rfi_expand_iq1_s(const rfi_block_iq1_s *b, int8_t *q, float *s) {
-    const float d = rfi_load_f16(b->d);
-    uint64_t run[32], down[32];
-    for (uint32_t i = 0; i < 32; i++) {
-        const uint32_t high = rfi_load_u16(b->high + 2 * (i >> 2));
-        if (i % 4 == 0) s[i >> 2] = d * (float)(2 * (high >> 12 & 7) + 1) * 0.125f;
-        run[i] = rfi_iq1_runs[b->q[i] | (high >> 3 * (i & 3) & 7) << 8];
-        down[i] = high >> 14 & 2;
+RFI_INLINE void rfi_expand_iq3_xxs(rfi_runs_fn runs, const rfi_block_iq3_xxs *b, int8_t *q, float *s) {
+    rfi_runs r = {.d = rfi_load_f16(b->d)};
+    for (uint32_t i = 0; i < 16; i++) {
+        const uint8_t *at = b->q + 4 * i;
+        r.run[i] = rfi_four_runs(rfi_iq3_xxs_runs, at[0], at[1], at[2], at[3]);
     }
-    rfi_expand_runs1(run, down, q);
+    memcpy(r.signs, b->signs, 32);
+    runs(RF_TYPE_IQ3_XXS, &r, q, s);
 }
 
-RFI_INLINE void rfi_expand_iq1_m(const rfi_block_iq1_m *b, int8_t *q, float *s) {
-    uint32_t scales[4], half = 0;
-    uint64_t run[32], down[32];
-    for (int i = 0; i < 4; i++) {
-        scales[i] = rfi_load_u16(b->scales + 2 * i);
-        half |= scales[i] >> 12 << 4 * i;
+RFI_INLINE void rfi_expand_iq3_s(rfi_runs_fn runs, const rfi_block_iq3_s *b, int8_t *q, float *s) {
+    rfi_runs r = {.scales = b->scales, .d = rfi_load_f16(b->d)};
+    for (uint32_t i = 0; i < 16; i++) {
+        const uint8_t *at = b->q + 4 * i;
+        const uint32_t h = rfi_nibble(b->high, i);
+        r.run[i] = rfi_four_runs(rfi_iq3_s_runs, at[0] | (h << 8 & 0x100), at[1] | (h << 7 & 0x100),
+                                 at[2] | (h << 6 & 0x100), at[3] | (h << 5 & 0x100));
     }
-    const float d = rfi_f16_to_f32((uint16_t)half);
-    for (uint32_t i = 0; i < 16; i++) s[i] = d * (float)(2 * (scales[i >> 2] >> 3 * (i & 3) & 7) + 1) * 0.125f;
-    for (uint32_t i = 0; i < 32; i++) {
-        const uint32_t high = rfi_nibble(b->high, i);
-        run[i] = rfi_iq1_runs[b->q[i] | (high & 7) << 8];
-        down[i] = high >> 2 & 2;
+    memcpy(r.signs, b->signs, 32);
+    runs(RF_TYPE_IQ3_S, &r, q, s);
+}
+
+RFI_INLINE void rfi_expand_iq1_s(rfi_runs_fn runs, const rfi_block_iq1_s *b, int8_t *q, float *s) {
+    rfi_runs r = {.scales = b->high, .d = rfi_load_f16(b->d)};
+    for (uint32_t g = 0; g < 8; g++) {
+        const uint8_t *at = b->q + 4 * g;
+        const uint32_t h = rfi_load_u16(b->high + 2 * g), down = 0u - (h >> 15);
+        r.run[g] = rfi_four_runs(rfi_iq1_runs, at[0] | (h << 8 & 0x700), at[1] | (h << 5 & 0x700),
+                                 at[2] | (h << 2 & 0x700), at[3] | (h >> 1 & 0x700));
+        memcpy(r.signs + 4 * g, &down, 4);
     }
-    rfi_expand_runs1(run, down, q);
+    runs(RF_TYPE_IQ1_S, &r, q, s);
+}
+
+RFI_INLINE void rfi_expand_iq1_m(rfi_runs_fn runs, const rfi_block_iq1_m *b, int8_t *q, float *s) {
+    uint32_t half = 0;
+    for (uint32_t i = 0; i < 4; i++) half |= (uint32_t)b->scales[2 * i + 1] >> 4 << 4 * i;
+    rfi_runs r = {.scales = b->scales, .d = rfi_f16_to_f32((uint16_t)half)};
+    for (uint32_t g = 0; g < 8; g++) {
+        const uint8_t *at = b->q + 4 * g;
+        const uint32_t h = rfi_load_u16(b->high + 2 * g); /* a nibble a run: 3 bits of its place, 1 if it moves down */
+        const uint32_t down = 255 * ((h >> 3 & 1) | (h << 1 & 0x100) | (h << 5 & 0x10000) | (h << 9 & 0x1000000));
+        r.run[g] = rfi_four_runs(rfi_iq1_runs, at[0] | (h << 8 & 0x700), at[1] | (h << 4 & 0x700),
+                                 at[2] | (h & 0x700), at[3] | (h >> 4 & 0x700));
+        memcpy(r.signs + 4 * g, &down, 4);
+    }
+    runs(RF_TYPE_IQ1_M, &r, q, s);
 }
 
 /* Digits of base 3, n of them, of bytes that hold fractions: the first of all bytes, the second of all bytes .. */
@@ -4547,9 +4569,9 @@ RFI_INLINE void rfi_expand_thirds(const uint8_t *p, uint32_t n_bytes, uint32_t n
         for (uint32_t i = 0; i < n_bytes; i++) *q++ = (int8_t)((p[i] * power % 256 * 3 >> 8) - 1);
 }
 
-/* A block to its q, s and m; type and codebook are constants. */
-RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, const void *p, int8_t *q, float *s,
-                                 float *m) {
+/* A block to its q, s and m; type, codebook and runs are constants. */
+RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, rfi_runs_fn runs, const void *p, int8_t *q,
+                                 float *s, float *m) {
     const uint8_t *bytes = (const uint8_t *)p; /* a d in front of values or behind them, the same for all */
     uint32_t n_scales = 0;
     float d = 0;
@@ -4563,13 +4585,13 @@ RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, const 
     case RF_TYPE_IQ4_XS: rfi_expand_iq4_xs(codebook, (const rfi_block_iq4_xs *)p, q, s); break;
     case RF_TYPE_MXFP4: rfi_expand_mxfp4(codebook, (const rfi_block_mxfp4 *)p, q, s); break;
     case RF_TYPE_NVFP4: rfi_expand_nvfp4(codebook, (const rfi_block_nvfp4 *)p, q, s); break;
-    case RF_TYPE_IQ2_XXS: rfi_expand_iq2_xxs((const rfi_block_iq2_xxs *)p, q, s); break;
-    case RF_TYPE_IQ2_XS: rfi_expand_iq2_xs((const rfi_block_iq2_xs *)p, q, s); break;
-    case RF_TYPE_IQ2_S: rfi_expand_iq2_s((const rfi_block_iq2_s *)p, q, s); break;
-    case RF_TYPE_IQ3_XXS: rfi_expand_iq3_xxs((const rfi_block_iq3_xxs *)p, q, s); break;
-    case RF_TYPE_IQ3_S: rfi_expand_iq3_s((const rfi_block_iq3_s *)p, q, s); break;
-    case RF_TYPE_IQ1_S: rfi_expand_iq1_s((const rfi_block_iq1_s *)p, q, s); break;
-    case RF_TYPE_IQ1_M: rfi_expand_iq1_m((const rfi_block_iq1_m *)p, q, s); break;
+    case RF_TYPE_IQ2_XXS: rfi_expand_iq2_xxs(runs, (const rfi_block_iq2_xxs *)p, q, s); break;
+    case RF_TYPE_IQ2_XS: rfi_expand_iq2_xs(runs, (const rfi_block_iq2_xs *)p, q, s); break;
+    case RF_TYPE_IQ2_S: rfi_expand_iq2_s(runs, (const rfi_block_iq2_s *)p, q, s); break;
+    case RF_TYPE_IQ3_XXS: rfi_expand_iq3_xxs(runs, (const rfi_block_iq3_xxs *)p, q, s); break;
+    case RF_TYPE_IQ3_S: rfi_expand_iq3_s(runs, (const rfi_block_iq3_s *)p, q, s); break;
+    case RF_TYPE_IQ1_S: rfi_expand_iq1_s(runs, (const rfi_block_iq1_s *)p, q, s); break;
+    case RF_TYPE_IQ1_M: rfi_expand_iq1_m(runs, (const rfi_block_iq1_m *)p, q, s); break;
     case RF_TYPE_TQ1_0:
         rfi_expand_thirds(bytes, 32, 5, q);
         rfi_expand_thirds(bytes + 32, 16, 5, q + 160);
@@ -4593,13 +4615,15 @@ RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, const 
     for (uint32_t i = 0; i < n_scales; i++) s[i] = d;
 }
 
-#define RFI_EXPANDER(name, TARGET, codebook, TYPE, kind)                                                              \
+#define RFI_EXPANDER(name, TARGET, codebook, runs, TYPE, kind)                                                        \
     static inline TARGET void rfi_##name##_expand_##TYPE(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {      \
         const uint32_t n = RFI_ELEMENTS_##TYPE, n_scales = n / (RFI_TYPE_##kind == RFI_TYPE_EXPANDED_32 ? 32 : 16);   \
         for (uint32_t b = 0; b < n_blocks; b++, p += RFI_BYTES_##TYPE)                                                \
-            rfi_expand_block(RF_TYPE_##TYPE, codebook, p, e->q + b * n, e->s + b * n_scales, e->m + b * n_scales);    \
+            rfi_expand_block(RF_TYPE_##TYPE, codebook, runs, p, e->q + b * n, e->s + b * n_scales,                    \
+                             e->m + b * n_scales);                                                                    \
     }
-#define RFI_PORTABLE_EXPANDER(TYPE, kind) RFI_EXPANDER(portable, , rfi_portable_codebook, TYPE, kind)
+#define RFI_PORTABLE_EXPANDER(TYPE, kind) \
+    RFI_EXPANDER(portable, , rfi_portable_codebook, rfi_portable_runs, TYPE, kind)
 RFI_EXPANDED_TYPES(RFI_PORTABLE_EXPANDER)
 #undef RFI_PORTABLE_EXPANDER
 
@@ -10515,11 +10539,32 @@ RFI_INLINE RFI_256 void rfi_256_codebook(const int8_t list[16], const uint8_t q[
     _mm_storeu_si128((__m128i *)(void *)high, _mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(v, 4), mask)));
 }
 
-static RFI_256 void rfi_256_expand_IQ4_NL(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    for (uint32_t b = 0; b < n_blocks; b++, p += RFI_BYTES_IQ4_NL) {
-        e->s[b] = rfi_256_f16(p);
-        rfi_256_codebook(rfi_iq4_list, p + 2, e->q + 32 * b, e->q + 32 * b + 16);
+/* Eight blocks of 32 values; of fewer the last one is repeated. Scales stored one by one would stall the vector loads
+ * that follow. */
+RFI_INLINE RFI_256 void rfi_256_expand_32(const int8_t list[16], const uint8_t *p, uint32_t bytes, uint32_t n_blocks,
+                                          rfi_expanded *e) {
+    __m128i head = _mm_setzero_si128();
+    RFI_UNROLL(8)
+    for (uint32_t b = 0; b < 8; b++) {
+        const uint8_t *block = p + (b < n_blocks ? b : n_blocks - 1) * bytes;
+        const int first = bytes == RFI_BYTES_MXFP4 ? block[0] : rfi_load_u16(block);
+        head = _mm_insert_epi16(head, first, (int)b);
+        rfi_256_codebook(list, block + bytes - 16, e->q + 32 * b, e->q + 32 * b + 16);
     }
+    if (bytes == RFI_BYTES_MXFP4) { /* 2^(head - 128), as rfi_expand_mxfp4 */
+        const __m256i x = _mm256_cvtepu16_epi32(head), small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), x);
+        const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(x, _mm256_set1_epi32(1)), 23);
+        const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(2), x);
+        _mm256_storeu_si256((__m256i *)(void *)e->s, _mm256_blendv_epi8(normal, small, is_small));
+    } else {
+        _mm256_storeu_ps(e->s, _mm256_cvtph_ps(head));
+    }
+}
+static RFI_256 void rfi_256_expand_IQ4_NL(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    rfi_256_expand_32(rfi_iq4_list, p, RFI_BYTES_IQ4_NL, n_blocks, e);
+}
+static RFI_256 void rfi_256_expand_MXFP4(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    rfi_256_expand_32(rfi_fp4_list, p, RFI_BYTES_MXFP4, n_blocks, e);
 }
 
 static RFI_256 void rfi_256_expand_IQ4_XS(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
@@ -10556,6 +10601,123 @@ RFI_INLINE RFI_256 void rfi_256_expand_pairs(const uint8_t *p, const uint8_t *hi
     }
 }
 
+/* Signs of 32 bytes, eight in each: -1 or 0. */
+RFI_INLINE RFI_256 __m256i rfi_256_signs(const uint8_t *signs) {
+    const __m256i own = _mm256_set1_epi64x((long long)0x8040201008040201u);
+    const __m256i byte = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
+    const __m256i v = _mm256_shuffle_epi8(_mm256_set1_epi32((int)rfi_load_u32(signs)), byte);
+    return _mm256_cmpeq_epi8(_mm256_and_si256(v, own), own);
+}
+
+/* Every second 32-bit number of 64 bytes. */
+RFI_INLINE RFI_256 __m256i rfi_256_odd(const uint8_t *p) {
+    const __m256 first = _mm256_castsi256_ps(rfi_256_load(p)), last = _mm256_castsi256_ps(rfi_256_load(p + 32));
+    return _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(first, last, 0xdd)), 0xd8);
+}
+
+/* The signs of all runs, where 7 are stored, with their parity. */
+RFI_INLINE RFI_256 void rfi_256_all_signs(uint32_t type, const rfi_runs *r, uint8_t *signs) {
+    const __m256i four = _mm256_set1_epi8(15);
+    const __m256i odd = _mm256_broadcastsi128_si256( /* the sign bit, of nibbles with an odd number of ones */
+        _mm_set_epi64x(0x0080800080000080, (long long)0x8000008000808000u));
+    __m256i v;
+    if (type == RF_TYPE_IQ2_XS) {
+        const __m256i first = _mm256_srli_epi16(rfi_256_load(r->signs), 9);
+        const __m256i last = _mm256_srli_epi16(rfi_256_load(r->signs + 32), 9);
+        v = _mm256_permute4x64_epi64(_mm256_packus_epi16(first, last), 0xd8);
+    } else {
+        v = type == RF_TYPE_IQ2_XXS ? rfi_256_odd(r->signs) : rfi_256_load(r->signs);
+        const __m256i a = _mm256_and_si256(v, _mm256_set1_epi32(0x7f));
+        const __m256i b = _mm256_and_si256(_mm256_slli_epi32(v, 1), _mm256_set1_epi32(0x7f00));
+        const __m256i c = _mm256_and_si256(_mm256_slli_epi32(v, 2), _mm256_set1_epi32(0x7f0000));
+        const __m256i d = _mm256_and_si256(_mm256_slli_epi32(v, 3), _mm256_set1_epi32(0x7f000000));
+        v = _mm256_or_si256(_mm256_or_si256(a, b), _mm256_or_si256(c, d));
+    }
+    const __m256i high = _mm256_and_si256(_mm256_srli_epi16(v, 4), four);
+    v = _mm256_or_si256(v, _mm256_xor_si256(_mm256_shuffle_epi8(odd, _mm256_and_si256(v, four)),
+                                            _mm256_shuffle_epi8(odd, high)));
+    _mm256_storeu_si256((__m256i *)(void *)signs, v);
+}
+
+/* 32 values of eight runs of IQ3: four digits of 3 bits each. */
+RFI_INLINE RFI_256 __m256i rfi_256_octal(uint64_t low, uint64_t high, int64_t values) {
+    const __m256i x = _mm256_cvtepu16_epi32(_mm_set_epi64x((long long)high, (long long)low));
+    /* byte i of a lane from x << 5 * i */
+    const __m256i odd = _mm256_set1_epi16((short)0xff00);
+    const __m256i a = _mm256_blendv_epi8(x, _mm256_slli_epi32(x, 5), odd);
+    const __m256i b = _mm256_blendv_epi8(_mm256_slli_epi32(x, 10), _mm256_slli_epi32(x, 15), odd);
+    const __m256i digits = _mm256_and_si256(_mm256_blend_epi16(a, b, 0xaa), _mm256_set1_epi8(7));
+    return _mm256_shuffle_epi8(_mm256_set1_epi64x((long long)values), digits);
+}
+
+/* 32 values of four runs of eight digits of 2 bits, looked up two at a time. */
+RFI_INLINE RFI_256 __m256i rfi_256_pairs(uint64_t runs, int values) {
+    const __m256i byte = _mm256_set_epi64x(0x0707070706060606, 0x0505050504040404, 0x0303030302020202,
+                                           0x0101010100000000);
+    const __m256i x = _mm256_shuffle_epi8(_mm256_set1_epi64x((long long)runs), byte);
+    const __m256i pair = _mm256_and_si256(_mm256_blend_epi16(x, _mm256_srli_epi16(x, 4), 0xaa), _mm256_set1_epi8(15));
+    const __m256i first = _mm256_set1_epi32(values);
+    const __m256i second = _mm256_shuffle_epi8(
+        first, _mm256_broadcastsi128_si256(_mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0)));
+    return _mm256_blendv_epi8(_mm256_shuffle_epi8(first, pair), _mm256_shuffle_epi8(second, pair),
+                              _mm256_set1_epi16((short)0xff00));
+}
+
+/* d * (k + 1/2), or d * (2 * k + 1), times the type's factor. */
+RFI_INLINE RFI_256 void rfi_256_eight_scales(uint32_t type, __m256i k, float d, float *s) {
+    __m256 v = _mm256_cvtepi32_ps(k);
+    if (type == RF_TYPE_IQ3_S || rfi_runs_are_iq1(type)) v = _mm256_add_ps(_mm256_add_ps(v, v), _mm256_set1_ps(1));
+    else v = _mm256_add_ps(v, _mm256_set1_ps(0.5f));
+    v = _mm256_mul_ps(_mm256_mul_ps(v, _mm256_set1_ps(d)), _mm256_set1_ps(rfi_runs_factor(type)));
+    _mm256_storeu_ps(s, v);
+}
+
+RFI_INLINE RFI_256 void rfi_256_runs_scales(uint32_t type, const rfi_runs *r, float *s) {
+    if (type == RF_TYPE_IQ2_XXS || type == RF_TYPE_IQ3_XXS) {
+        const __m256i v = type == RF_TYPE_IQ3_XXS ? rfi_256_load(r->signs) : rfi_256_odd(r->signs);
+        rfi_256_eight_scales(type, _mm256_srli_epi32(v, 28), r->d, s);
+    } else if (type == RF_TYPE_IQ1_S) {
+        const __m128i v = _mm_and_si128(_mm_srli_epi16(rfi_128_load(r->scales), 12), _mm_set1_epi16(7));
+        rfi_256_eight_scales(type, _mm256_cvtepu16_epi32(v), r->d, s);
+    } else if (type == RF_TYPE_IQ1_M) {
+        RFI_UNROLL(2)
+        for (int i = 0; i < 2; i++) {
+            const int a = rfi_load_u16(r->scales + 4 * i), b = rfi_load_u16(r->scales + 4 * i + 2);
+            const __m256i v = _mm256_srlv_epi32(_mm256_set_m128i(_mm_set1_epi32(b), _mm_set1_epi32(a)),
+                                                _mm256_set_epi32(9, 6, 3, 0, 9, 6, 3, 0));
+            rfi_256_eight_scales(type, _mm256_and_si256(v, _mm256_set1_epi32(7)), r->d, s + 8 * i);
+        }
+    } else {
+        const __m128i v = type == RF_TYPE_IQ3_S ? _mm_cvtsi32_si128((int)rfi_load_u32(r->scales))
+                                                : _mm_cvtsi64_si128((long long)rfi_load_u64(r->scales));
+        const __m128i four = _mm_set1_epi8(15), high = _mm_and_si128(_mm_srli_epi16(v, 4), four);
+        const __m128i k = _mm_unpacklo_epi8(_mm_and_si128(v, four), high);
+        rfi_256_eight_scales(type, _mm256_cvtepu8_epi32(k), r->d, s);
+        if (!rfi_runs_have_16_scales(type)) return;
+        rfi_256_eight_scales(type, _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(k, k)), r->d, s + 8);
+    }
+}
+
+/* As rfi_portable_runs. */
+RFI_INLINE RFI_256 void rfi_256_runs(uint32_t type, const rfi_runs *r, int8_t *q, float *s) {
+    rfi_256_runs_scales(type, r, s);
+    uint8_t with_parity[32];
+    const uint8_t *signs = rfi_runs_have_parity(type) ? with_parity : r->signs;
+    if (rfi_runs_have_parity(type)) rfi_256_all_signs(type, r, with_parity);
+    RFI_UNROLL(8)
+    for (uint32_t g = 0; g < 8; g++, q += 32) {
+        const __m256i minus = rfi_256_signs(signs + 4 * g);
+        __m256i v;
+        if (rfi_runs_are_iq3(type))
+            v = rfi_256_octal(r->run[2 * g], r->run[2 * g + 1],
+                              type == RF_TYPE_IQ3_S ? 0x0f0d0b0907050301 : 0x3e342c241c140c04);
+        else v = rfi_256_pairs(r->run[g], rfi_runs_are_iq1(type) ? 0x000800f8 : 0x002b1908);
+        v = rfi_runs_are_iq1(type) ? _mm256_add_epi8(v, _mm256_or_si256(minus, _mm256_set1_epi8(1)))
+                                   : _mm256_sub_epi8(_mm256_xor_si256(v, minus), minus);
+        _mm256_storeu_si256((__m256i *)(void *)q, v);
+    }
+}
+
 /* 16 int8 times d. */
 RFI_INLINE RFI_256 void rfi_256_times(__m128i v, float d, float *s) {
     const __m256 a = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v));
@@ -10584,8 +10746,8 @@ static RFI_256 void rfi_256_expand_Q3_K(const uint8_t *p, uint32_t n_blocks, rfi
     rfi_256_expand_pairs(b->q, b->high, 4, e->q);
 }
 
-#define RFI_256_EXPANDER(TYPE, kind) RFI_EXPANDER(256, RFI_256, rfi_256_codebook, TYPE, kind)
-RFI_256_EXPANDER(MXFP4, EXPANDED_32)   RFI_256_EXPANDER(NVFP4, EXPANDED_16)   RFI_256_EXPANDER(IQ3_XXS, EXPANDED_32)
+#define RFI_256_EXPANDER(TYPE, kind) RFI_EXPANDER(256, RFI_256, rfi_256_codebook, rfi_256_runs, TYPE, kind)
+RFI_256_EXPANDER(NVFP4, EXPANDED_16)   RFI_256_EXPANDER(IQ3_XXS, EXPANDED_32)
 RFI_256_EXPANDER(IQ3_S, EXPANDED_32)   RFI_256_EXPANDER(IQ2_XXS, EXPANDED_32) RFI_256_EXPANDER(IQ2_XS, EXPANDED_16)
 RFI_256_EXPANDER(IQ2_S, EXPANDED_16)   RFI_256_EXPANDER(IQ1_S, EXPANDED_32)   RFI_256_EXPANDER(IQ1_M, EXPANDED_16)
 RFI_256_EXPANDER(TQ1_0, EXPANDED_32)   RFI_256_EXPANDER(TQ2_0, EXPANDED_32)   RFI_256_EXPANDER(Q1_0, EXPANDED_32)
@@ -11990,10 +12152,10 @@ static RFI_NEON void rfi_neon_codebook(const int8_t list[16], const uint8_t q[16
     vst1q_s8(low, vqtbl1q_s8(values, vandq_u8(v, vdupq_n_u8(15))));
     vst1q_s8(high, vqtbl1q_s8(values, vshrq_n_u8(v, 4)));
 }
-RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, IQ4_NL, EXPANDED_32)
-RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, IQ4_XS, EXPANDED_32)
-RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, MXFP4, EXPANDED_32)
-RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, NVFP4, EXPANDED_16)
+RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, rfi_portable_runs, IQ4_NL, EXPANDED_32)
+RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, rfi_portable_runs, IQ4_XS, EXPANDED_32)
+RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, rfi_portable_runs, MXFP4, EXPANDED_32)
+RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, rfi_portable_runs, NVFP4, EXPANDED_16)
 
 static rfi_expand_fn rfi_neon_expander(uint32_t type) {
     return type == RF_TYPE_IQ4_NL ? rfi_neon_expand_IQ4_NL : type == RF_TYPE_IQ4_XS ? rfi_neon_expand_IQ4_XS
