@@ -4412,9 +4412,9 @@ RFI_INLINE void rfi_expand_nvfp4(rfi_codebook_fn codebook, const rfi_block_nvfp4
 
 RFI_INLINE float rfi_half_scale(float d, uint32_t scale) { return d * (0.5f + (float)scale); }
 
-/* The runs of 256 values: IQ2 and IQ1 32 of 8 values, IQ3 64 of 4; four to a number, the first in the lowest bits. A byte
- * of signs for each 8 values; of IQ1 255 if they move down. Where only 7 signs are stored, `signs` is as in the block:
- * IQ3_XXS 28 bits of 32-bit numbers, IQ2_XXS of every second one, IQ2_XS the upper 7 bits of 16-bit numbers. */
+/* The runs of 256 values: IQ2 and IQ1 32 of 8 values, IQ3 64 of 4; four to a number, the first in the lowest bits. signs:
+ * a byte for each 8 values; of IQ1 255 if they move down. Where only 7 signs are stored, they are as in the block: IQ3_XXS
+ * 28 bits of 32-bit numbers, IQ2_XXS of every second one, IQ2_XS the upper 7 bits of 16-bit numbers. */
 typedef struct rfi_runs {
     uint64_t run[16];
     uint8_t signs[64];
@@ -10539,18 +10539,21 @@ RFI_INLINE RFI_256 void rfi_256_codebook(const int8_t list[16], const uint8_t q[
     _mm_storeu_si128((__m128i *)(void *)high, _mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(v, 4), mask)));
 }
 
+typedef uint16_t rfi_eight_u16 __attribute__((vector_size(16)));
+typedef uint32_t rfi_four_u32 __attribute__((vector_size(16)));
+
 /* Eight blocks of 32 values; of fewer the last one is repeated. Scales stored one by one would stall the vector loads
  * that follow. */
 RFI_INLINE RFI_256 void rfi_256_expand_32(const int8_t list[16], const uint8_t *p, uint32_t bytes, uint32_t n_blocks,
                                           rfi_expanded *e) {
-    __m128i head = _mm_setzero_si128();
+    rfi_eight_u16 heads = {0};
     RFI_UNROLL(8)
     for (uint32_t b = 0; b < 8; b++) {
         const uint8_t *block = p + (b < n_blocks ? b : n_blocks - 1) * bytes;
-        const int first = bytes == RFI_BYTES_MXFP4 ? block[0] : rfi_load_u16(block);
-        head = _mm_insert_epi16(head, first, (int)b);
+        heads[b] = bytes == RFI_BYTES_MXFP4 ? block[0] : rfi_load_u16(block);
         rfi_256_codebook(list, block + bytes - 16, e->q + 32 * b, e->q + 32 * b + 16);
     }
+    const __m128i head = (__m128i)heads;
     if (bytes == RFI_BYTES_MXFP4) { /* 2^(head - 128), as rfi_expand_mxfp4 */
         const __m256i x = _mm256_cvtepu16_epi32(head), small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), x);
         const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(x, _mm256_set1_epi32(1)), 23);
@@ -10594,9 +10597,9 @@ RFI_INLINE RFI_256 void rfi_256_expand_pairs(const uint8_t *p, const uint8_t *hi
             __m256i v = _mm256_and_si256(_mm256_srli_epi16(pairs, 2 * k), _mm256_set1_epi8(3));
             if (high) {
                 const __m256i t = bit < 2 ? _mm256_slli_epi16(third, 2 - bit) : _mm256_srli_epi16(third, bit - 2);
-                v = _mm256_sub_epi8(_mm256_or_si256(v, _mm256_and_si256(t, _mm256_set1_epi8(4))), less);
+                v = _mm256_or_si256(v, _mm256_and_si256(t, _mm256_set1_epi8(4)));
             }
-            _mm256_storeu_si256((__m256i *)(void *)q, v);
+            _mm256_storeu_si256((__m256i *)(void *)q, _mm256_sub_epi8(v, less));
         }
     }
 }
@@ -10746,12 +10749,91 @@ static RFI_256 void rfi_256_expand_Q3_K(const uint8_t *p, uint32_t n_blocks, rfi
     rfi_256_expand_pairs(b->q, b->high, 4, e->q);
 }
 
+static RFI_256 void rfi_256_expand_TQ2_0(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    RFI_UNUSED(n_blocks);
+    _mm256_storeu_ps(e->s, _mm256_set1_ps(rfi_256_f16(p + 64)));
+    rfi_256_expand_pairs(p, NULL, 1, e->q);
+}
+
+/* The first of five digits of base 3, of bytes that hold fractions, minus 1; and the bytes with the others. */
+RFI_INLINE RFI_256 __m256i rfi_256_third(__m256i *v) {
+    const __m256i first = _mm256_cmpeq_epi8(_mm256_max_epu8(*v, _mm256_set1_epi8(86)), *v); /* 3 * 86 = 258 */
+    const __m256i second = _mm256_cmpeq_epi8(_mm256_max_epu8(*v, _mm256_set1_epi8((char)171)), *v);
+    *v = _mm256_add_epi8(*v, _mm256_add_epi8(*v, *v));
+    return _mm256_sub_epi8(_mm256_set1_epi8(-1), _mm256_add_epi8(first, second));
+}
+
+static RFI_256 void rfi_256_expand_TQ1_0(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    __m256i first = rfi_256_load(p), middle = _mm256_castsi128_si256(rfi_128_load(p + 32));
+    __m256i last = _mm256_castsi128_si256(_mm_cvtsi32_si128((int)rfi_load_u32(p + 48)));
+    RFI_UNUSED(n_blocks);
+    _mm256_storeu_ps(e->s, _mm256_set1_ps(rfi_256_f16(p + 52)));
+    RFI_UNROLL(5)
+    for (int i = 0; i < 5; i++) {
+        _mm256_storeu_si256((__m256i *)(void *)(e->q + 32 * i), rfi_256_third(&first));
+        _mm_storeu_si128((__m128i *)(void *)(e->q + 160 + 16 * i), _mm256_castsi256_si128(rfi_256_third(&middle)));
+    }
+    RFI_UNROLL(4)
+    for (int i = 0; i < 4; i++) {
+        const int four = _mm_cvtsi128_si32(_mm256_castsi256_si128(rfi_256_third(&last)));
+        memcpy(e->q + 240 + 4 * i, &four, 4);
+    }
+}
+
+/* Q1_0 and Q2_0: the scales of all blocks, each for some groups; past the last block it is repeated. */
+RFI_INLINE RFI_256 void rfi_256_some_scales(const uint8_t *p, uint32_t n_groups, uint32_t n_blocks, float *s) {
+    rfi_eight_u16 d = {0};
+    RFI_UNROLL(8)
+    for (uint32_t g = 0; g < 8; g++) d[g] = rfi_load_u16(p + 18 * (g / n_groups < n_blocks ? g / n_groups : n_blocks - 1));
+    _mm256_storeu_ps(s, _mm256_cvtph_ps((__m128i)d));
+}
+
+static RFI_256 void rfi_256_expand_Q1_0(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    const __m256i one = _mm256_set1_epi8(1), ones = _mm256_set1_epi8(-1);
+    rfi_256_some_scales(p, 4, n_blocks, e->s);
+    for (uint32_t g = 0; g < 4 * n_blocks; g++) {
+        const __m256i set = rfi_256_signs(p + g / 4 * RFI_BYTES_Q1_0 + 2 + g % 4 * 4);
+        _mm256_storeu_si256((__m256i *)(void *)(e->q + 32 * g), _mm256_or_si256(_mm256_xor_si256(set, ones), one));
+    }
+}
+
+static RFI_256 void rfi_256_expand_Q2_0(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    rfi_256_some_scales(p, 2, n_blocks, e->s);
+    for (uint32_t g = 0; g < 2 * n_blocks; g++) {
+        const uint64_t pairs = rfi_load_u64(p + g / 2 * RFI_BYTES_Q2_0 + 2 + g % 2 * 8);
+        _mm256_storeu_si256((__m256i *)(void *)(e->q + 32 * g), rfi_256_pairs(pairs, 0x020100ff));
+    }
+}
+
+/* Scales, 4 bits of exponent and 3 of fraction, become halves, whose exponent has another bias. */
+static RFI_256 void rfi_256_expand_NVFP4(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    rfi_four_u32 heads = {0};
+    RFI_UNROLL(4)
+    for (uint32_t b = 0; b < 4; b++) {
+        const uint8_t *block = p + (b < n_blocks ? b : n_blocks - 1) * RFI_BYTES_NVFP4;
+        heads[b] = rfi_load_u32(block);
+        RFI_UNROLL(2)
+        for (uint32_t i = 0; i < 2; i++) {
+            int8_t q[2][16];
+            rfi_256_codebook(rfi_fp4_list, block + 4 + 16 * i, q[0], q[1]);
+            const __m128i low = rfi_128_load(q[0]), high = rfi_128_load(q[1]);
+            __m128i *to = (__m128i *)(void *)(e->q + 64 * b + 32 * i);
+            _mm_storeu_si128(to, _mm_unpacklo_epi64(low, high));
+            _mm_storeu_si128(to + 1, _mm_unpackhi_epi64(low, high));
+        }
+    }
+    __m128i d = (__m128i)heads;
+    d = _mm_andnot_si128(_mm_cmpeq_epi8(d, _mm_set1_epi8(127)), _mm_and_si128(d, _mm_set1_epi8(127)));
+    const __m256i half = _mm256_slli_epi16(_mm256_cvtepu8_epi16(d), 7);
+    const __m256 factor = _mm256_set1_ps(128.0f);
+    _mm256_storeu_ps(e->s, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(half)), factor));
+    _mm256_storeu_ps(e->s + 8, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)), factor));
+}
+
 #define RFI_256_EXPANDER(TYPE, kind) RFI_EXPANDER(256, RFI_256, rfi_256_codebook, rfi_256_runs, TYPE, kind)
-RFI_256_EXPANDER(NVFP4, EXPANDED_16)   RFI_256_EXPANDER(IQ3_XXS, EXPANDED_32)
-RFI_256_EXPANDER(IQ3_S, EXPANDED_32)   RFI_256_EXPANDER(IQ2_XXS, EXPANDED_32) RFI_256_EXPANDER(IQ2_XS, EXPANDED_16)
-RFI_256_EXPANDER(IQ2_S, EXPANDED_16)   RFI_256_EXPANDER(IQ1_S, EXPANDED_32)   RFI_256_EXPANDER(IQ1_M, EXPANDED_16)
-RFI_256_EXPANDER(TQ1_0, EXPANDED_32)   RFI_256_EXPANDER(TQ2_0, EXPANDED_32)   RFI_256_EXPANDER(Q1_0, EXPANDED_32)
-RFI_256_EXPANDER(Q2_0, EXPANDED_32)
+RFI_256_EXPANDER(IQ3_XXS, EXPANDED_32) RFI_256_EXPANDER(IQ3_S, EXPANDED_32)   RFI_256_EXPANDER(IQ2_XXS, EXPANDED_32)
+RFI_256_EXPANDER(IQ2_XS, EXPANDED_16)  RFI_256_EXPANDER(IQ2_S, EXPANDED_16)   RFI_256_EXPANDER(IQ1_S, EXPANDED_32)
+RFI_256_EXPANDER(IQ1_M, EXPANDED_16)
 
 static rfi_expand_fn rfi_256_expander(uint32_t type) {
     static const rfi_expand_fn expand[RF_TYPE_COUNT] = {
