@@ -273,7 +273,7 @@ if have python3; then
     cat >"$t/terminal.py" <<'PY'
 import os, pty, sys, termios, time
 edits = True
-# The line editor prints its prompt before it takes the terminal. What is typed in between may get lost in emulated kernels.
+# The line editor prints its prompt before it takes the terminal: what is typed in between is echoed twice, at best.
 def wait_for_editor(fd, environment):
     global edits
     end = time.time() + 2
@@ -402,7 +402,7 @@ verdict "inspect: no template" grep -q '^template  *-$' "$t/out"
 verdict "inspect: memory" grep -q '^kv_bytes  *786432$' "$t/out" # 6 layers, 256 tokens, 4 heads of 32, keys and values, f16
 {
     printf 'GGUF\003\000\000\000\001\000\000\000\000\000\000\000\002\000\000\000\000\000\000\000'
-    printf '\024\000\000\000\000\000\000\000general.architecture\010\000\000\000\005\000\000\000\000\000\000\000mamba'
+    printf '\024\000\000\000\000\000\000\000general.architecture\010\000\000\000\005\000\000\000\000\000\000\000qwert'
     printf '\027\000\000\000\000\000\000\000tokenizer.chat_template\010\000\000\000\001\000\000\000\000\000\000\000?'
     printf '\001\000\000\000\000\000\000\000x\001\000\000\000\040\000\000\000\000\000\000\000\030\000\000\000'
     printf '\000\000\000\000\000\000\000\000'
@@ -410,8 +410,8 @@ verdict "inspect: memory" grep -q '^kv_bytes  *786432$' "$t/out" # 6 layers, 256
 } >"$t/unsupported.gguf"
 expect 0 "inspect an unsupported file" inspect "$t/unsupported.gguf"
 verdict "inspect: it does not run" grep -q '^supported  *no$' "$t/out"
-verdict "inspect: why" grep -q "^reason  .*general.architecture .*'mamba' is not supported" "$t/out"
-verdict "inspect: the architecture" grep -q '^architecture  *mamba$' "$t/out"
+verdict "inspect: why" grep -q "^reason  .*general.architecture .*'qwert' is not supported" "$t/out"
+verdict "inspect: the architecture" grep -q '^architecture  *qwert$' "$t/out"
 verdict "inspect: types" grep -q '^unsupported_types  *i8 (1)$' "$t/out"
 verdict "inspect: a template" grep -q '^template  *jinja$' "$t/out"
 verdict "inspect: no tokenizer" grep -q '^tokenizer_error  .*tokenizer.ggml.model is missing' "$t/out"
