@@ -193,6 +193,56 @@ static void test_damage(void) {
     rig_close(&r);
 }
 
+/* Header, tokens and values that somebody made up, under a right checksum: refused, or a sequence like any other. Nothing
+ * else of the session changes. */
+static void test_forged(void) {
+    static saved real, forged;
+    static const struct { const char *path; mg_options o; } models[] = {
+        {NULL, {.type = MG_F32}}, {NULL, {.arch = "gpt-oss", .n_experts = 4, .window = 4}}, {"tests/family/qwen35.gguf", {0}}};
+    for (size_t k = 0; k < RFI_COUNT(models); k++) {
+        const rf_session_desc sd = {.n_ctx = 16, .n_seq_max = 2, .n_logits_max = 2};
+        const rf_session_io io = {saved_write, saved_read, &real}, io_forged = {saved_write, saved_read, &forged};
+        rig r;
+        int32_t tokens[N];
+        uint32_t taken = 0, n_mutants = RFT_SANITIZED ? 400 : 2000;
+        mg_rng rng = {k};
+        mg_buf file = {0};
+        if (!models[k].path) mg_llama(&file, &models[k].o);
+        if (!rig_open(&r, &(rig_how){.path = models[k].path, .file = &file, .session = &sd})) continue;
+        r.file = file;
+        mg_tokens(tokens, N, r.n_vocab, k);
+        CHECK(rf_session_forward(r.s, tokens, 9, NULL, &r.err) == RF_OK, "%s", r.err.text);
+        real.n = 0;
+        CHECK(rf_session_save(r.s, 0, &io, &r.err) == RF_OK, "%s", r.err.text);
+        for (uint32_t i = 0; i < n_mutants; i++) {
+            forged = real;
+            saved_forge(&forged, &rng);
+            const rf_result res = rf_session_restore(r.s, 1, &io_forged, &r.err);
+            const uint32_t n = rf_session_length(r.s, 1);
+            CHECK(res == RF_OK || (res == r.err.code && r.err.text[0] && n == 0), "mutant %u: %s, %u tokens", i,
+                  rf_result_name(res), n);
+            CHECK(res == RF_OK || res == RF_ERR_FORMAT || res == RF_ERR_UNSUPPORTED || res == RF_ERR_CONTEXT_FULL, "mutant %u: %s",
+                  i, rf_result_name(res));
+            taken += res == RF_OK;
+            if (res == RF_OK && i % 16 == 0) {
+                uint32_t kept = 0;
+                if (n < 16) next(&r, 1, tokens[0]);
+                CHECK(rf_session_truncate(r.s, 1, i / 16 % 9, &kept, &r.err) == RF_OK, "%s", r.err.text);
+                next(&r, 1, tokens[1]);
+            }
+            CHECK(rf_session_length(r.s, 0) == 9, "%u tokens in the other sequence", rf_session_length(r.s, 0));
+            rf_session_truncate(r.s, 1, 0, NULL, NULL);
+        }
+        CHECK(taken > n_mutants / 20 && taken < n_mutants * 9 / 10, "%u of %u were taken", taken, n_mutants);
+        float want[VOCAB];
+        CHECK(rf_session_restore(r.s, 1, &(rf_session_io){saved_write, saved_read, (real.at = 0, &real)}, &r.err) == RF_OK, "%s",
+              r.err.text);
+        memcpy(want, next(&r, 1, tokens[9]), r.n_vocab * sizeof *want);
+        CHECK(memcmp(next(&r, 0, tokens[9]), want, r.n_vocab * sizeof *want) == 0, "the other sequence has changed");
+        rig_close(&r);
+    }
+}
+
 static void test_other_models(void) {
     static const struct { mg_options o; rf_session_desc sd; rf_result want; const char *says; } cases[] = {
         {{.type = MG_F32}, {.n_ctx = 32}, RF_OK, ""},
@@ -294,6 +344,7 @@ int main(int argc, char **argv) {
     RUN(test_hidden);
     RUN(test_same_bits);
     RUN(test_damage);
+    RUN(test_forged);
     RUN(test_other_models);
     RUN(test_faults);
     RFT_END();
