@@ -154,9 +154,10 @@ $(B)/test_hip: tests/test_hip.cpp $(B)/kernels_emu.o
 $(B)/hip_model: tests/hip_model.c
 $(B)/hip_goldens: tests/test_goldens.c
 $(B)/hip_recurrent: tests/test_recurrent.c
+$(B)/hip_threads: tests/test_threads.c
 $(B)/rocmforge_cli_emu: examples/rocmforge_cli.c
 $(B)/fuzz_models: tests/fuzz_models.c examples/rocmforge_cli.c $(HEADERS)
-$(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/rocmforge_cli_emu $(B)/fuzz_models: $(B)/kernels_emu.o $(B)/rocmforge.a
+$(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_threads $(B)/rocmforge_cli_emu $(B)/fuzz_models: $(B)/kernels_emu.o $(B)/rocmforge.a
 	$(CC) $(CFLAGS) -DRF_TEST_EMU -DROCMFORGE_IMPLEMENTATION_DONE -I. -c $(firstword $(filter %.c,$^)) -o $@.o
 	$(CXX) $(CFLAGS) $@.o $(filter %.o %.a,$^) -o $@ $(LIBS)
 
