@@ -2463,12 +2463,19 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
  * free, and its first one before the previous kernel has ended. Which lane adds which products, and in what order,
  * depends on the type and n_in alone. */
 
-#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+#if defined(ROCMFORGE_HIP_EMU) /* as the GPUs below, by device */
+#define RFK_FUSED_BLOCK blockDim.x
+#define RFK_FUSED_RESIDENT 1
+#define RFK_FUSED_BLOCK_OF(dev) hip_emu_fused_block_of((dev)->index)
+#elif defined(RFK_NVIDIA)
 #define RFK_FUSED_BLOCK 1024 /* at 64 registers a thread, one block fills a multiprocessor */
 #define RFK_FUSED_RESIDENT 1
 #else
 #define RFK_FUSED_BLOCK 512
 #define RFK_FUSED_RESIDENT 2
+#endif
+#if !defined(ROCMFORGE_HIP_EMU)
+#define RFK_FUSED_BLOCK_OF(dev) RFK_FUSED_BLOCK
 #endif
 /* Fragments in flight a lane: at most, and until launch configs are timed. On NVIDIA a second one does not fit into 64
  * registers: spilling made a step 4 to 10 % slower on an H200. The emulator starts with either. */
@@ -7614,7 +7621,7 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
 /* Whether a fused matvec can quantize its n results: a block makes 32 at a time, in few enough passes even with the
  * fewest blocks of any config. */
 static int rfk_fused_to_int8(const rf_prepared *p, uint32_t n) {
-    return RFK_FUSED_BLOCK / p->dev->wave == 32 && n % 32 == 0 &&
+    return RFK_FUSED_BLOCK_OF(p->dev) / p->dev->wave == 32 && n % 32 == 0 &&
            n / 32 <= RFK_FUSED_PASSES * RFK_FUSED_RESIDENT * p->dev->info.compute_units;
 }
 
@@ -8788,7 +8795,7 @@ static rf_result rfk_run_slice(const rfk_launching *l) {
 /* Divide about max_blocks blocks among the products by their bytes. */
 static uint32_t rfk_divide_blocks(const rfk_launching *l, rfk_fused_args *a, uint32_t max_blocks) {
     uint64_t total = 0, bytes[RFK_PRODUCTS] = {0, 0, 0};
-    uint32_t end = 0, n = a->glu ? 1 : l->together, waves = RFK_FUSED_BLOCK / l->p->dev->wave;
+    uint32_t end = 0, n = a->glu ? 1 : l->together, waves = RFK_FUSED_BLOCK_OF(l->p->dev) / l->p->dev->wave;
     for (uint32_t i = 0; i < n; i++)
         total += bytes[i] = (uint64_t)a->part[i].n_out * rfk_row_bytes(&l->p->plan->weights[l->op[i].weight]);
     for (uint32_t i = 0; i < RFK_PRODUCTS; i++) {
@@ -8857,7 +8864,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     const rf_launch_config *config = &p->stats.configs[p->stats.config];
     const bool other = rfk_is_other(p->plan, f->products);
     uint32_t blocks = rfk_divide_blocks(l, &a, config->blocks_per_cu * p->dev->info.compute_units);
-    rfk_config c = {dim3(blocks), dim3(RFK_FUSED_BLOCK), a.n_in / 64 * 96, p->capturing && p->dev->early,
+    rfk_config c = {dim3(blocks), dim3(RFK_FUSED_BLOCK_OF(p->dev)), a.n_in / 64 * 96, p->capturing && p->dev->early,
                     l->q->stream};
     void (*kernel)(rfk_fused_args) =
         RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight),

@@ -930,6 +930,7 @@ static const char *try_file(const mg_buf *file, uint64_t seed, int wild, uint64_
         t.gpu = 1;
         t.how.device = wide ? "hip:1" : "hip:0";
         hip_emu_matrix_unit((int)wide, units[wide][mg_below(&t.r, 5)]);
+        hip_emu_fused_block(0, mg_below(&t.r, 2) ? 512 : 1024);
         hip_emu_order((int)mg_below(&t.r, 3), (uint32_t)seed);
     }
     const char *refused = "plan";

@@ -56,6 +56,8 @@ void hip_emu_stale_graphs(int on);
  * WMMA of gfx11 and MFMA of gfx90a. */
 #define HIP_EMU_SM90 6
 void hip_emu_matrix_unit(int device, int kind);
+/* Threads of a block of the fused matvec on a device: 1024, as NVIDIA's have, or 512, as AMD's. At the start 1024 and 512. */
+void hip_emu_fused_block(int device, unsigned threads);
 /* Matrix units that give each lane another of its results: 1: of bytes, 2: of halves, 3: of both, 4: of wgmma. 0 = right
  * ones; at the start: what the environment variable HIP_EMU_WRONG_UNITS says. */
 void hip_emu_wrong_units(int kinds);
@@ -94,17 +96,9 @@ void hip_emu_guard(void *p, size_t n, int on);
 #define HIP_EMU_ASAN 1
 #endif
 #endif
-#if defined(__SANITIZE_THREAD__)
-#define HIP_EMU_TSAN 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define HIP_EMU_TSAN 1
-#endif
-#endif
-
 /* Of the emulation's own code, what runs for every lane and every product: sanitizers would look at little else. */
 #ifdef __GNUC__
-#define HIP_EMU_UNCHECKED __attribute__((no_sanitize("address", "undefined")))
+#define HIP_EMU_UNCHECKED __attribute__((no_sanitize("address", "undefined", "thread")))
 #else
 #define HIP_EMU_UNCHECKED
 #endif
@@ -117,23 +111,20 @@ void __asan_poison_memory_region(void const volatile *addr, size_t size);
 void __asan_unpoison_memory_region(void const volatile *addr, size_t size);
 }
 #endif
-#ifdef HIP_EMU_TSAN
-extern "C" {
-void *__tsan_get_current_fiber(void);
-void *__tsan_create_fiber(unsigned flags);
-void __tsan_destroy_fiber(void *fiber);
-void __tsan_switch_to_fiber(void *fiber, unsigned flags);
-}
-#endif
 
 /* ---- what kernels see ---- */
 
-#define __global__
+#ifdef __SANITIZE_THREAD__ /* one OS thread runs a kernel: nothing to see there, and most of the work */
+#define HIP_EMU_KERNEL __attribute__((no_sanitize("thread")))
+#else
+#define HIP_EMU_KERNEL
+#endif
+#define __global__ HIP_EMU_KERNEL
 #define __device__
 #define __host__
 #define __launch_bounds__(...)
-#ifdef HIP_EMU_ASAN
-#define __forceinline__ inline /* forced, with checks in it, a compiler takes twice as long and the kernels no less */
+#if defined(HIP_EMU_ASAN) || defined(__SANITIZE_THREAD__)
+#define __forceinline__ inline HIP_EMU_KERNEL /* forced, with checks in it, a compiler takes twice as long and the kernels no less */
 #else
 #define __forceinline__ inline __attribute__((always_inline))
 #endif
@@ -153,12 +144,12 @@ static void hip_emu_die(const char *what) {
 
 /* ---- fibers ---- */
 
-struct hip_emu_context { /* a stack that can be left and continued */
+/* A stack that can be left and continued. To ThreadSanitizer all fibers of an OS thread are that thread. */
+struct hip_emu_context {
     void *sp;
     void *fake; /* AddressSanitizer's */
     const void *bottom;
     size_t size_bytes;
-    void *tsan;
 };
 
 #if defined(__x86_64__)
@@ -212,9 +203,6 @@ static void *hip_emu_first_sp(char *top, void (*entry)(void)) {
 HIP_EMU_UNCHECKED static void hip_emu_jump(hip_emu_context *from, hip_emu_context *to) {
 #ifdef HIP_EMU_ASAN
     __sanitizer_start_switch_fiber(&from->fake, to->bottom, to->size_bytes);
-#endif
-#ifdef HIP_EMU_TSAN
-    __tsan_switch_to_fiber(to->tsan, 0);
 #endif
     hip_emu_swap(&from->sp, to->sp);
 #ifdef HIP_EMU_ASAN
@@ -273,15 +261,9 @@ struct hip_emu_machine {
         }
         main.bottom = bottom;
         main.size_bytes = size;
-#ifdef HIP_EMU_TSAN
-        main.tsan = __tsan_get_current_fiber();
-#endif
     }
     ~hip_emu_machine() {
         for (size_t i = 0; i < stacks.size(); i++) munmap(stacks[i], hip_emu_stack_bytes + 4096);
-#ifdef HIP_EMU_TSAN
-        for (size_t i = 0; i < fibers.size(); i++) __tsan_destroy_fiber(fibers[i].context.tsan);
-#endif
     }
     hip_emu_machine(const hip_emu_machine &) = delete;
     hip_emu_machine &operator=(const hip_emu_machine &) = delete;
@@ -388,6 +370,8 @@ template <class T> static T __shfl(T v, int from, int width) {
 }
 
 static int hip_emu_matrix_kind[2] = {4, 2}; /* of devices 0 and 1: RFK_MATRIX_... of the kernels, or HIP_EMU_SM90 */
+static unsigned hip_emu_fused_threads[2] = {1024, 512};
+static inline unsigned hip_emu_fused_block_of(int device) { return hip_emu_fused_threads[device]; }
 static inline bool hip_emu_has_wgmma(int device) { return hip_emu_matrix_kind[device] == HIP_EMU_SM90; }
 
 static char hip_emu_dynamic_key; /* of the memory that the launch asked for; more of that there can be on request */
@@ -1148,9 +1132,6 @@ static void hip_emu_add_fiber(hip_emu_machine *m) {
     f.context.bottom = static_cast<char *>(stack) + 4096;
     f.context.size_bytes = hip_emu_stack_bytes;
     f.context.sp = hip_emu_first_sp(static_cast<char *>(stack) + 4096 + hip_emu_stack_bytes, hip_emu_entry);
-#ifdef HIP_EMU_TSAN
-    f.context.tsan = __tsan_create_fiber(0);
-#endif
     m->fibers.push_back(f);
 }
 
@@ -1258,6 +1239,7 @@ void hip_emu_devices(int n, int error) { HIP_EMU_LOCK; hip_emu().n_devices = n; 
 void hip_emu_units(int n) { HIP_EMU_LOCK; hip_emu().n_units = n; }
 void hip_emu_no_kernels(int on) { HIP_EMU_LOCK; hip_emu().no_kernels = on; }
 void hip_emu_matrix_unit(int device, int kind) { HIP_EMU_LOCK; hip_emu_matrix_kind[device] = kind; }
+void hip_emu_fused_block(int device, unsigned threads) { HIP_EMU_LOCK; hip_emu_fused_threads[device] = threads; }
 void hip_emu_wrong_units(int kinds) { HIP_EMU_LOCK; hip_emu_wrong_kinds = kinds; }
 void hip_emu_stale_graphs(int on) { HIP_EMU_LOCK; hip_emu().stale_graphs = on; }
 void hip_emu_elapsed(float ms) { HIP_EMU_LOCK; hip_emu().elapsed_ms = ms; }

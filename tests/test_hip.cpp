@@ -156,6 +156,23 @@ static std::vector<double> quantized(const float *x, size_t n) {
     return out;
 }
 
+/* What one step of an int8 is worth where a GPU may round the other way, 0 elsewhere. The quotient x / d that is rounded
+ * comes of at most seven float32 operations (weight of the norm, its factor, 127, 1 / d, the product; a GPU's division and
+ * reciprocal may be off by two and a half units in the last place): 16 units of 2^-24 of it. It is 127 at most, so that
+ * among ten thousand values about one lies so close to a tie. */
+static std::vector<double> near_ties(const float *x, size_t n) {
+    std::vector<double> out(n, 0.0);
+    for (size_t i = 0; i < n; i += 32) {
+        double largest = 0;
+        for (size_t k = 0; k < 32; k++) largest = fmax(largest, fabs((double)x[i + k]));
+        for (size_t k = 0; k < 32 && largest > 0; k++) {
+            const double t = fabs((double)x[i + k]) / largest * 127, from_tie = fabs(t - floor(t) - 0.5);
+            if (from_tie <= ldexp(t, -20)) out[i + k] = largest / 127;
+        }
+    }
+    return out;
+}
+
 /* ---- pairs of values instead of all combinations ---- */
 
 typedef std::vector<int> Row;
@@ -471,12 +488,13 @@ static std::vector<rf_step_row> rows_of(uint32_t n, int32_t first_pos = 0) {
 /* max |d| / max |reference|, and the normalised mean square; NaN fails. `typical`: what sums of such terms come to, where
  * the references do not show it: there are few and they may cancel, or they were capped. */
 static void compare(const std::vector<float> &found, const std::vector<double> &want, double max_relative,
-                    double nmse, const char *what, double typical = 0) {
+                    double nmse, const char *what, double typical = 0, const std::vector<double> *allowed = NULL) {
     double worst = 0, largest = typical, square = 0, total = typical * typical;
     size_t at = 0;
     REQUIRE(found.size() >= want.size(), "%s: %zu values, want %zu", what, found.size(), want.size());
     for (size_t i = 0; i < want.size(); i++) {
         double d = fabs((double)found[i] - want[i]);
+        if (allowed) d = d <= (*allowed)[i] ? 0 : d - (*allowed)[i]; /* NaN stays */
         if (!(d <= worst)) worst = d, at = i; /* also if d is NaN */
         largest = fmax(largest, fabs(want[i]));
         square += d * d;
@@ -1963,20 +1981,28 @@ static void glu_case(uint32_t type, uint32_t n, uint32_t n_out, uint32_t device,
     for (uint32_t k = 0; k < n; k++) sum += (double)xs[k] * xs[k];
     for (uint32_t k = 0; k < n; k++) want_xn.push_back(xs[k] / sqrt(sum / n + 1e-5) * norm[k]);
     compare(found, want_xn, 1e-6, 1e-12, what);
-    std::vector<double> v = quantized(found.data(), n), want;
+    const std::vector<double> v = quantized(found.data(), n), ties = near_ties(found.data(), n);
+    std::vector<double> want, flips[2], y_flips;
     for (uint32_t r = 0; r < n_out; r++) {
         for (int i = 0; i < 2; i++) {
-            double dot = bias ? b[i][r] : 0;
-            for (uint32_t k = 0; k < n; k++) dot += w[i][(size_t)r * n + k] * v[k];
+            double dot = bias ? b[i][r] : 0, flip = 0;
+            for (uint32_t k = 0; k < n; k++) {
+                dot += w[i][(size_t)r * n + k] * v[k];
+                flip += fabs(w[i][(size_t)r * n + k]) * ties[k];
+            }
             sums[i].push_back(dot);
+            flips[i].push_back(flip);
         }
-        want.push_back(sums[0][r] / (1 + exp(-sums[0][r])) * sums[1][r]);
+        const double silu = sums[0][r] / (1 + exp(-sums[0][r]));
+        want.push_back(silu * sums[1][r]);
+        /* silu's slope is 1.1 at most */
+        y_flips.push_back(1.1 * flips[0][r] * (fabs(sums[1][r]) + flips[1][r]) + fabs(silu) * flips[1][r]);
     }
     /* thousands of terms whose minimums nearly cancel */
     double tolerance = n > 1000 ? 10 * FLOAT_TOLERANCE : FLOAT_TOLERANCE, nmse = n > 1000 ? 1e-8 : NMSE_TOLERANCE;
-    compare(g.get(out[1]), sums[1], tolerance, nmse, what);
+    compare(g.get(out[1]), sums[1], tolerance, nmse, what, 0, &flips[1]);
     y.resize(n_out);
-    compare(y, want, tolerance, nmse, what);
+    compare(y, want, tolerance, nmse, what, 0, &y_flips);
 }
 static void test_glu_launch() {
     for (int k = 3; k < N_TYPES; k++)
@@ -2617,6 +2643,19 @@ static void test_threads() {
 #ifdef RF_TEST_EMU
 
 /* ---- what only the emulator can show ---- */
+
+/* Waves of 32 in blocks of 512 threads are RDNA's; those of 1024, and waves of 64 in blocks of 512, run everywhere else. */
+static void test_blocks_of_512() {
+    hip_emu_fused_block(0, 512);
+    for (int k = 3; k < N_TYPES; k++) {
+        glu_case(types[k], 256, 70, 0, k % 2 == 0);
+        glu_case(types[k], 256 * 21, 5, 0, false);
+    }
+    test_together();
+    test_joined_norm();
+    test_small_model();
+    hip_emu_fused_block(0, 1024);
+}
 
 static bool leaks(const hip_emu_counts &a, const hip_emu_counts &b) {
     return a.allocations != b.allocations || a.host_allocations != b.host_allocations || a.streams != b.streams ||
@@ -3281,6 +3320,7 @@ int main(int argc, char **argv) {
     RUN(test_threads);
     RUN(test_bfloats);
 #ifdef RF_TEST_EMU
+    RUN(test_blocks_of_512);
     RUN_SLOW(test_matrix_units);
     RUN(test_wrong_units);
     RUN(test_stale_graphs);
