@@ -4412,9 +4412,9 @@ RFI_INLINE void rfi_expand_nvfp4(rfi_codebook_fn codebook, const rfi_block_nvfp4
 
 RFI_INLINE float rfi_half_scale(float d, uint32_t scale) { return d * (0.5f + (float)scale); }
 
-/* The runs of 256 values: IQ2 and IQ1 32 of 8 values, IQ3 64 of 4; four to a number, the first in the lowest bits. signs:
- * a byte for each 8 values; of IQ1 255 if they move down. Where only 7 signs are stored, they are as in the block: IQ3_XXS
- * 28 bits of 32-bit numbers, IQ2_XXS of every second one, IQ2_XS the upper 7 bits of 16-bit numbers. */
+/* The runs of 256 values: IQ2 and IQ1 32 of 8 values, IQ3 64 of 4; four to a number, the first in the lowest bits. For
+ * each 8 values a byte of signs; of IQ1 255 if they move down. Where only 7 signs are stored, they are as in the block:
+ * IQ3_XXS 28 bits of 32-bit numbers, IQ2_XXS of every second one, IQ2_XS the upper 7 bits of 16-bit numbers. */
 typedef struct rfi_runs {
     uint64_t run[16];
     uint8_t signs[64];
@@ -10784,7 +10784,10 @@ static RFI_256 void rfi_256_expand_TQ1_0(const uint8_t *p, uint32_t n_blocks, rf
 RFI_INLINE RFI_256 void rfi_256_some_scales(const uint8_t *p, uint32_t n_groups, uint32_t n_blocks, float *s) {
     rfi_eight_u16 d = {0};
     RFI_UNROLL(8)
-    for (uint32_t g = 0; g < 8; g++) d[g] = rfi_load_u16(p + 18 * (g / n_groups < n_blocks ? g / n_groups : n_blocks - 1));
+    for (uint32_t g = 0; g < 8; g++) {
+        const uint32_t b = g / n_groups;
+        d[g] = rfi_load_u16(p + 18 * (b < n_blocks ? b : n_blocks - 1));
+    }
     _mm256_storeu_ps(s, _mm256_cvtph_ps((__m128i)d));
 }
 
