@@ -284,7 +284,7 @@ def talk(arguments, steps, status, seen=(), unseen=(), **environment):
     pid, fd = pty.fork()
     if pid == 0:
         os.environ.update({'TERM': 'xterm'}, **environment)
-        os.execv(sys.argv[1], sys.argv[1:3] + [sys.argv[3]] + arguments)
+        os.execv(sys.argv[1], sys.argv[1:] + arguments)
     out, start = b'', 0
     for step in list(steps) + [(None, b'')]:
         while step[0] is None or step[0] not in out[start:]:
