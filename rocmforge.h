@@ -75,7 +75,8 @@
  *   the same text again                rf_sampler_desc.seed; temperature 0 is greedy
  *   log probabilities of the answer    rf_sampler_desc.logprobs
  *   log probabilities, perplexity      rf_session_eval with rf_token_row.want_logits, then rf_session_get_logits
- *   embed a text                       rf_session_embed; rf_session_hidden for each token
+ *   embed texts                        rf_session_embed; rf_session_hidden for each token
+ *   rank documents for a query         rf_session_embed with RF_POOL_RANK, and a reranker
  *   give floats instead of tokens      rf_token_row.embedding
  *   many users at once                 rf_scheduler_open (continuous batching), or a session per thread of one model
  *   one system prompt, many answers    evaluate it once, then rf_session_copy
@@ -542,6 +543,11 @@ typedef struct rf_model_info {
     uint64_t n_params;       /* values in those                                             */
     uint64_t weight_bytes;   /* as stored in the file                                       */
     uint64_t token_bytes;    /* weight bytes that one token reads: of experts, those chosen */
+    uint32_t is_encoder;     /* 1: it has hidden states but no logits: rf_session_embed     */
+    uint32_t both_ways;      /* 1: tokens attend to later ones too: rf_session_eval reads whole sequences at once */
+    uint32_t pooling;        /* rf_pooling of rf_session_embed, unless it is told           */
+    uint32_t n_embd_out;     /* values of an embedded text                                  */
+    uint32_t n_scores;       /* of a text, by its classifier; 0: it has none                */
 } rf_model_info;
 
 /* Make a model of a file on a device: read hyperparameters, check the shape of every tensor, build the plan. No
@@ -779,22 +785,36 @@ ROCMFORGE_API void rf_session_cancel(rf_session *s);
 ROCMFORGE_API rf_result rf_session_hidden(rf_session *s, uint32_t first, uint32_t n, float *out, rf_error *err);
 
 typedef enum rf_pooling {
-    RF_POOL_MEAN = 0, /* average of all tokens' rows                                          */
-    RF_POOL_LAST = 1, /* the last token's row: for causal attention                           */
-    RF_POOL_CLS = 2   /* the first token's row                                                */
+    RF_POOL_DEFAULT = 0, /* as the file says (pooling_type), else MEAN                               */
+    RF_POOL_MEAN = 1,    /* average of all tokens' rows                                              */
+    RF_POOL_CLS = 2,     /* the first token's row                                                    */
+    RF_POOL_LAST = 3,    /* the last token's row: for causal attention                               */
+    RF_POOL_RANK = 4     /* scores: the classifier's results of a pair of texts                      */
 } rf_pooling;
 
-/* Embed a text as one vector: empty sequence 0, evaluate the tokens in it, pool their hidden states. The vector is not
- * normalised.
- *   tokens   in   [n_tokens], 1 to n_ctx
- *   pooling  in   rf_pooling
- *   out      out  [n_embd] float32, the caller's
- * Returns as rf_session_eval, and RF_ERR_ARGUMENT (pooling). On failure sequence 0 is empty, or unchanged if the call
- * was refused for NULL, pooling or n_tokens.
- * Memory none.   Cost: rf_session_eval with logits for the pooled rows, at most n_logits_max at once: open the session
- * with n_logits_max = n_batch for RF_POOL_MEAN. */
-ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, uint32_t n_tokens, uint32_t pooling,
-                                         float *out, rf_error *err);
+/* A text as tokens; read during the call only. */
+typedef struct rf_embed_text {
+    const int32_t *tokens; /* [n_tokens]    */
+    uint32_t n_tokens;     /* 1 to n_ctx    */
+} rf_embed_text;
+
+typedef struct rf_embed_desc {
+    const rf_embed_text *texts; /* [n_texts]                                          */
+    uint32_t n_texts;           /* 1 or more                                          */
+    uint32_t pooling;           /* rf_pooling; 0 = RF_POOL_DEFAULT                    */
+    uint32_t normalize;         /* 1: divide each vector by its Euclidean length      */
+} rf_embed_desc;
+
+/* Embed texts: evaluate each in a sequence of its own, as many at a time as fit the session, pool its hidden states to
+ * one vector, and apply the layers that the file has for that. Or score pairs of texts (RF_POOL_RANK): a reranker's
+ * tokens of a query and a document make one text, and its classifier the scores.
+ *   out  out  [n_texts, n] float32, the caller's; n is rf_model_info.n_embd_out, or n_scores for RF_POOL_RANK
+ * All sequences are empty afterwards, also on failure, unless the call was refused for its arguments.
+ * Returns as rf_session_eval; RF_ERR_ARGUMENT (pooling; a text with more tokens than n_batch, or with RF_POOL_MEAN than
+ * n_logits_max, for a model that attends both ways); RF_ERR_UNSUPPORTED (scores of a model without a classifier).
+ * Memory none.   Cost: rf_session_eval, with hidden states of the pooled rows copied to the host, at most n_logits_max
+ * rows at once: encoders default to n_batch of them, for others open the session so for RF_POOL_MEAN. */
+ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const rf_embed_desc *desc, float *out, rf_error *err);
 
 /* Where a saved sequence goes to or comes from: a file, a buffer, a socket. Called in order, never from two threads.
  *   write_fn  takes all n bytes; returns 0, or a negative errno value
@@ -1325,6 +1345,8 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 #define RF_OP_MLA 0x1000u    /* KV_STORE, ATTENTION: MLA, one compressed key for all heads, values are part of it */
 #define RF_OP_CYCLIC 0x2000u    /* DELTA: head h reads key head h % n_k_heads                                       */
 #define RF_OP_EACH_HEAD 0x4000u /* RMS_NORM: weight [n_groups, n], one vector per group                             */
+#define RF_OP_BOTH_WAYS 0x10000u /* ATTENTION: to all positions of the sequence, which are rows of the step         */
+#define RF_OP_FIRST 0x20000u    /* EMBED, with POSITIONS: look up row 0                                             */
 #define RF_OP_ACROSS 0x8000u    /* HEADS: multiply by W[h] instead of its transpose, dequantized                    */
 
 #define RF_MAX_TAPS 8u       /* of a CONV    */
@@ -1348,7 +1370,7 @@ typedef enum rf_activation {
 } rf_activation;
 
 /* EMBED: out[T, n] = scale * W[token], or the row's own embedding if it has no token. Under RF_OP_POSITIONS:
- * out (+)= scale * W[pos]. */
+ * out (+)= scale * W[pos]; under RF_OP_FIRST also: W[0]. */
 typedef struct rf_embed_params {
     uint32_t n;
     float scale;
@@ -1391,7 +1413,12 @@ typedef struct rf_kv_store_params {
  * positions p <= pos of the row's sequence; with a sliding window (SWA) only those > pos - window. GQA: head h reads
  * KV head h / (n_heads / n_kv_heads). cap as in MATMUL; t = 1 + temperature * ln(1 + floor(pos / temperature_length)).
  * weight [n_heads] are attention sinks: one more score per head, whose value is 0. Under RF_OP_MLA the values are the
- * first head_dim_v elements of the keys. */
+ * first head_dim_v elements of the keys.
+ * Under RF_OP_BOTH_WAYS over all positions, with a window those of which |p - pos| <= window / 2; slopes times
+ * -|p - pos|; and bias[b, h] is added, b = tables[buckets + min(|p - pos|, RF_DISTANCES - 1)], of n_buckets, the second
+ * half of them for p > pos (T5, arXiv 1910.10683).
+ * With in2 only over listed positions: in2[T, n_lists, n_listed] are ids (int32) of blocks of list_unit positions, ids
+ * ascending, negative ones after them. KV head k reads list k % n_lists. */
 typedef struct rf_attention_params {
     uint32_t n_heads, n_kv_heads, head_dim, head_dim_v;
     uint32_t window;      /* positions seen, the row's own included; 0: all                     */
@@ -1399,7 +1426,11 @@ typedef struct rf_attention_params {
     float scale, softcap; /* softcap 0: none                                                    */
     float temperature;    /* 0: none                                                            */
     uint32_t temperature_length;
+    uint32_t n_buckets, buckets;            /* of a relative bias; buckets: index into rf_plan.tables */
+    uint32_t n_lists, n_listed, list_unit;  /* with in2                                               */
 } rf_attention_params;
+
+#define RF_DISTANCES 129u /* of positions, which buckets tell apart */
 
 /* GLU: out[rows, n] = factor * act(in) * in2[in2_at ..]; without in2 factor * act(in); factor is one number. out may be
  * in. With repeat > 1 each value of in2 multiplies so many in a row. */
@@ -1499,10 +1530,10 @@ typedef struct rf_scan_params {
  *     rf_op_vector, rf_op_vector_if      a weight of at least so many floats (_if: unless RF_NONE)
  *     rf_op_kv, rf_op_recurrent          the op's state; rf_op_need: what must hold besides */
 #define RF_OP_TABLE(X) \
-    X(EMBED, 0, embed, RF_ROWS_TOKENS, RF_OP_POSITIONS | RF_OP_ACCUMULATE, { \
+    X(EMBED, 0, embed, RF_ROWS_TOKENS, RF_OP_POSITIONS | RF_OP_FIRST | RF_OP_ACCUMULATE, { \
         rf_op_out(s, p->n); \
         rf_op_matrix(s, op->weight, 1, p->n, op->flags & RF_OP_POSITIONS ? 1 : plan->n_vocab); \
-        rf_op_need(s, op->flags != RF_OP_ACCUMULATE, "only positions are added"); \
+        rf_op_need(s, op->flags & RF_OP_POSITIONS || op->flags == 0, "only positions are added"); \
     }) \
     X(RMS_NORM, 1, norm, RF_OP_ANY_ROWS, RF_OP_CENTER | RF_OP_ACCUMULATE | RF_OP_EACH_HEAD, { \
         rf_op_in(s, op->in, (uint64_t)p->n_groups * p->n); \
@@ -1535,9 +1566,16 @@ typedef struct rf_scan_params {
         rf_op_in(s, op->in2, (uint64_t)p->n_kv_heads * (mla ? rest : p->head_dim_v)); \
         rf_op_kv(s, p->n_kv_heads, p->head_dim, mla ? 0 : p->head_dim_v); \
     }) \
-    X(ATTENTION, 5, attention, RF_ROWS_TOKENS, RF_OP_MLA, { \
+    X(ATTENTION, 5, attention, RF_ROWS_TOKENS, RF_OP_MLA | RF_OP_BOTH_WAYS, { \
         const int mla = (op->flags & RF_OP_MLA) != 0; \
         rf_op_in(s, op->in, (uint64_t)p->n_heads * p->head_dim); \
+        rf_op_in_if(s, op->in2, (uint64_t)p->n_lists * p->n_listed); \
+        rf_op_vector_if(s, op->bias, (uint64_t)p->n_buckets * p->n_heads); \
+        rf_op_need(s, op->in2 == RF_NONE || (p->n_lists && p->n_kv_heads % p->n_lists == 0 && p->list_unit && \
+                                             p->n_listed && !(op->flags & RF_OP_BOTH_WAYS)), "the lists do not fit"); \
+        rf_op_need(s, op->bias == RF_NONE || (op->flags & RF_OP_BOTH_WAYS && p->n_buckets % 2 == 0 && \
+                                              (uint64_t)p->buckets + RF_DISTANCES <= plan->n_tables), \
+                   "the buckets do not fit"); \
         rf_op_out(s, (uint64_t)p->n_heads * p->head_dim_v); \
         rf_op_vector_if(s, op->weight, p->n_heads); \
         rf_op_kv(s, p->n_kv_heads, p->head_dim, mla ? 0 : p->head_dim_v); \
@@ -1732,7 +1770,8 @@ typedef struct rf_plan {
     uint32_t n_ops, n_buffers, n_states, n_weights, n_tables;
     uint32_t n_slots;              /* matrices of all weights   */
     uint32_t n_layers, n_embd, n_vocab;
-    uint32_t logits, argmax;       /* buffers                   */
+    uint32_t logits, argmax;       /* buffers; RF_NONE: an encoder             */
+    uint32_t hidden;               /* buffer: what the output matrix reads     */
 } rf_plan;
 
 /* The weight that has a matrix in a slot, which is < n_slots. */
@@ -6993,6 +7032,11 @@ typedef struct rfi_arch {
     uint8_t swiglu_limit;     /* its activation where swiglu_clamp_exp or _shexp limits a layer               */
     uint8_t half_ff;          /* feed_forward_length counts gate and up together                              */
 
+    /* encoders: attention to all positions, hidden states but no logits */
+    uint8_t encoder;          /* 1; 2: the tensors of layers begin with "enc."                                */
+    uint8_t norm_after;       /* x is normed after each of attention and FFN has been added to it             */
+    uint8_t relative_bias;    /* attn_rel_b of the first layer, for all layers, instead of rope               */
+
     const rfi_moe_arch *moe;             /* NULL: no experts                */
     const rfi_recurrent_arch *recurrent; /* NULL: all layers have attention */
 } rfi_arch;
@@ -7021,6 +7065,9 @@ typedef struct rfi_config {
     double yarn_log_multiplier, yarn_beta_fast, yarn_beta_slow;
     uint32_t rope_n_ctx_original;
     int parallel;                     /* x += attention + FFN of the same x         */
+    int both_ways;                    /* attention to all positions of the sequence */
+    uint32_t n_buckets;               /* of relative_bias                           */
+    uint32_t pooling;                 /* rf_pooling of rf_session_embed             */
     double embedding_scale, residual_scale, logit_scale; /* 0: none              */
     double attention_scale;           /* of scores; 0: 1/sqrt(head_dim)             */
     double attention_softcap, logit_softcap, temperature; /* 0: none             */
@@ -7468,10 +7515,12 @@ static void rfi_config_experts(rfi_key_reader *k, rfi_config *c) {
 }
 
 /* What would change the graph and is not built: refused by name, never run wrong. */
-static void rfi_config_refuse(rfi_key_reader *k) {
+static void rfi_config_refuse(rfi_key_reader *k, rfi_config *c) {
     int64_t causal = 1;
-    if (rfi_key_read(k, "attention.causal", 0) && rf_kv_int(&k->kv, 0, &causal, NULL) == RF_OK && !causal)
-        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "false: attention without a causal mask is not supported");
+    if (rfi_key_read(k, "attention.causal", 0)) rf_kv_int(&k->kv, 0, &causal, NULL);
+    c->both_ways = c->arch->encoder || !causal;
+    if (c->both_ways && c->arch->recurrent)
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "false: recurrent layers without a causal order are not supported");
 }
 
 /* What a graph may depend on: the keys that begin so. */
@@ -7522,6 +7571,7 @@ static const struct {
     {"rope.scaling.yarn_beta_slow", NULL},
     {"rope.scaling.yarn_ext_factor", NULL},
     {"rope.section_order", NULL},
+    {"moe_every_n_layers", " nomic-bert-moe "}, /* layers with experts have a router */
     {"attention.clamp_kqv", " bloom "},
     {"attention.key_length", " mamba mamba2 "},
     {"attention.max_alibi_bias", " bloom refact "},
@@ -7665,7 +7715,8 @@ static void rfi_config_layers(rfi_key_reader *k, rfi_config *c) {
     const int scan = t && t->kind >= RFI_MAMBA, by_heads = t && t->kind != RFI_DELTA_NET && !t->beside;
     const rfi_uint_key heads = {"attention.head_count", !by_heads, 1 << 14, 0, 1},
                        ff = {"feed_forward_length", !t || !(t->only || t->one_part), 1 << 24, 0, 1};
-    int rotate = !c->arch->learned_positions && c->arch->alibi == 0 && !(c->arch->rope_by_depth && c->n_layers != 32);
+    int rotate = !c->arch->learned_positions && !c->arch->relative_bias && c->arch->alibi == 0 &&
+                 !(c->arch->rope_by_depth && c->n_layers != 32);
     if (c->arch->rope_switch) rfi_key_bool(k, "rope.scaling.finetuned", 1, 0, &rotate);
     for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
         rfi_layer_config *l = &c->layers[il];
@@ -7795,6 +7846,16 @@ static void rfi_config_mla(rfi_key_reader *k, rfi_config *c) {
     }
 }
 
+/* How rf_session_embed makes one vector of a text's hidden states, unless it is told. */
+static void rfi_config_pooling(rfi_key_reader *k, rfi_config *c) {
+    static const rfi_uint_key buckets = {"attention.relative_buckets_count", 2, 1 << 10, 0, 1};
+    int64_t pooling = 0;
+    if (rfi_key_read(k, "pooling_type", 0)) rf_kv_int(&k->kv, 0, &pooling, NULL);
+    c->pooling = pooling >= RF_POOL_MEAN && pooling <= RF_POOL_RANK ? (uint32_t)pooling : RF_POOL_MEAN;
+    if (c->arch->relative_bias) rfi_key_uint(k, &buckets, &c->n_buckets);
+    if (c->n_buckets % 2) rfi_key_fail(k, RF_ERR_FORMAT, "want an even number, found %u", c->n_buckets);
+}
+
 /* Read everything. c->layers is allocated with the file's allocator, also on failure; the caller frees it. */
 static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err) {
     static const rfi_uint_key n_layers = {"block_count", 1, ROCMFORGE_MAX_LAYERS, 0, 1},
@@ -7823,7 +7884,7 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     c->parallel = arch->parallel;
     if (arch->parallel_key) rfi_key_bool(k, "use_parallel_residual", 0, 1, &c->parallel);
     rfi_config_vocab(k, c);
-    rfi_config_refuse(k);
+    rfi_config_refuse(k, c);
     if (k->result != RF_OK) return k->result;
     if (c->n_ctx_train > INT32_MAX) c->n_ctx_train = INT32_MAX;
     rf_tensor_info positions;
@@ -7845,6 +7906,7 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     if (k->result == RF_OK && arch->layer_inputs) rfi_config_layer_inputs(k, c);
     rfi_config_rope(k, c);
     rfi_config_scales(k, c);
+    rfi_config_pooling(k, c);
     if (k->result == RF_OK) rfi_config_refuse_unread(k, c);
     return k->result;
 }
@@ -7876,7 +7938,7 @@ typedef struct rfi_builder {
     rf_result result; /* the first failure; after it nothing is appended               */
     rf_op dropped;    /* emitters write here after a failure, and so need no checks    */
     int32_t layer;    /* being emitted                                                 */
-    uint32_t logits, argmax; /* buffers                                                */
+    uint32_t logits, argmax, hidden; /* buffers                                        */
 } rfi_builder;
 
 /* Append room for `more` items, growing by doubling; NULL once the builder failed. */
@@ -7904,7 +7966,7 @@ static void *rfi_array_push(rfi_builder *b, rfi_array *a, uint32_t more, size_t 
 /* "blk.<layer>.<name>", or the name alone outside the layers */
 static void rfi_weight_name(const rfi_builder *b, const char *name, char *out, size_t capacity) {
     if (b->layer >= 0 && b->layer < (int32_t)b->c->n_layers)
-        snprintf(out, capacity, "blk.%d.%s", (int)b->layer, name);
+        snprintf(out, capacity, "%sblk.%d.%s", b->c->arch->encoder > 1 ? "enc." : "", (int)b->layer, name);
     else snprintf(out, capacity, "%s", name);
 }
 
@@ -8252,6 +8314,7 @@ typedef struct rfi_decoder {
 #undef RFI_BUFFER_ID
     rfi_rope rope, swa_rope;
     uint32_t slopes;              /* ALiBi: index of the table; RF_NONE: none                                */
+    uint32_t relative_bias, buckets; /* slot of attn_rel_b, or RF_NONE; index of the table of buckets        */
 } rfi_decoder;
 
 /* Whether the layer has a KV cache of its own. */
@@ -8374,9 +8437,10 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     const int has_sinks = c->arch->attn_sinks || rfi_has(b, "attn_sinks.weight");
     uint32_t sinks = has_sinks ? rfi_bind_vector(b, "attn_sinks.weight", l->n_heads) : RF_NONE;
     op = rfi_op(b, RF_OP_ATTENTION, mla ? d->mla_v : d->att, mla ? d->mla_q : d->q);
-    op->flags = mla ? RF_OP_MLA : 0;
+    op->flags = (mla ? RF_OP_MLA : 0) | (c->both_ways ? RF_OP_BOTH_WAYS : 0);
     op->state = state;
     op->weight = sinks;
+    op->bias = d->relative_bias;
     op->attention = (rf_attention_params){
         .n_heads = l->n_heads,
         .n_kv_heads = l->n_kv_heads,
@@ -8389,6 +8453,8 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
         .softcap = (float)c->attention_softcap,
         .temperature = (float)c->temperature,
         .temperature_length = c->temperature != 0 ? c->temperature_length : 0,
+        .n_buckets = c->n_buckets,
+        .buckets = d->buckets,
     };
 }
 
@@ -8428,7 +8494,8 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
         rf_op *op = rfi_emit_glu(b, d->q_gate, d->att, l->n_heads * l->head_dim_v, RF_ACT_SIGMOID);
         op->out = d->att;
     } else if (c->arch->attn_gate) rfi_emit_attention_gate(b, d, l, in);
-    rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * l->head_dim_v, "attn_output", "post_attention_norm");
+    rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * l->head_dim_v,
+                      rfi_has(b, "attn_o.weight") ? "attn_o" : "attn_output", "post_attention_norm");
 }
 
 static void rfi_emit_heads(rfi_builder *b, uint32_t out, uint32_t in, uint32_t weight, const rf_heads_params *heads,
@@ -8648,8 +8715,13 @@ static void rfi_emit_scan(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
 static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_config *c = b->c;
     uint32_t n_ff = l->n_ff;
-    int fused = c->arch->fused_gate_up, gated = !c->arch->no_gate;
+    rf_tensor_info t = {.ne = {0, 0}};
     rfi_weight up;
+    char name[64];
+    rfi_weight_name(b, "ffn_up.weight", name, sizeof name);
+    if (c->arch->encoder) rf_gguf_find_tensor(b->g, name, &t, NULL); /* their files differ in what is fused */
+    const int fused = c->arch->fused_gate_up || t.ne[1] == 2 * (uint64_t)n_ff,
+              gated = !c->arch->no_gate && (!c->arch->encoder || fused || rfi_has(b, "ffn_gate.weight"));
     if (fused) {
         up = rfi_bind_matrix(b, "ffn_up", c->n_embd, 2 * (uint64_t)n_ff, NULL);
         rfi_emit_matmul(b, d->gate, in, up, n_ff, 0);
@@ -8664,7 +8736,9 @@ static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_
                              rfi_gguf_path(b->g), (int)b->layer);
     rfi_emit_matmul(b, d->up, in, up, n_ff, 0);
     rfi_emit_glu(b, gated ? d->gate : d->up, gated ? d->up : RF_NONE, n_ff,
-                 l->shared_limit > 1e-6 ? c->arch->swiglu_limit : c->arch->activation)
+                 !gated && c->arch->relative_bias ? RF_ACT_RELU
+                 : l->shared_limit > 1e-6         ? c->arch->swiglu_limit
+                                                  : c->arch->activation)
         ->glu.limit = (float)l->shared_limit;
     return gated ? d->gate : d->up;
 }
@@ -8935,6 +9009,18 @@ static void rfi_emit_skip(rfi_builder *b, const rfi_decoder *d) {
     rfi_emit_mix(b, d->x, d->y, RF_NONE, 1, RF_OP_ACCUMULATE);
 }
 
+/* x = norm(x) after attention, of encoders; jina-bert-v2 adds the layer's input, which xn2 holds, and norms again. xn
+ * is x, too: the experts and their router read it. */
+static void rfi_emit_norm_after(rfi_builder *b, const rfi_decoder *d, const char *name) {
+    const uint32_t n_embd = b->c->n_embd;
+    rfi_emit_norm(b, d->x, d->x, name, n_embd, 1, 0);
+    if (rfi_has(b, "attn_norm_2.weight")) {
+        rfi_emit_mix(b, d->x, d->xn2, RF_NONE, 1, RF_OP_ACCUMULATE);
+        rfi_emit_norm(b, d->x, d->x, "attn_norm_2", n_embd, 1, 0);
+    }
+    if (b->c->moe.n_experts) rfi_emit_glu(b, d->x, RF_NONE, n_embd, RF_ACT_NONE)->out = d->xn;
+}
+
 /* One layer. With parallel FFN its input is made before attention adds to x. */
 static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
@@ -8944,7 +9030,11 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     const int has_ffn_norm = rfi_has(b, "ffn_norm.weight"), is_ffn = t && t->one_part && l->n_ff;
     int parallel = is_ffn || c->parallel || (c->arch->parallel_without_ffn_norm && !has_ffn_norm);
     uint32_t attention_in = d->xn, ffn_in = d->xn;
+    if (c->arch->norm_after && rfi_has(b, "attn_norm_2.weight"))
+        rfi_emit_glu(b, d->x, RF_NONE, n_embd, RF_ACT_NONE)->out = d->xn2;
+    const int first_bare = c->arch->encoder && !rfi_has(b, "attn_norm.weight"); /* modern-bert */
     if (c->arch->no_pre_norm) attention_in = ffn_in = d->x;
+    else if (first_bare) attention_in = d->x;
     else rfi_emit_stream_norm(b, d->xn, d->x, "attn_norm");
     if (c->parallel && rfi_has(b, "attn_norm_2.weight")) { /* attention has its own norm */
         rfi_emit_norm(b, d->xn2, d->x, "attn_norm_2", n_embd, 1, 0);
@@ -8961,8 +9051,10 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     else if (c->recurrent.kind == RFI_DELTA_NET) rfi_emit_delta(b, d, attention_in);
     if (c->recurrent.kind >= RFI_MAMBA && (l->recurrent || t->beside)) rfi_emit_scan(b, d, attention_in);
     if (t && (t->only || (t->one_part && !is_ffn))) return;
-    if (!parallel && ffn_in != d->x) rfi_emit_stream_norm(b, d->xn, d->x, ffn_norm);
+    if (c->arch->norm_after) rfi_emit_norm_after(b, d, "attn_output_norm");
+    else if (!parallel && ffn_in != d->x) rfi_emit_stream_norm(b, d->xn, d->x, ffn_norm);
     rfi_emit_layer_ffn(b, d, l, ffn_in);
+    if (c->arch->norm_after) rfi_emit_norm(b, d->x, d->x, "layer_output_norm", n_embd, 1, 0);
     if (c->arch->layer_inputs) rfi_emit_layer_end(b, d);
     if (c->arch->embedding_skip) rfi_emit_skip(b, d);
 }
@@ -9017,6 +9109,43 @@ static uint32_t rfi_slope_table(rfi_builder *b) {
     return first;
 }
 
+/* x += the embedding of a position */
+static void rfi_emit_positions(rfi_builder *b, const rfi_decoder *d) {
+    const rfi_config *c = b->c;
+    const rfi_weight positions = rfi_bind(b, "position_embd.weight", c->n_embd, c->n_positions, 0, NULL);
+    rf_op *op = rfi_op(b, RF_OP_EMBED, d->x, RF_NONE);
+    op->flags = RF_OP_POSITIONS | RF_OP_ACCUMULATE;
+    op->weight = positions.id;
+    op->embed.n = c->n_embd;
+}
+
+/* x += the embedding of token type 0: a text is one sentence */
+static void rfi_emit_token_type(rfi_builder *b, const rfi_decoder *d) {
+    rf_tensor_info t = {.ne = {0, 1}};
+    rf_gguf_find_tensor(b->g, "token_types.weight", &t, NULL);
+    const rfi_weight types = rfi_bind(b, "token_types.weight", b->c->n_embd, t.ne[1], 0, NULL);
+    rf_op *op = rfi_op(b, RF_OP_EMBED, d->x, RF_NONE);
+    op->flags = RF_OP_POSITIONS | RF_OP_FIRST | RF_OP_ACCUMULATE;
+    op->weight = types.id;
+    op->embed.n = b->c->n_embd;
+}
+
+/* The buckets of distances of T5: the first half one each, then logarithmic up to a distance of 128. */
+static void rfi_emit_relative_bias(rfi_builder *b, rfi_decoder *d) {
+    const uint32_t half = b->c->n_buckets / 2, exact = half / 2;
+    d->relative_bias = RF_NONE;
+    d->buckets = b->tables.n;
+    if (!b->c->arch->relative_bias) return;
+    float *table = (float *)rfi_array_push(b, &b->tables, RF_DISTANCES, sizeof *table);
+    for (uint32_t i = 0; table && i < RF_DISTANCES; i++) {
+        const double far = i < exact || exact == 0 ? 0 : log((double)i / exact) / log(128.0 / exact) * (half - exact);
+        table[i] = i < exact ? (float)i : (float)fmin(half - 1, floor(exact + far));
+    }
+    b->layer = 0;
+    d->relative_bias = rfi_bind(b, "attn_rel_b.weight", b->c->layers[0].n_heads, b->c->n_buckets, 0, NULL).id;
+    b->layer = -1;
+}
+
 /* x = token embeddings, + learned position embeddings */
 static rfi_weight rfi_emit_embedding(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
@@ -9025,18 +9154,14 @@ static rfi_weight rfi_emit_embedding(rfi_builder *b, const rfi_decoder *d) {
     rf_op *op = rfi_op(b, RF_OP_EMBED, d->x, RF_NONE);
     op->weight = embedding.id;
     op->embed = (rf_embed_params){c->n_embd, (float)c->embedding_scale};
-    if (c->arch->embedding_norm) {
-        const char *name = c->arch->embedding_norm == 1 ? "token_embd_norm" : NULL;
-        rfi_emit_norm(b, d->x, d->x, name, c->n_embd, 1, 0);
-    }
+    const char *norm = c->arch->embedding_norm == 1 ? "token_embd_norm" : NULL;
+    const int positions = c->arch->learned_positions == 1 ||
+                          (c->arch->learned_positions && rfi_has(b, "position_embd.weight"));
+    if (c->arch->embedding_norm && !c->arch->encoder) rfi_emit_norm(b, d->x, d->x, norm, c->n_embd, 1, 0);
     if (c->arch->embedding_skip) rfi_emit_slice(b, d->skip, d->x, 1, c->n_embd, 0, c->n_embd);
-    if (!c->arch->learned_positions || (c->arch->learned_positions == 2 && !rfi_has(b, "position_embd.weight")))
-        return embedding;
-    rfi_weight positions = rfi_bind(b, "position_embd.weight", c->n_embd, c->n_positions, 0, NULL);
-    op = rfi_op(b, RF_OP_EMBED, d->x, RF_NONE);
-    op->flags = RF_OP_POSITIONS | RF_OP_ACCUMULATE;
-    op->weight = positions.id;
-    op->embed.n = c->n_embd;
+    if (c->arch->encoder && rfi_has(b, "token_types.weight")) rfi_emit_token_type(b, d);
+    if (positions) rfi_emit_positions(b, d);
+    if (c->arch->embedding_norm && c->arch->encoder) rfi_emit_norm(b, d->x, d->x, norm, c->n_embd, 1, 0);
     return embedding;
 }
 
@@ -9050,6 +9175,7 @@ static void rfi_emit_decoder(rfi_builder *b) {
     rfi_weight embedding = rfi_emit_embedding(b, &d);
     rfi_emit_rope_tables(b, &d);
     d.slopes = c->alibi != 0 ? rfi_slope_table(b) : RF_NONE;
+    rfi_emit_relative_bias(b, &d);
     if (c->n_layer_input) rfi_emit_layer_inputs(b, &d);
     for (uint32_t il = 0; il < c->n_layers; il++) {
         b->layer = (int32_t)il;
@@ -9058,8 +9184,16 @@ static void rfi_emit_decoder(rfi_builder *b) {
     b->layer = (int32_t)c->n_layers;
     rf_op *op = rfi_op(b, RF_OP_GATHER, d.xl, d.x);
     op->gather.n = c->n_embd;
-    const char *output_norm = c->recurrent.kind == RFI_SHORT_CONV ? "token_embd_norm" : "output_norm";
-    rfi_emit_stream_norm(b, d.xl, d.xl, output_norm);
+    const char *output_norm = c->recurrent.kind == RFI_SHORT_CONV ? "token_embd_norm"
+                              : c->arch->encoder > 1              ? "enc.output_norm"
+                                                                  : "output_norm";
+    if (!c->arch->norm_after) rfi_emit_stream_norm(b, d.xl, d.xl, output_norm);
+    b->hidden = d.xl;
+    if (c->arch->encoder) {
+        b->logits = b->argmax = RF_NONE;
+        if (b->result == RF_OK) ((rf_plan_weight *)b->weights.items)[embedding.id].row_reads = 1;
+        return;
+    }
     int tied = !rfi_has(b, "output.weight") || !rfi_has(b, "token_embd.weight");
     rfi_weight output = tied ? embedding : rfi_bind_matrix(b, "output", c->n_embd, c->n_vocab, NULL);
     if (tied) output.bias = rfi_bind_optional(b, "output.bias", c->n_vocab);
@@ -9079,6 +9213,7 @@ static const rfi_moe_arch rfi_moe_glm4 = {
     .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .n_ff_is_ff = 2, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_granite = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .optional = 1, .shared = 1};
+static const rfi_moe_arch rfi_moe_nomic = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1, .by_router = 1};
 static const rfi_moe_arch rfi_moe_jamba = {
     .gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1, .optional = 1, .by_router = 1};
 static const rfi_moe_arch rfi_moe_nemotron_h = {
@@ -9271,6 +9406,21 @@ static const rfi_arch rfi_archs[] = {
      .embedding_skip = 1, .logit_scale_multiplies = 1, .rope_neox = 1},
     {.name = "xverse"},
     {.name = "lfm2moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_lfm2, .recurrent = &rfi_lfm2},
+    {.name = "bert", .layer_norm = 1, .no_pre_norm = 1, .embedding_norm = 1, .learned_positions = 1,
+     .activation = RF_ACT_GELU, .no_gate = 1, .encoder = 1, .norm_after = 1},
+    {.name = "nomic-bert", .layer_norm = 1, .no_pre_norm = 1, .embedding_norm = 1, .rope_neox = 1, .encoder = 1,
+     .norm_after = 1},
+    {.name = "nomic-bert-moe", .layer_norm = 1, .no_pre_norm = 1, .embedding_norm = 1, .rope_neox = 1,
+     .activation = RF_ACT_GELU, .no_gate = 1, .encoder = 1, .norm_after = 1, .moe = &rfi_moe_nomic},
+    {.name = "jina-bert-v2", .layer_norm = 1, .no_pre_norm = 1, .qk_norm_wide = 2, .embedding_norm = 1, .alibi = 8,
+     .activation = RF_ACT_GELU, .encoder = 1, .norm_after = 1},
+    {.name = "jina-bert-v3", .layer_norm = 1, .no_pre_norm = 1, .embedding_norm = 1, .rope_neox = 1,
+     .activation = RF_ACT_GELU, .no_gate = 1, .encoder = 1, .norm_after = 1},
+    {.name = "modern-bert", .layer_norm = 1, .embedding_norm = 1, .rope_neox = 1, .swa_first_full = 1, .swa_period = 3,
+     .swa_rope_base = 10000, .activation = RF_ACT_GELU, .fused_gate_up = 1, .encoder = 1},
+    {.name = "gemma-embedding", .post_norm = 1, .qk_norm = 1, .embed_sqrt = 1, .rope_neox = 1, .swa_period = 6,
+     .swa_rope_base = 10000, .activation = RF_ACT_GELU, .encoder = 1},
+    {.name = "t5encoder", .activation = RF_ACT_GELU, .relative_bias = 1, .attn_scale = 1, .encoder = 2},
     {.name = "mamba", .recurrent = &rfi_mamba},
     {.name = "mamba2", .recurrent = &rfi_mamba2},
     {.name = "jamba", .no_rope_period = 1, .moe = &rfi_moe_jamba, .recurrent = &rfi_jamba},
@@ -9327,14 +9477,15 @@ static void rfi_size_buffers(rfi_builder *b) {
         for (uint32_t i = 0; i < RFI_COUNT(used); i++)
             if (*used[i] != RF_NONE) *used[i] = ids[*used[i]];
     }
-    b->logits = ids[b->logits];
-    b->argmax = ids[b->argmax];
+    if (b->logits != RF_NONE) b->logits = ids[b->logits];
+    if (b->argmax != RF_NONE) b->argmax = ids[b->argmax];
+    b->hidden = ids[b->hidden];
 }
 
 /* Tensors that change no logits: factors of activations that we do not quantize so, the layers after the last (MTP),
  * the parts for images and sound, the heads of classifiers, and frequencies that follow from the keys. */
 static int rfi_tensor_is_ignored(const rfi_builder *b, rf_string name) {
-    static const char *const starts[] = {"a.", "cls.", "mm.", "v."};
+    static const char *const starts[] = {"a.", "cls.", "dense_2.", "dense_3.", "mm.", "v."};
     static const char *const ends[] = {".input_scale", ".attn_rot_embd.weight"};
     uint64_t layer = 0, i = 4;
     for (uint32_t j = 0; j < RFI_COUNT(starts); j++)
@@ -9395,6 +9546,7 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
         .n_vocab = c->n_vocab,
         .logits = b.logits,
         .argmax = b.argmax,
+        .hidden = b.hidden,
     };
     if (b.result != RF_OK) rfi_plan_free(b.alloc, out);
     return b.result;
@@ -9471,6 +9623,12 @@ typedef struct rfi_attention {
     uint32_t cache_type;     /* rf_cache_type                                                                  */
     uint32_t n_tokens;
     uint32_t n_pos;          /* positions the first token attends to, itself included; token t: n_pos + t      */
+    uint32_t n_all;          /* positions of the sequence if it attends to all of them; 0: not                 */
+    const int32_t *list;     /* blocks of list_unit positions that a token (n_tokens 1) attends to; NULL: all  */
+    uint32_t list_unit, n_listed; /* n_listed: positions in these blocks                                       */
+    const float *bias;       /* [n_buckets][bias_stride] added to scores, by buckets[distance]; NULL: none     */
+    const float *buckets;    /* [RF_DISTANCES]                                                                 */
+    uint32_t n_buckets, bias_stride;
     uint32_t n_group, head_dim, head_dim_v;
     const float *sinks;      /* [n_group] attention sinks: one more score per head, with no value; or NULL     */
     const float *slopes;     /* [n_group] ALiBi: slope * distance is subtracted from a score; or NULL          */
@@ -9912,8 +10070,12 @@ typedef struct rfi_span {
 
 /* The part of positions [pos, pos + n) that token t of the pass attends to, relative to pos; may be empty. */
 static rfi_span rfi_attention_sees(const rfi_attention_pass *p, uint32_t t, uint32_t pos, uint32_t n) {
-    const uint32_t end = p->n_pos + t, window = p->a->window;
-    const uint32_t begin = window && end > window ? end - window : 0;
+    const uint32_t all = p->a->n_all, own = p->n_pos + t, window = p->a->window, half = window / 2;
+    const uint32_t end = p->a->list ? p->a->n_listed
+                         : !all     ? own
+                         : window   ? (uint32_t)rfi_min_u64(all, (uint64_t)own + half)
+                                    : all;
+    const uint32_t back = all && window ? half + 1 : window, begin = back && own > back ? own - back : 0;
     rfi_span s = {begin > pos ? begin - pos : 0, end > pos ? (uint32_t)rfi_min_u64(n, end - pos) : 0};
     if (s.begin > s.end) s.begin = s.end;
     return s;
@@ -9923,7 +10085,7 @@ static rfi_span rfi_attention_sees(const rfi_attention_pass *p, uint32_t t, uint
 static void rfi_attention_weigh(const rfi_kernels *k, const rfi_attention_pass *p, const uint8_t *v, uint32_t t,
                                 uint32_t n_tokens, uint32_t from, uint32_t to) {
     const rfi_attention *a = p->a;
-    const int wide = a->cache_type != RF_CACHE_F16;
+    const int wide = a->cache_type != RF_CACHE_F16 || a->list;
     const uint64_t c = (uint64_t)t * a->n_group;
     if (from < to)
         k->weigh[wide](&(rfi_weigh){v + (uint64_t)from * a->head_dim_v * (wide ? 4 : 2), to - from, a->head_dim_v,
@@ -9931,25 +10093,48 @@ static void rfi_attention_weigh(const rfi_kernels *k, const rfi_attention_pass *
                                     n_tokens * a->n_group, p->out + c * a->head_dim_v, a->head_dim_v});
 }
 
-/* n rows of keys or values from a cell on; Q8_0 is dequantized first. */
+/* The i-th of the positions listed. */
+static uint32_t rfi_attention_listed(const rfi_attention *a, uint32_t i) {
+    return (uint32_t)a->list[i / a->list_unit] * a->list_unit + i % a->list_unit;
+}
+
+/* n rows of keys or values from a cell on, or from one of the list on; those of Q8_0 or of a list are copied first. */
 static const uint8_t *rfi_attention_rows(const rfi_kernels *k, const rfi_attention *a, const void *rows, uint32_t cell,
                                          uint32_t n, uint32_t dim) {
     const uint64_t row_bytes = rf_cache_row_bytes(a->cache_type, dim);
     const uint8_t *from = (const uint8_t *)rows + cell * row_bytes;
-    if (a->cache_type != RF_CACHE_Q8_0) return from;
-    for (uint32_t i = 0; i < n; i++, from += row_bytes)
-        k->q8_to_f32(a->cells + (uint64_t)i * dim, (const int8_t *)from, (const uint16_t *)(const void *)(from + dim),
-                     dim);
+    if (a->cache_type != RF_CACHE_Q8_0 && !a->list) return from;
+    for (uint32_t i = 0; i < n; i++, from += row_bytes) {
+        float *out = a->cells + (uint64_t)i * dim;
+        if (a->list) from = (const uint8_t *)rows + rfi_attention_listed(a, cell + i) % a->n_cells * row_bytes;
+        if (a->cache_type == RF_CACHE_F32) memcpy(out, from, row_bytes);
+        else if (a->cache_type == RF_CACHE_F16)
+            for (uint32_t d = 0; d < dim; d++) out[d] = rfi_f16_to_f32(((const uint16_t *)(const void *)from)[d]);
+        else k->q8_to_f32(out, (const int8_t *)from, (const uint16_t *)(const void *)(from + dim), dim);
+    }
     return (const uint8_t *)a->cells;
+}
+
+/* What distance adds to the scores s of positions [from, from + n), scaled already: ALiBi and relative biases. */
+static void rfi_attention_add_bias(const rfi_attention_pass *p, uint32_t c, uint32_t from, uint32_t n, float *s) {
+    const rfi_attention *a = p->a;
+    const uint32_t head = c % a->n_group, own = p->n_pos + c / a->n_group - 1;
+    for (uint32_t i = 0; i < n; i++) {
+        const uint32_t pos = from + i, after = pos > own, distance = after ? pos - own : own - pos;
+        if (a->slopes) s[i] -= a->slopes[head] * (float)distance;
+        if (!a->bias) continue;
+        const uint32_t bucket = (uint32_t)a->buckets[rfi_min_u64(distance, RF_DISTANCES - 1)];
+        s[i] += a->bias[(uint64_t)(bucket + after * (a->n_buckets / 2)) * a->bias_stride + head];
+    }
 }
 
 /* Positions [pos, pos + n), n at most a block. Blocks and order are the same for a query whatever else is in the batch,
  * and so are its bits. */
 static void rfi_attention_block(const rfi_kernels *k, const rfi_attention_pass *p, uint32_t pos, uint32_t n) {
     const rfi_attention *a = p->a;
-    const uint32_t cell = pos % a->n_cells; /* masked cells may hold other positions */
-    k->scores[a->cache_type != RF_CACHE_F16](rfi_attention_rows(k, a, a->k, cell, n, a->head_dim), n, a->head_dim, p->q,
-                                             p->n_cols, p->scores);
+    const uint32_t cell = a->list ? pos : pos % a->n_cells; /* masked cells may hold other positions */
+    const uint8_t *keys = rfi_attention_rows(k, a, a->k, cell, n, a->head_dim);
+    k->scores[a->cache_type != RF_CACHE_F16 || a->list](keys, n, a->head_dim, p->q, p->n_cols, p->scores);
     for (uint32_t c = 0; c < p->n_cols; c++) {
         const rfi_span sees = rfi_attention_sees(p, c / a->n_group, pos, n);
         const uint32_t n_seen = sees.end - sees.begin;
@@ -9960,9 +10145,9 @@ static void rfi_attention_block(const rfi_kernels *k, const rfi_attention_pass *
             k->softcap(s, n_seen, a->softcap);
             scale = 1;
         }
-        if (a->slopes) {
-            const float slope = a->slopes[c % a->n_group], own = (float)(p->n_pos + c / a->n_group - 1);
-            for (uint32_t i = 0; i < n_seen; i++) s[i] = s[i] * scale + slope * ((float)(pos + sees.begin + i) - own);
+        if (a->slopes || a->bias) {
+            k->scale(s, n_seen, scale);
+            rfi_attention_add_bias(p, c, pos + sees.begin, n_seen, s);
             scale = 1;
         }
         const float earlier = k->softmax(s, n_seen, scale, &p->top[c], &p->sum[c]);
@@ -10008,7 +10193,7 @@ static void rfi_attention_run(const rfi_kernels *k, const rfi_attention *a) {
             p.top[c] = a->sinks ? a->sinks[c % a->n_group] : -HUGE_VALF;
             p.sum[c] = a->sinks ? 1 : 0;
         }
-        const uint32_t n_pos = p.n_pos + p.n_tokens - 1;
+        const uint32_t n_pos = a->list ? a->n_listed : a->n_all ? a->n_all : p.n_pos + p.n_tokens - 1;
         uint32_t pos = rfi_attention_sees(&p, 0, 0, n_pos).begin / RFI_ATTENTION_BLOCK * RFI_ATTENTION_BLOCK;
         for (; pos < n_pos; pos += RFI_ATTENTION_BLOCK)
             rfi_attention_block(k, &p, pos, (uint32_t)rfi_min_u64(RFI_ATTENTION_BLOCK, n_pos - pos));
@@ -12717,7 +12902,8 @@ static void rfi_cpu_embed_position(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
     float *out = o->out + chunk * o->out_width, *y = o->p->scratch + thread * o->p->scratch_stride;
-    rfi_dequantize_row(o->w_type, o->w + (uint64_t)(uint32_t)o->step->rows[chunk].pos * o->w_row_bytes, op->embed.n, y);
+    const uint32_t row = op->flags & RF_OP_FIRST ? 0 : (uint32_t)o->step->rows[chunk].pos;
+    rfi_dequantize_row(o->w_type, o->w + row * o->w_row_bytes, op->embed.n, y);
     if (op->embed.scale != 0) o->k->scale(y, op->embed.n, op->embed.scale);
     if (op->flags & RF_OP_ACCUMULATE) o->k->add(out, y, op->embed.n);
     else memcpy(out, y, op->embed.n * sizeof *out);
@@ -12892,6 +13078,27 @@ static uint32_t rfi_cpu_query_heads(const rf_op *op) {
     return (uint32_t)rfi_min_u64(op->attention.n_heads / op->attention.n_kv_heads, 16);
 }
 
+/* Positions that the sequence of a row holds after the step. */
+static uint32_t rfi_cpu_length(const rf_step *step, uint32_t row) {
+    uint32_t n = 0;
+    for (uint32_t r = row; r < step->n_rows; r++)
+        if (step->rows[r].seq == step->rows[row].seq) n = (uint32_t)step->rows[r].pos + 1;
+    return n;
+}
+
+/* Let an attention read the list of a row. */
+static void rfi_cpu_use_list(const rfi_cpu_op *o, uint32_t row, uint32_t head, rfi_attention *a) {
+    const rf_attention_params *par = &o->op->attention;
+    uint32_t n = 0;
+    a->list = (const int32_t *)(const void *)(o->in2 + row * o->in2_width) +
+              (uint64_t)(head % par->n_lists) * par->n_listed;
+    a->list_unit = par->list_unit;
+    while (n < par->n_listed && a->list[n] >= 0) n++;
+    if (n == 0) return;
+    const uint32_t last = (uint32_t)a->list[n - 1] * par->list_unit;
+    a->n_listed = (n - 1) * par->list_unit + (uint32_t)rfi_min_u64(par->list_unit, a->n_pos - last);
+}
+
 /* A chunk is one KV head with some of its query heads, for some rows; consecutive rows of a sequence share one pass
  * over keys and values. */
 static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
@@ -12907,7 +13114,7 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
     uint32_t end = (uint32_t)rfi_min_u64(o->n_rows, r + n_tokens);
     for (uint32_t n = 1; r < end; r += n, n = 1) {
         const rf_step_row *row = &o->step->rows[r];
-        while (r + n < end && row[n].seq == row->seq && row[n].pos == row->pos + (int32_t)n) n++;
+        while (!o->in2 && r + n < end && row[n].seq == row->seq && row[n].pos == row->pos + (int32_t)n) n++;
         rfi_attention a = {
             .q = o->in + r * o->in_width + (uint64_t)q_head * par->head_dim,
             .q_stride = o->in_width,
@@ -12923,6 +13130,11 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .v_rest = latent ? par->head_dim - par->head_dim_v : 0,
             .sinks = o->vector ? o->vector + q_head : NULL,
             .slopes = par->slopes != RF_NONE ? o->p->plan->tables + par->slopes + q_head : NULL,
+            .n_all = op->flags & RF_OP_BOTH_WAYS ? rfi_cpu_length(o->step, r) : 0,
+            .bias = o->vector2 ? o->vector2 + q_head : NULL,
+            .buckets = o->p->plan->tables + par->buckets,
+            .n_buckets = par->n_buckets,
+            .bias_stride = par->n_heads,
             .window = par->window,
             .scale = par->scale,
             .softcap = par->softcap,
@@ -12933,6 +13145,7 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .out = o->out + r * o->out_width + (uint64_t)q_head * par->head_dim_v,
             .out_stride = o->out_width,
         };
+        if (o->in2) rfi_cpu_use_list(o, r, head, &a);
         rfi_attention_run(o->k, &a);
     }
 }
@@ -13440,6 +13653,7 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
         const uint32_t most = rfi_cpu_query_heads(op), n_tokens = rfi_attention_tokens(most);
         const uint32_t n_kv_heads = op->attention.n_kv_heads, group = op->attention.n_heads / n_kv_heads;
         o.vector = rfi_cpu_vector(p, op->weight, 0, op->attention.n_heads, 0);
+        o.vector2 = rfi_cpu_vector(p, op->bias, 0, op->attention.n_buckets * op->attention.n_heads, 1);
         rfi_pool_run(pool, rfi_cpu_attention, &o,
                      (o.n_rows + n_tokens - 1) / n_tokens * n_kv_heads * ((group + most - 1) / most));
         break;
@@ -13739,6 +13953,7 @@ typedef struct rfi_cpu_need {
     uint64_t n_rot;
     uint32_t n_experts, n_used;
     int recurrent;
+    int listed;        /* 1: attention to listed positions needs the cells' room for any cache type */
 } rfi_cpu_need;
 
 /* Whether matmuls a and b read the same input in the same format, so that one parallel job does both. */
@@ -13800,6 +14015,7 @@ static void rfi_cpu_measure_op(const rf_plan *plan, const rf_op *op, rfi_cpu_nee
         const rf_attention_params *a = &op->attention;
         const uint32_t dim_v = op->flags & RF_OP_MLA ? a->head_dim : a->head_dim_v;
         scratch = rfi_attention_scratch(rfi_cpu_query_heads(op), a->head_dim, dim_v);
+        need->listed |= op->in2 != RF_NONE;
         need->cells = rfi_max_u64(need->cells, (uint64_t)RFI_ATTENTION_BLOCK * rfi_max_u64(a->head_dim, dim_v));
     }
     need->scratch = rfi_max_u64(need->scratch, scratch);
@@ -13850,7 +14066,7 @@ typedef struct rfi_cpu_sizes {
 static rfi_cpu_sizes rfi_cpu_size(const rfi_cpu *cpu, const rf_plan_bind *bind, const rfi_cpu_need *need) {
     rfi_cpu_sizes n = {.cells_at = (need->scratch + 15) / 16 * 16, /* whole cache lines, against false sharing */
                        .vector_stride = (need->vector + 15) / 16 * 16};
-    n.scratch_stride = n.cells_at + (bind->cache_type == RF_CACHE_Q8_0 ? need->cells : 0);
+    n.scratch_stride = n.cells_at + (bind->cache_type == RF_CACHE_Q8_0 || need->listed ? need->cells : 0);
     n.acts = bind->n_batch * need->groups * sizeof(rfi_q8);
     n.scratch = cpu->pool.n_threads * n.scratch_stride * sizeof(float);
     n.vector = RFI_CPU_PARTS * n.vector_stride * sizeof(float);
@@ -14412,12 +14628,25 @@ static const rf_device_api rfi_null_api = {
  * cuts rows into micro-batches and walks the plan's segments: load the segment's weights, run it,
  * check for a cancel. */
 
+/* What rf_session_embed applies to a pooled vector, on the host: a classifier, or matrices of an embedding. */
+enum { RFI_HEAD_LINEAR = 0, RFI_HEAD_TANH = 1 };
+typedef struct rfi_head_layer {
+    uint32_t weight, bias; /* tensors; bias RF_NONE: 0 */
+    uint32_t n_in, n_out, activation;
+} rfi_head_layer;
+typedef struct rfi_head {
+    rfi_head_layer layers[2];
+    uint32_t n_layers, n_out, widest, scores; /* scores: 1 if it is a classifier */
+    uint64_t n_floats;                        /* of all weights and biases       */
+} rfi_head;
+
 struct rf_model {
     rf_gguf *g;
     rf_device *device;
     rfi_config config;
     rf_plan plan;            /* the store's                                         */
     rfi_store *store;        /* shared with other models of this file on the device */
+    rfi_head head;
     rfi_log log;
     rf_string name;
     char *pre_tokenizer;     /* rf_model_desc.pre_tokenizer, or NULL                */
@@ -14472,8 +14701,12 @@ enum { RFI_ZEROED, RFI_RAW, RFI_PINNED };
     X(RFI_ZEROED, rf_token_row, forward_rows, d->n_batch)        /* of rf_session_forward                          */  \
     X(RFI_ZEROED, uint32_t, logit_rows, d->n_batch)              /* [n_logits of the step] its rows                */  \
     X(RFI_PINNED, float, embeddings, (uint64_t)d->n_batch * m->plan.n_embd) /* [n_batch, n_embd], staging as well  */  \
-    X(RFI_PINNED, float, logits, (uint64_t)d->n_logits_max * m->plan.n_vocab)                                          \
-    X(RFI_PINNED, int32_t, argmax, d->n_logits_max)
+    X(RFI_PINNED, float, logits, m->config.arch->encoder ? 0 : (uint64_t)d->n_logits_max * m->plan.n_vocab)            \
+    X(RFI_PINNED, int32_t, argmax, d->n_logits_max)                                                                    \
+    /* rf_session_embed */                                                                                             \
+    X(RFI_RAW, float, pooled, (uint64_t)d->n_seq_max * m->plan.n_embd) /* sums of pooled rows                      */  \
+    X(RFI_ZEROED, float, head, m->head.n_floats)                       /* its matrices                             */  \
+    X(RFI_ZEROED, float, head_work, 2ull * m->head.widest)
 
 struct rf_session {
     rf_model *m;
@@ -14517,8 +14750,9 @@ static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *d
     if (out->n_ctx == 0) out->n_ctx = (uint32_t)rfi_min_u64(m->config.n_ctx_train, 4096);
     if (out->n_seq_max == 0) out->n_seq_max = 1;
     uint64_t cells = (uint64_t)out->n_ctx * out->n_seq_max;
-    if (out->n_batch == 0) out->n_batch = (uint32_t)rfi_min_u64(512, cells);
-    if (out->n_logits_max == 0) out->n_logits_max = out->n_seq_max;
+    if (out->n_batch == 0)
+        out->n_batch = (uint32_t)rfi_min_u64(m->config.both_ways ? rfi_max_u64(512, out->n_ctx) : 512, cells);
+    if (out->n_logits_max == 0) out->n_logits_max = m->config.arch->encoder ? out->n_batch : out->n_seq_max;
     if (cells > INT32_MAX || out->n_batch > INT32_MAX || out->n_logits_max > INT32_MAX)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0,
                         "session: n_ctx %u x n_seq_max %u, n_batch %u, n_logits_max %u: at most 2147483647 each",
@@ -14701,6 +14935,8 @@ ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_de
     return r == RF_OK ? rfi_store_forecast(m->store, out, err) : r;
 }
 
+static rf_result rfi_head_load(rf_session *s, rf_error *err);
+
 static rf_result rfi_session_build(rf_session *s, rf_error *err) {
     rf_model *m = s->m;
     const rf_device_api *api = m->device->api;
@@ -14726,6 +14962,7 @@ static rf_result rfi_session_build(rf_session *s, rf_error *err) {
     r = api->plan_prepare(dev, &bind, s->segment_ops, &s->n_segments, &s->prepared, err);
     if (r == RF_OK) rfi_session_segment_slots(s);
     if (r == RF_OK) r = rfi_fallback_open(s, err);
+    if (r == RF_OK) r = rfi_head_load(s, err);
     return r;
 }
 
@@ -14857,6 +15094,9 @@ static rf_result rfi_eval_check(rf_session *s, const rf_token_row *rows, uint32_
     const rf_session_desc *d = &s->desc;
     uint32_t n_logits = 0, n_vocab = s->m->plan.n_vocab;
     memcpy(s->eval_lengths, s->lengths, d->n_seq_max * sizeof *s->eval_lengths);
+    if (s->m->config.both_ways && n_rows > d->n_batch)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_eval: %u rows, n_batch is %u: a model that attends both "
+                        "ways reads whole sequences at once", n_rows, d->n_batch);
     for (uint32_t i = 0; i < n_rows; i++) {
         const rf_token_row *row = &rows[i];
         if (row->seq < 0 || (uint32_t)row->seq >= d->n_seq_max)
@@ -14870,6 +15110,9 @@ static rf_result rfi_eval_check(rf_session *s, const rf_token_row *rows, uint32_
                             "rf_session_eval: row %u: every layer of this model looks up the token, "
                             "an embedding has none",
                             i);
+        if (s->m->config.both_ways && s->lengths[row->seq])
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_session_eval: row %u: sequence %d holds %u tokens, which did "
+                            "not attend to these: empty it first", i, row->seq, s->lengths[row->seq]);
         if (row->pos != RF_POS_NEXT && (row->pos < 0 || (uint32_t)row->pos != s->eval_lengths[row->seq]))
             return rfi_fail(err, RF_ERR_ARGUMENT, i,
                             "rf_session_eval: row %u: position %d, want %u, the length of sequence %d", i, row->pos,
@@ -15308,7 +15551,7 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
         end = rfi_eval_end(s, segment, n_rows);
         r = rfi_eval_segments(s, segment, end, &step, &ticket, err);
     }
-    if (r == RF_OK && last && first_logits_row + step.n_logits) {
+    if (r == RF_OK && last && first_logits_row + step.n_logits && s->m->plan.argmax != RF_NONE) {
         rf_ticket read = {0};
         r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[s->m->plan.argmax], s->argmax,
                           (first_logits_row + step.n_logits) * sizeof(int32_t), &read, err);
@@ -15385,6 +15628,9 @@ ROCMFORGE_API rf_result rf_session_eval(rf_session *s, const rf_token_row *rows,
 
 static rf_result rfi_session_row(rf_session *s, uint32_t i, float **out, rf_error *err) {
     *out = NULL;
+    if (s->m->config.arch->encoder)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, i, "%s: an encoder has hidden states, no logits",
+                        rfi_gguf_path(s->m->g));
     if (i >= s->n_logits)
         return rfi_fail(err, RF_ERR_ARGUMENT, i, "logits row %u: the last rf_session_eval gave %u", i, s->n_logits);
     const uint64_t n_vocab = s->m->plan.n_vocab, at = s->buffer_offset[s->m->plan.logits];
@@ -15413,6 +15659,9 @@ ROCMFORGE_API rf_result rf_session_get_argmax(const rf_session *s, uint32_t i, i
     rfi_clear(err);
     if (token) *token = -1;
     if (!s || !token) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_get_argmax: session or token is NULL");
+    if (s->m->config.arch->encoder)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, i, "%s: an encoder has hidden states, no logits",
+                        rfi_gguf_path(s->m->g));
     if (i >= s->n_logits)
         return rfi_fail(err, RF_ERR_ARGUMENT, i, "logits row %u: the last rf_session_eval gave %u", i, s->n_logits);
     *token = s->argmax[i];
@@ -15536,17 +15785,10 @@ ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst,
 
 /* ---- hidden states ---- */
 
-/* The buffer that the output matrix reads, which holds the hidden states. */
-static uint32_t rfi_plan_hidden(const rf_plan *p) {
-    for (uint32_t i = p->n_ops; i-- > 0;)
-        if (p->ops[i].kind == RF_OP_MATMUL && p->ops[i].out == p->logits) return p->ops[i].in;
-    return RF_NONE;
-}
-
 /* Read n <= n_batch hidden rows into s->embeddings, which is pinned and not in use between evals. */
 static rf_result rfi_session_hidden_part(rf_session *s, uint32_t first, uint32_t n, rf_error *err) {
     const uint64_t row_bytes = (uint64_t)s->m->plan.n_embd * sizeof(float);
-    const uint64_t at = s->buffer_offset[rfi_plan_hidden(&s->m->plan)] + first * row_bytes;
+    const uint64_t at = s->buffer_offset[s->m->plan.hidden] + first * row_bytes;
     return rfi_session_read(s, at, s->embeddings, n * row_bytes, err);
 }
 
@@ -15568,38 +15810,183 @@ ROCMFORGE_API rf_result rf_session_hidden(rf_session *s, uint32_t first, uint32_
     return r;
 }
 
-ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const int32_t *tokens, uint32_t n_tokens, uint32_t pooling,
-                                         float *out, rf_error *err) {
-    rfi_clear(err);
-    if (!s || !tokens || !out || n_tokens == 0)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0,
-                        "rf_session_embed: session, tokens or out is NULL, or there are no tokens");
-    if (rfi_device_check(s->m->device, "rf_session_embed", err) != RF_OK) return RF_ERR_ARGUMENT;
-    if (pooling > RF_POOL_CLS)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_embed: pooling %u is not known", pooling);
-    if (n_tokens > s->desc.n_ctx)
-        return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0, "rf_session_embed: %u tokens, n_ctx is %u", n_tokens,
-                        s->desc.n_ctx);
-    uint32_t max_rows = pooling == RF_POOL_MEAN ? s->desc.n_logits_max : n_tokens;
-    if (max_rows > s->desc.n_batch) max_rows = s->desc.n_batch;
-    rf_result r = RF_OK;
-    rfi_session_cut(s, 0, 0, NULL);
-    const uint32_t n_embd = s->m->plan.n_embd;
-    memset(out, 0, (size_t)n_embd * sizeof *out);
-    for (uint32_t at = 0; r == RF_OK && at < n_tokens;) {
-        uint32_t n = (uint32_t)rfi_min_u64(max_rows, n_tokens - at);
-        for (uint32_t i = 0; i < n; i++) {
-            int want = pooling == RF_POOL_MEAN || (pooling == RF_POOL_CLS ? at + i == 0 : at + i + 1 == n_tokens);
-            s->forward_rows[i] = (rf_token_row){.token = tokens[at + i], .pos = RF_POS_NEXT, .want_logits = want};
-        }
-        r = rf_session_eval(s, s->forward_rows, n, err);
-        if (r == RF_OK && s->n_logits) r = rfi_session_hidden_part(s, 0, s->n_logits, err);
-        for (uint32_t row = 0; r == RF_OK && row < s->n_logits; row++)
-            for (uint32_t k = 0; k < n_embd; k++) out[k] += s->embeddings[(uint64_t)row * n_embd + k];
-        at += n;
+/* ---- embeddings ---- */
+
+/* Find the layers after pooling: a classifier, or matrices that make an embedding. */
+static rf_result rfi_head_open(const rf_gguf *g, uint32_t n_embd, rfi_head *head, rf_error *err) {
+    static const struct {
+        const char *name;
+        uint32_t activation, scores;
+    } layers[] = {{"cls", RFI_HEAD_TANH, 1}, {"cls.output", 0, 1}, {"dense_2", 0, 0}, {"dense_3", 0, 0}};
+    rf_tensor_info norm;
+    *head = (rfi_head){.n_out = n_embd};
+    if (rf_gguf_find_tensor(g, "cls.norm.weight", &norm, NULL) == RF_OK)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, norm.where, "%s: cls.norm.weight at byte %llu: a classifier with a norm "
+                        "is not supported", rfi_gguf_path(g), RFI_LLU(norm.where));
+    for (uint32_t i = 0; i < RFI_COUNT(layers); i++) {
+        char name[32];
+        rf_tensor_info w, b;
+        snprintf(name, sizeof name, "%s.weight", layers[i].name);
+        if (rf_gguf_find_tensor(g, name, &w, NULL) != RF_OK || (head->n_layers && head->scores != layers[i].scores))
+            continue;
+        snprintf(name, sizeof name, "%s.bias", layers[i].name);
+        const int has_bias = rf_gguf_find_tensor(g, name, &b, NULL) == RF_OK;
+        if (w.ne[0] != head->n_out || w.ne[1] == 0 || w.ne[1] > 1 << 20 || w.ne[2] != 1 || w.ne[3] != 1 ||
+            !rf_type_get(w.type).runs || (has_bias && (b.ne[0] != w.ne[1] || b.type != RF_TYPE_F32)))
+            return rfi_fail(err, RF_ERR_FORMAT, w.where, "%s: %s.weight at byte %llu: want ne={%u, any}, and a bias of "
+                            "as many f32, found %s ne={%llu, %llu}", rfi_gguf_path(g), layers[i].name, RFI_LLU(w.where),
+                            head->n_out, rf_type_get(w.type).name, RFI_LLU(w.ne[0]), RFI_LLU(w.ne[1]));
+        head->layers[head->n_layers++] = (rfi_head_layer){(uint32_t)w.index, has_bias ? (uint32_t)b.index : RF_NONE,
+                                                          head->n_out, (uint32_t)w.ne[1], layers[i].activation};
+        head->scores = layers[i].scores;
+        head->n_out = (uint32_t)w.ne[1];
+        head->n_floats += (w.ne[0] + 1) * w.ne[1];
+        head->widest = (uint32_t)rfi_max_u64(head->widest, rfi_max_u64(w.ne[0], w.ne[1]));
     }
-    if (r != RF_OK) s->n_logits = 0, rfi_session_cut(s, 0, 0, NULL);
-    for (uint32_t k = 0; r == RF_OK && pooling == RF_POOL_MEAN && k < n_embd; k++) out[k] /= (float)n_tokens;
+    return RF_OK;
+}
+
+/* Read the head's matrices, row by row: [n_out, n_in] and the biases, layer after layer. */
+static rf_result rfi_head_load(rf_session *s, rf_error *err) {
+    const rf_gguf *g = s->m->g;
+    float *to = s->head;
+    rf_result r = RF_OK;
+    for (uint32_t i = 0; i < s->m->head.n_layers && r == RF_OK; i++) {
+        const rfi_head_layer *l = &s->m->head.layers[i];
+        rf_tensor_info w;
+        rf_gguf_get_tensor(g, l->weight, &w, NULL);
+        const uint64_t row_bytes = rfi_row_bytes(w.type, l->n_in);
+        void *row = rfi_alloc(rfi_session_allocator(s), 1, row_bytes, "a row of the classifier", err);
+        if (!row) return RF_ERR_MEMORY;
+        for (uint32_t k = 0; k < l->n_out && r == RF_OK; k++, to += l->n_in) {
+            r = rf_gguf_read_tensor(g, l->weight, k * row_bytes, row, row_bytes, err);
+            if (r == RF_OK) rfi_dequantize_row(w.type, (const uint8_t *)row, l->n_in, to);
+        }
+        rfi_free(rfi_session_allocator(s), row);
+        if (r == RF_OK && l->bias != RF_NONE) r = rf_gguf_read_tensor(g, l->bias, 0, to, l->n_out * sizeof *to, err);
+        to += l->n_out;
+    }
+    return r;
+}
+
+/* out[n_out] = the head's layers on x[n_embd]; a decoder's scores are softmax'ed, as rerankers on qwen3 want it. */
+static void rfi_head_run(rf_session *s, const float *x, float *out) {
+    const rfi_head *head = &s->m->head;
+    const float *w = s->head;
+    for (uint32_t i = 0; i < head->n_layers; i++) {
+        const rfi_head_layer *l = &head->layers[i];
+        float *y = i + 1 == head->n_layers ? out : s->head_work + (uint64_t)(i % 2) * head->widest;
+        const float *bias = w + (uint64_t)l->n_in * l->n_out;
+        for (uint32_t k = 0; k < l->n_out; k++, w += l->n_in) {
+            double sum = (double)bias[k];
+            for (uint32_t j = 0; j < l->n_in; j++) sum += (double)w[j] * (double)x[j];
+            y[k] = (float)(l->activation == RFI_HEAD_TANH ? tanh(sum) : sum);
+        }
+        w = bias + l->n_out;
+        x = y;
+    }
+    if (!head->scores || s->m->config.arch->encoder || head->n_out == 1) return;
+    double sum = 0, top = -HUGE_VAL;
+    for (uint32_t k = 0; k < head->n_out; k++) top = fmax(top, (double)out[k]);
+    for (uint32_t k = 0; k < head->n_out; k++) sum += exp((double)out[k] - top);
+    for (uint32_t k = 0; k < head->n_out; k++) out[k] = (float)(exp((double)out[k] - top) / sum);
+}
+
+/* The sums of the pooled rows of n texts, each in the sequence of its number, to s->pooled. */
+static rf_result rfi_embed_texts(rf_session *s, const rf_embed_text *texts, uint32_t n, uint32_t pooling,
+                                 uint32_t max_rows, rf_error *err) {
+    const uint32_t n_embd = s->m->plan.n_embd;
+    rf_result r = RF_OK;
+    memset(s->pooled, 0, (size_t)n * n_embd * sizeof *s->pooled);
+    for (uint32_t text = 0, at = 0; r == RF_OK && text < n;) {
+        uint32_t n_rows = 0, row = 0;
+        for (; n_rows < max_rows && text < n; n_rows++) {
+            const int last = at + 1 == texts[text].n_tokens;
+            s->forward_rows[n_rows] = (rf_token_row){
+                .token = texts[text].tokens[at], .seq = (int32_t)text, .pos = RF_POS_NEXT,
+                .want_logits = pooling == RF_POOL_MEAN || (pooling == RF_POOL_CLS ? at == 0 : last)};
+            at = last ? 0 : at + 1;
+            text += (uint32_t)last;
+        }
+        r = rf_session_eval(s, s->forward_rows, n_rows, err);
+        if (r == RF_OK && s->n_logits) r = rfi_session_hidden_part(s, 0, s->n_logits, err);
+        for (uint32_t i = 0; r == RF_OK && i < n_rows; i++) {
+            if (!s->forward_rows[i].want_logits) continue;
+            float *sum = s->pooled + (uint64_t)(uint32_t)s->forward_rows[i].seq * n_embd;
+            for (uint32_t k = 0; k < n_embd; k++) sum[k] += s->embeddings[(uint64_t)row * n_embd + k];
+            row++;
+        }
+    }
+    return r;
+}
+
+/* One text's vector from its pooled sums. */
+static void rfi_embed_finish(rf_session *s, const rf_embed_desc *d, float *sum, uint32_t n_tokens, int mean,
+                             float *out) {
+    const rfi_head *head = &s->m->head;
+    const uint32_t n_embd = s->m->plan.n_embd;
+    const int headed = head->n_layers && head->scores == (d->pooling == RF_POOL_RANK);
+    double square = 0;
+    for (uint32_t k = 0; mean && k < n_embd; k++) sum[k] /= (float)n_tokens;
+    if (headed) rfi_head_run(s, sum, out);
+    else memcpy(out, sum, n_embd * sizeof *out);
+    const uint32_t n = headed ? head->n_out : n_embd;
+    for (uint32_t k = 0; d->normalize && k < n; k++) square += (double)out[k] * (double)out[k];
+    for (uint32_t k = 0; square > 0 && k < n; k++) out[k] = (float)((double)out[k] / sqrt(square));
+}
+
+/* The arguments of rf_session_embed. max_rows: rows of one eval. */
+static rf_result rfi_embed_check(const rf_session *s, const rf_embed_desc *d, uint32_t max_rows, rf_error *err) {
+    if (d->pooling > RF_POOL_RANK)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_embed: pooling %u is not known", d->pooling);
+    if (d->pooling == RF_POOL_RANK && !s->m->head.scores)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "rf_session_embed: %s has no classifier (cls.weight, "
+                        "cls.output.weight): it gives no scores", rfi_gguf_path(s->m->g));
+    for (uint32_t i = 0; i < d->n_texts; i++) {
+        const rf_embed_text *t = &d->texts[i];
+        if (!t->tokens || t->n_tokens == 0)
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_session_embed: text %u has no tokens", i);
+        if (t->n_tokens > s->desc.n_ctx)
+            return rfi_fail(err, RF_ERR_CONTEXT_FULL, i, "rf_session_embed: text %u has %u tokens, n_ctx is %u", i,
+                            t->n_tokens, s->desc.n_ctx);
+        if (s->m->config.both_ways && t->n_tokens > max_rows)
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_session_embed: text %u has %u tokens, n_batch is %u and "
+                            "n_logits_max %u: this model reads whole texts at once", i, t->n_tokens, s->desc.n_batch,
+                            s->desc.n_logits_max);
+    }
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_session_embed(rf_session *s, const rf_embed_desc *desc, float *out, rf_error *err) {
+    rfi_clear(err);
+    if (!s || !desc || !desc->texts || !out || desc->n_texts == 0)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_embed: session, desc, texts or out is NULL, or there are "
+                        "no texts");
+    if (rfi_device_check(s->m->device, "rf_session_embed", err) != RF_OK) return RF_ERR_ARGUMENT;
+    rf_embed_desc d = *desc;
+    if (d.pooling == RF_POOL_DEFAULT) d.pooling = s->m->config.pooling;
+    const rfi_head *head = &s->m->head;
+    uint32_t rows = d.pooling; /* a classifier reads the first row of an encoder, the last of a decoder */
+    if (rows == RF_POOL_RANK) rows = s->m->config.arch->encoder ? RF_POOL_CLS : RF_POOL_LAST;
+    const uint32_t max_logits = rows == RF_POOL_MEAN ? s->desc.n_logits_max : UINT32_MAX,
+                   max_rows = (uint32_t)rfi_min_u64(s->desc.n_batch, max_logits),
+                   most = (uint32_t)rfi_min_u64(s->desc.n_seq_max, s->desc.n_logits_max),
+                   headed = head->n_layers && head->scores == (d.pooling == RF_POOL_RANK),
+                   n_out = headed ? head->n_out : s->m->plan.n_embd;
+    rf_result r = rfi_embed_check(s, &d, max_rows, err);
+    if (r != RF_OK) return r;
+    for (uint32_t first = 0, n; r == RF_OK && first < d.n_texts; first += n) {
+        uint64_t total = d.texts[first].n_tokens;
+        for (n = 1; n < most && first + n < d.n_texts && total + d.texts[first + n].n_tokens <= max_rows; n++)
+            total += d.texts[first + n].n_tokens;
+        for (uint32_t seq = 0; seq < s->desc.n_seq_max; seq++) rfi_session_cut(s, seq, 0, NULL);
+        r = rfi_embed_texts(s, d.texts + first, n, rows, max_rows, err);
+        for (uint32_t i = 0; r == RF_OK && i < n; i++)
+            rfi_embed_finish(s, &d, s->pooled + (uint64_t)i * s->m->plan.n_embd, d.texts[first + i].n_tokens,
+                             rows == RF_POOL_MEAN, out + (uint64_t)(first + i) * n_out);
+    }
+    s->n_logits = 0;
+    for (uint32_t seq = 0; seq < s->desc.n_seq_max; seq++) rfi_session_cut(s, seq, 0, NULL);
     return r;
 }
 
@@ -23028,7 +23415,9 @@ ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, 
     if (out) *out = NULL;
     if (!s || !t || !out || queue_capacity == 0)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_open: want session, tokenizer, out, and a queue");
-    if (rfi_device_check(s->m->device, "rf_scheduler_open", err) != RF_OK) return RF_ERR_ARGUMENT;
+    if (s->m->config.both_ways)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "rf_scheduler_open: %s attends both ways: it writes no text",
+                        rfi_gguf_path(s->m->g));
     const rf_allocator *alloc = rfi_session_allocator(s);
     rf_scheduler *sch = (rf_scheduler *)rfi_alloc(alloc, 1, sizeof *sch, "a scheduler", err);
     if (!sch) return RF_ERR_MEMORY;
@@ -24291,7 +24680,8 @@ ROCMFORGE_API rf_device_info rf_device_get_info(const rf_device *d) {
 static rf_result rfi_model_store(rf_model *m, const rf_model_desc *desc, rf_error *err) {
     rf_device *d = m->device;
     rf_plan plan;
-    rf_result r = rfi_plan_build(m->g, &m->config, &plan, err);
+    rf_result r = rfi_head_open(m->g, m->config.n_embd, &m->head, err);
+    if (r == RF_OK) r = rfi_plan_build(m->g, &m->config, &plan, err);
     if (r != RF_OK) return r;
     for (uint32_t i = 0; r == RF_OK && i < plan.n_ops; i++)
         r = d->api->op_supported(d->dev, &plan, &plan.ops[i], err);
@@ -24372,8 +24762,11 @@ ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m) {
     rf_model_info info = {.arch = c->arch->name, .name = m->name, .n_layers = c->n_layers, .n_embd = c->n_embd,
                           .n_vocab = c->n_vocab, .n_heads = c->layers[0].n_heads,
                           .n_kv_heads = c->layers[0].n_kv_heads, .head_dim = c->head_dim,
-                          .n_ctx_train = c->n_ctx_train, .n_tensors = m->plan.n_slots,
-                          .weight_bytes = m->store->total_bytes};
+                          .n_ctx_train = c->n_ctx_train, .n_tensors = m->plan.n_weights,
+                          .weight_bytes = m->store->total_bytes, .is_encoder = c->arch->encoder != 0,
+                          .both_ways = (uint32_t)c->both_ways, .pooling = c->pooling,
+                          .n_embd_out = m->head.n_layers && !m->head.scores ? m->head.n_out : c->n_embd,
+                          .n_scores = m->head.scores ? m->head.n_out : 0};
     for (uint32_t i = 0; i < m->plan.n_weights; i++) {
         const rf_plan_weight *w = &m->plan.weights[i];
         info.n_params += (uint64_t)w->n_in * w->n_rows * rf_plan_weight_matrices(w);
@@ -24517,7 +24910,9 @@ ROCMFORGE_API rf_result rf_model_get_chat_template(rf_model *m, const rf_chat_te
 }
 
 /* Changes
- *   0.3.0  Samplers: rf_sampler_desc.logits_fn and logprobs; XTC, DRY (rf_dry_breakers_find), mirostat; histories.
+ *   0.3.0  Encoders, rerankers: rf_session_embed(s, tokens, n, pooling, out) -> (s, &rf_embed_desc, out), many texts;
+ *            RF_POOL_DEFAULT, RF_POOL_RANK; the numbers of rf_pooling are those of GGUF. rf_model_info.is_encoder, ...
+ *          Samplers: rf_sampler_desc.logits_fn and logprobs; XTC, DRY (rf_dry_breakers_find), mirostat; histories.
  *            rf_sampler.n_history -> n_accepted, 64 bits.
  *          rf_tokenize_with: a text that is being tokenized can be cancelled. Messages become no marker of the
  *            template, whatever its type in the vocabulary.

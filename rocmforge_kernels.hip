@@ -1209,7 +1209,7 @@ struct rfk_embed_args {
 };
 RFK_DEVICE int32_t rfk_embed_row(const rfk_embed_args &a) {
     const rf_step_row &row = a.rows[blockIdx.y];
-    return a.by_position ? row.pos : row.token;
+    return a.by_position == 2 ? 0 : a.by_position ? row.pos : row.token;
 }
 RFK_DEVICE void rfk_embed_value(const rfk_embed_args &a, float *out, float v) {
     *out = a.accumulate ? *out + v * a.scale : v * a.scale;
@@ -4849,6 +4849,106 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a
     }
 }
 
+/* Attention to positions that lie after the row's own too, or to those of a list, and with biases by distance: a block
+ * for a row and a head, a thread a position.   grid [T, n_heads]   block 256   LDS 4.3 KiB */
+struct rfk_any_attention_args {
+    rfk_attention_args a;
+    const int32_t *list;         /* [T][list_stride]; NULL: none                  */
+    const uint8_t *bias;         /* [n_buckets][n_heads]; NULL: none              */
+    const float *buckets;
+    uint32_t bias_type, n_buckets, list_stride, n_lists, n_listed, list_unit, both_ways;
+};
+struct rfk_any_attention_shared {
+    float q[RFK_LATENT_HEAD], p[RFK_BLOCK], parts[RFK_BLOCK];
+};
+/* The largest of a value over the block's threads, or the sum; in each of them. */
+RFK_DEVICE float rfk_block_join(float *parts, float v, bool sum) {
+    __syncthreads();
+    parts[threadIdx.x] = v;
+    __syncthreads();
+    for (uint32_t n = RFK_BLOCK / 2; n; n /= 2) {
+        if (threadIdx.x < n)
+            parts[threadIdx.x] = sum ? parts[threadIdx.x] + parts[threadIdx.x + n]
+                                     : fmaxf(parts[threadIdx.x], parts[threadIdx.x + n]);
+        __syncthreads();
+    }
+    return parts[0];
+}
+/* What distance adds to a score. */
+RFK_DEVICE float rfk_distance_bias(const rfk_any_attention_args &x, uint32_t h, uint32_t own, uint32_t pos) {
+    const uint32_t after = pos > own, distance = after ? pos - own : own - pos;
+    float v = x.a.slopes ? -x.a.slopes[h] * (float)distance : 0.0f;
+    if (!x.bias) return v;
+    const uint32_t bucket = (uint32_t)x.buckets[distance < RF_DISTANCES ? distance : RF_DISTANCES - 1];
+    return v + rfk_load_any(x.bias, x.bias_type, (size_t)(bucket + after * (x.n_buckets / 2)) * x.a.n_heads + h);
+}
+template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_any_attention(rfk_any_attention_args x) {
+    const rfk_attention_args &a = x.a;
+    RFK_SHARED(rfk_any_attention_shared, s);
+    const uint32_t row = blockIdx.x, h = blockIdx.y, kv_head = h / (a.n_heads / a.n_kv_heads);
+    const rf_step_row at = a.rows[row];
+    const uint32_t own = (uint32_t)at.pos;
+    const int32_t *list = x.list ? x.list + (size_t)row * x.list_stride + kv_head % x.n_lists * x.n_listed : NULL;
+    uint32_t begin = 0, end = own + 1; /* of positions, or of places in the list */
+    if (x.both_ways)
+        for (uint32_t t = row; t < a.n_rows; t++)
+            if (a.rows[t].seq == at.seq) end = (uint32_t)a.rows[t].pos + 1;
+    const uint32_t half = x.both_ways ? a.window / 2 : a.window - 1;
+    if (a.window && own > half) begin = own - half;
+    if (a.window && x.both_ways && end > own + half + 1) end = own + half + 1;
+    if (list) {
+        uint32_t n = 0;
+        while (n < x.n_listed && list[n] >= 0) n++;
+        begin = 0, end = n * x.list_unit;
+    }
+    const size_t cells = ((size_t)(uint32_t)at.seq * a.n_kv_heads + kv_head) * a.n_cells;
+    const KV *k = rfk_kv_row(static_cast<const KV *>(a.k), cells, a.head_dim),
+             *v = rfk_kv_row(static_cast<const KV *>(a.v), cells, a.v_row);
+    const float heat = a.scale * rfk_temperature(a, at.pos);
+    for (uint32_t i = threadIdx.x; i < a.head_dim; i += RFK_BLOCK)
+        s.q[i] = a.q[(size_t)row * a.q_stride + (size_t)h * a.head_dim + i];
+    float largest = a.sinks ? rfk_load_any(a.sinks, a.sinks_type, h) : -INFINITY, total = a.sinks ? 1.0f : 0.0f,
+          out[2] = {0, 0};
+    __syncthreads();
+    for (uint32_t first = begin; first < end; first += RFK_BLOCK) {
+        const uint32_t j = first + threadIdx.x;
+        float score = -INFINITY;
+        const uint32_t pos = !list ? j : j < end ? (uint32_t)list[j / x.list_unit] * x.list_unit + j % x.list_unit : 0;
+        if (j < end && (!list || pos <= own)) {
+            const KV *key = rfk_kv_row(k, pos % a.n_cells, a.head_dim);
+            score = 0;
+            for (uint32_t i = 0; i < a.head_dim; i++) score += s.q[i] * rfk_kv_value(key, a.head_dim, i);
+            score *= heat;
+            if (a.softcap != 0) score = a.softcap * tanhf(score / a.softcap);
+            score += rfk_distance_bias(x, h, own, pos);
+        }
+        const float now = fmaxf(largest, rfk_block_join(s.parts, score, false)),
+                    keep = largest == now ? 1.0f : expf(largest - now),
+                    weight = score == -INFINITY ? 0.0f : expf(score - now);
+        total = total * keep + rfk_block_join(s.parts, weight, true);
+        largest = now;
+        s.p[threadIdx.x] = weight;
+        __syncthreads();
+        const uint32_t n = end - first < RFK_BLOCK ? end - first : RFK_BLOCK;
+        for (uint32_t e = 0; e < 2; e++) {
+            const uint32_t d = threadIdx.x + e * RFK_BLOCK;
+            out[e] *= keep;
+            for (uint32_t i = 0; d < a.head_dim_v && i < n; i++) {
+                if (s.p[i] == 0) continue;
+                const uint32_t at_i = first + i,
+                               p = list ? (uint32_t)list[at_i / x.list_unit] * x.list_unit + at_i % x.list_unit : at_i;
+                out[e] += s.p[i] * rfk_kv_value(rfk_kv_row(v, p % a.n_cells, a.v_row), a.v_row, d);
+            }
+        }
+        __syncthreads();
+    }
+    for (uint32_t e = 0; e < 2; e++) {
+        const uint32_t d = threadIdx.x + e * RFK_BLOCK;
+        if (d < a.head_dim_v)
+            a.out[(size_t)row * a.out_stride + (size_t)h * a.head_dim_v + d] = total > 0 ? out[e] / total : 0.0f;
+    }
+}
+
 /* Combine the splits of a row and head.   grid [T, n_heads]   block 256 */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_args a) {
     uint32_t n = (uint32_t)a.rows[blockIdx.x].pos / a.split_cells + 1;
@@ -7569,7 +7669,8 @@ static rfk_fused rfk_match_fused_matvec(const rf_prepared *p, uint32_t i, uint32
 static int rfk_decode_can_attend(const rf_prepared *p, const rf_op *op) {
     const rf_attention_params *a = &op->attention;
     const uint32_t dim = a->head_dim;
-    return !(op->flags & RF_OP_MLA) && a->slopes == RF_NONE && a->temperature == 0 && a->head_dim_v == dim &&
+    return !(op->flags & (RF_OP_MLA | RF_OP_BOTH_WAYS)) && op->in2 == RF_NONE && a->slopes == RF_NONE &&
+           a->temperature == 0 && a->head_dim_v == dim &&
            a->n_heads / a->n_kv_heads <= RFK_QUERIES &&
            (p->cache_type == RF_CACHE_Q8_0 ? dim == 64 || dim == 128 || dim == 256
                                            : dim % 8 == 0 && dim <= RFK_MAX_HEAD);
@@ -8043,7 +8144,7 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
     a.out = l->b.out;
     a.out_stride = l->b.out_stride;
     a.n_out = l->op->embed.n;
-    a.by_position = (l->op->flags & RF_OP_POSITIONS) != 0;
+    a.by_position = l->op->flags & RF_OP_FIRST ? 2 : (l->op->flags & RF_OP_POSITIONS) != 0;
     a.accumulate = (l->op->flags & RF_OP_ACCUMULATE) != 0;
     a.scale = l->op->embed.scale != 0 ? l->op->embed.scale : 1.0f;
     a.kernel_type = rfk_kernel_type(type);
@@ -8428,6 +8529,31 @@ template <uint32_t HEAD> static void (*rfk_find_attention(const rfk_launching *l
     return l->p->cache_type == RF_CACHE_F32 ? full : l->p->cache_type == RF_CACHE_Q8_0 ? quantized : half;
 }
 
+/* Whether only rfk_any_attention does it. */
+static bool rfk_is_any_attention(const rf_op *op) {
+    return op->flags & RF_OP_BOTH_WAYS || op->in2 != RF_NONE || op->bias != RF_NONE;
+}
+
+static rf_result rfk_run_any_attention(const rfk_launching *l, const rfk_attention_args *a) {
+    const rf_attention_params *att = &l->op->attention;
+    rfk_any_attention_args x;
+    memset(&x, 0, sizeof x);
+    x.a = *a;
+    x.list = l->op->in2 == RF_NONE ? NULL : (const int32_t *)(const void *)l->b.in2;
+    x.bias = rfk_vector(l->p, l->op->bias, 0, &x.bias_type);
+    x.buckets = l->p->tables + att->buckets;
+    x.n_buckets = att->n_buckets;
+    x.list_stride = l->b.in2_stride;
+    x.n_lists = att->n_lists;
+    x.n_listed = att->n_listed;
+    x.list_unit = att->list_unit;
+    x.both_ways = (l->op->flags & RF_OP_BOTH_WAYS) != 0;
+    void (*kernel)(rfk_any_attention_args) = l->p->cache_type == RF_CACHE_F32    ? rfk_any_attention<float>
+                                             : l->p->cache_type == RF_CACHE_Q8_0 ? rfk_any_attention<rfk_q8>
+                                                                                 : rfk_any_attention<uint16_t>;
+    return rfk_enqueue(l, kernel, dim3(l->n_rows, att->n_heads), RFK_BLOCK, x);
+}
+
 static rf_result rfk_run_attention(const rfk_launching *l) {
     const rf_op *op = l->op;
     const rf_attention_params *att = &op->attention;
@@ -8463,6 +8589,7 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     a.window = att->window;
     a.temperature = att->temperature;
     a.temperature_length = att->temperature_length;
+    if (rfk_is_any_attention(op)) return rfk_run_any_attention(l, &a);
     if (rfk_takes_flash(l)) {
         a.rows_per_block = 16 * RFK_FLASH_WAVES / group;
         const uint32_t blocks = rfk_ceil_div(l->n_rows, a.rows_per_block) * att->n_kv_heads,
@@ -8990,7 +9117,9 @@ static rf_result rfk_check_run(const rf_prepared *p, const rf_step *step, const 
         if (weights[k] < p->plan->n_weights && !rfk_slot_of(p, weights[k])->ready)
             return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a weight it reads is not written", err);
     for (uint32_t t = 0; op->kind == RF_OP_EMBED && t < step->n_rows; t++) {
-        int32_t row = op->flags & RF_OP_POSITIONS ? step->rows[t].pos : step->rows[t].token;
+        int32_t row = op->flags & RF_OP_FIRST       ? 0
+                      : op->flags & RF_OP_POSITIONS ? step->rows[t].pos
+                                                    : step->rows[t].token;
         if (row >= 0 && (uint32_t)row >= p->plan->weights[op->weight].n_rows)
             return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a token or position is none of the weight's rows", err);
     }

@@ -48,11 +48,11 @@ typedef struct texts {
 /* The options of all commands; the table at the end says which command takes which. Switches are 0 or 1. */
 typedef struct options {
     const char *gguf, *prompt, *prompt_file, *system, *chat_template, *device, *isa, *pre, *type, *tokens, *out;
-    const char *depths, *jinja, *input, *now;
+    const char *depths, *jinja, *input, *now, *rank;
     texts logit_bias;
     uint64_t budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
     uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
-    uint64_t no_bos, raw, echo, json, hex, decode, step, help, pooling, swa_full, stats, penalty_last_n;
+    uint64_t no_bos, raw, echo, json, hex, decode, step, help, pooling, normalize, swa_full, stats, penalty_last_n;
     double temp, top_p, min_p, repeat_penalty, frequency_penalty, presence_penalty;
 } options;
 
@@ -1104,24 +1104,77 @@ static int run_logits(app *a) {
 
 /* ---- embed ---- */
 
+/* A reranker's text of a query and a document to prompt: the file's template for it, or both texts with what the
+ * vocabulary puts around each; documents begin without what begins a text. */
+static int encode_pair(app *a, rf_string document) {
+    int code;
+    rf_kv kv;
+    rf_string template = {NULL, 0};
+    const rf_string query = {a->o.rank, strlen(a->o.rank)};
+    const rf_tokenizer_info t = rf_tokenizer_get_info(a->t);
+    bytes text = {0};
+    ids part = {0};
+    if (rf_gguf_find_kv(a->g, "tokenizer.chat_template.rerank", &kv, NULL) == RF_OK)
+        rf_kv_text(&kv, NULL, &template, NULL);
+    for (size_t i = 0; i < template.len;) {
+        const int is_query = template.len - i >= 7 && memcmp(template.data + i, "{query}", 7) == 0,
+                  is_document = template.len - i >= 10 && memcmp(template.data + i, "{document}", 10) == 0;
+        const rf_string next = is_query ? query : is_document ? document : (rf_string){template.data + i, 1};
+        if ((code = append(a, &text, next.data, next.len))) return code;
+        i += is_query ? 7 : is_document ? 10 : 1;
+    }
+    if (template.len) code = encode(a, text.data, text.len, RF_TOKENIZE_ADD | RF_TOKENIZE_SPECIAL, &a->prompt);
+    else {
+        code = encode(a, query.data, query.len, RF_TOKENIZE_ADD, &a->prompt);
+        if (!code) code = encode(a, document.data, document.len, RF_TOKENIZE_ADD, &part);
+        const uint32_t begin = part.len && part.data[0] == t.bos;
+        if (!code) code = reserve_ids(a, &a->prompt, a->prompt.len + part.len + 1);
+        /* XLM-R puts two separators between sentences */
+        if (!code && strcmp(t.model, "t5") == 0 && t.eos >= 0) a->prompt.data[a->prompt.len++] = t.eos;
+        for (uint32_t i = begin; !code && i < part.len; i++) a->prompt.data[a->prompt.len++] = part.data[i];
+    }
+    free(text.data), free(part.data);
+    return code;
+}
+
+/* The vector of a->prompt, or its scores, as a list in JSON. */
+static int print_vector(app *a, uint32_t pooling) {
+    int code;
+    const uint32_t n = pooling == RF_POOL_RANK ? a->info.n_scores : a->info.n_embd_out, len = a->prompt.len;
+    const rf_embed_text text = {a->prompt.data, len};
+    const rf_embed_desc desc = {.texts = &text, .n_texts = 1, .pooling = pooling,
+                                .normalize = (uint32_t)a->o.normalize};
+    if (len == 0) return fail(a, FAILED, "the text is empty");
+    if (pooling == RF_POOL_RANK && n == 0) return fail(a, FAILED, "--rank: the model has no classifier");
+    if ((code = open_session(a, len, len, len < LOGITS_ROWS || a->info.both_ways ? len : LOGITS_ROWS))) return code;
+    if ((code = reserve(a, &a->text, n * sizeof(float)))) return code;
+    float *v = (float *)(void *)a->text.data; /* malloc aligns it */
+    code = lib(a, rf_session_embed(a->s, &desc, v, &a->err));
+    for (uint32_t i = 0; !code && i < n; i++)
+        printf(isfinite(v[i]) ? "%s%.9g" : "%snull", i ? ", " : "[", (double)v[i]); /* JSON has no other numbers */
+    if (!code) puts("]");
+    return code;
+}
+
+/* A vector of the prompt; with --rank the scores of each of its lines, a document, for a query. */
 static int run_embed(app *a) {
     int code;
     if ((code = read_prompt(a))) return code;
     if ((code = open_model(a, a->o.device))) return code;
     if ((code = lib(a, rf_model_get_tokenizer(a->m, &a->t, &a->err)))) return code;
     uint32_t tokenize = (a->o.bos ? RF_TOKENIZE_ADD : 0) | (a->o.special ? RF_TOKENIZE_SPECIAL : 0);
-    if ((code = encode(a, a->line.data, a->line.len, tokenize, &a->prompt))) return code;
-    if (a->prompt.len == 0) return fail(a, FAILED, "the text is empty");
-    if ((code = open_session(a, a->prompt.len, a->prompt.len,
-                       a->prompt.len < LOGITS_ROWS ? a->prompt.len : LOGITS_ROWS)))
-        return code;
-    if ((code = reserve(a, &a->text, a->info.n_embd * sizeof(float)))) return code;
-    float *v = (float *)(void *)a->text.data; /* malloc aligns it */
-    if ((code = lib(a, rf_session_embed(a->s, a->prompt.data, a->prompt.len, (uint32_t)a->o.pooling, v, &a->err))))
-        return code;
-    for (uint32_t i = 0; i < a->info.n_embd; i++)
-        printf(isfinite(v[i]) ? "%s%.9g" : "%snull", i ? ", " : "[", (double)v[i]); /* JSON has no other numbers */
-    puts("]");
+    const char *line = a->line.data, *end = line + a->line.len;
+    if (!a->o.rank && (code = encode(a, line, a->line.len, tokenize, &a->prompt))) return code;
+    if (!a->o.rank && (code = print_vector(a, (uint32_t)a->o.pooling))) return code;
+    while (a->o.rank && line < end) {
+        const char *stop = memchr(line, '\n', (size_t)(end - line));
+        if (!stop) stop = end;
+        if ((code = encode_pair(a, (rf_string){line, (size_t)(stop - line)}))) return code;
+        if ((code = print_vector(a, RF_POOL_RANK))) return code;
+        if ((code = lib(a, rf_session_close(a->s, &a->err)))) return code;
+        a->s = NULL;
+        line = stop + 1;
+    }
     print_notes(a);
     return DONE;
 }
@@ -2305,7 +2358,10 @@ static const flag flags[] = {
     {"--jinja", TEXT, AT(jinja), TEMPLATE, 0, 0, 0, "F", "a template in a file instead of a model's"},
     {"--input", TEXT, AT(input), TEMPLATE, 0, 0, 0, "F", "JSON: {\"messages\": [...], \"tools\": [...], ...}"},
     {"--now", TEXT, AT(now), TEMPLATE, 0, 0, 0, "T", "the template's clock, as 2026-11-22T12:34:56 (now)"},
-    {"--pooling", CHOICE, AT(pooling), EMBED, 0, 0, 0, "mean|last|cls", "of the tokens' vectors (mean)"},
+    {"--pooling", CHOICE, AT(pooling), EMBED, 0, 0, 0, "default|mean|cls|last",
+     "of the tokens' vectors (as the file says, else mean)"},
+    {"--normalize", SWITCH, AT(normalize), EMBED, 0, 0, 0, NULL, "a vector of length 1"},
+    {"--rank", TEXT, AT(rank), EMBED, 0, 0, 0, "QUERY", "a reranker's scores of each line of the text for a query"},
     {"--tokens", TEXT, AT(tokens), LOGITS, LOGITS, 0, 0, "1,2,3", "the prompt as token ids"},
     {"--out", TEXT, AT(out), LOGITS, LOGITS, 0, 0, "F", "file to write"},
     {"--step", SWITCH, AT(step), LOGITS, 0, 0, 0, NULL, "evaluate token by token"},

@@ -50,6 +50,7 @@ class Model:
 
     def __init__(self, arch, name):
         self.arch, self.name, self.keys, self.tensors, self.router_margin = arch, name, {}, {}, np.inf
+        self.encoder, self.head, self.scores = False, None, None
 
     def u32(self, **values): self.put('u32', values)
     def f32(self, **values): self.put('f32', values)
@@ -1230,13 +1231,206 @@ def make_nemotron_h_moe():
     return m, layers
 
 
+# ---- encoders: hidden states instead of logits ----
+
+def look_around(q, k, v, scale, window=0, slopes=None, bias=None):
+    """attention to all tokens, or to those at most window / 2 away; slopes: what a score loses for each position between;
+    bias [heads, T, T]"""
+    n, n_head, _ = q.shape
+    far = np.abs(np.arange(n)[:, None] - np.arange(n)[None, :])
+    out = np.empty_like(v)
+    for h in range(n_head):
+        score = q[:, h] @ k[:, h].T * scale - (slopes[h] * far if slopes is not None else 0) + (bias[h] if bias is not None else 0)
+        out[:, h] = softmax(np.where(far > (window // 2 or n), -np.inf, score)) @ v[:, h]
+    return out.reshape(n, -1)
+
+
+def encoder_attention(m, il, h, output='attn_output', turn=lambda x: x, **how):
+    b, n_head = 'blk.%d.' % il, m.get('attention.head_count')
+    if m.arch == 't5encoder': b = 'enc.' + b
+    q, k, v = (linear(m, b + 'attn_' + part, h) for part in 'qkv')
+    if m.has(b + 'attn_q_norm.weight'): q, k = layer_norm(m, b + 'attn_q_norm', q), layer_norm(m, b + 'attn_k_norm', k)
+    q, k, v = turn(heads(q, n_head)), turn(heads(k, n_head)), heads(v, n_head)
+    how.setdefault('scale', q.shape[2] ** -0.5)
+    return linear(m, b + output, look_around(q, k, v, **how))
+
+
+def encoder_model(arch, layers, n_head, n_ff, rms_norms=False):
+    m = Model(arch, arch)
+    common_keys(m, layers=layers, n_head=n_head, n_kv=n_head, head_dim=N_EMBD // n_head, n_ff=n_ff, base=3000.0)
+    m.flag(attention__causal=False)
+    m.encoder = True
+    if not rms_norms:
+        del m.keys[arch + '.attention.layer_norm_rms_epsilon']
+        m.f32(attention__layer_norm_epsilon=2e-3)
+    m.weight('token_embd', N_VOCAB, N_EMBD, gain=N_EMBD ** 0.5)
+    return m
+
+
+def put_layer_norm(m, name):
+    m.norm(name, N_EMBD)
+    m.vector(name + '.bias', N_EMBD)
+
+
+def put_encoder_layer(m, il, bias):
+    put_attention(m, il, bias=bias)
+    if bias: m.vector('blk.%d.attn_output.bias' % il, N_EMBD)
+    put_layer_norm(m, 'blk.%d.attn_output_norm' % il)
+    put_layer_norm(m, 'blk.%d.layer_output_norm' % il)
+
+
+def put_mlp(m, il, n_ff):
+    for part, rows, columns in (('up', n_ff, N_EMBD), ('down', N_EMBD, n_ff)):
+        m.weight('blk.%d.ffn_%s' % (il, part), rows, columns, gain=1.5)
+        m.vector('blk.%d.ffn_%s.bias' % (il, part), rows)
+
+
+def mlp(m, il, h): return linear(m, 'blk.%d.ffn_down' % il, gelu(linear(m, 'blk.%d.ffn_up' % il, h)))
+
+
+def normed_after(m, tokens, x, attend, ffn):
+    """x = norm(x + attend(x)), x = norm(x + ffn(x)) for each layer"""
+    for il in range(m.get('block_count')):
+        y = layer_norm(m, 'blk.%d.attn_output_norm' % il, x + attend(m, il, x))
+        if m.has('blk.%d.attn_norm_2.weight' % il): y = layer_norm(m, 'blk.%d.attn_norm_2' % il, y + x)
+        x = layer_norm(m, 'blk.%d.layer_output_norm' % il, y + ffn(m, il, y))
+    return x
+
+
+def embedded(m, tokens):
+    x = m.at('token_embd.weight')[tokens]
+    if m.has('token_types.weight'): x = x + m.at('token_types.weight')[0]
+    if m.has('position_embd.weight'): x = x + m.at('position_embd.weight')[:len(tokens)]
+    return layer_norm(m, 'token_embd_norm', x)
+
+
+def make_bert():
+    """learned positions, biases everywhere, and a classifier of two labels"""
+    m = encoder_model('bert', layers=3, n_head=4, n_ff=48)
+    m.u32(pooling_type=4)
+    m.weight('token_types', 2, N_EMBD)
+    m.weight('position_embd', 128, N_EMBD)
+    put_layer_norm(m, 'token_embd_norm')
+    for il in range(3):
+        put_encoder_layer(m, il, bias=True)
+        put_mlp(m, il, 48)
+    m.weight('cls', N_EMBD, N_EMBD)
+    m.vector('cls.bias', N_EMBD)
+    m.weight('cls.output', 2, N_EMBD)
+    m.vector('cls.output.bias', 2)
+    m.scores = lambda x: linear(m, 'cls.output', np.tanh(linear(m, 'cls', x[:1])))[0]
+    return m, lambda m, tokens: normed_after(m, tokens, embedded(m, tokens), encoder_attention, mlp)
+
+
+def make_jina_bert_v2():
+    """a penalty for distance instead of positions, norms of all queries and keys, a second norm, a gated ffn"""
+    m = encoder_model('jina-bert-v2', layers=2, n_head=6, n_ff=40)
+    m.u32(attention__key_length=5, attention__value_length=5)
+    del m.keys['jina-bert-v2.rope.dimension_count'], m.keys['jina-bert-v2.rope.freq_base']
+    put_layer_norm(m, 'token_embd_norm')
+    for il in range(2):
+        put_encoder_layer(m, il, bias=True)
+        put_ffn(m, il, 40)
+        for part in ('q_norm', 'k_norm'):
+            m.norm('blk.%d.attn_%s' % (il, part), 30)
+            m.vector('blk.%d.attn_%s.bias' % (il, part), 30)
+    put_layer_norm(m, 'blk.1.attn_norm_2')
+    slopes = alibi_slopes(6, 8.0)
+    return m, lambda m, tokens: normed_after(m, tokens, embedded(m, tokens), lambda m, il, h: encoder_attention(m, il, h, slopes=slopes),
+                                             lambda m, il, h: gated_ffn(m, il, h, act=gelu))
+
+
+def make_nomic_bert_moe():
+    """rope, and experts without gates in every second layer, weighted by their share of the softmax"""
+    m = encoder_model('nomic-bert-moe', layers=2, n_head=4, n_ff=24)
+    m.u32(moe_every_n_layers=2, expert_count=4, expert_used_count=2)
+    put_layer_norm(m, 'token_embd_norm')
+    for il in range(2): put_encoder_layer(m, il, bias=False)
+    put_mlp(m, 0, 24)
+    m.vector('blk.1.ffn_gate_inp.weight', 4, N_EMBD, spread=2.5 / N_EMBD ** 0.5)
+    m.weight('blk.1.ffn_up_exps', 4, 24, N_EMBD, gain=2.0)
+    m.weight('blk.1.ffn_down_exps', 4, N_EMBD, 24, gain=2.0)
+
+    def moe(m, il, h):
+        score = linear(m, 'blk.1.ffn_gate_inp', h)
+        w, up, down = choose_experts(m, softmax(score), score, False), m.at('blk.1.ffn_up_exps.weight'), m.at('blk.1.ffn_down_exps.weight')
+        return sum(w[:, e:e + 1] * (gelu(h @ up[e].T) @ down[e].T) for e in range(4))
+    return m, lambda m, tokens: normed_after(m, tokens, embedded(m, tokens), lambda m, il, h: encoder_attention(
+        m, il, h, turn=lambda x: rope(x, 8, 3000.0, 'far')), lambda m, il, h: moe(m, il, h) if il else mlp(m, il, h))
+
+
+def make_gemma_embedding():
+    """gemma 3 without its causal order, windows to both sides, and two matrices after the mean"""
+    m = encoder_model('gemma-embedding', layers=2, n_head=4, n_ff=40, rms_norms=True)
+    m.u32(attention__sliding_window=9, attention__sliding_window_pattern=2, pooling_type=1)
+    m.norm('output_norm', N_EMBD)
+    for il in range(2):
+        for name in ('attn_norm', 'post_attention_norm', 'ffn_norm', 'post_ffw_norm'): m.norm('blk.%d.%s' % (il, name), N_EMBD)
+        put_attention(m, il)
+        put_head_norms_rms(m, il)
+        put_ffn(m, il, 40)
+    m.weight('dense_2', 48, N_EMBD)
+    m.weight('dense_3', N_EMBD, 48)
+    m.head = lambda x: linear(m, 'dense_3', linear(m, 'dense_2', x))
+
+    def layers(m, tokens):
+        x = m.at('token_embd.weight')[tokens] * N_EMBD ** 0.5
+        for il in range(2):
+            b, base = 'blk.%d.' % il, 3000.0 if il else 10000.0
+            h, n_head = rms_norm(m, b + 'attn_norm', x), 4
+            q, k, v = (heads(linear(m, b + 'attn_' + part, h), n_head) for part in 'qkv')
+            q, k = rope(rms_norm(m, b + 'attn_q_norm', q), 8, base, 'far'), rope(rms_norm(m, b + 'attn_k_norm', k), 8, base, 'far')
+            y = linear(m, b + 'attn_output', look_around(q, k, v, 8 ** -0.5, window=0 if il else 9))
+            x = x + rms_norm(m, b + 'post_attention_norm', y)
+            x = x + rms_norm(m, b + 'post_ffw_norm', gated_ffn(m, il, rms_norm(m, b + 'ffn_norm', x), act=gelu))
+        return rms_norm(m, 'output_norm', x)
+    return m, layers
+
+
+def put_head_norms_rms(m, il):
+    for part in ('q', 'k'): m.norm('blk.%d.attn_%s_norm' % (il, part), 8)
+
+
+def make_t5encoder():
+    """a learned bias for the distance of two tokens, by buckets, which all layers share; scores are not scaled"""
+    m = encoder_model('t5encoder', layers=2, n_head=4, n_ff=40, rms_norms=True)
+    m.u32(attention__relative_buckets_count=12)
+    m.vector('enc.blk.0.attn_rel_b.weight', 12, 4, spread=1.0)
+    m.norm('enc.output_norm', N_EMBD)
+    for il in range(2):
+        put_attention(m, il)
+        put_ffn(m, il, 40)
+        m.norm('blk.%d.attn_norm' % il, N_EMBD)
+        m.norm('blk.%d.ffn_norm' % il, N_EMBD)
+    for name in [name for name in m.tensors if name.startswith('blk.')]:
+        m.tensors['enc.' + name.replace('attn_output', 'attn_o')] = m.tensors.pop(name)
+
+    def bucket(i, j):
+        """six for each side: three of one distance each, three of a logarithmic scale up to 128"""
+        far, after = abs(i - j), 6 if j > i else 0
+        return after + (far if far < 3 else min(5, int(3 + np.log(far / 3) / np.log(128 / 3) * 3)))
+
+    def layers(m, tokens):
+        x, n = m.at('token_embd.weight')[tokens], len(tokens)
+        table = m.at('enc.blk.0.attn_rel_b.weight')
+        bias = np.array([[[table[bucket(i, j)][h] for j in range(n)] for i in range(n)] for h in range(4)])
+        for il in range(2):
+            b = 'enc.blk.%d.' % il
+            x = x + encoder_attention(m, il, rms_norm(m, b + 'attn_norm', x), 'attn_o', scale=1.0, bias=bias)
+            h = rms_norm(m, b + 'ffn_norm', x)
+            x = x + linear(m, b + 'ffn_down', gelu(linear(m, b + 'ffn_gate', h)) * linear(m, b + 'ffn_up', h))
+        return rms_norm(m, 'enc.output_norm', x)
+    return m, layers
+
+
 FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, make_qwen35, make_qwen35moe,
             make_qwen35moe_fused, make_qwen3next, make_qwen3next_legacy, make_cohere2, make_internlm2, make_exaone,
             make_seed_oss, make_mpt, make_bloom, make_gemma4, make_gemma4_moe,
             make_gemma, make_deepseek2_groups, make_deepseek2_lite,
             make_deepseek2_lite_legacy, make_gemma3_linear, make_olmo3, make_lfm2_bias, make_command_r_plus,
             make_stablelm_12b, make_mamba, make_jamba, make_falcon_h1,
-            make_nemotron_h_moe]
+            make_nemotron_h_moe, make_bert, make_jina_bert_v2, make_nomic_bert_moe, make_gemma_embedding,
+            make_t5encoder]
 
 
 # ---- answers ----
@@ -1259,12 +1453,27 @@ def answers(m, forward):
     sys.exit(m.name + ': every prompt has a near tie')
 
 
+def encoder_answers(m, forward):
+    """a text's hidden states; its mean, after the file's matrices if there are any, of length 1; and its scores"""
+    for attempt in range(200):
+        tokens = [int(w % np.uint64(N_VOCAB - 3)) + 3 for w in random_words('%s text %d' % (m.name, attempt), N_PROMPT)]
+        m.router_margin = np.inf
+        x = forward(m, np.array(tokens))
+        if m.router_margin >= ROUTER_MARGIN: break
+    mean = x.mean(0, keepdims=True)
+    mean = (m.head(mean) if m.head else mean)[0]
+    lines = ['tokens ' + numbers('%d', tokens), 'mean ' + numbers('%.6f', mean / np.sqrt((mean * mean).sum()))]
+    lines += [('scores ' + numbers('%.5f', m.scores(x) if m.scores else [])).strip()] + [numbers('%.5f', row) for row in x]
+    return '\n'.join(lines) + '\n'
+
+
 def numbers(form, values): return ' '.join(form % v for v in values)
 
 
 def make(family):
     """name, bytes of the model, text of the answers"""
     m, forward = family()
+    if m.encoder: return m.name, write_gguf(m), encoder_answers(m, forward)
     tokens, table, greedy, margins = answers(m, forward)
     lines = ['tokens ' + numbers('%d', tokens), 'greedy ' + numbers('%d', greedy)]
     lines += ['margins ' + numbers('%.5f', margins)]

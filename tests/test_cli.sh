@@ -41,7 +41,7 @@ for words in help -h; do
     verdict "$words lists commands" grep -q '^  generate ' "$t/out"
 done
 expect 0 "help COMMAND" help embed
-verdict "help COMMAND: its options" grep -q '^  --pooling mean|last|cls  ' "$t/out"
+verdict "help COMMAND: its options" grep -q '^  --pooling default|mean|cls|last' "$t/out"
 verdict "help COMMAND: no others" sh -c "! grep -e --temp '$t/out'"
 expect 0 "run is chat" help run
 verdict "run is chat" grep -q '^rocmforge_cli chat: ' "$t/out"
@@ -426,6 +426,9 @@ verdict "embed: whatever the batch size" cmp "$t/out" "$t/mean"
 expect 0 "embed --pooling last" embed --gguf $model --prompt "ROMEO: who is there" --pooling last
 verdict "embed: another pooling, another vector" sh -c "! cmp -s '$t/out' '$t/mean'"
 expect 2 "embed --pooling" embed --gguf $model --prompt a --pooling sum && says "embed --pooling" sum
+expect 0 "embed --normalize" embed --gguf $model --prompt "ROMEO: who is there" --normalize
+verdict "embed: length 1" awk -F'[][, ]+' '{ for (i = 2; i < NF; i++) s += $i * $i; exit !(s > 0.9999 && s < 1.0001) }' "$t/out"
+expect 1 "embed --rank" embed --gguf $model --prompt a --rank b && says "embed --rank" "no classifier"
 expect 1 "embed nothing" embed --gguf $model --prompt "" --bos 0
 
 expect 0 "plan" plan $model

@@ -19,6 +19,8 @@ static const char *const families[] = {
     "command-r-plus", "stablelm-12b", "mamba", "jamba", "falcon-h1",
     "nemotron-h-moe"};
 
+static const char *const encoders[] = {"bert", "jina-bert-v2", "nomic-bert-moe", "gemma-embedding", "t5encoder"};
+
 /* What make_family_goldens.py wrote. */
 typedef struct golden {
     uint32_t n_tokens, n_greedy;
@@ -142,6 +144,92 @@ static void test_golden(void) {
     end(&r);
 }
 
+/* ---- encoders ---- */
+
+#define N_EMBD 32
+
+/* What make_family_goldens.py wrote of an encoder: hidden states, their mean's embedding, and scores. */
+typedef struct hidden_golden {
+    uint32_t n_tokens, n_mean, n_scores;
+    int32_t tokens[MAX_TOKENS];
+    float mean[N_EMBD], scores[N_EMBD], hidden[MAX_TOKENS][N_EMBD];
+} hidden_golden;
+
+static uint32_t read_reals(FILE *f, const char *word, float *out) {
+    char found[16];
+    uint32_t n = 0;
+    if (fscanf(f, "%15s", found) != 1 || strcmp(found, word)) return 0;
+    for (int c; (c = fgetc(f)) != '\n' && c != EOF && n < N_EMBD;) n += c == ' ' && fscanf(f, "%f", &out[n]) == 1;
+    return n;
+}
+
+static int read_hidden(const char *path, hidden_golden *g) {
+    FILE *f = fopen(path, "r");
+    if (!f) return 0;
+    g->n_tokens = read_ids(f, "tokens", g->tokens);
+    g->n_mean = read_reals(f, "mean", g->mean);
+    g->n_scores = read_reals(f, "scores", g->scores);
+    int ok = g->n_tokens && g->n_mean;
+    for (uint32_t i = 0; ok && i < g->n_tokens * N_EMBD; i++) ok = fscanf(f, "%f", &g->hidden[i / N_EMBD][i % N_EMBD]) == 1;
+    fclose(f);
+    return ok;
+}
+
+static double most_apart(const float *a, const float *b, uint32_t n) {
+    double worst = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        const double d = fabs((double)a[i] - (double)b[i]);
+        if (!(d <= worst)) worst = d;
+    }
+    return worst;
+}
+
+/* Hidden states, and three texts at once: the whole one, its half, and the whole one. */
+static void test_encoder(void) {
+    static hidden_golden g;
+    static float hidden[MAX_TOKENS][N_EMBD], out[3][N_EMBD];
+    running r = {0};
+    rf_error err = {0};
+    char path[128];
+    snprintf(path, sizeof path, "tests/family/%s.txt", current);
+    REQUIRE(read_hidden(path, &g), "%s", path);
+    snprintf(path, sizeof path, "tests/family/%s.gguf", current);
+    const rf_session_desc desc = {.n_ctx = 64, .n_seq_max = 2, .cache_type = RF_CACHE_F32};
+    rf_result code = rf_gguf_open(path, NULL, &r.file, &err);
+    if (!code) code = rf_device_open(device.name, NULL, &r.device, &err);
+    if (!code) code = rf_model_open(r.file, r.device, NULL, &r.model, &err);
+    if (!code) code = rf_session_open(r.model, &desc, &r.session, &err);
+    CHECK(code == RF_OK, "%s", err.text);
+    const rf_model_info info = rf_model_get_info(r.model);
+    CHECK(info.is_encoder && info.both_ways && info.n_embd_out == g.n_mean && info.n_scores == g.n_scores, "%u %u",
+          info.n_embd_out, info.n_scores);
+    rf_token_row rows[MAX_TOKENS] = {{0}};
+    for (uint32_t i = 0; i < g.n_tokens; i++) rows[i] = (rf_token_row){.token = g.tokens[i], .pos = (int32_t)i, .want_logits = 1};
+    if (!rft_bad) code = rf_session_eval(r.session, rows, g.n_tokens, &err);
+    if (!code) code = rf_session_hidden(r.session, 0, g.n_tokens, hidden[0], &err);
+    CHECK(code == RF_OK, "%s", err.text);
+    CHECK(!(most_apart(hidden[0], g.hidden[0], g.n_tokens * N_EMBD) > TOLERANCE), "hidden states: %g",
+          most_apart(hidden[0], g.hidden[0], g.n_tokens * N_EMBD));
+    float *logits;
+    int32_t id;
+    CHECK(rf_session_get_logits(r.session, 0, &logits, &err) == RF_ERR_UNSUPPORTED, "logits");
+    CHECK(rf_session_get_argmax(r.session, 0, &id, &err) == RF_ERR_UNSUPPORTED, "argmax");
+    CHECK(rf_session_eval(r.session, rows, 1, &err) == RF_ERR_ARGUMENT, "a text is read at once");
+    const rf_embed_text texts[3] = {{g.tokens, g.n_tokens}, {g.tokens, g.n_tokens / 2}, {g.tokens, g.n_tokens}};
+    rf_embed_desc embed = {.texts = texts, .n_texts = 3, .pooling = RF_POOL_MEAN, .normalize = 1};
+    code = rf_session_embed(r.session, &embed, out[0], &err);
+    CHECK(code == RF_OK && rf_session_length(r.session, 0) == 0, "%s", err.text);
+    CHECK(most_apart(out[0], g.mean, g.n_mean) <= 2e-5 && most_apart(out[2], g.mean, g.n_mean) <= 2e-5, "means: %g %g",
+          most_apart(out[0], g.mean, g.n_mean), most_apart(out[2], g.mean, g.n_mean));
+    CHECK(most_apart(out[1], g.mean, g.n_mean) > 1e-3, "half the text");
+    embed = (rf_embed_desc){.texts = texts, .n_texts = 1, .pooling = RF_POOL_RANK};
+    code = rf_session_embed(r.session, &embed, out[0], &err);
+    CHECK(code == (g.n_scores ? RF_OK : RF_ERR_UNSUPPORTED), "%s", err.text);
+    CHECK(g.n_scores == 0 || most_apart(out[0], g.scores, g.n_scores) <= TOLERANCE, "scores: %g",
+          most_apart(out[0], g.scores, g.n_scores));
+    end(&r);
+}
+
 int main(int argc, char **argv) {
     rf_device_info devices[8];
     uint32_t n = 0, n_gpus = 0;
@@ -150,13 +238,14 @@ int main(int argc, char **argv) {
     for (uint32_t d = 0; d < n && d < 8; d++) {
         if (devices[d].usable && devices[d].is_gpu) devices[n_gpus++] = devices[d];
     }
-    for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
+    const size_t n_families = sizeof families / sizeof *families, n_encoders = sizeof encoders / sizeof *encoders;
+    for (size_t i = 0; i < n_families + n_encoders; i++) {
         char name[128];
-        current = families[i];
+        current = i < n_families ? families[i] : encoders[i - n_families];
         if (n_gpus) device = devices[i % n_gpus];
         else snprintf(device.name, sizeof device.name, "cpu");
         snprintf(name, sizeof name, "%s %s", device.name, current);
-        rft_run(name, test_golden, 0);
+        rft_run(name, i < n_families ? test_golden : test_encoder, 0);
     }
     RFT_END();
 }

@@ -1391,7 +1391,7 @@ static const struct {
     {"glm4moe.expert_shared_count", SET, 2, RF_ERR_FORMAT, "blk.0.ffn_gate_shexp.weight", {GLM, .n_shared = 1}},
     {"general.name", AS_IS, 0, RF_ERR_FORMAT, "glm4moe.expert_group_count", {GLM, .more_kv = two_groups}},
     {"general.name", AS_IS, 0, RF_ERR_FORMAT, "glm4moe.expert_weights_norm", {GLM, .more_kv = real_norm}},
-    {"general.name", AS_IS, 0, RF_ERR_UNSUPPORTED, "llama.attention.causal", {.more_kv = not_causal}},
+    {"general.name", AS_IS, 0, RF_OK, "", {.more_kv = not_causal}},
     {"general.name", AS_IS, 0, RF_OK, "", {.more_kv = causal}},
 };
 

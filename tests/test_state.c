@@ -51,18 +51,25 @@ static void test_hidden(void) {
         CHECK(logits && isfinite(logits[0]), "logits");
         for (uint32_t i = 0; i < N; i++)
             for (uint32_t c = 0; c < n_embd; c++) mean[c] += want[(size_t)i * n_embd + c] / N;
-        const double *pooled[] = {mean, want + (size_t)(N - 1) * n_embd, want};
-        for (uint32_t p = RF_POOL_MEAN; p <= RF_POOL_CLS; p++) {
-            CHECK(rf_session_embed(r.s, tokens, N, p, got, &r.err) == RF_OK && rf_session_length(r.s, 0) == N, "%s",
-                  r.err.text);
+        const double *pooled[] = {mean, mean, want, want + (size_t)(N - 1) * n_embd};
+        const rf_embed_text text = {tokens, N}, empty = {tokens, 0}, too_long = {tokens, 5000};
+        rf_embed_desc embed = {.texts = &text, .n_texts = 1};
+        for (uint32_t p = RF_POOL_DEFAULT; p <= RF_POOL_LAST; p++) {
+            embed.pooling = p;
+            CHECK(rf_session_embed(r.s, &embed, got, &r.err) == RF_OK && rf_session_length(r.s, 0) == 0, "%s", r.err.text);
             CHECK(ref_distance(got, pooled[p], n_embd) < 1e-4, "pooling %u: off by %g", p, ref_distance(got, pooled[p], n_embd));
         }
-        CHECK(rf_session_embed(r.s, tokens, N, 3, got, &r.err) == RF_ERR_ARGUMENT, "pooling");
-        CHECK(rf_session_embed(r.s, tokens, 0, 0, got, &r.err) == RF_ERR_ARGUMENT, "no tokens");
-        CHECK(rf_session_embed(r.s, tokens, 5000, 0, got, &r.err) == RF_ERR_CONTEXT_FULL, "too many");
-        CHECK(rf_session_length(r.s, 0) == N, "refused: the sequence stays");
+        embed.pooling = 5;
+        CHECK(rf_session_embed(r.s, &embed, got, &r.err) == RF_ERR_ARGUMENT, "pooling");
+        embed.pooling = RF_POOL_RANK;
+        CHECK(rf_session_embed(r.s, &embed, got, &r.err) == RF_ERR_UNSUPPORTED, "no classifier");
+        embed = (rf_embed_desc){.texts = &empty, .n_texts = 1};
+        CHECK(rf_session_embed(r.s, &embed, got, &r.err) == RF_ERR_ARGUMENT, "no tokens");
+        embed.texts = &too_long;
+        CHECK(rf_session_embed(r.s, &embed, got, &r.err) == RF_ERR_CONTEXT_FULL, "too many");
+        embed.texts = &text;
         tokens[N - 1] = VOCAB;
-        CHECK(rf_session_embed(r.s, tokens, N, 0, got, &r.err) == RF_ERR_ARGUMENT && rf_session_length(r.s, 0) == 0, "token");
+        CHECK(rf_session_embed(r.s, &embed, got, &r.err) == RF_ERR_ARGUMENT && rf_session_length(r.s, 0) == 0, "token");
         ref_close(&ref);
         rig_close(&r);
         free(got), free(want), free(mean);
@@ -331,8 +338,9 @@ static void test_faults(void) {
         CHECK(rf_session_save(r.s, 0, &io, &r.err) == RF_ERR_DEVICE && rf_session_length(r.s, 0) == 5, "read %d", k);
     }
     device_fails_in = 2; /* the first one is the argmax of the eval */
-    CHECK(rf_session_embed(r.s, tokens, 5, RF_POOL_LAST, out, &r.err) == RF_ERR_DEVICE && rf_session_length(r.s, 0) == 0,
-          "%s", r.err.text);
+    const rf_embed_text text = {tokens, 5};
+    const rf_embed_desc embed = {.texts = &text, .n_texts = 1, .pooling = RF_POOL_LAST};
+    CHECK(rf_session_embed(r.s, &embed, out, &r.err) == RF_ERR_DEVICE && rf_session_length(r.s, 0) == 0, "%s", r.err.text);
     r.d->api = real_api;
     CHECK(restore(&r, 1, &s) == RF_OK && restore(&r, 0, &s) == RF_OK, "%s", r.err.text);
     free(copy.data), free(s.data);
