@@ -7032,6 +7032,8 @@ typedef struct rfi_arch {
     uint8_t swiglu_limit;     /* its activation where swiglu_clamp_exp or _shexp limits a layer               */
     uint8_t half_ff;          /* feed_forward_length counts gate and up together                              */
 
+    uint8_t both_ways;        /* attention to all positions, as if attention.causal were false                */
+
     /* encoders: attention to all positions, hidden states but no logits */
     uint8_t encoder;          /* 1; 2: the tensors of layers begin with "enc."                                */
     uint8_t norm_after;       /* x is normed after each of attention and FFN has been added to it             */
@@ -7518,7 +7520,7 @@ static void rfi_config_experts(rfi_key_reader *k, rfi_config *c) {
 static void rfi_config_refuse(rfi_key_reader *k, rfi_config *c) {
     int64_t causal = 1;
     if (rfi_key_read(k, "attention.causal", 0)) rf_kv_int(&k->kv, 0, &causal, NULL);
-    c->both_ways = c->arch->encoder || !causal;
+    c->both_ways = c->arch->encoder || c->arch->both_ways || !causal;
     if (c->both_ways && c->arch->recurrent)
         rfi_key_fail(k, RF_ERR_UNSUPPORTED, "false: recurrent layers without a causal order are not supported");
 }
@@ -9213,6 +9215,7 @@ static const rfi_moe_arch rfi_moe_glm4 = {
     .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .n_ff_is_ff = 2, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_granite = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .optional = 1, .shared = 1};
+static const rfi_moe_arch rfi_moe_llada = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 2};
 static const rfi_moe_arch rfi_moe_nomic = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1, .by_router = 1};
 static const rfi_moe_arch rfi_moe_jamba = {
     .gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1, .optional = 1, .by_router = 1};
@@ -9406,6 +9409,10 @@ static const rfi_arch rfi_archs[] = {
      .embedding_skip = 1, .logit_scale_multiplies = 1, .rope_neox = 1},
     {.name = "xverse"},
     {.name = "lfm2moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_lfm2, .recurrent = &rfi_lfm2},
+    {.name = "dream", .rope_neox = 1, .both_ways = 1},
+    {.name = "llada", .both_ways = 1},
+    {.name = "llada-moe", .qk_norm = 1, .rope_neox = 1, .both_ways = 1, .moe = &rfi_moe_llada},
+    {.name = "rnd1", .qk_norm = 1, .rope_neox = 1, .both_ways = 1, .moe = &rfi_moe_qwen3},
     {.name = "bert", .layer_norm = 1, .no_pre_norm = 1, .embedding_norm = 1, .learned_positions = 1,
      .activation = RF_ACT_GELU, .no_gate = 1, .encoder = 1, .norm_after = 1},
     {.name = "nomic-bert", .layer_norm = 1, .no_pre_norm = 1, .embedding_norm = 1, .rope_neox = 1, .encoder = 1,
@@ -15821,8 +15828,8 @@ static rf_result rfi_head_open(const rf_gguf *g, uint32_t n_embd, rfi_head *head
     rf_tensor_info norm;
     *head = (rfi_head){.n_out = n_embd};
     if (rf_gguf_find_tensor(g, "cls.norm.weight", &norm, NULL) == RF_OK)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, norm.where, "%s: cls.norm.weight at byte %llu: a classifier with a norm "
-                        "is not supported", rfi_gguf_path(g), RFI_LLU(norm.where));
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, norm.where, "%s: cls.norm.weight at byte %llu: a classifier with a "
+                        "norm is not supported", rfi_gguf_path(g), RFI_LLU(norm.where));
     for (uint32_t i = 0; i < RFI_COUNT(layers); i++) {
         char name[32];
         rf_tensor_info w, b;
