@@ -9409,7 +9409,7 @@ static const rfi_arch rfi_archs[] = {
      .embedding_skip = 1, .logit_scale_multiplies = 1, .rope_neox = 1},
     {.name = "xverse"},
     {.name = "lfm2moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_lfm2, .recurrent = &rfi_lfm2},
-    {.name = "dream", .rope_neox = 1, .both_ways = 1},
+    {.name = "dream", .no_output_bias = 1, .rope_neox = 1, .both_ways = 1},
     {.name = "llada", .both_ways = 1},
     {.name = "llada-moe", .qk_norm = 1, .rope_neox = 1, .both_ways = 1, .moe = &rfi_moe_llada},
     {.name = "rnd1", .qk_norm = 1, .rope_neox = 1, .both_ways = 1, .moe = &rfi_moe_qwen3},
