@@ -8028,7 +8028,7 @@ static const struct {
     {"ffn_up.bias", " refact "},
     {"ffn_up.scale", " hy_v3 mimo2 "},
     {"ffn_up.weight", " hy_v3 mimo2 "},
-    {"output.bias", " qwen2vl "},
+    {"output.bias", " dream qwen2vl "},
     {"rope_freqs.weight", " cogvlm falcon-h1 llada pangu-embedded refact "},
     {"ssm_in.scale", " qwen3next "}, /* beside attn_qkv */
     {"ssm_in.weight", " qwen3next "},
@@ -9409,7 +9409,7 @@ static const rfi_arch rfi_archs[] = {
      .embedding_skip = 1, .logit_scale_multiplies = 1, .rope_neox = 1},
     {.name = "xverse"},
     {.name = "lfm2moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_lfm2, .recurrent = &rfi_lfm2},
-    {.name = "dream", .no_output_bias = 1, .rope_neox = 1, .both_ways = 1},
+    {.name = "dream", .rope_neox = 1, .both_ways = 1},
     {.name = "llada", .both_ways = 1},
     {.name = "llada-moe", .qk_norm = 1, .rope_neox = 1, .both_ways = 1, .moe = &rfi_moe_llada},
     {.name = "rnd1", .qk_norm = 1, .rope_neox = 1, .both_ways = 1, .moe = &rfi_moe_qwen3},
