@@ -5442,9 +5442,10 @@ static void rfi_job_end(rfi_store *s, rfi_tensor *t) { /* locked */
 static void rfi_job_end_if_done(rfi_store *s, rfi_tensor *t) { /* locked */
     const rf_plan_weight *w = rfi_tensor_weight(s, t);
     rf_error err = {0};
+    if (!t->loading) return;
     if (!t->err && t->next_row < w->n_rows && t->epoch != s->loader.epoch) rfi_fail_cancelled(s, t, &err);
     rfi_tensor_fail(s, t, &err);
-    if (!t->loading || t->n_busy || (!t->err && t->next_row < w->n_rows)) return;
+    if (t->n_busy || (!t->err && t->next_row < w->n_rows)) return;
     const void *in_place = rfi_tensor_in_place(s, t);
     if (!t->err && in_place) {
         const rf_weight_part all = {.slot = rfi_tensor_slot(s, t), .n_rows = w->n_rows, .src = in_place};

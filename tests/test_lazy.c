@@ -665,6 +665,30 @@ static void test_cancel_within_a_piece(void) {
     mg_free(&dk.file);
 }
 
+/* The only thread that reads is cancelled in the middle of a tensor for which nobody waits: the error ends with that load. */
+static void test_cancel_of_a_reader(void) {
+    disk dk;
+    rig r;
+    cancel_at c = {0};
+    uint64_t cancels;
+    const rf_model_desc md = {.n_readers = 1};
+    disk_make(&dk, &(mg_options){.type = MG_F32, .no_vocab = 1, .n_vocab = 40000, .n_layers = 1});
+    if (!open_rig(&r, &dk, COPIED, &md)) return;
+    rfi_store *s = r.m->store;
+    c.m = r.m;
+    CHECK(rfi_store_begin(s, &cancels, &r.err) == RF_OK, "%s", r.err.text);
+    dk.in_read = cancel_in_read, dk.in_read_user = &c;
+    rfi_store_prefetch(s, NULL, 0, cancels);
+    while (!is_cancelled(&c) || n_jobs(s)) sched_yield();
+    rfi_store_end(s);
+    CHECK(rf_model_get_loading_stats(r.m).failures == 1, "%llu failures", RFI_LLU(rf_model_get_loading_stats(r.m).failures));
+    for (uint32_t slot = 0; slot < s->n_tensors; slot++) CHECK(!s->tensors[slot].err, "slot %u keeps an error", slot);
+    dk.in_read = NULL;
+    CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && rf_model_get_loading_stats(r.m).failures == 1, "%s", r.err.text);
+    close_rig(&r);
+    mg_free(&dk.file);
+}
+
 /* A call that saw no cancel yet, and comes to its load after one: nothing is read. The next call is not concerned. */
 static void test_cancel_before_a_load(void) {
     disk dk;
@@ -1126,6 +1150,7 @@ int main(int argc, char **argv) {
     RUN(test_unused_tensor);
     RUN(test_progress);
     RUN(test_cancel_within_a_piece);
+    RUN(test_cancel_of_a_reader);
     RUN(test_cancel_before_a_load);
     RUN(test_reentry);
     RUN(test_self_wait);
