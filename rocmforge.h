@@ -1344,7 +1344,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 #define RF_OP_PER_CHOICE 0x800u /* EXPERTS: every chosen expert has an input row of its own                         */
 #define RF_OP_MLA 0x1000u    /* KV_STORE, ATTENTION: MLA, one compressed key for all heads, values are part of it */
 #define RF_OP_CYCLIC 0x2000u    /* DELTA: head h reads key head h % n_k_heads                                       */
-#define RF_OP_EACH_HEAD 0x4000u /* RMS_NORM: weight [n_groups, n], one vector per group                             */
+#define RF_OP_EACH_HEAD 0x4000u /* RMS_NORM: weight [n_groups, n], one vector per group; GLU: a factor for each value */
 #define RF_OP_BOTH_WAYS 0x10000u /* ATTENTION: to all positions of the sequence, which are rows of the step         */
 #define RF_OP_FIRST 0x20000u    /* EMBED, with POSITIONS: look up row 0                                             */
 #define RF_OP_ACROSS 0x8000u    /* HEADS: multiply by W[h] instead of its transpose, dequantized                    */
@@ -1433,7 +1433,8 @@ typedef struct rf_attention_params {
 #define RF_DISTANCES 129u /* of positions, which buckets tell apart */
 
 /* GLU: out[rows, n] = factor * act(in) * in2[in2_at ..]; without in2 factor * act(in); factor is one number. out may be
- * in. With repeat > 1 each value of in2 multiplies so many in a row. */
+ * in. With repeat > 1 each value of in2 multiplies so many in a row. Under RF_OP_EACH_HEAD results are divided by
+ * factor[n] instead. */
 typedef struct rf_glu_params {
     uint32_t n, in2_at;
     uint32_t activation; /* rf_activation                  */
@@ -1586,11 +1587,11 @@ typedef struct rf_scan_params {
         rf_op_need(s, p->slopes == RF_NONE || (uint64_t)p->slopes + p->n_heads <= plan->n_tables, \
                    "the table of slopes is too short"); \
     }) \
-    X(GLU, 6, glu, RF_OP_ANY_ROWS, 0, { \
+    X(GLU, 6, glu, RF_OP_ANY_ROWS, RF_OP_EACH_HEAD, { \
         rf_op_in(s, op->in, p->n); \
         rf_op_in_if(s, op->in2, p->in2_at + (p->repeat > 1 ? (p->n + (uint64_t)p->repeat - 1) / p->repeat : p->n)); \
         rf_op_out(s, p->n); \
-        rf_op_vector_if(s, op->factor, 1); \
+        rf_op_vector_if(s, op->factor, op->flags & RF_OP_EACH_HEAD ? p->n : 1); \
         rf_op_need(s, p->activation < RF_ACT_COUNT, "the activation is unknown"); \
         rf_op_need(s, (p->activation != RF_ACT_OAI && p->activation < RF_ACT_SILU_MIN) || \
                    (op->in2 != RF_NONE && p->repeat <= 1), "this activation needs in2, a value for each"); \
@@ -6944,6 +6945,7 @@ typedef struct rfi_moe_config {
     uint32_t gating;
     uint32_t n_groups, n_groups_used; /* as rf_route_params */
     uint32_t n_chunk_ff;              /* width of the chunks' experts */
+    uint32_t n_value_experts, n_value_used;
     int normalize;
     double scale, chunk_scale;
 } rfi_moe_config;
@@ -6969,10 +6971,12 @@ typedef struct rfi_arch {
     uint8_t post_norm;        /* the outputs of attention and FFN are normed: post_attention_norm, post_ffw_norm */
     const char *ffn_norm, *attn_post_norm, *ffn_post_norm; /* their names, if they have others                */
     float post_norm_eps;      /* epsilon of the post norms; 0: as the others                                  */
+    uint8_t norm_groups;      /* attention.group_norm_groups: RMS norms of equal parts of the residual stream */
     uint8_t norm_unweighted;  /* the norms of the residual stream have no weights                             */
     uint8_t embedding_norm;   /* 1: token_embd_norm after the embedding, 2: an RMS norm without weights       */
     uint8_t qk_norm_after;    /* queries and keys are normed after rope                                       */
-    uint8_t qk_norm;          /* each query and key head is normed before rope                                */
+    uint8_t qk_norm;          /* each query and key head is normed before rope; 2: without weights, and each query
+                                 head is multiplied by attn_q_norm, one number                                */
     uint8_t qk_norm_wide;     /* one norm over all query heads, one over all key heads; 2: if attn_q_norm is there */
     uint8_t qk_norm_optional; /* as qk_norm, in layers that have attn_q_norm                                  */
     uint8_t v_norm;           /* values are normed, too; a layer without attn_v takes attn_k's output as values */
@@ -6995,6 +6999,7 @@ typedef struct rfi_arch {
     uint8_t logit_scale_multiplies; /* logit_scale                                                            */
     uint8_t attn_softcap;     /* attn_ and final_logit_softcapping, 50 and 30 if absent                       */
     uint8_t final_softcap;    /* final_logit_softcapping; 2: 30 if absent                                     */
+    uint8_t yarn_betas;       /* yarn's betas                                                                 */
     uint8_t attn_temperature; /* attention.temperature_scale and yarn's betas                                 */
     uint8_t alibi_keys;       /* attention.max_alibi_bias                                                     */
     uint8_t clamp_key;        /* attention.clamp_kqv                                                          */
@@ -7008,6 +7013,8 @@ typedef struct rfi_arch {
     uint8_t rope_by_depth;    /* 32 layers: rope, 40: ALiBi, else neither                                     */
     uint8_t attn_sinks;       /* attn_sinks; scores are scaled by 1/sqrt(n_rot)                               */
     uint8_t attn_gate;        /* rf_activation of attn_gate, which multiplies attention's output              */
+    uint8_t attn_gate_base2;  /* ... which is softplus of base 2, log2(1 + 2^x)                               */
+    uint8_t value_experts;    /* values are sums of experts', in layers with attn_v_exps                      */
     uint8_t mla;              /* multi-head latent attention: one compressed key and value for all heads      */
     uint8_t swa_yarn;         /* layers with a sliding window (SWA) use yarn, too                             */
     uint8_t swa_plain_rope;   /* their rope is not scaled                                                     */
@@ -7016,7 +7023,8 @@ typedef struct rfi_arch {
                                  llama4's, whose windows are chunks: no context may be longer than the first  */
     uint8_t swa_rope_only;    /* only they have rope                                                          */
     uint8_t swa_heads;        /* they have head sizes of their own, and no rope_freqs                         */
-    uint32_t swa_period;      /* n: SWA in all layers but every n-th, unless the file says else; 0: none      */
+    uint32_t swa_period;      /* n: SWA in all layers but every n-th, unless the file says else; 0: none; or
+                                 RFI_ALL_LAYERS                                                               */
     uint32_t swa_window;      /* positions a window holds if the file does not say                            */
     uint32_t swa_layers;      /* only models of so many layers have windows; 0: all                           */
     float swa_rope_base;      /* rope base of SWA layers, unscaled; 0: as the others                          */
@@ -7031,6 +7039,7 @@ typedef struct rfi_arch {
     uint8_t fused_gate_up;    /* ffn_up holds the gate's rows, then its own                                   */
     uint8_t swiglu_oai;       /* experts: RF_ACT_OAI instead of SiLU                                          */
     uint8_t swiglu_limit;     /* its activation where swiglu_clamp_exp or _shexp limits a layer               */
+    uint8_t act_scales;       /* hidden values are divided by ffn.act.scales, if it is there                  */
     uint8_t half_ff;          /* feed_forward_length counts gate and up together                              */
 
     uint8_t both_ways;        /* attention to all positions, as if attention.causal were false                */
@@ -7043,6 +7052,8 @@ typedef struct rfi_arch {
     const rfi_moe_arch *moe;             /* NULL: no experts                */
     const rfi_recurrent_arch *recurrent; /* NULL: all layers have attention */
 } rfi_arch;
+
+#define RFI_ALL_LAYERS UINT32_MAX
 
 static const rfi_arch *rfi_arch_find(rf_string name);
 static void rfi_arch_list(char *text, size_t capacity); /* "llama, qwen2, ...", as many as fit */
@@ -7062,6 +7073,7 @@ typedef struct rfi_config {
     uint32_t n_positions;             /* learned ones; 0: no limit                  */
     double norm_eps;
     int layer_norm;                   /* norms subtract the mean                    */
+    uint32_t norm_groups;             /* of the residual stream's norms             */
     rfi_rope_config rope, swa_rope;
     int rope_neox;                    /* as rfi_arch; M-RoPE implies it             */
     uint32_t rope_sections[4];        /* M-RoPE: pairs of each axis; 0: no M-RoPE   */
@@ -7294,7 +7306,7 @@ static void rfi_config_rope(rfi_key_reader *k, rfi_config *c) {
     if (c->rope_n_ctx_original == 0) c->rope_n_ctx_original = c->n_ctx_train;
     c->yarn_beta_fast = 32;
     c->yarn_beta_slow = 1;
-    if (c->arch->attn_temperature || c->arch->grok_keys) {
+    if (c->arch->attn_temperature || c->arch->yarn_betas || c->arch->grok_keys) {
         rfi_key_real(k, "rope.scaling.yarn_beta_fast", FLT_MIN, c->arch->grok_keys ? 8 : 32, 0, &c->yarn_beta_fast);
         rfi_key_real(k, "rope.scaling.yarn_beta_slow", FLT_MIN, 1, 0, &c->yarn_beta_slow);
     }
@@ -7501,6 +7513,13 @@ static void rfi_config_experts(rfi_key_reader *k, rfi_config *c) {
     if (a->shared) rfi_key_uint(k, &n_shared, &shared);
     if (a->shared) rfi_key_uint(k, &shared_ff, &m->n_ff_shared);
     if (a->chunks) rfi_config_chunks(k, c);
+    if (c->arch->value_experts) {
+        static const rfi_uint_key n_values = {"attention.value_expert_count", 0, RF_MAX_EXPERTS, 0, 0};
+        rfi_key_uint(k, &n_values, &m->n_value_experts);
+        const rfi_uint_key n_values_used = {"attention.value_expert_used_count", m->n_value_experts > 0,
+                                            m->n_value_experts, 0, m->n_value_experts > 0};
+        rfi_key_uint(k, &n_values_used, &m->n_value_used);
+    }
     rfi_config_gating(k, c);
     if (k->result != RF_OK) return;
     for (uint32_t il = 0; a->dense_first && il < c->n_layers; il++) c->layers[il].n_ff = c->n_embd;
@@ -7734,7 +7753,7 @@ static void rfi_config_layers(rfi_key_reader *k, rfi_config *c) {
         l->recurrent = l->n_kv_heads == 0 && !(t && t->one_part && l->n_ff); /* no heads: recurrent */
         const rfi_uint_key recurrent = {"attention.recurrent_layers", 0, 1, (uint32_t)l->recurrent, 0};
         uint32_t listed = 0;
-        if (scan) rfi_key_uint_of(k, &recurrent, il, c->n_blocks, &listed);
+        if (t && t->kind != RFI_DELTA_NET) rfi_key_uint_of(k, &recurrent, il, c->n_blocks, &listed);
         if (scan && !t->only && !t->beside) l->recurrent = (int)listed;
         const int attends = !l->recurrent && !(t && t->one_part && l->n_ff);
         if (attends && (l->n_kv_heads == 0 || l->n_heads == 0 || l->n_heads % l->n_kv_heads)) {
@@ -7879,6 +7898,10 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     rfi_key_real(k, arch->layer_norm ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon", 0, 0,
                  arch->layer_norm != 2, &c->norm_eps);
     c->layer_norm = arch->layer_norm;
+    static const rfi_uint_key norm_groups = {"attention.group_norm_groups", 0, 1 << 20, 0, 0};
+    if (arch->norm_groups) rfi_key_uint(k, &norm_groups, &c->norm_groups);
+    if (c->norm_groups && c->n_embd % c->norm_groups)
+        rfi_key_fail(k, RF_ERR_FORMAT, "want a divisor of embedding_length %u, found %u", c->n_embd, c->norm_groups);
     if (arch->layer_norm == 2) {
         double rms_eps = 0;
         rfi_key_real(k, "attention.layer_norm_rms_epsilon", 0, 0, 0, &rms_eps);
@@ -8191,7 +8214,10 @@ static rf_op *rfi_emit_norm(rfi_builder *b, uint32_t out, uint32_t in, const cha
 
 /* The same for a norm of the residual stream, which has no weights in some architectures. */
 static void rfi_emit_stream_norm(rfi_builder *b, uint32_t out, uint32_t in, const char *name) {
-    rfi_emit_norm(b, out, in, b->c->arch->norm_unweighted ? NULL : name, b->c->n_embd, 1, 0);
+    const uint32_t groups = b->c->norm_groups;
+    rf_op *op = rfi_emit_norm(b, out, in, b->c->arch->norm_unweighted ? NULL : name, b->c->n_embd, 1, 0);
+    if (groups > 1) op->flags |= RF_OP_EACH_HEAD;
+    if (groups > 1) op->norm.n_groups = groups, op->norm.n = b->c->n_embd / groups;
 }
 
 /* out[rows, n_out] = in[rows, n_in] W^T + bias; flags RF_OP_ACCUMULATE: +=. Returns the op, for its scale and so on. */
@@ -8345,6 +8371,8 @@ static rf_op *rfi_emit_slice(rfi_builder *b, uint32_t out, uint32_t in, uint32_t
     return op;
 }
 
+static void rfi_emit_value_experts(rfi_builder *b, const rfi_decoder *d, uint32_t n, uint32_t in);
+
 /* q, k, v = in W^T + bias, from three tensors, or from the rows of a fused one. */
 static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     uint32_t rows[3] = {l->n_heads * l->head_dim, l->n_kv_heads * l->head_dim, l->n_kv_heads * l->head_dim_v};
@@ -8365,6 +8393,10 @@ static void rfi_emit_qkv(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     if (gated) rows[0] *= 2, out[0] = d->qg;
     rfi_weight w = rfi_no_weight;
     for (int i = 0; i < n; i++) {
+        if (i == 2 && b->c->arch->value_experts && rfi_has(b, "attn_v_exps.weight")) {
+            rfi_emit_value_experts(b, d, rows[2], in);
+            break;
+        }
         if (i < 2 || !b->c->arch->v_norm || rfi_has(b, "attn_v.weight") || rows[1] != rows[2]) {
             w = rfi_bind_matrix(b, names[i], n_embd, rows[i], "attn_qkv.weight of the same layer");
         } /* else the values are the keys before their norm */
@@ -8392,9 +8424,19 @@ static void rfi_emit_residual(rfi_builder *b, const rfi_decoder *d, uint32_t in,
     int normed = c->arch->post_norm;
     rfi_weight w = rfi_bind_matrix(b, name, n_in, c->n_embd, NULL);
     rf_op *op = rfi_emit_matmul(b, normed ? d->y : d->x, in, w, c->n_embd, normed ? 0 : RF_OP_ACCUMULATE);
-    op->matmul.scale = (float)(c->value_scale != 0 && strcmp(name, "attn_output") == 0 ? c->value_scale
-                                                                                       : c->residual_scale);
+    const double scale = c->arch->attn_gate_base2 && rfi_has(b, "attn_gate.weight") ? 1 / log(2) : c->value_scale;
+    op->matmul.scale = (float)(scale != 0 && strcmp(name, "attn_output") == 0 ? scale : c->residual_scale);
     if (normed) rfi_emit_post_norm(b, d, post_norm);
+}
+
+/* q *= attn_q_norm, a number for each head: as the product of a matrix of one column and sigmoid(0) = 1/2 */
+static void rfi_emit_head_gains(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
+    rfi_emit_slice(b, d->share, d->x, 1, b->c->n_embd, 0, 1);
+    rfi_emit_glu(b, d->share, RF_NONE, 1, RF_ACT_CLAMP); /* to 0 */
+    rfi_emit_glu(b, d->share, RF_NONE, 1, RF_ACT_SIGMOID);
+    rfi_weight w = rfi_bind(b, "attn_q_norm.weight", 1, l->n_heads, 0, NULL);
+    rfi_emit_matmul(b, d->q_gate, d->share, w, l->n_heads, 0)->matmul.scale = 2;
+    rfi_emit_glu(b, d->q, d->q_gate, l->n_heads * l->head_dim, RF_ACT_NONE)->glu.repeat = l->head_dim;
 }
 
 /* Norms of queries and keys: per head, with weights of its own if the file has them, or over all heads. */
@@ -8408,11 +8450,13 @@ static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_lay
     rfi_weight_name(b, "attn_q_norm.weight", full, sizeof full);
     const int each = rf_gguf_find_tensor(b->g, full, &t, NULL) == RF_OK && t.ne[0] == dim && t.ne[1] > 1;
     for (int i = 0; i < n; i++)
-        if (each && (a->qk_norm || a->layer_norm))
+        if (each && (a->qk_norm || a->qk_norm_optional || a->layer_norm))
             rfi_emit_norm(b, x[i], x[i], names[i], dim, heads[i], RF_OP_EACH_HEAD);
+        else if (a->qk_norm == 2) rfi_emit_norm(b, x[i], x[i], NULL, dim, heads[i], 0);
         else if (a->qk_norm_wide == 1 || (a->qk_norm_wide && there))
             rfi_emit_norm(b, x[i], x[i], names[i], (uint64_t)heads[i] * dim, 1, 0);
         else if (a->qk_norm || (a->qk_norm_optional && there)) rfi_emit_norm(b, x[i], x[i], names[i], dim, heads[i], 0);
+    if (a->qk_norm == 2) rfi_emit_head_gains(b, d, l);
     if (!a->v_norm || n == 1) return;
     rf_op *op = rfi_op(b, RF_OP_RMS_NORM, d->v, d->v);
     op->norm = (rf_norm_params){l->n_kv_heads, l->head_dim_v, (float)b->c->norm_eps};
@@ -8469,7 +8513,9 @@ static void rfi_emit_attention_gate(rfi_builder *b, const rfi_decoder *d, const 
     rfi_weight_name(b, "attn_gate.weight", full, sizeof full);
     const int each = rf_gguf_find_tensor(b->g, full, &t, NULL) != RF_OK || t.ne[1] != l->n_heads || l->head_dim_v == 1;
     const uint32_t n_gates = each ? n : l->n_heads;
-    rfi_emit_matmul(b, d->q_gate, in, rfi_bind_matrix(b, "attn_gate", b->c->n_embd, n_gates, NULL), n_gates, 0);
+    rfi_weight w = rfi_bind_matrix(b, "attn_gate", b->c->n_embd, n_gates, NULL);
+    rf_op *op = rfi_emit_matmul(b, d->q_gate, in, w, n_gates, 0);
+    if (b->c->arch->attn_gate_base2) op->matmul.scale = (float)log(2); /* value_scale divides by it */
     if (each) {
         rfi_emit_glu(b, d->q_gate, d->att, n, activation)->out = d->att;
         return;
@@ -8496,7 +8542,8 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
     if (rfi_gates_attention(c)) {
         rf_op *op = rfi_emit_glu(b, d->q_gate, d->att, l->n_heads * l->head_dim_v, RF_ACT_SIGMOID);
         op->out = d->att;
-    } else if (c->arch->attn_gate) rfi_emit_attention_gate(b, d, l, in);
+    } else if (c->arch->attn_gate && (!c->arch->attn_gate_base2 || rfi_has(b, "attn_gate.weight")))
+        rfi_emit_attention_gate(b, d, l, in);
     rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * l->head_dim_v,
                       rfi_has(b, "attn_o.weight") ? "attn_o" : "attn_output", "post_attention_norm");
 }
@@ -8734,15 +8781,15 @@ static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_
             rfi_emit_matmul(b, d->gate, in, rfi_bind_matrix(b, "ffn_gate", c->n_embd, n_ff, NULL), n_ff, 0);
         up = rfi_bind_matrix(b, "ffn_up", c->n_embd, n_ff, NULL);
     }
-    if (b->result == RF_OK && rfi_has(b, "ffn_act.scales"))
-        b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, 0, "%s: blk.%d.ffn_act.scales is not supported",
-                             rfi_gguf_path(b->g), (int)b->layer);
     rfi_emit_matmul(b, d->up, in, up, n_ff, 0);
-    rfi_emit_glu(b, gated ? d->gate : d->up, gated ? d->up : RF_NONE, n_ff,
-                 !gated && c->arch->relative_bias ? RF_ACT_RELU
-                 : l->shared_limit > 1e-6         ? c->arch->swiglu_limit
-                                                  : c->arch->activation)
-        ->glu.limit = (float)l->shared_limit;
+    const uint32_t scales = c->arch->act_scales ? rfi_bind_optional(b, "ffn.act.scales", n_ff) : RF_NONE;
+    rf_op *op = rfi_emit_glu(b, gated ? d->gate : d->up, gated ? d->up : RF_NONE, n_ff,
+                             !gated && c->arch->relative_bias ? RF_ACT_RELU
+                             : l->shared_limit > 1e-6         ? c->arch->swiglu_limit
+                                                              : c->arch->activation);
+    op->glu.limit = (float)l->shared_limit;
+    op->factor = scales;
+    if (scales != RF_NONE) op->flags |= RF_OP_EACH_HEAD;
     return gated ? d->gate : d->up;
 }
 
@@ -8789,19 +8836,24 @@ static void rfi_emit_router(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     if (b->c->arch->moe->dense_beside) op->matmul.scale = (float)(1 / sqrt((double)b->c->n_embd));
 }
 
-/* route = the choice of experts for each row of `in`, or by logits that are there already */
-static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
+/* route = the choice of n_used of n_experts by the logits in router; bias: a slot, added for the choice only */
+static void rfi_emit_choice(rfi_builder *b, const rfi_decoder *d, uint32_t bias, uint32_t n_experts, uint32_t n_used) {
     const rfi_moe_config *m = &b->c->moe;
-    if (!b->c->arch->moe->raw_router) rfi_emit_router(b, d, in);
-    const uint32_t bias = rfi_bind_optional(b, rfi_has(b, "exp_probs_b") ? "exp_probs_b" : "exp_probs_b.bias",
-                                            m->n_experts);
     rf_op *op = rfi_op(b, RF_OP_ROUTE, d->route, d->router);
     op->bias = bias;
     op->flags = (m->gating == RFI_GATING_SIGMOID  ? RF_OP_SIGMOID
                  : m->gating == RFI_GATING_CHOSEN ? RF_OP_CHOSEN
                                                   : 0) |
                 (m->normalize ? RF_OP_NORMALIZE : 0);
-    op->route = (rf_route_params){m->n_experts, m->n_used, m->n_groups, m->n_groups_used, (float)m->scale};
+    op->route = (rf_route_params){n_experts, n_used, m->n_groups, m->n_groups_used, (float)m->scale};
+}
+
+/* route = the choice of experts for each row of `in`, or by logits that are there already */
+static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
+    const rfi_moe_config *m = &b->c->moe;
+    if (!b->c->arch->moe->raw_router) rfi_emit_router(b, d, in);
+    const char *bias = rfi_has(b, "exp_probs_b") ? "exp_probs_b" : "exp_probs_b.bias"; /* some have no suffix */
+    rfi_emit_choice(b, d, rfi_bind_optional(b, bias, m->n_experts), m->n_experts, m->n_used);
 }
 
 /* out = sum of the n_used results in `in`, weighted by in2; flags RF_OP_ACCUMULATE: += */
@@ -8890,6 +8942,25 @@ static void rfi_emit_chosen(rfi_builder *b, const rfi_decoder *d, const rfi_laye
         ->glu.limit = (float)l->limit;
     e = rfi_bind_expert_word(b, "down", kind->word, n_ff, n);
     rfi_emit_experts(b, d, &e, down, 0, n, RF_OP_PER_CHOICE);
+}
+
+/* v = sum over the chosen value experts of weight * silu(W in), n values each: a mixture like that of the FFN, with a
+ * router of its own. */
+static void rfi_emit_value_experts(rfi_builder *b, const rfi_decoder *d, uint32_t n, uint32_t in) {
+    const rfi_config *c = b->c;
+    const rfi_moe_config *m = &c->moe;
+    const uint32_t n_experts = m->n_value_experts, n_used = m->n_value_used;
+    rfi_weight w = rfi_bind(b, "attn_v_gate.weight", c->n_embd, n_experts, 0, NULL);
+    rfi_emit_matmul(b, d->router, in, w, n_experts, 0);
+    rfi_emit_choice(b, d, rfi_bind_optional(b, "attn_v_gate.bias", n_experts), n_experts, n_used);
+    const rfi_wanted want = {"attn_v_exps.weight", c->n_embd, n, n_experts, 0, NULL, 0};
+    const uint32_t values = rfi_bind_wanted(b, &want).id;
+    rf_op *op = rfi_op(b, RF_OP_EXPERTS, d->gates, in);
+    op->in2 = d->route;
+    op->weight = values;
+    op->experts = (rf_experts_params){c->n_embd, n, 0, n_experts, n_used};
+    rfi_emit_glu(b, d->gates, RF_NONE, n_used * n, RF_ACT_SILU);
+    rfi_emit_mix(b, d->v, d->gates, d->route, n_used, 0)->mix.n = n;
 }
 
 /* Chunk experts: x += scale * their sum, which they make from the experts' sum z. */
@@ -9237,13 +9308,15 @@ static const rfi_moe_arch rfi_moe_oss = {.gating = RFI_GATING_CHOSEN};
 static const rfi_moe_arch rfi_moe_qwen35 = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 2, .shared = 1, .shared_gate = 1};
 static const rfi_moe_arch rfi_moe_lfm2 = {
-    .gating = RFI_GATING_SIGMOID, .normalize = 1, .keys = RFI_ALL_KEYS, .dense_lead = 1};
+    .gating = RFI_GATING_SIGMOID, .normalize = 1, .keys = 1, .dense_lead = 1};
 static const rfi_moe_arch rfi_moe_sigmoid = { /* afmoe, bailingmoe2, dots1, exaone-moe, laguna */
     .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_bailing2 = {
     .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .dense_lead = 1, .shared = 2};
 static const rfi_moe_arch rfi_moe_one_shared = {
     .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .dense_lead = 1, .shared = 3};
+static const rfi_moe_arch rfi_moe_k2 = {
+    .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .optional = 1, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_bailing = {.gating = RFI_GATING_SOFTMAX, .keys = 6, .shared = 1};
 static const rfi_moe_arch rfi_moe_ernie = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .by_router = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_hunyuan = {
@@ -9313,7 +9386,7 @@ static const rfi_arch rfi_archs[] = {
     {.name = "gpt2", .layer_norm = 1, .learned_positions = 1, .activation = RF_ACT_GELU, .no_gate = 1},
     {.name = "falcon", .layer_norm = 1, .parallel = 1, .rope_neox = 1, .activation = RF_ACT_GELU, .no_gate = 1},
     {.name = "mpt", .layer_norm = 1, .qk_norm_wide = 2, .learned_positions = 2, .alibi_keys = 1, .clamp_key = 1,
-     .alibi = 8, .activation = RF_ACT_GELU, .no_gate = 1},
+     .alibi = 8, .activation = RF_ACT_GELU, .no_gate = 1, .act_scales = 1},
     {.name = "bloom", .layer_norm = 1, .embedding_norm = 1, .alibi = 8, .activation = RF_ACT_GELU, .no_gate = 1},
     {.name = "qwen3moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_qwen3},
     {.name = "qwen2moe", .rope_neox = 1, .moe = &rfi_moe_qwen2},
@@ -9324,7 +9397,7 @@ static const rfi_arch rfi_archs[] = {
     {.name = "glm4moe", .ffn_norm = "post_attention_norm", .qk_norm_optional = 1, .rope_neox = 1, .mrope = 1,
      .moe = &rfi_moe_glm4},
     {.name = "deepseek2", .mla = 1, .moe = &rfi_moe_deepseek2},
-    {.name = "lfm2", .qk_norm = 1, .rope_neox = 1, .recurrent = &rfi_lfm2},
+    {.name = "lfm2", .qk_norm = 1, .rope_neox = 1, .swa_period = RFI_ALL_LAYERS, .recurrent = &rfi_lfm2},
     {.name = "qwen35", .ffn_norm = "post_attention_norm", .qk_norm = 1, .rope_neox = 1, .mrope = 2,
      .recurrent = &rfi_qwen35},
     {.name = "qwen35moe", .ffn_norm = "post_attention_norm", .qk_norm = 1, .rope_neox = 1, .mrope = 2,
@@ -9365,6 +9438,8 @@ static const rfi_arch rfi_archs[] = {
     {.name = "hy_v3", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_hy3},
     {.name = "jais", .layer_norm = 1, .alibi_keys = 1, .alibi = 8, .attn_scale = -1},
     {.name = "jais2", .layer_norm = 1, .rope_neox = 1, .activation = RF_ACT_RELU2, .no_gate = 1},
+    {.name = "k2-horizon", .norm_groups = 1, .qk_norm_optional = 1, .yarn_betas = 1, .rope_neox = 1,
+     .attn_gate = RF_ACT_SOFTPLUS, .attn_gate_base2 = 1, .value_experts = 1, .moe = &rfi_moe_k2},
     {.name = "laguna", .qk_norm = 1, .rope_neox = 1, .attn_gate = RF_ACT_SOFTPLUS, .swa_plain_rope = 1,
      .swa_first_full = 1, .swa_period = 4, .moe = &rfi_moe_one_shared},
     {.name = "llama4", .swa_yarn = 1, .swa_fixed = 2, .swa_period = 4, .swa_window = 8192, .no_rope_period = 4,
@@ -9406,7 +9481,7 @@ static const rfi_arch rfi_archs[] = {
     {.name = "spark2_5", .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID, .swa_heads = 1, .swa_period = 1,
      .activation = RF_ACT_GELU},
     {.name = "starcoder", .layer_norm = 1, .learned_positions = 1, .activation = RF_ACT_GELU, .no_gate = 1},
-    {.name = "talkie", .norm_unweighted = 1, .embedding_norm = 2, .qk_norm = 1, .qk_norm_after = 1,
+    {.name = "talkie", .norm_unweighted = 1, .embedding_norm = 2, .qk_norm = 2, .qk_norm_after = 1,
      .embedding_skip = 1, .logit_scale_multiplies = 1, .rope_neox = 1},
     {.name = "xverse"},
     {.name = "lfm2moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_lfm2, .recurrent = &rfi_lfm2},
@@ -13193,7 +13268,9 @@ static void rfi_cpu_glu(void *ctx, uint32_t chunk, uint32_t thread) {
     else o->k->glu(out, in, each, n, o->op->glu.activation);
     for (uint32_t at = 0; in2 && !each && at < n; at += repeat)
         o->k->scale(out + at, (uint32_t)rfi_min_u64(repeat, n - at), in2[at / repeat]);
-    if (o->vector) o->k->scale(out, n, o->vector[0]);
+    const int each_factor = o->vector && (o->op->flags & RF_OP_EACH_HEAD);
+    if (o->vector && !each_factor) o->k->scale(out, n, o->vector[0]);
+    for (uint32_t i = 0; each_factor && i < n; i++) out[i] /= o->vector[i];
     if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, out, o->op->glu.n);
 }
 
@@ -13667,7 +13744,7 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
         break;
     }
     case RF_OP_GLU:
-        o.vector = rfi_cpu_vector(p, op->factor, 0, 1, 0);
+        o.vector = rfi_cpu_vector(p, op->factor, 0, op->flags & RF_OP_EACH_HEAD ? op->glu.n : 1, 0);
         rfi_pool_run(pool, rfi_cpu_glu, &o, o.n_rows);
         break;
     case RF_OP_GATHER: rfi_cpu_gather(&o); break;

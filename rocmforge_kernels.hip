@@ -1646,11 +1646,12 @@ RFK_DEVICE float rfk_activate_oai(float gate, float up) {
  *   grid [ceil(n / 1024), rows]   block 256   out may be gate or up */
 struct rfk_glu_args {
     const float *gate, *up; /* up NULL: out = act(gate) */
-    const uint8_t *factor;  /* a scalar that multiplies all results; NULL: none */
+    const uint8_t *factor;  /* a scalar that multiplies all results, or divisors of each; NULL: none */
     float *out;             /* NULL: not wanted */
     rfk_int8_rows to;
     uint32_t gate_stride, up_stride, out_stride, n, activation, factor_type;
     uint32_t repeat;        /* values that each value of up multiplies */
+    uint32_t divides;       /* factor has n divisors                   */
     float limit;            /* RF_ACT_CLAMP, _SILU_MIN, _MIN_SILU */
 };
 RFK_DEVICE float rfk_clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
@@ -1668,7 +1669,7 @@ RFK_DEVICE float rfk_glu_value(const rfk_glu_args &a, float gate, float up, floa
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_glu_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     const uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
-    const float factor = a.factor ? rfk_load_any(a.factor, a.factor_type, 0) : 1.0f;
+    const float factor = a.factor && !a.divides ? rfk_load_any(a.factor, a.factor_type, 0) : 1.0f;
     float gate[4], up[4] = {1, 1, 1, 1}, x[4];
     rfk_get4(a.gate + (size_t)blockIdx.y * a.gate_stride, i, a.n, gate);
     if (a.up && a.repeat > 1)
@@ -1679,6 +1680,8 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_gl
         for (uint32_t k = 0; k < 4; k++) x[k] = rfk_activate(RF_ACT_SILU, gate[k]) * up[k] * factor;
     else
         for (uint32_t k = 0; k < 4; k++) x[k] = rfk_glu_value(a, gate[k], up[k], factor);
+    for (uint32_t k = 0; a.divides && k < 4 && 4 * i + k < a.n; k++)
+        x[k] /= rfk_load_any(a.factor, a.factor_type, 4 * i + k);
     if (a.out) rfk_set4(a.out + (size_t)blockIdx.y * a.out_stride, i, a.n, x);
     if (a.to.q) rfk_convert4<WAVE>(a.to, blockIdx.y, a.n, i, x, i < a.n / 4);
 }
@@ -8616,6 +8619,7 @@ static rf_result rfk_run_glu(const rfk_launching *l) {
     a.factor = rfk_vector(l->p, l->op->factor, 0, &a.factor_type);
     a.limit = l->op->glu.limit;
     a.repeat = l->op->glu.repeat;
+    a.divides = a.factor && (l->op->flags & RF_OP_EACH_HEAD);
     a.activation = l->op->glu.activation;
     a.out = l->b.out;
     a.gate_stride = l->b.in_stride;

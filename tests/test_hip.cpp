@@ -881,7 +881,11 @@ static void test_glu_gather() {
         o->glu.in2_at = gated ? begin : 0, o->glu.activation = (uint32_t)r[4];
         if (r[4] == RF_ACT_CLAMP || least) o->glu.limit = 0.5f;
         o->glu.repeat = repeat;
-        if (r[6]) o->factor = g.vector(std::vector<float>(1, factor));
+        const bool each = r[6] && r[2] == 0; /* divisors of each value */
+        std::vector<float> divisors(n, 1);
+        for (uint32_t k = 0; each && k < n; k++) divisors[k] = 0.5f + (float)(k % 7);
+        if (r[6]) o->factor = g.vector(each ? divisors : std::vector<float>(1, factor));
+        if (each) o->flags |= RF_OP_EACH_HEAD;
         g.gather(out, l, n)->layer = 1; /* another segment */
         REQUIRE(g.open(T, L + first, 64) == RF_OK && g.segment_ops.size() == 2, "%s", g.err.text);
         std::vector<float> x = values((size_t)T * (n + 3)), y = values((size_t)T * nb),
@@ -909,7 +913,8 @@ static void test_glu_gather() {
                              : r[4] == RF_ACT_MIN_SILU ? fmin(v / (1 + exp(-v)), 0.5)
                                                     : v / (1 + exp(-v));
                 if (least) with = fmax(-0.5, fmin(0.5, with));
-                want[t * (n + 3) + k] = factor * (oai ? cut / (1 + exp(-1.702 * cut)) * up : act * (gated ? with : 1));
+                const double times = each ? 1.0 / divisors[k] : factor;
+                want[t * (n + 3) + k] = times * (oai ? cut / (1 + exp(-1.702 * cut)) * up : act * (gated ? with : 1));
             }
         std::vector<float> product = g.get(out);
         compare(product, want, 1e-6, 1e-12, "glu");
