@@ -6976,7 +6976,8 @@ typedef struct rfi_arch {
     uint8_t embedding_norm;   /* 1: token_embd_norm after the embedding, 2: an RMS norm without weights       */
     uint8_t qk_norm_after;    /* queries and keys are normed after rope                                       */
     uint8_t qk_norm;          /* each query and key head is normed before rope; 2: without weights, and each query
-                                 head is multiplied by attn_q_norm, one number                                */
+                                 head is multiplied by attn_q_norm, one number; 3: without weights, in layers with
+                                 rope, unless there are 128 experts (llama4)                                  */
     uint8_t qk_norm_wide;     /* one norm over all query heads, one over all key heads; 2: if attn_q_norm is there */
     uint8_t qk_norm_optional; /* as qk_norm, in layers that have attn_q_norm                                  */
     uint8_t v_norm;           /* values are normed, too; a layer without attn_v takes attn_k's output as values */
@@ -7773,7 +7774,8 @@ static void rfi_config_swa_heads(rfi_key_reader *k, rfi_config *c) {
     if (c->arch->swa_period) {
         rfi_key_uint(k, &key_length, &dim);
         rfi_key_uint(k, &value_length, &dim_v);
-        const rfi_uint_key n_rot = {"rope.dimension_count_swa", 2, dim, dim & ~1u, 0};
+        const uint32_t absent = c->n_rot <= dim ? c->n_rot : dim & ~1u;
+        const rfi_uint_key n_rot = {"rope.dimension_count_swa", 2, dim, absent, 0};
         rfi_key_uint(k, &n_rot, &c->swa_rope.n_rot);
         if (c->swa_rope.n_rot % 2)
             rfi_key_fail(k, RF_ERR_FORMAT, "want an even number, found %u", c->swa_rope.n_rot);
@@ -8443,19 +8445,21 @@ static void rfi_emit_head_gains(rfi_builder *b, const rfi_decoder *d, const rfi_
 static void rfi_emit_qk_norm(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_arch *a = b->c->arch;
     const uint32_t dim = l->head_dim, heads[2] = {l->n_heads, l->n_kv_heads}, x[2] = {d->q, d->k};
-    const int n = rfi_has_cache(b, l) ? 2 : 1, there = rfi_has(b, "attn_q_norm.weight");
+    const int n = rfi_has_cache(b, l) ? 2 : 1, there = rfi_has(b, "attn_q_norm.weight"),
+              plain = a->qk_norm == 3 && b->c->moe.n_experts != 128;
     static const char *const names[2] = {"attn_q_norm", "attn_k_norm"};
     char full[64];
     rf_tensor_info t;
     rfi_weight_name(b, "attn_q_norm.weight", full, sizeof full);
     const int each = rf_gguf_find_tensor(b->g, full, &t, NULL) == RF_OK && t.ne[0] == dim && t.ne[1] > 1;
     for (int i = 0; i < n; i++)
-        if (each && (a->qk_norm || a->qk_norm_optional || a->layer_norm))
+        if (each && (a->qk_norm == 1 || a->qk_norm_optional || a->layer_norm))
             rfi_emit_norm(b, x[i], x[i], names[i], dim, heads[i], RF_OP_EACH_HEAD);
-        else if (a->qk_norm == 2) rfi_emit_norm(b, x[i], x[i], NULL, dim, heads[i], 0);
+        else if (a->qk_norm == 2 || (plain && l->rope)) rfi_emit_norm(b, x[i], x[i], NULL, dim, heads[i], 0);
         else if (a->qk_norm_wide == 1 || (a->qk_norm_wide && there))
             rfi_emit_norm(b, x[i], x[i], names[i], (uint64_t)heads[i] * dim, 1, 0);
-        else if (a->qk_norm || (a->qk_norm_optional && there)) rfi_emit_norm(b, x[i], x[i], names[i], dim, heads[i], 0);
+        else if (a->qk_norm == 1 || (a->qk_norm_optional && there))
+            rfi_emit_norm(b, x[i], x[i], names[i], dim, heads[i], 0);
     if (a->qk_norm == 2) rfi_emit_head_gains(b, d, l);
     if (!a->v_norm || n == 1) return;
     rf_op *op = rfi_op(b, RF_OP_RMS_NORM, d->v, d->v);
@@ -9442,8 +9446,8 @@ static const rfi_arch rfi_archs[] = {
      .attn_gate = RF_ACT_SOFTPLUS, .attn_gate_base2 = 1, .value_experts = 1, .moe = &rfi_moe_k2},
     {.name = "laguna", .qk_norm = 1, .rope_neox = 1, .attn_gate = RF_ACT_SOFTPLUS, .swa_plain_rope = 1,
      .swa_first_full = 1, .swa_period = 4, .moe = &rfi_moe_one_shared},
-    {.name = "llama4", .swa_yarn = 1, .swa_fixed = 2, .swa_period = 4, .swa_window = 8192, .no_rope_period = 4,
-     .moe = &rfi_moe_llama4},
+    {.name = "llama4", .qk_norm = 3, .qk_norm_after = 1, .swa_yarn = 1, .swa_fixed = 2, .swa_period = 4,
+     .swa_window = 8192, .no_rope_period = 4, .moe = &rfi_moe_llama4},
     {.name = "maincoder", .qk_norm = 1, .qk_norm_after = 1},
     {.name = "maion-coder", .post_norm = 1, .qk_norm = 1, .rope_neox = 1, .swa_yarn = 1, .swa_rope_only = 1,
      .swa_period = 4, .moe = &rfi_moe_maion},

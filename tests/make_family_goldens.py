@@ -165,18 +165,22 @@ def rope(x, n_rot, base, pairs, factors=1.0):
     return out
 
 
-def attention(q, k, v, scale, window=0, slopes=None):
+def attention(q, k, v, scale, window=0, slopes=None, sinks=None):
     """causal; a key head serves n_head / n_kv_head heads that follow one another; a window counts the token itself;
-    slopes: per head, what a score loses for each position between"""
+    scale: a number or a function; slopes: per head, what a score loses for each position between; sinks: per head, a
+    score of nothing"""
     n, n_head, _ = q.shape
     age = np.arange(n)[:, None] - np.arange(n)[None, :]
     hidden = (age < 0) | (age >= (window or n))
     out = np.empty((n, n_head, v.shape[2]))
     for h in range(n_head):
         of = h * k.shape[1] // n_head
-        score = q[:, h] @ k[:, of].T * scale
+        score = q[:, h] @ k[:, of].T
+        score = scale(score) if callable(scale) else score * scale
         if slopes is not None: score = score - slopes[h] * age
-        out[:, h] = softmax(np.where(hidden, -np.inf, score)) @ v[:, of]
+        score = np.where(hidden, -np.inf, score)
+        if sinks is not None: score = np.concatenate([score, np.full((n, 1), sinks[h])], 1)
+        out[:, h] = softmax(score)[:, :n] @ v[:, of]
     return out.reshape(n, -1)
 
 
@@ -326,12 +330,12 @@ def choose_experts(m, probs, score, normalised):
     return w / w.sum(-1, keepdims=True) if normalised else w
 
 
-def experts(m, il, h, w, act=silu):
+def experts(m, il, h, w, act=silu, word='_exps'):
     """sum over the experts, each a gated ffn, with weights w [T, n_expert]"""
     b = 'blk.%d.ffn_' % il
-    down = m.at(b + 'down_exps.weight')
-    if m.has(b + 'gate_up_exps.weight'): gate, up = np.split(m.at(b + 'gate_up_exps.weight'), 2, 1)
-    else: gate, up = m.at(b + 'gate_exps.weight'), m.at(b + 'up_exps.weight')
+    down = m.at(b + 'down' + word + '.weight')
+    if m.has(b + 'gate_up' + word + '.weight'): gate, up = np.split(m.at(b + 'gate_up' + word + '.weight'), 2, 1)
+    else: gate, up = m.at(b + 'gate' + word + '.weight'), m.at(b + 'up' + word + '.weight')
     return sum(w[:, e:e + 1] * ((act(h @ gate[e].T) * (h @ up[e].T)) @ down[e].T) for e in range(w.shape[1]))
 
 
@@ -1230,6 +1234,426 @@ def make_nemotron_h_moe():
         return logits(m, rms_norm(m, 'output_norm', x))
     return m, layers
 
+# ---- families that combine parts: what each does is in the table of its function ----
+
+def put_family(m, layers, n_ff, bias=False, qk=None, norms=('attn_norm', 'ffn_norm'), tied=False, final=True, dense=lambda il: True):
+    """the tensors of a decoder. qk: shape of the norms of queries and keys, given the number of heads"""
+    n = m.get('embedding_length')
+    put_embeddings(m, tied)
+    if not final: del m.tensors['output_norm.weight']
+    for il in range(layers):
+        b, n_head, n_kv = 'blk.%d.' % il, m.at_layer('attention.head_count', il), m.at_layer('attention.head_count_kv', il)
+        dim, dim_v = m.get('attention.key_length'), m.get('attention.value_length')
+        for name in norms: m.norm(b + name, n)
+        for part, rows, gain in (('q', n_head * dim, 1.5), ('k', n_kv * dim, 1.5), ('v', n_kv * dim_v, 1.0)):
+            m.weight(b + 'attn_' + part, rows, n, gain=gain)
+            if bias: m.vector(b + 'attn_' + part + '.bias', rows)
+        m.weight(b + 'attn_output', n, n_head * dim_v, gain=1.5)
+        if qk: m.vector(b + 'attn_q_norm.weight', *qk(n_head), mean=1.0), m.vector(b + 'attn_k_norm.weight', *qk(n_kv), mean=1.0)
+        if dense(il): put_ffn(m, il, n_ff)
+
+
+def put_router(m, il, n_expert, n_ff, bias=False, shared=0):
+    put_experts(m, il, n_expert, n_ff)
+    if bias: m.vector('blk.%d.exp_probs_b.bias' % il, n_expert, spread=0.1)
+    if shared: put_ffn(m, il, shared, '_shexp')
+
+
+def sigmoid_weights(m, il, h):
+    """weights by sigmoid, a bias for the choice alone, if there is one; made to add up to 1 and scaled as the keys say"""
+    probs = sigmoid(linear(m, 'blk.%d.ffn_gate_inp' % il, h))
+    bias = 'blk.%d.exp_probs_b.bias' % il
+    w = choose_experts(m, probs, probs + m.at(bias) if m.has(bias) else probs, m.get('expert_weights_norm'))
+    return w * (m.get('expert_weights_scale') or 1.0)
+
+
+def parts_attention(m, il, h, pairs='far', qk=None, after=False, window=0, n_rot=None, scale=None, gate=None, factors=1.0,
+                    clamp=np.inf, grown=1.0, slopes=None):
+    """the usual kind, in parts. qk(x, name): a norm of the heads of queries and keys, before or after they turn; gate(x):
+    of what attn_gate makes of h, for each value or each head"""
+    b, n_kv, n_head = 'blk.%d.attn_' % il, m.at_layer('attention.head_count_kv', il), m.at_layer('attention.head_count', il)
+    q, k, v = (np.clip(linear(m, b + part, h), -clamp, clamp) for part in 'qkv')
+    q, k, v = heads(q, n_head), heads(k, n_kv), heads(v, n_kv)
+    norm = lambda x, part: qk(x, b + part + '_norm') if qk else x
+    turn = lambda x: rope(x, n_rot or x.shape[2], m.get('rope.freq_base'), pairs, factors) if pairs else x
+    q, k = (norm(turn(x), part) if after else turn(norm(x, part)) for x, part in ((q, 'q'), (k, 'k')))
+    out = attention(q, k, v, scale or q.shape[2] ** -0.5, window, slopes, m.at(b + 'sinks.weight') if m.has(b + 'sinks.weight') else None)
+    if gate:
+        g = gate(linear(m, b + 'gate', h))
+        out = (heads(out, n_head) * (g[:, :, None] if g.shape[1] == n_head else heads(g, n_head))).reshape(out.shape)
+    return linear(m, b + 'output', out) * grown
+
+
+def make_afmoe():
+    """norms before and after; gated attention; three layers of four have a window and rope; embeddings are scaled; the
+    first ffn is dense, others are experts beside a shared one"""
+    m = Model('afmoe', 'afmoe')
+    common_keys(m, layers=4, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0)
+    m.u32(attention__sliding_window=6, expert_count=4, expert_used_count=2, expert_feed_forward_length=16,
+          expert_shared_count=1, leading_dense_block_count=1, expert_gating_func=2)
+    m.f32(expert_weights_scale=1.5)
+    m.flag(expert_weights_norm=True)
+    put_family(m, 4, 32, qk=lambda n: (8,), dense=lambda il: il == 0,
+               norms=('attn_norm', 'post_attention_norm', 'ffn_norm', 'post_ffw_norm'))
+    for il in range(4):
+        m.weight('blk.%d.attn_gate' % il, 32, N_EMBD, gain=1.5)
+        if il: put_router(m, il, 4, 16, bias=True, shared=16)
+
+    def forward(m, tokens):
+        x = m.at('token_embd.weight')[tokens] * N_EMBD ** 0.5
+        for il in range(4):
+            b = 'blk.%d.' % il
+            mixed = parts_attention(m, il, rms_norm(m, b + 'attn_norm', x), 'far' if il < 3 else None,
+                                    lambda x, name: rms_norm(m, name, x), window=6 if il < 3 else 0, gate=sigmoid)
+            x = x + rms_norm(m, b + 'post_attention_norm', mixed)
+            h = rms_norm(m, b + 'ffn_norm', x)
+            y = experts(m, il, h, sigmoid_weights(m, il, h)) + gated_ffn(m, il, h, '_shexp') if il else gated_ffn(m, il, h)
+            x = x + rms_norm(m, b + 'post_ffw_norm', y)
+        return logits(m, rms_norm(m, 'output_norm', x))
+    return m, forward
+
+
+def make_laguna():
+    """a gate for each head; the first layer of a period sees all and turns half of a head, the others have a window"""
+    m = Model('laguna', 'laguna')
+    common_keys(m, layers=3, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0, n_rot=4)
+    m.u32(attention__sliding_window=6, expert_count=4, expert_used_count=2, expert_feed_forward_length=16,
+          expert_shared_feed_forward_length=16, leading_dense_block_count=2, rope__dimension_count_swa=8)
+    put_family(m, 3, 32, qk=lambda n: (8,), dense=lambda il: il < 2)
+    for il in range(3): m.weight('blk.%d.attn_gate' % il, 4, N_EMBD, gain=1.5)
+    put_router(m, 2, 4, 16, bias=True, shared=16)
+
+    def mix(m, il, h):
+        return parts_attention(m, il, h, 'far', lambda x, name: rms_norm(m, name, x), n_rot=8 if il else 4,
+                               window=6 if il else 0, gate=softplus)
+
+    def ffn(m, il, h):
+        return gated_ffn(m, il, h) if il < 2 else experts(m, il, h, sigmoid_weights(m, il, h)) + gated_ffn(m, il, h, '_shexp')
+    return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn)
+
+
+def make_llama4():
+    """every second ffn is experts, whose inputs are weighted, beside a shared one; queries and keys that turn are normed
+    afterwards, the last layer's do not turn"""
+    m = Model('llama4', 'llama4')
+    common_keys(m, layers=4, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0)
+    m.u32(expert_count=4, expert_used_count=2, expert_feed_forward_length=16, interleave_moe_layer_step=2)
+    put_family(m, 4, 32, dense=lambda il: il % 2 == 0)
+    for il in (1, 3): put_router(m, il, 4, 16, shared=16)
+    plain = lambda x, name: rms(x, m.get('attention.layer_norm_rms_epsilon'))
+
+    def mix(m, il, h): return parts_attention(m, il, h, 'near' if il < 3 else None, plain if il < 3 else None, after=True)
+
+    def ffn(m, il, h):
+        if il % 2 == 0: return gated_ffn(m, il, h)
+        w, ones = sigmoid_weights(m, il, h), np.ones((len(h), 1))
+        out = gated_ffn(m, il, h, '_shexp')
+        for e in range(4):
+            one = np.where(np.arange(4) == e, ones, 0.0)
+            out = out + np.where(w[:, e:e + 1] > 0, experts(m, il, h * w[:, e:e + 1], one), 0.0)
+        return out
+    return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn)
+
+
+def make_arctic():
+    """a dense ffn, and experts that read the input of the layer after a norm of their own"""
+    m = Model('arctic', 'arctic')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=16, base=1000.0)
+    m.u32(expert_count=4, expert_used_count=2)
+    put_family(m, 2, N_EMBD, norms=('attn_norm', 'ffn_norm', 'ffn_norm_exps'))
+    for il in range(2): put_router(m, il, 4, 16)
+
+    def forward(m, tokens):
+        x = m.at('token_embd.weight')[tokens]
+        for il in range(2):
+            b, first = 'blk.%d.' % il, x
+            x = x + parts_attention(m, il, rms_norm(m, b + 'attn_norm', x), 'near')
+            x = x + gated_ffn(m, il, rms_norm(m, b + 'ffn_norm', x))
+            x = x + softmax_moe(m, il, rms_norm(m, b + 'ffn_norm_exps', first), normalised=True)
+        return logits(m, rms_norm(m, 'output_norm', x))
+    return m, forward
+
+
+def make_grok():
+    """scores are capped; experts and a dense ffn together, divided by the root of two; all outputs normed; gelu"""
+    m = Model('grok', 'grok')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0)
+    m.u32(expert_count=4, expert_used_count=2, expert_feed_forward_length=16)
+    m.f32(embedding_scale=3.0, logit_scale=0.6, attention__output_scale=0.5, attn_logit_softcapping=4.0,
+          final_logit_softcapping=5.0)
+    put_family(m, 2, 32, norms=('attn_norm', 'attn_output_norm', 'ffn_norm', 'layer_output_norm'))
+    for il in range(2): put_router(m, il, 4, 16)
+
+    def forward(m, tokens):
+        x = m.at('token_embd.weight')[tokens] * 3.0
+        for il in range(2):
+            b = 'blk.%d.' % il
+            mixed = parts_attention(m, il, rms_norm(m, b + 'attn_norm', x), scale=lambda s: 4.0 * np.tanh(s * 0.5 / 4.0))
+            x = x + rms_norm(m, b + 'attn_output_norm', mixed)
+            h = rms_norm(m, b + 'ffn_norm', x)
+            score = linear(m, b + 'ffn_gate_inp', h)
+            y = experts(m, il, h, choose_experts(m, softmax(score), score, True), gelu) + gated_ffn(m, il, h, act=gelu)
+            x = x + rms_norm(m, b + 'layer_output_norm', y * 0.5 ** 0.5)
+        y = logits(m, rms_norm(m, 'output_norm', x)) * m.get('logit_scale')
+        return 5.0 * np.tanh(y / 5.0)
+    return m, forward
+
+
+def make_cohere2moe():
+    """attention and ffn side by side; experts and a shared one, divided by two; the first layer of a period has no
+    window, and no rope but where the ffn is dense"""
+    m = Model('cohere2moe', 'cohere2moe')
+    common_keys(m, layers=4, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0)
+    del m.keys['cohere2moe.attention.layer_norm_rms_epsilon']
+    m.f32(attention__layer_norm_epsilon=0.02, logit_scale=0.5)
+    m.u32(attention__sliding_window=6, attention__sliding_window_pattern=3, expert_count=4, expert_used_count=2,
+          expert_feed_forward_length=16, expert_shared_count=1, leading_dense_block_count=1)
+    put_family(m, 4, 32, norms=('attn_norm',), dense=lambda il: il == 0)
+    for il in range(1, 4): put_router(m, il, 4, 16, shared=16)
+
+    def forward(m, tokens):
+        x = m.at('token_embd.weight')[tokens]
+        for il in range(4):
+            h, full = layer_norm(m, 'blk.%d.attn_norm' % il, x), il % 3 == 0
+            mixed = parts_attention(m, il, h, None if il == 3 else 'near', window=0 if full else 6)
+            y = (experts(m, il, h, sigmoid_weights(m, il, h)) + gated_ffn(m, il, h, '_shexp')) / 2 if il else gated_ffn(m, il, h)
+            x = x + mixed + y
+        return logits(m, layer_norm(m, 'output_norm', x)) * m.get('logit_scale')
+    return m, forward
+
+
+def make_smallthinker():
+    """the router reads a layer's input before any norm; ReLU; the first layer of a period neither turns nor has a window"""
+    m = Model('smallthinker', 'smallthinker')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=16, base=1000.0)
+    m.u32(expert_count=4, expert_used_count=2, expert_feed_forward_length=16, expert_gating_func=2, attention__sliding_window=6)
+    put_family(m, 2, 16, dense=lambda il: False)
+    for il in range(2):
+        put_router(m, il, 4, 16)
+        m.vector('blk.%d.ffn_gate_inp.weight' % il, 4, N_EMBD, spread=0.5 / N_EMBD ** 0.5)
+
+    def forward(m, tokens):
+        x = m.at('token_embd.weight')[tokens]
+        for il in range(2):
+            b, probs = 'blk.%d.' % il, sigmoid(linear(m, 'blk.%d.ffn_gate_inp' % il, x))
+            x = x + parts_attention(m, il, rms_norm(m, b + 'attn_norm', x), 'far' if il else None)
+            h = rms_norm(m, b + 'ffn_norm', x)
+            x = x + experts(m, il, h, choose_experts(m, probs, probs, True), lambda x: np.maximum(x, 0.0))
+        return logits(m, rms_norm(m, 'output_norm', x))
+    return m, forward
+
+
+def make_grovemoe():
+    """the experts' sum goes through further experts of the same choice"""
+    m = Model('grovemoe', 'grovemoe')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=16, base=1000.0)
+    m.u32(expert_count=4, expert_used_count=2, expert_feed_forward_length=16, experts_per_group=1,
+          expert_chunk_feed_forward_length=12)
+    m.f32(expert_group_scale=0.5)
+    put_family(m, 2, 16, qk=lambda n: (8,), dense=lambda il: False)
+    for il in range(2):
+        put_router(m, il, 4, 16)
+        for part, rows, columns in (('gate', 12, N_EMBD), ('up', 12, N_EMBD), ('down', N_EMBD, 12)):
+            m.weight('blk.%d.ffn_%s_chexps' % (il, part), 4, rows, columns, gain=2.0)
+
+    def ffn(m, il, h):
+        score = linear(m, 'blk.%d.ffn_gate_inp' % il, h)
+        w = choose_experts(m, softmax(score), score, True)
+        y = experts(m, il, h, w)
+        return y + 0.5 * experts(m, il, y, w, word='_chexps')
+    return m, lambda m, tokens: pre_norm_decoder(
+        m, tokens, lambda m, il, h: parts_attention(m, il, h, 'far', lambda x, name: rms_norm(m, name, x)), ffn)
+
+
+def make_k2_horizon():
+    """norms of four equal parts; a norm for each head; gates by softplus of base 2; values are mixtures, too"""
+    m = Model('k2-horizon', 'k2-horizon')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0)
+    m.u32(expert_count=4, expert_used_count=2, expert_feed_forward_length=16, leading_dense_block_count=1,
+          attention__value_expert_count=3, attention__value_expert_used_count=2, attention__group_norm_groups=4)
+    put_family(m, 2, 32, qk=lambda n: (n, 8), dense=lambda il: il == 0)
+    for il in range(2): m.weight('blk.%d.attn_gate' % il, 32, N_EMBD, gain=1.5)
+    put_router(m, 1, 4, 16)
+    del m.tensors['blk.1.attn_v.weight']
+    m.weight('blk.1.attn_v_exps', 3, 16, N_EMBD, gain=2.0)
+    m.vector('blk.1.attn_v_gate.weight', 3, N_EMBD, spread=2.5 / N_EMBD ** 0.5)
+    m.vector('blk.1.attn_v_gate.bias', 3, spread=0.1)
+    eps = m.get('attention.layer_norm_rms_epsilon')
+
+    def grouped(name, x): return rms(heads(x, 4), eps).reshape(x.shape) * m.at(name + '.weight')
+
+    def forward(m, tokens):
+        x = m.at('token_embd.weight')[tokens]
+        for il in range(2):
+            b, h = 'blk.%d.' % il, grouped('blk.%d.attn_norm' % il, x)
+            if il:
+                probs = sigmoid(h @ m.at(b + 'attn_v_gate.weight').T)
+                w = choose_experts(m, probs, probs + m.at(b + 'attn_v_gate.bias'), False)
+                v = sum(w[:, e:e + 1] * silu(h @ m.at(b + 'attn_v_exps.weight')[e].T) for e in range(3))
+            else: v = linear(m, b + 'attn_v', h)
+            q, k = heads(linear(m, b + 'attn_q', h), 4), heads(linear(m, b + 'attn_k', h), 2)
+            q, k = (rope(rms_norm(m, b + name, x), 8, 1000.0, 'far') for name, x in (('attn_q_norm', q), ('attn_k_norm', k)))
+            out = attention(q, k, heads(v, 2), 8 ** -0.5) * np.log2(1.0 + 2.0 ** linear(m, b + 'attn_gate', h))
+            x = x + linear(m, b + 'attn_output', out)
+            h = grouped(b + 'ffn_norm', x)
+            x = x + (experts(m, il, h, sigmoid_weights(m, il, h)) if il else gated_ffn(m, il, h))
+        return logits(m, grouped('output_norm', x))
+    return m, forward
+
+
+def make_talkie():
+    """norms without weights, of the embedding, too, which every layer adds in part; a number for each head of queries"""
+    m = Model('talkie', 'talkie')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0)
+    m.f32(logit_scale=0.7)
+    put_family(m, 2, 32, norms=(), final=False)
+    for il in range(2):
+        m.vector('blk.%d.attn_q_norm.weight' % il, 4, 1, mean=1.5)
+        m.vector('blk.%d.layer_output_scale.weight' % il, 1, mean=0.5)
+    eps = m.get('attention.layer_norm_rms_epsilon')
+
+    def qk(x, name): return rms(x, eps) * (m.at(name + '.weight') if m.has(name + '.weight') else 1.0)
+
+    def forward(m, tokens):
+        x = first = rms(m.at('token_embd.weight')[tokens], eps)
+        for il in range(2):
+            x = x + parts_attention(m, il, rms(x, eps), 'far', qk, after=True)
+            x = x + gated_ffn(m, il, rms(x, eps)) + first * m.at('blk.%d.layer_output_scale.weight' % il)
+        return logits(m, rms(x, eps)) * m.get('logit_scale')
+    return m, forward
+
+
+def make_mimo2():
+    """heads and windows of each layer; keys are longer than values; sinks; the output of attention is scaled"""
+    m = Model('mimo2', 'mimo2')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=12, n_ff=32, base=1000.0, n_rot=4)
+    m.u32(attention__value_length=8, attention__sliding_window=6, expert_count=4, expert_used_count=2, expert_feed_forward_length=16)
+    m.i32s(attention__head_count=[4, 6], attention__head_count_kv=[2, 3], attention__sliding_window_pattern=[0, 1])
+    m.f32(attention__value_scale=0.7, rope__freq_base_swa=200.0)
+    put_family(m, 2, 32, dense=lambda il: il == 0)
+    m.vector('blk.1.attn_sinks.weight', 6, spread=1.0)
+    put_router(m, 1, 4, 16, bias=True)
+
+    def mix(m, il, h):
+        keep = m.keys['mimo2.rope.freq_base']
+        if il: m.f32(rope__freq_base=200.0)
+        y = parts_attention(m, il, h, 'far', n_rot=4, window=6 if il else 0, grown=m.get('attention.value_scale'))
+        m.keys['mimo2.rope.freq_base'] = keep
+        return y
+
+    def ffn(m, il, h):
+        if il == 0: return gated_ffn(m, il, h)
+        w = sigmoid_weights(m, il, h)
+        return experts(m, il, h, w / w.sum(-1, keepdims=True))
+    return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn)
+
+
+def make_maple():
+    """gates of experts have an upper limit and what they multiply two; rope where there is a window"""
+    m = Model('maple', 'maple')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0)
+    m.u32(attention__sliding_window=6, expert_count=4, expert_used_count=2, expert_feed_forward_length=16)
+    m.i32s(attention__sliding_window_pattern=[1, 0])
+    m.keys['maple.swiglu_clamp_exp'] = ('f32s', [0.5, 0.25])
+    put_family(m, 2, 32, qk=lambda n: (8,), dense=lambda il: False)
+    for il in range(2): put_router(m, il, 4, 16)
+
+    def mix(m, il, h):
+        return parts_attention(m, il, h, None if il else 'far', lambda x, name: rms_norm(m, name, x), window=0 if il else 6)
+
+    def ffn(m, il, h):
+        score, limit, b = linear(m, 'blk.%d.ffn_gate_inp' % il, h), m.get('swiglu_clamp_exp')[il], 'blk.%d.ffn_' % il
+        w, (gate, up, down) = choose_experts(m, softmax(score), score, True), (m.at(b + part + '_exps.weight') for part in ('gate', 'up', 'down'))
+        return sum(w[:, e:e + 1] * ((silu(np.minimum(h @ gate[e].T, limit)) * np.clip(h @ up[e].T, -limit, limit)) @ down[e].T)
+                   for e in range(4))
+    return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn)
+
+
+def make_qwen3vl():
+    """M-RoPE whose axes take turns: pairs of the fourth axis do not turn in a text"""
+    m = Model('qwen3vl', 'qwen3vl')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=16, n_ff=32, base=1000.0)
+    m.i32s(rope__dimension_sections=[3, 2, 2, 1])
+    put_family(m, 2, 32, qk=lambda n: (16,))
+    still = np.array([1.0 if pair in (0, 1, 2, 3, 4, 5, 6) else np.inf for pair in range(8)])
+    return m, lambda m, tokens: pre_norm_decoder(
+        m, tokens, lambda m, il, h: parts_attention(m, il, h, 'far', lambda x, name: rms_norm(m, name, x), factors=still), gated_ffn)
+
+
+def make_olmo():
+    """LayerNorm without weights; queries, keys and values are clamped"""
+    m = Model('olmo', 'olmo')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0)
+    m.f32(attention__layer_norm_epsilon=0.02, attention__clamp_kqv=1.0)
+    put_family(m, 2, 32, norms=(), final=False)
+
+    def norm(x):
+        x = x - x.mean(-1, keepdims=True)
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 0.02)
+
+    def forward(m, tokens):
+        x = m.at('token_embd.weight')[tokens]
+        for il in range(2):
+            x = x + parts_attention(m, il, norm(x), 'near', clamp=1.0)
+            x = x + gated_ffn(m, il, norm(x))
+        return logits(m, norm(x))
+    return m, forward
+
+
+def make_hunyuan_dense():
+    """queries and keys are normed after they turn"""
+    m = Model('hunyuan-dense', 'hunyuan-dense')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0)
+    put_family(m, 2, 32, qk=lambda n: (8,), tied=True)
+    return m, lambda m, tokens: pre_norm_decoder(
+        m, tokens, lambda m, il, h: parts_attention(m, il, h, 'far', lambda x, name: rms_norm(m, name, x), after=True), gated_ffn)
+
+
+def make_jais():
+    """LayerNorm with biases, ALiBi, scores divided by the length of a key"""
+    m = Model('jais', 'jais')
+    common_keys(m, layers=2, n_head=4, n_kv=4, head_dim=8, n_ff=32)
+    m.f32(attention__layer_norm_epsilon=0.02, attention__max_alibi_bias=4.0)
+    put_family(m, 2, 32, bias=True)
+    for name in ('output_norm', 'blk.0.attn_norm', 'blk.0.ffn_norm', 'blk.1.attn_norm', 'blk.1.ffn_norm'): m.vector(name + '.bias', N_EMBD)
+
+    def forward(m, tokens):
+        x = m.at('token_embd.weight')[tokens]
+        for il in range(2):
+            b = 'blk.%d.' % il
+            x = x + parts_attention(m, il, layer_norm(m, b + 'attn_norm', x), None, scale=1 / 8, slopes=alibi_slopes(4, 4.0))
+            x = x + gated_ffn(m, il, layer_norm(m, b + 'ffn_norm', x))
+        return logits(m, layer_norm(m, 'output_norm', x))
+    return m, forward
+
+
+def make_minicpm3():
+    """compressed queries and keys; embeddings, outputs and logits are scaled by numbers of the width and depth"""
+    m = Model('minicpm3', 'minicpm3')
+    common_keys(m, layers=2, n_head=4, n_kv=4, head_dim=12, n_ff=32, base=1000.0, n_rot=4)
+    m.u32(attention__value_length=8, attention__q_lora_rank=16, attention__kv_lora_rank=16,
+          rope__scaling__original_context_length=512)
+    put_embeddings(m, gain=0.5)
+    for part in ('long', 'short'): m.vector('rope_factors_%s.weight' % part, 2, mean=2.0)
+    for il in range(2):
+        b = 'blk.%d.attn_' % il
+        for name, n in (('attn_norm', N_EMBD), ('ffn_norm', N_EMBD), ('attn_q_a_norm', 16), ('attn_kv_a_norm', 16)): m.norm('blk.%d.%s' % (il, name), n)
+        m.weight(b + 'q_a', 16, N_EMBD), m.weight(b + 'q_b', 48, 16, gain=1.5)
+        m.weight(b + 'kv_a_mqa', 20, N_EMBD, gain=1.5), m.weight(b + 'kv_b', 64, 16, gain=1.5)
+        m.weight(b + 'output', N_EMBD, 32, gain=1.5)
+        put_ffn(m, il, 32)
+
+    def mix(m, il, h):
+        b, factors = 'blk.%d.attn_' % il, m.at('rope_factors_short.weight')
+        turn = lambda x: np.concatenate([x[..., :-4], rope(x[..., -4:], 4, 1000.0, 'far', factors)], -1)
+        q = turn(heads(linear(m, b + 'q_b', rms_norm(m, b + 'q_a_norm', linear(m, b + 'q_a', h))), 4))
+        c, turned = np.split(linear(m, b + 'kv_a_mqa', h), (16,), 1)
+        k, v = np.split(heads(linear(m, b + 'kv_b', rms_norm(m, b + 'kv_a_norm', c)), 4), (8,), 2)
+        k = turn(np.concatenate([k, np.repeat(turned[:, None], 4, 1)], 2))
+        return linear(m, b + 'output', attention(q, k, v, 12 ** -0.5)) * (1.4 / 2 ** 0.5)
+    return m, lambda m, tokens: pre_norm_decoder(
+        m, tokens, mix, lambda m, il, h: gated_ffn(m, il, h) * (1.4 / 2 ** 0.5), embedding_scale=12.0) * (256 / N_EMBD)
+
 
 # ---- encoders: hidden states instead of logits ----
 
@@ -1430,7 +1854,10 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_deepseek2_lite_legacy, make_gemma3_linear, make_olmo3, make_lfm2_bias, make_command_r_plus,
             make_stablelm_12b, make_mamba, make_jamba, make_falcon_h1,
             make_nemotron_h_moe, make_bert, make_jina_bert_v2, make_nomic_bert_moe, make_gemma_embedding,
-            make_t5encoder]
+            make_t5encoder,
+            make_afmoe, make_laguna, make_llama4, make_arctic, make_grok, make_cohere2moe, make_smallthinker,
+            make_grovemoe, make_k2_horizon, make_talkie, make_mimo2, make_maple, make_qwen3vl, make_olmo,
+            make_hunyuan_dense, make_jais, make_minicpm3]
 
 
 # ---- answers ----

@@ -17,7 +17,9 @@ static const char *const families[] = {
     "qwen3next-legacy", "cohere2", "internlm2", "exaone", "seed_oss", "mpt", "bloom", "gemma4", "gemma4-moe", "gemma",
     "deepseek2-groups", "deepseek2-lite", "deepseek2-lite-legacy", "gemma3-linear", "olmo3", "lfm2-bias",
     "command-r-plus", "stablelm-12b", "mamba", "jamba", "falcon-h1",
-    "nemotron-h-moe"};
+    "nemotron-h-moe",
+    "afmoe", "laguna", "llama4", "arctic", "grok", "cohere2moe", "smallthinker", "grovemoe", "k2-horizon", "talkie",
+    "mimo2", "maple", "qwen3vl", "olmo", "hunyuan-dense", "jais", "minicpm3"};
 
 static const char *const encoders[] = {"bert", "jina-bert-v2", "nomic-bert-moe", "gemma-embedding", "t5encoder"};
 
