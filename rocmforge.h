@@ -22033,7 +22033,7 @@ static rfi_value rfi_fn_sum(rfi_run *r, const rfi_value *a, int unused) {
 /* The rest of r->args behind the first `skip`, without attribute= and default=. */
 static rfi_args rfi_rest(const rfi_args *args, uint32_t skip) {
     skip = skip < args->n ? skip : args->n;
-    return (rfi_args){args->items + skip, args->n - skip, NULL};
+    return (rfi_args){skip ? args->items + skip : args->items, args->n - skip, NULL};
 }
 
 static rfi_value rfi_apply(rfi_run *r, uint32_t where, rfi_value name, rfi_value v, const rfi_args *args) {
@@ -22714,8 +22714,8 @@ static void rfi_chat_variables(rfi_run *r, const rf_chat *chat, rf_string bos, r
     }
     rfi_set_global(r, rfi_v_string("messages"), messages);
     rfi_set_global(r, rfi_v_string("add_generation_prompt"), rfi_v_bool(chat->open_answer != 0));
-    rfi_set_global(r, rfi_v_string("bos_token"), rfi_v_text(bos.data, bos.len, 0));
-    rfi_set_global(r, rfi_v_string("eos_token"), rfi_v_text(eos.data, eos.len, 0));
+    rfi_set_global(r, rfi_v_string("bos_token"), rfi_v_text(bos.data ? bos.data : "", bos.len, 0));
+    rfi_set_global(r, rfi_v_string("eos_token"), rfi_v_text(eos.data ? eos.data : "", eos.len, 0));
     if (chat->tools) rfi_set_global(r, rfi_v_string("tools"), rfi_chat_json(m, chat->tools, "tools", RFI_V_LIST));
     if (chat->thinking != RF_THINKING_DEFAULT) {
         const rfi_value on = rfi_v_bool(chat->thinking == RF_THINKING_ON);
