@@ -2600,7 +2600,7 @@ static int parse_value(app *a, const given *x) {
 static int parse_plain(app *a, const char *arg) {
     const uint32_t bit = 1u << (a->cmd - commands);
     options *o = &a->o;
-    if ((FILES & bit) && !o->gguf) o->gguf = arg;
+    if (((FILES | TEMPLATE) & bit) && !o->gguf) o->gguf = arg;
     else if (((GENERATE | EMBED) & bit) && !o->prompt) o->prompt = arg;
     else return fail(a, USAGE, "unexpected argument \"%s\"", arg);
     return DONE;

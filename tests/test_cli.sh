@@ -416,6 +416,22 @@ verdict "inspect: types" grep -q '^unsupported_types  *i8 (1)$' "$t/out"
 verdict "inspect: a template" grep -q '^template  *jinja$' "$t/out"
 verdict "inspect: no tokenizer" grep -q '^tokenizer_error  .*tokenizer.ggml.model is missing' "$t/out"
 
+# ---- template ----
+
+printf '%s\n' '{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content | upper }}{{ strftime_now(" %Y-%m-%d %H:%M") }};{% endfor %}' >"$t/a.jinja"
+echo '{"messages": [{"role": "user", "content": "h\u00e9"}], "bos_token": "<s>"}' >"$t/a.json"
+expect 0 "template" template --jinja "$t/a.jinja" --input "$t/a.json" --now 2026-11-22T12:34:56
+verdict "template: the text" [ "$(cat "$t/out")" = "<s>user: H$(printf '\303\211') 2026-11-22 12:34;" ]
+expect 2 "template: no input" template --jinja "$t/a.jinja" && says "template: no input" --input
+expect 2 "template: nothing" template && says "template: nothing" --jinja
+expect 2 "template: a bad time" template --jinja "$t/a.jinja" --input "$t/a.json" --now noon && says "template: a bad time" "want 2026-"
+expect 1 "template: bad JSON" template --jinja "$t/a.jinja" --input "$t/a.jinja" && says "template: bad JSON" "byte 1: want"
+echo '{{ raise_exception("not like this") }}' >"$t/b.jinja"
+expect 1 "template: it raises" template --jinja "$t/b.jinja" --input "$t/a.json" && says "template: it raises" "line 1: not like this"
+expect 0 "template of a model" template "$t/unsupported.gguf" && verdict "template of a model" [ "$(cat "$t/out")" = "?" ]
+expect 0 "template of a model, run" template "$t/unsupported.gguf" --input "$t/a.json" && verdict "template of a model, run" [ "$(cat "$t/out")" = "?" ]
+expect 1 "template of a model without one" template $model && says "template of a model without one" "chat_template"
+
 # ---- embed ----
 
 expect 0 "embed" embed --gguf $model --prompt "ROMEO: who is there"
