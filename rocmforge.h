@@ -847,14 +847,15 @@ ROCMFORGE_API rf_result rf_session_restore(rf_session *s, int32_t seq, const rf_
 
 typedef struct rf_tokenizer rf_tokenizer;
 
-/* Build the tokenizer of a file (vocabulary-only files too): BPE, SentencePiece (SPM) or WordPiece (WPM).
+/* Build the tokenizer of a file (vocabulary-only files too): BPE, SentencePiece (SPM), WordPiece (WPM) or
+ * Unigram (UGM).
  *   g    in   stays open as long as the tokenizer (closing it is refused)
- *   pre  in   use this pre-tokenizer name; NULL = tokenizer.ggml.pre. SPM has none and ignores it.
+ *   pre  in   use this pre-tokenizer name; NULL = tokenizer.ggml.pre. Only BPE has one; others ignore it.
  *   out  out  the object, NULL on failure
  * Returns RF_OK; RF_ERR_UNSUPPORTED (model or pre-tokenizer, by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND;
  * RF_ERR_MEMORY.
  * Memory and cost O(vocabulary): at most 64 bytes per token and per merge, and 32 per byte of the control and
- * user-defined tokens' texts.   Threads any; the object is immutable. */
+ * user-defined tokens' texts, for UGM of all tokens' texts.   Threads any; the object is immutable. */
 ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokenizer **out, rf_error *err);
 
 /* Close a tokenizer from rf_tokenizer_open. NULL is fine.
@@ -872,7 +873,8 @@ ROCMFORGE_API rf_result rf_model_get_tokenizer(rf_model *m, const rf_tokenizer *
  *   text   in   any bytes, at most 1 GiB; malformed UTF-8 is not an error
  *   flags  in   RF_TOKENIZE_*
  *   out    out  [capacity], may be NULL with capacity 0;   count  out  size needed, also if capacity is too small
- * Returns RF_OK; RF_ERR_CAPACITY (out holds the first ones); RF_ERR_ARGUMENT; RF_ERR_MEMORY.
+ * Returns RF_OK; RF_ERR_CAPACITY (out holds the first ones); RF_ERR_ARGUMENT; RF_ERR_MEMORY; RF_ERR_FORMAT (UGM: the
+ * file's precompiled_charsmap is damaged).
  * Memory at most 24 bytes per byte of text during the call, and 4 KiB more.   Cost O(n log n).   Threads any. */
 ROCMFORGE_API rf_result rf_tokenize(const rf_tokenizer *t, rf_string text, uint32_t flags, int32_t *out,
                                     uint32_t capacity, uint32_t *count, rf_error *err);
@@ -913,8 +915,8 @@ ROCMFORGE_API rf_result rf_detokenize(rf_detokenizer *state, int32_t id, uint32_
                                       size_t *count, rf_error *err);
 
 typedef struct rf_tokenizer_info {
-    const char *model;      /* "llama" (SPM), "gpt2", "gemma4" (BPE), "bert" (WPM)  */
-    const char *pre;        /* pre-tokenizer in use; "" for SPM                     */
+    const char *model;      /* "llama" (SPM), "gpt2", "gemma4" (BPE), "bert" (WPM), "t5" (UGM) */
+    const char *pre;        /* pre-tokenizer in use; "" but for BPE                 */
     uint32_t n_vocab;
     int32_t bos, eos, eot, unknown, padding; /* -1 if the file names none           */
     uint32_t add_bos, add_eos;
@@ -16321,7 +16323,8 @@ ROCMFORGE_API void rf_session_cancel(rf_session *s) {
  * Tokenizers: text to token ids and back. SPM (SentencePiece, "llama") merges pairs by score; spaces are U+2581, bytes
  * <0xHH>. BPE ("gpt2") cuts text into words with a pre-tokenizer, then merges pairs by rank over GPT-2's byte alphabet;
  * "gemma4" is BPE over lines, with spaces and bytes as in SPM. WPM (WordPiece, "bert", embedding models) takes the
- * longest tokens of each word, letters without accents and capitals. A tokenizer is checked while it is read, and then
+ * longest tokens of each word, letters without accents and capitals. UGM (Unigram, "t5") normalizes text by a table in
+ * the file and takes the tokens of the highest sum of scores. A tokenizer is checked while it is read, and then
  * immutable. Token texts point into the metadata of its file, which it keeps open. Text is untrusted: nothing recurses,
  * time is O(n log n) in its length, and memory at most 24 bytes per byte of it.
  * Reference for every choice: what llama.cpp answers, except that plain text never becomes a control token. */
@@ -16377,24 +16380,37 @@ typedef struct rfi_merge_slot {
     uint32_t rank1, result;
 } rfi_merge_slot;
 
-/* A node of the automaton that finds special tokens. It reads text from its end to its start, so that it knows of each
- * byte which tokens begin there. A node stands for a text that some tokens end with; node 0 for the empty one. */
-typedef struct rfi_special {
+/* A node of a tree of tokens. Special tokens: it stands for a text that some of them end with, for the tree is the one
+ * of an automaton that reads text from its end to its start, so that it knows of each byte which tokens begin there.
+ * UGM: it stands for a text that some tokens begin with. */
+typedef struct rfi_tree_node {
     uint32_t first;     /* its children, sorted by byte, are first .. the next node's first - 1       */
-    uint32_t prefix;    /* the longest prefix of its text, less than all, that is a node's text       */
+    uint32_t prefix;    /* automaton: longest prefix of its text, less than all, that is a node's     */
     uint32_t any, user; /* longest prefix, the whole included, that is a token, or a user-defined one */
     int32_t id;         /* token with this text, -1: none                                             */
     uint16_t n_bytes;
-    uint8_t byte;       /* its first one                                                              */
-} rfi_special;
+    uint8_t byte;       /* that it has more than its parent                                           */
+} rfi_tree_node;
+
+typedef struct rfi_tree {
+    rfi_tree_node *nodes;    /* node 0 is the empty text; NULL: there are no tokens */
+    uint32_t n_nodes, root[256]; /* root: nodes of one byte, 0: none           */
+    int is_backward;    /* children are one byte longer at the start           */
+} rfi_tree;
 
 struct rf_tokenizer {
     rf_allocator allocator;
     rf_gguf *g;                   /* kept open                                                               */
-    const char *model;            /* "llama", "gpt2", "gemma4", "bert"                                       */
-    const rfi_pre *pre;           /* BPE; NULL: SPM, WPM                                                     */
+    const char *model;            /* "llama", "gpt2", "gemma4", "bert", "t5"                                 */
+    const rfi_pre *pre;           /* BPE; NULL: SPM, WPM, UGM                                                */
     const char *pre_name;         /* of pre's names the file's, or the forced one                            */
     int is_wpm, lower, strip;     /* WPM: make capitals small, drop accents                                  */
+    int is_ugm, merge_spaces;     /* UGM: of runs of spaces one is left, at the start and end none           */
+    rfi_tree plain;               /* UGM: tokens that text may become                                        */
+    float unknown_score;          /* UGM                                                                     */
+    rf_string replacements;       /* UGM: texts, each with a NUL, that the charsmap's values are offsets of  */
+    const char *charsmap;         /* [n_charsmap] UGM: XOR-compressed double array of texts to replace; NULL */
+    uint32_t n_charsmap;
     uint32_t n_vocab;
     rf_string *text;              /* [n_vocab] as the vocabulary spells it                                   */
     uint8_t *attr;                /* [n_vocab] RFI_TOKEN_*                                                   */
@@ -16406,8 +16422,7 @@ struct rf_tokenizer {
     rfi_merge_slot *merges;       /* [n_merges] BPE hash table: (left, right) -> rank, result                */
     uint32_t n_merges;
     int32_t byte_id[256];         /* token of a byte, -1: it cannot be written                               */
-    rfi_special *special;         /* control, unknown and user-defined tokens, as an automaton; NULL: none   */
-    uint32_t special_root[256];   /* its nodes of one byte, 0: none                                          */
+    rfi_tree special;             /* control, unknown and user-defined tokens                                */
     int is_apart;                 /* SPM: no token goes on with U+2581 after another character              */
     int32_t bos, eos, eot, eom, unknown, padding; /* -1: the file names none                                 */
     int add_bos, add_eos, add_space;
@@ -16573,17 +16588,18 @@ static void rfi_tok_id(rfi_key_reader *k, const char *key, uint32_t n_vocab, int
 
 /* Choose the algorithm and, for BPE, the pre-tokenizer. */
 static void rfi_tok_open_model(rf_tokenizer *t, const char *force_pre, rfi_key_reader *k) {
-    static const char *const models[] = {"llama", "gpt2", "gemma4", "bert"};
+    static const char *const models[] = {"llama", "gpt2", "gemma4", "bert", "t5"};
     rf_string name;
     if (!rfi_key_read(k, RFI_TOK "model", 1)) return;
     rfi_key_text(k, RFI_TOK "model", &name);
     for (size_t i = 0; i < RFI_COUNT(models); i++)
         if (rfi_str_equal(name, models[i])) t->model = models[i];
     if (!t->model)
-        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "'%.*s' is not supported (supported: llama, gpt2, gemma4, bert)",
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "'%.*s' is not supported (supported: llama, gpt2, gemma4, bert, t5)",
                      RFI_STR(name));
     t->is_wpm = t->model == models[3];
-    if (!t->model || t->model == models[0] || t->is_wpm) return;
+    t->is_ugm = t->model == models[4];
+    if (!t->model || t->model == models[0] || t->is_wpm || t->is_ugm) return;
     if (!force_pre && t->model == models[2]) force_pre = models[2]; /* whatever its pre says */
     if (force_pre) name = rf_string_of(force_pre);
     else rfi_key_text(k, RFI_TOK "pre", &name);
@@ -16636,7 +16652,7 @@ static void rfi_tok_open_tokens(rf_tokenizer *t, rfi_key_reader *k) {
 }
 
 /* Read named ids and flags. Without add_* keys SPM adds bos and a leading space, BPE bos if its pre-tokenizer says so,
- * WPM bos and eos, which its files call cls and separator. */
+ * WPM bos and eos, which its files call cls and separator, UGM eos; its ids are T5's if the file names none. */
 static void rfi_tok_open_ids(rf_tokenizer *t, rfi_key_reader *k) {
     const uint32_t n = t->n_vocab;
     rfi_tok_id(k, RFI_TOK "bos_token_id", n, 0, &t->bos);
@@ -16645,9 +16661,16 @@ static void rfi_tok_open_ids(rf_tokenizer *t, rfi_key_reader *k) {
     rfi_tok_id(k, RFI_TOK "eom_token_id", n, 0, &t->eom);
     rfi_tok_id(k, RFI_TOK "unknown_token_id", n, 1, &t->unknown);
     rfi_tok_id(k, RFI_TOK "padding_token_id", n, 1, &t->padding);
-    rfi_key_bool(k, RFI_TOK "add_bos_token", !t->pre || t->pre->flags & RFI_PRE_BOS, 0, &t->add_bos);
-    rfi_key_bool(k, RFI_TOK "add_eos_token", t->is_wpm, 0, &t->add_eos);
-    rfi_key_bool(k, RFI_TOK "add_space_prefix", !t->pre, 0, &t->add_space);
+    const int adds_bos = t->pre ? (t->pre->flags & RFI_PRE_BOS) != 0 : !t->is_ugm;
+    rfi_key_bool(k, RFI_TOK "add_bos_token", adds_bos, 0, &t->add_bos);
+    rfi_key_bool(k, RFI_TOK "add_eos_token", t->is_wpm || t->is_ugm, 0, &t->add_eos);
+    rfi_key_bool(k, RFI_TOK "add_space_prefix", !t->pre && !t->is_ugm, 0, &t->add_space);
+    if (t->is_ugm) {
+        rfi_key_bool(k, RFI_TOK "remove_extra_whitespaces", 0, 0, &t->merge_spaces);
+        if (t->padding < 0 && !rfi_key_read(k, RFI_TOK "padding_token_id", 0)) t->padding = 0;
+        if (t->eos < 0 && n > 1) t->eos = 1;
+        if (t->unknown < 0 && n > 2) t->unknown = 2;
+    }
     if (t->is_wpm) {
         if (t->bos < 0) rfi_tok_id(k, RFI_TOK "cls_token_id", n, 0, &t->bos);
         if (t->eos < 0) rfi_tok_id(k, RFI_TOK "seperator_token_id", n, 0, &t->eos);
@@ -16707,6 +16730,104 @@ static int rfi_tok_is_phi3(const rf_gguf *g) {
     return 0;
 }
 
+/* What tokens that share `depth` bytes are sorted by: 0 for one that has no more, or 1 + the next byte. */
+static uint32_t rfi_tree_key(const rf_tokenizer *t, const rfi_tree *tree, int32_t id, uint32_t depth) {
+    const rf_string s = t->text[id];
+    return s.len == depth ? 0 : 1u + (unsigned char)s.data[tree->is_backward ? s.len - 1 - depth : depth];
+}
+
+/* Sort n tokens by that key; equal ones keep their order. There is room for n more after them. */
+static void rfi_tree_sort(const rf_tokenizer *t, const rfi_tree *tree, int32_t *ids, uint32_t n, uint32_t depth,
+                          int32_t *scratch) {
+    uint32_t from[258] = {0}, last = 0, is_sorted = 1;
+    for (uint32_t i = 0; i < n; i++) {
+        const uint32_t key = rfi_tree_key(t, tree, ids[i], depth);
+        is_sorted &= key >= last;
+        last = key;
+    }
+    if (is_sorted) return; /* mostly: they are one, or share the byte */
+    for (uint32_t i = 0; i < n; i++) from[1 + rfi_tree_key(t, tree, ids[i], depth)]++;
+    for (uint32_t k = 1; k < 258; k++) from[k] += from[k - 1];
+    memcpy(scratch, ids, n * sizeof *ids);
+    for (uint32_t i = 0; i < n; i++) ids[from[rfi_tree_key(t, tree, scratch[i], depth)]++] = scratch[i];
+}
+
+/* Add the children of node v, whose tokens are ids[any .. user - 1] until then: breadth first, so that children are
+ * neighbours. Of tokens with equal texts a user-defined one counts, else the smallest id. */
+static void rfi_tree_expand(const rf_tokenizer *t, rfi_tree *tree, uint32_t v, int32_t *ids, int32_t *scratch) {
+    rfi_tree_node *node = &tree->nodes[v];
+    const uint32_t depth = node->n_bytes, end = node->user;
+    uint32_t at = node->any;
+    rfi_tree_sort(t, tree, ids + at, end - at, depth, scratch);
+    node->first = tree->n_nodes;
+    for (int32_t best = -1; at < end && t->text[ids[at]].len == depth; at++) {
+        const int is_user = rfi_token_type(t, (uint32_t)ids[at]) == RFI_TOKEN_USER;
+        if (best < 0 || (is_user && rfi_token_type(t, (uint32_t)best) != RFI_TOKEN_USER)) node->id = best = ids[at];
+    }
+    while (at < end) {
+        const uint32_t from = at, key = rfi_tree_key(t, tree, ids[at], depth);
+        while (at < end && rfi_tree_key(t, tree, ids[at], depth) == key) at++;
+        if (v == 0) tree->root[key - 1] = tree->n_nodes;
+        tree->nodes[tree->n_nodes++] = (rfi_tree_node){0, v, from, at, -1, (uint16_t)(depth + 1), (uint8_t)(key - 1)};
+    }
+}
+
+/* The child of node v by a byte, or 0. */
+static uint32_t rfi_tree_child(const rfi_tree *tree, uint32_t v, uint8_t byte) {
+    if (v == 0) return tree->root[byte];
+    uint32_t lo = tree->nodes[v].first, hi = tree->nodes[v + 1].first;
+    while (hi - lo > 1) {
+        const uint32_t mid = lo + (hi - lo) / 2;
+        if (tree->nodes[mid].byte <= byte) lo = mid;
+        else hi = mid;
+    }
+    return lo < hi && tree->nodes[lo].byte == byte ? lo : 0;
+}
+
+/* Build the tree of the tokens whose types are in a mask and which have at most max_bytes (below 2^16). It has at most
+ * as many nodes as they have bytes: 24 bytes of memory each. */
+static rf_result rfi_tree_build(const rf_tokenizer *t, rfi_tree *tree, uint32_t types, uint32_t max_bytes,
+                                rf_error *err) {
+    uint64_t n_bytes = 0;
+    uint32_t n = 0;
+    int32_t *ids = NULL;
+    for (int pass = 0; pass < 2; pass++) {
+        n = 0;
+        for (uint32_t i = 0; i < t->n_vocab; i++) {
+            const uint64_t len = t->text[i].len;
+            if (!(types >> rfi_token_type(t, i) & 1) || len == 0 || len > max_bytes) continue;
+            if (pass) ids[n] = (int32_t)i;
+            else n_bytes += len;
+            n++;
+        }
+        if (n == 0) return RF_OK;
+        if (n_bytes >= INT32_MAX)
+            return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "%s: tokens to search in text have %llu bytes, want less than "
+                            "2^31", rfi_gguf_path(t->g), RFI_LLU(n_bytes));
+        if (pass == 0) ids = (int32_t *)rfi_alloc(&t->allocator, 2 * (uint64_t)n, sizeof *ids, "tree of tokens", err);
+        if (!ids) return RF_ERR_MEMORY;
+    }
+    tree->nodes = (rfi_tree_node *)rfi_alloc(&t->allocator, n_bytes + 2, sizeof *tree->nodes, "tree of tokens", err);
+    if (tree->nodes) {
+        tree->nodes[0] = (rfi_tree_node){.user = n, .id = -1};
+        tree->n_nodes = 1;
+        for (uint32_t v = 0; v < tree->n_nodes; v++) rfi_tree_expand(t, tree, v, ids, ids + n);
+        tree->nodes[tree->n_nodes].first = tree->n_nodes;
+    }
+    rfi_free(&t->allocator, ids);
+    return tree->nodes ? RF_OK : RF_ERR_MEMORY;
+}
+
+/* The automaton's node after one more byte, which stands before what v stands for: of the longest prefix of both that
+ * has one. */
+static uint32_t rfi_special_step(const rf_tokenizer *t, uint32_t v, uint8_t byte) {
+    for (; v; v = t->special.nodes[v].prefix) {
+        const uint32_t child = rfi_tree_child(&t->special, v, byte);
+        if (child) return child;
+    }
+    return t->special.root[byte];
+}
+
 /* Is the token spelled as a marker: two characters or more, one of which is neither letter, number nor space? Single
  * characters, words and white space are ordinary text, also where a vocabulary has them as user-defined tokens. */
 static int rfi_tok_is_marker(rf_string s) {
@@ -16719,119 +16840,28 @@ static int rfi_tok_is_marker(rf_string s) {
     return n_chars > 1 && n_signs > 0;
 }
 
-/* Collect the special tokens by id. Returns how many; *n_bytes: of all their texts. */
-static uint32_t rfi_special_collect(rf_tokenizer *t, int32_t *ids, uint64_t *n_bytes) {
+/* Build the automaton that finds special tokens in text (Aho and Corasick, 1975). */
+static rf_result rfi_tok_open_special(rf_tokenizer *t, rf_error *err) {
+    const uint32_t types = 1u << RFI_TOKEN_CONTROL | 1u << RFI_TOKEN_UNKNOWN | 1u << RFI_TOKEN_USER;
     const int phi3 = rfi_tok_is_phi3(t->g);
-    uint32_t n = 0;
-    *n_bytes = 0;
-    for (uint32_t i = 0; i < t->n_vocab; i++) {
-        const uint32_t type = rfi_token_type(t, i);
+    t->special.is_backward = 1;
+    const rf_result r = rfi_tree_build(t, &t->special, types, RFI_SPECIAL_MAX_BYTES, err);
+    for (uint32_t i = 0; r == RF_OK && i < t->n_vocab; i++) {
         const rf_string s = t->text[i];
-        if (type != RFI_TOKEN_CONTROL && type != RFI_TOKEN_UNKNOWN && type != RFI_TOKEN_USER) continue;
-        if (s.len == 0 || s.len > RFI_SPECIAL_MAX_BYTES) continue;
+        if (!(types >> rfi_token_type(t, i) & 1)) continue;
         if (rfi_tok_is_marker(s)) t->attr[i] |= RFI_TOKEN_MARKER;
         if (phi3 && !rfi_str_equal(s, "<unk>") && !rfi_str_equal(s, "<s>") && !rfi_str_equal(s, "<|endoftext|>"))
             t->attr[i] |= RFI_TOKEN_STRIP;
-        if (ids) ids[n] = (int32_t)i;
-        n++;
-        *n_bytes += s.len;
     }
-    return n;
-}
-
-/* What tokens that share their last `depth` bytes are sorted by: 0 for one that has no more, or 1 + the byte before. */
-static uint32_t rfi_special_key(const rf_tokenizer *t, int32_t id, uint32_t depth) {
-    const rf_string s = t->text[id];
-    return s.len == depth ? 0 : 1u + (unsigned char)s.data[s.len - 1 - depth];
-}
-
-/* Sort n tokens by that key; equal ones keep their order. `scratch` has room for n. */
-static void rfi_special_sort(const rf_tokenizer *t, int32_t *ids, uint32_t n, uint32_t depth, int32_t *scratch) {
-    uint32_t from[258] = {0}, last = 0, is_sorted = 1;
-    for (uint32_t i = 0; i < n; i++) {
-        const uint32_t key = rfi_special_key(t, ids[i], depth);
-        is_sorted &= key >= last;
-        last = key;
-    }
-    if (is_sorted) return; /* mostly: they are one, or share the byte */
-    for (uint32_t i = 0; i < n; i++) from[1 + rfi_special_key(t, ids[i], depth)]++;
-    for (uint32_t k = 1; k < 258; k++) from[k] += from[k - 1];
-    memcpy(scratch, ids, n * sizeof *ids);
-    for (uint32_t i = 0; i < n; i++) ids[from[rfi_special_key(t, scratch[i], depth)]++] = scratch[i];
-}
-
-/* Add the children of node v, whose tokens are ids[any .. user - 1] until rfi_special_link: breadth first, so that
- * children are neighbours. Of tokens with equal texts a user-defined one counts, else the smallest id. */
-static void rfi_special_expand(rf_tokenizer *t, uint32_t v, uint32_t *n_nodes, int32_t *ids, int32_t *scratch) {
-    rfi_special *node = &t->special[v];
-    const uint32_t depth = node->n_bytes, end = node->user;
-    uint32_t at = node->any;
-    rfi_special_sort(t, ids + at, end - at, depth, scratch);
-    node->first = *n_nodes;
-    for (int32_t best = -1; at < end && t->text[ids[at]].len == depth; at++) {
-        const int is_user = rfi_token_type(t, (uint32_t)ids[at]) == RFI_TOKEN_USER;
-        if (best < 0 || (is_user && rfi_token_type(t, (uint32_t)best) != RFI_TOKEN_USER)) node->id = best = ids[at];
-    }
-    while (at < end) {
-        const uint32_t from = at, key = rfi_special_key(t, ids[at], depth);
-        while (at < end && rfi_special_key(t, ids[at], depth) == key) at++;
-        t->special[(*n_nodes)++] = (rfi_special){0, v, from, at, -1, (uint16_t)(depth + 1), (uint8_t)(key - 1)};
-    }
-}
-
-/* The node of a byte and text v after it, or 0: v is not the empty text. */
-static uint32_t rfi_special_child(const rf_tokenizer *t, uint32_t v, uint8_t byte) {
-    uint32_t lo = t->special[v].first, hi = t->special[v + 1].first;
-    while (hi - lo > 1) {
-        const uint32_t mid = lo + (hi - lo) / 2;
-        if (t->special[mid].byte <= byte) lo = mid;
-        else hi = mid;
-    }
-    return lo < hi && t->special[lo].byte == byte ? lo : 0;
-}
-
-/* The node after one more byte, which stands before what v stands for: of the longest prefix of both that has one. */
-static uint32_t rfi_special_step(const rf_tokenizer *t, uint32_t v, uint8_t byte) {
-    for (; v; v = t->special[v].prefix) {
-        const uint32_t child = rfi_special_child(t, v, byte);
-        if (child) return child;
-    }
-    return t->special_root[byte];
-}
-
-/* Link every node to its prefixes: shorter texts come first. */
-static void rfi_special_link(rf_tokenizer *t, uint32_t n_nodes) {
-    for (uint32_t v = 0; v < n_nodes; v++) {
-        rfi_special *node = &t->special[v];
-        const uint32_t parent = node->prefix; /* as rfi_special_expand left it */
-        if (node->n_bytes == 1) t->special_root[node->byte] = v;
-        node->prefix = node->n_bytes < 2 ? 0 : rfi_special_step(t, t->special[parent].prefix, node->byte);
+    for (uint32_t v = 0; r == RF_OK && v < t->special.n_nodes; v++) { /* link prefixes: shorter texts come first */
+        rfi_tree_node *node = &t->special.nodes[v];
+        const uint32_t parent = node->prefix; /* as rfi_tree_expand left it */
+        node->prefix = node->n_bytes < 2 ? 0 : rfi_special_step(t, t->special.nodes[parent].prefix, node->byte);
         const int is_user = node->id >= 0 && rfi_token_type(t, (uint32_t)node->id) == RFI_TOKEN_USER;
-        node->any = node->id >= 0 ? v : v ? t->special[node->prefix].any : 0;
-        node->user = is_user ? v : v ? t->special[node->prefix].user : 0;
+        node->any = node->id >= 0 ? v : v ? t->special.nodes[node->prefix].any : 0;
+        node->user = is_user ? v : v ? t->special.nodes[node->prefix].user : 0;
     }
-}
-
-/* Build the automaton that finds special tokens in text (Aho and Corasick, 1975). It has at most as many nodes as they
- * have bytes: 24 bytes of memory each. */
-static rf_result rfi_tok_open_special(rf_tokenizer *t, rf_error *err) {
-    uint64_t n_bytes;
-    uint32_t n = rfi_special_collect(t, NULL, &n_bytes), n_nodes = 1;
-    if (n == 0) return RF_OK;
-    if (n_bytes >= INT32_MAX)
-        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "%s: control and user-defined tokens have %llu bytes, want less "
-                        "than 2^31", rfi_gguf_path(t->g), RFI_LLU(n_bytes));
-    int32_t *ids = (int32_t *)rfi_alloc(&t->allocator, 2 * (uint64_t)n, sizeof *ids, "special tokens", err);
-    t->special = (rfi_special *)rfi_alloc(&t->allocator, n_bytes + 2, sizeof *t->special, "special tokens", err);
-    if (ids && t->special) {
-        rfi_special_collect(t, ids, &n_bytes);
-        t->special[0] = (rfi_special){.user = n, .id = -1};
-        for (uint32_t v = 0; v < n_nodes; v++) rfi_special_expand(t, v, &n_nodes, ids, ids + n);
-        t->special[n_nodes].first = n_nodes;
-        rfi_special_link(t, n_nodes);
-    }
-    rfi_free(&t->allocator, ids);
-    return ids && t->special ? RF_OK : RF_ERR_MEMORY;
+    return r;
 }
 
 /* Index the texts of plain tokens. Control, unknown and byte tokens are none: plain text cannot become them. Of equal
@@ -16855,6 +16885,42 @@ static rf_result rfi_tok_open_texts(rf_tokenizer *t, rf_error *err) {
         if (s.len > t->plain_max_bytes) t->plain_max_bytes = (uint32_t)s.len;
     }
     return RF_OK;
+}
+
+enum { RFI_SEARCH_MAX_BYTES = 256 }; /* WPM, UGM: longer tokens are not searched: they could make text slow */
+
+/* UGM: read the table of replacements (a uint32 with the bytes of the double array, that, and their texts), and what
+ * an unknown character scores. */
+static rf_result rfi_tok_open_ugm(rf_tokenizer *t, rfi_key_reader *k) {
+    float least = FLT_MAX;
+    for (uint32_t i = 0; i < t->n_vocab; i++) {
+        const float score = t->scores ? rfi_load_f32(t->scores + 4 * (size_t)i) : 0.0f;
+        if (rfi_token_type(t, i) == RFI_TOKEN_NORMAL && score < least) least = score;
+    }
+    t->unknown_score = least - 10.0f;
+    if (t->unknown < 0) rfi_key_read(k, RFI_TOK "unknown_token_id", 1);
+    if (k->result == RF_OK && rfi_key_read(k, RFI_TOK "precompiled_charsmap", 0)) {
+        const rf_kv kv = k->kv;
+        const char *data = (const char *)kv.data;
+        const int is_bytes = kv.type == RF_KV_ARRAY && (kv.element_type == RF_KV_I8 || kv.element_type == RF_KV_U8);
+        const uint64_t n = is_bytes ? kv.count : 0, n_array = n > 4 ? rfi_load_u32(data) : 0;
+        if (n < 6 || n_array >= n - 4 || data[n - 1] != 0) {
+            rfi_key_fail(k, RF_ERR_FORMAT, "want a double array with its size, and texts that end with 0");
+            return k->result;
+        }
+        t->charsmap = data + 4;
+        t->n_charsmap = (uint32_t)n_array / 4;
+        t->replacements = (rf_string){data + 4 + n_array, n - 4 - n_array};
+        for (uint64_t i = 0, len = 0; i < t->replacements.len; i++) {
+            len = t->replacements.data[i] ? len + 1 : 0;
+            if (len <= RFI_SEARCH_MAX_BYTES) continue;
+            rfi_key_fail(k, RF_ERR_FORMAT, "want replacements of at most %d bytes", RFI_SEARCH_MAX_BYTES);
+            break;
+        }
+    }
+    if (k->result != RF_OK) return k->result;
+    return rfi_tree_build(t, &t->plain, 1u << RFI_TOKEN_NORMAL | 1u << RFI_TOKEN_USER | 1u << RFI_TOKEN_UNUSED,
+                          RFI_SEARCH_MAX_BYTES, k->err);
 }
 
 static int rfi_tok_is_raw(const rf_tokenizer *t) { return t->pre && t->pre->flags & RFI_PRE_RAW; }
@@ -16975,6 +17041,7 @@ ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokeni
     if (k.result == RF_OK) k.result = rfi_tok_open_texts(t, err);
     if (k.result == RF_OK) rfi_tok_find_bytes(t);
     if (t->pre) rfi_tok_open_merges(t, &k);
+    if (t->is_ugm && k.result == RF_OK) k.result = rfi_tok_open_ugm(t, &k);
     if (!t->pre && k.result == RF_OK) t->is_apart = rfi_tok_is_apart(t);
     if (k.result != RF_OK) rf_tokenizer_close(t, NULL);
     else *out = t;
@@ -16992,7 +17059,8 @@ ROCMFORGE_API rf_result rf_tokenizer_close(rf_tokenizer *t, rf_error *err) {
     rfi_free(&a, t->texts);
     rfi_free(&a, t->hash);
     rfi_free(&a, t->merges);
-    rfi_free(&a, t->special);
+    rfi_free(&a, t->special.nodes);
+    rfi_free(&a, t->plain.nodes);
     rfi_gguf_drop(t->g);
     rfi_free(&a, t);
     return RF_OK;
@@ -17276,8 +17344,6 @@ static rf_result rfi_spm_text(rfi_tokenizing *w, const unsigned char *text, uint
 
 /* ---- WPM ---- */
 
-enum { RFI_WPM_TOKEN_MAX = 256 }; /* bytes: longer tokens are not searched, or a vocabulary could make text slow */
-
 /* Ideographs: each is a word. Source: BERT's tokenizer in Hugging Face's tokenizers. */
 static int rfi_wpm_is_word(uint32_t cp) {
     static const uint32_t ranges[][2] = {{0x3400, 0x4dbf},   {0x4e00, 0x9fff},   {0xf900, 0xfaff},   {0x20000, 0x2a6df},
@@ -17290,7 +17356,7 @@ static int rfi_wpm_is_word(uint32_t cp) {
 
 /* The word in w->word begins with U+2581. Take the longest token that fits until the end; if none fits: unknown. */
 static rf_result rfi_wpm_word(rfi_tokenizing *w, uint64_t n) {
-    uint32_t before = w->count, longest = (uint32_t)rfi_min_u64(w->t->plain_max_bytes, RFI_WPM_TOKEN_MAX);
+    uint32_t before = w->count, longest = (uint32_t)rfi_min_u64(w->t->plain_max_bytes, RFI_SEARCH_MAX_BYTES);
     int32_t id = 0;
     rf_result r = rfi_step_on(w);
     if (n <= 3) return r;
@@ -17329,6 +17395,213 @@ static rf_result rfi_wpm_text(rfi_tokenizing *w, const unsigned char *text, uint
         if (is_word && r == RF_OK) r = rfi_wpm_word(w, n), n = 3;
     }
     return r == RF_OK ? rfi_wpm_word(w, n) : r;
+}
+
+/* ---- UGM ----
+ * Normalized text comes byte by byte, each space as U+2581, and is read a character at a time. For each position
+ * between characters the best way to reach it is kept: the token that ends there, of the highest sum of scores. When
+ * many positions wait, those ways are followed back to where they were one: what is before it is settled. */
+
+enum { RFI_WINDOW = 512, RFI_UNKNOWN = INT32_MAX, RFI_KEY_MAX_BYTES = 64 }; /* a longer text is not replaced at once */
+
+typedef struct rfi_ugm {
+    rfi_tokenizing *w;
+    const unsigned char *text;        /* to normalize */
+    uint32_t n_bytes, at;
+    rf_string piece;                  /* normalized, not read yet */
+    int in_word, has_prefix;          /* the last character was no space; a U+2581 was added */
+    uint64_t pos, n_read;             /* bytes of normalized text: where the search is, how far it is known */
+    unsigned char bytes[RFI_WINDOW];  /* from pos to n_read, by position modulo the window */
+    double score[RFI_WINDOW];         /* of positions from `last` on, likewise; -DBL_MAX: not reached */
+    int32_t *back;                    /* [capacity] token that ends at a position, RFI_UNKNOWN; [0]: at `base` */
+    uint64_t capacity, base, last;    /* positions in characters: what is given out, where the search is */
+    int was_unknown;
+} rfi_ugm;
+
+/* Unit i of the double array. Source of its layout: Darts-clone, which SentencePiece compiles these tables with. */
+static rf_result rfi_charsmap_unit(const rfi_ugm *u, uint32_t i, uint32_t *unit) {
+    const rf_tokenizer *t = u->w->t;
+    if (i >= t->n_charsmap)
+        return rfi_fail(u->w->err, RF_ERR_FORMAT, i, "%s: " RFI_TOK "precompiled_charsmap leads to unit %u of %u",
+                        rfi_gguf_path(t->g), i, t->n_charsmap);
+    *unit = rfi_load_u32(t->charsmap + 4 * (size_t)i);
+    return RF_OK;
+}
+
+/* Distance from a unit to its children. */
+static uint32_t rfi_charsmap_base(uint32_t unit) { return unit >> 10 << ((unit & 512) >> 6); }
+
+/* Normalize the next characters: the longest text that the table replaces, or one character as it is. */
+static rf_result rfi_ugm_normalize(rfi_ugm *u) {
+    const rf_tokenizer *t = u->w->t;
+    const unsigned char *p = u->text + u->at;
+    const uint32_t n = u->n_bytes - u->at, most = n < RFI_KEY_MAX_BYTES ? n : RFI_KEY_MAX_BYTES;
+    uint32_t i = 0, unit = 0, value = 0, n_matched = 0;
+    rf_result r = t->charsmap ? rfi_charsmap_unit(u, 0, &unit) : RF_OK;
+    i = rfi_charsmap_base(unit);
+    for (uint32_t k = 0; t->charsmap && k < most && p[k] && r == RF_OK; k++) {
+        i ^= p[k];
+        r = rfi_charsmap_unit(u, i, &unit);
+        if (r != RF_OK || (unit & 0x800000ff) != p[k]) break;
+        const int has_value = (unit & 256) != 0;
+        i ^= rfi_charsmap_base(unit);
+        if (!has_value) continue;
+        r = rfi_charsmap_unit(u, i, &unit);
+        value = unit & 0x7fffffff;
+        n_matched = k + 1;
+    }
+    if (r != RF_OK) return r;
+    if (n_matched && value >= t->replacements.len)
+        return rfi_fail(u->w->err, RF_ERR_FORMAT, value, "%s: " RFI_TOK "precompiled_charsmap leads to byte %u of %llu",
+                        rfi_gguf_path(t->g), value, RFI_LLU(t->replacements.len));
+    const rfi_char c = rfi_utf8(p, n);
+    if (n_matched) u->piece = rf_string_of(t->replacements.data + value);
+    else if (c.is_bad) u->piece = rf_string_of("\xef\xbf\xbd");
+    else u->piece = (rf_string){(const char *)p, c.n_bytes};
+    u->at += n_matched ? n_matched : c.n_bytes;
+    return RF_OK;
+}
+
+static void rfi_ugm_put(rfi_ugm *u, const char *bytes, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) u->bytes[u->n_read++ % RFI_WINDOW] = (unsigned char)bytes[i];
+}
+
+/* Know the normalized text as far as a token can reach, or all of it. */
+static rf_result rfi_ugm_fill(rfi_ugm *u) {
+    const rf_tokenizer *t = u->w->t;
+    rf_result r = RF_OK;
+    while (r == RF_OK && u->n_read - u->pos < RFI_SEARCH_MAX_BYTES + 4 && (u->piece.len || u->at < u->n_bytes)) {
+        r = rfi_step_on(u->w);
+        if (r == RF_OK && u->piece.len == 0) r = rfi_ugm_normalize(u);
+        if (r != RF_OK || u->piece.len == 0) continue;
+        const char c = *u->piece.data;
+        u->piece.data++, u->piece.len--;
+        const int adds_space = c == ' ' ? !t->merge_spaces
+                                        : !u->in_word && (t->merge_spaces || (t->add_space && !u->has_prefix));
+        if (adds_space) rfi_ugm_put(u, rfi_spm_space, 3);
+        if (c != ' ') rfi_ugm_put(u, &c, 1);
+        u->has_prefix |= adds_space && c != ' ';
+        u->in_word = c != ' ';
+    }
+    return r;
+}
+
+/* How many characters a token has. */
+static uint32_t rfi_ugm_chars(const rf_tokenizer *t, int32_t id) {
+    uint32_t n = 0;
+    if (id == RFI_UNKNOWN) return 1;
+    for (uint64_t at = 0; at < t->text[id].len; n++) at += rfi_spm_char((unsigned char)t->text[id].data[at]);
+    return n;
+}
+
+/* Give out the tokens on the way from `base` to a position; of unknown ones side by side the first. */
+static void rfi_ugm_settle(rfi_ugm *u, uint64_t to) {
+    const rf_tokenizer *t = u->w->t;
+    const uint64_t n = to - u->base;
+    int32_t id = u->back[n];
+    for (uint64_t at = n; at > 0;) { /* turn the way round: where a token starts, put its id */
+        at -= rfi_ugm_chars(t, id);
+        const int32_t before = u->back[at];
+        u->back[at] = id;
+        id = before;
+    }
+    for (uint64_t at = 0; at < n; at += rfi_ugm_chars(t, id)) {
+        id = u->back[at];
+        if (id != RFI_UNKNOWN) rfi_put_id(u->w, id);
+        else if (!u->was_unknown) rfi_put_id(u->w, t->unknown);
+        u->was_unknown = id == RFI_UNKNOWN;
+    }
+    u->base = to;
+}
+
+/* Settle what can be: follow the ways to all positions that were reached and may be passed back to where they meet.
+ * The last position first; one on a way is marked: it has ~ of its token. */
+static void rfi_ugm_meet(rfi_ugm *u) {
+    const uint64_t end = u->last + RFI_SEARCH_MAX_BYTES;
+    uint64_t n_ways = 0, q = end - 1;
+    for (uint64_t i = u->last; i < end; i++) {
+        if (u->score[i % RFI_WINDOW] == -DBL_MAX) continue;
+        u->back[i - u->base] = ~u->back[i - u->base];
+        n_ways++;
+    }
+    for (; n_ways > 0; q--) {
+        int32_t *way = &u->back[q - u->base];
+        if (*way >= 0) continue;
+        *way = ~*way;
+        if (n_ways == 1) break;
+        way -= rfi_ugm_chars(u->w->t, *way);
+        if (*way < 0) n_ways--;
+        else *way = ~*way;
+    }
+    const uint64_t n_kept = end - q;
+    const int32_t *kept = u->back + (q - u->base);
+    rfi_ugm_settle(u, q);
+    memmove(u->back, kept, n_kept * sizeof *kept);
+}
+
+/* Have room in back[] for all positions that a token may end at. Twice as much where few can be settled. */
+static rf_result rfi_ugm_room(rfi_ugm *u) {
+    const rf_allocator *a = &u->w->t->allocator;
+    const uint64_t n = u->last + RFI_SEARCH_MAX_BYTES + 1 - u->base, base = u->base;
+    if (n <= u->capacity) return RF_OK;
+    rfi_ugm_meet(u);
+    if (u->base - base > u->capacity / 2) return RF_OK;
+    int32_t *bigger = (int32_t *)rfi_alloc(a, 2 * u->capacity, sizeof *bigger, "ways through a text", u->w->err);
+    if (!bigger) return RF_ERR_MEMORY;
+    memcpy(bigger, u->back, u->capacity * sizeof *bigger);
+    rfi_free(a, u->back);
+    u->back = bigger;
+    u->capacity *= 2;
+    return RF_OK;
+}
+
+/* Reach what tokens reach from the position of the search, and move it by a character. */
+static rf_result rfi_ugm_char(rfi_ugm *u) {
+    const rf_tokenizer *t = u->w->t;
+    const rf_result r = rfi_ugm_room(u);
+    if (r != RF_OK) return r;
+    const double here = u->score[u->last % RFI_WINDOW];
+    uint32_t v = 0, n_chars = 0, end = 0, found = 0;
+    u->score[(u->last + RFI_SEARCH_MAX_BYTES) % RFI_WINDOW] = -DBL_MAX;
+    for (uint32_t i = 0; i < RFI_SEARCH_MAX_BYTES && u->pos + i < u->n_read; i++) {
+        const uint8_t byte = u->bytes[(u->pos + i) % RFI_WINDOW];
+        if (i == end) n_chars++, end += rfi_spm_char(byte);
+        v = rfi_tree_child(&t->plain, v, byte);
+        if (v == 0) break;
+        const int32_t id = t->plain.nodes[v].id;
+        if (id < 0 || (i + 1 < end && u->pos + i + 1 < u->n_read) || rfi_is_marker(u->w, id)) continue;
+        const int is_user = rfi_token_type(t, (uint32_t)id) == RFI_TOKEN_USER;
+        const double sum = here + (is_user || !t->scores ? 0.0f : rfi_load_f32(t->scores + 4 * (size_t)id));
+        const uint64_t to = u->last + n_chars;
+        found |= n_chars == 1;
+        if (!(sum > u->score[to % RFI_WINDOW])) continue;
+        u->score[to % RFI_WINDOW] = sum;
+        u->back[to - u->base] = id;
+    }
+    double *next = &u->score[(u->last + 1) % RFI_WINDOW];
+    const double unknown = here + t->unknown_score;
+    if (*next == -DBL_MAX || (!found && unknown > *next)) { /* not reached: also where scores are no numbers */
+        *next = unknown;
+        u->back[u->last + 1 - u->base] = RFI_UNKNOWN;
+    }
+    u->pos += rfi_min_u64(rfi_spm_char(u->bytes[u->pos % RFI_WINDOW]), u->n_read - u->pos);
+    u->last++;
+    return RF_OK;
+}
+
+static rf_result rfi_ugm_text(rfi_tokenizing *w, const unsigned char *text, uint32_t n_bytes) {
+    rfi_ugm u = {.w = w, .text = text, .n_bytes = n_bytes, .capacity = 1000};
+    u.back = (int32_t *)rfi_alloc(&w->t->allocator, u.capacity, sizeof *u.back, "ways through a text", w->err);
+    if (!u.back) return RF_ERR_MEMORY;
+    for (uint32_t i = 1; i < RFI_WINDOW; i++) u.score[i] = -DBL_MAX;
+    rf_result r = rfi_ugm_fill(&u);
+    while (r == RF_OK && u.pos < u.n_read) {
+        r = rfi_ugm_char(&u);
+        if (r == RF_OK) r = rfi_ugm_fill(&u);
+    }
+    if (r == RF_OK) rfi_ugm_settle(&u, u.last);
+    rfi_free(&w->t->allocator, u.back);
+    return r;
 }
 
 /* ---- BPE: cutting text into words ----
@@ -17865,10 +18138,11 @@ static uint64_t rfi_markers_bytes(const rf_tokenizer *t) { return (uint64_t)t->n
 
 static void rfi_markers_add(const rf_tokenizer *t, rf_string text, uint8_t *markers) {
     uint32_t v = 0;
-    for (uint64_t at = t->special ? text.len : 0; at-- > 0;) {
+    for (uint64_t at = t->special.nodes ? text.len : 0; at-- > 0;) {
         v = rfi_special_step(t, v, (uint8_t)text.data[at]);
-        for (uint32_t u = t->special[v].any; u; u = t->special[t->special[u].prefix].any) {
-            const int32_t id = t->special[u].id;
+        const rfi_tree_node *nodes = t->special.nodes;
+        for (uint32_t u = nodes[v].any; u; u = nodes[nodes[u].prefix].any) {
+            const int32_t id = nodes[u].id;
             if (markers[id / 8] >> id % 8 & 1) break; /* so are those it begins with */
             markers[id / 8] = (uint8_t)(markers[id / 8] | 1 << id % 8);
         }
@@ -17878,7 +18152,7 @@ static void rfi_markers_add(const rf_tokenizer *t, rf_string text, uint8_t *mark
 /* The longest special token of at most limit bytes that begins where v is reached, as its node, or 0. `all`: control
  * and unknown tokens and markers too. */
 static uint32_t rfi_special_longest(const rfi_tokenizing *w, uint32_t v, uint32_t limit, int all) {
-    const rfi_special *nodes = w->t->special;
+    const rfi_tree_node *nodes = w->t->special.nodes;
     while ((v = all ? nodes[v].any : nodes[v].user) != 0) {
         if (nodes[v].n_bytes <= limit && (all || !rfi_is_marker(w, nodes[v].id))) break;
         v = nodes[v].prefix;
@@ -17900,7 +18174,7 @@ static uint32_t rfi_borders_before(const rfi_tokenizing *w, size_t pos) {
 
 /* Tokens wait in a heap, by their first bytes: the longest first, of equals the leftmost. */
 static uint64_t rfi_special_item(const rf_tokenizer *t, uint32_t v, uint32_t pos) {
-    return (uint64_t)(UINT16_MAX - t->special[v].n_bytes) << 32 | pos;
+    return (uint64_t)(UINT16_MAX - t->special.nodes[v].n_bytes) << 32 | pos;
 }
 
 /* Put heap[i] where it belongs among those below it. */
@@ -17944,7 +18218,7 @@ static rf_result rfi_special_choose(rfi_tokenizing *w, rf_string text, int all, 
     for (uint32_t i = n_heap / 2; i-- > 0;) rfi_special_sink(heap, n_heap, i);
     while (n_heap > 0 && (r = rfi_step_on(w)) == RF_OK) {
         const uint32_t pos = (uint32_t)heap[0];
-        const rfi_special *node = mark[pos] > 0 ? &t->special[mark[pos]] : NULL; /* NULL: this byte is taken */
+        const rfi_tree_node *node = mark[pos] > 0 ? &t->special.nodes[mark[pos]] : NULL; /* NULL: this byte is taken */
         uint32_t room = 0, v = 0;
         while (node && room < node->n_bytes && mark[pos + room] >= 0) room++;
         const int fits = node && room == node->n_bytes;
@@ -17970,7 +18244,7 @@ static rf_result rfi_special_find(rfi_tokenizing *w, rf_string text, int all, in
     const rf_allocator *a = &w->t->allocator;
     uint32_t n = 0;
     *marks = NULL;
-    if (!w->t->special) return RF_OK;
+    if (!w->t->special.nodes) return RF_OK;
     rf_result r = rfi_special_scan(w, text, all, NULL, NULL, &n);
     if (r != RF_OK || n == 0) return r;
     *marks = (int32_t *)rfi_alloc(a, text.len, sizeof **marks, "special tokens of a text", w->err);
@@ -17987,6 +18261,7 @@ static rf_result rfi_special_find(rfi_tokenizing *w, rf_string text, int all, in
 static rf_result rfi_plain_text(rfi_tokenizing *w, const unsigned char *text, uint32_t n) {
     rf_result r = RF_OK;
     if (w->t->is_wpm) return rfi_wpm_text(w, text, n);
+    if (w->t->is_ugm) return rfi_ugm_text(w, text, n);
     if (!w->t->pre) return rfi_spm_text(w, text, n, w->t->add_space);
     rfi_cutter cutter = rfi_cut(w, w->t->pre, text, n);
     for (uint32_t pos = 0; pos < n && r == RF_OK;) {
@@ -25003,6 +25278,7 @@ ROCMFORGE_API rf_result rf_model_get_chat_template(rf_model *m, const rf_chat_te
  *            RF_POOL_DEFAULT, RF_POOL_RANK; the numbers of rf_pooling are those of GGUF. rf_model_info.is_encoder, ...
  *          Samplers: rf_sampler_desc.logits_fn and logprobs; XTC, DRY (rf_dry_breakers_find), mirostat; histories.
  *            rf_sampler.n_history -> n_accepted, 64 bits.
+ *          Unigram tokenizers (UGM).
  *          rf_tokenize_with: a text that is being tokenized can be cancelled. Messages become no marker of the
  *            template, whatever its type in the vocabulary.
  *          Chat templates are executed: rf_chat_template_open, rf_model_get_chat_template. rf_chat has the template,

@@ -77,7 +77,7 @@ static void open_small(opened *o, const small *s) {
     if (s->pre) mg_kv_str(&w, K "pre", s->pre);
     mg_kv_arr_str(&w, K "tokens", s->tokens, n);
     mg_kv_arr_i32(&w, K "token_type", types, n);
-    if (strcmp(s->model, "llama") == 0) mg_kv_arr_f32(&w, K "scores", s->scores, n);
+    if (strcmp(s->model, "llama") == 0 || strcmp(s->model, "t5") == 0) mg_kv_arr_f32(&w, K "scores", s->scores, n);
     else if (strcmp(s->model, "gpt2") == 0) mg_kv_arr_str(&w, K "merges", s->merges, n_merges);
     if (s->bos) mg_kv_u32(&w, K "bos_token_id", (uint32_t)s->bos);
     if (s->eos) mg_kv_u32(&w, K "eos_token_id", (uint32_t)s->eos);
@@ -401,6 +401,126 @@ static void test_wpm_by_hand(void) {
 }
 
 /* A word that is a token is taken whole by the llama-3 family only, and bos is its default. */
+/* ---- UGM ---- */
+
+/* A table that replaces "A" by "a", "AB" by "x y", a no-break space by a space and "D" by nothing. Node k has its children at
+ * 256 (k + 1) ^ byte, its value at byte 0. */
+static void put_charsmap(mg_buf *out) {
+    static const char texts[] = "a\0x y\0 \0";
+    static const struct { uint32_t node, byte, child; int value; } edges[] = {
+        {0, 'A', 1, 0}, {1, 'B', 2, 2}, {0, 0xc2, 3, -1}, {3, 0xa0, 4, 6}, {0, 'D', 5, 7}};
+    uint32_t units[2048] = {256u << 10};
+    for (size_t i = 0; i < RFI_COUNT(edges); i++) {
+        const uint32_t index = 256 * (edges[i].node + 1) ^ edges[i].byte, children = 256 * (edges[i].child + 1);
+        units[index] = (index ^ children) << 10 | edges[i].byte | (edges[i].value >= 0 ? 256u : 0u);
+        if (edges[i].value >= 0) units[children] = 0x80000000u | (uint32_t)edges[i].value;
+    }
+    const uint32_t n = sizeof units;
+    *out = (mg_buf){0};
+    mg_put(out, &n, 4);
+    mg_put(out, units, n);
+    mg_put(out, texts, sizeof texts - 1);
+}
+
+/* Scores, normalizing and unknown characters by hand; check_unigram.py compares with SentencePiece. */
+static void test_ugm_by_hand(void) {
+    static const struct { int adds_space, merges; const char *text, *want; } cases[] = {
+        {0, 0, "ab", "5"},           /* -3 is more than -1 and -2.5                                  */
+        {0, 0, "aab", "3 5"},        /* -4; "aa" and "b" have -6                                     */
+        {0, 0, "ba", "4 3"},
+        {0, 0, "a?b?!", "3 2 4 2"},  /* unknown ones side by side are one                            */
+        {0, 0, "aaaa", "3 3 3 3"},
+        {0, 0, "A", "3"},
+        {0, 0, "AB", "8 6 9"},       /* the longest text that is replaced: "x y"                     */
+        {0, 0, "AAB", "3 8 6 9"},
+        {0, 0, "D", ""},
+        {0, 0, "aDb", "5"},
+        {0, 0, "a\xc2\xa0\xc2" "a", "3 6 2 3"}, /* a space; a byte that is malformed is unknown      */
+        {0, 0, "  a", "6 7"},        /* spaces stay: "_" and "_a"                                    */
+        {0, 0, "a ", "3 6"},
+        {1, 0, "a a", "7 7"},        /* one is added                                                 */
+        {1, 0, " a", "6 7"},         /* also before a word after spaces, as llama.cpp does           */
+        {1, 0, " ", "6"},            /* but before no spaces alone                                   */
+        {1, 1, "  a   b ", "7 6 4"}, /* those at the start and end go, those in between become one   */
+        {0, 1, "a", "7"},            /* where they are merged each word has one                      */
+        {1, 1, "   ", ""},
+        {1, 1, "", ""},
+        {0, 0, "uu", "10"},          /* user-defined                                                 */
+        {1, 0, "auua", "7 10 7"},
+    };
+    mg_buf charsmap;
+    put_charsmap(&charsmap);
+    for (size_t i = 0; i < RFI_COUNT(cases); i++) {
+        static const char *const tokens[] = {"<pad>", "</s>", "<unk>", "a", "b", "ab", SP, SP "a", "x", "y", "uu", "aa"};
+        static const int32_t types[] = {3, 3, 2, 1, 1, 1, 1, 1, 1, 1, 4, 1};
+        static const float scores[] = {0, 0, 0, -1, -2.5f, -3, -1.5f, -2, -2, -2, -90, -3.5f};
+        mg_gguf w;
+        opened o;
+        mg_begin(&w, 3);
+        mg_kv_str(&w, K "model", "t5");
+        mg_kv_arr_str(&w, K "tokens", tokens, RFI_COUNT(tokens));
+        mg_kv_arr_i32(&w, K "token_type", types, RFI_COUNT(tokens));
+        mg_kv_arr_f32(&w, K "scores", scores, RFI_COUNT(tokens));
+        mg_kv_bool(&w, K "add_space_prefix", cases[i].adds_space);
+        mg_kv_bool(&w, K "remove_extra_whitespaces", cases[i].merges);
+        mg_kv_arr(&w, K "precompiled_charsmap", i % 2 ? MG_KV_I8 : MG_KV_U8, charsmap.data, charsmap.n, charsmap.n);
+        open_file(&o, &w, NULL);
+        CHECK(o.t, "%s", o.err.text);
+        char want[64];
+        EXPECT(o, cases[i].text, 0, cases[i].want);
+        snprintf(want, sizeof want, "%s%s1", cases[i].want, *cases[i].want ? " " : "");
+        EXPECT(o, cases[i].text, RF_TOKENIZE_ADD, want); /* T5's eos, no bos */
+        if (o.t) {
+            const rf_tokenizer_info info = rf_tokenizer_get_info(o.t);
+            CHECK(info.bos == -1 && info.eos == 1 && info.unknown == 2 && info.padding == 0 && strcmp(info.model, "t5") == 0 && !*info.pre,
+                  "%d %d", info.bos, info.eos);
+        }
+        close_file(&o);
+    }
+    mg_free(&charsmap);
+}
+
+/* A table that is cut, or leads outside itself, is refused, when it is read or when a text leads there. */
+static void test_charsmap_malformed(void) {
+    enum { AT_OPEN, AT_TEXT, NEVER };
+    static const struct { size_t at, n; uint32_t unit; size_t keep; int when; const char *text; } cases[] = {
+        {0, 4, 8192, 0, NEVER, "AB"},                     /* as it is                              */
+        {0, 4, 0xffffffff, 0, AT_OPEN, ""},               /* longer than the file                  */
+        {0, 4, 8200, 0, AT_OPEN, ""},
+        {0, 4, 0, 0, AT_TEXT, "a"},                       /* no unit                               */
+        {0, 0, 0, 3, AT_OPEN, ""}, {0, 0, 0, 4, AT_OPEN, ""}, {0, 0, 0, 8197, AT_OPEN, ""},
+        {4, 4, 0x7ffffc00, 0, AT_TEXT, "a"},              /* the root's children are far away      */
+        {4 + 4 * (256 ^ 'A'), 4, 0x7fffff00 | 'A', 0, AT_TEXT, "A"},
+        {4 + 4 * 512, 4, 0xffffffff, 0, AT_TEXT, "A"},    /* a text far away                       */
+        {4 + 4 * 512, 4, 0x80000008, 0, AT_TEXT, "A"},
+        {4 + 4 * 512, 4, 0x80000007, 0, NEVER, "A"},      /* the last one, which is empty          */
+    };
+    for (size_t i = 0; i < RFI_COUNT(cases); i++) {
+        mg_buf charsmap;
+        opened o;
+        put_charsmap(&charsmap);
+        memcpy(charsmap.data + cases[i].at, &cases[i].unit, cases[i].n);
+        if (cases[i].keep) charsmap.n = cases[i].keep;
+        static const char *const tokens[] = {"a", "b", "<unk>"};
+        mg_gguf w;
+        mg_begin(&w, 3);
+        mg_kv_str(&w, K "model", "t5");
+        mg_kv_arr_str(&w, K "tokens", tokens, 3);
+        mg_kv_arr(&w, K "precompiled_charsmap", MG_KV_I8, charsmap.data, charsmap.n, charsmap.n);
+        open_file(&o, &w, NULL);
+        CHECK(!o.t == (cases[i].when == AT_OPEN), "case %d: %s", (int)i, o.t ? "accepted" : o.err.text);
+        if (!o.t) CHECK(o.err.code == RF_ERR_FORMAT && strstr(o.err.text, "precompiled_charsmap"), "%s", o.err.text);
+        if (o.t) {
+            uint32_t n = 0;
+            const rf_result r = rf_tokenize(o.t, rf_string_of(cases[i].text), 0, NULL, 0, &n, &o.err);
+            CHECK((r == RF_ERR_FORMAT) == (cases[i].when == AT_TEXT), "case %d: %d %s", (int)i, r, o.err.text);
+            if (r == RF_ERR_FORMAT) CHECK(n == 0 && strstr(o.err.text, "precompiled_charsmap"), "%s", o.err.text);
+        }
+        close_file(&o);
+        mg_free(&charsmap);
+    }
+}
+
 static void test_whole_words(void) {
     small s = {"gpt2", "gpt-2", "nnnnnc", {"a", "b", "c", "bc", "abc", "<bos>"}, {"b c", NULL}, {0}, 5, 0, NULL};
     opened o;
@@ -726,7 +846,7 @@ static void test_malformed(void) {
         {0, "model", DROP, 0, NULL, gone, K "model"},
         {0, "model", U32, 0, NULL, bad, K "model"},
         {0, "model", STRS, 1, "llama", bad, "want a string"},
-        {0, "model", STR, 0, "t5", no, "'t5'"},
+        {0, "model", STR, 0, "rwkv", no, "'rwkv'"},
         {0, "model", STR, 0, "", no, "''"},
         {0, "model", STR, 0, "llama\n", no, "'llama\\x0a'"},
         {1, "pre", STR, 0, "nonesuch", no, "'nonesuch'"},
@@ -947,6 +1067,8 @@ static const small every_kind[] = {
     {"gpt2", "llama-bpe", "nnu", {"a", "aa", "uu"}, {"a a"}, {0}, 0, 0, NULL},
     {"gpt2", "gemma4", "nnnnu", {"a", "aa", SP, FFFD, "uu"}, {"a a"}, {0}, 0, 0, NULL},
     {"bert", NULL, "nnnx", {SP "a", "a", "aa", "[UNK]"}, {NULL}, {0}, 0, 0, NULL},
+    {"t5", NULL, "nnxnu", {"a", "aa", "<unk>", "aaa", "uu"}, {NULL}, {-1, -2, 0, -3}, 0, 0, NULL}, /* of equal sums */
+    {"t5", NULL, "nnxnnnn", {SP, SP SP, "<unk>", SP SP SP, "\xef\xbf\xbd", "!", "a" SP}, {NULL}, {-1, -2, 0, -3, -1, -1, -9}, 0, 0, NULL},
 };
 
 /* What rf_tokenize promises, for texts that need most: one word, malformed, of spaces, of special tokens. */
@@ -1348,6 +1470,8 @@ int main(int argc, char **argv) {
     RUN(test_bpe_by_hand);
     RUN(test_spm_by_hand);
     RUN(test_wpm_by_hand);
+    RUN(test_ugm_by_hand);
+    RUN(test_charsmap_malformed);
     RUN(test_whole_words);
     RUN(test_special_tokens);
     RUN(test_ends);
