@@ -23779,6 +23779,7 @@ ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, 
     if (out) *out = NULL;
     if (!s || !t || !out || queue_capacity == 0)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_open: want session, tokenizer, out, and a queue");
+    if (rfi_device_check(s->m->device, "rf_scheduler_open", err) != RF_OK) return RF_ERR_ARGUMENT;
     if (s->m->config.both_ways)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "rf_scheduler_open: %s attends both ways: it writes no text",
                         rfi_gguf_path(s->m->g));
@@ -25266,6 +25267,7 @@ ROCMFORGE_API rf_result rf_model_get_chat_template(rf_model *m, const rf_chat_te
     rfi_clear(err);
     if (out) *out = NULL;
     if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_model_get_chat_template: model or out is NULL");
+    if (rfi_device_check(m->device, "rf_model_get_chat_template", err) != RF_OK) return RF_ERR_ARGUMENT;
     rf_result r = rfi_cell_acquire(&m->template_cell, &m->store->cell_monitor, rfi_model_template_load, m, NULL, err);
     if (r != RF_OK) return r;
     rfi_cell_unpin(&m->template_cell, &m->store->cell_monitor); /* it is never evicted */

@@ -107,7 +107,7 @@ static void test_null_calls(void) {
         rf_session_eval(NULL, NULL, 0, NULL), rf_session_forward(NULL, NULL, 0, NULL, NULL), rf_session_get_logits(NULL, 0, NULL, NULL),
         rf_session_get_argmax(NULL, 0, NULL, NULL), rf_session_sync(NULL, 0, NULL, 0, NULL, NULL), rf_session_truncate(NULL, 0, 0, NULL, NULL),
         rf_session_copy(NULL, 0, 0, NULL), rf_session_keep(NULL, 0, NULL), rf_session_hidden(NULL, 0, 0, NULL, NULL),
-        rf_session_embed(NULL, NULL, 0, 0, NULL, NULL), rf_session_save(NULL, 0, NULL, NULL), rf_session_restore(NULL, 0, NULL, NULL),
+        rf_session_embed(NULL, NULL, NULL, NULL), rf_session_save(NULL, 0, NULL, NULL), rf_session_restore(NULL, 0, NULL, NULL),
         rf_tokenizer_open(NULL, NULL, NULL, NULL), rf_tokenize(NULL, (rf_string){0}, 0, NULL, 0, NULL, NULL),
         rf_detokenize(NULL, 0, 0, NULL, 0, NULL, NULL), rf_sampler_defaults(NULL, NULL, NULL), rf_sampler_init(NULL, NULL, NULL),
         rf_sampler_sample(NULL, NULL, 0, NULL, NULL), rf_sampler_sample(&sampler, &nan, 1, &id, NULL), rf_sampler_sample(&sampler, &nan, 0, &id, NULL),
@@ -252,6 +252,7 @@ static int child_uses(rig *r, rf_scheduler *sch, const float *want) {
     const rf_token_row row = {.token = 1, .pos = RF_POS_NEXT, .want_logits = 1};
     const uint32_t layer = 0;
     const rf_tokenizer *t;
+    const rf_chat_template *chat;
     rf_forecast forecast;
     rf_sampler sampler;
     rf_session *s;
@@ -261,11 +262,13 @@ static int child_uses(rig *r, rf_scheduler *sch, const float *want) {
     int32_t ids[8];
     uint32_t n;
     rf_sampler_init(&sampler, NULL, NULL);
+    const rf_embed_text text = {some_tokens, 1};
+    const rf_embed_desc embed = {.texts = &text, .n_texts = 1};
     const rf_request request = {.prompt = some_tokens, .n_prompt = 3, .sampler = &sampler};
     const rf_result refused[] = {
         rf_session_eval(r->s, &row, 1, &r->err), rf_session_forward(r->s, some_tokens, 1, NULL, NULL),
         rf_session_get_logits(r->s, 0, &logits, NULL), rf_session_hidden(r->s, 0, 1, hidden, NULL),
-        rf_session_embed(r->s, some_tokens, 1, RF_POOL_LAST, hidden, NULL), rf_session_sample(r->s, 0, &sampler, ids, NULL),
+        rf_session_embed(r->s, &embed, hidden, NULL), rf_session_sample(r->s, 0, &sampler, ids, NULL),
         rf_session_truncate(r->s, 0, 0, NULL, NULL), rf_session_sync(r->s, 0, some_tokens, 2, &n, NULL),
         rf_session_copy(r->s, 0, 0, NULL), rf_session_keep(r->s, 0, NULL), rf_session_save(r->s, 0, &io, NULL),
         rf_session_restore(r->s, 0, &io, NULL), rf_session_open(r->m, NULL, &s, NULL), rf_session_close(r->s, NULL),
@@ -273,6 +276,7 @@ static int child_uses(rig *r, rf_scheduler *sch, const float *want) {
         rf_scheduler_step(sch, NULL, NULL), rf_scheduler_close(sch, NULL), rf_model_forecast(r->m, NULL, &forecast, NULL),
         rf_model_load_tensor(r->m, "output_norm.weight", NULL), rf_model_preload_layers(r->m, &layer, 1, NULL),
         rf_model_preload_all(r->m, NULL), rf_model_clear_device_cache(r->m, NULL, NULL), rf_model_get_tokenizer(r->m, &t, NULL),
+        rf_model_get_chat_template(r->m, &chat, NULL),
         rf_model_open(r->g, r->d, NULL, &m, NULL), rf_model_close(r->m, NULL), rf_device_close(r->d, NULL)};
     for (size_t i = 0; i < RFI_COUNT(refused); i++)
         if (refused[i] != RF_ERR_ARGUMENT) return 10 + (int)i;
