@@ -105,7 +105,7 @@
  *    4 >>sync         once-cell, thread pool                11 >>null      the device that only checks
  *    5 >>gguf         the file format                       12 >>session   the forward pass
  *    6 >>quant        tensor types                          13 >>token >>json >>jinja >>template
- *    7 >>tensor >>loader >>stream >>experts >>budget >>store    13 >>sample >>scheduler >>answer
+ *    7 >>tensor >>loader >>stream >>experts >>budget >>store    13 >>sample >>scheduler >>answer >>generate
  *                                                           14 >>public    thin bodies
  *
  * Macros, all optional, defined before the include
@@ -24862,6 +24862,352 @@ ROCMFORGE_API int rf_answer_knows(const rf_answer *a, rf_string token) {
         if (strstr(f->open, text) || strstr(f->inner, text) || (f->close && strstr(f->close, text))) return 1;
     }
     return 0;
+}
+
+/* ==== 13h Generation =================================================================================== >>generate
+ * From a prompt or messages to text: tokenize, keep what the sequence holds, evaluate the rest, sample, give out text.
+ * What is held is compared with the new prompt by the bytes that tokens stand for, because a model need not write the
+ * tokens that its text would be cut into. */
+
+typedef struct rfi_generating {
+    rf_session *s;
+    const rf_generate_desc *d;
+    rf_generate_result *result;
+    rf_error *err;
+    const rf_tokenizer *t;
+    rf_allocator alloc;
+    rf_sampler *sampler;
+    rf_chat chat;
+    rf_chat_message *messages; /* of chat: without those dropped                          */
+    int32_t *fresh;            /* [n_ctx] the prompt's tokens                             */
+    int32_t *ids;              /* [2 * n_ctx] what the sequence is to hold                */
+    uint32_t n;                /* of ids                                                  */
+    uint32_t before;           /* tokens of the sequence before the answer                */
+    rf_answer *answer;         /* of a chat, or NULL                                      */
+    rf_detokenizer detokenizer;
+    char *text;                /* [n_text] of capacity: may become a stop text            */
+    uint64_t n_text, capacity;
+} rfi_generating;
+
+/* ---- the prompt ---- */
+
+/* One of two texts in tokens that are compared. */
+typedef struct rfi_token_text {
+    rf_detokenizer state;
+    const int32_t *ids;
+    uint32_t n, at;
+    char bytes[1024];
+} rfi_token_text;
+
+/* The bytes of the next token into text->bytes; 0 if there is none that could be compared. */
+static int rfi_token_text_next(rfi_token_text *text, size_t *n_bytes) {
+    if (text->at == text->n || text->ids[text->at] < 0) return 0; /* -1: a row of floats */
+    return rf_detokenize(&text->state, text->ids[text->at++], RF_DETOKENIZE_SPECIAL, text->bytes, sizeof text->bytes,
+                         n_bytes, NULL) == RF_OK;
+}
+
+/* How many of the tokens held, and of the new ones, stand for the same text: the longest such prefixes. A control token
+ * equals only itself: text never passes for one. */
+static void rfi_token_text_common(const rf_tokenizer *t, rfi_token_text text[2], uint32_t common[2]) {
+    const char *ahead = ""; /* bytes that one text has and the other has not yet */
+    size_t n_ahead = 0, n = 0;
+    int leader = 0;
+    for (;;) {
+        rfi_token_text *a = &text[!leader];
+        if (n_ahead == 0 && !text[0].state.n_held && !text[1].state.n_held) {
+            common[0] = text[0].at, common[1] = text[1].at;
+            if (text[0].at == text[0].n || text[1].at == text[1].n) return;
+            if (text[0].ids[text[0].at] == text[1].ids[text[1].at]) {
+                if (!rfi_token_text_next(&text[0], &n) || !rfi_token_text_next(&text[1], &n)) return;
+                continue;
+            }
+        }
+        const int32_t id = a->at < a->n ? a->ids[a->at] : -1;
+        if (id < 0 || rfi_token_type(t, (uint32_t)id) == RFI_TOKEN_CONTROL || !rfi_token_text_next(a, &n)) return;
+        if (n_ahead && memcmp(ahead, a->bytes, n < n_ahead ? n : n_ahead) != 0) return;
+        if (n > n_ahead) ahead = a->bytes + n_ahead, n_ahead = n - n_ahead, leader = !leader;
+        else ahead += n, n_ahead -= n;
+    }
+}
+
+/* Join what the sequence holds and the n_fresh new tokens in ids. */
+static void rfi_generate_join(rfi_generating *g, uint32_t n_fresh) {
+    const int32_t *held = g->s->tokens + (uint64_t)(uint32_t)g->d->seq * g->s->desc.n_ctx;
+    rfi_token_text text[2] = {{.state = {.tokenizer = g->t, .started = 1}, .ids = held, .n = g->s->lengths[g->d->seq]},
+                              {.state = {.tokenizer = g->t, .started = 1}, .ids = g->fresh, .n = n_fresh}};
+    uint32_t common[2] = {0, 0};
+    rfi_token_text_common(g->t, text, common);
+    memcpy(g->ids, held, common[0] * sizeof *held);
+    memcpy(g->ids + common[0], g->fresh + common[1], (n_fresh - common[1]) * sizeof *held);
+    g->n = common[0] + n_fresh - common[1];
+}
+
+/* Leave out the oldest turn: from the first message that is no system message up to the next user's. 0: it is the last
+ * one. */
+static int rfi_generate_drop(rfi_generating *g) {
+    rf_chat *c = &g->chat;
+    uint32_t first = 0, end, n;
+#define RFI_IS_ROLE(i, text) (g->messages[i].role && strcmp(g->messages[i].role, text) == 0)
+#define RFI_IS_SYSTEM(i) (RFI_IS_ROLE(i, "system") || RFI_IS_ROLE(i, "developer"))
+    while (first < c->n_messages && RFI_IS_SYSTEM(first)) first++;
+    for (end = first + 1; end < c->n_messages && !RFI_IS_ROLE(end, "user");) end++;
+    if (end >= c->n_messages) return 0;
+    for (n = first; first < c->n_messages; first++)
+        if (first >= end || RFI_IS_SYSTEM(first)) g->messages[n++] = g->messages[first];
+#undef RFI_IS_SYSTEM
+#undef RFI_IS_ROLE
+    g->result->n_dropped += c->n_messages - n;
+    c->n_messages = n;
+    return 1;
+}
+
+/* The prompt's tokens, joined with what the sequence holds. They must leave room for `extra` tokens; with drop_turns
+ * also for an answer: max_tokens, or a quarter of the context. */
+static rf_result rfi_generate_prompt(rfi_generating *g, uint32_t extra) {
+    const rf_generate_desc *d = g->d;
+    const uint32_t n_ctx = g->s->desc.n_ctx, quarter = n_ctx / 4;
+    const uint32_t room = d->max_tokens && d->max_tokens < quarter ? d->max_tokens : quarter;
+    const uint32_t flags = (d->prompt_special ? RF_TOKENIZE_SPECIAL : 0) | (d->append ? 0 : RF_TOKENIZE_ADD);
+    for (;;) {
+        uint32_t n = d->n_ids;
+        rf_result r = d->chat      ? rf_chat_tokenize(g->t, &g->chat, RF_TOKENIZE_ADD, g->fresh, n_ctx, &n, g->err)
+                      : d->n_ids == 0 ? rf_tokenize(g->t, d->prompt, flags, g->fresh, n_ctx, &n, g->err)
+                      : n > n_ctx     ? RF_ERR_CAPACITY
+                                      : RF_OK;
+        if (r != RF_OK && r != RF_ERR_CAPACITY) return r;
+        if (r == RF_OK && d->n_ids && n <= n_ctx) memcpy(g->ids, d->ids, n * sizeof *d->ids), g->n = n;
+        else if (r == RF_OK && d->append) memcpy(g->ids, g->fresh, n * sizeof *g->ids), g->n = n;
+        else if (r == RF_OK) rfi_generate_join(g, n);
+        else g->n = n;
+        const uint64_t used = (uint64_t)g->n + extra + (d->append ? g->s->lengths[d->seq] : 0);
+        if (r == RF_OK && used + (d->drop_turns && d->chat ? room : 0) <= n_ctx) break;
+        if (d->chat && d->drop_turns && rfi_generate_drop(g)) continue;
+        if (r == RF_OK && used <= n_ctx) break;
+        rfi_clear(g->err); /* of RF_ERR_CAPACITY */
+        return rfi_fail(g->err, RF_ERR_CONTEXT_FULL, 0, "rf_generate: %llu tokens, sequence %d has room for %u",
+                        RFI_LLU(used), d->seq, n_ctx);
+    }
+    rfi_clear(g->err);
+    return g->n ? RF_OK : rfi_fail(g->err, RF_ERR_ARGUMENT, 0, "rf_generate: the prompt has no tokens");
+}
+
+/* Append tokens to the sequence and keep the last one's logits. */
+static rf_result rfi_generate_eval(rfi_generating *g, const int32_t *ids, uint32_t n) {
+    rf_session *s = g->s;
+    rf_result r = RF_OK;
+    for (uint32_t at = 0; r == RF_OK && at < n;) {
+        const uint32_t part = (uint32_t)rfi_min_u64(s->desc.n_batch, n - at);
+        for (uint32_t i = 0; i < part; i++)
+            s->forward_rows[i] = (rf_token_row){.token = ids[at + i], .seq = g->d->seq, .pos = RF_POS_NEXT,
+                                                .want_logits = at + i + 1 == n};
+        r = rf_session_eval(s, s->forward_rows, part, g->err);
+        at += part;
+    }
+    return r;
+}
+
+/* Make the sequence hold ids: evaluate what it does not hold. */
+static rf_result rfi_generate_fill(rfi_generating *g, uint32_t *kept) {
+    rf_result r = rf_session_sync(g->s, g->d->seq, g->ids, g->n, kept, g->err);
+    return r == RF_OK ? rfi_generate_eval(g, g->ids + *kept, g->n - *kept) : r;
+}
+
+/* The context is full in the middle of the answer: leave out turns and go on with the answer's tokens and `token`. */
+static rf_result rfi_generate_shift(rfi_generating *g, int32_t token) {
+    rf_session *s = g->s;
+    const uint32_t made = s->lengths[g->d->seq] - g->before;
+    const uint32_t n_dropped = g->result->n_dropped;
+    uint32_t kept;
+    rf_result r = RF_ERR_CONTEXT_FULL;
+    if (g->d->chat && g->d->drop_turns && rfi_generate_drop(g)) r = rfi_generate_prompt(g, made + 1);
+    if (r != RF_OK) return g->result->n_dropped = n_dropped, r;
+    const int32_t *answer = s->tokens + (uint64_t)(uint32_t)g->d->seq * s->desc.n_ctx + g->before;
+    g->before = g->n;
+    memcpy(g->ids + g->n, answer, made * sizeof *answer);
+    g->ids[g->n + made] = token;
+    g->n += made + 1;
+    return rfi_generate_fill(g, &kept);
+}
+
+/* ---- the text ---- */
+
+/* Detokenize behind what text holds; it grows. */
+static rf_result rfi_generate_detokenize(rfi_generating *g, int32_t token, uint32_t flags) {
+    for (;;) {
+        size_t n = 0;
+        const size_t room = (size_t)(g->capacity - g->n_text);
+        rf_result r = rf_detokenize(&g->detokenizer, token, flags, g->text + g->n_text, room, &n, g->err);
+        if (r == RF_OK) g->n_text += n;
+        if (r != RF_ERR_CAPACITY) return r;
+        const uint64_t capacity = 2 * (g->n_text + n);
+        char *text = (char *)rfi_alloc(&g->alloc, capacity, 1, "generated text", g->err);
+        if (!text) return RF_ERR_MEMORY;
+        memcpy(text, g->text, (size_t)g->n_text);
+        rfi_free(&g->alloc, g->text);
+        g->text = text, g->capacity = capacity;
+    }
+}
+
+/* Give out the first n bytes of the text. */
+static rf_result rfi_generate_give(rfi_generating *g, uint64_t n) {
+    const rf_generate_desc *d = g->d;
+    const rf_piece piece = {RF_PIECE_ANSWER, {g->text, n}, {0}, {0}};
+    rf_result r = RF_OK;
+    if (n == 0) return r;
+    if (g->answer) r = rf_answer_feed(g->answer, piece.text, g->err);
+    else if (d->on_piece && d->on_piece(&piece, d->user)) r = RF_ERR_CANCELLED;
+    g->n_text -= n;
+    memmove(g->text, g->text + n, (size_t)g->n_text);
+    return r;
+}
+
+/* A token was chosen: give out its text as far as it cannot be the beginning of a stop text. *stop: one was found. */
+static rf_result rfi_generate_text(rfi_generating *g, int32_t token, int *stop) {
+    const rf_generate_desc *d = g->d;
+    const int is_marker = g->answer && rfi_token_type(g->t, (uint32_t)token) == RFI_TOKEN_CONTROL &&
+                          rf_answer_knows(g->answer, rf_token_get_text(g->t, token));
+    rf_result r = rfi_generate_detokenize(g, token, is_marker ? RF_DETOKENIZE_SPECIAL : 0);
+    if (r != RF_OK) return r;
+    uint64_t hold = g->n_text;
+    for (uint64_t at = 0; at < g->n_text; at++)
+        for (uint32_t k = 0; k < d->n_stop; k++) {
+            const int found = rfi_marker_at(g->text + at, g->n_text - at, d->stop[k]);
+            if (found == RFI_PART_OF_MARKER && at < hold) hold = at;
+            if (found != RFI_WHOLE_MARKER) continue;
+            *stop = 1;
+            g->result->stop_index = k;
+            g->n_text = at;
+            return RF_OK;
+        }
+    return rfi_generate_give(g, hold);
+}
+
+/* Give out what is held back. */
+static rf_result rfi_generate_flush(rfi_generating *g) {
+    rf_result r = RF_OK;
+    if (g->result->finish != RF_FINISH_STOP) r = rfi_generate_detokenize(g, -1, RF_DETOKENIZE_FINISH);
+    if (r == RF_OK) r = rfi_generate_give(g, g->n_text);
+    if (r == RF_OK && g->answer) r = rf_answer_finish(g->answer, g->err);
+    return r;
+}
+
+/* ---- the call ---- */
+
+/* Split the answer as the template writes it. The end of the prompt may have opened a thought; a prefill is fed without
+ * giving it out. */
+static rf_result rfi_generate_open_answer(rfi_generating *g) {
+    const rf_generate_desc *d = g->d;
+    const rf_chat_template *t = g->chat.chat_template;
+    const rf_string prefill = rf_string_of(g->chat.prefill);
+    const uint32_t tail = (uint32_t)rfi_min_u64(g->n, 40 + prefill.len);
+    rf_result r = RF_OK;
+    g->detokenizer = (rf_detokenizer){.tokenizer = g->t, .started = 1};
+    for (uint32_t i = g->n - tail; r == RF_OK && i < g->n; i++)
+        r = rfi_generate_detokenize(g, g->ids[i], RF_DETOKENIZE_SPECIAL);
+    rf_string prompt = {g->text, g->n_text};
+    const int ends = prefill.len && prompt.len >= prefill.len &&
+                     memcmp(prompt.data + prompt.len - prefill.len, prefill.data, (size_t)prefill.len) == 0;
+    if (ends) prompt.len -= prefill.len;
+    const rf_answer_desc desc = {
+        .chat_template = g->chat.tools && t->for_tools.body ? t->for_tools.source : t->source, .prompt = prompt,
+        .tools = rf_string_of(g->chat.tools), .user = d->user, .allocator = g->alloc};
+    if (r == RF_OK) r = rf_answer_open(&desc, &g->answer, g->err);
+    if (r == RF_OK && ends) r = rf_answer_feed(g->answer, prefill, g->err);
+    if (r == RF_OK) g->answer->desc.on_piece = d->on_piece;
+    g->n_text = 0;
+    return r;
+}
+
+static rf_result rfi_generate_begin(rfi_generating *g) {
+    const rf_generate_desc *d = g->d;
+    rf_generate_result *result = g->result;
+    const uint32_t n_ctx = g->s->desc.n_ctx;
+    g->capacity = 1024;
+    g->fresh = (int32_t *)rfi_alloc(&g->alloc, n_ctx, sizeof *g->fresh, "a prompt's tokens", g->err);
+    g->ids = (int32_t *)rfi_alloc(&g->alloc, n_ctx, 2 * sizeof *g->ids, "a prompt's tokens", g->err);
+    g->text = (char *)rfi_alloc(&g->alloc, g->capacity, 1, "generated text", g->err);
+    if (!g->fresh || !g->ids || !g->text) return RF_ERR_MEMORY;
+    rf_result r = rf_model_get_tokenizer(g->s->m, &g->t, g->err);
+    if (r == RF_OK && d->chat) {
+        g->chat = *d->chat;
+        const uint32_t n = g->chat.n_messages;
+        g->messages = (rf_chat_message *)rfi_alloc(&g->alloc, n, sizeof *g->messages, "messages", g->err);
+        if (!g->messages) return RF_ERR_MEMORY;
+        if (n && g->chat.messages) memcpy(g->messages, g->chat.messages, n * sizeof *g->messages);
+        if (g->chat.messages) g->chat.messages = g->messages;
+        g->chat.open_answer = 1;
+        if (!g->chat.chat_template) r = rf_model_get_chat_template(g->s->m, &g->chat.chat_template, g->err);
+    }
+    if (r == RF_OK) r = rfi_generate_prompt(g, 0);
+    if (r != RF_OK) return r;
+    result->n_prompt = g->n;
+    g->sampler->n_accepted = 0;
+    const uint32_t remembered = (uint32_t)rfi_min_u64(g->n, rfi_sampler_capacity(g->sampler));
+    for (uint32_t i = g->n - remembered; i < g->n; i++) rf_sampler_accept(g->sampler, g->ids[i]);
+    if (d->chat) r = rfi_generate_open_answer(g);
+    if (r != RF_OK) return r;
+    g->detokenizer = (rf_detokenizer){.tokenizer = g->t, .started = 1};
+    r = d->append ? rfi_generate_eval(g, g->ids, g->n) : rfi_generate_fill(g, &result->n_reused);
+    g->before = g->s->lengths[d->seq];
+    return r;
+}
+
+/* Sample until the end. RF_ERR_CANCELLED is a way to end, too. */
+static rf_result rfi_generate_run(rfi_generating *g) {
+    const rf_generate_desc *d = g->d;
+    rf_generate_result *result = g->result;
+    rf_result r = RF_OK;
+    int stop = 0;
+    while (r == RF_OK) {
+        int32_t token = -1;
+        r = rf_session_sample(g->s, 0, g->sampler, &token, g->err);
+        if (r != RF_OK) return r;
+        result->last_token = token;
+        result->n_generated++;
+        if (d->on_token && d->on_token(token, d->user)) return RF_ERR_CANCELLED;
+        if (rf_token_is_end(g->t, token)) return result->finish = RF_FINISH_END, RF_OK;
+        r = rfi_generate_text(g, token, &stop);
+        if (r != RF_OK) return r;
+        if (stop) return result->finish = RF_FINISH_STOP, RF_OK;
+        if (result->n_generated == d->max_tokens) return result->finish = RF_FINISH_LENGTH, RF_OK;
+        if (g->s->lengths[d->seq] < g->s->desc.n_ctx) r = rfi_generate_eval(g, &token, 1);
+        else if ((r = rfi_generate_shift(g, token)) == RF_ERR_CONTEXT_FULL)
+            return rfi_clear(g->err), result->finish = RF_FINISH_CONTEXT, RF_OK;
+        if (r == RF_OK) result->last_token = -1;
+    }
+    return r;
+}
+
+ROCMFORGE_API rf_result rf_generate(rf_session *s, const rf_generate_desc *desc, rf_generate_result *result,
+                                    rf_error *err) {
+    rf_generate_result own;
+    rf_sampler greedy;
+    rf_result r = rfi_session_check_seq(s, desc ? desc->seq : 0, "rf_generate", err);
+    if (r != RF_OK) return r;
+    if (!result) result = &own;
+    *result = (rf_generate_result){.last_token = -1};
+    if (!desc || !!desc->prompt.len + !!desc->n_ids + !!desc->chat != 1 || (desc->n_ids && !desc->ids) ||
+        (desc->append && desc->chat) || (desc->n_stop && !desc->stop))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_generate: want one of prompt, ids and chat, append without chat");
+    for (uint32_t i = 0; i < desc->n_stop; i++)
+        if (!desc->stop[i] || !*desc->stop[i])
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_generate: stop[%u] is empty", i);
+    rfi_generating g = {.s = s, .d = desc, .result = result, .err = err, .sampler = desc->sampler,
+                        .alloc = *rfi_session_allocator(s)};
+    if (!g.sampler) rf_sampler_init(g.sampler = &greedy, NULL, NULL);
+    r = rfi_generate_begin(&g);
+    if (r == RF_OK) r = rfi_generate_run(&g);
+    if (r == RF_OK) r = rfi_generate_flush(&g);
+    if (r == RF_ERR_CANCELLED) {
+        result->finish = RF_FINISH_CANCELLED;
+        rfi_clear(err);
+        r = RF_OK;
+    }
+    if (g.answer) result->n_calls = g.answer->n_calls;
+    if (result->n_calls && result->finish == RF_FINISH_END) result->finish = RF_FINISH_CALL;
+    rf_answer_close(g.answer, NULL);
+    rfi_free(&g.alloc, g.fresh), rfi_free(&g.alloc, g.ids), rfi_free(&g.alloc, g.text), rfi_free(&g.alloc, g.messages);
+    return r;
 }
 
 /* ==== 14 Public ======================================================================================== >>public
