@@ -22,36 +22,25 @@
  *     #include "rocmforge.h"
  *     #include <stdio.h>
  *
+ *     static int show(const rf_piece *piece, void *user) {
+ *         (void)user;
+ *         return fwrite(piece->text.data, 1, piece->text.len, stdout) != piece->text.len;
+ *     }
+ *
  *     int main(int argc, char **argv) {
- *         const char *path = argc > 1 ? argv[1] : "examples/shakespeare-5m.gguf", *prompt = "ROMEO:\n";
+ *         const char *path = argc > 1 ? argv[1] : "examples/shakespeare-5m.gguf";
+ *         rf_generate_desc desc = {.prompt = rf_string_of("ROMEO:\n"), .max_tokens = 64, .on_piece = show};
  *         rf_gguf *file = NULL;
  *         rf_device *device = NULL;
  *         rf_model *model = NULL;
  *         rf_session *session = NULL;
- *         const rf_tokenizer *tokenizer = NULL;
- *         rf_sampler sampler;
  *         rf_error err = {0};
- *         int32_t ids[64];
- *         uint32_t n = 0;
  *
  *         rf_result r = rf_gguf_open(path, NULL, &file, &err);
  *         if (!r) r = rf_device_open("auto", NULL, &device, &err); // the first GPU, else the CPU
  *         if (!r) r = rf_model_open(file, device, NULL, &model, &err);
  *         if (!r) r = rf_session_open(model, NULL, &session, &err);
- *         if (!r) r = rf_model_get_tokenizer(model, &tokenizer, &err);
- *         if (!r) r = rf_sampler_init(&sampler, NULL, &err); // greedy
- *         if (!r) r = rf_tokenize(tokenizer, rf_string_of(prompt), RF_TOKENIZE_ADD, ids, 64, &n, &err);
- *
- *         rf_detokenizer state = {.tokenizer = tokenizer};
- *         for (int i = 0; !r && i < 64; i++, n = 1) {
- *             char text[256];
- *             size_t n_bytes = 0;
- *             r = rf_session_forward(session, ids, n, NULL, &err); // the prompt, then one token at a time
- *             if (!r) r = rf_session_sample(session, 0, &sampler, &ids[0], &err);
- *             if (r || rf_token_is_end(tokenizer, ids[0])) break;
- *             r = rf_detokenize(&state, ids[0], 0, text, sizeof text, &n_bytes, &err);
- *             fwrite(text, 1, n_bytes, stdout);
- *         }
+ *         if (!r) r = rf_generate(session, &desc, NULL, &err); // or .chat: messages, tools
  *         if (r) fprintf(stderr, "%s\n", err.text);
  *
  *         rf_session_close(session, NULL);
@@ -62,14 +51,13 @@
  *     }
  *
  * Recipes: what to look up for
- *   text, token by token               the program above; rf_detokenize gives out whole UTF-8 characters only
- *   chat                               rf_model_get_chat_template, then rf_chat_tokenize; rf_session_sync keeps the
- *                                      shared prefix; rocmforge_cli chat
- *   tools, thinking on or off          the fields of rf_chat and rf_chat_message
+ *   text from a prompt                 rf_generate: the program above
+ *   chat                               rf_generate with messages (rf_chat); rocmforge_cli chat
+ *   tools, thinking on or off          fields of rf_chat and rf_chat_message; rf_generate gives out thoughts and calls
  *   a template of your own             rf_chat_template_open
- *   stop at the end of the answer      rf_token_is_end
- *   stop text                          search in what rf_detokenize gave out so far, and evaluate no further token
- *   thoughts, tool calls              rf_answer_open, which splits what a model writes
+ *   stop texts, cancel, a full context rf_generate_desc
+ *   text, token by token               rf_session_forward, rf_session_sample, rf_detokenize, until rf_token_is_end
+ *   thoughts and calls in a text       rf_answer_open
  *   limit or ban tokens, JSON          rf_sampler_desc.bias, or logits_fn, which sees and changes the logits
  *   against repetition                 rf_sampler_desc: DRY, penalties; rf_dry_breakers_find
  *   the same text again                rf_sampler_desc.seed; temperature 0 is greedy
@@ -25632,6 +25620,7 @@ ROCMFORGE_API rf_result rf_model_get_chat_template(rf_model *m, const rf_chat_te
  *          Chat templates are executed: rf_chat_template_open, rf_model_get_chat_template. rf_chat has the template,
  *            tools, thinking, extra variables, a prefill; rf_chat_message more fields (name them: {.role = ...}).
  *            rf_chat_format(g, &chat, ...) -> (&chat, ...); template_name, rf_chat_template_name and rf_chat_final go.
+ *          rf_generate: from prompt or messages to text, in one call. rf_answer_open: thoughts, answer, tool calls.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row
