@@ -25461,7 +25461,7 @@ ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m) {
     rf_model_info info = {.arch = c->arch->name, .name = m->name, .n_layers = c->n_layers, .n_embd = c->n_embd,
                           .n_vocab = c->n_vocab, .n_heads = c->layers[0].n_heads,
                           .n_kv_heads = c->layers[0].n_kv_heads, .head_dim = c->head_dim,
-                          .n_ctx_train = c->n_ctx_train, .n_tensors = m->plan.n_weights,
+                          .n_ctx_train = c->n_ctx_train, .n_tensors = m->plan.n_slots,
                           .weight_bytes = m->store->total_bytes, .is_encoder = c->arch->encoder != 0,
                           .both_ways = (uint32_t)c->both_ways, .pooling = c->pooling,
                           .n_embd_out = m->head.n_layers && !m->head.scores ? m->head.n_out : c->n_embd,
