@@ -7560,7 +7560,7 @@ static void rfi_config_refuse(rfi_key_reader *k, rfi_config *c) {
 /* What a graph may depend on: the keys that begin so. */
 static const char *const rfi_graph_keys[] = {
     "activation.", "attention.", "attn_", "embedding_scale", "expert", "final_logit_", "hyper_connection.", "kda.",
-    "logit_scale", "moe_", "ple.", "residual_scale", "rope.", "router_logit_", "shortconv.", "ssm.", "swiglu_",
+    "logit_scale", "moe_", "num_loops", "ple.", "residual_scale", "rope.", "router_logit_", "shortconv.", "ssm.", "swiglu_",
     "use_parallel_residual"};
 
 /* Values besides 0 that change nothing: llama.cpp saves every key that it knows. */
@@ -7571,7 +7571,7 @@ static const struct {
     {"attn_logit_softcapping", 50}, {"final_logit_softcapping", 30},     {"router_logit_softcapping", 30},
     {"expert_group_count", 1},      {"expert_group_used_count", 1},      {"expert_weights_scale", 1},
     {"expert_group_scale", 0.05f},  {"activation.situ_beta", 1},         {"kda.gate_lower_bound", -INFINITY},
-    {"attention.indexer.kpool_select_tail", 1},
+    {"attention.indexer.kpool_select_tail", 1}, {"num_loops", 1},
 };
 
 /* Keys that llama.cpp does not read either, in the named architectures or, where there are none, in all that do not

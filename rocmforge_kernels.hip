@@ -1660,7 +1660,8 @@ RFK_DEVICE float rfk_glu_value(const rfk_glu_args &a, float gate, float up, floa
     float x;
     if (a.activation == RF_ACT_CLAMP) x = rfk_clamp(gate, a.limit) * up;
     else if (a.activation == RF_ACT_XIELU)
-        x = (a.beta * gate + (gate > 0 ? a.alpha_p * gate * gate : a.alpha_n * (expm1f(fminf(gate, a.eps)) - gate))) * up;
+        x = up * (a.beta * gate + (gate > 0 ? a.alpha_p * gate * gate
+                                            : a.alpha_n * (expm1f(fminf(gate, a.eps)) - gate)));
     else if (a.activation == RF_ACT_OAI) x = rfk_activate_oai(gate, up);
     else if (a.activation == RF_ACT_SILU_MIN)
         x = rfk_activate(RF_ACT_SILU, fminf(gate, a.limit)) * rfk_clamp(up, a.limit);
