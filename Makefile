@@ -29,7 +29,7 @@ all: $(EXAMPLES)    ## build all examples into build/
 
 run: $(B)/rocmforge_cli    ## write some Shakespeare with the model in examples/
 	printf 'JULIET:\n' | ./$(B)/rocmforge_cli generate --gguf examples/shakespeare-5m.gguf --prompt-file - --echo \
-	  --max-tokens 73 --temp 0 --repeat-penalty 1.3
+	  --max-tokens 89 --temp 0 --repeat-penalty 1.2
 
 # Nearly everything that a change can break shows in `make test`. `make test-all` runs the rest: the many combinations, and what
 # needs other compilers, emulators and checkers. @quick and @slow are parts of a suite. The longest first.

@@ -47,14 +47,18 @@ typedef struct texts {
 
 /* The options of all commands; the table at the end says which command takes which. Switches are 0 or 1. */
 typedef struct options {
-    const char *gguf, *prompt, *prompt_file, *system, *chat_template, *device, *isa, *pre, *type, *tokens, *out;
-    const char *depths, *jinja, *input, *now, *rank;
-    texts logit_bias;
+    const char *gguf, *prompt, *prompt_file, *system, *device, *isa, *pre, *type, *tokens, *out, *depths;
+    const char *jinja, *tools, *effort, *extra, *input, *now, *rank;
+    texts logit_bias, dry_breakers, stop;
     uint64_t budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
     uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
-    uint64_t no_bos, raw, echo, json, hex, decode, step, help, pooling, normalize, swa_full, stats, penalty_last_n;
-    double temp, top_p, min_p, repeat_penalty, frequency_penalty, presence_penalty;
+    uint64_t no_bos, raw, echo, json, hex, decode, step, help, pooling, normalize, swa_full, stats, think;
+    uint64_t penalty_last_n, dry_allowed, dry_last_n, mirostat;
+    double temp, top_p, min_p, repeat_penalty, frequency_penalty, presence_penalty, dry_multiplier, dry_base;
+    double xtc_probability, xtc_threshold, mirostat_tau, mirostat_eta;
 } options;
+
+enum { THINK_ON, THINK_OFF, THINK_HIDE }; /* in the order of --think's choices */
 
 #define NOT_GIVEN UINT64_MAX /* a count that was not given; a number is NAN */
 
@@ -82,23 +86,34 @@ typedef struct app {
     rf_session *s;
     rf_tokenizer *own;      /* of `tokenize`, which opens no model */
     const rf_tokenizer *t;
-    rf_chat_template *own_template;        /* of --template and --jinja                */
-    const rf_chat_template *chat_template; /* that, or the model's; NULL: not looked for, or there is none */
+    rf_chat_template *own_template;        /* of --jinja                       */
+    const rf_chat_template *chat_template; /* that, or the model's; NULL: none */
     rf_model_info info;
     rf_sampler sampler;
     rf_logit_bias bias[LIST_MAX];
+    rf_dry_breaker *breakers;
+    int32_t *history;
     rf_error err;
     rf_chat_message *messages;
     uint32_t n_messages;
     uint32_t n_ctx;         /* of the session                      */
     double start, open_s, plan_s;
-    bytes line, message, text, notes;
+    bytes line, message, text, thought, tools, notes;
     ids prompt, tokens;
     FILE *out;
     int talks;              /* chat on a terminal: stdin and stderr are one                 */
     int bar;                /* progress bar: 1 = on the terminal, -1 = never again: text is */
     double bar_time;        /* when it was drawn                                            */
     char seed[32];          /* ", seed 123", if it was drawn                                */
+    int64_t today;          /* seconds since 1970, for templates                            */
+
+    /* of the answer that is generated */
+    rf_tool_call *calls;    /* [n_calls] */
+    uint32_t n_calls;
+    int thinks, failed;     /* in a thought; exit status of a callback that failed          */
+    int open_line;          /* stdout does not end in a newline                             */
+    double first_token, thought_begin; /* when */
+
     char problem[RF_ERROR_TEXT_BYTES]; /* the first one of `check` */
     uint32_t n_problems;
     struct comparison *comparison;     /* of `check --device` */
@@ -116,7 +131,7 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* ---- messages ---- */
+/* ---- what is said to the user ---- */
 
 static volatile sig_atomic_t interrupted;
 
@@ -228,7 +243,69 @@ static int load_progress(uint64_t done_bytes, uint64_t total_bytes, rf_string te
 
 /* Write result bytes to stdout, unbuffered. */
 static int emit(app *a, const char *data, size_t n) {
+    if (n) a->open_line = data[n - 1] != '\n';
     return fwrite(data, 1, n, stdout) == n && fflush(stdout) == 0 ? DONE : fail_errno(a, "stdout");
+}
+
+/* ---- chat messages ---- */
+
+static void free_text(const char *text) { free((void *)(uintptr_t)text); }
+
+static void free_calls(rf_tool_call *calls, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) free_text(calls[i].id), free_text(calls[i].name), free_text(calls[i].arguments);
+    free(calls);
+}
+
+/* All that a message points to is its own. */
+static void free_message(rf_chat_message *m) {
+    free_text(m->role), free_text(m->content), free_text(m->reasoning), free_text(m->name);
+    free_text(m->tool_call_id), free_text(m->parts);
+    free_calls((rf_tool_call *)(uintptr_t)m->tool_calls, m->n_tool_calls);
+}
+
+static void forget(app *a, uint32_t n_keep) {
+    while (a->n_messages > n_keep) free_message(&a->messages[--a->n_messages]);
+}
+
+/* Copy a text; a NUL in it becomes a space. */
+static int copy_text(app *a, const char *text, size_t n, const char **out) {
+    char *copy = malloc(n + 1);
+    if (!copy) return no_memory(a);
+    for (size_t i = 0; i < n; i++) copy[i] = text[i] ? text[i] : ' ';
+    copy[n] = 0;
+    *out = copy;
+    return DONE;
+}
+
+/* Add a message, and own what it points to; if that fails, too. */
+static int add_message(app *a, rf_chat_message *m) {
+    int code = DONE;
+    if (!a->messages && !(a->messages = calloc(MESSAGES_MAX, sizeof *a->messages))) code = no_memory(a);
+    else if (a->n_messages == MESSAGES_MAX) code = fail(a, FAILED, "more than %d messages", MESSAGES_MAX);
+    if (code) free_message(m);
+    else a->messages[a->n_messages++] = *m;
+    return code;
+}
+
+static int say(app *a, const char *role, const char *text, size_t n) {
+    int code;
+    rf_chat_message m = {0};
+    if ((code = copy_text(a, role, strlen(role), &m.role)) || (code = copy_text(a, text, n, &m.content)))
+        return free_message(&m), code;
+    return add_message(a, &m);
+}
+
+/* Add what the model has said. */
+static int add_answer(app *a) {
+    int code = DONE;
+    rf_chat_message m = {.tool_calls = a->calls, .n_tool_calls = a->n_calls};
+    a->calls = NULL;
+    a->n_calls = 0;
+    if (!code) code = copy_text(a, "assistant", 9, &m.role);
+    if (!code) code = copy_text(a, a->text.data, a->text.len, &m.content);
+    if (!code && a->thought.len) code = copy_text(a, a->thought.data, a->thought.len, &m.reasoning);
+    if (code) return free_message(&m), code;
+    return add_message(a, &m);
 }
 
 /* ---- opening and closing ---- */
@@ -313,10 +390,6 @@ static int open_session(app *a, uint64_t need, uint64_t n_tokens, uint32_t n_log
     return DONE;
 }
 
-static void forget(app *a, uint32_t n_keep) {
-    while (a->n_messages > n_keep) free((void *)(uintptr_t)a->messages[--a->n_messages].content);
-}
-
 static void close_comparison(struct comparison *c);
 
 static void close_all(app *a) {
@@ -330,7 +403,12 @@ static void close_all(app *a) {
     if (a->g) rf_gguf_close(a->g, NULL);
     if (a->out) fclose(a->out);
     forget(a, 0);
+    free_calls(a->calls, a->n_calls);
     free(a->messages);
+    free(a->breakers);
+    free(a->history);
+    free(a->thought.data);
+    free(a->tools.data);
     free(a->line.data);
     free(a->message.data);
     free(a->text.data);
@@ -475,13 +553,11 @@ static int fail_json(app *a, const json *j, const char *want) {
     return fail(a, FAILED, "%s: byte %zu: want %s", j->name, (size_t)(j->at - j->start), want);
 }
 
-/* Skip blanks, then c if it is there. */
-static int json_take(json *j, char c) {
-    j->at += strspn(j->at, " \t\r\n");
-    if (*j->at != c || !c) return 0;
-    j->at++;
-    return 1;
-}
+/* The next character that is no blank. */
+static char json_next(json *j) { return *(j->at += strspn(j->at, " \t\r\n")); }
+
+/* Take c if it comes next. */
+static int json_take(json *j, char c) { return json_next(j) == c ? j->at++, 1 : 0; }
 
 /* Four hex digits; UINT32_MAX if they are none. */
 static uint32_t json_hex(const char *p) {
@@ -517,66 +593,163 @@ static int json_string(app *a, json *j, bytes *out) {
     return append(a, out, "", 0);
 }
 
-/* ---- generate and chat ---- */
+/* Go to the next element of an array (close is ']') or the next key of an object ('}'), the first one if *more is 0;
+ * *more becomes 0 at the end. */
+static int json_element(app *a, json *j, char close, int *more) {
+    const int first = !*more, is_array = close == ']';
+    if (first && !json_take(j, is_array ? '[' : '{')) return fail_json(a, j, is_array ? "an array" : "an object");
+    *more = !json_take(j, close);
+    return first || !*more || json_take(j, ',') ? DONE : fail_json(a, j, "a comma or the end");
+}
 
+static int json_key(app *a, json *j, bytes *key, int *more) {
+    int code;
+    if ((code = json_element(a, j, '}', more)) || !*more) return code;
+    if ((code = json_string(a, j, key))) return code;
+    return json_take(j, ':') ? DONE : fail_json(a, j, "a colon");
+}
+
+/* Skip a value. Brackets are only counted: whoever uses the value checks it. */
+static int json_skip(app *a, json *j) {
+    int code;
+    uint64_t depth = 0;
+    do {
+        const char c = json_next(j);
+        size_t n = strspn(j->at, depth ? "+-.0123456789Eaeflnrstu,:" : "+-.0123456789Eaeflnrstu");
+        if (c == '"') {
+            if ((code = json_string(a, j, &a->line))) return code;
+            continue;
+        }
+        if (c == '[' || c == '{') depth++, n = 1;
+        if (depth && (c == ']' || c == '}')) depth--, n = 1;
+        if (n == 0) return fail_json(a, j, "a value");
+        j->at += n;
+    } while (depth > 0);
+    return DONE;
+}
+
+/* ---- generating ---- */
+
+/* What a generation gave, and when. */
 typedef struct answer {
-    uint32_t n_prompt, n_steps; /* tokens evaluated at once, and one by one */
-    uint32_t n_tokens;          /* chosen                                   */
-    double first_s, prefill_s, decode_s;
-    const char *stopped;
+    rf_generate_result result;
+    double begin, end;
 } answer;
 
-/* A Ctrl-C after the last evaluation of the previous answer must not stop this one: then evaluate again. */
+/* A Ctrl-C after the last evaluation of the one before must not stop this one: then evaluate again. */
 static rf_result forward(app *a, const int32_t *tokens, uint32_t n) {
     rf_result r = rf_session_forward(a->s, tokens, n, NULL, &a->err);
     return r == RF_ERR_CANCELLED && !interrupted ? rf_session_forward(a->s, tokens, n, NULL, &a->err) : r;
 }
 
-/* Print at most max_tokens tokens (0: no limit) that continue a->prompt, whose first `kept` ones the session holds, and
- * collect them in a->text. */
-static int generate(app *a, uint32_t kept, uint32_t max_tokens, answer *out) {
-    int code;
-    rf_detokenizer state = {.tokenizer = a->t};
-    uint32_t pos = a->prompt.len;
-    int32_t id;
-    double t = now();
-    *out = (answer){.n_prompt = pos - kept};
-    a->text.len = 0;
-    rf_result r = forward(a, a->prompt.data + kept, out->n_prompt);
-    out->prefill_s = now() - t;
-    clear_bar(a);
-    a->bar = -1;
-    while (r == RF_OK && !interrupted && !out->stopped) {
-        if ((code = lib(a, rf_session_sample(a->s, 0, &a->sampler, &id, &a->err)))) return code;
-        if (out->n_tokens == 0) out->first_s = now() - a->start, t = now();
-        if (rf_token_is_end(a->t, id)) { out->stopped = "end of text"; break; }
-        size_t before = a->text.len;
-        if ((code = decode(a, &state, id, 0, &a->text))) return code;
-        if ((code = emit(a, a->text.data + before, a->text.len - before))) return code;
-        if (++out->n_tokens == max_tokens) out->stopped = "max tokens";
-        else if (pos == a->n_ctx) out->stopped = "context full";
-        else if ((r = forward(a, &id, 1)) == RF_OK) pos++;
+/* A thought that begins or ends: shown it is dimmed, folded one line says how long it took. */
+static void show_thought(app *a, int begins) {
+    const int dims = is_rich(STDERR_FILENO);
+    if (a->o.think != THINK_HIDE && isatty(STDERR_FILENO)) {
+        fputs(begins ? dims ? "\033[2m" : "" : dims ? "\033[0m\n\n" : "\n\n", stderr);
+    } else if (a->talks) {
+        if (begins) fputs("(thinking ...", stderr);
+        else fprintf(stderr, " %.1f s)\n\n", now() - a->thought_begin);
     }
-    out->n_steps = pos - a->prompt.len;
-    out->decode_s = now() - t;
-    if ((r != RF_ERR_CANCELLED || !interrupted) && (code = lib(a, r))) return code;
-    if (interrupted) out->stopped = "interrupted";
-    size_t before = a->text.len;
-    if ((code = decode(a, &state, -1, RF_DETOKENIZE_FINISH, &a->text))) return code;
-    return emit(a, a->text.data + before, a->text.len - before);
+    if (begins) a->thought_begin = now();
+}
+
+/* Keep a tool call, and print it as a line of JSON. */
+static int add_call(app *a, const rf_piece *p) {
+    int code;
+    rf_tool_call call = {0}, *calls = realloc(a->calls, (a->n_calls + 1) * sizeof *calls);
+    if (!calls) return no_memory(a);
+    a->calls = calls;
+    if (p->id.len && (code = copy_text(a, p->id.data, p->id.len, &call.id))) return code;
+    if ((code = copy_text(a, p->name.data, p->name.len, &call.name)) ||
+        (code = copy_text(a, p->text.data, p->text.len, &call.arguments)))
+        return free_text(call.id), free_text(call.name), code;
+    calls[a->n_calls++] = call;
+    if (a->open_line) putchar('\n');
+    fputs("{\"name\": ", stdout);
+    put_json(stdout, call.name, strlen(call.name));
+    printf(", \"arguments\": %s}", call.arguments);
+    return emit(a, "\n", 1);
+}
+
+/* Thoughts go to a terminal only: the result is the answer. */
+static int on_piece(const rf_piece *p, void *user) {
+    app *a = user;
+    const int is_thought = p->kind == RF_PIECE_THOUGHT;
+    if (is_thought != a->thinks) show_thought(a, is_thought);
+    a->thinks = is_thought;
+    if (is_thought) {
+        a->failed = append(a, &a->thought, p->text.data, p->text.len);
+        if (a->o.think != THINK_HIDE && isatty(STDERR_FILENO)) fwrite(p->text.data, 1, p->text.len, stderr);
+    } else if (p->kind == RF_PIECE_CALL) {
+        a->failed = add_call(a, p);
+    } else {
+        a->failed = append(a, &a->text, p->text.data, p->text.len);
+        if (!a->failed) a->failed = emit(a, p->text.data, p->text.len);
+    }
+    return a->failed;
+}
+
+static int on_token(int32_t token, void *user) {
+    app *a = user;
+    (void)token;
+    if (a->first_token == 0) {
+        clear_bar(a);
+        a->bar = -1;
+        a->first_token = now();
+    }
+    return interrupted != 0;
+}
+
+static void note_dropped(app *a, uint32_t n) {
+    char text[80];
+    snprintf(text, sizeof text, "the context is full: the oldest %u messages are left out", n);
+    note(RF_LOG_WARNING, text, a);
+}
+
+/* Generate: the answer goes to stdout and a->text, thoughts to a->thought, tool calls to a->calls. */
+static int generate(app *a, rf_generate_desc *desc, answer *out) {
+    rf_result r;
+    desc->sampler = &a->sampler;
+    desc->stop = a->o.stop.item;
+    desc->n_stop = a->o.stop.n;
+    desc->on_piece = on_piece;
+    desc->on_token = on_token;
+    desc->user = a;
+    out->begin = now();
+    a->text.len = a->thought.len = 0;
+    free_calls(a->calls, a->n_calls);
+    a->calls = NULL;
+    a->n_calls = 0;
+    a->first_token = 0;
+    a->failed = DONE;
+    do r = rf_generate(a->s, desc, &out->result, &a->err); /* again, if a Ctrl-C of before has stopped it */
+    while (r == RF_OK && out->result.finish == RF_FINISH_CANCELLED && !a->first_token && !interrupted);
+    out->end = now();
+    if (a->thinks) show_thought(a, 0);
+    a->thinks = 0;
+    if (out->result.n_dropped) note_dropped(a, out->result.n_dropped);
+    return a->failed ? a->failed : lib(a, r);
 }
 
 static double rate(double n, double seconds) { return seconds > 0 ? n / seconds : 0; }
 
+static const char *const finish_names[] = {"end of text", "tool call", "stop text", "max tokens", "context full",
+                                           "interrupted"}; /* by rf_finish */
+
 static void print_timing(app *a, const answer *x) {
-    rf_device_info d = rf_device_get_info(a->d);
-    double decode = rate(x->n_steps, x->decode_s);
+    const rf_generate_result *g = &x->result;
+    const rf_device_info d = rf_device_get_info(a->d);
+    const double first = a->first_token ? a->first_token : x->end, n_steps = g->n_generated ? g->n_generated - 1 : 0;
+    const double decode = rate(n_steps, x->end - first), n_prompt = g->n_prompt - g->n_reused;
     print_notes(a);
-    fprintf(stderr, "open %.1f ms, plan %.1f ms, first token %.1f ms, prefill %u tokens %.1f tok/s, decode %u tokens "
-            "%.1f tok/s %.2f GB/s, %s (%s)%s, stopped: %s\n", a->open_s * 1e3, a->plan_s * 1e3, x->first_s * 1e3,
-            x->n_prompt, rate(x->n_prompt, x->prefill_s), x->n_tokens, decode,
-            decode * (double)a->info.token_bytes / 1e9, d.name, d.arch, a->seed, x->stopped);
+    fprintf(stderr, "open %.1f ms, plan %.1f ms, first token %.1f ms, prefill %.0f tokens %.1f tok/s, decode %u tokens "
+            "%.1f tok/s %.2f GB/s, %s (%s)%s, stopped: %s\n", a->open_s * 1e3, a->plan_s * 1e3,
+            (first - a->start) * 1e3, n_prompt, rate(n_prompt, first - x->begin), g->n_generated, decode,
+            decode * (double)a->info.token_bytes / 1e9, d.name, d.arch, a->seed, finish_names[g->finish]);
 }
+
+/* ---- sampling and templates ---- */
 
 /* --logit-bias "15+1.5", "15-inf" */
 static int parse_biases(app *a) {
@@ -596,137 +769,162 @@ static int parse_biases(app *a) {
     return DONE;
 }
 
-/* Start the sampler: as the options say, else as the file says, else by defaults of ours. */
-static int open_sampler(app *a) {
+/* Where DRY's repetitions begin anew: at --dry-sequence-breaker, else at llama.cpp's. */
+static int find_breakers(app *a, rf_sampler_desc *d) {
+    static const texts usual = {{"\n", ":", "\"", "*"}, 4};
+    const texts *list = a->o.dry_breakers.n ? &a->o.dry_breakers : &usual;
+    uint32_t n = 0;
+    rf_result r = rf_dry_breakers_find(a->t, list->item, list->n, NULL, 0, &n, &a->err);
+    if (r != RF_ERR_CAPACITY) return lib(a, r);
+    if (!(a->breakers = malloc(n * sizeof *a->breakers))) return no_memory(a);
+    d->dry_breakers = a->breakers;
+    d->n_dry_breakers = n;
+    return lib(a, rf_dry_breakers_find(a->t, list->item, list->n, a->breakers, n, &n, &a->err));
+}
+
+/* Numbers as the options say, else as the file says, else ours (0: the library's). */
+static int choose_sampling(app *a, rf_sampler_desc *d) {
     int code;
     const options *o = &a->o;
     rf_kv kv;
-    rf_sampler_desc d;
-    if ((code = lib(a, rf_sampler_defaults(a->g, &d, &a->err)))) return code;
-    const struct { const char *key; float *field; double ours, given; } reals[] = {
-        {"general.sampling.temp", &d.temperature, 0.8, o->temp},
-        {"general.sampling.top_p", &d.top_p, 0.95, o->top_p},
-        {"general.sampling.min_p", &d.min_p, 0.05, o->min_p},
-        {"general.sampling.penalty_repeat", &d.repeat_penalty, 1, o->repeat_penalty},
-        {"", &d.frequency_penalty, 0, o->frequency_penalty},
-        {"", &d.presence_penalty, 0, o->presence_penalty}};
+    if ((code = lib(a, rf_sampler_defaults(a->g, d, &a->err)))) return code;
+    const struct { float *field; double given; const char *key; double ours; } reals[] = {
+        {&d->temperature, o->temp, "general.sampling.temp", 0.8},
+        {&d->top_p, o->top_p, "general.sampling.top_p", 0.95},
+        {&d->min_p, o->min_p, "general.sampling.min_p", 0.05},
+        {&d->repeat_penalty, o->repeat_penalty, NULL, 0},
+        {&d->frequency_penalty, o->frequency_penalty, NULL, 0},
+        {&d->presence_penalty, o->presence_penalty, NULL, 0},
+        {&d->dry_multiplier, o->dry_multiplier, NULL, 0},
+        {&d->dry_base, o->dry_base, NULL, 0},
+        {&d->xtc_probability, o->xtc_probability, NULL, 0},
+        {&d->xtc_threshold, o->xtc_threshold, NULL, 0},
+        {&d->mirostat_tau, o->mirostat_tau, NULL, 0},
+        {&d->mirostat_eta, o->mirostat_eta, NULL, 0}};
+    const struct { uint32_t *field; uint64_t given; } counts[] = {
+        {&d->top_k, o->top_k}, {&d->penalty_last_n, o->penalty_last_n}, {&d->dry_last_n, o->dry_last_n},
+        {&d->dry_allowed_length, o->dry_allowed}, {&d->mirostat, o->mirostat}};
     for (size_t i = 0; i < sizeof reals / sizeof *reals; i++) {
-        if (rf_gguf_find_kv(a->g, reals[i].key, &kv, NULL)) *reals[i].field = (float)reals[i].ours;
+        if (reals[i].key && rf_gguf_find_kv(a->g, reals[i].key, &kv, NULL)) *reals[i].field = (float)reals[i].ours;
         if (!isnan(reals[i].given)) *reals[i].field = (float)reals[i].given;
     }
-    if (o->top_k != NOT_GIVEN) d.top_k = (uint32_t)o->top_k;
-    if (o->penalty_last_n) d.penalty_last_n = (uint32_t)o->penalty_last_n;
-    d.seed = o->seed;
-    if (o->seed == NOT_GIVEN) {
-        uint32_t seed = (uint32_t)time(NULL);
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
+        if (counts[i].given != NOT_GIVEN) *counts[i].field = (uint32_t)counts[i].given;
+    return DONE;
+}
+
+/* Start the sampler, when the size of the context is known. */
+static int open_sampler(app *a) {
+    int code;
+    rf_sampler_desc d;
+    uint32_t seed = (uint32_t)time(NULL);
+    if ((code = choose_sampling(a, &d)) || (code = parse_biases(a))) return code;
+    d.bias = a->bias;
+    d.n_bias = a->o.logit_bias.n;
+    d.seed = a->o.seed;
+    if (a->o.seed == NOT_GIVEN) {
         if (getentropy(&seed, sizeof seed)) errno = 0; /* the time will do */
         d.seed = seed;
         if (d.temperature > 0) snprintf(a->seed, sizeof a->seed, ", seed %u", seed);
     }
-    if ((code = parse_biases(a))) return code;
-    d.bias = a->bias;
-    d.n_bias = o->logit_bias.n;
+    if (d.dry_multiplier > 0 && (code = find_breakers(a, &d))) return code;
+    if (d.dry_multiplier > 0 || d.penalty_last_n > RF_SAMPLER_HISTORY) { /* remember more than the sampler can alone */
+        d.n_history = a->n_ctx > d.penalty_last_n ? a->n_ctx : d.penalty_last_n;
+        if (!(d.history = a->history = malloc(5 * sizeof *d.history * d.n_history))) return no_memory(a);
+    }
     return lib(a, rf_sampler_init(&a->sampler, &d, &a->err));
 }
 
-/* Open model, tokenizer and sampler. */
-static int open_writer(app *a) {
-    int code;
-    if ((code = open_model(a, a->o.device))) return code;
-    if ((code = lib(a, rf_model_get_tokenizer(a->m, &a->t, &a->err)))) return code;
-    return open_sampler(a);
+/* Read a whole file. */
+static int read_file(app *a, const char *path, bytes *out) {
+    FILE *f = fopen(path, "rb");
+    if (!f) return fail_errno(a, path);
+    int code = read_all(a, f, path, out);
+    fclose(f);
+    return code;
 }
 
 /* Parse the template in a file. */
 static int open_template(app *a, const char *path) {
-    int code;
     bytes text = {0};
-    FILE *f = fopen(path, "rb");
-    if (!f) return fail_errno(a, path);
-    code = read_all(a, f, path, &text);
-    fclose(f);
-    if (!code) code = lib(a, rf_chat_template_open((rf_string){text.data, text.len}, NULL, &a->own_template, &a->err));
+    int code = read_file(a, path, &text);
+    rf_error *err = &a->err;
+    rf_result r = code ? RF_OK : rf_chat_template_open((rf_string){text.data, text.len}, NULL, &a->own_template, err);
     free(text.data);
     a->chat_template = a->own_template;
-    return code;
+    return r ? fail(a, FAILED, "%s: %s", path, err->text) : code;
 }
 
-/* Set a->chat_template: what --template asks for, else the file's; NULL if there is none. */
-static int find_template(app *a) {
-    if (a->chat_template) return DONE;
-    if (a->o.chat_template) return open_template(a, a->o.chat_template);
+/* Open model, tokenizer, and the chat template of --jinja or else the model's; there may be none. */
+static int open_writer(app *a) {
+    int code;
+    if ((code = open_model(a, a->o.device))) return code;
+    if ((code = lib(a, rf_model_get_tokenizer(a->m, &a->t, &a->err)))) return code;
+    if (a->o.tools && (code = read_file(a, a->o.tools, &a->tools))) return code;
+    if (a->o.raw) return DONE;
+    if (a->o.jinja) return open_template(a, a->o.jinja);
     rf_result r = rf_model_get_chat_template(a->m, &a->chat_template, &a->err);
     return r == RF_ERR_NOT_FOUND ? DONE : lib(a, r);
 }
 
-static int say(app *a, const char *role, const char *text, size_t n) {
-    if (!a->messages) a->messages = calloc(MESSAGES_MAX, sizeof *a->messages);
-    char *copy = a->messages ? malloc(n + 1) : NULL;
-    if (!copy) return no_memory(a);
-    if (a->n_messages == MESSAGES_MAX) return free(copy), fail(a, FAILED, "more than %d messages", MESSAGES_MAX);
-    for (size_t i = 0; i < n; i++) copy[i] = text[i] ? text[i] : ' '; /* a message cannot hold a NUL */
-    copy[n] = 0;
-    a->messages[a->n_messages++] = (rf_chat_message){.role = role, .content = copy};
-    return DONE;
+/* The messages, with the opening of an answer. */
+static rf_chat conversation(const app *a) {
+    static const uint32_t thinking[] = {RF_THINKING_ON, RF_THINKING_OFF, RF_THINKING_DEFAULT};
+    return (rf_chat){.chat_template = a->chat_template, .messages = a->messages, .n_messages = a->n_messages,
+                     .open_answer = 1, .tools = a->tools.data, .effort = a->o.effort, .extra = a->o.extra,
+                     .thinking = a->o.think == NOT_GIVEN ? RF_THINKING_DEFAULT : thinking[a->o.think], .now = a->today};
 }
 
-/* Format the messages as tokens in a->prompt. */
-static int encode_messages(app *a) {
-    int code;
-    ids *p = &a->prompt;
-    const rf_chat chat = {.chat_template = a->chat_template, .messages = a->messages, .n_messages = a->n_messages,
-                          .open_answer = 1, .now = (int64_t)time(NULL)};
-    uint32_t flags = a->o.no_bos ? 0 : RF_TOKENIZE_ADD;
-    rf_result r = rf_chat_tokenize(a->t, &chat, flags, p->data, p->capacity, &p->len, &a->err);
-    if (r == RF_ERR_CAPACITY) {
-        if ((code = reserve_ids(a, p, p->len))) return code;
-        r = rf_chat_tokenize(a->t, &chat, flags, p->data, p->capacity, &p->len, &a->err);
-    }
-    return lib(a, r);
-}
+/* ---- generate ---- */
 
 /* The prompt: an argument, a file, or what comes through a pipe, without its last newline. */
 static int read_prompt(app *a) {
     int code;
     const char *text = a->o.prompt, *name = a->o.prompt_file;
     if (text && name) return fail(a, USAGE, "want either --prompt or --prompt-file, not both");
-    if (text) {
-        a->line.len = strlen(text);
-        return (a->line.data = strdup(text)) ? DONE : no_memory(a);
-    }
-    if (name) {
-        a->out = strcmp(name, "-") == 0 ? stdin : fopen(name, "rb");
-        return a->out ? read_all(a, a->out, name, &a->line) : fail_errno(a, name);
-    }
-    if (!isatty(STDIN_FILENO) && (code = read_all(a, stdin, "stdin", &a->line))) return code;
-    if (a->line.len == 0) return fail(a, USAGE, "want a prompt: --prompt TEXT, --prompt-file FILE, or a pipe");
-    if (a->line.data[a->line.len - 1] == '\n') a->line.data[--a->line.len] = 0;
+    if (text) return append(a, &a->message, text, strlen(text));
+    if (name) return strcmp(name, "-") ? read_file(a, name, &a->message) : read_all(a, stdin, "stdin", &a->message);
+    if (!isatty(STDIN_FILENO) && (code = read_all(a, stdin, "stdin", &a->message))) return code;
+    if (a->message.len == 0) return fail(a, USAGE, "want a prompt: --prompt TEXT, --prompt-file FILE, or a pipe");
+    if (a->message.data[a->message.len - 1] == '\n') a->message.data[--a->message.len] = 0;
     return DONE;
+}
+
+/* What to generate from: messages where there is a chat template, else text. *n: its tokens. */
+static int prepare(app *a, rf_chat *chat, rf_generate_desc *desc, uint32_t *n) {
+    int code;
+    const options *o = &a->o;
+    if (!a->chat_template) {
+        uint32_t flags = (o->no_bos ? 0 : RF_TOKENIZE_ADD) | (o->special ? RF_TOKENIZE_SPECIAL : 0);
+        if ((code = encode(a, a->message.data, a->message.len, flags, &a->prompt))) return code;
+        *desc = (rf_generate_desc){.ids = a->prompt.data, .n_ids = *n = a->prompt.len};
+        return a->prompt.len ? DONE : fail(a, FAILED, "the prompt is empty");
+    }
+    if (o->system && (code = say(a, "system", o->system, strlen(o->system)))) return code;
+    if ((code = say(a, "user", a->message.data, a->message.len))) return code;
+    *chat = conversation(a);
+    *desc = (rf_generate_desc){.chat = chat};
+    rf_result r = rf_chat_tokenize(a->t, chat, RF_TOKENIZE_ADD, NULL, 0, n, &a->err);
+    return r == RF_ERR_CAPACITY ? DONE : lib(a, r);
 }
 
 static int run_generate(app *a) {
     int code;
-    answer x;
+    answer x = {0};
     const options *o = &a->o;
+    rf_generate_desc desc;
+    rf_chat chat;
+    uint32_t n;
     if ((code = read_prompt(a))) return code;
     if ((code = open_writer(a))) return code;
-    if (!o->raw && (code = find_template(a))) return code;
-    uint32_t limit = o->max_tokens != NOT_GIVEN ? (uint32_t)o->max_tokens : a->chat_template ? 0 : 256;
-    if (a->chat_template) {
-        if (o->system && (code = say(a, "system", o->system, strlen(o->system)))) return code;
-        if ((code = say(a, "user", a->line.data, a->line.len))) return code;
-        if ((code = encode_messages(a))) return code;
-    } else {
-        uint32_t tokenize = (o->no_bos ? 0 : RF_TOKENIZE_ADD) | (o->special ? RF_TOKENIZE_SPECIAL : 0);
-        if ((code = encode(a, a->line.data, a->line.len, tokenize, &a->prompt))) return code;
-    }
-    if (a->prompt.len == 0) return fail(a, FAILED, "the prompt is empty");
-    uint64_t need = a->prompt.len + (limit ? limit : DEFAULT_CTX), trained = a->info.n_ctx_train;
-    if ((code = open_session(a, need < trained ? need : trained, a->prompt.len, 1))) return code;
-    if (o->echo && (code = emit(a, a->line.data, a->line.len))) return code;
-    if ((code = generate(a, 0, limit, &x))) return code;
-    int open_line = a->text.len && a->text.data[a->text.len - 1] != '\n';
-    if ((open_line && (o->echo || isatty(STDOUT_FILENO))) && (code = emit(a, "\n", 1))) return code;
+    if ((code = prepare(a, &chat, &desc, &n))) return code;
+    desc.max_tokens = o->max_tokens != NOT_GIVEN ? (uint32_t)o->max_tokens : desc.chat ? 0 : 256;
+    uint64_t need = (uint64_t)n + (desc.max_tokens ? desc.max_tokens : DEFAULT_CTX), trained = a->info.n_ctx_train;
+    if ((code = open_session(a, need < trained ? need : trained, n, 1))) return code;
+    if ((code = open_sampler(a))) return code;
+    if (o->echo && (code = emit(a, a->message.data, a->message.len))) return code;
+    if ((code = generate(a, &desc, &x))) return code;
+    if ((a->open_line && (o->echo || isatty(STDOUT_FILENO))) && (code = emit(a, "\n", 1))) return code;
     print_timing(a, &x);
     return interrupted ? INTERRUPTED : DONE;
 }
@@ -779,16 +977,20 @@ static int read_message(app *a, int *more) {
 /* Answer the messages so far. The session keeps the prefix that the old and the new conversation share. */
 static int answer_messages(app *a) {
     int code;
-    answer x;
-    uint32_t kept;
-    if ((code = encode_messages(a))) return code;
-    if (a->prompt.len > a->n_ctx) return too_long(a, a->prompt.len);
-    if ((code = lib(a, rf_session_sync(a->s, 0, a->prompt.data, a->prompt.len, &kept, &a->err)))) return code;
+    answer x = {0};
+    const rf_chat chat = conversation(a);
+    rf_generate_desc desc = {.chat = &chat, .drop_turns = 1,
+                             .max_tokens = a->o.max_tokens == NOT_GIVEN ? 0 : (uint32_t)a->o.max_tokens};
     a->start = now();
-    if ((code = generate(a, kept, a->o.max_tokens == NOT_GIVEN ? 0 : (uint32_t)a->o.max_tokens, &x))) return code;
-    if ((code = emit(a, "\n", 1))) return code;
+    if ((code = generate(a, &desc, &x))) return code;
+    if (a->open_line && (code = emit(a, "\n", 1))) return code;
+    const rf_finish finish = x.result.finish;
     if (a->o.stats) print_timing(a, &x);
-    return say(a, "assistant", a->text.data, a->text.len);
+    else if (a->talks) {
+        print_notes(a);
+        if (finish == RF_FINISH_LENGTH || finish == RF_FINISH_CONTEXT) fprintf(stderr, "(%s)\n", finish_names[finish]);
+    }
+    return add_answer(a);
 }
 
 static int is_from(const app *a, uint32_t i, const char *role) { return strcmp(a->messages[i].role, role) == 0; }
@@ -797,16 +999,41 @@ static int is_from(const app *a, uint32_t i, const char *role) { return strcmp(a
 static uint32_t n_system(const app *a) { return a->n_messages > 0 && is_from(a, 0, "system"); }
 
 /* ---- chat: /save and /load ----
- * A conversation is a JSON array of {"role": ..., "content": ...}, as chat APIs and templates have it. */
+ * A conversation is a JSON array of messages, as chat APIs and templates have it: {"role": ..., "content": ...}, with
+ * reasoning_content and tool_calls of answers, and name and tool_call_id of a tool's results. */
+
+static void save_field(FILE *f, const char *name, const char *text) {
+    if (!text) return;
+    fprintf(f, ", \"%s\": ", name);
+    put_json(f, text, strlen(text));
+}
+
+static void save_message(FILE *f, const rf_chat_message *m) {
+    fputs("{\"role\": ", f);
+    put_json(f, m->role, strlen(m->role));
+    save_field(f, "content", m->content);
+    if (m->parts) fprintf(f, ", \"content\": %s", m->parts);
+    save_field(f, "reasoning_content", m->reasoning);
+    save_field(f, "name", m->name);
+    save_field(f, "tool_call_id", m->tool_call_id);
+    for (uint32_t i = 0; i < m->n_tool_calls; i++) {
+        const rf_tool_call *call = &m->tool_calls[i];
+        fputs(i ? ", {\"type\": \"function\"" : ", \"tool_calls\": [{\"type\": \"function\"", f);
+        save_field(f, "id", call->id);
+        fputs(", \"function\": {\"name\": ", f);
+        put_json(f, call->name, strlen(call->name));
+        save_field(f, "arguments", call->arguments);
+        fputs(i + 1 < m->n_tool_calls ? "}}" : "}}]", f);
+    }
+    fputc('}', f);
+}
 
 static int slash_save(app *a, const char *path) {
     FILE *f = fopen(path, "w");
     if (!f) return fail_errno(a, path);
     for (uint32_t i = 0; i < a->n_messages; i++) {
-        const rf_chat_message *m = &a->messages[i];
-        fprintf(f, "%s{\"role\": \"%s\", \"content\": ", i ? ",\n " : "[", m->role);
-        put_json(f, m->content, strlen(m->content));
-        fputc('}', f);
+        fputs(i ? ",\n " : "[", f);
+        save_message(f, &a->messages[i]);
     }
     fputs(a->n_messages ? "]\n" : "[]\n", f);
     int good = !ferror(f);
@@ -815,64 +1042,93 @@ static int slash_save(app *a, const char *path) {
     return DONE;
 }
 
-/* The role as a text that stays; NULL if there is no such role. */
-static const char *role_name(const char *text) {
-    static const char *const roles[] = {"system", "developer", "user", "assistant", "tool"};
-    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++) if (strcmp(text, roles[i]) == 0) return roles[i];
-    return NULL;
+/* Read a text, once; null is none. Where `any`, other values are kept as JSON. */
+static int load_text(app *a, json *j, int any, const char **out) {
+    int code;
+    const int is_string = json_next(j) == '"';
+    const char *start = j->at;
+    if (*out) return fail_json(a, j, "this key once");
+    if (strncmp(start, "null", 4) == 0) return j->at += 4, DONE;
+    if ((code = is_string || !any ? json_string(a, j, &a->line) : json_skip(a, j))) return code;
+    return is_string ? copy_text(a, a->line.data, a->line.len, out) : copy_text(a, start, (size_t)(j->at - start), out);
 }
 
-/* Add the message that the object at j describes. */
-static int load_message(app *a, json *j) {
+/* Read a tool call: {"id": ..., "function": {"name": ..., "arguments": ...}}, or all in one object. */
+static int load_call(app *a, json *j, rf_tool_call *call, int is_function) {
     int code;
-    const char *role = NULL;
-    int more = 1, has_content = 0;
-    if (!json_take(j, '{')) return fail_json(a, j, "a message: {\"role\": ..., \"content\": ...}");
-    for (; more; more = json_take(j, ',')) {
-        if ((code = json_string(a, j, &a->text))) return code;
-        int is_role = strcmp(a->text.data, "role") == 0;
-        if (!is_role && strcmp(a->text.data, "content")) return fail_json(a, j, "no key but role and content");
-        if (!json_take(j, ':')) return fail_json(a, j, "a colon");
-        if ((code = json_string(a, j, is_role ? &a->text : &a->message))) return code;
-        if (!is_role) has_content = 1;
-        else if (!(role = role_name(a->text.data))) return fail_json(a, j, "a role: system, user, assistant or tool");
+    for (int more = 0;;) {
+        if ((code = json_key(a, j, &a->text, &more)) || !more) return code;
+        const char *key = a->text.data;
+        if (strcmp(key, "id") == 0) code = load_text(a, j, 0, &call->id);
+        else if (strcmp(key, "name") == 0) code = load_text(a, j, 0, &call->name);
+        else if (strcmp(key, "arguments") == 0) code = load_text(a, j, 1, &call->arguments);
+        else if (strcmp(key, "function") == 0 && !is_function) code = load_call(a, j, call, 1);
+        else code = json_skip(a, j);
+        if (code) return code;
     }
-    if (!json_take(j, '}')) return fail_json(a, j, "the end of a message");
-    if (!role || !has_content) return fail_json(a, j, "a role and a content");
-    return say(a, role, a->message.data, a->message.len);
+}
+
+static int load_calls(app *a, json *j, rf_chat_message *m) {
+    int code;
+    for (int more = 0;;) {
+        if ((code = json_element(a, j, ']', &more)) || !more) return code;
+        rf_tool_call *calls = (rf_tool_call *)(uintptr_t)m->tool_calls;
+        if (!(calls = realloc(calls, (m->n_tool_calls + 1) * sizeof *calls))) return no_memory(a);
+        calls[m->n_tool_calls] = (rf_tool_call){0};
+        m->tool_calls = calls;
+        rf_tool_call *call = &calls[m->n_tool_calls++];
+        if ((code = load_call(a, j, call, 0))) return code;
+        if (!call->name || !call->arguments) return fail_json(a, j, "a tool call with name and arguments");
+    }
+}
+
+/* Read an object into m, which is to be freed whatever comes of it. */
+static int load_message(app *a, json *j, rf_chat_message *m) {
+    int code;
+    for (int more = 0;;) {
+        if ((code = json_key(a, j, &a->text, &more)) || !more) break;
+        const char *key = a->text.data;
+        const struct { const char *key, **out; } fields[] = {
+            {"role", &m->role}, {"reasoning_content", &m->reasoning}, {"name", &m->name},
+            {"tool_call_id", &m->tool_call_id}, {"content", json_next(j) == '[' ? &m->parts : &m->content}};
+        const char **out = NULL;
+        for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+            if (strcmp(key, fields[i].key) == 0) out = fields[i].out;
+        if (out) code = load_text(a, j, out == &m->parts, out);
+        else if (strcmp(key, "tool_calls") == 0 && json_next(j) == '[') code = load_calls(a, j, m);
+        else code = json_skip(a, j);
+        if (code) break;
+    }
+    if (code) return code;
+    return m->role ? DONE : fail_json(a, j, "a role");
 }
 
 static int load_messages(app *a, json *j) {
-    int code, more;
-    if (!json_take(j, '[')) return fail_json(a, j, "an array of messages");
-    for (more = !json_take(j, ']'); more; ) {
-        if ((code = load_message(a, j))) return code;
-        more = json_take(j, ',');
-        if (!more && !json_take(j, ']')) return fail_json(a, j, "a comma or the end of the array");
+    int code;
+    for (int more = 0;;) {
+        rf_chat_message m = {0};
+        if ((code = json_element(a, j, ']', &more))) return code;
+        if (!more) break;
+        if ((code = load_message(a, j, &m))) return free_message(&m), code;
+        if ((code = add_message(a, &m))) return code;
     }
-    json_take(j, ' ');
-    return *j->at ? fail_json(a, j, "nothing after the array") : DONE;
+    return json_next(j) ? fail_json(a, j, "nothing after the array") : DONE;
 }
 
 /* The messages of a file replace those that there are, unless it fails. */
 static int slash_load(app *a, const char *path) {
     bytes text = {0};
-    uint32_t n_before = a->n_messages, n;
-    char *name = strdup(path); /* the path is in a->message, which is needed */
-    FILE *f = fopen(path, "r");
-    int code = !name ? no_memory(a) : f ? read_all(a, f, path, &text) : fail_errno(a, path);
-    if (f) fclose(f);
-    json j = {text.data, text.data, name};
+    const uint32_t n_before = a->n_messages;
+    int code = read_file(a, path, &text);
+    json j = {text.data, text.data, path};
     if (code == DONE && (code = load_messages(a, &j))) forget(a, n_before);
-    if (code == DONE) {
-        for (uint32_t i = 0; i < n_before; i++) free((void *)(uintptr_t)a->messages[i].content);
-        a->n_messages = n = a->n_messages - n_before;
-        if (n) memmove(a->messages, a->messages + n_before, n * sizeof *a->messages);
-        if (a->talks) fprintf(stderr, "%u messages\n", n);
-    }
     free(text.data);
-    free(name);
-    return code;
+    if (code) return code;
+    for (uint32_t i = 0; i < n_before; i++) free_message(&a->messages[i]);
+    a->n_messages -= n_before;
+    if (a->n_messages) memmove(a->messages, a->messages + n_before, a->n_messages * sizeof *a->messages);
+    if (a->talks) fprintf(stderr, "%u messages\n", a->n_messages);
+    return DONE;
 }
 
 /* ---- chat: slash commands ---- */
@@ -898,7 +1154,7 @@ static int slash_clear(app *a, const char *argument) {
 static int slash_system(app *a, const char *argument) {
     int code;
     if (n_system(a)) {
-        free((void *)(uintptr_t)a->messages[0].content);
+        free_message(&a->messages[0]);
         memmove(a->messages, a->messages + 1, --a->n_messages * sizeof *a->messages);
     }
     if (!*argument) return DONE;
@@ -929,6 +1185,28 @@ static int slash_regen(app *a, const char *argument) {
     return answer_messages(a);
 }
 
+/* The result of a tool call, the first that has none; after that of the last one the model goes on. */
+static int slash_result(app *a, const char *argument) {
+    int code;
+    uint32_t n = a->n_messages, at = n;
+    while (at > 0 && is_from(a, at - 1, "tool")) at--;
+    const rf_chat_message *asks = at > 0 ? &a->messages[at - 1] : NULL;
+    if (!asks || n - at >= asks->n_tool_calls) return fail(a, FAILED, "/result: there is no tool call without one");
+    const rf_tool_call *call = &asks->tool_calls[n - at];
+    if ((code = say(a, "tool", argument, strlen(argument)))) return code;
+    rf_chat_message *m = &a->messages[n];
+    if ((code = copy_text(a, call->name, strlen(call->name), &m->name))) return code;
+    if (call->id && (code = copy_text(a, call->id, strlen(call->id), &m->tool_call_id))) return code;
+    return a->n_messages - at == asks->n_tool_calls ? answer_messages(a) : DONE;
+}
+
+static int slash_think(app *a, const char *argument) {
+    static const char *const choices[] = {"on", "off", "hide"}; /* as of --think */
+    for (size_t i = 0; i < sizeof choices / sizeof *choices; i++)
+        if (strcmp(argument, choices[i]) == 0) return a->o.think = i, DONE;
+    return fail(a, USAGE, "/think: want on, off or hide");
+}
+
 static int slash_stats(app *a, const char *argument) {
     (void)argument;
     a->o.stats = !a->o.stats;
@@ -946,6 +1224,8 @@ static const slash slashes[] = {
     {"/reset", "", NULL, slash_clear},
     {"/undo", "", "forget your last message and its answer", slash_undo},
     {"/regen", "", "answer your last message anew", slash_regen},
+    {"/result", "TEXT", "the result of a tool call of the model (--tools)", slash_result},
+    {"/think", "on|off|hide", "let the model think and show it, do not, or show only how long", slash_think},
     {"/save", "FILE", "write the conversation as JSON", slash_save},
     {"/load", "FILE", "go on with a conversation that was saved", slash_load},
     {"/stats", "", "print times and speeds after each answer, or stop that", slash_stats},
@@ -955,9 +1235,9 @@ static const slash slashes[] = {
 static int slash_help(app *a, const char *argument) {
     (void)a, (void)argument;
     for (const slash *c = slashes; c < slashes + N_SLASHES; c++)
-        if (c->help) fprintf(stderr, "  %-8s %-7s %s\n", c->name, c->argument, c->help);
-    fputs("  \"\"\"              begins and ends a message of many lines\n"
-          "  Ctrl-C           stops an answer; twice: leaves\n", stderr);
+        if (c->help) fprintf(stderr, "  %-8s %-12s %s\n", c->name, c->argument, c->help);
+    fputs("  \"\"\"                   begins and ends a message of many lines\n"
+          "  Ctrl-C                stops an answer; twice: leaves\n", stderr);
     return DONE;
 }
 
@@ -1011,9 +1291,9 @@ static int run_chat(app *a) {
     has_terminal = tcgetattr(STDIN_FILENO, &terminal) == 0;
     a->talks = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
     if ((code = open_writer(a))) return code;
-    if ((code = find_template(a))) return code;
-    if (!a->chat_template) return fail(a, FAILED, "the file has no chat template: give one with --template FILE");
+    if (!a->chat_template) return fail(a, FAILED, "%s has no chat template: --jinja FILE gives one", a->o.gguf);
     if ((code = open_session(a, 0, 0, 1))) return code;
+    if ((code = open_sampler(a))) return code;
     if (a->o.system && (code = say(a, "system", a->o.system, strlen(a->o.system)))) return code;
     greet(a);
     if (a->talks) print_notes(a);
@@ -1163,8 +1443,8 @@ static int run_embed(app *a) {
     if ((code = open_model(a, a->o.device))) return code;
     if ((code = lib(a, rf_model_get_tokenizer(a->m, &a->t, &a->err)))) return code;
     uint32_t tokenize = (a->o.bos ? RF_TOKENIZE_ADD : 0) | (a->o.special ? RF_TOKENIZE_SPECIAL : 0);
-    const char *line = a->line.data, *end = line + a->line.len;
-    if (!a->o.rank && (code = encode(a, line, a->line.len, tokenize, &a->prompt))) return code;
+    const char *line = a->message.data, *end = line + a->message.len;
+    if (!a->o.rank && (code = encode(a, line, a->message.len, tokenize, &a->prompt))) return code;
     if (!a->o.rank && (code = print_vector(a, (uint32_t)a->o.pooling))) return code;
     while (a->o.rank && line < end) {
         const char *stop = memchr(line, '\n', (size_t)(end - line));
@@ -1734,14 +2014,10 @@ static int run_template(app *a) {
         if (!a->o.input) return fwrite(jinja.data, 1, jinja.len, stdout), putchar('\n'), DONE;
         if ((code = lib(a, rf_chat_template_open(jinja, NULL, &a->own_template, &a->err)))) return code;
     } else if ((code = open_template(a, a->o.jinja))) return code;
-    FILE *f = fopen(a->o.input, "rb");
-    if (!f) return fail_errno(a, a->o.input);
-    code = read_all(a, f, a->o.input, &a->text);
-    fclose(f);
-    if (code) return code;
+    if ((code = read_file(a, a->o.input, &a->text))) return code;
     chat.chat_template = a->own_template;
     chat.extra = a->text.data;
-    chat.now = (int64_t)time(NULL);
+    chat.now = a->today;
     if (a->o.now && (code = read_time(a, a->o.now, &chat.now))) return code;
     rf_result r = rf_chat_format(&chat, NULL, 0, &n, &a->err);
     if (r && r != RF_ERR_CAPACITY) return lib(a, r);
@@ -1777,7 +2053,7 @@ static void print_buffer(const rf_plan *p, uint32_t i, const char *before) {
 /* Parameters of an op that its buffers and weights do not show. */
 static void print_params(const rf_op *op) {
     static const char *const activations[RF_ACT_COUNT] = {"silu", "gelu", "oai", "none", "clamp", "sigmoid", "relu",
-                                                          "relu2", "softplus", "silu_min", "min_silu", "xielu"};
+                                                              "relu2", "softplus", "silu_min", "min_silu"};
     const rf_attention_params *t = &op->attention;
     switch (op->kind) {
     case RF_OP_EMBED:
@@ -2321,8 +2597,8 @@ enum { /* in the order of the table above */
     BENCH = 512, DEVICES = 1024, TEMPLATE = 2048,
     WRITE = GENERATE | CHAT,              /* choose tokens */
     RUN = WRITE | EMBED | LOGITS | BENCH, /* compute       */
-    FILES = RUN | INSPECT | PLAN | CHECK | TOKENIZE,
-    ALL = FILES | DEQUANT | DEVICES | TEMPLATE
+    FILES = RUN | INSPECT | PLAN | CHECK | TOKENIZE | TEMPLATE,
+    ALL = FILES | DEQUANT | DEVICES
 };
 
 /* LIMIT: a count, and -1 means 0 (no limit). CHOICE: the position in "a|b". LIST: a text, may be given many times. */
@@ -2342,7 +2618,7 @@ typedef struct flag {
 #define AT(member) offsetof(options, member)
 #define HEADING(takes, text) {NULL, SWITCH, 0, takes, 0, 0, 0, NULL, text}
 static const flag flags[] = {
-    {"-m, --model, --gguf", TEXT, AT(gguf), FILES | TEMPLATE, FILES, 0, 0, "F", "the model; F alone will do"},
+    {"-m, --model, --gguf", TEXT, AT(gguf), FILES, FILES & ~TEMPLATE, 0, 0, "F", "the model; F alone will do"},
     {"-h, --help", SWITCH, AT(help), ALL, 0, 0, 0, NULL, "this text"},
     {"--json", SWITCH, AT(json), INSPECT | BENCH, 0, 0, 0, NULL, "print JSON"},
     {"-p, --prompt", TEXT, AT(prompt), GENERATE | EMBED, 0, 0, 0, "S", "the text; S alone after the model will do"},
@@ -2350,12 +2626,16 @@ static const flag flags[] = {
      "the text from a file, - is stdin (a pipe, its last newline dropped)"},
     {"--echo", SWITCH, AT(echo), GENERATE, 0, 0, 0, NULL, "print the prompt first, and end with a newline"},
     {"--raw", SWITCH, AT(raw), GENERATE, 0, 0, 0, NULL, "the prompt as it is: no chat template"},
-    {"--template", TEXT, AT(chat_template), WRITE, 0, 0, 0, "F", "chat template: a file of Jinja (the model's)"},
     {"--system", TEXT, AT(system), WRITE, 0, 0, 0, "S", "system message"},
+    {"--tools", TEXT, AT(tools), WRITE, 0, 0, 0, "F", "what the model may call: a JSON file of tool definitions"},
+    {"--think", CHOICE, AT(think), WRITE, 0, 0, 0, "on|off|hide", "let it think and show that; do not; show how long"},
+    {"--effort", TEXT, AT(effort), WRITE, 0, 0, 0, "S", "how much to think, as the template knows it: low, high, ..."},
+    {"--jinja, --chat-template-file", TEXT, AT(jinja), WRITE | TEMPLATE, 0, 0, 0, "F", "chat template (the model's)"},
+    {"--template-args, --chat-template-kwargs", TEXT, AT(extra), WRITE, 0, 0, 0, "JSON", "an object of its variables"},
+    {"--stop", LIST, AT(stop), WRITE, 0, 0, 0, "S", "a text that ends the answer; may be given many times"},
     {"-n, --max-tokens, --n-predict", LIMIT, AT(max_tokens), WRITE, 0, 0, INT32_MAX, "N",
      "tokens of an answer at most; 0 or -1: no limit (256 for --raw, else none)"},
     {"--stats", SWITCH, AT(stats), CHAT, 0, 0, 0, NULL, "print times and speeds after each answer"},
-    {"--jinja", TEXT, AT(jinja), TEMPLATE, 0, 0, 0, "F", "a template in a file instead of a model's"},
     {"--input", TEXT, AT(input), TEMPLATE, 0, 0, 0, "F", "JSON: {\"messages\": [...], \"tools\": [...], ...}"},
     {"--now", TEXT, AT(now), TEMPLATE, 0, 0, 0, "T", "the template's clock, as 2026-11-22T12:34:56 (now)"},
     {"--pooling", CHOICE, AT(pooling), EMBED, 0, 0, 0, "default|mean|cls|last",
@@ -2384,12 +2664,22 @@ static const flag flags[] = {
     {"--frequency-penalty", REAL, AT(frequency_penalty), WRITE, 0, -100, 100, "A",
      "subtract A for each time that a token is among the recent ones (0)"},
     {"--presence-penalty", REAL, AT(presence_penalty), WRITE, 0, -100, 100, "A", "subtract A if it is there (0)"},
-    {"--repeat-last-n", COUNT, AT(penalty_last_n), WRITE, 0, 1, RF_SAMPLER_HISTORY, "N", "recent are the last N (64)"},
+    {"--repeat-last-n", COUNT, AT(penalty_last_n), WRITE, 0, 1, 1 << 24, "N", "recent are the last N (64)"},
+    {"--dry-multiplier", REAL, AT(dry_multiplier), WRITE, 0, 0, 100, "M", "DRY against repetition: 0.8, say (0 = off)"},
+    {"--dry-base", REAL, AT(dry_base), WRITE, 0, 1, 100, "B", "each further token costs M * B^length (1.75)"},
+    {"--dry-allowed-length", COUNT, AT(dry_allowed), WRITE, 0, 1, 1 << 24, "N", "beyond N tokens (2)"},
+    {"--dry-penalty-last-n", COUNT, AT(dry_last_n), WRITE, 0, 1, 1 << 24, "N", "among the last N (the context)"},
+    {"--dry-sequence-breaker", LIST, AT(dry_breakers), WRITE, 0, 0, 0, "S", "no repetition goes beyond S (\\n : \" *)"},
+    {"--xtc-probability", REAL, AT(xtc_probability), WRITE, 0, 0, 1, "P", "XTC, against cliches: how often (0 = off)"},
+    {"--xtc-threshold", REAL, AT(xtc_threshold), WRITE, 0, 0, 1, "P", "all likelier than P but the last one go (0.1)"},
+    {"--mirostat", COUNT, AT(mirostat), WRITE, 0, 0, 2, "V", "version 1 or 2, in place of top-k and such (0 = off)"},
+    {"--mirostat-ent", REAL, AT(mirostat_tau), WRITE, 0, 0, 100, "T", "the surprise it aims at, in bits (5)"},
+    {"--mirostat-lr", REAL, AT(mirostat_eta), WRITE, 0, 0, 100, "E", "how fast it learns (0.1)"},
     {"--logit-bias", LIST, AT(logit_bias), WRITE, 0, 0, 0, "ID+B", "add B to a token's logit, as 15+1.5 or 15-inf"},
     {"-s, --seed", COUNT, AT(seed), WRITE, 0, 0, UINT64_MAX, "S", "the same seed, the same text (random, printed)"},
 
     HEADING(TOKENIZE | WRITE | EMBED, "text to tokens"),
-    {"--no-bos", SWITCH, AT(no_bos), WRITE, 0, 0, 0, NULL, "do not add the tokens that the file asks for"},
+    {"--no-bos", SWITCH, AT(no_bos), GENERATE, 0, 0, 0, NULL, "do not add the tokens that the file asks for"},
     {"--bos", CHOICE, AT(bos), TOKENIZE | EMBED, 0, 0, 0, "0|1", "add bos and eos where the file asks for it (1)"},
     {"--special", CHOICE, AT(special), TOKENIZE | GENERATE | EMBED, 0, 0, 0, "0|1", "text may name special tokens (0)"},
     {"--pre", TEXT, AT(pre), TOKENIZE | WRITE | EMBED, 0, 0, 0, "NAME", "pre-tokenizer (the file's)"},
@@ -2668,8 +2958,12 @@ static int run(app *a, int argc, char **argv) {
 
 int main(int argc, char **argv) {
     app a = {.o = {.max_tokens = NOT_GIVEN, .bos = 1, .n_prompt = 512, .n_decode = 128, .n_repeat = 3, .depths = "0",
-                   .peak = 1000000000, .temp = NAN, .top_k = NOT_GIVEN, .top_p = NAN, .min_p = NAN, .seed = NOT_GIVEN,
-                   .repeat_penalty = NAN, .frequency_penalty = NAN, .presence_penalty = NAN}, .start = now()};
+                   .peak = 1000000000, .top_k = NOT_GIVEN, .seed = NOT_GIVEN, .penalty_last_n = NOT_GIVEN,
+                   .dry_allowed = NOT_GIVEN, .dry_last_n = NOT_GIVEN, .mirostat = NOT_GIVEN, .think = NOT_GIVEN},
+             .start = now(), .today = (int64_t)time(NULL)};
+    const double not_given = NAN;
+    for (const flag *f = flags; f < flags + N_FLAGS; f++)
+        if (f->kind == REAL) memcpy((char *)&a.o + f->target, &not_given, sizeof not_given);
     signal(SIGPIPE, SIG_DFL);      /* `| head` ends us without a word                */
     for (int fd = 0; fd < 3; fd++) /* a file opened later must not become stdout     */
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDONLY) != fd) return FAILED;

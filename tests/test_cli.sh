@@ -77,7 +77,8 @@ for v in "" x 1 1+ +1 -1+1 1+x 1+nan 1x2 99999999999999999999+1; do
     expect 2 "logit bias '$v'" generate --gguf $model --prompt a --logit-bias "$v" && says "logit bias '$v'" "\"$v\""
 done
 expect 1 "logit bias of no token" generate --gguf $model --prompt a --logit-bias 1024+1 && says "logit bias of no token" 1024
-expect 1 "ctx without memory" generate --gguf $model --prompt a --ctx 16777216 && says "ctx without memory" "--ctx 16777216: "
+(ulimit -v 8000000 && exec "$cli" generate $model a --ctx 16777216) >"$t/out" 2>"$t/err" </dev/null
+verdict "ctx without memory" [ $? -eq 1 ] && says "ctx without memory" "rocmforge_cli generate: --ctx 16777216: "
 expect 2 "threads 257" generate --gguf $model --prompt a --threads 257 && says "threads 257" --threads
 expect 2 "ctx 0" generate --gguf $model --prompt a --ctx=0 && says "ctx 0" --ctx
 expect 2 "kv f64" generate --gguf $model --prompt a --kv f64 && says "kv f64" "f16|f32"
@@ -115,9 +116,9 @@ expect 1 "unknown instruction set" generate --gguf $model --prompt a --isa mmx &
 expect 1 "token id out of range" logits --gguf $model --tokens 1,1024 --out "$t/l" && says "token id" 1024
 expect 1 "logits beyond the context" logits --gguf $model --tokens 1,2,3 --out "$t/l" --ctx 4 --greedy 2
 expect 1 "prompt beyond the context" generate --gguf $model --prompt "To be or not to be" --ctx 3
-expect 1 "missing template" generate --gguf $model --prompt a --template frobnicate && says "missing template" frobnicate
+expect 1 "missing template" generate --gguf $model --prompt a --jinja frobnicate && says "missing template" frobnicate
 echo '{% frobnicate %}' >"$t/bad.jinja"
-expect 1 "bad template" generate --gguf $model --prompt a --template "$t/bad.jinja" && says "bad template" "line 1: unknown tag 'frobnicate'"
+expect 1 "bad template" generate --gguf $model --prompt a --jinja "$t/bad.jinja" && says "bad template" "line 1: unknown tag 'frobnicate'"
 expect 1 "chat without a template" chat $model && says "chat without a template" "no chat template"
 
 # ---- generated text ----
@@ -140,7 +141,7 @@ for isa in scalar avx2 avxvnni avx512 neon i8mm; do
     "$cli" generate --gguf $model --prompt a --max-tokens 1 --isa $isa >"$t/out" 2>"$t/err" || continue
     sh -c "$run_command --isa $isa" >"$t/out" 2>"$t/err"
     verdict "make run, $isa: the text, after its prompt" cmp "$t/out" tests/expected_run.txt
-    verdict "make run, $isa: one line of figures" [ "$(grep -c '^open .* decode 73 tokens' "$t/err")" -eq "$(wc -l <"$t/err")" ]
+    verdict "make run, $isa: one line of figures" [ "$(grep -c '^open .* decode 89 tokens' "$t/err")" -eq "$(wc -l <"$t/err")" ]
 done
 for n in 0 -1; do
     expect 0 "generate -n $n" generate $model a -n $n --ctx 40 --temp 0
@@ -170,6 +171,19 @@ verdict "another seed: another text" sh -c "! cmp -s '$t/out' '$t/unseeded'"
 expect 0 "penalties" generate $model "$(cat "$t/prompt")" "$@" --frequency-penalty 2 --presence-penalty 1 --repeat-last-n 8
 verdict "penalties: another text" sh -c "! cmp -s '$t/out' tests/expected_generate.txt"
 # the ids of the golden text come further below: 267 is its first, 261 its second
+expect 0 "stop" generate $model "$(cat "$t/prompt")" "$@" --stop frobnicate --stop MARCIUS
+sed '/MARCIUS/,$d' tests/expected_generate.txt >"$t/want"
+verdict "stop: the text before it" cmp "$t/out" "$t/want"
+verdict "stop: why" grep -q 'stopped: stop text' "$t/err"
+for words in "--dry-multiplier 0.8" "--dry-multiplier 2 --dry-base 1.5 --dry-allowed-length 1 --dry-penalty-last-n 20 --dry-sequence-breaker x" \
+    "--repeat-penalty 1.2 --repeat-last-n 400" "--xtc-probability 1 --xtc-threshold 0.05 --temp 1 -s 1" "--mirostat 1 -s 1 --temp 1" \
+    "--mirostat 2 --mirostat-ent 2 --mirostat-lr 0.5 --temp 1 -s 1"; do
+    expect 0 "$words" generate $model "$(cat "$t/prompt")" "$@" $words
+    cp "$t/out" "$t/first"
+    verdict "$words: another text" sh -c "! cmp -s '$t/out' tests/expected_generate.txt"
+    expect 0 "$words again" generate $model "$(cat "$t/prompt")" "$@" $words
+    verdict "$words: the same text again" cmp "$t/out" "$t/first"
+done
 expect 0 "logit bias" generate $model "$(cat "$t/prompt")" -n 1 --temp 0 --logit-bias 267-inf --logit-bias 261+1000
 verdict "logit bias: the token that has it" [ "$(cat "$t/out")" = "$(echo '[261]' | "$cli" tokenize $model --decode)" ]
 expect 0 "context full" generate --gguf $model --prompt-file "$t/prompt" --ctx 20 --max-tokens 30
@@ -218,14 +232,14 @@ fi
     printf '%s' 'User: {{ m.content }}{{ "\n" }}{% else %}Assistant: {{ m.content }}{{ "\n" }}{% endif %}{% endfor %}Assistant:'
 } >"$t/plain.jinja"
 printf 'Good night\n/reset\nGood night\n/quit\nnot read\n' >"$t/talk"
-input=$t/talk expect 0 "chat" chat --gguf $model --template "$t/plain.jinja" --max-tokens 12 --ctx 100 --stats --temp 0
+input=$t/talk expect 0 "chat" chat --gguf $model --jinja "$t/plain.jinja" --max-tokens 12 --ctx 100 --stats --temp 0
 n=$(wc -c <"$t/out")
 head -c $((n / 2)) "$t/out" >"$t/first" && tail -c $((n / 2)) "$t/out" >"$t/second"
 verdict "chat answers" [ "$n" -gt 8 ]
 verdict "chat: after /reset the same answer" cmp "$t/first" "$t/second"
 verdict "chat: what the session holds is not evaluated again" [ "$(grep -c 'prefill 1 tokens' "$t/err")" -eq 1 ]
 printf 'Good night\nGood night\n' >"$t/talk"
-input=$t/talk expect 0 "chat goes on" run $model --template "$t/plain.jinja" --max-tokens 12 --ctx 100
+input=$t/talk expect 0 "chat goes on" run $model --jinja "$t/plain.jinja" --max-tokens 12 --ctx 100
 verdict "chat: no escape codes" sh -c "! cat '$t/out' '$t/err' | grep -q '$esc'"
 verdict "chat: figures on request only" sh -c "! grep -q '^open' '$t/err'"
 # /regen and /load give the messages of the first turn again, so that the answer is the same
@@ -233,7 +247,7 @@ verdict "chat: figures on request only" sh -c "! grep -q '^open' '$t/err'"
     printf '/system You are \303\274ber\nGood night\n/save %s\n/regen\n' "$t/saved.json"
     printf '/undo\n/clear\n/system\n/load %s\n/regen\n/save %s\n' "$t/saved.json" "$t/again.json"
 } >"$t/talk"
-input=$t/talk expect 0 "chat commands" chat $model --template "$t/plain.jinja" -n 12 -c 200 --temp 0
+input=$t/talk expect 0 "chat commands" chat $model --jinja "$t/plain.jinja" -n 12 -c 200 --temp 0
 n=$(($(wc -c <"$t/out") / 3))
 head -c $n "$t/out" >"$t/first"
 { cat "$t/first" "$t/first" "$t/first"; } >"$t/want"
@@ -243,30 +257,98 @@ verdict "chat: /save as JSON" grep -q '^\[{"role": "system", "content": "You are
 # hostile files: one line that says where, and the conversation stays
 printf '%s' '[{"role": "user", "content": "\ud83d\ude00 \u00e9\n\u0000 \ud800x"}]' >"$t/escapes.json"
 printf '/load %s\n/save %s\n' "$t/escapes.json" "$t/again.json" >"$t/talk"
-input=$t/talk expect 0 "chat: escapes" chat $model --template "$t/plain.jinja"
+input=$t/talk expect 0 "chat: escapes" chat $model --jinja "$t/plain.jinja"
 verdict "chat: escapes" grep -qxF '[{"role": "user", "content": "\ud83d\ude00 \u00e9\u000a  \ufffdx"}]' "$t/again.json"
 n=0
-for text in '' '{' '[' '[{}]' '[1]' '[{"role": "user"}]' '[{"role": "user", "content": 1}]' '[{"role": "king", "content": ""}]' \
+for text in '' '{' '[' '[{}]' '[1]' '[{"content": ""}]' '[{"role": "user", "content": 1}]' '[{"role": "a", "role": "b"}]' '[{"role": "user", "x": }]' \
+    '[{"role": "user", "x": [}]' '[{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]' '[{"role": "user", "x": @}]' \
     '[{"role": "user", "content": "' '[{"role": "user", "content": "\x"}]' '[{"role": "user", "content": "\u12"}]' \
     '[{"role": "user", "content": ""}' '[{"role": "user", "content": ""}] x' '[{"role" "user"}]' '[{"": "user"}]' '[,]'; do
     n=$((n + 1))
     printf '%s' "$text" >"$t/bad$n.json"
     printf '/load %s\n' "$t/bad$n.json" >"$t/talk"
-    input=$t/talk expect 1 "chat: /load '$text'" chat $model --template "$t/plain.jinja" && says "chat: /load '$text'" "bad$n.json: byte "
+    input=$t/talk expect 1 "chat: /load '$text'" chat $model --jinja "$t/plain.jinja" && says "chat: /load '$text'" "bad$n.json: byte "
 done
 for line in /frobnicate /save "/undo 1"; do
     echo "$line" >"$t/talk"
-    input=$t/talk expect 2 "chat: $line" chat $model --template "$t/plain.jinja" && says "chat: $line" "${line%% *}"
+    input=$t/talk expect 2 "chat: $line" chat $model --jinja "$t/plain.jinja" && says "chat: $line" "${line%% *}"
 done
 echo /frobnicate >"$t/talk"
-input=$t/talk expect 2 "chat: unknown command" chat $model --template "$t/plain.jinja" && says "chat: unknown command" "/help /bye /system"
+input=$t/talk expect 2 "chat: unknown command" chat $model --jinja "$t/plain.jinja" && says "chat: unknown command" "/help /bye /system"
 for line in /undo /regen "/load $t/missing" "/save $t/missing/x"; do
     echo "$line" >"$t/talk"
-    input=$t/talk expect 1 "chat: $line" chat $model --template "$t/plain.jinja" && says "chat: $line" "${line#* }"
+    input=$t/talk expect 1 "chat: $line" chat $model --jinja "$t/plain.jinja" && says "chat: $line" "${line#* }"
 done
+expect 1 "chat without a template" chat $model && says "chat without a template" "no chat template: --jinja FILE"
+# a tool's round trip: each result belongs to the next call without one
+printf '%s' '[{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": null, "reasoning_content": "Hm", "x": [{"y": "]"}],
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "rain", "arguments": {"city": "Ulm"}}},
+    {"name": "snow", "arguments": "{}"}]}]' >"$t/calls.json"
+printf '%s' '{% for m in messages %}{{ m.role }}: {{ m.content }}{{ "\n" }}{% endfor %}' >"$t/roles.jinja"
+printf '/load %s\n/result No\n/result Yes\n/save %s\n' "$t/calls.json" "$t/results.json" >"$t/talk"
+input=$t/talk expect 0 "chat: results of tools" chat $model --jinja "$t/roles.jinja" --temp 0 -n 3
+head -n 4 "$t/results.json" >"$t/got"
+cat >"$t/want" <<'JSON'
+[{"role": "user", "content": "Rain?"},
+ {"role": "assistant", "reasoning_content": "Hm", "tool_calls": [{"type": "function", "id": "c1", "function": {"name": "rain", "arguments": "{\"city\": \"Ulm\"}"}}, {"type": "function", "function": {"name": "snow", "arguments": "{}"}}]},
+ {"role": "tool", "content": "No", "name": "rain", "tool_call_id": "c1"},
+ {"role": "tool", "content": "Yes", "name": "snow"},
+JSON
+verdict "chat: results of tools" cmp "$t/got" "$t/want"
+verdict "chat: then it answers" grep -q '^ {"role": "assistant", "content": "..*"}\]$' "$t/results.json"
+for line in "/result x"; do
+    echo "$line" >"$t/talk"
+    input=$t/talk expect 1 "chat: $line" chat $model --jinja "$t/roles.jinja" && says "chat: $line" "${line%% *}"
+done
+expect 1 "tools that are not there" chat $model --jinja "$t/roles.jinja" --tools "$t/missing" && says "tools that are not there" missing
+echo '{"x": ' >"$t/tools.json"
+echo Hello >"$t/talk"
+input=$t/talk expect 1 "tools that are no JSON" chat $model --jinja "$t/roles.jinja" --tools "$t/tools.json"
+# what the prompt has opened is a thought until the model ends it: no part of the result
+printf '%s' '{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}' >"$t/think.jinja"
+expect 0 "a thought" generate $model "Good night" --jinja "$t/think.jinja" -n 8 --temp 0
+verdict "a thought is no answer" [ ! -s "$t/out" ]
+expect 0 "no thought" generate $model "Good night" --jinja "$t/think.jinja" -n 8 --temp 0 --think off
+verdict "no thought: an answer" [ -s "$t/out" ]
+expect 2 "think" generate $model a --think maybe && says "think" "on|off|hide"
+# a context of 40 tokens is soon full: the oldest messages are left out
+{ for i in 1 2 3 4 5 6; do echo "Good night, good night number $i"; done; echo /stats; echo Last; } >"$t/talk"
+input=$t/talk expect 0 "chat: a full context" chat $model --jinja "$t/roles.jinja" --temp 0 -n 8 -c 40
+verdict "chat: a full context: it goes on" [ "$(grep -c 'stopped: ' "$t/err")" -eq 1 ]
+verdict "chat: a full context: what is left out is said" grep -q 'the oldest [0-9]* messages are left out' "$t/err"
 printf '"""/bye\n"""\n/etc/hosts\n/bye\nnot read\n' >"$t/talk"
-input=$t/talk expect 0 "chat: no commands" chat $model --template "$t/plain.jinja" -n 1 -c 200
+input=$t/talk expect 0 "chat: no commands" chat $model --jinja "$t/plain.jinja" -n 1 -c 200
 verdict "chat: no commands, but messages" [ "$(wc -l <"$t/out")" -ge 2 ]
+
+# a model that thinks, speaks and calls a tool, and answers when it has the result
+if have python3; then
+    cat >"$t/parrot.jinja" <<'JINJA'
+{%- for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}
+{% endfor %}{% if messages[-1].role == 'tool' or not (enable_thinking | default(true)) %}<B>{% else %}<A>{% endif %}{#- <think></think> -#}
+JINJA
+    python3 tests/make_parrot.py "$t/parrot.jinja" "$t/parrot.gguf"
+    expect 0 "parrot" generate "$t/parrot.gguf" "Does it rain?"
+    cp "$t/out" "$t/said"
+    printf 'I look.\n{"name": "rain", "arguments": {"city": "Ulm"}}\n' >"$t/want"
+    verdict "parrot: answer and call, no thought" cmp "$t/said" "$t/want"
+    verdict "parrot: it names temperature 0, so that no seed is drawn" sh -c "! grep -q seed '$t/err'"
+    verdict "parrot: why it stopped" grep -q 'stopped: tool call$' "$t/err"
+    expect 0 "parrot, --think off" generate "$t/parrot.gguf" "Does it rain?" --think off
+    verdict "parrot, --think off: no thought" [ "$(cat "$t/out")" = "It rains." ]
+    printf 'Does it rain?\n/result Yes\n/save %s\n' "$t/saved.json" >"$t/talk"
+    input=$t/talk expect 0 "parrot, chat" chat "$t/parrot.gguf" --stats
+    { cat "$t/said"; echo "It rains."; } >"$t/want"
+    verdict "parrot, chat: after the result it answers" cmp "$t/out" "$t/want"
+    cat >"$t/want" <<'JSON'
+[{"role": "user", "content": "Does it rain?"},
+ {"role": "assistant", "content": "I look.", "reasoning_content": "Hm,\u000arain?", "tool_calls": [{"type": "function", "function": {"name": "rain", "arguments": "{\"city\": \"Ulm\"}"}}]},
+ {"role": "tool", "content": "Yes", "name": "rain"},
+ {"role": "assistant", "content": "It rains."}]
+JSON
+    verdict "parrot, chat: what is saved" cmp "$t/saved.json" "$t/want"
+fi
 
 # on a terminal: (what to wait for, what to type then)..., the exit status, what is seen, what is not
 if have python3; then
@@ -284,7 +366,7 @@ def talk(arguments, steps, status, seen=(), unseen=(), **environment):
     pid, fd = pty.fork()
     if pid == 0:
         os.environ.update({'TERM': 'xterm'}, **environment)
-        os.execv(sys.argv[1], sys.argv[1:] + arguments)
+        os.execv(sys.argv[1], [sys.argv[1], chat] + arguments)
     out, start = b'', 0
     for step in list(steps) + [(None, b'')]:
         while step[0] is None or step[0] not in out[start:]:
@@ -300,17 +382,24 @@ def talk(arguments, steps, status, seen=(), unseen=(), **environment):
     assert code == status << 8, (code, out)
     for text in seen: assert text in out, (text, out)
     for text in unseen: assert text not in out, (text, out)
+chat, model, parrot, jinja = sys.argv[2:6]
+plain = [model, '--jinja', jinja]
 again = b'Ctrl-C again or /bye leaves'
-talk(['-n', '4', '--temp', '0'], [(b'> ', b'Hello\n'), (b'> ', b'/frobnicate\n'), (b'> ', b'"""a\n'), (b'. ', b'b"""\n'), (b'> ', b'/bye\n')],
+talk(plain + ['-n', '4', '--temp', '0'], [(b'> ', b'Hello\n'), (b'> ', b'/frobnicate\n'), (b'> ', b'"""a\n'), (b'. ', b'b"""\n'), (b'> ', b'/bye\n')],
      0, [b'/help lists commands', b'/frobnicate is no command; there are /help /bye'], [b'open '])
 # an answer of many tokens is stopped, the chat goes on; twice ends it
-many = ['-c', '65536', '--temp', '0', '--logit-bias', '267+90']
+many = plain + ['-c', '65536', '--temp', '0', '--logit-bias', '267+90']
 talk(many, [(b'> ', b'Hello\n'), (b' the the the', b'\3'), (again, b''), (b'> ', b'/stats\n'), (b'> ', b'/bye\n')], 0, [b'statistics are on'])
 talk(many, [(b'> ', b'Hello\n'), (b' the the the', b'\3'), (again, b''), (b'> ', b'\3')], 130)
+# thoughts are dimmed, or folded into one line
+ask = [(b'> ', b'Rain?\n'), (b'> ', b'/bye\n')]
+talk(['-m', parrot], ask, 0, [b'\033[2mHm,\r\nrain?\033[0m\r\n\r\nI look.\r\n{"name": "rain"'])
+talk(['-m', parrot, '--think', 'hide'], ask[:1] + [(b'> ', b'/think\n')] + ask[1:], 0,
+     [b'(thinking ... 0', b's)\r\n\r\nI look.', b'/think: want'], [b'Hm', b'\033[2m'])
 for environment in {'NO_COLOR': '1'}, {'TERM': 'dumb'}:
-    talk(['-n', '4'], [(b'> ', b'/bye\n')], 0, [], [b'\033[1', b'\033[2'], **environment)
+    talk(plain + ['-n', '4'], [(b'> ', b'/bye\n')], 0, [], [b'\033[1', b'\033[2'], **environment)
 PY
-    if TERM=xterm timeout 60 python3 "$t/terminal.py" "$cli" chat $model --template "$t/plain.jinja" >"$t/terminal.log" 2>&1; then pass
+    if TERM=xterm timeout 60 python3 "$t/terminal.py" "$cli" chat $model "$t/parrot.gguf" "$t/plain.jinja" >"$t/terminal.log" 2>&1; then pass
     else bad "chat on a terminal"; tail -n 5 "$t/terminal.log"; fi
 else
     skip "chat on a terminal" "no python3"

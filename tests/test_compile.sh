@@ -13,7 +13,7 @@ command -v clang >/dev/null && quick=clang
 # The program of the header's first comment, with the prompt of expected_generate.txt, with and without the implementation;
 # a translation unit that is only the implementation; one that only includes the header.
 sources() {
-    sed -n '/A complete program/,/^ \* Recipes/s/^ \*     //p' rocmforge.h |
+    sed -n '/A complete program/,/^ \*     }$/s/^ \*     //p' rocmforge.h |
         sed 's/"ROMEO:\\n"/"CASSIUS:\\nWhere is"/' >"$dir/hello.c.new"
     sed '/define ROCMFORGE_IMPLEMENTATION/d' "$dir/hello.c.new" >"$dir/hello_decl.c.new"
     printf '#define ROCMFORGE_IMPLEMENTATION\n#include "rocmforge.h"\n' >"$dir/impl.c.new"
@@ -238,8 +238,8 @@ case_run_arm64() {
     need aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu
     need qemu-aarch64 qemu-user
     for isa in scalar neon i8mm; do
-        printf 'JULIET:\n' | qemu-aarch64 -cpu max "$dir/cli_arm64" generate --gguf $model --prompt-file - --echo --max-tokens 73 \
-            --temp 0 --repeat-penalty 1.3 --isa $isa >"$dir/arm64.txt"
+        printf 'JULIET:\n' | qemu-aarch64 -cpu max "$dir/cli_arm64" generate --gguf $model --prompt-file - --echo --max-tokens 89 \
+            --temp 0 --repeat-penalty 1.2 --isa $isa >"$dir/arm64.txt"
         cat "$dir/arm64.txt"
         cmp "$dir/arm64.txt" tests/expected_run.txt
     done
