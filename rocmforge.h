@@ -22,36 +22,25 @@
  *     #include "rocmforge.h"
  *     #include <stdio.h>
  *
+ *     static int show(const rf_piece *piece, void *user) {
+ *         (void)user;
+ *         return fwrite(piece->text.data, 1, piece->text.len, stdout) != piece->text.len;
+ *     }
+ *
  *     int main(int argc, char **argv) {
- *         const char *path = argc > 1 ? argv[1] : "examples/shakespeare-5m.gguf", *prompt = "ROMEO:\n";
+ *         const char *path = argc > 1 ? argv[1] : "examples/shakespeare-5m.gguf";
+ *         rf_generate_desc desc = {.prompt = rf_string_of("ROMEO:\n"), .max_tokens = 64, .on_piece = show};
  *         rf_gguf *file = NULL;
  *         rf_device *device = NULL;
  *         rf_model *model = NULL;
  *         rf_session *session = NULL;
- *         const rf_tokenizer *tokenizer = NULL;
- *         rf_sampler sampler;
  *         rf_error err = {0};
- *         int32_t ids[64];
- *         uint32_t n = 0;
  *
  *         rf_result r = rf_gguf_open(path, NULL, &file, &err);
  *         if (!r) r = rf_device_open("auto", NULL, &device, &err); // the first GPU, else the CPU
  *         if (!r) r = rf_model_open(file, device, NULL, &model, &err);
  *         if (!r) r = rf_session_open(model, NULL, &session, &err);
- *         if (!r) r = rf_model_get_tokenizer(model, &tokenizer, &err);
- *         if (!r) r = rf_sampler_init(&sampler, NULL, &err); // greedy
- *         if (!r) r = rf_tokenize(tokenizer, rf_string_of(prompt), RF_TOKENIZE_ADD, ids, 64, &n, &err);
- *
- *         rf_detokenizer state = {.tokenizer = tokenizer};
- *         for (int i = 0; !r && i < 64; i++, n = 1) {
- *             char text[256];
- *             size_t n_bytes = 0;
- *             r = rf_session_forward(session, ids, n, NULL, &err); // the prompt, then one token at a time
- *             if (!r) r = rf_session_sample(session, 0, &sampler, &ids[0], &err);
- *             if (r || rf_token_is_end(tokenizer, ids[0])) break;
- *             r = rf_detokenize(&state, ids[0], 0, text, sizeof text, &n_bytes, &err);
- *             fwrite(text, 1, n_bytes, stdout);
- *         }
+ *         if (!r) r = rf_generate(session, &desc, NULL, &err); // or .chat: messages, tools
  *         if (r) fprintf(stderr, "%s\n", err.text);
  *
  *         rf_session_close(session, NULL);
@@ -62,14 +51,13 @@
  *     }
  *
  * Recipes: what to look up for
- *   text, token by token               the program above; rf_detokenize gives out whole UTF-8 characters only
- *   chat                               rf_model_get_chat_template, then rf_chat_tokenize; rf_session_sync keeps the
- *                                      shared prefix; rocmforge_cli chat
- *   tools, thinking on or off          the fields of rf_chat and rf_chat_message
+ *   text from a prompt                 rf_generate: the program above
+ *   chat                               rf_generate with messages (rf_chat); rocmforge_cli chat
+ *   tools, thinking on or off          fields of rf_chat and rf_chat_message; rf_generate gives out thoughts and calls
  *   a template of your own             rf_chat_template_open
- *   stop at the end of the answer      rf_token_is_end
- *   stop text                          search in what rf_detokenize gave out so far, and evaluate no further token
- *   thoughts, tool calls              rf_answer_open, which splits what a model writes
+ *   stop texts, cancel, a full context rf_generate_desc
+ *   text, token by token               rf_session_forward, rf_session_sample, rf_detokenize, until rf_token_is_end
+ *   thoughts and calls in a text       rf_answer_open
  *   limit or ban tokens, JSON          rf_sampler_desc.bias, or logits_fn, which sees and changes the logits
  *   against repetition                 rf_sampler_desc: DRY, penalties; rf_dry_breakers_find
  *   the same text again                rf_sampler_desc.seed; temperature 0 is greedy
@@ -1368,7 +1356,8 @@ typedef enum rf_activation {
     RF_ACT_SOFTPLUS = 8, /* ln(1 + e^x)                                                                              */
     RF_ACT_SILU_MIN = 9, /* SILU of min(in, limit), times in2 clamped to -limit .. limit                             */
     RF_ACT_MIN_SILU = 10, /* min(SILU of in, limit), times in2 clamped to -limit .. limit                            */
-    RF_ACT_COUNT = 11
+    RF_ACT_XIELU = 11,  /* alpha_p x^2 + beta x for x > 0, else alpha_n (e^min(x, eps) - 1 - x) + beta x             */
+    RF_ACT_COUNT = 12
 } rf_activation;
 
 /* EMBED: out[T, n] = scale * W[token], or the row's own embedding if it has no token. Under RF_OP_POSITIONS:
@@ -1442,6 +1431,7 @@ typedef struct rf_glu_params {
     uint32_t activation; /* rf_activation                  */
     float limit;         /* of RF_ACT_CLAMP and those with MIN */
     uint32_t repeat;     /* 0: 1                           */
+    float alpha_p, alpha_n, beta, eps; /* of RF_ACT_XIELU  */
 } rf_glu_params;
 
 /* GATHER: out[L, n] = the rows of in[T, n] that want logits, in order. */
@@ -1595,7 +1585,8 @@ typedef struct rf_scan_params {
         rf_op_out(s, p->n); \
         rf_op_vector_if(s, op->factor, op->flags & RF_OP_EACH_HEAD ? p->n : 1); \
         rf_op_need(s, p->activation < RF_ACT_COUNT, "the activation is unknown"); \
-        rf_op_need(s, (p->activation != RF_ACT_OAI && p->activation < RF_ACT_SILU_MIN) || \
+        rf_op_need(s, (p->activation != RF_ACT_OAI && p->activation != RF_ACT_SILU_MIN && \
+                       p->activation != RF_ACT_MIN_SILU) || \
                    (op->in2 != RF_NONE && p->repeat <= 1), "this activation needs in2, a value for each"); \
     }) \
     X(GATHER, 7, gather, RF_ROWS_LOGITS, 0, { \
@@ -6876,6 +6867,7 @@ typedef struct rfi_layer_config {
     int recurrent;        /* 1: a recurrent state instead of attention                    */
     int rope;             /* 0: queries and keys are not rotated                          */
     double limit, shared_limit; /* of SwiGLU in experts, and in the others; 0: none       */
+    double xielu[4];            /* alpha_n, alpha_p, beta, eps                            */
     uint32_t n_ff_experts;
 } rfi_layer_config;
 
@@ -7013,10 +7005,12 @@ typedef struct rfi_arch {
     uint8_t mrope;            /* M-RoPE if rope.dimension_sections is there; 2: its axes take turns           */
     uint8_t rope_switch;      /* no rope if rope.scaling.finetuned is false                                   */
     uint8_t longrope;         /* rope_factors_long and rope_factors_short                                     */
+    uint8_t half_rot;         /* layers without SWA rotate half of rope.dimension_count                       */
     uint8_t rope_by_depth;    /* 32 layers: rope, 40: ALiBi, else neither                                     */
     uint8_t attn_sinks;       /* attn_sinks; scores are scaled by 1/sqrt(n_rot)                               */
     uint8_t attn_gate;        /* rf_activation of attn_gate, which multiplies attention's output              */
     uint8_t attn_gate_base2;  /* ... which is softplus of base 2, log2(1 + 2^x)                               */
+    uint8_t attn_gate_optional; /* ... in layers that have it                                                 */
     uint8_t value_experts;    /* values are sums of experts', in layers with attn_v_exps                      */
     uint8_t mla;              /* multi-head latent attention: one compressed key and value for all heads      */
     uint8_t swa_yarn;         /* layers with a sliding window (SWA) use yarn, too                             */
@@ -7201,16 +7195,16 @@ static void rfi_key_real(rfi_key_reader *k, const char *suffix, double min, doub
         rfi_key_fail(k, RF_ERR_FORMAT, "want a finite number >= %g, found %g", min, *out);
 }
 
-/* Factors of every layer, as an array or one number. Absent: 0. */
-static void rfi_key_layer_reals(rfi_key_reader *k, const char *suffix, const rfi_config *c, size_t member) {
+/* Factors of every layer, as an array or one number; member: where in rfi_layer_config they go. Absent: 0. */
+static void rfi_key_layer_reals(rfi_key_reader *k, const char *suffix, const rfi_config *c, size_t member, double min) {
     const rf_kv *kv = &k->kv;
     if (!rfi_key_read(k, suffix, 0)) return;
     if (kv->type == RF_KV_ARRAY && kv->count < c->n_layers)
         rfi_key_fail(k, RF_ERR_FORMAT, "want %u numbers, one per layer, found %llu", c->n_layers, RFI_LLU(kv->count));
     for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
         double v = -1;
-        if (rf_kv_real(kv, kv->type == RF_KV_ARRAY ? il : 0, &v, NULL) != RF_OK || !isfinite(v) || v < 0 || v > 1e9)
-            rfi_key_fail(k, RF_ERR_FORMAT, "want numbers from 0 to 1e9, found %g in layer %u", v, il);
+        if (rf_kv_real(kv, kv->type == RF_KV_ARRAY ? il : 0, &v, NULL) != RF_OK || !(v >= min && v <= 1e9))
+            rfi_key_fail(k, RF_ERR_FORMAT, "want numbers from %g to 1e9, found %g in layer %u", min, v, il);
         memcpy((char *)&c->layers[il] + member, &v, sizeof v);
     }
 }
@@ -7386,6 +7380,20 @@ static void rfi_config_stream_scales(rfi_key_reader *k, rfi_config *c) {
     }
 }
 
+/* xIELU (arXiv 2411.13010); its keys have no architecture before them. */
+static void rfi_config_xielu(rfi_key_reader *k, rfi_config *c) {
+    static const char *const names[] = {"xielu.alpha_n", "xielu.alpha_p", "xielu.beta", "xielu.eps"};
+    rfi_key_reader keys = {.g = k->g, .err = k->err, .result = k->result};
+    for (uint32_t i = 0; i < 4; i++)
+        rfi_key_layer_reals(&keys, names[i], c, offsetof(rfi_layer_config, xielu) + i * sizeof(double), -1e9);
+    k->result = keys.result;
+    for (uint32_t il = 0; il < c->n_layers; il++) {
+        double *x = c->layers[il].xielu;
+        x[0] = x[2] + fmax(x[0], 0) + log1p(exp(-fabs(x[0])));
+        x[1] = fmax(x[1], 0) + log1p(exp(-fabs(x[1])));
+    }
+}
+
 /* Scales, softcaps and slopes of attention and the last softcap; 0 is none. */
 static void rfi_config_scales(rfi_key_reader *k, rfi_config *c) {
     const rfi_arch *arch = c->arch;
@@ -7414,9 +7422,10 @@ static void rfi_config_scales(rfi_key_reader *k, rfi_config *c) {
         if (arch->mla) rfi_key_uint(k, &length, &c->temperature_length);
         if (c->temperature_length == 0) c->temperature_length = c->rope_n_ctx_original;
     }
+    if (arch->activation == RF_ACT_XIELU) rfi_config_xielu(k, c);
     if (!arch->swiglu_limit) return;
-    rfi_key_layer_reals(k, "swiglu_clamp_exp", c, offsetof(rfi_layer_config, limit));
-    rfi_key_layer_reals(k, "swiglu_clamp_shexp", c, offsetof(rfi_layer_config, shared_limit));
+    rfi_key_layer_reals(k, "swiglu_clamp_exp", c, offsetof(rfi_layer_config, limit), 0);
+    rfi_key_layer_reals(k, "swiglu_clamp_shexp", c, offsetof(rfi_layer_config, shared_limit), 0);
 }
 
 /* Vocabulary size: the token list counts; a file without a tokenizer may say vocab_size. */
@@ -7551,7 +7560,7 @@ static void rfi_config_refuse(rfi_key_reader *k, rfi_config *c) {
 /* What a graph may depend on: the keys that begin so. */
 static const char *const rfi_graph_keys[] = {
     "activation.", "attention.", "attn_", "embedding_scale", "expert", "final_logit_", "hyper_connection.", "kda.",
-    "logit_scale", "moe_", "ple.", "residual_scale", "rope.", "router_logit_", "shortconv.", "ssm.", "swiglu_",
+    "logit_scale", "moe_", "num_loops", "ple.", "residual_scale", "rope.", "router_logit_", "shortconv.", "ssm.", "swiglu_",
     "use_parallel_residual"};
 
 /* Values besides 0 that change nothing: llama.cpp saves every key that it knows. */
@@ -7562,7 +7571,7 @@ static const struct {
     {"attn_logit_softcapping", 50}, {"final_logit_softcapping", 30},     {"router_logit_softcapping", 30},
     {"expert_group_count", 1},      {"expert_group_used_count", 1},      {"expert_weights_scale", 1},
     {"expert_group_scale", 0.05f},  {"activation.situ_beta", 1},         {"kda.gate_lower_bound", -INFINITY},
-    {"attention.indexer.kpool_select_tail", 1},
+    {"attention.indexer.kpool_select_tail", 1}, {"num_loops", 1},
 };
 
 /* Keys that llama.cpp does not read either, in the named architectures or, where there are none, in all that do not
@@ -7834,6 +7843,7 @@ static void rfi_config_heads(rfi_key_reader *k, rfi_config *c) {
     if (c->recurrent.kind == RFI_DELTA_NET && c->head_dim_v != c->head_dim) /* a gate for each value */
         rfi_key_fail(k, RF_ERR_FORMAT, "want attention.key_length %u, found %u", c->head_dim, c->head_dim_v);
     rfi_config_swa_heads(k, c);
+    if (c->arch->half_rot) c->n_rot = c->n_rot / 4 * 2;
 }
 
 /* MLA. Older files, with attn_kv_b, give the sizes before compression and as many KV heads as heads. */
@@ -8041,12 +8051,12 @@ static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_inf
 static const struct {
     const char *name, *archs;
 } rfi_idle_tensors[] = {
-    {"attn_k.bias", " mimo2 minimax-m2 "},
+    {"attn_k.bias", " mimo2 minimax-m2 step35 "},
     {"attn_k_norm.bias", " mpt "},   /* without attn_q_norm */
     {"attn_k_norm.weight", " mpt "},
     {"attn_output.bias", " ernie4_5 ernie4_5-moe llada refact "},
-    {"attn_q.bias", " mimo2 minimax-m2 "},
-    {"attn_v.bias", " mimo2 minimax-m2 "},
+    {"attn_q.bias", " mimo2 minimax-m2 step35 "},
+    {"attn_v.bias", " mimo2 minimax-m2 step35 "},
     {"ffn_down.bias", " refact "},
     {"ffn_down.scale", " hy_v3 mimo2 "}, /* of layers with experts */
     {"ffn_down.weight", " hy_v3 mimo2 "},
@@ -8548,7 +8558,7 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
     if (rfi_gates_attention(c)) {
         rf_op *op = rfi_emit_glu(b, d->q_gate, d->att, l->n_heads * l->head_dim_v, RF_ACT_SIGMOID);
         op->out = d->att;
-    } else if (c->arch->attn_gate && (!c->arch->attn_gate_base2 || rfi_has(b, "attn_gate.weight")))
+    } else if (c->arch->attn_gate && (!c->arch->attn_gate_optional || rfi_has(b, "attn_gate.weight")))
         rfi_emit_attention_gate(b, d, l, in);
     rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * l->head_dim_v,
                       rfi_has(b, "attn_o.weight") ? "attn_o" : "attn_output", "post_attention_norm");
@@ -8796,6 +8806,10 @@ static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_
     op->glu.limit = (float)l->shared_limit;
     op->factor = scales;
     if (scales != RF_NONE) op->flags |= RF_OP_EACH_HEAD;
+    op->glu.alpha_n = (float)l->xielu[0];
+    op->glu.alpha_p = (float)l->xielu[1];
+    op->glu.beta = (float)l->xielu[2];
+    op->glu.eps = (float)l->xielu[3];
     return gated ? d->gate : d->up;
 }
 
@@ -9163,7 +9177,7 @@ static void rfi_emit_rope_tables(rfi_builder *b, rfi_decoder *d) {
     d->rope = d->swa_rope = rfi_rope_table(b, r);
     if (n_swa && (r->base != swa->base || r->scaling != swa->scaling || r->n_rot != swa->n_rot))
         d->swa_rope = rfi_rope_table(b, swa);
-    d->rope.freqs = rfi_bind_optional(b, "rope_freqs.weight", half);
+    d->rope.freqs = rfi_bind_optional(b, "rope_freqs.weight", c->arch->half_rot ? swa->n_rot / 2 : half);
     if (!c->arch->swa_heads) d->swa_rope.freqs = d->rope.freqs;
     if (!c->arch->longrope || d->rope.freqs != RF_NONE) return;
     d->rope.freqs = rfi_bind_optional(b, "rope_factors_short.weight", half);
@@ -9321,6 +9335,8 @@ static const rfi_moe_arch rfi_moe_bailing2 = {
     .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .dense_lead = 1, .shared = 2};
 static const rfi_moe_arch rfi_moe_one_shared = {
     .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .dense_lead = 1, .shared = 3};
+static const rfi_moe_arch rfi_moe_step = {
+    .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .by_router = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_k2 = {
     .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .optional = 1, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_bailing = {.gating = RFI_GATING_SOFTMAX, .keys = 6, .shared = 1};
@@ -9412,6 +9428,7 @@ static const rfi_arch rfi_archs[] = {
      .recurrent = &rfi_qwen3next},
     {.name = "afmoe", .post_norm = 1, .qk_norm = 1, .embed_sqrt = 1, .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID,
      .swa_yarn = 1, .swa_period = 4, .no_rope_period = 4, .moe = &rfi_moe_sigmoid},
+    {.name = "apertus", .qk_norm = 1, .rope_neox = 1, .activation = RF_ACT_XIELU, .no_gate = 1},
     {.name = "arcee", .activation = RF_ACT_RELU2, .no_gate = 1},
     {.name = "arctic", .moe = &rfi_moe_arctic},
     {.name = "baichuan", .rope_by_depth = 1},
@@ -9445,7 +9462,8 @@ static const rfi_arch rfi_archs[] = {
     {.name = "jais", .layer_norm = 1, .alibi_keys = 1, .alibi = 8, .attn_scale = -1},
     {.name = "jais2", .layer_norm = 1, .rope_neox = 1, .activation = RF_ACT_RELU2, .no_gate = 1},
     {.name = "k2-horizon", .norm_groups = 1, .qk_norm_optional = 1, .yarn_betas = 1, .rope_neox = 1,
-     .attn_gate = RF_ACT_SOFTPLUS, .attn_gate_base2 = 1, .value_experts = 1, .moe = &rfi_moe_k2},
+     .attn_gate = RF_ACT_SOFTPLUS, .attn_gate_base2 = 1, .attn_gate_optional = 1, .value_experts = 1,
+     .moe = &rfi_moe_k2},
     {.name = "laguna", .qk_norm = 1, .rope_neox = 1, .attn_gate = RF_ACT_SOFTPLUS, .swa_plain_rope = 1,
      .swa_first_full = 1, .swa_period = 4, .moe = &rfi_moe_one_shared},
     {.name = "llama4", .qk_norm = 3, .qk_norm_after = 1, .swa_yarn = 1, .swa_fixed = 2, .swa_period = 4,
@@ -9487,6 +9505,9 @@ static const rfi_arch rfi_archs[] = {
     {.name = "spark2_5", .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID, .swa_heads = 1, .swa_period = 1,
      .activation = RF_ACT_GELU},
     {.name = "starcoder", .layer_norm = 1, .learned_positions = 1, .activation = RF_ACT_GELU, .no_gate = 1},
+    {.name = "step35", .qk_norm_optional = 1, .rope_neox = 1, .half_rot = 1, .attn_gate = RF_ACT_SIGMOID,
+     .attn_gate_optional = 1, .swa_heads = 1, .swa_period = 1, .swa_rope_base = 10000,
+     .swiglu_limit = RF_ACT_MIN_SILU, .moe = &rfi_moe_step},
     {.name = "talkie", .norm_unweighted = 1, .embedding_norm = 2, .qk_norm = 2, .qk_norm_after = 1,
      .embedding_skip = 1, .logit_scale_multiplies = 1, .rope_neox = 1},
     {.name = "xverse"},
@@ -13242,9 +13263,11 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
 static float rfi_clamp(float x, float limit) { return x < -limit ? -limit : x > limit ? limit : x; }
 
 /* An activation that few models have. */
-static float rfi_activate_rare(uint32_t activation, float x, float limit) {
-    const float positive = x > 0 ? x : 0, least = x < limit ? x : limit;
-    switch (activation) {
+static float rfi_activate_rare(const rf_glu_params *p, float x) {
+    const float limit = p->limit, positive = x > 0 ? x : 0, least = x < limit ? x : limit;
+    switch (p->activation) {
+    case RF_ACT_XIELU:
+        return (x > 0 ? p->alpha_p * x * x : p->alpha_n * (expm1f(fminf(x, p->eps)) - x)) + p->beta * x;
     case RF_ACT_CLAMP: return rfi_clamp(x, limit);
     case RF_ACT_RELU: return positive;
     case RF_ACT_RELU2: return positive * positive;
@@ -13254,10 +13277,10 @@ static float rfi_activate_rare(uint32_t activation, float x, float limit) {
     }
 }
 static void rfi_glu_row(const rf_op *op, const float *in, const float *in2, float *out) {
-    const float limit = op->glu.limit;
+    const int limits = op->glu.activation == RF_ACT_SILU_MIN || op->glu.activation == RF_ACT_MIN_SILU;
     for (uint32_t i = 0; i < op->glu.n; i++) {
-        const float b = !in2 ? 1 : op->glu.activation >= RF_ACT_SILU_MIN ? rfi_clamp(in2[i], limit) : in2[i];
-        out[i] = rfi_activate_rare(op->glu.activation, in[i], limit) * b;
+        const float b = !in2 ? 1 : limits ? rfi_clamp(in2[i], op->glu.limit) : in2[i];
+        out[i] = rfi_activate_rare(&op->glu, in[i]) * b;
     }
 }
 
@@ -25473,7 +25496,7 @@ ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m) {
     rf_model_info info = {.arch = c->arch->name, .name = m->name, .n_layers = c->n_layers, .n_embd = c->n_embd,
                           .n_vocab = c->n_vocab, .n_heads = c->layers[0].n_heads,
                           .n_kv_heads = c->layers[0].n_kv_heads, .head_dim = c->head_dim,
-                          .n_ctx_train = c->n_ctx_train, .n_tensors = m->plan.n_weights,
+                          .n_ctx_train = c->n_ctx_train, .n_tensors = m->plan.n_slots,
                           .weight_bytes = m->store->total_bytes, .is_encoder = c->arch->encoder != 0,
                           .both_ways = (uint32_t)c->both_ways, .pooling = c->pooling,
                           .n_embd_out = m->head.n_layers && !m->head.scores ? m->head.n_out : c->n_embd,
@@ -25632,6 +25655,7 @@ ROCMFORGE_API rf_result rf_model_get_chat_template(rf_model *m, const rf_chat_te
  *          Chat templates are executed: rf_chat_template_open, rf_model_get_chat_template. rf_chat has the template,
  *            tools, thinking, extra variables, a prefill; rf_chat_message more fields (name them: {.role = ...}).
  *            rf_chat_format(g, &chat, ...) -> (&chat, ...); template_name, rf_chat_template_name and rf_chat_final go.
+ *          rf_generate: from prompt or messages to text, in one call. rf_answer_open: thoughts, answer, tool calls.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row

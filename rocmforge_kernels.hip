@@ -1653,11 +1653,15 @@ struct rfk_glu_args {
     uint32_t repeat;        /* values that each value of up multiplies */
     uint32_t divides;       /* factor has n divisors                   */
     float limit;            /* RF_ACT_CLAMP, _SILU_MIN, _MIN_SILU */
+    float alpha_p, alpha_n, beta, eps; /* RF_ACT_XIELU            */
 };
 RFK_DEVICE float rfk_clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
 RFK_DEVICE float rfk_glu_value(const rfk_glu_args &a, float gate, float up, float factor) {
     float x;
     if (a.activation == RF_ACT_CLAMP) x = rfk_clamp(gate, a.limit) * up;
+    else if (a.activation == RF_ACT_XIELU)
+        x = up * (a.beta * gate + (gate > 0 ? a.alpha_p * gate * gate
+                                            : a.alpha_n * (expm1f(fminf(gate, a.eps)) - gate)));
     else if (a.activation == RF_ACT_OAI) x = rfk_activate_oai(gate, up);
     else if (a.activation == RF_ACT_SILU_MIN)
         x = rfk_activate(RF_ACT_SILU, fminf(gate, a.limit)) * rfk_clamp(up, a.limit);
@@ -8619,6 +8623,10 @@ static rf_result rfk_run_glu(const rfk_launching *l) {
     a.factor = rfk_vector(l->p, l->op->factor, 0, &a.factor_type);
     a.limit = l->op->glu.limit;
     a.repeat = l->op->glu.repeat;
+    a.alpha_p = l->op->glu.alpha_p;
+    a.alpha_n = l->op->glu.alpha_n;
+    a.beta = l->op->glu.beta;
+    a.eps = l->op->glu.eps;
     a.divides = a.factor && (l->op->flags & RF_OP_EACH_HEAD);
     a.activation = l->op->glu.activation;
     a.out = l->b.out;

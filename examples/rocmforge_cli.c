@@ -2053,7 +2053,7 @@ static void print_buffer(const rf_plan *p, uint32_t i, const char *before) {
 /* Parameters of an op that its buffers and weights do not show. */
 static void print_params(const rf_op *op) {
     static const char *const activations[RF_ACT_COUNT] = {"silu", "gelu", "oai", "none", "clamp", "sigmoid", "relu",
-                                                              "relu2", "softplus", "silu_min", "min_silu"};
+                                                          "relu2", "softplus", "silu_min", "min_silu", "xielu"};
     const rf_attention_params *t = &op->attention;
     switch (op->kind) {
     case RF_OP_EMBED:

@@ -1847,6 +1847,59 @@ def make_t5encoder():
     return m, layers
 
 
+def make_apertus():
+    """no gate: xIELU, whose numbers are each layer's; normed heads"""
+    m = Model('apertus', 'apertus')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=40, base=1000.0)
+    numbers = {'alpha_n': [0.3, -0.4], 'alpha_p': [0.5, -0.2], 'beta': [0.5, 0.4], 'eps': [-1e-6, -1e-6]}
+    for name, values in numbers.items(): m.keys['xielu.' + name] = ('f32s', values)
+    put_family(m, 2, 40, qk=lambda n: (8,))
+    for il in range(2): del m.tensors['blk.%d.ffn_gate.weight' % il]
+
+    def ffn(m, il, h):
+        n, p, beta, eps = (np.float64(np.float32(numbers[name][il])) for name in ('alpha_n', 'alpha_p', 'beta', 'eps'))
+        x = linear(m, 'blk.%d.ffn_up' % il, h)
+        low = (beta + softplus(n)) * (np.expm1(np.minimum(x, eps)) - x)
+        return linear(m, 'blk.%d.ffn_down' % il, np.where(x > 0, softplus(p) * x * x, low) + beta * x)
+    return m, lambda m, tokens: pre_norm_decoder(
+        m, tokens, lambda m, il, h: parts_attention(m, il, h, 'far', lambda x, name: rms_norm(m, name, x)), ffn)
+
+
+def make_step35():
+    """layers with a window turn whole heads, the others half; gates of heads; what experts and others multiply is
+    limited, and their gates after SiLU"""
+    m = Model('step35', 'step35')
+    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0)
+    m.u32(attention__sliding_window=6, expert_count=4, expert_used_count=2, expert_feed_forward_length=16,
+          expert_shared_feed_forward_length=16)
+    m.i32s(attention__head_count=[4, 6], attention__head_count_kv=[2, 2], attention__sliding_window_pattern=[0, 1])
+    m.f32(rope__freq_base_swa=200.0, expert_weights_scale=1.5)
+    m.keys['step35.swiglu_clamp_exp'] = ('f32s', [0.0, 0.25])
+    m.keys['step35.swiglu_clamp_shexp'] = ('f32s', [0.5, 0.25])
+    m.vector('rope_freqs.weight', 4, mean=2.5, spread=0.7)
+    put_family(m, 2, 32, qk=lambda n: (8,), dense=lambda il: il == 0)
+    put_router(m, 1, 4, 16, bias=True, shared=16)
+    for il in range(2): m.weight('blk.%d.attn_gate' % il, (4, 6)[il], N_EMBD, gain=1.5)
+
+    def mix(m, il, h):
+        keep = m.keys['step35.rope.freq_base']
+        if il: m.f32(rope__freq_base=200.0)
+        y = parts_attention(m, il, h, 'far', lambda x, name: rms_norm(m, name, x), n_rot=(4, 8)[il], window=(0, 6)[il],
+                            gate=sigmoid, factors=1.0 if il else m.at('rope_freqs.weight')[:2])
+        m.keys['step35.rope.freq_base'] = keep
+        return y
+
+    def limited(gate, up, down, limit): return (np.minimum(silu(gate), limit) * np.clip(up, -limit, limit)) @ down.T
+
+    def ffn(m, il, h):
+        b, word, limit = 'blk.%d.ffn_' % il, '_shexp' if il else '', m.get('swiglu_clamp_shexp')[il]
+        y = limited(linear(m, b + 'gate' + word, h), linear(m, b + 'up' + word, h), m.at(b + 'down' + word + '.weight'), limit)
+        if il == 0: return y
+        w, (gate, up, down) = sigmoid_weights(m, il, h), (m.at(b + part + '_exps.weight') for part in ('gate', 'up', 'down'))
+        return y + sum(w[:, e:e + 1] * limited(h @ gate[e].T, h @ up[e].T, down[e], 0.25) for e in range(4))
+    return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn)
+
+
 FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, make_qwen35, make_qwen35moe,
             make_qwen35moe_fused, make_qwen3next, make_qwen3next_legacy, make_cohere2, make_internlm2, make_exaone,
             make_seed_oss, make_mpt, make_bloom, make_gemma4, make_gemma4_moe,
@@ -1857,7 +1910,7 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_t5encoder,
             make_afmoe, make_laguna, make_llama4, make_arctic, make_grok, make_cohere2moe, make_smallthinker,
             make_grovemoe, make_k2_horizon, make_talkie, make_mimo2, make_maple, make_qwen3vl, make_olmo,
-            make_hunyuan_dense, make_jais, make_minicpm3]
+            make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35]
 
 
 # ---- answers ----

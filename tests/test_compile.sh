@@ -13,7 +13,7 @@ command -v clang >/dev/null && quick=clang
 # The program of the header's first comment, with the prompt of expected_generate.txt, with and without the implementation;
 # a translation unit that is only the implementation; one that only includes the header.
 sources() {
-    sed -n '/A complete program/,/^ \*     }$/s/^ \*     //p' rocmforge.h |
+    sed -n '/A complete program/,/^ \* Recipes/s/^ \*     //p' rocmforge.h |
         sed 's/"ROMEO:\\n"/"CASSIUS:\\nWhere is"/' >"$dir/hello.c.new"
     sed '/define ROCMFORGE_IMPLEMENTATION/d' "$dir/hello.c.new" >"$dir/hello_decl.c.new"
     printf '#define ROCMFORGE_IMPLEMENTATION\n#include "rocmforge.h"\n' >"$dir/impl.c.new"

@@ -12,6 +12,14 @@
  * 1e-5 to 5e-5. A tensor left out, or a key that is 2 % wrong, moves some logit by 7e-4 or more (most by 1e-2). */
 #define TOLERANCE 1e-4
 
+/* A GPU sums in another order, which gives other errors of that size, and its division, exponential and root may be off
+ * by 2.5 units in the last place where the CPU's are by a half: 5 times what rounding does to this model on the CPU
+ * (7e-6 to 5e-5 of a logit; a GPU's errors were 0.7 to 3 times that). Never more than a third of what a tensor left
+ * out moves; no less than 5e-5, because a CPU's error can be small by chance. */
+#define GPU_TIMES 5
+#define GPU_LEAST 5e-5
+#define GPU_MOST 2.5e-4
+
 static const char *const families[] = {
     "mixtral", "qwen2moe", "olmoe", "lfm2", "lfm2moe", "qwen35", "qwen35moe", "qwen35moe-fused", "qwen3next",
     "qwen3next-legacy", "cohere2", "internlm2", "exaone", "seed_oss", "mpt", "bloom", "gemma4", "gemma4-moe", "gemma",
@@ -19,7 +27,7 @@ static const char *const families[] = {
     "command-r-plus", "stablelm-12b", "mamba", "jamba", "falcon-h1",
     "nemotron-h-moe",
     "afmoe", "laguna", "llama4", "arctic", "grok", "cohere2moe", "smallthinker", "grovemoe", "k2-horizon", "talkie",
-    "mimo2", "maple", "qwen3vl", "olmo", "hunyuan-dense", "jais", "minicpm3"};
+    "mimo2", "maple", "qwen3vl", "olmo", "hunyuan-dense", "jais", "minicpm3", "apertus", "step35"};
 
 static const char *const encoders[] = {"bert", "jina-bert-v2", "nomic-bert-moe", "gemma-embedding", "t5encoder"};
 
@@ -40,6 +48,7 @@ typedef struct running {
 
 static const char *current;
 static rf_device_info device;
+static double tolerance; /* of the model that is tested, on the device */
 
 /* "WORD 1 2 3": the numbers of a line; 0 if it does not start with WORD */
 static uint32_t read_ids(FILE *f, const char *word, int32_t *ids) {
@@ -69,10 +78,10 @@ static void end(running *r) {
     rf_model_close(r->model, NULL), rf_device_close(r->device, NULL), rf_gguf_close(r->file, NULL);
 }
 
-static rf_result begin(running *r, const char *path, rf_error *err) {
+static rf_result begin(running *r, const char *path, const char *device_name, rf_error *err) {
     const rf_session_desc desc = {.n_ctx = 64, .n_logits_max = MAX_TOKENS, .cache_type = RF_CACHE_F32};
     rf_result code = rf_gguf_open(path, NULL, &r->file, err);
-    if (!code) code = rf_device_open(device.name, NULL, &r->device, err);
+    if (!code) code = rf_device_open(device_name, NULL, &r->device, err);
     if (!code) code = rf_model_open(r->file, r->device, NULL, &r->model, err);
     if (!code) code = rf_session_open(r->model, &desc, &r->session, err);
     return code;
@@ -111,6 +120,18 @@ static void check_greedy(rf_session *s, const golden *g) {
     }
 }
 
+/* Set the tolerance; on a GPU by what the CPU makes of the same tokens. */
+static void find_tolerance(const golden *g, const char *path, float (*logits)[N_VOCAB]) {
+    running r = {0};
+    rf_error err = {0};
+    tolerance = TOLERANCE;
+    if (!device.is_gpu) return;
+    const int ok = begin(&r, path, "cpu", &err) == RF_OK && eval(r.session, g, 0, g->n_tokens, logits, &err) == RF_OK;
+    CHECK(ok, "on the CPU: %s", err.text);
+    tolerance = ok ? fmin(fmax(GPU_TIMES * distance(g, logits, 0), GPU_LEAST), GPU_MOST) : 0;
+    end(&r);
+}
+
 /* the prompt in calls of 1 to `most` tokens, and again from a cut in its middle */
 static void check_parts(rf_session *s, const golden *g, uint32_t most) {
     static float logits[MAX_TOKENS][N_VOCAB];
@@ -121,10 +142,10 @@ static void check_parts(rf_session *s, const golden *g, uint32_t most) {
         if (n > g->n_tokens - from) n = g->n_tokens - from;
         REQUIRE(eval(s, g, from, from + n, logits, &err) == RF_OK, "%s", err.text);
     }
-    CHECK(distance(g, logits, 0) <= TOLERANCE, "calls of 1 to %u: %g", most, distance(g, logits, 0));
+    CHECK(distance(g, logits, 0) <= tolerance, "calls of 1 to %u: %g", most, distance(g, logits, 0));
     REQUIRE(rf_session_truncate(s, 0, g->n_tokens / 2, &kept, &err) == RF_OK, "%s", err.text);
     REQUIRE(eval(s, g, kept, g->n_tokens, logits, &err) == RF_OK, "%s", err.text);
-    CHECK(distance(g, logits, kept) <= TOLERANCE, "after a cut to %u: %g", kept, distance(g, logits, kept));
+    CHECK(distance(g, logits, kept) <= tolerance, "after a cut to %u: %g", kept, distance(g, logits, kept));
 }
 
 static void test_golden(void) {
@@ -136,10 +157,11 @@ static void test_golden(void) {
     snprintf(path, sizeof path, "tests/family/%s.txt", current);
     REQUIRE(read_golden(path, &g), "%s", path);
     snprintf(path, sizeof path, "tests/family/%s.gguf", current);
-    const rf_result code = begin(&r, path, &err);
+    find_tolerance(&g, path, logits);
+    const rf_result code = begin(&r, path, device.name, &err);
     CHECK(code == RF_OK, "%s", err.text);
     CHECK(!code && eval(r.session, &g, 0, g.n_tokens, logits, &err) == RF_OK, "%s", err.text);
-    CHECK(!(distance(&g, logits, 0) > TOLERANCE), "at once: %g", distance(&g, logits, 0));
+    CHECK(!(distance(&g, logits, 0) > tolerance), "at once: %g", distance(&g, logits, 0));
     if (!rft_bad) check_greedy(r.session, &g);
     if (!rft_bad && !device.is_gpu) check_parts(r.session, &g, 1); /* slow where a GPU is emulated */
     if (!rft_bad) check_parts(r.session, &g, 5);

@@ -868,7 +868,7 @@ static void test_glu_gather() {
     std::vector<Row> list = combinations(std::vector<int>{4, 3, 2, n_devices, RF_ACT_COUNT, 2, 2});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
-        const bool gelu = r[4] == RF_ACT_GELU, oai = r[4] == RF_ACT_OAI, least = r[4] >= RF_ACT_SILU_MIN,
+        const bool gelu = r[4] == RF_ACT_GELU, oai = r[4] == RF_ACT_OAI, least = r[4] == RF_ACT_SILU_MIN || r[4] == RF_ACT_MIN_SILU,
                    gated = r[5] == 0 || oai || least;
         const uint32_t repeat = !gelu && gated && !oai && !least && r[6] && r[2] ? 3 : 1;
         uint32_t n = ns[r[0]], T = counts[r[1]], L = T < 3 ? 1 : 3, first = 2;
@@ -881,6 +881,7 @@ static void test_glu_gather() {
         o->glu.in2_at = gated ? begin : 0, o->glu.activation = (uint32_t)r[4];
         if (r[4] == RF_ACT_CLAMP || least) o->glu.limit = 0.5f;
         o->glu.repeat = repeat;
+        o->glu.alpha_p = 0.75f, o->glu.alpha_n = 1.25f, o->glu.beta = 0.5f, o->glu.eps = -1e-6f;
         const bool each = r[6] && r[2] == 0; /* divisors of each value */
         std::vector<float> divisors(n, 1);
         for (uint32_t k = 0; each && k < n; k++) divisors[k] = 0.5f + (float)(k % 7);
@@ -906,6 +907,7 @@ static void test_glu_gather() {
                              : r[4] == RF_ACT_NONE  ? v
                              : r[4] == RF_ACT_CLAMP ? limited
                              : r[4] == RF_ACT_SIGMOID ? 1 / (1 + exp(-v))
+                             : r[4] == RF_ACT_XIELU ? (v > 0 ? 0.75 * v * v : 1.25 * (expm1(fmin(v, (double)-1e-6f)) - v)) + 0.5 * v
                              : r[4] == RF_ACT_RELU ? fmax(v, 0)
                              : r[4] == RF_ACT_RELU2 ? fmax(v, 0) * fmax(v, 0)
                              : r[4] == RF_ACT_SOFTPLUS ? fmax(v, 0) + log1p(exp(-fabs(v)))

@@ -112,7 +112,7 @@ static void test_null_calls(void) {
         rf_detokenize(NULL, 0, 0, NULL, 0, NULL, NULL), rf_sampler_defaults(NULL, NULL, NULL), rf_sampler_init(NULL, NULL, NULL),
         rf_sampler_sample(NULL, NULL, 0, NULL, NULL), rf_sampler_sample(&sampler, &nan, 1, &id, NULL), rf_sampler_sample(&sampler, &nan, 0, &id, NULL),
         rf_session_sample(NULL, 0, NULL, NULL, NULL), rf_scheduler_open(NULL, NULL, 0, NULL, NULL), rf_scheduler_submit(NULL, NULL, NULL),
-        rf_scheduler_step(NULL, NULL, NULL)};
+        rf_scheduler_step(NULL, NULL, NULL), rf_generate(NULL, NULL, NULL, NULL), rf_model_get_chat_template(NULL, NULL, NULL)};
     for (size_t i = 0; i < RFI_COUNT(refused); i++)
         CHECK(refused[i] == RF_ERR_ARGUMENT || refused[i] == RF_ERR_NOT_FOUND, "call %zu: %s", i, rf_result_name(refused[i]));
     rf_model_cancel_loading(NULL), rf_session_cancel(NULL), rf_sampler_accept(NULL, 0), rf_sampler_accept(&sampler, -9);
@@ -276,7 +276,7 @@ static int child_uses(rig *r, rf_scheduler *sch, const float *want) {
         rf_scheduler_step(sch, NULL, NULL), rf_scheduler_close(sch, NULL), rf_model_forecast(r->m, NULL, &forecast, NULL),
         rf_model_load_tensor(r->m, "output_norm.weight", NULL), rf_model_preload_layers(r->m, &layer, 1, NULL),
         rf_model_preload_all(r->m, NULL), rf_model_clear_device_cache(r->m, NULL, NULL), rf_model_get_tokenizer(r->m, &t, NULL),
-        rf_model_get_chat_template(r->m, &chat, NULL),
+        rf_model_get_chat_template(r->m, &chat, NULL), rf_generate(r->s, &(rf_generate_desc){.ids = some_tokens, .n_ids = 2}, NULL, NULL),
         rf_model_open(r->g, r->d, NULL, &m, NULL), rf_model_close(r->m, NULL), rf_device_close(r->d, NULL)};
     for (size_t i = 0; i < RFI_COUNT(refused); i++)
         if (refused[i] != RF_ERR_ARGUMENT) return 10 + (int)i;

@@ -67,10 +67,10 @@ run() {
 }
 
 # one program, three times: the header's first page, README.md, examples/hello.c after its build line
-header_program() { sed -n '/A complete program/,/^ \*     }$/s/^ \*     //p' rocmforge.h; }
+header_program() { sed -n '/A complete program/,/^ \* Recipes/s/^ \*     //p' rocmforge.h; }
 sed 1d examples/hello.c | grep . >"$dir/hello"
 header_program | cmp - "$dir/hello" && pass || fail rocmforge.h "its program is not examples/hello.c"
-cat "$dir"/blocks/*.c | sed -n '/^#define ROCMFORGE_IMPLEMENTATION/,/^}/p' | grep . | cmp - "$dir/hello" && pass ||
+cat "$dir"/blocks/*.c | awk '/^#define ROCMFORGE_IMPL/, 0; /^int main/ { last = 1 } last && /^}/ { exit }' | grep . | cmp - "$dir/hello" && pass ||
     fail README.md "its program is not examples/hello.c"
 
 commands=0 programs=0

@@ -1,5 +1,6 @@
 # test_sanitizers.sh BUILD: the C suites under clang's address and undefined-behaviour sanitizers, those with threads under its
-# thread sanitizer, the emulated kernels and a minute of mutated models under gcc's sanitizers, the fuzzers for some seconds, and three programs under valgrind.
+# thread sanitizer, the emulated kernels, mutated models and threads on emulated GPUs under gcc's sanitizers, the fuzzers for some
+# seconds, and three programs under valgrind.
 . tests/rf_test.sh
 
 # clang 14's sanitizers do not know the address layouts of newer kernels; setarch -R gives the old one, where it is allowed
@@ -30,6 +31,11 @@ case_threads() {
     suites=
     for suite in sync lazy stream experts model threads; do suites="$suites $build/tsan/test_$suite"; done
     quiet $old_layout make check-c B="$build/tsan" CC=clang TESTS="$suites" CFLAGS="$flags -fsanitize=thread"
+}
+case_threads_of_emulated_gpus() {
+    need g++ g++
+    quiet $old_layout make check-c B="$build/tsan_emu" CC=gcc CXX=g++ TESTS="$build/tsan_emu/hip_threads" \
+        CFLAGS="$flags -fsanitize=thread"
 }
 case_fuzz() {
     need clang 'clang libclang-rt-14-dev'
