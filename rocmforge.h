@@ -6738,11 +6738,10 @@ static void rfi_store_describe(rfi_store *s) {
     for (uint32_t w = 0; w < s->plan.n_weights; w++) rfi_weight_describe(s, w);
     s->device_bytes_needed += s->memory.scratch.size_bytes;
     for (const rf_op *op = s->plan.ops; op < s->plan.ops + s->plan.n_ops; op++) {
-        const int ropes = op->kind == RF_OP_ROPE;
-        if (op->weight == RF_NONE) continue;
-        s->stored[op->weight].wide |= s->plan.weights[op->weight].layer != op->layer;
-        s->stored[op->weight].divides_angles |= (uint8_t)ropes;
-        if (ropes && op->factor != RF_NONE) s->stored[op->factor].divides_angles = 1;
+        const uint32_t factors[] = {op->weight, op->factor}; /* of a ROPE */
+        if (op->weight != RF_NONE) s->stored[op->weight].wide |= s->plan.weights[op->weight].layer != op->layer;
+        for (uint32_t k = 0; op->kind == RF_OP_ROPE && k < 2; k++)
+            if (factors[k] != RF_NONE) s->stored[factors[k]].divides_angles = 1;
     }
     uint64_t readers = rfi_min_u64(rfi_min_u64(8, rfi_cpu_count()), s->total_bytes / (4 * RFI_STAGING_BYTES));
     l->n_readers_max = (uint32_t)rfi_min_u64(s->desc.n_readers ? s->desc.n_readers : readers, RFI_MAX_READERS);

@@ -329,32 +329,35 @@ static void test_fork(void) {
 /* Frequency factors of rope divide angles: what leaves these without a meaning is refused when the tensor is loaded, by
  * name and element, wherever the text stands. */
 static void test_rope_factors(void) {
+    static const char *const names[] = {"rope_freqs.weight", "rope_factors_long.weight"};
     static const struct { float factor; int good; } cases[] = {{1e-4f, 1}, {1e30f, 1}, {0, 0},       {-1, 1},
                                                                {1e-9f, 0}, {NAN, 0},   {INFINITY, 0}};
-    for (size_t i = 0; i < RFI_COUNT(cases); i++)
+    for (size_t i = 0; i < 2 * RFI_COUNT(cases); i++)
         for (int mode = MAPPED; mode < N_MODES; mode++) {
+            const int good = cases[i / 2].good;
+            const char *name = names[i % 2];
             mg_buf spoilt = {0};
             rig r;
             rf_gguf *g;
             rf_tensor_info t;
             uint32_t bits;
-            mg_llama(&spoilt, &(mg_options){.type = MG_F32, .n_layers = 1, .rope_freqs = 1});
+            if (i % 2) mg_family_model(&spoilt, &(mg_family){.arch = "phi3", .has = MG_QKV | MG_FUSED_GATE | MG_LONG_ROPE});
+            else mg_llama(&spoilt, &(mg_options){.type = MG_F32, .n_layers = 1, .rope_freqs = 1});
             REQUIRE(rf_gguf_open_memory(spoilt.data, spoilt.n, NULL, &g, NULL) == RF_OK, "open");
-            CHECK(rf_gguf_find_tensor(g, "rope_freqs.weight", &t, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "tensor");
-            memcpy(&bits, &cases[i].factor, sizeof bits);
+            CHECK(rf_gguf_find_tensor(g, name, &t, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "tensor");
+            memcpy(&bits, &cases[i / 2].factor, sizeof bits);
             mg_set_u32(&spoilt, t.offset_bytes + 8, bits);
             CHECK(put_file(&spoilt, 1), "cannot write %s", path);
             mg_free(&spoilt);
             if (!open_rig(&r, mode)) return;
             for (int by_name = 0; by_name < 2; by_name++) {
-                const rf_result res = by_name ? rf_model_load_tensor(r.m, "rope_freqs.weight", &r.err)
+                const rf_result res = by_name ? rf_model_load_tensor(r.m, name, &r.err)
                                               : rf_session_forward(r.s, some_tokens, 5, NULL, &r.err);
-                CHECK(cases[i].good ? res == RF_OK
-                                    : res == RF_ERR_FORMAT && strstr(r.err.text, "rope_freqs.weight, element 2") &&
-                                          r.err.where == t.offset_bytes + 8,
-                      "%s, %g: %s: %s", modes[mode], (double)cases[i].factor, rf_result_name(res), r.err.text);
+                CHECK(good ? res == RF_OK : res == RF_ERR_FORMAT && strstr(r.err.text, name) && strstr(r.err.text, ", element 2 ") &&
+                                                r.err.where == t.offset_bytes + 8,
+                      "%s, %g: %s: %s", modes[mode], (double)cases[i / 2].factor, rf_result_name(res), r.err.text);
             }
-            CHECK(rf_model_is_tensor_loaded(r.m, "rope_freqs.weight") == cases[i].good, "%s", modes[mode]);
+            CHECK(rf_model_is_tensor_loaded(r.m, name) == good, "%s", modes[mode]);
             rig_close(&r);
         }
 }
