@@ -1491,10 +1491,14 @@ typedef struct rf_conv_params {
  * heads, v of n_heads. Head h has a state S[head_dim, head_dim_v] and reads q and k of head h / (n_heads / n_k_heads),
  * or h % n_k_heads under RF_OP_CYCLIC. Row by row of a sequence, with x' = x / sqrt(|x|^2 + eps):
  *   S *= exp(softplus(in3[h] + bias[h]) * weight[h]);   d = sigmoid(in2[h]) * (v - S^T k')
- *   S += k' d^T;   out = scale * S^T q' */
+ *   S += k' d^T;   out = scale * S^T q'
+ * With n_decays head_dim each row of S has a decay of its own: in3[h, row] and bias[h, row] (Kimi delta attention,
+ * arXiv 2510.26692). With a lower_bound other than 0 it is exp(lower_bound * sigmoid((in3 + bias) * weight[h])). */
 typedef struct rf_delta_params {
     uint32_t n_heads, n_k_heads, head_dim, head_dim_v;
     float scale, eps;
+    uint32_t n_decays; /* 1 or head_dim */
+    float lower_bound;
 } rf_delta_params;
 
 /* SLICE: out[T, out_at .., n_heads, n] = values at .. at + n of each head of in[T, n_heads, head_dim]. What is before
@@ -1508,10 +1512,13 @@ typedef struct rf_slice_params {
  * S[n_state, head_dim] and reads B and C of group h / (n_heads / n_groups). Row by row of a sequence, with
  * t = softplus(in2[h] + bias[h]):
  *   S = S * exp(t * weight[h]) + t * B x^T;   out = S^T C + factor[h] * x
- * weight is [n_heads, n_decays]: one value for all of S, or one for each of its rows. */
+ * weight is [n_heads, n_decays]: one value for all of S, or one for each of its rows. Without in2 t is 1, without
+ * factor it is 0, without weight decays are [n_heads] floats, index into rf_plan.tables (lightning attention, arXiv
+ * 2501.08313: x, B and C are values, keys and queries). */
 typedef struct rf_scan_params {
     uint32_t n_heads, n_groups, head_dim, n_state;
     uint32_t n_decays; /* 1 or n_state */
+    uint32_t decays;   /* without weight */
 } rf_scan_params;
 
 /* The one table of ops: X(KIND, id, member, rows, flags, operands).
@@ -1647,11 +1654,12 @@ typedef struct rf_scan_params {
         const uint64_t n_values = (uint64_t)p->n_heads * p->head_dim_v; \
         rf_op_in(s, op->in, 2 * (uint64_t)p->n_k_heads * p->head_dim + n_values); \
         rf_op_in(s, op->in2, p->n_heads); \
-        rf_op_in(s, op->in3, p->n_heads); \
+        rf_op_in(s, op->in3, (uint64_t)p->n_heads * p->n_decays); \
         rf_op_out(s, n_values); \
         rf_op_vector(s, op->weight, p->n_heads); \
-        rf_op_vector(s, op->bias, p->n_heads); \
+        rf_op_vector(s, op->bias, (uint64_t)p->n_heads * p->n_decays); \
         rf_op_recurrent(s, n_values * p->head_dim); \
+        rf_op_need(s, p->n_decays == 1 || p->n_decays == p->head_dim, "a head has one decay, or one for each row"); \
         rf_op_need(s, p->n_k_heads > 0 && p->n_heads % p->n_k_heads == 0, "n_heads is no multiple of n_k_heads"); \
         rf_op_need(s, op->out != op->in && op->out != op->in2 && op->out != op->in3, "out must not be an input"); \
     }) \
@@ -1664,11 +1672,15 @@ typedef struct rf_scan_params {
     X(SCAN, 16, scan, RF_ROWS_TOKENS, 0, { \
         const uint64_t n_values = (uint64_t)p->n_heads * p->head_dim; \
         rf_op_in(s, op->in, n_values + 2 * (uint64_t)p->n_groups * p->n_state); \
-        rf_op_in(s, op->in2, p->n_heads); \
+        rf_op_in_if(s, op->in2, p->n_heads); \
         rf_op_out(s, n_values); \
-        rf_op_vector(s, op->weight, (uint64_t)p->n_heads * p->n_decays); \
-        rf_op_vector(s, op->bias, p->n_heads); \
-        rf_op_vector(s, op->factor, p->n_heads); \
+        rf_op_vector_if(s, op->weight, (uint64_t)p->n_heads * p->n_decays); \
+        rf_op_vector_if(s, op->bias, p->n_heads); \
+        rf_op_vector_if(s, op->factor, p->n_heads); \
+        rf_op_need(s, (op->in2 == RF_NONE) == (op->bias == RF_NONE), "steps and their bias belong together"); \
+        rf_op_need(s, op->weight != RF_NONE || \
+                          (p->n_decays == 1 && (uint64_t)p->decays + p->n_heads <= plan->n_tables), \
+                   "the table of decays is too short"); \
         rf_op_recurrent(s, n_values * p->n_state); \
         rf_op_need(s, p->n_decays == 1 || p->n_decays == p->n_state, "a head has one decay, or one for each state"); \
         rf_op_need(s, p->n_groups > 0 && p->n_heads % p->n_groups == 0, "n_heads is no multiple of n_groups"); \
@@ -6907,9 +6919,11 @@ typedef enum rfi_recurrence {
     RFI_RECURRENCE_NONE = 0,
     RFI_SHORT_CONV = 1,
     RFI_DELTA_NET = 2,
-    RFI_MAMBA = 3,  /* a decay for each value of the state; B, C and the time step come from the convolution's output */
-    RFI_MAMBA2 = 4, /* a decay for each head; ssm_in makes all inputs                                                 */
-    RFI_PLAMO2 = 5  /* heads as MAMBA2, inputs as MAMBA                                                               */
+    RFI_KDA = 3,       /* Kimi delta attention: a decay for each row of the state */
+    RFI_LIGHTNING = 4, /* lightning attention: constant decays                     */
+    RFI_MAMBA = 5,  /* a decay for each value of the state; B, C and the time step come from the convolution's output */
+    RFI_MAMBA2 = 6, /* a decay for each head; ssm_in makes all inputs                                                 */
+    RFI_PLAMO2 = 7  /* heads as MAMBA2, inputs as MAMBA                                                               */
 } rfi_recurrence;
 typedef struct rfi_recurrent_arch {
     rfi_recurrence kind;
@@ -6926,6 +6940,7 @@ typedef struct rfi_recurrent_config {
     uint32_t n_taps;                                   /* of its convolutions                   */
     uint32_t n_k_heads, n_heads, head_dim, head_dim_v; /* Mamba: groups, heads, states, values of a head            */
     uint32_t n_conv;                                   /* channels of the convolution; DELTA_NET: q, k, v together  */
+    double lower_bound;                                /* KDA: as rf_delta_params                                   */
     uint32_t dt_rank;                                  /* MAMBA, PLAMO2: values that the time steps are made of     */
     int norm_without_weight;                           /* MAMBA: B, C and these are normed without a weight         */
 } rfi_recurrent_config;
@@ -7038,6 +7053,9 @@ typedef struct rfi_arch {
     uint8_t act_scales;       /* hidden values are divided by ffn.act.scales, if it is there                  */
     uint8_t half_ff;          /* feed_forward_length counts gate and up together                              */
 
+    uint8_t normed_residual;  /* x = residual_scale * norm(x) + attention or FFN of norm(x)                   */
+    uint8_t indexer;          /* attention to the attention.indexer.top_k best positions only: built where that is
+                                 all of them                                                                  */
     uint8_t both_ways;        /* attention to all positions, as if attention.causal were false                */
 
     /* encoders: attention to all positions, hidden states but no logits */
@@ -7078,6 +7096,8 @@ typedef struct rfi_config {
     int parallel;                     /* x += attention + FFN of the same x         */
     int both_ways;                    /* attention to all positions of the sequence */
     uint32_t n_buckets;               /* of relative_bias                           */
+    double normed_residual;           /* 0: none                                    */
+    uint64_t n_ctx_dense;             /* of an indexer: the context that it leaves whole; 0: no limit */
     uint32_t pooling;                 /* rf_pooling of rf_session_embed             */
     double embedding_scale, residual_scale, logit_scale; /* 0: none              */
     double attention_scale;           /* of scores; 0: 1/sqrt(head_dim)             */
@@ -7679,7 +7699,8 @@ static void rfi_config_refuse_unread(rfi_key_reader *k, const rfi_config *c) {
 
 /* Every full_attention_interval-th layer has attention, unless a list says which layers are recurrent. */
 static void rfi_config_delta_layers(rfi_key_reader *k, rfi_config *c) {
-    static const rfi_uint_key interval_key = {"full_attention_interval", 1, ROCMFORGE_MAX_LAYERS, 4, 0};
+    const rfi_uint_key interval_key = {"full_attention_interval", 1, ROCMFORGE_MAX_LAYERS,
+                                       c->recurrent.kind == RFI_LIGHTNING ? 8 : 4, 0};
     uint32_t interval = 0;
     rfi_key_uint(k, &interval_key, &interval);
     const int list = rfi_key_read(k, "attention.recurrent_layers", 0);
@@ -7706,6 +7727,23 @@ static void rfi_config_scan(rfi_key_reader *k, rfi_config *c, uint32_t n_inner) 
     if (t->kind == RFI_MAMBA) rfi_key_bool(k, "ssm.dt_b_c_rms", 0, 0, &t->norm_without_weight);
 }
 
+/* Sizes of Kimi delta attention: heads as those of attention in the other layers. */
+static void rfi_config_kda(rfi_key_reader *k, rfi_config *c) {
+    static const rfi_uint_key kernel = {"ssm.conv_kernel", 2, RF_MAX_TAPS, 0, 1},
+                              dim = {"kda.head_dim", 1, 1 << 10, 0, 1};
+    rfi_recurrent_config *t = &c->recurrent;
+    int safe = 0;
+    rfi_key_uint(k, &kernel, &t->n_taps);
+    rfi_key_uint(k, &dim, &t->head_dim);
+    rfi_key_bool(k, "kda.safe_gate", 0, 0, &safe);
+    if (rfi_key_read(k, "kda.gate_lower_bound", 0)) rf_kv_real(&k->kv, 0, &t->lower_bound, NULL);
+    if (t->lower_bound < -1e9) t->lower_bound = 0; /* -infinity is none */
+    if (!(t->lower_bound <= 0)) rfi_key_fail(k, RF_ERR_FORMAT, "want a number below 0, found %g", t->lower_bound);
+    for (uint32_t il = 0; il < c->n_layers && t->n_heads == 0; il++) t->n_heads = c->layers[il].n_heads;
+    t->n_k_heads = t->n_heads;
+    t->head_dim_v = t->head_dim;
+}
+
 static void rfi_config_recurrent(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key l_cache = {"shortconv.l_cache", 2, RF_MAX_TAPS, 0, 1},
                               kernel = {"ssm.conv_kernel", 2, RF_MAX_TAPS, 0, 1},
@@ -7715,10 +7753,10 @@ static void rfi_config_recurrent(rfi_key_reader *k, rfi_config *c) {
     rfi_recurrent_config *t = &c->recurrent;
     uint32_t n_inner = 0;
     t->kind = c->arch->recurrent->kind;
-    if (t->kind == RFI_SHORT_CONV) {
-        rfi_key_uint(k, &l_cache, &t->n_taps);
-        return;
-    }
+    if (t->kind == RFI_SHORT_CONV) rfi_key_uint(k, &l_cache, &t->n_taps);
+    if (t->kind == RFI_KDA) rfi_config_kda(k, c);
+    if (t->kind == RFI_LIGHTNING) rfi_config_delta_layers(k, c);
+    if (t->kind == RFI_SHORT_CONV || t->kind == RFI_KDA || t->kind == RFI_LIGHTNING) return;
     const int grouped = t->kind == RFI_DELTA_NET || t->kind == RFI_MAMBA2;
     const rfi_uint_key groups = {"ssm.group_count", (uint32_t)grouped, 1 << 10, 1, (uint32_t)grouped};
     rfi_key_uint(k, &kernel, &t->n_taps);
@@ -7745,7 +7783,8 @@ static void rfi_config_recurrent(rfi_key_reader *k, rfi_config *c) {
 /* Heads, KV heads and FFN width of every layer; keys are numbers or arrays. */
 static void rfi_config_layers(rfi_key_reader *k, rfi_config *c) {
     const rfi_recurrent_arch *t = c->arch->recurrent;
-    const int scan = t && t->kind >= RFI_MAMBA, by_heads = t && t->kind != RFI_DELTA_NET && !t->beside;
+    const int scan = t && t->kind >= RFI_MAMBA,
+              by_heads = t && t->kind != RFI_DELTA_NET && t->kind != RFI_LIGHTNING && !t->beside;
     const rfi_uint_key heads = {"attention.head_count", !by_heads, 1 << 14, 0, 1},
                        ff = {"feed_forward_length", !t || !(t->only || t->one_part), 1 << 24, 0, 1};
     int rotate = !c->arch->learned_positions && !c->arch->relative_bias && c->arch->alibi == 0 &&
@@ -7872,13 +7911,26 @@ static void rfi_config_mla(rfi_key_reader *k, rfi_config *c) {
     for (uint32_t il = 0; il < c->n_layers; il++) {
         rfi_layer_config *layer = &c->layers[il];
         const uint32_t want = l->joined ? layer->n_heads : 1;
-        if (layer->n_kv_heads != want)
+        if (!layer->recurrent && layer->n_kv_heads != want)
             rfi_key_fail(k, RF_ERR_FORMAT, "%s, want attention.head_count_kv %u, found %u in layer %u",
                          l->joined ? "attn_kv_b" : "one key of all heads", want, layer->n_kv_heads, il);
         layer->n_kv_heads = 1;
         layer->head_dim = c->head_dim;
         layer->head_dim_v = c->head_dim_v;
     }
+}
+
+/* The context in which an indexer chooses all positions, or all blocks of them. */
+static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
+    static const rfi_uint_key top_k = {"attention.indexer.top_k", 1, INT32_MAX, 0, 1},
+                              block = {"attention.indexer.block_size", 0, INT32_MAX, 1, 0},
+                              local = {"attention.indexer.local_blocks", 0, INT32_MAX, 0, 0};
+    uint32_t most = 0, size = 1, n_local = 0;
+    rfi_key_uint(k, &top_k, &most);
+    rfi_key_uint(k, &block, &size);
+    rfi_key_uint(k, &local, &n_local);
+    rfi_key_read(k, "attention.indexer.types", 0);
+    c->n_ctx_dense = (uint64_t)most * (size ? size : 1);
 }
 
 /* How rf_session_embed makes one vector of a text's hidden states, unless it is told. */
@@ -7946,6 +7998,8 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     rfi_config_rope(k, c);
     rfi_config_scales(k, c);
     rfi_config_pooling(k, c);
+    if (arch->indexer) rfi_config_indexer(k, c);
+    if (arch->normed_residual) rfi_key_scale(k, "residual_scale", 0, 1, &c->normed_residual);
     if (k->result == RF_OK) rfi_config_refuse_unread(k, c);
     return k->result;
 }
@@ -8050,20 +8104,32 @@ static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_inf
 static const struct {
     const char *name, *archs;
 } rfi_idle_tensors[] = {
-    {"attn_k.bias", " mimo2 minimax-m2 step35 "},
+    {"attn_gate.scale", " bailingmoe3 "},
+    {"ffn_down_exps.scale", " bailingmoe3 "},
+    {"ffn_down_shexp.scale", " bailingmoe3 "},
+    {"ffn_gate_exps.scale", " bailingmoe3 "},
+    {"ffn_gate_shexp.scale", " bailingmoe3 "},
+    {"ffn_up_exps.scale", " bailingmoe3 "},
+    {"ffn_up_shexp.scale", " bailingmoe3 "},
+    {"ssm_beta.scale", " bailingmoe3 "},
+    {"attn_k.bias", " bailingmoe3 kimi-linear mimo2 minimax-m2 step35 "},
+    {"attn_k.scale", " bailingmoe3 kimi-linear "},
     {"attn_k_norm.bias", " mpt "},   /* without attn_q_norm */
     {"attn_k_norm.weight", " mpt "},
     {"attn_output.bias", " ernie4_5 ernie4_5-moe llada refact "},
-    {"attn_q.bias", " mimo2 minimax-m2 step35 "},
-    {"attn_v.bias", " mimo2 minimax-m2 step35 "},
+    {"attn_output.scale", " bailingmoe3 kimi-linear "},
+    {"attn_q.bias", " bailingmoe3 kimi-linear mimo2 minimax-m2 step35 "},
+    {"attn_q.scale", " bailingmoe3 kimi-linear "},
+    {"attn_v.bias", " bailingmoe3 kimi-linear mimo2 minimax-m2 step35 "},
+    {"attn_v.scale", " bailingmoe3 kimi-linear "},
     {"ffn_down.bias", " refact "},
-    {"ffn_down.scale", " hy_v3 mimo2 "}, /* of layers with experts */
+    {"ffn_down.scale", " bailingmoe3 hy_v3 mimo2 "}, /* of layers with experts */
     {"ffn_down.weight", " hy_v3 mimo2 "},
     {"ffn_gate.bias", " refact "},
-    {"ffn_gate.scale", " hy_v3 mimo2 "},
+    {"ffn_gate.scale", " bailingmoe3 hy_v3 mimo2 "},
     {"ffn_gate.weight", " hy_v3 mimo2 "},
     {"ffn_up.bias", " refact "},
-    {"ffn_up.scale", " hy_v3 mimo2 "},
+    {"ffn_up.scale", " bailingmoe3 hy_v3 mimo2 "},
     {"ffn_up.weight", " hy_v3 mimo2 "},
     {"output.bias", " dream qwen2vl "},
     {"rope_freqs.weight", " cogvlm falcon-h1 llada pangu-embedded refact "},
@@ -8592,8 +8658,8 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
         rfi_emit_matmul(b, d->q, d->q_lora, w, (uint32_t)n_q, 0);
     }
     rfi_emit_norm(b, d->k, d->k, "attn_kv_a_norm", a->kv_lora_rank, 1, 0);
-    rfi_emit_rope(b, d->q, l->n_heads, a->head_dim, &d->rope)->flags |= RF_OP_LAST;
-    rfi_emit_rope(b, d->v, 1, c->n_rot, &d->rope);
+    if (l->rope) rfi_emit_rope(b, d->q, l->n_heads, a->head_dim, &d->rope)->flags |= RF_OP_LAST;
+    if (l->rope) rfi_emit_rope(b, d->v, 1, c->n_rot, &d->rope);
     rf_heads_params keys = {l->n_heads, a->head_dim, nope, a->kv_lora_rank, 0, a->kv_lora_rank},
                     values = {l->n_heads, a->kv_lora_rank, a->kv_lora_rank, a->head_dim_v, 0, a->head_dim_v};
     uint32_t wk, wv;
@@ -8611,6 +8677,9 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     rfi_emit_attend(b, d, l);
     if (!a->joined) wv = rfi_bind_heads(b, "attn_v_b", a->kv_lora_rank, a->head_dim_v, l->n_heads).id;
     rfi_emit_heads(b, d->att, d->mla_v, wv, &values, 0);
+    rfi_layer_config decompressed = *l;
+    decompressed.head_dim_v = a->head_dim_v;
+    if (c->arch->attn_gate) rfi_emit_attention_gate(b, d, &decompressed, in);
     rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * a->head_dim_v, "attn_output", "post_attention_norm");
 }
 
@@ -8700,7 +8769,8 @@ static void rfi_emit_delta(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
                                   .head_dim = t->head_dim,
                                   .head_dim_v = t->head_dim_v,
                                   .scale = (float)(1 / sqrt(t->head_dim)),
-                                  .eps = (float)b->c->norm_eps};
+                                  .eps = (float)b->c->norm_eps,
+                                  .n_decays = 1};
     rfi_emit_norm(b, d->att, d->att, "ssm_norm", t->head_dim_v, t->n_heads, 0);
     rfi_emit_glu(b, d->delta_gate, d->att, n_values, RF_ACT_SILU);
     rfi_emit_residual(b, d, d->delta_gate, n_values, "ssm_out", "");
@@ -8768,12 +8838,80 @@ static void rfi_emit_scan(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     op->bias = dt;
     op->factor = skip;
     op->state = rfi_recurrent_state(b, (uint64_t)n_inner * t->head_dim);
-    op->scan = (rf_scan_params){t->n_heads, t->n_k_heads, t->head_dim_v, t->head_dim, n_decays};
+    op->scan = (rf_scan_params){t->n_heads, t->n_k_heads, t->head_dim_v, t->head_dim, n_decays, 0};
     rfi_emit_glu(b, d->delta_gate, d->att, n_inner, RF_ACT_SILU);
     if (t->kind == RFI_MAMBA2 && rfi_has(b, "ssm_norm.weight"))
         rfi_emit_norm(b, d->delta_gate, d->delta_gate, "ssm_norm", n_inner / t->n_k_heads, t->n_k_heads,
                       RF_OP_EACH_HEAD);
     rfi_emit_residual(b, d, d->delta_gate, n_inner, "ssm_out", "post_attention_norm");
+}
+
+/* out = W2 W1 in, or W1 in if the file has no second matrix */
+static void rfi_emit_low_rank(rfi_builder *b, const rfi_decoder *d, uint32_t out, uint32_t in, const char *first,
+                              const char *second) {
+    const rfi_recurrent_config *t = &b->c->recurrent;
+    const uint32_t n = t->n_heads * t->head_dim;
+    char name[32];
+    snprintf(name, sizeof name, "%s.weight", second);
+    const int two = rfi_has(b, name);
+    const uint32_t rank = two ? t->head_dim : n;
+    rfi_emit_matmul(b, two ? d->ba : out, in, rfi_bind_matrix(b, first, b->c->n_embd, rank, NULL), rank, 0);
+    if (two) rfi_emit_matmul(b, out, d->ba, rfi_bind_matrix(b, second, rank, n, NULL), n, 0);
+}
+
+/* x += Wout (norm(delta(silu(conv(W in)) of q, k, v)) * sigmoid(Wg in)): Kimi delta attention */
+static void rfi_emit_kda(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
+    static const char *const parts[3] = {"attn_q", "attn_k", "attn_v"};
+    static const char *const convs[3] = {"ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight"};
+    const rfi_recurrent_config *t = &b->c->recurrent;
+    const uint32_t n = t->n_heads * t->head_dim, n_embd = b->c->n_embd;
+    rf_op *op;
+    for (uint32_t i = 0; i < 3; i++) {
+        rfi_emit_matmul(b, d->q, in, rfi_bind_matrix(b, parts[i], n_embd, n, NULL), n, 0);
+        const rfi_wanted taps = {convs[i], t->n_taps, 1, n, 0, NULL, 1};
+        const uint32_t w = rfi_bind_wanted(b, &taps).id;
+        op = rfi_op(b, RF_OP_CONV, d->q, d->q);
+        op->weight = w;
+        op->state = rfi_recurrent_state(b, (t->n_taps - 1ull) * n);
+        op->conv = (rf_conv_params){n, t->n_taps, RF_ACT_SILU};
+        rfi_emit_slice(b, d->mixed, d->q, 1, n, 0, n)->slice.out_at = i * n;
+    }
+    rfi_emit_matmul(b, d->beta, in, rfi_bind_matrix(b, "ssm_beta", n_embd, t->n_heads, NULL), t->n_heads, 0);
+    rfi_emit_low_rank(b, d, d->alpha, in, "ssm_f_a", "ssm_f_b");
+    rfi_emit_low_rank(b, d, d->delta_gate, in, "ssm_g_a", "ssm_g_b");
+    const uint32_t a = rfi_bind_column(b, "ssm_a", t->n_heads), dt = rfi_bind_vector(b, "ssm_dt.bias", n);
+    op = rfi_op(b, RF_OP_DELTA, d->att, d->mixed);
+    op->in2 = d->beta;
+    op->in3 = d->alpha;
+    op->weight = a;
+    op->bias = dt;
+    op->state = rfi_recurrent_state(b, (uint64_t)n * t->head_dim);
+    op->delta = (rf_delta_params){t->n_heads, t->n_heads, t->head_dim, t->head_dim, (float)(1 / sqrt(t->head_dim)),
+                                  (float)b->c->norm_eps, t->head_dim, (float)t->lower_bound};
+    rfi_emit_norm(b, d->att, d->att, "ssm_norm", t->head_dim, t->n_heads, 0);
+    rfi_emit_glu(b, d->delta_gate, d->att, n, RF_ACT_SIGMOID);
+    rfi_emit_residual(b, d, d->delta_gate, n, "attn_output", "");
+}
+
+/* x += Wout (norm(scan(silu(Wqkv in))) * sigmoid(Wg in)): lightning attention. Decays follow from head and layer. */
+static void rfi_emit_lightning(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
+    const uint32_t dim = l->head_dim, n = l->n_heads * dim, n_embd = b->c->n_embd, decays = b->tables.n;
+    rfi_emit_matmul(b, d->delta_in, in, rfi_bind_matrix(b, "attn_qkv", n_embd, 3 * (uint64_t)n, NULL), 3 * n, 0);
+    rfi_emit_glu(b, d->delta_in, RF_NONE, 3 * n, RF_ACT_SILU);
+    for (uint32_t i = 0; i < 3; i++) /* the file's rows are of each head its query, key and value */
+        rfi_emit_slice(b, d->mixed, d->delta_in, l->n_heads, 3 * dim, i * dim, dim)->slice.out_at = (2 - i) * n;
+    float *table = (float *)rfi_array_push(b, &b->tables, l->n_heads, sizeof *table);
+    for (uint32_t h = 0; table && h < l->n_heads; h++) {
+        const double layer = 1 - (double)b->layer / ((double)b->c->n_layers - 1 + (b->c->n_layers == 1)) + 1e-5;
+        table[h] = (float)(-exp2(-8.0 * (h + 1) / l->n_heads) * layer);
+    }
+    rf_op *op = rfi_op(b, RF_OP_SCAN, d->att, d->mixed);
+    op->state = rfi_recurrent_state(b, (uint64_t)n * dim);
+    op->scan = (rf_scan_params){l->n_heads, l->n_heads, dim, dim, 1, decays};
+    rfi_emit_norm(b, d->att, d->att, "attn_norm_2", n, 1, 0);
+    rfi_emit_matmul(b, d->delta_gate, in, rfi_bind_matrix(b, "attn_gate", n_embd, n, NULL), n, 0);
+    rfi_emit_glu(b, d->delta_gate, d->att, n, RF_ACT_SIGMOID);
+    rfi_emit_residual(b, d, d->delta_gate, n, "attn_output", "");
 }
 
 /* act(Wgate in) * Wup in, or act(Wup in). Returns its buffer. */
@@ -9114,6 +9252,11 @@ static void rfi_emit_norm_after(rfi_builder *b, const rfi_decoder *d, const char
     if (b->c->moe.n_experts) rfi_emit_glu(b, d->x, RF_NONE, n_embd, RF_ACT_NONE)->out = d->xn;
 }
 
+/* x = residual_scale * xn, its norm */
+static void rfi_emit_normed_residual(rfi_builder *b, const rfi_decoder *d) {
+    rfi_emit_mix(b, d->x, d->xn, RF_NONE, 1, 0)->mix.scale = (float)b->c->normed_residual;
+}
+
 /* One layer. With parallel FFN its input is made before attention adds to x. */
 static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
@@ -9138,14 +9281,18 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     } else if (c->moe.n_experts && c->arch->moe->dense_first)
         rfi_emit_norm(b, d->xn2, d->x, "ffn_norm_exps", n_embd, 1, 0);
     if (c->moe.n_experts && c->arch->moe->raw_router) rfi_emit_router(b, d, d->x);
-    if (c->arch->mla) rfi_emit_mla(b, d, l, attention_in);
+    if (c->normed_residual != 0) rfi_emit_normed_residual(b, d);
+    if (c->arch->mla && !l->recurrent) rfi_emit_mla(b, d, l, attention_in);
     else if (!l->recurrent && !is_ffn) rfi_emit_attention(b, d, l, attention_in);
     else if (c->recurrent.kind == RFI_SHORT_CONV) rfi_emit_short_conv(b, d, attention_in);
     else if (c->recurrent.kind == RFI_DELTA_NET) rfi_emit_delta(b, d, attention_in);
+    else if (c->recurrent.kind == RFI_KDA) rfi_emit_kda(b, d, attention_in);
+    else if (c->recurrent.kind == RFI_LIGHTNING) rfi_emit_lightning(b, d, l, attention_in);
     if (c->recurrent.kind >= RFI_MAMBA && (l->recurrent || t->beside)) rfi_emit_scan(b, d, attention_in);
     if (t && (t->only || (t->one_part && !is_ffn))) return;
     if (c->arch->norm_after) rfi_emit_norm_after(b, d, "attn_output_norm");
     else if (!parallel && ffn_in != d->x) rfi_emit_stream_norm(b, d->xn, d->x, ffn_norm);
+    if (c->normed_residual != 0) rfi_emit_normed_residual(b, d);
     rfi_emit_layer_ffn(b, d, l, ffn_in);
     if (c->arch->norm_after) rfi_emit_norm(b, d->x, d->x, "layer_output_norm", n_embd, 1, 0);
     if (c->arch->layer_inputs) rfi_emit_layer_end(b, d);
@@ -9306,6 +9453,9 @@ static const rfi_moe_arch rfi_moe_glm4 = {
     .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .n_ff_is_ff = 2, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_granite = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .optional = 1, .shared = 1};
+static const rfi_moe_arch rfi_moe_kimi = {
+    .gating = RFI_GATING_SIGMOID, .normalize = 1, .keys = 5, .dense_lead = 1, .shared = 1};
+static const rfi_moe_arch rfi_moe_minimax1 = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1};
 static const rfi_moe_arch rfi_moe_llada = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 2};
 static const rfi_moe_arch rfi_moe_nomic = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1, .by_router = 1};
 static const rfi_moe_arch rfi_moe_jamba = {
@@ -9362,6 +9512,8 @@ static const rfi_moe_arch rfi_moe_plain = {.gating = RFI_GATING_SOFTMAX, .normal
 static const rfi_moe_arch rfi_moe_maion = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .by_router = 1, .latent = 2};
 static const rfi_recurrent_arch rfi_qwen3next = {.kind = RFI_DELTA_NET, .fused_gates = 1};
 static const rfi_recurrent_arch rfi_lfm2 = {.kind = RFI_SHORT_CONV};
+static const rfi_recurrent_arch rfi_kda = {.kind = RFI_KDA};
+static const rfi_recurrent_arch rfi_lightning = {.kind = RFI_LIGHTNING};
 static const rfi_recurrent_arch rfi_mamba = {.kind = RFI_MAMBA, .only = 1};
 static const rfi_recurrent_arch rfi_mamba2 = {.kind = RFI_MAMBA2, .only = 1};
 static const rfi_recurrent_arch rfi_jamba = {.kind = RFI_MAMBA};
@@ -9511,6 +9663,14 @@ static const rfi_arch rfi_archs[] = {
      .embedding_skip = 1, .logit_scale_multiplies = 1, .rope_neox = 1},
     {.name = "xverse"},
     {.name = "lfm2moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_lfm2, .recurrent = &rfi_lfm2},
+    {.name = "deepseek32", .mla = 1, .indexer = 1, .moe = &rfi_moe_deepseek2},
+    {.name = "glm-dsa", .mla = 1, .indexer = 1, .moe = &rfi_moe_glm4},
+    {.name = "minimax-m3", .qk_norm = 1, .rope_neox = 1, .activation = RF_ACT_OAI, .indexer = 1, .moe = &rfi_moe_glm4},
+    {.name = "kimi-linear", .mla = 1, .no_rope_period = 1, .moe = &rfi_moe_kimi, .recurrent = &rfi_kda},
+    {.name = "bailingmoe3", .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID, .mla = 1, .swiglu_limit = RF_ACT_MIN_SILU,
+     .moe = &rfi_moe_bailing2, .recurrent = &rfi_kda},
+    {.name = "minimax-01", .rope_neox = 1, .normed_residual = 1, .moe = &rfi_moe_minimax1,
+     .recurrent = &rfi_lightning},
     {.name = "dream", .rope_neox = 1, .both_ways = 1},
     {.name = "llada", .both_ways = 1},
     {.name = "llada-moe", .qk_norm = 1, .rope_neox = 1, .both_ways = 1, .moe = &rfi_moe_llada},
@@ -9596,6 +9756,7 @@ static void rfi_size_buffers(rfi_builder *b) {
 static int rfi_tensor_is_ignored(const rfi_builder *b, rf_string name) {
     static const char *const starts[] = {"a.", "cls.", "dense_2.", "dense_3.", "mm.", "v."};
     static const char *const ends[] = {".input_scale", ".attn_rot_embd.weight"};
+    static const char indexer[] = "indexer.";
     uint64_t layer = 0, i = 4;
     for (uint32_t j = 0; j < RFI_COUNT(starts); j++)
         if (name.len > strlen(starts[j]) && memcmp(name.data, starts[j], strlen(starts[j])) == 0) return 1;
@@ -9607,6 +9768,9 @@ static int rfi_tensor_is_ignored(const rfi_builder *b, rf_string name) {
         layer = 10 * layer + (uint64_t)(name.data[i] - '0');
     if (i == 4 || i == name.len || name.data[i] != '.') return 0;
     if (layer >= b->c->n_layers) return layer < b->c->n_blocks;
+    if (b->c->arch->indexer && name.len - i > sizeof indexer &&
+        memcmp(name.data + i + 1, indexer, sizeof indexer - 1) == 0)
+        return 1; /* it would choose all: rfi_config_indexer */
     return rfi_tensor_is_idle(b, (rf_string){name.data + i + 1, name.len - i - 1});
 }
 
@@ -9823,8 +9987,9 @@ typedef struct rfi_norm {
 /* One row of one head through RF_OP_DELTA. */
 typedef struct rfi_delta {
     const float *q, *k, *v;
-    float beta, decay, scale, eps;
+    float beta, scale, eps;
     uint32_t head_dim, head_dim_v;
+    float *decay; /* [head_dim] of the rows of s          */
     float *s;   /* [head_dim][head_dim_v], before and after */
     float *d;   /* [head_dim_v] scratch                     */
     float *out; /* [head_dim_v]                             */
@@ -10029,7 +10194,7 @@ RFI_INLINE void rfi_delta_body(const rfi_delta *a) {
     for (uint32_t j = 0; j < n_v; j++) d[j] = out[j] = 0;
     for (uint32_t i = 0; i < n; i++, s += n_v) {
         const float k = a->k[i] * k_scale;
-        for (uint32_t j = 0; j < n_v; j++) s[j] *= a->decay;
+        for (uint32_t j = 0; j < n_v; j++) s[j] *= a->decay[i];
         for (uint32_t j = 0; j < n_v; j++) d[j] += s[j] * k;
     }
     for (uint32_t j = 0; j < n_v; j++) d[j] = a->beta * (a->v[j] - d[j]);
@@ -13359,7 +13524,21 @@ static void rfi_cpu_conv(void *ctx, uint32_t chunk, uint32_t thread) {
 /* log(1 + e^x) */
 static float rfi_softplus(float x) { return x > 20.0f ? x : log1pf(rfi_exp(x)); }
 
-static uint64_t rfi_delta_scratch(const rf_op *op) { return (op->delta.head_dim + 1ull) * op->delta.head_dim_v; }
+static uint64_t rfi_delta_scratch(const rf_op *op) {
+    return (op->delta.head_dim + 1ull) * op->delta.head_dim_v + op->delta.head_dim;
+}
+
+/* The decays of the rows of a head's S. */
+static void rfi_delta_decays(const rfi_cpu_op *o, uint32_t r, uint32_t h, float *decay) {
+    const rf_delta_params *par = &o->op->delta;
+    const float *in = o->in3 + r * o->in3_width + (uint64_t)h * par->n_decays,
+                *bias = o->vector2 + (uint64_t)h * par->n_decays, by = o->vector[h];
+    for (uint32_t i = 0; i < par->n_decays; i++) {
+        const float x = in[i] + bias[i];
+        decay[i] = rfi_exp(par->lower_bound != 0 ? par->lower_bound / (1.0f + rfi_exp(-by * x)) : rfi_softplus(x) * by);
+    }
+    for (uint32_t i = par->n_decays; i < par->head_dim; i++) decay[i] = decay[0];
+}
 
 /* A chunk is a head, for all rows of one sequence. */
 static void rfi_cpu_delta(void *ctx, uint32_t chunk, uint32_t thread) {
@@ -13373,6 +13552,7 @@ static void rfi_cpu_delta(void *ctx, uint32_t chunk, uint32_t thread) {
     rfi_delta a = {.scale = par->scale, .eps = par->eps, .head_dim = par->head_dim, .head_dim_v = par->head_dim_v};
     a.s = o->p->scratch + thread * o->p->scratch_stride;
     a.d = a.s + n_s;
+    a.decay = a.d + par->head_dim_v;
     if (rows[first].from) memcpy(a.s, rfi_cpu_slot(o, rows[first].from) + h * n_s, n_s * sizeof *a.s);
     else memset(a.s, 0, n_s * sizeof *a.s);
     for (uint32_t r = first; r < o->n_rows; r++) {
@@ -13381,7 +13561,7 @@ static void rfi_cpu_delta(void *ctx, uint32_t chunk, uint32_t thread) {
         a.k = a.q + n_keys;
         a.v = o->in + r * o->in_width + 2 * n_keys + (uint64_t)h * par->head_dim_v;
         a.beta = 1.0f / (1.0f + rfi_exp(-o->in2[r * o->in2_width + h]));
-        a.decay = rfi_exp(rfi_softplus(o->in3[r * o->in3_width + h] + o->vector2[h]) * o->vector[h]);
+        rfi_delta_decays(o, r, h, a.decay);
         a.out = o->out + r * o->out_width + (uint64_t)h * par->head_dim_v;
         o->k->delta(&a);
         if (rows[r].to) memcpy(rfi_cpu_slot(o, rows[r].to) + h * n_s, a.s, n_s * sizeof *a.s);
@@ -13416,9 +13596,9 @@ static void rfi_cpu_scan(void *ctx, uint32_t chunk, uint32_t thread) {
             a.x = o->in + r * o->in_width + (uint64_t)h * par->head_dim;
             a.b = o->in + r * o->in_width + n_x + (uint64_t)group * par->n_state;
             a.c = a.b + (uint64_t)par->n_groups * par->n_state;
-            a.a = o->vector + (uint64_t)h * par->n_decays;
-            a.dt = rfi_softplus(o->in2[r * o->in2_width + h] + o->vector2[h]);
-            a.skip = o->vector3[h];
+            a.a = (o->vector ? o->vector : o->p->plan->tables + par->decays) + (uint64_t)h * par->n_decays;
+            a.dt = o->in2 ? rfi_softplus(o->in2[r * o->in2_width + h] + o->vector2[h]) : 1;
+            a.skip = o->vector3 ? o->vector3[h] : 0;
             a.s = s + (h - h0) * n_s;
             a.out = o->out + r * o->out_width + (uint64_t)h * par->head_dim;
             o->k->scan(&a);
@@ -13710,7 +13890,7 @@ static void rfi_cpu_run_conv(rfi_cpu_op *o) {
 static void rfi_cpu_run_delta(rfi_cpu_op *o) {
     o->in3 = rfi_cpu_buffer(o->p, o->step, o->op->in3, &o->in3_width);
     o->vector = rfi_cpu_vector(o->p, o->op->weight, 0, o->op->delta.n_heads, 0);
-    o->vector2 = rfi_cpu_vector(o->p, o->op->bias, 0, o->op->delta.n_heads, 1);
+    o->vector2 = rfi_cpu_vector(o->p, o->op->bias, 0, o->op->delta.n_heads * o->op->delta.n_decays, 1);
     rfi_pool_run(&o->p->dev->pool, rfi_cpu_delta, o, o->p->n_firsts * o->op->delta.n_heads);
 }
 
@@ -14860,7 +15040,11 @@ static uint32_t rfi_session_n_slots(const rf_model *m, const rf_session_desc *d)
 static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *desc, rf_session_desc *out,
                                      rf_error *err) {
     *out = desc ? *desc : (rf_session_desc){0};
-    if (out->n_ctx == 0) out->n_ctx = (uint32_t)rfi_min_u64(m->config.n_ctx_train, 4096);
+    const uint64_t dense = m->config.n_ctx_dense ? m->config.n_ctx_dense : UINT32_MAX;
+    if (out->n_ctx == 0) out->n_ctx = (uint32_t)rfi_min_u64(rfi_min_u64(m->config.n_ctx_train, 4096), dense);
+    if (out->n_ctx > dense)
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "session: n_ctx %u: with more than %llu tokens an indexer chooses "
+                        "what this model attends to, which is not supported", out->n_ctx, RFI_LLU(dense));
     if (out->n_seq_max == 0) out->n_seq_max = 1;
     uint64_t cells = (uint64_t)out->n_ctx * out->n_seq_max;
     if (out->n_batch == 0)

@@ -1966,9 +1966,14 @@ struct rfk_delta_args {
     float *out, *state;   /* [slots][n_heads][head_dim][head_dim_v] */
     const rf_step_row *rows;
     uint32_t a_type, b_type, in_stride, beta_stride, alpha_stride, out_stride, n_rows, n_heads, n_k_heads, head_dim,
-        head_dim_v, cyclic;
-    float scale, eps;
+        head_dim_v, cyclic, n_decays;
+    float scale, eps, lower_bound;
 };
+/* The decay of a row of S from its input. */
+RFK_DEVICE float rfk_delta_decay(const rfk_delta_args &a, float x, float by) {
+    if (a.lower_bound != 0) return expf(a.lower_bound / (1.0f + expf(-by * x)));
+    return expf((x > 20.0f ? x : log1pf(expf(x))) * by);
+}
 /* The sum over the lanes of a column, in each of them. */
 template <int WAVE, int DIM> RFK_DEVICE float rfk_column_sum(float v) {
     for (int mask = WAVE / 2; mask >= (int)RFK_DELTA_COLS(WAVE, DIM); mask /= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
@@ -1982,7 +1987,8 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
                    k_head = a.cyclic ? h % a.n_k_heads : h / (a.n_heads / a.n_k_heads),
                    n_keys = a.n_k_heads * a.head_dim;
     const bool inside = col < a.head_dim_v;
-    const float decay_by = rfk_load_any(a.a, a.a_type, h), bias = rfk_load_any(a.b, a.b_type, h);
+    const float decay_by = rfk_load_any(a.a, a.a_type, h), bias = rfk_load_any(a.b, a.b_type, (size_t)h * a.n_decays);
+    const bool rows_decay = a.n_decays > 1;
     const size_t width = (size_t)a.n_heads * a.head_dim * a.head_dim_v,
                  at = ((size_t)h * a.head_dim + first) * a.head_dim_v + col, step = (size_t)lanes * a.head_dim_v;
     float s[DIM * RFK_DELTA_COLS(WAVE, DIM) / WAVE], k[DIM * RFK_DELTA_COLS(WAVE, DIM) / WAVE];
@@ -2009,10 +2015,14 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
         }
         kk = 1.0f / sqrtf(rfk_column_sum<WAVE, DIM>(kk) + a.eps);
         qq = a.scale / sqrtf(rfk_column_sum<WAVE, DIM>(qq) + a.eps);
-        float x = a.alpha[(size_t)t * a.alpha_stride + h] + bias;
-        float decay = expf((x > 20.0f ? x : log1pf(expf(x))) * decay_by);
+        const float *alpha = a.alpha + (size_t)t * a.alpha_stride + (size_t)h * a.n_decays;
+        float decay = rfk_delta_decay(a, alpha[0] + bias, decay_by);
         RFK_UNROLL(64)
         for (uint32_t m = 0; m < DIM / lanes; m++) {
+            uint32_t i = m * lanes + first;
+            if (rows_decay && i < a.head_dim)
+                decay = rfk_delta_decay(a, alpha[i] + rfk_load_any(a.b, a.b_type, (size_t)h * a.n_decays + i),
+                                        decay_by);
             s[m] *= decay;
             k[m] *= kk;
             sk += s[m] * k[m];
@@ -2039,7 +2049,8 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
  *   grid [ceil(n_heads * head_dim / (4 * RFK_DELTA_COLS)), sequences]   block 4 waves */
 struct rfk_scan_args {
     const float *in, *dt;
-    const uint8_t *a, *b, *skip; /* [n_heads][n_decays], [n_heads], [n_heads] */
+    const uint8_t *a, *b, *skip; /* [n_heads][n_decays], [n_heads], [n_heads]; NULL: decays, steps of 1, 0 */
+    const float *decays;
     float *out, *state;          /* [slots][n_heads][n_state][head_dim]       */
     const rf_step_row *rows;
     uint32_t a_type, b_type, skip_type, in_stride, dt_stride, out_stride, n_rows, n_heads, n_groups, head_dim, n_state,
@@ -2052,7 +2063,8 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_sc
                    col = (blockIdx.x * 4 + threadIdx.x / WAVE) * cols + threadIdx.x % cols;
     const bool inside = col < n_x;
     const uint32_t h = inside ? col / a.head_dim : 0, group = h / (a.n_heads / a.n_groups);
-    const float bias = rfk_load_any(a.b, a.b_type, h), skip = rfk_load_any(a.skip, a.skip_type, h);
+    const float bias = a.b ? rfk_load_any(a.b, a.b_type, h) : 0.0f,
+                skip = a.skip ? rfk_load_any(a.skip, a.skip_type, h) : 0.0f;
     const size_t width = (size_t)n_x * a.n_state,
                  at = ((size_t)h * a.n_state + first) * a.head_dim + (inside ? col % a.head_dim : 0),
                  step = (size_t)lanes * a.head_dim;
@@ -2062,8 +2074,10 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_sc
     for (uint32_t m = 0; m < DIM / lanes; m++) {
         uint32_t i = m * lanes + first;
         s[m] = 0;
-        decay_by[m] =
-            i < a.n_state ? rfk_load_any(a.a, a.a_type, (size_t)h * a.n_decays + (a.n_decays == 1 ? 0 : i)) : 0.0f;
+        decay_by[m] = 0;
+        if (i < a.n_state)
+            decay_by[m] = a.a ? rfk_load_any(a.a, a.a_type, (size_t)h * a.n_decays + (a.n_decays == 1 ? 0 : i))
+                              : a.decays[h];
     }
     for (uint32_t t = 0; t < a.n_rows; t++) {
         rf_step_row row = a.rows[t];
@@ -2075,8 +2089,8 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_sc
         begun = true;
         const float *in = a.in + (size_t)t * a.in_stride, *b = in + n_x + (size_t)group * a.n_state + first,
                     *c = b + (size_t)a.n_groups * a.n_state;
-        const float x = inside ? in[col] : 0.0f, raw = a.dt[(size_t)t * a.dt_stride + h] + bias,
-                    dt = raw > 20.0f ? raw : log1pf(expf(raw));
+        const float x = inside ? in[col] : 0.0f, raw = a.dt ? a.dt[(size_t)t * a.dt_stride + h] + bias : 0.0f,
+                    dt = !a.dt ? 1.0f : raw > 20.0f ? raw : log1pf(expf(raw));
         float sum = 0;
         RFK_UNROLL(64)
         for (uint32_t m = 0; m < DIM / lanes; m++) {
@@ -8876,6 +8890,8 @@ static rf_result rfk_run_delta(const rfk_launching *l) {
     a.head_dim = op->delta.head_dim;
     a.head_dim_v = op->delta.head_dim_v;
     a.cyclic = (op->flags & RF_OP_CYCLIC) != 0;
+    a.n_decays = op->delta.n_decays;
+    a.lower_bound = op->delta.lower_bound;
     a.scale = op->delta.scale;
     a.eps = op->delta.eps;
     rfk_delta_kernel kernel = RFK_BY_WAVE(l, (rfk_find_delta<32>(a.head_dim)), (rfk_find_delta<64>(a.head_dim)));
@@ -8893,7 +8909,8 @@ static rf_result rfk_run_scan(const rfk_launching *l) {
     const rf_op *op = l->op;
     rfk_scan_args a;
     a.in = l->b.in;
-    a.dt = l->b.in2;
+    a.dt = op->in2 == RF_NONE ? NULL : l->b.in2;
+    a.decays = l->p->tables + op->scan.decays;
     a.a = rfk_vector(l->p, op->weight, 0, &a.a_type);
     a.b = rfk_vector(l->p, op->bias, 0, &a.b_type);
     a.skip = rfk_vector(l->p, op->factor, 0, &a.skip_type);

@@ -1633,7 +1633,7 @@ static void test_conv() {
 }
 
 /* One row of a head's delta rule: S [dk][dv] decays, takes in k and v, and is read with q. */
-static void delta_row(const rf_delta_params &p, const float *q, const float *k, const float *v, double decay, double beta,
+static void delta_row(const rf_delta_params &p, const float *q, const float *k, const float *v, const double *decay, double beta,
                       double *S, double *out) {
     double kk = p.eps, qq = p.eps;
     for (uint32_t i = 0; i < p.head_dim; i++) kk += (double)k[i] * k[i], qq += (double)q[i] * q[i];
@@ -1642,7 +1642,7 @@ static void delta_row(const rf_delta_params &p, const float *q, const float *k, 
         out[j] = 0;
         for (uint32_t i = 0; i < p.head_dim; i++) {
             double &s = S[(size_t)i * p.head_dim_v + j];
-            s *= decay;
+            s *= decay[i];
             d -= s * k[i] / sqrt(kk);
         }
         for (uint32_t i = 0; i < p.head_dim; i++) {
@@ -1656,10 +1656,11 @@ static void delta_row(const rf_delta_params &p, const float *q, const float *k, 
 static void test_delta() {
     /* the sizes of models, the largest, and odd ones */
     static const uint32_t dims[][2] = {{40, 24}, {128, 128}, {64, 64}, {256, 256}, {200, 72}, {1, 3}}, heads[][2] = {{6, 3}, {2, 1}, {3, 3}};
-    std::vector<Row> list = combinations(std::vector<int>{6, 3, 2, 3, 3, n_devices});
+    std::vector<Row> list = combinations(std::vector<int>{6, 3, 2, 3, 3, n_devices, 3});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
-        const rf_delta_params p = {heads[r[1]][0], heads[r[1]][1], dims[r[0]][0], dims[r[0]][1], 0.4f, 0.03f};
+        const rf_delta_params p = {heads[r[1]][0], heads[r[1]][1], dims[r[0]][0], dims[r[0]][1], 0.4f, 0.03f,
+                                   r[6] ? dims[r[0]][0] : 1, r[6] == 2 ? -3.0f : 0.0f};
         const uint32_t n = p.n_heads, type = vector_types[r[3]], n_keys = p.n_k_heads * p.head_dim, width = 2 * n_keys + n * p.head_dim_v;
         const bool cyclic = r[2];
         const size_t T = recurrent_rows(r[4]).size();
@@ -1668,11 +1669,12 @@ static void test_delta() {
                  p.head_dim_v, n, p.n_k_heads, cyclic, r[4], r[5]);
         Rig g(devices[(size_t)r[5]]);
         g.n_slots = N_SLOTS;
-        const uint32_t in = g.buffer(width), beta = g.buffer(n), alpha = g.buffer(n), out = g.buffer(n * p.head_dim_v),
+        const uint32_t in = g.buffer(width), beta = g.buffer(n), alpha = g.buffer(n * p.n_decays), out = g.buffer(n * p.head_dim_v),
                        state = g.recurrent_state(n * p.head_dim * p.head_dim_v);
         std::vector<float> a = values(n);
         for (uint32_t h = 0; h < n; h++) a[h] = -0.2f - fabsf(a[h]);
-        const std::vector<float> b = values(n), x = values(T * width), xb = values(T * n), xa = values(T * n);
+        const uint32_t nd = p.n_decays;
+        const std::vector<float> b = values(n * nd), x = values(T * width), xb = values(T * n), xa = values(T * n * nd);
         const std::vector<double> ad = rounded(a, type), bd = rounded(b, type);
         rf_op *o = g.op(RF_OP_DELTA);
         o->flags = cyclic ? RF_OP_CYCLIC : 0;
@@ -1683,8 +1685,14 @@ static void test_delta() {
         recurrent_case(g, in, out, x, r[4], what, [&](size_t t, std::vector<double> &S, double *y) {
             for (uint32_t h = 0; h < n; h++) {
                 const float *row = &x[t * width], *q = row + (cyclic ? h % p.n_k_heads : h / (n / p.n_k_heads)) * p.head_dim;
-                const double decay = exp(log1p(exp(xa[t * n + h] + bd[h])) * ad[h]), open = 1 / (1 + exp(-(double)xb[t * n + h]));
-                delta_row(p, q, q + n_keys, row + 2 * n_keys + h * p.head_dim_v, decay, open,
+                const double open = 1 / (1 + exp(-(double)xb[t * n + h]));
+                std::vector<double> decay(p.head_dim);
+                for (uint32_t k = 0; k < p.head_dim; k++) {
+                    const size_t at = h * nd + (nd > 1 ? k : 0);
+                    const double v = xa[t * n * nd + at] + bd[at];
+                    decay[k] = exp(p.lower_bound != 0 ? p.lower_bound / (1 + exp(-v * ad[h])) : log1p(exp(v)) * ad[h]);
+                }
+                delta_row(p, q, q + n_keys, row + 2 * n_keys + h * p.head_dim_v, decay.data(), open,
                           &S[(size_t)h * p.head_dim * p.head_dim_v], y + h * p.head_dim_v);
             }
         });
@@ -1694,7 +1702,7 @@ static void test_delta() {
     const uint32_t in = g.buffer(2 * 264 + 8), one = g.buffer(1), out = g.buffer(8), state = g.recurrent_state(264 * 8);
     rf_op *o = g.op(RF_OP_DELTA);
     o->in = in, o->in2 = o->in3 = one, o->out = out, o->state = state;
-    o->weight = g.vector(values(1)), o->bias = g.vector(values(1)), o->delta = rf_delta_params{1, 1, 264, 8, 1, 0};
+    o->weight = g.vector(values(1)), o->bias = g.vector(values(1)), o->delta = rf_delta_params{1, 1, 264, 8, 1, 0, 1, 0};
     CHECK(g.open(1) == RF_ERR_UNSUPPORTED && strstr(g.err.text, "delta"), "'%s'", g.err.text);
 }
 
@@ -1705,7 +1713,7 @@ static void test_scan() {
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         const uint32_t *z = sizes[r[0]], type = vector_types[r[2]];
-        const rf_scan_params p = {z[0], z[1], z[2], z[3], r[1] ? z[3] : 1};
+        const rf_scan_params p = {z[0], z[1], z[2], z[3], r[1] ? z[3] : 1, 0};
         const uint32_t n = p.n_heads, n_x = n * p.head_dim, n_b = p.n_groups * p.n_state, width = n_x + 2 * n_b;
         const size_t T = recurrent_rows(r[3]).size();
         char what[128];

@@ -405,7 +405,7 @@ static void make_delta(one_op *o, const delta_shape *c) {
     o->op = (rf_op){.kind = RF_OP_DELTA, .flags = c->cyclic ? RF_OP_CYCLIC : 0, .in = 0, .in2 = 1, .in3 = 2, .out = 3,
                     .weight = 0, .bias = 1, .factor = RF_NONE,
                     .delta = {.n_heads = c->heads, .n_k_heads = c->keys, .head_dim = c->dk, .head_dim_v = c->dv,
-                              .scale = 0.4f, .eps = 0.03f}};
+                              .scale = 0.4f, .eps = 0.03f, .n_decays = 1}};
     o->state.width = c->heads * c->dk * c->dv;
     for (int i = 0; i < 2; i++)
         o->weights[i] = (rf_plan_weight){.name = "v", .type = RF_TYPE_F32, .n_in = c->heads, .n_rows = 1, .size_bytes = 4 * c->heads};
@@ -494,7 +494,7 @@ static void test_scan_op(void) {
         rf_error err = {0};
         memset(&o, 0, sizeof o), memset(s, 0, sizeof s);
         o.op = (rf_op){.kind = RF_OP_SCAN, .in = 0, .in2 = 1, .in3 = RF_NONE, .out = 3, .weight = 0, .bias = 1, .factor = 2,
-                       .scan = {c.heads, c.groups, c.dim, c.n, c.decays}};
+                       .scan = {c.heads, c.groups, c.dim, c.n, c.decays, 0}};
         o.state.width = c.heads * size;
         for (uint32_t i = 0; i < 3; i++) {
             const uint32_t n = c.heads * (i ? 1 : c.decays);
