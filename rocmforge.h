@@ -9944,6 +9944,14 @@ typedef struct rfi_rows {
     int extended;           /* rfi_kernels.extended                         */
 } rfi_rows;
 
+/* Some columns of inputs, from the same group on. */
+typedef struct rfi_columns {
+    const rfi_q8 *x;     /* column c: x + c * stride */
+    uint64_t stride;
+    uint32_t n;          /* at most RFI_FEW_COLS     */
+} rfi_columns;
+#define RFI_FEW_COLS 16u /* columns of a vector at most */
+
 #define RFI_CHUNK_GROUPS 16u /* groups of a panel: 512 values, so that the inputs of a chunk stay in L2 */
 
 /* Weights unpacked for many columns: 4 values of each lane together, the layout of integer dot instructions. */
@@ -9967,8 +9975,8 @@ typedef struct rfi_tile {
 
 /* Kernels of one type on one instruction set. A unit is 8 groups: one K block, 8 blocks of 32, or one rfi_expanded. */
 typedef struct rfi_quant {
-    /* one column: adds n_groups groups to acc [n_lanes] */
-    void (*vector)(const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc);
+    /* few columns: adds n_groups groups to acc [columns][16] */
+    void (*vector)(const rfi_rows *r, uint32_t n_groups, const rfi_columns *x, float *acc);
     /* writes the unit at offset to groups [at, at + 8) of the panel */
     void (*unpack)(const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p);
 } rfi_quant;
@@ -10023,6 +10031,7 @@ typedef struct rfi_kernels {
     void (*quantize)(const float *x, uint32_t n_in, rfi_q8 *out);
     /* Matmuls: rfi_matmul_run. Row counts that are multiples of n_lanes * n_panels waste nothing. */
     uint32_t n_lanes, n_panels, n_cols; /* rows of a panel; panels and columns of a tile at most */
+    uint32_t n_few[2];      /* columns up to which vectors beat panels, by measurement: of types as stored, expanded */
     int extended;                       /* may use VNNI (AVX2) or I8MM (NEON)                    */
     rfi_quant quant[RFI_TYPE_EXPANDED_MIN + 1];
     void (*tile)(const rfi_tile *t);
@@ -10585,34 +10594,40 @@ static void rfi_rows_expand(const rfi_quant_matmul *q, const rfi_matmul *m, cons
     out->r.extended = r->extended;
 }
 
-/* One column, of a type that is expanded a unit at a time. */
-static void rfi_vector_expanded(const rfi_quant_matmul *q, const rfi_matmul *m, const rfi_rows *r, float *acc) {
+/* Few columns, of a type that is expanded a unit at a time. */
+static void rfi_vector_expanded(const rfi_quant_matmul *q, const rfi_matmul *m, const rfi_rows *r, rfi_columns x,
+                                float *acc) {
     rfi_expanded_rows e;
     memset(&e, 0, sizeof e);
-    for (uint32_t g = 0; g < m->n_in / 32; g += 8) {
+    for (uint32_t g = 0; g < m->n_in / 32; g += 8, x.x += 8) {
         rfi_rows_expand(q, m, r, g, &e);
-        q->quant->vector(&e.r, (uint32_t)rfi_min_u64(8, m->n_in / 32 - g), m->x->q + g, acc);
+        q->quant->vector(&e.r, (uint32_t)rfi_min_u64(8, m->n_in / 32 - g), &x, acc);
     }
 }
 
-static void rfi_vector_direct(const rfi_quant_matmul *q, const rfi_matmul *m, const rfi_rows *r, float *acc) {
+static void rfi_vector_direct(const rfi_quant_matmul *q, const rfi_matmul *m, const rfi_rows *r, rfi_columns x,
+                              float *acc) {
     const uint32_t n_groups = m->n_in / 32, whole = n_groups & ~7u;
-    if (whole) q->quant->vector(r, whole, m->x->q, acc);
+    if (whole) q->quant->vector(r, whole, &x, acc);
     if (n_groups > whole) {
         rfi_rows_tail t;
         rfi_rows_cut(r, q->k->n_lanes, q->unit_bytes, (uint64_t)(whole / 8) * q->unit_bytes, &t);
-        q->quant->vector(&t.r, n_groups - whole, m->x->q + whole, acc);
+        x.x += whole;
+        q->quant->vector(&t.r, n_groups - whole, &x, acc);
     }
 }
 
 static void rfi_matmul_vector(const rfi_quant_matmul *q, const rfi_matmul *m) {
+    const rfi_columns x = {m->x->q, m->x->q_stride, m->n_cols};
     for (uint32_t i = 0; i < m->n_rows; i += q->k->n_lanes) {
         rfi_rows r;
-        float acc[16] = {0};
+        float acc[RFI_FEW_COLS * 16];
+        memset(acc, 0, m->n_cols * 16 * sizeof *acc);
         rfi_rows_at(q->k, m, i, &r);
-        if (q->expand) rfi_vector_expanded(q, m, &r, acc);
-        else rfi_vector_direct(q, m, &r, acc);
-        memcpy(m->y + i, acc, (size_t)rfi_min_u64(q->k->n_lanes, m->n_rows - i) * sizeof(float));
+        if (q->expand) rfi_vector_expanded(q, m, &r, x, acc);
+        else rfi_vector_direct(q, m, &r, x, acc);
+        for (uint32_t c = 0; c < m->n_cols; c++)
+            memcpy(m->y + c * m->y_stride + i, acc + c * 16, rfi_min_u64(q->k->n_lanes, m->n_rows - i) * sizeof(float));
     }
 }
 
@@ -10683,7 +10698,7 @@ static void rfi_matmul_quant(const rfi_kernels *k, uint32_t type, const rfi_matm
     if (rfi_expansions[type].kind) q.expand = k->expander(type), q.type = rfi_expansions[type].kind;
     q.unit_bytes = q.n_blocks * rfi_types[type].block_bytes;
     q.quant = &k->quant[q.type];
-    if (m->n_cols > 1) rfi_matmul_panels(&q, m);
+    if (m->n_cols > k->n_few[q.expand != NULL]) rfi_matmul_panels(&q, m);
     else rfi_matmul_vector(&q, m);
 }
 
@@ -10724,7 +10739,7 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
 
 /* The functions of one type on one instruction set: static inline, so that what a table leaves out is not compiled. */
 #define RFI_QUANT(isa, TARGET, name, type)                                                                            \
-    static inline TARGET void rfi_##isa##_vector_##name(const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,        \
+    static inline TARGET void rfi_##isa##_vector_##name(const rfi_rows *r, uint32_t n_groups, const rfi_columns *x,   \
                                                         float *acc) {                                                 \
         rfi_##isa##_vector(type, r, n_groups, x, acc);                                                                \
     }                                                                                                                 \
@@ -10812,6 +10827,7 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
 /* Members of a table: the matmuls and attention of one instruction set, the elementwise kernels of another. */
 #define RFI_KERNELS(isa, elementwise)                                                                                 \
     .n_lanes = RFI_LANES_##isa, .n_panels = RFI_PANELS_##isa, .n_cols = RFI_COLS_##isa,                               \
+    .n_few = {RFI_FEW_##isa, RFI_FEW_EXPANDED_##isa},                                                                 \
     .quant = {RFI_QUANT_TYPES(RFI_QUANT_ENTRY, isa, )}, .tile = rfi_##isa##_tile, .expander = rfi_##isa##_expander,   \
     .float_tile = {[RF_TYPE_F32] = rfi_##isa##_tile_F32,                                                              \
                    [RF_TYPE_F16] = RFI_IF_BUILT(RF_TYPE_F16, rfi_##isa##_tile_F16),                                   \
@@ -10907,11 +10923,12 @@ static void rfi_scalar_tile(const rfi_tile *t) {
     }
 }
 
-static void rfi_scalar_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x, float *acc) {
+static void rfi_scalar_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_columns *x, float *acc) {
     rfi_panel p;
     for (uint32_t g = 0; g < n_groups; g += 8) {
         rfi_scalar_unpack(type, r, (uint64_t)(g / 8) * rfi_unit_bytes(type), 0, &p);
-        rfi_scalar_tile(&(rfi_tile){&p, type, n_groups - g < 8 ? n_groups - g : 8, 1, 0, x + g, 0, acc, 1});
+        const uint32_t here = n_groups - g < 8 ? n_groups - g : 8;
+        rfi_scalar_tile(&(rfi_tile){&p, type, here, x->n, 0, x->x + g, x->stride, acc, 16});
     }
 }
 
@@ -10975,7 +10992,8 @@ RFI_INLINE void rfi_scalar_dots_q(const rfi_dots *a) {
 
 static rfi_expand_fn rfi_scalar_expander(uint32_t type) { return rfi_expansions[type].expand; }
 
-enum { RFI_LANES_scalar = 1, RFI_PANELS_scalar = 1, RFI_COLS_scalar = 8, RFI_KEYS_scalar = 16 };
+enum { RFI_LANES_scalar = 1, RFI_PANELS_scalar = 1, RFI_COLS_scalar = 8, RFI_KEYS_scalar = 16, RFI_FEW_scalar = 1,
+       RFI_FEW_EXPANDED_scalar = 1 };
 #define RFI_NO_TARGET
 RFI_ELEMENTWISE(scalar, RFI_NO_TARGET)
 RFI_KERNELS_OF(scalar, RFI_NO_TARGET)
@@ -10992,41 +11010,45 @@ RFI_INLINE RFI_256 __m256i rfi_256_load(const void *p) { return _mm256_loadu_si2
 RFI_INLINE RFI_256 __m128i rfi_128_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 RFI_INLINE RFI_256 float rfi_256_f16(const void *p) { return _cvtsh_ss(rfi_load_u16(p)); }
 
-RFI_INLINE RFI_256 void rfi_256_codebook(const int8_t list[16], const uint8_t q[16], int8_t low[16], int8_t high[16]) {
-    const __m128i values = rfi_128_load(list), mask = _mm_set1_epi8(15), v = rfi_128_load(q);
-    _mm_storeu_si128((__m128i *)(void *)low, _mm_shuffle_epi8(values, _mm_and_si128(v, mask)));
-    _mm_storeu_si128((__m128i *)(void *)high, _mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(v, 4), mask)));
+/* The values of a list that 16 low, and then 16 high, nibbles number. */
+RFI_INLINE RFI_256 __m256i rfi_256_codebook(const int8_t list[16], const uint8_t q[16]) {
+    const __m128i v = rfi_128_load(q);
+    const __m256i nibbles = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(v, 4), v), _mm256_set1_epi8(15));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(rfi_128_load(list)), nibbles);
 }
+RFI_INLINE RFI_256 void rfi_256_store(void *p, __m256i v) { _mm256_storeu_si256((__m256i *)p, v); }
 
-typedef uint16_t rfi_eight_u16 __attribute__((vector_size(16)));
-typedef uint32_t rfi_four_u32 __attribute__((vector_size(16)));
-
-/* Eight blocks of 32 values; of fewer the last one is repeated. Scales stored one by one would stall the vector loads
- * that follow. */
-RFI_INLINE RFI_256 void rfi_256_expand_32(const int8_t list[16], const uint8_t *p, uint32_t bytes, uint32_t n_blocks,
-                                          rfi_expanded *e) {
-    rfi_eight_u16 heads = {0};
+/* The block of each of 8 groups, which serves n_groups; past the last one it is repeated. */
+RFI_INLINE void rfi_blocks_of(const uint8_t *p, uint32_t bytes, uint32_t n_groups, uint32_t n_blocks,
+                              const uint8_t *b[8]) {
     RFI_UNROLL(8)
-    for (uint32_t b = 0; b < 8; b++) {
-        const uint8_t *block = p + (b < n_blocks ? b : n_blocks - 1) * bytes;
-        heads[b] = bytes == RFI_BYTES_MXFP4 ? block[0] : rfi_load_u16(block);
-        rfi_256_codebook(list, block + bytes - 16, e->q + 32 * b, e->q + 32 * b + 16);
-    }
-    const __m128i head = (__m128i)heads;
-    if (bytes == RFI_BYTES_MXFP4) { /* 2^(head - 128), as rfi_expand_mxfp4 */
-        const __m256i x = _mm256_cvtepu16_epi32(head), small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), x);
-        const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(x, _mm256_set1_epi32(1)), 23);
-        const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(2), x);
-        _mm256_storeu_si256((__m256i *)(void *)e->s, _mm256_blendv_epi8(normal, small, is_small));
-    } else {
-        _mm256_storeu_ps(e->s, _mm256_cvtph_ps(head));
-    }
+    for (uint32_t g = 0; g < 8; g++) b[g] = p + (g / n_groups < n_blocks ? g / n_groups : n_blocks - 1) * bytes;
 }
+/* The first 16 bits of eight blocks. Scales that are stored one by one would stall the vector loads that follow. */
+RFI_INLINE RFI_256 __m128i rfi_256_heads(const uint8_t *const b[8]) {
+    return _mm_set_epi16((short)rfi_load_u16(b[7]), (short)rfi_load_u16(b[6]), (short)rfi_load_u16(b[5]),
+                         (short)rfi_load_u16(b[4]), (short)rfi_load_u16(b[3]), (short)rfi_load_u16(b[2]),
+                         (short)rfi_load_u16(b[1]), (short)rfi_load_u16(b[0]));
+}
+
 static RFI_256 void rfi_256_expand_IQ4_NL(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    rfi_256_expand_32(rfi_iq4_list, p, RFI_BYTES_IQ4_NL, n_blocks, e);
+    const uint8_t *b[8];
+    rfi_blocks_of(p, RFI_BYTES_IQ4_NL, 1, n_blocks, b);
+    _mm256_storeu_ps(e->s, _mm256_cvtph_ps(rfi_256_heads(b)));
+    RFI_UNROLL(8)
+    for (uint32_t g = 0; g < 8; g++) rfi_256_store(e->q + 32 * g, rfi_256_codebook(rfi_iq4_list, b[g] + 2));
 }
+
 static RFI_256 void rfi_256_expand_MXFP4(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    rfi_256_expand_32(rfi_fp4_list, p, RFI_BYTES_MXFP4, n_blocks, e);
+    const uint8_t *b[8];
+    rfi_blocks_of(p, RFI_BYTES_MXFP4, 1, n_blocks, b);
+    /* 2^(head - 128), as rfi_expand_mxfp4 */
+    const __m256i x = _mm256_cvtepu16_epi32(_mm_and_si128(rfi_256_heads(b), _mm_set1_epi16(255)));
+    const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), x);
+    const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(x, _mm256_set1_epi32(1)), 23);
+    rfi_256_store(e->s, _mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), x)));
+    RFI_UNROLL(8)
+    for (uint32_t g = 0; g < 8; g++) rfi_256_store(e->q + 32 * g, rfi_256_codebook(rfi_fp4_list, b[g] + 1));
 }
 
 static RFI_256 void rfi_256_expand_IQ4_XS(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
@@ -11041,7 +11063,7 @@ static RFI_256 void rfi_256_expand_IQ4_XS(const uint8_t *p, uint32_t n_blocks, r
     RFI_UNUSED(n_blocks);
     _mm256_storeu_ps(e->s, _mm256_mul_ps(s, _mm256_set1_ps(rfi_256_f16(b->d))));
     RFI_UNROLL(8)
-    for (int g = 0; g < 8; g++) rfi_256_codebook(rfi_iq4_list, b->q + 16 * g, e->q + 32 * g, e->q + 32 * g + 16);
+    for (int g = 0; g < 8; g++) rfi_256_store(e->q + 32 * g, rfi_256_codebook(rfi_iq4_list, b->q + 16 * g));
 }
 
 /* As rfi_expand_pairs. */
@@ -11058,7 +11080,7 @@ RFI_INLINE RFI_256 void rfi_256_expand_pairs(const uint8_t *p, const uint8_t *hi
                 const __m256i t = bit < 2 ? _mm256_slli_epi16(third, 2 - bit) : _mm256_srli_epi16(third, bit - 2);
                 v = _mm256_or_si256(v, _mm256_and_si256(t, _mm256_set1_epi8(4)));
             }
-            _mm256_storeu_si256((__m256i *)(void *)q, _mm256_sub_epi8(v, less));
+            rfi_256_store(q, _mm256_sub_epi8(v, less));
         }
     }
 }
@@ -11098,7 +11120,7 @@ RFI_INLINE RFI_256 void rfi_256_all_signs(uint32_t type, const rfi_runs *r, uint
     const __m256i high = _mm256_and_si256(_mm256_srli_epi16(v, 4), four);
     v = _mm256_or_si256(v, _mm256_xor_si256(_mm256_shuffle_epi8(odd, _mm256_and_si256(v, four)),
                                             _mm256_shuffle_epi8(odd, high)));
-    _mm256_storeu_si256((__m256i *)(void *)signs, v);
+    rfi_256_store(signs, v);
 }
 
 /* 32 values of eight runs of IQ3: four digits of 3 bits each. */
@@ -11176,7 +11198,7 @@ RFI_INLINE RFI_256 void rfi_256_runs(uint32_t type, const rfi_runs *r, int8_t *q
         else v = rfi_256_pairs(r->run[g], rfi_runs_are_iq1(type) ? 0x000800f8 : 0x002b1908);
         v = rfi_runs_are_iq1(type) ? _mm256_add_epi8(v, _mm256_or_si256(minus, _mm256_set1_epi8(1)))
                                    : _mm256_sub_epi8(_mm256_xor_si256(v, minus), minus);
-        _mm256_storeu_si256((__m256i *)(void *)q, v);
+        rfi_256_store(q, v);
     }
 }
 
@@ -11229,7 +11251,7 @@ static RFI_256 void rfi_256_expand_TQ1_0(const uint8_t *p, uint32_t n_blocks, rf
     _mm256_storeu_ps(e->s, _mm256_set1_ps(rfi_256_f16(p + 52)));
     RFI_UNROLL(5)
     for (int i = 0; i < 5; i++) {
-        _mm256_storeu_si256((__m256i *)(void *)(e->q + 32 * i), rfi_256_third(&first));
+        rfi_256_store(e->q + 32 * i, rfi_256_third(&first));
         _mm_storeu_si128((__m128i *)(void *)(e->q + 160 + 16 * i), _mm256_castsi256_si128(rfi_256_third(&middle)));
     }
     RFI_UNROLL(4)
@@ -11239,52 +11261,41 @@ static RFI_256 void rfi_256_expand_TQ1_0(const uint8_t *p, uint32_t n_blocks, rf
     }
 }
 
-/* Q1_0 and Q2_0: the scales of all blocks, each for some groups; past the last block it is repeated. */
-RFI_INLINE RFI_256 void rfi_256_some_scales(const uint8_t *p, uint32_t n_groups, uint32_t n_blocks, float *s) {
-    rfi_eight_u16 d = {0};
-    RFI_UNROLL(8)
-    for (uint32_t g = 0; g < 8; g++) {
-        const uint32_t b = g / n_groups;
-        d[g] = rfi_load_u16(p + 18 * (b < n_blocks ? b : n_blocks - 1));
-    }
-    _mm256_storeu_ps(s, _mm256_cvtph_ps((__m128i)d));
-}
-
 static RFI_256 void rfi_256_expand_Q1_0(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
     const __m256i one = _mm256_set1_epi8(1), ones = _mm256_set1_epi8(-1);
-    rfi_256_some_scales(p, 4, n_blocks, e->s);
+    const uint8_t *b[8];
+    rfi_blocks_of(p, RFI_BYTES_Q1_0, 4, n_blocks, b);
+    _mm256_storeu_ps(e->s, _mm256_cvtph_ps(rfi_256_heads(b)));
     for (uint32_t g = 0; g < 4 * n_blocks; g++) {
         const __m256i set = rfi_256_signs(p + g / 4 * RFI_BYTES_Q1_0 + 2 + g % 4 * 4);
-        _mm256_storeu_si256((__m256i *)(void *)(e->q + 32 * g), _mm256_or_si256(_mm256_xor_si256(set, ones), one));
+        rfi_256_store(e->q + 32 * g, _mm256_or_si256(_mm256_xor_si256(set, ones), one));
     }
 }
 
 static RFI_256 void rfi_256_expand_Q2_0(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    rfi_256_some_scales(p, 2, n_blocks, e->s);
+    const uint8_t *b[8];
+    rfi_blocks_of(p, RFI_BYTES_Q2_0, 2, n_blocks, b);
+    _mm256_storeu_ps(e->s, _mm256_cvtph_ps(rfi_256_heads(b)));
     for (uint32_t g = 0; g < 2 * n_blocks; g++) {
         const uint64_t pairs = rfi_load_u64(p + g / 2 * RFI_BYTES_Q2_0 + 2 + g % 2 * 8);
-        _mm256_storeu_si256((__m256i *)(void *)(e->q + 32 * g), rfi_256_pairs(pairs, 0x020100ff));
+        rfi_256_store(e->q + 32 * g, rfi_256_pairs(pairs, 0x020100ff));
     }
 }
 
 /* Scales, 4 bits of exponent and 3 of fraction, become halves, whose exponent has another bias. */
 static RFI_256 void rfi_256_expand_NVFP4(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    rfi_four_u32 heads = {0};
+    int head[4];
     RFI_UNROLL(4)
     for (uint32_t b = 0; b < 4; b++) {
         const uint8_t *block = p + (b < n_blocks ? b : n_blocks - 1) * RFI_BYTES_NVFP4;
-        heads[b] = rfi_load_u32(block);
+        head[b] = (int)rfi_load_u32(block);
         RFI_UNROLL(2)
         for (uint32_t i = 0; i < 2; i++) {
-            int8_t q[2][16];
-            rfi_256_codebook(rfi_fp4_list, block + 4 + 16 * i, q[0], q[1]);
-            const __m128i low = rfi_128_load(q[0]), high = rfi_128_load(q[1]);
-            __m128i *to = (__m128i *)(void *)(e->q + 64 * b + 32 * i);
-            _mm_storeu_si128(to, _mm_unpacklo_epi64(low, high));
-            _mm_storeu_si128(to + 1, _mm_unpackhi_epi64(low, high));
+            const __m256i v = rfi_256_codebook(rfi_fp4_list, block + 4 + 16 * i); /* eight low ones, eight high .. */
+            rfi_256_store(e->q + 64 * b + 32 * i, _mm256_permute4x64_epi64(v, 0xd8));
         }
     }
-    __m128i d = (__m128i)heads;
+    __m128i d = _mm_set_epi32(head[3], head[2], head[1], head[0]);
     d = _mm_andnot_si128(_mm_cmpeq_epi8(d, _mm_set1_epi8(127)), _mm_and_si128(d, _mm_set1_epi8(127)));
     const __m256i half = _mm256_slli_epi16(_mm256_cvtepu8_epi16(d), 7);
     const __m256 factor = _mm256_set1_ps(128.0f);
@@ -11292,7 +11303,7 @@ static RFI_256 void rfi_256_expand_NVFP4(const uint8_t *p, uint32_t n_blocks, rf
     _mm256_storeu_ps(e->s + 8, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)), factor));
 }
 
-#define RFI_256_EXPANDER(TYPE, kind) RFI_EXPANDER(256, RFI_256, rfi_256_codebook, rfi_256_runs, TYPE, kind)
+#define RFI_256_EXPANDER(TYPE, kind) RFI_EXPANDER(256, RFI_256, rfi_portable_codebook, rfi_256_runs, TYPE, kind)
 RFI_256_EXPANDER(IQ3_XXS, EXPANDED_32) RFI_256_EXPANDER(IQ3_S, EXPANDED_32)   RFI_256_EXPANDER(IQ2_XXS, EXPANDED_32)
 RFI_256_EXPANDER(IQ2_XS, EXPANDED_16)  RFI_256_EXPANDER(IQ2_S, EXPANDED_16)   RFI_256_EXPANDER(IQ1_S, EXPANDED_32)
 RFI_256_EXPANDER(IQ1_M, EXPANDED_16)
@@ -11517,63 +11528,77 @@ RFI_INLINE RFI_512 void rfi_512_inputs(uint32_t type, const rfi_q8 *x, __m512i x
     }
 }
 
-/* sum[v][i][lane]: of rows 4i to 4i + 3, the sums of products of each group, or of each half of one. */
-RFI_INLINE RFI_512 void rfi_512_sums(uint32_t type, const rfi_rows *r, uint64_t offset, const __m512i xq[4],
-                                     __m512i sum[4][4]) {
+/* sum[c][v][i]: of column c and rows 4i to 4i + 3, the sums of products of each group, or of each half of one. */
+RFI_INLINE RFI_512 void rfi_512_sums(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t n_cols,
+                                     __m512i xq[][4], __m512i sum[][4][4]) {
     const uint32_t n_sums = 2 * rfi_kind_scales(rfi_kind_of(type));
     uint64_t ahead = offset + RFI_AHEAD * rfi_unit_bytes(type); /* past the end of a row: the row 16 further on */
     if (ahead >= r->row_bytes) ahead += 15 * r->row_bytes;
     for (uint32_t i = 0; i < 4; i++) {
-        __m512i dot[4][4];
+        __m512i q[4][4];
         RFI_UNROLL(4)
         for (uint32_t j = 0; j < 4; j++) {
-            const __m512i zero = _mm512_setzero_si512();
-            __m512i q[4];
-            rfi_512_values(type, r->row[i * 4 + j] + offset, q);
+            rfi_512_values(type, r->row[i * 4 + j] + offset, q[j]);
             if (r->row_bytes) rfi_512_prefetch(type, r->row[i * 4 + j], ahead);
-            RFI_UNROLL(4)
-            for (uint32_t v = 0; v < 4; v++)
-                q[v] = _mm512_dpbusd_epi32(v & 1 && n_sums == 2 ? q[v - 1] : zero, q[v], xq[v]);
-            RFI_UNROLL(4)
-            for (uint32_t v = 0; v < n_sums; v++) dot[v][j] = q[n_sums == 2 ? 2 * v + 1 : v];
         }
-        RFI_UNROLL(4)
-        for (uint32_t v = 0; v < n_sums; v++) sum[v][i] = rfi_512_sum4(dot[v][0], dot[v][1], dot[v][2], dot[v][3]);
+        for (uint32_t c = 0; c < n_cols; c++) {
+            __m512i dot[4][4];
+            RFI_UNROLL(4)
+            for (uint32_t j = 0; j < 4; j++)
+                RFI_UNROLL(4)
+                for (uint32_t v = 0; v < 4; v++) {
+                    const uint32_t to = n_sums == 2 ? v / 2 : v;
+                    const __m512i so_far = v & 1 && n_sums == 2 ? dot[to][j] : _mm512_setzero_si512();
+                    dot[to][j] = _mm512_dpbusd_epi32(so_far, q[j][v], xq[c][v]);
+                }
+            RFI_UNROLL(4)
+            for (uint32_t v = 0; v < n_sums; v++)
+                sum[c][v][i] = rfi_512_sum4(dot[v][0], dot[v][1], dot[v][2], dot[v][3]);
+        }
     }
-    RFI_UNROLL(4)
-    for (uint32_t v = 0; v < n_sums; v++) rfi_512_transpose_lanes(sum[v]);
 }
 
-RFI_INLINE RFI_512 void rfi_avx512_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
-                                          float *acc) {
+/* Adds up to 8 groups to the 16 rows of a column. */
+RFI_INLINE RFI_512 __m512 rfi_512_add_up(uint32_t type, uint32_t n_groups, const rfi_q8 *x, const float *s,
+                                         const float *m, __m512i sum[4][4], __m512 y) {
     const rfi_kind kind = rfi_kind_of(type);
     const uint32_t n_halves = rfi_kind_scales(kind);
     const int shift = rfi_bias_shift(type);
-    _Alignas(64) float s[16 * 16], m[16 * 16];
-    __m512 y = _mm512_loadu_ps(acc);
-    for (uint32_t g0 = 0; g0 < n_groups; g0 += 8, x += 8) {
-        const uint64_t offset = (uint64_t)(g0 / 8) * rfi_unit_bytes(type);
-        __m512i xq[4], sum[4][4];
-        rfi_512_inputs(type, x, xq);
-        rfi_512_scales(type, r, offset, s, m);
-        rfi_512_sums(type, r, offset, xq, sum);
-        RFI_UNROLL(8)
-        for (uint32_t g = 0; g < 8; g++) {
-            if (g0 + g == n_groups) break;
-            const uint32_t l = rfi_512_lane(type, g);
-            const __m512 dx = _mm512_set1_ps(x[g].d);
-            RFI_UNROLL(2)
-            for (uint32_t h = 0; h < n_halves; h++) {
-                const int32_t bias = rfi_kind_min(kind) ? 0 : (n_halves == 2 ? x[g].b16[h] : x[g].b) >> shift;
-                const __m512i isum = _mm512_add_epi32(sum[(l >> 2) * n_halves + h][l & 3], _mm512_set1_epi32(bias));
-                const uint32_t at = (g * n_halves + h) * 16;
-                y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum), _mm512_mul_ps(_mm512_load_ps(s + at), dx), y);
-                if (!rfi_kind_min(kind)) continue;
-                y = _mm512_fmadd_ps(_mm512_load_ps(m + at), _mm512_set1_ps(n_halves == 2 ? x[g].s16[h] : x[g].s), y);
-            }
+    RFI_UNROLL(4)
+    for (uint32_t v = 0; v < 2 * n_halves; v++) rfi_512_transpose_lanes(sum[v]);
+    RFI_UNROLL(8)
+    for (uint32_t g = 0; g < 8; g++) {
+        if (g == n_groups) break;
+        const uint32_t l = rfi_512_lane(type, g);
+        const __m512 dx = _mm512_set1_ps(x[g].d);
+        RFI_UNROLL(2)
+        for (uint32_t h = 0; h < n_halves; h++) {
+            const int32_t bias = rfi_kind_min(kind) ? 0 : (n_halves == 2 ? x[g].b16[h] : x[g].b) >> shift;
+            const __m512i isum = _mm512_add_epi32(sum[(l >> 2) * n_halves + h][l & 3], _mm512_set1_epi32(bias));
+            const uint32_t at = (g * n_halves + h) * 16;
+            y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum), _mm512_mul_ps(_mm512_load_ps(s + at), dx), y);
+            if (!rfi_kind_min(kind)) continue;
+            y = _mm512_fmadd_ps(_mm512_load_ps(m + at), _mm512_set1_ps(n_halves == 2 ? x[g].s16[h] : x[g].s), y);
         }
     }
-    _mm512_storeu_ps(acc, y);
+    return y;
+}
+
+RFI_INLINE RFI_512 void rfi_avx512_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_columns *x,
+                                          float *acc) {
+    _Alignas(64) float s[16 * 16], m[16 * 16];
+    __m512i xq[RFI_FEW_COLS][4], sum[RFI_FEW_COLS][4][4];
+    for (uint32_t g0 = 0; g0 < n_groups; g0 += 8) {
+        const uint64_t offset = (uint64_t)(g0 / 8) * rfi_unit_bytes(type);
+        for (uint32_t c = 0; c < x->n; c++) rfi_512_inputs(type, x->x + c * x->stride + g0, xq[c]);
+        rfi_512_scales(type, r, offset, s, m);
+        rfi_512_sums(type, r, offset, x->n, xq, sum);
+        for (uint32_t c = 0; c < x->n; c++) {
+            const rfi_q8 *xc = x->x + c * x->stride + g0;
+            const __m512 y = _mm512_loadu_ps(acc + c * 16);
+            _mm512_storeu_ps(acc + c * 16, rfi_512_add_up(type, n_groups - g0, xc, s, m, sum[c], y));
+        }
+    }
 }
 
 /* 16 rows of a unit's values, each in the order of rfi_512_values, to groups from `at` of a panel. */
@@ -11861,7 +11886,8 @@ static RFI_512 void rfi_avx512_dots_q(const rfi_dots *a) {
     for (; c < a->n_cols; c++) rfi_512_dots_q(1, a, c);
 }
 
-enum { RFI_LANES_avx512 = 16, RFI_PANELS_avx512 = 2, RFI_COLS_avx512 = 6, RFI_KEYS_avx512 = 32 };
+enum { RFI_LANES_avx512 = 16, RFI_PANELS_avx512 = 2, RFI_COLS_avx512 = 6, RFI_KEYS_avx512 = 32, RFI_FEW_avx512 = 16,
+       RFI_FEW_EXPANDED_avx512 = 6 };
 RFI_KERNELS_OF(avx512, RFI_512)
 
 /* ---- AVX2 with FMA and F16C: 8 rows at once ---- */
@@ -11960,7 +11986,7 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
             rfi_256_transpose(head);
             float *to = i < n ? s + i * 32 : m + (i - n) * 32;
             RFI_UNROLL(4)
-            for (uint32_t j = 0; j < 4; j++) _mm256_storeu_si256((__m256i *)(void *)(to + j * 8), head[j]);
+            for (uint32_t j = 0; j < 4; j++) rfi_256_store(to + j * 8, head[j]);
         }
         return;
     }
@@ -12057,54 +12083,69 @@ RFI_INLINE RFI_256 void rfi_256_sums(uint32_t type, const __m256i q[4][2], const
         sum[h] = _mm256_hadd_epi32(_mm256_hadd_epi32(dot[h][0], dot[h][1]), _mm256_hadd_epi32(dot[h][2], dot[h][3]));
 }
 
-RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
-                                        float *acc) {
+/* Adds up to 8 groups to the 8 rows of a column. sum: [pair][rows 0..3, 4..7][half]. */
+RFI_INLINE RFI_256 __m256 rfi_256_add_up(uint32_t type, uint32_t n_groups, const rfi_q8 *x, const float *s,
+                                         const float *m, __m256i sum[4][2][2], __m256 y) {
     const rfi_kind kind = rfi_kind_of(type);
     const uint32_t n_halves = rfi_kind_scales(kind);
     const int has_bias = !rfi_is_signed(type) && !rfi_kind_min(kind), shift = rfi_bias_shift(type);
-    _Alignas(32) float s[16 * 8], m[16 * 8];
     __m256i isum[8][2]; /* [group][half] */
-    __m256 y = _mm256_loadu_ps(acc);
-    for (uint32_t g0 = 0; g0 < n_groups; g0 += 8, x += 8) {
+    RFI_UNROLL(4)
+    for (uint32_t pair = 0; pair < 4; pair++)
+        RFI_UNROLL(2)
+        for (uint32_t h = 0; h < n_halves; h++) {
+            const __m256i a = sum[pair][0][h], b = sum[pair][1][h];
+            isum[rfi_256_group(type, pair, 0)][h] = _mm256_permute2x128_si256(a, b, 0x20);
+            isum[rfi_256_group(type, pair, 1)][h] = _mm256_permute2x128_si256(a, b, 0x31);
+        }
+    for (uint32_t g = 0; g < 8 && g < n_groups; g++) {
+        const __m256 dx = _mm256_set1_ps(x[g].d);
+        RFI_UNROLL(2)
+        for (uint32_t h = 0; h < n_halves; h++) {
+            __m256i i = isum[g][h];
+            const uint32_t at = (g * n_halves + h) * 8;
+            const int32_t b = n_halves == 2 ? x[g].b16[h] : x[g].b;
+            if (has_bias) i = _mm256_add_epi32(i, _mm256_set1_epi32(b >> shift));
+            y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(i), _mm256_mul_ps(_mm256_load_ps(s + at), dx), y);
+            if (!rfi_kind_min(kind)) continue;
+            y = _mm256_fmadd_ps(_mm256_load_ps(m + at), _mm256_set1_ps(n_halves == 2 ? x[g].s16[h] : x[g].s), y);
+        }
+    }
+    return y;
+}
+
+RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_columns *x,
+                                        float *acc) {
+    _Alignas(32) float s[16 * 8], m[16 * 8];
+    __m256i sum[RFI_FEW_COLS][4][2][2];
+    for (uint32_t g0 = 0; g0 < n_groups; g0 += 8) {
         const uint64_t offset = (uint64_t)(g0 / 8) * rfi_unit_bytes(type);
         rfi_256_prefetch(type, r, offset);
         rfi_256_scales(type, r, offset, s, m);
         for (uint32_t half = 0; half < 2; half++)
             RFI_UNROLL(2)
             for (uint32_t odd = 0; odd < 2; odd++) {
-                const uint32_t first = rfi_256_group(type, 2 * half + odd, 0);
-                const uint32_t second = rfi_256_group(type, 2 * half + odd, 1);
-                const __m256i xq[2] = {rfi_256_pick(x[first].q, x[second].q),
-                                       rfi_256_pick(x[first].q + 16, x[second].q + 16)};
-                __m256i sum[2][2]; /* [rows 0..3, 4..7][half] */
+                const uint32_t pair = 2 * half + odd;
+                const rfi_q8 *a = x->x + g0 + rfi_256_group(type, pair, 0);
+                const rfi_q8 *b = x->x + g0 + rfi_256_group(type, pair, 1);
                 RFI_UNROLL(2)
-                for (int i = 0; i < 2; i++) {
+                for (uint32_t i = 0; i < 2; i++) {
                     __m256i q[4][2];
                     RFI_UNROLL(4)
-                    for (int j = 0; j < 4; j++) rfi_256_values(type, r->row[4 * i + j] + offset, half, odd, q[j]);
-                    rfi_256_sums(type, (const __m256i (*)[2])q, xq, sum[i]);
-                }
-                RFI_UNROLL(2)
-                for (uint32_t h = 0; h < n_halves; h++) {
-                    isum[first][h] = _mm256_permute2x128_si256(sum[0][h], sum[1][h], 0x20);
-                    isum[second][h] = _mm256_permute2x128_si256(sum[0][h], sum[1][h], 0x31);
+                    for (uint32_t j = 0; j < 4; j++) rfi_256_values(type, r->row[4 * i + j] + offset, half, odd, q[j]);
+                    for (uint32_t c = 0; c < x->n; c++) {
+                        const int8_t *first = a[c * x->stride].q, *second = b[c * x->stride].q;
+                        const __m256i xq[2] = {rfi_256_pick(first, second), rfi_256_pick(first + 16, second + 16)};
+                        rfi_256_sums(type, (const __m256i (*)[2])q, xq, sum[c][pair][i]);
+                    }
                 }
             }
-        for (uint32_t g = 0; g < 8 && g0 + g < n_groups; g++) {
-            const __m256 dx = _mm256_set1_ps(x[g].d);
-            RFI_UNROLL(2)
-            for (uint32_t h = 0; h < n_halves; h++) {
-                __m256i i = isum[g][h];
-                const uint32_t at = (g * n_halves + h) * 8;
-                const int32_t b = n_halves == 2 ? x[g].b16[h] : x[g].b;
-                if (has_bias) i = _mm256_add_epi32(i, _mm256_set1_epi32(b >> shift));
-                y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(i), _mm256_mul_ps(_mm256_load_ps(s + at), dx), y);
-                if (!rfi_kind_min(kind)) continue;
-                y = _mm256_fmadd_ps(_mm256_load_ps(m + at), _mm256_set1_ps(n_halves == 2 ? x[g].s16[h] : x[g].s), y);
-            }
+        for (uint32_t c = 0; c < x->n; c++) {
+            const rfi_q8 *xc = x->x + c * x->stride + g0;
+            const __m256 y = _mm256_loadu_ps(acc + c * 16);
+            _mm256_storeu_ps(acc + c * 16, rfi_256_add_up(type, n_groups - g0, xc, s, m, sum[c], y));
         }
     }
-    _mm256_storeu_ps(acc, y);
 }
 
 /* 8 rows of a unit's values, [pair][half][32] each, to groups from `at` of a panel. */
@@ -12370,7 +12411,7 @@ RFI_INLINE RFI_256 void rfi_avx2_q8(const float *x, rfi_q8 *out) {
     const int32_t first = rfi_256_sum(_mm256_add_epi32(q[0], q[1]));
     const int32_t second = rfi_256_sum(_mm256_add_epi32(q[2], q[3]));
     const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
-    _mm256_storeu_si256((__m256i *)(void *)out->q, /* packs leave groups of 4 in the order 0 2 4 6 1 3 5 7 */
+    rfi_256_store(out->q, /* packs leave groups of 4 in the order 0 2 4 6 1 3 5 7 */
                         _mm256_permutevar8x32_epi32(bytes, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0)));
     rfi_q8_sums(first, second, out);
 }
@@ -12440,7 +12481,8 @@ static RFI_256 void rfi_avx2_dots_q(const rfi_dots *a) {
 }
 #define rfi_avx2_expander rfi_256_expander
 
-enum { RFI_LANES_avx2 = 8, RFI_PANELS_avx2 = 1, RFI_COLS_avx2 = 4, RFI_KEYS_avx2 = 16 };
+enum { RFI_LANES_avx2 = 8, RFI_PANELS_avx2 = 1, RFI_COLS_avx2 = 4, RFI_KEYS_avx2 = 16, RFI_FEW_avx2 = 8,
+       RFI_FEW_EXPANDED_avx2 = 5 };
 #if !defined(__clang__)
 #pragma GCC push_options
 #pragma GCC optimize("O3") /* finds vectors in plain loops */
@@ -12528,7 +12570,7 @@ RFI_INLINE RFI_NEON void rfi_neon_scales(uint32_t type, const rfi_rows *r, uint6
     }
 }
 
-RFI_INLINE RFI_NEON void rfi_neon_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
+RFI_INLINE RFI_NEON void rfi_neon_column(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
                                          float *acc) {
     const uint32_t unit = rfi_unit_bytes(type);
     const rfi_kind kind = rfi_kind_of(type);
@@ -12567,6 +12609,11 @@ RFI_INLINE RFI_NEON void rfi_neon_vector(uint32_t type, const rfi_rows *r, uint3
         }
     }
     vst1q_f32(acc, y);
+}
+
+RFI_INLINE RFI_NEON void rfi_neon_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_columns *x,
+                                         float *acc) {
+    for (uint32_t c = 0; c < x->n; c++) rfi_neon_column(type, r, n_groups, x->x + c * x->stride, acc + c * 16);
 }
 
 /* mm: rows in pairs, 8 values of each at a time, as the matrix instruction wants them. */
@@ -12872,7 +12919,8 @@ static RFI_NEON void rfi_neon_dots_q(const rfi_dots *a) {
     for (; c < a->n_cols; c++) rfi_neon_dots_part(1, a, c);
 }
 
-enum { RFI_LANES_neon = 4, RFI_PANELS_neon = 1, RFI_COLS_neon = 8, RFI_KEYS_neon = 8 };
+enum { RFI_LANES_neon = 4, RFI_PANELS_neon = 1, RFI_COLS_neon = 8, RFI_KEYS_neon = 8, RFI_FEW_neon = 1,
+       RFI_FEW_EXPANDED_neon = 1 };
 #if !defined(__clang__)
 #pragma GCC push_options
 #pragma GCC optimize("O3") /* finds vectors in plain loops */
