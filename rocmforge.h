@@ -132,7 +132,8 @@
  *               claims, and what the first session or load takes besides by the number of its matrices. Nothing in
  *               a file is used as a format or as a path (the parts of a split file are found by the first one's name),
  *               and nothing is run but its chat template, which sees the conversation alone, within limits
- *               (rf_chat_template_desc). Messages are printable ASCII.
+ *               (rf_chat_template_desc). Text of messages becomes no marker that the template writes. Tokenizing takes
+ *               O(n log n) and 24 bytes per byte of text. Error messages are printable ASCII.
  *   Limits      A file that somebody cuts short while the CPU uses it in place raises SIGBUS: rf_gguf_desc.no_map
  *               avoids it, rf_gguf_handle_fault makes it an error. One that is rewritten in place is noticed by size
  *               and time before a weight is loaded, not after.
@@ -842,8 +843,9 @@ typedef struct rf_tokenizer rf_tokenizer;
  *   out  out  the object, NULL on failure
  * Returns RF_OK; RF_ERR_UNSUPPORTED (model or pre-tokenizer, by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND;
  * RF_ERR_MEMORY.
- * Memory and cost O(vocabulary): at most 64 bytes per token and per merge, and 32 per byte of the control and
- * user-defined tokens' texts, for UGM of all tokens' texts.   Threads any; the object is immutable. */
+ * Memory and cost O(vocabulary): at most 64 bytes per token and per merge, and 24 per byte of the texts that make a
+ * tree: those of control and user-defined tokens, and for UGM once more those of all but long user-defined ones.
+ * Threads any; the object is immutable. */
 ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokenizer **out, rf_error *err);
 
 /* Close a tokenizer from rf_tokenizer_open. NULL is fine.
@@ -16597,6 +16599,8 @@ enum {
 
 enum { RFI_TEXT_MAX_BYTES = 1 << 30 };  /* of one rf_tokenize: three spelled bytes per byte stay below 2^32 */
 enum { RFI_SPECIAL_MAX_BYTES = 1024 };  /* longer special tokens are not looked for in text         */
+enum { RFI_USER_MAX_BYTES = 16 };       /* UGM: longer user-defined tokens are found in text as it is written alone,
+                                         * not in what normalizing makes of it: that would be a tree more of them */
 enum { RFI_PLAIN_MAX_BYTES = 1 << 22 }; /* longer plain tokens are not made from text               */
 
 enum {
@@ -17049,7 +17053,9 @@ static rf_result rfi_tree_build(const rf_tokenizer *t, rfi_tree *tree, uint32_t 
         n = 0;
         for (uint32_t i = 0; i < t->n_vocab; i++) {
             const uint64_t len = t->text[i].len;
-            if (!(types >> rfi_token_type(t, i) & 1) || len == 0 || len > max_bytes) continue;
+            const uint32_t type = rfi_token_type(t, i);
+            if (!(types >> type & 1) || len == 0 || len > max_bytes) continue;
+            if (type == RFI_TOKEN_USER && !tree->is_backward && len > RFI_USER_MAX_BYTES) continue;
             if (pass) ids[n] = (int32_t)i;
             else n_bytes += len;
             n++;

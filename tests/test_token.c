@@ -1071,6 +1071,40 @@ static const small every_kind[] = {
     {"t5", NULL, "nnxnnnn", {SP, SP SP, "<unk>", SP SP SP, "\xef\xbf\xbd", "!", "a" SP}, {NULL}, {-1, -2, 0, -3, -1, -1, -9}, 0, 0, NULL},
 };
 
+/* What opening a file with its tokenizer promises: 32 times the metadata, with tokens of every length and type. */
+static void test_open_memory(void) {
+    static const char *const models[] = {"gpt2", "llama", "bert", "t5"};
+    static const uint32_t lengths[] = {1, 2, 3, 8, 15, 16, 17, 64, 256, 257, 1024, 1025};
+    static const int32_t types[] = {RFI_TOKEN_NORMAL, RFI_TOKEN_CONTROL, RFI_TOKEN_USER};
+    enum { BYTES = 1 << 18 };
+    mg_rng rng = {3};
+    for (size_t c = 0; c < RFI_COUNT(models) * RFI_COUNT(lengths) * RFI_COUNT(types); c++) {
+        const char *model = models[c % RFI_COUNT(models)];
+        const uint32_t len = lengths[c / RFI_COUNT(models) % RFI_COUNT(lengths)], n = BYTES / (len + 12);
+        const int32_t type = types[c / RFI_COUNT(models) / RFI_COUNT(lengths)];
+        mg_buf tokens = {0}, all_types = {0};
+        char text[1025];
+        opened o;
+        mg_gguf w;
+        for (uint32_t i = 0; i < n; i++) {
+            for (uint32_t k = 0; k < len; k++) text[k] = (char)mg_next(&rng);
+            mg_put_text(&tokens, text, len);
+            mg_put_u32(&all_types, (uint32_t)type);
+        }
+        mg_begin(&w, 3);
+        mg_kv_str(&w, K "model", model);
+        mg_kv_arr(&w, K "tokens", MG_KV_STR, tokens.data, n, tokens.n);
+        mg_kv_arr(&w, K "token_type", MG_KV_I32, all_types.data, n, all_types.n);
+        if (strcmp(model, "gpt2") == 0) mg_kv_arr_str(&w, K "merges", NULL, 0);
+        mem.peak = mem.now;
+        open_file(&o, &w, NULL);
+        CHECK(o.t && mem.peak <= 32 * (int64_t)o.file.n + 65536, "%s, %u tokens of %u bytes, type %d: %.1f times the file: %s", model, n, len,
+              type, (double)mem.peak / (double)o.file.n, o.err.text);
+        close_file(&o);
+        mg_free(&tokens), mg_free(&all_types);
+    }
+}
+
 /* What rf_tokenize promises, for texts that need most: one word, malformed, of spaces, of special tokens. */
 static void test_memory(void) {
     static const char *const patterns[] = {"a", " ", "\xff", "a\xff", "\xe2", "!", "!\xff", "\n", "a ", "u", "uu!\xff", "<", "<!",
@@ -1481,6 +1515,7 @@ int main(int argc, char **argv) {
     RUN(test_malformed);
     RUN(test_no_memory);
     RUN(test_long_texts);
+    RUN(test_open_memory);
     RUN(test_memory);
     RUN(test_special_search);
     RUN(test_special_fan);
