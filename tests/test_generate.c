@@ -352,7 +352,9 @@ static void test_arguments(void) {
 
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
-    const int have = fopen(MODEL, "rb") != NULL;
+    FILE *model = fopen(MODEL, "rb");
+    const int have = model != NULL;
+    if (model) fclose(model);
     RUN_IF(have, test_prompt, "no " MODEL);
     RUN_IF(have, test_stop, "no " MODEL);
     RUN_IF(have, test_ends, "no " MODEL);
