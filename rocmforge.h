@@ -1229,6 +1229,7 @@ typedef struct rf_generate_result {
  * Returns RF_OK, with the reason in result->finish; RF_ERR_ARGUMENT; RF_ERR_CONTEXT_FULL (the prompt does not fit; with
  * drop_turns: nor does its last turn), the sequence unchanged; errors of rf_chat_tokenize, rf_session_eval (not of
  * cancelling) and the sampler's, with result filled.
+ * A prompt that is cancelled stays as far as it was evaluated, and the next call keeps it.
  * Memory O(prompt + context) during the call.   Cost: rf_session_eval of what is new, then of each token.
  * Threads: one call at a time per session. */
 ROCMFORGE_API rf_result rf_generate(rf_session *s, const rf_generate_desc *desc, rf_generate_result *result,
