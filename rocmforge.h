@@ -7582,8 +7582,8 @@ static void rfi_config_refuse(rfi_key_reader *k, rfi_config *c) {
 /* What a graph may depend on: the keys that begin so. */
 static const char *const rfi_graph_keys[] = {
     "activation.", "attention.", "attn_", "embedding_scale", "expert", "final_logit_", "hyper_connection.", "kda.",
-    "logit_scale", "moe_", "num_loops", "ple.", "residual_scale", "rope.", "router_logit_", "shortconv.", "ssm.", "swiglu_",
-    "use_parallel_residual"};
+    "logit_scale", "moe_", "num_loops", "ple.", "residual_scale", "rope.", "router_logit_", "shortconv.", "ssm.",
+    "swiglu_", "use_parallel_residual"};
 
 /* Values besides 0 that change nothing: llama.cpp saves every key that it knows. */
 static const struct {
