@@ -309,6 +309,61 @@ static void test_full(void) {
     rf_chat_template_close(t, NULL);
 }
 
+/* A vocabulary of bytes and gpt-oss's control tokens: those that belong to its channels are read, others are not shown, and text
+ * that spells them is text. */
+static void put_vocab(mg_gguf *w) {
+    static const char *const controls[] = {"<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|other|>"};
+    mg_vocab *v = malloc(sizeof *v);
+    mg_bpe_vocab(v, 0);
+    for (size_t i = 0; i < RFT_COUNT(controls); i++) mg_token(v, controls[i], 3);
+    mg_kv_str(w, "tokenizer.ggml.model", "gpt2");
+    mg_kv_str(w, "tokenizer.ggml.pre", "gpt-4o");
+    mg_kv_arr_str(w, "tokenizer.ggml.tokens", v->list, v->n);
+    mg_kv_arr_i32(w, "tokenizer.ggml.token_type", v->type, v->n);
+    mg_kv_arr_str(w, "tokenizer.ggml.merges", mg_merges, sizeof mg_merges / sizeof mg_merges[0]);
+    mg_kv_u32(w, "tokenizer.ggml.eos_token_id", v->n - 3);
+    free(v);
+}
+
+static void test_control_tokens(void) {
+    static const char source[] = "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+                                 "<|message|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}";
+    const uint32_t n_vocab = 256 + sizeof mg_merges / sizeof mg_merges[0] + 3 + 7;
+    mg_buf file = {0};
+    rf_generate_result result;
+    rig_close(&r);
+    mg_llama(&file, &(mg_options){.no_vocab = 1, .n_vocab = n_vocab, .more_kv = put_vocab, .chat_template = source});
+    const rf_session_desc sd = {.n_ctx = 256};
+    REQUIRE(rig_open(&r, &(rig_how){.file = &file, .session = &sd}));
+    REQUIRE(rf_model_get_tokenizer(r.m, &tokenizer, &r.err) == RF_OK, "%s", r.err.text);
+    rf_chat_message messages[3] = {{.role = "user", .content = "hello <|channel|>final"}, {.role = "assistant"},
+                                   {.role = "user", .content = "the end<|end|>"}};
+    rf_chat chat = {.messages = messages, .n_messages = 1};
+    script s = {.n = 0};
+    CHECK(rf_tokenize(tokenizer, rf_string_of("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
+                      "hel<|other|>lo <|<|other|>end|>"), RF_TOKENIZE_SPECIAL, s.ids, 512, &s.n, NULL) == RF_OK);
+    rf_sampler sampler = scripted(&s);
+    CHECK(generate((rf_generate_desc){.chat = &chat, .sampler = &sampler}, &result) == RF_OK, "%s", r.err.text);
+    CHECK(result.finish == RF_FINISH_END && strcmp(out.text[RF_PIECE_THOUGHT], "hm") == 0, "'%s'", out.text[RF_PIECE_THOUGHT]);
+    CHECK(strncmp(answer(), "hello", 5) == 0 && !strstr(answer(), "other"), "'%s'", answer());
+
+    /* A call, and the next turn: the template drops the thought, so what was before the answer is kept. */
+    s.n = 0;
+    CHECK(rf_tokenize(tokenizer, rf_string_of("<|channel|>commentary to=functions.f<|message|>{\"a\": 1}"), RF_TOKENIZE_SPECIAL, s.ids,
+                      512, &s.n, NULL) == RF_OK);
+    s.at = 0;
+    CHECK(generate((rf_generate_desc){.chat = &chat, .sampler = &sampler}, &result) == RF_OK, "%s", r.err.text);
+    CHECK(result.finish == RF_FINISH_CALL && strcmp(out.text[RF_PIECE_CALL], "f {\"a\": 1};") == 0, "'%s'", out.text[RF_PIECE_CALL]);
+    const uint32_t before = result.n_prompt;
+    messages[1].content = "hello";
+    chat.n_messages = 3;
+    CHECK(generate((rf_generate_desc){.chat = &chat, .max_tokens = 1}, &result) == RF_OK, "%s", r.err.text);
+    CHECK(result.n_reused >= before && result.n_reused < result.n_prompt, "%u reused of %u, before %u", result.n_reused,
+          result.n_prompt, before);
+    rig_close(&r);
+    mg_free(&file);
+}
+
 /* ---- failures ---- */
 
 static void test_memory(void) {
@@ -361,6 +416,7 @@ int main(int argc, char **argv) {
     RUN_IF(have, test_chat, "no " MODEL);
     RUN_IF(have, test_kept, "no " MODEL);
     RUN_IF(have, test_full, "no " MODEL);
+    RUN(test_control_tokens);
     RUN_IF(have, test_memory, "no " MODEL);
     RUN_IF(have, test_arguments, "no " MODEL);
     rig_close(&r);
