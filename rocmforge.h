@@ -989,6 +989,8 @@ typedef struct rf_chat {
     const char *prefill;   /* text that the answer begins with, after its opening; or NULL                       */
     int64_t now;           /* seconds since 1970 for the template's strftime_now, UTC; 0: it has no clock        */
     rf_string bos, eos;    /* bos_token and eos_token; data NULL = the tokenizer's, or the file's                */
+    rf_cancel_fn cancel_fn; /* NULL, or asked while the text is tokenized: as rf_tokenize_desc has it            */
+    void *cancel_user;
 } rf_chat;
 
 /* Format a conversation: run its template.
@@ -1007,7 +1009,7 @@ ROCMFORGE_API rf_result rf_chat_format(const rf_chat *chat, char *out, size_t ca
  *   t      in   the tokenizer
  *   flags  in   RF_TOKENIZE_ADD (no second bos where the template has written one), or 0
  *   out    out  [capacity], may be NULL with capacity 0;   count  out  size needed, also if capacity is too small
- * Returns as rf_chat_format and rf_tokenize.   Memory O(text) more during the call.   Threads any. */
+ * Returns as rf_chat_format and rf_tokenize_with.   Memory O(text) more during the call.   Threads any. */
 ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *chat, uint32_t flags, int32_t *out,
                                          uint32_t capacity, uint32_t *count, rf_error *err);
 
@@ -15834,11 +15836,17 @@ static rf_result rfi_eval_unpin(rf_session *s, rf_result r, rf_error *err) {
     return r;
 }
 
+/* Was rf_session_cancel called? Once. */
+static int rfi_session_cancelled(void *user) {
+    rf_session *s = (rf_session *)user;
+    return atomic_load_explicit(&s->cancel, memory_order_relaxed) && atomic_exchange(&s->cancel, 0);
+}
+
 /* Run segments [first, last): check for a cancel, pin their weights, submit. */
 static rf_result rfi_eval_segments(rf_session *s, uint32_t first, uint32_t last, const rf_step *step,
                                    rf_ticket *ticket, rf_error *err) {
     rf_result r = RF_OK;
-    if (atomic_load_explicit(&s->cancel, memory_order_relaxed) && atomic_exchange(&s->cancel, 0))
+    if (rfi_session_cancelled(s))
         return rfi_fail(err, RF_ERR_CANCELLED, first, "rf_session_eval: cancelled by rf_session_cancel");
     for (uint32_t segment = first; r == RF_OK && segment < last; segment++) {
         if (s->route && !s->holds_experts)
@@ -23350,12 +23358,13 @@ ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *c
                     eos = t->eos < 0 ? none : t->text[t->eos];
     rfi_chat_render(&r, chat, chat->bos.data ? chat->bos : bos, chat->eos.data ? chat->eos : eos, &own);
     if (own.code == RF_OK) {
-        rfi_tokenizing k = {.t = t, .err = &own, .out = out, .capacity = capacity};
+        rfi_tokenizing k = {.t = t, .err = &own, .out = out, .capacity = capacity, .cancel_fn = chat->cancel_fn,
+                            .cancel_user = chat->cancel_user};
         if (flags & RF_TOKENIZE_ADD && t->add_bos && bos.len && r.m.n_out >= bos.len && !memchr(r.m.from, 1, bos.len) &&
             memcmp(r.m.out, bos.data, bos.len) == 0)
             skip = bos.len; /* the tokenizer adds it */
         rfi_chat_ids(&r, &k, skip, flags);
-        if (own.code != RF_ERR_MEMORY) *count = k.count;
+        if (own.code == RF_OK || own.code == RF_ERR_CAPACITY) *count = k.count;
     }
     rfi_values_close(&r.m);
     return rfi_fail_with(err, &own);
@@ -25229,10 +25238,11 @@ static rf_result rfi_generate_prompt(rfi_generating *g, uint32_t extra) {
     const uint32_t n_ctx = g->s->desc.n_ctx, quarter = n_ctx / 4;
     const uint32_t room = d->max_tokens && d->max_tokens < quarter ? d->max_tokens : quarter;
     const uint32_t flags = (d->prompt_special ? RF_TOKENIZE_SPECIAL : 0) | (d->append ? 0 : RF_TOKENIZE_ADD);
+    const rf_tokenize_desc how = {flags, rfi_session_cancelled, g->s};
     for (;;) {
         uint32_t n = d->n_ids;
         rf_result r = d->chat      ? rf_chat_tokenize(g->t, &g->chat, RF_TOKENIZE_ADD, g->fresh, n_ctx, &n, g->err)
-                      : d->n_ids == 0 ? rf_tokenize(g->t, d->prompt, flags, g->fresh, n_ctx, &n, g->err)
+                      : d->n_ids == 0 ? rf_tokenize_with(g->t, d->prompt, &how, g->fresh, n_ctx, &n, g->err)
                       : n > n_ctx     ? RF_ERR_CAPACITY
                                       : RF_OK;
         if (r != RF_OK && r != RF_ERR_CAPACITY) return r;
@@ -25397,6 +25407,7 @@ static rf_result rfi_generate_begin(rfi_generating *g) {
         if (n && g->chat.messages) memcpy(g->messages, g->chat.messages, n * sizeof *g->messages);
         if (g->chat.messages) g->chat.messages = g->messages;
         g->chat.open_answer = 1;
+        if (!g->chat.cancel_fn) g->chat.cancel_fn = rfi_session_cancelled, g->chat.cancel_user = g->s;
         if (!g->chat.chat_template) r = rf_model_get_chat_template(g->s->m, &g->chat.chat_template, g->err);
     }
     if (r == RF_OK) r = rfi_generate_prompt(g, 0);

@@ -175,6 +175,8 @@ static void test_ends(void) {
     CHECK(generate(d, &result) == RF_OK && result.finish == RF_FINISH_CANCELLED && out.n_pieces == 3);
     out.stop_at = 0, out.cancel_at = 4;
     CHECK(generate(d, &result) == RF_OK && result.finish == RF_FINISH_CANCELLED && out.n_pieces == 4 && result.last_token >= 0);
+    rf_session_cancel(r.s); /* already while the prompt is tokenized */
+    CHECK(generate(d, &result) == RF_OK && result.finish == RF_FINISH_CANCELLED && result.n_prompt == 0 && result.n_generated == 0);
     out.cancel_at = 0;
     CHECK(generate(d, &result) == RF_OK && result.finish == RF_FINISH_LENGTH, "after a cancelled one");
 

@@ -219,6 +219,27 @@ static void count_markers(const rf_tokenizer *tokenizer, const rf_chat_template 
         if (ids[i] <= N_MARKERS) counts[ids[i]]++;
 }
 
+static int yes(void *user) { return ++*(int *)user > 0; }
+
+/* A conversation whose tokens are not wanted any more. */
+static void test_cancelled(void) {
+    mg_buf bytes = {0};
+    rf_tokenizer *tokenizer = NULL;
+    rf_gguf *g = open_vocabulary(&bytes, 4, &tokenizer);
+    rf_chat_template *t = open_template(shapes[0].source);
+    const rf_chat_message said = {.role = "user", .content = "x"};
+    int n_asked = 0;
+    const rf_chat chat = {.chat_template = t, .messages = &said, .n_messages = 1, .cancel_fn = yes, .cancel_user = &n_asked};
+    uint32_t n = 1;
+    rf_error err;
+    const rf_result r = rf_chat_tokenize(tokenizer, &chat, 0, NULL, 0, &n, &err);
+    CHECK(r == RF_ERR_CANCELLED && n == 0 && n_asked == 1 && err.code == r, "%d: %u tokens, asked %d times", r, n, n_asked);
+    rf_chat_template_close(t, NULL);
+    rf_tokenizer_close(tokenizer, NULL);
+    CHECK(rf_gguf_close(g, NULL) == RF_OK, "busy");
+    mg_free(&bytes);
+}
+
 /* Every family: the tokens of its markers are as many with messages, calls and thoughts that spell them as without. */
 static void test_forged(void) {
     char all[1024] = "";
@@ -349,6 +370,7 @@ int main(int argc, char **argv) {
     RUN(test_json);
     RUN(test_marks);
     RUN(test_forged);
+    RUN(test_cancelled);
     RUN(test_hostile);
     RUN(test_long_sources);
     RUN(test_memory);
