@@ -21063,7 +21063,7 @@ static rfi_value rfi_macro_name(const rfi_run *r, const rfi_node *n) {
 /* Give a macro's parameters their values in its scope. */
 static void rfi_bind_args(rfi_run *r, const rfi_node *node, const rfi_args *args) {
     const rfi_value name = rfi_macro_name(r, node);
-    uint32_t at = 0, n_used = 0;
+    uint32_t at = 0;
     for (const rfi_node *p = node->a; p && !rfi_failed(&r->m); p = p->next, at++) {
         const rfi_value key = r->g->names.u.dict->entries[p->id].key;
         const rfi_entry *e = args->named ? rfi_dict_find(args->named, key) : NULL;
@@ -21073,7 +21073,6 @@ static void rfi_bind_args(rfi_run *r, const rfi_node *node, const rfi_args *args
                       (int)key.n, key.u.text);
             return;
         }
-        n_used += e != NULL;
         if (at < args->n) v = args->items[at];
         else if (e) v = e->value;
         else if (p->a) v = rfi_eval(r, p->a);
