@@ -1655,6 +1655,45 @@ def make_minicpm3():
         m, tokens, mix, lambda m, il, h: gated_ffn(m, il, h) * (1.4 / 2 ** 0.5), embedding_scale=12.0) * (256 / N_EMBD)
 
 
+def make_minimax_01():
+    """lightning attention, a sum over all earlier tokens that fades by head and layer; the residual stream is the norm"""
+    m = Model('minimax-01', 'minimax-01')
+    common_keys(m, layers=3, n_head=4, n_kv=4, head_dim=8, n_ff=24, base=3000.0)
+    m.u32(full_attention_interval=3, expert_count=4, expert_used_count=2)
+    m.f32(residual_scale=1.7)
+    put_embeddings(m)
+    for il in range(3):
+        b = 'blk.%d.' % il
+        m.norm(b + 'attn_norm', N_EMBD)
+        if il == 2: put_attention(m, il)
+        else:
+            m.weight(b + 'attn_qkv', 3 * 32, N_EMBD, gain=1.5)
+            m.weight(b + 'attn_gate', 32, N_EMBD)
+            m.norm(b + 'attn_norm_2', 32)
+            m.weight(b + 'attn_output', N_EMBD, 32, gain=1.5)
+        m.norm(b + 'ffn_norm', N_EMBD)
+        put_experts(m, il, 4, 24)
+
+    def lightning(m, il, h):
+        b, n = 'blk.%d.attn_' % il, len(h)
+        q, k, v = np.split(heads(silu(linear(m, b + 'qkv', h)), 4), 3, 2)
+        age, y = np.arange(n)[:, None] - np.arange(n)[None, :], np.empty((n, 4, 8))
+        for i in range(4):
+            fade = np.exp(-2.0 ** (-2.0 * (i + 1)) * (1 - il / 2 + 1e-5) * np.maximum(age, 0))
+            y[:, i] = np.where(age < 0, 0, q[:, i] @ k[:, i].T * fade) @ v[:, i]
+        return linear(m, b + 'output', rms_norm(m, b + 'norm_2', y.reshape(n, -1)) * sigmoid(linear(m, b + 'gate', h)))
+
+    def layers(m, tokens):
+        x = m.at('token_embd.weight')[tokens]
+        for il in range(3):
+            h = rms_norm(m, 'blk.%d.attn_norm' % il, x)
+            y = 1.7 * h + (self_attention(m, il, h, 'far') if il == 2 else lightning(m, il, h))
+            h = rms_norm(m, 'blk.%d.ffn_norm' % il, y)
+            x = 1.7 * h + softmax_moe(m, il, h, normalised=True)
+        return logits(m, rms_norm(m, 'output_norm', x))
+    return m, layers
+
+
 # ---- encoders: hidden states instead of logits ----
 
 def look_around(q, k, v, scale, window=0, slopes=None, bias=None):
@@ -1907,7 +1946,7 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_deepseek2_lite_legacy, make_gemma3_linear, make_olmo3, make_lfm2_bias, make_command_r_plus,
             make_stablelm_12b, make_mamba, make_jamba, make_falcon_h1,
             make_nemotron_h_moe, make_bert, make_jina_bert_v2, make_nomic_bert_moe, make_gemma_embedding,
-            make_t5encoder,
+            make_t5encoder, make_minimax_01,
             make_afmoe, make_laguna, make_llama4, make_arctic, make_grok, make_cohere2moe, make_smallthinker,
             make_grovemoe, make_k2_horizon, make_talkie, make_mimo2, make_maple, make_qwen3vl, make_olmo,
             make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35]

@@ -1317,6 +1317,8 @@ static void test_kv_store() {
 struct AttentionCase {
     uint32_t group, n_kv_heads, dk, dv, length, n_rows, cache, mixed, device, window, special; /* softcap, temperature, sinks, slopes */
     bool latent, ring;
+    bool both;     /* to later positions, too                              */
+    uint32_t unit; /* only to listed blocks of so many positions; 0: to all */
 };
 
 static void attention_case(const AttentionCase &c) {
@@ -1332,6 +1334,10 @@ static void attention_case(const AttentionCase &c) {
     rf_op *o = g.attention(q, out, kept, heads, c.n_kv_heads, c.dk);
     o->attention.head_dim_v = c.dv, o->attention.window = c.window;
     if (c.latent) o->flags = RF_OP_MLA;
+    if (c.both) o->flags |= RF_OP_BOTH_WAYS;
+    const uint32_t n_listed = c.unit ? c.length / c.unit + 2 : 0;
+    if (c.unit)
+        o->in2 = g.buffer(n_listed), o->attention.n_lists = 1, o->attention.n_listed = n_listed, o->attention.list_unit = c.unit;
     if (c.special & 1) o->attention.softcap = 2.5f;
     if (c.special & 2) o->attention.temperature = 0.3f, o->attention.temperature_length = 20;
     std::vector<float> sinks = values(heads);
@@ -1350,6 +1356,15 @@ static void attention_case(const AttentionCase &c) {
     REQUIRE(g.open(T, 1, n_ctx, n_seq, c.cache, n_cells) == RF_OK, "%s: %s", what, g.err.text);
     std::vector<float> x = values((size_t)T * (heads * c.dk + 1)), before((size_t)T * (heads * c.dv + 2), 7);
     g.set(q, x), g.set(out, before);
+    /* two blocks of three, the last of them cut off by the row's own position */
+    std::vector<float> lists((size_t)T * n_listed);
+    for (uint32_t t = 0; c.unit && t < T; t++)
+        for (uint32_t k = 0, e = 0; k < n_listed; k++, e++) {
+            while (e % 3 == t % 3 && e * c.unit <= (uint32_t)rows[t].pos) e++;
+            const int32_t id = e * c.unit <= (uint32_t)rows[t].pos ? (int32_t)e : -1;
+            memcpy(&lists[t * n_listed + k], &id, 4);
+        }
+    if (c.unit) g.set(o->in2, lists);
     uint64_t cells = (uint64_t)n_seq * c.n_kv_heads * n_cells, v_base = (cells * row_bytes(c.cache, c.dk) + 255) / 256 * 256;
     const uint32_t v_row = c.latent ? c.dk : c.dv; /* values in rows of keys, or in rows of their own */
     std::vector<uint8_t> state(g.bind.state.size_bytes, 0);
@@ -1370,11 +1385,15 @@ static void attention_case(const AttentionCase &c) {
     for (uint32_t t = 0; t < T; t++)
         for (uint32_t h = 0; h < heads; h++) {
             uint64_t cell0 = ((uint64_t)rows[t].seq * c.n_kv_heads + h / c.group) * n_cells;
-            uint32_t n = (uint32_t)rows[t].pos + 1;
+            const uint32_t own = (uint32_t)rows[t].pos;
+            uint32_t n = own + 1;
+            for (uint32_t k = t; c.both && k < T; k++)
+                if (rows[k].seq == rows[t].seq) n = (uint32_t)rows[k].pos + 1;
             double largest = c.special & 4 ? (double)sinks[h] : -INFINITY, sum = 0;
             p.assign(n, 0);
             for (uint32_t i = 0; i < n; i++) {
-                if (c.window && i + c.window < n) {
+                const uint32_t far = i > own ? i - own : own - i;
+                if ((c.window && far > (c.both ? c.window / 2 : c.window - 1)) || (c.unit && i / c.unit % 3 == t % 3)) {
                     p[i] = -INFINITY;
                     continue;
                 }
@@ -1384,7 +1403,7 @@ static void attention_case(const AttentionCase &c) {
                 p[i] *= o->attention.scale;
                 if (c.special & 2) p[i] *= 1 + (double)0.3f * log(1 + floor(rows[t].pos / 20.0));
                 if (c.special & 1) p[i] = 2.5 * tanh(p[i] / 2.5);
-                if (c.special & 8) p[i] -= g.tables[h] * (n - 1.0 - i);
+                if (c.special & 8) p[i] -= g.tables[h] * (double)far;
                 largest = fmax(largest, p[i]);
             }
             for (uint32_t i = 0; i < n; i++) sum += p[i] = exp(p[i] - largest);
@@ -1399,6 +1418,23 @@ static void attention_case(const AttentionCase &c) {
     std::vector<float> y = g.get(out);
     compare(y, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
     CHECK(g.run(rows) == RF_OK && same_bits(y, g.get(out)), "%s: a repeated run gives other bits", what);
+}
+
+/* To later positions too, as encoders do, and to listed positions only. */
+static void test_attention_both_ways_and_lists() {
+    static const uint32_t groups[] = {1, 3}, dims[] = {32, 64, 7}, lengths[] = {1, 33, 257, 700}, windows[] = {0, 9}, units[] = {1, 16, 128};
+    std::vector<Row> list = combinations(std::vector<int>{2, 3, 4, 2, 2, 2, n_devices, 4, 2}, false);
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        const uint32_t unit = r[7] ? units[r[7] - 1] : 0, dim = dims[r[1]];
+        AttentionCase c = {groups[r[0]], 2, dim, dim, lengths[r[2]], 19, (uint32_t)r[5], (uint32_t)r[4], (uint32_t)r[6],
+                           unit ? 0 : windows[r[3]], unit ? 4u : r[8] ? 8u : 0u, false, false, unit == 0, unit};
+        if (unit && c.length < 3) continue; /* nothing is listed */
+        if (dim % 32 == 0 && i % 3 == 0) c.cache = RF_CACHE_Q8_0;
+        attention_case(c);
+    }
+    AttentionCase latent = {4, 1, 96, 64, 300, 9, RF_CACHE_F32, 0, 0, 0, 0, true, false, false, 4};
+    for (latent.device = 0; latent.device < (uint32_t)n_devices; latent.device++) attention_case(latent);
 }
 
 static void test_attention() {
@@ -3313,6 +3349,7 @@ int main(int argc, char **argv) {
     RUN(test_expert_groups);
     RUN(test_kv_store);
     RUN(test_attention);
+    RUN(test_attention_both_ways_and_lists);
     RUN(test_wide_attention);
     RUN(test_heads);
     RUN(test_heads_across);
