@@ -1694,6 +1694,72 @@ def make_minimax_01():
     return m, layers
 
 
+def make_kimi_linear():
+    """Kimi delta attention: each key channel of a memory fades by itself; latent attention without rope, softmax gates"""
+    m = Model('kimi-linear', 'kimi-linear')
+    common_keys(m, layers=3, n_head=4, n_kv=1, head_dim=28, n_ff=40)
+    m.i32s(attention__head_count_kv=[0, 1, 0])
+    m.u32(attention__value_length=24, attention__kv_lora_rank=24, attention__key_length_mla=12, attention__value_length_mla=10,
+          rope__dimension_count=4, ssm__conv_kernel=4, kda__head_dim=8, leading_dense_block_count=1, expert_count=6,
+          expert_used_count=2, expert_feed_forward_length=16, expert_shared_count=1, expert_gating_func=2)
+    m.f32(expert_weights_scale=1.5)
+    put_embeddings(m)
+    for il in range(3):
+        b = 'blk.%d.' % il
+        m.norm(b + 'attn_norm', N_EMBD)
+        m.norm(b + 'ffn_norm', N_EMBD)
+        if il == 1:
+            m.norm(b + 'attn_kv_a_norm', 24)
+            for name, *shape in (('q', 48, N_EMBD), ('kv_a_mqa', 28, N_EMBD), ('k_b', 4, 24, 8), ('v_b', 4, 10, 24), ('output', N_EMBD, 40)):
+                m.weight(b + 'attn_' + name, *shape, gain=1.2)
+        else:
+            for part in 'qkv':
+                m.weight(b + 'attn_' + part, 32, N_EMBD, gain=1.5)
+                m.vector(b + 'ssm_conv1d_%s.weight' % part, 32, 1, 4, spread=1.0)
+            for name, *shape in (('f_a', 8, N_EMBD), ('f_b', 32, 8), ('g_a', 8, N_EMBD), ('g_b', 32, 8), ('beta', 4, N_EMBD)):
+                m.weight(b + 'ssm_' + name, *shape, gain=1.5)
+            m.vector(b + 'ssm_a', 4, 1, mean=-0.3, spread=0.07)
+            m.vector(b + 'ssm_dt.bias', 32, spread=0.5)
+            m.norm(b + 'ssm_norm', 8)
+            m.weight(b + 'attn_output', N_EMBD, 32, gain=1.5)
+        if il == 0: put_ffn(m, il, 40)
+        else:
+            put_experts(m, il, 6, 16)
+            put_ffn(m, il, 16, '_shexp')
+            m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
+
+    def kda(m, b, h):
+        eps, n = m.get('attention.layer_norm_rms_epsilon'), len(h)
+        def part(x):
+            w = m.at(b + 'ssm_conv1d_%s.weight' % x)[:, 0]
+            y = np.concatenate([np.zeros((3, 32)), linear(m, b + 'attn_' + x, h)])
+            return heads(silu(sum(y[j:j + n] * w[:, j] for j in range(4))), 4)
+        q, k, v = unit(part('q'), eps) * 8 ** -0.5, unit(part('k'), eps), part('v')
+        fade = np.exp(softplus(heads(linear(m, b + 'ssm_f_b', linear(m, b + 'ssm_f_a', h)) + m.at(b + 'ssm_dt.bias'), 4)) * m.at(b + 'ssm_a'))
+        beta, state, out = sigmoid(linear(m, b + 'ssm_beta', h)), np.zeros((4, 8, 8)), np.empty((n, 4, 8))
+        for t in range(n):
+            state = state * fade[t][:, :, None]
+            held = np.einsum('hkv,hk->hv', state, k[t])
+            state = state + k[t][:, :, None] * (beta[t][:, None] * (v[t] - held))[:, None, :]
+            out[t] = np.einsum('hkv,hk->hv', state, q[t])
+        gate = sigmoid(linear(m, b + 'ssm_g_b', linear(m, b + 'ssm_g_a', h)))
+        return linear(m, b + 'attn_output', rms_norm(m, b + 'ssm_norm', out).reshape(n, -1) * gate)
+
+    def latent(m, b, h):
+        q, kv = heads(linear(m, b + 'attn_q', h), 4), linear(m, b + 'attn_kv_a_mqa', h)
+        c = rms_norm(m, b + 'attn_kv_a_norm', kv[:, :24])
+        k = np.concatenate([np.einsum('tr,hrn->thn', c, m.at(b + 'attn_k_b.weight')), np.repeat(kv[:, None, 24:], 4, 1)], 2)
+        v = np.einsum('tr,hdr->thd', c, m.at(b + 'attn_v_b.weight'))
+        return linear(m, b + 'attn_output', attention(q, k, v, 12 ** -0.5))
+
+    def moe(m, il, h):
+        if il == 0: return gated_ffn(m, il, h)
+        probs = sigmoid(linear(m, 'blk.%d.ffn_gate_inp' % il, h))
+        w = choose_experts(m, probs, probs + m.at('blk.%d.exp_probs_b.bias' % il), True)
+        return experts(m, il, h, w * 1.5) + gated_ffn(m, il, h, '_shexp')
+    return m, lambda m, tokens: pre_norm_decoder(m, tokens, lambda m, il, h: (latent if il == 1 else kda)(m, 'blk.%d.' % il, h), moe)
+
+
 # ---- encoders: hidden states instead of logits ----
 
 def look_around(q, k, v, scale, window=0, slopes=None, bias=None):
@@ -1946,7 +2012,7 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_deepseek2_lite_legacy, make_gemma3_linear, make_olmo3, make_lfm2_bias, make_command_r_plus,
             make_stablelm_12b, make_mamba, make_jamba, make_falcon_h1,
             make_nemotron_h_moe, make_bert, make_jina_bert_v2, make_nomic_bert_moe, make_gemma_embedding,
-            make_t5encoder, make_minimax_01,
+            make_t5encoder, make_minimax_01, make_kimi_linear,
             make_afmoe, make_laguna, make_llama4, make_arctic, make_grok, make_cohere2moe, make_smallthinker,
             make_grovemoe, make_k2_horizon, make_talkie, make_mimo2, make_maple, make_qwen3vl, make_olmo,
             make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35]

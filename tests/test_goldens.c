@@ -27,7 +27,8 @@ static const char *const families[] = {
     "command-r-plus", "stablelm-12b", "mamba", "jamba", "falcon-h1",
     "nemotron-h-moe",
     "afmoe", "laguna", "llama4", "arctic", "grok", "cohere2moe", "smallthinker", "grovemoe", "k2-horizon", "talkie",
-    "mimo2", "maple", "qwen3vl", "olmo", "hunyuan-dense", "jais", "minicpm3", "apertus", "step35", "minimax-01"};
+    "mimo2", "maple", "qwen3vl", "olmo", "hunyuan-dense", "jais", "minicpm3", "apertus", "step35", "minimax-01",
+    "kimi-linear"};
 
 static const char *const encoders[] = {"bert", "jina-bert-v2", "nomic-bert-moe", "gemma-embedding", "t5encoder"};
 
