@@ -337,6 +337,9 @@ JINJA
     verdict "parrot: why it stopped" grep -q 'stopped: tool call$' "$t/err"
     expect 0 "parrot, --think off" generate "$t/parrot.gguf" "Does it rain?" --think off
     verdict "parrot, --think off: no thought" [ "$(cat "$t/out")" = "It rains." ]
+    expect 0 "parrot, --template-args" generate "$t/parrot.gguf" "Does it rain?" --template-args '{"enable_thinking": false}'
+    verdict "parrot, --template-args: no thought" [ "$(cat "$t/out")" = "It rains." ]
+    expect 1 "parrot, --template-args that are no JSON" generate "$t/parrot.gguf" "Does it rain?" --template-args '{'
     printf 'Does it rain?\n/result Yes\n/save %s\n' "$t/saved.json" >"$t/talk"
     input=$t/talk expect 0 "parrot, chat" chat "$t/parrot.gguf" --stats
     { cat "$t/said"; echo "It rains."; } >"$t/want"
