@@ -942,7 +942,7 @@ typedef struct rf_chat_template_desc {
  *   desc    in   NULL = defaults;   out  receives the object, NULL on failure
  * Returns RF_OK; RF_ERR_FORMAT (the syntax; where is the line); RF_ERR_UNSUPPORTED (a tag that reaches outside:
  * include, import, extends, block; an unknown tag; nesting); RF_ERR_ARGUMENT; RF_ERR_MEMORY.
- * Memory at most 128 bytes per byte of source.   Cost O(length).   Threads any; the object is immutable. */
+ * Memory at most 160 bytes per byte of source + 64 KiB.   Cost O(length).   Threads any; the object is immutable. */
 ROCMFORGE_API rf_result rf_chat_template_open(rf_string source, const rf_chat_template_desc *desc,
                                               rf_chat_template **out, rf_error *err);
 
@@ -19302,6 +19302,7 @@ static void rfi_dict_set(rfi_values *m, rfi_dict *d, rfi_value key, rfi_value va
         rfi_raise(m, RF_ERR_ARGUMENT, "unhashable type: '%s' (keys are strings, numbers or none)", rfi_v_type(key));
         return;
     }
+    if (key.kind == RFI_V_TEXT) m->n_steps += key.n >> 6;
     rfi_entry *found = rfi_dict_find(d, key);
     if (found) {
         found->value = value;
@@ -19889,7 +19890,6 @@ static void rfi_lex(rfi_parser *p) {
             }
         if (l->op < 128 && strchr("([{", (int)l->op)) l->open++;
         if (l->op < 128 && strchr(")]}", (int)l->op) && l->open) l->open--;
-        if (l->op >= 128 && l->op < 256) rfi_parse_fail(p, "an expression");
     }
     l->n = (uint32_t)(l->p - l->text);
 }
@@ -20122,7 +20122,7 @@ static rfi_node *rfi_parse_subscript(rfi_parser *p, rfi_node *object) {
     return rfi_node_with(p, RFI_N_ITEM, object, slice);
 }
 
-/* Index + 1 of the first row of that name that serves in one of these places, or 0. */
+/* Row of builtins that has this name and serves in one of these places, or 0. */
 static uint32_t rfi_builtin_find(rfi_value name, uint32_t where);
 
 /* | name(...) or is [not] name [argument]; dotted names do not exist here. */
@@ -20926,7 +20926,7 @@ static rfi_value rfi_to_list(rfi_run *r, rfi_value v, int sub) {
 
 static int rfi_in(rfi_run *r, rfi_value item, rfi_value v) {
     uint32_t n = 0;
-    if (v.kind == RFI_V_DICT) return rfi_dict_find(v.u.dict, item) != NULL;
+    if (v.kind == RFI_V_DICT) return rfi_spend(&r->m, item.n >> 6) && rfi_dict_find(v.u.dict, item);
     if (v.kind == RFI_V_TEXT && item.kind == RFI_V_TEXT) return rfi_find(&r->m, v, item, 0) >= 0;
     if (v.kind == RFI_V_TEXT && item.kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, item), 0;
     if (v.kind == RFI_V_TEXT)
@@ -20942,10 +20942,12 @@ static int rfi_in(rfi_run *r, rfi_value item, rfi_value v) {
 
 /* ---- variables ---- */
 
-static rfi_value rfi_lookup(const rfi_run *r, uint32_t id) {
-    for (const rfi_scope *s = r->scope; s; s = s->parent)
+static rfi_value rfi_lookup(rfi_run *r, uint32_t id) {
+    for (const rfi_scope *s = r->scope; s; s = s->parent) {
+        r->m.n_steps += s->n >> 4;
         for (uint32_t i = s->n; i-- > 0;)
             if (s->slots[i].id == id) return s->slots[i].value;
+    }
     return r->globals[id];
 }
 
@@ -20955,6 +20957,7 @@ static void rfi_assign(rfi_run *r, uint32_t id, rfi_value v) {
         r->globals[id] = v;
         return;
     }
+    r->m.n_steps += s->n >> 4;
     for (uint32_t i = 0; i < s->n; i++)
         if (s->slots[i].id == id) {
             s->slots[i].value = v;
@@ -21033,6 +21036,7 @@ static rfi_value rfi_call_builtin(rfi_run *r, const rfi_builtin *b, rfi_value se
     const char *p = b->params;
     uint32_t n = 0, n_named = 0;
     if (b->where & RFI_B_TO_TEXT) a[0] = rfi_str(&r->m, self);
+    if (!rfi_spend(&r->m, a[0].kind == RFI_V_TEXT ? a[0].n >> 6 : 0)) return rfi_v_none();
     if (*p == '*') {
         r->args = *args;
         return rfi_failed(&r->m) ? rfi_v_none() : b->fn(r, a, b->detail);
@@ -21087,7 +21091,7 @@ static void rfi_bind_args(rfi_run *r, const rfi_node *node, const rfi_args *args
     for (uint32_t i = 0; args->named && i < args->named->n && !rfi_failed(&r->m); i++) {
         const rfi_entry *e = &args->named->entries[i];
         int known = 0;
-        for (const rfi_node *p = node->a; p && !known; p = p->next)
+        for (const rfi_node *p = node->a; p && !known && rfi_spend(&r->m, 1); p = p->next)
             known = rfi_key_equal(e->key, r->g->names.u.dict->entries[p->id].key);
         if (known) continue;
         if (rfi_v_is(e->key, "caller")) rfi_assign(r, RFI_NAME_CALLER, e->value);
@@ -21173,6 +21177,7 @@ static rfi_value rfi_loop_field(const rfi_loop *l, rfi_value name) {
 /* object.name; method: row of the first method of that name, or 0. A method hides a key of that name. */
 static rfi_value rfi_attribute(rfi_run *r, rfi_value object, rfi_value name, uint32_t method) {
     if (object.kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, object);
+    r->m.n_steps += name.n >> 6;
     method = rfi_method_of(object, method);
     if (method) return rfi_bound(r, method, object);
     if (object.kind == RFI_V_LOOP) return rfi_loop_field(object.u.loop, name);
@@ -21192,6 +21197,7 @@ static rfi_value rfi_attribute(rfi_run *r, rfi_value object, rfi_value name, uin
 /* object[key] */
 static rfi_value rfi_item(rfi_run *r, rfi_value object, rfi_value key) {
     if (object.kind == RFI_V_UNDEFINED) return rfi_fail_undefined(r, object);
+    if (key.kind == RFI_V_TEXT) r->m.n_steps += key.n >> 6;
     if (object.kind == RFI_V_DICT) {
         const rfi_entry *e = rfi_dict_find(object.u.dict, key);
         if (e) return e->value;
@@ -22752,8 +22758,8 @@ static rfi_value rfi_fn_change(rfi_run *r, const rfi_value *a, int way) {
 
 /* dict.get(key, default) */
 static rfi_value rfi_fn_get(rfi_run *r, const rfi_value *a, int unused) {
+    if (a[1].kind == RFI_V_TEXT) r->m.n_steps += a[1].n >> 6;
     const rfi_entry *e = rfi_dict_find(a[0].u.dict, a[1]);
-    RFI_UNUSED(r);
     RFI_UNUSED(unused);
     return e ? e->value : a[2].kind ? a[2] : rfi_v_none();
 }
@@ -23071,8 +23077,10 @@ static const rfi_builtin rfi_builtins[] = {
 };
 
 static uint32_t rfi_builtin_find(rfi_value name, uint32_t where) {
-    for (uint32_t i = 1; i < RFI_COUNT(rfi_builtins); i++)
-        if (rfi_builtins[i].where & where && rfi_v_is(name, rfi_builtins[i].name)) return i;
+    for (uint32_t i = 1; i < RFI_COUNT(rfi_builtins) && name.n; i++)
+        if (rfi_builtins[i].where & where && rfi_builtins[i].name[0] == name.u.text[0] &&
+            rfi_v_is(name, rfi_builtins[i].name))
+            return i;
     return 0;
 }
 static const rfi_builtin *rfi_builtin_at(uint32_t index) { return &rfi_builtins[index]; }

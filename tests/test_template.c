@@ -269,6 +269,49 @@ static void test_forged(void) {
     }
 }
 
+/* ---- a model's own ---- */
+
+static const char *own, *for_tools;
+static void template_keys(mg_gguf *w) {
+    if (own) mg_kv_str(w, "tokenizer.chat_template", own);
+    if (for_tools) mg_kv_str(w, "tokenizer.chat_template.tool_use", for_tools);
+}
+
+static void check_model(const char *text, const char *tools_text, rf_result want, const char *without, const char *with) {
+    mg_buf bytes = {0};
+    rf_gguf *g = NULL;
+    rf_device *d = NULL;
+    rf_model *m = NULL;
+    const rf_chat_template *t = NULL, *again = NULL;
+    rf_error err = {0};
+    char out[256];
+    size_t n = 0;
+    own = text, for_tools = tools_text;
+    mg_llama(&bytes, &(mg_options){.n_layers = 1, .more_kv = template_keys});
+    REQUIRE(rf_gguf_open_memory(bytes.data, bytes.n, NULL, &g, &err) == RF_OK && rf_device_open("null", NULL, &d, &err) == RF_OK &&
+                rf_model_open(g, d, NULL, &m, &err) == RF_OK, "%s", err.text);
+    rf_result r = rf_model_get_chat_template(m, &t, &err);
+    CHECK(r == want && (r == RF_OK) == (t != NULL), "%s: %s %s", text ? text : "none", rf_result_name(r), err.text);
+    CHECK(rf_model_get_chat_template(m, &again, NULL) == want && again == t, "parsed twice");
+    for (int k = 0; k < 2 && t; k++) {
+        const rf_chat chat = {.chat_template = t, .tools = k ? "[]" : NULL};
+        const char *text_of = k ? with : without;
+        r = rf_chat_format(&chat, out, sizeof out, &n, &err);
+        CHECK(r == RF_OK && n == strlen(text_of) && !memcmp(out, text_of, n), "want %s, got %.*s %s", text_of, (int)n, out, err.text);
+    }
+    CHECK(rf_model_close(m, NULL) == RF_OK && rf_device_close(d, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK, "busy");
+    mg_free(&bytes);
+}
+
+static void test_of_a_model(void) {
+    check_model("plain", NULL, RF_OK, "plain", "plain");
+    check_model("plain", "tools {{ tools }}", RF_OK, "plain", "tools []");
+    check_model(NULL, NULL, RF_ERR_NOT_FOUND, "", "");
+    check_model("{{", NULL, RF_ERR_FORMAT, "", "");
+    check_model("plain", "{% import 'x' %}", RF_ERR_UNSUPPORTED, "", "");
+    CHECK(rf_model_get_chat_template(NULL, NULL, NULL) == RF_ERR_ARGUMENT, "NULL");
+}
+
 /* ---- limits ---- */
 
 static void test_hostile(void) {
@@ -371,6 +414,7 @@ int main(int argc, char **argv) {
     RUN(test_marks);
     RUN(test_forged);
     RUN(test_cancelled);
+    RUN(test_of_a_model);
     RUN(test_hostile);
     RUN(test_long_sources);
     RUN(test_memory);
