@@ -7316,6 +7316,13 @@ static void rfi_config_rope_sections(rfi_key_reader *k, rfi_config *c) {
     else memset(c->rope_sections, 0, sizeof c->rope_sections);
 }
 
+/* Refuse another value of a key than the one that is built. */
+static void rfi_key_only(rfi_key_reader *k, const char *suffix, double built) {
+    double v = built;
+    if (rfi_key_read(k, suffix, 0) && rf_kv_real(&k->kv, 0, &v, NULL) == RF_OK && v != built)
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%g: only %g is supported here", v, built);
+}
+
 static void rfi_config_rope(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key original = {"rope.scaling.original_context_length", 1, INT32_MAX, 0, 0};
     const double swa_base = (double)c->arch->swa_rope_base;
@@ -7330,6 +7337,10 @@ static void rfi_config_rope(rfi_key_reader *k, rfi_config *c) {
     if (c->arch->attn_temperature || c->arch->yarn_betas || c->arch->grok_keys) {
         rfi_key_real(k, "rope.scaling.yarn_beta_fast", FLT_MIN, c->arch->grok_keys ? 8 : 32, 0, &c->yarn_beta_fast);
         rfi_key_real(k, "rope.scaling.yarn_beta_slow", FLT_MIN, 1, 0, &c->yarn_beta_slow);
+    }
+    if (c->arch->grok_keys && c->rope.scaling == RFI_ROPE_YARN) { /* only here llama.cpp reads them */
+        rfi_key_only(k, "rope.scaling.yarn_ext_factor", 1);
+        rfi_key_only(k, "rope.scaling.yarn_attn_factor", 1);
     }
     rfi_config_rope_sections(k, c);
     const uint32_t swa_n_rot = c->swa_rope.n_rot; /* set by rfi_config_heads */
