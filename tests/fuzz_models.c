@@ -2,10 +2,10 @@
  * tensors or the vocabulary; what the library then refuses is repaired as its message says, until the model plans or the
  * message has no remedy. A model that plans runs on the CPU or on an emulated GPU, through all that a session can do, and
  * what has to agree is compared. Meant for AddressSanitizer and UBSan:
- *     build/fuzz_models                           the suite: a minute
+ *     build/fuzz_models                           the suite: 160 mutants, a minute
  *     build/fuzz_models SECONDS [SEED [DIR]]      longer, from another seed; what ends the process is left in DIR
  *     build/fuzz_models run SEED [FILE]           the trial of a mutant once more, of what was left in FILE or made anew
- * Each mutant is tried in a child process, so that one that crashes or hangs is a line of the report. */
+ * A child process tries them; one that crashes or hangs is a line of the report, and another child goes on after it. */
 #define _GNU_SOURCE
 #define main rocmforge_cli_main
 #include "../examples/rocmforge_cli.c"
@@ -951,7 +951,9 @@ static const char *try_file(const mg_buf *file, uint64_t seed, int wild, uint64_
 /* What parent and child share. */
 typedef struct tally {
     uint64_t seed;      /* of the mutant in work                         */
-    uint64_t made, planned, ran, on_gpu;
+    uint64_t made, planned, ran, on_gpu; /* mutants */
+    uint64_t most;      /* of them to be made, */
+    double until;       /* or when to stop     */
     uint64_t n_file;    /* bytes of its file, 0 while it is being made   */
     int wild;
     unsigned char file[MAX_FILE_BYTES];
@@ -959,10 +961,10 @@ typedef struct tally {
 
 enum { HANG_SECONDS = 300 }; /* of the processor, for a mutant that takes a second */
 
-static void work(tally *p, double until) {
+static void work(tally *p) {
     static mutant m;
     const struct itimerval limit = {.it_value = {.tv_sec = HANG_SECONDS}};
-    for (; now() < until; p->seed++) {
+    for (; p->made < p->most && now() < p->until; p->seed++) {
         setitimer(ITIMER_PROF, &limit, NULL);
         p->n_file = 0;
         p->made++;
@@ -976,15 +978,14 @@ static void work(tally *p, double until) {
     }
 }
 
-/* Mutants from a seed on, for some seconds: how many ended the process. */
-static uint32_t fuzz(double seconds, uint64_t seed, const char *dir, tally *p) {
-    const double until = now() + seconds;
+/* Mutants from p->seed on: how many ended the process. */
+static uint32_t fuzz(tally *p, const char *dir) {
     uint32_t n_failed = 0;
-    for (p->seed = seed; now() < until && n_failed < 20; p->seed++) {
+    for (; p->made < p->most && now() < p->until && n_failed < 20; p->seed++) {
         int status = 0;
         fflush(stdout);
         const pid_t pid = fork();
-        if (pid == 0) work(p, until), fflush(stdout), _exit(0);
+        if (pid == 0) work(p), fflush(stdout), _exit(0);
         MUST(pid > 0 && waitpid(pid, &status, 0) == pid, "fork");
         if (status == 0) break;
         n_failed++;
@@ -1001,16 +1002,17 @@ static uint32_t fuzz(double seconds, uint64_t seed, const char *dir, tally *p) {
     return n_failed;
 }
 
-static tally *shared_tally(void) {
-    void *p = mmap(NULL, sizeof(tally), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+static tally *new_tally(uint64_t seed, uint64_t most, double seconds) {
+    tally *p = (tally *)mmap(NULL, sizeof *p, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     MUST(p != MAP_FAILED, "mmap");
-    return (tally *)p;
+    p->seed = seed, p->most = most, p->until = now() + seconds;
+    return p;
 }
 
 static void test_mutants(void) {
-    tally *p = shared_tally();
-    CHECK(fuzz(60, 1, NULL, p) == 0, "fuzz_models run SEED shows it");
-    CHECK(p->made > 20 && p->ran * 2 >= p->made && p->on_gpu, "few mutants run");
+    tally *p = new_tally(1, 160, INFINITY);
+    CHECK(fuzz(p, NULL) == 0, "fuzz_models run SEED shows it");
+    CHECK(p->ran * 2 >= p->made && p->on_gpu > 5, "few mutants run");
     munmap(p, sizeof *p);
 }
 
@@ -1037,7 +1039,8 @@ int main(int argc, char **argv) {
     make_seed_models();
     if (argc > 2 && strcmp(argv[1], "run") == 0) return run_one(strtoull(argv[2], NULL, 10), argc > 3 ? argv[3] : NULL);
     if (argc > 1)
-        return fuzz(atof(argv[1]), argc > 2 ? strtoull(argv[2], NULL, 10) : 1, argc > 3 ? argv[3] : NULL, shared_tally()) != 0;
+        return fuzz(new_tally(argc > 2 ? strtoull(argv[2], NULL, 10) : 1, UINT64_MAX, atof(argv[1])),
+                    argc > 3 ? argv[3] : NULL) != 0;
     RFT_BEGIN(argc, argv);
     RUN(test_mutants);
     RFT_END();
