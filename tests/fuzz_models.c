@@ -879,6 +879,22 @@ static void try_ops(trial *t) {
     close_comparison(a.comparison);
 }
 
+/* Embed a text, twice the same. */
+static void try_encoder(trial *t, rf_session *s) {
+    const uint32_t n = rf_model_get_info(t->open.m).n_embd_out;
+    float *a = (float *)malloc(2 * (size_t)n * sizeof *a);
+    MUST(a != NULL, "out of memory");
+    for (int i = 0; i < 2; i++) {
+        const rf_embed_text text = {.tokens = t->tokens, .n_tokens = N_TOKENS};
+        const rf_embed_desc desc = {.texts = &text, .n_texts = 1, .pooling = RF_POOL_CLS};
+        const rf_result r = rf_session_embed(s, &desc, a + (size_t)i * n, &t->err);
+        MUST(r == RF_OK || t->err.text[0], "a failure without a text");
+        if (r != RF_OK) memset(a + (size_t)i * n, 0, n * sizeof *a);
+    }
+    MUST(t->wild || memcmp(a, a + n, n * sizeof *a) == 0, "other bits");
+    free(a);
+}
+
 /* Everything with one model; the stage that the device or its memory refused, or NULL. */
 static const char *try_model(trial *t) {
     rf_session *s = NULL;
@@ -896,9 +912,11 @@ static const char *try_model(trial *t) {
         t->session.cache_type = RF_CACHE_F16;
         r = rf_session_open(t->open.m, &t->session, &s, &t->err);
     }
+    const int encoder = (int)rf_model_get_info(t->open.m).is_encoder;
     if (r != RF_OK) refused = "session";
+    else if (encoder) try_encoder(t, s);
     else if ((r = feed(t, s, 0, 0, N_TOKENS, t->want)) != RF_OK) refused = "eval";
-    if (!refused) {
+    if (!refused && !encoder) {
         t->finite = 1;
         for (size_t i = 0; i < n; i++) t->finite &= isfinite(t->want[i]) != 0;
         try_samplers(t, s);
