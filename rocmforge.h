@@ -19928,10 +19928,9 @@ static int rfi_next_is(rfi_parser *p, uint32_t op, const char *name) {
 /* ---- expressions ---- */
 
 static rfi_node *rfi_node_new(rfi_parser *p, rfi_node_op op) {
-    static rfi_node failed;
     rfi_node *n = (rfi_node *)rfi_values_alloc(p->m, 1, sizeof *n);
     if (!n) return NULL;
-    *n = failed;
+    memset(n, 0, sizeof *n);
     n->op = (uint8_t)op;
     n->line = p->lex.line;
     return n;
