@@ -23132,7 +23132,7 @@ ROCMFORGE_API rf_result rf_chat_template_open(rf_string source, const rf_chat_te
                                               rf_chat_template **out, rf_error *err) {
     static const rf_chat_template_desc defaults = {
         .max_steps = 20000000, .max_memory = 256 << 20, .max_output = 64 << 20, .max_depth = 400};
-    rf_allocator allocator;
+    rf_allocator allocator = {0};
     rfi_clear(err);
     if (out) *out = NULL;
     if (!out || (!source.data && source.len))
@@ -23337,6 +23337,7 @@ ROCMFORGE_API rf_result rf_chat_format(const rf_chat *chat, char *out, size_t ca
 static void rfi_chat_ids(rfi_run *r, rfi_tokenizing *k, uint64_t skip, uint32_t flags) {
     const rf_allocator *a = &k->t->allocator;
     const uint8_t *from = r->m.from;
+    const char *text = r->m.out ? r->m.out : "";
     const uint64_t n = r->m.n_out;
     uint64_t n_borders = 1, start = skip;
     for (uint64_t i = skip + 1; i < n; i++) n_borders += from[i] != from[i - 1];
@@ -23348,13 +23349,13 @@ static void rfi_chat_ids(rfi_run *r, rfi_tokenizing *k, uint64_t skip, uint32_t 
             if (from[i] != (i == skip ? 0 : from[i - 1])) borders[k->n_borders++] = i - skip;
         for (uint32_t i = 0; i <= k->n_borders; i += 2) {
             const uint64_t end = i < k->n_borders ? skip + borders[i] : n;
-            rfi_markers_add(k->t, (rf_string){r->m.out + start, end - start}, markers);
+            rfi_markers_add(k->t, (rf_string){text + start, end - start}, markers);
             if (i + 1 < k->n_borders) start = skip + borders[i + 1];
             else break;
         }
         k->borders = borders;
         k->markers = markers;
-        rfi_tokenize(k, (rf_string){r->m.out + skip, n - skip}, flags | RF_TOKENIZE_SPECIAL);
+        rfi_tokenize(k, (rf_string){text + skip, n - skip}, flags | RF_TOKENIZE_SPECIAL);
     }
     rfi_free(a, markers);
     rfi_free(a, borders);
@@ -25305,7 +25306,7 @@ static rf_result rfi_generate_shift(rfi_generating *g, int32_t token) {
     rf_session *s = g->s;
     const uint32_t made = s->lengths[g->d->seq] - g->before;
     const uint32_t n_dropped = g->result->n_dropped;
-    uint32_t kept;
+    uint32_t kept = 0;
     rf_result r = RF_ERR_CONTEXT_FULL;
     if (g->d->chat && g->d->drop_turns && rfi_generate_drop(g)) r = rfi_generate_prompt(g, made + 1);
     if (r != RF_OK) return g->result->n_dropped = n_dropped, r;

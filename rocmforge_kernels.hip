@@ -1969,6 +1969,8 @@ struct rfk_delta_args {
         head_dim_v, cyclic, n_decays;
     float scale, eps, lower_bound;
 };
+/* The decays of the rows of S, where each has its own. */
+template <int DIM> struct rfk_decays { float row[DIM]; };
 /* The decay of a row of S from its input. */
 RFK_DEVICE float rfk_delta_decay(const rfk_delta_args &a, float x, float by) {
     if (a.lower_bound != 0) return expf(a.lower_bound / (1.0f + expf(-by * x)));
@@ -1988,7 +1990,7 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
                    n_keys = a.n_k_heads * a.head_dim;
     const bool inside = col < a.head_dim_v;
     const float decay_by = rfk_load_any(a.a, a.a_type, h), bias = rfk_load_any(a.b, a.b_type, (size_t)h * a.n_decays);
-    const bool rows_decay = a.n_decays > 1;
+    RFK_SHARED(rfk_decays<DIM>, decays);
     const size_t width = (size_t)a.n_heads * a.head_dim * a.head_dim_v,
                  at = ((size_t)h * a.head_dim + first) * a.head_dim_v + col, step = (size_t)lanes * a.head_dim_v;
     float s[DIM * RFK_DELTA_COLS(WAVE, DIM) / WAVE], k[DIM * RFK_DELTA_COLS(WAVE, DIM) / WAVE];
@@ -2017,12 +2019,19 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
         qq = a.scale / sqrtf(rfk_column_sum<WAVE, DIM>(qq) + a.eps);
         const float *alpha = a.alpha + (size_t)t * a.alpha_stride + (size_t)h * a.n_decays;
         float decay = rfk_delta_decay(a, alpha[0] + bias, decay_by);
+        if (a.n_decays > 1) { /* one for each row of S */
+            __syncthreads(); /* those of the token before have been read */
+            for (uint32_t i = threadIdx.x; i < DIM; i += 4 * WAVE)
+                decays.row[i] = i < a.head_dim ? rfk_delta_decay(a, alpha[i] + rfk_load_any(a.b, a.b_type,
+                                                                                        (size_t)h * a.n_decays + i),
+                                                             decay_by) : 0;
+            __syncthreads();
+            RFK_UNROLL(64)
+            for (uint32_t m = 0; m < DIM / lanes; m++) s[m] *= decays.row[m * lanes + first];
+            decay = 1;
+        }
         RFK_UNROLL(64)
         for (uint32_t m = 0; m < DIM / lanes; m++) {
-            uint32_t i = m * lanes + first;
-            if (rows_decay && i < a.head_dim)
-                decay = rfk_delta_decay(a, alpha[i] + rfk_load_any(a.b, a.b_type, (size_t)h * a.n_decays + i),
-                                        decay_by);
             s[m] *= decay;
             k[m] *= kk;
             sk += s[m] * k[m];

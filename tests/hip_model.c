@@ -445,6 +445,9 @@ static void forecast_case(const char *path, const char *device, const rf_session
     rf_forecast f = {0};
     CHECK(rf_gguf_open(path, NULL, &r.g, &r.err) == RF_OK && rf_device_open(device, NULL, &r.d, &r.err) == RF_OK &&
           rf_model_open(r.g, r.d, NULL, &r.m, &r.err) == RF_OK, "%s", r.err.text);
+    /* the model's table of experts, which its first session makes, is no session's and in no forecast */
+    CHECK(rf_session_open(r.m, &(rf_session_desc){.n_ctx = 8}, &r.s, &r.err) == RF_OK, "%s: %s", path, r.err.text);
+    rf_session_close(r.s, NULL), r.s = NULL;
     const uint64_t before = hip_emu_get_counts().bytes;
     const rf_result res = rf_model_forecast(r.m, sd, &f, &r.err);
     CHECK(res == RF_OK && f.plan_bytes > 0 && hip_emu_get_counts().bytes == before, "%s: %s", path, r.err.text);
