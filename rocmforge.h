@@ -4460,8 +4460,6 @@ RFI_INLINE void rfi_expand_nvfp4(rfi_codebook_fn codebook, const rfi_block_nvfp4
     }
 }
 
-RFI_INLINE float rfi_half_scale(float d, uint32_t scale) { return d * (0.5f + (float)scale); }
-
 /* The runs of 256 values: IQ2 and IQ1 32 of 8 values, IQ3 64 of 4; four to a number, the first in the lowest bits. For
  * each 8 values a byte of signs; of IQ1 255 if they move down. Where only 7 signs are stored, they are as in the block:
  * IQ3_XXS 28 bits of 32-bit numbers, IQ2_XXS of every second one, IQ2_XS the upper 7 bits of 16-bit numbers. */

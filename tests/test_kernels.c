@@ -354,7 +354,7 @@ static void check_matmul(const rfi_kernels *k, uint32_t type, uint32_t n_rows, u
 }
 
 static void check_matmuls(const rfi_kernels *k) {
-    static const uint32_t rows[] = {1, 2, 3, 5, 17, 40}, cols[] = {1, 2, 3, 5, 8, 33};
+    static const uint32_t rows[] = {1, 2, 3, 5, 17, 40}, cols[] = {1, 2, 3, 5, 8, 16, 17, 33};
     for (size_t t = 0; t < RFI_COUNT(all_types); t++) {
         const uint32_t type = all_types[t], block = rf_type_get(type).block_elements;
         const uint32_t unit = block == 1 ? 1 : block;
