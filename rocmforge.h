@@ -22,36 +22,23 @@
  *     #include "rocmforge.h"
  *     #include <stdio.h>
  *
- *     static int show(const rf_piece *piece, void *user) {
- *         (void)user;
- *         return fwrite(piece->text.data, 1, piece->text.len, stdout) != piece->text.len;
- *     }
+ *     static int show(const rf_piece *p, void *out) { return !fwrite(p->text.data, p->text.len, 1, out); }
  *
  *     int main(int argc, char **argv) {
  *         const char *path = argc > 1 ? argv[1] : "examples/shakespeare-5m.gguf";
- *         rf_generate_desc desc = {.prompt = rf_string_of("ROMEO:\n"), .max_tokens = 64, .on_piece = show};
- *         rf_gguf *file = NULL;
- *         rf_device *device = NULL;
- *         rf_model *model = NULL;
+ *         rf_generate_desc ask = {.prompt = rf_string_of("ROMEO:\n"), .max_tokens = 64, .on_piece = show, .user = stdout};
  *         rf_session *session = NULL;
  *         rf_error err = {0};
- *
- *         rf_result r = rf_gguf_open(path, NULL, &file, &err);
- *         if (!r) r = rf_device_open("auto", NULL, &device, &err); // the first GPU, else the CPU
- *         if (!r) r = rf_model_open(file, device, NULL, &model, &err);
- *         if (!r) r = rf_session_open(model, NULL, &session, &err);
- *         if (!r) r = rf_generate(session, &desc, NULL, &err); // or .chat: messages, tools
+ *         rf_result r = rf_session_open_file(path, "auto", NULL, &session, &err); // on the first GPU, else the CPU
+ *         if (!r) r = rf_generate(session, &ask, NULL, &err);                     // or .chat: messages, tools
  *         if (r) fprintf(stderr, "%s\n", err.text);
- *
  *         rf_session_close(session, NULL);
- *         rf_model_close(model, NULL);
- *         rf_device_close(device, NULL);
- *         rf_gguf_close(file, NULL);
  *         return r != RF_OK;
  *     }
  *
  * Recipes: what to look up for
  *   text from a prompt                 rf_generate: the program above
+ *   a device or a model of your own    rf_gguf_open, rf_device_open, rf_model_open, rf_session_open; each has its close
  *   chat                               rf_generate with messages (rf_chat); rocmforge_cli chat
  *   tools, thinking on or off          fields of rf_chat and rf_chat_message; rf_generate gives out thoughts and calls
  *   a template of your own             rf_chat_template_open
@@ -681,8 +668,19 @@ ROCMFORGE_API rf_result rf_model_forecast(const rf_model *m, const rf_session_de
  * (rf_session_cancel excepted); sessions of one model run in parallel. */
 ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc, rf_session **out, rf_error *err);
 
+/* Open a file, a device, the model and a session in one call, each with its defaults but for the session's.
+ *   path    in   as rf_gguf_open;   device  in  as rf_device_open: "auto", "cpu", "hip:0"
+ *   desc    in   NULL = defaults;   out     receives the session, NULL on failure. rf_session_close closes all four.
+ * Returns as rf_gguf_open, rf_device_open, rf_model_open, rf_session_open.   Memory theirs.   Threads any. */
+ROCMFORGE_API rf_result rf_session_open_file(const char *path, const char *device, const rf_session_desc *desc,
+                                             rf_session **out, rf_error *err);
+
+/* The model of a session, borrowed until the session is closed. NULL for NULL.   Cost O(1).   Threads any. */
+ROCMFORGE_API rf_model *rf_session_get_model(const rf_session *s);
+
 /* Close the session. NULL is fine.
- * Returns RF_OK; RF_ERR_BUSY, with the session still open, while a scheduler uses it.   Threads any one. */
+ * Returns RF_OK; RF_ERR_BUSY, with the session still open, while a scheduler uses it or, after rf_session_open_file,
+ * another session or scheduler its model.   Threads any one. */
 ROCMFORGE_API rf_result rf_session_close(rf_session *s, rf_error *err);
 
 /* One row of a batch: the next token of a sequence. Rows of one sequence come in the order of their positions. */
@@ -2481,6 +2479,15 @@ const rf_device_api *rocmforge_hip_api(void);
 #endif
 
 #define RFI_UNUSED(x) ((void)(x))
+/* Between these two stands what is not a hot loop: gcc compiles it with less effort, and a tenth faster. */
+#if defined(__OPTIMIZE__) && !defined(__clang__)
+#define RFI_ONCE_CODE _Pragma("GCC push_options") _Pragma("GCC optimize(\"O1\")")
+#define RFI_ONCE_CODE_END _Pragma("GCC pop_options")
+#else
+#define RFI_ONCE_CODE
+#define RFI_ONCE_CODE_END
+#endif
+
 #define RFI_INLINE static inline __attribute__((always_inline))
 #define RFI_COUNT(array) (sizeof(array) / sizeof((array)[0]))
 #define RFI_LLU(x) ((unsigned long long)(x)) /* for %llu */
@@ -2698,6 +2705,8 @@ static void rfi_log_text(const rfi_log *log, rf_log_level level, const char *for
     rfi_escape(text, sizeof text, raw);
     log->fn(level, text, log->user);
 }
+
+RFI_ONCE_CODE
 
 /* ==== 4 Synchronisation =============================================================================== >>sync
  * The once-cell of every lazy object, and the pool of threads that computes. A cell is one atomic word that holds state
@@ -3042,6 +3051,7 @@ static rf_result rfi_pool_init(rfi_pool *p, const rf_allocator *alloc, uint32_t 
     }
     return RF_OK;
 }
+
 
 /* ==== 5 GGUF ============================================================================================== >>gguf
  * Reads header, key/value pairs and tensor directory of a file, whole or split in parts. Owns a copy of that metadata,
@@ -4170,6 +4180,9 @@ ROCMFORGE_API rf_result rf_kv_text(const rf_kv *kv, uint64_t *cursor_bytes, rf_s
     return RF_OK;
 }
 
+
+RFI_ONCE_CODE_END
+
 /* ==== 6 Types ============================================================================================ >>quant
  * Tensor types: the facts of RF_TYPE_TABLE, the packed blocks of those that run, and their decoding to float32. The
  * CPU kernels have their own unpackers; the decoders here are the definition that they are tested against. */
@@ -4748,6 +4761,8 @@ ROCMFORGE_API rf_result rf_dequantize(uint32_t type, const void *src, uint64_t n
     rfi_dequantize_row(type, src, n, dst);
     return RF_OK;
 }
+
+RFI_ONCE_CODE
 
 /* ==== 7 Lazy tensors ================================================================================== >>tensor
  * The weights of a file on a device, in one store for all models of that file there. Nothing is read before somebody
@@ -6861,6 +6876,7 @@ static void rfi_store_get_stats(rfi_store *s, rf_loading_stats *out) {
     out->load_seconds = 1e-9 * (double)atomic_load(&n->load_ns) + busy;
     if (out->load_seconds > 0) out->gb_per_second = 1e-9 * (double)atomic_load(&n->bytes_total) / out->load_seconds;
 }
+
 
 /* ==== 8 Model ========================================================================================== >>model
  * The hyperparameters of a file, each read with a range check before anything is computed from it. The next section
@@ -9847,6 +9863,9 @@ static rf_result rfi_check_op(const char *device, const rf_plan *plan, const rf_
                     (uint64_t)(op - plan->ops), "%s: op %u (%s%s%s): %s", device, (uint32_t)(op - plan->ops),
                     rf_op_name(op->kind), *name ? " " : "", name, why);
 }
+
+
+RFI_ONCE_CODE_END
 
 /* ==== 10 CPU kernels =================================================================================== >>kernels
  * Dot products, attention and elementwise functions, single-threaded. Each instruction set has a table of functions,
@@ -14598,6 +14617,9 @@ static const rf_device_api rfi_cpu_api = {
     .times = rfi_cpu_times,
 };
 
+
+RFI_ONCE_CODE
+
 /* ==== 11 Null device ==================================================================================== >>null
  * Computes nothing and checks everything: ops against the table of ops, that every buffer is written before it is read,
  * that weights are loaded when an op runs, that the rows of a step fit. It has no memory, logits are zeros, and it can
@@ -14977,6 +14999,7 @@ static const rf_device_api rfi_null_api = {
     .times = rfi_null_times,
 };
 
+
 /* ==== 12 Model and session ============================================================================ >>session
  * A model is a file, its plan and its weights on one device. A session is the memory in which the plan runs: KV cache
  * and recurrent states of n_seq_max sequences, activations, logits. Everything is allocated at open. rf_session_eval
@@ -15082,6 +15105,7 @@ struct rf_session {
     uint32_t logits_copied;       /* 1: logits holds them                                    */
     _Atomic uint32_t n_users;     /* schedulers                                              */
     _Atomic int cancel;
+    uint32_t owns_model;          /* 1: rf_session_open_file opened the model, its device and file */
 #define RFI_SESSION_MEMBER(where, type, name, count) type *name;
     RFI_SESSION_ARRAYS(RFI_SESSION_MEMBER)
 #undef RFI_SESSION_MEMBER
@@ -15351,6 +15375,37 @@ ROCMFORGE_API rf_result rf_session_open(rf_model *m, const rf_session_desc *desc
     return RF_OK;
 }
 
+ROCMFORGE_API rf_result rf_session_open_file(const char *path, const char *device, const rf_session_desc *desc,
+                                             rf_session **out, rf_error *err) {
+    rf_gguf *file = NULL;
+    rf_device *d = NULL;
+    rf_model *model = NULL;
+    rfi_clear(err);
+    if (!out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_open_file: out is NULL");
+    *out = NULL;
+    rf_result r = rf_gguf_open(path, NULL, &file, err);
+    if (r == RF_OK) r = rf_device_open(device, NULL, &d, err);
+    if (r == RF_OK) r = rf_model_open(file, d, NULL, &model, err);
+    if (r == RF_OK) r = rf_session_open(model, desc, out, err);
+    if (r == RF_OK) {
+        (*out)->owns_model = 1;
+        return RF_OK;
+    }
+    rf_model_close(model, NULL);
+    rf_device_close(d, NULL);
+    rf_gguf_close(file, NULL);
+    return r;
+}
+
+ROCMFORGE_API rf_model *rf_session_get_model(const rf_session *s) { return s ? s->m : NULL; }
+
+static int rfi_tokenizer_is_used(const rf_tokenizer *t);
+
+/* A model that its session owns is used by others still: sessions, or schedulers by its tokenizer. */
+static int rfi_owned_model_is_used(const rf_model *m) {
+    return atomic_load(&m->n_sessions) > 1 || rfi_tokenizer_is_used(m->tokenizer);
+}
+
 ROCMFORGE_API rf_result rf_session_close(rf_session *s, rf_error *err) {
     rfi_clear(err);
     if (!s) return RF_OK;
@@ -15358,9 +15413,16 @@ ROCMFORGE_API rf_result rf_session_close(rf_session *s, rf_error *err) {
     rf_model *m = s->m;
     if (atomic_load(&s->n_users))
         return rfi_fail(err, RF_ERR_BUSY, 0, "session of %s: a scheduler uses it", rfi_gguf_path(m->g));
+    const uint32_t owns_model = s->owns_model;
+    if (owns_model && rfi_owned_model_is_used(m))
+        return rfi_fail(err, RF_ERR_BUSY, 0, "session of %s: others use its model", rfi_gguf_path(m->g));
+    rf_device *d = m->device;
+    rf_gguf *g = m->g;
     rfi_session_release(s);
     atomic_fetch_sub(&m->n_sessions, 1);
-    return RF_OK;
+    rf_result r = owns_model ? rf_model_close(m, err) : RF_OK;
+    if (owns_model && r == RF_OK) r = rf_device_close(d, err);
+    return owns_model && r == RF_OK ? rf_gguf_close(g, err) : r;
 }
 
 /* ---- recurrent states ----
@@ -16593,6 +16655,8 @@ ROCMFORGE_API void rf_session_cancel(rf_session *s) {
     if (s) atomic_store(&s->cancel, 1);
 }
 
+RFI_ONCE_CODE_END
+
 /* ==== 13 Tokens and text ================================================================================ >>token
  * Tokenizers: text to token ids and back. SPM (SentencePiece, "llama") merges pairs by score; spaces are U+2581, bytes
  * <0xHH>. BPE ("gpt2") cuts text into words with a pre-tokenizer, then merges pairs by rank over GPT-2's byte alphabet;
@@ -17326,10 +17390,12 @@ ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokeni
     return k.result;
 }
 
+static int rfi_tokenizer_is_used(const rf_tokenizer *t) { return t && atomic_load(&t->n_users); }
+
 ROCMFORGE_API rf_result rf_tokenizer_close(rf_tokenizer *t, rf_error *err) {
     rfi_clear(err);
     if (!t) return RF_OK;
-    if (atomic_load(&t->n_users))
+    if (rfi_tokenizer_is_used(t))
         return rfi_fail(err, RF_ERR_BUSY, 0, "tokenizer of %s: a scheduler uses it", rfi_gguf_path(t->g));
     rf_allocator a = t->allocator;
     rfi_free(&a, t->text);
@@ -19061,6 +19127,9 @@ static uint32_t rfi_unicode_base(uint32_t cp) {
     const size_t i = rfi_count_below(rfi_unicode_bases, RFI_COUNT(rfi_unicode_bases), 1, cp << 16);
     return i < RFI_COUNT(rfi_unicode_bases) && rfi_unicode_bases[i] >> 16 == cp ? rfi_unicode_bases[i] & 0xffff : cp;
 }
+
+
+RFI_ONCE_CODE
 
 /* ==== 13b JSON and values ================================================================================= >>json
  * Values as Python and JSON have them, the memory of one call in which they live, and JSON's text from and to them.
@@ -23386,6 +23455,9 @@ ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *c
     return rfi_fail_with(err, &own);
 }
 
+
+RFI_ONCE_CODE_END
+
 /* ==== 13e Sampling ======================================================================================= >>sample
  * Sampling: from logits to one token, without allocating and without sorting. A float maps to a uint32 key of the same
  * order, so that top-k and top-p are both a cut in key space, found by three histogram passes (11 + 11 + 10 bits) over
@@ -24198,6 +24270,9 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
     if (n_active) *n_active = sch->n_running + sch->n_waiting;
     return r;
 }
+
+
+RFI_ONCE_CODE
 
 /* ==== 13g Answers ======================================================================================== >>answer
  * From what a model writes to thoughts, answer and tool calls. Text is scanned for the markers of the formats that the
@@ -25909,6 +25984,9 @@ ROCMFORGE_API rf_result rf_model_get_chat_template(rf_model *m, const rf_chat_te
     return RF_OK;
 }
 
+
+RFI_ONCE_CODE_END
+
 /* Changes
  *   0.3.0  Encoders, rerankers: rf_session_embed(s, tokens, n, pooling, out) -> (s, &rf_embed_desc, out), many texts;
  *            RF_POOL_DEFAULT, RF_POOL_RANK; the numbers of rf_pooling are those of GGUF. rf_model_info.is_encoder, ...
@@ -25920,6 +25998,7 @@ ROCMFORGE_API rf_result rf_model_get_chat_template(rf_model *m, const rf_chat_te
  *          Chat templates are executed: rf_chat_template_open, rf_model_get_chat_template. rf_chat has the template,
  *            tools, thinking, extra variables, a prefill; rf_chat_message more fields (name them: {.role = ...}).
  *            rf_chat_format(g, &chat, ...) -> (&chat, ...); template_name, rf_chat_template_name and rf_chat_final go.
+ *          rf_session_open_file: file, device, model and session in one call; rf_session_get_model.
  *          rf_generate: from prompt or messages to text, in one call. rf_answer_open: thoughts, answer, tool calls.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward

@@ -407,6 +407,30 @@ static void test_arguments(void) {
     CHECK(rf_session_length(r.s, 0) == 0);
 }
 
+/* one call opens file, device, model and session, and one closes them */
+static void test_open_file(void) {
+    rf_session *s = NULL, *other = NULL;
+    rf_error err = {0};
+    const rf_session_desc too_long = {.n_ctx = 0x7fffffff, .n_seq_max = 64};
+    CHECK(rf_session_open_file("no such file", "cpu", NULL, &s, &err) != RF_OK && !s && strstr(err.text, "no such file"), "%s", err.text);
+    CHECK(rf_session_open_file(MODEL, "no such device", NULL, &s, &err) != RF_OK && !s && strstr(err.text, "no such device"), "%s", err.text);
+    CHECK(rf_session_open_file(MODEL, "cpu", &too_long, &s, &err) != RF_OK && !s && err.text[0]);
+    CHECK(rf_session_open_file(MODEL, "cpu", NULL, NULL, &err) == RF_ERR_ARGUMENT);
+    CHECK(!rf_session_get_model(NULL) && rf_session_close(NULL, NULL) == RF_OK);
+
+    REQUIRE(rf_session_open_file(MODEL, "cpu", NULL, &s, &err) == RF_OK, "%s", err.text);
+    rf_model *m = rf_session_get_model(s);
+    const rf_tokenizer *t = NULL;
+    rf_scheduler *sch = NULL;
+    int32_t id = 0;
+    CHECK(rf_session_open(m, NULL, &other, &err) == RF_OK && rf_session_get_model(other) == m);
+    CHECK(rf_session_close(s, &err) == RF_ERR_BUSY && strstr(err.text, "shakespeare-5m"), "%s", err.text);
+    CHECK(rf_session_forward(s, &id, 1, NULL, &err) == RF_OK, "it works on: %s", err.text);
+    CHECK(rf_model_get_tokenizer(m, &t, &err) == RF_OK && rf_scheduler_open(s, t, 1, &sch, &err) == RF_OK);
+    CHECK(rf_session_close(other, &err) == RF_OK && rf_session_close(s, &err) == RF_ERR_BUSY);
+    CHECK(rf_scheduler_close(sch, &err) == RF_OK && rf_session_close(s, &err) == RF_OK, "%s", err.text);
+}
+
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
     FILE *model = fopen(MODEL, "rb");
@@ -421,6 +445,7 @@ int main(int argc, char **argv) {
     RUN(test_control_tokens);
     RUN_IF(have, test_memory, "no " MODEL);
     RUN_IF(have, test_arguments, "no " MODEL);
+    RUN_IF(have, test_open_file, "no " MODEL);
     rig_close(&r);
     RFT_END();
 }
