@@ -47,7 +47,7 @@ typedef struct texts {
 
 /* The options of all commands; the table at the end says which command takes which. Switches are 0 or 1. */
 typedef struct options {
-    const char *gguf, *prompt, *prompt_file, *system, *device, *isa, *pre, *type, *tokens, *out, *depths;
+    const char *gguf, *prompt, *prompt_file, *system, *device, *isa, *pre, *type, *tokens, *out, *depths, *parallel;
     const char *jinja, *tools, *effort, *extra, *input, *now, *rank;
     texts logit_bias, dry_breakers, stop;
     uint64_t budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
@@ -1802,7 +1802,84 @@ static int measure_bench(app *a, bench_row *rows) {
     return DONE;
 }
 
+/* ---- bench --parallel ---- */
+
+#define PARALLEL_MAX 1024u  /* sequences */
+#define PARALLEL_DEPTH 256u /* tokens of each before the first step */
+
+/* Evaluate the first tokens once and copy them to n sequences; `n` itself keeps them. */
+static int fill_sequences(app *a, uint32_t n) {
+    int code;
+    rf_token_row rows[PARALLEL_DEPTH] = {{0}};
+    for (uint32_t i = 0; i < PARALLEL_DEPTH; i++)
+        rows[i] = (rf_token_row){.token = (int32_t)((i * 7919u + 1u) % a->info.n_vocab), .seq = (int32_t)n,
+                                 .pos = RF_POS_NEXT};
+    if (rf_session_length(a->s, (int32_t)n) == 0 &&
+        (code = lib(a, rf_session_eval(a->s, rows, PARALLEL_DEPTH, &a->err))))
+        return code;
+    for (uint32_t seq = 0; seq < n; seq++)
+        if ((code = lib(a, rf_session_copy(a->s, (int32_t)n, (int32_t)seq, &a->err)))) return code;
+    return DONE;
+}
+
+/* Milliseconds of a step of one token of each of n sequences, all with logits: the median of the runs. */
+static int time_parallel(app *a, uint32_t n, double *ms) {
+    int code;
+    double seconds[REPEAT_MAX];
+    rf_token_row rows[PARALLEL_MAX];
+    rf_session_desc desc = session_desc(a, PARALLEL_DEPTH + a->o.n_decode, n);
+    desc.n_seq_max = n + 1;
+    a->n_ctx = desc.n_ctx;
+    if (PARALLEL_DEPTH + a->o.n_decode > a->n_ctx) return too_long(a, PARALLEL_DEPTH + a->o.n_decode);
+    if ((code = lib(a, rf_session_open(a->m, &desc, &a->s, &a->err)))) return code;
+    catch_interrupt(a->s);
+    for (int run = -1; run < (int)a->o.n_repeat; run++) { /* the first one does not count */
+        if ((code = fill_sequences(a, n))) return code;
+        int32_t last;
+        const double t = now();
+        for (uint32_t k = 0; k < a->o.n_decode; k++) {
+            for (uint32_t i = 0; i < n; i++)
+                rows[i] = (rf_token_row){.token = (int32_t)((k * 77u + i * 1013u + 3u) % a->info.n_vocab),
+                                         .seq = (int32_t)i, .pos = RF_POS_NEXT, .want_logits = 1};
+            if ((code = lib(a, rf_session_eval(a->s, rows, n, &a->err)))) return code;
+            if ((code = lib(a, rf_session_get_argmax(a->s, n - 1, &last, &a->err)))) return code;
+        }
+        if (run >= 0) seconds[run] = now() - t;
+    }
+    *ms = median(seconds, a->o.n_repeat) / (double)a->o.n_decode * 1e3;
+    catch_interrupt(NULL);
+    code = lib(a, rf_session_close(a->s, &a->err));
+    a->s = NULL;
+    return code;
+}
+
+static int run_parallel(app *a) {
+    int code, good;
+    ids *v = &a->tokens;
+    if ((code = parse_ids(a, a->o.parallel, v, &good))) return code;
+    for (uint32_t i = 0; i < v->len; i++) good = good && v->data[i] > 0 && (uint32_t)v->data[i] <= PARALLEL_MAX;
+    if (!good || v->len == 0 || v->len > DEPTHS_MAX || a->o.n_decode == 0)
+        return fail(a, USAGE, "--parallel: want at most %u numbers of sequences, 1 to %u, like 1,2,4, and -n above 0, "
+                    "got \"%s\"", DEPTHS_MAX, PARALLEL_MAX, a->o.parallel);
+    if ((code = open_model(a, a->o.device))) return code;
+    if (a->o.ctx == 0) a->o.ctx = PARALLEL_DEPTH + a->o.n_decode;
+    if (a->o.json) fputs("{\"results\": [", stdout);
+    else puts("sequences  step_ms  sequence_tok_s  all_tok_s");
+    for (uint32_t i = 0; i < v->len; i++) {
+        const uint32_t n = (uint32_t)v->data[i];
+        double ms;
+        if ((code = time_parallel(a, n, &ms))) return code;
+        printf(a->o.json ? "%s{\"sequences\": %u, \"step_ms\": %.4f, \"sequence_tok_s\": %.2f, \"all_tok_s\": %.2f}"
+                         : "%s%9u  %7.4f  %14.2f  %9.2f\n",
+               a->o.json && i ? ", " : "", n, ms, rate(1e3, ms), rate(1e3 * n, ms));
+        fflush(stdout);
+    }
+    if (a->o.json) puts("]}");
+    return DONE;
+}
+
 static int run_bench(app *a) {
+    if (a->o.parallel) return run_parallel(a);
     if (a->o.n_prompt + a->o.n_decode == 0) return fail(a, USAGE, "-p and -n are both 0");
     bench_row *rows = calloc(DEPTHS_MAX, sizeof *rows);
     if (!rows) return no_memory(a);
@@ -2650,6 +2727,8 @@ static const flag flags[] = {
     {"-n", COUNT, AT(n_decode), BENCH, 0, 0, 1 << 24, "N", "tokens one by one (128); GB/s: weights used, k, v, states"},
     {"-r", COUNT, AT(n_repeat), BENCH, 0, 1, REPEAT_MAX, "N", "runs (3)"},
     {"-d", TEXT, AT(depths), BENCH, 0, 0, 0, "0,4096,...", "tokens in the context before, a line for each (0)"},
+    {"--parallel", TEXT, AT(parallel), BENCH, 0, 0, 0, "1,2,4,...",
+     "instead: steps of so many sequences, a token of each, after 256 tokens; a line for each"},
     {"--peak", BYTES, AT(peak), BENCH, 0, 0, 0, "N", "read so much at once to measure the memory (1G); 0 = do not"},
     {"--decode", SWITCH, AT(decode), TOKENIZE, 0, 0, 0, NULL, "[1,2,3] in, text out"},
     {"--hex", SWITCH, AT(hex), TOKENIZE, 0, 0, 0, NULL, "text as the hex digits of its bytes"},

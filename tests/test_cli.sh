@@ -583,6 +583,12 @@ done
 for v in "" x G 1T 1.5G -1 20000000000G; do
     expect 2 "bench --budget '$v'" bench --gguf $model --budget "$v" && says "bench --budget '$v'" "\"$v\""
 done
+expect 0 "bench --parallel" bench --gguf $model --parallel 1,3 -n 2 -r 1 --device cpu
+verdict "bench --parallel: a line for each" grep -q '^        3  *[0-9.]*[1-9][0-9.]*  *[0-9.]*[1-9][0-9.]*  *[0-9.]*[1-9]' "$t/out"
+for v in "" x 0 1, 1025; do
+    expect 2 "bench --parallel '$v'" bench --gguf $model --parallel "$v" && says "bench --parallel '$v'" "\"$v\""
+done
+expect 1 "bench --parallel beyond --ctx" bench --gguf $model --parallel 2 -n 4 --ctx 259 && says "bench --parallel beyond --ctx" "260 tokens"
 expect 2 "bench of nothing" bench --gguf $model -p 0 -n 0
 expect 1 "bench beyond --ctx" bench --gguf $model -d 100 -p 8 -n 4 --ctx 111 --peak 0 && says "bench beyond --ctx" "112 tokens"
 if have python3; then
@@ -615,6 +621,12 @@ PY
     done
     expect 0 "bench --json null" bench --gguf $model -d 0,40 -p 16 -n 4 -r 1 --json --device null
     verdict "bench --json null is right" python3 "$t/bench.py" "$t/out" 64
+    expect 0 "bench --parallel --json" bench --gguf $model --parallel 2 -n 2 -r 1 --json --device cpu
+    verdict "bench --parallel --json is right" python3 -c '
+import json, sys
+r, = json.load(open(sys.argv[1]))["results"]
+assert r["sequences"] == 2 and abs(r["step_ms"] * r["sequence_tok_s"] / 1000 - 1) < 0.01, r
+assert abs(r["all_tok_s"] / r["sequence_tok_s"] - 2) < 0.01, r' "$t/out"
     # 2 layers with 3 experts per token: 6 hits and misses per token
     expect 0 "bench of experts" bench tests/family/olmoe.gguf -p 4 -n 8 -r 2 --json --peak 0 --device cpu --budget 55k --expert-budget 30k
     verdict "bench of experts: the numbers" python3 -c '
