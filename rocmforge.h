@@ -15049,6 +15049,22 @@ typedef struct rfi_snapshot {
  * costs no page until it is used. */
 enum { RFI_ZEROED, RFI_RAW, RFI_PINNED };
 
+/* Over all ops with experts: the most to choose from, and the widest row of ids and weights. A layer may have experts of
+ * two kinds, of values and of the FFN. */
+static uint32_t rfi_plan_max_experts(const rf_plan *plan) {
+    uint32_t n = 0;
+    for (const rf_op *op = plan->ops; op < plan->ops + plan->n_ops; op++)
+        if (op->kind == RF_OP_EXPERTS && op->experts.n_experts > n) n = op->experts.n_experts;
+    return n;
+}
+
+static uint64_t rfi_plan_route_width(const rf_plan *plan) {
+    uint32_t width = 0;
+    for (const rf_op *op = plan->ops; op < plan->ops + plan->n_ops; op++)
+        if (op->kind == RF_OP_EXPERTS && plan->buffers[op->in2].width > width) width = plan->buffers[op->in2].width;
+    return width;
+}
+
 /* The arrays of a session in host memory: where, type, member, elements for model m and desc d. */
 #define RFI_SESSION_ARRAYS(X)                                                                                          \
     X(RFI_ZEROED, uint64_t, buffer_offset, m->plan.n_buffers) /* bytes into scratch                                */  \
@@ -15063,9 +15079,9 @@ enum { RFI_ZEROED, RFI_RAW, RFI_PINNED };
     X(RFI_ZEROED, uint8_t, chosen, m->plan.n_slots)      /* 1: of an expert that the segment in progress needs     */  \
     X(RFI_ZEROED, uint32_t, held, rfi_plan_uses(&m->plan))          /* [n_held] resident slots                     */  \
     X(RFI_ZEROED, uint32_t, held_streamed, rfi_plan_uses(&m->plan)) /* [n_held_streamed] slots of the segment      */  \
-    X(RFI_ZEROED, uint32_t, rows_of, m->config.moe.n_experts) /* rows that chose each expert of the layer          */  \
-    X(RFI_ZEROED, uint32_t, frames, m->config.moe.n_experts)  /* frames held of held_layer's experts, or RF_NONE   */  \
-    X(RFI_PINNED, int32_t, route, 2ull * m->config.moe.n_used * d->n_batch) /* ids, weights; NULL: no experts      */  \
+    X(RFI_ZEROED, uint32_t, rows_of, rfi_plan_max_experts(&m->plan)) /* rows that chose each expert of the layer   */  \
+    X(RFI_ZEROED, uint32_t, frames, rfi_plan_max_experts(&m->plan))  /* frames held of held_layer's, or RF_NONE    */  \
+    X(RFI_PINNED, int32_t, route, rfi_plan_route_width(&m->plan) * d->n_batch) /* ids, weights; NULL: no experts   */  \
     /* sequences */                                                                                                    \
     X(RFI_RAW, int32_t, tokens, (uint64_t)d->n_seq_max * d->n_ctx) /* -1 where a row came as floats                */  \
     X(RFI_ZEROED, uint32_t, lengths, d->n_seq_max)      /* tokens held                                             */  \

@@ -321,9 +321,9 @@ def best_groups(m, score):
     return np.where((sums >= ranks[:, used - 1:used])[:, :, None], groups, -np.inf).reshape(score.shape)
 
 
-def choose_experts(m, probs, score, normalised):
-    """[T, n_expert] weights, zero where an expert is not among the expert_used_count of the highest score"""
-    used = m.get('expert_used_count')
+def choose_experts(m, probs, score, normalised, count='expert_used_count'):
+    """[T, n_expert] weights, zero where an expert is not among the `count` of the highest score"""
+    used = m.get(count)
     ranks = np.sort(score, -1)[:, ::-1]
     m.router_margin = min(m.router_margin, (ranks[:, used - 1] - ranks[:, used]).min())
     w = np.where(score >= ranks[:, used - 1:used], probs, 0.0)
@@ -1466,18 +1466,19 @@ def make_grovemoe():
 
 
 def make_k2_horizon():
-    """norms of four equal parts; a norm for each head; gates by softplus of base 2; values are mixtures, too"""
+    """norms of four equal parts; a norm for each head; gates by softplus of base 2; values are mixtures, too, of
+    more experts than the FFN"""
     m = Model('k2-horizon', 'k2-horizon')
     common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0)
     m.u32(expert_count=4, expert_used_count=2, expert_feed_forward_length=16, leading_dense_block_count=1,
-          attention__value_expert_count=3, attention__value_expert_used_count=2, attention__group_norm_groups=4)
+          attention__value_expert_count=7, attention__value_expert_used_count=3, attention__group_norm_groups=4)
     put_family(m, 2, 32, qk=lambda n: (n, 8), dense=lambda il: il == 0)
     for il in range(2): m.weight('blk.%d.attn_gate' % il, 32, N_EMBD, gain=1.5)
     put_router(m, 1, 4, 16)
     del m.tensors['blk.1.attn_v.weight']
-    m.weight('blk.1.attn_v_exps', 3, 16, N_EMBD, gain=2.0)
-    m.vector('blk.1.attn_v_gate.weight', 3, N_EMBD, spread=2.5 / N_EMBD ** 0.5)
-    m.vector('blk.1.attn_v_gate.bias', 3, spread=0.1)
+    m.weight('blk.1.attn_v_exps', 7, 16, N_EMBD, gain=2.0)
+    m.vector('blk.1.attn_v_gate.weight', 7, N_EMBD, spread=2.5 / N_EMBD ** 0.5)
+    m.vector('blk.1.attn_v_gate.bias', 7, spread=0.1)
     eps = m.get('attention.layer_norm_rms_epsilon')
 
     def grouped(name, x): return rms(heads(x, 4), eps).reshape(x.shape) * m.at(name + '.weight')
@@ -1488,8 +1489,9 @@ def make_k2_horizon():
             b, h = 'blk.%d.' % il, grouped('blk.%d.attn_norm' % il, x)
             if il:
                 probs = sigmoid(h @ m.at(b + 'attn_v_gate.weight').T)
-                w = choose_experts(m, probs, probs + m.at(b + 'attn_v_gate.bias'), False)
-                v = sum(w[:, e:e + 1] * silu(h @ m.at(b + 'attn_v_exps.weight')[e].T) for e in range(3))
+                w = choose_experts(m, probs, probs + m.at(b + 'attn_v_gate.bias'), False,
+                                   'attention.value_expert_used_count')
+                v = sum(w[:, e:e + 1] * silu(h @ m.at(b + 'attn_v_exps.weight')[e].T) for e in range(7))
             else: v = linear(m, b + 'attn_v', h)
             q, k = heads(linear(m, b + 'attn_q', h), 4), heads(linear(m, b + 'attn_k', h), 2)
             q, k = (rope(rms_norm(m, b + name, x), 8, 1000.0, 'far') for name, x in (('attn_q_norm', q), ('attn_k_norm', k)))
