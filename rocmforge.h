@@ -15049,8 +15049,8 @@ typedef struct rfi_snapshot {
  * costs no page until it is used. */
 enum { RFI_ZEROED, RFI_RAW, RFI_PINNED };
 
-/* Over all ops with experts: the most to choose from, and the widest row of ids and weights. A layer may have experts of
- * two kinds, of values and of the FFN. */
+/* Over all ops with experts: the most to choose from, and the widest row of ids and weights. A layer may have experts
+ * of two kinds, of values and of the FFN. */
 static uint32_t rfi_plan_max_experts(const rf_plan *plan) {
     uint32_t n = 0;
     for (const rf_op *op = plan->ops; op < plan->ops + plan->n_ops; op++)
