@@ -1,4 +1,4 @@
-/* rocmforge.h - runs GGUF language models; one file, C11                                                    v0.2.0
+/* rocmforge.h - runs GGUF language models; one file, C11                                                    v0.3.0
  *
  *     #define ROCMFORGE_IMPLEMENTATION        in exactly one C file, before the include; nowhere else
  *     #include "rocmforge.h"
@@ -156,7 +156,7 @@
  * file is meant (contiguous dimension first) it reads ne={...}. */
 
 #define RF_VERSION_MAJOR 0
-#define RF_VERSION_MINOR 2
+#define RF_VERSION_MINOR 3
 #define RF_VERSION_PATCH 0
 
 #ifndef ROCMFORGE_API
@@ -203,7 +203,7 @@ typedef struct rf_error {
 /* Name of a result ("RF_ERR_IO"); never NULL. Threads any. */
 ROCMFORGE_API const char *rf_result_name(rf_result code);
 
-/* Library version as "0.2.0": compare with RF_VERSION_* to notice a stale object file. Threads any. */
+/* Library version as "0.3.0": compare with RF_VERSION_* to notice a stale object file. Threads any. */
 ROCMFORGE_API const char *rf_version(void);
 
 /* ---- memory, log and file hooks ---- */
