@@ -7455,8 +7455,10 @@ static int rfk_can_join(const rf_plan *plan, const rf_op *a, const rf_op *b) {
 }
 
 /* Whether the op overwrites all of its output. */
-static int rfk_replaces(const rf_op *op) {
-    return op->kind != RF_OP_ROPE && op->kind != RF_OP_SLICE && !(op->flags & RF_OP_ACCUMULATE);
+static int rfk_replaces(const rf_plan *plan, const rf_op *op) {
+    if (op->kind == RF_OP_SLICE)
+        return op->slice.out_at == 0 && op->slice.n_heads * op->slice.n == plan->buffers[op->out].width;
+    return op->kind != RF_OP_ROPE && !(op->flags & RF_OP_ACCUMULATE);
 }
 
 /* For op i, which quantizes its output: whether nothing reads the floats before they are overwritten. */
@@ -7468,7 +7470,7 @@ static int rfk_read_as_int8(const rf_prepared *p, uint32_t i) {
         const rf_op *op = &plan->ops[i];
         if (op->in2 == buffer || op->in3 == buffer) return 0;
         if (op->in == buffer && (!rfk_reads_int8(plan, op) || p->ops[i].quantize)) return 0;
-        if (op->out == buffer) return rfk_replaces(op);
+        if (op->out == buffer) return rfk_replaces(plan, op);
     }
     return 1;
 }
@@ -7633,7 +7635,7 @@ static int rfk_is_dead(const rf_plan *plan, uint32_t i, uint32_t buffer) {
     for (; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
         if (op->in == buffer || op->in2 == buffer || op->in3 == buffer) return 0;
-        if (op->out == buffer) return rfk_replaces(op);
+        if (op->out == buffer) return rfk_replaces(plan, op);
     }
     return plan->buffers[buffer].rows != RF_ROWS_LOGITS; /* the host reads those */
 }
@@ -9354,14 +9356,28 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     p->no_graphs = 1;
 }
 
+/* A step of one row for a replay that is checked: it keeps the recurrent states, because the launches that check it
+ * begin with the same ones and then store theirs. */
+static rf_result rfk_write_checked_step(rf_prepared *p, rf_queue *q, const rf_step *step, rf_error *err) {
+    rf_step kept = *step;
+    rf_step_row row = step->rows[0];
+    row.to = 0;
+    kept.rows = &row;
+    return rfk_write_step_values(p, q, &kept, err);
+}
+
+/* The logits of a step; NULL: none, or replays are not compared. */
+static float *rfk_logits_to_check(const rf_prepared *p) {
+    float *logits = NULL;
+    for (uint32_t i = 0; p->kept_logits && i < p->plan->n_ops; i++)
+        if (p->plan->ops[i].out == p->plan->logits) logits = p->ops[i].out;
+    return logits;
+}
+
 /* Run the step that was just replayed again by launches: the logits must have the same bits. */
 static rf_result rfk_check_replay(rf_prepared *p, rf_queue *q, const rf_step *step, rf_error *err) {
-    const rf_plan *plan = p->plan;
-    float *logits = NULL;
-    uint32_t differ = 0, n = plan->n_vocab;
-    for (uint32_t i = 0; i < plan->n_ops; i++)
-        if (plan->ops[i].out == plan->logits) logits = p->ops[i].out;
-    if (!logits || !p->kept_logits) return RF_OK;
+    float *logits = rfk_logits_to_check(p);
+    uint32_t differ = 0, n = p->plan->n_vocab;
     rfk_compare_args a = {(const uint32_t *)logits, (const uint32_t *)p->kept_logits, p->differ, n};
     rf_result r = rfk_check(p->dev, err, hipMemsetAsync(p->differ, 0, sizeof differ, q->stream), "hipMemsetAsync",
                             "a check of graphs", 0);
@@ -9370,6 +9386,7 @@ static rf_result rfk_check_replay(rf_prepared *p, rf_queue *q, const rf_step *st
                       hipMemcpyAsync(p->kept_logits, logits, (size_t)n * sizeof(float), hipMemcpyDeviceToDevice,
                                      q->stream),
                       "hipMemcpyAsync", "a check of graphs", 0);
+    if (r == RF_OK) r = rfk_write_step_values(p, q, step, err);
     if (r == RF_OK) r = rfk_run_segments(p, q, 0, p->n_segments, step, err);
     if (r == RF_OK)
         r = rfk_check(p->dev, err,
@@ -9398,8 +9415,10 @@ static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, in
     *replayed = p->n_graphs > 0;
     rf_result r = RF_OK;
     const int checks = p->graphs_checked < RFK_GRAPH_CHECKS &&
-                       __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_CHECKED;
+                       __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_CHECKED &&
+                       rfk_logits_to_check(p);
     const int times = *replayed && !checks && p->tuning.event[0];
+    if (*replayed && checks) r = rfk_write_checked_step(p, q, step, err);
     if (times) rfk_before_timed(p, q, 1);
     for (uint32_t i = 0; r == RF_OK && i < p->n_graphs; i++)
         r = rfk_check(p->dev, err, hipGraphLaunch(p->graph[i], q->stream), "hipGraphLaunch", "a decode step", 0);
