@@ -88,7 +88,8 @@
  *   ROCMFORGE_API             everywhere: what stands before each declaration (default extern)
  *   ROCMFORGE_HIP             implementation: refer to the kernels file strongly (static archives)
  *   ROCMFORGE_TYPES           implementation, kernels file: tensor types that get kernels, names of RF_TYPE_TABLE, e.g.
- *                             Q4_K,Q6_K,Q8_0,F16 (F32 is always in; default all): quicker to compile
+ *                             Q4_K,Q6_K,Q8_0,F16 (F32 is always in; default all): quicker to compile. nvcc wants
+ *                             its commas escaped: '-DROCMFORGE_TYPES=Q4_K\,Q6_K'
  *   ROCMFORGE_NO_SIMD         implementation: portable C kernels only, slow to run, compiles in half the time
  *   ROCMFORGE_MALLOC/_FREE    implementation: default allocator, both or none (default malloc, free)
  *   ROCMFORGE_MAX_LAYERS ...  implementation: limits for files, named beside their checks
