@@ -54,7 +54,9 @@
  *   rank documents for a query         rf_session_embed with RF_POOL_RANK, and a reranker
  *   give floats instead of tokens      rf_token_row.embedding
  *   many users at once                 rf_scheduler_open (continuous batching), or a session per thread of one model
- *   one system prompt, many answers    evaluate it once, then rf_session_copy
+ *   a request nobody waits for         rf_scheduler_cancel, or a nonzero return of its on_token
+ *   a server, OpenAI-compatible        examples/rocmforge_server.c
+ *   one system prompt, many answers    evaluate it once, then rf_session_copy; a scheduler shares it by itself
  *   edit or undo                       rf_session_sync, rf_session_truncate
  *   save a sequence                    rf_session_save, rf_session_restore
  *   will it fit                        rf_model_forecast, before anything is allocated
@@ -1252,10 +1254,15 @@ typedef struct rf_request {
     int (*on_token)(int32_t token, void *user);
     void (*on_end)(rf_result reason, void *user);
     void *user;
+    uint32_t no_reuse;       /* 1: evaluate the whole prompt           */
+    uint32_t *n_reused;      /* out, or NULL: tokens of the prompt that were not evaluated again; borrowed as well */
 } rf_request;
 
 /* Serve many requests with one session: each step evaluates the next token of every running sequence and a share of the
- * waiting prompts.
+ * waiting prompts. As many requests run at once as n_seq_max, n_batch and n_logits_max allow. Sequences keep what
+ * ended requests left there, and a request begins with the longest prefix of its prompt that any sequence holds, or
+ * that an older request is about to evaluate; the least recently used sequence gives way. With n_logits_max below
+ * n_seq_max there are sequences that only keep prefixes.
  *   s, t            in   borrowed until rf_scheduler_close (closing them is refused); no other call may use the session
  *                        meanwhile, rf_session_cancel excepted
  *   queue_capacity  in   requests that may wait, >= 1
@@ -1274,6 +1281,11 @@ ROCMFORGE_API rf_result rf_scheduler_close(rf_scheduler *sch, rf_error *err);
  * token out of range, no prompt, no sampler); RF_ERR_CANCELLED while the scheduler closes.   Memory none.   Threads as
  * above. */
 ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request *request, rf_error *err);
+
+/* End all requests with this `user`, running or waiting, with RF_ERR_CANCELLED as the reason.
+ * Returns RF_OK, also if there is none; RF_ERR_ARGUMENT; RF_ERR_BUSY from one of the scheduler's own callbacks.
+ * Memory none.   Threads as above. */
+ROCMFORGE_API rf_result rf_scheduler_cancel(rf_scheduler *sch, const void *user, rf_error *err);
 
 /* Run one batch.
  *   n_active  out  requests that run or wait afterwards; may be NULL
@@ -24127,11 +24139,16 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
 /* ==== 13f Continuous batching ========================================================================= >>scheduler
  * The scheduler. Requests wait in a ring buffer and run in slots, each with a sequence of the session. There are never
  * more slots than a batch has rows and logits, so every request in decode advances in every step and none starves. The
- * rest of a batch goes to prompts (prefill), the oldest first. Callbacks may submit requests, nothing else. */
+ * rest of a batch goes to prompts (prefill), the oldest first. Callbacks may submit requests, nothing else.
+ * A request gets its sequence when its prompt begins: one that holds a prefix of it already, or a copy of that. It
+ * waits while an older request evaluates a prefix that they share; the oldest prompt waits for none, so this ends. */
+
+#define RFI_WORTH_WAITING 8u    /* tokens of a shared prefix */
+#define RFI_SEQ_RUNS UINT64_MAX /* in rf_scheduler.used      */
 
 typedef struct rfi_slot {
     rf_request request;
-    int32_t seq;
+    int32_t seq;        /* -1: the prompt has not begun                       */
     uint32_t n_held;    /* tokens evaluated, the prompt's first               */
     uint32_t n_new;     /* tokens in the current batch                        */
     uint32_t n_chosen;
@@ -24148,6 +24165,8 @@ struct rf_scheduler {
     rfi_slot *slots;             /* [n_slots] running ones, oldest first, then idle    */
     uint32_t n_slots, n_running;
     rf_token_row *rows;          /* [n_batch]                                          */
+    uint64_t *used;              /* [n_seq_max] when the last request there ended, 0: never */
+    uint64_t n_ended;            /* requests                                           */
     int closing, in_callbacks;   /* 1: in rf_scheduler_close; in a call that runs callbacks */
 };
 
@@ -24173,11 +24192,11 @@ ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, 
     sch->queue = (rf_request *)rfi_alloc(alloc, queue_capacity, sizeof *sch->queue, "waiting requests", err);
     sch->slots = (rfi_slot *)rfi_alloc(alloc, sch->n_slots, sizeof *sch->slots, "running requests", err);
     sch->rows = (rf_token_row *)rfi_alloc(alloc, d->n_batch, sizeof *sch->rows, "a batch of rows", err);
-    if (!sch->queue || !sch->slots || !sch->rows) {
+    sch->used = (uint64_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *sch->used, "times of sequences", err);
+    if (!sch->queue || !sch->slots || !sch->rows || !sch->used) {
         rf_scheduler_close(sch, NULL);
         return RF_ERR_MEMORY;
     }
-    for (uint32_t i = 0; i < sch->n_slots; i++) sch->slots[i].seq = (int32_t)i;
     *out = sch;
     return RF_OK;
 }
@@ -24187,16 +24206,60 @@ static void rfi_scheduler_end(rf_scheduler *sch, uint32_t i, rf_result reason) {
     const rfi_slot ended = sch->slots[i];
     sch->n_running--;
     memmove(sch->slots + i, sch->slots + i + 1, (sch->n_running - i) * sizeof *sch->slots);
-    sch->slots[sch->n_running] = ended;
+    if (ended.seq >= 0) sch->used[ended.seq] = ++sch->n_ended;
     if (ended.request.on_end) ended.request.on_end(reason, ended.request.user);
 }
 
-static rf_result rfi_scheduler_admit(rf_scheduler *sch, rf_error *err) {
-    rfi_slot *slot = &sch->slots[sch->n_running++];
-    *slot = (rfi_slot){.request = sch->queue[sch->first], .seq = slot->seq, .logits_row = -1};
+static void rfi_scheduler_admit(rf_scheduler *sch) {
+    sch->slots[sch->n_running++] = (rfi_slot){.request = sch->queue[sch->first], .seq = -1, .logits_row = -1};
     sch->first = (sch->first + 1) % sch->capacity;
     sch->n_waiting--;
-    return rf_session_truncate(sch->session, slot->seq, 0, NULL, err);
+}
+
+static uint32_t rfi_common_tokens(const int32_t *a, const int32_t *b, uint32_t n) {
+    uint32_t i = 0;
+    while (i < n && a[i] == b[i]) i++;
+    return i;
+}
+
+/* 1 if an older request is about to evaluate clearly more of this prompt than the n_held tokens that a sequence has. */
+static int rfi_scheduler_waits(const rf_scheduler *sch, const rfi_slot *slot, uint32_t n_held) {
+    const rf_request *request = &slot->request;
+    for (const rfi_slot *older = sch->slots; older < slot; older++) {
+        const uint32_t n = (uint32_t)rfi_min_u64(request->n_prompt - 1, older->request.n_prompt);
+        if (older->n_held >= n || n < n_held + RFI_WORTH_WAITING) continue;
+        const uint32_t common = rfi_common_tokens(request->prompt, older->request.prompt, n);
+        if (common > older->n_held && common >= n_held + RFI_WORTH_WAITING) return 1;
+    }
+    return 0;
+}
+
+/* Give a request its sequence, with what is known of its prompt, unless it waits. The longest prefix is used in place
+ * where its sequence is idle and would lose less than it keeps; else it is copied to the one not used for longest. */
+static rf_result rfi_scheduler_begin(rf_scheduler *sch, rfi_slot *slot, rf_error *err) {
+    const rf_request *request = &slot->request;
+    rf_session *s = sch->session;
+    int32_t best = -1, to = -1;
+    uint32_t n_best = 0, kept = 0;
+    for (uint32_t seq = 0; seq < sch->desc->n_seq_max; seq++) {
+        const uint32_t n = request->no_reuse ? 0 : (uint32_t)rfi_min_u64(request->n_prompt - 1, s->lengths[seq]);
+        const uint32_t common = rfi_common_tokens(request->prompt, s->tokens + (uint64_t)seq * sch->desc->n_ctx, n);
+        if (common > n_best) n_best = common, best = (int32_t)seq;
+        if (sch->used[seq] != RFI_SEQ_RUNS && (to < 0 || sch->used[seq] < sch->used[to])) to = (int32_t)seq;
+    }
+    if (!request->no_reuse && rfi_scheduler_waits(sch, slot, n_best)) return RF_OK;
+    const int in_place = best >= 0 && sch->used[best] != RFI_SEQ_RUNS && s->lengths[best] - n_best < n_best;
+    if (in_place) to = best;
+    rf_result r = RF_OK;
+    /* a copy of a recurrent sequence cannot be cut back */
+    if (best >= 0 && best != to && (!s->n_slots || s->lengths[best] == n_best)) r = rf_session_copy(s, best, to, err);
+    if (r == RF_OK && request->no_reuse) r = rf_session_truncate(s, to, 0, NULL, err);
+    else if (r == RF_OK) r = rf_session_sync(s, to, request->prompt, request->n_prompt, &kept, err);
+    if (r != RF_OK) return r;
+    slot->seq = to, slot->n_held = kept;
+    sch->used[to] = RFI_SEQ_RUNS;
+    if (request->n_reused) *request->n_reused = kept;
+    return RF_OK;
 }
 
 ROCMFORGE_API rf_result rf_scheduler_close(rf_scheduler *sch, rf_error *err) {
@@ -24207,12 +24270,13 @@ ROCMFORGE_API rf_result rf_scheduler_close(rf_scheduler *sch, rf_error *err) {
     const rf_allocator *alloc = rfi_session_allocator(sch->session);
     sch->closing = sch->in_callbacks = 1;
     while (sch->n_running || sch->n_waiting) {
-        if (!sch->n_running) rfi_scheduler_admit(sch, NULL);
+        if (!sch->n_running) rfi_scheduler_admit(sch);
         rfi_scheduler_end(sch, 0, RF_ERR_CANCELLED);
     }
     rf_session *s = sch->session;
     rf_tokenizer *t = sch->tokenizer;
-    rfi_free(alloc, sch->queue), rfi_free(alloc, sch->slots), rfi_free(alloc, sch->rows), rfi_free(alloc, sch);
+    rfi_free(alloc, sch->queue), rfi_free(alloc, sch->slots), rfi_free(alloc, sch->rows), rfi_free(alloc, sch->used);
+    rfi_free(alloc, sch);
     atomic_fetch_sub(&s->n_users, 1); /* last: the allocator is their file's */
     atomic_fetch_sub(&t->n_users, 1);
     return RF_OK;
@@ -24238,6 +24302,30 @@ ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request 
     return RF_OK;
 }
 
+ROCMFORGE_API rf_result rf_scheduler_cancel(rf_scheduler *sch, const void *user, rf_error *err) {
+    rfi_clear(err);
+    if (!sch) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_cancel: scheduler is NULL");
+    if (rfi_device_check(sch->session->m->device, "rf_scheduler_cancel", err) != RF_OK) return RF_ERR_ARGUMENT;
+    if (sch->in_callbacks) return rfi_fail(err, RF_ERR_BUSY, 0, "rf_scheduler_cancel: called from a callback");
+    sch->in_callbacks = 1;
+    for (uint32_t i = 0; i < sch->n_running;)
+        if (sch->slots[i].request.user == user) rfi_scheduler_end(sch, i, RF_ERR_CANCELLED);
+        else i++;
+    for (uint32_t i = 0; i < sch->n_waiting;) {
+        const rf_request request = sch->queue[((uint64_t)sch->first + i) % sch->capacity];
+        if (request.user != user) {
+            i++;
+            continue;
+        }
+        sch->n_waiting--;
+        for (uint64_t k = (uint64_t)sch->first + i; k < (uint64_t)sch->first + sch->n_waiting; k++)
+            sch->queue[k % sch->capacity] = sch->queue[(k + 1) % sch->capacity];
+        if (request.on_end) request.on_end(RF_ERR_CANCELLED, request.user);
+    }
+    sch->in_callbacks = 0;
+    return RF_OK;
+}
+
 /* Fill the batch: a row of each request in decode, then prompts while there is room. Changes only what describes this
  * batch, so that a cancelled batch can be filled again. */
 static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
@@ -24246,7 +24334,7 @@ static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
         for (uint32_t i = 0; i < sch->n_running; i++) {
             rfi_slot *slot = &sch->slots[i];
             const rf_request *request = &slot->request;
-            if ((slot->n_held < request->n_prompt) != prompts) continue;
+            if (slot->seq < 0 || (slot->n_held < request->n_prompt) != prompts) continue;
             uint32_t end = prompts ? request->n_prompt : slot->n_held + 1, room = sch->desc->n_batch - n_rows;
             slot->n_new = end - slot->n_held < room ? end - slot->n_held : room;
             slot->logits_row = slot->n_held + slot->n_new == end ? (int32_t)n_logits++ : -1;
@@ -24273,7 +24361,9 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
     if (!sch) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_step: scheduler is NULL");
     if (rfi_device_check(sch->session->m->device, "rf_scheduler_step", err) != RF_OK) return RF_ERR_ARGUMENT;
     rf_result r = RF_OK;
-    while (r == RF_OK && sch->n_waiting && sch->n_running < sch->n_slots) r = rfi_scheduler_admit(sch, err);
+    while (sch->n_waiting && sch->n_running < sch->n_slots) rfi_scheduler_admit(sch);
+    for (uint32_t i = 0; i < sch->n_running && r == RF_OK; i++)
+        if (sch->slots[i].seq < 0) r = rfi_scheduler_begin(sch, &sch->slots[i], err);
     if (r == RF_OK && sch->n_running) r = rf_session_eval(sch->session, sch->rows, rfi_scheduler_fill(sch), err);
     sch->in_callbacks = 1;
     /* Cancelled: nothing has changed. Any other failure ends every request that runs. */
@@ -26020,6 +26110,8 @@ RFI_ONCE_CODE_END
  *            rf_chat_format(g, &chat, ...) -> (&chat, ...); template_name, rf_chat_template_name and rf_chat_final go.
  *          rf_session_open_file: file, device, model and session in one call; rf_session_get_model.
  *          rf_generate: from prompt or messages to text, in one call. rf_answer_open: thoughts, answer, tool calls.
+ *          Schedulers share prefixes between requests: rf_request.no_reuse, n_reused; rf_scheduler_cancel. A server:
+ *            examples/rocmforge_server.c.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row

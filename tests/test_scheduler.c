@@ -53,7 +53,7 @@ static void on_end(rf_result reason, void *user) {
 }
 
 static rf_result submit(rf_scheduler *sch, job *j, rf_error *err) {
-    rf_request r = {j->prompt, j->n_prompt, j->max_tokens, &j->sampler, on_token, on_end, j};
+    rf_request r = {j->prompt, j->n_prompt, j->max_tokens, &j->sampler, on_token, on_end, j, 0, NULL};
     return rf_scheduler_submit(sch, &r, err);
 }
 
@@ -483,6 +483,68 @@ static void test_memory(void) {
     rf_gguf_close(g, NULL);
 }
 
+/* One long beginning, many endings: it is evaluated once, whether the requests come together or after one another, and
+ * the texts are those of each alone. Then the same with no_reuse. */
+static void test_shared_prefix(void) {
+    static job own[6], alone[6];
+    static uint32_t reused[6];
+    char text[600];
+    for (int i = 0; i < 6; i++) {
+        snprintf(text, sizeof text, "%s%s", prompts[4], prompts[i]);
+        set_job(&alone[i], text, 6);
+        run_alone(&alone[i]);
+    }
+    for (int round = 0; round < 3; round++) { /* few sequences, more of them than run, no_reuse */
+        rf_session *s = open_session(256, round == 1 ? 5 : 3, 16, 3);
+        rf_scheduler *sch = NULL;
+        uint32_t n_active = 1, n_reused = 0, shared = 0;
+        CHECK(rf_scheduler_open(s, tokenizer, 8, &sch, NULL) == RF_OK);
+        for (int i = 0; i < 6; i++) {
+            own[i] = alone[i];
+            own[i].n_tokens = 0, own[i].n_ends = 0;
+            CHECK(rf_sampler_init(&own[i].sampler, NULL, NULL) == RF_OK);
+            rf_request r = {own[i].prompt, own[i].n_prompt, 6, &own[i].sampler, on_token, on_end, &own[i], round == 2,
+                            &reused[i]};
+            reused[i] = 9999;
+            CHECK(rf_scheduler_submit(sch, &r, NULL) == RF_OK);
+        }
+        for (int steps = 0; n_active && steps < 500; steps++) CHECK(rf_scheduler_step(sch, &n_active, NULL) == RF_OK);
+        for (int i = 0; i < 6; i++) {
+            CHECK(own[i].n_ends == 1 && own[i].reason == alone[i].reason && own[i].n_tokens == alone[i].n_tokens &&
+                  memcmp(own[i].tokens, alone[i].tokens, alone[i].n_tokens * sizeof(int32_t)) == 0, "request %d", i);
+            n_reused += reused[i];
+        }
+        rf_tokenize(tokenizer, rf_string_of(prompts[4]), RF_TOKENIZE_ADD, NULL, 0, &shared, NULL);
+        if (RFT_SANITIZED) shared = 5; /* set_job cuts prompts */
+        if (round == 2) CHECK(n_reused == 0, "%u tokens reused", n_reused);
+        else CHECK(RFT_SANITIZED || n_reused >= 5 * (shared - 8), "%u tokens reused of 5 times %u", n_reused, shared);
+        rf_scheduler_close(sch, NULL);
+        rf_session_close(s, NULL);
+    }
+}
+
+/* A request that runs, one that waits: both end at once, others go on. */
+static void test_cancel_requests(void) {
+    rf_session *s = open_session(256, 2, 16, 2);
+    rf_scheduler *sch = NULL;
+    uint32_t n_active = 1;
+    CHECK(rf_scheduler_open(s, tokenizer, 8, &sch, NULL) == RF_OK);
+    reset_jobs();
+    for (int i = 0; i < 5; i++) CHECK(submit(sch, &jobs[i], NULL) == RF_OK);
+    CHECK(rf_scheduler_step(sch, NULL, NULL) == RF_OK);
+    for (int i = 1; i < 5; i += 2) { /* 1 runs, 3 waits */
+        CHECK(rf_scheduler_cancel(sch, &jobs[i], NULL) == RF_OK);
+        CHECK(jobs[i].n_ends == 1 && jobs[i].reason == RF_ERR_CANCELLED, "request %d", i);
+    }
+    CHECK(rf_scheduler_cancel(sch, &jobs[7], NULL) == RF_OK && rf_scheduler_cancel(NULL, NULL, NULL) == RF_ERR_ARGUMENT);
+    for (int steps = 0; n_active && steps < 500; steps++) CHECK(rf_scheduler_step(sch, &n_active, NULL) == RF_OK);
+    for (int i = 0; i < 5; i += 2)
+        CHECK(jobs[i].n_ends == 1 && jobs[i].n_tokens == reference[i].n_tokens &&
+              memcmp(jobs[i].tokens, reference[i].tokens, jobs[i].n_tokens * sizeof(int32_t)) == 0, "request %d", i);
+    rf_scheduler_close(sch, NULL);
+    rf_session_close(s, NULL);
+}
+
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
     int have = open_all();
@@ -492,6 +554,8 @@ int main(int argc, char **argv) {
     RUN_IF(have, test_order, "no " MODEL);
     RUN_IF(have, test_ends, "no " MODEL);
     RUN_IF(have, test_cancel, "no " MODEL);
+    RUN_IF(have, test_shared_prefix, "no " MODEL);
+    RUN_IF(have, test_cancel_requests, "no " MODEL);
     RUN_IF(have, test_busy, "no " MODEL);
     RUN_IF(have, test_close, "no " MODEL);
     RUN_IF(have, test_arguments, "no " MODEL);
