@@ -1905,10 +1905,15 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
 }
 
 /* ---- recurrent layers ----
- * Rows of a sequence are sequential: a thread walks over all rows of the step and skips those of other sequences. */
+ * Rows of a sequence are sequential: a block takes one sequence through all rows of the step and skips those of others. */
 
-/* Causal 1-D convolution, a channel a thread, past inputs in registers.
- *   grid [ceil(n / 256), sequences]   block 256   reads and writes every value once */
+/* Causal 1-D convolution. A block takes 32 channels, 128 bytes of a row, through the rows of a sequence; its groups of
+ * 32 threads share the rows of the step, consecutive ones each. out may be in: inputs before a thread's first row are
+ * read before any is overwritten. Past inputs in registers.
+ *   grid [ceil(n / 32), sequences]   block 32 * groups, up to 512   reads and writes every value once */
+#define RFK_CONV_CHANNELS 32u
+#define RFK_CONV_GROUPS 16u
+#define RFK_CONV_ROWS 8u /* loads in flight */
 struct rfk_conv_args {
     const float *in;
     const uint8_t *w; /* [n][n_taps] */
@@ -1917,48 +1922,75 @@ struct rfk_conv_args {
     const rf_step_row *rows;
     uint32_t w_type, bias_type, in_stride, out_stride, n_rows, n, n_taps, activation;
 };
-static __global__ void RFK_THREADS(RFK_BLOCK) rfk_conv(rfk_conv_args a) {
-    uint32_t c = blockIdx.x * RFK_BLOCK + threadIdx.x;
-    size_t width = (size_t)(a.n_taps - 1) * a.n;
+/* The inputs of channel c before row t of the step to x, the newest last: of rows of the sequence, before those its
+ * state. */
+RFK_DEVICE void rfk_conv_past(const rfk_conv_args &a, uint32_t t, uint32_t c, float (&x)[RF_MAX_TAPS]) {
+    const int32_t seq = a.rows[t].seq;
+    uint32_t have = 0, from = a.rows[t].from;
+    for (; t > 0 && have + 1 < a.n_taps; t--) {
+        if (a.rows[t - 1].seq != seq) continue;
+        const float v = a.in[(size_t)(t - 1) * a.in_stride + c];
+        RFK_UNROLL(8)
+        for (uint32_t j = 0; j < RF_MAX_TAPS; j++) x[j] = j + have + 1 == RF_MAX_TAPS ? v : x[j]; /* in registers */
+        from = a.rows[t - 1].from;
+        have++;
+    }
+    RFK_UNROLL(8)
+    for (uint32_t j = 1; j < RF_MAX_TAPS; j++) {
+        const uint32_t past = j + have + a.n_taps - RF_MAX_TAPS - 1; /* wraps around if there is no such tap */
+        if (from && j + have < RF_MAX_TAPS && past < a.n_taps - 1)
+            x[j] = a.state[((size_t)(from - 1) * (a.n_taps - 1) + past) * a.n + c];
+    }
+}
+static __global__ void RFK_THREADS(RFK_CONV_CHANNELS * RFK_CONV_GROUPS) rfk_conv(rfk_conv_args a) {
+    const uint32_t c = blockIdx.x * RFK_CONV_CHANNELS + threadIdx.x % RFK_CONV_CHANNELS,
+                   groups = blockDim.x / RFK_CONV_CHANNELS, share = (a.n_rows + groups - 1) / groups,
+                   begin = threadIdx.x / RFK_CONV_CHANNELS * share,
+                   end = begin + share < a.n_rows ? begin + share : a.n_rows;
+    const int32_t seq = (int32_t)blockIdx.y;
     float w[RF_MAX_TAPS], x[RF_MAX_TAPS]; /* the last n_taps are used; the others are zero */
-    bool begun = false;
-    if (c >= a.n) return;
-    const float bias = a.bias ? rfk_load_any(a.bias, a.bias_type, c) : 0.0f;
     RFK_UNROLL(8)
     for (uint32_t j = 0; j < RF_MAX_TAPS; j++) {
-        uint32_t tap = j + a.n_taps - RF_MAX_TAPS; /* wraps around if there is no such tap */
-        w[j] = tap < a.n_taps ? rfk_load_any(a.w, a.w_type, (size_t)c * a.n_taps + tap) : 0.0f;
+        const uint32_t tap = j + a.n_taps - RF_MAX_TAPS;
+        w[j] = c < a.n && tap < a.n_taps ? rfk_load_any(a.w, a.w_type, (size_t)c * a.n_taps + tap) : 0.0f;
         x[j] = 0;
     }
-    for (uint32_t t = 0; t < a.n_rows; t++) {
-        rf_step_row row = a.rows[t];
-        if (row.seq != (int32_t)blockIdx.y) continue;
+    uint32_t first = begin;
+    while (first < end && a.rows[first].seq != seq) first++;
+    if (first < end && c < a.n) rfk_conv_past(a, first, c, x);
+    __syncthreads();
+    if (c >= a.n) return;
+    const float bias = a.bias ? rfk_load_any(a.bias, a.bias_type, c) : 0.0f;
+    for (uint32_t t0 = first; t0 < end; t0 += RFK_CONV_ROWS) {
+        float in[RFK_CONV_ROWS];
         RFK_UNROLL(8)
-        for (uint32_t j = 1; j < RF_MAX_TAPS; j++) {
-            uint32_t past = j + a.n_taps - RF_MAX_TAPS - 1;
-            if (!begun && row.from && past < a.n_taps - 1)
-                x[j] = a.state[(row.from - 1) * width + (size_t)past * a.n + c];
-        }
-        begun = true;
+        for (uint32_t i = 0; i < RFK_CONV_ROWS; i++)
+            in[i] = t0 + i < end ? a.in[(size_t)(t0 + i) * a.in_stride + c] : 0.0f;
         RFK_UNROLL(8)
-        for (uint32_t j = 0; j + 1 < RF_MAX_TAPS; j++) x[j] = x[j + 1];
-        x[RF_MAX_TAPS - 1] = a.in[(size_t)t * a.in_stride + c];
-        float sum = 0;
-        RFK_UNROLL(8)
-        for (uint32_t j = 0; j < RF_MAX_TAPS; j++) sum += w[j] * x[j];
-        a.out[(size_t)t * a.out_stride + c] = rfk_activate(a.activation, sum + bias);
-        RFK_UNROLL(8)
-        for (uint32_t j = 1; j < RF_MAX_TAPS; j++) {
-            uint32_t past = j + a.n_taps - RF_MAX_TAPS - 1;
-            if (row.to && past < a.n_taps - 1) a.state[(row.to - 1) * width + (size_t)past * a.n + c] = x[j];
+        for (uint32_t i = 0; i < RFK_CONV_ROWS; i++) {
+            if (t0 + i >= end || a.rows[t0 + i].seq != seq) continue;
+            const uint32_t to = a.rows[t0 + i].to;
+            RFK_UNROLL(8)
+            for (uint32_t j = 0; j + 1 < RF_MAX_TAPS; j++) x[j] = x[j + 1];
+            x[RF_MAX_TAPS - 1] = in[i];
+            float sum = 0;
+            RFK_UNROLL(8)
+            for (uint32_t j = 0; j < RF_MAX_TAPS; j++) sum += w[j] * x[j];
+            a.out[(size_t)(t0 + i) * a.out_stride + c] = rfk_activate(a.activation, sum + bias);
+            RFK_UNROLL(8)
+            for (uint32_t j = 1; j < RF_MAX_TAPS; j++) {
+                const uint32_t past = j + a.n_taps - RF_MAX_TAPS - 1;
+                if (to && past < a.n_taps - 1) a.state[((size_t)(to - 1) * (a.n_taps - 1) + past) * a.n + c] = x[j];
+            }
         }
     }
 }
 
-/* RF_OP_DELTA, the gated delta rule. A wave holds RFK_DELTA_COLS columns of a head's state S. A column's at most DIM
- * values are strided over WAVE / RFK_DELTA_COLS lanes: the update of a column depends on that column alone.
- *   grid [ceil(head_dim_v / (4 * RFK_DELTA_COLS)), heads, sequences]   block 4 waves
- *   reads q and k of a row once per wave */
+/* RF_OP_DELTA, the gated delta rule. A wave holds RFK_DELTA_COLS columns of a head's state S in registers: a column's
+ * at most DIM values lie on WAVE / RFK_DELTA_COLS lanes, and its update depends on that column alone. Some tokens at a
+ * time, the block normalizes queries and keys in shared memory, while those of the next tokens are on their way.
+ *   grid [ceil(head_dim_v / (4 * RFK_DELTA_COLS)), heads, sequences]   block 4 waves   LDS 29 KiB
+ *   reads q and k of a row once per block */
 #define RFK_DELTA_COLS(wave, dim) ((dim) > 4 * (wave) ? 4u : 8u) /* a lane has registers for 32 values of a column */
 struct rfk_delta_args {
     const float *in, *beta, *alpha;
@@ -1969,8 +2001,20 @@ struct rfk_delta_args {
         head_dim_v, cyclic, n_decays;
     float scale, eps, lower_bound;
 };
-/* The decays of the rows of S, where each has its own. */
-template <int DIM> struct rfk_decays { float row[DIM]; };
+/* What a block knows of the tokens that it works on. */
+template <int WAVE, int DIM> struct rfk_delta_shared {
+    static const int TOKENS = 2048 / DIM, COLS = RFK_DELTA_COLS(WAVE, DIM);
+    float4 q[TOKENS][DIM / 4], k[TOKENS][DIM / 4]; /* of length scale and 1 */
+    float4 decays[TOKENS][DIM / 4];                /* of the rows of S, where each has its own */
+    float v[TOKENS][4 * COLS], kq[TOKENS], beta[TOKENS], decay[TOKENS];
+};
+/* The same as read, on its way to shared memory: a wave's share. */
+template <int WAVE, int DIM> struct rfk_delta_loads {
+    static const int TOKENS = 2048 / DIM, N = DIM / WAVE;
+    float q[TOKENS / 4][N], k[TOKENS / 4][N], v[TOKENS * RFK_DELTA_COLS(WAVE, DIM) / WAVE], beta, alpha;
+    int32_t seq;       /* of row `lane` of the tokens, -1: none */
+    uint32_t from, to;
+};
 /* The decay of a row of S from its input. */
 RFK_DEVICE float rfk_delta_decay(const rfk_delta_args &a, float x, float by) {
     if (a.lower_bound != 0) return expf(a.lower_bound / (1.0f + expf(-by * x)));
@@ -1981,75 +2025,162 @@ template <int WAVE, int DIM> RFK_DEVICE float rfk_column_sum(float v) {
     for (int mask = WAVE / 2; mask >= (int)RFK_DELTA_COLS(WAVE, DIM); mask /= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
     return v;
 }
+/* The values before a head's queries in a row of a.in, and before its keys. */
+RFK_DEVICE uint32_t rfk_delta_key(const rfk_delta_args &a) {
+    return a.head_dim * (a.cyclic ? blockIdx.y % a.n_k_heads : blockIdx.y / (a.n_heads / a.n_k_heads));
+}
+/* Read tokens t0 on; l.seq and so on are of these already. */
+template <int WAVE, int DIM>
+RFK_DEVICE void rfk_delta_fetch(rfk_delta_loads<WAVE, DIM> &l, const rfk_delta_args &a, uint32_t t0) {
+    const int TOKENS = l.TOKENS, COLS = 4 * RFK_DELTA_COLS(WAVE, DIM);
+    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, key = rfk_delta_key(a),
+                   n_keys = a.n_k_heads * a.head_dim, h = blockIdx.y;
+    RFK_UNROLL(8)
+    for (uint32_t i = 0; i < (uint32_t)TOKENS / 4; i++) {
+        const bool own = rfk_shuffle<WAVE>(l.seq, 4 * i + wave) == (int32_t)blockIdx.z;
+        const float *in = a.in + (size_t)(t0 + 4 * i + wave) * a.in_stride + key;
+        RFK_UNROLL(8)
+        for (uint32_t j = 0; j < (uint32_t)l.N; j++) {
+            const bool there = own && j * WAVE + lane < a.head_dim;
+            l.q[i][j] = there ? in[j * WAVE + lane] : 0.0f;
+            l.k[i][j] = there ? in[n_keys + j * WAVE + lane] : 0.0f;
+        }
+    }
+    RFK_UNROLL(8)
+    for (uint32_t j = 0; j < sizeof l.v / sizeof *l.v; j++) {
+        const uint32_t i = (j * 4 * WAVE + threadIdx.x) / COLS,
+                       col = blockIdx.x * COLS + (j * 4 * WAVE + threadIdx.x) % COLS;
+        const bool own = rfk_shuffle<WAVE>(l.seq, i) == (int32_t)blockIdx.z;
+        l.v[j] = own && col < a.head_dim_v
+                     ? a.in[(size_t)(t0 + i) * a.in_stride + 2 * (size_t)n_keys + (size_t)h * a.head_dim_v + col]
+                     : 0.0f;
+    }
+    const bool own = threadIdx.x < (uint32_t)TOKENS && l.seq == (int32_t)blockIdx.z;
+    l.beta = own ? a.beta[(size_t)(t0 + lane) * a.beta_stride + h] : 0.0f;
+    l.alpha = own ? a.alpha[(size_t)(t0 + lane) * a.alpha_stride + (size_t)h * a.n_decays] : 0.0f;
+}
+/* Store what was read, queries and keys normalized. */
+template <int WAVE, int DIM>
+RFK_DEVICE void rfk_delta_put(rfk_delta_shared<WAVE, DIM> &s, const rfk_delta_loads<WAVE, DIM> &l,
+                              const rfk_delta_args &a, uint32_t t0) {
+    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, h = blockIdx.y, COLS = 4 * s.COLS;
+    const size_t bias = (size_t)h * a.n_decays;
+    const float decay_by = rfk_load_any(a.a, a.a_type, h);
+    RFK_UNROLL(8)
+    for (uint32_t i = 0; i < (uint32_t)l.TOKENS / 4; i++) {
+        const uint32_t token = 4 * i + wave;
+        float kk = 0, qq = 0, kq = 0;
+        RFK_UNROLL(8)
+        for (uint32_t j = 0; j < (uint32_t)l.N; j++)
+            kk += l.k[i][j] * l.k[i][j], qq += l.q[i][j] * l.q[i][j], kq += l.k[i][j] * l.q[i][j];
+        kk = 1.0f / sqrtf(rfk_wave_sum<WAVE>(kk) + a.eps);
+        qq = a.scale / sqrtf(rfk_wave_sum<WAVE>(qq) + a.eps);
+        kq = rfk_wave_sum<WAVE>(kq) * kk * qq;
+        if (lane == 0) s.kq[token] = kq;
+        RFK_UNROLL(8)
+        for (uint32_t j = 0; j < (uint32_t)l.N; j++) {
+            reinterpret_cast<float *>(s.q[token])[j * WAVE + lane] = l.q[i][j] * qq;
+            reinterpret_cast<float *>(s.k[token])[j * WAVE + lane] = l.k[i][j] * kk;
+        }
+        const bool own = rfk_shuffle<WAVE>(l.seq, token) == (int32_t)blockIdx.z;
+        for (uint32_t e = lane; a.n_decays > 1 && own && e < DIM; e += WAVE)
+            reinterpret_cast<float *>(s.decays[token])[e] =
+                e < a.head_dim ? rfk_delta_decay(a, a.alpha[(size_t)(t0 + token) * a.alpha_stride + bias + e] +
+                                                        rfk_load_any(a.b, a.b_type, bias + e),
+                                                 decay_by)
+                               : 0.0f;
+    }
+    RFK_UNROLL(8)
+    for (uint32_t j = 0; j < sizeof l.v / sizeof *l.v; j++)
+        s.v[(j * 4 * WAVE + threadIdx.x) / COLS][(j * 4 * WAVE + threadIdx.x) % COLS] = l.v[j];
+    if (threadIdx.x >= (uint32_t)l.TOKENS) return;
+    s.beta[lane] = 1.0f / (1.0f + expf(-l.beta));
+    s.decay[lane] = a.n_decays > 1 ? 1.0f : rfk_delta_decay(a, l.alpha + rfk_load_any(a.b, a.b_type, h), decay_by);
+}
+/* Which rows these are, for rfk_delta_fetch. */
+template <int WAVE, int DIM>
+RFK_DEVICE void rfk_delta_rows(rfk_delta_loads<WAVE, DIM> &l, const rfk_delta_args &a, uint32_t t0) {
+    const uint32_t t = t0 + threadIdx.x % WAVE;
+    const bool inside = threadIdx.x % WAVE < (uint32_t)l.TOKENS && t < a.n_rows;
+    l.seq = inside ? a.rows[t].seq : -1;
+    l.from = inside ? a.rows[t].from : 0;
+    l.to = inside ? a.rows[t].to : 0;
+}
+/* A token: x, the lane's N values of a column of S, decays and takes in the key; returns the column's output. */
+template <int WAVE, int DIM, int N>
+RFK_DEVICE float rfk_delta_token(const rfk_delta_shared<WAVE, DIM> &s, float (&x)[N], uint32_t i, bool row_decays) {
+    const uint32_t lanes = WAVE / s.COLS, first = threadIdx.x % WAVE / s.COLS;
+    float sk[4] = {0, 0, 0, 0}, sq[4] = {0, 0, 0, 0};
+    RFK_UNROLL(8)
+    for (uint32_t m = 0; m < (uint32_t)N; m += 4) {
+        const float4 k = s.k[i][m / 4 * lanes + first], q = s.q[i][m / 4 * lanes + first];
+        if (row_decays) {
+            const float4 decay = s.decays[i][m / 4 * lanes + first];
+            x[m] *= decay.x, x[m + 1] *= decay.y, x[m + 2] *= decay.z, x[m + 3] *= decay.w;
+        }
+        sk[0] += x[m] * k.x, sk[1] += x[m + 1] * k.y, sk[2] += x[m + 2] * k.z, sk[3] += x[m + 3] * k.w;
+        sq[0] += x[m] * q.x, sq[1] += x[m + 1] * q.y, sq[2] += x[m + 2] * q.z, sq[3] += x[m + 3] * q.w;
+    }
+    const float seen = rfk_column_sum<WAVE, DIM>(sk[0] + sk[1] + (sk[2] + sk[3])),
+                read = rfk_column_sum<WAVE, DIM>(sq[0] + sq[1] + (sq[2] + sq[3])), decay = s.decay[i],
+                d = s.beta[i] * (s.v[i][threadIdx.x / WAVE * s.COLS + threadIdx.x % s.COLS] - decay * seen);
+    RFK_UNROLL(8)
+    for (uint32_t m = 0; m < (uint32_t)N; m += 4) {
+        const float4 k = s.k[i][m / 4 * lanes + first];
+        x[m] = decay * x[m] + d * k.x, x[m + 1] = decay * x[m + 1] + d * k.y;
+        x[m + 2] = decay * x[m + 2] + d * k.z, x[m + 3] = decay * x[m + 3] + d * k.w;
+    }
+    return decay * read + d * s.kq[i]; /* S^T q after the update */
+}
 template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_delta(rfk_delta_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
-    const uint32_t cols = RFK_DELTA_COLS(WAVE, DIM), lanes = WAVE / cols, h = blockIdx.y,
-                   first = threadIdx.x % WAVE / cols,
-                   col = (blockIdx.x * 4 + threadIdx.x / WAVE) * cols + threadIdx.x % cols,
-                   k_head = a.cyclic ? h % a.n_k_heads : h / (a.n_heads / a.n_k_heads),
-                   n_keys = a.n_k_heads * a.head_dim;
-    const bool inside = col < a.head_dim_v;
-    const float decay_by = rfk_load_any(a.a, a.a_type, h), bias = rfk_load_any(a.b, a.b_type, (size_t)h * a.n_decays);
-    RFK_SHARED(rfk_decays<DIM>, decays);
+    typedef rfk_delta_shared<WAVE, DIM> shared;
+    RFK_SHARED(shared, s);
+    const int N = DIM * shared::COLS / WAVE;
+    const uint32_t TOKENS = shared::TOKENS, COLS = shared::COLS, lanes = WAVE / COLS, h = blockIdx.y,
+                   first = 4 * (threadIdx.x % WAVE / COLS), /* value m of the lane: 4 of every 4 * lanes */
+                   col = (blockIdx.x * 4 + threadIdx.x / WAVE) * COLS + threadIdx.x % COLS;
+    const int32_t seq = (int32_t)blockIdx.z;
     const size_t width = (size_t)a.n_heads * a.head_dim * a.head_dim_v,
-                 at = ((size_t)h * a.head_dim + first) * a.head_dim_v + col, step = (size_t)lanes * a.head_dim_v;
-    float s[DIM * RFK_DELTA_COLS(WAVE, DIM) / WAVE], k[DIM * RFK_DELTA_COLS(WAVE, DIM) / WAVE];
+                 at = ((size_t)h * a.head_dim + first) * a.head_dim_v + col;
+    float x[N];
     bool begun = false;
-    RFK_UNROLL(64)
-    for (uint32_t m = 0; m < DIM / lanes; m++) s[m] = 0;
-    for (uint32_t t = 0; t < a.n_rows; t++) {
-        rf_step_row row = a.rows[t];
-        if (row.seq != (int32_t)blockIdx.z) continue;
-        RFK_UNROLL(64)
-        for (uint32_t m = 0; m < DIM / lanes; m++)
-            if (!begun && row.from && inside && m * lanes + first < a.head_dim)
-                s[m] = a.state[(row.from - 1) * width + at + m * step];
-        begun = true;
-        const float *in = a.in + (size_t)t * a.in_stride, *q = in + (size_t)k_head * a.head_dim + first;
-        float kk = 0, qq = 0, sk = 0, sq = 0;
-        RFK_UNROLL(64)
-        for (uint32_t m = 0; m < DIM / lanes; m++) {
-            bool there = m * lanes + first < a.head_dim;
-            float x = there ? q[m * lanes] : 0.0f;
-            k[m] = there ? q[n_keys + m * lanes] : 0.0f;
-            qq += x * x;
-            kk += k[m] * k[m];
-        }
-        kk = 1.0f / sqrtf(rfk_column_sum<WAVE, DIM>(kk) + a.eps);
-        qq = a.scale / sqrtf(rfk_column_sum<WAVE, DIM>(qq) + a.eps);
-        const float *alpha = a.alpha + (size_t)t * a.alpha_stride + (size_t)h * a.n_decays;
-        float decay = rfk_delta_decay(a, alpha[0] + bias, decay_by);
-        if (a.n_decays > 1) { /* one for each row of S */
-            __syncthreads(); /* those of the token before have been read */
-            for (uint32_t i = threadIdx.x; i < DIM; i += 4 * WAVE)
-                decays.row[i] = i < a.head_dim ? rfk_delta_decay(a, alpha[i] + rfk_load_any(a.b, a.b_type,
-                                                                                        (size_t)h * a.n_decays + i),
-                                                             decay_by) : 0;
+    RFK_UNROLL(32)
+    for (uint32_t m = 0; m < (uint32_t)N; m++) x[m] = 0;
+    rfk_delta_loads<WAVE, DIM> l;
+    rfk_delta_rows(l, a, 0);
+    rfk_delta_fetch(l, a, 0);
+    for (uint32_t t0 = 0; t0 < a.n_rows; t0 += TOKENS) {
+        const int32_t seqs = l.seq;
+        const uint32_t from = l.from, to = l.to;
+        const bool any = rfk_wave_max<WAVE>(l.seq == seq ? 1.0f : 0.0f) > 0;
+        if (any) {
+            __syncthreads(); /* the tokens before have been read */
+            rfk_delta_put(s, l, a, t0);
             __syncthreads();
-            RFK_UNROLL(64)
-            for (uint32_t m = 0; m < DIM / lanes; m++) s[m] *= decays.row[m * lanes + first];
-            decay = 1;
         }
-        RFK_UNROLL(64)
-        for (uint32_t m = 0; m < DIM / lanes; m++) {
-            s[m] *= decay;
-            k[m] *= kk;
-            sk += s[m] * k[m];
+        rfk_delta_rows(l, a, t0 + TOKENS);
+        rfk_delta_fetch(l, a, t0 + TOKENS);
+        for (uint32_t i = 0; any && i < TOKENS; i++) {
+            if (rfk_shuffle<WAVE>(seqs, i) != seq) continue;
+            const uint32_t slot_from = begun ? 0 : rfk_shuffle<WAVE>(from, i), slot_to = rfk_shuffle<WAVE>(to, i);
+            begun = true;
+            RFK_UNROLL(32)
+            for (uint32_t m = 0; m < (uint32_t)N; m++) {
+                const uint32_t row = m / 4 * (4 * lanes) + m % 4;
+                if (slot_from && col < a.head_dim_v && first + row < a.head_dim)
+                    x[m] = a.state[(slot_from - 1) * width + at + (size_t)row * a.head_dim_v];
+            }
+            const float y = rfk_delta_token(s, x, i, a.n_decays > 1);
+            if (col < a.head_dim_v && first == 0)
+                a.out[(size_t)(t0 + i) * a.out_stride + (size_t)h * a.head_dim_v + col] = y;
+            RFK_UNROLL(32)
+            for (uint32_t m = 0; m < (uint32_t)N; m++) {
+                const uint32_t row = m / 4 * (4 * lanes) + m % 4;
+                if (slot_to && col < a.head_dim_v && first + row < a.head_dim)
+                    a.state[(slot_to - 1) * width + at + (size_t)row * a.head_dim_v] = x[m];
+            }
         }
-        float beta = 1.0f / (1.0f + expf(-a.beta[(size_t)t * a.beta_stride + h]));
-        const float seen = rfk_column_sum<WAVE, DIM>(sk); /* outside the branch: all lanes take part */
-        float d = inside ? beta * (in[2 * (size_t)n_keys + (size_t)h * a.head_dim_v + col] - seen) : 0;
-        RFK_UNROLL(64)
-        for (uint32_t m = 0; m < DIM / lanes; m++) {
-            s[m] += k[m] * d;
-            sq += m * lanes + first < a.head_dim ? s[m] * q[m * lanes] : 0.0f;
-        }
-        sq = rfk_column_sum<WAVE, DIM>(sq) * qq;
-        if (inside && first == 0) a.out[(size_t)t * a.out_stride + (size_t)h * a.head_dim_v + col] = sq;
-        RFK_UNROLL(64)
-        for (uint32_t m = 0; m < DIM / lanes; m++)
-            if (row.to && inside && m * lanes + first < a.head_dim)
-                a.state[(row.to - 1) * width + at + m * step] = s[m];
     }
 }
 
@@ -8871,7 +9002,9 @@ static rf_result rfk_run_conv(const rfk_launching *l) {
     a.n = op->conv.n;
     a.n_taps = op->conv.n_taps;
     a.activation = op->conv.activation;
-    return rfk_enqueue(l, rfk_conv, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->p->n_seq), RFK_BLOCK, a);
+    const uint32_t groups = rfk_ceil_div(a.n_rows, RFK_CONV_ROWS),
+                   block = RFK_CONV_CHANNELS * (groups < RFK_CONV_GROUPS ? groups : RFK_CONV_GROUPS);
+    return rfk_enqueue(l, rfk_conv, dim3(rfk_ceil_div(a.n, RFK_CONV_CHANNELS), l->p->n_seq), block, a);
 }
 
 typedef void (*rfk_delta_kernel)(rfk_delta_args);

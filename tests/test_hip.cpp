@@ -1583,13 +1583,22 @@ static void test_heads_across() {
 enum { N_SLOTS = 4 };
 
 /* Steps of two sequences that go on from a slot or begin, leave states in the middle and at their end, in another slot or in
- * the same one; and of one row, as in decoding. */
+ * the same one; of one row, as in decoding; and of many. */
 static std::vector<rf_step_row> recurrent_rows(int which) {
     static const rf_step_row mixed[] = {{0, 1, 3, -1, 1, 0}, {0, 0, 0, -1, 0, 0}, {0, 0, 1, -1, 0, 2}, {0, 1, 4, -1, 0, 0},
                                         {0, 0, 2, -1, 0, 0}, {0, 1, 5, -1, 0, 3}, {0, 0, 3, -1, 0, 4}},
                              next[] = {{0, 0, 7, -1, 2, 2}}, first[] = {{0, 1, 0, -1, 0, 1}};
     if (which == 0) return std::vector<rf_step_row>(mixed, mixed + sizeof mixed / sizeof *mixed);
-    return std::vector<rf_step_row>(1, which == 1 ? next[0] : first[0]);
+    if (which < 3) return std::vector<rf_step_row>(1, which == 1 ? next[0] : first[0]);
+    std::vector<rf_step_row> many;
+    int32_t pos[2] = {0, 9};
+    for (uint32_t t = 0; t < 75; t++) { /* the last row of sequence 0 is row 74, of sequence 1 row 61 */
+        const int32_t seq = t / 3 % 4 == 0 && t > 40;
+        rf_step_row row = {0, seq, pos[seq], -1, seq && pos[seq] == 9 ? 1u : 0u, t == 38 ? 2u : t == 61 ? 3u : t == 74 ? 4u : 0u};
+        pos[seq]++;
+        many.push_back(row);
+    }
+    return many;
 }
 
 /* A plan of one op with a recurrent state: run it, and compare what comes out, and all slots, with the reference: `row`
@@ -1639,7 +1648,7 @@ static const uint32_t vector_types[] = {RF_TYPE_F32, RF_TYPE_F16, RF_TYPE_BF16};
 
 static void test_conv() {
     static const uint32_t widths[] = {1, 61, 256, 321}, all_taps[] = {2, 3, 4, 8};
-    std::vector<Row> list = combinations(std::vector<int>{4, 4, 2, 2, 3, 3, n_devices});
+    std::vector<Row> list = combinations(std::vector<int>{4, 4, 2, 2, 3, 4, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         const uint32_t n = widths[r[0]], taps = all_taps[r[1]], type = vector_types[r[4]];
@@ -1649,13 +1658,13 @@ static void test_conv() {
                  r[5], r[6]);
         Rig g(devices[(size_t)r[6]]);
         g.n_slots = N_SLOTS;
-        const uint32_t in = g.buffer(n), out = g.buffer(n), state = g.recurrent_state((taps - 1) * n);
+        const uint32_t in = g.buffer(n), out = i % 2 ? in : g.buffer(n), state = g.recurrent_state((taps - 1) * n);
         const std::vector<float> w = values((size_t)n * taps), b = values(n), x = values(recurrent_rows(r[5]).size() * n);
         const std::vector<double> wd = rounded(w, type), bd = rounded(b, type);
         rf_op *o = g.op(RF_OP_CONV);
         o->in = in, o->out = out, o->state = state, o->weight = g.vector(w, type), o->bias = biased ? g.vector(b, type) : RF_NONE;
         o->conv.n = n, o->conv.n_taps = taps, o->conv.activation = silu ? RF_ACT_SILU : RF_ACT_NONE;
-        REQUIRE(g.open(8, 1, 16, 2) == RF_OK, "%s: %s", what, g.err.text);
+        REQUIRE(g.open(75, 1, 128, 2) == RF_OK, "%s: %s", what, g.err.text);
         recurrent_case(g, in, out, x, r[5], what, [&](size_t t, std::vector<double> &past, double *y) {
             past.insert(past.end(), x.begin() + t * n, x.begin() + (t + 1) * n);
             for (uint32_t c = 0; c < n; c++) {
@@ -1692,7 +1701,7 @@ static void delta_row(const rf_delta_params &p, const float *q, const float *k, 
 static void test_delta() {
     /* the sizes of models, the largest, and odd ones */
     static const uint32_t dims[][2] = {{40, 24}, {128, 128}, {64, 64}, {256, 256}, {200, 72}, {1, 3}}, heads[][2] = {{6, 3}, {2, 1}, {3, 3}};
-    std::vector<Row> list = combinations(std::vector<int>{6, 3, 2, 3, 3, n_devices, 3});
+    std::vector<Row> list = combinations(std::vector<int>{6, 3, 2, 3, 4, n_devices, 3});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         const rf_delta_params p = {heads[r[1]][0], heads[r[1]][1], dims[r[0]][0], dims[r[0]][1], 0.4f, 0.03f,
@@ -1716,7 +1725,7 @@ static void test_delta() {
         o->flags = cyclic ? RF_OP_CYCLIC : 0;
         o->in = in, o->in2 = beta, o->in3 = alpha, o->out = out, o->state = state;
         o->weight = g.vector(a, type), o->bias = g.vector(b, type), o->delta = p;
-        REQUIRE(g.open(8, 1, 16, 2) == RF_OK, "%s: %s", what, g.err.text);
+        REQUIRE(g.open(75, 1, 128, 2) == RF_OK, "%s: %s", what, g.err.text);
         g.set(beta, xb), g.set(alpha, xa);
         recurrent_case(g, in, out, x, r[4], what, [&](size_t t, std::vector<double> &S, double *y) {
             for (uint32_t h = 0; h < n; h++) {
@@ -1745,7 +1754,7 @@ static void test_delta() {
 static void test_scan() {
     /* heads, groups, values of a head, states: Mamba-2's sizes, Mamba's, the largest, and odd ones */
     static const uint32_t sizes[][4] = {{6, 3, 24, 40}, {2, 1, 64, 128}, {70, 1, 1, 16}, {3, 1, 8, 256}, {5, 5, 7, 3}};
-    std::vector<Row> list = combinations(std::vector<int>{5, 2, 3, 3, n_devices});
+    std::vector<Row> list = combinations(std::vector<int>{5, 2, 3, 4, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         const uint32_t *z = sizes[r[0]], type = vector_types[r[2]];
@@ -1765,7 +1774,7 @@ static void test_scan() {
         rf_op *o = g.op(RF_OP_SCAN);
         o->in = in, o->in2 = step, o->out = out, o->state = state, o->weight = g.vector(a, type), o->bias = g.vector(b, type),
         o->factor = g.vector(d, type), o->scan = p;
-        REQUIRE(g.open(8, 1, 16, 2) == RF_OK, "%s: %s", what, g.err.text);
+        REQUIRE(g.open(75, 1, 128, 2) == RF_OK, "%s: %s", what, g.err.text);
         g.set(step, steps);
         recurrent_case(g, in, out, x, r[3], what, [&](size_t t, std::vector<double> &S, double *y) {
             for (uint32_t h = 0; h < n; h++) {
