@@ -5130,7 +5130,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_a
 
 /* ---- many rows ----
  * Flash attention for prompts, on matrix units. A wave takes 16 queries of a group's heads through 32 positions at a
- * time; queries, scores, weights and sums stay in registers. With mma.sync, results are laid out as rows of its first
+ * time; queries, scores, weights and sums stay in registers. Heads of more than 128 values are shared by 2 or 4 waves,
+ * 128 values each, that add their scores in shared memory. With mma.sync, results are laid out as rows of its first
  * operand: scores are queries times keys. Elsewhere they are laid out as columns of the second operand, so all products
  * are transposed: keys times queries, values times weights.
  * Queries and weights are sums of two halves, as precise as floats. The units of gfx90a flush subnormal halves to zero:
@@ -5138,8 +5139,12 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_a
  * values are subnormal. Keys and values of RF_CACHE_Q8_0 are sums of two halves, too. */
 
 #define RFK_FLASH_CELLS 32 /* positions at a time */
-#define RFK_FLASH_HEAD 128 /* head_dim at most, a multiple of 16 */
-#define RFK_FLASH_WAVES 4  /* of a block: 64 queries, all heads of a group for a few tokens */
+#define RFK_FLASH_HEAD 512 /* head_dim at most, a multiple of 16 */
+#define RFK_FLASH_PART(head) ((head) < 128 ? (head) : 128) /* values of a head that a wave takes */
+#define RFK_FLASH_PARTS(head) ((head) / RFK_FLASH_PART(head))
+#define RFK_FLASH_WAVES(head) ((head) > 128 ? 8 : 4)
+/* of a block: all heads of a group for a few tokens */
+#define RFK_FLASH_QUERIES(head) (16 * RFK_FLASH_WAVES(head) / RFK_FLASH_PARTS(head))
 #define RFK_FLASH_LOWER 2048.0f
 #define RFK_FLASH_WEIGHT 16384.0f
 #define RFK_FLASH_WEIGHT_LOG2 14.0f
@@ -5147,7 +5152,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention_join(rfk_attention_a
 #define RFK_LOG2_E 1.44269504088896341f /* weights are computed as 2^score */
 
 /* Double buffering: a tile is copied while the previous one is multiplied. */
-#if RFK_ASYNC_COPIES || defined(ROCMFORGE_HIP_EMU)
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 #define RFK_FLASH_DOUBLE_BUFFERED true
 #else
 #define RFK_FLASH_DOUBLE_BUFFERED false
@@ -5164,17 +5169,21 @@ template <int HEAD> struct rfk_flash_tile {
 };
 /* Two buffers, or the upper and lower halves of one tile. */
 template <class KV, int HEAD> struct rfk_flash_shared {
-    static const bool DOUBLE_BUFFERED = RFK_FLASH_DOUBLE_BUFFERED && !rfk_flash_halves<KV>::TWO;
+    static const bool DOUBLE_BUFFERED = RFK_FLASH_DOUBLE_BUFFERED && !rfk_flash_halves<KV>::TWO && HEAD <= 256;
     rfk_flash_tile<HEAD> tile[DOUBLE_BUFFERED || rfk_flash_halves<KV>::TWO ? 2 : 1];
+    float scores[RFK_FLASH_PARTS(HEAD) > 1 ? RFK_FLASH_WAVES(HEAD) * 512 : 1]; /* [wave][16 * 32] of its values */
 };
 
 /* A wave's queries and their running state. A lane has results of one query, two with mma.sync. */
 template <int WAVE, int HEAD> struct rfk_flash_wave {
-    rfk_operand upper[HEAD / 16], lower[HEAD / 16]; /* on gfx11 `upper` holds both: rfk_flash_query_operands */
-    float sum_of[HEAD / 16][256 / WAVE];
+    static const int DEPTH = RFK_FLASH_PART(HEAD) / 16;
+    rfk_operand upper[DEPTH], lower[DEPTH]; /* on gfx11 `upper` holds both: rfk_flash_query_operands */
+    float sum_of[DEPTH][256 / WAVE];
     float largest[2], sum[2];
     int32_t pos[2];         /* -1: not in this run */
-    uint32_t row[2];        /* in the block, 0 to 16 * RFK_FLASH_WAVES - 1 */
+    uint32_t row[2];        /* in the block, 0 to RFK_FLASH_QUERIES - 1 */
+    uint32_t row16;         /* its first query */
+    uint32_t from16;        /* its first value of a head, in units of 16 */
     uint32_t kv_head;
     int32_t lowest, highest; /* positions of its queries in this run; -1: none */
 };
@@ -5396,17 +5405,18 @@ RFK_DEVICE void rfk_flash_queries(rfk_flash_wave<WAVE, HEAD> &w, const rfk_atten
         const bool inside = t < last && w.row[n] < a.rows_per_block * group;
         q[n] = a.q + (size_t)(inside ? t : row0) * a.q_stride +
                (size_t)(w.kv_head * group + w.row[n] % group) * a.head_dim;
-        scale[n] = inside ? a.scale * RFK_LOG2_E : 0.0f;
+        scale[n] = inside ? a.scale * RFK_LOG2_E * rfk_temperature(a, a.rows[t].pos) : 0.0f;
     }
     RFK_UNROLL(8)
-    for (uint32_t g = 0; g < HEAD / 16; g++) {
+    for (uint32_t g = 0; g < (uint32_t)w.DEPTH; g++) {
+        const uint32_t value = 16 * (w.from16 + g);
         w.upper[g].rows = w.lower[g].rows = NULL; /* units do not read them */
         RFK_UNROLL(8)
         for (uint32_t i = 0; i < 8; i++) {
             if (i >= words) continue;
-            const uint32_t n = kind == RFK_MATRIX_SM80 ? i % 2 : 0, from = 16 * g < a.head_dim ? 16 * g : 0,
+            const uint32_t n = kind == RFK_MATRIX_SM80 ? i % 2 : 0, from = value < a.head_dim ? value : 0,
                            at = from + first + (kind == RFK_MATRIX_SM80 ? i / 2 * 8 : 2 * i);
-            const float factor = 16 * g < a.head_dim ? scale[n] : 0.0f;
+            const float factor = value < a.head_dim ? scale[n] : 0.0f;
             const float x0 = factor * q[n][at], x1 = factor * q[n][at + 1];
             const uint32_t upper = rfk_pack_halves(rfk_flash_normal(x0), rfk_flash_normal(x1));
             w.upper[g].r[i] = (int)upper;
@@ -5450,10 +5460,10 @@ template <int WAVE> RFK_DEVICE void rfk_flash_weights(rfk_operand &o, const int 
     }
 }
 
-/* Scores of 32 positions from cell0 on, in units of log2(e). */
+/* Products of the queries with the keys of a tile, over the wave's values of a head. */
 template <int WAVE, class KV, int HEAD>
-RFK_DEVICE void rfk_flash_scores(const rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_tile<HEAD> *tile,
-                                 const rfk_attention_args &a, uint32_t cell0, float (&x)[2][256 / WAVE]) {
+RFK_DEVICE void rfk_flash_products(const rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_tile<HEAD> *tile,
+                                   float (&x)[2][256 / WAVE]) {
     const int N = 256 / WAVE, STRIDE = rfk_flash_tile<HEAD>::STRIDE;
     const uint32_t lane = threadIdx.x % WAVE;
     rfk_operand y[2];
@@ -5461,12 +5471,12 @@ RFK_DEVICE void rfk_flash_scores(const rfk_flash_wave<WAVE, HEAD> &w, const rfk_
     RFK_UNROLL(8)
     for (int i = 0; i < N; i++) x[0][i] = x[1][i] = low[0][i] = low[1][i] = 0;
     RFK_UNROLL(8)
-    for (uint32_t g = 0; g < HEAD / 16; g++) { /* consecutive products add to different sums */
+    for (uint32_t g = 0; g < (uint32_t)w.DEPTH; g++) { /* consecutive products add to different sums */
         rfk_operand upper, lower;
         rfk_schedule_fence();
         rfk_flash_query_operands(w, g, upper, lower);
         RFK_UNROLL(2)
-        for (int h = 0; h < 2; h++) rfk_load_columns<STRIDE, true>(y[h], tile[0].k[16 * h], g, lane);
+        for (int h = 0; h < 2; h++) rfk_load_columns<STRIDE, true>(y[h], tile[0].k[16 * h], w.from16 + g, lane);
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++) rfk_flash_multiply<WAVE>(upper, y[h], x[h]);
         RFK_UNROLL(2)
@@ -5474,7 +5484,7 @@ RFK_DEVICE void rfk_flash_scores(const rfk_flash_wave<WAVE, HEAD> &w, const rfk_
         if (!rfk_flash_halves<KV>::TWO) continue;
         rfk_schedule_fence();
         RFK_UNROLL(2)
-        for (int h = 0; h < 2; h++) rfk_load_columns<STRIDE, true>(y[h], tile[1].k[16 * h], g, lane);
+        for (int h = 0; h < 2; h++) rfk_load_columns<STRIDE, true>(y[h], tile[1].k[16 * h], w.from16 + g, lane);
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++) rfk_flash_multiply<WAVE>(upper, y[h], low[h]);
     }
@@ -5482,6 +5492,33 @@ RFK_DEVICE void rfk_flash_scores(const rfk_flash_wave<WAVE, HEAD> &w, const rfk_
     for (int h = 0; h < 2; h++)
         RFK_UNROLL(8)
         for (int i = 0; i < N; i++) x[h][i] += low[h][i] * (1 / RFK_FLASH_LOWER);
+}
+
+/* The sums of the products of the waves that share queries, in each of them. All waves take part. */
+template <int WAVE, int HEAD> RFK_DEVICE void rfk_flash_sum(float *scores, float (&x)[2][256 / WAVE]) {
+    const uint32_t N = 256 / WAVE, PARTS = RFK_FLASH_PARTS(HEAD), lane = threadIdx.x % WAVE,
+                   wave = threadIdx.x / WAVE, first = wave / PARTS * PARTS;
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++)
+        RFK_UNROLL(8)
+        for (uint32_t i = 0; i < N; i++) scores[512 * wave + (N * h + i) * WAVE + lane] = x[h][i];
+    __syncthreads();
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++)
+        RFK_UNROLL(8)
+        for (uint32_t i = 0; i < N; i++) {
+            x[h][i] = 0;
+            RFK_UNROLL(4)
+            for (uint32_t p = 0; p < PARTS; p++) x[h][i] += scores[512 * (first + p) + (N * h + i) * WAVE + lane];
+        }
+}
+
+/* Products with the positions from cell0 on to scores, in units of log2(e): caps, ALiBi, and what is not visible. */
+template <int WAVE, int HEAD>
+RFK_DEVICE void rfk_flash_scores(const rfk_flash_wave<WAVE, HEAD> &w, const rfk_attention_args &a, uint32_t cell0,
+                                 float (&x)[2][256 / WAVE]) {
+    const int N = 256 / WAVE;
+    const uint32_t lane = threadIdx.x % WAVE;
     if (a.softcap != 0) {
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++)
@@ -5490,13 +5527,20 @@ RFK_DEVICE void rfk_flash_scores(const rfk_flash_wave<WAVE, HEAD> &w, const rfk_
                 x[h][i] = rfk_softcap_exp2(x[h][i], a.softcap * RFK_LOG2_E, 2 / a.softcap);
     }
     const int32_t end = (int32_t)cell0 + RFK_FLASH_CELLS;
-    if (end <= w.lowest + 1 && (a.window == 0 || w.highest - (int32_t)cell0 < (int32_t)a.window)) return;
+    if (!a.slopes && end <= w.lowest + 1 && (a.window == 0 || w.highest - (int32_t)cell0 < (int32_t)a.window)) return;
+    float slope[2] = {0, 0};
+    RFK_UNROLL(2)
+    for (uint32_t n = 0; a.slopes && n < 2; n++) {
+        const uint32_t group = a.n_heads / a.n_kv_heads;
+        slope[n] = RFK_LOG2_E * a.slopes[w.kv_head * group + w.row[n] % group];
+    }
     RFK_UNROLL(2)
     for (uint32_t h = 0; h < 2; h++)
         RFK_UNROLL(8)
         for (uint32_t i = 0; i < (uint32_t)N; i++) {
-            const int32_t ago =
-                w.pos[rfk_flash_which(i)] - (int32_t)(cell0 + 16 * h + rfk_flash_place<WAVE>(lane, i));
+            const uint32_t n = rfk_flash_which(i);
+            const int32_t ago = w.pos[n] - (int32_t)(cell0 + 16 * h + rfk_flash_place<WAVE>(lane, i));
+            x[h][i] -= slope[n] * (float)ago;
             if (ago < 0 || (a.window && (uint32_t)ago >= a.window)) x[h][i] = -INFINITY;
         }
 }
@@ -5532,30 +5576,30 @@ RFK_DEVICE void rfk_flash_add(rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_til
                               const rfk_flash_operands &o) {
     const uint32_t lane = threadIdx.x % WAVE, DIMS = 2; /* consecutive products add to different sums */
     RFK_UNROLL(4)
-    for (uint32_t d0 = 0; d0 < HEAD / 16; d0 += DIMS) {
+    for (uint32_t d0 = 0; d0 < (uint32_t)w.DEPTH; d0 += DIMS) {
         rfk_operand y[DIMS];
         rfk_schedule_fence();
         RFK_UNROLL(2)
-        for (uint32_t d = 0; d < DIMS; d++) rfk_flash_values(y[d], tile[0], h, d0 + d, lane);
+        for (uint32_t d = 0; d < DIMS; d++) rfk_flash_values(y[d], tile[0], h, w.from16 + d0 + d, lane);
         RFK_UNROLL(2)
         for (uint32_t d = 0; d < DIMS; d++) rfk_flash_multiply<WAVE>(o.upper, y[d], w.sum_of[d0 + d]);
         RFK_UNROLL(2)
         for (uint32_t d = 0; d < DIMS; d++) rfk_flash_multiply<WAVE>(o.lower, y[d], w.sum_of[d0 + d]);
         if (!rfk_flash_halves<KV>::TWO) continue;
         RFK_UNROLL(2)
-        for (uint32_t d = 0; d < DIMS; d++) rfk_flash_values(y[d], tile[1], h, d0 + d, lane);
+        for (uint32_t d = 0; d < DIMS; d++) rfk_flash_values(y[d], tile[1], h, w.from16 + d0 + d, lane);
         RFK_UNROLL(2)
         for (uint32_t d = 0; d < DIMS; d++) rfk_flash_multiply<WAVE>(o.small, y[d], w.sum_of[d0 + d]);
     }
 }
 
-/* A wave's step over a tile: scores, online softmax, weighted sums of values. */
+/* A wave's step over a tile whose products are x: scores, online softmax, weighted sums of values. */
 template <int WAVE, class KV, int HEAD>
 RFK_DEVICE void rfk_flash_step(rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_tile<HEAD> *tile,
-                               const rfk_attention_args &a, uint32_t cell0) {
+                               const rfk_attention_args &a, uint32_t cell0, float (&x)[2][256 / WAVE]) {
     const int N = 256 / WAVE;
-    float x[2][N], keep[2], less[2];
-    rfk_flash_scores<WAVE, KV>(w, tile, a, cell0, x);
+    float keep[2], less[2];
+    rfk_flash_scores<WAVE>(w, a, cell0, x);
     RFK_UNROLL(2)
     for (uint32_t n = 0; n < 2; n++) {
         if (n == 1 && rfk_flash_transposed()) continue;
@@ -5573,7 +5617,7 @@ RFK_DEVICE void rfk_flash_step(rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_ti
     }
     if (rfk_any<WAVE>(keep[0] != 1 || (!rfk_flash_transposed() && keep[1] != 1))) {
         RFK_UNROLL(8)
-        for (int d = 0; d < HEAD / 16; d++)
+        for (int d = 0; d < w.DEPTH; d++)
             RFK_UNROLL(8)
             for (uint32_t i = 0; i < (uint32_t)N; i++) w.sum_of[d][i] *= keep[rfk_flash_which(i)];
     }
@@ -5589,9 +5633,9 @@ RFK_DEVICE void rfk_flash_step(rfk_flash_wave<WAVE, HEAD> &w, const rfk_flash_ti
 template <int WAVE, int HEAD>
 RFK_DEVICE void rfk_flash_begin(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attention_args &a, uint32_t row0, uint32_t row,
                                 uint32_t end) {
-    const uint32_t lane = threadIdx.x % WAVE, wave_row = threadIdx.x / WAVE * 16, group = a.n_heads / a.n_kv_heads;
-    uint32_t low = row0 + wave_row / group, high = row0 + (wave_row + 15) / group;
-    const bool some = low < end && high >= row && wave_row < a.rows_per_block * group;
+    const uint32_t lane = threadIdx.x % WAVE, group = a.n_heads / a.n_kv_heads;
+    uint32_t low = row0 + w.row16 / group, high = row0 + (w.row16 + 15) / group;
+    const bool some = low < end && high >= row && w.row16 < a.rows_per_block * group;
     low = low > row ? low : row;
     high = high < end ? high : end - 1;
     w.lowest = some ? a.rows[low].pos : -1;
@@ -5610,7 +5654,7 @@ RFK_DEVICE void rfk_flash_begin(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attenti
         w.sum[n] = first ? RFK_FLASH_WEIGHT : 0.0f;
     }
     RFK_UNROLL(8)
-    for (int d = 0; d < HEAD / 16; d++)
+    for (int d = 0; d < w.DEPTH; d++)
         RFK_UNROLL(8)
         for (int i = 0; i < 256 / WAVE; i++) w.sum_of[d][i] = 0;
 }
@@ -5628,12 +5672,12 @@ RFK_DEVICE void rfk_flash_end(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attention
                                     (size_t)(w.kv_head * group + w.row[n] % group) * a.head_dim;
     }
     RFK_UNROLL(8)
-    for (uint32_t d = 0; d < HEAD / 16; d++)
+    for (uint32_t d = 0; d < (uint32_t)w.DEPTH; d++)
         RFK_UNROLL(8)
         for (uint32_t i = 0; i < 256 / WAVE; i++) {
-            const uint32_t n = rfk_flash_which(i);
-            if (out[n] && 16 * d < a.head_dim)
-                out[n][16 * d + rfk_flash_place<WAVE>(lane, i)] = w.sum_of[d][i] * w.sum[n];
+            const uint32_t n = rfk_flash_which(i), value = 16 * (w.from16 + d);
+            if (out[n] && value < a.head_dim)
+                out[n][value + rfk_flash_place<WAVE>(lane, i)] = w.sum_of[d][i] * w.sum[n];
         }
 }
 
@@ -5651,24 +5695,27 @@ RFK_DEVICE uint32_t rfk_flash_run_end(const rf_step_row *rows, uint32_t row, uin
     return end;
 }
 
-/* grid n_kv_heads * ceil(T / rows_per_block)   block RFK_FLASH_WAVES waves   LDS up to 37 KiB
- * rows_per_block = 16 * RFK_FLASH_WAVES / heads of a group
+/* grid n_kv_heads * ceil(T / rows_per_block)   block RFK_FLASH_WAVES waves   LDS up to 91 KiB
+ * rows_per_block = RFK_FLASH_QUERIES / heads of a group
  * A block reads the keys and values of its sequence that a row of it sees. Blocks with most of them, those of the last
  * rows, come first; from block a.reverse_from on those with fewest, to share a multiprocessor with the first ones. */
 template <int WAVE, class KV, int HEAD>
-static __global__ void RFK_THREADS(RFK_FLASH_WAVES *WAVE) rfk_flash(rfk_attention_args a) {
+static __global__ void RFK_THREADS(RFK_FLASH_WAVES(HEAD) * WAVE) rfk_flash(rfk_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     if (!RFK_HAS_UNITS || (rfk_flash_halves<KV>::TWO && !RFK_UNITS_F16)) return; /* never launched */
     typedef rfk_flash_shared<KV, HEAD> rfk_shared;
-    RFK_SHARED(rfk_shared, s);
-    const int THREADS = RFK_FLASH_WAVES * WAVE;
+    RFK_DYNAMIC(int4, memory);
+    rfk_shared &s = *reinterpret_cast<rfk_shared *>(memory);
+    const int THREADS = RFK_FLASH_WAVES(HEAD) * WAVE, PARTS = RFK_FLASH_PARTS(HEAD);
     const uint32_t lane = threadIdx.x % WAVE, dim = a.head_dim, blocks = gridDim.x / a.n_kv_heads,
                    place = blockIdx.x < a.reverse_from ? blockIdx.x : gridDim.x - 1 - (blockIdx.x - a.reverse_from),
                    row0 = (blocks - 1 - place / a.n_kv_heads) * a.rows_per_block,
                    last = row0 + a.rows_per_block < a.n_rows ? row0 + a.rows_per_block : a.n_rows;
     rfk_flash_wave<WAVE, HEAD> w;
     w.kv_head = place % a.n_kv_heads;
-    for (uint32_t n = 0; n < 2; n++) w.row[n] = threadIdx.x / WAVE * 16 + rfk_flash_query(lane, n);
+    w.row16 = threadIdx.x / WAVE / PARTS * 16;
+    w.from16 = threadIdx.x / WAVE % PARTS * w.DEPTH;
+    for (uint32_t n = 0; n < 2; n++) w.row[n] = w.row16 + rfk_flash_query(lane, n);
     rfk_flash_queries(w, a, row0, last, lane);
     const int4 zero = {0, 0, 0, 0};
     for (uint32_t i = threadIdx.x; dim < HEAD && i < RFK_FLASH_CELLS * HEAD / 8; i += THREADS)
@@ -5704,8 +5751,12 @@ static __global__ void RFK_THREADS(RFK_FLASH_WAVES *WAVE) rfk_flash(rfk_attentio
                 rfk_flash_fetch<THREADS>(s.tile + 1 - tile, rfk_kv_row(k, at, dim), rfk_kv_row(v, at, dim), dim, 0u,
                                               length - next);
             }
-            if ((int32_t)cell0 <= w.highest && (a.window == 0 || w.lowest - (int32_t)next < (int32_t)a.window - 1))
-                rfk_flash_step<WAVE, KV>(w, s.tile + tile, a, cell0);
+            float x[2][256 / WAVE];
+            const bool sees = (int32_t)cell0 <= w.highest &&
+                              (a.window == 0 || w.lowest - (int32_t)next < (int32_t)a.window - 1);
+            if (sees) rfk_flash_products<WAVE, KV>(w, s.tile + tile, x);
+            if (PARTS > 1) rfk_flash_sum<WAVE, HEAD>(s.scores, x);
+            if (sees) rfk_flash_step<WAVE, KV>(w, s.tile + tile, a, cell0, x);
             if (rfk_shared::DOUBLE_BUFFERED) tile = 1 - tile;
         }
         rfk_flash_end(w, a, row0);
@@ -6405,6 +6456,7 @@ struct rf_dev {
     int has_units;
     int units_f16, units_bf16; /* matrix units multiply prompts with such weights */
     int wgmma;                 /* rfk_matmul_wgmma is compiled in and right */
+    uint32_t shared_bytes;     /* dynamic shared memory of a block of rfk_flash, at most */
 };
 #define RFK_WRONG_BYTES 1u  /* of int8: weights are multiplied without tiles */
 #define RFK_WRONG_HALVES 2u /* of halves or bf16: so are such weights; no flash attention */
@@ -6551,7 +6603,7 @@ static void rfk_no_device(rf_device_info *out, hipError_t e) {
 #endif
 }
 
-static rf_result rfk_describe(int index, rf_device_info *out, rf_error *err) {
+static rf_result rfk_describe(int index, rf_device_info *out, uint32_t *shared_bytes, rf_error *err) {
     hipDeviceProp_t p;
     memset(out, 0, sizeof *out);
     snprintf(out->name, sizeof out->name, "hip:%d", index);
@@ -6563,6 +6615,11 @@ static rf_result rfk_describe(int index, rf_device_info *out, rf_error *err) {
     out->wave_size = (uint32_t)p.warpSize;
     out->compute_units = (uint32_t)p.multiProcessorCount;
     out->total_bytes = p.totalGlobalMem;
+#if defined(RFK_NVIDIA)
+    *shared_bytes = (uint32_t)p.sharedMemPerBlockOptin;
+#else
+    *shared_bytes = (uint32_t)p.sharedMemPerBlock;
+#endif
     out->usable = p.warpSize == 32 || p.warpSize == 64;
     if (!out->usable) snprintf(out->note, sizeof out->note, "waves of %d lanes are not supported", p.warpSize);
     else if (p.integrated) snprintf(out->note, sizeof out->note, "integrated GPU: shares the host's memory");
@@ -6575,6 +6632,7 @@ static rf_result rfk_describe(int index, rf_device_info *out, rf_error *err) {
 
 static rf_result rfk_device_list(rf_device_info *out, uint32_t capacity, uint32_t *count, rf_error *err) {
     int n = 0;
+    uint32_t shared_bytes;
     hipError_t e = hipGetDeviceCount(&n);
     (void)err;
     if (e != hipSuccess) (void)hipGetLastError();
@@ -6587,7 +6645,7 @@ static rf_result rfk_device_list(rf_device_info *out, uint32_t capacity, uint32_
     for (uint32_t i = 0; i < capacity && i < (uint32_t)n; i++) {
         rf_error why;
         memset(&why, 0, sizeof why);
-        if (rfk_describe((int)i, &out[i], &why) != RF_OK)
+        if (rfk_describe((int)i, &out[i], &shared_bytes, &why) != RF_OK)
             snprintf(out[i].note, sizeof out[i].note, "%.150s", why.text);
     }
     return RF_OK;
@@ -7075,6 +7133,30 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
     return r;
 }
 
+/* A kernel for the device's waves. */
+#if defined(RFK_NVIDIA)
+#define RFK_WITH_WAVE(d, k32, k64) k32
+#else
+#define RFK_WITH_WAVE(d, k32, k64) ((d)->wave == 32 ? k32 : k64)
+#endif
+
+/* Flash attention of a head_dim and a cache type. */
+struct rfk_flash_kernel {
+    void (*run)(rfk_attention_args);
+    uint32_t waves, queries, shared_bytes;
+};
+template <class KV, int HEAD> static rfk_flash_kernel rfk_flash_of(const rf_dev *d) {
+    rfk_flash_kernel k = {RFK_WITH_WAVE(d, (rfk_flash<32, KV, HEAD>), (rfk_flash<64, KV, HEAD>)), RFK_FLASH_WAVES(HEAD),
+                          RFK_FLASH_QUERIES(HEAD), (uint32_t)sizeof(rfk_flash_shared<KV, HEAD>)};
+    return k;
+}
+template <class KV> static rfk_flash_kernel rfk_find_flash(const rf_dev *d, uint32_t head_dim) {
+    return head_dim <= 64    ? rfk_flash_of<KV, 64>(d)
+           : head_dim <= 128 ? rfk_flash_of<KV, 128>(d)
+           : head_dim <= 256 ? rfk_flash_of<KV, 256>(d)
+                             : rfk_flash_of<KV, RFK_FLASH_HEAD>(d);
+}
+
 static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_dev **out, rf_error *err) {
     int n = 0;
     *out = NULL;
@@ -7095,7 +7177,7 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     d->allocator = allocator;
     d->index = (int)index;
     pthread_mutex_init(&d->lock, NULL);
-    rf_result r = rfk_describe(d->index, &d->info, err);
+    rf_result r = rfk_describe(d->index, &d->info, &d->shared_bytes, err);
     d->wave = d->info.wave_size;
 #if defined(RFK_NVIDIA)
     d->graphs = RFK_GRAPHS_ON;
@@ -7124,6 +7206,12 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
             /* for two blocks a multiprocessor */
             (void)cudaFuncSetAttribute(bf16, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
         }
+        const rfk_flash_kernel flash[] = {rfk_find_flash<uint16_t>(d, 256), rfk_find_flash<uint16_t>(d, RFK_FLASH_HEAD),
+                                          rfk_find_flash<rfk_q8>(d, 256), rfk_find_flash<rfk_q8>(d, RFK_FLASH_HEAD)};
+        for (int i = 0; i < 4; i++)
+            if (flash[i].shared_bytes <= d->shared_bytes)
+                (void)cudaFuncSetAttribute((const void *)flash[i].run, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           (int)flash[i].shared_bytes);
         (void)cudaGetLastError();
     }
 #endif
@@ -8258,11 +8346,7 @@ struct rfk_launching {
     rfk_bound b;       /* logits buffers point to the step's first row */
 };
 
-#if defined(RFK_NVIDIA)
-#define RFK_BY_WAVE(l, k32, k64) k32
-#else
-#define RFK_BY_WAVE(l, k32, k64) ((l)->p->dev->wave == 32 ? k32 : k64)
-#endif
+#define RFK_BY_WAVE(l, k32, k64) RFK_WITH_WAVE((l)->p->dev, k32, k64)
 
 /* Count kernels that were submitted at once. */
 static void rfk_count(rf_prepared *p, uint32_t n_kernels) {
@@ -8662,24 +8746,16 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
 
 /* Whether flash attention does it: sequences must have many rows. Quantized keys and values are sums of two halves, the
  * second of which may be subnormal. */
-static bool rfk_takes_flash(const rfk_launching *l) {
+static bool rfk_takes_flash(const rfk_launching *l, const rfk_flash_kernel *kernel) {
     const rf_attention_params *a = &l->op->attention;
     uint32_t runs = 1;
     if (l->p->dev->wrong_units & RFK_WRONG_HALVES) return false;
     for (uint32_t t = 1; t < l->n_rows; t++) runs += l->step->rows[t].seq != l->step->rows[t - 1].seq;
-    return !(l->op->flags & RF_OP_MLA) && a->slopes == RF_NONE && a->temperature == 0 &&
-           l->n_rows > RFK_SPLIT_ROWS && l->n_rows >= 8 * runs && l->p->cache_type != RF_CACHE_F32 &&
+    return !(l->op->flags & RF_OP_MLA) && l->n_rows > RFK_SPLIT_ROWS && l->n_rows >= 8 * runs &&
+           l->p->cache_type != RF_CACHE_F32 &&
            (l->p->cache_type == RF_CACHE_Q8_0 ? l->p->dev->units_f16 : l->p->dev->has_units) &&
            a->head_dim == a->head_dim_v && a->head_dim % 16 == 0 && a->head_dim <= RFK_FLASH_HEAD &&
-           a->n_heads / a->n_kv_heads <= 16 * RFK_FLASH_WAVES;
-}
-
-template <int HEAD> static void (*rfk_find_flash(const rfk_launching *l))(rfk_attention_args) {
-    void (*half)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_flash<32, uint16_t, HEAD>),
-                                                   (rfk_flash<64, uint16_t, HEAD>));
-    void (*quantized)(rfk_attention_args) = RFK_BY_WAVE(l, (rfk_flash<32, rfk_q8, HEAD>),
-                                                        (rfk_flash<64, rfk_q8, HEAD>));
-    return l->p->cache_type == RF_CACHE_Q8_0 ? quantized : half;
+           a->n_heads / a->n_kv_heads <= kernel->queries && kernel->shared_bytes <= l->p->dev->shared_bytes;
 }
 
 template <uint32_t HEAD> static void (*rfk_find_attention(const rfk_launching *l))(rfk_attention_args) {
@@ -8753,14 +8829,15 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     a.temperature = att->temperature;
     a.temperature_length = att->temperature_length;
     if (rfk_is_any_attention(op)) return rfk_run_any_attention(l, &a);
-    if (rfk_takes_flash(l)) {
-        a.rows_per_block = 16 * RFK_FLASH_WAVES / group;
+    const rfk_flash_kernel flash = p->cache_type == RF_CACHE_Q8_0 ? rfk_find_flash<rfk_q8>(p->dev, att->head_dim)
+                                                                  : rfk_find_flash<uint16_t>(p->dev, att->head_dim);
+    if (rfk_takes_flash(l, &flash)) {
+        a.rows_per_block = flash.queries / group;
         const uint32_t blocks = rfk_ceil_div(l->n_rows, a.rows_per_block) * att->n_kv_heads,
                        units = p->dev->info.compute_units;
         a.reverse_from = blocks <= 2 * units ? units : blocks;
-        return rfk_enqueue(l, att->head_dim <= 64 ? rfk_find_flash<64>(l) : rfk_find_flash<RFK_FLASH_HEAD>(l),
-                           dim3(blocks),
-                      RFK_FLASH_WAVES * p->dev->wave, a);
+        const rfk_config config = {dim3(blocks), dim3(flash.waves * p->dev->wave), flash.shared_bytes, 0, l->q->stream};
+        return rfk_enqueue_config(l, flash.run, config, a);
     }
     dim3 grid(rfk_ceil_div(l->n_rows, a.rows_per_block), att->n_kv_heads * rfk_ceil_div(group, a.heads_per_block),
               rfk_ceil_div(longest, a.split_cells));

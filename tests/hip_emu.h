@@ -376,6 +376,8 @@ static inline bool hip_emu_has_wgmma(int device) { return hip_emu_matrix_kind[de
 
 static char hip_emu_dynamic_key; /* of the memory that the launch asked for; more of that there can be on request */
 
+static const unsigned hip_emu_shared_kib = 160; /* on request; AMD has 64: so that kernels for NVIDIA run, too */
+
 /* A shared variable of the block: garbage when the first thread asks. key tells the variables apart. */
 static void *hip_emu_shared(const void *key, size_t size_bytes) {
     hip_emu_machine *m = hip_emu_here;
@@ -385,7 +387,7 @@ static void *hip_emu_shared(const void *key, size_t size_bytes) {
         total += m->shared[i].size_bytes;
         if (m->shared[i].key != &hip_emu_dynamic_key) fixed += m->shared[i].size_bytes;
     }
-    if (fixed > 48 * 1024 || total > (hip_emu_has_wgmma(0) ? 227 : 48) * 1024)
+    if (fixed > 48 * 1024 || total > (hip_emu_has_wgmma(0) ? 227u : hip_emu_shared_kib) * 1024)
         hip_emu_die("more shared memory in a block than there is");
     hip_emu_shared_block s = {key, nullptr, size_bytes};
     if (posix_memalign(&s.memory, 16, size_bytes)) hip_emu_die("out of memory");
@@ -703,7 +705,7 @@ enum hipMemcpyKind { hipMemcpyHostToDevice = 1, hipMemcpyDeviceToHost = 2, hipMe
 struct hipDeviceProp_t {
     char name[256];
     char gcnArchName[256];
-    size_t totalGlobalMem;
+    size_t totalGlobalMem, sharedMemPerBlock;
     int warpSize, multiProcessorCount, integrated, major, minor;
 };
 
@@ -872,6 +874,7 @@ static inline hipError_t hipGetDeviceProperties(hipDeviceProp_t *p, int device) 
     snprintf(p->name, sizeof p->name, "emulated GPU, waves of %d", p->warpSize);
     snprintf(p->gcnArchName, sizeof p->gcnArchName, "%s", device == 0 ? "gfx1100" : "gfx90a:sramecc+:xnack-");
     p->totalGlobalMem = static_cast<size_t>(8) << 30;
+    p->sharedMemPerBlock = hip_emu_shared_kib << 10;
     p->multiProcessorCount = hip_emu().n_units;
     return hipSuccess;
 }

@@ -2818,8 +2818,13 @@ static void test_matrix_units() {
                                    /* windows, in rings of 256 cells; caps and sinks */
                                    {3, 1, 80, 80, 300, 33, RF_CACHE_F16, 0, (uint32_t)kinds[k][0], 40, 5, false, true},
                                    {4, 1, 64, 64, 530, 20, RF_CACHE_Q8_0, 0, (uint32_t)kinds[k][0], 33, 4, false, true},
-                                   {2, 2, 128, 128, 75, 36, RF_CACHE_Q8_0, 0, (uint32_t)kinds[k][0], 0, 1, false, false}};
-        for (int i = 0; i < 6; i++) attention_case(prompts[i]);
+                                   {2, 2, 128, 128, 75, 36, RF_CACHE_Q8_0, 0, (uint32_t)kinds[k][0], 0, 1, false, false},
+                                   /* heads that waves share, with windows, ALiBi and scales of positions */
+                                   {2, 1, 256, 256, 75, 36, RF_CACHE_F16, 0, (uint32_t)kinds[k][0], 0, 10},
+                                   {3, 2, 192, 192, 300, 33, RF_CACHE_F16, 0, (uint32_t)kinds[k][0], 40, 5, false, true},
+                                   {2, 1, 256, 256, 40, 20, RF_CACHE_Q8_0, 0, (uint32_t)kinds[k][0], 0, 8},
+                                   {2, 1, 512, 512, 70, 36, RF_CACHE_F16, 0, (uint32_t)kinds[k][0], 33, 4, false, true}};
+        for (size_t i = 0; i < sizeof prompts / sizeof *prompts; i++) attention_case(prompts[i]);
     }
 }
 
