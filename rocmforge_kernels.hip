@@ -1905,7 +1905,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
 }
 
 /* ---- recurrent layers ----
- * Rows of a sequence are sequential: a block takes one sequence through all rows of the step and skips those of others. */
+ * Rows of a sequence are sequential: a block takes one sequence through the rows of the step and skips those of
+ * others. */
 
 /* Causal 1-D convolution. A block takes 32 channels, 128 bytes of a row, through the rows of a sequence; its groups of
  * 32 threads share the rows of the step, consecutive ones each. out may be in: inputs before a thread's first row are
