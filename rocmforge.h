@@ -1343,7 +1343,8 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 #define RF_OP_NEOX 2u           /* ROPE: rotate pairs (i, i + n_rot/2) instead of (2i, 2i+1)                        */
 #define RF_OP_CENTER 4u         /* RMS_NORM: subtract the mean first (LayerNorm)                                    */
 #define RF_OP_POSITIONS 8u      /* EMBED: look up the row's position instead of its token                           */
-#define RF_OP_LAST 0x10u        /* ROPE: rotate the last n_rot values of a head instead of the first                */
+#define RF_OP_LAST 0x10u        /* ROPE: rotate the last n_rot values of a head instead of the first;
+                                 * INDEX: score a block by its last position                                        */
 #define RF_OP_SIGMOID 0x100u    /* ROUTE: probabilities by sigmoid; MIX: weights are sigmoid(in2)                   */
 #define RF_OP_CHOSEN 0x200u     /* ROUTE: softmax over the chosen experts only                                      */
 #define RF_OP_NORMALIZE 0x400u  /* ROUTE: weights of the chosen experts add up to 1                                 */
@@ -1410,8 +1411,9 @@ typedef struct rf_rope_params {
     float scale;
 } rf_rope_params;
 
-/* KV_STORE: K[seq][head][pos] = in[T, n_kv_heads, head_dim], V[seq][head][pos] = in2[T, n_kv_heads, head_dim_v]. Under
- * RF_OP_MLA a key is in[.., head_dim_v], then in2[.., head_dim - head_dim_v], and there is no V. */
+/* KV_STORE: K[seq][head][pos] = in[T, n_kv_heads, head_dim], V[seq][head][pos] = in2[T, n_kv_heads, head_dim_v]; without
+ * in2 there is no V, and head_dim_v is 0. Under RF_OP_MLA a key is in[.., head_dim_v], then
+ * in2[.., head_dim - head_dim_v], and there is no V. */
 typedef struct rf_kv_store_params {
     uint32_t n_kv_heads, head_dim, head_dim_v;
 } rf_kv_store_params;
@@ -1425,7 +1427,8 @@ typedef struct rf_kv_store_params {
  * -|p - pos|; and bias[b, h] is added, b = tables[buckets + min(|p - pos|, RF_DISTANCES - 1)], of n_buckets, the second
  * half of them for p > pos (T5, arXiv 1910.10683).
  * With in2 only over listed positions: in2[T, n_lists, n_listed] are ids (int32) of blocks of list_unit positions, ids
- * ascending, negative ones after them. KV head k reads list k % n_lists. */
+ * ascending, negative ones after them. KV head k reads list k % n_lists. Rows at positions below n_dense attend to all
+ * positions, whatever their lists say. */
 typedef struct rf_attention_params {
     uint32_t n_heads, n_kv_heads, head_dim, head_dim_v;
     uint32_t window;      /* positions seen, the row's own included; 0: all                     */
@@ -1434,10 +1437,22 @@ typedef struct rf_attention_params {
     float temperature;    /* 0: none                                                            */
     uint32_t temperature_length;
     uint32_t n_buckets, buckets;            /* of a relative bias; buckets: index into rf_plan.tables */
-    uint32_t n_lists, n_listed, list_unit;  /* with in2                                               */
+    uint32_t n_lists, n_listed, list_unit, n_dense; /* with in2                                       */
 } rf_attention_params;
 
 #define RF_DISTANCES 129u /* of positions, which buckets tell apart */
+
+/* INDEX, the indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556): out[T, n_lists, n_listed] = lists for
+ * ATTENTION, ids (int32) of the blocks of list_unit positions with the best scores, ascending, then -1. With one list
+ * position p <= pos scores the sum over heads h of in2[h] * max(in[T, n_heads, head_dim] . K[p], 0), without in2 of
+ * 1 * max; with n_lists = n_heads a head makes its own list, by in . K[p]. NaN scores least; the smaller id wins among
+ * equals. A block scores as the best of its positions. The last n_local blocks, the row's own first, are always listed.
+ * Under RF_OP_LAST a block scores as its last position, and of n_listed ids one is for the row's own block as long as
+ * that is not complete, the others for complete ones. K is a KV cache of one head and no values. */
+typedef struct rf_index_params {
+    uint32_t n_heads, head_dim;
+    uint32_t n_lists, n_listed, list_unit, n_local;
+} rf_index_params;
 
 /* GLU: out[rows, n] = factor * act(in) * in2[in2_at ..]; without in2 factor * act(in); factor is one number. out may be
  * in. With repeat > 1 each value of in2 multiplies so many in a row. Under RF_OP_EACH_HEAD results are divided by
@@ -1579,7 +1594,8 @@ typedef struct rf_scan_params {
         const uint32_t rest = p->head_dim - p->head_dim_v; \
         rf_op_need(s, !mla || p->head_dim_v < p->head_dim, "a latent key must be longer than its values"); \
         rf_op_in(s, op->in, (uint64_t)p->n_kv_heads * (mla ? p->head_dim_v : p->head_dim)); \
-        rf_op_in(s, op->in2, (uint64_t)p->n_kv_heads * (mla ? rest : p->head_dim_v)); \
+        rf_op_in_if(s, op->in2, (uint64_t)p->n_kv_heads * (mla ? rest : p->head_dim_v)); \
+        rf_op_need(s, op->in2 != RF_NONE || p->head_dim_v == 0, "its values are missing"); \
         rf_op_kv(s, p->n_kv_heads, p->head_dim, mla ? 0 : p->head_dim_v); \
     }) \
     X(ATTENTION, 5, attention, RF_ROWS_TOKENS, RF_OP_MLA | RF_OP_BOTH_WAYS, { \
@@ -1701,6 +1717,17 @@ typedef struct rf_scan_params {
         rf_op_need(s, p->n_decays == 1 || p->n_decays == p->n_state, "a head has one decay, or one for each state"); \
         rf_op_need(s, p->n_groups > 0 && p->n_heads % p->n_groups == 0, "n_heads is no multiple of n_groups"); \
         rf_op_need(s, op->out != op->in && op->out != op->in2, "out must not be an input"); \
+    }) \
+    X(INDEX, 17, index, RF_ROWS_TOKENS, RF_OP_LAST, { \
+        rf_op_in(s, op->in, (uint64_t)p->n_heads * p->head_dim); \
+        rf_op_in_if(s, op->in2, p->n_heads); \
+        rf_op_out(s, (uint64_t)p->n_lists * p->n_listed); \
+        rf_op_kv(s, 1, p->head_dim, 0); \
+        rf_op_need(s, p->n_lists == 1 || (p->n_lists == p->n_heads && op->in2 == RF_NONE), \
+                   "one list, or one for each head, without weights"); \
+        rf_op_need(s, p->list_unit > 0 && p->n_local <= p->n_listed && p->n_listed > 0, \
+                   "the blocks do not fit"); \
+        rf_op_need(s, op->out != op->in && op->out != op->in2, "out must not be an input"); \
     })
 
 #define RF_OP_ANY_ROWS 0xffu
@@ -1728,6 +1755,9 @@ typedef struct rf_op {
 #undef RF_OP_MEMBER
     };
 } rf_op;
+
+/* INDEX: every so many positions one has a score. */
+static inline uint32_t rf_index_step(const rf_op *op) { return op->flags & RF_OP_LAST ? op->index.list_unit : 1; }
 
 /* Whether two ROPE ops rotate by the same angles. */
 static inline int rf_op_same_angles(const rf_op *a, const rf_op *b) {
@@ -6915,7 +6945,21 @@ typedef struct rfi_layer_config {
     double limit, shared_limit; /* of SwiGLU in experts, and in the others; 0: none       */
     double xielu[4];            /* alpha_n, alpha_p, beta, eps                            */
     uint32_t n_ff_experts;
+    int indexes;          /* 1: an indexer of its own                                     */
 } rfi_layer_config;
+
+/* rfi_arch.indexer */
+enum {
+    RFI_INDEX_EACH = 1,   /* in every layer; ropes rotate halves (deepseek32)             */
+    RFI_INDEX_SHARED = 2, /* some layers read the list of an earlier one (glm-dsa)        */
+    RFI_INDEX_BLOCKS = 3, /* a list of blocks for each KV head (minimax-m3)               */
+};
+
+typedef struct rfi_indexer_config {
+    uint32_t n_heads, head_dim;
+    uint32_t n_listed, unit, n_local; /* of rf_index_params; n_listed 0: all positions are attended to */
+    uint64_t n_ctx_dense;             /* the context that it leaves whole; 0: no limit                 */
+} rfi_indexer_config;
 
 typedef enum rfi_gating {
     RFI_GATING_SOFTMAX = 1, /* values of the key expert_gating_func */
@@ -7089,8 +7133,7 @@ typedef struct rfi_arch {
     uint8_t half_ff;          /* feed_forward_length counts gate and up together                              */
 
     uint8_t normed_residual;  /* x = residual_scale * norm(x) + attention or FFN of norm(x)                   */
-    uint8_t indexer;          /* attention to the attention.indexer.top_k best positions only: built where that is
-                                 all of them                                                                  */
+    uint8_t indexer;          /* attention to the attention.indexer.top_k best positions only; rfi_indexer    */
     uint8_t both_ways;        /* attention to all positions, as if attention.causal were false                */
 
     /* encoders: attention to all positions, hidden states but no logits */
@@ -7132,7 +7175,7 @@ typedef struct rfi_config {
     int both_ways;                    /* attention to all positions of the sequence */
     uint32_t n_buckets;               /* of relative_bias                           */
     double normed_residual;           /* 0: none                                    */
-    uint64_t n_ctx_dense;             /* of an indexer: the context that it leaves whole; 0: no limit */
+    rfi_indexer_config indexer;
     uint32_t pooling;                 /* rf_pooling of rf_session_embed             */
     double embedding_scale, residual_scale, logit_scale; /* 0: none              */
     double attention_scale;           /* of scores; 0: 1/sqrt(head_dim)             */
@@ -7966,17 +8009,36 @@ static void rfi_config_mla(rfi_key_reader *k, rfi_config *c) {
     }
 }
 
-/* The context in which an indexer chooses all positions, or all blocks of them. */
+/* Indexers. Without a layer that has one (n_listed 0) the trained context is attended to as a whole; a longer one is
+ * refused then. */
 static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key top_k = {"attention.indexer.top_k", 1, INT32_MAX, 0, 1},
-                              block = {"attention.indexer.block_size", 0, INT32_MAX, 1, 0},
-                              local = {"attention.indexer.local_blocks", 0, INT32_MAX, 0, 0};
-    uint32_t most = 0, size = 1, n_local = 0;
-    rfi_key_uint(k, &top_k, &most);
-    rfi_key_uint(k, &block, &size);
-    rfi_key_uint(k, &local, &n_local);
-    rfi_key_read(k, "attention.indexer.types", 0);
-    c->n_ctx_dense = (uint64_t)most * (size ? size : 1);
+                              block = {"attention.indexer.block_size", 1, 1 << 20, 1, 0},
+                              local = {"attention.indexer.local_blocks", 0, INT32_MAX, 0, 0},
+                              heads = {"attention.indexer.head_count", 1, 1 << 10, 0, 1},
+                              dim = {"attention.indexer.key_length", 1, 256, 0, 1};
+    rfi_indexer_config *x = &c->indexer;
+    const int blocks = c->arch->indexer == RFI_INDEX_BLOCKS;
+    uint32_t best = 0;
+    x->unit = 1;
+    rfi_key_uint(k, &top_k, &best);
+    rfi_key_uint(k, &heads, &x->n_heads);
+    rfi_key_uint(k, &dim, &x->head_dim);
+    if (blocks) rfi_key_uint(k, &block, &x->unit);
+    if (blocks) rfi_key_uint(k, &local, &x->n_local);
+    rfi_key_find(k, dim.suffix);
+    if (x->head_dim < c->n_rot) rfi_key_fail(k, RF_ERR_FORMAT, "%u, rope rotates %u", x->head_dim, c->n_rot);
+    x->n_ctx_dense = (uint64_t)best * x->unit;
+    if (x->n_ctx_dense < c->n_ctx_train) x->n_listed = best;
+    if (x->n_local > best) x->n_local = best;
+    for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
+        const int later = c->n_ctx_train >= 1 << 20 && il > 2 && il % 4 != 2; /* GLM-5.2 without the key */
+        const rfi_uint_key types = {"attention.indexer.types", 0, 1, !later, 0};
+        uint32_t own = blocks ? il >= c->moe.n_dense : 1;
+        if (c->arch->indexer == RFI_INDEX_SHARED) rfi_key_uint_of(k, &types, il, c->n_layers, &own);
+        if (own == 0 && il == 0 && !blocks) rfi_key_fail(k, RF_ERR_FORMAT, "layer 0 has no indexer of its own");
+        c->layers[il].indexes = own == 1;
+    }
 }
 
 /* How rf_session_embed makes one vector of a text's hidden states, unless it is told. */
@@ -8282,19 +8344,20 @@ static rfi_weight rfi_bind_heads(rfi_builder *b, const char *name, uint64_t n_in
 
 /* ---- buffers, states, ops ---- */
 
-static uint32_t rfi_state(rfi_builder *b, const rfi_layer_config *l) {
+static uint32_t rfi_push_state(rfi_builder *b, const rf_plan_state *state) {
     rf_plan_state *p = (rf_plan_state *)rfi_array_push(b, &b->states, 1, sizeof *p);
     if (!p) return 0;
-    *p = (rf_plan_state){(uint32_t)b->layer, l->n_kv_heads, l->head_dim,
-                         b->c->arch->mla ? 0 : l->head_dim_v, l->window, 0};
+    *p = *state;
     return b->states.n - 1;
 }
 
+static uint32_t rfi_state(rfi_builder *b, const rfi_layer_config *l) {
+    return rfi_push_state(b, &(rf_plan_state){(uint32_t)b->layer, l->n_kv_heads, l->head_dim,
+                                              b->c->arch->mla ? 0 : l->head_dim_v, l->window, 0});
+}
+
 static uint32_t rfi_recurrent_state(rfi_builder *b, uint64_t width) {
-    rf_plan_state *p = (rf_plan_state *)rfi_array_push(b, &b->states, 1, sizeof *p);
-    if (!p) return 0;
-    *p = (rf_plan_state){.layer = (uint32_t)b->layer, .width = (uint32_t)width};
-    return b->states.n - 1;
+    return rfi_push_state(b, &(rf_plan_state){.layer = (uint32_t)b->layer, .width = (uint32_t)width});
 }
 
 /* Append an op from buffer `in` to buffer `out`, with the rows of `out`; all else is 0 or RF_NONE. Valid until the next
@@ -8451,6 +8514,10 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
     X(ba, TOKENS)          /* [2 n_heads]                                                            */ \
     X(beta, TOKENS)        /* [n_heads]                                                              */ \
     X(alpha, TOKENS)       /* [n_heads]                                                              */ \
+    X(index_q, TOKENS)     /* [n_heads, head_dim] queries of an indexer                              */ \
+    X(index_k, TOKENS)     /* [head_dim] its key                                                     */ \
+    X(index_weights, TOKENS) /* [n_heads]                                                            */ \
+    X(listed, TOKENS)      /* [n_lists, n_listed] what it chose                                      */ \
     X(xl, LOGITS)          /* [n_embd] rows of x that want logits                                    */ \
     X(logits, LOGITS)      /* [n_vocab]                                                              */ \
     X(argmax, LOGITS)      /* [1]                                                                    */
@@ -8607,7 +8674,9 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     }
     const rf_plan_state *states = (const rf_plan_state *)b->states.items;
     uint32_t state = 0;
-    while (b->result == RF_OK && states[state].layer != l->cache_layer) state++;
+    while (b->result == RF_OK && (states[state].layer != l->cache_layer || states[state].head_dim != l->head_dim ||
+                                  states[state].n_kv_heads == 0))
+        state++;
     const int has_sinks = c->arch->attn_sinks || rfi_has(b, "attn_sinks.weight");
     uint32_t sinks = has_sinks ? rfi_bind_vector(b, "attn_sinks.weight", l->n_heads) : RF_NONE;
     op = rfi_op(b, RF_OP_ATTENTION, mla ? d->mla_v : d->att, mla ? d->mla_q : d->q);
@@ -8630,6 +8699,13 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
         .n_buckets = c->n_buckets,
         .buckets = d->buckets,
     };
+    const rfi_indexer_config *x = &c->indexer;
+    if (x->n_listed == 0 || (c->arch->indexer == RFI_INDEX_BLOCKS && !l->indexes)) return;
+    op->in2 = d->listed; /* of this layer, or of the one before that has an indexer */
+    op->attention.n_lists = c->arch->indexer == RFI_INDEX_BLOCKS ? x->n_heads : 1;
+    op->attention.n_listed = x->n_listed;
+    op->attention.list_unit = x->unit;
+    op->attention.n_dense = (uint32_t)x->n_ctx_dense;
 }
 
 /* att *= act(attn_gate in): a gate for each value, or one for each head */
@@ -8651,6 +8727,36 @@ static void rfi_emit_attention_gate(rfi_builder *b, const rfi_decoder *d, const 
     rfi_emit_glu(b, d->att, d->q_gate, n, RF_ACT_NONE)->glu.repeat = l->head_dim_v;
 }
 
+/* The list of positions, or blocks of them, that attention reads: INDEX, after its keys are stored. Queries come from
+ * `from`, of n_from values. */
+static void rfi_emit_index(rfi_builder *b, const rfi_decoder *d, uint32_t in, uint32_t from, uint32_t n_from) {
+    const rfi_indexer_config *x = &b->c->indexer;
+    const int blocks = b->c->arch->indexer == RFI_INDEX_BLOCKS;
+    const uint32_t n_q = x->n_heads * x->head_dim, neox = b->c->arch->indexer == RFI_INDEX_SHARED ? 0 : RF_OP_NEOX;
+    rfi_weight w = rfi_bind_matrix(b, blocks ? "indexer.q_proj" : "indexer.attn_q_b", n_from, n_q, NULL);
+    rfi_emit_matmul(b, d->index_q, from, w, n_q, 0);
+    w = rfi_bind_matrix(b, blocks ? "indexer.k_proj" : "indexer.attn_k", b->c->n_embd, x->head_dim, NULL);
+    rfi_emit_matmul(b, d->index_k, in, w, x->head_dim, 0);
+    if (blocks) rfi_emit_norm(b, d->index_q, d->index_q, "indexer.q_norm", x->head_dim, x->n_heads, 0);
+    rf_op *op = rfi_emit_norm(b, d->index_k, d->index_k, "indexer.k_norm", x->head_dim, 1, blocks ? 0 : RF_OP_CENTER);
+    if (!blocks) op->norm.eps = 1e-6f;
+    rfi_emit_rope(b, d->index_q, x->n_heads, x->head_dim, &d->rope)->flags = neox;
+    rfi_emit_rope(b, d->index_k, 1, x->head_dim, &d->rope)->flags = neox;
+    const rf_plan_state keys = {.layer = (uint32_t)b->layer, .n_kv_heads = 1, .head_dim = x->head_dim};
+    const uint32_t state = rfi_push_state(b, &keys);
+    op = rfi_op(b, RF_OP_KV_STORE, RF_NONE, d->index_k);
+    op->state = state;
+    op->kv_store = (rf_kv_store_params){1, x->head_dim, 0};
+    if (!blocks) {
+        w = rfi_bind_matrix(b, "indexer.proj", b->c->n_embd, x->n_heads, NULL);
+        rfi_emit_matmul(b, d->index_weights, in, w, x->n_heads, 0);
+    }
+    op = rfi_op(b, RF_OP_INDEX, d->listed, d->index_q);
+    op->in2 = blocks ? RF_NONE : d->index_weights;
+    op->state = state;
+    op->index = (rf_index_params){x->n_heads, x->head_dim, blocks ? x->n_heads : 1, x->n_listed, x->unit, x->n_local};
+}
+
 /* x += Wo attention(rope(q), rope(k), v), with q, k, v from `in` */
 static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_config *c = b->c;
@@ -8665,6 +8771,7 @@ static void rfi_emit_attention(rfi_builder *b, const rfi_decoder *d, const rfi_l
     if (l->rope) rfi_emit_rope(b, d->q, l->n_heads, l->head_dim, rope);
     if (l->rope && rfi_has_cache(b, l)) rfi_emit_rope(b, d->k, l->n_kv_heads, l->head_dim, rope);
     if (c->arch->qk_norm_after) rfi_emit_qk_norm(b, d, l);
+    if (c->indexer.n_listed && l->indexes) rfi_emit_index(b, d, in, in, c->n_embd);
     rfi_emit_attend(b, d, l);
     if (rfi_gates_attention(c)) {
         rf_op *op = rfi_emit_glu(b, d->q_gate, d->att, l->n_heads * l->head_dim_v, RF_ACT_SIGMOID);
@@ -8703,6 +8810,7 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
         rfi_weight w = rfi_bind_matrix(b, "attn_q_b", a->q_lora_rank, n_q, NULL);
         rfi_emit_matmul(b, d->q, d->q_lora, w, (uint32_t)n_q, 0);
     }
+    if (c->indexer.n_listed && l->indexes) rfi_emit_index(b, d, in, d->q_lora, a->q_lora_rank);
     rfi_emit_norm(b, d->k, d->k, "attn_kv_a_norm", a->kv_lora_rank, 1, 0);
     if (l->rope) rfi_emit_rope(b, d->q, l->n_heads, a->head_dim, &d->rope)->flags |= RF_OP_LAST;
     if (l->rope) rfi_emit_rope(b, d->v, 1, c->n_rot, &d->rope);
@@ -9709,9 +9817,10 @@ static const rfi_arch rfi_archs[] = {
      .embedding_skip = 1, .logit_scale_multiplies = 1, .rope_neox = 1},
     {.name = "xverse"},
     {.name = "lfm2moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_lfm2, .recurrent = &rfi_lfm2},
-    {.name = "deepseek32", .mla = 1, .indexer = 1, .moe = &rfi_moe_deepseek2},
-    {.name = "glm-dsa", .mla = 1, .indexer = 1, .moe = &rfi_moe_glm4},
-    {.name = "minimax-m3", .qk_norm = 1, .rope_neox = 1, .activation = RF_ACT_OAI, .indexer = 1, .moe = &rfi_moe_glm4},
+    {.name = "deepseek32", .mla = 1, .indexer = RFI_INDEX_EACH, .moe = &rfi_moe_deepseek2},
+    {.name = "glm-dsa", .mla = 1, .indexer = RFI_INDEX_SHARED, .moe = &rfi_moe_glm4},
+    {.name = "minimax-m3", .qk_norm = 1, .rope_neox = 1, .activation = RF_ACT_OAI, .indexer = RFI_INDEX_BLOCKS,
+     .moe = &rfi_moe_glm4},
     {.name = "kimi-linear", .mla = 1, .no_rope_period = 1, .moe = &rfi_moe_kimi, .recurrent = &rfi_kda},
     {.name = "bailingmoe3", .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID, .mla = 1, .swiglu_limit = RF_ACT_MIN_SILU,
      .moe = &rfi_moe_bailing2, .recurrent = &rfi_kda},
@@ -9816,7 +9925,7 @@ static int rfi_tensor_is_ignored(const rfi_builder *b, rf_string name) {
     if (layer >= b->c->n_layers) return layer < b->c->n_blocks;
     if (b->c->arch->indexer && name.len - i > sizeof indexer &&
         memcmp(name.data + i + 1, indexer, sizeof indexer - 1) == 0)
-        return 1; /* it would choose all: rfi_config_indexer */
+        return b->c->indexer.n_listed == 0 || !b->c->layers[layer].indexes; /* it would choose all, or none reads it */
     return rfi_tensor_is_idle(b, (rf_string){name.data + i + 1, name.len - i - 1});
 }
 
@@ -10430,6 +10539,15 @@ static uint32_t rfi_attention_listed(const rfi_attention *a, uint32_t i) {
     return (uint32_t)a->list[i / a->list_unit] * a->list_unit + i % a->list_unit;
 }
 
+/* A row of n keys or values as floats. */
+static void rfi_cache_row(const rfi_kernels *k, uint32_t cache_type, float *out, const uint8_t *from, uint32_t n) {
+    const uint16_t *half = (const uint16_t *)(const void *)from;
+    if (cache_type == RF_CACHE_F32) memcpy(out, from, n * sizeof *out);
+    else if (cache_type == RF_CACHE_F16)
+        for (uint32_t d = 0; d < n; d++) out[d] = rfi_f16_to_f32(half[d]);
+    else k->q8_to_f32(out, (const int8_t *)from, (const uint16_t *)(const void *)(from + n), n);
+}
+
 /* n rows of keys or values from a cell on, or from one of the list on; those of Q8_0 or of a list are copied first. */
 static const uint8_t *rfi_attention_rows(const rfi_kernels *k, const rfi_attention *a, const void *rows, uint32_t cell,
                                          uint32_t n, uint32_t dim) {
@@ -10437,12 +10555,8 @@ static const uint8_t *rfi_attention_rows(const rfi_kernels *k, const rfi_attenti
     const uint8_t *from = (const uint8_t *)rows + cell * row_bytes;
     if (a->cache_type != RF_CACHE_Q8_0 && !a->list) return from;
     for (uint32_t i = 0; i < n; i++, from += row_bytes) {
-        float *out = a->cells + (uint64_t)i * dim;
         if (a->list) from = (const uint8_t *)rows + rfi_attention_listed(a, cell + i) % a->n_cells * row_bytes;
-        if (a->cache_type == RF_CACHE_F32) memcpy(out, from, row_bytes);
-        else if (a->cache_type == RF_CACHE_F16)
-            for (uint32_t d = 0; d < dim; d++) out[d] = rfi_f16_to_f32(((const uint16_t *)(const void *)from)[d]);
-        else k->q8_to_f32(out, (const int8_t *)from, (const uint16_t *)(const void *)(from + dim), dim);
+        rfi_cache_row(k, a->cache_type, a->cells + (uint64_t)i * dim, from, dim);
     }
     return (const uint8_t *)a->cells;
 }
@@ -13199,6 +13313,7 @@ typedef struct rfi_cpu_plan {
     uint32_t n_firsts;
     rfi_cpu_pairs pairs;
     float *gathered;    /* inputs of experts with float weights, in the order of pairs */
+    uint32_t *index_keys; /* [RFI_INDEX_ROWS, n_lists, n_ctx] scores of an INDEX, as rfi_index_key makes them     */
     float *times_us;                 /* [n_ops]; 0 for those done along with another */
     uint32_t timing;
 } rfi_cpu_plan;
@@ -13232,6 +13347,7 @@ typedef struct rfi_cpu_op {
     float *out;
     uint64_t in_width, in2_width, in3_width, out_width; /* floats from row to row */
     uint32_t n_rows;
+    uint32_t row0, n_together; /* INDEX: rows at a time     */
     const uint8_t *w;        /* EMBED                       */
     uint32_t w_type;
     uint64_t w_row_bytes;
@@ -13425,7 +13541,7 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
     const uint32_t pos = (uint32_t)row->pos % rf_state_cells(&o->p->bind, op->state);
     const int latent = (op->flags & RF_OP_MLA) != 0;
     RFI_UNUSED(thread);
-    for (int second = 0; second < 2; second++) { /* keys, then values; of MLA the two parts of the key */
+    for (int second = 0; second < (o->in2 ? 2 : 1); second++) { /* keys, then values; of MLA the key's two parts */
         const uint32_t first_dim = latent ? par->head_dim_v : par->head_dim,
                        dim = !second ? first_dim : latent ? par->head_dim - first_dim : par->head_dim_v,
                        cell = latent ? par->head_dim : dim;
@@ -13457,6 +13573,11 @@ static uint32_t rfi_cpu_length(const rf_step *step, uint32_t row) {
     return n;
 }
 
+/* Whether a row attends to its list only. */
+static int rfi_cpu_is_listed(const rfi_cpu_op *o, const rf_step_row *row) {
+    return o->in2 && (uint32_t)row->pos >= o->op->attention.n_dense;
+}
+
 /* Let an attention read the list of a row. */
 static void rfi_cpu_use_list(const rfi_cpu_op *o, uint32_t row, uint32_t head, rfi_attention *a) {
     const rf_attention_params *par = &o->op->attention;
@@ -13485,7 +13606,10 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
     uint32_t end = (uint32_t)rfi_min_u64(o->n_rows, r + n_tokens);
     for (uint32_t n = 1; r < end; r += n, n = 1) {
         const rf_step_row *row = &o->step->rows[r];
-        while (!o->in2 && r + n < end && row[n].seq == row->seq && row[n].pos == row->pos + (int32_t)n) n++;
+        const int listed = rfi_cpu_is_listed(o, row);
+        while (!listed && r + n < end && row[n].seq == row->seq && row[n].pos == row->pos + (int32_t)n &&
+               !rfi_cpu_is_listed(o, &row[n]))
+            n++;
         rfi_attention a = {
             .q = o->in + r * o->in_width + (uint64_t)q_head * par->head_dim,
             .q_stride = o->in_width,
@@ -13516,9 +13640,106 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .out = o->out + r * o->out_width + (uint64_t)q_head * par->head_dim_v,
             .out_stride = o->out_width,
         };
-        if (o->in2) rfi_cpu_use_list(o, r, head, &a);
+        if (listed) rfi_cpu_use_list(o, r, head, &a);
         rfi_attention_run(o->k, &a);
     }
+}
+
+#define RFI_INDEX_ROWS 16u /* rows of an INDEX that are scored, then chosen from, at a time */
+
+/* A score as a number that sorts as it does; NaN is the least. */
+static uint32_t rfi_index_key(float score) {
+    uint32_t bits;
+    score += 0.0f; /* -0 is 0 */
+    memcpy(&bits, &score, sizeof bits);
+    return isnan(score) ? 0 : bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+/* Scores of a list of a row, from that of a position on. */
+static uint32_t *rfi_index_keys(const rfi_cpu_op *o, uint32_t row, uint32_t list) {
+    return o->p->index_keys + ((uint64_t)(row % RFI_INDEX_ROWS) * o->op->index.n_lists + list) * o->p->bind.n_ctx;
+}
+
+/* Blocks that compete in a row that sees `end` positions; *n_best: how many of them are listed. */
+static uint32_t rfi_index_blocks(const rf_op *op, uint32_t end, uint32_t *n_best) {
+    const rf_index_params *par = &op->index;
+    const uint32_t whole = (op->flags & RF_OP_LAST) != 0, n = (end - !whole) / par->list_unit + !whole;
+    *n_best = (uint32_t)rfi_min_u64(n, par->n_listed - whole);
+    return n;
+}
+
+/* A chunk is a row, from o->row0 on, and up to RFI_ATTENTION_BLOCK scores of it. */
+static void rfi_cpu_index_score(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_index_params *par = &o->op->index;
+    const rfi_cpu_plan *p = o->p;
+    const uint32_t r = o->row0 + chunk % o->n_together, step = rf_index_step(o->op),
+                   first = chunk / o->n_together * RFI_ATTENTION_BLOCK, n_cells = rf_state_cells(&p->bind, o->op->state);
+    const rf_step_row *row = &o->step->rows[r];
+    const uint32_t n_scored = ((uint32_t)row->pos + 1) / step;
+    const uint32_t n = first < n_scored ? (uint32_t)rfi_min_u64(RFI_ATTENTION_BLOCK, n_scored - first) : 0;
+    const uint64_t row_bytes = rf_cache_row_bytes(p->bind.cache_type, par->head_dim);
+    const uint8_t *keys = rfi_cpu_state(p, o->op->state, 0, row->seq, 0);
+    float *scores = p->scratch + thread * p->scratch_stride, *cells = scores + p->cells_at;
+    const float *weights = o->in2 ? o->in2 + r * o->in2_width : NULL;
+    uint32_t n_best;
+    if (n == 0 || rfi_index_blocks(o->op, (uint32_t)row->pos + 1, &n_best) == n_best) return;
+    for (uint32_t i = 0; i < n; i++)
+        rfi_cache_row(o->k, p->bind.cache_type, cells + (uint64_t)i * par->head_dim,
+                      keys + ((uint64_t)(first + i) * step + step - 1) % n_cells * row_bytes, par->head_dim);
+    o->k->scores[1](cells, n, par->head_dim, o->in + r * o->in_width, par->n_heads, scores);
+    for (uint32_t list = 0; list < par->n_lists; list++) {
+        uint32_t *out = rfi_index_keys(o, r, list) + first;
+        for (uint32_t i = 0; i < n; i++) {
+            float sum = par->n_lists > 1 ? scores[(uint64_t)list * RFI_ATTENTION_BLOCK + i] : 0;
+            for (uint32_t h = 0; par->n_lists == 1 && h < par->n_heads; h++) {
+                const float s = scores[(uint64_t)h * RFI_ATTENTION_BLOCK + i];
+                sum += (weights ? weights[h] : 1) * (s > 0 ? s : s < 0 ? 0 : s);
+            }
+            out[i] = rfi_index_key(sum);
+        }
+    }
+}
+
+/* The n_best-th largest of n keys, digit by digit from the top; *n_ties: how many of those equal to it are among them. */
+static uint32_t rfi_index_least(const uint32_t *keys, uint32_t n, uint32_t n_best, uint32_t *n_ties) {
+    uint32_t least = 0;
+    for (uint32_t shift = 24;; shift -= 8) {
+        uint32_t count[256] = {0}, digit = 255;
+        for (uint32_t i = 0; i < n; i++)
+            count[keys[i] >> shift & 255] += shift == 24 || keys[i] >> (shift + 8) == least >> (shift + 8);
+        for (; count[digit] < n_best; digit--) n_best -= count[digit];
+        least |= digit << shift;
+        *n_ties = n_best;
+        if (shift == 0) return least;
+    }
+}
+
+/* A chunk is a list of a row, from o->row0 on. */
+static void rfi_cpu_index_choose(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_index_params *par = &o->op->index;
+    const uint32_t r = o->row0 + chunk / par->n_lists, list = chunk % par->n_lists, unit = par->list_unit,
+                   end = (uint32_t)o->step->rows[r].pos + 1;
+    const int whole = (o->op->flags & RF_OP_LAST) != 0;
+    uint32_t n_best;
+    const uint32_t n = rfi_index_blocks(o->op, end, &n_best);
+    int32_t *ids = (int32_t *)(void *)(o->out + r * o->out_width) + (uint64_t)list * par->n_listed;
+    uint32_t *keys = rfi_index_keys(o, r, list), least = 0, n_ties = n, n_ids = 0;
+    RFI_UNUSED(thread);
+    for (uint32_t b = 0; !whole && unit > 1 && b < n; b++) { /* a block's score is its best */
+        uint32_t best = 0;
+        for (uint32_t i = b * unit; i < end && i < (b + 1) * unit; i++)
+            if (keys[i] > best) best = keys[i];
+        keys[b] = best;
+    }
+    for (uint32_t b = n > par->n_local ? n - par->n_local : 0; b < n; b++) keys[b] = UINT32_MAX;
+    if (n_best < n) least = n_best ? rfi_index_least(keys, n, n_best, &n_ties) : UINT32_MAX;
+    if (n_best == 0) n_ties = 0;
+    for (uint32_t b = 0; b < n; b++)
+        if (keys[b] > least || (keys[b] == least && n_ties && n_ties--)) ids[n_ids++] = (int32_t)b;
+    if (whole && end % unit) ids[n_ids++] = (int32_t)n;
+    while (n_ids < par->n_listed) ids[n_ids++] = -1;
 }
 
 static float rfi_clamp(float x, float limit) { return x < -limit ? -limit : x > limit ? limit : x; }
@@ -14000,6 +14221,20 @@ static void rfi_cpu_run_scan(rfi_cpu_op *o) {
     rfi_pool_run(&o->p->dev->pool, rfi_cpu_scan, o, o->p->n_firsts * ((par->n_heads + most - 1) / most));
 }
 
+static void rfi_cpu_run_index(rfi_cpu_op *o) {
+    rfi_pool *pool = &o->p->dev->pool;
+    const uint32_t step = rf_index_step(o->op);
+    for (o->row0 = 0; o->row0 < o->n_rows; o->row0 += o->n_together) {
+        uint32_t n_scored = 0;
+        o->n_together = (uint32_t)rfi_min_u64(RFI_INDEX_ROWS, o->n_rows - o->row0);
+        for (uint32_t r = 0; r < o->n_together; r++)
+            n_scored = (uint32_t)rfi_max_u64(n_scored, ((uint64_t)o->step->rows[o->row0 + r].pos + 1) / step);
+        const uint32_t n_blocks = (n_scored + RFI_ATTENTION_BLOCK - 1) / RFI_ATTENTION_BLOCK;
+        rfi_pool_run(pool, rfi_cpu_index_score, o, o->n_together * n_blocks);
+        rfi_pool_run(pool, rfi_cpu_index_choose, o, o->n_together * o->op->index.n_lists);
+    }
+}
+
 static void rfi_cpu_run_rope(rfi_cpu_op *o) {
     rfi_cpu_plan *p = o->p;
     if (!p->rope || !rf_op_same_angles(p->rope, o->op)) {
@@ -14062,6 +14297,7 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_DELTA: rfi_cpu_run_delta(&o); break;
     case RF_OP_SCAN: rfi_cpu_run_scan(&o); break;
     case RF_OP_SLICE: rfi_pool_run(pool, rfi_cpu_slice, &o, o.n_rows); break;
+    case RF_OP_INDEX: rfi_cpu_run_index(&o); break;
     default: break; /* plan_prepare refused it */
     }
 }
@@ -14325,6 +14561,7 @@ static void rfi_cpu_plan_release(rf_prepared *prepared) {
     rfi_free_aligned(&alloc, p->vector);
     rfi_free_aligned(&alloc, p->cos_sin);
     rfi_free(&alloc, p->firsts);
+    rfi_free(&alloc, p->index_keys);
     rfi_free(&alloc, p->pairs.sorted);
     rfi_free(&alloc, p->pairs.first);
     rfi_free(&alloc, p->pairs.active);
@@ -14343,6 +14580,7 @@ typedef struct rfi_cpu_need {
     uint64_t n_rot;
     uint32_t n_experts, n_used;
     int recurrent;
+    uint32_t n_lists;  /* most of an INDEX                            */
     int listed;        /* 1: attention to listed positions needs the cells' room for any cache type */
 } rfi_cpu_need;
 
@@ -14408,6 +14646,12 @@ static void rfi_cpu_measure_op(const rf_plan *plan, const rf_op *op, rfi_cpu_nee
         need->listed |= op->in2 != RF_NONE;
         need->cells = rfi_max_u64(need->cells, (uint64_t)RFI_ATTENTION_BLOCK * rfi_max_u64(a->head_dim, dim_v));
     }
+    if (op->kind == RF_OP_INDEX) {
+        scratch = (uint64_t)op->index.n_heads * RFI_ATTENTION_BLOCK;
+        need->listed = 1;
+        need->n_lists = (uint32_t)rfi_max_u64(need->n_lists, op->index.n_lists);
+        need->cells = rfi_max_u64(need->cells, (uint64_t)RFI_ATTENTION_BLOCK * op->index.head_dim);
+    }
     need->scratch = rfi_max_u64(need->scratch, scratch);
 }
 
@@ -14449,7 +14693,7 @@ static rfi_cpu_need rfi_cpu_measure(const rf_plan *plan, rfi_cpu_how *how) {
 
 /* Sizes of a plan's workspaces in bytes, and the shares of threads. */
 typedef struct rfi_cpu_sizes {
-    uint64_t acts, scratch, vector, cos_sin, firsts, gathered, pairs;
+    uint64_t acts, scratch, vector, cos_sin, firsts, gathered, pairs, index_keys;
     uint64_t cells_at, scratch_stride, vector_stride; /* of rfi_cpu_plan, in floats */
 } rfi_cpu_sizes;
 
@@ -14462,6 +14706,7 @@ static rfi_cpu_sizes rfi_cpu_size(const rfi_cpu *cpu, const rf_plan_bind *bind, 
     n.vector = RFI_CPU_PARTS * n.vector_stride * sizeof(float);
     n.cos_sin = bind->n_batch * need->n_rot * sizeof(float);
     n.firsts = need->recurrent ? (uint64_t)bind->n_batch * sizeof(uint32_t) : 0;
+    n.index_keys = (uint64_t)RFI_INDEX_ROWS * need->n_lists * bind->n_ctx * sizeof(uint32_t);
     if (need->n_used == 0) return n;
     n.gathered = rfi_max_u64(1, bind->n_batch * need->gathered) * sizeof(float);
     n.pairs = ((uint64_t)bind->n_batch * need->n_used + 2ull * need->n_experts + 1) * sizeof(uint32_t);
@@ -14514,7 +14759,7 @@ static rf_result rfi_cpu_plan_bytes(rf_dev *d, const rf_plan_bind *bind, uint64_
     if (r == RF_OK) {
         const rfi_cpu_need need = rfi_cpu_measure(plan, how);
         const rfi_cpu_sizes n = rfi_cpu_size(cpu, bind, &need);
-        *bytes = n.acts + n.scratch + n.vector + n.cos_sin + n.firsts + n.gathered + n.pairs;
+        *bytes = n.acts + n.scratch + n.vector + n.cos_sin + n.firsts + n.gathered + n.pairs + n.index_keys;
     }
     rfi_free(&cpu->alloc, how);
     return r;
@@ -14552,7 +14797,11 @@ static rf_result rfi_cpu_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint3
         p->vector = (float *)rfi_alloc_aligned(&cpu->alloc, n.vector, 64, "vector scratch", err);
         p->cos_sin = (float *)rfi_alloc_aligned(&cpu->alloc, n.cos_sin, 64, "rope scratch", err);
         if (need.recurrent) p->firsts = (uint32_t *)rfi_alloc(&cpu->alloc, bind->n_batch, 4, "recurrent rows", err);
-        if (!p->acts || !p->scratch || !p->vector || !p->cos_sin || (need.recurrent && !p->firsts)) r = RF_ERR_MEMORY;
+        if (n.index_keys)
+            p->index_keys = (uint32_t *)rfi_alloc(&cpu->alloc, n.index_keys, 1, "scores of an indexer", err);
+        if (!p->acts || !p->scratch || !p->vector || !p->cos_sin || (need.recurrent && !p->firsts) ||
+            (n.index_keys && !p->index_keys))
+            r = RF_ERR_MEMORY;
         if (r == RF_OK && need.n_used) r = rfi_cpu_prepare_experts(p, &need, n.gathered, err);
     }
     if (r != RF_OK) {
@@ -15158,7 +15407,8 @@ static uint32_t rfi_session_n_slots(const rf_model *m, const rf_session_desc *d)
 static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *desc, rf_session_desc *out,
                                      rf_error *err) {
     *out = desc ? *desc : (rf_session_desc){0};
-    const uint64_t dense = m->config.n_ctx_dense ? m->config.n_ctx_dense : UINT32_MAX;
+    const rfi_indexer_config *x = &m->config.indexer;
+    const uint64_t dense = x->n_listed || x->n_ctx_dense == 0 ? UINT32_MAX : x->n_ctx_dense;
     if (out->n_ctx == 0) out->n_ctx = (uint32_t)rfi_min_u64(rfi_min_u64(m->config.n_ctx_train, 4096), dense);
     if (out->n_ctx > dense)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "session: n_ctx %u: with more than %llu tokens an indexer chooses "

@@ -165,10 +165,10 @@ def rope(x, n_rot, base, pairs, factors=1.0):
     return out
 
 
-def attention(q, k, v, scale, window=0, slopes=None, sinks=None):
+def attention(q, k, v, scale, window=0, slopes=None, sinks=None, seen=None):
     """causal; a key head serves n_head / n_kv_head heads that follow one another; a window counts the token itself;
     scale: a number or a function; slopes: per head, what a score loses for each position between; sinks: per head, a
-    score of nothing"""
+    score of nothing; seen: [T, T] or [key heads, T, T], which positions a row attends to at most"""
     n, n_head, _ = q.shape
     age = np.arange(n)[:, None] - np.arange(n)[None, :]
     hidden = (age < 0) | (age >= (window or n))
@@ -179,6 +179,7 @@ def attention(q, k, v, scale, window=0, slopes=None, sinks=None):
         score = scale(score) if callable(scale) else score * scale
         if slopes is not None: score = score - slopes[h] * age
         score = np.where(hidden, -np.inf, score)
+        if seen is not None: score = np.where(seen if seen.ndim == 2 else seen[of], score, -np.inf)
         if sinks is not None: score = np.concatenate([score, np.full((n, 1), sinks[h])], 1)
         out[:, h] = softmax(score)[:, :n] @ v[:, of]
     return out.reshape(n, -1)
@@ -1016,7 +1017,7 @@ def yarn_factors(m):
     return 1.0 / (interpolated / factor + (1.0 - interpolated))
 
 
-def latent_attention(m, il, h, factors, gain):
+def latent_attention(m, il, h, factors, gain, seen=None):
     """keys and values of all heads from one narrow vector per token, beside it the one part of the keys that turns. New
     files have the matrices from the narrow vector by head, and transposed for keys; old ones have one matrix, in which
     each head's rows are those of its key and then of its value"""
@@ -1034,7 +1035,7 @@ def latent_attention(m, il, h, factors, gain):
         k = np.einsum('tr,hrd->thd', narrow, m.at(b + 'k_b.weight'))
         v = np.einsum('tr,hdr->thd', narrow, m.at(b + 'v_b.weight'))
     k = np.concatenate([k, np.repeat(turning, n_head, 1)], 2)
-    return linear(m, b + 'output', attention(q, k, v, gain * q.shape[2] ** -0.5))
+    return linear(m, b + 'output', attention(q, k, v, gain * q.shape[2] ** -0.5, seen=seen))
 
 
 def deepseek2(name, n_head, n_kv, n_rot, rank, gating, n_expert, used, shared):
@@ -1111,6 +1112,137 @@ def make_deepseek2_lite(legacy=False):
 
 
 def make_deepseek2_lite_legacy(): return make_deepseek2_lite(legacy=True)
+
+
+def best_of_each(m, score, kept):
+    """[T, n] score, of which the `kept` best are chosen, of equal ones (nothing was above zero) the first; -inf: none"""
+    seen = np.zeros(score.shape, bool)
+    for t, row in enumerate(score):
+        order = np.argsort(-row, kind='stable')
+        seen[t, order[:kept]] = row[order[:kept]] > -np.inf
+        if (row > -np.inf).sum() <= kept: continue
+        gap = row[order[kept - 1]] - row[order[kept]]
+        if gap or row[order[kept]]: m.router_margin = min(m.router_margin, gap)
+    return seen
+
+
+def make_sparse_latent(arch, pairs, shared):
+    """DeepSeek V3.2 and GLM-5: latent attention to the eight positions that an indexer's heads score best; its queries
+    and key turn in their first dimensions. In GLM-5 layers may take over an earlier layer's choice"""
+    m = Model(arch, arch)
+    common_keys(m, layers=3, n_head=4, n_kv=1, head_dim=24 + 8, n_ff=48, base=1000.0, n_rot=8)
+    m.u32(attention__kv_lora_rank=24, attention__q_lora_rank=20, attention__value_length=24, attention__key_length_mla=20,
+          attention__value_length_mla=10, leading_dense_block_count=1, expert_count=6, expert_used_count=2,
+          expert_feed_forward_length=16, expert_shared_count=1, expert_gating_func=2, attention__indexer__head_count=3,
+          attention__indexer__key_length=12, attention__indexer__top_k=8)
+    if shared: m.i32s(attention__indexer__types=[1, 0, 1])
+    m.f32(expert_weights_scale=1.8)
+    m.flag(expert_weights_norm=True)
+    put_embeddings(m)
+    for il in range(3):
+        b = 'blk.%d.' % il
+        for name, n in (('attn_norm', N_EMBD), ('attn_q_a_norm', 20), ('attn_kv_a_norm', 24), ('ffn_norm', N_EMBD)): m.norm(b + name, n)
+        for name, *shape in (('q_a', 20, N_EMBD), ('q_b', 80, 20), ('kv_a_mqa', 32, N_EMBD), ('k_b', 4, 24, 12), ('v_b', 4, 10, 24), ('output', N_EMBD, 40)):
+            m.weight(b + 'attn_' + name, *shape, gain=1.5)
+        if il == 0: put_ffn(m, il, 48)
+        else:
+            put_experts(m, il, 6, 16)
+            put_ffn(m, il, 16, '_shexp')
+            m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
+        if il == 1 and shared: continue
+        for name, *shape in (('attn_q_b', 36, 20), ('attn_k', 12, N_EMBD), ('proj', 3, N_EMBD)): m.weight(b + 'indexer.' + name, *shape, gain=1.5)
+        m.norm(b + 'indexer.k_norm', 12)
+        m.vector(b + 'indexer.k_norm.bias', 12)
+
+    def choice(m, il, h):
+        b = 'blk.%d.' % il
+        q = linear(m, b + 'indexer.attn_q_b', rms_norm(m, b + 'attn_q_a_norm', linear(m, b + 'attn_q_a', h)))
+        k = linear(m, b + 'indexer.attn_k', h)
+        k = k - k.mean(-1, keepdims=True)
+        k = rms(k, 1e-6) * m.at(b + 'indexer.k_norm.weight') + m.at(b + 'indexer.k_norm.bias')
+        q, k = rope(heads(q, 3), 8, 1000.0, pairs), rope(k[:, None], 8, 1000.0, pairs)[:, 0]
+        score = np.einsum('th,ths->ts', linear(m, b + 'indexer.proj', h), np.maximum(np.einsum('thd,sd->ths', q, k), 0.0))
+        age = np.arange(len(h))[:, None] - np.arange(len(h))[None, :]
+        return best_of_each(m, np.where(age < 0, -np.inf, score), 8)
+
+    def decoder(m, tokens):
+        last = [None]
+        def mix(m, il, h):
+            if il != 1 or not shared: last[0] = choice(m, il, h)
+            return latent_attention(m, il, h, 1.0, 1.0, last[0])
+        def ffn(m, il, h):
+            if il == 0: return gated_ffn(m, il, h)
+            probs = sigmoid(linear(m, 'blk.%d.ffn_gate_inp' % il, h))
+            w = choose_experts(m, probs, probs + m.at('blk.%d.exp_probs_b.bias' % il), True)
+            return 1.8 * experts(m, il, h, w) + gated_ffn(m, il, h, '_shexp')
+        return pre_norm_decoder(m, tokens, mix, ffn)
+    return m, decoder
+
+
+def make_deepseek32(): return make_sparse_latent('deepseek32', 'far', shared=False)
+def make_glm_dsa(): return make_sparse_latent('glm-dsa', 'near', shared=True)
+
+
+def make_minimax_m3():
+    """Each key head attends to three blocks of four positions, its own and the two that its index head scores best; the
+    first layer is dense. Gates above 7 are cut, and values beside them above and below"""
+    m = Model('minimax-m3', 'minimax-m3')
+    common_keys(m, layers=3, n_head=4, n_kv=2, head_dim=12, n_ff=24, base=1000.0, n_rot=8)
+    m.u32(leading_dense_block_count=1, expert_count=6, expert_used_count=2, expert_feed_forward_length=16, expert_shared_count=1,
+          expert_gating_func=2, attention__indexer__head_count=2, attention__indexer__key_length=10,
+          attention__indexer__top_k=3, attention__indexer__block_size=4, attention__indexer__local_blocks=1)
+    m.f32(expert_weights_scale=1.5)
+    m.flag(expert_weights_norm=True)
+    put_embeddings(m)
+    for il in range(3):
+        b = 'blk.%d.' % il
+        for name, n in (('attn_norm', N_EMBD), ('attn_q_norm', 12), ('attn_k_norm', 12), ('ffn_norm', N_EMBD)): m.norm(b + name, n)
+        put_attention(m, il)
+        if il == 0: put_ffn(m, il, 24)
+        else:
+            put_experts(m, il, 6, 16)
+            put_ffn(m, il, 16, '_shexp')
+            m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
+            m.weight(b + 'indexer.q_proj', 20, N_EMBD, gain=1.5)
+            m.weight(b + 'indexer.k_proj', 10, N_EMBD, gain=1.5)
+            m.norm(b + 'indexer.q_norm', 10)
+            m.norm(b + 'indexer.k_norm', 10)
+
+    def choice(m, il, h):
+        b, n = 'blk.%d.indexer.' % il, len(h)
+        q = rope(rms_norm(m, b + 'q_norm', heads(linear(m, b + 'q_proj', h), 2)), 8, 1000.0, 'far')
+        k = rope(rms_norm(m, b + 'k_norm', heads(linear(m, b + 'k_proj', h), 1)), 8, 1000.0, 'far')[:, 0]
+        own, age = np.arange(n)[:, None] // 4, np.arange(n)[:, None] - np.arange(n)[None, :]
+        seen = []
+        for g in range(2):
+            score = np.where(age < 0, -np.inf, q[:, g] @ k.T)
+            block = np.stack([score[:, at:at + 4].max(1) for at in range(0, n, 4)], 1)
+            block = np.where(np.arange(block.shape[1])[None, :] == own, 1e9, block)
+            seen.append(np.repeat(best_of_each(m, block, 3), 4, 1)[:, :n])
+        return np.stack(seen)
+
+    def mix(m, il, h):
+        b = 'blk.%d.attn_' % il
+        q, k = (rope(rms_norm(m, b + x + '_norm', heads(linear(m, b + x, h), n)), 8, 1000.0, 'far') for x, n in (('q', 4), ('k', 2)))
+        y = attention(q, k, heads(linear(m, b + 'v', h), 2), 12 ** -0.5, seen=choice(m, il, h) if il else None)
+        return linear(m, b + 'output', y)
+
+    def swiglu(gate, up):
+        gate = np.minimum(gate, 7.0)
+        return gate * sigmoid(1.702 * gate) * (np.clip(up, -7.0, 7.0) + 1.0)
+
+    def mlp(m, il, h, suffix):
+        b = 'blk.%d.ffn_' % il
+        return linear(m, b + 'down' + suffix, swiglu(linear(m, b + 'gate' + suffix, h), linear(m, b + 'up' + suffix, h)))
+
+    def ffn(m, il, h):
+        b = 'blk.%d.ffn_' % il
+        if il == 0: return mlp(m, il, h, '')
+        probs = sigmoid(linear(m, b + 'gate_inp', h))
+        w = 1.5 * choose_experts(m, probs, probs + m.at('blk.%d.exp_probs_b.bias' % il), True)
+        gate, up, down = (m.at(b + x + '_exps.weight') for x in ('gate', 'up', 'down'))
+        return mlp(m, il, h, '_shexp') + sum(w[:, e:e + 1] * (swiglu(h @ gate[e].T, h @ up[e].T) @ down[e].T) for e in range(6))
+    return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn)
 
 
 def put_mamba(m, il, norms):
@@ -2017,7 +2149,8 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_t5encoder, make_minimax_01, make_kimi_linear,
             make_afmoe, make_laguna, make_llama4, make_arctic, make_grok, make_cohere2moe, make_smallthinker,
             make_grovemoe, make_k2_horizon, make_talkie, make_mimo2, make_maple, make_qwen3vl, make_olmo,
-            make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35]
+            make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35, make_deepseek32, make_glm_dsa,
+            make_minimax_m3]
 
 
 # ---- answers ----
