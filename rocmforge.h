@@ -1411,8 +1411,8 @@ typedef struct rf_rope_params {
     float scale;
 } rf_rope_params;
 
-/* KV_STORE: K[seq][head][pos] = in[T, n_kv_heads, head_dim], V[seq][head][pos] = in2[T, n_kv_heads, head_dim_v]; without
- * in2 there is no V, and head_dim_v is 0. Under RF_OP_MLA a key is in[.., head_dim_v], then
+/* KV_STORE: K[seq][head][pos] = in[T, n_kv_heads, head_dim], V[seq][head][pos] = in2[T, n_kv_heads, head_dim_v];
+ * without in2 there is no V, and head_dim_v is 0. Under RF_OP_MLA a key is in[.., head_dim_v], then
  * in2[.., head_dim - head_dim_v], and there is no V. */
 typedef struct rf_kv_store_params {
     uint32_t n_kv_heads, head_dim, head_dim_v;
@@ -13674,7 +13674,8 @@ static void rfi_cpu_index_score(void *ctx, uint32_t chunk, uint32_t thread) {
     const rf_index_params *par = &o->op->index;
     const rfi_cpu_plan *p = o->p;
     const uint32_t r = o->row0 + chunk % o->n_together, step = rf_index_step(o->op),
-                   first = chunk / o->n_together * RFI_ATTENTION_BLOCK, n_cells = rf_state_cells(&p->bind, o->op->state);
+                   first = chunk / o->n_together * RFI_ATTENTION_BLOCK,
+                   n_cells = rf_state_cells(&p->bind, o->op->state);
     const rf_step_row *row = &o->step->rows[r];
     const uint32_t n_scored = ((uint32_t)row->pos + 1) / step;
     const uint32_t n = first < n_scored ? (uint32_t)rfi_min_u64(RFI_ATTENTION_BLOCK, n_scored - first) : 0;
@@ -13701,7 +13702,7 @@ static void rfi_cpu_index_score(void *ctx, uint32_t chunk, uint32_t thread) {
     }
 }
 
-/* The n_best-th largest of n keys, digit by digit from the top; *n_ties: how many of those equal to it are among them. */
+/* The n_best-th largest of n keys, digit by digit from the top; *n_ties: how many of those equal to it are listed. */
 static uint32_t rfi_index_least(const uint32_t *keys, uint32_t n, uint32_t n_best, uint32_t *n_ties) {
     uint32_t least = 0;
     for (uint32_t shift = 24;; shift -= 8) {

@@ -5018,7 +5018,7 @@ struct rfk_any_attention_args {
     const int32_t *list;         /* [T][list_stride]; NULL: none                  */
     const uint8_t *bias;         /* [n_buckets][n_heads]; NULL: none              */
     const float *buckets;
-    uint32_t bias_type, n_buckets, list_stride, n_lists, n_listed, list_unit, both_ways;
+    uint32_t bias_type, n_buckets, list_stride, n_lists, n_listed, list_unit, n_dense, both_ways;
 };
 struct rfk_any_attention_shared {
     float q[RFK_LATENT_HEAD], p[RFK_BLOCK], parts[RFK_BLOCK];
@@ -5050,7 +5050,9 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_any_attent
     const uint32_t row = blockIdx.x, h = blockIdx.y, kv_head = h / (a.n_heads / a.n_kv_heads);
     const rf_step_row at = a.rows[row];
     const uint32_t own = (uint32_t)at.pos;
-    const int32_t *list = x.list ? x.list + (size_t)row * x.list_stride + kv_head % x.n_lists * x.n_listed : NULL;
+    const int32_t *list = x.list && own >= x.n_dense
+                              ? x.list + (size_t)row * x.list_stride + kv_head % x.n_lists * x.n_listed
+                              : NULL;
     uint32_t begin = 0, end = own + 1; /* of positions, or of places in the list */
     if (x.both_ways)
         for (uint32_t t = row; t < a.n_rows; t++)
@@ -5109,6 +5111,139 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_any_attent
         if (d < a.head_dim_v)
             a.out[(size_t)row * a.out_stride + (size_t)h * a.head_dim_v + d] = total > 0 ? out[e] / total : 0.0f;
     }
+}
+
+/* ---- the indexer of sparse attention ---- */
+
+#define RFK_INDEX_ROWS 16u /* rows that are scored, then chosen from, at a time       */
+#define RFK_INDEX_CELLS 32 /* positions whose keys a block holds in shared memory     */
+#define RFK_INDEX_HEAD 256 /* head_dim at most                                        */
+
+struct rfk_index_args {
+    const float *q, *weights; /* weights NULL: 1                                      */
+    const void *keys;
+    uint32_t *scores;         /* [rows][n_lists][n_ctx], as rfk_index_key makes them  */
+    int32_t *out;
+    const rf_step_row *rows;  /* from the first of these rows on, as q and out        */
+    uint32_t q_stride, weights_stride, out_stride, n_heads, head_dim, n_cells, n_ctx;
+    uint32_t n_lists, n_listed, list_unit, n_local, whole; /* whole: RF_OP_LAST       */
+};
+/* Blocks that compete in a row, all of which are listed if there are not more than n_best. */
+RFK_DEVICE uint32_t rfk_index_blocks(const rfk_index_args &a, uint32_t end, uint32_t *n_best) {
+    *n_best = a.n_listed - a.whole;
+    return (end - !a.whole) / a.list_unit + !a.whole;
+}
+/* A score as a number that sorts as it does; NaN is the least. */
+RFK_DEVICE uint32_t rfk_index_key(float score) {
+    union {
+        float f;
+        uint32_t bits;
+    } u;
+    u.f = score + 0.0f; /* -0 is 0 */
+    return score != score ? 0 : u.bits >> 31 ? ~u.bits : u.bits | 0x80000000u;
+}
+struct rfk_index_shared {
+    float key[RFK_INDEX_CELLS][RFK_INDEX_HEAD + 1], part[RFK_BLOCK / RFK_INDEX_CELLS][RFK_INDEX_CELLS];
+};
+/* Scores. The threads of a position share its heads.   grid [ceil(scores / 32), rows]   block 256   LDS 33 KiB */
+template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_index_score(rfk_index_args a) {
+    RFK_SHARED(rfk_index_shared, s);
+    const rf_step_row row = a.rows[blockIdx.y];
+    const uint32_t end = (uint32_t)row.pos + 1, step = a.whole ? a.list_unit : 1, n = end / step,
+                   first = blockIdx.x * RFK_INDEX_CELLS, cell = threadIdx.x % RFK_INDEX_CELLS,
+                   part = threadIdx.x / RFK_INDEX_CELLS;
+    uint32_t n_best;
+    if (first >= n || rfk_index_blocks(a, end, &n_best) <= n_best) return;
+    const KV *keys = rfk_kv_row(static_cast<const KV *>(a.keys), (size_t)(uint32_t)row.seq * a.n_cells, a.head_dim);
+    for (uint32_t i = threadIdx.x; i < RFK_INDEX_CELLS * a.head_dim; i += RFK_BLOCK) {
+        const uint32_t c = i / a.head_dim, at = first + c < n ? first + c : n - 1, pos = at * step + step - 1;
+        const KV *key = rfk_kv_row(keys, pos % a.n_cells, a.head_dim);
+        s.key[c][i % a.head_dim] = rfk_kv_value(key, a.head_dim, i % a.head_dim);
+    }
+    __syncthreads();
+    const float *q = a.q + (size_t)blockIdx.y * a.q_stride,
+                *weights = a.weights ? a.weights + (size_t)blockIdx.y * a.weights_stride : NULL;
+    uint32_t *out = a.scores + (size_t)blockIdx.y * a.n_lists * a.n_ctx + first + cell;
+    float sum = 0;
+    for (uint32_t h = part; h < a.n_heads; h += RFK_BLOCK / RFK_INDEX_CELLS) {
+        float score = 0;
+        for (uint32_t i = 0; i < a.head_dim; i++) score += q[(size_t)h * a.head_dim + i] * s.key[cell][i];
+        if (a.n_lists > 1 && first + cell < n) out[(size_t)h * a.n_ctx] = rfk_index_key(score);
+        sum += (weights ? weights[h] : 1.0f) * (score < 0 ? 0.0f : score);
+    }
+    if (a.n_lists > 1) return;
+    s.part[part][cell] = sum;
+    __syncthreads();
+    if (part > 0 || first + cell >= n) return;
+    for (uint32_t i = 1; i < RFK_BLOCK / RFK_INDEX_CELLS; i++) sum += s.part[i][cell];
+    *out = rfk_index_key(sum);
+}
+
+struct rfk_choose_shared {
+    uint32_t count[RFK_BLOCK], least, left; /* count: of keys with a digit, or of threads' blocks */
+};
+/* The score of a block of a list. */
+RFK_DEVICE uint32_t rfk_index_block(const rfk_index_args &a, const uint32_t *scores, uint32_t b, uint32_t n,
+                                    uint32_t end) {
+    if (b + a.n_local >= n) return 0xffffffffu;
+    if (a.whole || a.list_unit == 1) return scores[b];
+    uint32_t best = 0;
+    for (uint32_t i = b * a.list_unit; i < end && i < (b + 1) * a.list_unit; i++)
+        if (scores[i] > best) best = scores[i];
+    return best;
+}
+/* Lists: the score that the last of the best has is found digit by digit; then the ids are written in order.
+ *   grid [n_lists, rows]   block 256 */
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_index_choose(rfk_index_args a) {
+    RFK_SHARED(rfk_choose_shared, s);
+    const uint32_t end = (uint32_t)a.rows[blockIdx.y].pos + 1, t = threadIdx.x;
+    const uint32_t *scores = a.scores + ((size_t)blockIdx.y * a.n_lists + blockIdx.x) * a.n_ctx;
+    int32_t *out = a.out + (size_t)blockIdx.y * a.out_stride + (size_t)blockIdx.x * a.n_listed;
+    uint32_t n_best, least = 0, left = 0, written = 0;
+    const uint32_t n = rfk_index_blocks(a, end, &n_best);
+    const bool all = n <= n_best;
+    left = n_best;
+    for (int shift = 24; !all && n_best > 0 && shift >= 0; shift -= 8) {
+        s.count[t] = 0;
+        __syncthreads();
+        for (uint32_t b = t; b < n; b += RFK_BLOCK) {
+            const uint32_t key = rfk_index_block(a, scores, b, n, end);
+            if (shift == 24 || key >> (shift + 8) == least >> (shift + 8)) atomicAdd(&s.count[key >> shift & 255], 1u);
+        }
+        __syncthreads();
+        if (t == 0) {
+            uint32_t digit = 255;
+            for (; s.count[digit] < left; digit--) left -= s.count[digit];
+            s.least = least | digit << shift;
+            s.left = left;
+        }
+        __syncthreads();
+        least = s.least, left = s.left;
+    }
+    uint32_t ties = 0; /* listed so far */
+    for (uint32_t first = 0; first < n; first += RFK_BLOCK) { /* larger keys count 1, equal ones 2^16 */
+        const uint32_t b = first + t;
+        const uint32_t key = all || b >= n ? 0 : rfk_index_block(a, scores, b, n, end);
+        const uint32_t mine = b >= n || (!all && (n_best == 0 || key < least)) ? 0 : all || key > least ? 1 : 1u << 16;
+        __syncthreads();
+        s.count[t] = mine;
+        __syncthreads();
+        for (uint32_t far = 1; far < RFK_BLOCK; far *= 2) {
+            const uint32_t v = t >= far ? s.count[t - far] : 0;
+            __syncthreads();
+            s.count[t] += v;
+            __syncthreads();
+        }
+        const uint32_t to = s.count[t], total = s.count[RFK_BLOCK - 1], room = left - ties;
+        const uint32_t equal = (to - mine) >> 16, before = ((to - mine) & 0xffff) + (equal < room ? equal : room);
+        if (mine == 1 || (mine && equal < room)) out[written + before] = (int32_t)b;
+        const uint32_t now = total >> 16 < room ? total >> 16 : room;
+        written += (total & 0xffff) + now;
+        ties += now;
+    }
+    if (a.whole && end % a.list_unit && t == 0) out[written] = (int32_t)n;
+    if (a.whole && end % a.list_unit) written++;
+    for (uint32_t i = written + t; i < a.n_listed; i += RFK_BLOCK) out[i] = -1;
 }
 
 /* Combine the splits of a row and head.   grid [T, n_heads]   block 256 */
@@ -7480,6 +7615,7 @@ struct rf_prepared {
     rfk_terms terms;    /* split precision: a launch's input for 16-bit float weights */
     rfk_pair_lists lists; /* pairs of the last route that was sorted */
     float *tile_part;     /* partial results of split-K */
+    uint32_t *index_scores; /* [RFK_INDEX_ROWS][n_lists][n_ctx] */
     uint32_t tile_blocks; /* blocks of such a launch at most */
     /* the step in rows and logit_rows, written through `written_by`; copies on the host */
     rf_queue *written_by;
@@ -7542,6 +7678,7 @@ static const char *rfk_why_unsupported(const rf_plan *plan, const rf_op *op) {
         (op->attention.head_dim > RFK_LATENT_HEAD || op->attention.head_dim_v > 2 * RFK_BLOCK))
         return "heads of more than 576 values, or 512 summed ones";
     if (op->kind == RF_OP_DELTA && op->delta.head_dim > RFK_MAX_HEAD) return "keys of heads of more than 256 values";
+    if (op->kind == RF_OP_INDEX && op->index.head_dim > RFK_INDEX_HEAD) return "index keys of more than 256 values";
     if (op->kind == RF_OP_SCAN && op->scan.n_state > RFK_MAX_HEAD) return "states of more than 256 rows";
     if (op->kind == RF_OP_HEADS && op->heads.n_in != op->heads.head_dim && plan->buffers[op->in].width != s.in[0].width)
         return "rows of parts of heads must hold nothing else"; /* heads are quantized as rows */
@@ -7570,10 +7707,9 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
 static uint64_t rfk_align(uint64_t n) { return (n + 255) & ~(uint64_t)255; }
 
 /* Whether heads of keys and values are whole groups of RF_CACHE_Q8_0. */
-static int rfk_has_q8_heads(const rf_op *op) {
-    const uint32_t dim = op->kind == RF_OP_KV_STORE ? op->kv_store.head_dim : op->attention.head_dim,
-                   dim_v = op->kind == RF_OP_KV_STORE ? op->kv_store.head_dim_v : op->attention.head_dim_v;
-    return dim % 32 == 0 && dim_v % 32 == 0;
+static int rfk_has_q8_heads(const rf_plan *plan, const rf_op *op) {
+    const rf_op_spec s = rf_op_get_spec(plan, op);
+    return s.head_dim % 32 == 0 && s.head_dim_v % 32 == 0;
 }
 
 /* Bind an op to the session's memory; its buffers must lie inside. */
@@ -7599,7 +7735,7 @@ static rf_result rfk_bind_op(rf_prepared *p, const rf_plan_bind *bind, uint32_t 
     b->n_cells = rf_state_cells(bind, op->state);
     uint64_t cells = (uint64_t)bind->n_seq * s->n_kv_heads * b->n_cells;
     if (bind->cache_type > RF_CACHE_Q8_0 ||
-        (bind->cache_type == RF_CACHE_Q8_0 && s->width == 0 && !rfk_has_q8_heads(op)))
+        (bind->cache_type == RF_CACHE_Q8_0 && s->width == 0 && !rfk_has_q8_heads(plan, op)))
         return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "its cache type, or that of heads of this size", err);
     if (cells == 0 && s->width == 0) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its state has too few cells", err);
     uint64_t offset = bind->state_offset[op->state],
@@ -7755,7 +7891,7 @@ template <class T> static void rfk_take_bytes(uintptr_t *at, T **out, uint64_t n
 static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     const rf_plan *plan = p->plan;
     uint64_t rows = p->n_batch > p->n_logits ? p->n_batch : p->n_logits, widest = 0, heads = 0, dim = 0,
-             terms = 0, units = 0, pairs = 0, pair_tiles = 0;
+             terms = 0, units = 0, pairs = 0, pair_tiles = 0, lists = 0;
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
         const uint32_t n_pairs = rfk_tile_pairs(p->dev, plan, op, p->n_batch);
@@ -7767,6 +7903,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
         if (values > terms) terms = values;
         if (values && rfk_n_vectors(op) > units) units = rfk_n_vectors(op);
         if (rfk_reads_int8(plan, op) && rfk_row_values(op) > widest) widest = rfk_row_values(op);
+        if (op->kind == RF_OP_INDEX && op->index.n_lists > lists) lists = op->index.n_lists;
         if (op->kind != RF_OP_ATTENTION) continue;
         if (op->attention.n_heads > heads) heads = op->attention.n_heads;
         if (op->attention.head_dim_v > dim) dim = op->attention.head_dim_v;
@@ -7798,6 +7935,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->kept_logits, n_kept * sizeof *p->kept_logits);
     rfk_take_bytes(&at, &p->differ, sizeof *p->differ);
     rfk_take_bytes(&at, &p->tile_part, tile_bytes);
+    rfk_take_bytes(&at, &p->index_scores, (uint64_t)RFK_INDEX_ROWS * lists * p->n_ctx * sizeof *p->index_scores);
     rfk_take_bytes(&at, &p->terms.value, rows * terms * sizeof *p->terms.value);
     rfk_take_bytes(&at, &p->terms.unit, rows * units * sizeof *p->terms.unit);
     rfk_take_bytes(&at, &p->best, RFK_ARGMAX_PARTS * sizeof *p->best);
@@ -8769,9 +8907,10 @@ template <uint32_t HEAD> static void (*rfk_find_attention(const rfk_launching *l
     return l->p->cache_type == RF_CACHE_F32 ? full : l->p->cache_type == RF_CACHE_Q8_0 ? quantized : half;
 }
 
-/* Whether only rfk_any_attention does it. */
-static bool rfk_is_any_attention(const rf_op *op) {
-    return op->flags & RF_OP_BOTH_WAYS || op->in2 != RF_NONE || op->bias != RF_NONE;
+/* Whether only rfk_any_attention does it; `longest`: positions that the step's rows see. */
+static bool rfk_is_any_attention(const rf_op *op, uint32_t longest) {
+    return op->flags & RF_OP_BOTH_WAYS || op->bias != RF_NONE ||
+           (op->in2 != RF_NONE && longest > op->attention.n_dense);
 }
 
 static rf_result rfk_run_any_attention(const rfk_launching *l, const rfk_attention_args *a) {
@@ -8787,6 +8926,7 @@ static rf_result rfk_run_any_attention(const rfk_launching *l, const rfk_attenti
     x.n_lists = att->n_lists;
     x.n_listed = att->n_listed;
     x.list_unit = att->list_unit;
+    x.n_dense = att->n_dense;
     x.both_ways = (l->op->flags & RF_OP_BOTH_WAYS) != 0;
     void (*kernel)(rfk_any_attention_args) = l->p->cache_type == RF_CACHE_F32    ? rfk_any_attention<float>
                                              : l->p->cache_type == RF_CACHE_Q8_0 ? rfk_any_attention<rfk_q8>
@@ -8829,7 +8969,7 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     a.window = att->window;
     a.temperature = att->temperature;
     a.temperature_length = att->temperature_length;
-    if (rfk_is_any_attention(op)) return rfk_run_any_attention(l, &a);
+    if (rfk_is_any_attention(op, longest)) return rfk_run_any_attention(l, &a);
     const rfk_flash_kernel flash = p->cache_type == RF_CACHE_Q8_0 ? rfk_find_flash<rfk_q8>(p->dev, att->head_dim)
                                                                   : rfk_find_flash<uint16_t>(p->dev, att->head_dim);
     if (rfk_takes_flash(l, &flash)) {
@@ -8847,6 +8987,44 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
                               grid,
                          RFK_BLOCK, a);
     if (r == RF_OK && split) r = rfk_enqueue(l, rfk_attention_join, dim3(l->n_rows, att->n_heads), RFK_BLOCK, a);
+    return r;
+}
+
+static rf_result rfk_run_index(const rfk_launching *l) {
+    const rf_index_params *x = &l->op->index;
+    const uint32_t step = rf_index_step(l->op);
+    rfk_index_args a;
+    a.keys = l->b.k;
+    a.scores = l->p->index_scores;
+    a.q_stride = l->b.in_stride;
+    a.weights_stride = l->b.in2_stride;
+    a.out_stride = l->b.out_stride;
+    a.n_heads = x->n_heads;
+    a.head_dim = x->head_dim;
+    a.n_cells = l->b.n_cells;
+    a.n_ctx = l->p->n_ctx;
+    a.n_lists = x->n_lists;
+    a.n_listed = x->n_listed;
+    a.list_unit = x->list_unit;
+    a.n_local = x->n_local;
+    a.whole = (l->op->flags & RF_OP_LAST) != 0;
+    void (*score)(rfk_index_args) = l->p->cache_type == RF_CACHE_F32    ? rfk_index_score<float>
+                                    : l->p->cache_type == RF_CACHE_Q8_0 ? rfk_index_score<rfk_q8>
+                                                                        : rfk_index_score<uint16_t>;
+    rf_result r = RF_OK;
+    for (uint32_t first = 0; r == RF_OK && first < l->n_rows; first += RFK_INDEX_ROWS) {
+        const uint32_t n = l->n_rows - first < RFK_INDEX_ROWS ? l->n_rows - first : RFK_INDEX_ROWS;
+        uint32_t longest = 0;
+        for (uint32_t t = first; t < first + n; t++)
+            if ((uint32_t)l->step->rows[t].pos + 1 > longest) longest = (uint32_t)l->step->rows[t].pos + 1;
+        a.rows = l->p->rows + first;
+        a.q = l->b.in + (size_t)first * a.q_stride;
+        a.weights = l->op->in2 == RF_NONE ? NULL : l->b.in2 + (size_t)first * a.weights_stride;
+        a.out = (int32_t *)(void *)(l->b.out + (size_t)first * a.out_stride);
+        if (longest / step)
+            r = rfk_enqueue(l, score, dim3(rfk_ceil_div(longest / step, RFK_INDEX_CELLS), n), RFK_BLOCK, a);
+        if (r == RF_OK) r = rfk_enqueue(l, rfk_index_choose, dim3(a.n_lists, n), RFK_BLOCK, a);
+    }
     return r;
 }
 
@@ -9427,6 +9605,7 @@ static rf_result rfk_run_kind(rfk_launching *l) {
     case RF_OP_DELTA: return rfk_run_delta(l);
     case RF_OP_SLICE: return rfk_run_slice(l);
     case RF_OP_SCAN: return rfk_run_scan(l);
+    case RF_OP_INDEX: return rfk_run_index(l);
     default: return rfk_run_argmax(l);
     }
 }

@@ -15,6 +15,7 @@
 #include <pthread.h>
 #include <stdint.h>
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <string>
@@ -1319,6 +1320,7 @@ struct AttentionCase {
     bool latent, ring;
     bool both;     /* to later positions, too                              */
     uint32_t unit; /* only to listed blocks of so many positions; 0: to all */
+    uint32_t dense; /* with unit: rows at positions below attend to all        */
 };
 
 static void attention_case(const AttentionCase &c) {
@@ -1337,7 +1339,8 @@ static void attention_case(const AttentionCase &c) {
     if (c.both) o->flags |= RF_OP_BOTH_WAYS;
     const uint32_t n_listed = c.unit ? c.length / c.unit + 2 : 0;
     if (c.unit)
-        o->in2 = g.buffer(n_listed), o->attention.n_lists = 1, o->attention.n_listed = n_listed, o->attention.list_unit = c.unit;
+        o->in2 = g.buffer(n_listed), o->attention.n_lists = 1, o->attention.n_listed = n_listed, o->attention.list_unit = c.unit,
+        o->attention.n_dense = c.dense;
     if (c.special & 1) o->attention.softcap = 2.5f;
     if (c.special & 2) o->attention.temperature = 0.3f, o->attention.temperature_length = 20;
     std::vector<float> sinks = values(heads);
@@ -1393,7 +1396,7 @@ static void attention_case(const AttentionCase &c) {
             p.assign(n, 0);
             for (uint32_t i = 0; i < n; i++) {
                 const uint32_t far = i > own ? i - own : own - i;
-                if ((c.window && far > (c.both ? c.window / 2 : c.window - 1)) || (c.unit && i / c.unit % 3 == t % 3)) {
+                if ((c.window && far > (c.both ? c.window / 2 : c.window - 1)) || (c.unit && own >= c.dense && i / c.unit % 3 == t % 3)) {
                     p[i] = -INFINITY;
                     continue;
                 }
@@ -1428,7 +1431,7 @@ static void test_attention_both_ways_and_lists() {
         const Row &r = list[i];
         const uint32_t unit = r[7] ? units[r[7] - 1] : 0, dim = dims[r[1]];
         AttentionCase c = {groups[r[0]], 2, dim, dim, lengths[r[2]], 19, (uint32_t)r[5], (uint32_t)r[4], (uint32_t)r[6],
-                           unit ? 0 : windows[r[3]], unit ? 4u : r[8] ? 8u : 0u, false, false, unit == 0, unit};
+                           unit ? 0 : windows[r[3]], unit ? 4u : r[8] ? 8u : 0u, false, false, unit == 0, unit, i % 4 == 1 ? 9u : 0u};
         if (unit && c.length < 3) continue; /* nothing is listed */
         if (dim % 32 == 0 && i % 3 == 0) c.cache = RF_CACHE_Q8_0;
         attention_case(c);
@@ -1790,6 +1793,80 @@ static void test_scan() {
                 }
             }
         });
+    }
+}
+
+/* Queries, weights and keys are small integers, so that floats add them exactly and many scores are equal; keys of Q8_0
+ * have scales that are powers of two. */
+static void test_index() {
+    /* heads, dim, lists, unit, local, by the last position */
+    static const uint32_t kinds[][6] = {{3, 12, 1, 1, 0, 0}, {64, 128, 1, 1, 0, 0}, {2, 32, 2, 4, 1, 0}, {4, 256, 4, 128, 2, 0},
+                                        {5, 64, 1, 4, 0, 1}, {1, 7, 1, 3, 0, 1}, {9, 96, 1, 1, 3, 0}};
+    static const uint32_t lengths[] = {1, 5, 33, 300, 1030}, listed[] = {2, 9, 64};
+    std::vector<Row> list = combinations(std::vector<int>{7, 5, 3, 3, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        const uint32_t *z = kinds[r[0]], n = lengths[r[1]], T = n < 19 ? n : r[4] ? 19 : 1, heads = z[0], dim = z[1], unit = z[3];
+        const uint32_t cache = (uint32_t)r[3] == RF_CACHE_Q8_0 && dim % 32 ? (uint32_t)RF_CACHE_F16 : (uint32_t)r[3];
+        const rf_index_params p = {heads, dim, z[2], listed[r[2]], unit, z[4] < listed[r[2]] ? z[4] : listed[r[2]]};
+        const uint32_t width = p.n_lists * p.n_listed, weights = p.n_lists == 1 && i % 3;
+        char what[160];
+        snprintf(what, sizeof what, "index heads %u dim %u lists %u of %u unit %u local %u last %u length %u rows %u cache %u device %d", heads,
+                 dim, p.n_lists, p.n_listed, unit, p.n_local, z[5], n, T, cache, r[5]);
+        Rig g(devices[(size_t)r[5]]);
+        const uint32_t in = g.buffer(heads * dim + 1), w = g.buffer(heads + 2), out = g.buffer(width + 1), state = g.state(1, dim, 0);
+        rf_op *o = g.op(RF_OP_INDEX);
+        o->in = in, o->in2 = weights ? w : RF_NONE, o->out = out, o->state = state, o->flags = z[5] ? RF_OP_LAST : 0, o->index = p;
+        REQUIRE(g.open(T, 1, n, 2, cache) == RF_OK, "%s: %s", what, g.err.text);
+        std::vector<float> x((size_t)T * (heads * dim + 1)), wx((size_t)T * (heads + 2));
+        for (size_t k = 0; k < x.size(); k++) x[k] = (float)(rnd() % 5) - 2;
+        for (size_t k = 0; k < wx.size(); k++) wx[k] = (float)(rnd() % 7) - 2;
+        g.set(in, x), g.set(w, wx), g.set(out, std::vector<float>((size_t)T * (width + 1), 7));
+        std::vector<uint8_t> keys(g.bind.state.size_bytes, 0);
+        for (uint64_t row = 0; row < 2 * (uint64_t)n; row++)
+            for (uint32_t k = 0; k < dim; k++) {
+                const float v = (float)(rnd() % 3) - 1;
+                put_state(keys, 0, row, dim, k, cache, v);
+                if (cache == RF_CACHE_Q8_0) keys[row * row_bytes(cache, dim) + k] = (uint8_t)(int8_t)v;
+                if (cache == RF_CACHE_Q8_0 && k % 32 == 0) put_half(&keys[row * row_bytes(cache, dim) + dim + k / 16], 0.5f);
+            }
+        std::vector<rf_step_row> rows = rows_of(T, (int32_t)(n - T));
+        for (uint32_t t = 0; t < T; t++) rows[t].seq = 1;
+        rf_ticket ticket;
+        REQUIRE(api->mem_write(g.queue, &g.bind.state, 0, keys.data(), keys.size(), &ticket, &g.err) == RF_OK && g.run(rows) == RF_OK,
+                "%s: %s", what, g.err.text);
+        const std::vector<float> found = g.get(out);
+        uint32_t wrong = 0;
+        for (uint32_t t = 0; t < T; t++)
+            for (uint32_t l = 0; l < p.n_lists; l++) {
+                const uint32_t end = (uint32_t)rows[t].pos + 1, n_blocks = z[5] ? end / unit : (end + unit - 1) / unit;
+                std::vector<std::pair<double, uint32_t> > best;
+                for (uint32_t b = 0; b < n_blocks; b++) {
+                    double score = -INFINITY;
+                    for (uint32_t at = z[5] ? (b + 1) * unit - 1 : b * unit; at < end && at < (b + 1) * unit; at++) {
+                        double sum = 0;
+                        for (uint32_t h = p.n_lists > 1 ? l : 0; h < (p.n_lists > 1 ? l + 1 : heads); h++) {
+                            double dot = 0;
+                            for (uint32_t k = 0; k < dim; k++)
+                                dot += x[(size_t)t * (heads * dim + 1) + h * dim + k] * state_value(keys, 0, n + at, dim, k, cache);
+                            sum += p.n_lists > 1 ? dot : (weights ? wx[t * (heads + 2) + h] : 1) * fmax(dot, 0);
+                        }
+                        score = fmax(score, sum);
+                    }
+                    best.push_back(std::make_pair(b + p.n_local >= n_blocks ? -INFINITY : -score, b));
+                }
+                std::sort(best.begin(), best.end());
+                const uint32_t most = p.n_listed - z[5];
+                if (best.size() > most) best.resize(most);
+                std::vector<int32_t> want;
+                for (size_t k = 0; k < best.size(); k++) want.push_back((int32_t)best[k].second);
+                std::sort(want.begin(), want.end());
+                if (z[5] && end % unit) want.push_back((int32_t)n_blocks);
+                want.resize(p.n_listed, -1);
+                wrong += memcmp(&found[(size_t)t * (width + 1) + l * p.n_listed], want.data(), 4 * want.size()) != 0;
+            }
+        CHECK(wrong == 0, "%s: %u lists differ", what, wrong);
+        for (uint32_t t = 0; t < T; t++) CHECK(found[(size_t)t * (width + 1) + width] == 7.0f, "%s: beyond the row", what);
     }
 }
 
@@ -3371,6 +3448,7 @@ int main(int argc, char **argv) {
     RUN(test_delta);
     RUN(test_scan);
     RUN(test_slice);
+    RUN(test_index);
     RUN(test_together);
     RUN(test_joined_norm);
     RUN(test_glu_launch);

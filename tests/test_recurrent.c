@@ -290,7 +290,7 @@ typedef struct one_op {
     rf_plan_state state;
     rf_plan_weight weights[3];
     const void *values[3];
-    uint32_t widths[4], n_weights;
+    uint32_t widths[4], n_weights, n_ctx;
     float x[3][ROWS * WIDE], y[ROWS * WIDE], slots[SLOTS * N_STATE];
 } one_op;
 
@@ -303,7 +303,7 @@ static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
     rf_mem scratch, state, w[3], repack[3] = {{0}};
     rf_ticket t;
     uint64_t at[4], state_at = 0;
-    uint32_t segment[2], n_segments, cells = 8;
+    uint32_t segment[2], n_segments, cells = o->n_ctx ? o->n_ctx : 8;
     const rf_plan_buffer buffers[4] = {{"a", 0, o->widths[0]}, {"b", 0, o->widths[1]}, {"c", 0, o->widths[2]}, {"y", 0, o->widths[3]}};
     const rf_plan plan = {.ops = &o->op, .n_ops = 1, .buffers = buffers, .n_buffers = 4, .states = &o->state, .n_states = 1,
                           .weights = o->weights, .n_weights = o->n_weights, .n_slots = o->n_weights, .n_layers = 1, .n_vocab = 1};
@@ -313,7 +313,7 @@ static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
     rf_result r = rf_device_open(device_name, &(rf_device_desc){.n_threads = 2}, &d, err);
     if (r != RF_OK) return r;
     const rf_device_api *api = rf_device_get_api(d, &dev);
-    rf_plan_bind bind = {.plan = &plan, .buffer_offset = at, .state_offset = &state_at, .state_cells = &cells, .n_ctx = 8, .n_seq = 2,
+    rf_plan_bind bind = {.plan = &plan, .buffer_offset = at, .state_offset = &state_at, .state_cells = &cells, .n_ctx = cells, .cache_type = RF_CACHE_F32, .n_seq = 2,
                          .n_batch = ROWS, .n_logits = 1, .n_slots = SLOTS};
     r = api->queue_create(dev, &q, err);
     if (r == RF_OK) r = api->table_create(dev, &plan, &table, err);
@@ -519,6 +519,70 @@ static void test_scan_op(void) {
     }
 }
 
+/* The score of a block of an indexer: -1e9 if it has none, 1e9 if it is listed in any case. */
+static double index_score(const one_op *o, const rf_step_row *row, uint32_t list, uint32_t b, const float *x, const float *w) {
+    const rf_index_params *p = &o->op.index;
+    const uint32_t last = (o->op.flags & RF_OP_LAST) != 0, end = (uint32_t)row->pos + 1, own = (end - 1) / p->list_unit;
+    double best = -1e9;
+    if (b > own || (last && (b + 1) * p->list_unit > end)) return best;
+    if (b + p->n_local > own) return 1e9;
+    for (uint32_t at = last ? (b + 1) * p->list_unit - 1 : b * p->list_unit; at < end && at < (b + 1) * p->list_unit; at++) {
+        const float *k = o->slots + ((size_t)row->seq * o->n_ctx + at) * p->head_dim;
+        double sum = 0;
+        for (uint32_t h = p->n_lists > 1 ? list : 0; h < (p->n_lists > 1 ? list + 1 : p->n_heads); h++) {
+            double dot = 0;
+            for (uint32_t i = 0; i < p->head_dim; i++) dot += (double)x[h * p->head_dim + i] * k[i];
+            sum += p->n_lists > 1 ? dot : (w ? w[h] : 1) * fmax(dot, 0);
+        }
+        best = fmax(best, sum);
+    }
+    return best;
+}
+
+/* Small integers: floats add them exactly, and many scores are equal. */
+static void test_index_op(void) {
+    enum { N = 700 };
+    static const struct { uint32_t heads, dim, lists, listed, unit, local, last, weights; } cases[] = {
+        {3, 12, 1, 9, 1, 0, 0, 1}, {17, 64, 1, 300, 1, 3, 0, 1}, {2, 33, 2, 5, 4, 1, 0, 0}, {4, 40, 4, 3, 128, 2, 0, 0}, {5, 16, 1, 9, 4, 0, 1, 0},
+        {1, 7, 1, 1, 3, 0, 1, 1}};
+    static const rf_step_row rows[ROWS] = {{0, 1, 3, -1, 0, 0}, {0, 0, 0, -1, 0, 0}, {0, 1, 299, -1, 0, 0}, {0, 0, 257, -1, 0, 0},
+                                           {0, 0, 698, -1, 0, 0}, {0, 1, 699, -1, 0, 0}, {0, 0, 511, -1, 0, 0}};
+    static one_op o;
+    for (size_t i = 0; i < RFT_COUNT(cases); i++) {
+        const rf_index_params p = {cases[i].heads, cases[i].dim, cases[i].lists, cases[i].listed, cases[i].unit, cases[i].local};
+        const uint32_t last = cases[i].last;
+        rf_error err = {0};
+        mg_rng r = {i};
+        memset(&o, 0, sizeof o);
+        o.op = (rf_op){.kind = RF_OP_INDEX, .flags = last ? RF_OP_LAST : 0, .in = 0, .in2 = cases[i].weights ? 1 : RF_NONE, .in3 = RF_NONE,
+                       .out = 3, .weight = RF_NONE, .bias = RF_NONE, .factor = RF_NONE, .index = p};
+        o.state = (rf_plan_state){.n_kv_heads = 1, .head_dim = p.head_dim}, o.n_ctx = N;
+        o.widths[0] = p.n_heads * p.head_dim, o.widths[1] = p.n_heads, o.widths[2] = 1, o.widths[3] = p.n_lists * p.n_listed;
+        for (uint32_t k = 0; k < ROWS * o.widths[0]; k++) o.x[0][k] = (float)mg_below(&r, 5) - 2;
+        for (uint32_t k = 0; k < ROWS * o.widths[1]; k++) o.x[1][k] = (float)mg_below(&r, 7) - 2;
+        for (uint32_t k = 0; k < 2 * N * p.head_dim; k++) o.slots[k] = (float)mg_below(&r, 3) - 1;
+        CHECK(run_one(&o, rows, &err) == RF_OK, "%s", err.text);
+        for (uint32_t t = 0; t < ROWS; t++)
+            for (uint32_t l = 0; l < p.n_lists; l++) {
+                const uint32_t end = (uint32_t)rows[t].pos + 1, n_blocks = last ? end / p.list_unit : (end - 1) / p.list_unit + 1;
+                static double score[N];
+                static int32_t want[N], found[N];
+                uint32_t n = 0, n_best = p.n_listed - last < n_blocks ? p.n_listed - last : n_blocks;
+                for (uint32_t b = 0; b < n_blocks; b++)
+                    score[b] = index_score(&o, &rows[t], l, b, o.x[0] + t * o.widths[0], cases[i].weights ? o.x[1] + t * o.widths[1] : NULL);
+                for (uint32_t b = 0; b < n_blocks; b++) { /* fewer than n_best are before it */
+                    uint32_t before = 0;
+                    for (uint32_t c = 0; c < n_blocks; c++) before += score[c] > score[b] || (score[c] == score[b] && c < b);
+                    if (before < n_best) want[n++] = (int32_t)b;
+                }
+                if (last && end % p.list_unit) want[n++] = (int32_t)n_blocks;
+                while (n < p.n_listed) want[n++] = -1;
+                memcpy(found, o.y + t * o.widths[3] + l * p.n_listed, n * sizeof *found);
+                CHECK(!memcmp(found, want, n * sizeof *want), "case %zu row %u list %u", i, t, l);
+            }
+    }
+}
+
 /* Matrices of heads that lie apart in one weight, and such whose rows go with the values: quantized ones as floats. */
 static void test_heads_op(void) {
     enum { HEADS = 2, REST = 3, ROW0 = 1, MOST = ROW0 + HEADS * 40 };
@@ -616,6 +680,7 @@ int main(int argc, char **argv) {
         RUN(test_delta_op);
         RUN(test_scan_op);
         RUN(test_heads_op);
+        RUN(test_index_op);
         RUN(test_wide_delta);
         RUN(test_slice_op);
         RUN(test_batches);
